@@ -9,15 +9,20 @@ from dsa.ops.cache.indexer_cache import read_indexer_cache, write_indexer_cache
 from dsa.ops.cache.kv_cache import make_v4_cache, read_kv_cache, write_kv_cache
 from dsa.ops.cache.mla_cache_inputs import write_mla_cache
 from dsa.ops.cache.slot_mapping import slot_mapping
+from dsa.ops.elementwise.hyper_collapse_norm_cast import hyper_collapse_norm_cast_to_fp8
 from dsa.ops.elementwise.hyper_connections import hyper_collapse, hyper_expand
+from dsa.ops.elementwise.hyper_expand_mix import hyper_expand_mix
 from dsa.ops.elementwise.hyper_mix import hyper_mix
 from dsa.ops.elementwise.rms_norm import rms_norm
 from dsa.ops.elementwise.rms_norm_cast import add_rms_norm_cast_to_fp8, rms_norm_cast_to_fp8
+from dsa.ops.elementwise.rms_norm_rotary import rms_norm_rotary
 from dsa.ops.elementwise.rotary import apply_rotary
 from dsa.ops.gemm.fp8_fp4_gemm_nt import fp4_block_scales, grouped_fp8_fp4_gemm_nt, widen_fp4
 from dsa.ops.gemm.fp8_gemm_nt import dequantize_per_block, fp8_gemm_nt, grouped_fp8_gemm_nt, per_block_cast_to_fp8
 from dsa.ops.gemm.grouped_fp8_gemm_swiglu import grouped_fp8_fp4_gemm_swiglu, grouped_fp8_gemm_swiglu
+from dsa.ops.gemm.linear_fp32 import linear_fp32
 from dsa.ops.gemm.per_token_cast_to_fp8 import per_token_cast_to_fp8
+from dsa.ops.gemm.rotary_cast_to_fp8 import rotary_cast_to_fp8
 from dsa.ops.gemm.scatter_cast_to_fp8 import scatter_cast_to_fp8
 from dsa.ops.gemm.swiglu_cast_to_fp8 import swiglu_cast_to_fp8
 from dsa.ops.indexer.fp8_mqa_logits import fp8_mqa_logits, mqa_logits
@@ -29,6 +34,8 @@ from dsa.ops.mla.flash_mla_sparse_fwd import flash_mla_sparse_fwd
 from dsa.ops.mla.flash_mla_with_kvcache import FlashMLASchedMeta, flash_mla_with_kvcache, get_mla_metadata
 from dsa.ops.mla.merge_attention import merge_attention
 from dsa.ops.mla.mha_varlen_fwd import mha_varlen_fwd
+from dsa.ops.mla.mla_absorb_queries import mla_absorb_queries
+from dsa.ops.mla.mla_values_cast_to_fp8 import mla_values_cast_to_fp8
 from dsa.ops.mla.selection_bits import selection_bits
 from dsa.ops.mla.sliding_window_attention import (
     sliding_window_attention,
@@ -39,6 +46,7 @@ from dsa.ops.mla.window_attention_cast import window_attention_cast_to_fp8
 from dsa.ops.mla.window_indices import window_indices, window_slots
 from dsa.ops.moe.combine_experts import combine_experts
 from dsa.ops.moe.expert_routing import moe_gate, sort_by_expert
+from dsa.ops.moe.route_by_table import route_by_table
 from dsa.ops.moe.route_to_experts import route_to_experts
 from dsa.ops.training.indexer_topk import indexer_topk
 from dsa.ops.training.indexer_warmup_attention import indexer_warmup_attention
@@ -68,14 +76,19 @@ __all__ = [
     "grouped_fp8_gemm_nt",
     "grouped_fp8_gemm_swiglu",
     "hyper_collapse",
+    "hyper_collapse_norm_cast_to_fp8",
     "hyper_expand",
+    "hyper_expand_mix",
     "hyper_mix",
     "indexer_select",
     "indexer_topk",
     "indexer_warmup_attention",
+    "linear_fp32",
     "make_v4_cache",
     "merge_attention",
     "mha_varlen_fwd",
+    "mla_absorb_queries",
+    "mla_values_cast_to_fp8",
     "moe_gate",
     "mqa_logits",
     "num_sms",
@@ -86,6 +99,9 @@ __all__ = [
     "read_kv_cache",
     "rms_norm",
     "rms_norm_cast_to_fp8",
+    "rms_norm_rotary",
+    "rotary_cast_to_fp8",
+    "route_by_table",
     "route_to_experts",
     "scatter_cast_to_fp8",
     "selection_bits",

@@ -160,7 +160,8 @@ def test_metrics(metrics):
         for chosen, best, random in zip(shares["indexer"], shares["oracle"], shares["random"]):
             assert 0 < random < best <= 1 and chosen <= best + 1e-6
     found = metrics["acceptance"]
-    assert found["positions"] == 8 and len(found["right"]) == len(found["taken"]) == 3
+    # Of each sequence that is held out, which are one or two: the text is this repository's.
+    assert found["positions"] in (8, 16) and len(found["right"]) == len(found["taken"]) == 3
     assert found["taken"] == sorted(found["taken"]) and found["taken"][0] == pytest.approx(found["right"][0])
 
 

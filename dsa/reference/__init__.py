@@ -5,10 +5,13 @@ from dsa.reference.cache.indexer_cache import read_indexer_cache, write_indexer_
 from dsa.reference.cache.kv_cache import make_v4_cache, read_kv_cache, write_kv_cache
 from dsa.reference.cache.mla_cache_inputs import write_mla_cache
 from dsa.reference.cache.slot_mapping import slot_mapping
+from dsa.reference.elementwise.hyper_collapse_norm_cast import hyper_collapse_norm_cast_to_fp8
 from dsa.reference.elementwise.hyper_connections import hyper_collapse, hyper_expand
+from dsa.reference.elementwise.hyper_expand_mix import hyper_expand_mix
 from dsa.reference.elementwise.hyper_mix import hyper_mix
 from dsa.reference.elementwise.rms_norm import rms_norm
 from dsa.reference.elementwise.rms_norm_cast import add_rms_norm_cast_to_fp8, rms_norm_cast_to_fp8
+from dsa.reference.elementwise.rms_norm_rotary import rms_norm_rotary
 from dsa.reference.elementwise.rotary import apply_rotary
 from dsa.reference.gemm.fp4_cast import fp4_block_scales, widen_fp4
 from dsa.reference.gemm.fp8_cast import (
@@ -23,6 +26,8 @@ from dsa.reference.gemm.fp8_fp4_gemm_nt import grouped_fp8_fp4_gemm_nt
 from dsa.reference.gemm.fp8_gemm_nt import fp8_gemm_nt, grouped_fp8_gemm_nt
 from dsa.reference.gemm.grouped_fp8_gemm_swiglu import grouped_fp8_fp4_gemm_swiglu, grouped_fp8_gemm_swiglu
 from dsa.reference.gemm.hadamard import hadamard_transform
+from dsa.reference.gemm.linear_fp32 import linear_fp32
+from dsa.reference.gemm.rotary_cast_to_fp8 import rotary_cast_to_fp8
 from dsa.reference.gemm.scatter_cast_to_fp8 import scatter_cast_to_fp8
 from dsa.reference.gemm.swiglu_cast_to_fp8 import swiglu_cast_to_fp8
 from dsa.reference.indexer.fp8_mqa_logits import fp8_mqa_logits, mqa_logits
@@ -34,7 +39,9 @@ from dsa.reference.mla.flash_mla_sparse_fwd import flash_mla_sparse_fwd
 from dsa.reference.mla.flash_mla_with_kvcache import flash_mla_with_kvcache
 from dsa.reference.mla.merge_attention import merge_attention
 from dsa.reference.mla.mha_varlen_fwd import mha_varlen_fwd
+from dsa.reference.mla.mla_absorb_queries import mla_absorb_queries
 from dsa.reference.mla.mla_metadata import FlashMLASchedMeta, get_mla_metadata
+from dsa.reference.mla.mla_values_cast_to_fp8 import mla_values_cast_to_fp8
 from dsa.reference.mla.selection_bits import selection_bits
 from dsa.reference.mla.sliding_window_attention import sliding_window_attention, window_sparse_attention
 from dsa.reference.mla.sliding_window_decode import sliding_window_decode
@@ -42,6 +49,7 @@ from dsa.reference.mla.window_attention_cast import window_attention_cast_to_fp8
 from dsa.reference.mla.window_indices import window_indices, window_slots
 from dsa.reference.moe.combine_experts import combine_experts
 from dsa.reference.moe.expert_routing import moe_gate, sort_by_expert
+from dsa.reference.moe.route_by_table import route_by_table
 from dsa.reference.moe.route_to_experts import route_to_experts
 from dsa.reference.training.indexer_topk import indexer_topk
 from dsa.reference.training.indexer_warmup_attention import indexer_warmup_attention
@@ -71,14 +79,19 @@ __all__ = [
     "grouped_fp8_gemm_swiglu",
     "hadamard_transform",
     "hyper_collapse",
+    "hyper_collapse_norm_cast_to_fp8",
     "hyper_expand",
+    "hyper_expand_mix",
     "hyper_mix",
     "indexer_select",
     "indexer_topk",
     "indexer_warmup_attention",
+    "linear_fp32",
     "make_v4_cache",
     "merge_attention",
     "mha_varlen_fwd",
+    "mla_absorb_queries",
+    "mla_values_cast_to_fp8",
     "moe_gate",
     "mqa_logits",
     "per_block_cast_to_fp8",
@@ -89,6 +102,9 @@ __all__ = [
     "read_kv_cache",
     "rms_norm",
     "rms_norm_cast_to_fp8",
+    "rms_norm_rotary",
+    "rotary_cast_to_fp8",
+    "route_by_table",
     "route_to_experts",
     "scatter_cast_to_fp8",
     "selection_bits",

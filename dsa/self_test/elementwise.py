@@ -15,6 +15,15 @@ def rms_norm(device: str) -> None:
     )
 
 
+def rms_norm_rotary(device: str) -> None:
+    x, angles = torch.randn(40, 3, 512, device=device).bfloat16(), torch.randn(40, 32, device=device)
+    y = dsa.rms_norm_rotary(x, None, angles.cos(), angles.sin(), 1e-2)
+    expected = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-2).sqrt()
+    pair = torch.complex(expected[..., -64::2], expected[..., -63::2]) * torch.exp(1j * angles.double())[:, None]
+    expected[..., -64:] = torch.view_as_real(pair).flatten(-2)
+    assert_close("y", y, expected, abs_tol=3e-2, rel_tol=2**-7, cos_tol=1e-5)
+
+
 def rms_norm_cast(device: str) -> None:
     """Of a sum and of x alone. A scale is the largest value / 448, or less than twice that; a byte is off by at most a
     16th of its value or a 512th of its scale."""
@@ -86,3 +95,38 @@ def hyper_mix(device: str) -> None:
         v, weight = streams.flatten(1).double(), parts.double().sum(0)
         allowed = 1e-5 * (v.abs() @ weight.abs().T)
         assert ((mix - v @ weight.T).abs() <= allowed).all()
+
+
+def hyper_collapse_norm_cast(device: str) -> None:
+    """The norm of the collapse in float64, and its cast: a scale is the largest value / 448, or less than twice that; a
+    byte is off by at most a 16th of its value or a 512th of its scale."""
+    streams, weight = torch.randn(3, 4, 384, device=device).bfloat16(), torch.randn(384, device=device)
+    mix, base, scale = torch.randn(3, 24, device=device), torch.randn(24, device=device), torch.rand(3, device=device)
+    y, q, q_scale, post, comb = dsa.hyper_collapse_norm_cast_to_fp8(streams, mix, base, scale, weight, norm_eps=1e-2)
+    v = streams.double()
+    z = mix.double() / (v.square().mean((1, 2)) + 1e-6).sqrt()[:, None]
+    z = z * scale.double().repeat_interleave(torch.tensor((4, 4, 16), device=device)) + base.double()
+    x = ((1 / (1 + (-z[:, :4]).exp()) + 1e-6)[..., None] * v).sum(1).bfloat16().double()
+    expected = x / (x.square().mean(-1, keepdim=True) + 1e-2).sqrt() * weight.double()
+    assert_close("y", y, expected, abs_tol=1e-3, rel_tol=2**-6, cos_tol=2e-5)
+    assert_close("post", post, 2 / (1 + (-z[:, 4:8]).exp()), abs_tol=1e-5, rel_tol=1e-4)
+    assert_close("columns of comb", comb.sum(1), torch.ones_like(post).double(), abs_tol=1e-4, rel_tol=1e-4)
+    y, step = y.double().unflatten(1, (3, 128)), q_scale.double()[..., None]
+    ratio = 448 * q_scale.double() / y.abs().amax(-1)
+    assert (ratio > 0.9999).all() and (ratio < 2.0).all()
+    off = (q.double().unflatten(1, (3, 128)) * step - y).abs()
+    assert (off <= y.abs() / 16 + step / 512).all()
+
+
+def hyper_expand_mix(device: str) -> None:
+    """Of few tokens, which have a kernel, and of more; a last block of 64 channels that is not whole."""
+    for tokens, channels in ((1, 128), (5, 264), (40, 128)):
+        y, streams = (torch.randn(tokens, *s, channels, device=device).bfloat16() for s in ((), (4,)))
+        post, comb = (torch.rand(tokens, *s, device=device) for s in ((4,), (4, 4)))
+        parts = torch.randn(3, 24, 4 * channels, device=device).bfloat16()
+        parts *= torch.tensor([1, 2**-8, 2**-16], device=device)[:, None, None]
+        new, mix = dsa.hyper_expand_mix(y, streams, post, comb, parts)
+        expected = post.double()[..., None] * y.double()[:, None] + comb.double().transpose(1, 2) @ streams.double()
+        assert_close("streams", new, expected, abs_tol=1e-3, rel_tol=2**-8, cos_tol=1e-5)
+        v, weight = new.flatten(1).double(), parts.double().sum(0)
+        assert ((mix - v @ weight.T).abs() <= 1e-5 * (v.abs() @ weight.abs().T)).all()

@@ -27,6 +27,18 @@ def scatter_cast_to_fp8(device: str) -> None:
     check_rounded("scattered x", back, expected, abs_tol=1e-2, rel_tol=2**-4, cos_tol=1e-3)
 
 
+def rotary_cast_to_fp8(device: str) -> None:
+    """Two groups of two heads: a group's tokens together."""
+    x, angles = torch.randn(5, 4, 128, device=device).bfloat16(), torch.randn(5, 32, device=device)
+    q, scale = dsa.rotary_cast_to_fp8(x, angles.cos(), angles.sin(), 2)
+    back = q.double() * scale.double().repeat_interleave(128, -1)
+    turned = x.double()
+    pair = torch.complex(turned[..., -64::2], turned[..., -63::2]) * torch.exp(1j * angles.double())[:, None]
+    turned[..., -64:] = torch.view_as_real(pair).flatten(-2)
+    expected = torch.cat((turned[:, :2].flatten(1), turned[:, 2:].flatten(1)))
+    check_rounded("rotated x", back, expected, abs_tol=2e-2, rel_tol=2**-4, cos_tol=1e-3)
+
+
 def fp8_gemm_nt(device: str) -> None:
     x, w = torch.randn(5, 384, device=device), torch.randn(200, 384, device=device)
     a, b = dsa.per_token_cast_to_fp8(x, False), dsa.per_block_cast_to_fp8(w, False)
@@ -98,6 +110,17 @@ def grouped_fp8_gemm_swiglu(device: str) -> None:
                 check_rounded(name, got, expected, **tolerance)
             else:  # many numbers are the limit, and all of these are rounded alike
                 assert_close(f"limited {name}", got, expected, **tolerance)
+
+
+def linear_fp32(device: str) -> None:
+    """Of tiles that are a cluster each, and of such that are a CTA each."""
+    for tokens, rows, channels in ((5, 72, 352), (33, 600, 2080)):
+        x, w = torch.randn(tokens, channels, device=device), torch.randn(rows, channels, device=device)
+        x, w = x.bfloat16(), w.bfloat16()
+        expected, size = x.double() @ w.double().T, (x.double().square() @ w.double().square().T).sqrt()
+        scales = torch.where(torch.arange(rows, device=device) >= 40, 0.3, 1.0).double()
+        got = dsa.linear_fp32(x, w, 0.3, scaled_from=40)
+        check_product("y", got, expected * scales, size * scales)
 
 
 def _fp4_weights(experts: int, rows: int, columns: int, device: str) -> tuple[torch.Tensor, ...]:

@@ -177,3 +177,39 @@ def merge_attention(device: str) -> None:
     out, lse = dsa.merge_attention(outs, lses, sink)
     assert_close("out", out, torch.stack((expected, torch.zeros_like(expected))), abs_tol=1e-5, rel_tol=1e-4)
     check_lse("lse", lse, torch.stack((expected_lse, torch.full_like(expected_lse, torch.inf))))
+
+
+def _up_projections(device: str) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """kv_b of heads with 128 and 128 rows, and in float64 as it is multiplied: rounded to bf16."""
+    weight, scale = dsa.per_block_cast_to_fp8(torch.randn(H * 256, D_V, device=device), use_ue8m0=False)
+    rows = dsa.dequantize_per_block(weight, scale, torch.bfloat16).double()
+    return (weight, scale), rows.view(H, 256, D_V)
+
+
+def mla_absorb_queries(device: str) -> None:
+    """Nine tokens: an octet and one more. Sums of 128 products; the last channels turn."""
+    q = torch.randn(9, H, 192, device=device).bfloat16()
+    angles = torch.randn(9, 32, device=device)
+    kv_b, rows = _up_projections(device)
+    turn = torch.exp(1j * angles.double())[:, None]
+    pairs = torch.view_as_complex(q[..., 128:].double().unflatten(-1, (32, 2)).contiguous()) * turn
+    absorbed = torch.einsum("thd,hdc->thc", q[..., :128].double(), rows[:, :128])
+    expected = torch.cat((absorbed, torch.view_as_real(pairs).flatten(-2)), -1)
+    got = dsa.mla_absorb_queries(q[..., :128], q[..., 128:], angles.cos(), angles.sin(), kv_b)
+    check_rounded("q", got, expected, abs_tol=2e-4, rel_tol=2**-8, cos_tol=5e-6)
+
+
+def mla_values_cast_to_fp8(device: str) -> None:
+    """Nine tokens, as above. A byte is off by at most a 16th of its value or a 512th of its scale."""
+    attended = torch.randn(9, H, D_V, device=device).bfloat16()
+    kv_b, rows = _up_projections(device)
+    expected = torch.einsum("thc,hvc->thv", attended.double(), rows[:, 128:])
+    cast, scale = dsa.mla_values_cast_to_fp8(attended, kv_b, 128)
+    value, step = cast.double().view(expected.shape), scale.double()[..., None]
+    ratio = 448 * step / expected.abs().amax(-1, keepdim=True)
+    if not ((ratio > 0.97) & (ratio < 2.06)).all():
+        raise AssertionError(f"scale: from {ratio.min():.3g} to {ratio.max():.3g} of the largest value / 448")
+    # y is rounded to bf16 in front of the cast.
+    if not ((value * step - expected).abs() <= expected.abs() * (1 / 16 + 2**-8) * 1.01 + step / 512).all():
+        raise AssertionError("values: off by more than rounding")
+    check_rounded("values", value * step, expected, abs_tol=0.05, rel_tol=0.08, cos_tol=1e-3)

@@ -59,6 +59,26 @@ def route_to_experts(device: str) -> None:
             raise AssertionError(f"{name}: not what sort_by_expert gives")
 
 
+def route_by_table(device: str) -> None:
+    """Of few tokens and of more than one CTA sorts; experts 8 to 31 of 48 are this process's, and one token is in no
+    row. Products and sums are exact."""
+    for count in (3, 40):
+        x = torch.randint(-2, 3, (count, 256), device=device).bfloat16()
+        weight = (torch.randint(-1, 2, (48, 256), device=device) / 16).bfloat16()
+        table = torch.rand(20, 48, device=device).argsort(1)[:, :4].contiguous()
+        tokens = torch.randint(20, (count,), device=device)
+        named = table[tokens]
+        tokens[1], named[1] = 20, -1
+        experts, weights, *by_expert = dsa.route_by_table(x, weight, table, tokens, scale=1.5, first_expert=8, count=24)
+        logits = (x.double() @ weight.double().T).gather(1, named.clamp(min=0))
+        s = torch.log1p(logits.exp()).sqrt() * (named >= 0)
+        assert_close("weights", weights, 1.5 * s / (s.sum(1, keepdim=True) + 1e-20), abs_tol=0.0, rel_tol=1e-5)
+        order = dsa.sort_by_expert(torch.where(named < 0, -1, named - 8), 24)
+        for name, got, right in zip(("experts", "order", "rows", "ends"), (experts, *by_expert), (named, *order)):
+            if not torch.equal(got, right):
+                raise AssertionError(f"{name}: not what the table and sort_by_expert give")
+
+
 def combine_experts(device: str) -> None:
     """Three rows a token, one of them outside, and the shared expert's."""
     y, shared = torch.randn(50, 72, device=device), torch.randn(20, 72, device=device)

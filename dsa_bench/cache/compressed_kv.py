@@ -16,6 +16,9 @@ SHAPES = [
     (1, 64, 512, 4, "v4"),
     (1, 64, 512, 128, "v4"),
     (1, 64, 128, 4, "index"),
+    (1, 1, 512, 4, "v4"),
+    (1, 1, 512, 128, "v4"),
+    (1, 1, 128, 4, "index"),
 ]
 PAGE, EARLIER = 64, 1023
 _FRESH_BYTES = 400e6  # of inputs in a graph: more than the L2 cache holds

@@ -1,8 +1,9 @@
 """GPU time by part of a model: indexer, top-k, attention, MoE and the rest.
 
 While a profiler runs, modules and ops announce themselves by named ranges on the host; a kernel belongs to the
-innermost range around its launch. Times are of kernels alone: what the host adds between them is in none. The products
-that an indexer shares with its attention layer are the attention's.
+innermost range around its launch. Times are of kernels alone: what the host adds between them is in none, and a
+kernel's begins where the one in front ends (`trace.in_turn`). The products that an indexer shares with its attention
+layer are the attention's.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ from torch import nn
 from torch.profiler import record_function
 
 import dsa
-from dsa_bench.e2e.trace import GPU_WORK, events_of
+from dsa_bench.e2e.trace import events_of, in_turn
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.compressed_attention import CompressedAttention
 from dsa_layers.layers.compressed_indexer import CompressedIndexer
@@ -53,15 +54,13 @@ def by_part(events: list[dict[str, Any]]) -> dict[str, float]:
         if e.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in e.get("args", {})
     }
     total = dict.fromkeys(PARTS, 0.0)
-    for event in events:
-        if event.get("cat") not in GPU_WORK:
-            continue
+    for event, us in in_turn(events):
         ts = launched.get(event["args"]["correlation"])
         if ts is None:
             raise ValueError(f"{event['name']}: the trace has no launch of this kernel")
         # Ranges are nested: of those that began before it, the last that has not ended is the innermost.
         around = (name for _, end, name in reversed(ranges[: bisect_right(starts, ts)]) if ts <= end)
-        total[next(around, REST)] += event["dur"] / 1000
+        total[next(around, REST)] += us / 1000
     return total
 
 

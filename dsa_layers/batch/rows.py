@@ -1,6 +1,10 @@
 """Which of a pass's rows a process works on: all of them, or where several compute one model its share."""
 
+from typing import TypeVar
+
 import torch
+
+Kept = TypeVar("Kept", torch.Tensor, tuple[torch.Tensor, ...])
 
 
 class Rows:
@@ -9,17 +13,33 @@ class Rows:
 
     Between layers a process has its own rows, of residual streams, norms and casts. Layers gather what they need whole,
     such as keys, and what their part of the heads, channels or experts gives for all rows is summed over the processes.
+    What attention gives with all heads for a process's own rows needs no sum.
     """
 
-    parts = False  # whether layers give parts of sums
+    parts = False  # whether several processes compute the layers, and MLPs give parts of sums
     shared = False  # whether a process's own rows are not all
 
     def own(self, x: torch.Tensor) -> torch.Tensor:
         """This process's rows of x [T, ...], which all have."""
         return x
 
+    def own_kept(self, x: Kept) -> Kept:
+        """The same of what several layers of the pass read, such as angles: computed once, and kept with x. x: a
+        tensor, or a tuple of some, such as `RopeAngles`, whose rows are then one of the same class."""
+        return self.own(x)
+
+    def own_bounds(self, bounds: torch.Tensor) -> torch.Tensor:
+        """int32 [B + 1]: where the sequences that begin in these of all rows begin among this process's, which are in
+        the same order; kept, too."""
+        return bounds
+
     def gather(self, *own: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """All rows [T, ...] of tensors of which each process has its own rows."""
+        return own
+
+    def gather_joined(self, *own: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The same of tensors [T, C_i], which if they are of one dtype go from process to process as one: parts of its
+        rows."""
         return own
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
@@ -28,3 +48,10 @@ class Rows:
 
 
 ALL_ROWS = Rows()
+
+
+def moved(x: torch.Tensor, have: Rows, want: Rows) -> torch.Tensor:
+    """x of this process's rows by `have` -> x of its rows by `want`; by one of them it has all, unless they are one."""
+    if have is want:
+        return x
+    return have.gather(x)[0] if have.shared else want.own(x)

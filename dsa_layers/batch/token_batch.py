@@ -72,11 +72,12 @@ class TokenBatch(SelectedCounts, Tokens):
         """The sliding windows of so many tokens, in rings of so many slots: one view for all layers of the pass."""
         return self._views.setdefault(("windows", window, ring), WindowView(self, window, ring))
 
-    def group_rows(self, groups: int) -> GroupRows:
-        """The rows of so many groups of the new tokens' channels: for all layers of the pass."""
-        if ("groups", groups) not in self._views:
-            self._views["groups", groups] = GroupRows.of(len(self.positions), groups, self.device)
-        return self._views["groups", groups]
+    def group_rows(self, groups: int, tokens: int) -> GroupRows:
+        """The rows of so many groups of channels of so many of the new tokens: for all layers of the pass."""
+        key = "groups", groups, tokens
+        if key not in self._views:
+            self._views[key] = GroupRows.of(tokens, groups, self.device)
+        return self._views[key]
 
     @cached_property
     def _views(self) -> dict[tuple[str | int, ...], EntryView | WindowView | GroupRows]:

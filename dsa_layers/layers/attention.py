@@ -2,7 +2,7 @@
 
 import inspect
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -10,15 +10,18 @@ from torch import nn
 import dsa
 import dsa.backends
 from dsa_layers.batch import packing
-from dsa_layers.batch.rows import ALL_ROWS, Rows
+from dsa_layers.batch.rows import ALL_ROWS, Rows, moved
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.kv_cache import LayerCache
 from dsa_layers.layers import joint_linear
 from dsa_layers.layers.attention_form import HeadSizes, multi_head_is_faster
+from dsa_layers.layers.branch import Branch, beside
+from dsa_layers.layers.fp8_up_projection import stored_up_projection
 from dsa_layers.layers.indexer import Indexer, LightningIndexer
 from dsa_layers.layers.linear import BlockFP8Linear, Linear, make_linear
 from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.layers.norm_and_cast import norm_and_cast
+from dsa_layers.layers.own_heads import SplitByQueries
 from dsa_layers.layers.selecting_attention import KeyCounter
 from dsa_layers.layers.shares import Shares
 from dsa_layers.layers.trained_attention import SparseAttention, WarmupAttention, gather_keys, weighed
@@ -43,13 +46,38 @@ class Selection:
     topk_indices  int32 [T, top_k]: rows of the selected keys, among the packed keys or in the cache, then -1; None if
                   that layer attended to all keys. In the multi-head form counted from the sequence's first key
     bits          the same as `dsa.selection_bits`, where attention takes the multi-head form
+    rows          whose rows topk_indices are: all T, or a process's own
     """
 
     topk_indices: torch.Tensor | None = None
     bits: torch.Tensor | None = None
+    rows: Rows = ALL_ROWS
 
 
-class DSAAttention(nn.Module):
+class Form(NamedTuple):
+    """How a pass attends: to the cache, for decoding; to selected keys; with every head's keys and values."""
+
+    decode: bool
+    sparse: bool
+    multi_head: bool
+
+
+class Latents(NamedTuple):
+    """What is made of x. queries [T, q_lora_rank]: the queries' latents, and a cast of them for those that read it, or
+    None; keys [T, latent + rope]: the keys' latents and rope channels before their norm; index_keys: wk(x) of the
+    lightning indexer, where its `select` is to get it."""
+
+    queries: torch.Tensor
+    cast: joint_linear.Cast | None
+    keys: torch.Tensor
+    index_keys: torch.Tensor | None
+
+    def read(self) -> tuple[torch.Tensor | None, ...]:
+        """Those that the selection of keys reads."""
+        return self.queries, *(self.cast or ()), self.index_keys
+
+
+class DSAAttention(SplitByQueries):
     """MLA over all keys while every sequence has at most the indexer's top_k, over the selected ones beyond.
 
     Latent c = RMSNorm(W_DKV x) [kv_lora_rank] and one rope key k_pe [rope_dim] a token; per head
@@ -63,8 +91,9 @@ class DSAAttention(nn.Module):
 
     forward(x [T, hidden], cos, sin fp32 [T, rope_dim / 2], batch, cache=None, selection=None, cast=None, rows=...)
     -> [T, hidden]
-    cast: of x, for `joint_layers`, where the caller has it (`norm_and_cast`). rows: where several processes have a part
-    of the heads each; x and its cast are this process's own rows then, and the result is its part of all rows' sum.
+    cast: of x, for `joint_layers`, where the caller has it (`norm_and_cast`). rows: where several processes compute the
+    layer; x, its cast and the result are this process's own rows then. Each has a part of the heads, for all rows, and
+    their results are summed; or where heads are few and rows many, all heads for its own queries (`splits_queries`).
     With a cache the new tokens' latents and index keys are first written to its pages, and attention reads the keys as
     the pages hold them, rounded if these are FP8. Without a cache, `batch` must hold whole sequences. A layer with an
     indexer sets `selection`, if it is given; a layer without one reads it, as the layers before it in the same pass
@@ -74,7 +103,12 @@ class DSAAttention(nn.Module):
     Source: `MLA` of DeepSeek-V3.2's inference code; the report, section 2.1. IndexShare: arXiv 2603.12201.
     """
 
-    shares = Shares(rows=("q_b_proj", "kv_b_proj"), columns=("o_proj",), counts={"n_heads": "attention heads"})
+    shares = Shares(
+        rows=("q_b_proj", "kv_b_proj"),
+        columns=("o_proj",),
+        counts={"n_heads": "attention heads"},
+        heads="n_heads",
+    )
 
     def __init__(
         self,
@@ -133,32 +167,62 @@ class DSAAttention(nn.Module):
         else:
             # FP8 pages are attended to by index only.
             sparse = batch.max_key_len > self.indexer.top_k or (decode and cache.latent_is_fp8)
-        x, q, qr, kv, of_index = self._project(x, cast, sparse, cache is not None, rows)
-        q_nope, q_pe = q.split((self.nope_dim, self.rope_dim), -1)
+        heads = self.n_heads if self.own_heads is None else self.own_heads.share(self.n_heads)
+        multi_head = not decode and (not sparse or self._takes_multi_head_form(x, batch, selection, heads))
+        form = Form(decode, sparse, multi_head)
+        if self.own_heads is not None and rows.shared and not multi_head:
+            return self._attend(x, cos, sin, batch, cache, selection, cast, form, rows, queries=rows)
+        part = self if self.own_heads is None else self.own_heads.of(self)
+        return rows.sum(part._attend(x, cos, sin, batch, cache, selection, cast, form, rows, queries=ALL_ROWS))
 
+    def _attend(
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        batch: TokenBatch,
+        cache: LayerCache | None,
+        selection: Selection | None,
+        cast: joint_linear.Cast | None,
+        form: Form,
+        rows: Rows,
+        queries: Rows,
+    ) -> torch.Tensor:
+        """y of `queries`: of all rows, or of `rows`, a process's own, as x is."""
+        decode, sparse, multi_head = form
+        latents = self._latents(x, cast, sparse, cache is not None, rows)
         if self.indexer_stage is not None:
-            return self._train(x, qr, q_nope, q_pe, kv, cos, sin, batch, cache)
-        multi_head = not decode and (not sparse or self._takes_multi_head_form(x, batch, selection))
+            return self._train(x, latents, self._queries(latents, rows, queries), cos, sin, batch, cache)
         # Selected keys are gathered, from the pages if these hold x's dtype. FP8 pages are read first, since a prefill
         # would dequantise a key again for every query that selects it. Multi-head attention has all of them in a row.
         in_pages = decode or (not multi_head and cache is not None and cache.latent.dtype == x.dtype)
         if cache is None:
-            kv = self._norm_and_rotate(kv, cos, sin)
+            kv = self._norm_and_rotate(latents.keys, cos, sin)
         else:
-            kv = self._store(kv, cos, sin, batch, cache, in_pages)
-
+            kv = self._store(latents.keys, cos, sin, batch, cache, in_pages)
+        branch = Branch()
         if self.indexer is None:
             topk_indices, bits = selection.topk_indices, selection.bits
         else:
-            bits, form = None, (sparse, in_pages, multi_head)
-            topk_indices = self._select(x, qr, of_index, cos, sin, batch, cache, *form)
-            if sparse and multi_head:
-                bits = dsa.selection_bits(topk_indices, None, batch.max_key_len)
+            # Which keys are selected and what is asked of them follow from the same latents, each without the other.
+            with beside(x, *latents.read()) as branch:
+                topk_indices = self._select(x, latents, cos, sin, batch, cache, form, in_pages, rows, queries)
+                bits = dsa.selection_bits(topk_indices, None, batch.max_key_len) if sparse and multi_head else None
             if selection is not None:
-                selection.topk_indices, selection.bits = topk_indices, bits
+                selection.topk_indices, selection.bits, selection.rows = topk_indices, bits, queries
+        q = self._queries(latents, rows, queries)
+        q_nope, q_pe = q.split((self.nope_dim, self.rope_dim), -1)
+        stored = stored_up_projection(self, q) if decode else None
+        if stored is not None:
+            q = dsa.mla_absorb_queries(q_nope, q_pe, queries.own_kept(cos), queries.own_kept(sin), stored)
+        elif not multi_head:
+            w_uk, w_uv = self._up_projections(x.dtype)
+            q = self._absorbed_queries(q_nope, q_pe, w_uk, queries.own_kept(cos), queries.own_kept(sin))
+        branch.join()
         if self.key_counter is not None:
-            visible = batch.visible_keys
-            read = visible if topk_indices is None else (topk_indices >= 0).sum(-1)
+            read = visible = batch.visible_keys
+            if topk_indices is not None:
+                (read,) = queries.gather((topk_indices >= 0).sum(-1))
             self.key_counter.add(read, visible, visible)
 
         if multi_head and (sparse or self._has_multi_head_kernel(x)):
@@ -166,8 +230,6 @@ class DSAAttention(nn.Module):
         if multi_head:
             q_pe = dsa.apply_rotary(q_pe, cos, sin, interleaved=True)
             return self.o_proj(self._dense_prefill(torch.cat((q_nope, q_pe), -1), kv, batch).flatten(-2))
-        w_uk, w_uv = self._up_projections(x.dtype)
-        q = self._absorbed_queries(q_nope, q_pe, w_uk, cos, sin)
         if decode:
             attended = self._decode(q, topk_indices, batch, cache)
         else:
@@ -176,7 +238,11 @@ class DSAAttention(nn.Module):
                 attended, _ = dsa.sparse_mla_attention(q, *arguments)  # the same, with gradients
             else:
                 counts = batch.selected_counts(topk_indices.shape[1])
+                counts = None if counts is None else queries.own_kept(counts)
                 attended, *_ = dsa.flash_mla_sparse_fwd(q, *arguments, topk_length=counts)
+        if stored is not None:
+            cast = dsa.mla_values_cast_to_fp8(attended, stored, self.v_dim, self.o_proj.use_ue8m0)
+            return self.o_proj.multiply(cast, x.dtype)
         return self.o_proj(_by_head(attended, w_uv.mT).flatten(-2))
 
     def selectable(self, batch: TokenBatch) -> TokenBatch:
@@ -186,10 +252,8 @@ class DSAAttention(nn.Module):
     def _train(
         self,
         x: torch.Tensor,
-        qr: torch.Tensor,
-        q_nope: torch.Tensor,
-        q_pe: torch.Tensor,
-        kv: torch.Tensor,
+        latents: Latents,
+        q: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
         batch: TokenBatch,
@@ -198,9 +262,10 @@ class DSAAttention(nn.Module):
         """A pass that trains the indexer: the indexer gets detached inputs, and its loss goes to `indexer_stage`."""
         if cache is not None:
             raise ValueError("cache: a pass that trains the indexer takes none")
+        q_nope, q_pe = q.split((self.nope_dim, self.rope_dim), -1)
         q_pe = dsa.apply_rotary(q_pe, cos, sin, interleaved=True)
-        kv = gather_keys(self._norm_and_rotate(kv, cos, sin), batch)
-        inputs = x.detach(), qr.detach(), cos, sin
+        kv = gather_keys(self._norm_and_rotate(latents.keys, cos, sin), batch)
+        inputs = x.detach(), latents.queries.detach(), cos, sin
         if self.indexer_stage.name == "warmup":
             q = torch.cat((q_nope, q_pe), -1)
             attention = WarmupAttention(q, *self._expand(kv), self.softmax_scale, batch)
@@ -215,32 +280,26 @@ class DSAAttention(nn.Module):
             out = torch.einsum("thc,hvc->thv", attention.out, w_uv)
         return self.o_proj(out.flatten(-2))
 
-    def _project(
+    def _latents(
         self, x: torch.Tensor, cast: joint_linear.Cast | None, sparse: bool, stores: bool, rows: Rows
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
-        """(x, queries [T, heads, nope + rope] before rope, their latents, the keys' latents and rope channels before
-        their norm, and what the lightning indexer's `select` is to get of its own products and of rows).
-
-        Of shared rows what goes from process to process are latents. x and the queries' latents are needed whole where
-        somebody else's indexer selects."""
+    ) -> Latents:
+        """Of shared rows what goes from process to process are the keys', and the queries' where a process has not all
+        heads (`_queries`)."""
         given = (sparse or stores) and self._gives_products()
         layers = self.joint_layers() if given else self.joint_layers()[-2:]
         *keys, q_latent, kv = joint_linear.multiply(x, *layers, cast=cast)
         readers = (self.q_b_proj, self.indexer.wq_b) if given and sparse else (self.q_b_proj,)
         _, qr, cast = norm_and_cast(self.q_a_layernorm, q_latent, readers)
-        of_index = {}
-        if rows.shared:
-            own, queries = qr, joint_linear.multiply(qr, *readers[1:], cast=cast) if readers[1:] else ()
-            kv, *keys = rows.gather(kv, *keys)
-            if given:
-                of_index["rows"] = rows
-            elif self.indexer is not None and (sparse or stores):
-                x, qr = rows.gather(x, qr)
-            q = joint_linear.multiply_gathered(own, self.q_b_proj, cast, rows)
+        kv, *keys = rows.gather_joined(kv, *keys)
+        return Latents(qr, cast, kv, keys[0] if keys else None)
+
+    def _queries(self, latents: Latents, rows: Rows, queries: Rows) -> torch.Tensor:
+        """q [T, heads, nope + rope] of `queries` before rope."""
+        if rows.shared and not queries.shared:
+            q = joint_linear.multiply_gathered(latents.queries, self.q_b_proj, latents.cast, rows)
         else:
-            q, *queries = joint_linear.multiply(qr, *readers, cast=cast)
-        q = q.unflatten(-1, (self.n_heads, self.nope_dim + self.rope_dim))
-        return x, q, qr, kv, of_index | dict(zip(("keys", "queries"), (*keys, *queries)))
+            (q,) = joint_linear.multiply(latents.queries, self.q_b_proj, cast=latents.cast)
+        return q.unflatten(-1, (self.n_heads, self.nope_dim + self.rope_dim))
 
     def _gives_products(self) -> bool:
         """Whether `select` is the lightning indexer's, which takes them, without gradients and not under torch.compile:
@@ -257,26 +316,36 @@ class DSAAttention(nn.Module):
     def _select(
         self,
         x: torch.Tensor,
-        qr: torch.Tensor,
-        of_index: dict[str, Any],
+        latents: Latents,
         cos: torch.Tensor,
         sin: torch.Tensor,
         batch: TokenBatch,
         cache: LayerCache | None,
-        sparse: bool,
+        form: Form,
         in_pages: bool,
-        multi_head: bool,
+        rows: Rows,
+        queries: Rows,
     ) -> torch.Tensor | None:
-        """The rows to attend to, of the pages if in_pages, else of all keys packed, or of the sequence's if multi_head;
-        None if not sparse. The new tokens' index keys are written to the cache in either case."""
-        if not sparse:
-            if cache is not None:
-                self.indexer.select(x, qr, cos, sin, batch, cache, store_only=True, **of_index)
+        """The rows that `queries` attend to, of the pages if in_pages, else of all keys packed, or of the sequence's in
+        the multi-head form; None if not sparse. The new tokens' index keys are written to the cache in either case.
+        x and the queries' latents are needed whole where somebody else's indexer selects."""
+        if not form.sparse and cache is None:
+            return None
+        qr, of_index = latents.queries, {}
+        if latents.index_keys is not None:
+            of_index = {"keys": latents.index_keys, "rows": rows}
+            if form.sparse:
+                (of_index["queries"],) = joint_linear.multiply(qr, self.indexer.wq_b, cast=latents.cast)
+        elif rows.shared:
+            x, qr = rows.gather(x, qr)
+        if not form.sparse:
+            self.indexer.select(x, qr, cos, sin, batch, cache, store_only=True, **of_index)
             return None
         topk_indices = self.indexer.select(x, qr, cos, sin, batch, cache, paged_slots=in_pages, **of_index)
-        if in_pages or multi_head:
+        topk_indices = moved(topk_indices, of_index.get("rows", ALL_ROWS), queries)
+        if in_pages or form.multi_head:
             return topk_indices
-        return packing.packed_rows(topk_indices, batch.key_starts, len(batch.key_lens))
+        return packing.packed_rows(topk_indices, queries.own_kept(batch.key_starts), len(batch.key_lens))
 
     def _norm_and_rotate(self, kv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """kv [T, latent + rope], as projected -> the rows that `dsa.write_mla_cache` would write, differentiable."""
@@ -349,11 +418,14 @@ class DSAAttention(nn.Module):
         k_nope, v = expanded.split((self.nope_dim, self.v_dim), -1)
         return torch.cat((k_nope, k_pe[:, None].expand(-1, self.n_heads, -1)), -1), v
 
-    def _takes_multi_head_form(self, x: torch.Tensor, batch: TokenBatch, selection: Selection | None) -> bool:
-        """Of a sparse pass: the same for all layers, since those without an indexer get what one before selected."""
+    def _takes_multi_head_form(
+        self, x: torch.Tensor, batch: TokenBatch, selection: Selection | None, heads: int
+    ) -> bool:
+        """Of a sparse pass, with so many heads: the same for all layers, since those without an indexer get what one
+        before selected."""
         if self.indexer is None:
             return selection.bits is not None
-        sizes = HeadSizes(self.n_heads, self.nope_dim, self.rope_dim, self.v_dim, self.kv_lora_rank)
+        sizes = HeadSizes(heads, self.nope_dim, self.rope_dim, self.v_dim, self.kv_lora_rank)
         return self._has_multi_head_kernel(x) and multi_head_is_faster(
             batch.query_lens, batch.key_lens, self.indexer.top_k, sizes
         )

@@ -1,7 +1,7 @@
 """DeepSeek-V4's attention: a sliding window, and compressed entries of all earlier tokens, in one softmax."""
 
 import inspect
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -9,27 +9,52 @@ from torch import nn
 import dsa
 from dsa_layers.batch import packing
 from dsa_layers.batch.entry_view import EntryView
-from dsa_layers.batch.rows import ALL_ROWS, Rows
+from dsa_layers.batch.rows import ALL_ROWS, Rows, moved
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.batch.window_view import WindowView
 from dsa_layers.cache.compressed_kv_cache import CompressedLayerCache
 from dsa_layers.layers import joint_linear
+from dsa_layers.layers.branch import Branch, beside
 from dsa_layers.layers.compressed_indexer import CompressedIndexer
 from dsa_layers.layers.compressor import Compressor
 from dsa_layers.layers.grouped_linear import GroupedLinear
-from dsa_layers.layers.linear import BlockFP8Linear, Linear, make_linear
+from dsa_layers.layers.linear import BLOCK, BlockFP8Linear, FP32Linear, Linear, make_linear
 from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.layers.norm_and_cast import norm_and_cast, watched
+from dsa_layers.layers.own_heads import SplitByQueries
 from dsa_layers.layers.rope import RopeAngles, turn
 from dsa_layers.layers.selecting_attention import KeyCounter
 from dsa_layers.layers.shares import Shares
 
 Angles = tuple[torch.Tensor, torch.Tensor]
+MOST_CHANNELS, VECTOR = 512, 8  # of a head, for rope in one kernel with the norm or the cast; channels at a time
 FEW_HEADS = 32  # attention of so many has a kernel of its own, which casts nothing
 COMPRESSED_SELECT = inspect.unwrap(CompressedIndexer.select)
 
 
-class CompressedAttention(nn.Module):
+class Projections(NamedTuple):
+    """What is made of x. latents [T, q_lora_rank]: the queries', and a cast of them for those that read it, or None;
+    keys [T, dim]: before their norm; entries: what the compressor's `project` gives, () without one; index_entries: the
+    same of the lightning indexer's compressor, where its `select` is to get it; index_weights fp32 [T, heads of the
+    indexer]: its weights, where they are of one product with these. given: whether that `select` is to get products;
+    selects: whether the indexer does more than to store its keys."""
+
+    latents: torch.Tensor
+    cast: joint_linear.Cast | None
+    keys: torch.Tensor
+    entries: tuple[torch.Tensor, ...]
+    index_entries: tuple[torch.Tensor, ...] | None
+    index_weights: torch.Tensor | None
+    given: bool
+    selects: bool
+
+    def read(self) -> tuple[torch.Tensor, ...]:
+        """Those that the selection of entries reads."""
+        weights = () if self.index_weights is None else (self.index_weights,)
+        return self.latents, *(self.cast or ()), *self.entries, *(self.index_entries or ()), *weights
+
+
+class CompressedAttention(SplitByQueries):
     """o[t, h] = sum_j e^{z_j} k_j / (sum_j e^{z_j} + e^{sink_h}), z_j = dim^-0.5 q[t, h] . k_j, over t's keys k_j.
 
     These keys are the last `window` tokens up to t, and the compressor's entries that the indexer selects among those
@@ -50,9 +75,10 @@ class CompressedAttention(nn.Module):
     """
 
     shares = Shares(
-        rows=("wq_b", "attn_sink"),
+        rows=("wq_b", "attn_sink", "wo_a"),
         columns=("wo_b",),
         counts={"n_heads": "attention heads", "o_groups": "groups of attention heads"},
+        heads="n_heads",
     )
 
     def __init__(
@@ -104,41 +130,122 @@ class CompressedAttention(nn.Module):
     ) -> torch.Tensor:
         if cache is None and batch.query_lens != batch.key_lens:
             raise ValueError("cache: is needed when a sequence has more keys than new tokens")
-        qr, kv = joint_linear.multiply(x, *self.joint_layers(), cast=cast)
+        if self.own_heads is not None and rows.shared:
+            return self._attend(x, rope, entry_rope, batch, cache, cast, rows, queries=rows)
+        part = self if self.own_heads is None else self.own_heads.of(self)
+        return rows.sum(part._attend(x, rope, entry_rope, batch, cache, cast, rows, queries=ALL_ROWS))
+
+    def _attend(
+        self,
+        x: torch.Tensor,
+        rope: Angles,
+        entry_rope: Angles | None,
+        batch: TokenBatch,
+        cache: CompressedLayerCache | None,
+        cast: joint_linear.Cast | None,
+        rows: Rows,
+        queries: Rows,
+    ) -> torch.Tensor:
+        """y of `queries`: of all rows, or of `rows`, a process's own, as x is."""
         decode = cache is not None and batch.is_decode
-        readers = (self.wq_b, self.indexer.wq_b) if self._gives_queries(batch, decode) else (self.wq_b,)
+        projected = self._projections(x, cast, batch, cache, rows)
+        if decode:
+            return self._decode(x, projected, rope, entry_rope, batch, cache, rows, queries)
+        q = self._queries(projected, rope, rows, queries)
+        keys = self._token_keys(projected.keys, rope, batch, cache)
+        entries = self._entries(x, projected, rope, entry_rope, batch, cache, rows, queries)
+        del projected  # of all rows in fp32, which attention has no need of
+        return self._prefill(q, keys, *entries, queries.own_kept(rope), batch, cache, queries)
+
+    def _projections(
+        self,
+        x: torch.Tensor,
+        cast: joint_linear.Cast | None,
+        batch: TokenBatch,
+        cache: CompressedLayerCache | None,
+        rows: Rows,
+    ) -> Projections:
+        """What goes from process to process of shared rows are keys, what compressors make of x, and queries' latents
+        where a process has not all heads (`_queries`)."""
+        decode = cache is not None and batch.is_decode
+        given, selects = self._gives_products(), self.indexer is not None and (decode or self._selects(batch))
+        qr, kv = joint_linear.multiply(x, *self.joint_layers(), cast=cast)
+        readers = (self.wq_b, self.indexer.wq_b) if given and selects else (self.wq_b,)
         _, qr, cast = norm_and_cast(self.q_norm, qr, readers)
-        of_index = {}
-        if rows.shared:
-            own, queries = qr, joint_linear.multiply(qr, *readers[1:], cast=cast) if readers[1:] else ()
-            (kv,) = rows.gather(kv)
-            q = joint_linear.multiply_gathered(own, self.wq_b, cast, rows)
-            if self.compressor is not None:
-                (x,) = rows.gather(x)
-            if queries:
-                of_index["rows"] = rows
-            elif self.indexer is not None and self._selects(batch):  # by another way of selecting
-                (qr,) = rows.gather(qr)
+        (kv,) = rows.gather(kv)
+        compressors = [] if self.compressor is None else [self.compressor]
+        # Where nothing is selected the indexer makes its keys for the cache alone.
+        compressors += [self.indexer.compressor] if given and (selects or cache is not None) else []
+        products = self._as_one(x, compressors, given and selects)
+        if products is None:
+            products = [part for one in compressors for part in one.project(x)]
+        count = 2 * len(compressors)
+        weights = products[count] if len(products) > count else None
+        products = rows.gather_joined(*products[:count])
+        return Projections(qr, cast, kv, products[:2], products[2:] or None, weights, given, selects)
+
+    def _queries(self, projected: Projections, rope: Angles, rows: Rows, queries: Rows) -> torch.Tensor:
+        """q [T, heads, dim] of `queries`, normed and turned."""
+        if rows.shared and not queries.shared:
+            q = joint_linear.multiply_gathered(projected.latents, self.wq_b, projected.cast, rows)
         else:
-            q, *queries = joint_linear.multiply(qr, *readers, cast=cast)
-        of_index |= zip(("queries",), queries)
-        q = dsa.rms_norm(q.unflatten(-1, (self.n_heads, self.dim)), None, self.eps)
-        q = turn(q, *rope, interleaved=True, dims="last")
-        attend = self._decode if decode else self._prefill
-        return attend(x, q, qr, of_index, kv, rope, entry_rope, batch, cache)
+            (q,) = joint_linear.multiply(projected.latents, self.wq_b, cast=projected.cast)
+        q = q.unflatten(-1, (self.n_heads, self.dim))
+        angles = queries.own_kept(rope)
+        if self._joins_rope(rope):
+            return dsa.rms_norm_rotary(q, None, *angles, self.eps)
+        return turn(dsa.rms_norm(q, None, self.eps), *angles, interleaved=True, dims="last")
+
+    def _select(
+        self,
+        x: torch.Tensor,
+        projected: Projections,
+        rope: Angles,
+        entry_rope: Angles | None,
+        batch: TokenBatch,
+        cache: CompressedLayerCache | None,
+        rows: Rows,
+        **options: bool,
+    ) -> torch.Tensor | None:
+        """What the indexer's `select` gives, of x's own rows where it is the lightning indexer's, else of all."""
+        qr = projected.latents
+        if projected.given:
+            options |= {"keys": projected.index_entries, "weights": projected.index_weights, "rows": rows}
+            if projected.selects:
+                (options["queries"],) = joint_linear.multiply(qr, self.indexer.wq_b, cast=projected.cast)
+        elif rows.shared:
+            x, qr = rows.gather(x, qr)
+        index_cache = None if cache is None else cache.index_entries
+        return self.indexer.select(x, qr, *rope, batch, index_cache, entry_rope=entry_rope, **options)
 
     def joint_layers(self) -> tuple[Linear | BlockFP8Linear, ...]:
         """Those that read x as one product."""
         return self.wq_a, self.wkv
 
-    def _gives_queries(self, batch: TokenBatch, decode: bool) -> bool:
-        """Whether the indexer's `select` is to get its queries' product, which shares a cast with that of wq_b. Another
-        way of selecting may take none; and torch.compile does not trace the question."""
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return False
-        if inspect.unwrap(getattr(self.indexer, "select", None)) is not COMPRESSED_SELECT:
-            return False
-        return decode or self._selects(batch)
+    def joint_fp32_layers(self) -> tuple[FP32Linear, ...]:
+        """Those of two compressors, and the indexer's that makes weights, that read x as one product. The weights' only
+        where rows of all results lie at multiples of 16 bytes with them, too, as the compressors' kernels ask."""
+        if self.indexer is None or any(
+            type(one).project is not Compressor.project for one in (self.compressor, self.indexer.compressor)
+        ):
+            return ()
+        keys = *self.compressor.joint_layers(), *self.indexer.compressor.joint_layers()
+        return keys if self.indexer.n_heads % 4 else (*keys, self.indexer.weights_proj)
+
+    def _as_one(self, x: torch.Tensor, compressors: list[Compressor], weighs: bool) -> tuple[torch.Tensor, ...] | None:
+        """What two compressors make of x, where it is one product; and if it weighs heads and has them, the indexer's
+        weights behind."""
+        if len(compressors) < 2:
+            return None
+        layers = self.joint_fp32_layers()
+        return joint_linear.multiply_as_one(x, *(layers if weighs else layers[: 2 * len(compressors)]))
+
+    def _gives_products(self) -> bool:
+        """Whether the indexer's `select` is to get the product of its queries, which shares a cast with that of wq_b,
+        and what its compressor makes of x. Another way of selecting may take none; and torch.compile does not trace the
+        question."""
+        asked = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        return asked and inspect.unwrap(getattr(self.indexer, "select", None)) is COMPRESSED_SELECT
 
     def _selects(self, batch: TokenBatch) -> bool:
         """Whether a sequence has more entries than its tokens attend to."""
@@ -146,30 +253,33 @@ class CompressedAttention(nn.Module):
 
     def _prefill(
         self,
-        x: torch.Tensor,
         q: torch.Tensor,
-        qr: torch.Tensor,
-        of_index: dict[str, Any],
-        kv: torch.Tensor,
+        keys: torch.Tensor,
+        compressed: torch.Tensor | None,
+        rows: torch.Tensor | None,
         rope: Angles,
-        entry_rope: Angles | None,
         batch: TokenBatch,
         cache: CompressedLayerCache | None,
+        queries: Rows,
     ) -> torch.Tensor:
+        """y of the queries q, whose angles are rope: attention to the keys of the tokens that they see, and to their
+        rows of all entries."""
         windows = self._windows(batch, cache)
-        keys, cu_keys = self._token_keys(kv, rope, batch, cache), windows.cu_keys
-        packed = (q, keys[:, None], batch.cu_query_lens, cu_keys, self.window)
-        compressed, rows = self._entries(x, qr, of_index, rope, entry_rope, batch, cache)
-        self._count_keys(batch, rows)
+        # Which keys a query sees, row by row: of own queries, not the last ones of their sequences, the bounds do not
+        # say it.
+        near = queries.own_kept(windows.indices)
+        packed = (q, keys[:, None], queries.own_bounds(batch.cu_query_lens), windows.cu_keys, self.window)
+        self._count_keys(batch, rows, queries)
         if compressed is None or len(compressed) == 0:
             compressed = rows = counts = None
         if torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in (q, keys, compressed)):
-            out = self._attend_with_gradients(q, keys, windows.indices, compressed, rows)
+            out = self._attend_with_gradients(q, keys, near, compressed, rows)
             return self._project(out, rope, batch)
         if compressed is not None:
             compressed = compressed[:, None]
             counts = batch.entries(self.compressor.ratio).selected_counts(rows.shape[1])
-        scale, near = self.dim**-0.5, windows.indices
+            counts = None if counts is None else queries.own_kept(counts)
+        scale = self.dim**-0.5
         if self._casts_results(rope):
             cast = dsa.window_attention_cast_to_fp8(
                 *(*packed, compressed, rows, *rope, self.o_groups, scale, self.attn_sink),
@@ -204,16 +314,27 @@ class CompressedAttention(nn.Module):
         return out
 
     def _casts_results(self, rope: Angles) -> bool:
-        """Whether a prompt's attention casts its results for wo_a: FP8 weights, for inference, where nobody else looks
-        at wo_a's input, of sizes for which that is faster, and the kernel is made."""
+        """Whether a prompt's attention casts its results for wo_a: of sizes for which that is faster, and the kernel is
+        made."""
+        return self.n_heads > FEW_HEADS and self.dim == 512 and rope[0].shape[1] == 32 and self._gives_cast()
+
+    def _gives_cast(self) -> bool:
+        """Whether wo_a gets its input in FP8: FP8 weights, for inference, where nobody else looks at it."""
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or watched(self.wo_a):
             return False
-        sizes = self.n_heads > FEW_HEADS and self.dim == 512 and rope[0].shape[1] == 32
-        return sizes and type(self.wo_a.matrices) is BlockFP8Linear
+        return type(self.wo_a.matrices) is BlockFP8Linear
+
+    def _joins_rope(self, rope: Angles) -> bool:
+        """Whether heads are of a size whose rope is one kernel with the norm in front of it and the cast behind it."""
+        return self.dim <= MOST_CHANNELS and self.dim % VECTOR == 0 and 2 * rope[0].shape[1] % VECTOR == 0
 
     def _project(self, out: torch.Tensor, rope: Angles, batch: TokenBatch) -> torch.Tensor:
         """y of attention's results [T, heads, dim]."""
-        out = turn(out, *RopeAngles.of(rope).back, interleaved=True, dims="last")
+        back = RopeAngles.of(rope).back
+        if self.dim % BLOCK == 0 and self._joins_rope(rope) and self._gives_cast():
+            cast = dsa.rotary_cast_to_fp8(out, *back, self.o_groups, self.wo_a.matrices.use_ue8m0)
+            return self.wo_a.multiply(cast, self.wo_b, batch, out.dtype)
+        out = turn(out, *back, interleaved=True, dims="last")
         return self.wo_a(out.flatten(1).unflatten(-1, (self.o_groups, -1)), self.wo_b, batch)
 
     def _windows(self, batch: TokenBatch, cache: CompressedLayerCache | None) -> WindowView:
@@ -241,71 +362,75 @@ class CompressedAttention(nn.Module):
     def _entries(
         self,
         x: torch.Tensor,
-        qr: torch.Tensor,
-        of_index: dict[str, Any],
+        projected: Projections,
         rope: Angles,
         entry_rope: Angles | None,
         batch: TokenBatch,
         cache: CompressedLayerCache | None,
+        rows: Rows,
+        queries: Rows,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """(all entries packed [N, dim], the rows of those that each new token attends to int32 [T, K])."""
+        """(all entries packed [N, dim], the rows of those that each of `queries` attends to int32 [T, K])."""
         if self.compressor is None:
             return None, None
         entries = batch.entries(self.compressor.ratio)
         if cache is None:
-            compressed = self.compressor.entries(x, *entry_rope, batch)
+            compressed = self.compressor.entries(*projected.entries, *entry_rope, batch).to(x.dtype)
         else:
-            self.compressor.store(x, *entry_rope, batch, cache.entries)
+            self.compressor.store(*projected.entries, *entry_rope, batch, cache.entries)
             compressed = dsa.read_kv_cache(cache.entries.pages, entries.all_slots, dtype=x.dtype)
         if self.indexer is None:
-            return compressed, entries.rows
-        index_cache = None if cache is None else cache.index_entries
+            return compressed, queries.own_kept(entries.rows)
         dense = entries.most <= self.indexer.top_k
-        options = {"entry_rope": entry_rope, "store_only": dense, **of_index}
-        topk_indices = self.indexer.select(x, qr, *rope, batch, index_cache, **options)
+        topk_indices = self._select(x, projected, rope, entry_rope, batch, cache, rows, store_only=dense)
         if dense:
-            return compressed, entries.rows
-        return compressed, packing.packed_rows(topk_indices, entries.starts, len(batch.key_lens))
+            return compressed, queries.own_kept(entries.rows)
+        topk_indices = moved(topk_indices, rows if projected.given else ALL_ROWS, queries)
+        return compressed, packing.packed_rows(topk_indices, queries.own_kept(entries.starts), len(batch.key_lens))
 
     def selectable(self, batch: TokenBatch) -> EntryView:
         """The keys among which the indexer selects: entries."""
         return batch.entries(self.compressor.ratio)
 
-    def _count_keys(self, batch: TokenBatch, entries: torch.Tensor | None) -> None:
-        """entries int32 [T, ..., K]: those that each new token reads beside its window, -1 where there are fewer."""
+    def _count_keys(self, batch: TokenBatch, entries: torch.Tensor | None, queries: Rows = ALL_ROWS) -> None:
+        """entries int32 [T, ..., K]: those that each of `queries` reads beside its window, -1 where there are fewer."""
         if self.key_counter is None:
             return
         context = batch.visible_keys
         read = dense = context.clamp(max=self.window)
         if entries is not None:
-            read = read + (entries >= 0).flatten(1).sum(-1)
+            read = read + queries.gather((entries >= 0).flatten(1).sum(-1))[0]
             dense = dense + batch.entries(self.compressor.ratio).visible_keys
         self.key_counter.add(read, dense, context)
 
     def _decode(
         self,
         x: torch.Tensor,
-        q: torch.Tensor,
-        qr: torch.Tensor,
-        of_index: dict[str, Any],
-        kv: torch.Tensor,
+        projected: Projections,
         rope: Angles,
         entry_rope: Angles | None,
         batch: TokenBatch,
         cache: CompressedLayerCache,
+        rows: Rows,
+        queries: Rows,
     ) -> torch.Tensor:
         windows, norm = self._windows(batch, cache), self.kv_norm
-        dsa.write_mla_cache(kv, norm.weight.float(), *rope, cache.window, windows.slots, eps=norm.eps)
-        slots, extra = None, {}
-        if self.compressor is not None:
-            entries = batch.entries(self.compressor.ratio)
-            self.compressor.store(x, *entry_rope, batch, cache.entries)
-            if self.indexer is None:
-                slots = entries.slot_table
-            else:
-                options = {"entry_rope": entry_rope, "paged_slots": True, **of_index}
-                slots = self.indexer.select(x, qr, *rope, batch, cache.index_entries, **options)
+        dsa.write_mla_cache(projected.keys, norm.weight.float(), *rope, cache.window, windows.slots, eps=norm.eps)
+        entries = None if self.compressor is None else batch.entries(self.compressor.ratio)
+        slots, extra, branch = None, {}, Branch()
+        if self.indexer is not None:
+            # Not beside the queries: the indexer's compressor needs the slots that this one makes.
+            self.compressor.store(*projected.entries, *entry_rope, batch, cache.entries)
+            with beside(x, *projected.read()) as branch:
+                slots = self._select(x, projected, rope, entry_rope, batch, cache, rows, paged_slots=True)
                 slots = slots.unflatten(0, (-1, batch.next_n))
+        elif self.compressor is not None:
+            with beside(*projected.read()) as branch:
+                self.compressor.store(*projected.entries, *entry_rope, batch, cache.entries)
+                slots = entries.slot_table
+        q = self._queries(projected, rope, rows, queries)
+        branch.join()
+        if self.compressor is not None:
             extra = {"extra_k_cache": cache.entries.pages, "extra_indices_in_kvcache": slots}
             extra["extra_topk_length"] = entries.most_selected(slots.shape[2])
         self._count_keys(batch, slots)

@@ -9,7 +9,7 @@ from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.compressed_kv_cache import EntryCache
 from dsa_layers.layers.compressor import Compressor
 from dsa_layers.layers.key_selection import WORKSPACE, select_packed, select_paged
-from dsa_layers.layers.linear import Linear, linear_fp32, make_linear
+from dsa_layers.layers.linear import FP32Linear, linear_fp32, make_linear
 
 
 class CompressedIndexer(nn.Module):
@@ -47,8 +47,13 @@ class CompressedIndexer(nn.Module):
         self.workspace = workspace
         self.n_heads, self.head_dim, self.top_k, self.quantize = n_heads, compressor.dim, top_k, quantize
         self.wq_b = make_linear(q_lora_rank, n_heads * self.head_dim, fp8=fp8, dtype=dtype, use_ue8m0=use_ue8m0)
-        self.weights_proj = Linear(hidden, n_heads, dtype=dtype)
+        self.weights_proj = FP32Linear(hidden, n_heads, scale=self.weight_scale, dtype=dtype)
         self.compressor = compressor
+
+    @property
+    def weight_scale(self) -> float:
+        """What w is multiplied by."""
+        return self.n_heads**-0.5 * self.head_dim**-0.5
 
     @torch.no_grad()
     def select(
@@ -63,19 +68,25 @@ class CompressedIndexer(nn.Module):
         entry_rope: tuple[torch.Tensor, torch.Tensor],
         paged_slots: bool = False,
         store_only: bool = False,
+        keys: tuple[torch.Tensor, torch.Tensor] | None = None,
         queries: torch.Tensor | None = None,
+        weights: torch.Tensor | None = None,
         rows: Rows = ALL_ROWS,
     ) -> torch.Tensor | None:
-        """queries: wq_b(qr), where the caller has it. rows: where qr and queries are a process's own rows, for which it
-        selects; x is all rows'."""
+        """keys: what the compressor's `project` makes of x, queries: wq_b(qr), and weights: w, where the caller has
+        them. rows: where x, qr, queries and weights are a process's own rows, for which it selects; keys are all
+        rows'."""
+        if store_only and cache is None:
+            return None
+        projected = self.compressor.project(x) if keys is None else keys
         if cache is not None:
-            self.compressor.store(x, *entry_rope, batch, cache)
+            self.compressor.store(*projected, *entry_rope, batch, cache)
         if store_only:
             return None
         q = (self.wq_b(qr) if queries is None else queries).unflatten(-1, (self.n_heads, self.head_dim))
-        weights = linear_fp32(rows.own(x), self.weights_proj.weight)
-        weights = weights * (self.n_heads**-0.5 * self.head_dim**-0.5)
-        angles = rows.own(cos), rows.own(sin)
+        if weights is None:
+            weights = linear_fp32(x, self.weights_proj.weight, self.weight_scale)
+        angles = rows.own_kept(cos), rows.own_kept(sin)
         if self.quantize:
             q, weights = dsa.quantize_indexer_queries(q, weights, *angles, interleaved=True, dims="last")
         else:
@@ -87,7 +98,7 @@ class CompressedIndexer(nn.Module):
             schedule, most = entries.index_schedule, max(entries.most, 1)
             return select_paged(q, *pages, weights, self.top_k, lengths, schedule, most, page_size)
         if cache is None:
-            keys = self.compressor.entries(x, *entry_rope, batch)
+            keys = self.compressor.entries(*projected, *entry_rope, batch).to(x.dtype)
             if self.quantize:
                 keys, scale = dsa.per_token_cast_to_fp8(keys, True, self.head_dim, hadamard=True)
                 keys = keys, scale.squeeze(-1)
@@ -96,9 +107,8 @@ class CompressedIndexer(nn.Module):
             keys = read(cache.pages, entries.all_slots)
         paging = {}
         if paged_slots:
-            sequences = rows.own(batch.sequences)
+            sequences = rows.own_kept(batch.sequences)
             paging = {"block_table": batch.block_table, "page_size": page_size, "row_to_seq": sequences}
         starts, lengths, most = entries.visible_ranges
-        ranges = rows.own(starts), rows.own(lengths), most
-        picks = select_packed(q, keys, weights, self.top_k, *ranges, workspace=self.workspace, **paging)
-        return rows.gather(picks)[0]
+        ranges = rows.own_kept(starts), rows.own_kept(lengths), most
+        return select_packed(q, keys, weights, self.top_k, *ranges, workspace=self.workspace, **paging)

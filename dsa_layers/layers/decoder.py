@@ -39,7 +39,7 @@ class DecoderBlock(nn.Module):
         _, normed, cast = norm_and_cast(self.input_layernorm, x, cast_readers(self.self_attn))
         attended = self.self_attn(normed, cos, sin, batch, cache, selection, **given(cast, rows))
         readers = cast_readers(self.mlp)
-        x, normed, cast = norm_and_cast(self.post_attention_layernorm, rows.sum(attended), readers, residual=x)
+        x, normed, cast = norm_and_cast(self.post_attention_layernorm, attended, readers, residual=x)
         if rows.parts:
             return x + rows.sum(self.mlp(normed, **given(cast, rows)))
         if takes(self.mlp, "residual"):

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 import dsa
+from dsa_layers.layers.branch import Branch
 from dsa_layers.layers.joint_linear import Cast
 from dsa_layers.layers.linear import BLOCK
 from dsa_layers.layers.routing import joins
@@ -20,7 +21,8 @@ class Experts(nn.Module):
     -> [T, hidden] in x's dtype; residual + y, where there is a residual. Rows are sorted by expert and go through one
     grouped GEMM a projection; what an expert computes for a token depends on no other token. cast: of x, with `fp8`,
     (q [T, hidden], scales [T, hidden / 128]), where the caller has it; of x only the dtype matters then. by_expert:
-    what `dsa.sort_by_expert` gives of the experts, numbered from `first` on, where the caller has it.
+    what `dsa.sort_by_expert` gives of the experts, numbered from `first` on, where the caller has it. branch: the one
+    that makes `shared` (`beside`), if it is not joined.
     limit: as in `SwiGLU`. Parameters: gate_up_proj [E, 2 inner, hidden], an expert's gate above its up projection;
     down_proj [E, hidden, inner]; with `fp8` e4m3 and {gate_up_proj,down_proj}_scale_inv fp32, an entry per 128 x 128
     block, as `BlockFP8Linear` has them. With `fp4`, which goes with `fp8`, two e2m1 columns a byte, int8
@@ -90,6 +92,7 @@ class Experts(nn.Module):
         *,
         cast: Cast | None = None,
         by_expert: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+        branch: Branch | None = None,
     ) -> torch.Tensor:
         # Rows of other parts' experts come last, behind ends[-1]: nothing is computed for them or read of them.
         if by_expert is None:
@@ -103,6 +106,8 @@ class Experts(nn.Module):
             outputs = self._products(dsa.scatter_cast_to_fp8(x, rows, self.use_ue8m0), ends, x.dtype)
         else:
             outputs = self._float_outputs(x, order // experts.shape[1], ends)
+        if branch is not None:
+            branch.join()
         return dsa.combine_experts(outputs, rows, weights, shared, residual)
 
     def _float_outputs(self, x: torch.Tensor, tokens: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

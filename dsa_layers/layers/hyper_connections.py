@@ -26,10 +26,17 @@ class _Mixing(nn.Module):
 
     def project(self, x: torch.Tensor) -> torch.Tensor:
         """fn v -> fp32 [T, count]; v the streams, flattened."""
+        parts = self.parts_for(x)
+        if parts is not None:
+            return dsa.hyper_mix(x, parts)
+        return nn.functional.linear(x.flatten(1).float(), self.fn.float())
+
+    def parts_for(self, x: torch.Tensor) -> torch.Tensor | None:
+        """The parts of fn if the projection of streams like x is `dsa.hyper_mix`, else None."""
         exact = x.dtype == torch.bfloat16 and self.fn.dtype == torch.float32  # products of the parts, in fp32
         if exact and x.is_cuda and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return dsa.hyper_mix(x, self._fn_parts.of(self.fn))
-        return nn.functional.linear(x.flatten(1).float(), self.fn.float())
+            return self._fn_parts.of(self.fn)
+        return None
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         moved = super()._apply(fn, recurse)
@@ -45,7 +52,8 @@ class HyperConnection(_Mixing):
     """What goes into a sublayer of n residual streams, and how its output and the streams make the new ones.
 
     collapse(X [T, n, D]) -> (x [T, D], post fp32 [T, n], comb fp32 [T, n, n]) is `dsa.hyper_collapse` of mix = fn v, v
-    the streams flattened; expand(y [T, D], X, post, comb) -> X' is `dsa.hyper_expand`, y the sublayer's output.
+    the streams flattened; expand(y [T, D], X, post, comb) -> X' is `dsa.hyper_expand`, y the sublayer's output. In
+    decoder blocks both are done together with what stands beside them (`hyper_sublayer`).
     Parameters, fp32: fn [(2 + n) n, n D], base [(2 + n) n], scale [3].
     Source: `hc_split_sinkhorn` of DeepSeek-V4's inference code; arXiv 2606.19348, section 2.2.
     """
@@ -54,9 +62,16 @@ class HyperConnection(_Mixing):
         super().__init__(hidden, streams, (2 + streams) * streams, 3)
         self.iterations, self.eps, self.hc_eps = iterations, eps, hc_eps
 
-    def collapse(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        options = {"iterations": self.iterations, "eps": self.eps, "hc_eps": self.hc_eps}
-        return dsa.hyper_collapse(x, self.project(x), self.base.float(), self.scale.float(), **options)
+    def collapse(
+        self, x: torch.Tensor, mix: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """mix: fn v, if the caller has it."""
+        mix = self.project(x) if mix is None else mix
+        return dsa.hyper_collapse(x, mix, self.base.float(), self.scale.float(), **self.options())
+
+    def options(self) -> dict[str, Any]:
+        """Of the ops that collapse."""
+        return {"iterations": self.iterations, "eps": self.eps, "hc_eps": self.hc_eps}
 
     def expand(self, y: torch.Tensor, x: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
         return dsa.hyper_expand(y, x, post, comb)

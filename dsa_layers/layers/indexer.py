@@ -133,7 +133,7 @@ class LightningIndexer(nn.Module):
         if store_only:
             return None
         q, weights = self._queries(x, self.wq_b(qr) if queries is None else queries)
-        angles = rows.own(cos), rows.own(sin)
+        angles = rows.own_kept(cos), rows.own_kept(sin)
         if self.quantize:
             q, weights = dsa.quantize_indexer_queries(q, weights, *angles, **self.rope)
         else:
@@ -145,13 +145,12 @@ class LightningIndexer(nn.Module):
             return select_paged(q, *pages, weights, self.top_k, lengths, schedule, most, page_size)
         paging = {}
         if paged_slots:
-            sequences = rows.own(batch.sequences)
+            sequences = rows.own_kept(batch.sequences)
             paging = {"block_table": batch.block_table, "page_size": page_size, "row_to_seq": sequences}
         every = self._all_keys(keys, cos, sin, batch, cache)
         starts, lengths, most = batch.visible_ranges
-        ranges = rows.own(starts), rows.own(lengths), most
-        picks = select_packed(q, every, weights, self.top_k, *ranges, workspace=self.workspace, **paging)
-        return rows.gather(picks)[0]
+        ranges = rows.own_kept(starts), rows.own_kept(lengths), most
+        return select_packed(q, every, weights, self.top_k, *ranges, workspace=self.workspace, **paging)
 
     def _store_keys(
         self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: TokenBatch, cache: LayerCache
@@ -172,7 +171,7 @@ class LightningIndexer(nn.Module):
     def _queries(self, x: torch.Tensor, queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(q [T, n_heads, head_dim] before rope, w fp32 [T, n_heads])."""
         q = queries.unflatten(-1, (self.n_heads, self.head_dim))
-        return q, linear_fp32(x, self.weights_proj.weight) * (self.n_heads**-0.5 * self.head_dim**-0.5)
+        return q, linear_fp32(x, self.weights_proj.weight, self.n_heads**-0.5 * self.head_dim**-0.5)
 
     def _normed(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """wk(x) -> k [T, head_dim], before quantisation."""

@@ -7,19 +7,47 @@ import dsa
 from dsa.reference.autocast import without_autocast
 
 BLOCK = 128
+HALVES = torch.bfloat16, torch.float16
+# What the kernel of fp32 results takes, and up to how many of them it is used: each tile of tokens reads the whole
+# matrix, and PyTorch's libraries are made for more.
+MOST_TOKENS, CHANNEL_MULTIPLE, MOST_RESULTS = 64, 32, 2**16
 
 
 @without_autocast
-def linear_fp32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x W^T in fp32, summed in fp32. x [T, I], weight [O, I] -> [T, O].
+def linear_fp32(x: torch.Tensor, weight: torch.Tensor, scale: float = 1.0, *, scaled_from: int = 0) -> torch.Tensor:
+    """x W^T in fp32, summed in fp32, and the columns from `scaled_from` on times `scale`. x [..., I], weight [O, I] ->
+    [..., O].
 
     On a GPU, where no gradient is asked for, 16-bit operands of one dtype go through the tensor cores, whose products
-    are exact.
+    are exact: few of them by `dsa.linear_fp32`.
     """
-    halves = x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16)
-    if halves and x.is_cuda and not torch.is_grad_enabled():
-        return torch.mm(x, weight.T, out_dtype=torch.float32)
-    return nn.functional.linear(x.float(), weight.float())
+    halves = x.dtype == weight.dtype and x.dtype in HALVES and not torch.is_grad_enabled()
+    if halves and _are_few(x, weight):
+        return dsa.linear_fp32(x, weight, scale, scaled_from=scaled_from)
+    if halves and x.is_cuda:
+        y = torch.mm(x.flatten(0, -2), weight.T, out_dtype=torch.float32).unflatten(0, x.shape[:-1])
+    else:
+        y = nn.functional.linear(x.float(), weight.float())
+    if scale != 1:
+        y[..., scaled_from:].mul_(scale)
+    return y
+
+
+def _are_few(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether the products are few and the kernel takes them. Not under torch.compile, which does not trace the
+    question."""
+    if torch.compiler.is_compiling() or x.dim() != 2 or x.shape[1] % CHANNEL_MULTIPLE:
+        return False
+    few = len(x) <= MOST_TOKENS and len(x) * len(weight) <= MOST_RESULTS
+    if not few or not rows_at_16_bytes(x) or not rows_at_16_bytes(weight):
+        return False
+    return not x.is_cuda or dsa.backends.runs_kernel("linear_fp32", x)
+
+
+def rows_at_16_bytes(x: torch.Tensor) -> bool:
+    """As the kernels ask for them."""
+    apart = len(x) < 2 or x.stride(0) * x.element_size() % 16 == 0
+    return x.stride(-1) == 1 and apart and x.data_ptr() % 16 == 0
 
 
 class Linear(nn.Module):
@@ -40,10 +68,16 @@ class Linear(nn.Module):
 
 
 class FP32Linear(Linear):
-    """`linear_fp32` of x and W: y [..., O] is fp32, whatever the dtypes of x and W."""
+    """`linear_fp32` of x and W, times `scale`: y [..., O] is fp32, whatever the dtypes of x and W."""
+
+    def __init__(
+        self, in_features: int, out_features: int, *, scale: float = 1.0, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__(in_features, out_features, dtype=dtype)
+        self.scale = scale
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear_fp32(x, self.weight)
+        return linear_fp32(x, self.weight, self.scale)
 
 
 class BlockFP8Linear(nn.Module):
@@ -52,8 +86,12 @@ class BlockFP8Linear(nn.Module):
     x [..., I] bf16, fp16 or fp32, I a multiple of 128: each token's 128 channels get one scale (a power of two if
     `use_ue8m0`), products accumulate in fp32 within 128 channels and are then scaled; y [..., O] in x's dtype.
     Parameters: weight [O, I] float8_e4m3fn, weight_scale_inv [ceil(O / 128), ceil(I / 128)] fp32 (it multiplies).
-    Inference only: FP8 weights take no gradient. Source: `fp8_gemm` and `act_quant` of DeepSeek-V3.2's inference code.
+    Inference only: FP8 weights take no gradient. part_of: of a layer whose weight is rows of another one's, this one
+    and a slice of the rows; what is dequantised is the other's then, once for both.
+    Source: `fp8_gemm` and `act_quant` of DeepSeek-V3.2's inference code.
     """
+
+    part_of: tuple["BlockFP8Linear", slice] | None = None
 
     def __init__(self, in_features: int, out_features: int, *, use_ue8m0: bool = True) -> None:
         super().__init__()
@@ -83,10 +121,13 @@ class BlockFP8Linear(nn.Module):
 
     def float_weight(self, dtype: torch.dtype) -> torch.Tensor:
         """W [O, I] dequantised to `dtype`, and kept until the parameters change: decoding asks for it at every step."""
+        if self.part_of is not None:
+            whole, rows = self.part_of
+            return whole.float_weight(dtype)[rows]
         parameters = self.weight, self.weight_scale_inv
         if any(tensor.is_inference() for tensor in parameters):  # their changes are not counted
             return dsa.dequantize_per_block(*parameters, dtype)
-        state = dtype, *((tensor.data_ptr(), tensor._version) for tensor in parameters)
+        state = dtype, *((tensor.data_ptr(), tensor.shape, tensor._version) for tensor in parameters)
         if self._dequantised is None or self._dequantised[0] != state:
             # Not an inference tensor, whatever the first pass is: a later one may ask for gradients.
             with torch.inference_mode(False), torch.no_grad():

@@ -6,10 +6,11 @@ from torch import nn
 import dsa
 from dsa_layers.batch.rows import ALL_ROWS, Rows
 from dsa_layers.layers import joint_linear
+from dsa_layers.layers.branch import Branch, beside
 from dsa_layers.layers.experts import Experts
 from dsa_layers.layers.linear import BlockFP8Linear, Linear, linear_fp32, make_linear
 from dsa_layers.layers.norm_and_cast import given, takes
-from dsa_layers.layers.routing import Routed, choose, joins, may_join, route
+from dsa_layers.layers.routing import Routed, choose, joins, may_join, route, route_by_table
 from dsa_layers.layers.shares import Shares
 
 
@@ -120,8 +121,7 @@ class SqrtSoftplusRouter(nn.Module):
     that it names for the token. Their weights are s without the bias, divided by their sum plus 1e-20, times `scale`.
 
     x [T, hidden], tokens int64 [T] -> (experts int64 [T, top_k], weights fp32 [T, top_k]).
-    route(x, first, count): these and the order of the entries by expert, for few tokens and without a table
-    (`routing`), else None.
+    route(x, first, count, tokens): these and the order of the entries by expert, for few tokens (`routing`), else None.
     Parameters: weight [n_experts, hidden]; bias fp32 [n_experts], or tid2eid int64 [hash_tokens, top_k].
     Source: `Gate` of DeepSeek-V4's inference code.
     """
@@ -163,9 +163,9 @@ class SqrtSoftplusRouter(nn.Module):
         weights = nn.functional.softplus(linear_fp32(x, self.weight).gather(-1, experts)).sqrt()
         return experts, weights / (weights.sum(-1, keepdim=True) + 1e-20) * self.scale
 
-    def route(self, x: torch.Tensor, first: int, count: int) -> Routed | None:
+    def route(self, x: torch.Tensor, first: int, count: int, tokens: torch.Tensor | None = None) -> Routed | None:
         if self.tid2eid is not None:
-            return None
+            return route_by_table(x, self.weight, self.tid2eid, tokens, first, count, self.scale)
         options = {"scores": "sqrtsoftplus", "scale": self.scale}
         return route(x, self.weight, self.bias, self.top_k, first, count, **options)
 
@@ -208,30 +208,35 @@ class MoE(nn.Module):
         residual: torch.Tensor | None = None,
         rows: Rows = ALL_ROWS,
     ) -> torch.Tensor:
-        routed = None if rows.shared else self._route(x)
-        if routed is None:
-            experts, weights = self.gate(x) if tokens is None else self.gate(x, rows.own(tokens))
-            by_expert = {}
-        else:
-            experts, weights = routed[:2]
-            by_expert = {"by_expert": routed[2:]}
         if rows.shared:
+            experts, weights = self._choice(x, None if tokens is None else rows.own_kept(tokens))
             # Where experts read a cast, it is what goes from process to process.
             x, cast = gathered(x, cast, rows)
             experts, weights = rows.gather(experts, weights)
-        shared = None
+            options = {} if cast is None else {"cast": cast}
+        shared, branch = None, Branch()
         if self.shared_experts is not None:
-            shared = self.shared_experts(x, **given(cast if takes(self.shared_experts, "cast") else None))
-        if rows.shared and cast is not None:
-            return self.experts(x, experts, weights, shared, cast=cast)
+            with beside(x, *(cast or ())) as branch:
+                shared = self.shared_experts(x, **given(cast if takes(self.shared_experts, "cast") else None))
+        if not rows.shared:
+            routed = self._route(x, tokens)
+            experts, weights = self._choice(x, tokens) if routed is None else routed[:2]
+            options = {} if routed is None else {"by_expert": routed[2:]}
+        if may_join(self.experts) and takes(self.experts, "residual"):
+            return self.experts(x, experts, weights, shared, residual, branch=branch, **options)
+        branch.join()
         if residual is None or takes(self.experts, "residual"):
-            return self.experts(x, experts, weights, shared, residual, **by_expert)
+            return self.experts(x, experts, weights, shared, residual, **options)
         return residual + self.experts(x, experts, weights, shared)
 
-    def _route(self, x: torch.Tensor) -> Routed | None:
+    def _choice(self, x: torch.Tensor, tokens: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.gate(x) if tokens is None else self.gate(x, tokens)
+
+    def _route(self, x: torch.Tensor, tokens: torch.Tensor | None) -> Routed | None:
         if not may_join(self.gate) or not may_join(self.experts):
             return None
-        return self.gate.route(x, self.experts.first, self.experts.count)
+        given_tokens = () if tokens is None else (tokens,)
+        return self.gate.route(x, self.experts.first, self.experts.count, *given_tokens)
 
     def joint_layers(self) -> tuple[Linear | BlockFP8Linear, ...]:
         """Those that read x as one product: the shared expert's."""

@@ -26,8 +26,8 @@ def norm_and_cast(
     on. Where there is one, h, y and the cast are one kernel's on a GPU, with the bits of the sum, the norm and the cast
     by themselves (`dsa.rms_norm_cast_to_fp8`).
     """
-    use_ue8m0 = joint_linear.scaling(layers)
-    if use_ue8m0 is None or not _is_plain(norm, x):
+    use_ue8m0 = scaling(norm, x.shape[-1], layers) if x.dim() == 2 else None
+    if use_ue8m0 is None:
         h = x if residual is None else residual + x
         return h, norm(h), None
     rest = norm.weight.float(), norm.eps, use_ue8m0
@@ -38,14 +38,20 @@ def norm_and_cast(
     return h, y, tuple(cast)
 
 
+def scaling(norm: RMSNorm, channels: int, layers: Sequence[Layer]) -> bool | None:
+    """`use_ue8m0` of the cast that `layers` share, where a kernel is to make it together with the norm; else None."""
+    use_ue8m0 = joint_linear.scaling(layers)
+    return None if use_ue8m0 is None or not _is_plain(norm) or channels > MOST_CHANNELS else use_ue8m0
+
+
 def cast_readers(module: nn.Module) -> tuple[Layer, ...]:
     """The layers of a module that read a cast of its input, if a call of it may be given one; else ()."""
     return joint_linear.joint_layers(module) if takes(module, "cast") else ()
 
 
 def given(cast: Cast | None, rows: Rows = ALL_ROWS) -> dict[str, Any]:
-    """A cast as the argument of a call, if there is one; and rows that several processes share."""
-    return ({} if cast is None else {"cast": cast}) | ({"rows": rows} if rows.shared else {})
+    """A cast as the argument of a call, if there is one; and rows, where several processes have parts of the layers."""
+    return ({} if cast is None else {"cast": cast}) | ({"rows": rows} if rows.parts else {})
 
 
 def takes(module: nn.Module, argument: str) -> bool:
@@ -64,8 +70,6 @@ def _has(kind: type[nn.Module], argument: str) -> bool:
     return argument in inspect.signature(kind.forward).parameters
 
 
-def _is_plain(norm: RMSNorm, x: torch.Tensor) -> bool:
-    """Whether the formula is all that a call of the norm does, for inference, and kernels take x's shape."""
-    hooked = norm._forward_hooks or norm._forward_pre_hooks
-    formula = type(norm) is RMSNorm and not hooked and not torch.is_grad_enabled()
-    return formula and x.dim() == 2 and x.shape[1] <= MOST_CHANNELS
+def _is_plain(norm: RMSNorm) -> bool:
+    """Whether the formula is all that a call of the norm does, for inference."""
+    return type(norm) is RMSNorm and not watched(norm) and not torch.is_grad_enabled()

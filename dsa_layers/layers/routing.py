@@ -12,12 +12,11 @@ from torch import nn
 from torch.nn.modules import module as hooks
 
 import dsa
-from dsa_layers.layers.linear import linear_fp32
+from dsa_layers.layers.linear import HALVES, linear_fp32, rows_at_16_bytes
 from dsa_layers.layers.norm_and_cast import watched
 
 # What the kernel takes. More tokens make the product with the matrix one that PyTorch's libraries are made for.
-MOST_TOKENS, MOST_EXPERTS, CHANNEL_MULTIPLE = 64, 512, 32
-HALVES = torch.bfloat16, torch.float16
+MOST_TOKENS, MOST_EXPERTS, MOST_CHOSEN, CHANNEL_MULTIPLE = 64, 512, 32, 32
 
 Routed = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -60,21 +59,30 @@ def route(
 ) -> Routed | None:
     """(experts, weights) as `choose` gives them, and (order, rows, ends) as `dsa.sort_by_expert` does for the `count`
     experts from number `first` on; None where no op does all of it."""
-    if not _takes(x, weight):
+    if not _takes("route_to_experts", x, weight):
         return None
     return dsa.route_to_experts(x, weight, bias, top_k, first_expert=first, count=count, **options)
 
 
-def _takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def route_by_table(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    table: torch.Tensor,
+    tokens: torch.Tensor,
+    first: int,
+    count: int,
+    scale: float,
+) -> Routed | None:
+    """The same of the experts that a table names for the tokens."""
+    if table.shape[1] > MOST_CHOSEN or not _takes("route_by_table", x, weight):
+        return None
+    return dsa.route_by_table(x, weight, table, tokens, scale=scale, first_expert=first, count=count)
+
+
+def _takes(op: str, x: torch.Tensor, weight: torch.Tensor) -> bool:
     if torch.is_grad_enabled() or x.dtype != weight.dtype or x.dtype not in HALVES:
         return False
     few = len(x) <= MOST_TOKENS and len(weight) <= MOST_EXPERTS and x.shape[1] % CHANNEL_MULTIPLE == 0
-    if not few or not _rows_at_16_bytes(x) or not _rows_at_16_bytes(weight):
+    if not few or not rows_at_16_bytes(x) or not rows_at_16_bytes(weight):
         return False
-    return not x.is_cuda or dsa.backends.runs_kernel("route_to_experts", x)
-
-
-def _rows_at_16_bytes(x: torch.Tensor) -> bool:
-    """As the op asks for them."""
-    apart = len(x) < 2 or x.stride(0) * x.element_size() % 16 == 0
-    return x.stride(-1) == 1 and apart and x.data_ptr() % 16 == 0
+    return not x.is_cuda or dsa.backends.runs_kernel(op, x)

@@ -3,6 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from torch import nn
+
+# Heads that the kernels of attention over selected keys take as one tile: fewer cost about as much as these, since each
+# query gathers its keys for all of them.
+TILE_OF_HEADS = 64
+
 
 @dataclass(frozen=True)
 class Shares:
@@ -12,6 +18,8 @@ class Shares:
                    dimension 0 or 1. Every process has all others whole
     counts         attributes that count what is cut, and what that is: {"n_heads": "attention heads"}
     blocks         whether FP8 checkpoints store the matrices in blocks of 128 x 128, which are not cut
+    heads          the one of these attributes that counts attention heads, of a layer that long passes can split by
+                   queries in their place (`splits_queries`)
     A layer with an attribute `first` gets in it the number of the first of its part.
     """
 
@@ -19,3 +27,17 @@ class Shares:
     columns: tuple[str, ...] = ()
     counts: Mapping[str, str] = field(default_factory=dict)
     blocks: bool = True
+    heads: str | None = None
+
+
+def splits_queries(layer: nn.Module, processes: int) -> bool:
+    """Whether so many processes split a whole layer by queries where passes are long: attention, if a process's share
+    of the heads would fill no tile. Then nothing of the layer is cut, and each has its part beside the whole
+    (`OwnHeads`)."""
+    heads = layer.shares.heads
+    return heads is not None and processes > 1 and fill_no_tile(getattr(layer, heads) // processes)
+
+
+def fill_no_tile(heads: int) -> bool:
+    """Whether a process's heads are so few that the kernels' time is that of more."""
+    return heads < TILE_OF_HEADS

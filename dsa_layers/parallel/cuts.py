@@ -8,7 +8,8 @@
     Embedding, the head all of it (vocabulary)
 
 A rank has the part of its number, of as many equal ones as there are ranks, so that the products of row-wise and then
-column-wise parts are summands of what one rank computes.
+column-wise parts are summands of what one rank computes. Of attention that long passes split by queries
+(`splits_queries`) nothing is cut: each rank has its part beside the whole (`OwnHeads`).
 """
 
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 
 from dsa_layers.layers.linear import BLOCK
-from dsa_layers.layers.shares import Shares
+from dsa_layers.layers.shares import Shares, splits_queries
 
 ROWS, COLUMNS = 0, 1
 SCALES = "_scale_inv"
@@ -49,21 +50,22 @@ class DoesNotDivide(ValueError):
 
 def cuts_of(model: nn.Module, ranks: int, *, blocks: bool) -> dict[str, Cut]:
     """{parameter's name: its cut} of a whole model. blocks: projections are stored in FP8, whose blocks of 128 x 128
-    share a scale and are not cut. Raises DoesNotDivide for a model that does not come apart evenly."""
+    share a scale and are not cut. Raises DoesNotDivide for a model that does not come apart evenly, parts of which a
+    rank has beside the whole included."""
     if ranks == 1:
         return {}
     _check_counts(model, ranks)
     cuts: dict[str, Cut] = {}
+    whole_layers = tuple(f"{name}." for name, layer, _ in shares_of(model) if splits_queries(layer, ranks))
     for name, parameter, dim, in_blocks in _shared(model):
         whole, kind = tuple(parameter.shape), "rows" if dim == ROWS else "columns"
-        if name.endswith(SCALES):  # whose weight came before it
+        if not name.endswith(SCALES):  # what is said of a weight holds for these
+            if whole[dim] % ranks:
+                raise _does_not_divide(ranks, f"{whole[dim]} {kind}", name)
+            if blocks and in_blocks and whole[dim] // ranks % BLOCK:
+                raise _does_not_divide(ranks, f"{-(-whole[dim] // BLOCK)} blocks of {BLOCK} {kind}", name)
+        if not name.startswith(whole_layers):
             cuts[name] = Cut(dim, whole, whole[dim] // ranks)
-            continue
-        if whole[dim] % ranks:
-            raise _does_not_divide(ranks, f"{whole[dim]} {kind}", name)
-        if blocks and in_blocks and whole[dim] // ranks % BLOCK:
-            raise _does_not_divide(ranks, f"{-(-whole[dim] // BLOCK)} blocks of {BLOCK} {kind}", name)
-        cuts[name] = Cut(dim, whole, whole[dim] // ranks)
     return cuts
 
 

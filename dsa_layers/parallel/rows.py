@@ -1,12 +1,14 @@
 """The rows of a pass on several ranks: all of them on each, or where they are many a share on each."""
 
+from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from dsa_layers.batch import packing
-from dsa_layers.batch.rows import ALL_ROWS, Rows
+from dsa_layers.batch.rows import ALL_ROWS, Kept, Rows
 from dsa_layers.batch.tokens import Tokens
 from dsa_layers.parallel.ranks import Ranks, all_gather
 
@@ -56,9 +58,16 @@ class SharedRows(Rows):
         padded = torch.cat([torch.arange(n) + rank * self._most for rank, n in enumerate(self._counts)])
         self._places = torch.empty_like(every)
         self._places[self._by_rank] = padded
+        self._kept: dict[tuple[str, int], tuple[Any, Any]] = {}
 
     def own(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat([x[piece] for piece in self._pieces[self._ranks.rank]])
+
+    def own_kept(self, x: Kept) -> Kept:
+        return self._keep("own", x, self._own_of)
+
+    def own_bounds(self, bounds: torch.Tensor) -> torch.Tensor:
+        return self._keep("bounds", bounds, self._rows_before)
 
     def pieces(self, own: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The two pieces of this rank's rows."""
@@ -67,12 +76,34 @@ class SharedRows(Rows):
     def gather(self, *own: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(map(self._gather, own))
 
+    def gather_joined(self, *own: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if len(own) < 2 or len({x.dtype for x in own}) > 1:
+            return self.gather(*own)
+        (whole,) = self.gather(torch.cat(own, -1))
+        return whole.split([x.shape[-1] for x in own], -1)
+
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         sent = part[self._index("_by_rank", part.device)]
         own = self._counts[self._ranks.rank]
         parts = part.new_empty(self._ranks.size * own, *part.shape[1:])
         dist.all_to_all_single(parts, sent, [own] * self._ranks.size, self._counts, group=self._ranks.group)
         return self._ranks.sum_parts(parts.unflatten(0, (self._ranks.size, own)))
+
+    def _own_of(self, x: Kept) -> Kept:
+        return type(x)(map(self.own_kept, x)) if isinstance(x, tuple) else self.own(x)
+
+    def _keep(self, what: str, x: Kept, make: Callable[[Kept], Kept]) -> Kept:
+        """what: `make` makes of x."""
+        if (what, id(x)) not in self._kept:
+            self._kept[what, id(x)] = x, make(x)  # with x, so that its number stays its own
+        return self._kept[what, id(x)][1]
+
+    def _rows_before(self, bounds: torch.Tensor) -> torch.Tensor:
+        """How many of this rank's rows lie before each of these rows."""
+        first, last = (
+            (bounds - piece.start).clamp(0, piece.stop - piece.start) for piece in self._pieces[self._ranks.rank]
+        )
+        return first + last
 
     def _gather(self, own: torch.Tensor) -> torch.Tensor:
         # Bytes, as the widest numbers that they make: neither NCCL nor indexing knows all of FP8.

@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 
-from dsa_bench.e2e import collectives, one_of_many
+from dsa_bench.e2e import collectives, one_of_many, parallel_kernels
 from dsa_bench.e2e.parallel_cases import cases, names
 from dsa_bench.e2e.parallel_kernels import asked
 from dsa_bench.e2e.parallel_rows import RESERVE, layers_that_fit, shape
-from dsa_bench.e2e.silent import without_collectives
+from dsa_bench.e2e.silent import SilentRanks, without_collectives
 from dsa_bench.e2e.stacks import STACKS, skeleton, stack, with_layers
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.checkpoint.gpu_plan import plan
@@ -18,6 +18,7 @@ from dsa_layers.parallel.rows import SharedRows
 from tests.bench import parallel_ranks
 from tests.bench.small_stacks import FEWER, SMALL
 from tests.layers.parallel.processes import in_ranks
+from tests.layers.parallel.ways import WAYS, split_by
 
 RUNS = ["prefill 40", "prefill 260", "prefill 300", "decode 1 x 200", "decode 3 x 200"]
 OFTEN = [run for run in RUNS if run != "prefill 300"]
@@ -96,8 +97,19 @@ def test_kernels_that_are_asked_for():
     assert asked(["GLM-5"], None, 8)
 
 
+def test_long_passes_of_a_part_ask_for_kernels_of_all_heads():
+    """A cast behind attention, which 32 heads and fewer have not."""
+    functions = {}
+    for way in WAYS:
+        with split_by(way):
+            case = next(case for case in cases("V4-Flash") if case.name == "prefill 4096")
+            found = parallel_kernels._of_part("V4-Flash", SilentRanks(0, 8), [case], "sm_90")
+            functions[way] = {variant.function for variant in found}
+    assert "compile_sparse_mla_cast" in functions["queries"] - functions["heads"]
+
+
 def kernel(name, ts, ms, kind="kernel"):
-    return {"cat": kind, "name": name, "ts": ts, "dur": 1000 * ms}
+    return {"cat": kind, "name": name, "ts": 10**6 * ts, "dur": 1000 * ms}
 
 
 def test_the_share_of_collectives():

@@ -7,6 +7,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from dsa_bench.e2e.parts import PARTS, _announced, by_part
+from dsa_bench.e2e.trace import in_turn
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.checkpoint.loading import load_model
 
@@ -20,7 +21,16 @@ def launch(correlation, ts, kind="cuda_runtime"):
 
 
 def kernel(correlation, ms, kind="kernel"):
-    return {"cat": kind, "name": "k", "ts": 10**6, "dur": 1000 * ms, "args": {"correlation": correlation}}
+    """Those of higher correlations begin behind."""
+    ts = 10**6 * correlation
+    return {"cat": kind, "name": "k", "ts": ts, "dur": 1000 * ms, "args": {"correlation": correlation}}
+
+
+def test_a_kernel_that_waits_for_the_one_in_front():
+    """The wait is not its time. One that has ended before has none."""
+    spans = [(0, 10), (8, 14), (9, 13), (14, 15), (20, 26)]
+    work = [{"cat": "kernel", "name": str(i), "ts": a, "dur": b - a} for i, (a, b) in enumerate(spans)]
+    assert [(e["name"], us) for e, us in in_turn(work[::-1])] == [("0", 10), ("1", 4), ("2", 0), ("3", 1), ("4", 6)]
 
 
 def test_a_kernel_is_of_the_innermost_range_around_its_launch():

@@ -12,6 +12,7 @@ from dsa_layers.families.published import published_config
 from dsa_layers.layers.moe import MoE
 from dsa_layers.parallel.ranks import Ranks
 from tests.bench.small_stacks import FEWER, SMALL
+from tests.layers.parallel.ways import WAYS, split_by
 
 
 @pytest.mark.parametrize("name", STACKS)
@@ -92,14 +93,17 @@ def test_stacks_of_more_layers(name):
 
 
 @pytest.mark.parametrize("name", STACKS)
-def test_parts_of_a_stack(name):
+@pytest.mark.parametrize("way", WAYS)
+def test_parts_of_a_stack(name, way):
     """What ranks share differs between them, what they do not is the same, and both are as large as those of one."""
-    one, *parts = (
-        stack(name, "cpu", ranks=Ranks(rank, size), **SMALL, **FEWER[name]).state_dict()
-        for rank, size in ((0, 1), (0, 2), (1, 2))
-    )
+    with split_by(way):
+        one, *parts = (
+            stack(name, "cpu", ranks=Ranks(rank, size), **SMALL, **FEWER[name]).state_dict()
+            for rank, size in ((0, 1), (0, 2), (1, 2))
+        )
     shared = {key for key in one if one[key].shape != parts[0][key].shape}
-    assert any("experts" in key for key in shared) and any("q_b" in key for key in shared)
+    assert any("experts" in key for key in shared)
+    assert any("q_b" in key for key in shared) is (way == "heads")
     for key in one:
         of_ranks = [part[key].contiguous().view(torch.uint8) for part in parts]
         if key not in shared:

@@ -21,9 +21,10 @@ from dsa_layers.generation import passes as generation
 from dsa_layers.generation.decode_step import DecodeStep
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
-from dsa_layers.layers import attention
+from dsa_layers.layers import attention, branch
 from dsa_layers.layers.attention import DSAAttention, Selection
 from dsa_layers.layers.indexer import LightningIndexer
+from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE
 from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
 from dsa_layers.tiny import write_tiny_checkpoint
 from tests.gpu import tiny_model
@@ -84,17 +85,90 @@ def test_tokens_of_shared_prefixes(family, tmp_path):
         assert shared.throughput.reused_tokens >= least * 512
 
 
+@pytest.mark.parametrize("drafts", [0, 2])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_drafts_in_the_published_mode(family, tmp_path):
-    """FP8 throughout, with graphs and without: the same passes give the same bits."""
+def test_graphs_in_the_published_mode(family, drafts, tmp_path):
+    """FP8 throughout, with graphs, which run two chains of kernels at once, and without: the same passes give the same
+    bits."""
     write_tiny_checkpoint(tmp_path, model=family)
     model = without_end(load_model(tmp_path, device="cuda", drafter=True, progress=False))
     captured, python = (
-        Generator(model, cache_tokens=1024, draft_tokens=2, cuda_graphs=graphs).generate(PROMPTS, SamplingParams(24))
+        Generator(model, cache_tokens=1024, draft_tokens=drafts, cuda_graphs=graphs).generate(
+            PROMPTS, SamplingParams(96)
+        )
         for graphs in (True, False)
     )
     assert [c.tokens for c in captured] == [c.tokens for c in python]
-    assert all(len(c.tokens) == 24 for c in captured)
+    assert all(len(c.tokens) == 96 for c in captured)
+
+
+# Kernels of a layer of the tiny models, at most, and of all that is in front of the layers and behind them.
+KERNELS = {"deepseek_v32": (34, 20), "glm_moe_dsa": (34, 20), "deepseek_v4": (52, 40)}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kernels_of_a_graph(family, tmp_path, monkeypatch):
+    """No more than those that tests/layers/compilation/test_launches.py counts without a GPU, an op of two kernels and
+    what PyTorch adds to its own operators included; and chains that run at once."""
+    forks = []
+    fork = branch._Forked.__init__
+    monkeypatch.setattr(branch._Forked, "__init__", lambda *args: (forks.append(args), fork(*args))[1])
+    write_tiny_checkpoint(tmp_path, model=family)
+    model = without_end(load_model(tmp_path, device="cuda", progress=False))
+    generator = Generator(model, cache_tokens=1024)
+    generator.generate(PROMPTS, SamplingParams(8))
+    ((_, graph, _),) = generator._passes._decode._graphs.values()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        graph.replay()
+        torch.cuda.synchronize()
+    names = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    layers, (most, around) = model.config.num_hidden_layers, KERNELS[family]
+    print(f"{family}: {len(names)} kernels in {layers} layers")
+    assert len(forks) > layers
+    assert 20 * layers < len(names) <= most * layers + around, "\n".join(names)
+
+
+def mixtures():
+    """Two layers of experts, in bf16, beside which their shared experts run."""
+    torch.manual_seed(0)
+    made = [MoE(1024, 512, GroupedSigmoidRouter(1024, 8, 2, dtype=torch.bfloat16), dtype=torch.bfloat16) for _ in "ab"]
+    return [moe.cuda() for moe in made]
+
+
+@torch.no_grad()
+def test_branches_of_two_streams_in_one_graph():
+    """As of two parts of a batch, each with a layer on a stream of its own: neither's branch takes the other's
+    memory, though the first one's sum comes late."""
+    layers, x = mixtures(), torch.randn(16, 1024, device="cuda").bfloat16()
+    expected = [layer(x) for layer in layers]
+    late = layers[0].experts.register_forward_pre_hook(lambda *_: torch.cuda._sleep(2_000_000))
+    streams, graph, found = [torch.cuda.Stream() for _ in layers], torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph):
+        main = torch.cuda.current_stream()
+        for layer, stream in zip(layers, streams):
+            stream.wait_stream(main)
+            with torch.cuda.stream(stream):
+                found.append(layer(x))
+        for stream in streams:
+            main.wait_stream(stream)
+    late.remove()
+    for _ in range(20):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(found, expected))
+
+
+def test_captured_gradients_of_experts():
+    """Forward and backward in graphs have one order of launches."""
+    layer, x = mixtures()[0], torch.randn(16, 1024, device="cuda").bfloat16().requires_grad_()
+    y = layer(x)
+    y.float().square().sum().backward()
+    expected, x.grad = x.grad, None
+    captured = torch.cuda.make_graphed_callables(layer, (torch.randn_like(x, requires_grad=True),))
+    for _ in range(5):
+        x.grad = None
+        captured(x).float().square().sum().backward()
+        assert torch.equal(x.grad, expected)
 
 
 @pytest.mark.parametrize("weights", NEAR_TIE)

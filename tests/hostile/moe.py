@@ -50,7 +50,27 @@ def combining(device: str, dtype: torch.dtype) -> Prepared:
     return Prepared(run, rows, own_row(6, 8))
 
 
+def routing(device: str, argument: str) -> Prepared:
+    """Tokens, or the table of their experts: a wrong number is no expert, of its token alone."""
+    x, weight = (randn(n, 64, device=device, dtype=torch.bfloat16) for n in (12, 16))
+    given = {
+        "table": torch.stack([torch.randperm(16)[:3] for _ in range(12)]).to(device),
+        "tokens": torch.arange(12).to(device),
+    }
+
+    def run(changed: torch.Tensor) -> Results:
+        return dsa.route_by_table(x, weight, **given | {argument: changed}, first_expert=4, count=8)
+
+    def rest(i: int) -> Callable[[Results], Results]:
+        """The other tokens' experts and weights."""
+        others = [t for t in range(12) if t != i]
+        return lambda results: [results[0][others], results[1][others]]
+
+    return Prepared(run, given[argument], places(12, rest, 1 if argument == "table" else None))
+
+
 ARGUMENTS: list[IndexArgument] = [
     *(IndexArgument("sort_by_expert", f"experts {name}", partial(sorting, dtype=x)) for name, x in BOTH.items()),
     *(IndexArgument("combine_experts", f"rows {name}", partial(combining, dtype=x)) for name, x in BOTH.items()),
+    *(IndexArgument("route_by_table", name, partial(routing, argument=name)) for name in ("table", "tokens")),
 ]

@@ -84,6 +84,18 @@ def larger_calls() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], obj
     for tokens in (1, 300, 3000):
         streams = partial(lambda tokens: (make.bf16(tokens, 4, 64), make.bf16(3, 24, 256)), tokens)
         yield f"hyper_mix of {tokens} tokens", streams, lambda given: dsa.hyper_mix(*given)
+    for tokens in (1, 60):
+        operands = partial(lambda tokens: (make.bf16(tokens, 2048), make.bf16(600, 2048)), tokens)
+        yield f"linear_fp32 of {tokens} tokens", operands, lambda given: dsa.linear_fp32(*given, 0.5, scaled_from=500)
+    for tokens in (8, 300):
+        of_tokens = partial(
+            lambda tokens: (
+                *(make.bf16(tokens, 64), make.bf16(tokens, 4, 64), make.f32(tokens, 4), make.f32(tokens, 4, 4)),
+                make.bf16(3, 24, 256),
+            ),
+            tokens,
+        )
+        yield f"hyper_expand_mix of {tokens} tokens", of_tokens, lambda given: dsa.hyper_expand_mix(*given)
     router = partial(lambda tokens: (make.bf16(tokens, 64), make.bf16(40, 64), make.f32(40), 3), 50)
     yield "route_to_experts of 50 tokens", router, lambda given: dsa.route_to_experts(*given)
 

@@ -15,6 +15,11 @@ def _(new: Maker):
     return {"x": new.bf16(3, 2, 16), "weight": new.f32(16), "eps": 1e-6}
 
 
+@valid("rms_norm_rotary", like("x"))
+def _(new: Maker):
+    return {"x": new.bf16(3, 2, 80), "weight": new.f32(80), **new.angles(3), "eps": 1e-6}
+
+
 def cast(a):
     tokens, channels = a["x"].shape
     return [((tokens, channels), a["x"].dtype), ((tokens, channels), E4M3), ((tokens, channels // 128), F32)]
@@ -62,3 +67,23 @@ def _(new: Maker):
 @valid("hyper_mix", lambda a: [((a["streams"].shape[0], a["parts"].shape[1]), F32)])
 def _(new: Maker):
     return {"streams": new.bf16(3, 4, 16), "parts": new.bf16(3, 24, 64)}
+
+
+@valid(
+    "hyper_collapse_norm_cast_to_fp8",
+    lambda a: [
+        *cast({"x": a["streams"][:, 0]}),
+        (tuple(a["streams"].shape[:2]), F32),
+        ((*a["streams"].shape[:2], a["streams"].shape[1]), F32),
+    ],
+)
+def _(new: Maker):
+    tensors = {"streams": new.bf16(3, 4, 256), "mix": new.f32(3, 24), "base": new.f32(24), "scale": new.f32(3)}
+    options = {"iterations": 3, "eps": 1e-6, "hc_eps": 1e-6, "norm_eps": 1e-6, "use_ue8m0": True}
+    return {**tensors, "weight": new.f32(256), **options}
+
+
+@valid("hyper_expand_mix", lambda a: [*like("streams")(a), ((a["streams"].shape[0], a["parts"].shape[1]), F32)])
+def _(new: Maker):
+    tensors = {"y": new.bf16(3, 16), "streams": new.bf16(3, 4, 16), "post": new.f32(3, 4), "comb": new.f32(3, 4, 4)}
+    return {**tensors, "parts": new.bf16(3, 24, 64)}

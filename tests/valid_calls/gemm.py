@@ -38,6 +38,11 @@ def _(new: Maker):
     return {"x": new.bf16(3, 256), "places": new.ints([[0, 5], [3, 1], [4, 2]]), "use_ue8m0": False}
 
 
+@valid("rotary_cast_to_fp8", lambda a: [((6, 256), E4M3), ((6, 2), F32)])
+def _(new: Maker):
+    return {"x": new.bf16(3, 4, 128), **new.angles(3), "groups": 2, "use_ue8m0": False}
+
+
 @valid("swiglu_cast_to_fp8", cast("gate"))
 def _(new: Maker):
     return {"gate": new.bf16(3, 200), "up": new.bf16(3, 200), "use_ue8m0": True, "limit": 2.0}
@@ -67,13 +72,18 @@ def _(new: Maker):
     return {"a": a, "b": b, "out_dtype": F32}
 
 
+def rows(a):
+    """How many rows a product has: those that are gathered, or all."""
+    return len(a["a"][0] if a["rows"] is None else a["rows"])
+
+
 def products(a):
-    return [((len(a["rows"]), a["b"][0].shape[1]), a["out_dtype"])]
+    return [((rows(a), a["b"][0].shape[1]), a["out_dtype"])]
 
 
 def activations(a):
-    rows, inner = len(a["rows"]), a["b"][0].shape[1] // 2
-    return [((rows, inner), E4M3), ((rows, inner // 128), F32)]
+    inner = a["b"][0].shape[1] // 2
+    return [((rows(a), inner), E4M3), ((rows(a), inner // 128), F32)]
 
 
 def fp4(new: Maker, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -128,3 +138,8 @@ def _(new: Maker):
 def _(new: Maker):
     packed, scale = fp4(new, 2, 140, 160)
     return {"packed": packed, "scale": scale}
+
+
+@valid("linear_fp32", lambda a: [((len(a["x"]), len(a["weight"])), F32)])
+def _(new: Maker):
+    return {"x": new.bf16(3, 64), "weight": new.bf16(40, 64), "scale": 0.5, "scaled_from": 24}

@@ -244,3 +244,21 @@ def _(new: Maker):
 def _(new: Maker):
     outs, lses = [new.bf16(3, 2, 16) for _ in range(2)], [new.f32(3, 2) for _ in range(2)]
     return {"outs": outs, "lses": lses, "attn_sink": new.f32(2)}
+
+
+def kv_b(new: Maker):
+    return new.e4m3(512, 512), new.positive(4, 4)
+
+
+def _absorbed(a: dict[str, object]) -> tuple[int, ...]:
+    return *a["q_nope"].shape[:2], a["kv_b"][0].shape[1] + a["q_pe"].shape[2]
+
+
+@valid("mla_absorb_queries", lambda a: [(_absorbed(a), a["q_nope"].dtype)])
+def _(new: Maker):
+    return {"q_nope": new.bf16(3, 2, 128), "q_pe": new.bf16(3, 2, 64), **new.angles(3), "kv_b": kv_b(new)}
+
+
+@valid("mla_values_cast_to_fp8", lambda a: [((len(a["attended"]), 256), E4M3), ((len(a["attended"]), 2), F32)])
+def _(new: Maker):
+    return {"attended": new.bf16(3, 2, 512), "kv_b": kv_b(new), "v_dim": 128, "use_ue8m0": False}

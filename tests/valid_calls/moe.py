@@ -33,19 +33,21 @@ def _(new: Maker):
     return {"y": new.bf16(6, 16), "rows": rows, "weights": new.f32(3, 2), **added}
 
 
-def _routed(a):
-    chosen = len(a["x"]), a["top_k"]
-    return [
-        (chosen, torch.int64),
-        (chosen, F32),
-        ((chosen[0] * chosen[1],), INT32),
-        (chosen, INT32),
-        ((a["count"],), INT32),
-    ]
+def _routed(tokens, top_k, count):
+    """Experts and weights, and the order of entries, their rows and the experts' ends."""
+    chosen = tokens, top_k
+    return [(chosen, torch.int64), (chosen, F32), ((tokens * top_k,), INT32), (chosen, INT32), ((count,), INT32)]
 
 
-@valid("route_to_experts", _routed)
+@valid("route_to_experts", lambda a: _routed(len(a["x"]), a["top_k"], a["count"]))
 def _(new: Maker):
     groups = {"n_group": 4, "topk_group": 2, "normalise": True, "scale": 2.5}
     router = {"x": new.bf16(3, 64), "weight": new.bf16(16, 64), "bias": new.f32(16), "top_k": 3}
     return {**router, "scores": "sigmoid", **groups, "first_expert": 4, "count": 8}
+
+
+@valid("route_by_table", lambda a: _routed(len(a["x"]), a["table"].shape[1], a["count"]))
+def _(new: Maker):
+    router = {"x": new.bf16(3, 64), "weight": new.bf16(16, 64)}
+    table = new.ints([[0, 5, 2], [15, 1, 8]]).long()
+    return {**router, "table": table, "tokens": new.ints([1, 0, 1]).long(), "scale": 2.5, "first_expert": 4, "count": 8}

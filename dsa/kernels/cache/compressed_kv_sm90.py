@@ -1,21 +1,26 @@
 """DeepSeek-V4's compressor: blocks of tokens to entries, softmax, norm, rope and rounding included, and its state.
 
 Plan
-- All threads do the same work; there are no warp roles. A thread has four channels of an entry. It reads eight of the
-  entry's tokens at once, both projections, and folds them into a running maximum, sum and weighted sum (an online
-  softmax). For entries of 128 tokens there are GROUPS groups of threads, which share the tokens, and whose partial
-  results are merged in shared memory. Where a token's projections are, among the new ones or in the state, is the same
-  for all threads.
-- The epilogue is the first group's: norm by a sum over its warps, rope within a thread, and rounding as the cache has
-  it. 16 lanes find the scale of 64 channels, and a warp makes the Hadamard transform.
+- A thread has four channels of a few neighbouring tokens of an entry, a part: it asks for both projections of all of
+  them before it needs the first, so that an entry costs one round trip to memory. Whether a token is among the new
+  ones or in the state changes an address, and no branch waits for what another has asked for.
+- A part is folded into maxima, sums and weighted sums. The parts of an entry, in groups of threads, meet in shared
+  memory, where they are merged in the order of the tokens: an entry's bits do not depend on the pass that ends it.
+- Entries of 8 tokens: two parts, the two blocks, in one CTA. Entries of 128 tokens are 256 KiB, more than one
+  multiprocessor reads quickly: a cluster of 8 CTAs has 64 channels each, which are one scale's, in eight groups that
+  take turns twice. Only their sums of squares go from CTA to CTA.
+- The epilogue is the first warps': norm, rope within a thread, and rounding as the cache has it. 16 lanes find the
+  scale of 64 channels, and a warp makes the Hadamard transform. What it needs from memory is asked for with the tokens.
+  The other warps write the new tokens to the state meanwhile.
 - A work tile is an entry. The first work tile of a sequence is its first two entries, for those alone are made of
-  tokens in the state, which this CTA then overwrites with the new ones. A CTA finds the sequence of its work tile by a
-  scan over all sequences. There are as many CTAs as sequences in order can ask for; where boundaries are wrong and
-  sequences overlap, a CTA takes several work tiles (static persistent).
-Shared memory: the WorkTileInfo, the number of work tiles, 4 sums of squares, GROUPS x 3 x d numbers.
+  tokens in the state, which this CTA, or cluster by channels, then overwrites with the new ones. A CTA finds the
+  sequence of its work tile by a scan over all sequences. There are as many CTAs as sequences in order can ask for;
+  where boundaries are wrong and sequences overlap, a CTA takes several work tiles (static persistent).
+Shared memory: the WorkTileInfo, the number of work tiles, 2 x 8 sums of squares, groups x 3 x the CTA's channels.
 Constraints: m = 4 with overlap and d of 512 or 128, m = 128 without and d = 512; rope turns 64 channels in neighbouring
 pairs; rows at multiples of 16 bytes.
-Roofline: memory, two projections of a token read once (of overlapping blocks one half each).
+Roofline: memory, two projections of a token read once (of overlapping blocks one half each). Of a single token,
+latency: launch, a sequence's numbers, its tokens, two barriers.
 """
 
 from collections.abc import Callable
@@ -23,22 +28,23 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float8E4M3FN, Float32, Int32, Uint8, Uint32, const_expr
+from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint8, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
-from dsa.cute.indexer_page import page_planes
+from dsa.cute.indexer_page import find_slot, page_planes
 from dsa.cute.quantize import hadamard, quantize, round_to
-from dsa.cute.reductions import warp_inclusive_scan, warp_reduce_sum
+from dsa.cute.reductions import warp_inclusive_scan
 from dsa.cute.sm90 import LOG2E, WARP
 from dsa.cute.work_tile import read_info, static_persistent_scheduler, write_info
-from dsa.kernels.cache.kv_row import Fp8Row, find_row, quantize_group
+from dsa.kernels.cache.kv_row import Fp8Row, quantize_group
 from dsa.kernels.cache.limits import COMPRESSED_DTYPES, COMPRESSED_KINDS, FLOAT_DTYPES, ROPE_CHANNELS
 
 CHANNELS = 4  # of a thread
-TOKENS_AT_ONCE = 8
+SQUARES = 8  # of an entry, at most: a warp's or a slice's
+KEPT_AT_ONCE = 2  # vectors of a thread on their way to the state
 MAX_POSITIONS = 2**31 - 512  # of a sequence: a block or two beyond them is still an int32
 MAX_WORK_TILES = 2**30  # of all sequences, of which only overlapping ones could have more
 
@@ -55,19 +61,26 @@ class WorkTileInfo(NamedTuple):
 
 
 class WriteCompressedKvSm90:
-    """layout: a float dtype, "v4" or, for 128 channels, "index"."""
+    """dtype: of the projections; layout: a float dtype, "v4" or, for 128 channels, "index"."""
 
-    def __init__(self, dim: int, ratio: int, overlap: bool, layout: str):
+    def __init__(self, dtype: type[cutlass.Numeric], dim: int, ratio: int, overlap: bool, layout: str):
         self.dim, self.ratio, self.overlap, self.layout = dim, ratio, overlap, layout
         self.tokens = 2 * ratio if overlap else ratio  # of an entry
-        self.row_threads = dim // CHANNELS
-        self.groups = 4 if self.tokens > 4 * TOKENS_AT_ONCE else 1
+        self.slices, self.groups, self.part = (1, 2, ratio) if overlap else (8, 8, 8)
+        self.width = dim // self.slices  # channels of a CTA
+        self.row_threads = self.width // CHANNELS
         self.threads = self.row_threads * self.groups
+        # Half a warp has a slice: the other half does the same again, and stores nothing.
+        self.epilogue_threads = max(self.row_threads, WARP)
+        self.squares = self.slices if self.slices > 1 else self.row_threads // WARP
         self.row = Fp8Row("v4", CHANNELS)
-        # With 512 channels and four tokens a thread has to keep to 96 registers: then five CTAs fit on a multiprocessor
-        # and not four, which is 7% faster. CTAs of one warp lose by such a bound, and have none.
-        bounded = dim == 512 and self.groups == 1
-        self.launch_bounds = {"min_blocks_per_mp": 5, "preferred_smem_carveout": 20} if bounded else {}
+        self.launch_options = {}
+        if dim == 512:
+            # CTAs of a multiprocessor, at least. Three of two blocks leave a thread 80 registers, enough with fp32.
+            least = 2 if self.slices == 1 and dtype is not Float32 else 3
+            self.launch_options = {"min_blocks_per_mp": least, "preferred_smem_carveout": 20}
+        if self.slices > 1:
+            self.launch_options["cluster"] = (self.slices, 1, 1)
 
     @cute.jit
     def __call__(
@@ -93,11 +106,11 @@ class WriteCompressedKvSm90:
             *(kv, gate, ape, weight, cos, sin, cache, slots, cu_seqlens, starts, state, state_slots),
             *(page_size, divisor, rows, eps),
         ).launch(
-            grid=(starts.shape[0] + kv.shape[0] // self.ratio, 1, 1),
+            grid=((starts.shape[0] + kv.shape[0] // self.ratio) * self.slices, 1, 1),
             block=(self.threads, 1, 1),
             stream=stream,
             use_pdl=True,
-            **self.launch_bounds,
+            **self.launch_options,
         )
 
     @cute.kernel
@@ -127,16 +140,23 @@ class WriteCompressedKvSm90:
         class Storage:
             work_tile: cute.struct.MemRange[Int32, len(WorkTileInfo._fields)]
             total: cute.struct.MemRange[Int32, 1]
-            squares: cute.struct.MemRange[Float32, 4]
-            parts: cute.struct.Align[cute.struct.MemRange[Float32, self.groups * 3 * self.dim], 16]
+            squares: cute.struct.MemRange[Float32, 2 * SQUARES]
+            parts: cute.struct.Align[cute.struct.MemRange[Float32, self.groups * 3 * self.width], 16]
 
         storage = SmemAllocator().allocate(Storage)
         found = storage.work_tile.get_tensor(cute.make_layout((len(WorkTileInfo._fields), 1)))
         totals = storage.total.get_tensor(cute.make_layout(1))
-        squares = storage.squares.get_tensor(cute.make_layout(4))
-        parts = storage.parts.get_tensor(cute.make_layout((self.dim, 3, self.groups)))
+        squares = storage.squares.get_tensor(cute.make_layout((SQUARES, 2)))
+        parts = storage.parts.get_tensor(cute.make_layout((self.width, 3, self.groups)))
+        if const_expr(self.slices > 1):
+            cute.arch.cluster_arrive_relaxed()
         wait_for_prerequisite_grids()
-        index, total = scheduler.first, scheduler.first + 1
+        if const_expr(self.slices > 1):
+            # All CTAs run, and may be written to.
+            cute.arch.cluster_wait()
+        rank, turn = scheduler.first % self.slices, Int32(0)
+        index = scheduler.first // self.slices
+        total = index + 1
         while index < total:
             if tid < WARP:
                 self.find_work_tile(
@@ -154,13 +174,15 @@ class WriteCompressedKvSm90:
                 for n in cutlass.range(begin, end, unroll=1):
                     self.entry(
                         *(kv, gate, ape, weight, cos, sin, cache, slots, state, squares, parts),
-                        *(first + n, low, start, state_slot, page_size, divisor, state_rows, eps, tid),
+                        *(first + n, low, start, state_slot, page_size, divisor, state_rows, eps, rank, turn, tid),
                     )
+                    turn = 1 - turn
                 if number == 0:
-                    # All have read what is overwritten now.
-                    cute.arch.sync_threads()
-                    self.keep(kv, gate, ape, state, low, start, length, state_slot, state_rows, tid)
-            index += scheduler.step
+                    # All have read what is overwritten now: an entry's parts met behind that. Without an entry the
+                    # warps of the epilogue have nothing else to do.
+                    keeper = Int32(self.epilogue_threads if end > begin else 0)
+                    self.keep(kv, gate, ape, state, low, start, length, state_slot, state_rows, rank, tid, keeper)
+            index += scheduler.step // self.slices
             if index < total:
                 # All have read the WorkTileInfo, which is written anew now.
                 cute.arch.sync_threads()
@@ -231,135 +253,174 @@ class WriteCompressedKvSm90:
         divisor,
         state_rows,
         eps,
+        rank,
+        turn,
         tid,
     ):
-        """Entry `number` of a sequence whose new tokens are those from row `low` and position `start` on."""
+        """Entry `number` of a sequence whose new tokens are those from row `low` and position `start` on. turn: 0 and 1
+        for one entry of a CTA after the other."""
         group, own = tid // self.row_threads, tid % self.row_threads
+        at = rank * self.row_threads + own  # of the entry's vectors of CHANNELS
+        token = low + ((number + 1) * self.ratio - 1 - start)
+        gain = cute.make_rmem_tensor((CHANNELS,), Float32)
+        angle = cute.make_rmem_tensor((CHANNELS // 2, 2), Float32)
+        slot = cute.make_rmem_tensor((2,), Int32)
         row_max, row_sum, acc = [cute.make_rmem_tensor((CHANNELS,), Float32) for _ in range(3)]
         row_max.fill(-3e38)
         row_sum.fill(0.0)
         acc.fill(0.0)
-        position = number * self.ratio
-        if const_expr(self.overlap):
-            position -= self.ratio
-        for chunk in cutlass.range(group * TOKENS_AT_ONCE, self.tokens, self.groups * TOKENS_AT_ONCE, unroll=1):
-            k, z = [cute.make_rmem_tensor((CHANNELS, TOKENS_AT_ONCE), Float32) for _ in range(2)]
-            for j in cutlass.range_constexpr(TOKENS_AT_ONCE):
-                self.read(
-                    *(kv, gate, ape, state, k, z, j, chunk + j, position + chunk + j),
-                    *(low, start, state_slot, state_rows, own),
-                )
+        for chunk in cutlass.range(0, self.tokens, self.groups * self.part, unroll=1):
+            k, z, bias = [cute.make_rmem_tensor((CHANNELS, self.part), Float32) for _ in range(3)]
+            first = chunk + group * self.part
+            self.read(kv, gate, ape, state, k, z, bias, first, number, low, start, state_slot, state_rows, at)
+            if chunk == 0 and tid < self.epilogue_threads:
+                self.ask(weight, cos, sin, slots, gain, angle, slot, token, kv.shape[0], at)
+            for j in cutlass.range_constexpr(self.part):
+                for i in cutlass.range_constexpr(CHANNELS):
+                    z[i, j] = (z[i, j] + bias[i, j]) * LOG2E
             for i in cutlass.range_constexpr(CHANNELS):
                 new_max = row_max[i]
-                for j in cutlass.range_constexpr(TOKENS_AT_ONCE):
+                for j in cutlass.range_constexpr(self.part):
                     new_max = cute.arch.fmax(new_max, z[i, j])
-                factor = cute.math.exp2(row_max[i] - new_max)
+                factor = exp2(row_max[i] - new_max)
                 amount, value = row_sum[i] * factor, acc[i] * factor
-                for j in cutlass.range_constexpr(TOKENS_AT_ONCE):
-                    power = cute.math.exp2(z[i, j] - new_max)
+                for j in cutlass.range_constexpr(self.part):
+                    power = exp2(z[i, j] - new_max)
                     amount += power
                     value = cute.math.fma(power, k[i, j], value)
                 row_max[i], row_sum[i], acc[i] = new_max, amount, value
-        if const_expr(self.groups > 1):
-            # What an entry before has left there has been read by all.
+        for n, mine in enumerate((row_max, row_sum, acc)):
+            cute.autovec_copy(mine, cute.local_tile(parts[None, n, group], (CHANNELS,), (own,)))
+        cute.arch.sync_threads()
+        if tid < self.epilogue_threads:
+            self.merge(parts, acc, own)
+            self.share_square(acc, squares[None, turn], rank, tid)
+        # What is behind this has been read by all when an entry's parts are written there: parts of the next one, and
+        # squares of the one behind that.
+        if const_expr(self.slices > 1):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
             cute.arch.sync_threads()
-            for n, mine in enumerate((row_max, row_sum, acc)):
-                cute.autovec_copy(mine, cute.local_tile(parts[None, n, group], (CHANNELS,), (own,)))
-            cute.arch.sync_threads()
-            if group == 0:
-                for g in cutlass.range_constexpr(1, self.groups):
-                    for i in cutlass.range_constexpr(CHANNELS):
-                        channel = own * CHANNELS + i
-                        other = parts[channel, 0, g]
-                        new_max = cute.arch.fmax(row_max[i], other)
-                        mine, its = cute.math.exp2(row_max[i] - new_max), cute.math.exp2(other - new_max)
-                        row_sum[i] = row_sum[i] * mine + parts[channel, 1, g] * its
-                        acc[i] = acc[i] * mine + parts[channel, 2, g] * its
-                        row_max[i] = new_max
+        if tid < self.epilogue_threads:
+            square = Float32(0.0)
+            for i in cutlass.range_constexpr(self.squares):
+                square += squares[i, turn]
+            self.store(acc, square, gain, angle, slot, cache, slots, kv, page_size, divisor, eps, at, tid)
+
+    @cute.jit
+    def ask(self, weight, cos, sin, slots, gain, angle, slot, token, tokens, at):
+        """What the epilogue needs of memory, for the entry of a token."""
+        cute.autovec_copy(cute.local_tile(weight, (CHANNELS,), (at,)), gain)
+        turned = at - (self.dim - ROPE_CHANNELS) // CHANNELS
+        if turned >= 0:
+            for n, numbers in enumerate((cos, sin)):
+                source = cute.local_tile(numbers[token, None], (CHANNELS // 2,), (turned,))
+                cute.autovec_copy(source, angle[None, n])
+        # The words of int64, or one of int32 twice.
+        words = 2 if slots.shape[0] != tokens else 1
+        slot[0], slot[1] = slots[words * token], slots[words * (token + 1) - 1]
+
+    @cute.jit
+    def read(self, kv, gate, ape, state, k, z, bias, first, number, low, start, state_slot, state_rows, at):
+        """Ask for KV and Z of a part, the entry's tokens from `first` on; Z of new ones lacks `bias`. Tokens before the
+        sequence's first have no weight."""
+        k.fill(0.0)
+        z.fill(-3e38)
+        bias.fill(0.0)
+        position, column = number * self.ratio + first, at
+        if const_expr(self.overlap):
+            # The first part is the block before.
+            position -= self.ratio
+            column = at + first // self.ratio * self.row_threads
+        if position >= 0:
+            new = [vector_of(x[low + (position - start), None], column) for x in (kv, gate)]
+            stride = [Int64(x.stride[0]) * (x.element_type.width // 8) for x in (kv, gate)]
+            old, kept = vector_of(state[state_slot, 0, 0, None], column), position % state_rows
+            channels = kv.shape[1]
+            rounded = [cute.make_rmem_tensor((CHANNELS, self.part), kv.element_type) for _ in range(2)]
+            for j in cutlass.range_constexpr(self.part):
+                is_new = position + j >= start
+                for n, numbers in enumerate((k, z)):
+                    before = old + Int64(kept) * (8 * channels) + n * 4 * channels
+                    if const_expr(kv.element_type is Float32):
+                        copy_vector(new[n] if is_new else before, numbers[None, j])
+                    elif is_new:
+                        copy_vector(new[n], rounded[n][None, j])
+                    else:
+                        copy_vector(before, numbers[None, j])
+                    new[n] += stride[n]
+                if is_new:
+                    # A block's tokens have the rows of ape in order.
+                    source = ape[(first + j) % self.ratio, None]
+                    cute.autovec_copy(cute.local_tile(source, (CHANNELS,), (column,)), bias[None, j])
+                kept += 1
+                if kept == state.shape[1]:
+                    kept = Int32(0)
+            if const_expr(kv.element_type is not Float32):
+                for j in cutlass.range_constexpr(self.part):
+                    if position + j >= start:
+                        for n, numbers in enumerate((k, z)):
+                            numbers[None, j].store(rounded[n][None, j].load().to(Float32))
+
+    @cute.jit
+    def merge(self, parts, acc, own):
+        """The entry's channels of a thread, of all parts."""
+        found = cute.make_rmem_tensor((CHANNELS, 3, self.groups), Float32)
+        for g in cutlass.range_constexpr(self.groups):
+            for n in cutlass.range_constexpr(3):
+                cute.autovec_copy(cute.local_tile(parts[None, n, g], (CHANNELS,), (own,)), found[None, n, g])
+        for i in cutlass.range_constexpr(CHANNELS):
+            row_max = found[i, 0, 0]
+            for g in cutlass.range_constexpr(1, self.groups):
+                row_max = cute.arch.fmax(row_max, found[i, 0, g])
+            amount, value = Float32(0.0), Float32(0.0)
+            for g in cutlass.range_constexpr(self.groups):
+                factor = exp2(found[i, 0, g] - row_max)
+                amount = cute.math.fma(found[i, 1, g], factor, amount)
+                value = cute.math.fma(found[i, 2, g], factor, value)
+            acc[i] = value * cute.arch.rcp_approx(amount)
+
+    @cute.jit
+    def share_square(self, v, squares, rank, tid):
+        """A warp's sum of squares to its place; of a slice to that of all CTAs."""
         square = Float32(0.0)
         for i in cutlass.range_constexpr(CHANNELS):
-            acc[i] = acc[i] / row_sum[i]
-            square += acc[i] * acc[i]
-        square = warp_reduce_sum(square)
-        if const_expr(self.row_threads > WARP):
-            cute.arch.sync_threads()
-            if tid < self.row_threads and tid % WARP == 0:
-                squares[tid // WARP] = square
-            cute.arch.sync_threads()
-            square = squares[0] + squares[1] + squares[2] + squares[3]
-        token = low + ((number + 1) * self.ratio - 1 - start)
-        if group == 0:
-            self.store(acc, square, weight, cos, sin, cache, slots, token, kv, page_size, divisor, eps, own)
+            square = cute.math.fma(v[i], v[i], square)
+        for log in cutlass.range_constexpr(min(self.row_threads, WARP).bit_length() - 1):
+            square += cute.arch.shuffle_sync_bfly(square, offset=1 << log)
+        if const_expr(self.slices > 1):
+            if tid < self.slices:
+                there = Int32(cute.arch.map_dsmem_ptr(squares.iterator + rank, tid).toint())
+                cute.arch.inline_ptx("st.shared::cluster.f32 [{$r0}], {$r1};", read_only_args=[there, square])
+        elif tid % WARP == 0:
+            squares[tid // WARP] = square
 
     @cute.jit
-    def read(
-        self,
-        kv: cute.Tensor,
-        gate: cute.Tensor,
-        ape: cute.Tensor,
-        state: cute.Tensor,
-        k: cute.Tensor,
-        z: cute.Tensor,
-        j: cutlass.Constexpr,
-        token,
-        position,
-        low,
-        start,
-        state_slot,
-        state_rows,
-        own,
-    ):
-        """KV and Z * log2(e) of an entry's token number `token`, at `position` of the sequence, to column j; one before
-        the sequence's first has no weight."""
-        at = own
-        if const_expr(self.overlap):
-            if token >= self.ratio:
-                at = own + self.row_threads
-        for i in cutlass.range_constexpr(CHANNELS):
-            k[i, j], z[i, j] = Float32(0.0), Float32(-3e38)
-        if position >= start:
-            row = low + (position - start)
-            numbers, weights = [cute.make_rmem_tensor((CHANNELS,), kv.element_type) for _ in range(2)]
-            bias = cute.make_rmem_tensor((CHANNELS,), Float32)
-            cute.autovec_copy(cute.local_tile(kv[row, None], (CHANNELS,), (at,)), numbers)
-            cute.autovec_copy(cute.local_tile(gate[row, None], (CHANNELS,), (at,)), weights)
-            cute.autovec_copy(cute.local_tile(ape[position % self.ratio, None], (CHANNELS,), (at,)), bias)
-            for i in cutlass.range_constexpr(CHANNELS):
-                k[i, j], z[i, j] = Float32(numbers[i]), (Float32(weights[i]) + bias[i]) * LOG2E
-        elif position >= 0:
-            both = [cute.make_rmem_tensor((CHANNELS,), Float32) for _ in range(2)]
-            for n in cutlass.range_constexpr(2):
-                source = state[state_slot, position % state_rows, n, None]
-                cute.autovec_copy(cute.local_tile(source, (CHANNELS,), (at,)), both[n])
-            for i in cutlass.range_constexpr(CHANNELS):
-                k[i, j], z[i, j] = both[0][i], both[1][i] * LOG2E
-
-    @cute.jit
-    def store(self, v, square, weight, cos, sin, cache, slots, token, kv, page_size, divisor, eps, own):
+    def store(self, v, square, gain, angle, slot, cache, slots, kv, page_size, divisor, eps, at, tid):
         """Norm, rope and rounding of the row of which a thread has v; to the slot of the token that ends the block."""
         inverse = cute.math.rsqrt(square * Float32(1 / self.dim) + eps)
-        gain = cute.make_rmem_tensor((CHANNELS,), Float32)
-        cute.autovec_copy(cute.local_tile(weight, (CHANNELS,), (own,)), gain)
         for i in cutlass.range_constexpr(CHANNELS):
             v[i] = v[i] * inverse * gain[i]
-        turned = own - (self.dim - ROPE_CHANNELS) // CHANNELS
+        turned = at - (self.dim - ROPE_CHANNELS) // CHANNELS
         if turned >= 0:
-            c, s = [cute.make_rmem_tensor((CHANNELS // 2,), Float32) for _ in range(2)]
-            cute.autovec_copy(cute.local_tile(cos[token, None], (CHANNELS // 2,), (turned,)), c)
-            cute.autovec_copy(cute.local_tile(sin[token, None], (CHANNELS // 2,), (turned,)), s)
             for i in cutlass.range_constexpr(CHANNELS // 2):
-                a, b = v[2 * i], v[2 * i + 1]
-                v[2 * i], v[2 * i + 1] = a * c[i] - b * s[i], a * s[i] + b * c[i]
+                a, b, c, s = v[2 * i], v[2 * i + 1], angle[i, 0], angle[i, 1]
+                v[2 * i], v[2 * i + 1] = a * c - b * s, a * s + b * c
         round_to(v, kv.element_type)
-        exists, page, offset = find_row(cache, slots, token, kv.shape[0], divisor)
+        wanted = Int64(slot[0])
+        if slots.shape[0] != kv.shape[0]:
+            wanted = (Int64(slot[1]) << 32) | Int64(slot[0].bitcast(Uint32))
+        exists, page, offset = find_slot(cache, wanted, cache.shape[1], divisor)
+        exists = exists and tid < self.row_threads
         if const_expr(self.layout == "index"):
-            hadamard(v, own, CHANNELS)
+            hadamard(v, at, CHANNELS)
             round_to(v, kv.element_type)
             scale = quantize(v, CHANNELS, True)
             if exists:
                 values, scales = page_planes(cache, page, page_size, self.dim, Float8E4M3FN)
-                self.put(v, values[offset, None], own)
-                if own == 0:
+                self.put(v, values[offset, None], at)
+                if at == 0:
                     scales[offset] = scale
         elif const_expr(self.layout == "v4"):
             # The rope's lanes quantise, too, so that all take part in the shuffles; what comes of it is not stored.
@@ -369,16 +430,16 @@ class WriteCompressedKvSm90:
             if exists:
                 values, scales, rope = self.row.parts(cache, page, offset)
                 if turned < 0:
-                    self.put(step, values, own)
-                    if own % 16 == 0:
-                        scales[own // 16] = Uint8(scale.bitcast(Uint32) >> 23)
+                    self.put(step, values, at)
+                    if at % 16 == 0:
+                        scales[at // 16] = Uint8(scale.bitcast(Uint32) >> 23)
                 else:
                     self.put(v, rope, turned)
                     if turned == 0:
                         scales[7] = Uint8(0)
         else:
             if exists:
-                self.put(v, cache[page, offset, None], own)
+                self.put(v, cache[page, offset, None], at)
 
     @cute.jit
     def put(self, v: cute.Tensor, row: cute.Tensor, at):
@@ -388,24 +449,53 @@ class WriteCompressedKvSm90:
         cute.autovec_copy(out, cute.local_tile(row, (CHANNELS,), (at,)))
 
     @cute.jit
-    def keep(self, kv, gate, ape, state, low, start, length, state_slot, state_rows, tid):
-        """The new tokens' projections to the state, the last ones if they are more than it has rows."""
-        channels = kv.shape[1]
-        first = cutlass.max(length - state.shape[1], 0)
-        for i in cutlass.range(tid, (length - first) * (channels // CHANNELS), self.threads, unroll=1):
-            row, at = first + i // (channels // CHANNELS), i % (channels // CHANNELS)
-            position = start + row
-            numbers, weights = [cute.make_rmem_tensor((CHANNELS,), kv.element_type) for _ in range(2)]
-            bias = cute.make_rmem_tensor((CHANNELS,), Float32)
-            cute.autovec_copy(cute.local_tile(kv[low + row, None], (CHANNELS,), (at,)), numbers)
-            cute.autovec_copy(cute.local_tile(gate[low + row, None], (CHANNELS,), (at,)), weights)
-            cute.autovec_copy(cute.local_tile(ape[position % self.ratio, None], (CHANNELS,), (at,)), bias)
-            k, z = [cute.make_rmem_tensor((CHANNELS,), Float32) for _ in range(2)]
-            k.store(numbers.load().to(Float32))
-            z.store(weights.load().to(Float32) + bias.load())
-            for n, mine in enumerate((k, z)):
-                target = state[state_slot, position % state_rows, n, None]
-                cute.autovec_copy(mine, cute.local_tile(target, (CHANNELS,), (at,)))
+    def keep(self, kv, gate, ape, state, low, start, length, state_slot, state_rows, rank, tid, keeper):
+        """The new tokens' projections to the state, the last ones if they are more than it has rows. The work of the
+        threads from `keeper` on."""
+        vectors = self.row_threads * (2 if self.overlap else 1)  # of a token, this CTA's
+        first, step = cutlass.max(length - state.shape[1], 0), self.threads - keeper
+        total = (length - first) * vectors
+        if tid >= keeper:
+            for begin in cutlass.range(tid - keeper, total, KEPT_AT_ONCE * step, unroll=1):
+                numbers, weights = [cute.make_rmem_tensor((CHANNELS, KEPT_AT_ONCE), kv.element_type) for _ in range(2)]
+                bias = cute.make_rmem_tensor((CHANNELS, KEPT_AT_ONCE), Float32)
+                for u in cutlass.range_constexpr(KEPT_AT_ONCE):
+                    # Past the end: the last one again, and nothing is stored.
+                    i = cutlass.min(begin + u * step, total - 1)
+                    row, at = first + i // vectors, rank * vectors + i % vectors
+                    sources = kv[low + row, None], gate[low + row, None], ape[(start + row) % self.ratio, None]
+                    for source, target in zip(sources, (numbers, weights, bias)):
+                        cute.autovec_copy(cute.local_tile(source, (CHANNELS,), (at,)), target[None, u])
+                for u in cutlass.range_constexpr(KEPT_AT_ONCE):
+                    i = begin + u * step
+                    if i < total:
+                        row, at = first + i // vectors, rank * vectors + i % vectors
+                        k, z = [cute.make_rmem_tensor((CHANNELS,), Float32) for _ in range(2)]
+                        k.store(numbers[None, u].load().to(Float32))
+                        z.store(weights[None, u].load().to(Float32) + bias[None, u].load())
+                        for n, mine in enumerate((k, z)):
+                            target = state[state_slot, (start + row) % state_rows, n, None]
+                            cute.autovec_copy(mine, cute.local_tile(target, (CHANNELS,), (at,)))
+
+
+@cute.jit
+def vector_of(row: cute.Tensor, at):
+    """The address of CHANNELS numbers of a row."""
+    return Int64(cute.local_tile(row, (CHANNELS,), (at,)).iterator.toint())
+
+
+@cute.jit
+def copy_vector(address, target: cute.Tensor):
+    """CHANNELS numbers from there."""
+    kind = target.element_type
+    pointer = cute.make_ptr(kind, address, cute.AddressSpace.gmem, assumed_align=CHANNELS * kind.width // 8)
+    cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(CHANNELS)), target)
+
+
+@cute.jit
+def exp2(x: Float32) -> Float32:
+    """2^x, 0 below 2^-126."""
+    return cute.math.exp2(x, fastmath=True)
 
 
 @cached
@@ -428,7 +518,7 @@ def compile_write_compressed_kv(dtype: str, dim: int, ratio: int, overlap: bool,
     page = strides(1, 128 // kind.width)
     row = (dim + 4,) if layout == "index" else strides(1, 128 // kind.width)
     return compile_sm90(
-        WriteCompressedKvSm90(dim, ratio, overlap, layout),
+        WriteCompressedKvSm90(element, dim, ratio, overlap, layout),
         *projections,
         fake(Float32, (ratio, channels), (channels, 1)),
         fake(Float32, (dim,), (1,)),

@@ -6,9 +6,6 @@ Plan, collapse
 - pre is four numbers, which every four lanes compute for themselves as soon as they have the mean square. post and comb
   are the business of one warp at the end, a token a lane: a CTA of a long input has up to MAX_TOKENS tokens, so that
   the time of Sinkhorn's chain of divisions, over a microsecond, is spent once for them.
-- Sinkhorn keeps the matrix A as it was and two scalings: comb = r_i A_ij c_j. Its sum over a row is r_i (A c)_i, so a
-  step is four products, an addition and a reciprocal for each r_i: less than dividing 16 numbers, and the roundings of
-  the steps do not add up.
 Plan, expand
 - A thread has 16 bytes of a token's output and of its four streams, and makes 16 bytes of each new one.
 Shared memory: a sum of each warp and token in collapse. Constraints: four streams, D a multiple of 8 and at most 2048
@@ -22,27 +19,21 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Uint32, const_expr
+from cutlass import Float32, Int32, Uint32
 from cutlass.memory import SmemAllocator
 
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.reductions import warp_reduce_sum
-from dsa.cute.sm90 import LOG2E, WARP, opaque
+from dsa.cute.sm90 import WARP, opaque
+from dsa.kernels.elementwise.hyper_arithmetic import COUNT, WORDS, new_stream, numbers_of, post_and_comb, sigmoid
 from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, DTYPES, HYPER_STREAMS, HYPER_TILES
 
-COUNT = (2 + HYPER_STREAMS) * HYPER_STREAMS  # numbers of a token in mix
-WORDS = 4  # of 16 bytes
 MAX_TOKENS = 4  # of a CTA of collapse
 CTAS = 1024  # of collapse, before they have more than one token: about two waves
 SHARED_MEMORY_PERCENT = 10  # of an SM's memory, which the DSL would ask a driver for: far more than collapse needs
 EXPAND_THREADS = 128
-
-
-@cute.jit
-def _sigmoid(z: Float32) -> Float32:
-    return cute.arch.rcp_approx(Float32(1.0) + cute.math.exp2(z * -LOG2E))
 
 
 class HyperCollapseSm90:
@@ -122,7 +113,10 @@ class HyperCollapseSm90:
             i += 1
         cute.arch.sync_warp()
         if tid < i:
-            self.mixing(mix, base, scale, post, comb, first + tid, scales[tid], iterations, hc_eps)
+            t = first + tid
+            given, weights = post_and_comb(mix[t, None], base, scale, scales[tid], iterations, hc_eps)
+            cute.autovec_copy(given, post[t, None])
+            cute.autovec_copy(weights, comb[t, None])
 
     @cute.jit
     def collapse(self, streams, mix, base, scale, x, sums, t, share, zero, eps, hc_eps, tid):
@@ -143,7 +137,7 @@ class HyperCollapseSm90:
         for s in cutlass.range_constexpr(self.steps):
             for k in cutlass.range_constexpr(HYPER_STREAMS):
                 for n in cutlass.range_constexpr(WORDS):
-                    v = self.numbers(words[n, k, s])
+                    v = numbers_of(words[n, k, s], self.dtype)
                     for i in cutlass.range_constexpr(self.packed):
                         squares[k] = cute.math.fma(v[i], v[i], squares[k])
         square = warp_reduce_sum((squares[0] + squares[1]) + (squares[2] + squares[3]))
@@ -155,7 +149,7 @@ class HyperCollapseSm90:
             square += cute.arch.shuffle_sync_bfly(square, offset=1 << log)
         inverse = cute.math.rsqrt(square * share + eps)
         pre = cute.make_rmem_tensor((HYPER_STREAMS,), Float32)
-        own = _sigmoid(number * inverse + bias) + hc_eps
+        own = sigmoid(number * inverse + bias) + hc_eps
         for k in cutlass.range_constexpr(HYPER_STREAMS):
             pre[k] = cute.arch.shuffle_sync(own, k)
         for s in cutlass.range_constexpr(self.steps):
@@ -165,7 +159,7 @@ class HyperCollapseSm90:
                 for k in cutlass.range_constexpr(HYPER_STREAMS):
                     # `zero` makes the number another to the compiler, or it keeps all of them as fp32 over the barrier,
                     # in twice the registers.
-                    v = self.numbers(words[n, k, s] ^ zero)
+                    v = numbers_of(words[n, k, s] ^ zero, self.dtype)
                     for i in cutlass.range_constexpr(self.packed):
                         at = n * self.packed + i
                         out[at] = cute.math.fma(pre[k], v[i], out[at])
@@ -174,68 +168,6 @@ class HyperCollapseSm90:
             if tid + s * self.threads < vectors:
                 cute.autovec_copy(packed, cute.local_tile(x[t, None], (self.width,), (tid + s * self.threads,)))
         return inverse
-
-    @cute.jit
-    def numbers(self, word: Uint32) -> cute.Tensor:
-        """The one or two numbers of a word."""
-        own, v = [cute.make_rmem_tensor((self.packed,), dtype) for dtype in (self.dtype, Float32)]
-        if const_expr(self.dtype is BFloat16):
-            # By hand: the compiler takes three instructions for the two.
-            v[0], v[1] = (word << 16).bitcast(Float32), (word & Uint32(0xFFFF0000)).bitcast(Float32)
-        else:
-            cute.recast_tensor(own, Uint32)[0] = word
-            v.store(own.load().to(Float32))
-        return v
-
-    @cute.jit
-    def mixing(self, mix, base, scale, post, comb, t, inverse, iterations, hc_eps):
-        """post and comb of token t, a thread's work."""
-        given = self.logits(mix, base, t, 1, inverse * scale[1])
-        for k in cutlass.range_constexpr(HYPER_STREAMS):
-            given[k] = Float32(2.0) * _sigmoid(given[k])
-        a = cute.make_rmem_tensor((HYPER_STREAMS, HYPER_STREAMS), Float32)
-        for i in cutlass.range_constexpr(HYPER_STREAMS):
-            z = self.logits(mix, base, t, 2 + i, inverse * scale[2])
-            row_max = cute.arch.fmax(cute.arch.fmax(z[0], z[1]), cute.arch.fmax(z[2], z[3]))
-            total = Float32(0.0)
-            for j in cutlass.range_constexpr(HYPER_STREAMS):
-                a[i, j] = cute.math.exp2((z[j] - row_max) * LOG2E)
-                total += a[i, j]
-            share = cute.arch.rcp_approx(total)
-            for j in cutlass.range_constexpr(HYPER_STREAMS):
-                a[i, j] = a[i, j] * share + hc_eps
-
-        rows, columns = [cute.make_rmem_tensor((HYPER_STREAMS,), Float32) for _ in range(2)]
-        rows.fill(1.0)
-        columns.fill(1.0)
-        self.balance(a, rows, columns, True, hc_eps)
-        for _ in cutlass.range(iterations - 1, unroll=1):
-            self.balance(a, columns, rows, False, hc_eps)
-            self.balance(a, rows, columns, True, hc_eps)
-        out = cute.make_rmem_tensor((HYPER_STREAMS * HYPER_STREAMS,), Float32)
-        for i in cutlass.range_constexpr(HYPER_STREAMS):
-            for j in cutlass.range_constexpr(HYPER_STREAMS):
-                out[i * HYPER_STREAMS + j] = rows[i] * a[i, j] * columns[j]
-        cute.autovec_copy(given, post[t, None])
-        cute.autovec_copy(out, comb[t, None])
-
-    @cute.jit
-    def logits(self, mix, base, t, part: cutlass.Constexpr, factor) -> cute.Tensor:
-        """Four neighbouring numbers of a token, scaled and with their base."""
-        z, bias = [cute.make_rmem_tensor((HYPER_STREAMS,), Float32) for _ in range(2)]
-        cute.autovec_copy(cute.local_tile(mix[t, None], (HYPER_STREAMS,), (part,)), z)
-        cute.autovec_copy(cute.local_tile(base, (HYPER_STREAMS,), (part,)), bias)
-        z.store(z.load() * factor + bias.load())
-        return z
-
-    @cute.jit
-    def balance(self, a, across, scales, of_columns: cutlass.Constexpr, hc_eps):
-        """Divide the columns, or the rows, whose scalings are `scales`, by their sums + hc_eps."""
-        for n in cutlass.range_constexpr(HYPER_STREAMS):
-            total = Float32(0.0)
-            for m in cutlass.range_constexpr(HYPER_STREAMS):
-                total = cute.math.fma(a[m, n] if of_columns else a[n, m], across[m], total)
-            scales[n] = scales[n] * cute.arch.rcp_approx(cute.math.fma(scales[n], total, hc_eps))
 
 
 class HyperExpandSm90:
@@ -279,11 +211,10 @@ class HyperExpandSm90:
             cute.autovec_copy(post[t, None], given)
             cute.autovec_copy(comb[t, None], weights)
             for k in cutlass.range_constexpr(HYPER_STREAMS):
-                acc = cute.make_rmem_tensor((self.width,), Float32)
-                for i in cutlass.range_constexpr(self.width):
-                    acc[i] = given[k] * raw[i, HYPER_STREAMS].to(Float32)
-                    for j in cutlass.range_constexpr(HYPER_STREAMS):
-                        acc[i] = cute.math.fma(weights[j * HYPER_STREAMS + k], raw[i, j].to(Float32), acc[i])
+                of_stream = cute.make_rmem_tensor((HYPER_STREAMS,), Float32)
+                for j in cutlass.range_constexpr(HYPER_STREAMS):
+                    of_stream[j] = weights[j * HYPER_STREAMS + k]
+                acc = new_stream(raw[None, HYPER_STREAMS], raw, given[k], of_stream)
                 packed = cute.make_rmem_tensor((self.width,), self.dtype)
                 packed.store(acc.load().to(self.dtype))
                 cute.autovec_copy(packed, cute.local_tile(out[t, k, None], (self.width,), (at,)))

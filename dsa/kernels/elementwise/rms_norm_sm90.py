@@ -1,4 +1,5 @@
-"""Root mean square norm of rows: y = x / sqrt(mean(x^2) + eps) * weight; optionally of a sum of two, and cast to FP8.
+"""Root mean square norm of rows: y = x / sqrt(mean(x^2) + eps) * weight; optionally of a sum of two, cast to FP8, or
+rotated.
 
 Plan
 - A row belongs to `lanes` threads, a part of a warp or several of them, 16 bytes at a time: thread i has the vectors i,
@@ -9,12 +10,15 @@ Plan
 - With a residual, x is first replaced by residual + x, rounded to their dtype, which is stored as well.
 - With a cast, a group of 128 channels is in neighbouring lanes of one warp, which find its largest value and its scale
   by shuffles from y as it was rounded: exactly what `per_token_cast_to_fp8_sm90` makes of y.
+- Rotated: the angles of a thread's vectors are asked for with its row. Pairs are neighbours, so both are in the thread.
+  y is rounded in front of the rotation and behind it: exactly what `rotary_sm90` makes of y.
 - Squares are added in a fixed order, in the thread, a shuffle tree in the warp, then warp by warp through shared
   memory, which every thread adds up alike: the same bits each time, and a row's do not depend on the other rows.
 - Vectors past the row's end are not loaded, and count as zeros. Rows are [A, B, D] of any strides, found by a
   precomputed divisor and with 64-bit offsets.
 Shared memory: a number a warp. Constraints: rows at multiples of 16 bytes, D a multiple of a vector and at most
-`max_channels`; with a cast, D a multiple of 128 and rows of at least a warp.
+`max_channels`; with a cast, D a multiple of 128 and rows of at least a warp; rotated, R a multiple of a vector and D at
+most what a warp holds.
 Roofline: memory, 2 D elements a row, 2 more with a residual, D bytes more with a cast; about 5 instructions a channel,
 a fifth of what the issue slots take meanwhile.
 """
@@ -32,6 +36,7 @@ from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.quantize import GROUP, quantize, round_to
+from dsa.cute.rounded import rotate_pair
 from dsa.cute.sm90 import WARP
 from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, DTYPES
 
@@ -61,6 +66,8 @@ CONFIGS = (
 )
 # Those whose groups of 128 channels are a warp's, with registers for both.
 CAST_CONFIGS = tuple(config for config in CONFIGS if config.lanes >= WARP and config.vectors <= MAX_EARLY)
+# Those with registers for angles, too.
+ROTARY_CONFIGS = tuple(config for config in CONFIGS if config.lanes <= WARP)
 
 
 class RmsNormSm90:
@@ -76,15 +83,15 @@ class RmsNormSm90:
 
     @cute.jit
     def __call__(self, x: cute.Tensor, weight: cute.Tensor | None, out: cute.Tensor, eps: Float32, stream):
-        self.launch(x, None, weight, None, out, None, None, eps, stream)
+        self.launch(x, None, weight, None, out, None, None, None, None, eps, stream)
 
     @cute.jit
-    def launch(self, x, residual, weight, total, out, q, scale, eps: Float32, stream):
-        """x, residual, total, out and q [A, B, D], scale [B, D / 128]."""
+    def launch(self, x, residual, weight, total, out, q, scale, cos, sin, eps: Float32, stream):
+        """x, residual, total, out and q [A, B, D], scale [B, D / 128], cos and sin [A, R / 2]."""
         rows = x.shape[0] * x.shape[1]
         inner = cute.fast_divmod_create_divisor_v2(x.shape[1])
         share = Float32(1.0) / Float32(x.shape[2])
-        self.kernel(x, residual, weight, total, out, q, scale, eps, share, inner, rows).launch(
+        self.kernel(x, residual, weight, total, out, q, scale, cos, sin, eps, share, inner, rows).launch(
             grid=(cute.ceil_div(rows, self.rows_of_cta), 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True
         )
 
@@ -98,6 +105,8 @@ class RmsNormSm90:
         out: cute.Tensor,
         q: cute.Tensor | None,
         scale: cute.Tensor | None,
+        cos: cute.Tensor | None,
+        sin: cute.Tensor | None,
         eps: Float32,
         share: Float32,
         inner: cute.FastDivmodDivisorV2,
@@ -121,6 +130,16 @@ class RmsNormSm90:
             self.load(residual[a, b, None], earlier, lane, filled)
         if const_expr(weight is not None and self.early):
             self.load(weight, gain, lane, filled)
+        if const_expr(cos is not None):
+            # The first vector that turns, and the angles of this thread's.
+            turning = filled - 2 * cos.shape[1] // self.width
+            c, s = [cute.make_rmem_tensor((self.width // 2, self.vectors), Float32) for _ in range(2)]
+            for n in cutlass.range_constexpr(self.vectors):
+                at = lane + n * self.lanes
+                if at >= turning and at < filled:
+                    for source, angles in ((cos, c), (sin, s)):
+                        part = cute.local_tile(source[a, None], (self.width // 2,), (at - turning,))
+                        cute.autovec_copy(part, angles[None, n])
 
         v = cute.make_rmem_tensor((self.width,), Float32)
         square = Float32(0.0)
@@ -151,6 +170,11 @@ class RmsNormSm90:
                 v[i] = v[i] * inverse
                 if const_expr(weight is not None):
                     v[i] = v[i] * gain[i, n if self.early else 0]
+            if const_expr(cos is not None):
+                if at >= turning:
+                    round_to(v, x.element_type)
+                    for i in cutlass.range_constexpr(self.width // 2):
+                        v[2 * i], v[2 * i + 1] = rotate_pair(v[2 * i], v[2 * i + 1], c[i, n], s[i, n])
             packed.store(v.load().to(x.element_type))
             if const_expr(q is not None):
                 round_to(v, x.element_type)
@@ -189,6 +213,23 @@ class RmsNormSm90:
         return x
 
 
+class RmsNormRotarySm90(RmsNormSm90):
+    """Of heads [T, H, D]."""
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,
+        weight: cute.Tensor | None,
+        cos: cute.Tensor,
+        sin: cute.Tensor,
+        out: cute.Tensor,
+        eps: Float32,
+        stream,
+    ):
+        self.launch(x, None, weight, None, out, None, None, cos, sin, eps, stream)
+
+
 class RmsNormCastSm90(RmsNormSm90):
     """Of rows [T, D]."""
 
@@ -207,7 +248,8 @@ class RmsNormCastSm90(RmsNormSm90):
     ):
         earlier = None if const_expr(residual is None) else three_dims(residual)
         sums = None if const_expr(total is None) else three_dims(total)
-        self.launch(three_dims(x), earlier, weight, sums, three_dims(out), three_dims(q), scale, eps, stream)
+        x, out, q = (three_dims(rows) for rows in (x, out, q))
+        self.launch(x, earlier, weight, sums, out, q, scale, None, None, eps, stream)
 
 
 @cute.jit
@@ -227,6 +269,21 @@ def compile_rms_norm(dtype: str, weighted: bool, config: NormConfig):
     x, out = (fake(element, (*outer, dim), (*strides(2, width), 1)) for _ in range(2))
     weight = fake(Float32, (dim,), (1,)) if weighted else None
     return compile_sm90(RmsNormSm90(element, config), x, weight, out, Float32(0.0), fake_stream())
+
+
+@cached
+def compile_rms_norm_rotary(dtype: str, weighted: bool, config: NormConfig):
+    """-> f(x [T, H, D] dtype, weight [D] fp32 or None, cos, sin [T, R / 2] fp32, out [T, H, D], eps); 0 < T * H <
+    2^31 - 16, D a multiple of 8 up to `max_channels(dtype, config)`, R one up to D. Rows start at multiples of 16
+    bytes."""
+    element = cute_dtype(dtype)
+    width = VECTOR_BITS // element.width
+    tokens, heads, dim = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=CHANNEL_MULTIPLE)
+    x, out = (fake(element, (tokens, heads, dim), (*strides(2, width), 1)) for _ in range(2))
+    half = cute.sym_int(divisibility=CHANNEL_MULTIPLE // 2)
+    cos, sin = (fake(Float32, (tokens, half), (*strides(1, 4), 1)) for _ in range(2))
+    weight = fake(Float32, (dim,), (1,)) if weighted else None
+    return compile_sm90(RmsNormRotarySm90(element, config), x, weight, cos, sin, out, Float32(0.0), fake_stream())
 
 
 @cached
@@ -264,14 +321,21 @@ def choose_cast_config(dtype: str, channels: int) -> NormConfig:
     return next(config for config in CAST_CONFIGS if channels <= max_channels(dtype, config))
 
 
+def choose_rotary_config(dtype: str, channels: int) -> NormConfig:
+    """The first that holds a row, of those with angles."""
+    return next(config for config in ROTARY_CONFIGS if channels <= max_channels(dtype, config))
+
+
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
     """Every compile function and its arguments that the op can ask for."""
-    return [
-        (compile_rms_norm, (dtype, weighted, config))
+    plain = [
+        (function, (dtype, weighted, config))
+        for function, configs in ((compile_rms_norm, CONFIGS), (compile_rms_norm_rotary, ROTARY_CONFIGS))
         for dtype in DTYPES
         for weighted in (True, False)
-        for config in CONFIGS
-    ] + [
+        for config in configs
+    ]
+    return plain + [
         (compile_rms_norm_cast, (dtype, summed, use_ue8m0, config))
         for dtype in DTYPES
         for summed in (False, True)

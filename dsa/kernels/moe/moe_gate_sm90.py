@@ -138,12 +138,18 @@ class MoeGateSm90:
             value = cute.arch.shuffle_sync(value, e % 32)
             own_index = e if lane == k else own_index
             own_score = value if lane == k else own_score
-        factor = scale
-        if const_expr(self.normalise):
-            factor = scale / (cute.arch.warp_reduction_sum(own_score) + Float32(LEAST_SUM))
+        factor = self.factor(own_score, scale)
         if lane < self.top_k:
             topk_indices[token, lane] = Int64(own_index)
             weights[token, lane] = own_score * factor
+
+    @cute.jit
+    def factor(self, own_score: Float32, scale: Float32) -> Float32:
+        """What a token's scores are multiplied by, of which each lane has one or 0."""
+        result = scale
+        if const_expr(self.normalise):
+            result = scale / (cute.arch.warp_reduction_sum(own_score) + Float32(LEAST_SUM))
+        return result
 
 
 @cute.jit

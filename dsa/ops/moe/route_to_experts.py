@@ -83,8 +83,8 @@ def _results(x: torch.Tensor, top_k: int, count: int) -> Routed:
 def _check_limits(x: torch.Tensor, weight: torch.Tensor, top_k: int, n_group: int) -> None:
     if len(x) > MAX_TOKENS:
         raise ValueError(f"x: the kernel takes up to {MAX_TOKENS} tokens, got {len(x)}")
-    if x.shape[1] % CHANNEL_MULTIPLE:
-        raise ValueError(f"x: the kernel takes H a multiple of {CHANNEL_MULTIPLE}, got {x.shape[1]}")
+    if not x.shape[1] or x.shape[1] % CHANNEL_MULTIPLE:
+        raise ValueError(f"x: the kernel takes H a multiple of {CHANNEL_MULTIPLE}, at least one, got {x.shape[1]}")
     if len(weight) > MAX_EXPERTS:
         raise ValueError(f"weight: the kernel takes up to {MAX_EXPERTS} experts, got {len(weight)}")
     if top_k > MAX_TOP_K:

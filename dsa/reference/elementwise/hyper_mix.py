@@ -9,7 +9,7 @@ from dsa.reference.checks import check_memory
 BF16 = (torch.bfloat16,)
 
 
-def _check_sizes(streams: torch.Tensor, parts: torch.Tensor) -> None:
+def check_sizes(streams: torch.Tensor, parts: torch.Tensor) -> None:
     if 0 in streams.shape[1:]:
         raise ValueError(f"streams: must have at least one stream and one channel, got shape {list(streams.shape)}")
     if 0 in parts.shape:
@@ -17,7 +17,7 @@ def _check_sizes(streams: torch.Tensor, parts: torch.Tensor) -> None:
 
 
 HYPER_MIX = Arguments(
-    rule=_check_sizes,
+    rule=check_sizes,
     streams=Tensor("T n D", BF16, layout=ROWS),
     parts=Tensor("3 C n*D", BF16, layout=ALIGNED),
 )

@@ -17,6 +17,7 @@ from dsa_layers.families.precision import Precision
 from dsa_layers.families.rotary import make_rotary
 from dsa_layers.layers.embedding import Embedding
 from dsa_layers.layers.hyper_connections import HyperHead
+from dsa_layers.layers.hyper_decoder import following
 from dsa_layers.layers.linear import Linear, linear_fp32
 from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.layers.rope import RopeAngles
@@ -146,7 +147,9 @@ class DeepseekV4ForCausalLM(nn.Module):
             ratio = self.config.compress_rates.get(self.config.layer_types[i])
             rope = rope_of("main" if ratio is None else "compress")
             entry_rope = None if ratio is None else rope_of("compress", ratio)
-            streams = layer(streams, tokens, rope, entry_rope, batch, None if cache is None else cache.layer(i), rows)
+            of_layer = None if cache is None else cache.layer(i)
+            next_mix = following(self.layers, i)
+            streams = layer(streams, tokens, rope, entry_rope, batch, of_layer, rows, **next_mix)
         return streams, rows
 
     def _streams(self, tokens: torch.Tensor, rows: Rows) -> torch.Tensor:

@@ -39,6 +39,8 @@ def slots_of(
     if cache is None:
         return None
     indices, positions = selection.topk_indices, selection.bits is not None
+    if indices is not None:
+        (indices,) = selection.rows.gather(indices)
     # As `DSAAttention` has them: these forms select in the pages.
     if indices is not None and not positions and (batch.is_decode or cache.latent.dtype == dtype):
         return indices.__getitem__

@@ -183,6 +183,36 @@ def test_halves_of_one_projection(kind, dtype):
     assert all(torch.equal(a, b) for a, b in zip(*found))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_an_entry_does_not_depend_on_its_pass(kind, dtype):
+    """Whole prompts, parts of them, drafts and single tokens, beside another sequence or alone: the same bits of the
+    entries and of the state."""
+    case = Case(kind, dtype, 2)
+    case.state[:] = 0
+    length = 300 if case.m == 128 else 75
+    kv, gate, cos, sin, slots, _, _ = case.tokens([length, length])
+    cu_of = {2: lambda n: [0, n, 2 * n], 1: lambda n: [0, n]}
+    found = []
+    for step, together in ((length, 2), (length, 1), (128, 2), (5, 2), (1, 2), (1, 1)):
+        cache, state = make_cache(case.layout, case.d), case.state.clone()
+        for low in range(0, length, step):
+            high = min(low + step, length)
+            for first in range(0, 2, together):
+                sequences = range(first, first + together)
+                rows = torch.cat([torch.arange(low, high) + b * length for b in sequences]).cuda()
+                cu = torch.tensor(cu_of[together](high - low), dtype=torch.int32, device="cuda")
+                starts = torch.full((together,), low, dtype=torch.int32, device="cuda")
+                dsa.write_compressed_kv(
+                    *(kv[rows], gate[rows], case.ape, case.weight, cos[rows], sin[rows], cache, slots[rows], cu),
+                    *(starts, state, case.state_slots[first : first + together].contiguous()),
+                    overlap=case.overlap,
+                )
+        found.append((case.raw(cache, slots[slots >= 0]), state.view(torch.int32)))
+    for entries, state in found[1:]:
+        assert torch.equal(entries, found[0][0]) and torch.equal(state, found[0][1])
+
+
 def test_runs_are_bit_identical():
     for kind in KINDS:
         case = Case(kind, torch.bfloat16, 4)

@@ -7,6 +7,7 @@ from dsa.cute.sass import disassemble
 from dsa.cute.sm90 import WARP
 from dsa.kernels.elementwise import limits
 from dsa.kernels.elementwise import rms_norm_sm90 as kernels
+from dsa.kernels.elementwise.rms_norm_rotary_limits import MAX_NORM_ROTARY_CHANNELS
 from tests.kernels.variants import shipped
 
 
@@ -24,6 +25,20 @@ def test_sass(arguments):
     assert sass.instructions["BAR"] == (config.lanes > WARP)
 
 
+@shipped(kernels.compile_rms_norm_rotary)
+def test_sass_with_rope(arguments):
+    dtype, weighted, config = arguments
+    sass = disassemble(cubin(kernels.compile_rms_norm_rotary, *arguments))
+    assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
+    # Four CTAs of a multiprocessor; of V4's query heads eight.
+    assert sass.registers <= (64 if config.vectors == 2 else 128)
+    vectors = config.vectors
+    halves = 1 if dtype == "float32" else 2
+    # Of each vector also cos and sin, four angles or two of each.
+    assert sass.instructions["LDG"] == vectors * (3 + (halves if weighted else 0))
+    assert sass.instructions["STG"] == vectors and not sass.instructions["BAR"]
+
+
 @shipped(kernels.compile_rms_norm_cast)
 def test_sass_with_a_cast(arguments):
     dtype, summed, use_ue8m0, config = arguments
@@ -39,8 +54,9 @@ def test_sass_with_a_cast(arguments):
 
 
 def test_every_variant_is_shipped_once():
-    variants = [arguments for _, arguments in kernels.shipped_variants()]
-    assert len(variants) == len(set(variants)) == 3 * (2 * len(kernels.CONFIGS) + 4 * len(kernels.CAST_CONFIGS))
+    variants = kernels.shipped_variants()
+    norms = 2 * len(kernels.CONFIGS) + 2 * len(kernels.ROTARY_CONFIGS) + 4 * len(kernels.CAST_CONFIGS)
+    assert len(variants) == len(set(variants)) == 3 * norms
 
 
 @pytest.mark.parametrize("dtype", limits.DTYPES)
@@ -64,8 +80,17 @@ def test_rows_with_a_cast_have_the_configuration_of_those_without(dtype):
     assert kernels.choose_cast_config(dtype, 128) == kernels.CAST_CONFIGS[0]
 
 
+@pytest.mark.parametrize("dtype", limits.DTYPES)
+def test_rows_with_rope_have_the_configuration_of_those_without(dtype):
+    """So that they have the same bits."""
+    for channels in range(8, MAX_NORM_ROTARY_CHANNELS[dtype] + 1, 8):
+        assert kernels.choose_rotary_config(dtype, channels) == kernels.choose_config(dtype, channels)
+
+
 def test_limits_are_what_the_variants_hold():
     longest = {dtype: kernels.max_channels(dtype, kernels.CAST_CONFIGS[-1]) for dtype in limits.DTYPES}
     assert limits.MAX_NORM_CAST_CHANNELS == longest
+    longest = {dtype: kernels.max_channels(dtype, kernels.ROTARY_CONFIGS[-1]) for dtype in limits.DTYPES}
+    assert MAX_NORM_ROTARY_CHANNELS == longest
     assert limits.MAX_NORM_CHANNELS == {dtype: kernels.max_channels(dtype) for dtype in limits.DTYPES}
     assert limits.MAX_NORM_ROWS == 2**31 - 2 * max(c.threads // c.lanes for c in kernels.CONFIGS)

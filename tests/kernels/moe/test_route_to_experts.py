@@ -1,10 +1,11 @@
 """Router, gate and sort in one compile to sm_90a without spills, all loads of a round in flight before its products."""
 
 from dsa.cute.compile_cache import cubin
+from dsa.cute.few_rows_product import CTAS, ROUND
 from dsa.cute.sass import disassemble
+from dsa.kernels.moe import entry_order
 from dsa.kernels.moe import route_to_experts_sm90 as kernels
 from dsa.kernels.moe.route_to_experts_limits import MAX_EXPERTS, TILE_TOKENS
-from dsa.kernels.moe.router_logits import ROUND
 from tests.kernels.variants import shipped
 
 
@@ -15,12 +16,12 @@ def test_sass(arguments):
     assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
     assert sass.registers <= 65536 // 512
     # Two rows of the matrix and each eight tokens; then a lane's logits and bias.
-    assert sass.instructions["LDG"] == ROUND[tokens] * (2 + tokens // 8) + 2 * (experts // 32)
-    assert sass.instructions["HMMA"] == 2 * ROUND[tokens] * tokens // 8
+    assert sass.instructions["LDG"] == ROUND[CTAS, tokens] * (2 + tokens // 8) + 2 * (experts // 32)
+    assert sass.instructions["HMMA"] == 2 * ROUND[CTAS, tokens] * tokens // 8
     groups = 2 * n_group if n_group > topk_group else 0
-    assert sass.instructions["REDUX"] == 2 * top_k + groups + kernels.BATCH
+    assert sass.instructions["REDUX"] == 2 * top_k + groups + entry_order.BATCH
     # Groups of channels go to another CTA, and of more than a few tokens so do keys, to eight.
-    assert sass.instructions["ST"] == 1 + (kernels.CTAS if tokens == TILE_TOKENS else 0)
+    assert sass.instructions["ST"] == 1 + (entry_order.CTAS if tokens == TILE_TOKENS else 0)
 
 
 def test_the_most_that_it_takes_does_not_spill():

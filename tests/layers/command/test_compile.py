@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -48,8 +49,10 @@ def test_options(asked, tmp_path, monkeypatch, capsys):
     assert main(["compile", "--model", str(path), "--heads", "16", "--widen-experts", "--jobs", "1"]) == 0
     options = ["--dequantize", "--dtype", "float16", "--draft", "2", "--jobs", "1"]
     assert main(["compile", "--model", str(path), *options]) == 0
-    (first, (one,), none), (second, (other,), two) = asked
+    (first, (one,), none), whole, (second, (other,), two) = asked
     assert (none, two) == (0, 2)
+    # Long passes of so small a share are split by queries, with all heads.
+    assert whole == (replace(first, num_attention_heads=64, o_groups=8), [one], 0)
     assert (first.num_attention_heads, first.o_groups, one.fp4_experts, one.fp8_linear) == (16, 2, False, True)
     assert (second.num_attention_heads, str(other.dtype), other.fp8_linear) == (64, "torch.float16", False)
     assert list(tmp_path.glob("*.o")) and str(tmp_path) in capsys.readouterr().out

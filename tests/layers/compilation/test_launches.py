@@ -18,9 +18,9 @@ VENDORED = Path(dsa_layers.__file__).parent / "vendored"
 AS_LOADED = {"dtype": None, "dequantize": False, "kv_cache": None, "widen_experts": False}
 # Of a layer of each kind, in the order in which the model has them.
 MOST = {
-    "deepseek_v32": {"dense": 24, "experts": 29},
-    "glm_5_2": {"dense": 24, "experts and another layer's selection": 22, "experts": 29},
-    "deepseek_v4_flash": {"window, hashed": 38, "ratio 4, hashed": 49, "ratio 128": 31, "ratio 4": 40},
+    "deepseek_v32": {"dense": 21, "experts": 26},
+    "glm_5_2": {"dense": 21, "experts and another layer's selection": 20, "experts": 26},
+    "deepseek_v4_flash": {"window, hashed": 25, "ratio 4, hashed": 33, "ratio 128": 27, "ratio 4": 33},
 }
 
 

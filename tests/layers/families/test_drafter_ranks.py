@@ -67,7 +67,7 @@ def test_ranks_compute_what_one_process_does(cases, model):
     whole, shapes = outcome(load_model(directory, **OPTIONS))
     assert parts == others and parts.keys() == shapes.keys()
     held = [sum(torch.Size(shape).numel() for shape in of.values()) for of in (parts, shapes)]
-    assert held[0] < 0.75 * held[1]
+    assert held[0] < 0.8 * held[1]  # attention has all heads
     for mine, theirs, expected in zip(first, second, whole):
         assert torch.equal(mine, theirs)  # bit for bit
         assert mine.shape == expected.shape

@@ -1,12 +1,17 @@
 """DeepSeek-V4's attention: the keys of the tokens that a pass sees, and the rope of its outputs."""
 
+import weakref
+
 import pytest
 import torch
 
 import dsa
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.cache.compressed_kv_cache import CompressedLayerCache
+from dsa_layers.evaluation.selections import latest_keys
+from dsa_layers.layers import compressed_indexer, joint_linear, linear
 from dsa_layers.layers.compressed_attention import CompressedAttention
+from dsa_layers.layers.compressed_indexer import CompressedIndexer
 from dsa_layers.layers.compressor import Compressor
 from dsa_layers.layers.rope import RopeAngles, RotaryEmbedding, rope_frequencies
 
@@ -93,6 +98,115 @@ def test_a_pass_with_gradients_is_the_same_by_the_op_that_has_some(with_compress
     assert asked[0] == "sparse_mla_attention" and len(asked) == 2 and "window" in asked[1]
 
 
+def indexed_layer(heads=2):
+    layer = make_layer(torch.float32, Compressor(HIDDEN, DIM, 4, overlap=True))
+    layer.indexer = CompressedIndexer(HIDDEN, 16, Compressor(HIDDEN, 128, 4, overlap=True), n_heads=heads, top_k=3)
+    return layer
+
+
+@pytest.mark.parametrize(("length", "selects"), [(12, False), (40, True)])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_index_keys_are_made_where_they_are_selected_from(length, selects, gradients, monkeypatch):
+    """Or kept, by a pass with a cache."""
+    layer, batch, asked = indexed_layer(), SequenceBatch.without_cache([length]), []
+    project = Compressor.project
+    monkeypatch.setattr(Compressor, "project", lambda one, x: asked.append(one) or project(one, x))
+    entry_rope = ROTARY(batch.entries(4).positions)
+    with torch.set_grad_enabled(gradients):
+        layer(torch.randn(length, HIDDEN), ROTARY(batch.positions), entry_rope, batch)
+    assert (layer.indexer.compressor in asked) == selects and layer.compressor in asked
+
+
+@torch.no_grad()
+def test_what_entries_are_made_of_is_freed_before_attention(monkeypatch):
+    layer, batch, made = indexed_layer(), SequenceBatch.without_cache([40]), []
+    project, prefill = Compressor.project, CompressedAttention._prefill
+
+    def projected(one, x):
+        parts = project(one, x)
+        made.extend(map(weakref.ref, parts))
+        return parts
+
+    def attended(*arguments):
+        assert len(made) == 4 and all(part() is None for part in made)
+        return prefill(*arguments)
+
+    monkeypatch.setattr(Compressor, "project", projected)
+    monkeypatch.setattr(CompressedAttention, "_prefill", attended)
+    entry_rope = ROTARY(batch.entries(4).positions)
+    assert layer(torch.randn(40, HIDDEN), ROTARY(batch.positions), entry_rope, batch).isfinite().all()
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """The numbers of columns of all products in fp32, and weak references to their results."""
+    columns, results, product = [], [], joint_linear.linear_fp32
+
+    def spy(x, weight, *scale, **options):
+        y = product(x, weight, *scale, **options)
+        columns.append(len(weight))
+        results.append(weakref.ref(y.untyped_storage()))
+        return y
+
+    for module in (joint_linear, linear, compressed_indexer):
+        monkeypatch.setattr(module, "linear_fp32", spy)
+    return columns, results
+
+
+@pytest.mark.parametrize(
+    ("length", "heads", "apart", "joined"),
+    [
+        (12, 4, [4 * DIM], [4 * DIM]),  # nothing is selected: no index keys
+        (40, 4, [4 * DIM, 512, 4], [4 * DIM + 516]),
+        (40, 6, [4 * DIM, 512, 6], [4 * DIM + 512, 6]),  # rows would not lie at multiples of 16 bytes
+    ],
+)
+def test_what_reads_x_in_fp32_is_one_product(length, heads, apart, joined, products):
+    """Where weights lie side by side; else compressors have one each, and the indexer's weights are by themselves."""
+    layer, batch, x = indexed_layer(heads), SequenceBatch.without_cache([length]), torch.randn(length, HIDDEN)
+    given = ROTARY(batch.positions), ROTARY(batch.entries(4).positions), batch
+
+    @torch.no_grad()
+    def run():
+        products[0].clear()
+        return layer(x, *given), list(products[0])
+
+    for compressor in (layer.compressor, layer.indexer.compressor):
+        joint_linear.join(compressor)
+    expected, found = run()
+    assert found == apart
+    before = [parameter.clone() for parameter in layer.parameters()]
+    joint_linear.join(layer)
+    assert all(map(torch.equal, before, layer.parameters()))
+    out, found = run()
+    assert found == joined
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    with latest_keys(layer):  # another way of selecting, which makes no weights
+        assert run()[1] == apart[:1]
+    called = []
+    hook = layer.indexer.compressor.wkv.register_forward_hook(lambda *_: called.append(1))
+    _, found = run()
+    assert found[0] == apart[0] and len(called) == (length > 12)
+    hook.remove()
+    layer.compressor.__class__ = type("Other", (Compressor,), {"project": lambda self, x: Compressor.project(self, x)})
+    assert run()[1] == apart
+
+
+@torch.no_grad()
+def test_one_product_is_freed_before_attention(monkeypatch, products):
+    layer, batch, prefill, seen = indexed_layer(4), SequenceBatch.without_cache([40]), CompressedAttention._prefill, []
+    joint_linear.join(layer)
+
+    def attended(*arguments):
+        seen.extend(products[1])
+        assert all(part() is None for part in seen)
+        return prefill(*arguments)
+
+    monkeypatch.setattr(CompressedAttention, "_prefill", attended)
+    layer(torch.randn(40, HIDDEN), ROTARY(batch.positions), ROTARY(batch.entries(4).positions), batch)
+    assert len(seen) == 1
+
+
 def test_layers_of_a_pass_share_the_angles_back():
     """A plain pair is taken, too, with the same result."""
     layer, batch = make_layer(), SequenceBatch.without_cache([5])
@@ -154,3 +268,18 @@ def test_results_of_few_heads_and_of_other_angles_are_cast_behind_attention(cast
         fp8_layer(34)(x, fewer(batch.positions), None, batch)
         make_layer()(torch.randn(5, HIDDEN).bfloat16(), ROTARY(batch.positions), None, batch)
     assert not casts
+
+
+@pytest.mark.parametrize(("channels", "joined"), [(64, True), (32, True), (36, False)])
+def test_rope_is_one_with_its_neighbours_where_the_kernels_take_it(channels, joined, monkeypatch):
+    """Of as many channels; others are turned by themselves."""
+    batch, x = SequenceBatch.without_cache([5]), torch.randn(5, 256).bfloat16()
+    rope = RotaryEmbedding(rope_frequencies(channels, 1e4))(batch.positions)
+    called = []
+    for name in ("rms_norm_rotary", "rotary_cast_to_fp8", "apply_rotary"):
+        op = getattr(dsa, name)
+        monkeypatch.setattr(dsa, name, lambda *a, op=op, name=name, **o: (called.append(name), op(*a, **o))[1])
+    with torch.no_grad():
+        fp8_layer(32)(x, rope, None, batch)
+    alone = ["apply_rotary"] * 2
+    assert sorted(called) == sorted([*(["rms_norm_rotary", "rotary_cast_to_fp8"] if joined else alone), "apply_rotary"])

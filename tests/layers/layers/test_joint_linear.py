@@ -16,7 +16,7 @@ from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.compressor import Compressor
 from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.joint_linear import join, multiply
-from dsa_layers.layers.linear import BlockFP8Linear, Linear
+from dsa_layers.layers.linear import BlockFP8Linear, FP32Linear, Linear
 from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
 
 
@@ -142,7 +142,12 @@ def test_what_is_not_joined(products):
 def fp32_products(monkeypatch):
     """Columns of every joint product in fp32."""
     columns, product = [], joint_linear.linear_fp32
-    monkeypatch.setattr(joint_linear, "linear_fp32", lambda x, w: columns.append(len(w)) or product(x, w))
+
+    def spy(x, weight, *scale, **options):
+        columns.append(len(weight))
+        return product(x, weight, *scale, **options)
+
+    monkeypatch.setattr(joint_linear, "linear_fp32", spy)
     return columns
 
 
@@ -182,6 +187,42 @@ def test_a_compressors_projections_are_one_product(fp32_products):
         assert model.wkv.weight.dtype == torch.bfloat16 and model.wgate.weight.dtype == torch.float16
         expected = [X.float() @ layer.weight.float().T for layer in layers]
         check(False)
+
+
+class Scaled(nn.Module):
+    def __init__(self, *scales):
+        super().__init__()
+        self.layers = nn.ModuleList(FP32Linear(256, 24, scale=scale, dtype=torch.bfloat16) for scale in scales)
+
+    def joint_fp32_layers(self):
+        return (*self.layers,)
+
+
+@torch.no_grad()
+def test_the_last_layer_may_have_a_scale(fp32_products):
+    """With the bits of the layers by themselves; and no other layer."""
+    for scales, joined in (((1.0, 1.0, 0.3), [72]), ((1.0, 0.3), [48]), ((0.3, 1.0), []), ((0.3, 0.3), [])):
+        model = Scaled(*scales)
+        expected = [X.float() @ layer.weight.float().T * layer.scale for layer in model.layers]
+        join(model)
+        fp32_products.clear()
+        for got in (multiply(X, *model.layers), joint_linear.multiply_as_one(X, *model.layers)):
+            assert (got is None) == (not joined) or got[0].shape == (5, 24)
+            for a, b in zip(got or expected, expected, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)
+        assert fp32_products == 2 * joined
+
+
+def test_what_is_not_one_product():
+    model = Scaled(1.0, 1.0)
+    with torch.no_grad():
+        assert joint_linear.multiply_as_one(X, *model.layers) is None and joint_linear.multiply_as_one(X) is None
+        join(model)
+        assert joint_linear.multiply_as_one(X, *model.layers) is not None
+        hook = model.layers[1].register_forward_hook(lambda *_: None)
+        assert joint_linear.multiply_as_one(X, *model.layers) is None
+        hook.remove()
+    assert joint_linear.multiply_as_one(X, *model.layers) is None
 
 
 def test_attention_with_another_way_of_selecting(products):

@@ -7,9 +7,10 @@ from torch import nn
 import dsa
 from dsa.testing import calc_diff
 from dsa_layers.batch.group_rows import GroupRows
+from dsa_layers.layers import linear
 from dsa_layers.layers.experts import Experts
 from dsa_layers.layers.grouped_linear import GroupedLinear
-from dsa_layers.layers.linear import BlockFP8Linear, Linear, linear_fp32, make_linear
+from dsa_layers.layers.linear import BlockFP8Linear, FP32Linear, Linear, linear_fp32, make_linear
 from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE, SwiGLU
 
 
@@ -44,6 +45,85 @@ def test_fp32_products_stay_so_under_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         y = linear_fp32(x, weight)
     assert torch.equal(y, linear_fp32(x, weight)) and y.dtype == torch.float32
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """The shapes of every x that `dsa.linear_fp32` gets."""
+    seen, product = [], dsa.linear_fp32
+
+    def spy(x, *rest, **options):
+        seen.append(tuple(x.shape))
+        return product(x, *rest, **options)
+
+    monkeypatch.setattr(dsa, "linear_fp32", spy)
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens, rows", [(1, 40), (64, 1024), (16, 4096)])
+def test_few_fp32_products_are_the_ops(tokens, rows, dtype, few):
+    x, weight = torch.randn(tokens, 64).to(dtype), torch.randn(rows, 64).to(dtype)
+    expected = x.float() @ weight.float().T
+    with torch.no_grad():
+        torch.testing.assert_close(linear_fp32(x, weight), expected, rtol=1e-5, atol=1e-4)
+        scaled = linear_fp32(x, weight, 0.3, scaled_from=8)
+    expected[:, 8:] *= 0.3
+    torch.testing.assert_close(scaled, expected, rtol=1e-5, atol=1e-4)
+    assert few == [(tokens, 64)] * 2
+
+
+@pytest.mark.parametrize("case", ["tokens", "results", "fp32", "two dtypes", "gradients", "channels", "columns", "3-D"])
+def test_other_fp32_products_are_pytorchs(case, few):
+    x, weight = torch.randn(9, 64).bfloat16(), torch.randn(40, 64).bfloat16()
+    if case == "tokens":
+        x = torch.randn(65, 64).bfloat16()
+    if case == "results":
+        x, weight = torch.randn(17, 64).bfloat16(), torch.randn(4096, 64).bfloat16()
+    if case == "fp32":
+        x, weight = x.float(), weight.float()
+    if case == "two dtypes":
+        x = x.half()
+    if case == "channels":
+        x, weight = x[:, :48].contiguous(), weight[:, :48].contiguous()
+    if case == "columns":
+        x = x.T.contiguous().T
+    if case == "3-D":
+        x = x.view(3, 3, 64)
+    with torch.set_grad_enabled(case == "gradients"):
+        y = linear_fp32(x, weight, 0.3, scaled_from=8)
+    expected = x.float() @ weight.float().T
+    expected[..., 8:] *= 0.3
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-4)
+    assert not few
+
+
+@torch.no_grad()
+def test_fp32_products_of_a_gpu_without_the_kernel_are_pytorchs(few, monkeypatch):
+    asked, products = [], []
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
+    monkeypatch.setattr(dsa.backends, "runs_kernel", lambda op, x: asked.append(op))
+    monkeypatch.setattr(torch, "mm", lambda x, w, out_dtype: products.append(out_dtype) or x.float() @ w.float())
+    x, weight = torch.randn(9, 64).bfloat16(), torch.randn(40, 64).bfloat16()
+    torch.testing.assert_close(linear_fp32(x, weight, 0.5), x.float() @ weight.float().T * 0.5)
+    assert asked == ["linear_fp32"] and products == [torch.float32] and not few
+
+
+def test_the_limits_of_few_fp32_products_are_the_kernels():
+    from dsa.kernels.gemm import linear_fp32_limits as limits
+
+    assert (linear.MOST_TOKENS, linear.CHANNEL_MULTIPLE) == (limits.MAX_TOKENS, limits.CHANNEL_MULTIPLE)
+    assert linear.MOST_RESULTS < limits.MAX_ROWS
+
+
+def test_a_layer_with_a_scale():
+    layer, x = FP32Linear(64, 5, scale=0.3, dtype=torch.bfloat16), torch.randn(9, 64).bfloat16()
+    expected = x.float() @ layer.weight.float().T * 0.3
+    for gradients in (False, True):
+        with torch.set_grad_enabled(gradients):
+            torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
+    layer(x).sum().backward()
+    torch.testing.assert_close(layer.weight.grad.float(), 0.3 * x.float().sum(0).expand(5, -1), rtol=1e-2, atol=1e-2)
 
 
 def test_fp8_linear_needs_whole_groups_of_channels():
@@ -214,11 +294,8 @@ def test_a_dequantised_weight_is_kept_until_the_parameters_change():
 class Tokens:
     """All that a grouped layer asks of a batch."""
 
-    def __init__(self, count):
-        self.count = count
-
-    def group_rows(self, groups):
-        return GroupRows.of(self.count, groups, torch.device("cpu"))
+    def group_rows(self, groups, tokens):
+        return GroupRows.of(tokens, groups, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 5])
@@ -235,6 +312,6 @@ def test_a_grouped_layer_and_the_one_behind_it(fp8, tokens):
             parts.append(dsa.fp8_gemm_nt(layer.cast(x[:, g].contiguous()), weight, x.dtype))
         else:
             parts.append(nn.functional.linear(x[:, g], layer.weight[rows]))
-    got, expected = grouped(x, then, Tokens(tokens)), then(torch.cat(parts, -1))
+    got, expected = grouped(x, then, Tokens()), then(torch.cat(parts, -1))
     assert got.shape == (tokens, 256)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)

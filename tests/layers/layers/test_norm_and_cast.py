@@ -6,10 +6,7 @@ import torch
 import dsa
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.layers.attention import DSAAttention
-from dsa_layers.layers.compressed_attention import CompressedAttention
 from dsa_layers.layers.decoder import DecoderBlock
-from dsa_layers.layers.hyper_connections import HyperConnection
-from dsa_layers.layers.hyper_decoder import HyperDecoderBlock
 from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.linear import BlockFP8Linear, Linear
 from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE, SwiGLU
@@ -178,29 +175,6 @@ def test_a_module_whose_forward_is_replaced():
     model.mlp.forward = lambda x: 3 * whole(x)
     got, expected = run(model, rows(4))
     assert torch.equal(got, expected)
-
-
-def test_a_block_of_streams(calls):
-    """V4's: x of the streams' collapse is normed and cast at once, and so are the queries' latents."""
-    options = {"fp8": True, "dtype": torch.bfloat16}
-    attention = CompressedAttention(
-        HIDDEN, 2, dim=512, window=4, q_lora_rank=128, o_groups=2, o_lora_rank=128, **options
-    )
-    mixing = [HyperConnection(HIDDEN, 4) for _ in range(2)]
-    model = HyperDecoderBlock(HIDDEN, attention, experts(options), hc_attn=mixing[0], hc_ffn=mixing[1])
-    for parameter in (p for each in mixing for p in each.parameters()):
-        torch.nn.init.normal_(parameter, std=0.1)
-    streams, batch = torch.randn(9, 4, HIDDEN).bfloat16(), SequenceBatch.without_cache([9])
-    rope = RotaryEmbedding(rope_frequencies(64, 1e4))(batch.positions)
-    tokens = torch.zeros(9, dtype=torch.int64)
-    model.ffn.gate.forward = lambda x, tokens, gate=model.ffn.gate.forward: gate(x)
-    with torch.no_grad():
-        found = model(streams, tokens, rope, None, batch)
-        assert calls.count("rms_norm_cast_to_fp8") == 3 and calls.count("per_token_cast_to_fp8") == 0
-        x, *rest = model.hc_attn.collapse(streams)
-        h = model.hc_attn.expand(model.attn(model.attn_norm(x), rope, None, batch), streams, *rest)
-        x, *rest = model.hc_ffn.collapse(h)
-        assert torch.equal(found, model.hc_ffn.expand(model.ffn(model.ffn_norm(x), tokens), h, *rest))
 
 
 @pytest.mark.parametrize("mlp", [experts, dense])

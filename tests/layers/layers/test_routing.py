@@ -25,7 +25,7 @@ def calls(monkeypatch):
         seen.append(name)
         return op(*arguments, **options)
 
-    for name in ("route_to_experts", "moe_gate", "sort_by_expert"):
+    for name in ("route_to_experts", "route_by_table", "moe_gate", "sort_by_expert"):
         monkeypatch.setattr(dsa, name, partial(spy, name, getattr(dsa, name)))
     return seen
 
@@ -125,10 +125,43 @@ def test_where_they_go_by_themselves(case, calls, monkeypatch):
     assert calls == ["moe_gate"] + ["sort_by_expert"] * (case != "other experts")
 
 
+def table_router():
+    torch.manual_seed(0)
+    router = SqrtSoftplusRouter(64, 12, 3, hash_tokens=5, scale=1.5, dtype=BF16)
+    router.tid2eid.data = torch.stack([torch.randperm(12)[:3] for _ in range(5)])
+    return router
+
+
 @torch.no_grad()
-def test_a_table_of_experts_goes_by_itself():
-    router = SqrtSoftplusRouter(64, 12, 3, hash_tokens=5, dtype=BF16)
-    assert router.route(rows(4), 0, 12) is None
+@pytest.mark.parametrize("count", [0, 1, 9, 64])
+def test_a_table_and_the_order_of_its_entries(count):
+    router, x, tokens = table_router(), rows(count), torch.arange(count) % 5
+    experts, weights, *by_expert = router.route(x, 4, 5, tokens)
+    expected = router(x, tokens)
+    assert torch.equal(experts, router.tid2eid[tokens]) and torch.equal(experts, expected[0])
+    assert torch.equal(weights, expected[1])
+    assert all(torch.equal(a, b) for a, b in zip(by_expert, dsa.sort_by_expert(experts - 4, 5)))
+
+
+@torch.no_grad()
+def test_a_mixture_with_a_table_is_the_same(calls):
+    """By the op; and by itself with a hook, and where there are more tokens."""
+    moe = MoE(64, 32, table_router(), dtype=BF16)
+    for count in (9, 65):
+        x, tokens = rows(count), torch.arange(count) % 5
+        calls.clear()
+        found = moe(x, tokens)
+        assert calls == (["route_by_table"] if count == 9 else ["sort_by_expert"])
+        watching = moe.gate.register_forward_hook(lambda *_: None)
+        assert torch.equal(found, moe(x, tokens)) and calls[1:] == ["sort_by_expert"]
+        watching.remove()
+
+
+@torch.no_grad()
+def test_a_table_of_more_experts_than_the_op_takes():
+    router = SqrtSoftplusRouter(64, 40, 33, hash_tokens=5, dtype=BF16)
+    router.tid2eid.data = torch.arange(33).expand(5, 33).contiguous()
+    assert router.route(rows(4), 0, 40, torch.arange(4)) is None
 
 
 @torch.no_grad()
@@ -137,15 +170,19 @@ def test_a_gpu_without_the_kernel_goes_by_itself(monkeypatch):
     asked = []
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
     monkeypatch.setattr(dsa.backends, "runs_kernel", lambda op, x: asked.append(op))
-    assert routers()[0].route(rows(4), 0, 12) is None and asked == ["route_to_experts"]
+    assert routers()[0].route(rows(4), 0, 12) is None
+    assert table_router().route(rows(4), 0, 12, torch.arange(4)) is None
+    assert asked == ["route_to_experts", "route_by_table"]
 
 
 @torch.no_grad()
 def test_the_limits_are_the_kernels():
     from dsa.kernels.moe import route_to_experts_limits as config
+    from dsa.kernels.moe.limits import MAX_TOP_K
 
     limits = routing.MOST_TOKENS, routing.MOST_EXPERTS, routing.CHANNEL_MULTIPLE
     assert limits == (config.MAX_TOKENS, config.MAX_EXPERTS, config.CHANNEL_MULTIPLE)
+    assert routing.MOST_CHOSEN == MAX_TOP_K
     weight, bias = torch.randn(12, 64).to(BF16), torch.zeros(12)
     chosen = routing.choose(rows(3), weight, bias, 2)
     assert torch.equal(chosen[0], dsa.moe_gate(linear_fp32(rows(3), weight), bias, 2)[0])

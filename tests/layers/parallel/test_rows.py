@@ -6,6 +6,7 @@ import torch
 from dsa_layers.batch.rows import ALL_ROWS, Rows
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE
+from dsa_layers.layers.rope import RopeAngles
 from dsa_layers.parallel.ranks import ALONE, Ranks
 from dsa_layers.parallel.rows import SHARED_ROWS, SharedRows, WholeRows, rows_of
 from tests.layers.parallel.processes import in_ranks
@@ -32,6 +33,20 @@ def exchanged(ranks):
         own = rows.own(torch.arange(count))
         # Not contiguous, as a slice of channels is not.
         gathered = rows.gather(*(rows.own(whole(count, dtype))[:, :, 1:] for dtype in DTYPES), own)
+        every = torch.arange(count)
+        assert rows.own_kept(every) is rows.own_kept(every) and torch.equal(rows.own_kept(every), own)
+        bounds = torch.tensor([0, 1, 1, count // 3, count - 1, count], dtype=torch.int32)
+        assert rows.own_bounds(bounds).dtype == torch.int32
+        assert rows.own_bounds(bounds).tolist() == [int((own < bound).sum()) for bound in bounds.tolist()]
+        assert torch.equal(rows.own_kept(either := torch.arange(count)), rows.own(either))
+        assert rows.own_bounds(either).tolist() == [int((own < i).sum()) for i in range(count)]
+        angles = RopeAngles((every.float(), every.float() + 1))
+        assert rows.own_kept(angles).back is rows.own_kept(angles).back
+        assert all(torch.equal(x, y) for x, y in zip(rows.own_kept(angles), (own, own + 1)))
+        joined = rows.gather_joined(*(rows.own(whole(count, DTYPES[0]))[:, i] for i in range(2)))
+        assert all(torch.equal(x, whole(count, DTYPES[0])[:, i]) for i, x in enumerate(joined))
+        mixed = rows.gather_joined(*(rows.own(whole(count, dtype))[:, 0] for dtype in DTYPES[:2]))
+        assert all(x.dtype == dtype and torch.equal(x, whole(count, dtype)[:, 0]) for x, dtype in zip(mixed, DTYPES))
         x = part(ranks.rank, count)
         found.append((own, gathered, rows.sum(x), rows.own(ranks.sum(x)), rows.own(WholeRows(ranks).sum(x))))
     return found
@@ -94,4 +109,5 @@ def test_few_rows_and_decoding_are_whole():
 
 def test_all_rows_are_this_process_s():
     x = torch.ones(3)
+    assert ALL_ROWS.own_kept(x) is ALL_ROWS.own_bounds(x) is x and ALL_ROWS.gather_joined(x, x) == (x, x)
     assert ALL_ROWS.own(x) is x and ALL_ROWS.sum(x) is x and ALL_ROWS.gather(x, x) == (x, x)

@@ -13,6 +13,7 @@ from dsa_layers.layers import attention
 from dsa_layers.parallel import rows
 from dsa_layers.tiny import write_tiny_checkpoint
 from tests.layers.parallel.processes import in_ranks
+from tests.layers.parallel.ways import split_by
 
 # New tokens of each of three sequences, a pass. Rows are shared from 256 on, of single tokens never.
 PASSES = ((300, 0, 1), (1, 255, 0), (100, 100, 100), (57, 199, 1), (1, 1, 1), (256, 0, 0))
@@ -60,28 +61,31 @@ def passes(model, of=PASSES):
     return torch.cat(found)
 
 
-def of_ranks(ranks, directories, options, of, multi_head=False, shared_rows=rows.SHARED_ROWS):
-    with form(multi_head), mock.patch.object(rows, "SHARED_ROWS", shared_rows):
+def of_ranks(ranks, directories, options, of, way="queries", multi_head=False, shared_rows=rows.SHARED_ROWS):
+    with split_by(way), form(multi_head), mock.patch.object(rows, "SHARED_ROWS", shared_rows):
         return [passes(load_model(directory, mesh=ranks, **options), of) for directory in directories]
 
 
-@pytest.mark.parametrize(("multi_head", "of"), [(False, PASSES), (True, FEW)])
-def test_passes_are_those_of_one_process(checkpoints, multi_head, of):
+@pytest.mark.parametrize(
+    ("way", "multi_head", "of"), [("queries", False, PASSES), ("heads", False, FEW), ("queries", True, FEW)]
+)
+def test_passes_are_those_of_one_process(checkpoints, way, multi_head, of):
     directories = [checkpoints[model, False] for model in model_types()]
-    first, second = in_ranks(2, of_ranks, directories, FLOAT, of, multi_head)
+    first, second = in_ranks(2, of_ranks, directories, FLOAT, of, way, multi_head)
     for model, directory, shared, other in zip(model_types(), directories, first, second):
         assert torch.equal(shared, other), model
         with form(multi_head):
             alone = passes(load_model(directory, **FLOAT), of)
         apart = (shared - alone).abs().amax(1) / alone.abs().max()
-        assert (apart > 5e-5).sum() <= 3, model  # near ties: other keys are selected now and then
+        # Near ties: now and then a token selects another key, and tokens behind it see a little of that.
+        assert (apart > 2e-3).sum() <= 3 and (apart > 5e-5).sum() <= 20, model
 
 
 def test_quantised_passes_have_the_bits_of_whole_rows(checkpoints):
     models = "deepseek_v32", "deepseek_v4"
     directories = [checkpoints[model, True] for model in models]
     options = {"dtype": torch.bfloat16, "progress": False}
-    first, second = in_ranks(2, of_ranks, directories, options, FEW)
-    whole, _ = in_ranks(2, of_ranks, directories, options, FEW, False, 10**9)
+    first, second = in_ranks(2, of_ranks, directories, options, FEW, "heads")
+    whole, _ = in_ranks(2, of_ranks, directories, options, FEW, "heads", False, 10**9)
     for model, shared, other, expected in zip(models, first, second, whole):
         assert torch.equal(shared, expected) and torch.equal(shared, other), model

@@ -1,0 +1,214 @@
+"""A product of few tokens with a matrix of 16-bit numbers, in fp32: y[t, o] = scale sum_k weight[o, k] x[t, k].
+
+Plan
+- 16 rows of the matrix, those of the mma, and a tile of 8, 16 or 32 tokens are a cluster's or a CTA's. Steps of 32
+  channels are divided into 64 slices, and these into 8 groups. Few tiles are clusters of 8 CTAs, a group each, whose 8
+  warps have a slice each: all of the GPU shares the bytes of a small matrix. Many tiles, which fill the GPU by
+  themselves, are a CTA each, whose 8 warps have a group each.
+- A warp reads its channels of both operands straight to registers, 16 bytes of a row a lane, which are the operands of
+  two mma instructions as they are: which channels meet in an instruction does not matter as long as both agree. All
+  loads of a round are in flight before its first product.
+- A slice is one chain of mma instructions from zero on. The slices of a group are added in their order: by the warp
+  that has them all, or in shared memory. The groups are added in their order, those of a cluster by the owner of the
+  result, to which they are sent. So the bits of a result follow from its two rows alone, whatever the tile, the other
+  tokens, the other rows, and whether a cluster or a CTA has it.
+- Before it waits for the kernel in front, a warp asks for its channels of the matrix to be brought to the L2 cache. It
+  does not read them: that may be what the kernel in front writes. Where all CTAs are resident all bytes are then on
+  their way at once, however many rounds read them.
+Shared memory: 512 x tokens bytes, of a cluster 64 x tokens more.
+Constraints: channels a multiple of 32, without a cluster of 2048 at least; rows of 16-byte alignment. Rows that do not
+exist are the last one over again.
+Roofline: memory, the matrix once a tile of tokens, from L2 but for the first; for each tile the tokens once every 16
+rows. Latency: launch, one round of loads up to 8192 channels of a cluster, three barriers.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr
+from cutlass.memory import SmemAllocator
+
+from dsa.cute.copies import prefetch_to_l2
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
+from dsa.cute.sm90 import WARP
+
+ROWS = 16  # of the matrix: those of an mma
+OCTET = 8  # columns of an mma
+STEP = 32  # channels of two mma instructions
+VECTOR, WORDS = 8, 4  # channels and words of 16 bytes
+CTAS = 8  # of a cluster
+WARPS = 8
+THREADS = WARPS * WARP
+SLICES = 64
+# (CTAs, tokens of a tile) -> steps whose loads are in flight at once: two CTAs a multiprocessor have room for them.
+ROUND = {(CTAS, 8): 4, (CTAS, 16): 4, (CTAS, 32): 3, (1, 8): 8, (1, 16): 4, (1, 32): 2}
+
+
+class FewRowsProduct:
+    def __init__(self, dtype: type[cutlass.Numeric], tokens: int, ctas: int = CTAS):
+        self.dtype, self.tokens, self.octets = dtype, tokens, tokens // OCTET
+        self.ctas, self.round = ctas, ROUND[ctas, tokens]
+        self.slices = SLICES // (ctas * WARPS)  # of a warp
+        self.pairs = tokens // 2 * ROWS  # of neighbouring tokens of a row
+
+    @cute.jit
+    def launch(self, x: cute.Tensor, weight: cute.Tensor, y: cute.Tensor, scale: Float32, scaled_from: Int32, stream):
+        """y [T, O] fp32: rows of the matrix from `scaled_from` on times `scale`."""
+        self.kernel(x, weight, y, scale, scaled_from).launch(
+            grid=(cute.ceil_div(x.shape[0], self.tokens) * self.ctas, cute.ceil_div(weight.shape[0], ROWS), 1),
+            block=(THREADS, 1, 1),
+            cluster=(self.ctas, 1, 1),
+            min_blocks_per_mp=2,
+            preferred_smem_carveout=100,
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(self, x: cute.Tensor, weight: cute.Tensor, y: cute.Tensor, scale: Float32, scaled_from: Int32):
+        tid, _, _ = cute.arch.thread_idx()
+        cta, column, _ = cute.arch.block_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
+        tile, rank = cta // self.ctas, cta % self.ctas
+
+        @cute.struct
+        class Storage:
+            sums: cute.struct.Align[cute.struct.MemRange[Float32, WARPS * self.pairs * 2], 16]
+            received: cute.struct.Align[cute.struct.MemRange[Float32, self.pairs * 2 if self.ctas > 1 else 4], 16]
+
+        storage = SmemAllocator().allocate(Storage)
+        sums = storage.sums.get_tensor(cute.make_layout((2, self.pairs, WARPS)))
+        if const_expr(self.ctas > 1):
+            cute.arch.cluster_arrive_relaxed()
+
+        steps = x.shape[1] // STEP
+        index = (rank * WARPS + warp) * self.slices
+        first, end = slice_start(index, steps), slice_start(index + self.slices, steps)
+        self.prefetch(weight, column, first, end, lane)
+        wait_for_prerequisite_grids()
+        if lane == 0:
+            sums[0, 0, warp] = Float32(0.0)
+        own = self.multiply(x, weight, tile, column, index, first, end, sums[None, 0, warp], warp, lane)
+        for octet in cutlass.range_constexpr(self.octets):
+            for half in cutlass.range_constexpr(2):
+                pair = (4 * octet + lane % 4) * ROWS + half * OCTET + lane // 4
+                cute.autovec_copy(own[None, half, octet], sums[None, pair, warp])
+        cute.arch.sync_threads()
+        if const_expr(self.ctas > 1):
+            received = storage.received.get_tensor(cute.make_layout((2, self.pairs // CTAS, CTAS)))
+            cute.arch.cluster_wait()
+            if tid < self.pairs:
+                low, high = in_order(sums[None, tid, None])
+                self.send(received, rank, tid, low, high)
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+            if tid < self.pairs // CTAS:
+                totals = in_order(received[None, tid, None])
+                self.store(y, tile, column, rank * (self.pairs // CTAS) + tid, totals, scale, scaled_from)
+        else:
+            if tid < self.pairs:
+                self.store(y, tile, column, tid, in_order(sums[None, tid, None]), scale, scaled_from)
+
+    @cute.jit
+    def prefetch(self, weight, column, first, end, lane):
+        """Ask for the channels of a warp of the rows of the matrix, one a lane."""
+        row = column * ROWS + lane
+        if lane < ROWS and row < weight.shape[0] and first < end:
+            source = weight[row, None].iterator.toint() + Int64(first) * (2 * STEP)
+            prefetch_to_l2(Int64(source), (end - first) * (2 * STEP))
+
+    @cute.jit
+    def multiply(self, x, weight, tile, column, index, first, end, nothing, warp, lane) -> cute.Tensor:
+        """The sum of a warp's slices, from number `index` on, as a lane has it: [2 neighbouring tokens, half of the
+        rows, octet of tokens]."""
+        place, quad = lane // 4, lane % 4
+        acc = cute.make_rmem_tensor((2, 2, self.octets), Float32)
+        acc.fill(0.0)
+        total = cute.make_rmem_tensor((2, 2, self.octets), Float32)
+        total.fill(0.0)
+        steps, number = x.shape[1] // STEP, index + 1
+        bound = slice_start(number, steps)
+        for begin in cutlass.range(first, end, self.round, unroll=1):
+            w = cute.make_rmem_tensor((WORDS, 2, self.round), Uint32)
+            v = cute.make_rmem_tensor((WORDS, self.octets, self.round), Uint32)
+            w.fill(0)
+            v.fill(0)
+            for i in cutlass.range_constexpr(self.round):
+                if begin + i < end:
+                    at = (begin + i) * (STEP // VECTOR) + quad
+                    for half in cutlass.range_constexpr(2):
+                        row = cutlass.min(column * ROWS + half * OCTET + place, weight.shape[0] - 1)
+                        source = cute.local_tile(weight[row, None], (VECTOR,), (at,))
+                        cute.autovec_copy(cute.recast_tensor(source, Uint32), w[None, half, i])
+                    for octet in cutlass.range_constexpr(self.octets):
+                        token = cutlass.min(tile * self.tokens + octet * OCTET + place, x.shape[0] - 1)
+                        source = cute.local_tile(x[token, None], (VECTOR,), (at,))
+                        cute.autovec_copy(cute.recast_tensor(source, Uint32), v[None, octet, i])
+            # The compiler would put loads behind products that wait for the first ones. It moves none over a barrier,
+            # and no product before it that needs a number read behind it: a zero, from where this warp has put it.
+            cute.arch.barrier(barrier_id=1 + warp, number_of_threads=WARP)
+            acc.store(acc.load() + nothing[0])
+            for i in cutlass.range_constexpr(self.round):
+                for word in cutlass.range_constexpr(0, WORDS, 2):
+                    for octet in cutlass.range_constexpr(self.octets):
+                        self.multiply_add(acc[None, None, octet], w[None, None, i], v[None, octet, i], word)
+                if const_expr(self.slices > 1):
+                    if begin + i + 1 == bound:
+                        total.store(total.load() + acc.load())
+                        acc.fill(0.0)
+                        number += 1
+                        bound = slice_start(number, steps)
+        return total if const_expr(self.slices > 1) else acc
+
+    @cute.jit
+    def multiply_add(self, acc: cute.Tensor, w: cute.Tensor, v: cute.Tensor, word: cutlass.Constexpr):
+        """acc += 16 rows x 16 channels times 16 channels x 8 tokens, of the operands' words `word` and behind it."""
+        kind = "bf16" if const_expr(self.dtype is BFloat16) else "f16"
+        given = [w[word, 0], w[word, 1], w[word + 1, 0], w[word + 1, 1], v[word], v[word + 1]]
+        made = cute.arch.inline_ptx(
+            f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
+            + "{{$w0}, {$w1}, {$w2}, {$w3}}, {{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, "
+            + "{{$r6}, {$r7}, {$r8}, {$r9}};",
+            write_only_types=[Float32] * 4,
+            read_only_args=[*given, acc[0, 0], acc[1, 0], acc[0, 1], acc[1, 1]],
+        )
+        for half in cutlass.range_constexpr(2):
+            for i in cutlass.range_constexpr(2):
+                acc[i, half] = made[2 * half + i]
+
+    @cute.jit
+    def send(self, received: cute.Tensor, rank: Int32, pair: Int32, low: Float32, high: Float32):
+        """Two numbers of this CTA's group to the CTA that owns them."""
+        owned = received.shape[1]
+        numbers = cute.make_rmem_tensor((2,), Float32)
+        numbers[0], numbers[1] = low, high
+        there = cute.arch.map_dsmem_ptr(received[None, pair % owned, rank].iterator, pair // owned)
+        cute.autovec_copy(numbers, cute.make_tensor(there, cute.make_layout(2)))
+
+    @cute.jit
+    def store(self, y: cute.Tensor, tile, column, pair, totals, scale: Float32, scaled_from: Int32):
+        """The results of two neighbouring tokens, of those that there are."""
+        row, token = column * ROWS + pair % ROWS, tile * self.tokens + pair // ROWS * 2
+        factor = scale if row >= scaled_from else Float32(1.0)
+        for i in cutlass.range_constexpr(2):
+            if row < y.shape[1] and token + i < y.shape[0]:
+                y[token + i, row] = totals[i] * factor
+
+
+@cute.jit
+def slice_start(index: Int32, steps: Int32) -> Int32:
+    """The first step of a slice."""
+    return index * (steps // SLICES) + index * (steps % SLICES) // SLICES
+
+
+@cute.jit
+def in_order(parts: cute.Tensor):
+    """The sums of parts [2, n] from zero on, in their order."""
+    values = cute.make_rmem_tensor(parts.shape, Float32)
+    for i in cutlass.range_constexpr(parts.shape[1]):
+        cute.autovec_copy(parts[None, i], values[None, i])
+    totals = [Float32(0.0), Float32(0.0)]
+    for j in cutlass.range_constexpr(2):
+        for i in cutlass.range_constexpr(parts.shape[1]):
+            totals[j] += values[j, i]
+    return totals[0], totals[1]

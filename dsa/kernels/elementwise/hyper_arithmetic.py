@@ -1,0 +1,103 @@
+"""The arithmetic that several kernels of the hyper-connections have in common, so that all of them give the same bits.
+
+Sinkhorn keeps the matrix A as it was and two scalings: comb = r_i A_ij c_j. Its sum over a row is r_i (A c)_i, so a
+step is four products, an addition and a reciprocal for each r_i: less than dividing 16 numbers, and the roundings of
+the steps do not add up. The four sums of a step go side by side: one after the other, as the compiler leaves what is
+written so, a step takes twice as long.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Uint32, const_expr
+
+from dsa.cute.sm90 import LOG2E
+from dsa.kernels.elementwise.limits import HYPER_STREAMS
+
+COUNT = (2 + HYPER_STREAMS) * HYPER_STREAMS  # numbers of a token in mix
+WORDS = 4  # of 16 bytes
+
+
+@cute.jit
+def sigmoid(z: Float32) -> Float32:
+    return cute.arch.rcp_approx(Float32(1.0) + cute.math.exp2(z * -LOG2E))
+
+
+@cute.jit
+def numbers_of(word: Uint32, dtype: cutlass.Constexpr) -> cute.Tensor:
+    """The one or two numbers of a word, in fp32."""
+    packed = 32 // dtype.width
+    own, v = [cute.make_rmem_tensor((packed,), kind) for kind in (dtype, Float32)]
+    if const_expr(dtype is BFloat16):
+        # By hand: the compiler takes three instructions for the two.
+        v[0], v[1] = (word << 16).bitcast(Float32), (word & Uint32(0xFFFF0000)).bitcast(Float32)
+    else:
+        cute.recast_tensor(own, Uint32)[0] = word
+        v.store(own.load().to(Float32))
+    return v
+
+
+@cute.jit
+def new_stream(y: cute.Tensor, streams: cute.Tensor, given: Float32, weights: cute.Tensor) -> cute.Tensor:
+    """given y + sum_j weights[j] X_j in fp32, of neighbouring channels: y [width], streams X [width, 4]."""
+    acc = cute.make_rmem_tensor((cute.size(y),), Float32)
+    for i in cutlass.range_constexpr(cute.size(y)):
+        acc[i] = given * y[i].to(Float32)
+        for j in cutlass.range_constexpr(HYPER_STREAMS):
+            acc[i] = cute.math.fma(weights[j], streams[i, j].to(Float32), acc[i])
+    return acc
+
+
+@cute.jit
+def post_and_comb(mix: cute.Tensor, base: cute.Tensor, scale: cute.Tensor, inverse, iterations, hc_eps):
+    """-> (post [4], comb [16]) of a token, a thread's work. mix [24]: the token's; inverse: of its root mean square."""
+    given = _logits(mix, base, 1, inverse * scale[1])
+    for k in cutlass.range_constexpr(HYPER_STREAMS):
+        given[k] = Float32(2.0) * sigmoid(given[k])
+    a = cute.make_rmem_tensor((HYPER_STREAMS, HYPER_STREAMS), Float32)
+    for i in cutlass.range_constexpr(HYPER_STREAMS):
+        z = _logits(mix, base, 2 + i, inverse * scale[2])
+        row_max = cute.arch.fmax(cute.arch.fmax(z[0], z[1]), cute.arch.fmax(z[2], z[3]))
+        total = Float32(0.0)
+        for j in cutlass.range_constexpr(HYPER_STREAMS):
+            a[i, j] = cute.math.exp2((z[j] - row_max) * LOG2E)
+            total += a[i, j]
+        share = cute.arch.rcp_approx(total)
+        for j in cutlass.range_constexpr(HYPER_STREAMS):
+            a[i, j] = a[i, j] * share + hc_eps
+
+    rows, columns = [cute.make_rmem_tensor((HYPER_STREAMS,), Float32) for _ in range(2)]
+    rows.fill(1.0)
+    columns.fill(1.0)
+    _balance(a, rows, columns, True, hc_eps)
+    for _ in cutlass.range(iterations - 1, unroll=1):
+        _balance(a, columns, rows, False, hc_eps)
+        _balance(a, rows, columns, True, hc_eps)
+    out = cute.make_rmem_tensor((HYPER_STREAMS * HYPER_STREAMS,), Float32)
+    for i in cutlass.range_constexpr(HYPER_STREAMS):
+        for j in cutlass.range_constexpr(HYPER_STREAMS):
+            out[i * HYPER_STREAMS + j] = rows[i] * a[i, j] * columns[j]
+    return given, out
+
+
+@cute.jit
+def _logits(mix: cute.Tensor, base: cute.Tensor, part: cutlass.Constexpr, factor) -> cute.Tensor:
+    """Four neighbouring numbers of a token, scaled and with their base."""
+    z, bias = [cute.make_rmem_tensor((HYPER_STREAMS,), Float32) for _ in range(2)]
+    cute.autovec_copy(cute.local_tile(mix, (HYPER_STREAMS,), (part,)), z)
+    cute.autovec_copy(cute.local_tile(base, (HYPER_STREAMS,), (part,)), bias)
+    z.store(z.load() * factor + bias.load())
+    return z
+
+
+@cute.jit
+def _balance(a: cute.Tensor, across: cute.Tensor, scales: cute.Tensor, of_columns: cutlass.Constexpr, hc_eps):
+    """Divide the columns, or the rows, whose scalings are `scales`, by their sums + hc_eps."""
+    totals = cute.make_rmem_tensor((HYPER_STREAMS,), Float32)
+    totals.fill(0.0)
+    for m in cutlass.range_constexpr(HYPER_STREAMS):
+        for n in cutlass.range_constexpr(HYPER_STREAMS):
+            totals[n] = cute.math.fma(a[m, n] if of_columns else a[n, m], across[m], totals[n])
+    for n in cutlass.range_constexpr(HYPER_STREAMS):
+        totals[n] = cute.math.fma(scales[n], totals[n], hc_eps)
+    for n in cutlass.range_constexpr(HYPER_STREAMS):
+        scales[n] = scales[n] * cute.arch.rcp_approx(totals[n])

@@ -1,0 +1,308 @@
+"""What a sublayer reads of hyper-connections: the streams' collapse, its RMS norm and the FP8 cast of that.
+
+Plan
+- A CTA has a token at a time. A thread holds its vectors of 16 bytes of all four streams in registers: for the mean
+  square, for x, and, of x as it was rounded, for the norm and its cast. x itself is not stored.
+- Threads and vectors are those of the norm by itself (`rms_norm_sm90`), whose sum is in its order so. The mean square
+  is in the order of `hyper_connections_sm90`, which has one to four times as many threads for a token: a thread adds
+  up what each of these `shares` threads would.
+- A warp of its own makes post and comb, a token a lane. It has loaded what it needs by the time that the mean square
+  is there, and Sinkhorn's chain of reciprocals, 39 steps of four, then takes longer than x, norm and cast, which the
+  others make meanwhile.
+- The norm's weights are loaded behind its sum, when no streams are in registers any more: Sinkhorn leaves the time.
+  Before it waits for the kernel in front, the first CTA asks for weights, base and scale to be brought to the L2 cache:
+  in decoding nobody has read them since the last step.
+- Of many tokens a CTA has up to MAX_TOKENS, so that the time of Sinkhorn is spent once for them.
+Shared memory: two sums of each warp and token. Constraints: bf16, four streams, D a multiple of 128 and at most
+`max_channels`, rows at multiples of 16 bytes.
+Roofline: memory, 11 D bytes a token. Of few tokens, latency: memory, the sum over the CTA, and 40 reciprocals one after
+the other.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint32, const_expr
+from cutlass.memory import SmemAllocator
+
+from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.copies import prefetch_to_l2
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
+from dsa.cute.fake_tensors import fake, fake_stream, strides
+from dsa.cute.quantize import GROUP, quantize, round_to
+from dsa.cute.reductions import warp_reduce_sum
+from dsa.cute.sm90 import WARP, opaque
+from dsa.kernels.elementwise.hyper_arithmetic import COUNT, WORDS, numbers_of, post_and_comb, sigmoid
+from dsa.kernels.elementwise.limits import HYPER_NORM_TILES, HYPER_STREAMS
+
+VECTOR = 8  # channels in 16 bytes
+MAX_TOKENS = 4  # of a CTA
+CTAS = 1024  # before they have more than one token: about two waves
+STREAMS_BARRIER, NORM_BARRIER = 1, 2
+
+
+class HyperCollapseNormCastSm90:
+    """threads: of the collapse by itself; lanes, vectors: of the norm by itself; use_ue8m0: of the cast's scales."""
+
+    def __init__(self, threads: int, lanes: int, vectors: int, use_ue8m0: bool):
+        self.lanes, self.vectors, self.use_ue8m0 = lanes, vectors, use_ue8m0
+        self.shares, self.warps, self.all_warps = threads // lanes, lanes // WARP, threads // WARP
+        self.threads = lanes + WARP
+
+    @cute.jit
+    def __call__(
+        self,
+        streams: cute.Tensor,
+        mix: cute.Tensor,
+        base: cute.Tensor,
+        scale: cute.Tensor,
+        weight: cute.Tensor,
+        y: cute.Tensor,
+        q: cute.Tensor,
+        q_scale: cute.Tensor,
+        post: cute.Tensor,
+        comb: cute.Tensor,
+        iterations: Int32,
+        eps: Float32,
+        hc_eps: Float32,
+        norm_eps: Float32,
+        stream,
+    ):
+        tokens = streams.shape[0]
+        together = cutlass.min(cute.ceil_div(tokens, CTAS), MAX_TOKENS)
+        of_streams = Float32(1.0) / Float32(HYPER_STREAMS * streams.shape[2])
+        of_row = Float32(1.0) / Float32(streams.shape[2])
+        self.kernel(
+            *(streams, mix, base, scale, weight, y, q, q_scale, post, comb),
+            *(together, iterations, of_streams, of_row, eps, hc_eps, norm_eps),
+        ).launch(
+            grid=(cute.ceil_div(tokens, together), 1, 1),
+            block=(self.threads, 1, 1),
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        streams: cute.Tensor,
+        mix: cute.Tensor,
+        base: cute.Tensor,
+        scale: cute.Tensor,
+        weight: cute.Tensor,
+        y: cute.Tensor,
+        q: cute.Tensor,
+        q_scale: cute.Tensor,
+        post: cute.Tensor,
+        comb: cute.Tensor,
+        together: Int32,
+        iterations: Int32,
+        of_streams: Float32,
+        of_row: Float32,
+        eps: Float32,
+        hc_eps: Float32,
+        norm_eps: Float32,
+    ):
+        tid, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+
+        @cute.struct
+        class Storage:
+            squares: cute.struct.Align[cute.struct.MemRange[Float32, MAX_TOKENS * self.all_warps], 16]
+            logits: cute.struct.Align[cute.struct.MemRange[Float32, MAX_TOKENS * 2 * HYPER_STREAMS], 16]
+            sums: cute.struct.Align[cute.struct.MemRange[Float32, MAX_TOKENS * max(self.warps, 4)], 16]
+
+        storage = SmemAllocator().allocate(Storage)
+        squares = storage.squares.get_tensor(cute.make_layout((self.all_warps, MAX_TOKENS)))
+        sums = storage.sums.get_tensor(cute.make_layout((self.warps, MAX_TOKENS), stride=(1, max(self.warps, 4))))
+        logits = storage.logits.get_tensor(cute.make_layout((2 * HYPER_STREAMS, MAX_TOKENS)))
+        first = block * together
+        count = cutlass.min(together, streams.shape[0] - first)
+        if tid == 0 and block == 0:
+            prefetch_to_l2(Int64(weight.iterator.toint()), weight.shape[0] * 4)
+            prefetch_to_l2(Int64(base.iterator.toint()), Int32(COUNT * 4))
+            cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[Int64(scale.iterator.toint())])
+        wait_for_prerequisite_grids()
+        if warp == self.warps:
+            self.mixing(
+                mix, base, scale, logits, squares, post, comb, first, count, iterations, of_streams, eps, hc_eps
+            )
+        else:
+            zero = Uint32(together >> 8)  # which the compiler does not know
+            # What follows from the thread's number costs registers where it is kept for later.
+            for i in cutlass.range(count, unroll=1):
+                x = self.collapse(
+                    *(streams, logits[None, i], squares[None, i], first + i, of_streams, zero, eps, hc_eps, opaque(tid))
+                )
+                self.norm_and_cast(x, weight, y, q, q_scale, sums[None, i], first + i, of_row, norm_eps, opaque(tid))
+
+    @cute.jit
+    def mixing(self, mix, base, scale, logits, squares, post, comb, first, count, iterations, of_streams, eps, hc_eps):
+        """post and comb of the CTA's tokens, a lane's work each; and what the other warps need of mix and base, so that
+        they load nothing but streams: the scaled numbers of pre and their base, of each token."""
+        lane = cute.arch.lane_idx()
+        own = cutlass.min(lane, count - 1)
+        numbers, bias = [cute.make_rmem_tensor((COUNT,), Float32) for _ in range(2)]
+        scales = cute.make_rmem_tensor((3,), Float32)
+        cute.autovec_copy(mix[first + own, None], numbers)
+        cute.autovec_copy(base, bias)
+        for i in cutlass.range_constexpr(3):
+            scales[i] = scale[i]
+        if lane < count:
+            for k in cutlass.range_constexpr(HYPER_STREAMS):
+                logits[k, lane], logits[HYPER_STREAMS + k, lane] = numbers[k] * scales[0], bias[k]
+        for _ in cutlass.range(count, unroll=1):
+            cute.arch.barrier(barrier_id=STREAMS_BARRIER, number_of_threads=self.threads)
+        inverse = self.inverse(squares[None, own], of_streams, eps)
+        given, weights = post_and_comb(numbers, bias, scales, inverse, iterations, hc_eps)
+        if lane < count:
+            cute.autovec_copy(given, post[first + lane, None])
+            cute.autovec_copy(weights, comb[first + lane, None])
+
+    @cute.jit
+    def inverse(self, squares, of_streams, eps):
+        """1 / sqrt(mean(v^2) + eps), of the sums of the collapse's warps: pairs, pairs of pairs, ..."""
+        values = cute.make_rmem_tensor((self.all_warps,), Float32)
+        cute.autovec_copy(squares, values)
+        for log in cutlass.range_constexpr(self.all_warps.bit_length() - 1):
+            for i in cutlass.range_constexpr(0, self.all_warps, 2 << log):
+                values[i] = values[i] + values[i + (1 << log)]
+        return cute.math.rsqrt(values[0] * of_streams + eps)
+
+    @cute.jit
+    def collapse(self, streams, logits, squares, t, of_streams, zero, eps, hc_eps, tid) -> cute.Tensor:
+        """x of token t, as this thread has it: words [4, vectors]. logits: as `mixing` puts them there, when all are at
+        the barrier."""
+        filled = streams.shape[2] // VECTOR
+        words = cute.make_rmem_tensor((WORDS, HYPER_STREAMS, self.vectors), Uint32)
+        words.fill(0)
+        starts = [cute.local_tile(streams[t, k, None], (VECTOR,), (tid,)) for k in range(HYPER_STREAMS)]
+        for n in cutlass.range_constexpr(self.vectors):
+            if tid + n * self.lanes < filled:
+                for k in cutlass.range_constexpr(HYPER_STREAMS):
+                    source = cute.make_tensor(starts[k].iterator + n * self.lanes * VECTOR, starts[k].layout)
+                    cute.autovec_copy(cute.recast_tensor(source, Uint32), words[None, k, n])
+        for share in cutlass.range_constexpr(self.shares):
+            sums = cute.make_rmem_tensor((HYPER_STREAMS,), Float32)
+            sums.fill(0.0)
+            for n in cutlass.range_constexpr(share, self.vectors, self.shares):
+                for w in cutlass.range_constexpr(WORDS):
+                    for k in cutlass.range_constexpr(HYPER_STREAMS):
+                        v = numbers_of(words[w, k, n], BFloat16)
+                        for i in cutlass.range_constexpr(2):
+                            sums[k] = cute.math.fma(v[i], v[i], sums[k])
+            square = warp_reduce_sum((sums[0] + sums[1]) + (sums[2] + sums[3]))
+            if tid % WARP == 0:
+                squares[share * self.warps + tid // WARP] = square
+        cute.arch.barrier(barrier_id=STREAMS_BARRIER, number_of_threads=self.threads)
+        inverse = self.inverse(squares, of_streams, eps)
+        pre = cute.make_rmem_tensor((HYPER_STREAMS,), Float32)
+        own = tid & (HYPER_STREAMS - 1)
+        factor = sigmoid(logits[own] * inverse + logits[HYPER_STREAMS + own]) + hc_eps
+        for k in cutlass.range_constexpr(HYPER_STREAMS):
+            pre[k] = cute.arch.shuffle_sync(factor, k)
+        x = cute.make_rmem_tensor((WORDS, self.vectors), Uint32)
+        for n in cutlass.range_constexpr(self.vectors):
+            out = cute.make_rmem_tensor((VECTOR,), Float32)
+            out.fill(0.0)
+            for w in cutlass.range_constexpr(WORDS):
+                for k in cutlass.range_constexpr(HYPER_STREAMS):
+                    # `zero` makes the number another to the compiler, or it keeps all of them as fp32 over the barrier,
+                    # in twice the registers.
+                    v = numbers_of(words[w, k, n] ^ zero, BFloat16)
+                    for i in cutlass.range_constexpr(2):
+                        out[2 * w + i] = cute.math.fma(pre[k], v[i], out[2 * w + i])
+            packed = cute.make_rmem_tensor((VECTOR,), BFloat16)
+            packed.store(out.load().to(BFloat16))
+            x[None, n].store(cute.recast_tensor(packed, Uint32).load())
+        return x
+
+    @cute.jit
+    def norm_and_cast(self, x, weight, y, q, q_scale, sums, t, of_row, eps, tid):
+        """The norm of token t, and its cast."""
+        filled = weight.shape[0] // VECTOR
+        square = Float32(0.0)
+        for n in cutlass.range_constexpr(self.vectors):
+            for w in cutlass.range_constexpr(WORDS):
+                v = numbers_of(x[w, n], BFloat16)
+                for i in cutlass.range_constexpr(2):
+                    square = cute.math.fma(v[i], v[i], square)
+        inverse = cute.math.rsqrt(self.sum_of_row(square, sums, tid) * of_row + eps)
+        gain = cute.make_rmem_tensor((VECTOR, self.vectors), Float32)
+        gain.fill(0.0)
+        for n in cutlass.range_constexpr(self.vectors):
+            at = tid + n * self.lanes
+            if at < filled:
+                cute.autovec_copy(cute.local_tile(weight, (VECTOR,), (at,)), gain[None, n])
+        for n in cutlass.range_constexpr(self.vectors):
+            at = tid + n * self.lanes
+            values = cute.make_rmem_tensor((VECTOR,), Float32)
+            for w in cutlass.range_constexpr(WORDS):
+                v = numbers_of(x[w, n], BFloat16)
+                for i in cutlass.range_constexpr(2):
+                    values[2 * w + i] = v[i] * inverse * gain[2 * w + i, n]
+            packed = cute.make_rmem_tensor((VECTOR,), BFloat16)
+            packed.store(values.load().to(BFloat16))
+            round_to(values, BFloat16)
+            own_scale = quantize(values, VECTOR, self.use_ue8m0)
+            quantized = cute.make_rmem_tensor((VECTOR,), Float8E4M3FN)
+            quantized.store(values.load().to(Float8E4M3FN))
+            if at < filled:
+                cute.autovec_copy(packed, cute.local_tile(y[t, None], (VECTOR,), (at,)))
+                cute.autovec_copy(quantized, cute.local_tile(q[t, None], (VECTOR,), (at,)))
+                if tid % (GROUP // VECTOR) == 0:
+                    q_scale[t, at * VECTOR // GROUP] = own_scale
+
+    @cute.jit
+    def sum_of_row(self, x: Float32, sums: cute.Tensor, tid: Int32) -> Float32:
+        """The sum over the row's threads, the same bits in all of them."""
+        total = warp_reduce_sum(x)
+        if const_expr(self.warps > 1):
+            if tid % WARP == 0:
+                sums[tid // WARP] = total
+            cute.arch.barrier(barrier_id=NORM_BARRIER, number_of_threads=self.lanes)
+            all_sums = cute.make_rmem_tensor((self.warps,), Float32)
+            cute.autovec_copy(sums, all_sums)
+            total = Float32(0.0)
+            for i in cutlass.range_constexpr(self.warps):
+                total += all_sums[i]
+        return total
+
+
+@cached
+def compile_hyper_collapse_norm_cast(threads: int, lanes: int, vectors: int, use_ue8m0: bool):
+    """-> f(streams [T, 4, D] bf16, mix [T, 24], base [24], scale [3], weight [D] fp32, y [T, D] bf16, q [T, D] e4m3,
+    q_scale [T, D / 128], post [T, 4], comb [T, 16] fp32, iterations, eps, hc_eps, norm_eps); T, iterations > 0, D a
+    multiple of 128 and at most lanes * vectors vectors of 16 bytes. Rows start at multiples of 16 bytes."""
+    tokens, channels, groups = cute.sym_int(), cute.sym_int(divisibility=GROUP), cute.sym_int()
+
+    def rows(element: type[cutlass.Numeric], shape: tuple) -> cute.Tensor:
+        return fake(element, shape, (*strides(len(shape) - 1, 128 // element.width), 1), 16)
+
+    return compile_sm90(
+        HyperCollapseNormCastSm90(threads, lanes, vectors, use_ue8m0),
+        rows(BFloat16, (tokens, HYPER_STREAMS, channels)),
+        rows(Float32, (tokens, COUNT)),
+        rows(Float32, (COUNT,)),
+        fake(Float32, (3,), (1,), 4),
+        rows(Float32, (channels,)),
+        rows(BFloat16, (tokens, channels)),
+        rows(Float8E4M3FN, (tokens, channels)),
+        fake(Float32, (tokens, groups), (*strides(1), 1), 4),
+        rows(Float32, (tokens, HYPER_STREAMS)),
+        rows(Float32, (tokens, HYPER_STREAMS * HYPER_STREAMS)),
+        *(Int32(1), Float32(0.0), Float32(0.0), Float32(0.0)),
+        fake_stream(),
+    )
+
+
+def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+    """Every compile function and its arguments that the op can ask for."""
+    return [
+        (compile_hyper_collapse_norm_cast, (*tile, use_ue8m0))
+        for tile in HYPER_NORM_TILES
+        for use_ue8m0 in (True, False)
+    ]

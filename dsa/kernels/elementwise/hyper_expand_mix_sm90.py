@@ -1,0 +1,306 @@
+"""DeepSeek-V4's hyper-connections between two sublayers, of few tokens: the new streams, and their projection.
+
+Plan
+- That of `hyper_mix_few_tokens_sm90`: a cluster of 8 CTAs has some of the outputs, the 64 slices of the channels are
+  its 64 warps', and the sums go the same way, so that the bits are the same. Tokens are at most 8, the upper half of an
+  mma; its lower half is zeros.
+- A warp makes its slice of the new streams: 256 channels at a time, a lane 8 of them, of each token. They go to shared
+  memory, where the warp, and nobody else, reads them as operands. Clusters of other outputs make the same; those of
+  the first one store them.
+- A cluster has 2 outputs, so that 24 of them are 96 CTAs': of one token the time is that of the bytes of the matrix,
+  which a multiprocessor takes in at 90 KB a microsecond. The other 6 columns of an mma are these two again.
+- The matrix comes by asynchronous copies, in flight while the new streams are made, and takes no registers: these are
+  for the loads of several tokens. Before it waits for the kernel in front, a warp asks for its slice of the matrix to
+  be brought to the L2 cache.
+Shared memory: new streams, 4 KB a token; matrix, 25 KB; slices and groups as there.
+Constraints: four streams, D a multiple of 8, 16-byte rows.
+Roofline: memory, the matrix once. Latency: launch, a round of loads, two barriers. Each token adds 20 KB that every CTA
+reads and 100 instructions of every lane.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32
+from cutlass.memory import SmemAllocator
+
+from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.copies import gather_16, prefetch_to_l2
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
+from dsa.cute.fake_tensors import fake, fake_stream, strides
+from dsa.cute.pipeline import Mbarriers, expect_bytes
+from dsa.cute.sm90 import WARP
+from dsa.kernels.elementwise.hyper_arithmetic import WORDS, new_stream
+from dsa.kernels.elementwise.hyper_mix_sums import (
+    BLOCK,
+    CTAS,
+    GROUP_SLICES,
+    HALF_SLICES,
+    PARTS,
+    VECTOR,
+    add_groups,
+    multiply_add,
+    octet_row,
+    slice_start,
+)
+from dsa.kernels.elementwise.limits import (
+    CHANNEL_MULTIPLE,
+    EXPAND_MIX_TOKENS,
+    HYPER_STREAMS,
+)
+
+AT_ONCE = 4  # tokens whose loads are in flight together
+OWN_OUTPUTS = 2  # of a cluster
+TOGETHER = 4  # blocks of a round: a lane has a vector of them
+THREADS = GROUP_SLICES * WARP
+PAIRS = 4 * 8  # of numbers of a lane, 4 of a token
+ROW = TOGETHER * BLOCK + VECTOR  # of a token in shared memory: quarters of a warp read all banks
+
+
+class HyperExpandMixSm90:
+    """most: tokens, 8 or fewer."""
+
+    def __init__(self, most: int):
+        self.most, self.at_once = most, min(most, AT_ONCE)
+
+    @cute.jit
+    def __call__(
+        self,
+        y: cute.Tensor,
+        streams: cute.Tensor,
+        post: cute.Tensor,
+        comb: cute.Tensor,
+        parts: cute.Tensor,
+        new: cute.Tensor,
+        mix: cute.Tensor,
+        stream,
+    ):
+        self.kernel(y, streams, post, comb, parts, new, mix).launch(
+            grid=(CTAS, cute.ceil_div(mix.shape[1], OWN_OUTPUTS), 1),
+            block=(THREADS, 1, 1),
+            cluster=(CTAS, 1, 1),
+            min_blocks_per_mp=1,
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        y: cute.Tensor,
+        streams: cute.Tensor,
+        post: cute.Tensor,
+        comb: cute.Tensor,
+        parts: cute.Tensor,
+        new: cute.Tensor,
+        mix: cute.Tensor,
+    ):
+        tid, _, _ = cute.arch.thread_idx()
+        rank, column, _ = cute.arch.block_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
+
+        @cute.struct
+        class Storage:
+            new: cute.struct.Align[cute.struct.MemRange[BFloat16, GROUP_SLICES * self.most * ROW], 16]
+            matrix: cute.struct.Align[cute.struct.MemRange[BFloat16, GROUP_SLICES * PARTS * OWN_OUTPUTS * ROW], 16]
+            slices: cute.struct.Align[cute.struct.MemRange[Float32, GROUP_SLICES * PAIRS * 2], 16]
+            received: cute.struct.Align[cute.struct.MemRange[Float32, PAIRS * 2], 16]
+            groups: cute.struct.MemRange[Int64, 1]
+
+        storage = SmemAllocator().allocate(Storage)
+        kept = storage.new.get_tensor(cute.make_layout((ROW, self.most, GROUP_SLICES)))
+        matrix = storage.matrix.get_tensor(cute.make_layout((ROW, OWN_OUTPUTS, PARTS, GROUP_SLICES)))
+        slices = storage.slices.get_tensor(cute.make_layout((2, PAIRS, GROUP_SLICES)))
+        received = storage.received.get_tensor(cute.make_layout((2, PAIRS // CTAS, CTAS)))
+        groups = Mbarriers(storage.groups.data_ptr(), 1)
+        if tid == 0:
+            groups.init(1)
+            cute.arch.mbarrier_init_fence()
+            expect_bytes(groups.barrier(), PAIRS * 2 * 4)
+        cute.arch.cluster_arrive_relaxed()
+
+        blocks = HYPER_STREAMS * cute.ceil_div(streams.shape[2], BLOCK)
+        index = rank * GROUP_SLICES + warp
+        first, end = slice_start(index, blocks), slice_start(index + 1, blocks)
+        self.prefetch(parts, streams.shape[2], column, first, end, lane)
+        wait_for_prerequisite_grids()
+        zero = cute.recast_tensor(slices[None, 0, warp], Uint32)
+        if lane == 0:
+            zero[0] = Uint32(0)
+        sums = self.multiply(
+            *(y, streams, post, comb, parts, new, kept[None, None, warp], matrix[None, None, None, warp]),
+            *(zero, column, first, end, warp, lane),
+        )
+        cute.autovec_copy(sums, slices[None, octet_row(lane // 4) * 4 + lane % 4, warp])
+        cute.arch.sync_threads()
+        cute.arch.cluster_wait()
+        if tid < PAIRS:
+            values = cute.make_rmem_tensor((2, GROUP_SLICES), Float32)
+            for i in cutlass.range_constexpr(GROUP_SLICES):
+                cute.autovec_copy(slices[None, tid, i], values[None, i])
+            group = [Float32(0.0), Float32(0.0)]
+            for j in cutlass.range_constexpr(2):
+                for begin in cutlass.range_constexpr(0, GROUP_SLICES, HALF_SLICES):
+                    half = Float32(0.0)
+                    for i in cutlass.range_constexpr(HALF_SLICES):
+                        half += values[j, begin + i]
+                    group[j] += half
+            self.send(received, groups.barrier(), rank, tid, group)
+        groups.wait(0)
+        first_output = column * OWN_OUTPUTS
+        own = (mix.shape[0], cutlass.min(first_output + OWN_OUTPUTS, mix.shape[1]))
+        own_mix = cute.make_tensor(mix.iterator, cute.make_layout(own, stride=mix.stride))
+        add_groups(received, own_mix, rank, 0, first_output, 1, tid, THREADS)
+
+    @cute.jit
+    def send(self, received, barrier, rank, pair, group):
+        """Two numbers of this CTA's group to the CTA that owns them, whose barrier counts them. No barrier of the
+        cluster, which would wait until the new streams have got to the L2 cache."""
+        owned = received.shape[1]
+        there = cute.arch.map_dsmem_ptr(received[None, pair % owned, rank].iterator, pair // owned)
+        counted = cute.arch.map_dsmem_ptr(barrier, pair // owned)
+        cute.arch.inline_ptx(
+            "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [{$r0}], "
+            + "{"
+            + "{$r1}, {$r2}"
+            + "}, [{$r3}];",
+            read_only_args=[Int32(there.toint()), group[0], group[1], Int32(counted.toint())],
+        )
+
+    @cute.jit
+    def prefetch(self, parts, channels, column, first, end, lane):
+        """Ask for a slice of the rows of the matrix, one a lane."""
+        part, row = lane // OWN_OUTPUTS, column * OWN_OUTPUTS + lane % OWN_OUTPUTS
+        if part < PARTS and row < parts.shape[1] and first < end:
+            of_stream = cute.ceil_div(channels, BLOCK)
+            start = first // of_stream * channels + first % of_stream * BLOCK
+            stop = end // of_stream * channels + end % of_stream * BLOCK
+            source = parts[part, row, None].iterator.toint() + Int64(start) * 2
+            prefetch_to_l2(Int64(source), (stop - start) * 2)
+
+    @cute.jit
+    def channel(self, channels, begin, end, lane):
+        """-> (the stream and the number in it of this lane's vector, of the blocks from `begin` on; whether there is
+        such a vector)."""
+        of_stream = cute.ceil_div(channels, BLOCK)
+        block = begin + lane // (BLOCK // VECTOR)
+        stream = Int32(0)
+        for k in cutlass.range_constexpr(1, HYPER_STREAMS):
+            stream += Int32(1) if block >= k * of_stream else Int32(0)
+        at = (block - stream * of_stream) * (BLOCK // VECTOR) + lane % (BLOCK // VECTOR)
+        return stream, at, block < end and at < channels // VECTOR
+
+    @cute.jit
+    def multiply(self, y, streams, post, comb, parts, new, kept, matrix, zero, column, first, end, warp, lane):
+        """-> a slice's products, as a lane has them: two neighbouring places of outputs, of a token."""
+        tokens, channels = streams.shape[0], streams.shape[2]
+        place, quad = octet_row(lane // 4), lane % 4
+        row, output = cutlass.min(place, tokens - 1), place % OWN_OUTPUTS
+        acc = cute.make_rmem_tensor((4, PARTS), Float32)
+        acc.fill(0.0)
+        nothing = cute.make_rmem_tensor((WORDS,), Uint32)
+        nothing.fill(0)
+        for begin in cutlass.range(first, end, TOGETHER, unroll=1):
+            stream, at, exists = self.channel(channels, begin, end, lane)
+            own = Int64((stream * (channels // VECTOR) + at) * VECTOR * 2) if exists else Int64(0)
+            for part in cutlass.range_constexpr(PARTS):
+                for i in cutlass.range_constexpr(OWN_OUTPUTS):
+                    c = column * OWN_OUTPUTS + i
+                    source = parts[part, cutlass.min(c, parts.shape[1] - 1), None].iterator.toint()
+                    target = cute.local_tile(matrix[None, i, part], (VECTOR,), (lane,)).iterator.toint()
+                    gather_16(Int32(target), Int64(source) + own, exists and c < parts.shape[1])
+            cute.arch.cp_async_commit_group()
+            for t in cutlass.range(0, tokens, self.at_once, unroll=1):
+                raw, weights = self.load(y, streams, post, comb, t, stream, at, exists)
+                # The compiler would put loads behind products that wait for the first ones. It moves none over a
+                # barrier, and no product before it that needs a number read behind it: a zero, from where this warp has
+                # put it.
+                cute.arch.barrier(barrier_id=1 + warp, number_of_threads=WARP)
+                for i in cutlass.range_constexpr(self.at_once):
+                    words = cute.recast_tensor(raw[None, HYPER_STREAMS, i], Uint32)
+                    words.store(words.load() ^ zero[0])
+                self.expand(raw, weights, new, kept, t, stream, at, exists and column == 0, lane)
+            cute.arch.cp_async_wait_group(0)
+            cute.arch.barrier(barrier_id=1 + warp, number_of_threads=WARP)
+            for i in cutlass.range_constexpr(0, TOGETHER * BLOCK // VECTOR, 4):
+                v = self.operand(kept[None, row], i + quad)
+                w = [self.operand(matrix[None, output, part], i + quad) for part in range(PARTS)]
+                for pair in cutlass.range_constexpr(0, WORDS, 2):
+                    for part in cutlass.range_constexpr(PARTS):
+                        multiply_add(acc[None, part], v, nothing, w[part], pair)
+            cute.arch.barrier(barrier_id=1 + warp, number_of_threads=WARP)
+        sums = cute.make_rmem_tensor((2,), Float32)
+        for i in cutlass.range_constexpr(2):
+            sums[i] = acc[i, 0] + (acc[i, 1] + acc[i, 2])
+        return sums
+
+    @cute.jit
+    def operand(self, row: cute.Tensor, at: Int32) -> cute.Tensor:
+        """The words of a vector in shared memory."""
+        words = cute.make_rmem_tensor((WORDS,), Uint32)
+        cute.autovec_copy(cute.recast_tensor(cute.local_tile(row, (VECTOR,), (at,)), Uint32), words)
+        return words
+
+    @cute.jit
+    def load(self, y, streams, post, comb, first, stream, at, exists: Boolean):
+        """-> (the old streams and y at this lane's vector [8, 5, tokens], and by what they go into its new stream
+        [5, tokens]), of some tokens from `first` on; those that do not exist are the last one over again. Zeros where
+        there is no vector."""
+        raw = cute.make_rmem_tensor((VECTOR, HYPER_STREAMS + 1, self.at_once), BFloat16)
+        weights = cute.make_rmem_tensor((HYPER_STREAMS + 1, self.at_once), Float32)
+        raw.fill(0.0)
+        weights.fill(0.0)
+        if exists:
+            for i in cutlass.range_constexpr(self.at_once):
+                t = cutlass.min(first + i, streams.shape[0] - 1)
+                for j in cutlass.range_constexpr(HYPER_STREAMS):
+                    cute.autovec_copy(cute.local_tile(streams[t, j, None], (VECTOR,), (at,)), raw[None, j, i])
+                    weights[j, i] = comb[t, j * HYPER_STREAMS + stream]
+                cute.autovec_copy(cute.local_tile(y[t, None], (VECTOR,), (at,)), raw[None, HYPER_STREAMS, i])
+                weights[HYPER_STREAMS, i] = post[t, stream]
+        return raw, weights
+
+    @cute.jit
+    def expand(self, raw, weights, new, kept, first: Int32, stream, at, stores: Boolean, lane):
+        """Makes the new streams at this lane's vector, of these tokens."""
+        for i in cutlass.range_constexpr(self.at_once):
+            t = cutlass.min(first + i, new.shape[0] - 1)
+            acc = new_stream(
+                raw[None, HYPER_STREAMS, i], raw[None, None, i], weights[HYPER_STREAMS, i], weights[None, i]
+            )
+            packed = cute.make_rmem_tensor((VECTOR,), BFloat16)
+            packed.store(acc.load().to(BFloat16))
+            cute.autovec_copy(packed, cute.local_tile(kept[None, t], (VECTOR,), (lane,)))
+            if stores:
+                cute.autovec_copy(packed, cute.local_tile(new[t, stream, None], (VECTOR,), (at,)))
+
+
+@cached
+def compile_hyper_expand_mix(most: int):
+    """-> f(y [T, D], streams [T, 4, D] bf16, post [T, 4], comb [T, 16] fp32, parts [3, C, 4 D], new [T, 4, D] bf16, mix
+    [T, C] fp32); T from 1 to `most`, C, D > 0. Rows of all but mix start at multiples of 16 bytes."""
+    tokens, count = cute.sym_int(), cute.sym_int()
+    channels, width = (cute.sym_int(divisibility=CHANNEL_MULTIPLE) for _ in range(2))
+
+    def rows(element: type[cutlass.Numeric], shape: tuple) -> cute.Tensor:
+        return fake(element, shape, (*strides(len(shape) - 1, 128 // element.width), 1), 16)
+
+    return compile_sm90(
+        HyperExpandMixSm90(most),
+        rows(BFloat16, (tokens, channels)),
+        rows(BFloat16, (tokens, HYPER_STREAMS, channels)),
+        rows(Float32, (tokens, HYPER_STREAMS)),
+        rows(Float32, (tokens, HYPER_STREAMS * HYPER_STREAMS)),
+        rows(BFloat16, (PARTS, count, width)),
+        rows(BFloat16, (tokens, HYPER_STREAMS, channels)),
+        fake(Float32, (tokens, count), (*strides(1), 1), 4),
+        fake_stream(),
+    )
+
+
+def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+    """Every compile function and its arguments that the op can ask for."""
+    return [(compile_hyper_expand_mix, (most,)) for most in EXPAND_MIX_TOKENS]

@@ -1,0 +1,50 @@
+"""Products of few tokens with a matrix of 16-bit numbers, with results in fp32.
+
+Plan: the product of few rows (dsa/cute/few_rows_product.py), of which a tile is a cluster's or a CTA's
+(linear_fp32_limits.py).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
+from dsa.cute.few_rows_product import ROUND, FewRowsProduct
+from dsa.kernels.gemm.linear_fp32_limits import CHANNEL_MULTIPLE, DTYPES
+
+
+class LinearFP32Sm90:
+    def __init__(self, dtype: type[cutlass.Numeric], config: tuple[int, int]):
+        tokens, ctas = config
+        self.product = FewRowsProduct(dtype, tokens, ctas)
+
+    @cute.jit
+    def __call__(self, x: cute.Tensor, weight: cute.Tensor, y: cute.Tensor, scale: Float32, scaled_from: Int32, stream):
+        self.product.launch(x, weight, y, scale, scaled_from, stream)
+
+
+@cached
+def compile_linear_fp32(dtype: str, config: tuple[int, int]):
+    """-> f(x [T, I], weight [O, I], y fp32 [T, O], scale, scaled_from); T, O > 0, I a multiple of 32, with one CTA a
+    tile of 2048 at least; rows of x and weight at multiples of 16 bytes, y contiguous. config: tokens and CTAs of a
+    tile."""
+    element, tokens, rows = cute_dtype(dtype), cute.sym_int(), cute.sym_int()
+    channels = cute.sym_int(divisibility=CHANNEL_MULTIPLE)
+
+    def operand(count):
+        return fake(element, (count, channels), (*strides(1, 8), 1))
+
+    return compile_sm90(
+        LinearFP32Sm90(element, config),
+        *(operand(tokens), operand(rows), fake(Float32, (tokens, rows), (*strides(1), 1), 4)),
+        *(Float32(1.0), Int32(0), fake_stream()),
+    )
+
+
+def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+    """Every compile function and its arguments that the op can ask for."""
+    return [(compile_linear_fp32, (dtype, (tokens, ctas))) for dtype in DTYPES for ctas, tokens in ROUND]

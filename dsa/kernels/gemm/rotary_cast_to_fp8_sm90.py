@@ -1,0 +1,112 @@
+"""Heads rotated and cast to FP8 e4m3 with a scale for 128 channels, each group of heads in rows of its own.
+
+Plan
+- 128 channels of a head belong to 16 lanes of one warp, eight consecutive ones each, in registers from the load to the
+  store. Pairs are neighbours, so both are in a lane; its angles are asked for with its channels.
+- What turns is rounded to x's dtype before the cast, products before they are added: exactly what `rotary_sm90` and
+  `per_token_cast_to_fp8_sm90` make one after the other.
+- The token, head and group of heads are found by precomputed divisors, with 64-bit offsets.
+Shared memory: none. Constraints: d a multiple of 128, R of 8, rows at multiples of 16 bytes.
+Roofline: memory, per channel 2 bytes in (bf16), 1 + 4 / 128 out. Few tokens are a launch and one round trip to memory.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float8E4M3FN, Float32, Int32
+
+from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
+from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
+from dsa.cute.quantize import GROUP, quantize, round_to
+from dsa.cute.rounded import rotate_pair
+from dsa.kernels.gemm.limits import CAST_DTYPES
+from dsa.kernels.gemm.rotary_cast_limits import ROTARY_MULTIPLE
+
+CHANNELS = ROTARY_MULTIPLE  # of a lane
+LANES = GROUP // CHANNELS
+THREADS = 128
+
+
+class RotaryCastToFp8Sm90:
+    def __init__(self, use_ue8m0: bool):
+        self.use_ue8m0 = use_ue8m0
+
+    @cute.jit
+    def __call__(self, x: cute.Tensor, cos: cute.Tensor, sin: cute.Tensor, q: cute.Tensor, scale: cute.Tensor, stream):
+        blocks = x.shape[2] // GROUP
+        total = x.shape[0] * x.shape[1] * blocks
+        divisors = (cute.fast_divmod_create_divisor_v2(n) for n in (blocks, x.shape[1], q.shape[2]))
+        self.kernel(x, cos, sin, q, scale, *divisors, total).launch(
+            grid=(cute.ceil_div(total, THREADS // LANES), 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        x: cute.Tensor,
+        cos: cute.Tensor,
+        sin: cute.Tensor,
+        q: cute.Tensor,
+        scale: cute.Tensor,
+        blocks: cute.FastDivmodDivisorV2,
+        heads: cute.FastDivmodDivisorV2,
+        group_heads: cute.FastDivmodDivisorV2,
+        total: Int32,
+    ):
+        tid, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        lane, index = tid % LANES, cta * (THREADS // LANES) + tid // LANES
+        # Past the end: the last channels again, and nothing is stored.
+        row, block = divmod(cutlass.min(index, total - 1), blocks)
+        t, h = divmod(row, heads)
+        group, of_group = divmod(h, group_heads)
+        at = block * LANES + lane
+        turned = at - (x.shape[2] - 2 * cos.shape[1]) // CHANNELS
+        wait_for_prerequisite_grids()
+
+        raw = cute.make_rmem_tensor((CHANNELS,), x.element_type)
+        c, s = [cute.make_rmem_tensor((CHANNELS // 2,), Float32) for _ in range(2)]
+        cute.autovec_copy(cute.local_tile(x[t, h, None], (CHANNELS,), (at,)), raw)
+        if turned >= 0:
+            for source, angles in ((cos, c), (sin, s)):
+                cute.autovec_copy(cute.local_tile(source[t, None], (CHANNELS // 2,), (turned,)), angles)
+        v = cute.make_rmem_tensor((CHANNELS,), Float32)
+        v.store(raw.load().to(Float32))
+        if turned >= 0:
+            for i in cutlass.range_constexpr(CHANNELS // 2):
+                v[2 * i], v[2 * i + 1] = rotate_pair(v[2 * i], v[2 * i + 1], c[i], s[i])
+            round_to(v, x.element_type)
+        own_scale = quantize(v, CHANNELS, self.use_ue8m0)
+        out = cute.make_rmem_tensor((CHANNELS,), Float8E4M3FN)
+        out.store(v.load().to(Float8E4M3FN))
+        if index < total:
+            cute.autovec_copy(out, cute.local_tile(q[group, t, of_group, None], (CHANNELS,), (at,)))
+            if lane == 0:
+                scale[group, t, of_group, block] = own_scale
+
+
+@cached
+def compile_rotary_cast_to_fp8(dtype: str, use_ue8m0: bool):
+    """-> f(x [T, H, d] dtype, cos, sin [T, R / 2] fp32, q [G, T, H / G, d] e4m3, scale [G, T, H / G, d / 128] fp32);
+    T * H > 0, d a multiple of 128, R of 8, from 8 to d. T * H * d / 128 and a CTA's are together below 2^31. Rows start
+    at multiples of 16 bytes, those of q of 8."""
+    element = cute_dtype(dtype)
+    tokens, heads, dim = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=GROUP)
+    half = cute.sym_int(divisibility=ROTARY_MULTIPLE // 2)
+    groups, group_heads = cute.sym_int(), cute.sym_int()
+    cos, sin = (fake(Float32, (tokens, half), (*strides(1, 4), 1)) for _ in range(2))
+    return compile_sm90(
+        RotaryCastToFp8Sm90(use_ue8m0),
+        *(fake(element, (tokens, heads, dim), (*strides(2, 128 // element.width), 1)), cos, sin),
+        fake(Float8E4M3FN, (groups, tokens, group_heads, dim), (*strides(3, GROUP), 1)),
+        fake(Float32, (groups, tokens, group_heads, cute.sym_int()), (*strides(3), 1), 4),
+        fake_stream(),
+    )
+
+
+def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+    """Every compile function and its arguments that the op can ask for."""
+    return [(compile_rotary_cast_to_fp8, (dtype, use_ue8m0)) for dtype in CAST_DTYPES for use_ue8m0 in (True, False)]

@@ -1,0 +1,214 @@
+"""Queries of the latents, for few tokens: q[t, h] = [W_UK[h] applied to q_nope[t, h] | rope of q_pe[t, h]].
+
+Plan
+- A CTA has a head and 128 of its 512 latent channels. Its warps divide the head's nope channels, rows of W_UK: 32 each,
+  a block of 32 x 128 weights, with one scale. V3.2's 128 heads are 512 CTAs, four a multiprocessor, all at once.
+- A warp reads its block once, straight to registers, 4 KiB, all in flight together: a lane 16 neighbouring latent
+  channels of 8 rows, so that four rows of an instruction are whole lines. Bytes of two rows are interleaved into the
+  pairs of channels that an mma multiplies, and scaled and rounded to bf16 (up_projection.py).
+- Tokens come in octets, the columns of the mma. A lane has 16 latent channels of two tokens then; the warps' sums meet
+  in shared memory and are added in their order. So the bits of a token follow from its own numbers alone.
+- The octets' sums lie in two buffers by turns: one barrier an octet. The next octet's queries are read behind the
+  products of the one before.
+- Rope: of a head's four CTAs the one of a token's number has its pairs, a warp a token, a pair a lane, while weights
+  are on their way.
+- Before it waits for the kernel in front, a CTA asks for its share of W_UK[h], which is one piece of memory, to be
+  brought to the L2 cache.
+Shared memory: two buffers of (nope / 32) x 4736 bytes.
+Registers: 32 of weights as they come, 64 as they are multiplied, 32 of sums.
+Constraints: 512 latent and 64 rope channels, nope channels and rows of a head multiples of 32.
+Roofline: memory, W_UK once: 8.4 MB for V3.2, 2.8 us at 3 TB/s, of which a part is on its way before the wait.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint32
+from cutlass.memory import SmemAllocator
+
+from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.copies import prefetch_to_l2
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
+from dsa.cute.fake_tensors import fake, fake_stream, strides
+from dsa.cute.rounded import rotate_pair
+from dsa.cute.sm90 import WARP
+from dsa.kernels.mla.fp8_kv_convert import halves_of_two
+from dsa.kernels.mla.limits import ABSORBED_NOPE, HEAD_DIM, HEAD_DIM_V
+from dsa.kernels.mla.up_projection import (
+    BF16_VECTOR,
+    BLOCK,
+    OCTET,
+    VECTOR,
+    WORDS,
+    behind,
+    in_order,
+    load_words,
+    multiply_add,
+    to_bf16,
+    zero_behind_loads,
+)
+
+COLUMNS = HEAD_DIM_V // BLOCK  # CTAs of a head
+ROWS = 32  # of weights, of a warp
+OWN_ROWS = ROWS // 4  # of a lane
+PAIRS = (HEAD_DIM - HEAD_DIM_V) // 2  # that rope turns
+READERS = OCTET // 2  # warps that add the slices' sums of two tokens each
+# A slice's sums of an octet: those of two tokens together, 16 channels in a row, moved apart so that eight lanes' 16
+# bytes are in all banks.
+CHUNK = 2 * VECTOR + 4
+OF_PAIR = BLOCK // VECTOR * CHUNK + 8
+OF_SLICE = READERS * OF_PAIR
+
+
+class MlaAbsorbQueriesSm90:
+    def __init__(self, nope: int):
+        self.slices = nope // ROWS
+        self.threads = self.slices * WARP
+        self.resident = 512 // self.threads
+
+    @cute.jit
+    def __call__(self, q_nope, q_pe, cos, sin, weight, weight_scale, q, stream):
+        rows = weight.shape[0] // q.shape[1]
+        self.kernel(q_nope, q_pe, cos, sin, weight, weight_scale, q, rows).launch(
+            grid=(q.shape[1] * COLUMNS, 1, 1),
+            block=(self.threads, 1, 1),
+            min_blocks_per_mp=self.resident,
+            preferred_smem_carveout=100,
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        q_nope: cute.Tensor,
+        q_pe: cute.Tensor,
+        cos: cute.Tensor,
+        sin: cute.Tensor,
+        weight: cute.Tensor,
+        weight_scale: cute.Tensor,
+        q: cute.Tensor,
+        rows: Int32,
+    ):
+        block, _, _ = cute.arch.block_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
+        head, column = block // COLUMNS, block % COLUMNS
+
+        @cute.struct
+        class Storage:
+            sums: cute.struct.Align[cute.struct.MemRange[Float32, 2 * self.slices * OF_SLICE], 16]
+            zeros: cute.struct.MemRange[Uint32, self.slices]
+
+        storage = SmemAllocator().allocate(Storage)
+        written, read = (storage.sums.get_tensor(layout) for layout in self.layouts())
+        self.prefetch(weight, head * rows, column, warp, lane)
+        wait_for_prerequisite_grids()
+
+        first = head * rows + warp * ROWS
+        raw = cute.make_rmem_tensor((WORDS, OWN_ROWS), Uint32)
+        for i in cutlass.range_constexpr(OWN_ROWS):
+            row = weight[first + lane % 4 * OWN_ROWS + i, None]
+            load_words(row, column * (BLOCK // VECTOR) + lane // 4, raw[None, i])
+        scale = weight_scale[first // BLOCK, column]
+        queries = cute.make_rmem_tensor((WORDS,), Uint32)
+        self.load(q_nope, head, Int32(0), queries, warp, lane)
+        zero = zero_behind_loads(storage.zeros.get_tensor(cute.make_layout(self.slices)), warp, lane)
+        self.rotate(q_pe, cos, sin, q, head, column, warp, lane)
+
+        weights = self.convert(raw, scale, zero)
+        acc = cute.make_rmem_tensor((4, 2 * WORDS), Float32)
+        octets = cute.ceil_div(q.shape[0], OCTET)
+        for octet in cutlass.range(octets, unroll=1):
+            acc.fill(0.0)
+            for step in cutlass.range_constexpr(2):
+                for i in cutlass.range_constexpr(2 * WORDS):
+                    multiply_add(acc[None, i], weights[None, i, step], queries[2 * step], queries[2 * step + 1])
+            if octet + 1 < octets:
+                self.load(q_nope, head, octet + 1, queries, warp, lane)
+            for i in cutlass.range_constexpr(2 * WORDS):
+                cute.autovec_copy(acc[None, i], written[None, i, lane // 4, lane % 4, warp, octet % 2])
+            cute.arch.sync_threads()
+            if warp < READERS:
+                slices = read[None, lane % 4, lane // 4, warp, None, octet % 2]
+                self.store(slices, q, head, column, octet * OCTET + 2 * warp, lane)
+
+    def layouts(self):
+        """Shared memory as sums are written, [4 numbers of an mma, mma, lane / 4, pair of tokens, slice, buffer], and
+        as they are read, [2 tokens of 4 channels, 4, chunk of 16 channels, pair, slice, buffer]."""
+        outer = (CHUNK, OF_PAIR, OF_SLICE, self.slices * OF_SLICE)
+        shape = (BLOCK // VECTOR, READERS, self.slices, 2)
+        return [cute.make_layout((*s, *shape), stride=(1, s[0], *outer)) for s in ((4, 2 * WORDS), (8, 4))]
+
+    @cute.jit
+    def prefetch(self, weight, first, column, warp, lane):
+        """Ask for a quarter of the head's rows, a part a warp."""
+        rows = ROWS // COLUMNS
+        if lane == 0:
+            source = weight[first + (column * self.slices + warp) * rows, None].iterator.toint()
+            prefetch_to_l2(Int64(source), Int32(rows * HEAD_DIM_V))
+
+    @cute.jit
+    def load(self, q_nope, head, octet, queries, warp, lane):
+        """A token's channels of this lane's rows. Tokens that do not exist are the last one over again."""
+        token = cutlass.min(octet * OCTET + lane // 4, q_nope.shape[0] - 1)
+        load_words(q_nope[token, head, None], (warp * ROWS + lane % 4 * OWN_ROWS) // BF16_VECTOR, queries)
+
+    @cute.jit
+    def rotate(self, q_pe, cos, sin, q, head, column, warp, lane):
+        for token in cutlass.range(column + COLUMNS * warp, q.shape[0], COLUMNS * self.slices, unroll=1):
+            pair = cute.make_rmem_tensor((2,), BFloat16)
+            cute.autovec_copy(cute.local_tile(q_pe[token, head, None], (2,), (lane,)), pair)
+            turned = rotate_pair(Float32(pair[0]), Float32(pair[1]), cos[token, lane], sin[token, lane])
+            pair[0], pair[1] = BFloat16(turned[0]), BFloat16(turned[1])
+            cute.autovec_copy(pair, cute.local_tile(q[token, head, None], (2,), (HEAD_DIM_V // 2 + lane,)))
+
+    @cute.jit
+    def convert(self, raw, scale, zero) -> cute.Tensor:
+        """Operands of the mma of latent channels 2i and 2i + 1 of this lane, and of four of its rows: [4, i, step]."""
+        weights = cute.make_rmem_tensor((4, 2 * WORDS, 2), Uint32)
+        for step in cutlass.range_constexpr(2):
+            for word in cutlass.range_constexpr(WORDS):
+                for pair in cutlass.range_constexpr(2):
+                    row = 4 * step + 2 * pair
+                    halves = halves_of_two(raw[word, row], raw[word, row + 1])
+                    for i in cutlass.range_constexpr(4):
+                        weights[2 * pair + i % 2, 2 * word + i // 2, step] = to_bf16(halves[i], scale)
+                made = [weights[i % 4, 2 * word + i // 4, step] for i in range(8)]
+                scale = behind(scale, made, zero)
+        return weights
+
+    @cute.jit
+    def store(self, slices, q, head, column, token, lane):
+        """Two tokens' results of four latent channels a lane."""
+        total = cute.make_rmem_tensor((8,), Float32)
+        in_order(slices, total)
+        out = cute.make_rmem_tensor((4,), BFloat16)
+        for i in cutlass.range_constexpr(2):
+            if token + i < q.shape[0]:
+                for c in cutlass.range_constexpr(4):
+                    out[c] = BFloat16(total[2 * c + i])
+                place = column * (BLOCK // 4) + lane
+                cute.autovec_copy(out, cute.local_tile(q[token + i, head, None], (4,), (place,)))
+
+
+@cached
+def compile_mla_absorb_queries(nope: int):
+    """-> f(q_nope [T, H, nope] bf16, q_pe [T, H, 64] bf16, cos, sin [T, 32] fp32, weight [H * R, 512] e4m3,
+    weight_scale [ceil(H * R / 128), 4] fp32, q [T, H, 576] bf16); T, H > 0, R a multiple of 32 that is at least nope;
+    weight is
+    contiguous, and rows of all but the fp32 tensors start at multiples of 16 bytes."""
+    tokens, heads, rows = (cute.sym_int() for _ in range(3))
+    q_nope, q_pe, q = (fake(BFloat16, (tokens, heads, n), (*strides(2, 8), 1)) for n in (nope, 2 * PAIRS, HEAD_DIM))
+    cos, sin = (fake(Float32, (tokens, PAIRS), (*strides(1), 1), 4) for _ in range(2))
+    weight = fake(Float8E4M3FN, (rows, HEAD_DIM_V), (HEAD_DIM_V, 1))
+    weight_scale = fake(Float32, (cute.sym_int(), COLUMNS), (*strides(1), 1), 4)
+    kernel = MlaAbsorbQueriesSm90(nope)
+    return compile_sm90(kernel, q_nope, q_pe, cos, sin, weight, weight_scale, q, fake_stream())
+
+
+def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+    """Every compile function and its arguments that the op can ask for."""
+    return [(compile_mla_absorb_queries, (nope,)) for nope in ABSORBED_NOPE]

@@ -1,0 +1,203 @@
+"""Values of a head from its attended latents, cast to FP8, for few tokens: y[t, h] = W_UV[h] attended[t, h].
+
+Plan
+- A CTA has 128 value channels of a head, rows of W_UV, which share a scale of the result: one head of V3.2, half a head
+  of GLM-5, 128 CTAs of both. 16 warps have 32 rows x 128 latent channels each, with one scale.
+- A warp reads its block once, straight to registers, 4 KiB, all in flight together: 16 bytes of a row are the channels
+  of four mma as they lie, scaled and rounded to bf16 (up_projection.py).
+- Tokens come in octets, the columns of the mma. The sums of the four quarters of latent channels meet in shared memory
+  and are added in their order. So the bits of a token follow from its own numbers alone.
+- Each of eight warps has a token then, four channels a lane: y is rounded to bf16 and cast as `per_token_cast_to_fp8`
+  does it. The warps' halves take octets by turns, and so do two buffers: one barrier an octet, and the next octet's
+  products go on beside the cast. Its latents are read behind the products of the one before.
+- Before it waits for the kernel in front, a CTA asks for its rows, which are one piece of memory, to be brought to the
+  L2 cache.
+Shared memory: two buffers of 16.5 KiB.
+Registers: 32 of weights as they come, 64 as they are multiplied, 16 of latents, 8 of sums.
+Constraints: 512 latent channels, value channels multiples of 128, rows of a head of 32.
+Roofline: memory, W_UV once: 8.4 MB for V3.2, 2.8 us at 3 TB/s, of which a part is on its way before the wait.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint32
+from cutlass.memory import SmemAllocator
+
+from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.copies import prefetch_to_l2
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
+from dsa.cute.fake_tensors import fake, fake_stream, strides
+from dsa.cute.quantize import GROUP, quantize, round_to
+from dsa.cute.sm90 import WARP
+from dsa.kernels.mla.fp8_kv_convert import four_halves
+from dsa.kernels.mla.limits import HEAD_DIM_V
+from dsa.kernels.mla.up_projection import (
+    BF16_VECTOR,
+    BLOCK,
+    OCTET,
+    VECTOR,
+    WORDS,
+    behind,
+    in_order,
+    load_words,
+    multiply_add,
+    to_bf16,
+    zero_behind_loads,
+)
+
+QUARTERS = HEAD_DIM_V // BLOCK  # of the latent channels
+ROWS = 32  # of weights, of a warp
+TILES = ROWS // 16  # mma rows
+STEPS = BLOCK // (4 * VECTOR)  # loads of a row by the four lanes that share it
+WARPS = QUARTERS * (GROUP // ROWS)
+THREADS = WARPS * WARP
+OF_TOKEN = GROUP + 4  # a token's sums of a quarter, moved apart so that a warp's stores are in all banks
+OF_QUARTER = OCTET * OF_TOKEN
+
+
+class MlaValuesCastToFp8Sm90:
+    def __init__(self, use_ue8m0: bool):
+        self.use_ue8m0 = use_ue8m0
+
+    @cute.jit
+    def __call__(self, attended, weight, weight_scale, values, scale, stream):
+        heads = attended.shape[1]
+        of_head = scale.shape[1] // heads
+        rows = weight.shape[0] // heads
+        self.kernel(attended, weight, weight_scale, values, scale, rows, of_head).launch(
+            grid=(scale.shape[1], 1, 1),
+            block=(THREADS, 1, 1),
+            min_blocks_per_mp=1,
+            preferred_smem_carveout=100,
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        attended: cute.Tensor,
+        weight: cute.Tensor,
+        weight_scale: cute.Tensor,
+        values: cute.Tensor,
+        scale: cute.Tensor,
+        rows: Int32,
+        of_head: Int32,
+    ):
+        group, _, _ = cute.arch.block_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
+        head = group // of_head
+        start = (head + 1) * rows - (of_head - group % of_head) * GROUP
+        quarter, part = warp % QUARTERS, warp // QUARTERS
+
+        @cute.struct
+        class Storage:
+            sums: cute.struct.Align[cute.struct.MemRange[Float32, 2 * QUARTERS * OF_QUARTER], 16]
+            zeros: cute.struct.MemRange[Uint32, WARPS]
+
+        outer = (OF_TOKEN, OF_QUARTER, QUARTERS * OF_QUARTER)
+        storage = SmemAllocator().allocate(Storage)
+        written = storage.sums.get_tensor(cute.make_layout((GROUP, OCTET, QUARTERS, 2), stride=(1, *outer)))
+        read = storage.sums.get_tensor(cute.make_layout((4, WARP, OCTET, QUARTERS, 2), stride=(1, 4, *outer)))
+        if lane == 0:
+            source = weight[start + warp * (GROUP // WARPS), None].iterator.toint()
+            prefetch_to_l2(Int64(source), Int32(GROUP // WARPS * HEAD_DIM_V))
+        wait_for_prerequisite_grids()
+
+        first = start + part * ROWS
+        raw = cute.make_rmem_tensor((WORDS, STEPS, 2, TILES), Uint32)
+        for tile in cutlass.range_constexpr(TILES):
+            for half in cutlass.range_constexpr(2):
+                row = weight[first + 16 * tile + 8 * half + lane // 4, None]
+                for step in cutlass.range_constexpr(STEPS):
+                    place = quarter * (BLOCK // VECTOR) + 4 * step + lane % 4
+                    load_words(row, place, raw[None, step, half, tile])
+        weight_factor = weight_scale[first // BLOCK, quarter]
+        latents = cute.make_rmem_tensor((WORDS, 2, STEPS), Uint32)
+        self.load(attended, head, Int32(0), latents, quarter, lane)
+
+        zero = zero_behind_loads(storage.zeros.get_tensor(cute.make_layout(WARPS)), warp, lane)
+        weights = self.convert(raw, weight_factor, zero)
+        acc = cute.make_rmem_tensor((2, 2, TILES), Float32)
+        octets = cute.ceil_div(attended.shape[0], OCTET)
+        for octet in cutlass.range(octets, unroll=1):
+            acc.fill(0.0)
+            for step in cutlass.range_constexpr(STEPS):
+                for word in cutlass.range_constexpr(WORDS):
+                    of_token = latents[None, word // 2, step]
+                    low, high = of_token[word % 2 * 2], of_token[word % 2 * 2 + 1]
+                    for tile in cutlass.range_constexpr(TILES):
+                        numbers = cute.make_tensor(acc[None, None, tile].iterator, cute.make_layout(4))
+                        multiply_add(numbers, weights[None, word, step, tile], low, high)
+            if octet + 1 < octets:
+                self.load(attended, head, octet + 1, latents, quarter, lane)
+            for tile in cutlass.range_constexpr(TILES):
+                for half in cutlass.range_constexpr(2):
+                    for i in cutlass.range_constexpr(2):
+                        channel = part * ROWS + 16 * tile + 8 * half + lane // 4
+                        written[channel, lane % 4 * 2 + i, quarter, octet % 2] = acc[i, half, tile]
+            cute.arch.sync_threads()
+            token = octet * OCTET + warp % OCTET
+            if warp // OCTET == octet % 2 and token < attended.shape[0]:
+                self.store(read[None, lane, warp % OCTET, None, octet % 2], values, scale, token, group, lane)
+
+    @cute.jit
+    def load(self, attended, head, octet, latents, quarter, lane):
+        """A token's latent channels that this lane has of a row. Tokens that do not exist are the last one over
+        again."""
+        token = cutlass.min(octet * OCTET + lane // 4, attended.shape[0] - 1)
+        for step in cutlass.range_constexpr(STEPS):
+            for i in cutlass.range_constexpr(2):
+                place = quarter * (BLOCK // BF16_VECTOR) + 8 * step + lane % 4 * 2 + i
+                load_words(attended[token, head, None], place, latents[None, i, step])
+
+    @cute.jit
+    def convert(self, raw, factor, zero) -> cute.Tensor:
+        """Operands of the mma: [4, word, step, tile]."""
+        weights = cute.make_rmem_tensor((4, WORDS, STEPS, TILES), Uint32)
+        for tile in cutlass.range_constexpr(TILES):
+            for step in cutlass.range_constexpr(STEPS):
+                for word in cutlass.range_constexpr(WORDS):
+                    for half in cutlass.range_constexpr(2):
+                        low, high = four_halves(raw[word, step, half, tile])
+                        weights[half, word, step, tile] = to_bf16(low, factor)
+                        weights[2 + half, word, step, tile] = to_bf16(high, factor)
+                    factor = behind(factor, [weights[i, word, step, tile] for i in range(4)], zero)
+        return weights
+
+    @cute.jit
+    def store(self, quarters, values, scale, token, group, lane):
+        """A token's 128 channels, four a lane, and their scale."""
+        y = cute.make_rmem_tensor((4,), Float32)
+        in_order(quarters, y)
+        round_to(y, BFloat16)
+        of_group = quantize(y, 4, self.use_ue8m0)
+        out = cute.make_rmem_tensor((4,), Float8E4M3FN)
+        out.store(y.load().to(Float8E4M3FN))
+        cute.autovec_copy(out, cute.local_tile(values[token, None], (4,), (group * (GROUP // 4) + lane,)))
+        if lane == 0:
+            scale[token, group] = of_group
+
+
+@cached
+def compile_mla_values_cast_to_fp8(use_ue8m0: bool):
+    """-> f(attended [T, H, 512] bf16, weight [H * R, 512] e4m3, weight_scale [ceil(H * R / 128), 4] fp32, values
+    [T, H * V] e4m3, scale [T, H * V / 128] fp32); T, H > 0, V a multiple of 128, R a multiple of 32 that is at least V;
+    weight is contiguous, and rows of all but the fp32 tensors start at multiples of 16 bytes."""
+    tokens, heads = cute.sym_int(), cute.sym_int()
+    attended = fake(BFloat16, (tokens, heads, HEAD_DIM_V), (*strides(2, 8), 1))
+    weight = fake(Float8E4M3FN, (cute.sym_int(), HEAD_DIM_V), (HEAD_DIM_V, 1))
+    weight_scale = fake(Float32, (cute.sym_int(), QUARTERS), (*strides(1), 1), 4)
+    values = fake(Float8E4M3FN, (tokens, cute.sym_int(divisibility=GROUP)), (*strides(1, GROUP), 1))
+    scale = fake(Float32, (tokens, cute.sym_int()), (*strides(1), 1), 4)
+    kernel = MlaValuesCastToFp8Sm90(use_ue8m0)
+    return compile_sm90(kernel, attended, weight, weight_scale, values, scale, fake_stream())
+
+
+def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+    """Every compile function and its arguments that the op can ask for."""
+    return [(compile_mla_values_cast_to_fp8, (use_ue8m0,)) for use_ue8m0 in (True, False)]

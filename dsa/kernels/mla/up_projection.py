@@ -1,0 +1,87 @@
+"""The up-projections W_UK and W_UV of a head as operands of mma.sync: FP8 weights are 16 rows, tokens 8 columns.
+
+A weight becomes e4m3 * scale, rounded to fp32 and then to bf16: what `dequantize_per_block` gives. Which channels meet
+in a product does not matter as long as weights and tokens agree, so both are used in the order in which they lie.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
+
+OCTET = 8  # tokens: columns of an mma
+BLOCK = 128  # rows and columns of weights that share a scale
+VECTOR, WORDS = 16, 4  # weights and words of 16 bytes
+BF16_VECTOR = 8  # 16-bit numbers of 16 bytes
+
+
+@cute.jit
+def to_bf16(halves: Uint32, scale: Float32) -> Uint32:
+    """Two f16 numbers times the scale, rounded to fp32 and to bf16."""
+    return cute.arch.inline_ptx(
+        "{{ .reg .b16 l, h; .reg .f32 x, y; mov.b32 {l, h}, {$r0}; cvt.f32.f16 x, l; cvt.f32.f16 y, h; "
+        "mul.rn.f32 x, x, {$r1}; mul.rn.f32 y, y, {$r1}; cvt.rn.bf16x2.f32 {$w0}, y, x; }}",
+        write_only_types=[Uint32],
+        read_only_args=[halves, scale],
+    )
+
+
+@cute.jit
+def zero_behind_loads(zeros: cute.Tensor, warp: Int32, lane: Int32) -> Uint32:
+    """A zero of which ptxas does not know, read behind a barrier of the CTA, over which it moves no load. By itself it
+    would put loads behind conversions that wait for the first ones.
+
+    zeros: a word of shared memory for each warp
+    """
+    if lane == 0:
+        zeros[warp] = Uint32(0)
+    cute.arch.sync_threads()
+    return zeros[warp]
+
+
+@cute.jit
+def behind(x: Float32, words, zero: Uint32) -> Float32:
+    """x, but not before some words are there, by a zero of which ptxas does not know. By itself it converts all weights
+    to fp32 before it rounds any to bf16, which takes more registers than there are."""
+    of_all = zero
+    for word in words:
+        of_all &= word
+    return (x.bitcast(Uint32) | of_all).bitcast(Float32)
+
+
+@cute.jit
+def multiply_add(acc: cute.Tensor, weights: cute.Tensor, low: Uint32, high: Uint32):
+    """acc += 16 rows of weights x 16 channels times 16 channels x 8 tokens.
+
+    acc        [4]: two neighbouring tokens of a row of the first eight, and of the one of the second eight
+    weights    [4] words of two channels: a first row's, a second row's, and of both the next two channels
+    low, high  a token's words of the same channels
+    """
+    given = [weights[0], weights[1], weights[2], weights[3], low, high]
+    made = cute.arch.inline_ptx(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        + "{{$w0}, {$w1}, {$w2}, {$w3}}, {{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, "
+        + "{{$r6}, {$r7}, {$r8}, {$r9}};",
+        write_only_types=[Float32] * 4,
+        read_only_args=[*given, acc[0], acc[1], acc[2], acc[3]],
+    )
+    for i in cutlass.range_constexpr(4):
+        acc[i] = made[i]
+
+
+@cute.jit
+def load_words(row: cute.Tensor, place, target: cute.Tensor):
+    """16 bytes of a row, numbered by `place`, to four words."""
+    source = cute.local_tile(row, (128 // row.element_type.width,), (place,))
+    cute.autovec_copy(cute.recast_tensor(source, Uint32), target)
+
+
+@cute.jit
+def in_order(slices: cute.Tensor, sums: cute.Tensor):
+    """sums [n] = the sums of slices [n, number of slices], from zero on, in their order."""
+    values = cute.make_rmem_tensor(slices.shape, Float32)
+    for i in cutlass.range_constexpr(slices.shape[1]):
+        cute.autovec_copy(slices[None, i], values[None, i])
+    sums.fill(0.0)
+    for i in cutlass.range_constexpr(slices.shape[1]):
+        for j in cutlass.range_constexpr(slices.shape[0]):
+            sums[j] += values[j, i]

@@ -1,0 +1,88 @@
+"""The order of few tokens' entries by expert, in a CTA or a cluster: the last part of kernels that choose experts.
+
+A warp a token has its experts, an entry a lane. Each entry becomes a key: its expert's number among this process's
+above its own number, so that keys are in the order of the result and no two are equal. It goes to the shared memory of
+every CTA. Behind one barrier all CTAs have all keys. The row of an entry is how many keys are below its own, and the
+rows of an expert end behind those below the next expert's keys: warps count for BATCH of these questions at a time,
+each lane among every 32nd key.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from dsa.cute.sm90 import WARP
+from dsa.kernels.moe.moe_gate_sm90 import LAST
+from dsa.kernels.moe.route_to_experts_limits import FEW_TOKENS, MAX_TOKENS
+
+WARPS = 16
+CTAS = 8  # of a cluster: twice as many warps as there are tokens, for what is counted
+BATCH = 4
+ENTRY_BITS = 16  # of a key
+
+
+class EntryOrder:
+    """ctas: of the kernel, 1 for few tokens. places: of keys in shared memory, Int32."""
+
+    def __init__(self, top_k: int, few: bool):
+        self.top_k, self.ctas = top_k, 1 if few else CTAS
+        self.places = -(-(FEW_TOKENS if few else MAX_TOKENS) * top_k // WARP) * WARP
+
+    @cute.jit
+    def fill_up(self, keys: cute.Tensor, entries: Int32, tid: Int32):
+        """Keys behind the last entry's, up to whole warps, are above all others."""
+        if tid < WARP and entries + tid < cute.ceil_div(entries, WARP) * WARP:
+            keys[entries + tid] = Int32(LAST)
+
+    @cute.jit
+    def write(
+        self, keys: cute.Tensor, order: cute.Tensor, rows: cute.Tensor, ends: cute.Tensor, entries, rank, warp, lane
+    ):
+        """Behind the sends of all warps."""
+        if const_expr(self.ctas > 1):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
+        step = self.ctas * WARPS * BATCH
+        for begin in cutlass.range((rank * WARPS + warp) * BATCH, entries + ends.shape[0], step, unroll=1):
+            self.answer(keys, order, rows, ends, begin, entries, lane)
+
+    @cute.jit
+    def send(self, keys: cute.Tensor, own: Int32, count: Int32, entry: Int32):
+        """The key of an entry to all CTAs. own: its expert's number among the `count` of this process."""
+        group = own if own >= 0 and own < count else count
+        key = (group << ENTRY_BITS) | entry
+        if const_expr(self.ctas == 1):
+            keys[entry] = key
+        else:
+            number = cute.make_rmem_tensor((1,), Int32)
+            number[0] = key
+            for rank in cutlass.range_constexpr(self.ctas):
+                there = cute.arch.map_dsmem_ptr(keys.iterator + entry, Int32(rank))
+                cute.autovec_copy(number, cute.make_tensor(there, cute.make_layout(1)))
+
+    @cute.jit
+    def answer(self, keys: cute.Tensor, order, rows, ends, begin: Int32, entries: Int32, lane):
+        """The questions from number `begin` on: entries, then experts. A warp's work."""
+        count = ends.shape[0]
+        bounds = cute.make_rmem_tensor((BATCH,), Int32)
+        below = cute.make_rmem_tensor((BATCH,), Int32)
+        below.fill(0)
+        for i in cutlass.range_constexpr(BATCH):
+            own = keys[cutlass.min(begin + i, entries - 1)]
+            bounds[i] = own if begin + i < entries else (begin + i - entries + 1) << ENTRY_BITS
+        for group in cutlass.range(cute.ceil_div(entries, WARP), unroll=4):
+            key = keys[group * WARP + lane]
+            for i in cutlass.range_constexpr(BATCH):
+                below[i] += Int32(key < bounds[i])
+        row = Int32(0)
+        for i in cutlass.range_constexpr(BATCH):
+            total = cute.arch.warp_redux_sync(below[i], "add")
+            row = total if lane == i else row
+        question = begin + lane
+        if lane < BATCH and question < entries:
+            order[row] = question
+            rows[question] = row if keys[question] < count << ENTRY_BITS else Int32(-1)
+        if lane < BATCH and question >= entries and question < entries + count:
+            ends[question - entries] = row

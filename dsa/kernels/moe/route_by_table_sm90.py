@@ -1,0 +1,153 @@
+"""Router and sort of few tokens whose experts a table names: of x [T, H], a matrix [E, H] and a table [V, top_k] the
+weights of each token's experts, and the order of (token, expert) entries by expert.
+
+Plan
+- The two kernels of route_to_experts_sm90.py, of which the second does not choose. A warp a token, an expert a lane:
+  the lane reads its place of the token's row of the table, then that expert's logit alone. Scores and weights are by
+  the gate's code, with its bits; then entry_order.py.
+- A token that has no row, or an expert that there is not, is no expert: -1, of weight 0.
+Shared memory: 4 bytes an entry. Constraints: E up to 512, top_k up to 32, T up to 64, channels a multiple of 32.
+Roofline: of the logits memory, the matrix once; then latency, of three loads of which each waits for the one before.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.memory import SmemAllocator
+
+from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
+from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
+from dsa.cute.few_rows_product import FewRowsProduct
+from dsa.cute.sm90 import WARP
+from dsa.kernels.moe.entry_order import WARPS, EntryOrder
+from dsa.kernels.moe.moe_gate_sm90 import MoeGateSm90
+from dsa.kernels.moe.route_to_experts_limits import CHANNEL_MULTIPLE, FEW_TOKENS, TILE_TOKENS
+
+
+class RouteByTableSm90:
+    def __init__(self, dtype: type[cutlass.Numeric], tile_tokens: int, experts: int, top_k: int):
+        self.logits = FewRowsProduct(dtype, tile_tokens)
+        self.gate = MoeGateSm90(experts, top_k, "sqrtsoftplus", 1, 1, True)
+        self.entries = EntryOrder(top_k, tile_tokens == FEW_TOKENS)
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,
+        weight: cute.Tensor,
+        table: cute.Tensor,
+        token_ids: cute.Tensor,
+        logits: cute.Tensor,
+        experts: cute.Tensor,
+        weights: cute.Tensor,
+        order: cute.Tensor,
+        rows: cute.Tensor,
+        ends: cute.Tensor,
+        first: Int32,
+        scale: Float32,
+        stream,
+    ):
+        self.logits.launch(x, weight, logits, Float32(1.0), Int32(0), stream)
+        self.kernel(logits, table, token_ids, experts, weights, order, rows, ends, first, scale).launch(
+            grid=(self.entries.ctas, 1, 1),
+            block=(WARP * WARPS, 1, 1),
+            cluster=(self.entries.ctas, 1, 1),
+            min_blocks_per_mp=1,
+            preferred_smem_carveout=100,
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        logits: cute.Tensor,
+        table: cute.Tensor,
+        token_ids: cute.Tensor,
+        experts: cute.Tensor,
+        weights: cute.Tensor,
+        order: cute.Tensor,
+        rows: cute.Tensor,
+        ends: cute.Tensor,
+        first: Int32,
+        scale: Float32,
+    ):
+        tid, _, _ = cute.arch.thread_idx()
+        rank, _, _ = cute.arch.block_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
+        keys = SmemAllocator().allocate_tensor(Int32, cute.make_layout(self.entries.places), 16)
+        if const_expr(self.entries.ctas > 1):
+            cute.arch.cluster_arrive_relaxed()
+        wait_for_prerequisite_grids()
+
+        tokens, count = logits.shape[0], ends.shape[0]
+        entries, token = tokens * self.gate.top_k, warp * self.entries.ctas + rank
+        self.entries.fill_up(keys, entries, tid)
+        e = Int32(-1)
+        if token < tokens:
+            if lane < self.gate.top_k:
+                e = self.named(table, token_ids[token], lane)
+            score = Float32(0.0)
+            if e >= 0:
+                score = self.gate.score(logits[token, e])
+            factor = self.gate.factor(score, scale)
+            if lane < self.gate.top_k:
+                experts[token, lane] = Int64(e)
+                weights[token, lane] = score * factor
+        if const_expr(self.entries.ctas > 1):
+            cute.arch.cluster_wait()
+        if token < tokens and lane < self.gate.top_k:
+            # Of no expert no subtraction may make one.
+            own = e - first if e >= 0 else Int32(-1)
+            self.entries.send(keys, own, count, token * self.gate.top_k + lane)
+        self.entries.write(keys, order, rows, ends, entries, rank, warp, lane)
+
+    @cute.jit
+    def named(self, table: cute.Tensor, token_id: Int64, lane: Int32) -> Int32:
+        """The expert at a place of a token's row of the table, -1 for none."""
+        e = Int32(-1)
+        if token_id >= 0 and token_id < table.shape[0]:
+            number = table[token_id, lane]
+            if number >= 0 and number < self.gate.experts:
+                e = Int32(number)
+        return e
+
+
+@cached
+def compile_route_by_table(dtype: str, tile_tokens: int, experts: int, top_k: int):
+    """-> f(x [T, H], weight [E, H], table int64 [V, top_k], token_ids int64 [T], logits fp32 [T, E], experts int64
+    [T, top_k], weights fp32 [T, top_k], order int32 [T top_k], rows int32 [T top_k], ends int32 [count], first, scale);
+    0 < T, up to FEW_TOKENS with tiles of so many, else up to MAX_TOKENS; H a multiple of 32, count > 0, rows of x and
+    weight at multiples of 16 bytes, all others contiguous. Writes the logits and what stands behind them."""
+    element, tokens, channels = cute_dtype(dtype), cute.sym_int(), cute.sym_int(divisibility=CHANNEL_MULTIPLE)
+    entries = cute.sym_int()
+
+    def operand(rows):
+        return fake(element, (rows, channels), (*strides(1, 8), 1))
+
+    def whole(kind, *shape):
+        inner = (shape[1], 1) if len(shape) == 2 else (1,)
+        return fake(kind, shape, inner, kind.width // 8)
+
+    return compile_sm90(
+        RouteByTableSm90(element, tile_tokens, experts, top_k),
+        *(operand(tokens), operand(experts), whole(Int64, cute.sym_int(), top_k), whole(Int64, tokens)),
+        *(whole(Float32, tokens, experts), whole(Int64, tokens, top_k), whole(Float32, tokens, top_k)),
+        *(whole(Int32, entries), whole(Int32, entries), whole(Int32, cute.sym_int())),
+        *(Int32(0), Float32(1.0), fake_stream()),
+    )
+
+
+def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+    """The published models'; others compile when they are asked for."""
+    experts = 256, 384  # V4-Flash's and V4-Pro's
+    return [
+        (compile_route_by_table, ("bfloat16", tokens, count, 6))
+        for count in experts
+        for tokens in (FEW_TOKENS, TILE_TOKENS)
+    ]

@@ -1,0 +1,114 @@
+"""What a sublayer reads of DeepSeek-V4's hyper-connections: the streams' collapse, its RMS norm and the FP8 cast."""
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+
+from dsa.kernels.elementwise.limits import HYPER_NORM_TILES, HYPER_STREAMS, MAX_HYPER_CHANNELS
+from dsa.kernels.gemm.limits import GROUP
+from dsa.ops._aligned import rows_at_16_bytes
+from dsa.ops.declaration import op
+from dsa.reference.elementwise import hyper_collapse_norm_cast as reference
+
+__all__ = ["hyper_collapse_norm_cast_to_fp8"]
+
+_VECTOR = 8  # channels in 16 bytes
+MAX_CHANNELS = HYPER_NORM_TILES[-1][1] * HYPER_NORM_TILES[-1][2] * _VECTOR
+
+
+def hyper_collapse_norm_cast_to_fp8(
+    streams: torch.Tensor,
+    mix: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    iterations: int = 20,
+    eps: float = 1e-6,
+    hc_eps: float = 1e-6,
+    norm_eps: float = 1e-6,
+    use_ue8m0: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """y = norm(x) and its cast to FP8, x being `dsa.hyper_collapse`'s, and the weights by which `hyper_expand` goes on.
+
+    streams  X [T, n, D] bf16, D a multiple of 128
+    mix, base, scale, iterations, eps, hc_eps  as of `dsa.hyper_collapse`
+    weight   [D] fp32
+    norm_eps, use_ue8m0  as eps and use_ue8m0 of `dsa.rms_norm_cast_to_fp8`
+
+    Returns (y [T, D] bf16, q [T, D] float8_e4m3fn, q_scale [T, D / 128], post [T, n], comb [T, n, n] fp32), contiguous:
+    post and comb of `dsa.hyper_collapse`, and `dsa.rms_norm_cast_to_fp8` of its x, bit for bit. x itself is not
+    returned: what a sublayer reads is y. Not differentiable.
+    Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
+    On Hopper: one kernel, n = 4, D at most 8192, T D at most 2^33 - 2^13, streams with rows at multiples of 16 bytes,
+    the other tensors contiguous. Deterministic, and a token's results do not depend on the other tokens. CUDA-graph
+    safe, no host synchronisation, no workspace.
+    Source: as of these two functions.
+    """
+    return _hyper_collapse_norm_cast_to_fp8(
+        streams, mix, base, scale, weight, iterations, eps, hc_eps, norm_eps, use_ue8m0
+    )
+
+
+def _results(streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    tokens, n, channels = streams.shape
+    y = torch.empty(tokens, channels, dtype=streams.dtype, device=streams.device)
+    q = torch.empty(tokens, channels, dtype=torch.float8_e4m3fn, device=streams.device)
+    sizes = ((channels // GROUP,), (n,), (n, n))
+    return y, q, *(torch.empty(tokens, *size, dtype=torch.float32, device=streams.device) for size in sizes)
+
+
+def _check_limits(streams: torch.Tensor) -> None:
+    tokens, n, channels = streams.shape
+    if n != HYPER_STREAMS:
+        raise ValueError(f"streams: the kernel takes n {HYPER_STREAMS} streams, got {n}")
+    if channels > MAX_CHANNELS:
+        raise ValueError(f"streams: the kernel takes D at most {MAX_CHANNELS}, got {channels}")
+    if tokens * channels > MAX_HYPER_CHANNELS:
+        raise ValueError(
+            f"streams: the kernel takes T D at most {MAX_HYPER_CHANNELS} channels, got shape {list(streams.shape)}"
+        )
+
+
+@op(
+    arguments=reference.HYPER_COLLAPSE_NORM_CAST_TO_FP8,
+    reference=reference.hyper_collapse_norm_cast_to_fp8,
+    results=_results,
+    kernels={"sm_90": "dsa.kernels.elementwise.hyper_collapse_norm_cast_sm90"},
+    limits=_check_limits,
+)
+def _hyper_collapse_norm_cast_to_fp8(
+    kernels: ModuleType,
+    streams: torch.Tensor,
+    mix: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    weight: torch.Tensor,
+    iterations: int,
+    eps: float,
+    hc_eps: float,
+    norm_eps: float,
+    use_ue8m0: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    y, q, q_scale, post, comb = _results(streams)
+    if len(streams):
+        rows, mix, base = (rows_at_16_bytes(t) for t in (streams, mix, base))
+        launch = _kernel(kernels, *_tile(streams.shape[2]), use_ue8m0)
+        given = rows, mix, base, scale, weight
+        launch(
+            *(*given, y, q, q_scale, post, comb.flatten(1)),
+            *(iterations, float(eps), float(hc_eps), float(norm_eps)),
+        )
+    return y, q, q_scale, post, comb
+
+
+def _tile(channels: int) -> tuple[int, int, int]:
+    """The first that holds a row."""
+    return next(tile for tile in HYPER_NORM_TILES if channels <= tile[1] * tile[2] * _VECTOR)
+
+
+@functools.cache
+def _kernel(kernels: ModuleType, threads: int, lanes: int, vectors: int, use_ue8m0: bool) -> Callable[..., None]:
+    return kernels.compile_hyper_collapse_norm_cast(threads, lanes, vectors, use_ue8m0)

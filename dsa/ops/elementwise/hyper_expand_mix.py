@@ -1,0 +1,87 @@
+"""DeepSeek-V4's hyper-connections between two sublayers: the new streams, and their projection."""
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+
+from dsa.kernels.elementwise.limits import EXPAND_MIX_TOKENS, MAX_EXPAND_MIX_OUTPUTS
+from dsa.ops._aligned import rows_at_16_bytes
+from dsa.ops.declaration import op
+from dsa.ops.elementwise import hyper_connections, hyper_mix
+from dsa.reference.elementwise import hyper_expand_mix as reference
+
+__all__ = ["hyper_expand_mix"]
+
+
+def hyper_expand_mix(
+    y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor, parts: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """X' = the new streams of `dsa.hyper_expand`, and mix, their projection by `dsa.hyper_mix`.
+
+    y        [T, D] bf16: a sublayer's output
+    streams  X [T, n, D] bf16
+    post     [T, n] fp32
+    comb     [T, n, n] fp32
+    parts    [3, C, n D] bf16: of the matrix of the sublayer that comes next
+
+    Returns (X' [T, n, D] bf16, mix [T, C] fp32), contiguous: the bits of the two functions one after the other.
+    Differentiable: where a gradient is asked for, the formula runs in PyTorch.
+    Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
+    On Hopper: one kernel up to 8 tokens, and the kernels of the two functions, whose limits it has, for more.
+    Deterministic, and a token's results do not depend on the other tokens. CUDA-graph safe, no host synchronisation.
+    Source: DeepSeek-V4's inference code; arXiv 2606.19348, section 2.2.
+    """
+    return _hyper_expand_mix(y, streams, post, comb, parts)
+
+
+def _results(streams: torch.Tensor, parts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    mix = torch.empty(streams.shape[0], parts.shape[1], dtype=torch.float32, device=streams.device)
+    return torch.empty(streams.shape, dtype=streams.dtype, device=streams.device), mix
+
+
+def _check_limits(
+    y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor, parts: torch.Tensor
+) -> None:
+    hyper_connections._hyper_expand.limits(y, streams, post, comb)
+    hyper_mix._hyper_mix.limits(streams, parts)
+
+
+@op(
+    arguments=reference.HYPER_EXPAND_MIX,
+    reference=reference.hyper_expand_mix,
+    results=_results,
+    kernels={
+        "sm_90": (
+            "dsa.kernels.elementwise.hyper_expand_mix_sm90",
+            "dsa.kernels.elementwise.hyper_connections_sm90",
+            "dsa.kernels.elementwise.hyper_mix_sm90",
+            "dsa.kernels.elementwise.hyper_mix_few_tokens_sm90",
+        )
+    },
+    limits=_check_limits,
+    differentiable=True,
+)
+def _hyper_expand_mix(
+    kernels: tuple[ModuleType, ...],
+    y: torch.Tensor,
+    streams: torch.Tensor,
+    post: torch.Tensor,
+    comb: torch.Tensor,
+    parts: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = len(streams)
+    if tokens > EXPAND_MIX_TOKENS[-1] or parts.shape[1] > MAX_EXPAND_MIX_OUTPUTS:
+        new = hyper_connections._hyper_expand.launch_on(y.device, y, streams, post, comb)
+        return new, hyper_mix._hyper_mix.launch_on(y.device, new, parts)
+    new, mix = _results(streams, parts)
+    if tokens:
+        rows = [rows_at_16_bytes(t) for t in (y, streams, post, comb.flatten(1), parts)]
+        _kernel(kernels[0], next(most for most in EXPAND_MIX_TOKENS if tokens <= most))(*rows, new, mix)
+    return new, mix
+
+
+@functools.cache
+def _kernel(kernels: ModuleType, most: int) -> Callable[..., None]:
+    return kernels.compile_hyper_expand_mix(most)

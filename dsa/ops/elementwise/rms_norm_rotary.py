@@ -1,0 +1,90 @@
+"""Root mean square norm of query heads, with rotary position embedding behind it."""
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+
+from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, MAX_NORM_ROWS
+from dsa.kernels.elementwise.rms_norm_rotary_limits import MAX_NORM_ROTARY_CHANNELS
+from dsa.ops._aligned import rows_at_16_bytes
+from dsa.ops._kernel_arguments import dtype_name
+from dsa.ops.declaration import op
+from dsa.reference.elementwise import rms_norm_rotary as reference
+
+__all__ = ["rms_norm_rotary"]
+
+_MAX_CHANNELS = {getattr(torch, name): channels for name, channels in MAX_NORM_ROTARY_CHANNELS.items()}
+
+
+def rms_norm_rotary(
+    x: torch.Tensor, weight: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, eps: float = 1e-6
+) -> torch.Tensor:
+    """y[t, h] = R(t) (x[t, h] / sqrt(mean(x[t, h]^2) + eps) * weight): V4's norm of each query head, and its rope.
+
+    The norm is fp32, and its result rounded to x's dtype. R(t) rotates the last R channels of that, pairs of neighbours
+    (a, b) -> (a cos - b sin, a sin + b cos) in fp32, and rounds again.
+
+    x         [T, H, D] bf16, fp16 or fp32
+    weight    [D] fp32, or None for ones
+    cos, sin  [T, R / 2] fp32, R at most D: of the tokens' positions
+    eps       added to the mean of the squares: a finite number, at least 0
+
+    Returns y, contiguous, of x's shape and dtype. Differentiable: where gradients are asked for, the formula runs in
+    PyTorch. Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
+    On Hopper: one kernel that reads x once and writes y once; D a multiple of 8 up to 1024 (fp32: 512), R a multiple of
+    8, contiguous channels, rows of x, cos and sin at any multiples of 16 bytes. The bits are those of `dsa.rms_norm`
+    and `dsa.apply_rotary` one after the other. Deterministic, and a row's result does not depend on the other rows.
+    CUDA-graph safe, no host synchronisation.
+    Source: `Attention` of DeepSeek-V4's inference code, behind wq_b.
+    """
+    return _rms_norm_rotary(x, weight, cos, sin, eps)
+
+
+def _results(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _check_limits(x: torch.Tensor, cos: torch.Tensor) -> None:
+    channels, rotated = x.shape[2], 2 * cos.shape[1]
+    if channels == 0 or channels % CHANNEL_MULTIPLE or channels > _MAX_CHANNELS[x.dtype]:
+        raise ValueError(
+            f"x: the kernel takes a last dimension of a multiple of {CHANNEL_MULTIPLE} up to "
+            f"{_MAX_CHANNELS[x.dtype]} for {dtype_name(x.dtype)}, got shape {list(x.shape)}"
+        )
+    if x.shape[0] * x.shape[1] > MAX_NORM_ROWS:
+        raise ValueError(f"x: the kernel takes at most {MAX_NORM_ROWS} rows, got shape {list(x.shape)}")
+    if rotated == 0 or rotated % CHANNEL_MULTIPLE:
+        raise ValueError(
+            f"cos: the kernel rotates a multiple of {CHANNEL_MULTIPLE} channels, got shape {list(cos.shape)}"
+        )
+
+
+@op(
+    arguments=reference.RMS_NORM_ROTARY,
+    reference=reference.rms_norm_rotary,
+    results=_results,
+    kernels={"sm_90": "dsa.kernels.elementwise.rms_norm_sm90"},
+    limits=_check_limits,
+    differentiable=True,
+)
+def _rms_norm_rotary(
+    kernels: ModuleType,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    out = _results(x)
+    if out.numel():
+        launch = _kernel(kernels, x.dtype, weight is not None, x.shape[2])
+        launch(rows_at_16_bytes(x), weight, rows_at_16_bytes(cos), rows_at_16_bytes(sin), out, float(eps))
+    return out
+
+
+@functools.cache
+def _kernel(kernels: ModuleType, dtype: torch.dtype, weighted: bool, channels: int) -> Callable[..., None]:
+    name = dtype_name(dtype)
+    return kernels.compile_rms_norm_rotary(name, weighted, kernels.choose_rotary_config(name, channels))

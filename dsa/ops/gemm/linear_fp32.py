@@ -1,0 +1,72 @@
+"""Products of few tokens with a matrix of 16-bit numbers, with results in fp32."""
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+
+from dsa.kernels.gemm.linear_fp32_limits import CHANNEL_MULTIPLE, MAX_ROWS, MAX_TOKENS, choose_config
+from dsa.ops._aligned import rows_at_16_bytes
+from dsa.ops._kernel_arguments import dtype_name
+from dsa.ops.declaration import op
+from dsa.reference.gemm import linear_fp32 as reference
+
+__all__ = ["linear_fp32"]
+
+
+def linear_fp32(x: torch.Tensor, weight: torch.Tensor, scale: float = 1.0, *, scaled_from: int = 0) -> torch.Tensor:
+    """y[t, o] = s_o sum_k x[t, k] W[o, k], summed and returned in fp32; s_o = scale from o = scaled_from on, 1 before.
+
+    x            [T, I] bf16 or fp16
+    weight       W [O, I] of x's dtype
+    scale        multiplies the sums: a finite number
+    scaled_from  the first row of W whose sums it multiplies, for matrices of several layers one behind the other
+
+    Returns y fp32 [T, O], contiguous. Differentiable in x and weight: where gradients are asked for, the formula runs
+    in PyTorch. Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
+    On Hopper: one kernel, T up to 64, O up to 2^20 - 16, I a multiple of 32, rows of x and weight at multiples of 16
+    bytes. W is read once for every 32 tokens: it is for few of them, and from about T O = 2^16 results on
+    `torch.mm(x, weight.T, out_dtype=torch.float32)` is likely to be faster. Sums are in the tensor cores and in an
+    order of their own, which depends on I alone: a row of y has the same bits whatever T, and a column whatever O.
+    Deterministic. CUDA-graph safe.
+    """
+    return _linear_fp32(x, weight, scale, scaled_from)
+
+
+def _results(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x.new_empty((len(x), len(weight)), dtype=torch.float32)
+
+
+def _check_limits(x: torch.Tensor, weight: torch.Tensor) -> None:
+    if len(x) > MAX_TOKENS:
+        raise ValueError(f"x: the kernel takes up to {MAX_TOKENS} tokens, got {len(x)}")
+    if x.shape[1] % CHANNEL_MULTIPLE:
+        raise ValueError(f"x: the kernel takes I a multiple of {CHANNEL_MULTIPLE}, got {x.shape[1]}")
+    if len(weight) > MAX_ROWS:
+        raise ValueError(f"weight: the kernel takes up to {MAX_ROWS} rows, got {len(weight)}")
+
+
+@op(
+    arguments=reference.LINEAR_FP32,
+    reference=reference.linear_fp32,
+    results=_results,
+    kernels={"sm_90": "dsa.kernels.gemm.linear_fp32_sm90"},
+    limits=_check_limits,
+    differentiable=True,
+)
+def _linear_fp32(
+    kernels: ModuleType, x: torch.Tensor, weight: torch.Tensor, scale: float, scaled_from: int
+) -> torch.Tensor:
+    y = _results(x, weight)
+    if not x.shape[1]:
+        return y.zero_()
+    if y.numel():
+        launch = _kernel(kernels, x.dtype, choose_config(len(x), *weight.shape))
+        launch(rows_at_16_bytes(x), rows_at_16_bytes(weight), y, float(scale), scaled_from)
+    return y
+
+
+@functools.cache
+def _kernel(kernels: ModuleType, dtype: torch.dtype, config: tuple[int, int]) -> Callable[..., None]:
+    return kernels.compile_linear_fp32(dtype_name(dtype), config)

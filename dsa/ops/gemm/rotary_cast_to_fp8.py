@@ -1,0 +1,81 @@
+"""Heads rotated and cast to FP8, by groups of heads, for the product behind attention."""
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+
+from dsa.kernels.gemm.limits import GROUP
+from dsa.kernels.gemm.rotary_cast_limits import ROTARY_MULTIPLE
+from dsa.ops._aligned import rows_at_16_bytes
+from dsa.ops._kernel_arguments import dtype_name
+from dsa.ops.declaration import op
+from dsa.reference.gemm import rotary_cast_to_fp8 as reference
+
+__all__ = ["rotary_cast_to_fp8"]
+
+
+def rotary_cast_to_fp8(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, groups: int, use_ue8m0: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """y[g * T + t] = FP8 of R(t) x[t, h], h of group g: what a grouped product reads of attention's results.
+
+    R(t) rotates the last R channels of each head, pairs of neighbours (a, b) -> (a cos - b sin, a sin + b cos) in fp32,
+    rounded to x's dtype. Then each 128 channels get a scale as by `per_token_cast_to_fp8`. A group's rows lie together,
+    T of them, each with the channels of its heads: the activations of `grouped_fp8_gemm_nt` with ends T, 2 T, up to
+    groups * T.
+
+    x          [T, H, d] bf16, fp16 or fp32, d a multiple of 128
+    cos, sin   [T, R / 2] fp32, R at most d: of the tokens' positions. With -sin in place of sin heads are rotated back
+    groups     of as many neighbouring heads each; divides H
+    use_ue8m0  True: a scale is the next power of two at or above max(amax, 1e-4) / 448; False: that number itself
+
+    Returns q [groups * T, H / groups * d] float8_e4m3fn and scale [groups * T, H / groups * d / 128] fp32, contiguous.
+    Not differentiable. Without tokens the results are empty. Raises TypeError or ValueError for other types, dtypes,
+    shapes, strides and devices.
+    On Hopper: one kernel, R a multiple of 8, contiguous channels, rows of x, cos and sin at multiples of 16 bytes; the
+    bits are those of `apply_rotary` and of the cast one after the other. CUDA-graph safe, no host synchronisation.
+    Source: `Attention` of DeepSeek-V4's inference code, between attention and wo_a.
+    """
+    return _rotary_cast_to_fp8(x, cos, sin, groups, use_ue8m0)
+
+
+def _results(x: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, channels = groups * len(x), x.shape[1] // groups * x.shape[2]
+    q = torch.empty((rows, channels), dtype=torch.float8_e4m3fn, device=x.device)
+    return q, torch.empty((rows, channels // GROUP), dtype=torch.float32, device=x.device)
+
+
+def _check_limits(cos: torch.Tensor) -> None:
+    rotated = 2 * cos.shape[1]
+    if rotated == 0 or rotated % ROTARY_MULTIPLE:
+        raise ValueError(
+            f"cos: the kernel rotates a multiple of {ROTARY_MULTIPLE} channels, got shape {list(cos.shape)}"
+        )
+
+
+@op(
+    arguments=reference.ROTARY_CAST_TO_FP8,
+    reference=reference.rotary_cast_to_fp8,
+    results=_results,
+    kernels={"sm_90": "dsa.kernels.gemm.rotary_cast_to_fp8_sm90"},
+    limits=_check_limits,
+)
+def _rotary_cast_to_fp8(
+    kernels: ModuleType, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, groups: int, use_ue8m0: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    q, scale = _results(x, groups)
+    if q.numel():
+        tokens, heads, dim = x.shape
+        places = (groups, tokens, heads // groups)
+        _kernel(kernels, x.dtype, use_ue8m0)(
+            *(rows_at_16_bytes(part) for part in (x, cos, sin)),
+            *(q.view(*places, dim), scale.view(*places, dim // GROUP)),
+        )
+    return q, scale
+
+
+@functools.cache
+def _kernel(kernels: ModuleType, dtype: torch.dtype, use_ue8m0: bool) -> Callable[..., None]:
+    return kernels.compile_rotary_cast_to_fp8(dtype_name(dtype), use_ue8m0)

@@ -1,0 +1,110 @@
+"""Queries of the latents: MLA's W_UK, in FP8, absorbed into the queries, and their rope channels turned."""
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+
+from dsa.kernels.mla.limits import ABSORBED_NOPE, HEAD_DIM, HEAD_DIM_V, MAX_UP_PROJECTION_ROWS, UP_PROJECTION_ROWS
+from dsa.ops._aligned import rows_at_16_bytes
+from dsa.ops.declaration import op
+from dsa.reference.gemm.fp8_gemm_nt import pair
+from dsa.reference.mla import mla_absorb_queries as reference
+
+__all__ = ["mla_absorb_queries"]
+
+
+def mla_absorb_queries(
+    q_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    kv_b: tuple[torch.Tensor, torch.Tensor],
+) -> torch.Tensor:
+    """q[t, h] = [sum_d q_nope[t, h, d] W_UK[h][d] | rope(q_pe[t, h])]: the queries of the latents and of the rope keys.
+
+    W_UK[h] are the first rows of head h in kv_b: as many as q_nope has channels; W_UV[h] are behind them. A weight is
+    e4m3 * scale, rounded to q_nope's dtype, as `dequantize_per_block` gives it; products are summed in fp32 and rounded
+    once. Rope turns pairs of neighbours (2i, 2i + 1), as `apply_rotary(interleaved=True)` does, bit for bit.
+
+    q_nope    [T, H, nope] bf16 (fp16, fp32), such as a part of q's channels
+    q_pe      [T, H, R] of q_nope's dtype
+    cos, sin  [T, R / 2] fp32
+    kv_b      (w [H * N, L] e4m3, ws [ceil(H * N / 128), ceil(L / 128)] fp32), N at least nope: the weight of MLA's kv_b
+              and its scales, which multiply. The rows of a head need not begin at a block of 128
+
+    Returns q [T, H, L + R] in q_nope's dtype, contiguous. Not differentiable. Without tokens or heads it is empty.
+    Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
+    On Hopper: one kernel for bf16, nope of 128 or 192, L = 512, R = 64, N a multiple of 32; other dtypes run the
+    PyTorch reference, with a warning. Meant for few tokens, where the weights' bytes count: with many it is slow.
+    Deterministic, and a token's result does not depend on the others. CUDA-graph safe, no host synchronisation.
+    Source: `MLA` of DeepSeek-V3.2's inference code, decoding: `einsum("bshd,hdc->bshc", q_nope, wkv_b[:, :nope])`.
+    """
+    return _mla_absorb_queries(q_nope, q_pe, cos, sin, *pair("kv_b", kv_b))
+
+
+def _reference(
+    q_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+) -> torch.Tensor:
+    return reference.mla_absorb_queries(q_nope, q_pe, cos, sin, (weight, weight_scale))
+
+
+def _results(q_nope: torch.Tensor, q_pe: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return q_nope.new_empty((*q_nope.shape[:2], weight.shape[1] + q_pe.shape[2]))
+
+
+def _check_limits(q_nope: torch.Tensor, q_pe: torch.Tensor, weight: torch.Tensor) -> None:
+    if q_nope.shape[2] not in ABSORBED_NOPE:
+        nopes = " or ".join(map(str, ABSORBED_NOPE))
+        raise ValueError(f"q_nope: the kernel takes {nopes} channels, got shape {list(q_nope.shape)}")
+    if q_pe.shape[2] != HEAD_DIM - HEAD_DIM_V:
+        raise ValueError(f"q_pe: the kernel takes {HEAD_DIM - HEAD_DIM_V} channels, got shape {list(q_pe.shape)}")
+    check_kv_b(weight, q_nope.shape[1])
+
+
+def check_kv_b(weight: torch.Tensor, heads: int) -> None:
+    """What the kernels that multiply with a part of kv_b do not take."""
+    if weight.shape[1] != HEAD_DIM_V:
+        raise ValueError(f"kv_b[0]: the kernel takes {HEAD_DIM_V} columns, got shape {list(weight.shape)}")
+    if len(weight) > MAX_UP_PROJECTION_ROWS:
+        raise ValueError(f"kv_b[0]: the kernel takes at most {MAX_UP_PROJECTION_ROWS} rows, got {len(weight)}")
+    if heads and len(weight) // heads % UP_PROJECTION_ROWS:
+        raise ValueError(
+            f"kv_b[0]: the kernel takes a multiple of {UP_PROJECTION_ROWS} rows a head, got {len(weight)} for {heads} "
+            "heads"
+        )
+
+
+@op(
+    arguments=reference.MLA_ABSORB_QUERIES,
+    reference=_reference,
+    results=_results,
+    kernels={"sm_90": "dsa.kernels.mla.mla_absorb_queries_sm90"},
+    limits=_check_limits,
+    dtypes=(torch.bfloat16,),
+)
+def _mla_absorb_queries(
+    kernels: ModuleType,
+    q_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+) -> torch.Tensor:
+    q = _results(q_nope, q_pe, weight)
+    if q.numel():
+        launch = _kernel(kernels, q_nope.shape[2])
+        launch(rows_at_16_bytes(q_nope), rows_at_16_bytes(q_pe), cos, sin, weight, weight_scale, q)
+    return q
+
+
+@functools.cache
+def _kernel(kernels: ModuleType, nope: int) -> Callable[..., None]:
+    return kernels.compile_mla_absorb_queries(nope)

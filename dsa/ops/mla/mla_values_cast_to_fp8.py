@@ -1,0 +1,85 @@
+"""Values of attended latents: MLA's W_UV, in FP8, applied to what a head attended to, and the result cast to FP8."""
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+
+from dsa.kernels.mla.limits import VALUE_GROUP
+from dsa.ops._aligned import rows_at_16_bytes
+from dsa.ops.declaration import op
+from dsa.ops.mla.mla_absorb_queries import check_kv_b
+from dsa.reference.gemm.fp8_gemm_nt import pair
+from dsa.reference.mla import mla_values_cast_to_fp8 as reference
+
+__all__ = ["mla_values_cast_to_fp8"]
+
+
+def mla_values_cast_to_fp8(
+    attended: torch.Tensor, kv_b: tuple[torch.Tensor, torch.Tensor], v_dim: int, use_ue8m0: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`per_token_cast_to_fp8(y)` of y[t, h] = W_UV[h] attended[t, h], heads one after another: what o_proj multiplies.
+
+    W_UV[h] are the last v_dim rows of head h in kv_b. A weight is e4m3 * scale, rounded to attended's dtype, as
+    `dequantize_per_block` gives it; products are summed in fp32, and y is rounded to that dtype before the cast.
+
+    attended   [T, H, L] bf16 (fp16, fp32): what each head attended to, of the latents
+    kv_b       (w [H * N, L] e4m3, ws [ceil(H * N / 128), ceil(L / 128)] fp32), N at least v_dim: the weight of MLA's
+               kv_b and its scales, which multiply. The rows of a head need not begin at a block of 128
+    v_dim      channels of a head's value, a multiple of 128
+    use_ue8m0  True: a scale is the next power of two at or above max(amax(|y|), 1e-4) / 448; False: that number itself
+
+    Returns q [T, H * v_dim] float8_e4m3fn and scale [T, H * v_dim / 128] fp32, contiguous. Not differentiable. Without
+    tokens or heads they are empty.
+    Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
+    On Hopper: one kernel for bf16, L = 512, N a multiple of 32; other dtypes run the PyTorch reference, with a warning.
+    Meant for few tokens, where the weights' bytes count: with many it is slow. Deterministic, and a token's result does
+    not depend on the others. CUDA-graph safe, no host synchronisation.
+    Source: `MLA` of DeepSeek-V3.2's inference code, decoding: `einsum("bshc,hdc->bshd", x, wkv_b[:, -v_dim:])`, and the
+    cast of wo.
+    """
+    return _mla_values_cast_to_fp8(attended, *pair("kv_b", kv_b), v_dim, use_ue8m0)
+
+
+def _reference(
+    attended: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, v_dim: int, use_ue8m0: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return reference.mla_values_cast_to_fp8(attended, (weight, weight_scale), v_dim, use_ue8m0)
+
+
+def _results(attended: torch.Tensor, v_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, heads = attended.shape[:2]
+    q = torch.empty((tokens, heads * v_dim), dtype=torch.float8_e4m3fn, device=attended.device)
+    return q, torch.empty((tokens, heads * v_dim // VALUE_GROUP), dtype=torch.float32, device=attended.device)
+
+
+def _check_limits(attended: torch.Tensor, weight: torch.Tensor) -> None:
+    check_kv_b(weight, attended.shape[1])
+
+
+@op(
+    arguments=reference.MLA_VALUES_CAST_TO_FP8,
+    reference=_reference,
+    results=_results,
+    kernels={"sm_90": "dsa.kernels.mla.mla_values_cast_to_fp8_sm90"},
+    limits=_check_limits,
+    dtypes=(torch.bfloat16,),
+)
+def _mla_values_cast_to_fp8(
+    kernels: ModuleType,
+    attended: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    v_dim: int,
+    use_ue8m0: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    q, scale = _results(attended, v_dim)
+    if q.numel():
+        _kernel(kernels, use_ue8m0)(rows_at_16_bytes(attended), weight, weight_scale, q, scale)
+    return q, scale
+
+
+@functools.cache
+def _kernel(kernels: ModuleType, use_ue8m0: bool) -> Callable[..., None]:
+    return kernels.compile_mla_values_cast_to_fp8(use_ue8m0)

@@ -1,0 +1,122 @@
+"""Router and sort by expert of few tokens whose experts a table names."""
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+
+from dsa.kernels.moe.limits import MAX_TOP_K
+from dsa.kernels.moe.route_to_experts_limits import (
+    CHANNEL_MULTIPLE,
+    FEW_TOKENS,
+    MAX_EXPERTS,
+    MAX_TOKENS,
+    TILE_TOKENS,
+)
+from dsa.ops._aligned import rows_at_16_bytes
+from dsa.ops._kernel_arguments import dtype_name
+from dsa.ops.declaration import op
+from dsa.reference.moe import route_by_table as reference
+from dsa.reference.moe.route_to_experts import own_count
+
+__all__ = ["route_by_table"]
+
+Routed = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def route_by_table(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    table: torch.Tensor,
+    tokens: torch.Tensor,
+    *,
+    scale: float = 1.0,
+    first_expert: int = 0,
+    count: int | None = None,
+) -> Routed:
+    """The experts that a table names for tokens, with what weights, and the order of (token, expert) entries by expert.
+
+      experts[t, j] = table[tokens[t], j]
+      s[t, j] = sqrt(softplus(x[t] . W[experts[t, j]])), summed in fp32
+      weights[t, j] = scale s[t, j] / (sum_i s[t, i] + 1e-20)
+      order, rows, ends = sort_by_expert(experts - first_expert, count)
+
+    x             [T, H] bf16 or fp16
+    weight        W [E, H] of x's dtype
+    table         int64 [V, K]: the experts of each token of the vocabulary
+    tokens        int64 [T]
+    scale         multiplies the weights: a finite number
+    first_expert  the number of the first of this process's experts
+    count         how many experts this process has, first_expert + count at most E; None: all from the first on
+
+    Returns (experts, weights, order, rows, ends):
+      experts  int64 [T, K]
+      weights  fp32 [T, K]
+      order    int32 [T K]: row r has entry order[r]; entry t K + j is the j-th expert of token t
+      rows     int32 [T, K]: the row of each entry, -1 for an expert that is not this process's
+      ends     int32 [count]: the rows of expert first_expert + e end before row ends[e]
+    A token below 0 or from V on has no experts, and a number below 0 or from E on is none: -1, its s and weight 0. NaN
+    and infinities of a token stay in it. Differentiable in x and weight, through the weights: where gradients are asked
+    for, the formula runs in PyTorch. Raises TypeError or ValueError for other types, dtypes, shapes, strides and
+    devices.
+    On Hopper: two kernels, the second launched while the first runs, and 4 E bytes a token for the time of the call;
+    T up to 64, E up to 512, H a multiple of 32, K up to 32, rows of x and weight at multiples of 16 bytes. Logits are
+    those of `route_to_experts`, bit for bit, and so are the weights of the same experts in the same order.
+    Deterministic. CUDA-graph safe.
+    Source: `Gate` of DeepSeek-V4's inference code, of its layers with a table `tid2eid`.
+    """
+    count = own_count(weight, first_expert, count)
+    return _route_by_table(x, weight, table, tokens, scale, first_expert, count)
+
+
+def _results(x: torch.Tensor, table: torch.Tensor, count: int) -> Routed:
+    ints, chosen = functools.partial(x.new_empty, dtype=torch.int32), (len(x), table.shape[1])
+    experts, weights = x.new_empty(chosen, dtype=torch.int64), x.new_empty(chosen, dtype=torch.float32)
+    return experts, weights, ints(chosen[0] * chosen[1]), ints(chosen), ints(count)
+
+
+def _check_limits(x: torch.Tensor, weight: torch.Tensor, table: torch.Tensor) -> None:
+    if len(x) > MAX_TOKENS:
+        raise ValueError(f"x: the kernel takes up to {MAX_TOKENS} tokens, got {len(x)}")
+    if not x.shape[1] or x.shape[1] % CHANNEL_MULTIPLE:
+        raise ValueError(f"x: the kernel takes H a multiple of {CHANNEL_MULTIPLE}, at least one, got {x.shape[1]}")
+    if len(weight) > MAX_EXPERTS:
+        raise ValueError(f"weight: the kernel takes up to {MAX_EXPERTS} experts, got {len(weight)}")
+    if not 0 < table.shape[1] <= MAX_TOP_K:
+        raise ValueError(f"table: the kernel takes from 1 to {MAX_TOP_K} experts of a token, got {table.shape[1]}")
+
+
+@op(
+    arguments=reference.ROUTE_BY_TABLE,
+    reference=reference.route_by_table,
+    results=_results,
+    kernels={"sm_90": "dsa.kernels.moe.route_by_table_sm90"},
+    limits=_check_limits,
+    differentiable=True,
+)
+def _route_by_table(
+    kernels: ModuleType,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    table: torch.Tensor,
+    tokens: torch.Tensor,
+    scale: float,
+    first_expert: int,
+    count: int,
+) -> Routed:
+    experts, weights, order, rows, ends = results = _results(x, table, count)
+    if not len(x):
+        ends.zero_()
+        return results
+    tile = FEW_TOKENS if len(x) <= FEW_TOKENS else TILE_TOKENS
+    launch = _kernel(kernels, x.dtype, tile, len(weight), table.shape[1])
+    logits = x.new_empty((len(x), len(weight)), dtype=torch.float32)
+    operands = rows_at_16_bytes(x), rows_at_16_bytes(weight), table.contiguous(), tokens.contiguous(), logits
+    launch(*operands, experts, weights, order, rows.view(-1), ends, first_expert, float(scale))
+    return results
+
+
+@functools.cache
+def _kernel(kernels: ModuleType, dtype: torch.dtype, *variant: int) -> Callable[..., None]:
+    return kernels.compile_route_by_table(dtype_name(dtype), *variant)

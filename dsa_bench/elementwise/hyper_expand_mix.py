@@ -1,0 +1,46 @@
+"""The new streams and their projection, beside the two kernels one after the other."""
+
+from functools import cache, partial
+
+import torch
+
+import dsa
+from dsa.testing import copy_bandwidth
+from dsa_bench.harness.case import Case
+
+# tokens, channels of a stream; more than 8 tokens are the two kernels
+SHAPES = [(tokens, d) for d in (4096, 7168) for tokens in (4096, 128, 32, 8, 4, 2, 1)]
+OUTPUTS = 24
+_FRESH_BYTES = 400e6  # of inputs in a graph: more than the L2 cache holds
+_ceiling = cache(copy_bandwidth)
+
+
+def _apart(*given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    *rest, parts = given
+    new = dsa.hyper_expand(*rest)
+    return new, dsa.hyper_mix(new, parts)
+
+
+def case(tokens: int, d: int) -> Case:
+    size = 2 * d * (9 * tokens + 3 * 4 * OUTPUTS) + 4 * tokens * (20 + OUTPUTS)
+    inputs = [
+        (
+            *(torch.randn(tokens, *s, d, device="cuda").bfloat16() for s in ((), (4,))),
+            *(torch.rand(tokens, *s, device="cuda") for s in ((4,), (4, 4))),
+            torch.randn(3, OUTPUTS, 4 * d, device="cuda").bfloat16(),
+        )
+        for _ in range(min(64, max(2, int(_FRESH_BYTES / size))))
+    ]
+
+    def figure(ms: float) -> str:
+        rate = size / (ms * 1e-3)
+        return f"{ms * 1e3:.1f} us, {rate / 1e9:.0f} GB/s, {rate / _ceiling():.0%} of copy"
+
+    def check(got: tuple[torch.Tensor, torch.Tensor]) -> None:
+        assert all(torch.equal(g, e) for g, e in zip(got, _apart(*inputs[0]), strict=True))
+
+    calls = {
+        "dsa": [partial(dsa.hyper_expand_mix, *i) for i in inputs],
+        "apart": [partial(_apart, *i) for i in inputs],
+    }
+    return Case(f"{tokens} tokens, D {d}", calls, figure, check, graph=True, baselines=frozenset({"apart"}))

@@ -1,0 +1,52 @@
+"""Decoding with W_UK and W_UV as an FP8 checkpoint stores them, by the ops that multiply with a part of kv_b.
+
+Few tokens wait for the weights' bytes, of which FP8 has half; rope of the queries and the cast in front of o_proj are
+in the same kernels; and nothing that is dequantised has to be kept.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import nn
+
+import dsa.backends
+from dsa_layers.layers.linear import BLOCK, BlockFP8Linear
+from dsa_layers.layers.norm_and_cast import watched
+
+MOST_TOKENS = 32  # with about twice as many, bf16 products by head are predicted to take as long
+NOPE, ROPE, LATENT, ROWS = (128, 192), 64, 512, 32  # what the kernels take; ROWS: of a head, a multiple of it
+
+
+class Projections(Protocol):
+    """What is read of an attention layer."""
+
+    kv_b_proj: nn.Module
+    o_proj: nn.Module
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+    kv_lora_rank: int
+
+
+def stored_up_projection(layer: Projections, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """kv_b's weight and scales, if a pass with queries like q [T, heads, nope + rope] may multiply with these and give
+    o_proj a cast of the values: for inference, of few tokens in bf16, on a GPU with kernels for it. None where it may
+    not, and where somebody sees what goes in and out of kv_b or o_proj, or has another class in their place."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return None
+    if q.dtype != torch.bfloat16 or len(q) > MOST_TOKENS or not has_kernels(q):
+        return None
+    kv_b = layer.kv_b_proj
+    if any(type(linear) is not BlockFP8Linear or watched(linear) for linear in (kv_b, layer.o_proj)):
+        return None
+    # The scales of a part of the heads are whole blocks' where its rows are.
+    if kv_b.part_of is not None and len(kv_b.weight) % BLOCK:
+        return None
+    taken = layer.nope_dim in NOPE and layer.rope_dim == ROPE and layer.kv_lora_rank == LATENT
+    if not taken or layer.v_dim % BLOCK or (layer.nope_dim + layer.v_dim) % ROWS:
+        return None
+    return kv_b.weight, kv_b.weight_scale_inv
+
+
+def has_kernels(x: torch.Tensor) -> bool:
+    return dsa.backends.runs_kernel("mla_absorb_queries", x)

@@ -1,0 +1,165 @@
+"""Collapse, norm and cast in one on the GPU: the bits of the two ops one after the other."""
+
+import pytest
+import torch
+
+import dsa
+from dsa import reference
+from dsa.testing import assert_close, poison_free_memory
+from dsa_layers.layers.hyper_connections import HyperConnection
+from dsa_layers.layers.hyper_sublayer import enter
+from dsa_layers.layers.moe import SwiGLU
+from dsa_layers.layers.norm import RMSNorm
+
+# The ends of what each tile holds, and what models have.
+LENGTHS = [128, 256, 384, 512, 640, 1024, 1152, 1536, 2048, 2176, 3968, 4096, 4224, 6144, 7168, 8192]
+OPTIONS = {"iterations": 20, "eps": 1e-6, "hc_eps": 1e-6}
+
+
+def inputs(tokens, d):
+    """Tokens of every size."""
+    size = torch.logspace(-3, 3, max(tokens, 1), device="cuda")[:tokens, None, None]
+    streams = (torch.randn(tokens, 4, d, device="cuda") * size).bfloat16()
+    mix, base = torch.randn(tokens, 24, device="cuda") * size[:, 0], torch.randn(24, device="cuda")
+    return streams, mix, base, torch.rand(3, device="cuda") + 0.5, torch.randn(d, device="cuda")
+
+
+def same(got, expected):
+    """Bit for bit, NaN of any kind the same."""
+    for g, e in zip(got, expected, strict=True):
+        assert g.dtype == e.dtype and g.is_contiguous()
+        torch.testing.assert_close(g.float(), e.float(), rtol=0, atol=0, equal_nan=True)
+
+
+def apart(*given, norm_eps=1e-6, use_ue8m0=True, **options):
+    *first, weight = given
+    x, *weights = dsa.hyper_collapse(*first, **options)
+    return *dsa.rms_norm_cast_to_fp8(x, weight, norm_eps, use_ue8m0), *weights
+
+
+def check(*given, **options):
+    poison_free_memory(mebibytes=64)
+    same(dsa.hyper_collapse_norm_cast_to_fp8(*given, **options), apart(*given, **options))
+
+
+@pytest.mark.parametrize("use_ue8m0", [True, False])
+@pytest.mark.parametrize("d", LENGTHS)
+@pytest.mark.parametrize("tokens", [1, 37])
+def test_lengths(tokens, d, use_ue8m0):
+    check(*inputs(tokens, d), use_ue8m0=use_ue8m0)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2, 8, 132, 1024, 1025, 2047, 2050, 4096, 9001])
+@pytest.mark.parametrize("d", [256, 4096, 7168])
+def test_tokens(tokens, d):
+    """A CTA has one, two, three or four of them; the last one has fewer."""
+    check(*inputs(tokens, d))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"iterations": 1}, {"iterations": 3, "hc_eps": 0.1}, {"eps": 0.5}, {"norm_eps": 0.5, "use_ue8m0": False}],
+    ids=str,
+)
+def test_options(options):
+    check(*inputs(50, 512), **options)
+
+
+def test_against_the_reference(record_error):
+    given = inputs(64, 4096)
+    got, expected = dsa.hyper_collapse_norm_cast_to_fp8(*given), reference.hyper_collapse_norm_cast_to_fp8(*given)
+    record_error(assert_close("y", got[0], expected[0], abs_tol=1e-5, rel_tol=4.01 / 256, cos_tol=2e-5))
+    for name, a, b in zip(("post", "comb"), got[3:], expected[3:]):
+        assert_close(name, a, b, abs_tol=2e-6, rel_tol=3e-5)
+
+
+def test_streams_of_wider_tensors():
+    """What lies between the rows is NaN, and stays."""
+    for d in (128, 640, 4096):
+        wide = torch.full((30, 6, d + 64), torch.nan, device="cuda").bfloat16()
+        streams = wide[:, 1:5, 8 : d + 8]
+        streams.normal_()
+        check(streams, *inputs(30, d)[1:])
+        assert wide.isnan().sum() == 30 * (6 * (d + 64) - 4 * d)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("of", ["streams", "mix"])
+@pytest.mark.parametrize("tokens", [10, 4099])
+def test_what_is_not_finite_stays_in_its_token(tokens, of, value):
+    given = inputs(tokens, 256)
+    clean = dsa.hyper_collapse_norm_cast_to_fp8(*given)
+    given[0 if of == "streams" else 1][6].view(-1)[3] = value
+    check(*given)
+    others = torch.arange(tokens, device="cuda") != 6
+    same([x[others] for x in dsa.hyper_collapse_norm_cast_to_fp8(*given)], [x[others] for x in clean])
+
+
+def test_zeros():
+    streams, *rest = inputs(6, 512)
+    check(streams * 0, *rest)
+    check(streams * 0, *rest, eps=0.0, norm_eps=0.0)
+
+
+@pytest.mark.parametrize("d", [256, 4096, 7168])
+def test_a_token_does_not_depend_on_the_others(d):
+    streams, mix, *rest = inputs(4100, d)
+    whole = dsa.hyper_collapse_norm_cast_to_fp8(streams, mix, *rest)
+    for part in (slice(0, 1), slice(4001, 4008), slice(77, 2126)):
+        same(dsa.hyper_collapse_norm_cast_to_fp8(streams[part], mix[part], *rest), [x[part] for x in whole])
+
+
+def test_twenty_runs_are_identical():
+    given = inputs(1500, 4096)
+    first = dsa.hyper_collapse_norm_cast_to_fp8(*given)
+    for _ in range(20):
+        same(dsa.hyper_collapse_norm_cast_to_fp8(*given), first)
+
+
+def test_offsets_beyond_32_bits():
+    tokens = 2**31 // (4 * 8192) + 50
+    streams = torch.zeros(tokens, 4, 8192, dtype=torch.bfloat16, device="cuda")
+    some, mix, *rest = inputs(100, 8192)
+    streams[-100:] = some
+    all_mix = torch.zeros(tokens, 24, device="cuda")
+    all_mix[-100:] = mix
+    got = dsa.hyper_collapse_norm_cast_to_fp8(streams, all_mix, *rest)
+    same([x[-100:] for x in got], dsa.hyper_collapse_norm_cast_to_fp8(some, mix, *rest))
+
+
+@pytest.mark.parametrize("tokens", [1, 33])
+def test_graph_of_kernels_that_follow_each_other(tokens):
+    """Each waits for the one in front of it: the streams, and the parameters, are new each time."""
+    given = inputs(tokens, 4096)
+    apart(*given)
+    dsa.hyper_collapse_norm_cast_to_fp8(*given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        held = [dsa.hyper_collapse_norm_cast_to_fp8(given[0] * i, *given[1:]) for i in range(1, 9)]
+    for _ in range(5):
+        for old, new in zip(given, inputs(tokens, 4096)):
+            old.copy_(new)
+        graph.replay()
+        torch.cuda.synchronize()
+        for i, got in enumerate(held, 1):
+            same(got, apart(given[0] * i, *given[1:]))
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 600])
+def test_the_layers(tokens):
+    hc, norm, layer = HyperConnection(4096, 4).cuda(), RMSNorm(4096).cuda(), SwiGLU(4096, 256, fp8=True).cuda()
+    for parameter in (hc.fn, hc.base, norm.weight):
+        torch.nn.init.normal_(parameter, std=0.1)
+    streams = torch.randn(tokens, 4, 4096, device="cuda").bfloat16()
+    with torch.inference_mode():
+        y, cast, weights = enter(hc, streams, norm, layer)
+        x, *expected = hc.collapse(streams)
+        same((y, *cast, *weights), (norm(x), *layer.gate_proj.cast(norm(x)), *expected))
+
+
+def test_errors_name_the_argument():
+    streams, mix, base, scale, weight = inputs(4, 512)
+    with pytest.raises(ValueError, match="weight: must be on streams's device cuda:0, got cpu"):
+        dsa.hyper_collapse_norm_cast_to_fp8(streams, mix, base, scale, weight.cpu())
+    with pytest.raises(ValueError, match="streams: the kernel takes D at most 8192, got 8320"):
+        dsa.hyper_collapse_norm_cast_to_fp8(*inputs(1, 8320))

@@ -1,0 +1,164 @@
+"""Expansion and projection in one on the GPU: the bits of the two ops one after the other."""
+
+import pytest
+import torch
+
+import dsa
+from dsa.testing import poison_free_memory
+from dsa_layers.layers.bf16_parts import BF16Parts
+from dsa_layers.layers.hyper_connections import HyperConnection
+from dsa_layers.layers.hyper_sublayer import leave
+
+
+def inputs(tokens, d, count=24):
+    y, streams = torch.randn(tokens, d, device="cuda").bfloat16(), torch.randn(tokens, 4, d, device="cuda").bfloat16()
+    post, comb = torch.rand(tokens, 4, device="cuda") * 2, torch.rand(tokens, 4, 4, device="cuda")
+    return y, streams, post, comb, BF16Parts().of(torch.randn(count, 4 * d, device="cuda") * 0.02)
+
+
+def same(got, expected):
+    """Bit for bit, NaN of any kind the same."""
+    for g, e in zip(got, expected, strict=True):
+        assert g.dtype == e.dtype and g.is_contiguous()
+        torch.testing.assert_close(g.float(), e.float(), rtol=0, atol=0, equal_nan=True)
+
+
+def apart(*given):
+    *rest, parts = given
+    new = dsa.hyper_expand(*rest)
+    return new, dsa.hyper_mix(new, parts)
+
+
+def check(*given):
+    poison_free_memory(mebibytes=64)
+    same(dsa.hyper_expand_mix(*given), apart(*given))
+
+
+@pytest.mark.parametrize(
+    ("d", "count"),
+    [
+        *((d, 24) for d in (8, 64, 72, 264, 512, 832, 1024, 1032, 2056, 4096, 5120, 7168, 16384)),
+        *((4096, count) for count in (1, 4, 13, 100)),
+    ],
+)
+@pytest.mark.parametrize("tokens", range(1, 10))
+def test_few_tokens(tokens, d, count):
+    """All numbers of them that one kernel takes, and one more. Slices that are empty, parts of a block, one round of
+    blocks and several; outputs that the last cluster lacks."""
+    check(*inputs(tokens, d, count))
+
+
+@pytest.mark.parametrize("tokens", [0, 17, 64, 65, 300, 2000])
+def test_more_tokens(tokens):
+    check(*inputs(tokens, 4096))
+
+
+def test_against_float64():
+    y, streams, post, comb, parts = inputs(8, 4096)
+    new, mix = dsa.hyper_expand_mix(y, streams, post, comb, parts)
+    exact = post.double()[..., None] * y.double()[:, None] + comb.double().mT @ streams.double()
+    torch.testing.assert_close(new.double(), exact, rtol=2**-8, atol=1e-6)
+    v, weight = new.flatten(1).double(), parts.double().sum(0)
+    error = (mix.double() - v @ weight.T).abs() / (v.abs() @ weight.abs().T)
+    assert (error < 4e-6).all()
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+def test_rows_of_wider_tensors(tokens):
+    """What lies between the rows is NaN, and stays."""
+    for d in (64, 264, 4096):
+        wide = torch.full((tokens, 6, d + 64), torch.nan, device="cuda").bfloat16()
+        streams, y = wide[:, 1:5, 8 : d + 8], wide[:, 5, 8 : d + 8]
+        streams.normal_()
+        y.normal_()
+        check(y, streams, *inputs(tokens, d)[2:])
+        assert wide.isnan().sum() == tokens * (6 * (d + 64) - 5 * d)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("of", ["y", "streams", "post", "comb"])
+def test_what_is_not_finite_stays_in_its_token(of, value):
+    given = inputs(8, 256)
+    clean = dsa.hyper_expand_mix(*given)
+    given[("y", "streams", "post", "comb").index(of)][6].view(-1)[3] = value
+    check(*given)
+    others = torch.arange(8, device="cuda") != 6
+    new, mix = dsa.hyper_expand_mix(*given)
+    same((new[others], mix[others]), (clean[0][others], clean[1][others]))
+    assert not new[6].isfinite().all() and not mix[6].isfinite().all()
+
+
+@pytest.mark.parametrize("d", [256, 4096, 7168])
+def test_a_token_does_not_depend_on_the_others(d):
+    *rest, parts = inputs(300, d)
+    whole = dsa.hyper_expand_mix(*rest, parts)
+    for first, tokens in ((0, 1), (7, 2), (100, 3), (200, 8), (9, 40)):
+        part = slice(first, first + tokens)
+        same(dsa.hyper_expand_mix(*(x[part] for x in rest), parts), [x[part] for x in whole])
+
+
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_a_thousand_runs_are_identical(tokens):
+    """Of which each may begin before the one in front has ended, and sends to CTAs of its own cluster alone."""
+    given = inputs(tokens, 4096)
+    first = apart(*given)
+    results = [dsa.hyper_expand_mix(*given) for _ in range(1000)]
+    for got in results:
+        same(got, first)
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_graph_of_kernels_that_follow_each_other(tokens):
+    """Each reads the streams that the one in front made; inputs and the matrix are new each time."""
+    given = y, streams, post, comb, parts = inputs(tokens, 4096)
+    comb.mul_(0.25)
+
+    def run(op):
+        new, mixes = streams, []
+        for _ in range(12):
+            new, mix = op(y, new, post, comb, parts)
+            mixes.append(mix)
+        return new, *mixes
+
+    run(apart), run(dsa.hyper_expand_mix)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        held = run(dsa.hyper_expand_mix)
+    for _ in range(5):
+        for old, new in zip(given, inputs(tokens, 4096)):
+            old.copy_(new)
+        comb.mul_(0.25)
+        graph.replay()
+        torch.cuda.synchronize()
+        same(held, run(apart))
+
+
+def test_beside_kernels_that_hold_the_gpu():
+    """Clusters of a second stream, for whose multiprocessors both compete: nobody waits for who is not there."""
+    given, other = inputs(8, 7168), torch.cuda.Stream()
+    expected, a = apart(*given), torch.randn(4096, 4096, device="cuda").bfloat16()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(other):
+        for _ in range(50):
+            a @ a
+    results = [dsa.hyper_expand_mix(*given) for _ in range(200)]
+    torch.cuda.synchronize()
+    for got in results:
+        same(got, expected)
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 9])
+def test_the_layers(tokens):
+    hc, following = (HyperConnection(4096, 4).cuda() for _ in range(2))
+    torch.nn.init.normal_(following.fn, std=0.02)
+    y, streams, post, comb, _ = inputs(tokens, 4096)
+    with torch.inference_mode():
+        new = hc.expand(y, streams, post, comb)
+        same(leave(hc, y, streams, (post, comb), following), (new, following.project(new)))
+
+
+def test_gradients_run_the_formula():
+    given = [x.requires_grad_() for x in inputs(3, 64)]
+    new, mix = dsa.hyper_expand_mix(*given)
+    gradients = torch.autograd.grad(new.float().sum() + mix.sum(), given)
+    assert all(gradient.isfinite().all() and gradient.any() for gradient in gradients)

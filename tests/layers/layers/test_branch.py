@@ -1,0 +1,202 @@
+"""Chains of kernels that a captured step runs beside each other: neither touches what the other one makes."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dsa_layers.checkpoint.loading import load_model
+from dsa_layers.generation.generator import Generator
+from dsa_layers.generation.sampling import SamplingParams
+from dsa_layers.layers import attention, branch, compressed_attention, moe
+from dsa_layers.layers.branch import Branch, beside
+from dsa_layers.tiny import write_tiny_checkpoint
+
+FAMILIES = "deepseek_v32", "glm_moe_dsa", "deepseek_v4"
+PROMPTS = [list(range(40, 310)), list(range(7, 160))]
+
+
+def memory(tensors):
+    return {StorageWeakRef(x.untyped_storage()) for x in tensors}
+
+
+class Accesses(TorchDispatchMode):
+    """What PyTorch's operators read and write while `into` is set."""
+
+    into = None
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if self.into is not None:
+            given = dict(zip((a.name for a in func._schema.arguments), args)) | (kwargs or {})
+            names = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+            written = [x for name in names for x in tree_leaves(given.get(name)) if torch.is_tensor(x)]
+            read = [x for x in tree_leaves((args, kwargs)) if torch.is_tensor(x)]
+            self.into.write |= memory([*written, *(x for x in tree_leaves(made) if torch.is_tensor(x))]) - memory(read)
+            self.into.write |= memory(written)
+            self.into.read |= memory(read)
+        return made
+
+
+class Chain:
+    def __init__(self):
+        self.read, self.write = set(), set()
+
+
+class Watched(Branch):
+    joined = False
+
+    def __init__(self, accesses, reads):
+        self.accesses, self.reads = accesses, reads
+        self.inside, self.behind = Chain(), Chain()
+
+    def join(self):
+        assert not self.joined
+        self.joined, self.accesses.into = True, None
+        inside, behind = self.inside, self.behind
+        assert not inside.write & (behind.read | behind.write) and not behind.write & inside.read
+        # What is read inside is not given away before: the branch has it, or others will.
+        assert not [x for x in inside.read if x.expired() and x not in inside.write]
+        self.reads = ()
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """The branches of all passes, in their order."""
+    found, accesses = [], Accesses()
+
+    @contextmanager
+    def watch(*reads):
+        assert accesses.into is None  # one at a time
+        found.append(made := Watched(accesses, reads))
+        accesses.into = made.inside
+        yield made
+        accesses.into = made.behind
+
+    for module in (attention, compressed_attention, moe):
+        monkeypatch.setattr(module, "beside", watch)
+    with accesses:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def model(request, tmp_path_factory):
+    directory = tmp_path_factory.mktemp(request.param)
+    write_tiny_checkpoint(directory, model=request.param)
+    return load_model(directory, drafter=True, progress=False)
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+@pytest.mark.parametrize("model", FAMILIES, indirect=True)
+def test_chains_are_independent(model, drafts, watched):
+    """In decoding passes, of one token and of several, where more keys are visible than selected."""
+    generator = Generator(model, cache_tokens=1024, draft_tokens=drafts)
+    passes, decode = [], generator._passes._decode
+
+    def counted(sequences):
+        before = len(watched)
+        result = decode(sequences)
+        passes.append(watched[before:])
+        return result
+
+    generator._passes._decode = counted
+    generator.generate(PROMPTS, SamplingParams(max_new_tokens=5, temperature=0.0))
+    layers = model.config.num_hidden_layers
+    for branches in passes:
+        assert all(b.joined for b in branches)
+        # Attention of every layer and experts have something to do in both chains, but for layers without an indexer.
+        assert sum(bool(b.inside.write and b.behind.write) for b in branches) > layers
+    assert len(passes) > 1
+
+
+def test_a_chain_that_reads_the_others_is_found(watched):
+    """The judge above, on a branch that makes what is read before it is joined."""
+    with attention.beside(torch.zeros(1)) as found:
+        made = torch.ones(2) + 1
+    made + 1
+    with pytest.raises(AssertionError):
+        found.join()
+
+
+def test_memory_that_is_given_away_too_early_is_found(watched):
+    x = torch.ones(1000)
+    with attention.beside(torch.zeros(1)) as found:
+        x + 1
+    del x
+    with pytest.raises(AssertionError):
+        found.join()
+
+
+def test_without_a_graph_there_is_one_order():
+    with beside(torch.zeros(1)) as made:
+        assert type(made) is Branch
+    made.join()
+
+
+class Streams:
+    """Stands for torch.cuda while a stream captures."""
+
+    def __init__(self, monkeypatch, backend="native"):
+        self.current, self.made, self.done = "main", [], []
+        for name, stub in {
+            "is_current_stream_capturing": lambda: True,
+            "get_allocator_backend": lambda: backend,
+            "current_stream": lambda device: self.stream(self.current),
+            "Stream": lambda device: self.made.append(device) or self.stream(f"side {len(self.made)}"),
+            "stream": self.on,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, stub)
+        branch._beside.cache_clear()
+
+    def stream(self, name):
+        wait = lambda other: self.done.append(f"{name} waits for {other.name}")  # noqa: E731
+        return Named(name, wait)
+
+    @contextmanager
+    def on(self, stream):
+        before, self.current = self.current, stream.name
+        yield
+        self.current = before
+
+
+class Named:
+    device = "a GPU"
+
+    def __init__(self, name, wait_stream):
+        self.name, self.wait_stream = name, wait_stream
+
+    def __hash__(self):
+        return hash(self.name)
+
+    def __eq__(self, other):
+        return self.name == other.name
+
+
+class OnGPU:
+    is_cuda, device = True, "a GPU"
+
+
+@torch.no_grad()
+def test_forks_and_joins(monkeypatch):
+    """One side stream for each stream that branches are beside."""
+    streams = Streams(monkeypatch)
+    for main in ("main", "main", "other"):
+        streams.current = main
+        with beside(OnGPU(), None) as made:
+            assert streams.current.startswith("side")
+        assert streams.current == main
+        made.join()
+    first = ["side 1 waits for main", "main waits for side 1"]
+    assert streams.done == [*first, *first, "side 2 waits for other", "other waits for side 2"]
+
+
+def test_gradients_and_other_allocators_have_one_order(monkeypatch):
+    Streams(monkeypatch)
+    with beside(OnGPU()) as made:
+        assert type(made) is Branch
+    Streams(monkeypatch, "cudaMallocAsync")
+    with torch.no_grad(), beside(OnGPU()) as made:
+        assert type(made) is Branch

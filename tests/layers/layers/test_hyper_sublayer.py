@@ -1,0 +1,231 @@
+"""Blocks over residual streams: the bits of their formula, whatever stands together in one kernel, and what is left
+alone where others are to see what goes in and comes out."""
+
+import pytest
+import torch
+
+import dsa
+from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.checkpoint.loading import load_model
+from dsa_layers.layers.compressed_attention import CompressedAttention
+from dsa_layers.layers.hyper_connections import HyperConnection, _Mixing
+from dsa_layers.layers.hyper_decoder import HyperDecoderBlock, following
+from dsa_layers.layers.hyper_sublayer import MixedStreams, enter, leave
+from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE, SwiGLU
+from dsa_layers.layers.norm import RMSNorm
+from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
+from tests.layers.families.v4_checkpoints import write_published
+
+HIDDEN, TOKENS = 256, 9
+OPS = (
+    "hyper_collapse",
+    "hyper_collapse_norm_cast_to_fp8",
+    "hyper_expand",
+    "hyper_expand_mix",
+    "hyper_mix",
+    "per_token_cast_to_fp8",
+    "rms_norm_cast_to_fp8",
+)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Names of the ops that are called, once each time."""
+    found = []
+    for name in OPS:
+        whole = getattr(dsa, name)
+        monkeypatch.setattr(dsa, name, lambda *a, name=name, whole=whole, **k: found.append(name) or whole(*a, **k))
+    return found
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """Projections are of the bf16 parts, as on a GPU."""
+
+    def parts_for(self, x):
+        return self._fn_parts.of(self.fn) if x.dtype == torch.bfloat16 and not torch.is_grad_enabled() else None
+
+    monkeypatch.setattr(_Mixing, "parts_for", parts_for)
+
+
+class Tokenless(MoE):
+    """Experts by a router that knows no tokens."""
+
+    def forward(self, x, tokens=None, *, cast=None):
+        return super().forward(x, cast=cast)
+
+
+def block(fp8=True, kind=HyperDecoderBlock):
+    options = {"fp8": fp8, "dtype": torch.bfloat16}
+    ranks = {"q_lora_rank": 128, "o_groups": 2, "o_lora_rank": 128}
+    attention = CompressedAttention(HIDDEN, 2, dim=512, window=4, **ranks, **options)
+    experts = Tokenless(HIDDEN, 128, GroupedSigmoidRouter(HIDDEN, 4, 2, dtype=torch.bfloat16), **options)
+    mixing = {name: HyperConnection(HIDDEN, 4) for name in ("hc_attn", "hc_ffn")}
+    for parameter in (p for each in mixing.values() for p in each.parameters()):
+        torch.nn.init.normal_(parameter, std=0.1)
+    model = kind(HIDDEN, attention, experts, **mixing)
+    for norm in (model.attn_norm, model.ffn_norm):
+        torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
+    return model
+
+
+def streams():
+    return torch.randn(TOKENS, 4, HIDDEN).bfloat16()
+
+
+def surroundings():
+    batch = SequenceBatch.without_cache([TOKENS])
+    rope = RotaryEmbedding(rope_frequencies(64, 1e4))(batch.positions)
+    return torch.zeros(TOKENS, dtype=torch.int64), rope, None, batch
+
+
+def formula(model, x):
+    """The block's, function by function."""
+    _, *rest = surroundings()
+    y, *weights = model.hc_attn.collapse(x)
+    x = model.hc_attn.expand(model.attn(model.attn_norm(y), *rest), x, *weights)
+    y, *weights = model.hc_ffn.collapse(x)
+    return model.hc_ffn.expand(model.ffn(model.ffn_norm(y)), x, *weights)
+
+
+@torch.no_grad()
+def test_a_block_is_its_formula(calls):
+    """Collapse, norm and cast are one, twice; the queries' latents are normed and cast at once."""
+    model, x = block(), streams()
+    found, seen = model(x, *surroundings()), sorted(calls)
+    assert torch.equal(found, formula(model, x))
+    assert seen == 2 * ["hyper_collapse_norm_cast_to_fp8"] + 2 * ["hyper_expand"] + ["rms_norm_cast_to_fp8"]
+
+
+@torch.no_grad()
+def test_blocks_with_projections_of_parts(on_gpu, calls):
+    """The expansion comes with the projection of the next sublayer: within a block, and from block to block."""
+    blocks, x = torch.nn.ModuleList(block() for _ in range(2)), streams()
+    between = blocks[0](x, *surroundings(), **following(blocks, 0))
+    assert isinstance(between, MixedStreams)
+    found, seen = blocks[1](between, *surroundings(), **following(blocks, 1)), list(calls)
+    assert torch.equal(between.streams, formula(blocks[0], x))
+    assert torch.equal(between.mix, blocks[1].hc_attn.project(between.streams))
+    assert torch.equal(found, formula(blocks[1], between.streams))
+    assert [seen.count(name) for name in ("hyper_mix", "hyper_expand_mix", "hyper_expand")] == [1, 3, 1]
+    assert seen.count("hyper_collapse_norm_cast_to_fp8") == 4 and "hyper_collapse" not in seen
+
+
+@torch.no_grad()
+def test_without_fp8_layers(on_gpu, calls):
+    """There is no cast to share, so collapse and norm go by themselves; the projection is still the expansion's."""
+    blocks, x = torch.nn.ModuleList(block(fp8=False) for _ in range(2)), streams()
+    between = blocks[0](x, *surroundings(), **following(blocks, 0))
+    found, seen = blocks[1](between, *surroundings()), list(calls)
+    assert torch.equal(found, formula(blocks[1], formula(blocks[0], x)))
+    assert [seen.count(name) for name in ("hyper_collapse", "hyper_mix", "hyper_expand_mix")] == [4, 1, 3]
+
+
+def test_gradients_are_the_formulas(on_gpu, calls):
+    model, x = block(fp8=False), streams().requires_grad_()
+    found = model(x, *surroundings(), following=block().hc_attn)
+    assert isinstance(found, torch.Tensor) and torch.equal(found, formula(model, x))
+    found.float().sum().backward()
+    assert x.grad.any() and all(p.grad.any() for p in model.hc_attn.parameters())
+    assert not {"hyper_collapse_norm_cast_to_fp8", "hyper_expand_mix"} & {*calls}
+
+
+class Doubled(HyperConnection):
+    def collapse(self, x):
+        x, post, comb = super().collapse(x)
+        return x.flip(0), post, comb
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("replaced", ["class", "collapse", "expand", "project"])
+def test_hyper_connections_of_others(replaced, on_gpu):
+    """A subclass, or one whose functions are replaced, is asked for what it gives."""
+    model, x = block(), streams()
+    plain = formula(model, x)
+    if replaced == "class":
+        model.hc_ffn.__class__ = Doubled
+    else:
+        whole = getattr(model.hc_ffn, replaced)
+
+        def other(*given):
+            result = whole(*given)
+            return (result[0].flip(0), *result[1:]) if isinstance(result, tuple) else result.flip(0)
+
+        setattr(model.hc_ffn, replaced, other)
+    expected = formula(model, x)
+    for given in ({}, {"following": block().hc_attn}):
+        assert torch.equal(model(x, *surroundings(), **given), expected)
+    assert not torch.equal(plain, expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("part", ["attn_norm", "attn", "ffn_norm", "ffn"])
+def test_hooks_see_what_goes_in_and_comes_out(part, on_gpu):
+    model, x = block(), streams()
+    module, seen = model.get_submodule(part), []
+    handles = [
+        module.register_forward_pre_hook(lambda module, given: (given[0].flip(0), *given[1:])),
+        module.register_forward_hook(lambda module, given, y: seen.append(y) or -y),
+    ]
+    hooked = model(x, *surroundings())
+    assert torch.equal(hooked, formula(model, x)) and torch.equal(seen[0], seen[1])
+    for handle in handles:
+        handle.remove()
+    assert not torch.equal(hooked, model(x, *surroundings()))
+
+
+def test_who_reads_what_a_block_gives():
+    """Nobody is told of, where a hook, a `forward` of its own or another module in a block's place would see it."""
+
+    class Another(HyperDecoderBlock):
+        def forward(self, streams, tokens, rope, entry_rope, batch, cache=None, rows=None):
+            return super().forward(streams, tokens, rope, entry_rope, batch, cache)
+
+    blocks = torch.nn.ModuleList(block() for _ in range(3))
+    assert following(blocks, 0) == {"following": blocks[1].hc_attn} and following(blocks, 2) == {}
+    handle = blocks[1].register_forward_hook(lambda module, given, y: None)
+    assert following(blocks, 0) == following(blocks, 1) == {}
+    handle.remove()
+    handle = blocks[1].register_forward_pre_hook(lambda module, given: None)
+    assert following(blocks, 0) == following(blocks, 1) == {}
+    handle.remove()
+    blocks[1].forward = blocks[1].forward
+    assert following(blocks, 0) == following(blocks, 1) == {}
+    for other in (block(kind=Another), torch.nn.Identity()):
+        blocks[1] = other
+        assert following(blocks, 0) == following(blocks, 1) == {}
+
+
+@torch.no_grad()
+def test_a_compiled_block():
+    model, x = block(), streams()
+    compiled = torch.compile(model, backend="eager")
+    assert torch.equal(compiled(x, *surroundings()), model(x, *surroundings()))
+
+
+@torch.no_grad()
+def test_dtypes_without_kernels(calls):
+    """Streams of fp16: the functions by themselves."""
+    hc, norm, layer, x = HyperConnection(HIDDEN, 4), RMSNorm(HIDDEN), SwiGLU(HIDDEN, 128, fp8=True), streams().half()
+    y, cast, weights = enter(hc, x, norm, layer)
+    collapsed, *expected = hc.collapse(x)
+    assert torch.equal(y, norm(collapsed)) and cast is not None
+    assert all(torch.equal(a, b) for a, b in zip(weights, expected, strict=True))
+    assert torch.equal(leave(hc, y, x, weights, hc), hc.expand(y, x, *expected))
+    assert not {"hyper_collapse_norm_cast_to_fp8", "hyper_expand_mix"} & {*calls}
+
+
+@torch.no_grad()
+def test_a_model(tmp_path, on_gpu, calls, monkeypatch):
+    """The logits of a pass are those of layers that know nothing of each other."""
+    write_published(tmp_path)
+    model = load_model(tmp_path, progress=False)
+    tokens, batch = torch.arange(40), SequenceBatch.without_cache([40])
+    found, seen = model(tokens, batch, all_tokens=True), list(calls)
+    layers = len(model.layers)
+    assert seen.count("hyper_expand_mix") == 2 * layers - 1 and seen.count("hyper_expand") == 1
+    assert seen.count("hyper_mix") == 2  # of the first layer, and of the head
+    monkeypatch.setattr("dsa_layers.layers.hyper_sublayer._is_plain", lambda hc: False)
+    calls.clear()
+    assert torch.equal(model(tokens, batch, all_tokens=True), found)
+    assert calls.count("hyper_expand") == calls.count("hyper_collapse") == 2 * layers

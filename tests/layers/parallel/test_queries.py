@@ -1,0 +1,357 @@
+"""Attention that long passes split by queries: its rows have one process's bits, and little is said for them."""
+
+import contextlib
+import copy
+import weakref
+from operator import attrgetter
+from unittest import mock
+
+import pytest
+import torch
+
+from dsa_layers import load_model
+from dsa_layers.batch.prefill import Chunk, prefill_batch
+from dsa_layers.batch.rows import Rows
+from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.evaluation.keys_read import KeysRead
+from dsa_layers.evaluation.selections import latest_keys
+from dsa_layers.families.deepseek_v4.model import DeepseekV4ForCausalLM
+from dsa_layers.families.registry import model_types
+from dsa_layers.layers import attention as attention_layer
+from dsa_layers.layers.attention import DSAAttention, Selection
+from dsa_layers.layers.linear import Linear
+from dsa_layers.layers.own_heads import OwnHeads
+from dsa_layers.layers.rope import RopeAngles
+from dsa_layers.parallel.ranks import ALONE, Ranks
+from dsa_layers.parallel.rows import SharedRows, rows_of
+from dsa_layers.parallel.split import copy_own_heads
+from dsa_layers.tiny import write_tiny_checkpoint
+from tests.layers.parallel.processes import in_ranks
+from tests.layers.parallel.ways import split_by
+
+# (new, earlier) tokens of two sequences, a pass; more than are selected. The first is short, and split by heads.
+PASSES = [(130, 0), (40, 0)], [(150, 130), (150, 40)], [(1, 280), (257, 190)]
+LONG = 1, 2
+OPTIONS = {
+    "fp32": {"dtype": torch.float32, "dequantize": True},
+    "bf16": {"dtype": torch.bfloat16, "dequantize": True},
+    "fp8": {"dtype": torch.bfloat16},
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    made = {model: tmp_path_factory.mktemp(model) for model in model_types()}
+    for model, directory in made.items():
+        write_tiny_checkpoint(directory, model=model)
+    return made
+
+
+def attentions(model):
+    return [(name, module) for name, module in model.named_modules() if hasattr(module, "own_heads")]
+
+
+@pytest.mark.parametrize("options", [OPTIONS["fp32"], OPTIONS["fp8"]], ids=["fp32", "fp8"])
+def test_a_rank_reads_all_heads_and_has_views_of_its_own(checkpoints, options):
+    """Views are what it reads where it has its heads alone."""
+    for model, directory in checkpoints.items():
+        whole = dict(load_model(directory, progress=False, **options).state_dict())
+        part = load_model(directory, mesh=Ranks(1, 2), progress=False, **options)
+        with split_by("heads"):
+            of_heads = dict(attentions(load_model(directory, mesh=Ranks(1, 2), progress=False, **options)))
+        for name, layer in attentions(part):
+            for key, tensor in layer.state_dict().items():
+                assert torch.equal(tensor, whole[f"{name}.{key}"]), (model, name, key)
+            own, expected = layer.own_heads.of(layer), of_heads[name]
+            assert own.n_heads == expected.n_heads == layer.n_heads // 2 and expected.own_heads is own.own_heads is None
+            theirs, mine = expected.state_dict(), own.state_dict()
+            assert mine.keys() == theirs.keys()
+            copied = set()
+            for key, tensor in mine.items():
+                assert torch.equal(tensor, theirs[key]), (model, name, key)
+                same = layer.state_dict()[key].untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+                copied |= set() if same else {key}
+            # FP8 products take weights that are contiguous.
+            columns = {key for key in mine if key.startswith(("o_proj.", "wo_b."))}
+            assert copied == ({*columns} if options is OPTIONS["fp8"] else set())
+            assert len(layer.own_heads.copies(layer)) == len(copied)
+            assert all(tensor.is_contiguous() for key, tensor in mine.items() if key not in columns - copied)
+            again = layer.own_heads.of(layer)
+            assert all(again.state_dict()[key].data_ptr() == tensor.data_ptr() for key, tensor in mine.items())
+
+
+def test_views_follow_the_weights(checkpoints):
+    """Others in their place, and other numbers where scales are copied."""
+    part = load_model(checkpoints["deepseek_v32"], mesh=Ranks(0, 2), progress=False)
+    layer = part.model.layers[1].self_attn
+    before = layer.own_heads.of(layer)
+    scale = before.o_proj.weight_scale_inv.clone()
+    layer.o_proj.weight_scale_inv.mul_(2)
+    assert torch.equal(layer.own_heads.of(layer).o_proj.weight_scale_inv, 2 * scale)
+    layer.o_proj.weight_scale_inv.data.mul_(2)  # is not counted
+    copy_own_heads(part)
+    assert torch.equal(before.o_proj.weight_scale_inv, 4 * scale)
+    layer.q_b_proj.weight = torch.nn.Parameter(layer.q_b_proj.weight.clone(), requires_grad=False)
+    mine = layer.own_heads.of(layer).q_b_proj.weight
+    assert mine.data_ptr() == layer.q_b_proj.weight.data_ptr() != before.q_b_proj.weight.data_ptr()
+
+
+@pytest.mark.parametrize(("model", "name"), [("deepseek_v32", "o_proj"), ("deepseek_v4", "wo_a.matrices")])
+def test_views_are_of_the_modules_that_are_there(checkpoints, model, name):
+    """Of others with the same parameters, and not of those whose parts need not compute parts."""
+    part = load_model(checkpoints[model], mesh=Ranks(1, 2), progress=False, **OPTIONS["fp32"])
+    _, layer = attentions(part)[1]
+    owner, _, attribute = name.rpartition(".")
+    owner, whole = layer.get_submodule(owner), layer.get_submodule(name)
+    layer.own_heads.of(layer)
+
+    class Doubled(Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    same = Linear(1, 1)
+    same.weight, same.mark = whole.weight, "another"
+    setattr(owner, attribute, same)
+    assert layer.own_heads.of(layer).get_submodule(name).mark == "another"
+    other = Doubled(1, 1)
+    other.weight = whole.weight
+    setattr(owner, attribute, other)
+    top = name.partition(".")[0]
+    accepted = "accepted: Linear or BlockFP8Linear or GroupedLinear as they are, got Doubled"
+    with pytest.raises(ValueError, match=f"^{top}: short passes split {type(layer).__name__} by heads; {accepted}$"):
+        layer.own_heads.of(layer)
+    part.load_state_dict(part.to("cpu").state_dict())  # which is no pass
+    setattr(owner, attribute, same)
+    same.forward = other.forward
+    with pytest.raises(ValueError, match=f"^{top}: .*, got Linear, with a forward of its own$"):
+        layer.own_heads.of(layer)
+    del same.forward
+    assert layer.own_heads.of(layer).get_submodule(name).mark == "another"
+
+
+def test_memory_is_held_once(checkpoints):
+    """Copies of a layer have parts of their own weights, and weights that it leaves are freed."""
+    part = load_model(checkpoints["deepseek_v32"], mesh=Ranks(1, 2), progress=False)
+    _, layer = attentions(part)[1]
+    other = copy.deepcopy(layer)
+    assert not other.own_heads._parts.copies
+    mine, theirs = other.own_heads.of(other), layer.own_heads.of(layer)
+    assert mine.n_heads == theirs.n_heads and torch.equal(mine.q_b_proj.weight, theirs.q_b_proj.weight)
+    assert mine.q_b_proj.weight.untyped_storage().data_ptr() == other.q_b_proj.weight.untyped_storage().data_ptr()
+    left = weakref.ref(theirs.q_b_proj.weight)
+    layer.to("meta")
+    del theirs, mine
+    assert left() is None
+    assert all(x.is_meta for x in layer.own_heads.of(layer).parameters())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_weights_are_dequantised_once_for_both(checkpoints, rank):
+    """Those of a rank's heads are rows of all heads', also after a change."""
+    part = load_model(checkpoints["deepseek_v32"], mesh=Ranks(rank, 2), progress=False)
+    with split_by("heads"):
+        of_heads = load_model(checkpoints["deepseek_v32"], mesh=Ranks(rank, 2), progress=False)
+    (_, layer), (_, expected) = (attentions(model)[1] for model in (part, of_heads))
+    for _ in range(2):
+        mine = layer.own_heads.of(layer).kv_b_proj.float_weight(torch.bfloat16)
+        assert torch.equal(mine, expected.kv_b_proj.float_weight(torch.bfloat16))
+        whole = layer.kv_b_proj.float_weight(torch.bfloat16)
+        assert mine.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+        for one in (layer, expected):
+            one.kv_b_proj.weight_scale_inv.mul_(2)
+
+
+@pytest.mark.parametrize("multi_head", [False, True])
+def test_heads_are_asked_for_where_they_are_used(checkpoints, multi_head, monkeypatch):
+    """Which form is faster counts a rank's heads."""
+    part = load_model(checkpoints["deepseek_v32"], mesh=Ranks(1, 2), progress=False)
+    _, layer = attentions(part)[1]
+    length = layer.indexer.top_k + 1
+    batch, asked = SequenceBatch.without_cache([length]), []
+
+    def is_faster(query_lens, key_lens, top_k, sizes):
+        assert sizes.heads == layer.n_heads // 2
+        return multi_head
+
+    class Shared(Rows):
+        parts = shared = True
+
+    monkeypatch.setattr(attention_layer, "multi_head_is_faster", is_faster)
+    monkeypatch.setattr(DSAAttention, "_has_multi_head_kernel", lambda *_: True)
+    monkeypatch.setattr(DSAAttention, "_attend", lambda one, x, *_, queries: (one.n_heads, queries.shared))
+    monkeypatch.setattr(OwnHeads, "of", lambda own, one, of=OwnHeads.of: asked.append(one) or of(own, one))
+    x = torch.zeros(length, part.config.hidden_size)
+    expected = (layer.n_heads // 2, False) if multi_head else (layer.n_heads, True)
+    assert layer(x, *part.model.rotary(batch.positions), batch, rows=Shared()) == expected
+    assert asked == ([layer] if multi_head else [])
+
+
+@torch.inference_mode()
+def test_views_of_parameters_of_inference_mode(checkpoints):
+    """Are made once, and what is copied each time: nobody counts their changes."""
+    part = load_model(checkpoints["deepseek_v32"], mesh=Ranks(0, 2), progress=False)
+    _, layer = attentions(part)[1]
+    assign = {name: torch.nn.Parameter(x.clone(), requires_grad=False) for name, x in layer.state_dict().items()}
+    layer.load_state_dict(assign, assign=True)
+    scale = layer.o_proj.weight_scale_inv
+    assert scale.is_inference()
+    before = layer.own_heads.of(layer)
+    scale.mul_(2)
+    now = layer.own_heads.of(layer)
+    assert all(x is y for x, y in zip(before.parameters(), now.parameters()))
+    assert torch.equal(now.o_proj.weight_scale_inv, scale.chunk(2, 1)[0])
+
+
+@pytest.mark.parametrize(("model", "name"), [("deepseek_v32", "kv_b_proj.weight"), ("deepseek_v4", "attn_sink")])
+def test_a_pass_that_would_lose_gradients_is_refused(checkpoints, model, name):
+    part = load_model(checkpoints[model], mesh=Ranks(1, 2), progress=False, **OPTIONS["fp32"])
+    _, layer = attentions(part)[1]
+    layer.get_parameter(name).requires_grad_()
+    refused = f"^requires_grad: .* split {type(layer).__name__} by heads, .*got True of {name.partition('.')[0]}$"
+    with pytest.raises(ValueError, match=refused):
+        layer.own_heads.of(layer)
+    with torch.no_grad():
+        assert not attrgetter(name)(layer.own_heads.of(layer)).requires_grad
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize(("model", "name"), [("deepseek_v32", "o_proj"), ("deepseek_v4", "wo_b")])
+def test_copied_columns_stay_where_a_graph_reads_them(checkpoints, model, name, assign):
+    """Where the model loads others, and where it stays as it is or leaves the device."""
+    part = load_model(checkpoints[model], mesh=Ranks(1, 2), progress=False)
+    _, layer = attentions(part)[1]
+    kept = [*layer.own_heads.of(layer).get_submodule(name).parameters()]
+    before = [x.clone() for x in kept]
+    state = {key: x.clone() for key, x in part.state_dict().items()}
+    for key, x in state.items():
+        if key.endswith((f"{name}.weight", f"{name}.weight_scale_inv")):
+            state[key] = (x.float() * torch.tensor([0.5, 2.0]).repeat_interleave(x.shape[1] // 2)).to(x.dtype)
+    part.load_state_dict(state, assign=assign)
+    whole = [*layer.get_submodule(name).parameters()]
+    for x, old, of_all in zip(kept, before, whole):
+        assert torch.equal(x.float(), of_all.chunk(2, 1)[1].float()) and not torch.equal(x.float(), old.float())
+    for again in (layer, layer.to("cpu")):
+        now = layer.own_heads.of(again).get_submodule(name).parameters()
+        assert all(x is y for x, y in zip(now, kept))
+    layer.to("meta")
+    assert all(x.is_meta for x in layer.own_heads._parts.copies)
+
+
+def attended(model, ranks):
+    """({(pass, layer): what attention gives for this process's rows}, these rows' numbers in each pass)."""
+    torch.manual_seed(0)
+    size, dtype = model.page_size, model.precision.dtype
+    cache = model.make_cache(20, size)
+    pages, slots = [cache.allocator.allocate(10) for _ in range(2)], cache.state_slots.allocate(2)
+    found, numbers = {}, []
+    for i, lens in enumerate(PASSES):
+        chunks = [Chunk(*of_one, own, slot) for of_one, own, slot in zip(lens, pages, slots)]
+        batch = prefill_batch(chunks, size, "cpu")
+        rows = rows_of(batch, ranks)
+        x = torch.randn(len(batch.positions), model.config.hidden_size).to(dtype)
+        numbers.append(rows.own(torch.arange(len(x))))
+        for j, y in enumerate(attention(model, rows.own(x), batch, cache, rows)):
+            found[i, j] = y
+    return found, numbers
+
+
+def counted(model, ranks, way):
+    """The same, and the keys that tokens have read, where these are selected as ever, or are the latest."""
+    with contextlib.nullcontext() if way == "selected" else latest_keys(model), KeysRead(model) as keys:
+        return *attended(model, ranks), keys.counts()
+
+
+def attention(model, x, batch, cache, rows):
+    """Of every layer, all of which read the same x."""
+    if isinstance(model, DeepseekV4ForCausalLM):
+        for i, layer in enumerate(model.layers):
+            ratio = model.config.compress_rates.get(model.config.layer_types[i])
+            rotary = model.rotaries["main" if ratio is None else "compress"]
+            entry_rope = None if ratio is None else rotary(batch.entries(ratio).positions)
+            yield layer.attn(x, RopeAngles(rotary(batch.positions)), entry_rope, batch, cache.layer(i), rows=rows)
+        return
+    selection = Selection()
+    for i, layer in enumerate(model.model.layers):
+        yield layer.self_attn(x, *model.model.rotary(batch.positions), batch, cache.layer(i), selection, rows=rows)
+
+
+@contextlib.contextmanager
+def told(said):
+    """Appends (what is done, bytes of a row) of all that is said of shared rows."""
+    gather, add = SharedRows._gather, SharedRows.sum
+
+    def of_row(x):
+        return x[:1].nbytes
+
+    with (
+        mock.patch.object(SharedRows, "_gather", lambda rows, x: said.append(("gather", of_row(x))) or gather(rows, x)),
+        mock.patch.object(SharedRows, "sum", lambda rows, x: said.append(("sum", of_row(x))) or add(rows, x)),
+    ):
+        yield
+
+
+@torch.inference_mode()
+def of_ranks(ranks, directories):
+    """By model and options: (what attention gives, rows' numbers, what is said), or the keys that were read."""
+    found = {}
+    for model, directory in directories.items():
+        for name, options in OPTIONS.items():
+            part, said = load_model(directory, mesh=ranks, progress=False, **options), []
+            with told(said):
+                found[model, name] = *attended(part, ranks), said
+        part = load_model(directory, mesh=ranks, progress=False, **OPTIONS["fp32"])
+        found |= {(model, way): counted(part, ranks, way) for way in ("selected", "latest")}
+    return found
+
+
+@pytest.fixture(scope="module")
+def of_both(checkpoints):
+    return in_ranks(2, of_ranks, checkpoints)
+
+
+def test_rows_of_long_passes_have_the_bits_of_one_process(checkpoints, of_both):
+    """And those of short ones its numbers."""
+    for model, directory in checkpoints.items():
+        for name, options in OPTIONS.items():
+            alone = load_model(directory, progress=False, **options)
+            with torch.inference_mode():
+                expected, _ = attended(alone, ALONE)
+            for found, numbers, _ in (of_one[model, name] for of_one in of_both):
+                assert found.keys() == expected.keys()
+                for (i, j), y in found.items():
+                    rows = expected[i, j][numbers[i]]
+                    assert len(rows) == sum(new for new, _ in PASSES[i]) // (2 if i in LONG else 1)
+                    if i in LONG:
+                        assert torch.equal(y, rows), (model, name, i, j)
+                    else:
+                        tolerance = 1e-6 if name == "fp32" else 0.01
+                        assert (y - rows).abs().max() < tolerance * rows.abs().max(), (model, name, i, j)
+
+
+@pytest.mark.parametrize("way", ["selected", "latest"])
+def test_keys_are_counted_and_may_be_others(checkpoints, of_both, way):
+    """All tokens' on every rank. Another way of selecting gives the rows of all tokens."""
+    for model, directory in checkpoints.items():
+        alone = load_model(directory, progress=False, **OPTIONS["fp32"])
+        with torch.inference_mode():
+            expected, _, counts = counted(alone, ALONE, way)
+        for found, numbers, theirs in (of_one[model, way] for of_one in of_both):
+            assert theirs == counts, model
+            for i, j in (key for key in found if key[0] in LONG):
+                assert torch.equal(found[i, j], expected[i, j][numbers[i]]), (model, i, j)
+
+
+def test_keys_alone_are_said(of_both):
+    """Neither queries, nor picks, nor results: latents and index keys in 16 bits; in V4 latents, and of layers with
+    entries what these are made of, in 32."""
+    latent, index = (512 + 64) * 2, 128 * 2
+    per_layer = {
+        "deepseek_v32": [[latent + index]] * 4,
+        "glm_moe_dsa": [[latent + index] if full else [latent] for full in (True, True, False, True, False)],
+        "deepseek_v4": [[1024], [1024, 2 * 4 * (1024 + 256)], [1024, 2 * 4 * 512], [1024]],
+    }
+    per_layer["deepseek_v4"][3] = per_layer["deepseek_v4"][1]
+    for of_one in of_both:
+        for model, of_layers in per_layer.items():
+            *_, said = of_one[model, "fp8"]
+            assert said == [("gather", size) for sizes in of_layers for size in sizes] * len(LONG), model

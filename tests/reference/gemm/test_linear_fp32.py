@@ -1,0 +1,57 @@
+"""Products of 16-bit numbers in fp32, against float64."""
+
+import pytest
+import torch
+
+from dsa.reference import linear_fp32
+
+
+def inputs(tokens=5, channels=64, rows=12, dtype=torch.bfloat16):
+    torch.manual_seed(tokens)
+    return torch.randn(tokens, channels).to(dtype), torch.randn(rows, channels).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+@pytest.mark.parametrize("scale, scaled_from", [(1.0, 0), (0.3, 0), (-2, 7), (0.3, 12)])
+def test_formula(scale, scaled_from, tokens, dtype):
+    x, weight = inputs(tokens, dtype=dtype)
+    scales = torch.tensor([1.0] * scaled_from + [scale] * (12 - scaled_from)).double()
+    y = linear_fp32(x, weight, scale, scaled_from=scaled_from)
+    assert y.dtype == torch.float32 and y.shape == (tokens, 12) and y.is_contiguous()
+    torch.testing.assert_close(y.double(), x.double() @ weight.double().T * scales, rtol=1e-5, atol=1e-5)
+
+
+def test_bits_whatever_the_strides():
+    x, weight = inputs(4)
+    assert torch.equal(linear_fp32(x.T.contiguous().T, weight.T.contiguous().T), linear_fp32(x, weight))
+
+
+def test_gradients():
+    x, weight = inputs(4)
+    x.requires_grad_(), weight.requires_grad_()
+    linear_fp32(x, weight, 0.5, scaled_from=8).sum().backward()
+    scales = torch.tensor([1.0] * 8 + [0.5] * 4)
+    torch.testing.assert_close(x.grad.float(), (scales @ weight.detach().float()).expand(4, -1), rtol=1e-2, atol=1e-2)
+    expected = scales[:, None] * x.detach().float().sum(0)
+    torch.testing.assert_close(weight.grad.float(), expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        ({"x": [1.0]}, TypeError, "x: must be a torch.Tensor, got list"),
+        ({"x": torch.zeros(5, 64)}, ValueError, "x: dtype must be bfloat16 or float16, got float32"),
+        ({"x": torch.zeros(64).bfloat16()}, ValueError, r"x: shape must be \[T, I\], got \[64\]"),
+        ({"weight": torch.zeros(12, 64).half()}, ValueError, "weight: dtype must be x's bfloat16, got float16"),
+        ({"weight": torch.zeros(12, 32).bfloat16()}, ValueError, r"weight: shape must be \[O, 64\], got \[12, 32\]"),
+        ({"scale": "1"}, TypeError, "scale: must be a number, got str"),
+        ({"scale": float("nan")}, ValueError, "scale: must be finite in fp32, got nan"),
+        ({"scaled_from": -1}, ValueError, "scaled_from: must be at least 0, got -1"),
+        ({"scaled_from": 13}, ValueError, "scaled_from: must be from 0 to the 12 rows of weight, got 13"),
+    ],
+)
+def test_errors(change, error, message):
+    x, weight = inputs()
+    with pytest.raises(error, match=message):
+        linear_fp32(**{"x": x, "weight": weight} | change)

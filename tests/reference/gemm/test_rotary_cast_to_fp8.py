@@ -1,0 +1,58 @@
+"""Heads rotated and cast to FP8, on the CPU."""
+
+import pytest
+import torch
+
+from dsa.reference import apply_rotary, per_token_cast_to_fp8, rotary_cast_to_fp8
+
+
+def operands(tokens=5, heads=6, dim=256, rotated=64):
+    angles = torch.randn(tokens, rotated // 2)
+    return torch.randn(tokens, heads, dim).bfloat16(), angles.cos(), angles.sin()
+
+
+@pytest.mark.parametrize("use_ue8m0", [True, False])
+@pytest.mark.parametrize("groups", [1, 2, 3, 6])
+def test_a_groups_tokens_lie_together(groups, use_ue8m0):
+    x, cos, sin = operands()
+    q, scale = rotary_cast_to_fp8(x, cos, sin, groups, use_ue8m0)
+    turned = apply_rotary(x, cos, sin, interleaved=True, dims="last")
+    each = 6 // groups
+    for g in range(groups):
+        for t in range(5):
+            of_group = turned[t, g * each : (g + 1) * each].reshape(1, -1)
+            expected_q, expected_scale = per_token_cast_to_fp8(of_group, use_ue8m0)
+            assert torch.equal(q[g * 5 + t].float(), expected_q[0].float())
+            assert torch.equal(scale[g * 5 + t], expected_scale[0])
+
+
+def test_rotates_back():
+    x, cos, sin = operands()
+    turned = apply_rotary(x, cos, sin, interleaved=True, dims="last")
+    q, scale = rotary_cast_to_fp8(turned, cos, -sin, 1)
+    back = q.float() * scale.repeat_interleave(128, 1)
+    torch.testing.assert_close(back, x.float().flatten(1), rtol=2**-4, atol=2e-2)
+
+
+def test_empty():
+    q, scale = rotary_cast_to_fp8(*operands(tokens=0), 2)
+    assert q.shape == (0, 768) and scale.shape == (0, 6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.zeros(5, 6, 200)}, "x: the last dimension must be a multiple of 128, got"),
+        ({"x": torch.zeros(5, 768)}, r"x: shape must be \[T, H, d\], got \[5, 768\]"),
+        ({"x": torch.zeros(5, 6, 128, dtype=torch.int32)}, "x: dtype must be"),
+        ({"groups": 4}, "groups: must divide the 6 heads of x, got 4"),
+        ({"groups": 0}, "groups: must be at least 1, got 0"),
+        ({"cos": torch.zeros(4, 32)}, r"cos: shape must be \[5, R / 2\], got \[4, 32\]"),
+        ({"sin": torch.zeros(5, 16)}, r"sin: shape must be \[5, 32\], got \[5, 16\]"),
+        ({"cos": torch.zeros(5, 200), "sin": torch.zeros(5, 200)}, "x: the last dimension must be at least 400"),
+    ],
+)
+def test_bad_input(change, message):
+    given = dict(zip(("x", "cos", "sin"), operands())) | {"groups": 2} | change
+    with pytest.raises(ValueError, match=message):
+        rotary_cast_to_fp8(**given)
