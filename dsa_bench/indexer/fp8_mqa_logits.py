@@ -85,7 +85,7 @@ def tuning(kernels: ModuleType) -> "Tuning":
         {
             f"heads {heads}, dim {dim}": TuningClass(
                 lambda config, heads=heads: config.fits(heads),
-                {(*size, heads, dim): (heads, dim, "float32", True, False) for size in sizes[heads]},
+                {(*size, heads, dim): (heads, dim, "float32", True, False, False) for size in sizes[heads]},
             )
             for heads in sizes
             for dim in (128, 64, 32)

@@ -2,6 +2,8 @@
 
 from functools import partial
 
+import torch
+
 from tests.valid_calls.description import BF16, E4M3, F32, INT32, Maker, ValidCall, call, nothing
 
 CALLS: list[ValidCall] = []
@@ -35,13 +37,15 @@ def _ranges(new: Maker):
 
 @valid("fp8_mqa_logits", _logits)
 def _(new: Maker):
-    kv, options = (new.e4m3(7, 32), new.positive(7)), {"clean_logits": True, "max_seqlen_k": 0, "logits_dtype": F32}
+    options = {"clean_logits": True, "max_seqlen_k": 0, "logits_dtype": F32, "accumulators": torch.float16}
+    kv = new.e4m3(7, 32), new.positive(7)
     return {"q": new.e4m3(3, 8, 32), "kv": kv, "weights": new.f32(3, 8), **_ranges(new), **options}
 
 
 @valid("fp8_mqa_logits compressed", _logits)
 def _(new: Maker):
-    kv, options = (new.e4m3(7, 32), new.positive(7)), {"clean_logits": True, "max_seqlen_k": 5, "logits_dtype": BF16}
+    options = {"clean_logits": True, "max_seqlen_k": 5, "logits_dtype": BF16, "accumulators": F32}
+    kv = new.e4m3(7, 32), new.positive(7)
     return {"q": new.e4m3(3, 8, 32), "kv": kv, "weights": new.f32(3, 8), **_ranges(new), **options}
 
 

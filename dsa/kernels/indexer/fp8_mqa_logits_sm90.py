@@ -12,13 +12,15 @@ Plan
 - Mainloop: a tile's epilogue (quad reduction, scale, mask, store) and the wait for the next keys run under the next
   tile's wgmma: only the sums over heads stand between two of them. Ordering the consumer warpgroups by named barriers
   (ping-pong) gained nothing: wgmma and the sums compete for the register file (docs/kernel-notes.md).
+- Half scores: with fp16 accumulators the consumer warpgroups first bring a block's queries into fp16's range, in shared
+  memory, and its weights with them; the sums over heads take two heads an instruction (half_scores.py).
 - Scheduler: static persistent. A work tile is a block of queries by a chunk of keys. Key tiles outside the union of the
   block's ranges are skipped; within a tile the ranges of each query decide. All range arithmetic is signed.
 Shared memory: barriers, 2 x N x D bytes of queries, GROUPS x STAGES x 64 x D of keys (at most 197 KiB).
-Registers: N / 2 accumulators and N / 4 weights a consumer thread, of 232 (two warpgroups) or 160; 40 or 32 for the
-others.
+Registers: N / 2 accumulators and N / 4 weights a consumer thread, of 232 (two warpgroups) or 160, half as many of half
+scores; 40 or 32 for the others.
 Roofline: tensor cores, 512 clocks for a tile of 64 x 256 x 128; but every instruction beside it (two an accumulator:
-x + |x|, multiply-add) adds its issue clock, so about 830. Keys come from L2, 8 KB a tile.
+x + |x|, multiply-add; of half scores one) adds its issue clock, so about 830. Keys come from L2, 8 KB a tile.
 """
 
 from collections.abc import Callable
@@ -28,7 +30,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float8E4M3FN, Float32, Int32, Uint32, const_expr
+from cutlass import Float8E4M3FN, Float16, Float32, Int32, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
 from dsa.cute.compile_cache import cached, compile_sm90
@@ -37,16 +39,19 @@ from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.pipeline import Pipeline, pipeline_storage, start
 from dsa.cute.reductions import quad_reduce_scatter
+from dsa.cute.shared_memory import load_8
 from dsa.cute.sm90 import REGISTERS, SHARED_BYTES, WARP, WARPGROUP
 from dsa.cute.tuning import choices, tuned
 from dsa.cute.wgmma import multiply
 from dsa.cute.work_tile import static_persistent_scheduler
+from dsa.kernels.indexer import half_scores
 from dsa.kernels.indexer.limits import HEAD_DIMS, HEADS, LOGITS_DTYPES
 from dsa.kernels.indexer.score_tile import TILE, head_sum, key_layout, query_layout, registers_fit, score_mma
 
 FILL_THREADS = 96
 Q_STAGES = 2
 NO_KEY = 2**30
+RANGE_BARRIER = 1  # a block's queries are in fp16's range
 
 
 class ProducerWarp(IntEnum):
@@ -98,8 +103,10 @@ class Fp8MqaLogitsSm90:
         out_dtype: type[cutlass.Numeric],
         clean: bool,
         compressed: bool,
+        half: bool,
         cfg: MqaLogitsConfig,
     ):
+        self.half, self.accumulators = half, Float16 if half else Float32
         self.heads, self.dim, self.out_dtype = heads, dim, out_dtype
         self.clean, self.compressed = clean, compressed
         self.n, self.group_stages, self.groups = cfg.columns, cfg.stages, cfg.groups
@@ -133,6 +140,8 @@ class Fp8MqaLogitsSm90:
         class Storage:
             k_pipeline: pipeline_storage(self.stages)
             q_pipeline: pipeline_storage(Q_STAGES)
+            # Of half scores: what the rows of queries were divided by.
+            factors: cute.struct.MemRange[Float32, self.n * Q_STAGES if self.half else 0]
             q: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(q_layout)], 1024]
             k: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(k_layout)], 1024]
 
@@ -149,7 +158,7 @@ class Fp8MqaLogitsSm90:
             out,
             fill_columns,
             chunk,
-            score_mma(self.n),
+            score_mma(self.n, self.accumulators),
             q_layout,
             k_layout,
         ).launch(grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True)
@@ -201,7 +210,10 @@ class Fp8MqaLogitsSm90:
                 self.fill(k_scale, starts, ends, out, fill_columns, chunk, thread, lane)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            self.consume(k_scale, weights, starts, ends, out, chunk, mma, sq, sk, pipelines, tid, warp, lane)
+            self.consume(
+                *(k_scale, weights, starts, ends, out, chunk, mma, sq, sk),
+                *(Int32(storage.factors.data_ptr().toint()), pipelines, tid, warp, lane),
+            )
 
     @cute.jit
     def work_tile(self, index, keys, chunk, out, starts, ends, lane) -> WorkTileInfo:
@@ -297,16 +309,23 @@ class Fp8MqaLogitsSm90:
                                 cute.autovec_copy(minus, row[None, c])
 
     @cute.jit
-    def consume(self, k_scale, weights, starts, ends, out, chunk, mma, sq, sk, pipelines: Pipelines, tid, warp, lane):
+    def consume(
+        self, k_scale, weights, starts, ends, out, chunk, mma, sq, sk, factors, pipelines: Pipelines, tid, warp, lane
+    ):
         """The mainloop of a consumer warpgroup."""
         thr_mma = mma.get_slice(tid % WARPGROUP)
         ra, rb = mma.make_fragment_A(thr_mma.partition_A(sk)), mma.make_fragment_B(thr_mma.partition_B(sq))
-        acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((TILE, self.n)), Float32)
+        acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((TILE, self.n)), self.accumulators)
         flat = cute.make_tensor(acc.iterator, cute.make_layout(self.n // 2))
         sums, scales = cute.make_rmem_tensor((2 * self.block_q,), Float32), cute.make_rmem_tensor((2,), Float32)
-        sums.fill(0.0)
         scales.fill(0.0)
         w = cute.make_rmem_tensor((self.n // 4,), Float32)
+        unit = cute.make_rmem_tensor((self.lane_q,), Float32)  # what the scores of the lane's queries are counted in
+        if const_expr(self.half):
+            flat = cute.recast_tensor(flat, Uint32)
+            sums = cute.make_rmem_tensor((2 * self.block_q,), Uint32)
+            w = cute.make_rmem_tensor((self.n // 8,), Uint32)
+        sums.fill(0)
         keys = k_scale.shape[0]
         queries = out.shape[0]
         quad = lane % 4
@@ -332,11 +351,14 @@ class Fp8MqaLogitsSm90:
                         if const_expr(self.compressed):
                             key_counts[i] = cutlass.min(key_counts[i], out.shape[1])
                 rows = [out[block * self.block_q + quad + 4 * i, None] for i in range(self.lane_q)]
-                for j in cutlass.range_constexpr(self.n // 8):
-                    t = cutlass.min(block * self.block_q + j * 8 // self.heads, queries - 1)
-                    for c in cutlass.range_constexpr(2):
-                        w[2 * j + c] = weights[t, j * 8 % self.heads + quad * 2 + c] * 0.5
-                pipelines.q.consumer_wait(q_state)
+                if const_expr(self.half):
+                    self.prepare(sq, factors, weights, block, queries, pipelines.q, q_state, w, unit, tid, quad)
+                else:
+                    for j in cutlass.range_constexpr(self.n // 8):
+                        t = cutlass.min(block * self.block_q + j * 8 // self.heads, queries - 1)
+                        for c in cutlass.range_constexpr(2):
+                            w[2 * j + c] = weights[t, j * 8 % self.heads + quad * 2 + c] * 0.5
+                    pipelines.q.consumer_wait(q_state)
                 tile += first
                 # No tile is without its epilogue yet: a key beyond every range.
                 key = Int32(NO_KEY)
@@ -346,7 +368,7 @@ class Fp8MqaLogitsSm90:
                     done = k_state
                     multiply(mma, acc, ra, rb, ring.index(done), q_state.stage)
                     # While it runs: the last tile's epilogue, this one's scales, and the next one's keys.
-                    self.epilogue(sums, scales, first_keys, key_counts, rows, key, quad)
+                    self.epilogue(sums, scales, unit, first_keys, key_counts, rows, key, quad)
                     key = tile * TILE + row_key
                     for half in cutlass.range_constexpr(2):
                         scales[half] = k_scale[cutlass.min(key + 8 * half, keys - 1)]
@@ -357,19 +379,54 @@ class Fp8MqaLogitsSm90:
                     cute.nvgpu.warpgroup.wait_group(0)
                     ring.consumer_release(done)
                     for t in cutlass.range_constexpr(self.block_q):
-                        sums[2 * t], sums[2 * t + 1] = head_sum(flat, w, t, self.heads)
-                self.epilogue(sums, scales, first_keys, key_counts, rows, key, quad)
+                        if const_expr(self.half):
+                            sums[2 * t], sums[2 * t + 1] = half_scores.head_sum(flat, w, t, self.heads)
+                        else:
+                            sums[2 * t], sums[2 * t + 1] = head_sum(flat, w, t, self.heads)
+                self.epilogue(sums, scales, unit, first_keys, key_counts, rows, key, quad)
                 tile -= last
                 pipelines.q.consumer_release(q_state)
                 q_state = pipelines.q.advance(q_state)
 
     @cute.jit
-    def epilogue(self, sums, scales, first_keys, key_counts, rows, key, quad):
+    def prepare(self, sq, factors, weights, block, queries, pipeline: Pipeline, q_state, w, unit, tid, quad):
+        """Of half scores: wait for a block's queries, bring them into fp16's range, and the weights with them. All
+        consumer warpgroups come together in it."""
+        given = cute.make_rmem_tensor((self.n // 4,), Float32)
+        for j in cutlass.range_constexpr(self.n // 8):
+            t = cutlass.min(block * self.block_q + j * 8 // self.heads, queries - 1)
+            for c in cutlass.range_constexpr(2):
+                given[2 * j + c] = weights[t, j * 8 % self.heads + quad * 2 + c]
+        pipeline.consumer_wait(q_state)
+        own = factors + q_state.stage * (self.n * 4)
+        if tid < half_scores.THREADS:
+            at = Int32(sq.iterator.toint()) + q_state.stage * (self.n * self.dim)
+            half_scores.bring_into_range(at, own, self.n, self.dim, tid)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=RANGE_BARRIER, number_of_threads=self.groups * WARPGROUP)
+        steps = self.heads // 8
+        for i in cutlass.range_constexpr(self.block_q):
+            scaled = []
+            for j in cutlass.range_constexpr(i * steps, (i + 1) * steps):
+                powers = load_8(own + (j * 8 + quad * 2) * 4)
+                scaled.extend(given[2 * j + c] * powers[c].bitcast(Float32) for c in range(2))
+            pairs, scale = half_scores.pack_weights(scaled)
+            for j in cutlass.range_constexpr(steps):
+                w[i * steps + j] = pairs[j]
+            if quad == i % 4:
+                unit[i // 4] = scale
+
+    @cute.jit
+    def epilogue(self, sums, scales, unit, first_keys, key_counts, rows, key, quad):
         """Add up the quads' sums over heads, give each lane its queries, scale, mask, store `key` and `key` + 8."""
         upper, odd = (quad & 2) != 0, (quad & 1) != 0
         for i in cutlass.range_constexpr(self.lane_q):
             for half in cutlass.range_constexpr(2):
-                value = quad_reduce_scatter(*(sums[2 * (4 * i + j) + half] for j in range(4)), upper, odd)
+                own = [sums[2 * (4 * i + j) + half] for j in range(4)]
+                if const_expr(self.half):
+                    value = quad_reduce_scatter(*(half_scores.pair_sum(x) for x in own), upper, odd) * unit[i]
+                else:
+                    value = quad_reduce_scatter(*own, upper, odd)
                 self.store(value * scales[half], first_keys[i], key_counts[i], rows[i], key + 8 * half)
 
     @cute.jit
@@ -391,9 +448,17 @@ class Fp8MqaLogitsSm90:
 
 @cached
 def compile_fp8_mqa_logits(
-    heads: int, dim: int, out_dtype: str, clean: bool, compressed: bool, config: MqaLogitsConfig
+    heads: int,
+    dim: int,
+    out_dtype: str,
+    clean: bool,
+    compressed: bool,
+    half: bool,
+    config: MqaLogitsConfig,
 ):
-    """-> f(q [S * H, D] e4m3, k [Skv, D] e4m3, k_scale [Skv], weights [S, H], starts [S], ends [S],
+    """half: fp16 accumulators (half_scores).
+
+    -> f(q [S * H, D] e4m3, k [Skv, D] e4m3, k_scale [Skv], weights [S, H], starts [S], ends [S],
     out [S, columns], fill_columns, chunk, ctas); S, Skv > 0. Rows of out start at multiples of 16 bytes and hold
     64 * ceil(Skv / 64) columns unless compressed."""
     queries, keys, columns = cute.sym_int(), cute.sym_int(), cute.sym_int()
@@ -404,7 +469,7 @@ def compile_fp8_mqa_logits(
     weights = fake(Float32, (queries, heads), (*strides(1), 1), 4)
     starts, ends = fake(Int32, (queries,), (1,), 4), fake(Int32, (queries,), (1,), 4)
     out = fake(out_type, (queries, columns), (*strides(1, 128 // out_type.width), 1))
-    kernel = Fp8MqaLogitsSm90(heads, dim, out_type, clean, compressed, config)
+    kernel = Fp8MqaLogitsSm90(heads, dim, out_type, clean, compressed, half, config)
     return compile_sm90(kernel, q, k, k_scale, weights, starts, ends, out, Int32(0), Int32(1), Int32(1), fake_stream())
 
 
@@ -427,10 +492,11 @@ def choose_chunk(queries: int, keys: int, block_q: int, sms: int) -> tuple[int, 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
     """Every compile function and its arguments that the op can ask for."""
     return [
-        (compile_fp8_mqa_logits, (heads, dim, dtype, clean, compressed, choose_config(heads, dim)))
+        (compile_fp8_mqa_logits, (heads, dim, dtype, clean, compressed, half, choose_config(heads, dim)))
         for heads in HEADS
         for dim in HEAD_DIMS
         for dtype in LOGITS_DTYPES
         for clean in (True, False)
         for compressed in (True, False)
+        for half in (True, False)
     ]

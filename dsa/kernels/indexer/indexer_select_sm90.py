@@ -100,7 +100,7 @@ CONFIG = SelectConfig()
 class IndexerSelectSm90(Fp8MqaLogitsSm90):
     def __init__(self, heads: int, dim: int, cfg: SelectConfig):
         config = MqaLogitsConfig(BLOCK_Q * heads, cfg.stages, GROUPS)
-        super().__init__(heads, dim, Float32, False, False, config)
+        super().__init__(heads, dim, Float32, False, False, False, config)
         self.score_stages = cfg.score_stages
 
     @cute.jit

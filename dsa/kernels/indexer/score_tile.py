@@ -17,10 +17,10 @@ def registers_fit(columns: int, groups: int) -> bool:
     return columns // 2 + columns // 4 + 24 <= REGISTERS[groups][0]
 
 
-def score_mma(columns: int) -> cute.TiledMma:
-    """Keys [64, D] times queries [columns, D], both e4m3 in shared memory, into fp32."""
-    major = cute.nvgpu.OperandMajorMode.K
-    return sm90.make_trivial_tiled_mma(Float8E4M3FN, Float8E4M3FN, major, major, Float32, (1, 1, 1), (TILE, columns))
+def score_mma(columns: int, accumulators: type[cutlass.Numeric] = Float32) -> cute.TiledMma:
+    """Keys [64, D] times queries [columns, D], both e4m3 in shared memory, into fp32 or fp16."""
+    major, e4m3 = cute.nvgpu.OperandMajorMode.K, Float8E4M3FN
+    return sm90.make_trivial_tiled_mma(e4m3, e4m3, major, major, accumulators, (1, 1, 1), (TILE, columns))
 
 
 def key_layout(rows: int, columns: int, dim: int, stages: int) -> cute.ComposedLayout:

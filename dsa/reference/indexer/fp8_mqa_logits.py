@@ -12,6 +12,7 @@ _CHUNK = 2**25
 _SPLIT_KV = 256
 _ROW_ALIGNMENT = 1024
 LOGITS_DTYPES = (torch.float32, torch.bfloat16)
+ACCUMULATORS = (torch.float32, torch.float16)
 
 _OF_A_QUERY = {
     "weights": Tensor("S H", F32, layout=INNER),
@@ -26,6 +27,7 @@ FP8_MQA_LOGITS = Arguments(
     clean_logits=Flag(),
     max_seqlen_k=Int(least=0),
     logits_dtype=Dtype(LOGITS_DTYPES),
+    accumulators=Dtype(ACCUMULATORS),
 )
 MQA_LOGITS = Arguments(q=Tensor("S H D", FLOATS), k=Tensor("Skv D", FLOATS), **_OF_A_QUERY)
 
@@ -40,17 +42,18 @@ def fp8_mqa_logits(
     clean_logits: bool = True,
     max_seqlen_k: int = 0,
     logits_dtype: torch.dtype = torch.float32,
+    accumulators: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """I[t, s] = k_scale[s] * sum_h weights[t, h] * relu(q[t, h] . k[s]) for ks[t] <= s < ke[t].
 
     The reference writes -inf in either case of clean_logits. The result is a view of a wider buffer whose rows start at
-    multiples of 1024 bytes. Everything is fp32, rounded to logits_dtype once. NaN in a key reaches only that key's
-    column. Arguments as of `dsa.fp8_mqa_logits`.
+    multiples of 1024 bytes. Everything is fp32 whatever the accumulators, rounded to logits_dtype once. NaN in a key
+    reaches only that key's column. Arguments as of `dsa.fp8_mqa_logits`.
     Source: DeepGEMM's `fp8_mqa_logits`; DeepSeek-V3.2 (arXiv 2512.02556), equation 1.
     """
     k, k_scale = pair(kv)
     ranges = (cu_seq_len_k_start, cu_seq_len_k_end)
-    FP8_MQA_LOGITS.check(q, k, k_scale, weights, *ranges, clean_logits, max_seqlen_k, logits_dtype)
+    FP8_MQA_LOGITS.check(q, k, k_scale, weights, *ranges, clean_logits, max_seqlen_k, logits_dtype, accumulators)
     check_memory("q", q)
     columns, needed = logits_columns(k.shape[0], max_seqlen_k)
     logits = padded_logits(q.shape[0], columns, needed, logits_dtype, q.device)

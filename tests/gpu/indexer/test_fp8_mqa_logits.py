@@ -133,6 +133,100 @@ def test_a_row_of_negative_products_is_exactly_zero():
     assert not dsa.fp8_mqa_logits(q, (k, scale), weights, int32([0] * 4), int32([100] * 4)).any()
 
 
+HALF = {"accumulators": torch.float16}
+
+
+def selected(scores, k=2048):
+    """Which keys have the k highest scores of each row."""
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(1, scores.topk(k).indices, True)
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize("dim", [32, 64, 128])
+@pytest.mark.parametrize("heads", [8, 16, 32, 64])
+def test_half_scores(heads, dim, compressed, record_error):
+    queries, keys = 301, 1000
+    ends = torch.arange(queries, device="cuda", dtype=torch.int32) + keys - queries + 1
+    starts = (ends - 777).clamp_min(0)
+    arguments = *inputs(queries, keys, heads, dim), starts, ends
+    check(*arguments, record_error, max_seqlen_k=777 if compressed else 0, clean_logits=compressed, **HALF)
+    check(*arguments, logits_dtype=torch.bfloat16, **HALF)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 70000), (2, 63), (3, 65), (700, 129), (64, 5000)])
+def test_half_scores_of_random_ranges(queries, keys):
+    for heads in (8, 64):
+        starts = torch.randint(-5, keys + 1, (queries,), device="cuda", dtype=torch.int32).clamp_min(0)
+        ends = torch.randint(0, keys + 100, (queries,), device="cuda", dtype=torch.int32)
+        check(*inputs(queries, keys, heads), starts, ends, **HALF)
+
+
+@pytest.mark.parametrize("exponent", range(-5, 9))
+def test_half_scores_of_queries_of_any_size(exponent):
+    q = (torch.randn(16, 64, 128, device="cuda").clamp(-1.7, 1.7) * 2.0**exponent).to(torch.float8_e4m3fn)
+    _, kv, weights = inputs(16, 500)
+    check(q, kv, weights, int32([0] * 16), int32([500] * 16), **HALF)
+
+
+@pytest.mark.parametrize("factor", [1e-20, 1.0, 1e20])
+def test_half_scores_of_the_largest_numbers(factor):
+    """Products of 2.6e7, whose sums over heads all have one sign: nothing overflows."""
+    q = torch.full((16, 64, 128), 448.0, device="cuda").to(torch.float8_e4m3fn)
+    signs = torch.where(torch.rand(500, 1, device="cuda") < 0.5, 448.0, -448.0)
+    kv = signs.expand(500, 128).contiguous().to(torch.float8_e4m3fn), torch.ones(500, device="cuda")
+    check(q, kv, torch.rand(16, 64, device="cuda") * factor, int32([0] * 16), int32([500] * 16), **HALF)
+
+
+def test_half_scores_of_negative_products_are_exactly_zero():
+    q = torch.rand(4, 64, 128, device="cuda").add(0.1).to(torch.float8_e4m3fn)
+    k = (-torch.rand(100, 128, device="cuda") - 0.1).to(torch.float8_e4m3fn)
+    scale, weights = torch.rand(100, device="cuda"), torch.randn(4, 64, device="cuda")
+    assert not dsa.fp8_mqa_logits(q, (k, scale), weights, int32([0] * 4), int32([100] * 4), **HALF).any()
+
+
+def test_half_scores_pass_on_what_is_not_finite():
+    q, (k, scale), weights = inputs(20, 200)
+    arguments = weights, int32([0] * 20), int32([200] * 20)
+    finite = dsa.fp8_mqa_logits(q, (k, scale), *arguments, **HALF).clone()
+    k.view(torch.uint8)[77], scale[150] = 0x7F, torch.nan
+    q.view(torch.uint8)[9, 3, 5] = 0x7F
+    weights[5], weights[6, 7] = 0, torch.inf
+    got = dsa.fp8_mqa_logits(q, (k, scale), *arguments, **HALF)
+    assert got[:, [77, 150]].isnan().all() and got[9].isnan().all() and not got[6].isfinite().any()
+    rows = [t for t in range(20) if t not in (5, 6, 9)]
+    keys = [s for s in range(200) if s not in (77, 150)]
+    assert torch.equal(got[rows][:, keys], finite[rows][:, keys]) and not got[5, keys].any()
+
+
+def test_half_scores_of_a_row_do_not_depend_on_the_batch():
+    q, kv, weights = inputs(37, 900)
+    before = q.view(torch.uint8).clone()
+    whole = dsa.fp8_mqa_logits(q, kv, weights, int32([5] * 37), int32([900] * 37), **HALF)
+    alone = dsa.fp8_mqa_logits(q[17:18], kv, weights[17:18], int32([5]), int32([900]), **HALF)
+    assert torch.equal(whole[17:18], alone) and torch.equal(q.view(torch.uint8), before)
+
+
+def test_half_scores_are_the_same_every_time():
+    """Many work tiles a CTA: queries are brought into range beside another warpgroup's last products."""
+    arguments = (*inputs(4096, 8192), int32([0] * 4096), int32(range(4096, 8192)))
+    first = dsa.fp8_mqa_logits(*arguments, **HALF).clone()
+    assert all(torch.equal(first, dsa.fp8_mqa_logits(*arguments, **HALF)) for _ in range(20))
+    check(*(a[-32:] if i in (0, 2, 3, 4) else a for i, a in enumerate(arguments)), **HALF)
+
+
+def test_half_scores_select_the_same_keys():
+    """Clustered keys, queries that share a direction, weights of both signs."""
+    basis = torch.randn(24, 128, device="cuda") / 128**0.5
+    centres = 2 * torch.randn(64, 24, device="cuda")[torch.randint(64, (32768,), device="cuda")]
+    k = (centres + torch.randn(32768, 24, device="cuda")) @ basis * 3 + 0.5 * torch.randn(32768, 128, device="cuda")
+    q = (torch.randn(64, 1, 24, device="cuda") + torch.randn(64, 64, 24, device="cuda")) @ basis * 4
+    (q, q_scale), kv = (dsa.per_token_cast_to_fp8(x.contiguous(), gran_k=128) for x in (q.view(-1, 128), k))
+    weights = (torch.randn(64, 64, device="cuda") + 0.5) * q_scale.view(64, 64)
+    arguments = q.view(64, 64, 128), (kv[0], kv[1].flatten()), weights, int32([0] * 64), int32([32768] * 64)
+    half, whole = dsa.fp8_mqa_logits(*arguments, **HALF), dsa.fp8_mqa_logits(*arguments)
+    assert (selected(half) & selected(whole)).sum() > 0.999 * 64 * 2048
+
+
 def test_offsets_beyond_32_bits():
     queries, keys = 40000, 60000  # 2.4e9 scores
     q, kv, weights = inputs(queries, keys, 8, 32)

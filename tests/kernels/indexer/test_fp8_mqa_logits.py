@@ -10,13 +10,18 @@ from tests.kernels.variants import shipped
 
 @shipped(kernels.compile_fp8_mqa_logits)
 def test_sass(arguments):
-    heads, dim, _, _, _, config = arguments
+    heads, dim, _, _, _, half, config = arguments
     sass = disassemble(cubin(kernels.compile_fp8_mqa_logits, *arguments))
     assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
     assert sass.instructions["QGMMA"] == dim // 32
     assert sass.instructions["UTMALDG"] == 2
-    # One multiply-add an accumulator: the compiler has neither split them nor left any out.
-    assert sass.instructions["FFMA"] == config.columns // 2
+    # One multiply-add an accumulator, or of half scores for two, and a maximum: the compiler has neither split them nor
+    # left any out.
+    if half:
+        assert sass.instructions["HFMA2"] == sass.instructions["HMNMX2"] == config.columns // 4
+        assert not sass.instructions["FFMA"]
+    else:
+        assert sass.instructions["FFMA"] == config.columns // 2
     assert sass.registers * config.threads <= 65536
     assert config.fits(heads)
 

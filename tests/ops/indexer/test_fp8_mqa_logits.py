@@ -15,7 +15,15 @@ def inputs(queries=5, keys=70, heads=8, dim=32):
     return q, (k, torch.rand(keys)), torch.randn(queries, heads), ends // 2, ends
 
 
-@pytest.mark.parametrize("options", [{}, {"max_seqlen_k": 40}, {"clean_logits": False, "logits_dtype": torch.bfloat16}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_seqlen_k": 40},
+        {"clean_logits": False, "logits_dtype": torch.bfloat16},
+        {"accumulators": torch.float16},
+    ],
+)
 def test_runs_the_reference_without_a_gpu(options):
     arguments = inputs()
     assert torch.equal(dsa.fp8_mqa_logits(*arguments, **options), reference.fp8_mqa_logits(*arguments, **options))
@@ -28,14 +36,15 @@ def test_is_one_node_of_a_compiled_graph():
     assert torch.equal(got, expected) and got.stride() == expected.stride()
 
 
+@pytest.mark.parametrize("accumulators", [torch.float32, torch.float16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("compressed", "columns"), [(0, 128), (40, 40)])
-def test_what_the_kernel_gets(compressed, columns, dtype, launches):
+def test_what_the_kernel_gets(compressed, columns, dtype, accumulators, launches):
     q, (k, scale), _, starts, ends = inputs()
     wide = torch.randn(5, 11)[:, 2:10]
-    out = dsa.fp8_mqa_logits(q, (k, scale), wide, starts, ends, True, compressed, dtype)
+    out = dsa.fp8_mqa_logits(q, (k, scale), wide, starts, ends, True, compressed, dtype, accumulators)
     [(variant, (flat, keys, scales, rows, *ranges, whole, count, chunk, work_tiles))] = launches
-    assert variant == (8, 32, dtype, True, compressed > 0) and count == columns
+    assert variant == (8, 32, dtype, True, compressed > 0, accumulators == torch.float16) and count == columns
     assert flat.shape == (40, 32) and flat.data_ptr() == q.data_ptr() and keys is k and scales is scale and rows is wide
     assert ranges[0] is starts and ranges[1] is ends
     assert out.shape == (5, compressed or 70) and whole.shape == (5, columns) and whole.data_ptr() == out.data_ptr()
@@ -93,7 +102,7 @@ def test_registration():
     # torch cannot compare float8 inputs before and after, as the schema's test does.
     tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     q, kv, *others = inputs()
-    options = (True, 0, torch.float32)
+    options = (True, 0, torch.float32, torch.float16)
     torch.library.opcheck(torch.ops.dsa.fp8_mqa_logits.default, (q, *kv, *others, *options), test_utils=tests)
 
 
@@ -103,3 +112,5 @@ def test_errors_name_the_argument():
         dsa.fp8_mqa_logits(q, kv, weights[:, :7], starts, ends)
     with pytest.raises(TypeError, match="kv: must be a pair"):
         dsa.fp8_mqa_logits(q, kv[0], weights, starts, ends)
+    with pytest.raises(ValueError, match="accumulators: must be float32 or float16, got bfloat16"):
+        dsa.fp8_mqa_logits(q, kv, weights, starts, ends, accumulators=torch.bfloat16)
