@@ -102,8 +102,9 @@ def test_graphs_in_the_published_mode(family, drafts, tmp_path):
     assert all(len(c.tokens) == 96 for c in captured)
 
 
-# Kernels of a layer of the tiny models, at most, and of all that is in front of the layers and behind them.
-KERNELS = {"deepseek_v32": (34, 20), "glm_moe_dsa": (34, 20), "deepseek_v4": (52, 40)}
+# Kernels of a layer of the tiny models, at most, and of all that is in front of the layers and behind them. Scales of
+# rows that are no multiple of 16 bytes, which no published model has, are padded by two kernels of PyTorch each.
+KERNELS = {"deepseek_v32": (37, 20), "glm_moe_dsa": (34, 20), "deepseek_v4": (52, 40)}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -161,9 +162,8 @@ def test_branches_of_two_streams_in_one_graph():
 def test_captured_gradients_of_experts():
     """Forward and backward in graphs have one order of launches."""
     layer, x = mixtures()[0], torch.randn(16, 1024, device="cuda").bfloat16().requires_grad_()
-    y = layer(x)
-    y.float().square().sum().backward()
-    expected, x.grad = x.grad, None
+    # Not kept: what accumulates gradients would remember this stream, which a capture must not wait for.
+    (expected,) = torch.autograd.grad(layer(x).float().square().sum(), x)
     captured = torch.cuda.make_graphed_callables(layer, (torch.randn_like(x, requires_grad=True),))
     for _ in range(5):
         x.grad = None

@@ -35,7 +35,8 @@ from dsa.cute.quantize import GROUP, quantize, round_to
 from dsa.cute.reductions import warp_reduce_sum
 from dsa.cute.sm90 import WARP, opaque
 from dsa.kernels.elementwise.hyper_arithmetic import COUNT, WORDS, numbers_of, post_and_comb, sigmoid
-from dsa.kernels.elementwise.limits import HYPER_NORM_TILES, HYPER_STREAMS
+from dsa.kernels.elementwise.hyper_fusion_limits import HYPER_NORM_TILES
+from dsa.kernels.elementwise.limits import HYPER_STREAMS
 
 VECTOR = 8  # channels in 16 bytes
 MAX_TOKENS = 4  # of a CTA

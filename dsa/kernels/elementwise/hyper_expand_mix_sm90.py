@@ -33,6 +33,7 @@ from dsa.cute.fake_tensors import fake, fake_stream, strides
 from dsa.cute.pipeline import Mbarriers, expect_bytes
 from dsa.cute.sm90 import WARP
 from dsa.kernels.elementwise.hyper_arithmetic import WORDS, new_stream
+from dsa.kernels.elementwise.hyper_fusion_limits import EXPAND_MIX_TOKENS
 from dsa.kernels.elementwise.hyper_mix_sums import (
     BLOCK,
     CTAS,
@@ -45,11 +46,7 @@ from dsa.kernels.elementwise.hyper_mix_sums import (
     octet_row,
     slice_start,
 )
-from dsa.kernels.elementwise.limits import (
-    CHANNEL_MULTIPLE,
-    EXPAND_MIX_TOKENS,
-    HYPER_STREAMS,
-)
+from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, HYPER_STREAMS
 
 AT_ONCE = 4  # tokens whose loads are in flight together
 OWN_OUTPUTS = 2  # of a cluster

@@ -16,12 +16,7 @@ MAX_ROTARY_GROUPS = 2**31 - 512  # of so many pairs, in all rows
 HYPER_STREAMS = 4
 # Collapse: threads of a CTA, and vectors of 16 bytes that each has of a stream.
 HYPER_TILES = ((128, 2), (256, 2), (512, 2), (512, 4))
-# Collapse with norm and cast, of bf16: threads of the collapse by itself, and lanes and vectors of the norm by itself,
-# from the shortest rows to the longest.
-HYPER_NORM_TILES = ((128, 32, 2), (128, 32, 4), (128, 64, 4), (256, 128, 4), (512, 256, 4))
 MAX_HYPER_CHANNELS = 2**33 - 2**13  # of all tokens: a kernel counts their vectors, at least 4 channels each, in 31 bits
-EXPAND_MIX_TOKENS = (1, 2, 4, 8)  # at most so many, of the kernels that expand streams and project them
-MAX_EXPAND_MIX_OUTPUTS = 2 * 65535  # of these kernels: a cluster has two
 # The projection of the streams: tokens of a cluster in the kernel for few tokens, and in the other one, which takes a
 # matrix of MIX_OUTPUTS outputs and streams of blocks of MIX_BLOCK channels; tokens of a tile of its persistent CTAs,
 # and how many sums of a token and an output they leave to be added.

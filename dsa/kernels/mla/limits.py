@@ -6,10 +6,6 @@ DTYPES = ("bfloat16", "float16")  # of q, of a 16-bit cache and of out
 HEAD_DIM, HEAD_DIM_V = 576, 512
 ROTATED_BACK = 64  # the last channels of a result of V4, which are turned back behind its attention
 SPARSE_HEAD_DIMS = (HEAD_DIM, HEAD_DIM_V)
-ABSORBED_NOPE = (128, 192)  # channels of a head's queries in front of rope, where W_UK is FP8: V3.2's, GLM-5's
-UP_PROJECTION_ROWS = 32  # of kv_b: a head has a multiple of them
-MAX_UP_PROJECTION_ROWS = 2**22 - 1  # of kv_b: places in it are int32
-VALUE_GROUP = 128  # channels of a head's values that share a scale
 FP8_KV_BYTES = {HEAD_DIM: 656, HEAD_DIM_V: 584}  # of a key in an FP8 cache, by head dim
 
 TILE_N = 64  # keys of a work tile's step

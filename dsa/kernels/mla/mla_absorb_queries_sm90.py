@@ -35,7 +35,7 @@ from dsa.cute.fake_tensors import fake, fake_stream, strides
 from dsa.cute.rounded import rotate_pair
 from dsa.cute.sm90 import WARP
 from dsa.kernels.mla.fp8_kv_convert import halves_of_two
-from dsa.kernels.mla.limits import ABSORBED_NOPE, HEAD_DIM, HEAD_DIM_V
+from dsa.kernels.mla.limits import HEAD_DIM, HEAD_DIM_V
 from dsa.kernels.mla.up_projection import (
     BF16_VECTOR,
     BLOCK,
@@ -49,6 +49,7 @@ from dsa.kernels.mla.up_projection import (
     to_bf16,
     zero_behind_loads,
 )
+from dsa.kernels.mla.up_projection_limits import ABSORBED_NOPE
 
 COLUMNS = HEAD_DIM_V // BLOCK  # CTAs of a head
 ROWS = 32  # of weights, of a warp

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import torch
 
-from dsa.kernels.elementwise.limits import EXPAND_MIX_TOKENS, MAX_EXPAND_MIX_OUTPUTS
+from dsa.kernels.elementwise.hyper_fusion_limits import EXPAND_MIX_TOKENS, MAX_EXPAND_MIX_OUTPUTS
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops.declaration import op
 from dsa.ops.elementwise import hyper_connections, hyper_mix

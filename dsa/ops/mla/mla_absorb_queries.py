@@ -6,7 +6,8 @@ from types import ModuleType
 
 import torch
 
-from dsa.kernels.mla.limits import ABSORBED_NOPE, HEAD_DIM, HEAD_DIM_V, MAX_UP_PROJECTION_ROWS, UP_PROJECTION_ROWS
+from dsa.kernels.mla.limits import HEAD_DIM, HEAD_DIM_V
+from dsa.kernels.mla.up_projection_limits import ABSORBED_NOPE, MAX_UP_PROJECTION_ROWS, UP_PROJECTION_ROWS
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops.declaration import op
 from dsa.reference.gemm.fp8_gemm_nt import pair

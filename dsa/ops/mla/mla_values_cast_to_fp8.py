@@ -6,7 +6,7 @@ from types import ModuleType
 
 import torch
 
-from dsa.kernels.mla.limits import VALUE_GROUP
+from dsa.kernels.mla.up_projection_limits import VALUE_GROUP
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops.declaration import op
 from dsa.ops.mla.mla_absorb_queries import check_kv_b

@@ -8,7 +8,7 @@ import pytest
 from dsa.cute.compile_cache import cubin
 from dsa.cute.sass import disassemble, instructions_in_order
 from dsa.kernels.elementwise import hyper_collapse_norm_cast_sm90 as kernels
-from dsa.kernels.elementwise import limits, rms_norm_sm90
+from dsa.kernels.elementwise import hyper_fusion_limits, limits, rms_norm_sm90
 from tests.kernels.variants import shipped
 
 
@@ -39,7 +39,7 @@ def test_no_load_of_the_streams_waits_for_another(compile_function, arguments):
 @pytest.mark.parametrize("channels", range(128, 8193, 128))
 def test_sums_are_in_the_order_of_the_kernels_by_themselves(channels):
     """The norm's lanes and vectors; and of the collapse which thread, and in which turn, adds a vector's squares."""
-    threads, lanes, vectors = next(t for t in limits.HYPER_NORM_TILES if channels <= t[1] * t[2] * 8)
+    threads, lanes, vectors = next(t for t in hyper_fusion_limits.HYPER_NORM_TILES if channels <= t[1] * t[2] * 8)
     config = rms_norm_sm90.choose_cast_config("bfloat16", channels)
     assert (lanes, vectors) == (config.lanes, config.vectors) and config.threads % lanes == 0
     alone = next(t for t, steps in limits.HYPER_TILES if channels <= t * steps * 8)
@@ -52,4 +52,4 @@ def test_sums_are_in_the_order_of_the_kernels_by_themselves(channels):
 
 def test_every_tile_is_shipped_once():
     variants = [arguments for _, arguments in kernels.shipped_variants()]
-    assert len(variants) == len({*variants}) == 2 * len(limits.HYPER_NORM_TILES)
+    assert len(variants) == len({*variants}) == 2 * len(hyper_fusion_limits.HYPER_NORM_TILES)

@@ -5,7 +5,8 @@ import torch
 
 import dsa
 from dsa import reference
-from dsa.kernels.elementwise.limits import HYPER_NORM_TILES, HYPER_TILES
+from dsa.kernels.elementwise.hyper_fusion_limits import HYPER_NORM_TILES
+from dsa.kernels.elementwise.limits import HYPER_TILES
 from dsa.ops.elementwise import hyper_collapse_norm_cast as op
 
 
