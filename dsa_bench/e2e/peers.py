@@ -89,7 +89,7 @@ def _newest(builds: Sequence[Library], failed: dict[str, str]) -> tuple[Library 
 
 
 def _scores(library: Library, module: ModuleType, ours: Op) -> Op:
-    def scores(q, kv, weights, starts, ends, clean_logits=False, max_seqlen_k=0):
+    def scores(q, kv, weights, starts, ends, clean_logits=False, max_seqlen_k=0, accumulators=None):
         # The selection must know where in a row its first key is: rows of 2.8.1 begin with it.
         if library == deep_gemm.OLD:
             found = module.fp8_mqa_logits(q, kv, weights, starts, ends, clean_logits)

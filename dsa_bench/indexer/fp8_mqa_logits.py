@@ -15,7 +15,7 @@ from dsa_bench.peers import cudnn, deep_gemm
 if TYPE_CHECKING:
     from dsa_bench.harness.tune import Tuning
 
-# queries, keys, heads, head dimension, whether pairs out of range become -inf; causal
+# queries, keys, heads, head dimension, whether pairs out of range become -inf, accumulators; causal
 SHAPES = [
     (4096, 32768, 64, 128, True),
     (2048, 8192, 64, 128, True),
@@ -24,12 +24,16 @@ SHAPES = [
     (4096, 8192, 32, 64, True),
     (4096, 32768, 64, 128, False),
     (2048, 8192, 64, 128, False),
+    (4096, 32768, 64, 128, False, "float16"),
+    (2048, 8192, 64, 128, False, "float16"),
+    (4096, 131072, 64, 128, False, "float16"),
+    (8192, 65536, 32, 128, False, "float16"),
 ]
-PROBED = [(512, 4096, 64, 128, True), (512, 4096, 32, 64, False)]
+PROBED = [(512, 4096, 64, 128, True), (512, 4096, 32, 64, False), (512, 4096, 64, 128, True, "float16")]
 _ceiling = cache(fp8_gemm_rate)
 
 
-def case(queries: int, keys: int, heads: int, dim: int, clean: bool = True) -> Case:
+def case(queries: int, keys: int, heads: int, dim: int, clean: bool = True, accumulators: str = "float32") -> Case:
     q = torch.randn(queries, heads, dim, device="cuda").to(torch.float8_e4m3fn)
     kv = torch.randn(keys, dim, device="cuda").to(torch.float8_e4m3fn), torch.rand(keys, device="cuda") + 0.5
     weights = torch.randn(queries, heads, device="cuda")
@@ -37,7 +41,8 @@ def case(queries: int, keys: int, heads: int, dim: int, clean: bool = True) -> C
     ends = torch.arange(queries, dtype=torch.int32, device="cuda") + keys - queries
     arguments = (q, kv, weights, starts, ends)
     flop = 2 * int((ends - starts).sum()) * heads * dim
-    scores = partial(dsa.fp8_mqa_logits, *arguments, clean_logits=clean)
+    options = {"clean_logits": clean, "accumulators": getattr(torch, accumulators)}
+    scores = partial(dsa.fp8_mqa_logits, *arguments, **options)
     both = [deep_gemm.mqa_logits(*arguments, clean), cudnn.indexer_scores(q, kv, weights)]
 
     def figure(ms: float) -> str:
@@ -63,6 +68,7 @@ def case(queries: int, keys: int, heads: int, dim: int, clean: bool = True) -> C
         calls |= peers.calls
         failed |= peers.failed
     name = f"{queries} x {keys}, H {heads}, D {dim}, causal, {'cleaned' if clean else 'not cleaned'}"
+    name += "" if accumulators == "float32" else f", {accumulators} accumulators"
     return Case(name, calls, figure, check, repeats=15, failed=failed, agree=agree)
 
 

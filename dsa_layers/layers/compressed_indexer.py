@@ -19,7 +19,7 @@ class CompressedIndexer(nn.Module):
     w = weights_proj(x) * n_heads^-0.5 * head_dim^-0.5 in fp32. If `quantize`, q and k pass the Hadamard transform and
     go to e4m3 with a power-of-two scale per head and entry (the published model simulates FP4, which Hopper cannot
     multiply); the queries' scales fold into w. workspace: bytes that a prompt's scores take at most at a time, if that
-    is enough for one token's.
+    is enough for one token's. accumulators: as of `LightningIndexer`.
 
     `select` is that of `dsa_layers.layers.indexer.Indexer`, whose keys are compressed entries here, and asks for one
     argument more: entry_rope, (cos, sin) of the entries that the tokens may end. There is no `loss`: this indexer is
@@ -42,9 +42,10 @@ class CompressedIndexer(nn.Module):
         dtype: torch.dtype | None = None,
         use_ue8m0: bool = True,
         workspace: int = WORKSPACE,
+        accumulators: torch.dtype = torch.float16,
     ) -> None:
         super().__init__()
-        self.workspace = workspace
+        self.accumulators, self.workspace = accumulators, workspace
         self.n_heads, self.head_dim, self.top_k, self.quantize = n_heads, compressor.dim, top_k, quantize
         self.wq_b = make_linear(q_lora_rank, n_heads * self.head_dim, fp8=fp8, dtype=dtype, use_ue8m0=use_ue8m0)
         self.weights_proj = FP32Linear(hidden, n_heads, scale=self.weight_scale, dtype=dtype)
@@ -111,4 +112,5 @@ class CompressedIndexer(nn.Module):
             paging = {"block_table": batch.block_table, "page_size": page_size, "row_to_seq": sequences}
         starts, lengths, most = entries.visible_ranges
         ranges = rows.own_kept(starts), rows.own_kept(lengths), most
-        return select_packed(q, keys, weights, self.top_k, *ranges, workspace=self.workspace, **paging)
+        options = {"accumulators": self.accumulators, "workspace": self.workspace}
+        return select_packed(q, keys, weights, self.top_k, *ranges, **options, **paging)

@@ -21,6 +21,7 @@ def select_packed(
     lengths: torch.Tensor,
     most: int,
     *,
+    accumulators: torch.dtype = torch.float32,
     workspace: int = WORKSPACE,
     row_to_seq: torch.Tensor | None = None,
     **paging: torch.Tensor | int,
@@ -32,6 +33,7 @@ def select_packed(
     starts      int32 [T]: the first row that each token sees; lengths int32 [T]: how many it sees
     most        an upper bound of lengths, so that of e4m3 no token's scores have columns for other sequences' keys
     workspace   bytes that scores take at most, or one token's
+    accumulators  of scores of e4m3: torch.float32, or torch.float16, as `dsa.fp8_mqa_logits` takes them
     row_to_seq  [T], with block_table and page_size in `paging`, as `dsa.topk_indices` takes them: gives slots, not
                 positions
 
@@ -51,7 +53,12 @@ def select_packed(
         own = paging if row_to_seq is None else paging | {"row_to_seq": row_to_seq[part]}
         if quantised:
             ranges = begins, begins + counts
-            scores = dsa.fp8_mqa_logits(q[part], keys, weights[part], *ranges, clean_logits=False, max_seqlen_k=most)
+            scores = dsa.fp8_mqa_logits(
+                *(q[part], keys, weights[part], *ranges),
+                clean_logits=False,
+                max_seqlen_k=most,
+                accumulators=accumulators,
+            )
             begins = None
         else:
             scores = dsa.mqa_logits(q[part], keys, weights[part], begins, begins + counts)

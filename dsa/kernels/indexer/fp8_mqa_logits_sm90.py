@@ -20,7 +20,8 @@ Shared memory: barriers, 2 x N x D bytes of queries, GROUPS x STAGES x 64 x D of
 Registers: N / 2 accumulators and N / 4 weights a consumer thread, of 232 (two warpgroups) or 160, half as many of half
 scores; 40 or 32 for the others.
 Roofline: tensor cores, 512 clocks for a tile of 64 x 256 x 128; but every instruction beside it (two an accumulator:
-x + |x|, multiply-add; of half scores one) adds its issue clock, so about 830. Keys come from L2, 8 KB a tile.
+x + |x|, multiply-add) adds its issue clock, so about 830. Of half scores one is left, and three warpgroups hide it: an
+FP8 product's rate. Keys come from L2, 8 KB a tile.
 """
 
 from collections.abc import Callable
@@ -89,10 +90,16 @@ class MqaLogitsConfig:
     def threads(self) -> int:
         return (self.groups + 1) * WARPGROUP
 
-    def fits(self, heads: int) -> bool:
-        """Whether the hardware takes it: registers, shared memory for 128 channels, four queries a block at least."""
+    def fits(self, heads: int, half: bool = False) -> bool:
+        """Whether the hardware takes it: registers, of half scores half as many; shared memory for 128 channels; four
+        queries a block at least."""
         shared = (Q_STAGES * self.columns + self.groups * self.stages * TILE) * 128 + 3 * 1024
-        return registers_fit(self.columns, self.groups) and shared <= SHARED_BYTES and self.columns % (4 * heads) == 0
+        registers = registers_fit(self.columns // 2 if half else self.columns, self.groups)
+        return registers and shared <= SHARED_BYTES and self.columns % (4 * heads) == 0
+
+
+# Of half scores of the published models' heads, whose accumulators leave room for a third warpgroup with wide tiles.
+HALF_CONFIG = MqaLogitsConfig(256, 5, 3)
 
 
 class Fp8MqaLogitsSm90:
@@ -473,9 +480,11 @@ def compile_fp8_mqa_logits(
     return compile_sm90(kernel, q, k, k_scale, weights, starts, ends, out, Int32(0), Int32(1), Int32(1), fake_stream())
 
 
-def choose_config(heads: int, dim: int) -> MqaLogitsConfig:
+def choose_config(heads: int, dim: int, half: bool = False) -> MqaLogitsConfig:
     """The measured winner. Fewer heads mean more queries a tile, whose ranges and reductions need registers and time:
     smaller tiles, and a third warpgroup (docs/kernel-notes.md)."""
+    if half and heads >= 32 and dim == 128:
+        return HALF_CONFIG
     return tuned(MqaLogitsConfig, "fp8_mqa_logits", "sm_90", f"heads {heads}, dim {dim}")
 
 
@@ -492,7 +501,7 @@ def choose_chunk(queries: int, keys: int, block_q: int, sms: int) -> tuple[int, 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
     """Every compile function and its arguments that the op can ask for."""
     return [
-        (compile_fp8_mqa_logits, (heads, dim, dtype, clean, compressed, half, choose_config(heads, dim)))
+        (compile_fp8_mqa_logits, (heads, dim, dtype, clean, compressed, half, choose_config(heads, dim, half)))
         for heads in HEADS
         for dim in HEAD_DIMS
         for dtype in LOGITS_DTYPES

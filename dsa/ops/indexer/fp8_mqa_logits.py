@@ -115,12 +115,12 @@ def _fp8_mqa_logits(
     if keys == 1:  # a single row's stride means nothing, and may be any number
         k = k.as_strided(k.shape, (dim, 1))
     sms = backends.num_sms(q.device)
-    chunk, work_tiles = _chunk(kernels, heads, dim, queries, keys, sms)
+    half = accumulators == torch.float16
+    chunk, work_tiles = _chunk(kernels, heads, dim, half, queries, keys, sms)
     # Uncompressed, whole tiles of keys are written: into the buffer's padding, past the last key.
     columns = max_seqlen_k or -(-keys // 64) * 64
     whole = out.as_strided((queries, columns), out.stride())
     flat = q.view(queries * heads, dim)
-    half = accumulators == torch.float16
     launch = _kernel(kernels, heads, dim, logits_dtype, clean_logits, max_seqlen_k > 0, half)
     ranges = cu_seq_len_k_start, cu_seq_len_k_end
     launch(flat, k, k_scale, weights, *ranges, whole, columns, chunk, min(work_tiles, sms))
@@ -131,11 +131,11 @@ def _fp8_mqa_logits(
 def _kernel(
     kernels: ModuleType, heads: int, dim: int, dtype: torch.dtype, clean: bool, compressed: bool, half: bool
 ) -> Callable[..., None]:
-    config = kernels.choose_config(heads, dim)
+    config = kernels.choose_config(heads, dim, half)
     return kernels.compile_fp8_mqa_logits(heads, dim, dtype_name(dtype), clean, compressed, half, config)
 
 
 @functools.lru_cache(4096)
-def _chunk(kernels: ModuleType, heads: int, dim: int, queries: int, keys: int, sms: int) -> tuple[int, int]:
+def _chunk(kernels: ModuleType, heads: int, dim: int, half: bool, queries: int, keys: int, sms: int) -> tuple[int, int]:
     """Key tiles of a work tile, and how many of these there are."""
-    return kernels.choose_chunk(queries, keys, kernels.choose_config(heads, dim).columns // heads, sms)
+    return kernels.choose_chunk(queries, keys, kernels.choose_config(heads, dim, half).columns // heads, sms)

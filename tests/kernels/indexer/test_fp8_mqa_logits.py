@@ -23,7 +23,7 @@ def test_sass(arguments):
     else:
         assert sass.instructions["FFMA"] == config.columns // 2
     assert sass.registers * config.threads <= 65536
-    assert config.fits(heads)
+    assert config.fits(heads, half)
 
 
 @pytest.mark.parametrize("queries", [1, 4, 100, 2048, 70000])
