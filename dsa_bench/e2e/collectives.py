@@ -10,12 +10,20 @@ NAMES = re.compile(r"\bnccl|\bone_shot_all_reduce")
 
 
 def share(events: Sequence[Event]) -> float:
-    """The time of collectives over that of all kernels, copies and fills, from the events of a Chrome trace whose first
-    collective is where the ranks begin together: what comes after it counts. A collective that waits for another rank
-    is running. ValueError for a trace in which nothing comes after."""
-    work = [(us, NAMES.search(event["name"]) is not None) for event, us in in_turn(events)]
-    begin = next((i + 1 for i, (_, talks) in enumerate(work) if talks), len(work))
-    whole = sum(us for us, _ in work[begin:])
+    """The time in which collectives alone run over that in which anything does, kernels, copies and fills, from the
+    events of a Chrome trace whose first collective is where the ranks begin together: what comes after it counts. A
+    collective that waits for another rank is running; what the GPU computes meanwhile is its own time. ValueError for a
+    trace in which nothing comes after."""
+    work = list(in_turn(events))
+    begin = next((i + 1 for i, (event, _) in enumerate(work) if _talks(event)), len(work))
+    whole = sum(us for _, us in work[begin:])
     if not whole:
         raise ValueError(f"events: must have kernels behind a collective, got {len(work)} in {len(events)} events")
-    return sum(us for us, talks in work[begin:] if talks) / whole
+    # Behind the same beginning, as if nobody talked.
+    others = [work[begin - 1][0], *(event for event, _ in work[begin:] if not _talks(event))]
+    computing = sum(us for _, us in list(in_turn(others))[1:])
+    return (whole - computing) / whole
+
+
+def _talks(event: Event) -> bool:
+    return NAMES.search(event["name"]) is not None

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from dsa_layers.batch.rows import Rows
 from dsa_layers.layers.embedding import Embedding
 from dsa_layers.parallel.ranks import Ranks
 from dsa_layers.parallel.rows import SharedRows
@@ -37,14 +38,16 @@ def without_collectives(model: nn.Module, ranks: Ranks) -> Iterator[None]:
     # Other ranks' tokens have no rows here: all rows would be zero of a rank that has none of a pass's tokens.
     embeddings = [module for module in model.modules() if isinstance(module, Embedding)]
     hooks = [module.register_forward_pre_hook(_own_tokens) for module in embeddings]
-    gather, add = SharedRows.gather, SharedRows.sum
-    SharedRows.gather, SharedRows.sum = _own_rows_for_all, SharedRows.own
+    said = {name: getattr(SharedRows, name) for name in ("gather", "begin_gather", "sum", "begin_sum")}
+    SharedRows.gather, SharedRows.begin_gather = _own_rows_for_all, Rows.begin_gather
+    SharedRows.sum, SharedRows.begin_sum = SharedRows.own, Rows.begin_sum
     try:
         for module, _ in told:
             module.ranks = silent
         yield
     finally:
-        SharedRows.gather, SharedRows.sum = gather, add
+        for name, function in said.items():
+            setattr(SharedRows, name, function)
         for module, before in told:
             module.ranks = before
         for hook in hooks:

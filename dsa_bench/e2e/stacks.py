@@ -18,7 +18,7 @@ from dsa_layers.families.registry import family
 from dsa_layers.layers import joint_linear
 from dsa_layers.layers.linear import BlockFP8Linear
 from dsa_layers.parallel.ranks import ALONE, Ranks
-from dsa_layers.parallel.split import copy_own_heads, split
+from dsa_layers.parallel.split import copy_own_parts, split
 
 # What the configuration of an FP8 release has beside that of the bf16 one.
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -103,7 +103,7 @@ def stack(
         _draw(key, parameter.data, (cut.whole if cut else parameter.shape)[-1], model.config, generator)
     model.init_buffers(device)
     joint_linear.join(model)
-    copy_own_heads(model)
+    copy_own_parts(model)
     return model.eval()
 
 

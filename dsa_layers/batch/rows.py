@@ -1,5 +1,7 @@
 """Which of a pass's rows a process works on: all of them, or where several compute one model its share."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -13,10 +15,10 @@ class Rows:
 
     Between layers a process has its own rows, of residual streams, norms and casts. Layers gather what they need whole,
     such as keys, and what their part of the heads, channels or experts gives for all rows is summed over the processes.
-    What attention gives with all heads for a process's own rows needs no sum.
+    What attention gives with all heads for a process's own rows needs no sum, nor what the shared expert gives.
     """
 
-    parts = False  # whether several processes compute the layers, and MLPs give parts of sums
+    parts = False  # whether several processes compute the layers, each its part of them
     shared = False  # whether a process's own rows are not all
 
     def own(self, x: torch.Tensor) -> torch.Tensor:
@@ -42,9 +44,24 @@ class Rows:
         rows."""
         return own
 
+    def begin_gather(self, *own: torch.Tensor) -> Callable[[], tuple[torch.Tensor, ...]]:
+        """`gather`, begun: the function that this gives ends it. What is computed in between is so meanwhile."""
+        return partial(self.gather, *own)
+
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         """This process's rows of the sum of all processes' parts [T, ...]."""
         return part
+
+    def begin_sum(self, part: torch.Tensor) -> Callable[..., torch.Tensor]:
+        """`sum`, begun: the function that this gives ends it, and adds what it is given of this process's rows,
+        (shared=None, residual=None): shared to the sum, and to both of these the residual."""
+
+        def end(shared: torch.Tensor | None = None, residual: torch.Tensor | None = None) -> torch.Tensor:
+            y = self.sum(part)
+            y = y if shared is None else y + shared
+            return y if residual is None else residual + y
+
+        return end
 
 
 ALL_ROWS = Rows()

@@ -9,8 +9,8 @@ from dsa_layers.checkpoint import Checkpoint, StoredNames
 from dsa_layers.checkpoint.loading import holds_fp4_experts, unfilled_model
 from dsa_layers.families.model import CheckpointModel, ModelConfig
 from dsa_layers.families.precision import Precision
-from dsa_layers.layers.own_heads import OwnHeads
-from dsa_layers.layers.shares import splits_queries
+from dsa_layers.layers.own_part import OwnPart
+from dsa_layers.layers.shares import splits_tokens
 from dsa_layers.parallel.cuts import DoesNotDivide, cuts_of, shares_of
 
 # Of a GPU's memory what weights and caches may have: activations, scores, kernels, CUDA and NCCL take the rest.
@@ -20,9 +20,9 @@ SEQUENCES = 64  # at a time, as `Generator` has them
 
 @dataclass(frozen=True)
 class GpuPlan:
-    """weights: bytes on a GPU, with copies of its heads' (`OwnHeads`); whole: on a single one; page: of a page of
-    `page_size` tokens in the caches; slot: of a sequence's state slot there. A drafter's weights and cache are among
-    them. Every GPU has all of the caches: latents and index keys belong to no head."""
+    """weights: bytes on a GPU, with the copies of its part of layers that are whole there (`OwnPart`); whole: on a
+    single one; page: of a page of `page_size` tokens in the caches; slot: of a sequence's state slot there. A drafter's
+    weights and cache are among them. Every GPU has all of the caches: latents and index keys belong to no head."""
 
     gpus: int
     weights: int
@@ -94,8 +94,8 @@ def _plan(model: CheckpointModel, gpus: int) -> GpuPlan:
     cuts = cuts_of(model, gpus, blocks=model.config.quantization is not None)
     weights = {name: tensor.nbytes for name, tensor in model.state_dict().items()}
     part = sum(size // gpus if name in cuts else size for name, size in weights.items())
-    whole = [layer for _, layer, _ in shares_of(model) if splits_queries(layer, gpus)]
-    part += sum(x.nbytes for layer in whole for x in OwnHeads(0, gpus).copies(layer))
+    whole = [layer for _, layer, _ in shares_of(model) if splits_tokens(layer, gpus)]
+    part += sum(x.nbytes for layer in whole for x in OwnPart(0, gpus).copies(layer))
     one, pages, slots = (_cache_bytes(model, *counts) for counts in ((1, 1), (2, 1), (1, 2)))
     return GpuPlan(gpus, part, sum(weights.values()), slots - one, pages - one, model.page_size)
 

@@ -27,7 +27,7 @@ from dsa_layers.families.unfilled import unfilled
 from dsa_layers.hub import checkpoint_directory
 from dsa_layers.layers import joint_linear
 from dsa_layers.parallel.ranks import Ranks, ranks_of
-from dsa_layers.parallel.split import copy_own_heads, split
+from dsa_layers.parallel.split import copy_own_parts, split
 from dsa_layers.parallel.together import together
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def load_model(
         check_values(model, checkpoint.directory)
         model.init_buffers(device)
         joint_linear.join(model)
-        copy_own_heads(model)
+        copy_own_parts(model)
     for name in learned:
         model.get_parameter(name).requires_grad_(True)
     return model.train(trainable)

@@ -21,7 +21,7 @@ from dsa_layers.layers.indexer import Indexer, LightningIndexer
 from dsa_layers.layers.linear import BlockFP8Linear, Linear, make_linear
 from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.layers.norm_and_cast import norm_and_cast
-from dsa_layers.layers.own_heads import SplitByQueries
+from dsa_layers.layers.own_part import SplitByTokens
 from dsa_layers.layers.selecting_attention import KeyCounter
 from dsa_layers.layers.shares import Shares
 from dsa_layers.layers.trained_attention import SparseAttention, WarmupAttention, gather_keys, weighed
@@ -77,7 +77,7 @@ class Latents(NamedTuple):
         return self.queries, *(self.cast or ()), self.index_keys
 
 
-class DSAAttention(SplitByQueries):
+class DSAAttention(SplitByTokens):
     """MLA over all keys while every sequence has at most the indexer's top_k, over the selected ones beyond.
 
     Latent c = RMSNorm(W_DKV x) [kv_lora_rank] and one rope key k_pe [rope_dim] a token; per head
@@ -93,7 +93,7 @@ class DSAAttention(SplitByQueries):
     -> [T, hidden]
     cast: of x, for `joint_layers`, where the caller has it (`norm_and_cast`). rows: where several processes compute the
     layer; x, its cast and the result are this process's own rows then. Each has a part of the heads, for all rows, and
-    their results are summed; or where heads are few and rows many, all heads for its own queries (`splits_queries`).
+    their results are summed; or where heads are few and rows many, all heads for its own queries (`splits_tokens`).
     With a cache the new tokens' latents and index keys are first written to its pages, and attention reads the keys as
     the pages hold them, rounded if these are FP8. Without a cache, `batch` must hold whole sequences. A layer with an
     indexer sets `selection`, if it is given; a layer without one reads it, as the layers before it in the same pass
@@ -167,12 +167,12 @@ class DSAAttention(SplitByQueries):
         else:
             # FP8 pages are attended to by index only.
             sparse = batch.max_key_len > self.indexer.top_k or (decode and cache.latent_is_fp8)
-        heads = self.n_heads if self.own_heads is None else self.own_heads.share(self.n_heads)
+        heads = self.n_heads if self.own_part is None else self.own_part.share(self.n_heads)
         multi_head = not decode and (not sparse or self._takes_multi_head_form(x, batch, selection, heads))
         form = Form(decode, sparse, multi_head)
-        if self.own_heads is not None and rows.shared and not multi_head:
+        if self.own_part is not None and rows.shared and not multi_head:
             return self._attend(x, cos, sin, batch, cache, selection, cast, form, rows, queries=rows)
-        part = self if self.own_heads is None else self.own_heads.of(self)
+        part = self.part()
         return rows.sum(part._attend(x, cos, sin, batch, cache, selection, cast, form, rows, queries=ALL_ROWS))
 
     def _attend(

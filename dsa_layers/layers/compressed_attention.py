@@ -21,7 +21,7 @@ from dsa_layers.layers.grouped_linear import GroupedLinear
 from dsa_layers.layers.linear import BLOCK, BlockFP8Linear, FP32Linear, Linear, make_linear
 from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.layers.norm_and_cast import norm_and_cast, watched
-from dsa_layers.layers.own_heads import SplitByQueries
+from dsa_layers.layers.own_part import SplitByTokens
 from dsa_layers.layers.rope import RopeAngles, turn
 from dsa_layers.layers.selecting_attention import KeyCounter
 from dsa_layers.layers.shares import Shares
@@ -54,7 +54,7 @@ class Projections(NamedTuple):
         return self.latents, *(self.cast or ()), *self.entries, *(self.index_entries or ()), *weights
 
 
-class CompressedAttention(SplitByQueries):
+class CompressedAttention(SplitByTokens):
     """o[t, h] = sum_j e^{z_j} k_j / (sum_j e^{z_j} + e^{sink_h}), z_j = dim^-0.5 q[t, h] . k_j, over t's keys k_j.
 
     These keys are the last `window` tokens up to t, and the compressor's entries that the indexer selects among those
@@ -130,10 +130,9 @@ class CompressedAttention(SplitByQueries):
     ) -> torch.Tensor:
         if cache is None and batch.query_lens != batch.key_lens:
             raise ValueError("cache: is needed when a sequence has more keys than new tokens")
-        if self.own_heads is not None and rows.shared:
+        if self.own_part is not None and rows.shared:
             return self._attend(x, rope, entry_rope, batch, cache, cast, rows, queries=rows)
-        part = self if self.own_heads is None else self.own_heads.of(self)
-        return rows.sum(part._attend(x, rope, entry_rope, batch, cache, cast, rows, queries=ALL_ROWS))
+        return rows.sum(self.part()._attend(x, rope, entry_rope, batch, cache, cast, rows, queries=ALL_ROWS))
 
     def _attend(
         self,

@@ -40,8 +40,6 @@ class DecoderBlock(nn.Module):
         attended = self.self_attn(normed, cos, sin, batch, cache, selection, **given(cast, rows))
         readers = cast_readers(self.mlp)
         x, normed, cast = norm_and_cast(self.post_attention_layernorm, attended, readers, residual=x)
-        if rows.parts:
-            return x + rows.sum(self.mlp(normed, **given(cast, rows)))
         if takes(self.mlp, "residual"):
-            return self.mlp(normed, **given(cast), residual=x)
-        return x + self.mlp(normed, **given(cast))
+            return self.mlp(normed, **given(cast, rows), residual=x)
+        return x + self.mlp(normed, **given(cast, rows))

@@ -55,7 +55,7 @@ class HyperDecoderBlock(nn.Module):
         y = self.attn(x, rope, entry_rope, batch, cache, **given(cast, rows))
         streams = leave(self.hc_attn, y, streams, weights, self.hc_ffn)
         x, cast, weights = enter(self.hc_ffn, streams, self.ffn_norm, self.ffn)
-        y = rows.sum(self.ffn(x, tokens, **given(cast, rows)))
+        y = self.ffn(x, tokens, **given(cast, rows))
         return leave(self.hc_ffn, y, streams, weights, following)
 
 

@@ -69,7 +69,6 @@ def scaling(layers: Sequence[Layer]) -> bool | None:
     return layers[0].use_ue8m0 if layers and type(layers[0]) is BlockFP8Linear and _are_alike(layers) else None
 
 
-@torch.no_grad()
 def join(model: nn.Module) -> None:
     """Lays the weights side by side that modules of the model name in `joint_layers()` and `joint_fp32_layers()`: the
     layers' parameters become views of one tensor. Nothing else about them changes. What moves or copies them apart, as
@@ -77,11 +76,17 @@ def join(model: nn.Module) -> None:
     CUDA graph has their addresses."""
     # A module is before its parts, whose layers may be some of its own.
     for layers in (of(module) for module in model.modules() for of in (joint_layers, joint_fp32_layers)):
-        if len(layers) > 1 and _are_alike(layers) and _blocks_fit(layers) and _whole(layers) is None:
-            for parameters in _parameters(layers):
-                parts = torch.cat(parameters).split([len(parameter) for parameter in parameters])
-                for parameter, part in zip(parameters, parts):
-                    parameter.data = part
+        join_layers(layers)
+
+
+@torch.no_grad()
+def join_layers(layers: Sequence[Layer]) -> None:
+    """The same of these layers alone, if they can be joined and are not yet."""
+    if len(layers) > 1 and _are_alike(layers) and _blocks_fit(layers) and _whole(layers) is None:
+        for parameters in _parameters(layers):
+            parts = torch.cat(parameters).split([len(parameter) for parameter in parameters])
+            for parameter, part in zip(parameters, parts):
+                parameter.data = part
 
 
 def _are_alike(layers: Sequence[Layer]) -> bool:

@@ -1,5 +1,7 @@
 """SwiGLU MLP, the routers and the mixture of experts."""
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -10,6 +12,7 @@ from dsa_layers.layers.branch import Branch, beside
 from dsa_layers.layers.experts import Experts
 from dsa_layers.layers.linear import BlockFP8Linear, Linear, linear_fp32, make_linear
 from dsa_layers.layers.norm_and_cast import given, takes
+from dsa_layers.layers.own_part import SplitByTokens
 from dsa_layers.layers.routing import Routed, choose, joins, may_join, route, route_by_table
 from dsa_layers.layers.shares import Shares
 
@@ -19,7 +22,7 @@ class SwiGLU(nn.Module):
 
     forward(x, cast=None, residual=None, rows=...): cast of x, for gate and up, where the caller has it
     (`norm_and_cast`); with a residual of y's shape the result is residual + y. rows: where several processes have a
-    part of the channels each; x and its cast are this process's own rows then, the result its part of all rows' sum.
+    part of the channels each; x, its cast and the result are this process's own rows then.
     limit: gate(x) is at most that, up(x) between -limit and limit; None: any.
     Parameters: {gate,up}_proj [inner, hidden], down_proj [hidden, inner], FP8 with scales if `fp8`.
     """
@@ -52,7 +55,7 @@ class SwiGLU(nn.Module):
     ) -> torch.Tensor:
         x, cast = gathered(x, cast, rows)
         gate, up = joint_linear.multiply(x, *self.joint_layers(), cast=cast)
-        y = self._down(gate, up, x.dtype)
+        y = rows.sum(self._down(gate, up, x.dtype))
         return y if residual is None else residual + y
 
     def _down(self, gate: torch.Tensor, up: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -67,6 +70,19 @@ class SwiGLU(nn.Module):
     def joint_layers(self) -> tuple[Linear | BlockFP8Linear, ...]:
         """Those that read x as one product."""
         return self.gate_proj, self.up_proj
+
+
+class SharedExpert(SwiGLU, SplitByTokens):
+    """The SwiGLU of a mixture that all tokens go to. Several processes have all of it: where rows are shared each
+    computes y of its own, and else a part of the channels, whose sum is y.
+
+    forward(x, cast=None, rows=...): as of `SwiGLU`, but what is a part of a sum is not added to the others'.
+    """
+
+    shares = replace(SwiGLU.shares, tokens=True)
+
+    def forward(self, x: torch.Tensor, *, cast: joint_linear.Cast | None = None, rows: Rows = ALL_ROWS) -> torch.Tensor:
+        return SwiGLU.forward(self if rows.shared else self.part(), x, cast=cast)
 
 
 class GroupedSigmoidRouter(nn.Module):
@@ -174,7 +190,8 @@ class MoE(nn.Module):
     """y = sum of the routed experts' outputs by their weights + the shared expert's output, rounded once.
 
     x [T, hidden], and tokens int64 [T] of all rows if the router asks for them -> [T, hidden]; cast, residual and rows
-    as of `SwiGLU`, the cast for the shared expert, and of shared rows for all.
+    as of `SwiGLU`, the cast for the shared expert, and of shared rows for all. Where rows are shared, the routed
+    experts' outputs are summed over the processes while each computes the shared expert's of its own rows.
     Submodules by the checkpoint's names: gate, experts, shared_experts (one SwiGLU of n_shared * inner, absent if
     n_shared is 0).
     fp4_experts: with `fp8`, the routed experts' weights are FP4 (see `Experts`).
@@ -197,7 +214,7 @@ class MoE(nn.Module):
         options = {"limit": limit, "fp8": fp8, "dtype": dtype, "use_ue8m0": use_ue8m0}
         self.gate = router
         self.experts = Experts(len(router.weight), hidden, inner, fp4=fp4_experts, **options)
-        self.shared_experts = SwiGLU(hidden, n_shared * inner, **options) if n_shared else None
+        self.shared_experts = SharedExpert(hidden, n_shared * inner, **options) if n_shared else None
 
     def forward(
         self,
@@ -209,25 +226,45 @@ class MoE(nn.Module):
         rows: Rows = ALL_ROWS,
     ) -> torch.Tensor:
         if rows.shared:
-            experts, weights = self._choice(x, None if tokens is None else rows.own_kept(tokens))
-            # Where experts read a cast, it is what goes from process to process.
-            x, cast = gathered(x, cast, rows)
-            experts, weights = rows.gather(experts, weights)
-            options = {} if cast is None else {"cast": cast}
+            return self._of_own_rows(x, tokens, cast, residual, rows)
         shared, branch = None, Branch()
         if self.shared_experts is not None:
             with beside(x, *(cast or ())) as branch:
                 shared = self.shared_experts(x, **given(cast if takes(self.shared_experts, "cast") else None))
-        if not rows.shared:
-            routed = self._route(x, tokens)
-            experts, weights = self._choice(x, tokens) if routed is None else routed[:2]
-            options = {} if routed is None else {"by_expert": routed[2:]}
-        if may_join(self.experts) and takes(self.experts, "residual"):
-            return self.experts(x, experts, weights, shared, residual, branch=branch, **options)
-        branch.join()
-        if residual is None or takes(self.experts, "residual"):
+        routed = self._route(x, tokens)
+        experts, weights = self._choice(x, tokens) if routed is None else routed[:2]
+        options = {} if routed is None else {"by_expert": routed[2:]}
+        if may_join(self.experts):
+            options["branch"] = branch
+        else:
+            branch.join()
+        if not rows.parts and takes(self.experts, "residual"):
             return self.experts(x, experts, weights, shared, residual, **options)
-        return residual + self.experts(x, experts, weights, shared)
+        y = rows.sum(self.experts(x, experts, weights, shared, **options))
+        return y if residual is None else residual + y
+
+    def _of_own_rows(
+        self,
+        x: torch.Tensor,
+        tokens: torch.Tensor | None,
+        cast: joint_linear.Cast | None,
+        residual: torch.Tensor | None,
+        rows: Rows,
+    ) -> torch.Tensor:
+        """`forward` of this process's own rows among all, which the routed experts read. Where they read a cast, it is
+        what goes from process to process, while the router chooses."""
+        gathering = rows.begin_gather(*((x,) if cast is None else cast))
+        choosing = rows.begin_gather(*self._choice(x, None if tokens is None else rows.own_kept(tokens)))
+        every, choice = gathering(), choosing()
+        inputs, options = ((*every, *choice), {}) if cast is None else ((x, *choice), {"cast": every})
+        shared = self.shared_experts
+        if shared is not None and takes(shared, "rows"):
+            total = rows.begin_sum(self.experts(*inputs, **options))
+            return total(shared(x, **given(cast, rows)), residual)
+        # What others have put in its place is given all rows, and gives its part of the sum.
+        part = None if shared is None else shared(*rows.gather(x))
+        y = rows.sum(self.experts(*inputs, part, **options))
+        return y if residual is None else residual + y
 
     def _choice(self, x: torch.Tensor, tokens: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         return self.gate(x) if tokens is None else self.gate(x, tokens)

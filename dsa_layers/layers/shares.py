@@ -18,8 +18,9 @@ class Shares:
                    dimension 0 or 1. Every process has all others whole
     counts         attributes that count what is cut, and what that is: {"n_heads": "attention heads"}
     blocks         whether FP8 checkpoints store the matrices in blocks of 128 x 128, which are not cut
-    heads          the one of these attributes that counts attention heads, of a layer that long passes can split by
-                   queries in their place (`splits_queries`)
+    tokens         whether long passes split the tokens in the place of the layer (`splits_tokens`)
+    heads          the one of the counting attributes that counts attention heads, of a layer in whose place long passes
+                   split the tokens if it has few
     A layer with an attribute `first` gets in it the number of the first of its part.
     """
 
@@ -27,15 +28,18 @@ class Shares:
     columns: tuple[str, ...] = ()
     counts: Mapping[str, str] = field(default_factory=dict)
     blocks: bool = True
+    tokens: bool = False
     heads: str | None = None
 
 
-def splits_queries(layer: nn.Module, processes: int) -> bool:
-    """Whether so many processes split a whole layer by queries where passes are long: attention, if a process's share
-    of the heads would fill no tile. Then nothing of the layer is cut, and each has its part beside the whole
-    (`OwnHeads`)."""
+def splits_tokens(layer: nn.Module, processes: int) -> bool:
+    """Whether so many processes have a whole layer each, and where passes are long compute it for their own tokens:
+    shared experts, and attention if a process's share of the heads would fill no tile. Then nothing of the layer is
+    cut, and each has its part beside the whole (`OwnPart`)."""
+    if processes == 1:
+        return False
     heads = layer.shares.heads
-    return heads is not None and processes > 1 and fill_no_tile(getattr(layer, heads) // processes)
+    return layer.shares.tokens or (heads is not None and fill_no_tile(getattr(layer, heads) // processes))
 
 
 def fill_no_tile(heads: int) -> bool:

@@ -8,8 +8,8 @@
     Embedding, the head all of it (vocabulary)
 
 A rank has the part of its number, of as many equal ones as there are ranks, so that the products of row-wise and then
-column-wise parts are summands of what one rank computes. Of attention that long passes split by queries
-(`splits_queries`) nothing is cut: each rank has its part beside the whole (`OwnHeads`).
+column-wise parts are summands of what one rank computes. Of layers in whose place long passes split the tokens
+(`splits_tokens`), shared experts among them, nothing is cut: each rank has its part beside the whole (`OwnPart`).
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from dsa_layers.layers.linear import BLOCK
-from dsa_layers.layers.shares import Shares, splits_queries
+from dsa_layers.layers.shares import Shares, splits_tokens
 
 ROWS, COLUMNS = 0, 1
 SCALES = "_scale_inv"
@@ -56,7 +56,7 @@ def cuts_of(model: nn.Module, ranks: int, *, blocks: bool) -> dict[str, Cut]:
         return {}
     _check_counts(model, ranks)
     cuts: dict[str, Cut] = {}
-    whole_layers = tuple(f"{name}." for name, layer, _ in shares_of(model) if splits_queries(layer, ranks))
+    whole_layers = tuple(f"{name}." for name, layer, _ in shares_of(model) if splits_tokens(layer, ranks))
     for name, parameter, dim, in_blocks in _shared(model):
         whole, kind = tuple(parameter.shape), "rows" if dim == ROWS else "columns"
         if not name.endswith(SCALES):  # what is said of a weight holds for these

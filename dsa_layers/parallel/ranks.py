@@ -58,20 +58,25 @@ class Ranks:
         own = self.sum_parts(parts.unflatten(0, (self.size, -1)))
         return self._gathered(own).flatten(0, 1)[:rows]
 
-    def sum_parts(self, parts: torch.Tensor) -> torch.Tensor:
-        """The same of all parts [size, T, ...], where one rank has them: [T, ...]."""
+    def sum_parts(
+        self, parts: torch.Tensor, shared: torch.Tensor | None = None, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The same of all parts [size, T, ...], where one rank has them: [T, ...]. shared, residual: like a part;
+        shared is added before the sum is rounded, as the last, and residual + the rounded sum is the result."""
         size, rows = parts.shape[:2]
-        if size == 2:  # is computed in fp32
+        if size == 2 and shared is None and residual is None:  # is computed in fp32
             return parts[0] + parts[1]
         columns = parts[0, 0].numel() if rows else 0
         if parts.dtype == torch.float64 or columns % CHANNEL_MULTIPLE or torch.is_grad_enabled():
             total = parts[0].to(torch.promote_types(parts.dtype, torch.float32))
-            for part in parts[1:]:
+            for part in (*parts[1:], *(() if shared is None else (shared,))):
                 total = total + part
-            return total.to(parts.dtype)
+            total = total.to(parts.dtype)
+            return total if residual is None else residual + total
         # The sum of a token's experts is this sum, too: their outputs are rows t, rows + t, 2 rows + t, ... here.
         of_ranks = torch.arange(size * rows, dtype=torch.int32, device=parts.device).view(size, rows).T
-        return dsa.combine_experts(parts.reshape(size * rows, columns), of_ranks).view(parts.shape[1:])
+        own = (x if x is None else x.reshape(rows, columns) for x in (shared, residual))
+        return dsa.combine_experts(parts.reshape(size * rows, columns), of_ranks, None, *own).view(parts.shape[1:])
 
     def join_columns(self, x: torch.Tensor) -> torch.Tensor:
         """The ranks' x [..., C] beside each other, in their order: [..., size * C]."""

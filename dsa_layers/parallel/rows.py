@@ -41,7 +41,8 @@ class WholeRows(Rows):
 class SharedRows(Rows):
     """Each rank has two pieces of the rows, of 2 N about equal ones the one of its number and the one as far from the
     end: later tokens see more keys, and so all ranks have as many pairs of a query and a key. Sums are those of
-    `Ranks.sum`, bit for bit."""
+    `Ranks.sum`, bit for bit. What is begun is torch.distributed's to do beside the rank's own work: on a GPU NCCL has a
+    stream of its own, which the end makes the rank's stream wait for."""
 
     parts = shared = True
 
@@ -82,12 +83,29 @@ class SharedRows(Rows):
         (whole,) = self.gather(torch.cat(own, -1))
         return whole.split([x.shape[-1] for x in own], -1)
 
+    def begin_gather(self, *own: torch.Tensor) -> Callable[[], tuple[torch.Tensor, ...]]:
+        begun = [self._begin_gather(x, at_once=False) for x in own]
+        return lambda: tuple(end() for end in begun)
+
     def sum(self, part: torch.Tensor) -> torch.Tensor:
+        return self._begin_sum(part, at_once=True)()
+
+    def begin_sum(self, part: torch.Tensor) -> Callable[..., torch.Tensor]:
+        return self._begin_sum(part, at_once=False)
+
+    def _begin_sum(self, part: torch.Tensor, *, at_once: bool) -> Callable[..., torch.Tensor]:
         sent = part[self._index("_by_rank", part.device)]
-        own = self._counts[self._ranks.rank]
-        parts = part.new_empty(self._ranks.size * own, *part.shape[1:])
-        dist.all_to_all_single(parts, sent, [own] * self._ranks.size, self._counts, group=self._ranks.group)
-        return self._ranks.sum_parts(parts.unflatten(0, (self._ranks.size, own)))
+        own, size = self._counts[self._ranks.rank], self._ranks.size
+        parts = part.new_empty(size * own, *part.shape[1:])
+        counts, options = ([own] * size, self._counts), {"group": self._ranks.group, "async_op": not at_once}
+        work = dist.all_to_all_single(parts, sent, *counts, **options)
+
+        def end(shared: torch.Tensor | None = None, residual: torch.Tensor | None = None) -> torch.Tensor:
+            if work is not None:
+                work.wait()
+            return self._ranks.sum_parts(parts.unflatten(0, (size, own)), shared, residual)
+
+        return end
 
     def _own_of(self, x: Kept) -> Kept:
         return type(x)(map(self.own_kept, x)) if isinstance(x, tuple) else self.own(x)
@@ -106,6 +124,9 @@ class SharedRows(Rows):
         return first + last
 
     def _gather(self, own: torch.Tensor) -> torch.Tensor:
+        return self._begin_gather(own, at_once=True)()
+
+    def _begin_gather(self, own: torch.Tensor, *, at_once: bool) -> Callable[[], torch.Tensor]:
         # Bytes, as the widest numbers that they make: neither NCCL nor indexing knows all of FP8.
         words = own.contiguous().flatten(1) if own.dim() > 1 else own.contiguous()[:, None]
         words = words.view(torch.uint8)
@@ -113,9 +134,15 @@ class SharedRows(Rows):
         if len(words) < self._most:
             words = torch.cat((words, words.new_zeros(self._most - len(words), words.shape[1])))
         parts = words.new_empty(self._ranks.size * self._most, words.shape[1])
-        all_gather(parts, words, group=self._ranks.group)
-        whole = parts[self._index("_places", own.device)]
-        return whole.view(torch.uint8).view(own.dtype).view(-1, *own.shape[1:])
+        work = all_gather(parts, words, group=self._ranks.group, async_op=not at_once)
+        dtype, shape, places = own.dtype, own.shape[1:], self._index("_places", own.device)
+
+        def end() -> torch.Tensor:
+            if work is not None:
+                work.wait()
+            return parts[places].view(torch.uint8).view(dtype).view(-1, *shape)
+
+        return end
 
     def _index(self, name: str, device: torch.device) -> torch.Tensor:
         """Rows' numbers on the device, where they are copied once."""

@@ -122,6 +122,9 @@ def test_the_share_of_collectives():
         *(kernel("nccl:all_reduce", 70, 99.0, "cpu_op"), {"cat": "cuda_runtime", "name": "cudaLaunchKernel"}),
     ]
     assert collectives.share(events) == collectives.share(events[::-1]) == 3 / 10
+    # What is computed beside them is none of theirs, whichever of the two begins and ends first.
+    beside = [kernel("ncclDevKernel_SendRecv(args)", 80, 2000.0), kernel("gemm", 79, 2000.0), kernel("gemm", 81, 500.0)]
+    assert collectives.share([*events, *beside]) == 503 / 3010
     with pytest.raises(ValueError, match="events: must have kernels behind a collective, got 1 in 2 events"):
         collectives.share([kernel("gemm", 0, 1.0), {"cat": "cpu_op", "name": "nccl", "ts": 0, "dur": 1}])
 

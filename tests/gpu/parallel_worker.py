@@ -18,6 +18,8 @@ from dsa_layers.parallel.rows import SharedRows
 ROWS = (1, 2, 8, 33, 256, 300)
 DTYPES = (torch.bfloat16, torch.float32)
 WIDTH = 7168
+RANKS = 2
+MANY, REPEATS = 4096, 5
 TOKENS, LENGTHS = [2 + i * i % 2000 for i in range(300)], [200, 100]
 PROMPTS = [TOKENS, TOKENS[:3], TOKENS[7:80]]  # a pass of which shares its rows
 
@@ -48,12 +50,35 @@ def sums(ranks: Ranks, device: torch.device, folder: Path) -> dict:
             shared = SharedRows(ranks, rows)
             (whole,) = shared.gather(shared.sum(x))
             found["shared", rows, dtype] = whole.cpu()
+            found["begun", rows, dtype] = begun(shared, x, part(RANKS, rows, dtype, device))
             del graph
+    for repeat in range(REPEATS):  # of as many rows as there are in a pass, the sum takes as long as what is beside it
+        shared = SharedRows(ranks, MANY)
+        own = part(RANKS, MANY, torch.bfloat16, device)
+        found["begun", repeat] = begun(shared, part(ranks.rank, MANY, torch.bfloat16, device), own)
     cast = torch.arange(300 * 256, device=device).view(300, 256).remainder(13).to(torch.float8_e4m3fn)
     shared = SharedRows(ranks, 300)
     (whole,) = shared.gather(shared.own(cast))
     found["cast"] = torch.equal(whole.view(torch.uint8), cast.view(torch.uint8))
     return found
+
+
+def begun(rows: SharedRows, x: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """A sum with rows of `own` as what is shared and as the residual, which are made of other memory between its begin
+    and its end; then gathered, beside the same."""
+
+    def computed() -> torch.Tensor:
+        for _ in range(4):
+            torch.mm(own.T, own)
+        return rows.own(own).clone()
+
+    end = rows.begin_sum(x)
+    del x
+    total = end(computed(), computed())
+    end = rows.begin_gather(total)
+    computed()
+    (whole,) = end()
+    return whole.cpu()
 
 
 def outcome(model: torch.nn.Module, device: torch.device) -> dict:

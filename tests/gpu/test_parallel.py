@@ -13,11 +13,10 @@ import torch
 from dsa.testing import calc_diff
 from dsa_layers.families.registry import model_types
 from dsa_layers.tiny import write_tiny_checkpoint
-from tests.gpu.parallel_worker import DTYPES, ROWS, part
+from tests.gpu.parallel_worker import DTYPES, MANY, RANKS, REPEATS, ROWS, part
 from tests.layers.parallel.test_generate import of_rank
 
 pytestmark = pytest.mark.several_gpus
-RANKS = 2
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +43,7 @@ def ended(case, folder):
 
 def test_sums(folder):
     """In the order of the ranks, rounded once, the same bits on both: through symmetric memory, in a CUDA graph, and
-    through NCCL where each has a share of the rows."""
+    through NCCL where each has a share of the rows, at once and beside other work."""
     for found in run("sums", folder):
         assert found["one shot"] and found["cast"]
         for rows in ROWS:
@@ -52,6 +51,14 @@ def test_sums(folder):
                 expected = (part(0, rows, dtype).float() + part(1, rows, dtype).float()).to(dtype)
                 for way in ("sum", "replayed", "shared"):
                     assert torch.equal(found[way, rows, dtype], expected), (way, rows, dtype)
+                assert torch.equal(found["begun", rows, dtype], with_own_rows(rows, dtype)), (rows, dtype)
+        expected = with_own_rows(MANY, torch.bfloat16)
+        assert all(torch.equal(found["begun", repeat], expected) for repeat in range(REPEATS))
+
+
+def with_own_rows(rows, dtype):
+    first, second, own = (part(number, rows, dtype) for number in range(RANKS + 1))
+    return own + (first.float() + second.float() + own.float()).to(dtype)
 
 
 def test_tiny_models(folder):

@@ -11,7 +11,7 @@ from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.fp8_up_projection import MOST_TOKENS, stored_up_projection
 from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.linear import BlockFP8Linear
-from dsa_layers.layers.own_heads import OwnHeads
+from dsa_layers.layers.own_part import OwnPart
 from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
 
 HIDDEN, HEADS = 128, 4
@@ -131,11 +131,11 @@ def test_parts_of_the_heads(asked):
         whole = dsa.mla_absorb_queries(q[..., :192], q[..., 192:], angles, angles, stored(layer))
         values = dsa.mla_values_cast_to_fp8(latents, stored(layer), 256)
         for number, heads in enumerate((slice(0, 2), slice(2, 4))):
-            part = OwnHeads(number, 2).of(layer)
+            part = OwnPart(number, 2).of(layer)
             kv_b = stored(part)
             assert kv_b[0].untyped_storage().data_ptr() == layer.kv_b_proj.weight.untyped_storage().data_ptr()
             got = dsa.mla_absorb_queries(q[:, heads, :192], q[:, heads, 192:], angles, angles, kv_b)
             torch.testing.assert_close(got, whole[:, heads])
             for one, all_heads in zip(dsa.mla_values_cast_to_fp8(latents[:, heads], kv_b, 256), values, strict=True):
                 torch.testing.assert_close(one.float(), all_heads.float().chunk(2, 1)[number], rtol=2**-3, atol=2**-9)
-        assert stored(OwnHeads(1, 4).of(layer)) is None  # 448 rows: from the middle of a block on
+        assert stored(OwnPart(1, 4).of(layer)) is None  # 448 rows: from the middle of a block on

@@ -20,11 +20,12 @@ from dsa_layers.families.registry import model_types
 from dsa_layers.layers import attention as attention_layer
 from dsa_layers.layers.attention import DSAAttention, Selection
 from dsa_layers.layers.linear import Linear
-from dsa_layers.layers.own_heads import OwnHeads
+from dsa_layers.layers.own_part import OwnPart
 from dsa_layers.layers.rope import RopeAngles
+from dsa_layers.parallel.cuts import shares_of
 from dsa_layers.parallel.ranks import ALONE, Ranks
 from dsa_layers.parallel.rows import SharedRows, rows_of
-from dsa_layers.parallel.split import copy_own_heads
+from dsa_layers.parallel.split import copy_own_parts
 from dsa_layers.tiny import write_tiny_checkpoint
 from tests.layers.parallel.processes import in_ranks
 from tests.layers.parallel.ways import split_by
@@ -48,7 +49,7 @@ def checkpoints(tmp_path_factory):
 
 
 def attentions(model):
-    return [(name, module) for name, module in model.named_modules() if hasattr(module, "own_heads")]
+    return [(name, layer) for name, layer, shares in shares_of(model) if shares.heads]
 
 
 @pytest.mark.parametrize("options", [OPTIONS["fp32"], OPTIONS["fp8"]], ids=["fp32", "fp8"])
@@ -62,8 +63,8 @@ def test_a_rank_reads_all_heads_and_has_views_of_its_own(checkpoints, options):
         for name, layer in attentions(part):
             for key, tensor in layer.state_dict().items():
                 assert torch.equal(tensor, whole[f"{name}.{key}"]), (model, name, key)
-            own, expected = layer.own_heads.of(layer), of_heads[name]
-            assert own.n_heads == expected.n_heads == layer.n_heads // 2 and expected.own_heads is own.own_heads is None
+            own, expected = layer.own_part.of(layer), of_heads[name]
+            assert own.n_heads == expected.n_heads == layer.n_heads // 2 and expected.own_part is own.own_part is None
             theirs, mine = expected.state_dict(), own.state_dict()
             assert mine.keys() == theirs.keys()
             copied = set()
@@ -74,9 +75,9 @@ def test_a_rank_reads_all_heads_and_has_views_of_its_own(checkpoints, options):
             # FP8 products take weights that are contiguous.
             columns = {key for key in mine if key.startswith(("o_proj.", "wo_b."))}
             assert copied == ({*columns} if options is OPTIONS["fp8"] else set())
-            assert len(layer.own_heads.copies(layer)) == len(copied)
+            assert len(layer.own_part.copies(layer)) == len(copied)
             assert all(tensor.is_contiguous() for key, tensor in mine.items() if key not in columns - copied)
-            again = layer.own_heads.of(layer)
+            again = layer.own_part.of(layer)
             assert all(again.state_dict()[key].data_ptr() == tensor.data_ptr() for key, tensor in mine.items())
 
 
@@ -84,15 +85,15 @@ def test_views_follow_the_weights(checkpoints):
     """Others in their place, and other numbers where scales are copied."""
     part = load_model(checkpoints["deepseek_v32"], mesh=Ranks(0, 2), progress=False)
     layer = part.model.layers[1].self_attn
-    before = layer.own_heads.of(layer)
+    before = layer.own_part.of(layer)
     scale = before.o_proj.weight_scale_inv.clone()
     layer.o_proj.weight_scale_inv.mul_(2)
-    assert torch.equal(layer.own_heads.of(layer).o_proj.weight_scale_inv, 2 * scale)
+    assert torch.equal(layer.own_part.of(layer).o_proj.weight_scale_inv, 2 * scale)
     layer.o_proj.weight_scale_inv.data.mul_(2)  # is not counted
-    copy_own_heads(part)
+    copy_own_parts(part)
     assert torch.equal(before.o_proj.weight_scale_inv, 4 * scale)
     layer.q_b_proj.weight = torch.nn.Parameter(layer.q_b_proj.weight.clone(), requires_grad=False)
-    mine = layer.own_heads.of(layer).q_b_proj.weight
+    mine = layer.own_part.of(layer).q_b_proj.weight
     assert mine.data_ptr() == layer.q_b_proj.weight.data_ptr() != before.q_b_proj.weight.data_ptr()
 
 
@@ -103,7 +104,7 @@ def test_views_are_of_the_modules_that_are_there(checkpoints, model, name):
     _, layer = attentions(part)[1]
     owner, _, attribute = name.rpartition(".")
     owner, whole = layer.get_submodule(owner), layer.get_submodule(name)
-    layer.own_heads.of(layer)
+    layer.own_part.of(layer)
 
     class Doubled(Linear):
         def forward(self, x):
@@ -112,21 +113,21 @@ def test_views_are_of_the_modules_that_are_there(checkpoints, model, name):
     same = Linear(1, 1)
     same.weight, same.mark = whole.weight, "another"
     setattr(owner, attribute, same)
-    assert layer.own_heads.of(layer).get_submodule(name).mark == "another"
+    assert layer.own_part.of(layer).get_submodule(name).mark == "another"
     other = Doubled(1, 1)
     other.weight = whole.weight
     setattr(owner, attribute, other)
     top = name.partition(".")[0]
     accepted = "accepted: Linear or BlockFP8Linear or GroupedLinear as they are, got Doubled"
-    with pytest.raises(ValueError, match=f"^{top}: short passes split {type(layer).__name__} by heads; {accepted}$"):
-        layer.own_heads.of(layer)
+    with pytest.raises(ValueError, match=f"^{top}: short passes compute parts of {type(layer).__name__}; {accepted}$"):
+        layer.own_part.of(layer)
     part.load_state_dict(part.to("cpu").state_dict())  # which is no pass
     setattr(owner, attribute, same)
     same.forward = other.forward
     with pytest.raises(ValueError, match=f"^{top}: .*, got Linear, with a forward of its own$"):
-        layer.own_heads.of(layer)
+        layer.own_part.of(layer)
     del same.forward
-    assert layer.own_heads.of(layer).get_submodule(name).mark == "another"
+    assert layer.own_part.of(layer).get_submodule(name).mark == "another"
 
 
 def test_memory_is_held_once(checkpoints):
@@ -134,15 +135,15 @@ def test_memory_is_held_once(checkpoints):
     part = load_model(checkpoints["deepseek_v32"], mesh=Ranks(1, 2), progress=False)
     _, layer = attentions(part)[1]
     other = copy.deepcopy(layer)
-    assert not other.own_heads._parts.copies
-    mine, theirs = other.own_heads.of(other), layer.own_heads.of(layer)
+    assert not other.own_part._parts.copies
+    mine, theirs = other.own_part.of(other), layer.own_part.of(layer)
     assert mine.n_heads == theirs.n_heads and torch.equal(mine.q_b_proj.weight, theirs.q_b_proj.weight)
     assert mine.q_b_proj.weight.untyped_storage().data_ptr() == other.q_b_proj.weight.untyped_storage().data_ptr()
     left = weakref.ref(theirs.q_b_proj.weight)
     layer.to("meta")
     del theirs, mine
     assert left() is None
-    assert all(x.is_meta for x in layer.own_heads.of(layer).parameters())
+    assert all(x.is_meta for x in layer.own_part.of(layer).parameters())
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -153,7 +154,7 @@ def test_weights_are_dequantised_once_for_both(checkpoints, rank):
         of_heads = load_model(checkpoints["deepseek_v32"], mesh=Ranks(rank, 2), progress=False)
     (_, layer), (_, expected) = (attentions(model)[1] for model in (part, of_heads))
     for _ in range(2):
-        mine = layer.own_heads.of(layer).kv_b_proj.float_weight(torch.bfloat16)
+        mine = layer.own_part.of(layer).kv_b_proj.float_weight(torch.bfloat16)
         assert torch.equal(mine, expected.kv_b_proj.float_weight(torch.bfloat16))
         whole = layer.kv_b_proj.float_weight(torch.bfloat16)
         assert mine.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
@@ -179,7 +180,7 @@ def test_heads_are_asked_for_where_they_are_used(checkpoints, multi_head, monkey
     monkeypatch.setattr(attention_layer, "multi_head_is_faster", is_faster)
     monkeypatch.setattr(DSAAttention, "_has_multi_head_kernel", lambda *_: True)
     monkeypatch.setattr(DSAAttention, "_attend", lambda one, x, *_, queries: (one.n_heads, queries.shared))
-    monkeypatch.setattr(OwnHeads, "of", lambda own, one, of=OwnHeads.of: asked.append(one) or of(own, one))
+    monkeypatch.setattr(OwnPart, "of", lambda own, one, of=OwnPart.of: asked.append(one) or of(own, one))
     x = torch.zeros(length, part.config.hidden_size)
     expected = (layer.n_heads // 2, False) if multi_head else (layer.n_heads, True)
     assert layer(x, *part.model.rotary(batch.positions), batch, rows=Shared()) == expected
@@ -195,9 +196,9 @@ def test_views_of_parameters_of_inference_mode(checkpoints):
     layer.load_state_dict(assign, assign=True)
     scale = layer.o_proj.weight_scale_inv
     assert scale.is_inference()
-    before = layer.own_heads.of(layer)
+    before = layer.own_part.of(layer)
     scale.mul_(2)
-    now = layer.own_heads.of(layer)
+    now = layer.own_part.of(layer)
     assert all(x is y for x, y in zip(before.parameters(), now.parameters()))
     assert torch.equal(now.o_proj.weight_scale_inv, scale.chunk(2, 1)[0])
 
@@ -207,11 +208,11 @@ def test_a_pass_that_would_lose_gradients_is_refused(checkpoints, model, name):
     part = load_model(checkpoints[model], mesh=Ranks(1, 2), progress=False, **OPTIONS["fp32"])
     _, layer = attentions(part)[1]
     layer.get_parameter(name).requires_grad_()
-    refused = f"^requires_grad: .* split {type(layer).__name__} by heads, .*got True of {name.partition('.')[0]}$"
+    refused = f"^requires_grad: .* parts of {type(layer).__name__}, .*got True of {name.partition('.')[0]}$"
     with pytest.raises(ValueError, match=refused):
-        layer.own_heads.of(layer)
+        layer.own_part.of(layer)
     with torch.no_grad():
-        assert not attrgetter(name)(layer.own_heads.of(layer)).requires_grad
+        assert not attrgetter(name)(layer.own_part.of(layer)).requires_grad
 
 
 @pytest.mark.parametrize("assign", [False, True])
@@ -220,7 +221,7 @@ def test_copied_columns_stay_where_a_graph_reads_them(checkpoints, model, name, 
     """Where the model loads others, and where it stays as it is or leaves the device."""
     part = load_model(checkpoints[model], mesh=Ranks(1, 2), progress=False)
     _, layer = attentions(part)[1]
-    kept = [*layer.own_heads.of(layer).get_submodule(name).parameters()]
+    kept = [*layer.own_part.of(layer).get_submodule(name).parameters()]
     before = [x.clone() for x in kept]
     state = {key: x.clone() for key, x in part.state_dict().items()}
     for key, x in state.items():
@@ -231,10 +232,10 @@ def test_copied_columns_stay_where_a_graph_reads_them(checkpoints, model, name, 
     for x, old, of_all in zip(kept, before, whole):
         assert torch.equal(x.float(), of_all.chunk(2, 1)[1].float()) and not torch.equal(x.float(), old.float())
     for again in (layer, layer.to("cpu")):
-        now = layer.own_heads.of(again).get_submodule(name).parameters()
+        now = layer.own_part.of(again).get_submodule(name).parameters()
         assert all(x is y for x, y in zip(now, kept))
     layer.to("meta")
-    assert all(x.is_meta for x in layer.own_heads._parts.copies)
+    assert all(x.is_meta for x in layer.own_part._parts.copies)
 
 
 def attended(model, ranks):

@@ -46,6 +46,13 @@ def test_parts_are_added_in_their_order(size, dtype):
         total = total + part
     with torch.inference_mode():
         assert torch.equal(Ranks(0, size).sum_parts(x), total.to(dtype))
+        own = x.flip(0, 1)[:2]
+        for width in (16, 15):  # of one kernel, and of none
+            more = own[0] + (total + own[1].float()).to(dtype)
+            found = Ranks(0, size).sum_parts(x[..., :width], own[1, :, :width], own[0, :, :width])
+            assert torch.equal(found, more[:, :width])
+            found = Ranks(0, size).sum_parts(x[..., :width], None, own[0, :, :width])
+            assert torch.equal(found, (own[0] + total.to(dtype))[:, :width])
         assert torch.equal(Ranks(0, size).sum_parts(x[:, :, :15]), total[:, :15].to(dtype))
         assert Ranks(0, size).sum_parts(x[:, :0]).shape == (0, 16)
 

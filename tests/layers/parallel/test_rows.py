@@ -47,8 +47,14 @@ def exchanged(ranks):
         assert all(torch.equal(x, whole(count, DTYPES[0])[:, i]) for i, x in enumerate(joined))
         mixed = rows.gather_joined(*(rows.own(whole(count, dtype))[:, 0] for dtype in DTYPES[:2]))
         assert all(x.dtype == dtype and torch.equal(x, whole(count, dtype)[:, 0]) for x, dtype in zip(mixed, DTYPES))
+        begun = rows.begin_gather(*(rows.own(whole(count, dtype)) for dtype in DTYPES)), rows.begin_gather(own)
+        assert all(torch.equal(x.float(), whole(count, dtype).float()) for x, dtype in zip(begun[0](), DTYPES))
+        assert torch.equal(*begun[1](), every)
         x = part(ranks.rank, count)
-        found.append((own, gathered, rows.sum(x), rows.own(ranks.sum(x)), rows.own(WholeRows(ranks).sum(x))))
+        total, other = rows.begin_sum(x), rows.begin_sum(2 * x)
+        begun = total(), other(rows.own(part(8, count)), rows.own(part(9, count)))
+        sums = rows.sum(x), rows.own(ranks.sum(x)), rows.own(WholeRows(ranks).sum(x)), begun[0]
+        found.append((own, gathered, begun[1], *sums))
     return found
 
 
@@ -60,12 +66,15 @@ def test_rows_of_ranks(size):
         assert owned.sort().values.tolist() == list(range(count))
         pairs = [int((found[i][0] + 1).sum()) for found in of_ranks]  # a query sees one key more than the one before
         assert max(pairs) - min(pairs) <= 2 * count
-        for own, (*gathered, numbers), *sums in (found[i] for found in of_ranks):
+        for own, (*gathered, numbers), more, *sums in (found[i] for found in of_ranks):
             assert numbers.tolist() == list(range(count))
             for dtype, x in zip(DTYPES, gathered):
                 assert x.dtype == dtype and torch.equal(x.float(), whole(count, dtype)[:, :, 1:].float()), dtype
-            expected = sum(part(rank, count).float() for rank in range(size)).bfloat16()[own]
-            assert all(torch.equal(rows, expected) for rows in sums)
+            expected = sum(part(rank, count).float() for rank in range(size))[own]
+            assert all(torch.equal(rows, expected.bfloat16()) for rows in sums)
+            # Rounded once with what is shared, and once more with the residual.
+            expected = part(9, count)[own] + (2 * expected + part(8, count).float()[own]).bfloat16()
+            assert torch.equal(more, expected)
 
 
 class OneOfTwo(Rows):
@@ -78,6 +87,9 @@ class OneOfTwo(Rows):
 
     def own(self, x):
         return x[: len(x) // 2]
+
+    def sum(self, part):
+        return self.own(part)
 
     def gather(self, *own):
         self.sent += own
@@ -93,8 +105,9 @@ def test_experts_send_casts(fp4_experts):
     x = torch.randn(10, 256).bfloat16()
     cast, choice = moe.shared_experts.gate_proj.cast(x), moe.gate(x)
     rows = OneOfTwo(*cast, *choice)
-    own = [rows.own(tensor) for tensor in cast]
-    assert torch.equal(moe(rows.own(x), cast=tuple(own), rows=rows), moe(x, cast=cast))
+    own = tuple(rows.own(tensor) for tensor in cast)
+    expected = rows.own(moe.experts(x, *choice, cast=cast)) + moe.shared_experts(rows.own(x), cast=own)
+    assert torch.equal(moe(rows.own(x), cast=own, rows=rows), expected)
     assert {tensor.dtype for tensor in rows.sent} == {torch.float8_e4m3fn, torch.float32, torch.int64}
     assert sum(tensor.nbytes for tensor in rows.sent) == 5 * (256 + 2 * 4 + 2 * (8 + 4))
 
@@ -111,3 +124,5 @@ def test_all_rows_are_this_process_s():
     x = torch.ones(3)
     assert ALL_ROWS.own_kept(x) is ALL_ROWS.own_bounds(x) is x and ALL_ROWS.gather_joined(x, x) == (x, x)
     assert ALL_ROWS.own(x) is x and ALL_ROWS.sum(x) is x and ALL_ROWS.gather(x, x) == (x, x)
+    assert ALL_ROWS.begin_gather(x, x)() == (x, x) and ALL_ROWS.begin_sum(x)() is x
+    assert torch.equal(ALL_ROWS.begin_sum(x)(2 * x, 3 * x), 6 * x)

@@ -1,4 +1,4 @@
-"""A process's heads of an attention layer of which it has all: parts of its weights."""
+"""A process's part of a layer of which it has all: its heads of attention, its channels of a shared expert."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from dsa_layers.layers.grouped_linear import GroupedLinear
+from dsa_layers.layers.joint_linear import join_layers, joint_layers
 from dsa_layers.layers.linear import BlockFP8Linear, Linear
 
 ACCEPTED = Linear, BlockFP8Linear, GroupedLinear
@@ -15,30 +16,31 @@ Tensors = dict[str, torch.Tensor]
 
 
 class _Parts(NamedTuple):
-    """Of a layer, by name. copies: of FP8 weights' columns. These are held, too: memory that is held is no other
-    tensor's, so addresses say which were copied."""
+    """Of a layer, by name. copies: of `copied`, parts of FP8 weights. These are held, too: memory that is held is no
+    other tensor's, so addresses say which were copied."""
 
     modules: dict[str, nn.Module]
     parameters: Tensors
-    columns: list[torch.Tensor]
+    copied: list[torch.Tensor]
     copies: list[torch.Tensor]
 
     def copy_uncounted(self) -> None:
         """Again what parameters of inference mode hold, whose changes are not counted."""
-        for of_layer, own in zip(self.columns, self.copies):
+        for of_layer, own in zip(self.copied, self.copies):
             if of_layer.is_inference():
                 own.copy_(of_layer)
 
 
-class OwnHeads:
-    """Those of process `number` of `processes`.
+class OwnPart:
+    """That of process `number` of `processes`.
 
-    The layer's `shares` say what of it belongs to heads. Parts of its parameters lie in the same memory, but for
-    columns of FP8 weights and their scales, which products take contiguous: these are copied (`copies`). What was made
-    is kept until the layer's modules or parameters are others. The copies are then made again, in the same memory where
-    that is possible, so that a CUDA graph captured earlier reads the new ones: with the next use, or by `update`, which
-    `load_state_dict` of the layer or the model calls, and `.to()`. After a change that PyTorch does not count, through
-    `.data` or from outside, call `update`, or `copy_own_heads` of the model.
+    The layer's `shares` say what of it is split. Parts of its parameters lie in the same memory, but for some of FP8
+    weights and their scales, which are copied (`copies`): columns, which products take contiguous, and rows of those
+    that lie side by side for one product (`joint_layers`), as their parts then do, too. What was made is kept until the
+    layer's modules or parameters are others. The copies are then made again, in the same memory where that is possible,
+    so that a CUDA graph captured earlier reads the new ones: with the next use, or by `update`, which `load_state_dict`
+    of the layer or the model calls, and `.to()`. After a change that PyTorch does not count, through `.data` or from
+    outside, call `update`, or `copy_own_parts` of the model.
     """
 
     def __init__(self, number: int, processes: int) -> None:
@@ -46,15 +48,15 @@ class OwnHeads:
         self._state: tuple | None = None
         self._parts = _Parts({}, {}, [], [])
 
-    def __reduce__(self) -> tuple[type["OwnHeads"], tuple[int, int]]:
+    def __reduce__(self) -> tuple[type["OwnPart"], tuple[int, int]]:
         return type(self), (self._number, self._processes)  # a copy's layer is another one
 
     def of(self, layer: nn.Module) -> nn.Module:
-        """The same layer with these heads alone, for inference: what it gives is a part of a sum.
+        """The same layer with this part alone, for inference: what it gives is a part of a sum.
 
-        ValueError if what belongs to heads is not a `Linear`, `BlockFP8Linear` or `GroupedLinear`, whose parts compute
-        parts of what they compute, but a subclass, an adapter, or a module with a `forward` of its own; and if they are
-        asked for gradients, which would not reach the layer's parameters."""
+        ValueError if what is split is not a `Linear`, `BlockFP8Linear` or `GroupedLinear`, whose parts compute parts of
+        what they compute, but a subclass, an adapter, or a module with a `forward` of its own; and if they are asked
+        for gradients, which would not reach the layer's parameters."""
         _check(layer)
         state, parts = _state(layer), self._parts
         if state != self._state:
@@ -66,7 +68,7 @@ class OwnHeads:
         counts = {name: self.share(vars(layer)[name]) for name in layer.shares.counts}
         modules, parameters = layer._modules | parts.modules, layer._parameters | parts.parameters
         part = object.__new__(type(layer))  # in every pass: `copy.copy` takes several times as long
-        vars(part).update(vars(layer), _modules=modules, _parameters=parameters, own_heads=None, **counts)
+        vars(part).update(vars(layer), _modules=modules, _parameters=parameters, own_part=None, **counts)
         return part
 
     def share(self, count: int) -> int:
@@ -74,11 +76,11 @@ class OwnHeads:
         return count // self._processes
 
     def copies(self, layer: nn.Module) -> list[torch.Tensor]:
-        """What of these heads does not lie in the layer's memory."""
+        """What of this part does not lie in the layer's memory."""
         return self.update(layer).copies
 
     def update(self, layer: nn.Module) -> _Parts:
-        """Makes them those of the layer as it is now; drops them if it has modules that `of` refuses."""
+        """Makes it that of the layer as it is now; drops it if that has modules that `of` refuses."""
         if not all(_is_accepted(module) for _, module in _modules(layer)):
             self._parts, self._state = _Parts({}, {}, [], []), None
             return self._parts
@@ -89,23 +91,32 @@ class OwnHeads:
     @torch.no_grad()
     def _make(self, layer: nn.Module, held: Iterator[torch.Tensor]) -> _Parts:
         """held: memory of earlier copies, in their order."""
-        parts = _Parts({}, {}, [], [])
+        parts, joint = _Parts({}, {}, [], []), []
         for name, dim in _places(layer):
-            if name in layer._modules:
-                parts.modules[name] = self._of_module(layer._modules[name], dim, parts, held)
-            else:
+            if name not in layer._modules:
                 parts.parameters[name] = self._part(layer._parameters[name], dim)
+                continue
+            module = layer._modules[name]
+            is_joint = any(module is one for one in joint_layers(layer))
+            part = parts.modules[name] = self._of_module(module, dim, parts, held, copied=dim == 1 or is_joint)
+            joint += [part] if is_joint else []
+        join_layers(joint)
         return parts
 
-    def _of_module(self, module: nn.Module, dim: int, parts: _Parts, held: Iterator[torch.Tensor]) -> nn.Module:
+    def _of_module(
+        self, module: nn.Module, dim: int, parts: _Parts, held: Iterator[torch.Tensor], copied: bool
+    ) -> nn.Module:
         part = copy.copy(module)
-        part._modules = {name: self._of_module(child, dim, parts, held) for name, child in module._modules.items()}
+        children = module._modules.items()
+        part._modules = {name: self._of_module(child, dim, parts, held, copied) for name, child in children}
         part._parameters = {name: self._part(x, dim) for name, x in module._parameters.items()}
-        if isinstance(module, BlockFP8Linear) and dim == 0:
+        if not isinstance(module, BlockFP8Linear):
+            return part
+        if dim == 0:
             size = self.share(len(module.weight))
             part.part_of, part._dequantised = (module, slice(self._number * size, (self._number + 1) * size)), None
-        elif isinstance(module, BlockFP8Linear):
-            parts.columns.extend(part._parameters.values())
+        if copied:
+            parts.copied.extend(part._parameters.values())
             part._parameters = {name: _copy(x, next(held, None)) for name, x in part._parameters.items()}
             parts.copies.extend(part._parameters.values())
         return part
@@ -115,17 +126,21 @@ class OwnHeads:
         return x.detach().narrow(dim, self._number * size, size)
 
 
-class SplitByQueries(nn.Module):
-    """An attention layer of which a process may have all, for passes that are split by queries, and in other passes
-    uses its heads alone: `own_heads`, None where that is not so. These follow what the layer loads and where it goes,
-    and hold no memory that it has left.
+class SplitByTokens(nn.Module):
+    """A layer of which a process may have all, for its own tokens of long passes, and in other passes uses its part
+    alone: `own_part`, None where that is not so. This follows what the layer loads and where it goes, and holds no
+    memory that it has left.
     """
 
-    own_heads: OwnHeads | None = None
+    own_part: OwnPart | None = None
 
     def __init__(self) -> None:
         super().__init__()
         self.register_load_state_dict_post_hook(_update)  # once submodules are loaded, too
+
+    def part(self) -> Self:
+        """What a process uses where the tokens are not split: its part, and the layer itself where that is one."""
+        return self if self.own_part is None else self.own_part.of(self)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         moved = super()._apply(fn, recurse)
@@ -133,9 +148,9 @@ class SplitByQueries(nn.Module):
         return moved
 
 
-def _update(layer: SplitByQueries, *_: Any) -> None:
-    if layer.own_heads is not None:
-        layer.own_heads.update(layer)
+def _update(layer: SplitByTokens, *_: Any) -> None:
+    if layer.own_part is not None:
+        layer.own_part.update(layer)
 
 
 def _copy(x: torch.Tensor, held: torch.Tensor | None) -> torch.Tensor:
@@ -146,14 +161,14 @@ def _copy(x: torch.Tensor, held: torch.Tensor | None) -> torch.Tensor:
 
 
 def _places(layer: nn.Module) -> Iterator[tuple[str, int]]:
-    """(name, dimension of the heads) of a layer's modules and parameters that belong to heads."""
+    """(name, dimension that is split) of a layer's modules and parameters."""
     for dim, names in enumerate((layer.shares.rows, layer.shares.columns)):
         for name in names:
             yield name, dim
 
 
 def _modules(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Those that belong to heads, and theirs; with the layer's name of them."""
+    """Those that are split, and theirs; with the layer's name of them."""
     for name, _ in _places(layer):
         if name in layer._modules:
             module = layer._modules[name]
@@ -163,7 +178,7 @@ def _modules(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _parameters(layer: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Those that belong to heads; with the layer's name of them, or of the module that has them."""
+    """Those that are split; with the layer's name of them, or of the module that has them."""
     for name, _ in _places(layer):
         if name in layer._parameters:
             yield name, layer._parameters[name]
@@ -177,13 +192,13 @@ def _check(layer: nn.Module) -> None:
         if not _is_accepted(module):
             own = ", with a forward of its own" if "forward" in vars(module) else ""
             raise ValueError(
-                f"{name}: short passes split {type(layer).__name__} by heads; accepted: "
+                f"{name}: short passes compute parts of {type(layer).__name__}; accepted: "
                 f"{' or '.join(kind.__name__ for kind in ACCEPTED)} as they are, got {type(module).__name__}{own}"
             )
     learns = torch.is_grad_enabled() and [name for name, x in _parameters(layer) if x.requires_grad]
     if learns:
         raise ValueError(
-            f"requires_grad: short passes split {type(layer).__name__} by heads, whose parts take no gradient; "
+            f"requires_grad: short passes compute parts of {type(layer).__name__}, which take no gradient; "
             f"accepted: False, or a pass under torch.no_grad(), got True of {learns[0]}"
         )
 

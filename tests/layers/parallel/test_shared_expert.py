@@ -1,0 +1,245 @@
+"""Shared experts that every rank has whole: what it holds, its part of them, and the sum that goes on beside them."""
+
+import copy
+import functools
+import time
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dsa_layers import load_model
+from dsa_layers.families.registry import model_types
+from dsa_layers.layers import joint_linear
+from dsa_layers.layers.moe import MoE, SharedExpert, SwiGLU
+from dsa_layers.parallel.ranks import Ranks
+from dsa_layers.parallel.rows import SharedRows, WholeRows
+from dsa_layers.tiny import write_tiny_checkpoint
+from tests.layers.parallel.processes import in_ranks
+
+OPTIONS = {
+    "fp32": {"dtype": torch.float32, "dequantize": True, "progress": False},
+    "fp8": {"dtype": torch.bfloat16, "progress": False},
+}
+COUNT = 270
+PATIENCE = 60  # seconds for what takes one
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    made = {model: tmp_path_factory.mktemp(model) for model in model_types()}
+    for model, directory in made.items():
+        write_tiny_checkpoint(directory, model=model)
+    return made
+
+
+def mixtures(model):
+    """(name, layer) of all, the drafter's among them."""
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, MoE)]
+
+
+def cut(shared, rank, size):
+    """A rank's channels of a shared expert, cut out of it by hand."""
+    part = copy.deepcopy(shared)
+    part.own_part = None
+    for name, dim in (("gate_proj", 0), ("up_proj", 0), ("down_proj", 1)):
+        layer = part.get_submodule(name)
+        for parameter in layer.parameters():
+            parameter.data = parameter.chunk(size, dim)[rank].contiguous()
+    return part
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_rank_has_all_of_it_and_its_channels(checkpoints, name):
+    """Products of these are those of weights that are cut, and one for gate and up."""
+    for model, directory in checkpoints.items():
+        whole = load_model(directory, drafter=True, **OPTIONS[name])
+        part = load_model(directory, drafter=True, mesh=Ranks(1, 2), **OPTIONS[name])
+        assert [path for path, _ in mixtures(part)] == [path for path, _ in mixtures(whole)]
+        assert any(path.startswith("drafter.") for path, _ in mixtures(part))
+        for (path, mine), (_, theirs) in zip(mixtures(part), mixtures(whole)):
+            shared, expected = mine.shared_experts, theirs.shared_experts.state_dict()
+            assert shared.state_dict().keys() == expected.keys()
+            assert all(torch.equal(x, expected[key]) for key, x in shared.state_dict().items()), (model, path)
+            of_channels, own = cut(shared, 1, 2), shared.part()
+            states = own.state_dict(), of_channels.state_dict()
+            assert all(torch.equal(x, states[1][key]) for key, x in states[0].items()), (model, path)
+            # In FP8 all is copied: rows so that one product has both, columns as products take them.
+            memory = {x.untyped_storage().data_ptr() for x in shared.parameters()}
+            copied = [key for key, x in states[0].items() if x.untyped_storage().data_ptr() not in memory]
+            assert len(copied) == len(shared.own_part.copies(shared)) == (6 if name == "fp8" else 0)
+            for layer in (own, shared) if name == "fp8" else ():
+                assert joint_linear._whole(layer.joint_layers()) is not None, (model, path)
+            for count in (1, 3, 70):
+                x = torch.randn(count, part.config.hidden_size).to(OPTIONS[name]["dtype"])
+                y = of_channels(x)
+                if name == "fp8":
+                    assert torch.equal(shared(x), y), (model, path)
+                else:
+                    assert (shared(x) - y).abs().max() < 1e-5 * y.abs().max(), (model, path)
+                rows = SharedRows(Ranks(1, 2), 2 * count)
+                assert torch.equal(shared(x, rows=rows), theirs.shared_experts(x)), (model, path)
+
+
+def test_copies_stay_where_a_graph_reads_them(checkpoints):
+    """Side by side, where the model loads other weights; the whole ones stay so too."""
+    part = load_model(checkpoints["deepseek_v32"], mesh=Ranks(1, 2), **OPTIONS["fp8"])
+    shared = mixtures(part)[0][1].shared_experts
+    kept = [*shared.part().parameters()]
+    state = {key: x.clone() for key, x in part.state_dict().items()}
+    for key, x in state.items():
+        if ".shared_experts." in key and key.endswith("_scale_inv"):
+            x.mul_(2)
+    part.load_state_dict(state)
+    now = shared.part()
+    assert all(x is y for x, y in zip(kept, now.parameters()))
+    assert joint_linear._whole(now.joint_layers()) is not None
+    of_channels = cut(shared, 1, 2)
+    assert all(torch.equal(x, y) for x, y in zip(now.parameters(), of_channels.parameters()))
+    shared.to("meta")
+    assert all(x.is_meta for x in shared.own_part._parts.copies)
+
+
+def test_parts_of_other_modules_are_refused(checkpoints):
+    part = load_model(checkpoints["deepseek_v4"], mesh=Ranks(1, 2), **OPTIONS["fp32"])
+    shared = mixtures(part)[0][1].shared_experts
+    shared.up_proj = torch.nn.Identity()
+    with pytest.raises(ValueError, match=r"^up_proj: short passes compute parts of SharedExpert; .* got Identity$"):
+        shared(torch.zeros(1, part.config.hidden_size))
+
+
+def inputs(moe, dtype):
+    """(x, tokens if the router asks for them, the cast of x, a residual stream) of all rows."""
+    torch.manual_seed(0)
+    hidden = moe.experts.down_proj.shape[1]
+    x, residual = torch.randn(2, COUNT, hidden).to(dtype)
+    tokens = torch.arange(COUNT) if getattr(moe.gate, "tid2eid", None) is not None else None
+    layer = moe.shared_experts.gate_proj
+    return x, tokens, layer.cast(x) if hasattr(layer, "cast") else None, residual
+
+
+@torch.inference_mode()
+def of_ranks(ranks, directories):
+    """By model, options and layer: (this rank's rows' numbers, what they give, their sum made by hand, what they give
+    with a hook, and what all rows give)."""
+    found = {}
+    for model, directory in directories.items():
+        for name, options in OPTIONS.items():
+            whole, part = (load_model(directory, mesh=mesh, **options) for mesh in (None, ranks))
+            for (path, moe), (_, alone) in zip(mixtures(part), mixtures(whole)):
+                x, tokens, cast, residual = inputs(moe, options["dtype"])
+                rows, given = SharedRows(ranks, COUNT), {} if cast is None else {"cast": cast}
+                own = {key: tuple(map(rows.own, both)) for key, both in given.items()}
+                arguments = rows.own(x), tokens
+                y = moe(*arguments, **own, residual=rows.own(residual), rows=rows)
+                own_rows = [rows.own(one) for one in (x, tokens) if one is not None]
+                choice = rows.gather(*moe.gate(*own_rows))
+                routed, shared = moe.experts(x, *choice, **given), alone.shared_experts(rows.own(x), **own)
+                parts = [torch.empty_like(routed) for _ in range(ranks.size)]
+                dist.all_gather(parts, routed)
+                by_hand = rows.own(parts[0].float() + parts[1].float()) + shared.float()
+                by_hand = rows.own(residual) + by_hand.to(x.dtype)
+                assert torch.equal(moe(*arguments, **own, rows=rows), moe(*arguments, **own, rows=rows))
+                with moe.shared_experts.register_forward_hook(lambda *_: None):
+                    hooked = moe(*arguments, **own, residual=rows.own(residual), rows=rows)
+                few = moe(x, tokens, **given, residual=residual, rows=WholeRows(ranks))
+                found[model, name, path] = rows.own(torch.arange(COUNT)), y, by_hand, hooked, few
+    return found
+
+
+def test_own_rows_are_the_sum_and_the_shared_expert_s(checkpoints):
+    """Bit for bit, rounded once; and near the numbers of one process, as is what is split otherwise."""
+    of_both = in_ranks(2, of_ranks, checkpoints)
+    for model, directory in checkpoints.items():
+        for name, options in OPTIONS.items():
+            for path, moe in mixtures(load_model(directory, **options)):
+                x, tokens, cast, residual = inputs(moe, options["dtype"])
+                with torch.inference_mode():
+                    y = moe(x, tokens, **({} if cast is None else {"cast": cast}), residual=residual)
+                bound = {"fp32": 2e-6, "fp8": 0.02}[name] * y.abs().max()
+                for numbers, own, by_hand, hooked, few in (found[model, name, path] for found in of_both):
+                    assert torch.equal(own, by_hand), (model, name, path)
+                    for rows, expected in ((own, y[numbers]), (hooked, y[numbers]), (few, y)):
+                        assert (rows - expected).abs().max() < bound, (model, name, path)
+
+
+def await_file(path):
+    until = time.monotonic() + PATIENCE
+    while not path.exists():
+        assert time.monotonic() < until, f"{path.name}: the other rank waits for this one"
+        time.sleep(0.01)
+
+
+def then(function, do):
+    """The function, and then do()."""
+
+    @functools.wraps(function)
+    def both(*arguments, **options):
+        result = function(*arguments, **options)
+        do()
+        return result
+
+    return both
+
+
+def first(function, do):
+    return lambda *arguments, **options: do() or function(*arguments, **options)
+
+
+@torch.inference_mode()
+def of_a_late_rank(ranks, directory, folder):
+    """The second rank says its rows once the first one has chosen experts, and its part of their sum once the first one
+    has computed the shared expert: a first rank that waited for it before would wait for ever."""
+    moe = mixtures(load_model(directory, mesh=ranks, **OPTIONS["fp8"]))[-1][1]
+    x, tokens, cast, _ = inputs(moe, torch.bfloat16)
+    rows = SharedRows(ranks, COUNT)
+    own = {"cast": tuple(map(rows.own, cast)), "rows": rows}
+    expected = moe(rows.own(x), tokens, **own)
+    chosen, shared = folder / "chosen", folder / "shared"
+    if ranks.rank == 0:
+        changes = [
+            mock.patch.object(type(moe.gate), "forward", then(type(moe.gate).forward, chosen.touch)),
+            mock.patch.object(SharedExpert, "forward", then(SharedExpert.forward, shared.touch)),
+        ]
+    else:
+        begin_gather = first(SharedRows.begin_gather, lambda: await_file(chosen))
+        changes = [
+            mock.patch.object(SharedRows, "begin_gather", begin_gather),
+            mock.patch.object(SharedRows, "begin_sum", first(SharedRows.begin_sum, lambda: await_file(shared))),
+        ]
+    with changes[0], changes[1]:
+        late = moe(rows.own(x), tokens, **own)
+    return torch.equal(late, expected) and chosen.exists() and shared.exists()
+
+
+@pytest.mark.parametrize("model", model_types())
+def test_ranks_compute_while_others_are_awaited(checkpoints, model, tmp_path):
+    assert in_ranks(2, of_a_late_rank, checkpoints[model], tmp_path) == [True, True]
+
+
+def of_a_rank_that_leaves(ranks):
+    """What the first rank's sum raises, when the second one has left."""
+    group = dist.new_group([0, 1])
+    rows = SharedRows(Ranks.of(group), COUNT)
+    rows.sum(torch.ones(COUNT, 8))
+    if ranks.rank == 1:
+        dist.destroy_process_group(group)
+        return None
+    end = rows.begin_sum(torch.ones(COUNT, 8))
+    with pytest.raises(RuntimeError) as raised:
+        end()
+    return str(raised.value)
+
+
+def test_a_sum_with_a_rank_that_has_left_is_an_error():
+    problem, _ = in_ranks(2, of_a_rank_that_leaves)
+    assert problem
+
+
+def test_dense_mlps_are_cut(checkpoints):
+    part = load_model(checkpoints["deepseek_v32"], mesh=Ranks(1, 2), **OPTIONS["fp8"])
+    dense = [module for module in part.modules() if type(module) is SwiGLU]
+    assert dense and not any(hasattr(module, "own_part") for module in dense)
+    assert dense[0].gate_proj.weight.shape[0] == part.config.intermediate_size // 2
