@@ -64,6 +64,10 @@ class DecodeQTile:
         """(sequence, query, head) of a row, in the results."""
         return sequence, row // self.heads, self.kv_head * self.heads + row % self.heads
 
+    def has_row(self, _, row):
+        """Whether a work tile has the row."""
+        return row < self.rows
+
 
 class MlaDecodeSm90(MlaAttention):
     """`box` keys lie in the same page; `cluster` CTAs share the keys."""

@@ -46,6 +46,9 @@ class QTile(Protocol):
     def coord(self, batch_idx: Int32, row: Int32) -> tuple:
         """(sequence, query, head) of a row of a work tile, in the results."""
 
+    def has_row(self, batch_idx: Int32, row: Int32) -> cutlass.Boolean:
+        """Whether a work tile has the row."""
+
 
 class Epilogue:
     """out in `dtype`; with_max_logits: write them, too."""
@@ -81,14 +84,14 @@ class Epilogue:
         if lane % 4 == 0:
             exchange.inverse[tile_row] = inverse
             if const_expr(results.lse is not None):
-                if row < q_tile.rows:
+                if q_tile.has_row(work.batch_idx, row):
                     if work.split_idx >= 0:
                         results.lse_partial[work.split_idx, q_tile.kv_head, row] = lse
                     else:
                         sequence, query, head = q_tile.coord(work.batch_idx, row)
                         results.lse[sequence, head, query] = lse
                         if const_expr(self.with_max_logits):
-                            results.max_logits[work.batch_idx, row] = state.max_logits[r] * LN2
+                            results.max_logits[sequence, head] = state.max_logits[r] * LN2
 
     @cute.jit
     def store(self, acc, upper, lower, results: Results, coords, rows, staging, side, lane):

@@ -52,7 +52,7 @@ class KvPipeline:
     v           of v chunks; each of a stage's k chunks is a part of its own
     rope        of rope parts; keys without one use the ring for their valid mask alone
     valid_mask  [MASK_WORDS, rope stages]: which keys of the tile exist. Paged loads: a bit of the first word for each
-                box; top-k gathers: 16 bits of each word for as many keys
+                box; top-k gathers: 16 bits of each word for as many keys; where queries share keys, MASK_WORDS for each
     work        the work tiles
     """
 
@@ -85,6 +85,7 @@ class KvStages:
     shared memory. So many arrivals as `v_producers` and `rope_producers` fill a k chunk or a rope part."""
 
     has_rope = True
+    masks = 1  # valid masks of a tile
     v_producers, rope_producers = 1, 1
 
     def __init__(self, dtype: type[cutlass.Numeric], v_stages: int, rope_stages: int, cluster: int = 1):
@@ -105,7 +106,7 @@ class KvStages:
             v: pipeline_storage(self.v_stages, parts=K_PER_V)
             rope: pipeline_storage(self.rope_stages)
             work: self.work_tile_storage()
-            valid_mask: cute.struct.Align[cute.struct.MemRange[Uint32, MASK_WORDS * self.rope_stages], 16]
+            valid_mask: cute.struct.Align[cute.struct.MemRange[Uint32, self.masks * MASK_WORDS * self.rope_stages], 16]
 
         return PipelineStorage
 
@@ -113,7 +114,7 @@ class KvStages:
         return KvPipeline(
             v=Pipeline.of(storage.v, self.v_stages, parts=K_PER_V),
             rope=Pipeline.of(storage.rope, self.rope_stages),
-            valid_mask=storage.valid_mask.get_tensor(cute.make_layout((MASK_WORDS, self.rope_stages))),
+            valid_mask=storage.valid_mask.get_tensor(cute.make_layout((self.masks * MASK_WORDS, self.rope_stages))),
             work=self.work_tile_pipeline(storage.work),
         )
 

@@ -58,6 +58,12 @@ def fake_arguments(
     return q, caches, indices, counts, Int32(0), *sink, *results, None, *numbers
 
 
+def queued_arguments(dtype: type[cutlass.Numeric], head_dim: int) -> tuple[tuple, tuple]:
+    """Those of prefill in two parts, each in its order: (q to has_sink, out to max_logits)."""
+    arguments = fake_arguments(dtype, head_dim, 1, lambda: None, with_max_logits=True)
+    return arguments[:7], arguments[7:12]
+
+
 def fake_cache(dtype: type[cutlass.Numeric], head_dim: int) -> cute.Tensor:
     """[pages, P, d] in 16 bits; keys start at multiples of 16 bytes."""
     return fake(dtype, (cute.sym_int(), cute.sym_int(), head_dim), (*strides(2, 8), 1))

@@ -1,8 +1,11 @@
-"""The skeleton of the sparse MLA kernels: launch, shared memory, work tiles, warp roles. Three variants fill it in.
+"""The skeleton of the sparse MLA kernels: launch, shared memory, work tiles, warp roles. Variants fill it in.
 
 - sparse_mla_sm90.py: keys in 16 bits, 64 heads a CTA, heads as the rows of the products
 - sparse_mla_swap_ab_sm90.py: keys in 16 bits, up to 32 heads, heads as the columns of the products (A and B swapped)
 - sparse_mla_fp8_kv_sm90.py: keys in FP8, 16, 32 or 64 heads a CTA, heads as columns
+And two that compute what is in a queue (query_groups.py), for up to 16 heads in 16 bits:
+- sparse_mla_union_sm90.py: groups of queries over the union of their keys, heads and queries as rows
+- sparse_mla_queued_sm90.py: queries by themselves, heads as columns
 
 Work: a CTA has `head_tile` heads and runs through the tiles of TILE_N keys of its queries, query after query, as the
 StreamKScheduler says: full waves of whole queries; what is too little for another wave is split, and the partial
@@ -28,6 +31,7 @@ from dsa.kernels.mla.limits import TILE_N
 from dsa.kernels.mla.mla_attention import RoleRegisters
 from dsa.kernels.mla.mla_epilogue import Results
 from dsa.kernels.mla.mla_exchange import ExchangeMemory
+from dsa.kernels.mla.query_groups import Queue, QueueScheduler
 from dsa.kernels.mla.sparse_arguments import of_prefill, selections
 from dsa.kernels.mla.swap_ab_exchange import SwapAbExchangeMemory, Thread
 from dsa.kernels.mla.tile_scheduler import StreamKScheduler
@@ -89,6 +93,10 @@ class SparseMlaKernel:
         """The shared memory as the roles use it. It has a `pipeline` and an `exchange`, and the keys' stages, `kv`."""
         raise NotImplementedError
 
+    def head_of_row(self, row, first_head):
+        """The head that row `row` of a CTA's is."""
+        return first_head + row
+
     def thread(self, warp, lane) -> Thread | None:
         """The thread's place in its role, for a variant that finds it before the roles part: then it is in uniform
         registers. Elsewhere it is None, and the roles find it."""
@@ -145,8 +153,11 @@ class SparseMlaKernel:
         full_waves,
         split_workers,
         stream,
+        queue: Queue | None = None,
+        items: Int32 | None = None,
     ):
-        """Of arguments as the kernel reads them."""
+        """Of arguments as the kernel reads them. queue: what is computed, if not all queries; items: more than all of
+        its numbers."""
 
         @cute.struct
         class Storage:
@@ -164,7 +175,7 @@ class SparseMlaKernel:
         self.kernel(
             *(q, lists, results, sink, has_sink, scale),
             *(cute.fast_divmod_create_divisor_v2(group), workers, full_waves, split_workers, head_tiles),
-            self.operands(),
+            *(self.operands(), queue, items),
         ).launch(
             grid=(ctas, 1, 1),
             block=((self.score_warpgroups + 3) * WARPGROUP, 1, 1),
@@ -188,6 +199,8 @@ class SparseMlaKernel:
         split_workers: Int32,
         head_tiles: Int32 | None,
         operands: Any,
+        queue: Queue | None,
+        items: Int32 | None,
     ):
         tid, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -209,14 +222,19 @@ class SparseMlaKernel:
         own_sink = storage.sink.get_tensor(cute.make_layout(self.head_tile))
         if tid < self.head_tile:
             own_sink[tid] = -Float32(float("inf"))
-            if has_sink > 0 and first_head + tid < heads:
-                own_sink[tid] = sink[first_head + tid] * LOG2E
+            head = self.head_of_row(tid, first_head)
+            if has_sink > 0 and head < heads:
+                own_sink[tid] = sink[head] * LOG2E
         results = replace(results, sink=own_sink)
         coord = Coord(tid, warp, lane, first_head, heads, self.thread(warp, lane))
         if warp >= self.load_warp:
             cute.arch.setmaxregister_decrease(self.registers.load)
             tiles = sum((selection.indices.shape[1] + TILE_N - 1) // TILE_N for selection in lists)
-            scheduler = StreamKScheduler(worker, workers, full_waves, q.shape[0], cutlass.max(tiles, 1), split_workers)
+            if const_expr(queue is None):
+                tiles = cutlass.max(tiles, 1)
+                scheduler = StreamKScheduler(worker, workers, full_waves, q.shape[0], tiles, split_workers)
+            else:
+                scheduler = QueueScheduler(worker, workers, items, queue.items, queue.counts[queue.place])
             self.kv.load(
                 q, shared.kv, shared.pipeline, lists, group, scheduler, first_head, warp - self.load_warp, lane
             )

@@ -28,7 +28,7 @@ from dsa.cute.shared_memory import load_matrices, swizzled
 from dsa.cute.sm90 import WARPGROUP
 from dsa.kernels.mla.limits import DTYPES, HEAD_DIM, HEAD_DIM_V, SPARSE_HEAD_DIMS, TILE_M, TILE_N
 from dsa.kernels.mla.mla_attention import Q_RMEM_CHUNKS, REGISTERS, MlaAttention, MlaOperands, MlaShared
-from dsa.kernels.mla.mla_epilogue import Epilogue, Results
+from dsa.kernels.mla.mla_epilogue import Epilogue, QTile, Results
 from dsa.kernels.mla.mla_softmax import SoftmaxState
 from dsa.kernels.mla.mla_tiles import K16, K_CHUNK, K_PER_V, MASK_WORDS, ROPE_CHUNK, KvState
 from dsa.kernels.mla.sparse_arguments import fake_arguments, fake_cache
@@ -53,6 +53,10 @@ class SparseQTile:
     def coord(self, query, row):
         """(sequence, query of the sequence, head) of a row, in the results."""
         return *divmod(query, self.queries), row
+
+    def has_row(self, _, row):
+        """Whether a work tile has the row."""
+        return row < self.rows
 
 
 class SparseMlaAttention(MlaAttention):
@@ -123,9 +127,17 @@ class SparseMlaSm90(SparseMlaKernel):
     """Keys of `head_dim` channels, 576 or 512, in the dtype of the epilogue."""
 
     def __init__(self, head_dim: int, epilogue: Epilogue):
+        self.attention = self.make_attention(head_dim, epilogue)
+        super().__init__(self.attention.kv, self.attention.exchange_memory, TILE_M, 1, REGISTERS)
+
+    def make_attention(self, head_dim: int, epilogue: Epilogue) -> SparseMlaAttention:
+        """The consumers, with the keys' stages."""
         kv = TopkGather(epilogue.dtype, head_dim, V_STAGES[head_dim], ROPE_STAGES)
-        self.attention = SparseMlaAttention(kv, head_dim, epilogue)
-        super().__init__(kv, self.attention.exchange_memory, TILE_M, 1, REGISTERS)
+        return SparseMlaAttention(kv, head_dim, epilogue)
+
+    def q_tile(self, results: Results, group, coord: Coord) -> QTile:
+        """The CTA's rows."""
+        return SparseQTile(group, coord.heads, coord.first_head)
 
     def operand_storage(self) -> type:
         return self.attention.operand_storage()
@@ -138,14 +150,14 @@ class SparseMlaSm90(SparseMlaKernel):
 
     @cute.jit
     def score(self, q, results: Results, shared: MlaShared, operands: MlaOperands, group, scale, coord: Coord):
-        q_tile = SparseQTile(group, coord.heads, coord.first_head)
+        q_tile = self.q_tile(results, group, coord)
         self.attention.score_mainloop(
             q, results, operands.mmas, shared, q_tile, scale, coord.tid, coord.warp, coord.lane
         )
 
     @cute.jit
     def output(self, results: Results, shared: MlaShared, operands: MlaOperands, group, coord: Coord):
-        q_tile = SparseQTile(group, coord.heads, coord.first_head)
+        q_tile = self.q_tile(results, group, coord)
         self.attention.output_mainloop(
             *(results, operands.mmas.pv, shared, q_tile),
             *(coord.tid % WARPGROUP, coord.warp % 4, coord.lane, coord.warp // 4 - 1),

@@ -1,7 +1,7 @@
 """The producer of sparse MLA attention: the load warpgroup, which gathers selected keys (top-k gather) into the rings.
 
 A query's tiles are its first list of keys, 64 by 64, then its second list. Which queries and tiles are a CTA's, the
-StreamKScheduler says. Where there is no key, zeros are written and the key's bit of the valid mask is 0.
+StreamKScheduler or QueueScheduler says. Where there is no key, zeros are written and the key's bit of the valid mask is 0.
 """
 
 from dataclasses import dataclass
@@ -25,6 +25,7 @@ from dsa.kernels.mla.mla_tiles import (
     KvState,
     KvTensors,
 )
+from dsa.kernels.mla.query_groups import QueueScheduler
 from dsa.kernels.mla.tile_scheduler import StreamKScheduler, WorkTileInfo
 
 WARP_KEYS = TILE_N // 4  # that a warp gathers of a tile
@@ -61,7 +62,18 @@ class TopkGather(KvStages):
         self.v_producers, self.rope_producers = WARPGROUP, WARPGROUP + 4 if self.has_rope else 4
 
     @cute.jit
-    def load(self, q, memory, pipeline, lists, group, scheduler: StreamKScheduler, first_row, warp, lane):
+    def load(
+        self,
+        q,
+        memory,
+        pipeline,
+        lists,
+        group,
+        scheduler: StreamKScheduler | QueueScheduler,
+        first_row,
+        warp,
+        lane,
+    ):
         """The load warpgroup: all work tiles of this CTA, and the end. lists: one Selection or two; memory, pipeline:
         the stages and their barriers."""
         kv_state, work_state = pipeline.start(), start()
@@ -174,14 +186,17 @@ class TopkGather(KvStages):
         query, first = info.batch_idx, info.first_tile
         own = warp * WARP_KEYS + lane % WARP_KEYS
         index = self.index_of(lists, counts, ends, query, first, own)
+        own_index = index
         address, valid = self.locate_row(q, query, first_row, warp, lane)
         for tile in cutlass.range(first - 1, first + info.tiles, unroll=1):
             if tile >= first:
                 address, _, valid = self.locate(lists, ends, tile, index)
+                own_index = index
                 # The next tile's indices are on their way while these keys are asked for.
                 index = self.index_of(lists, counts, ends, query, tile + 1, own)
             mask = Uint32(cute.arch.vote_ballot_sync(valid)) & 0xFFFF
             sources, keep = self.spread(address, mask, lane)
+            selected = self.selected(mask, own_index, lane)
             for n, v_chunk in enumerate(V_CHUNK_ORDER):
                 pipeline.v.producer_wait(state.v)
                 for c in cutlass.range_constexpr(K_PER_V):
@@ -193,11 +208,22 @@ class TopkGather(KvStages):
                     if const_expr(self.has_rope):
                         self.gather(memory.rope, state.rope.stage, sources, keep, ROPE_CHUNK, warp, lane)
                         arrive_when_gathered(pipeline.rope.producer_barrier(state.rope))
+                    self.write_selected(pipeline, selected, warp, lane, state)
                     with cute.arch.elect_one():
-                        pipeline.valid_mask[warp, state.rope.stage] = mask
                         arrive(pipeline.rope.producer_barrier(state.rope))
                     state = pipeline.advance_rope(state)
         return state
+
+    @cute.jit
+    def selected(self, mask: Uint32, index: Int32, lane):
+        """What `write_selected` says of this warp's keys; mask: which exist; index: of the lane's."""
+        return mask
+
+    @cute.jit
+    def write_selected(self, pipeline: KvPipeline, selected: Uint32, warp, lane, state: KvState):
+        """To the valid mask."""
+        with cute.arch.elect_one():
+            pipeline.valid_mask[warp, state.rope.stage] = selected
 
     @cute.jit
     def gather(self, stages, place, sources, keep, k_chunk: cutlass.Constexpr, warp, lane):

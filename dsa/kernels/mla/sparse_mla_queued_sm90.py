@@ -1,0 +1,72 @@
+"""Sparse MLA attention over selected latent keys in 16 bits, few heads: prefill with up to 16 heads, of the queries that
+a queue has.
+
+As sparse_mla_swap_ab_sm90.py, which this is but for which queries are computed: those whose selections have too little
+in common with their neighbours', and those that sparse_mla_union_sm90.py could not do.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream
+from dsa.kernels.mla.limits import DTYPES, GROUP_SIZES, SPARSE_HEAD_DIMS
+from dsa.kernels.mla.mla_epilogue import Results
+from dsa.kernels.mla.query_groups import Queue
+from dsa.kernels.mla.sparse_arguments import of_prefill, queued_arguments, selections
+from dsa.kernels.mla.sparse_mla_swap_ab_sm90 import SparseMlaSwapAbSm90
+
+
+class SparseMlaQueuedSm90(SparseMlaSwapAbSm90):
+    """f(q [T, h, d], kv [s_kv, 1, d], indices [T, 1, K], counts [n], has_counts, sink [m], has_sink, out [T, h, 512], lse
+    [T, h], out_partial, lse_partial, max_logits [T, h], scale * log2(e), workers, queued [2], queries [T]), as
+    `SparseMlaKernel` and `compile_selection_union` have them."""
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        kv: cute.Tensor,
+        indices: cute.Tensor,
+        counts: cute.Tensor,
+        has_counts: Int32,
+        sink: cute.Tensor,
+        has_sink: Int32,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        out_partial: cute.Tensor,
+        lse_partial: cute.Tensor,
+        max_logits: cute.Tensor,
+        scale: Float32,
+        workers: Int32,
+        queued: cute.Tensor,
+        queries: cute.Tensor,
+        stream,
+    ):
+        q, caches, indices, out, lse = of_prefill(q, kv, indices, out, lse)
+        self.launch(
+            *(q, selections(caches, indices, [counts], has_counts)),
+            *(Results(out, lse, out_partial, lse_partial, max_logits), sink, has_sink, scale),
+            *(Int32(1), workers, Int32(0), Int32(0), stream, Queue(queries, queued, 1), q.shape[0]),
+        )
+
+
+@cached
+def compile_sparse_mla_queued(dtype: str, head_dim: int):
+    """-> f, see `SparseMlaQueuedSm90`, for h <= 16."""
+    kind = cute_dtype(dtype)
+    (q, [kv], [indices], [counts], counted, *sinks), results = queued_arguments(kind, head_dim)
+    queued, queries = (fake(Int32, (n,), (1,), 4) for n in (2, q.shape[0]))
+    return compile_sm90(
+        SparseMlaQueuedSm90(kind, head_dim, max(GROUP_SIZES), with_max_logits=True),
+        *(q, kv, indices, counts, counted, *sinks, *results),
+        *(Float32(0.0), Int32(1), queued, queries, fake_stream()),
+    )
+
+
+def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+    """Every compile function and its arguments that the op can ask for."""
+    return [(compile_sparse_mla_queued, (dtype, head_dim)) for head_dim in SPARSE_HEAD_DIMS for dtype in DTYPES]

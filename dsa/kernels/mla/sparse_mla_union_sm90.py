@@ -1,0 +1,219 @@
+"""Sparse MLA attention over selected latent keys in 16 bits where neighbouring queries of few heads share keys: prefill
+with up to 16 heads, of the groups of queries that a queue has.
+
+o[t, h] = softmax_j(scale * q[t, h] . k[j]) k[j, :512] over the keys j of query t; q and k of 576 or 512 channels
+
+As sparse_mla_sm90.py, but the rows of the products are those of a group of queries (query_groups.py), and the keys the
+union of what they select: each is gathered once, and scores of queries that have not selected it are minus infinity
+(union_gather.py). A tile of 64 keys takes what it takes of 64 heads.
+Where the sum of a row is no number or infinite, a key that another query selects may have made it so: 0 times such a
+value is no number. Then the group goes to the queue of queries, which are computed after it, each by itself.
+Constraints: limits.py; rows of q and keys start at multiples of 16 bytes.
+Roofline: as sparse_mla_sm90.py, of the union's tiles.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32, const_expr
+
+from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
+from dsa.cute.sm90 import WARPGROUP
+from dsa.kernels.mla.limits import DTYPES, GROUP_SIZES, SPARSE_HEAD_DIMS, TILE_M, TILE_N
+from dsa.kernels.mla.mla_attention import NamedBarrier
+from dsa.kernels.mla.mla_epilogue import HALF_V, STAGED, Epilogue, Results
+from dsa.kernels.mla.mla_exchange import Exchange
+from dsa.kernels.mla.mla_softmax import SoftmaxState
+from dsa.kernels.mla.mla_tiles import MASK_WORDS, KvState
+from dsa.kernels.mla.query_groups import GroupRows, Queue
+from dsa.kernels.mla.sparse_arguments import of_prefill, queued_arguments, selections
+from dsa.kernels.mla.sparse_mla_kernel import Coord
+from dsa.kernels.mla.sparse_mla_sm90 import ROPE_STAGES, V_STAGES, SparseMlaAttention, SparseMlaSm90
+from dsa.kernels.mla.tile_scheduler import WorkTileInfo
+from dsa.kernels.mla.union_gather import UnionGather
+
+
+@dataclass(frozen=True)
+class GroupResults(Results):
+    """Also, of the groups, the lengths of their lists, and where the queries of one that is to be computed otherwise
+    go."""
+
+    lengths: cute.Tensor | None = None
+    queries: Queue | None = None
+
+
+@dataclass(frozen=True)
+class GroupQTile:
+    """The rows of a group of the `queries`, with `heads` heads each."""
+
+    group_rows: GroupRows
+    queries: Int32
+    heads: Int32
+    first_row: ClassVar[int] = 0
+    rows: ClassVar[int] = TILE_M
+    kv_head: ClassVar[int] = 0
+
+    @cute.jit
+    def coord(self, group, row):
+        """(query, 0, head) of a row, in the results."""
+        return group * self.group_rows.size + self.group_rows.member(row), Int32(0), self.group_rows.head(row)
+
+    @cute.jit
+    def has_row(self, group, row):
+        """Whether a group has the row."""
+        query, _, head = self.coord(group, row)
+        return query < self.queries and head < self.heads
+
+
+class SparseMlaUnionAttention(SparseMlaAttention):
+    """Groups of queries."""
+
+    @cute.jit
+    def apply_mask(
+        self,
+        scores,
+        softmax: SoftmaxState,
+        shared,
+        state: KvState,
+        work: WorkTileInfo,
+        q_tile: GroupQTile,
+        key,
+        tid,
+        lane,
+    ):
+        masks = cute.make_tensor(shared.pipeline.valid_mask.iterator, self.mask_layout())
+        mask = cute.make_rmem_tensor((MASK_WORDS,), Uint32)
+        tile_row = tid // 32 * 16 + lane // 4
+        for r in cutlass.range_constexpr(2):
+            member = q_tile.group_rows.member(tile_row + 8 * r)
+            # Rows 8 apart are of one query where a query has 16 rows.
+            if const_expr(r == 0 or q_tile.group_rows.each == 8):
+                cute.autovec_copy(masks[None, member, state.rope.stage], mask)
+                for i in cutlass.range_constexpr(MASK_WORDS):
+                    mask[i] >>= Uint32(lane % 4 * 2)
+            for i in cutlass.range_constexpr(TILE_N // 4):
+                column = i // 2 % 2 * 8 + i % 2  # of 16, behind the lane's first
+                if (mask[i // 4] >> column) & 1 == 0:
+                    scores[i // 2 * 4 + 2 * r + i % 2] = -Float32(float("inf"))
+
+    def mask_layout(self) -> cute.Layout:
+        return cute.make_layout((MASK_WORDS, self.kv.masks, self.kv.rope_stages))
+
+    @cute.jit
+    def store_whole(
+        self,
+        acc,
+        upper,
+        lower,
+        results: GroupResults,
+        q_tile: GroupQTile,
+        group,
+        row,
+        rows,
+        exchange: Exchange,
+        p_stage,
+        side,
+        warp,
+        lane,
+    ):
+        """As of a query; and where a sum is no number or infinite, the group's queries to their queue."""
+        zero = Float32(0.0)
+        for i in cutlass.range_constexpr(HALF_V // 2):
+            zero = cute.math.fma(acc[i], Float32(0.0), zero)
+        if cute.arch.vote_any_sync(not (zero == 0.0)):
+            with cute.arch.elect_one():
+                if cute.arch.atomic_exch(results.lengths.iterator + group, Int32(-1), sem="relaxed", scope="gpu") >= 0:
+                    first = group * q_tile.group_rows.size
+                    results.queries.add(first, cutlass.min(q_tile.queries - first, q_tile.group_rows.size))
+        coords, left = [], Int32(0)
+        for r in cutlass.range_constexpr(2):
+            query, _, head = q_tile.coord(group, row + 8 * r)
+            if query < q_tile.queries and head < q_tile.heads:
+                left = Int32(8 * r + 1)
+            query, head = cutlass.min(query, q_tile.queries - 1), cutlass.min(head, q_tile.heads - 1)
+            coords.append((query, Int32(0), head))
+        staging = cute.recast_ptr(exchange.p.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
+        staging += p_stage * (TILE_M * TILE_N) + (side * 4 + warp) * 16 * STAGED
+        cute.arch.barrier(barrier_id=NamedBarrier.OUTPUT, number_of_threads=2 * WARPGROUP)
+        self.epilogue.store(acc, upper, lower, results, coords, left, staging, side, lane)
+
+
+class SparseMlaUnionSm90(SparseMlaSm90):
+    """f(q [T, h, d], kv [s_kv, 1, d], lists [g, 1, width], lengths [g], sink [m], has_sink, out [T, h, 512], lse [T, h],
+    out_partial, lse_partial, max_logits [T, h], scale * log2(e), workers, queued [2], groups [g], queries [T]), as
+    `SparseMlaKernel` and `compile_selection_union` have them; groups of `size` queries, h <= TILE_M / size."""
+
+    all_heads = True
+
+    def __init__(self, head_dim: int, epilogue: Epilogue, size: int):
+        self.rows = GroupRows(size)
+        super().__init__(head_dim, epilogue)
+
+    def make_attention(self, head_dim: int, epilogue: Epilogue) -> SparseMlaAttention:
+        kv = UnionGather(epilogue.dtype, head_dim, V_STAGES[head_dim], ROPE_STAGES, self.rows.size)
+        return SparseMlaUnionAttention(kv, head_dim, epilogue)
+
+    def q_tile(self, results: Results, group, coord: Coord) -> GroupQTile:
+        return GroupQTile(self.rows, results.lse.shape[0], coord.heads)
+
+    def head_of_row(self, row, first_head):
+        return self.rows.head(row)
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        kv: cute.Tensor,
+        lists: cute.Tensor,
+        lengths: cute.Tensor,
+        sink: cute.Tensor,
+        has_sink: Int32,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        out_partial: cute.Tensor,
+        lse_partial: cute.Tensor,
+        max_logits: cute.Tensor,
+        scale: Float32,
+        workers: Int32,
+        queued: cute.Tensor,
+        groups: cute.Tensor,
+        queries: cute.Tensor,
+        stream,
+    ):
+        q, caches, lists, out, lse = of_prefill(q, kv, lists, out, lse)
+        results = GroupResults(
+            *(out, lse, out_partial, lse_partial, max_logits), lengths=lengths, queries=Queue(queries, queued, 1)
+        )
+        self.launch(
+            *(q, selections(caches, lists, [lengths], Int32(1)), results, sink, has_sink, scale),
+            *(Int32(1), workers, Int32(0), Int32(0), stream, Queue(groups, queued, 0), lengths.shape[0]),
+        )
+
+
+@cached
+def compile_sparse_mla_union(dtype: str, head_dim: int, size: int):
+    """-> f, see `SparseMlaUnionSm90`."""
+    kind = cute_dtype(dtype)
+    (q, [kv], _, _, _, *sinks), results = queued_arguments(kind, head_dim)
+    groups = cute.sym_int()
+    lists = fake(Int32, (groups, 1, cute.sym_int()), (*strides(2), 1), 4)
+    lengths, queued, items, queries = (fake(Int32, (n,), (1,), 4) for n in (groups, 2, groups, q.shape[0]))
+    return compile_sm90(
+        SparseMlaUnionSm90(head_dim, Epilogue(kind, with_max_logits=True), size),
+        *(q, kv, lists, lengths, *sinks, *results),
+        *(Float32(0.0), Int32(1), queued, items, queries, fake_stream()),
+    )
+
+
+def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+    """Every compile function and its arguments that the op can ask for."""
+    return [
+        (compile_sparse_mla_union, (dtype, head_dim, size))
+        for head_dim in SPARSE_HEAD_DIMS
+        for size in sorted(GROUP_SIZES.values())
+        for dtype in DTYPES
+    ]
