@@ -1,16 +1,26 @@
 """Sparse MLA prefill beside both builds of FlashMLA; where one does not take as few heads, they are padded, outside
-the timing."""
+the timing. With up to 16 heads also beside our kernel that computes every query by itself, on random selections and on
+such as have in common what those of neighbouring tokens have.
+"""
 
 from functools import cache, partial
 
 import torch
 
 import dsa
+from dsa import backends
+from dsa.kernels.mla.limits import GROUP_SIZES
+from dsa.ops.mla._sparse_attention import KERNELS, Results, Selection, attend
 from dsa.testing import assert_close, bf16_gemm_rate
 from dsa_bench.harness.case import Call, Case
 from dsa_bench.peers import flash_mla
 
-# keys, d, heads, selected keys
+# Of a selection, the share of keys that is not the same for all neighbours, and of these the share that is another's
+# for the next: as the two layers of the shipped model select. The union of 4 and of 8 neighbours is then 1.34 and 1.44
+# selections, or 1.95 and 2.58 (docs/kernel-notes.md).
+OVERLAPS = {"layer 0": (0.256, 0.645), "layer 1": (0.48, 0.81)}
+NEIGHBOURS = 64
+# keys, d, heads, selected keys; queries, whose overlap
 SHAPES = [
     *(
         (keys, *shape)
@@ -19,6 +29,13 @@ SHAPES = [
     ),
     *((keys, 576, heads, 2048) for heads in (16, 32) for keys in (32768, 8192, 131072)),
     *((32768, 576, heads, selected) for heads in (64, 128) for selected in (512, 1024)),
+    *((keys, 576, 8, 2048) for keys in (32768, 131072)),
+    *(
+        (keys, 576, heads, 2048, 4096, overlap)
+        for heads in (16, 8)
+        for overlap in ("layer 0", "layer 1")
+        for keys in (32768, 131072)
+    ),
 ]
 PROBED = [(4096, 576, 64, 2048, 128), (4096, 512, 128, 512, 128), (4096, 576, 16, 512, 128)]
 QUERIES, D_V = 4096, 512
@@ -26,17 +43,44 @@ _ceiling = cache(bf16_gemm_rate)
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]
 
 
-def _inputs(keys: int, d: int, heads: int, selected: int, queries: int) -> Inputs:
+def _indices(keys: int, selected: int, queries: int, overlap: str) -> torch.Tensor:
+    if not overlap:
+        return torch.rand(queries, keys, device="cuda").topk(selected, dim=1).indices
+    apart, moved = OVERLAPS[overlap]
+    own = round(selected * apart)
+    stretches = queries // NEIGHBOURS
+    pool = torch.rand(stretches, keys, device="cuda").topk(selected - own + round(own / (1 - moved)), dim=1).indices
+    common, others = pool.repeat_interleave(NEIGHBOURS, 0).split((selected - own, round(own / (1 - moved))), 1)
+    chosen = torch.rand(others.shape, device="cuda").topk(own, dim=1).indices
+    whole = torch.cat((common, others.gather(1, chosen)), 1)
+    return whole.gather(1, torch.rand(whole.shape, device="cuda").argsort(1))
+
+
+def _inputs(keys: int, d: int, heads: int, selected: int, queries: int, overlap: str) -> Inputs:
     q = torch.randn(queries, heads, d, device="cuda", dtype=torch.bfloat16) / 10
     kv = torch.randn(keys, 1, d, device="cuda", dtype=torch.bfloat16) / 10
-    indices = torch.rand(queries, keys, device="cuda").topk(selected, dim=1).indices
+    indices = _indices(keys, selected, queries, overlap)
     return q, kv, indices.int()[:, None].contiguous(), d**-0.5
 
 
-def case(keys: int, d: int, heads: int, selected: int, queries: int = QUERIES) -> Case:
-    inputs = q, kv, indices, scale = _inputs(keys, d, heads, selected, queries)
+def _one_by_one(
+    q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Whatever the selections have in common."""
+    kernels = KERNELS.modules(backends.arch_of(q.device))
+    statistics = (q.new_empty(q.shape[:2], dtype=torch.float32) for _ in range(2))
+    results = q.new_empty(*q.shape[:2], D_V), *statistics
+    out, max_logits, lse = results
+    attend(kernels, q, [Selection(kv, indices, None)], scale, None, Results(out, lse, max_logits), may_split=False)
+    return results
+
+
+def case(keys: int, d: int, heads: int, selected: int, queries: int = QUERIES, overlap: str = "") -> Case:
+    inputs = q, kv, indices, scale = _inputs(keys, d, heads, selected, queries, overlap)
     peers = flash_mla.sparse_prefill([inputs])
     calls: dict[str, list[Call]] = {"dsa": [partial(dsa.flash_mla_sparse_fwd, *inputs)], **peers.calls}
+    if heads <= max(GROUP_SIZES):
+        calls["one by one"] = [partial(_one_by_one, *inputs)]
     flops = 2 * queries * selected * heads * (d + D_V)
 
     def figure(ms: float) -> str:
@@ -52,4 +96,7 @@ def case(keys: int, d: int, heads: int, selected: int, queries: int = QUERIES) -
             assert_close(name, x[some], y, abs_tol=1e-6, rel_tol=2.01 / 65536)
 
     name = f"{queries} queries, {keys} keys, d {d}, {heads} heads, k {selected}"
-    return Case(name, calls, figure, check, repeats=15, failed=peers.failed)
+    if overlap:
+        name += f", overlap of {overlap}"
+    yardsticks = frozenset({"one by one"} & calls.keys())
+    return Case(name, calls, figure, check, repeats=15, yardsticks=yardsticks, failed=peers.failed)

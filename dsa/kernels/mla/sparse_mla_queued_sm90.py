@@ -1,5 +1,5 @@
-"""Sparse MLA attention over selected latent keys in 16 bits, few heads: prefill with up to 16 heads, of the queries that
-a queue has.
+"""Sparse MLA attention over selected latent keys in 16 bits, few heads: prefill with up to 16 heads, of the queries
+that a queue has.
 
 As sparse_mla_swap_ab_sm90.py, which this is but for which queries are computed: those whose selections have too little
 in common with their neighbours', and those that sparse_mla_union_sm90.py could not do.
@@ -21,8 +21,8 @@ from dsa.kernels.mla.sparse_mla_swap_ab_sm90 import SparseMlaSwapAbSm90
 
 
 class SparseMlaQueuedSm90(SparseMlaSwapAbSm90):
-    """f(q [T, h, d], kv [s_kv, 1, d], indices [T, 1, K], counts [n], has_counts, sink [m], has_sink, out [T, h, 512], lse
-    [T, h], out_partial, lse_partial, max_logits [T, h], scale * log2(e), workers, queued [2], queries [T]), as
+    """f(q [T, h, d], kv [s_kv, 1, d], indices [T, 1, K], counts [n], has_counts, sink [m], has_sink, out [T, h, 512],
+    lse [T, h], out_partial, lse_partial, max_logits [T, h], scale * log2(e), workers, queued [2], queries [T]), as
     `SparseMlaKernel` and `compile_selection_union` have them."""
 
     @cute.jit

@@ -143,9 +143,10 @@ class SparseMlaUnionAttention(SparseMlaAttention):
 
 
 class SparseMlaUnionSm90(SparseMlaSm90):
-    """f(q [T, h, d], kv [s_kv, 1, d], lists [g, 1, width], lengths [g], sink [m], has_sink, out [T, h, 512], lse [T, h],
-    out_partial, lse_partial, max_logits [T, h], scale * log2(e), workers, queued [2], groups [g], queries [T]), as
-    `SparseMlaKernel` and `compile_selection_union` have them; groups of `size` queries, h <= TILE_M / size."""
+    """f(q [T, h, d], kv [s_kv, 1, d], lists [g, 1, width], lengths [g], sink [m], has_sink, out [T, h, 512],
+    lse [T, h], out_partial, lse_partial, max_logits [T, h], scale * log2(e), workers, queued [2], groups [g],
+    queries [T]), as `SparseMlaKernel` and `compile_selection_union` have them; groups of `size` queries, h <= TILE_M /
+    size."""
 
     all_heads = True
 

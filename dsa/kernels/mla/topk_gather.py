@@ -1,7 +1,7 @@
 """The producer of sparse MLA attention: the load warpgroup, which gathers selected keys (top-k gather) into the rings.
 
 A query's tiles are its first list of keys, 64 by 64, then its second list. Which queries and tiles are a CTA's, the
-StreamKScheduler or QueueScheduler says. Where there is no key, zeros are written and the key's bit of the valid mask is 0.
+scheduler says. Where there is no key, zeros are written and the key's bit of the valid mask is 0.
 """
 
 from dataclasses import dataclass

@@ -13,13 +13,13 @@ from dsa.kernels.mla import limits
 from dsa.kernels.mla.limits import HEAD_DIM_V, SPARSE_HEAD_DIMS, SWAP_AB_HEADS, TILE_M, TILE_N
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name, unit_inner
-from dsa.ops.declaration import op
+from dsa.ops.declaration import Kernels, op, rows_of
 
 DTYPES = tuple(getattr(torch, name) for name in limits.DTYPES)
 # Declares an op that calls `attend`, which takes the modules in this order.
-sparse_op = functools.partial(
-    op,
-    kernels={
+KERNELS = Kernels(
+    "sparse attention",
+    {
         "sm_90": (
             "dsa.kernels.mla.sparse_mla_sm90",
             "dsa.kernels.mla.sparse_mla_swap_ab_sm90",
@@ -27,8 +27,8 @@ sparse_op = functools.partial(
             "dsa.kernels.mla.mla_combine_sm90",
         )
     },
-    dtypes=DTYPES,
 )
+sparse_op = functools.partial(op, kernels=rows_of(KERNELS), dtypes=DTYPES)
 # Of FP8 caches, by the heads of a CTA: about how long a tile takes, and what is spent besides where queries are split,
 # in microseconds on an H200. More heads share the work on a key's bytes; less leave smaller partial results.
 FP8_KV_TIMES = {16: (1.25, 8.0), 32: (1.5, 13.0), 64: (2.65, 20.0)}
@@ -79,7 +79,7 @@ def attend(
     workers, full_waves, split_workers = stream_k(queries, -(-heads // head_tile), tiles, num_sms, may_split)
     lists, sinks = list_arguments(selections, q.device), sink_arguments(sink, q.device)
     out, lse, max_logits = results
-    partial = _partial_results(2 * split_workers, heads, q.device) if split_workers else _no_partial(heads, q.device)
+    partial = _partial_results(2 * split_workers, heads, q.device) if split_workers else no_partial(heads, q.device)
     if fp8:
         launch = _fp8_kv_kernel(kernels, dim, head_tile, len(selections))
     else:
@@ -183,7 +183,7 @@ def _partial_results(splits: int, heads: int, device: torch.device) -> tuple[tor
 
 
 @functools.cache
-def _no_partial(heads: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def no_partial(heads: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """What the kernel gets, and does not touch, where no query is split."""
     return _partial_results(1, heads, device)
 

@@ -3,10 +3,13 @@
 from dsa.cute.compile_cache import cubin
 from dsa.cute.sass import disassemble
 from dsa.kernels.mla import mla_combine_sm90 as combine
+from dsa.kernels.mla import selection_union_sm90 as selection_union
 from dsa.kernels.mla import sparse_mla_cast_sm90 as cast
 from dsa.kernels.mla import sparse_mla_fp8_kv_sm90 as fp8_kv
+from dsa.kernels.mla import sparse_mla_queued_sm90 as queued
 from dsa.kernels.mla import sparse_mla_sm90 as kernels
 from dsa.kernels.mla import sparse_mla_swap_ab_sm90 as swap_ab
+from dsa.kernels.mla import sparse_mla_union_sm90 as union
 from dsa.kernels.mla.limits import HEAD_DIM, HEAD_DIM_V, TILE_N
 from dsa.kernels.mla.mla_attention import THREADS
 from dsa.kernels.mla.mla_tiles import K16, K_CHUNK
@@ -57,6 +60,44 @@ def test_swap_ab_sass(arguments):
     assert sass.registers * warpgroups * 128 <= 65536
     given = swap_ab.SCORE_WARPGROUPS * roles.score + 2 * roles.output + roles.load
     assert given <= sass.registers * warpgroups
+
+
+@shipped(union.compile_sparse_mla_union)
+def test_union_sass(arguments):
+    """As of queries by themselves: the same products with as little waiting, the same gathers."""
+    dtype, head_dim, size = arguments
+    sass = disassemble(cubin(union.compile_sparse_mla_union, *arguments))
+    alone = disassemble(cubin(kernels.compile_sparse_mla, dtype, head_dim, 1, True))
+    assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
+    for name in ("HGMMA", "WARPGROUP", "LDGSTS", "LDSM"):
+        assert sass.instructions[name] == alone.instructions[name]
+    assert sass.registers * THREADS <= 65536
+    # A vote for each query of a group whether it has selected the warps' keys, and one whether sums are finite.
+    assert sass.instructions["VOTE"] == alone.instructions["VOTE"] + size + 1
+    # A group that is to be computed otherwise is marked, and gets a place in the queue.
+    assert sass.instructions["ATOMG"] == 2
+
+
+@shipped(queued.compile_sparse_mla_queued)
+def test_queued_sass(arguments):
+    """As of all queries, but for three loads: how many are queued, and the first and each following one."""
+    dtype, head_dim = arguments
+    sass = disassemble(cubin(queued.compile_sparse_mla_queued, *arguments))
+    whole = disassemble(cubin(swap_ab.compile_sparse_mla_swap_ab, dtype, head_dim, 16, 1, True))
+    assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
+    for name in ("HGMMA", "WARPGROUP", "LDGSTS", "VOTE"):
+        assert sass.instructions[name] == whole.instructions[name]
+    assert sass.instructions["LDG"] == whole.instructions["LDG"] + 3
+    assert sass.registers == whole.registers
+
+
+@shipped(selection_union.compile_selection_union)
+def test_selection_union_sass(arguments):
+    """Two CTAs a multiprocessor; four indices are under way at once in each of three passes."""
+    (size,) = arguments
+    sass = disassemble(cubin(selection_union.compile_selection_union, *arguments))
+    assert sass.stack == 0 and sass.registers * selection_union.THREADS <= 65536 // 2
+    assert sass.instructions["LDG"] >= 3 * size * selection_union.UNROLL
 
 
 @shipped(fp8_kv.compile_sparse_mla_fp8_kv)

@@ -1,0 +1,107 @@
+"""Sparse MLA prefill of few heads where neighbouring queries share keys: the launch."""
+
+import functools
+import math
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+
+from dsa import backends
+from dsa.kernels.mla.limits import GROUP_SIZES, MEMBER_SHIFT, MOST_UNION
+from dsa.ops._kernel_arguments import dtype_name
+from dsa.ops.declaration import Kernels
+from dsa.ops.mla._sparse_attention import (
+    Results,
+    Selection,
+    aligned,
+    list_arguments,
+    no_partial,
+    sink_arguments,
+)
+
+KERNELS = Kernels(
+    "sparse attention to shared keys",
+    {
+        "sm_90": (
+            "dsa.kernels.mla.selection_union_sm90",
+            "dsa.kernels.mla.sparse_mla_union_sm90",
+            "dsa.kernels.mla.sparse_mla_queued_sm90",
+        )
+    },
+)
+MODULES = 3  # of its rows
+# Indices of a call from which on it is worth looking at what they have in common. That takes 15 us where it is little;
+# attention to so many keys takes 600.
+LEAST_INDICES = 2**22
+
+
+def may_share(q: torch.Tensor, selection: Selection) -> bool:
+    """Whether groups of queries are looked at: of few heads, enough of them for all multiprocessors. What they have in
+    common only the GPU knows."""
+    queries, heads, _ = q.shape
+    size = group_size(heads)
+    return (
+        size > 0
+        and queries >= size * backends.num_sms(q.device)
+        and queries * selection.indices.shape[2] >= LEAST_INDICES
+        and selection.cache.shape[0] <= 2**MEMBER_SHIFT
+    )
+
+
+def group_size(heads: int) -> int:
+    """Queries of a group; 0: there are none of so many heads."""
+    return next((size for most, size in GROUP_SIZES.items() if heads <= most), 0)
+
+
+def attend_groups(
+    kernels: tuple[ModuleType, ...],
+    q: torch.Tensor,
+    selection: Selection,
+    scale: float,
+    sink: torch.Tensor | None,
+    results: Results,
+) -> None:
+    """q [T, h, d] over a selection, for up to 16 heads, with max_logits; T, h, K and s_kv above 0.
+
+    The first kernel finds the groups to be computed as such, which the second does, and the queries to be computed by
+    themselves, which the third does."""
+    queries, heads, dim = q.shape
+    size, num_sms = group_size(heads), backends.num_sms(q.device)
+    q, groups = aligned(q), -(-queries // size)
+    [cache], [indices], [counts], counted = list_arguments([selection], q.device)
+    # The longest list of a group that is computed as such.
+    width = max(1, min(size * indices.shape[2] * MOST_UNION[0] // MOST_UNION[1], cache.shape[0]))
+
+    def int32(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=q.device)
+
+    lists, lengths, of_groups, of_queries = int32(groups, 1, width), int32(groups), int32(groups), int32(queries)
+    queued = torch.zeros(2, dtype=torch.int32, device=q.device)
+    _union_kernel(kernels, size)(
+        *(indices, counts, counted, cache.shape[0], lists, lengths, queued, of_groups, of_queries)
+    )
+    out, lse, max_logits = results
+    sinks, scale = sink_arguments(sink, q.device), scale * math.log2(math.e)
+    outputs = (out, lse, *no_partial(heads, q.device), max_logits, scale)
+    _groups_kernel(kernels, q.dtype, dim, size)(
+        *(q, cache, lists, lengths, *sinks, *outputs, min(num_sms, groups), queued, of_groups, of_queries)
+    )
+    _queued_kernel(kernels, q.dtype, dim)(
+        *(q, cache, indices, counts, counted, *sinks, *outputs, min(num_sms, queries), queued, of_queries)
+    )
+
+
+@functools.cache
+def _union_kernel(kernels: tuple[ModuleType, ...], size: int) -> Callable[..., None]:
+    return kernels[0].compile_selection_union(size)
+
+
+@functools.cache
+def _groups_kernel(kernels: tuple[ModuleType, ...], dtype: torch.dtype, dim: int, size: int) -> Callable[..., None]:
+    return kernels[1].compile_sparse_mla_union(dtype_name(dtype), dim, size)
+
+
+@functools.cache
+def _queued_kernel(kernels: tuple[ModuleType, ...], dtype: torch.dtype, dim: int) -> Callable[..., None]:
+    return kernels[2].compile_sparse_mla_queued(dtype_name(dtype), dim)
