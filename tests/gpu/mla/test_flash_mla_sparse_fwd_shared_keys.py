@@ -1,0 +1,311 @@
+"""Sparse MLA prefill of few heads where neighbouring queries share keys, on the GPU against the fp32 reference; and
+which queries are computed together."""
+
+import math
+
+import pytest
+import torch
+
+import dsa
+from dsa import backends
+from dsa.kernels.mla.limits import MEMBER_SHIFT, MOST_UNION
+from dsa.ops.known_calls import KnownCalls
+from dsa.ops.mla import _shared_keys as shared
+from dsa.ops.mla import flash_mla_sparse_fwd as bridge
+from dsa.reference.mla import flash_mla_sparse_fwd as reference
+from dsa.testing import assert_close, poison_free_memory
+
+TOLERANCE = {"abs_tol": 8e-4, "rel_tol": 3.01 / 128, "cos_tol": 7e-6}
+LSE_TOLERANCE = {"abs_tol": 1e-6, "rel_tol": 2.01 / 65536}
+NAN = math.nan
+KINDS = [(576, torch.bfloat16), (576, torch.float16), (512, torch.bfloat16), (512, torch.float16)]
+
+
+@pytest.fixture(autouse=True)
+def all_calls_may_share(monkeypatch):
+    """Of any number of queries and indices. No call of another test is remembered here, nor of this one elsewhere."""
+    monkeypatch.setattr(shared, "may_share", lambda *_: True)
+    for op in (bridge._sparse_mla_prefill, bridge._sparse_mla_prefill_out):
+        monkeypatch.setattr(op, "known", KnownCalls())
+
+
+def int32(values):
+    return torch.as_tensor(values, dtype=torch.int32, device="cuda")
+
+
+def normal(*shape, dtype=torch.bfloat16):
+    return (torch.randn(shape, device="cuda") / 10).clamp(-1, 1).to(dtype)
+
+
+def distinct(s_q, s_kv, k):
+    return torch.rand(s_q, s_kv, device="cuda").argsort(1)[:, None, :k].int()
+
+
+def overlapping(s_q, s_kv, k, pool):
+    """k of `pool` keys, which 16 neighbours have in common; in any order."""
+    pools = torch.rand(-(-s_q // 16), s_kv, device="cuda").argsort(1)[:, :pool].repeat_interleave(16, 0)[:s_q]
+    return pools.gather(1, distinct(s_q, pool, k)[:, 0].long()).int()[:, None].contiguous()
+
+
+def inputs(s_q=61, heads=16, s_kv=3000, k=700, d=576, dtype=torch.bfloat16, pool=1000):
+    return normal(s_q, heads, d, dtype=dtype), normal(s_kv, 1, d, dtype=dtype), overlapping(s_q, s_kv, k, pool)
+
+
+def run(q, kv, indices, **options):
+    return dsa.flash_mla_sparse_fwd(q, kv, indices, q.shape[2] ** -0.5, **options)
+
+
+def check(q, kv, indices, record_error=None, **options):
+    poison_free_memory(mebibytes=64)
+    got = run(q, kv, indices, **options)
+    expected = reference.flash_mla_sparse_fwd(q.float(), kv, indices, q.shape[2] ** -0.5, **options)
+    error = assert_close("out", got[0], expected[0], **TOLERANCE)
+    for name, x, y in zip(("max_logits", "lse"), got[1:], expected[1:], strict=True):
+        assert_close(name, x, y, **LSE_TOLERANCE)
+    if record_error:
+        record_error(error)
+    return got
+
+
+def assert_same(got, expected):
+    for x, y in zip(got, expected, strict=True):
+        assert torch.equal(x, y)
+
+
+def union(indices, size, s_kv, lengths=None):
+    """What the first kernel finds: (lists, their lengths, groups, queries by themselves)."""
+    (kernel, *_), (s_q, _, k) = shared.KERNELS.modules(backends.arch_of(indices.device)), indices.shape
+    groups = -(-s_q // size)
+    lists = int32([[[-1] * max(1, min(size * k * MOST_UNION[0] // MOST_UNION[1], s_kv))]] * groups)
+    found, of_groups, of_queries, queued = (int32([-7] * n) for n in (groups, groups, s_q, 2))
+    queued.zero_()
+    counts = int32([0]) if lengths is None else lengths
+    kernel.compile_selection_union(size)(
+        *(indices, counts, int(lengths is not None), s_kv, lists, found, queued, of_groups, of_queries)
+    )
+    together, alone = queued.tolist()
+    return lists, found, of_groups[:together].tolist(), of_queries[:alone].tolist()
+
+
+def check_union(indices, size, s_kv, lengths=None):
+    """-> the groups that are computed together."""
+    lists, found, groups, alone = union(indices, size, s_kv, lengths)
+    s_q, _, k = indices.shape
+    rows = indices[:, 0].tolist()
+    counts = [k] * s_q if lengths is None else lengths.clamp(0, k).tolist()
+    members = {g: range(g * size, min((g + 1) * size, s_q)) for g in range(-(-s_q // size))}
+    assert len(groups) == len(set(groups)) and len(alone) == len(set(alone))
+    assert sorted([*alone, *(t for g in groups for t in members[g])]) == list(range(s_q))
+    for g, queries in members.items():
+        expected, total, repeats = {}, 0, False
+        for m, t in enumerate(queries):
+            keys = [key for key in rows[t][: counts[t]] if 0 <= key < s_kv]
+            total, repeats = total + len(keys), repeats or len(set(keys)) < len(keys)
+            for key in keys:
+                expected[key] = expected.get(key, 0) | 1 << m
+        if g in groups:
+            assert not repeats and len(expected) * MOST_UNION[1] <= total * MOST_UNION[0]
+            entries = lists[g, 0, : found[g]].tolist()
+            assert len(entries) == len(expected)
+            got = {entry & (2**MEMBER_SHIFT - 1): (entry & 2**32 - 1) >> MEMBER_SHIFT for entry in entries}
+            assert got == expected
+        elif not repeats:
+            # Not far above what would do: the sample may have said so.
+            assert len(expected) * MOST_UNION[1] > 0.8 * total * MOST_UNION[0] or total < 2000
+    return groups
+
+
+@pytest.mark.parametrize("size", [4, 8])
+@pytest.mark.parametrize("s_kv", [3000, 70000, 140000, 300000])
+@pytest.mark.parametrize("k", [1, 31, 512, 700, 2048])
+def test_lists(k, s_kv, size):
+    """Also where keys take several rounds, and the last group has fewer queries."""
+    indices = overlapping(37, s_kv, k, k + k // 4)
+    assert check_union(indices, size, s_kv) or k == 1
+    spoiled = torch.where(torch.rand(indices.shape, device="cuda") < 0.1, int32(-1), indices)
+    spoiled[5, 0, : k // 2], spoiled[6] = s_kv, 2**31 - 1
+    check_union(spoiled, size, s_kv)
+    lengths = torch.randint(-5, k + 100, (37,), dtype=torch.int32, device="cuda")
+    lengths[8:16] = 0
+    groups = check_union(spoiled, size, s_kv, lengths)
+    assert 8 // size in groups  # nothing is little enough
+
+
+@pytest.mark.parametrize("size", [4, 8])
+def test_which_groups(size):
+    same, apart = overlapping(16, 60000, 2048, 2048), distinct(16, 60000, 2048)
+    twice = same.clone()
+    twice[size + 1, 0, 17] = twice[size + 1, 0, 1999]
+    whole = 16 // size
+    assert sorted(check_union(same, size, 60000)) == list(range(whole))
+    assert check_union(apart, size, 60000) == []
+    assert sorted(check_union(twice, size, 60000)) == [g for g in range(whole) if g != 1]
+    assert sorted(check_union(torch.cat((apart, same)), size, 60000)) == list(range(whole, 2 * whole))
+
+
+def test_lists_are_the_same_each_time():
+    indices = overlapping(400, 20000, 2048, 3000)
+    first = union(indices, 4, 20000)
+    for _ in range(20):
+        lists, found, groups, _ = union(indices, 4, 20000)
+        assert sorted(groups) == sorted(first[2]) == list(range(100)) and torch.equal(found, first[1])
+        assert_same([lists[g, 0, :n] for g, n in enumerate(found)], [first[0][g, 0, :n] for g, n in enumerate(found)])
+
+
+@pytest.mark.parametrize(("d", "dtype"), KINDS, ids=str)
+@pytest.mark.parametrize("heads", [1, 3, 7, 8, 9, 12, 16])
+def test_heads(heads, d, dtype, record_error):
+    sink = torch.randn(heads, device="cuda")
+    check(*inputs(heads=heads, d=d, dtype=dtype), record_error, attn_sink=sink)
+
+
+@pytest.mark.parametrize("heads", [8, 16])
+@pytest.mark.parametrize("pool", [700, 800, 1200, 3000])
+def test_overlaps(pool, heads, record_error):
+    """All the same, much, little and nearly nothing in common; and each in a part of the queries."""
+    check(*inputs(heads=heads, pool=pool), record_error)
+    q, kv, indices = inputs(200, heads)
+    indices[40:77], indices[120:] = distinct(37, 3000, 700), overlapping(80, 3000, 700, pool)
+    check(q, kv, indices, record_error)
+
+
+@pytest.mark.parametrize("heads", [8, 16])
+@pytest.mark.parametrize("s_q", [1, 3, 4, 5, 8, 9, 63, 1061])
+def test_numbers_of_queries(s_q, heads, record_error):
+    check(*inputs(s_q, heads, k=200, pool=250), record_error)
+
+
+@pytest.mark.parametrize("heads", [8, 16])
+@pytest.mark.parametrize("k", [1, 2, 63, 64, 65, 1000, 2048])
+def test_selected_keys(k, heads, record_error):
+    check(*inputs(heads=heads, k=k, pool=min(3000, k + 40)), record_error)
+
+
+@pytest.mark.parametrize("heads", [8, 16])
+def test_disjoint_selections(heads, record_error):
+    """That one query alone has keys, each another one, is a union without a key in common."""
+    q, kv, indices = inputs(64, heads, k=200, pool=200)
+    alone = torch.where(torch.arange(64, device="cuda")[:, None, None] % 8 == 3, indices, int32(-1))
+    check(q, kv, alone, record_error)
+    indices = torch.arange(64 * 40, device="cuda").view(64, 1, 40).int()
+    check(q, kv, indices, record_error)
+
+
+@pytest.mark.parametrize("heads", [8, 16])
+def test_indices_that_are_no_keys(heads, record_error):
+    q, kv, indices = inputs(90, heads)
+    bad = int32([-1, 3000, -(2**31), 2**31 - 1])[torch.randint(4, indices.shape, device="cuda")]
+    indices = torch.where(torch.rand(indices.shape, device="cuda") < 0.3, bad, indices)
+    indices[5], indices[8:16], indices[88] = -1, 3000, -1
+    out, max_logits, lse = check(q, kv, indices, record_error, attn_sink=torch.randn(heads, device="cuda"))
+    for rows in (slice(5, 6), slice(8, 16), slice(88, 89)):
+        assert not out[rows].any() and max_logits[rows].eq(-math.inf).all() and lse[rows].eq(math.inf).all()
+
+
+@pytest.mark.parametrize("heads", [8, 16])
+def test_topk_length(heads, record_error):
+    """Keys behind it are NaN and not looked at."""
+    q, kv, indices = inputs(67, heads, s_kv=4000)
+    lengths = torch.randint(-50, 800, (67,), dtype=torch.int32, device="cuda")
+    lengths[:5] = int32([0, 1, 64, 700, 2**31 - 1])
+    indices = torch.where(torch.arange(700, device="cuda") < lengths[:, None, None], indices % 4000, int32(4000))
+    kv = torch.cat((kv, kv[:1] * NAN))
+    check(q, kv, indices, record_error, topk_length=lengths)
+
+
+@pytest.mark.parametrize("heads", [8, 16])
+def test_a_key_named_twice_counts_twice(heads, record_error):
+    q, kv, indices = inputs(40, heads)
+    indices[6, 0, 3], indices[20, 0, 699], indices[30] = indices[6, 0, 400], indices[20, 0, 0], 7
+    _, max_logits, lse = check(q, kv, indices, record_error)
+    assert_close("lse", lse[30], max_logits[30].double() + math.log(700), **LSE_TOLERANCE)
+
+
+@pytest.mark.parametrize("bad", [NAN, math.inf, -math.inf])
+@pytest.mark.parametrize("place", [0, 300, 575])
+@pytest.mark.parametrize("heads", [8, 16])
+def test_nan_reaches_the_queries_that_select_it(heads, place, bad):
+    """Not those that are computed together with one that does."""
+    q, kv, indices = inputs(65, heads, k=700, pool=750)
+    indices %= 2998
+    indices = torch.stack([row.unique()[:500] for row in indices])[:, None].contiguous()
+    clean = run(q, kv, indices)
+    indices[2, 0, 123] = indices[64, 0, 1] = 2999
+    kv[2999, 0, place] = bad
+    out, max_logits, lse = run(q, kv, indices)
+    touched = torch.zeros(65, dtype=torch.bool, device="cuda")
+    touched[[2, 64]] = True
+    if math.isnan(bad):
+        assert out[touched].isnan().all() and lse[touched].isnan().all()
+    for x in (out, max_logits, lse):
+        assert x[~touched].isfinite().all()
+    for x, y in zip((out, max_logits, lse), clean, strict=True):
+        assert_close("others", x[~touched].float(), y[~touched].float(), **TOLERANCE)
+
+
+def test_the_maximum_rises_from_tile_to_tile(record_error):
+    """Of each head otherwise, by more and by less than O is rescaled for; and rows that have seen no key yet."""
+    q, kv = normal(32, 16, 576), normal(2048, 1, 576)
+    direction = torch.randn(32, 16, 1, device="cuda").sign()
+    q[..., 512:] = (direction * torch.linspace(-1, 1, 64, device="cuda")).bfloat16()
+    lift = torch.arange(2048, device="cuda") // 64 * 3.0 * 576**0.5 / 64
+    kv[:, 0, 512:] = (lift[:, None] * torch.linspace(-1, 1, 64, device="cuda")).bfloat16()
+    indices = torch.arange(2048, dtype=torch.int32, device="cuda").expand(32, 1, -1).clone()
+    indices[1::4, :, :1500] = -1
+    indices[2::4, :, 100:] = -1
+    check(q, kv, indices, record_error)
+
+
+@pytest.mark.parametrize("heads", [8, 16])
+def test_one_key_gives_its_value_exactly(heads):
+    q, kv, _ = inputs(64, heads)
+    key = torch.randint(0, 3000, (16,), device="cuda").repeat_interleave(4)
+    out, max_logits, lse = run(q, kv, key[:, None, None].int())
+    assert torch.equal(out, kv[key, :, :512].expand(-1, heads, -1))
+    logits = (q.double() * kv[key].double()).sum(2) * 576**-0.5
+    assert_close("max_logits", max_logits, logits, **LSE_TOLERANCE)
+    assert_close("lse", lse, logits, **LSE_TOLERANCE)
+
+
+@pytest.mark.parametrize("heads", [8, 16])
+def test_into_a_part_of_a_tensor(heads):
+    q, kv, indices = inputs(99, heads)
+    expected = run(q, kv, indices)
+    whole = torch.full((99, 64, 512), NAN, dtype=q.dtype, device="cuda")
+    got = run(q, kv, indices, out=whole[:, 5 : 5 + heads])
+    assert_same(got, expected)
+    assert whole[:, :5].isnan().all() and whole[:, 5 + heads :].isnan().all()
+
+
+def test_strides():
+    q, kv, indices = inputs(50, 12)
+    expected = run(q, kv, indices)
+    wide_q = torch.nn.functional.pad(q, (8, 56), value=NAN)[..., 8 : 8 + 576]
+    wide_kv = torch.nn.functional.pad(kv, (0, 64), value=NAN)[..., :576]
+    wide_indices = torch.nn.functional.pad(indices, (1, 2), value=5)[..., 1:701]
+    assert_same(run(wide_q, wide_kv, wide_indices), expected)
+
+
+@pytest.mark.parametrize("heads", [8, 16])
+def test_a_result_follows_from_its_group(heads):
+    """Bit for bit, whatever the other groups are, and run after run."""
+    q, kv, indices = inputs(600, heads)
+    first = run(q, kv, indices)
+    for _ in range(20):
+        assert_same(run(q, kv, indices), first)
+    for rows in (slice(64, 128), slice(592, 600), slice(0, 8)):
+        assert_same(run(q[rows], kv, indices[rows]), [x[rows] for x in first])
+
+
+def test_graph_replay_with_new_data(record_error):
+    q, kv, indices = inputs(300, 16, k=500)
+    run(q, kv, indices)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = run(q, kv, indices)
+    for pool in (500, 700, 3000, 600):
+        for old, new in zip((q, kv, indices), inputs(300, 16, k=500, pool=pool), strict=True):
+            old.copy_(new)
+        graph.replay()
+        assert_same(got, run(q, kv, indices))
+    check(q, kv, indices, record_error)

@@ -1,0 +1,76 @@
+"""The launch of sparse MLA prefill where neighbouring queries share keys, on a CPU."""
+
+import pytest
+import torch
+
+import dsa
+from dsa.kernels.mla import selection_union_sm90, sparse_mla_union_sm90
+from dsa.kernels.mla.limits import GROUP_SIZES, MEMBER_SHIFT, TILE_M
+from dsa.ops.mla import _shared_keys as shared
+from dsa.ops.mla import _sparse_attention as one_by_one
+
+BRIDGES = [shared, one_by_one]
+
+
+@pytest.fixture
+def launches(named_launches):
+    return named_launches
+
+
+def inputs(s_q, heads, k, s_kv=40, d=576):
+    q = torch.zeros(1, 1, d, dtype=torch.bfloat16).expand(s_q, heads, d)
+    kv = torch.zeros(1, 1, d, dtype=torch.bfloat16).expand(s_kv, 1, d)
+    return q, kv, torch.zeros(1, 1, k, dtype=torch.int32).expand(s_q, 1, k), d**-0.5
+
+
+def test_every_group_has_a_kernel():
+    sizes = set(GROUP_SIZES.values())
+    assert sizes == {size for _, (size,) in selection_union_sm90.shipped_variants()}
+    assert sizes == {size for _, (_, _, size) in sparse_mla_union_sm90.shipped_variants()}
+    assert all(heads * size == TILE_M and size <= 32 - MEMBER_SHIFT for heads, size in GROUP_SIZES.items())
+
+
+@pytest.mark.parametrize(("heads", "size"), [(1, 8), (8, 8), (9, 4), (16, 4), (17, 0), (128, 0)])
+def test_queries_of_a_group(heads, size):
+    assert shared.group_size(heads) == size
+
+
+@pytest.mark.parametrize(
+    ("s_q", "heads", "k", "s_kv", "shares"),
+    [
+        (2048, 16, 2048, 40, True),
+        (2048, 8, 2048, 40, True),
+        (2047, 16, 2048, 40, False),  # too few indices
+        (2048, 17, 2048, 40, False),
+        (528, 16, 8192, 40, True),
+        (527, 16, 8192, 40, False),  # fewer groups than multiprocessors
+        (1055, 8, 4096, 40, False),
+        (2048, 16, 2048, 2**24, True),
+        (2048, 16, 2048, 2**24 + 1, False),  # more keys than an entry has bits for
+    ],
+)
+def test_where_queries_may_share(launches, s_q, heads, k, s_kv, shares):
+    dsa.flash_mla_sparse_fwd(*inputs(s_q, heads, k, s_kv))
+    names = [name for name, *_ in launches]
+    assert names == (["union", "groups", "queued"] if shares else ["attend"])
+
+
+def test_what_is_launched(launches):
+    q, kv, indices, scale = inputs(2050, 12, 2048, 5000)
+    lengths = torch.full((2050,), 100, dtype=torch.int32)
+    out, max_logits, lse = dsa.flash_mla_sparse_fwd(q, kv, indices, scale, topk_length=lengths)
+    (_, of_union, union), (_, of_groups, groups), (_, of_queued, queued) = launches
+    assert (of_union, of_groups, of_queued) == ((4,), (torch.bfloat16, 576, 4), (torch.bfloat16, 576))
+    index, counts, has_counts, keys, lists, found, numbers, group_queue, query_queue = union
+    assert index.shape == indices.shape and counts.data_ptr() == lengths.data_ptr() and (has_counts, keys) == (1, 5000)
+    # No more than all keys; 7 tenths of the indices of four queries.
+    assert lists.shape == (513, 1, 5000) and found.shape == group_queue.shape == (513,)
+    assert query_queue.shape == (2050,) and numbers.tolist() == [0, 0]
+    assert groups[2] is lists and groups[3] is found and groups[-4:] == (132, numbers, group_queue, query_queue)
+    assert queued[2:5] == (index, counts, 1) and queued[-3:] == (132, numbers, query_queue)
+    for launch in (groups[6:], queued[7:]):
+        assert [x.data_ptr() for x in launch[:2]] == [out.data_ptr(), lse.data_ptr()]
+        assert launch[4].data_ptr() == max_logits.data_ptr()
+    launches.clear()
+    dsa.flash_mla_sparse_fwd(*inputs(2050, 12, 2048, 9000))
+    assert launches[0][2][4].shape == (513, 1, 4 * 2048 * 7 // 10) and launches[0][2][2] == 0
