@@ -9,7 +9,7 @@ import torch
 
 import dsa
 from dsa import backends
-from dsa.kernels.mla.limits import GROUP_SIZES
+from dsa.kernels.mla.query_group_limits import GROUP_SIZES
 from dsa.ops.mla._sparse_attention import KERNELS, Results, Selection, attend
 from dsa.testing import assert_close, bf16_gemm_rate
 from dsa_bench.harness.case import Call, Case

@@ -11,7 +11,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
-from dsa.kernels.mla.limits import MEMBER_SHIFT, TILE_M
+from dsa.kernels.mla.limits import TILE_M
+from dsa.kernels.mla.query_group_limits import MEMBER_SHIFT
 from dsa.kernels.mla.tile_scheduler import SchedulerState
 
 

@@ -31,7 +31,7 @@ from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream, strides
 from dsa.cute.reductions import block_exclusive_scan
-from dsa.kernels.mla.limits import GROUP_SIZES, MEMBER_SHIFT, MOST_UNION
+from dsa.kernels.mla.query_group_limits import GROUP_SIZES, MEMBER_SHIFT, MOST_UNION
 from dsa.kernels.mla.query_groups import Queue
 
 THREADS, WARPS = 512, 16

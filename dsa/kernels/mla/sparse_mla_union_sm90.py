@@ -23,12 +23,13 @@ from cutlass import Float32, Int32, Uint32, const_expr
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.sm90 import WARPGROUP
-from dsa.kernels.mla.limits import DTYPES, GROUP_SIZES, SPARSE_HEAD_DIMS, TILE_M, TILE_N
+from dsa.kernels.mla.limits import DTYPES, SPARSE_HEAD_DIMS, TILE_M, TILE_N
 from dsa.kernels.mla.mla_attention import NamedBarrier
 from dsa.kernels.mla.mla_epilogue import HALF_V, STAGED, Epilogue, Results
 from dsa.kernels.mla.mla_exchange import Exchange
 from dsa.kernels.mla.mla_softmax import SoftmaxState
 from dsa.kernels.mla.mla_tiles import MASK_WORDS, KvState
+from dsa.kernels.mla.query_group_limits import GROUP_SIZES
 from dsa.kernels.mla.query_groups import GroupRows, Queue
 from dsa.kernels.mla.sparse_arguments import of_prefill, queued_arguments, selections
 from dsa.kernels.mla.sparse_mla_kernel import Coord

@@ -9,8 +9,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
-from dsa.kernels.mla.limits import GROUP_SIZES, TILE_N
+from dsa.kernels.mla.limits import TILE_N
 from dsa.kernels.mla.mla_tiles import MASK_WORDS, KvPipeline, KvState
+from dsa.kernels.mla.query_group_limits import GROUP_SIZES
 from dsa.kernels.mla.query_groups import GroupRows, entry_key, entry_members
 from dsa.kernels.mla.topk_gather import WARP_KEYS, Selection, TopkGather
 

@@ -8,7 +8,7 @@ from types import ModuleType
 import torch
 
 from dsa import backends
-from dsa.kernels.mla.limits import GROUP_SIZES, MEMBER_SHIFT, MOST_UNION
+from dsa.kernels.mla.query_group_limits import GROUP_SIZES, MEMBER_SHIFT, MOST_UNION
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops.declaration import Kernels
 from dsa.ops.mla._sparse_attention import (

@@ -8,7 +8,7 @@ import torch
 
 import dsa
 from dsa import backends
-from dsa.kernels.mla.limits import MEMBER_SHIFT, MOST_UNION
+from dsa.kernels.mla.query_group_limits import MEMBER_SHIFT, MOST_UNION
 from dsa.ops.known_calls import KnownCalls
 from dsa.ops.mla import _shared_keys as shared
 from dsa.ops.mla import flash_mla_sparse_fwd as bridge
