@@ -174,10 +174,11 @@ def test_every_kernel_of_an_entry_is_compiled_first(monkeypatch):
 def test_entries_of_whole_passes_go_on_behind_their_rows(name, monkeypatch):
     """Of what has been measured the shapes are given to the benchmark, which leaves them out."""
     given = []
-    for function in ("report.rows", "parallel.all_rows"):
+    functions = {"e2e": "report.rows", "million": "million.compiled_rows", "parallel": "parallel.all_rows"}
+    for function in functions.values():
         monkeypatch.setattr(f"dsa_bench.e2e.{function}", lambda done, f=function: given.append((f, done)) or iter([{}]))
     assert list(run.rows_of(name, [{"shape": "a"}, {"shape": "b"}])) == [{}]
-    assert given == [("report.rows" if name == "e2e" else "parallel.all_rows", ["a", "b"])]
+    assert given == [(functions[name], ["a", "b"])]
 
 
 def test_what_needs_two_gpus_runs_with_its_mark_and_by_itself():

@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from dsa import backends, source_digest
-from dsa_bench.e2e import document, parallel_document
+from dsa_bench.e2e import document, million_document, parallel_document
 from dsa_bench.harness import case
 from tests.gpu import headlines, receipt, status_table, unverify
 from tests.gpu.read_once import read_once
@@ -248,12 +248,12 @@ CHANGES = {
     ),
     "ranks without collectives": (
         ("dsa_bench/e2e/silent.py", "return x", "return x + 0"),
-        ("parallel",),
+        ("parallel", "million"),
         ("several_gpus", "generation", "e2e"),
     ),
     "a layer": (
         ("dsa_layers/layers/norm.py", "import torch\n", "import torch\nNEW = 1\n"),
-        ("generation", "user_commands", "e2e", "parallel"),
+        ("generation", "user_commands", "e2e", "million", "parallel"),
         ("rms_norm", "fuzz"),
     ),
     "the command": (
@@ -332,6 +332,13 @@ def test_tables_of_several_gpus_are_generated():
     entry, text = receipt.load()[ARCH]["parallel"], (receipt.ROOT / "docs" / "parallel.md").read_text()
     assert parallel_document.inserted(text, entry) == text, (
         f"run `python -m dsa_bench.e2e.parallel_document tests/gpu/receipt.json docs/parallel.md {ARCH}`"
+    )
+
+
+def test_tables_of_a_million_tokens_are_generated():
+    entry, text = receipt.load()[ARCH]["million"], (receipt.ROOT / "docs" / "million.md").read_text()
+    assert million_document.inserted(text, entry) == text, (
+        f"run `python -m dsa_bench.e2e.million_document tests/gpu/receipt.json docs/million.md {ARCH}`"
     )
 
 

@@ -30,12 +30,17 @@ def asked(models: Sequence[str], runs: Collection[str] | None, gpus: int, arch: 
 
 def prepare(models: Sequence[str], runs: Collection[str] | None, gpus: int, tell: Callable[[str], None]) -> None:
     """Compiles these into the compile cache, if there is one, where they are not there yet."""
+    compile_ahead(lambda: asked(models, runs, gpus), tell)
+
+
+def compile_ahead(asked: Callable[[], list[Variant]], tell: Callable[[str], None]) -> None:
+    """Compiles what is asked for into the compile cache, if there is one, where it is not there yet."""
     from dsa.cute.compile_cache import cache_dir  # needs the DSL, which is for Linux
 
     directory = cache_dir()
     if directory is None:
-        return  # each rank compiles for itself
-    variants = asked(models, runs, gpus)
+        return  # each process compiles for itself
+    variants = asked()
     new = sum(is_new for _, is_new in build(variants, private_folder(directory), len(os.sched_getaffinity(0))))
     tell(f"{new} kernels compiled, {len(variants) - new} were there")
 

@@ -34,12 +34,28 @@ STACKS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_hidden_layers": 4, "first_k_dense_replace": 1, "quantization_config": FP8},
     ),
 }
+# Those of which a prompt of a million tokens is computed (`million.py`). GLM-5.2 has a layer that selects, and three
+# that attend to what it has selected: in the published model 21 of 78 select.
+LONG_STACKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "V4-Flash": STACKS["V4-Flash"],
+    "GLM-5.2": (
+        "glm_5_2_config.json",
+        {
+            "num_hidden_layers": 4,
+            "first_k_dense_replace": 1,
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+            "indexer_types": ["full", "shared", "shared", "shared"],
+            "index_skip_topk_offset": 1,
+            "quantization_config": FP8,
+        },
+    ),
+}
 
 
 def skeleton(name: str, *, widen_experts: bool = False, **changes: Any) -> CheckpointModel:
     """The model of a stack on the meta device, in the published precision. widen_experts: FP4 experts are FP8, as
     `load_model` has it; changes: further fields."""
-    file, fields = STACKS[name]
+    file, fields = (LONG_STACKS | STACKS)[name]
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(published_config(file) | fields | changes))
         config = read_config(directory)

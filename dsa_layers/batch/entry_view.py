@@ -66,10 +66,12 @@ class EntryView(SelectedCounts):
 
     @cached_property
     def rows(self) -> torch.Tensor:
-        """int32 [T, most]: the rows of the entries that each new token may see among all entries packed, -1 behind."""
+        """int32 [T, most]: the rows of the entries of each new token's sequence among all entries packed. Those that it
+        may see, `selected_counts` of them, come first. Tokens of the only sequence share one list in memory."""
         columns = torch.arange(self.most, dtype=torch.int32, device=self.batch.device)
-        rows = self.starts[:, None] + columns
-        return rows.masked_fill_(columns >= self.visible_keys[:, None], -1)
+        if len(self.lens) == 1:
+            return columns.expand(sum(self.batch.query_lens), -1)
+        return self.starts[:, None] + columns
 
     @cached_property
     def positions(self) -> torch.Tensor:

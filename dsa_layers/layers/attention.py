@@ -28,6 +28,7 @@ from dsa_layers.layers.trained_attention import SparseAttention, WarmupAttention
 
 LIGHTNING_SELECT = inspect.unwrap(LightningIndexer.select)
 MOST_CHANNELS = 256  # of a head, that `dsa.mha_varlen_fwd` takes on a GPU
+MOST_READ = 384 << 20  # bytes of latents that a sparse pass reads from FP8 pages beforehand: of 349525 keys
 
 
 class TrainingStage(Protocol):
@@ -194,8 +195,9 @@ class DSAAttention(SplitByTokens):
         if self.indexer_stage is not None:
             return self._train(x, latents, self._queries(latents, rows, queries), cos, sin, batch, cache)
         # Selected keys are gathered, from the pages if these hold x's dtype. FP8 pages are read first, since a prefill
-        # would dequantise a key again for every query that selects it. Multi-head attention has all of them in a row.
-        in_pages = decode or (not multi_head and cache is not None and cache.latent.dtype == x.dtype)
+        # would dequantise a key again for every query that selects it; unless all keys would take too much memory.
+        # Multi-head attention has all of them in a row.
+        in_pages = decode or (not multi_head and cache is not None and self._stay_in_pages(x, batch, cache))
         if cache is None:
             kv = self._norm_and_rotate(latents.keys, cos, sin)
         else:
@@ -219,6 +221,8 @@ class DSAAttention(SplitByTokens):
             w_uk, w_uv = self._up_projections(x.dtype)
             q = self._absorbed_queries(q_nope, q_pe, w_uk, queries.own_kept(cos), queries.own_kept(sin))
         branch.join()
+        if kv is None:  # behind the selection: of a long context both take memory
+            kv = self._stored_keys(batch, cache, x.dtype, in_pages)
         if self.key_counter is not None:
             read = visible = batch.visible_keys
             if topk_indices is not None:
@@ -232,13 +236,14 @@ class DSAAttention(SplitByTokens):
             return self.o_proj(self._dense_prefill(torch.cat((q_nope, q_pe), -1), kv, batch).flatten(-2))
         if decode:
             attended = self._decode(q, topk_indices, batch, cache)
+        elif in_pages and cache.latent_is_fp8:
+            attended = self._attend_to_bytes(q, topk_indices, self._counts(topk_indices, batch, queries), cache)
         else:
             arguments = (kv[:, None], topk_indices[:, None], self.softmax_scale, self.kv_lora_rank)
             if torch.is_grad_enabled() and (q.requires_grad or kv.requires_grad):
                 attended, _ = dsa.sparse_mla_attention(q, *arguments)  # the same, with gradients
             else:
-                counts = batch.selected_counts(topk_indices.shape[1])
-                counts = None if counts is None else queries.own_kept(counts)
+                counts = self._counts(topk_indices, batch, queries)
                 attended, *_ = dsa.flash_mla_sparse_fwd(q, *arguments, topk_length=counts)
         if stored is not None:
             cast = dsa.mla_values_cast_to_fp8(attended, stored, self.v_dim, self.o_proj.use_ue8m0)
@@ -360,9 +365,9 @@ class DSAAttention(SplitByTokens):
         batch: TokenBatch,
         cache: LayerCache,
         in_pages: bool,
-    ) -> torch.Tensor:
-        """Writes the new tokens' kv [T, latent + rope], as projected, to the pages. Returns the pages, a row a slot, if
-        in_pages; else what they hold of all keys, [sum(key_lens), latent + rope] in kv's dtype."""
+    ) -> torch.Tensor | None:
+        """Writes the new tokens' kv [T, latent + rope], as projected, to the pages. Returns what these hold of all
+        keys, [sum(key_lens), latent + rope] in kv's dtype, if it is at hand and not in_pages."""
         norm = self.kv_a_layernorm
         # Where every key is new, what the pages hold need not be read back: `out` gets it, unless they are of another
         # float dtype.
@@ -370,11 +375,26 @@ class DSAAttention(SplitByTokens):
         keep = not in_pages and as_stored and batch.query_lens == batch.key_lens
         rows = torch.empty_like(kv) if keep else None
         dsa.write_mla_cache(kv, norm.weight.float(), cos, sin, cache.latent, batch.slots, eps=norm.eps, out=rows)
-        if keep:
-            return rows
+        return rows
+
+    def _stay_in_pages(self, x: torch.Tensor, batch: TokenBatch, cache: LayerCache) -> bool:
+        """Whether a sparse prefill attends to keys where they are: those of x's dtype, and bytes where all keys of x's
+        dtype would take more than MOST_READ."""
+        if cache.latent.dtype == x.dtype:
+            return True
+        read = sum(batch.key_lens) * (self.kv_lora_rank + self.rope_dim) * x.itemsize
+        return cache.latent_is_fp8 and read > MOST_READ and not torch.is_grad_enabled()
+
+    def _stored_keys(self, batch: TokenBatch, cache: LayerCache, dtype: torch.dtype, in_pages: bool) -> torch.Tensor:
+        """The pages, a row a slot, if in_pages; else what they hold of all keys, [sum(key_lens), latent + rope]."""
         if in_pages:
             return cache.latent.view(-1, cache.latent.shape[-1])
-        return dsa.read_kv_cache(cache.latent, batch.key_slots, dtype=kv.dtype)
+        return dsa.read_kv_cache(cache.latent, batch.key_slots, dtype=dtype)
+
+    def _counts(self, topk_indices: torch.Tensor, batch: TokenBatch, queries: Rows) -> torch.Tensor | None:
+        """How many columns of topk_indices count, for each of `queries`; None if all do."""
+        counts = batch.selected_counts(topk_indices.shape[1])
+        return None if counts is None else queries.own_kept(counts)
 
     def _absorbed_queries(
         self, q_nope: torch.Tensor, q_pe: torch.Tensor, w_uk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
@@ -410,6 +430,16 @@ class DSAAttention(SplitByTokens):
             options["topk_length"] = batch.most_selected(topk_indices.shape[1])
         out, _ = dsa.flash_mla_with_kvcache(q.unflatten(0, by_sequence).to(dtype), cache.latent, *keys, **options)
         return out.flatten(0, 1).to(q.dtype)
+
+    def _attend_to_bytes(
+        self, q: torch.Tensor, topk_indices: torch.Tensor, counts: torch.Tensor | None, cache: LayerCache
+    ) -> torch.Tensor:
+        """[T, heads, latent]: a prefill's queries, as if each were a sequence's only one, to slots of FP8 pages."""
+        dtype = torch.bfloat16 if q.is_cuda else q.dtype
+        options = {"indices": topk_indices[:, None], "topk_length": counts, "is_fp8_kvcache": True}
+        keys = cache.latent, None, None, self.kv_lora_rank, None
+        out, _ = dsa.flash_mla_with_kvcache(q[:, None].to(dtype), *keys, softmax_scale=self.softmax_scale, **options)
+        return out.squeeze(1).to(q.dtype)
 
     def _expand(self, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """kv [T, latent + rope] -> every head's k [T, heads, nope + rope] and v [T, heads, v_dim]."""

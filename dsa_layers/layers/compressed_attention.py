@@ -268,16 +268,17 @@ class CompressedAttention(SplitByTokens):
         # say it.
         near = queries.own_kept(windows.indices)
         packed = (q, keys[:, None], queries.own_bounds(batch.cu_query_lens), windows.cu_keys, self.window)
-        self._count_keys(batch, rows, queries)
         if compressed is None or len(compressed) == 0:
             compressed = rows = counts = None
-        if torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in (q, keys, compressed)):
-            out = self._attend_with_gradients(q, keys, near, compressed, rows)
-            return self._project(out, rope, batch)
-        if compressed is not None:
+        else:
             compressed = compressed[:, None]
             counts = batch.entries(self.compressor.ratio).selected_counts(rows.shape[1])
             counts = None if counts is None else queries.own_kept(counts)
+        if self.key_counter is not None:
+            self._count_keys(batch, _listed(rows, counts), queries)
+        if torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in (q, keys, compressed)):
+            out = self._attend_with_gradients(q, keys, near, compressed, _listed(rows, counts))
+            return self._project(out, rope, batch)
         scale = self.dim**-0.5
         if self._casts_results(rope):
             cast = dsa.window_attention_cast_to_fp8(
@@ -308,7 +309,7 @@ class CompressedAttention(SplitByTokens):
         of which each token has its rows."""
         if entries is not None:
             near = torch.cat((near, torch.where(rows < 0, -1, rows + len(keys))), 1)
-            keys = torch.cat((keys, entries))
+            keys = torch.cat((keys, entries.squeeze(1)))
         out, _ = dsa.sparse_mla_attention(q, keys[:, None], near[:, None], self.dim**-0.5, self.dim, self.attn_sink)
         return out
 
@@ -369,7 +370,8 @@ class CompressedAttention(SplitByTokens):
         rows: Rows,
         queries: Rows,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """(all entries packed [N, dim], the rows of those that each of `queries` attends to int32 [T, K])."""
+        """(all entries packed [N, dim], the rows int32 [T, K] of those that each of `queries` attends to, `counts` of
+        them or up to the first -1)."""
         if self.compressor is None:
             return None, None
         entries = batch.entries(self.compressor.ratio)
@@ -377,11 +379,12 @@ class CompressedAttention(SplitByTokens):
             compressed = self.compressor.entries(*projected.entries, *entry_rope, batch).to(x.dtype)
         else:
             self.compressor.store(*projected.entries, *entry_rope, batch, cache.entries)
+        dense, topk_indices = True, None
+        if self.indexer is not None:
+            dense = entries.most <= self.indexer.top_k
+            topk_indices = self._select(x, projected, rope, entry_rope, batch, cache, rows, store_only=dense)
+        if cache is not None:  # behind the selection: of a long context both take memory
             compressed = dsa.read_kv_cache(cache.entries.pages, entries.all_slots, dtype=x.dtype)
-        if self.indexer is None:
-            return compressed, queries.own_kept(entries.rows)
-        dense = entries.most <= self.indexer.top_k
-        topk_indices = self._select(x, projected, rope, entry_rope, batch, cache, rows, store_only=dense)
         if dense:
             return compressed, queries.own_kept(entries.rows)
         topk_indices = moved(topk_indices, rows if projected.given else ALL_ROWS, queries)
@@ -445,3 +448,11 @@ class CompressedAttention(SplitByTokens):
             **extra,
         )
         return self._project(out.flatten(0, 1).to(q.dtype), rope, batch)
+
+
+def _listed(rows: torch.Tensor | None, counts: torch.Tensor | None) -> torch.Tensor | None:
+    """rows [T, K] with -1 behind the first `counts` [T] of each token."""
+    if rows is None or counts is None:
+        return rows
+    columns = torch.arange(rows.shape[1], dtype=torch.int32, device=rows.device)
+    return torch.where(columns < counts[:, None], rows, -1)

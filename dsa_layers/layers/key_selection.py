@@ -7,7 +7,7 @@ import torch
 
 import dsa
 
-WORKSPACE = 1 << 30  # bytes of scores at a time
+WORKSPACE = 260 << 20  # bytes of scores at a time: of 64 tokens and a million keys
 ROW_PADDING = 512  # numbers, at most, behind a row of scores
 Keys = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -46,6 +46,7 @@ def select_packed(
         q, keys = q.float(), keys.float()
     columns = most + ROW_PADDING if quantised else len(keys)
     tokens = max(1, workspace // (4 * columns))
+    tokens = -(-len(q) // -(-len(q) // tokens))  # as many at each time
     found = []
     for first in range(0, len(q), tokens):
         part = slice(first, first + tokens)
@@ -63,6 +64,7 @@ def select_packed(
         else:
             scores = dsa.mqa_logits(q[part], keys, weights[part], begins, begins + counts)
         found.append(dsa.topk_indices(scores, top_k, starts=begins, lengths=counts, **own))
+        del scores  # before there are the next ones
     return found[0] if len(found) == 1 else torch.cat(found)
 
 

@@ -7,4 +7,5 @@ FEWER = {
     "V3.2": HEADS | {"n_group": 2, "topk_group": 1},
     "V4-Flash": {"num_attention_heads": 8, "o_groups": 2, "o_lora_rank": 128},
     "GLM-5": HEADS | {"eos_token_id": 1, "pad_token_id": 0},
+    "GLM-5.2": HEADS | {"eos_token_id": 1, "pad_token_id": 0},
 }

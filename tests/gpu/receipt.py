@@ -35,6 +35,7 @@ WHOLES = {
     "generation": "generation: `dsa_layers.Generator`",
     "host": "a call's time on the host: `dsa bench host`",
     "hostile_contents": "all ops: hostile index contents under compute-sanitizer",
+    "million": "contexts of a million tokens: `python -m dsa_bench.e2e.million`",
     "oldest_dsl": "hot ops on the oldest CuTe DSL that is supported",
     "parallel": "models over two GPUs: `python -m dsa_bench.e2e.parallel`",
     "recorded_calls": "all ops: calls whose steps are recorded",
@@ -45,7 +46,7 @@ WHOLES = {
     "vllm_adapters": "vLLM's plugin: its calls beside the kernels that vLLM calls",
 }
 # Those of whole passes, whose benchmarks take minutes: their rows are written as they come.
-ROW_BY_ROW = ("e2e", "parallel")
+ROW_BY_ROW = ("e2e", "million", "parallel")
 SEVERAL_GPUS = "pytest.mark.several_gpus"
 OLDEST_DSL = "4.8.0"  # which vLLM and SGLang pin
 # The ops that take most of a pass's time: the entries whose tests run once more with the oldest DSL.
@@ -166,7 +167,7 @@ def code_modules(name: str, arch: str) -> list[str]:
         plugin = f"dsa_engines.{name.removesuffix(ADAPTERS)}"
         return _closure([f"{plugin}.adapters", f"{plugin}.warm_up"], arch, ("dsa", "dsa_engines"))
     ops = _closure(op_modules().values(), arch)
-    if name == "e2e":
+    if name in ("e2e", "million"):
         return [*ops, *_layers(NOT_RUN)]
     if name == "transformers":
         return [*ops, *_layers(tuple(place for place in NOT_RUN if place != "hf"))]

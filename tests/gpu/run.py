@@ -220,6 +220,10 @@ def rows_of(name: str, done: Sequence[dict]) -> Iterator[dict]:
         from dsa_bench.e2e import parallel
 
         yield from parallel.all_rows(done=[row["shape"] for row in done])
+    elif name == "million":
+        from dsa_bench.e2e import million
+
+        yield from million.compiled_rows(done=[row["shape"] for row in done])
     elif name == "host":
         from dsa_bench.harness import host
 

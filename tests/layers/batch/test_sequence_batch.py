@@ -80,7 +80,7 @@ def test_entries_by_hand():
     entries = batch.entries(2)
     assert entries.page_size == 2 and entries.lens == (2, 1) and entries.lens_tensor.tolist() == [2, 1]
     assert entries.visible_keys.tolist() == [2, 2, 1] and entries.starts.tolist() == [0, 0, 2]
-    assert entries.rows.tolist() == [[0, 1], [0, 1], [2, -1]]
+    assert entries.rows.tolist() == [[0, 1], [0, 1], [2, 3]] and entries.selected_counts(2).tolist() == [2, 2, 1]
     assert entries.positions.tolist() == [2, 3, 0] and entries.slots.tolist() == [15, -1, 8]
     assert entries.all_slots.tolist() == [14, 15, 8]
     got = entries.slots_of(torch.tensor([[1, -1], [0, 1], [0, -1]], dtype=torch.int32))
@@ -176,3 +176,24 @@ def test_counts_of_selected_keys():
     # The host does not know a step's lengths.
     step = DecodeBatch(batch.block_table, 4, torch.tensor([7, 9], dtype=torch.int32), 12)
     assert step.selected_counts(8).tolist() == [7, 8] and step.entries(4).selected_counts(1).tolist() == [1, 1]
+
+
+def test_positions_beyond_a_million():
+    """In the last pages that slots can number: positions, entries and slots of the last tokens, by hand."""
+    pages = [2**25 - 1, *range(2**14, 2**15 + 1)]
+    pages[-1] = 2**25 - 2
+    batch = SequenceBatch.paged([3], [2**20 + 1], [pages], page_size=64, state_slots=[5])
+    assert len(pages) == 2**14 + 2 and batch.positions.tolist() == [2**20 - 2, 2**20 - 1, 2**20]
+    place = pages[2**14] * 64
+    assert batch.slots.tolist() == [pages[2**14 - 1] * 64 + 62, pages[2**14 - 1] * 64 + 63, place]
+    assert batch.key_slots[:3].tolist() == [2**31 - 64, 2**31 - 63, 2**31 - 62] and len(batch.key_slots) == 2**20 + 1
+    first = torch.tensor([[0, 63, -1]], dtype=torch.int32).expand(3, -1)
+    assert batch.slots_of(first)[0].tolist() == [2**31 - 64, 2**31 - 1, -1]
+    assert batch.visible_keys.tolist() == [2**20 - 1, 2**20, 2**20 + 1]
+    entries = batch.entries(4)
+    assert entries.most == 2**18 and entries.visible_keys.tolist() == [2**18 - 1, 2**18, 2**18]
+    assert entries.all_slots[[0, -1]].tolist() == [(2**25 - 1) * 16, pages[2**14 - 1] * 16 + 15]
+    assert entries.slots.tolist() == [-1, pages[2**14 - 1] * 16 + 15, -1]
+    assert entries.rows.shape == (3, 2**18) and entries.rows.untyped_storage().nbytes() == 4 * 2**18
+    windows = batch.windows(128, 131)
+    assert windows.slots.tolist() == [5 * 131 + p % 131 for p in batch.positions.tolist()]

@@ -289,7 +289,8 @@ def test_new_keys_of_fp8_pages_are_as_the_pages_give_them(dtype, monkeypatch):
     assert torch.equal(got, dsa.read_kv_cache(cache.latent, batch.key_slots, dtype=dtype))
     later = SequenceBatch.paged([2, 1], [22, 10], [[4, 1], [3]], 16)
     with torch.no_grad():
-        every = layer._store(kv[:3], *(part[:3] for part in angles), later, cache, False)
+        assert layer._store(kv[:3], *(part[:3] for part in angles), later, cache, False) is None
+        every = layer._stored_keys(later, cache, dtype, False)
     assert torch.equal(every[:20], got[:20]) and torch.equal(every[22:31], got[20:]) and len(every) == 32
 
 

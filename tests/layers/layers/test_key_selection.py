@@ -1,5 +1,7 @@
 """Selection among packed keys in as little memory as is given: what scores of all tokens at once would select."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -59,6 +61,23 @@ def test_scores_take_no_more_than_the_workspace(tokens, monkeypatch):
     workspace = 4 * tokens * (MOST + ROW_PADDING)
     select_packed(q, keys, weights, 16, *ranges, MOST, workspace=workspace)
     assert max(sizes) <= workspace and len(sizes) == -(-sum(QUERIES) // tokens)
+
+
+def test_scores_are_dropped_before_the_next_ones(monkeypatch):
+    """One matrix at a time; and all have about as many tokens."""
+    q, keys, weights, *ranges = inputs(True)
+    made, sizes, scores_of = [], [], dsa.fp8_mqa_logits
+
+    def scores(q, *arguments, **options):
+        assert all(earlier() is None for earlier in made)
+        found = scores_of(q, *arguments, **options)
+        made.append(weakref.ref(found))
+        sizes.append(len(q))
+        return found
+
+    monkeypatch.setattr(dsa, "fp8_mqa_logits", scores)
+    select_packed(q, keys, weights, 16, *ranges, MOST, workspace=4 * 11 * (MOST + ROW_PADDING))
+    assert sum(QUERIES) == 35 and sizes == [9, 9, 9, 8]
 
 
 def test_nothing_to_select_from():

@@ -59,5 +59,7 @@ def test_of_prompts_and_of_steps(family, tmp_path, selections):
         if counts is None:
             assert selected.all()
         else:
-            assert torch.equal(selected, torch.arange(indices.shape[1]) < counts[:, None])
+            counted = torch.arange(indices.shape[1]) < counts[:, None]
+            # Lists of all entries, of which a token sees the first ones, go on behind these.
+            assert torch.equal(selected, counted) or (selected.all() and family == "deepseek_v4")
     assert any(counts is not None and (counts < indices.shape[1]).any() for indices, counts in selections)

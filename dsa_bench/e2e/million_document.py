@@ -1,0 +1,93 @@
+"""The tables of docs/million.md and their picture, written from the receipt's entry `million`.
+
+usage: python -m dsa_bench.e2e.million_document RECEIPT DOCUMENT [ARCH]
+
+ARCH need not be given where the receipt has the entry of one arch alone. The picture is beside the document, once
+something is measured.
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dsa_bench.e2e import million_plot
+from dsa_bench.e2e.marked_document import between_marks, entry_of
+from dsa_bench.e2e.million import Row
+from dsa_bench.e2e.parts import PARTS
+from dsa_bench.e2e.stacks import LONG_STACKS
+
+BEGIN, END = "<!-- million tables -->", "<!-- end of million tables -->"
+PICTURE = "million.png"
+PROMPT_HEAD = ("prompt", "s", "tokens/s", "GB", "workspace, MiB", "last pass, ms", *PARTS)
+STEP_HEAD = ("sequences", "ms", "tokens/s", "GB", *PARTS)
+
+
+def generated(entry: Mapping[str, Any]) -> str:
+    """What stands between the marks. entry: {"unverified": the reason} or None there, "bench": the rows, "device",
+    "date", "commit", "torch", "dsl"}."""
+    if entry["unverified"]:
+        return f"Nothing is measured on this code: {entry['unverified']}."
+    rows: Sequence[Row] = entry["bench"]
+    if not rows:
+        raise ValueError("entry: must have rows in 'bench', got none")
+    place = f"Measured on {entry['device']}, torch {entry['torch']}, CuTe DSL {entry['dsl']}, on {entry['date']}"
+    sections = [f"{place}, of commit {entry['commit']}."]
+    for model in dict.fromkeys(row["model"] for row in rows):
+        layers = LONG_STACKS[model][1]["num_hidden_layers"]
+        prompts, steps = (
+            [row for row in rows if row["model"] == model and (row["workspace"] is None) is step]
+            for step in (False, True)
+        )
+        if prompts:
+            lines = [_prompt(row) for row in prompts]
+            sections += [f"### {model}, {layers} layers: one prompt", _table(PROMPT_HEAD, lines), _growth(prompts)]
+        if steps:
+            context = steps[0]["run"].rpartition(" ")[2]
+            lines = [_step(row) for row in steps]
+            sections += [f"### {model}, {layers} layers: a step behind {context} tokens", _table(STEP_HEAD, lines)]
+    sections.append(f"![how the parts grow with the context]({PICTURE})")
+    return "\n\n".join(sections)
+
+
+def _prompt(row: Row) -> list[str]:
+    cells = [str(row["tokens"]), f"{row['ms'] / 1000:.2f}", f"{row['tokens/s']:.0f}", f"{row['memory'] / 1e9:.1f}"]
+    cells += [f"{row['workspace'] / 2**20:.0f}", f"{row['pass_ms']:.1f}"]
+    return [*cells, *(f"{row['parts'][part]:.2f}" for part in PARTS)]
+
+
+def _step(row: Row) -> list[str]:
+    cells = [str(row["tokens"]), f"{row['ms']:.2f}", f"{row['tokens/s']:.0f}", f"{row['memory'] / 1e9:.1f}"]
+    return [*cells, *(f"{row['parts'][part]:.3f}" for part in PARTS)]
+
+
+def _growth(prompts: Sequence[Row]) -> str:
+    """What each part of the last pass is of the shortest prompt's, in the longest one."""
+    first, last = prompts[0], prompts[-1]
+    if first is last:
+        return "One length is measured."
+    ratios = ", ".join(
+        f"{part} {last['parts'][part] / first['parts'][part]:.2f}x" for part in PARTS if first["parts"][part]
+    )
+    return f"From {first['tokens']} to {last['tokens']} tokens the last pass' parts grow: {ratios}."
+
+
+def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    rules = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    return "\n".join([*rules, *(f"| {' | '.join(line)} |" for line in lines)])
+
+
+def inserted(text: str, entry: Mapping[str, Any]) -> str:
+    """The document's text with the entry's tables between the marks."""
+    return between_marks(text, BEGIN, END, generated(entry))
+
+
+def main(receipt: Path, document: Path, arch: str | None = None) -> None:
+    entry = entry_of(receipt, "million", arch)
+    document.write_text(inserted(document.read_text(encoding="utf-8"), entry), encoding="utf-8")
+    if not entry["unverified"]:
+        million_plot.write_png(entry["bench"], document.parent / PICTURE)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])

@@ -1,0 +1,239 @@
+"""The benchmark of contexts of a million tokens: small stacks on a CPU, with a host's clock; and the memory of a pass
+over the real sizes, counted where tensors have no memory."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsa.ops.asked_variants import asked_variants
+from dsa_bench.e2e import long_prompt, million, million_document, million_plot
+from dsa_bench.e2e.million import prompt_shape, step_shape
+from dsa_bench.e2e.parts import PARTS
+from dsa_bench.e2e.runs import prefill
+from dsa_bench.e2e.stacks import LONG_STACKS, skeleton, stack
+from dsa_layers.compilation import passes
+from dsa_layers.layers import attention, joint_linear
+from dsa_layers.layers.key_selection import WORKSPACE
+from dsa_layers.layers.moe import MoE
+from tests.bench.peak_bytes import PeakBytes
+from tests.bench.small_stacks import FEWER, SMALL
+
+LENGTHS, SEQUENCES, CHUNK = (384, 192), (1, 3, 5), 64
+PARTS_MS = dict(zip(PARTS, (1.0, 0.5, 2.0, 4.0, 0.5)))
+
+
+class HostWatch(long_prompt.Watch):
+    """A pass takes a byte more than the one before it, beside 100 that are held."""
+
+    passes = 0
+
+    def mark(self):
+        return time.perf_counter()
+
+    def ms(self, begin, end):
+        return 1000 * (end - begin)
+
+    def held(self):
+        return 100
+
+    def free(self):
+        return 10**12
+
+    def forget_peak(self):
+        self.passes += 1
+
+    def peak(self):
+        return 1000 + self.passes
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Stacks and passes are small; a step of more than three sequences finds no memory."""
+    for name, (file, fields) in LONG_STACKS.items():
+        monkeypatch.setitem(LONG_STACKS, name, (file, fields | SMALL | FEWER[name]))
+    monkeypatch.setattr("dsa_bench.e2e.stacks.STACKS", {})
+    monkeypatch.setattr(million, "CHUNK", CHUNK)
+    monkeypatch.setattr(million, "Watch", HostWatch)
+
+    def gpu_ms(model, call):
+        assert call().isfinite().all()
+        return PARTS_MS
+
+    def milliseconds(call, repeats):
+        assert repeats == million.STEP_REPEATS
+        if len(call()) > 3:
+            raise torch.OutOfMemoryError
+        return 0.5
+
+    monkeypatch.setattr(million, "gpu_ms", gpu_ms)
+    monkeypatch.setattr(million, "milliseconds", milliseconds)
+
+
+def test_rows(small):
+    """Each length is of the passes up to its own last one; sequences that do not fit are left out, and what is done."""
+    told = []
+    done = [prompt_shape("GLM-5.2", 384), step_shape("GLM-5.2", 1, 384)]
+    rows = list(million.rows(lengths=LENGTHS, sequences=SEQUENCES, device="cpu", done=done, tell=told.append))
+    assert json.loads(json.dumps(rows)) == rows
+    assert [row["shape"] for row in rows] == [
+        *("V4-Flash prompt 192", "V4-Flash prompt 384", "V4-Flash decode 1 x 384", "V4-Flash decode 3 x 384"),
+        *("GLM-5.2 prompt 192", "GLM-5.2 decode 3 x 384"),
+    ]
+    for row in rows:
+        assert row["parts"] == PARTS_MS and row["tokens"] == int(row["run"].split()[1])
+        assert row["tokens/s"] == pytest.approx(row["tokens"] / row["ms"] * 1e3)
+        assert row["figure"] == f"{row['tokens/s']:.0f} tokens/s"
+    first, second, step, _ = rows[:4]
+    assert 0 < first["pass_ms"] < first["ms"] < second["ms"] and step["ms"] == step["pass_ms"] == 0.5
+    # Behind the second pass, of which none is counted, the third takes a byte more, and the sixth four.
+    assert [row["workspace"] for row in (first, second, step)] == [1, 4, None]
+    assert [row["memory"] for row in (first, second)] == [1003, 1006]
+    assert "V4-Flash: no memory for 5 sequences" in told
+
+
+def test_caches_that_do_not_fit_are_not_made(small, monkeypatch):
+    """With room for those of one sequence and not of three, whose step is not even tried."""
+    model = stack("GLM-5.2", "cpu")
+    bytes_ = model.make_cache(3 * 3, device="meta", state_slots=3).nbytes
+    monkeypatch.setattr(HostWatch, "free", lambda watch: million.RESERVE + bytes_ - 1)
+    rows = million.rows(["GLM-5.2"], [192], SEQUENCES, [prompt_shape("GLM-5.2", 192)], "cpu")
+    assert [row["run"] for row in rows] == ["decode 1 x 192"]
+
+
+@pytest.mark.parametrize("name", LONG_STACKS)
+def test_passes_are_those_of_a_prompt(name):
+    """The last one's logits are those of the prompt in one piece."""
+    model = stack(name, "cpu", **SMALL, **FEWER[name])
+    prompt = long_prompt.LongPrompt(model, 150, 64)
+    for begin in (0, 64, 128):
+        logits = prompt.compute(begin)
+    assert torch.equal(logits, prefill(model, 1, 150, 64).timed())
+
+
+def test_the_stack_of_glm_5_2():
+    """One layer selects and three share, as nearly as four layers can; all else is as in GLM-5's stack."""
+    model = skeleton("GLM-5.2")
+    assert [layer.self_attn.indexer is not None for layer in model.model.layers] == [True, False, False, False]
+    assert [isinstance(layer.mlp, MoE) for layer in model.model.layers] == [False, True, True, True]
+    assert 20e9 < sum(tensor.nbytes for tensor in model.state_dict().values()) < 60e9
+    assert model.config.max_position_embeddings == 2**20 and model.config.rope.theta == 8e6
+
+
+@pytest.mark.parametrize("name", LONG_STACKS)
+def test_a_long_context_takes_less_than_half_a_gibibyte(name):
+    """Beside weights and caches, over what a pass takes behind a short one; at a million tokens and at the most that
+    latents are read of."""
+    model = skeleton(name)
+    model.init_buffers(passes.META)
+    joint_linear.join(model)
+    cache = model.eval().make_cache(2**20 // model.page_size, model.page_size, passes.META, state_slots=1)
+    channels = 576
+    contexts = [2**14, 2**17, attention.MOST_READ // (2 * channels) // 8192 * 8192, 2**20]
+    needed = []
+    with asked_variants("sm_90"):
+        for context in contexts:
+            with PeakBytes() as bytes_:
+                passes.prefill(model, cache, [(8192, context - 8192)])
+            needed.append(bytes_.peak)
+    assert needed[0] > 2**30  # activations: the count is one of what there is
+    assert all(more - needed[0] < 2**29 for more in needed[1:])
+    assert WORKSPACE < 2**29
+
+
+def test_what_is_counted_as_memory():
+    with PeakBytes() as bytes_:
+        x = torch.empty(1000, device="meta")
+        view = x[:10]
+        del x
+        y = view * 2
+    assert bytes_.now == 4040
+    del view, y
+    assert bytes_.now == 0 and bytes_.peak == 4040
+
+
+def test_kernels_that_are_asked_for():
+    functions = {variant.function for variant in million.asked(lengths=[2**19], sequences=[4])}
+    assert {"compile_sparse_mla_fp8_kv", "compile_sparse_mla_cast", "compile_fp8_mqa_logits"} < functions
+    assert {"compile_fp8_paged_mqa_logits", "compile_topk_indices", "compile_sparse_mla"} < functions
+
+
+def row(model, run, tokens, scale=1.0, workspace=2**28):
+    parts = {part: scale * ms for part, ms in PARTS_MS.items()}
+    found = {"shape": f"{model} {run}", "model": model, "run": run, "tokens": tokens, "ms": 2000.0 * scale}
+    found |= {"tokens/s": tokens / 2 / scale, "pass_ms": 8.25 * scale, "parts": parts, "memory": 40 * 10**9}
+    return found | {"workspace": workspace}
+
+
+ROWS = [
+    *(row("V4-Flash", "prompt 131072", 131072), row("V4-Flash", "prompt 1048576", 1048576, 4.0)),
+    row("V4-Flash", "decode 8 x 1048576", 8, 1.0, None),
+    row("GLM-5.2", "prompt 131072", 131072),
+]
+ENTRY = {"bench": ROWS, "unverified": None, "device": "1 x H200", "date": "2026-11-26", "commit": "abc"}
+ENTRY |= {"torch": "2.11", "dsl": "4.8"}
+
+
+def test_the_document_is_written_from_an_entry(tmp_path):
+    receipt, doc = tmp_path / "receipt.json", tmp_path / "million.md"
+    receipt.write_text(json.dumps({"sm_90": {"million": ENTRY}}))
+    doc.write_text(f"Before.\n{million_document.BEGIN}\nold\n{million_document.END}\nAfter.\n")
+    million_document.main(receipt, doc)
+    text = doc.read_text()
+    assert "Measured on 1 x H200, torch 2.11, CuTe DSL 4.8, on 2026-11-26, of commit abc." in text
+    lines = text.splitlines()
+    assert "| 1048576 | 8.00 | 131072 | 40.0 | 256 | 33.0 | 4.00 | 2.00 | 8.00 | 16.00 | 2.00 |" in lines
+    assert "| 8 | 2000.00 | 4 | 40.0 | 1.000 | 0.500 | 2.000 | 4.000 | 0.500 |" in lines
+    assert "### V4-Flash, 5 layers: one prompt" in lines
+    assert "### V4-Flash, 5 layers: a step behind 1048576 tokens" in lines
+    assert any(line.startswith("From 131072 to 1048576 tokens") and "indexer 4.00x" in line for line in lines)
+    assert "One length is measured." in lines and "old" not in text
+    assert (tmp_path / "million.png").read_bytes().startswith(b"\x89PNG")
+    million_document.main(receipt, doc)
+    assert doc.read_text() == text
+
+
+def test_what_is_not_measured_is_said_to_be():
+    text = f"{million_document.BEGIN}{million_document.END}"
+    got = million_document.inserted(text, {"unverified": "has not run on a GPU"})
+    assert "Nothing is measured on this code: has not run on a GPU." in got
+    with pytest.raises(ValueError, match="entry: must have rows"):
+        million_document.generated({"unverified": None, "bench": []})
+
+
+def test_a_picture_of_a_prompt_alone(tmp_path):
+    million_plot.write_png(ROWS[:1], tmp_path / "rows.png")
+    assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_documents_marks_are_there():
+    text = (Path(__file__).parents[2] / "docs" / "million.md").read_text(encoding="utf-8")
+    assert text.count(million_document.BEGIN) == text.count(million_document.END) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tokens", "100000"], "--tokens: must be multiples of 8192, at least 16384, got 100000"),
+        ([], "a benchmark needs a GPU with kernels: no GPU"),
+    ],
+)
+def test_the_command_refuses(arguments, message, capsys, monkeypatch):
+    monkeypatch.setattr("dsa.backends.why_no_kernels", lambda: "no GPU")
+    with pytest.raises(SystemExit):
+        million.main(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_the_command_prints_a_line_a_row(capsys, monkeypatch):
+    given = []
+    monkeypatch.setattr("dsa.backends.why_no_kernels", lambda: None)
+    monkeypatch.setattr(million, "compile_ahead", lambda asked, tell: tell("compiled"))
+    monkeypatch.setattr(million, "rows", lambda *given_, tell: given.append(given_) or iter(ROWS))
+    assert million.main(["--models", "V4-Flash", "--tokens", "131072", "--sequences", "2"]) == 0
+    out, err = capsys.readouterr()
+    assert [json.loads(line) for line in out.splitlines()] == ROWS and "compiled" in err
+    assert given == [(["V4-Flash"], [131072], [2])]
+    assert million.main(["--compile"]) == 0 and len(given) == 1

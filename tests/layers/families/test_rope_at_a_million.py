@@ -1,0 +1,80 @@
+"""Rope's angles at a million tokens: fp32, as the published models compute them, beside float64 formulas."""
+
+import math
+
+import pytest
+import torch
+
+from dsa_bench.e2e.stacks import skeleton
+from dsa_layers.families.rotary import make_rotary
+
+TOKENS = 2**20
+# The most that cos or sin is off among the last 8192 positions, as docs/million.md has it: of the angle's rounding, by
+# half of 2^-4 at most, and the frequency's, by up to 1.7e-7 of it, a million times.
+MOST = {"V3.2": [0.040], "GLM-5": [0.038], "GLM-5.2": [0.052], "V4-Flash": [0.040, 0.056]}
+
+
+def exact_frequencies(dim, rope):
+    """In Python's float64."""
+    plain = [rope.theta ** (-2 * i / dim) for i in range(dim // 2)]
+    if rope.yarn is None:
+        return torch.tensor(plain, dtype=torch.float64)
+    yarn = rope.yarn
+
+    def channel(turns):
+        length = yarn.original_max_position_embeddings
+        return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = max(math.floor(channel(yarn.beta_fast)), 0), min(math.ceil(channel(yarn.beta_slow)), dim - 1)
+    ramps = [min(max((i - low) / (high - low), 0), 1) for i in range(dim // 2)]
+    mixed = [f * (1 - ramp) + f / yarn.factor * ramp for f, ramp in zip(plain, ramps)]
+    return torch.tensor(mixed, dtype=torch.float64)
+
+
+def variants(name):
+    config = skeleton(name).config
+    return config.qk_rope_head_dim, [config.rope, *([config.compress_rope] if name.startswith("V4") else [])]
+
+
+@pytest.mark.parametrize("name", MOST)
+def test_angles(name):
+    dim, ropes = variants(name)
+    assert len(ropes) == len(MOST[name])
+    for rope, most in zip(ropes, MOST[name]):
+        positions = torch.arange(TOKENS - 8192, TOKENS)
+        cos, sin = make_rotary(dim, rope)(positions)
+        assert cos.dtype == sin.dtype == torch.float32
+        angles = positions[:, None].double() * exact_frequencies(dim, rope)
+        error = max((x.double() - y).abs().max().item() for x, y in ((cos, angles.cos()), (sin, angles.sin())))
+        assert 0.9 * most - 0.002 < error <= most
+        # The error grows with the position: at 128K tokens it is an eighth.
+        first = make_rotary(dim, rope)(torch.arange(2**17 - 8192, 2**17))[0]
+        angles = torch.arange(2**17 - 8192, 2**17)[:, None].double() * exact_frequencies(dim, rope)
+        assert (first.double() - angles.cos()).abs().max() < most / 7
+
+
+@pytest.mark.parametrize("name", MOST)
+def test_products_depend_on_distances(name):
+    """q . k of unit vectors, turned in fp32 at a million tokens: 0.005 off at most what float64 gives for the distance,
+    at any distance."""
+    torch.manual_seed(0)
+    dim, ropes = variants(name)
+    for rope in ropes:
+        rotary, exact = make_rotary(dim, rope), exact_frequencies(dim, rope)
+        far = torch.tensor([0, 1, 2, 5, 17, 128, 4096, 100000, TOKENS - 1])
+        pairs = torch.randn(2, 64, 1, dim // 2, dtype=torch.complex128)
+        q, k = pairs / pairs.abs().square().sum(-1, keepdim=True).sqrt()
+        turns = [
+            torch.complex(*(x.double() for x in rotary(p)))
+            for p in (torch.full_like(far, TOKENS - 1), TOKENS - 1 - far)
+        ]
+        got = (q * turns[0] * (k * turns[1]).conj()).sum(-1).real
+        distance = torch.polar(torch.ones((), dtype=torch.float64), far[:, None].double() * exact)
+        assert ((q * distance * k.conj()).sum(-1).real - got).abs().max() < 0.005
+
+
+def test_positions_are_exact():
+    """fp32 has every position up to 2^24."""
+    positions = torch.arange(TOKENS - 100, TOKENS)
+    assert torch.equal(positions.float().long(), positions)
+    assert TOKENS < 2**24

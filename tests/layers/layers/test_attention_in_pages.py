@@ -1,0 +1,62 @@
+"""Prefills of contexts whose latents would take too much memory attend to FP8 pages, where others read these first."""
+
+import pytest
+import torch
+
+import dsa
+from dsa_layers.batch.prefill import Chunk, prefill_batch
+from dsa_layers.checkpoint.loading import load_model
+from dsa_layers.layers import attention
+from dsa_layers.tiny import write_tiny_checkpoint
+
+NEW, PAGES = [150, 30], [range(6), range(6, 8)]
+
+
+def logits(model, monkeypatch, most):
+    """Of the second chunks of two prompts, and what was done with pages of latents."""
+    used = []
+    with monkeypatch.context() as patch, torch.inference_mode():
+        patch.setattr(attention, "MOST_READ", most)
+        read, attend = dsa.read_kv_cache, dsa.flash_mla_with_kvcache
+
+        def reading(pages, *given, **options):
+            if pages.shape[-1] >= 576:  # latents, and no index keys
+                used.append("read")
+            return read(pages, *given, **options)
+
+        patch.setattr(dsa, "read_kv_cache", reading)
+        patch.setattr(dsa, "flash_mla_with_kvcache", lambda *given, **o: used.append("attend") or attend(*given, **o))
+        cache = model.make_cache(8, state_slots=2)
+        for earlier in ([0, 0], NEW):
+            chunks = [Chunk(n, before, own, i) for i, (n, before, own) in enumerate(zip(NEW, earlier, PAGES))]
+            batch = prefill_batch(chunks, cache.page_size, "cpu")
+            found = model(torch.arange(1, 1 + sum(NEW)), batch, cache, all_tokens=True)
+    return found, used
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_the_same_attention(family, tmp_path, monkeypatch):
+    """glm_moe_dsa has layers that attend to what others have selected."""
+    write_tiny_checkpoint(tmp_path, model=family)
+    model = load_model(tmp_path, dtype=torch.float32, dequantize=True, kv_cache="fp8", progress=False)
+    layers = model.config.num_hidden_layers
+    read, how = logits(model, monkeypatch, 10**9)
+    in_pages, ways = logits(model, monkeypatch, 0)
+    # The first chunks' latents are at hand.
+    assert how == layers * ["read"] and ways == 2 * layers * ["attend"]
+    assert (read - in_pages).abs().max() < 1e-4 * read.abs().max()
+
+
+def test_what_is_read_is_counted_in_bytes(tmp_path, monkeypatch):
+    """All keys of 360 tokens, 576 numbers of 4 bytes each."""
+    write_tiny_checkpoint(tmp_path, model="deepseek_v32")
+    model = load_model(tmp_path, dtype=torch.float32, dequantize=True, kv_cache="fp8", progress=False)
+    bytes_ = 2 * sum(NEW) * 576 * 4
+    assert "read" in logits(model, monkeypatch, bytes_)[1]
+    assert "read" not in logits(model, monkeypatch, bytes_ - 1)[1]
+
+
+def test_float_pages_are_attended_to_where_they_are(tmp_path, monkeypatch):
+    write_tiny_checkpoint(tmp_path, model="deepseek_v32")
+    model = load_model(tmp_path, dtype=torch.float32, dequantize=True, progress=False)
+    assert logits(model, monkeypatch, 0)[1] == logits(model, monkeypatch, 10**9)[1] == []

@@ -1,0 +1,161 @@
+"""Keys planted among many, which every layer's selection must find.
+
+In each layer, before the index scores are computed, keys are written at given places that point the way that one of the
+queries asks for; the others are random and of about the same length. What the layer then selects has to have the
+planted places in it, and the scores there, and at places at random, have to be those of float64.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+import dsa
+from dsa_layers.batch.prefill import Chunk, prefill_batch
+from dsa_layers.cache.cache import Cache
+from dsa_layers.families.model import Model
+from dsa_layers.generation.decode_step import DecodeStep
+
+SAMPLES = 2048  # scores of a query that are compared beside those of the needles
+
+
+class Haystack:
+    """A cache of one sequence of `context` tokens. Its index keys are normal numbers, all else is small and finite."""
+
+    def __init__(self, model: Model, context: int, device: torch.device | str) -> None:
+        self._model, self.context, self._device = model, context, device
+        count = -(-context // model.page_size)
+        # The sequence's pages are the last ones, in no order; decoding pads with the first.
+        self.cache: Cache = model.make_cache(count + 2, device=device, state_slots=4)
+        for tensor in self.cache.tensors():
+            tensor.view(torch.uint8).random_(0x28, 0x38)
+        for layer in range(model.config.num_hidden_layers):
+            for pages in _index_pages(self.cache.layer(layer)):
+                _fill(pages)
+        self.padding = DecodeStep(model, self.cache, capture=False)
+        pages = self.cache.allocator.allocate(count)
+        self.pages = [pages[i] for i in torch.randperm(count).tolist()]
+
+    def prefill(self, new: int) -> None:
+        """A pass over the last tokens."""
+        batch = prefill_batch(
+            [Chunk(new, self.context - new, self.pages, 3)], self.cache.page_size, torch.device(self._device)
+        )
+        with torch.inference_mode():
+            self._model(torch.arange(new, device=self._device) % self._model.config.vocab_size, batch, self.cache)
+
+    def decode(self) -> None:
+        """A step over the last token."""
+        self.padding([_Sequence(self.context, self.pages)])
+
+
+class _Sequence:
+    def __init__(self, context: int, pages: Sequence[int]) -> None:
+        self.tokens, self.drafts, self.pages, self.state_slot = [1] * context, (), pages, 3
+
+
+class Finds:
+    """How many selections were looked at, how many needles lacked in them, and the scores' largest error over the root
+    of their mean square."""
+
+    def __init__(self) -> None:
+        self.selections = self.lacking = 0
+        self.error = 0.0
+
+
+@contextmanager
+def planted(shares: Sequence[float]) -> Iterator[Finds]:
+    """Within the block needles are in every layer's keys, at these shares of those that the first query of each call
+    of the scores' op sees."""
+    finds, pending = Finds(), []
+    packed, paged, select = dsa.fp8_mqa_logits, dsa.fp8_paged_mqa_logits, dsa.topk_indices
+
+    def of_packed(q, keys, weights, starts, ends, **options):
+        first, count = int(starts[0]), int(ends[0] - starts[0])
+        places = _places(shares, count, q.device)
+        keys[0].view(torch.uint8)[first + places] = _needles(q[0], weights[0], len(places)).view(torch.uint8)
+        keys[1][first + places] = 1.0
+        scores = packed(q, keys, weights, starts, ends, **options)
+        sampled = _sampled(places, count)
+        exact = _exact(q[0], keys[0].view(torch.uint8)[first + sampled], keys[1][first + sampled], weights[0])
+        _compare(finds, scores[0, sampled], exact)
+        pending.append(places)
+        return scores
+
+    def of_pages(q, pages, weights, lengths, block_table, schedule, most, **options):
+        count = int(lengths.flatten()[0])
+        places = _places(shares, count, q.device)
+        keys, scales = _views(pages)
+        size = pages.shape[1]
+        at = block_table[0, places // size].long(), places % size
+        keys[at] = _needles(q[0, 0], weights[0], len(places)).view(torch.uint8)
+        scales[at] = 1.0
+        scores = paged(q, pages, weights, lengths, block_table, schedule, most, **options)
+        sampled = _sampled(places, count)
+        at = block_table[0, sampled // size].long(), sampled % size
+        _compare(finds, scores[0, sampled], _exact(q[0, 0], keys[at], scales[at], weights[0]))
+        pending.append(places)
+        return scores
+
+    def of_selection(scores, k, **options):
+        found = select(scores, k, **options)
+        places, table, size = pending.pop(), options.get("block_table"), options.get("page_size")
+        if table is not None:
+            places = table[0, places // size].long() * size + places % size
+        finds.selections += 1
+        finds.lacking += len(places) - int(torch.isin(places, found[0].long()).sum())
+        return found
+
+    dsa.fp8_mqa_logits, dsa.fp8_paged_mqa_logits, dsa.topk_indices = of_packed, of_pages, of_selection
+    try:
+        yield finds
+    finally:
+        dsa.fp8_mqa_logits, dsa.fp8_paged_mqa_logits, dsa.topk_indices = packed, paged, select
+
+
+def _places(shares: Sequence[float], count: int, device: torch.device) -> torch.Tensor:
+    return torch.tensor(sorted({min(int(share * count), count - 1) for share in shares}), device=device)
+
+
+def _sampled(places: torch.Tensor, count: int) -> torch.Tensor:
+    return torch.cat((places, torch.randint(count, (SAMPLES,), device=places.device)))
+
+
+def _needles(q: torch.Tensor, weights: torch.Tensor, count: int) -> torch.Tensor:
+    """e4m3 [count, dim]: keys as long as the others along the queries q [heads, dim] with positive weights."""
+    towards = (weights.float().clamp(min=0)[:, None] * q.float()).sum(0)
+    return (towards / towards.norm() * len(towards) ** 0.5).to(torch.float8_e4m3fn).repeat(count, 1)
+
+
+def _exact(q: torch.Tensor, keys: torch.Tensor, scales: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The scores of one query in float64. keys: bytes of e4m3."""
+    products = (keys.view(torch.float8_e4m3fn).double() @ q.double().T).clamp(min=0)
+    return (products * weights.double()).sum(-1) * scales.double()
+
+
+def _compare(finds: Finds, scores: torch.Tensor, exact: torch.Tensor) -> None:
+    error = (scores.double() - exact).abs().max() / exact.square().mean().sqrt()
+    finds.error = max(finds.error, float(error))
+
+
+def _index_pages(layer: object) -> list[torch.Tensor]:
+    """Of a layer's cache, if it has an indexer."""
+    entries = getattr(layer, "index_entries", None)
+    pages = getattr(layer, "index", None) if entries is None else entries.pages
+    return [] if pages is None else [pages]
+
+
+def _views(pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(keys, bytes of e4m3 [pages, P, dim], scales fp32 [pages, P]) of index pages [pages, P, 1, dim + 4]: a page has
+    all of its keys first."""
+    count, size, _, width = pages.shape
+    rows = pages.view(count, size * width)
+    keys, scales = rows[:, : size * (width - 4)], rows[:, size * (width - 4) :]
+    return keys.unflatten(1, (size, width - 4)), scales.view(torch.float32)
+
+
+def _fill(pages: torch.Tensor) -> None:
+    keys, scales = _views(pages)
+    for some, own in zip(keys.split(4096), scales.split(4096)):
+        some.copy_(torch.randn(some.shape, device=pages.device).to(torch.float8_e4m3fn).view(torch.uint8))
+        own.fill_(1.0)
