@@ -90,7 +90,7 @@ def case(keys: int, d: int, heads: int, selected: int, queries: int = QUERIES, o
     def check(got: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
         some = torch.arange(0, queries, queries // 8, device="cuda")
         with dsa.use_backend("reference"):
-            expected = dsa.flash_mla_sparse_fwd(q[some].float(), kv, indices[some], scale)
+            expected = dsa.flash_mla_sparse_fwd(q[some].float(), kv.float(), indices[some], scale)
         assert_close("out", got[0][some], expected[0], abs_tol=8e-4, rel_tol=3.01 / 128, cos_tol=7e-6)
         for name, x, y in zip(("max_logits", "lse"), got[1:], expected[1:]):
             assert_close(name, x[some], y, abs_tol=1e-6, rel_tol=2.01 / 65536)
