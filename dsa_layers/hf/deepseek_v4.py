@@ -63,7 +63,7 @@ class SparseDeepseekV4Indexer(CompressorInPlace, theirs.DeepseekV4Indexer, Compr
     """transformers' indexer, which is a compressor, too."""
 
     original, overlap = theirs.DeepseekV4Indexer, True
-    quantize, workspace = False, WORKSPACE
+    quantize, workspace, accumulators = False, WORKSPACE, torch.float32
 
     @property
     def n_heads(self) -> int:

@@ -23,7 +23,7 @@ class IndexerInPlace(InPlaceOf):
 
     quantize: ClassVar[bool] = False
     rope: ClassVar[dict[str, Any]]
-    workspace = WORKSPACE
+    workspace, accumulators = WORKSPACE, torch.float32
 
     @property
     def top_k(self) -> int:
