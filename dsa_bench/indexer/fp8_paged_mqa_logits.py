@@ -1,4 +1,5 @@
-"""Index scores over paged keys: bytes a second, beside both builds of DeepGEMM; and the plan."""
+"""Index scores over paged keys: bytes a second, beside both builds of DeepGEMM; and the plan. With fp16 accumulators,
+beside fp32 ones too."""
 
 from functools import cache, partial
 from types import ModuleType
@@ -15,13 +16,16 @@ from dsa_bench.peers import deep_gemm
 if TYPE_CHECKING:
     from dsa_bench.harness.tune import Tuning
 
-# batch, queries a sequence, mean context, heads; a context of 0: the plan alone
+# batch, queries a sequence, mean context, heads, accumulators; a context of 0: the plan alone
 SHAPES = [
     (128, 1, 32768, 64),
     (64, 1, 8192, 64),
     (64, 1, 32768, 64),
     (64, 2, 32768, 64),
     (64, 4, 32768, 64),
+    (64, 3, 32768, 64, "float16"),
+    (64, 4, 32768, 64, "float16"),
+    (128, 4, 8192, 64, "float16"),
     (128, 1, 8192, 64),
     (8, 1, 131072, 64),
     (1, 1, 131072, 64),
@@ -29,10 +33,15 @@ SHAPES = [
     (64, 1, 32768, 32),
     (128, 1, 0, 64),
 ]
-PROBED = [*((4, n, 4096, heads) for n, heads in ((1, 64), (2, 64), (4, 64), (1, 32))), (4, 1, 0, 64)]
+PROBED = [
+    *((4, n, 4096, heads, "float32") for n, heads in ((1, 64), (2, 64), (4, 64), (1, 32))),
+    (4, 4, 4096, 64, "float16"),
+    (4, 1, 0, 64, "float32"),
+]
 DIM, PAGE = 128, 64
 _PLANS = 8  # in a graph
 _FRESH_BYTES = 128 << 20  # of inputs in a graph: more than the L2 cache holds
+_FP32 = "dsa, float32 accumulators"
 _ceiling = cache(copy_bandwidth)
 
 
@@ -51,9 +60,10 @@ def _inputs(batch: int, next_n: int, mean: int, heads: int) -> tuple[Any, ...]:
     return q, cache, weights, lengths.cuda(), table.cuda(), int(lengths.max())
 
 
-def _call(q, cache, weights, lengths, table, columns) -> Call:
+def _call(accumulators: str, q, cache, weights, lengths, table, columns) -> Call:
     plan = dsa.get_paged_mqa_logits_metadata(lengths, PAGE, dsa.num_sms("cuda"))
-    return partial(dsa.fp8_paged_mqa_logits, q, cache, weights, lengths, table, plan, columns)
+    arguments = (q, cache, weights, lengths, table, plan, columns)
+    return partial(dsa.fp8_paged_mqa_logits, *arguments, accumulators=getattr(torch, accumulators))
 
 
 def _plan_case(batch: int) -> Case:
@@ -71,12 +81,16 @@ def _plan_case(batch: int) -> Case:
     return Case(f"the plan, B {batch}", calls, figure, graph=True, failed=peers.failed, agree=agree)
 
 
-def case(batch: int, next_n: int, mean: int, heads: int) -> Case:
+def case(batch: int, next_n: int, mean: int, heads: int, accumulators: str = "float32") -> Case:
     if mean == 0:
         return _plan_case(batch)
     inputs = [_inputs(batch, next_n, mean, heads) for _ in range(max(2, _FRESH_BYTES // (batch * mean * (DIM + 4))))]
     peers = deep_gemm.paged_mqa_logits(inputs)
-    calls: dict[str, list[Call]] = {"dsa": [_call(*i) for i in inputs], **peers.calls}
+    calls: dict[str, list[Call]] = {"dsa": [_call(accumulators, *i) for i in inputs], **peers.calls}
+    name = f"B {batch}, next_n {next_n}, mean context {mean}, H {heads}, D {DIM}"
+    if accumulators != "float32":
+        name += f", {accumulators} accumulators"
+        calls[_FP32] = [_call("float32", *i) for i in inputs]
     keys = sum(int(i[3].sum()) for i in inputs) / len(inputs)
 
     def figure(ms: float) -> str:
@@ -85,7 +99,7 @@ def case(batch: int, next_n: int, mean: int, heads: int) -> Case:
 
     def check(got: torch.Tensor) -> None:
         with dsa.use_backend("reference"):
-            expected = _call(*inputs[0])()
+            expected = _call(accumulators, *inputs[0])()
         if not (diff := calc_diff(torch.where(expected == -torch.inf, expected, got), expected)) < 5e-6:
             raise AssertionError(f"calc_diff {diff:.2g}")
 
@@ -97,8 +111,8 @@ def case(batch: int, next_n: int, mean: int, heads: int) -> Case:
         seen = torch.arange(columns, device=ours.device) < visible[:, None]
         agreement.close(got[rows][seen], ours[rows][seen])
 
-    name = f"B {batch}, next_n {next_n}, mean context {mean}, H {heads}, D {DIM}"
-    return Case(name, calls, figure, check, graph=True, failed=peers.failed, agree=agree)
+    scale_of = frozenset({_FP32} & calls.keys())
+    return Case(name, calls, figure, check, graph=True, failed=peers.failed, agree=agree, yardsticks=scale_of)
 
 
 def tuning(kernels: tuple[ModuleType, ModuleType]) -> "Tuning":
@@ -114,7 +128,7 @@ def tuning(kernels: tuple[ModuleType, ModuleType]) -> "Tuning":
             f"columns {n}": TuningClass(
                 lambda config, n=n: config.fits(n),
                 {
-                    (batch, next_n, mean, heads): (heads, DIM, next_n, PAGE, "float32")
+                    (batch, next_n, mean, heads): (heads, DIM, next_n, PAGE, "float32", False)
                     for batch, mean in ((64, 8192), (128, 32768), (1, 131072))
                 },
             )

@@ -24,7 +24,7 @@ SHAPES = {
     "fp8_fp4_gemm_nt": [(6, 256, 256, 4, 2)],
     "grouped_fp8_gemm_swiglu": [(6, 128, 256, 4, 2, 1.0)],
     "linear_layers": [(5, 192, 256), (600, 192, 256)],
-    "fp8_paged_mqa_logits": [*((2, n, 100, 32) for n in (1, 2, 3, 4)), (4, 1, 0, 32)],
+    "fp8_paged_mqa_logits": [*((2, n, 100, 32) for n in (1, 2, 3, 4)), (2, 4, 100, 32, "float16"), (4, 1, 0, 32)],
     "indexer_select": [
         (40, 2500, 32, 32, 2048, "normal"),
         (16, 64, 64, 64, 8, "plateau"),

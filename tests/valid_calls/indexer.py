@@ -66,7 +66,7 @@ def _(new: Maker):
 def _(new: Maker):
     tensors = {"q": new.e4m3(2, 2, 8, 32), "kv_cache": new.index_cache(3, 32, 32), "weights": new.f32(4, 8)}
     lengths = {"context_lens": new.ints([[39, 40], [0, 1]]), "block_table": new.ints([[2, 0], [1, -1]])}
-    options = {"max_context_len": 50, "clean_logits": True, "logits_dtype": F32}
+    options = {"max_context_len": 50, "clean_logits": True, "logits_dtype": F32, "accumulators": torch.float16}
     return {**tensors, **lengths, "schedule_meta": new.ints([[0, 0], [1, 0], [2, 0]]), **options}
 
 

@@ -16,10 +16,14 @@ Plan
   outside the cache is not read, and its keys score -inf: the valid mask of a stage has a bit for each page that is.
 - The consumers learn of a work tile from its WorkTileInfo; one without key tiles ends them. A tile's epilogue (quad
   reduction, scale, mask, store) runs under the next tile's wgmma.
-Shared memory: barriers, valid masks, WorkTileInfo, SEQUENCES x N x (D + 4) bytes, GROUPS x STAGES x 64 x (D + 4).
-Registers: N / 2 accumulators and N / 4 weights a consumer thread.
+- Half scores, of more than 128 columns: with fp16 accumulators the consumer warpgroups first bring a work tile's
+  queries into fp16's range, in shared memory, and its weights with them (half_scores.py). They come together for that
+  once a work tile; the producers go on meanwhile.
+Shared memory: barriers, valid masks, WorkTileInfo, SEQUENCES x N x (D + 4 or, of half scores, 8) bytes, GROUPS x
+STAGES x 64 x (D + 4).
+Registers: N / 2 accumulators and N / 4 weights a consumer thread, half as many of half scores.
 Roofline: memory, 132 bytes a key at D 128: about 450 clocks a tile and multiprocessor. Tensor cores 2 N clocks and
-sums about N + 60 (docs/kernel-notes.md): memory up to N = 128, arithmetic beyond.
+sums, which half scores hide, about N + 60 (docs/kernel-notes.md): memory up to N = 128, arithmetic beyond.
 """
 
 from collections.abc import Callable
@@ -28,7 +32,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float8E4M3FN, Float32, Int32, Uint32, const_expr
+from cutlass import Float8E4M3FN, Float16, Float32, Int32, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
 from dsa.cute.compile_cache import cached, compile_sm90
@@ -37,15 +41,18 @@ from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.pipeline import Pipeline, arrive, expect_bytes, pipeline_storage, start
 from dsa.cute.reductions import quad_reduce_scatter
-from dsa.cute.sm90 import REGISTERS, SHARED_BYTES, WARP, WARPGROUP
-from dsa.cute.tuning import choices, tuned
+from dsa.cute.shared_memory import load_8
+from dsa.cute.sm90 import REGISTERS, WARP, WARPGROUP
 from dsa.cute.wgmma import multiply
 from dsa.cute.work_tile import read_info, static_persistent_scheduler, write_info
+from dsa.kernels.indexer import half_scores
 from dsa.kernels.indexer.limits import HEAD_DIMS, HEADS, LOGITS_DTYPES, NEXT_N, PAGE_SIZES, SCHEDULE_SPLIT
-from dsa.kernels.indexer.score_tile import TILE, head_sum, key_layout, quad_pair, query_layout, registers_fit, score_mma
+from dsa.kernels.indexer.paged_mqa_logits_config import PagedMqaLogitsConfig, bound_by_arithmetic, choose_config
+from dsa.kernels.indexer.score_tile import TILE, head_sum, key_layout, quad_pair, query_layout, score_mma
 
 FILL_BYTES = 8192  # of a row, a work tile of the warps that write -inf
 NO_KEY = 2**30
+RANGE_BARRIER = 1  # a work tile's queries are in fp16's range
 
 
 class Pipelines(NamedTuple):
@@ -91,24 +98,6 @@ class WorkTileMemory:
         )
 
 
-@dataclass(frozen=True)
-class PagedMqaLogitsConfig:
-    """stages: key tiles in flight for each warpgroup; sequences: stages of queries; groups: consumer warpgroups."""
-
-    stages: int = choices(2, 3, 4, 5, 8)
-    sequences: int = choices(2, 4)
-    groups: int = choices(2, 3, 4)
-
-    @property
-    def threads(self) -> int:
-        return (self.groups + 1) * WARPGROUP
-
-    def fits(self, columns: int) -> bool:
-        """Whether the hardware takes it: registers, and shared memory for 128 channels."""
-        shared = (self.sequences * columns + self.groups * self.stages * TILE) * 132 + 3 * 1024
-        return registers_fit(columns, self.groups) and shared <= SHARED_BYTES
-
-
 class Fp8PagedMqaLogitsSm90:
     def __init__(
         self,
@@ -117,8 +106,11 @@ class Fp8PagedMqaLogitsSm90:
         next_n: int,
         page_size: int,
         out_dtype: type[cutlass.Numeric],
+        half: bool,
         cfg: PagedMqaLogitsConfig,
     ):
+        self.half, self.accumulators = half, Float16 if half else Float32
+        self.head_sum = half_scores.head_sum if half else head_sum
         self.heads, self.dim, self.next_n, self.page = heads, dim, next_n, page_size
         self.out_dtype = out_dtype
         self.group_stages, self.sequences, self.groups = cfg.stages, cfg.sequences, cfg.groups
@@ -165,6 +157,8 @@ class Fp8PagedMqaLogitsSm90:
                 cute.struct.MemRange[Int32, WorkTileMemory.numbers(self.next_n) * self.sequences], 16
             ]
             weights: cute.struct.Align[cute.struct.MemRange[Float32, self.n * self.sequences], 128]
+            # Of half scores: the powers of two that the rows of queries were divided by.
+            powers: cute.struct.MemRange[Float32, self.n * self.sequences if self.half else 0]
             scales: cute.struct.Align[cute.struct.MemRange[Float32, TILE * self.stages], 128]
             q: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(q_layout)], 1024]
             k: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(k_layout)], 1024]
@@ -172,7 +166,7 @@ class Fp8PagedMqaLogitsSm90:
         self.storage = Storage
         self.kernel(
             *(q_atom, q_tma, k_atom, k_tma, cache, weights, lengths, block_table, schedule, out),
-            *(capacity, fill_columns, score_mma(self.n), q_layout, k_layout, page_layout),
+            *(capacity, fill_columns, score_mma(self.n, self.accumulators), q_layout, k_layout, page_layout),
         ).launch(
             grid=(schedule.shape[0] - 1, 1, 1),
             block=(self.threads, 1, 1),
@@ -240,15 +234,24 @@ class Fp8PagedMqaLogitsSm90:
             if warp < self.consumer_warps + self.groups:
                 self.load(
                     *(q_atom, mq, k_atom, mk, cache, weights, lengths, block_table, first, last, capacity),
-                    *(sq, spages, valid_pages, work_tiles, sweights, scales, pipelines),
-                    *(lane, warp - self.consumer_warps),
+                    *(
+                        sq,
+                        spages,
+                        valid_pages,
+                        work_tiles,
+                        sweights,
+                        scales,
+                        pipelines,
+                        lane,
+                        warp - self.consumer_warps,
+                    ),
                 )
             self.fill(lengths, out, capacity, fill_columns, tid % WARPGROUP)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             self.consume(
                 *(out, mma, sq, sk, valid_pages, work_tiles, sweights, scales),
-                *(pipelines, tid, warp, lane),
+                *(Int32(storage.powers.data_ptr().toint()), pipelines, tid, warp, lane),
             )
 
     @cute.jit
@@ -438,31 +441,24 @@ class Fp8PagedMqaLogitsSm90:
 
     @cute.jit
     def consume(
-        self,
-        out,
-        mma,
-        sq,
-        sk,
-        valid_pages,
-        work_tiles: WorkTileMemory,
-        sweights,
-        scales,
-        pipelines: Pipelines,
-        tid,
-        warp,
-        lane,
+        self, out, mma, sq, sk, valid_pages, work_tiles, sweights, scales, powers, pipelines: Pipelines, tid, warp, lane
     ):
         """The mainloop of a consumer warpgroup."""
         thr_mma = mma.get_slice(tid % WARPGROUP)
         ra, rb = mma.make_fragment_A(thr_mma.partition_A(sk)), mma.make_fragment_B(thr_mma.partition_B(sq))
-        acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((TILE, self.n)), Float32)
+        acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((TILE, self.n)), self.accumulators)
         flat = cute.make_tensor(acc.iterator, cute.make_layout(self.n // 2))
         w = cute.make_rmem_tensor((self.n // 4,), Float32)
         sw = cute.make_tensor(sweights.iterator, cute.make_layout((self.n, self.sequences)))
         ss = cute.make_tensor(scales.iterator, cute.make_layout((TILE, self.stages)))
         quad = lane % 4
         sums = cute.make_rmem_tensor((2 * self.next_n,), Float32)
-        sums.fill(0.0)
+        unit = cute.make_rmem_tensor((self.lane_rows,), Float32)  # what the scores of the lane's rows are counted in
+        if const_expr(self.half):
+            flat = cute.recast_tensor(flat, Uint32)
+            sums = cute.make_rmem_tensor((2 * self.next_n,), Uint32)
+            w = cute.make_rmem_tensor((self.n // 8,), Uint32)
+        sums.fill(0)
         scale, masked_key = Float32(0.0), Int32(NO_KEY)
         # A lane stores one key of each of its rows: after the transposition lanes 2 and 3 of a quad have the upper half
         # of the keys, odd lanes the second query of a pair. Without a second query they have a copy of the first.
@@ -478,9 +474,12 @@ class Fp8PagedMqaLogitsSm90:
             pipelines.q.consumer_wait(q_state)
             sequence, first, tiles = read_info(WorkTileInfo, work_tiles.info, q_state.stage)
             if tiles > 0:
-                for j in cutlass.range_constexpr(self.n // 8):
-                    for c in cutlass.range_constexpr(2):
-                        w[2 * j + c] = sw[j * 8 + quad * 2 + c, q_state.stage] * 0.5
+                if const_expr(self.half):
+                    self.prepare(sq, sw, powers, q_state.stage, w, unit, tid, quad)
+                else:
+                    for j in cutlass.range_constexpr(self.n // 8):
+                        for c in cutlass.range_constexpr(2):
+                            w[2 * j + c] = sw[j * 8 + quad * 2 + c, q_state.stage] * 0.5
                 rows = []
                 for i in cutlass.range_constexpr(self.lane_rows):
                     row = cutlass.min(2 * i + quad % 2, self.next_n - 1)
@@ -494,7 +493,7 @@ class Fp8PagedMqaLogitsSm90:
                     done, stage = k_state, ring.index(k_state)
                     multiply(mma, acc, ra, rb, stage, q_state.stage)
                     # While it runs: the last tile's epilogue, and what this one's needs.
-                    self.epilogue(sums, scale, masked_key, limits, rows, key, quad)
+                    self.epilogue(sums, unit, scale, masked_key, limits, rows, key, quad)
                     scale = ss[key_in_tile, stage]
                     key = (first + tile) * TILE + key_in_tile
                     # A key that no row sees is as if beyond every limit.
@@ -506,24 +505,54 @@ class Fp8PagedMqaLogitsSm90:
                     if tile < tiles:
                         ring.consumer_wait(k_state)
                     for i in cutlass.range_constexpr(self.next_n):
-                        sums[2 * i], sums[2 * i + 1] = head_sum(flat, w, i, self.heads)
-                self.epilogue(sums, scale, masked_key, limits, rows, key, quad)
+                        sums[2 * i], sums[2 * i + 1] = self.head_sum(flat, w, i, self.heads)
+                self.epilogue(sums, unit, scale, masked_key, limits, rows, key, quad)
                 tile -= tiles
                 pipelines.q.consumer_release(q_state)
                 q_state = pipelines.q.advance(q_state)
 
     @cute.jit
-    def epilogue(self, sums, scale, masked_key, limits, rows, key, quad):
+    def prepare(self, sq, sw, powers, stage, w, unit, tid, quad):
+        """Of half scores: bring a work tile's queries into fp16's range, and the weights with them. All consumer
+        warpgroups come together in it."""
+        own = powers + stage * (self.n * 4)
+        if tid < half_scores.THREADS:
+            at = Int32(sq.iterator.toint()) + stage * (self.n * self.dim)
+            half_scores.bring_into_range(at, own, self.n, self.dim, tid)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=RANGE_BARRIER, number_of_threads=self.groups * WARPGROUP)
+        steps = self.heads // 8
+        for i in cutlass.range_constexpr(self.next_n):
+            scaled = []
+            for j in cutlass.range_constexpr(i * steps, (i + 1) * steps):
+                column = j * 8 + quad * 2
+                factors = load_8(own + column * 4)
+                scaled.extend(sw[column + c, stage] * factors[c].bitcast(Float32) for c in range(2))
+            pairs, scale = half_scores.pack_weights(scaled)
+            for j in cutlass.range_constexpr(steps):
+                w[i * steps + j] = pairs[j]
+            # The rows that `consume` gives to even and odd lanes; without a second query odd lanes have the first's.
+            if const_expr(i % 2 == 0):
+                unit[i // 2] = scale
+            elif quad % 2 == 1:
+                unit[i // 2] = scale
+
+    @cute.jit
+    def epilogue(self, sums, unit, scale, masked_key, limits, rows, key, quad):
         """Add up the quads' sums over heads, give each lane a key of its rows, scale, mask, store; NO_KEY: no tile."""
         upper, odd = (quad & 2) != 0, (quad & 1) != 0
         for i in cutlass.range_constexpr(self.lane_rows):
-            at = 4 * i
+            own = [sums[at] for at in range(4 * i, min(4 * i + 4, 2 * self.next_n))]
+            if const_expr(self.half):
+                own = [half_scores.pair_sum(x) for x in own]
             if const_expr(2 * i + 1 < self.next_n):
-                value = quad_reduce_scatter(sums[at], sums[at + 2], sums[at + 1], sums[at + 3], upper, odd)
+                value = quad_reduce_scatter(own[0], own[2], own[1], own[3], upper, odd)
                 stores = key < NO_KEY
             else:
-                value = quad_pair(sums[at], sums[at + 1], upper)
+                value = quad_pair(*own, upper)
                 stores = key < NO_KEY and not odd
+            if const_expr(self.half):
+                value = value * unit[i]
             result = value * scale
             if masked_key >= limits[i]:
                 result = -Float32(float("inf"))
@@ -533,9 +562,11 @@ class Fp8PagedMqaLogitsSm90:
 
 @cached
 def compile_fp8_paged_mqa_logits(
-    heads: int, dim: int, next_n: int, page_size: int, out_dtype: str, config: PagedMqaLogitsConfig
+    heads: int, dim: int, next_n: int, page_size: int, out_dtype: str, half: bool, config: PagedMqaLogitsConfig
 ):
-    """-> f(q [B * next_n * H, D] e4m3, cache [pages, P * (D + 4)] uint8, weights [B * next_n, H], lengths [B, 1 or
+    """half: fp16 accumulators (half_scores).
+
+    -> f(q [B * next_n * H, D] e4m3, cache [pages, P * (D + 4)] uint8, weights [B * next_n, H], lengths [B, 1 or
     next_n], block_table [B, max_pages], schedule [CTAs + 1, 2], out [B * next_n, columns], capacity, fill_columns);
     B, pages, max_pages > 0. Pages, rows of weights and rows of out start at multiples of 16 bytes; rows of out hold
     64 * ceil(capacity / 64) columns."""
@@ -548,24 +579,20 @@ def compile_fp8_paged_mqa_logits(
     block_table = fake(Int32, (batch, cute.sym_int()), (*strides(1), 1), 4)
     schedule = fake(Int32, (cute.sym_int(), 2), (2, 1), 4)
     out = fake(out_type, (rows, cute.sym_int()), (*strides(1, 128 // out_type.width), 1))
-    kernel = Fp8PagedMqaLogitsSm90(heads, dim, next_n, page_size, out_type, config)
+    kernel = Fp8PagedMqaLogitsSm90(heads, dim, next_n, page_size, out_type, half, config)
     return compile_sm90(
         kernel, q, cache, weights, lengths, block_table, schedule, out, Int32(0), Int32(0), fake_stream()
     )
 
 
-def choose_config(heads: int, next_n: int) -> PagedMqaLogitsConfig:
-    """The measured winner."""
-    return tuned(PagedMqaLogitsConfig, "fp8_paged_mqa_logits", "sm_90", f"columns {heads * next_n}")
-
-
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
     """Every compile function and its arguments that the op can ask for."""
     return [
-        (compile_fp8_paged_mqa_logits, (heads, dim, next_n, page_size, dtype, choose_config(heads, next_n)))
+        (compile_fp8_paged_mqa_logits, (heads, dim, next_n, page_size, dtype, half, choose_config(heads, next_n, half)))
         for heads in HEADS
         for dim in HEAD_DIMS
         for next_n in NEXT_N
         for page_size in PAGE_SIZES
         for dtype in LOGITS_DTYPES
+        for half in {False, bound_by_arithmetic(heads, next_n)}
     ]

@@ -46,6 +46,7 @@ def fp8_paged_mqa_logits(
     max_context_len: int,
     clean_logits: bool = False,
     logits_dtype: torch.dtype = torch.float32,
+    accumulators: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """I[b * next_n + i, s] = k_scale[b, s] * sum_h weights[b * next_n + i, h] * relu(q[b, i, h] . k[b, s]).
 
@@ -63,6 +64,10 @@ def fp8_paged_mqa_logits(
     max_context_len  columns of the result; keys beyond them are left out
     clean_logits     True: columns past a row's keys are -inf. False: they are unspecified
     logits_dtype     torch.float32 or torch.bfloat16: the sum is fp32, rounded once
+    accumulators     torch.float32, or torch.float16, for speed on Hopper where next_n H > 128: the products q . k and
+                     sums over 8 heads are fp16 then, scaled so that none overflows, and scores are off by about 5e-4
+                     of their root mean square. A key whose products are all negative, by more than they are off, scores
+                     exactly 0. Elsewhere the scores are those of torch.float32, which take no longer
 
     Returns [B * next_n, max_context_len], a view of a buffer whose rows start at multiples of 1024 bytes. A key whose
     page is not in the table or not in the cache gives -inf. NaN in a key reaches only that key's column.
@@ -74,7 +79,7 @@ def fp8_paged_mqa_logits(
     """
     return _fp8_paged_mqa_logits(
         *(q, kv_cache, weights, context_lens, block_table, schedule_meta),
-        *(max_context_len, clean_logits, logits_dtype),
+        *(max_context_len, clean_logits, logits_dtype, accumulators),
     )
 
 
@@ -146,6 +151,7 @@ def _fp8_paged_mqa_logits(
     max_context_len: int,
     clean_logits: bool,
     logits_dtype: torch.dtype,
+    accumulators: torch.dtype,
 ) -> torch.Tensor:
     scores, planner = kernels
     batch, next_n, heads, dim = q.shape
@@ -159,7 +165,8 @@ def _fp8_paged_mqa_logits(
     if schedule_meta is None:
         schedule_meta = _plan_results(context_lens, backends.num_sms(q.device))
         _metadata_kernel(planner)(lengths, schedule_meta)
-    launch = _kernel(scores, heads, dim, next_n, page_size, logits_dtype)
+    half = accumulators == torch.float16 and scores.bound_by_arithmetic(heads, next_n)
+    launch = _kernel(scores, heads, dim, next_n, page_size, logits_dtype, half)
     launch(
         *(q.view(-1, dim), pages_as_rows(kv_cache), weights, lengths, _matrix(block_table), schedule_meta, out),
         min(max_context_len, block_table.shape[1] * page_size),
@@ -175,10 +182,10 @@ def _metadata_kernel(kernels: ModuleType) -> Callable[..., None]:
 
 @functools.cache
 def _kernel(
-    kernels: ModuleType, heads: int, dim: int, next_n: int, page_size: int, dtype: torch.dtype
+    kernels: ModuleType, heads: int, dim: int, next_n: int, page_size: int, dtype: torch.dtype, half: bool
 ) -> Callable[..., None]:
-    config = kernels.choose_config(heads, next_n)
-    return kernels.compile_fp8_paged_mqa_logits(heads, dim, next_n, page_size, dtype_name(dtype), config)
+    config = kernels.choose_config(heads, next_n, half)
+    return kernels.compile_fp8_paged_mqa_logits(heads, dim, next_n, page_size, dtype_name(dtype), half, config)
 
 
 def _matrix(x: torch.Tensor) -> torch.Tensor:

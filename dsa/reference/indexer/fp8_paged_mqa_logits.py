@@ -6,7 +6,7 @@ from dsa.reference.arguments import ALIGNED, CONTIGUOUS, F32, INNER, PAGES, Argu
 from dsa.reference.autocast import without_autocast
 from dsa.reference.cache.indexer_cache import BYTES, check_index_cache, read_indexer_cache
 from dsa.reference.checks import E4M3, INT32, check_memory
-from dsa.reference.indexer.fp8_mqa_logits import LOGITS_DTYPES, padded_logits
+from dsa.reference.indexer.fp8_mqa_logits import ACCUMULATORS, LOGITS_DTYPES, padded_logits
 from dsa.reference.indexer.index_scores import index_scores
 
 SPLIT_KV = 256
@@ -36,6 +36,7 @@ FP8_PAGED_MQA_LOGITS = Arguments(
     max_context_len=Int(),
     clean_logits=Flag(),
     logits_dtype=Dtype(LOGITS_DTYPES),
+    accumulators=Dtype(ACCUMULATORS),
 )
 
 
@@ -72,18 +73,18 @@ def fp8_paged_mqa_logits(
     max_context_len: int,
     clean_logits: bool = False,
     logits_dtype: torch.dtype = torch.float32,
+    accumulators: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """I[b * next_n + i, s] = k_scale[b, s] * sum_h weights[b * next_n + i, h] * relu(q[b, i, h] . k[b, s]).
 
     Returns [B * next_n, max_context_len], a view of a wider buffer whose rows start at multiples of 1024 bytes. The
     reference writes -inf in either case of clean_logits; a length of 0 or less gives a row of -inf, and a key whose
-    page is not in the table or not in the cache gives -inf. Everything is fp32, rounded to logits_dtype once.
-    Any page size. Arguments as of `dsa.fp8_paged_mqa_logits`.
+    page is not in the table or not in the cache gives -inf. Everything is fp32 whatever the accumulators, rounded to
+    logits_dtype once. Any page size. Arguments as of `dsa.fp8_paged_mqa_logits`.
     Source: DeepGEMM's function of this name.
     """
-    FP8_PAGED_MQA_LOGITS.check(
-        q, kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len, clean_logits, logits_dtype
-    )
+    options = max_context_len, clean_logits, logits_dtype, accumulators
+    FP8_PAGED_MQA_LOGITS.check(q, kv_cache, weights, context_lens, block_table, schedule_meta, *options)
     check_memory("q", q)
     batch, next_n = q.shape[:2]
     lengths = context_lens.long()

@@ -8,6 +8,7 @@ from dsa.reference.cache.indexer_cache import write_indexer_cache
 from dsa.reference.indexer import fp8_paged_mqa_logits as reference
 from dsa.testing import calc_diff, poison_free_memory, poisoned
 
+HALF = {"accumulators": torch.float16}
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 3e-5}
 GARBAGE = torch.tensor([-1, 10**8, -(2**31)], dtype=torch.int32)
 
@@ -42,11 +43,11 @@ class Case:
         plan = dsa.get_paged_mqa_logits_metadata(lengths, self.cache.shape[1], dsa.num_sms("cuda"))
         return self.q, self.cache, self.weights, lengths, self.table, plan, columns
 
-    def check(self, record_error=None, columns=None, lengths=None, clean=True, dtype=torch.float32):
+    def check(self, record_error=None, columns=None, lengths=None, clean=True, dtype=torch.float32, **options):
         columns = columns or max(1, int(self.lengths.max()))
         arguments = self.arguments(columns, lengths)
         poison_free_memory(mebibytes=64)
-        got = dsa.fp8_paged_mqa_logits(*arguments, clean, dtype)
+        got = dsa.fp8_paged_mqa_logits(*arguments, clean, dtype, **options)
         expected = reference.fp8_paged_mqa_logits(*arguments, True, dtype)
         assert got.shape == expected.shape and got.stride() == expected.stride() and got.dtype == dtype
         if clean:
@@ -233,6 +234,185 @@ def test_agrees_with_contiguous_keys():
     paged = dsa.fp8_paged_mqa_logits(*case.arguments(1000))
     straight = dsa.fp8_mqa_logits(case.q[:, 0], kv, case.weights, int32([0]), int32([1000]))
     assert torch.equal(paged, straight)
+
+
+def selected(scores, k=2048):
+    """Which keys have the k highest scores of each row."""
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(1, scores.topk(k).indices, True)
+
+
+def half_scores(case, columns, lengths=None):
+    return dsa.fp8_paged_mqa_logits(*case.arguments(columns, lengths), clean_logits=True, **HALF)
+
+
+@pytest.mark.parametrize("next_n", [1, 2, 3, 4])
+@pytest.mark.parametrize("dim", [32, 64, 128])
+@pytest.mark.parametrize("heads", [8, 16, 32, 64])
+def test_half_scores(heads, dim, next_n, record_error):
+    case = Case([0, 1, 63, 64, 65, 257, 1000, 0, 0, 5, 4097, 2], next_n, heads, dim)
+    case.check(record_error, **HALF)
+    case.check(record_error, columns=5000, clean=False, **HALF)
+
+
+@pytest.mark.parametrize("page_size", [32, 64])
+@pytest.mark.parametrize("next_n", [3, 4])
+def test_half_scores_of_small_pages_and_bfloat16_results(next_n, page_size):
+    case = Case([0, 31, 32, 33, 96, 1000, 3000], next_n, page_size=page_size)
+    case.check(columns=3500, **HALF)
+    case.check(columns=3500, dtype=torch.bfloat16, **HALF)
+
+
+@pytest.mark.parametrize("next_n", [3, 4])
+def test_half_scores_with_a_length_for_every_query(next_n, record_error):
+    case = Case([5, 700, 64, 1, 300], next_n)
+    lengths = torch.stack([int32([0, 300, 64, 1, 7]), *[case.lengths] * (next_n - 1)], 1)
+    case.check(record_error, lengths=lengths, columns=800, **HALF)
+
+
+@pytest.mark.parametrize("next_n", [3, 4])
+@pytest.mark.parametrize("batch", [1, 31, 33, 700, 4096])
+def test_half_scores_of_many_sequences(batch, next_n, record_error):
+    """Many work tiles a CTA, each of which brings its queries into range while other tiles end."""
+    lengths = torch.randint(0, 600, (batch,))
+    lengths[torch.rand(batch) < 0.5] = 0
+    Case(lengths.tolist(), next_n, 64, 64).check(record_error, columns=640, **HALF)
+
+
+def test_half_scores_of_long_contexts(record_error):
+    Case([1 << 18, 3, 1 << 16], 4).check(record_error, **HALF)
+
+
+@pytest.mark.parametrize("next_n", [3, 4])
+def test_half_scores_of_rows_of_any_size(next_n):
+    """Every head's queries and every row's weights have a size of their own: none is scaled by another's factor."""
+    case = Case([500, 70], next_n)
+    powers = torch.exp2(torch.randint(-5, 8, (2, next_n, 64, 1), device="cuda").float())
+    case.q = (torch.randn(2, next_n, 64, 128, device="cuda").clamp(-1.7, 1.7) * powers).to(torch.float8_e4m3fn)
+    case.weights = torch.randn(2 * next_n, 64, device="cuda") * (powers.view(2 * next_n, 64).square() + 1).rsqrt()
+    case.weights *= 10.0 ** torch.arange(-3, 2 * next_n - 3, device="cuda")[:, None]
+    got, expected = half_scores(case, 500), reference.fp8_paged_mqa_logits(*case.arguments(500), True)
+    assert torch.equal(got == -torch.inf, expected == -torch.inf)
+    for row, own in zip(got, expected, strict=True):
+        assert calc_diff(row, own) < 5e-6
+
+
+@pytest.mark.parametrize("factor", [1e-20, 1.0, 1e20])
+def test_half_scores_of_the_largest_numbers(factor):
+    """Products of 2.6e7, whose sums over heads all have one sign: nothing overflows."""
+    case = Case([500, 64], 4)
+    case.q = torch.full((2, 4, 64, 128), 448.0, device="cuda").to(torch.float8_e4m3fn)
+    signs = torch.where(torch.rand(len(case.cache), 64, 1, device="cuda") < 0.5, 448.0, -448.0).expand(-1, -1, 128)
+    case.cache.view(len(case.cache), -1)[:, : 64 * 128] = signs.to(torch.float8_e4m3fn).view(torch.uint8).flatten(1)
+    case.weights = torch.rand(8, 64, device="cuda") * factor
+    case.check(**HALF)
+
+
+def test_half_scores_of_negative_products_are_exactly_zero():
+    case = Case([100, 64], 4)
+    case.q = torch.rand(2, 4, 64, 128, device="cuda").add(0.1).to(torch.float8_e4m3fn)
+    keys = (-torch.rand(len(case.cache), 64 * 128, device="cuda") - 0.1).to(torch.float8_e4m3fn)
+    case.cache.view(len(case.cache), -1)[:, : 64 * 128] = keys.view(torch.uint8)
+    got = half_scores(case, 100)
+    assert not got[got != -torch.inf].any() and (got == 0).sum() == 4 * (100 + 64) - 2 * 6
+
+
+def test_half_scores_pass_on_what_is_not_finite():
+    case = Case([200] * 5, 4)
+    lengths = case.lengths[:, None].expand(-1, 4).contiguous()
+    finite = half_scores(case, 200, lengths).clone()
+    raw, page = case.cache.view(len(case.cache), -1), case.table[0].tolist()
+    raw[page[1], 13 * 128] = 0x7F  # key 77 of sequence 0
+    raw[page[2], 64 * 128 + 4 * 22 : 64 * 128 + 4 * 23] = 0xFF  # the scale of its key 150
+    case.q.view(torch.uint8)[2, 1, 3, 5] = 0x7F
+    case.weights[5], case.weights[6, 7] = 0, torch.inf
+    got = half_scores(case, 200, lengths)
+    assert got[:4].isnan().any(0).nonzero()[:, 0].tolist() == [77, 150] and got[:4][:, [77, 150]].isnan().all()
+    assert got[9].isnan().all() and not got[6].isfinite().any() and not got[5].any()
+    keys = [s for s in range(200) if s not in (77, 150)]
+    rows = [r for r in range(20) if r not in (5, 6, 9)]
+    assert torch.equal(got[rows][:, keys], finite[rows][:, keys])
+
+
+@pytest.mark.parametrize("next_n", [1, 2, 3, 4])
+def test_half_scores_of_a_sequence_do_not_depend_on_the_batch(next_n):
+    case = Case([300, 1000, 5], next_n)
+    before = case.q.view(torch.uint8).clone()
+    whole = half_scores(case, 1000)
+    q, cache, weights, lengths, table, _, columns = case.arguments(1000)
+    own = slice(next_n, 2 * next_n)
+    alone = dsa.fp8_paged_mqa_logits(
+        q[1:2], cache, weights[own], lengths[1:2], table[1:2], None, columns, clean_logits=True, **HALF
+    )
+    assert torch.equal(whole[own], alone) and torch.equal(case.q.view(torch.uint8), before)
+
+
+@pytest.mark.parametrize("next_n", [3, 4])
+def test_half_scores_agree_with_contiguous_keys(next_n):
+    """The same keys through fp8_mqa_logits: the same bits."""
+    case = Case([1000], next_n)
+    slots = (case.table[0, :16].long()[:, None] * 64 + torch.arange(64, device="cuda")).view(-1)[:1000]
+    kv = dsa.read_indexer_cache(case.cache, slots)
+    lengths = int32([[1000] * next_n])
+    straight = dsa.fp8_mqa_logits(case.q[0], kv, case.weights, lengths[0] * 0, lengths[0], **HALF)
+    assert torch.equal(half_scores(case, 1000, lengths), straight)
+
+
+@pytest.mark.parametrize("next_n", [1, 2])
+def test_fewer_queries_have_fp32_accumulators(next_n):
+    case = Case([1000, 77], next_n)
+    assert torch.equal(half_scores(case, 1000), dsa.fp8_paged_mqa_logits(*case.arguments(1000), clean_logits=True))
+
+
+@pytest.mark.parametrize("next_n", [3, 4])
+def test_half_scores_are_the_same_every_time_and_for_any_plan(next_n):
+    case = Case([5000, 1, 0, 777, 64], next_n)
+    first = half_scores(case, 5000)
+    assert all(torch.equal(first, half_scores(case, 5000)) for _ in range(20))
+    arguments = case.arguments(5000)[:5]
+    for sms in (1, 7, 500):
+        plan = dsa.get_paged_mqa_logits_metadata(case.lengths, 64, sms)
+        assert torch.equal(first, dsa.fp8_paged_mqa_logits(*arguments, plan, 5000, clean_logits=True, **HALF))
+
+
+@pytest.mark.parametrize(("batch", "length", "next_n"), [(64, 20000, 4), (512, 1500, 4), (64, 20000, 3)])
+def test_long_runs_of_half_scores(batch, length, next_n):
+    case = Case(torch.randint(length // 2, length, (batch,)).tolist(), next_n)
+    arguments = case.arguments(length)
+    first = dsa.fp8_paged_mqa_logits(*arguments, clean_logits=True, **HALF)
+    for _ in range(300):
+        got = dsa.fp8_paged_mqa_logits(*arguments, clean_logits=True, **HALF)
+    assert torch.equal(first, got)
+    assert calc_diff(first, reference.fp8_paged_mqa_logits(*arguments)) < 5e-6
+
+
+def test_half_scores_select_the_same_keys():
+    """Clustered keys, queries that share a direction, weights of both signs."""
+    case = Case([32768] * 4, 4, spare_pages=0)
+    basis = torch.randn(24, 128, device="cuda") / 128**0.5
+    count = 64 * len(case.cache)
+    centres = 2 * torch.randn(64, 24, device="cuda")[torch.randint(64, (count,), device="cuda")]
+    k = (centres + torch.randn(count, 24, device="cuda")) @ basis * 3 + 0.5 * torch.randn(count, 128, device="cuda")
+    q = (torch.randn(16, 1, 24, device="cuda") + torch.randn(16, 64, 24, device="cuda")) @ basis * 4
+    (q, q_scale), (k, scale) = (dsa.per_token_cast_to_fp8(x.contiguous(), gran_k=128) for x in (q.view(-1, 128), k))
+    write_indexer_cache(k, scale.flatten(), case.cache, torch.arange(count, device="cuda"))
+    case.q = q.view(4, 4, 64, 128)
+    case.weights = (torch.randn(16, 64, device="cuda") + 0.5) * q_scale.view(16, 64)
+    half, whole = half_scores(case, 32768), dsa.fp8_paged_mqa_logits(*case.arguments(32768), clean_logits=True)
+    assert (selected(half) & selected(whole)).sum() > 0.999 * 16 * 2048
+
+
+@pytest.mark.parametrize("next_n", [3, 4])
+def test_graph_replay_of_half_scores(next_n):
+    case = Case([2000] * 9, next_n)
+    half_scores(case, 2000)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = half_scores(case, 2000)
+    for _ in range(5):
+        case.lengths.copy_(torch.randint(0, 2001, (9,)) * (torch.rand(9) < 0.8))
+        graph.replay()
+        expected = reference.fp8_paged_mqa_logits(*case.arguments(2000), True)
+        assert calc_diff(got, expected) < 5e-6
 
 
 @pytest.mark.parametrize("columns", [1, 2])

@@ -34,7 +34,9 @@ def shifted(x, bytes_):
 
 
 @pytest.mark.parametrize("lengths", [None, PER_QUERY])
-@pytest.mark.parametrize("options", [{}, {"clean_logits": True}, {"logits_dtype": torch.bfloat16}])
+@pytest.mark.parametrize(
+    "options", [{}, {"clean_logits": True}, {"logits_dtype": torch.bfloat16}, {"accumulators": torch.float16}]
+)
 def test_runs_the_reference_without_a_gpu(options, lengths):
     q, cache, weights, own, table = inputs()
     arguments = (q, cache, weights, own if lengths is None else lengths, table)
@@ -64,14 +66,14 @@ def test_registration():
     torch.library.opcheck(PLAN.default, (lengths, 64, 5))
     # torch cannot compare float8 inputs before and after, as the schema's test does.
     tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    options = (None, 70, True, torch.float32)
+    options = (None, 70, True, torch.float32, torch.float16)
     torch.library.opcheck(SCORES.default, (*arguments, PER_QUERY, table, *options), test_utils=tests)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("columns", [1, 256, 257, 1000])
 def test_fake_results_are_laid_out_as_the_real_ones(columns, dtype):
-    arguments = (*inputs(), None, columns, False, dtype)
+    arguments = (*inputs(), None, columns, False, dtype, torch.float32)
     fake = SCORES(*(x.to("meta") if isinstance(x, torch.Tensor) else x for x in arguments))
     assert fake.is_meta and layout(fake) == layout(dsa.fp8_paged_mqa_logits(*arguments))
 
@@ -88,6 +90,8 @@ def test_errors_name_the_argument():
         dsa.fp8_paged_mqa_logits([q], cache, weights, lengths, table, None, 100)
     with pytest.raises(ValueError, match=r"weights: shape must be \[6, 8\], got \[3, 8\]"):
         dsa.fp8_paged_mqa_logits(q, cache, weights[:3], lengths, table, None, 100)
+    with pytest.raises(ValueError, match="accumulators: must be float32 or float16, got bfloat16"):
+        dsa.fp8_paged_mqa_logits(q, cache, weights, lengths, table, None, 100, accumulators=torch.bfloat16)
     with pytest.raises(ValueError, match="block_kv: must be a divisor of 256, got 96"):
         dsa.get_paged_mqa_logits_metadata(lengths, 96, 132)
 
@@ -112,7 +116,7 @@ def test_what_the_kernels_get(launches):
     out = dsa.fp8_paged_mqa_logits(q, cache, shifted(weights, 4).view(6, 8), lengths, table, None, 1000, True)
     (_, (planned, plan)), (variant, arguments) = launches
     assert torch.equal(planned, lengths[:, None]) and layout(plan) == ((133, 2), (2, 1), torch.int32)
-    assert variant == (8, 32, 2, 32, torch.float32)
+    assert variant == (8, 32, 2, 32, torch.float32, False)
     flat, pages, rows, column, blocks, schedule, whole, capacity, filled = arguments
     assert layout(flat) == ((3 * 2 * 8, 32), (32, 1), torch.float8_e4m3fn) and flat.data_ptr() == q.data_ptr()
     assert layout(pages) == ((13, 32 * 36), (32 * 36, 1), torch.uint8) and pages.data_ptr() == cache.data_ptr()
@@ -126,6 +130,17 @@ def test_what_the_kernels_get(launches):
     # Rows of weights 36 bytes apart.
     dsa.fp8_paged_mqa_logits(q, cache, torch.randn(6, 9)[:, :8], lengths, table, plan, 50)
     assert layout(launches[3][1][2]) == ((6, 8), (8, 1), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("heads", "next_n", "expected"), [(64, 4, True), (64, 3, True), (64, 2, False), (64, 1, False), (32, 4, False)]
+)
+def test_half_scores_only_where_arithmetic_bounds(heads, next_n, expected, launches):
+    arguments = inputs(next_n, heads)
+    dsa.fp8_paged_mqa_logits(*arguments, None, 100, accumulators=torch.float16)
+    dsa.fp8_paged_mqa_logits(*arguments, None, 100)
+    chosen = [variant for variant, _ in launches if variant]
+    assert chosen == [(heads, 32, next_n, 32, torch.float32, half) for half in (expected, False)]
 
 
 def test_a_single_page_of_any_stride(launches):
