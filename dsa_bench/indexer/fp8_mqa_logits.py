@@ -29,7 +29,11 @@ SHAPES = [
     (4096, 131072, 64, 128, False, "float16"),
     (8192, 65536, 32, 128, False, "float16"),
 ]
-PROBED = [(512, 4096, 64, 128, True), (512, 4096, 32, 64, False), (512, 4096, 64, 128, True, "float16")]
+PROBED = [
+    (512, 4096, 64, 128, True, "float32"),
+    (512, 4096, 32, 64, False, "float32"),
+    (512, 4096, 64, 128, False, "float16"),
+]
 _ceiling = cache(fp8_gemm_rate)
 
 
