@@ -36,7 +36,7 @@ from dsa.kernels.mla.query_groups import Queue
 
 THREADS, WARPS = 512, 16
 TABLE_WORDS = 16384
-SAMPLE = 16
+SAMPLE = 32
 # A sampled union may exceed its share by so much, in hundredths, before the group is given up.
 SLACK = 110
 UNROLL = 4
