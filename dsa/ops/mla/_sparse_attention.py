@@ -35,6 +35,7 @@ FP8_KV_TIMES = {16: (1.25, 8.0), 32: (1.5, 13.0), 64: (2.65, 20.0)}
 WHOLE = 5.0  # what is spent besides where they are not
 SPLIT_COST = 3  # what splitting queries costs, in tiles
 LEAST_TILES = 2  # that a worker should have of split queries
+SHORT_LIST_HEADS = 32  # at most, of a CTA whose queries have lists that are too short to be split
 
 
 class Selection(NamedTuple):
@@ -141,8 +142,9 @@ def stream_k(queries: int, head_tiles: int, tiles: int, num_sms: int, may_split:
 
 
 def fp8_kv_head_tile(queries: int, heads: int, tiles: int, num_sms: int, may_split: bool) -> int:
-    """Heads of a CTA, of FP8 caches: what takes least by the measured times; but where queries are never split, as for
-    short windows, what the number of heads says, so that a result does not depend on the other queries."""
+    """Heads of a CTA, of FP8 caches: what takes least by the measured times; but where queries are never split, what the
+    number of heads says, so that a result does not depend on the other queries. Of short lists, as of windows, it does
+    not either: they are not split, and 16 and 32 heads of a CTA give the same bits."""
 
     def time(head_tile: int) -> float:
         (of_tile, besides), head_tiles = FP8_KV_TIMES[head_tile], -(-heads // head_tile)
@@ -154,8 +156,10 @@ def fp8_kv_head_tile(queries: int, heads: int, tiles: int, num_sms: int, may_spl
         return besides + turns * (full_waves * tiles + split_tiles) * of_tile
 
     most = next((head_tile for head_tile in FP8_KV_TIMES if heads <= head_tile), max(FP8_KV_TIMES))
-    if not may_split or tiles <= SPLIT_COST + 1:
+    if not may_split:
         return most
+    if tiles <= SPLIT_COST + 1:
+        most = min(most, SHORT_LIST_HEADS)
     return min((tile for tile in FP8_KV_TIMES if tile <= most), key=lambda tile: (time(tile), -tile))
 
 

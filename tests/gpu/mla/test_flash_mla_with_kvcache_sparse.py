@@ -478,6 +478,26 @@ def test_batch_invariant(layout, heads, record_error):
         assert_same(got, (out[rows], lse[rows]))
 
 
+@pytest.mark.parametrize("k", [1, 70, 128, 192, 256])
+@pytest.mark.parametrize("heads", [16, 20, 64, 128])
+@pytest.mark.parametrize("layout", ["656 bytes", "584 bytes"])
+def test_short_lists_do_not_depend_on_the_batch(layout, heads, k):
+    """Whatever the heads of a CTA, whose number follows that of the queries."""
+    cache, slots = make_cache(layout, 1000, 64)
+    q = torch.randn(300, 1, heads, LAYOUTS[layout][0], device="cuda").bfloat16()
+    indices = slots[torch.randint(0, len(slots), (300, 1, k), device="cuda")].int()
+
+    def attend(rows):
+        return dsa.flash_mla_with_kvcache(
+            *(q[rows], cache, None, None, D_V, None), indices=indices[rows], is_fp8_kvcache=True
+        )
+
+    whole = attend(slice(None))
+    for rows in (slice(0, 1), slice(100, 108), slice(7, 39), slice(200, 300)):
+        for part, expected in zip(attend(rows), whole):
+            assert torch.equal(part, expected[rows])
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_strides(layout):
     """q, indices and caches as parts of larger tensors, which hold NaN and other keys beside them."""
