@@ -142,9 +142,9 @@ def stream_k(queries: int, head_tiles: int, tiles: int, num_sms: int, may_split:
 
 
 def fp8_kv_head_tile(queries: int, heads: int, tiles: int, num_sms: int, may_split: bool) -> int:
-    """Heads of a CTA, of FP8 caches: what takes least by the measured times; but where queries are never split, what the
-    number of heads says, so that a result does not depend on the other queries. Of short lists, as of windows, it does
-    not either: they are not split, and 16 and 32 heads of a CTA give the same bits."""
+    """Heads of a CTA, of FP8 caches: what takes least by the measured times; but where queries are never split, what
+    the number of heads says, so that a result does not depend on the other queries. Of short lists, as of windows, it
+    does not either: they are not split, and 16 and 32 heads of a CTA give the same bits."""
 
     def time(head_tile: int) -> float:
         (of_tile, besides), head_tiles = FP8_KV_TIMES[head_tile], -(-heads // head_tile)
