@@ -318,28 +318,23 @@ def test_what_ends_an_entry(change, replaced, ends, keeps):
     assert {name for name in before if before[name] != after[name]} == set(ends)
 
 
-def test_tables_of_whole_passes_are_generated():
+@pytest.mark.parametrize(
+    ("name", "generated", "path"),
+    [
+        ("e2e", document, "docs/e2e.md"),
+        ("parallel", parallel_document, "docs/parallel.md"),
+        ("million", million_document, "docs/million.md"),
+    ],
+    ids=("e2e", "parallel", "million"),
+)
+def test_tables_of_models_are_generated(name, generated, path):
     """Once the entry is verified; before, the document says itself where its tables are from."""
-    entry, text = receipt.load()[ARCH]["e2e"], (receipt.ROOT / "docs" / "e2e.md").read_text()
+    entry, text = receipt.load()[ARCH][name], (receipt.ROOT / path).read_text()
     if not entry["unverified"]:
-        assert document.inserted(text, entry) == text, (
-            f"run `python -m dsa_bench.e2e.document tests/gpu/receipt.json docs/e2e.md {ARCH}`"
+        assert generated.inserted(text, entry) == text, (
+            f"run `python -m {generated.__name__} tests/gpu/receipt.json {path} {ARCH}`"
         )
-    assert document.BEGIN in text
-
-
-def test_tables_of_several_gpus_are_generated():
-    entry, text = receipt.load()[ARCH]["parallel"], (receipt.ROOT / "docs" / "parallel.md").read_text()
-    assert parallel_document.inserted(text, entry) == text, (
-        f"run `python -m dsa_bench.e2e.parallel_document tests/gpu/receipt.json docs/parallel.md {ARCH}`"
-    )
-
-
-def test_tables_of_a_million_tokens_are_generated():
-    entry, text = receipt.load()[ARCH]["million"], (receipt.ROOT / "docs" / "million.md").read_text()
-    assert million_document.inserted(text, entry) == text, (
-        f"run `python -m dsa_bench.e2e.million_document tests/gpu/receipt.json docs/million.md {ARCH}`"
-    )
+    assert generated.BEGIN in text
 
 
 def test_several_gpus_has_the_ops_tests_and_parallel_the_models():
