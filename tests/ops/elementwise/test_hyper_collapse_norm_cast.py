@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import library
 
 import dsa
 from dsa import reference
@@ -134,4 +135,4 @@ def test_too_many_channels(launches):
 def test_opcheck():
     values = (*arguments().values(), 20, 1e-6, 1e-6, 1e-6, True)
     tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.dsa.hyper_collapse_norm_cast_to_fp8, values, test_utils=tests)
+    library.opcheck(torch.ops.dsa.hyper_collapse_norm_cast_to_fp8, values, test_utils=tests)

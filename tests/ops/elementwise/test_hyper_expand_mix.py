@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import library
 
 import dsa
 from dsa import reference
@@ -115,4 +116,4 @@ def test_errors(named_launches, tokens, options, changes, message):
 
 def test_opcheck():
     values = tuple(arguments().values())
-    torch.library.opcheck(torch.ops.dsa.hyper_expand_mix, values, test_utils=("test_schema", "test_faketensor"))
+    library.opcheck(torch.ops.dsa.hyper_expand_mix, values, test_utils=("test_schema", "test_faketensor"))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import library
 
 import dsa
 from dsa.ops.elementwise import rms_norm_rotary as op  # noqa: F401 -- `launches` looks at it
@@ -25,7 +26,7 @@ def test_runs_the_reference_without_a_gpu(dtype, weighted):
 
 
 def test_registration():
-    torch.library.opcheck(torch.ops.dsa.rms_norm_rotary.default, (*operands(), 1e-6))
+    library.opcheck(torch.ops.dsa.rms_norm_rotary.default, (*operands(), 1e-6))
 
 
 def test_gradients_are_the_formulas(launches):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import library
 
 import dsa
 from dsa.ops.gemm import rotary_cast_to_fp8 as op  # noqa: F401 -- `launches` looks at it
@@ -57,4 +58,4 @@ def test_is_one_node_of_a_compiled_graph():
     compiled = torch.compile(dsa.rotary_cast_to_fp8, fullgraph=True, backend="aot_eager")
     for got, expected in zip(compiled(*given, 2), dsa.rotary_cast_to_fp8(*given, 2), strict=True):
         assert torch.equal(got.float(), expected.float())
-    torch.library.opcheck(torch.ops.dsa.rotary_cast_to_fp8.default, (*given, 2, True))
+    library.opcheck(torch.ops.dsa.rotary_cast_to_fp8.default, (*given, 2, True))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import library
 
 import dsa
 from dsa.ops.mla import mla_absorb_queries as op  # noqa: F401 -- `launches` looks at it
@@ -65,4 +66,4 @@ def test_is_one_node_of_a_compiled_graph():
     # torch cannot compare float8 inputs before and after, as the schema's test does.
     tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     given = q_nope, q_pe, cos, sin, *kv_b
-    torch.library.opcheck(torch.ops.dsa.mla_absorb_queries.default, given, test_utils=tests)
+    library.opcheck(torch.ops.dsa.mla_absorb_queries.default, given, test_utils=tests)
