@@ -8,7 +8,7 @@ import dsa
 from dsa.testing import copy_bandwidth
 from dsa_bench.harness.case import Case
 
-# tokens, channels of a stream; more than 8 tokens are the two kernels
+# tokens, channels of a stream; more than 4 tokens are the two kernels
 SHAPES = [(tokens, d) for d in (4096, 7168) for tokens in (4096, 128, 32, 8, 4, 2, 1)]
 OUTPUTS = 24
 _FRESH_BYTES = 400e6  # of inputs in a graph: more than the L2 cache holds

@@ -10,7 +10,7 @@ BLOCK = 128
 HALVES = torch.bfloat16, torch.float16
 # What the kernel of fp32 results takes, and up to how many of them it is used: each tile of tokens reads the whole
 # matrix, and PyTorch's libraries are made for more.
-MOST_TOKENS, CHANNEL_MULTIPLE, MOST_RESULTS = 64, 32, 2**16
+MOST_TOKENS, CHANNEL_MULTIPLE, MOST_RESULTS = 64, 32, 3 * 2**14
 
 
 @without_autocast

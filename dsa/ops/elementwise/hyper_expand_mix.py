@@ -29,7 +29,7 @@ def hyper_expand_mix(
     Returns (X' [T, n, D] bf16, mix [T, C] fp32), contiguous: the bits of the two functions one after the other.
     Differentiable: where a gradient is asked for, the formula runs in PyTorch.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
-    On Hopper: one kernel up to 8 tokens, and the kernels of the two functions, whose limits it has, for more.
+    On Hopper: one kernel up to 4 tokens, and the kernels of the two functions, whose limits it has, for more.
     Deterministic, and a token's results do not depend on the other tokens. CUDA-graph safe, no host synchronisation.
     Source: DeepSeek-V4's inference code; arXiv 2606.19348, section 2.2.
     """

@@ -63,7 +63,7 @@ def test_against_float64():
     assert (error < 4e-6).all()
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 8])
+@pytest.mark.parametrize("tokens", [1, 3, 4])
 def test_rows_of_wider_tensors(tokens):
     """What lies between the rows is NaN, and stays."""
     for d in (64, 264, 4096):

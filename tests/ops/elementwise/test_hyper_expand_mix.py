@@ -11,7 +11,7 @@ from dsa.ops.elementwise import hyper_connections, hyper_expand_mix, hyper_mix
 BRIDGES = (hyper_expand_mix, hyper_connections, hyper_mix)
 
 
-def arguments(tokens=5, n=4, d=64, count=24):
+def arguments(tokens=3, n=4, d=64, count=24):
     return {
         "y": torch.randn(tokens, d).bfloat16(), "streams": torch.randn(tokens, n, d).bfloat16(),
         "post": torch.randn(tokens, n), "comb": torch.randn(tokens, n, n),
@@ -30,7 +30,7 @@ def test_is_the_ops_one_after_the_other(tokens):
     assert torch.equal(new, theirs[0]) and torch.equal(mix, theirs[1])
 
 
-@pytest.mark.parametrize(("tokens", "most"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (8, 8)])
+@pytest.mark.parametrize(("tokens", "most"), [(1, 1), (2, 2), (3, 4), (4, 4)])
 def test_what_is_launched(named_launches, tokens, most):
     given = arguments(tokens)
     new, mix = dsa.hyper_expand_mix(**given)
@@ -43,7 +43,7 @@ def test_what_is_launched(named_launches, tokens, most):
     assert mix.shape == (tokens, 24) and mix.dtype == torch.float32
 
 
-@pytest.mark.parametrize(("tokens", "kernel"), [(9, "few_tokens"), (64, "few_tokens"), (300, "many_tokens")])
+@pytest.mark.parametrize(("tokens", "kernel"), [(5, "few_tokens"), (64, "few_tokens"), (300, "many_tokens")])
 def test_more_tokens(named_launches, tokens, kernel):
     """The two ops' kernels: the second reads what the first writes."""
     new, mix = dsa.hyper_expand_mix(**arguments(tokens))
@@ -60,7 +60,7 @@ def test_more_outputs_than_a_grid_has(named_launches, monkeypatch):
 
 
 def test_rows_of_wider_tensors(named_launches):
-    wide = torch.randn(5, 6, 128).bfloat16()[:, :5, :64]
+    wide = torch.randn(3, 6, 128).bfloat16()[:, :5, :64]
     dsa.hyper_expand_mix(**(arguments() | {"y": wide[:, 4], "streams": wide[:, :4]}))
     y, streams = named_launches[0][2][:2]
     assert y.stride() == (768, 1) and streams.stride() == (768, 128, 1)
