@@ -379,7 +379,7 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
                     if counts[i] > CAPACITY - TILE:
                         counts[i], floors[i] = lists[i].cut(counts[i], k, Int32(SLACK), lane)
             for i in cutlass.range_constexpr(OWN_QUERIES):
-                if query + i < indices.shape[0]:
+                if key_counts[i] > 0:
                     if counts[i] > k:
                         counts[i], floors[i] = lists[i].cut(counts[i], k, Int32(0), lane)
                     cute.arch.sync_warp()

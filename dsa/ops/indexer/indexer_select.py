@@ -1,16 +1,15 @@
 """Lightning-indexer scores and the selection of the largest in one op, without the scores in memory."""
 
-import functools
-from collections.abc import Callable
 from types import ModuleType
 
 import torch
 
 from dsa import backends
 from dsa.kernels.indexer.limits import HEAD_DIMS, HEADS, MAX_COLS, PAGED, ROW_TO_SEQ, VALUES
-from dsa.kernels.indexer.select_limits import MAX_SELECTED
+from dsa.kernels.indexer.select_limits import MAX_SELECTED, TWO_OPS_KEYS
 from dsa.ops._kernel_arguments import unit_inner
 from dsa.ops.declaration import op
+from dsa.ops.indexer import fp8_mqa_logits, topk_indices
 from dsa.reference.indexer import indexer_select as reference
 from dsa.reference.indexer.fp8_mqa_logits import pair
 
@@ -52,10 +51,13 @@ def indexer_select(
     top_k keys end in -1, where values are -inf. A value that is zero is 0.0. A NaN score is never selected. With
     block_table an index becomes -1 where `topk_indices` says so.
     Exact for any input: a query's result does not depend on the other queries, on the machine or on the run. The time
-    does: ascending scores take longest. Raises TypeError or ValueError for other types, dtypes and shapes.
-    On Hopper: one kernel, no memory beside the results; H in {8, 16, 32, 64}, D in {32, 64, 128}, top_k up to 2048,
-    less than 2^30 keys; rows of k 16-byte aligned. A block of four queries is one multiprocessor's work, so it pays
-    from about two thousand queries on. CUDA-graph safe with new ranges, no host synchronisation. Not differentiable.
+    does: plateaus take longest. Raises TypeError or ValueError for other types, dtypes and shapes.
+    On Hopper: the two ops up to 8192 keys, and beyond that a list of candidates for each query, with what a sample of
+    the keys says of the k-th largest score; a workspace of at most 33 KiB a query in either case. A query whose list
+    overflows or was given too high a bound, as on a plateau of equal scores, is selected by a second pass over its
+    keys. H in {8, 16, 32, 64}, D in {32, 64, 128}, top_k up to 2048, less than 2^30 keys; rows of k 16-byte aligned. At
+    most two multiprocessors share a block of four queries, so it pays from about a thousand queries on. CUDA-graph safe
+    with new ranges, no host synchronisation. Not differentiable.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), equation 1, and its top-k selection.
     """
     options = top_k, block_table, page_size, row_to_seq, return_values
@@ -85,11 +87,22 @@ def _check_limits(q: torch.Tensor, k: torch.Tensor, top_k: int) -> None:
     arguments=reference.INDEXER_SELECT,
     reference=reference.indices_and_values,
     results=_results,
-    kernels={"sm_90": "dsa.kernels.indexer.indexer_select_sm90"},
+    kernels={
+        "sm_90": (
+            "dsa.kernels.indexer.candidate_lists",
+            "dsa.kernels.indexer.candidate_scores_sm90",
+            "dsa.kernels.indexer.candidate_bounds_sm90",
+            "dsa.kernels.indexer.candidate_select_sm90",
+            "dsa.kernels.indexer.indexer_select_sm90",
+            "dsa.kernels.indexer.fp8_mqa_logits_sm90",
+            "dsa.kernels.indexer.topk_indices_sm90",
+            "dsa.kernels.indexer.topk_config",
+        )
+    },
     limits=_check_limits,
 )
 def _indexer_select(
-    kernels: ModuleType,
+    kernels: tuple[ModuleType, ...],
     q: torch.Tensor,
     k: torch.Tensor,
     k_scale: torch.Tensor,
@@ -108,20 +121,96 @@ def _indexer_select(
         return indices.fill_(-1), values.fill_(-torch.inf)
     if keys == 1:  # a single row's stride means nothing, and may be any number
         k = k.as_strided(k.shape, (dim, 1))
+    ranges = cu_seq_len_k_start, cu_seq_len_k_end
+    if keys <= TWO_OPS_KEYS:
+        paging = block_table, page_size, row_to_seq
+        _in_two(kernels[5:], q, k, k_scale, weights, *ranges, *paging, return_values, indices, values)
+        return indices, values
     options = VALUES if return_values else 0
     # What is not given is not read: any tensor of its kind stands for it.
     table, sequences = indices, cu_seq_len_k_start
     if block_table is not None:
-        table, options = block_table, options | PAGED
+        table, options = unit_inner(block_table), options | PAGED
         if row_to_seq is not None:
             sequences, options = row_to_seq, options | ROW_TO_SEQ
-    ctas = min(kernels.work_tiles(queries), backends.num_sms(q.device))
-    ranges = cu_seq_len_k_start, cu_seq_len_k_end
-    arguments = q.view(queries * heads, dim), k, k_scale, weights, *ranges, unit_inner(table), sequences, indices
-    _kernel(kernels, heads, dim)(*arguments, values if return_values else weights, page_size or 1, options, ctas)
+    plan, _, _, candidate_select, exact, *_ = kernels
+    scored = q.view(queries * heads, dim), k, k_scale, weights
+    results = table, sequences, indices, values if return_values else weights
+    ends = cu_seq_len_k_end
+    if keys < plan.MAX_KEYS:
+        lists = _lists(q.device, queries, plan.CAPACITY)
+        _list_candidates(kernels, scored, ranges, lists, heads, top_k)
+        ends = torch.empty(queries, dtype=torch.int32, device=q.device)
+        select = candidate_select.compile_candidate_select()
+        select(*ranges, *lists, ends, *results, keys, page_size or 1, options)
+    else:  # rows without a key are not written
+        indices.fill_(-1)
+        values.fill_(-torch.inf)
+    ctas = min(exact.work_tiles(queries), backends.num_sms(q.device))
+    of_rest = exact.compile_indexer_select(heads, dim, exact.CONFIG)
+    of_rest(*scored, cu_seq_len_k_start, ends, *results, page_size or 1, options, ctas)
     return indices, values
 
 
-@functools.cache
-def _kernel(kernels: ModuleType, heads: int, dim: int) -> Callable[..., None]:
-    return kernels.compile_indexer_select(heads, dim, kernels.CONFIG)
+Lists = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _lists(device: torch.device, queries: int, capacity: int) -> Lists:
+    """Workspace: entries, of 8 bytes each, counts and bounds."""
+    entries = torch.empty(queries, capacity, dtype=torch.int64, device=device)
+    counts = torch.empty(queries, 2, dtype=torch.int32, device=device)
+    return entries, counts, torch.empty(queries, dtype=torch.float32, device=device)
+
+
+def _list_candidates(
+    kernels: tuple[ModuleType, ...],
+    scored: tuple[torch.Tensor, ...],
+    ranges: tuple[torch.Tensor, torch.Tensor],
+    lists: Lists,
+    heads: int,
+    top_k: int,
+) -> None:
+    """Passes over the keys, and bounds in between."""
+    plan, scores, bounds, *_ = kernels
+    q, k, queries = scored[0], scored[1], len(lists[0])
+    config = scores.choose_config(heads, q.shape[1])
+    block_q = config.columns // heads
+    ctas = plan.choose_ctas(queries, block_q, backends.num_sms(q.device))
+    strides = plan.pass_strides(len(k))
+    ranks = (*plan.bound_ranks(top_k, strides), 0)
+    before = 0
+    for i, (stride, rank) in enumerate(zip(strides, ranks)):
+        first = i == 0
+        log = stride.bit_length() - 1
+        keep = scores.compile_candidate_scores(heads, q.shape[1], False, first, config)
+        keep(*scored, *ranges, *lists, log, 0 if first else before - log, ctas)
+        if rank:
+            bound = bounds.compile_candidate_bounds(first)
+            bound(*ranges, *lists, len(k), block_q, log, rank)
+        before = log
+
+
+def _in_two(
+    kernels: tuple[ModuleType, ...],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    k_scale: torch.Tensor,
+    weights: torch.Tensor,
+    cu_seq_len_k_start: torch.Tensor,
+    cu_seq_len_k_end: torch.Tensor,
+    block_table: torch.Tensor | None,
+    page_size: int | None,
+    row_to_seq: torch.Tensor | None,
+    return_values: bool,
+    indices: torch.Tensor,
+    values: torch.Tensor,
+) -> None:
+    """Scores in memory and their top-k."""
+    of_scores, *of_topk = kernels
+    starts, ends = (x.clamp(0, len(k)) for x in (cu_seq_len_k_start, cu_seq_len_k_end))
+    options = False, len(k), torch.float32, torch.float32
+    scores = fp8_mqa_logits._fp8_mqa_logits.launch(of_scores, q, k, k_scale, weights, starts, ends, *options)
+    given = None, ends - starts, block_table, page_size, row_to_seq, False, return_values
+    topk_indices._select(tuple(of_topk), scores, *given, indices, values)
+    if return_values:
+        values.add_(0.0)  # no -0.0
