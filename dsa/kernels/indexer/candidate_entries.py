@@ -1,5 +1,5 @@
-"""Lists of candidates in global memory: entries [queries, CAPACITY] of 8 bytes, a score and its key; counts [queries, 2],
-how many there are from the front and from the back; bounds [queries]."""
+"""Lists of candidates in global memory: entries [queries, CAPACITY] of 8 bytes, a score and its key; counts
+[queries, 2], how many there are from the front and from the back; bounds [queries]."""
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64

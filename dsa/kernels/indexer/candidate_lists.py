@@ -7,6 +7,7 @@ next one.
 """
 
 import functools
+import itertools
 import math
 
 LOG_TILE, LOG_GROUP = 6, 4
@@ -40,7 +41,7 @@ def bound_ranks(k: int, strides: tuple[int, ...]) -> tuple[int, ...]:
     the last pass is halfway between k candidates and as many as there is room for, or at 8 deviations; those before are
     at 7, and at most at what fills 0.6 of the list in the next pass."""
     ranks = []
-    for stride, following in zip(strides, strides[1:]):
+    for stride, following in itertools.pairwise(strides):
         expected = k / stride
         if following == 1:
             rank = min((k + CAPACITY) / 2 / stride, expected + 8 * math.sqrt(expected) + 2)

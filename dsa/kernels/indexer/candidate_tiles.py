@@ -2,8 +2,8 @@
 
 The keys that a block of queries sees, from the least key of a range to the last, are groups of 16 neighbours, and the
 groups are four parts of `tiles` groups each. Tile r has the r-th group of every part, one for each warp of a warpgroup:
-key (base + part * tiles + r) * 16 + i. So every S-th tile has every S-th group of all parts, a fairer sample than tiles of
-64 neighbours, and four copies load a tile.
+key (base + part * tiles + r) * 16 + i. So every S-th tile has every S-th group of all parts, a fairer sample than tiles
+of 64 neighbours, and four copies load a tile.
 """
 
 from typing import NamedTuple

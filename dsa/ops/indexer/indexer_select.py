@@ -182,7 +182,7 @@ def _list_candidates(
     for i, (stride, rank) in enumerate(zip(strides, ranks)):
         first = i == 0
         log = stride.bit_length() - 1
-        keep = scores.compile_candidate_scores(heads, q.shape[1], False, first, config)
+        keep = scores.compile_candidate_scores(heads, q.shape[1], first, config)
         keep(*scored, *ranges, *lists, log, 0 if first else before - log, ctas)
         if rank:
             bound = bounds.compile_candidate_bounds(first)
