@@ -32,7 +32,7 @@ _ceiling = cache(fp8_gemm_rate)
 
 
 def _scales(keys: int, kind: str) -> torch.Tensor:
-    """Of keys. Most scores of a plateau are zero; ascending ones are all appended to the lists."""
+    """Of keys. Most scores of a plateau are zero, and the lists of candidates overflow."""
     if kind == "ascending":
         return torch.arange(1, keys + 1, device="cuda").float()
     scale = torch.rand(keys, device="cuda") + 0.5

@@ -84,10 +84,10 @@ class CandidateBoundsSm90:
             kept[0] = Int32(0)
         wait_for_prerequisite_grids()
 
-        frame = frame_of(query // block_q, block_q, starts, ends, keys, tid % WARP)
         bound, count, overflow = Float32(MINUS_INFINITY), Int32(0), Int32(0)
         searched = False
         if const_expr(self.sample):
+            frame = frame_of(query // block_q, block_q, starts, ends, keys, tid % WARP)
             _, length = key_range(starts, ends, query, keys)
             count = cutlass.min(tiles_of_pass(frame, log_stride) << LOG_TILE, SAMPLES)
             sample = cute.make_tensor(

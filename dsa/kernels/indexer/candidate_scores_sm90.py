@@ -98,7 +98,7 @@ class WorkTileInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class OwnLists:
-    """Of a lane's queries: bounds, ranges of keys, and the address of the list's first entry, or last one."""
+    """Of a lane's queries: bounds, ranges of keys, and the address of the list's entry where the CTA begins."""
 
     bounds: cute.Tensor
     first_keys: cute.Tensor
@@ -350,7 +350,9 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
                         own.first_keys[i], own.counts[i] = key_range(ranges.starts, ranges.ends, query, keys)
                         if const_expr(not self.sample):
                             own.bounds[i] = lists.bounds[query]
-                    first_entry = lists.entries[query, None].iterator + tile.back * (CAPACITY - 1)
+                    first_entry = lists.entries[query, None].iterator
+                    if const_expr(not self.sample):
+                        first_entry += tile.back * (CAPACITY - 1)
                     # Through a shuffle, or the compiler would compute it anew for every entry.
                     pointer = Int64(first_entry.toint())
                     low, high = (cute.arch.shuffle_sync(Int32(x), lane) for x in (pointer & 0xFFFFFFFF, pointer >> 32))

@@ -1,6 +1,9 @@
 """Lightning-indexer scores over contiguous keys and the selection of the k largest of each query, in one kernel:
 topk_indices(fp8_mqa_logits(...)), bit by bit but for the sign of a zero, without the scores in memory.
 
+For the queries whose lists of candidates (candidate_select_sm90.py) say nothing, and for all where there are too many
+keys for these. A query without keys is not written, and work tiles of such queries end at once.
+
 Plan
 - Scores are computed as in fp8_mqa_logits_sm90, whose producer, wgmma, sums over heads and work tiles these are. A work
   tile is a block of four queries by all keys that one of them sees.

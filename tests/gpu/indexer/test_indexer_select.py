@@ -1,11 +1,14 @@
-"""Scores and selection in one kernel beside the two by themselves, bit by bit."""
+"""Scores and selection in one op beside the two by themselves, bit by bit."""
 
+import math
 from itertools import product
 
 import pytest
 import torch
 
 import dsa
+from dsa.kernels.indexer.candidate_lists import CAPACITY, GROUP, PARTS, pass_strides
+from dsa.kernels.indexer.select_limits import TWO_OPS_KEYS
 from dsa.testing import poison_free_memory
 
 
@@ -38,13 +41,16 @@ def check(q, kv, weights, starts, ends, top_k, **paging):
 @pytest.mark.parametrize("dim", [32, 64, 128])
 @pytest.mark.parametrize("heads", [8, 16, 32, 64])
 def test_causal(heads, dim):
-    queries, keys = 301, 5000
-    ends = torch.arange(queries, device="cuda", dtype=torch.int32) + keys - queries + 1
-    for top_k in (1, 100, 2048):
-        check(*inputs(queries, keys, heads, dim), (ends - 4444).clamp_min(0), ends, top_k)
+    for queries, keys in ((301, 5000), (301, 20000), (70, 70000)):
+        ends = torch.arange(queries, device="cuda", dtype=torch.int32) + keys - queries + 1
+        for top_k in (1, 100, 2048):
+            check(*inputs(queries, keys, heads, dim), (ends - keys * 8 // 9).clamp_min(0), ends, top_k)
 
 
-@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 70000), (2, 63), (5, 64), (3, 65), (700, 129), (64, 9000)])
+@pytest.mark.parametrize(
+    ("queries", "keys"),
+    [(1, 1), (1, 70000), (2, 63), (5, 64), (3, 65), (700, 129), (64, 9000), (600, 8193), (9, 200001)],
+)
 def test_random_ranges(queries, keys):
     """Empty, unordered, disjoint inside one block of queries, and beyond both ends."""
     for heads, top_k in product((8, 64), (5, 512, 2048)):
@@ -56,8 +62,33 @@ def test_random_ranges(queries, keys):
 def test_more_blocks_than_multiprocessors():
     """Lists and rings go on from one work tile to the next, with odd numbers of key tiles in between."""
     queries = 3000
-    starts = torch.randint(0, 6000, (queries,), device="cuda", dtype=torch.int32)
-    check(*inputs(queries, 6400), starts, starts + torch.randint(0, 6000, starts.shape, device="cuda").int(), 300)
+    for keys, longest in ((6400, 6000), (26400, 26000)):
+        starts = torch.randint(0, longest, (queries,), device="cuda", dtype=torch.int32)
+        lengths = torch.randint(0, longest, (queries,), device="cuda", dtype=torch.int32)
+        check(*inputs(queries, keys), starts, starts + lengths, 300)
+
+
+@pytest.mark.parametrize("heads", [8, 64])
+def test_blocks_shared_by_two_multiprocessors(heads):
+    """From half a block for each to blocks that not all of them have as many of."""
+    block_q, sms = 128 // heads if heads < 64 else 4, torch.cuda.get_device_properties(0).multi_processor_count
+    for blocks in (1, 3, sms // 2, sms // 2 + 1, sms - 1, sms, sms + 1, 2 * sms - 1, 2 * sms + 7):
+        queries, keys = blocks * block_q - 1, 9000
+        starts = torch.randint(0, 300, (queries,), device="cuda", dtype=torch.int32)
+        check(*inputs(queries, keys, heads, 32), starts, torch.full_like(starts, keys), 700)
+
+
+def test_rows_of_very_different_lengths():
+    """In one block: those that the list holds, by a key more or less, and those of all keys or none."""
+    keys = 70000
+    lengths = [0, 1, 15, 16, 17, 2047, 2048, 2049, CAPACITY - 1, CAPACITY, CAPACITY + 1, 2 * CAPACITY, 30000, keys]
+    for top_k in (1, 2000, 2048):
+        starts = int32([7 * i for i in range(len(lengths))])
+        check(*inputs(len(lengths), keys), starts, starts + int32(lengths), top_k)
+        check(*inputs(len(lengths), keys), keys - int32(lengths), int32([keys] * len(lengths)), top_k)
+        order = torch.randperm(len(lengths))
+        middle = (keys - int32(lengths)[order]) // 2
+        check(*inputs(len(lengths), keys), middle, middle + int32(lengths)[order], top_k)
 
 
 def test_ranges_of_any_numbers():
@@ -79,19 +110,48 @@ SHAPES = {
     "both infinities": lambda n: torch.tensor([torch.inf, -torch.inf, 1.0, -1.0, 0.0, -0.0])[torch.arange(n) % 6],
     "both signs, many sizes": lambda n: torch.randn(n) * torch.rand(n).mul(60).exp2(),
     "infinite": lambda n: torch.where(torch.arange(n) % 3 == 0, torch.inf, torch.rand(n)),
+    # What the sample sees is larger, or smaller, than all else: too few candidates, or lists that overflow.
+    "large where sampled": lambda n: torch.rand(n) + 2 * _sampled(n),
+    "small where sampled": lambda n: torch.rand(n) + 2 * ~_sampled(n),
+    "large in the first pass": lambda n: torch.rand(n) + 2 * _sampled(n, pass_strides(n)[0]),
+    "small in the first pass": lambda n: torch.rand(n) + 2 * ~_sampled(n, pass_strides(n)[0]),
+    # The k-th largest is among those that equal the bound.
+    "a few levels": lambda n: torch.randint(1, 9, (n,)),
+    "many levels": lambda n: torch.randint(1, n // 700, (n,)),
+    "zeros and more than are wanted": lambda n: torch.rand(n) * (torch.rand(n) < 0.2),
+    "NaN": lambda n: torch.where(torch.rand(n) < 0.3, torch.nan, torch.rand(n)),
+    "NaN but for a few": lambda n: torch.where(torch.rand(n) < 0.97, torch.nan, torch.rand(n)),
+    "NaN where sampled": lambda n: torch.where(_sampled(n), torch.nan, torch.rand(n)),
 }
+
+
+def _sampled(keys, stride=4):
+    """The keys of every stride-th tile of a block whose queries see all keys."""
+    tiles = math.ceil(math.ceil(keys / GROUP) / PARTS)
+    return (torch.arange(keys) // GROUP) % tiles % stride == 0
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_scores_of_any_shape(shape, sign):
-    queries, keys = 6, 20000
-    q, (k, _), weights = inputs(queries, keys)
-    k[:], weights[:] = k[0].clone(), sign * weights.abs()
-    scale = SHAPES[shape](keys).float().cuda()
-    starts, ends = int32([0, 5, 9000, 0, 17000, 63]), int32([keys, 19999, keys, 3000, 19900, 19000])
-    for top_k in (1, 500, 2048):
-        check(q, (k, scale), weights, starts, ends, top_k)
+    for keys in (7000, 20000, 50000):  # the two ops; one pass that gives bounds; two
+        queries = 10
+        q, (k, _), weights = inputs(queries, keys)
+        k[:], weights[:] = k[0].clone(), sign * weights.abs()
+        scale = SHAPES[shape](keys).float().cuda()
+        starts = int32([0, 5, keys // 2, 0, keys - 3000, 63, 0, 0, 1, 2])
+        ends = int32([keys, keys - 1, keys, 3000, keys - 100, keys - 1000, keys, keys, keys, keys])
+        for top_k in (1, 500, 2048):
+            check(q, (k, scale), weights, starts, ends, top_k)
+
+
+def test_some_lists_overflow_and_others_do_not():
+    """Of a block: queries that see zeros alone, and queries that see other keys."""
+    q, (k, scale), weights = inputs(16, 60000)
+    scale[:30000] = 0.0
+    starts = int32([0, 30000] * 8)
+    check(q, (k, scale), weights, starts, starts + 30000, 2048)
+    check(q, (k, scale), weights, int32([0] * 16), int32([60000] * 15 + [30000]), 100)
 
 
 def test_nan_is_never_selected():
@@ -103,20 +163,27 @@ def test_nan_is_never_selected():
 
 def test_slots():
     queries, keys = 50, 4000
-    arguments, starts = inputs(queries, keys), int32([0] * 25 + [2000] * 25)
-    ends = starts + int32(range(1000, 2000, 20))
-    table = torch.randperm(128, device="cuda").int().view(2, 64)
-    table[1, 3], table[0, 2] = -1, 2**31 - 1
-    sequences = int32([0] * 25 + [1] * 23 + [2, -1])
-    check(*arguments, starts, ends, 256, block_table=table[:, :30], page_size=64, row_to_seq=sequences)
-    every = table[sequences.clamp(0, 1).long()]
-    check(*arguments, starts, ends, 256, block_table=every, page_size=32)
+    for times in (1, 5):  # the two ops, and lists of candidates
+        arguments = inputs(queries, times * keys)
+        starts = times * int32([0] * 25 + [2000] * 25)
+        ends = starts + times * int32(range(1000, 2000, 20))
+        table = torch.randperm(128 * times, device="cuda").int().view(2, 64 * times)
+        table[1, 3], table[0, 2] = -1, 2**31 - 1
+        sequences = int32([0] * 25 + [1] * 23 + [2, -1])
+        check(*arguments, starts, ends, 256, block_table=table[:, : 30 * times], page_size=64, row_to_seq=sequences)
+        every = table[sequences.clamp(0, 1).long()]
+        check(*arguments, starts, ends, 256, block_table=every, page_size=32)
+        arguments[1][1].fill_(0.0)  # ties of all: lists overflow
+        check(*arguments, starts, ends, 256, block_table=every, page_size=32)
 
 
 def test_calls_that_come_again():
     """With new tensors of the same sizes, until they are recorded and after."""
-    for _ in range(12):
-        arguments, starts = inputs(30, 2000), torch.randint(0, 500, (30,), device="cuda", dtype=torch.int32)
+    for i in range(24):
+        arguments, starts = (
+            inputs(30, 2000 if i < 12 else 12000),
+            torch.randint(0, 500, (30,), device="cuda", dtype=torch.int32),
+        )
         table, sequences = torch.randperm(64, device="cuda").int().view(2, 32), int32(range(60)) % 2
         check(*arguments, starts, starts + 1400, 128)
         paging = {"block_table": table, "page_size": 64, "row_to_seq": sequences[::2]}
@@ -124,11 +191,12 @@ def test_calls_that_come_again():
 
 
 def test_strided_weights_and_keys():
-    q, (k, scale), _ = inputs(40, 3000)
-    weights = torch.randn(40, 3 * 64 + 1, device="cuda")[:, 64:128]
-    wide = torch.zeros(3000, 256, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
-    wide[:, :128] = k
-    check(q, (wide[:, :128], scale), weights, int32([0] * 40), int32([3000] * 40), 64)
+    for keys in (3000, 13000):
+        q, (k, scale), _ = inputs(40, keys)
+        weights = torch.randn(40, 3 * 64 + 1, device="cuda")[:, 64:128]
+        wide = torch.zeros(keys, 256, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
+        wide[:, :128] = k
+        check(q, (wide[:, :128], scale), weights, int32([0] * 40), int32([keys] * 40), 64)
 
 
 def test_long_contexts():
@@ -144,17 +212,24 @@ def test_long_contexts():
     assert torch.equal(dsa.indexer_select(q, (k, scale), weights, starts, ends, 2048), expected)
 
 
-def test_a_graph_takes_new_ranges():
-    arguments, starts, ends = inputs(200, 7000), int32([0] * 200), int32([7000] * 200)
+@pytest.mark.parametrize("keys", [7000, 40000])
+def test_a_graph_takes_new_ranges_and_scores(keys):
+    """Also scores whose lists overflow, of which the capture knew nothing, and such that do not, behind these."""
+    q, (k, scale), weights = inputs(200, keys)
+    starts, ends = int32([0] * 200), int32([keys] * 200)
+    arguments = q, (k, scale), weights
     dsa.indexer_select(*arguments, starts, ends, 300)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = dsa.indexer_select(*arguments, starts, ends, 300)
-    for _ in range(3):
-        starts.copy_(torch.randint(0, 5000, (200,)))
-        ends.copy_(torch.randint(4000, 7000, (200,)))
+    for i in range(4):
+        starts.copy_(torch.randint(0, keys // 2, (200,)))
+        ends.copy_(torch.randint(keys // 2, keys, (200,)))
+        scale.copy_(torch.rand(keys) * (torch.rand(keys) < (0.001 if i % 2 else 1.0)))
+        weights.normal_()
         graph.replay()
-        assert torch.equal(got, dsa.indexer_select(*arguments, starts.clone(), ends.clone(), 300))
+        scores = dsa.fp8_mqa_logits(*arguments, starts, ends)
+        assert torch.equal(got, dsa.topk_indices(scores, 300, starts=starts, lengths=ends - starts))
 
 
 def test_twenty_runs_are_identical():
@@ -163,11 +238,12 @@ def test_twenty_runs_are_identical():
     assert all(torch.equal(first, dsa.indexer_select(*arguments)) for _ in range(20))
 
 
-def test_no_memory_beside_the_results():
-    arguments = (*inputs(2048, 40000), int32([0] * 2048), int32([40000] * 2048), 2048)
+@pytest.mark.parametrize("keys", [TWO_OPS_KEYS, 40000, 131072])
+def test_memory_beside_the_results(keys):
+    arguments = (*inputs(2048, keys), int32([0] * 2048), int32([keys] * 2048), 2048)
     got = dsa.indexer_select(*arguments)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     got = dsa.indexer_select(*arguments)
-    assert torch.cuda.max_memory_allocated() - before == got.nbytes
+    assert torch.cuda.max_memory_allocated() - before <= got.nbytes + 2048 * 33 * 1024
