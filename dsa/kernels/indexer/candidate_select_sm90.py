@@ -129,7 +129,7 @@ class CandidateSelectSm90:
                 above = floor
                 if excess > 0:
                     above = next_above(floor)
-                    last = self.last_of_equal(scores, own_keys, count, floor, above, equal, memory, tid)
+                    last = self.last_of_equal(scores, own_keys, count, floor, equal, memory, tid)
             shift = cutlass.max(32 - LOG_BUCKETS - Int32(cute.arch.clz(Uint32(length - 1))), 0)
             for i in cutlass.range(tid, count, THREADS, unroll=2):
                 score, key = scores[i], own_keys[i]
@@ -181,16 +181,16 @@ class CandidateSelectSm90:
 
     @cute.jit
     def last_of_equal(
-        self, scores: cute.Tensor, own_keys: cute.Tensor, count, floor, above, equal, memory: SelectMemory, tid
+        self, scores: cute.Tensor, own_keys: cute.Tensor, count, floor, equal, memory: SelectMemory, tid
     ) -> Int32:
-        """The `equal`-th lowest key of the scores from `floor` on that are below `above`: the largest number below
-        which there are fewer keys."""
+        """The `equal`-th lowest key of the scores that equal `floor`: the largest number below which there are fewer
+        keys."""
         last = Int32(0)
         for step in cutlass.range(LOG_MAX_KEYS, unroll=1):
             trial = last | (Int32(1) << (LOG_MAX_KEYS - 1 - step))
             here = Int32(0)
             for i in cutlass.range(tid, count, THREADS, unroll=2):
-                if scores[i] >= floor and scores[i] < above and own_keys[i] < trial:
+                if scores[i] == floor and own_keys[i] < trial:
                     here += 1
             _, below = block_exclusive_scan(here, memory.sums[step & 1, None], tid % WARP, tid // WARP)
             if below < equal:
