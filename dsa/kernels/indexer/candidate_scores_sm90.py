@@ -4,8 +4,9 @@ bound. Scores have the bits of fp8_mqa_logits_sm90, whose wgmma, sums over heads
 Plan
 - A pass has the key tiles (candidate_tiles.py) that are multiples of `stride` and not of `stride` << `log_period`, of
   every block of queries. The first pass keeps all its scores as a sample, the others append candidates to lists.
-- Warp roles: consumer warpgroups and a producer warp, as in fp8_mqa_logits_sm90. The producer loads a key tile by four
-  copies of 16 keys.
+- Warp roles: consumer warpgroups as in fp8_mqa_logits_sm90, and a producer warp for each of them, so that their
+  instructions, more than one producer's there, are not all issued by the first quarter of a multiprocessor. A key tile
+  is loaded by four copies of 16 keys.
 - Mainloop: as there; the epilogue of a candidate pass multiplies by the key's scale and compares with the bound of the
   lane's query. One vote for both keys of a lane decides whether the warp has anything to append; only then it looks at
   ranges.
@@ -16,8 +17,8 @@ Plan
   all CTAs share evenly: of B blocks each CTA computes B / CTAs.
 Shared memory: barriers, the queries and keys of fp8_mqa_logits_sm90, a counter a query.
 Registers: as fp8_mqa_logits_sm90.
-Roofline: that of the scores. With 64 heads a key tile has 4 instructions more than in fp8_mqa_logits_sm90, and 16 to 25
-for a warp that appends, which is 2 of 3 tiles at 128K keys and k = 2048, and 1 of 4 at 512K.
+Roofline: that of the scores. With 64 heads a key tile has 4 instructions more than in fp8_mqa_logits_sm90, and 25 for a
+warp that appends, which is 2 of 3 tiles at 128K keys and k = 2048, and 1 of 4 at 512K.
 """
 
 from collections.abc import Callable
@@ -45,7 +46,6 @@ from dsa.kernels.indexer.fp8_mqa_logits_sm90 import (
     Fp8MqaLogitsSm90,
     MqaLogitsConfig,
     Pipelines,
-    ProducerWarp,
     choose_config,
 )
 from dsa.kernels.indexer.limits import HEAD_DIMS, HEADS
@@ -198,8 +198,9 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
         ranges = Ranges(starts, ends, k_scale.shape[0], log_stride, log_period)
         if warp >= self.consumer_warps:
             cute.arch.setmaxregister_decrease(self.producer_registers)
-            if warp == self.consumer_warps + ProducerWarp.LOAD:
-                self.load_tiles(q_atom, mq, k_atom, mk, ranges, bounds, sq, sgroups, pipelines, lane)
+            group = warp - self.consumer_warps
+            if group < self.groups:
+                self.load_tiles(q_atom, mq, k_atom, mk, ranges, bounds, sq, sgroups, pipelines, group, lane)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             lists = Lists(entries, counts, bounds)
@@ -246,8 +247,10 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
         return WorkTileInfo(block, frame.base, frame.tiles, first, end, Int32(low > 0))
 
     @cute.jit
-    def load_tiles(self, q_atom, mq, k_atom, mk, ranges: Ranges, bounds, sq, sgroups, pipelines: Pipelines, lane):
-        """The producer."""
+    def load_tiles(
+        self, q_atom, mq, k_atom, mk, ranges: Ranges, bounds, sq, sgroups, pipelines: Pipelines, group, lane
+    ):
+        """The producer of a consumer warpgroup's key tiles; the first one also loads the queries."""
         gq = cute.local_tile(mq, (self.n, self.dim), (None, 0))
         gk = cute.local_tile(mk, (GROUP, self.dim), (None, 0))
         one = cute.make_layout(1)
@@ -259,19 +262,18 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
         )
         shares = self.shares(ranges)
         period = Int32(1) << ranges.log_period
-        q_state, k_state, group = start(), start(), Int32(0)
+        ring = pipelines.k.ring(group, self.group_stages)
+        q_state, k_state, turn = start(), start(), Int32(group)
         for number in cutlass.range(shares.count, unroll=1):
             tile = self.work_tile_of(number, shares, ranges, bounds, lane)
             if tile.first < tile.end:
-                pipelines.q.producer_acquire(q_state, self.n * self.dim)
-                q_full = pipelines.q.producer_barrier(q_state)
-                cute.copy(q_atom, tqg[None, tile.block], tqs[None, q_state.stage], tma_bar_ptr=q_full)
-                q_state = pipelines.q.advance(q_state)
-                v = tile.first
-                if const_expr(not self.sample):
-                    v += 1
+                if group == 0:
+                    pipelines.q.producer_acquire(q_state, self.n * self.dim)
+                    q_full = pipelines.q.producer_barrier(q_state)
+                    cute.copy(q_atom, tqg[None, tile.block], tqs[None, q_state.stage], tma_bar_ptr=q_full)
+                    q_state = pipelines.q.advance(q_state)
+                v, turn = self.first_tile(tile, turn, ranges.log_period)
                 while v < tile.end:
-                    ring = pipelines.k.ring(group, self.group_stages)
                     ring.producer_acquire(k_state, TILE * self.dim)
                     k_full = ring.producer_barrier(k_state)
                     from_group = tile.base + (v << ranges.log_stride)
@@ -279,14 +281,22 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
                         to = ring.index(k_state) * PARTS + part
                         cute.copy(k_atom, tkg[None, from_group], tks[None, to], tma_bar_ptr=k_full)
                         from_group += tile.tiles
-                    group += 1
-                    if group == self.groups:
-                        group = Int32(0)
-                        k_state = ring.advance(k_state)
-                    v += 1
-                    if const_expr(not self.sample):
-                        if v & (period - 1) == 0:
-                            v += 1
+                    k_state = ring.advance(k_state)
+                    v = self.next_tile(v, period - 1, period - self.groups)
+
+    @cute.jit
+    def first_tile(self, tile: WorkTileInfo, turn, log_period):
+        """(which of the pass's tiles is the work tile's first of the warpgroup whose turn is `turn`, its turn in the
+        next work tile): the warpgroups take turns over the whole life of the CTA, and none has two more than
+        another."""
+        v, count = tile.first + turn, tile.end - tile.first
+        if const_expr(not self.sample):
+            v += 1
+            count -= (count + (Int32(1) << log_period) - 1) >> log_period
+        turn -= count % self.groups
+        if turn < 0:
+            turn += self.groups
+        return v, turn
 
     @cute.jit
     def next_tile(self, v, period_mask, late):
@@ -334,8 +344,6 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
         step_keys = opaque(Int32(GROUP) << ranges.log_stride)
         ring = pipelines.k.ring(warp // 4, self.group_stages)
         q_state, k_state = start(), start()
-        # Which of the next work tile's key tiles is this warpgroup's first: the warpgroups take turns over the whole
-        # life of the CTA, and none has two more than another.
         turn = warp // 4
 
         own = OwnLists.of(self.lane_q)
@@ -366,10 +374,8 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
                 pipelines.q.consumer_wait(q_state)
                 base_key = ((tile.base + place // GROUP * tile.tiles) << LOG_GROUP) + place % GROUP
                 entry_step = opaque(8 - 16 * tile.back)
-                v, count = opaque(tile.first + turn), tile.end - tile.first
-                if const_expr(not self.sample):
-                    v += 1
-                    count -= (count + period - 1) >> ranges.log_period
+                v, turn = self.first_tile(tile, turn, ranges.log_period)
+                v = opaque(v)
                 # No tile is without its epilogue yet: NaN is no candidate, and NO_KEY no key.
                 scales.fill(QUIET_NAN)
                 key, pending = Int32(NO_KEY), Int32(0)
@@ -393,9 +399,6 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
                     for t in cutlass.range_constexpr(self.block_q):
                         sums[2 * t], sums[2 * t + 1] = head_sum(flat, w, t, self.heads)
                 self.finish(sums, scales, own, counter, entry_step, key, pending, place, quad)
-                turn -= count % self.groups
-                if turn < 0:
-                    turn += self.groups
                 pipelines.q.consumer_release(q_state)
                 q_state = pipelines.q.advance(q_state)
                 if const_expr(not self.sample):
@@ -442,25 +445,30 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
                         )
             else:
                 if cute.arch.vote_any_sync(values[0] >= own.bounds[i] or values[1] >= own.bounds[i]):
+                    taken = []
                     for half in cutlass.range_constexpr(2):
                         inside = Uint32(key + 8 * half - own.first_keys[i]) < Uint32(own.counts[i])
-                        if values[half] >= own.bounds[i] and inside:
-                            self.append(values[half], key + 8 * half, counter + 16 * i, own.pointers[i], entry_step)
+                        taken.append(Int32(1) if values[half] >= own.bounds[i] and inside else Int32(0))
+                    self.append(values, taken, key, counter + 16 * i, own.pointers[i], entry_step)
 
     @cute.jit
-    def append(self, value, key, counter: Int32, pointer: Int64, entry_step):
-        """One lane's score and key to its query's list, if there is room."""
-        at = cute.arch.inline_ptx(
-            "atom.relaxed.cta.shared::cta.add.u32 {$w0}, [{$r0}], 1;",
-            write_only_types=[Int32],
-            read_only_args=[counter],
-        )
-        if at < CAPACITY:
-            cute.arch.inline_ptx(
-                "{{ .reg .b64 a; mad.wide.s32 a, {$r0}, {$r1}, {$r2}; "
-                "st.global.v2.b32 [a], {" + "{$r3}, {$r4}" + "}; }}",
-                read_only_args=[at, entry_step, pointer, value, key],
+    def append(self, values, taken, key, counter: Int32, pointer: Int64, entry_step):
+        """A lane's scores of `key` and `key` + 8, as far as they are taken, to its query's list, if there is room.
+        Counted together: an atomic's latency is most of what appending takes."""
+        if taken[0] + taken[1] > 0:
+            at = cute.arch.inline_ptx(
+                "atom.relaxed.cta.shared::cta.add.u32 {$w0}, [{$r0}], {$r1};",
+                write_only_types=[Int32],
+                read_only_args=[counter, taken[0] + taken[1]],
             )
+            for half in cutlass.range_constexpr(2):
+                if taken[half] > 0 and at < CAPACITY:
+                    cute.arch.inline_ptx(
+                        "{{ .reg .b64 a; mad.wide.s32 a, {$r0}, {$r1}, {$r2}; "
+                        "st.global.v2.b32 [a], {" + "{$r3}, {$r4}" + "}; }}",
+                        read_only_args=[at, entry_step, pointer, values[half], key + 8 * half],
+                    )
+                at += taken[half]
 
 
 @cached

@@ -23,8 +23,8 @@ def test_scores(arguments):
     assert sass.instructions["QGMMA"] == dim // 32
     assert sass.instructions["UTMALDG"] >= 1 + candidate_lists.PARTS
     assert sass.instructions["FFMA"] == config.columns // 2
-    # Two keys of each of a lane's queries, in the loop and behind it.
-    assert sass.instructions["ATOMS"] == (0 if sample else config.columns // heads)
+    # One for each of a lane's queries, in the loop and behind it.
+    assert sass.instructions["ATOMS"] == (0 if sample else config.columns // heads // 2)
     assert sass.registers * config.threads <= 65536
 
 
