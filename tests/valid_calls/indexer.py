@@ -79,14 +79,15 @@ def _selected(a):
 def _(new: Maker):
     kv, paging = (new.e4m3(7, 32), new.positive(7)), {"block_table": None, "page_size": None, "row_to_seq": None}
     scores = {"q": new.e4m3(3, 8, 32), "kv": kv, "weights": new.f32(3, 8), **_ranges(new)}
-    return {**scores, "top_k": 4, **paging, "return_values": True}
+    return {**scores, "top_k": 4, **paging, "return_values": True, "accumulators": F32}
 
 
 @valid("indexer_select paged", _selected)
 def _(new: Maker):
     kv, table = (new.e4m3(7, 32), new.positive(7)), {"block_table": new.ints([[2, 0], [1, -1]]), "page_size": 4}
     scores = {"q": new.e4m3(3, 8, 32), "kv": kv, "weights": new.f32(3, 8), **_ranges(new)}
-    return {**scores, "top_k": 4, **table, "row_to_seq": new.ints([0, 1, 1]), "return_values": False}
+    rest = {"row_to_seq": new.ints([0, 1, 1]), "return_values": False, "accumulators": torch.float16}
+    return {**scores, "top_k": 4, **table, **rest}
 
 
 def _topk(a):

@@ -38,6 +38,7 @@ from dsa.cute.pipeline import Pipeline, pipeline_storage, start
 from dsa.cute.reductions import quad_reduce_scatter
 from dsa.cute.sm90 import WARP, WARPGROUP, opaque
 from dsa.cute.wgmma import multiply
+from dsa.kernels.indexer import half_scores
 from dsa.kernels.indexer.candidate_entries import fake_lists
 from dsa.kernels.indexer.candidate_lists import CAPACITY, GROUP, LOG_GROUP, PARTS
 from dsa.kernels.indexer.candidate_tiles import NO_KEY, frame_of, key_range, tiles_of_pass
@@ -111,8 +112,8 @@ class OwnLists:
 
 
 class CandidateScoresSm90(Fp8MqaLogitsSm90):
-    def __init__(self, heads: int, dim: int, sample: bool, cfg: MqaLogitsConfig):
-        super().__init__(heads, dim, Float32, False, False, False, cfg)
+    def __init__(self, heads: int, dim: int, sample: bool, half: bool, cfg: MqaLogitsConfig):
+        super().__init__(heads, dim, Float32, False, False, half, cfg)
         self.sample = sample
 
     @cute.jit
@@ -144,13 +145,15 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
             k_pipeline: pipeline_storage(self.stages)
             q_pipeline: pipeline_storage(Q_STAGES)
             counters: cute.struct.MemRange[Int32, 0 if self.sample else self.block_q]
+            # Of half scores: what the rows of queries were divided by.
+            factors: cute.struct.MemRange[Float32, self.n * Q_STAGES if self.half else 0]
             q: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(q_layout)], 1024]
             k: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(k_layout)], 1024]
 
         self.storage = Storage
         self.kernel(
             *(q_atom, q_tma, k_atom, k_tma, k_scale, weights, starts, ends, entries, counts, bounds),
-            *(log_stride, log_period, score_mma(self.n), q_layout, k_layout, group_layout),
+            *(log_stride, log_period, score_mma(self.n, self.accumulators), q_layout, k_layout, group_layout),
         ).launch(grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True)
 
     @cute.kernel
@@ -207,7 +210,10 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
             counters = None
             if const_expr(not self.sample):
                 counters = cute.make_tensor(storage.counters.data_ptr(), cute.make_layout(self.block_q))
-            self.keep_scores(k_scale, weights, ranges, lists, counters, mma, sq, sk, pipelines, tid, warp, lane)
+            factors = Int32(storage.factors.data_ptr().toint())
+            self.keep_scores(
+                k_scale, weights, ranges, lists, counters, factors, mma, sq, sk, pipelines, tid, warp, lane
+            )
 
     @cute.jit
     def shares(self, ranges: Ranges) -> Shares:
@@ -315,6 +321,7 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
         ranges: Ranges,
         lists: Lists,
         counters,
+        factors,
         mma,
         sq,
         sk,
@@ -326,11 +333,16 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
         """The mainloop of a consumer warpgroup."""
         thr_mma = mma.get_slice(tid % WARPGROUP)
         ra, rb = mma.make_fragment_A(thr_mma.partition_A(sk)), mma.make_fragment_B(thr_mma.partition_B(sq))
-        acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((TILE, self.n)), Float32)
+        acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((TILE, self.n)), self.accumulators)
         flat = cute.make_tensor(acc.iterator, cute.make_layout(self.n // 2))
         sums, scales = cute.make_rmem_tensor((2 * self.block_q,), Float32), cute.make_rmem_tensor((2,), Float32)
         w = cute.make_rmem_tensor((self.n // 4,), Float32)
-        sums.fill(0.0)
+        unit = cute.make_rmem_tensor((self.lane_q,), Float32)  # what the scores of the lane's queries are counted in
+        if const_expr(self.half):
+            flat = cute.recast_tensor(flat, Uint32)
+            sums = cute.make_rmem_tensor((2 * self.block_q,), Uint32)
+            w = cute.make_rmem_tensor((self.n // 8,), Uint32)
+        sums.fill(0)
         keys, queries = ranges.keys, ranges.starts.shape[0]
         quad = lane % 4
         place = (warp % 4) * 16 + lane // 4  # of the first of the lane's two keys in a key tile
@@ -367,11 +379,14 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
                     own.pointers[i] = (Int64(high) << 32) | Int64(Uint32(low))
                 if const_expr(not self.sample):
                     self.open_lists(lists, counters, tile, tid)
-                for j in cutlass.range_constexpr(self.n // 8):
-                    t = cutlass.min(tile.block * self.block_q + j * 8 // self.heads, queries - 1)
-                    for c in cutlass.range_constexpr(2):
-                        w[2 * j + c] = weights[t, j * 8 % self.heads + quad * 2 + c] * 0.5
-                pipelines.q.consumer_wait(q_state)
+                if const_expr(self.half):
+                    self.prepare(sq, factors, weights, tile.block, queries, pipelines.q, q_state, w, unit, tid, quad)
+                else:
+                    for j in cutlass.range_constexpr(self.n // 8):
+                        query = cutlass.min(tile.block * self.block_q + j * 8 // self.heads, queries - 1)
+                        for c in cutlass.range_constexpr(2):
+                            w[2 * j + c] = weights[query, j * 8 % self.heads + quad * 2 + c] * 0.5
+                    pipelines.q.consumer_wait(q_state)
                 base_key = ((tile.base + place // GROUP * tile.tiles) << LOG_GROUP) + place % GROUP
                 entry_step = opaque(8 - 16 * tile.back)
                 v, turn = self.first_tile(tile, turn, ranges.log_period)
@@ -385,7 +400,7 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
                     done = k_state
                     multiply(mma, acc, ra, rb, ring.index(done), q_state.stage)
                     # While it runs: the last tile's epilogue, this one's scales, and the next one's keys.
-                    self.finish(sums, scales, own, counter, entry_step, key, pending, place, quad)
+                    self.finish(sums, scales, unit, own, counter, entry_step, key, pending, place, quad)
                     key = base_key + v * step_keys
                     pending = v
                     for half in cutlass.range_constexpr(2):
@@ -397,8 +412,11 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
                     cute.nvgpu.warpgroup.wait_group(0)
                     ring.consumer_release(done)
                     for t in cutlass.range_constexpr(self.block_q):
-                        sums[2 * t], sums[2 * t + 1] = head_sum(flat, w, t, self.heads)
-                self.finish(sums, scales, own, counter, entry_step, key, pending, place, quad)
+                        if const_expr(self.half):
+                            sums[2 * t], sums[2 * t + 1] = half_scores.head_sum(flat, w, t, self.heads)
+                        else:
+                            sums[2 * t], sums[2 * t + 1] = head_sum(flat, w, t, self.heads)
+                self.finish(sums, scales, unit, own, counter, entry_step, key, pending, place, quad)
                 pipelines.q.consumer_release(q_state)
                 q_state = pipelines.q.advance(q_state)
                 if const_expr(not self.sample):
@@ -424,7 +442,7 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
                 lists.counts[query, tile.back] = counters[tid]
 
     @cute.jit
-    def finish(self, sums, scales, own: OwnLists, counter, entry_step, key, v, place, quad):
+    def finish(self, sums, scales, unit, own: OwnLists, counter, entry_step, key, v, place, quad):
         """Add up the quads' sums over heads, give each lane its queries, scale, and keep the scores of `key` and
         `key` + 8, which are of the pass's tile v."""
         upper, odd = (quad & 2) != 0, (quad & 1) != 0
@@ -432,7 +450,11 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
             values = []
             for half in cutlass.range_constexpr(2):
                 of_quad = [sums[2 * (4 * i + j) + half] for j in range(4)]
-                values.append(quad_reduce_scatter(*of_quad, upper, odd) * scales[half])
+                if const_expr(self.half):
+                    value = quad_reduce_scatter(*(half_scores.pair_sum(x) for x in of_quad), upper, odd) * unit[i]
+                else:
+                    value = quad_reduce_scatter(*of_quad, upper, odd)
+                values.append(value * scales[half])
             if const_expr(self.sample):
                 # NaN where the query does not see the key. A query past the end has no room for it.
                 if key < NO_KEY and own.counts[i] >= 0:
@@ -472,8 +494,8 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
 
 
 @cached
-def compile_candidate_scores(heads: int, dim: int, sample: bool, config: MqaLogitsConfig):
-    """sample: the first pass, which keeps all scores.
+def compile_candidate_scores(heads: int, dim: int, sample: bool, half: bool, config: MqaLogitsConfig):
+    """sample: the first pass, which keeps all scores; half: fp16 accumulators (half_scores).
 
     -> f(q [S * H, D] e4m3, k [Skv, D] e4m3, k_scale [Skv], weights [S, H], starts [S], ends [S],
     entries [S, CAPACITY] int64, counts [S, 2] int32, bounds [S], log_stride, log_period, ctas); 0 < Skv < MAX_KEYS, and
@@ -486,7 +508,7 @@ def compile_candidate_scores(heads: int, dim: int, sample: bool, config: MqaLogi
     weights = fake(Float32, (queries, heads), (*strides(1), 1), 4)
     starts, ends = fake(Int32, (queries,), (1,), 4), fake(Int32, (queries,), (1,), 4)
     lists = fake_lists(queries)
-    kernel = CandidateScoresSm90(heads, dim, sample, config)
+    kernel = CandidateScoresSm90(heads, dim, sample, half, config)
     return compile_sm90(
         kernel, q, k, k_scale, weights, starts, ends, *lists, Int32(0), Int32(0), Int32(1), fake_stream()
     )
@@ -495,8 +517,9 @@ def compile_candidate_scores(heads: int, dim: int, sample: bool, config: MqaLogi
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
     """Every compile function and its arguments that the op can ask for."""
     return [
-        (compile_candidate_scores, (heads, dim, sample, choose_config(heads, dim)))
+        (compile_candidate_scores, (heads, dim, sample, half, choose_config(heads, dim, half)))
         for heads in HEADS
         for dim in HEAD_DIMS
         for sample in (True, False)
+        for half in (True, False)
     ]

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint32
+from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
 from dsa.cute.compile_cache import cached, compile_sm90
@@ -48,6 +48,7 @@ from dsa.cute.reductions import quad_reduce_scatter
 from dsa.cute.sm90 import SHARED_BYTES, WARP, WARPGROUP
 from dsa.cute.wgmma import multiply
 from dsa.cute.work_tile import static_persistent_scheduler
+from dsa.kernels.indexer import half_scores
 from dsa.kernels.indexer.fp8_mqa_logits_sm90 import Fp8MqaLogitsSm90, MqaLogitsConfig
 from dsa.kernels.indexer.limits import HEAD_DIMS, HEADS, PAGED, ROW_TO_SEQ, VALUES
 from dsa.kernels.indexer.score_tile import TILE, head_sum, key_layout, query_layout, registers_fit, score_mma
@@ -101,9 +102,9 @@ CONFIG = SelectConfig()
 
 
 class IndexerSelectSm90(Fp8MqaLogitsSm90):
-    def __init__(self, heads: int, dim: int, cfg: SelectConfig):
+    def __init__(self, heads: int, dim: int, half: bool, cfg: SelectConfig):
         config = MqaLogitsConfig(BLOCK_Q * heads, cfg.stages, GROUPS)
-        super().__init__(heads, dim, Float32, False, False, False, config)
+        super().__init__(heads, dim, Float32, False, False, half, config)
         self.score_stages = cfg.score_stages
 
     @cute.jit
@@ -135,6 +136,8 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
             k_pipeline: pipeline_storage(self.stages)
             q_pipeline: pipeline_storage(1)
             score_pipeline: pipeline_storage(score_stages)
+            # Of half scores: what the rows of queries were divided by.
+            factors: cute.struct.MemRange[Float32, self.n if self.half else 0]
             q: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(q_layout)], 1024]
             k: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(k_layout)], 1024]
             scores: cute.struct.Align[cute.struct.MemRange[Float32, score_stages * BLOCK_Q * SCORE_ROW], 128]
@@ -146,7 +149,7 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
         divisor = cute.fast_divmod_create_divisor_v2(page_size)
         self.kernel(
             *(q_atom, q_tma, k_atom, k_tma, k_scale, weights, starts, ends, block_table, row_to_seq, indices, values),
-            *(divisor, page_size, options, score_mma(self.n), q_layout, k_layout),
+            *(divisor, page_size, options, score_mma(self.n, self.accumulators), q_layout, k_layout),
         ).launch(grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True)
 
     @cute.kernel
@@ -239,7 +242,8 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             self.compute_scores(
-                k_scale, weights, starts, ends, indices, chunk, mma, sq, sk, scores, pipelines, tid, warp, lane
+                *(k_scale, weights, starts, ends, indices, chunk, mma, sq, sk, scores),
+                *(Int32(storage.factors.data_ptr().toint()), pipelines, tid, warp, lane),
             )
 
     @cute.jit
@@ -255,6 +259,7 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
         sq,
         sk,
         scores,
+        factors,
         pipelines: Pipelines,
         tid,
         warp,
@@ -263,12 +268,17 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
         """The mainloop of a consumer warpgroup."""
         thr_mma = mma.get_slice(tid % WARPGROUP)
         ra, rb = mma.make_fragment_A(thr_mma.partition_A(sk)), mma.make_fragment_B(thr_mma.partition_B(sq))
-        acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((TILE, self.n)), Float32)
+        acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((TILE, self.n)), self.accumulators)
         flat = cute.make_tensor(acc.iterator, cute.make_layout(self.n // 2))
         sums, scales = cute.make_rmem_tensor((2 * BLOCK_Q,), Float32), cute.make_rmem_tensor((2,), Float32)
-        sums.fill(0.0)
         scales.fill(0.0)
         w = cute.make_rmem_tensor((self.n // 4,), Float32)
+        unit = cute.make_rmem_tensor((1,), Float32)  # what the scores of the lane's query are counted in
+        if const_expr(self.half):
+            flat = cute.recast_tensor(flat, Uint32)
+            sums = cute.make_rmem_tensor((2 * BLOCK_Q,), Uint32)
+            w = cute.make_rmem_tensor((self.n // 8,), Uint32)
+        sums.fill(0)
         keys, queries = k_scale.shape[0], indices.shape[0]
         quad = lane % 4
         row_key = (warp % 4) * 16 + lane // 4
@@ -282,11 +292,14 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
         for index in cutlass.range(scheduler.first, self.work_tiles(keys, chunk, indices), scheduler.step, unroll=1):
             block, first, last, _ = self.work_tile(index, keys, chunk, indices, starts, ends, lane)
             if first < last:
-                for j in cutlass.range_constexpr(self.n // 8):
-                    t = cutlass.min(block * BLOCK_Q + j * 8 // self.heads, queries - 1)
-                    for c in cutlass.range_constexpr(2):
-                        w[2 * j + c] = weights[t, j * 8 % self.heads + quad * 2 + c] * 0.5
-                pipelines.q.consumer_wait(q_state)
+                if const_expr(self.half):
+                    self.prepare(sq, factors, weights, block, queries, pipelines.q, q_state, w, unit, tid, quad)
+                else:
+                    for j in cutlass.range_constexpr(self.n // 8):
+                        query = cutlass.min(block * BLOCK_Q + j * 8 // self.heads, queries - 1)
+                        for c in cutlass.range_constexpr(2):
+                            w[2 * j + c] = weights[query, j * 8 % self.heads + quad * 2 + c] * 0.5
+                    pipelines.q.consumer_wait(q_state)
                 tile += first
                 pending = Int32(0)  # whether a tile is without its epilogue yet
                 if tile < last:
@@ -296,7 +309,7 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
                     multiply(mma, acc, ra, rb, ring.index(done), q_state.stage)
                     # While it runs: the last tile's epilogue, this one's scales, and the next one's keys.
                     if pending > 0:
-                        self.pass_on(sums, scales, scores, score_ring, s_state, row_key, quad)
+                        self.pass_on(sums, scales, unit, scores, score_ring, s_state, row_key, quad)
                         s_state = score_ring.advance(s_state)
                     pending = Int32(1)
                     key = tile * TILE + row_key
@@ -309,22 +322,29 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
                     cute.nvgpu.warpgroup.wait_group(0)
                     ring.consumer_release(done)
                     for t in cutlass.range_constexpr(BLOCK_Q):
-                        sums[2 * t], sums[2 * t + 1] = head_sum(flat, w, t, self.heads)
+                        if const_expr(self.half):
+                            sums[2 * t], sums[2 * t + 1] = half_scores.head_sum(flat, w, t, self.heads)
+                        else:
+                            sums[2 * t], sums[2 * t + 1] = head_sum(flat, w, t, self.heads)
                 if pending > 0:
-                    self.pass_on(sums, scales, scores, score_ring, s_state, row_key, quad)
+                    self.pass_on(sums, scales, unit, scores, score_ring, s_state, row_key, quad)
                     s_state = score_ring.advance(s_state)
                 tile -= last
                 pipelines.q.consumer_release(q_state)
                 q_state = pipelines.q.advance(q_state)
 
     @cute.jit
-    def pass_on(self, sums, scales, scores, ring: Pipeline, state, row_key, quad):
+    def pass_on(self, sums, scales, unit, scores, ring: Pipeline, state, row_key, quad):
         """Add up the quads' sums over heads, which gives each lane its query, scale, and store: a warp's part of a
         tile."""
         upper, odd = (quad & 2) != 0, (quad & 1) != 0
         ring.producer_wait(state)
         for half in cutlass.range_constexpr(2):
-            value = quad_reduce_scatter(*(sums[2 * j + half] for j in range(BLOCK_Q)), upper, odd)
+            of_quad = [sums[2 * j + half] for j in range(BLOCK_Q)]
+            if const_expr(self.half):
+                value = quad_reduce_scatter(*(half_scores.pair_sum(x) for x in of_quad), upper, odd) * unit[0]
+            else:
+                value = quad_reduce_scatter(*of_quad, upper, odd)
             scores[row_key + 8 * half, quad, ring.index(state)] = value * scales[half]
         cute.arch.sync_warp()
         ring.producer_commit(state)
@@ -430,8 +450,10 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
 
 
 @cached
-def compile_indexer_select(heads: int, dim: int, config: SelectConfig):
-    """-> f(q [S * H, D] e4m3, k [Skv, D] e4m3, k_scale [Skv], weights [S, H], starts [S], ends [S],
+def compile_indexer_select(heads: int, dim: int, half: bool, config: SelectConfig):
+    """half: fp16 accumulators (half_scores).
+
+    -> f(q [S * H, D] e4m3, k [Skv, D] e4m3, k_scale [Skv], weights [S, H], starts [S], ends [S],
     block_table [B, pages], row_to_seq [S], indices [S, k] int32, values [S, k] fp32, page_size, options, ctas); S, Skv
     > 0, 0 < k <= MAX_SELECTED. `options` says which of the tensors are given; the others may be of any size."""
     queries, keys, k = (cute.sym_int() for _ in range(3))
@@ -445,7 +467,7 @@ def compile_indexer_select(heads: int, dim: int, config: SelectConfig):
     indices = fake(Int32, (queries, k), (*strides(1), 1), 4)
     values = fake(Float32, (cute.sym_int(), cute.sym_int()), (*strides(1), 1), 4)
     return compile_sm90(
-        IndexerSelectSm90(heads, dim, config),
+        IndexerSelectSm90(heads, dim, half, config),
         *(q, of_keys, k_scale, weights, starts, ends, block_table, row_to_seq, indices, values),
         *(Int32(1), Int32(0), Int32(1), fake_stream()),
     )
@@ -458,4 +480,9 @@ def work_tiles(queries: int) -> int:
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
     """Every compile function and its arguments that the op can ask for."""
-    return [(compile_indexer_select, (heads, dim, CONFIG)) for heads in HEADS for dim in HEAD_DIMS]
+    return [
+        (compile_indexer_select, (heads, dim, half, CONFIG))
+        for heads in HEADS
+        for dim in HEAD_DIMS
+        for half in (True, False)
+    ]

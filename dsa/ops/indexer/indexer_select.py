@@ -28,6 +28,7 @@ def indexer_select(
     page_size: int | None = None,
     row_to_seq: torch.Tensor | None = None,
     return_values: bool = False,
+    accumulators: torch.dtype = torch.float32,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The top_k keys of the largest scores I[t, s] = k_scale[s] * sum_h weights[t, h] * relu(q[t, h] . k[s]) among
     ks[t] <= s < ke[t], for every query t; of equal scores the lowest keys.
@@ -44,6 +45,7 @@ def indexer_select(
     page_size           keys per page, given with block_table
     row_to_seq          [S] int32, the query's sequence; query t belongs to sequence t if None
     return_values       True: also return the selected keys' scores
+    accumulators        torch.float32, or torch.float16 for the half scores of `fp8_mqa_logits`
 
     Returns indices [S, top_k] int32, and with return_values also values [S, top_k] fp32: bit by bit what
     `topk_indices(fp8_mqa_logits(q, kv, weights, ks, ke), top_k, starts=ks, lengths=ke - ks, ...)` gives for ks and ke
@@ -60,7 +62,7 @@ def indexer_select(
     with new ranges, no host synchronisation. Not differentiable.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), equation 1, and its top-k selection.
     """
-    options = top_k, block_table, page_size, row_to_seq, return_values
+    options = top_k, block_table, page_size, row_to_seq, return_values, accumulators
     indices, values = _indexer_select(q, *pair(kv), weights, cu_seq_len_k_start, cu_seq_len_k_end, *options)
     return (indices, values) if return_values else indices
 
@@ -114,6 +116,7 @@ def _indexer_select(
     page_size: int | None,
     row_to_seq: torch.Tensor | None,
     return_values: bool,
+    accumulators: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     indices, values = _results(q, top_k, return_values)
     (queries, heads, dim), keys = q.shape, len(k)
@@ -124,7 +127,7 @@ def _indexer_select(
     ranges = cu_seq_len_k_start, cu_seq_len_k_end
     if keys <= TWO_OPS_KEYS:
         paging = block_table, page_size, row_to_seq
-        _in_two(kernels[5:], q, k, k_scale, weights, *ranges, *paging, return_values, indices, values)
+        _in_two(kernels[5:], q, k, k_scale, weights, *ranges, *paging, return_values, accumulators, indices, values)
         return indices, values
     options = VALUES if return_values else 0
     # What is not given is not read: any tensor of its kind stands for it.
@@ -134,12 +137,13 @@ def _indexer_select(
         if row_to_seq is not None:
             sequences, options = row_to_seq, options | ROW_TO_SEQ
     plan, _, _, candidate_select, exact, *_ = kernels
+    half = accumulators == torch.float16
     scored = q.view(queries * heads, dim), k, k_scale, weights
     results = table, sequences, indices, values if return_values else weights
     ends = cu_seq_len_k_end
     if keys < plan.MAX_KEYS:
         lists = _lists(q.device, queries, plan.CAPACITY)
-        _list_candidates(kernels, scored, ranges, lists, heads, top_k)
+        _list_candidates(kernels, scored, ranges, lists, heads, top_k, half)
         ends = torch.empty(queries, dtype=torch.int32, device=q.device)
         select = candidate_select.compile_candidate_select()
         select(*ranges, *lists, ends, *results, keys, page_size or 1, options)
@@ -147,7 +151,7 @@ def _indexer_select(
         indices.fill_(-1)
         values.fill_(-torch.inf)
     ctas = min(exact.work_tiles(queries), backends.num_sms(q.device))
-    of_rest = exact.compile_indexer_select(heads, dim, exact.CONFIG)
+    of_rest = exact.compile_indexer_select(heads, dim, half, exact.CONFIG)
     of_rest(*scored, cu_seq_len_k_start, ends, *results, page_size or 1, options, ctas)
     return indices, values
 
@@ -169,11 +173,12 @@ def _list_candidates(
     lists: Lists,
     heads: int,
     top_k: int,
+    half: bool,
 ) -> None:
     """Passes over the keys, and bounds in between."""
     plan, scores, bounds, *_ = kernels
     q, k, queries = scored[0], scored[1], len(lists[0])
-    config = scores.choose_config(heads, q.shape[1])
+    config = scores.choose_config(heads, q.shape[1], half)
     block_q = config.columns // heads
     ctas = plan.choose_ctas(queries, block_q, backends.num_sms(q.device))
     strides = plan.pass_strides(len(k))
@@ -182,7 +187,7 @@ def _list_candidates(
     for i, (stride, rank) in enumerate(zip(strides, ranks)):
         first = i == 0
         log = stride.bit_length() - 1
-        keep = scores.compile_candidate_scores(heads, q.shape[1], first, config)
+        keep = scores.compile_candidate_scores(heads, q.shape[1], first, half, config)
         keep(*scored, *ranges, *lists, log, 0 if first else before - log, ctas)
         if rank:
             bound = bounds.compile_candidate_bounds(first)
@@ -202,13 +207,14 @@ def _in_two(
     page_size: int | None,
     row_to_seq: torch.Tensor | None,
     return_values: bool,
+    accumulators: torch.dtype,
     indices: torch.Tensor,
     values: torch.Tensor,
 ) -> None:
     """Scores in memory and their top-k."""
     of_scores, *of_topk = kernels
     starts, ends = (x.clamp(0, len(k)) for x in (cu_seq_len_k_start, cu_seq_len_k_end))
-    options = False, len(k), torch.float32, torch.float32
+    options = False, len(k), torch.float32, accumulators
     scores = fp8_mqa_logits._fp8_mqa_logits.launch(of_scores, q, k, k_scale, weights, starts, ends, *options)
     given = None, ends - starts, block_table, page_size, row_to_seq, False, return_values
     topk_indices._select(tuple(of_topk), scores, *given, indices, values)

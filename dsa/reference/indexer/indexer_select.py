@@ -2,11 +2,11 @@
 
 import torch
 
-from dsa.reference.arguments import INNER, Arguments, Flag, Int, Tensor
+from dsa.reference.arguments import INNER, Arguments, Dtype, Flag, Int, Tensor
 from dsa.reference.autocast import without_autocast
 from dsa.reference.checks import INT32
 from dsa.reference.indexer import topk_indices
-from dsa.reference.indexer.fp8_mqa_logits import FP8_MQA_LOGITS, fp8_mqa_logits, pair
+from dsa.reference.indexer.fp8_mqa_logits import ACCUMULATORS, FP8_MQA_LOGITS, fp8_mqa_logits, pair
 
 # Scores at a time: 64 MiB.
 _CHUNK = 2**24
@@ -30,6 +30,7 @@ INDEXER_SELECT = Arguments(
     page_size=Int(optional=True),
     row_to_seq=Tensor("S", INT32, optional=True),
     return_values=Flag(),
+    accumulators=Dtype(ACCUMULATORS),
 )
 
 
@@ -45,10 +46,12 @@ def indexer_select(
     page_size: int | None = None,
     row_to_seq: torch.Tensor | None = None,
     return_values: bool = False,
+    accumulators: torch.dtype = torch.float32,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`topk_indices(fp8_mqa_logits(q, kv, weights, ks, ke), top_k, starts=ks, lengths=ke - ks, ...)` with ks and ke
-    clipped to the keys, some queries at a time. Arguments and results as of `dsa.indexer_select`."""
-    options = top_k, block_table, page_size, row_to_seq, return_values
+    clipped to the keys, some queries at a time; fp32 whatever the accumulators. Arguments and results as of
+    `dsa.indexer_select`."""
+    options = top_k, block_table, page_size, row_to_seq, return_values, accumulators
     indices, values = indices_and_values(q, *pair(kv), weights, cu_seq_len_k_start, cu_seq_len_k_end, *options)
     return (indices, values) if return_values else indices
 
@@ -66,10 +69,12 @@ def indices_and_values(
     page_size: int | None,
     row_to_seq: torch.Tensor | None,
     return_values: bool,
+    accumulators: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What `indexer_select` returns, with values [0, 0] where they are not asked for."""
     ranges = cu_seq_len_k_start, cu_seq_len_k_end
-    INDEXER_SELECT.check(q, k, k_scale, weights, *ranges, top_k, block_table, page_size, row_to_seq, return_values)
+    options = top_k, block_table, page_size, row_to_seq, return_values, accumulators
+    INDEXER_SELECT.check(q, k, k_scale, weights, *ranges, *options)
     queries, keys = len(q), len(k)
     if block_table is not None and row_to_seq is None:
         row_to_seq = torch.arange(queries, dtype=torch.int32, device=q.device)

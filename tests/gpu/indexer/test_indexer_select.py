@@ -22,14 +22,15 @@ def int32(values):
     return torch.as_tensor(values, dtype=torch.int32, device="cuda")
 
 
-def check(q, kv, weights, starts, ends, top_k, **paging):
+def check(q, kv, weights, starts, ends, top_k, accumulators=torch.float32, **paging):
     """Indices and values are those of the two ops, by which this one is defined."""
     keys = len(kv[0])
     first, last = starts.clamp(0, keys), ends.clamp(0, keys)
-    scores = dsa.fp8_mqa_logits(q, kv, weights, first, last)
+    scores = dsa.fp8_mqa_logits(q, kv, weights, first, last, accumulators=accumulators)
     lengths = (last - first).clamp_min(0)
     expected = dsa.topk_indices(scores, top_k, starts=first, lengths=lengths, return_values=True, **paging)
     poison_free_memory(mebibytes=64)
+    paging["accumulators"] = accumulators
     got = dsa.indexer_select(q, kv, weights, starts, ends, top_k, return_values=True, **paging)
     assert torch.equal(got[0], expected[0])
     # With the bits of the scores, but for the sign of a zero.
@@ -38,13 +39,15 @@ def check(q, kv, weights, starts, ends, top_k, **paging):
     return got
 
 
+@pytest.mark.parametrize("accumulators", [torch.float32, torch.float16])
 @pytest.mark.parametrize("dim", [32, 64, 128])
 @pytest.mark.parametrize("heads", [8, 16, 32, 64])
-def test_causal(heads, dim):
+def test_causal(heads, dim, accumulators):
     for queries, keys in ((301, 5000), (301, 20000), (70, 70000)):
         ends = torch.arange(queries, device="cuda", dtype=torch.int32) + keys - queries + 1
         for top_k in (1, 100, 2048):
-            check(*inputs(queries, keys, heads, dim), (ends - keys * 8 // 9).clamp_min(0), ends, top_k)
+            given = *inputs(queries, keys, heads, dim), (ends - keys * 8 // 9).clamp_min(0), ends
+            check(*given, top_k, accumulators)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +68,8 @@ def test_more_blocks_than_multiprocessors():
     for keys, longest in ((6400, 6000), (26400, 26000)):
         starts = torch.randint(0, longest, (queries,), device="cuda", dtype=torch.int32)
         lengths = torch.randint(0, longest, (queries,), device="cuda", dtype=torch.int32)
-        check(*inputs(queries, keys), starts, starts + lengths, 300)
+        for accumulators in (torch.float32, torch.float16):
+            check(*inputs(queries, keys), starts, starts + lengths, 300, accumulators)
 
 
 @pytest.mark.parametrize("heads", [8, 64])
@@ -150,8 +154,9 @@ def test_some_lists_overflow_and_others_do_not():
     q, (k, scale), weights = inputs(16, 60000)
     scale[:30000] = 0.0
     starts = int32([0, 30000] * 8)
-    check(q, (k, scale), weights, starts, starts + 30000, 2048)
-    check(q, (k, scale), weights, int32([0] * 16), int32([60000] * 15 + [30000]), 100)
+    for accumulators in (torch.float32, torch.float16):
+        check(q, (k, scale), weights, starts, starts + 30000, 2048, accumulators)
+        check(q, (k, scale), weights, int32([0] * 16), int32([60000] * 15 + [30000]), 100, accumulators)
 
 
 def test_nan_is_never_selected():

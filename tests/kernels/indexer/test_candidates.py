@@ -17,12 +17,16 @@ SIZES = [TWO_OPS_KEYS + 1, 12345, 24576, 32768, 65536, 131072, 2**19, 2**20 + 1,
 
 @shipped(candidate_scores_sm90.compile_candidate_scores)
 def test_scores(arguments):
-    heads, dim, sample, config = arguments
+    heads, dim, sample, half, config = arguments
     sass = disassemble(cubin(candidate_scores_sm90.compile_candidate_scores, *arguments))
     assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
     assert sass.instructions["QGMMA"] == dim // 32
     assert sass.instructions["UTMALDG"] >= 1 + candidate_lists.PARTS
-    assert sass.instructions["FFMA"] == config.columns // 2
+    if half:
+        assert sass.instructions["HFMA2"] == sass.instructions["HMNMX2"] == config.columns // 4
+        assert not sass.instructions["FFMA"]
+    else:
+        assert sass.instructions["FFMA"] == config.columns // 2
     # One for each of a lane's queries, in the loop and behind it.
     assert sass.instructions["ATOMS"] == (0 if sample else config.columns // heads // 2)
     assert sass.registers * config.threads <= 65536

@@ -10,12 +10,16 @@ from tests.kernels.variants import shipped
 
 @shipped(kernels.compile_indexer_select)
 def test_sass(arguments):
-    heads, dim, config = arguments
+    heads, dim, half, config = arguments
     sass = disassemble(cubin(kernels.compile_indexer_select, *arguments))
     assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
     assert sass.instructions["QGMMA"] == dim // 32
     assert sass.instructions["UTMALDG"] == 2
-    assert sass.instructions["FFMA"] == kernels.BLOCK_Q * heads // 2
+    if half:
+        assert sass.instructions["HFMA2"] == sass.instructions["HMNMX2"] == kernels.BLOCK_Q * heads // 4
+        assert not sass.instructions["FFMA"]
+    else:
+        assert sass.instructions["FFMA"] == kernels.BLOCK_Q * heads // 2
     # Launched behind the kernel before, and waits for it.
     assert sass.instructions["ACQBULK"] and sass.instructions["PREEXIT"]
     assert sass.registers * (kernels.GROUPS + 1) * 128 <= 65536

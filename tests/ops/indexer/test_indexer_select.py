@@ -65,6 +65,11 @@ def test_paging_that_does_not_go_together(options, message):
         dsa.indexer_select(*arguments(), **options)
 
 
+def test_accumulators():
+    with pytest.raises(ValueError, match="accumulators: must be float32 or float16, got bfloat16"):
+        dsa.indexer_select(*arguments(), accumulators=torch.bfloat16)
+
+
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
