@@ -36,12 +36,13 @@ class Rows:
         return bounds
 
     def gather(self, *own: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """All rows [T, ...] of tensors of which each process has its own rows."""
+        """All rows [T, ...] of tensors of which each process has its own rows; these go from process to process in one
+        message."""
         return own
 
     def gather_joined(self, *own: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The same of tensors [T, C_i], which if they are of one dtype go from process to process as one: parts of its
-        rows."""
+        """The same of tensors [T, C_i]. Those of one dtype are parts of one tensor's rows, as they are copied fastest
+        where they are parts of rows before."""
         return own
 
     def begin_gather(self, *own: torch.Tensor) -> Callable[[], tuple[torch.Tensor, ...]]:

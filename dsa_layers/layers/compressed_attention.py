@@ -171,7 +171,6 @@ class CompressedAttention(SplitByTokens):
         qr, kv = joint_linear.multiply(x, *self.joint_layers(), cast=cast)
         readers = (self.wq_b, self.indexer.wq_b) if given and selects else (self.wq_b,)
         _, qr, cast = norm_and_cast(self.q_norm, qr, readers)
-        (kv,) = rows.gather(kv)
         compressors = [] if self.compressor is None else [self.compressor]
         # Where nothing is selected the indexer makes its keys for the cache alone.
         compressors += [self.indexer.compressor] if given and (selects or cache is not None) else []
@@ -180,8 +179,9 @@ class CompressedAttention(SplitByTokens):
             products = [part for one in compressors for part in one.project(x)]
         count = 2 * len(compressors)
         weights = products[count] if len(products) > count else None
-        products = rows.gather_joined(*products[:count])
-        return Projections(qr, cast, kv, products[:2], products[2:] or None, weights, given, selects)
+        kv, *products = rows.gather_joined(kv, *products[:count])
+        entries, index_entries = tuple(products[:2]), tuple(products[2:]) or None
+        return Projections(qr, cast, kv, entries, index_entries, weights, given, selects)
 
     def _queries(self, projected: Projections, rope: Angles, rows: Rows, queries: Rows) -> torch.Tensor:
         """q [T, heads, dim] of `queries`, normed and turned."""

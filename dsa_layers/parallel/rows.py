@@ -1,13 +1,12 @@
 """The rows of a pass on several ranks: all of them on each, or where they are many a share on each."""
 
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from dsa_layers.batch import packing
 from dsa_layers.batch.rows import ALL_ROWS, Kept, Rows
 from dsa_layers.batch.tokens import Tokens
 from dsa_layers.parallel.ranks import Ranks, all_gather
@@ -53,12 +52,11 @@ class SharedRows(Rows):
         self._pieces = [(cuts[rank], cuts[-1 - rank]) for rank in range(ranks.size)]
         self._counts = [sum(piece.stop - piece.start for piece in own) for own in self._pieces]
         self._most = max(self._counts)
-        # Rows by the ranks that have them, and where each row is among the ranks' own, which are padded alike.
-        every = torch.arange(count)
-        self._by_rank = torch.cat([every[piece] for own in self._pieces for piece in own])
-        padded = torch.cat([torch.arange(n) + rank * self._most for rank, n in enumerate(self._counts)])
-        self._places = torch.empty_like(every)
-        self._places[self._by_rank] = padded
+        # Of all rows in their order: the rank that has a piece, and where that lies among the rank's own.
+        firsts = [own[0].stop - own[0].start for own in self._pieces]
+        early = [(rank, slice(0, first)) for rank, first in enumerate(firsts)]
+        late = [(rank, slice(first, self._counts[rank])) for rank, first in enumerate(firsts)]
+        self._order = [*early, *reversed(late)]
         self._kept: dict[tuple[str, int], tuple[Any, Any]] = {}
 
     def own(self, x: torch.Tensor) -> torch.Tensor:
@@ -75,17 +73,21 @@ class SharedRows(Rows):
         return own.split([piece.stop - piece.start for piece in self._pieces[self._ranks.rank]])
 
     def gather(self, *own: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(map(self._gather, own))
+        return self._begin_gather(own, at_once=True)()
 
     def gather_joined(self, *own: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        if len(own) < 2 or len({x.dtype for x in own}) > 1:
-            return self.gather(*own)
-        (whole,) = self.gather(torch.cat(own, -1))
-        return whole.split([x.shape[-1] for x in own], -1)
+        of_dtypes: dict[torch.dtype, list[torch.Tensor]] = {}
+        for x in own:
+            of_dtypes.setdefault(x.dtype, []).append(x)
+        joined = [xs[0] if len(xs) == 1 else torch.cat(xs, -1) for xs in of_dtypes.values()]
+        parts = {
+            whole.dtype: iter(whole.split([x.shape[-1] for x in of_dtypes[whole.dtype]], -1))
+            for whole in self.gather(*joined)
+        }
+        return tuple(next(parts[x.dtype]) for x in own)
 
     def begin_gather(self, *own: torch.Tensor) -> Callable[[], tuple[torch.Tensor, ...]]:
-        begun = [self._begin_gather(x, at_once=False) for x in own]
-        return lambda: tuple(end() for end in begun)
+        return self._begin_gather(own, at_once=False)
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         return self._begin_sum(part, at_once=True)()
@@ -94,7 +96,7 @@ class SharedRows(Rows):
         return self._begin_sum(part, at_once=False)
 
     def _begin_sum(self, part: torch.Tensor, *, at_once: bool) -> Callable[..., torch.Tensor]:
-        sent = part[self._index("_by_rank", part.device)]
+        sent = torch.cat([part[piece] for own in self._pieces for piece in own])
         own, size = self._counts[self._ranks.rank], self._ranks.size
         parts = part.new_empty(size * own, *part.shape[1:])
         counts, options = ([own] * size, self._counts), {"group": self._ranks.group, "async_op": not at_once}
@@ -123,31 +125,38 @@ class SharedRows(Rows):
         )
         return first + last
 
-    def _gather(self, own: torch.Tensor) -> torch.Tensor:
-        return self._begin_gather(own, at_once=True)()
+    def _begin_gather(self, own: tuple[torch.Tensor, ...], *, at_once: bool) -> Callable[[], tuple[torch.Tensor, ...]]:
+        """All tensors in one collective, whose time on the host is that of many kernels: bytes of one behind those of
+        the other, so that what lies in a row of all, or of a rank, is one copy from there."""
+        if not own:
+            return lambda: ()
+        shapes = [(x.dtype, x.shape[1:]) for x in own]
+        words = [x.contiguous().view(-1).view(torch.uint8) for x in own]
+        count = self._counts[self._ranks.rank]
+        widths = [len(x) // count for x in words]  # bytes of a row
+        if all(width % 4 == 0 for width in widths):  # fewer and wider numbers; neither NCCL nor `cat` knows all of FP8
+            words, widths = [x.view(torch.int32) for x in words], [width // 4 for width in widths]
+        sent = words[0]
+        if len(words) > 1 or count < self._most:
+            sent = sent.new_empty(self._most * sum(widths))  # what is behind the own rows nobody reads
+            torch.cat(words, out=sent[: count * sum(widths)])
+        parts = sent.new_empty(self._ranks.size * len(sent))
+        work = all_gather(parts, sent, group=self._ranks.group, async_op=not at_once)
 
-    def _begin_gather(self, own: torch.Tensor, *, at_once: bool) -> Callable[[], torch.Tensor]:
-        # Bytes, as the widest numbers that they make: neither NCCL nor indexing knows all of FP8.
-        words = own.contiguous().flatten(1) if own.dim() > 1 else own.contiguous()[:, None]
-        words = words.view(torch.uint8)
-        words = words.view(torch.int32) if words.shape[1] % 4 == 0 else words
-        if len(words) < self._most:
-            words = torch.cat((words, words.new_zeros(self._most - len(words), words.shape[1])))
-        parts = words.new_empty(self._ranks.size * self._most, words.shape[1])
-        work = all_gather(parts, words, group=self._ranks.group, async_op=not at_once)
-        dtype, shape, places = own.dtype, own.shape[1:], self._index("_places", own.device)
-
-        def end() -> torch.Tensor:
+        def end() -> tuple[torch.Tensor, ...]:
             if work is not None:
                 work.wait()
-            return parts[places].view(torch.uint8).view(dtype).view(-1, *shape)
+            befores = accumulate(widths, initial=0)
+            every = (self._in_order(parts, before, width) for before, width in zip(befores, widths))
+            return tuple(x.view(dtype).view(-1, *shape) for x, (dtype, shape) in zip(every, shapes))
 
         return end
 
-    def _index(self, name: str, device: torch.device) -> torch.Tensor:
-        """Rows' numbers on the device, where they are copied once."""
-        index = getattr(self, name)
-        if index.device != device:
-            index = packing.move(index, device)
-            setattr(self, name, index)
-        return index
+    def _in_order(self, parts: torch.Tensor, before: int, width: int) -> torch.Tensor:
+        """All rows of `width` words, from the ranks' parts of equal length, one behind the other, in each of which
+        `before` words of each of its rows come first."""
+        pieces, of_rank = [], len(parts) // self._ranks.size
+        for rank, piece in self._order:
+            first = rank * of_rank + before * self._counts[rank]
+            pieces.append(parts[first + piece.start * width : first + piece.stop * width])
+        return torch.cat(pieces)
