@@ -1,7 +1,8 @@
 """Time and memory of a call that several ranks make together, each on its GPU."""
 
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -9,6 +10,18 @@ import torch.distributed as dist
 from dsa_layers.parallel.ranks import Ranks
 
 _L2_BYTES = 256 << 20  # more than the L2 cache holds
+
+
+class Launching(NamedTuple):
+    """What a call does on the host: milliseconds until all is launched, and how often it asked the driver for memory of
+    the GPU and for pinned memory, on the rank where that is most."""
+
+    ms: float
+    allocations: int
+    pinned: int
+
+    def __str__(self) -> str:
+        return f"host {self.ms:.2f} ms, {self.allocations} allocations, {self.pinned} of pinned memory"
 
 
 class Clock:
@@ -34,6 +47,19 @@ class Clock:
         torch.cuda.synchronize()
         return torch.tensor(self.everyones([start.elapsed_time(stop) for start, stop in pairs]))
 
+    def launching(self, call: Callable[[], object]) -> Launching:
+        """Of a call on GPUs that have nothing to do. A time near that of `times` is the host's: the GPU waits for
+        launches. But of more than about a thousand launches, which is what a GPU's queue holds, the host waits, too."""
+        self.meet()
+        self.wait()
+        before, begin = self.asked(), time.perf_counter()
+        call()
+        ms = (time.perf_counter() - begin) * 1e3
+        asked = [after - own for after, own in zip(self.asked(), before)]
+        self.wait()
+        ms, allocations, pinned = map(max, zip(*self.everyones((ms, *asked))))
+        return Launching(ms, allocations, pinned)
+
     def meet(self) -> None:
         """The GPUs go on together from here. It is a collective."""
         if self._ranks.size == 1:
@@ -58,3 +84,12 @@ class Clock:
     def free(self) -> int:
         """Bytes that each GPU has left."""
         return min(self.everyones(torch.cuda.mem_get_info(self.device)[0]))
+
+    def wait(self) -> None:
+        """Until this rank's GPU has nothing to do."""
+        torch.cuda.synchronize(self.device)
+
+    def asked(self) -> tuple[int, int]:
+        """How often this process has asked the driver for memory of the GPU, and for pinned memory."""
+        stats = torch.cuda.memory_stats(self.device), torch.cuda.host_memory_stats()
+        return stats[0]["num_device_alloc"], stats[1]["num_host_alloc"]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dsa_bench.e2e import collectives
-from dsa_bench.e2e.clock import Clock
+from dsa_bench.e2e.clock import Clock, Launching
 from dsa_bench.e2e.parallel_cases import Case, chosen
 from dsa_bench.e2e.silent import without_collectives
 from dsa_bench.e2e.stacks import STACKS, published_layers, skeleton, stack, with_layers
@@ -85,17 +85,17 @@ def _of_model(
     for own, found in ((ALONE, one_gpu), (ranks, few_ms)) if compared else ():
         model = drawn(name, own, clock, tell)
         for case in compared:
-            times = timed(model, case, clock)
+            times, launching = timed(model, case, clock)
             # One GPU is one: that others compute the same beside it is of no matter.
             found[case.name] = (times.max(0).values if own.size > 1 else times[0]).median().item()
-            tell(f"{name} {case.name}, {few} layers on {own.size}: {found[case.name]:.2f} ms")
+            tell(f"{name} {case.name}, {few} layers on {own.size}: {found[case.name]:.2f} ms, {launching}")
         del model
         free()
     if layers is None:
         layers = layers_that_fit(name, ranks.size, clock.free(), max(case.held for case in todo))
     model = drawn(name, ranks, clock, tell, **with_layers(name, layers))
     for case in todo:
-        row = _measured(model, case, ranks, clock)
+        row = _measured(model, case, ranks, clock, tell)
         tell(f"{name} {case.name}, {layers} layers on {ranks.size}: {row['ms']:.2f} ms, shard {row['shard_ms']}")
         row |= {"shape": shape(name, case.name, ranks.size), "model": name, "run": case.name, "gpus": ranks.size}
         row |= {"layers": layers, "published_layers": published_layers(name), "tokens": case.tokens}
@@ -129,28 +129,32 @@ def _sum_of_bytes(x: torch.Tensor) -> int:
     return sum(int(piece.sum(dtype=torch.int64)) for piece in pieces)
 
 
-def timed(model: CheckpointModel, case: Case, clock: Clock) -> torch.Tensor:
+def timed(model: CheckpointModel, case: Case, clock: Clock) -> tuple[torch.Tensor, Launching]:
+    """Its times, and what one more call of it does on the host, behind the first."""
     torch.manual_seed(0)
     run = case.make(model)
     run.timed()
+    launching = clock.launching(run.timed)
     times = clock.times(run.timed, case.repeats)
     del run
     free()
-    return times
+    return times, launching
 
 
-def _measured(model: CheckpointModel, case: Case, ranks: Ranks, clock: Clock) -> Row:
-    row = _together(model, case, clock)
+def _measured(model: CheckpointModel, case: Case, ranks: Ranks, clock: Clock, tell: Tell) -> Row:
+    row = _together(model, case, clock, tell)
     free()
     row |= dict.fromkeys(("shard_ms", "efficiency"))
     if case.repeats:
         with without_collectives(model, ranks):
-            row["shard_ms"] = timed(model, case, clock).max(0).values.median().item()
+            times, launching = timed(model, case, clock)
+        tell(f"{case.name} in silence: {launching}")
+        row["shard_ms"] = times.max(0).values.median().item()
         row["efficiency"] = row["shard_ms"] / row["ms"]
     return row
 
 
-def _together(model: CheckpointModel, case: Case, clock: Clock) -> Row:
+def _together(model: CheckpointModel, case: Case, clock: Clock, tell: Tell) -> Row:
     clock.forget_peak()
     torch.manual_seed(0)  # caches of all ranks begin with the same bytes
     run, logits = case.make(model), []
@@ -160,6 +164,7 @@ def _together(model: CheckpointModel, case: Case, clock: Clock) -> Row:
 
     if case.repeats:
         call()
+        tell(f"{case.name}: {clock.launching(call)}")
     times = clock.times(call, max(case.repeats, 1))
     row = {"ms": times.max(0).values.median().item(), "memory": clock.peak(), "collectives": None}
     _check_same(logits[0], case, clock)

@@ -18,6 +18,7 @@ class HostClock(Clock):
 
     def __init__(self, ranks):
         self._ranks, self.device, self._met = ranks, torch.device("cpu"), torch.zeros(1)
+        self._questions = 0
 
     def times(self, call, repeats):
         found = []
@@ -27,6 +28,13 @@ class HostClock(Clock):
             call()
             found.append(1000 * (time.perf_counter() - started))
         return torch.tensor(self.everyones(found))
+
+    def wait(self):
+        pass
+
+    def asked(self):
+        self._questions += 1  # with each the first rank's memory grows by one, and the second's by two
+        return self._questions * (1 + self._ranks.rank), 0
 
     def forget_peak(self):
         pass

@@ -1,6 +1,7 @@
 """The benchmark of models on several GPUs: two processes on a CPU, a host's clock in the place of the GPUs'."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -45,6 +46,8 @@ def test_rows_of_two_ranks():
         assert row["efficiency"] == row["shard_ms"] / row["ms"]
         assert row["speedup"] == row["one_gpu_ms"] / row["few_ms"]
     assert told[0].startswith("V3.2, 3 layers on 1: drawn")
+    found = re.compile(r"V4-Flash \S+ .*, 3 layers on 2: [\d.]+ ms, host [\d.]+ ms, 2 allocations, 0 of pinned memory")
+    assert sum(found.fullmatch(step) is not None for step in told) == len(OFTEN)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,78 @@
+"""How often ranks talk in a pass: on the host a collective costs as much as many kernels, whatever it carries."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dsa_layers import load_model
+from dsa_layers.batch.prefill import Chunk, prefill_batch
+from dsa_layers.tiny import write_tiny_checkpoint
+from tests.layers.parallel.processes import in_ranks
+from tests.layers.parallel.ways import WAYS, split_by
+
+TOKENS = 512  # more than the tiny indexers select
+# Of a pass: the embedding's sum, the last layer's rows, and the logits.
+ENDS = 3
+# Of an MLP of experts: rows, choice, sum. Of a dense one: rows, sum.
+EXPERTS, DENSE = 3, 2
+# What attention says for each kind of layer: keys; of heads queries, picks where the layer selects, and the sum, too.
+# Windows alone, and V4's compressed layers with few entries, have no picks to tell.
+MOST = {
+    ("deepseek_v32", "queries"): 1,
+    ("deepseek_v32", "heads"): 4,
+    ("glm_moe_dsa", "queries"): 1,
+    ("glm_moe_dsa", "heads"): 4,
+    ("deepseek_v4", "queries"): 1,
+    ("deepseek_v4", "heads"): 4,
+}
+
+
+class Collectives(TorchDispatchMode):
+    """Counts them, by their names."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = Counter()
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        if function.namespace == "c10d":
+            self.found[str(function)] += 1
+        return function(*arguments, **(options or {}))
+
+
+@torch.inference_mode()
+def said(ranks, directories, way):
+    """Of each model: (its layers' number, that of the dense ones, collectives of a long pass)."""
+    found = []
+    with split_by(way):
+        for directory in directories:
+            model = load_model(directory, mesh=ranks, dtype=torch.bfloat16, progress=False)
+            size, config = model.page_size, model.config
+            pages = range(-(-TOKENS // size))
+            cache = model.make_cache(len(pages))
+            batch = prefill_batch([Chunk(TOKENS, 0, pages, 0)], size, "cpu")
+            with Collectives() as collectives:
+                model(torch.arange(TOKENS), batch, cache)
+            dense = getattr(config, "first_k_dense_replace", 0)
+            found.append((config.num_hidden_layers, dense, collectives.found))
+    return found
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    models = dict.fromkeys(model for model, _ in MOST)
+    made = {model: tmp_path_factory.mktemp(model) for model in models}
+    for model, directory in made.items():
+        write_tiny_checkpoint(directory, model=model)
+    return made
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_collectives_of_a_pass(checkpoints, way):
+    for of_rank in in_ranks(2, said, list(checkpoints.values()), way):
+        for model, (layers, dense, found) in zip(checkpoints, of_rank):
+            most = ENDS + layers * MOST[model, way] + dense * DENSE + (layers - dense) * EXPERTS
+            # Ranks must talk in every layer: a count of nothing would be none of collectives.
+            assert 2 * layers < found.total() <= most, (model, found)
