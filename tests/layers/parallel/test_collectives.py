@@ -18,7 +18,7 @@ ENDS = 3
 # Of an MLP of experts: rows, choice, sum. Of a dense one: rows, sum.
 EXPERTS, DENSE = 3, 2
 # What attention says for each kind of layer: keys; of heads queries, picks where the layer selects, and the sum, too.
-# Windows alone, and V4's compressed layers with few entries, have no picks to tell.
+# What a layer does not have, as picks where it selects nothing, makes it fewer.
 MOST = {
     ("deepseek_v32", "queries"): 1,
     ("deepseek_v32", "heads"): 4,

@@ -58,7 +58,7 @@ def exchanged(ranks):
     return found
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, 3, 4])
 def test_rows_of_ranks(size):
     of_ranks = in_ranks(size, exchanged)
     for i, count in enumerate(COUNTS):
