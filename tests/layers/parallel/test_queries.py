@@ -278,14 +278,18 @@ def attention(model, x, batch, cache, rows):
 
 @contextlib.contextmanager
 def told(said):
-    """Appends (what is done, bytes of a row) of all that is said of shared rows."""
-    gather, add = SharedRows._gather, SharedRows.sum
+    """Appends (what is done, bytes of a row of all tensors) of all that is said of shared rows."""
+    begin, add = SharedRows._begin_gather, SharedRows.sum
 
-    def of_row(x):
-        return x[:1].nbytes
+    def of_row(*own):
+        return sum(x[:1].nbytes for x in own)
+
+    def begin_gather(rows, own, *, at_once):
+        said.append(("gather", of_row(*own)))
+        return begin(rows, own, at_once=at_once)
 
     with (
-        mock.patch.object(SharedRows, "_gather", lambda rows, x: said.append(("gather", of_row(x))) or gather(rows, x)),
+        mock.patch.object(SharedRows, "_begin_gather", begin_gather),
         mock.patch.object(SharedRows, "sum", lambda rows, x: said.append(("sum", of_row(x))) or add(rows, x)),
     ):
         yield
@@ -344,7 +348,7 @@ def test_keys_are_counted_and_may_be_others(checkpoints, of_both, way):
 
 def test_keys_alone_are_said(of_both):
     """Neither queries, nor picks, nor results: latents and index keys in 16 bits; in V4 latents, and of layers with
-    entries what these are made of, in 32."""
+    entries what these are made of, in 32; of a layer at once."""
     latent, index = (512 + 64) * 2, 128 * 2
     per_layer = {
         "deepseek_v32": [[latent + index]] * 4,
@@ -355,4 +359,4 @@ def test_keys_alone_are_said(of_both):
     for of_one in of_both:
         for model, of_layers in per_layer.items():
             *_, said = of_one[model, "fp8"]
-            assert said == [("gather", size) for sizes in of_layers for size in sizes] * len(LONG), model
+            assert said == [("gather", sum(sizes)) for sizes in of_layers] * len(LONG), model
