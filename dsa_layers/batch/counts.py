@@ -27,9 +27,11 @@ class SelectedCounts:
         return self._counts[columns]
 
     def most_selected(self, columns: int) -> torch.Tensor | None:
-        """int32 [B]: in a decoding pass, `selected_counts` of each sequence's last token, which sees the most."""
-        counts = self.selected_counts(columns)
-        return counts if counts is None or self.next_n == 1 else counts[self.next_n - 1 :: self.next_n]
+        """int32 [B]: in a decoding pass, how many count for each sequence's last token, which sees the most; None as of
+        `selected_counts`. More than `columns` mean all of them: the op compares, and no kernel runs for it here."""
+        if self.least_visible >= columns:
+            return None
+        return self.visible_keys if self.next_n == 1 else self.visible_keys[self.next_n - 1 :: self.next_n]
 
     @property
     def visible_by_sequence(self) -> torch.Tensor:

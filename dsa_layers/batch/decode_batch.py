@@ -5,6 +5,8 @@ from functools import cached_property
 
 import torch
 
+from dsa_layers.batch.decode_layout import DecodeLayout
+from dsa_layers.batch.group_rows import GroupRows
 from dsa_layers.batch.token_batch import TokenBatch
 
 
@@ -19,6 +21,7 @@ class DecodeBatch(TokenBatch):
     max_key_len      an upper bound of these lengths
     state_slots      int32 [B]: each sequence's row of the tensors that a cache keeps by sequence and not by page; None
                      where the cache keeps nothing so
+    layout           what follows from B and next_n alone, where the caller keeps it from pass to pass; else None
 
     What a layer computes from a batch depends on the host's numbers B, next_n, max_pages and max_key_len alone. A CUDA
     graph that has captured a pass, the making of its batch included, therefore holds for any lengths up to max_key_len
@@ -31,6 +34,7 @@ class DecodeBatch(TokenBatch):
     max_key_len: int
     state_slots: torch.Tensor | None = None
     next_n: int = 1
+    layout: DecodeLayout | None = None
 
     is_decode = True
     least_visible = 1
@@ -62,22 +66,30 @@ class DecodeBatch(TokenBatch):
 
     @cached_property
     def positions(self) -> torch.Tensor:
-        return self.visible_keys.long() - 1
+        positions = torch.empty(len(self.visible_keys), dtype=torch.int64, device=self.device)
+        return torch.sub(self.visible_keys, 1, out=positions)  # one kernel, where .long() - 1 is two
 
     @cached_property
     def earlier_lens_tensor(self) -> torch.Tensor:
         return self.key_lens_tensor - self.next_n
 
-    @cached_property
+    @property
     def sequences(self) -> torch.Tensor:
-        tokens = torch.arange(len(self.key_lens_tensor) * self.next_n, dtype=torch.int32, device=self.device)
-        return tokens if self.next_n == 1 else tokens // self.next_n
+        return self._layout.sequences
 
-    @cached_property
+    @property
     def cu_query_lens(self) -> torch.Tensor:
-        last = len(self.key_lens_tensor) * self.next_n
-        return torch.arange(0, last + 1, self.next_n, dtype=torch.int32, device=self.device)
+        return self._layout.cu_query_lens
+
+    @property
+    def last_tokens(self) -> torch.Tensor:
+        return self._layout.last_tokens
+
+    def group_rows(self, groups: int, tokens: int) -> GroupRows:
+        return self._layout.group_rows(groups, tokens)
 
     @cached_property
-    def last_tokens(self) -> torch.Tensor:
-        return self.cu_query_lens[1:].long() - 1
+    def _layout(self) -> DecodeLayout:
+        if self.layout is not None:
+            return self.layout
+        return DecodeLayout(len(self.key_lens_tensor), self.next_n, self.device)

@@ -7,6 +7,7 @@ import torch
 
 from dsa_layers.batch import packing
 from dsa_layers.batch.decode_batch import DecodeBatch
+from dsa_layers.batch.decode_layout import DecodeLayout
 
 
 class Running(Protocol):
@@ -33,6 +34,7 @@ class DecodeInputs:
         self.key_lens = torch.ones(count, dtype=torch.int32, device=device)
         self.block_table = torch.full((count, pages), -1, dtype=torch.int32, device=device)
         self.state_slots = torch.zeros(count, dtype=torch.int32, device=device)
+        self._layout = DecodeLayout(count, next_n, device)
         self._held: list[Running] = []
 
     def fill(self, sequences: Sequence[Running], padding: Running) -> None:
@@ -48,4 +50,5 @@ class DecodeInputs:
 
     def batch(self) -> DecodeBatch:
         most = self.pages * self.page_size
-        return DecodeBatch(self.block_table, self.page_size, self.key_lens, most, self.state_slots, self.next_n)
+        lengths = self.key_lens, most, self.state_slots
+        return DecodeBatch(self.block_table, self.page_size, *lengths, self.next_n, self._layout)

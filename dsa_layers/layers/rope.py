@@ -1,6 +1,7 @@
 """Rotary position embedding: plain and YaRN frequencies, and their angles; `dsa.apply_rotary` turns vectors."""
 
 import math
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Self
 
@@ -72,6 +73,39 @@ class RopeAngles(tuple[torch.Tensor, torch.Tensor]):
         """(cos, -sin), computed once for all layers."""
         cos, sin = self
         return cos, -sin
+
+
+class JointRotary(nn.Module):
+    """The angles of several embeddings of as many channels, in as few kernels as those of one.
+
+    embeddings: (embedding, ratio) of each result, those of ratio 1 first. A result has a token's own angles where the
+    ratio is 1, else those of the entry of `ratio` tokens that it may end: max(position + 1 - ratio, 0) is its position.
+    forward(positions int64 [T]) -> a `RopeAngles` for each, those of ratio 1 with their `back`.
+    """
+
+    def __init__(self, embeddings: Sequence[tuple[RotaryEmbedding, int]]) -> None:
+        super().__init__()
+        ratios = [ratio for _, ratio in embeddings]
+        if ratios != sorted(ratios, key=lambda ratio: ratio != 1):
+            raise ValueError(f"embeddings: those of ratio 1 must come first, got ratios {ratios}")
+        self.own = ratios.count(1)
+        self.scales = [embedding.scale for embedding, _ in embeddings]
+        frequencies = torch.stack([embedding.frequencies for embedding, _ in embeddings])
+        self.register_buffer("frequencies", frequencies[:, None], persistent=False)
+        behind = torch.tensor([[1 - ratio] for ratio in ratios], device=frequencies.device)
+        self.register_buffer("behind", behind, persistent=False)
+
+    def forward(self, positions: torch.Tensor) -> list[RopeAngles]:
+        angles = (positions + self.behind).clamp_(min=0)[..., None] * self.frequencies.float()
+        cos, sin = angles.cos(), angles.sin()
+        found = []
+        for pair, scale in zip(zip(cos, sin), self.scales):
+            found.append(RopeAngles(pair if scale == 1 else (part * scale for part in pair)))
+        # In one kernel where none is scaled; else each is made when it is asked for.
+        if all(scale == 1 for scale in self.scales):
+            for own, back in zip(found, -sin[: self.own]):
+                own.back = own[0], back
+        return found
 
 
 def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool, dims: str) -> torch.Tensor:

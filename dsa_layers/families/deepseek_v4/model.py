@@ -20,7 +20,7 @@ from dsa_layers.layers.hyper_connections import HyperHead
 from dsa_layers.layers.hyper_decoder import following
 from dsa_layers.layers.linear import Linear, linear_fp32
 from dsa_layers.layers.norm import RMSNorm
-from dsa_layers.layers.rope import RopeAngles
+from dsa_layers.layers.rope import JointRotary
 from dsa_layers.layers.shares import Shares
 from dsa_layers.parallel.ranks import ALONE
 from dsa_layers.parallel.rows import rows_of
@@ -131,26 +131,24 @@ class DeepseekV4ForCausalLM(nn.Module):
         self, tokens: torch.Tensor, batch: TokenBatch, cache: CompressedKVCache | None
     ) -> tuple[torch.Tensor, Rows]:
         """(the streams of this process's own rows, how rows lie on the processes)."""
-        # Angles are computed when the first layer asks for them: the GPU is busy with the layers before by then.
-        angles: dict[tuple[str, int | None], RopeAngles] = {}
-
-        def rope_of(kind: str, ratio: int | None = None) -> RopeAngles:
-            """Of the tokens, or of the entries that they may end."""
-            if (kind, ratio) not in angles:
-                positions = batch.positions if ratio is None else batch.entries(ratio).positions
-                angles[kind, ratio] = RopeAngles(self.rotaries[kind](positions))
-            return angles[kind, ratio]
-
         rows = rows_of(batch, self.ranks)
         streams = self._streams(tokens, rows)
+        angles = dict(zip(self._angle_kinds(), self.joint_rotary(batch.positions)))
         for i, layer in enumerate(self.layers):
             ratio = self.config.compress_rates.get(self.config.layer_types[i])
-            rope = rope_of("main" if ratio is None else "compress")
-            entry_rope = None if ratio is None else rope_of("compress", ratio)
+            rope = angles["main" if ratio is None else "compress", 1]
+            entry_rope = None if ratio is None else angles["compress", ratio]
             of_layer = None if cache is None else cache.layer(i)
             next_mix = following(self.layers, i)
             streams = layer(streams, tokens, rope, entry_rope, batch, of_layer, rows, **next_mix)
         return streams, rows
+
+    def _angle_kinds(self) -> list[tuple[str, int]]:
+        """(embedding, ratio) of all angles that layers turn by: tokens' own, of ratio 1, and then entries'."""
+        ratios = {self.config.compress_rates.get(kind) for kind in self.config.layer_types}
+        of_entries = [("compress", ratio) for ratio in sorted(ratios - {None})]
+        own = [("main", 1)] if None in ratios else []
+        return [*own, *([("compress", 1)] if of_entries else []), *of_entries]
 
     def _streams(self, tokens: torch.Tensor, rows: Rows) -> torch.Tensor:
         """[T, hc_mult, hidden]: each of them begins with the tokens' embeddings."""
@@ -176,6 +174,8 @@ class DeepseekV4ForCausalLM(nn.Module):
         ropes = {"main": config.rope, "compress": config.compress_rope}
         rotaries = {kind: make_rotary(config.qk_rope_head_dim, rope) for kind, rope in ropes.items()}
         self.rotaries = nn.ModuleDict(rotaries).to(device)
+        kinds = self._angle_kinds()
+        self.joint_rotary = JointRotary([(self.rotaries[kind], ratio) for kind, ratio in kinds])
 
     def skips(self, name: str) -> bool:
         """Whether a checkpoint tensor belongs to a multi-token-prediction layer, and no drafter reads it."""

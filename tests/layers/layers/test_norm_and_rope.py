@@ -8,6 +8,7 @@ import torch
 from dsa import apply_rotary
 from dsa_layers.layers.norm import LayerNorm, RMSNorm
 from dsa_layers.layers.rope import (
+    JointRotary,
     RopeAngles,
     RotaryEmbedding,
     rope_frequencies,
@@ -127,3 +128,20 @@ def test_vectors_are_turned_in_place_unless_gradients_are_on():
     with torch.no_grad():
         own = x.clone()
         assert turn(own, angles.cos(), angles.sin(), **options) is own and torch.equal(own, expected)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1.25])
+def test_joint_angles_are_those_of_each_embedding(scale):
+    main, other = RotaryEmbedding(rope_frequencies(64, 1e4)), RotaryEmbedding(rope_frequencies(64, 2e5), scale)
+    positions = torch.cat((torch.arange(300), 2**20 + torch.arange(40), 2**24 + torch.arange(40)))
+    found = JointRotary([(main, 1), (other, 1), (other, 4), (other, 128)])(positions)
+    for angles, (embedding, ratio) in zip(found, [(main, 1), (other, 1), (other, 4), (other, 128)], strict=True):
+        expected = embedding((positions + 1 - ratio).clamp(min=0))
+        assert torch.equal(angles[0], expected[0]) and torch.equal(angles[1], expected[1])
+        assert angles.back[0] is angles[0] and torch.equal(angles.back[1], -expected[1])
+
+
+def test_joint_angles_of_tokens_come_first():
+    rotary = RotaryEmbedding(rope_frequencies(64, 1e4))
+    with pytest.raises(ValueError, match=r"embeddings: those of ratio 1 must come first, got ratios \[4, 1\]"):
+        JointRotary([(rotary, 4), (rotary, 1)])
