@@ -10,7 +10,7 @@ from dsa.ops.cache.kv_cache import make_v4_cache, read_kv_cache, write_kv_cache
 from dsa.ops.cache.mla_cache_inputs import write_mla_cache
 from dsa.ops.cache.slot_mapping import slot_mapping
 from dsa.ops.elementwise.hyper_collapse_norm_cast import hyper_collapse_norm_cast_to_fp8
-from dsa.ops.elementwise.hyper_connections import hyper_collapse, hyper_expand
+from dsa.ops.elementwise.hyper_connections import hyper_collapse, hyper_expand, hyper_head
 from dsa.ops.elementwise.hyper_expand_mix import hyper_expand_mix
 from dsa.ops.elementwise.hyper_mix import hyper_mix
 from dsa.ops.elementwise.rms_norm import rms_norm
@@ -79,6 +79,7 @@ __all__ = [
     "hyper_collapse_norm_cast_to_fp8",
     "hyper_expand",
     "hyper_expand_mix",
+    "hyper_head",
     "hyper_mix",
     "indexer_select",
     "indexer_topk",

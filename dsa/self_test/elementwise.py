@@ -130,3 +130,13 @@ def hyper_expand_mix(device: str) -> None:
         assert_close("streams", new, expected, abs_tol=1e-3, rel_tol=2**-8, cos_tol=1e-5)
         v, weight = new.flatten(1).double(), parts.double().sum(0)
         assert ((mix - v @ weight.T).abs() <= 1e-5 * (v.abs() @ weight.abs().T)).all()
+
+
+def hyper_head(device: str) -> None:
+    """The sum of four streams of three tokens, in float64."""
+    streams, mix = torch.randn(3, 4, 264, device=device).bfloat16(), torch.randn(3, 4, device=device)
+    base, scale = torch.randn(4, device=device), torch.rand(1, device=device)
+    v = streams.double()
+    z = mix.double() / (v.square().mean((1, 2)) + 1e-6).sqrt()[:, None] * scale.double() + base.double()
+    expected = ((1 / (1 + (-z).exp()) + 1e-6)[..., None] * v).sum(1)
+    assert_close("x", dsa.hyper_head(streams, mix, base, scale), expected, abs_tol=1e-3, rel_tol=2**-8, cos_tol=1e-5)

@@ -80,7 +80,7 @@ class HyperConnection(_Mixing):
 class HyperHead(_Mixing):
     """x = sum_k (sigmoid(scale fn v / sqrt(mean(v^2) + eps) + base)_k + hc_eps) X_k: the streams to one, at the end.
 
-    X [T, n, D] -> [T, D]. Parameters, fp32: fn [n, n D], base [n], scale [1].
+    X [T, n, D] -> [T, D], by `dsa.hyper_head`. Parameters, fp32: fn [n, n D], base [n], scale [1].
     """
 
     def __init__(self, hidden: int, streams: int, *, eps: float = 1e-6, hc_eps: float = 1e-6) -> None:
@@ -88,7 +88,5 @@ class HyperHead(_Mixing):
         self.eps, self.hc_eps = eps, hc_eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        v = x.float()
-        mean = v.flatten(1).square().mean(-1, keepdim=True)
-        pre = torch.sigmoid(self.project(x) * torch.rsqrt(mean + self.eps) * self.scale + self.base) + self.hc_eps
-        return torch.einsum("tk,tkd->td", pre, v).to(x.dtype)
+        mix, base, scale = self.project(x), self.base.float(), self.scale.float()
+        return dsa.hyper_head(x, mix, base, scale, eps=self.eps, hc_eps=self.hc_eps)

@@ -87,3 +87,9 @@ def _(new: Maker):
 def _(new: Maker):
     tensors = {"y": new.bf16(3, 16), "streams": new.bf16(3, 4, 16), "post": new.f32(3, 4), "comb": new.f32(3, 4, 4)}
     return {**tensors, "parts": new.bf16(3, 24, 64)}
+
+
+@valid("hyper_head", lambda a: [(tuple(a["streams"][:, 0].shape), a["streams"].dtype)])
+def _(new: Maker):
+    tensors = {"streams": new.bf16(3, 4, 16), "mix": new.f32(3, 4), "base": new.f32(4), "scale": new.f32(1)}
+    return {**tensors, "eps": 1e-6, "hc_eps": 1e-6}

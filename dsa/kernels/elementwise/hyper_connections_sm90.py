@@ -19,7 +19,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Int32, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
 from dsa.cute.compile_cache import cached, compile_sm90
@@ -37,6 +37,8 @@ EXPAND_THREADS = 128
 
 
 class HyperCollapseSm90:
+    """Without post and comb it is the model's head, which makes one stream of four: mix and base are pre's alone."""
+
     def __init__(self, dtype: type[cutlass.Numeric], threads: int, steps: int):
         self.dtype, self.threads, self.steps = dtype, threads, steps
         self.width, self.packed, self.warps = 128 // dtype.width, 32 // dtype.width, threads // WARP
@@ -51,8 +53,8 @@ class HyperCollapseSm90:
         base: cute.Tensor,
         scale: cute.Tensor,
         x: cute.Tensor,
-        post: cute.Tensor,
-        comb: cute.Tensor,
+        post: cute.Tensor | None,
+        comb: cute.Tensor | None,
         iterations: Int32,
         eps: Float32,
         hc_eps: Float32,
@@ -78,8 +80,8 @@ class HyperCollapseSm90:
         base: cute.Tensor,
         scale: cute.Tensor,
         x: cute.Tensor,
-        post: cute.Tensor,
-        comb: cute.Tensor,
+        post: cute.Tensor | None,
+        comb: cute.Tensor | None,
         together: Int32,
         iterations: Int32,
         share: Float32,
@@ -111,12 +113,13 @@ class HyperCollapseSm90:
             if tid == 0:
                 scales[i] = inverse
             i += 1
-        cute.arch.sync_warp()
-        if tid < i:
-            t = first + tid
-            given, weights = post_and_comb(mix[t, None], base, scale, scales[tid], iterations, hc_eps)
-            cute.autovec_copy(given, post[t, None])
-            cute.autovec_copy(weights, comb[t, None])
+        if const_expr(post is not None):
+            cute.arch.sync_warp()
+            if tid < i:
+                t = first + tid
+                given, weights = post_and_comb(mix[t, None], base, scale, scales[tid], iterations, hc_eps)
+                cute.autovec_copy(given, post[t, None])
+                cute.autovec_copy(weights, comb[t, None])
 
     @cute.jit
     def collapse(self, streams, mix, base, scale, x, sums, t, share, zero, eps, hc_eps, tid):
@@ -246,6 +249,23 @@ def compile_hyper_collapse(dtype: str, threads: int, steps: int):
 
 
 @cached
+def compile_hyper_head(dtype: str, threads: int, steps: int):
+    """-> f(streams [T, 4, D] dtype, mix [T, 4], base [4], scale [1] fp32, x [T, D] dtype, None, None, 1, eps, hc_eps);
+    T > 0, D at most threads * steps vectors of 16 bytes. Rows start at multiples of 16 bytes."""
+    element, tokens, channels = cute_dtype(dtype), cute.sym_int(), cute.sym_int(divisibility=CHANNEL_MULTIPLE)
+    return compile_sm90(
+        HyperCollapseSm90(element, threads, steps),
+        _rows(element, (tokens, HYPER_STREAMS, channels)),
+        _rows(Float32, (tokens, HYPER_STREAMS)),
+        _rows(Float32, (HYPER_STREAMS,)),
+        _rows(Float32, (1,), 4),
+        _rows(element, (tokens, channels)),
+        *(None, None, Int32(1), Float32(0.0), Float32(0.0)),
+        fake_stream(),
+    )
+
+
+@cached
 def compile_hyper_expand(dtype: str):
     """-> f(y [T, D], streams [T, 4, D] dtype, post [T, 4], comb [T, 16] fp32, out [T, 4, D] dtype); T, D > 0. Rows
     start at multiples of 16 bytes."""
@@ -263,6 +283,7 @@ def compile_hyper_expand(dtype: str):
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
     """Every compile function and its arguments that the ops can ask for."""
-    return [(compile_hyper_collapse, (dtype, *tile)) for dtype in DTYPES for tile in HYPER_TILES] + [
+    tiled = compile_hyper_collapse, compile_hyper_head
+    return [(compiled, (dtype, *tile)) for compiled in tiled for dtype in DTYPES for tile in HYPER_TILES] + [
         (compile_hyper_expand, (dtype,)) for dtype in DTYPES
     ]

@@ -12,7 +12,7 @@ from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops.declaration import op
 from dsa.reference.elementwise import hyper_connections as reference
 
-__all__ = ["hyper_collapse", "hyper_expand"]
+__all__ = ["hyper_collapse", "hyper_expand", "hyper_head"]
 
 
 def hyper_collapse(
@@ -69,6 +69,40 @@ def hyper_expand(y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, com
     Source: DeepSeek-V4's inference code; arXiv 2606.19348, section 2.2.
     """
     return _hyper_expand(y, streams, post, comb)
+
+
+def hyper_head(
+    streams: torch.Tensor,
+    mix: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    eps: float = 1e-6,
+    hc_eps: float = 1e-6,
+) -> torch.Tensor:
+    """x = sum_k (sigmoid(mix_k scale / sqrt(mean(v^2) + eps) + base_k) + hc_eps) X_k: the streams to one, at the end.
+
+    v is a token's n streams as one vector: x is that of `hyper_collapse`.
+
+    streams  X [T, n, D] fp32, bf16 or fp16
+    mix      [T, n] fp32: a linear projection of v
+    base     [n] fp32
+    scale    [1] fp32
+    eps, hc_eps  finite numbers, at least 0
+
+    Returns x [T, D] in streams' dtype, contiguous. Everything is computed in fp32, and x is rounded once. NaN and
+    infinities stay in their token. Differentiable: where a gradient is asked for, the formula runs in PyTorch.
+    Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
+    On Hopper: one kernel, with the limits of `hyper_collapse`. Deterministic, and a token's result does not depend on
+    the other tokens. CUDA-graph safe, no host synchronisation, no workspace.
+    Source: DeepSeek-V4's inference code; arXiv 2606.19348, section 2.2.
+    """
+    return _hyper_head(streams, mix, base, scale, eps, hc_eps)
+
+
+def _head_results(streams: torch.Tensor) -> torch.Tensor:
+    tokens, _, channels = streams.shape
+    return torch.empty(tokens, channels, dtype=streams.dtype, device=streams.device)
 
 
 def _collapse_results(streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -143,6 +177,31 @@ def _hyper_expand(
     return out
 
 
+@op(
+    arguments=reference.HYPER_HEAD,
+    reference=reference.hyper_head,
+    results=_head_results,
+    kernels={"sm_90": "dsa.kernels.elementwise.hyper_connections_sm90"},
+    limits=_check_collapse_limits,
+    differentiable=True,
+)
+def _hyper_head(
+    kernels: ModuleType,
+    streams: torch.Tensor,
+    mix: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    eps: float,
+    hc_eps: float,
+) -> torch.Tensor:
+    x = _head_results(streams)
+    if x.shape[0]:
+        rows, mix, base = (rows_at_16_bytes(t) for t in (streams, mix, base))
+        launch = _head_kernel(kernels, streams.dtype, *_tile(streams))
+        launch(rows, mix, base, scale, x, None, None, 1, float(eps), float(hc_eps))
+    return x
+
+
 def _tile(streams: torch.Tensor) -> tuple[int, int]:
     """The smallest CTA that has a token in its registers."""
     width = 16 // streams.element_size()
@@ -158,6 +217,11 @@ def _tile(streams: torch.Tensor) -> tuple[int, int]:
 @functools.cache
 def _collapse_kernel(kernels: ModuleType, dtype: torch.dtype, threads: int, steps: int) -> Callable[..., None]:
     return kernels.compile_hyper_collapse(dtype_name(dtype), threads, steps)
+
+
+@functools.cache
+def _head_kernel(kernels: ModuleType, dtype: torch.dtype, threads: int, steps: int) -> Callable[..., None]:
+    return kernels.compile_hyper_head(dtype_name(dtype), threads, steps)
 
 
 @functools.cache

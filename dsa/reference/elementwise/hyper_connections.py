@@ -24,6 +24,15 @@ HYPER_COLLAPSE = Arguments(
     eps=Number(least=0),
     hc_eps=Number(least=0),
 )
+HYPER_HEAD = Arguments(
+    rule=_check_streams,
+    streams=Tensor("T n D", FLOATS, layout=ROWS),
+    mix=Tensor("T n", F32, layout=ALIGNED),
+    base=Tensor("n", F32, layout=ALIGNED),
+    scale=Tensor("1", F32, layout=CONTIGUOUS),
+    eps=Number(least=0),
+    hc_eps=Number(least=0),
+)
 HYPER_EXPAND = Arguments(
     rule=_check_streams,
     y=Tensor("T D", FLOATS, layout=ROWS),
@@ -84,3 +93,25 @@ def hyper_expand(y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, com
     check_memory("streams", streams)
     mixed = torch.einsum("tjk,tjd->tkd", comb, streams.float())
     return (post[..., None] * y.float()[:, None] + mixed).to(streams.dtype)
+
+
+@without_autocast
+def hyper_head(
+    streams: torch.Tensor,
+    mix: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    eps: float = 1e-6,
+    hc_eps: float = 1e-6,
+) -> torch.Tensor:
+    """x = sum_k (sigmoid(mix_k scale / sqrt(mean(v^2) + eps) + base_k) + hc_eps) X_k, v the streams as one vector.
+
+    In fp32, and x is rounded once. Gradients flow to every tensor. Arguments as of `dsa.hyper_head`.
+    """
+    HYPER_HEAD.check(streams, mix, base, scale, eps, hc_eps)
+    check_memory("streams", streams)
+    v = streams.float()
+    inverse = torch.rsqrt(v.flatten(1).square().mean(-1, keepdim=True) + eps)
+    pre = torch.sigmoid(mix * inverse * scale + base) + hc_eps
+    return torch.einsum("tk,tkd->td", pre, v).to(streams.dtype)

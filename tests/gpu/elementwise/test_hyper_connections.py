@@ -201,3 +201,25 @@ def test_a_captured_projection_follows_the_weights():
             torch.cuda.synchronize()
             expected = streams.flatten(1).double() @ layer.fn.double().T
             assert_close("mix", mix, expected, abs_tol=2e-3, rel_tol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("d", [8, 2056, 4096, 8192])
+@pytest.mark.parametrize("tokens", [0, 1, 7, 1025, 4099])
+def test_head(tokens, d, dtype):
+    """Beside the reference, and to the bit what goes into a sublayer of the same numbers."""
+    streams, mix, base, scale = collapse_inputs(tokens, d, dtype)
+    given = streams, mix[:, :4].contiguous(), base[:4], scale[:1]
+    poison_free_memory(mebibytes=64)
+    x = dsa.hyper_head(*given)
+    assert_close("x", x, reference.hyper_head(*given), abs_tol=2e-5, rel_tol=REL[dtype], cos_tol=COS[dtype])
+    assert torch.equal(x, dsa.hyper_collapse(streams, mix, base, scale)[0])
+
+
+def test_head_keeps_what_is_not_finite_in_its_token():
+    streams, mix, base, scale = collapse_inputs(4099, 256, torch.bfloat16)
+    clean = dsa.hyper_head(streams, mix[:, :4].contiguous(), base[:4], scale[:1])
+    streams[6, 2, 3] = torch.nan
+    got = dsa.hyper_head(streams, mix[:, :4].contiguous(), base[:4], scale[:1])
+    others = torch.arange(4099, device="cuda") != 6
+    assert torch.equal(got[others], clean[others]) and got[6].isnan().all()

@@ -173,3 +173,13 @@ def test_opcheck():
     values = (*collapse_arguments().values(), 20, 1e-6, 1e-6)
     torch.library.opcheck(torch.ops.dsa.hyper_collapse, values, test_utils=tests)
     torch.library.opcheck(torch.ops.dsa.hyper_expand, tuple(expand_arguments().values()), test_utils=tests)
+
+
+def test_what_head_launches(launches):
+    given = collapse_arguments(d=4096)
+    given |= {name: given[name][..., :count].contiguous() for name, count in (("mix", 4), ("base", 4), ("scale", 1))}
+    x = dsa.hyper_head(**given, eps=0.5, hc_eps=0.25)
+    ((found, passed),) = launches
+    assert found == (torch.bfloat16, 256, 2) and passed[4] is x and x.shape == (5, 4096)
+    assert [a is b for a, b in zip(passed, given.values())] == [True] * 4
+    assert passed[5:] == (None, None, 1, 0.5, 0.25)

@@ -143,3 +143,18 @@ def test_errors_of_types():
         reference.hyper_collapse([1], mix, base, scale)
     with pytest.raises(TypeError, match=r"comb: must be a .*Tensor, got NoneType"):
         reference.hyper_expand(y, streams, torch.randn(3, 4), None)
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_head_is_the_stream_that_goes_into_a_sublayer(n):
+    streams, _, mix, base, scale = inputs(n=n)
+    got = reference.hyper_head(streams, mix[:, :n], base[:n], scale[:1], eps=EPS, hc_eps=HC_EPS)
+    torch.testing.assert_close(got, torch.stack([by_hand(*row, base, scale, 1)[0] for row in zip(streams, mix)]))
+
+
+def test_errors_of_head():
+    streams, _, mix, base, scale = inputs()
+    with pytest.raises(ValueError, match=r"mix: shape must be \[3, 4\], got \[3, 24\]"):
+        reference.hyper_head(streams, mix, base[:4], scale[:1])
+    with pytest.raises(ValueError, match=r"scale: shape must be \[1\]"):
+        reference.hyper_head(streams, mix[:, :4], base[:4], scale)
