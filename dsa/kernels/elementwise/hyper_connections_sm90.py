@@ -37,7 +37,8 @@ EXPAND_THREADS = 128
 
 
 class HyperCollapseSm90:
-    """Without post and comb it is the model's head, which makes one stream of four: mix and base are pre's alone."""
+    """Without post and comb it is the model's head, which makes one stream of four: mix and base are pre's alone, and a
+    CTA has a token, since nothing is left to do for several together."""
 
     def __init__(self, dtype: type[cutlass.Numeric], threads: int, steps: int):
         self.dtype, self.threads, self.steps = dtype, threads, steps
@@ -61,7 +62,8 @@ class HyperCollapseSm90:
         stream,
     ):
         tokens = streams.shape[0]
-        together = cutlass.min(cute.ceil_div(tokens, CTAS), MAX_TOKENS)
+        most = 1 if const_expr(post is None) else MAX_TOKENS
+        together = cutlass.min(cute.ceil_div(tokens, CTAS), most)
         share = Float32(1.0) / Float32(HYPER_STREAMS * streams.shape[2])
         self.kernel(streams, mix, base, scale, x, post, comb, together, iterations, share, eps, hc_eps).launch(
             grid=(cute.ceil_div(tokens, together), 1, 1),
@@ -102,18 +104,20 @@ class HyperCollapseSm90:
         first = block * together
         zero = Uint32(together >> 8)
         wait_for_prerequisite_grids()
-        i = Int32(0)
-        # Compared with what all threads have in common: a count would take a register of each.
-        while i < together and first + i < streams.shape[0]:
-            # What follows from the thread's number costs registers if it is kept from one token to the next.
-            own = opaque(tid)
-            inverse = self.collapse(
-                streams, mix, base, scale, x, sums[None, i], first + i, share, zero, eps, hc_eps, own
-            )
-            if tid == 0:
-                scales[i] = inverse
-            i += 1
-        if const_expr(post is not None):
+        if const_expr(post is None):
+            self.collapse(streams, mix, base, scale, x, sums[None, 0], first, share, zero, eps, hc_eps, tid)
+        else:
+            i = Int32(0)
+            # Compared with what all threads have in common: a count would take a register of each.
+            while i < together and first + i < streams.shape[0]:
+                # What follows from the thread's number costs registers if it is kept from one token to the next.
+                own = opaque(tid)
+                inverse = self.collapse(
+                    streams, mix, base, scale, x, sums[None, i], first + i, share, zero, eps, hc_eps, own
+                )
+                if tid == 0:
+                    scales[i] = inverse
+                i += 1
             cute.arch.sync_warp()
             if tid < i:
                 t = first + tid
