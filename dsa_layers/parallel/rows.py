@@ -133,7 +133,7 @@ class SharedRows(Rows):
         shapes = [(x.dtype, x.shape[1:]) for x in own]
         words = [x.contiguous().view(-1).view(torch.uint8) for x in own]
         count = self._counts[self._ranks.rank]
-        widths = [len(x) // count for x in words]  # bytes of a row
+        widths = [shape.numel() * dtype.itemsize for dtype, shape in shapes]  # bytes of a row, also of a rank without
         if all(width % 4 == 0 for width in widths):  # fewer and wider numbers; neither NCCL nor `cat` knows all of FP8
             words, widths = [x.view(torch.int32) for x in words], [width // 4 for width in widths]
         sent = words[0]

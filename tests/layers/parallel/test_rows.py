@@ -11,7 +11,7 @@ from dsa_layers.parallel.ranks import ALONE, Ranks
 from dsa_layers.parallel.rows import SHARED_ROWS, SharedRows, WholeRows, rows_of
 from tests.layers.parallel.processes import in_ranks
 
-COUNTS = (6, 7, 11, 256, 301)
+COUNTS = (1, 6, 7, 11, 256, 301)
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64)
 
 
