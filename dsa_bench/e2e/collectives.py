@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from dsa_bench.e2e.trace import Event, in_turn
 
-# Kernels of NCCL, and torch's sum over symmetric memory, which stands in a namespace.
-NAMES = re.compile(r"\bnccl|\bone_shot_all_reduce")
+# Kernels of NCCL, and the sum over symmetric memory.
+NAMES = re.compile(r"\bnccl|one_shot_sum_sm90")
 
 
 def share(events: Sequence[Event]) -> float:

@@ -1,4 +1,4 @@
-"""Sums of little over two GPUs: each reads the other's part from its memory, in one kernel."""
+"""Sums of little over the GPUs of a machine: each writes its part into the memory of all, in one kernel."""
 
 import functools
 import os
@@ -7,43 +7,63 @@ import warnings
 import torch
 import torch.distributed as dist
 
-BYTES = 4 << 20  # of a part, at most
-DTYPES = (torch.bfloat16, torch.float32)
+from dsa import backends
+from dsa.kernels.parallel.limits import DTYPES, HALVES, PART, RANKS
+from dsa.ops.declaration import Kernels
+
+KERNELS = Kernels("sums over GPUs", {"sm_90": "dsa.kernels.parallel.one_shot_sum_sm90"})
+MEMORY = 32 << 20  # bytes of each GPU, in which parts have twice their size, from all GPUs and of two sums
 
 
-def takes(x: torch.Tensor) -> bool:
-    """Whether it sums such parts, which are contiguous: little, and it reads 16 bytes at a time."""
-    aligned = x.nbytes % 16 == 0 and x.data_ptr() % 16 == 0
-    return x.is_cuda and x.dtype in DTYPES and 0 < x.nbytes <= BYTES and aligned
+def most_bytes(ranks: int) -> int:
+    """Of a part: 4 MiB for two GPUs, 1 MiB for eight."""
+    return PART * _places(ranks)
 
 
 class OneShotSum:
-    """x_0 + x_1 of two ranks' x, rounded once: the bits of a sum in fp32 that is rounded then.
+    """x_0 + x_1 + ... of the ranks' x, in fp32 and in the order of the ranks, rounded once.
 
-    It is torch's, over symmetric memory, and a CUDA graph may hold it. Its kernel copies a rank's part to where the
-    other one reads it; both wait for each other before and after, without an end. (Of more than two ranks torch rounds
-    after each.)
+    The memory that all can write to is torch's symmetric memory, the kernel dsa.kernels.parallel.one_shot_sum_sm90. A
+    CUDA graph may hold it. It waits for the parts of all others, without an end. All ranks make the same sums in the
+    same order, one at a time.
     """
 
     def __init__(self, group: dist.ProcessGroup, memory: torch.Tensor) -> None:
         from torch.distributed import _symmetric_memory
 
-        self._group, self._memory = group.group_name, memory
-        self._sum = torch.ops.symm_mem.one_shot_all_reduce_copy
-        _symmetric_memory.rendezvous(memory, group)
+        self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._handle = _symmetric_memory.rendezvous(memory, group)
+        buffers = (self._handle.get_buffer(rank, memory.shape, memory.dtype) for rank in range(self._ranks))
+        self._memory, self._memories = memory, list(buffers)
+        self._turns = torch.zeros(2, dtype=torch.int32, device=memory.device)
+        kernels, device = KERNELS.modules(backends.arch_of(memory.device)), memory.device
+        self._choose_ctas = functools.partial(kernels.choose_ctas, sms=backends.num_sms(device))
+        self._kernels = {getattr(torch, name): kernels.compile_one_shot_sum(name, self._ranks) for name in DTYPES}
+
+    def takes(self, x: torch.Tensor) -> bool:
+        """Whether it sums such parts, which are contiguous: little, and it reads 8 bytes at a time."""
+        aligned = x.nbytes % 16 == 0 and x.data_ptr() % 16 == 0
+        return aligned and x.dtype in self._kernels and 0 < x.nbytes <= most_bytes(self._ranks)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        memory = self._memory[: x.nbytes].view(x.dtype).view(x.shape)
-        return self._sum(memory, x, "sum", self._group)
+        y = torch.empty_like(x)
+        with backends.on_device(x):
+            self._kernels[x.dtype](
+                *(x.view(-1), y.view(-1), self._memory, self._memories, self._turns),
+                *(self._rank, self._choose_ctas(x.nbytes // PART)),
+            )
+        return y
 
 
 @functools.cache
 def one_shot_sum(group: dist.ProcessGroup, device: torch.device) -> OneShotSum | None:
     """That of a group of ranks, all of which ask for it at the same time, the first time before a CUDA graph; None
-    where there is none: of other than two, without NCCL, and of GPUs that cannot read each other's memory."""
+    where there is none: of other numbers than RANKS, without NCCL or kernels, and of GPUs that cannot write to each
+    other's memory."""
     # A group of several kinds of devices has a backend for each.
     nccl = "cuda:nccl" in dist.get_backend_config(group).split(",")
-    if dist.get_world_size(group) != 2 or not nccl:
+    ranks = dist.get_world_size(group)
+    if ranks not in RANKS or not nccl or backends.backend() != "cute":
         return None
     # Multicast objects of NVLink are not used here, and to make them may hang.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
@@ -51,22 +71,28 @@ def one_shot_sum(group: dist.ProcessGroup, device: torch.device) -> OneShotSum |
     try:
         from torch.distributed import _symmetric_memory
 
-        memory = _symmetric_memory.empty(BYTES, dtype=torch.uint8, device=device)
+        memory = _symmetric_memory.empty((HALVES, ranks, _places(ranks), 4), dtype=torch.int32, device=device)
+        memory.zero_()  # before the ranks vote: no part comes before
     except (RuntimeError, AttributeError, ImportError) as error:
         problem = error
-    if _both(problem is None, group, device):  # a rank that has none would leave the other one waiting
+    if _all(problem is None, group, device):  # a rank that has none would leave the others waiting
         try:
             made = OneShotSum(group, memory)
         except (RuntimeError, AttributeError) as error:
             problem = error
-        if _both(made is not None, group, device):
+        if _all(made is not None, group, device):
             return made
-    reason = problem or "the other rank has none"
+    reason = problem or "another rank has none"
     warnings.warn(f"sums go through NCCL, not through symmetric memory: {reason}", stacklevel=2)
     return None
 
 
-def _both(yes: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
+def _places(ranks: int) -> int:
+    """So many PART bytes of a part fit into MEMORY."""
+    return MEMORY // (HALVES * ranks * 2 * PART)
+
+
+def _all(yes: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
     votes = torch.tensor(yes, dtype=torch.int32, device=device)
     dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=group)
     return bool(votes.item())

@@ -117,7 +117,7 @@ def kernel(name, ts, ms, kind="kernel"):
 
 def test_the_share_of_collectives():
     """Of what comes behind the collective at which ranks begin together."""
-    sum_kernel = "void (anonymous namespace)::one_shot_all_reduce_kernel<c10::BFloat16, 16, 2>(unsigned int**)"
+    sum_kernel = "kernel_cutlass_kernel_dsakernelsparallelone_shot_sum_sm90OneShotSumSm90_object_at__tensorptrbf16"
     events = [
         *(kernel("fill", 0, 50.0), kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL(args)", 1, 90.0)),
         *(kernel(sum_kernel, 30, 1.0), kernel("gemm", 20, 4.0), kernel("Memset", 40, 1.0, "gpu_memset")),

@@ -16,9 +16,9 @@ from dsa_layers.parallel.ranks import ALONE, Ranks
 from dsa_layers.parallel.rows import SharedRows
 
 ROWS = (1, 2, 8, 33, 256, 300)
+TURNS = 400  # of sums in a row, of changing sizes
 DTYPES = (torch.bfloat16, torch.float32)
 WIDTH = 7168
-RANKS = 2
 MANY, REPEATS = 4096, 5
 TOKENS, LENGTHS = [2 + i * i % 2000 for i in range(300)], [200, 100]
 PROMPTS = [TOKENS, TOKENS[:3], TOKENS[7:80]]  # a pass of which shares its rows
@@ -50,17 +50,42 @@ def sums(ranks: Ranks, device: torch.device, folder: Path) -> dict:
             shared = SharedRows(ranks, rows)
             (whole,) = shared.gather(shared.sum(x))
             found["shared", rows, dtype] = whole.cpu()
-            found["begun", rows, dtype] = begun(shared, x, part(RANKS, rows, dtype, device))
+            found["begun", rows, dtype] = begun(shared, x, part(ranks.size, rows, dtype, device))
             del graph
     for repeat in range(REPEATS):  # of as many rows as there are in a pass, the sum takes as long as what is beside it
         shared = SharedRows(ranks, MANY)
-        own = part(RANKS, MANY, torch.bfloat16, device)
+        own = part(ranks.size, MANY, torch.bfloat16, device)
         found["begun", repeat] = begun(shared, part(ranks.rank, MANY, torch.bfloat16, device), own)
     cast = torch.arange(300 * 256, device=device).view(300, 256).remainder(13).to(torch.float8_e4m3fn)
     shared = SharedRows(ranks, 300)
     (whole,) = shared.gather(shared.own(cast))
     found["cast"] = torch.equal(whole.view(torch.uint8), cast.view(torch.uint8))
+    found["wrong turns"] = wrong_turns(ranks, device)
     return found
+
+
+def wrong_turns(ranks: Ranks, device: torch.device) -> int:
+    """Of sums in a row, of other sizes and numbers each time, and of replays of a graph that has all of them, so many
+    have a number that is not the sum: a rank that is early must not take or overwrite what is of another sum."""
+    sizes = [8 * (1 + i * i * i % 60000) for i in range(TURNS)]
+    own, wrong = torch.zeros(1, device=device), torch.zeros((), dtype=torch.int64, device=device)
+
+    def all_turns() -> None:
+        for i, size in enumerate(sizes):
+            if i % 7 == ranks.rank:  # one rank is late
+                torch.cuda._sleep(20000)
+            x = (own + i % 100 + ranks.rank).expand(size).to(DTYPES[i % 2])
+            whole = ranks.size * (i % 100) + sum(range(ranks.size)) + ranks.size * own
+            wrong.add_((ranks.sum(x) != whole).sum())
+
+    all_turns()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        all_turns()
+    for replay in range(3):
+        own.fill_(replay)
+        graph.replay()
+    return int(wrong)
 
 
 def begun(rows: SharedRows, x: torch.Tensor, own: torch.Tensor) -> torch.Tensor:

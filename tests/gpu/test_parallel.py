@@ -13,7 +13,7 @@ import torch
 from dsa.testing import calc_diff
 from dsa_layers.families.registry import model_types
 from dsa_layers.tiny import write_tiny_checkpoint
-from tests.gpu.parallel_worker import DTYPES, MANY, RANKS, REPEATS, ROWS, part
+from tests.gpu.parallel_worker import DTYPES, MANY, REPEATS, ROWS, part
 from tests.layers.parallel.test_generate import of_rank
 
 pytestmark = pytest.mark.several_gpus
@@ -28,37 +28,44 @@ def folder(tmp_path_factory):
     return folder
 
 
-def run(case, folder):
+def run(case, folder, ranks=2):
     """What each rank has found."""
-    done = ended(case, folder)
+    done = ended(case, folder, ranks)
     assert done.returncode == 0, done.stderr[-6000:]
-    return [torch.load(folder / f"{case}.{rank}", weights_only=False) for rank in range(RANKS)]
+    return [torch.load(folder / f"{case}.{rank}", weights_only=False) for rank in range(ranks)]
 
 
-def ended(case, folder):
-    launch = f"import sys; from dsa_layers.parallel.launch import launch; sys.exit(launch(sys.argv[1:], {RANKS}))"
+def ended(case, folder, ranks=2):
+    launch = f"import sys; from dsa_layers.parallel.launch import launch; sys.exit(launch(sys.argv[1:], {ranks}))"
     worker = [sys.executable, "-m", "tests.gpu.parallel_worker", case, str(folder)]
     return subprocess.run([sys.executable, "-c", launch, *worker], capture_output=True, text=True, timeout=300)
 
 
-def test_sums(folder):
-    """In the order of the ranks, rounded once, the same bits on both: through symmetric memory, in a CUDA graph, and
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_sums(folder, ranks):
+    """In the order of the ranks, rounded once, the same bits on all: through symmetric memory, in a CUDA graph, and
     through NCCL where each has a share of the rows, at once and beside other work."""
-    for found in run("sums", folder):
-        assert found["one shot"] and found["cast"]
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"{ranks} GPUs are needed")
+    for found in run("sums", folder, ranks):
+        assert found["one shot"] and found["cast"] and not found["wrong turns"]
         for rows in ROWS:
             for dtype in DTYPES:
-                expected = (part(0, rows, dtype).float() + part(1, rows, dtype).float()).to(dtype)
+                expected = total(rows, dtype, ranks).to(dtype)
                 for way in ("sum", "replayed", "shared"):
                     assert torch.equal(found[way, rows, dtype], expected), (way, rows, dtype)
-                assert torch.equal(found["begun", rows, dtype], with_own_rows(rows, dtype)), (rows, dtype)
-        expected = with_own_rows(MANY, torch.bfloat16)
+                assert torch.equal(found["begun", rows, dtype], with_own_rows(rows, dtype, ranks)), (rows, dtype)
+        expected = with_own_rows(MANY, torch.bfloat16, ranks)
         assert all(torch.equal(found["begun", repeat], expected) for repeat in range(REPEATS))
 
 
-def with_own_rows(rows, dtype):
-    first, second, own = (part(number, rows, dtype) for number in range(RANKS + 1))
-    return own + (first.float() + second.float() + own.float()).to(dtype)
+def total(rows, dtype, ranks):
+    return sum(part(rank, rows, dtype).float() for rank in range(ranks))
+
+
+def with_own_rows(rows, dtype, ranks):
+    own = part(ranks, rows, dtype)
+    return own + (total(rows, dtype, ranks) + own.float()).to(dtype)
 
 
 def test_tiny_models(folder):

@@ -1,0 +1,145 @@
+"""The sum of several GPUs' tensors: each GPU writes its part into all GPUs' memory, and adds up what has come to its own.
+
+Plan
+- A part is cut into 8 bytes, each of which travels in 16 with its turn, the number of the sum, twice: a GPU writes and
+  another one reads 8 bytes at once, and so whoever finds the turn beside four of them has these four. Nothing else says
+  that a part is there: one way over NVLink is all that a sum waits for, and there is no barrier.
+- Memory is of two halves, which sums take in turn. A GPU that writes to a half again has had, in the sum between, a
+  word of every other one, which each has sent when its last sum in that half was over. So no part is overwritten while
+  it is read.
+- A thread writes all that it has of its own part to all GPUs, its own one included, and then adds up the parts of the
+  same places, in fp32 and in the order of the ranks, rounded once. So all GPUs have the same bits.
+- The turn is in memory, so that a CUDA graph has a new one each time: all threads read it at first, and the last CTA to
+  end sets it.
+Constraints: all ranks make the same sums in the same order, one at a time. Turns are 32 bits: after 2^32 sums one is
+taken for the sum of 2^32 before, of which nothing is left but in places that no sum has reached since.
+Shared memory: none. Registers: few.
+Roofline: of little, the latency of a load, of NVLink and of a load; of much, NVLink with twice a part's bytes to each
+other GPU.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+
+from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
+from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream
+from dsa.kernels.parallel.limits import DTYPES, HALVES, PART, RANKS
+
+THREADS = 256
+
+
+def choose_ctas(places: int, sms: int) -> int:
+    """A thread a place, of no more CTAs than can run at once: each waits for what others have to send."""
+    return min(-(-places // THREADS), sms)
+
+
+@cute.jit
+def _send(address: Int64, first: Uint32, second: Uint32, turn: Uint32):
+    cute.arch.inline_ptx(
+        "st.volatile.global.v4.b32 [{$r0}], {" + "{$r1}, {$r3}, {$r2}, {$r3}" + "};",
+        read_only_args=[address, first, second, turn],
+    )
+
+
+@cute.jit
+def _receive(address: Int64, turn: Uint32):
+    """The two words that lie there with this turn, as soon as they do."""
+    return cute.arch.inline_ptx(
+        "{{ .reg .pred p; .reg .b32 t, u; WAIT: "
+        "ld.volatile.global.v4.b32 {" + "{$w0}, t, {$w1}, u" + "}, [{$r0}]; "
+        "setp.ne.b32 p, t, {$r1}; @p bra WAIT; setp.ne.b32 p, u, {$r1}; @p bra WAIT; }}",
+        write_only_types=[Uint32, Uint32],
+        read_only_args=[address, turn],
+    )
+
+
+@cute.jit
+def _address(memory: cute.Tensor, half: Int32, rank, place: Int32) -> Int64:
+    return Int64(memory[half, rank, place, None].iterator.toint())
+
+
+class OneShotSumSm90:
+    def __init__(self, dtype: type[cutlass.Numeric], ranks: int):
+        self.dtype, self.ranks = dtype, ranks
+        self.width = 8 * PART // dtype.width
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,
+        y: cute.Tensor,
+        memory: cute.Tensor,
+        memories: list[cute.Tensor],
+        turns: cute.Tensor,
+        rank: Int32,
+        ctas: Int32,
+        stream,
+    ):
+        self.kernel(x, y, memory, memories, turns, rank).launch(
+            grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        x: cute.Tensor,
+        y: cute.Tensor,
+        memory: cute.Tensor,
+        memories: list[cute.Tensor],
+        turns: cute.Tensor,
+        rank: Int32,
+    ):
+        tid, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        first, step, places = cta * THREADS + tid, ctas * THREADS, x.shape[0] // self.width
+        wait_for_prerequisite_grids()
+
+        turn = Uint32(turns[0]) + 1
+        half = Int32(turn & (HALVES - 1))
+        part = cute.make_rmem_tensor((self.width,), self.dtype)
+        words = cute.recast_tensor(part, Uint32)
+        for i in cutlass.range(first, places, step, unroll=1):
+            cute.autovec_copy(cute.local_tile(x, (self.width,), (i,)), part)
+            for r in cutlass.range_constexpr(self.ranks):
+                _send(_address(memories[r], half, rank, i), words[0], words[1], turn)
+        total = cute.make_rmem_tensor((self.width,), Float32)
+        for i in cutlass.range(first, places, step, unroll=1):
+            for r in cutlass.range_constexpr(self.ranks):
+                words[0], words[1] = _receive(_address(memory, half, r, i), turn)
+                numbers = part.load().to(Float32)
+                total.store(numbers if r == 0 else total.load() + numbers)
+            part.store(total.load().to(self.dtype))
+            cute.autovec_copy(part, cute.local_tile(y, (self.width,), (i,)))
+
+        cute.arch.sync_threads()
+        if tid == 0:
+            ended = cute.arch.atomic_add(turns.iterator + 1, Int32(1), scope="gpu")
+            if ended == ctas - 1:
+                turns[1] = Int32(0)
+                turns[0] = Int32(turn)
+
+
+@cached
+def compile_one_shot_sum(dtype: str, ranks: int):
+    """-> f(x [n], y [n], memory [2, ranks, places, 4] int32, [memory of each rank], turns [2] int32, rank, ctas);
+    n > 0 at 8 bytes a place, all at multiples of 16 bytes, and no more CTAs than can run at once. Memory is 0 before
+    the first sum, on all ranks, and so are turns."""
+    kind, numbers = cute_dtype(dtype), cute.sym_int(divisibility=8 * PART // cute_dtype(dtype).width)
+    x, y = fake(kind, (numbers,), (1,)), fake(kind, (numbers,), (1,))
+    places = cute.sym_int()
+    shape, stride = (HALVES, ranks, places, 4), (cute.sym_int64(divisibility=4), cute.sym_int64(divisibility=4), 4, 1)
+    memory, *memories = (fake(Int32, shape, stride) for _ in range(1 + ranks))
+    turns = fake(Int32, (2,), (1,), 4)
+    arguments = x, y, memory, memories, turns, Int32(0), Int32(1)
+    return compile_sm90(OneShotSumSm90(kind, ranks), *arguments, fake_stream())
+
+
+def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+    """Every compile function and its arguments that sums can ask for."""
+    return [(compile_one_shot_sum, (dtype, ranks)) for dtype in DTYPES for ranks in RANKS]
