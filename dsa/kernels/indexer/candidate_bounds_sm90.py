@@ -114,7 +114,9 @@ class CandidateBoundsSm90:
 
         if searched:
             slack = rank >> 4
-            bound = find_floor(scores, (count + 3) // 4, rank, slack, memory, tid, THREADS)[0]
+            floor = find_floor(scores, (count + 3) // 4, rank, slack, memory, tid, THREADS)[0]
+            # A little below the lowest of a list may be below its bound: the list does not have what is in between.
+            bound = cute.arch.fmax(bound, floor)
         for i in cutlass.range(tid, count, THREADS, unroll=2):
             score = scores[i]
             if score >= bound:

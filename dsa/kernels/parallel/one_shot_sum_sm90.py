@@ -1,4 +1,4 @@
-"""The sum of several GPUs' tensors: each GPU writes its part into all GPUs' memory, and adds up what has come to its own.
+"""The sum of several GPUs' tensors: each GPU writes its part into all GPUs' memory, and adds up what comes to its own.
 
 Plan
 - A part is cut into 8 bytes, each of which travels in 16 with its turn, the number of the sum, twice: a GPU writes and

@@ -13,7 +13,7 @@ from tests.kernels.variants import shipped
 @shipped(kernels.compile_one_shot_sum)
 def test_sass(compile_function, arguments):
     sass = disassemble(cubin(compile_function, *arguments))
-    dtype, ranks = arguments
+    _, ranks = arguments
     assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
     assert sass.registers <= 64
     # The turn and the own part; then of each rank 16 bytes at once, in a loop that the part leaves as it comes.
