@@ -52,16 +52,20 @@ LONG_STACKS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def skeleton(name: str, *, widen_experts: bool = False, **changes: Any) -> CheckpointModel:
+def skeleton(name: str, *, widen_experts: bool = False, drafter: bool = False, **changes: Any) -> CheckpointModel:
     """The model of a stack on the meta device, in the published precision. widen_experts: FP4 experts are FP8, as
-    `load_model` has it; changes: further fields."""
+    `load_model` has it; drafter: it has one; changes: further fields."""
     file, fields = (LONG_STACKS | STACKS)[name]
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(published_config(file) | fields | changes))
         config = read_config(directory)
     with torch.device("meta"):
         fp4 = config.quantization.expert_dtype == "fp4" and not widen_experts
-        return family(config.model_type).model(config, replace(Precision.of(config), fp4_experts=fp4))
+        of_family = family(config.model_type)
+        model = of_family.model(config, replace(Precision.of(config), fp4_experts=fp4))
+        if drafter:
+            model.drafter = of_family.drafter(model)
+        return model
 
 
 def linear_shapes(model: torch.nn.Module) -> list[tuple[int, int]]:
@@ -105,11 +109,12 @@ def stack(
     *,
     ranks: Ranks = ALONE,
     widen_experts: bool = False,
+    drafter: bool = False,
     **changes: Any,
 ) -> CheckpointModel:
     """The same with weights, drawn on `device`: of several ranks this one's part. What every rank has whole is the same
     on all of them, and the parts differ."""
-    model = skeleton(name, widen_experts=widen_experts, **changes)
+    model = skeleton(name, widen_experts=widen_experts, drafter=drafter, **changes)
     cuts = split(model, ranks, blocks=True)
     model.to_empty(device=device)
     generator = torch.Generator(device)
