@@ -175,6 +175,7 @@ def test_entries_of_whole_passes_go_on_behind_their_rows(name, monkeypatch):
     """Of what has been measured the shapes are given to the benchmark, which leaves them out."""
     given = []
     functions = {"e2e": "report.rows", "million": "million.compiled_rows", "parallel": "parallel.all_rows"}
+    functions["drafts"] = "drafts.compiled_rows"
     for function in functions.values():
         monkeypatch.setattr(f"dsa_bench.e2e.{function}", lambda done, f=function: given.append((f, done)) or iter([{}]))
     assert list(run.rows_of(name, [{"shape": "a"}, {"shape": "b"}])) == [{}]

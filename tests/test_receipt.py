@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from dsa import backends, source_digest
-from dsa_bench.e2e import document, million_document, parallel_document
+from dsa_bench.e2e import document, drafts_document, million_document, parallel_document
 from dsa_bench.harness import case
 from tests.gpu import headlines, receipt, status_table, unverify
 from tests.gpu.read_once import read_once
@@ -246,6 +246,11 @@ CHANGES = {
         ("parallel", "user_commands"),
         ("several_gpus", "generation", "e2e", "transformers"),
     ),
+    "how depths are put together": (
+        ("dsa_bench/e2e/full_depth.py", "alike * (found.first", "2 * alike * (found.first"),
+        ("drafts",),
+        ("e2e", "million", "parallel", "generation"),
+    ),
     "ranks without collectives": (
         ("dsa_bench/e2e/silent.py", "return x", "return x + 0"),
         ("parallel", "million"),
@@ -253,7 +258,7 @@ CHANGES = {
     ),
     "a layer": (
         ("dsa_layers/layers/norm.py", "import torch\n", "import torch\nNEW = 1\n"),
-        ("generation", "user_commands", "e2e", "million", "parallel"),
+        ("generation", "user_commands", "e2e", "million", "parallel", "drafts"),
         ("rms_norm", "fuzz"),
     ),
     "the command": (
@@ -324,8 +329,9 @@ def test_what_ends_an_entry(change, replaced, ends, keeps):
         ("e2e", document, "docs/e2e.md"),
         ("parallel", parallel_document, "docs/parallel.md"),
         ("million", million_document, "docs/million.md"),
+        ("drafts", drafts_document, "docs/drafter.md"),
     ],
-    ids=("e2e", "parallel", "million"),
+    ids=("e2e", "parallel", "million", "drafts"),
 )
 def test_tables_of_models_are_generated(name, generated, path):
     """Once the entry is verified; before, the document says itself where its tables are from."""

@@ -30,6 +30,7 @@ PATH = HERE / "receipt.json"
 TUNED = ROOT / "dsa" / "tuned"
 LAYERS = ROOT / "dsa_layers"
 WHOLES = {
+    "drafts": "decoding with drafts: `python -m dsa_bench.e2e.drafts`",
     "e2e": "whole passes: `dsa bench e2e`",
     "fuzz": "all ops: mutated calls",
     "generation": "generation: `dsa_layers.Generator`",
@@ -46,7 +47,7 @@ WHOLES = {
     "vllm_adapters": "vLLM's plugin: its calls beside the kernels that vLLM calls",
 }
 # Those of whole passes, whose benchmarks take minutes: their rows are written as they come.
-ROW_BY_ROW = ("e2e", "million", "parallel")
+ROW_BY_ROW = ("drafts", "e2e", "million", "parallel")
 SEVERAL_GPUS = "pytest.mark.several_gpus"
 OLDEST_DSL = "4.8.0"  # which vLLM and SGLang pin
 # The ops that take most of a pass's time: the entries whose tests run once more with the oldest DSL.
@@ -167,7 +168,7 @@ def code_modules(name: str, arch: str) -> list[str]:
         plugin = f"dsa_engines.{name.removesuffix(ADAPTERS)}"
         return _closure([f"{plugin}.adapters", f"{plugin}.warm_up"], arch, ("dsa", "dsa_engines"))
     ops = _closure(op_modules().values(), arch)
-    if name in ("e2e", "million"):
+    if name in ("drafts", "e2e", "million"):
         return [*ops, *_layers(NOT_RUN)]
     if name == "transformers":
         return [*ops, *_layers(tuple(place for place in NOT_RUN if place != "hf"))]

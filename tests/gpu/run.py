@@ -216,6 +216,10 @@ def rows_of(name: str, done: Sequence[dict]) -> Iterator[dict]:
         from dsa_bench.e2e import report
 
         yield from report.rows(done=[row["shape"] for row in done])
+    elif name == "drafts":
+        from dsa_bench.e2e import drafts
+
+        yield from drafts.compiled_rows(done=[row["shape"] for row in done])
     elif name == "parallel":
         from dsa_bench.e2e import parallel
 

@@ -1,0 +1,317 @@
+"""The benchmark of decoding with drafts: small stacks on a CPU, with a clock of its own; and what it computes of it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import dsa
+from dsa_bench.e2e import draft_runs, drafts, drafts_document
+from dsa_bench.e2e.draft_gain import gain, missed, tokens_a_round
+from dsa_bench.e2e.draft_runs import DraftedDecoding
+from dsa_bench.e2e.drafts import shape
+from dsa_bench.e2e.full_depth import Depths, depths, first_layers, full_depth, layers_of
+from dsa_bench.e2e.pass_bytes import cached_bytes, experts_touched, pass_bytes
+from dsa_bench.e2e.stacks import STACKS, published_layers, skeleton, stack, with_layers
+from dsa_layers.generation.decode_step import DecodeStep
+from dsa_layers.generation.draft_step import DraftStep
+from dsa_layers.layers.experts import Experts
+from dsa_layers.layers.moe import MoE
+from tests.bench.small_stacks import FEWER, SMALL
+
+CONTEXT, COPY, DRAFT_MS = 300, 2e12, 3.0
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """By which a pass takes a millisecond and another one for each layer and token, and the drafter DRAFT_MS. What
+    comes of the drafter's passes is noted."""
+    timed, drafted = [], []
+    first = draft_runs.first_layers
+
+    def noted_first(model, count):
+        timed.append(count)
+        return first(model, count)
+
+    def milliseconds(call, repeats):
+        assert repeats == draft_runs.REPEATS
+        results = call()
+        logits = results[0] if isinstance(results, tuple) else results
+        assert logits.isfinite().all()
+        return 1.0 + timed[-1] * logits[..., 0].numel()
+
+    def bench(calls, repeats, graph):
+        assert repeats == draft_runs.REPEATS and graph
+        drafted.append(calls["drafts"]())
+        return {"drafts": DRAFT_MS}
+
+    for function in (milliseconds, bench):
+        monkeypatch.setattr(draft_runs, function.__name__, function)
+    monkeypatch.setattr(draft_runs, "first_layers", noted_first)
+    return drafted
+
+
+def small_stack(name):
+    return stack(name, "cpu", drafter=True, **SMALL, **FEWER[name])
+
+
+def test_rows(clock, monkeypatch):
+    """All layers' times follow from those of the three depths, and figures from them; what is done is left out."""
+    for name, (file, fields) in STACKS.items():
+        monkeypatch.setitem(STACKS, name, (file, fields | SMALL | FEWER[name]))
+    monkeypatch.setattr(drafts, "CONTEXT", CONTEXT)
+    monkeypatch.setattr(drafts, "copy_bandwidth", lambda: COPY)
+    told, done = [], [shape("V3.2", 1, 2), shape("GLM-5", 1, 1), shape("GLM-5", 3, 1)]
+    rows = list(drafts.rows(sequences=[3, 1], device="cpu", done=done, tell=told.append))
+    assert json.loads(json.dumps(rows)) == rows
+    assert [row["shape"] for row in rows] == [
+        *("V3.2 decode 1 x 300, 1 draft", "V3.2 decode 1 x 300, 3 drafts", "V3.2 decode 3 x 300, 1 draft"),
+        *("V3.2 decode 3 x 300, 2 drafts", "V3.2 decode 3 x 300, 3 drafts"),
+        *("V4-Flash decode 1 x 300, 1 draft", "V4-Flash decode 3 x 300, 1 draft"),
+    ]
+    assert "V4-Flash: drawn" in told and "GLM-5: drawn" not in told
+    for row in rows:
+        count, k, plain, verify = row["sequences"], row["drafts"], row["plain"], row["verify"]
+        measured, layers = {"V3.2": (4, 61), "V4-Flash": (5, 43)}[row["model"]]
+        assert row["layers"] == layers and row["shape"] == f"{row['model']} {row['run']}"
+        assert plain["depths"] == [1.0, 1.0 + count, 1.0 + measured * count]
+        assert plain["ms"] == pytest.approx(1 + layers * count)
+        assert verify["ms"] == pytest.approx(1 + layers * count * (1 + k))
+        assert 2 <= plain["touched"] < verify["touched"] <= 8 and plain["bytes"] < verify["bytes"]
+        assert row["copy"] == COPY
+        assert row["of_copy"] == pytest.approx([own["bytes"] / COPY * 1e3 / own["ms"] for own in (plain, verify)])
+        assert row["over_bytes"] == pytest.approx(row["of_copy"][0] / row["of_copy"][1])
+        assert row["draft_ms"] == DRAFT_MS and row["ms"] == verify["ms"] + DRAFT_MS
+        assert row["gain"] == pytest.approx(row["tokens_a_round"] / row["ms"] * plain["ms"])
+        assert row["tokens/s"] == pytest.approx(count * row["tokens_a_round"] / row["ms"] * 1e3)
+        assert row["figure"] == f"{row['gain']:.2f}x the tokens/s without drafts"
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_what_is_timed_are_passes_of_generation(name, clock, monkeypatch):
+    """Over the last token and the drafts of each sequence, no two of them alike, up to the same length as without
+    drafts; and the drafter's passes behind them."""
+    model = small_stack(name)
+    seen, drafted = [], []
+    states, draft = model.states, DraftStep._run
+
+    def noted_states(tokens, batch, cache):
+        seen.append((tokens.clone(), batch.positions.clone()))
+        return states(tokens, batch, cache)
+
+    monkeypatch.setattr(model, "states", noted_states)
+    monkeypatch.setattr(DraftStep, "_run", lambda step, inputs: drafted.append(inputs) or draft(step, inputs))
+    run = DraftedDecoding(model, 3, CONTEXT, 2)
+    assert run.pass_ms(len(layers_of(model))) == 1 + 9 * len(layers_of(model))
+    (tokens, positions), again = seen
+    assert tokens.unique().numel() == 9 and torch.equal(tokens, again[0])
+    assert positions.view(3, 3).tolist() == [[CONTEXT - 3, CONTEXT - 2, CONTEXT - 1]] * 3
+    assert run.drafting_ms() == DRAFT_MS and clock[0].shape == (3, 2)
+    first, second = drafted
+    assert first is second and first.taken.tolist() == [3] * 3 and first.lens.tolist() == [CONTEXT - 2] * 3
+    assert first.tokens.unique().numel() == 9 and first.states.float().std() > 0.1
+    # A plain step has as many keys.
+    plain = DraftedDecoding(model, 3, CONTEXT, 0)
+    assert [len(sequence.tokens) for sequence in plain._sequences] == [CONTEXT] * 3
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_a_stack_without_its_last_layers(name):
+    """It ends where they began, down to embedding and head; behind the block it has them again."""
+    model = small_stack(name)
+    before, logits = [*layers_of(model)], []
+    run = DraftedDecoding(model, 2, CONTEXT, 0)
+    step = DecodeStep(model, run._cache)
+    assert depths(model) == (0, 1, len(before))
+    for count in depths(model):
+        with first_layers(model, count):
+            logits.append(step(run._sequences))
+    assert not torch.equal(logits[0], logits[1]) and not torch.equal(logits[1], logits[2])
+    assert torch.equal(step(run._sequences), logits[2])
+    assert all(x is y for x, y in zip(layers_of(model), before, strict=True))
+    tokens = torch.tensor([sequence.tokens[-1] for sequence in run._sequences])
+    with torch.inference_mode():
+        if name == "V4-Flash":
+            states = model.embed(tokens[:, None].expand(-1, model.config.hc_mult))
+        else:
+            states = model.model.norm(model.model.embed_tokens(tokens))
+        assert torch.equal(model.logits(states), logits[0])
+
+
+COSTS = {"SwiGLU": 2.0, "MoE": 7.0}
+COSTS |= {"sliding_attention": 2.0, "compressed_sparse_attention": 8.0, "heavily_compressed_attention": 6.0}
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_full_depth(name):
+    """Of a stack in which a layer costs what its kind does, and the ends 5."""
+
+    def cost(model, count):
+        kinds = getattr(model.config, "layer_types", None) or [type(layer.mlp).__name__ for layer in layers_of(model)]
+        return 5.0 + sum(COSTS[kind] for kind in kinds[:count])
+
+    model = skeleton(name)
+    found = Depths(*(cost(model, count) for count in depths(model)))
+    layers = published_layers(name)
+    expected = cost(skeleton(name, **with_layers(name, layers)), layers)
+    # V4 has 21 layers of ratio 4 and 20 of ratio 128, which count as 20.5 of each.
+    assert full_depth(name, found) == expected - (1.0 if name == "V4-Flash" else 0.0)
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_bytes_of_a_pass(name):
+    """Of the real sizes: all weights but the embedding, and the drafter's; of the experts those with tokens."""
+    model = skeleton(name, drafter=True)
+    tensors = {key: x for key, x in model.named_parameters() if not key.startswith("drafter")}
+    every = sum(x.nbytes for key, x in tensors.items() if "embed" not in key and not key.endswith("tid2eid"))
+    experts = sum(x.nbytes for key, x in tensors.items() if ".experts." in key)
+    mixtures = sum(isinstance(module, Experts) for key, module in model.named_modules() if "drafter" not in key)
+    cached = cached_bytes(model, 8, 4096)
+    cache = model.make_cache(8 * 4096 // model.page_size, device="meta", state_slots=8)
+    assert len(cached) == len(layers_of(model)) and sum(cached) == cache.nbytes > 0
+    assert pass_bytes(model, [256] * mixtures, cached) == pytest.approx(every + sum(cached))
+    assert pass_bytes(model, [8] * mixtures, cached) == pytest.approx(every + sum(cached) - experts * 248 / 256)
+    with first_layers(model, 0):
+        head = model.head if name == "V4-Flash" else model.lm_head
+        ends = pass_bytes(model, [256] * mixtures, cached)
+        assert head.weight.nbytes <= ends < head.weight.nbytes + 1e6
+    with first_layers(model, 1):
+        layer = sum(x.nbytes for key, x in tensors.items() if "layers.0." in key and not key.endswith("tid2eid"))
+        assert pass_bytes(model, [256] * mixtures, cached) == pytest.approx(ends + layer + cached[0])
+
+
+def test_which_experts_get_tokens():
+    """Whichever op sorts the tokens by expert."""
+    ops = dsa.sort_by_expert, dsa.route_to_experts, dsa.route_by_table
+    x, weight = torch.randn(5, 64).bfloat16(), torch.randn(16, 64).bfloat16()
+    table, tokens = torch.tensor([[3, 4], [4, 9]]), torch.tensor([0, 0, 1, 0, 0])
+    with experts_touched() as found, torch.inference_mode():
+        dsa.sort_by_expert(torch.tensor([[0, 3], [3, 7], [7, 0]]), 8)
+        experts, *_ = dsa.route_to_experts(x, weight, torch.zeros(16), 2)
+        dsa.route_by_table(x, weight, table, tokens)
+    assert [int(number) for number in found] == [3, experts.unique().numel(), 3]
+    assert (dsa.sort_by_expert, dsa.route_to_experts, dsa.route_by_table) == ops
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_experts_of_a_pass_are_counted_by_mixture(name):
+    """The drafter's are not, and passes are those that run without counting."""
+    model = small_stack(name)
+    run = DraftedDecoding(model, 1, CONTEXT, 0)
+    assert len(run.touched) == sum(
+        isinstance(layer, MoE) for key, layer in model.named_modules() if "drafter" not in key
+    )
+    assert run.touched == [2] * len(run.touched)  # one token goes to two
+
+
+def test_gain():
+    assert tokens_a_round(1) == 1.85 and tokens_a_round(3, 0.5) == 1.875
+    # A round takes as long as its tokens without drafts.
+    assert gain(10.0, 17.5, 1.0, 1) == pytest.approx(1.0)
+    assert gain(10.0, 10.0, 0.0, 2, 1.0) == 3.0
+
+
+@pytest.mark.parametrize(
+    ("count", "k", "figures", "bars"),
+    [
+        (1, 1, (1.2, 1.1), {}),
+        (1, 1, (1.19, 1.11), {"gain": 1.2, "over_bytes": 1.1}),
+        (32, 1, (1.34, 1.0), {"gain": 1.35}),
+        (128, 1, (1.59, 1.0), {"gain": 1.6}),
+        (128, 2, (1.1, 1.2), {"over_bytes": 1.1}),
+        (16, 1, (0.9, 1.0), {}),
+    ],
+)
+def test_what_misses_a_bar(count, k, figures, bars):
+    assert missed({"sequences": count, "drafts": k, **dict(zip(("gain", "over_bytes"), figures))}) == bars
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_a_stack_with_a_drafter(name):
+    """Its other weights are those of the stack without, and drafts follow from what it is given."""
+    model, plain = small_stack(name), stack(name, "cpu", **SMALL, **FEWER[name])
+    assert plain.drafter is None and model.drafter is not None
+    own = model.state_dict()
+    assert {key for key in own if not key.startswith("drafter.")} == {*plain.state_dict()}
+    for key, tensor in plain.state_dict().items():
+        assert torch.equal(own[key].contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8))
+    run = DraftedDecoding(model, 3, CONTEXT, 1)
+    step = DraftStep(model.drafter, run._cache, 1, run._padding, torch.device("cpu"))
+    draft_runs._fill(step.cache)
+    logits = []
+    drafters = model.drafter.logits
+    model.drafter.logits = lambda states: logits.append(drafters(states)) or logits[-1]
+    step(run._sequences, [[1, 2]] * 3, run._states)
+    assert logits[0].isfinite().all() and 0.3 < logits[0].std() < 3 and logits[0].std(0).mean() > 0.1
+
+
+def test_kernels_that_are_asked_for():
+    functions = {variant.function for variant in drafts.asked(["V3.2"], [4])}
+    assert {"compile_fp8_paged_mqa_logits", "compile_topk_indices", "compile_route_to_experts"} < functions
+
+
+def row(model, count, k, figures):
+    plain = {"ms": 10.0, "bytes": 2e10, "touched": 8.0, "depths": [0.5, 0.7, 1.1]}
+    verify = {"ms": 14.004, "bytes": 3e10, "touched": 15.6, "depths": [0.5, 0.8, 1.4]}
+    found = {"shape": shape(model, count, k), "model": model, "run": shape(model, count, k).removeprefix(f"{model} ")}
+    found |= {"sequences": count, "drafts": k, "layers": 61, "plain": plain, "verify": verify, "draft_ms": 0.5}
+    found |= {"copy": 3e12, "of_copy": [0.667, 0.714], "tokens_a_round": 1.85, "ms": 14.5, "tokens/s": 127.6}
+    return found | dict(zip(("gain", "over_bytes"), figures))
+
+
+ROWS = [row("V3.2", 1, 1, (1.28, 0.93)), row("V3.2", 1, 2, (1.3, 1.15)), row("V4-Flash", 8, 1, (1.1, 1.0))]
+ENTRY = {"bench": ROWS, "unverified": None, "device": "1 x H100", "date": "2026-11-26", "commit": "abc"}
+ENTRY |= {"torch": "2.11", "dsl": "4.8"}
+
+
+def test_the_document_is_written_from_an_entry(tmp_path):
+    receipt, doc = tmp_path / "receipt.json", tmp_path / "drafter.md"
+    receipt.write_text(json.dumps({"sm_90": {"drafts": ENTRY}}))
+    doc.write_text(f"Before.\n{drafts_document.BEGIN}\nold\n{drafts_document.END}\nAfter.\n")
+    drafts_document.main(receipt, doc)
+    text = doc.read_text()
+    lines = text.splitlines()
+    place = "Measured on 1 x H100, torch 2.11, CuTe DSL 4.8, on 2026-11-26, of commit abc. "
+    assert f"{place}A copy reads and writes 3000 GB/s." in lines and "old" not in text
+    assert "### V3.2, 61 layers, computed" in lines
+    head = next(line for line in lines if line.startswith("| sequences"))
+    cells = "| 1 | 1 | 10.00 | 14.00 | 0.50 | 8, then 16 | 1.50x | 0.93 | 67% | 71% | 128 | 1.28 |"
+    assert cells in lines and cells.count("|") == head.count("|")
+    assert "- decode 1 x 4096, 2 drafts: is to take 1.1 of its bytes' time, takes 1.15." in lines
+    assert "- decode 8 x 4096, 1 draft: is to gain 1.2 and gains 1.10." in lines
+    assert sum(line.startswith("- ") for line in lines) == 2
+    drafts_document.main(receipt, doc)
+    assert doc.read_text() == text
+
+
+def test_what_is_not_measured_is_said_to_be():
+    text = f"{drafts_document.BEGIN}{drafts_document.END}"
+    got = drafts_document.inserted(text, {"unverified": "has not run on a GPU"})
+    assert "Nothing is measured on this code: has not run on a GPU." in got
+    with pytest.raises(ValueError, match="entry: must have rows"):
+        drafts_document.generated({"unverified": None, "bench": []})
+
+
+def test_the_documents_marks_are_there():
+    text = (Path(__file__).parents[2] / "docs" / "drafter.md").read_text(encoding="utf-8")
+    assert text.count(drafts_document.BEGIN) == text.count(drafts_document.END) == 1
+
+
+def test_without_a_gpu(capsys, monkeypatch):
+    monkeypatch.setattr("dsa.backends.why_no_kernels", lambda: "no GPU")
+    with pytest.raises(SystemExit):
+        drafts.main([])
+    assert "a benchmark needs a GPU with kernels: no GPU" in capsys.readouterr().err
+
+
+def test_the_command_prints_a_line_a_row(capsys, monkeypatch):
+    given = []
+    monkeypatch.setattr("dsa.backends.why_no_kernels", lambda: None)
+    monkeypatch.setattr(drafts, "compile_ahead", lambda asked, tell: tell("compiled"))
+    monkeypatch.setattr(drafts, "rows", lambda *given_, tell: given.append(given_) or iter(ROWS))
+    assert drafts.main(["--models", "V4-Flash", "--sequences", "2"]) == 0
+    out, err = capsys.readouterr()
+    assert [json.loads(line) for line in out.splitlines()] == ROWS and "compiled" in err
+    assert given == [(["V4-Flash"], [2])]
+    assert drafts.main(["--compile"]) == 0 and len(given) == 1
