@@ -1,26 +1,29 @@
 """What is timed of decoding with drafts: the passes of a round at any depth, and the drafter's."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from dsa.testing import bench
 from dsa_bench.e2e.full_depth import first_layers
 from dsa_bench.e2e.pass_bytes import experts_touched
-from dsa_bench.e2e.runs import Cached, milliseconds
+from dsa_bench.e2e.runs import Cached
 from dsa_layers.cache.cache import Cache
 from dsa_layers.families.model import CheckpointModel
+from dsa_layers.generation.captured_step import CapturedStep
 from dsa_layers.generation.decode_step import DecodeStep
-from dsa_layers.generation.draft_step import DraftInputs, DraftStep
+from dsa_layers.generation.draft_step import DraftStep
 
 REPEATS = 20
-SPARE = 8  # pages and state slots: each step takes one of both, for sequences that fill up a batch
+SPARE = 1  # a page and a state slot for sequences that would fill up a batch
 
 
 class DraftedDecoding:
     """`count` sequences of `context` tokens, the last `drafts` of them guesses, behind caches of bytes at random. No
     two tokens that a pass computes are the same.
 
-    touched: of each mixture of experts, how many of them get tokens in a pass. The pass has run once, launched by
-    Python.
+    touched: of each mixture of experts, how many of them get tokens in a pass. The pass has run once.
     """
 
     def __init__(self, model: CheckpointModel, count: int, context: int, drafts: int) -> None:
@@ -28,46 +31,55 @@ class DraftedDecoding:
         pages = -(-context // model.page_size)
         self._cache = model.make_cache(count * pages + SPARE, device=self._device, state_slots=count + SPARE)
         _fill(self._cache)
-        slots = self._cache.state_slots.allocate(count)
+        allocate, slots = self._cache.allocator.allocate, self._cache.state_slots.allocate(count)
         # The last token of a sequence in slot s is 1 + s.
-        guesses = [tuple(1 + count + SPARE + slot * drafts + i for i in range(drafts)) for slot in slots]
-        allocate = self._cache.allocator.allocate
-        self._sequences = [
-            Cached(allocate(pages), slot, context - drafts, own) for slot, own in zip(slots, guesses, strict=True)
-        ]
-        step = DecodeStep(model, self._cache, drafts=drafts, capture=False)
+        guesses = [tuple(1 + count + slot * drafts + i for i in range(drafts)) for slot in slots]
+        self._sequences = [Cached(allocate(pages), slot, context - drafts, own) for slot, own in zip(slots, guesses)]
+        self._step = _DecodesAgain(model, self._cache, drafts=drafts, capture=False)
         with experts_touched() as found:
-            results = step(self._sequences)
+            results = self._step(self._sequences)
         self.touched = [int(number) for number in found]
-        self._padding, self._states = step.padding, results[1] if drafts else None
+        self._states = results[1] if drafts else None
 
     def pass_ms(self, layers: int) -> float:
-        """Of a pass of the first `layers` layers over each sequence's last token and its drafts, as one graph."""
+        """Of a pass of the first `layers` layers over each sequence's last token and its drafts."""
         with first_layers(self._model, layers):
-            step = DecodeStep(self._model, self._cache, drafts=self._drafts)
-            return milliseconds(lambda: step(self._sequences), REPEATS)
+            return _graph_ms(self._step.again)
 
     def drafting_ms(self) -> float:
         """Of the drafter's passes behind one that has taken all drafts, and a token more: its layer and the head for
-        each of as many new drafts. One graph, without what the host does before and after it."""
-        steps = self._model.drafter, self._cache, self._drafts, self._padding, self._device
-        step = _Again(*steps, capture=False)
+        each of as many new drafts."""
+        arguments = self._model.drafter, self._cache, self._drafts, self._step.padding, self._device
+        step = _DraftsAgain(*arguments, capture=False)
         _fill(step.cache)
         taken = [[*sequence.drafts, sequence.tokens[-1]] for sequence in self._sequences]
         step(self._sequences, taken, self._states)
-        return bench({"drafts": step.again}, repeats=REPEATS, graph=True)["drafts"]
+        return _graph_ms(step.again)
 
 
-class _Again(DraftStep):
-    """One whose passes can run again with the inputs that they had."""
+class _Again(CapturedStep[Any]):
+    """A step whose pass can run again with the inputs that it had: by itself, without what the host does before it."""
 
-    def _run(self, inputs: DraftInputs) -> torch.Tensor:
+    def _run(self, inputs: Any) -> Any:
         self._inputs = inputs
         return super()._run(inputs)
 
     @torch.inference_mode()
-    def again(self) -> torch.Tensor:
+    def again(self) -> Any:
         return super()._run(self._inputs)
+
+
+class _DecodesAgain(_Again, DecodeStep):
+    pass
+
+
+class _DraftsAgain(_Again, DraftStep):
+    pass
+
+
+def _graph_ms(call: Callable[[], Any]) -> float:
+    """Of a call that is captured as generation does it; the median on the GPU's clock."""
+    return bench({"call": call}, repeats=REPEATS, graph=True)["call"]
 
 
 def _fill(cache: Cache) -> None:

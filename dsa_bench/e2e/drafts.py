@@ -168,6 +168,8 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--compile", action="store_true", help="compile the kernels alone, which needs no GPU")
     args = parser.parse_args(arguments)
+    if wrong := [n for n in args.sequences if n & (n - 1)]:
+        parser.error(f"--sequences: must be powers of two, which generation fills them up to, got {wrong[0]}")
     if not args.compile and (reason := backends.why_no_kernels()):
         parser.error(f"a benchmark needs a GPU with kernels: {reason}")
     tell = seconds_told()

@@ -14,7 +14,6 @@ from dsa_bench.e2e.drafts import shape
 from dsa_bench.e2e.full_depth import Depths, depths, first_layers, full_depth, layers_of
 from dsa_bench.e2e.pass_bytes import cached_bytes, experts_touched, pass_bytes
 from dsa_bench.e2e.stacks import STACKS, published_layers, skeleton, stack, with_layers
-from dsa_layers.generation.decode_step import DecodeStep
 from dsa_layers.generation.draft_step import DraftStep
 from dsa_layers.layers.experts import Experts
 from dsa_layers.layers.moe import MoE
@@ -25,29 +24,27 @@ CONTEXT, COPY, DRAFT_MS = 300, 2e12, 3.0
 
 @pytest.fixture
 def clock(monkeypatch):
-    """By which a pass takes a millisecond and another one for each layer and token, and the drafter DRAFT_MS. What
-    comes of the drafter's passes is noted."""
-    timed, drafted = [], []
+    """By which a pass takes a millisecond and another one for each layer and token, and the drafter DRAFT_MS. The
+    drafts that come of it are noted."""
+    layers, drafted = [], []
     first = draft_runs.first_layers
 
     def noted_first(model, count):
-        timed.append(count)
+        layers.append(count)
         return first(model, count)
-
-    def milliseconds(call, repeats):
-        assert repeats == draft_runs.REPEATS
-        results = call()
-        logits = results[0] if isinstance(results, tuple) else results
-        assert logits.isfinite().all()
-        return 1.0 + timed[-1] * logits[..., 0].numel()
 
     def bench(calls, repeats, graph):
         assert repeats == draft_runs.REPEATS and graph
-        drafted.append(calls["drafts"]())
-        return {"drafts": DRAFT_MS}
+        ((name, call),) = calls.items()
+        results = call()
+        if not isinstance(results, tuple) and results.dtype == torch.int64:
+            drafted.append(results)
+            return {name: DRAFT_MS}
+        logits = results[0] if isinstance(results, tuple) else results
+        assert logits.isfinite().all()
+        return {name: 1.0 + layers[-1] * len(logits)}
 
-    for function in (milliseconds, bench):
-        monkeypatch.setattr(draft_runs, function.__name__, function)
+    monkeypatch.setattr(draft_runs, "bench", bench)
     monkeypatch.setattr(draft_runs, "first_layers", noted_first)
     return drafted
 
@@ -62,12 +59,12 @@ def test_rows(clock, monkeypatch):
         monkeypatch.setitem(STACKS, name, (file, fields | SMALL | FEWER[name]))
     monkeypatch.setattr(drafts, "CONTEXT", CONTEXT)
     monkeypatch.setattr(drafts, "copy_bandwidth", lambda: COPY)
-    told, done = [], [shape("V3.2", 1, 2), shape("GLM-5", 1, 1), shape("GLM-5", 3, 1)]
+    told, done = [], [shape("V3.2", *case) for case in ((1, 1), (1, 3), (3, 2), (3, 3))]
+    done += [shape("GLM-5", 1, 1), shape("GLM-5", 3, 1)]
     rows = list(drafts.rows(sequences=[3, 1], device="cpu", done=done, tell=told.append))
     assert json.loads(json.dumps(rows)) == rows
     assert [row["shape"] for row in rows] == [
-        *("V3.2 decode 1 x 300, 1 draft", "V3.2 decode 1 x 300, 3 drafts", "V3.2 decode 3 x 300, 1 draft"),
-        *("V3.2 decode 3 x 300, 2 drafts", "V3.2 decode 3 x 300, 3 drafts"),
+        *("V3.2 decode 1 x 300, 2 drafts", "V3.2 decode 3 x 300, 1 draft"),
         *("V4-Flash decode 1 x 300, 1 draft", "V4-Flash decode 3 x 300, 1 draft"),
     ]
     assert "V4-Flash: drawn" in told and "GLM-5: drawn" not in told
@@ -122,13 +119,12 @@ def test_a_stack_without_its_last_layers(name):
     model = small_stack(name)
     before, logits = [*layers_of(model)], []
     run = DraftedDecoding(model, 2, CONTEXT, 0)
-    step = DecodeStep(model, run._cache)
     assert depths(model) == (0, 1, len(before))
     for count in depths(model):
         with first_layers(model, count):
-            logits.append(step(run._sequences))
+            logits.append(run._step.again())
     assert not torch.equal(logits[0], logits[1]) and not torch.equal(logits[1], logits[2])
-    assert torch.equal(step(run._sequences), logits[2])
+    assert torch.equal(run._step.again(), logits[2])
     assert all(x is y for x, y in zip(layers_of(model), before, strict=True))
     tokens = torch.tensor([sequence.tokens[-1] for sequence in run._sequences])
     with torch.inference_mode():
@@ -237,7 +233,7 @@ def test_a_stack_with_a_drafter(name):
     for key, tensor in plain.state_dict().items():
         assert torch.equal(own[key].contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8))
     run = DraftedDecoding(model, 3, CONTEXT, 1)
-    step = DraftStep(model.drafter, run._cache, 1, run._padding, torch.device("cpu"))
+    step = DraftStep(model.drafter, run._cache, 1, run._step.padding, torch.device("cpu"))
     draft_runs._fill(step.cache)
     logits = []
     drafters = model.drafter.logits
@@ -298,11 +294,18 @@ def test_the_documents_marks_are_there():
     assert text.count(drafts_document.BEGIN) == text.count(drafts_document.END) == 1
 
 
-def test_without_a_gpu(capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--sequences", "4", "6"], "--sequences: must be powers of two, which generation fills them up to, got 6"),
+        ([], "a benchmark needs a GPU with kernels: no GPU"),
+    ],
+)
+def test_the_command_refuses(arguments, message, capsys, monkeypatch):
     monkeypatch.setattr("dsa.backends.why_no_kernels", lambda: "no GPU")
     with pytest.raises(SystemExit):
-        drafts.main([])
-    assert "a benchmark needs a GPU with kernels: no GPU" in capsys.readouterr().err
+        drafts.main(arguments)
+    assert message in capsys.readouterr().err
 
 
 def test_the_command_prints_a_line_a_row(capsys, monkeypatch):
