@@ -111,8 +111,6 @@ def _measured(name: str, model: CheckpointModel, count: int, drafts: int) -> tup
             read.append(pass_bytes(model, run.touched, cached))
     draft_ms = run.drafting_ms() if drafts else None
     touched = sum(run.touched) / len(run.touched)
-    del run
-    free()
     return _Pass(full_depth(name, ms), full_depth(name, Depths(*read)), touched, ms), draft_ms
 
 
