@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import dsa
-from dsa.kernels.indexer.candidate_lists import CAPACITY, GROUP, PARTS, pass_strides
+from dsa.kernels.indexer.candidate_lists import CAPACITY, GROUP, PARTS, bound_ranks, pass_strides
 from dsa.kernels.indexer.select_limits import TWO_OPS_KEYS
 from dsa.testing import poison_free_memory
 
@@ -126,7 +126,28 @@ SHAPES = {
     "NaN": lambda n: torch.where(torch.rand(n) < 0.3, torch.nan, torch.rand(n)),
     "NaN but for a few": lambda n: torch.where(torch.rand(n) < 0.97, torch.nan, torch.rand(n)),
     "NaN where sampled": lambda n: torch.where(_sampled(n), torch.nan, torch.rand(n)),
+    "as many as the bound has room for": lambda n: _hardly_more_than_the_rank(n),
 }
+
+
+def _hardly_more_than_the_rank(keys):
+    """The list behind the second pass has so few keys more than the last bound's rank that any number a little below
+    them would do for the bound; but keys of such numbers are not in it, and some are among the largest 2048."""
+    strides = pass_strides(keys)
+    ranks = bound_ranks(2048, strides)
+    if len(ranks) < 2:
+        return torch.rand(keys)
+    first, second = (_sampled(keys, stride) for stride in strides[:2])
+    scores = torch.rand(keys) * 0.5
+    high = torch.zeros(keys, dtype=torch.bool)
+    of_first, of_second = ranks[0] + 20, ranks[1] * 11 // 10  # of which the first bound leaves about 0.94
+    for of, count in ((first, of_first), (second & ~first, of_second - of_first), (~second, 500)):
+        places = of.nonzero().flatten()
+        high[places[torch.randperm(len(places))[:count]]] = True
+    rest = (~high).nonzero().flatten()
+    scores[rest[torch.randperm(len(rest))[:1500]]] = 1.76 + 0.12 * torch.rand(1500)
+    scores[high] = 1.9 + 0.1 * torch.rand(int(high.sum()))
+    return scores
 
 
 def _sampled(keys, stride=4):
