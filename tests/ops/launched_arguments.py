@@ -60,6 +60,11 @@ def larger_calls() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], obj
     def product(rows: int) -> Any:
         return (make.e4m3(rows, 128), make.positive(rows, 1)), (make.e4m3(136, 128), make.positive(2, 1))
 
+    def columns(rows: int) -> Any:
+        """The second half of a weight's."""
+        w, ws = make.e4m3(136, 1024), make.positive(2, 8)
+        return (make.e4m3(rows, 512), make.positive(rows, 4)), (w[:, 512:], ws[:, 4:])
+
     def grouped(op: str, count: int) -> Any:
         b = make.e4m3(2, 256, 128), make.positive(2, 2, 1)
         if "fp4" in op:
@@ -69,7 +74,9 @@ def larger_calls() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], obj
         return (make.e4m3(count, 128), make.positive(count, 1)), b, make.ints([count // 2, count])
 
     for rows in (1, 600, 5000):
-        yield f"fp8_gemm_nt of {rows} rows", partial(product, rows), lambda given: dsa.fp8_gemm_nt(*given)
+        for operands in (product, columns):
+            run = partial(operands, rows), lambda given: dsa.fp8_gemm_nt(*given)
+            yield f"fp8_gemm_nt of {rows} rows, {operands.__name__}", *run
     swiglu = partial(grouped, "grouped_fp8_fp4_gemm_swiglu", 26000)  # more than are cast at once
     yield "grouped_fp8_fp4_gemm_swiglu", swiglu, lambda given: dsa.grouped_fp8_fp4_gemm_swiglu(*given, limit=2.0)
     for op in ("grouped_fp8_gemm_nt", "grouped_fp8_gemm_swiglu", "grouped_fp8_fp4_gemm_nt"):

@@ -12,6 +12,7 @@ from dsa import backends
 from dsa.kernels.gemm import limits
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
+from dsa.ops._tma_rows import tma_rows
 from dsa.ops.declaration import Kernels, op, rows_of
 from dsa.reference.gemm import fp8_cast
 from dsa.reference.gemm import fp8_gemm_nt as reference
@@ -37,15 +38,17 @@ def fp8_gemm_nt(a: Scaled, b: Scaled, out_dtype: torch.dtype = torch.bfloat16) -
     """y[m, n] = sum_g (sum_{k in block g} q[m, k] w[n, k]) * s[m, g] * ws[n // 128, g], g over blocks of 128 channels.
 
     a          (q [..., M, K] e4m3, s [..., M, ceil(K / 128)] fp32): the activations and their scales
-    b          (w [N, K] e4m3, ws [ceil(N / 128), ceil(K / 128)] fp32): the weight, row-major, and its scales
+    b          (w [N, K] e4m3, ws [ceil(N / 128), ceil(K / 128)] fp32): the weight, row-major, and its scales; both may
+               be columns of wider ones
     out_dtype  float32, bfloat16 or float16
 
     Returns [..., M, N]. Scales are any fp32 numbers, and multiply. N and K need not be multiples of 128: the last block
     is then smaller. A row's result depends on no other row. Without rows the result is empty, without channels zero.
     Raises TypeError or ValueError for other types, dtypes, shapes and devices.
-    On Hopper: one kernel, behind a copy of the scales where ceil(K / 128) is no multiple of 4; K a multiple of 16, N of
-    8 and below 2^31, rows of w at multiples of 16 bytes. Within a block the tensor cores sum with about 14 bits; the
-    blocks are added in their order in fp32. Deterministic. CUDA-graph safe, no host synchronisation.
+    On Hopper: one kernel, which reads w where it is, at any distance of its rows that is a multiple of 16 bytes, and
+    the scales likewise; behind a copy of these where ceil(K / 128) is no multiple of 4, or their rows begin elsewhere.
+    K a multiple of 16, N of 8 and below 2^31. Within a block the tensor cores sum with about 14 bits; the blocks are
+    added in their order in fp32. Deterministic. CUDA-graph safe, no host synchronisation.
     Source: DeepGEMM's `fp8_gemm_nt`, and `fp8_gemm` of DeepSeek-V3.2's inference code.
     """
     return _fp8_gemm_nt(*reference.pair("a", a), *reference.pair("b", b), out_dtype)
@@ -203,7 +206,7 @@ def write_product(
     ws: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """out [M, N] = the product of q [M, K] and w [N, K]."""
+    """out [M, N] = the product of q [M, K] and w [N, K], whose rows may be parts of longer ones."""
     many, few = kernels
     (rows, channels), columns = q.shape, len(w)
     if channels == 0:
@@ -214,9 +217,9 @@ def write_product(
     a, scales = (aligned_rows(q), aligned_scales(s)), aligned_scales(ws[None])
     config = _config(few, rows, columns, channels, multiprocessors)
     if isinstance(config, few.FewRowsConfig):
-        _few_rows_kernel(few, out.dtype, config)(*a, w, scales, out, multiprocessors)
+        _few_rows_kernel(few, out.dtype, config)(*a, tma_rows(w), scales, out, multiprocessors)
     else:
-        _one_matrix_kernel(many, out.dtype, config)(*a, w, scales.permute(1, 2, 0), out, multiprocessors)
+        _one_matrix_kernel(many, out.dtype, config)(*a, tma_rows(w), scales.permute(1, 2, 0), out, multiprocessors)
 
 
 def write_grouped_product(
@@ -294,11 +297,8 @@ def aligned_rows(q: torch.Tensor) -> torch.Tensor:
 
 
 def aligned_scales(x: torch.Tensor) -> torch.Tensor:
-    """x [..., G] as the kernel takes it: contiguous, from a multiple of 16 bytes on, G a multiple of 4."""
-    if x.shape[-1] % 4:
-        return torch.nn.functional.pad(x, (0, -x.shape[-1] % 4))
-    x = x.contiguous()
-    return x.clone() if x.data_ptr() % 16 else x
+    """x [..., G] as the kernel takes it: rows at multiples of 16 bytes, G a multiple of 4."""
+    return torch.nn.functional.pad(x, (0, -x.shape[-1] % 4)) if x.shape[-1] % 4 else tma_rows(x)
 
 
 @functools.lru_cache(4096)

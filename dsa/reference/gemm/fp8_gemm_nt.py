@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import torch
 
-from dsa.reference.arguments import ALIGNED, F32, Arguments, Dtype, Tensor
+from dsa.reference.arguments import ALIGNED, F32, ROWS, Arguments, Dtype, Tensor
 from dsa.reference.autocast import without_autocast
 from dsa.reference.checks import E4M3, FLOATS, INT32, check_memory, check_pair
 
@@ -15,7 +15,7 @@ FP8_GEMM_NT = Arguments(
     first=("w", "ws"),
     q=Tensor("... K", E4M3, name="a[0]"),
     s=Tensor("... ceil(K/128)", F32, name="a[1]"),
-    w=Tensor("N K", E4M3, layout=ALIGNED, name="b[0]"),
+    w=Tensor("N K", E4M3, layout=ROWS, name="b[0]"),
     ws=Tensor("ceil(N/128) ceil(K/128)", F32, name="b[1]"),
     out_dtype=Dtype(FLOATS),
 )

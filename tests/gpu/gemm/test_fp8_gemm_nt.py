@@ -147,6 +147,68 @@ def test_every_tile_of_one_matrix_gives_the_same_bits(columns, channels, out_dty
             assert guarded.eq(7).all(), (config, rows)
 
 
+def columns_of_a_wider_one(b, before, behind):
+    """The same weight and scales as columns of wider ones, so many blocks of 128 before and so many channels behind
+    them, which are NaN."""
+    w, ws = b
+    channels, blocks = w.shape[1], -(-behind // 128)
+    wide = torch.full((len(w), 128 * before + channels + behind), 0x7F, dtype=torch.uint8, device="cuda").view(E4M3)
+    scales = torch.full((len(ws), before + ws.shape[1] + blocks), torch.nan, device="cuda")
+    own, of_own = wide[:, 128 * before :][:, :channels], scales[:, before:][:, : ws.shape[1]]
+    own.copy_(w)
+    of_own.copy_(ws)
+    assert not own.is_contiguous()
+    return own, of_own
+
+
+# [N, K] of a GPU's columns: of V3.2's output projection on 4 and 8 GPUs, V4-Flash's on 2, shared experts' on 8 and 2.
+PARTS = [(7168, 4096), (7168, 2048), (4096, 4096), (7168, 256), (4096, 1024), (136, 400), (8, 16)]
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("before", "behind"), [(0, 512), (4, 0), (2, 128), (1, 16), (8, 400)])
+@pytest.mark.parametrize(("columns", "channels"), PARTS)
+def test_columns_of_a_wider_weight(columns, channels, before, behind, out_dtype):
+    """Bit by bit what the same weight by itself gives, and nothing beside it is read; also where the call is
+    recorded, and in turns with the same columns elsewhere."""
+    a, b = operands(600, columns, channels)
+    parts = [columns_of_a_wider_one(b, before, behind) for _ in range(2)]
+    for rows in (1, 8, 33, 64, 65, 300, 600):
+        first = a[0][:rows], a[1][:rows]
+        expected = dsa.fp8_gemm_nt(first, b, out_dtype)
+        assert not expected.isnan().any()
+        for i in range(12 if rows in (1, 600) else 1):
+            poison_free_memory(mebibytes=1)
+            assert torch.equal(dsa.fp8_gemm_nt(first, parts[i % 2], out_dtype), expected), (rows, i)
+
+
+@pytest.mark.parametrize(("columns", "channels"), [(392, 1024), (136, 400), (576, 512)])
+def test_every_tile_reads_columns_of_a_wider_weight(columns, channels):
+    a, b = operands(300, columns, channels)
+    expected = launched(kernels.CONFIGS[0], a, (b[0][None], b[1][None]), one_end(300), torch.bfloat16)
+    part = columns_of_a_wider_one(b, 4, 512)
+    scales = op.aligned_scales(part[1][None])
+    assert scales.data_ptr() == part[1].data_ptr()
+    for config in kernels.ONE_MATRIX_CONFIGS:
+        out = torch.full_like(expected, torch.nan)
+        launch_one(config, a, part, out)
+        assert torch.equal(out, expected), config
+    for config in few_rows_kernels.CONFIGS:
+        launch = few_rows_kernels.compile_fp8_gemm_few_rows(dtype_name(torch.bfloat16), config)
+        out = torch.full_like(expected, torch.nan)
+        launch(a[0], op.aligned_scales(a[1]), part[0], scales, out, dsa.num_sms(out.device))
+        assert torch.equal(out, expected), config
+
+
+def test_a_row_that_stands_for_all_of_a_weight():
+    """A stride of 0, which TMA does not take."""
+    a, (w, ws) = operands(70, 136, 512)
+    for rows in (1, 70):
+        first = a[0][:rows], a[1][:rows]
+        expected = dsa.fp8_gemm_nt(first, (w[:1].expand(136, -1).clone(), ws[:1].expand(2, -1).clone()))
+        assert torch.equal(dsa.fp8_gemm_nt(first, (w[:1].expand(136, -1), ws[:1].expand(2, -1))), expected)
+
+
 @pytest.mark.parametrize("ctas", [1, 7, 132, 500])
 def test_tiles_of_one_matrix_by_any_number_of_ctas(ctas):
     """Of rows in several bands."""

@@ -213,6 +213,38 @@ def test_rows_that_the_kernel_cannot_read_are_copied(launches):
     assert rows.is_contiguous() and torch.equal(rows.view(torch.uint8), q.view(torch.uint8))
 
 
+@pytest.mark.parametrize("rows", [6, 600], ids=["few", "many"])
+@pytest.mark.parametrize("part", range(3))
+def test_columns_of_a_wider_weight_are_read_where_they_are(rows, part, named_launches):
+    _, (whole, scales) = operands(channels=3 * 512)
+    w, ws = whole.chunk(3, 1)[part], scales.chunk(3, 1)[part]
+    a, _ = operands(rows=rows, channels=512)
+    dsa.fp8_gemm_nt(a, (w, ws))
+    [(_, _, (*_, weight, weight_scales, _, _))] = named_launches
+    assert weight is w and same(weight_scales, ws) and torch.equal(weight_scales.squeeze(), ws)
+
+
+def test_scales_that_the_kernel_cannot_read_are_copied(named_launches):
+    """Of blocks that are no multiple of 4 or begin at none, and those of all rows that are one row's; and such a
+    weight."""
+    _, (whole, scales) = operands(channels=1536)
+    a, few = operands(channels=512)[0], operands(channels=256)[0]
+    of_all = scales[:1, :4].expand(2, 4)
+    calls = [
+        (a, whole[:, :512], scales[:, 1:5]),
+        (a, whole[:, 512:1024], of_all),
+        (a, whole[:1, :512].expand(136, -1), scales[:, :4]),
+        (few, whole[:, 256:512], scales[:, 2:4]),
+    ]
+    for first, *second in calls:
+        dsa.fp8_gemm_nt(first, second)
+    expected = scales[:, 1:5], of_all, scales[:, :4], padded(scales[:, 2:4])
+    for (_, w, _), (_, _, (*_, weight, weight_scales, _, _)), ws in zip(calls, named_launches, expected, strict=True):
+        assert torch.equal(weight_scales[0], ws) and not weight_scales.data_ptr() % 16
+        assert not any(stride % 4 for stride in weight_scales.stride()[:2]) and 0 not in weight_scales.stride()
+        assert torch.equal(weight.view(torch.uint8), w.view(torch.uint8)) and weight.stride()[0] in (1536, 512)
+
+
 def test_nothing_to_multiply_launches_nothing(launches):
     for shape in ({"rows": 0, "columns": 7}, {"columns": 0}, {"channels": 0, "columns": 7}):
         a, b = operands(**shape)
@@ -225,20 +257,25 @@ def test_nothing_to_multiply_launches_nothing(launches):
 
 def test_what_the_kernel_does_not_take(launches):
     a, (w, ws) = operands()
-    wide = torch.zeros(136, 272, dtype=torch.uint8).view(E4M3)[:, :256]
+    wide = torch.zeros(136, 264, dtype=torch.uint8).view(E4M3)[:, :256]
     shifted = torch.zeros(136 * 256 + 8, dtype=torch.uint8)[8:].view(136, 256).view(E4M3)
+    turned = torch.zeros(256, 136, dtype=torch.uint8).view(E4M3).T
     many = torch.zeros(1, 256, dtype=torch.uint8).view(E4M3).expand(limits.MAX_ROWS + 1, 256)
     multiples = r"b\[0\]: the kernel takes K that is a multiple of 16 and N of 8, got \[N, K\] = "
     for first, second, message in [
         (*operands(columns=130), multiples + r"\[130, 256\]"),
         (*operands(channels=100), multiples + r"\[136, 100\]"),
-        (a, (wide, ws), r"b\[0\]: must be contiguous, got strides \[272, 1\]"),
-        (a, (shifted, ws), r"b\[0\]: must start at a multiple of 16 bytes, got an address 8 past one"),
+        (a, (wide, ws), r"b\[0\]: rows must start at multiples of 16 bytes, got an address 0 bytes past .* of \[264\]"),
+        (a, (shifted, ws), r"b\[0\]: rows must start at multiples of 16 bytes, got an address 8 bytes past one"),
+        (a, (turned, ws), r"b\[0\]: the last dimension must be contiguous, got strides \[1, 136\]"),
         ((many, torch.ones(1, 2).expand(len(many), 2)), (w, ws), r"a\[0\]: the kernel takes at most 134217728 rows"),
         ((a[0].to("meta"), a[1]), (w, ws), r"a\[0\]: must be on b\[0\]'s device cpu, got meta"),
     ]:
         with pytest.raises(ValueError, match=message):
             dsa.fp8_gemm_nt(first, second)
+    many, ends = operands(channels=272, matrices=2), torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"b\[0\]: must be contiguous, got strides \[36992, 272, 1\]"):
+        dsa.grouped_fp8_gemm_nt(a, (many[1][0][..., :256], many[1][1][..., :2]), ends)
     a, b = operands(rows=1, columns=8, channels=16, matrices=limits.MAX_MATRICES + 1)
     with pytest.raises(ValueError, match=r"b\[0\]: the kernel takes at most 1024 weights, got 1025"):
         dsa.grouped_fp8_gemm_nt(a, b, torch.zeros(1025, dtype=torch.int32))
@@ -271,7 +308,9 @@ def test_registration():
     # torch cannot compare float8 inputs before and after, as the schema's test does.
     tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     (a, b), (c, d) = operands(leading=(2,)), operands(matrices=2)
-    torch.library.opcheck(torch.ops.dsa.fp8_gemm_nt.default, (*a, *b, torch.float16), test_utils=tests)
+    wider = tuple(x[:, x.shape[1] // 2 :] for x in operands(channels=512)[1])
+    for weight in (b, wider):
+        torch.library.opcheck(torch.ops.dsa.fp8_gemm_nt.default, (*a, *weight, torch.float16), test_utils=tests)
     ends = torch.tensor([4, 6], dtype=torch.int32)
     rows, weights = torch.tensor([0, 5, 5, 1, 2, 2], dtype=torch.int32), torch.rand(6)
     for more in ((None, None), (rows, weights)):
