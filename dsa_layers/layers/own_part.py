@@ -16,7 +16,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class _Parts(NamedTuple):
-    """Of a layer, by name. copies: of `copied`, parts of FP8 weights. These are held, too: memory that is held is no
+    """Of a layer, by name. copies: of `copied`, rows of FP8 weights. These are held, too: memory that is held is no
     other tensor's, so addresses say which were copied."""
 
     modules: dict[str, nn.Module]
@@ -34,13 +34,13 @@ class _Parts(NamedTuple):
 class OwnPart:
     """That of process `number` of `processes`.
 
-    The layer's `shares` say what of it is split. Parts of its parameters lie in the same memory, but for some of FP8
-    weights and their scales, which are copied (`copies`): columns, which products take contiguous, and rows of those
-    that lie side by side for one product (`joint_layers`), as their parts then do, too. What was made is kept until the
-    layer's modules or parameters are others. The copies are then made again, in the same memory where that is possible,
-    so that a CUDA graph captured earlier reads the new ones: with the next use, or by `update`, which `load_state_dict`
-    of the layer or the model calls, and `.to()`. After a change that PyTorch does not count, through `.data` or from
-    outside, call `update`, or `copy_own_parts` of the model.
+    The layer's `shares` say what of it is split. Parts of its parameters lie in the same memory, rows and columns, but
+    for rows of FP8 weights that lie side by side for one product (`joint_layers`), and of their scales: these are
+    copied (`copies`), as their parts are to lie side by side, too. What was made is kept until the layer's modules or
+    parameters are others. The copies are then made again, in the same memory where that is possible, so that a CUDA
+    graph captured earlier reads the new ones: with the next use, or by `update`, which `load_state_dict` of the layer
+    or the model calls, and `.to()`. After a change that PyTorch does not count, through `.data` or from outside, call
+    `update`, or `copy_own_parts` of the model.
     """
 
     def __init__(self, number: int, processes: int) -> None:
@@ -98,7 +98,7 @@ class OwnPart:
                 continue
             module = layer._modules[name]
             is_joint = any(module is one for one in joint_layers(layer))
-            part = parts.modules[name] = self._of_module(module, dim, parts, held, copied=dim == 1 or is_joint)
+            part = parts.modules[name] = self._of_module(module, dim, parts, held, copied=is_joint)
             joint += [part] if is_joint else []
         join_layers(joint)
         return parts

@@ -25,7 +25,6 @@ from dsa_layers.layers.rope import RopeAngles
 from dsa_layers.parallel.cuts import shares_of
 from dsa_layers.parallel.ranks import ALONE, Ranks
 from dsa_layers.parallel.rows import SharedRows, rows_of
-from dsa_layers.parallel.split import copy_own_parts
 from dsa_layers.tiny import write_tiny_checkpoint
 from tests.layers.parallel.processes import in_ranks
 from tests.layers.parallel.ways import split_by
@@ -67,31 +66,24 @@ def test_a_rank_reads_all_heads_and_has_views_of_its_own(checkpoints, options):
             assert own.n_heads == expected.n_heads == layer.n_heads // 2 and expected.own_part is own.own_part is None
             theirs, mine = expected.state_dict(), own.state_dict()
             assert mine.keys() == theirs.keys()
-            copied = set()
             for key, tensor in mine.items():
                 assert torch.equal(tensor, theirs[key]), (model, name, key)
-                same = layer.state_dict()[key].untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
-                copied |= set() if same else {key}
-            # FP8 products take weights that are contiguous.
-            columns = {key for key in mine if key.startswith(("o_proj.", "wo_b."))}
-            assert copied == ({*columns} if options is OPTIONS["fp8"] else set())
-            assert len(layer.own_part.copies(layer)) == len(copied)
-            assert all(tensor.is_contiguous() for key, tensor in mine.items() if key not in columns - copied)
+                whole_one = layer.state_dict()[key]
+                assert whole_one.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr(), (model, name, key)
+                assert tensor.stride() == whole_one.stride()
+            assert not layer.own_part.copies(layer)
             again = layer.own_part.of(layer)
             assert all(again.state_dict()[key].data_ptr() == tensor.data_ptr() for key, tensor in mine.items())
 
 
 def test_views_follow_the_weights(checkpoints):
-    """Others in their place, and other numbers where scales are copied."""
+    """Other numbers, and others in their place."""
     part = load_model(checkpoints["deepseek_v32"], mesh=Ranks(0, 2), progress=False)
     layer = part.model.layers[1].self_attn
     before = layer.own_part.of(layer)
     scale = before.o_proj.weight_scale_inv.clone()
-    layer.o_proj.weight_scale_inv.mul_(2)
-    assert torch.equal(layer.own_part.of(layer).o_proj.weight_scale_inv, 2 * scale)
-    layer.o_proj.weight_scale_inv.data.mul_(2)  # is not counted
-    copy_own_parts(part)
-    assert torch.equal(before.o_proj.weight_scale_inv, 4 * scale)
+    layer.o_proj.weight_scale_inv.data.mul_(2)
+    assert torch.equal(before.o_proj.weight_scale_inv, 2 * scale)
     layer.q_b_proj.weight = torch.nn.Parameter(layer.q_b_proj.weight.clone(), requires_grad=False)
     mine = layer.own_part.of(layer).q_b_proj.weight
     assert mine.data_ptr() == layer.q_b_proj.weight.data_ptr() != before.q_b_proj.weight.data_ptr()
@@ -135,7 +127,7 @@ def test_memory_is_held_once(checkpoints):
     part = load_model(checkpoints["deepseek_v32"], mesh=Ranks(1, 2), progress=False)
     _, layer = attentions(part)[1]
     other = copy.deepcopy(layer)
-    assert not other.own_part._parts.copies
+    assert not other.own_part._parts.modules
     mine, theirs = other.own_part.of(other), layer.own_part.of(layer)
     assert mine.n_heads == theirs.n_heads and torch.equal(mine.q_b_proj.weight, theirs.q_b_proj.weight)
     assert mine.q_b_proj.weight.untyped_storage().data_ptr() == other.q_b_proj.weight.untyped_storage().data_ptr()
@@ -189,7 +181,7 @@ def test_heads_are_asked_for_where_they_are_used(checkpoints, multi_head, monkey
 
 @torch.inference_mode()
 def test_views_of_parameters_of_inference_mode(checkpoints):
-    """Are made once, and what is copied each time: nobody counts their changes."""
+    """Are made once, also where nobody counts the parameters' changes."""
     part = load_model(checkpoints["deepseek_v32"], mesh=Ranks(0, 2), progress=False)
     _, layer = attentions(part)[1]
     assign = {name: torch.nn.Parameter(x.clone(), requires_grad=False) for name, x in layer.state_dict().items()}
@@ -217,25 +209,24 @@ def test_a_pass_that_would_lose_gradients_is_refused(checkpoints, model, name):
 
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize(("model", "name"), [("deepseek_v32", "o_proj"), ("deepseek_v4", "wo_b")])
-def test_copied_columns_stay_where_a_graph_reads_them(checkpoints, model, name, assign):
-    """Where the model loads others, and where it stays as it is or leaves the device."""
+def test_columns_are_those_of_what_is_loaded(checkpoints, model, name, assign):
+    """In the same memory, where a graph reads them, or where others take its place; also where they leave the
+    device."""
     part = load_model(checkpoints[model], mesh=Ranks(1, 2), progress=False)
     _, layer = attentions(part)[1]
-    kept = [*layer.own_part.of(layer).get_submodule(name).parameters()]
-    before = [x.clone() for x in kept]
+    before = [(x.data_ptr(), x.clone().float()) for x in layer.own_part.of(layer).get_submodule(name).parameters()]
     state = {key: x.clone() for key, x in part.state_dict().items()}
     for key, x in state.items():
         if key.endswith((f"{name}.weight", f"{name}.weight_scale_inv")):
             state[key] = (x.float() * torch.tensor([0.5, 2.0]).repeat_interleave(x.shape[1] // 2)).to(x.dtype)
     part.load_state_dict(state, assign=assign)
-    whole = [*layer.get_submodule(name).parameters()]
-    for x, old, of_all in zip(kept, before, whole):
-        assert torch.equal(x.float(), of_all.chunk(2, 1)[1].float()) and not torch.equal(x.float(), old.float())
-    for again in (layer, layer.to("cpu")):
-        now = layer.own_part.of(again).get_submodule(name).parameters()
-        assert all(x is y for x, y in zip(now, kept))
+    own, whole = layer.own_part.of(layer).get_submodule(name), layer.get_submodule(name)
+    for x, (address, old), of_all in zip(own.parameters(), before, whole.parameters(), strict=True):
+        assert torch.equal(x.float(), of_all.chunk(2, 1)[1].float()) and not torch.equal(x.float(), old)
+        assert x.untyped_storage().data_ptr() == of_all.untyped_storage().data_ptr()
+        assert (x.data_ptr() == address) != assign
     layer.to("meta")
-    assert all(x.is_meta for x in layer.own_part._parts.copies)
+    assert all(x.is_meta for x in layer.own_part._parts.modules[name].parameters())
 
 
 def attended(model, ranks):

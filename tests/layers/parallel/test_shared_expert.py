@@ -15,6 +15,7 @@ from dsa_layers.layers import joint_linear
 from dsa_layers.layers.moe import MoE, SharedExpert, SwiGLU
 from dsa_layers.parallel.ranks import Ranks
 from dsa_layers.parallel.rows import SharedRows, WholeRows
+from dsa_layers.parallel.split import copy_own_parts
 from dsa_layers.tiny import write_tiny_checkpoint
 from tests.layers.parallel.processes import in_ranks
 
@@ -66,10 +67,11 @@ def test_a_rank_has_all_of_it_and_its_channels(checkpoints, name):
             of_channels, own = cut(shared, 1, 2), shared.part()
             states = own.state_dict(), of_channels.state_dict()
             assert all(torch.equal(x, states[1][key]) for key, x in states[0].items()), (model, path)
-            # In FP8 all is copied: rows so that one product has both, columns as products take them.
+            # In FP8 rows are copied, so that one product has both; columns are read where they are.
             memory = {x.untyped_storage().data_ptr() for x in shared.parameters()}
             copied = [key for key, x in states[0].items() if x.untyped_storage().data_ptr() not in memory]
-            assert len(copied) == len(shared.own_part.copies(shared)) == (6 if name == "fp8" else 0)
+            assert len(copied) == len(shared.own_part.copies(shared)) == (4 if name == "fp8" else 0)
+            assert not any(key.startswith("down_proj") for key in copied)
             for layer in (own, shared) if name == "fp8" else ():
                 assert joint_linear._whole(layer.joint_layers()) is not None, (model, path)
             for count in (1, 3, 70):
@@ -83,23 +85,54 @@ def test_a_rank_has_all_of_it_and_its_channels(checkpoints, name):
                 assert torch.equal(shared(x, rows=rows), theirs.shared_experts(x)), (model, path)
 
 
-def test_copies_stay_where_a_graph_reads_them(checkpoints):
-    """Side by side, where the model loads other weights; the whole ones stay so too."""
+@pytest.mark.parametrize("assign", [False, True])
+def test_copies_stay_where_a_graph_reads_them(checkpoints, assign):
+    """Side by side, where the model loads other weights, and where it stays as it is or leaves the device; columns,
+    which are no copies, follow."""
     part = load_model(checkpoints["deepseek_v32"], mesh=Ranks(1, 2), **OPTIONS["fp8"])
     shared = mixtures(part)[0][1].shared_experts
-    kept = [*shared.part().parameters()]
+    kept = shared.own_part.copies(shared)
+    before = [x.clone() for x in kept]
     state = {key: x.clone() for key, x in part.state_dict().items()}
     for key, x in state.items():
-        if ".shared_experts." in key and key.endswith("_scale_inv"):
-            x.mul_(2)
-    part.load_state_dict(state)
-    now = shared.part()
-    assert all(x is y for x, y in zip(kept, now.parameters()))
-    assert joint_linear._whole(now.joint_layers()) is not None
-    of_channels = cut(shared, 1, 2)
-    assert all(torch.equal(x, y) for x, y in zip(now.parameters(), of_channels.parameters()))
+        if ".shared_experts." in key:
+            state[key] = (x.float() * 2).to(x.dtype)
+    part.load_state_dict(state, assign=assign)
+    for again in (shared, shared.to("cpu")):
+        now, of_channels = again.part(), cut(again, 1, 2)
+        assert all(x is y for x, y in zip(kept, again.own_part._parts.copies, strict=True))
+        assert joint_linear._whole(now.joint_layers()) is not None
+        assert all(torch.equal(x, y) for x, y in zip(now.parameters(), of_channels.parameters()))
+        assert not any(torch.equal(x, old) for x, old in zip(kept, before))
     shared.to("meta")
     assert all(x.is_meta for x in shared.own_part._parts.copies)
+
+
+def test_copies_follow_the_weights(checkpoints):
+    """Also after changes that PyTorch does not count; of a layer that is copied they are others."""
+    part = load_model(checkpoints["deepseek_v32"], mesh=Ranks(0, 2), **OPTIONS["fp8"])
+    shared = mixtures(part)[0][1].shared_experts
+    before = shared.part().gate_proj.weight_scale_inv
+    expected = before.clone()
+    shared.gate_proj.weight_scale_inv.mul_(2)
+    assert torch.equal(shared.part().gate_proj.weight_scale_inv, 2 * expected)
+    shared.gate_proj.weight_scale_inv.data.mul_(2)
+    copy_own_parts(part)
+    assert torch.equal(before, 4 * expected)
+    other = copy.deepcopy(shared)
+    assert not other.own_part._parts.copies
+    mine = other.part().gate_proj.weight_scale_inv
+    assert torch.equal(mine, before) and mine.data_ptr() != before.data_ptr()
+    with torch.inference_mode():
+        assign = {name: torch.nn.Parameter(x.clone(), requires_grad=False) for name, x in shared.state_dict().items()}
+        shared.load_state_dict(assign, assign=True)
+        scale = shared.gate_proj.weight_scale_inv
+        assert scale.is_inference()
+        first = shared.part()
+        scale.mul_(2)
+        now = shared.part()
+        assert all(x is y for x, y in zip(first.parameters(), now.parameters(), strict=True))
+        assert torch.equal(now.gate_proj.weight_scale_inv, scale.chunk(2)[0])
 
 
 def test_parts_of_other_modules_are_refused(checkpoints):
