@@ -14,11 +14,11 @@ from dsa_layers.batch.rows import ALL_ROWS, Rows, moved
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.kv_cache import LayerCache
 from dsa_layers.layers import joint_linear
-from dsa_layers.layers.attention_form import HeadSizes, multi_head_is_faster
+from dsa_layers.layers.attention_form import Communication, HeadSizes, multi_head_is_faster
 from dsa_layers.layers.branch import Branch, beside
 from dsa_layers.layers.fp8_up_projection import stored_up_projection
 from dsa_layers.layers.indexer import Indexer, LightningIndexer
-from dsa_layers.layers.linear import BlockFP8Linear, Linear, make_linear
+from dsa_layers.layers.linear import BLOCK, BlockFP8Linear, Linear, make_linear
 from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.layers.norm_and_cast import norm_and_cast
 from dsa_layers.layers.own_part import SplitByTokens
@@ -131,7 +131,7 @@ class DSAAttention(SplitByTokens):
         use_ue8m0: bool = True,
     ) -> None:
         super().__init__()
-        self.n_heads, self.kv_lora_rank = n_heads, kv_lora_rank
+        self.n_heads, self.q_lora_rank, self.kv_lora_rank = n_heads, q_lora_rank, kv_lora_rank
         self.nope_dim, self.rope_dim, self.v_dim = nope_dim, rope_dim, v_dim
         self.softmax_scale = (nope_dim + rope_dim) ** -0.5 if softmax_scale is None else softmax_scale
         options = {"fp8": fp8, "dtype": dtype, "use_ue8m0": use_ue8m0}
@@ -171,7 +171,7 @@ class DSAAttention(SplitByTokens):
             # FP8 pages are attended to by index only.
             sparse = batch.max_key_len > self.indexer.top_k or (decode and cache.latent_is_fp8)
         heads = self.n_heads if self.own_part is None else self.own_part.share(self.n_heads)
-        multi_head = not decode and (not sparse or self._takes_multi_head_form(x, batch, selection, heads))
+        multi_head = not decode and (not sparse or self._takes_multi_head_form(x, batch, selection, heads, rows))
         form = Form(decode, sparse, multi_head)
         if self.own_part is not None and rows.shared and not multi_head:
             return self._attend(x, cos, sin, batch, cache, selection, cast, form, rows, queries=rows)
@@ -451,7 +451,7 @@ class DSAAttention(SplitByTokens):
         return torch.cat((k_nope, k_pe[:, None].expand(-1, self.n_heads, -1)), -1), v
 
     def _takes_multi_head_form(
-        self, x: torch.Tensor, batch: TokenBatch, selection: Selection | None, heads: int
+        self, x: torch.Tensor, batch: TokenBatch, selection: Selection | None, heads: int, rows: Rows
     ) -> bool:
         """Of a sparse pass, with so many heads: the same for all layers, since those without an indexer get what one
         before selected."""
@@ -459,8 +459,21 @@ class DSAAttention(SplitByTokens):
             return selection.bits is not None
         sizes = HeadSizes(heads, self.nope_dim, self.rope_dim, self.v_dim, self.kv_lora_rank)
         return self._has_multi_head_kernel(x) and multi_head_is_faster(
-            batch.query_lens, batch.key_lens, self.indexer.top_k, sizes
+            batch.query_lens, batch.key_lens, self.indexer.top_k, sizes, self._communication(x, rows)
         )
+
+    def _communication(self, x: torch.Tensor, rows: Rows) -> Communication | None:
+        """What the multi-head form says beyond the absorbed one: queries' latents and results, and what is selected,
+        unless the indexer selects for all rows in either form. Layers without one get this with it: what they say is
+        counted as if it were theirs, too."""
+        if self.own_part is None or not rows.shared:
+            return None
+        latents = self.q_lora_rank * x.element_size()
+        if isinstance(self.q_b_proj, BlockFP8Linear):
+            latents = self.q_lora_rank + 4 * (self.q_lora_rank // BLOCK)  # and scales
+        picks = 4 * self.indexer.top_k if self._gives_products() else 0
+        result = x.shape[1] * x.element_size()
+        return Communication(self.own_part.processes, latents + picks + result, 3 if picks else 2)
 
     def _has_multi_head_kernel(self, x: torch.Tensor) -> bool:
         """Whether attention runs as one kernel, whatever the lengths, and not as PyTorch: for inference alone."""

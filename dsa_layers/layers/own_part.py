@@ -44,12 +44,12 @@ class OwnPart:
     """
 
     def __init__(self, number: int, processes: int) -> None:
-        self._number, self._processes = number, processes
+        self._number, self.processes = number, processes
         self._state: tuple | None = None
         self._parts = _Parts({}, {}, [], [])
 
     def __reduce__(self) -> tuple[type["OwnPart"], tuple[int, int]]:
-        return type(self), (self._number, self._processes)  # a copy's layer is another one
+        return type(self), (self._number, self.processes)  # a copy's layer is another one
 
     def of(self, layer: nn.Module) -> nn.Module:
         """The same layer with this part alone, for inference: what it gives is a part of a sum.
@@ -73,7 +73,7 @@ class OwnPart:
 
     def share(self, count: int) -> int:
         """How many of so many are this process's."""
-        return count // self._processes
+        return count // self.processes
 
     def copies(self, layer: nn.Module) -> list[torch.Tensor]:
         """What of this part does not lie in the layer's memory."""

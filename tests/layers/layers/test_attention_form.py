@@ -1,6 +1,7 @@
 """Which form attention over selected keys takes, and that both give the same."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.cache.kv_cache import PagedKVCache
 from dsa_layers.layers import attention, attention_form
 from dsa_layers.layers.attention import DSAAttention, Selection
-from dsa_layers.layers.attention_form import HeadSizes, multi_head_is_faster
+from dsa_layers.layers.attention_form import Communication, HeadSizes, multi_head_is_faster
 from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
 
@@ -51,6 +52,42 @@ def test_it_is_for_prompts_of_up_to_a_length():
     for sizes in (V32, GLM5):
         forms = [multi_head_is_faster([n], [n], 2048, sizes) for n in range(2049, 40000, 500)]
         assert forms == sorted(forms, reverse=True) and forms[0] and not forms[-1]
+
+
+def of_processes(sizes, result, latents, count):
+    """What follows top_k in `multi_head_is_faster`, of a model's process: hidden and q_lora_rank in FP8, 2048 picks."""
+    return replace(sizes, heads=sizes.heads // count), Communication(count, 2 * result + latents + 4 * 2048, 3)
+
+
+def test_what_is_said_takes_time():
+    """A collective 20 us, and of 280 tokens' 1000 bytes three quarters from three of four processes, 0.21 MB a us."""
+    assert Communication(4, 1000, 2).microseconds(280) == pytest.approx(2 * 20 + 1)
+    assert Communication(2, 1000, 1).microseconds(420) == pytest.approx(20 + 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "processes", "lengths"),
+    [
+        ((V32, 7168, 1584), 4, [3000, 4096, 5800]),
+        ((V32, 7168, 1584), 8, []),
+        ((GLM5, 6144, 2112), 2, [3000, 4096]),
+        ((GLM5, 6144, 2112), 4, []),
+        ((GLM5, 6144, 2112), 8, []),
+    ],
+)
+def test_the_form_that_says_more_is_for_fewer_prompts(model, processes, lengths):
+    """Than it would be by what is computed, which many processes share; of a prompt that is hardly longer than what is
+    selected, both compute about the same."""
+    sizes, communication = of_processes(*model, processes)
+    chosen = []
+    for n in (2100, 3000, 4096, 5800, 7000, 12000, 16384):
+        computed = multi_head_is_faster([n], [n], 2048, sizes)
+        assert computed == multi_head_is_faster([n], [n], 2048, model[0]), n
+        chosen += [n] if multi_head_is_faster([n], [n], 2048, sizes, communication) else []
+        assert computed or n not in chosen
+    assert chosen == lengths
+    # Few tokens behind many keys: whatever is said, the absorbed form computes less.
+    assert not multi_head_is_faster([300], [9000], 2048, sizes, communication)
 
 
 @pytest.mark.parametrize("pages", [None, torch.float32, "fp8"], ids=str)

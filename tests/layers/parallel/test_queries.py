@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import functools
+import itertools
 import weakref
 from operator import attrgetter
 from unittest import mock
@@ -156,14 +158,14 @@ def test_weights_are_dequantised_once_for_both(checkpoints, rank):
 
 @pytest.mark.parametrize("multi_head", [False, True])
 def test_heads_are_asked_for_where_they_are_used(checkpoints, multi_head, monkeypatch):
-    """Which form is faster counts a rank's heads."""
+    """Which form is faster counts a rank's heads, and what the ranks say."""
     part = load_model(checkpoints["deepseek_v32"], mesh=Ranks(1, 2), progress=False)
     _, layer = attentions(part)[1]
     length = layer.indexer.top_k + 1
     batch, asked = SequenceBatch.without_cache([length]), []
 
-    def is_faster(query_lens, key_lens, top_k, sizes):
-        assert sizes.heads == layer.n_heads // 2
+    def is_faster(query_lens, key_lens, top_k, sizes, communication):
+        assert sizes.heads == layer.n_heads // 2 and communication.processes == 2
         return multi_head
 
     class Shared(Rows):
@@ -303,6 +305,40 @@ def of_ranks(ranks, directories):
 @pytest.fixture(scope="module")
 def of_both(checkpoints):
     return in_ranks(2, of_ranks, checkpoints)
+
+
+@torch.inference_mode()
+def of_forms(ranks, directory):
+    """By options and way of selecting: what is said in either form, and by layers that chose it, what they counted."""
+    found = {}
+    for name, options in OPTIONS.items():
+        part = load_model(directory, mesh=ranks, progress=False, **options)
+        for way in ("selected", "latest"):
+            for multi_head in (False, True):
+                said, counted = found.setdefault((name, way, multi_head), ([], []))
+                choose = functools.partial(lambda form, seen, *call: seen.append(call[-1]) or form, multi_head, counted)
+                with (
+                    contextlib.nullcontext() if way == "selected" else latest_keys(part),
+                    mock.patch.object(DSAAttention, "_has_multi_head_kernel", lambda *_: True),
+                    mock.patch.object(attention_layer, "multi_head_is_faster", choose),
+                    told(said),
+                ):
+                    attended(part, ranks)
+    return found
+
+
+def test_the_choice_of_a_form_counts_what_it_says(checkpoints):
+    """To the byte: what the multi-head form says beyond the absorbed one, in long passes, and in short ones nothing."""
+    for found in in_ranks(2, of_forms, checkpoints["deepseek_v32"]):
+        for name, way in itertools.product(OPTIONS, ("selected", "latest")):
+            (absorbed, counted), (multi_head, also) = (found[name, way, form] for form in (False, True))
+            assert counted == also and len(counted) == 4 * len(PASSES)
+            assert [one is None for one in counted] == [i not in LONG for i in range(len(PASSES)) for _ in range(4)]
+            counted = [one for one in counted if one is not None]
+            sizes = [sum(size for _, size in said) for said in (absorbed, multi_head)]
+            assert sizes[1] - sizes[0] == sum(one.token_bytes for one in counted), (name, way)
+            assert len(multi_head) - len(absorbed) == sum(one.collectives for one in counted), (name, way)
+            assert {one.collectives for one in counted} == {3 if way == "selected" else 2}
 
 
 def test_rows_of_long_passes_have_the_bits_of_one_process(checkpoints, of_both):
