@@ -83,6 +83,10 @@ def hyper_connections(device: str) -> None:
     assert_close(
         "streams", dsa.hyper_expand(y, streams, post, comb), expected, abs_tol=1e-3, rel_tol=2**-8, cos_tol=1e-5
     )
+    z = mix[:, :4].double() / (v.square().mean((1, 2)) + 1e-6).sqrt()[:, None] * scale[0].double() + base[:4].double()
+    expected = ((1 / (1 + (-z).exp()) + 1e-6)[..., None] * v).sum(1)
+    head = dsa.hyper_head(streams, mix[:, :4].contiguous(), base[:4], scale[:1])
+    assert_close("head", head, expected, abs_tol=1e-3, rel_tol=2**-8, cos_tol=1e-5)
 
 
 def hyper_mix(device: str) -> None:
@@ -130,13 +134,3 @@ def hyper_expand_mix(device: str) -> None:
         assert_close("streams", new, expected, abs_tol=1e-3, rel_tol=2**-8, cos_tol=1e-5)
         v, weight = new.flatten(1).double(), parts.double().sum(0)
         assert ((mix - v @ weight.T).abs() <= 1e-5 * (v.abs() @ weight.abs().T)).all()
-
-
-def hyper_head(device: str) -> None:
-    """The sum of four streams of three tokens, in float64."""
-    streams, mix = torch.randn(3, 4, 264, device=device).bfloat16(), torch.randn(3, 4, device=device)
-    base, scale = torch.randn(4, device=device), torch.rand(1, device=device)
-    v = streams.double()
-    z = mix.double() / (v.square().mean((1, 2)) + 1e-6).sqrt()[:, None] * scale.double() + base.double()
-    expected = ((1 / (1 + (-z).exp()) + 1e-6)[..., None] * v).sum(1)
-    assert_close("x", dsa.hyper_head(streams, mix, base, scale), expected, abs_tol=1e-3, rel_tol=2**-8, cos_tol=1e-5)
