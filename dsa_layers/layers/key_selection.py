@@ -6,8 +6,12 @@ The keys are tokens, or in DeepSeek-V4 compressed entries. I[t, s] = sum_h weigh
 import torch
 
 import dsa
+from dsa.kernels.indexer.select_limits import MAX_SELECTED
 
 WORKSPACE = 260 << 20  # bytes of scores at a time: of 64 tokens and a million keys
+# Keys and tokens from which on half scores are selected as they are computed, which is faster there (docs/kernel-notes,
+# "Selection fused with scores"), and bytes that it takes of a token.
+FUSED_KEYS, FUSED_TOKENS, FUSED_BYTES = 65536, 1024, 33 << 10
 ROW_PADDING = 512  # numbers, at most, behind a row of scores
 Keys = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -32,7 +36,7 @@ def select_packed(
     keys        float [N, dim]; where q is e4m3, e4m3 [N, dim] and fp32 scales [N]
     starts      int32 [T]: the first row that each token sees; lengths int32 [T]: how many it sees
     most        an upper bound of lengths, so that of e4m3 no token's scores have columns for other sequences' keys
-    workspace   bytes that scores take at most, or one token's
+    workspace   bytes that scores, or what there is in their place, take at most, or one token's
     accumulators  of scores of e4m3: torch.float32, or torch.float16, as `dsa.fp8_mqa_logits` takes them
     row_to_seq  [T], with block_table and page_size in `paging`, as `dsa.topk_indices` takes them: gives slots, not
                 positions
@@ -45,26 +49,24 @@ def select_packed(
     if not quantised:
         q, keys = q.float(), keys.float()
     columns = most + ROW_PADDING if quantised else len(keys)
-    tokens = max(1, workspace // (4 * columns))
+    fused = quantised and accumulators == torch.float16 and top_k <= MAX_SELECTED
+    fused = fused and most >= FUSED_KEYS and len(q) >= FUSED_TOKENS
+    tokens = max(1, workspace // (FUSED_BYTES if fused else 4 * columns))
     tokens = -(-len(q) // -(-len(q) // tokens))  # as many at each time
     found = []
     for first in range(0, len(q), tokens):
         part = slice(first, first + tokens)
         begins, counts = starts[part], lengths[part]
+        given = q[part], keys, weights[part], begins, begins + counts
         own = paging if row_to_seq is None else paging | {"row_to_seq": row_to_seq[part]}
-        if quantised:
-            ranges = begins, begins + counts
-            scores = dsa.fp8_mqa_logits(
-                *(q[part], keys, weights[part], *ranges),
-                clean_logits=False,
-                max_seqlen_k=most,
-                accumulators=accumulators,
-            )
-            begins = None
+        if fused:
+            found.append(dsa.indexer_select(*given, top_k, accumulators=accumulators, **own))
+        elif quantised:
+            options = {"clean_logits": False, "max_seqlen_k": most, "accumulators": accumulators}
+            # Scores end with the call, before there are the next ones.
+            found.append(dsa.topk_indices(dsa.fp8_mqa_logits(*given, **options), top_k, lengths=counts, **own))
         else:
-            scores = dsa.mqa_logits(q[part], keys, weights[part], begins, begins + counts)
-        found.append(dsa.topk_indices(scores, top_k, starts=begins, lengths=counts, **own))
-        del scores  # before there are the next ones
+            found.append(dsa.topk_indices(dsa.mqa_logits(*given), top_k, starts=begins, lengths=counts, **own))
     return found[0] if len(found) == 1 else torch.cat(found)
 
 

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 import dsa
+from dsa.kernels.indexer.candidate_lists import CAPACITY
 from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.layers import key_selection
 from dsa_layers.layers.indexer import LightningIndexer
-from dsa_layers.layers.key_selection import ROW_PADDING, WORKSPACE, select_packed
+from dsa_layers.layers.key_selection import FUSED_BYTES, ROW_PADDING, WORKSPACE, select_packed
 
 QUERIES, KEYS = (5, 1, 9, 0, 20), (40, 1, 9, 7, 300)
 MOST = max(KEYS)
@@ -78,6 +80,40 @@ def test_scores_are_dropped_before_the_next_ones(monkeypatch):
     monkeypatch.setattr(dsa, "fp8_mqa_logits", scores)
     select_packed(q, keys, weights, 16, *ranges, MOST, workspace=4 * 11 * (MOST + ROW_PADDING))
     assert sum(QUERIES) == 35 and sizes == [9, 9, 9, 8]
+
+
+@pytest.mark.parametrize("workspace", [1, 10 * FUSED_BYTES, WORKSPACE])
+def test_half_scores_of_many_keys_are_selected_as_they_are_computed(workspace, monkeypatch):
+    """For as many tokens at a time as lists of candidates have room for; the result is that of scores in memory."""
+    q, keys, weights, *ranges = inputs(True)
+    table = torch.randint(0, 99, (5, 40), dtype=torch.int32)
+    rows = torch.repeat_interleave(torch.tensor(QUERIES)).int()
+    paging = {"block_table": table, "page_size": 8, "row_to_seq": rows}
+    half, sizes, select = {"accumulators": torch.float16}, [], dsa.indexer_select
+    expected = [select_packed(q, keys, weights, 16, *ranges, MOST, **half, **options) for options in ({}, paging)]
+
+    def selected(q, *arguments, **options):
+        sizes.append(len(q))
+        return select(q, *arguments, **options)
+
+    monkeypatch.setattr(dsa, "indexer_select", selected)
+    monkeypatch.setattr(key_selection, "FUSED_KEYS", MOST)
+    monkeypatch.setattr(key_selection, "FUSED_TOKENS", sum(QUERIES))
+    for options, wanted in zip(({}, paging), expected):
+        got = select_packed(q, keys, weights, 16, *ranges, MOST, **half, workspace=workspace, **options)
+        assert torch.equal(got, wanted)
+    assert sizes == 2 * {1: [1] * 35, 10 * FUSED_BYTES: [9, 9, 9, 8]}.get(workspace, [35])
+    # Of fewer keys or tokens, exact scores, and more than the kernel selects, scores are in memory.
+    select_packed(q, keys, weights, 16, *ranges, MOST - 1, **half)
+    select_packed(q[:-1], keys, weights[:-1], 16, *(x[:-1] for x in ranges), MOST, **half)
+    select_packed(q, keys, weights, 16, *ranges, MOST)
+    select_packed(q, keys, weights, 2049, *ranges, MOST, **half)
+    assert len(sizes) in (2, 8, 70)
+
+
+def test_a_list_has_room_in_what_is_counted_for_it():
+    """Entries of 8 bytes; counts, the bound, and the end of what is left to select from."""
+    assert 8 * CAPACITY + 16 <= FUSED_BYTES
 
 
 def test_nothing_to_select_from():
