@@ -22,6 +22,7 @@ from dsa_layers.parallel.ranks import ALONE, Ranks
 
 # Of a GPU's free memory for activations, scores, graphs and compiled kernels: passes over 8192 tokens take about half.
 RESERVE = 10 * 10**9
+MOST_COMPARED = 16  # layers on one GPU beside the same split: what a pass has beside its layers is little then
 Row = dict[str, Any]
 Tell = Callable[[str], None]
 
@@ -49,8 +50,8 @@ def rank_rows(
     collectives share of the kernels' time on the first GPU that is data from other GPUs and the wait for them
     shard_ms    the same pass of the same parts with nothing said between GPUs (`without_collectives`), and efficiency
                 is shard_ms / ms
-    few_layers  of a stack that fits on one GPU: one_gpu_ms on the first GPU alone, few_ms split over all, and speedup
-                is one_gpu_ms / few_ms
+    few_layers  as many as fit on one GPU, up to MOST_COMPARED: one_gpu_ms on the first GPU alone, few_ms split over
+                all, and speedup is one_gpu_ms / few_ms
     """
     for name in models:
         todo = chosen(name, runs, lambda case, name=name: shape(name, case, ranks.size) in done)
@@ -81,9 +82,12 @@ def _of_model(
     name: str, todo: Sequence[Case], ranks: Ranks, clock: Clock, layers: int | None, tell: Tell
 ) -> Iterator[Row]:
     compared = [case for case in todo if case.repeats]
-    few, one_gpu, few_ms = STACKS[name][1]["num_hidden_layers"], {}, {}
+    few, one_gpu, few_ms = 0, {}, {}
+    if compared:
+        held = max(case.held for case in compared)
+        few = min(layers_that_fit(name, 1, clock.free(), held), MOST_COMPARED, layers or MOST_COMPARED)
     for own, found in ((ALONE, one_gpu), (ranks, few_ms)) if compared else ():
-        model = drawn(name, own, clock, tell)
+        model = drawn(name, own, clock, tell, **with_layers(name, few))
         for case in compared:
             times, launching = timed(model, case, clock)
             # One GPU is one: that others compute the same beside it is of no matter.

@@ -42,11 +42,11 @@ def test_rows_of_two_ranks():
         if row["run"] not in OFTEN:
             assert row["collectives"] is row["efficiency"] is row["speedup"] is row["shard_ms"] is None
             continue
-        assert row["collectives"] == 1 / 3 and row["few_layers"] == 3
+        assert row["collectives"] == 1 / 3 and row["few_layers"] == 4
         assert row["efficiency"] == row["shard_ms"] / row["ms"]
         assert row["speedup"] == row["one_gpu_ms"] / row["few_ms"]
-    assert told[0].startswith("V3.2, 3 layers on 1: drawn")
-    found = re.compile(r"V4-Flash \S+ .*, 3 layers on 2: [\d.]+ ms, host [\d.]+ ms, 2 allocations, 0 of pinned memory")
+    assert told[0].startswith("V3.2, 4 layers on 1: drawn")
+    found = re.compile(r"V4-Flash \S+ .*, 4 layers on 2: [\d.]+ ms, host [\d.]+ ms, 2 allocations, 0 of pinned memory")
     assert sum(found.fullmatch(step) is not None for step in told) == len(OFTEN)
 
 
