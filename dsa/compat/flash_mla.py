@@ -106,6 +106,7 @@ def flash_mla_sparse_fwd(
     topk_length: torch.Tensor | None = None,
     *,
     out: torch.Tensor | None = None,
+    enable_batch_invariant: bool = False,
     use_legacy: bool = False,
     return_log2_lse: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
@@ -117,7 +118,8 @@ def flash_mla_sparse_fwd(
     check_flag("use_legacy", use_legacy)
     if return_log2_lse is not None:
         check_flag("return_log2_lse", return_log2_lse)
-    out, *statistics = prefill.flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, out)
+    options = attn_sink, topk_length, out, enable_batch_invariant
+    out, *statistics = prefill.flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v, *options)
     if return_log2_lse is False:
         return out, None, None
     return out, *((x * _LOG2_E for x in statistics) if return_log2_lse else statistics)

@@ -137,9 +137,11 @@ def sparse_prefill(
     topk_length: torch.Tensor | None = None,
     *,
     use_legacy: bool = True,
+    batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`dsa.flash_mla_sparse_fwd`, with use_legacy as SGLang's: max_logits and lse are in base 2."""
-    out, max_logits, lse = dsa.flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v, attn_sink, topk_length)
+    arguments = q, kv, indices, sm_scale, d_v, attn_sink, topk_length
+    out, max_logits, lse = dsa.flash_mla_sparse_fwd(*arguments, enable_batch_invariant=batch_invariant)
     return (out, max_logits * LOG2E, lse * LOG2E) if use_legacy else (out, max_logits, lse)
 
 

@@ -84,9 +84,8 @@ def forward_flashmla_sparse(
     if mla_layout(backend.token_to_kv_pool) is None:
         return original(backend, q_all, kv_cache, v_head_dim, page_table_1, sm_scale, topk_length, attn_sink)
     lengths = _of_rows(topk_length, q_all)
-    return adapters.sparse_prefill(
-        q_all, kv_cache, page_table_1.unsqueeze(1), sm_scale, v_head_dim, attn_sink, lengths, use_legacy=False
-    )[0]
+    arguments = q_all, kv_cache, page_table_1.unsqueeze(1), sm_scale, v_head_dim, attn_sink, lengths
+    return adapters.sparse_prefill(*arguments, use_legacy=False, batch_invariant=_is_deterministic(backend))[0]
 
 
 def forward_flashmla_kv(
@@ -107,10 +106,8 @@ def forward_flashmla_kv(
     q = q_all.view(-1, 1, layer.tp_q_head_num, layer.head_dim)
     cache = kv_cache.view(-1, backend.physical_page_size, 1, backend.kv_cache_dim)
     lengths = _of_rows(metadata.dsa_cache_seqlens_int32, q)
-    # SGLang asks for one split where it is to be deterministic.
-    invariant = backend.num_splits == 1
-    indices = page_table_1.unsqueeze(1)
-    return adapters.sparse_decode(q, cache, indices, v_head_dim, sm_scale, lengths, batch_invariant=invariant)[0]
+    arguments = q, cache, page_table_1.unsqueeze(1), v_head_dim, sm_scale, lengths
+    return adapters.sparse_decode(*arguments, batch_invariant=_is_deterministic(backend))[0]
 
 
 def compute_flashmla_metadata(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -123,6 +120,11 @@ def compute_flashmla_metadata(make: Callable[..., Any]) -> Callable[..., Any]:
         return make(flashmla_metadata=plan, num_splits=num_splits)
 
     return hook
+
+
+def _is_deterministic(backend: Any) -> bool:
+    """SGLang asks for one split where it is to be deterministic."""
+    return backend.num_splits == 1
 
 
 def _of_rows(lengths: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor | None:
@@ -207,53 +209,65 @@ def kernel_num_heads(original: Original, attention: Any, num_tokens: int) -> int
     return attention.n_local_heads
 
 
-def flash_mla_with_kvcache(
-    original: Original,
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    block_table: torch.Tensor | None,
-    cache_seqlens: torch.Tensor | None,
-    head_dim_v: int,
-    tile_scheduler_metadata: Any,
-    num_splits: torch.Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    descale_q: torch.Tensor | None = None,
-    descale_k: torch.Tensor | None = None,
-    is_fp8_kvcache: bool = False,
-    indices: torch.Tensor | None = None,
-    attn_sink: torch.Tensor | None = None,
-    extra_k_cache: torch.Tensor | None = None,
-    extra_indices_in_kvcache: torch.Tensor | None = None,
-    topk_length: torch.Tensor | None = None,
-    extra_topk_length: torch.Tensor | None = None,
-    kv_format: str | None = None,
-    *,
-    use_legacy: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """DeepSeek-V4's attention to windows and selected entries, of caches of 584 bytes a key."""
-    caches = [k_cache] if extra_k_cache is None else [k_cache, extra_k_cache]
-    if indices is None or any(cache.shape[-1] != V4_BYTES for cache in caches):
-        plan = tile_scheduler_metadata, num_splits
-        options = softmax_scale, causal, descale_q, descale_k, is_fp8_kvcache
-        selections = indices, attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length
-        arguments = q, k_cache, block_table, cache_seqlens, head_dim_v, *plan, *options, *selections, kv_format
-        return original(*arguments, use_legacy=use_legacy)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    extra = extra_k_cache, extra_indices_in_kvcache, extra_topk_length
-    return adapters.sparse_decode(q, k_cache, indices, head_dim_v, scale, topk_length, attn_sink, *extra)
+def flash_mla_with_kvcache(is_deterministic: Callable[[], bool]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """The hook of DeepSeek-V4's attention to windows and selected entries, of caches of 584 bytes a key.
+    is_deterministic: whether SGLang is to be, which this function's arguments do not say."""
+
+    def hook(
+        original: Original,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        block_table: torch.Tensor | None,
+        cache_seqlens: torch.Tensor | None,
+        head_dim_v: int,
+        tile_scheduler_metadata: Any,
+        num_splits: torch.Tensor | None = None,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        descale_q: torch.Tensor | None = None,
+        descale_k: torch.Tensor | None = None,
+        is_fp8_kvcache: bool = False,
+        indices: torch.Tensor | None = None,
+        attn_sink: torch.Tensor | None = None,
+        extra_k_cache: torch.Tensor | None = None,
+        extra_indices_in_kvcache: torch.Tensor | None = None,
+        topk_length: torch.Tensor | None = None,
+        extra_topk_length: torch.Tensor | None = None,
+        kv_format: str | None = None,
+        *,
+        use_legacy: bool = True,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        caches = [k_cache] if extra_k_cache is None else [k_cache, extra_k_cache]
+        if indices is None or any(cache.shape[-1] != V4_BYTES for cache in caches):
+            plan = tile_scheduler_metadata, num_splits
+            options = softmax_scale, causal, descale_q, descale_k, is_fp8_kvcache
+            selections = indices, attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length
+            arguments = q, k_cache, block_table, cache_seqlens, head_dim_v, *plan, *options, *selections, kv_format
+            return original(*arguments, use_legacy=use_legacy)
+        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+        extra = extra_k_cache, extra_indices_in_kvcache, extra_topk_length
+        arguments = q, k_cache, indices, head_dim_v, scale, topk_length, attn_sink, *extra
+        return adapters.sparse_decode(*arguments, batch_invariant=is_deterministic())
+
+    return hook
 
 
-def flash_mla_sparse_fwd(
-    original: Original,
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    indices: torch.Tensor,
-    sm_scale: float,
-    d_v: int = 512,
-    attn_sink: torch.Tensor | None = None,
-    topk_length: torch.Tensor | None = None,
-    *,
-    use_legacy: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return adapters.sparse_prefill(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, use_legacy=use_legacy)
+def flash_mla_sparse_fwd(is_deterministic: Callable[[], bool]) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """The same of prompts."""
+
+    def hook(
+        original: Original,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        indices: torch.Tensor,
+        sm_scale: float,
+        d_v: int = 512,
+        attn_sink: torch.Tensor | None = None,
+        topk_length: torch.Tensor | None = None,
+        *,
+        use_legacy: bool = True,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        arguments = q, kv, indices, sm_scale, d_v, attn_sink, topk_length
+        return adapters.sparse_prefill(*arguments, use_legacy=use_legacy, batch_invariant=is_deterministic())
+
+    return hook

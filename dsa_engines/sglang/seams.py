@@ -28,6 +28,7 @@ V4_PLAN, V4_TOPK = f"{V4_OPS}.attn", f"{V4_OPS}.topk"
 FLASH_MLA = "sglang.kernels.ops.attention.flash_mla_interface"
 V4_MODEL = "sglang.srt.models.deepseek_v4"
 ENVIRON = "sglang.srt.environ:envs"
+EXECUTION = "sglang.srt.runtime_context:get_exec"
 HOOK_REGISTRY = "sglang.srt.plugins.hook_registry:HookRegistry"
 HOOK_TYPE = "sglang.srt.plugins.hook_registry:HookType"
 
@@ -35,6 +36,11 @@ HOOK_TYPE = "sglang.srt.plugins.hook_registry:HookType"
 def _is_fused() -> bool:
     """SGLang's own switch between selections as cache slots and as positions."""
     return _environ().SGLANG_DSA_FUSE_TOPK.get()
+
+
+def _is_deterministic() -> bool:
+    """Whether SGLang is to be (`--enable-deterministic-inference`)."""
+    return find(EXECUTION).value().deterministic.enable_deterministic_inference
 
 
 @functools.cache
@@ -74,8 +80,8 @@ V4: dict[str, Makers] = {
         f"{V4_TOPK}:topk_transform_paged_v2": lambda: hooks.topk_transform_paged_v2,
     },
     "attention": {
-        f"{FLASH_MLA}:flash_mla_with_kvcache": lambda: hooks.flash_mla_with_kvcache,
-        f"{FLASH_MLA}:flash_mla_sparse_fwd": lambda: hooks.flash_mla_sparse_fwd,
+        f"{FLASH_MLA}:flash_mla_with_kvcache": lambda: hooks.flash_mla_with_kvcache(_is_deterministic),
+        f"{FLASH_MLA}:flash_mla_sparse_fwd": lambda: hooks.flash_mla_sparse_fwd(_is_deterministic),
         f"{V4_MODEL}:MqaAttentionBase._kernel_num_heads": lambda: hooks.kernel_num_heads,
     },
 }
@@ -131,8 +137,8 @@ def check(family: str) -> None:
     replaced = (path for makers in SEAMS[family].values() for path in makers)
     for path in (*replaced, *NEEDED[family], f"{HOOK_REGISTRY}.register", f"{HOOK_REGISTRY}.apply_hooks"):
         check_parameters(path, SIGNATURES[path])
-    find(ENVIRON)
-    find(HOOK_TYPE)
+    for path in (ENVIRON, EXECUTION, HOOK_TYPE):
+        find(path)
 
 
 def served(family: str, ops: frozenset[str]) -> frozenset[str]:

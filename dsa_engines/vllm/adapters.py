@@ -170,7 +170,18 @@ def v4_attention(
     )
 
 
-v4_prefill = dsa.flash_mla_sparse_fwd
+def v4_prefill(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    sm_scale: float,
+    d_v: int = HEAD_DIM_V,
+    attn_sink: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`flash_mla_sparse_fwd`. The engine's batch-invariant mode does not admit its sparse attention."""
+    return dsa.flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, out)
 
 
 def v4_heads(num_heads: int) -> int:

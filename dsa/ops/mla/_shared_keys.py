@@ -8,7 +8,7 @@ from types import ModuleType
 import torch
 
 from dsa import backends
-from dsa.kernels.mla.query_group_limits import GROUP_SIZES, MEMBER_SHIFT, MOST_UNION
+from dsa.kernels.mla.query_group_limits import GROUP_SIZES, MOST_UNION
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops.declaration import Kernels
 from dsa.ops.mla._sparse_attention import (
@@ -34,18 +34,22 @@ MODULES = 3  # of its rows
 # Indices of a call from which on it is worth looking at what they have in common. That takes 15 us where it is little;
 # attention to so many keys takes 600.
 LEAST_INDICES = 2**22
+# Keys of a call up to which it is. A group's list takes a round over its indices for each 65536 or 131072 keys that
+# there are, whether it selects any of them or not: of a whole pool of pages that would take longer than groups save.
+# And a group of 8 has no sample of the keys beyond.
+MOST_KEYS = 2**21
 
 
 def may_share(q: torch.Tensor, selection: Selection) -> bool:
-    """Whether groups of queries are looked at: of few heads, enough of them for all multiprocessors. What they have in
-    common only the GPU knows."""
+    """Whether groups of queries are looked at: of few heads, enough of them for all multiprocessors, over not too many
+    keys. What they have in common only the GPU knows."""
     queries, heads, _ = q.shape
     size = group_size(heads)
     return (
         size > 0
         and queries >= size * backends.num_sms(q.device)
         and queries * selection.indices.shape[2] >= LEAST_INDICES
-        and selection.cache.shape[0] <= 2**MEMBER_SHIFT
+        and selection.cache.shape[0] <= MOST_KEYS
     )
 
 

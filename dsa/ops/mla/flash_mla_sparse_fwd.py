@@ -32,6 +32,7 @@ def flash_mla_sparse_fwd(
     attn_sink: torch.Tensor | None = None,
     topk_length: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    enable_batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """out[t] = softmax_j(sm_scale * q[t] . kv[j]) kv[j, :d_v] over the keys j in indices[t].
 
@@ -46,6 +47,8 @@ def flash_mla_sparse_fwd(
                  between its rows. On Hopper the heads of a query lie together and start at multiples of 16 bytes;
                  queries may be any distance apart, as in a part of a tensor with more heads. It may not begin where q
                  or kv does, and if it shares memory with an input otherwise, what that memory holds is undefined
+    enable_batch_invariant  True: a query's result does not depend on the other queries, bit for bit. False: of up to 16
+                 heads it may (below); it is still the same from run to run
 
     Returns out [s_q, h_q, d_v] in q's dtype, the one that was given or a contiguous one, max_logits [s_q, h_q] fp32,
     the largest scaled logit, and lse [s_q, h_q] fp32 (natural log); the sink changes neither max_logits nor lse. A
@@ -55,13 +58,14 @@ def flash_mla_sparse_fwd(
     cores), any K and s_kv, any strides of q, rows of kv at multiples of 16 bytes, sm_scale above 0. Logits and sums are
     fp32; softmax weights are rounded to q's dtype before the values are multiplied by them. CUDA-graph safe, no host
     synchronisation. Deterministic. Mostly one kernel without workspace, and a query's result does not depend on the
-    others, bit for bit. With at most 16 heads and many indices (2^22, and groups for all multiprocessors) queries
-    8 g to 8 g + 7, or of more than 8 heads 4 g to 4 g + 3, are a group, computed together if their selections have
-    enough in common and none names a key twice: the order of a query's sums then follows from the selections of its
-    group. Workspace: 2.8 bytes an index.
+    others, bit for bit. Without enable_batch_invariant, with at most 16 heads, many indices (2^22, and groups for all
+    multiprocessors) and s_kv up to 2^21, queries 8 g to 8 g + 7, or of more than 8 heads 4 g to 4 g + 3, are a group,
+    computed together if their selections have enough in common and none names a key twice: the order of a query's sums
+    then follows from the selections of its group, and where a query is in its group from its number in the call.
+    Workspace: 2.8 bytes for each of a call's indices, of 65536 queries of 2048 keys 376 MB.
     Source: FlashMLA's function of this name, which takes 64 and 128 heads and K in multiples of 128.
     """
-    arguments = (q, kv, indices, sm_scale, d_v, attn_sink, topk_length)
+    arguments = (q, kv, indices, sm_scale, d_v, attn_sink, topk_length, enable_batch_invariant)
     if out is None:
         return _sparse_mla_prefill(*arguments)
     check_apart("out", out, q=q, kv=kv)
@@ -98,9 +102,10 @@ def _sparse_mla_prefill(
     d_v: int,
     attn_sink: torch.Tensor | None,
     topk_length: torch.Tensor | None,
+    enable_batch_invariant: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     results = _results(q, d_v)
-    _attend(kernels, q, kv, indices, sm_scale, attn_sink, topk_length, *results)
+    _attend(kernels, q, kv, indices, sm_scale, attn_sink, topk_length, enable_batch_invariant, *results)
     return results
 
 
@@ -112,10 +117,12 @@ def _reference_out(
     d_v: int,
     attn_sink: torch.Tensor | None,
     topk_length: torch.Tensor | None,
+    enable_batch_invariant: bool,
     out: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     check_updatable("out", out)
-    given, *statistics = reference.flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v, attn_sink, topk_length)
+    options = attn_sink, topk_length, enable_batch_invariant
+    given, *statistics = reference.flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v, *options)
     out.copy_(given)
     return tuple(statistics)
 
@@ -137,11 +144,12 @@ def _sparse_mla_prefill_out(
     d_v: int,
     attn_sink: torch.Tensor | None,
     topk_length: torch.Tensor | None,
+    enable_batch_invariant: bool,
     out: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same, written to `out`: -> max_logits, lse."""
     statistics = _statistics(q)
-    _attend(kernels, q, kv, indices, sm_scale, attn_sink, topk_length, out, *statistics)
+    _attend(kernels, q, kv, indices, sm_scale, attn_sink, topk_length, enable_batch_invariant, out, *statistics)
     return statistics
 
 
@@ -153,6 +161,7 @@ def _attend(
     sm_scale: float,
     attn_sink: torch.Tensor | None,
     topk_length: torch.Tensor | None,
+    enable_batch_invariant: bool,
     out: torch.Tensor,
     max_logits: torch.Tensor,
     lse: torch.Tensor,
@@ -167,7 +176,7 @@ def _attend(
     selection = Selection(rows_at_16_bytes(kv), inner_contiguous(indices), counts)
     results = Results(of_caller(out), lse, max_logits)
     of_queries, of_groups = kernels[: -shared_keys.MODULES], kernels[-shared_keys.MODULES :]
-    if shared_keys.may_share(q, selection):
+    if not enable_batch_invariant and shared_keys.may_share(q, selection):
         shared_keys.attend_groups(of_groups, q, selection, sm_scale, sink, results)
     else:
         attend(of_queries, q, [selection], sm_scale, sink, results, may_split=False)

@@ -2,7 +2,7 @@
 
 import torch
 
-from dsa.reference.arguments import F32, ROWS, Arguments, Int, Number, Tensor
+from dsa.reference.arguments import F32, ROWS, Arguments, Flag, Int, Number, Tensor
 from dsa.reference.autocast import without_autocast
 from dsa.reference.checks import FLOATS, INT32, check_memory
 from dsa.reference.mla.softmax_attention import apply_sink, gather_attend
@@ -15,6 +15,7 @@ FLASH_MLA_SPARSE_FWD = Arguments(
     d_v=Int(most="d"),
     attn_sink=Tensor("h_q", F32, optional=True),
     topk_length=Tensor("s_q", INT32, optional=True),
+    enable_batch_invariant=Flag(),
 )
 # What the caller has allocated: the heads of a query lie together, queries at any distance.
 FLASH_MLA_SPARSE_FWD_OUT = Arguments(
@@ -32,14 +33,16 @@ def flash_mla_sparse_fwd(
     d_v: int = 512,
     attn_sink: torch.Tensor | None = None,
     topk_length: torch.Tensor | None = None,
+    enable_batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """out[t] = softmax_j(sm_scale * q[t] . kv[j]) kv[j, :d_v] over the keys j in indices[t].
 
-    Everything is fp32 in between. A query without keys has out 0, max_logits -inf and lse +inf, and NaN in kv reaches
-    only the queries that select it. Arguments as of `dsa.flash_mla_sparse_fwd`; keys of fp32 queries may have any float
-    dtype. Source: FlashMLA's function of this name.
+    Everything is fp32 in between. A query's result does not depend on the others, whatever enable_batch_invariant is. A
+    query without keys has out 0, max_logits -inf and lse +inf, and NaN in kv reaches only the queries that select it.
+    Arguments as of `dsa.flash_mla_sparse_fwd`; keys of fp32 queries may have any float dtype. Source: FlashMLA's
+    function of this name.
     """
-    FLASH_MLA_SPARSE_FWD.check(q, kv, indices, sm_scale, d_v, attn_sink, topk_length)
+    FLASH_MLA_SPARSE_FWD.check(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, enable_batch_invariant)
     check_memory("q", q)
     index = indices.squeeze(1)
     if topk_length is not None:

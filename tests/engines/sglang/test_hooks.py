@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import dsa
 from dsa_engines.sglang import adapters, hooks, seams
 from tests.engines.sglang import batches
 from tests.engines.sglang.batches import BF16, E4M3, INT32, PAGE, int32
@@ -149,15 +150,25 @@ def test_attention_in_decoding(pool, splits, monkeypatch):
 
 
 @pytest.mark.parametrize("pool", [FP8_POOL, BF16_POOL], ids=["fp8", "bf16"])
-def test_attention_in_prefill(pool):
+@pytest.mark.parametrize("splits", [0, 1])
+def test_attention_in_prefill(pool, splits, prefill_options):
     q, kv = torch.randn(4, 16, 576).to(BF16), torch.randn(90, 1, 576).to(BF16)
     table, sink = torch.randint(0, 90, (4, 32), dtype=INT32), torch.randn(16)
     table[1, 5:] = -1
     given = {"q_all": q, "kv_cache": kv, "v_head_dim": 512, "page_table_1": table, "sm_scale": 0.1, "attn_sink": sink}
     want, *_ = batches.attention(q, kv.squeeze(1), table, 0.1, sink)
     for lengths in (None, int32([32, 5, 32, 32]), int32([1])):
-        got = hooks.forward_flashmla_sparse(never, backend_of(pool), **given, topk_length=lengths)
+        got = hooks.forward_flashmla_sparse(never, backend_of(pool, num_splits=splits), **given, topk_length=lengths)
         assert got.shape == (4, 16, 512) and (got.double() - want).abs().max() < 2e-2
+    assert prefill_options == [{"enable_batch_invariant": splits == 1}] * 3
+
+
+@pytest.fixture
+def prefill_options(monkeypatch):
+    """What the op gets by name."""
+    seen, attend = [], dsa.flash_mla_sparse_fwd
+    monkeypatch.setattr(dsa, "flash_mla_sparse_fwd", lambda *a, **k: (seen.append(k), attend(*a, **k))[1])
+    return seen
 
 
 def test_plan_of_a_batch():
@@ -200,9 +211,13 @@ def v4_call(width=584, extra=None, **more):
     return given | more
 
 
-def test_v4_attention_takes_sglangs_plan_object():
-    given = v4_call(extra=584)
-    out, lse = hooks.flash_mla_with_kvcache(never, **given)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_v4_attention_takes_sglangs_plan_object(deterministic, monkeypatch):
+    given, seen, decode = v4_call(extra=584), [], adapters.sparse_decode
+    with monkeypatch.context() as patch:
+        patch.setattr(adapters, "sparse_decode", lambda *a, **k: (seen.append(k), decode(*a, **k))[1])
+        out, lse = hooks.flash_mla_with_kvcache(lambda: deterministic)(never, **given)
+    assert seen == [{"batch_invariant": deterministic}]
     assert out.shape == (3, 1, 8, 512) and lse.shape == (3, 8, 1)
     q, cache, indices = given["q"], given["k_cache"], given["indices"]
     want = adapters.sparse_decode(q, cache, indices, 512, 512**-0.5, given["topk_length"], given["attn_sink"])
@@ -222,7 +237,7 @@ def test_v4_attention_takes_sglangs_plan_object():
 )
 def test_other_caches_and_dense_attention_are_left_to_sglang(given):
     original, given = Recorder(), v4_call(**given)
-    assert hooks.flash_mla_with_kvcache(original, **given) == "SGLang's own"
+    assert hooks.flash_mla_with_kvcache(never)(original, **given) == "SGLang's own"
     names = seams.SIGNATURES[f"{seams.FLASH_MLA}:flash_mla_with_kvcache"][:-1]
     passed = dict(zip(names, original.args, strict=True)) | original.kwargs
     for name, value in passed.items():
@@ -253,8 +268,13 @@ def test_v4_hooks_of_functions():
         hook(never, logits, lengths, metadata.real_page_table, out, PAGE, *plan, raw)
         assert torch.equal(out, expected(32)) and torch.equal(raw, adapters.topk(logits, lengths, 32))
     assert hooks.kernel_num_heads(never, SimpleNamespace(n_local_heads=16), 100) == 16
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("legacy", [False, True])
+def test_v4_attention_in_prefill(legacy, deterministic, prefill_options):
     q, kv, indices = torch.randn(2, 8, 512).to(BF16), torch.randn(9, 1, 512).to(BF16), torch.zeros(2, 1, 4, dtype=INT32)
-    for legacy in (True, False):
-        got = hooks.flash_mla_sparse_fwd(never, q, kv, indices, sm_scale=0.1, d_v=512, use_legacy=legacy)
-        want = adapters.sparse_prefill(q, kv, indices, 0.1, use_legacy=legacy)
-        assert all(map(torch.equal, got, want))
+    hook = hooks.flash_mla_sparse_fwd(lambda: deterministic)
+    got = hook(never, q, kv, indices, sm_scale=0.1, d_v=512, use_legacy=legacy)
+    assert prefill_options == [{"enable_batch_invariant": deterministic}]
+    assert all(map(torch.equal, got, adapters.sparse_prefill(q, kv, indices, 0.1, use_legacy=legacy)))

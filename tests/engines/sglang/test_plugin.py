@@ -77,6 +77,8 @@ class Engine:
         add(modules, seams.HOOK_REGISTRY, hook_registry(self.skipped))
         add(modules, seams.HOOK_TYPE, HookType)
         add(modules, seams.ENVIRON, SimpleNamespace(SGLANG_DSA_FUSE_TOPK=SimpleNamespace(get=lambda: True)))
+        self.deterministic = SimpleNamespace(enable_deterministic_inference=False)
+        add(modules, seams.EXECUTION, lambda: SimpleNamespace(deterministic=self.deterministic))
         add(modules, plugin.PARALLEL, lambda: SimpleNamespace(attn_tp_size=8))
         add(modules, plugin.SPECULATION, lambda: SimpleNamespace(speculative_num_draft_tokens=None))
         self.creators = {name: self.creator(name) for name in NAMES}
@@ -162,6 +164,24 @@ def test_what_is_replaced_is_called(engine, monkeypatch):
     engine.creators["dsa"](runner_of("dsa"))
     resolve = plugin.find(f"{seams.UTILS}:resolve_fp8_mqa_logits_fn").value
     assert resolve() is sglang.plugin.seams.adapters.fp8_mqa_logits
+
+
+def test_v4_attention_follows_sglangs_switch(engine, monkeypatch):
+    """Whether it is to be deterministic, at each call."""
+    monkeypatch.setattr(warm_up, "decoding_batches", lambda num_sms: [1])
+    sglang.register()
+    engine.creators["dsv4"](runner_of("dsv4"))
+    seen = []
+    monkeypatch.setattr(seams.adapters, "sparse_prefill", lambda *a, batch_invariant, **k: seen.append(batch_invariant))
+    monkeypatch.setattr(seams.adapters, "sparse_decode", lambda *a, batch_invariant: seen.append(batch_invariant))
+    prefill, decode = (
+        plugin.find(f"{seams.FLASH_MLA}:{name}").value for name in ("flash_mla_sparse_fwd", "flash_mla_with_kvcache")
+    )
+    q, cache = torch.zeros(1, 1, 8, 512), torch.zeros(1, 64, 1, 584, dtype=torch.uint8)
+    for engine.deterministic.enable_deterministic_inference in (True, False):
+        prefill(q[0], None, None, 1.0)
+        decode(q, cache, None, None, 512, None, indices=torch.zeros(1, 1, 64, dtype=torch.int32))
+    assert seen == [True, True, False, False]
 
 
 def test_registering_again_changes_nothing(engine, monkeypatch):
@@ -303,6 +323,14 @@ def test_nothing_is_replaced_where_one_thing_has_changed(engine, family, path, c
     assert engine.creators[family](runner_of(family)) == f"backend {family}"
     assert {at: plugin.find(at).value for at in before} == before
     assert path in declined(caplog)[0]
+
+
+@pytest.mark.parametrize("family", seams.SEAMS)
+@pytest.mark.parametrize("path", [seams.ENVIRON, seams.EXECUTION])
+def test_what_hooks_read_is_missing(engine, family, path, caplog):
+    module, _, name = path.partition(":")
+    delattr(engine.modules[module], name)
+    left_as_it_was(engine, family, runner_of(family), caplog, f"{path} is not there")
 
 
 @pytest.mark.parametrize("missing", ["token_to_kv_pool", "model_config"])

@@ -314,7 +314,7 @@ def test_v4_attention(heads, tokens, with_entries, record_error):
     if with_entries:
         extra = {"extra_k_cache": entries, "extra_indices_in_kvcache": selected, "extra_topk_length": counts[1]}
         given |= extra
-    out, _ = hooks.flash_mla_with_kvcache(
+    out, _ = hooks.flash_mla_with_kvcache(lambda: False)(
         None, q, window, None, None, 512, SimpleNamespace(config=None), attn_sink=sink, **given
     )
     used = [

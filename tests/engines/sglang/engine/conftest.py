@@ -26,4 +26,6 @@ def served(loaded):
     patch = pytest.MonkeyPatch()
     with patch.context() as while_serving:
         result = process.serve(while_serving)
-    return result
+    process.publish(patch)
+    yield result
+    patch.undo()

@@ -96,6 +96,12 @@ def serve(patch):
     return SimpleNamespace(before=before, backend=backend)
 
 
+def publish(patch):
+    """What hooks read of SGLang's settings, which a server publishes."""
+    bags = {"exec": SimpleNamespace(deterministic=SimpleNamespace(enable_deterministic_inference=False))}
+    patch.setattr(module(seams.EXECUTION.partition(":")[0]).get_context(), "_config_bags", bags)
+
+
 def paths_of(family):
     return [path for makers in seams.SEAMS[family].values() for path in makers]
 

@@ -58,6 +58,18 @@ def test_call_sites(loaded, name, function, read):
     assert read in reads(found[function])
 
 
+def test_what_deterministic_means(loaded):
+    """What V4's hooks read is what the backend of V3.2 makes its number of splits of."""
+    found = dict(functions(ast.parse(source_of(seams.BACKEND).read_text())))
+    (splits,) = [
+        ast.unparse(node.value)
+        for node in ast.walk(found[f"{seams.CLASS.partition(':')[2]}.__init__"])
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "self.num_splits"
+    ]
+    assert splits == "1 if get_exec().deterministic.enable_deterministic_inference else 0"
+    assert module(seams.BACKEND).get_exec is find(seams.EXECUTION).value
+
+
 # Other modules and functions of SGLang's that read what is replaced: of models that are not served and of other GPUs,
 # and what is replaced itself.
 ATTENTION, OPS = seams.ATTENTION, "sglang.kernels.ops.attention"
