@@ -138,10 +138,11 @@ def test_sparse_prefill(d, have_attn_sink, have_topk_length, is_all_indices_inva
     assert torch.equal(log2[0], got[0])
     for x, y in zip(log2[1:], got[1:], strict=True):
         torch.testing.assert_close(x, y / math.log(2))
-    alone = flash_mla.flash_mla_sparse_fwd(
-        q, kv, indices, 0.5, attn_sink=sink, topk_length=lengths, return_log2_lse=False
-    )
+    options = {"attn_sink": sink, "topk_length": lengths, "return_log2_lse": False}
+    alone = flash_mla.flash_mla_sparse_fwd(q, kv, indices, 0.5, enable_batch_invariant=True, **options)
     assert torch.equal(alone[0], got[0]) and alone[1:] == (None, None)
+    with pytest.raises(TypeError, match="enable_batch_invariant: must be True or False, got int"):
+        flash_mla.flash_mla_sparse_fwd(q, kv, indices, 0.5, enable_batch_invariant=1, **options)
 
 
 def test_metadata_as_callers_of_any_age_ask_for_it():

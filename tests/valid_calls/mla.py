@@ -41,14 +41,15 @@ def _(new: Maker):
         "attn_sink": new.f32(2),
         "topk_length": new.ints([4, 2, 0]),
         "out": None,
+        "enable_batch_invariant": False,
     }
 
 
 @valid("flash_mla_sparse_fwd into out", lambda a: [*_prefill(a), _prefill(a)[1]], written=("out",))
 def _(new: Maker):
     tensors = {"q": new.bf16(3, 2, 576), "kv": new.bf16(5, 1, 576), "indices": _topk_indices(new)}
-    none = {"attn_sink": None, "topk_length": None}
-    return {**tensors, "sm_scale": 0.04, "d_v": D_V, **none, "out": new.bf16(3, 2, D_V)}
+    rest = {"attn_sink": None, "topk_length": None, "enable_batch_invariant": True}
+    return {**tensors, "sm_scale": 0.04, "d_v": D_V, **rest, "out": new.bf16(3, 2, D_V)}
 
 
 NO_SELECTION = {

@@ -132,6 +132,17 @@ def test_lists(k, s_kv, size):
 
 
 @pytest.mark.parametrize("size", [4, 8])
+def test_lists_of_as_many_keys_as_there_may_be(size):
+    """Over all rounds, up to the last key."""
+    s_kv = shared.MOST_KEYS
+    indices = overlapping(40, s_kv - 1, 2048, 2500)
+    indices[:, 0, 100] = s_kv - 1
+    assert sorted(check_union(indices, size, s_kv)) == list(range(40 // size))
+    indices[8:] = distinct(32, s_kv, 2048)
+    assert sorted(check_union(indices, size, s_kv)) == list(range(8 // size))
+
+
+@pytest.mark.parametrize("size", [4, 8])
 def test_which_groups(size):
     same, apart = overlapping(16, 60000, 2048, 2048), distinct(16, 60000, 2048)
     twice = same.clone()
@@ -295,6 +306,27 @@ def test_a_result_follows_from_its_group(heads):
         assert_same(run(q, kv, indices), first)
     for rows in (slice(64, 128), slice(592, 600), slice(0, 8)):
         assert_same(run(q[rows], kv, indices[rows]), [x[rows] for x in first])
+
+
+@pytest.mark.parametrize("heads", [8, 16])
+def test_batch_invariance(heads, record_error):
+    """Bit for bit: alone, behind others, in another order, among other selections. Where it is not asked for, it is not
+    there."""
+    q, kv, indices = inputs(600, heads)
+    alone = check(q, kv, indices, record_error, enable_batch_invariant=True)
+    for rows in (slice(0, 1), slice(3, 67), slice(5, 600), slice(599, 600)):
+        got = run(q[rows], kv, indices[rows], enable_batch_invariant=True)
+        assert_same(got, [x[rows] for x in alone])
+    order = torch.randperm(600, device="cuda")
+    assert_same(run(q[order], kv, indices[order], enable_batch_invariant=True), [x[order] for x in alone])
+    others = indices.clone()
+    others[1::2] = distinct(300, 3000, 700)
+    got = run(q, kv, others, enable_batch_invariant=True)
+    assert_same([x[::2] for x in got], [x[::2] for x in alone])
+    whole = torch.full((600, 64, 512), NAN, dtype=q.dtype, device="cuda")
+    assert_same(run(q, kv, indices, out=whole[:, :heads], enable_batch_invariant=True), alone)
+    together, behind = run(q, kv, indices), run(q[3:], kv, indices[3:])
+    assert not torch.equal(together[2], alone[2]) and not torch.equal(behind[2], together[2][3:])
 
 
 def test_graph_replay_with_new_data(record_error):

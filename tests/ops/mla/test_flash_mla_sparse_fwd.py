@@ -68,7 +68,9 @@ def test_prefill_runs_the_reference_without_a_gpu(d, dtype):
     arguments = prefill_inputs(d=d, dtype=dtype)
     for options in ({}, {"attn_sink": torch.randn(4), "topk_length": i32([0, 3, 9])}):
         expected = reference.flash_mla_sparse_fwd(*arguments, **options)
-        assert_same(dsa.flash_mla_sparse_fwd(*arguments, **options), expected)
+        for invariant in (False, True):
+            assert_same(dsa.flash_mla_sparse_fwd(*arguments, **options, enable_batch_invariant=invariant), expected)
+        assert_same(reference.flash_mla_sparse_fwd(*arguments, **options, enable_batch_invariant=True), expected)
         assert expected[0].dtype == dtype and expected[0].shape == (3, 4, D_V)
 
 
@@ -224,6 +226,7 @@ def test_a_list_without_keys_is_none(launches):
 def test_prefill_errors(launches):
     q, kv, indices, scale = prefill_inputs()
     good = {"q": q, "kv": kv, "indices": indices, "sm_scale": scale}
+    out = torch.zeros(3, 4, D_V, dtype=torch.bfloat16)
     for changes, message in (
         ({"q": q[0]}, "q: shape must be"),
         ({"kv": kv.half()}, "kv: dtype must be q's bfloat16, got float16"),
@@ -241,6 +244,8 @@ def test_prefill_errors(launches):
         ({"topk_length": i32([1, 2])}, "topk_length: shape must be"),
         ({"attn_sink": torch.zeros(3)}, "attn_sink: shape must be"),
         ({"attn_sink": torch.zeros(4, device="meta")}, "attn_sink: must be on q's device"),
+        ({"enable_batch_invariant": 1}, "enable_batch_invariant: must be True or False, got int"),
+        ({"enable_batch_invariant": None, "out": out}, "enable_batch_invariant: must be True or False, got NoneType"),
     ):
         with pytest.raises((ValueError, TypeError), match=message):
             dsa.flash_mla_sparse_fwd(**{**good, **changes})
@@ -312,13 +317,13 @@ def test_float32_runs_the_reference_and_says_so_on_a_gpu(request, monkeypatch):
 
 
 def test_registration():
-    library.opcheck(PREFILL.default, (*prefill_inputs(), D_V, torch.randn(4), i32([1, 2, 3])))
+    library.opcheck(PREFILL.default, (*prefill_inputs(), D_V, torch.randn(4), i32([1, 2, 3]), True))
     q, cache, indices = decode_inputs("bytes")
     for extra in ((None, None, None), (cache, indices, i32([1, 2, 3]))):
         arguments = (q, cache, indices, None, *extra, D_V, 0.1, torch.randn(4), False)
         library.opcheck(DECODE.default, arguments)
         library.opcheck(torch.ops.dsa.sparse_mla_decode_out, (*arguments, head_slice(3, 2, 4, D_V)[0]))
-    arguments = (*prefill_inputs(), D_V, None, None, head_slice(3, 4, D_V)[0])
+    arguments = (*prefill_inputs(), D_V, None, None, False, head_slice(3, 4, D_V)[0])
     library.opcheck(torch.ops.dsa.sparse_mla_prefill_out, arguments)
 
 

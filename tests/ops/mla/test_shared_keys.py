@@ -46,14 +46,28 @@ def test_queries_of_a_group(heads, size):
         (528, 16, 8192, 40, True),
         (527, 16, 8192, 40, False),  # fewer groups than multiprocessors
         (1055, 8, 4096, 40, False),
-        (2048, 16, 2048, 2**24, True),
-        (2048, 16, 2048, 2**24 + 1, False),  # more keys than an entry has bits for
+        (2048, 16, 2048, 2**21, True),
+        (2048, 8, 2048, 2**21, True),
+        (2048, 16, 2048, 2**21 + 1, False),  # too many rounds for a list
     ],
 )
-def test_where_queries_may_share(launches, s_q, heads, k, s_kv, shares):
-    dsa.flash_mla_sparse_fwd(*inputs(s_q, heads, k, s_kv))
-    names = [name for name, *_ in launches]
-    assert names == (["union", "groups", "queued"] if shares else ["attend"])
+@pytest.mark.parametrize("into", [False, True])
+def test_where_queries_may_share(launches, s_q, heads, k, s_kv, shares, into):
+    out = torch.empty(s_q, heads, 512, dtype=torch.bfloat16) if into else None
+    for invariant in (None, False, True):
+        launches.clear()
+        options = {} if invariant is None else {"enable_batch_invariant": invariant}
+        dsa.flash_mla_sparse_fwd(*inputs(s_q, heads, k, s_kv), out=out, **options)
+        names = [name for name, *_ in launches]
+        assert names == (["union", "groups", "queued"] if shares and not invariant else ["attend"])
+
+
+@pytest.mark.parametrize("size", GROUP_SIZES.values())
+def test_keys_that_a_list_can_have(size):
+    """An entry has bits for all of them, and the sample's table a place for each that it may have."""
+    assert shared.MOST_KEYS <= 2**MEMBER_SHIFT
+    table = selection_union_sm90.SelectionUnionSm90(size).range
+    assert shared.MOST_KEYS <= table * selection_union_sm90.SAMPLE
 
 
 def test_what_is_launched(launches):
