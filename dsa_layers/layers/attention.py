@@ -9,6 +9,7 @@ from torch import nn
 
 import dsa
 import dsa.backends
+from dsa.kernels.mla.query_group_limits import GROUP_SIZES
 from dsa_layers.batch import packing
 from dsa_layers.batch.rows import ALL_ROWS, Rows, moved
 from dsa_layers.batch.token_batch import TokenBatch
@@ -28,9 +29,16 @@ from dsa_layers.layers.trained_attention import SparseAttention, WarmupAttention
 
 LIGHTNING_SELECT = inspect.unwrap(LightningIndexer.select)
 MOST_CHANNELS = 256  # of a head, that `dsa.mha_varlen_fwd` takes on a GPU
-# Bytes of latents that a sparse pass reads from FP8 pages beforehand, of 174762 keys: of 131072 that takes 0.83 of the
-# time of attending to bytes, of 262144 1.29.
+# Bytes of latents that a sparse pass reads from FP8 pages beforehand, of 174762 keys. Measured with 64 heads: of 131072
+# keys that takes 0.83 of the time of attending to bytes, of 262144 1.29.
 MOST_READ = 192 << 20
+
+
+def most_read(heads: int) -> int:
+    """The same of so many heads: twice as much of so few that neighbouring queries share the keys that they select,
+    which they do in 16 bits alone. Derived from measured parts and not measured (docs/kernel-notes.md, "A million
+    tokens")."""
+    return 2 * MOST_READ if heads <= max(GROUP_SIZES) else MOST_READ
 
 
 class TrainingStage(Protocol):
@@ -381,11 +389,11 @@ class DSAAttention(SplitByTokens):
 
     def _stay_in_pages(self, x: torch.Tensor, batch: TokenBatch, cache: LayerCache) -> bool:
         """Whether a sparse prefill attends to keys where they are: those of x's dtype, and bytes where all keys of x's
-        dtype would take more than MOST_READ."""
+        dtype would take more than `most_read` says."""
         if cache.latent.dtype == x.dtype:
             return True
         read = sum(batch.key_lens) * (self.kv_lora_rank + self.rope_dim) * x.itemsize
-        return cache.latent_is_fp8 and read > MOST_READ and not torch.is_grad_enabled()
+        return cache.latent_is_fp8 and read > most_read(self.n_heads) and not torch.is_grad_enabled()
 
     def _stored_keys(self, batch: TokenBatch, cache: LayerCache, dtype: torch.dtype, in_pages: bool) -> torch.Tensor:
         """The pages, a row a slot, if in_pages; else what they hold of all keys, [sum(key_lens), latent + rope]."""

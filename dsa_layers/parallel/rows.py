@@ -60,6 +60,8 @@ class SharedRows(Rows):
         self._kept: dict[tuple[str, int], tuple[Any, Any]] = {}
 
     def own(self, x: torch.Tensor) -> torch.Tensor:
+        if x.stride(0) == 0:  # of a list that all tokens share, one row stays in memory
+            return x[: self._counts[self._ranks.rank]]
         return torch.cat([x[piece] for piece in self._pieces[self._ranks.rank]])
 
     def own_kept(self, x: Kept) -> Kept:

@@ -122,24 +122,28 @@ def test_the_stack_of_glm_5_2():
     assert model.config.max_position_embeddings == 2**20 and model.config.rope.theta == 8e6
 
 
-@pytest.mark.parametrize("name", LONG_STACKS)
-def test_a_long_context_takes_less_than_half_a_gibibyte(name):
+SIZES = [*((name, {}) for name in LONG_STACKS), ("GLM-5.2", SMALL | FEWER["GLM-5.2"])]
+
+
+@pytest.mark.parametrize(("name", "small"), SIZES)
+def test_a_long_context_takes_less_than_half_a_gibibyte(name, small):
     """Beside weights and caches, over what a pass takes behind a short one; at a million tokens and at the most that
-    latents are read of."""
-    model = skeleton(name)
+    latents are read of. Also of few heads, of which that is more, and with small activations, which hide nothing."""
+    model = skeleton(name, **small)
     model.init_buffers(passes.META)
     joint_linear.join(model)
     cache = model.eval().make_cache(2**20 // model.page_size, model.page_size, passes.META, state_slots=1)
-    channels = 576
-    contexts = [2**14, 2**17, attention.MOST_READ // (2 * channels) // 8192 * 8192, 2**20]
+    latents = attention.most_read(model.config.num_attention_heads) // (2 * 576)
+    contexts = [2**14, 2**17, latents // 8192 * 8192, 2**20]
     needed = []
     with asked_variants("sm_90"):
         for context in contexts:
             with PeakBytes() as bytes_:
                 passes.prefill(model, cache, [(8192, context - 8192)])
             needed.append(bytes_.peak)
-    assert needed[0] > 2**30  # activations: the count is one of what there is
-    assert all(more - needed[0] < 2**29 for more in needed[1:])
+    assert needed[0] > (2**28 if small else 2**30)  # activations: the count is one of what there is
+    workspace = 8192 * 2048 * 14 // 5 if small else 0  # of `flash_mla_sparse_fwd`, which is not counted
+    assert all(more + workspace - needed[0] < 2**29 for more in needed[1:])
     assert WORKSPACE < 2**29
 
 

@@ -12,6 +12,7 @@ from dsa_bench.e2e.long_prompt import LongPrompt
 from dsa_bench.e2e.parallel_kernels import compile_ahead
 from dsa_bench.e2e.stacks import skeleton, stack
 from dsa_layers.families.rotary import make_rotary
+from dsa_layers.layers.attention import most_read
 from tests.bench.small_stacks import FEWER, SMALL
 from tests.needles import Haystack, planted
 
@@ -50,11 +51,12 @@ def test_a_long_context_takes_less_than_half_a_gibibyte(name):
     """Of passes whose activations are small, so that none of the workspace is hidden below them: at a million tokens,
     and where the most latents are read beforehand."""
     model = small_stack(name)
+    latents = most_read(model.config.num_attention_heads) // (2 * 576)
     prompt = LongPrompt(model, TOKENS, 8192)
     for tensor in prompt.cache.tensors():
         tensor.view(torch.uint8).random_(0x28, 0x38)
     needed = []
-    for end in (2**14, 2**17, 174762 // 8192 * 8192, TOKENS):
+    for end in (2**14, 2**17, latents // 8192 * 8192, TOKENS):
         prompt.compute(end - 8192)
         torch.cuda.synchronize()
         held = torch.cuda.memory_allocated()

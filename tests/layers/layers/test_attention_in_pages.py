@@ -7,16 +7,18 @@ import dsa
 from dsa_layers.batch.prefill import Chunk, prefill_batch
 from dsa_layers.checkpoint.loading import load_model
 from dsa_layers.layers import attention
+from dsa_layers.layers.own_part import OwnPart
 from dsa_layers.tiny import write_tiny_checkpoint
 
 NEW, PAGES = [150, 30], [range(6), range(6, 8)]
 
 
 def logits(model, monkeypatch, most):
-    """Of the second chunks of two prompts, and what was done with pages of latents."""
+    """Of the second chunks of two prompts, and what was done with pages of latents. most: bytes that may be read, or
+    `most_read`."""
     used = []
     with monkeypatch.context() as patch, torch.inference_mode():
-        patch.setattr(attention, "MOST_READ", most)
+        patch.setattr(attention, "most_read", most if callable(most) else lambda heads: most)
         read, attend = dsa.read_kv_cache, dsa.flash_mla_with_kvcache
 
         def reading(pages, *given, **options):
@@ -54,6 +56,26 @@ def test_what_is_read_is_counted_in_bytes(tmp_path, monkeypatch):
     bytes_ = 2 * sum(NEW) * 576 * 4
     assert "read" in logits(model, monkeypatch, bytes_)[1]
     assert "read" not in logits(model, monkeypatch, bytes_ - 1)[1]
+
+
+@pytest.mark.parametrize(("heads", "most"), [(1, 384), (16, 384), (17, 192), (64, 192), (128, 192)])
+def test_few_heads_read_more(heads, most):
+    assert attention.most_read(heads) == most << 20
+
+
+def test_the_heads_are_those_that_attend(tmp_path, monkeypatch):
+    """Of a process that computes half of them, these."""
+    write_tiny_checkpoint(tmp_path, model="deepseek_v32")
+    model = load_model(tmp_path, dtype=torch.float32, dequantize=True, kv_cache="fp8", progress=False)
+    seen = []
+    assert "attend" in logits(model, monkeypatch, lambda heads: seen.append(heads) or 0)[1]
+    assert {*seen} == {model.config.num_attention_heads}
+    for module in model.modules():
+        if isinstance(module, attention.DSAAttention):
+            module.own_part = OwnPart(0, 2)
+    seen.clear()
+    logits(model, monkeypatch, lambda heads: seen.append(heads) or 0)
+    assert {*seen} == {model.config.num_attention_heads // 2}
 
 
 def test_float_pages_are_attended_to_where_they_are(tmp_path, monkeypatch):
