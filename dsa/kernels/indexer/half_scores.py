@@ -8,7 +8,8 @@ as many registers for the tensor cores to read and write. For that
   and what fp16 rounds away can turn the sign of a product that is next to 0, and of no other: a key whose products are
   clearly negative still scores exactly 0;
 - the weights w[t, h] 2^e of a query are divided by a power of two, so that a sum over 8 heads cannot overflow, and
-  rounded to fp16. The scores are multiplied by it.
+  rounded to fp16. The scores are multiplied by it. That holds below 2^123, of weights below 2^113: from there on scores
+  may be infinite, or NaN where products are not positive.
 A lane's sums over heads, of 8 at most, are fp16; those over the quad are fp32.
 """
 

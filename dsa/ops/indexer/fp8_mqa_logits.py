@@ -41,9 +41,9 @@ def fp8_mqa_logits(
                         ks[t] + j; keys that do not fit are left out
     logits_dtype        torch.float32 or torch.bfloat16: the sum is fp32, rounded once
     accumulators        torch.float32, or torch.float16, for speed on Hopper: the products q . k and sums over 8
-                        heads are fp16 then, scaled so that none overflows, and scores are off by about 5e-4 of their
-                        root mean square. A key whose products are all negative, by more than they are off, scores
-                        exactly 0
+                        heads are fp16 then, scaled so that none overflows with weights below 2^113, and scores are
+                        off by about 5e-4 of their root mean square. A key whose products are all negative, by more
+                        than they are off, scores exactly 0
 
     Returns a view of a buffer whose rows start at multiples of 1024 bytes. NaN in a key reaches only that key's column.
     Without queries the result is empty, without keys it is empty or -inf. Raises TypeError or ValueError for other

@@ -65,9 +65,10 @@ def fp8_paged_mqa_logits(
     clean_logits     True: columns past a row's keys are -inf. False: they are unspecified
     logits_dtype     torch.float32 or torch.bfloat16: the sum is fp32, rounded once
     accumulators     torch.float32, or torch.float16, for speed on Hopper where next_n H > 128: the products q . k and
-                     sums over 8 heads are fp16 then, scaled so that none overflows, and scores are off by about 5e-4
-                     of their root mean square. A key whose products are all negative, by more than they are off, scores
-                     exactly 0. Elsewhere the scores are those of torch.float32, which take no longer
+                     sums over 8 heads are fp16 then, scaled so that none overflows with weights below 2^113, and scores
+                     are off by about 5e-4 of their root mean square. A key whose products are all negative, by more
+                     than they are off, scores exactly 0. Elsewhere the scores are those of torch.float32, which take no
+                     longer
 
     Returns [B * next_n, max_context_len], a view of a buffer whose rows start at multiples of 1024 bytes. A key whose
     page is not in the table or not in the cache gives -inf. NaN in a key reaches only that key's column.
