@@ -15,7 +15,7 @@ Work
   known by them, at the price of reading their indices. Where the sample is wrong, it costs time alone: a selection of
   multiples of SAMPLE alone seems SAMPLE times as wide and is never grouped, and one without any is counted in full.
 - A round reads all indices three times, whether or not it has any of the keys, and the sample's table ends with the
-  keys of SAMPLE rounds. So the op looks for groups among so many keys at most (`dsa.ops.mla._shared_keys`).
+  keys of SAMPLE rounds. So the op looks for groups among 2^21 keys at most (`dsa.ops.mla._shared_keys`).
 Order of a list: by ranges of keys, then by the warps that read the indices: it follows from the group's selections.
 Warp roles: none, all warps do the same. Launch: programmatic.
 Roofline: memory, 4 bytes an index; 4096 queries of 2048 keys 13 us. Where groups are computed as such 6000 clocks each.
