@@ -8,6 +8,7 @@ import torch
 
 import dsa
 from dsa.kernels.indexer.limits import NEXT_N
+from dsa_engines.grouped_prompts import grouped_prompt
 from dsa_engines.sglang import adapters
 from dsa_engines.sglang.layouts import INDEX_DIM, INDEX_PAGE, V4_BYTES, V32_BYTES, Model
 
@@ -29,6 +30,7 @@ def warm_up(model: Model, ops: frozenset[str], device: torch.device | str) -> No
             _topk(model)
         if "attention" in ops:
             _v4_attention(model) if model.is_v4 else _attention(model)
+            _grouped_prompts(model)
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -80,6 +82,12 @@ def _attention(model: Model) -> None:
     for queries in decoding_batches(dsa.num_sms(cache.device)):
         q = torch.zeros(queries, 1, model.heads, model.query_dim, dtype=BF16)
         adapters.sparse_decode(q, cache, indices.expand(queries, -1, -1), 512, 1.0)
+
+
+def _grouped_prompts(model: Model) -> None:
+    if grouped := grouped_prompt(model.heads, model.query_dim):
+        q, indices = grouped
+        adapters.sparse_prefill(q, torch.zeros(1, 1, model.query_dim, dtype=BF16), indices, 1.0)
 
 
 def v4_widths(model: Model) -> list[int]:

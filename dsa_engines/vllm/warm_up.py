@@ -7,6 +7,7 @@ import torch
 
 import dsa
 from dsa.compat import deep_gemm
+from dsa_engines.grouped_prompts import grouped_prompt
 from dsa_engines.vllm import adapters
 from dsa_engines.vllm.models import Calls
 
@@ -24,6 +25,7 @@ def warm_up(calls: Calls, ops: frozenset[str], device: torch.device | str = "cud
             topk(calls)
         if "attention" in ops:
             v4_attention(calls) if calls.query_dim == 512 else attention(calls)
+            grouped_prompts(calls)
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -92,6 +94,13 @@ def v4_attention(calls: Calls) -> None:
     adapters.v4_prefill(
         q[:1, 0], rows, options["indices"][:1], 1.0, attn_sink=sink, topk_length=none[:1], out=out[:1, 0]
     )
+
+
+def grouped_prompts(calls: Calls) -> None:
+    heads = adapters.v4_heads(calls.heads) if calls.query_dim == 512 else calls.heads
+    if grouped := grouped_prompt(heads, calls.query_dim):
+        q, indices = grouped
+        adapters.v4_prefill(q, torch.zeros(1, 1, calls.query_dim, dtype=torch.bfloat16), indices, 1.0)
 
 
 def queries(calls: Calls, width: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

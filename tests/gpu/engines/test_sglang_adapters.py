@@ -401,6 +401,8 @@ def warm_up_and_call(name):
     q, indices = latent(5, model.heads, model.query_dim), torch.zeros(5, 1, 512, dtype=INT32, device=DEVICE)
     sink = normal(model.heads) if model.query_dim == 512 else None
     adapters.sparse_prefill(q, rows, indices, 1.0, attn_sink=sink)
+    q, indices = latent(2100, model.heads, model.query_dim), torch.zeros(2100, 1, 2048, dtype=INT32, device=DEVICE)
+    adapters.sparse_prefill(q, rows, indices, 1.0, attn_sink=sink)
     for tokens in (1, 2, 3, 5, 8, 11, 13, 31, 64, 100, 132, 200, 257, 500, 900):
         q = latent(tokens, 1, model.heads, model.query_dim)
         for width in (128, *(128 + n for n in v4_widths(model))) if model.query_dim == 512 else (model.topk,):

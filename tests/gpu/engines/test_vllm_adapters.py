@@ -301,6 +301,9 @@ def compile_and_call(model, heads, cache, speculated):
             logits, out = normal(rows, -(-width // 256) * 256)[:, :width], int32([[0] * k]).repeat(rows, 1)
             adapters.topk_decode(logits, lengths[:, None], 1, out, k)
             adapters.topk_prefill(logits, torch.zeros_like(lengths), lengths, out, rows, logits.stride(0), 1, k)
+    rows, q = latent(64, 1, calls.query_dim).bfloat16(), latent(2100, calls.heads, calls.query_dim).bfloat16()
+    indices = torch.full((2100, 1, 2048), -1, dtype=INT32, device=DEVICE)
+    adapters.v4_prefill(q, rows, indices, 1.0)
     for tokens in (1, 2, 3, 5, 8, 13, 31, 64, 100, 132, 200, 257, 500, 900, 1500):
         if calls.query_dim == 512:
             attend_v4(calls, tokens, window)
