@@ -38,7 +38,13 @@ def _(new: Maker):
     return {"x": new.bf16(3, 256), "places": new.ints([[0, 5], [3, 1], [4, 2]]), "use_ue8m0": False}
 
 
-@valid("rotary_cast_to_fp8", lambda a: [((6, 256), E4M3), ((6, 2), F32)])
+def grouped_rows(a):
+    (tokens, heads, channels), groups = a["x"].shape, a["groups"]
+    columns = heads * channels // groups
+    return [((tokens * groups, columns), E4M3), ((tokens * groups, columns // 128), F32)]
+
+
+@valid("rotary_cast_to_fp8", grouped_rows)
 def _(new: Maker):
     return {"x": new.bf16(3, 4, 128), **new.angles(3), "groups": 2, "use_ue8m0": False}
 

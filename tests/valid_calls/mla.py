@@ -260,6 +260,12 @@ def _(new: Maker):
     return {"q_nope": new.bf16(3, 2, 128), "q_pe": new.bf16(3, 2, 64), **new.angles(3), "kv_b": kv_b(new)}
 
 
-@valid("mla_values_cast_to_fp8", lambda a: [((len(a["attended"]), 256), E4M3), ((len(a["attended"]), 2), F32)])
+def _values(a):
+    tokens, heads, _ = a["attended"].shape
+    columns = heads * a["v_dim"]
+    return [((tokens, columns), E4M3), ((tokens, columns // 128), F32)]
+
+
+@valid("mla_values_cast_to_fp8", _values)
 def _(new: Maker):
     return {"attended": new.bf16(3, 2, 512), "kv_b": kv_b(new), "v_dim": 128, "use_ue8m0": False}

@@ -28,12 +28,15 @@ def check_heads(weight: torch.Tensor, heads: int, least: int, named: str) -> Non
 def by_head(
     weight: torch.Tensor, weight_scale: torch.Tensor, heads: int, dtype: torch.dtype, least: int
 ) -> torch.Tensor:
-    """kv_b [H, N, L] in `dtype`. least: N where there are no heads."""
+    """kv_b [H, N, L] in `dtype`, contiguous, so that sums do not depend on how weights lie. least: N where there are no
+    heads."""
     rows = len(weight) // heads if heads else least
-    return dequantize_per_block(weight, weight_scale, dtype).view(heads, rows, weight.shape[1])
+    return dequantize_per_block(weight.contiguous(), weight_scale, dtype).view(heads, rows, weight.shape[1])
 
 
-def _check(q_nope: torch.Tensor, weight: torch.Tensor) -> None:
+def _check(q_nope: torch.Tensor, q_pe: torch.Tensor, cos: torch.Tensor, weight: torch.Tensor) -> None:
+    if q_pe.shape[2] != 2 * cos.shape[1]:
+        raise ValueError(f"q_pe: must have twice as many channels as cos, {2 * cos.shape[1]}, got {q_pe.shape[2]}")
     check_heads(weight, *q_nope.shape[1:], "q_nope")
 
 
