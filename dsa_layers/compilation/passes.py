@@ -13,11 +13,14 @@ from dsa_layers.families.precision import Precision
 from dsa_layers.families.registry import family
 from dsa_layers.families.unfilled import unfilled
 from dsa_layers.layers import joint_linear
+from dsa_layers.layers.key_selection import FUSED_TOKENS
 
 MOST_ROWS = 32768  # new tokens of a pass; more take the kernels of so many
 MOST_SEQUENCES = 1024
 MOST_KEYS = 2**24  # of all sequences of a decoding pass, each as long as the longest
-MOST_SCORES = 2**29  # of new tokens and earlier ones; more are computed in parts, which are alike
+# Of new tokens and earlier ones, where there are no fewer tokens than make a difference; more are computed in parts,
+# which are alike.
+MOST_SCORES = 2**29
 META = torch.device("meta")
 
 
@@ -66,7 +69,7 @@ def passes(model: CheckpointModel, cache: Cache, drafts: int = 0) -> Iterator[No
         yield prefill(model, cache, [(rows, 0)])
     for rows in growing(min(MOST_ROWS, context), 8):
         for cached in (0, *lengths, context - rows):
-            new = min(rows, context - cached, max(MOST_SCORES // (cached + 1), 1))
+            new = min(rows, context - cached, max(MOST_SCORES // (cached + 1), FUSED_TOKENS))
             yield prefill(model, cache, [(new, cached)])
             yield prefill(model, cache, [(-(-new // 3), cached)] * 3)
             yield prefill(model, cache, [(new, 0), (1, cached)])

@@ -50,7 +50,7 @@ def select_packed(
         q, keys = q.float(), keys.float()
     columns = most + ROW_PADDING if quantised else len(keys)
     fused = quantised and accumulators == torch.float16 and top_k <= MAX_SELECTED
-    fused = fused and most >= FUSED_KEYS and len(q) >= FUSED_TOKENS
+    fused = fused and most >= FUSED_KEYS and min(len(q), workspace // FUSED_BYTES) >= FUSED_TOKENS
     tokens = max(1, workspace // (FUSED_BYTES if fused else 4 * columns))
     tokens = -(-len(q) // -(-len(q) // tokens))  # as many at each time
     found = []

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import socket
 import warnings
 
 import torch
@@ -13,6 +14,13 @@ from dsa.ops.declaration import Kernels
 
 KERNELS = Kernels("sums over GPUs", {"sm_90": "dsa.kernels.parallel.one_shot_sum_sm90"})
 MEMORY = 32 << 20  # bytes of each GPU, in which parts have twice their size, from all GPUs and of two sums
+_DTYPES = {getattr(torch, name): name for name in DTYPES}
+
+
+def takes(x: torch.Tensor, ranks: int) -> bool:
+    """Whether so many ranks may sum such parts, which are contiguous: little, and 16 bytes at a time."""
+    known = x.is_cuda and x.dtype in _DTYPES and ranks in RANKS and backends.allows_kernels()
+    return known and x.nbytes % 16 == 0 and x.data_ptr() % 16 == 0 and 0 < x.nbytes <= most_bytes(ranks)
 
 
 def most_bytes(ranks: int) -> int:
@@ -35,17 +43,15 @@ class OneShotSum:
         self._handle = _symmetric_memory.rendezvous(memory, group)
         buffers = (self._handle.get_buffer(rank, memory.shape, memory.dtype) for rank in range(self._ranks))
         self._memory, self._memories = memory, list(buffers)
+        if self._memories[self._rank].data_ptr() != memory.data_ptr():
+            raise RuntimeError("the symmetric memory is a part of a larger one")
         self._turns = torch.zeros(2, dtype=torch.int32, device=memory.device)
         kernels, device = KERNELS.modules(backends.arch_of(memory.device)), memory.device
         self._choose_ctas = functools.partial(kernels.choose_ctas, sms=backends.num_sms(device))
-        self._kernels = {getattr(torch, name): kernels.compile_one_shot_sum(name, self._ranks) for name in DTYPES}
-
-    def takes(self, x: torch.Tensor) -> bool:
-        """Whether it sums such parts, which are contiguous: little, and it reads 8 bytes at a time."""
-        aligned = x.nbytes % 16 == 0 and x.data_ptr() % 16 == 0
-        return aligned and x.dtype in self._kernels and 0 < x.nbytes <= most_bytes(self._ranks)
+        self._kernels = {dtype: kernels.compile_one_shot_sum(name, self._ranks) for dtype, name in _DTYPES.items()}
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: what it `takes`."""
         y = torch.empty_like(x)
         with backends.on_device(x):
             self._kernels[x.dtype](
@@ -58,33 +64,38 @@ class OneShotSum:
 @functools.cache
 def one_shot_sum(group: dist.ProcessGroup, device: torch.device) -> OneShotSum | None:
     """That of a group of ranks, all of which ask for it at the same time, the first time before a CUDA graph; None
-    where there is none: of other numbers than RANKS, without NCCL or kernels, and of GPUs that cannot write to each
-    other's memory."""
+    where there is none: without NCCL, on several machines, without kernels on a rank, and of GPUs that cannot write to
+    each other's memory."""
     # A group of several kinds of devices has a backend for each.
-    nccl = "cuda:nccl" in dist.get_backend_config(group).split(",")
-    ranks = dist.get_world_size(group)
-    if ranks not in RANKS or not nccl or backends.backend() != "cute":
+    if "cuda:nccl" not in dist.get_backend_config(group).split(",") or not _on_one_machine(group):
         return None
     # Multicast objects of NVLink are not used here, and to make them may hang.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    problem, made = None, None
+    ranks, made = dist.get_world_size(group), None
+    problem: str | Exception | None = backends.why_no_kernels()
     try:
         from torch.distributed import _symmetric_memory
 
         memory = _symmetric_memory.empty((HALVES, ranks, _places(ranks), 4), dtype=torch.int32, device=device)
         memory.zero_()  # before the ranks vote: no part comes before
-    except (RuntimeError, AttributeError, ImportError) as error:
-        problem = error
-    if _all(problem is None, group, device):  # a rank that has none would leave the others waiting
+    except Exception as error:  # whatever it is, the others are not to wait
+        problem = problem or error
+    if _all(problem is None, group, device):
         try:
             made = OneShotSum(group, memory)
-        except (RuntimeError, AttributeError) as error:
+        except Exception as error:
             problem = error
         if _all(made is not None, group, device):
             return made
     reason = problem or "another rank has none"
     warnings.warn(f"sums go through NCCL, not through symmetric memory: {reason}", stacklevel=2)
     return None
+
+
+def _on_one_machine(group: dist.ProcessGroup) -> bool:
+    hosts: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(hosts, socket.gethostname(), group=group)
+    return len({*hosts}) == 1
 
 
 def _places(ranks: int) -> int:

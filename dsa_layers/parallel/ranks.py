@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import dsa
 from dsa.kernels.moe.limits import CHANNEL_MULTIPLE
-from dsa_layers.parallel.one_shot_sum import one_shot_sum
+from dsa_layers.parallel.one_shot_sum import one_shot_sum, takes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -44,9 +44,9 @@ class Ranks:
         if self.size == 1:
             return x
         x, rows = x.contiguous(), len(x)
-        if self.group is not None and x.is_cuda:
+        if self.group is not None and takes(x, self.size):
             one_shot = one_shot_sum(self.group, x.device)
-            if one_shot is not None and one_shot.takes(x):
+            if one_shot is not None:
                 return one_shot(x)
         if rows < SHARED_SUM_ROWS * self.size:
             return self.sum_parts(self._gathered(x))

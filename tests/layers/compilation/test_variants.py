@@ -12,10 +12,13 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from dsa.ops.asked_variants import Variant, asked_variants
+from dsa_bench.e2e.stacks import FP8
 from dsa_layers import Generator, SamplingParams, load_model
 from dsa_layers.compilation.passes import META, MOST_ROWS, decode, growing, prefill, without_memory
 from dsa_layers.compilation.variants import TILES, model_variants, precisions, with_all_tiles
 from dsa_layers.families.config import read_config
+from dsa_layers.families.precision import Precision
+from dsa_layers.families.published import published_config
 from dsa_layers.families.registry import family, model_types
 from dsa_layers.tiny import write_tiny_checkpoint
 
@@ -60,6 +63,19 @@ def test_passes_of_any_size_ask_for_no_other_kernels(model_type, options, tmp_pa
                 decode(model, cache, count, round(2 ** draw.uniform(0, 16)))
         assert asked and asked.keys() <= listed
     assert len(listed) < 130
+
+
+@pytest.mark.parametrize("published, fields", [("deepseek_v4_flash", {}), ("glm_5_2", {"quantization_config": FP8})])
+def test_a_chunk_at_the_end_of_a_million_tokens_asks_for_no_other_kernels(published, fields, tmp_path):
+    """It has so many keys that they are selected as their scores are computed."""
+    (tmp_path / "config.json").write_text(json.dumps(published_config(f"{published}_config.json") | fields))
+    config = read_config(tmp_path)
+    precision = Precision.of(config)
+    model, cache = without_memory(config, precision)
+    with asked_variants("sm_90") as asked:
+        prefill(model, cache, [(4096, config.max_position_embeddings - 4096)])
+    assert "compile_candidate_scores" in {variant.function for variant in asked}
+    assert asked.keys() <= {*model_variants(config, [precision])}
 
 
 ZEROS = {
