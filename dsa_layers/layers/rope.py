@@ -90,8 +90,12 @@ class JointRotary(nn.Module):
             raise ValueError(f"embeddings: those of ratio 1 must come first, got ratios {ratios}")
         self.own = ratios.count(1)
         self.scales = [embedding.scale for embedding, _ in embeddings]
-        frequencies = torch.stack([embedding.frequencies for embedding, _ in embeddings])
-        self.register_buffer("frequencies", frequencies[:, None], persistent=False)
+        first = embeddings[0][0].frequencies
+        # Not torch.stack: of tensors without memory it imports all of Dynamo, two seconds of a checkpoint's loading.
+        frequencies = first.new_empty(len(embeddings), 1, len(first))
+        for row, (embedding, _) in zip(frequencies, embeddings):
+            row.copy_(embedding.frequencies)
+        self.register_buffer("frequencies", frequencies, persistent=False)
         behind = torch.tensor([[1 - ratio] for ratio in ratios], device=frequencies.device)
         self.register_buffer("behind", behind, persistent=False)
 
