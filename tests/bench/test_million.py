@@ -192,7 +192,9 @@ def test_the_document_is_written_from_an_entry(tmp_path):
     assert "| 8 | 2000.00 | 4 | 40.0 | 1.000 | 0.500 | 2.000 | 4.000 | 0.500 |" in lines
     assert "### V4-Flash, 5 layers: one prompt" in lines
     assert "### V4-Flash, 5 layers: a step behind 1048576 tokens" in lines
-    assert any(line.startswith("From 131072 to 1048576 tokens") and "indexer 4.00x" in line for line in lines)
+    assert any(
+        line.startswith("From 131072 to 1048576 tokens") and "indexer with top-k 4.00x" in line for line in lines
+    )
     assert "One length is measured." in lines and "old" not in text
     assert (tmp_path / "million.png").read_bytes().startswith(b"\x89PNG")
     million_document.main(receipt, doc)
