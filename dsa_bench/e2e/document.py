@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dsa_bench.e2e.marked_document import between_marks, entry_of
+from dsa_bench.e2e.marked_document import between_marks, entry_of, list_of, measured, table
 from dsa_bench.e2e.parts import PARTS
 from dsa_bench.e2e.report import Row
 
 BEGIN, END = "<!-- e2e tables -->", "<!-- end of e2e tables -->"
 BESIDE = ("indexer", "top-k", "attention")  # parts whose kernels are the peers'
+HEAD = ("run", "ms", "tokens/s", *PARTS, "peers, whole pass", *BESIDE)
 
 
 def generated(entry: Mapping[str, Any]) -> str:
@@ -23,22 +24,13 @@ def generated(entry: Mapping[str, Any]) -> str:
 
     entry: {"bench": the rows, "device", "date", "commit", "torch", "dsl"}.
     """
-    rows: Sequence[Row] = entry["bench"]
-    if not rows:
-        raise ValueError("entry: must have rows in 'bench', got none")
+    rows, place = measured(entry)
     models = list(dict.fromkeys(row["model"] for row in rows))
-    place = f"Measured on {entry['device']}, torch {entry['torch']}, CuTe DSL {entry['dsl']}, on {entry['date']}"
-    sections = [f"{place}, of commit {entry['commit']}."]
+    sections = [place]
     for model in models:
         of_model = [row for row in rows if row["model"] == model]
-        sections += [f"## {model}", _table(of_model), *_sentences(of_model)]
+        sections += [f"## {model}", table(HEAD, map(_cells, of_model)), *_sentences(of_model)]
     return "\n\n".join(sections)
-
-
-def _table(rows: Sequence[Row]) -> str:
-    head = ["run", "ms", "tokens/s", *PARTS, "peers, whole pass", *BESIDE]
-    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-    return "\n".join([*lines, *(f"| {' | '.join(_cells(row))} |" for row in rows)])
 
 
 def _cells(row: Row) -> list[str]:
@@ -57,16 +49,16 @@ def _sentences(rows: Sequence[Row]) -> list[str]:
         if ratios:
             least, most = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
             span = least if least == most else f"{least} to {most}"
-            lines.append(f"- With the peers' kernels {what} takes {span} times as long as with ours.")
+            lines.append(f"With the peers' kernels {what} takes {span} times as long as with ours.")
     libraries = sorted({library for row in rows for library in row["peers"]})
     if libraries:
-        lines.append(f"- The peers are {', '.join(libraries)}.")
+        lines.append(f"The peers are {', '.join(libraries)}.")
     reasons = dict.fromkeys((name, why) for row in rows for name, why in row["failed"].items())
     for name, why in reasons:
         runs = [row["run"] for row in rows if row["failed"].get(name) == why]
         where = "" if len(runs) == len(rows) else f" in {', '.join(runs)}"
-        lines.append(f"- Not beside ours: {name}{where}, {why}.")
-    return ["\n".join(lines)] if lines else []
+        lines.append(f"Not beside ours: {name}{where}, {why}.")
+    return list_of(lines)
 
 
 def inserted(text: str, entry: Mapping[str, Any]) -> str:

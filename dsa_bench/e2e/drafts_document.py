@@ -12,7 +12,7 @@ from typing import Any
 
 from dsa_bench.e2e.draft_gain import missed
 from dsa_bench.e2e.drafts import Row
-from dsa_bench.e2e.marked_document import between_marks, entry_of
+from dsa_bench.e2e.marked_document import between_marks, entry_of, list_of, measured, not_measured, table
 
 BEGIN, END = "<!-- draft tables -->", "<!-- end of draft tables -->"
 HEAD = ("sequences", "drafts", "plain, ms", "verifying, ms", "drafter, ms", "experts with tokens", "bytes of verifying")
@@ -22,22 +22,14 @@ HEAD += ("its time over that", "of copy, plain", "of copy, verifying", "tokens/s
 def generated(entry: Mapping[str, Any]) -> str:
     """What stands between the marks. entry: {"unverified": the reason} or None there, "bench": the rows, "device",
     "date", "commit", "torch", "dsl"}."""
-    if entry["unverified"]:
-        return f"Nothing is measured on this code: {entry['unverified']}."
-    rows: Sequence[Row] = entry["bench"]
-    if not rows:
-        raise ValueError("entry: must have rows in 'bench', got none")
-    place = f"Measured on {entry['device']}, torch {entry['torch']}, CuTe DSL {entry['dsl']}, on {entry['date']}"
-    sections = [f"{place}, of commit {entry['commit']}. A copy reads and writes {rows[0]['copy'] / 1e9:.0f} GB/s."]
+    if why := not_measured(entry):
+        return why
+    rows, place = measured(entry)
+    sections = [f"{place} A copy reads and writes {rows[0]['copy'] / 1e9:.0f} GB/s."]
     for model in dict.fromkeys(row["model"] for row in rows):
         own = [row for row in rows if row["model"] == model]
-        sections += [f"### {model}, {own[0]['layers']} layers, computed", _table(own), *_missed(own)]
+        sections += [f"### {model}, {own[0]['layers']} layers, computed", table(HEAD, map(_cells, own)), *_missed(own)]
     return "\n\n".join(sections)
-
-
-def _table(rows: Sequence[Row]) -> str:
-    lines = [f"| {' | '.join(HEAD)} |", f"|{'---|' * len(HEAD)}", *(f"| {' | '.join(_cells(row))} |" for row in rows)]
-    return "\n".join(lines)
 
 
 def _cells(row: Row) -> list[str]:
@@ -55,10 +47,9 @@ def _missed(rows: Sequence[Row]) -> list[str]:
         "gain": "is to gain {:g} and gains {:.2f}",
         "over_bytes": "is to take {:g} of its bytes' time, takes {:.2f}",
     }
-    lines = [
-        f"- {row['run']}: {words[name].format(bar, row[name])}." for row in rows for name, bar in missed(row).items()
-    ]
-    return ["\n".join(lines)] if lines else []
+    return list_of(
+        [f"{row['run']}: {words[name].format(bar, row[name])}." for row in rows for name, bar in missed(row).items()]
+    )
 
 
 def inserted(text: str, entry: Mapping[str, Any]) -> str:

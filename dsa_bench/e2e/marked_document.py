@@ -1,9 +1,38 @@
 """Documents that have what a receipt's entry says between two marks."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+Row = dict[str, Any]
+
+
+def measured(entry: Mapping[str, Any]) -> tuple[Sequence[Row], str]:
+    """(The entry's rows, where and when they were measured). ValueError without rows.
+
+    entry: {"bench": the rows, "device", "date", "commit", "torch", "dsl"}
+    """
+    if not entry["bench"]:
+        raise ValueError("entry: must have rows in 'bench', got none")
+    place = f"Measured on {entry['device']}, torch {entry['torch']}, CuTe DSL {entry['dsl']}, on {entry['date']}"
+    return entry["bench"], f"{place}, of commit {entry['commit']}."
+
+
+def not_measured(entry: Mapping[str, Any]) -> str | None:
+    """What stands for the tables of an entry that is not of this code: why."""
+    return f"Nothing is measured on this code: {entry['unverified']}." if entry["unverified"] else None
+
+
+def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """In Markdown."""
+    rules = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    return "\n".join([*rules, *(f"| {' | '.join(line)} |" for line in lines)])
+
+
+def list_of(lines: Sequence[str]) -> list[str]:
+    """A section with a line each, or none."""
+    return ["\n".join(f"- {line}" for line in lines)] if lines else []
 
 
 def between_marks(text: str, begin: str, end: str, generated: str) -> str:

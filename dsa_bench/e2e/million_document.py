@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dsa_bench.e2e import million_plot
-from dsa_bench.e2e.marked_document import between_marks, entry_of
+from dsa_bench.e2e.marked_document import between_marks, entry_of, measured, not_measured, table
 from dsa_bench.e2e.million import Row
 from dsa_bench.e2e.parts import PARTS
 from dsa_bench.e2e.stacks import LONG_STACKS
@@ -26,13 +26,10 @@ STEP_HEAD = ("sequences", "ms", "tokens/s", "GB", *PARTS)
 def generated(entry: Mapping[str, Any]) -> str:
     """What stands between the marks. entry: {"unverified": the reason} or None there, "bench": the rows, "device",
     "date", "commit", "torch", "dsl"}."""
-    if entry["unverified"]:
-        return f"Nothing is measured on this code: {entry['unverified']}."
-    rows: Sequence[Row] = entry["bench"]
-    if not rows:
-        raise ValueError("entry: must have rows in 'bench', got none")
-    place = f"Measured on {entry['device']}, torch {entry['torch']}, CuTe DSL {entry['dsl']}, on {entry['date']}"
-    sections = [f"{place}, of commit {entry['commit']}."]
+    if why := not_measured(entry):
+        return why
+    rows, place = measured(entry)
+    sections = [place]
     for model in dict.fromkeys(row["model"] for row in rows):
         layers = LONG_STACKS[model][1]["num_hidden_layers"]
         prompts, steps = (
@@ -41,11 +38,11 @@ def generated(entry: Mapping[str, Any]) -> str:
         )
         if prompts:
             lines = [_prompt(row) for row in prompts]
-            sections += [f"### {model}, {layers} layers: one prompt", _table(PROMPT_HEAD, lines), _growth(prompts)]
+            sections += [f"### {model}, {layers} layers: one prompt", table(PROMPT_HEAD, lines), _growth(prompts)]
         if steps:
             context = steps[0]["run"].rpartition(" ")[2]
             lines = [_step(row) for row in steps]
-            sections += [f"### {model}, {layers} layers: a step behind {context} tokens", _table(STEP_HEAD, lines)]
+            sections += [f"### {model}, {layers} layers: a step behind {context} tokens", table(STEP_HEAD, lines)]
     sections.append(f"![how the parts grow with the context]({PICTURE})")
     return "\n\n".join(sections)
 
@@ -71,11 +68,6 @@ def _growth(prompts: Sequence[Row]) -> str:
     sums = [(name, *(sum(row["parts"][part] for part in own) for row in (first, last))) for name, own in joint]
     ratios = ", ".join(f"{name} {after / before:.2f}x" for name, before, after in sums if before)
     return f"From {first['tokens']} to {last['tokens']} tokens the last pass' parts grow: {ratios}."
-
-
-def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    rules = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-    return "\n".join([*rules, *(f"| {' | '.join(line)} |" for line in lines)])
 
 
 def inserted(text: str, entry: Mapping[str, Any]) -> str:

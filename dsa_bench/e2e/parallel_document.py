@@ -7,13 +7,13 @@ something is measured.
 """
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dsa_bench.e2e import bars, parallel_plot
 from dsa_bench.e2e.computed import computed
-from dsa_bench.e2e.marked_document import between_marks, entry_of
+from dsa_bench.e2e.marked_document import between_marks, entry_of, list_of, measured, not_measured, table
 from dsa_bench.e2e.parallel_rows import Row
 
 BEGIN, END = "<!-- parallel tables -->", "<!-- end of parallel tables -->"
@@ -25,23 +25,20 @@ COMPUTED_HEAD = ("run", "silent, ms", "GB a GPU", "all layers, ms, computed", "t
 def generated(entry: Mapping[str, Any]) -> str:
     """What stands between the marks. entry: {"unverified": the reason} or None there, "bench": the rows, "device",
     "date", "commit", "torch", "dsl"}."""
-    if entry["unverified"]:
-        return f"Nothing is measured on this code: {entry['unverified']}."
-    rows: Sequence[Row] = entry["bench"]
-    if not rows:
-        raise ValueError("entry: must have rows in 'bench', got none")
-    place = f"Measured on {entry['device']}, torch {entry['torch']}, CuTe DSL {entry['dsl']}, on {entry['date']}"
-    sections = [f"{place}, of commit {entry['commit']}."]
-    measured, silent = ([row for row in rows if ("efficiency" in row) is whole] for whole in (True, False))
+    if why := not_measured(entry):
+        return why
+    rows, place = measured(entry)
+    sections = [place]
+    whole, silent = ([row for row in rows if ("efficiency" in row) is is_whole] for is_whole in (True, False))
     for model in dict.fromkeys(row["model"] for row in rows):
-        of_model = [row for row in measured if row["model"] == model]
+        of_model = [row for row in whole if row["model"] == model]
         for gpus in dict.fromkeys(row["gpus"] for row in of_model):
             own = [row for row in of_model if row["gpus"] == gpus]
-            sections += [f"### {model}, {gpus} GPUs", _layers(own), _table(HEAD, map(_cells, own)), *_missed(own)]
+            sections += [f"### {model}, {gpus} GPUs", _layers(own), table(HEAD, map(_cells, own)), *_missed(own)]
         parts = [row for row in silent if row["model"] == model]
         if parts:
             sections += [f"### {model}, {parts[0]['gpus']} GPUs, computed", *_computed(parts, of_model)]
-    if measured:
+    if whole:
         sections.append(f"![time with and without what GPUs say to each other]({PICTURE})")
     return "\n\n".join(sections)
 
@@ -59,7 +56,7 @@ def _computed(parts: Sequence[Row], measured: Sequence[Row]) -> list[str]:
         figures = ["", ""] if ms is None else [f"{ms:.1f}", f"{row['tokens'] / ms * 1e3:.0f}"]
         lines.append([row["run"], f"{row['shard_ms']:.2f}", f"{row['memory'] / 1e9:.1f}", *figures])
     none = "; nothing of more than two GPUs was measured." if not any(line[3] for line in lines) else "."
-    return [text + none, _table(COMPUTED_HEAD, lines)]
+    return [text + none, table(COMPUTED_HEAD, lines)]
 
 
 def _layers(rows: Sequence[Row]) -> str:
@@ -71,11 +68,6 @@ def _layers(rows: Sequence[Row]) -> str:
     text = which.capitalize()
     few = next((row["few_layers"] for row in rows if row["few_layers"]), None)
     return f"{text}; speed-up over one GPU of {few} layers." if few else f"{text}."
-
-
-def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    rules = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-    return "\n".join([*rules, *(f"| {' | '.join(line)} |" for line in lines)])
 
 
 def _cells(row: Row) -> list[str]:
@@ -90,11 +82,11 @@ def _missed(rows: Sequence[Row]) -> list[str]:
     """A line for each figure that is below its bar."""
     words = {"efficiency": "an efficiency", "speedup": "a speed-up"}
     lines = [
-        f"- {row['run']} is to have {words[name]} of {bar:g} and has {row[name]:.2f}."
+        f"{row['run']} is to have {words[name]} of {bar:g} and has {row[name]:.2f}."
         for row in rows
         for name, bar in bars.missed(row).items()
     ]
-    return ["\n".join(lines)] if lines else []
+    return list_of(lines)
 
 
 def inserted(text: str, entry: Mapping[str, Any]) -> str:
