@@ -43,7 +43,7 @@ def generated(entry: Mapping[str, Any]) -> str:
     return "\n\n".join(sections)
 
 
-def _computed(parts: Sequence[Row], measured: Sequence[Row]) -> list[str]:
+def _computed(parts: Sequence[Row], whole: Sequence[Row]) -> list[str]:
     first = parts[0]
     text = (
         f"The part of one of {first['gpus']} GPUs was measured by itself, {first['layers']} of "
@@ -52,7 +52,7 @@ def _computed(parts: Sequence[Row], measured: Sequence[Row]) -> list[str]:
     )
     lines = []
     for row in parts:
-        ms = computed(row, measured)
+        ms = computed(row, whole)
         figures = ["", ""] if ms is None else [f"{ms:.1f}", f"{row['tokens'] / ms * 1e3:.0f}"]
         lines.append([row["run"], f"{row['shard_ms']:.2f}", f"{row['memory'] / 1e9:.1f}", *figures])
     none = "; nothing of more than two GPUs was measured." if not any(line[3] for line in lines) else "."
