@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import library
 
 import dsa
 from dsa.kernels.gemm import fp8_gemm_choice as choice
@@ -310,12 +311,12 @@ def test_registration():
     (a, b), (c, d) = operands(leading=(2,)), operands(matrices=2)
     wider = tuple(x[:, x.shape[1] // 2 :] for x in operands(channels=512)[1])
     for weight in (b, wider):
-        torch.library.opcheck(torch.ops.dsa.fp8_gemm_nt.default, (*a, *weight, torch.float16), test_utils=tests)
+        library.opcheck(torch.ops.dsa.fp8_gemm_nt.default, (*a, *weight, torch.float16), test_utils=tests)
     ends = torch.tensor([4, 6], dtype=torch.int32)
     rows, weights = torch.tensor([0, 5, 5, 1, 2, 2], dtype=torch.int32), torch.rand(6)
     for more in ((None, None), (rows, weights)):
         arguments = (*c, *d, ends, torch.float32, *more)
-        torch.library.opcheck(torch.ops.dsa.grouped_fp8_gemm_nt.default, arguments, test_utils=tests)
+        library.opcheck(torch.ops.dsa.grouped_fp8_gemm_nt.default, arguments, test_utils=tests)
 
 
 def test_operands_are_pairs():
