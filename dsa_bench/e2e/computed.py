@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from dsa_bench.e2e.parallel_rows import Row
 
-LEAST_GPUS = 3  # two sum in a way of their own, whose time says nothing of more
+LEAST_GPUS = 3  # of two each hears one other, which says nothing of how the time grows with their number
 
 
 def computed(silent: Row, measured: Sequence[Row]) -> float | None:

@@ -45,7 +45,7 @@ def _missed(rows: Sequence[Row]) -> list[str]:
     """A line for each figure that does not reach its bar."""
     words = {
         "gain": "is to gain {:g} and gains {:.2f}",
-        "over_bytes": "is to take {:g} of its bytes' time, takes {:.2f}",
+        "over_bytes": "is to take {:g} of its bytes' time, takes {:.3f}",
     }
     return list_of(
         [f"{row['run']}: {words[name].format(bar, row[name])}." for row in rows for name, bar in missed(row).items()]

@@ -45,18 +45,17 @@ def generated(entry: Mapping[str, Any]) -> str:
 
 def _computed(parts: Sequence[Row], whole: Sequence[Row]) -> list[str]:
     first = parts[0]
-    text = (
-        f"The part of one of {first['gpus']} GPUs was measured by itself, {first['layers']} of "
-        f"{first['published_layers']} layers. What all layers take on {first['gpus']} GPUs is **computed** from it and "
-        "from what the most GPUs above say to each other (`dsa_bench/e2e/computed.py`)"
-    )
+    gpus = f"{first['gpus']} GPUs"
+    part = f"The part of one of {gpus} was measured by itself, {first['layers']} of {first['published_layers']} layers"
+    what = f"What all layers take on {gpus} is **computed** from it and from what the most GPUs above say to each other"
     lines = []
     for row in parts:
         ms = computed(row, whole)
         figures = ["", ""] if ms is None else [f"{ms:.1f}", f"{row['tokens'] / ms * 1e3:.0f}"]
         lines.append([row["run"], f"{row['shard_ms']:.2f}", f"{row['memory'] / 1e9:.1f}", *figures])
-    none = "; nothing of more than two GPUs was measured." if not any(line[3] for line in lines) else "."
-    return [text + none, table(COMPUTED_HEAD, lines)]
+    there = any(line[3] for line in lines)
+    rest = f". {what} (`dsa_bench/e2e/computed.py`)." if there else "; nothing of more than two GPUs was measured."
+    return [part + rest, table(COMPUTED_HEAD, lines)]
 
 
 def _layers(rows: Sequence[Row]) -> str:

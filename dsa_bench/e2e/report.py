@@ -23,7 +23,7 @@ PROMPTS = (
 )
 COUNTS, CONTEXTS = (1, 8, 32, 128), (4096, 32768, 131072)
 STEPS = tuple((count, context) for context in CONTEXTS for count in COUNTS)
-# A part of these for a machine that is only lent: `rows(**SHORT)`.
+# A part of these where a GPU is there for minutes: `rows(**SHORT)`.
 SHORT = {"prompts": PROMPTS[:-2], "steps": tuple(step for step in STEPS if step[1] <= 32768)}
 CHUNK = 8192
 LONG = 40000  # tokens of all prompts from which on they are timed once

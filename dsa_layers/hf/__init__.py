@@ -1,6 +1,7 @@
 """transformers' DeepseekV32, GlmMoeDsa and DeepseekV4 models on dsa's ops.
 
     from dsa_layers.hf import register
+    from transformers import AutoModelForCausalLM
 
     register(fp8_indexer=True)  # before the model is made
     model = AutoModelForCausalLM.from_pretrained("zai-org/GLM-5.2", device_map="auto")

@@ -10,7 +10,7 @@ from dsa.kernels.indexer.select_limits import MAX_SELECTED
 
 WORKSPACE = 260 << 20  # bytes of scores at a time: of 64 tokens and a million keys
 # Keys and tokens from which on half scores are selected as they are computed, which is faster there (docs/kernel-notes,
-# "Selection fused with scores"), and bytes that it takes of a token.
+# "Scores and selection in one"), and bytes that it takes of a token.
 FUSED_KEYS, FUSED_TOKENS, FUSED_BYTES = 65536, 1024, 33 << 10
 ROW_PADDING = 512  # numbers, at most, behind a row of scores
 Keys = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
