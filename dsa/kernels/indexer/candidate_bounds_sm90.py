@@ -2,7 +2,8 @@
 
 Plan
 - A CTA a query. What there is comes into shared memory; the `rank`-th largest (radix_select.py), or a number a little
-  below it, is the new bound, and what is not below it the list, from the front.
+  below it that is not below the bound that there was, is the new bound, and what is not below it the list, from the
+  front.
 - A row that fits the list needs no bound: -inf. A list that overflowed gets one that nothing reaches, and stays too
   long.
 - The order of a list is any.

@@ -1,9 +1,9 @@
 """The sum of several GPUs' tensors: each GPU writes its part into all GPUs' memory, and adds up what comes to its own.
 
 Plan
-- A part is cut into 8 bytes, each of which travels in 16 with its turn, the number of the sum, twice: a GPU writes and
-  another one reads 8 bytes at once, and so whoever finds the turn beside four of them has these four. Nothing else says
-  that a part is there: one way over NVLink is all that a sum waits for, and there is no barrier.
+- A part is cut into 8 bytes, which travel as 16: four bytes and the turn, the number of the sum, and once more. A GPU
+  writes and another one reads 8 bytes at once, so whoever finds the turn beside four bytes has these four. Nothing else
+  says that a part is there: one way over NVLink is all that a sum waits for, and there is no barrier.
 - Memory is of two halves, which sums take in turn. A GPU that writes to a half again has had, in the sum between, a
   word of every other one, which each has sent when its last sum in that half was over. So no part is overwritten while
   it is read.

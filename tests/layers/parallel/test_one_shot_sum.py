@@ -1,0 +1,99 @@
+"""Whether ranks sum through each other's memory: all of them or none, whatever one of them misses."""
+
+import socket
+import warnings
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import _symmetric_memory
+
+from dsa import backends
+from dsa_layers.parallel import one_shot_sum
+from tests.layers.parallel.processes import in_ranks
+
+CPU = torch.device("cpu")
+
+
+class Made:
+    """In the place of the sum itself, which needs GPUs."""
+
+    def __init__(self, group, memory):
+        # Nothing of an earlier use is there when the ranks have voted.
+        self.clean = not memory.any() and memory.shape == (2, 2, one_shot_sum._places(2), 4)
+
+
+def missing(*_):
+    raise RuntimeError("no peer access")
+
+
+# What is otherwise on the second rank.
+FAULTS = {
+    "nothing": [],
+    "no kernels": [(backends, "why_no_kernels", lambda: "no DSL")],
+    "no memory": [(_symmetric_memory, "empty", lambda *_, **options: missing())],
+    "no access": [(one_shot_sum, "OneShotSum", missing)],
+    "another machine": [(socket, "gethostname", lambda: "another")],
+}
+
+
+def outcome(ranks, fault):
+    """(what there is, the warnings)"""
+    patches = [
+        (dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl"),
+        (backends, "why_no_kernels", lambda: None),
+        (_symmetric_memory, "empty", lambda shape, dtype, device: torch.full(shape, 7, dtype=dtype, device=device)),
+        (one_shot_sum, "OneShotSum", Made),
+        *(FAULTS[fault] if ranks.rank == 1 else []),
+    ]
+    for owner, name, value in patches:
+        mock.patch.object(owner, name, value).start()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = [one_shot_sum.one_shot_sum(dist.group.WORLD, CPU) for _ in range(2)]
+    assert found[0] is found[1]  # ranks ask each other once
+    return found[0] and found[0].clean, [
+        str(warning.message) for warning in caught if "sums go" in str(warning.message)
+    ]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_all_ranks_or_none(fault):
+    (first, told_first), (second, told_second) = in_ranks(2, outcome, fault)
+    if fault == "nothing":
+        assert first is second is True and not told_first and not told_second
+        return
+    assert first is second is None
+    if fault == "another machine":  # that is no fault
+        assert not told_first and not told_second
+        return
+    assert told_first == ["sums go through NCCL, not through symmetric memory: another rank has none"]
+    assert len(told_second) == 1 and told_second != told_first
+
+
+def without_nccl(ranks):
+    return one_shot_sum.one_shot_sum(dist.group.WORLD, CPU)
+
+
+def test_none_without_nccl():
+    assert in_ranks(2, without_nccl) == [None, None]
+
+
+def part(nbytes=4096, dtype=torch.bfloat16, address=256, is_cuda=True):
+    return SimpleNamespace(nbytes=nbytes, dtype=dtype, is_cuda=is_cuda, data_ptr=lambda: address)
+
+
+def test_what_is_summed():
+    """Parts that fit the memory, in whole and aligned 16 bytes, of a dtype and a number of ranks of the kernel's."""
+    takes = one_shot_sum.takes
+    assert takes(part(), 2) and takes(part(16, torch.float32), 8)
+    for ranks in (2, 4, 8):
+        most = one_shot_sum.most_bytes(ranks)
+        assert takes(part(most), ranks) and not takes(part(most + 16), ranks)
+    others = {"nbytes": (0, 8, 4100), "dtype": (torch.float16, torch.float64), "address": (8,), "is_cuda": (False,)}
+    assert not any(takes(part(**{name: value}), 2) for name, values in others.items() for value in values)
+    assert not takes(part(), 1) and not takes(part(), 9)
+    with backends.use_backend("reference"):
+        assert not takes(part(), 2)
