@@ -4,7 +4,8 @@ import torch
 
 from dsa.reference.arguments import ALIGNED, Arguments, Dtype, Flag, Int, Tensor
 from dsa.reference.autocast import without_autocast
-from dsa.reference.checks import INT32, check_int, check_updatable
+from dsa.reference.cache import kv_cache as caches
+from dsa.reference.checks import INT32, check_positive, check_updatable
 from dsa.reference.indexer import topk_indices
 from dsa.reference.indexer.fp8_mqa_logits import ACCUMULATORS
 from dsa.reference.indexer.fp8_paged_mqa_logits import FP8_PAGED_MQA_LOGITS, fp8_paged_mqa_logits
@@ -38,9 +39,10 @@ def paged_indexer_select_workspace(queries: int, device: torch.device | str | No
     """What `dsa.paged_indexer_select` takes as `workspace` for up to so many queries, which are B * next_n.
 
     Returns zeros [queries, 8192] int32, 32 KiB a query. Raises TypeError or ValueError for a number of queries that is
-    no positive int.
+    no positive int, and for a device that torch does not have.
     """
-    check_int("queries", queries, 1)
+    check_positive("queries", queries)
+    caches._check_device(device)
     return torch.zeros(queries, WORKSPACE_WORDS, dtype=torch.int32, device=device)
 
 

@@ -129,3 +129,5 @@ def test_the_workspace_stays_as_it_is():
     for queries, error in ((0, ValueError), (-1, ValueError), (2.0, TypeError), (True, TypeError)):
         with pytest.raises(error, match="queries: must be"):
             paged_indexer_select_workspace(queries)
+    with pytest.raises(ValueError, match="device: torch has no 'tpu' here"):
+        paged_indexer_select_workspace(1, "tpu")
