@@ -2,6 +2,7 @@
 its plan has room for every part of the work."""
 
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -49,7 +50,7 @@ def tiles_of_ctas(lengths, ctas):
     for own in tiles:
         members = min(1 + (ctas - len(tiles)) * own // max(total, 1), max(own, 1))
         bounds = [own * i // members for i in range(members + 1)]
-        found += [end - first for first, end in zip(bounds, bounds[1:])]
+        found += [end - first for first, end in pairwise(bounds)]
     return found
 
 
