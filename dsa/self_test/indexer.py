@@ -86,6 +86,38 @@ def indexer_select(device: str) -> None:
             raise AssertionError("not the scores of the 20 largest")
 
 
+def paged_indexer_select(device: str) -> None:
+    """The same over pages, for sequences of which one sees fewer keys than are wanted."""
+    q, k, weights = (torch.randint(-2, 3, shape, device=device) for shape in ((3, 64, 128), (50, 128), (3, 64)))
+    k, scale = k.repeat(2, 1), torch.randint(1, 4, (50,), device=device).float().repeat(2)
+    dots = torch.einsum("thd,sd->ths", q.double(), k.double()).relu()
+    scores = (torch.einsum("th,ths->ts", weights.double(), dots) * scale).tolist()
+    cache = torch.full((4, 64, 1, 132), 0xFF, dtype=torch.uint8, device=device)
+    slots = torch.cat((torch.arange(64) + 128, torch.arange(36))).to(device)  # pages 2 and 0
+    dsa.write_indexer_cache(k.to(torch.float8_e4m3fn), scale, cache, slots)
+    lengths, table = [100, 70, 15], torch.tensor([[2, 0]] * 3, dtype=torch.int32, device=device)
+    workspace = dsa.paged_indexer_select_workspace(3, device)
+    arguments = (
+        q[:, None].to(torch.float8_e4m3fn),
+        cache,
+        weights.float(),
+        torch.tensor(lengths).int().to(device),
+        table,
+    )
+    for in_slots in (False, True):
+        options = {"slots": in_slots, "return_values": True, "workspace": workspace}
+        got = dsa.paged_indexer_select(*arguments, 128, 20, **options)
+        for row, length, selected, values in zip(scores, lengths, *(x.tolist() for x in got)):
+            best = sorted(sorted(range(length), key=lambda s: (-row[s], s))[:20])
+            missing = 20 - len(best)
+            if selected != [int(slots[s]) if in_slots else s for s in best] + [-1] * missing:
+                raise AssertionError("not the 20 largest with ties to the lowest key")
+            if values != [row[s] for s in best] + [-math.inf] * missing:
+                raise AssertionError("not the scores of the 20 largest")
+        if workspace.any():
+            raise AssertionError("the workspace is not zero")
+
+
 def topk_indices(device: str) -> None:
     scores = torch.randn(5, 300, device=device).round(decimals=1)
     given = torch.empty(5, 80, dtype=torch.int32, device=device)[:, 8:72]

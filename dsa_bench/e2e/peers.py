@@ -5,8 +5,8 @@ in the newest build that is installed: what engines run DeepSeek-V3.2 with. So s
 absorbed form, which is the only one that FlashMLA has; prompts all of whose keys count take the multi-head form by
 PyTorch's FlashAttention 2, which takes a third of the absorbed form's multiply-adds. In V4's prefill the window's keys
 and the compressed entries are put into one tensor for FlashMLA, where an engine has them. Experts are on DeepGEMM's
-grouped products (peer_experts.py), and FP4 experts of decoding on vLLM's Marlin (peer_fp4_experts.py). Cache writers
-and all else stay ours.
+grouped products (peer_experts.py), and FP4 experts of decoding on vLLM's Marlin (peer_fp4_experts.py). No peer selects
+as it scores, so scores and top-k are two ops for any number of keys. Cache writers and all else stay ours.
 """
 
 import contextlib
@@ -25,10 +25,11 @@ from dsa_bench.harness.calls import reason
 from dsa_bench.peers import deep_gemm, flash_mla, marlin, operators
 from dsa_bench.peers.package import Library
 from dsa_layers.batch.group_rows import GroupRows
-from dsa_layers.layers import attention
+from dsa_layers.layers import attention, key_selection
 from dsa_layers.layers.experts import Experts
 
 Op = Callable[..., Any]
+_NEVER = 2**31  # keys: more than any op takes
 _flash_attention = torch.ops.aten._flash_attention_forward
 
 
@@ -50,7 +51,7 @@ def peer_kernels() -> Iterator[Replaced]:
     replaced = Replaced()
     names = ("topk_indices", "mha_varlen_fwd", *(name for _, ops in _GROUPS for name in ops))
     ours, form = {name: getattr(dsa, name) for name in names}, attention.multi_head_is_faster
-    forward = Experts.forward
+    forward, fused_keys = Experts.forward, key_selection.FUSED_KEYS
     try:
         for builds, ops in _GROUPS:
             library, module = _newest(builds, replaced.failed)
@@ -70,11 +71,14 @@ def peer_kernels() -> Iterator[Replaced]:
             dsa.topk_indices = _selection(selects, ours["topk_indices"])
             dsa.mha_varlen_fwd, replaced.ops["mha_varlen_fwd"] = _multi_head, "torch"
             attention.multi_head_is_faster = lambda *lengths: False
+        if {"fp8_mqa_logits", "topk_indices"} & replaced.ops.keys():
+            key_selection.FUSED_KEYS = _NEVER
         yield replaced
     finally:
         for name, op in ours.items():
             setattr(dsa, name, op)
         attention.multi_head_is_faster, Experts.forward = form, forward
+        key_selection.FUSED_KEYS = fused_keys
 
 
 def _newest(builds: Sequence[Library], failed: dict[str, str]) -> tuple[Library | None, ModuleType | None]:

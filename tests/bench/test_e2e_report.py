@@ -17,7 +17,7 @@ from dsa_bench.e2e.parts import PARTS
 from dsa_bench.e2e.peer_experts import Slots, padded
 from dsa_bench.e2e.runs import Run, decode, prefill
 from dsa_layers.command.main import main
-from dsa_layers.layers import attention
+from dsa_layers.layers import attention, key_selection
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.attention_form import HeadSizes
 from dsa_layers.layers.experts import Experts
@@ -109,13 +109,17 @@ def test_the_documents_marks_are_there():
 def current():
     names = ("topk_indices", "mha_varlen_fwd", *(name for _, ops in peer_ops._GROUPS for name in ops))
     ops = {name: getattr(dsa, name) for name in names}
-    return ops | {"form": attention.multi_head_is_faster, "Experts": Experts.forward}
+    return ops | {
+        "form": attention.multi_head_is_faster,
+        "Experts": Experts.forward,
+        "many keys": key_selection.FUSED_KEYS,
+    }
 
 
 def test_peers_take_the_ops_places_and_give_them_back(peers):
     ours = current()
     with pytest.raises(KeyError), peer_ops.peer_kernels() as replaced:
-        assert {*replaced.ops, "form"} == ours.keys() | {"FP4 experts"} and replaced.failed == {}
+        assert {*replaced.ops, "form", "many keys"} == ours.keys() | {"FP4 experts"} and replaced.failed == {}
         assert replaced.libraries == ["deepgemm 2.8.1", "sgl-flash-mla", "torch", "vllm"]
         assert all(op is not ours[name] for name, op in current().items())
         raise KeyError
@@ -180,6 +184,38 @@ def test_selections_of_packed_sequences(most, top_k_of_vllm, paged, either_build
         return dsa.topk_indices(scores, 3, starts=begins, lengths=lengths, **paging).sort(1).values
 
     same_with_peers(selected)
+
+
+@pytest.mark.parametrize("top_k_of_vllm", [True, False])
+def test_selections_from_many_keys_are_no_op_of_ours(top_k_of_vllm, either_build, monkeypatch):
+    """No peer selects as it scores: so many keys have the peers' scores and their selection, as fewer have."""
+    if not top_k_of_vllm:
+        monkeypatch.setitem(sys.modules, "peer_topk", None)
+    keys, tokens, fused = 60, 12, []
+    monkeypatch.setattr(key_selection, "FUSED_KEYS", keys)
+    monkeypatch.setattr(key_selection, "FUSED_TOKENS", tokens)
+    select = dsa.indexer_select
+    monkeypatch.setattr(dsa, "indexer_select", lambda *given, **options: fused.append(1) or select(*given, **options))
+    q, kv, weights = fp8(tokens, 32, 32), (fp8(keys, 32), torch.rand(keys) + 0.5), torch.rand(tokens, 32)
+    starts, lengths = torch.zeros(tokens, dtype=torch.int32), torch.arange(keys - tokens + 1, keys + 1).int()
+
+    def selected():
+        half = {"accumulators": torch.float16}
+        return key_selection.select_packed(q, kv, weights, 3, starts, lengths, keys, **half).sort(1).values
+
+    same_with_peers(selected)
+    assert len(fused) == 1 and key_selection.FUSED_KEYS == keys
+    selected()
+    assert len(fused) == 2
+
+
+def test_selections_from_many_keys_stay_ours_without_a_peer_for_them(peers, monkeypatch):
+    """Here FlashMLA's attention alone is a peer's."""
+    for name in ("deep_gemm", "deep_gemm28", "vllm.third_party.deep_gemm", "peer_topk"):
+        monkeypatch.setitem(sys.modules, name, None)
+    ours = key_selection.FUSED_KEYS
+    with peer_ops.peer_kernels() as replaced:
+        assert "sgl-flash-mla" in replaced.libraries and key_selection.FUSED_KEYS == ours
 
 
 def test_selections_from_pages(either_build):

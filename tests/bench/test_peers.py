@@ -31,6 +31,7 @@ SHAPES = {
         (9, 70, 32, 32, 3, "ascending"),
     ],
     "merge_attention": [(8, 2, 2, False)],
+    "paged_indexer_select": [(2, 2500, 1, 64, 2048), (70, 100, 2, 32, 30), (2, 100, 4, 64, 30)],
     "per_token_cast_to_fp8": [(8, 256, False, ue8m0) for ue8m0 in (True, False)],
     "sliding_window_attention": [("prefill", 130, 64), ("prefill, selected", 512, 64), ("decode", 2, 64)],
     "window_attention_cast": [(512, 64, 8, 128), (130, 64, 8, 0)],
@@ -55,6 +56,10 @@ EVERYONE = {
     "fp8_paged_mqa_logits": {"deepgemm 2.8.1", "deepgemm"},
     "indexer_select": {"deepgemm 2.8.1, vllm", "deepgemm 2.8.1, sglang"},
     "merge_attention": {"vllm", "sglang"},
+    "paged_indexer_select": {
+        *("deepgemm 2.8.1, vllm decode", "deepgemm 2.8.1, vllm persistent"),
+        *("deepgemm 2.8.1, vllm cooperative", "deepgemm 2.8.1, sglang"),
+    },
     "per_token_cast_to_fp8": {"vllm", "sglang"},
     "sliding_window_attention": {"sgl-flash-mla", "flashmla"},
     "window_attention_cast": {"sgl-flash-mla", "flashmla"},

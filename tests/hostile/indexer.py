@@ -143,6 +143,31 @@ def select(device: str, argument: str, paged: bool = False) -> Prepared:
     return Prepared(run, named[argument], where, exact=device == "cuda")
 
 
+def select_of_pages(device: str, argument: str, next_n: int = 1, a_query: bool = False, slots: bool = True) -> Prepared:
+    """Over one workspace: whatever a call was given, it leaves zeros for the next."""
+    lengths = [130, 70, 5, 190]
+    batch, max_pages, k = len(lengths), 3, 33
+    q, weights = randn(batch, next_n, 64, 128, device=device), randn(batch * next_n, 64, device=device)
+    cache = torch.randint(0, 0x70, (7, PAGE, 1, 132), dtype=torch.uint8).to(device)
+    context_lens = int32(lengths, device)
+    if a_query:
+        context_lens = context_lens[:, None].repeat(1, next_n)
+    table = int32([[5, 0, 2], [1, 6, 4], [3, 2, 5], [6, 1, 0]], device)
+    named = {"context_lens": context_lens, "block_table": table}
+    workspace = dsa.paged_indexer_select_workspace(batch * next_n, device)
+
+    def run(given: torch.Tensor) -> Results:
+        own = named | {argument: given}
+        options = {"slots": slots, "return_values": True, "workspace": workspace}
+        indices, values = dsa.paged_indexer_select(
+            *(q.to(E4M3), cache, weights), **own, max_context_len=max_pages * PAGE, top_k=k, **options
+        )
+        left = workspace.view(batch, next_n, -1)
+        return [indices.unflatten(0, (batch, next_n)), values.unflatten(0, (batch, next_n)), left]
+
+    return Prepared(run, named[argument], own_row(batch, None if named[argument].dim() == 1 else 0))
+
+
 RANGES = ("cu_seq_len_k_start", "cu_seq_len_k_end")
 
 ARGUMENTS: list[IndexArgument] = [
@@ -165,6 +190,16 @@ ARGUMENTS: list[IndexArgument] = [
     *(
         IndexArgument("indexer_select", f"{x} paged", partial(select, argument=x, paged=True))
         for x in (*RANGES, "block_table", "row_to_seq")
+    ),
+    *(
+        IndexArgument("paged_indexer_select", f"{x} of {n}", partial(select_of_pages, argument=x, next_n=n))
+        for x in ("context_lens", "block_table")
+        for n in (1, 4)
+    ),
+    IndexArgument(
+        "paged_indexer_select",
+        "context_lens a query",
+        partial(select_of_pages, argument="context_lens", next_n=2, a_query=True, slots=False),
     ),
     *(IndexArgument("topk_indices", x, partial(topk, argument=x)) for x in ("starts", "lengths")),
     *(

@@ -55,7 +55,7 @@ def test_only_dense_tensors(call):
                 tried += 1
                 with pytest.raises(ValueError, match=rf"\b{name}\b.*dense"):
                     call.run({**call.arguments(), name: replaced(value, place, other)})
-    assert tried or call.op == "make_v4_cache"
+    assert tried or call.op in ("make_v4_cache", "paged_indexer_select_workspace")  # which take none
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)

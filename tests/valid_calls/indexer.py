@@ -4,6 +4,7 @@ from functools import partial
 
 import torch
 
+import dsa
 from tests.valid_calls.description import BF16, E4M3, F32, INT32, Maker, ValidCall, call, nothing
 
 CALLS: list[ValidCall] = []
@@ -88,6 +89,34 @@ def _(new: Maker):
     scores = {"q": new.e4m3(3, 8, 32), "kv": kv, "weights": new.f32(3, 8), **_ranges(new)}
     rest = {"row_to_seq": new.ints([0, 1, 1]), "return_values": False, "accumulators": torch.float16}
     return {**scores, "top_k": 4, **table, **rest}
+
+
+def _selected_of_pages(a):
+    shape = a["q"].shape[0] * a["q"].shape[1], a["top_k"]
+    return [(shape, INT32), (shape, F32)][: 1 + a["return_values"]]
+
+
+def _paged_keys(new: Maker):
+    tensors = {"q": new.e4m3(2, 2, 8, 32), "kv_cache": new.index_cache(3, 32, 32), "weights": new.f32(4, 8)}
+    return {**tensors, "block_table": new.ints([[2, 0], [1, -1]]), "max_context_len": 50}
+
+
+@valid("paged_indexer_select", _selected_of_pages)
+def _(new: Maker):
+    options = {"slots": False, "return_values": True, "accumulators": torch.float16, "workspace": None}
+    return {**_paged_keys(new), "context_lens": new.ints([[39, 40], [0, 1]]), "top_k": 4, **options}
+
+
+@valid("paged_indexer_select in a workspace", _selected_of_pages, written=("workspace",))
+def _(new: Maker):
+    workspace = dsa.paged_indexer_select_workspace(5, new.device)
+    options = {"slots": True, "return_values": False, "accumulators": F32, "workspace": workspace}
+    return {**_paged_keys(new), "context_lens": new.ints([40, 1]), "top_k": 9, **options}
+
+
+@valid("paged_indexer_select_workspace", lambda a: [((a["queries"], 8192), INT32)])
+def _(new: Maker):
+    return {"queries": 3, "device": new.device}
 
 
 def _topk(a):

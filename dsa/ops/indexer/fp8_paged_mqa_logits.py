@@ -160,9 +160,7 @@ def _fp8_paged_mqa_logits(
     out = _results(q, max_context_len, logits_dtype)
     if batch == 0 or kv_cache.shape[0] == 0 or block_table.shape[1] == 0:
         return out.fill_(-torch.inf)
-    lengths, weights = _matrix(context_lens), _matrix(weights)
-    if weights.data_ptr() % 16 or weights.stride(0) % 4:
-        weights = weights.clone(memory_format=torch.contiguous_format)
+    lengths, weights = _matrix(context_lens), _aligned_rows(weights)
     if schedule_meta is None:
         schedule_meta = _plan_results(context_lens, backends.num_sms(q.device))
         _metadata_kernel(planner)(lengths, schedule_meta)
@@ -187,6 +185,14 @@ def _kernel(
 ) -> Callable[..., None]:
     config = kernels.choose_config(heads, next_n, half)
     return kernels.compile_fp8_paged_mqa_logits(heads, dim, next_n, page_size, dtype_name(dtype), half, config)
+
+
+def _aligned_rows(weights: torch.Tensor) -> torch.Tensor:
+    """Weights whose rows start at multiples of 16 bytes."""
+    weights = _matrix(weights)
+    if weights.data_ptr() % 16 or weights.stride(0) % 4:
+        weights = weights.clone(memory_format=torch.contiguous_format)
+    return weights
 
 
 def _matrix(x: torch.Tensor) -> torch.Tensor:

@@ -334,6 +334,7 @@ MISLED = {
     "logits, a key too few": ("fp8_mqa_logits", "fp8_mqa_logits", 4, one_less, {}),
     "logits' weights": ("fp8_mqa_logits", "fp8_mqa_logits", 2, one_percent, {}),
     "paged logits, a key too few": ("fp8_paged_mqa_logits", "fp8_paged_mqa_logits", 3, one_less, {}),
+    "selection of pages, a key too few": ("paged_indexer_select", "paged_indexer_select", 3, one_less, {}),
     "warm-up's scale": ("indexer_warmup_attention", "indexer_warmup_attention", 10, one_percent, {}),
     "sparse loss, a key too few": ("sparse_indexer_loss", "sparse_indexer_loss", 5, without_first, {}),
     "sparse loss' scale": ("sparse_indexer_loss", "sparse_indexer_loss", 6, one_percent, {}),

@@ -1,0 +1,513 @@
+"""Scores over pages and selection in one launch beside the two ops by themselves, bit by bit."""
+
+import pytest
+import torch
+
+import dsa
+from dsa.kernels.indexer.paged_select_plan import ENTRIES, ROW_WORDS, choose_config, sequences_of_launch
+from dsa.testing import poison_free_memory, poisoned
+
+GARBAGE = torch.tensor([-1, 10**8, -(2**31), 2**31 - 1], dtype=torch.int32)
+HALF = torch.float16
+
+
+def int32(values):
+    return torch.as_tensor(values, dtype=torch.int32, device="cuda")
+
+
+class Case:
+    """Sequences of keys in random pages of a cache whose other bytes are NaN; garbage in the table's rest.
+
+    scales  of a sequence's keys, a function of their number. Its scores are these: all keys and queries are the same
+    """
+
+    def __init__(self, lengths, next_n=1, heads=64, dim=128, page_size=64, scales=None, sign=1.0, spare_pages=3):
+        used = [-(-n // page_size) for n in lengths]
+        width = max([*used, 1]) + 1
+        self.cache = poisoned((sum(used) + spare_pages, page_size, 1, dim + 4), torch.uint8, "cuda")
+        order = torch.randperm(len(self.cache))
+        table = GARBAGE.repeat(len(lengths) * width)[: len(lengths) * width].view(len(lengths), width).clone()
+        slots, at = [], 0
+        for b, n in enumerate(lengths):
+            own = order[at : at + used[b]]
+            table[b, : used[b]], at = own, at + used[b]
+            slots.append((own[:, None] * page_size + torch.arange(page_size)).view(-1)[:n])
+        self.slots = torch.cat(slots).cuda()
+        queries = len(lengths) * next_n
+        if scales is None:
+            keys = torch.randn(len(self.slots), dim, device="cuda").to(torch.float8_e4m3fn)
+            of_keys = torch.rand(len(self.slots), device="cuda") + 0.1
+            self.q = torch.randn(len(lengths), next_n, heads, dim, device="cuda").to(torch.float8_e4m3fn)
+            self.weights = torch.randn(queries, heads, device="cuda")
+        else:
+            one = torch.zeros(dim, device="cuda")
+            one[0] = 1.0
+            keys = one.expand(len(self.slots), dim).to(torch.float8_e4m3fn)
+            of_keys = torch.cat([scales(n).float() for n in lengths]).cuda()
+            self.q = one.expand(len(lengths), next_n, heads, dim).to(torch.float8_e4m3fn).contiguous()
+            self.weights = torch.zeros(queries, heads, device="cuda")
+            self.weights[:, 0] = sign
+        self.write(keys, of_keys)
+        self.table, self.lengths, self.next_n = table.cuda(), int32(lengths), next_n
+        self.workspace = dsa.paged_indexer_select_workspace(queries, "cuda")
+
+    def write(self, keys, scales):
+        if len(self.slots):
+            dsa.write_indexer_cache(keys.contiguous(), scales, self.cache, self.slots)
+
+    def arguments(self, lengths=None):
+        return self.q, self.cache, self.weights, self.lengths if lengths is None else lengths, self.table
+
+    def visible(self, columns, lengths=None):
+        """How many keys each query sees."""
+        lengths = self.lengths if lengths is None else lengths
+        if lengths.dim() == 1:
+            lengths = lengths[:, None].long() + torch.arange(1 - self.next_n, 1, device="cuda")
+        return lengths.clamp(0, min(columns, self.table.shape[1] * self.cache.shape[1])).int().flatten()
+
+    def expected(self, top_k, columns, lengths=None, accumulators=torch.float32, slots=False):
+        """Of the two ops."""
+        scores = dsa.fp8_paged_mqa_logits(*self.arguments(lengths), None, columns, accumulators=accumulators)
+        paging = {}
+        if slots:
+            sequences = torch.arange(len(self.q), dtype=torch.int32, device="cuda").repeat_interleave(self.next_n)
+            paging = {"block_table": self.table, "page_size": self.cache.shape[1], "row_to_seq": sequences}
+        indices, values = dsa.topk_indices(
+            scores, top_k, lengths=self.visible(columns, lengths), return_values=True, **paging
+        )
+        return indices, values + 0.0  # the sign of a zero is not a value's
+
+    def check(self, top_k, columns=None, lengths=None, accumulators=torch.float32, both=True):
+        """Indices and values are those of the two ops, by which this one is defined; and twice, over one workspace.
+
+        both  with an own workspace of the op too, and positions as well as slots
+        """
+        columns = columns or max(1, int(self.lengths.max()))
+        options = {"accumulators": accumulators}
+        for slots in (False, True) if both else (True,):
+            expected = self.expected(top_k, columns, lengths, accumulators, slots)
+            poison_free_memory(mebibytes=64)
+            given = {**options, "slots": slots, "workspace": self.workspace}
+            for _ in range(2):
+                got = dsa.paged_indexer_select(*self.arguments(lengths), columns, top_k, return_values=True, **given)
+                assert torch.equal(got[0], expected[0])
+                assert torch.equal(got[1].view(torch.int32), expected[1].view(torch.int32))
+            if both:
+                got = dsa.paged_indexer_select(*self.arguments(lengths), columns, top_k, slots=slots, **options)
+                assert torch.equal(got, expected[0])
+        assert not self.workspace.any()
+
+
+@pytest.mark.parametrize("page_size", [32, 64])
+@pytest.mark.parametrize("next_n", [1, 2, 3, 4])
+@pytest.mark.parametrize("heads", [8, 16, 32, 64])
+def test_every_shape(heads, next_n, page_size):
+    for lengths in ([0, 1, 63, 64, 65, 257, 1000, 0, 0, 5, 4097, 2], [20000], [0]):
+        case = Case(lengths, next_n, heads, page_size=page_size)
+        for accumulators in (torch.float32, HALF):
+            for top_k in (1, 100, 2048):
+                case.check(top_k, accumulators=accumulators)
+        case.check(512, columns=5000)
+
+
+@pytest.mark.parametrize("next_n", [1, 2, 3, 4])
+@pytest.mark.parametrize("dim", [32, 64])
+def test_fewer_channels(dim, next_n):
+    case = Case([0, 1, 64, 1000, 3000, 70], next_n, dim=dim)
+    for accumulators in (torch.float32, HALF):
+        case.check(500, accumulators=accumulators)
+
+
+@pytest.mark.parametrize("top_k", [1, 512, 2048])
+@pytest.mark.parametrize("batch", [1, 2, 7, 31, 32])
+def test_contexts_around_k(batch, top_k):
+    for keys in (top_k - 1, top_k, top_k + 1, 100, 5000, 131072):
+        Case([keys] * batch).check(top_k, both=batch < 32)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8, 31, 32, 33, 40, 100])
+def test_ragged_batches(batch):
+    """Empty sequences, short and long ones, and more than a launch has room for."""
+    for next_n, heads in ((1, 64), (2, 64), (4, 64), (3, 8)):
+        lengths = torch.randint(0, 3000, (batch,))
+        lengths[torch.rand(batch) < 0.3] = 0
+        long = torch.rand(batch) < 0.2
+        lengths[long] = torch.randint(0, 60000, (batch,))[long]
+        case = Case(lengths.tolist(), next_n, heads)
+        for top_k in (64, 2048):
+            case.check(top_k, accumulators=HALF if next_n == 4 else torch.float32)
+
+
+def test_random_mixtures():
+    for i in range(60):
+        batch, next_n = int(torch.randint(1, 41, ())), int(torch.randint(1, 5, ()))
+        heads, top_k = (8, 64)[i % 2], int(torch.randint(1, 2049, ()))
+        sizes = torch.tensor([0, 1, top_k - 1, top_k, top_k + 1, 100, 5000, 20000])
+        lengths = sizes[torch.randint(len(sizes), (batch,))].tolist()
+        case = Case(lengths, next_n, heads, page_size=(32, 64)[i // 2 % 2])
+        columns = max(1, int(max(lengths) * (0.5 + torch.rand(()))))
+        case.check(top_k, columns, accumulators=(torch.float32, HALF)[i // 4 % 2], both=i % 4 == 0)
+
+
+def test_more_sequences_and_keys_than_a_launch_has_room_for():
+    """Long sequences in several launches over the same rows of a workspace."""
+    room = choose_config(64, 4, False).capacity(256, 4, False)
+    assert sequences_of_launch(131072, room, dsa.num_sms("cuda")) < 16
+    case = Case([131072, 0, 5, 131072, 100000, 2048, 131000, 60000] * 2, next_n=4)
+    for accumulators in (torch.float32, HALF):
+        case.check(2048, accumulators=accumulators)
+
+
+@pytest.mark.parametrize(("heads", "next_n"), [(64, 1), (64, 2), (8, 4)])
+def test_a_million_keys(heads, next_n):
+    case = Case([1 << 20], next_n, heads)
+    for top_k in (1, 512, 2048):
+        case.check(top_k)
+    # A long table, few keys: the CTAs that have none wait for nobody.
+    for length in (0, 1, 5000):
+        case.lengths.fill_(length)
+        case.check(2048, columns=1 << 20)
+
+
+def test_a_million_keys_of_several_sequences():
+    case = Case([1 << 20, 3, 1 << 20, 700000, 1 << 20])
+    case.check(2048)
+
+
+def test_more_keys_than_there_is_room_for():
+    case = Case([100], next_n=4)
+    most = choose_config(64, 4, False).capacity(256, 4, False) * (dsa.num_sms("cuda") - 1)
+    case.table = case.table[:, :1].expand(1, -(-most // 64) + 1).contiguous()
+    with pytest.raises(ValueError, match=f"max_context_len: the kernel takes up to {most} keys of 4 queries"):
+        dsa.paged_indexer_select(*case.arguments(), most + 1, 100)
+    case.check(100, columns=most)
+
+
+# Scores of any shape, the same for all queries.
+SHAPES = {
+    "ascending": lambda n: torch.arange(1, n + 1),
+    "descending": lambda n: torch.arange(n, 0, -1),
+    "equal": torch.ones,
+    "zeros": torch.zeros,
+    "all minus infinity": lambda n: torch.full((n,), -torch.inf),
+    "all infinity": lambda n: torch.full((n,), torch.inf),
+    "half zeros": lambda n: torch.rand(n) * (torch.rand(n) < 0.5),
+    "two values": lambda n: torch.arange(n) % 2 + 1,
+    "zeros but for a few": lambda n: (torch.arange(n) % 1000 == 7).float(),
+    "the largest last": lambda n: torch.arange(n) + (torch.arange(n) > n - 1500) * 1e6,
+    "the largest first": lambda n: torch.arange(n) + (torch.arange(n) < 1500) * 1e6,
+    "steps": lambda n: torch.arange(n) // 700 + 1,
+    "a few levels": lambda n: torch.randint(1, 9, (n,)),
+    "many levels": lambda n: torch.randint(1, n // 700 + 2, (n,)),
+    "many sizes": lambda n: torch.rand(n).mul(60).exp2(),
+    "both infinities": lambda n: torch.tensor([torch.inf, -torch.inf, 1.0, -1.0, 0.0, -0.0])[torch.arange(n) % 6],
+    "both signs, many sizes": lambda n: torch.randn(n) * torch.rand(n).mul(60).exp2(),
+    "both signs": torch.randn,
+    "both zeros": lambda n: torch.tensor([0.0, -0.0])[torch.arange(n) % 2],
+    "infinite": lambda n: torch.where(torch.arange(n) % 3 == 0, torch.inf, torch.rand(n)),
+    "subnormal": lambda n: torch.randint(-1000, 1000, (n,)) * 2.0**-149,
+    # What the first digit, the second and the third do not tell apart: all scores, or the middle ones.
+    "one first digit": lambda n: 1 + torch.rand(n) / 9,
+    "one second digit": lambda n: 1 + torch.rand(n) * 2.0**-14,
+    "one second digit, few values": lambda n: 1 + torch.randint(5, (n,)) * 2.0**-22,
+    "one third digit but for a few": lambda n: 1 + (torch.rand(n) < 0.01) * 2.0**-23,
+    "as many as a list holds": lambda n: torch.where(torch.arange(n) < n - ENTRIES, 0.5, 1 + torch.rand(n) / 9),
+    "one more than a list holds": lambda n: torch.where(torch.arange(n) < n - ENTRIES - 1, 0.5, 1 + torch.rand(n) / 9),
+    "a list of equal ones": lambda n: torch.where(torch.arange(n) < n - ENTRIES, 0.5, 1.0),
+    "NaN": lambda n: torch.where(torch.rand(n) < 0.3, torch.nan, torch.rand(n)),
+    "NaN but for a few": lambda n: torch.where(torch.rand(n) < 0.97, torch.nan, torch.rand(n)),
+    "all NaN": lambda n: torch.full((n,), torch.nan),
+    "NaN and infinities": lambda n: torch.tensor([torch.nan, torch.inf, -torch.inf])[torch.arange(n) % 3],
+}
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_scores_of_any_shape(shape, sign):
+    for lengths, next_n in (([50000, 3000, 2048, 9000], 1), ([30000], 1), ([40000, 0, 2050], 4)):
+        case = Case(lengths, next_n, scales=SHAPES[shape], sign=sign)
+        for top_k in (1, 500, 2048):
+            case.check(top_k, accumulators=HALF if top_k == 500 else torch.float32)
+
+
+def test_plateaus_of_many_sequences_and_long_ones():
+    """All CTAs' scores are equal, or fall under few digits, and the counts of one digit are everybody's."""
+    for scales in (SHAPES["equal"], SHAPES["half zeros"], SHAPES["one second digit"]):
+        Case([20000] * 32, scales=scales).check(2048)
+        Case([1 << 20], scales=scales).check(2048)
+
+
+def test_queries_of_one_sequence_with_scores_of_their_own():
+    """One has zeros alone, one negative scores, one large ones."""
+    case = Case([30000, 5000], next_n=4)
+    case.weights[0], case.weights[1] = 0.0, -case.weights[1].abs()
+    case.weights[2] *= 1e30
+    case.weights[7] = torch.inf
+    for top_k in (100, 2048):
+        case.check(top_k)
+
+
+def test_scores_that_overflow():
+    case = Case([5000, 100], next_n=2)
+    case.q = torch.full_like(case.q.float(), 448.0).to(torch.float8_e4m3fn)
+    case.weights[:] = torch.tensor([3e38, -3e38], device="cuda")[torch.arange(64) % 2]
+    case.check(700)
+    case.weights[0] = 3e38
+    case.check(700)
+
+
+def test_nan_in_keys_and_scales():
+    case = Case([200, 4000], next_n=2)
+    raw, page = case.cache.view(len(case.cache), -1), case.table.tolist()
+    raw[page[0][1], 13 * 128] = 0x7F  # key 77
+    raw[page[1][2], 64 * 128 + 4 * 22 : 64 * 128 + 4 * 23] = 0xFF  # the scale of key 150
+    case.check(200)
+    indices = dsa.paged_indexer_select(*case.arguments(), 4000, 200).tolist()
+    assert all(77 not in row and len(set(row) - {-1}) == n for row, n in zip(indices[:2], (198, 199)))
+    case.q.view(torch.uint8)[1, 1, 3, 5] = 0x7F  # a query: all of its scores
+    case.check(200)
+    assert (dsa.paged_indexer_select(*case.arguments(), 4000, 200)[3] == -1).all()
+
+
+@pytest.mark.parametrize("next_n", [1, 2, 3, 4])
+def test_a_length_for_every_query(next_n):
+    case = Case([5, 700, 64, 1, 30000], next_n)
+    lengths = torch.stack([int32([0, 300, 64, 1, 7]), *[case.lengths] * (next_n - 1)], 1)
+    case.check(256, 30000, lengths)
+    case.check(256, 30000, lengths.flip(1).contiguous())
+    wide = torch.full((5, 9), 7, dtype=torch.int32, device="cuda")
+    wide[:, :next_n] = lengths
+    case.check(256, 30000, wide[:, :next_n])
+
+
+def test_columns_fewer_than_keys_and_a_table_too_short():
+    case = Case([1000, 500, 70], 2)
+    case.check(100, columns=333)
+    case.check(500, columns=333)
+    for pages in (3, 1):
+        case.table = case.table[:, :pages].clone()
+        for columns in (900, 70, 2**31 - 1 if pages == 1 else 64):
+            scores = columns if columns < 2**31 - 1 else 100
+            expected = case.expected(300, scores)
+            got = dsa.paged_indexer_select(*case.arguments(), columns, 300, return_values=True)
+            assert all(map(torch.equal, got, expected))
+
+
+def test_lengths_of_any_numbers():
+    garbage = [-(2**31), 2**31 - 1, -1, 0, 1, 64, 299, 300, 301, 2**30, -(2**31) + 2]
+    for next_n in (1, 4):
+        case = Case([300] * len(garbage), next_n, heads=8)
+        case.check(33, 300, int32(garbage))
+        case.check(400, 300, int32(garbage))
+        case.check(33, 300, int32([garbage] * next_n).T.contiguous().roll(1, 0))
+
+
+def test_pages_outside_the_cache():
+    """Their keys score -inf, and are selected where too few others are there."""
+    for page_size in (32, 64):
+        case = Case([1000, 500], 2, page_size=page_size)
+        for index, page in ((0, -1), (3, len(case.cache)), (6, 2**31 - 1), (7, -(2**31))):
+            case.table[0, index] = page
+        for top_k in (100, 900, 2000):
+            case.check(top_k)
+    case.table.fill_(-1)
+    case.check(300)
+
+
+def test_empty():
+    case = Case([64, 64])
+    q, cache, weights, lengths, table = case.arguments()
+    options = {"return_values": True, "workspace": case.workspace}
+    none = dsa.paged_indexer_select(q[:0], cache, weights[:0], lengths[:0], table[:0], 9, 5, **options)
+    assert none[0].shape == none[1].shape == (0, 5)
+    for pages, blocks in ((cache[:0], table), (cache, table[:, :0])):
+        got, values = dsa.paged_indexer_select(q, pages, weights, lengths, blocks, 70, 5, **options)
+        assert got.shape == (2, 5) and (got == -1).all() and (values == -torch.inf).all()
+    case.lengths.fill_(-7)
+    case.check(100, columns=64)
+
+
+def test_cache_beyond_2_to_31_bytes():
+    """Pages far apart: the last ones begin 6 GB into the cache."""
+    case = Case([3000, 1000])
+    pages = len(case.cache)
+    stride = 6 * 2**30 // pages // 16 * 16
+    wide = torch.full((pages * stride,), 0xFF, dtype=torch.uint8, device="cuda")
+    cache = wide.as_strided(case.cache.shape, (stride, *case.cache.stride()[1:]))
+    cache.copy_(case.cache)
+    case.cache = cache
+    case.check(512)
+
+
+def test_strided_weights_and_tables():
+    case = Case([60, 700, 64, 1], spare_pages=0)
+    wide_table = torch.full((4, 3 * case.table.shape[1]), 7, dtype=torch.int32, device="cuda")
+    wide_table[:, 1 : 1 + case.table.shape[1]] = case.table
+    case.table = wide_table[:, 1 : 1 + case.table.shape[1]]
+    case.lengths = int32([60, 9, 700, 9, 64, 9, 1, 9])[::2]
+    for columns in (3 * 64, 3 * 64 + 1):
+        case.weights = torch.randn(4, columns, device="cuda")[:, 64:128]
+        case.check(70)
+    Case([50], spare_pages=0).check(70)
+
+
+@pytest.mark.parametrize("length", [700, 40000])
+@pytest.mark.parametrize("own", [True, False])
+def test_a_graph_takes_new_lengths_keys_and_pages(length, own):
+    """Also plateaus, of which the capture knew nothing, and such that are none behind these."""
+    case = Case([length] * 6, next_n=2)
+    workspace = case.workspace if own else None
+    arguments, top_k = (*case.arguments(), length), 600
+    options = {"slots": True, "return_values": True, "workspace": workspace}
+    dsa.paged_indexer_select(*arguments, top_k, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = dsa.paged_indexer_select(*arguments, top_k, **options)
+    keys = len(case.slots)
+    for i in range(6):
+        case.lengths.copy_(torch.randint(0, length + 1, (6,)))
+        scales = (torch.rand(keys) * (torch.rand(keys) < (0.001 if i % 2 else 1.0))).cuda()
+        case.write(torch.randn(keys, 128, device="cuda").to(torch.float8_e4m3fn), scales)
+        case.table.copy_(case.table.roll(1, 0))
+        case.weights.normal_()
+        for _ in range(3):
+            graph.replay()
+        expected = case.expected(top_k, length, slots=True)
+        assert all(map(torch.equal, got, expected))
+        assert not case.workspace.any()
+
+
+def test_calls_that_come_again():
+    """With new tensors of the same sizes, until they are recorded and after, over one workspace and over their own."""
+    workspace = dsa.paged_indexer_select_workspace(80, "cuda")
+    for _ in range(12):
+        for lengths in ([3000, 20, 0, 700], [100] * 35):
+            case = Case(lengths, next_n=2)
+            case.workspace = workspace
+            case.check(128, columns=3000)
+
+
+def test_runs_are_identical():
+    for lengths, next_n, scales in (
+        ([131072], 1, None),
+        ([5000, 1, 0, 777, 64], 2, None),
+        ([60000] * 3, 1, torch.ones),
+    ):
+        case = Case(lengths, next_n, scales=scales)
+        arguments = *case.arguments(), max(lengths), 2048
+        options = {"return_values": True, "workspace": case.workspace}
+        first = [x.clone() for x in dsa.paged_indexer_select(*arguments, **options)]
+        for _ in range(300):
+            got = dsa.paged_indexer_select(*arguments, **options)
+        assert all(map(torch.equal, first, got))
+        for _ in range(20):
+            assert all(map(torch.equal, first, dsa.paged_indexer_select(*arguments, **options)))
+
+
+def test_a_sequence_does_not_depend_on_the_batch():
+    case = Case([30000, 10000, 5])
+    q, cache, weights, lengths, table = case.arguments()
+    whole = dsa.paged_indexer_select(*case.arguments(), 30000, 512, return_values=True)
+    for b in range(3):
+        own = slice(b, b + 1)
+        alone = dsa.paged_indexer_select(
+            q[own], cache, weights[own], lengths[own], table[own], 30000, 512, return_values=True
+        )
+        assert all(torch.equal(x[own], y) for x, y in zip(whole, alone))
+
+
+def test_the_next_op_of_a_stream_has_the_results():
+    """Producers and consumers on the same stream, without a wait of the host: what is launched behind sees all of it,
+    and new keys and lengths are seen."""
+    case = Case([40000, 9000], next_n=1)
+    scales = [torch.rand(len(case.slots), device="cuda") for _ in range(8)]
+    keys = torch.randn(len(case.slots), 128, device="cuda").to(torch.float8_e4m3fn)
+    results = []
+    for each in scales:
+        case.write(keys, each)
+        case.lengths.sub_(7)
+        results.append(dsa.paged_indexer_select(*case.arguments(), 40000, 700, workspace=case.workspace).clone())
+    case.lengths.add_(7 * len(scales))
+    for each, got in zip(scales, results):
+        case.write(keys, each)
+        case.lengths.sub_(7)
+        assert torch.equal(got, case.expected(700, 40000)[0])
+    assert not case.workspace.any()
+
+
+def test_two_streams_at_once():
+    """Each with a workspace of its own: CTAs of one wait for each other while those of the other take room."""
+    cases = [Case([60000, 500, 60000], 1), Case([131072], 2)]
+    streams = [torch.cuda.Stream() for _ in cases]
+    expected = [case.expected(2048, int(case.lengths.max()))[0] for case in cases]
+    for _ in range(200):
+        torch.cuda.synchronize()
+        results = []
+        for case, stream, columns in zip(cases, streams, (60000, 131072)):
+            with torch.cuda.stream(stream):
+                for _ in range(3):
+                    got = dsa.paged_indexer_select(*case.arguments(), columns, 2048, workspace=case.workspace)
+                results.append(got)
+        torch.cuda.synchronize()
+        assert all(map(torch.equal, results, expected))
+    assert not any(case.workspace.any() for case in cases)
+
+
+def test_beside_a_kernel_that_holds_multiprocessors():
+    """Its CTAs start late, and others wait for them."""
+    case = Case([131072, 131072])
+    expected = case.expected(2048, 131072)[0]
+    a, side = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16), torch.cuda.Stream()
+    for _ in range(10):
+        with torch.cuda.stream(side):
+            for _ in range(4):
+                a @ a
+        got = dsa.paged_indexer_select(*case.arguments(), 131072, 2048, workspace=case.workspace)
+        torch.cuda.synchronize()
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("number", [-1, 2**31 - 1, -(2**31), 1, "random"])
+def test_a_workspace_that_is_not_zero_does_no_harm(number):
+    """No result is right, but nothing beside it is written, and zeros make it as good as new."""
+    case = Case([30000, 5000, 100], next_n=2)
+    rows = len(case.workspace)
+    wide = torch.full((rows + 8, ROW_WORDS), 77, dtype=torch.int32, device="cuda")
+    workspace = wide[4:-4]
+    if number == "random":
+        workspace.copy_(torch.randint(-(2**31), 2**31 - 1, workspace.shape, dtype=torch.int32))
+    else:
+        workspace.fill_(number)
+    got = dsa.paged_indexer_select(*case.arguments(), 30000, 300, return_values=True, workspace=workspace)
+    torch.cuda.synchronize()
+    assert got[0].shape == (6, 300)
+    assert (wide[:4] == 77).all() and (wide[-4:] == 77).all()
+    case.workspace = workspace.zero_()
+    case.check(300)
+
+
+def test_memory_beside_the_results():
+    """A workspace of a launch's queries, and none where one is given."""
+    case = Case([20000] * 8)
+    arguments = *case.arguments(), 20000, 2048
+    for workspace, most in ((None, 8 * ROW_WORDS * 4), (case.workspace, 0)):
+        got = dsa.paged_indexer_select(*arguments, workspace=workspace)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        got = dsa.paged_indexer_select(*arguments, workspace=workspace)
+        assert torch.cuda.max_memory_allocated() - before <= got.nbytes + most
+
+
+def test_what_the_kernel_does_not_take():
+    case = Case([64, 100])
+    q, cache, weights, lengths, table = case.arguments()
+    call = dsa.paged_indexer_select
+    with pytest.raises(ValueError, match=r"q: the kernel takes heads \(8, 16, 32, 64\), got 24"):
+        call(q[:, :, :24].contiguous(), cache, weights[:, :24], lengths, table, 100, 10)
+    with pytest.raises(ValueError, match="top_k: the kernel takes up to 2048, got 2049"):
+        call(q, cache, weights, lengths, table, 100, 2049)
+    with pytest.raises(ValueError, match="workspace: must be on q's device cuda:0, got cpu"):
+        call(q, cache, weights, lengths, table, 100, 10, workspace=case.workspace.cpu())
+    with pytest.raises(ValueError, match="workspace: must have a row for each of the 2 queries"):
+        call(q, cache, weights, lengths, table, 100, 10, workspace=case.workspace[:1])
