@@ -32,9 +32,9 @@ from dsa.cute.fake_tensors import fake, fake_stream, strides
 from dsa.cute.pipeline import Pipeline, expect_bytes, pipeline_storage, start
 from dsa.cute.reductions import warp_inclusive_scan
 from dsa.cute.sm90 import SHARED_BYTES, WARP, WARPGROUP
-from dsa.kernels.indexer.fp8_paged_mqa_logits_sm90 import Fp8PagedMqaLogitsSm90, Pipelines
 from dsa.kernels.indexer.limits import HEAD_DIMS, HEADS, NEXT_N, PAGE_SIZES
-from dsa.kernels.indexer.paged_mqa_logits_config import PagedMqaLogitsConfig, bound_by_arithmetic
+from dsa.kernels.indexer.paged_mqa_logits_config import bound_by_arithmetic
+from dsa.kernels.indexer.paged_score_tiles import PagedScoreTiles, Pipelines
 from dsa.kernels.indexer.paged_select_plan import BINS, ROW_WORDS, PagedSelectConfig, choose_config
 from dsa.kernels.indexer.score_tile import TILE, score_mma
 from dsa.kernels.indexer.selection_over_ctas import (
@@ -46,10 +46,9 @@ from dsa.kernels.indexer.selection_over_ctas import (
 )
 
 
-class PagedIndexerSelectSm90(Fp8PagedMqaLogitsSm90):
+class PagedIndexerSelectSm90(PagedScoreTiles):
     def __init__(self, heads: int, dim: int, next_n: int, page_size: int, half: bool, cfg: PagedSelectConfig):
-        scores = PagedMqaLogitsConfig(stages=cfg.stages, sequences=1, groups=cfg.groups)
-        super().__init__(heads, dim, next_n, page_size, Float32, half, scores)
+        super().__init__(heads, dim, next_n, page_size, Float32, half, cfg.groups, cfg.stages, sequences=1)
         self.capacity = cfg.capacity(self.n, next_n, half)
         self.selection = SelectionOverCtas(cfg.groups * WARPGROUP, next_n, page_size)
 
