@@ -68,7 +68,9 @@ def planted(shares: Sequence[float]) -> Iterator[Finds]:
     """Within the block needles are in every layer's keys, at these shares of those that the first query of each call
     of the scores' op sees."""
     finds, pending = Finds(), []
-    packed, paged, select = dsa.fp8_mqa_logits, dsa.fp8_paged_mqa_logits, dsa.topk_indices
+    names = ("fp8_mqa_logits", "fp8_paged_mqa_logits", "topk_indices", "paged_indexer_select")
+    ours = {name: getattr(dsa, name) for name in names}
+    packed, paged, select, select_paged = ours.values()
 
     def of_packed(q, keys, weights, starts, ends, **options):
         first, count = int(starts[0]), int(ends[0] - starts[0])
@@ -82,20 +84,37 @@ def planted(shares: Sequence[float]) -> Iterator[Finds]:
         pending.append(places)
         return scores
 
-    def of_pages(q, pages, weights, lengths, block_table, schedule, most, **options):
-        count = int(lengths.flatten()[0])
+    def plant_in_pages(q, pages, weights, lengths, block_table):
+        """-> (the needles' places, how many keys there are, exact scores of any places)."""
+        count, size, (keys, scales) = int(lengths.flatten()[0]), pages.shape[1], _views(pages)
         places = _places(shares, count, q.device)
-        keys, scales = _views(pages)
-        size = pages.shape[1]
         at = block_table[0, places // size].long(), places % size
         keys[at] = _needles(q[0, 0], weights[0], len(places)).view(torch.uint8)
         scales[at] = 1.0
+
+        def exact(places):
+            at = block_table[0, places // size].long(), places % size
+            return _exact(q[0, 0], keys[at], scales[at], weights[0])
+
+        return places, count, exact
+
+    def of_pages(q, pages, weights, lengths, block_table, schedule, most, **options):
+        places, count, exact = plant_in_pages(q, pages, weights, lengths, block_table)
         scores = paged(q, pages, weights, lengths, block_table, schedule, most, **options)
         sampled = _sampled(places, count)
-        at = block_table[0, sampled // size].long(), sampled % size
-        _compare(finds, scores[0, sampled], _exact(q[0, 0], keys[at], scales[at], weights[0]))
+        _compare(finds, scores[0, sampled], exact(sampled))
         pending.append(places)
         return scores
+
+    def of_selected_pages(q, pages, weights, lengths, block_table, most, k, *, slots, workspace):
+        places, _, exact = plant_in_pages(q, pages, weights, lengths, block_table)
+        arguments = q, pages, weights, lengths, block_table, most, k
+        positions, values = select_paged(*arguments, return_values=True, workspace=workspace)
+        selected = positions[0, positions[0] >= 0].long()
+        _compare(finds, values[0, : len(selected)], exact(selected))
+        finds.selections += 1
+        finds.lacking += len(places) - int(torch.isin(places, selected).sum())
+        return select_paged(*arguments, slots=slots, workspace=workspace)
 
     def of_selection(scores, k, **options):
         found = select(scores, k, **options)
@@ -106,11 +125,13 @@ def planted(shares: Sequence[float]) -> Iterator[Finds]:
         finds.lacking += len(places) - int(torch.isin(places, found[0].long()).sum())
         return found
 
-    dsa.fp8_mqa_logits, dsa.fp8_paged_mqa_logits, dsa.topk_indices = of_packed, of_pages, of_selection
+    for name, op in zip(names, (of_packed, of_pages, of_selection, of_selected_pages)):
+        setattr(dsa, name, op)
     try:
         yield finds
     finally:
-        dsa.fp8_mqa_logits, dsa.fp8_paged_mqa_logits, dsa.topk_indices = packed, paged, select
+        for name, op in ours.items():
+            setattr(dsa, name, op)
 
 
 def _places(shares: Sequence[float], count: int, device: torch.device) -> torch.Tensor:

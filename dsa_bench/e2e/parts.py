@@ -3,7 +3,7 @@
 While a profiler runs, modules and ops announce themselves by named ranges on the host; a kernel belongs to the
 innermost range around its launch. Times are of kernels alone: what the host adds between them is in none, and a
 kernel's begins where the one in front ends (`trace.in_turn`). The products that an indexer shares with its attention
-layer are the attention's.
+layer are the attention's; a selection in one launch with its scores is the indexer's, and no top-k.
 """
 
 import contextlib

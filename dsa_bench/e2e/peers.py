@@ -6,7 +6,8 @@ absorbed form, which is the only one that FlashMLA has; prompts all of whose key
 PyTorch's FlashAttention 2, which takes a third of the absorbed form's multiply-adds. In V4's prefill the window's keys
 and the compressed entries are put into one tensor for FlashMLA, where an engine has them. Experts are on DeepGEMM's
 grouped products (peer_experts.py), and FP4 experts of decoding on vLLM's Marlin (peer_fp4_experts.py). No peer selects
-as it scores, so scores and top-k are two ops for any number of keys. Cache writers and all else stay ours.
+as it scores, so scores and top-k are two ops for any number of keys and of sequences. Cache writers and all else stay
+ours.
 """
 
 import contextlib
@@ -51,7 +52,7 @@ def peer_kernels() -> Iterator[Replaced]:
     replaced = Replaced()
     names = ("topk_indices", "mha_varlen_fwd", *(name for _, ops in _GROUPS for name in ops))
     ours, form = {name: getattr(dsa, name) for name in names}, attention.multi_head_is_faster
-    forward, fused_keys = Experts.forward, key_selection.FUSED_KEYS
+    forward, fused = Experts.forward, (key_selection.FUSED_KEYS, key_selection.FUSED_QUERIES)
     try:
         for builds, ops in _GROUPS:
             library, module = _newest(builds, replaced.failed)
@@ -72,13 +73,13 @@ def peer_kernels() -> Iterator[Replaced]:
             dsa.mha_varlen_fwd, replaced.ops["mha_varlen_fwd"] = _multi_head, "torch"
             attention.multi_head_is_faster = lambda *lengths: False
         if {"fp8_mqa_logits", "topk_indices"} & replaced.ops.keys():
-            key_selection.FUSED_KEYS = _NEVER
+            key_selection.FUSED_KEYS, key_selection.FUSED_QUERIES = _NEVER, 0
         yield replaced
     finally:
         for name, op in ours.items():
             setattr(dsa, name, op)
         attention.multi_head_is_faster, Experts.forward = form, forward
-        key_selection.FUSED_KEYS = fused_keys
+        key_selection.FUSED_KEYS, key_selection.FUSED_QUERIES = fused
 
 
 def _newest(builds: Sequence[Library], failed: dict[str, str]) -> tuple[Library | None, ModuleType | None]:

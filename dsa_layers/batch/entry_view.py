@@ -110,3 +110,7 @@ class EntryView(SelectedCounts):
     def index_schedule(self) -> torch.Tensor:
         """The plan of `dsa.fp8_paged_mqa_logits` for these entries: one for all layers of the pass."""
         return dsa.get_paged_mqa_logits_metadata(self.lens_tensor, self.page_size, dsa.num_sms(self.batch.device))
+
+    @property
+    def index_workspace(self) -> torch.Tensor:
+        return self.batch.index_workspace

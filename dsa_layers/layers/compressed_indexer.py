@@ -96,8 +96,7 @@ class CompressedIndexer(nn.Module):
         page_size = entries.page_size if paged_slots else None
         if self.quantize and batch.is_decode and cache is not None:
             pages, lengths = (cache.pages, batch.block_table), entries.visible_by_sequence
-            schedule, most = entries.index_schedule, max(entries.most, 1)
-            return select_paged(q, *pages, weights, self.top_k, lengths, schedule, most, page_size)
+            return select_paged(q, *pages, weights, self.top_k, lengths, entries, max(entries.most, 1), page_size)
         if cache is None:
             keys = self.compressor.entries(*projected, *entry_rope, batch).to(x.dtype)
             if self.quantize:

@@ -145,8 +145,7 @@ class LightningIndexer(nn.Module):
         page_size = batch.page_size if paged_slots else None
         if self.quantize and batch.is_decode and cache is not None:
             pages, lengths = (cache.index, batch.block_table), batch.visible_by_sequence
-            schedule, most = batch.index_schedule, batch.max_key_len
-            return select_paged(q, *pages, weights, self.top_k, lengths, schedule, most, page_size)
+            return select_paged(q, *pages, weights, self.top_k, lengths, batch, batch.max_key_len, page_size)
         paging = {}
         if paged_slots:
             sequences = rows.own_kept(batch.sequences)

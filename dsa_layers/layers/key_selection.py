@@ -3,6 +3,8 @@
 The keys are tokens, or in DeepSeek-V4 compressed entries. I[t, s] = sum_h weights[t, h] relu(q[t, h] . k[s]).
 """
 
+from typing import Protocol
+
 import torch
 
 import dsa
@@ -12,8 +14,22 @@ WORKSPACE = 260 << 20  # bytes of scores at a time: of 64 tokens and a million k
 # Keys and tokens from which on half scores are selected as they are computed, which is faster there (docs/kernel-notes,
 # "Scores and selection in one"), and bytes that it takes of a token.
 FUSED_KEYS, FUSED_TOKENS, FUSED_BYTES = 65536, 1024, 33 << 10
+# Queries of a decoding pass, and queries times keys, up to which scores and selection are one launch
+# (docs/kernel-notes, "Scores over pages and selection in one"). So many scores have room on any Hopper GPU.
+FUSED_QUERIES, FUSED_SCORES = 32, 1 << 21
 ROW_PADDING = 512  # numbers, at most, behind a row of scores
 Keys = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+class DecodingView(Protocol):
+    """What the layers of a decoding pass share, of which each pass makes what it reads.
+
+    index_schedule   the plan of `dsa.fp8_paged_mqa_logits` for the lengths of the keys
+    index_workspace  zeros for `dsa.paged_indexer_select`
+    """
+
+    index_schedule: torch.Tensor
+    index_workspace: torch.Tensor
 
 
 def select_packed(
@@ -77,18 +93,21 @@ def select_paged(
     weights: torch.Tensor,
     top_k: int,
     lengths: torch.Tensor,
-    schedule: torch.Tensor,
+    view: DecodingView,
     most: int,
     page_size: int | None = None,
 ) -> torch.Tensor:
     """Selects for the last tokens of sequences, one or a few of each, among keys in pages of FP8 bytes, where they are.
 
     lengths int32 [B], or [B, next_n] of several tokens a sequence: how many keys each sees; most: an upper bound of
-    them; schedule: the plan of `dsa.fp8_paged_mqa_logits` for these lengths. With page_size, the keys of a page, the
-    result has slots in the cache in place of positions. Returns as `select_packed`.
+    them; view: of the pass's keys. With page_size, the keys of a page, the result has slots in the cache in place of
+    positions. Returns as `select_packed`.
     """
-    q = q.unflatten(0, (len(lengths), -1))
-    scores = dsa.fp8_paged_mqa_logits(q, pages, weights, lengths, block_table, schedule, most)
+    queries, q = len(q), q.unflatten(0, (len(lengths), -1))
+    if queries <= FUSED_QUERIES and queries * most <= FUSED_SCORES and top_k <= MAX_SELECTED:
+        options = {"slots": page_size is not None, "workspace": view.index_workspace}
+        return dsa.paged_indexer_select(q, pages, weights, lengths, block_table, most, top_k, **options)
+    scores = dsa.fp8_paged_mqa_logits(q, pages, weights, lengths, block_table, view.index_schedule, most)
     paging = {} if page_size is None else {"block_table": block_table, "page_size": page_size}
     if page_size is not None and q.shape[1] > 1:
         sequences = torch.arange(len(lengths), dtype=torch.int32, device=q.device)

@@ -16,6 +16,7 @@ from dsa_bench.e2e import peers as peer_ops
 from dsa_bench.e2e.parts import PARTS
 from dsa_bench.e2e.peer_experts import Slots, padded
 from dsa_bench.e2e.runs import Run, decode, prefill
+from dsa_layers.batch.decode_batch import DecodeBatch
 from dsa_layers.command.main import main
 from dsa_layers.layers import attention, key_selection
 from dsa_layers.layers.attention import DSAAttention
@@ -113,13 +114,16 @@ def current():
         "form": attention.multi_head_is_faster,
         "Experts": Experts.forward,
         "many keys": key_selection.FUSED_KEYS,
+        "few queries": key_selection.FUSED_QUERIES,
     }
 
 
 def test_peers_take_the_ops_places_and_give_them_back(peers):
     ours = current()
     with pytest.raises(KeyError), peer_ops.peer_kernels() as replaced:
-        assert {*replaced.ops, "form", "many keys"} == ours.keys() | {"FP4 experts"} and replaced.failed == {}
+        assert {*replaced.ops, "form", "many keys", "few queries"} == ours.keys() | {
+            "FP4 experts"
+        } and replaced.failed == {}
         assert replaced.libraries == ["deepgemm 2.8.1", "sgl-flash-mla", "torch", "vllm"]
         assert all(op is not ours[name] for name, op in current().items())
         raise KeyError
@@ -216,6 +220,30 @@ def test_selections_from_many_keys_stay_ours_without_a_peer_for_them(peers, monk
     ours = key_selection.FUSED_KEYS
     with peer_ops.peer_kernels() as replaced:
         assert "sgl-flash-mla" in replaced.libraries and key_selection.FUSED_KEYS == ours
+
+
+@pytest.mark.parametrize("top_k_of_vllm", [True, False])
+def test_selections_of_few_sequences_are_no_op_of_ours(top_k_of_vllm, either_build, monkeypatch):
+    if not top_k_of_vllm:
+        monkeypatch.setitem(sys.modules, "peer_topk", None)
+    fused, select, own = [], dsa.paged_indexer_select, key_selection.FUSED_QUERIES
+    monkeypatch.setattr(
+        dsa, "paged_indexer_select", lambda *given, **options: fused.append(1) or select(*given, **options)
+    )
+    monkeypatch.setattr(dsa, "num_sms", lambda device: peer_stubs.SMS)
+    q, weights = fp8(2, 32, 64), torch.rand(2, 32)
+    pages = torch.zeros(4, 64, 1, 68, dtype=torch.uint8)
+    dsa.write_indexer_cache(fp8(256, 64), torch.rand(256) + 0.5, pages, torch.arange(256))
+    table, lengths = torch.tensor([[3, 1], [0, 2]], dtype=torch.int32), torch.tensor([70, 128], dtype=torch.int32)
+
+    def selected():
+        batch = DecodeBatch(table, 64, lengths, 128)
+        return key_selection.select_paged(q, pages, table, weights, 8, lengths, batch, 128, 64).sort(1).values
+
+    same_with_peers(selected)
+    assert len(fused) == 1 and key_selection.FUSED_QUERIES == own
+    selected()
+    assert len(fused) == 2
 
 
 def test_selections_from_pages(either_build):

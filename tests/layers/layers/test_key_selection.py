@@ -7,10 +7,22 @@ import torch
 
 import dsa
 from dsa.kernels.indexer.candidate_lists import CAPACITY
+from dsa.kernels.indexer.limits import HEADS, NEXT_N
+from dsa.kernels.indexer.paged_select_plan import choose_config, sequences_of_launch
+from dsa_layers.batch.decode_batch import DecodeBatch
+from dsa_layers.batch.entry_view import EntryView
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.layers import key_selection
 from dsa_layers.layers.indexer import LightningIndexer
-from dsa_layers.layers.key_selection import FUSED_BYTES, ROW_PADDING, WORKSPACE, select_packed
+from dsa_layers.layers.key_selection import (
+    FUSED_BYTES,
+    FUSED_QUERIES,
+    FUSED_SCORES,
+    ROW_PADDING,
+    WORKSPACE,
+    select_packed,
+    select_paged,
+)
 
 QUERIES, KEYS = (5, 1, 9, 0, 20), (40, 1, 9, 7, 300)
 MOST = max(KEYS)
@@ -139,3 +151,69 @@ def test_an_indexer_has_a_workspace_of_its_own(quantize, monkeypatch):
     assert sizes == [1] * 12
     indexer.workspace = WORKSPACE
     assert torch.equal(indexer.select(*arguments), found) and sizes[12:] == [12]
+
+
+def pages_of(batch, next_n, page_size=32, pages=4, top_k=16):
+    """A decoding batch, its cache's pages, and the arguments of `select_paged` that follow from them."""
+    torch.manual_seed(2)
+    table = torch.randperm(batch * pages).int().view(batch, pages)
+    lengths = torch.randint(next_n, pages * page_size + 1, (batch,), dtype=torch.int32)
+    decoding = DecodeBatch(table, page_size, lengths, pages * page_size, next_n=next_n)
+    cache = torch.zeros(batch * pages, page_size, 1, 36, dtype=torch.uint8)
+    keys = torch.randn(batch * pages * page_size, 32).to(torch.float8_e4m3fn)
+    dsa.write_indexer_cache(keys, torch.rand(len(keys)) + 0.5, cache, torch.arange(len(keys)))
+    q, weights = torch.randn(batch * next_n, 8, 32).to(torch.float8_e4m3fn), torch.randn(batch * next_n, 8)
+    return decoding, (q, cache, table, weights, top_k, decoding.visible_by_sequence, decoding, pages * page_size)
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """The ops of `select_paged` that were called, and plans that were made."""
+    names = []
+    for name in ("paged_indexer_select", "fp8_paged_mqa_logits", "topk_indices", "get_paged_mqa_logits_metadata"):
+        op = getattr(dsa, name)
+        monkeypatch.setattr(dsa, name, lambda *a, name=name, op=op, **o: names.append(name) or op(*a, **o))
+    return names
+
+
+@pytest.mark.parametrize("next_n", [1, 3])
+@pytest.mark.parametrize("page_size", [None, 32])
+def test_few_queries_are_selected_in_one_launch(page_size, next_n, called, monkeypatch):
+    """As of scores in memory, of which alone there is a plan; and all layers share a workspace."""
+    decoding, arguments = pages_of(4, next_n)
+    got = select_paged(*arguments, page_size)
+    assert called == ["paged_indexer_select"]
+    workspace = decoding.index_workspace
+    assert len(workspace) == 4 * next_n and not workspace.any()
+    assert torch.equal(select_paged(*arguments, page_size), got) and decoding.index_workspace is workspace
+    assert EntryView(decoding, 4).index_workspace is workspace
+    monkeypatch.setattr(key_selection, "FUSED_QUERIES", 4 * next_n - 1)
+    called.clear()
+    decoding, arguments = pages_of(4, next_n)
+    assert torch.equal(select_paged(*arguments, page_size), got)
+    assert torch.equal(select_paged(*arguments, page_size), got)
+    two = ["fp8_paged_mqa_logits", "topk_indices"]
+    assert called == ["get_paged_mqa_logits_metadata", *two, *two]
+    assert "index_workspace" not in vars(decoding)
+
+
+@pytest.mark.parametrize(
+    ("constant", "number", "top_k"),
+    [("FUSED_SCORES", 4 * 128 - 1, 16), ("FUSED_QUERIES", 0, 16), ("FUSED_QUERIES", 32, 2049)],
+)
+def test_other_selections_from_pages_have_their_scores_in_memory(constant, number, top_k, called, monkeypatch):
+    monkeypatch.setattr(key_selection, constant, number)
+    select_paged(*pages_of(4, 1, top_k=top_k)[1])
+    assert "paged_indexer_select" not in called and "topk_indices" in called
+
+
+@pytest.mark.parametrize("multiprocessors", [78, 114, 132])
+def test_what_is_selected_in_one_launch_has_room(multiprocessors):
+    """No model is refused for its context: on every Hopper GPU one sequence at least has room in a launch."""
+    for heads in HEADS:
+        for next_n in NEXT_N:
+            for half in (False, True):
+                room = choose_config(heads, next_n, half).capacity(heads * next_n, next_n, half)
+                for sequences in range(1, FUSED_QUERIES // next_n + 1):
+                    most = FUSED_SCORES // (sequences * next_n)
+                    assert sequences_of_launch(most, room, multiprocessors) >= 1

@@ -11,6 +11,7 @@ from dsa_layers.checkpoint.loading import load_model
 from dsa_layers.command.compare import HELD_OUT_TEXT
 from dsa_layers.evaluation.selections import latest_keys
 from dsa_layers.generation.tokenizer import Tokenizer
+from dsa_layers.layers import key_selection
 from tests.bench.small_stacks import FEWER, SMALL
 from tests.needles import Haystack, planted
 
@@ -19,8 +20,11 @@ SHARES = (0.0, 0.1, 0.3333, 0.5, 0.77, 0.99)
 SELECT = {"V4-Flash": 2, "GLM-5.2": 1, "V3.2": 4}
 
 
+@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("name", SELECT)
-def test_every_layer_finds_needles(name):
+def test_every_layer_finds_needles(name, fused, monkeypatch):
+    if not fused:
+        monkeypatch.setattr(key_selection, "FUSED_QUERIES", 0)
     model = stack(name, "cpu", **SMALL, **FEWER[name])
     hay = Haystack(model, 8192 + 70, "cpu")
     with planted(SHARES) as finds:
