@@ -17,7 +17,7 @@ from dsa_layers.command.main import main
 from dsa_layers.families.config import read_config
 from dsa_layers.families.registry import family, model_types
 from dsa_layers.layers.shares import TILE_OF_HEADS
-from dsa_layers.parallel.cuts import cuts_of, shares_of
+from dsa_layers.parallel.cuts import DoesNotDivide, cuts_of, shares_of
 from dsa_layers.parallel.ranks import Ranks
 from dsa_layers.tiny import write_tiny_checkpoint, writer
 from tests.layers.parallel.ways import split_by
@@ -194,6 +194,13 @@ def test_wrong_calls(capsys, tmp_path):
     assert "--gpus: 3 do not evenly share the 129280 tokens of embed" in capsys.readouterr().err
     assert main(["plan", str(tmp_path)]) == 2
     assert "config.json" in capsys.readouterr().err
+
+
+def test_experts_that_do_not_divide(directory):
+    config = replace(read_config(directory), n_routed_experts=6)
+    with pytest.raises(DoesNotDivide, match=r"^gpus: 4 do not evenly share the 6 experts of .*experts$"):
+        plan(config, precision_of(config), 4)
+    assert 4 not in {one.gpus for one in plans(config, precision_of(config), 4)}
 
 
 def test_nothing_is_allocated():
