@@ -37,8 +37,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--heads",
         type=options.positive,
         metavar="N",
-        help="attention heads of one GPU's share, where several GPUs have the model's; of so few that GPUs split long "
-        "passes by queries, those with all heads are compiled, too (default: all)",
+        help="attention heads of one GPU's share, where several GPUs have the model's: for dsa generate --gpus, sums "
+        "over the GPUs included, and for engines that split attention by heads (default: all)",
     )
     add_draft_option(parser, "as dsa generate has it")
     parser.add_argument(
@@ -66,9 +66,9 @@ def run(args: argparse.Namespace) -> int:
     from dsa.cute.private_files import private_folder
     from dsa_layers.compilation.build import build
     from dsa_layers.compilation.variants import model_variants, precisions
+    from dsa_layers.parallel.cuts import DoesNotDivide
 
-    configs = _configs(args)
-    config = configs[0]
+    config, share = _configs(args)
     if args.draft and not config.num_nextn_predict_layers:
         raise ValueError(f"--draft: {args.model} has no multi-token-prediction layer; accepted: 0, got {args.draft}")
     chosen = precisions(
@@ -86,10 +86,16 @@ def run(args: argparse.Namespace) -> int:
 
     started = time.perf_counter()
     print(f"{args.model}: looking for what its passes ask for", file=sys.stderr)
-    variants = sorted({v for one in configs for v in model_variants(one, chosen, drafts=args.draft)}, key=repr)
+    variants = set(model_variants(share, chosen, drafts=args.draft))
+    gpus = config.num_attention_heads // share.num_attention_heads
+    if gpus > 1:
+        try:
+            variants.update(model_variants(config, chosen, drafts=args.draft, gpus=gpus))
+        except DoesNotDivide as error:
+            print(f"Note: none for dsa generate --gpus {gpus}: {error}", file=sys.stderr)
     compiled = 0
     with tqdm(total=len(variants), desc="Compiling", unit="kernel", disable=None) as bar:
-        for _, is_new in build(variants, directory, args.jobs or len(os.sched_getaffinity(0))):
+        for _, is_new in build(sorted(variants, key=repr), directory, args.jobs or len(os.sched_getaffinity(0))):
             compiled += is_new
             bar.update()
     seconds = time.perf_counter() - started
@@ -97,23 +103,22 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _configs(args: argparse.Namespace) -> "list[ModelConfig]":
-    """Whose passes a GPU computes: its share's, and where these split queries the whole model's."""
+def _configs(args: argparse.Namespace) -> "tuple[ModelConfig, ModelConfig]":
+    """The model's, and the same with a GPU's share of the heads."""
     from dsa_layers.checkpoint.checks import check_quantised_sizes
     from dsa_layers.families.config import read_config
     from dsa_layers.families.precision import Precision
     from dsa_layers.hub import checkpoint_directory
-    from dsa_layers.layers.shares import fill_no_tile
 
     config = read_config(checkpoint_directory(args.model, weights=False))
     if args.heads is None:
-        return [config]
+        return config, config
     try:
         share = config.with_heads(args.heads)
     except ValueError as error:
         raise ValueError(f"--{error}") from None
     check_quantised_sizes(share, Precision.of(share, dequantize=bool(args.dequantize)), args.model)
-    return [share, config] if share != config and fill_no_tile(args.heads) else [share]
+    return config, share
 
 
 def _directory(chosen: Path | None) -> Path:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dsa_layers.command import check, compare, compile, generate, plan, tiny
 from dsa_layers.command.parser import Parser, WrongCall
 from dsa_layers.command.streams import drop_unwritten, on_interrupt, prepare_streams, say, say_json
+from dsa_layers.parallel.environment import note_failure
 
 INTERRUPTED, NO_READER = 128 + signal.SIGINT, 128 + signal.SIGPIPE  # what a shell calls them
 
@@ -70,6 +71,7 @@ def _import_torch() -> None:
 
 def _failed(problem: str, code: int, as_json: bool) -> int:
     """Tells the caller, and gives back the exit code."""
+    note_failure(problem)
     say(problem)
     if as_json:
         with contextlib.suppress(OSError):  # nobody reads it, or it cannot be written, which may be the problem itself

@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 _TEXT = """\
 Reads config.json alone, and with --draft what tensors the index names. Weights are shared by the GPUs: attention by
 heads, MLPs by their inner channels, experts by their number, embeddings and the head by the vocabulary. Every GPU has
-all of the cache. Context is what fits beside the weights into 90% of a GPU's memory, for all sequences together, where
---draft K takes K tokens more of each."""
+the weights of shared experts whole, and where its share of the heads is below 64 those of attention with all heads:
+long passes are split by tokens there. Every GPU has all of the cache. Context is what fits beside the weights into
+90% of a GPU's memory, for all sequences together, where --draft K takes K tokens more of each."""
 MOST = 16
 GB = 10**9
 

@@ -1,6 +1,7 @@
 """The passes of a generator over a model without memory: of all kinds, and of one row to tens of thousands."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -14,6 +15,8 @@ from dsa_layers.families.registry import family
 from dsa_layers.families.unfilled import unfilled
 from dsa_layers.layers import joint_linear
 from dsa_layers.layers.key_selection import FUSED_TOKENS
+from dsa_layers.parallel.ranks import Ranks
+from dsa_layers.parallel.split import copy_own_parts, split
 
 MOST_ROWS = 32768  # new tokens of a pass; more take the kernels of so many
 MOST_SEQUENCES = 1024
@@ -24,18 +27,32 @@ MOST_SCORES = 2**29
 META = torch.device("meta")
 
 
+@dataclass(frozen=True)
+class SilentRanks(Ranks):
+    """Nothing is sent, and nothing comes: of tensors without memory there is nothing to say."""
+
+    def all_gather(self, parts: torch.Tensor, x: torch.Tensor, *, async_op: bool = False) -> None:
+        pass
+
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, *rows: list[int], async_op: bool = False) -> None:
+        pass
+
+
 def without_memory(
-    config: ModelConfig, precision: Precision, *, drafter: bool = False
+    config: ModelConfig, precision: Precision, *, drafter: bool = False, gpus: int = 1
 ) -> tuple[CheckpointModel, Cache]:
     """The model on the meta device, as `load_model` makes it, and a cache for it. It has one layer of each kind: layers
-    that are like an earlier one give back what they get."""
+    that are like an earlier one give back what they get. gpus: the part of one of so many; DoesNotDivide for a model
+    that does not come apart evenly."""
     of_family = family(config.model_type)
     with unfilled():
         model = of_family.model(config, precision)
         if drafter:
             model.drafter = of_family.drafter(model)
+    split(model, SilentRanks(0, gpus), blocks=config.quantization is not None)
     model.init_buffers(META)
     joint_linear.join(model)
+    copy_own_parts(model)
     pages = -(-config.max_position_embeddings // model.page_size)
     cache = model.make_cache(pages, model.page_size, META, state_slots=MOST_SEQUENCES)
     layers = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == config.num_hidden_layers)

@@ -11,6 +11,7 @@ from dsa.ops.asked_variants import Variant, asked_variants
 from dsa_layers.compilation.passes import passes, without_memory
 from dsa_layers.families.model import ModelConfig
 from dsa_layers.families.precision import Precision
+from dsa_layers.parallel.one_shot_sum import RANKS, compiled_sums
 
 # Compile functions whose work tiles follow from the number of rows, and the place of these among their arguments: of a
 # kernel that is asked for, all tiles are compiled.
@@ -50,16 +51,19 @@ def precisions(
 
 
 def model_variants(
-    config: ModelConfig, precisions: Iterable[Precision], arch: str = "sm_90", *, drafts: int = 0
+    config: ModelConfig, precisions: Iterable[Precision], arch: str = "sm_90", *, drafts: int = 0, gpus: int = 1
 ) -> list[Variant]:
     """The variants that a generator's passes over the model ask for, in any of these precisions, sorted; with so many
-    drafts those of its drafter, too."""
+    drafts those of its drafter, too. gpus: those of each of so many that have a part of the model, and of sums over
+    them; DoesNotDivide, a ValueError, for a model that does not come apart into so many equal parts."""
     found: dict[Variant, None] = {}
     for precision in precisions:
-        model, cache = without_memory(config, precision, drafter=drafts > 0)
+        model, cache = without_memory(config, precision, drafter=drafts > 0, gpus=gpus)
         with asked_variants(arch) as asked:
             for _ in passes(model, cache, drafts):
                 pass
+            if gpus in RANKS:
+                compiled_sums(arch, gpus)
         found |= asked
     return sorted(with_all_tiles(found), key=repr)
 

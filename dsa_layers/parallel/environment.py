@@ -1,6 +1,10 @@
-"""What torchrun, or `launch`, tells a process that it starts as a rank."""
+"""What torchrun, or `launch`, tells a process that it starts as a rank, and what that tells them."""
 
+import contextlib
+import json
 import os
+import time
+from pathlib import Path
 
 NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
@@ -14,3 +18,12 @@ def started_ranks() -> int | None:
         if not os.environ[name].isdecimal():
             raise ValueError(f"{name}: must be a number, got {os.environ[name]!r}")
     return int(os.environ["WORLD_SIZE"])
+
+
+def note_failure(problem: str) -> None:
+    """Writes where torch's elastic looks for it what ends this process, if that has been started as a rank: before it
+    ends, so that it is there before other ranks fail because of that."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": problem, "timestamp": int(time.time())}), encoding="utf-8")

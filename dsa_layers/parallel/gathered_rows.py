@@ -4,10 +4,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from dsa_layers.parallel.ranks import Ranks, all_gather
+from dsa_layers.parallel.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class _GatherRows(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, plan: RowPlan, ranks: Ranks) -> torch.Tensor:
         ctx.plan, ctx.ranks, ctx.own = plan, ranks, len(x)
         parts = x.new_empty(ranks.size * plan.most, *x.shape[1:])
-        all_gather(parts, _padded(x, plan.most), group=ranks.group)
+        ranks.all_gather(parts, _padded(x, plan.most))
         return parts.index_select(0, plan.rows)
 
     @staticmethod
@@ -51,7 +50,7 @@ class _GatherRows(torch.autograd.Function):
         for part in (slice(0, plan.first), slice(plan.first, None)):
             sent.index_add_(0, plan.rows[part], grad[part])
         parts = torch.empty_like(sent)
-        dist.all_to_all_single(parts, sent, group=ranks.group)
+        ranks.all_to_all(parts, sent)
         return ranks.sum_parts(parts.unflatten(0, (ranks.size, plan.most))[:, : ctx.own]), None, None
 
 

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 HOST = "127.0.0.1"
 STOP_SECONDS = 5  # from the signal that asks a rank to end until SIGKILL
-# Where another rank has failed first, rank 0 has this long to end with the same code, and so to say it itself.
+# Where another rank has failed first, rank 0 has this long to end with the same code, and so to say it itself; and a
+# rank that was the first to note a failure has it to end.
 RANK_0_SECONDS = 5
 _POLL_SECONDS = 0.01
 _LAST_LINES, _LAST_BYTES = 20, 2**14  # of a failed rank's standard error
@@ -149,13 +150,17 @@ def _wait(processes: "PContext", received: list[signal.Signals]) -> int | None:
     """Until all ranks have ended well or a signal has come: None; or until one has failed: its number.
 
     Of two ranks that are found ended at once, a signal is the cause: what other ranks make of a dead one is an error.
-    SIGABRT is none: gloo and NCCL end processes by it whose peers have gone.
+    SIGABRT is none: gloo and NCCL end processes by it whose peers have gone. Otherwise the cause is the rank that was
+    the first to note what ends it (`note_failure`), whichever is the first to be gone.
     """
     while not received:
         codes = _codes(processes)
         failed = [rank for rank, code in codes.items() if code != 0]
         if failed:
             first = min(failed, key=lambda rank: (_CAUSES.index(_kind(codes[rank])), rank))
+            if _kind(codes[first]) != "signal":
+                first = _first_to_note(processes, first, received)
+                codes = _codes(processes)
             return 0 if _rank_0_ends_so_too(processes, codes[first], received) else first
         if len(codes) == processes.nprocs:
             return None
@@ -171,15 +176,27 @@ def _kind(code: int) -> str:
     return "code" if code > 0 else "abort" if code == -signal.SIGABRT else "signal"
 
 
+def _first_to_note(processes: "PContext", failed: int, received: list[signal.Signals]) -> int:
+    """The rank that has noted its failure before all others, once it has ended; `failed` where none has."""
+    noted = {rank: Path(file).stat().st_mtime_ns for rank, file in processes.error_files.items() if Path(file).exists()}
+    first = min(noted, key=lambda rank: (noted[rank], rank), default=failed)
+    return first if _ends(processes, first, received) else failed
+
+
+def _ends(processes: "PContext", rank: int, received: list[signal.Signals]) -> bool:
+    """Whether a rank has failed within the time that rank 0 has for it."""
+    until = time.monotonic() + RANK_0_SECONDS
+    while rank not in _codes(processes) and not received and time.monotonic() < until:
+        time.sleep(_POLL_SECONDS)
+    return _codes(processes).get(rank, 0) != 0
+
+
 def _rank_0_ends_so_too(processes: "PContext", code: int, received: list[signal.Signals]) -> bool:
     """Whether a rank's `code` is also rank 0's, so that what it has said on the terminal is enough. All ranks end alike
     after a wrong call. But 1 is also what a rank ends with because another has: there the first one is the cause."""
     if code <= 1:
         return False
-    until = time.monotonic() + RANK_0_SECONDS
-    while 0 not in _codes(processes) and not received and time.monotonic() < until:
-        time.sleep(_POLL_SECONDS)
-    return _codes(processes).get(0) == code
+    return _ends(processes, 0, received) and _codes(processes)[0] == code
 
 
 def _end_of(rank: int, code: int, ranks: int) -> str:

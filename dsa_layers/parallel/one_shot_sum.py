@@ -4,6 +4,7 @@ import functools
 import os
 import socket
 import warnings
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,12 @@ def most_bytes(ranks: int) -> int:
     return PART * _places(ranks)
 
 
+def compiled_sums(arch: str, ranks: int) -> dict[torch.dtype, Callable[..., None]]:
+    """The kernels that so many ranks sum with: of each dtype, whichever comes first."""
+    kernels = KERNELS.modules(arch)
+    return {dtype: kernels.compile_one_shot_sum(name, ranks) for dtype, name in _DTYPES.items()}
+
+
 class OneShotSum:
     """x_0 + x_1 + ... of the ranks' x, in fp32 and in the order of the ranks, rounded once.
 
@@ -46,9 +53,9 @@ class OneShotSum:
         if self._memories[self._rank].data_ptr() != memory.data_ptr():
             raise RuntimeError("the symmetric memory is a part of a larger one")
         self._turns = torch.zeros(2, dtype=torch.int32, device=memory.device)
-        kernels, device = KERNELS.modules(backends.arch_of(memory.device)), memory.device
-        self._choose_ctas = functools.partial(kernels.choose_ctas, sms=backends.num_sms(device))
-        self._kernels = {dtype: kernels.compile_one_shot_sum(name, self._ranks) for dtype, name in _DTYPES.items()}
+        arch, sms = backends.arch_of(memory.device), backends.num_sms(memory.device)
+        self._choose_ctas = functools.partial(KERNELS.modules(arch).choose_ctas, sms=sms)
+        self._kernels = compiled_sums(arch, self._ranks)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: what it `takes`."""

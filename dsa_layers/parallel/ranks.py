@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 # Since torch 2.13 the same has another name.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 # Rows a rank from which on each rank sums its own share of them: all parts of all rows would be more to send.
 SHARED_SUM_ROWS = 16
 
@@ -54,7 +54,7 @@ class Ranks:
         if padded != rows:
             x = torch.cat((x, x.new_zeros(padded - rows, *x.shape[1:])))
         parts = torch.empty_like(x)
-        dist.all_to_all_single(parts, x, group=self.group)
+        self.all_to_all(parts, x)
         own = self.sum_parts(parts.unflatten(0, (self.size, -1)))
         return self._gathered(own).flatten(0, 1)[:rows]
 
@@ -88,8 +88,25 @@ class Ranks:
         """[size, ...]: every rank's x, which is contiguous."""
         parts = x.new_empty(self.size * len(x), *x.shape[1:])
         if x.numel():
-            all_gather(parts, x, group=self.group)
+            self.all_gather(parts, x)
         return parts.unflatten(0, (self.size, len(x)))
+
+    def all_gather(self, parts: torch.Tensor, x: torch.Tensor, *, async_op: bool = False) -> dist.Work | None:
+        """parts [size * N, ...]: the ranks' x [N, ...], in their order."""
+        return _all_gather(parts, x, group=self.group, async_op=async_op)
+
+    def all_to_all(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_rows: list[int] | None = None,
+        sent_rows: list[int] | None = None,
+        *,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """received: what the ranks have sent to this one, in their order; sent: what goes to each. So many rows of each
+        rank, or of all as many."""
+        return dist.all_to_all_single(received, sent, received_rows, sent_rows, group=self.group, async_op=async_op)
 
 
 ALONE = Ranks(0, 1)

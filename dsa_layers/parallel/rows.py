@@ -5,11 +5,10 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from dsa_layers.batch.rows import ALL_ROWS, Kept, Rows
 from dsa_layers.batch.tokens import Tokens
-from dsa_layers.parallel.ranks import Ranks, all_gather
+from dsa_layers.parallel.ranks import Ranks
 
 # New tokens of a pass from which on each rank has its own share of the rows between layers.
 SHARED_ROWS = 256
@@ -101,8 +100,7 @@ class SharedRows(Rows):
         sent = torch.cat([part[piece] for own in self._pieces for piece in own])
         own, size = self._counts[self._ranks.rank], self._ranks.size
         parts = part.new_empty(size * own, *part.shape[1:])
-        counts, options = ([own] * size, self._counts), {"group": self._ranks.group, "async_op": not at_once}
-        work = dist.all_to_all_single(parts, sent, *counts, **options)
+        work = self._ranks.all_to_all(parts, sent, [own] * size, self._counts, async_op=not at_once)
 
         def end(shared: torch.Tensor | None = None, residual: torch.Tensor | None = None) -> torch.Tensor:
             if work is not None:
@@ -143,7 +141,7 @@ class SharedRows(Rows):
             sent = sent.new_empty(self._most * sum(widths))  # what is behind the own rows nobody reads
             torch.cat(words, out=sent[: count * sum(widths)])
         parts = sent.new_empty(self._ranks.size * len(sent))
-        work = all_gather(parts, sent, group=self._ranks.group, async_op=not at_once)
+        work = self._ranks.all_gather(parts, sent, async_op=not at_once)
 
         def end() -> tuple[torch.Tensor, ...]:
             if work is not None:

@@ -4,6 +4,7 @@ import os
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from dsa_layers.layers.own_part import OwnPart
@@ -40,7 +41,7 @@ def split(model: nn.Module, ranks: Ranks, *, blocks: bool) -> dict[str, Cut]:
             setattr(module, attribute, getattr(module, attribute) // ranks.size)
         if hasattr(module, "first"):
             module.first = ranks.rank * module.count
-    if os.environ.get("DSA_COMPARE_RANKS") == "1":
+    if os.environ.get("DSA_COMPARE_RANKS") == "1" and dist.is_initialized():  # else nobody is there to ask
         compare_picks(model, ranks)
         ranks = replace(ranks, shares_rows=False)
     for module in model.modules():

@@ -1,7 +1,6 @@
 """The benchmark of decoding with drafts: small stacks on a CPU, with a clock of its own; and what it computes of it."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -280,42 +279,3 @@ def test_the_document_is_written_from_an_entry(tmp_path):
     assert sum(line.startswith("- ") for line in lines) == 2
     drafts_document.main(receipt, doc)
     assert doc.read_text() == text
-
-
-def test_what_is_not_measured_is_said_to_be():
-    text = f"{drafts_document.BEGIN}{drafts_document.END}"
-    got = drafts_document.inserted(text, {"unverified": "has not run on a GPU"})
-    assert "Nothing is measured on this code: has not run on a GPU." in got
-    with pytest.raises(ValueError, match="entry: must have rows"):
-        drafts_document.generated({"unverified": None, "bench": []})
-
-
-def test_the_documents_marks_are_there():
-    text = (Path(__file__).parents[2] / "docs" / "drafter.md").read_text(encoding="utf-8")
-    assert text.count(drafts_document.BEGIN) == text.count(drafts_document.END) == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--sequences", "4", "6"], "--sequences: must be powers of two, which generation fills them up to, got 6"),
-        ([], "a benchmark needs a GPU with kernels: no GPU"),
-    ],
-)
-def test_the_command_refuses(arguments, message, capsys, monkeypatch):
-    monkeypatch.setattr("dsa.backends.why_no_kernels", lambda: "no GPU")
-    with pytest.raises(SystemExit):
-        drafts.main(arguments)
-    assert message in capsys.readouterr().err
-
-
-def test_the_command_prints_a_line_a_row(capsys, monkeypatch):
-    given = []
-    monkeypatch.setattr("dsa.backends.why_no_kernels", lambda: None)
-    monkeypatch.setattr(drafts, "compile_ahead", lambda asked, tell: tell("compiled"))
-    monkeypatch.setattr(drafts, "rows", lambda *given_, tell: given.append(given_) or iter(ROWS))
-    assert drafts.main(["--models", "V4-Flash", "--sequences", "2"]) == 0
-    out, err = capsys.readouterr()
-    assert [json.loads(line) for line in out.splitlines()] == ROWS and "compiled" in err
-    assert given == [(["V4-Flash"], [2])]
-    assert drafts.main(["--compile"]) == 0 and len(given) == 1

@@ -3,7 +3,6 @@ over the real sizes, counted where tensors have no memory."""
 
 import json
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -201,45 +200,6 @@ def test_the_document_is_written_from_an_entry(tmp_path):
     assert doc.read_text() == text
 
 
-def test_what_is_not_measured_is_said_to_be():
-    text = f"{million_document.BEGIN}{million_document.END}"
-    got = million_document.inserted(text, {"unverified": "has not run on a GPU"})
-    assert "Nothing is measured on this code: has not run on a GPU." in got
-    with pytest.raises(ValueError, match="entry: must have rows"):
-        million_document.generated({"unverified": None, "bench": []})
-
-
 def test_a_picture_of_a_prompt_alone(tmp_path):
     million_plot.write_png(ROWS[:1], tmp_path / "rows.png")
     assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_documents_marks_are_there():
-    text = (Path(__file__).parents[2] / "docs" / "million.md").read_text(encoding="utf-8")
-    assert text.count(million_document.BEGIN) == text.count(million_document.END) == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--tokens", "100000"], "--tokens: must be multiples of 8192, at least 16384, got 100000"),
-        ([], "a benchmark needs a GPU with kernels: no GPU"),
-    ],
-)
-def test_the_command_refuses(arguments, message, capsys, monkeypatch):
-    monkeypatch.setattr("dsa.backends.why_no_kernels", lambda: "no GPU")
-    with pytest.raises(SystemExit):
-        million.main(arguments)
-    assert message in capsys.readouterr().err
-
-
-def test_the_command_prints_a_line_a_row(capsys, monkeypatch):
-    given = []
-    monkeypatch.setattr("dsa.backends.why_no_kernels", lambda: None)
-    monkeypatch.setattr(million, "compile_ahead", lambda asked, tell: tell("compiled"))
-    monkeypatch.setattr(million, "rows", lambda *given_, tell: given.append(given_) or iter(ROWS))
-    assert million.main(["--models", "V4-Flash", "--tokens", "131072", "--sequences", "2"]) == 0
-    out, err = capsys.readouterr()
-    assert [json.loads(line) for line in out.splitlines()] == ROWS and "compiled" in err
-    assert given == [(["V4-Flash"], [131072], [2])]
-    assert million.main(["--compile"]) == 0 and len(given) == 1

@@ -75,22 +75,6 @@ def test_nobody_wants_the_rest(monkeypatch):
     rows.close()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--gpus", "1"], "--gpus: must be at least 2, got 1"),
-        (["--models", "V5"], "argument --models: invalid choice: 'V5'"),
-        (["--runs", "prefill 5"], "argument --runs: invalid choice: 'prefill 5'"),
-        ([], "a benchmark needs a GPU with kernels: "),
-    ],
-)
-def test_wrong_calls(arguments, message, capsys, monkeypatch):
-    monkeypatch.setattr("dsa.backends.why_no_kernels", lambda: "there is none")
-    with pytest.raises(SystemExit):
-        parallel.main(arguments)
-    assert message in capsys.readouterr().err
-
-
 def test_more_gpus_than_there_are(capsys, monkeypatch):
     monkeypatch.setattr("dsa.backends.why_no_kernels", lambda: None)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
@@ -164,13 +148,6 @@ def test_the_document_of_what_has_not_run(tmp_path):
     assert not (tmp_path / parallel_document.PICTURE).exists()
     with pytest.raises(ValueError, match=r"arch: must be one of sm_90, .* got sm_100"):
         parallel_document.main(receipt, doc, "sm_100")
-
-
-def test_a_document_without_marks_or_rows_is_refused():
-    with pytest.raises(ValueError, match="text: must have the lines"):
-        parallel_document.inserted("no marks", ENTRY)
-    with pytest.raises(ValueError, match="entry: must have rows"):
-        parallel_document.generated(ENTRY | {"bench": []})
 
 
 def test_the_picture_needs_comparisons_alone(tmp_path):

@@ -126,28 +126,7 @@ SHAPES = {
     "NaN": lambda n: torch.where(torch.rand(n) < 0.3, torch.nan, torch.rand(n)),
     "NaN but for a few": lambda n: torch.where(torch.rand(n) < 0.97, torch.nan, torch.rand(n)),
     "NaN where sampled": lambda n: torch.where(_sampled(n), torch.nan, torch.rand(n)),
-    "as many as the bound has room for": lambda n: _hardly_more_than_the_rank(n),
 }
-
-
-def _hardly_more_than_the_rank(keys):
-    """The list behind the second pass has so few keys more than the last bound's rank that any number a little below
-    them would do for the bound; but keys of such numbers are not in it, and some are among the largest 2048."""
-    strides = pass_strides(keys)
-    ranks = bound_ranks(2048, strides)
-    if len(ranks) < 2:
-        return torch.rand(keys)
-    first, second = (_sampled(keys, stride) for stride in strides[:2])
-    scores = torch.rand(keys) * 0.5
-    high = torch.zeros(keys, dtype=torch.bool)
-    of_first, of_second = ranks[0] + 20, ranks[1] * 11 // 10  # of which the first bound leaves about 0.94
-    for of, count in ((first, of_first), (second & ~first, of_second - of_first), (~second, 500)):
-        places = of.nonzero().flatten()
-        high[places[torch.randperm(len(places))[:count]]] = True
-    rest = (~high).nonzero().flatten()
-    scores[rest[torch.randperm(len(rest))[:1500]]] = 1.76 + 0.12 * torch.rand(1500)
-    scores[high] = 1.9 + 0.1 * torch.rand(int(high.sum()))
-    return scores
 
 
 def _sampled(keys, stride=4):
@@ -168,6 +147,42 @@ def test_scores_of_any_shape(shape, sign):
         ends = int32([keys, keys - 1, keys, 3000, keys - 100, keys - 1000, keys, keys, keys, keys])
         for top_k in (1, 500, 2048):
             check(q, (k, scale), weights, starts, ends, top_k)
+
+
+def _hardly_more_than_the_rank(keys):
+    """The list behind the second pass has so few keys more than the last bound's rank that any number a little below
+    them does for the bound, and a search for it ends with the first digit. That is below the list's own bound, and of
+    the keys in between, some of which are among the largest 2048, the list has none."""
+    strides = pass_strides(keys)
+    first_rank, second_rank = bound_ranks(2048, strides)
+    first, second = (_sampled(keys, stride) for stride in strides[:2])
+    scores = torch.rand(keys) * 0.5
+    free = torch.ones(keys, dtype=torch.bool)
+
+    def place(count, where, low, high):
+        places = (where & free).nonzero().flatten()
+        chosen = places[torch.randperm(len(places))[:count]]
+        scores[chosen] = low + (high - low) * torch.rand(count)
+        free[chosen] = False
+
+    place(first_rank, first, 1.96, 2.0)
+    place(first_rank // 8, first, 1.91, 1.92)  # more than a search leaves out, so the first bound is between these
+    place(second_rank + second_rank // 32 - first_rank, second & ~first, 1.96, 2.0)
+    place(500, ~second, 1.96, 2.0)
+    place(2500, free, 1.76, 1.88)
+    return scores
+
+
+@pytest.mark.parametrize("accumulators", [torch.float32, torch.float16])
+@pytest.mark.parametrize("keys", [30000, 50000, 131072])
+def test_a_bound_is_not_below_that_of_its_list(keys, accumulators):
+    """Queries whose scores differ by a factor alone, so that digits begin everywhere between them."""
+    queries = 96
+    q, (k, _), weights = inputs(queries, keys)
+    q[:], k[:] = q[0].clone(), k[0].clone()
+    weights = weights[:1].abs() * torch.linspace(0, 1, queries + 1, device="cuda")[:queries, None].exp2()
+    scale = _hardly_more_than_the_rank(keys).cuda()
+    check(q, (k, scale), weights, int32([0] * queries), int32([keys] * queries), 2048, accumulators)
 
 
 def test_some_lists_overflow_and_others_do_not():

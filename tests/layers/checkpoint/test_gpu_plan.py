@@ -16,7 +16,8 @@ from dsa_layers.checkpoint.loading import unfilled_model
 from dsa_layers.command.main import main
 from dsa_layers.families.config import read_config
 from dsa_layers.families.registry import family, model_types
-from dsa_layers.parallel.cuts import shares_of
+from dsa_layers.layers.shares import TILE_OF_HEADS
+from dsa_layers.parallel.cuts import DoesNotDivide, cuts_of, shares_of
 from dsa_layers.parallel.ranks import Ranks
 from dsa_layers.tiny import write_tiny_checkpoint, writer
 from tests.layers.parallel.ways import split_by
@@ -102,6 +103,34 @@ def test_a_drafter_that_is_not_there(directory, tmp_path, capsys):
     assert SINGLE_NAME in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "gpus", "heads_are_few"),
+    [
+        ("deepseek_v32", 2, False),
+        ("deepseek_v32", 4, True),
+        ("deepseek_v4_flash", 2, True),
+        ("deepseek_v4_flash", 8, True),
+    ],
+)
+def test_what_every_gpu_has_whole_is_what_the_help_says(name, gpus, heads_are_few, capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    said = f"where its share of the heads is below {TILE_OF_HEADS} those of attention with all heads"
+    assert f"Every GPU has the weights of shared experts whole, and {said}" in text
+
+    config = read_config(VENDORED / f"{name}_config.json")
+    model = unfilled_model(config, precision_of(config))
+    cut = cuts_of(model, gpus, blocks=True)
+    assert (config.num_attention_heads // gpus < TILE_OF_HEADS) == heads_are_few
+    of_attention = [layer for layer, _, shares in shares_of(model) if shares.heads]
+    of_experts = [layer for layer, _, shares in shares_of(model) if layer.endswith("shared_experts")]
+    assert of_attention and of_experts
+    for layers, expected in ((of_attention, not heads_are_few), (of_experts, False)):
+        for layer in layers:
+            assert any(parameter.startswith(f"{layer}.") for parameter in cut) == expected, layer
+
+
 @pytest.mark.parametrize(("name", "gpus"), [("deepseek_v32", 8), ("deepseek_v4_flash", 2)])
 def test_context_is_what_is_left(name, gpus):
     """Of more pages than there are sequences, whose state slots all count, and of fewer."""
@@ -165,6 +194,13 @@ def test_wrong_calls(capsys, tmp_path):
     assert "--gpus: 3 do not evenly share the 129280 tokens of embed" in capsys.readouterr().err
     assert main(["plan", str(tmp_path)]) == 2
     assert "config.json" in capsys.readouterr().err
+
+
+def test_experts_that_do_not_divide(directory):
+    config = replace(read_config(directory), n_routed_experts=6)
+    with pytest.raises(DoesNotDivide, match=r"^gpus: 4 do not evenly share the 6 experts of .*experts$"):
+        plan(config, precision_of(config), 4)
+    assert 4 not in {one.gpus for one in plans(config, precision_of(config), 4)}
 
 
 def test_nothing_is_allocated():

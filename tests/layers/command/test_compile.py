@@ -11,17 +11,20 @@ from dsa.ops.asked_variants import Variant
 from dsa_layers.command.main import main
 from dsa_layers.compilation import variants
 from dsa_layers.families.published import VENDORED
+from dsa_layers.parallel.cuts import DoesNotDivide
 
 SORT = "dsa.kernels.moe.sort_by_expert_sm90"
 
 
 @pytest.fixture
 def asked(monkeypatch):
-    """(configuration, precisions) that the command looks for the kernels of; there is one that compiles in a second."""
+    """(configuration, precisions, drafts, GPUs) that the command looks for the kernels of; one compiles in a second."""
     found = []
 
-    def model_variants(config, precisions, *, drafts):
-        found.append((config, list(precisions), drafts))
+    def model_variants(config, precisions, *, drafts, gpus=1):
+        if gpus == 8:
+            raise DoesNotDivide("gpus: 8 do not evenly share the 4 experts of it")
+        found.append((config, list(precisions), drafts, gpus))
         return [Variant(SORT, "compile_sort_by_expert", ("int64",))]
 
     monkeypatch.setattr(variants, "model_variants", model_variants)
@@ -36,8 +39,8 @@ def test_a_checkpoints_kernels(asked, checkpoint, tmp_path, capsys):
         assert re.fullmatch(rf"{out}: {outcome}, \d+ s\n", captured.out), captured.out
         assert captured.err.startswith(f"{checkpoint}: looking for what its passes ask for\n")
     assert [path.name.partition("-")[0] for path in out.glob("*.o")] == ["sort_by_expert"]
-    config, (precision,), drafts = asked[0]
-    assert drafts == 0
+    config, (precision,), *numbers = asked[0]
+    assert numbers == [0, 1]
     assert config.model_type == "deepseek_v32" and precision.fp8_linear and precision.kv_cache == "fp8"
 
 
@@ -49,13 +52,23 @@ def test_options(asked, tmp_path, monkeypatch, capsys):
     assert main(["compile", "--model", str(path), "--heads", "16", "--widen-experts", "--jobs", "1"]) == 0
     options = ["--dequantize", "--dtype", "float16", "--draft", "2", "--jobs", "1"]
     assert main(["compile", "--model", str(path), *options]) == 0
-    (first, (one,), none), whole, (second, (other,), two) = asked
-    assert (none, two) == (0, 2)
-    # Long passes of so small a share are split by queries, with all heads.
-    assert whole == (replace(first, num_attention_heads=64, o_groups=8), [one], 0)
+    (first, (one,), *numbers), part, (second, (other,), *others) = asked
+    assert numbers == [0, 1] and others == [2, 1]
+    # An engine's share of the heads, and a part of the model.
+    assert part == (replace(first, num_attention_heads=64, o_groups=8), [one], 0, 4)
     assert (first.num_attention_heads, first.o_groups, one.fp4_experts, one.fp8_linear) == (16, 2, False, True)
     assert (second.num_attention_heads, str(other.dtype), other.fp8_linear) == (64, "torch.float16", False)
     assert list(tmp_path.glob("*.o")) and str(tmp_path) in capsys.readouterr().out
+
+
+def test_a_share_that_no_part_of_the_model_has(asked, tmp_path, capsys):
+    """An engine's share of the heads is compiled all the same."""
+    path = VENDORED / "deepseek_v4_flash_config.json"
+    assert main(["compile", "--model", str(path), "--heads", "8", "--out", str(tmp_path / "new"), "--jobs", "1"]) == 0
+    assert [(config.num_attention_heads, gpus) for config, _, _, gpus in asked] == [(8, 1)]
+    note = "Note: none for dsa generate --gpus 8: gpus: 8 do not evenly share the 4 experts of it\n"
+    captured = capsys.readouterr()
+    assert note in captured.err and "1 kernels compiled" in captured.out
 
 
 def test_errors(asked, checkpoint, tmp_path, monkeypatch, error):

@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -27,10 +28,10 @@ def checkpoint(tmp_path_factory):
     return directory
 
 
-def generate(checkpoint, *options, stdin="", start=COMMAND):
+def generate(checkpoint, *options, stdin="", start=COMMAND, **environment):
     device = [] if "--device" in options else ["--device", "cpu"]
     call = [*start, str(checkpoint), *device, "--dtype", "float32", "--max-new-tokens", "8", *options]
-    return subprocess.run(call, input=stdin, capture_output=True, text=True, env=ENVIRONMENT, timeout=120)
+    return subprocess.run(call, input=stdin, capture_output=True, text=True, env=ENVIRONMENT | environment, timeout=120)
 
 
 def test_greedy_text_is_that_of_one_process(checkpoint):
@@ -76,6 +77,15 @@ def test_wrong_calls_are_said_once(checkpoint, options, said):
     assert sum(said in line for line in done.stderr.splitlines()) == 1, done.stderr
 
 
+def test_a_port_in_use_is_said_once(checkpoint):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = generate(checkpoint, "--prompt", "x", "--gpus", "2", MASTER_PORT=port)
+    assert done.returncode == 2 and done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"dsa generate: MASTER_PORT: port {port} of 127.0.0.1 cannot be used")
+
+
 def test_a_damaged_checkpoint_is_said_once(checkpoint, tmp_path):
     for path in checkpoint.iterdir():
         (tmp_path / path.name).symlink_to(path)
@@ -109,6 +119,46 @@ def of_rank(rank, parent):
             if mine and f"RANK={rank}".encode() in (entry / "environ").read_bytes().split(b"\0"):
                 return int(entry.name)
     raise AssertionError(f"no rank {rank}")
+
+
+# Python runs this in every process at its start: in the second rank's, once torch has the generator, the fifth token
+# finds no memory.
+NO_MEMORY = """
+import os, sys
+if os.environ.get("RANK") == "1":
+    import importlib.abc
+
+    class Finder(importlib.abc.MetaPathFinder):
+        def find_spec(self, name, path, target=None):
+            if name != "dsa_layers.generation.generator":
+                return None
+            sys.meta_path.remove(self)
+            import torch
+            from dsa_layers.generation.passes import Passes
+            extend, calls = Passes.extend, []
+
+            def without_memory(*arguments, **options):
+                calls.append(1)
+                if len(calls) == 5:
+                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+                return extend(*arguments, **options)
+
+            Passes.extend = without_memory
+
+    sys.meta_path.insert(0, Finder())
+"""
+
+
+def test_a_rank_without_memory_ends_the_others(checkpoint, tmp_path):
+    """While it generates: within seconds, and with its own words."""
+    (tmp_path / "sitecustomize.py").write_text(NO_MEMORY)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    options = ["--prompt", "x", "--max-new-tokens", "60000", "--temperature", "0"]
+    done = generate(checkpoint, *options, "--gpus", "2", PYTHONPATH=path)  # or it would run into the time limit
+    assert done.returncode == 1 and done.stdout.startswith("x")
+    *_, cause, end = done.stderr.splitlines()
+    assert cause == "dsa generate: CUDA out of memory. Tried to allocate 2.00 GiB", done.stderr
+    assert end == "dsa: rank 1 of 2 ended with exit code 1; the other ranks have been stopped"
 
 
 @pytest.mark.parametrize("as_json", [False, True])

@@ -287,6 +287,23 @@ class TestFailure:
         told = "out of memory\ndsa: rank 1 of 2 ended with exit code 1; the other ranks have been stopped\n"
         assert capfd.readouterr().err.endswith(told)
 
+    @pytest.mark.parametrize("cause", [0, 1])
+    def test_that_is_noted_first_is_the_cause_of_what_ends_before_it(self, capfd, tmp_path, cause):
+        """The other rank fails once the first one has noted its failure, and is gone while that one still ends."""
+        source = (
+            "import sys; sys.path[:0] = " + repr([str(Path(__file__).parents[3])]) + "\n"
+            "from dsa_layers.parallel.environment import note_failure\n"
+            f"path = Path({str(tmp_path)!r}, 'noted')\n"
+            f"if rank == {cause}:\n"
+            "    note_failure('out of memory'); print('out of memory', file=sys.stderr, flush=True)\n"
+            "    path.touch(); time.sleep(0.5); sys.exit(1)\n"
+            "while not path.exists(): time.sleep(0.01)\n"
+            "time.sleep(0.05); note_failure('peer'); os._exit(1)"
+        )
+        assert launch([sys.executable, "-c", RANK + source], 2) == 1
+        told = "dsa: rank 1 of 2 ended with exit code 1; the other ranks have been stopped\n"
+        assert capfd.readouterr().err == "out of memory\n" + (told if cause else "")
+
     def test_ends_ranks_that_hold_on(self, capfd, monkeypatch, tmp_path):
         """One that ignores SIGTERM and one that is stopped, with a process of its own each."""
         monkeypatch.setattr(module, "STOP_SECONDS", 0.5)

@@ -1,10 +1,14 @@
-"""What a rank on a CPU leaves behind when it ends."""
+"""What a rank on a GPU needs before it meets the others, and what one on a CPU leaves behind when it ends."""
 
 import subprocess
 import sys
 import textwrap
 
 import pytest
+import torch
+import torch.distributed as dist
+
+from dsa_layers.parallel.process_group import join
 
 # Runs in a rank before it leaves, and so is asked last: what is left of gloo's threads.
 RANK = """
@@ -46,3 +50,20 @@ def test_no_thread_of_gloo_is_left_when_python_ends(raises, tmp_path):
     assert done.returncode == raises, done.stderr
     said = done.stdout.splitlines()
     assert "there: 0" not in said and said.count("left: 0") == 2, said
+
+
+@pytest.mark.parametrize(
+    ("local", "has_nccl", "message"),
+    [
+        ("1", False, r"^gpus: several need NCCL, which this build of torch does not have$"),
+        ("2", True, r"^gpus: rank 2 needs a GPU of its own, and torch sees 2$"),
+    ],
+)
+def test_what_is_not_there_is_said_before_ranks_meet(local, has_nccl, message, monkeypatch):
+    """By all of them alike: nobody waits for a rank that has ended."""
+    monkeypatch.setenv("LOCAL_RANK", local)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: has_nccl)
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: pytest.fail("ranks are waited for"))
+    with pytest.raises(ValueError, match=message):
+        join("cuda")

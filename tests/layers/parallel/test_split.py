@@ -1,8 +1,11 @@
 """Models over 2 and 4 processes beside one: logits, generated tokens, and what every rank holds."""
 
+import contextlib
 import json
 import re
 import shutil
+from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -10,17 +13,18 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 
+import dsa
 from dsa.testing import calc_diff
 from dsa_layers import load_model
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.checkpoint import loading
 from dsa_layers.errors import CheckpointError
-from dsa_layers.families.registry import model_types
+from dsa_layers.families.registry import family, model_types
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.parallel.cuts import DoesNotDivide
 from dsa_layers.parallel.ranks import Ranks
-from dsa_layers.tiny import write_tiny_checkpoint
+from dsa_layers.tiny import write_tiny_checkpoint, writer
 from tests.layers.parallel.processes import in_ranks
 from tests.layers.parallel.ways import WAYS, split_by
 
@@ -32,6 +36,17 @@ SPLITS = [(model, quantized, 2) for model in model_types() for quantized in (Tru
 SPLITS += [(model, False, 4) for model in model_types() if model != "deepseek_v4"]  # it has 2 groups of heads
 FUSED = "experts in one tensor"
 SPLITS += [(FUSED, False, 2)]
+# What three and four ranks can share of it: heads, groups of them, experts, channels in blocks of 128, a vocabulary.
+OF_FOUR, OF_THREE = "deepseek_v4 in four groups", "deepseek_v32 in thirds"
+OTHERS = {
+    OF_FOUR: ("deepseek_v4", {"num_attention_heads": 8, "o_groups": 4}),
+    OF_THREE: (
+        "deepseek_v32",
+        {"num_attention_heads": 6, "num_key_value_heads": 6, "n_routed_experts": 6, "vocab_size": 2304}
+        | {"intermediate_size": 384, "moe_intermediate_size": 384, "n_group": 2, "topk_group": 1},
+    ),
+}
+SPLITS += [(OF_FOUR, False, 4), (OF_THREE, False, 3)]
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +57,12 @@ def checkpoints(tmp_path_factory):
         for quantized in (True, False):
             made[model, quantized] = tmp_path_factory.mktemp(model)
             write_tiny_checkpoint(made[model, quantized], model=model, quantized=quantized)
+    for name, (model, changes) in OTHERS.items():
+        made[name, False] = tmp_path_factory.mktemp("other")
+        of_family = family(model)
+        of_family = replace(of_family, tiny=replace(of_family.tiny, changes=of_family.tiny.changes | changes))
+        with mock.patch.object(writer, "family", lambda _, of_family=of_family: of_family):
+            write_tiny_checkpoint(made[name, False], model=model, quantized=False)
     made[FUSED, False] = tmp_path_factory.mktemp("fused")
     fuse(made["deepseek_v32", False], made[FUSED, False])
     return made
@@ -79,7 +100,7 @@ def outcome(model):
     return logits, [completion.tokens for completion in completions], weights
 
 
-@pytest.mark.parametrize(("size", "way"), [(2, "queries"), (2, "heads"), (4, "queries")])
+@pytest.mark.parametrize(("size", "way"), [(2, "queries"), (2, "heads"), (3, "queries"), (4, "queries")])
 def test_ranks_compute_what_one_process_does(checkpoints, size, way):
     """All models in the same processes, which are slow to start."""
     cases = [case[:2] for case in SPLITS if case[2] == size]
@@ -236,6 +257,54 @@ def test_ranks_with_different_checkpoints(checkpoints):
         "rank 1",
         first,
     )
+
+
+def of_other_machines(ranks, directory):
+    """What a rank hears of versions, and of GPUs, that are not the same on both."""
+    facts, own = loading._facts, torch.device("cuda", 0)
+    differs = {
+        "dsa": [(dsa, "__version__", ("1.0", "1.1")[ranks.rank])],
+        "torch": [(torch, "__version__", ("2.11.0", "2.12.0")[ranks.rank])],
+        "device": [
+            (torch.cuda, "get_device_name", lambda _: ("NVIDIA H100", "NVIDIA H200")[ranks.rank]),
+            (loading, "_facts", lambda checkpoint, precision, _: facts(checkpoint, precision, own)),
+        ],
+    }
+    said = {}
+    for what, patches in differs.items():
+        with contextlib.ExitStack() as stack:
+            for patch in patches:
+                stack.enter_context(mock.patch.object(*patch))
+            said[what] = broken_at_all(ranks, directory)
+    return said
+
+
+def broken_at_all(ranks, directory):
+    with pytest.raises(CheckpointError) as raised:
+        load_model(directory, mesh=ranks, **OPTIONS)
+    return str(raised.value)
+
+
+def test_ranks_with_different_versions_or_gpus(checkpoints):
+    first, second = in_ranks(2, of_other_machines, checkpoints["deepseek_v32", False])
+    assert first == second
+    same = "must be the same on all ranks, got"
+    assert first["dsa"] == f"dsa: {same} 1.0 on rank 0 and 1.1 on rank 1"
+    assert first["torch"] == f"torch: {same} 2.11.0 on rank 0 and 2.12.0 on rank 1"
+    assert first["device"] == f"device: {same} NVIDIA H100 on rank 0 and NVIDIA H200 on rank 1"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_has_the_progress_bar(checkpoints, rank, monkeypatch):
+    bars, load_weights = [], loading.load_weights
+
+    def noted(*arguments, progress, **options):
+        bars.append(progress)
+        load_weights(*arguments, progress=False, **options)
+
+    monkeypatch.setattr(loading, "load_weights", noted)
+    load_model(checkpoints["deepseek_v32", False], mesh=Ranks(rank, 2), **OPTIONS | {"progress": True})
+    assert bars == [rank == 0]
 
 
 def of_mesh(ranks, directory):

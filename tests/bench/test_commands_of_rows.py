@@ -1,0 +1,83 @@
+"""What the benchmarks of several rows have in common: calls that their commands refuse, a line a row, and documents."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dsa_bench.e2e import (
+    document,
+    drafts,
+    drafts_document,
+    million,
+    million_document,
+    parallel,
+    parallel_document,
+)
+
+DOCUMENTS = {
+    "e2e": document,
+    "drafter": drafts_document,
+    "million": million_document,
+    "parallel": parallel_document,
+}
+ROWS = [{"shape": "a"}, {"shape": "b", "ms": 1.5}]
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "message"),
+    [
+        (
+            drafts,
+            ["--sequences", "4", "6"],
+            "--sequences: must be powers of two, which generation fills them up to, got 6",
+        ),
+        (million, ["--tokens", "100000"], "--tokens: must be multiples of 8192, at least 16384, got 100000"),
+        (parallel, ["--gpus", "1"], "--gpus: must be at least 2, got 1"),
+        (parallel, ["--models", "V5"], "argument --models: invalid choice: 'V5'"),
+        (parallel, ["--runs", "prefill 5"], "argument --runs: invalid choice: 'prefill 5'"),
+        *((command, [], "a benchmark needs a GPU with kernels: no GPU") for command in (drafts, million, parallel)),
+    ],
+)
+def test_wrong_calls(command, arguments, message, capsys, monkeypatch):
+    monkeypatch.setattr("dsa.backends.why_no_kernels", lambda: "no GPU")
+    with pytest.raises(SystemExit):
+        command.main(arguments)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "asked"),
+    [
+        (drafts, ["--sequences", "2"], ([2],)),
+        (million, ["--tokens", "131072", "--sequences", "2"], ([131072], [2])),
+    ],
+)
+def test_a_line_a_row(command, arguments, asked, capsys, monkeypatch):
+    given = []
+    monkeypatch.setattr("dsa.backends.why_no_kernels", lambda: None)
+    monkeypatch.setattr(command, "compile_ahead", lambda asked, tell: tell("compiled"))
+    monkeypatch.setattr(command, "rows", lambda *given_, tell: given.append(given_) or iter(ROWS))
+    assert command.main(["--models", "V4-Flash", *arguments]) == 0
+    out, err = capsys.readouterr()
+    assert [json.loads(line) for line in out.splitlines()] == ROWS and "compiled" in err
+    assert given == [(["V4-Flash"], *asked)]
+    assert command.main(["--compile"]) == 0 and len(given) == 1
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_the_documents_marks_are_there(name):
+    text = (Path(__file__).parents[2] / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    module = DOCUMENTS[name]
+    assert text.count(module.BEGIN) == text.count(module.END) == 1
+
+
+@pytest.mark.parametrize("module", [drafts_document, million_document, parallel_document])
+def test_what_is_not_measured_is_said_to_be(module):
+    text = f"{module.BEGIN}{module.END}"
+    got = module.inserted(text, {"unverified": "has not run on a GPU"})
+    assert "Nothing is measured on this code: has not run on a GPU." in got
+    with pytest.raises(ValueError, match="entry: must have rows"):
+        module.generated({"unverified": None, "bench": []})
+    with pytest.raises(ValueError, match="text: must have the lines"):
+        module.inserted("no marks", {"unverified": "has not run on a GPU"})

@@ -1,0 +1,100 @@
+"""Which kernels each of several GPUs asks for that have a part of a model, against ranks that generate with theirs."""
+
+import functools
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import _symmetric_memory
+
+from dsa.kernels.parallel.limits import DTYPES, RANKS
+from dsa.ops.asked_variants import Variant, asked_variants
+from dsa_layers import Generator, SamplingParams, load_model
+from dsa_layers.compilation.passes import META, without_memory
+from dsa_layers.compilation.variants import model_variants, precisions
+from dsa_layers.families.config import read_config
+from dsa_layers.families.registry import model_types
+from dsa_layers.parallel.cuts import DoesNotDivide
+from dsa_layers.parallel.one_shot_sum import OneShotSum
+from dsa_layers.tiny import write_tiny_checkpoint
+from tests.layers.compilation.test_variants import AS_LOADED, Zeroed
+from tests.layers.parallel.processes import in_ranks
+
+SUMS = "dsa.kernels.parallel.one_shot_sum_sm90"
+
+
+def sums(gpus):
+    return {Variant(SUMS, "compile_one_shot_sum", (dtype, gpus)) for dtype in DTYPES}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    made = {model_type: tmp_path_factory.mktemp(model_type) for model_type in model_types()}
+    for model_type, directory in made.items():
+        write_tiny_checkpoint(directory, model=model_type)
+    return made
+
+
+@functools.cache
+def listed(directory, **options):
+    config = read_config(directory)
+    return set(model_variants(config, precisions(config, **AS_LOADED), **options))
+
+
+def generated(ranks, directories):
+    """What a rank asks for of each model: for prompts in chunks of which ranks share the rows, and in short passes."""
+    found = []
+    for directory in directories:
+        model = load_model(directory, mesh=ranks, drafter=True, progress=False)
+        generator = Generator(model, cache_tokens=16384, prefill_chunk=400, draft_tokens=2)
+        draw = random.Random(1)  # the same prompts on all ranks
+        with asked_variants("sm_90") as asked, Zeroed():
+            for lens in ([500], [3, 300, 40]):
+                prompts = [[draw.randrange(3, 100) for _ in range(n)] for n in lens]
+                generator.generate(prompts, [SamplingParams(max_new_tokens=2 + i) for i in range(len(prompts))])
+        found.append(set(asked))
+    return found
+
+
+def test_ranks_ask_for_no_other_kernels(checkpoints):
+    """With weights, on the CPU, and kernels that do nothing; sums that go through NCCL, as those of much do."""
+    of_ranks = in_ranks(2, generated, [*checkpoints.values()])
+    for directory, *of_rank in zip(checkpoints.values(), *of_ranks, strict=True):
+        expected = listed(directory, drafts=2, gpus=2)
+        assert all(len(asked) > 20 and asked <= expected for asked in of_rank)
+        assert not of_rank[0] <= listed(directory, drafts=2)  # one GPU's alone would not do
+        assert {variant for variant in expected if variant.module == SUMS} == sums(2)
+
+
+def test_one_gpu_sums_nothing(checkpoints):
+    assert not {variant for variant in listed(checkpoints["deepseek_v32"]) if variant.module == SUMS}
+
+
+@pytest.mark.parametrize("gpus", RANKS)
+def test_sums_ask_for_what_is_listed(gpus, monkeypatch):
+    memory = torch.empty(2, gpus, 8, 4, dtype=torch.int32, device=META)
+    handle = SimpleNamespace(get_buffer=lambda *_: memory)
+    monkeypatch.setattr(_symmetric_memory, "rendezvous", lambda *_: handle)
+    monkeypatch.setattr(dist, "get_rank", lambda _: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda _: gpus)
+    with asked_variants("sm_90") as asked:
+        OneShotSum(None, memory)
+    assert asked.keys() == sums(gpus)
+
+
+def test_a_model_that_does_not_come_apart(checkpoints):
+    config = read_config(checkpoints["deepseek_v32"])
+    (precision,) = precisions(config, **AS_LOADED)
+    with pytest.raises(DoesNotDivide, match=r"^gpus: 3 do not evenly share the "):
+        without_memory(config, precision, gpus=3)
+
+
+def test_ranks_that_are_to_compare_their_picks_compile_all_the_same(checkpoints, monkeypatch):
+    """There is nobody to compare with."""
+    monkeypatch.setenv("DSA_COMPARE_RANKS", "1")
+    config = read_config(checkpoints["deepseek_v32"])
+    (precision,) = precisions(config, **AS_LOADED)
+    model, _ = without_memory(config, precision, gpus=2)
+    assert all(ranks.shares_rows for module in model.modules() if (ranks := getattr(module, "ranks", None)))
