@@ -1,9 +1,9 @@
 """Reductions over the lanes of a quad and of a warp; scans, or prefix sums, over those of a warp and over a block,
-which is all threads of a CTA or the first of them."""
+which is all threads of a CTA."""
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32
 
 
 @cute.jit
@@ -18,28 +18,15 @@ def warp_inclusive_scan(own, lane):
 
 
 @cute.jit
-def sync(threads: cutlass.Constexpr = 0, barrier: Int32 | int | None = None):
-    """A barrier of all threads of the CTA, or of `threads` of them, whole warps, which have this one to themselves."""
-    if const_expr(barrier is None):
-        cute.arch.sync_threads()
-    else:
-        cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
-
-
-@cute.jit
-def block_exclusive_scan(
-    own, sums: cute.Tensor, lane, warp, threads: cutlass.Constexpr = 0, barrier: Int32 | int | None = None
-):
+def block_exclusive_scan(own, sums: cute.Tensor, lane, warp):
     """-> (the sum of `own` over the threads before this one, the sum over all threads of the CTA). One barrier.
 
-    sums              32 Int32 of shared memory, zero beyond the CTA's warps. They may be used again after another
-                      barrier
-    threads, barrier  as `sync` takes them
+    sums  32 Int32 of shared memory, zero beyond the CTA's warps. They may be used again after another barrier
     """
     scanned = warp_inclusive_scan(own, lane)
     if lane == 31:
         sums[warp] = scanned
-    sync(threads, barrier)
+    cute.arch.sync_threads()
     of_lane = sums[lane]
     before = cute.arch.warp_redux_sync(of_lane if lane < warp else Int32(0), "add")
     total = cute.arch.warp_redux_sync(of_lane, "add")

@@ -52,7 +52,7 @@ def peer_kernels() -> Iterator[Replaced]:
     replaced = Replaced()
     names = ("topk_indices", "mha_varlen_fwd", *(name for _, ops in _GROUPS for name in ops))
     ours, form = {name: getattr(dsa, name) for name in names}, attention.multi_head_is_faster
-    forward, fused = Experts.forward, (key_selection.FUSED_KEYS, key_selection.FUSED_QUERIES)
+    forward, fused = Experts.forward, (key_selection.FUSED_KEYS, key_selection.FUSED_SEQUENCES)
     try:
         for builds, ops in _GROUPS:
             library, module = _newest(builds, replaced.failed)
@@ -73,13 +73,13 @@ def peer_kernels() -> Iterator[Replaced]:
             dsa.mha_varlen_fwd, replaced.ops["mha_varlen_fwd"] = _multi_head, "torch"
             attention.multi_head_is_faster = lambda *lengths: False
         if {"fp8_mqa_logits", "topk_indices"} & replaced.ops.keys():
-            key_selection.FUSED_KEYS, key_selection.FUSED_QUERIES = _NEVER, 0
+            key_selection.FUSED_KEYS, key_selection.FUSED_SEQUENCES = _NEVER, 0
         yield replaced
     finally:
         for name, op in ours.items():
             setattr(dsa, name, op)
         attention.multi_head_is_faster, Experts.forward = form, forward
-        key_selection.FUSED_KEYS, key_selection.FUSED_QUERIES = fused
+        key_selection.FUSED_KEYS, key_selection.FUSED_SEQUENCES = fused
 
 
 def _newest(builds: Sequence[Library], failed: dict[str, str]) -> tuple[Library | None, ModuleType | None]:

@@ -14,9 +14,10 @@ WORKSPACE = 260 << 20  # bytes of scores at a time: of 64 tokens and a million k
 # Keys and tokens from which on half scores are selected as they are computed, which is faster there (docs/kernel-notes,
 # "Scores and selection in one"), and bytes that it takes of a token.
 FUSED_KEYS, FUSED_TOKENS, FUSED_BYTES = 65536, 1024, 33 << 10
-# Queries of a decoding pass, and queries times keys, up to which scores and selection are one launch
-# (docs/kernel-notes, "Scores over pages and selection in one"). So many scores have room on any Hopper GPU.
-FUSED_QUERIES, FUSED_SCORES = 32, 1 << 21
+# Keys, sequences, and sequences times keys, of decoding one token a sequence, of which scores and selection are one
+# launch, which is faster there (docs/kernel-notes, "Scores over pages and selection in one"). So many keys of a
+# sequence have room on any Hopper GPU.
+FUSED_PAGED, FUSED_SEQUENCES, FUSED_SCORES = range(32768, (1 << 21) + 1), 32, 1 << 22
 ROW_PADDING = 512  # numbers, at most, behind a row of scores
 Keys = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -103,8 +104,9 @@ def select_paged(
     them; view: of the pass's keys. With page_size, the keys of a page, the result has slots in the cache in place of
     positions. Returns as `select_packed`.
     """
-    queries, q = len(q), q.unflatten(0, (len(lengths), -1))
-    if queries <= FUSED_QUERIES and queries * most <= FUSED_SCORES and top_k <= MAX_SELECTED:
+    q = q.unflatten(0, (len(lengths), -1))
+    fused = q.shape[1] == 1 and most in FUSED_PAGED and len(q) <= FUSED_SEQUENCES and top_k <= MAX_SELECTED
+    if fused and len(q) * most <= FUSED_SCORES:
         options = {"slots": page_size is not None, "workspace": view.index_workspace}
         return dsa.paged_indexer_select(q, pages, weights, lengths, block_table, most, top_k, **options)
     scores = dsa.fp8_paged_mqa_logits(q, pages, weights, lengths, block_table, view.index_schedule, most)

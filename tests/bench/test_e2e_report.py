@@ -108,7 +108,7 @@ def current():
         "form": attention.multi_head_is_faster,
         "Experts": Experts.forward,
         "many keys": key_selection.FUSED_KEYS,
-        "few queries": key_selection.FUSED_QUERIES,
+        "few queries": key_selection.FUSED_SEQUENCES,
     }
 
 
@@ -220,11 +220,12 @@ def test_selections_from_many_keys_stay_ours_without_a_peer_for_them(peers, monk
 def test_selections_of_few_sequences_are_no_op_of_ours(top_k_of_vllm, either_build, monkeypatch):
     if not top_k_of_vllm:
         monkeypatch.setitem(sys.modules, "peer_topk", None)
-    fused, select, own = [], dsa.paged_indexer_select, key_selection.FUSED_QUERIES
+    fused, select, own = [], dsa.paged_indexer_select, key_selection.FUSED_SEQUENCES
     monkeypatch.setattr(
         dsa, "paged_indexer_select", lambda *given, **options: fused.append(1) or select(*given, **options)
     )
     monkeypatch.setattr(dsa, "num_sms", lambda device: peer_stubs.SMS)
+    monkeypatch.setattr(key_selection, "FUSED_PAGED", range(128, 129))
     q, weights = fp8(2, 32, 64), torch.rand(2, 32)
     pages = torch.zeros(4, 64, 1, 68, dtype=torch.uint8)
     dsa.write_indexer_cache(fp8(256, 64), torch.rand(256) + 0.5, pages, torch.arange(256))
@@ -235,7 +236,7 @@ def test_selections_of_few_sequences_are_no_op_of_ours(top_k_of_vllm, either_bui
         return key_selection.select_paged(q, pages, table, weights, 8, lengths, batch, 128, 64).sort(1).values
 
     same_with_peers(selected)
-    assert len(fused) == 1 and key_selection.FUSED_QUERIES == own
+    assert len(fused) == 1 and key_selection.FUSED_SEQUENCES == own
     selected()
     assert len(fused) == 2
 

@@ -8,6 +8,7 @@ import torch
 import dsa
 from dsa import backends
 from dsa.kernels.indexer.limits import LENGTHS, PAGED
+from dsa.kernels.indexer.select_limits import ZERO_WORDS
 from dsa.ops.declaration import forget_calls
 from dsa.ops.indexer import topk_indices
 from dsa.ops.mla import flash_mla_with_kvcache
@@ -216,8 +217,7 @@ def test_the_published_mode_runs_its_kernels(multi_head, fused, checkpoint, monk
     monkeypatch.setattr(backends, "runs_kernel", spy)
     monkeypatch.setattr(topk_indices, "_kernel", topk_spy)
     monkeypatch.setattr(attention, "multi_head_is_faster", lambda *_: multi_head)
-    if not fused:
-        monkeypatch.setattr(key_selection, "FUSED_QUERIES", 0)
+    monkeypatch.setattr(key_selection, "FUSED_PAGED", range(1, 2**20) if fused else ())
     model = load_model(checkpoint, device="cuda", progress=False)
     completions = Generator(model, cache_tokens=512, prefill_chunk=64).generate(PROMPTS, SamplingParams(8))
     assert all(len(c.tokens) == 8 for c in completions)
@@ -250,14 +250,14 @@ def test_the_models_own_scores_are_selected_exactly(fused, checkpoint, monkeypat
         got = select(q, cache, weights, lengths, table, most, k, slots=slots, workspace=workspace)
         scores = dsa.fp8_paged_mqa_logits(q, cache, weights, lengths, table, None, most)
         paging = {"block_table": table, "page_size": cache.shape[1]} if slots else {}
-        assert torch.equal(got, reference(scores, k, lengths=lengths, **paging)) and not workspace.any()
+        assert torch.equal(got, reference(scores, k, lengths=lengths, **paging))
+        assert not workspace[:, :ZERO_WORDS].any()
         selections.add((tuple(scores.shape), slots))
         return got
 
     monkeypatch.setattr(dsa, "topk_indices", checked)
     monkeypatch.setattr(dsa, "paged_indexer_select", checked_with_scores)
-    if not fused:
-        monkeypatch.setattr(key_selection, "FUSED_QUERIES", 0)
+    monkeypatch.setattr(key_selection, "FUSED_PAGED", range(1, 2**20) if fused else ())
     model = load_model(checkpoint, device="cuda", progress=False)
     # A comparison cannot be captured.
     generator = Generator(model, cache_tokens=1024, prefill_chunk=64, cuda_graphs=False)

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 import dsa
+from dsa.kernels.indexer.select_limits import ZERO_WORDS
 from tests.hostile import IndexArgument, Prepared, Results
 from tests.hostile.places import int32, own_row, places, randn, rows_but
 from tests.hostile.unconcerned import everything, nothing
@@ -144,7 +145,7 @@ def select(device: str, argument: str, paged: bool = False) -> Prepared:
 
 
 def select_of_pages(device: str, argument: str, next_n: int = 1, a_query: bool = False, slots: bool = True) -> Prepared:
-    """Over one workspace: whatever a call was given, it leaves zeros for the next."""
+    """Over one workspace: whatever a call was given, it leaves what the next needs."""
     lengths = [130, 70, 5, 190]
     batch, max_pages, k = len(lengths), 3, 33
     q, weights = randn(batch, next_n, 64, 128, device=device), randn(batch * next_n, 64, device=device)
@@ -162,7 +163,7 @@ def select_of_pages(device: str, argument: str, next_n: int = 1, a_query: bool =
         indices, values = dsa.paged_indexer_select(
             *(q.to(E4M3), cache, weights), **own, max_context_len=max_pages * PAGE, top_k=k, **options
         )
-        left = workspace.view(batch, next_n, -1)
+        left = workspace[:, :ZERO_WORDS].reshape(batch, next_n, -1)
         return [indices.unflatten(0, (batch, next_n)), values.unflatten(0, (batch, next_n)), left]
 
     return Prepared(run, named[argument], own_row(batch, None if named[argument].dim() == 1 else 0))

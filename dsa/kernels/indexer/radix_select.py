@@ -12,7 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 
-from dsa.cute.reductions import block_exclusive_scan, sync
+from dsa.cute.reductions import block_exclusive_scan
 from dsa.cute.sm90 import WARP
 
 BINS = 2048
@@ -99,7 +99,6 @@ def _find(
     tid,
     threads: cutlass.Constexpr,
     first_pass: cutlass.Constexpr,
-    barrier: Int32 | int | None,
 ):
     """(The digit of the number of this rank (1: the largest), its rank within the digit, how many have this digit,
     whether there are as many as its rank.)
@@ -115,7 +114,7 @@ def _find(
     turn = (tid >> 2) & 1 if vectors == 2 else 0
     mine = cute.make_rmem_tensor((width,), Int32)
     total = Int32(0)
-    sync(threads, barrier)
+    cute.arch.sync_threads()
     for i in cutlass.range_constexpr(vectors):
         cute.autovec_copy(cute.local_tile(memory.counts, (width,), (at + (i ^ turn),)), mine)
         for j in cutlass.range_constexpr(width):
@@ -124,7 +123,7 @@ def _find(
         if tid == 0:  # the first position is that of NaN
             total -= memory.counts[flip]
             memory.counts[flip] = Int32(0)
-    before, all_counted = block_exclusive_scan(total, memory.sums[0, None], tid % WARP, tid // WARP, threads, barrier)
+    before, all_counted = block_exclusive_scan(total, memory.sums[0, None], tid % WARP, tid // WARP)
     if before < rank and rank <= before + total:
         position = first
         for j in cutlass.range_constexpr(own - 1):
@@ -138,7 +137,7 @@ def _find(
     mine.fill(0)
     for i in cutlass.range_constexpr(vectors):
         cute.autovec_copy(mine, cute.local_tile(memory.counts, (width,), (at + (i ^ turn),)))
-    sync(threads, barrier)
+    cute.arch.sync_threads()
     return Uint32(memory.found[0]), memory.found[1], memory.found[2], all_counted >= rank
 
 
@@ -160,7 +159,6 @@ def find_floor(
     memory: SelectMemory,
     tid,
     threads: cutlass.Constexpr,
-    barrier: Int32 | int | None = None,
 ):
     """-> (floor, equal, excess): rank + excess of the numbers are floor or more.
 
@@ -169,7 +167,6 @@ def find_floor(
 
     numbers  fp32 or bf16 in shared memory, behind a barrier; NaN is never taken
     vectors  16-byte vectors of it; rank, at least 1, is at most the numbers in them
-    barrier  of these threads, where they are not all of the CTA's
     """
     width = VECTOR_BYTES * 8 // numbers.element_type.width
     for i in cutlass.range(tid, vectors, threads, unroll=2):
@@ -179,7 +176,7 @@ def find_floor(
             cute.arch.atomic_add(memory.counts.iterator + digit, Int32(1), scope="cta")
     # The positive numbers come first, the largest bits leading; the negative ones follow, the smallest leading.
     flip = Int32(1023) if tid * (BINS // threads) < 1024 else Int32(0)
-    prefix, rank, inside, enough = _find(rank, flip, memory, tid, threads, True, barrier)
+    prefix, rank, inside, enough = _find(rank, flip, memory, tid, threads, True)
     shift = Int32(21)
     if not enough:  # on account of NaN: all others are taken
         prefix, inside = Uint32(MINUS_INFINITY >> 21), rank
@@ -194,7 +191,7 @@ def find_floor(
         flip = (1 << digits) - 1
         if prefix >> Uint32(31 - shift - digits) != 0:  # negative
             flip = Int32(0)
-        digit, rank, inside, _ = _find(rank, flip, memory, tid, threads, False, barrier)
+        digit, rank, inside, _ = _find(rank, flip, memory, tid, threads, False)
         prefix = first + digit
     return _least(prefix, shift), rank, inside - rank
 

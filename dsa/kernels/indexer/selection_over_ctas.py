@@ -30,7 +30,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from dsa.cute.limits import MAX_SLOTS
-from dsa.cute.reductions import block_exclusive_scan, sync
+from dsa.cute.reductions import warp_inclusive_scan
 from dsa.cute.sm90 import WARP
 from dsa.kernels.indexer.limits import PAGED, VALUES
 from dsa.kernels.indexer.paged_select_plan import (
@@ -155,13 +155,27 @@ class SelectionOverCtas:
         self.warps = self.threads // WARP
 
     @cute.jit
+    def sync_all(self):
+        """A barrier of all threads that select."""
+        cute.arch.barrier(barrier_id=BARRIER, number_of_threads=self.all_threads)
+
+    @cute.jit
     def sync(self, team):
-        sync(self.threads, BARRIER + 1 + team)
+        """A barrier of the team."""
+        cute.arch.barrier(barrier_id=BARRIER + 1 + team, number_of_threads=self.threads)
 
     @cute.jit
     def scan(self, own, memory: SelectionMemory, turn, team, tid):
-        sums = memory.sums[turn, None]
-        return block_exclusive_scan(own, sums, tid % WARP, tid // WARP, self.threads, BARRIER + 1 + team)
+        """-> (the sum of `own` over the team's threads before this one, the sum over all of them). One barrier, of the
+        team, behind which and another one the turn's sums may be used again."""
+        lane, warp = tid % WARP, tid // WARP
+        scanned = warp_inclusive_scan(own, lane)
+        if lane == WARP - 1:
+            memory.sums[turn, warp] = scanned
+        self.sync(team)
+        of_lane = memory.sums[turn, lane]
+        before = cute.arch.warp_redux_sync(of_lane if lane < warp else Int32(0), "add")
+        return before + scanned - own, cute.arch.warp_redux_sync(of_lane, "add")
 
     def found(self, memory: SelectionMemory, query) -> Found:
         return Found(*(memory.found[i, query] for i in range(len(Found._fields))))
@@ -192,14 +206,14 @@ class SelectionOverCtas:
             memory.sums[tid // WARP, tid % WARP] = Int32(0)
         if first:
             memory.in_vain[0] = Int32(0)
-        sync(self.all_threads, BARRIER)  # what is written from here on may lie in keys' place
+        self.sync_all()  # what is written from here on may lie in keys' place
         for query in cutlass.range(team, self.queries, self.teams, unroll=1):
             self.count(0, group, scores[None, query], workspace[first_row + query, None], memory, query, team, tid)
         arrivals = self.meet(group, workspace[first_row, None], Int32(0), memory, first)
         for query in cutlass.range(team, self.queries, self.teams, unroll=1):
             self.find(0, workspace[first_row + query, None], k, memory, query, team, tid)
         for level in cutlass.range_constexpr(1, len(BINS)):
-            sync(self.all_threads, BARRIER)
+            self.sync_all()
             crowded = Int32(0)
             for query in cutlass.range_constexpr(self.queries):
                 crowded |= Int32(1 << query) if self.is_crowded(self.found(memory, query)) else 0
@@ -276,7 +290,7 @@ class SelectionOverCtas:
     @cute.jit
     def meet(self, group: Group, words: cute.Tensor, arrivals: Int32, memory: SelectionMemory, first) -> Int32:
         """Wait until all CTAs of the group are here, and what they have written is visible. -> arrivals by then."""
-        sync(self.all_threads, BARRIER)
+        self.sync_all()
         arrivals += group.members
         if first:
             place = address(words, ARRIVALS)
@@ -287,7 +301,7 @@ class SelectionOverCtas:
                 tries += 1
             if here < arrivals:
                 memory.in_vain[0] = Int32(1)
-        sync(self.all_threads, BARRIER)
+        self.sync_all()
         return arrivals
 
     @cute.jit

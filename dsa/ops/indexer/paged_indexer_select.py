@@ -52,10 +52,10 @@ def paged_indexer_select(
     return_values    True: also return the selected keys' scores
     accumulators     torch.float32, or torch.float16 for the half scores of `fp8_paged_mqa_logits`
     workspace        None, or zeros of `paged_indexer_select_workspace` for at least B * next_n queries. The op writes
-                     to it and leaves zeros, so that one serves all layers of a step and later steps, but not two calls
-                     at the same time. Of one that is not zero no result is right, and a call may take seconds; but
-                     nothing outside of tensors is read or written, and `zero_()` makes it as good as new. Without one
-                     the op makes its own, which takes the time to set it to zero
+                     to it and leaves it as good as zero for another call of any shape: one serves all layers of a step
+                     and later steps, but not two calls at the same time. Of one with other numbers no result is right,
+                     and a call may take seconds; but nothing outside of tensors is read or written, and `zero_()` makes
+                     it as good as new. Without one the op makes its own, which takes the time to set it to zero
 
     Returns indices [B * next_n, top_k] int32, and with return_values also values [B * next_n, top_k] fp32: bit by bit
     what `topk_indices(fp8_paged_mqa_logits(q, kv_cache, weights, context_lens, block_table, None, max_context_len),

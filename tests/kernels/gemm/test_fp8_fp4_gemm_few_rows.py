@@ -44,6 +44,5 @@ def test_choice():
     def chosen(tokens, columns=4096):
         return kernels.choose_config(6 * tokens, columns, 256, 132)
 
-    assert chosen(1).rows == 8 and chosen(32).rows == 8 and chosen(1000).rows == 32
-    # Few tiles: smaller ones are shared out more evenly.
-    assert chosen(1).groups == 1
+    # As measured: of V4-Flash's 256 experts and six a token.
+    assert [chosen(tokens).rows for tokens in (1, 32, 64, 128, 256, 512)] == [8, 8, 8, 8, 32, 32]

@@ -12,6 +12,7 @@ from dsa.kernels.indexer import paged_indexer_select_sm90 as kernels
 from dsa.kernels.indexer import paged_select_plan as plan
 from dsa.kernels.indexer.limits import HEADS, NEXT_N
 from dsa.kernels.indexer.score_tile import TILE
+from dsa.kernels.indexer.select_limits import ZERO_WORDS
 from tests.kernels.variants import shipped, shipped_variants_of
 
 SMS = 132
@@ -84,5 +85,5 @@ def test_a_row_of_the_workspace():
     """Counts of 16-byte vectors, numbers of as many CTAs as there are, and a list as long as one more vector of the
     selection at the end."""
     assert plan.FIRST_BIN[0] % 4 == 0 and all(n % 4 == 0 for n in plan.BINS)
-    assert plan.FIRST_ENTRY + plan.ENTRIES == plan.ROW_WORDS
+    assert plan.FIRST_ENTRY + plan.ENTRIES == plan.ROW_WORDS and plan.FIRST_CTA == ZERO_WORDS
     assert plan.ENTRIES >= 1024

@@ -7,7 +7,7 @@ import torch
 
 import dsa
 from dsa.kernels.indexer.candidate_lists import CAPACITY
-from dsa.kernels.indexer.limits import HEADS, NEXT_N
+from dsa.kernels.indexer.limits import HEADS
 from dsa.kernels.indexer.paged_select_plan import choose_config, sequences_of_launch
 from dsa_layers.batch.decode_batch import DecodeBatch
 from dsa_layers.batch.entry_view import EntryView
@@ -16,8 +16,9 @@ from dsa_layers.layers import key_selection
 from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.key_selection import (
     FUSED_BYTES,
-    FUSED_QUERIES,
+    FUSED_PAGED,
     FUSED_SCORES,
+    FUSED_SEQUENCES,
     ROW_PADDING,
     WORKSPACE,
     select_packed,
@@ -176,20 +177,20 @@ def called(monkeypatch):
     return names
 
 
-@pytest.mark.parametrize("next_n", [1, 3])
 @pytest.mark.parametrize("page_size", [None, 32])
-def test_few_queries_are_selected_in_one_launch(page_size, next_n, called, monkeypatch):
+def test_few_sequences_are_selected_in_one_launch(page_size, called, monkeypatch):
     """As of scores in memory, of which alone there is a plan; and all layers share a workspace."""
-    decoding, arguments = pages_of(4, next_n)
+    monkeypatch.setattr(key_selection, "FUSED_PAGED", range(128, 129))
+    decoding, arguments = pages_of(4, 1)
     got = select_paged(*arguments, page_size)
     assert called == ["paged_indexer_select"]
     workspace = decoding.index_workspace
-    assert len(workspace) == 4 * next_n and not workspace.any()
+    assert len(workspace) == 4 and not workspace.any()
     assert torch.equal(select_paged(*arguments, page_size), got) and decoding.index_workspace is workspace
     assert EntryView(decoding, 4).index_workspace is workspace
-    monkeypatch.setattr(key_selection, "FUSED_QUERIES", 4 * next_n - 1)
+    monkeypatch.setattr(key_selection, "FUSED_SEQUENCES", 3)
     called.clear()
-    decoding, arguments = pages_of(4, next_n)
+    decoding, arguments = pages_of(4, 1)
     assert torch.equal(select_paged(*arguments, page_size), got)
     assert torch.equal(select_paged(*arguments, page_size), got)
     two = ["fp8_paged_mqa_logits", "topk_indices"]
@@ -198,12 +199,19 @@ def test_few_queries_are_selected_in_one_launch(page_size, next_n, called, monke
 
 
 @pytest.mark.parametrize(
-    ("constant", "number", "top_k"),
-    [("FUSED_SCORES", 4 * 128 - 1, 16), ("FUSED_QUERIES", 0, 16), ("FUSED_QUERIES", 32, 2049)],
+    ("constant", "number", "top_k", "next_n"),
+    [
+        ("FUSED_SCORES", 4 * 128 - 1, 16, 1),
+        ("FUSED_SEQUENCES", 0, 16, 1),
+        ("FUSED_SEQUENCES", 32, 2049, 1),
+        ("FUSED_PAGED", range(129, 200), 16, 1),
+        ("FUSED_PAGED", range(1, 200), 16, 2),
+    ],
 )
-def test_other_selections_from_pages_have_their_scores_in_memory(constant, number, top_k, called, monkeypatch):
+def test_other_selections_from_pages_have_their_scores_in_memory(constant, number, top_k, next_n, called, monkeypatch):
+    monkeypatch.setattr(key_selection, "FUSED_PAGED", range(1, 200))
     monkeypatch.setattr(key_selection, constant, number)
-    select_paged(*pages_of(4, 1, top_k=top_k)[1])
+    select_paged(*pages_of(4, next_n, top_k=top_k)[1])
     assert "paged_indexer_select" not in called and "topk_indices" in called
 
 
@@ -211,9 +219,7 @@ def test_other_selections_from_pages_have_their_scores_in_memory(constant, numbe
 def test_what_is_selected_in_one_launch_has_room(multiprocessors):
     """No model is refused for its context: on every Hopper GPU one sequence at least has room in a launch."""
     for heads in HEADS:
-        for next_n in NEXT_N:
-            for half in (False, True):
-                room = choose_config(heads, next_n, half).capacity(heads * next_n, next_n, half)
-                for sequences in range(1, FUSED_QUERIES // next_n + 1):
-                    most = FUSED_SCORES // (sequences * next_n)
-                    assert sequences_of_launch(most, room, multiprocessors) >= 1
+        room = choose_config(heads, 1, False).capacity(heads, 1, False)
+        for sequences in range(1, FUSED_SEQUENCES + 1):
+            most = min(FUSED_SCORES // sequences, FUSED_PAGED[-1])
+            assert sequences_of_launch(most, room, multiprocessors) >= 1

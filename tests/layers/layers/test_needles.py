@@ -23,8 +23,7 @@ SELECT = {"V4-Flash": 2, "GLM-5.2": 1, "V3.2": 4}
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("name", SELECT)
 def test_every_layer_finds_needles(name, fused, monkeypatch):
-    if not fused:
-        monkeypatch.setattr(key_selection, "FUSED_QUERIES", 0)
+    monkeypatch.setattr(key_selection, "FUSED_PAGED", range(1, 2**20) if fused else ())
     model = stack(name, "cpu", **SMALL, **FEWER[name])
     hay = Haystack(model, 8192 + 70, "cpu")
     with planted(SHARES) as finds:
