@@ -68,10 +68,10 @@ def paged_indexer_select(
     TypeError or ValueError for other types, dtypes, shapes, strides and devices.
     On Hopper: one kernel for up to 32 sequences, whose scores stay in shared memory. This bounds sequences times keys
     that they may see, min(max_context_len, max_pages * P): more sequences take further launches, and a max_context_len
-    for which not even one has room is refused, above 1.0 million keys (H 64, next_n 4) to 5 million (H 64, next_n 1).
+    for which not even one has room is refused, above 1.1 million keys (H 64, next_n 4) to 5 million (H 64, next_n 1).
     H in {8, 16, 32, 64}, D in {32, 64, 128}, next_n in {1, 2, 3, 4}, P in {32, 64}, top_k up to 2048. CUDA-graph safe
-    with new lengths and keys, no plan, no host synchronisation. It pays while sequences are few; of many, the two ops
-    take less time. Not differentiable.
+    with new lengths and keys, no plan, no host synchronisation. All CTAs run at once and wait for each other. It pays
+    with one query a sequence and 32768 keys or more. Not differentiable.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), equation 1, and its top-k selection.
     """
     indices, values = _paged_indexer_select(
