@@ -439,7 +439,7 @@ class SelectionOverCtas:
             before = above + cutlass.min(inside, needed)
         self.write(group, scores, table, indices, values, options, found, low, ties, before, memory, team, tid)
         if group.member == 0:
-            total, k = found.above + found.rank, indices.shape[0]
+            total, k = cutlass.max(found.above + found.rank, 0), indices.shape[0]
             for i in cutlass.range(total + tid, k, self.threads, unroll=1):
                 indices[i] = Int32(-1)
                 if options & VALUES:
