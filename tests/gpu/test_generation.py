@@ -262,7 +262,7 @@ def test_the_models_own_scores_are_selected_exactly(fused, checkpoint, monkeypat
     # A comparison cannot be captured.
     generator = Generator(model, cache_tokens=1024, prefill_chunk=64, cuda_graphs=False)
     generator.generate([*PROMPTS, list(range(300, 530))], SamplingParams(8))
-    assert len(shapes) > 3 and {paged for _, paged in shapes} == ({False} if fused else {False, True})
+    assert len(shapes) > (2 if fused else 3) and {paged for _, paged in shapes} == ({False} if fused else {False, True})
     assert {slots for _, slots in selections} == ({True} if fused else set())
 
 

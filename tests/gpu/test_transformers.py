@@ -25,7 +25,7 @@ PREFILL = {
     "glm_moe_dsa": {"fp8_mqa_logits", "topk_indices", "write_mla_cache", "write_indexer_keys"},
     "deepseek_v4": {"fp8_mqa_logits", "topk_indices", "window_sparse_attention", "write_compressed_kv"},
 }
-DECODE = {"paged_indexer_select", "flash_mla_with_kvcache", "rms_norm"}
+DECODE = {"fp8_paged_mqa_logits", "topk_indices", "flash_mla_with_kvcache", "rms_norm"}
 
 
 @pytest.fixture(scope="module", params=MODELS)
