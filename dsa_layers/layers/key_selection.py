@@ -17,7 +17,7 @@ FUSED_KEYS, FUSED_TOKENS, FUSED_BYTES = 65536, 1024, 33 << 10
 # Keys, sequences, and sequences times keys, of decoding one token a sequence, of which scores and selection are one
 # launch, which is faster there (docs/kernel-notes, "Scores over pages and selection in one"). So many keys of a
 # sequence have room on any Hopper GPU.
-FUSED_PAGED, FUSED_SEQUENCES, FUSED_SCORES = range(32768, (1 << 21) + 1), 32, 1 << 22
+FUSED_PAGED, FUSED_SEQUENCES, FUSED_SCORES = range(1 << 19, (1 << 21) + 1), 32, 1 << 22
 ROW_PADDING = 512  # numbers, at most, behind a row of scores
 Keys = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 

@@ -71,7 +71,7 @@ def paged_indexer_select(
     for which not even one has room is refused, above 1.1 million keys (H 64, next_n 4) to 5 million (H 64, next_n 1).
     H in {8, 16, 32, 64}, D in {32, 64, 128}, next_n in {1, 2, 3, 4}, P in {32, 64}, top_k up to 2048. CUDA-graph safe
     with new lengths and keys, no plan, no host synchronisation. All CTAs run at once and wait for each other. It pays
-    with one query a sequence and 32768 keys or more. Not differentiable.
+    with one query a sequence and half a million keys or more. Not differentiable.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), equation 1, and its top-k selection.
     """
     indices, values = _paged_indexer_select(
