@@ -61,7 +61,8 @@ class TokenBatch(SelectedCounts, Tokens):
 
     @cached_property
     def index_workspace(self) -> torch.Tensor:
-        """What `dsa.paged_indexer_select` needs zeros for: one for all layers of the pass, which leave it zero."""
+        """What `dsa.paged_indexer_select` needs zeros for: one for all layers of the pass, which leave it as good
+        as zero."""
         return dsa.paged_indexer_select_workspace(sum(self.query_lens), self.device)
 
     @cached_property

@@ -8,8 +8,8 @@ Plan
   Every warp finds its CTA's part from the lengths by itself.
 - Scores as fp8_paged_mqa_logits_sm90.py computes them, by the same producer and consumer warps, but for where they go:
   to shared memory, where they stay. Keys that a query does not see are NaN there.
-- The consumer warpgroups then select (selection_over_ctas.py): two meetings of a sequence's CTAs in global memory,
-  where counts of digits and a short list of scores are all that is written.
+- The consumer warpgroups then select (selection_over_ctas.py): two meetings of a sequence's CTAs in global memory, or
+  up to four, where counts of digits and a short list of scores are all that is written.
 Shared memory: barriers, N x (D + 4 or, of half scores, 8) bytes of queries and weights, GROUPS x STAGES x 64 x (D + 4)
 of keys, in whose place the selection has its own later, and for each query `capacity` scores.
 Registers: as of fp8_paged_mqa_logits_sm90.py.
@@ -190,7 +190,7 @@ class PagedIndexerSelectSm90(PagedScoreTiles):
 
     @cute.jit
     def own_part(self, lengths: cute.Tensor, capacity: Int32, lane):
-        """(The CTA's part of the work, how many keys each of its sequence's queries sees.) Without members: none."""
+        """(The CTA's part of the work, how many keys each query of its sequence sees.) 0 members: it has no work."""
         batch, longest = lengths.shape[0], Int32(0)
         limits = [Int32(0) for _ in range(self.next_n)]
         if lane < batch:
@@ -240,11 +240,11 @@ def compile_paged_indexer_select(
     """half: fp16 accumulators (half_scores).
 
     -> f(q [B * next_n * H, D] e4m3, cache [pages, P * (D + 4)] uint8, weights [B * next_n, H], lengths [B, 1 or
-    next_n], block_table [B, max_pages], workspace [B * next_n, ROW_WORDS] int32, zero, indices [B * next_n, k] int32,
-    values [B * next_n, any] fp32, capacity, options, CTAs); 0 < B <= MAX_SEQUENCES, pages, max_pages > 0, and as many
-    CTAs as run at once, at most MAX_CTAS, whose `config.capacity` has room for `capacity` keys of each sequence
-    (`sequences_of_launch`). Pages and rows of weights start at multiples of 16 bytes. `options`: PAGED for cache slots
-    in place of keys, VALUES."""
+    next_n], block_table [B, max_pages], workspace [B * next_n, ROW_WORDS] int32, whose first ZERO_WORDS are zero,
+    indices [B * next_n, k] int32, values [B * next_n, any] fp32, capacity, options, CTAs); 0 < B <= MAX_SEQUENCES,
+    pages, max_pages > 0, and as many CTAs as run at once, at most MAX_CTAS, whose `config.capacity` has room for
+    `capacity` keys of each sequence (`sequences_of_launch`). Pages and rows of weights start at multiples of 16 bytes.
+    `options`: PAGED for cache slots in place of keys, VALUES."""
     batch, rows = cute.sym_int(), cute.sym_int()
     q = fake(Float8E4M3FN, (cute.sym_int(), dim), (dim, 1))
     cache = fake(cutlass.Uint8, (cute.sym_int(), page_size * (dim + 4)), (*strides(1, 16), 1))

@@ -11,7 +11,8 @@ bits, as a signed number that is ordered as scores are, are three digits, of 12,
   scores are above and how many have it (`publish`). When all have, each finds the k-th largest in the list by itself,
   and from the list and the numbers of the CTAs before it how many they select, so where its own begin. It selects and
   writes them (`finish`). Of more equal scores than are needed, the first: those of the CTAs before come first.
-So there are two meetings, four of scores most of which are equal.
+So there are two meetings, and one more for each further digit, where more scores than the list holds share the digits
+before it.
 
 A query's workspace: header (arrivals, entries of the list, CTAs that are through), counts of each digit, two numbers of
 each CTA (scores above, scores with the digit), and the list. It is zero at first, and is left so but for the CTAs'
@@ -19,7 +20,7 @@ numbers and the list, which are written before they are read: each CTA zeroes a 
 them, and the last one that is through the last meeting the header.
 
 A CTA waits for the others of its group, so all must run at once. One that waits in vain, as with a workspace that was
-not zero, selects nothing in the end; whatever is in the workspace, nothing is written outside of it and of the result.
+not zero, writes no results: their places stay as they were.
 """
 
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ from dsa.kernels.indexer.radix_select import bits_of
 from dsa.kernels.indexer.score_tile import TILE
 from dsa.kernels.indexer.topk_candidates import MINUS_INFINITY, NAN
 
-BARRIER = 2  # of all threads that select; those behind it are of the teams
+BARRIER = 2  # named barrier of all threads that select; the next numbers are the teams' own
 ARRIVALS, LISTED, THROUGH = 0, 1, 2  # of a header
 ALL, NOTHING = -(2**30), 2**31 - 1  # digits below and not below every score's
 MOST_TRIES = 2**22  # of waiting for the others: seconds
@@ -67,8 +68,8 @@ class Group(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Where the k-th largest score is: among the `inside` ones whose bits, without the last `shift`, are `prefix`, the
-    largest but rank - 1 of them; `above` are larger. ALL: every score is selected."""
+    """The k-th largest score is the rank-th largest of the `inside` scores whose bits, shifted right by `shift`, are
+    `prefix`; `above` scores are larger than all of these. A prefix of ALL: there are no more than k scores."""
 
     prefix: Int32
     shift: Int32
@@ -143,7 +144,7 @@ FOUND_WORDS = len(Found._fields)
 
 
 class SelectionOverCtas:
-    """threads: of the CTA that select, its first; queries: of a sequence; page: keys.
+    """threads: how many of the CTA's threads select, from its first on; queries: of each sequence; page: keys of one.
 
     Queries are selected side by side, each by a team of threads.
     """

@@ -53,22 +53,23 @@ def paged_indexer_select(
     accumulators     torch.float32, or torch.float16 for the half scores of `fp8_paged_mqa_logits`
     workspace        None, or zeros of `paged_indexer_select_workspace` for at least B * next_n queries. The op writes
                      to it and leaves it as good as zero for another call of any shape: one serves all layers of a step
-                     and later steps, but not two calls at the same time. Of one with other numbers no result is right,
-                     and a call may take seconds; but nothing outside of tensors is read or written, and `zero_()` makes
-                     it as good as new. Without one the op makes its own, which takes the time to set it to zero
+                     and later steps, but not two calls at the same time. It must hold nothing else: then a call may
+                     take seconds, its results are any numbers, and only `zero_()` makes it good again. Without one the
+                     op makes its own, which takes the time to set it to zero
 
     Returns indices [B * next_n, top_k] int32, and with return_values also values [B * next_n, top_k] fp32: bit by bit
     what `topk_indices(fp8_paged_mqa_logits(q, kv_cache, weights, context_lens, block_table, None, max_context_len),
     top_k, lengths=L, ...)` gives for L as it is clipped. Keys ascend; queries that see fewer than top_k keys end in -1,
-    where values are -inf. A value that is zero is 0.0. A NaN score is never selected. A key whose page is not in the
-    cache scores -inf, and is selected where too few others are there; but of a cache without pages none is. With slots
-    an index becomes -1, and its value -inf, where `topk_indices` says so: for a negative page, or a slot of 2^31 or
-    more.
-    Exact for any input: a query's result does not depend on the other queries, on the machine or on the run. Raises
+    where values are -inf. A value that is zero is 0.0; but on Hopper a negative score that is too small for fp32 is
+    -0.0, and below 0.0. A NaN score is never selected. A key whose page is not in the cache scores -inf, and is
+    selected where too few others are there; but of a cache without pages none is. With slots an index becomes -1, and
+    its value -inf, where `topk_indices` says so: for a negative page, or a slot of 2^31 or more.
+    Exact for any other input: a query's result does not depend on the other queries, on the machine or on the run. Raises
     TypeError or ValueError for other types, dtypes, shapes, strides and devices.
     On Hopper: one kernel for up to 32 sequences, whose scores stay in shared memory. This bounds sequences times keys
     that they may see, min(max_context_len, max_pages * P): more sequences take further launches, and a max_context_len
-    for which not even one has room is refused, above 1.1 million keys (H 64, next_n 4) to 5 million (H 64, next_n 1).
+    for which not even one has room is refused: with 132 multiprocessors and 64 heads above 1.1 million keys of next_n 4
+    and 5 million of next_n 1.
     H in {8, 16, 32, 64}, D in {32, 64, 128}, next_n in {1, 2, 3, 4}, P in {32, 64}, top_k up to 2048. CUDA-graph safe
     with new lengths and keys, no plan, no host synchronisation. All CTAs run at once and wait for each other. It pays
     with one query a sequence and half a million keys or more. Not differentiable.
