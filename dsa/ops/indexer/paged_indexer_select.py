@@ -64,8 +64,8 @@ def paged_indexer_select(
     -0.0, and below 0.0. A NaN score is never selected. A key whose page is not in the cache scores -inf, and is
     selected where too few others are there; but of a cache without pages none is. With slots an index becomes -1, and
     its value -inf, where `topk_indices` says so: for a negative page, or a slot of 2^31 or more.
-    Exact for any other input: a query's result does not depend on the other queries, on the machine or on the run. Raises
-    TypeError or ValueError for other types, dtypes, shapes, strides and devices.
+    Exact for any other input: a query's result does not depend on the other queries, on the machine or on the run.
+    Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
     On Hopper: one kernel for up to 32 sequences, whose scores stay in shared memory. This bounds sequences times keys
     that they may see, min(max_context_len, max_pages * P): more sequences take further launches, and a max_context_len
     for which not even one has room is refused: with 132 multiprocessors and 64 heads above 1.1 million keys of next_n 4
