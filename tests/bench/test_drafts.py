@@ -244,7 +244,7 @@ def test_a_stack_with_a_drafter(name):
 
 def test_kernels_that_are_asked_for():
     functions = {variant.function for variant in drafts.asked(["V3.2"], [4])}
-    assert {"compile_paged_indexer_select", "compile_route_to_experts"} < functions
+    assert {"compile_fp8_paged_mqa_logits", "compile_route_to_experts"} < functions
 
 
 def row(model, count, k, figures):
