@@ -16,7 +16,7 @@ WORKSPACE = 260 << 20  # bytes of scores at a time: of 64 tokens and a million k
 FUSED_KEYS, FUSED_TOKENS, FUSED_BYTES = 65536, 1024, 33 << 10
 # Keys, sequences, and sequences times keys, of decoding one token a sequence, of which scores and selection are one
 # launch, which is faster there (docs/kernel-notes, "Scores over pages and selection in one"). So many keys of a
-# sequence have room on any Hopper GPU.
+# sequence have room on 60 multiprocessors or more: on a smaller part of a GPU the op refuses them.
 FUSED_PAGED, FUSED_SEQUENCES, FUSED_SCORES = range(1 << 19, (1 << 21) + 1), 32, 1 << 22
 ROW_PADDING = 512  # numbers, at most, behind a row of scores
 Keys = torch.Tensor | tuple[torch.Tensor, torch.Tensor]

@@ -15,7 +15,7 @@ of keys, in whose place the selection has its own later, and for each query `cap
 Registers: as of fp8_paged_mqa_logits_sm90.py.
 Constraints: all CTAs run at once. A launch takes up to 32 sequences, whose scores fit the multiprocessors' shared
 memory (paged_select_plan.py).
-Roofline: memory, as the scores alone, and some 8 microseconds behind them.
+Roofline: memory, as the scores alone, and 8 to 10 microseconds behind them.
 """
 
 from collections.abc import Callable
@@ -224,7 +224,8 @@ class PagedIndexerSelectSm90(PagedScoreTiles):
 
     @cute.jit
     def masked(self, result, masked_key, key, limit):
-        """A key that the query does not see is NaN, which is never selected; 0 is not -0."""
+        """A key that the query does not see is NaN, which is never selected. A 0 has no sign, unless the product before is
+        too small for fp32: the compiler makes one operation of it and the sum."""
         result += 0.0
         if masked_key >= limit:
             result = -Float32(float("inf"))

@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import library
 
 import dsa
 from dsa.kernels.indexer import limits
@@ -96,7 +97,7 @@ def test_registration(given):
     # torch cannot compare float8 inputs before and after, as the schema's test does.
     tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     arguments = (*inputs(), 100, 40, True, True, torch.float16, workspace)
-    torch.library.opcheck(SELECT.default, arguments, test_utils=tests)
+    library.opcheck(SELECT.default, arguments, test_utils=tests)
 
 
 @pytest.mark.parametrize("values", [True, False])
