@@ -224,8 +224,8 @@ class PagedIndexerSelectSm90(PagedScoreTiles):
 
     @cute.jit
     def masked(self, result, masked_key, key, limit):
-        """A key that the query does not see is NaN, which is never selected. A 0 has no sign, unless the product before is
-        too small for fp32: the compiler makes one operation of it and the sum."""
+        """A key that the query does not see is NaN, which is never selected. A 0 has no sign, unless the product before
+        is too small for fp32: the compiler makes one operation of it and the sum."""
         result += 0.0
         if masked_key >= limit:
             result = -Float32(float("inf"))
