@@ -15,9 +15,9 @@ WORKSPACE = 260 << 20  # bytes of scores at a time: of 64 tokens and a million k
 # "Scores and selection in one"), and bytes that it takes of a token.
 FUSED_KEYS, FUSED_TOKENS, FUSED_BYTES = 65536, 1024, 33 << 10
 # Keys, sequences, and sequences times keys, of decoding one token a sequence, of which scores and selection are one
-# launch, which is faster there (docs/kernel-notes, "Scores over pages and selection in one"). So many keys of a
-# sequence have room on 60 multiprocessors or more: on a smaller part of a GPU the op refuses them.
-FUSED_PAGED, FUSED_SEQUENCES, FUSED_SCORES = range(1 << 19, (1 << 21) + 1), 32, 1 << 22
+# launch, which is faster there (docs/kernel-notes, "Scores over pages and selection in one"); and how many
+# multiprocessors have room for so many keys of a sequence, which a part of a GPU may lack.
+FUSED_PAGED, FUSED_SEQUENCES, FUSED_SCORES, FUSED_SMS = range(1 << 19, (1 << 21) + 1), 32, 1 << 22, 60
 ROW_PADDING = 512  # numbers, at most, behind a row of scores
 Keys = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -106,7 +106,7 @@ def select_paged(
     """
     q = q.unflatten(0, (len(lengths), -1))
     fused = q.shape[1] == 1 and most in FUSED_PAGED and len(q) <= FUSED_SEQUENCES and top_k <= MAX_SELECTED
-    if fused and len(q) * most <= FUSED_SCORES:
+    if fused and len(q) * most <= FUSED_SCORES and (q.device.type != "cuda" or dsa.num_sms(q.device) >= FUSED_SMS):
         options = {"slots": page_size is not None, "workspace": view.index_workspace}
         return dsa.paged_indexer_select(q, pages, weights, lengths, block_table, most, top_k, **options)
     scores = dsa.fp8_paged_mqa_logits(q, pages, weights, lengths, block_table, view.index_schedule, most)

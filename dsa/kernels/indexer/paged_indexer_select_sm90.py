@@ -50,6 +50,7 @@ class PagedIndexerSelectSm90(PagedScoreTiles):
     def __init__(self, heads: int, dim: int, next_n: int, page_size: int, half: bool, cfg: PagedSelectConfig):
         super().__init__(heads, dim, next_n, page_size, Float32, half, cfg.groups, cfg.stages, sequences=1)
         self.capacity = cfg.capacity(self.n, next_n, half)
+        assert self.capacity < 1 << 16  # two counts of a CTA's keys are in one number
         self.selection = SelectionOverCtas(cfg.groups * WARPGROUP, next_n, page_size)
 
     @cute.jit
@@ -224,9 +225,9 @@ class PagedIndexerSelectSm90(PagedScoreTiles):
 
     @cute.jit
     def masked(self, result, masked_key, key, limit):
-        """A key that the query does not see is NaN, which is never selected. A 0 has no sign, unless the product before
-        is too small for fp32: the compiler makes one operation of it and the sum."""
-        result += 0.0
+        """A key that the query does not see is NaN, which is never selected; 0 is not -0."""
+        # Not by adding 0, which would make one operation of the product and the sum: that rounds to -0.
+        result = Float32(0.0) if result == 0.0 else result
         if masked_key >= limit:
             result = -Float32(float("inf"))
         if key >= limit:

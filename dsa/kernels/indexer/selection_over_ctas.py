@@ -81,7 +81,7 @@ class Found(NamedTuple):
 @dataclass(frozen=True)
 class SelectionMemory:
     """Shared memory. found: a Found of each query; in_vain [1]: not 0 where a wait was. Of the team: counts of digits;
-    sums of scans; digit [3], what a pass over the list found; cursor [1], of the list."""
+    sums of scans; digit [2], what a pass over the list found; cursor [1], of the list."""
 
     found: cute.Tensor
     in_vain: cute.Tensor
@@ -99,8 +99,8 @@ class SelectionMemory:
             cute.make_tensor(small, layout(1)),
             cute.make_tensor(counts + BINS[0] * team, layout(BINS[0])),
             cute.make_tensor(own, layout((2, 32), stride=(32, 1))),
-            cute.make_tensor(own + 64, layout(3)),
-            cute.make_tensor(own + 67, layout(1)),
+            cute.make_tensor(own + 64, layout(2)),
+            cute.make_tensor(own + 66, layout(1)),
         )
 
 
@@ -202,15 +202,15 @@ class SelectionOverCtas:
     ):
         """scores: [keys, queries], of the group's tiles; tid: of the team; the others as the kernel has them."""
         k, first_row = indices.shape[1], group.sequence * self.queries
-        first = team == 0 and tid == 0
+        leads = team == 0 and tid == 0
         if tid < 64:
             memory.sums[tid // WARP, tid % WARP] = Int32(0)
-        if first:
+        if leads:
             memory.in_vain[0] = Int32(0)
         self.sync_all()  # what is written from here on may lie in keys' place
         for query in cutlass.range(team, self.queries, self.teams, unroll=1):
             self.count(0, group, scores[None, query], workspace[first_row + query, None], memory, query, team, tid)
-        arrivals = self.meet(group, workspace[first_row, None], Int32(0), memory, first)
+        arrivals = self.meet(group, workspace[first_row, None], Int32(0), memory, leads)
         for query in cutlass.range(team, self.queries, self.teams, unroll=1):
             self.find(0, workspace[first_row + query, None], k, memory, query, team, tid)
         for level in cutlass.range_constexpr(1, len(BINS)):
@@ -223,13 +223,13 @@ class SelectionOverCtas:
                     if (crowded >> query) & 1 != 0:
                         words = workspace[first_row + query, None]
                         self.count(level, group, scores[None, query], words, memory, query, team, tid)
-                arrivals = self.meet(group, workspace[first_row, None], arrivals, memory, first)
+                arrivals = self.meet(group, workspace[first_row, None], arrivals, memory, leads)
                 for query in cutlass.range(team, self.queries, self.teams, unroll=1):
                     if (crowded >> query) & 1 != 0:
                         self.find(level, workspace[first_row + query, None], k, memory, query, team, tid)
         for query in cutlass.range(team, self.queries, self.teams, unroll=1):
             self.publish(group, scores[None, query], workspace[first_row + query, None], memory, query, team, tid)
-        self.meet(group, workspace[first_row, None], arrivals, memory, first)
+        self.meet(group, workspace[first_row, None], arrivals, memory, leads)
         through = self.clear_counts(group, workspace, first_row, memory, team, tid)
         for query in cutlass.range(team, self.queries, self.teams, unroll=1):
             row = first_row + query
@@ -289,15 +289,15 @@ class SelectionOverCtas:
         self.sync(team)
 
     @cute.jit
-    def meet(self, group: Group, words: cute.Tensor, arrivals: Int32, memory: SelectionMemory, first) -> Int32:
+    def meet(self, group: Group, words: cute.Tensor, arrivals: Int32, memory: SelectionMemory, leads) -> Int32:
         """Wait until all CTAs of the group are here, and what they have written is visible. -> arrivals by then."""
         self.sync_all()
         arrivals += group.members
-        if first:
+        if leads:
             place = address(words, ARRIVALS)
             arrive_at(place)
             here, tries = arrivals_at(place), Int32(0)
-            while here < arrivals and tries < MOST_TRIES:
+            while here < arrivals and tries < MOST_TRIES and memory.in_vain[0] == 0:
                 here = arrivals_at(place)
                 tries += 1
             if here < arrivals:
@@ -440,7 +440,8 @@ class SelectionOverCtas:
             before = above + cutlass.min(inside, needed)
         self.write(group, scores, table, indices, values, options, found, low, ties, before, memory, team, tid)
         if group.member == 0:
-            total, k = cutlass.max(found.above + found.rank, 0), indices.shape[0]
+            k = indices.shape[0]
+            total = cutlass.min(cutlass.max(found.above + found.rank, 0), k)
             for i in cutlass.range(total + tid, k, self.threads, unroll=1):
                 indices[i] = Int32(-1)
                 if options & VALUES:
@@ -555,15 +556,15 @@ class SelectionOverCtas:
                 x[j] = NAN
             if i < vectors:
                 cute.autovec_copy(cute.local_tile(scores, (VECTOR,), (i,)), x)
-            some, level = Int32(0), Int32(0)  # scores that are above `low`, or equal to it; those that are equal
+            some, equals_here = Int32(0), Int32(0)  # scores that are above `low`, or equal to it; those that are equal
             for j in cutlass.range_constexpr(VECTOR):
                 number = ordered(x[j])
                 digits, lower = number >> found.shift, number & ((1 << LOW) - 1)
                 has = digits == found.prefix
                 if x[j] == x[j]:
                     some |= Int32(1 << j) if digits > found.prefix or (has and lower >= low) else 0
-                    level |= Int32(1 << j) if has and lower == low else 0
-            equal = Int32(cute.arch.popc(level))
+                    equals_here |= Int32(1 << j) if has and lower == low else 0
+            equal = Int32(cute.arch.popc(equals_here))
             here = Int32(cute.arch.popc(some)) - equal + (equal << 16)  # two counts in one scan
             earlier, total = self.scan(here, memory, (base // self.threads) & 1, team, tid)
             same = equals + (earlier >> 16)
@@ -571,7 +572,7 @@ class SelectionOverCtas:
             while some != 0:
                 j = lowest_bit(some)
                 some &= some - 1
-                is_same = (level >> j) & 1 != 0
+                is_same = (equals_here >> j) & 1 != 0
                 if (not is_same or same < ties) and place >= 0 and place < k:
                     index, value = self.slot(table, group.first * TILE + i * VECTOR + j, options), MINUS_INFINITY
                     indices[place] = index

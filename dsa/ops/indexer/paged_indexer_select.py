@@ -60,11 +60,11 @@ def paged_indexer_select(
     Returns indices [B * next_n, top_k] int32, and with return_values also values [B * next_n, top_k] fp32: bit by bit
     what `topk_indices(fp8_paged_mqa_logits(q, kv_cache, weights, context_lens, block_table, None, max_context_len),
     top_k, lengths=L, ...)` gives for L as it is clipped. Keys ascend; queries that see fewer than top_k keys end in -1,
-    where values are -inf. A value that is zero is 0.0; but on Hopper a negative score that is too small for fp32 is
-    -0.0, and below 0.0. A NaN score is never selected. A key whose page is not in the cache scores -inf, and is
-    selected where too few others are there; but of a cache without pages none is. With slots an index becomes -1, and
-    its value -inf, where `topk_indices` says so: for a negative page, or a slot of 2^31 or more.
-    Exact for any other input: a query's result does not depend on the other queries, on the machine or on the run.
+    where values are -inf. A value that is zero is 0.0. A NaN score is never selected. A key whose page is not in the
+    cache scores -inf, and is selected where too few others are there; but of a cache without pages none is. With slots
+    an index becomes -1, and its value -inf, where `topk_indices` says so: for a negative page, or a slot of 2^31 or
+    more.
+    Exact for any input: a query's result does not depend on the other queries, on the machine or on the run.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
     On Hopper: one kernel for up to 32 sequences, whose scores stay in shared memory. This bounds sequences times keys
     that they may see, min(max_context_len, max_pages * P): more sequences take further launches, and a max_context_len

@@ -222,7 +222,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("sign", [1.0, -1.0, 0.25, -0.25])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_scores_of_any_shape(shape, sign):
     for lengths, next_n in (([50000, 3000, 2048, 9000], 1), ([30000], 1), ([40000, 0, 2050], 4)):
