@@ -1,14 +1,15 @@
 """Bounds of the next pass of scores, from those that a query has so far: its sample, or its list of candidates.
 
 Plan
-- A CTA a query. What there is comes into shared memory; the `rank`-th largest (radix_select.py), or a number a little
+- A CTA a query. What there is comes into registers; the `rank`-th largest (candidate_rank.py), or a number a little
   below it that is not below the bound that there was, is the new bound, and what is not below it the list, from the
   front.
 - A row that fits the list needs no bound: -inf. A list that overflowed gets one that nothing reaches, and stays too
   long.
 - The order of a list is any.
-Shared memory: scores and keys, 8 KiB of digit counts.
-Roofline: none; 16 KB a query of a sample, and 10 thousand instructions of a warp.
+Shared memory: 8 KiB of digit counts, and a little.
+Registers: 12 scores of a sample a thread, or 8 entries of a list; three CTAs a multiprocessor.
+Roofline: none; 16 KB a query of a sample, and 8 thousand instructions of a warp.
 """
 
 from collections.abc import Callable
@@ -22,20 +23,23 @@ from cutlass.memory import SmemAllocator
 from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream
+from dsa.cute.reductions import block_exclusive_scan
 from dsa.cute.sm90 import WARP
-from dsa.kernels.indexer.candidate_entries import fake_lists, load_entry, store_entry
+from dsa.kernels.indexer.candidate_entries import fake_lists, load_candidates, store_entry
 from dsa.kernels.indexer.candidate_lists import CAPACITY, GROUP, LOG_GROUP, LOG_TILE, SAMPLES, TILE
+from dsa.kernels.indexer.candidate_rank import RankMemory
 from dsa.kernels.indexer.candidate_tiles import frame_of, key_range, tiles_of_pass
-from dsa.kernels.indexer.radix_select import SelectMemory, find_floor
+from dsa.kernels.indexer.selection_list import LOWEST, number_of, order_of
 
-THREADS = 256
+THREADS = 512
+VECTOR = 4  # scores of a sample that are read at a time
 MINUS_INFINITY, NAN = float("-inf"), float("nan")
 
 
 class CandidateBoundsSm90:
     def __init__(self, sample: bool):
         self.sample = sample
-        self.room = SAMPLES if sample else CAPACITY
+        self.own = -(-(SAMPLES if sample else CAPACITY) // THREADS)  # numbers of a thread
 
     @cute.jit
     def __call__(
@@ -55,7 +59,7 @@ class CandidateBoundsSm90:
             grid=(starts.shape[0], 1, 1),
             block=(THREADS, 1, 1),
             stream=stream,
-            min_blocks_per_mp=4,
+            min_blocks_per_mp=3,
             preferred_smem_carveout=100,
             use_pdl=True,
         )
@@ -75,27 +79,18 @@ class CandidateBoundsSm90:
     ):
         tid, _, _ = cute.arch.thread_idx()
         query, _, _ = cute.arch.block_idx()
-        smem = SmemAllocator()
-        scores = smem.allocate_tensor(Float32, cute.make_layout(self.room), 16)
-        own_keys = smem.allocate_tensor(Int32, cute.make_layout(1 if self.sample else CAPACITY), 16)
-        kept = smem.allocate_tensor(Int32, cute.make_layout(1), 16)
-        memory = SelectMemory.allocate(smem)
+        memory = RankMemory.allocate(SmemAllocator())
         memory.clear(tid, THREADS)
-        if tid == 0:
-            kept[0] = Int32(0)
         wait_for_prerequisite_grids()
 
-        bound, count, overflow = Float32(MINUS_INFINITY), Int32(0), Int32(0)
-        searched = False
+        orders = cute.make_rmem_tensor((self.own,), Int32)
+        own_keys = cute.make_rmem_tensor((1 if self.sample else self.own,), Int32)
+        bound, count, overflow, searched = Float32(MINUS_INFINITY), Int32(0), Int32(0), False
         if const_expr(self.sample):
             frame = frame_of(query // block_q, block_q, starts, ends, keys, tid % WARP)
             _, length = key_range(starts, ends, query, keys)
             count = cutlass.min(tiles_of_pass(frame, log_stride) << LOG_TILE, SAMPLES)
-            sample = cute.make_tensor(
-                cute.recast_ptr(entries[query, None].iterator, dtype=Float32), cute.make_layout(2 * CAPACITY)
-            )
-            for i in cutlass.range(tid, count // 4, THREADS, unroll=2):
-                cute.autovec_copy(cute.local_tile(sample, (4,), (i,)), cute.local_tile(scores, (4,), (i,)))
+            self.load_sample(entries, query, count, orders, tid)
             searched = length > CAPACITY and count > rank
         else:
             front, back = counts[query, 0], counts[query, 1]
@@ -103,40 +98,58 @@ class CandidateBoundsSm90:
             overflow = Int32(count > CAPACITY)
             if overflow > 0:
                 count = Int32(0)
-            for i in cutlass.range(tid, count, THREADS, unroll=4):
-                at = i if i < front else CAPACITY - 1 - (i - front)
-                score, key = load_entry(entries, query, at)
-                scores[i] = score
-                own_keys[i] = key
-            if tid < (0 - count) & 3:
-                scores[count + tid] = Float32(NAN)
+            load_candidates(entries, query, front, count, Int32(0), orders, own_keys, tid, THREADS)
             searched = bound > MINUS_INFINITY and count > rank
         cute.arch.sync_threads()
 
         if searched:
-            slack = rank >> 4
-            floor = find_floor(scores, (count + 3) // 4, rank, slack, memory, tid, THREADS)[0]
+            floor = number_of(memory.find(orders, rank, rank >> 4, 0, tid, THREADS).low)
             # A little below the lowest of a list may be below its bound: the list does not have what is in between.
             bound = cute.arch.fmax(bound, floor)
-        for i in cutlass.range(tid, count, THREADS, unroll=2):
-            score = scores[i]
-            if score >= bound:
-                at = cute.arch.atomic_add(kept.iterator, Int32(1), scope="cta")
+        least, kept = order_of(bound), Int32(0)
+        for i in cutlass.range_constexpr(self.own):
+            if orders[i] >= least and orders[i] != LOWEST:
+                kept += 1
+        place, total = block_exclusive_scan(kept, memory.sums[1, None], tid % WARP, tid // WARP)
+        for i in cutlass.range_constexpr(self.own):
+            if orders[i] >= least and orders[i] != LOWEST:
                 key = Int32(0)
                 if const_expr(self.sample):
-                    tile, place = (i >> LOG_TILE) << log_stride, i & (TILE - 1)
-                    group = frame.base + (place >> LOG_GROUP) * frame.tiles + tile
-                    key = (group << LOG_GROUP) + (place & (GROUP - 1))
+                    at = self.first_of_vector(tid, i // VECTOR) + i % VECTOR
+                    tile, row = (at >> LOG_TILE) << log_stride, at & (TILE - 1)
+                    group = frame.base + (row >> LOG_GROUP) * frame.tiles + tile
+                    key = (group << LOG_GROUP) + (row & (GROUP - 1))
                 else:
                     key = own_keys[i]
-                if at < CAPACITY:
-                    store_entry(entries, query, at, score, key)
-        cute.arch.sync_threads()
+                if place < CAPACITY:
+                    store_entry(entries, query, place, number_of(orders[i]), key)
+                place += 1
         if tid == 0:
             # Nothing is appended any more to a list that is too long already.
             bounds[query] = Float32(NAN) if overflow > 0 else bound
-            counts[query, 0] = Int32(CAPACITY + 1) if overflow > 0 else kept[0]
+            counts[query, 0] = Int32(CAPACITY + 1) if overflow > 0 else total
             counts[query, 1] = Int32(0)
+
+    @cute.jit
+    def load_sample(self, entries: cute.Tensor, query, count: Int32, orders: cute.Tensor, tid):
+        """The orders of what the first pass has kept, which is NaN where the query does not see the key."""
+        sample = cute.make_tensor(
+            cute.recast_ptr(entries[query, None].iterator, dtype=Float32), cute.make_layout(2 * CAPACITY)
+        )
+        vectors = self.own // VECTOR
+        scores = cute.make_rmem_tensor((VECTOR, vectors), Float32)
+        scores.fill(NAN)
+        for v in cutlass.range_constexpr(vectors):
+            first = self.first_of_vector(tid, v)
+            if first < count:
+                cute.autovec_copy(cute.local_tile(sample, (VECTOR,), (first // VECTOR,)), scores[None, v])
+        for i in cutlass.range_constexpr(self.own):
+            orders[i] = order_of(scores[i])
+
+    @cute.jit
+    def first_of_vector(self, tid, vector: cutlass.Constexpr) -> Int32:
+        """Which of the sample's scores a thread's vector begins with."""
+        return (tid + vector * THREADS) * VECTOR
 
 
 @cached

@@ -2,17 +2,20 @@
 queries have none that can be told from their list.
 
 Plan
-- A CTA a query, the list in shared memory. radix_select.py finds the k-th largest score. Where more scores equal it
-  than are needed, the highest key of those that are is searched bit by bit.
-- Order: the selected are counted in 4096 buckets of keys, all as wide; a scan says where each bucket begins, and within
-  a bucket every key counts those below it.
+- A CTA a query, the list in registers. candidate_rank.py finds a digit of the k-th largest score; every warp ranks the
+  few that share it, of equal scores by their keys. Where there are many they are equal, and the highest key of those
+  that are needed is searched bit by bit.
+- Order: the selected are counted in 4096 buckets of keys, all as wide, two in a word of what counted digits; a scan
+  says where each bucket begins, and within a bucket every key counts those below it.
 - A list that is too long, or has fewer than min(k, keys) of those above a bound, says nothing: the query's end goes to
   `remaining`, for indexer_select_sm90. All others have NOTHING_LEFT there.
-Shared memory: 73 KiB, three CTAs a multiprocessor.
-Roofline: none; 25 KB a query and about 10 thousand instructions of a warp.
+Shared memory: 25 KiB.
+Registers: 8 candidates a thread, two registers each; three CTAs a multiprocessor.
+Roofline: none; 22 KB a query and about 10 thousand instructions of a warp.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -26,19 +29,42 @@ from dsa.cute.fake_tensors import fake, fake_stream, strides
 from dsa.cute.limits import MAX_SLOTS
 from dsa.cute.reductions import block_exclusive_scan
 from dsa.cute.sm90 import WARP
-from dsa.kernels.indexer.candidate_entries import fake_lists, load_entry
+from dsa.kernels.indexer.candidate_entries import fake_lists, load_candidates
 from dsa.kernels.indexer.candidate_lists import CAPACITY, LOG_MAX_KEYS, NOTHING_LEFT
+from dsa.kernels.indexer.candidate_rank import DIGITS, VECTOR, Found, RankMemory
 from dsa.kernels.indexer.candidate_tiles import key_range
 from dsa.kernels.indexer.limits import PAGED, ROW_TO_SEQ, VALUES
-from dsa.kernels.indexer.radix_select import SelectMemory, find_floor, next_above
 from dsa.kernels.indexer.select_limits import MAX_SELECTED
-from dsa.kernels.indexer.selection_list import number_of, order_of
+from dsa.kernels.indexer.selection_list import HIGHEST, LOWEST, number_of
 
-THREADS = 256
+THREADS = 512
+OWN = -(-CAPACITY // THREADS)  # candidates of a thread
 LOG_BUCKETS = 12
-BUCKETS = 1 << LOG_BUCKETS
-OWN_BUCKETS = BUCKETS // THREADS
-MINUS_INFINITY, NAN = float("-inf"), float("nan")
+OWN_WORDS = DIGITS // THREADS  # of two buckets each
+FEW = WARP
+MINUS_INFINITY = float("-inf")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Shared memory. rank: its counts are buckets later; few: orders and keys [2, FEW] of a digit's candidates, and how
+    many are there [1]; keys, orders [MAX_SELECTED]: of the selected, by bucket."""
+
+    rank: RankMemory
+    few: cute.Tensor
+    few_count: cute.Tensor
+    keys: cute.Tensor
+    orders: cute.Tensor
+
+    @staticmethod
+    def allocate(smem) -> "Memory":
+        return Memory(
+            RankMemory.allocate(smem),
+            smem.allocate_tensor(Int32, cute.make_layout((2, FEW), stride=(FEW, 1)), 16),
+            smem.allocate_tensor(Int32, cute.make_layout(VECTOR), 16),
+            smem.allocate_tensor(Int32, cute.make_layout(MAX_SELECTED), 16),
+            smem.allocate_tensor(Int32, cute.make_layout(MAX_SELECTED), 16),
+        )
 
 
 class CandidateSelectSm90:
@@ -93,17 +119,10 @@ class CandidateSelectSm90:
     ):
         tid, _, _ = cute.arch.thread_idx()
         query, _, _ = cute.arch.block_idx()
-        smem = SmemAllocator()
-        scores = smem.allocate_tensor(Float32, cute.make_layout(CAPACITY), 16)
-        own_keys = smem.allocate_tensor(Int32, cute.make_layout(CAPACITY), 16)
-        order = smem.allocate_tensor(Int32, cute.make_layout(MAX_SELECTED), 16)
-        buckets = smem.allocate_tensor(Int32, cute.make_layout(BUCKETS), 16)
-        memory = SelectMemory.allocate(smem)
-        memory.clear(tid, THREADS)
-        zero = cute.make_rmem_tensor((4,), Int32)
-        zero.fill(0)
-        for i in cutlass.range(tid, BUCKETS // 4, THREADS, unroll=2):
-            cute.autovec_copy(zero, cute.local_tile(buckets, (4,), (i,)))
+        memory = Memory.allocate(SmemAllocator())
+        memory.rank.clear(tid, THREADS)
+        if tid == 0:
+            memory.few_count[0] = Int32(0)
         wait_for_prerequisite_grids()
 
         k = indices.shape[1]
@@ -114,35 +133,29 @@ class CandidateSelectSm90:
         if tid == 0:
             remaining[query] = first_key + length if unknown else Int32(NOTHING_LEFT)
         if not unknown:
-            for i in cutlass.range(tid, count, THREADS, unroll=4):
-                score, key = load_entry(entries, query, i if i < front else CAPACITY - 1 - (i - front))
-                scores[i] = score
-                own_keys[i] = key - first_key
-            if tid < (0 - count) & 3:
-                scores[count + tid] = Float32(NAN)
-            cute.arch.sync_threads()
-
-            # Selected are scores from `above` on, and those from `floor` on with keys up to `last`.
-            floor, above, last = Float32(MINUS_INFINITY), Float32(MINUS_INFINITY), Int32(0)
+            orders, own_keys = cute.make_rmem_tensor((OWN,), Int32), cute.make_rmem_tensor((OWN,), Int32)
+            load_candidates(entries, query, front, count, first_key, orders, own_keys, tid, THREADS)
+            # Selected are orders above `floor`, and those that equal it with keys up to `last`.
+            floor, last = Int32(LOWEST), Int32(-1)
             if count > k:
-                floor, equal, excess = find_floor(scores, (count + 3) // 4, k, Int32(0), memory, tid, THREADS)
-                above = floor
-                if excess > 0:
-                    above = next_above(floor)
-                    last = self.last_of_equal(scores, own_keys, count, floor, equal, memory, tid)
+                found = memory.rank.find(orders, k, Int32(0), FEW, tid, THREADS)
+                floor, last = self.cut(found, orders, own_keys, memory, tid)
+            else:
+                cute.arch.sync_threads()
+
             shift = cutlass.max(32 - LOG_BUCKETS - Int32(cute.arch.clz(Uint32(length - 1))), 0)
-            for i in cutlass.range(tid, count, THREADS, unroll=2):
-                score, key = scores[i], own_keys[i]
-                if score >= above or (score >= floor and key <= last):
-                    cute.arch.atomic_add(buckets.iterator + (key >> shift), Int32(1), scope="cta")
+            for i in cutlass.range_constexpr(OWN):
+                if orders[i] > floor or (orders[i] == floor and own_keys[i] <= last):
+                    self.add_to_bucket(memory.rank.counts, own_keys[i] >> shift)
             cute.arch.sync_threads()
-            found = self.begin_buckets(buckets, memory, tid)
+            selected = self.begin_buckets(memory.rank, tid)
             cute.arch.sync_threads()
-            for i in cutlass.range(tid, count, THREADS, unroll=2):
-                score, key = scores[i], own_keys[i]
-                if score >= above or (score >= floor and key <= last):
-                    at = cute.arch.atomic_add(buckets.iterator + (key >> shift), Int32(1), scope="cta")
-                    order[at] = i
+            for i in cutlass.range_constexpr(OWN):
+                if orders[i] > floor or (orders[i] == floor and own_keys[i] <= last):
+                    at = self.add_to_bucket(memory.rank.counts, own_keys[i] >> shift)
+                    memory.keys[at] = own_keys[i]
+                    if options & VALUES:
+                        memory.orders[at] = orders[i]
             cute.arch.sync_threads()
 
             sequence, last_page, known = query, block_table.shape[1] - 1, Int32(1)
@@ -150,17 +163,19 @@ class CandidateSelectSm90:
                 if options & ROW_TO_SEQ:
                     sequence = row_to_seq[query]
                 known = Int32(sequence >= 0 and sequence < block_table.shape[0] and last_page >= 0)
-            for p in cutlass.range(tid, found, THREADS, unroll=1):
-                i = order[p]
-                index, value = own_keys[i], number_of(order_of(scores[i]))
+            for p in cutlass.range(tid, selected, THREADS, unroll=1):
+                index = memory.keys[p]
                 bucket = index >> shift
                 # Each bucket's number is where it ends by now, and where the next one begins.
                 rank = Int32(0)
                 if bucket > 0:
-                    rank = buckets[bucket - 1]
-                for other in cutlass.range(rank, buckets[bucket], unroll=1):
-                    if own_keys[order[other]] < index:
+                    rank = self.bucket_number(memory.rank.counts, bucket - 1)
+                for other in cutlass.range(rank, self.bucket_number(memory.rank.counts, bucket), unroll=1):
+                    if memory.keys[other] < index:
                         rank += 1
+                value = -Float32(float("inf"))
+                if options & VALUES:
+                    value = number_of(memory.orders[p])
                 if options & PAGED:
                     slot = Int32(-1)
                     if known > 0:
@@ -174,42 +189,79 @@ class CandidateSelectSm90:
                 indices[query, rank] = index
                 if options & VALUES:
                     values[query, rank] = value
-            for i in cutlass.range(found + tid, k, THREADS, unroll=1):
+            for i in cutlass.range(selected + tid, k, THREADS, unroll=1):
                 indices[query, i] = Int32(-1)
                 if options & VALUES:
                     values[query, i] = -Float32(float("inf"))
 
     @cute.jit
-    def last_of_equal(
-        self, scores: cute.Tensor, own_keys: cute.Tensor, count, floor, equal, memory: SelectMemory, tid
-    ) -> Int32:
-        """The `equal`-th lowest key of the scores that equal `floor`: the largest number below which there are fewer
-        keys."""
+    def cut(self, found: Found, orders: cute.Tensor, own_keys: cute.Tensor, memory: Memory, tid):
+        """(floor, last): the `found.rank` best of the digit's candidates are those above `floor`, and with keys up to
+        `last` those that equal it."""
+        floor, last = found.low, Int32(HIGHEST)
+        if found.inside > found.rank:
+            if found.inside <= FEW:
+                for i in cutlass.range_constexpr(OWN):
+                    if (Uint32(orders[i]) - Uint32(found.low)) >> Uint32(found.shift) == 0:
+                        at = cute.arch.atomic_add(memory.few_count.iterator, Int32(1), scope="cta")
+                        memory.few[0, at], memory.few[1, at] = orders[i], own_keys[i]
+                cute.arch.sync_threads()
+                lane = tid % WARP
+                order, key, better = memory.few[0, lane], memory.few[1, lane], Int32(0)
+                for i in cutlass.range(found.inside, unroll=1):
+                    other = memory.few[0, i]
+                    if other > order or (other == order and memory.few[1, i] < key):
+                        better += 1
+                is_last = lane < found.inside and better == found.rank - 1
+                floor = cute.arch.warp_redux_sync(order if is_last else Int32(LOWEST), "max")
+                last = cute.arch.warp_redux_sync(key if is_last else Int32(-1), "max")
+            else:
+                last = self.last_of_equal(orders, own_keys, found, memory, tid)
+        return floor, last
+
+    @cute.jit
+    def last_of_equal(self, orders: cute.Tensor, own_keys: cute.Tensor, found: Found, memory: Memory, tid) -> Int32:
+        """The `found.rank`-th lowest key of those whose order is `found.low`: the largest number below which there are
+        fewer keys."""
         last = Int32(0)
         for step in cutlass.range(LOG_MAX_KEYS, unroll=1):
             trial = last | (Int32(1) << (LOG_MAX_KEYS - 1 - step))
             here = Int32(0)
-            for i in cutlass.range(tid, count, THREADS, unroll=2):
-                if scores[i] == floor and own_keys[i] < trial:
+            for i in cutlass.range_constexpr(OWN):
+                if orders[i] == found.low and own_keys[i] < trial:
                     here += 1
-            _, below = block_exclusive_scan(here, memory.sums[step & 1, None], tid % WARP, tid // WARP)
-            if below < equal:
+            _, below = block_exclusive_scan(here, memory.rank.sums[step & 1, None], tid % WARP, tid // WARP)
+            if below < found.rank:
                 last = trial
         cute.arch.sync_threads()
         return last
 
     @cute.jit
-    def begin_buckets(self, buckets: cute.Tensor, memory: SelectMemory, tid) -> Int32:
+    def add_to_bucket(self, buckets: cute.Tensor, bucket: Int32) -> Int32:
+        """-> the bucket's number before."""
+        half = (bucket & 1) << 4
+        word = cute.arch.atomic_add(buckets.iterator + (bucket >> 1), Int32(1) << half, scope="cta")
+        return (word >> half) & 0xFFFF
+
+    @cute.jit
+    def bucket_number(self, buckets: cute.Tensor, bucket: Int32) -> Int32:
+        return (buckets[bucket >> 1] >> ((bucket & 1) << 4)) & 0xFFFF
+
+    @cute.jit
+    def begin_buckets(self, memory: RankMemory, tid) -> Int32:
         """Turn the buckets' counts into where each begins. -> the sum of all."""
-        mine = cute.make_rmem_tensor((OWN_BUCKETS,), Int32)
+        words = cute.make_rmem_tensor((OWN_WORDS,), Int32)
+        own = cute.local_tile(memory.counts, (OWN_WORDS,), (tid,))
+        cute.autovec_copy(own, words)
         total = Int32(0)
-        for i in cutlass.range_constexpr(OWN_BUCKETS):
-            mine[i] = buckets[tid * OWN_BUCKETS + i]
-            total += mine[i]
+        for i in cutlass.range_constexpr(OWN_WORDS):
+            total += (words[i] & 0xFFFF) + (words[i] >> 16)
         begin, found = block_exclusive_scan(total, memory.sums[0, None], tid % WARP, tid // WARP)
-        for i in cutlass.range_constexpr(OWN_BUCKETS):
-            buckets[tid * OWN_BUCKETS + i] = begin
-            begin += mine[i]
+        for i in cutlass.range_constexpr(OWN_WORDS):
+            low, high = words[i] & 0xFFFF, words[i] >> 16
+            words[i] = begin | ((begin + low) << 16)
+            begin += low + high
+        cute.autovec_copy(words, own)
         return found
 
 
