@@ -1,7 +1,8 @@
 """Scores and selection in one: TFLOP/s on the pairs in range, beside the two by themselves, ours and the peers'.
 
 By themselves, scores of as many queries at a time as take up to 4 GiB are in memory; our layers' prefill has 260 MiB of
-them. Scores are fp32, those of layers half. The peers promise no order among equal scores.
+them. With fp16 accumulators, as layers have them, the peers' scores are fp32 still. They promise no order among equal
+scores.
 """
 
 from functools import cache, partial
@@ -15,7 +16,7 @@ from dsa_bench.harness import agreement
 from dsa_bench.harness.case import Call, Case
 from dsa_bench.peers import scores_and_topk
 
-# queries, keys, heads, head dimension, k, scores; causal
+# queries, keys, heads, head dimension, k, scores, accumulators; causal
 SHAPES = [
     (4096, 131072, 64, 128, 2048, "normal"),
     (2048, 524288, 64, 128, 2048, "normal"),
@@ -25,6 +26,10 @@ SHAPES = [
     (2048, 32768, 64, 128, 512, "normal"),
     (4096, 131072, 64, 128, 2048, "plateau"),
     (4096, 131072, 64, 128, 2048, "ascending"),
+    (4096, 131072, 64, 128, 2048, "normal", "float16"),
+    (2048, 524288, 64, 128, 2048, "normal", "float16"),
+    (4096, 65536, 64, 128, 2048, "normal", "float16"),
+    (4096, 32768, 64, 128, 2048, "normal", "float16"),
 ]
 PROBED = [(512, 4096, 64, 128, 2048, "normal")]
 _RECALL = 0.98  # of our keys that a peer must have selected, where scores do not tie
@@ -41,7 +46,7 @@ def _scales(keys: int, kind: str) -> torch.Tensor:
     return scale
 
 
-def case(queries: int, keys: int, heads: int, dim: int, k: int, kind: str) -> Case:
+def case(queries: int, keys: int, heads: int, dim: int, k: int, kind: str, accumulators: str = "float32") -> Case:
     q = torch.randn(queries, heads, dim, device="cuda").to(torch.float8_e4m3fn)
     kv = torch.randn(keys, dim, device="cuda").to(torch.float8_e4m3fn), _scales(keys, kind)
     weights = torch.randn(queries, heads, device="cuda")
@@ -51,6 +56,7 @@ def case(queries: int, keys: int, heads: int, dim: int, k: int, kind: str) -> Ca
     starts = torch.zeros(queries, dtype=torch.int32, device="cuda")
     ends = torch.arange(queries, dtype=torch.int32, device="cuda") + keys - queries
     arguments = (q, kv, weights, starts, ends)
+    dtype = {"accumulators": getattr(torch, accumulators)}
     flop = 2 * int((ends - starts).sum()) * heads * dim
     out = torch.empty(queries, k, dtype=torch.int32, device="cuda")
     size = max(1, scores_and_topk.SCORES // (4 * keys))
@@ -59,7 +65,7 @@ def case(queries: int, keys: int, heads: int, dim: int, k: int, kind: str) -> Ca
         for first in range(0, queries, size):
             part = slice(first, first + size)
             own = q[part], kv, weights[part], starts[part], ends[part]
-            scores = dsa.fp8_mqa_logits(*own, clean_logits=False, max_seqlen_k=keys)
+            scores = dsa.fp8_mqa_logits(*own, clean_logits=False, max_seqlen_k=keys, **dtype)
             dsa.topk_indices(scores, k, lengths=ends[part], out=out[part])
         return out
 
@@ -84,8 +90,9 @@ def case(queries: int, keys: int, heads: int, dim: int, k: int, kind: str) -> Ca
             raise AssertionError(f"differs: {recall:.1%} of the keys are ours")
 
     peers = scores_and_topk.select(*arguments, k)
-    calls: dict[str, list[Call]] = {"dsa": [partial(dsa.indexer_select, *arguments, k)]}
+    calls: dict[str, list[Call]] = {"dsa": [partial(dsa.indexer_select, *arguments, k, **dtype)]}
     calls |= {"dsa, two ops": [in_two]} | peers.calls
     name = f"{queries} x {keys}, H {heads}, D {dim}, k {k}, causal, {kind} scores"
+    name += "" if accumulators == "float32" else f", {accumulators} accumulators"
     options = {"repeats": 9, "failed": peers.failed, "agree": agree, "yardsticks": frozenset({"dsa, two ops"})}
     return Case(name, calls, figure, check, **options)
