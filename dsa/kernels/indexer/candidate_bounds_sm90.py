@@ -8,8 +8,8 @@ Plan
   long.
 - The order of a list is any.
 Shared memory: 8 KiB of digit counts, and a little.
-Registers: 12 scores of a sample a thread, or 8 entries of a list; three CTAs a multiprocessor.
-Roofline: none; 16 KB a query of a sample, and 8 thousand instructions of a warp.
+Registers: 24 scores of a sample a thread, or 16 entries of a list, of 48; five CTAs a multiprocessor.
+Roofline: none; 16 KB a query of a sample, and 5 thousand instructions of a warp.
 """
 
 from collections.abc import Callable
@@ -25,14 +25,13 @@ from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream
 from dsa.cute.reductions import block_exclusive_scan
 from dsa.cute.sm90 import WARP
-from dsa.kernels.indexer.candidate_entries import fake_lists, load_candidates, store_entry
+from dsa.kernels.indexer.candidate_entries import fake_lists, store_entry
 from dsa.kernels.indexer.candidate_lists import CAPACITY, GROUP, LOG_GROUP, LOG_TILE, SAMPLES, TILE
-from dsa.kernels.indexer.candidate_rank import RankMemory
+from dsa.kernels.indexer.candidate_rank import BATCH, VECTOR, RankMemory, load_candidates
 from dsa.kernels.indexer.candidate_tiles import frame_of, key_range, tiles_of_pass
-from dsa.kernels.indexer.selection_list import LOWEST, number_of, order_of
+from dsa.kernels.indexer.selection_list import number_of, order_of
 
-THREADS = 512
-VECTOR = 4  # scores of a sample that are read at a time
+THREADS = 256
 MINUS_INFINITY, NAN = float("-inf"), float("nan")
 
 
@@ -59,7 +58,7 @@ class CandidateBoundsSm90:
             grid=(starts.shape[0], 1, 1),
             block=(THREADS, 1, 1),
             stream=stream,
-            min_blocks_per_mp=3,
+            min_blocks_per_mp=5,
             preferred_smem_carveout=100,
             use_pdl=True,
         )
@@ -103,27 +102,31 @@ class CandidateBoundsSm90:
         cute.arch.sync_threads()
 
         if searched:
-            floor = number_of(memory.find(orders, rank, rank >> 4, 0, tid, THREADS).low)
+            found = memory.find(orders, count, order_of(bound), rank, rank >> 4, 0, tid, THREADS)
+            floor = number_of(found.low)
             # A little below the lowest of a list may be below its bound: the list does not have what is in between.
             bound = cute.arch.fmax(bound, floor)
         least, kept = order_of(bound), Int32(0)
-        for i in cutlass.range_constexpr(self.own):
-            if orders[i] >= least and orders[i] != LOWEST:
-                kept += 1
+        for base in cutlass.range_constexpr(0, self.own, BATCH):
+            if base * THREADS < count:
+                for i in cutlass.range_constexpr(base, base + BATCH):
+                    kept += Int32(1) if orders[i] >= least else Int32(0)
         place, total = block_exclusive_scan(kept, memory.sums[1, None], tid % WARP, tid // WARP)
-        for i in cutlass.range_constexpr(self.own):
-            if orders[i] >= least and orders[i] != LOWEST:
-                key = Int32(0)
-                if const_expr(self.sample):
-                    at = self.first_of_vector(tid, i // VECTOR) + i % VECTOR
-                    tile, row = (at >> LOG_TILE) << log_stride, at & (TILE - 1)
-                    group = frame.base + (row >> LOG_GROUP) * frame.tiles + tile
-                    key = (group << LOG_GROUP) + (row & (GROUP - 1))
-                else:
-                    key = own_keys[i]
-                if place < CAPACITY:
-                    store_entry(entries, query, place, number_of(orders[i]), key)
-                place += 1
+        for base in cutlass.range_constexpr(0, self.own, BATCH):
+            if base * THREADS < count:
+                for i in cutlass.range_constexpr(base, base + BATCH):
+                    if orders[i] >= least:
+                        key = Int32(0)
+                        if const_expr(self.sample):
+                            at = self.first_of_vector(tid, i // VECTOR) + i % VECTOR
+                            tile, row = (at >> LOG_TILE) << log_stride, at & (TILE - 1)
+                            group = frame.base + (row >> LOG_GROUP) * frame.tiles + tile
+                            key = (group << LOG_GROUP) + (row & (GROUP - 1))
+                        else:
+                            key = own_keys[i]
+                        if place < CAPACITY:
+                            store_entry(entries, query, place, number_of(orders[i]), key)
+                        place += 1
         if tid == 0:
             # Nothing is appended any more to a list that is too long already.
             bounds[query] = Float32(NAN) if overflow > 0 else bound

@@ -1,7 +1,7 @@
 """The r-th largest of the numbers that a CTA's threads hold in registers, by counting digits in shared memory.
 
-A number is kept as its order (selection_list.py); what a register holds no number in is LOWEST. What lies between the
-least order and the largest is divided into up to 2048 digits, all as wide; a scan from the largest finds the digit of
+A number is kept as its order (selection_list.py); a register that holds none is LOWEST. What lies between a lower bound
+of the orders and the largest is divided into up to 2048 digits, all as wide; a scan from the largest finds the digit of
 the r-th, whose orders are divided next, until they are few, or one. Orders have 32 bits, so three times do for any.
 """
 
@@ -10,15 +10,18 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint32
+from cutlass import Float32, Int32, Uint32
 
 from dsa.cute.reductions import block_exclusive_scan
 from dsa.cute.sm90 import WARP
-from dsa.kernels.indexer.selection_list import HIGHEST, LOWEST
+from dsa.kernels.indexer.candidate_entries import load_entry
+from dsa.kernels.indexer.candidate_lists import CAPACITY
+from dsa.kernels.indexer.selection_list import LOWEST, order_of
 
 LOG_DIGITS = 11
 DIGITS = 1 << LOG_DIGITS
 VECTOR = 4  # counts that are read at a time
+BATCH = 4  # of a thread's numbers, which are passed over together where there are none
 
 
 class Found(NamedTuple):
@@ -34,20 +37,19 @@ class Found(NamedTuple):
 @dataclass(frozen=True)
 class RankMemory:
     """Shared memory: counts [DIGITS, and a little that nobody reads] and sums [2, 32], both zero before a search and
-    behind it; extremes [2, 32], of warps; found [3]."""
+    behind it; largest [32], of warps; found [3]."""
 
     counts: cute.Tensor
     sums: cute.Tensor
-    extremes: cute.Tensor
+    largest: cute.Tensor
     found: cute.Tensor
 
     @staticmethod
     def allocate(smem) -> "RankMemory":
-        of_warps = cute.make_layout((2, WARP), stride=(WARP, 1))
         return RankMemory(
             smem.allocate_tensor(Int32, cute.make_layout(DIGITS + VECTOR), 16),
-            smem.allocate_tensor(Int32, of_warps, 16),
-            smem.allocate_tensor(Int32, of_warps, 16),
+            smem.allocate_tensor(Int32, cute.make_layout((2, WARP), stride=(WARP, 1)), 16),
+            smem.allocate_tensor(Int32, cute.make_layout(WARP), 16),
             smem.allocate_tensor(Int32, cute.make_layout(VECTOR), 16),
         )
 
@@ -64,31 +66,37 @@ class RankMemory:
     def find(
         self,
         orders: cute.Tensor,
+        count: Int32,
+        low: Int32,
         rank: Int32,
         slack: Int32,
         few: cutlass.Constexpr,
         tid,
         threads: cutlass.Constexpr,
     ) -> Found:
-        """A digit that has the rank-th largest of all orders (1: the largest), or the least where there are fewer: of
-        no more than rank + slack numbers with what is above it, or of no more than `few`, or of one order.
+        """A digit that has the rank-th largest of all orders (1: the largest), or `low` where there are fewer: of no
+        more than rank + slack numbers with what is above it, or of no more than `few`, or of one order.
 
-        orders  of each thread. `clear` may come right before; begins and ends with a barrier
+        orders  of each thread, of which the i-th is number i * threads + tid or, of VECTOR at a time, another of those
+                below (i + VECTOR) * threads; those from `count` on are none
+        low     -inf's order or more, and at most that of any number
+        `clear` may come right before; begins and ends with a barrier
         """
-        low, high = self.range_of(orders, tid, threads)
-        span, digit, inside = Uint32(high) - Uint32(low), Int32(0), Int32(0)
+        span, digit, inside = self.span(orders, count, low, tid, threads), Int32(0), Int32(0)
         shift = cutlass.max(32 - LOG_DIGITS - Int32(cute.arch.clz(span)), 0)
         searching = Int32(1)
         while searching > 0:
             # What is no number, or has another digit of those before, is further from `low` than `span`.
             last = span >> Uint32(shift)
-            for i in cutlass.range_constexpr(cute.size(orders)):
-                above = (Uint32(orders[i]) - Uint32(low)) >> Uint32(shift)
-                at = Int32(above) if above <= last else Int32(DIGITS)
-                cute.arch.inline_ptx(
-                    "red.shared::cta.add.u32 [{$r0}], 1;",
-                    read_only_args=[Int32(self.counts.iterator.toint()) + 4 * at],
-                )
+            for base in cutlass.range_constexpr(0, cute.size(orders), BATCH):
+                if base * threads < count:
+                    for i in cutlass.range_constexpr(base, base + BATCH):
+                        above = (Uint32(orders[i]) - Uint32(low)) >> Uint32(shift)
+                        at = Int32(above) if above <= last else Int32(DIGITS)
+                        cute.arch.inline_ptx(
+                            "red.shared::cta.add.u32 [{$r0}], 1;",
+                            read_only_args=[Int32(self.counts.iterator.toint()) + 4 * at],
+                        )
             digit, rank, inside = self.digit_of(rank, tid, threads)
             low += digit << shift
             if inside - rank <= slack or inside <= few or shift == 0:
@@ -99,26 +107,25 @@ class RankMemory:
         return Found(low, shift, rank, inside)
 
     @cute.jit
-    def range_of(self, orders: cute.Tensor, tid, threads: cutlass.Constexpr):
-        """(the least order of all numbers, the largest). Ends behind a barrier."""
-        least, largest = Int32(HIGHEST), Int32(LOWEST)
-        for i in cutlass.range_constexpr(cute.size(orders)):
-            least = cutlass.min(least, orders[i] if orders[i] != LOWEST else Int32(HIGHEST))
-            largest = cutlass.max(largest, orders[i])
-        least, largest = cute.arch.warp_redux_sync(least, "min"), cute.arch.warp_redux_sync(largest, "max")
+    def span(self, orders: cute.Tensor, count: Int32, low: Int32, tid, threads: cutlass.Constexpr) -> Uint32:
+        """How far from `low` the largest order is. Ends behind a barrier."""
+        largest = low
+        for base in cutlass.range_constexpr(0, cute.size(orders), BATCH):
+            if base * threads < count:
+                for i in cutlass.range_constexpr(base, base + BATCH):
+                    largest = cutlass.max(largest, orders[i])
+        largest = cute.arch.warp_redux_sync(largest, "max")
         lane = tid % WARP
         if lane == 0:
-            self.extremes[0, tid // WARP] = least
-            self.extremes[1, tid // WARP] = largest
+            self.largest[tid // WARP] = largest
         cute.arch.sync_threads()
-        warp = cutlass.min(lane, threads // WARP - 1)
-        least, largest = self.extremes[0, warp], self.extremes[1, warp]
-        return cute.arch.warp_redux_sync(least, "min"), cute.arch.warp_redux_sync(largest, "max")
+        largest = self.largest[cutlass.min(lane, threads // WARP - 1)]
+        return Uint32(cute.arch.warp_redux_sync(largest, "max")) - Uint32(low)
 
     @cute.jit
     def digit_of(self, rank: Int32, tid, threads: cutlass.Constexpr):
         """(the digit of the number of this rank, its rank within the digit, how many have this digit); if there are
-        fewer numbers, the lowest digit as if its least were of this rank. Zeroes the counts."""
+        fewer numbers, the lowest digit as if its least had this rank. Zeroes the counts."""
         own = DIGITS // threads
         vectors = own // VECTOR
         first = DIGITS - own * (tid + 1)
@@ -148,3 +155,32 @@ class RankMemory:
         if counted >= rank:
             digit, rank, inside = self.found[0], self.found[1], self.found[2]
         return digit, rank, inside
+
+
+@cute.jit
+def load_candidates(
+    entries: cute.Tensor,
+    query,
+    front: Int32,
+    count: Int32,
+    first_key: Int32,
+    orders: cute.Tensor,
+    own_keys: cute.Tensor,
+    tid,
+    threads: cutlass.Constexpr,
+):
+    """A query's list of `count`, `front` of them from the front, into the registers of a CTA: orders of the scores,
+    LOWEST where there is none, and keys counted from the first."""
+    for base in cutlass.range_constexpr(0, cute.size(orders), BATCH):
+        for i in cutlass.range_constexpr(base, base + BATCH):
+            orders[i], own_keys[i] = Int32(LOWEST), Int32(0)
+        if base * threads < count:
+            scores = cute.make_rmem_tensor((BATCH,), Float32)
+            for i in cutlass.range_constexpr(BATCH):  # without a branch in between
+                place = cutlass.min(tid + (base + i) * threads, count - 1)
+                at = place if place < front else CAPACITY - 1 - (place - front)
+                scores[i], own_keys[base + i] = load_entry(entries, query, at)
+            for i in cutlass.range_constexpr(BATCH):
+                own_keys[base + i] -= first_key
+                if tid + (base + i) * threads < count:
+                    orders[base + i] = order_of(scores[i])

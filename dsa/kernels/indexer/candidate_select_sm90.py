@@ -29,13 +29,13 @@ from dsa.cute.fake_tensors import fake, fake_stream, strides
 from dsa.cute.limits import MAX_SLOTS
 from dsa.cute.reductions import block_exclusive_scan
 from dsa.cute.sm90 import WARP
-from dsa.kernels.indexer.candidate_entries import fake_lists, load_candidates
+from dsa.kernels.indexer.candidate_entries import fake_lists
 from dsa.kernels.indexer.candidate_lists import CAPACITY, LOG_MAX_KEYS, NOTHING_LEFT
-from dsa.kernels.indexer.candidate_rank import DIGITS, VECTOR, Found, RankMemory
+from dsa.kernels.indexer.candidate_rank import BATCH, DIGITS, VECTOR, Found, RankMemory, load_candidates
 from dsa.kernels.indexer.candidate_tiles import key_range
 from dsa.kernels.indexer.limits import PAGED, ROW_TO_SEQ, VALUES
 from dsa.kernels.indexer.select_limits import MAX_SELECTED
-from dsa.kernels.indexer.selection_list import HIGHEST, LOWEST, number_of
+from dsa.kernels.indexer.selection_list import HIGHEST, LOWEST, number_of, order_of
 
 THREADS = 512
 OWN = -(-CAPACITY // THREADS)  # candidates of a thread
@@ -138,24 +138,29 @@ class CandidateSelectSm90:
             # Selected are orders above `floor`, and those that equal it with keys up to `last`.
             floor, last = Int32(LOWEST), Int32(-1)
             if count > k:
-                found = memory.rank.find(orders, k, Int32(0), FEW, tid, THREADS)
-                floor, last = self.cut(found, orders, own_keys, memory, tid)
+                least = order_of(bounds[query])
+                found = memory.rank.find(orders, count, least, k, Int32(0), FEW, tid, THREADS)
+                floor, last = self.cut(found, orders, own_keys, count, memory, tid)
             else:
                 cute.arch.sync_threads()
 
             shift = cutlass.max(32 - LOG_BUCKETS - Int32(cute.arch.clz(Uint32(length - 1))), 0)
-            for i in cutlass.range_constexpr(OWN):
-                if orders[i] > floor or (orders[i] == floor and own_keys[i] <= last):
-                    self.add_to_bucket(memory.rank.counts, own_keys[i] >> shift)
+            for base in cutlass.range_constexpr(0, OWN, BATCH):
+                if base * THREADS < count:
+                    for i in cutlass.range_constexpr(base, base + BATCH):
+                        if orders[i] > floor or (orders[i] == floor and own_keys[i] <= last):
+                            self.add_to_bucket(memory.rank.counts, own_keys[i] >> shift)
             cute.arch.sync_threads()
             selected = self.begin_buckets(memory.rank, tid)
             cute.arch.sync_threads()
-            for i in cutlass.range_constexpr(OWN):
-                if orders[i] > floor or (orders[i] == floor and own_keys[i] <= last):
-                    at = self.add_to_bucket(memory.rank.counts, own_keys[i] >> shift)
-                    memory.keys[at] = own_keys[i]
-                    if options & VALUES:
-                        memory.orders[at] = orders[i]
+            for base in cutlass.range_constexpr(0, OWN, BATCH):
+                if base * THREADS < count:
+                    for i in cutlass.range_constexpr(base, base + BATCH):
+                        if orders[i] > floor or (orders[i] == floor and own_keys[i] <= last):
+                            at = self.add_to_bucket(memory.rank.counts, own_keys[i] >> shift)
+                            memory.keys[at] = own_keys[i]
+                            if options & VALUES:
+                                memory.orders[at] = orders[i]
             cute.arch.sync_threads()
 
             sequence, last_page, known = query, block_table.shape[1] - 1, Int32(1)
@@ -195,16 +200,18 @@ class CandidateSelectSm90:
                     values[query, i] = -Float32(float("inf"))
 
     @cute.jit
-    def cut(self, found: Found, orders: cute.Tensor, own_keys: cute.Tensor, memory: Memory, tid):
+    def cut(self, found: Found, orders: cute.Tensor, own_keys: cute.Tensor, count: Int32, memory: Memory, tid):
         """(floor, last): the `found.rank` best of the digit's candidates are those above `floor`, and with keys up to
         `last` those that equal it."""
         floor, last = found.low, Int32(HIGHEST)
         if found.inside > found.rank:
             if found.inside <= FEW:
-                for i in cutlass.range_constexpr(OWN):
-                    if (Uint32(orders[i]) - Uint32(found.low)) >> Uint32(found.shift) == 0:
-                        at = cute.arch.atomic_add(memory.few_count.iterator, Int32(1), scope="cta")
-                        memory.few[0, at], memory.few[1, at] = orders[i], own_keys[i]
+                for base in cutlass.range_constexpr(0, OWN, BATCH):
+                    if base * THREADS < count:
+                        for i in cutlass.range_constexpr(base, base + BATCH):
+                            if (Uint32(orders[i]) - Uint32(found.low)) >> Uint32(found.shift) == 0:
+                                at = cute.arch.atomic_add(memory.few_count.iterator, Int32(1), scope="cta")
+                                memory.few[0, at], memory.few[1, at] = orders[i], own_keys[i]
                 cute.arch.sync_threads()
                 lane = tid % WARP
                 order, key, better = memory.few[0, lane], memory.few[1, lane], Int32(0)
