@@ -8,7 +8,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsa_layers import load_model
 from dsa_layers.batch.prefill import Chunk, prefill_batch
-from dsa_layers.tiny import write_tiny_checkpoint
 from tests.layers.parallel.processes import in_ranks
 from tests.layers.parallel.ways import WAYS, split_by
 
@@ -61,12 +60,8 @@ def said(ranks, directories, way):
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
-    models = dict.fromkeys(model for model, _ in MOST)
-    made = {model: tmp_path_factory.mktemp(model) for model in models}
-    for model, directory in made.items():
-        write_tiny_checkpoint(directory, model=model)
-    return made
+def checkpoints(tiny_checkpoint):
+    return {model: tiny_checkpoint(model) for model, _ in MOST}
 
 
 @pytest.mark.parametrize("way", WAYS)
