@@ -15,8 +15,17 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from dsa_layers.tiny import write_tiny_checkpoint
+
 COMMAND = [sys.executable, "-m", "dsa_layers.command", "generate"]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("tiny")
+    write_tiny_checkpoint(directory, model="deepseek_v32")
+    return directory
 
 
 def generate(checkpoint, *options, stdin="", start=COMMAND, **environment):
