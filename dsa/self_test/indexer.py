@@ -1,6 +1,7 @@
 """Index scores, their inputs and the selection."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -68,53 +69,50 @@ def indexer_inputs(device: str) -> None:
     check_rounded("k", back, expected, abs_tol=6e-2, rel_tol=0.075, cos_tol=2e-3)
 
 
-def indexer_select(device: str) -> None:
-    """Of small integers, whose sums are exact; every key is there twice, so that scores tie."""
+def _case_with_ties(device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, list[list[float]]]:
+    """Queries, keys, their scales, weights, and the scores that come of them. All are small integers, so that sums are
+    exact, and every key is there twice, so that scores tie."""
     q, k, weights = (torch.randint(-2, 3, shape, device=device) for shape in ((3, 64, 128), (50, 128), (3, 64)))
     k, scale = k.repeat(2, 1), torch.randint(1, 4, (50,), device=device).float().repeat(2)
     dots = torch.einsum("thd,sd->ths", q.double(), k.double()).relu()
     scores = (torch.einsum("th,ths->ts", weights.double(), dots) * scale).tolist()
+    return q.to(torch.float8_e4m3fn), k.to(torch.float8_e4m3fn), scale, weights.float(), scores
+
+
+def _check_selection(visible: list[float], names: Sequence[int], indices: list[int], values: list[float]) -> None:
+    """Of one query: the scores of the keys that it sees, the index by which each key is named, and the op's results."""
+    best = sorted(sorted(range(len(visible)), key=lambda s: (-visible[s], s))[:20])
+    missing = 20 - len(best)
+    if indices != [names[s] for s in best] + [-1] * missing:
+        raise AssertionError("not the 20 largest with ties to the lowest key")
+    if values != [visible[s] for s in best] + [-math.inf] * missing:
+        raise AssertionError("not the scores of the 20 largest")
+
+
+def indexer_select(device: str) -> None:
+    """Over ranges of keys, of which one is empty. A key is named by its place in the range."""
+    q, k, scale, weights, scores = _case_with_ties(device)
     first, behind = [0, 10, 5], [100, 50, 5]
     starts, ends = (torch.tensor(v, dtype=torch.int32, device=device) for v in (first, behind))
-    arguments = q.to(torch.float8_e4m3fn), (k.to(torch.float8_e4m3fn), scale), weights.float(), starts, ends
-    got = dsa.indexer_select(*arguments, 20, return_values=True)
-    for row, start, end, selected, values in zip(scores, first, behind, *(x.tolist() for x in got)):
-        best = sorted(sorted(range(start, end), key=lambda s: (-row[s], s))[:20])
-        missing = 20 - len(best)
-        if selected != [s - start for s in best] + [-1] * missing:
-            raise AssertionError("not the 20 largest with ties to the lowest key")
-        if values != [row[s] for s in best] + [-math.inf] * missing:
-            raise AssertionError("not the scores of the 20 largest")
+    got = dsa.indexer_select(q, (k, scale), weights, starts, ends, 20, return_values=True)
+    for row, start, end, indices, values in zip(scores, first, behind, *(x.tolist() for x in got)):
+        _check_selection(row[start:end], range(100), indices, values)
 
 
 def paged_indexer_select(device: str) -> None:
-    """The same over pages, for sequences of which one sees fewer keys than are wanted."""
-    q, k, weights = (torch.randint(-2, 3, shape, device=device) for shape in ((3, 64, 128), (50, 128), (3, 64)))
-    k, scale = k.repeat(2, 1), torch.randint(1, 4, (50,), device=device).float().repeat(2)
-    dots = torch.einsum("thd,sd->ths", q.double(), k.double()).relu()
-    scores = (torch.einsum("th,ths->ts", weights.double(), dots) * scale).tolist()
+    """Over pages, for sequences of which one has fewer keys than are wanted. A key is named by its position or slot."""
+    q, k, scale, weights, scores = _case_with_ties(device)
     cache = torch.full((4, 64, 1, 132), 0xFF, dtype=torch.uint8, device=device)
     slots = torch.cat((torch.arange(64) + 128, torch.arange(36))).to(device)  # pages 2 and 0
-    dsa.write_indexer_cache(k.to(torch.float8_e4m3fn), scale, cache, slots)
-    lengths, table = [100, 70, 15], torch.tensor([[2, 0]] * 3, dtype=torch.int32, device=device)
+    dsa.write_indexer_cache(k, scale, cache, slots)
+    visible, table = [100, 70, 15], torch.tensor([[2, 0]] * 3, dtype=torch.int32, device=device)
+    lengths = torch.tensor(visible, dtype=torch.int32, device=device)
     workspace = dsa.paged_indexer_select_workspace(3, device)
-    arguments = (
-        q[:, None].to(torch.float8_e4m3fn),
-        cache,
-        weights.float(),
-        torch.tensor(lengths).int().to(device),
-        table,
-    )
-    for in_slots in (False, True):
+    for in_slots, names in ((False, range(100)), (True, slots.tolist())):
         options = {"slots": in_slots, "return_values": True, "workspace": workspace}
-        got = dsa.paged_indexer_select(*arguments, 128, 20, **options)
-        for row, length, selected, values in zip(scores, lengths, *(x.tolist() for x in got)):
-            best = sorted(sorted(range(length), key=lambda s: (-row[s], s))[:20])
-            missing = 20 - len(best)
-            if selected != [int(slots[s]) if in_slots else s for s in best] + [-1] * missing:
-                raise AssertionError("not the 20 largest with ties to the lowest key")
-            if values != [row[s] for s in best] + [-math.inf] * missing:
-                raise AssertionError("not the scores of the 20 largest")
+        got = dsa.paged_indexer_select(q[:, None], cache, weights, lengths, table, 128, 20, **options)
+        for row, length, indices, values in zip(scores, visible, *(x.tolist() for x in got)):
+            _check_selection(row[:length], names, indices, values)
         if workspace[:, :ZERO_WORDS].any():
             raise AssertionError("the workspace's counts are not zero")
 

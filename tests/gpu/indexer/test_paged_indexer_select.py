@@ -1,5 +1,7 @@
 """Scores over pages and selection in one launch beside the two ops by themselves, bit by bit."""
 
+import functools
+
 import pytest
 import torch
 
@@ -78,25 +80,45 @@ class Case:
         )
         return indices, values + 0.0  # the sign of a zero is not a value's
 
+    def select(self, columns, top_k, lengths=None, **options):
+        """The op, over the case's workspace unless another is named."""
+        options = {"workspace": self.workspace, **options}
+        return dsa.paged_indexer_select(*self.arguments(lengths), columns, top_k, **options)
+
+    def captured(self, columns, top_k, **options):
+        """A function that replays a graph of this call and returns what the graph writes."""
+        self.select(columns, top_k, **options)  # compiles the kernel, which cannot be done within a capture
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = self.select(columns, top_k, **options)
+
+        def replay():
+            graph.replay()
+            return got
+
+        return replay
+
+    def assert_zero_counts(self):
+        """Every call leaves the workspace's counts at zero for the next one."""
+        assert not self.workspace[:, :ZERO_WORDS].any()
+
     def check(self, top_k, columns=None, lengths=None, accumulators=torch.float32, both=True):
         """Indices and values are those of the two ops, by which this one is defined; and twice, over one workspace.
 
         both  with an own workspace of the op too, and positions as well as slots
         """
         columns = columns or max(1, int(self.lengths.max()))
-        options = {"accumulators": accumulators}
         for slots in (False, True) if both else (True,):
             expected = self.expected(top_k, columns, lengths, accumulators, slots)
             poison_free_memory(mebibytes=64)
-            given = {**options, "slots": slots, "workspace": self.workspace}
+            options = {"accumulators": accumulators, "slots": slots}
             for _ in range(2):
-                got = dsa.paged_indexer_select(*self.arguments(lengths), columns, top_k, return_values=True, **given)
+                got = self.select(columns, top_k, lengths, return_values=True, **options)
                 assert torch.equal(got[0], expected[0])
                 assert torch.equal(got[1].view(torch.int32), expected[1].view(torch.int32))
             if both:
-                got = dsa.paged_indexer_select(*self.arguments(lengths), columns, top_k, slots=slots, **options)
-                assert torch.equal(got, expected[0])
-        assert not self.workspace[:, :ZERO_WORDS].any()
+                assert torch.equal(self.select(columns, top_k, lengths, workspace=None, **options), expected[0])
+        self.assert_zero_counts()
 
 
 @pytest.mark.parametrize("page_size", [32, 64])
@@ -180,7 +202,7 @@ def test_more_keys_than_there_is_room_for():
     most = choose_config(64, 4, False).capacity(256, 4, False) * (dsa.num_sms("cuda") - 1)
     case.table = case.table[:, :1].expand(1, -(-most // 64) + 1).contiguous()
     with pytest.raises(ValueError, match=f"max_context_len: the kernel takes up to {most} keys of 4 queries"):
-        dsa.paged_indexer_select(*case.arguments(), most + 1, 100)
+        case.select(most + 1, 100)
     case.check(100, columns=most)
 
 
@@ -263,11 +285,11 @@ def test_nan_in_keys_and_scales():
     raw[page[0][1], 13 * 128] = 0x7F  # key 77
     raw[page[1][2], 64 * 128 + 4 * 22 : 64 * 128 + 4 * 23] = 0xFF  # the scale of key 150
     case.check(200)
-    indices = dsa.paged_indexer_select(*case.arguments(), 4000, 200).tolist()
+    indices = case.select(4000, 200).tolist()
     assert all(77 not in row and len(set(row) - {-1}) == n for row, n in zip(indices[:2], (198, 199)))
     case.q.view(torch.uint8)[1, 1, 3, 5] = 0x7F  # a query: all of its scores
     case.check(200)
-    assert (dsa.paged_indexer_select(*case.arguments(), 4000, 200)[3] == -1).all()
+    assert (case.select(4000, 200)[3] == -1).all()
 
 
 @pytest.mark.parametrize("next_n", [1, 2, 3, 4])
@@ -290,7 +312,7 @@ def test_columns_fewer_than_keys_and_a_table_too_short():
         for columns in (900, 70, 2**31 - 1 if pages == 1 else 64):
             scores = columns if columns < 2**31 - 1 else 100
             expected = case.expected(300, scores)
-            got = dsa.paged_indexer_select(*case.arguments(), columns, 300, return_values=True)
+            got = case.select(columns, 300, return_values=True, workspace=None)
             assert all(map(torch.equal, got, expected))
 
 
@@ -357,13 +379,8 @@ def test_strided_weights_and_tables():
 def test_a_graph_takes_new_lengths_keys_and_pages(length, own):
     """Also plateaus, of which the capture knew nothing, and such that are none behind these."""
     case = Case([length] * 6, next_n=2)
-    workspace = case.workspace if own else None
-    arguments, top_k = (*case.arguments(), length), 600
-    options = {"slots": True, "return_values": True, "workspace": workspace}
-    dsa.paged_indexer_select(*arguments, top_k, **options)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = dsa.paged_indexer_select(*arguments, top_k, **options)
+    options = {} if own else {"workspace": None}
+    replay = case.captured(length, 600, slots=True, return_values=True, **options)
     keys = len(case.slots)
     for i in range(6):
         case.lengths.copy_(torch.randint(0, length + 1, (6,)))
@@ -372,10 +389,10 @@ def test_a_graph_takes_new_lengths_keys_and_pages(length, own):
         case.table.copy_(case.table.roll(1, 0))
         case.weights.normal_()
         for _ in range(3):
-            graph.replay()
-        expected = case.expected(top_k, length, slots=True)
+            got = replay()
+        expected = case.expected(600, length, slots=True)
         assert all(map(torch.equal, got, expected))
-        assert not case.workspace[:, :ZERO_WORDS].any()
+        case.assert_zero_counts()
 
 
 def test_calls_that_come_again():
@@ -395,20 +412,19 @@ def test_runs_are_identical():
         ([60000] * 3, 1, torch.ones),
     ):
         case = Case(lengths, next_n, scales=scales)
-        arguments = *case.arguments(), max(lengths), 2048
-        options = {"return_values": True, "workspace": case.workspace}
-        first = [x.clone() for x in dsa.paged_indexer_select(*arguments, **options)]
+        select = functools.partial(case.select, max(lengths), 2048, return_values=True)
+        first = [x.clone() for x in select()]
         for _ in range(300):
-            got = dsa.paged_indexer_select(*arguments, **options)
+            got = select()
         assert all(map(torch.equal, first, got))
         for _ in range(20):
-            assert all(map(torch.equal, first, dsa.paged_indexer_select(*arguments, **options)))
+            assert all(map(torch.equal, first, select()))
 
 
 def test_a_sequence_does_not_depend_on_the_batch():
     case = Case([30000, 10000, 5])
     q, cache, weights, lengths, table = case.arguments()
-    whole = dsa.paged_indexer_select(*case.arguments(), 30000, 512, return_values=True)
+    whole = case.select(30000, 512, return_values=True, workspace=None)
     for b in range(3):
         own = slice(b, b + 1)
         alone = dsa.paged_indexer_select(
@@ -427,31 +443,40 @@ def test_the_next_op_of_a_stream_has_the_results():
     for each in scales:
         case.write(keys, each)
         case.lengths.sub_(7)
-        results.append(dsa.paged_indexer_select(*case.arguments(), 40000, 700, workspace=case.workspace).clone())
+        results.append(case.select(40000, 700).clone())
     case.lengths.add_(7 * len(scales))
     for each, got in zip(scales, results):
         case.write(keys, each)
         case.lengths.sub_(7)
         assert torch.equal(got, case.expected(700, 40000)[0])
-    assert not case.workspace[:, :ZERO_WORDS].any()
+    case.assert_zero_counts()
 
 
-def test_two_streams_at_once():
-    """Each with a workspace of its own: CTAs of one wait for each other while those of the other take room."""
-    cases = [Case([60000, 500, 60000], 1), Case([131072], 2)]
+@pytest.mark.parametrize("graphs", [False, True])
+def test_two_streams_at_once(graphs):
+    """Calls or replays of graphs, each with a workspace of its own: CTAs of one wait for each other while those of the
+    other take room."""
+    cases, columns = [Case([60000, 500, 60000]), Case([131072], next_n=2)], (60000, 131072)
     streams = [torch.cuda.Stream() for _ in cases]
-    expected = [case.expected(2048, int(case.lengths.max()))[0] for case in cases]
+    expected = [case.expected(2048, n)[0] for case, n in zip(cases, columns)]
+    launches = [
+        case.captured(n, 2048) if graphs else functools.partial(case.select, n, 2048) for case, n in zip(cases, columns)
+    ]
+    results = []
     for _ in range(200):
+        for got in results:
+            got.fill_(-2)  # a replay writes to the same memory as the last one
         torch.cuda.synchronize()
         results = []
-        for case, stream, columns in zip(cases, streams, (60000, 131072)):
+        for launch, stream in zip(launches, streams):
             with torch.cuda.stream(stream):
                 for _ in range(3):
-                    got = dsa.paged_indexer_select(*case.arguments(), columns, 2048, workspace=case.workspace)
-                results.append(got)
+                    got = launch()
+            results.append(got)
         torch.cuda.synchronize()
         assert all(map(torch.equal, results, expected))
-    assert not any(case.workspace[:, :ZERO_WORDS].any() for case in cases)
+    for case in cases:
+        case.assert_zero_counts()
 
 
 def test_beside_a_kernel_that_holds_multiprocessors():
@@ -463,7 +488,7 @@ def test_beside_a_kernel_that_holds_multiprocessors():
         with torch.cuda.stream(side):
             for _ in range(4):
                 a @ a
-        got = dsa.paged_indexer_select(*case.arguments(), 131072, 2048, workspace=case.workspace)
+        got = case.select(131072, 2048)
         torch.cuda.synchronize()
         assert torch.equal(got, expected)
 
@@ -479,7 +504,7 @@ def test_a_workspace_that_is_not_zero_does_no_harm(number):
         workspace.copy_(torch.randint(-(2**31), 2**31 - 1, workspace.shape, dtype=torch.int32))
     else:
         workspace.fill_(number)
-    got = dsa.paged_indexer_select(*case.arguments(), 30000, 300, return_values=True, workspace=workspace)
+    got = case.select(30000, 300, return_values=True, workspace=workspace)
     torch.cuda.synchronize()
     assert got[0].shape == (6, 300)
     assert (wide[:4] == 77).all() and (wide[-4:] == 77).all()
@@ -490,13 +515,12 @@ def test_a_workspace_that_is_not_zero_does_no_harm(number):
 def test_memory_beside_the_results():
     """A workspace of a launch's queries, and none where one is given."""
     case = Case([20000] * 8)
-    arguments = *case.arguments(), 20000, 2048
     for workspace, most in ((None, 8 * ROW_WORDS * 4), (case.workspace, 0)):
-        got = dsa.paged_indexer_select(*arguments, workspace=workspace)
+        got = case.select(20000, 2048, workspace=workspace)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        got = dsa.paged_indexer_select(*arguments, workspace=workspace)
+        got = case.select(20000, 2048, workspace=workspace)
         assert torch.cuda.max_memory_allocated() - before <= got.nbytes + most
 
 

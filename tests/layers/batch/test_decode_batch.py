@@ -7,7 +7,6 @@ from dsa.testing import calc_diff
 from dsa_layers.batch.decode_batch import DecodeBatch
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.checkpoint.loading import load_model
-from dsa_layers.tiny import write_tiny_checkpoint
 
 PAGE = 64
 # More tokens than are selected, and fewer; pages in any order.
@@ -39,12 +38,10 @@ def test_it_is_what_the_host_makes_of_the_same_lengths(next_n):
     params=[("deepseek_v32", "fp8"), ("glm_moe_dsa", "fp8"), ("deepseek_v32", "model"), ("deepseek_v4", "model")],
     ids=str,
 )
-def model(request, tmp_path_factory):
+def model(request, tiny_checkpoint):
     """Latents in bytes, or in pages of floats; index keys are rounded to FP8 with the former. Weights are not."""
     name, kv_cache = request.param
-    directory = tmp_path_factory.mktemp(name)
-    write_tiny_checkpoint(directory, model=name, quantized=False)
-    return load_model(directory, dtype=torch.float32, progress=False, kv_cache=kv_cache)
+    return load_model(tiny_checkpoint(name, quantized=False), dtype=torch.float32, progress=False, kv_cache=kv_cache)
 
 
 def page_of(model):

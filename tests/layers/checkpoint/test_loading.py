@@ -13,17 +13,14 @@ from dsa_layers.checkpoint.export import save_fp8_checkpoint
 from dsa_layers.checkpoint.loading import load_model
 from dsa_layers.checkpoint.published_format import as_published
 from dsa_layers.families.registry import model_types
-from dsa_layers.tiny import write_tiny_checkpoint
 from dsa_layers.training.indexer_stage import IndexerStage
 
 NOT_LEARNED = ("gate.e_score_correction_bias", "gate.bias", "gate.tid2eid")
 
 
 @pytest.fixture(scope="module", params=model_types())
-def directory(request, tmp_path_factory):
-    directory = tmp_path_factory.mktemp(request.param)
-    write_tiny_checkpoint(directory, model=request.param)
-    return directory
+def directory(request, tiny_checkpoint):
+    return tiny_checkpoint(request.param)
 
 
 def trainable(directory):
@@ -81,9 +78,8 @@ def test_a_step_of_the_sparse_stage(checkpoint):
     assert moved >= {name for name in before if ".indexer." in name}
 
 
-def test_a_checkpoint_that_is_not_quantised(tmp_path):
-    write_tiny_checkpoint(tmp_path, quantized=False)
-    model = load_model(tmp_path, trainable=True, progress=False)
+def test_a_checkpoint_that_is_not_quantised(tiny_checkpoint):
+    model = load_model(tiny_checkpoint("deepseek_v32", quantized=False), trainable=True, progress=False)
     assert model.lm_head.weight.requires_grad and model.lm_head.weight.dtype == torch.bfloat16
 
 

@@ -20,7 +20,6 @@ from dsa_layers.families.config import read_config
 from dsa_layers.families.precision import Precision
 from dsa_layers.families.published import published_config
 from dsa_layers.families.registry import family, model_types
-from dsa_layers.tiny import write_tiny_checkpoint
 
 AS_LOADED = {"dtype": None, "dequantize": False, "kv_cache": None, "widen_experts": False}
 # Options of `load_model` under which a family's passes are others.
@@ -37,12 +36,16 @@ def tiny_config(model_type, directory, **changes):
     return read_config(directory)
 
 
+def variants_of(model_type, *, drafts=0, gpus=1, **options):
+    """Of the tiny model; listed once a process, which takes seconds."""
+    return _variants_of(model_type, drafts, gpus, **options)
+
+
 @functools.cache
-def variants_of(model_type, drafts=0, **options):
-    """Of the tiny model."""
+def _variants_of(model_type, drafts, gpus, **options):
     with tempfile.TemporaryDirectory() as directory:
         config = tiny_config(model_type, Path(directory))
-    return set(model_variants(config, precisions(config, **AS_LOADED | options), drafts=drafts))
+    return set(model_variants(config, precisions(config, **AS_LOADED | options), drafts=drafts, gpus=gpus))
 
 
 @pytest.mark.parametrize("model_type, options", KINDS, ids=str)
@@ -94,18 +97,17 @@ class Zeroed(TorchFunctionMode):
 
 @pytest.mark.parametrize("drafts", [0, 2])
 @pytest.mark.parametrize("model_type", model_types())
-def test_a_generator_asks_for_no_other_kernels(model_type, drafts, tmp_path):
+def test_a_generator_asks_for_no_other_kernels(model_type, drafts, tiny_checkpoint):
     """With weights, on the CPU, and kernels that do nothing: prefill in chunks, of one prompt and of several, and
     decoding while sequences end one by one."""
-    write_tiny_checkpoint(tmp_path, model=model_type)
-    model = load_model(tmp_path, drafter=drafts > 0, progress=False)
+    model = load_model(tiny_checkpoint(model_type), drafter=drafts > 0, progress=False)
     generator = Generator(model, cache_tokens=16384, prefill_chunk=1500, draft_tokens=drafts)
     draw = random.Random(1)
     with asked_variants("sm_90") as asked, Zeroed():
         for lens in ([1], [5], [2200], [3, 700, 40], [1] * 9, [2500, 2300]):
             prompts = [[draw.randrange(3, 100) for _ in range(n)] for n in lens]
             generator.generate(prompts, [SamplingParams(max_new_tokens=2 + i) for i in range(len(prompts))])
-    assert len(asked) > 20 and asked.keys() <= variants_of(model_type, drafts)
+    assert len(asked) > 20 and asked.keys() <= variants_of(model_type, drafts=drafts)
 
 
 def test_layers_alike_are_asked_once(tmp_path):

@@ -1,6 +1,5 @@
 """Which kernels each of several GPUs asks for that have a part of a model, against ranks that generate with theirs."""
 
-import functools
 import random
 from types import SimpleNamespace
 
@@ -13,13 +12,12 @@ from dsa.kernels.parallel.limits import DTYPES, RANKS
 from dsa.ops.asked_variants import Variant, asked_variants
 from dsa_layers import Generator, SamplingParams, load_model
 from dsa_layers.compilation.passes import META, without_memory
-from dsa_layers.compilation.variants import model_variants, precisions
+from dsa_layers.compilation.variants import precisions
 from dsa_layers.families.config import read_config
 from dsa_layers.families.registry import model_types
 from dsa_layers.parallel.cuts import DoesNotDivide
 from dsa_layers.parallel.one_shot_sum import OneShotSum
-from dsa_layers.tiny import write_tiny_checkpoint
-from tests.layers.compilation.test_variants import AS_LOADED, Zeroed
+from tests.layers.compilation.test_variants import AS_LOADED, Zeroed, variants_of
 from tests.layers.parallel.processes import in_ranks
 
 SUMS = "dsa.kernels.parallel.one_shot_sum_sm90"
@@ -30,17 +28,8 @@ def sums(gpus):
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
-    made = {model_type: tmp_path_factory.mktemp(model_type) for model_type in model_types()}
-    for model_type, directory in made.items():
-        write_tiny_checkpoint(directory, model=model_type)
-    return made
-
-
-@functools.cache
-def listed(directory, **options):
-    config = read_config(directory)
-    return set(model_variants(config, precisions(config, **AS_LOADED), **options))
+def checkpoints(tiny_checkpoint):
+    return {model_type: tiny_checkpoint(model_type) for model_type in model_types()}
 
 
 def generated(ranks, directories):
@@ -61,15 +50,15 @@ def generated(ranks, directories):
 def test_ranks_ask_for_no_other_kernels(checkpoints):
     """With weights, on the CPU, and kernels that do nothing; sums that go through NCCL, as those of much do."""
     of_ranks = in_ranks(2, generated, [*checkpoints.values()])
-    for directory, *of_rank in zip(checkpoints.values(), *of_ranks, strict=True):
-        expected = listed(directory, drafts=2, gpus=2)
+    for model_type, *of_rank in zip(checkpoints, *of_ranks, strict=True):
+        expected = variants_of(model_type, drafts=2, gpus=2)
         assert all(len(asked) > 20 and asked <= expected for asked in of_rank)
-        assert not of_rank[0] <= listed(directory, drafts=2)  # one GPU's alone would not do
+        assert not of_rank[0] <= variants_of(model_type, drafts=2)  # one GPU's alone would not do
         assert {variant for variant in expected if variant.module == SUMS} == sums(2)
 
 
-def test_one_gpu_sums_nothing(checkpoints):
-    assert not {variant for variant in listed(checkpoints["deepseek_v32"]) if variant.module == SUMS}
+def test_one_gpu_sums_nothing():
+    assert not {variant for variant in variants_of("deepseek_v32") if variant.module == SUMS}
 
 
 @pytest.mark.parametrize("gpus", RANKS)

@@ -10,7 +10,6 @@ from dsa_layers import SHIPPED_MODEL, Generator, SamplingParams, SequenceBatch, 
 from dsa_layers.evaluation.held_out_loss import held_out_loss
 from dsa_layers.evaluation.keys_read import KeysRead
 from dsa_layers.evaluation.selections import all_keys, latest_keys
-from dsa_layers.tiny import write_tiny_checkpoint
 
 TOP_K = 128
 
@@ -116,10 +115,9 @@ def test_nothing_counted(model):
         KeysRead(nn.Linear(2, 2))
 
 
-def test_the_latest_entries_in_decoding_passes(tmp_path):
+def test_the_latest_entries_in_decoding_passes(tiny_checkpoint):
     """DeepSeek-V4 reads the same entries token by token as in one pass, from slots of the cache in place of rows."""
-    write_tiny_checkpoint(tmp_path, model="deepseek_v4")
-    model = load_model(tmp_path, dequantize=True, dtype=torch.float32, progress=False)
+    model = load_model(tiny_checkpoint("deepseek_v4"), dequantize=True, dtype=torch.float32, progress=False)
     for layer in model.layers:
         if layer.attn.indexer is not None:
             layer.attn.indexer.top_k = 2
@@ -183,10 +181,9 @@ def test_what_a_model_lacks(monkeypatch):
             refused(context, "model: its Other lacks `selectable` of", Other())
 
 
-def test_keys_of_windows_and_entries(tmp_path):
+def test_keys_of_windows_and_entries(tiny_checkpoint):
     """DeepSeek-V4: the window's tokens, and of the entries those that the indexer selects, or all that are complete."""
-    write_tiny_checkpoint(tmp_path, model="deepseek_v4")
-    model = load_model(tmp_path, dequantize=True, progress=False)
+    model = load_model(tiny_checkpoint("deepseek_v4"), dequantize=True, progress=False)
     config, length = model.config, 300
     tokens = torch.arange(length) % 50
 

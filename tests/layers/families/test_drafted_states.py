@@ -10,7 +10,6 @@ from dsa_layers.checkpoint.loading import load_model
 from dsa_layers.evaluation.keys_read import KeysRead
 from dsa_layers.families.sparse_mla.drafted_states import slots_of
 from dsa_layers.layers.attention import Selection
-from dsa_layers.tiny import write_tiny_checkpoint
 
 # Of two sequences, which have more keys than are selected; their pages have other numbers than their order.
 LENS, PAGES, PAGE = [150, 200], [[3, 0, 5, 1], [6, 2, 7, 4]], 64
@@ -19,10 +18,8 @@ TOP_K = 128
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("glm_moe_dsa")
-    write_tiny_checkpoint(directory, model="glm_moe_dsa")
-    return directory
+def directory(tiny_checkpoint):
+    return tiny_checkpoint("glm_moe_dsa")
 
 
 def paged(new, total):

@@ -8,7 +8,6 @@ from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.families.registry import family, model_types
 from dsa_layers.families.sparse_mla.drafted_states import DraftedStates
 from dsa_layers.parallel.rows import SHARED_ROWS
-from dsa_layers.tiny import write_tiny_checkpoint
 from tests.layers.parallel.processes import in_ranks
 
 FAMILIES = [model for model in model_types() if family(model).drafter is not None]
@@ -48,14 +47,10 @@ def of_rank(ranks, directories):
 
 
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory):
+def cases(tiny_checkpoint):
     """{(family, quantised): (its directory, what each rank has found)}, all models in the same processes, which are
     slow to start."""
-    made = {}
-    for model in FAMILIES:
-        for quantized in (False, True):
-            made[model, quantized] = tmp_path_factory.mktemp(model)
-            write_tiny_checkpoint(made[model, quantized], model=model, quantized=quantized)
+    made = {(model, quantized): tiny_checkpoint(model, quantized) for model in FAMILIES for quantized in (False, True)}
     of_ranks = in_ranks(2, of_rank, list(made.values()))
     return {case: (directory, *found) for (case, directory), *found in zip(made.items(), *of_ranks)}
 

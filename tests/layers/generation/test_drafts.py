@@ -10,7 +10,6 @@ from dsa_layers.generation.captured_step import CapturedStep
 from dsa_layers.generation.draft_step import DraftStep
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams, random_stream, sample, sample_drafted
-from dsa_layers.tiny import write_tiny_checkpoint
 
 # Longer than what is selected, and a few tokens; prompts that end in other passes than they begin in.
 PROMPTS = [[2 + i * i % 2000 for i in range(170)], [7, 8, 9], list(range(5, 80)), [3]]
@@ -18,9 +17,8 @@ LIMITS = [30, 22, 9, 26]
 
 
 @pytest.fixture(scope="module", params=model_types())
-def model(request, tmp_path_factory):
-    directory = tmp_path_factory.mktemp(request.param)
-    write_tiny_checkpoint(directory, model=request.param, quantized=False)
+def model(request, tiny_checkpoint):
+    directory = tiny_checkpoint(request.param, quantized=False)
     return load_model(directory, dtype=torch.float32, drafter=True, progress=False)
 
 

@@ -8,15 +8,13 @@ from dsa_layers.families.registry import model_types
 from dsa_layers.generation.draft_step import DraftStep
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
-from dsa_layers.tiny import write_tiny_checkpoint
 
 TEXT = [2 + i * i % 2000 for i in range(400)]
 
 
 @pytest.fixture(scope="module", params=model_types())
-def model(request, tmp_path_factory):
-    directory = tmp_path_factory.mktemp(request.param)
-    write_tiny_checkpoint(directory, model=request.param, quantized=False)
+def model(request, tiny_checkpoint):
+    directory = tiny_checkpoint(request.param, quantized=False)
     return load_model(directory, dtype=torch.float32, drafter=True, progress=False)
 
 

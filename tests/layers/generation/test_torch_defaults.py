@@ -7,19 +7,14 @@ from dsa_layers.checkpoint.loading import load_model
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.generation.tokenizer import Tokenizer
-from dsa_layers.tiny import write_tiny_checkpoint
 from tests.ops.test_torch_defaults import default_dtype
 
 FAMILIES = ("deepseek_v32", "deepseek_v4")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def directory(request, checkpoint, tmp_path_factory):
-    if request.param == "deepseek_v32":
-        return checkpoint
-    made = tmp_path_factory.mktemp("tiny")
-    write_tiny_checkpoint(made, model=request.param)
-    return made
+def directory(request, tiny_checkpoint):
+    return tiny_checkpoint(request.param)
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,10 @@ from dsa_layers.batch.prefill import Chunk, prefill_batch
 from dsa_layers.checkpoint.loading import load_model
 from dsa_layers.layers import attention
 from dsa_layers.layers.own_part import OwnPart
-from dsa_layers.tiny import write_tiny_checkpoint
 
 NEW, PAGES = [150, 30], [range(6), range(6, 8)]
+FLOAT = {"dtype": torch.float32, "dequantize": True, "progress": False}
+FP8_CACHE = FLOAT | {"kv_cache": "fp8"}
 
 
 def logits(model, monkeypatch, most):
@@ -37,10 +38,9 @@ def logits(model, monkeypatch, most):
 
 
 @pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
-def test_the_same_attention(family, tmp_path, monkeypatch):
+def test_the_same_attention(family, tiny_checkpoint, monkeypatch):
     """glm_moe_dsa has layers that attend to what others have selected."""
-    write_tiny_checkpoint(tmp_path, model=family)
-    model = load_model(tmp_path, dtype=torch.float32, dequantize=True, kv_cache="fp8", progress=False)
+    model = load_model(tiny_checkpoint(family), **FP8_CACHE)
     layers = model.config.num_hidden_layers
     read, how = logits(model, monkeypatch, 10**9)
     in_pages, ways = logits(model, monkeypatch, 0)
@@ -49,10 +49,9 @@ def test_the_same_attention(family, tmp_path, monkeypatch):
     assert (read - in_pages).abs().max() < 1e-4 * read.abs().max()
 
 
-def test_what_is_read_is_counted_in_bytes(tmp_path, monkeypatch):
+def test_what_is_read_is_counted_in_bytes(tiny_checkpoint, monkeypatch):
     """All keys of 360 tokens, 576 numbers of 4 bytes each."""
-    write_tiny_checkpoint(tmp_path, model="deepseek_v32")
-    model = load_model(tmp_path, dtype=torch.float32, dequantize=True, kv_cache="fp8", progress=False)
+    model = load_model(tiny_checkpoint("deepseek_v32"), **FP8_CACHE)
     bytes_ = 2 * sum(NEW) * 576 * 4
     assert "read" in logits(model, monkeypatch, bytes_)[1]
     assert "read" not in logits(model, monkeypatch, bytes_ - 1)[1]
@@ -63,10 +62,9 @@ def test_few_heads_read_more(heads, most):
     assert attention.most_read(heads) == most << 20
 
 
-def test_the_heads_are_those_that_attend(tmp_path, monkeypatch):
+def test_the_heads_are_those_that_attend(tiny_checkpoint, monkeypatch):
     """Of a process that computes half of them, these."""
-    write_tiny_checkpoint(tmp_path, model="deepseek_v32")
-    model = load_model(tmp_path, dtype=torch.float32, dequantize=True, kv_cache="fp8", progress=False)
+    model = load_model(tiny_checkpoint("deepseek_v32"), **FP8_CACHE)
     seen = []
     assert "attend" in logits(model, monkeypatch, lambda heads: seen.append(heads) or 0)[1]
     assert {*seen} == {model.config.num_attention_heads}
@@ -78,7 +76,6 @@ def test_the_heads_are_those_that_attend(tmp_path, monkeypatch):
     assert {*seen} == {model.config.num_attention_heads // 2}
 
 
-def test_float_pages_are_attended_to_where_they_are(tmp_path, monkeypatch):
-    write_tiny_checkpoint(tmp_path, model="deepseek_v32")
-    model = load_model(tmp_path, dtype=torch.float32, dequantize=True, progress=False)
+def test_float_pages_are_attended_to_where_they_are(tiny_checkpoint, monkeypatch):
+    model = load_model(tiny_checkpoint("deepseek_v32"), **FLOAT)
     assert logits(model, monkeypatch, 0)[1] == logits(model, monkeypatch, 10**9)[1] == []

@@ -13,7 +13,6 @@ from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.layers import attention, branch, compressed_attention, moe
 from dsa_layers.layers.branch import Branch, beside
-from dsa_layers.tiny import write_tiny_checkpoint
 
 FAMILIES = "deepseek_v32", "glm_moe_dsa", "deepseek_v4"
 PROMPTS = [list(range(40, 310)), list(range(7, 160))]
@@ -83,10 +82,8 @@ def watched(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def model(request, tmp_path_factory):
-    directory = tmp_path_factory.mktemp(request.param)
-    write_tiny_checkpoint(directory, model=request.param)
-    return load_model(directory, drafter=True, progress=False)
+def model(request, tiny_checkpoint):
+    return load_model(tiny_checkpoint(request.param), drafter=True, progress=False)
 
 
 @pytest.mark.parametrize("drafts", [0, 2])

@@ -7,7 +7,6 @@ import dsa
 from dsa_layers.batch.decode_batch import DecodeBatch
 from dsa_layers.batch.prefill import Chunk, prefill_batch
 from dsa_layers.checkpoint.loading import load_model
-from dsa_layers.tiny import write_tiny_checkpoint
 
 NEW = [150, 30]
 PAGES = [range(6), range(6, 8)]
@@ -38,10 +37,9 @@ def selections(monkeypatch):
 
 
 @pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa", "deepseek_v4"])
-def test_of_prompts_and_of_steps(family, tmp_path, selections):
+def test_of_prompts_and_of_steps(family, tiny_checkpoint, selections):
     """All that are selected come first, and count; of tokens without fewer than there are columns nothing is said."""
-    write_tiny_checkpoint(tmp_path, model=family)
-    model = load_model(tmp_path, progress=False)
+    model = load_model(tiny_checkpoint(family), progress=False)
     cache = model.make_cache(8, state_slots=2)
     kinds = []
     with torch.inference_mode():

@@ -8,7 +8,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsa_layers import load_model
 from dsa_layers.batch.prefill import Chunk, prefill_batch
-from dsa_layers.tiny import write_tiny_checkpoint
 from tests.layers.parallel.processes import in_ranks
 from tests.layers.parallel.ways import WAYS, split_by
 
@@ -43,11 +42,11 @@ class Collectives(TorchDispatchMode):
 
 
 @torch.inference_mode()
-def said(ranks, directories, way):
-    """Of each model: (its layers' number, that of the dense ones, collectives of a long pass)."""
-    found = []
-    with split_by(way):
-        for directory in directories:
+def said(ranks, cases):
+    """{(model, way): (its layers' number, that of the dense ones, collectives of a long pass)}"""
+    found = {}
+    for (model_type, way), directory in cases.items():
+        with split_by(way):
             model = load_model(directory, mesh=ranks, dtype=torch.bfloat16, progress=False)
             size, config = model.page_size, model.config
             pages = range(-(-TOKENS // size))
@@ -56,23 +55,24 @@ def said(ranks, directories, way):
             with Collectives() as collectives:
                 model(torch.arange(TOKENS), batch, cache)
             dense = getattr(config, "first_k_dense_replace", 0)
-            found.append((config.num_hidden_layers, dense, collectives.found))
+            found[model_type, way] = config.num_hidden_layers, dense, collectives.found
     return found
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
-    models = dict.fromkeys(model for model, _ in MOST)
-    made = {model: tmp_path_factory.mktemp(model) for model in models}
-    for model, directory in made.items():
-        write_tiny_checkpoint(directory, model=model)
-    return made
+def of_ranks(tiny_checkpoint):
+    """All cases in the same processes, which are slow to start."""
+    return in_ranks(2, said, {(model, way): tiny_checkpoint(model) for model, way in MOST})
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_collectives_of_a_pass(checkpoints, way):
-    for of_rank in in_ranks(2, said, list(checkpoints.values()), way):
-        for model, (layers, dense, found) in zip(checkpoints, of_rank):
-            most = ENDS + layers * MOST[model, way] + dense * DENSE + (layers - dense) * EXPERTS
-            # Ranks must talk in every layer: a count of nothing would be none of collectives.
-            assert 2 * layers < found.total() <= most, (model, found)
+@pytest.mark.parametrize(("model", "way"), MOST)
+def test_collectives_of_a_pass(of_ranks, model, way):
+    for of_rank in of_ranks:
+        layers, dense, found = of_rank[model, way]
+        most = ENDS + layers * MOST[model, way] + dense * DENSE + (layers - dense) * EXPERTS
+        # Ranks must talk in every layer: a count of nothing would be none of collectives.
+        assert 2 * layers < found.total() <= most, found
+
+
+def test_all_ways_are_counted():
+    assert {way for _, way in MOST} == WAYS.keys()

@@ -7,8 +7,6 @@ import torch
 
 from dsa_layers import load_model
 from dsa_layers.batch.sequence_batch import SequenceBatch
-from dsa_layers.families.registry import model_types
-from dsa_layers.tiny import write_tiny_checkpoint
 from tests.layers.parallel.processes import in_ranks
 
 TOKENS = [2 + i * i % 2000 for i in range(300)]
@@ -35,12 +33,8 @@ def passes(ranks, directories):
 
 
 @pytest.fixture(scope="module")
-def directories(tmp_path_factory):
-    made = {name: tmp_path_factory.mktemp(name) for name in LAYERS}
-    for name, directory in made.items():
-        assert name in model_types()
-        write_tiny_checkpoint(directory, model=name, quantized=False)
-    return made
+def directories(tiny_checkpoint):
+    return {name: tiny_checkpoint(name, quantized=False) for name in LAYERS}
 
 
 def test_other_picks_are_noticed_on_all_ranks(directories):

@@ -6,17 +6,14 @@ import torch.distributed as dist
 
 from dsa_layers import Generator, SamplingParams, load_model
 from dsa_layers.parallel.ranks import Ranks
-from dsa_layers.tiny import write_tiny_checkpoint
 from tests.layers.parallel.processes import in_ranks
 
 OPTIONS = {"dtype": torch.float32, "dequantize": True, "progress": False}
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("model")
-    write_tiny_checkpoint(directory, model="deepseek_v32", quantized=False)
-    return directory
+def checkpoint(tiny_checkpoint):
+    return tiny_checkpoint("deepseek_v32", quantized=False)
 
 
 def sampled(ranks, directory):

@@ -27,7 +27,6 @@ from dsa_layers.layers.rope import RopeAngles
 from dsa_layers.parallel.cuts import shares_of
 from dsa_layers.parallel.ranks import ALONE, Ranks
 from dsa_layers.parallel.rows import SharedRows, rows_of
-from dsa_layers.tiny import write_tiny_checkpoint
 from tests.layers.parallel.processes import in_ranks
 from tests.layers.parallel.ways import split_by
 
@@ -42,11 +41,8 @@ OPTIONS = {
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
-    made = {model: tmp_path_factory.mktemp(model) for model in model_types()}
-    for model, directory in made.items():
-        write_tiny_checkpoint(directory, model=model)
-    return made
+def checkpoints(tiny_checkpoint):
+    return {model: tiny_checkpoint(model) for model in model_types()}
 
 
 def attentions(model):

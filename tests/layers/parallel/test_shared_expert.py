@@ -16,7 +16,6 @@ from dsa_layers.layers.moe import MoE, SharedExpert, SwiGLU
 from dsa_layers.parallel.ranks import Ranks
 from dsa_layers.parallel.rows import SharedRows, WholeRows
 from dsa_layers.parallel.split import copy_own_parts
-from dsa_layers.tiny import write_tiny_checkpoint
 from tests.layers.parallel.processes import in_ranks
 
 OPTIONS = {
@@ -28,11 +27,8 @@ PATIENCE = 60  # seconds for what takes one
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
-    made = {model: tmp_path_factory.mktemp(model) for model in model_types()}
-    for model, directory in made.items():
-        write_tiny_checkpoint(directory, model=model)
-    return made
+def checkpoints(tiny_checkpoint):
+    return {model: tiny_checkpoint(model) for model in model_types()}
 
 
 def mixtures(model):

@@ -12,7 +12,6 @@ from dsa_layers.families.registry import model_types
 from dsa_layers.layers import attention, moe
 from dsa_layers.layers.norm_and_cast import takes
 from dsa_layers.parallel import rows
-from dsa_layers.tiny import write_tiny_checkpoint
 from tests.layers.parallel.processes import in_ranks
 from tests.layers.parallel.ways import split_by
 
@@ -25,13 +24,9 @@ FLOAT = {"dtype": torch.float32, "dequantize": True, "progress": False}
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
-    made = {}
-    for model in model_types():
-        for quantized in (True, False):
-            made[model, quantized] = tmp_path_factory.mktemp(model)
-            write_tiny_checkpoint(made[model, quantized], model=model, quantized=quantized)
-    return made
+def checkpoints(tiny_checkpoint):
+    cases = [(model, quantized) for model in model_types() for quantized in (True, False)]
+    return {case: tiny_checkpoint(*case) for case in cases}
 
 
 @contextlib.contextmanager

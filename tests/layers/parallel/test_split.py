@@ -50,13 +50,10 @@ SPLITS += [(OF_FOUR, False, 4), (OF_THREE, False, 3)]
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
+def checkpoints(tiny_checkpoint, tmp_path_factory):
     """{(family, quantised): its directory}, to be read only; FUSED is deepseek_v32 as transformers' modules name it."""
-    made = {}
-    for model in model_types():
-        for quantized in (True, False):
-            made[model, quantized] = tmp_path_factory.mktemp(model)
-            write_tiny_checkpoint(made[model, quantized], model=model, quantized=quantized)
+    cases = [(model, quantized) for model in model_types() for quantized in (True, False)]
+    made = {case: tiny_checkpoint(*case) for case in cases}
     for name, (model, changes) in OTHERS.items():
         made[name, False] = tmp_path_factory.mktemp("other")
         of_family = family(model)

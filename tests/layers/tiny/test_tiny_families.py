@@ -24,20 +24,6 @@ FAMILIES = model_types()
 PROMPT = [2 + i * i % 2000 for i in range(400)]
 
 
-@pytest.fixture(scope="module")
-def directories(tmp_path_factory):
-    """(family, quantised) -> its checkpoint, to be read only."""
-    made = {}
-
-    def directory(model, quantized=True):
-        if (model, quantized) not in made:
-            made[model, quantized] = tmp_path_factory.mktemp(model)
-            write_tiny_checkpoint(made[model, quantized], model=model, quantized=quantized)
-        return made[model, quantized]
-
-    return directory
-
-
 def content(directory):
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
@@ -50,8 +36,8 @@ def tensors(directory):
     return {name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
-def test_glm_config(directories):
-    config = read_config(directories("glm_moe_dsa"))
+def test_glm_config(tiny_checkpoint):
+    config = read_config(tiny_checkpoint("glm_moe_dsa"))
     assert (config.kv_lora_rank, config.qk_rope_head_dim) == (512, 64)
     assert (config.qk_nope_head_dim, config.v_head_dim) == (192, 256)
     assert (config.index_n_heads, config.index_head_dim) == (32, 128)
@@ -61,8 +47,8 @@ def test_glm_config(directories):
     assert config.quantization == QuantizationConfig((128, 128), None)
 
 
-def test_v4_config(directories):
-    config = read_config(directories("deepseek_v4"))
+def test_v4_config(tiny_checkpoint):
+    config = read_config(tiny_checkpoint("deepseek_v4"))
     assert (config.head_dim, config.qk_rope_head_dim, config.sliding_window) == (512, 64, 128)
     assert (config.index_n_heads, config.index_head_dim) == (64, 128)
     assert [config.compress_rates.get(kind, 0) for kind in config.layer_types] == [0, 4, 128, 4]
@@ -73,8 +59,8 @@ def test_v4_config(directories):
 
 @pytest.mark.parametrize("quantized", [True, False])
 @pytest.mark.parametrize("model", FAMILIES)
-def test_holds_exactly_the_published_tensors(directories, model, quantized):
-    directory = directories(model, quantized)
+def test_holds_exactly_the_published_tensors(tiny_checkpoint, model, quantized):
+    directory = tiny_checkpoint(model, quantized)
     stored = {name: (info.shape, info.dtype) for name, info in Checkpoint(directory).tensors.items()}
     config = read_config(directory)
     assert stored == family(model).manifest(config)
@@ -86,8 +72,8 @@ def test_holds_exactly_the_published_tensors(directories, model, quantized):
 
 
 @pytest.mark.parametrize("model", FAMILIES)
-def test_shards_keep_a_weight_with_its_scale(directories, model):
-    stored = Checkpoint(directories(model)).tensors
+def test_shards_keep_a_weight_with_its_scale(tiny_checkpoint, model):
+    stored = Checkpoint(tiny_checkpoint(model)).tensors
     quantised = {name: info for name, info in stored.items() if info.dtype in ("F8_E4M3", "I8")}
     assert len(quantised) > 50 and len({info.file for info in stored.values()}) > 1
     for name, info in quantised.items():
@@ -95,8 +81,8 @@ def test_shards_keep_a_weight_with_its_scale(directories, model):
 
 
 @pytest.mark.parametrize("model", FAMILIES)
-def test_unquantised_weights_are_the_same(directories, model):
-    quantized, weights = tensors(directories(model)), tensors(directories(model, False))
+def test_unquantised_weights_are_the_same(tiny_checkpoint, model):
+    quantized, weights = tensors(tiny_checkpoint(model)), tensors(tiny_checkpoint(model, False))
     for name, weight in weights.items():
         assert weight.isfinite().all() and weight.float().square().mean() > 1e-4, name
         q, scale = quantized[name], quantized.get(scale_name(model, name))
@@ -114,31 +100,31 @@ def test_unquantised_weights_are_the_same(directories, model):
             assert torch.equal(q, weight), name
 
 
-def test_glm_scales_are_no_powers_of_two(directories):
-    scales = [t for name, t in tensors(directories("glm_moe_dsa")).items() if name.endswith("_scale_inv")]
+def test_glm_scales_are_no_powers_of_two(tiny_checkpoint):
+    scales = [t for name, t in tensors(tiny_checkpoint("glm_moe_dsa")).items() if name.endswith("_scale_inv")]
     assert all((s.log2() != s.log2().round()).any() for s in scales)
 
 
-def test_hash_table(directories):
+def test_hash_table(tiny_checkpoint):
     """Every token has experts of its own, different ones, and every expert has tokens."""
-    table = tensors(directories("deepseek_v4"))["layers.0.ffn.gate.tid2eid"]
+    table = tensors(tiny_checkpoint("deepseek_v4"))["layers.0.ffn.gate.tid2eid"]
     assert table.shape == (2048, 2) and (table[:, 0] != table[:, 1]).all()
     assert table.unique().tolist() == list(range(8))
 
 
 @pytest.mark.parametrize("model", FAMILIES)
-def test_same_seed_same_bytes(directories, model, tmp_path):
+def test_same_seed_same_bytes(tiny_checkpoint, model, tmp_path):
     write_tiny_checkpoint(tmp_path, model=model)
-    assert content(tmp_path) == content(directories(model))
+    assert content(tmp_path) == content(tiny_checkpoint(model))
     write_tiny_checkpoint(tmp_path, model=model, seed=1)  # replaces its own
-    changed = {name for name, data in content(tmp_path).items() if data != content(directories(model))[name]}
+    changed = {name for name, data in content(tmp_path).items() if data != content(tiny_checkpoint(model))[name]}
     assert changed == {name for name in content(tmp_path) if name.endswith(".safetensors")}
 
 
 @pytest.mark.parametrize(("quantized", "dequantize"), [(True, False), (True, True), (False, False)])
 @pytest.mark.parametrize("model", FAMILIES)
-def test_generates(directories, model, quantized, dequantize, monkeypatch):
-    loaded = load_model(directories(model, quantized), dequantize=dequantize, progress=False)
+def test_generates(tiny_checkpoint, model, quantized, dequantize, monkeypatch):
+    loaded = load_model(tiny_checkpoint(model, quantized), dequantize=dequantize, progress=False)
     fp8 = any(parameter.dtype == torch.float8_e4m3fn for parameter in loaded.parameters())
     assert fp8 == (quantized and not dequantize)
     logits, forward = [], loaded.forward
@@ -171,18 +157,18 @@ def test_the_command(tmp_path, model, capsys):
     assert captured.out.endswith("\n") and "decode: 3 tokens" in captured.err
 
 
-def test_one_family_replaces_another(tmp_path, directories):
+def test_one_family_replaces_another(tmp_path, tiny_checkpoint):
     write_tiny_checkpoint(tmp_path)
     write_tiny_checkpoint(tmp_path, model="deepseek_v4")
-    assert content(tmp_path) == content(directories("deepseek_v4"))
+    assert content(tmp_path) == content(tiny_checkpoint("deepseek_v4"))
 
 
-def test_tokenizer_knows_the_context(directories):
+def test_tokenizer_knows_the_context(tiny_checkpoint):
     for model in FAMILIES:
-        fields = json.loads((directories(model) / "tokenizer_config.json").read_text())
-        assert fields["model_max_length"] == read_config(directories(model)).max_position_embeddings
-        tokenizer = Tokenizer(directories(model))
-        assert (tokenizer.eos_token_id, read_config(directories(model)).eos_token_ids) == (1, (1,))
+        fields = json.loads((tiny_checkpoint(model) / "tokenizer_config.json").read_text())
+        assert fields["model_max_length"] == read_config(tiny_checkpoint(model)).max_position_embeddings
+        tokenizer = Tokenizer(tiny_checkpoint(model))
+        assert (tokenizer.eos_token_id, read_config(tiny_checkpoint(model)).eos_token_ids) == (1, (1,))
 
 
 def test_an_unknown_model(tmp_path):
