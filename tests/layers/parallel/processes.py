@@ -1,5 +1,6 @@
 """Runs a function in several processes that talk by gloo."""
 
+import multiprocessing
 import os
 import tempfile
 import time
@@ -14,13 +15,17 @@ import torch.multiprocessing as mp
 from dsa_layers.parallel.ranks import Ranks
 
 SECONDS = 400  # ranks that wait for each other would wait for ever
+# What takes a new process seconds. A server has it, and ranks are forks of the server.
+IMPORTED = ["torch", "torch.distributed", "dsa_layers", "dsa_layers.parallel.ranks"]
 
 
 def in_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """What `function(ranks, *arguments)` gives on each of `size` ranks; a function of a module, so that a new process
     finds it."""
     with tempfile.TemporaryDirectory() as folder:
-        running = mp.spawn(_run, (size, folder, function, arguments), nprocs=size, join=False)
+        multiprocessing.set_forkserver_preload(IMPORTED)
+        arguments = size, folder, dict(os.environ), function, arguments
+        running = mp.start_processes(_run, arguments, nprocs=size, join=False, start_method="forkserver")
         until = time.monotonic() + SECONDS
         while not running.join(timeout=5):
             if time.monotonic() > until:
@@ -30,7 +35,16 @@ def in_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> list[A
         return [torch.load(Path(folder, str(rank)), weights_only=False) for rank in range(size)]
 
 
-def _run(rank: int, size: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _run(
+    rank: int,
+    size: int,
+    folder: str,
+    environment: dict[str, str],
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    os.environ.clear()  # the server's, as it was when it started
+    os.environ.update(environment)
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
