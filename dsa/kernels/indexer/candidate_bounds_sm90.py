@@ -8,8 +8,8 @@ Plan
   long.
 - The order of a list is any.
 Shared memory: 8 KiB of digit counts, and a little.
-Registers: 24 scores of a sample a thread, or 16 entries of a list, of 48; five CTAs a multiprocessor.
-Roofline: none; 16 KB a query of a sample, and 5 thousand instructions of a warp.
+Registers: 24 scores of a sample a thread, of 48, five CTAs a multiprocessor; or 8 entries of a list, of 32, four CTAs.
+Roofline: none; up to 24 KB a query of a sample, and 5 thousand instructions of a warp.
 """
 
 from collections.abc import Callable
@@ -25,20 +25,22 @@ from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream
 from dsa.cute.reductions import block_exclusive_scan
 from dsa.cute.sm90 import WARP
-from dsa.kernels.indexer.candidate_entries import fake_lists, store_entry
-from dsa.kernels.indexer.candidate_lists import CAPACITY, GROUP, LOG_GROUP, LOG_TILE, SAMPLES, TILE
-from dsa.kernels.indexer.candidate_rank import BATCH, VECTOR, RankMemory, load_candidates
+from dsa.kernels.indexer.candidate_entries import fake_lists, load_candidates, store_entry
+from dsa.kernels.indexer.candidate_lists import BATCH, CAPACITY, GROUP, LOG_GROUP, LOG_TILE, SAMPLES, TILE
+from dsa.kernels.indexer.candidate_rank import VECTOR, RankMemory
 from dsa.kernels.indexer.candidate_tiles import frame_of, key_range, tiles_of_pass
 from dsa.kernels.indexer.selection_list import number_of, order_of
 
-THREADS = 256
+SAMPLE_THREADS, LIST_THREADS = 256, 512
 MINUS_INFINITY, NAN = float("-inf"), float("nan")
 
 
 class CandidateBoundsSm90:
     def __init__(self, sample: bool):
         self.sample = sample
-        self.own = -(-(SAMPLES if sample else CAPACITY) // THREADS)  # numbers of a thread
+        self.threads, self.ctas = (SAMPLE_THREADS, 5) if sample else (LIST_THREADS, 4)  # a multiprocessor's CTAs
+        self.own = -(-(SAMPLES if sample else CAPACITY) // self.threads)  # numbers of a thread
+        assert BATCH % VECTOR == 0  # a batch of a sample begins with a vector
 
     @cute.jit
     def __call__(
@@ -56,9 +58,9 @@ class CandidateBoundsSm90:
     ):
         self.kernel(starts, ends, entries, counts, bounds, keys, block_q, log_stride, rank).launch(
             grid=(starts.shape[0], 1, 1),
-            block=(THREADS, 1, 1),
+            block=(self.threads, 1, 1),
             stream=stream,
-            min_blocks_per_mp=5,
+            min_blocks_per_mp=self.ctas,
             preferred_smem_carveout=100,
             use_pdl=True,
         )
@@ -79,7 +81,7 @@ class CandidateBoundsSm90:
         tid, _, _ = cute.arch.thread_idx()
         query, _, _ = cute.arch.block_idx()
         memory = RankMemory.allocate(SmemAllocator())
-        memory.clear(tid, THREADS)
+        memory.clear(tid, self.threads)
         wait_for_prerequisite_grids()
 
         orders = cute.make_rmem_tensor((self.own,), Int32)
@@ -97,23 +99,21 @@ class CandidateBoundsSm90:
             overflow = Int32(count > CAPACITY)
             if overflow > 0:
                 count = Int32(0)
-            load_candidates(entries, query, front, count, Int32(0), orders, own_keys, tid, THREADS)
+            load_candidates(entries, query, front, count, Int32(0), orders, own_keys, tid, self.threads)
             searched = bound > MINUS_INFINITY and count > rank
-        cute.arch.sync_threads()
+        cute.arch.sync_threads()  # all is read before anything is written
 
         if searched:
-            found = memory.find(orders, count, order_of(bound), rank, rank >> 4, 0, tid, THREADS)
-            floor = number_of(found.low)
-            # A little below the lowest of a list may be below its bound: the list does not have what is in between.
-            bound = cute.arch.fmax(bound, floor)
+            # Digits begin at the bound that there was: the list does not have what is below it.
+            bound = number_of(memory.find(orders, count, order_of(bound), rank, rank >> 4, 0, tid, self.threads).low)
         least, kept = order_of(bound), Int32(0)
         for base in cutlass.range_constexpr(0, self.own, BATCH):
-            if base * THREADS < count:
+            if base * self.threads < count:
                 for i in cutlass.range_constexpr(base, base + BATCH):
                     kept += Int32(1) if orders[i] >= least else Int32(0)
         place, total = block_exclusive_scan(kept, memory.sums[1, None], tid % WARP, tid // WARP)
         for base in cutlass.range_constexpr(0, self.own, BATCH):
-            if base * THREADS < count:
+            if base * self.threads < count:
                 for i in cutlass.range_constexpr(base, base + BATCH):
                     if orders[i] >= least:
                         key = Int32(0)
@@ -152,7 +152,7 @@ class CandidateBoundsSm90:
     @cute.jit
     def first_of_vector(self, tid, vector: cutlass.Constexpr) -> Int32:
         """Which of the sample's scores a thread's vector begins with."""
-        return (tid + vector * THREADS) * VECTOR
+        return (tid + vector * self.threads) * VECTOR
 
 
 @cached

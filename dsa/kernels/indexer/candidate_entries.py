@@ -1,11 +1,13 @@
 """Lists of candidates in global memory: entries [queries, CAPACITY] of 8 bytes, a score and its key; counts
 [queries, 2], how many there are from the front and from the back; bounds [queries]."""
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from dsa.cute.fake_tensors import fake
-from dsa.kernels.indexer.candidate_lists import CAPACITY
+from dsa.kernels.indexer.candidate_lists import BATCH, CAPACITY
+from dsa.kernels.indexer.selection_list import LOWEST, order_of
 
 
 @cute.jit
@@ -16,6 +18,35 @@ def load_entry(entries: cute.Tensor, query, place):
         write_only_types=[Float32, Int32],
         read_only_args=[Int64((entries[query, None].iterator + place).toint())],
     )
+
+
+@cute.jit
+def load_candidates(
+    entries: cute.Tensor,
+    query,
+    front: Int32,
+    count: Int32,
+    first_key: Int32,
+    orders: cute.Tensor,
+    own_keys: cute.Tensor,
+    tid,
+    threads: cutlass.Constexpr,
+):
+    """A query's list of `count`, `front` of them from the front, into the registers of a CTA: orders of the scores,
+    LOWEST where there is none, and keys counted from the first."""
+    for base in cutlass.range_constexpr(0, cute.size(orders), BATCH):
+        for i in cutlass.range_constexpr(base, base + BATCH):
+            orders[i], own_keys[i] = Int32(LOWEST), Int32(0)
+        if base * threads < count:
+            scores = cute.make_rmem_tensor((BATCH,), Float32)
+            for i in cutlass.range_constexpr(BATCH):  # without a branch in between
+                place = cutlass.min(tid + (base + i) * threads, count - 1)
+                at = place if place < front else CAPACITY - 1 - (place - front)
+                scores[i], own_keys[base + i] = load_entry(entries, query, at)
+            for i in cutlass.range_constexpr(BATCH):
+                own_keys[base + i] -= first_key
+                if tid + (base + i) * threads < count:
+                    orders[base + i] = order_of(scores[i])
 
 
 @cute.jit

@@ -14,6 +14,7 @@ LOG_TILE, LOG_GROUP = 6, 4
 TILE, GROUP = 1 << LOG_TILE, 1 << LOG_GROUP  # keys of a tile, and of a copy: at least the 16 of a warp
 PARTS = TILE // GROUP
 CAPACITY = 4080  # candidates of a query, 8 bytes each: with what else there is of it less than 32 KiB
+BATCH = 4  # of a thread's candidates in registers, which are passed over together where there are none
 SAMPLE_TILES = 96  # scores of as many tiles are kept for the first bound
 SAMPLES = SAMPLE_TILES * TILE
 FINAL_STRIDE = 4  # a quarter of the keys gives the last bound

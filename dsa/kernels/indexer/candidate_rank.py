@@ -10,21 +10,18 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Int32, Uint32
 
 from dsa.cute.reductions import block_exclusive_scan
 from dsa.cute.sm90 import WARP
-from dsa.kernels.indexer.candidate_entries import load_entry
-from dsa.kernels.indexer.candidate_lists import CAPACITY
-from dsa.kernels.indexer.selection_list import LOWEST, order_of
+from dsa.kernels.indexer.candidate_lists import BATCH
 
 LOG_DIGITS = 11
 DIGITS = 1 << LOG_DIGITS
 VECTOR = 4  # counts that are read at a time
-BATCH = 4  # of a thread's numbers, which are passed over together where there are none
 
 
-class Found(NamedTuple):
+class RankFound(NamedTuple):
     """The orders from `low` on, 1 << shift of them, are of one digit, which `inside` of the numbers have; the one that
     is looked for is the `rank`-th largest of these."""
 
@@ -36,8 +33,8 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Shared memory: counts [DIGITS, and a little that nobody reads] and sums [2, 32], both zero before a search and
-    behind it; largest [32], of warps; found [3]."""
+    """Shared memory: counts [DIGITS, and a little that nobody reads], zero before a search and behind it; sums [2, 32]
+    of scans, zero beyond the CTA's warps; largest [32], of warps; found [3]."""
 
     counts: cute.Tensor
     sums: cute.Tensor
@@ -55,6 +52,7 @@ class RankMemory:
 
     @cute.jit
     def clear(self, tid, threads: cutlass.Constexpr):
+        assert DIGITS // VECTOR // threads in (1, 2, 4)  # vectors of counts that a thread reads, by turns
         zero = cute.make_rmem_tensor((VECTOR,), Int32)
         zero.fill(0)
         for i in cutlass.range_constexpr(DIGITS // VECTOR // threads):
@@ -73,20 +71,23 @@ class RankMemory:
         few: cutlass.Constexpr,
         tid,
         threads: cutlass.Constexpr,
-    ) -> Found:
+    ) -> RankFound:
         """A digit that has the rank-th largest of all orders (1: the largest), or `low` where there are fewer: of no
         more than rank + slack numbers with what is above it, or of no more than `few`, or of one order.
 
-        orders  of each thread, of which the i-th is number i * threads + tid or, of VECTOR at a time, another of those
-                below (i + VECTOR) * threads; those from `count` on are none
+        orders  of each thread, LOWEST where it holds no number: of a batch from register b on, none if `count` is at
+                most b * threads
         low     -inf's order or more, and at most that of any number
+        rank    at least 1
         `clear` may come right before; begins and ends with a barrier
         """
+        assert cute.size(orders) % BATCH == 0
         span, digit, inside = self.span(orders, count, low, tid, threads), Int32(0), Int32(0)
         shift = cutlass.max(32 - LOG_DIGITS - Int32(cute.arch.clz(span)), 0)
         searching = Int32(1)
         while searching > 0:
-            # What is no number, or has another digit of those before, is further from `low` than `span`.
+            # What has another digit of those before is further from `low` than `span`; so is what is no number, by 2^23
+            # or more, where a digit is 2^21 orders at most.
             last = span >> Uint32(shift)
             for base in cutlass.range_constexpr(0, cute.size(orders), BATCH):
                 if base * threads < count:
@@ -104,7 +105,7 @@ class RankMemory:
             else:
                 span = (Uint32(1) << Uint32(shift)) - 1
                 shift = cutlass.max(shift - LOG_DIGITS, 0)
-        return Found(low, shift, rank, inside)
+        return RankFound(low, shift, rank, inside)
 
     @cute.jit
     def span(self, orders: cute.Tensor, count: Int32, low: Int32, tid, threads: cutlass.Constexpr) -> Uint32:
@@ -149,38 +150,10 @@ class RankMemory:
                 above += here
         mine.fill(0)
         for i in cutlass.range_constexpr(vectors):
-            cute.autovec_copy(mine[None, i], cute.local_tile(self.counts, (VECTOR,), (first // VECTOR + i,)))
+            part = cute.local_tile(self.counts, (VECTOR,), (first // VECTOR + (i ^ turn),))
+            cute.autovec_copy(mine[None, i], part)
         cute.arch.sync_threads()
         digit, inside = Int32(0), rank
         if counted >= rank:
             digit, rank, inside = self.found[0], self.found[1], self.found[2]
         return digit, rank, inside
-
-
-@cute.jit
-def load_candidates(
-    entries: cute.Tensor,
-    query,
-    front: Int32,
-    count: Int32,
-    first_key: Int32,
-    orders: cute.Tensor,
-    own_keys: cute.Tensor,
-    tid,
-    threads: cutlass.Constexpr,
-):
-    """A query's list of `count`, `front` of them from the front, into the registers of a CTA: orders of the scores,
-    LOWEST where there is none, and keys counted from the first."""
-    for base in cutlass.range_constexpr(0, cute.size(orders), BATCH):
-        for i in cutlass.range_constexpr(base, base + BATCH):
-            orders[i], own_keys[i] = Int32(LOWEST), Int32(0)
-        if base * threads < count:
-            scores = cute.make_rmem_tensor((BATCH,), Float32)
-            for i in cutlass.range_constexpr(BATCH):  # without a branch in between
-                place = cutlass.min(tid + (base + i) * threads, count - 1)
-                at = place if place < front else CAPACITY - 1 - (place - front)
-                scores[i], own_keys[base + i] = load_entry(entries, query, at)
-            for i in cutlass.range_constexpr(BATCH):
-                own_keys[base + i] -= first_key
-                if tid + (base + i) * threads < count:
-                    orders[base + i] = order_of(scores[i])

@@ -29,9 +29,9 @@ from dsa.cute.fake_tensors import fake, fake_stream, strides
 from dsa.cute.limits import MAX_SLOTS
 from dsa.cute.reductions import block_exclusive_scan
 from dsa.cute.sm90 import WARP
-from dsa.kernels.indexer.candidate_entries import fake_lists
-from dsa.kernels.indexer.candidate_lists import CAPACITY, LOG_MAX_KEYS, NOTHING_LEFT
-from dsa.kernels.indexer.candidate_rank import BATCH, DIGITS, VECTOR, Found, RankMemory, load_candidates
+from dsa.kernels.indexer.candidate_entries import fake_lists, load_candidates
+from dsa.kernels.indexer.candidate_lists import BATCH, CAPACITY, LOG_MAX_KEYS, NOTHING_LEFT
+from dsa.kernels.indexer.candidate_rank import DIGITS, VECTOR, RankFound, RankMemory
 from dsa.kernels.indexer.candidate_tiles import key_range
 from dsa.kernels.indexer.limits import PAGED, ROW_TO_SEQ, VALUES
 from dsa.kernels.indexer.select_limits import MAX_SELECTED
@@ -40,7 +40,8 @@ from dsa.kernels.indexer.selection_list import HIGHEST, LOWEST, number_of, order
 THREADS = 512
 OWN = -(-CAPACITY // THREADS)  # candidates of a thread
 LOG_BUCKETS = 12
-OWN_WORDS = DIGITS // THREADS  # of two buckets each
+OWN_WORDS = (1 << LOG_BUCKETS) // 2 // THREADS  # of two buckets each
+assert (1 << LOG_BUCKETS) // 2 <= DIGITS  # they are where the counts are
 FEW = WARP
 MINUS_INFINITY = float("-inf")
 
@@ -65,6 +66,11 @@ class Memory:
             smem.allocate_tensor(Int32, cute.make_layout(MAX_SELECTED), 16),
             smem.allocate_tensor(Int32, cute.make_layout(MAX_SELECTED), 16),
         )
+
+
+@cute.jit
+def is_selected(order: Int32, key: Int32, floor: Int32, last: Int32):
+    return order > floor or (order == floor and key <= last)
 
 
 class CandidateSelectSm90:
@@ -148,7 +154,7 @@ class CandidateSelectSm90:
             for base in cutlass.range_constexpr(0, OWN, BATCH):
                 if base * THREADS < count:
                     for i in cutlass.range_constexpr(base, base + BATCH):
-                        if orders[i] > floor or (orders[i] == floor and own_keys[i] <= last):
+                        if is_selected(orders[i], own_keys[i], floor, last):
                             self.add_to_bucket(memory.rank.counts, own_keys[i] >> shift)
             cute.arch.sync_threads()
             selected = self.begin_buckets(memory.rank, tid)
@@ -156,7 +162,7 @@ class CandidateSelectSm90:
             for base in cutlass.range_constexpr(0, OWN, BATCH):
                 if base * THREADS < count:
                     for i in cutlass.range_constexpr(base, base + BATCH):
-                        if orders[i] > floor or (orders[i] == floor and own_keys[i] <= last):
+                        if is_selected(orders[i], own_keys[i], floor, last):
                             at = self.add_to_bucket(memory.rank.counts, own_keys[i] >> shift)
                             memory.keys[at] = own_keys[i]
                             if options & VALUES:
@@ -200,7 +206,7 @@ class CandidateSelectSm90:
                     values[query, i] = -Float32(float("inf"))
 
     @cute.jit
-    def cut(self, found: Found, orders: cute.Tensor, own_keys: cute.Tensor, count: Int32, memory: Memory, tid):
+    def cut(self, found: RankFound, orders: cute.Tensor, own_keys: cute.Tensor, count: Int32, memory: Memory, tid):
         """(floor, last): the `found.rank` best of the digit's candidates are those above `floor`, and with keys up to
         `last` those that equal it."""
         floor, last = found.low, Int32(HIGHEST)
@@ -227,7 +233,7 @@ class CandidateSelectSm90:
         return floor, last
 
     @cute.jit
-    def last_of_equal(self, orders: cute.Tensor, own_keys: cute.Tensor, found: Found, memory: Memory, tid) -> Int32:
+    def last_of_equal(self, orders: cute.Tensor, own_keys: cute.Tensor, found: RankFound, memory: Memory, tid) -> Int32:
         """The `found.rank`-th lowest key of those whose order is `found.low`: the largest number below which there are
         fewer keys."""
         last = Int32(0)

@@ -20,7 +20,7 @@ numbers and the list, which are written before they are read: each CTA zeroes a 
 them, and the last one that is through the last meeting the header.
 
 A CTA waits for the others of its group, so all must run at once. One that waits in vain, as with a workspace that was
-not zero, writes no results: their places stay as they were.
+not zero, writes no results: their places stay as they were, or are -1.
 """
 
 from dataclasses import dataclass

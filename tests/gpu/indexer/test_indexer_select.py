@@ -122,6 +122,12 @@ SHAPES = {
     # The k-th largest is among those that equal the bound.
     "a few levels": lambda n: torch.randint(1, 9, (n,)),
     "many levels": lambda n: torch.randint(1, n // 700, (n,)),
+    # Of those that equal the k-th a warp ranks 32, and a search by keys more.
+    "20 or so of a level": lambda n: torch.randint(1, n // 20, (n,)),
+    "31 of a level": lambda n: torch.arange(n) // 31 + 1,
+    "32 of a level": lambda n: torch.arange(n) // 32 + 1,
+    "33 of a level": lambda n: torch.arange(n) // 33 + 1,
+    "33 of a level, apart": lambda n: torch.arange(n) % -(-n // 33) + 1,
     "zeros and more than are wanted": lambda n: torch.rand(n) * (torch.rand(n) < 0.2),
     "NaN": lambda n: torch.where(torch.rand(n) < 0.3, torch.nan, torch.rand(n)),
     "NaN but for a few": lambda n: torch.where(torch.rand(n) < 0.97, torch.nan, torch.rand(n)),
@@ -151,8 +157,8 @@ def test_scores_of_any_shape(shape, sign):
 
 def _hardly_more_than_the_rank(keys):
     """The list behind the second pass has so few keys more than the last bound's rank that any number a little below
-    them does for the bound, and a search for it ends with the first digit. That is below the list's own bound, and of
-    the keys in between, some of which are among the largest 2048, the list has none."""
+    them does for the bound, and a search for it ends with the first digit. If that began below the list's own bound, so
+    would the new bound, and of the keys in between, some of which are among the largest 2048, the list has none."""
     strides = pass_strides(keys)
     first_rank, second_rank = bound_ranks(2048, strides)
     first, second = (_sampled(keys, stride) for stride in strides[:2])

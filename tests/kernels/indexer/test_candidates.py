@@ -36,12 +36,11 @@ def test_scores(arguments):
 def test_bounds_and_selection(compile_function, arguments):
     sass = disassemble(cubin(compile_function, *arguments))
     assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
-    if compile_function is candidate_select_sm90.compile_candidate_select:
-        assert 3 * candidate_select_sm90.THREADS * sass.registers <= 65536
-    else:
-        assert 5 * candidate_bounds_sm90.THREADS * sass.registers <= 65536
-        # A bound is the larger of the list's own and the one found: keys between them are not in the list.
-        assert sass.instructions["FMNMX"] == 1
+    threads = candidate_select_sm90.THREADS, 3
+    if compile_function is candidate_bounds_sm90.compile_candidate_bounds:
+        kernel = candidate_bounds_sm90.CandidateBoundsSm90(*arguments)
+        threads = kernel.threads, kernel.ctas
+    assert sass.registers * math.prod(threads) <= 65536
 
 
 @pytest.mark.parametrize("keys", SIZES)
