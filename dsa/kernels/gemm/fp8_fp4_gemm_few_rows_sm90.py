@@ -9,7 +9,7 @@ Plan
   goes through shared memory.
 - Warp roles: the producer warpgroup's first warp loads weights, codes by TMA and their scales by cp.async, and waits
   for nothing else; its other three gather the rows of activations and their scales. One or two consumer warpgroups;
-  with one, two CTAs share a multiprocessor. The weights' warp alone finds work tiles, and passes them on.
+  with one, two or three CTAs share a multiprocessor. The weights' warp alone finds work tiles, and passes them on.
 - Pipeline: one ring of STAGES stages of 512 channels, four blocks: codes (two boxes of 256 channels, 128 bytes a row),
   e8m0 scales (16 bytes a row), activations (T x 128 bytes a block) and the scales of activations and blocks (16 bytes a
   row). It runs on over work tile after work tile. 100 to 170 KB of FP4 are on their way.
@@ -107,8 +107,9 @@ class Fp8Fp4GemmFewRowsConfig:
         return self.stages * stage + others <= (SHARED_BYTES + 1024) // self.resident - 1024
 
 
+# A token's few work tiles are shared out best by three small CTAs a multiprocessor; of many, two warpgroups are faster.
 CONFIGS = (
-    *(Fp8Fp4GemmFewRowsConfig(1, *sizes, 2) for sizes in ((8, 5), (16, 4), (32, 3))),
+    *(Fp8Fp4GemmFewRowsConfig(1, *sizes) for sizes in ((8, 3, 3), (16, 4, 2), (32, 3, 2))),
     *(Fp8Fp4GemmFewRowsConfig(2, *sizes, 1) for sizes in ((8, 5), (16, 5), (32, 4))),
 )
 
