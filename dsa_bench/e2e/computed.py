@@ -5,28 +5,35 @@ from collections.abc import Sequence
 
 from dsa_bench.e2e.parallel_rows import Row
 
-LEAST_GPUS = 3  # of two each hears one other, which says nothing of how the time grows with their number
-
 
 def computed(silent: Row, measured: Sequence[Row]) -> float | None:
     """Milliseconds of a pass through all published layers on silent["gpus"] GPUs; None where no row of the same model
-    and run was measured on three GPUs or more.
+    and run was measured on several.
 
-    layers_all * (silent ms / layers + grows * (ms - silent ms) / layers): the first part of `silent`, one GPU of many;
-    the second of the row with the most GPUs, which has what was said between these: what a GPU takes longer than in
-    silence. grows: N GPUs say as much more as each of them gets more. Of a prompt that is (N - 1) / N of all rows; of a
-    decoding step, in which each gets the parts of all others, N - 1 of them. So embedding and head count with the
-    layers: of fewer layers than all they count too often.
+    layers_all * (silent ms / layers + said / layers): the first part of `silent`, one GPU of many; said from the rows
+    of the most GPUs, which have what these say to each other: ms - silent ms, what a GPU takes longer than in silence.
+    On N GPUs instead of n
+    - a prompt says as much more as each GPU gets more of the rows: (N - 1) / N of them and not (n - 1) / n;
+    - a decoding step says for as long as the step of the fewest sequences does, and what it says beyond that, which is
+      for its rows, grows with the parts that each GPU gets: N - 1 and not n - 1.
+    What more GPUs wait for each other is in none of it. Embedding and head count with the layers: of fewer layers than
+    all they count too often.
     """
-    same = [row for row in measured if (row["model"], row["run"]) == (silent["model"], silent["run"])]
-    same = [row for row in same if row["gpus"] >= LEAST_GPUS and row["shard_ms"] is not None]
-    if not same:
+    same = [row for row in measured if row["model"] == silent["model"] and row["shard_ms"] is not None]
+    rows = [row for row in same if row["run"] == silent["run"]]
+    if not rows:
         return None
-    row = max(same, key=lambda row: row["gpus"])
-    said = max(row["ms"] - row["shard_ms"], 0.0) / row["layers"]
-    many, few = (_received(silent["run"], gpus) for gpus in (silent["gpus"], row["gpus"]))
-    return silent["published_layers"] * (silent["shard_ms"] / silent["layers"] + said * many / few)
+    row = max(rows, key=lambda row: row["gpus"])
+    said, many, few = _said(row), silent["gpus"] - 1, row["gpus"] - 1
+    if silent["run"].startswith("decode"):
+        steps = [row for row in same if row["run"].startswith("decode") and row["gpus"] == few + 1]
+        least = min(_said(min(steps, key=lambda row: row["tokens"])), said)
+        said = least + (said - least) * many / few
+    else:
+        said *= many / silent["gpus"] / (few / row["gpus"])
+    return silent["published_layers"] * (silent["shard_ms"] / silent["layers"] + said)
 
 
-def _received(run: str, gpus: int) -> float:
-    return gpus - 1 if run.startswith("decode") else (gpus - 1) / gpus
+def _said(row: Row) -> float:
+    """Milliseconds of a layer."""
+    return max(row["ms"] - row["shard_ms"], 0.0) / row["layers"]

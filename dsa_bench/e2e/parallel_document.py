@@ -54,7 +54,7 @@ def _computed(parts: Sequence[Row], whole: Sequence[Row]) -> list[str]:
         figures = ["", ""] if ms is None else [f"{ms:.1f}", f"{row['tokens'] / ms * 1e3:.0f}"]
         lines.append([row["run"], f"{row['shard_ms']:.2f}", f"{row['memory'] / 1e9:.1f}", *figures])
     there = any(line[3] for line in lines)
-    rest = f". {what} (`dsa_bench/e2e/computed.py`)." if there else "; nothing of more than two GPUs was measured."
+    rest = f". {what} (`dsa_bench/e2e/computed.py`)." if there else "; no pass of several GPUs was measured."
     return [part + rest, table(COMPUTED_HEAD, lines)]
 
 

@@ -124,19 +124,24 @@ FOUR = ROW | {"model": "V3.2", "gpus": 4, "layers": 20, "published_layers": 61, 
 
 
 def test_more_gpus_than_there_are_are_computed():
-    """61 layers of a part's 3 ms of 30, and of the 0.6 ms of 20 that four GPUs say, of which each of eight gets 7 / 3;
-    two GPUs say nothing of it."""
-    expected = 61 * (3.0 / 30 + 0.6 / 20 * 7 / 3)
-    two = FOUR | {"gpus": 2, "ms": 9.0}
+    """61 layers of a part's 3 ms of 30, and of what 20 layers on four GPUs say: 0.6 ms of a sequence, which is said in
+    any case, and 0.9 ms of eight, whose other rows come from 7 GPUs in place of 3."""
+    two, eight = FOUR | {"gpus": 2, "ms": 9.0}, {"run": "decode 8 x 8192", "tokens": 8}
+    expected = 61 * (3.0 / 30 + 0.6 / 20)
     assert computed(SILENT, [two, FOUR, ROW, ONCE]) == pytest.approx(expected)
-    assert computed(SILENT, [two]) is None and computed(SILENT | {"run": "decode 8 x 8192"}, [FOUR]) is None
+    steps = [two, FOUR, FOUR | eight | {"ms": 4.3}]
+    assert computed(SILENT | eight, steps) == pytest.approx(61 * (0.1 + (0.6 + 0.3 * 7 / 3) / 20))
+    # More sequences that say less than one say that.
+    assert computed(SILENT | eight, [FOUR, FOUR | eight | {"ms": 3.6}]) == pytest.approx(61 * (0.1 + 0.2 / 20))
+    assert computed(SILENT, [two]) == pytest.approx(61 * (0.1 + 5.6 / 20))
+    assert computed(SILENT, []) is None and computed(SILENT | eight, [FOUR, ONCE | {"model": "V3.2"}]) is None
     prompt = {"run": "prefill 4096", "tokens": 4096}
     assert computed(SILENT | prompt, [FOUR | prompt]) == pytest.approx(61 * (0.1 + 0.03 * (7 / 8) / (3 / 4)))
     text = parallel_document.generated(ENTRY | {"bench": [*ENTRY["bench"], FOUR, SILENT]})
     assert text.index("### V3.2, 2 GPUs") < text.index("### V3.2, 4 GPUs") < text.index("### V3.2, 8 GPUs, computed")
     assert f"| decode 1 x 8192 | 3.00 | 50.0 | {expected:.1f} | {1e3 / expected:.0f} |" in text
     alone = parallel_document.generated(ENTRY | {"bench": [SILENT]})
-    assert "| decode 1 x 8192 | 3.00 | 50.0 |  |  |" in alone and "nothing of more than two GPUs was measured." in alone
+    assert "| decode 1 x 8192 | 3.00 | 50.0 |  |  |" in alone and "no pass of several GPUs was measured." in alone
 
 
 def test_the_document_of_what_has_not_run(tmp_path):

@@ -20,7 +20,7 @@ ROWS = [
     ("Lightning indexer's scores, FP8", "fp8_mqa_logits", "4096 x 32768, H 64, D 128, causal, cleaned"),
     ("Top-k, exact and deterministic", "topk_indices", "4096 x 8192, k 2048, normal scores"),
     ("Sparse MLA's gradients", "sparse_mla_attention", "8192 queries, d 576, 128 heads"),
-    ("A pass of V3.2's layers, 16384-token prompt", "e2e", "V3.2 prefill 16384"),
+    ("A pass of V3.2's layers, 131072-token prompt", "e2e", "V3.2 prefill 131072"),
 ]
 # Chosen entries with peers, as the picture names them.
 PICTURED = {
