@@ -8,13 +8,18 @@ Plan
   weights; its lanes read FP4 by ldmatrix, widen it in registers (fp4_operand.py) and multiply from there: only FP4
   goes through shared memory.
 - Warp roles: the producer warpgroup's first warp loads weights, codes by TMA and their scales by cp.async, and waits
-  for nothing else; its other three gather the rows of activations and their scales. One or two consumer warpgroups;
-  with one, two CTAs share a multiprocessor.
-- Pipeline: one ring of STAGES stages of 512 channels, four blocks: codes (two boxes of 256 channels, 128 bytes a row),
-  e8m0 scales (16 bytes a row), activations (T x 128 bytes a block) and the scales of activations and blocks (16 bytes a
-  row). It runs on over work tile after work tile. 100 to 170 KB of FP4 are on their way.
+  for nothing else; its other three gather the rows of activations and their scales. One consumer warpgroup and two CTAs
+  a multiprocessor, whose work tiles end at different times. The weights' warp alone finds work tiles, and passes them
+  on; where the next one's rows end is on its way while it loads this one.
+- Pipeline: two rings of stages of 512 channels, four blocks. Weights: codes (two boxes of 256 channels, 128 bytes a
+  row), e8m0 scales (16 bytes a row) and blocks' scales; activations (T x 128 bytes a block) and their scales. Weights
+  come from memory and are released as soon as they are in registers: up to 170 KB of them are on their way.
+  Activations, which come from the L2 cache, are released behind the products. The rings run on over work tile after
+  work tile.
 - Mainloop: per block of 128 channels four wgmma into accumulators of its own, T / 2 registers. The next block is
-  widened while they run; behind the fourth block the products are scaled and added in fp32 in their order.
+  widened while they run: behind the fourth block of a stage the first one of the next, also if that is of the next work
+  tile. So wgmma's latency, the waits for a stage and the fence stand beside arithmetic. Then the products are scaled
+  and added in fp32 in their order.
 - Activations' words are copied in the order in which lanes have the weights' channels, 4 bytes a copy: few rows make
   few copies. Rows beyond the matrix's end are not copied: they are columns of their own, which nobody stores. Channels
   beyond K are zeros.
@@ -22,7 +27,8 @@ Plan
 - Scheduler: static persistent. The work tiles of a matrix come together, and its tiles of rows innermost: a tile of
   weights comes from memory once. Neighbouring CTAs have neighbouring weights.
 Shared memory: barriers, prefix sums, tables, T x 32 bytes a consumer warp for results, and the ring.
-Registers: 64 of widened weights, 2 T of accumulators and T / 2 sums a consumer thread; see REGISTERS.
+Registers: 64 of widened weights, or 32 where four blocks do not fit, 2 T of accumulators and T / 2 sums a consumer
+thread; see REGISTERS.
 Instructions: 18 a lane and 8 weights in all; 10 are the ALU's, which issues 2 a clock and multiprocessor: 320 clocks a
 block of 128 x 128.
 Roofline: memory, 8.5 KB a block of 128 x 128: 480 clocks or more at 4.2 TB/s.
@@ -47,7 +53,7 @@ from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.pipeline import Pipeline, PipelineState, pipeline_storage, start
 from dsa.cute.shared_memory import load_16, load_matrices
 from dsa.cute.sm90 import SHARED_BYTES, WARP, WARPGROUP
-from dsa.cute.work_tile import static_persistent_scheduler
+from dsa.cute.work_tile import WorkTilePipeline, static_persistent_scheduler, work_tile_storage
 from dsa.kernels.gemm.fp4_operand import (
     TABLE_BYTES,
     gather_4,
@@ -57,7 +63,7 @@ from dsa.kernels.gemm.fp4_operand import (
     widen,
     write_tables,
 )
-from dsa.kernels.gemm.grouped_tiles import PREFIX_SUMS, GroupedTiles, expected_tiles
+from dsa.kernels.gemm.grouped_tiles import PREFIX_SUMS, GroupedTiles, WorkTileInfo, expected_tiles
 from dsa.kernels.gemm.limits import GROUP, OUT_DTYPES
 from dsa.kernels.gemm.turned_tile import store_turned
 
@@ -68,18 +74,21 @@ BOXES = BLOCKS * GROUP // 2 // BOX
 SCALE_BYTES = 16  # of a row and stage: four e8m0 bytes a block, or one fp32
 OWN_ROWS = 16  # of weights, of a warp
 GATHER_WARPS = 3
-# By the number of consumer warpgroups: CTAs a multiprocessor, registers of consumers' and of producers' threads.
-RESIDENT = {1: 2, 2: 1}
-REGISTERS = {1: (208, 48), 2: (232, 40)}
+INFO_BYTES = 64  # of the ring of work tiles
+# Registers of consumers' and of producers' threads, by consumer warpgroups and CTAs a multiprocessor.
+REGISTERS = {(1, 2): (208, 48), (2, 1): (232, 40)}
 
 
 @dataclass(frozen=True)
 class Fp8Fp4GemmFewRowsConfig:
-    """groups: consumer warpgroups, of 64 weights each; rows: of the product, 8, 16 or 32; stages: of 512 channels."""
+    """groups: consumer warpgroups, of 64 weights each; rows: of the product, 8, 16 or 32; stages: of 512 channels, of
+    weights; row_stages: the same of activations; resident: CTAs a multiprocessor."""
 
     groups: int
     rows: int
     stages: int
+    row_stages: int
+    resident: int
 
     @property
     def columns(self) -> int:
@@ -92,20 +101,18 @@ class Fp8Fp4GemmFewRowsConfig:
 
     def ctas(self, multiprocessors: int) -> int:
         """What a launch is given: all that are resident at once."""
-        return RESIDENT[self.groups] * multiprocessors
+        return self.resident * multiprocessors
 
     def fits(self) -> bool:
         """Whether shared memory holds it; each resident CTA takes 1 KiB more."""
-        stage = self.columns * (BOXES * BOX + SCALE_BYTES) + self.rows * BLOCKS * GROUP + (self.rows + 1) * SCALE_BYTES
-        others = 4 * (PREFIX_SUMS + 32) + TABLE_BYTES + 16 * self.stages + self.groups * WARPGROUP * self.rows + 1024
-        resident = RESIDENT[self.groups]
-        return self.stages * stage + others <= (SHARED_BYTES + 1024) // resident - 1024
+        weights = self.stages * (self.columns * (BOXES * BOX + SCALE_BYTES) + SCALE_BYTES)
+        activations = self.row_stages * self.rows * (BLOCKS * GROUP + SCALE_BYTES)
+        barriers = 16 * (self.stages + self.row_stages) + 16 + INFO_BYTES
+        others = 4 * (PREFIX_SUMS + 32) + TABLE_BYTES + barriers + self.groups * WARPGROUP * self.rows + 1024
+        return weights + activations + others <= (SHARED_BYTES + 1024) // self.resident - 1024
 
 
-CONFIGS = (
-    *(Fp8Fp4GemmFewRowsConfig(1, 8, 5), Fp8Fp4GemmFewRowsConfig(1, 16, 4), Fp8Fp4GemmFewRowsConfig(1, 32, 3)),
-    *(Fp8Fp4GemmFewRowsConfig(2, 8, 5), Fp8Fp4GemmFewRowsConfig(2, 16, 5), Fp8Fp4GemmFewRowsConfig(2, 32, 4)),
-)
+CONFIGS = tuple(Fp8Fp4GemmFewRowsConfig(1, *sizes, 2) for sizes in ((8, 5, 5), (16, 5, 2), (32, 4, 2)))
 
 
 class Ring(NamedTuple):
@@ -113,15 +120,27 @@ class Ring(NamedTuple):
 
     codes: Int32
     scales: Int32
+    block_scales: Int32
     rows: Int32
     row_scales: Int32
+
+
+class StageScales(NamedTuple):
+    """Of a stage, in registers. of_rows: the e8m0 bytes of a lane's two rows of weights, [2, 4] words; of_blocks: the
+    scales of its blocks, [4] as bits."""
+
+    of_rows: cute.Tensor
+    of_blocks: cute.Tensor
 
 
 class Fp8Fp4GemmFewRowsSm90:
     def __init__(self, out_dtype: type[cutlass.Numeric], cfg: Fp8Fp4GemmFewRowsConfig):
         self.out_dtype, self.cfg = out_dtype, cfg
-        self.rows, self.columns, self.stages = cfg.rows, cfg.columns, cfg.stages
+        self.rows, self.columns = cfg.rows, cfg.columns
+        self.stages, self.row_stages = cfg.stages, cfg.row_stages
         self.consumer_warps, self.threads = 4 * cfg.groups, cfg.threads
+        # Of widened blocks: those of a stage, if there are registers for so many.
+        self.buffers = BLOCKS if cfg.rows <= 16 else 2
 
     @cute.jit
     def __call__(
@@ -140,17 +159,20 @@ class Fp8Fp4GemmFewRowsSm90:
     ):
         tile = (self.columns, self.rows, BOX)
         b_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, Uint8, BOXES * self.stages)
-        a_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, BLOCKS * self.stages)
+        a_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, BLOCKS * self.row_stages)
         b_atom, b_tma = tile_load(b, b_layout, (self.columns, BOX))
 
         @cute.struct
         class Storage:
             pipeline: pipeline_storage(self.stages)
+            row_pipeline: pipeline_storage(self.row_stages)
+            work_tiles: work_tile_storage(WorkTileInfo)
             sums: cute.struct.MemRange[Int32, 32]
             prefix: cute.struct.MemRange[Int32, PREFIX_SUMS]
             tables: cute.struct.Align[cute.struct.MemRange[Uint8, TABLE_BYTES], TABLE_BYTES]
             out: cute.struct.Align[cute.struct.MemRange[Uint8, self.consumer_warps * self.rows * 2 * OWN_ROWS], 16]
-            row_scales: cute.struct.Align[cute.struct.MemRange[Uint8, self.stages * (self.rows + 1) * SCALE_BYTES], 16]
+            block_scales: cute.struct.Align[cute.struct.MemRange[Uint8, self.stages * SCALE_BYTES], 16]
+            row_scales: cute.struct.Align[cute.struct.MemRange[Uint8, self.row_stages * self.rows * SCALE_BYTES], 16]
             scales: cute.struct.Align[cute.struct.MemRange[Uint8, self.stages * self.columns * SCALE_BYTES], 128]
             b: cute.struct.Align[cute.struct.MemRange[Uint8, cute.cosize(b_layout)], 1024]
             a: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(a_layout)], 1024]
@@ -162,7 +184,7 @@ class Fp8Fp4GemmFewRowsSm90:
             grid=(ctas, 1, 1),
             block=(self.threads, 1, 1),
             stream=stream,
-            min_blocks_per_mp=RESIDENT[self.cfg.groups],
+            min_blocks_per_mp=self.cfg.resident,
             preferred_smem_carveout=100,
             use_pdl=True,
         )
@@ -188,6 +210,8 @@ class Fp8Fp4GemmFewRowsSm90:
         lane = cute.arch.lane_idx()
         storage = SmemAllocator().allocate(self.storage)
         pipeline = Pipeline.of(storage.pipeline, self.stages)
+        row_pipeline = Pipeline.of(storage.row_pipeline, self.row_stages)
+        work_tiles = WorkTilePipeline.of(storage.work_tiles, WorkTileInfo)
         sb = storage.b.get_tensor(b_layout.outer, swizzle=b_layout.inner)
         sa = storage.a.get_tensor(a_layout.outer, swizzle=a_layout.inner)
         prefix = storage.prefix.get_tensor(cute.make_layout(PREFIX_SUMS))
@@ -195,14 +219,16 @@ class Fp8Fp4GemmFewRowsSm90:
         tiles = GroupedTiles(ends, out.shape[0], across, prefix, self.rows, self.columns)
         sums = storage.sums.get_tensor(cute.make_layout(32))
         tables = Int32(storage.tables.data_ptr().toint())
-        places = storage.b, storage.scales, storage.a, storage.row_scales
+        places = storage.b, storage.scales, storage.block_scales, storage.a, storage.row_scales
         ring = Ring(*(Int32(place.data_ptr().toint()) for place in places))
 
         if warp == self.consumer_warps:
             cute.nvgpu.cpasync.prefetch_descriptor(b_atom)
         if tid == 0:
             # The announcement of the codes' bytes, and a lane each for what it copies.
-            pipeline.init(consumers=self.consumer_warps, producers=1 + (1 + GATHER_WARPS) * WARP)
+            pipeline.init(consumers=self.consumer_warps, producers=1 + WARP)
+            row_pipeline.init(consumers=self.consumer_warps, producers=GATHER_WARPS * WARP)
+            work_tiles.init(consumers=self.consumer_warps + GATHER_WARPS)
         cute.arch.mbarrier_init_fence()
         if tid < 32:
             sums[tid] = 0
@@ -211,31 +237,50 @@ class Fp8Fp4GemmFewRowsSm90:
         wait_for_prerequisite_grids()
         total = tiles.count(sums, self.threads, tid, lane, warp)
 
-        consumer_registers, producer_registers = REGISTERS[self.cfg.groups]
+        consumer_registers, producer_registers = REGISTERS[self.cfg.groups, self.cfg.resident]
         if warp >= self.consumer_warps:
             cute.arch.setmaxregister_decrease(producer_registers)
             if warp == self.consumer_warps:
-                self.load_weights(b_atom, mb, b_scale_32, b_scale, tiles, total, sb, ring, pipeline, lane)
+                operands = b_atom, mb, b_scale_32, b_scale
+                self.load_weights(*operands, tiles, total, sb, ring, pipeline, work_tiles, lane)
             else:
                 number = warp - self.consumer_warps - 1
-                self.gather_rows(a, a_scale, rows, tiles, total, ring, pipeline, number, lane)
+                self.gather_rows(a, a_scale, rows, total, ring, row_pipeline, work_tiles, number, lane)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
             groups = a_scale.shape[1] // BLOCKS
             staged = Int32(storage.out.data_ptr().toint()) + warp * (self.rows * 2 * OWN_ROWS)
-            self.consume(groups, weights, out, tiles, total, sa, ring, tables, pipeline, staged, tid, warp, lane)
+            rings = pipeline, row_pipeline, work_tiles
+            self.consume(groups, weights, out, total, sa, ring, tables, *rings, staged, tid, warp, lane)
 
     @cute.jit
     def load_weights(
-        self, b_atom, mb, b_scale_32, b_scale, tiles: GroupedTiles, total, sb, ring: Ring, pipeline: Pipeline, lane
+        self,
+        b_atom,
+        mb,
+        b_scale_32,
+        b_scale,
+        tiles: GroupedTiles,
+        total,
+        sb,
+        ring: Ring,
+        pipeline: Pipeline,
+        work_tiles: WorkTilePipeline,
+        lane,
     ):
-        """The warp that loads the weights' codes and scales, and the blocks' scales."""
+        """The warp that loads the weights' codes and scales, and the blocks' scales; it tells the others where work
+        tiles are."""
         scheduler = static_persistent_scheduler()
-        state, e = start(), Int32(0)
+        state, told = start(), start()
         columns = b_scale_32.shape[1]
         pitch = Int64(b_scale_32.stride[1])
+        following, bounds = self.find_matrix(tiles, cutlass.min(scheduler.first, total - 1), Int32(0), lane)
         for index in cutlass.range(scheduler.first, total, scheduler.step, unroll=1):
-            e, _, _, column = tiles.rows_first(index, e, lane)
+            info = self.work_tile(tiles, index, following, bounds)
+            told = work_tiles.publish(told, info)
+            e, column = info.matrix, info.column
+            # Where the next work tile's rows end is on its way while this one's stages are loaded.
+            following, bounds = self.find_matrix(tiles, cutlass.min(index + scheduler.step, total - 1), e, lane)
             gb = cute.local_tile(cute.domain_offset((e * columns + column, 0), mb), (self.columns, BOX), (0, None))
             tbs, tbg = cute.nvgpu.cpasync.tma_partition(
                 b_atom, 0, cute.make_layout(1), cute.group_modes(sb, 0, 2), cute.group_modes(gb, 0, 2)
@@ -255,23 +300,54 @@ class Fp8Fp4GemmFewRowsSm90:
                     source = of_rows + i * pitch if valid else of_rows
                     gather_16(target + i * SCALE_BYTES, source + group * SCALE_BYTES, valid)
                 if lane == 0:
-                    target = ring.row_scales + (state.stage * (self.rows + 1) + self.rows) * SCALE_BYTES
-                    gather_16(target, of_block + group * SCALE_BYTES, True)
+                    gather_16(ring.block_scales + state.stage * SCALE_BYTES, of_block + group * SCALE_BYTES, True)
                 arrive_when_gathered(pipeline.producer_barrier(state))
                 state = pipeline.advance(state)
 
     @cute.jit
+    def find_matrix(self, tiles: GroupedTiles, index, e, lane):
+        """-> the matrix of work tile `index`, which is not before e, and what `ends` says: even lanes have the end of
+        the one before it, odd lanes its own. A register that differs between lanes does not become a uniform one, for
+        which the warp would wait at once."""
+        e = tiles.matrix_of(index, e, lane)
+        return e, tiles.ends[cutlass.max(e - 1 + lane % 2, 0)]
+
+    @cute.jit
+    def work_tile(self, tiles: GroupedTiles, index, e, bounds) -> WorkTileInfo:
+        """`GroupedTiles.rows_first` of what `find_matrix` has found."""
+        before, end = cute.arch.shuffle_sync(bounds, 0), cute.arch.shuffle_sync(bounds, 1)
+        begin = 0 if e == 0 else before
+        if e == tiles.matrices - 1:
+            end = cutlass.min(end, tiles.rows)
+        if begin < 0 or begin > end or end > tiles.rows:
+            begin, end = Int32(0), Int32(0)
+        down = cute.ceil_div(end - begin, self.rows)
+        local = index - tiles.prefix[e] * tiles.across
+        return WorkTileInfo(e, begin + local % down * self.rows, end, local // down * self.columns)
+
+    @cute.jit
     def gather_rows(
-        self, a, a_scale, rows, tiles: GroupedTiles, total, ring: Ring, pipeline: Pipeline, number: Int32, lane
+        self,
+        a,
+        a_scale,
+        rows,
+        total,
+        ring: Ring,
+        pipeline: Pipeline,
+        work_tiles: WorkTilePipeline,
+        number: Int32,
+        lane,
     ):
         """Gathering warp `number`: every third row of activations, a word a lane; the first one their scales, too."""
         scheduler = static_persistent_scheduler()
-        state, e = start(), Int32(0)
+        state, told = start(), start()
         sources, channels = a.shape
         place = ordered_place(lane)
         chunk, word = place // 4, place % 4
-        for index in cutlass.range(scheduler.first, total, scheduler.step, unroll=1):
-            e, row, end, _ = tiles.rows_first(index, e, lane)
+        for _ in cutlass.range(scheduler.first, total, scheduler.step, unroll=1):
+            info = work_tiles.current(told)
+            told = work_tiles.release(told)
+            row, end = info.row, info.end
             count = cutlass.min(end - row, self.rows)
             own = cutlass.min(row + lane, end - 1)
             if rows.shape[0] > 0:
@@ -290,7 +366,7 @@ class Fp8Fp4GemmFewRowsSm90:
                         valid = channel < channels
                         gather_4(target + block * (self.rows * GROUP), source + (channel if valid else 0), valid)
                 if number == 0 and lane < count:
-                    target = ring.row_scales + (state.stage * (self.rows + 1) + lane) * SCALE_BYTES
+                    target = ring.row_scales + (state.stage * self.rows + lane) * SCALE_BYTES
                     gather_16(target, own_scales + group * SCALE_BYTES, True)
                 arrive_when_gathered(pipeline.producer_barrier(state))
                 state = pipeline.advance(state)
@@ -301,12 +377,13 @@ class Fp8Fp4GemmFewRowsSm90:
         groups,
         weights,
         out,
-        tiles: GroupedTiles,
         total,
         sa,
         ring: Ring,
         tables,
         pipeline: Pipeline,
+        row_pipeline: Pipeline,
+        work_tiles: WorkTilePipeline,
         staged,
         tid,
         warp,
@@ -319,26 +396,42 @@ class Fp8Fp4GemmFewRowsSm90:
         )
         thr = mma.get_slice(tid % WARPGROUP)
         activations = mma.make_fragment_B(thr.partition_B(sa))
-        widened = [cute.make_rmem_tensor(thr.partition_shape_A((64, GROUP)), Float8E4M3FN) for _ in range(BLOCKS)]
+        widened = [cute.make_rmem_tensor(thr.partition_shape_A((64, GROUP)), Float8E4M3FN) for _ in range(self.buffers)]
         shape = thr.partition_shape_C((64, self.rows))
         acc = [cute.make_rmem_tensor(shape, Float32) for _ in range(BLOCKS)]
         sums = cute.make_rmem_tensor((self.rows // 2,), Float32)
         factors = cute.make_rmem_tensor((self.rows // 4,), Float32)
+        scales = StageScales(*(cute.make_rmem_tensor((count,), Uint32) for count in (2 * BLOCKS, BLOCKS)))
         own_row = lane % 4 * 2
         scheduler = static_persistent_scheduler()
-        state, e = start(), Int32(0)
+        state, row_state, told = start(), start(), start()
+        if scheduler.first < total:
+            self.await_stage(scales, ring, pipeline, state, warp, lane)
+            self.widen_block(0, widened[0], scales, ring, tables, state, warp, lane)
+            self.await_rows(row_pipeline, row_state)
         for index in cutlass.range(scheduler.first, total, scheduler.step, unroll=1):
-            e, row, end, column = tiles.rows_first(index, e, lane)
+            info = work_tiles.current(told)
+            told = work_tiles.release(told)
+            row, end = info.row, info.end
             sums.fill(0.0)
             factors.fill(1.0)
             if weights.shape[0] > 0:
                 for i in cutlass.range_constexpr(self.rows // 4):
                     factors[i] = weights[cutlass.min(row + i // 2 * 8 + own_row + i % 2, end - 1)]
-            for _ in cutlass.range(groups, unroll=1):
-                state = self.add_stage(mma, acc, widened, activations, sums, ring, tables, pipeline, state, warp, lane)
+            for group in cutlass.range(groups, unroll=1):
+                # Behind the last stage of all, its first block is widened once more, in vain.
+                is_last = group == groups - 1 and index + scheduler.step >= total
+                following = behind(pipeline, state, is_last)
+                row_following = behind(row_pipeline, row_state, is_last)
+                products = mma, acc, widened, activations, sums
+                rings = ring, tables, pipeline, row_pipeline
+                states = state, row_state, following, row_following
+                self.add_stage(*products, scales, *rings, *states, warp, lane)
+                state, row_state = following, row_following
             for i in cutlass.range_constexpr(self.rows // 2):
                 sums[i] = sums[i] * factors[i // 4 * 2 + i % 2]
-            store_turned(sums, out, row, cutlass.min(row + self.rows, end), column + warp * OWN_ROWS, staged, lane)
+            rows_end = cutlass.min(row + self.rows, end)
+            store_turned(sums, out, row, rows_end, info.column + warp * OWN_ROWS, staged, lane)
 
     @cute.jit
     def add_stage(
@@ -348,55 +441,106 @@ class Fp8Fp4GemmFewRowsSm90:
         widened,
         activations,
         sums,
+        scales: StageScales,
         ring: Ring,
         tables,
         pipeline: Pipeline,
+        row_pipeline: Pipeline,
         state: PipelineState,
+        row_state: PipelineState,
+        following: PipelineState,
+        row_following: PipelineState,
         warp,
         lane,
-    ) -> PipelineState:
-        """Add up a stage's four blocks."""
-        pipeline.consumer_wait(state)
-        # Activations were not written by TMA; wgmma reads them through the other proxy.
-        cute.arch.fence_proxy("async.shared", space="cta")
-        row_scales = ring.row_scales + state.stage * ((self.rows + 1) * SCALE_BYTES)
-        of_block = [x.bitcast(Float32) for x in load_16(row_scales + self.rows * SCALE_BYTES)]
-        first = state.stage * self.columns + warp * OWN_ROWS
-        scales = [load_16(ring.scales + (first + lane // 4 + 8 * half) * SCALE_BYTES) for half in range(2)]
-        # Matrices of ldmatrix: 16 rows' chunk of 16 bytes, then their next one.
-        own = ring.codes + (state.stage * (BOXES * self.columns) + warp * OWN_ROWS + lane % OWN_ROWS) * BOX
-        chunk = (lane // OWN_ROWS) ^ (lane % 8)
+    ):
+        """Add up a stage's four blocks, of which the first is widened; and widen the first one of the stage behind it,
+        and load its scales. The stage's weights are released before the wait for that one's, its rows behind it."""
+        row_scales = ring.row_scales + row_state.stage * (self.rows * SCALE_BYTES)
+        of_blocks = [scales.of_blocks[block].bitcast(Float32) for block in range(BLOCKS)]
         for block in cutlass.range_constexpr(BLOCKS):
-            places = [table_places(scales[half][block], of_block[block]) for half in range(2)]
-            words = cute.make_tensor(
-                cute.recast_ptr(widened[block].iterator, dtype=Uint32), cute.make_layout((2, 2, STEPS))
-            )
-            box = own + block // 2 * (self.columns * BOX)
-            for pair in cutlass.range_constexpr(STEPS // 2):
-                codes = load_matrices(box + ((chunk ^ (block % 2 * STEPS + 2 * pair)) * 16))
-                for i in cutlass.range_constexpr(4):
-                    half, step = i % 2, 2 * pair + i // 2
-                    table = load_table(tables, places[half], step)
-                    words[half, 0, step], words[half, 1, step] = widen(codes[i], *table)
             cute.nvgpu.warpgroup.fence()
             for step in cutlass.range_constexpr(STEPS):
                 mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, step > 0)
-                b = activations[None, None, step, state.stage * BLOCKS + block]
-                cute.gemm(mma, acc[block], widened[block][None, None, step], b, acc[block])
+                b = activations[None, None, step, row_state.stage * BLOCKS + block]
+                cute.gemm(mma, acc[block], widened[block % self.buffers][None, None, step], b, acc[block])
             cute.nvgpu.warpgroup.commit_group()
-        of_rows = [
-            load_16(row_scales + (8 * (i // 2) + lane % 4 * 2 + i % 2) * SCALE_BYTES) for i in range(self.rows // 4)
-        ]
-        for block in cutlass.range_constexpr(BLOCKS):
-            cute.nvgpu.warpgroup.wait_group(BLOCKS - 1 - block)
             if const_expr(block == BLOCKS - 1):
+                of_rows = [
+                    load_16(row_scales + (8 * (i // 2) + lane % 4 * 2 + i % 2) * SCALE_BYTES)
+                    for i in range(self.rows // 4)
+                ]
+                self.await_stage(scales, ring, pipeline, following, warp, lane)
+            if const_expr(block >= self.buffers - 1):
+                # The block that was in the next buffer before.
+                cute.nvgpu.warpgroup.wait_group(self.buffers - 1)
+            at, after = (following, 0) if block == BLOCKS - 1 else (state, block + 1)
+            self.widen_block(after, widened[after % self.buffers], scales, ring, tables, at, warp, lane)
+            if const_expr(after == BLOCKS - 1):
                 cute.arch.sync_warp()
                 pipeline.consumer_release(state)
-            factors = [x[block].bitcast(Float32) * of_block[block] for x in of_rows]
+        # The fence also waits for what this lane has stored: it stands before a work tile's results, not behind them.
+        self.await_rows(row_pipeline, row_following)
+        cute.nvgpu.warpgroup.wait_group(0)
+        cute.arch.sync_warp()
+        row_pipeline.consumer_release(row_state)
+        for block in cutlass.range_constexpr(BLOCKS):
+            factors = [x[block].bitcast(Float32) * of_blocks[block] for x in of_rows]
             products = cute.make_tensor(acc[block].iterator, cute.make_layout(self.rows // 2))
             for i in cutlass.range_constexpr(self.rows // 2):
                 sums[i] += products[i] * factors[i // 4 * 2 + i % 2]
-        return pipeline.advance(state)
+
+    @cute.jit
+    def await_stage(self, scales: StageScales, ring: Ring, pipeline: Pipeline, state: PipelineState, warp, lane):
+        """Wait for a stage of weights, and load its scales."""
+        pipeline.consumer_wait(state)
+        of_blocks = load_16(ring.block_scales + state.stage * SCALE_BYTES)
+        first = state.stage * self.columns + warp * OWN_ROWS
+        for half in cutlass.range_constexpr(2):
+            words = load_16(ring.scales + (first + lane // 4 + 8 * half) * SCALE_BYTES)
+            for block in cutlass.range_constexpr(BLOCKS):
+                scales.of_rows[half * BLOCKS + block] = words[block]
+        for block in cutlass.range_constexpr(BLOCKS):
+            scales.of_blocks[block] = of_blocks[block]
+
+    @cute.jit
+    def await_rows(self, row_pipeline: Pipeline, row_state: PipelineState):
+        """Wait for a stage of activations. They were not written by TMA; wgmma reads them through the other proxy."""
+        row_pipeline.consumer_wait(row_state)
+        cute.arch.fence_proxy("async.shared", space="cta")
+
+    @cute.jit
+    def widen_block(
+        self,
+        block: cutlass.Constexpr,
+        widened,
+        scales: StageScales,
+        ring: Ring,
+        tables,
+        state: PipelineState,
+        warp,
+        lane,
+    ):
+        """A stage's block, as the lanes of a warpgroup have it for wgmma."""
+        # Matrices of ldmatrix: 16 rows' chunk of 16 bytes, then their next one.
+        own = ring.codes + (state.stage * (BOXES * self.columns) + warp * OWN_ROWS + lane % OWN_ROWS) * BOX
+        chunk = (lane // OWN_ROWS) ^ (lane % 8)
+        of_block = scales.of_blocks[block].bitcast(Float32)
+        places = [table_places(scales.of_rows[half * BLOCKS + block], of_block) for half in range(2)]
+        words = cute.make_tensor(cute.recast_ptr(widened.iterator, dtype=Uint32), cute.make_layout((2, 2, STEPS)))
+        box = own + block // 2 * (self.columns * BOX)
+        for pair in cutlass.range_constexpr(STEPS // 2):
+            codes = load_matrices(box + ((chunk ^ (block % 2 * STEPS + 2 * pair)) * 16))
+            for i in cutlass.range_constexpr(4):
+                half, step = i % 2, 2 * pair + i // 2
+                table = load_table(tables, places[half], step)
+                words[half, 0, step], words[half, 1, step] = widen(codes[i], *table)
+
+
+@cute.jit
+def behind(pipeline: Pipeline, state: PipelineState, is_last) -> PipelineState:
+    """The stage behind `state`, or the same one."""
+    following = pipeline.advance(state)
+    return PipelineState(state.stage if is_last else following.stage, state.phase if is_last else following.phase)
 
 
 @cached
@@ -434,8 +578,9 @@ def choose_config(rows: int, columns: int, matrices: int, multiprocessors: int) 
 
     def loaded(config: Fp8Fp4GemmFewRowsConfig) -> float:
         tiles = matrices * expected_tiles(rows, matrices, config.rows) * -(-columns // config.columns)
-        # A block's codes and e8m0 bytes, and its activations.
-        return math.ceil(tiles / multiprocessors) * (config.columns * (GROUP // 2 + 4) + config.rows * GROUP)
+        # A block's codes and e8m0 bytes, and half of its activations, which come from the L2 cache. So 16 and 32 rows
+        # cost 1.11 and 1.32 times as much as 8, about as their arithmetic does.
+        return math.ceil(tiles / multiprocessors) * (config.columns * (GROUP // 2 + 4) + config.rows * GROUP // 2)
 
     return min(CONFIGS, key=loaded)
 
