@@ -18,7 +18,7 @@ from dsa.kernels.indexer.candidate_lists import BATCH
 
 LOG_DIGITS = 11
 DIGITS = 1 << LOG_DIGITS
-VECTOR = 4  # counts that are read at a time
+VECTOR = 4  # counts, or scores of a sample, that are read at a time
 
 
 class RankFound(NamedTuple):

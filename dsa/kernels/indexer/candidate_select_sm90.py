@@ -70,6 +70,7 @@ class Memory:
 
 @cute.jit
 def is_selected(order: Int32, key: Int32, floor: Int32, last: Int32):
+    """Whether a candidate is one of those that `CandidateSelectSm90.cut` leaves."""
     return order > floor or (order == floor and key <= last)
 
 

@@ -41,9 +41,13 @@ def test_words_stand_where_a_lane_has_its_neighbouring_channels():
 
 
 def test_choice():
-    def chosen(tokens, columns=4096):
-        return kernels.choose_config(6 * tokens, columns, 256, 132)
+    def chosen(tokens):
+        config = kernels.choose_config(6 * tokens, 4096, 256, 132)
+        return config.groups, config.rows, config.stages, config.resident
 
-    assert chosen(1).rows == 8 and chosen(32).rows == 8 and chosen(1000).rows == 32
-    # Few tiles: smaller ones are shared out more evenly.
-    assert chosen(1).groups == 1
+    # As measured on an H200, of V4-Flash's 256 experts and six a token: one token has few tiles, and smaller ones are
+    # shared out more evenly.
+    assert chosen(1) == (1, 8, 3, 3)
+    assert {chosen(tokens) for tokens in (8, 32, 128)} == {(2, 8, 5, 1)}
+    assert {chosen(tokens) for tokens in (256, 512)} == {(2, 16, 5, 1)}
+    assert chosen(1000) == (2, 32, 4, 1)

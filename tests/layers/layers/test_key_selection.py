@@ -1,6 +1,7 @@
 """Selection among packed keys in as little memory as is given: what scores of all tokens at once would select."""
 
 import weakref
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from dsa_layers.layers.key_selection import (
     FUSED_PAGED,
     FUSED_SCORES,
     FUSED_SEQUENCES,
+    FUSED_SMS,
     ROW_PADDING,
     WORKSPACE,
     select_packed,
@@ -215,9 +217,21 @@ def test_other_selections_from_pages_have_their_scores_in_memory(constant, numbe
     assert "paged_indexer_select" not in called and "topk_indices" in called
 
 
-@pytest.mark.parametrize("multiprocessors", [78, 114, 132])
+@pytest.mark.parametrize(("multiprocessors", "op"), [(59, "topk_indices"), (60, "paged_indexer_select")])
+def test_a_part_of_a_gpu_may_lack_the_room(multiprocessors, op, monkeypatch):
+    monkeypatch.setattr(key_selection, "FUSED_PAGED", range(128, 129))
+    monkeypatch.setattr(dsa, "num_sms", lambda device: multiprocessors if device.type == "cuda" else 132)
+    for name in ("paged_indexer_select", "fp8_paged_mqa_logits", "topk_indices"):
+        monkeypatch.setattr(dsa, name, lambda *a, name=name, **o: name)
+    _, (_, *arguments) = pages_of(4, 1)
+    q = MagicMock(shape=(4, 1, 8, 32), device=torch.device("cuda"))
+    q.unflatten.return_value, q.__len__.return_value = q, 4
+    assert select_paged(q, *arguments) == op
+
+
+@pytest.mark.parametrize("multiprocessors", [FUSED_SMS, 78, 114, 132])
 def test_what_is_selected_in_one_launch_has_room(multiprocessors):
-    """No model is refused for its context: on every Hopper GPU one sequence at least has room in a launch."""
+    """No model is refused for its context: where one launch is asked for, one sequence at least has room in it."""
     for heads in HEADS:
         room = choose_config(heads, 1, False).capacity(heads, 1, False)
         for sequences in range(1, FUSED_SEQUENCES + 1):
