@@ -157,7 +157,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
     check_same_device(("a[0]", q), m_indices=m_indices)
     _check_result(d, q)
     op = bridge._grouped_fp8_gemm_nt
-    op.check(q, s, w, ws, m_indices.new_empty(len(w)), d.dtype, None, None)
+    op.check(q, s, w, ws, m_indices.new_empty(len(w)), d.dtype, None, None, None)
     if not len(q) or not len(w):
         return
     ends = _ends_with_padding(m_indices, len(q)) if use_psum_layout else _ends(m_indices, len(w))
@@ -166,7 +166,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
     else:
         _check_groups(m_indices, len(q) if use_psum_layout else len(w) - 1, use_psum_layout)
         ends[-1] = len(q)  # rows that are no group's get some numbers: a reference would fill them with NaN
-        d.copy_(op.reference(q, s, w, ws, ends, d.dtype, None, None))
+        d.copy_(op.reference(q, s, w, ws, ends, d.dtype, None, None, None))
 
 
 def m_grouped_fp8_gemm_nt_masked(
@@ -188,7 +188,7 @@ def m_grouped_fp8_gemm_nt_masked(
     b           ([E, N, K] e4m3, [E, ceil(N / 128), ceil(K / 128)] fp32)
     d           [E, max M, N] bf16, fp32 or fp16; any strides, with rows contiguous
     masked_m    int32 [E]: how many rows of each group count; fewer than 0 are none, more than max M are all
-    expected_m  at least 1; changes nothing
+    expected_m  at least 1: how many rows of a group are expected to count, which changes no result
 
     Rows behind these are not written. A launch a group.
     """
@@ -205,7 +205,7 @@ def m_grouped_fp8_gemm_nt_masked(
     if not len(q):
         return
     op = bridge._grouped_fp8_gemm_nt
-    op.check(q[0], s[0], w, ws, masked_m, d.dtype, None, None)
+    op.check(q[0], s[0], w, ws, masked_m, d.dtype, None, None, None)
     if backends.runs_kernel(op.public, q):
         if not q.shape[-1]:
             own = torch.arange(q.shape[1], device=q.device) < masked_m[:, None]
@@ -214,13 +214,13 @@ def m_grouped_fp8_gemm_nt_masked(
         s, ws = bridge.aligned_scales(s), bridge.aligned_scales(ws)
         for e in range(len(q)):
             one = slice(e, e + 1)
-            _write(op, d[e], q[e], s[e], w[one], ws[one], masked_m[one])
+            _write(op, d[e], q[e], s[e], w[one], ws[one], masked_m[one], expected_rows=min(expected_m, q.shape[1]))
         return
     for e, rows in enumerate(masked_m.clamp(0, q.shape[1]).tolist()):
         d[e, :rows] = bridge._fp8_gemm_nt.reference(q[e, :rows], s[e, :rows], w[e], ws[e], d.dtype)
 
 
-def _write(op: Op, d: torch.Tensor, *operands: torch.Tensor) -> None:
+def _write(op: Op, d: torch.Tensor, *operands: torch.Tensor, expected_rows: int | None = None) -> None:
     """d = the products of operands, which are checked, by the op's kernels."""
     kernels = op.kernels.modules(backends.arch_of(d.device))
     out = rows_at_16_bytes(d)
@@ -229,7 +229,7 @@ def _write(op: Op, d: torch.Tensor, *operands: torch.Tensor) -> None:
     q, s, w, ws, *ends = operands
     with backends.on_device(d):
         if ends:
-            bridge.write_grouped_product(kernels, q, s, w, ws, *ends, written)
+            bridge.write_grouped_product(kernels, q, s, w, ws, *ends, written, expected_rows=expected_rows)
         else:
             bridge.write_product(kernels, q, s, w, ws, written)
     if out is None:

@@ -207,6 +207,18 @@ def test_kernels_write_groups_to_what_the_caller_gives(launches):
     assert same(second[0], q[1]) and same(second[3], w[1]) and same(second[6], d[1])
 
 
+@pytest.mark.parametrize(("expected", "chosen_for"), [(1, 1), (40, 40), (128, 128), (1000, 128)])
+def test_tiles_of_masked_groups_are_chosen_for_the_expected_rows(expected, chosen_for, launches, monkeypatch):
+    """Of each group; all its rows where more are expected."""
+    sizes = []
+    monkeypatch.setattr(bridge, "_kernel", lambda _, dtype, rows, *more: sizes.append(rows) or (lambda *_: None))
+    _, _, (q, s), b = operands(256, 264, 128, 2)
+    d = torch.zeros(2, 128, 264, dtype=BF16)
+    a = q.view(2, 128, -1), s.view(2, 128, -1)
+    deep_gemm.m_grouped_fp8_gemm_nt_masked(a, b, d, torch.tensor([5, 77], dtype=INT32), expected)
+    assert sizes == [chosen_for] * 2
+
+
 @pytest.mark.parametrize("kernels", [False, True])
 def test_masked_groups_without_channels(kernels, request):
     """Zeros, in no row behind those that count."""

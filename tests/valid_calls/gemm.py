@@ -103,28 +103,28 @@ def fp4(new: Maker, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
 @valid("grouped_fp8_gemm_nt", products)
 def _(new: Maker):
     a, b = (new.e4m3(5, 160), new.positive(5, 2)), (new.e4m3(3, 16, 160), new.positive(3, 1, 2))
-    rows = {"ends": new.ints([2, 2, 4]), "rows": new.ints([4, 0, 0, 2]), "weights": new.positive(4)}
+    rows = {"ends": new.ints([2, 2, 4]), "rows": new.ints([4, 0, 0, 2]), "weights": new.positive(4), "expected_rows": 3}
     return {"a": a, "b": b, "out_dtype": BF16, **rows}
 
 
 @valid("grouped_fp8_fp4_gemm_nt", products)
 def _(new: Maker):
     a, weight = (new.e4m3(5, 160), new.positive(5, 2)), fp4(new, 3, 16, 160)
-    rows = {"ends": new.ints([2, 2, 4]), "rows": new.ints([4, 0, 0, 2]), "weights": new.positive(4)}
+    rows = {"ends": new.ints([2, 2, 4]), "rows": new.ints([4, 0, 0, 2]), "weights": new.positive(4), "expected_rows": 3}
     return {"a": a, "b": (*weight, dsa.fp4_block_scales(*weight)), "out_dtype": BF16, **rows}
 
 
 @valid("grouped_fp8_gemm_swiglu", activations)
 def _(new: Maker):
     a, b = (new.e4m3(5, 160), new.positive(5, 2)), (new.e4m3(3, 256, 160), new.positive(3, 2, 2))
-    options = {"limit": 2.0, "use_ue8m0": False, "dtype": BF16}
+    options = {"limit": 2.0, "use_ue8m0": False, "dtype": BF16, "expected_rows": 3}
     return {"a": a, "b": b, "ends": new.ints([2, 2, 4]), "rows": new.ints([4, 0, 0, 2]), **options}
 
 
 @valid("grouped_fp8_fp4_gemm_swiglu", activations)
 def _(new: Maker):
     a, weight = (new.e4m3(5, 160), new.positive(5, 2)), fp4(new, 3, 256, 160)
-    options = {"limit": 2.0, "use_ue8m0": False, "dtype": BF16}
+    options = {"limit": 2.0, "use_ue8m0": False, "dtype": BF16, "expected_rows": 3}
     b = *weight, dsa.fp4_block_scales(*weight)
     return {"a": a, "b": b, "ends": new.ints([2, 2, 4]), "rows": new.ints([4, 0, 0, 2]), **options}
 

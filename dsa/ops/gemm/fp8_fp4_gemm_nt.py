@@ -29,7 +29,7 @@ PRODUCTS = Kernels(
     {"sm_90": ("dsa.kernels.gemm.fp8_fp4_gemm_sm90", "dsa.kernels.gemm.fp8_fp4_gemm_few_rows_sm90")},
 )
 # Of a matrix, on average, up to which the kernel that widens weights in registers is faster than the one that widens
-# them in shared memory, for many rows at a time.
+# them in shared memory, for many rows at a time. Either takes any number.
 FEW_ROWS = 24
 
 
@@ -41,18 +41,21 @@ def grouped_fp8_fp4_gemm_nt(
     *,
     rows: torch.Tensor | None = None,
     weights: torch.Tensor | None = None,
+    expected_rows: int | None = None,
 ) -> torch.Tensor:
     """`grouped_fp8_gemm_nt` with FP4 weights: bit by bit the product of the weights that `widen_fp4` makes of them.
 
-    a          (q [A, K] e4m3, s [A, ceil(K / 128)] fp32): the activations and their scales
-    b          (packed [E, N, K / 2] int8 or uint8, scale [E, N, K / 32] float8_e8m0fnu, block_scale
-               [E, ceil(N / 128), ceil(K / 128)] fp32): two e2m1 codes a byte, the low nibble the even channel; the
-               scale of 32 channels of a row; `fp4_block_scales(packed, scale)`. K is a multiple of 32
-    ends       int32 [E], ascending from at least 0 to at most M; a weight may have no rows, and all of them none
-    out_dtype  float32, bfloat16 or float16
-    rows       int32 [M]: row m of the product is of row rows[m] of a, from 0 to A - 1; the same one may stand several
-               times. None: the rows of a as they are, M = A
-    weights    fp32 [M]: out[m] = round(sums[m] * weights[m]), the product in fp32; None: 1
+    a              (q [A, K] e4m3, s [A, ceil(K / 128)] fp32): the activations and their scales
+    b              (packed [E, N, K / 2] int8 or uint8, scale [E, N, K / 32] float8_e8m0fnu, block_scale
+                   [E, ceil(N / 128), ceil(K / 128)] fp32): two e2m1 codes a byte, the low nibble the even channel;
+                   the scale of 32 channels of a row; `fp4_block_scales(packed, scale)`. K is a multiple of 32
+    ends           int32 [E], ascending from at least 0 to at most M; a weight may have no rows, and all of them none
+    out_dtype      float32, bfloat16 or float16
+    rows           int32 [M]: row m of the product is of row rows[m] of a, from 0 to A - 1; the same one may stand
+                   several times. None: the rows of a as they are, M = A
+    weights        fp32 [M]: out[m] = round(sums[m] * weights[m]), the product in fp32; None: 1
+    expected_rows  how many rows are expected before ends[E - 1], from 0 to M, which decides nothing but how fast they
+                   are computed: the bits are the same whatever it is, and `ends` may say anything else. None: M
 
     Returns [M, N]. A row's result depends on no other row. Rows from ends[E - 1] on are nobody's, as in
     `grouped_fp8_gemm_nt`: no product is computed for them, and the result is undefined there. The weights stay FP4:
@@ -63,12 +66,12 @@ def grouped_fp8_fp4_gemm_nt(
     blocks that e4m3 cannot hold. With other block scales the kernel's result is undefined.
     On Hopper: K a multiple of 32 and N of 8, E up to 1024, E N below 2^31, packed and scale contiguous from multiples
     of 16 bytes on; no host synchronisation. Every call copies the scales, those of the weights too, unless K is a
-    multiple of 512. Up to 24 rows a weight, on average over all M, have a kernel of their own if K is a multiple of
-    128; of others a copy of `rows` of a is made before.
+    multiple of 512. Kernel and work tiles are chosen for the expected rows: up to 24 a weight, on average, have a
+    kernel of their own if K is a multiple of 128; of others a copy of `rows` of a is made before.
     Source: the experts of DeepSeek-V4's checkpoints, and its inference code.
     """
     operands = *pair("a", a), *reference.fp4_weight("b", b)
-    return _grouped_fp8_fp4_gemm_nt(*operands, ends, out_dtype, rows, weights)
+    return _grouped_fp8_fp4_gemm_nt(*operands, ends, out_dtype, rows, weights, expected_rows)
 
 
 def _reference(
@@ -81,9 +84,10 @@ def _reference(
     out_dtype: torch.dtype,
     rows: torch.Tensor | None,
     weights: torch.Tensor | None,
+    expected_rows: int | None,
 ) -> torch.Tensor:
-    b = packed, scale, block_scale
-    return reference.grouped_fp8_fp4_gemm_nt((q, s), b, ends, out_dtype, rows=rows, weights=weights)
+    options = {"rows": rows, "weights": weights, "expected_rows": expected_rows}
+    return reference.grouped_fp8_fp4_gemm_nt((q, s), (packed, scale, block_scale), ends, out_dtype, **options)
 
 
 def _results(q: torch.Tensor, packed: torch.Tensor, out_dtype: torch.dtype, rows: torch.Tensor | None) -> torch.Tensor:
@@ -125,6 +129,7 @@ def _grouped_fp8_fp4_gemm_nt(
     out_dtype: torch.dtype,
     rows: torch.Tensor | None,
     weights: torch.Tensor | None,
+    expected_rows: int | None,
 ) -> torch.Tensor:
     out = _results(q, packed, out_dtype, rows)
     (matrices, columns), channels, count = packed.shape[:2], q.shape[1], len(out)
@@ -136,15 +141,16 @@ def _grouped_fp8_fp4_gemm_nt(
     multiprocessors = backends.num_sms(q.device)
     codes = packed.view(torch.uint8).view(-1, channels // 2)
     factors = None if weights is None else weights.contiguous()
-    if count <= FEW_ROWS * matrices and channels % limits.GROUP == 0:
-        launch, ctas = _few_rows_kernel(few, out_dtype, count, columns, matrices, multiprocessors)
+    expected = fp8.rows_to_choose_for(count, expected_rows)
+    if expected <= FEW_ROWS * matrices and channels % limits.GROUP == 0:
+        launch, ctas = _few_rows_kernel(few, out_dtype, expected, columns, matrices, multiprocessors)
         sources = q.new_empty(0, dtype=torch.int32) if rows is None else rows.contiguous()
         a = fp8.aligned_rows(q), fp8.aligned_scales(s), sources
         b = codes, _group_scales(scale), fp8.aligned_scales(block_scale)
         launch(*a, *b, ends.contiguous(), s.new_empty(0) if factors is None else factors, out, ctas)
         return out
     q, s = fp8.copied_rows(q, s, rows)
-    launch = _kernel(many, out_dtype, count, columns, channels, matrices, multiprocessors, weights is not None)
+    launch = _kernel(many, out_dtype, expected, columns, channels, matrices, multiprocessors, weights is not None)
     a, b = (fp8.aligned_rows(q), fp8.aligned_scales(s)), (codes, _group_scales(scale).flatten(0, 1))
     of_blocks = fp8.aligned_scales(block_scale).permute(1, 2, 0)
     launch(*a, *b, of_blocks, ends.contiguous(), out, factors, multiprocessors)

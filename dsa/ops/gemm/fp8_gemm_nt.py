@@ -62,17 +62,20 @@ def grouped_fp8_gemm_nt(
     *,
     rows: torch.Tensor | None = None,
     weights: torch.Tensor | None = None,
+    expected_rows: int | None = None,
 ) -> torch.Tensor:
     """`fp8_gemm_nt` of each row with one of E weights: rows before ends[0] with weight 0, ends[e - 1] to ends[e] - 1
     with weight e. Rows from ends[E - 1] on are nobody's: no product is computed for them.
 
-    a          (q [A, K] e4m3, s [A, ceil(K / 128)] fp32): the activations and their scales
-    b          (w [E, N, K] e4m3, ws [E, ceil(N / 128), ceil(K / 128)] fp32): the weights and their scales
-    ends       int32 [E], ascending from at least 0 to at most M; a weight may have no rows, and all of them none
-    out_dtype  float32, bfloat16 or float16
-    rows       int32 [M]: row m of the product is of row rows[m] of a, from 0 to A - 1; the same one may stand several
-               times. None: the rows of a as they are, M = A
-    weights    fp32 [M]: out[m] = round(sums[m] * weights[m]), the product in fp32; None: 1
+    a              (q [A, K] e4m3, s [A, ceil(K / 128)] fp32): the activations and their scales
+    b              (w [E, N, K] e4m3, ws [E, ceil(N / 128), ceil(K / 128)] fp32): the weights and their scales
+    ends           int32 [E], ascending from at least 0 to at most M; a weight may have no rows, and all of them none
+    out_dtype      float32, bfloat16 or float16
+    rows           int32 [M]: row m of the product is of row rows[m] of a, from 0 to A - 1; the same one may stand
+                   several times. None: the rows of a as they are, M = A
+    weights        fp32 [M]: out[m] = round(sums[m] * weights[m]), the product in fp32; None: 1
+    expected_rows  how many rows are expected before ends[E - 1], from 0 to M, which decides nothing but how fast they
+                   are computed: the bits are the same whatever it is, and `ends` may say anything else. None: M
 
     Returns [M, N]. A row's result depends on no other row. In nobody's rows the result is undefined: kernels do not
     write it, the reference fills it with NaN. What a, `rows` and `weights` hold there does not matter.
@@ -81,14 +84,16 @@ def grouped_fp8_gemm_nt(
     these in time: a weight whose ends decrease or are outside has no rows, and the result is undefined in rows that
     belong to no weight, and where rows[m] is outside a.
     On Hopper: no padding of rows and no host synchronisation; K and N as `fp8_gemm_nt` takes them, E up to 1024, E N
-    below 2^31. The time is that of the weights' rows; the work tiles, which change no bit, are chosen for all M. Up to
-    4096 rows of the result the kernel gathers `rows` of a; of more a copy is made before, of nobody's rows too, which
-    is faster there. Up to 64 rows in all, or 8 a weight on average, have a kernel of their own, without `rows` and
-    `weights`.
+    below 2^31. The time is that of the weights' rows; the work tiles and the kernel, which change no bit, are chosen
+    for the expected rows. Up to 4096 of these the kernel gathers `rows` of a; of more a copy is made before, of
+    nobody's rows too, which is faster there. Up to 64 in all, or 8 a weight on average, have a kernel of their own,
+    without `rows` and `weights`.
     Source: DeepGEMM's `m_grouped_fp8_gemm_nt_contiguous`, which pads the rows of a group and takes an index for each
     row.
     """
-    return _grouped_fp8_gemm_nt(*reference.pair("a", a), *reference.pair("b", b), ends, out_dtype, rows, weights)
+    return _grouped_fp8_gemm_nt(
+        *reference.pair("a", a), *reference.pair("b", b), ends, out_dtype, rows, weights, expected_rows
+    )
 
 
 def _reference(
@@ -110,8 +115,10 @@ def _grouped_reference(
     out_dtype: torch.dtype,
     rows: torch.Tensor | None,
     weights: torch.Tensor | None,
+    expected_rows: int | None,
 ) -> torch.Tensor:
-    return reference.grouped_fp8_gemm_nt((q, s), (w, ws), ends, out_dtype, rows=rows, weights=weights)
+    options = {"rows": rows, "weights": weights, "expected_rows": expected_rows}
+    return reference.grouped_fp8_gemm_nt((q, s), (w, ws), ends, out_dtype, **options)
 
 
 def _grouped_results(
@@ -192,9 +199,10 @@ def _grouped_fp8_gemm_nt(
     out_dtype: torch.dtype,
     rows: torch.Tensor | None,
     weights: torch.Tensor | None,
+    expected_rows: int | None,
 ) -> torch.Tensor:
     out = _grouped_results(q, w, out_dtype, rows)
-    write_grouped_product(kernels, q, s, w, ws, ends, out, rows, weights)
+    write_grouped_product(kernels, q, s, w, ws, ends, out, rows, weights, expected_rows)
     return out
 
 
@@ -232,6 +240,7 @@ def write_grouped_product(
     out: torch.Tensor,
     rows: torch.Tensor | None = None,
     weights: torch.Tensor | None = None,
+    expected_rows: int | None = None,
 ) -> None:
     """out [M, N] = the products of q [M, K], or of its rows `rows`, with w [E, N, K], times weights [M]."""
     (matrices, columns), channels, count = w.shape[:2], q.shape[1], len(out)
@@ -241,14 +250,15 @@ def write_grouped_product(
         return
     many, few = kernels
     multiprocessors = backends.num_sms(q.device)
-    if has_few_rows(count, matrices, rows) and weights is None:
-        launch = _grouped_few_rows_kernel(few, out.dtype, count, matrices)
+    expected = rows_to_choose_for(count, expected_rows)
+    if has_few_rows(expected, matrices, rows) and weights is None:
+        launch = _grouped_few_rows_kernel(few, out.dtype, expected, matrices)
         a, b = (aligned_rows(q), aligned_scales(s)), (w.view(-1, channels), aligned_scales(ws))
         launch(*a, *b, out, ends.contiguous(), multiprocessors)
         return
-    q, s, rows = gathered_rows(many, q, s, rows)
-    drawn = rows is None and draws(count, matrices)
-    sizes = count, columns, channels, matrices, multiprocessors
+    q, s, rows = gathered_rows(many, q, s, rows, expected)
+    drawn = rows is None and draws(expected, matrices)
+    sizes = expected, columns, channels, matrices, multiprocessors
     launch = _kernel(many, out.dtype, *sizes, rows is not None, weights is not None, drawn)
     counter = tile_counter(q, drawn)
     b = w.view(-1, channels), aligned_scales(ws).permute(1, 2, 0)
@@ -258,16 +268,23 @@ def write_grouped_product(
     )
 
 
-def has_few_rows(count: int, matrices: int, rows: torch.Tensor | None) -> bool:
-    """Whether several matrices' `count` rows are so few that weights are all that is loaded; rows: what is gathered."""
-    return matrices > 1 and count <= max(FEW_ROWS, FEW_ROWS_OF_A_MATRIX * matrices) and rows is None
+def rows_to_choose_for(count: int, expected_rows: int | None) -> int:
+    """Of `count` rows, those for which kernels and work tiles are chosen. All of them take any number of rows."""
+    return count if expected_rows is None else max(expected_rows, 1)
+
+
+def has_few_rows(expected: int, matrices: int, rows: torch.Tensor | None) -> bool:
+    """Whether so many rows of several matrices are so few that weights are all that is loaded; rows: what is
+    gathered."""
+    return matrices > 1 and expected <= max(FEW_ROWS, FEW_ROWS_OF_A_MATRIX * matrices) and rows is None
 
 
 def gathered_rows(
-    kernels: ModuleType, q: torch.Tensor, s: torch.Tensor, rows: torch.Tensor | None
+    kernels: ModuleType, q: torch.Tensor, s: torch.Tensor, rows: torch.Tensor | None, expected: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """(q, s, rows) as the kernel gets them: of many rows a copy, since it gathers few rows faster and many slower."""
-    if rows is None or len(rows) <= kernels.GATHERED_ROWS:
+    """(q, s, rows) as the kernel gets them: a copy where many rows are expected, since it gathers few rows faster and
+    many slower."""
+    if rows is None or expected <= kernels.GATHERED_ROWS:
         return q, s, None if rows is None else rows.contiguous()
     return *copied_rows(q, s, rows), None
 

@@ -34,17 +34,21 @@ def grouped_fp8_gemm_swiglu(
     limit: float | None = None,
     use_ue8m0: bool = True,
     dtype: torch.dtype = torch.bfloat16,
+    expected_rows: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`swiglu_cast_to_fp8` of the halves, gate and up, of `grouped_fp8_gemm_nt(a, b, ends, dtype, rows=rows)`.
 
-    a          (q [A, K] e4m3, s [A, ceil(K / 128)] fp32): the activations and their scales
-    b          (w [E, 2 I, K] e4m3, ws [E, 2 I / 128, ceil(K / 128)] fp32): the weights, the rows of the gate projection
-               before those of the up projection, and their scales; I is a multiple of 128
-    ends       int32 [E], ascending from at least 0 to at most M: where the rows of each weight end; it may have none
-    rows       int32 [M]: row m of the result is of row rows[m] of a, from 0 to A - 1; None: the rows of a, M = A
-    limit      a finite number above 0: gate is clamped to at most limit, up to -limit to limit. None: no clamp
-    use_ue8m0  True: a scale is the next power of two at or above max(amax, 1e-4) / 448; False: that number itself
-    dtype      float32, bfloat16 or float16: what gate and up are rounded to, and their SwiGLU
+    a              (q [A, K] e4m3, s [A, ceil(K / 128)] fp32): the activations and their scales
+    b              (w [E, 2 I, K] e4m3, ws [E, 2 I / 128, ceil(K / 128)] fp32): the weights, the rows of the gate
+                   projection before those of the up projection, and their scales; I is a multiple of 128
+    ends           int32 [E], ascending from at least 0 to at most M: where the rows of each weight end; it may have
+                   none
+    rows           int32 [M]: row m of the result is of row rows[m] of a, from 0 to A - 1; None: the rows of a, M = A
+    limit          a finite number above 0: gate is clamped to at most limit, up to -limit to limit. None: no clamp
+    use_ue8m0      True: a scale is the next power of two at or above max(amax, 1e-4) / 448; False: that number itself
+    dtype          float32, bfloat16 or float16: what gate and up are rounded to, and their SwiGLU
+    expected_rows  how many rows are expected before ends[E - 1], from 0 to M, which decides nothing but how fast they
+                   are computed: the bits are the same whatever it is, and `ends` may say anything else. None: M
 
     Returns q [M, I] float8_e4m3fn and scale [M, I / 128] float32, both contiguous: the activations of the down
     projection. A row's result depends on no other row. Rows from ends[E - 1] on are nobody's, as in
@@ -59,7 +63,7 @@ def grouped_fp8_gemm_swiglu(
     Source: `Expert` of DeepSeek-V3.2's inference code, the limit from DeepSeek-V4's.
     """
     operands = *pair("a", a), *pair("b", b)
-    return _grouped_fp8_gemm_swiglu(*operands, ends, rows, limit, use_ue8m0, dtype)
+    return _grouped_fp8_gemm_swiglu(*operands, ends, rows, limit, use_ue8m0, dtype, expected_rows)
 
 
 def grouped_fp8_fp4_gemm_swiglu(
@@ -71,6 +75,7 @@ def grouped_fp8_fp4_gemm_swiglu(
     limit: float | None = None,
     use_ue8m0: bool = True,
     dtype: torch.dtype = torch.bfloat16,
+    expected_rows: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`grouped_fp8_gemm_swiglu` with FP4 weights: bit by bit that of the weights that `widen_fp4` makes of them.
 
@@ -86,7 +91,7 @@ def grouped_fp8_fp4_gemm_swiglu(
     Source: the experts of DeepSeek-V4's checkpoints, and its inference code.
     """
     operands = *pair("a", a), *fp4_weight("b", b)
-    return _grouped_fp8_fp4_gemm_swiglu(*operands, ends, rows, limit, use_ue8m0, dtype)
+    return _grouped_fp8_fp4_gemm_swiglu(*operands, ends, rows, limit, use_ue8m0, dtype, expected_rows)
 
 
 def _reference(
@@ -99,8 +104,9 @@ def _reference(
     limit: float | None,
     use_ue8m0: bool,
     dtype: torch.dtype,
+    expected_rows: int | None,
 ) -> Scaled:
-    options = {"rows": rows, "limit": limit, "use_ue8m0": use_ue8m0, "dtype": dtype}
+    options = {"rows": rows, "limit": limit, "use_ue8m0": use_ue8m0, "dtype": dtype, "expected_rows": expected_rows}
     return reference.grouped_fp8_gemm_swiglu((q, s), (w, ws), ends, **options)
 
 
@@ -115,8 +121,9 @@ def _fp4_reference(
     limit: float | None,
     use_ue8m0: bool,
     dtype: torch.dtype,
+    expected_rows: int | None,
 ) -> Scaled:
-    options = {"rows": rows, "limit": limit, "use_ue8m0": use_ue8m0, "dtype": dtype}
+    options = {"rows": rows, "limit": limit, "use_ue8m0": use_ue8m0, "dtype": dtype, "expected_rows": expected_rows}
     return reference.grouped_fp8_fp4_gemm_swiglu((q, s), (packed, scale, block_scale), ends, **options)
 
 
@@ -147,6 +154,7 @@ def _grouped_fp8_gemm_swiglu(
     limit: float | None,
     use_ue8m0: bool,
     dtype: torch.dtype,
+    expected_rows: int | None,
 ) -> Scaled:
     product, _, cast_kernels = kernels
     out, scale = _results(q, w, rows)
@@ -156,14 +164,15 @@ def _grouped_fp8_gemm_swiglu(
         return cast._swiglu_cast_to_fp8.launch_on(q.device, nothing, nothing, use_ue8m0, limit)
     if out.numel() == 0:
         return out, scale
-    if fp8.has_few_rows(count, matrices, rows):
+    expected = fp8.rows_to_choose_for(count, expected_rows)
+    if fp8.has_few_rows(expected, matrices, rows):
         # No matrix has enough rows for the time that the cast takes to matter, and its kernel reads weights faster.
-        gate_up = fp8._grouped_fp8_gemm_nt.launch_on(q.device, q, s, w, ws, ends, dtype, None, None)
+        gate_up = fp8._grouped_fp8_gemm_nt.launch_on(q.device, q, s, w, ws, ends, dtype, None, None, expected)
         return cast.cast_of_matrices(cast_kernels, gate_up, ends, use_ue8m0, limit)
-    q, s, rows = fp8.gathered_rows(product, q, s, rows)
+    q, s, rows = fp8.gathered_rows(product, q, s, rows, expected)
     multiprocessors = backends.num_sms(q.device)
-    drawn = rows is None and fp8.draws(count, matrices)
-    sizes = count, columns, channels, matrices, multiprocessors
+    drawn = rows is None and fp8.draws(expected, matrices)
+    sizes = expected, columns, channels, matrices, multiprocessors
     launch = _kernel(product, dtype, use_ue8m0, limit is not None, *sizes, rows is not None, drawn)
     a = fp8.aligned_rows(q), fp8.aligned_scales(s), rows
     b = w.view(-1, channels), fp8.aligned_scales(ws).permute(1, 2, 0)
@@ -209,8 +218,9 @@ def _grouped_fp8_fp4_gemm_swiglu(
     limit: float | None,
     use_ue8m0: bool,
     dtype: torch.dtype,
+    expected_rows: int | None,
 ) -> Scaled:
     # One kernel would widen 256 columns for 128 rows; two products of 128 columns for 256 rows and a cast are faster.
-    operands = q, s, packed, scale, block_scale, ends, dtype, rows, None
+    operands = q, s, packed, scale, block_scale, ends, dtype, rows, None, expected_rows
     gate_up = fp4._grouped_fp8_fp4_gemm_nt.launch_on(q.device, *operands)
     return cast.cast_of_matrices(kernels[-1], gate_up, ends, use_ue8m0, limit)

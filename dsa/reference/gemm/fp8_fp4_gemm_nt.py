@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from dsa.reference.arguments import ALIGNED, F32, Arguments, Dtype, Tensor
+from dsa.reference.arguments import ALIGNED, F32, Arguments, Dtype, Int, Tensor
 from dsa.reference.autocast import without_autocast
 from dsa.reference.checks import E4M3, FLOATS, INT32, check_memory
 from dsa.reference.gemm.fp4_cast import BYTES, E8M0, check_groups, widen_matrix
@@ -25,6 +25,7 @@ GROUPED_FP8_FP4_GEMM_NT = Arguments(
     out_dtype=Dtype(FLOATS),
     rows=Tensor("M", INT32, optional=True),
     weights=Tensor("M", F32, optional=True),
+    expected_rows=Int(least=0, optional=True),
 )
 
 
@@ -37,6 +38,7 @@ def grouped_fp8_fp4_gemm_nt(
     *,
     rows: torch.Tensor | None = None,
     weights: torch.Tensor | None = None,
+    expected_rows: int | None = None,
 ) -> torch.Tensor:
     """`grouped_fp8_gemm_nt(a, widen_fp4(b[0], b[1]), ends, out_dtype, rows=rows, weights=weights)`, bit by bit.
 
@@ -45,7 +47,7 @@ def grouped_fp8_fp4_gemm_nt(
     `fp4_block_scales(b[0], b[1])`. Arguments as of `dsa.grouped_fp8_fp4_gemm_nt`.
     """
     (q, s), (packed, scale, block_scale) = pair("a", a), fp4_weight("b", b)
-    GROUPED_FP8_FP4_GEMM_NT.check(q, s, packed, scale, block_scale, ends, out_dtype, rows, weights)
+    GROUPED_FP8_FP4_GEMM_NT.check(q, s, packed, scale, block_scale, ends, out_dtype, rows, weights, expected_rows)
     check_memory("a[0]", q)
     widened = widened_by_weight(packed, scale, block_scale)
     return products_by_weight((q, s), widened, packed.shape[1], ends, out_dtype, rows, weights)

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import torch
 
-from dsa.reference.arguments import ALIGNED, F32, ROWS, Arguments, Dtype, Tensor
+from dsa.reference.arguments import ALIGNED, F32, ROWS, Arguments, Dtype, Int, Tensor
 from dsa.reference.autocast import without_autocast
 from dsa.reference.checks import E4M3, FLOATS, INT32, check_memory, check_pair
 
@@ -21,10 +21,20 @@ FP8_GEMM_NT = Arguments(
 )
 
 
-def check_rows(q: torch.Tensor, rows: torch.Tensor | None, weights: torch.Tensor | None) -> None:
+def check_rows(
+    q: torch.Tensor, rows: torch.Tensor | None, weights: torch.Tensor | None, expected_rows: int | None
+) -> None:
     """The rule of grouped products: without `rows`, each row of q has one row of the result."""
     if rows is None and weights is not None and len(weights) != len(q):
         raise ValueError(f"weights: shape must be [{len(q)}], got [{len(weights)}] (sizes as of a[0], without rows)")
+    check_expected_rows(q, rows, expected_rows)
+
+
+def check_expected_rows(q: torch.Tensor, rows: torch.Tensor | None, expected_rows: int | None) -> None:
+    """No more rows are expected than there are."""
+    count, origin = (len(q), "a[0], without rows") if rows is None else (len(rows), "rows")
+    if expected_rows is not None and expected_rows > count:
+        raise ValueError(f"expected_rows: must be at most M = {count}, got {expected_rows} (sizes as of {origin})")
 
 
 GROUPED_FP8_GEMM_NT = Arguments(
@@ -38,6 +48,7 @@ GROUPED_FP8_GEMM_NT = Arguments(
     out_dtype=Dtype(FLOATS),
     rows=Tensor("M", INT32, optional=True),
     weights=Tensor("M", F32, optional=True),
+    expected_rows=Int(least=0, optional=True),
 )
 
 
@@ -81,6 +92,7 @@ def grouped_fp8_gemm_nt(
     *,
     rows: torch.Tensor | None = None,
     weights: torch.Tensor | None = None,
+    expected_rows: int | None = None,
 ) -> torch.Tensor:
     """`fp8_gemm_nt` of each row with one of E weights: rows before ends[0] with weight 0, ends[e - 1] to ends[e] - 1
     with weight e.
@@ -88,11 +100,11 @@ def grouped_fp8_gemm_nt(
     Row m is row rows[m] of a, and its fp32 sum is multiplied by weights[m] before it is rounded. Rows from ends[E - 1]
     on are nobody's: nothing is read of them, and their results, undefined in general, are NaN here, which shows where
     they are used. Raises ValueError for ends that do not ascend from at least 0 to at most M, and for other rows
-    outside a. Arguments as of `dsa.grouped_fp8_gemm_nt`.
+    outside a. `expected_rows` is checked and else means nothing here. Arguments as of `dsa.grouped_fp8_gemm_nt`.
     Source: DeepGEMM's `m_grouped_fp8_gemm_nt_contiguous`, whose groups have padded rows and an index a row.
     """
     (q, s), (w, ws) = pair("a", a), pair("b", b)
-    GROUPED_FP8_GEMM_NT.check(q, s, w, ws, ends, out_dtype, rows, weights)
+    GROUPED_FP8_GEMM_NT.check(q, s, w, ws, ends, out_dtype, rows, weights, expected_rows)
     check_memory("a[0]", q)
     return products_by_weight((q, s), lambda e: (w[e], ws[e]), w.shape[1], ends, out_dtype, rows, weights)
 

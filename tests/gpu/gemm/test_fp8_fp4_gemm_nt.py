@@ -69,6 +69,24 @@ def test_rows_and_weights(tokens, record_error):
     check(a, b, ends, torch.float32, record_error, rows=order // 6, weights=factors)
 
 
+@pytest.mark.parametrize("tokens", [1, 30, 700])
+def test_expected_rows_change_no_bit(tokens):
+    """Of 4 of 16 experts, from far too few to all rows, and if all rows are theirs: both kernels, and all tiles."""
+    a, b = activations(tokens, 1024), weights(4, 512, 1024)
+    count, factors = 6 * tokens, torch.rand(6 * tokens, device="cuda")
+    chosen = torch.rand(tokens, 16, device="cuda").argsort(-1)[:, :6]
+    for own in (chosen, chosen % 4):
+        order, _, ends = dsa.sort_by_expert(own, 4)
+        used = ends[-1].item()
+        for options in ({"rows": order // 6}, {"rows": order // 6, "weights": factors}):
+            expected = dsa.grouped_fp8_gemm_nt(a, dsa.widen_fp4(*b[:2]), ends, **options)[:used]
+            for number in sorted({0, 1, used, 96, 97, count}):
+                if number <= count:
+                    poison_free_memory(mebibytes=16)
+                    got = dsa.grouped_fp8_fp4_gemm_nt(a, b, ends, expected_rows=number, **options)
+                    assert torch.equal(got[:used], expected), (number, used, sorted(options))
+
+
 def test_every_code_at_every_scale():
     """Rows of one code and groups of every exponent, beside the block's largest."""
     codes = torch.arange(16, device="cuda").repeat_interleave(8)[:, None] * 17

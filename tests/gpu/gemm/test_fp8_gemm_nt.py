@@ -322,6 +322,51 @@ def test_many_rows_of_several_matrices(sizes):
         assert torch.equal(got, (expected * factors[:, None]).half())
 
 
+@pytest.mark.parametrize("behind", [0, 5000])
+@pytest.mark.parametrize(
+    "sizes", [[3, 0, 40, 1], [70, 0, 1300, 9], [2] * 300], ids=lambda sizes: f"{len(sizes)} of {sum(sizes)}"
+)
+def test_expected_rows_change_no_bit(sizes, behind):
+    """From far too few to all rows: both kernels, tiles of all sizes, drawn or not, and rows gathered or copied."""
+    used = sum(sizes)
+    a, b = operands(used, 136, 256, len(sizes))
+    ends, factors = hostile.ends_of(sizes), torch.rand(used, device="cuda")
+    order = torch.randperm(used, dtype=torch.int32, device="cuda")
+    more = tuple(hostile.with_nan_behind(x, behind) for x in a)
+    numbers, more_factors = hostile.with_no_rows_behind(order, behind), hostile.with_nan_behind(factors, behind)
+    for operand, alone, together in (
+        (more, {}, {}),
+        (more, {"weights": factors}, {"weights": more_factors}),
+        (a, {"rows": order}, {"rows": numbers}),
+    ):
+        expected = dsa.grouped_fp8_gemm_nt(a, b, ends, **alone)
+        count = used + behind
+        for number in {0, 1, 64, 65, used, 1024, 4096, 4097, count}:
+            if number <= count:
+                poison_free_memory(mebibytes=16)
+                got = dsa.grouped_fp8_gemm_nt(operand, b, ends, expected_rows=number, **together)
+                assert len(got) == count and torch.equal(got[:used], expected), (number, sorted(together))
+
+
+@pytest.mark.parametrize("expected", [0, 300, 6000])
+def test_graph_replay_with_other_rows_than_expected(expected):
+    """Rows that are nobody's in a replay keep what they had, however many are somebody's."""
+    count = 6000
+    a, b = operands(count, 136, 256, 4)
+    ends = torch.full((4,), count, dtype=torch.int32, device="cuda")
+    dsa.grouped_fp8_gemm_nt(a, b, ends, expected_rows=expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = dsa.grouped_fp8_gemm_nt(a, b, ends, expected_rows=expected)
+    for sizes in ([0, 0, 0, 0], [0, 1, 0, 0], [7, 0, 299, 5], [2900, 0, 100, 3000]):
+        ends.copy_(hostile.ends_of(sizes))
+        out.fill_(7.0)
+        graph.replay()
+        used = sum(sizes)
+        assert torch.equal(out[:used], dsa.grouped_fp8_gemm_nt(tuple(x[:used] for x in a), b, ends)), sizes
+        assert out[used:].eq(7).all(), sizes
+
+
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("ends", "rows_of"), hostile.ENDS, ids=str)
 def test_nothing_outside_the_rows_is_written(ends, rows_of, out_dtype):

@@ -170,6 +170,26 @@ def test_rows_behind_the_last_end_are_nobodys(sizes, behind, inner, record_error
 
 
 @pytest.mark.parametrize("fp4", [False, True])
+@pytest.mark.parametrize("behind", [0, 5000])
+@pytest.mark.parametrize("sizes", [[3, 0, 40, 1], [70, 0, 1300, 9]], ids=str)
+def test_expected_rows_change_no_bit(sizes, behind, fp4, record_error):
+    """From far too few to all rows: one kernel or two, with rows gathered or copied, tiles drawn or not."""
+    used, count = sum(sizes), sum(sizes) + behind
+    a, b = activations(used, 256), weights(len(sizes), 256, 256)
+    op, operand = (dsa.grouped_fp8_fp4_gemm_swiglu, b) if fp4 else (dsa.grouped_fp8_gemm_swiglu, dsa.widen_fp4(*b[:2]))
+    ends, order = hostile.ends_of(sizes), torch.randperm(used, device="cuda", dtype=torch.int32)
+    more, numbers = tuple(hostile.with_nan_behind(x, behind) for x in a), hostile.with_no_rows_behind(order, behind)
+    expected = op(a, operand, ends), op(a, operand, ends, rows=order)
+    for number in {0, 1, 64, 65, 96, 97, used, 1024, 4096, 4097, count}:
+        if number <= count:
+            poison_free_memory(mebibytes=16)
+            options = {"expected_rows": number}
+            got = op(more, operand, ends, **options), op(a, operand, ends, rows=numbers, **options)
+            for mine, right in zip(got, expected, strict=True):
+                same(tuple(x[:used] for x in mine), right, record_error)
+
+
+@pytest.mark.parametrize("fp4", [False, True])
 def test_a_share_of_the_experts(fp4):
     """What a process computes that holds experts 5 to 9 of 16, for its tokens' entries: the bits of one that holds all.
     The others' rows, of which nothing is written, reach no token."""

@@ -66,6 +66,53 @@ def test_is_one_node_of_a_compiled_graph(name):
     same(compiled(a, b, ENDS, ROWS), run(a, b, ENDS, ROWS))
 
 
+@pytest.mark.parametrize("name", OPS)
+def test_expected_rows_of_any_number_of_rows_in_one_graph(name):
+    """A share of a size that is not known."""
+    a, b = operands(name)
+
+    def run(a, b, ends, rows):
+        return OPS[name](a, b, ends, rows=rows, expected_rows=-(-len(rows) * 2 // 3))
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=True)
+    for count in (4, 7):
+        ends, rows = ENDS.clamp(max=count), torch.randint(0, 5, (count,), dtype=torch.int32)
+        used = ends[-1]
+        same(*(tuple(x[:used] for x in tensors(f(a, b, ends, rows))) for f in (compiled, run)))
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_expected_rows_change_no_result(name):
+    """Far too few, the right number and too many."""
+    a, b = operands(name)
+    ends = ENDS.clamp(max=2)
+    for function in (OPS[name], getattr(reference, name)):
+        for rows, count in ((ROWS, 4), (None, 5)):
+            expected = function(a, b, ends, rows=rows)
+            for number in (0, 1, 2, count):
+                same(function(a, b, ends, rows=rows, expected_rows=number), expected)
+
+
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("on_kernels", [False, True])
+def test_expected_rows_are_an_int_up_to_the_number_of_rows(name, on_kernels, request):
+    if on_kernels:
+        request.getfixturevalue("kernel_path")
+    a, b = operands(name)
+    for function in (OPS[name],) if on_kernels else (OPS[name], getattr(reference, name)):
+        for number, error, message in [
+            (-1, ValueError, "expected_rows: must be at least 0, got -1"),
+            (5, ValueError, "expected_rows: must be at most M = 4, got 5 (sizes as of rows)"),
+            (2.0, TypeError, "expected_rows: must be an int, got float"),
+            (True, TypeError, "expected_rows: must be an int, got bool"),
+        ]:
+            with pytest.raises(error, match=f"^{re.escape(message)}$"):
+                function(a, b, ENDS, rows=ROWS, expected_rows=number)
+        message = "expected_rows: must be at most M = 5, got 6 (sizes as of a[0], without rows)"
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            function(a, b, ENDS, expected_rows=6)
+
+
 @pytest.mark.parametrize("ends", [[2, 2, 3], [0, 0, 0]], ids=str)
 @pytest.mark.parametrize("name", OPS)
 def test_rows_behind_the_last_end_are_nobodys(name, ends):
@@ -120,10 +167,11 @@ def test_registration(name):
     # torch cannot compare float8 inputs before and after, as the schema's test does.
     tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     a, b = operands(name)
-    for rows in (None, ROWS):
+    for rows, expected in ((None, None), (ROWS, 2)):
         ends = ENDS if rows is not None else ENDS.clamp(max=2) + 3 * (torch.arange(3) == 2).int()
-        options = (ends, rows, 2.0, True, torch.bfloat16) if "swiglu" in name else (ends, torch.float16, rows, None)
-        torch.library.opcheck(getattr(torch.ops.dsa, name).default, (*a, *b, *options), test_utils=tests)
+        options = (rows, 2.0, True, torch.bfloat16) if "swiglu" in name else (torch.float16, rows, None)
+        arguments = *a, *b, ends, *options, expected
+        torch.library.opcheck(getattr(torch.ops.dsa, name).default, arguments, test_utils=tests)
 
 
 @pytest.mark.parametrize("name", OPS)
@@ -207,6 +255,50 @@ def test_rows_of_swiglu_that_are_gathered_copied_and_drawn(named_launches):
         assert gathered or torch.equal(bytes_of(arguments[0]), bytes_of(q)[inside])
         assert gathered or torch.equal(arguments[1], padded(s)[inside])
         assert arguments[9] is None if gathered else arguments[9].tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    "gathered, expected, name, chosen_for",
+    [
+        (False, 0, "grouped_few_rows", 1),
+        (False, 64, "grouped_few_rows", 64),
+        (False, 65, "", 65),
+        (False, 1023, "", 1023),
+        (False, 1024, "", 1024),
+        (True, 0, "", 1),
+        (True, 4096, "", 4096),
+        (True, 4097, "", 4097),
+    ],
+)
+def test_swiglus_kernels_are_chosen_for_the_expected_rows(gathered, expected, name, chosen_for, named_launches):
+    """Also whether rows are gathered, and tiles drawn; the rows that there are, are passed on whole."""
+    a, b = operands("fp8", matrices=2)
+    rows, ends = many(5000, 2)
+    if not gathered:
+        a, rows = (bytes_of(a[0])[rows].view(E4M3), a[1][rows]), None
+    out, _ = dsa.grouped_fp8_gemm_swiglu(a, b, ends, rows=rows, expected_rows=expected)
+    (kernel, variant, arguments), *more = named_launches
+    assert kernel == name and chosen_for in variant and 5000 not in variant and len(out) == 5000
+    if name:
+        assert variant == (torch.bfloat16, chosen_for, 2) and len(arguments[0]) == 5000 and len(more) == 1
+        return
+    keeps_rows = gathered and chosen_for <= 4096
+    assert variant[-2:] == (keeps_rows, not keeps_rows and chosen_for >= 1024) and not more
+    assert (arguments[2] is not None) == keeps_rows and len(arguments[0]) == (5 if keeps_rows else 5000)
+
+
+@pytest.mark.parametrize("expected, chosen_for", [(None, 5000), (0, 1), (48, 48), (49, 49)])
+def test_swiglu_of_fp4_weights_passes_the_expected_rows_on(expected, chosen_for, named_launches):
+    """Up to 24 of each of two weights to the kernel of few rows."""
+    launched = []
+    a, b = operands("fp4", matrices=2)
+    rows, ends = many(5000, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fp4, "_few_rows_kernel", lambda _, *variant: (lambda *x: launched.append(variant), 99))
+        dsa.grouped_fp8_fp4_gemm_swiglu(a, b, ends, rows=rows, expected_rows=expected)
+    launched += [variant for name, variant, arguments in named_launches if len(arguments) == 9]
+    assert [variant[1] for variant in launched] == [chosen_for]
+    assert len(launched[0]) == (5 if chosen_for <= 48 else 7)  # the kernel of few rows does not ask for channels
 
 
 @pytest.mark.parametrize("name", ["grouped_fp8_gemm_swiglu", "grouped_fp8_fp4_gemm_swiglu"])

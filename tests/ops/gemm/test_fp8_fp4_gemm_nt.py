@@ -79,6 +79,27 @@ def test_what_the_kernel_of_many_rows_gets(count, weighted, launches):
     assert torch.equal(of_blocks, padded(block_scale).permute(1, 2, 0)) and of_blocks.stride(1) == 1
 
 
+@pytest.mark.parametrize("expected, chosen_for", [(None, 5000), (0, 1), (1, 1), (72, 72), (73, 73), (5000, 5000)])
+def test_kernel_and_tiles_are_chosen_for_the_expected_rows(expected, chosen_for, launches, few_rows_launches):
+    """Up to 24 of each of the three weights; the rows that there are, are passed on whole."""
+    a, b = operands()
+    rows = torch.randint(0, 5, (5000,), dtype=torch.int32)
+    out = dsa.grouped_fp8_fp4_gemm_nt(a, b, ENDS, rows=rows, expected_rows=expected)
+    few = chosen_for <= 72
+    [(variant, arguments)] = few_rows_launches if few else launches
+    assert len(few_rows_launches) + len(launches) == 1
+    assert variant[1] == chosen_for and arguments[8 if few else 6] is out and len(out) == 5000
+    assert arguments[2] is rows if few else len(arguments[0]) == 5000
+
+
+def test_a_token_has_other_tiles_where_the_experts_are_split():
+    """DeepSeek-V4-Flash's experts, 4096 columns of gate and up and of down: of two GPUs each has 128 of 256, and 3 of a
+    token's 6 rows are expected."""
+    chosen = [few_rows_kernels.choose_config(rows, 4096, 128, 132) for rows in (6, 3)]
+    sizes = [(config.groups, config.rows, config.stages, config.resident) for config in chosen]
+    assert sizes == [(1, 8, 3, 3), (2, 8, 5, 1)]
+
+
 def test_channels_of_no_whole_block_have_the_kernel_of_many_rows(launches, few_rows_launches):
     a, b = operands(channels=160)
     dsa.grouped_fp8_fp4_gemm_nt(a, b, ENDS, rows=ROWS)

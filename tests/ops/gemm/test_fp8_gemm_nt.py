@@ -111,6 +111,9 @@ def test_what_the_grouped_kernel_of_few_rows_gets(named_launches):
         (64, 1, {}, ""),
         (64, 2, {"weights": torch.ones(64)}, ""),
         (64, 2, {"rows": torch.arange(64, dtype=torch.int32)}, ""),
+        (4096, 2, {"expected_rows": 64}, "grouped_few_rows"),
+        (4096, 2, {"expected_rows": 65}, ""),
+        (4096, 1, {"expected_rows": 1}, ""),
     ],
 )
 def test_which_kernel_gets_how_many_rows_of_matrices(rows, matrices, options, name, named_launches):
@@ -166,6 +169,26 @@ def test_work_tiles_are_drawn_from_a_counter(rows, matrices, drawn, launches):
     for counter in (first[9], second[9]):
         assert counter is None if not drawn else (counter.tolist() == [0] and counter.dtype == torch.int32)
     assert not drawn or first[9] is not second[9]
+
+
+@pytest.mark.parametrize(
+    "expected, chosen_for", [(None, 5000), (0, 1), (1, 1), (1023, 1023), (4096, 4096), (4097, 4097)]
+)
+@pytest.mark.parametrize("gathered", [False, True])
+def test_tiles_are_chosen_for_the_expected_rows(gathered, expected, chosen_for, launches):
+    """Also whether rows are gathered, and tiles drawn; the rows that there are, are passed on whole."""
+    count, matrices = 5000, 2
+    (q, s), b = operands(rows=6 if gathered else count, channels=512, columns=8, matrices=matrices)
+    rows = torch.randint(0, 6, (count,), dtype=torch.int32) if gathered else None
+    ones, ends = torch.ones(count), torch.tensor([1, 3], dtype=torch.int32)
+    out = dsa.grouped_fp8_gemm_nt((q, s), b, ends, rows=rows, weights=ones, expected_rows=expected)
+    [(variant, arguments)] = launches
+    keeps_rows = gathered and chosen_for <= kernels.GATHERED_ROWS
+    drawn = not keeps_rows and chosen_for >= 1024
+    assert variant == (torch.bfloat16, chosen_for, 8, 512, matrices, 132, keeps_rows, True, drawn)
+    assert (arguments[2] is rows) if keeps_rows else arguments[2] is None
+    assert keeps_rows or len(arguments[0]) == count
+    assert len(out) == count and arguments[6] is out and (arguments[9] is not None) == drawn
 
 
 @pytest.mark.parametrize("matrices", [1, 2, 256, limits.MAX_MATRICES])
@@ -314,7 +337,7 @@ def test_registration():
         library.opcheck(torch.ops.dsa.fp8_gemm_nt.default, (*a, *weight, torch.float16), test_utils=tests)
     ends = torch.tensor([4, 6], dtype=torch.int32)
     rows, weights = torch.tensor([0, 5, 5, 1, 2, 2], dtype=torch.int32), torch.rand(6)
-    for more in ((None, None), (rows, weights)):
+    for more in ((None, None, None), (rows, weights, 2)):
         arguments = (*c, *d, ends, torch.float32, *more)
         library.opcheck(torch.ops.dsa.grouped_fp8_gemm_nt.default, arguments, test_utils=tests)
 
