@@ -29,7 +29,8 @@ class Experts(nn.Module):
     [.., columns / 2], {..}_scale_inv e8m0 [.., columns / 32] and {..}_block_scale fp32, their `dsa.fp4_block_scales`:
     the results are those of the same weights in FP8. Checkpoints' `experts.e.*_proj.weight` are parts of these
     (`split_experts`). Quantised weights are for inference: nothing gets a gradient through them.
-    A part has `count` experts from number `first` on, and gives the sum over those of a token's experts that it has.
+    A part has `count` of `total` experts, from number `first` on, and gives the sum over those of a token's experts
+    that it has.
     """
 
     shares = Shares(rows=("",), counts={"count": "experts"}, blocks=False)
@@ -47,7 +48,7 @@ class Experts(nn.Module):
         use_ue8m0: bool = True,
     ) -> None:
         super().__init__()
-        self.count, self.first = count, 0
+        self.count, self.first, self.total = count, 0, count
         self.limit, self.fp8, self.fp4, self.use_ue8m0 = limit, fp8, fp4, use_ue8m0
         if fp4 and not fp8:
             raise ValueError("fp4: FP4 weights are multiplied with FP8 activations; accepted with fp8=True")
@@ -128,4 +129,8 @@ class Experts(nn.Module):
         suffixes = ("", "_scale_inv", "_block_scale") if self.fp4 else ("", "_scale_inv")
         gate_up, down = (tuple(getattr(self, name + s) for s in suffixes) for name in ("gate_up_proj", "down_proj"))
         options = {"rows": tokens, "limit": self.limit, "use_ue8m0": self.use_ue8m0, "dtype": dtype}
-        return product(swiglu(activations, gate_up, ends, **options), down, ends, dtype)
+        count = len(activations[0] if tokens is None else tokens)
+        # Of a part: its share, if tokens choose all experts alike.
+        expected = None if self.count == self.total else -(-count * self.count // self.total)
+        h = swiglu(activations, gate_up, ends, **options, expected_rows=expected)
+        return product(h, down, ends, dtype, expected_rows=expected)

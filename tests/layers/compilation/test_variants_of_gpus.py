@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _symmetric_memory
 
+import dsa
 from dsa.kernels.parallel.limits import DTYPES, RANKS
 from dsa.ops.asked_variants import Variant, asked_variants
 from dsa_layers import Generator, SamplingParams, load_model
-from dsa_layers.compilation.passes import META, without_memory
+from dsa_layers.compilation.passes import META, decode, without_memory
 from dsa_layers.compilation.variants import precisions
 from dsa_layers.families.config import read_config
 from dsa_layers.families.registry import model_types
@@ -55,6 +56,32 @@ def test_ranks_ask_for_no_other_kernels(checkpoints):
         assert all(len(asked) > 20 and asked <= expected for asked in of_rank)
         assert not of_rank[0] <= variants_of(model_type, drafts=2)  # one GPU's alone would not do
         assert {variant for variant in expected if variant.module == SUMS} == sums(2)
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_products_of_split_experts_expect_their_share_of_the_rows(checkpoints, gpus, monkeypatch):
+    """Kernels are compiled for these; a GPU that has all experts leaves it to the products."""
+    found = set()
+
+    def noted(op):
+        def call(*arguments, expected_rows, **options):
+            results = op(*arguments, expected_rows=expected_rows, **options)
+            found.add((len(results[0] if isinstance(results, tuple) else results), expected_rows))
+            return results
+
+        return call
+
+    for name in ("grouped_fp8_fp4_gemm_swiglu", "grouped_fp8_fp4_gemm_nt"):
+        monkeypatch.setattr(dsa, name, noted(getattr(dsa, name)))
+    config = read_config(checkpoints["deepseek_v4"])
+    precision = precisions(config, **AS_LOADED)[-1]
+    assert precision.fp4_experts
+    model, cache = without_memory(config, precision, gpus=gpus)
+    for tokens in (1, 7):
+        with asked_variants("sm_90"):
+            decode(model, cache, tokens, 64)
+    chosen = config.num_experts_per_tok
+    assert found == {(n * chosen, None if gpus == 1 else -(-n * chosen // 2)) for n in (1, 7)}
 
 
 def test_one_gpu_sums_nothing():

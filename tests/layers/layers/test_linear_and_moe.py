@@ -238,6 +238,40 @@ def test_fp4_experts_are_the_same_in_fp8(dtype):
     assert torch.equal(got, fp8(x, topk_indices, weights, shared))
 
 
+@pytest.mark.parametrize("fp4", [False, True])
+@pytest.mark.parametrize("cast", [False, True])
+def test_a_part_of_the_experts_expects_its_share_of_the_rows(cast, fp4, monkeypatch):
+    """Where tokens' rows are stored by expert, and where they are gathered; a whole has nothing to say."""
+    names = ("grouped_fp8_fp4_gemm_swiglu", "grouped_fp8_fp4_gemm_nt") if fp4 else (
+        ("grouped_fp8_gemm_swiglu", "grouped_fp8_gemm_nt")
+    )  # fmt: skip
+    found = []
+
+    def noted(op):
+        def call(*arguments, expected_rows, **options):
+            found.append(expected_rows)
+            return op(*arguments, expected_rows=expected_rows, **options)
+
+        return call
+
+    for name in names:
+        monkeypatch.setattr(dsa, name, noted(getattr(dsa, name)))
+    whole = Experts(6, 128, 256, limit=1.0, fp8=True, fp4=fp4)
+    part = Experts(2, 128, 256, limit=1.0, fp8=True, fp4=fp4)
+    part.total, part.first = 6, 2
+    suffixes = ("", "_scale_inv", "_block_scale") if fp4 else ("", "_scale_inv")
+    for name in (kind + suffix for kind in ("gate_up_proj", "down_proj") for suffix in suffixes):
+        setattr(part, name, nn.Parameter(getattr(whole, name)[2:4].clone(), requires_grad=False))
+    x, weights = torch.randn(7, 128), torch.rand(7, 2)
+    topk_indices = torch.rand(7, 6).argsort(-1)[:, :2]
+    options = {"cast": dsa.per_token_cast_to_fp8(x, True)} if cast else {}
+    own = (topk_indices >= 2) & (topk_indices < 4)
+    expected = whole(x, topk_indices, weights * own, **options)
+    assert found == [None, None]
+    assert torch.equal(part(x, topk_indices, weights, **options), expected)
+    assert found[2:] == [5, 5]  # of 14 rows
+
+
 def test_fp4_experts_have_fp8_activations():
     with pytest.raises(
         ValueError, match="fp4: FP4 weights are multiplied with FP8 activations; accepted with fp8=True"
