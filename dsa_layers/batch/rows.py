@@ -40,14 +40,14 @@ class Rows:
         message."""
         return own
 
-    def gather_joined(self, *own: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The same of tensors [T, C_i]. Those of one dtype are parts of one tensor's rows, as they are copied fastest
-        where they are parts of rows before."""
-        return own
-
     def begin_gather(self, *own: torch.Tensor) -> Callable[[], tuple[torch.Tensor, ...]]:
         """`gather`, begun: the function that this gives ends it. What is computed in between is so meanwhile."""
         return partial(self.gather, *own)
+
+    def begin_gather_joined(self, *own: torch.Tensor) -> Callable[[], tuple[torch.Tensor, ...]]:
+        """The same of tensors [T, C_i]. Those of one dtype are parts of one tensor's rows, as they are copied fastest
+        where they are parts of rows before."""
+        return self.begin_gather(*own)
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         """This process's rows of the sum of all processes' parts [T, ...]."""

@@ -305,7 +305,7 @@ class DSAAttention(SplitByTokens):
         *keys, q_latent, kv = joint_linear.multiply(x, *layers, cast=cast)
         readers = (self.q_b_proj, self.indexer.wq_b) if given and sparse else (self.q_b_proj,)
         _, qr, cast = norm_and_cast(self.q_a_layernorm, q_latent, readers)
-        kv, *keys = rows.gather_joined(kv, *keys)
+        kv, *keys = rows.begin_gather_joined(kv, *keys)()
         return Latents(qr, cast, kv, keys[0] if keys else None)
 
     def _queries(self, latents: Latents, rows: Rows, queries: Rows) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """DeepSeek-V4's attention: a sliding window, and compressed entries of all earlier tokens, in one softmax."""
 
 import inspect
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -32,15 +33,20 @@ FEW_HEADS = 32  # attention of so many has a kernel of its own, which casts noth
 COMPRESSED_SELECT = inspect.unwrap(CompressedIndexer.select)
 
 
-class Projections(NamedTuple):
-    """What is made of x. latents [T, q_lora_rank]: the queries', and a cast of them for those that read it, or None;
-    keys [T, dim]: before their norm; entries: what the compressor's `project` gives, () without one; index_entries: the
-    same of the lightning indexer's compressor, where its `select` is to get it; index_weights fp32 [T, heads of the
-    indexer]: its weights, where they are of one product with these. given: whether that `select` is to get products;
-    selects: whether the indexer does more than to store its keys."""
+class QueryLatents(NamedTuple):
+    """What queries are made of. values [T, q_lora_rank], and a cast of them for those that read it, or None."""
 
-    latents: torch.Tensor
+    values: torch.Tensor
     cast: joint_linear.Cast | None
+
+
+class Projections(NamedTuple):
+    """What is made of x. latents: the queries'; keys [T, dim]: before their norm; entries: what the compressor's
+    `project` gives, () without one; index_entries: the same of the lightning indexer's compressor, where its `select`
+    is to get it; index_weights fp32 [T, heads of the indexer]: its weights, where they are of one product with these.
+    given: whether that `select` is to get products; selects: whether the indexer does more than to store its keys."""
+
+    latents: QueryLatents
     keys: torch.Tensor
     entries: tuple[torch.Tensor, ...]
     index_entries: tuple[torch.Tensor, ...] | None
@@ -51,7 +57,7 @@ class Projections(NamedTuple):
     def read(self) -> tuple[torch.Tensor, ...]:
         """Those that the selection of entries reads."""
         weights = () if self.index_weights is None else (self.index_weights,)
-        return self.latents, *(self.cast or ()), *self.entries, *(self.index_entries or ()), *weights
+        return self.latents.values, *(self.latents.cast or ()), *self.entries, *(self.index_entries or ()), *weights
 
 
 class CompressedAttention(SplitByTokens):
@@ -147,25 +153,26 @@ class CompressedAttention(SplitByTokens):
     ) -> torch.Tensor:
         """y of `queries`: of all rows, or of `rows`, a process's own, as x is."""
         decode = cache is not None and batch.is_decode
-        projected = self._projections(x, cast, batch, cache, rows)
+        latents, projecting = self._begin_projections(x, cast, batch, cache, rows)
         if decode:
-            return self._decode(x, projected, rope, entry_rope, batch, cache, rows, queries)
-        q = self._queries(projected, rope, rows, queries)
+            return self._decode(x, projecting(), rope, entry_rope, batch, cache, rows, queries)
+        q = self._queries(latents, rope, rows, queries)  # while what is made of other processes' rows is on its way
+        projected = projecting()
         keys = self._token_keys(projected.keys, rope, batch, cache)
         entries = self._entries(x, projected, rope, entry_rope, batch, cache, rows, queries)
-        del projected  # of all rows in fp32, which attention has no need of
+        del projecting, projected  # of all rows in fp32, which attention has no need of
         return self._prefill(q, keys, *entries, queries.own_kept(rope), batch, cache, queries)
 
-    def _projections(
+    def _begin_projections(
         self,
         x: torch.Tensor,
         cast: joint_linear.Cast | None,
         batch: TokenBatch,
         cache: CompressedLayerCache | None,
         rows: Rows,
-    ) -> Projections:
-        """What goes from process to process of shared rows are keys, what compressors make of x, and queries' latents
-        where a process has not all heads (`_queries`)."""
+    ) -> tuple[QueryLatents, Callable[[], Projections]]:
+        """The queries' latents, and the function that gives all. What goes from process to process of shared rows are
+        keys, what compressors make of x, and queries' latents where a process has not all heads (`_queries`)."""
         decode = cache is not None and batch.is_decode
         given, selects = self._gives_products(), self.indexer is not None and (decode or self._selects(batch))
         qr, kv = joint_linear.multiply(x, *self.joint_layers(), cast=cast)
@@ -179,16 +186,22 @@ class CompressedAttention(SplitByTokens):
             products = [part for one in compressors for part in one.project(x)]
         count = 2 * len(compressors)
         weights = products[count] if len(products) > count else None
-        kv, *products = rows.gather_joined(kv, *products[:count])
-        entries, index_entries = tuple(products[:2]), tuple(products[2:]) or None
-        return Projections(qr, cast, kv, entries, index_entries, weights, given, selects)
+        latents = QueryLatents(qr, cast)
+        gathering = rows.begin_gather_joined(kv, *products[:count])
 
-    def _queries(self, projected: Projections, rope: Angles, rows: Rows, queries: Rows) -> torch.Tensor:
+        def end() -> Projections:
+            keys, *products = gathering()
+            entries, index_entries = tuple(products[:2]), tuple(products[2:]) or None
+            return Projections(latents, keys, entries, index_entries, weights, given, selects)
+
+        return latents, end
+
+    def _queries(self, latents: QueryLatents, rope: Angles, rows: Rows, queries: Rows) -> torch.Tensor:
         """q [T, heads, dim] of `queries`, normed and turned."""
         if rows.shared and not queries.shared:
-            q = joint_linear.multiply_gathered(projected.latents, self.wq_b, projected.cast, rows)
+            q = joint_linear.multiply_gathered(latents.values, self.wq_b, latents.cast, rows)
         else:
-            (q,) = joint_linear.multiply(projected.latents, self.wq_b, cast=projected.cast)
+            (q,) = joint_linear.multiply(latents.values, self.wq_b, cast=latents.cast)
         q = q.unflatten(-1, (self.n_heads, self.dim))
         angles = queries.own_kept(rope)
         if self._joins_rope(rope):
@@ -207,11 +220,11 @@ class CompressedAttention(SplitByTokens):
         **options: bool,
     ) -> torch.Tensor | None:
         """What the indexer's `select` gives, of x's own rows where it is the lightning indexer's, else of all."""
-        qr = projected.latents
+        qr = projected.latents.values
         if projected.given:
             options |= {"keys": projected.index_entries, "weights": projected.index_weights, "rows": rows}
             if projected.selects:
-                (options["queries"],) = joint_linear.multiply(qr, self.indexer.wq_b, cast=projected.cast)
+                (options["queries"],) = joint_linear.multiply(qr, self.indexer.wq_b, cast=projected.latents.cast)
         elif rows.shared:
             x, qr = rows.gather(x, qr)
         index_cache = None if cache is None else cache.index_entries
@@ -430,7 +443,7 @@ class CompressedAttention(SplitByTokens):
             with beside(*projected.read()) as branch:
                 self.compressor.store(*projected.entries, *entry_rope, batch, cache.entries)
                 slots = entries.slot_table
-        q = self._queries(projected, rope, rows, queries)
+        q = self._queries(projected.latents, rope, rows, queries)
         branch.join()
         if self.compressor is not None:
             extra = {"extra_k_cache": cache.entries.pages, "extra_indices_in_kvcache": slots}

@@ -9,6 +9,7 @@ import torch.distributed as dist
 import dsa
 from dsa.kernels.moe.limits import CHANNEL_MULTIPLE
 from dsa_layers.parallel.one_shot_sum import one_shot_sum, takes
+from dsa_layers.parallel.peer_copies import PeerCopies, peer_copies
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -83,6 +84,13 @@ class Ranks:
         if self.size == 1:
             return x
         return self._gathered(x.contiguous()).movedim(0, -2).flatten(-2)
+
+    def copies(self, x: torch.Tensor) -> PeerCopies | None:
+        """The way from GPU to GPU that leaves multiprocessors alone, for what is where x is; None where there is none,
+        and in a CUDA graph, which cannot hold it."""
+        if self.group is None or not x.is_cuda or torch.cuda.is_current_stream_capturing():
+            return None
+        return peer_copies(self.group, x.device)
 
     def _gathered(self, x: torch.Tensor) -> torch.Tensor:
         """[size, ...]: every rank's x, which is contiguous."""

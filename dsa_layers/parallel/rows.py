@@ -1,10 +1,12 @@
 """The rows of a pass on several ranks: all of them on each, or where they are many a share on each."""
 
 from collections.abc import Callable
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from dsa_layers.batch.rows import ALL_ROWS, Kept, Rows
 from dsa_layers.batch.tokens import Tokens
@@ -39,8 +41,8 @@ class WholeRows(Rows):
 class SharedRows(Rows):
     """Each rank has two pieces of the rows, of 2 N about equal ones the one of its number and the one as far from the
     end: later tokens see more keys, and so all ranks have as many pairs of a query and a key. Sums are those of
-    `Ranks.sum`, bit for bit. What is begun is torch.distributed's to do beside the rank's own work: on a GPU NCCL has a
-    stream of its own, which the end makes the rank's stream wait for."""
+    `Ranks.sum`, bit for bit. What is begun goes beside the rank's own work, by copies (`peer_copies`) or by NCCL, in
+    streams of their own, which the end makes the rank's stream wait for."""
 
     parts = shared = True
 
@@ -76,16 +78,20 @@ class SharedRows(Rows):
     def gather(self, *own: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return self._begin_gather(own, at_once=True)()
 
-    def gather_joined(self, *own: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def begin_gather_joined(self, *own: torch.Tensor) -> Callable[[], tuple[torch.Tensor, ...]]:
         of_dtypes: dict[torch.dtype, list[torch.Tensor]] = {}
         for x in own:
             of_dtypes.setdefault(x.dtype, []).append(x)
-        joined = [xs[0] if len(xs) == 1 else torch.cat(xs, -1) for xs in of_dtypes.values()]
-        parts = {
-            whole.dtype: iter(whole.split([x.shape[-1] for x in of_dtypes[whole.dtype]], -1))
-            for whole in self.gather(*joined)
-        }
-        return tuple(next(parts[x.dtype]) for x in own)
+        gathering = self.begin_gather(*(xs[0] if len(xs) == 1 else torch.cat(xs, -1) for xs in of_dtypes.values()))
+
+        def end() -> tuple[torch.Tensor, ...]:
+            parts = {
+                whole.dtype: iter(whole.split([x.shape[-1] for x in of_dtypes[whole.dtype]], -1))
+                for whole in gathering()
+            }
+            return tuple(next(parts[x.dtype]) for x in own)
+
+        return end
 
     def begin_gather(self, *own: torch.Tensor) -> Callable[[], tuple[torch.Tensor, ...]]:
         return self._begin_gather(own, at_once=False)
@@ -97,15 +103,23 @@ class SharedRows(Rows):
         return self._begin_sum(part, at_once=False)
 
     def _begin_sum(self, part: torch.Tensor, *, at_once: bool) -> Callable[..., torch.Tensor]:
-        sent = torch.cat([part[piece] for own in self._pieces for piece in own])
         own, size = self._counts[self._ranks.rank], self._ranks.size
-        parts = part.new_empty(size * own, *part.shape[1:])
-        work = self._ranks.all_to_all(parts, sent, [own] * size, self._counts, async_op=not at_once)
+        copies = self._ranks.copies(part)
+        if copies is None:
+            sent = torch.cat([part[piece] for own in self._pieces for piece in own])
+            parts = part.new_empty(size * own, *part.shape[1:])
+            work = self._ranks.all_to_all(parts, sent, [own] * size, self._counts, async_op=not at_once)
+            receive = partial(_when_done, work, parts)
+        else:
+            part = part.contiguous()
+            row = part[:1].nbytes
+            receive = copies.begin(
+                [[part[piece] for piece in pieces] for pieces in self._pieces], [count * row for count in self._counts]
+            )
 
         def end(shared: torch.Tensor | None = None, residual: torch.Tensor | None = None) -> torch.Tensor:
-            if work is not None:
-                work.wait()
-            return self._ranks.sum_parts(parts.unflatten(0, (size, own)), shared, residual)
+            parts = receive().view(part.dtype).view(size, own, *part.shape[1:])
+            return self._ranks.sum_parts(parts, shared, residual)
 
         return end
 
@@ -126,8 +140,8 @@ class SharedRows(Rows):
         return first + last
 
     def _begin_gather(self, own: tuple[torch.Tensor, ...], *, at_once: bool) -> Callable[[], tuple[torch.Tensor, ...]]:
-        """All tensors in one collective, whose time on the host is that of many kernels: bytes of one behind those of
-        the other, so that what lies in a row of all, or of a rank, is one copy from there."""
+        """All tensors in one message, whose time on the host is that of many kernels: bytes of one behind those of the
+        other, so that what lies in a row of all, or of a rank, is one copy from there."""
         if not own:
             return lambda: ()
         shapes = [(x.dtype, x.shape[1:]) for x in own]
@@ -136,27 +150,39 @@ class SharedRows(Rows):
         widths = [shape.numel() * dtype.itemsize for dtype, shape in shapes]  # bytes of a row, also of a rank without
         if all(width % 4 == 0 for width in widths):  # fewer and wider numbers; neither NCCL nor `cat` knows all of FP8
             words, widths = [x.view(torch.int32) for x in words], [width // 4 for width in widths]
-        sent = words[0]
-        if len(words) > 1 or count < self._most:
-            sent = sent.new_empty(self._most * sum(widths))  # what is behind the own rows nobody reads
-            torch.cat(words, out=sent[: count * sum(widths)])
-        parts = sent.new_empty(self._ranks.size * len(sent))
-        work = self._ranks.all_gather(parts, sent, async_op=not at_once)
+        row = sum(widths)
+        copies = self._ranks.copies(words[0])
+        if copies is None:
+            sent = words[0]
+            if len(words) > 1 or count < self._most:
+                sent = sent.new_empty(self._most * row)  # what is behind the own rows nobody reads
+                torch.cat(words, out=sent[: count * row])
+            parts = sent.new_empty(self._ranks.size, len(sent))
+            work = self._ranks.all_gather(parts.view(-1), sent, async_op=not at_once)
+            receive = partial(_when_done, work, parts)
+        else:
+            to_all = [() if rank == self._ranks.rank else words for rank in range(self._ranks.size)]
+            receive = copies.begin(to_all, [self._most * row * words[0].itemsize] * self._ranks.size)
 
         def end() -> tuple[torch.Tensor, ...]:
-            if work is not None:
-                work.wait()
+            parts = receive().view(words[0].dtype)
             befores = accumulate(widths, initial=0)
-            every = (self._in_order(parts, before, width) for before, width in zip(befores, widths))
+            every = (self._in_order(parts, *of_one) for of_one in zip(words, befores, widths))
             return tuple(x.view(dtype).view(-1, *shape) for x, (dtype, shape) in zip(every, shapes))
 
         return end
 
-    def _in_order(self, parts: torch.Tensor, before: int, width: int) -> torch.Tensor:
-        """All rows of `width` words, from the ranks' parts of equal length, one behind the other, in each of which
+    def _in_order(self, parts: torch.Tensor, own: torch.Tensor, before: int, width: int) -> torch.Tensor:
+        """All rows of `width` words: this rank's own, and of the parts [ranks, ...] of others, in each of which
         `before` words of each of its rows come first."""
-        pieces, of_rank = [], len(parts) // self._ranks.size
+        pieces = []
         for rank, piece in self._order:
-            first = rank * of_rank + before * self._counts[rank]
-            pieces.append(parts[first + piece.start * width : first + piece.stop * width])
+            of_rank = own if rank == self._ranks.rank else parts[rank, before * self._counts[rank] :]
+            pieces.append(of_rank[piece.start * width : piece.stop * width])
         return torch.cat(pieces)
+
+
+def _when_done(work: dist.Work | None, parts: torch.Tensor) -> torch.Tensor:
+    if work is not None:
+        work.wait()
+    return parts

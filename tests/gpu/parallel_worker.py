@@ -4,6 +4,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -11,6 +12,7 @@ from dsa_layers import Generator, SamplingParams, load_model
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.checkpoint import loading
 from dsa_layers.parallel.one_shot_sum import one_shot_sum
+from dsa_layers.parallel.peer_copies import peer_copies
 from dsa_layers.parallel.process_group import join
 from dsa_layers.parallel.ranks import ALONE, Ranks
 from dsa_layers.parallel.rows import SharedRows
@@ -31,8 +33,10 @@ def part(rank: int, rows: int, dtype: torch.dtype, device: torch.device | str = 
 
 
 def sums(ranks: Ranks, device: torch.device, folder: Path) -> dict:
-    """Sums of few and many rows, alone and in a CUDA graph that is replayed with other numbers; and shared rows."""
+    """Sums of few and many rows, alone and in a CUDA graph that is replayed with other numbers; and shared rows, by
+    copies and by NCCL."""
     found = {"one shot": one_shot_sum(ranks.group, device) is not None}
+    found["copies"] = peer_copies(ranks.group, device) is not None
     for rows in ROWS:
         for dtype in DTYPES:
             x = part(ranks.rank, rows, dtype, device)
@@ -50,7 +54,10 @@ def sums(ranks: Ranks, device: torch.device, folder: Path) -> dict:
             shared = SharedRows(ranks, rows)
             (whole,) = shared.gather(shared.sum(x))
             found["shared", rows, dtype] = whole.cpu()
-            found["begun", rows, dtype] = begun(shared, x, part(ranks.size, rows, dtype, device))
+            own = part(ranks.size, rows, dtype, device)
+            found["begun", rows, dtype] = begun(shared, x, own)
+            with mock.patch.object(Ranks, "copies", lambda self, x: None):
+                found["begun, NCCL", rows, dtype] = begun(shared, x, own)
             del graph
     for repeat in range(REPEATS):  # of as many rows as there are in a pass, the sum takes as long as what is beside it
         shared = SharedRows(ranks, MANY)
@@ -61,6 +68,7 @@ def sums(ranks: Ranks, device: torch.device, folder: Path) -> dict:
     (whole,) = shared.gather(shared.own(cast))
     found["cast"] = torch.equal(whole.view(torch.uint8), cast.view(torch.uint8))
     found["wrong turns"] = wrong_turns(ranks, device)
+    found["wrong messages"] = wrong_messages(ranks, device)
     return found
 
 
@@ -85,6 +93,24 @@ def wrong_turns(ranks: Ranks, device: torch.device) -> int:
     for replay in range(3):
         own.fill_(replay)
         graph.replay()
+    return int(wrong)
+
+
+def wrong_messages(ranks: Ranks, device: torch.device) -> int:
+    """Of rows that are gathered and summed, two messages at once, of other sizes and numbers each time, so many numbers
+    are wrong: a rank that is early must not overwrite what another has not read."""
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    for i in range(TURNS):
+        shared = SharedRows(ranks, 1 + i * i * i % 3000)
+        every = torch.arange(shared.count, device=device)[:, None] + torch.arange(i % 300 + 1, device=device) + i
+        if i % 7 == ranks.rank:  # one rank is late
+            torch.cuda._sleep(200000)
+        gathering = shared.begin_gather(shared.own(every).to(torch.int16), shared.own(every).double())
+        summing = shared.begin_sum((every % 128 + ranks.rank).bfloat16())
+        whole = ranks.size * shared.own(every % 128) + sum(range(ranks.size))
+        for x, dtype in zip(gathering(), (torch.int16, torch.float64)):
+            wrong.add_((x != every.to(dtype)).sum())
+        wrong.add_((summing() != whole.bfloat16()).sum())
     return int(wrong)
 
 

@@ -44,17 +44,19 @@ def ended(case, folder, ranks=2):
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_sums(folder, ranks):
     """In the order of the ranks, rounded once, the same bits on all: through symmetric memory, in a CUDA graph, and
-    through NCCL where each has a share of the rows, at once and beside other work."""
+    where each has a share of the rows by copies and through NCCL, at once and beside other work."""
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"{ranks} GPUs are needed")
     for found in run("sums", folder, ranks):
-        assert found["one shot"] and found["cast"] and not found["wrong turns"]
+        assert found["one shot"] and found["copies"] and found["cast"]
+        assert not found["wrong turns"] and not found["wrong messages"]
         for rows in ROWS:
             for dtype in DTYPES:
                 expected = total(rows, dtype, ranks).to(dtype)
                 for way in ("sum", "replayed", "shared"):
                     assert torch.equal(found[way, rows, dtype], expected), (way, rows, dtype)
-                assert torch.equal(found["begun", rows, dtype], with_own_rows(rows, dtype, ranks)), (rows, dtype)
+                for way in ("begun", "begun, NCCL"):
+                    assert torch.equal(found[way, rows, dtype], with_own_rows(rows, dtype, ranks)), (way, rows, dtype)
         expected = with_own_rows(MANY, torch.bfloat16, ranks)
         assert all(torch.equal(found["begun", repeat], expected) for repeat in range(REPEATS))
 

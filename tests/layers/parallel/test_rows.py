@@ -47,9 +47,9 @@ def exchanged(ranks):
         angles = RopeAngles((every.float(), every.float() + 1))
         assert rows.own_kept(angles).back is rows.own_kept(angles).back
         assert all(torch.equal(x, y) for x, y in zip(rows.own_kept(angles), (own, own + 1)))
-        joined = rows.gather_joined(*(rows.own(whole(count, DTYPES[0]))[:, i] for i in range(2)))
+        joined = rows.begin_gather_joined(*(rows.own(whole(count, DTYPES[0]))[:, i] for i in range(2)))()
         assert all(torch.equal(x, whole(count, DTYPES[0])[:, i]) for i, x in enumerate(joined))
-        mixed = rows.gather_joined(*(rows.own(whole(count, dtype))[:, 0] for dtype in DTYPES[:2]))
+        mixed = rows.begin_gather_joined(*(rows.own(whole(count, dtype))[:, 0] for dtype in DTYPES[:2]))()
         assert all(x.dtype == dtype and torch.equal(x, whole(count, dtype)[:, 0]) for x, dtype in zip(mixed, DTYPES))
         begun = rows.begin_gather(*(rows.own(whole(count, dtype)) for dtype in DTYPES)), rows.begin_gather(own)
         assert all(torch.equal(x.float(), whole(count, dtype).float()) for x, dtype in zip(begun[0](), DTYPES))
@@ -126,7 +126,7 @@ def test_few_rows_and_decoding_are_whole():
 
 def test_all_rows_are_this_process_s():
     x = torch.ones(3)
-    assert ALL_ROWS.own_kept(x) is ALL_ROWS.own_bounds(x) is x and ALL_ROWS.gather_joined(x, x) == (x, x)
+    assert ALL_ROWS.own_kept(x) is ALL_ROWS.own_bounds(x) is x and ALL_ROWS.begin_gather_joined(x, x)() == (x, x)
     assert ALL_ROWS.own(x) is x and ALL_ROWS.sum(x) is x and ALL_ROWS.gather(x, x) == (x, x)
     assert ALL_ROWS.begin_gather(x, x)() == (x, x) and ALL_ROWS.begin_sum(x)() is x
     assert torch.equal(ALL_ROWS.begin_sum(x)(2 * x, 3 * x), 6 * x)

@@ -1,0 +1,127 @@
+"""Messages between GPUs by copies, as threads that are late at random: nothing is written before it was read."""
+
+import random
+import threading
+import time
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dsa_layers.parallel import peer_copies
+from dsa_layers.parallel.peer_copies import PeerCopies
+from dsa_layers.parallel.symmetric_memory import SharedMemory
+
+CPU = torch.device("cpu")
+SECONDS = 60
+
+
+class AtOnce:
+    """In the place of a stream beside the current one."""
+
+    def __init__(self, device):
+        pass
+
+    def begin(self):
+        return nullcontext()
+
+    def end(self):
+        pass
+
+
+class Ranks:
+    """Threads that are ranks, and the memory that they share in the order in which each asks for it."""
+
+    def __init__(self, size):
+        self.size, self.own = size, threading.local()
+        self.meeting = threading.Barrier(size, timeout=SECONDS)
+        self.shared, self.changed = [], threading.Condition()
+
+    def share(self, group, memory):
+        rank = self.own.rank
+        if self.meeting.wait() == 0:
+            self.shared = [None] * self.size
+        self.meeting.wait()
+        self.shared[rank] = memory
+        self.meeting.wait()
+        of = [*self.shared]
+        if self.meeting.wait() == 0:
+            self.flags = {}
+        self.meeting.wait()
+        return SharedMemory(memory, of, Handle(self, rank, self.flags))
+
+
+class Handle(SimpleNamespace):
+    """torch's handle of the memory, whose flags are numbers of a dictionary."""
+
+    def __init__(self, ranks, rank, flags):
+        super().__init__(ranks=ranks, rank=rank, flags=flags)
+
+    def get_signal_pad(self, rank):
+        return self, rank
+
+    @staticmethod
+    def stream_write_value32(pad, offset, value):
+        (self, rank), (number, source) = pad, divmod(offset, pad[0].ranks.size)
+        with self.ranks.changed:
+            assert not self.flags.get((rank, source, number)), "the flag of an earlier message is still up"
+            self.flags[rank, source, number] = value
+            self.ranks.changed.notify_all()
+
+    def wait_signal(self, rank, number):
+        with self.ranks.changed:
+            key = self.rank, rank, number
+            assert self.ranks.changed.wait_for(lambda: self.flags.get(key), SECONDS), "nothing came"
+            self.flags[key] = 0
+
+
+def bytes_of(message, source, target, count):
+    return (torch.arange(count) + 7 * message + 31 * source + 101 * target).to(torch.uint8)
+
+
+def talk(ranks, rank, messages, found):
+    """Messages of the same sizes on all ranks, up to three at once, which each ends in the order of their numbers."""
+    ranks.own.rank = rank
+    sizes, late = random.Random(0), random.Random(rank + 1)
+    copies, begun = PeerCopies(None, peer_copies.lane_memory(1, ranks.size, CPU)), []
+
+    def end():
+        message, places, ending = begun.pop(0)
+        got = ending()
+        for source in range(ranks.size):
+            time.sleep(late.choice((0, 0, 0, 1e-3)))  # what is slow to read must not be overwritten
+            expected = bytes_of(message, source, rank, places[rank])
+            if not torch.equal(got[source], expected):
+                found.append((rank, message, source))
+
+    for message in range(messages):
+        places = [sizes.choice((0, 8, 24, 40 + message)) for _ in range(ranks.size)]
+        sent = [bytes_of(message, rank, target, places[target]) for target in range(ranks.size)]
+        parts = [[x[:3], x[3:]] for x in sent]  # two tensors, one behind the other
+        begun.append((message, places, copies.begin(parts, places)))
+        time.sleep(late.choice((0, 0, 1e-3)))
+        while len(begun) > sizes.choice((0, 1, 2)):
+            end()
+    while begun:
+        end()
+    found.append(len(copies._lanes))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_messages_in_lanes(size, monkeypatch):
+    ranks, found = Ranks(size), []
+    monkeypatch.setattr(peer_copies, "_Beside", AtOnce)
+    monkeypatch.setattr(peer_copies, "UNIT", 16)  # so that lanes grow
+    monkeypatch.setattr(peer_copies, "share", ranks.share)
+    monkeypatch.setattr(peer_copies, "allocate", lambda shape, dtype, device: torch.zeros(shape, dtype=dtype))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(dist, "get_rank", lambda group: ranks.own.rank)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: size)
+    threads = [threading.Thread(target=talk, args=(ranks, rank, 150, found), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+    assert found == [3] * size  # as many lanes as there were messages on their way, and no wrong byte
