@@ -2,105 +2,107 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from dsa_layers.parallel.symmetric_memory import SharedMemory, allocate, made_by_all, share
+from dsa import backends
+from dsa_layers.parallel.copy_stream import CopyStream
+from dsa_layers.parallel.symmetric_memory import allocate, made_by_all, share
 
 HALVES = 2  # of a lane's memory, which messages take in turn
 UNIT = 2 << 20  # bytes that a half has a multiple of, as torch allocates no less
 
 
 class PeerCopies:
-    """Messages between the ranks of a group: each sends bytes to each, which torch's symmetric memory gets.
+    """Messages between the ranks of a group: each sends bytes to each, into torch's symmetric memory.
 
-    What a message carries goes by copies, GPU to GPU, in a stream of its own, and its flag behind it, for which no
-    multiprocessor is needed: products that have all of them lose none, as they do to NCCL's kernels. Several messages
-    may be on their way, each in a lane of its own; all ranks begin and end them in one order. In a lane a message
-    begins when the one before has ended, whose data say that all ranks had ended the one before that: so halves of the
-    memory in turn are free when they are written. They grow with the longest message.
+    They go by copies from GPU to GPU, and a flag behind, for which no multiprocessor is needed: products that have all
+    of them lose none, as they do to NCCL's kernels. Several messages may be on their way, each in a lane of its own;
+    all ranks begin and end them in one order.
     """
 
     def __init__(self, group: dist.ProcessGroup, memory: torch.Tensor) -> None:
-        self._group, self._device = group, memory.device
-        self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._lanes = [_Lane(share(group, memory))]
-        # Its own part a rank copies meanwhile.
-        self._to_others, self._to_itself = _Beside(self._device), _Beside(self._device)
+        self._group, self._device, self._ranks = group, memory.device, dist.get_world_size(group)
+        self._lanes = [_Lane(group, memory)]
 
     def begin(self, sent: Sequence[Sequence[torch.Tensor]], places: Sequence[int]) -> Callable[[], torch.Tensor]:
         """sent: of every rank what it gets from this one, contiguous tensors, whose bytes lie one behind the other
         there; places: of every rank the most bytes that it gets from one. The function that this gives makes the
-        current stream wait for what the others have sent, and gives uint8 [ranks, places[rank]] of this rank: bytes
-        from each, for what is launched before this rank begins anything else."""
-        lane = self._lane(max(places))
-        lane.busy, lane.half = True, 1 - lane.half
-        memory, half, sent = lane.memory, lane.half, [*sent]
-        others = [(self._rank + step) % self._ranks for step in range(1, self._ranks)]  # no two ranks to one at a time
-        with self._to_others.begin():
-            for rank in others:
-                _copy(sent[rank], memory.of[rank][half, self._rank * places[rank] :])
-                memory.raise_flag(rank, half)
-        with self._to_itself.begin():
-            _copy(sent[self._rank], memory.own[half, self._rank * places[self._rank] :])
+        current stream wait for what the others have sent, and gives uint8 [ranks * places[rank]] of this rank: the
+        places of all, one behind the other, for what is launched before this rank begins anything else."""
+        lane, most = next((lane for lane in self._lanes if not lane.busy), None), max(places)
+        if lane is None:
+            lane = _Lane(self._group, lane_memory(most, self._ranks, self._device))
+            self._lanes.append(lane)
+        elif not lane.takes(most):
+            torch.cuda.synchronize(self._device)  # nothing is on its way to others' old memory when it goes
+            lane.place(lane_memory(most, self._ranks, self._device))
+        return lane.begin(sent, places)
+
+
+class _Lane:
+    """A message begins when the one before has ended, whose data say that all ranks had ended the one before that: so
+    halves of the memory in turn are free when they are written."""
+
+    def __init__(self, group: dist.ProcessGroup, memory: torch.Tensor) -> None:
+        self._group, self._rank, self._ranks = group, dist.get_rank(group), dist.get_world_size(group)
+        self._others = [(self._rank + step) % self._ranks for step in range(1, self._ranks)]  # no two ranks to one
+        # What a rank gives itself is copied meanwhile.
+        self._to_others, self._to_itself = CopyStream(memory.device), CopyStream(memory.device)
+        self.busy, self._half = False, 0
+        self.place(memory)
+
+    def place(self, memory: torch.Tensor) -> None:
+        """Messages go to this memory from now on; all ranks share theirs."""
+        self._memory = share(self._group, memory)
+        rows, bytes_of_half = range(self._ranks), memory.shape[1]
+        self._begins = [
+            [self._memory.of[rank].data_ptr() + half * bytes_of_half for rank in rows] for half in range(HALVES)
+        ]
+        self._flags = [[self._memory.flag(rank, half) for rank in rows] for half in range(HALVES)]
+
+    def takes(self, most: int) -> bool:
+        """Whether the memory has a place of so many bytes for each rank."""
+        return self._ranks * most <= self._memory.own.shape[1]
+
+    def begin(self, sent: Sequence[Sequence[torch.Tensor]], places: Sequence[int]) -> Callable[[], torch.Tensor]:
+        self.busy, self._half = True, 1 - self._half
+        half, held, gives_itself = self._half, [*sent], bool(sent[self._rank])
+        with backends.on_device(self._memory.own):
+            self._to_others.begin()
+            for rank in self._others:
+                self._send(self._to_others, sent[rank], rank, places[rank])
+                self._to_others.raise_flag(self._flags[half][rank])
+            self._to_others.end()
+            if gives_itself:
+                self._to_itself.begin()
+                self._send(self._to_itself, sent[self._rank], self._rank, places[self._rank])
+                self._to_itself.end()
 
         def end() -> torch.Tensor:
-            for rank in others:
-                memory.await_flag(rank, half)
-            self._to_others.end()
-            self._to_itself.end()
-            sent.clear()  # whose memory others may get from here on
-            lane.busy = False
-            return memory.own[half, : self._ranks * places[self._rank]].view(self._ranks, places[self._rank])
+            with backends.on_device(self._memory.own):
+                for rank in self._others:
+                    self._memory.await_flag(rank, half)
+                self._to_others.join()
+                if gives_itself:
+                    self._to_itself.join()
+            held.clear()  # whose memory others may get from here on
+            self.busy = False
+            return self._memory.own[half, : self._ranks * places[self._rank]]
 
         return end
 
-    def _lane(self, most: int) -> "_Lane":
-        """The first one in which nothing is on its way, with a place of so many bytes for each rank."""
-        lane = next((lane for lane in self._lanes if not lane.busy), None)
-        if lane is None:
-            self._lanes.append(lane := _Lane(share(self._group, lane_memory(most, self._ranks, self._device))))
-        elif lane.memory.own.shape[1] < most * self._ranks:
-            torch.cuda.synchronize(self._device)  # nothing is on its way to others' old memory when it goes
-            lane.memory = share(self._group, lane_memory(most, self._ranks, self._device))
-        return lane
-
-
-@dataclass
-class _Lane:
-    memory: SharedMemory
-    half: int = 0
-    busy: bool = False
-
-
-class _Beside:
-    """A stream beside the current one."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, torch.cuda.Stream(device)
-
-    def begin(self) -> AbstractContextManager:
-        """What is launched inside waits for what the current stream has to do."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        return torch.cuda.stream(self._stream)
-
-    def end(self) -> None:
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+    def _send(self, stream: CopyStream, tensors: Sequence[torch.Tensor], rank: int, place: int) -> None:
+        address = self._begins[self._half][rank] + self._rank * place
+        for x in tensors:
+            stream.copy(x, address)
+            address += x.nbytes
 
 
 def lane_memory(most: int, ranks: int, device: torch.device) -> torch.Tensor:
     """Memory for messages of up to so many bytes from each rank."""
     return allocate((HALVES, -(-ranks * most // UNIT) * UNIT), torch.uint8, device)
-
-
-def _copy(tensors: Sequence[torch.Tensor], memory: torch.Tensor) -> None:
-    begin = 0
-    for x in tensors:
-        memory[begin : begin + x.nbytes].copy_(x.detach().view(-1).view(torch.uint8))
-        begin += x.nbytes
 
 
 @functools.cache

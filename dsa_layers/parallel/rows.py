@@ -118,7 +118,7 @@ class SharedRows(Rows):
             )
 
         def end(shared: torch.Tensor | None = None, residual: torch.Tensor | None = None) -> torch.Tensor:
-            parts = receive().view(part.dtype).view(size, own, *part.shape[1:])
+            parts = receive().view(-1).view(part.dtype).view(size, own, *part.shape[1:])
             return self._ranks.sum_parts(parts, shared, residual)
 
         return end
@@ -145,11 +145,12 @@ class SharedRows(Rows):
         if not own:
             return lambda: ()
         shapes = [(x.dtype, x.shape[1:]) for x in own]
-        words = [x.contiguous().view(-1).view(torch.uint8) for x in own]
+        flat = [x.contiguous().view(-1) for x in own]
         count = self._counts[self._ranks.rank]
         widths = [shape.numel() * dtype.itemsize for dtype, shape in shapes]  # bytes of a row, also of a rank without
-        if all(width % 4 == 0 for width in widths):  # fewer and wider numbers; neither NCCL nor `cat` knows all of FP8
-            words, widths = [x.view(torch.int32) for x in words], [width // 4 for width in widths]
+        # Fewer and wider numbers, and those that NCCL and `cat` know.
+        word = torch.int32 if all(width % 4 == 0 for width in widths) else torch.uint8
+        words, widths = [x.view(word) for x in flat], [width // word.itemsize for width in widths]
         row = sum(widths)
         copies = self._ranks.copies(words[0])
         if copies is None:
@@ -157,15 +158,15 @@ class SharedRows(Rows):
             if len(words) > 1 or count < self._most:
                 sent = sent.new_empty(self._most * row)  # what is behind the own rows nobody reads
                 torch.cat(words, out=sent[: count * row])
-            parts = sent.new_empty(self._ranks.size, len(sent))
-            work = self._ranks.all_gather(parts.view(-1), sent, async_op=not at_once)
+            parts = sent.new_empty(self._ranks.size * len(sent))
+            work = self._ranks.all_gather(parts, sent, async_op=not at_once)
             receive = partial(_when_done, work, parts)
         else:
             to_all = [() if rank == self._ranks.rank else words for rank in range(self._ranks.size)]
-            receive = copies.begin(to_all, [self._most * row * words[0].itemsize] * self._ranks.size)
+            receive = copies.begin(to_all, [self._most * row * word.itemsize] * self._ranks.size)
 
         def end() -> tuple[torch.Tensor, ...]:
-            parts = receive().view(words[0].dtype)
+            parts = receive().view(word)
             befores = accumulate(widths, initial=0)
             every = (self._in_order(parts, *of_one) for of_one in zip(words, befores, widths))
             return tuple(x.view(dtype).view(-1, *shape) for x, (dtype, shape) in zip(every, shapes))
@@ -173,12 +174,15 @@ class SharedRows(Rows):
         return end
 
     def _in_order(self, parts: torch.Tensor, own: torch.Tensor, before: int, width: int) -> torch.Tensor:
-        """All rows of `width` words: this rank's own, and of the parts [ranks, ...] of others, in each of which
-        `before` words of each of its rows come first."""
-        pieces = []
+        """All rows of `width` words: this rank's own, and those of others from the ranks' parts of equal length, one
+        behind the other, in each of which `before` words of each of its rows come first."""
+        pieces, of_rank = [], len(parts) // self._ranks.size
         for rank, piece in self._order:
-            of_rank = own if rank == self._ranks.rank else parts[rank, before * self._counts[rank] :]
-            pieces.append(of_rank[piece.start * width : piece.stop * width])
+            if rank == self._ranks.rank:
+                pieces.append(own[piece.start * width : piece.stop * width])
+            else:
+                first = rank * of_rank + before * self._counts[rank]
+                pieces.append(parts[first + piece.start * width : first + piece.stop * width])
         return torch.cat(pieces)
 
 

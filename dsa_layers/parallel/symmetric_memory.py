@@ -21,14 +21,12 @@ class SharedMemory:
     of: list[torch.Tensor]
     handle: Any
 
-    def raise_flag(self, rank: int, number: int) -> None:
-        """This rank's flag of a number at another rank, once what the current stream has to do is done: by the stream
-        itself, for which no multiprocessor has to be free."""
-        own, ranks = self.handle.rank, len(self.of)
-        type(self.handle).stream_write_value32(self.handle.get_signal_pad(rank), number * ranks + own, 1)
+    def flag(self, rank: int, number: int) -> int:
+        """The address of this rank's flag of a number at another rank, an int32."""
+        return self.handle.signal_pad_ptrs[rank] + 4 * (number * len(self.of) + self.handle.rank)
 
     def await_flag(self, rank: int, number: int) -> None:
-        """The current stream waits for that of another rank here, without an end, and takes it down."""
+        """The current stream waits until another rank's is 1 here, without an end, and makes it 0."""
         self.handle.wait_signal(rank, number)
 
 

@@ -128,6 +128,11 @@ def test_the_share_of_collectives():
     # What is computed beside them is none of theirs, whichever of the two begins and ends first.
     beside = [kernel("ncclDevKernel_SendRecv(args)", 80, 2000.0), kernel("gemm", 79, 2000.0), kernel("gemm", 81, 500.0)]
     assert collectives.share([*events, *beside]) == 503 / 3010
+    # The wait for others' copies, in which there are none, or own ones.
+    copies = [kernel("Memcpy PtoP (Device -> Device)", 90, 4000.0, "gpu_memcpy"), kernel("gemm", 91, 2000.0)]
+    waits = [kernel("void c10d::symmetric_memory::wait_signal_kernel(unsigned int**)", 93, 1500.0)]
+    copied = kernel("Memcpy DtoD (Device -> Device)", 95, 500.0, "gpu_memcpy")
+    assert collectives.share([*events, *copies, *waits, copied]) == (3 + 2500) / (10 + 5000)
     with pytest.raises(ValueError, match="events: must have kernels behind a collective, got 1 in 2 events"):
         collectives.share([kernel("gemm", 0, 1.0), {"cat": "cpu_op", "name": "nccl", "ts": 0, "dur": 1}])
 
