@@ -9,8 +9,9 @@ Plan
   it is read.
 - A thread writes all that it has of its own part to all GPUs, its own one included, and then adds up the parts of the
   same places, in fp32 and in the order of the ranks, rounded once. So all GPUs have the same bits.
-- The turn is in memory, so that a CUDA graph has a new one each time: all threads read it at first, and the last CTA to
-  end sets it.
+- The turn is in memory, so that a CUDA graph has a new one each time: all threads read it at first, and the last CTA
+  that has read it sets it, while parts are on their way: the kernel ends behind its last store.
+- A thread's next 8 bytes are loaded before they are sent, the first ones beside the turn.
 Constraints: all ranks make the same sums in the same order, one at a time. Turns are 32 bits: after 2^32 sums one is
 taken for the sum of 2^32 before, of which nothing is left but in places that no sum has reached since.
 Shared memory: none. Registers: few.
@@ -100,14 +101,24 @@ class OneShotSumSm90:
         first, step, places = cta * THREADS + tid, ctas * THREADS, x.shape[0] // self.width
         wait_for_prerequisite_grids()
 
-        turn = Uint32(turns[0]) + 1
-        half = Int32(turn & (HALVES - 1))
         part = cute.make_rmem_tensor((self.width,), self.dtype)
         words = cute.recast_tensor(part, Uint32)
+        if first < places:
+            cute.autovec_copy(cute.local_tile(x, (self.width,), (first,)), part)
+        turn = Uint32(turns[0]) + 1
+        half = Int32(turn & (HALVES - 1))
         for i in cutlass.range(first, places, step, unroll=1):
-            cute.autovec_copy(cute.local_tile(x, (self.width,), (i,)), part)
             for r in cutlass.range_constexpr(self.ranks):
                 _send(_address(memories[r], half, rank, i), words[0], words[1], turn)
+            if i + step < places:
+                cute.autovec_copy(cute.local_tile(x, (self.width,), (i + step,)), part)
+        cute.arch.sync_threads()
+        if tid == 0:
+            readers = cute.arch.atomic_add(turns.iterator + 1, Int32(1), scope="gpu")
+            if readers == ctas - 1:
+                turns[1] = Int32(0)
+                turns[0] = Int32(turn)
+
         total = cute.make_rmem_tensor((self.width,), Float32)
         for i in cutlass.range(first, places, step, unroll=1):
             for r in cutlass.range_constexpr(self.ranks):
@@ -116,13 +127,6 @@ class OneShotSumSm90:
                 total.store(numbers if r == 0 else total.load() + numbers)
             part.store(total.load().to(self.dtype))
             cute.autovec_copy(part, cute.local_tile(y, (self.width,), (i,)))
-
-        cute.arch.sync_threads()
-        if tid == 0:
-            ended = cute.arch.atomic_add(turns.iterator + 1, Int32(1), scope="gpu")
-            if ended == ctas - 1:
-                turns[1] = Int32(0)
-                turns[0] = Int32(turn)
 
 
 @cached

@@ -16,8 +16,9 @@ def test_sass(compile_function, arguments):
     _, ranks = arguments
     assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
     assert sass.registers <= 64
-    # The turn and the own part; then of each rank 16 bytes at once, in a loop that the part leaves as it comes.
-    assert sass.instructions["LDG"] == 2 + ranks and sass.instructions["ATOMG"] == 1
+    # The turn, the own part's first bytes and its next; then of each rank 16 bytes at once, in a loop that the part
+    # leaves as it comes.
+    assert sass.instructions["LDG"] == 3 + ranks and sass.instructions["ATOMG"] == 1
     # 16 bytes to each rank; the result, and what the last CTA says of the next turn.
     assert sass.instructions["STG"] == ranks + 1 + 2
 
