@@ -158,9 +158,10 @@ class CompressedAttention(SplitByTokens):
             return self._decode(x, projecting(), rope, entry_rope, batch, cache, rows, queries)
         q = self._queries(latents, rope, rows, queries)  # while what is made of other processes' rows is on its way
         projected = projecting()
+        del latents, projecting  # with this process's own rows
         keys = self._token_keys(projected.keys, rope, batch, cache)
         entries = self._entries(x, projected, rope, entry_rope, batch, cache, rows, queries)
-        del projecting, projected  # of all rows in fp32, which attention has no need of
+        del projected  # of all rows in fp32, which attention has no need of
         return self._prefill(q, keys, *entries, queries.own_kept(rope), batch, cache, queries)
 
     def _begin_projections(

@@ -32,10 +32,10 @@ class CopyStream:
         if x.nbytes:
             self._call("cuMemcpyAsync", address, x.data_ptr(), x.nbytes, self._stream)
 
-    def raise_flag(self, address: int) -> None:
-        """The int32 at an address of any GPU becomes 1 when the copies have arrived: by the stream itself, for which no
-        multiprocessor has to be free."""
-        self._call("cuStreamWriteValue32", self._stream, address, 1, 0)
+    def set_flag(self, address: int, value: int) -> None:
+        """The int32 at an address of any GPU gets this value when the copies have arrived: by the stream itself, for
+        which no multiprocessor has to be free."""
+        self._call("cuStreamWriteValue32", self._stream, address, value, 0)
 
     def end(self) -> None:
         self._call("cuEventRecord", self._ended, self._stream)
@@ -45,7 +45,8 @@ class CopyStream:
         self._call("cuStreamWaitEvent", self._current(), self._ended, 0)
 
     def _current(self) -> int:
-        return torch.cuda.current_stream(self._device).cuda_stream
+        # 1: the default stream of all threads, which 0 need not be.
+        return torch.cuda.current_stream(self._device).cuda_stream or 1
 
     def _call(self, name: str, *arguments: Any) -> Any:
         error, *results = getattr(self._driver, name)(*arguments)

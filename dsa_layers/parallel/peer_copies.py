@@ -11,20 +11,22 @@ from dsa_layers.parallel.copy_stream import CopyStream
 from dsa_layers.parallel.symmetric_memory import allocate, made_by_all, share
 
 HALVES = 2  # of a lane's memory, which messages take in turn
-UNIT = 2 << 20  # bytes that a half has a multiple of, as torch allocates no less
+UNIT = 2 << 20  # bytes that a half has a multiple of: memory is shared in pages
 
 
 class PeerCopies:
     """Messages between the ranks of a group: each sends bytes to each, into torch's symmetric memory.
 
     They go by copies from GPU to GPU, and a flag behind, for which no multiprocessor is needed: products that have all
-    of them lose none, as they do to NCCL's kernels. Several messages may be on their way, each in a lane of its own;
-    all ranks begin and end them in one order.
+    of them lose none, as they do to NCCL's kernels. Several messages may be on their way, each in a lane of its own.
+    All ranks begin and end them in one order, and a rank where it computes: in one stream, without a CUDA graph. A rank
+    waits for the others' messages without an end. What is begun and never ended keeps its lane.
     """
 
     def __init__(self, group: dist.ProcessGroup, memory: torch.Tensor) -> None:
         self._group, self._device, self._ranks = group, memory.device, dist.get_world_size(group)
         self._lanes = [_Lane(group, memory)]
+        self._lanes[0].try_out()
 
     def begin(self, sent: Sequence[Sequence[torch.Tensor]], places: Sequence[int]) -> Callable[[], torch.Tensor]:
         """sent: of every rank what it gets from this one, contiguous tensors, whose bytes lie one behind the other
@@ -36,7 +38,7 @@ class PeerCopies:
             lane = _Lane(self._group, lane_memory(most, self._ranks, self._device))
             self._lanes.append(lane)
         elif not lane.takes(most):
-            torch.cuda.synchronize(self._device)  # nothing is on its way to others' old memory when it goes
+            lane.drop_memory()
             lane.place(lane_memory(most, self._ranks, self._device))
         return lane.begin(sent, places)
 
@@ -48,19 +50,38 @@ class _Lane:
     def __init__(self, group: dist.ProcessGroup, memory: torch.Tensor) -> None:
         self._group, self._rank, self._ranks = group, dist.get_rank(group), dist.get_world_size(group)
         self._others = [(self._rank + step) % self._ranks for step in range(1, self._ranks)]  # no two ranks to one
-        # What a rank gives itself is copied meanwhile.
-        self._to_others, self._to_itself = CopyStream(memory.device), CopyStream(memory.device)
         self.busy, self._half = False, 0
         self.place(memory)
+        # What a rank gives itself is copied meanwhile.
+        self._to_others, self._to_itself = CopyStream(memory.device), CopyStream(memory.device)
+
+    def drop_memory(self) -> None:
+        """Of messages that all have been ended here."""
+        device = self._memory.own.device
+        torch.cuda.synchronize(device)  # nothing is on its way to others' memory when what maps it here goes
+        self._memory = None
+        torch.cuda.empty_cache()  # what comes in its place is not of PyTorch's cache
 
     def place(self, memory: torch.Tensor) -> None:
         """Messages go to this memory from now on; all ranks share theirs."""
+        torch.cuda.synchronize(memory.device)  # PyTorch fills it with zeros, which must not come behind a message
         self._memory = share(self._group, memory)
         rows, bytes_of_half = range(self._ranks), memory.shape[1]
         self._begins = [
             [self._memory.of[rank].data_ptr() + half * bytes_of_half for rank in rows] for half in range(HALVES)
         ]
         self._flags = [[self._memory.flag(rank, half) for rank in rows] for half in range(HALVES)]
+
+    def try_out(self) -> None:
+        """What messages are made of, without one: an error of it is then known before the ranks choose this way."""
+        with backends.on_device(self._memory.own):
+            self._to_others.begin()
+            for rank in self._others:
+                self._send(self._to_others, [self._memory.own[0, :8]], rank, 8)
+                self._to_others.set_flag(self._flags[0][rank], 0)
+            self._to_others.end()
+            self._to_others.join()
+        torch.cuda.synchronize(self._memory.own.device)
 
     def takes(self, most: int) -> bool:
         """Whether the memory has a place of so many bytes for each rank."""
@@ -73,7 +94,7 @@ class _Lane:
             self._to_others.begin()
             for rank in self._others:
                 self._send(self._to_others, sent[rank], rank, places[rank])
-                self._to_others.raise_flag(self._flags[half][rank])
+                self._to_others.set_flag(self._flags[half][rank], 1)
             self._to_others.end()
             if gives_itself:
                 self._to_itself.begin()

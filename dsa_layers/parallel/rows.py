@@ -83,13 +83,12 @@ class SharedRows(Rows):
         for x in own:
             of_dtypes.setdefault(x.dtype, []).append(x)
         gathering = self.begin_gather(*(xs[0] if len(xs) == 1 else torch.cat(xs, -1) for xs in of_dtypes.values()))
+        widths = {dtype: [x.shape[-1] for x in xs] for dtype, xs in of_dtypes.items()}
+        dtypes = [x.dtype for x in own]
 
         def end() -> tuple[torch.Tensor, ...]:
-            parts = {
-                whole.dtype: iter(whole.split([x.shape[-1] for x in of_dtypes[whole.dtype]], -1))
-                for whole in gathering()
-            }
-            return tuple(next(parts[x.dtype]) for x in own)
+            parts = {whole.dtype: iter(whole.split(widths[whole.dtype], -1)) for whole in gathering()}
+            return tuple(next(parts[dtype]) for dtype in dtypes)
 
         return end
 
@@ -104,10 +103,11 @@ class SharedRows(Rows):
 
     def _begin_sum(self, part: torch.Tensor, *, at_once: bool) -> Callable[..., torch.Tensor]:
         own, size = self._counts[self._ranks.rank], self._ranks.size
+        dtype, shape = part.dtype, part.shape[1:]
         copies = self._ranks.copies(part)
         if copies is None:
             sent = torch.cat([part[piece] for own in self._pieces for piece in own])
-            parts = part.new_empty(size * own, *part.shape[1:])
+            parts = part.new_empty(size * own, *shape)
             work = self._ranks.all_to_all(parts, sent, [own] * size, self._counts, async_op=not at_once)
             receive = partial(_when_done, work, parts)
         else:
@@ -118,7 +118,7 @@ class SharedRows(Rows):
             )
 
         def end(shared: torch.Tensor | None = None, residual: torch.Tensor | None = None) -> torch.Tensor:
-            parts = receive().view(-1).view(part.dtype).view(size, own, *part.shape[1:])
+            parts = receive().view(-1).view(dtype).view(size, own, *shape)
             return self._ranks.sum_parts(parts, shared, residual)
 
         return end

@@ -1,4 +1,4 @@
-"""Whether ranks sum through each other's memory: all of them or none, whatever one of them misses."""
+"""Whether ranks sum and send rows through each other's memory: all of them or none, whatever one of them misses."""
 
 import socket
 import warnings
@@ -11,66 +11,84 @@ import torch.distributed as dist
 from torch.distributed import _symmetric_memory
 
 from dsa import backends
-from dsa_layers.parallel import one_shot_sum
+from dsa_layers.parallel import one_shot_sum, peer_copies
 from tests.layers.parallel.processes import in_ranks
 
 CPU = torch.device("cpu")
 
 
 class Made:
-    """In the place of the sum itself, which needs GPUs."""
+    """In the place of the sum itself, or of copies, which need GPUs."""
 
     def __init__(self, group, memory):
-        # Nothing of an earlier use is there when the ranks have voted.
-        self.clean = not memory.any() and memory.shape == (2, 2, one_shot_sum._places(2), 4)
+        dist.barrier(group)  # as ranks meet that share memory: the others must not wait for one that does not come
+        if memory.dtype == torch.uint8:
+            self.right = memory.shape == (2, peer_copies.UNIT)
+        else:  # nothing of an earlier use is there when the ranks have voted
+            self.right = not memory.any() and memory.shape == (2, 2, one_shot_sum._places(2), 4)
 
 
 def missing(*_):
     raise RuntimeError("no peer access")
 
 
+class Faulty(Made):
+    def __init__(self, group, memory):
+        super().__init__(group, memory)
+        missing()
+
+
+# {what is made: (what makes it, where its class is, what there is to say)}
+WAYS = {
+    "sums": (one_shot_sum.one_shot_sum, (one_shot_sum, "OneShotSum"), "sums go"),
+    "copies": (peer_copies.peer_copies, (peer_copies, "PeerCopies"), "rows go"),
+}
+
 # What is otherwise on the second rank.
 FAULTS = {
     "nothing": [],
     "no kernels": [(backends, "why_no_kernels", lambda: "no DSL")],
     "no memory": [(_symmetric_memory, "empty", lambda *_, **options: missing())],
-    "no access": [(one_shot_sum, "OneShotSum", missing)],
+    "no access": [],  # the class of the way is faulty
     "another machine": [(socket, "gethostname", lambda: "another")],
 }
 
 
-def outcome(ranks, fault):
+def outcome(ranks, way, fault):
     """(what there is, the warnings)"""
+    make, place, what = WAYS[way]
+    faulty = fault == "no access" and ranks.rank == 1
     patches = [
         (dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl"),
         (backends, "why_no_kernels", lambda: None),
         (_symmetric_memory, "empty", lambda shape, dtype, device: torch.full(shape, 7, dtype=dtype, device=device)),
-        (one_shot_sum, "OneShotSum", Made),
+        (*place, Faulty if faulty else Made),
         *(FAULTS[fault] if ranks.rank == 1 else []),
     ]
     for owner, name, value in patches:
         mock.patch.object(owner, name, value).start()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = [one_shot_sum.one_shot_sum(dist.group.WORLD, CPU) for _ in range(2)]
+        found = [make(dist.group.WORLD, CPU) for _ in range(2)]
     assert found[0] is found[1]  # ranks ask each other once
-    return found[0] and found[0].clean, [
-        str(warning.message) for warning in caught if "sums go" in str(warning.message)
+    return found[0] and found[0].right, [
+        str(warning.message) for warning in caught if str(warning.message).startswith(what)
     ]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_all_ranks_or_none(fault):
-    (first, told_first), (second, told_second) = in_ranks(2, outcome, fault)
-    if fault == "nothing":
+@pytest.mark.parametrize("way", WAYS)
+def test_all_ranks_or_none(way, fault):
+    (first, told_first), (second, told_second) = in_ranks(2, outcome, way, fault)
+    if fault == "nothing" or (way, fault) == ("copies", "no kernels"):  # copies need none
         assert first is second is True and not told_first and not told_second
         return
     assert first is second is None
     if fault == "another machine":  # that is no fault
         assert not told_first and not told_second
         return
-    assert told_first == ["sums go through NCCL, not through symmetric memory: another rank has none"]
-    assert len(told_second) == 1 and told_second != told_first
+    told = f"{WAYS[way][2]} through NCCL, not through symmetric memory: another rank has none"
+    assert told_first == [told] and len(told_second) == 1 and told_second != told_first
 
 
 def without_nccl(ranks):
