@@ -115,8 +115,13 @@ class Epilogue:
                 cute.autovec_copy(source, vector)
                 if 8 * r < rows:
                     place = side * (HALF_V // 8) + i * (STAGED // 8) + lane % 4
-                    cute.autovec_copy(vector, cute.local_tile(targets[r], (8,), (place,)))
+                    self.write(vector, cute.local_tile(targets[r], (8,), (place,)))
             cute.arch.sync_warp()
+
+    @cute.jit
+    def write(self, vector, target):
+        """8 numbers to the result."""
+        cute.autovec_copy(vector, target)
 
     @cute.jit
     def staged(self, row, vector):

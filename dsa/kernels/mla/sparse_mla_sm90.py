@@ -26,6 +26,7 @@ from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.fake_tensors import cute_dtype
 from dsa.cute.shared_memory import load_matrices, swizzled
 from dsa.cute.sm90 import WARPGROUP
+from dsa.kernels.mla.gather_options import GatherOptions, StreamedEpilogue, TopkGatherAs
 from dsa.kernels.mla.limits import DTYPES, HEAD_DIM, HEAD_DIM_V, SPARSE_HEAD_DIMS, TILE_M, TILE_N
 from dsa.kernels.mla.mla_attention import Q_RMEM_CHUNKS, REGISTERS, MlaAttention, MlaOperands, MlaShared
 from dsa.kernels.mla.mla_epilogue import Epilogue, QTile, Results
@@ -124,15 +125,18 @@ class SparseMlaAttention(MlaAttention):
 
 
 class SparseMlaSm90(SparseMlaKernel):
-    """Keys of `head_dim` channels, 576 or 512, in the dtype of the epilogue."""
+    """Keys of `head_dim` channels, 576 or 512, in the dtype of the epilogue. options: how the gather treats the L2
+    cache."""
 
-    def __init__(self, head_dim: int, epilogue: Epilogue):
+    def __init__(self, head_dim: int, epilogue: Epilogue, options: GatherOptions | None = None):
+        self.options = options
         self.attention = self.make_attention(head_dim, epilogue)
         super().__init__(self.attention.kv, self.attention.exchange_memory, TILE_M, 1, REGISTERS)
 
     def make_attention(self, head_dim: int, epilogue: Epilogue) -> SparseMlaAttention:
         """The consumers, with the keys' stages."""
-        kv = TopkGather(epilogue.dtype, head_dim, V_STAGES[head_dim], ROPE_STAGES)
+        stages = epilogue.dtype, head_dim, V_STAGES[head_dim], ROPE_STAGES
+        kv = TopkGather(*stages) if self.options is None else TopkGatherAs(*stages, self.options)
         return SparseMlaAttention(kv, head_dim, epilogue)
 
     def q_tile(self, results: Results, group, coord: Coord) -> QTile:
@@ -170,6 +174,17 @@ def compile_sparse_mla(dtype: str, head_dim: int, lists: int, with_max_logits: b
     kind = cute_dtype(dtype)
     return compile_sm90(
         SparseMlaSm90(head_dim, Epilogue(kind, with_max_logits)),
+        *fake_arguments(kind, head_dim, lists, lambda: fake_cache(kind, head_dim), with_max_logits),
+    )
+
+
+@cached
+def compile_sparse_mla_as(dtype: str, head_dim: int, lists: int, with_max_logits: bool, options: GatherOptions):
+    """-> f as of `compile_sparse_mla`, with these options."""
+    kind = cute_dtype(dtype)
+    epilogue = (StreamedEpilogue if options.streamed else Epilogue)(kind, with_max_logits)
+    return compile_sm90(
+        SparseMlaSm90(head_dim, epilogue, options),
         *fake_arguments(kind, head_dim, lists, lambda: fake_cache(kind, head_dim), with_max_logits),
     )
 
