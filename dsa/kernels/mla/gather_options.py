@@ -11,12 +11,14 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
 
 from dsa.cute.copies import arrive_when_gathered, prefetch_to_l2
-from dsa.cute.pipeline import arrive
+from dsa.cute.pipeline import Pipeline, arrive, pipeline_storage, start
+from dsa.cute.sm90 import WARPGROUP
 from dsa.kernels.mla.limits import TILE_N
 from dsa.kernels.mla.mla_epilogue import Epilogue
 from dsa.kernels.mla.mla_tiles import (
     K_CHUNK,
     K_PER_V,
+    MASK_WORDS,
     ROPE_AFTER,
     ROPE_CHUNK,
     V_CHUNK_ORDER,
@@ -28,6 +30,7 @@ from dsa.kernels.mla.tile_scheduler import WorkTileInfo
 from dsa.kernels.mla.topk_gather import WARP_KEYS, TopkGather
 
 LINE = 128  # bytes
+DRAWN_BARRIER = 3
 EVICT_FIRST, EVICT_LAST = 0x12F00000, 0x14F00000  # the upper halves of L2 policies, whose lower halves are 0
 ORDERS = ("blocks", "strided", "rotated")
 
@@ -43,6 +46,8 @@ class GatherOptions:
     order     which keys of a query's list tile t of n has: "blocks", those from 64 t on; "strided", t, t + n, t + 2 n
               and so on; "rotated", the blocks in turn from one on that the query's own indices say. Of one list
     streamed  results leave the L2 cache first
+    dynamic   CTAs draw their queries as they become free; lse_partial is a counter for each tile of heads, int32, 0
+              before a launch, which has no splits
     """
 
     l2_bytes: int = 256
@@ -51,6 +56,33 @@ class GatherOptions:
     by_line: bool = False
     order: str = "blocks"
     streamed: bool = False
+    dynamic: bool = False
+
+
+@dataclass(frozen=True)
+class DrawingScheduler:
+    """Whole queries: number `worker` of `workers` first, then what `counter` [1] says beyond `workers`."""
+
+    worker: Int32
+    workers: Int32
+    queries: Int32
+    counter: cute.Tensor
+
+    @cute.jit
+    def draw(self, warp, lane) -> Int32:
+        """A number that no other CTA gets; the first warp's first lane alone has it, and waits for it where it is
+        used."""
+        number = Int32(0)
+        if warp == 0 and lane == 0:
+            number = cute.arch.atomic_add(self.counter.iterator, Int32(1), sem="relaxed", scope="gpu")
+        return number
+
+
+@dataclass(frozen=True)
+class DrawingPipeline(KvPipeline):
+    """drawn [2]: what the load warpgroup's first warp has drawn, by turns."""
+
+    drawn: cute.Tensor
 
 
 @cute.jit
@@ -112,13 +144,113 @@ class TopkGatherAs(TopkGather):
         super().__init__(dtype, head_dim, v_stages, rope_stages)
         self.options = options
 
+    def storage(self) -> type:
+        @cute.struct
+        class DrawingStorage:
+            v: pipeline_storage(self.v_stages, parts=K_PER_V)
+            rope: pipeline_storage(self.rope_stages)
+            work: self.work_tile_storage()
+            valid_mask: cute.struct.Align[cute.struct.MemRange[Uint32, MASK_WORDS * self.rope_stages], 16]
+            drawn: cute.struct.MemRange[Int32, 2]
+
+        return DrawingStorage if self.options.dynamic else super().storage()
+
+    def pipeline(self, storage) -> KvPipeline:
+        if not self.options.dynamic:
+            return super().pipeline(storage)
+        return DrawingPipeline(
+            v=Pipeline.of(storage.v, self.v_stages, parts=K_PER_V),
+            rope=Pipeline.of(storage.rope, self.rope_stages),
+            valid_mask=storage.valid_mask.get_tensor(cute.make_layout((MASK_WORDS, self.rope_stages))),
+            work=self.work_tile_pipeline(storage.work),
+            drawn=storage.drawn.get_tensor(cute.make_layout(2)),
+        )
+
+    def scheduler(self, scheduler, results, head_tile):
+        if not self.options.dynamic:
+            return scheduler
+        counters = cute.recast_ptr(results.lse_partial.iterator, dtype=Int32)
+        counter = cute.make_tensor(counters + head_tile, cute.make_layout(1))
+        return DrawingScheduler(scheduler.worker, scheduler.workers, scheduler.queries, counter)
+
     @cute.jit
-    def first_block(self, lists, counts, ends, query):
-        """The block of keys that comes first in the rotated order."""
+    def load(self, q, memory, pipeline, lists, group, scheduler, first_row, warp, lane):
+        kv_state, work_state = pipeline.start(), start()
+        if const_expr(self.options.dynamic):
+            query, turn = scheduler.worker, Int32(0)
+            while query < scheduler.queries:
+                counts, ends = self.lengths(lists, group, query)
+                info = WorkTileInfo(query, Int32(0), cutlass.max(sum(ends), 1), Int32(-1), Int32(0), Int32(0))
+                block = self.first_block(self.sample(lists, counts, query, lane), ends)
+                if warp == 0:
+                    work_state = pipeline.work.publish(work_state, info)
+                kv_state, query = self.load_tiles(
+                    *(q, memory, pipeline, lists, counts, ends, info, first_row, warp, lane, kv_state, block),
+                    *(scheduler, turn),
+                )
+                turn ^= 1
+        else:
+            work, sample = scheduler.first(), Uint32(0)
+            if const_expr(self.options.order == "rotated"):
+                if work.is_valid:
+                    query, _ = scheduler.locate(work)
+                    counts, _ = self.lengths(lists, group, query)
+                    sample = self.sample(lists, counts, query, lane)
+            while work.is_valid:
+                query, tile = scheduler.locate(work)
+                counts, ends = self.lengths(lists, group, query)
+                first, end, split_idx, work = scheduler.advance(work, query, tile, cutlass.max(sum(ends), 1))
+                block = self.first_block(sample, ends)
+                if work.is_valid and work.query < scheduler.queries:
+                    self.prefetch_q(q, work.query, first_row, warp, lane)
+                    if const_expr(self.options.order == "rotated"):
+                        next_counts, _ = self.lengths(lists, group, work.query)
+                        sample = self.sample(lists, next_counts, work.query, lane)
+                info = WorkTileInfo(query, first, end - first, split_idx, Int32(0), Int32(0))
+                if warp == 0:
+                    work_state = pipeline.work.publish(work_state, info)
+                kv_state, _ = self.load_tiles(
+                    *(q, memory, pipeline, lists, counts, ends, info, first_row, warp, lane, kv_state, block),
+                    *(None, Int32(0)),
+                )
+        if warp == 0:
+            pipeline.work.publish(work_state, WorkTileInfo.last())
+
+    @cute.jit
+    def lengths(self, lists, group, query):
+        """(keys, tiles) of each of a query's lists."""
+        counts = [selection.count(query, group) for selection in lists]
+        return counts, [(count + TILE_N - 1) // TILE_N for count in counts]
+
+    @cute.jit
+    def next_query(self, pipeline, scheduler, drawn, turn, q, first_row, warp, lane):
+        """What was drawn, for all warps; its rows will be in the L2 cache."""
+        if warp == 0 and lane == 0:
+            pipeline.drawn[turn] = scheduler.workers + drawn
+        cute.arch.barrier(barrier_id=DRAWN_BARRIER, number_of_threads=WARPGROUP)
+        query = cute.arch.make_warp_uniform(pipeline.drawn[turn])
+        if query < scheduler.queries:
+            self.prefetch_q(q, query, first_row, warp, lane)
+        return query
+
+    @cute.jit
+    def sample(self, lists, counts, query, lane) -> Uint32:
+        """One of 32 of the query's indices, for `first_block`."""
+        index = Uint32(0)
+        if const_expr(self.options.order == "rotated"):
+            place = lane * counts[0] // 32
+            if place < counts[0]:
+                index = Uint32(lists[0].indices[query, place])
+        return index
+
+    @cute.jit
+    def first_block(self, sample: Uint32, ends) -> Int32:
+        """The block of keys that comes first in the rotated order: queries that share most of their keys begin at
+        different ones."""
         block = Int32(0)
-        if ends[0] > 1:
-            middle = Uint32(lists[0].indices[query, counts[0] // 2])
-            block = Int32((middle * Uint32(2654435769) >> 16) % Uint32(ends[0]))
+        if const_expr(self.options.order == "rotated"):
+            total = Uint32(cute.arch.warp_redux_sync(Int32(sample), "add"))
+            block = Int32((total * Uint32(2654435769) >> 16) % Uint32(cutlass.max(ends[0], 1)))
         return block
 
     @cute.jit
@@ -166,7 +298,7 @@ class TopkGatherAs(TopkGather):
             return Int64(EVICT_LAST << 32)
 
     @cute.jit
-    def load_work_tile(
+    def load_tiles(
         self,
         q,
         memory: KvTensors,
@@ -179,13 +311,18 @@ class TopkGatherAs(TopkGather):
         warp,
         lane,
         state: KvState,
-    ) -> KvState:
+        block,
+        scheduler: DrawingScheduler | None,
+        turn,
+    ):
+        """As `load_work_tile`; block: which is first in the rotated order. -> the state behind the tiles, and the next
+        query, if there is a scheduler that draws it."""
         query, first = info.batch_idx, info.first_tile
+        drawn = following = Int32(0)
+        if const_expr(scheduler is not None):
+            drawn = scheduler.draw(warp, lane)
         ahead = self.options.ahead
         own = warp * WARP_KEYS + lane % WARP_KEYS
-        block = Int32(0)
-        if const_expr(self.options.order == "rotated"):
-            block = self.first_block(lists, counts, ends, query)
         of_list = lists, counts, ends, query
         index = self.index_at(*of_list, first, own, block)
         far = index
@@ -202,6 +339,9 @@ class TopkGatherAs(TopkGather):
                 policy = of_keys
                 if const_expr(ahead == 0):
                     self.ask(address, valid, lane)
+            if const_expr(scheduler is not None):
+                if tile == first + info.tiles - 2:
+                    following = self.next_query(pipeline, scheduler, drawn, turn, q, first_row, warp, lane)
             mask = Uint32(cute.arch.vote_ballot_sync(valid)) & 0xFFFF
             sources, keep = self.spread(address, mask, lane)
             for n, v_chunk in enumerate(V_CHUNK_ORDER):
@@ -228,7 +368,7 @@ class TopkGatherAs(TopkGather):
                         far_address, _, far_valid = self.locate(lists, ends, tile + ahead, far)
                         far = self.index_at(*of_list, tile + ahead + 1, own, block)
                         self.ask(far_address, far_valid, lane)
-        return state
+        return state, following
 
     @cute.jit
     def gather_as(self, stages, place, sources, keep, k_chunk: cutlass.Constexpr, policy: Int64, warp, lane):

@@ -235,6 +235,7 @@ class SparseMlaKernel:
                 scheduler = StreamKScheduler(worker, workers, full_waves, q.shape[0], tiles, split_workers)
             else:
                 scheduler = QueueScheduler(worker, workers, items, queue.items, queue.counts[queue.place])
+            scheduler = self.kv.scheduler(scheduler, results, first_head // self.head_tile)
             self.kv.load(
                 q, shared.kv, shared.pipeline, lists, group, scheduler, first_head, warp - self.load_warp, lane
             )

@@ -61,6 +61,10 @@ class TopkGather(KvStages):
         # A k chunk is there when all lanes have it; so is a rope part, and each warp has written its valid mask.
         self.v_producers, self.rope_producers = WARPGROUP, WARPGROUP + 4 if self.has_rope else 4
 
+    def scheduler(self, scheduler, results, head_tile):
+        """Who says what the CTA computes."""
+        return scheduler
+
     @cute.jit
     def load(
         self,
