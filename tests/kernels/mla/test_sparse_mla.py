@@ -1,5 +1,7 @@
 """The shipped variants of sparse MLA attention and of its end compile to sm_90a: wgmma, gathers, no spills."""
 
+import pytest
+
 from dsa.cute.compile_cache import cubin
 from dsa.cute.sass import disassemble
 from dsa.kernels.mla import mla_combine_sm90 as combine
@@ -10,7 +12,8 @@ from dsa.kernels.mla import sparse_mla_queued_sm90 as queued
 from dsa.kernels.mla import sparse_mla_sm90 as kernels
 from dsa.kernels.mla import sparse_mla_swap_ab_sm90 as swap_ab
 from dsa.kernels.mla import sparse_mla_union_sm90 as union
-from dsa.kernels.mla.limits import HEAD_DIM, HEAD_DIM_V, TILE_N
+from dsa.kernels.mla.gather_options import GatherOptions
+from dsa.kernels.mla.limits import HEAD_DIM, HEAD_DIM_V, SPARSE_HEAD_DIMS, TILE_N
 from dsa.kernels.mla.mla_attention import THREADS
 from dsa.kernels.mla.mla_tiles import K16, K_CHUNK
 from tests.kernels.variants import shipped
@@ -30,6 +33,33 @@ def test_sass(arguments):
     assert sass.registers * THREADS <= 65536
     roles = kernels.REGISTERS
     assert roles.score + 2 * roles.output + roles.load <= ALL
+
+
+@pytest.mark.parametrize(
+    "options, rows, lines",
+    [
+        (GatherOptions(), 0, 0),
+        (GatherOptions(ahead=1), 1, 0),
+        (GatherOptions(128, -1, 4, streamed=True), 1, 0),
+        (GatherOptions(kept_mib=24, ahead=2, by_line=True), 0, 4),
+        (GatherOptions(order="rotated", kept_mib=-1, streamed=True), 0, 0),
+        (GatherOptions(order="strided"), 0, 0),
+        (GatherOptions(dynamic=True, order="rotated"), 0, 0),
+    ],
+)
+@pytest.mark.parametrize("head_dim", SPARSE_HEAD_DIMS)
+def test_options_sass(head_dim, options, rows, lines):
+    """The same products and gathers, no spills, and prefetches of rows or of lines."""
+    code = cubin(kernels.compile_sparse_mla_as, "bfloat16", head_dim, 1, True, options)
+    sass = disassemble(code)
+    plain = disassemble(cubin(kernels.compile_sparse_mla, "bfloat16", head_dim, 1, True))
+    assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
+    for name in ("HGMMA", "LDGSTS", "LDSM", "STG"):
+        assert sass.instructions[name] == plain.instructions[name]
+    assert sass.instructions["WARPGROUP"] == plain.instructions["WARPGROUP"]
+    assert sass.instructions["UBLKPF"] == plain.instructions["UBLKPF"] + rows
+    assert sass.instructions["CCTL"] == lines + (lines > 0 and head_dim > HEAD_DIM_V)
+    assert sass.registers * THREADS <= 65536
 
 
 @shipped(cast.compile_sparse_mla_cast)
