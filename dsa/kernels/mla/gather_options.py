@@ -31,6 +31,7 @@ from dsa.kernels.mla.topk_gather import WARP_KEYS, TopkGather
 
 LINE = 128  # bytes
 DRAWN_BARRIER = 3
+STAGGERED = 32  # workers
 EVICT_FIRST, EVICT_LAST = 0x12F00000, 0x14F00000  # the upper halves of L2 policies, whose lower halves are 0
 ORDERS = ("blocks", "strided", "rotated")
 
@@ -48,6 +49,7 @@ class GatherOptions:
     streamed  results leave the L2 cache first
     dynamic   CTAs draw their queries as they become free; lse_partial is a counter for each tile of heads, int32, 0
               before a launch, which has no splits
+    stagger   workers begin so many nanoseconds after each other, 32 of them, then again from the first's time on
     """
 
     l2_bytes: int = 256
@@ -57,6 +59,7 @@ class GatherOptions:
     order: str = "blocks"
     streamed: bool = False
     dynamic: bool = False
+    stagger: int = 0
 
 
 @dataclass(frozen=True)
@@ -176,6 +179,10 @@ class TopkGatherAs(TopkGather):
     @cute.jit
     def load(self, q, memory, pipeline, lists, group, scheduler, first_row, warp, lane):
         kv_state, work_state = pipeline.start(), start()
+        if const_expr(self.options.stagger > 0):
+            cute.arch.inline_ptx(
+                "nanosleep.u32 {$r0};", read_only_args=[Uint32(scheduler.worker % STAGGERED * self.options.stagger)]
+            )
         if const_expr(self.options.dynamic):
             query, turn = scheduler.worker, Int32(0)
             while query < scheduler.queries:
