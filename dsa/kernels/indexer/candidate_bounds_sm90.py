@@ -27,11 +27,12 @@ from dsa.cute.reductions import block_exclusive_scan
 from dsa.cute.sm90 import WARP
 from dsa.kernels.indexer.candidate_entries import fake_lists, load_candidates, store_entry
 from dsa.kernels.indexer.candidate_lists import BATCH, CAPACITY, GROUP, LOG_GROUP, LOG_TILE, SAMPLES, TILE
-from dsa.kernels.indexer.candidate_rank import VECTOR, RankMemory
+from dsa.kernels.indexer.candidate_rank import RankMemory
 from dsa.kernels.indexer.candidate_tiles import frame_of, key_range, tiles_of_pass
 from dsa.kernels.indexer.selection_list import number_of, order_of
 
 SAMPLE_THREADS, LIST_THREADS = 256, 512
+VECTOR = 4  # scores of a sample that are read at a time
 MINUS_INFINITY, NAN = float("-inf"), float("nan")
 
 
@@ -81,7 +82,7 @@ class CandidateBoundsSm90:
         tid, _, _ = cute.arch.thread_idx()
         query, _, _ = cute.arch.block_idx()
         memory = RankMemory.allocate(SmemAllocator())
-        memory.clear(tid, self.threads)
+        memory.digits.clear(tid, self.threads)
         wait_for_prerequisite_grids()
 
         orders = cute.make_rmem_tensor((self.own,), Int32)
@@ -111,7 +112,7 @@ class CandidateBoundsSm90:
             if base * self.threads < count:
                 for i in cutlass.range_constexpr(base, base + BATCH):
                     kept += Int32(1) if orders[i] >= least else Int32(0)
-        place, total = block_exclusive_scan(kept, memory.sums[1, None], tid % WARP, tid // WARP)
+        place, total = block_exclusive_scan(kept, memory.digits.sums[1, None], tid % WARP, tid // WARP)
         for base in cutlass.range_constexpr(0, self.own, BATCH):
             if base * self.threads < count:
                 for i in cutlass.range_constexpr(base, base + BATCH):

@@ -31,9 +31,10 @@ from dsa.cute.reductions import block_exclusive_scan
 from dsa.cute.sm90 import WARP
 from dsa.kernels.indexer.candidate_entries import fake_lists, load_candidates
 from dsa.kernels.indexer.candidate_lists import BATCH, CAPACITY, LOG_MAX_KEYS, NOTHING_LEFT
-from dsa.kernels.indexer.candidate_rank import DIGITS, VECTOR, RankFound, RankMemory
+from dsa.kernels.indexer.candidate_rank import RankFound, RankMemory
 from dsa.kernels.indexer.candidate_tiles import key_range
 from dsa.kernels.indexer.limits import PAGED, ROW_TO_SEQ, VALUES
+from dsa.kernels.indexer.radix_select import BINS, SelectMemory
 from dsa.kernels.indexer.select_limits import MAX_SELECTED
 from dsa.kernels.indexer.selection_list import HIGHEST, LOWEST, number_of, order_of
 
@@ -41,7 +42,7 @@ THREADS = 512
 OWN = -(-CAPACITY // THREADS)  # candidates of a thread
 LOG_BUCKETS = 12
 OWN_WORDS = (1 << LOG_BUCKETS) // 2 // THREADS  # of two buckets each
-assert (1 << LOG_BUCKETS) // 2 <= DIGITS  # they are where the counts are
+assert (1 << LOG_BUCKETS) // 2 <= BINS  # they are where the counts are
 FEW = WARP
 MINUS_INFINITY = float("-inf")
 
@@ -62,7 +63,7 @@ class Memory:
         return Memory(
             RankMemory.allocate(smem),
             smem.allocate_tensor(Int32, cute.make_layout((2, FEW), stride=(FEW, 1)), 16),
-            smem.allocate_tensor(Int32, cute.make_layout(VECTOR), 16),
+            smem.allocate_tensor(Int32, cute.make_layout(1), 16),
             smem.allocate_tensor(Int32, cute.make_layout(MAX_SELECTED), 16),
             smem.allocate_tensor(Int32, cute.make_layout(MAX_SELECTED), 16),
         )
@@ -127,7 +128,7 @@ class CandidateSelectSm90:
         tid, _, _ = cute.arch.thread_idx()
         query, _, _ = cute.arch.block_idx()
         memory = Memory.allocate(SmemAllocator())
-        memory.rank.clear(tid, THREADS)
+        memory.rank.digits.clear(tid, THREADS)
         if tid == 0:
             memory.few_count[0] = Int32(0)
         wait_for_prerequisite_grids()
@@ -156,15 +157,15 @@ class CandidateSelectSm90:
                 if base * THREADS < count:
                     for i in cutlass.range_constexpr(base, base + BATCH):
                         if is_selected(orders[i], own_keys[i], floor, last):
-                            self.add_to_bucket(memory.rank.counts, own_keys[i] >> shift)
+                            self.add_to_bucket(memory.rank.digits.counts, own_keys[i] >> shift)
             cute.arch.sync_threads()
-            selected = self.begin_buckets(memory.rank, tid)
+            selected = self.begin_buckets(memory.rank.digits, tid)
             cute.arch.sync_threads()
             for base in cutlass.range_constexpr(0, OWN, BATCH):
                 if base * THREADS < count:
                     for i in cutlass.range_constexpr(base, base + BATCH):
                         if is_selected(orders[i], own_keys[i], floor, last):
-                            at = self.add_to_bucket(memory.rank.counts, own_keys[i] >> shift)
+                            at = self.add_to_bucket(memory.rank.digits.counts, own_keys[i] >> shift)
                             memory.keys[at] = own_keys[i]
                             if options & VALUES:
                                 memory.orders[at] = orders[i]
@@ -181,8 +182,8 @@ class CandidateSelectSm90:
                 # Each bucket's number is where it ends by now, and where the next one begins.
                 rank = Int32(0)
                 if bucket > 0:
-                    rank = self.bucket_number(memory.rank.counts, bucket - 1)
-                for other in cutlass.range(rank, self.bucket_number(memory.rank.counts, bucket), unroll=1):
+                    rank = self.bucket_number(memory.rank.digits.counts, bucket - 1)
+                for other in cutlass.range(rank, self.bucket_number(memory.rank.digits.counts, bucket), unroll=1):
                     if memory.keys[other] < index:
                         rank += 1
                 value = -Float32(float("inf"))
@@ -244,7 +245,7 @@ class CandidateSelectSm90:
             for i in cutlass.range_constexpr(OWN):
                 if orders[i] == found.low and own_keys[i] < trial:
                     here += 1
-            _, below = block_exclusive_scan(here, memory.rank.sums[step & 1, None], tid % WARP, tid // WARP)
+            _, below = block_exclusive_scan(here, memory.rank.digits.sums[step & 1, None], tid % WARP, tid // WARP)
             if below < found.rank:
                 last = trial
         cute.arch.sync_threads()
@@ -262,7 +263,7 @@ class CandidateSelectSm90:
         return (buckets[bucket >> 1] >> ((bucket & 1) << 4)) & 0xFFFF
 
     @cute.jit
-    def begin_buckets(self, memory: RankMemory, tid) -> Int32:
+    def begin_buckets(self, memory: SelectMemory, tid) -> Int32:
         """Turn the buckets' counts into where each begins. -> the sum of all."""
         words = cute.make_rmem_tensor((OWN_WORDS,), Int32)
         own = cute.local_tile(memory.counts, (OWN_WORDS,), (tid,))
