@@ -2,9 +2,9 @@
 queries have none that can be told from their list.
 
 Plan
-- A CTA a query, the list in registers. candidate_rank.py finds a digit of the k-th largest score; every warp ranks the
-  few that share it, of equal scores by their keys. Where there are many they are equal, and the highest key of those
-  that are needed is searched bit by bit.
+- A CTA a query, the list in registers. candidate_rank.py finds a digit of the k-th largest score; of the few that share
+  it each is ranked by a warp, of equal scores by their keys. Where there are many they are equal, and the highest key
+  of those that are needed is searched bit by bit.
 - Order: the selected are counted in 4096 buckets of keys, all as wide, two in a word of what counted digits; a scan
   says where each bucket begins, and within a bucket every key counts those below it.
 - A list that is too long, or has fewer than min(k, keys) of those above a bound, says nothing: the query's end goes to
@@ -50,11 +50,13 @@ MINUS_INFINITY = float("-inf")
 @dataclass(frozen=True)
 class Memory:
     """Shared memory. rank: its counts are buckets later; few: orders and keys [2, FEW] of a digit's candidates, and how
-    many are there [1]; keys, orders [MAX_SELECTED]: of the selected, by bucket."""
+    many are there [1]; last [2]: the order and the key of the last of them that is needed; keys, orders [MAX_SELECTED]:
+    of the selected, by bucket."""
 
     rank: RankMemory
     few: cute.Tensor
     few_count: cute.Tensor
+    last: cute.Tensor
     keys: cute.Tensor
     orders: cute.Tensor
 
@@ -64,6 +66,7 @@ class Memory:
             RankMemory.allocate(smem),
             smem.allocate_tensor(Int32, cute.make_layout((2, FEW), stride=(FEW, 1)), 16),
             smem.allocate_tensor(Int32, cute.make_layout(1), 16),
+            smem.allocate_tensor(Int32, cute.make_layout(2), 16),
             smem.allocate_tensor(Int32, cute.make_layout(MAX_SELECTED), 16),
             smem.allocate_tensor(Int32, cute.make_layout(MAX_SELECTED), 16),
         )
@@ -221,15 +224,16 @@ class CandidateSelectSm90:
                                 at = cute.arch.atomic_add(memory.few_count.iterator, Int32(1), scope="cta")
                                 memory.few[0, at], memory.few[1, at] = orders[i], own_keys[i]
                 cute.arch.sync_threads()
+                # A warp asks of one of them, or two, how many are better.
                 lane = tid % WARP
-                order, key, better = memory.few[0, lane], memory.few[1, lane], Int32(0)
-                for i in cutlass.range(found.inside, unroll=1):
-                    other = memory.few[0, i]
-                    if other > order or (other == order and memory.few[1, i] < key):
-                        better += 1
-                is_last = lane < found.inside and better == found.rank - 1
-                floor = cute.arch.warp_redux_sync(order if is_last else Int32(LOWEST), "max")
-                last = cute.arch.warp_redux_sync(key if is_last else Int32(-1), "max")
+                order, key = memory.few[0, lane], memory.few[1, lane]
+                for i in cutlass.range(tid // WARP, found.inside, THREADS // WARP, unroll=1):
+                    own, own_key = memory.few[0, i], memory.few[1, i]
+                    better = lane < found.inside and (order > own or (order == own and key < own_key))
+                    if cute.arch.popc(cute.arch.vote_ballot_sync(better)) == found.rank - 1:
+                        memory.last[0], memory.last[1] = own, own_key
+                cute.arch.sync_threads()
+                floor, last = memory.last[0], memory.last[1]
             else:
                 last = self.last_of_equal(orders, own_keys, found, memory, tid)
         return floor, last
