@@ -6,11 +6,11 @@ Plan
   it each is ranked by a warp, of equal scores by their keys. Where there are many they are equal, and the highest key
   of those that are needed is searched bit by bit.
 - Order: the selected are counted in 4096 buckets of keys, all as wide, two in a word of what counted digits; a scan
-  says where each bucket begins, and within a bucket every key counts those below it.
+  says where each bucket begins, and every key counts those of its bucket that are on the wrong side of it.
 - A list that is too long, or has fewer than min(k, keys) of those above a bound, says nothing: the query's end goes to
   `remaining`, for indexer_select_sm90. All others have NOTHING_LEFT there.
 Shared memory: 25 KiB.
-Registers: 8 candidates a thread, two registers each; three CTAs a multiprocessor.
+Registers: 16 candidates a thread, two registers each; four CTAs a multiprocessor.
 Roofline: none; 22 KB a query and about 10 thousand instructions of a warp.
 """
 
@@ -38,12 +38,13 @@ from dsa.kernels.indexer.radix_select import BINS, SelectMemory
 from dsa.kernels.indexer.select_limits import MAX_SELECTED
 from dsa.kernels.indexer.selection_list import HIGHEST, LOWEST, number_of, order_of
 
-THREADS = 512
+THREADS, CTAS = 256, 4  # of a CTA, and of a multiprocessor
 OWN = -(-CAPACITY // THREADS)  # candidates of a thread
 LOG_BUCKETS = 12
 OWN_WORDS = (1 << LOG_BUCKETS) // 2 // THREADS  # of two buckets each
 assert (1 << LOG_BUCKETS) // 2 <= BINS  # they are where the counts are
 FEW = WARP
+NO_KEY = -1
 MINUS_INFINITY = float("-inf")
 
 
@@ -51,7 +52,7 @@ MINUS_INFINITY = float("-inf")
 class Memory:
     """Shared memory. rank: its counts are buckets later; few: orders and keys [2, FEW] of a digit's candidates, and how
     many are there [1]; last [2]: the order and the key of the last of them that is needed; keys, orders [MAX_SELECTED]:
-    of the selected, by bucket."""
+    of the selected, by bucket, and of the keys what is none before the first and behind the last."""
 
     rank: RankMemory
     few: cute.Tensor
@@ -67,7 +68,7 @@ class Memory:
             smem.allocate_tensor(Int32, cute.make_layout((2, FEW), stride=(FEW, 1)), 16),
             smem.allocate_tensor(Int32, cute.make_layout(1), 16),
             smem.allocate_tensor(Int32, cute.make_layout(2), 16),
-            smem.allocate_tensor(Int32, cute.make_layout(MAX_SELECTED), 16),
+            smem.allocate_tensor(Int32, cute.make_layout(MAX_SELECTED + 2), 16),
             smem.allocate_tensor(Int32, cute.make_layout(MAX_SELECTED), 16),
         )
 
@@ -105,7 +106,7 @@ class CandidateSelectSm90:
             grid=(starts.shape[0], 1, 1),
             block=(THREADS, 1, 1),
             stream=stream,
-            min_blocks_per_mp=3,
+            min_blocks_per_mp=CTAS,
             preferred_smem_carveout=100,
             use_pdl=True,
         )
@@ -169,9 +170,11 @@ class CandidateSelectSm90:
                     for i in cutlass.range_constexpr(base, base + BATCH):
                         if is_selected(orders[i], own_keys[i], floor, last):
                             at = self.add_to_bucket(memory.rank.digits.counts, own_keys[i] >> shift)
-                            memory.keys[at] = own_keys[i]
+                            memory.keys[1 + at] = own_keys[i]
                             if options & VALUES:
                                 memory.orders[at] = orders[i]
+            if tid == 0:
+                memory.keys[0], memory.keys[1 + selected] = Int32(NO_KEY), Int32(NO_KEY)
             cute.arch.sync_threads()
 
             sequence, last_page, known = query, block_table.shape[1] - 1, Int32(1)
@@ -180,15 +183,20 @@ class CandidateSelectSm90:
                     sequence = row_to_seq[query]
                 known = Int32(sequence >= 0 and sequence < block_table.shape[0] and last_page >= 0)
             for p in cutlass.range(tid, selected, THREADS, unroll=1):
-                index = memory.keys[p]
-                bucket = index >> shift
-                # Each bucket's number is where it ends by now, and where the next one begins.
-                rank = Int32(0)
-                if bucket > 0:
-                    rank = self.bucket_number(memory.rank.digits.counts, bucket - 1)
-                for other in cutlass.range(rank, self.bucket_number(memory.rank.digits.counts, bucket), unroll=1):
-                    if memory.keys[other] < index:
+                index = memory.keys[1 + p]
+                # Those of its bucket lie around it: larger ones before it count, and smaller ones behind it.
+                rank, at, other = p, p, memory.keys[p]
+                while other >> shift == index >> shift:
+                    if other > index:
+                        rank -= 1
+                    at -= 1
+                    other = memory.keys[at]
+                at, other = p + 2, memory.keys[p + 2]
+                while other >> shift == index >> shift:
+                    if other < index:
                         rank += 1
+                    at += 1
+                    other = memory.keys[at]
                 value = -Float32(float("inf"))
                 if options & VALUES:
                     value = number_of(memory.orders[p])
@@ -261,10 +269,6 @@ class CandidateSelectSm90:
         half = (bucket & 1) << 4
         word = cute.arch.atomic_add(buckets.iterator + (bucket >> 1), Int32(1) << half, scope="cta")
         return (word >> half) & 0xFFFF
-
-    @cute.jit
-    def bucket_number(self, buckets: cute.Tensor, bucket: Int32) -> Int32:
-        return (buckets[bucket >> 1] >> ((bucket & 1) << 4)) & 0xFFFF
 
     @cute.jit
     def begin_buckets(self, memory: SelectMemory, tid) -> Int32:
