@@ -60,10 +60,11 @@ def _load_if_below(first: Int64, tid, count: Int32, ahead: cutlass.Constexpr):
     """(score, key) of the entry `ahead` behind the one at `first`, whose place is tid; NaN, and a key behind all, if
     there is none. Without a branch."""
     return cute.arch.inline_ptx(
-        "{{ .reg .pred p; .reg .b32 a; "
+        "{{ .reg .pred p; .reg .b32 a, s, k; "
         f"add.s32 a, {{$r1}}, {ahead}; setp.lt.s32 p, a, {{$r2}}; "
-        "mov.b32 {$w0}, 0x7FFFFFFF; mov.b32 {$w1}, 0x7FFFFFFF; "
-        "@p ld.global.v2.b32 {" + "{$w0}, {$w1}" + f"}}, [{{$r0}} + {8 * ahead}]; }}}}",
+        "mov.b32 s, 0x7FFFFFFF; mov.b32 k, 0x7FFFFFFF; "
+        "@p ld.global.v2.b32 {" + "s, k}" + f", [{{$r0}} + {8 * ahead}]; "
+        "mov.b32 {$w0}, s; mov.b32 {$w1}, k; }}",
         write_only_types=[Float32, Int32],
         read_only_args=[first, tid, count],
     )
