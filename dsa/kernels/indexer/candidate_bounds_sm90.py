@@ -28,7 +28,7 @@ from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream
 from dsa.cute.reductions import block_exclusive_scan
 from dsa.cute.sm90 import WARP
-from dsa.kernels.indexer.candidate_entries import fake_lists, load_candidates, store_entry
+from dsa.kernels.indexer.candidate_entries import fake_lists, from_warp, load_candidates, store_entry
 from dsa.kernels.indexer.candidate_lists import BATCH, CAPACITY, GROUP, LOG_GROUP, LOG_TILE, SAMPLES, TILE
 from dsa.kernels.indexer.candidate_rank import RankMemory
 from dsa.kernels.indexer.candidate_tiles import Frame, frame_of, key_range, tiles_of_pass
@@ -108,6 +108,7 @@ class CandidateBoundsSm90:
                 count = Int32(0)
             load_candidates(entries, query, front, count, Int32(0), orders, own_keys, tid, self.threads)
             searched = bound > MINUS_INFINITY and count > rank
+            count = from_warp(count, tid)  # from here on, which of the warp's registers hold none
         cute.arch.sync_threads()  # all is read before anything is written
 
         low = order_of(bound)

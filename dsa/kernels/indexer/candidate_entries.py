@@ -6,6 +6,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from dsa.cute.fake_tensors import fake
+from dsa.cute.sm90 import WARP
 from dsa.kernels.indexer.candidate_lists import BATCH, CAPACITY
 from dsa.kernels.indexer.selection_list import LOWEST, order_of
 
@@ -39,7 +40,7 @@ def load_candidates(
         scores = cute.make_rmem_tensor((BATCH,), Float32)
         for i in cutlass.range_constexpr(base, base + BATCH):
             orders[i], own_keys[i] = Int32(LOWEST), Int32(0)
-        if base * threads < count:
+        if base * threads < from_warp(count, tid):
             if front >= count:
                 for i in cutlass.range_constexpr(BATCH):
                     scores[i], own_keys[base + i] = _load_if_below(first, tid, count, (base + i) * threads)
@@ -53,6 +54,12 @@ def load_candidates(
             for i in cutlass.range_constexpr(BATCH):
                 orders[base + i] = order_of(scores[i])
                 own_keys[base + i] -= first_key
+
+
+@cute.jit
+def from_warp(count: Int32, tid) -> Int32:
+    """How many of `count` numbers, which threads take by turns, are those of this warp's first thread and behind it."""
+    return count - tid // WARP * WARP
 
 
 @cute.jit

@@ -56,8 +56,8 @@ class RankMemory:
         """A digit that has the rank-th largest of all orders (1: the largest), or `low` where there are fewer: of no
         more than rank + slack numbers with what is above it, or of no more than `few`, or of one order.
 
-        orders  of each thread, LOWEST where it holds no number: of a batch from register b on, none if `count` is at
-                most b * threads
+        orders  of each thread, LOWEST where it holds no number: of a batch from register b on, none of the warp's if
+                `count` is at most b * threads
         low     -inf's order or more, and at most that of any number
         rank    at least 1
         `digits.clear` may come right before; begins and ends with a barrier
