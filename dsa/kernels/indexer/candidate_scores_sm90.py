@@ -42,17 +42,28 @@ from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream, strides
 from dsa.cute.pipeline import Mbarriers, Pipeline, pipeline_storage, start
 from dsa.cute.reductions import quad_reduce_scatter
-from dsa.cute.shared_memory import load_8, load_16, store_4
+from dsa.cute.shared_memory import load_16
 from dsa.cute.sm90 import WARP, WARPGROUP, opaque
 from dsa.cute.wgmma import multiply
 from dsa.cute.work_tile import read_info, write_info
 from dsa.kernels.indexer import half_scores
+from dsa.kernels.indexer.candidate_blocks import (
+    NO_BLOCK,
+    PADDING,
+    PRODUCER_WARPS,
+    QUERY_WARP,
+    QUIET_NAN,
+    Blocks,
+    Lists,
+    PreparedBlocksSm90,
+    Ranges,
+    WorkTileInfo,
+)
 from dsa.kernels.indexer.candidate_entries import fake_lists
 from dsa.kernels.indexer.candidate_lists import CAPACITY, GROUP, LOG_GROUP, PARTS
-from dsa.kernels.indexer.candidate_tiles import NO_KEY, frame_of, key_range, tiles_of_pass
+from dsa.kernels.indexer.candidate_tiles import NO_KEY, frame_of, tiles_of_pass
 from dsa.kernels.indexer.fp8_mqa_logits_sm90 import (
     Q_STAGES,
-    Fp8MqaLogitsSm90,
     MqaLogitsConfig,
     Pipelines,
     choose_config,
@@ -61,29 +72,6 @@ from dsa.kernels.indexer.limits import HEAD_DIMS, HEADS
 from dsa.kernels.indexer.score_tile import TILE, head_sum, key_layout, query_layout, score_mma
 
 REGISTERS = {2: (224, 56), 3: (152, 56)}  # as dsa.cute.sm90 has them; here the producer warps have more to do
-PRODUCER_WARPS = 4
-QUERY_WARP = PRODUCER_WARPS - 1  # of the producer warpgroup, the one that loads queries
-PADDING = 4  # words behind the weights of a lane of a quad, so that those of a quad meet in no bank
-NO_BLOCK = -1
-QUIET_NAN = float("nan")
-
-
-class Ranges(NamedTuple):
-    """What all roles know of the keys: the queries' ranges, how many keys, and which tiles are the pass's."""
-
-    starts: cute.Tensor
-    ends: cute.Tensor
-    keys: Int32
-    log_stride: Int32
-    log_period: Int32
-
-
-class Lists(NamedTuple):
-    """entries [queries, CAPACITY] of (score, key); counts [queries, 2] from either end; bounds [queries]."""
-
-    entries: cute.Tensor
-    counts: cute.Tensor
-    bounds: cute.Tensor
 
 
 class Shares(NamedTuple):
@@ -95,18 +83,6 @@ class Shares(NamedTuple):
     begin: Int32
     end: Int32
     count: Int32
-
-
-class WorkTileInfo(NamedTuple):
-    """block: of queries; base, tiles: its Frame; first, end: which of the pass's tiles, none behind the last work tile;
-    back: whether the CTA appends from the lists' end."""
-
-    block: Int32
-    base: Int32
-    tiles: Int32
-    first: Int32
-    end: Int32
-    back: Int32
 
 
 @dataclass(frozen=True)
@@ -123,32 +99,11 @@ class OwnLists:
         return OwnLists(*(cute.make_rmem_tensor((queries,), dtype) for dtype in (Float32, Int32, Int32, Int64)))
 
 
-@dataclass(frozen=True)
-class Blocks:
-    """Shared memory of the blocks in flight, by stage of the queries: info, the fields of a WorkTileInfo; of each query
-    its bound, the range of its keys, which has a count below 0 if there is no such query, how many its list has, and
-    what its scores are counted in; the addresses of the factors of the rows of queries, and of the weights, for each
-    lane of a quad those of its columns; `ready`, which says that all of it is there.
-
-    The queries' full barrier says that info and ranges are there."""
-
-    info: cute.Tensor
-    bounds: cute.Tensor
-    first_keys: cute.Tensor
-    counts: cute.Tensor
-    counters: cute.Tensor
-    units: cute.Tensor
-    factors: Int32
-    weights: Int32
-    ready: Mbarriers
-
-
-class CandidateScoresSm90(Fp8MqaLogitsSm90):
+class CandidateScoresSm90(PreparedBlocksSm90):
     def __init__(self, heads: int, dim: int, sample: bool, half: bool, cfg: MqaLogitsConfig):
         super().__init__(heads, dim, Float32, False, False, half, cfg)
         self.sample = sample
         self.consumer_registers, self.producer_registers = REGISTERS[cfg.groups]
-        # Words of a lane of a quad: pairs of half scores, or a weight each.
         self.weight_row = (self.n // 8 if half else self.n // 4) + PADDING
         self.stage_q = self.block_q * Q_STAGES
 
@@ -339,72 +294,6 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
             q_state = pipelines.q.advance(q_state)
             pipelines.q.producer_wait(q_state)
             self.close_lists(lists, blocks, q_state.stage, lane)
-
-    @cute.jit
-    def open_block(self, tile: WorkTileInfo, ranges: Ranges, lists: Lists, blocks: Blocks, stage: Int32, lane):
-        """What the other warps know of a block: where it goes on in its lists, too."""
-        if lane < self.block_q:
-            query = tile.block * self.block_q + lane
-            # Of a query past the end: a bound that nothing reaches.
-            bound, first_key, keys, listed = Float32(QUIET_NAN), Int32(0), Int32(-1), Int32(0)
-            if query < ranges.starts.shape[0]:
-                first_key, keys = key_range(ranges.starts, ranges.ends, query, ranges.keys)
-                if const_expr(not self.sample):
-                    bound = lists.bounds[query]
-                    if tile.back == 0:
-                        listed = lists.counts[query, 0]
-            blocks.bounds[lane, stage], blocks.counters[lane, stage] = bound, listed
-            blocks.first_keys[lane, stage], blocks.counts[lane, stage] = first_key, keys
-        with cute.arch.elect_one():
-            write_info(blocks.info, stage, tile)
-        cute.arch.sync_warp()
-
-    @cute.jit
-    def close_lists(self, lists: Lists, blocks: Blocks, stage: Int32, lane):
-        """How many there are behind the work tile that was in this stage, if one was."""
-        if const_expr(not self.sample):
-            block, back = blocks.info[0, stage], blocks.info[5, stage]
-            query = block * self.block_q + lane
-            if block != NO_BLOCK and lane < self.block_q and query < lists.bounds.shape[0]:
-                lists.counts[query, back] = blocks.counters[lane, stage]
-            cute.arch.sync_warp()  # before it is written again
-
-    @cute.jit
-    def prepare_part(
-        self, block: Int32, weights: cute.Tensor, sq: cute.Tensor, blocks: Blocks, stage: Int32, part: Int32, lane
-    ):
-        """A producer warp's quarter of a block's columns, whose queries are there: bring them into fp16's range, and
-        pack their weights."""
-        rows = self.n // PRODUCER_WARPS
-        factors = blocks.factors + (stage * self.n + part * rows) * 4
-        if const_expr(self.half):
-            queries = Int32(sq.iterator.toint()) + (stage * self.n + part * rows) * self.dim
-            for step in cutlass.range(half_scores.THREADS // WARP, unroll=1):
-                half_scores.bring_into_range(queries, factors, rows, self.dim, step * WARP + lane)
-            cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.sync_warp()
-        # A lane has two heads, which are a pair; where there are fewer, some have the same ones.
-        own = lane % (rows // 2)
-        pair = part * (rows // 2) + own
-        query, head = 2 * pair // self.heads, 2 * pair % self.heads
-        row = cutlass.min(block * self.block_q + query, weights.shape[0] - 1)
-        a, b = weights[row, head], weights[row, head + 1]
-        to = blocks.weights + ((stage * 4 + pair % 4) * self.weight_row) * 4
-        if const_expr(self.half):
-            powers = load_8(factors + own * 8)
-            a, b = a * powers[0].bitcast(Float32), b * powers[1].bitcast(Float32)
-            most = cute.arch.fmax(cute.math.absf(a), cute.math.absf(b))
-            for log in cutlass.range_constexpr((self.heads // 2).bit_length() - 1):
-                most = cute.arch.fmax(most, cute.arch.shuffle_sync_bfly(most, offset=1 << log))
-            # The largest of the query goes with them: all its heads are divided by the same.
-            pairs, unit = half_scores.pack_weights([a, b, most, most])
-            store_4(to + pair // 4 * 4, pairs[0])
-            blocks.units[query, stage] = unit
-        else:
-            store_4(to + pair // 4 * 8, (a * 0.5).bitcast(Uint32))
-            store_4(to + pair // 4 * 8 + 4, (b * 0.5).bitcast(Uint32))
-        cute.arch.sync_warp()
-        blocks.ready.arrive(stage)
 
     @cute.jit
     def load_keys(
