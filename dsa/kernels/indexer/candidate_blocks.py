@@ -121,18 +121,18 @@ class PreparedBlocksSm90(Fp8MqaLogitsSm90):
         pack their weights."""
         rows = self.n // PRODUCER_WARPS
         factors = blocks.factors + (stage * self.n + part * rows) * 4
-        if const_expr(self.half):
-            queries = Int32(sq.iterator.toint()) + (stage * self.n + part * rows) * self.dim
-            for step in cutlass.range(half_scores.THREADS // WARP, unroll=1):
-                half_scores.bring_into_range(queries, factors, rows, self.dim, step * WARP + lane)
-            cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.sync_warp()
         # A lane has two heads, which are a pair; where there are fewer, some have the same ones.
         own = lane % (rows // 2)
         pair = part * (rows // 2) + own
         query, head = 2 * pair // self.heads, 2 * pair % self.heads
         row = cutlass.min(block * self.block_q + query, weights.shape[0] - 1)
         a, b = weights[row, head], weights[row, head + 1]
+        if const_expr(self.half):
+            queries = Int32(sq.iterator.toint()) + (stage * self.n + part * rows) * self.dim
+            for step in cutlass.range(half_scores.THREADS // WARP, unroll=1):
+                half_scores.bring_into_range(queries, factors, rows, self.dim, step * WARP + lane)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.sync_warp()
         to = blocks.weights + ((stage * 4 + pair % 4) * self.weight_row) * 4
         if const_expr(self.half):
             powers = load_8(factors + own * 8)
