@@ -34,7 +34,8 @@ from dsa.kernels.indexer.candidate_rank import RankMemory
 from dsa.kernels.indexer.candidate_tiles import Frame, frame_of, key_range, tiles_of_pass
 from dsa.kernels.indexer.selection_list import number_of, order_of
 
-SAMPLE_THREADS, LIST_THREADS = 256, 256
+SAMPLE_THREADS, SAMPLE_CTAS = 256, 5  # of a CTA, and of a multiprocessor
+LIST_THREADS, LIST_CTAS = 256, 4
 VECTOR = 4  # scores of a sample that are read at a time
 MINUS_INFINITY, NAN = float("-inf"), float("nan")
 
@@ -42,7 +43,7 @@ MINUS_INFINITY, NAN = float("-inf"), float("nan")
 class CandidateBoundsSm90:
     def __init__(self, sample: bool):
         self.sample = sample
-        self.threads, self.ctas = (SAMPLE_THREADS, 5) if sample else (LIST_THREADS, 4)  # a multiprocessor's CTAs
+        self.threads, self.ctas = (SAMPLE_THREADS, SAMPLE_CTAS) if sample else (LIST_THREADS, LIST_CTAS)
         self.own = -(-(SAMPLES if sample else CAPACITY) // self.threads)  # numbers of a thread
         assert BATCH % VECTOR == 0  # a batch of a sample begins with a vector
 
