@@ -22,9 +22,10 @@ Plan
   since a causal batch gives the later block more keys.
 Shared memory: barriers, the queries and keys of fp8_mqa_logits_sm90, and of each of two blocks its weights, ranges,
 bounds and counters.
-Registers: as fp8_mqa_logits_sm90.
-Roofline: that of the scores. With 64 heads a key tile has 4 instructions more than in fp8_mqa_logits_sm90, and 25 for a
-warp that appends, which is 2 of 3 tiles at 128K keys and k = 2048, and 1 of 4 at 512K.
+Registers: as fp8_mqa_logits_sm90, but for 8 of a consumer thread, which the producers have instead: 24 each, or 16.
+Roofline: that of the scores. With 64 heads a key tile has 2 instructions less than in fp8_mqa_logits_sm90 of half
+scores, 12 more of fp32 ones, and 24 for a warp that appends, which is 2 of 3 tiles at 128K keys and k = 2048, and 1 of
+4 at 512K.
 """
 
 from collections.abc import Callable
@@ -62,12 +63,7 @@ from dsa.kernels.indexer.candidate_blocks import (
 from dsa.kernels.indexer.candidate_entries import fake_lists
 from dsa.kernels.indexer.candidate_lists import CAPACITY, GROUP, LOG_GROUP, PARTS
 from dsa.kernels.indexer.candidate_tiles import NO_KEY, frame_of, tiles_of_pass
-from dsa.kernels.indexer.fp8_mqa_logits_sm90 import (
-    Q_STAGES,
-    MqaLogitsConfig,
-    Pipelines,
-    choose_config,
-)
+from dsa.kernels.indexer.fp8_mqa_logits_sm90 import Q_STAGES, MqaLogitsConfig, Pipelines, choose_config
 from dsa.kernels.indexer.limits import HEAD_DIMS, HEADS
 from dsa.kernels.indexer.score_tile import TILE, head_sum, key_layout, query_layout, score_mma
 
