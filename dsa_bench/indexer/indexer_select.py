@@ -56,7 +56,7 @@ def case(queries: int, keys: int, heads: int, dim: int, k: int, kind: str, accum
     starts = torch.zeros(queries, dtype=torch.int32, device="cuda")
     ends = torch.arange(queries, dtype=torch.int32, device="cuda") + keys - queries
     arguments = (q, kv, weights, starts, ends)
-    dtype = {"accumulators": getattr(torch, accumulators)}
+    precision = {"accumulators": getattr(torch, accumulators)}
     flop = 2 * int((ends - starts).sum()) * heads * dim
     out = torch.empty(queries, k, dtype=torch.int32, device="cuda")
     size = max(1, scores_and_topk.SCORES // (4 * keys))
@@ -65,7 +65,7 @@ def case(queries: int, keys: int, heads: int, dim: int, k: int, kind: str, accum
         for first in range(0, queries, size):
             part = slice(first, first + size)
             own = q[part], kv, weights[part], starts[part], ends[part]
-            scores = dsa.fp8_mqa_logits(*own, clean_logits=False, max_seqlen_k=keys, **dtype)
+            scores = dsa.fp8_mqa_logits(*own, clean_logits=False, max_seqlen_k=keys, **precision)
             dsa.topk_indices(scores, k, lengths=ends[part], out=out[part])
         return out
 
@@ -90,7 +90,7 @@ def case(queries: int, keys: int, heads: int, dim: int, k: int, kind: str, accum
             raise AssertionError(f"differs: {recall:.1%} of the keys are ours")
 
     peers = scores_and_topk.select(*arguments, k)
-    calls: dict[str, list[Call]] = {"dsa": [partial(dsa.indexer_select, *arguments, k, **dtype)]}
+    calls: dict[str, list[Call]] = {"dsa": [partial(dsa.indexer_select, *arguments, k, **precision)]}
     calls |= {"dsa, two ops": [in_two]} | peers.calls
     name = f"{queries} x {keys}, H {heads}, D {dim}, k {k}, causal, {kind} scores"
     name += "" if accumulators == "float32" else f", {accumulators} accumulators"

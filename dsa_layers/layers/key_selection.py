@@ -106,7 +106,7 @@ def select_paged(
     """
     q = q.unflatten(0, (len(lengths), -1))
     fused = q.shape[1] == 1 and most in FUSED_PAGED and len(q) <= FUSED_SEQUENCES and top_k <= MAX_SELECTED
-    if fused and len(q) * most <= FUSED_SCORES and (q.device.type != "cuda" or dsa.num_sms(q.device) >= FUSED_SMS):
+    if fused and len(q) * most <= FUSED_SCORES and dsa.num_sms(q.device) >= FUSED_SMS:
         options = {"slots": page_size is not None, "workspace": view.index_workspace}
         return dsa.paged_indexer_select(q, pages, weights, lengths, block_table, most, top_k, **options)
     scores = dsa.fp8_paged_mqa_logits(q, pages, weights, lengths, block_table, view.index_schedule, most)

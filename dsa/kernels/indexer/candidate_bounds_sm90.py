@@ -4,12 +4,15 @@ Plan
 - A CTA a query. What there is comes into registers; the `rank`-th largest (candidate_rank.py), or a number a little
   below it that is not below the bound that there was, is the new bound, and what is not below it the list, from the
   front.
+- Of a sample the digits of maxima are counted, each of up to six scores of different tiles, and only those from the
+  least on that every thread has one of: so one pass does, over a sixth of the numbers. Where a query sees little of the
+  sample, or a higher rank is asked for, digits of all are counted.
 - A row that fits the list needs no bound: -inf. A list that overflowed gets one that nothing reaches, and stays too
   long.
 - The order of a list is any.
-Shared memory: 8 KiB of digit counts, and a little.
-Registers: 24 scores of a sample a thread, of 48, five CTAs a multiprocessor; or 8 entries of a list, of 32, four CTAs.
-Roofline: none; up to 24 KB a query of a sample, and 5 thousand instructions of a warp.
+Shared memory: 8 KiB of digit counts, and a little; 32 KiB of what stays of a sample.
+Registers: 24 scores of a sample a thread, of 48, five CTAs a multiprocessor; or 16 entries of a list, of 64, four CTAs.
+Roofline: none; up to 24 KB a query of a sample, and 7 thousand instructions of a warp.
 """
 
 from collections.abc import Callable
@@ -25,20 +28,22 @@ from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream
 from dsa.cute.reductions import block_exclusive_scan
 from dsa.cute.sm90 import WARP
-from dsa.kernels.indexer.candidate_entries import fake_lists, load_candidates, store_entry
+from dsa.kernels.indexer.candidate_entries import fake_lists, from_warp, load_candidates, store_entry
 from dsa.kernels.indexer.candidate_lists import BATCH, CAPACITY, GROUP, LOG_GROUP, LOG_TILE, SAMPLES, TILE
-from dsa.kernels.indexer.candidate_rank import VECTOR, RankMemory
-from dsa.kernels.indexer.candidate_tiles import frame_of, key_range, tiles_of_pass
+from dsa.kernels.indexer.candidate_rank import RankMemory
+from dsa.kernels.indexer.candidate_tiles import Frame, frame_of, key_range, tiles_of_pass
 from dsa.kernels.indexer.selection_list import number_of, order_of
 
-SAMPLE_THREADS, LIST_THREADS = 256, 512
+SAMPLE_THREADS, SAMPLE_CTAS = 256, 5  # of a CTA, and of a multiprocessor
+LIST_THREADS, LIST_CTAS = 256, 4
+VECTOR = 4  # scores of a sample that are read at a time
 MINUS_INFINITY, NAN = float("-inf"), float("nan")
 
 
 class CandidateBoundsSm90:
     def __init__(self, sample: bool):
         self.sample = sample
-        self.threads, self.ctas = (SAMPLE_THREADS, 5) if sample else (LIST_THREADS, 4)  # a multiprocessor's CTAs
+        self.threads, self.ctas = (SAMPLE_THREADS, SAMPLE_CTAS) if sample else (LIST_THREADS, LIST_CTAS)
         self.own = -(-(SAMPLES if sample else CAPACITY) // self.threads)  # numbers of a thread
         assert BATCH % VECTOR == 0  # a batch of a sample begins with a vector
 
@@ -80,8 +85,11 @@ class CandidateBoundsSm90:
     ):
         tid, _, _ = cute.arch.thread_idx()
         query, _, _ = cute.arch.block_idx()
-        memory = RankMemory.allocate(SmemAllocator())
-        memory.clear(tid, self.threads)
+        smem = SmemAllocator()
+        memory = RankMemory.allocate(smem)
+        if const_expr(self.sample):
+            staged = smem.allocate_tensor(Int32, cute.make_layout((CAPACITY, 2)), 16)
+        memory.digits.clear(tid, self.threads)
         wait_for_prerequisite_grids()
 
         orders = cute.make_rmem_tensor((self.own,), Int32)
@@ -101,35 +109,38 @@ class CandidateBoundsSm90:
                 count = Int32(0)
             load_candidates(entries, query, front, count, Int32(0), orders, own_keys, tid, self.threads)
             searched = bound > MINUS_INFINITY and count > rank
+            count = from_warp(count, tid)  # from here on, which of the warp's registers hold none
         cute.arch.sync_threads()  # all is read before anything is written
 
+        low = order_of(bound)
         if searched:
             # Digits begin at the bound that there was: the list does not have what is below it.
-            bound = number_of(memory.find(orders, count, order_of(bound), rank, rank >> 4, 0, tid, self.threads).low)
-        least, kept = order_of(bound), Int32(0)
+            found = low
+            if const_expr(self.sample):
+                if rank <= self.threads:
+                    found = self.bound_of_maxima(orders, low, rank, memory, tid)
+            # Of a sample: a higher rank, or a query that sees so little of it that there are few maxima.
+            if found == low:
+                found = memory.find(orders, count, low, rank, rank >> 4, 0, tid, self.threads).low
+            low = found
+        kept = Int32(0)
         for base in cutlass.range_constexpr(0, self.own, BATCH):
             if base * self.threads < count:
                 for i in cutlass.range_constexpr(base, base + BATCH):
-                    kept += Int32(1) if orders[i] >= least else Int32(0)
-        place, total = block_exclusive_scan(kept, memory.sums[1, None], tid % WARP, tid // WARP)
-        for base in cutlass.range_constexpr(0, self.own, BATCH):
-            if base * self.threads < count:
-                for i in cutlass.range_constexpr(base, base + BATCH):
-                    if orders[i] >= least:
-                        key = Int32(0)
-                        if const_expr(self.sample):
-                            at = self.first_of_vector(tid, i // VECTOR) + i % VECTOR
-                            tile, row = (at >> LOG_TILE) << log_stride, at & (TILE - 1)
-                            group = frame.base + (row >> LOG_GROUP) * frame.tiles + tile
-                            key = (group << LOG_GROUP) + (row & (GROUP - 1))
-                        else:
-                            key = own_keys[i]
-                        if place < CAPACITY:
-                            store_entry(entries, query, place, number_of(orders[i]), key)
-                        place += 1
+                    kept += Int32(1) if orders[i] >= low else Int32(0)
+        place, total = block_exclusive_scan(kept, memory.digits.sums[1, None], tid % WARP, tid // WARP)
+        if const_expr(self.sample):
+            self.store_sample(entries, query, frame, log_stride, orders, count, low, place, total, staged, tid)
+        else:
+            for base in cutlass.range_constexpr(0, self.own, BATCH):
+                if base * self.threads < count:
+                    for i in cutlass.range_constexpr(base, base + BATCH):
+                        if orders[i] >= low:
+                            store_entry(entries, query, place, number_of(orders[i]), own_keys[i])
+                            place += 1
         if tid == 0:
             # Nothing is appended any more to a list that is too long already.
-            bounds[query] = Float32(NAN) if overflow > 0 else bound
+            bounds[query] = Float32(NAN) if overflow > 0 else number_of(low)
             counts[query, 0] = Int32(CAPACITY + 1) if overflow > 0 else total
             counts[query, 1] = Int32(0)
 
@@ -148,6 +159,48 @@ class CandidateBoundsSm90:
                 cute.autovec_copy(cute.local_tile(sample, (VECTOR,), (first // VECTOR,)), scores[None, v])
         for i in cutlass.range_constexpr(self.own):
             orders[i] = order_of(scores[i])
+
+    @cute.jit
+    def bound_of_maxima(self, orders: cute.Tensor, low: Int32, rank: Int32, memory: RankMemory, tid) -> Int32:
+        """About the rank-th largest of the sample, and no more: that of the maxima of what a thread has in the same
+        place of its vectors, which are of different tiles. They are a sixth as many, and hardly ever are two of the
+        largest few in a hundred in one of them. `low` where there are fewer maxima."""
+        maxima = cute.make_rmem_tensor((VECTOR,), Int32)
+        for j in cutlass.range_constexpr(VECTOR):
+            maxima[j] = orders[j]
+            for i in cutlass.range_constexpr(VECTOR + j, self.own, VECTOR):
+                maxima[j] = cutlass.max(maxima[j], orders[i])
+        # A thread has one at least that is not below the least of the threads' largest.
+        largest = cutlass.max(cutlass.max(maxima[0], maxima[1]), cutlass.max(maxima[2], maxima[3]))
+        least = cute.arch.warp_redux_sync(largest, "min")
+        if tid % WARP == 0:
+            memory.digits.sums[1, tid // WARP] = least
+        cute.arch.sync_threads()
+        least = memory.digits.sums[1, cutlass.min(tid % WARP, self.threads // WARP - 1)]
+        above = cutlass.max(low, cute.arch.warp_redux_sync(least, "min"))
+        found = memory.find(maxima, Int32(VECTOR * self.threads), above, rank, rank >> 4, 0, tid, self.threads)
+        return found.low
+
+    @cute.jit
+    def store_sample(
+        self, entries, query, frame: Frame, log_stride: Int32, orders, count, low, place, total, kept: cute.Tensor, tid
+    ):
+        """Store what is not below `low`, a thread's from `place` on, by way of `kept` in shared memory: that is little,
+        and its keys are computed by as many threads."""
+        for base in cutlass.range_constexpr(0, self.own, BATCH):
+            if base * self.threads < count:
+                for i in cutlass.range_constexpr(base, base + BATCH):
+                    if orders[i] >= low:
+                        if place < CAPACITY:
+                            kept[place, 0] = orders[i]
+                            kept[place, 1] = self.first_of_vector(tid, i // VECTOR) + i % VECTOR
+                        place += 1
+        cute.arch.sync_threads()
+        for i in cutlass.range(tid, cutlass.min(total, CAPACITY), self.threads, unroll=1):
+            order, number = kept[i, 0], kept[i, 1]
+            tile, row = (number >> LOG_TILE) << log_stride, number & (TILE - 1)
+            group = frame.base + (row >> LOG_GROUP) * frame.tiles + tile
+            store_entry(entries, query, i, number_of(order), (group << LOG_GROUP) + (row & (GROUP - 1)))
 
     @cute.jit
     def first_of_vector(self, tid, vector: cutlass.Constexpr) -> Int32:

@@ -6,6 +6,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from dsa.cute.fake_tensors import fake
+from dsa.cute.sm90 import WARP
 from dsa.kernels.indexer.candidate_lists import BATCH, CAPACITY
 from dsa.kernels.indexer.selection_list import LOWEST, order_of
 
@@ -34,19 +35,46 @@ def load_candidates(
 ):
     """A query's list of `count`, `front` of them from the front, into the registers of a CTA: orders of the scores,
     LOWEST where there is none, and keys counted from the first."""
+    first = Int64((entries[query, None].iterator + tid).toint())
     for base in cutlass.range_constexpr(0, cute.size(orders), BATCH):
+        scores = cute.make_rmem_tensor((BATCH,), Float32)
         for i in cutlass.range_constexpr(base, base + BATCH):
             orders[i], own_keys[i] = Int32(LOWEST), Int32(0)
-        if base * threads < count:
-            scores = cute.make_rmem_tensor((BATCH,), Float32)
-            for i in cutlass.range_constexpr(BATCH):  # without a branch in between
-                place = cutlass.min(tid + (base + i) * threads, count - 1)
-                at = place if place < front else CAPACITY - 1 - (place - front)
-                scores[i], own_keys[base + i] = load_entry(entries, query, at)
+        if base * threads < from_warp(count, tid):
+            if front >= count:
+                for i in cutlass.range_constexpr(BATCH):
+                    scores[i], own_keys[base + i] = _load_if_below(first, tid, count, (base + i) * threads)
+            else:
+                for i in cutlass.range_constexpr(BATCH):  # without a branch in between
+                    place = cutlass.min(tid + (base + i) * threads, count - 1)
+                    at = place if place < front else CAPACITY - 1 - (place - front)
+                    scores[i], own_keys[base + i] = load_entry(entries, query, at)
+                    if tid + (base + i) * threads >= count:
+                        scores[i] = Float32(float("nan"))
             for i in cutlass.range_constexpr(BATCH):
+                orders[base + i] = order_of(scores[i])
                 own_keys[base + i] -= first_key
-                if tid + (base + i) * threads < count:
-                    orders[base + i] = order_of(scores[i])
+
+
+@cute.jit
+def from_warp(count: Int32, tid) -> Int32:
+    """How many of `count` numbers, which threads take by turns, are those of this warp's first thread and behind it."""
+    return count - tid // WARP * WARP
+
+
+@cute.jit
+def _load_if_below(first: Int64, tid, count: Int32, ahead: cutlass.Constexpr):
+    """(score, key) of the entry `ahead` behind the one at `first`, whose place is tid; NaN, and a key behind all, if
+    there is none. Without a branch."""
+    return cute.arch.inline_ptx(
+        "{{ .reg .pred p; .reg .b32 a, s, k; "
+        f"add.s32 a, {{$r1}}, {ahead}; setp.lt.s32 p, a, {{$r2}}; "
+        "mov.b32 s, 0x7FFFFFFF; mov.b32 k, 0x7FFFFFFF; "
+        "@p ld.global.v2.b32 {" + "s, k}" + f", [{{$r0}} + {8 * ahead}]; "
+        "mov.b32 {$w0}, s; mov.b32 {$w1}, k; }}",
+        write_only_types=[Float32, Int32],
+        read_only_args=[first, tid, count],
+    )
 
 
 @cute.jit

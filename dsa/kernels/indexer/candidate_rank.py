@@ -12,13 +12,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
-from dsa.cute.reductions import block_exclusive_scan
 from dsa.cute.sm90 import WARP
 from dsa.kernels.indexer.candidate_lists import BATCH
+from dsa.kernels.indexer.radix_select import BINS, SelectMemory, find_digit
 
 LOG_DIGITS = 11
-DIGITS = 1 << LOG_DIGITS
-VECTOR = 4  # counts, or scores of a sample, that are read at a time
+assert BINS == 1 << LOG_DIGITS
 
 
 class RankFound(NamedTuple):
@@ -33,32 +32,14 @@ class RankFound(NamedTuple):
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Shared memory: counts [DIGITS, and a little that nobody reads], zero before a search and behind it; sums [2, 32]
-    of scans, zero beyond the CTA's warps; largest [32], of warps; found [3]."""
+    """Shared memory: digits, whose counts are zero before a search and behind it; largest [32], of warps."""
 
-    counts: cute.Tensor
-    sums: cute.Tensor
+    digits: SelectMemory
     largest: cute.Tensor
-    found: cute.Tensor
 
     @staticmethod
     def allocate(smem) -> "RankMemory":
-        return RankMemory(
-            smem.allocate_tensor(Int32, cute.make_layout(DIGITS + VECTOR), 16),
-            smem.allocate_tensor(Int32, cute.make_layout((2, WARP), stride=(WARP, 1)), 16),
-            smem.allocate_tensor(Int32, cute.make_layout(WARP), 16),
-            smem.allocate_tensor(Int32, cute.make_layout(VECTOR), 16),
-        )
-
-    @cute.jit
-    def clear(self, tid, threads: cutlass.Constexpr):
-        assert DIGITS // VECTOR // threads in (1, 2, 4)  # vectors of counts that a thread reads, by turns
-        zero = cute.make_rmem_tensor((VECTOR,), Int32)
-        zero.fill(0)
-        for i in cutlass.range_constexpr(DIGITS // VECTOR // threads):
-            cute.autovec_copy(zero, cute.local_tile(self.counts, (VECTOR,), (tid + i * threads,)))
-        if tid < 2 * WARP:
-            self.sums[tid // WARP, tid % WARP] = Int32(0)
+        return RankMemory(SelectMemory.allocate(smem), smem.allocate_tensor(Int32, cute.make_layout(WARP), 16))
 
     @cute.jit
     def find(
@@ -75,14 +56,14 @@ class RankMemory:
         """A digit that has the rank-th largest of all orders (1: the largest), or `low` where there are fewer: of no
         more than rank + slack numbers with what is above it, or of no more than `few`, or of one order.
 
-        orders  of each thread, LOWEST where it holds no number: of a batch from register b on, none if `count` is at
-                most b * threads
+        orders  of each thread, LOWEST where it holds no number: of a batch from register b on, none of the warp's if
+                `count` is at most b * threads
         low     -inf's order or more, and at most that of any number
         rank    at least 1
-        `clear` may come right before; begins and ends with a barrier
+        `digits.clear` may come right before; begins and ends with a barrier
         """
         assert cute.size(orders) % BATCH == 0
-        span, digit, inside = self.span(orders, count, low, tid, threads), Int32(0), Int32(0)
+        span, inside = self.span(orders, count, low, tid, threads), Int32(0)
         shift = cutlass.max(32 - LOG_DIGITS - Int32(cute.arch.clz(span)), 0)
         searching = Int32(1)
         while searching > 0:
@@ -93,13 +74,15 @@ class RankMemory:
                 if base * threads < count:
                     for i in cutlass.range_constexpr(base, base + BATCH):
                         above = (Uint32(orders[i]) - Uint32(low)) >> Uint32(shift)
-                        at = Int32(above) if above <= last else Int32(DIGITS)
+                        at = Int32(above) if above <= last else Int32(BINS)
                         cute.arch.inline_ptx(
                             "red.shared::cta.add.u32 [{$r0}], 1;",
-                            read_only_args=[Int32(self.counts.iterator.toint()) + 4 * at],
+                            read_only_args=[Int32(self.digits.counts.iterator.toint()) + 4 * at],
                         )
-            digit, rank, inside = self.digit_of(rank, tid, threads)
-            low += digit << shift
+            digit, higher, here, enough = find_digit(rank, Int32(BINS - 1), self.digits, tid, threads, False)
+            inside = rank
+            if enough:
+                low, rank, inside = low + (Int32(digit) << shift), higher, here
             if inside - rank <= slack or inside <= few or shift == 0:
                 searching = Int32(0)
             else:
@@ -122,38 +105,3 @@ class RankMemory:
         cute.arch.sync_threads()
         largest = self.largest[cutlass.min(lane, threads // WARP - 1)]
         return Uint32(cute.arch.warp_redux_sync(largest, "max")) - Uint32(low)
-
-    @cute.jit
-    def digit_of(self, rank: Int32, tid, threads: cutlass.Constexpr):
-        """(the digit of the number of this rank, its rank within the digit, how many have this digit); if there are
-        fewer numbers, the lowest digit as if its least had this rank. Zeroes the counts."""
-        own = DIGITS // threads
-        vectors = own // VECTOR
-        first = DIGITS - own * (tid + 1)
-        # Neighbours that read 32 bytes each begin with different halves, or they would meet in the same banks.
-        turn = (tid >> 2) & (vectors - 1)
-        mine = cute.make_rmem_tensor((VECTOR, vectors), Int32)
-        total = Int32(0)
-        cute.arch.sync_threads()
-        for i in cutlass.range_constexpr(vectors):
-            part = cute.local_tile(self.counts, (VECTOR,), (first // VECTOR + (i ^ turn),))
-            cute.autovec_copy(part, mine[None, i])
-            for j in cutlass.range_constexpr(VECTOR):
-                total += mine[j, i]
-        above, counted = block_exclusive_scan(total, self.sums[0, None], tid % WARP, tid // WARP)
-        if above < rank and rank <= above + total:
-            for i in cutlass.range_constexpr(own):
-                at = first + own - 1 - i
-                here = self.counts[at]
-                if above < rank and rank <= above + here:
-                    self.found[0], self.found[1], self.found[2] = at, rank - above, here
-                above += here
-        mine.fill(0)
-        for i in cutlass.range_constexpr(vectors):
-            part = cute.local_tile(self.counts, (VECTOR,), (first // VECTOR + (i ^ turn),))
-            cute.autovec_copy(mine[None, i], part)
-        cute.arch.sync_threads()
-        digit, inside = Int32(0), rank
-        if counted >= rank:
-            digit, rank, inside = self.found[0], self.found[1], self.found[2]
-        return digit, rank, inside

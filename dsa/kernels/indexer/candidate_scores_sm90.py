@@ -6,7 +6,11 @@ Plan
   every block of queries. The first pass keeps all its scores as a sample, the others append candidates to lists.
 - Warp roles: consumer warpgroups as in fp8_mqa_logits_sm90, and a producer warp for each of them, so that their
   instructions, more than one producer's there, are not all issued by the first quarter of a multiprocessor. A key tile
-  is loaded by four copies of 16 keys.
+  is loaded by four copies of 16 keys. The last warp of the producer warpgroup loads a block's queries and says which
+  keys are its.
+- A block begins without a wait: while the consumers multiply the block before, each of the four producer warps prepares
+  a quarter of its columns in shared memory, which brings queries into fp16's range and packs weights, and all that a
+  consumer needs to know of the block is there.
 - Mainloop: as there; the epilogue of a candidate pass multiplies by the key's scale and compares with the bound of the
   lane's query. One vote for both keys of a lane decides whether the warp has anything to append; only then it looks at
   ranges.
@@ -14,11 +18,14 @@ Plan
   other from its end. So places are handed out by a counter in shared memory, 100 clocks instead of the 700 of a global
   one, in the shadow of the next tile's wgmma. Their order is any; what a list holds is not, unless it overflows.
 - Scheduler: static persistent over blocks of queries, later ones first, all but the last one to two blocks a CTA, which
-  all CTAs share evenly: of B blocks each CTA computes B / CTAs.
-Shared memory: barriers, the queries and keys of fp8_mqa_logits_sm90, a counter a query.
-Registers: as fp8_mqa_logits_sm90.
-Roofline: that of the scores. With 64 heads a key tile has 4 instructions more than in fp8_mqa_logits_sm90, and 25 for a
-warp that appends, which is 2 of 3 tiles at 128K keys and k = 2048, and 1 of 4 at 512K.
+  all CTAs share evenly: of B blocks each CTA computes B / CTAs. The CTAs' order turns over from one block to the next,
+  since a causal batch gives the later block more keys.
+Shared memory: barriers, the queries and keys of fp8_mqa_logits_sm90, and of each of two blocks its weights, ranges,
+bounds and counters.
+Registers: as fp8_mqa_logits_sm90, but for 8 of a consumer thread, which the producers have instead: 24 each, or 16.
+Roofline: that of the scores. With 64 heads a key tile has 2 instructions less than in fp8_mqa_logits_sm90 of half
+scores, 12 more of fp32 ones, and 24 for a warp that appends, which is 2 of 3 tiles at 128K keys and k = 2048, and 1 of
+4 at 512K.
 """
 
 from collections.abc import Callable
@@ -34,44 +41,33 @@ from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.copies import tile_load
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream, strides
-from dsa.cute.pipeline import Pipeline, pipeline_storage, start
+from dsa.cute.pipeline import Mbarriers, Pipeline, pipeline_storage, start
 from dsa.cute.reductions import quad_reduce_scatter
+from dsa.cute.shared_memory import load_16
 from dsa.cute.sm90 import WARP, WARPGROUP, opaque
 from dsa.cute.wgmma import multiply
+from dsa.cute.work_tile import read_info, write_info
 from dsa.kernels.indexer import half_scores
+from dsa.kernels.indexer.candidate_blocks import (
+    NO_BLOCK,
+    PADDING,
+    PRODUCER_WARPS,
+    QUERY_WARP,
+    QUIET_NAN,
+    Blocks,
+    Lists,
+    PreparedBlocksSm90,
+    Ranges,
+    WorkTileInfo,
+)
 from dsa.kernels.indexer.candidate_entries import fake_lists
 from dsa.kernels.indexer.candidate_lists import CAPACITY, GROUP, LOG_GROUP, PARTS
-from dsa.kernels.indexer.candidate_tiles import NO_KEY, frame_of, key_range, tiles_of_pass
-from dsa.kernels.indexer.fp8_mqa_logits_sm90 import (
-    Q_STAGES,
-    Fp8MqaLogitsSm90,
-    MqaLogitsConfig,
-    Pipelines,
-    choose_config,
-)
+from dsa.kernels.indexer.candidate_tiles import NO_KEY, frame_of, tiles_of_pass
+from dsa.kernels.indexer.fp8_mqa_logits_sm90 import Q_STAGES, MqaLogitsConfig, Pipelines, choose_config
 from dsa.kernels.indexer.limits import HEAD_DIMS, HEADS
 from dsa.kernels.indexer.score_tile import TILE, head_sum, key_layout, query_layout, score_mma
 
-LIST_BARRIER = 2  # a block's counters are set, or read
-QUIET_NAN = float("nan")
-
-
-class Ranges(NamedTuple):
-    """What all roles know of the keys: the queries' ranges, how many keys, and which tiles are the pass's."""
-
-    starts: cute.Tensor
-    ends: cute.Tensor
-    keys: Int32
-    log_stride: Int32
-    log_period: Int32
-
-
-class Lists(NamedTuple):
-    """entries [queries, CAPACITY] of (score, key); counts [queries, 2] from either end; bounds [queries]."""
-
-    entries: cute.Tensor
-    counts: cute.Tensor
-    bounds: cute.Tensor
+REGISTERS = {2: (224, 56), 3: (152, 56)}  # as dsa.cute.sm90 has them; here the producer warps have more to do
 
 
 class Shares(NamedTuple):
@@ -83,18 +79,6 @@ class Shares(NamedTuple):
     begin: Int32
     end: Int32
     count: Int32
-
-
-class WorkTileInfo(NamedTuple):
-    """block: of queries; base, tiles: its Frame; first, end: which of the pass's tiles; back: whether the CTA appends
-    from the lists' end."""
-
-    block: Int32
-    base: Int32
-    tiles: Int32
-    first: Int32
-    end: Int32
-    back: Int32
 
 
 @dataclass(frozen=True)
@@ -111,10 +95,13 @@ class OwnLists:
         return OwnLists(*(cute.make_rmem_tensor((queries,), dtype) for dtype in (Float32, Int32, Int32, Int64)))
 
 
-class CandidateScoresSm90(Fp8MqaLogitsSm90):
+class CandidateScoresSm90(PreparedBlocksSm90):
     def __init__(self, heads: int, dim: int, sample: bool, half: bool, cfg: MqaLogitsConfig):
         super().__init__(heads, dim, Float32, False, False, half, cfg)
         self.sample = sample
+        self.consumer_registers, self.producer_registers = REGISTERS[cfg.groups]
+        self.weight_row = (self.n // 8 if half else self.n // 4) + PADDING
+        self.stage_q = self.block_q * Q_STAGES
 
     @cute.jit
     def __call__(
@@ -144,7 +131,14 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
         class Storage:
             k_pipeline: pipeline_storage(self.stages)
             q_pipeline: pipeline_storage(Q_STAGES)
-            counters: cute.struct.MemRange[Int32, 0 if self.sample else self.block_q]
+            ready: cute.struct.MemRange[Int64, Q_STAGES]
+            info: cute.struct.MemRange[Int32, 8 * Q_STAGES]
+            bounds: cute.struct.MemRange[Float32, self.stage_q]
+            first_keys: cute.struct.MemRange[Int32, self.stage_q]
+            counts: cute.struct.MemRange[Int32, self.stage_q]
+            counters: cute.struct.MemRange[Int32, self.stage_q]
+            units: cute.struct.MemRange[Float32, self.stage_q]
+            weights: cute.struct.Align[cute.struct.MemRange[Uint32, 4 * self.weight_row * Q_STAGES], 16]
             # Of half scores: what the rows of queries were divided by.
             factors: cute.struct.MemRange[Float32, self.n * Q_STAGES if self.half else 0]
             q: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(q_layout)], 1024]
@@ -187,6 +181,14 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
         sq = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
         sk = storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner)
         sgroups = storage.k.get_tensor(group_layout.outer, swizzle=group_layout.inner)
+        of_queries = cute.make_layout((self.block_q, Q_STAGES))
+        blocks = Blocks(
+            storage.info.get_tensor(cute.make_layout((len(WorkTileInfo._fields), Q_STAGES), stride=(1, 8))),
+            *(x.get_tensor(of_queries) for x in (storage.bounds, storage.first_keys, storage.counts)),
+            *(x.get_tensor(of_queries) for x in (storage.counters, storage.units)),
+            *(Int32(x.data_ptr().toint()) for x in (storage.factors, storage.weights)),
+            Mbarriers(storage.ready.data_ptr(), Q_STAGES),
+        )
 
         if warp == self.consumer_warps:
             cute.nvgpu.cpasync.prefetch_descriptor(q_atom)
@@ -194,26 +196,24 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
         if tid == 0:
             pipelines.k.init(consumers=WARPGROUP // WARP)
             pipelines.q.init(consumers=self.consumer_warps)
+            blocks.ready.init(PRODUCER_WARPS)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         wait_for_prerequisite_grids()
 
-        ranges = Ranges(starts, ends, k_scale.shape[0], log_stride, log_period)
         if warp >= self.consumer_warps:
             cute.arch.setmaxregister_decrease(self.producer_registers)
-            group = warp - self.consumer_warps
-            if group < self.groups:
-                self.load_tiles(q_atom, mq, k_atom, mk, ranges, bounds, sq, sgroups, pipelines, group, lane)
+            part = warp - self.consumer_warps
+            if part == QUERY_WARP:
+                ranges = Ranges(starts, ends, k_scale.shape[0], log_stride, log_period)
+                lists = Lists(entries, counts, bounds)
+                self.load_queries(q_atom, mq, weights, ranges, lists, sq, blocks, pipelines, lane)
+            else:
+                self.load_keys(k_atom, mk, weights, log_stride, log_period, sq, sgroups, blocks, pipelines, part, lane)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            lists = Lists(entries, counts, bounds)
-            counters = None
-            if const_expr(not self.sample):
-                counters = cute.make_tensor(storage.counters.data_ptr(), cute.make_layout(self.block_q))
-            factors = Int32(storage.factors.data_ptr().toint())
-            self.keep_scores(
-                k_scale, weights, ranges, lists, counters, factors, mma, sq, sk, pipelines, tid, warp, lane
-            )
+            strides = log_stride, log_period
+            self.keep_scores(k_scale, entries, strides, mma, sq, sk, blocks, pipelines, tid, warp, lane)
 
     @cute.jit
     def shares(self, ranges: Ranges) -> Shares:
@@ -233,6 +233,8 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
         ctas, _, _ = cute.arch.grid_dim()
         blocks = cute.ceil_div(ranges.starts.shape[0], self.block_q)
         place, low, high = number * ctas + cta, Int32(0), ctas
+        if (shares.whole - number) & 1 != 0:
+            place = number * ctas + ctas - 1 - cta
         if number >= shares.whole:
             piece = shares.piece + number - shares.whole
             place = shares.whole * ctas + piece
@@ -253,42 +255,74 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
         return WorkTileInfo(block, frame.base, frame.tiles, first, end, Int32(low > 0))
 
     @cute.jit
-    def load_tiles(
-        self, q_atom, mq, k_atom, mk, ranges: Ranges, bounds, sq, sgroups, pipelines: Pipelines, group, lane
+    def load_queries(
+        self, q_atom, mq, weights, ranges: Ranges, lists: Lists, sq, blocks: Blocks, pipelines: Pipelines, lane
     ):
-        """The producer of a consumer warpgroup's key tiles; the first one also loads the queries."""
+        """The producer of the queries, which knows the work tiles and opens and closes their lists."""
         gq = cute.local_tile(mq, (self.n, self.dim), (None, 0))
-        gk = cute.local_tile(mk, (GROUP, self.dim), (None, 0))
-        one = cute.make_layout(1)
         tqs, tqg = cute.nvgpu.cpasync.tma_partition(
-            q_atom, 0, one, cute.group_modes(sq, 0, 2), cute.group_modes(gq, 0, 2)
-        )
-        tks, tkg = cute.nvgpu.cpasync.tma_partition(
-            k_atom, 0, one, cute.group_modes(sgroups, 0, 2), cute.group_modes(gk, 0, 2)
+            q_atom, 0, cute.make_layout(1), cute.group_modes(sq, 0, 2), cute.group_modes(gq, 0, 2)
         )
         shares = self.shares(ranges)
-        period = Int32(1) << ranges.log_period
-        ring = pipelines.k.ring(group, self.group_stages)
-        q_state, k_state, turn = start(), start(), Int32(group)
+        if lane < Q_STAGES:
+            blocks.info[0, lane] = Int32(NO_BLOCK)
+        cute.arch.sync_warp()
+        q_state = start()
         for number in cutlass.range(shares.count, unroll=1):
-            tile = self.work_tile_of(number, shares, ranges, bounds, lane)
+            tile = self.work_tile_of(number, shares, ranges, lists.bounds, lane)
             if tile.first < tile.end:
-                if group == 0:
-                    pipelines.q.producer_acquire(q_state, self.n * self.dim)
-                    q_full = pipelines.q.producer_barrier(q_state)
-                    cute.copy(q_atom, tqg[None, tile.block], tqs[None, q_state.stage], tma_bar_ptr=q_full)
-                    q_state = pipelines.q.advance(q_state)
-                v, turn = self.first_tile(tile, turn, ranges.log_period)
-                while v < tile.end:
-                    ring.producer_acquire(k_state, TILE * self.dim)
-                    k_full = ring.producer_barrier(k_state)
-                    from_group = tile.base + (v << ranges.log_stride)
-                    for part in cutlass.range_constexpr(PARTS):
-                        to = ring.index(k_state) * PARTS + part
-                        cute.copy(k_atom, tkg[None, from_group], tks[None, to], tma_bar_ptr=k_full)
-                        from_group += tile.tiles
-                    k_state = ring.advance(k_state)
-                    v = self.next_tile(v, period - 1, period - self.groups)
+                pipelines.q.producer_wait(q_state)
+                self.close_lists(lists, blocks, q_state.stage, lane)
+                self.open_block(tile, ranges, lists, blocks, q_state.stage, lane)
+                pipelines.q.producer_expect(q_state, self.n * self.dim)
+                q_full = pipelines.q.producer_barrier(q_state)
+                cute.copy(q_atom, tqg[None, tile.block], tqs[None, q_state.stage], tma_bar_ptr=q_full)
+                pipelines.q.consumer_wait(q_state)
+                self.prepare_part(tile.block, weights, sq, blocks, q_state.stage, QUERY_WARP, lane)
+                q_state = pipelines.q.advance(q_state)
+        pipelines.q.producer_wait(q_state)
+        self.close_lists(lists, blocks, q_state.stage, lane)
+        with cute.arch.elect_one():
+            write_info(blocks.info, q_state.stage, WorkTileInfo(*[Int32(NO_BLOCK)] * 6))
+        cute.arch.sync_warp()
+        pipelines.q.producer_commit(q_state)
+        if const_expr(not self.sample):
+            q_state = pipelines.q.advance(q_state)
+            pipelines.q.producer_wait(q_state)
+            self.close_lists(lists, blocks, q_state.stage, lane)
+
+    @cute.jit
+    def load_keys(
+        self, k_atom, mk, weights, log_stride, log_period, sq, sgroups, blocks: Blocks, pipelines: Pipelines, part, lane
+    ):
+        """The producer of a consumer warpgroup's key tiles, or of none."""
+        gk = cute.local_tile(mk, (GROUP, self.dim), (None, 0))
+        tks, tkg = cute.nvgpu.cpasync.tma_partition(
+            k_atom, 0, cute.make_layout(1), cute.group_modes(sgroups, 0, 2), cute.group_modes(gk, 0, 2)
+        )
+        period = Int32(1) << log_period
+        ring = pipelines.k.ring(part, self.group_stages)
+        q_state, k_state, turn = start(), start(), Int32(part)
+        pipelines.q.consumer_wait(q_state)
+        tile = read_info(WorkTileInfo, blocks.info, q_state.stage)
+        while tile.block != NO_BLOCK:
+            self.prepare_part(tile.block, weights, sq, blocks, q_state.stage, part, lane)
+            v, turn = self.first_tile(tile, turn, log_period)
+            if const_expr(self.groups < QUERY_WARP):
+                v = v if part < self.groups else tile.end
+            while v < tile.end:
+                ring.producer_acquire(k_state, TILE * self.dim)
+                k_full = ring.producer_barrier(k_state)
+                from_group = tile.base + (v << log_stride)
+                for i in cutlass.range_constexpr(PARTS):
+                    to = ring.index(k_state) * PARTS + i
+                    cute.copy(k_atom, tkg[None, from_group], tks[None, to], tma_bar_ptr=k_full)
+                    from_group += tile.tiles
+                k_state = ring.advance(k_state)
+                v = self.next_tile(v, period - 1, period - self.groups)
+            q_state = pipelines.q.advance(q_state)
+            pipelines.q.consumer_wait(q_state)
+            tile = read_info(WorkTileInfo, blocks.info, q_state.stage)
 
     @cute.jit
     def first_tile(self, tile: WorkTileInfo, turn, log_period):
@@ -315,20 +349,7 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
 
     @cute.jit
     def keep_scores(
-        self,
-        k_scale,
-        weights,
-        ranges: Ranges,
-        lists: Lists,
-        counters,
-        factors,
-        mma,
-        sq,
-        sk,
-        pipelines: Pipelines,
-        tid,
-        warp,
-        lane,
+        self, k_scale, entries, strides, mma, sq, sk, blocks: Blocks, pipelines: Pipelines, tid, warp, lane
     ):
         """The mainloop of a consumer warpgroup."""
         thr_mma = mma.get_slice(tid % WARPGROUP)
@@ -343,103 +364,78 @@ class CandidateScoresSm90(Fp8MqaLogitsSm90):
             sums = cute.make_rmem_tensor((2 * self.block_q,), Uint32)
             w = cute.make_rmem_tensor((self.n // 8,), Uint32)
         sums.fill(0)
-        keys, queries = ranges.keys, ranges.starts.shape[0]
+        keys = k_scale.shape[0]
         quad = lane % 4
         place = (warp % 4) * 16 + lane // 4  # of the first of the lane's two keys in a key tile
-        counter = Int32(0)  # the address of the first of the lane's queries'
-        if const_expr(not self.sample):
-            counter = opaque(Int32(counters.iterator.toint()) + 4 * quad)
-        shares = self.shares(ranges)
         # In registers of every lane: the compiler would compute them anew for every tile.
-        period = Int32(1) << ranges.log_period
+        log_stride, log_period = strides
+        period = Int32(1) << log_period
         period_mask, late = opaque(period - 1), opaque(period - self.groups)
-        step_keys = opaque(Int32(GROUP) << ranges.log_stride)
+        step_keys = opaque(Int32(GROUP) << log_stride)
         ring = pipelines.k.ring(warp // 4, self.group_stages)
         q_state, k_state = start(), start()
         turn = warp // 4
 
         own = OwnLists.of(self.lane_q)
-        for number in cutlass.range(shares.count, unroll=1):
-            tile = self.work_tile_of(number, shares, ranges, lists.bounds, lane)
-            if tile.first < tile.end:
-                for i in cutlass.range_constexpr(self.lane_q):
-                    query = tile.block * self.block_q + quad + 4 * i
-                    # Of a query past the end, which has a count below 0 and a bound that nothing reaches.
-                    own.bounds[i], own.first_keys[i], own.counts[i] = Float32(QUIET_NAN), Int32(0), Int32(-1)
-                    if query < queries:
-                        own.first_keys[i], own.counts[i] = key_range(ranges.starts, ranges.ends, query, keys)
-                        if const_expr(not self.sample):
-                            own.bounds[i] = lists.bounds[query]
-                    first_entry = lists.entries[query, None].iterator
-                    if const_expr(not self.sample):
-                        first_entry += tile.back * (CAPACITY - 1)
-                    # Through a shuffle, or the compiler would compute it anew for every entry.
-                    pointer = Int64(first_entry.toint())
-                    low, high = (cute.arch.shuffle_sync(Int32(x), lane) for x in (pointer & 0xFFFFFFFF, pointer >> 32))
-                    own.pointers[i] = (Int64(high) << 32) | Int64(Uint32(low))
+        pipelines.q.consumer_wait(q_state)
+        tile = read_info(WorkTileInfo, blocks.info, q_state.stage)
+        while tile.block != NO_BLOCK:
+            stage = q_state.stage
+            blocks.ready.wait(q_state.phase, stage)
+            for i in cutlass.range_constexpr(self.lane_q):
+                mine = quad + 4 * i
+                own.bounds[i] = blocks.bounds[mine, stage]
+                own.first_keys[i], own.counts[i] = blocks.first_keys[mine, stage], blocks.counts[mine, stage]
+                first_entry = entries[tile.block * self.block_q + mine, None].iterator
                 if const_expr(not self.sample):
-                    self.open_lists(lists, counters, tile, tid)
+                    first_entry += tile.back * (CAPACITY - 1)
+                # Through a shuffle, or the compiler would compute it anew for every entry.
+                pointer = Int64(first_entry.toint())
+                low, high = (cute.arch.shuffle_sync(Int32(x), lane) for x in (pointer & 0xFFFFFFFF, pointer >> 32))
+                own.pointers[i] = (Int64(high) << 32) | Int64(Uint32(low))
                 if const_expr(self.half):
-                    self.prepare(sq, factors, weights, tile.block, queries, pipelines.q, q_state, w, unit, tid, quad)
-                else:
-                    for j in cutlass.range_constexpr(self.n // 8):
-                        query = cutlass.min(tile.block * self.block_q + j * 8 // self.heads, queries - 1)
-                        for c in cutlass.range_constexpr(2):
-                            w[2 * j + c] = weights[query, j * 8 % self.heads + quad * 2 + c] * 0.5
-                    pipelines.q.consumer_wait(q_state)
-                base_key = ((tile.base + place // GROUP * tile.tiles) << LOG_GROUP) + place % GROUP
-                entry_step = opaque(8 - 16 * tile.back)
-                v, turn = self.first_tile(tile, turn, ranges.log_period)
-                v = opaque(v)
-                # No tile is without its epilogue yet: NaN is no candidate, and NO_KEY no key.
-                scales.fill(QUIET_NAN)
-                key, pending = Int32(NO_KEY), Int32(0)
+                    unit[i] = blocks.units[mine, stage]
+            at = blocks.weights + (stage * 4 + quad) * (self.weight_row * 4)
+            for j in cutlass.range_constexpr(cute.size(w) // 4):
+                for c, word in enumerate(load_16(at + j * 16)):
+                    w[4 * j + c] = word if const_expr(self.half) else word.bitcast(Float32)
+            # The address of the first of the lane's queries' counters.
+            counter = opaque(Int32(blocks.counters.iterator.toint()) + (stage * self.block_q + quad) * 4)
+            base_key = ((tile.base + place // GROUP * tile.tiles) << LOG_GROUP) + place % GROUP
+            entry_step = opaque(8 - 16 * tile.back)
+            v, turn = self.first_tile(tile, turn, log_period)
+            v = opaque(v)
+            # No tile is without its epilogue yet: NaN is no candidate, and NO_KEY no key.
+            scales.fill(QUIET_NAN)
+            key, pending = Int32(NO_KEY), Int32(0)
+            if v < tile.end:
+                ring.consumer_wait(k_state)
+            while v < tile.end:
+                done = k_state
+                multiply(mma, acc, ra, rb, ring.index(done), q_state.stage)
+                # While it runs: the last tile's epilogue, this one's scales, and the next one's keys.
+                self.finish(sums, scales, unit, own, counter, entry_step, key, pending, place, quad)
+                key = base_key + v * step_keys
+                pending = v
+                for half in cutlass.range_constexpr(2):
+                    scales[half] = k_scale[cutlass.min(key + 8 * half, keys - 1)]
+                k_state = ring.advance(k_state)
+                v = self.next_tile(v, period_mask, late)
                 if v < tile.end:
                     ring.consumer_wait(k_state)
-                while v < tile.end:
-                    done = k_state
-                    multiply(mma, acc, ra, rb, ring.index(done), q_state.stage)
-                    # While it runs: the last tile's epilogue, this one's scales, and the next one's keys.
-                    self.finish(sums, scales, unit, own, counter, entry_step, key, pending, place, quad)
-                    key = base_key + v * step_keys
-                    pending = v
-                    for half in cutlass.range_constexpr(2):
-                        scales[half] = k_scale[cutlass.min(key + 8 * half, keys - 1)]
-                    k_state = ring.advance(k_state)
-                    v = self.next_tile(v, period_mask, late)
-                    if v < tile.end:
-                        ring.consumer_wait(k_state)
-                    cute.nvgpu.warpgroup.wait_group(0)
-                    ring.consumer_release(done)
-                    for t in cutlass.range_constexpr(self.block_q):
-                        if const_expr(self.half):
-                            sums[2 * t], sums[2 * t + 1] = half_scores.head_sum(flat, w, t, self.heads)
-                        else:
-                            sums[2 * t], sums[2 * t + 1] = head_sum(flat, w, t, self.heads)
-                self.finish(sums, scales, unit, own, counter, entry_step, key, pending, place, quad)
-                pipelines.q.consumer_release(q_state)
-                q_state = pipelines.q.advance(q_state)
-                if const_expr(not self.sample):
-                    self.close_lists(lists, counters, tile, tid)
-
-    @cute.jit
-    def open_lists(self, lists: Lists, counters, tile: WorkTileInfo, tid):
-        """Where the CTA goes on in the block's lists."""
-        if tid < self.block_q:
-            query = tile.block * self.block_q + tid
-            counters[tid] = Int32(0)
-            if query < lists.bounds.shape[0] and tile.back == 0:
-                counters[tid] = lists.counts[query, 0]
-        cute.arch.barrier(barrier_id=LIST_BARRIER, number_of_threads=self.groups * WARPGROUP)
-
-    @cute.jit
-    def close_lists(self, lists: Lists, counters, tile: WorkTileInfo, tid):
-        """How many there are behind the work tile. The same threads open the next block's."""
-        cute.arch.barrier(barrier_id=LIST_BARRIER, number_of_threads=self.groups * WARPGROUP)
-        if tid < self.block_q:
-            query = tile.block * self.block_q + tid
-            if query < lists.bounds.shape[0]:
-                lists.counts[query, tile.back] = counters[tid]
+                cute.nvgpu.warpgroup.wait_group(0)
+                ring.consumer_release(done)
+                for t in cutlass.range_constexpr(self.block_q):
+                    if const_expr(self.half):
+                        sums[2 * t], sums[2 * t + 1] = half_scores.head_sum(flat, w, t, self.heads)
+                    else:
+                        sums[2 * t], sums[2 * t + 1] = head_sum(flat, w, t, self.heads)
+            self.finish(sums, scales, unit, own, counter, entry_step, key, pending, place, quad)
+            cute.arch.sync_warp()  # all lanes have appended
+            pipelines.q.consumer_release(q_state)
+            q_state = pipelines.q.advance(q_state)
+            pipelines.q.consumer_wait(q_state)
+            tile = read_info(WorkTileInfo, blocks.info, q_state.stage)
 
     @cute.jit
     def finish(self, sums, scales, unit, own: OwnLists, counter, entry_step, key, v, place, quad):

@@ -2,15 +2,15 @@
 queries have none that can be told from their list.
 
 Plan
-- A CTA a query, the list in registers. candidate_rank.py finds a digit of the k-th largest score; every warp ranks the
-  few that share it, of equal scores by their keys. Where there are many they are equal, and the highest key of those
-  that are needed is searched bit by bit.
+- A CTA a query, the list in registers. candidate_rank.py finds a digit of the k-th largest score; of the few that share
+  it each is ranked by a warp, of equal scores by their keys. Where there are many they are equal, and the highest key
+  of those that are needed is searched bit by bit.
 - Order: the selected are counted in 4096 buckets of keys, all as wide, two in a word of what counted digits; a scan
-  says where each bucket begins, and within a bucket every key counts those below it.
+  says where each bucket begins, and every key counts those of its bucket that are on the wrong side of it.
 - A list that is too long, or has fewer than min(k, keys) of those above a bound, says nothing: the query's end goes to
   `remaining`, for indexer_select_sm90. All others have NOTHING_LEFT there.
 Shared memory: 25 KiB.
-Registers: 8 candidates a thread, two registers each; three CTAs a multiprocessor.
+Registers: 16 candidates a thread, two registers each; four CTAs a multiprocessor.
 Roofline: none; 22 KB a query and about 10 thousand instructions of a warp.
 """
 
@@ -31,29 +31,33 @@ from dsa.cute.reductions import block_exclusive_scan
 from dsa.cute.sm90 import WARP
 from dsa.kernels.indexer.candidate_entries import fake_lists, load_candidates
 from dsa.kernels.indexer.candidate_lists import BATCH, CAPACITY, LOG_MAX_KEYS, NOTHING_LEFT
-from dsa.kernels.indexer.candidate_rank import DIGITS, VECTOR, RankFound, RankMemory
+from dsa.kernels.indexer.candidate_rank import RankFound, RankMemory
 from dsa.kernels.indexer.candidate_tiles import key_range
 from dsa.kernels.indexer.limits import PAGED, ROW_TO_SEQ, VALUES
+from dsa.kernels.indexer.radix_select import BINS, SelectMemory
 from dsa.kernels.indexer.select_limits import MAX_SELECTED
 from dsa.kernels.indexer.selection_list import HIGHEST, LOWEST, number_of, order_of
 
-THREADS = 512
+THREADS, CTAS = 256, 4  # of a CTA, and of a multiprocessor
 OWN = -(-CAPACITY // THREADS)  # candidates of a thread
 LOG_BUCKETS = 12
 OWN_WORDS = (1 << LOG_BUCKETS) // 2 // THREADS  # of two buckets each
-assert (1 << LOG_BUCKETS) // 2 <= DIGITS  # they are where the counts are
+assert (1 << LOG_BUCKETS) // 2 <= BINS  # they are where the counts are
 FEW = WARP
+NO_KEY = -1
 MINUS_INFINITY = float("-inf")
 
 
 @dataclass(frozen=True)
 class Memory:
     """Shared memory. rank: its counts are buckets later; few: orders and keys [2, FEW] of a digit's candidates, and how
-    many are there [1]; keys, orders [MAX_SELECTED]: of the selected, by bucket."""
+    many are there [1]; last [2]: the order and the key of the last of them that is needed; keys, orders [MAX_SELECTED]:
+    of the selected, by bucket, and of the keys what is none before the first and behind the last."""
 
     rank: RankMemory
     few: cute.Tensor
     few_count: cute.Tensor
+    last: cute.Tensor
     keys: cute.Tensor
     orders: cute.Tensor
 
@@ -62,8 +66,9 @@ class Memory:
         return Memory(
             RankMemory.allocate(smem),
             smem.allocate_tensor(Int32, cute.make_layout((2, FEW), stride=(FEW, 1)), 16),
-            smem.allocate_tensor(Int32, cute.make_layout(VECTOR), 16),
-            smem.allocate_tensor(Int32, cute.make_layout(MAX_SELECTED), 16),
+            smem.allocate_tensor(Int32, cute.make_layout(1), 16),
+            smem.allocate_tensor(Int32, cute.make_layout(2), 16),
+            smem.allocate_tensor(Int32, cute.make_layout(MAX_SELECTED + 2), 16),
             smem.allocate_tensor(Int32, cute.make_layout(MAX_SELECTED), 16),
         )
 
@@ -101,7 +106,7 @@ class CandidateSelectSm90:
             grid=(starts.shape[0], 1, 1),
             block=(THREADS, 1, 1),
             stream=stream,
-            min_blocks_per_mp=3,
+            min_blocks_per_mp=CTAS,
             preferred_smem_carveout=100,
             use_pdl=True,
         )
@@ -127,7 +132,7 @@ class CandidateSelectSm90:
         tid, _, _ = cute.arch.thread_idx()
         query, _, _ = cute.arch.block_idx()
         memory = Memory.allocate(SmemAllocator())
-        memory.rank.clear(tid, THREADS)
+        memory.rank.digits.clear(tid, THREADS)
         if tid == 0:
             memory.few_count[0] = Int32(0)
         wait_for_prerequisite_grids()
@@ -156,18 +161,20 @@ class CandidateSelectSm90:
                 if base * THREADS < count:
                     for i in cutlass.range_constexpr(base, base + BATCH):
                         if is_selected(orders[i], own_keys[i], floor, last):
-                            self.add_to_bucket(memory.rank.counts, own_keys[i] >> shift)
+                            self.add_to_bucket(memory.rank.digits.counts, own_keys[i] >> shift)
             cute.arch.sync_threads()
-            selected = self.begin_buckets(memory.rank, tid)
+            selected = self.begin_buckets(memory.rank.digits, tid)
             cute.arch.sync_threads()
             for base in cutlass.range_constexpr(0, OWN, BATCH):
                 if base * THREADS < count:
                     for i in cutlass.range_constexpr(base, base + BATCH):
                         if is_selected(orders[i], own_keys[i], floor, last):
-                            at = self.add_to_bucket(memory.rank.counts, own_keys[i] >> shift)
-                            memory.keys[at] = own_keys[i]
+                            at = self.add_to_bucket(memory.rank.digits.counts, own_keys[i] >> shift)
+                            memory.keys[1 + at] = own_keys[i]
                             if options & VALUES:
                                 memory.orders[at] = orders[i]
+            if tid == 0:
+                memory.keys[0], memory.keys[1 + selected] = Int32(NO_KEY), Int32(NO_KEY)
             cute.arch.sync_threads()
 
             sequence, last_page, known = query, block_table.shape[1] - 1, Int32(1)
@@ -176,15 +183,20 @@ class CandidateSelectSm90:
                     sequence = row_to_seq[query]
                 known = Int32(sequence >= 0 and sequence < block_table.shape[0] and last_page >= 0)
             for p in cutlass.range(tid, selected, THREADS, unroll=1):
-                index = memory.keys[p]
-                bucket = index >> shift
-                # Each bucket's number is where it ends by now, and where the next one begins.
-                rank = Int32(0)
-                if bucket > 0:
-                    rank = self.bucket_number(memory.rank.counts, bucket - 1)
-                for other in cutlass.range(rank, self.bucket_number(memory.rank.counts, bucket), unroll=1):
-                    if memory.keys[other] < index:
+                index = memory.keys[1 + p]
+                # Those of its bucket lie around it: larger ones before it count, and smaller ones behind it.
+                rank, at, other = p, p, memory.keys[p]
+                while other >> shift == index >> shift:
+                    if other > index:
+                        rank -= 1
+                    at -= 1
+                    other = memory.keys[at]
+                at, other = p + 2, memory.keys[p + 2]
+                while other >> shift == index >> shift:
+                    if other < index:
                         rank += 1
+                    at += 1
+                    other = memory.keys[at]
                 value = -Float32(float("inf"))
                 if options & VALUES:
                     value = number_of(memory.orders[p])
@@ -220,15 +232,16 @@ class CandidateSelectSm90:
                                 at = cute.arch.atomic_add(memory.few_count.iterator, Int32(1), scope="cta")
                                 memory.few[0, at], memory.few[1, at] = orders[i], own_keys[i]
                 cute.arch.sync_threads()
+                # A warp asks of one of them, or two, how many are better.
                 lane = tid % WARP
-                order, key, better = memory.few[0, lane], memory.few[1, lane], Int32(0)
-                for i in cutlass.range(found.inside, unroll=1):
-                    other = memory.few[0, i]
-                    if other > order or (other == order and memory.few[1, i] < key):
-                        better += 1
-                is_last = lane < found.inside and better == found.rank - 1
-                floor = cute.arch.warp_redux_sync(order if is_last else Int32(LOWEST), "max")
-                last = cute.arch.warp_redux_sync(key if is_last else Int32(-1), "max")
+                order, key = memory.few[0, lane], memory.few[1, lane]
+                for i in cutlass.range(tid // WARP, found.inside, THREADS // WARP, unroll=1):
+                    own, own_key = memory.few[0, i], memory.few[1, i]
+                    better = lane < found.inside and (order > own or (order == own and key < own_key))
+                    if cute.arch.popc(cute.arch.vote_ballot_sync(better)) == found.rank - 1:
+                        memory.last[0], memory.last[1] = own, own_key
+                cute.arch.sync_threads()
+                floor, last = memory.last[0], memory.last[1]
             else:
                 last = self.last_of_equal(orders, own_keys, found, memory, tid)
         return floor, last
@@ -244,7 +257,7 @@ class CandidateSelectSm90:
             for i in cutlass.range_constexpr(OWN):
                 if orders[i] == found.low and own_keys[i] < trial:
                     here += 1
-            _, below = block_exclusive_scan(here, memory.rank.sums[step & 1, None], tid % WARP, tid // WARP)
+            _, below = block_exclusive_scan(here, memory.rank.digits.sums[step & 1, None], tid % WARP, tid // WARP)
             if below < found.rank:
                 last = trial
         cute.arch.sync_threads()
@@ -258,11 +271,7 @@ class CandidateSelectSm90:
         return (word >> half) & 0xFFFF
 
     @cute.jit
-    def bucket_number(self, buckets: cute.Tensor, bucket: Int32) -> Int32:
-        return (buckets[bucket >> 1] >> ((bucket & 1) << 4)) & 0xFFFF
-
-    @cute.jit
-    def begin_buckets(self, memory: RankMemory, tid) -> Int32:
+    def begin_buckets(self, memory: SelectMemory, tid) -> Int32:
         """Turn the buckets' counts into where each begins. -> the sum of all."""
         words = cute.make_rmem_tensor((OWN_WORDS,), Int32)
         own = cute.local_tile(memory.counts, (OWN_WORDS,), (tid,))

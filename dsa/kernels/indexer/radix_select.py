@@ -92,7 +92,7 @@ def load_vector(numbers: cute.Tensor, i) -> cute.Tensor:
 
 
 @cute.jit
-def _find(
+def find_digit(
     rank: Int32,
     flip: Int32,
     memory: SelectMemory,
@@ -176,7 +176,7 @@ def find_floor(
             cute.arch.atomic_add(memory.counts.iterator + digit, Int32(1), scope="cta")
     # The positive numbers come first, the largest bits leading; the negative ones follow, the smallest leading.
     flip = Int32(1023) if tid * (BINS // threads) < 1024 else Int32(0)
-    prefix, rank, inside, enough = _find(rank, flip, memory, tid, threads, True)
+    prefix, rank, inside, enough = find_digit(rank, flip, memory, tid, threads, True)
     shift = Int32(21)
     if not enough:  # on account of NaN: all others are taken
         prefix, inside = Uint32(MINUS_INFINITY >> 21), rank
@@ -191,7 +191,7 @@ def find_floor(
         flip = (1 << digits) - 1
         if prefix >> Uint32(31 - shift - digits) != 0:  # negative
             flip = Int32(0)
-        digit, rank, inside, _ = _find(rank, flip, memory, tid, threads, False)
+        digit, rank, inside, _ = find_digit(rank, flip, memory, tid, threads, False)
         prefix = first + digit
     return _least(prefix, shift), rank, inside - rank
 

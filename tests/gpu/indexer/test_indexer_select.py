@@ -76,10 +76,39 @@ def test_more_blocks_than_multiprocessors():
 def test_blocks_shared_by_two_multiprocessors(heads):
     """From half a block for each to blocks that not all of them have as many of."""
     block_q, sms = 128 // heads if heads < 64 else 4, torch.cuda.get_device_properties(0).multi_processor_count
-    for blocks in (1, 3, sms // 2, sms // 2 + 1, sms - 1, sms, sms + 1, 2 * sms - 1, 2 * sms + 7):
+    for blocks in (1, 3, sms // 2, sms // 2 + 1, sms - 1, sms, sms + 1, 2 * sms - 1, 2 * sms + 7, 3 * sms, 4 * sms + 1):
         queries, keys = blocks * block_q - 1, 9000
         starts = torch.randint(0, 300, (queries,), device="cuda", dtype=torch.int32)
         check(*inputs(queries, keys, heads, 32), starts, torch.full_like(starts, keys), 700)
+
+
+@pytest.mark.parametrize("accumulators", [torch.float32, torch.float16])
+def test_blocks_without_keys_between_others(accumulators):
+    """Before, behind and between blocks of few key tiles and of many, of which a CTA prepares one while it computes
+    another."""
+    for queries, keys in ((3200, 12000), (2700, 30000)):
+        blocks = queries // 4
+        longest = torch.tensor([0, 0, 70, 300, 2100, 9000, keys], device="cuda")
+        for odds in ((9, 0, 0, 0, 0, 0, 1), (5, 1, 1, 1, 1, 1, 1), (1, 0, 4, 4, 0, 0, 1), (0, 0, 0, 0, 1, 1, 2)):
+            drawn = torch.multinomial(torch.tensor(odds, device="cuda").float(), blocks, replacement=True)
+            most = longest[drawn].repeat_interleave(4)
+            lengths = (most * torch.rand(queries, device="cuda")).ceil().int()
+            starts = ((keys - lengths) * torch.rand(queries, device="cuda")).int()
+            check(*inputs(queries, keys), starts, starts + lengths, 500, accumulators)
+        nothing = int32([0] * queries)
+        check(*inputs(queries, keys), nothing, nothing, 500, accumulators)
+
+
+def test_queries_that_see_little_of_their_blocks_sample():
+    """Of a block that sees all keys, so that a sample has few scores of them, or scores in few of its parts."""
+    for keys in (30000, 100000, 300000):
+        for length in (CAPACITY + 1, 6000, 9000, keys // 8, keys // 4):
+            at = torch.linspace(0, keys - length, 48, device="cuda").int().view(16, 3)
+            all_keys = torch.zeros(16, 1, dtype=torch.int32, device="cuda")
+            starts = torch.cat((all_keys, at), 1).flatten()
+            ends = torch.cat((all_keys + keys, at + length), 1).flatten()
+            for top_k in (10, 2048):
+                check(*inputs(64, keys), starts, ends, top_k)
 
 
 def test_rows_of_very_different_lengths():
@@ -119,6 +148,9 @@ SHAPES = {
     "small where sampled": lambda n: torch.rand(n) + 2 * ~_sampled(n),
     "large in the first pass": lambda n: torch.rand(n) + 2 * _sampled(n, pass_strides(n)[0]),
     "small in the first pass": lambda n: torch.rand(n) + 2 * ~_sampled(n, pass_strides(n)[0]),
+    # Of the first sample's scores, maxima are compared: of every 16th of its tiles.
+    "the largest in the same maxima": lambda n: torch.rand(n) + 2 * _sampled(n, 16 * pass_strides(n)[0]),
+    "the smallest in the same maxima": lambda n: torch.rand(n) + 2 * ~_sampled(n, 16 * pass_strides(n)[0]),
     # The k-th largest is among those that equal the bound.
     "a few levels": lambda n: torch.randint(1, 9, (n,)),
     "many levels": lambda n: torch.randint(1, n // 700, (n,)),

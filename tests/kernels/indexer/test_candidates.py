@@ -36,7 +36,7 @@ def test_scores(arguments):
 def test_bounds_and_selection(compile_function, arguments):
     sass = disassemble(cubin(compile_function, *arguments))
     assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
-    threads = candidate_select_sm90.THREADS, 3
+    threads = candidate_select_sm90.THREADS, candidate_select_sm90.CTAS
     if compile_function is candidate_bounds_sm90.compile_candidate_bounds:
         kernel = candidate_bounds_sm90.CandidateBoundsSm90(*arguments)
         threads = kernel.threads, kernel.ctas
