@@ -1,0 +1,28 @@
+"""Parts of the embedding: each has its own tokens' rows and zeros for others, by either way of computing them."""
+
+import pytest
+import torch
+
+import dsa
+from dsa_layers.layers.embedding import Embedding
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (2, 3)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@torch.inference_mode()
+def test_parts_add_up(shape, dtype):
+    whole = Embedding(12, 8, dtype=dtype)
+    tokens = torch.randint(12, shape)
+    total = torch.zeros_like(whole(tokens))
+    for first in range(0, 12, 4):
+        part = Embedding(4, 8, dtype=dtype)
+        part.vocabulary, part.first = 12, first
+        part.weight.data = whole.weight[first : first + 4]
+        own = part(tokens)
+        assert own.shape == (*shape, 8) and own.dtype == dtype
+        inside = (tokens >= first) & (tokens < first + 4)
+        assert torch.equal(own, torch.where(inside[..., None], whole(tokens), 0))
+        # As it is computed on a GPU.
+        assert torch.equal(own, dsa.combine_experts(part.weight, (tokens - first).reshape(-1, 1)).view_as(own))
+        total += own
+    assert torch.equal(total, whole(tokens))
