@@ -109,7 +109,6 @@ def families_by_symbol():
 # Symbols of dsa.cute that one family alone uses, and why they are there all the same.
 OF_ONE_FAMILY = {
     "copies.arrive_when_gathered_too": "an instruction beside arrive_when_gathered, from which it has to be told",
-    "copies.gather_8": "an instruction beside gather_16",
     "shared_memory.load_byte": "an instruction beside load_4",
     "shared_memory.load_matrices_transposed": "an instruction beside load_matrices",
 }

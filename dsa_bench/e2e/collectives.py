@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from dsa_bench.e2e.trace import Event, in_turn
 
-# Kernels of NCCL, the sum over symmetric memory, and copies from GPU to GPU with the wait for those of others.
-NAMES = re.compile(r"\bnccl|one_shot_sum_sm90|wait_signal|Memcpy PtoP")
+# Kernels of NCCL, sums over symmetric memory, and copies from GPU to GPU with the wait for those of others.
+NAMES = re.compile(r"\bnccl|one_shot_sum_sm90|experts_sum_sm90|wait_signal|Memcpy PtoP")
 
 
 def share(events: Sequence[Event]) -> float:

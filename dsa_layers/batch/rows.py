@@ -6,6 +6,8 @@ from typing import TypeVar
 
 import torch
 
+import dsa
+
 Kept = TypeVar("Kept", torch.Tensor, tuple[torch.Tensor, ...])
 
 
@@ -52,6 +54,12 @@ class Rows:
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         """This process's rows of the sum of all processes' parts [T, ...]."""
         return part
+
+    def sum_of_experts(
+        self, y: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`sum` of the processes' dsa.combine_experts(y, rows, weights, shared)."""
+        return self.sum(dsa.combine_experts(y, rows, weights, shared))
 
     def begin_sum(self, part: torch.Tensor) -> Callable[..., torch.Tensor]:
         """`sum`, begun: the function that this gives ends it, and adds what it is given of this process's rows,

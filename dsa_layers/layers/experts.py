@@ -1,5 +1,7 @@
 """The routed experts of a mixture, whose weights lie in one tensor."""
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -22,7 +24,8 @@ class Experts(nn.Module):
     grouped GEMM a projection; what an expert computes for a token depends on no other token. cast: of x, with `fp8`,
     (q [T, hidden], scales [T, hidden / 128]), where the caller has it; of x only the dtype matters then. by_expert:
     what `dsa.sort_by_expert` gives of the experts, numbered from `first` on, where the caller has it. branch: the one
-    that makes `shared` (`beside`), if it is not joined.
+    that makes `shared` (`beside`), if it is not joined. combine: what sums a token's outputs, with `shared`, in the
+    place of `dsa.combine_experts`, for several processes' parts (`Rows.sum_of_experts`); without a residual.
     limit: as in `SwiGLU`. Parameters: gate_up_proj [E, 2 inner, hidden], an expert's gate above its up projection;
     down_proj [E, hidden, inner]; with `fp8` e4m3 and {gate_up_proj,down_proj}_scale_inv fp32, an entry per 128 x 128
     block, as `BlockFP8Linear` has them. With `fp4`, which goes with `fp8`, two e2m1 columns a byte, int8
@@ -94,6 +97,7 @@ class Experts(nn.Module):
         cast: Cast | None = None,
         by_expert: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
         branch: Branch | None = None,
+        combine: Callable[..., torch.Tensor] | None = None,
     ) -> torch.Tensor:
         # Rows of other parts' experts come last, behind ends[-1]: nothing is computed for them or read of them.
         if by_expert is None:
@@ -109,6 +113,8 @@ class Experts(nn.Module):
             outputs = self._float_outputs(x, order // experts.shape[1], ends)
         if branch is not None:
             branch.join()
+        if combine is not None:
+            return combine(outputs, rows, weights, shared)
         return dsa.combine_experts(outputs, rows, weights, shared, residual)
 
     def _float_outputs(self, x: torch.Tensor, tokens: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

@@ -240,7 +240,10 @@ class MoE(nn.Module):
             branch.join()
         if not rows.parts and takes(self.experts, "residual"):
             return self.experts(x, experts, weights, shared, residual, **options)
-        y = rows.sum(self.experts(x, experts, weights, shared, **options))
+        if rows.parts and takes(self.experts, "combine"):
+            y = self.experts(x, experts, weights, shared, combine=rows.sum_of_experts, **options)
+        else:
+            y = rows.sum(self.experts(x, experts, weights, shared, **options))
         return y if residual is None else residual + y
 
     def _of_own_rows(

@@ -7,11 +7,14 @@ import torch
 import torch.distributed as dist
 
 from dsa import backends
+from dsa.kernels.moe.limits import CHANNEL_MULTIPLE
 from dsa.kernels.parallel.limits import DTYPES, HALVES, PART, RANKS
 from dsa.ops.declaration import Kernels
 from dsa_layers.parallel.symmetric_memory import allocate, made_by_all, share
 
 KERNELS = Kernels("sums over GPUs", {"sm_90": "dsa.kernels.parallel.one_shot_sum_sm90"})
+EXPERTS_KERNELS = Kernels("sums of experts over GPUs", {"sm_90": "dsa.kernels.parallel.experts_sum_sm90"})
+FEW = 128 << 10  # bytes of tokens up to which their experts are summed in the kernel of the sum over GPUs
 MEMORY = 32 << 20  # bytes of each GPU, in which parts have twice their size, from all GPUs and of two sums
 _DTYPES = {getattr(torch, name): name for name in DTYPES}
 
@@ -22,15 +25,34 @@ def takes(x: torch.Tensor, ranks: int) -> bool:
     return known and x.nbytes % 16 == 0 and x.data_ptr() % 16 == 0 and 0 < x.nbytes <= most_bytes(ranks)
 
 
+def takes_experts(
+    y: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor | None, shared: torch.Tensor | None, ranks: int
+) -> bool:
+    """Whether so many ranks may sum these in one kernel: of few tokens, as `dsa.combine_experts` takes them."""
+    if weights is None or rows.dtype != torch.int32 or not len(y):
+        return False
+    read = [y] if shared is None else [y, shared]
+    rows_fit = all(x.stride(1) == 1 and x.stride(0) * x.itemsize % 16 == x.data_ptr() % 16 == 0 for x in read)
+    known = y.is_cuda and y.dtype in _DTYPES and ranks in RANKS and backends.allows_kernels()
+    few = 0 < len(rows) * y.shape[1] * y.itemsize <= min(FEW, most_bytes(ranks))
+    return known and rows_fit and few and y.shape[1] % CHANNEL_MULTIPLE == 0 and not torch.is_grad_enabled()
+
+
 def most_bytes(ranks: int) -> int:
     """Of a part: 4 MiB for two GPUs, 1 MiB for eight."""
     return PART * _places(ranks)
 
 
-def compiled_sums(arch: str, ranks: int) -> dict[torch.dtype, Callable[..., None]]:
-    """The kernels that so many ranks sum with: of each dtype, whichever comes first."""
-    kernels = KERNELS.modules(arch)
-    return {dtype: kernels.compile_one_shot_sum(name, ranks) for dtype, name in _DTYPES.items()}
+def compiled_sums(arch: str, ranks: int) -> dict[tuple, Callable[..., None]]:
+    """The kernels that so many ranks sum with: of each dtype, whichever comes first, (dtype,); and of experts
+    (dtype, whether there is a shared one)."""
+    of_parts, of_experts = KERNELS.modules(arch), EXPERTS_KERNELS.modules(arch)
+    found: dict[tuple, Callable[..., None]] = {}
+    for dtype, name in _DTYPES.items():
+        found[(dtype,)] = of_parts.compile_one_shot_sum(name, ranks)
+        for shared in (False, True):
+            found[dtype, shared] = of_experts.compile_experts_sum(name, ranks, shared)
+    return found
 
 
 class OneShotSum:
@@ -52,12 +74,23 @@ class OneShotSum:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: what it `takes`."""
         y = torch.empty_like(x)
-        with backends.on_device(x):
-            self._kernels[x.dtype](
-                *(x.view(-1), y.view(-1), self._memory.own, self._memory.of, self._turns),
-                *(self._rank, self._choose_ctas(x.nbytes // PART)),
-            )
+        self._sum(self._kernels[(x.dtype,)], (x.view(-1),), y)
         return y
+
+    def of_experts(
+        self, y: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The sum of the ranks' `dsa.combine_experts` of these, which it takes (`takes_experts`)."""
+        out = y.new_empty(len(rows), y.shape[1])
+        self._sum(self._kernels[y.dtype, shared is not None], (y, rows, weights, shared), out)
+        return out
+
+    def _sum(self, kernel: Callable[..., None], part: tuple[torch.Tensor | None, ...], out: torch.Tensor) -> None:
+        with backends.on_device(out):
+            kernel(
+                *(*part, out.view(-1), self._memory.own, self._memory.of, self._turns),
+                *(self._rank, self._choose_ctas(out.nbytes // PART)),
+            )
 
 
 @functools.cache

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import dsa
 from dsa.kernels.moe.limits import CHANNEL_MULTIPLE
-from dsa_layers.parallel.one_shot_sum import one_shot_sum, takes
+from dsa_layers.parallel.one_shot_sum import one_shot_sum, takes, takes_experts
 from dsa_layers.parallel.peer_copies import PeerCopies, peer_copies
 
 if TYPE_CHECKING:
@@ -58,6 +58,16 @@ class Ranks:
         self.all_to_all(parts, x)
         own = self.sum_parts(parts.unflatten(0, (self.size, -1)))
         return self._gathered(own).flatten(0, 1)[:rows]
+
+    def sum_of_experts(
+        self, y: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`sum` of the ranks' dsa.combine_experts(y, rows, weights, shared)."""
+        if self.size > 1 and self.group is not None and takes_experts(y, rows, weights, shared, self.size):
+            one_shot = one_shot_sum(self.group, y.device)
+            if one_shot is not None:
+                return one_shot.of_experts(y, rows, weights, shared)
+        return self.sum(dsa.combine_experts(y, rows, weights, shared))
 
     def sum_parts(
         self, parts: torch.Tensor, shared: torch.Tensor | None = None, residual: torch.Tensor | None = None

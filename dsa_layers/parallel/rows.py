@@ -37,6 +37,11 @@ class WholeRows(Rows):
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         return self._ranks.sum(part)
 
+    def sum_of_experts(
+        self, y: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self._ranks.sum_of_experts(y, rows, weights, shared)
+
 
 class SharedRows(Rows):
     """Each rank has two pieces of the rows, of 2 N about equal ones the one of its number and the one as far from the

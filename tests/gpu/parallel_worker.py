@@ -8,6 +8,7 @@ from unittest import mock
 
 import torch
 
+import dsa
 from dsa_layers import Generator, SamplingParams, load_model
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.checkpoint import loading
@@ -22,6 +23,9 @@ TURNS = 400  # of sums in a row, of changing sizes
 DTYPES = (torch.bfloat16, torch.float32)
 WIDTH = 7168
 MANY, REPEATS = 4096, 5
+OF_TOKENS = [(1, 6, 4096), (1, 8, 7168), (3, 1, 8), (7, 9, 1024), (16, 17, 2048), (200, 8, 1024)]
+# dtype, tokens, chosen experts, channels, whether there is a shared one
+EXPERTS = [(dtype, *of, shared) for dtype in DTYPES for of in OF_TOKENS for shared in (False, True)]
 TOKENS, LENGTHS = [2 + i * i % 2000 for i in range(300)], [200, 100]
 PROMPTS = [TOKENS, TOKENS[:3], TOKENS[7:80]]  # a pass of which shares its rows
 
@@ -67,6 +71,7 @@ def sums(ranks: Ranks, device: torch.device, folder: Path) -> dict:
     shared = SharedRows(ranks, 300)
     (whole,) = shared.gather(shared.own(cast))
     found["cast"] = torch.equal(whole.view(torch.uint8), cast.view(torch.uint8))
+    found["experts"] = all(same_experts(ranks, device, *case) for case in EXPERTS)
     found["wrong turns"] = wrong_turns(ranks, device)
     found["wrong messages"] = wrong_messages(ranks, device)
     return found
@@ -94,6 +99,32 @@ def wrong_turns(ranks: Ranks, device: torch.device) -> int:
         own.fill_(replay)
         graph.replay()
     return int(wrong)
+
+
+def same_experts(
+    ranks: Ranks, device: torch.device, dtype: torch.dtype, tokens: int, chosen: int, channels: int, shared: bool
+) -> bool:
+    """Whether the sum over the ranks of what tokens' experts computed has the bits of each rank's sum, summed: alone,
+    and in a CUDA graph. Of many tokens the two are one way, of few two."""
+    generator = torch.Generator().manual_seed(tokens + ranks.rank)
+    y = torch.randn(tokens * chosen, channels, generator=generator).to(dtype).to(device)
+    rows = torch.randperm(tokens * chosen, generator=generator).view(tokens, chosen).to(torch.int32)
+    rows[torch.rand(tokens, chosen, generator=generator) < 0.5] = -1  # another rank's
+    rows[0, 0] = tokens * chosen + 3
+    y[-1] = torch.nan  # read by nobody where it is not named
+    rows[rows == tokens * chosen - 1] = 0
+    weights = torch.rand(tokens, chosen, generator=generator)
+    weights[rows < 0] = torch.inf
+    rows, weights = rows.to(device), weights.to(device)
+    own = torch.randn(tokens, channels, generator=generator).to(dtype).to(device) if shared else None
+    expected = ranks.sum(dsa.combine_experts(y, rows, weights, own))
+    with torch.inference_mode():
+        got = ranks.sum_of_experts(y, rows, weights, own)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            replayed = ranks.sum_of_experts(y, rows, weights, own)
+        graph.replay()
+    return torch.equal(got, expected) and torch.equal(replayed, expected) and bool(expected.isfinite().all())
 
 
 def wrong_messages(ranks: Ranks, device: torch.device) -> int:

@@ -20,7 +20,7 @@ other GPU.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -64,6 +64,12 @@ def _address(memory: cute.Tensor, half: Int32, rank, place: Int32) -> Int64:
     return Int64(memory[half, rank, place, None].iterator.toint())
 
 
+class Part(NamedTuple):
+    """This GPU's part of the sum, [n]."""
+
+    x: cute.Tensor
+
+
 class OneShotSumSm90:
     def __init__(self, dtype: type[cutlass.Numeric], ranks: int):
         self.dtype, self.ranks = dtype, ranks
@@ -81,14 +87,18 @@ class OneShotSumSm90:
         ctas: Int32,
         stream,
     ):
-        self.kernel(x, y, memory, memories, turns, rank).launch(
+        self.launch(Part(x), y, memory, memories, turns, rank, ctas, stream)
+
+    @cute.jit
+    def launch(self, source, y, memory, memories, turns, rank, ctas, stream):
+        self.kernel(source, y, memory, memories, turns, rank).launch(
             grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
     def kernel(
         self,
-        x: cute.Tensor,
+        source,
         y: cute.Tensor,
         memory: cute.Tensor,
         memories: list[cute.Tensor],
@@ -98,20 +108,21 @@ class OneShotSumSm90:
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
-        first, step, places = cta * THREADS + tid, ctas * THREADS, x.shape[0] // self.width
+        first, step, places = cta * THREADS + tid, ctas * THREADS, y.shape[0] // self.width
+        scratch = self.scratch(tid)
         wait_for_prerequisite_grids()
 
         part = cute.make_rmem_tensor((self.width,), self.dtype)
         words = cute.recast_tensor(part, Uint32)
-        if first < places:
-            cute.autovec_copy(cute.local_tile(x, (self.width,), (first,)), part)
         turn = Uint32(turns[0]) + 1
+        if first < places:
+            self.load(source, first, part, scratch)
         half = Int32(turn & (HALVES - 1))
         for i in cutlass.range(first, places, step, unroll=1):
             for r in cutlass.range_constexpr(self.ranks):
                 _send(_address(memories[r], half, rank, i), words[0], words[1], turn)
             if i + step < places:
-                cute.autovec_copy(cute.local_tile(x, (self.width,), (i + step,)), part)
+                self.load(source, i + step, part, scratch)
         cute.arch.sync_threads()
         if tid == 0:
             readers = cute.arch.atomic_add(turns.iterator + 1, Int32(1), scope="gpu")
@@ -128,6 +139,16 @@ class OneShotSumSm90:
             part.store(total.load().to(self.dtype))
             cute.autovec_copy(part, cute.local_tile(y, (self.width,), (i,)))
 
+    @cute.jit
+    def scratch(self, tid: Int32) -> Int32:
+        """A thread's address of shared memory for `load`."""
+        return Int32(0)
+
+    @cute.jit
+    def load(self, source, i: Int32, part: cute.Tensor, scratch: Int32):
+        """What lies at place i of this GPU's part."""
+        cute.autovec_copy(cute.local_tile(source.x, (self.width,), (i,)), part)
+
 
 @cached
 def compile_one_shot_sum(dtype: str, ranks: int):
@@ -136,12 +157,16 @@ def compile_one_shot_sum(dtype: str, ranks: int):
     the first sum, on all ranks, and so are turns."""
     kind, numbers = cute_dtype(dtype), cute.sym_int(divisibility=8 * PART // cute_dtype(dtype).width)
     x, y = fake(kind, (numbers,), (1,)), fake(kind, (numbers,), (1,))
+    arguments = x, y, *fake_memory(ranks), Int32(0), Int32(1)
+    return compile_sm90(OneShotSumSm90(kind, ranks), *arguments, fake_stream())
+
+
+def fake_memory(ranks: int) -> tuple[cute.Tensor, list[cute.Tensor], cute.Tensor]:
+    """The memory of a sum, that of each rank, and the turns."""
     places = cute.sym_int()
     shape, stride = (HALVES, ranks, places, 4), (cute.sym_int64(divisibility=4), cute.sym_int64(divisibility=4), 4, 1)
     memory, *memories = (fake(Int32, shape, stride) for _ in range(1 + ranks))
-    turns = fake(Int32, (2,), (1,), 4)
-    arguments = x, y, memory, memories, turns, Int32(0), Int32(1)
-    return compile_sm90(OneShotSumSm90(kind, ranks), *arguments, fake_stream())
+    return memory, memories, fake(Int32, (2,), (1,), 4)
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:

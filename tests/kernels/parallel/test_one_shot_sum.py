@@ -4,6 +4,7 @@ import pytest
 
 from dsa.cute.compile_cache import cubin
 from dsa.cute.sass import disassemble
+from dsa.kernels.parallel import experts_sum_sm90 as experts
 from dsa.kernels.parallel import one_shot_sum_sm90 as kernels
 from dsa.kernels.parallel.limits import PART, RANKS
 from dsa_layers.parallel.one_shot_sum import MEMORY, most_bytes
@@ -21,6 +22,17 @@ def test_sass(compile_function, arguments):
     assert sass.instructions["LDG"] == 3 + ranks and sass.instructions["ATOMG"] == 1
     # 16 bytes to each rank; the result, and what the last CTA says of the next turn.
     assert sass.instructions["STG"] == ranks + 1 + 2
+
+
+@shipped(experts.compile_experts_sum)
+def test_sass_of_experts(compile_function, arguments):
+    sass = disassemble(cubin(compile_function, *arguments))
+    _, ranks, shared = arguments
+    assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
+    assert sass.registers <= 96 and sass.shared <= experts.BATCH * kernels.THREADS * PART + 2048
+    # Of the first place and of the next, rows by copies, a batch at once behind the numbers and weights.
+    assert sass.instructions["LDGSTS"] == 2 * experts.BATCH and sass.instructions["LDGDEPBAR"] == 2
+    assert sass.instructions["LDG"] >= 1 + 2 * (2 * experts.BATCH + shared) + ranks
 
 
 def test_all_ctas_run_at_once():

@@ -21,11 +21,14 @@ from dsa_layers.parallel.one_shot_sum import OneShotSum
 from tests.layers.compilation.test_variants import AS_LOADED, Zeroed, variants_of
 from tests.layers.parallel.processes import in_ranks
 
-SUMS = "dsa.kernels.parallel.one_shot_sum_sm90"
+SUMS, EXPERTS = "dsa.kernels.parallel.one_shot_sum_sm90", "dsa.kernels.parallel.experts_sum_sm90"
 
 
 def sums(gpus):
-    return {Variant(SUMS, "compile_one_shot_sum", (dtype, gpus)) for dtype in DTYPES}
+    of_experts = {
+        Variant(EXPERTS, "compile_experts_sum", (dtype, gpus, shared)) for dtype in DTYPES for shared in (False, True)
+    }
+    return of_experts | {Variant(SUMS, "compile_one_shot_sum", (dtype, gpus)) for dtype in DTYPES}
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +58,7 @@ def test_ranks_ask_for_no_other_kernels(checkpoints):
         expected = variants_of(model_type, drafts=2, gpus=2)
         assert all(len(asked) > 20 and asked <= expected for asked in of_rank)
         assert not of_rank[0] <= variants_of(model_type, drafts=2)  # one GPU's alone would not do
-        assert {variant for variant in expected if variant.module == SUMS} == sums(2)
+        assert {variant for variant in expected if variant.module in (SUMS, EXPERTS)} == sums(2)
 
 
 @pytest.mark.parametrize("gpus", [1, 2])
@@ -85,7 +88,7 @@ def test_products_of_split_experts_expect_their_share_of_the_rows(checkpoints, g
 
 
 def test_one_gpu_sums_nothing():
-    assert not {variant for variant in variants_of("deepseek_v32") if variant.module == SUMS}
+    assert not {variant for variant in variants_of("deepseek_v32") if variant.module in (SUMS, EXPERTS)}
 
 
 @pytest.mark.parametrize("gpus", RANKS)

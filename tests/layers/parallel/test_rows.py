@@ -57,7 +57,9 @@ def exchanged(ranks):
         x = part(ranks.rank, count)
         total, other = rows.begin_sum(x), rows.begin_sum(2 * x)
         begun = total(), other(rows.own(part(8, count)), rows.own(part(9, count)))
-        sums = rows.sum(x), rows.own(ranks.sum(x)), rows.own(WholeRows(ranks).sum(x)), begun[0]
+        experts = x, every[:, None].int(), torch.ones(count, 1)
+        of_experts = rows.sum_of_experts(*experts), rows.own(WholeRows(ranks).sum_of_experts(*experts))
+        sums = rows.sum(x), rows.own(ranks.sum(x)), rows.own(WholeRows(ranks).sum(x)), begun[0], *of_experts
         found.append((own, gathered, begun[1], *sums))
     return found
 

@@ -115,3 +115,31 @@ def test_what_is_summed():
     assert not takes(part(), 1) and not takes(part(), 9)
     with backends.use_backend("reference"):
         assert not takes(part(), 2)
+
+
+def test_which_experts_are_summed_in_one_kernel(monkeypatch):
+    """Of few tokens, in inference, whose rows have weights and lie at multiples of 16 bytes."""
+    monkeypatch.setattr(backends, "allows_kernels", lambda: True)
+
+    class Outputs:
+        def __init__(self, *, shape=(12, 64), dtype=torch.bfloat16, address=0, stride=(64, 1), is_cuda=True):
+            self.shape, self.dtype, self.itemsize, self.is_cuda = shape, dtype, dtype.itemsize, is_cuda
+            self.stride, self.data_ptr = stride.__getitem__, lambda: address
+
+        def __len__(self):
+            return self.shape[0]
+
+    def taken(tokens=2, index=torch.int32, weights=True, shared=False, ranks=2, **options):
+        rows = torch.zeros(tokens, 6, dtype=index)
+        of = (Outputs(**options), rows, torch.ones(tokens, 6) if weights else None, Outputs() if shared else None)
+        return one_shot_sum.takes_experts(*of, ranks)
+
+    with torch.no_grad():
+        assert taken() and taken(shared=True) and taken(dtype=torch.float32) and taken(ranks=8)
+        assert taken(tokens=one_shot_sum.FEW // 128) and not taken(tokens=one_shot_sum.FEW // 128 + 1)
+        others = {"index": torch.int64, "weights": False, "shape": (0, 64), "dtype": torch.float16, "is_cuda": False}
+        others |= {"address": 8, "stride": (60, 1), "tokens": 0, "ranks": 9}
+        for name, value in others.items():
+            assert not taken(**{name: value}), name
+        assert not taken(stride=(64, 2)) and not taken(shape=(12, 60))
+    assert not taken()  # with gradients
