@@ -13,7 +13,7 @@ from dsa_layers.layers.own_part import OwnPart
 from dsa_layers.layers.shares import splits_tokens
 from dsa_layers.parallel.cuts import DoesNotDivide, cuts_of, shares_of
 
-# Of a GPU's memory what weights and caches may have: activations, scores, kernels, CUDA and NCCL take the rest.
+# Of a GPU's memory what weights and caches may have: activations, scores, kernels, CUDA, NCCL and copies take the rest.
 SHARE = 0.9
 SEQUENCES = 64  # at a time, as `Generator` has them
 
