@@ -44,8 +44,8 @@ def most_bytes(ranks: int) -> int:
 
 
 def compiled_sums(arch: str, ranks: int) -> dict[tuple, Callable[..., None]]:
-    """The kernels that so many ranks sum with: of each dtype, whichever comes first, (dtype,); and of experts
-    (dtype, whether there is a shared one)."""
+    """The kernels that so many ranks sum with, whichever comes first: (dtype,) sums parts, and (dtype, whether there is
+    a shared one) what experts computed."""
     of_parts, of_experts = KERNELS.modules(arch), EXPERTS_KERNELS.modules(arch)
     found: dict[tuple, Callable[..., None]] = {}
     for dtype, name in _DTYPES.items():
@@ -58,8 +58,8 @@ def compiled_sums(arch: str, ranks: int) -> dict[tuple, Callable[..., None]]:
 class OneShotSum:
     """x_0 + x_1 + ... of the ranks' x, in fp32 and in the order of the ranks, rounded once.
 
-    The memory that all can write to is torch's symmetric memory, the kernel dsa.kernels.parallel.one_shot_sum_sm90. A
-    CUDA graph may hold it. It waits for the parts of all others, without an end. All ranks make the same sums in the
+    The memory that all can write to is torch's symmetric memory, the kernels are in dsa.kernels.parallel. A CUDA
+    graph may hold them. They wait for the parts of all others, without an end. All ranks make the same sums in the
     same order, one at a time.
     """
 

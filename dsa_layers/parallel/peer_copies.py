@@ -30,9 +30,10 @@ class PeerCopies:
 
     def begin(self, sent: Sequence[Sequence[torch.Tensor]], places: Sequence[int]) -> Callable[[], torch.Tensor]:
         """sent: of every rank what it gets from this one, contiguous tensors, whose bytes lie one behind the other
-        there; places: of every rank the most bytes that it gets from one. The function that this gives makes the
-        current stream wait for what the others have sent, and gives uint8 [ranks * places[rank]] of this rank: the
-        places of all, one behind the other, for what is launched before this rank begins anything else."""
+        there; places: of every rank the most bytes that it gets from one, the same on all ranks. The function that this
+        gives makes the current stream wait for what the others have sent, and gives uint8 [ranks * places[rank]] of
+        this rank: the places of all, one behind the other, for what is launched before this rank begins anything
+        else."""
         lane, most = next((lane for lane in self._lanes if not lane.busy), None), max(places)
         if lane is None:
             lane = _Lane(self._group, lane_memory(most, self._ranks, self._device))
@@ -56,7 +57,7 @@ class _Lane:
         self._to_others, self._to_itself = CopyStream(memory.device), CopyStream(memory.device)
 
     def drop_memory(self) -> None:
-        """Of messages that all have been ended here."""
+        """Frees the memory of a lane in which this rank has ended all messages."""
         device = self._memory.own.device
         torch.cuda.synchronize(device)  # nothing is on its way to others' memory when what maps it here goes
         self._memory = None
@@ -64,7 +65,7 @@ class _Lane:
 
     def place(self, memory: torch.Tensor) -> None:
         """Messages go to this memory from now on; all ranks share theirs."""
-        torch.cuda.synchronize(memory.device)  # PyTorch fills it with zeros, which must not come behind a message
+        torch.cuda.synchronize(memory.device)  # PyTorch may fill it with zeros, which must not come behind a message
         self._memory = share(self._group, memory)
         rows, bytes_of_half = range(self._ranks), memory.shape[1]
         self._begins = [

@@ -132,7 +132,8 @@ def test_the_share_of_collectives():
     copies = [kernel("Memcpy PtoP (Device -> Device)", 90, 4000.0, "gpu_memcpy"), kernel("gemm", 91, 2000.0)]
     waits = [kernel("void c10d::symmetric_memory::wait_signal_kernel(unsigned int**)", 93, 1500.0)]
     copied = kernel("Memcpy DtoD (Device -> Device)", 95, 500.0, "gpu_memcpy")
-    assert collectives.share([*events, *copies, *waits, copied]) == (3 + 2500) / (10 + 5000)
+    experts = kernel("kernel_cutlass_kernel_dsakernelsparallelexperts_sum_sm90ExpertsSumSm90_object_at_", 97, 500.0)
+    assert collectives.share([*events, *copies, *waits, copied, experts]) == (3 + 3000) / (10 + 5500)
     with pytest.raises(ValueError, match="events: must have kernels behind a collective, got 1 in 2 events"):
         collectives.share([kernel("gemm", 0, 1.0), {"cat": "cpu_op", "name": "nccl", "ts": 0, "dur": 1}])
 

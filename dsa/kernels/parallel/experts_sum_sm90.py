@@ -11,7 +11,7 @@ Plan
 - Products are rounded and added in the order of j, shared last: the part has combine_experts_sm90.py's bits.
 Constraints: the sum's; H a multiple of 8, innermost stride 1, rows aligned to 16 bytes.
 Shared memory: BATCH * THREADS * 8 bytes, 16 KiB.
-Roofline: the sum's, and the latency of a row's number.
+Roofline: the sum's, and the latency of a row's number, which comes before its bytes.
 """
 
 from collections.abc import Callable

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import dsa
+from dsa.ops.asked_variants import asked_variants
 from dsa_layers.layers.embedding import Embedding
 
 
@@ -26,3 +27,16 @@ def test_parts_add_up(shape, dtype):
         assert torch.equal(own, dsa.combine_experts(part.weight, (tokens - first).reshape(-1, 1)).view_as(own))
         total += own
     assert torch.equal(total, whole(tokens))
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (2, 3)])
+@torch.inference_mode()
+def test_a_part_on_a_gpu_is_one_kernel(shape):
+    """As on a GPU, without memory: a whole asks for none of ours, a part for the one that the test above computes."""
+    part = Embedding(4, 8, dtype=torch.bfloat16).to("meta")
+    tokens = torch.empty(shape, dtype=torch.int64, device="meta")
+    with asked_variants("sm_90") as asked:
+        assert part(tokens).shape == (*shape, 8) and not asked
+        part.vocabulary, part.first = 12, 4
+        assert part(tokens).shape == (*shape, 8)
+    assert {variant.function for variant in asked} == {"compile_combine_experts"}

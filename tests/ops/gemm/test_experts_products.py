@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from torch import library
 
 import dsa
 from dsa import reference
@@ -171,7 +172,7 @@ def test_registration(name):
         ends = ENDS if rows is not None else ENDS.clamp(max=2) + 3 * (torch.arange(3) == 2).int()
         options = (rows, 2.0, True, torch.bfloat16) if "swiglu" in name else (torch.float16, rows, None)
         arguments = *a, *b, ends, *options, expected
-        torch.library.opcheck(getattr(torch.ops.dsa, name).default, arguments, test_utils=tests)
+        library.opcheck(getattr(torch.ops.dsa, name).default, arguments, test_utils=tests)
 
 
 @pytest.mark.parametrize("name", OPS)
