@@ -4,6 +4,8 @@ import torch
 from torch import nn
 
 import dsa
+from dsa import backends
+from dsa.kernels.moe.limits import CHANNEL_MULTIPLE, COMBINE_DTYPES
 from dsa_layers.layers.shares import Shares
 
 
@@ -26,9 +28,16 @@ class Embedding(nn.Module):
         if self.count == self.vocabulary:
             return nn.functional.embedding(tokens, self.weight)
         rows = tokens - self.first
-        if rows.device.type != "cpu" and not torch.is_grad_enabled():
-            # One kernel, where what follows are seven: a row that is not there counts as zero.
-            return dsa.combine_experts(self.weight, rows.reshape(-1, 1)).view(*tokens.shape, -1)
+        if self._in_one_kernel():
+            # Where what follows are seven: a row that is not there counts as zero.
+            return dsa.combine_experts(self.weight, rows.reshape(-1, 1)).view(*tokens.shape, self.weight.shape[1])
         own = (rows >= 0) & (rows < self.count)
         y = nn.functional.embedding(rows.clamp(0, self.count - 1), self.weight)
         return y.masked_fill(~own[..., None], 0)
+
+    def _in_one_kernel(self) -> bool:
+        """Whether there is one: not beside a gradient, and of dtypes and sizes that it takes. Its reference would copy
+        the weights."""
+        known = str(self.weight.dtype).removeprefix("torch.") in COMBINE_DTYPES
+        takes = known and self.weight.shape[1] % CHANNEL_MULTIPLE == 0 and not torch.is_grad_enabled()
+        return takes and backends.runs_kernel("combine_experts", self.weight)

@@ -25,7 +25,7 @@ class Experts(nn.Module):
     (q [T, hidden], scales [T, hidden / 128]), where the caller has it; of x only the dtype matters then. by_expert:
     what `dsa.sort_by_expert` gives of the experts, numbered from `first` on, where the caller has it. branch: the one
     that makes `shared` (`beside`), if it is not joined. combine: what sums a token's outputs, with `shared`, in the
-    place of `dsa.combine_experts`, for several processes' parts (`Rows.sum_of_experts`); without a residual.
+    place of `dsa.combine_experts`, for several processes' parts (`Rows.sum_of_experts`).
     limit: as in `SwiGLU`. Parameters: gate_up_proj [E, 2 inner, hidden], an expert's gate above its up projection;
     down_proj [E, hidden, inner]; with `fp8` e4m3 and {gate_up_proj,down_proj}_scale_inv fp32, an entry per 128 x 128
     block, as `BlockFP8Linear` has them. With `fp4`, which goes with `fp8`, two e2m1 columns a byte, int8
@@ -114,7 +114,8 @@ class Experts(nn.Module):
         if branch is not None:
             branch.join()
         if combine is not None:
-            return combine(outputs, rows, weights, shared)
+            y = combine(outputs, rows, weights, shared)
+            return y if residual is None else residual + y
         return dsa.combine_experts(outputs, rows, weights, shared, residual)
 
     def _float_outputs(self, x: torch.Tensor, tokens: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

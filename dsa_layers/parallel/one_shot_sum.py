@@ -29,7 +29,10 @@ def takes_experts(
     y: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor | None, shared: torch.Tensor | None, ranks: int
 ) -> bool:
     """Whether so many ranks may sum these in one kernel: of few tokens, as `dsa.combine_experts` takes them."""
-    if weights is None or rows.dtype != torch.int32 or not len(y):
+    if weights is None or weights.dtype != torch.float32 or rows.dtype != torch.int32 or not len(y):
+        return False
+    size = len(rows), y.shape[1]
+    if weights.shape != rows.shape or (shared is not None and (shared.dtype, *shared.shape) != (y.dtype, *size)):
         return False
     read = [y] if shared is None else [y, shared]
     rows_fit = all(x.stride(1) == 1 and x.stride(0) * x.itemsize % 16 == x.data_ptr() % 16 == 0 for x in read)

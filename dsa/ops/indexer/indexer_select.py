@@ -15,6 +15,8 @@ from dsa.reference.indexer.fp8_mqa_logits import pair
 
 __all__ = ["indexer_select"]
 
+MOST_QUERIES = 2**19  # of a launch: where the lists of more begin is no 32-bit number
+
 
 def indexer_select(
     q: torch.Tensor,
@@ -55,11 +57,11 @@ def indexer_select(
     Exact for any input: a query's result does not depend on the other queries, on the machine or on the run. The time
     does: plateaus take longest. Raises TypeError or ValueError for other types, dtypes and shapes.
     On Hopper: the two ops up to 8192 keys, and beyond that a list of candidates for each query, with what a sample of
-    the keys says of the k-th largest score; a workspace of at most 33 KiB a query in either case. A query whose list
-    overflows or was given too high a bound, as on a plateau of equal scores, is selected by a second pass over its
-    keys. H in {8, 16, 32, 64}, D in {32, 64, 128}, top_k up to 2048, less than 2^30 keys; rows of k 16-byte aligned. At
-    most two multiprocessors share a block of four queries, so it pays from about a thousand queries on. CUDA-graph safe
-    with new ranges, no host synchronisation. Not differentiable.
+    the keys says of the k-th largest score; a workspace of at most 33 KiB a query in either case, and of 2^19 queries
+    in all. A query whose list overflows or was given too high a bound, as on a plateau of equal scores, is selected by
+    a second pass over its keys. H in {8, 16, 32, 64}, D in {32, 64, 128}, top_k up to 2048, less than 2^30 keys; rows
+    of k 16-byte aligned. At most two multiprocessors share a block of four queries, so it pays from about a thousand
+    queries on. CUDA-graph safe with new ranges, no host synchronisation. Not differentiable.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), equation 1, and its top-k selection.
     """
     options = top_k, block_table, page_size, row_to_seq, return_values, accumulators
@@ -119,7 +121,7 @@ def _indexer_select(
     accumulators: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     indices, values = _results(q, top_k, return_values)
-    (queries, heads, dim), keys = q.shape, len(k)
+    queries, keys, dim = len(q), len(k), q.shape[2]
     if queries == 0 or keys == 0:
         return indices.fill_(-1), values.fill_(-torch.inf)
     if keys == 1:  # a single row's stride means nothing, and may be any number
@@ -129,17 +131,48 @@ def _indexer_select(
         paging = block_table, page_size, row_to_seq
         _in_two(kernels[5:], q, k, k_scale, weights, *ranges, *paging, return_values, accumulators, indices, values)
         return indices, values
-    options = VALUES if return_values else 0
+    table = None if block_table is None else unit_inner(block_table)
+    for begin in range(0, queries, MOST_QUERIES):
+        part = slice(begin, begin + MOST_QUERIES)
+        # Without row_to_seq, queries and rows of the table are numbered alike.
+        own = table if table is None or row_to_seq is not None else table[part]
+        of_part = (x if x is None else x[part] for x in (row_to_seq, indices, values if return_values else None))
+        _select(
+            *(kernels, q[part], k, k_scale, weights[part], cu_seq_len_k_start[part], cu_seq_len_k_end[part]),
+            *(top_k, own, page_size, *of_part, accumulators == torch.float16),
+        )
+    return indices, values
+
+
+def _select(
+    kernels: tuple[ModuleType, ...],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    k_scale: torch.Tensor,
+    weights: torch.Tensor,
+    cu_seq_len_k_start: torch.Tensor,
+    cu_seq_len_k_end: torch.Tensor,
+    top_k: int,
+    block_table: torch.Tensor | None,
+    page_size: int | None,
+    row_to_seq: torch.Tensor | None,
+    indices: torch.Tensor,
+    values: torch.Tensor | None,
+    half: bool,
+) -> None:
+    """Of up to MOST_QUERIES queries, from lists of candidates."""
+    (queries, heads, dim), keys = q.shape, len(k)
+    ranges = cu_seq_len_k_start, cu_seq_len_k_end
+    options = 0 if values is None else VALUES
     # What is not given is not read: any tensor of its kind stands for it.
     table, sequences = indices, cu_seq_len_k_start
     if block_table is not None:
-        table, options = unit_inner(block_table), options | PAGED
+        table, options = block_table, options | PAGED
         if row_to_seq is not None:
             sequences, options = row_to_seq, options | ROW_TO_SEQ
     plan, _, _, candidate_select, exact, *_ = kernels
-    half = accumulators == torch.float16
     scored = q.view(queries * heads, dim), k, k_scale, weights
-    results = table, sequences, indices, values if return_values else weights
+    results = table, sequences, indices, weights if values is None else values
     ends = cu_seq_len_k_end
     if keys < plan.MAX_KEYS:
         lists = _lists(q.device, queries, plan.CAPACITY)
@@ -149,11 +182,11 @@ def _indexer_select(
         select(*ranges, *lists, ends, *results, keys, page_size or 1, options)
     else:  # rows without a key are not written
         indices.fill_(-1)
-        values.fill_(-torch.inf)
+        if values is not None:
+            values.fill_(-torch.inf)
     ctas = min(exact.work_tiles(queries), backends.num_sms(q.device))
     of_rest = exact.compile_indexer_select(heads, dim, half, exact.CONFIG)
     of_rest(*scored, cu_seq_len_k_start, ends, *results, page_size or 1, options, ctas)
-    return indices, values
 
 
 Lists = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

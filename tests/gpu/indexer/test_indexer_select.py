@@ -1,6 +1,7 @@
 """Scores and selection in one op beside the two by themselves, bit by bit."""
 
 import math
+import sys
 from itertools import product
 
 import pytest
@@ -254,6 +255,16 @@ def test_slots():
         check(*arguments, starts, ends, 256, block_table=every, page_size=32)
         arguments[1][1].fill_(0.0)  # ties of all: lists overflow
         check(*arguments, starts, ends, 256, block_table=every, page_size=32)
+
+
+def test_more_queries_than_a_launch_has(monkeypatch):
+    monkeypatch.setattr(sys.modules["dsa.ops.indexer.indexer_select"], "MOST_QUERIES", 16)
+    arguments = inputs(50, 20000)
+    starts = torch.randint(0, 9000, (50,), device="cuda", dtype=torch.int32)
+    table, sequences = torch.randperm(1280, device="cuda").int().view(2, 640), int32(range(50)) % 2
+    for paging in ({}, {"row_to_seq": sequences, "block_table": table}, {"block_table": table[sequences.long()]}):
+        sized = paging | ({"page_size": 32} if paging else {})
+        check(*arguments, starts, starts + 10000, 256, **sized)
 
 
 def test_calls_that_come_again():

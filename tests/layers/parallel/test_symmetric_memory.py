@@ -131,7 +131,8 @@ def test_which_experts_are_summed_in_one_kernel(monkeypatch):
 
     def taken(tokens=2, index=torch.int32, weights=True, shared=False, ranks=2, **options):
         rows = torch.zeros(tokens, 6, dtype=index)
-        of = (Outputs(**options), rows, torch.ones(tokens, 6) if weights else None, Outputs() if shared else None)
+        of_shared = Outputs(shape=(tokens + (shared == "longer"), 64))
+        of = (Outputs(**options), rows, torch.ones(tokens, 6) if weights else None, of_shared if shared else None)
         return one_shot_sum.takes_experts(*of, ranks)
 
     with torch.no_grad():
@@ -141,5 +142,5 @@ def test_which_experts_are_summed_in_one_kernel(monkeypatch):
         others |= {"address": 8, "stride": (60, 1), "tokens": 0, "ranks": 9}
         for name, value in others.items():
             assert not taken(**{name: value}), name
-        assert not taken(stride=(64, 2)) and not taken(shape=(12, 60))
+        assert not taken(stride=(64, 2)) and not taken(shape=(12, 60)) and not taken(shared="longer")
     assert not taken()  # with gradients
