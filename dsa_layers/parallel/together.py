@@ -1,18 +1,22 @@
 """What ranks do together: all of them get through it, or all raise."""
 
 import contextlib
+import os
 from collections.abc import Iterator
 
 import torch.distributed as dist
 
 from dsa_layers.parallel.ranks import Ranks
 
+# Of the environment: which kernels a rank runs, and so by which way it talks to the others, and whether they compare.
+SETTINGS = ("DSA_BACKEND", "DSA_COMPARE_RANKS")
+
 
 @contextlib.contextmanager
 def together(ranks: Ranks, error: type[ValueError] = ValueError) -> Iterator[dict[str, str]]:
     """What one rank raises within all raise: itself its own, a RuntimeError, MemoryError or OSError as an `error`, so
-    that all end alike, and the others an `error` that names it. Gives a dictionary for facts by their names; an `error`
-    for the first that ranks have put in otherwise than the first rank.
+    that all end alike, and the others an `error` that names it. Gives a dictionary for facts by their names, in which
+    the environment's SETTINGS are; an `error` for the first that ranks have otherwise than the first rank.
 
     Ranks that are alone, or of which no process group tells, have nobody to ask.
     """
@@ -20,6 +24,7 @@ def together(ranks: Ranks, error: type[ValueError] = ValueError) -> Iterator[dic
     if ranks.size == 1 or not dist.is_initialized():
         yield facts
         return
+    facts |= {name: os.environ.get(name) or "unset" for name in SETTINGS}
     caught: Exception | None = None
     try:
         yield facts

@@ -1,5 +1,7 @@
 """What ranks do otherwise than others: it is the same after all, or all of them hear of it and nobody waits."""
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -58,6 +60,35 @@ def test_calls_that_differ(checkpoint):
     assert first[4] == f"{second[4]} (rank 1)" and "none" in second[4]
     assert first[5] == second[5] and first[5].startswith("precision: must be the same on all ranks, got ")
     assert first[6] == second[6] == "prefill_chunk: must be the same on all ranks, got 100 on rank 0 and 101 on rank 1"
+
+
+def of_other_environments(ranks, directory, name, values):
+    """What each of several calls raises where ranks have other values of a setting, None for none."""
+    os.environ.pop(name, None)
+    model = load_model(directory, mesh=ranks, **OPTIONS)
+    generator = Generator(model, None, cache_tokens=2048)
+    calls = [
+        lambda: load_model(directory, mesh=ranks, **OPTIONS),
+        lambda: Generator(model, None, cache_tokens=2048),
+        lambda: generator.generate([[5, 6, 7]]),
+    ]
+    if values[ranks.rank] is not None:
+        os.environ[name] = values[ranks.rank]
+    found = []
+    for call in calls:
+        with pytest.raises(ValueError) as raised:
+            call()
+        found.append(str(raised.value))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "values"), [("DSA_BACKEND", ("cute", "reference")), ("DSA_COMPARE_RANKS", (None, "1"))]
+)
+def test_environments_that_differ(checkpoint, name, values):
+    told = "{}: must be the same on all ranks, got {} on rank 0 and {} on rank 1"
+    told = told.format(name, *(value or "unset" for value in values))
+    assert in_ranks(2, of_other_environments, checkpoint, name, values) == [[told] * 3] * 2
 
 
 def outside(ranks, directory):

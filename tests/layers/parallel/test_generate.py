@@ -61,6 +61,17 @@ def test_torchrun_starts_ranks_too(checkpoint):
     assert wrong.returncode == 1 and "--gpus: must be the 2 ranks that were started, got 3" in wrong.stderr
 
 
+def test_ranks_whose_environments_differ_end(checkpoint):
+    """As where torchrun's ranks are started by a script that sets a variable in some of them."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
+    script = 'if [ "$RANK" = 1 ]; then export DSA_BACKEND=reference; fi; exec "$@"'
+    done = generate(checkpoint, "--prompt", "x", start=[*torchrun, "sh", "-c", script, "sh", *COMMAND], DSA_BACKEND="")
+    assert done.returncode == 1 and done.stdout == "" and "exitcode  : 2" in done.stderr, done.stderr
+    said = {line for line in done.stderr.splitlines() if line.startswith("dsa generate: ")}
+    told = "DSA_BACKEND: must be the same on all ranks, got unset on rank 0 and reference on rank 1"
+    assert said == {f"dsa generate: {told}"}, done.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
