@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from dsa import backends
 from dsa_layers.parallel.copy_stream import CopyStream
-from dsa_layers.parallel.symmetric_memory import allocate, made_by_all, share
+from dsa_layers.parallel.symmetric_memory import allocate, made_by_all, meet, share
 
 HALVES = 2  # of a lane's memory, which messages take in turn
 UNIT = 2 << 20  # bytes that a half has a multiple of: memory is shared in pages
@@ -57,11 +57,12 @@ class _Lane:
         self._to_others, self._to_itself = CopyStream(memory.device), CopyStream(memory.device)
 
     def drop_memory(self) -> None:
-        """Frees the memory of a lane in which this rank has ended all messages."""
+        """Frees the memory of a lane in which this rank has ended all messages; all ranks free theirs."""
         device = self._memory.own.device
         torch.cuda.synchronize(device)  # nothing is on its way to others' memory when what maps it here goes
         self._memory = None
         torch.cuda.empty_cache()  # what comes in its place is not of PyTorch's cache
+        meet(self._group, device)  # a GPU has its memory back when the last rank that mapped it is here
 
     def place(self, memory: torch.Tensor) -> None:
         """Messages go to this memory from now on; all ranks share theirs."""

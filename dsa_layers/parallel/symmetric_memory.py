@@ -83,6 +83,11 @@ def made_by_all(
     return None
 
 
+def meet(group: dist.ProcessGroup, device: torch.device) -> None:
+    """The host waits until all ranks of a group are here, and their GPUs."""
+    _all(True, group, device)
+
+
 def _on_one_machine(group: dist.ProcessGroup) -> bool:
     hosts: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(hosts, socket.gethostname(), group=group)

@@ -4,6 +4,7 @@ import ctypes
 import random
 import threading
 import time
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -45,12 +46,22 @@ class Ranks:
         self.size, self.own = size, threading.local()
         self.meeting, self.shared = threading.Barrier(size, timeout=SECONDS), [None] * size
 
+    def allocate(self, shape, dtype, device):
+        """Memory is there as long as one of the ranks has it, and not more of it than lanes need."""
+        lanes = [lane for lane in self.own.copies._lanes if lane._memory is not None] if self.own.copies else []
+        if sum(memory() is not None for memory in self.own.memories) > len(lanes):
+            self.own.found.append((self.own.rank, "memory that no lane has any more"))
+        memory = torch.zeros(shape, dtype=dtype)
+        self.own.memories.append(weakref.ref(memory))
+        return memory
+
     def share(self, group, memory):
         flags = torch.zeros(peer_copies.HALVES * self.size, dtype=torch.int32)
         self.shared[self.own.rank] = memory, flags
         self.meeting.wait()
         of, flags_of = zip(*self.shared)
         self.meeting.wait()
+        self.shared[self.own.rank] = None
         return SharedMemory(memory, of, Handle(self.own.rank, flags_of))
 
 
@@ -76,9 +87,10 @@ def bytes_of(message, source, target, count):
 
 def talk(ranks, rank, messages, found):
     """Messages of the same sizes on all ranks, up to three at once, which each ends in the order of their numbers."""
-    ranks.own.rank = rank
+    ranks.own.rank, ranks.own.copies, ranks.own.memories, ranks.own.found = rank, None, [], found
     sizes, late = random.Random(0), random.Random(rank + 1)
     copies, begun = PeerCopies(None, peer_copies.lane_memory(1, ranks.size, CPU)), []
+    ranks.own.copies = copies
 
     def end():
         message, places, ending = begun.pop(0)
@@ -109,7 +121,8 @@ def test_messages_in_lanes(size, monkeypatch):
     monkeypatch.setattr(peer_copies.backends, "on_device", lambda tensor: nullcontext())
     monkeypatch.setattr(peer_copies, "UNIT", 16)  # so that lanes grow
     monkeypatch.setattr(peer_copies, "share", ranks.share)
-    monkeypatch.setattr(peer_copies, "allocate", lambda shape, dtype, device: torch.zeros(shape, dtype=dtype))
+    monkeypatch.setattr(peer_copies, "meet", lambda group, device: ranks.meeting.wait())
+    monkeypatch.setattr(peer_copies, "allocate", ranks.allocate)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(dist, "get_rank", lambda group: ranks.own.rank)
