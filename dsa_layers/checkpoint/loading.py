@@ -1,7 +1,6 @@
 """From a checkpoint directory to a model that is ready to run."""
 
 import hashlib
-import os
 import sys
 from dataclasses import replace
 from functools import partial
@@ -137,7 +136,6 @@ def _facts(checkpoint: Checkpoint, precision: Precision, device: torch.device) -
         "checkpoint": f"one of digest {digest}",
         "precision": str(precision),
         "backend": dsa.backend() if device.type == "cuda" else "reference",
-        "DSA_COMPARE_RANKS": os.environ.get("DSA_COMPARE_RANKS", "unset"),
     }
 
 

@@ -5,7 +5,7 @@ import gc
 import os
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,11 +19,12 @@ TIMEOUT = timedelta(hours=2)
 
 def join(device: str) -> tuple[Ranks, torch.device]:
     """This rank, once all ranks are there, and its device: of "cuda" the GPU of its number on this node, with NCCL
-    between the ranks; of "cpu" the CPU, with gloo. ValueError for a GPU that is not there. NCCL's group is left to the
-    process's end: it would wait for CUDA graphs that hold its collectives."""
+    between the ranks; of "cpu" the CPU, with gloo. ValueError for a GPU that is not there, and for another `device`
+    than the first rank's. NCCL's group is left to the process's end: it would wait for CUDA graphs that hold its
+    collectives."""
     local = int(os.environ["LOCAL_RANK"])
     if device == "cpu":
-        dist.init_process_group("gloo", timeout=TIMEOUT)
+        dist.init_process_group("gloo", **_meeting_place(device))
         # A thread of gloo that still asks for the interpreter while that ends, however it ends, aborts the process.
         atexit.register(_leave)
         return Ranks.of(), torch.device("cpu")
@@ -33,8 +34,18 @@ def join(device: str) -> tuple[Ranks, torch.device]:
         raise ValueError("gpus: several need NCCL, which this build of torch does not have")
     own = torch.device("cuda", local)
     torch.cuda.set_device(own)
-    dist.init_process_group("nccl", device_id=own, timeout=TIMEOUT)
+    dist.init_process_group("nccl", device_id=own, **_meeting_place(device))
     return Ranks.of(), own
+
+
+def _meeting_place(device: str) -> dict[str, Any]:
+    """How `init_process_group` finds the other ranks. Gloo and NCCL would wait for each other."""
+    store, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))
+    store.set(f"device of rank {rank}", device)
+    first = store.get("device of rank 0").decode()
+    if device != first:
+        raise ValueError(f"device: must be the same on all ranks, got {first} on rank 0 and {device} on rank {rank}")
+    return {"store": dist.PrefixStore("ranks", store), "rank": rank, "world_size": size, "timeout": TIMEOUT}
 
 
 def _leave() -> None:

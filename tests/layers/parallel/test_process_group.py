@@ -67,3 +67,29 @@ def test_what_is_not_there_is_said_before_ranks_meet(local, has_nccl, message, m
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: pytest.fail("ranks are waited for"))
     with pytest.raises(ValueError, match=message):
         join("cuda")
+
+
+# As where one rank sees no GPU, and so computes on its CPU: here it is the second that believes it has one.
+OTHER_DEVICE = """
+    import os
+
+    import torch
+    import torch.distributed as dist
+    from dsa_layers.parallel.process_group import join
+
+    torch.cuda.device_count, torch.cuda.set_device = lambda: 2, lambda device: None
+    dist.is_nccl_available = lambda: True
+    try:
+        join("cuda" if os.environ["RANK"] == "1" else "cpu")
+    except ValueError as error:
+        raise SystemExit(f"said: {error}") from None
+"""
+
+
+def test_ranks_of_different_devices_end(tmp_path):
+    """In place of a wait for each other, of gloo and NCCL."""
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    (tmp_path / "rank.py").write_text(textwrap.dedent(OTHER_DEVICE))
+    done = subprocess.run([*start, tmp_path / "rank.py"], capture_output=True, text=True, timeout=60)
+    told = "said: device: must be the same on all ranks, got cpu on rank 0 and cuda on rank 1"
+    assert done.returncode == 1 and [line for line in done.stderr.splitlines() if "said" in line] == [told], done.stderr
