@@ -1,5 +1,7 @@
 """A directory of safetensors files as one mapping from names to tensors."""
 
+import hashlib
+import os
 from collections.abc import Collection
 from dataclasses import dataclass
 from os import PathLike
@@ -22,6 +24,7 @@ _MAX_INDEX = 2**25  # bytes
 _MAX_INDEX_VALUES = MAX_TENSORS + 2**10  # their files, and metadata
 _MAX_FILES = 2**12  # the largest published checkpoints have fewer than 200
 _MAX_FILE_NAME = 255
+_SAMPLES, _SAMPLE_BYTES = 16, 1024  # of a file, for a digest
 
 Index = tuple[int | slice, ...]
 
@@ -80,6 +83,22 @@ class Checkpoint:
                 found = f"found in {self.tensors[name].file}" if name in self.tensors else "found in no file"
                 problems.add(f"{file}: lacks {name}, which {INDEX_NAME} puts there; {found}")
         problems.raise_if_any(self.directory)
+
+    def sampled_digest(self) -> bytes:
+        """Of what tensors are called and are like, and of a few of each file's bytes, from its beginning to its end: a
+        digest that another training's weights do not have. Raises CheckpointError for a file that cannot be read."""
+        tensors = {name: (info.dtype, info.shape) for name, info in sorted(self.tensors.items())}
+        found = hashlib.sha256(repr(tensors).encode())
+        for file in sorted({info.file for info in self.tensors.values()}):
+            try:
+                with (self.directory / file).open("rb") as stored:
+                    end = stored.seek(0, os.SEEK_END)
+                    for i in range(_SAMPLES + 1):
+                        stored.seek(max(0, (end - _SAMPLE_BYTES) * i // _SAMPLES))
+                        found.update(stored.read(_SAMPLE_BYTES))
+            except OSError as error:
+                raise CheckpointError(f"{self.directory / file}: cannot be read: {error}") from error
+        return found.digest()
 
     def read(self, name: str, device: str | torch.device = "cpu", index: Index = ()) -> torch.Tensor:
         """The tensor `name`, as stored, or of it the slice `index`, in fresh memory on `device`.

@@ -92,7 +92,7 @@ def load_model(
         names = {"skip": model.skips, "name_of": model.name_of}
         names["parts_of"] = partial(split_experts, experts=config.n_routed_experts)
         if ranks.size > 1:
-            facts |= _facts(checkpoint, precision, device)
+            facts |= _facts(checkpoint, precision, device) | {"drafter": str(drafter)}
             cuts = split(model, ranks, blocks=config.quantization is not None)
             names["name_of"] = lambda stored: Stored(model.name_of(stored))
             names["parts_of"] = partial(parts_of_rank, cuts, config.n_routed_experts, ranks)
@@ -126,9 +126,8 @@ def unfilled_model(
 
 def _facts(checkpoint: Checkpoint, precision: Precision, device: torch.device) -> dict[str, str]:
     """What parts of one model have in common, by names that a message can have."""
-    tensors = {name: (info.dtype, info.shape) for name, info in sorted(checkpoint.tensors.items())}
     config = (checkpoint.directory / "config.json").read_bytes()
-    digest = hashlib.sha256(config + repr(tensors).encode()).hexdigest()[:12]
+    digest = hashlib.sha256(config + checkpoint.sampled_digest()).hexdigest()[:12]
     return {
         "dsa": dsa.__version__,
         "torch": torch.__version__,

@@ -110,6 +110,7 @@ def run(args: argparse.Namespace) -> int:
     if on_gpus.starts_ranks(args):
         return on_gpus.start_ranks(args)
     ranks = on_gpus.join_ranks(args)
+    on_gpus.check_memory(args, ranks)
     prompts = on_gpus.agreed(ranks, lambda: read_prompts(args.prompts))
     params = _sampling(args)
     with on_gpus.errors_of_options():

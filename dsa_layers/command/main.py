@@ -42,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say("")
         return INTERRUPTED
     except BrokenPipeError:
+        note_failure("nobody reads the output")  # of ranks this one ends, and the others because of it
         return NO_READER
     except WrongCall as error:
         return _failed(str(error), 2, as_json)

@@ -99,6 +99,20 @@ def add_draft_option(parser: argparse.ArgumentParser, does: str) -> None:
     )
 
 
+def chosen_device(args: argparse.Namespace) -> str:
+    """--device, or what there is. ValueError for one that is not there."""
+    import torch
+
+    from dsa_layers.families.precision import check_device
+
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if args.device is None else args.device
+    try:
+        check_device(device)
+    except ValueError as error:
+        raise ValueError(f"--{error}") from None
+    return device
+
+
 def load(args: argparse.Namespace, ranks: "Ranks | None" = None, *, drafter: bool = False) -> LoadedModel:
     """ranks: over which the model is split; drafter: whether the model gets the checkpoint's. Raises ValueError, which
     names the option or the file, for what cannot be loaded."""
@@ -106,18 +120,14 @@ def load(args: argparse.Namespace, ranks: "Ranks | None" = None, *, drafter: boo
 
     import dsa
     from dsa_layers.checkpoint.loading import load_model
-    from dsa_layers.families.precision import check_device
     from dsa_layers.generation.tokenizer import Tokenizer
     from dsa_layers.hub import checkpoint_directory
 
     checkpoint = checkpoint_directory(args.checkpoint)
     if not checkpoint.is_dir():
         raise ValueError(f"{args.checkpoint}: no such directory; a checkpoint holds config.json and safetensors")
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if args.device is None else args.device
-    try:
-        on_gpu = check_device(device).type == "cuda"
-    except ValueError as error:
-        raise ValueError(f"--{error}") from None
+    device = chosen_device(args)
+    on_gpu = torch.device(device).type == "cuda"
     threads = args.threads
     if threads is None and args.checkpoint == SHIPPED_MODEL and "OMP_NUM_THREADS" not in os.environ:
         threads = 1

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
 from dsa_layers import options
+from dsa_layers.command.model_options import chosen_device
 from dsa_layers.command.streams import say_json
 from dsa_layers.parallel.environment import started_ranks
 
@@ -40,7 +41,7 @@ def starts_ranks(args: argparse.Namespace) -> bool:
 
 def start_ranks(args: argparse.Namespace) -> int:
     """Runs this command as that many ranks; the exit code. ValueError where there are fewer GPUs, and where they cannot
-    hold the model, before anything of it is read."""
+    hold the model, or it does not come apart into so many parts, before anything of it is read."""
     import torch
 
     from dsa_layers.parallel.launch import launch
@@ -51,7 +52,10 @@ def start_ranks(args: argparse.Namespace) -> int:
         there = torch.cuda.device_count()
         if there < args.gpus:
             raise ValueError(f"--gpus: must be at most the {there} that torch sees, got {args.gpus}")
-        _check_fits(args, min(torch.cuda.get_device_properties(i).total_memory for i in range(args.gpus)))
+        memory = min(torch.cuda.get_device_properties(i).total_memory for i in range(args.gpus))
+    else:
+        memory = None
+    _check_parts(args, args.gpus, memory)
     return launch(
         [sys.executable, "-m", "dsa_layers.command", *args.argv], args.gpus, _error_event if args.json else None
     )
@@ -62,7 +66,19 @@ def _error_event(problem: str, code: int) -> None:
         say_json("error", error=problem, exit_code=code)
 
 
-def _check_fits(args: argparse.Namespace, memory: int) -> None:
+def check_memory(args: argparse.Namespace, ranks: "Ranks | None") -> None:
+    """ValueError where this process's GPU cannot hold its part of the model, before anything of it is read: of ranks
+    that torchrun has started, and of a single GPU."""
+    import torch
+
+    device = torch.device(chosen_device(args))
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+        _check_parts(args, 1 if ranks is None else ranks.size, memory)
+
+
+def _check_parts(args: argparse.Namespace, gpus: int, memory: int | None) -> None:
+    """ValueError where the model does not come apart into so many parts, or a GPU of so much memory cannot hold one."""
     import torch
 
     from dsa_layers.checkpoint import Checkpoint, StoredNames
@@ -72,14 +88,16 @@ def _check_fits(args: argparse.Namespace, memory: int) -> None:
 
     directory = checkpoint_directory(args.checkpoint, weights=False)
     config = read_config(directory)
-    options = {"dequantize": bool(args.dequantize), "kv_cache": args.kv_cache, "widen_experts": args.widen_experts}
+    dequantize = memory is None if args.dequantize is None else args.dequantize
+    options = {"dequantize": dequantize, "kv_cache": args.kv_cache, "widen_experts": args.widen_experts}
     # Where the files are here, they say how experts are stored, and not config.json: the earliest ones do not.
     files = Checkpoint(directory) if directory.is_dir() and any(directory.glob("*.safetensors")) else None
     precision = precision_of(config, files, dtype=args.dtype and getattr(torch, args.dtype), **options)
     drafted = (files or StoredNames.of(directory)) if args.draft else None
     with errors_of_options():
-        found = plan(config, precision, args.gpus, drafted)
-        check_fits(found, memory, args.cache_tokens)
+        found = plan(config, precision, gpus, drafted)
+        if memory is not None:
+            check_fits(found, memory, args.cache_tokens)
 
 
 @contextlib.contextmanager

@@ -87,45 +87,44 @@ class Generator:
     ) -> None:
         if not isinstance(model, Model):
             raise TypeError(f"model: must be a model as load_model returns it, got {type(model).__name__}")
-        if tokenizer is not None and not (hasattr(tokenizer, "encode") and hasattr(tokenizer, "stream")):
-            raise TypeError(f"tokenizer: must be a dsa_layers.Tokenizer or None, got {type(tokenizer).__name__}")
-        page_size = model.page_size if page_size is None else page_size
-        page_size = integer("page_size", page_size, at_least=1, at_most=MOST_SLOTS // 4)
-        cache_tokens = integer("cache_tokens", cache_tokens, at_least=1, at_most=MOST_SLOTS - 2 * page_size)
-        max_sequences = integer("max_sequences", max_sequences, at_least=1)
-        self.prefill_chunk = integer("prefill_chunk", prefill_chunk, at_least=1)
-        self._drafts = integer("draft_tokens", draft_tokens, at_least=0, at_most=DRAFTS)
-        drafter = getattr(model, "drafter", None)
-        if self._drafts and drafter is None:
-            raise ValueError(
-                f"draft_tokens: must be 0 for a model without a drafter (load_model's drafter=True), got {self._drafts}"
-            )
         self.model = model
         self.tokenizer = tokenizer
         self.device = next(model.parameters()).device
-        pages = -(-cache_tokens // page_size)
-        # Each sequence has a page or more. Beside these a state slot and pages for its tokens are DecodeStep's own.
-        own_pages = -(-(1 + self._drafts) // page_size)
-        capture, prefix_cache = flag("cuda_graphs", cuda_graphs), flag("prefix_cache", prefix_cache)
         self._ranks: Ranks = getattr(model, "ranks", ALONE)
-        sizes = {"cache_tokens": cache_tokens, "page_size": page_size, "max_sequences": max_sequences}
-        sizes |= {"prefill_chunk": self.prefill_chunk, "draft_tokens": self._drafts, "cuda_graphs": capture}
-        sizes |= {"prefix_cache": prefix_cache}
         with together(self._ranks) as facts:
+            if tokenizer is not None and not (hasattr(tokenizer, "encode") and hasattr(tokenizer, "stream")):
+                raise TypeError(f"tokenizer: must be a dsa_layers.Tokenizer or None, got {type(tokenizer).__name__}")
+            page_size = model.page_size if page_size is None else page_size
+            page_size = integer("page_size", page_size, at_least=1, at_most=MOST_SLOTS // 4)
+            cache_tokens = integer("cache_tokens", cache_tokens, at_least=1, at_most=MOST_SLOTS - 2 * page_size)
+            max_sequences = integer("max_sequences", max_sequences, at_least=1)
+            self.prefill_chunk = integer("prefill_chunk", prefill_chunk, at_least=1)
+            self._drafts = integer("draft_tokens", draft_tokens, at_least=0, at_most=DRAFTS)
+            if self._drafts and getattr(model, "drafter", None) is None:
+                raise ValueError(
+                    "draft_tokens: must be 0 for a model without a drafter (load_model's drafter=True), "
+                    f"got {self._drafts}"
+                )
+            capture, prefix_cache = flag("cuda_graphs", cuda_graphs), flag("prefix_cache", prefix_cache)
+            self._eos = set(model.config.eos_token_ids)
+            if tokenizer is not None and tokenizer.eos_token_id is not None:
+                self._eos.add(tokenizer.eos_token_id)
+            sizes = {"cache_tokens": cache_tokens, "page_size": page_size, "max_sequences": max_sequences}
+            sizes |= {"prefill_chunk": self.prefill_chunk, "draft_tokens": self._drafts, "cuda_graphs": capture}
+            sizes |= {"prefix_cache": prefix_cache, "tokens that end": sorted(self._eos)}
             facts |= {name: str(size) for name, size in sizes.items()}
-            most = min(max_sequences, pages)
+            self._capacity = -(-cache_tokens // page_size)
+            # Each sequence has a page or more. Beside these a state slot and pages for its tokens are DecodeStep's own.
+            own_pages = -(-(1 + self._drafts) // page_size)
+            most = min(max_sequences, self._capacity)
             copied = most if prefix_cache and self._keeps_states(page_size) else 0
-            self.cache = self._make_cache(pages + own_pages, page_size, most + copied + 1)
+            self.cache = self._make_cache(self._capacity + own_pages, page_size, most + copied + 1)
             self._passes = Passes(model, self.cache, drafts=self._drafts, capture=capture)
             self._memory = SequenceMemory(self.cache, self._drafts)
             if prefix_cache:
                 copies = StateCopies(self._passes.caches, copied) if copied else None
                 self._memory = SharedPrefixes(self.cache, self._drafts, copies)
-        self._capacity = pages
         self.throughput = Throughput()
-        self._eos = set(model.config.eos_token_ids)
-        if tokenizer is not None and tokenizer.eos_token_id is not None:
-            self._eos.add(tokenizer.eos_token_id)
         self._lock = threading.Lock()
         self._stream: weakref.ref[TokenStream] | None = None
 

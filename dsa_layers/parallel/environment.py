@@ -14,8 +14,8 @@ def started_ranks() -> int | None:
     is no number."""
     if any(name not in os.environ for name in NUMBERS):
         return None
-    for name in NUMBERS:
-        if not os.environ[name].isdecimal():
+    for name in (*NUMBERS, "MASTER_PORT"):
+        if not os.environ.get(name, "0").isdecimal():
             raise ValueError(f"{name}: must be a number, got {os.environ[name]!r}")
     return int(os.environ["WORLD_SIZE"])
 

@@ -13,6 +13,7 @@ from dsa_layers.cache.drafts import DRAFTS
 from dsa_layers.checkpoint import INDEX_NAME, SINGLE_NAME, StoredNames
 from dsa_layers.checkpoint.gpu_plan import check_fits, plan, plans, precision_of
 from dsa_layers.checkpoint.loading import unfilled_model
+from dsa_layers.command import on_gpus
 from dsa_layers.command.main import main
 from dsa_layers.families.config import read_config
 from dsa_layers.families.registry import family, model_types
@@ -238,6 +239,15 @@ def test_what_does_not_fit_is_refused(monkeypatch, capsys, tmp_path):
     assert "--gpus: each of 2 would hold 81.8 GB of weights" in capsys.readouterr().err
     assert main(["generate", str(flash), "--gpus", "4", "--prompt", "x"]) == 2
     assert "--gpus: must be at most the 2 that torch sees, got 4" in capsys.readouterr().err
+
+    # A single GPU, and torchrun's ranks, of which each looks at its own.
+    assert main(["generate", str(flash), "--prompt", "x"]) == 2
+    assert "--gpus: each of 1 would hold 1" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(on_gpus, "started_ranks", lambda: 2)
+        patch.setattr(on_gpus, "join_ranks", lambda args: Ranks(0, 2))
+        assert main(["generate", str(flash), "--prompt", "x"]) == 2
+        assert "--gpus: each of 2 would hold 81.8 GB of weights" in capsys.readouterr().err
 
     # With a drafter it is more.
     Gpu.total_memory = 93 * 10**9

@@ -43,7 +43,7 @@ class Collectives(TorchDispatchMode):
 
 @torch.inference_mode()
 def said(ranks, cases):
-    """{(model, way): (its layers' number, that of the dense ones, collectives of a long pass)}"""
+    """{(model, way): (its layers' number, that of the dense ones, collectives of a long pass, of a step)}"""
     found = {}
     for (model_type, way), directory in cases.items():
         with split_by(way):
@@ -54,8 +54,11 @@ def said(ranks, cases):
             batch = prefill_batch([Chunk(TOKENS, 0, pages, 0)], size, "cpu")
             with Collectives() as collectives:
                 model(torch.arange(TOKENS), batch, cache)
+            step = prefill_batch([Chunk(1, TOKENS - 1, pages, 0)], size, "cpu")
+            with Collectives() as of_step:
+                model(torch.arange(1), step, cache)
             dense = getattr(config, "first_k_dense_replace", 0)
-            found[model_type, way] = config.num_hidden_layers, dense, collectives.found
+            found[model_type, way] = config.num_hidden_layers, dense, collectives.found, of_step.found
     return found
 
 
@@ -68,10 +71,18 @@ def of_ranks(tiny_checkpoint):
 @pytest.mark.parametrize(("model", "way"), MOST)
 def test_collectives_of_a_pass(of_ranks, model, way):
     for of_rank in of_ranks:
-        layers, dense, found = of_rank[model, way]
+        layers, dense, found, _ = of_rank[model, way]
         most = ENDS + layers * MOST[model, way] + dense * DENSE + (layers - dense) * EXPERTS
         # Ranks must talk in every layer: a count of nothing would be none of collectives.
         assert 2 * layers < found.total() <= most, found
+
+
+@pytest.mark.parametrize(("model", "way"), MOST)
+def test_collectives_of_a_step(of_ranks, model, way):
+    """A sum for each attention and each MLP; beside them the embedding's sum and the logits."""
+    for of_rank in of_ranks:
+        layers, _, _, found = of_rank[model, way]
+        assert found.total() == 2 * layers + 2, found
 
 
 def test_all_ways_are_counted():

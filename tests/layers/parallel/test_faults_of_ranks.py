@@ -29,6 +29,15 @@ def test_sampling_without_a_seed(checkpoint):
     assert first == second
 
 
+class Ends:
+    """A tokenizer of which a generator asks for the token that ends a text."""
+
+    encode = stream = None
+
+    def __init__(self, token):
+        self.eos_token_id = token
+
+
 def of_other_calls(ranks, directory):
     """What each of several calls raises that are not the same on all ranks."""
     model = load_model(directory, mesh=ranks, **OPTIONS)
@@ -41,6 +50,8 @@ def of_other_calls(ranks, directory):
         lambda: load_model(directory / ("" if ranks.rank == 0 else "none"), mesh=ranks, **OPTIONS),
         lambda: load_model(directory, mesh=ranks, **OPTIONS | {"dtype": (torch.float32, torch.bfloat16)[ranks.rank]}),
         lambda: Generator(model, None, cache_tokens=2048, prefill_chunk=100 + ranks.rank),
+        lambda: Generator(model, None, cache_tokens=2048, prefill_chunk=1 - ranks.rank),
+        lambda: Generator(model, Ends(7 + ranks.rank), cache_tokens=2048),
     ]
     found = []
     for call in calls:
@@ -60,6 +71,8 @@ def test_calls_that_differ(checkpoint):
     assert first[4] == f"{second[4]} (rank 1)" and "none" in second[4]
     assert first[5] == second[5] and first[5].startswith("precision: must be the same on all ranks, got ")
     assert first[6] == second[6] == "prefill_chunk: must be the same on all ranks, got 100 on rank 0 and 101 on rank 1"
+    assert first[7] == f"{second[7]} (rank 1)" and second[7] == "prefill_chunk: must be at least 1, got 0"
+    assert first[8] == second[8] and first[8].startswith("tokens that end: must be the same on all ranks, got [")
 
 
 def of_other_environments(ranks, directory, name, values):

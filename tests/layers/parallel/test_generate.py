@@ -172,6 +172,16 @@ def test_a_rank_without_memory_ends_the_others(checkpoint, tmp_path):
     assert end == "dsa: rank 1 of 2 ended with exit code 1; the other ranks have been stopped"
 
 
+def test_nobody_reads_the_output(checkpoint):
+    """As in `... | head`: what one process does then all do, and nothing is said."""
+    call = [*COMMAND, str(checkpoint), "--device", "cpu", "--gpus", "2", "--prompt", "x", "--max-new-tokens", "60000"]
+    with subprocess.Popen(call, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT) as process:
+        assert process.stdout.read(4)
+        process.stdout.close()
+        assert process.wait(timeout=30) == 128 + signal.SIGPIPE, process.stderr.read()
+        assert b"dsa: rank" not in process.stderr.read()
+
+
 @pytest.mark.parametrize("as_json", [False, True])
 def test_a_rank_that_is_killed_ends_the_others(checkpoint, as_json):
     call = [*COMMAND, str(checkpoint), "--device", "cpu", "--gpus", "2", "--prompt", "x", "--max-new-tokens", "60000"]

@@ -246,8 +246,18 @@ def of_two_checkpoints(ranks, directories):
         return str(error)
 
 
+def test_ranks_with_different_weights(checkpoints, tmp_path):
+    """Of the same names and shapes, as of another training: all that differs are numbers."""
+    write_tiny_checkpoint(tmp_path, model="deepseek_v32", quantized=False, seed=7)
+    assert_different(in_ranks(2, of_two_checkpoints, [checkpoints["deepseek_v32", False], tmp_path]))
+
+
 def test_ranks_with_different_checkpoints(checkpoints):
-    first, second = in_ranks(2, of_two_checkpoints, [checkpoints["deepseek_v32", q] for q in (True, False)])
+    assert_different(in_ranks(2, of_two_checkpoints, [checkpoints["deepseek_v32", q] for q in (True, False)]))
+
+
+def assert_different(said):
+    first, second = said
     assert first == second
     assert re.fullmatch(
         r"checkpoint: must be the same on all ranks, got one of digest \w{12} on rank 0 and one of digest \w{12} on "

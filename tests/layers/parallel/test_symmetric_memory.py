@@ -1,5 +1,6 @@
 """Whether ranks sum and send rows through each other's memory: all of them or none, whatever one of them misses."""
 
+import os
 import socket
 import warnings
 from types import SimpleNamespace
@@ -54,6 +55,12 @@ FAULTS = {
 }
 
 
+def without_multicast(shape, dtype, device):
+    """What torch gives, which reads this setting when it allocates."""
+    assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
+    return torch.full(shape, 7, dtype=dtype, device=device)
+
+
 def outcome(ranks, way, fault):
     """(what there is, the warnings)"""
     make, place, what = WAYS[way]
@@ -61,7 +68,7 @@ def outcome(ranks, way, fault):
     patches = [
         (dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl"),
         (backends, "why_no_kernels", lambda: None),
-        (_symmetric_memory, "empty", lambda shape, dtype, device: torch.full(shape, 7, dtype=dtype, device=device)),
+        (_symmetric_memory, "empty", without_multicast),
         (*place, Faulty if faulty else Made),
         *(FAULTS[fault] if ranks.rank == 1 else []),
     ]
