@@ -68,21 +68,34 @@ def planted(shares: Sequence[float]) -> Iterator[Finds]:
     """Within the block needles are in every layer's keys, at these shares of those that the first query of each call
     of the scores' op sees."""
     finds, pending = Finds(), []
-    names = ("fp8_mqa_logits", "fp8_paged_mqa_logits", "topk_indices", "paged_indexer_select")
+    names = ("fp8_mqa_logits", "fp8_paged_mqa_logits", "topk_indices", "paged_indexer_select", "indexer_select")
     ours = {name: getattr(dsa, name) for name in names}
-    packed, paged, select, select_paged = ours.values()
+    packed, paged, select, select_paged, select_packed = ours.values()
+
+    def plant_in_rows(q, keys, weights, starts, ends):
+        """-> (the needles' places, how many keys there are, exact scores of any places)."""
+        first, count = int(starts[0]), int(ends[0] - starts[0])
+        places, codes = _places(shares, count, q.device), keys[0].view(torch.uint8)
+        codes[first + places] = _needles(q[0], weights[0], len(places)).view(torch.uint8)
+        keys[1][first + places] = 1.0
+        return places, count, lambda at: _exact(q[0], codes[first + at], keys[1][first + at], weights[0])
 
     def of_packed(q, keys, weights, starts, ends, **options):
-        first, count = int(starts[0]), int(ends[0] - starts[0])
-        places = _places(shares, count, q.device)
-        keys[0].view(torch.uint8)[first + places] = _needles(q[0], weights[0], len(places)).view(torch.uint8)
-        keys[1][first + places] = 1.0
+        places, count, exact = plant_in_rows(q, keys, weights, starts, ends)
         scores = packed(q, keys, weights, starts, ends, **options)
         sampled = _sampled(places, count)
-        exact = _exact(q[0], keys[0].view(torch.uint8)[first + sampled], keys[1][first + sampled], weights[0])
-        _compare(finds, scores[0, sampled], exact)
+        _compare(finds, scores[0, sampled], exact(sampled))
         pending.append(places)
         return scores
+
+    def of_selected_rows(q, keys, weights, starts, ends, k, *, accumulators, **paging):
+        places, _, exact = plant_in_rows(q, keys, weights, starts, ends)
+        arguments = q, keys, weights, starts, ends, k
+        positions, values = select_packed(*arguments, accumulators=accumulators, return_values=True)
+        selected = positions[0, positions[0] >= 0].long()
+        _compare(finds, values[0, : len(selected)], exact(selected))
+        pending.append(places)
+        return found(select_packed(*arguments, accumulators=accumulators, **paging), **paging)
 
     def plant_in_pages(q, pages, weights, lengths, block_table):
         """-> (the needles' places, how many keys there are, exact scores of any places)."""
@@ -117,15 +130,18 @@ def planted(shares: Sequence[float]) -> Iterator[Finds]:
         return select_paged(*arguments, slots=slots, workspace=workspace)
 
     def of_selection(scores, k, **options):
-        found = select(scores, k, **options)
-        places, table, size = pending.pop(), options.get("block_table"), options.get("page_size")
-        if table is not None:
-            places = table[0, places // size].long() * size + places % size
-        finds.selections += 1
-        finds.lacking += len(places) - int(torch.isin(places, found[0].long()).sum())
-        return found
+        return found(select(scores, k, **options), **options)
 
-    for name, op in zip(names, (of_packed, of_pages, of_selection, of_selected_pages)):
+    def found(selected, block_table=None, page_size=None, **_):
+        """The layer's own selection, once it was looked at."""
+        places = pending.pop()
+        if block_table is not None:
+            places = block_table[0, places // page_size].long() * page_size + places % page_size
+        finds.selections += 1
+        finds.lacking += len(places) - int(torch.isin(places, selected[0].long()).sum())
+        return selected
+
+    for name, op in zip(names, (of_packed, of_pages, of_selection, of_selected_pages, of_selected_rows)):
         setattr(dsa, name, op)
     try:
         yield finds

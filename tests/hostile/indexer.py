@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 import dsa
-from dsa.kernels.indexer.select_limits import ZERO_WORDS
+from dsa.kernels.indexer.select_limits import TWO_OPS_KEYS, ZERO_WORDS
 from tests.hostile import IndexArgument, Prepared, Results
 from tests.hostile.places import int32, own_row, places, randn, rows_but
 from tests.hostile.unconcerned import everything, nothing
@@ -117,13 +117,14 @@ def topk(device: str, argument: str, cols: int = 300, paged: bool = False, by_va
     return Prepared(run, named[argument], where)
 
 
-def select(device: str, argument: str, paged: bool = False) -> Prepared:
-    queries, keys, k = 9, 200, 33
+def select(device: str, argument: str, paged: bool = False, keys: int = 200, half: bool = False) -> Prepared:
+    """keys: few are scored and then selected; many are selected as they are scored."""
+    queries, k, accumulators = 9, 33, torch.float16 if half else torch.float32
     q, of_keys = randn(queries, 64, 128, device=device), randn(keys, 128, device=device)
     weights, scale = randn(queries, 64, device=device), torch.rand(keys).to(device)
     named = {
         "cu_seq_len_k_start": int32(range(0, 9 * 7, 7), device),
-        "cu_seq_len_k_end": int32(range(100, 100 + 9 * 12, 12), device),
+        "cu_seq_len_k_end": int32(range(keys - 100, keys - 100 + 9 * 12, 12), device),
     }
     if paged:
         named["block_table"] = torch.randint(0, 1000, (2, -(-keys // PAGE)), dtype=torch.int32).to(device)
@@ -132,7 +133,8 @@ def select(device: str, argument: str, paged: bool = False) -> Prepared:
     def run(given: torch.Tensor) -> Results:
         own, page_size = named | {argument: given}, PAGE if paged else None
         scored = q.to(E4M3), (of_keys.to(E4M3), scale), weights
-        return dsa.indexer_select(*scored, **own, top_k=k, page_size=page_size, return_values=True)
+        options = {"top_k": k, "page_size": page_size, "return_values": True, "accumulators": accumulators}
+        return dsa.indexer_select(*scored, **own, **options)
 
     if argument == "block_table":
         where = {
@@ -191,6 +193,15 @@ ARGUMENTS: list[IndexArgument] = [
     *(
         IndexArgument("indexer_select", f"{x} paged", partial(select, argument=x, paged=True))
         for x in (*RANGES, "block_table", "row_to_seq")
+    ),
+    *(
+        IndexArgument(
+            "indexer_select",
+            f"{x} of many keys{' in fp16' * half}{' paged' * paged}",
+            partial(select, argument=x, paged=paged, keys=TWO_OPS_KEYS + 200, half=half),
+        )
+        for paged, half in ((False, False), (True, True))
+        for x in (RANGES if not paged else (*RANGES, "block_table", "row_to_seq"))
     ),
     *(
         IndexArgument("paged_indexer_select", f"{x} of {n}", partial(select_of_pages, argument=x, next_n=n))

@@ -5,6 +5,7 @@ from functools import partial
 import torch
 
 import dsa
+from dsa.kernels.indexer.select_limits import TWO_OPS_KEYS
 from tests.valid_calls.description import BF16, E4M3, F32, INT32, Maker, ValidCall, call, nothing
 
 CALLS: list[ValidCall] = []
@@ -88,6 +89,15 @@ def _(new: Maker):
     kv, table = (new.e4m3(7, 32), new.positive(7)), {"block_table": new.ints([[2, 0], [1, -1]]), "page_size": 4}
     scores = {"q": new.e4m3(3, 8, 32), "kv": kv, "weights": new.f32(3, 8), **_ranges(new)}
     rest = {"row_to_seq": new.ints([0, 1, 1]), "return_values": False, "accumulators": torch.float16}
+    return {**scores, "top_k": 4, **table, **rest}
+
+
+@valid("indexer_select of many keys", _selected)
+def _(new: Maker):
+    count = TWO_OPS_KEYS + 9  # so that they are selected as they are scored
+    kv, table = (new.e4m3(count, 32), new.positive(count)), {"block_table": new.ints([[2, 0], [1, -1]]), "page_size": 4}
+    scores = {"q": new.e4m3(3, 8, 32), "kv": kv, "weights": new.f32(3, 8), **_ranges(new)}
+    rest = {"row_to_seq": new.ints([0, 1, 1]), "return_values": True, "accumulators": torch.float16}
     return {**scores, "top_k": 4, **table, **rest}
 
 

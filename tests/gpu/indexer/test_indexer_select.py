@@ -126,9 +126,11 @@ def test_rows_of_very_different_lengths():
 
 
 def test_ranges_of_any_numbers():
-    garbage = [-(2**31), 2**31 - 1, -1, 0, 1, 64, 299, 300, 301, 2**30]
-    starts, ends = (int32([a for pair in product(garbage, garbage) for a in pair][i::2]) for i in range(2))
-    check(*inputs(100, 300, 8), starts, ends, 33)
+    for keys in (300, 20000):  # the two ops, and lists of candidates
+        garbage = [-(2**31), 2**31 - 1, -1, 0, 1, 64, keys - 1, keys, keys + 1, 2**30]
+        starts, ends = (int32([a for pair in product(garbage, garbage) for a in pair][i::2]) for i in range(2))
+        for heads, accumulators in product((8, 64), (torch.float32, torch.float16)):
+            check(*inputs(100, keys, heads), starts, ends, 33, accumulators)
 
 
 # Scores of any shape, as scales of keys that all have the same products: what these are is the row's order.
@@ -174,9 +176,10 @@ def _sampled(keys, stride=4):
     return (torch.arange(keys) // GROUP) % tiles % stride == 0
 
 
+@pytest.mark.parametrize("accumulators", [torch.float32, torch.float16])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_scores_of_any_shape(shape, sign):
+def test_scores_of_any_shape(shape, sign, accumulators):
     for keys in (7000, 20000, 50000):  # the two ops; one pass that gives bounds; two
         queries = 10
         q, (k, _), weights = inputs(queries, keys)
@@ -185,7 +188,7 @@ def test_scores_of_any_shape(shape, sign):
         starts = int32([0, 5, keys // 2, 0, keys - 3000, 63, 0, 0, 1, 2])
         ends = int32([keys, keys - 1, keys, 3000, keys - 100, keys - 1000, keys, keys, keys, keys])
         for top_k in (1, 500, 2048):
-            check(q, (k, scale), weights, starts, ends, top_k)
+            check(q, (k, scale), weights, starts, ends, top_k, accumulators)
 
 
 def _hardly_more_than_the_rank(keys):
@@ -234,11 +237,13 @@ def test_some_lists_overflow_and_others_do_not():
         check(q, (k, scale), weights, int32([0] * 16), int32([60000] * 15 + [30000]), 100, accumulators)
 
 
-def test_nan_is_never_selected():
-    q, (k, scale), weights = inputs(20, 3000)
-    k.view(torch.uint8)[77], scale[150:2500] = 0x7F, torch.nan
-    indices, _ = check(q, (k, scale), weights, int32([0] * 20), int32([3000] * 20), 700)
-    assert ((indices >= 0).sum(1) == 3000 - 2350 - 1).all()
+@pytest.mark.parametrize("accumulators", [torch.float32, torch.float16])
+def test_nan_is_never_selected(accumulators):
+    for keys in (3000, 13000):  # the two ops, and lists of candidates
+        q, (k, scale), weights = inputs(20, keys)
+        k.view(torch.uint8)[77], scale[150 : keys - 500] = 0x7F, torch.nan
+        indices, _ = check(q, (k, scale), weights, int32([0] * 20), int32([keys] * 20), 700, accumulators)
+        assert ((indices >= 0).sum(1) == 500 + 150 - 1).all()
 
 
 def test_slots():
@@ -297,35 +302,40 @@ def test_long_contexts():
     starts = int32([0, keys - 5000, 2**20 - 3, 2**24 - 2048] * 2)
     ends = int32([keys, keys, 2**20 + 9000, 2**24 + 9000] * 2)
     scale = torch.rand(keys, device="cuda")
-    scores = dsa.fp8_mqa_logits(q, (k, scale), weights, starts, ends, clean_logits=False)
-    expected = dsa.topk_indices(scores, 2048, starts=starts, lengths=ends - starts)
-    assert torch.equal(dsa.indexer_select(q, (k, scale), weights, starts, ends, 2048), expected)
+    for accumulators in (torch.float32, torch.float16):
+        options = {"clean_logits": False, "accumulators": accumulators}
+        scores = dsa.fp8_mqa_logits(q, (k, scale), weights, starts, ends, **options)
+        expected = dsa.topk_indices(scores, 2048, starts=starts, lengths=ends - starts)
+        got = dsa.indexer_select(q, (k, scale), weights, starts, ends, 2048, accumulators=accumulators)
+        assert torch.equal(got, expected)
 
 
+@pytest.mark.parametrize("accumulators", [torch.float32, torch.float16])
 @pytest.mark.parametrize("keys", [7000, 40000])
-def test_a_graph_takes_new_ranges_and_scores(keys):
+def test_a_graph_takes_new_ranges_and_scores(keys, accumulators):
     """Also scores whose lists overflow, of which the capture knew nothing, and such that do not, behind these."""
     q, (k, scale), weights = inputs(200, keys)
     starts, ends = int32([0] * 200), int32([keys] * 200)
-    arguments = q, (k, scale), weights
-    dsa.indexer_select(*arguments, starts, ends, 300)
+    arguments, options = (q, (k, scale), weights), {"accumulators": accumulators}
+    dsa.indexer_select(*arguments, starts, ends, 300, **options)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = dsa.indexer_select(*arguments, starts, ends, 300)
+        got = dsa.indexer_select(*arguments, starts, ends, 300, **options)
     for i in range(4):
         starts.copy_(torch.randint(0, keys // 2, (200,)))
         ends.copy_(torch.randint(keys // 2, keys, (200,)))
         scale.copy_(torch.rand(keys) * (torch.rand(keys) < (0.001 if i % 2 else 1.0)))
         weights.normal_()
         graph.replay()
-        scores = dsa.fp8_mqa_logits(*arguments, starts, ends)
+        scores = dsa.fp8_mqa_logits(*arguments, starts, ends, **options)
         assert torch.equal(got, dsa.topk_indices(scores, 300, starts=starts, lengths=ends - starts))
 
 
 def test_twenty_runs_are_identical():
     arguments = (*inputs(500, 30000), int32([0] * 500), int32(range(29500, 30000)), 2048)
-    first = dsa.indexer_select(*arguments).clone()
-    assert all(torch.equal(first, dsa.indexer_select(*arguments)) for _ in range(20))
+    for accumulators in (torch.float32, torch.float16):
+        first = dsa.indexer_select(*arguments, accumulators=accumulators).clone()
+        assert all(torch.equal(first, dsa.indexer_select(*arguments, accumulators=accumulators)) for _ in range(20))
 
 
 @pytest.mark.parametrize("keys", [TWO_OPS_KEYS, 40000, 131072])
