@@ -114,3 +114,7 @@ class EntryView(SelectedCounts):
     @property
     def index_workspace(self) -> torch.Tensor:
         return self.batch.index_workspace
+
+    @property
+    def sequences(self) -> torch.Tensor:
+        return self.batch.sequences

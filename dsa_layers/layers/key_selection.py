@@ -27,10 +27,12 @@ class DecodingView(Protocol):
 
     index_schedule   the plan of `dsa.fp8_paged_mqa_logits` for the lengths of the keys
     index_workspace  zeros for `dsa.paged_indexer_select`
+    sequences        int32 [T]: the sequence of each new token
     """
 
     index_schedule: torch.Tensor
     index_workspace: torch.Tensor
+    sequences: torch.Tensor
 
 
 def select_packed(
@@ -112,6 +114,5 @@ def select_paged(
     scores = dsa.fp8_paged_mqa_logits(q, pages, weights, lengths, block_table, view.index_schedule, most)
     paging = {} if page_size is None else {"block_table": block_table, "page_size": page_size}
     if page_size is not None and q.shape[1] > 1:
-        sequences = torch.arange(len(lengths), dtype=torch.int32, device=q.device)
-        paging["row_to_seq"] = sequences.repeat_interleave(q.shape[1], output_size=len(scores))
+        paging["row_to_seq"] = view.sequences
     return dsa.topk_indices(scores, top_k, lengths=lengths.flatten(), **paging)

@@ -29,6 +29,7 @@ from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE
 from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
 from dsa_layers.tiny import write_tiny_checkpoint
 from tests.gpu import tiny_model
+from tests.layers.generation.guesses import Guesses, guess
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no Hopper kernel yet")
 PROMPTS = [list(range(100, 250)), [7, 8, 9]]
@@ -86,21 +87,25 @@ def test_tokens_of_shared_prefixes(family, tmp_path):
         assert shared.throughput.reused_tokens >= least * 512
 
 
-@pytest.mark.parametrize("drafts", [0, 2])
+@pytest.mark.parametrize("drafts", [0, 1, 2, 3])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_graphs_in_the_published_mode(family, drafts, tmp_path):
+def test_graphs_in_the_published_mode(family, drafts, tmp_path, monkeypatch):
     """FP8 throughout, with graphs, which run two chains of kernels at once, and without: the same passes give the same
-    bits."""
+    bits, whatever they take of drafts of which most are right."""
     write_tiny_checkpoint(tmp_path, model=family)
     model = without_end(load_model(tmp_path, device="cuda", drafter=True, progress=False))
-    captured, python = (
-        Generator(model, cache_tokens=1024, draft_tokens=drafts, cuda_graphs=graphs).generate(
-            PROMPTS, SamplingParams(96)
-        )
-        for graphs in (True, False)
-    )
-    assert [c.tokens for c in captured] == [c.tokens for c in python]
-    assert all(len(c.tokens) == 96 for c in captured)
+    params = SamplingParams(96)
+    truth = [c.tokens for c in Generator(model, cache_tokens=1024).generate(PROMPTS, params)]
+    tokens, taken, found = [], [], []
+    for graphs in (True, False):
+        generator = Generator(model, cache_tokens=1024, draft_tokens=drafts, cuda_graphs=graphs)
+        with monkeypatch.context() as patch:
+            found.append(guess(patch, Guesses(truth, drafts)))
+            tokens.append([c.tokens for c in generator.generate(PROMPTS, params)])
+        taken.append(generator.throughput.taken)
+    assert tokens[0] == tokens[1] and all(len(own) == 96 for own in tokens[0])
+    assert found[0] == found[1] and taken[0] == taken[1]
+    assert (taken[0] > 0) == (drafts > 0)
 
 
 # Kernels of a layer of the tiny models, at most, and of all that is in front of the layers and behind them. Scales of

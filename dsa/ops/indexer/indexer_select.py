@@ -57,8 +57,8 @@ def indexer_select(
     Exact for any input: a query's result does not depend on the other queries, on the machine or on the run. The time
     does: plateaus take longest. Raises TypeError or ValueError for other types, dtypes and shapes.
     On Hopper: the two ops up to 8192 keys, and beyond that a list of candidates for each query, with what a sample of
-    the keys says of the k-th largest score; a workspace of at most 33 KiB a query in either case, and of 2^19 queries
-    in all. A query whose list overflows or was given too high a bound, as on a plateau of equal scores, is selected by
+    the keys says of the k-th largest score; a workspace of at most 33 KiB a query in either case, with lists of 2^19
+    queries at a time. A query whose list overflows or was given too high a bound, as on a plateau of equal scores, is selected by
     a second pass over its keys. H in {8, 16, 32, 64}, D in {32, 64, 128}, top_k up to 2048, less than 2^30 keys; rows
     of k 16-byte aligned. At most two multiprocessors share a block of four queries, so it pays from about a thousand
     queries on. CUDA-graph safe with new ranges, no host synchronisation. Not differentiable.

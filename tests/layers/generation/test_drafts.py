@@ -7,9 +7,9 @@ from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.checkpoint.loading import load_model
 from dsa_layers.families.registry import model_types
 from dsa_layers.generation.captured_step import CapturedStep
-from dsa_layers.generation.draft_step import DraftStep
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams, random_stream, sample, sample_drafted
+from tests.layers.generation.guesses import Guesses, guess
 
 # Longer than what is selected, and a few tokens; prompts that end in other passes than they begin in.
 PROMPTS = [[2 + i * i % 2000 for i in range(170)], [7, 8, 9], list(range(5, 80)), [3]]
@@ -31,54 +31,31 @@ def generate(model, temperature=0.0, prompts=PROMPTS, **options):
     return [c.tokens for c in completions], generator.throughput
 
 
-class Guesses:
-    """Drafts in place of the drafter's: now and then right, for each sequence by itself. `truth` is what comes."""
-
-    def __init__(self, truth, drafts):
-        self.truth, self.drafts, self.generator = truth, drafts, torch.Generator().manual_seed(drafts)
-
-    def __call__(self, sequences):
-        found = []
-        for s in sequences:
-            coming = self.truth[s.index][len(s.tokens) - s.prompt_len :][: self.drafts]
-            coming = coming + [0] * (self.drafts - len(coming))
-            right = torch.rand(self.drafts, generator=self.generator) < 0.7
-            found.append([token if ok else 1 for token, ok in zip(coming, right.tolist())])
-        return found
-
-
 @pytest.mark.parametrize("drafts", [1, 2, 3])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_tokens_are_those_without_drafts(model, drafts, temperature, monkeypatch):
     """Greedy and sampled, of sequences that take other numbers of drafts, and end at other times."""
     expected, without = generate(model, temperature)
-    guesses = Guesses(expected, drafts)
-    call, behind = DraftStep.__call__, DraftStep.behind
-    monkeypatch.setattr(DraftStep, "__call__", lambda self, s, *rest: (call(self, s, *rest), guesses(s))[1])
-    monkeypatch.setattr(DraftStep, "behind", lambda self, s, *rest: (behind(self, s, *rest), guesses(s))[1])
+    guess(monkeypatch, Guesses(expected, drafts))
     got, throughput = generate(model, temperature, draft_tokens=drafts)
     assert got == expected
     assert throughput.decode_tokens == without.decode_tokens and without.drafted == 0
     assert throughput.drafted / 4 < throughput.taken < throughput.drafted  # some of each are right
 
 
+@pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("drafts", [1, 3])
-def test_drafts_are_the_drafters(model, drafts, monkeypatch):
+def test_drafts_are_the_drafters(model, drafts, captured, monkeypatch):
     """Beside a pass over the whole sequence and the target's states, and one more for each further draft, which has
-    the states that the one before gave."""
-    seen = []
-    for name in ("__call__", "behind"):
-        made = getattr(DraftStep, name)
-
-        def noted(self, sequences, *rest, made=made):
-            found = made(self, sequences, *rest)
-            seen.extend((list(s.tokens), own) for s, own in zip(sequences, found))
-            return found
-
-        monkeypatch.setattr(DraftStep, name, noted)
-    generate(model, draft_tokens=drafts, prompts=PROMPTS[:2])
-    assert len(seen) > 20
-    for tokens, found in seen[::9]:
+    the states that the one before gave; behind drafts that were taken, and such that were not."""
+    expected, _ = generate(model, prompts=PROMPTS[:2])
+    seen = guess(monkeypatch, Guesses(expected, drafts))
+    if captured:
+        capture_passes(monkeypatch)
+    got, throughput = generate(model, draft_tokens=drafts, prompts=PROMPTS[:2])
+    assert got == expected and 0 < throughput.taken < throughput.drafted
+    assert len(seen) > 10
+    for tokens, found in seen[::5]:
         assert found == drafted(model, tokens, drafts)
 
 
@@ -99,7 +76,7 @@ def drafted(model, tokens, drafts):
     return found
 
 
-def test_the_same_where_passes_are_captured(model, monkeypatch):
+def capture_passes(monkeypatch):
     """Sizes rounded up, tensors that stay: a pass that stands in for a graph runs again on them."""
 
     class Replay:
@@ -115,7 +92,6 @@ def test_the_same_where_passes_are_captured(model, monkeypatch):
         replay = Replay(lambda: self._run(inputs))
         return replay, replay.results
 
-    expected, _ = generate(model, draft_tokens=2)
     make = CapturedStep.__init__
 
     def init(self, *arguments, **options):
@@ -124,8 +100,17 @@ def test_the_same_where_passes_are_captured(model, monkeypatch):
 
     monkeypatch.setattr(CapturedStep, "__init__", init)
     monkeypatch.setattr(CapturedStep, "_capture", capture)
-    got, _ = generate(model, draft_tokens=2)
+
+
+@pytest.mark.parametrize("drafts", [1, 2, 3])
+def test_the_same_where_passes_are_captured(model, drafts, monkeypatch):
+    """Of sequences that take other numbers of drafts in a pass."""
+    expected, _ = generate(model)
+    guess(monkeypatch, Guesses(expected, drafts))
+    capture_passes(monkeypatch)
+    got, throughput = generate(model, draft_tokens=drafts)
     assert got == expected
+    assert throughput.drafted / 4 < throughput.taken < throughput.drafted
 
 
 def test_the_distribution_is_the_models():
