@@ -58,10 +58,10 @@ def indexer_select(
     does: plateaus take longest. Raises TypeError or ValueError for other types, dtypes and shapes.
     On Hopper: the two ops up to 8192 keys, and beyond that a list of candidates for each query, with what a sample of
     the keys says of the k-th largest score; a workspace of at most 33 KiB a query in either case, with lists of 2^19
-    queries at a time. A query whose list overflows or was given too high a bound, as on a plateau of equal scores, is selected by
-    a second pass over its keys. H in {8, 16, 32, 64}, D in {32, 64, 128}, top_k up to 2048, less than 2^30 keys; rows
-    of k 16-byte aligned. At most two multiprocessors share a block of four queries, so it pays from about a thousand
-    queries on. CUDA-graph safe with new ranges, no host synchronisation. Not differentiable.
+    queries at a time. A query whose list overflows or was given too high a bound, as on a plateau of equal scores, is
+    selected by a second pass over its keys. H in {8, 16, 32, 64}, D in {32, 64, 128}, top_k up to 2048, less than 2^30
+    keys; rows of k 16-byte aligned. At most two multiprocessors share a block of four queries, so it pays from about a
+    thousand queries on. CUDA-graph safe with new ranges, no host synchronisation. Not differentiable.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), equation 1, and its top-k selection.
     """
     options = top_k, block_table, page_size, row_to_seq, return_values, accumulators
