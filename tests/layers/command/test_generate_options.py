@@ -4,6 +4,7 @@ import io
 import json
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -77,6 +78,7 @@ def test_weights_are_dequantised_on_a_cpu_alone(loaded, monkeypatch, checkpoint)
     call = ["generate", str(checkpoint), "--prompt", "x"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * 10**9))
     devices = [[], ["--device", "cpu"]]
     for device in devices:
         for option in ([], ["--dequantize"], ["--no-dequantize"]):
