@@ -111,7 +111,7 @@ class _Recording(TorchDispatchMode):
             self.replays = False
         elif packet in _EMPTY and result.layout is torch.strided:
             self._made(result)
-        elif func.is_view and not any(x.requires_grad or x.dtype != args[0].dtype for x in (args[0], *results)):
+        elif func.is_view and all(_shows(x, args[0]) for x in results):
             for x in results:
                 self._viewed(x, args[0])
         else:
@@ -246,6 +246,13 @@ def _apart(arguments: tuple[Any, ...], seen: set[int]) -> tuple[Any, ...]:
             seen.add(id(x))
         found.append(x)
     return tuple(found)
+
+
+def _shows(view: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether that is memory of `source`, as `source` has it. In inference mode `contiguous` and `reshape` come here as
+    what may be views, and copy where they must."""
+    same = view.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
+    return same and view.dtype == source.dtype and not view.requires_grad and not source.requires_grad
 
 
 def _tensors_in(arguments: tuple[Any, ...]) -> list[torch.Tensor]:

@@ -31,7 +31,12 @@ class SelectedCounts:
         `selected_counts`. More than `columns` mean all of them: the op compares, and no kernel runs for it here."""
         if self.least_visible >= columns:
             return None
-        return self.visible_keys if self.next_n == 1 else self.visible_keys[self.next_n - 1 :: self.next_n]
+        return self.visible_keys if self.next_n == 1 else self._last_visible
+
+    @cached_property
+    def _last_visible(self) -> torch.Tensor:
+        """Once for all layers of a pass: the op would make it contiguous in each."""
+        return self.visible_keys[self.next_n - 1 :: self.next_n].contiguous()
 
     @property
     def visible_by_sequence(self) -> torch.Tensor:

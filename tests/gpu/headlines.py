@@ -45,13 +45,14 @@ def table() -> str:
     lines = ["| | figure | speed-up over the best peer |", "|---|---|---|"]
     for what, name, shape in ROWS:
         entry = entries.get(name, {"unverified": "no entry"})
-        if entry["unverified"]:
+        rows = [row for row in entry.get("bench", ()) if row["shape"].startswith(shape)]
+        if not rows:
             lines.append(f"| {what} | not yet run on this code: {entry['unverified']} | |")
             continue
-        (row, *_) = [row for row in entry["bench"] if row["shape"].startswith(shape)]
-        ratios = ratios_of(entry)
+        row, ratios = rows[0], ratios_of(entry)
         over = f"{row['ratio']:.2f}; {min(ratios):.2f} to {max(ratios):.2f} over {len(ratios)} shapes"
-        lines.append(f"| {what} ({row['shape']}) | {row['figure']} | {over} ({row['peer']}) |")
+        of = f", on the code of {entry['commit'][:9]}" if entry["unverified"] else ""
+        lines.append(f"| {what} ({row['shape']}) | {row['figure']}{of} | {over} ({row['peer']}) |")
     return "\n".join(lines)
 
 

@@ -31,7 +31,7 @@ def _row(name: str, arch: str, entry: dict[str, Any] | None) -> str:
     what = f"| {_label(name)} | {_implementations(name, arch)}"
     if entry is None:
         return f"{what} | none | | | | |"
-    if entry["unverified"]:
+    if entry["unverified"] and not entry.get("bench"):
         return f"{what} | unverified: {entry['unverified']} | | | | |"
     rows = entry["bench"]
     figure = f"{rows[0]['figure']} ({rows[0]['shape']})" if rows and "figure" in rows[0] else ""
@@ -39,6 +39,8 @@ def _row(name: str, arch: str, entry: dict[str, Any] | None) -> str:
     if entry["skipped"]:
         tests += f", {entry['skipped']} skipped"
     run = f"{entry['date']}, {entry['commit'][:9]}"
+    if entry["unverified"]:  # figures of the code that it ran on
+        tests, run = f"unverified: {entry['unverified']}", f"before: {run}"
     speed_ups = _speed_up(rows, "peer", "ratio"), _speed_up(rows, "baseline", "baseline_ratio")
     return f"{what} | {' | '.join((tests, figure, *speed_ups, run))} |"
 
@@ -77,10 +79,10 @@ def inserted(text: str) -> str:
     _, _, after = rest.partition(END)
     parts = []
     for arch, entries in receipt.load().items():
-        verified = [entry for entry in entries.values() if not entry["unverified"]]
-        places = sorted({f"{e['device']}, torch {e['torch']}, CuTe DSL {e['dsl']}" for e in verified})
-        measured = f"Measured on {'; '.join(places)}." if places else "Nothing is measured."
-        parts.append(f"## {arch} ({ARCH_NAMES.get(arch, '')})\n\n{table(arch, entries)}\n\n{measured}\n")
+        measured = [entry for entry in entries.values() if "device" in entry]
+        places = sorted({f"{e['device']}, torch {e['torch']}, CuTe DSL {e['dsl']}" for e in measured})
+        where = f"Measured on {'; '.join(places)}." if places else "Nothing is measured."
+        parts.append(f"## {arch} ({ARCH_NAMES.get(arch, '')})\n\n{table(arch, entries)}\n\n{where}\n")
     return f"{before}{BEGIN}\n{chr(10).join(parts)}{END}{after}"
 
 

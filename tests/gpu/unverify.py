@@ -3,9 +3,9 @@
 usage: python -m tests.gpu.unverify REASON [ENTRY...]
 
 After a change, on a machine without a GPU: every entry whose code or tests have changed since it ran, and every entry
-that is missing, such as a new op's, becomes `{"unverified": REASON}`; the status table then shows the reason. With
-ENTRY only these. Entries that still are of this code stay as they are. `python -m tests.gpu.run` on a GPU of the arch
-replaces the marks.
+that is missing, such as a new op's, is "unverified" for that REASON; the status table then shows it, beside the figures
+of the code that the entry ran on. With ENTRY only these. Entries that still are of this code stay as they are.
+`python -m tests.gpu.run` on a GPU of the arch replaces the marks.
 """
 
 import argparse
@@ -25,7 +25,8 @@ def unverify(reason: str, names: Sequence[str] = ()) -> list[str]:
     for arch, there in needed.items():
         for name in there:
             if not names or name in names:
-                data.setdefault(arch, {})[name] = {"unverified": reason}
+                entries = data.setdefault(arch, {})
+                entries[name] = entries.get(name, {}) | {"unverified": reason}
                 marked.append(f"{name} of {arch}")
     receipt.save(data)
     return marked

@@ -57,6 +57,21 @@ def test_a_result_is_new_in_every_call(kernels):
     assert steps(X, 2.5).data_ptr() != got.data_ptr()
 
 
+@pytest.mark.parametrize("copy", [torch.Tensor.contiguous, lambda x: x.reshape(-1), lambda x: x.to(torch.float32)])
+@pytest.mark.parametrize("view", [lambda x: x.flatten()[1::2], lambda x: x.T, lambda x: x[:, 3:], lambda x: x])
+def test_what_may_be_a_copy_in_inference_mode(copy, view, kernels):
+    """There torch does not say which of the two it is."""
+
+    def call(x):
+        out = copy(x)
+        kernels.compile_add(1)([out], 1.5)
+        return out
+
+    with torch.inference_mode():
+        _, steps = record(call, (view(X.clone()),))
+        assert torch.equal(steps(view(Y.clone())), call(view(Y.clone())))
+
+
 @pytest.mark.parametrize(
     "view",
     [
