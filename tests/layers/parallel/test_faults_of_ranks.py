@@ -38,6 +38,16 @@ class Ends:
         self.eos_token_id = token
 
 
+def said_by(calls):
+    """What each of several calls raises."""
+    found = []
+    for call in calls:
+        with pytest.raises(ValueError) as raised:
+            call()
+        found.append(str(raised.value))
+    return found
+
+
 def of_other_calls(ranks, directory):
     """What each of several calls raises that are not the same on all ranks."""
     model = load_model(directory, mesh=ranks, **OPTIONS)
@@ -53,12 +63,7 @@ def of_other_calls(ranks, directory):
         lambda: Generator(model, None, cache_tokens=2048, prefill_chunk=1 - ranks.rank),
         lambda: Generator(model, Ends(7 + ranks.rank), cache_tokens=2048),
     ]
-    found = []
-    for call in calls:
-        with pytest.raises(ValueError) as raised:
-            call()
-        found.append(str(raised.value))
-    return found
+    return said_by(calls)
 
 
 def test_calls_that_differ(checkpoint):
@@ -87,12 +92,7 @@ def of_other_environments(ranks, directory, name, values):
     ]
     if values[ranks.rank] is not None:
         os.environ[name] = values[ranks.rank]
-    found = []
-    for call in calls:
-        with pytest.raises(ValueError) as raised:
-            call()
-        found.append(str(raised.value))
-    return found
+    return said_by(calls)
 
 
 @pytest.mark.parametrize(
