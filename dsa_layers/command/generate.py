@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from dsa_layers import options
 from dsa_layers.cache.drafts import DRAFTS
 from dsa_layers.command import on_gpus
-from dsa_layers.command.model_options import LoadedModel, add_draft_option, add_model_options, load
+from dsa_layers.command.model_options import LoadedModel, add_draft_option, add_model_options, chosen_device, load
 from dsa_layers.command.prompt_sources import Prompt, add_prompt_options, read_prompts
 from dsa_layers.command.streams import say, say_json
 
@@ -88,6 +88,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="prompts that begin with the same tokens share the full pages of these, which are computed once (default: "
         "off)",
     )
+    parser.add_argument(
+        "--batch-invariant",
+        action="store_true",
+        help="on a GPU, with FP8 weights: the tokens of a prompt depend on no other prompt and not on drafts, bit for "
+        "bit, which is slower (default: off)",
+    )
     add_draft_option(
         parser,
         f"draft up to {DRAFTS} tokens ahead by the checkpoint's multi-token-prediction layer, so that a pass may give "
@@ -107,7 +113,10 @@ def run(args: argparse.Namespace) -> int:
     from dsa_layers.generation.generator import Generator
     from dsa_layers.generation.prompts import encode_prompts
 
-    if on_gpus.starts_ranks(args):
+    starts_ranks = on_gpus.starts_ranks(args)
+    if args.batch_invariant:
+        _check_invariant(args, starts_ranks)
+    if starts_ranks:
         return on_gpus.start_ranks(args)
     ranks = on_gpus.join_ranks(args)
     on_gpus.check_memory(args, ranks)
@@ -124,8 +133,8 @@ def run(args: argparse.Namespace) -> int:
     counting = KeysRead(model) if args.stats else contextlib.nullcontext()
     try:
         sizes = {"cache_tokens": args.cache_tokens, "prefill_chunk": args.prefill_chunk, "draft_tokens": args.draft}
-        graphs, shared = not args.stats, args.prefix_cache
-        generator = Generator(model, tokenizer, cuda_graphs=graphs, prefix_cache=shared, **sizes)
+        ways = {"prefix_cache": args.prefix_cache, "batch_invariant": args.batch_invariant}
+        generator = Generator(model, tokenizer, cuda_graphs=not args.stats, **sizes, **ways)
         encoded = encode_prompts(texts, tokenizer, model.config.vocab_size)
         with counting as keys:
             events = generator.stream(encoded, params)
@@ -139,6 +148,16 @@ def run(args: argparse.Namespace) -> int:
     for failure in failures:
         say(f"dsa generate: {_in_options(failure, prompts)}")
     return 1 if failures else 0
+
+
+def _check_invariant(args: argparse.Namespace, starts_ranks: bool) -> None:
+    """What `Generator` would refuse once the weights are there."""
+    import torch
+
+    if starts_ranks:
+        raise ValueError(f"--batch-invariant: takes one GPU, got --gpus {args.gpus}")
+    if torch.device(device := chosen_device(args)).type != "cuda":
+        raise ValueError(f"--batch-invariant: takes a GPU, got --device {device}")
 
 
 def _sampling(args: argparse.Namespace) -> "SamplingParams":
@@ -210,4 +229,5 @@ def _in_options(problem: str, prompts: list[Prompt]) -> str:
     --cache-tokens."""
     problem = re.sub(r"^prompts\[(\d+)\]", lambda found: prompts[int(found[1])].source, problem)
     problem = re.sub(r"^draft_tokens\b", "--draft", problem)
+    problem = re.sub(r"^batch_invariant\b", "--batch-invariant", problem)
     return re.sub(r"\bcache_tokens\b", "--cache-tokens", problem)

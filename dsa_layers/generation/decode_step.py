@@ -9,6 +9,7 @@ from dsa_layers.batch.decode_inputs import DecodeInputs, Running
 from dsa_layers.cache.cache import Cache
 from dsa_layers.families.model import Model
 from dsa_layers.generation.captured_step import CapturedStep
+from dsa_layers.layers.batch_invariance import batch_invariant
 
 
 class Padding:
@@ -28,12 +29,15 @@ class DecodeStep(CapturedStep[DecodeInputs]):
 
     The sequences that fill up a batch write to pages and a state slot that are taken from the cache for them
     (`padding`). On a CPU, without `capture`, and for models whose decoding passes cannot be captured, the pass runs
-    without a graph. The next step overwrites the results.
+    without a graph. invariant: what a sequence gets depends on no other one, and not on `drafts`, bit for bit. The next
+    step overwrites the results.
     """
 
-    def __init__(self, model: Model, cache: Cache, *, drafts: int = 0, capture: bool = True) -> None:
+    def __init__(
+        self, model: Model, cache: Cache, *, drafts: int = 0, capture: bool = True, invariant: bool = False
+    ) -> None:
         super().__init__(next(model.parameters()).device, capture and model.captures_decode)
-        self._model, self._cache, self._drafts = model, cache, drafts
+        self._model, self._cache, self._drafts, self._invariant = model, cache, drafts, invariant
         self.padding = Padding(cache, drafts)
 
     @torch.inference_mode()
@@ -48,7 +52,8 @@ class DecodeStep(CapturedStep[DecodeInputs]):
         return logits[: count * next_n].unflatten(0, (count, next_n)), states[: count * next_n]
 
     def _run(self, inputs: DecodeInputs) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        if not self._drafts:
-            return self._model(inputs.tokens, inputs.batch(), self._cache)
-        states = self._model.states(inputs.tokens, inputs.batch(), self._cache)
-        return self._model.logits(states), states
+        with batch_invariant(self._invariant):
+            if not self._drafts:
+                return self._model(inputs.tokens, inputs.batch(), self._cache)
+            states = self._model.states(inputs.tokens, inputs.batch(), self._cache)
+            return self._model.logits(states), states

@@ -18,6 +18,7 @@ from dsa_layers.cache.compressed_kv_cache import DRAFTS
 from dsa_layers.cache.kv_cache import MOST_SLOTS, OutOfPages
 from dsa_layers.cache.state_copies import StateCopies
 from dsa_layers.families.model import Model
+from dsa_layers.generation.invariant_models import check_invariant
 from dsa_layers.generation.passes import Passes
 from dsa_layers.generation.prompts import encode_prompts
 from dsa_layers.generation.results import Completion, Throughput, TokenEvent
@@ -48,12 +49,15 @@ class Generator:
     draft_tokens   so many tokens, up to 3, are drafted behind each sequence by the model's multi-token-prediction layer
                    (load_model's drafter=True), and the next pass computes what the model has after each of them. A
                    draft that the model chooses itself saves a pass; tokens are those without drafts, but for what
-                   rounding decides where a pass has more rows. 0: none
+                   rounding decides where a pass has more rows, unless batch_invariant. 0: none
     prefix_cache   the full pages of a prompt stay in the cache until their room is needed, and a later prompt, of this
                    call or another, that begins with the same tokens has them instead of computing them again. Tokens
                    are compared themselves. What is on a page is what the prompt would compute if it was cut into
                    chunks there. The model's weights must stay as they are. Of what a cache keeps by sequence, as
                    DeepSeek-V4's does, there are up to max_sequences copies more (`SharedPrefixes`)
+    batch_invariant  the tokens of a sequence depend on no other sequence and not on drafts, bit for bit: decoding
+                   passes give a token the same bits whatever else they compute, and a pass over prompts has one
+                   prompt. Of models with FP8 weights, in bfloat16, on one GPU; slower
 
     A step of generation is a pass over a chunk of the prompts that are not in the cache yet, if there are any, first
     come first served, and then a pass that extends each sequence whose prompt is. Prompts start when there is room; a
@@ -84,6 +88,7 @@ class Generator:
         cuda_graphs: bool = True,
         draft_tokens: int = 0,
         prefix_cache: bool = False,
+        batch_invariant: bool = False,
     ) -> None:
         if not isinstance(model, Model):
             raise TypeError(f"model: must be a model as load_model returns it, got {type(model).__name__}")
@@ -106,12 +111,16 @@ class Generator:
                     f"got {self._drafts}"
                 )
             capture, prefix_cache = flag("cuda_graphs", cuda_graphs), flag("prefix_cache", prefix_cache)
+            self._invariant = flag("batch_invariant", batch_invariant)
+            if self._invariant:
+                check_invariant(model)
             self._eos = set(model.config.eos_token_ids)
             if tokenizer is not None and tokenizer.eos_token_id is not None:
                 self._eos.add(tokenizer.eos_token_id)
             sizes = {"cache_tokens": cache_tokens, "page_size": page_size, "max_sequences": max_sequences}
             sizes |= {"prefill_chunk": self.prefill_chunk, "draft_tokens": self._drafts, "cuda_graphs": capture}
-            sizes |= {"prefix_cache": prefix_cache, "tokens that end": sorted(self._eos)}
+            sizes |= {"prefix_cache": prefix_cache, "batch_invariant": self._invariant}
+            sizes |= {"tokens that end": sorted(self._eos)}
             facts |= {name: str(size) for name, size in sizes.items()}
             self._capacity = -(-cache_tokens // page_size)
             # Each sequence has a page or more. Beside these a state slot and pages for its tokens are DecodeStep's own.
@@ -119,7 +128,8 @@ class Generator:
             most = min(max_sequences, self._capacity)
             copied = most if prefix_cache and self._keeps_states(page_size) else 0
             self.cache = self._make_cache(self._capacity + own_pages, page_size, most + copied + 1)
-            self._passes = Passes(model, self.cache, drafts=self._drafts, capture=capture)
+            options = {"drafts": self._drafts, "capture": capture, "invariant": self._invariant}
+            self._passes = Passes(model, self.cache, **options)
             self._memory = SequenceMemory(self.cache, self._drafts)
             if prefix_cache:
                 copies = StateCopies(self._passes.caches, copied) if copied else None
@@ -304,13 +314,14 @@ class Generator:
                 self._memory.release(done)
 
     def _prefill_work(self, running: list[RunningSequence]) -> list[tuple[RunningSequence, int]]:
-        """The next tokens of prompts, first come first served, up to `prefill_chunk` of them all."""
+        """The next tokens of prompts, first come first served, up to `prefill_chunk` of them all; where a sequence is
+        to depend on no other one, of one prompt."""
         work, room = [], self.prefill_chunk
         for s in running:
             n = min(self._memory.next_stop(s) - s.cached, room)
             if n > 0:
                 work.append((s, n))
-                room -= n
+                room = 0 if self._invariant else room - n
         return work
 
 

@@ -16,12 +16,13 @@ from dsa_layers.generation.sampling import sample, sample_drafted
 
 
 class Passes:
-    """drafts: behind each sequence's last token, by the model's drafter; capture: decoding passes are CUDA graphs."""
+    """drafts: behind each sequence's last token, by the model's drafter; capture: decoding passes are CUDA graphs;
+    invariant: as of `DecodeStep`."""
 
-    def __init__(self, model: Model, cache: Cache, *, drafts: int, capture: bool) -> None:
+    def __init__(self, model: Model, cache: Cache, *, drafts: int, capture: bool, invariant: bool = False) -> None:
         self._model, self._cache, self._drafts = model, cache, drafts
         self._device = next(model.parameters()).device
-        self._decode = DecodeStep(model, cache, drafts=drafts, capture=capture)
+        self._decode = DecodeStep(model, cache, drafts=drafts, capture=capture, invariant=invariant)
         self._draft: DraftStep | None = None
         if drafts:
             arguments = model.drafter, cache, drafts, self._decode.padding, self._device

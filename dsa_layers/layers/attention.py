@@ -16,6 +16,7 @@ from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.kv_cache import LayerCache
 from dsa_layers.layers import joint_linear
 from dsa_layers.layers.attention_form import Communication, HeadSizes, multi_head_is_faster
+from dsa_layers.layers.batch_invariance import is_batch_invariant
 from dsa_layers.layers.branch import Branch, beside
 from dsa_layers.layers.fp8_up_projection import stored_up_projection
 from dsa_layers.layers.indexer import Indexer, LightningIndexer
@@ -176,8 +177,9 @@ class DSAAttention(SplitByTokens):
         if self.indexer is None:
             sparse = selection.topk_indices is not None
         else:
-            # FP8 pages are attended to by index only.
-            sparse = batch.max_key_len > self.indexer.top_k or (decode and cache.latent_is_fp8)
+            # FP8 pages are attended to by index only. A batch-invariant pass does not ask how long others are.
+            always = decode and (cache.latent_is_fp8 or is_batch_invariant())
+            sparse = always or batch.max_key_len > self.indexer.top_k
         heads = self.n_heads if self.own_part is None else self.own_part.share(self.n_heads)
         multi_head = not decode and (not sparse or self._takes_multi_head_form(x, batch, selection, heads, rows))
         form = Form(decode, sparse, multi_head)
@@ -438,6 +440,7 @@ class DSAAttention(SplitByTokens):
             keys = None, None, self.kv_lora_rank, None
             options["indices"] = topk_indices.unflatten(0, by_sequence)
             options["topk_length"] = batch.most_selected(topk_indices.shape[1])
+            options["enable_batch_invariant"] = is_batch_invariant()
         out, _ = dsa.flash_mla_with_kvcache(q.unflatten(0, by_sequence).to(dtype), cache.latent, *keys, **options)
         return out.flatten(0, 1).to(q.dtype)
 

@@ -15,6 +15,7 @@ from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.batch.window_view import WindowView
 from dsa_layers.cache.compressed_kv_cache import CompressedLayerCache
 from dsa_layers.layers import joint_linear
+from dsa_layers.layers.batch_invariance import is_batch_invariant
 from dsa_layers.layers.branch import Branch, beside
 from dsa_layers.layers.compressed_indexer import CompressedIndexer
 from dsa_layers.layers.compressor import Compressor
@@ -459,6 +460,7 @@ class CompressedAttention(SplitByTokens):
             indices=windows.decode_slots,
             topk_length=batch.most_selected(self.window),
             attn_sink=self.attn_sink,
+            enable_batch_invariant=is_batch_invariant(),
             **extra,
         )
         return self._project(out.flatten(0, 1).to(q.dtype), rope, batch)

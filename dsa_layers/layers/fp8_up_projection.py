@@ -1,7 +1,8 @@
 """Decoding with W_UK and W_UV as an FP8 checkpoint stores them, by the ops that multiply with a part of kv_b.
 
 Few tokens wait for the weights' bytes, of which FP8 has half; rope of the queries and the cast in front of o_proj are
-in the same kernels; and nothing that is dequantised has to be kept.
+in the same kernels; and nothing that is dequantised has to be kept. A token's results depend on no other token, so that
+batch-invariant passes have it for any number of them.
 """
 
 from typing import Protocol
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 import dsa.backends
+from dsa_layers.layers.batch_invariance import is_batch_invariant
 from dsa_layers.layers.linear import BLOCK, BlockFP8Linear
 from dsa_layers.layers.norm_and_cast import watched
 
@@ -34,18 +36,22 @@ def stored_up_projection(layer: Projections, q: torch.Tensor) -> tuple[torch.Ten
     not, and where somebody sees what goes in and out of kv_b or o_proj, or has another class in their place."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return None
-    if q.dtype != torch.bfloat16 or len(q) > MOST_TOKENS or not has_kernels(q):
+    few = len(q) <= MOST_TOKENS or is_batch_invariant()
+    if q.dtype != torch.bfloat16 or not few or not has_kernels(q) or not can_stay_stored(layer):
         return None
+    return layer.kv_b_proj.weight, layer.kv_b_proj.weight_scale_inv
+
+
+def can_stay_stored(layer: Projections) -> bool:
+    """Whether a layer is one whose kv_b the kernels read as it is stored."""
     kv_b = layer.kv_b_proj
     if any(type(linear) is not BlockFP8Linear or watched(linear) for linear in (kv_b, layer.o_proj)):
-        return None
+        return False
     # The scales of a part of the heads are whole blocks' where its rows are.
     if kv_b.part_of is not None and len(kv_b.weight) % BLOCK:
-        return None
+        return False
     taken = layer.nope_dim in NOPE and layer.rope_dim == ROPE and layer.kv_lora_rank == LATENT
-    if not taken or layer.v_dim % BLOCK or (layer.nope_dim + layer.v_dim) % ROWS:
-        return None
-    return kv_b.weight, kv_b.weight_scale_inv
+    return taken and layer.v_dim % BLOCK == 0 and (layer.nope_dim + layer.v_dim) % ROWS == 0
 
 
 def has_kernels(x: torch.Tensor) -> bool:

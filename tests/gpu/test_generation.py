@@ -108,6 +108,47 @@ def test_graphs_in_the_published_mode(family, drafts, tmp_path, monkeypatch):
     assert (taken[0] > 0) == (drafts > 0)
 
 
+@pytest.mark.parametrize("kv_cache", ["fp8", "model"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_batch_invariant_tokens(family, kv_cache, tmp_path, monkeypatch):
+    """What a sequence gets, bit for bit, when it is alone: among 70 others, which cross 128 selected keys and V4's
+    window, and with drafts, of which most are right and some are not."""
+    write_tiny_checkpoint(tmp_path, model=family)
+    model = without_end(load_model(tmp_path, device="cuda", drafter=True, kv_cache=kv_cache, progress=False))
+    prompts = [*PROMPTS, *([i + 5, *range(10, 10 + i * 53 % 140)] for i in range(69))]
+    sizes = {"cache_tokens": 64 * 5 * len(prompts), "max_sequences": len(prompts), "batch_invariant": True}
+    step, seen, params = DecodeStep.__call__, {}, SamplingParams(48)
+
+    def noted(self, sequences):
+        results = step(self, sequences)
+        logits = results[0][:, 0] if isinstance(results, tuple) else results
+        for s, row in zip(sequences, logits):
+            seen[tuple(s.tokens)] = row.clone()
+        return results
+
+    def generate(prompts, truth=None, **options):
+        seen.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(DecodeStep, "__call__", noted)
+            if truth is not None:
+                guess(patch, Guesses(truth, options["draft_tokens"]))
+            generator = Generator(model, **sizes, **options)
+            tokens = [c.tokens for c in generator.generate(prompts, params)]
+        return tokens, dict(seen), generator.throughput.taken
+
+    truth, logits, _ = generate(prompts)
+    chosen = [0, 1, 2, 40, 71]
+    for i in chosen:
+        (tokens,), alone, _ = generate([prompts[i]])
+        assert tokens == truth[i] and len(alone) == len(tokens) - 1
+        assert all(torch.equal(row, logits[key]) for key, row in alone.items())
+    for drafts, numbers in ((1, range(len(prompts))), (2, chosen), (3, chosen), (3, [1])):
+        own = [truth[i] for i in numbers]
+        tokens, drafted, taken = generate([prompts[i] for i in numbers], own, draft_tokens=drafts)
+        assert tokens == own and taken > 20 * len(own)
+        assert all(torch.equal(row, logits[key]) for key, row in drafted.items())
+
+
 # Kernels of a layer of the tiny models, at most, and of all that is in front of the layers and behind them. Scales of
 # rows that are no multiple of 16 bytes, which no published model has, are padded by two kernels of PyTorch each.
 KERNELS = {"deepseek_v32": (37, 20), "glm_moe_dsa": (34, 20), "deepseek_v4": (52, 40)}

@@ -20,6 +20,7 @@ from dsa_layers.families.config import read_config
 from dsa_layers.families.precision import Precision
 from dsa_layers.families.published import published_config
 from dsa_layers.families.registry import family, model_types
+from dsa_layers.layers.batch_invariance import batch_invariant
 
 AS_LOADED = {"dtype": None, "dequantize": False, "kv_cache": None, "widen_experts": False}
 # Options of `load_model` under which a family's passes are others.
@@ -64,6 +65,8 @@ def test_passes_of_any_size_ask_for_no_other_kernels(model_type, options, tmp_pa
                 earlier = (draw.choice((0, round(2 ** draw.uniform(0, 14)))) for _ in news)
                 prefill(model, cache, [(new, min(cached, context - new)) for new, cached in zip(news, earlier)])
                 decode(model, cache, count, round(2 ** draw.uniform(0, 16)))
+                with batch_invariant(precision.fp8_linear):
+                    decode(model, cache, count, round(2 ** draw.uniform(0, 16)))
         assert asked and asked.keys() <= listed
     assert len(listed) < 130
 

@@ -1,0 +1,36 @@
+"""Of which models decoding passes can be batch-invariant (`dsa_layers/layers/batch_invariance.py`)."""
+
+import torch
+from torch import nn
+
+from dsa import backends
+from dsa_layers.families.model import Model
+from dsa_layers.layers.attention import DSAAttention
+from dsa_layers.layers.fp8_up_projection import can_stay_stored
+from dsa_layers.parallel.ranks import ALONE
+
+
+def check_invariant(model: Model) -> None:
+    """Raises ValueError for a model whose passes would depend on how many tokens they have: not on one GPU with
+    kernels, or not with FP8 weights and activations in bfloat16."""
+    weight = next(model.parameters())
+    ranks = getattr(model, "ranks", ALONE)
+    if ranks.size > 1:
+        raise ValueError(f"batch_invariant: takes a model on one GPU, got a part of one on {ranks.size}")
+    if not backends.runs_kernel("linear_fp32", weight):
+        where = "the references" if weight.is_cuda else f"a model on {weight.device}"
+        raise ValueError(f"batch_invariant: takes a model on a GPU that runs the kernels, got {where}")
+    precision = getattr(model, "precision", None)
+    if precision is None or not precision.fp8_linear or not precision.fp8_indexer or precision.dtype != torch.bfloat16:
+        got = f"a {type(model).__name__} without a precision"
+        if precision is not None:
+            got = f"{'FP8' if precision.fp8_linear else 'dequantised'} weights and {precision.dtype}"
+        raise ValueError(f"batch_invariant: takes a model with FP8 weights and indexers, and torch.bfloat16, got {got}")
+    for name, layer in model.named_modules() if isinstance(model, nn.Module) else ():
+        if isinstance(layer, DSAAttention) and not can_stay_stored(layer):
+            sizes = f"nope_dim={layer.nope_dim}, rope_dim={layer.rope_dim}, v_dim={layer.v_dim}"
+            raise ValueError(
+                f"batch_invariant: takes attention whose kv_b kernels read as it is stored (128 or 192 nope_dim, 64 "
+                f"rope_dim, 512 kv_lora_rank, a multiple of 128 v_dim, no hooks), got {sizes}, "
+                f"kv_lora_rank={layer.kv_lora_rank} in {name}"
+            )

@@ -1,0 +1,76 @@
+"""What batch-invariant decoding passes ask for, of models of the published sizes, without a GPU."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import dsa_layers
+from dsa.ops.asked_variants import asked_variants
+from dsa_layers.batch.decode_inputs import DecodeInputs
+from dsa_layers.cache.drafts import DRAFTS
+from dsa_layers.compilation.passes import META, without_memory
+from dsa_layers.families.config import read_config
+from dsa_layers.families.precision import Precision
+from dsa_layers.layers.batch_invariance import batch_invariant
+
+VENDORED = Path(dsa_layers.__file__).parent / "vendored"
+PUBLISHED = ("deepseek_v32", "glm_5_2", "deepseek_v4_flash")
+# PyTorch's, whose order of sums may follow from the number of rows.
+PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "linear", "matmul", "_grouped_mm", "addmv", "mv", "dot"}
+# Kernels of ours of which the bits of a row would depend on the others, or that few rows alone have.
+OF_FEW_ROWS = {"compile_route_to_experts", "compile_route_by_table", "compile_sparse_mla_combine"}
+
+
+class Products(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.found = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.found |= {func.name().removeprefix("aten::").partition(".")[0]} & PRODUCTS
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(params=PUBLISHED)
+def config(request, tmp_path):
+    fields, v32 = (json.loads((VENDORED / f"{name}_config.json").read_text()) for name in (request.param, PUBLISHED[0]))
+    fields.setdefault("quantization_config", v32["quantization_config"])
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    return read_config(tmp_path)
+
+
+def asked(config, kv_cache, count, tokens, drafts, *, invariant):
+    """(kernels' compile functions, attention's with their arguments, PyTorch's products) of a pass."""
+    model, cache = without_memory(config, Precision.of(config, kv_cache=kv_cache))
+    inputs = DecodeInputs(count, -(-tokens // cache.page_size), cache.page_size, META, 1 + drafts)
+    with asked_variants("sm_90") as found, pytest.MonkeyPatch.context() as patch, torch.inference_mode():
+        product, products = torch.mm, Products()
+        patch.setattr(torch, "mm", lambda *args, **options: (products.found.add("mm"), product(*args, **options))[1])
+        with products, batch_invariant(invariant):
+            model.logits(model.states(inputs.tokens, inputs.batch(), cache))
+    functions = {variant.function for variant in found}
+    attention = {
+        (v.function, v.arguments) for v in found if v.function.startswith(("compile_sparse_mla", "compile_mla"))
+    }
+    return functions, attention, products.found
+
+
+@pytest.mark.parametrize("kv_cache", ["fp8", "model"])
+def test_passes_of_any_size_take_one_way(config, kv_cache):
+    """Whatever the number of sequences, of their drafts and of the tokens of the longest one."""
+    functions, attention, products = asked(config, kv_cache, 1, 64, 0, invariant=True)
+    assert not products and not functions & OF_FEW_ROWS and attention
+    for count, tokens, drafts in ((1, 8192, DRAFTS), (16, 64, 0), (17, 8192, 1), (65, 8192, 0), (200, 64, DRAFTS)):
+        found, own, products = asked(config, kv_cache, count, tokens, drafts, invariant=True)
+        assert not products and not found & OF_FEW_ROWS
+        assert own == attention
+
+
+def test_other_passes_do_not(config):
+    """So that the test above can fail."""
+    few, attention, _ = asked(config, "fp8", 1, 8192, 0, invariant=False)
+    many, own, products = asked(config, "fp8", 200, 8192, 0, invariant=False)
+    assert few & OF_FEW_ROWS and products and (few ^ many) and own != attention

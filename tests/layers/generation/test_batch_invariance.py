@@ -1,0 +1,111 @@
+"""Generation of which a sequence's tokens depend on no other one: for which models, and what its passes are. That the
+bits are the same is shown on a GPU (tests/gpu/test_generation.py), and which ways the layers take in
+tests/layers/compilation/test_batch_invariant_passes.py."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dsa import backends
+from dsa_layers.checkpoint.loading import load_model
+from dsa_layers.families.registry import model_types
+from dsa_layers.generation import generator as module
+from dsa_layers.generation.generator import Generator
+from dsa_layers.generation.invariant_models import check_invariant
+from dsa_layers.generation.sampling import SamplingParams
+from dsa_layers.layers.batch_invariance import batch_invariant, is_batch_invariant
+from tests.layers.command.calls import generate
+from tests.layers.generation.remembering_model import RememberingModel, next_token
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """As if there were kernels for a CPU."""
+    monkeypatch.setattr(backends, "runs_kernel", lambda *_: True)
+
+
+@pytest.mark.parametrize("family", model_types())
+def test_models_of_every_family(family, tiny_checkpoint, kernels):
+    check_invariant(load_model(tiny_checkpoint(family), progress=False))
+
+
+@pytest.mark.parametrize(
+    ("options", "got"),
+    [
+        ({"dequantize": True}, "got dequantised weights and torch.bfloat16"),
+        ({"dtype": torch.float32}, "got FP8 weights and torch.float32"),
+    ],
+)
+def test_models_of_another_precision(options, got, checkpoint, kernels):
+    with pytest.raises(ValueError, match=f"^batch_invariant: takes a model with FP8 weights .*, {got}$"):
+        Generator(load_model(checkpoint, progress=False, **options), batch_invariant=True)
+
+
+def test_models_that_are_elsewhere(checkpoint, kernels, monkeypatch):
+    model = load_model(checkpoint, progress=False)
+    attention = model.model.layers[1].self_attn
+    handle = attention.o_proj.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match=r"^batch_invariant: takes attention .* in model\.layers\.1\.self_attn$"):
+        check_invariant(model)
+    handle.remove()
+    attention.nope_dim = 64
+    with pytest.raises(ValueError, match=r"got nope_dim=64, rope_dim=64, v_dim=128, kv_lora_rank=512 in model"):
+        check_invariant(model)
+    with pytest.raises(ValueError, match=r"^batch_invariant: .*, got a RememberingModel without a precision$"):
+        Generator(RememberingModel(), batch_invariant=True)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=r"^batch_invariant: .* a GPU that runs the kernels, got a model on cpu$"):
+        Generator(model, batch_invariant=True)
+    model.ranks = SimpleNamespace(size=2)
+    with pytest.raises(ValueError, match=r"^batch_invariant: takes a model on one GPU, got a part of one on 2$"):
+        check_invariant(model)
+    with pytest.raises(TypeError, match=r"^batch_invariant: must be True or False, got 1$"):
+        Generator(RememberingModel(), batch_invariant=1)
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_passes(drafts, monkeypatch):
+    """Of prompts one at a time, and of all sequences whose prompts are done; layers are told in the latter alone."""
+    monkeypatch.setattr(module, "check_invariant", lambda _: None)
+    model, told = RememberingModel(with_drafter=drafts > 0), []
+    generator = Generator(model, cache_tokens=400, prefill_chunk=5, draft_tokens=drafts, batch_invariant=True)
+    states = RememberingModel.states
+
+    def noted(self, *args):
+        told.append(is_batch_invariant())
+        return states(self, *args)
+
+    monkeypatch.setattr(RememberingModel, "states", noted)
+    prompts = [[1], [2, 3], [i % 7 for i in range(12)], [4, 4]]
+    got = generator.generate(prompts, SamplingParams(max_new_tokens=9))
+    for prompt, completion in zip(prompts, got):
+        tokens = list(prompt)
+        for _ in range(9):
+            tokens.append(next_token(tokens, False))
+        assert completion.tokens == tokens[len(prompt) :]
+    one = 1 + drafts
+    assert model.passes[:9] == [[1], [one], [2], [one] * 2, [5], [one] * 2, [5], [one] * 2, [2]]
+    assert model.passes[9:12] == [[one] * 3, [2], [one] * 4]
+    assert told[:12] == [False, True] * 6 and all(told[12:]) and not is_batch_invariant()
+
+
+def test_what_is_left_on_errors():
+    with pytest.raises(KeyError), batch_invariant():
+        with batch_invariant(False):
+            assert not is_batch_invariant()
+        assert is_batch_invariant()
+        raise KeyError
+    assert not is_batch_invariant()
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (("--device", "cpu"), "--batch-invariant: takes a GPU, got --device cpu"),
+        (("--gpus", "2"), "--batch-invariant: takes one GPU, got --gpus 2"),
+    ],
+)
+def test_the_command(checkpoint, capsys, options, problem):
+    assert generate(checkpoint, "--batch-invariant", *options) == 2
+    assert problem in capsys.readouterr().err
