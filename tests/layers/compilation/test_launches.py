@@ -13,20 +13,36 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dsa_layers
 from dsa.ops import asked_variants
 from dsa_layers.batch.decode_inputs import DecodeInputs
-from dsa_layers.compilation.passes import decode, without_memory
+from dsa_layers.compilation.passes import without_memory
 from dsa_layers.compilation.variants import precisions
 from dsa_layers.families.config import read_config
 
 VENDORED = Path(dsa_layers.__file__).parent / "vendored"
 AS_LOADED = {"dtype": None, "dequantize": False, "kv_cache": None, "widen_experts": False}
-# Of a layer of each kind, in the order in which the model has them.
+# (Sequences, tokens of each) of a pass: with one token what decoding has without drafts, else a token and its drafts.
+PASSES = [*((n, 1) for n in (1, 16, 64, 128, 256)), *((n, next_n) for next_n in (2, 4) for n in (16, 64, 128))]
+# Of a layer of each kind, in the order in which the model has them, for so many tokens of all sequences.
+TOKENS = 1, 16, 32, 64, 128, 256, 512
 MOST = {
-    "deepseek_v32": {"dense": 21, "experts": 26},
-    "glm_5_2": {"dense": 21, "experts and another layer's selection": 20, "experts": 26},
-    "deepseek_v4_flash": {"window, hashed": 25, "ratio 4, hashed": 33, "ratio 128": 27, "ratio 4": 33},
+    "deepseek_v32": {
+        "dense": (21, 21, 22, 22, 23, 23, 24),
+        "experts": (26, 26, 27, 27, 30, 30, 30),
+    },
+    "glm_5_2": {
+        "dense": (21, 21, 23, 22, 23, 23, 23),
+        "experts and another layer's selection": (20, 20, 22, 21, 23, 23, 22),
+        "experts": (26, 26, 28, 27, 30, 30, 29),
+    },
+    "deepseek_v4_flash": {
+        "window, hashed": (24, 25, 25, 25, 35, 35, 35),
+        "ratio 4, hashed": (32, 33, 33, 33, 43, 43, 43),
+        "ratio 128": (26, 27, 27, 27, 30, 30, 30),
+        "ratio 4": (32, 33, 33, 33, 36, 36, 36),
+    },
 }
-# Of a step beside its layers: embedding, what layers share (angles, slots, counts), and what makes logits.
-MOST_BESIDE = {"deepseek_v32": 9, "glm_5_2": 9, "deepseek_v4_flash": 21}
+# Of a step beside its layers: embedding, what layers share (angles, slots, counts), and what makes logits; without and
+# with drafts.
+MOST_BESIDE = {"deepseek_v32": (9, 11), "glm_5_2": (9, 11), "deepseek_v4_flash": (21, 28)}
 
 
 class Launches(TorchDispatchMode):
@@ -109,28 +125,34 @@ def published_model(tmp_path, launches):
     return make
 
 
-@pytest.mark.parametrize("count", [1, 16])
+def inputs_of(cache, count, next_n):
+    return DecodeInputs(count, 8192 // cache.page_size, cache.page_size, torch.device("meta"), next_n)
+
+
+@pytest.mark.parametrize(("count", "next_n"), PASSES)
 @pytest.mark.parametrize("published", MOST)
-def test_launches_of_a_layer(published, count, published_model):
+def test_launches_of_a_layer(published, count, next_n, published_model):
     """An op counts as one, though some have two kernels."""
     model, cache, layers = published_model(published)
-    with asked_variants.asked_variants("sm_90"):
-        decode(model, cache, count, 8192)
+    inputs = inputs_of(cache, count, next_n)
+    with torch.inference_mode(), asked_variants.asked_variants("sm_90"):
+        model(inputs.tokens, inputs.batch(), cache)
     found = [layer.found for layer in layers if layer.found]
     assert len(found) == len(MOST[published])
     for (kind, most), names in zip(MOST[published].items(), found):
-        assert len(names) <= most, f"{kind}: {len(names)} launches, {' '.join(names)}"
+        allowed = most[TOKENS.index(count * next_n)]
+        assert len(names) <= allowed, f"{kind}: {len(names)} launches for {allowed}, {' '.join(names)}"
 
 
-@pytest.mark.parametrize("count", [1, 16])
+@pytest.mark.parametrize(("count", "next_n"), PASSES)
 @pytest.mark.parametrize("published", MOST)
-def test_launches_beside_the_layers(published, count, published_model, launches):
+def test_launches_beside_the_layers(published, count, next_n, published_model, launches):
     """Of a step that is captured: one of its size has run before, with the same inputs."""
     model, cache, _ = published_model(published)
-    inputs = DecodeInputs(count, 8192 // cache.page_size, cache.page_size, torch.device("meta"))
+    inputs = inputs_of(cache, count, next_n)
     with torch.inference_mode(), asked_variants.asked_variants("sm_90"):
         model(inputs.tokens, inputs.batch(), cache)
         launches.names.clear()
         model(inputs.tokens, inputs.batch(), cache)
-    names = launches.names
-    assert len(names) <= MOST_BESIDE[published], f"{len(names)} launches, {' '.join(names)}"
+    names, allowed = launches.names, MOST_BESIDE[published][next_n > 1]
+    assert len(names) <= allowed, f"{len(names)} launches for {allowed}, {' '.join(names)}"
