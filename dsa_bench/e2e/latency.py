@@ -1,13 +1,15 @@
 """How long sequences that decode wait for their next tokens while a long prompt is computed among them.
 
 usage: python -m dsa_bench.e2e.latency [--models MODEL...] [--prompt N] [--sequences N] [--context N] [--chunks N...]
-                                       [--steps N] [--device DEVICE]
+                                       [--steps N] [--device DEVICE] [--compile]
 
-Prints a line of JSON for each model and size of a chunk (`rows`). Each runs twice, and the second time counts: in the
-first one kernels are compiled and decoding passes captured.
+Prints a line of JSON for each model and size of a chunk (`rows`), with the place and the date; `latency_document`
+makes a table of such lines. Each runs twice, and the second time counts: in the first one decoding passes are captured.
+Kernels are compiled before, in parallel; --compile does that alone, also where there is no GPU.
 """
 
 import argparse
+import datetime
 import gc
 import json
 import statistics
@@ -16,18 +18,27 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 
 from dsa import backends
-from dsa_bench.e2e.stacks import STACKS, stack
+from dsa.ops.asked_variants import Variant, asked_variants
+from dsa_bench.e2e.parallel_kernels import compile_ahead
+from dsa_bench.e2e.parallel_rows import free, seconds_told
+from dsa_bench.e2e.stacks import STACKS, skeleton, stack
 from dsa_layers import options
-from dsa_layers.families.model import Model
+from dsa_layers.compilation import passes
+from dsa_layers.compilation.variants import with_all_tiles
+from dsa_layers.families.model import CheckpointModel, Model
+from dsa_layers.generation.captured_step import power_of_two
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
+from dsa_layers.layers import joint_linear
 
+CHUNKS = (2048, 8192)
 Row = dict[str, Any]
 
 
@@ -39,7 +50,7 @@ class Sizes:
     prompt: int = 131072
     sequences: int = 32
     context: int = 4096
-    steps: int = 100
+    steps: int = 50
 
 
 def rows(model: Model, chunks: Sequence[int], sizes: Sizes = Sizes()) -> Iterator[Row]:
@@ -54,8 +65,8 @@ def rows(model: Model, chunks: Sequence[int], sizes: Sizes = Sizes()) -> Iterato
     model.config = replace(model.config, eos_token_ids=())  # random weights say anything
     for chunk in chunks:
         generator, prompts, params = _call(model, chunk, sizes)
-        for _ in range(2):
-            row = _timed(generator, prompts, params, sizes)
+        for steps in (1, sizes.steps):
+            row = _timed(generator, prompts, params, replace(sizes, steps=steps))
         yield {"prompt": sizes.prompt, "sequences": sizes.sequences, "context": sizes.context} | row
         del generator
         gc.collect()
@@ -63,14 +74,22 @@ def rows(model: Model, chunks: Sequence[int], sizes: Sizes = Sizes()) -> Iterato
 
 def _call(model: Model, chunk: int, sizes: Sizes) -> tuple[Generator, list[list[int]], list[SamplingParams]]:
     """The long prompt comes last, and ends with its first token. The others have tokens enough for all passes."""
-    lengths = [sizes.context] * sizes.sequences + [sizes.prompt]
-    new = -(-sum(lengths) // chunk) + sizes.sequences + sizes.steps + 2
+    lengths, new = _lengths(sizes), _new_tokens(chunk, sizes)
     tokens = sum(-(-(n + new) // model.page_size) * model.page_size for n in lengths)
     vocabulary = model.config.vocab_size
     prompts = [[(i + position) % vocabulary for position in range(n)] for i, n in enumerate(lengths)]
     params = [SamplingParams(max_new_tokens=new)] * sizes.sequences + [SamplingParams(max_new_tokens=1)]
     count = sizes.sequences + 1
     return Generator(model, cache_tokens=tokens, max_sequences=count, prefill_chunk=chunk), prompts, params
+
+
+def _lengths(sizes: Sizes) -> list[int]:
+    return [sizes.context] * sizes.sequences + [sizes.prompt]
+
+
+def _new_tokens(chunk: int, sizes: Sizes) -> int:
+    """At least as many as a decoding sequence gets."""
+    return -(-sum(_lengths(sizes)) // chunk) + sizes.sequences + sizes.steps + 2
 
 
 def _timed(
@@ -94,27 +113,92 @@ def _timed(
     return row | {"first_token_s": end - begin}
 
 
+def asked(
+    names: Sequence[str] = tuple(STACKS),
+    chunks: Sequence[int] = CHUNKS,
+    sizes: Sizes = Sizes(),
+    arch: str = "sm_90",
+) -> list[Variant]:
+    """The kernels that the rows ask for; sorted."""
+    found = (_asked_by(skeleton(name), chunks, sizes, arch) for name in names)
+    return sorted(with_all_tiles({variant: None for own in found for variant in own}), key=repr)
+
+
+def _asked_by(model: CheckpointModel, chunks: Sequence[int], sizes: Sizes, arch: str) -> dict[Variant, None]:
+    """Those that a model on the meta device asks for."""
+    model.init_buffers(passes.META)
+    joint_linear.join(model)
+    pages = -(-sum(_lengths(sizes)) // model.page_size) + sizes.sequences
+    cache = model.eval().make_cache(pages, model.page_size, passes.META, state_slots=sizes.sequences + 1)
+    most = sizes.context + _new_tokens(min(chunks), sizes)
+    with asked_variants(arch) as found:
+        for chunk in chunks:
+            different = list(dict.fromkeys(_work(chunk, sizes)))
+            for number in passes.growing(len(different), 1.5):  # those behind many tokens are alike
+                passes.prefill(model, cache, list(different[number - 1]))
+        for count in {power_of_two(n) for n in range(1, sizes.sequences + 1)}:
+            for context in (sizes.context, most):
+                passes.decode(model, cache, count, context)
+    return dict(found)
+
+
+def _work(chunk: int, sizes: Sizes) -> list[tuple[tuple[int, int], ...]]:
+    """(new, earlier) tokens of each prompt in each pass, in the order in which a generator computes them."""
+    found, of_pass = [], []
+    for length in _lengths(sizes):
+        cached = 0
+        while cached < length:
+            new = min(length - cached, chunk - sum(n for n, _ in of_pass))
+            of_pass.append((new, cached))
+            cached += new
+            if sum(n for n, _ in of_pass) == chunk:
+                found.append(tuple(of_pass))
+                of_pass = []
+    return [*found, tuple(of_pass)] if of_pass else found
+
+
+def _place(device: torch.device) -> dict[str, str]:
+    """Where the rows are measured, and when."""
+    found = {"device": device.type, "date": datetime.date.today().isoformat(), "torch": torch.__version__, "dsl": ""}
+    if device.type == "cuda":
+        import cutlass
+
+        found |= {"device": torch.cuda.get_device_name(device), "dsl": cutlass.__version__}
+    return found
+
+
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m dsa_bench.e2e.latency", description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=[*STACKS], default=[*STACKS], help="default: all")
     parser.add_argument(
-        "--chunks", nargs="+", type=options.positive, default=[2048, 8192], metavar="N", help="default: 2048 8192"
+        "--chunks", nargs="+", type=options.positive, default=CHUNKS, metavar="N", help="default: 2048 8192"
     )
     for name, default in vars(Sizes()).items():
         text = "(default: %(default)s)"
         parser.add_argument(f"--{name}", type=options.positive, default=default, metavar="N", help=text)
     parser.add_argument("--device", default="cuda", help="(default: %(default)s)")
+    parser.add_argument("--compile", action="store_true", help="compile the kernels alone, which needs no GPU")
     args = parser.parse_args(arguments)
-    reason = backends.why_no_kernels()
-    if torch.device(args.device).type == "cuda" and reason:
+    device = torch.device(args.device)
+    on_gpu = device.type == "cuda"
+    if on_gpu and not args.compile and (reason := backends.why_no_kernels()):
         parser.error(f"a benchmark needs a GPU with kernels: {reason}")
     sizes = Sizes(**{name: getattr(args, name) for name in vars(Sizes())})
+    tell = seconds_told()
+    tell("modules are imported")
+    if on_gpu or args.compile:
+        compile_ahead(partial(asked, args.models, args.chunks, sizes), tell)
+    if args.compile:
+        return 0
+    place = _place(device)
     for name in args.models:
-        model = stack(name, args.device)
+        model = stack(name, device)
+        tell(f"{name}: drawn")
         for row in rows(model, args.chunks, sizes):
-            print(json.dumps({"model": name} | row), flush=True)
+            print(json.dumps({"model": name} | row | place), flush=True)
+            tell(f"{name}, chunks of {row['prefill_chunk']}: {row['ms']:.1f} ms, {row['first_token_s']:.2f} s")
         del model
-        gc.collect()
+        free()
     return 0
 
 

@@ -1,15 +1,21 @@
 """The benchmark of a long prompt among sequences that decode: a small one, on the CPU."""
 
+import datetime
 import json
 from functools import partial
+from pathlib import Path
 
 import pytest
+import torch
 
-from dsa_bench.e2e import latency
-from dsa_bench.e2e.stacks import stack
+from dsa_bench.e2e import latency, latency_document
+from dsa_bench.e2e.stacks import STACKS, skeleton, stack
 from tests.bench.small_stacks import FEWER, SMALL
 
 FIGURES = ("ms", "ms_max", "alone_ms", "alone_ms_max", "first_token_s")
+PLACE = {"device": "a GPU", "date": "2026-11-26", "torch": "2.11.0", "dsl": "4.8.1"}
+ROW = {"model": "V3.2", "prompt": 131072, "sequences": 32, "context": 4096, "prefill_chunk": 2048, **PLACE}
+ROW |= {"ms": 46.71, "ms_max": 54.12, "alone_ms": 9.2, "alone_ms_max": 9.9, "first_token_s": 2.936}
 
 
 @pytest.fixture(scope="module")
@@ -17,25 +23,50 @@ def model():
     return stack("V3.2", "cpu", **SMALL, **FEWER["V3.2"])
 
 
-def test_rows(model, capsys, monkeypatch):
-    """Of the second of two runs, after which the cache is free."""
+def test_rows(capsys, monkeypatch):
+    """Of the second of two runs, after which the cache is free; of all models by default."""
     seen, timed = [], latency._timed
 
-    def noted(generator, *rest):
-        seen.append(generator)
-        return timed(generator, *rest)
+    def noted(generator, prompts, params, sizes):
+        seen.append((generator, sizes.steps))
+        return timed(generator, prompts, params, sizes)
 
     monkeypatch.setattr(latency, "_timed", noted)
-    monkeypatch.setattr(latency, "stack", lambda name, device: model)
-    sizes = ["--prompt", "20", "--sequences", "2", "--context", "3", "--steps", "1", "--chunks", "10"]
-    assert latency.main(["--device", "cpu", "--models", "V3.2", *sizes]) == 0
-    row = json.loads(capsys.readouterr().out)
-    sizes = {"model": "V3.2", "prompt": 20, "sequences": 2, "context": 3, "prefill_chunk": 10}
-    assert row == sizes | {figure: row[figure] for figure in FIGURES}
-    assert all(row[figure] > 0 for figure in FIGURES)
-    assert row["ms"] <= row["ms_max"] and row["alone_ms"] <= row["alone_ms_max"]
-    first, second = seen
-    assert first is second and first.cache.state_slots.free == 3
+    monkeypatch.setattr(latency, "stack", lambda name, device: stack(name, device, **SMALL, **FEWER[name]))
+    sizes = ["--prompt", "20", "--sequences", "2", "--context", "3", "--steps", "2", "--chunks", "10"]
+    assert latency.main(["--device", "cpu", *sizes]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    place = {"device": "cpu", "date": datetime.date.today().isoformat(), "torch": torch.__version__, "dsl": ""}
+    for name, row in zip(STACKS, rows, strict=True):
+        sizes = {"model": name, "prompt": 20, "sequences": 2, "context": 3, "prefill_chunk": 10}
+        assert row == sizes | {figure: row[figure] for figure in FIGURES} | place
+        assert all(row[figure] > 0 for figure in FIGURES)
+        assert row["ms"] <= row["ms_max"] and row["alone_ms"] <= row["alone_ms_max"]
+    for (first, warm), (second, steps) in zip(seen[::2], seen[1::2]):
+        assert first is second and first.cache.state_slots.free == 3 and (warm, steps) == (1, 2)
+
+
+def test_passes_are_those_of_a_generator(model, monkeypatch):
+    """Which the kernels are compiled for."""
+    generator, *call = latency._call(model, 7, sizes := latency.Sizes(30, 2, 5, 1))
+    seen, prefill = [], generator._passes.prefill
+
+    def noted(work):
+        seen.append(tuple((new, s.cached) for s, new in work))
+        return prefill(work)
+
+    monkeypatch.setattr(generator._passes, "prefill", noted)
+    latency._timed(generator, *call, sizes)
+    assert seen == latency._work(7, sizes)
+
+
+def test_kernels_are_compiled_before(capsys, monkeypatch):
+    monkeypatch.setattr(latency, "skeleton", lambda name: skeleton(name, **SMALL, **FEWER[name]))
+    asked = []
+    monkeypatch.setattr(latency, "compile_ahead", lambda make, tell: asked.extend(make()))
+    assert latency.main(["--compile", "--models", "V4-Flash", "--chunks", "512", "--prompt", "4096"]) == 0
+    assert not capsys.readouterr().out
+    assert {"dsa.kernels.mla", "dsa.kernels.indexer", "dsa.kernels.moe"} <= {v.module.rpartition(".")[0] for v in asked}
 
 
 def test_figures(model, monkeypatch):
@@ -63,3 +94,26 @@ def test_without_a_gpu(capsys):
     with pytest.raises(SystemExit):
         latency.main(["--prompt", "30"])
     assert "a benchmark needs a GPU with kernels" in capsys.readouterr().err
+
+
+def test_the_document_is_written_from_the_lines(tmp_path):
+    lines, doc = tmp_path / "rows.jsonl", tmp_path / "doc.md"
+    lines.write_text("".join(f"{json.dumps(row)}\n" for row in (ROW, ROW | {"model": "GLM-5", "prefill_chunk": 8192})))
+    doc.write_text(f"Before.\n{latency_document.BEGIN}\nold\n{latency_document.END}\nAfter.\n")
+    latency_document.main(lines, doc, "0123456789ab")
+    text = doc.read_text()
+    assert text.startswith(f"Before.\n{latency_document.BEGIN}\n") and text.endswith("-->\nAfter.\n")
+    assert "on a GPU, torch 2.11.0, CuTe DSL 4.8.1, on 2026-11-26, of commit 0123456789ab. 32 sequences of" in text
+    assert "| V3.2 | 2048 | 46.7 | 54.1 | 9.2 | 9.9 | 2.94 |" in text and "| GLM-5 | 8192 |" in text
+
+
+def test_rows_that_make_no_table():
+    with pytest.raises(ValueError, match="rows: must have the same device, got a GPU, another"):
+        latency_document.generated([ROW, ROW | {"device": "another"}], "0123456789ab")
+    with pytest.raises(ValueError, match="entry: must have rows"):
+        latency_document.generated([], "0123456789ab")
+
+
+def test_the_documents_marks_are_there():
+    text = (Path(__file__).parents[2] / "docs" / "e2e.md").read_text(encoding="utf-8")
+    assert text.count(latency_document.BEGIN) == text.count(latency_document.END) == 1
