@@ -51,11 +51,13 @@ def rows(gpus: int = 2, done: Collection[str] = ()) -> Iterator[Row]:
 
 
 def all_rows(done: Collection[str] = ()) -> Iterator[Row]:
-    """The rows of two GPUs, of four where there are as many, and those of one of more GPUs than there are."""
-    for gpus in (2, 4):
-        if gpus <= torch.cuda.device_count():
-            yield from rows(gpus, done)
+    """The rows of two GPUs, those of one of more GPUs than there are, and of four, where there are as many."""
+    there = torch.cuda.device_count()
+    if there >= 2:
+        yield from rows(2, done)
     yield from one_of_many.rows(Clock(ALONE, torch.device("cuda", torch.cuda.current_device())), done=done)
+    if there >= 4:
+        yield from rows(4, done)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -43,9 +43,9 @@ def test_the_command_prints_rows_and_a_table():
     assert " s  compiled" in done.stderr and "GLM-5, 3 layers on 2: drawn" in done.stderr
 
 
-@pytest.mark.parametrize(("there", "expected"), [(2, [2, 8]), (3, [2, 8]), (4, [2, 4, 8])])
+@pytest.mark.parametrize(("there", "expected"), [(1, [8]), (2, [2, 8]), (3, [2, 8]), (4, [2, 8, 4])])
 def test_all_rows(there, expected, monkeypatch):
-    """Of two GPUs, of four where they are, and of one of eight; what is done is left out everywhere."""
+    """Of two GPUs, of one of eight, and of four, where there are as many; what is done is left out everywhere."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: there)
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
     monkeypatch.setattr(parallel, "Clock", lambda ranks, device: ranks.size)

@@ -137,7 +137,7 @@ def test_batch_invariant_tokens(family, kv_cache, tmp_path, monkeypatch):
         return tokens, dict(seen), generator.throughput.taken
 
     truth, logits, _ = generate(prompts)
-    chosen = [0, 1, 2, 40, 71]
+    chosen = [0, 1, 2, 40, 70]
     for i in chosen:
         (tokens,), alone, _ = generate([prompts[i]])
         assert tokens == truth[i] and len(alone) == len(tokens) - 1
@@ -145,7 +145,7 @@ def test_batch_invariant_tokens(family, kv_cache, tmp_path, monkeypatch):
     for drafts, numbers in ((1, range(len(prompts))), (2, chosen), (3, chosen), (3, [1])):
         own = [truth[i] for i in numbers]
         tokens, drafted, taken = generate([prompts[i] for i in numbers], own, draft_tokens=drafts)
-        assert tokens == own and taken > 20 * len(own)
+        assert tokens == own and taken > 15 * len(own)
         assert all(torch.equal(row, logits[key]) for key, row in drafted.items())
 
 
