@@ -13,6 +13,7 @@ from dsa_layers.command import on_gpus
 from dsa_layers.command.model_options import LoadedModel, add_draft_option, add_model_options, chosen_device, load
 from dsa_layers.command.prompt_sources import Prompt, add_prompt_options, read_prompts
 from dsa_layers.command.streams import say, say_json
+from dsa_layers.parallel.environment import started_ranks
 
 if TYPE_CHECKING:
     from dsa_layers.evaluation.keys_read import KeyCounts
@@ -154,10 +155,16 @@ def _check_invariant(args: argparse.Namespace, starts_ranks: bool) -> None:
     """What `Generator` would refuse once the weights are there."""
     import torch
 
-    if starts_ranks:
-        raise ValueError(f"--batch-invariant: takes one GPU, got --gpus {args.gpus}")
+    ranks = args.gpus if starts_ranks else started_ranks() or 1
+    if ranks > 1:
+        raise ValueError(f"--batch-invariant: takes one GPU, got {ranks}")
     if torch.device(device := chosen_device(args)).type != "cuda":
-        raise ValueError(f"--batch-invariant: takes a GPU, got --device {device}")
+        raise ValueError(f"--batch-invariant: takes a GPU, got {device}")
+    if args.dequantize or args.dtype not in (None, "bfloat16"):
+        got = "--dequantize" if args.dequantize else f"--dtype {args.dtype}"
+        raise ValueError(f"--batch-invariant: takes FP8 weights and bfloat16, got {got}")
+    if args.prefix_cache:
+        raise ValueError("--batch-invariant: takes no --prefix-cache, which cuts prompts by what others begin with")
 
 
 def _sampling(args: argparse.Namespace) -> "SamplingParams":

@@ -52,7 +52,7 @@ class DecodeStep(CapturedStep[DecodeInputs]):
         return logits[: count * next_n].unflatten(0, (count, next_n)), states[: count * next_n]
 
     def _run(self, inputs: DecodeInputs) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        with batch_invariant(self._invariant):
+        with batch_invariant("decoding" if self._invariant else None):
             if not self._drafts:
                 return self._model(inputs.tokens, inputs.batch(), self._cache)
             states = self._model.states(inputs.tokens, inputs.batch(), self._cache)

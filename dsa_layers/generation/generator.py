@@ -57,7 +57,8 @@ class Generator:
                    DeepSeek-V4's does, there are up to max_sequences copies more (`SharedPrefixes`)
     batch_invariant  the tokens of a sequence depend on no other sequence and not on drafts, bit for bit: decoding
                    passes give a token the same bits whatever else they compute, and a pass over prompts has one
-                   prompt. Of models with FP8 weights, in bfloat16, on one GPU; slower
+                   prompt. Sampled ones, too, with a seed. Of models with FP8 weights, in bfloat16, on one GPU, and
+                   without a prefix_cache; slower
 
     A step of generation is a pass over a chunk of the prompts that are not in the cache yet, if there are any, first
     come first served, and then a pass that extends each sequence whose prompt is. Prompts start when there is room; a
@@ -114,6 +115,8 @@ class Generator:
             self._invariant = flag("batch_invariant", batch_invariant)
             if self._invariant:
                 check_invariant(model)
+                if prefix_cache:  # which decides where a prompt is cut, by the others
+                    raise ValueError("prefix_cache: must be False with batch_invariant=True, got True")
             self._eos = set(model.config.eos_token_ids)
             if tokenizer is not None and tokenizer.eos_token_id is not None:
                 self._eos.add(tokenizer.eos_token_id)

@@ -24,9 +24,12 @@ def check_invariant(model: Model) -> None:
     if precision is None or not precision.fp8_linear or not precision.fp8_indexer or precision.dtype != torch.bfloat16:
         got = f"a {type(model).__name__} without a precision"
         if precision is not None:
-            got = f"{'FP8' if precision.fp8_linear else 'dequantised'} weights and {precision.dtype}"
-        raise ValueError(f"batch_invariant: takes a model with FP8 weights and indexers, and torch.bfloat16, got {got}")
+            kinds = ("FP8" if fp8 else "other" for fp8 in (precision.fp8_linear, precision.fp8_indexer))
+            got = "{} weights, {} indexers and {}".format(*kinds, precision.dtype)
+        raise ValueError(f"batch_invariant: takes a model with FP8 weights, FP8 indexers and torch.bfloat16, got {got}")
     for name, layer in model.named_modules() if isinstance(model, nn.Module) else ():
+        if layer._compiled_call_impl is not None:
+            raise ValueError(f"batch_invariant: takes a model that is not compiled, got {name or 'one that is'}")
         if isinstance(layer, DSAAttention) and not can_stay_stored(layer):
             sizes = f"nope_dim={layer.nope_dim}, rope_dim={layer.rope_dim}, v_dim={layer.v_dim}"
             raise ValueError(

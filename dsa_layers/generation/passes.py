@@ -13,6 +13,7 @@ from dsa_layers.generation.draft_step import DraftStep
 from dsa_layers.generation.results import Throughput, TokenEvent
 from dsa_layers.generation.running_sequence import RunningSequence
 from dsa_layers.generation.sampling import sample, sample_drafted
+from dsa_layers.layers.batch_invariance import batch_invariant
 
 
 class Passes:
@@ -20,7 +21,7 @@ class Passes:
     invariant: as of `DecodeStep`."""
 
     def __init__(self, model: Model, cache: Cache, *, drafts: int, capture: bool, invariant: bool = False) -> None:
-        self._model, self._cache, self._drafts = model, cache, drafts
+        self._model, self._cache, self._drafts, self._invariant = model, cache, drafts, invariant
         self._device = next(model.parameters()).device
         self._decode = DecodeStep(model, cache, drafts=drafts, capture=capture, invariant=invariant)
         self._draft: DraftStep | None = None
@@ -41,11 +42,12 @@ class Passes:
         tokens = packing.to_device(
             [t for s, n in work for t in s.tokens[s.cached : s.cached + n]], torch.int64, self._device
         )
-        if self._draft is None:
-            logits = self._model(tokens, batch, self._cache)
-        else:
-            states = self._model.states(tokens, batch, self._cache)
-            logits = self._model.logits(states[batch.last_tokens])
+        with batch_invariant("prompt" if self._invariant else None):
+            if self._draft is None:
+                logits = self._model(tokens, batch, self._cache)
+            else:
+                states = self._model.states(tokens, batch, self._cache)
+                logits = self._model.logits(states[batch.last_tokens])
         for s, n in work:
             s.cached += n
         # Of a prompt that is not in the cache yet, nothing follows.

@@ -256,7 +256,8 @@ class DSAAttention(SplitByTokens):
                 attended, _ = dsa.sparse_mla_attention(q, *arguments)  # the same, with gradients
             else:
                 counts = self._counts(topk_indices, batch, queries)
-                attended, *_ = dsa.flash_mla_sparse_fwd(q, *arguments, topk_length=counts)
+                options = {"topk_length": counts, "enable_batch_invariant": is_batch_invariant()}
+                attended, *_ = dsa.flash_mla_sparse_fwd(q, *arguments, **options)
         if stored is not None:
             cast = dsa.mla_values_cast_to_fp8(attended, stored, self.v_dim, self.o_proj.use_ue8m0)
             return self.o_proj.multiply(cast, x.dtype)
@@ -450,6 +451,7 @@ class DSAAttention(SplitByTokens):
         """[T, heads, latent]: a prefill's queries, as if each were a sequence's only one, to slots of FP8 pages."""
         dtype = torch.bfloat16 if q.is_cuda else q.dtype
         options = {"indices": topk_indices[:, None], "topk_length": counts, "is_fp8_kvcache": True}
+        options["enable_batch_invariant"] = is_batch_invariant()
         keys = cache.latent, None, None, self.kv_lora_rank, None
         out, _ = dsa.flash_mla_with_kvcache(q[:, None].to(dtype), *keys, softmax_scale=self.softmax_scale, **options)
         return out.squeeze(1).to(q.dtype)

@@ -1,28 +1,41 @@
-"""Decoding passes in which what a token gets depends on no other token, bit for bit, nor on how many there are.
+"""Passes in which what a token gets depends on no other sequence, bit for bit, nor on how many tokens there are.
 
 Kernels of products give a row the same bits whatever is multiplied beside it. Four things do not: PyTorch's libraries,
 which choose the order of a sum by the number of rows; routing of few tokens in one op, which sums logits otherwise than
-the product for many; sparse attention, which splits queries' keys where there are few queries; and the choice between
-dense and sparse attention, which goes by the longest sequence. Within `batch_invariant` layers take the ways that there
-are for any number of tokens. `dsa_layers/generation/invariant_models.py` says of which models.
+the product for many; sparse attention, which splits queries' keys where there are few queries, and shares keys between
+queries by the slots that they have; and the choice between dense and sparse attention, which goes by the longest
+sequence. In decoding passes within `batch_invariant` layers take the ways that there are for any number of tokens. A
+pass over one prompt alone has as many tokens as ever, and only its keys' places may differ.
+`dsa_layers/generation/invariant_models.py` says of which models.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Literal
 
-_ACTIVE = ContextVar("batch_invariant", default=False)
+import torch
+
+_PASS: ContextVar[str | None] = ContextVar("batch_invariant", default=None)
 
 
 @contextmanager
-def batch_invariant(active: bool = True) -> Iterator[None]:
-    """Decoding passes inside are batch-invariant, if `active`."""
-    token = _ACTIVE.set(active)
+def batch_invariant(kind: Literal["decoding", "prompt"] | None) -> Iterator[None]:
+    """What the pass inside is: over the last tokens of any sequences, or of one prompt alone; None: any, and not
+    batch-invariant."""
+    token = _PASS.set(kind)
     try:
         yield
     finally:
-        _ACTIVE.reset(token)
+        _PASS.reset(token)
 
 
 def is_batch_invariant() -> bool:
-    return _ACTIVE.get()
+    """Whether the pass is batch-invariant, of either kind. Not under torch.compile, which does not trace the
+    question."""
+    return not torch.compiler.is_compiling() and _PASS.get() is not None
+
+
+def has_any_rows() -> bool:
+    """Whether it is one in which rows may have any others beside them."""
+    return not torch.compiler.is_compiling() and _PASS.get() == "decoding"

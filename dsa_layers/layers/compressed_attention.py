@@ -453,14 +453,17 @@ class CompressedAttention(SplitByTokens):
         self._count_keys(batch, slots)
         # On a GPU bytes are attended to in bf16, whatever the model's dtype: they have 4 bits.
         dtype = torch.bfloat16 if cache.is_fp8 and q.is_cuda else q.dtype
+        # Where the lengths of a sequence's last token count for its others, the second list's place, which decides in
+        # what order it is summed, follows from how many tokens there are.
+        invariant = is_batch_invariant()
         out, _ = dsa.flash_mla_with_kvcache(
             *(q.unflatten(0, (-1, batch.next_n)).to(dtype), cache.window, None, None, self.dim, None),
             softmax_scale=self.dim**-0.5,
             is_fp8_kvcache=cache.is_fp8,
             indices=windows.decode_slots,
-            topk_length=batch.most_selected(self.window),
+            topk_length=None if invariant else batch.most_selected(self.window),
             attn_sink=self.attn_sink,
-            enable_batch_invariant=is_batch_invariant(),
+            enable_batch_invariant=invariant,
             **extra,
         )
         return self._project(out.flatten(0, 1).to(q.dtype), rope, batch)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import dsa.backends
-from dsa_layers.layers.batch_invariance import is_batch_invariant
+from dsa_layers.layers.batch_invariance import has_any_rows
 from dsa_layers.layers.linear import BLOCK, BlockFP8Linear
 from dsa_layers.layers.norm_and_cast import watched
 
@@ -36,7 +36,7 @@ def stored_up_projection(layer: Projections, q: torch.Tensor) -> tuple[torch.Ten
     not, and where somebody sees what goes in and out of kv_b or o_proj, or has another class in their place."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return None
-    few = len(q) <= MOST_TOKENS or is_batch_invariant()
+    few = len(q) <= MOST_TOKENS or has_any_rows()
     if q.dtype != torch.bfloat16 or not few or not has_kernels(q) or not can_stay_stored(layer):
         return None
     return layer.kv_b_proj.weight, layer.kv_b_proj.weight_scale_inv

@@ -5,7 +5,7 @@ from torch import nn
 
 import dsa
 from dsa.reference.autocast import without_autocast
-from dsa_layers.layers.batch_invariance import is_batch_invariant
+from dsa_layers.layers.batch_invariance import has_any_rows
 
 BLOCK = 128
 HALVES = torch.bfloat16, torch.float16
@@ -23,9 +23,10 @@ def linear_fp32(x: torch.Tensor, weight: torch.Tensor, scale: float = 1.0, *, sc
     are exact: few of them by `dsa.linear_fp32`, in batch-invariant passes all, so many tokens at a time as it takes.
     """
     halves = x.dtype == weight.dtype and x.dtype in HALVES and not torch.is_grad_enabled()
-    if halves and is_batch_invariant():
-        parts = [dsa.linear_fp32(part, weight, scale, scaled_from=scaled_from) for part in x.split(MOST_TOKENS)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+    if halves and has_any_rows():
+        rows = x.flatten(0, -2).split(MOST_TOKENS)
+        parts = [dsa.linear_fp32(part, weight, scale, scaled_from=scaled_from) for part in rows]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).unflatten(0, x.shape[:-1])
     if halves and _are_few(x, weight):
         return dsa.linear_fp32(x, weight, scale, scaled_from=scaled_from)
     if halves and x.is_cuda:

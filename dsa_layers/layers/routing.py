@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules import module as hooks
 
 import dsa
-from dsa_layers.layers.batch_invariance import is_batch_invariant
+from dsa_layers.layers.batch_invariance import has_any_rows
 from dsa_layers.layers.linear import HALVES, linear_fp32, rows_at_16_bytes
 from dsa_layers.layers.norm_and_cast import watched
 
@@ -81,7 +81,7 @@ def route_by_table(
 
 
 def _takes(op: str, x: torch.Tensor, weight: torch.Tensor) -> bool:
-    if is_batch_invariant():  # logits of more tokens are `linear_fp32`'s, which has another order
+    if has_any_rows():  # logits of more tokens are `linear_fp32`'s, which has another order
         return False
     if torch.is_grad_enabled() or x.dtype != weight.dtype or x.dtype not in HALVES:
         return False

@@ -112,18 +112,18 @@ def test_graphs_in_the_published_mode(family, drafts, tmp_path, monkeypatch):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_batch_invariant_tokens(family, kv_cache, tmp_path, monkeypatch):
     """What a sequence gets, bit for bit, when it is alone: among 70 others, which cross 128 selected keys and V4's
-    window, and with drafts, of which most are right and some are not."""
+    window, and with drafts, of which most are right and some are not. Passes have up to 128 tokens."""
     write_tiny_checkpoint(tmp_path, model=family)
     model = without_end(load_model(tmp_path, device="cuda", drafter=True, kv_cache=kv_cache, progress=False))
     prompts = [*PROMPTS, *([i + 5, *range(10, 10 + i * 53 % 140)] for i in range(69))]
     sizes = {"cache_tokens": 64 * 5 * len(prompts), "max_sequences": len(prompts), "batch_invariant": True}
-    step, seen, params = DecodeStep.__call__, {}, SamplingParams(48)
+    step, seen, params = DecodeStep.__call__, {}, SamplingParams(96)
 
     def noted(self, sequences):
         results = step(self, sequences)
-        logits = results[0][:, 0] if isinstance(results, tuple) else results
-        for s, row in zip(sequences, logits):
-            seen[tuple(s.tokens)] = row.clone()
+        logits = results[0] if isinstance(results, tuple) else results[:, None]
+        for s, rows in zip(sequences, logits.clone()):
+            seen.update((tuple(s.tokens + list(s.drafts[:i])), row) for i, row in enumerate(rows))
         return results
 
     def generate(prompts, truth=None, **options):
@@ -145,8 +145,9 @@ def test_batch_invariant_tokens(family, kv_cache, tmp_path, monkeypatch):
     for drafts, numbers in ((1, range(len(prompts))), (2, chosen), (3, chosen), (3, [1])):
         own = [truth[i] for i in numbers]
         tokens, drafted, taken = generate([prompts[i] for i in numbers], own, draft_tokens=drafts)
-        assert tokens == own and taken > 15 * len(own)
-        assert all(torch.equal(row, logits[key]) for key, row in drafted.items())
+        assert tokens == own and taken > 30 * len(own)
+        known = drafted.keys() & logits.keys()  # those behind a draft that is wrong are of no sequence
+        assert len(known) > 85 * len(own) and all(torch.equal(drafted[key], logits[key]) for key in known)
 
 
 # Kernels of a layer of the tiny models, at most, and of all that is in front of the layers and behind them. Scales of

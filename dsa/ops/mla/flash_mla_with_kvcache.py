@@ -95,8 +95,9 @@ def flash_mla_with_kvcache(
                    holds is undefined
     enable_batch_invariant  True: a sequence's result does not depend on the other sequences, bit for bit. In dense
                    decoding a sequence's splits then follow from its length alone (at least 4096 keys each, at most
-                   32), and the plan is not used; in sparse decoding no query is split. False: the plan, or in sparse
-                   decoding the number of queries, changes how a result is rounded; it is still the same from run to run
+                   32), and the plan is not used; in sparse decoding no query is split, and without topk_length a
+                   query's result does not depend on the sequence's others. False: the plan, or in sparse decoding the
+                   number of queries, changes how a result is rounded; it is still the same from run to run
 
     Dense decoding, if indices is None:
     block_table    [B, max_pages] int32: key s is at offset s % P of page block_table[b, s // P]. Entries past the

@@ -478,6 +478,21 @@ def test_batch_invariant(layout, heads, record_error):
         assert_same(got, (out[rows], lse[rows]))
 
 
+@pytest.mark.parametrize("heads", [8, 32, 64, 128])
+@pytest.mark.parametrize("layout", FEW_LAYOUTS)
+def test_batch_invariant_whatever_the_queries_of_a_sequence(layout, heads):
+    """Each with lists of its own, without lengths: the tiles of the second list are where they are with one query."""
+    case = Case(layout, 8, 4, heads, 128, extra=(200, 16))
+    columns = torch.arange(128, device="cuda")
+    visible = 59 + torch.arange(8, device="cuda")[:, None] + torch.arange(4, device="cuda")
+    case.options["indices"] = torch.where(columns < visible[..., None], case.options["indices"], -1)
+    names = "indices", "extra_indices_in_kvcache"
+    out, lse = case.check(enable_batch_invariant=True)
+    for queries in (slice(0, 1), slice(1, 3), slice(3, 4), slice(0, 3)):
+        part = {"q": case.q[:, queries]} | {name: case.options[name][:, queries] for name in names}
+        assert_same(case.run(**part, enable_batch_invariant=True), (out[:, queries], lse[..., queries]))
+
+
 @pytest.mark.parametrize("k", [1, 70, 128, 192, 256])
 @pytest.mark.parametrize("heads", [16, 20, 64, 128])
 @pytest.mark.parametrize("layout", ["656 bytes", "584 bytes"])

@@ -19,7 +19,7 @@ from dsa_layers.layers.batch_invariance import batch_invariant
 VENDORED = Path(dsa_layers.__file__).parent / "vendored"
 PUBLISHED = ("deepseek_v32", "glm_5_2", "deepseek_v4_flash")
 # PyTorch's, whose order of sums may follow from the number of rows.
-PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "linear", "matmul", "_grouped_mm", "addmv", "mv", "dot"}
+PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "linear", "matmul", "_grouped_mm", "_scaled_mm", "addmv", "mv", "dot"}
 # Kernels of ours of which the bits of a row would depend on the others, or that few rows alone have.
 OF_FEW_ROWS = {"compile_route_to_experts", "compile_route_by_table", "compile_sparse_mla_combine"}
 
@@ -49,7 +49,7 @@ def asked(config, kv_cache, count, tokens, drafts, *, invariant):
     with asked_variants("sm_90") as found, pytest.MonkeyPatch.context() as patch, torch.inference_mode():
         product, products = torch.mm, Products()
         patch.setattr(torch, "mm", lambda *args, **options: (products.found.add("mm"), product(*args, **options))[1])
-        with products, batch_invariant(invariant):
+        with products, batch_invariant("decoding" if invariant else None):
             model.logits(model.states(inputs.tokens, inputs.batch(), cache))
     functions = {variant.function for variant in found}
     attention = {

@@ -14,7 +14,8 @@ from dsa_layers.generation import generator as module
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.invariant_models import check_invariant
 from dsa_layers.generation.sampling import SamplingParams
-from dsa_layers.layers.batch_invariance import batch_invariant, is_batch_invariant
+from dsa_layers.layers.batch_invariance import batch_invariant, has_any_rows, is_batch_invariant
+from dsa_layers.layers.linear import linear_fp32
 from tests.layers.command.calls import generate
 from tests.layers.generation.remembering_model import RememberingModel, next_token
 
@@ -33,12 +34,12 @@ def test_models_of_every_family(family, tiny_checkpoint, kernels):
 @pytest.mark.parametrize(
     ("options", "got"),
     [
-        ({"dequantize": True}, "got dequantised weights and torch.bfloat16"),
-        ({"dtype": torch.float32}, "got FP8 weights and torch.float32"),
+        ({"dequantize": True}, "got other weights, other indexers and torch.bfloat16"),
+        ({"dtype": torch.float32}, "got FP8 weights, FP8 indexers and torch.float32"),
     ],
 )
 def test_models_of_another_precision(options, got, checkpoint, kernels):
-    with pytest.raises(ValueError, match=f"^batch_invariant: takes a model with FP8 weights .*, {got}$"):
+    with pytest.raises(ValueError, match=f"^batch_invariant: takes a model with FP8 weights.*, {got}$"):
         Generator(load_model(checkpoint, progress=False, **options), batch_invariant=True)
 
 
@@ -49,6 +50,12 @@ def test_models_that_are_elsewhere(checkpoint, kernels, monkeypatch):
     with pytest.raises(ValueError, match=r"^batch_invariant: takes attention .* in model\.layers\.1\.self_attn$"):
         check_invariant(model)
     handle.remove()
+    attention.compile()
+    with pytest.raises(
+        ValueError, match=r"^batch_invariant: takes a model that is not compiled, got model\.layers\.1\."
+    ):
+        check_invariant(model)
+    attention._compiled_call_impl = None
     attention.nope_dim = 64
     with pytest.raises(ValueError, match=r"got nope_dim=64, rope_dim=64, v_dim=128, kv_lora_rank=512 in model"):
         check_invariant(model)
@@ -60,6 +67,9 @@ def test_models_that_are_elsewhere(checkpoint, kernels, monkeypatch):
     model.ranks = SimpleNamespace(size=2)
     with pytest.raises(ValueError, match=r"^batch_invariant: takes a model on one GPU, got a part of one on 2$"):
         check_invariant(model)
+    monkeypatch.setattr(module, "check_invariant", lambda _: None)
+    with pytest.raises(ValueError, match=r"^prefix_cache: must be False with batch_invariant=True, got True$"):
+        Generator(model, batch_invariant=True, prefix_cache=True)
     with pytest.raises(TypeError, match=r"^batch_invariant: must be True or False, got 1$"):
         Generator(RememberingModel(), batch_invariant=1)
 
@@ -73,7 +83,7 @@ def test_passes(drafts, monkeypatch):
     states = RememberingModel.states
 
     def noted(self, *args):
-        told.append(is_batch_invariant())
+        told.append((is_batch_invariant(), has_any_rows()))
         return states(self, *args)
 
     monkeypatch.setattr(RememberingModel, "states", noted)
@@ -87,25 +97,43 @@ def test_passes(drafts, monkeypatch):
     one = 1 + drafts
     assert model.passes[:9] == [[1], [one], [2], [one] * 2, [5], [one] * 2, [5], [one] * 2, [2]]
     assert model.passes[9:12] == [[one] * 3, [2], [one] * 4]
-    assert told[:12] == [False, True] * 6 and all(told[12:]) and not is_batch_invariant()
+    assert told[:12] == [(True, False), (True, True)] * 6 and all(map(all, told[12:])) and not is_batch_invariant()
 
 
 def test_what_is_left_on_errors():
-    with pytest.raises(KeyError), batch_invariant():
-        with batch_invariant(False):
-            assert not is_batch_invariant()
-        assert is_batch_invariant()
+    with pytest.raises(KeyError), batch_invariant("decoding"):
+        with batch_invariant(None):
+            assert not is_batch_invariant() and not has_any_rows()
+        with batch_invariant("prompt"):
+            assert is_batch_invariant() and not has_any_rows()
+        assert is_batch_invariant() and has_any_rows()
         raise KeyError
-    assert not is_batch_invariant()
+    assert not is_batch_invariant() and not has_any_rows()
+
+
+def test_layers_are_traced_as_ever():
+    """By torch.compile, which does not know how to ask."""
+    x, weight = torch.randn(3, 64).bfloat16(), torch.randn(5, 64).bfloat16()
+    with torch.inference_mode():
+        compiled = torch.compile(linear_fp32, fullgraph=True, backend="eager")
+        assert torch.equal(compiled(x, weight), linear_fp32(x, weight))
 
 
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (("--device", "cpu"), "--batch-invariant: takes a GPU, got --device cpu"),
-        (("--gpus", "2"), "--batch-invariant: takes one GPU, got --gpus 2"),
+        (("--device", "cpu"), "--batch-invariant: takes a GPU, got cpu"),
+        (("--gpus", "2"), "--batch-invariant: takes one GPU, got 2"),
+        (("--dequantize",), "--batch-invariant: takes FP8 weights and bfloat16, got --dequantize"),
+        (("--dtype", "float16"), "--batch-invariant: takes FP8 weights and bfloat16, got --dtype float16"),
+        (
+            ("--prefix-cache",),
+            "--batch-invariant: takes no --prefix-cache, which cuts prompts by what others begin with",
+        ),
     ],
 )
-def test_the_command(checkpoint, capsys, options, problem):
+def test_the_command(checkpoint, capsys, options, problem, monkeypatch):
+    if "--device" not in options:
+        monkeypatch.setattr("dsa_layers.command.generate.chosen_device", lambda _: "cuda")
     assert generate(checkpoint, "--batch-invariant", *options) == 2
     assert problem in capsys.readouterr().err
