@@ -5,7 +5,7 @@ import importlib
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from dsa.ops.asked_variants import Variant
@@ -17,15 +17,28 @@ def build(variants: Iterable[Variant], directory: Path, jobs: int) -> Iterator[t
     Raises OSError for a folder that cannot be used, and RuntimeError that names the variant for one that does not
     compile or whose process ended; what was compiled until then stays.
     """
-    # Fresh processes: a fork would copy this one's threads' locks.
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(jobs, context, _begin, (directory,)) as pool:
-        work = {pool.submit(_compile, variant): variant for variant in variants}
+    variants = list(variants)
+    # A process takes seconds to begin, so one looks for what is there before many compile the rest.
+    kept = [False] * len(variants)
+    if variants and any(directory.glob("*.o")):
+        with _processes(1, directory) as pool:
+            kept = pool.submit(_are_kept, variants).result()
+    yield from ((variant, False) for variant, there in zip(variants, kept) if there)
+    missing = [variant for variant, there in zip(variants, kept) if not there]
+    if not missing:
+        return
+    with _processes(min(jobs, len(missing)), directory) as pool:
+        work = {pool.submit(_compile, variant): variant for variant in missing}
         try:
             for future in concurrent.futures.as_completed(work):
                 yield work[future], _result(work[future], future)
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def _processes(count: int, directory: Path) -> concurrent.futures.ProcessPoolExecutor:
+    """Fresh ones: a fork would copy this one's threads' locks."""
+    return concurrent.futures.ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _begin, (directory,))
 
 
 def _begin(directory: Path) -> None:
@@ -34,10 +47,33 @@ def _begin(directory: Path) -> None:
     os.environ["DSA_CACHE_DIR"] = str(directory)
 
 
+def _are_kept(variants: list[Variant]) -> list[bool]:
+    """Whether the folder holds them, whole and nobody else's. `compile_cache` has no function for it, being a source of
+    every kernel: an edit there compiles all of them again."""
+    from dsa.cute.compile_cache import _find, _stem
+    from dsa.cute.private_files import private_folder
+
+    try:
+        directory = private_folder(Path(os.environ["DSA_CACHE_DIR"]))
+    except OSError:  # what is wrong with it is said by those who compile
+        return [False] * len(variants)
+    kept = []
+    for variant in variants:
+        found = _find(directory, _stem(_function(variant).__wrapped__, variant.arguments))
+        if found is not None:
+            found[1].close()
+        kept.append(found is not None)
+    return kept
+
+
 def _compile(variant: Variant) -> bool:
     from dsa.cute.compile_cache import fill
 
-    return fill(getattr(importlib.import_module(variant.module), variant.function), *variant.arguments)
+    return fill(_function(variant), *variant.arguments)
+
+
+def _function(variant: Variant) -> Callable:
+    return getattr(importlib.import_module(variant.module), variant.function)
 
 
 def _result(variant: Variant, future: "concurrent.futures.Future[bool]") -> bool:

@@ -8,6 +8,7 @@ import pytest
 from dsa.cute.compile_cache import fill
 from dsa.kernels.moe.sort_by_expert_sm90 import compile_sort_by_expert
 from dsa.ops.asked_variants import Variant
+from dsa_layers.compilation import build as module
 from dsa_layers.compilation.build import build, described
 
 SORT = "dsa.kernels.moe.sort_by_expert_sm90"
@@ -28,6 +29,12 @@ def test_a_folder_that_is_filled(folder, tmp_path, monkeypatch):
     names = sorted(path.name for path in folder.glob("*.o"))
     assert len(names) == 2 and all(name.startswith("sort_by_expert-") for name in names)
     assert sorted(build(VARIANTS, folder, 1)) == [(variant, False) for variant in VARIANTS]
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_compile", None)  # nobody is asked to
+        assert sorted(build(VARIANTS, folder, 64)) == [(variant, False) for variant in VARIANTS]
+    damaged = folder / names[0]
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    assert sorted(is_new for _, is_new in build(VARIANTS, folder, 2)) == [False, True]
     assert sorted(path.name for path in folder.glob("*.o")) == names and not (tmp_path / "other").exists()
     monkeypatch.setenv("DSA_CACHE_DIR", str(folder))
     assert fill(compile_sort_by_expert, "int64") is False  # under the key that ops look for
