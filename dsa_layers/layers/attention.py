@@ -16,7 +16,7 @@ from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.kv_cache import LayerCache
 from dsa_layers.layers import joint_linear
 from dsa_layers.layers.attention_form import Communication, HeadSizes, multi_head_is_faster
-from dsa_layers.layers.batch_invariance import is_batch_invariant
+from dsa_layers.layers.batch_invariance import is_batch_invariant, of_attention
 from dsa_layers.layers.branch import Branch, beside
 from dsa_layers.layers.fp8_up_projection import stored_up_projection
 from dsa_layers.layers.indexer import Indexer, LightningIndexer
@@ -256,8 +256,7 @@ class DSAAttention(SplitByTokens):
                 attended, _ = dsa.sparse_mla_attention(q, *arguments)  # the same, with gradients
             else:
                 counts = self._counts(topk_indices, batch, queries)
-                options = {"topk_length": counts, "enable_batch_invariant": is_batch_invariant()}
-                attended, *_ = dsa.flash_mla_sparse_fwd(q, *arguments, **options)
+                attended, *_ = dsa.flash_mla_sparse_fwd(q, *arguments, topk_length=counts, **of_attention())
         if stored is not None:
             cast = dsa.mla_values_cast_to_fp8(attended, stored, self.v_dim, self.o_proj.use_ue8m0)
             return self.o_proj.multiply(cast, x.dtype)
@@ -440,8 +439,7 @@ class DSAAttention(SplitByTokens):
         else:
             keys = None, None, self.kv_lora_rank, None
             options["indices"] = topk_indices.unflatten(0, by_sequence)
-            options["topk_length"] = batch.most_selected(topk_indices.shape[1])
-            options["enable_batch_invariant"] = is_batch_invariant()
+            options |= {"topk_length": batch.most_selected(topk_indices.shape[1])} | of_attention()
         out, _ = dsa.flash_mla_with_kvcache(q.unflatten(0, by_sequence).to(dtype), cache.latent, *keys, **options)
         return out.flatten(0, 1).to(q.dtype)
 
@@ -451,7 +449,7 @@ class DSAAttention(SplitByTokens):
         """[T, heads, latent]: a prefill's queries, as if each were a sequence's only one, to slots of FP8 pages."""
         dtype = torch.bfloat16 if q.is_cuda else q.dtype
         options = {"indices": topk_indices[:, None], "topk_length": counts, "is_fp8_kvcache": True}
-        options["enable_batch_invariant"] = is_batch_invariant()
+        options |= of_attention()
         keys = cache.latent, None, None, self.kv_lora_rank, None
         out, _ = dsa.flash_mla_with_kvcache(q[:, None].to(dtype), *keys, softmax_scale=self.softmax_scale, **options)
         return out.squeeze(1).to(q.dtype)

@@ -36,6 +36,11 @@ def is_batch_invariant() -> bool:
     return not torch.compiler.is_compiling() and _PASS.get() is not None
 
 
+def of_attention() -> dict[str, bool]:
+    """What attention is told of it: nothing where it is as ever, so that what others put in its place need not know."""
+    return {"enable_batch_invariant": True} if is_batch_invariant() else {}
+
+
 def has_any_rows() -> bool:
     """Whether it is one in which rows may have any others beside them."""
     return not torch.compiler.is_compiling() and _PASS.get() == "decoding"

@@ -15,7 +15,7 @@ from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.batch.window_view import WindowView
 from dsa_layers.cache.compressed_kv_cache import CompressedLayerCache
 from dsa_layers.layers import joint_linear
-from dsa_layers.layers.batch_invariance import is_batch_invariant
+from dsa_layers.layers.batch_invariance import is_batch_invariant, of_attention
 from dsa_layers.layers.branch import Branch, beside
 from dsa_layers.layers.compressed_indexer import CompressedIndexer
 from dsa_layers.layers.compressor import Compressor
@@ -455,16 +455,16 @@ class CompressedAttention(SplitByTokens):
         dtype = torch.bfloat16 if cache.is_fp8 and q.is_cuda else q.dtype
         # Where the lengths of a sequence's last token count for its others, the second list's place, which decides in
         # what order it is summed, follows from how many tokens there are.
-        invariant = is_batch_invariant()
+        lengths = None if is_batch_invariant() else batch.most_selected(self.window)
         out, _ = dsa.flash_mla_with_kvcache(
             *(q.unflatten(0, (-1, batch.next_n)).to(dtype), cache.window, None, None, self.dim, None),
             softmax_scale=self.dim**-0.5,
             is_fp8_kvcache=cache.is_fp8,
             indices=windows.decode_slots,
-            topk_length=None if invariant else batch.most_selected(self.window),
+            topk_length=lengths,
             attn_sink=self.attn_sink,
-            enable_batch_invariant=invariant,
             **extra,
+            **of_attention(),
         )
         return self._project(out.flatten(0, 1).to(q.dtype), rope, batch)
 
