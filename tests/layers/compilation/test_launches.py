@@ -16,6 +16,7 @@ from dsa_layers.batch.decode_inputs import DecodeInputs
 from dsa_layers.compilation.passes import without_memory
 from dsa_layers.compilation.variants import precisions
 from dsa_layers.families.config import read_config
+from dsa_layers.generation.draft_step import DraftInputs, DraftStep
 
 VENDORED = Path(dsa_layers.__file__).parent / "vendored"
 AS_LOADED = {"dtype": None, "dequantize": False, "kv_cache": None, "widen_experts": False}
@@ -43,6 +44,13 @@ MOST = {
 # Of a step beside its layers: embedding, what layers share (angles, slots, counts), and what makes logits; without and
 # with drafts.
 MOST_BESIDE = {"deepseek_v32": (9, 11), "glm_5_2": (9, 11), "deepseek_v4_flash": (21, 28)}
+# Of what makes 1, 2 and 3 drafts, of so many sequences.
+DRAFTING = 1, 16, 64, 128
+MOST_OF_DRAFTS = {
+    "deepseek_v32": ((52, 53, 56, 56), (94, 96, 99, 102), (136, 137, 142, 148)),
+    "glm_5_2": ((53, 55, 57, 57), (88, 90, 94, 94), (123, 124, 129, 132)),
+    "deepseek_v4_flash": ((57, 58, 61, 61), (106, 108, 111, 114), (155, 158, 161, 167)),
+}
 
 
 class Launches(TorchDispatchMode):
@@ -116,7 +124,7 @@ def published_model(tmp_path, launches):
         fields.setdefault("quantization_config", v32["quantization_config"])
         (tmp_path / "config.json").write_text(json.dumps(fields))
         config = read_config(tmp_path)
-        model, cache = without_memory(config, precisions(config, **AS_LOADED)[-1])
+        model, cache = without_memory(config, precisions(config, **AS_LOADED)[-1], drafter=True)
         layers = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == config.num_hidden_layers)
         for i, layer in enumerate(layers):
             layers[i] = Twice(layer, launches)
@@ -155,4 +163,23 @@ def test_launches_beside_the_layers(published, count, next_n, published_model, l
         launches.names.clear()
         model(inputs.tokens, inputs.batch(), cache)
     names, allowed = launches.names, MOST_BESIDE[published][next_n > 1]
+    assert len(names) <= allowed, f"{len(names)} launches for {allowed}, {' '.join(names)}"
+
+
+@pytest.mark.parametrize(("count", "drafts"), [(n, drafts) for drafts in (1, 2, 3) for n in DRAFTING])
+@pytest.mark.parametrize("published", MOST)
+def test_launches_of_drafts(published, count, drafts, published_model, launches):
+    """All that is captured of them behind a verifying pass: the drafter over its tokens, and a step for each draft but
+    the first."""
+    model, cache, _ = published_model(published)
+    meta, page_size = torch.device("meta"), cache.page_size
+    with torch.inference_mode(), asked_variants.asked_variants("sm_90"):
+        inputs = inputs_of(cache, 1, 1)
+        row = model.states(inputs.tokens, inputs.batch(), cache)[0]
+        step = DraftStep(model.drafter, cache, drafts, None, meta, capture=False)
+        inputs = DraftInputs(count, 8192 // page_size, page_size, meta, drafts, row)
+        step._run(inputs)
+        launches.names.clear()
+        step._run(inputs)
+    names, allowed = launches.names, MOST_OF_DRAFTS[published][drafts - 1][DRAFTING.index(count)]
     assert len(names) <= allowed, f"{len(names)} launches for {allowed}, {' '.join(names)}"
