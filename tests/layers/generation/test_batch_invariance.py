@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import dsa
 from dsa import backends
 from dsa_layers.checkpoint.loading import load_model
 from dsa_layers.families.registry import model_types
@@ -98,6 +99,29 @@ def test_passes(drafts, monkeypatch):
     assert model.passes[:9] == [[1], [one], [2], [one] * 2, [5], [one] * 2, [5], [one] * 2, [2]]
     assert model.passes[9:12] == [[one] * 3, [2], [one] * 4]
     assert told[:12] == [(True, False), (True, True)] * 6 and all(map(all, told[12:])) and not is_batch_invariant()
+
+
+@pytest.mark.parametrize("family", model_types())
+def test_what_attention_is_told(family, tiny_checkpoint, monkeypatch):
+    """That it is asked for, over prompts of which keys are selected and in decoding; and nothing of it otherwise, since
+    others may stand in the op's place. V4's windows have no lengths in decoding: those of a sequence's last draft would
+    decide where the entries of its first token begin."""
+    monkeypatch.setattr(module, "check_invariant", lambda _: None)
+    told = []
+    for name in ("flash_mla_with_kvcache", "flash_mla_sparse_fwd"):
+        op = getattr(dsa, name)
+        monkeypatch.setattr(dsa, name, lambda *args, op=op, **told_of: (told.append(told_of), op(*args, **told_of))[1])
+    model = load_model(tiny_checkpoint(family), kv_cache="model", progress=False)
+    windows = family == "deepseek_v4"
+    for invariant in (True, False):
+        told.clear()
+        generator = Generator(model, cache_tokens=1024, prefill_chunk=100, batch_invariant=invariant)
+        generator.generate([list(range(5, 175)), [7, 8]], SamplingParams(max_new_tokens=3))
+        if invariant:  # every call of decoding has indices then; V4's prompts have an op of their own
+            assert any("indices" not in own for own in told) == (not windows)
+        assert {own.get("enable_batch_invariant") for own in told} == {True if invariant else None}
+        decoding = [own["topk_length"] for own in told if own.get("indices") is not None]
+        assert decoding and {length is None for length in decoding} == {windows and invariant}
 
 
 def test_what_is_left_on_errors():
