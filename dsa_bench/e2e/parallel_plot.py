@@ -7,8 +7,8 @@ from dsa_bench.e2e.parallel_rows import Row
 
 
 def write_png(rows: Sequence[Row], path: Path) -> None:
-    """A line of axes for a number of GPUs, an axis for each model, and two bars a run: the time of silent parts over that
-    of parts that talk, and one GPU's time over that of all. What was computed once has neither and is left out."""
+    """A line of axes for a number of GPUs, an axis for each model, and two bars a run: the time of silent parts over
+    that of parts that talk, and one GPU's time over that of all. What was computed once has neither and is left out."""
     try:
         import matplotlib
     except ImportError:
