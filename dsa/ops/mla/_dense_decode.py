@@ -23,6 +23,9 @@ from dsa.ops.mla._sparse_attention import DTYPES, of_caller
 from dsa.reference.checks import check_updatable
 from dsa.reference.mla import flash_mla_with_kvcache as reference
 
+FEW_TILES = 4  # of a part, on an average
+FEW_CTAS_ROWS = 256
+
 
 def _check_limits(
     q: torch.Tensor,
@@ -161,10 +164,12 @@ def _decode(
     splits = batch * fixed_splits or 2 * plan.shape[0]
     out_partial = q.new_empty(splits, kv_heads, rows, HEAD_DIM_V, dtype=torch.float32)
     lse_partial = q.new_empty(splits, kv_heads, rows, dtype=torch.float32)
-    decode = _decode_kernel(kernels[0], q.dtype, math.gcd(page_size, TILE_N), rows)
+    # Two CTAs read the same keys once, which does not pay for a few tiles.
+    short = not fixed_splits and batch * -(-capacity // TILE_N) <= FEW_TILES * plan.shape[0]
+    decode = _decode_kernel(kernels[0], q.dtype, math.gcd(page_size, TILE_N), rows, short)
     # What is batch-invariant is added up in an order that follows from a sequence's rows alone.
     per_sequence, together = (MAX_FIXED_SPLITS, rows) if fixed_splits else (plan.shape[0] // batch, rows * batch)
-    combine = _combine_kernel(kernels[1], q.dtype, per_sequence, together)
+    combine = _combine_kernel(kernels[1], q.dtype, per_sequence, together, short)
     tensors = (cache_seqlens, plan, num_splits, out, lse, out_partial, lse_partial)
     options = softmax_scale * math.log2(math.e), causal, capacity, fixed_splits
     decode(q, k_cache, unit_inner(block_table), *tensors, *options)
@@ -173,10 +178,14 @@ def _decode(
 
 
 @functools.cache
-def _decode_kernel(kernels: ModuleType, dtype: torch.dtype, box: int, rows: int) -> Callable[..., None]:
-    return kernels.compile_mla_decode(dtype_name(dtype), box, kernels.cluster_of(rows))
+def _decode_kernel(kernels: ModuleType, dtype: torch.dtype, box: int, rows: int, short: bool) -> Callable[..., None]:
+    return kernels.compile_mla_decode(dtype_name(dtype), box, 1 if short else kernels.cluster_of(rows))
 
 
 @functools.cache
-def _combine_kernel(kernels: ModuleType, dtype: torch.dtype, splits: int, rows: int) -> Callable[..., None]:
-    return kernels.compile_mla_combine(dtype_name(dtype), kernels.choose_config(splits, rows))
+def _combine_kernel(
+    kernels: ModuleType, dtype: torch.dtype, splits: int, rows: int, short: bool
+) -> Callable[..., None]:
+    # Beside parts that leave multiprocessors free few CTAs are enough for so many rows.
+    config = kernels.FEW if short and rows >= FEW_CTAS_ROWS else kernels.choose_config(splits, rows)
+    return kernels.compile_mla_combine(dtype_name(dtype), config)

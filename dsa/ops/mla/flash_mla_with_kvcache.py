@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dsa import backends
-from dsa.kernels.mla.limits import MAX_BATCH, PLAN_COLUMNS, PLAN_NUMBERS, TILE_M
+from dsa.kernels.mla.limits import MAX_BATCH, PLAN_COLUMNS, PLAN_NUMBERS, TILE_M, TILE_N
 from dsa.ops.declaration import Op, op
 from dsa.ops.mla._dense_decode import _dense_mla_decode, _dense_mla_decode_out
 from dsa.ops.mla._sparse_attention import DTYPES
@@ -20,7 +20,11 @@ from dsa.reference.mla.mla_metadata import FlashMLASchedMeta, own_plan
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_with_kvcache", "get_mla_metadata"]
 
-OVERHEAD = 5  # what beginning a sequence costs, in tiles
+# What beginning a sequence costs, in tiles, where nobody knows how many there are; where parts have more than SHORT of
+# them; and else.
+OVERHEAD, OVERHEAD_OF_LONG, OVERHEAD_OF_SHORT = 5, 2, 0
+# Tiles of a part up to which half of the multiprocessors do better: what combines is there beside them.
+SHORT, HALVED = 4, 2
 
 
 def get_mla_metadata(*args, **kwargs) -> tuple[FlashMLASchedMeta, None] | tuple[torch.Tensor, torch.Tensor]:
@@ -53,7 +57,7 @@ def get_mla_metadata(*args, **kwargs) -> tuple[FlashMLASchedMeta, None] | tuple[
     request = mla_metadata.metadata_request(*args, **kwargs)
     if request.topk is not None:
         return mla_metadata.get_mla_metadata(*args, **kwargs)
-    return _mla_metadata(request.cache_seqlens, request.num_q_tokens_per_head_k, request.num_heads_k)
+    return _mla_metadata(request.cache_seqlens, request.num_q_tokens_per_head_k, request.num_heads_k, 0)
 
 
 def flash_mla_with_kvcache(
@@ -193,21 +197,30 @@ def _plan_of(
     rows, kv_heads = queries[1] * queries[2], keys[2]
     if 0 in (*queries[:3], keys[0], kv_heads, table[1]) or rows % kv_heads:
         return None, None
-    plan = _mla_metadata(cache_seqlens, rows // kv_heads, kv_heads)
+    plan = _mla_metadata(cache_seqlens, rows // kv_heads, kv_heads, min(table[1] * keys[1], 2**31 - TILE_N))
     if meta is not None:
         meta.tile_scheduler_metadata, meta.num_splits = plan
     return plan
 
 
-def _parts(cache_seqlens: torch.Tensor, rows: int, kv_heads: int) -> int:
-    return max(1, backends.num_sms(cache_seqlens.device) // (kv_heads * -(-rows // TILE_M)))
+def _parts(cache_seqlens: torch.Tensor, rows: int, kv_heads: int, most_keys: int) -> tuple[int, int]:
+    """(parts, what beginning a sequence costs) of a plan. most_keys: what a sequence has at most; 0: nobody knows."""
+    parts = max(1, backends.num_sms(cache_seqlens.device) // (kv_heads * -(-rows // TILE_M)))
+    tiles = len(cache_seqlens) * -(-most_keys // TILE_N)
+    if tiles == 0:
+        return parts, OVERHEAD
+    if tiles > SHORT * parts:
+        return parts, OVERHEAD_OF_LONG
+    if tiles <= HALVED * parts:
+        parts = max(1, min(tiles, parts // 2))
+    return parts, OVERHEAD_OF_SHORT
 
 
 def _plan_results(
-    cache_seqlens: torch.Tensor, num_q_tokens_per_head_k: int, num_heads_k: int
+    cache_seqlens: torch.Tensor, num_q_tokens_per_head_k: int, num_heads_k: int, most_keys: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = num_q_tokens_per_head_k, num_heads_k
-    parts = _parts(cache_seqlens, *rows) if backends.runs_kernel("get_mla_metadata", cache_seqlens) else 1
+    sizes = num_q_tokens_per_head_k, num_heads_k, most_keys
+    parts = _parts(cache_seqlens, *sizes)[0] if backends.runs_kernel("get_mla_metadata", cache_seqlens) else 1
     return cache_seqlens.new_empty(parts, PLAN_COLUMNS), cache_seqlens.new_empty(cache_seqlens.shape[0] + 1)
 
 
@@ -225,14 +238,19 @@ def _check_plan_limits(cache_seqlens: torch.Tensor) -> None:
     public="get_mla_metadata",
 )
 def _mla_metadata(
-    kernels: ModuleType, cache_seqlens: torch.Tensor, num_q_tokens_per_head_k: int, num_heads_k: int
+    kernels: ModuleType,
+    cache_seqlens: torch.Tensor,
+    num_q_tokens_per_head_k: int,
+    num_heads_k: int,
+    most_keys: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    plan = cache_seqlens.new_empty(_parts(cache_seqlens, num_q_tokens_per_head_k, num_heads_k), PLAN_COLUMNS)
+    parts, overhead = _parts(cache_seqlens, num_q_tokens_per_head_k, num_heads_k, most_keys)
+    plan = cache_seqlens.new_empty(parts, PLAN_COLUMNS)
     num_splits = cache_seqlens.new_empty(len(cache_seqlens) + 1)
     if len(cache_seqlens) == 0:
         plan.fill_(-1)[:, PLAN_NUMBERS:].zero_()
         return plan, num_splits.zero_()
-    _plan_kernel(kernels)(cache_seqlens, plan, num_splits, OVERHEAD)
+    _plan_kernel(kernels)(cache_seqlens, plan, num_splits, overhead)
     return plan, num_splits
 
 

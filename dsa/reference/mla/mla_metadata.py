@@ -17,7 +17,9 @@ from dsa.reference.checks import (
 
 _TO_THE_END = 2**30
 
-MLA_METADATA = Arguments(cache_seqlens=Tensor("B", INT32), num_q_tokens_per_head_k=Int(), num_heads_k=Int())
+MLA_METADATA = Arguments(
+    cache_seqlens=Tensor("B", INT32), num_q_tokens_per_head_k=Int(), num_heads_k=Int(), most_keys=Int(least=0)
+)
 
 
 @dataclasses.dataclass
@@ -68,7 +70,7 @@ def get_mla_metadata(*args, **kwargs) -> tuple[FlashMLASchedMeta, None] | tuple[
     if not args and not kwargs:
         return FlashMLASchedMeta(), None
     request = metadata_request(*args, **kwargs)
-    MLA_METADATA.check(request.cache_seqlens, request.num_q_tokens_per_head_k, request.num_heads_k)
+    MLA_METADATA.check(request.cache_seqlens, request.num_q_tokens_per_head_k, request.num_heads_k, 0)
     return plan_one_part(request.cache_seqlens)
 
 

@@ -8,7 +8,7 @@ import torch
 
 import dsa
 from dsa.kernels.mla.mla_plan_sm90 import compile_mla_plan
-from dsa.ops.mla.flash_mla_with_kvcache import OVERHEAD
+from dsa.ops.mla.flash_mla_with_kvcache import OVERHEAD, _mla_metadata, _parts
 from dsa.testing import assert_close, poison_free_memory, poisoned
 
 D, D_V, TILE = 576, 512, 64
@@ -382,11 +382,14 @@ def test_garbage_for_a_plan_stays_inside_the_tensors(page):
     ],
     ids=lambda lengths: f"{len(lengths)} of {max(lengths)}",
 )
+@pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize(("rows", "h_k"), [(16, 1), (128, 1), (1024, 8)])
-def test_plan(lengths, rows, h_k):
-    """Every tile belongs to one part; parts are full up to the mean and one overhead; splits are numbered."""
-    overhead = 5
-    plan, splits = (x.tolist() for x in dsa.get_mla_metadata(int32(lengths), rows, h_k))
+def test_plan(lengths, rows, h_k, known):
+    """Every tile belongs to one part; parts are full up to the mean and one overhead; splits are numbered. known: how
+    long they may be, which decides how many parts there are and what beginning a sequence costs."""
+    most = max(lengths) if known else 0
+    _, overhead = _parts(int32(lengths), rows, h_k, most)
+    plan, splits = (x.tolist() for x in _mla_metadata(int32(lengths), rows, h_k, most))
     tiles = [-(-n // TILE) for n in lengths]
     cuts, costs, numbers = [[] for _ in lengths], [], [0]
     for first, tile, last, end, index, *_ in plan:

@@ -85,7 +85,7 @@ def test_a_plan_is_made_once_and_remembered(launches):
     decoded(*arguments, lengths, meta)
     planned, plan, num_splits, overhead = launches[0][2]
     assert planned is lengths and plan is meta.tile_scheduler_metadata and num_splits is meta.num_splits
-    assert layout(num_splits) == ((4,), (1,), torch.int32) and overhead == op.OVERHEAD
+    assert layout(num_splits) == ((4,), (1,), torch.int32) and overhead == op.OVERHEAD_OF_SHORT
     decoded(*arguments, lengths + 1, meta)
     assert names(launches) == ["plan", "decode", "combine", "decode", "combine"]
     assert all(launches[i][2][4] is plan and launches[i][2][5] is num_splits for i in (1, 3))
@@ -104,17 +104,51 @@ SHAPES = [(1, 1, 1, 132), (1, 64, 1, 132), (1, 65, 1, 66), (3, 64, 1, 44), (2, 1
 
 @pytest.mark.parametrize(("s_q", "h_q", "h_k", "parts"), [*SHAPES, (260, 64, 1, 1)])
 def test_the_plan_has_as_many_parts_as_there_are_ctas_for_it(s_q, h_q, h_k, parts, launches):
-    arguments, rows = inputs(s_q, h_q, h_k), s_q * h_q // h_k
+    """Where sequences may be so long that all are needed."""
+    (q, cache, _, lengths), rows = inputs(s_q, h_q, h_k), s_q * h_q // h_k
+    arguments = q, cache, torch.zeros(3, 1000, dtype=torch.int32), lengths
     decoded(*arguments)
-    (_, _, (_, plan, _, _)), (_, key, got), _ = launches
-    assert layout(plan) == ((parts, 8), (8, 1), torch.int32) and key[2] == rows
+    (_, _, (_, plan, _, overhead)), (_, key, got), _ = launches
+    assert layout(plan) == ((parts, 8), (8, 1), torch.int32) and key[2:] == (rows, False)
+    assert overhead == op.OVERHEAD_OF_LONG
     assert got[8].shape == (2 * parts, h_k, rows, D_V) and got[9].shape == (2 * parts, h_k, rows)
     assert got[8].dtype == got[9].dtype == torch.float32 and got[8].is_contiguous() and got[9].is_contiguous()
     old = [layout(x) for x in dsa.get_mla_metadata(arguments[3], rows, h_k)]
-    assert old == [layout(x) for x in PLAN(arguments[3].to("meta"), rows, h_k)] and old[0] == layout(plan)
+    assert old == [layout(x) for x in PLAN(arguments[3].to("meta"), rows, h_k, 0)] and old[0] == layout(plan)
     # The workspace follows the plan that is given.
     decoded(*arguments, *ANY_PLAN)
     assert launches[-2][2][8].shape == (14, h_k, rows, D_V)
+
+
+# Pages of 16 keys in the table of each of three sequences; parts, what beginning a sequence costs, whether a part has
+# few tiles, with 132 multiprocessors and one tile of rows.
+SHORT = [(1, 3, 0, True), (84, 63, 0, True), (92, 66, 0, True), (352, 66, 0, True), (356, 132, 0, True)]
+SHORT += [(704, 132, 0, True), (708, 132, 2, False)]
+
+
+@pytest.mark.parametrize(("pages", "parts", "overhead", "short"), SHORT)
+def test_plans_of_short_sequences(pages, parts, overhead, short, launches):
+    """By the longest that the table has room for: a tile each up to half of the multiprocessors, then half of them, and
+    all; without clusters, and combined by few CTAs. A plan for nobody knows what is as ever."""
+    q, cache, _, lengths = inputs()
+    decoded(q, cache, table := torch.zeros(3, pages, dtype=torch.int32), lengths)
+    (_, _, (_, plan, _, cost)), (_, decode, _), (_, combine, _) = launches
+    assert (len(plan), cost, decode[3], combine[3]) == (parts, overhead, short, short)
+    decoded(q, cache, table, lengths, *dsa.get_mla_metadata(lengths, 8, 1))
+    assert (len(launches[3][2][1]), launches[3][2][3]) == (132, op.OVERHEAD)
+
+
+def test_variants_of_short_sequences(monkeypatch):
+    """No cluster, and few CTAs for 256 rows and more."""
+    from dsa.kernels.mla import mla_combine_sm90, mla_decode_sm90
+
+    for module, name in ((mla_decode_sm90, "compile_mla_decode"), (mla_combine_sm90, "compile_mla_combine")):
+        monkeypatch.setattr(module, name, lambda *variant: variant)
+    decode = [_dense_decode._decode_kernel.__wrapped__(mla_decode_sm90, torch.bfloat16, 64, 128, x) for x in (0, 1)]
+    assert decode == [("bfloat16", 64, 2), ("bfloat16", 64, 1)]
+    sizes = [(16, 255, True), (16, 256, True), (16, 256, False)]
+    configs = [_dense_decode._combine_kernel.__wrapped__(mla_combine_sm90, torch.bfloat16, *size)[1] for size in sizes]
+    assert configs == [mla_combine_sm90.SOME, mla_combine_sm90.FEW, mla_combine_sm90.SOME]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -125,7 +159,7 @@ def test_what_the_kernels_get(page_size, box, dtype, launches):
     assert out.shape == (3, 2, 4, D_V) and out.is_contiguous() and out.dtype == dtype
     assert layout(lse) == ((3, 4, 2), (8, 2, 1), torch.float32)
     (_, _, (_, *plan, _)), (_, key, got), (_, other, combined) = launches
-    assert key == (dtype, box, 8) and other[0] == dtype
+    assert key == (dtype, box, 8, True) and other[0] == dtype
     assert all(x is y for x, y in zip(got[:8], (q, cache, table, lengths, *plan, out, lse), strict=True))
     assert got[10] == pytest.approx(0.3 / math.log(2)) and got[11:] == (True, 3 * page_size, 0)
     assert all(x is y for x, y in zip(combined[:7], got[3:10], strict=True)) and combined[7:] == (3 * page_size, 0)
@@ -349,7 +383,7 @@ def test_float32_runs_the_reference_and_says_so_on_a_gpu(sparse, request, monkey
 
 def test_registration():
     *arguments, lengths = inputs()
-    library.opcheck(PLAN.default, (lengths, 8, 1))
+    library.opcheck(PLAN.default, (lengths, 8, 1, 0))
     for plan in (ANY_PLAN, (None, None)):
         library.opcheck(DECODE.default, (*arguments, lengths, D_V, *plan, 0.1, True))
         out = torch.zeros(3, 2, 7, D_V).bfloat16()[:, :, 2:6]
