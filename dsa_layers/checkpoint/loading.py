@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+@torch.inference_mode(False)
 def load_model(
     directory: str | PathLike[str],
     *,
@@ -63,6 +64,8 @@ def load_model(
                    make the same calls. Of every tensor a rank reads its own slice alone; FP8 weights are cut where
                    their blocks of 128 end. What one rank finds in its part all raise; the first has the progress bar
 
+    Also in inference mode parameters are none of its tensors, whose changes nobody counts: what is made of weights once
+    would be made anew in every pass.
     A hub id is OWNER/NAME, where there is no such directory, and is found by huggingface_hub (`checkpoint_directory`).
     Raises ConfigError or CheckpointError, both ValueErrors that name file, field or tensor, and ValueError or TypeError
     that name any other argument; nothing is half-loaded. DoesNotDivide, a ValueError, for a model that does not come

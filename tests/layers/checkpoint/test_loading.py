@@ -51,6 +51,14 @@ assert "torch._dynamo" not in sys.modules, "loading has imported it"
 """
 
 
+def test_in_inference_mode(checkpoint):
+    with torch.inference_mode():
+        model = load_model(checkpoint, progress=False)
+        assert torch.is_inference_mode_enabled()
+    tensors = [*model.parameters(), *model.buffers()]
+    assert len(tensors) > 20 and not any(tensor.is_inference() for tensor in tensors)
+
+
 def test_loading_imports_no_dynamo(directory):
     """It takes two seconds, and torch asks for it wherever a tensor without memory is computed."""
     done = subprocess.run([sys.executable, "-c", LOAD, directory], capture_output=True, text=True)
