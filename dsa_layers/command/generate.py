@@ -13,7 +13,6 @@ from dsa_layers.command import on_gpus
 from dsa_layers.command.model_options import LoadedModel, add_draft_option, add_model_options, chosen_device, load
 from dsa_layers.command.prompt_sources import Prompt, add_prompt_options, read_prompts
 from dsa_layers.command.streams import say, say_json
-from dsa_layers.parallel.environment import started_ranks
 
 if TYPE_CHECKING:
     from dsa_layers.evaluation.keys_read import KeyCounts
@@ -92,8 +91,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--batch-invariant",
         action="store_true",
-        help="on a GPU, with FP8 weights: the tokens of a prompt depend on no other prompt and not on drafts, bit for "
-        "bit, which is slower (default: off)",
+        help="on GPUs, with FP8 weights: the tokens of a prompt, sampled ones with --seed, depend on no other prompt "
+        "and not on drafts, bit for bit, which is slower (default: off)",
     )
     add_draft_option(
         parser,
@@ -116,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
 
     starts_ranks = on_gpus.starts_ranks(args)
     if args.batch_invariant:
-        _check_invariant(args, starts_ranks)
+        _check_invariant(args)
     if starts_ranks:
         return on_gpus.start_ranks(args)
     ranks = on_gpus.join_ranks(args)
@@ -151,13 +150,10 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failures else 0
 
 
-def _check_invariant(args: argparse.Namespace, starts_ranks: bool) -> None:
+def _check_invariant(args: argparse.Namespace) -> None:
     """What `Generator` would refuse once the weights are there."""
     import torch
 
-    ranks = args.gpus if starts_ranks else started_ranks() or 1
-    if ranks > 1:
-        raise ValueError(f"--batch-invariant: takes one GPU, got {ranks}")
     if torch.device(device := chosen_device(args)).type != "cuda":
         raise ValueError(f"--batch-invariant: takes a GPU, got {device}")
     if args.dequantize or args.dtype not in (None, "bfloat16"):

@@ -57,7 +57,7 @@ class Generator:
                    DeepSeek-V4's does, there are up to max_sequences copies more (`SharedPrefixes`)
     batch_invariant  the tokens of a sequence depend on no other sequence and not on drafts, bit for bit: decoding
                    passes give a token the same bits whatever else they compute, and a pass over prompts has one
-                   prompt. Sampled ones, too, with a seed. Of models with FP8 weights, in bfloat16, on one GPU, and
+                   prompt. Sampled ones, too, with a seed. Of models with FP8 weights, in bfloat16, on GPUs, and
                    without a prefix_cache; slower
 
     A step of generation is a pass over a chunk of the prompts that are not in the cache yet, if there are any, first

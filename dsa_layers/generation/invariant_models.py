@@ -7,16 +7,13 @@ from dsa import backends
 from dsa_layers.families.model import Model
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.fp8_up_projection import can_stay_stored
-from dsa_layers.parallel.ranks import ALONE
 
 
 def check_invariant(model: Model) -> None:
-    """Raises ValueError for a model whose passes would depend on how many tokens they have: not on one GPU with
-    kernels, or not with FP8 weights and activations in bfloat16."""
+    """Raises ValueError for a model whose passes would depend on how many tokens they have: not on GPUs with kernels,
+    or not with FP8 weights and activations in bfloat16. Several GPUs add their parts in the order of the ranks,
+    whichever way the parts take (`Ranks.sum`), and in decoding each has all rows (`rows_of`)."""
     weight = next(model.parameters())
-    ranks = getattr(model, "ranks", ALONE)
-    if ranks.size > 1:
-        raise ValueError(f"batch_invariant: takes a model on one GPU, got a part of one on {ranks.size}")
     if not backends.runs_kernel("linear_fp32", weight):
         where = "the references" if weight.is_cuda else f"a model on {weight.device}"
         raise ValueError(f"batch_invariant: takes a model on a GPU that runs the kernels, got {where}")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 import dsa
@@ -17,6 +18,7 @@ from dsa_layers.parallel.peer_copies import peer_copies
 from dsa_layers.parallel.process_group import join
 from dsa_layers.parallel.ranks import ALONE, Ranks
 from dsa_layers.parallel.rows import SharedRows
+from tests.gpu.batch_invariant_tokens import assert_batch_invariant
 
 ROWS = (1, 2, 8, 33, 256, 300)
 TURNS = 400  # of sums in a row, of changing sizes
@@ -195,6 +197,18 @@ def models(ranks: Ranks, device: torch.device, folder: Path) -> dict:
     return found
 
 
+def batch_invariant(ranks: Ranks, device: torch.device, folder: Path) -> dict:
+    """Of every checkpoint below the folder: tokens in batch-invariant passes of this rank's part of it, which are those
+    of each sequence alone."""
+    found = {}
+    for directory in sorted(path for path in folder.iterdir() if path.is_dir()):
+        model = load_model(directory, device=device, mesh=ranks, drafter=True, progress=False)
+        model.config = replace(model.config, eos_token_ids=())
+        with pytest.MonkeyPatch.context() as patch:
+            found[directory.name] = assert_batch_invariant(model, patch)
+    return found
+
+
 def no_memory(ranks: Ranks, device: torch.device, folder: Path) -> dict:
     """The second rank may not have the memory for its part."""
     load_weights = loading.load_weights
@@ -212,7 +226,7 @@ def no_memory(ranks: Ranks, device: torch.device, folder: Path) -> dict:
     return {}
 
 
-CASES = {function.__name__: function for function in (sums, models, no_memory)}
+CASES = {function.__name__: function for function in (sums, models, batch_invariant, no_memory)}
 
 if __name__ == "__main__":
     case, place = sys.argv[1], Path(sys.argv[2])

@@ -29,6 +29,7 @@ from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE
 from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
 from dsa_layers.tiny import write_tiny_checkpoint
 from tests.gpu import tiny_model
+from tests.gpu.batch_invariant_tokens import assert_batch_invariant
 from tests.layers.generation.guesses import Guesses, guess
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no Hopper kernel yet")
@@ -115,39 +116,7 @@ def test_batch_invariant_tokens(family, kv_cache, tmp_path, monkeypatch):
     window, and with drafts, of which most are right and some are not. Passes have up to 128 tokens."""
     write_tiny_checkpoint(tmp_path, model=family)
     model = without_end(load_model(tmp_path, device="cuda", drafter=True, kv_cache=kv_cache, progress=False))
-    prompts = [*PROMPTS, *([i + 5, *range(10, 10 + i * 53 % 140)] for i in range(69))]
-    sizes = {"cache_tokens": 64 * 5 * len(prompts), "max_sequences": len(prompts), "batch_invariant": True}
-    step, seen, params = DecodeStep.__call__, {}, SamplingParams(96)
-
-    def noted(self, sequences):
-        results = step(self, sequences)
-        logits = results[0] if isinstance(results, tuple) else results[:, None]
-        for s, rows in zip(sequences, logits.clone()):
-            seen.update((tuple(s.tokens + list(s.drafts[:i])), row) for i, row in enumerate(rows))
-        return results
-
-    def generate(prompts, truth=None, **options):
-        seen.clear()
-        with monkeypatch.context() as patch:
-            patch.setattr(DecodeStep, "__call__", noted)
-            if truth is not None:
-                guess(patch, Guesses(truth, options["draft_tokens"]))
-            generator = Generator(model, **sizes, **options)
-            tokens = [c.tokens for c in generator.generate(prompts, params)]
-        return tokens, dict(seen), generator.throughput.taken
-
-    truth, logits, _ = generate(prompts)
-    chosen = [0, 1, 2, 40, 70]
-    for i in chosen:
-        (tokens,), alone, _ = generate([prompts[i]])
-        assert tokens == truth[i] and len(alone) == len(tokens) - 1
-        assert all(torch.equal(row, logits[key]) for key, row in alone.items())
-    for drafts, numbers in ((1, range(len(prompts))), (2, chosen), (3, chosen), (3, [1])):
-        own = [truth[i] for i in numbers]
-        tokens, drafted, taken = generate([prompts[i] for i in numbers], own, draft_tokens=drafts)
-        assert tokens == own and taken > 30 * len(own)
-        known = drafted.keys() & logits.keys()  # those behind a draft that is wrong are of no sequence
-        assert len(known) > 85 * len(own) and all(torch.equal(drafted[key], logits[key]) for key in known)
+    assert_batch_invariant(model, monkeypatch)
 
 
 # Kernels of a layer of the tiny models, at most, and of all that is in front of the layers and behind them. Scales of

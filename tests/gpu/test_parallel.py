@@ -85,6 +85,12 @@ def test_tiny_models(folder):
         assert apart.median() < 0.2, model
 
 
+def test_batch_invariant_tokens(folder):
+    """What a sequence gets, bit for bit, when it is alone: among 70 others, and with drafts. The same on both ranks."""
+    first, second = run("batch_invariant", folder)
+    assert first == second and first.keys() == {*model_types()}
+
+
 def test_no_memory_on_one_rank(folder):
     started = time.monotonic()
     done = ended("no_memory", folder)
