@@ -112,8 +112,8 @@ def test_graphs_in_the_published_mode(family, drafts, tmp_path, monkeypatch):
 @pytest.mark.parametrize("kv_cache", ["fp8", "model"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_batch_invariant_tokens(family, kv_cache, tmp_path, monkeypatch):
-    """What a sequence gets, bit for bit, when it is alone: among 70 others, which cross 128 selected keys and V4's
-    window, and with drafts, of which most are right and some are not. Passes have up to 128 tokens."""
+    """What a sequence gets, bit for bit, when it is alone: among 71 others, which cross 128 selected keys and V4's
+    window, and with drafts, of which most are right and some are not."""
     write_tiny_checkpoint(tmp_path, model=family)
     model = without_end(load_model(tmp_path, device="cuda", drafter=True, kv_cache=kv_cache, progress=False))
     assert_batch_invariant(model, monkeypatch)

@@ -86,7 +86,7 @@ def test_tiny_models(folder):
 
 
 def test_batch_invariant_tokens(folder):
-    """What a sequence gets, bit for bit, when it is alone: among 70 others, and with drafts. The same on both ranks."""
+    """What a sequence gets, bit for bit, when it is alone: among 71 others, and with drafts. The same on both ranks."""
     first, second = run("batch_invariant", folder)
     assert first == second and first.keys() == {*model_types()}
 
