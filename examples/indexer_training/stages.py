@@ -39,10 +39,10 @@ class Plan:
     look at the held-out text to the next; the tokens of a sequence and of the vocabulary; fields of the model's
     configuration that differ from small_model.FIELDS.
 
-    The defaults are for one H100: seconds end the dense and the sparse stage, steps the warm-up."""
+    The defaults are for one H200: seconds end the dense and the sparse stage, steps the warm-up."""
 
-    steps: tuple[int, int, int] = (12000, 1000, 1500)
-    seconds: tuple[float, float, float] = (200, 40, 80)
+    steps: tuple[int, int, int] = (30000, 1000, 1500)
+    seconds: tuple[float, float, float] = (290, 40, 60)
     rates: tuple[float, float, float] = (2e-3, 1e-3, 2e-4)
     batch: tuple[int, int, int] = (32, 8, 8)
     every: tuple[int, int, int] = (250, 250, 50)

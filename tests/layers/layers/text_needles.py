@@ -1,7 +1,8 @@
 """Needles in a text, for every indexer of the shipped model, and what it selects of them beside float64.
 
-A needle is a function, `def NAME(x) -> int:`, of a name that the text has once. The text ends on `def NAME` of each.
-From there the first layer can look for the arrow, and later ones, at each token of a name, for what came behind it.
+A needle is a method, `def NAME(self) -> int:`, of a name that the text has once. The text ends on `def NAME(self` of
+each. From `self` the first layer can look for the arrow, and later ones, at each token of a name, for what came behind
+it.
 """
 
 import functools
@@ -25,8 +26,8 @@ quartz ribbon saffron thistle umbra violet willow yonder zephyr anchor bramble c
 
 
 class Planted(NamedTuple):
-    """tokens [T]; pairs (query's position, its needle's): of all `def` at the end with all arrows, and of each token of
-    the names there with what is behind it in the needle."""
+    """tokens [T]; pairs (query's position, its needle's): of all `self` at the end with all arrows, and of each token
+    of the names there with what is behind it in the needle, from the text's first query on."""
 
     tokens: torch.Tensor
     arrows: list[tuple[int, int]]
@@ -68,8 +69,8 @@ def planted_text(tokenizer: Tokenizer, length: int, seed: int, clear: int) -> Pl
     names = ["_".join(WORDS[i] for i in order[first : first + 3]) for first in range(0, 3 * NEEDLES, 3)]
     hay = tokenizer.encode(HELD_OUT_TEXT.read_text(encoding="utf-8"))
     arrow = tokenizer.encode("x ->")[-1]
-    needles = [tokenizer.encode(f"\n\ndef {name}(x) -> int:\n\n")[1:] for name in names]
-    asked = [tokenizer.encode(f"\n\ndef {name}(")[1:-1] for name in names]
+    needles = [tokenizer.encode(f"\n\ndef {name}(self) -> int:\n\n")[1:] for name in names]
+    asked = [tokenizer.encode(f"\n\ndef {name}(self")[1:] for name in names]
     room = length - 1 - sum(map(len, needles + asked))
     part = hay[1 + seed * 1024 :][:room]
     tokens, places, used = hay[:1], [], 0
@@ -84,9 +85,9 @@ def planted_text(tokenizer: Tokenizer, length: int, seed: int, clear: int) -> Pl
     for own, at in zip(asked, places):
         start = len(tokens)
         tokens += own
-        # A line break and `def` are a token each.
-        arrows += [(start + 1, place + needle.index(arrow)) for place, needle in zip(places, needles)]
-        behind += [(start + i, at + i + 1) for i in range(2, len(own))]
+        arrows += [(len(tokens) - 1, place + needle.index(arrow)) for place, needle in zip(places, needles)]
+        # A line break, `def`, `(` and `self` are a token each.
+        behind += [(start + i, at + i + 1) for i in range(2, len(own) - 2)]
     return Planted(torch.tensor(tokens), arrows, behind)
 
 
