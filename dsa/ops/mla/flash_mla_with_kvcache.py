@@ -48,7 +48,9 @@ def get_mla_metadata(*args, **kwargs) -> tuple[FlashMLASchedMeta, None] | tuple[
     A plan only says where long sequences are cut. A plan for other lengths of as many sequences gives the right result,
     too, with its work less evenly spread. So a plan that was made outside a CUDA graph serves all replays of the graph,
     and one that is made inside follows the lengths. Numbers that are no plan make no kernel read or write outside its
-    tensors, but sequences may be left out, and their results are then unspecified.
+    tensors, but sequences may be left out, and their results are then unspecified. In the new style, and without a
+    plan, the block table says how many keys there are at most, and few keys are cut into fewer parts than in the old
+    style: results of the two differ in rounding then.
     On Hopper: one kernel, no host synchronisation.
     Raises TypeError or ValueError for other types, dtypes and shapes. Source: FlashMLA's function of this name.
     """
