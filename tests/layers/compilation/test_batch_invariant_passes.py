@@ -15,6 +15,8 @@ from dsa_layers.compilation.passes import META, without_memory
 from dsa_layers.families.config import read_config
 from dsa_layers.families.precision import Precision
 from dsa_layers.layers.batch_invariance import batch_invariant
+from dsa_layers.parallel.ranks import Ranks
+from dsa_layers.parallel.split import split
 
 VENDORED = Path(dsa_layers.__file__).parent / "vendored"
 PUBLISHED = ("deepseek_v32", "glm_5_2", "deepseek_v4_flash")
@@ -42,13 +44,18 @@ def config(request, tmp_path):
     return read_config(tmp_path)
 
 
-def asked(config, kv_cache, count, tokens, drafts, *, invariant):
-    """(kernels' compile functions, attention's with their arguments, PyTorch's products) of a pass."""
+def asked(config, kv_cache, count, tokens, drafts, *, invariant, ranks=1):
+    """(kernels' compile functions, attention's with their arguments, PyTorch's products) of a pass, or of the first of
+    several ranks' part of it, which says nothing to others."""
     model, cache = without_memory(config, Precision.of(config, kv_cache=kv_cache))
+    if ranks > 1:
+        split(model, Ranks(0, ranks), blocks=True)
     inputs = DecodeInputs(count, -(-tokens // cache.page_size), cache.page_size, META, 1 + drafts)
     with asked_variants("sm_90") as found, pytest.MonkeyPatch.context() as patch, torch.inference_mode():
         product, products = torch.mm, Products()
         patch.setattr(torch, "mm", lambda *args, **options: (products.found.add("mm"), product(*args, **options))[1])
+        for said in ("sum", "join_columns"):
+            patch.setattr(Ranks, said, lambda self, x: x)
         with products, batch_invariant("decoding" if invariant else None):
             model.logits(model.states(inputs.tokens, inputs.batch(), cache))
     functions = {variant.function for variant in found}
@@ -59,18 +66,20 @@ def asked(config, kv_cache, count, tokens, drafts, *, invariant):
 
 
 @pytest.mark.parametrize("kv_cache", ["fp8", "model"])
-def test_passes_of_any_size_take_one_way(config, kv_cache):
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_passes_of_any_size_take_one_way(config, ranks, kv_cache):
     """Whatever the number of sequences, of their drafts and of the tokens of the longest one."""
-    functions, attention, products = asked(config, kv_cache, 1, 64, 0, invariant=True)
+    functions, attention, products = asked(config, kv_cache, 1, 64, 0, invariant=True, ranks=ranks)
     assert not products and not functions & OF_FEW_ROWS and attention
     for count, tokens, drafts in ((1, 8192, DRAFTS), (16, 64, 0), (17, 8192, 1), (65, 8192, 0), (200, 64, DRAFTS)):
-        found, own, products = asked(config, kv_cache, count, tokens, drafts, invariant=True)
+        found, own, products = asked(config, kv_cache, count, tokens, drafts, invariant=True, ranks=ranks)
         assert not products and not found & OF_FEW_ROWS
         assert own == attention
 
 
-def test_other_passes_do_not(config):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_other_passes_do_not(config, ranks):
     """So that the test above can fail."""
-    few, attention, _ = asked(config, "fp8", 1, 8192, 0, invariant=False)
-    many, own, products = asked(config, "fp8", 200, 8192, 0, invariant=False)
+    few, attention, _ = asked(config, "fp8", 1, 8192, 0, invariant=False, ranks=ranks)
+    many, own, products = asked(config, "fp8", 200, 8192, 0, invariant=False, ranks=ranks)
     assert few & OF_FEW_ROWS and products and (few ^ many) and own != attention
