@@ -16,9 +16,10 @@ def on_interrupt(handler: Callable[..., object] | signal.Handlers) -> None:
 
 
 def say(line: str) -> None:
-    """To the standard error, if somebody reads it."""
+    """To the standard error, if somebody reads it. In one piece: other ranks may write at the same time, and `print`
+    writes a line and its end apart where output is not buffered."""
     with contextlib.suppress(OSError):
-        print(line, file=sys.stderr)
+        sys.stderr.write(f"{line}\n")
 
 
 def say_json(event: str, **fields: object) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 
@@ -30,6 +31,16 @@ def test_the_package_is_the_command():
     process = subprocess.run([sys.executable, "-m", "dsa_layers.command", "check", "--seeds", "0"], **PIPES, text=True)
     assert (process.returncode, process.stdout) == (2, "")
     assert process.stderr == "dsa check: argument --seeds: must be at least 1, got 0 (see dsa check --help)\n"
+
+
+def test_a_failure_is_written_in_one_piece(tmp_path):
+    """So that those of several ranks stay apart, also where output is not buffered."""
+    written, read = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)  # a message a write
+    with written, read:
+        process = start(["generate", tmp_path, "--prompt", "x"], stderr=written, env={"PYTHONUNBUFFERED": "1"})
+        assert process.wait(timeout=60) == 2
+        line = read.recv(10_000)
+    assert line.startswith(b"dsa generate: ") and line.count(b"\n") == 1 and line.endswith(b"\n")
 
 
 @pytest.mark.parametrize("prefix", ["torch.", "dsa."])
