@@ -1,8 +1,9 @@
-"""The tables of docs/e2e.md, written from the receipt's entry `e2e`.
+"""The tables of docs/e2e.md and their picture, written from the receipt's entry `e2e`.
 
 usage: python -m dsa_bench.e2e.document RECEIPT DOCUMENT [ARCH]
 
-ARCH need not be given where the receipt has the entry of one arch alone.
+ARCH need not be given where the receipt has the entry of one arch alone. The picture is beside the document, once
+something is measured.
 """
 
 import sys
@@ -10,26 +11,29 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dsa_bench.e2e.marked_document import between_marks, entry_of, list_of, measured, table
+from dsa_bench.e2e import plot
+from dsa_bench.e2e.marked_document import between_marks, entry_of, list_of, measured, not_measured, table
 from dsa_bench.e2e.parts import PARTS
 from dsa_bench.e2e.report import Row
 
 BEGIN, END = "<!-- e2e tables -->", "<!-- end of e2e tables -->"
+PICTURE = "e2e.png"
 BESIDE = ("indexer", "top-k", "attention")  # parts whose kernels are the peers'
 HEAD = ("run", "ms", "tokens/s", *PARTS, "peers, whole pass", *BESIDE)
 
 
 def generated(entry: Mapping[str, Any]) -> str:
     """What stands between the marks: where and when, a table for each model, and what the peers' kernels change.
-
-    entry: {"bench": the rows, "device", "date", "commit", "torch", "dsl"}.
-    """
+    entry: as of `measured`, or {"unverified": the reason} alone."""
+    if why := not_measured(entry):
+        return why
     rows, place = measured(entry)
     models = list(dict.fromkeys(row["model"] for row in rows))
     sections = [place]
     for model in models:
         of_model = [row for row in rows if row["model"] == model]
         sections += [f"## {model}", table(HEAD, map(_cells, of_model)), *_sentences(of_model)]
+    sections.append(f"![where the time goes]({PICTURE})")
     return "\n\n".join(sections)
 
 
@@ -69,6 +73,8 @@ def inserted(text: str, entry: Mapping[str, Any]) -> str:
 def main(receipt: Path, document: Path, arch: str | None = None) -> None:
     entry = entry_of(receipt, "e2e", arch)
     document.write_text(inserted(document.read_text(encoding="utf-8"), entry), encoding="utf-8")
+    if entry.get("bench"):
+        plot.write_png(entry["bench"], document.parent / PICTURE)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,7 @@ HEAD += ("its time over that", "of copy, plain", "of copy, verifying", "tokens/s
 
 
 def generated(entry: Mapping[str, Any]) -> str:
-    """What stands between the marks. entry: {"unverified": the reason} or None there, "bench": the rows, "device",
-    "date", "commit", "torch", "dsl"}."""
+    """What stands between the marks. entry: as of `measured`, or {"unverified": the reason} alone."""
     if why := not_measured(entry):
         return why
     rows, place = measured(entry)

@@ -9,19 +9,24 @@ Row = dict[str, Any]
 
 
 def measured(entry: Mapping[str, Any]) -> tuple[Sequence[Row], str]:
-    """(The entry's rows, where and when they were measured). ValueError without rows.
+    """(The entry's rows, where and when they were measured and whether today's code is that code). ValueError without
+    rows.
 
-    entry: {"bench": the rows, "device", "date", "commit", "torch", "dsl"}
+    entry: {"bench": the rows, "device", "date", "commit", "torch", "dsl", "unverified": None, nothing or the reason}
     """
     if not entry["bench"]:
         raise ValueError("entry: must have rows in 'bench', got none")
     place = f"Measured on {entry['device']}, torch {entry['torch']}, CuTe DSL {entry['dsl']}, on {entry['date']}"
-    return entry["bench"], f"{place}, of commit {entry['commit']}."
+    place += f", of commit {entry['commit']}."
+    if entry.get("unverified"):
+        place += f" Today's code is unverified: {entry['unverified']}."
+    return entry["bench"], place
 
 
 def not_measured(entry: Mapping[str, Any]) -> str | None:
-    """What stands for the tables of an entry that is not of this code: why."""
-    return f"Nothing is measured on this code: {entry['unverified']}." if entry["unverified"] else None
+    """What stands for the tables of an entry that has no rows and says why."""
+    has_rows = entry.get("bench") or not entry.get("unverified")
+    return None if has_rows else f"Nothing is measured on this code: {entry['unverified']}."
 
 
 def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:

@@ -24,8 +24,7 @@ STEP_HEAD = ("sequences", "ms", "tokens/s", "GB", *PARTS)
 
 
 def generated(entry: Mapping[str, Any]) -> str:
-    """What stands between the marks. entry: {"unverified": the reason} or None there, "bench": the rows, "device",
-    "date", "commit", "torch", "dsl"}."""
+    """What stands between the marks. entry: as of `measured`, or {"unverified": the reason} alone."""
     if why := not_measured(entry):
         return why
     rows, place = measured(entry)
@@ -78,7 +77,7 @@ def inserted(text: str, entry: Mapping[str, Any]) -> str:
 def main(receipt: Path, document: Path, arch: str | None = None) -> None:
     entry = entry_of(receipt, "million", arch)
     document.write_text(inserted(document.read_text(encoding="utf-8"), entry), encoding="utf-8")
-    if not entry["unverified"]:
+    if entry.get("bench"):
         million_plot.write_png(entry["bench"], document.parent / PICTURE)
 
 

@@ -11,7 +11,7 @@ def write_png(rows: list[Row], path: Path) -> None:
     try:
         import matplotlib
     except ImportError:
-        raise RuntimeError("--png needs matplotlib: pip install matplotlib") from None
+        raise RuntimeError("the picture needs matplotlib: pip install matplotlib") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

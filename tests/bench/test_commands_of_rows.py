@@ -21,6 +21,7 @@ DOCUMENTS = {
     "million": million_document,
     "parallel": parallel_document,
 }
+RECEIPT = Path(__file__).parents[1] / "gpu" / "receipt.json"
 ROWS = [{"shape": "a"}, {"shape": "b", "ms": 1.5}]
 
 
@@ -72,7 +73,7 @@ def test_the_documents_marks_are_there(name):
     assert text.count(module.BEGIN) == text.count(module.END) == 1
 
 
-@pytest.mark.parametrize("module", [drafts_document, million_document, parallel_document])
+@pytest.mark.parametrize("module", DOCUMENTS.values(), ids=DOCUMENTS)
 def test_what_is_not_measured_is_said_to_be(module):
     text = f"{module.BEGIN}{module.END}"
     got = module.inserted(text, {"unverified": "has not run on a GPU"})
@@ -81,3 +82,13 @@ def test_what_is_not_measured_is_said_to_be(module):
         module.generated({"unverified": None, "bench": []})
     with pytest.raises(ValueError, match="text: must have the lines"):
         module.inserted("no marks", {"unverified": "has not run on a GPU"})
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_rows_of_earlier_code_stay(name):
+    """And the document says so, in the line that has their commit."""
+    entries = json.loads(RECEIPT.read_text(encoding="utf-8"))["sm_90"]
+    entry = entries[{"drafter": "drafts"}.get(name, name)]
+    now, earlier = (DOCUMENTS[name].generated(entry | {"unverified": why}) for why in (None, "changed since"))
+    place = f"of commit {entry['commit']}."
+    assert earlier == now.replace(place, f"{place} Today's code is unverified: changed since.", 1) != now

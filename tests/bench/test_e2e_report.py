@@ -87,9 +87,15 @@ def test_the_document_is_written_from_an_entry(tmp_path):
     assert "- The peers are deepgemm 2.8.1, vllm." in lines
     assert "- Not beside ours: sgl-flash-mla in prefill 4096, failed: no libcuda." in lines
     assert "- Not beside ours: the pass, failed: no." in lines
+    picture = tmp_path / document.PICTURE
+    assert picture.read_bytes().startswith(b"\x89PNG")
     # Written again, nothing changes.
     document.main(receipt, doc)
     assert doc.read_text() == text
+    picture.unlink()
+    receipt.write_text(json.dumps({"sm_90": {"e2e": {"unverified": "has not run"}}}))
+    document.main(receipt, doc)
+    assert "Nothing is measured on this code: has not run." in doc.read_text() and not picture.exists()
 
 
 def test_a_document_without_marks_or_rows_is_refused():
