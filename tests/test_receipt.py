@@ -9,7 +9,7 @@ import pytest
 from dsa import backends, source_digest
 from dsa_bench.e2e import document, drafts_document, million_document, parallel_document
 from dsa_bench.harness import case
-from tests.gpu import headlines, receipt, status_table, unverify
+from tests.gpu import headlines, receipt, receipt_rows, status_table, unverify
 from tests.gpu.read_once import read_once
 
 # Of these digests are compared below: an arch on which everything is to run.
@@ -396,7 +396,8 @@ def test_what_cannot_be_marked(three_entries, capsys, arguments, message):
 
 
 def test_the_readme_speaks_of_the_arch_on_which_most_is_measured(monkeypatch, tmp_path):
-    rows = [{"shape": shape, "ratio": 2.0, "figure": "1 us", "peer": "a peer"} for _, _, shape in headlines.ROWS]
+    row = {"model": "V3.2", "ratio": 2.0, "figure": "1 us", "peer": "a peer"}
+    rows = [row | {"shape": shape} for _, _, shape in headlines.ROWS]
     entries = {name: {"unverified": None, "bench": [row]} for (_, name, _), row in zip(headlines.ROWS, rows)}
     monkeypatch.setattr(receipt, "PATH", tmp_path / "receipt.json")
     unrun = {name: {"unverified": "has not run"} for name in entries}
@@ -405,6 +406,39 @@ def test_the_readme_speaks_of_the_arch_on_which_most_is_measured(monkeypatch, tm
     receipt.save({"sm_100": {"rms_norm": {"unverified": "has not run"}}, "sm_90": {**entries, "e2e": unrun["e2e"]}})
     text = headlines.table()
     assert text.count("a peer)") == len(rows) - 1 and text.endswith("not yet run on this code: has not run | |")
+
+
+DETERMINISTIC = {"shape": "a, deterministic", "ratio": 0.5, "figure": "2 us", "peer": "a peer"}
+
+
+def test_a_deterministic_variant_is_in_no_range_of_peers_that_are_not():
+    rows = [DETERMINISTIC | {"shape": "a", "ratio": 1.1}, DETERMINISTIC, DETERMINISTIC | {"ratio": None, "peer": None}]
+    assert receipt_rows.compared(rows) == rows[:1]
+    assert receipt_rows.other_kinds(rows) == "; deterministic beside one that is not: 0.50"
+    alike = DETERMINISTIC | {"peer": "a peer deterministic"}
+    assert receipt_rows.compared([alike]) == [alike] and receipt_rows.other_kinds([alike]) == ""
+
+
+def test_a_pass_says_how_many_layers_it_has():
+    row = {"shape": "V3.2 prefill 4096", "model": "V3.2"}
+    assert receipt_rows.shape_of("e2e", row) == "V3.2 prefill 4096; 4 of 61 layers"
+    assert receipt_rows.shape_of("million", row | {"model": "GLM-5.2"}) == "V3.2 prefill 4096; 4 of 78 layers"
+    split = row | {"layers": 17, "published_layers": 61}
+    assert receipt_rows.shape_of("parallel", split) == "V3.2 prefill 4096; 17 of 61 layers"
+    for name, own in (("parallel", split | {"layers": 61}), ("drafts", row | {"layers": 61}), ("rms_norm", row)):
+        assert receipt_rows.shape_of(name, own) == row["shape"]
+
+
+def test_the_picture_marks_what_is_not_of_this_code_and_not_alike(monkeypatch, tmp_path):
+    entry = {"unverified": None, "device": "a GPU", "bench": [DETERMINISTIC | {"shape": "a"}]}
+    earlier, alone = entry | {"unverified": "has not run"}, entry | {"bench": []}
+    entries = {"topk_indices": entry, "fp8_gemm_nt": earlier, "merge_attention": alone, "rotary": entry}
+    monkeypatch.setattr(receipt, "load", lambda: {ARCH: entries | {"e2e": {"unverified": "has not run"}}})
+    path = tmp_path / "picture.png"
+    assert headlines.write_picture(path) == ["today's code", "earlier code: today's is unverified"]
+    entry["bench"].append(DETERMINISTIC)
+    assert headlines.write_picture(path)[-1] == "deterministic, beside a peer that is not"
+    assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_changed_digest_is_noticed(monkeypatch):

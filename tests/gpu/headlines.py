@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu import receipt
+from tests.gpu.receipt_rows import Row, beside_another_kind, compared, main_entries, other_kinds, shape_of
 
 PATH, PICTURE = receipt.ROOT / "README.md", receipt.ROOT / "docs" / "speed-up.png"
 BEGIN, END = "<!-- headlines: python -m tests.generate -->", "<!-- end of headlines -->"
@@ -20,7 +21,7 @@ ROWS = [
     ("Lightning indexer's scores, FP8", "fp8_mqa_logits", "4096 x 32768, H 64, D 128, causal, cleaned"),
     ("Top-k, exact and deterministic", "topk_indices", "4096 x 8192, k 2048, normal scores"),
     ("Sparse MLA's gradients", "sparse_mla_attention", "8192 queries, d 576, 128 heads"),
-    ("A pass of V3.2's layers, 131072-token prompt", "e2e", "V3.2 prefill 131072"),
+    ("A pass of some of V3.2's layers, 131072-token prompt", "e2e", "V3.2 prefill 131072"),
 ]
 # Chosen entries with peers, as the picture names them.
 PICTURED = {
@@ -37,11 +38,18 @@ PICTURED = {
     "merge_attention": "merge of attention",
     "e2e": "whole passes",
 }
+COLOR = "#1f6f8b"
+_DOT = {"marker": "o", "linestyle": "", "color": COLOR, "markersize": 5}
+MARKS: dict[str, dict[str, Any]] = {
+    "today's code": _DOT | {"alpha": 0.55, "markeredgewidth": 0},
+    "earlier code: today's is unverified": _DOT | {"alpha": 0.8, "markerfacecolor": "none", "markeredgewidth": 0.8},
+    "deterministic, beside a peer that is not": _DOT | {"marker": "x", "markeredgewidth": 1.5},
+}
 
 
 def table() -> str:
     """Six rows: what, our figure at one shape, how many times as fast as the best peer there and over all shapes."""
-    entries = _entries()
+    entries = main_entries()
     lines = ["| | figure | speed-up over the best peer |", "|---|---|---|"]
     for what, name, shape in ROWS:
         entry = entries.get(name, {"unverified": "no entry"})
@@ -49,23 +57,12 @@ def table() -> str:
         if not rows:
             lines.append(f"| {what} | not yet run on this code: {entry['unverified']} | |")
             continue
-        row, ratios = rows[0], ratios_of(entry)
+        row, ratios = rows[0], [row["ratio"] for row in compared(entry["bench"])]
         over = f"{row['ratio']:.2f}; {min(ratios):.2f} to {max(ratios):.2f} over {len(ratios)} shapes"
+        over += f" ({row['peer']}){other_kinds(entry['bench'])}"
         of = f", on the code of {entry['commit'][:9]}" if entry["unverified"] else ""
-        lines.append(f"| {what} ({row['shape']}) | {row['figure']}{of} | {over} ({row['peer']}) |")
+        lines.append(f"| {what} ({shape_of(name, row)}) | {row['figure']}{of} | {over} |")
     return "\n".join(lines)
-
-
-def _entries() -> dict[str, dict[str, Any]]:
-    """Those of the arch on which most is measured."""
-    data = receipt.load()
-    verified = {arch: [name for name in data[arch] if not data[arch][name]["unverified"]] for arch in sorted(data)}
-    return data[max(verified, key=lambda arch: len(verified[arch]))]
-
-
-def ratios_of(entry: dict[str, Any]) -> list[float]:
-    """The best peer's time over ours, of each shape that a peer takes."""
-    return [row["ratio"] for row in entry.get("bench", ()) if row.get("ratio") is not None]
 
 
 def inserted(text: str) -> str:
@@ -75,31 +72,47 @@ def inserted(text: str) -> str:
     return f"{before}{BEGIN}\n{table()}\n{END}{after}"
 
 
-def write_picture(path: Path) -> None:
-    """A dot for each measured shape, a row for each op that has peers."""
+def write_picture(path: Path) -> list[str]:
+    """A mark for each measured shape, a row for each op that has peers. Which kinds of marks there are."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    entries = {name: entry for name, entry in _entries().items() if name in PICTURED and ratios_of(entry)}
-    shown = [(label, ratios_of(entries[name])) for name, label in PICTURED.items() if name in entries]
+    every = main_entries()
+    entries = {name: every[name] for name in PICTURED if compared(every.get(name, {}).get("bench", ()))}
     devices = ", ".join(sorted({entry["device"] for entry in entries.values()}))
-    figure, axes = plt.subplots(figsize=(8, 0.36 * len(shown) + 1.2))
-    for i, (_, ratios) in enumerate(reversed(shown)):
-        axes.plot(ratios, [i] * len(ratios), "o", markersize=5, alpha=0.55, color="#1f6f8b", markeredgewidth=0)
-        axes.plot([min(ratios), max(ratios)], [i, i], linewidth=1, color="#1f6f8b", alpha=0.35)
+    figure, axes = plt.subplots(figsize=(8, 0.36 * len(entries) + 1.5))
+    used = set()
+    for i, entry in enumerate(reversed(entries.values())):
+        ratios = [row["ratio"] for row in compared(entry["bench"])]
+        axes.plot([min(ratios), max(ratios)], [i, i], linewidth=1, color=COLOR, alpha=0.35)
+        for row in entry["bench"]:
+            if row.get("ratio") is not None:
+                mark = _mark(entry, row)
+                used.add(mark)
+                axes.plot(row["ratio"], i, **MARKS[mark])
+    shown = [mark for mark in MARKS if mark in used]
+    axes.legend([plt.Line2D([], [], **MARKS[mark]) for mark in shown], shown, fontsize=8, loc="lower left")
     axes.axvline(1.0, color="#444444", linewidth=1)
     axes.set_xscale("log")
     ticks = [0.5, 0.75, 1, 1.25, 1.5, 2, 3]
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
-    axes.set_yticks(range(len(shown)), [label for label, _ in reversed(shown)])
-    axes.set_xlabel(f"the best peer's time / ours, one dot a shape ({devices}, same run)")
+    axes.set_yticks(range(len(entries)), [PICTURED[name] for name in reversed(entries)])
+    axes.set_xlabel(f"the best peer's time / ours, one mark a shape ({devices}, same run)")
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     figure.tight_layout()
     figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return shown
+
+
+def _mark(entry: dict[str, Any], row: Row) -> str:
+    if beside_another_kind(row):
+        return "deterministic, beside a peer that is not"
+    return "earlier code: today's is unverified" if entry["unverified"] else "today's code"
 
 
 if __name__ == "__main__":

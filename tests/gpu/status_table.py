@@ -9,6 +9,7 @@ from typing import Any
 from dsa.backends import ARCH_NAMES
 from dsa.source_digest import functions_with_kernels, op_modules
 from tests.gpu import receipt
+from tests.gpu.receipt_rows import compared, other_kinds, shape_of
 from tests.public_names import ops_of
 
 PATH = receipt.ROOT / "docs" / "status.md"
@@ -34,14 +35,17 @@ def _row(name: str, arch: str, entry: dict[str, Any] | None) -> str:
     if entry["unverified"] and not entry.get("bench"):
         return f"{what} | unverified: {entry['unverified']} | | | | |"
     rows = entry["bench"]
-    figure = f"{rows[0]['figure']} ({rows[0]['shape']})" if rows and "figure" in rows[0] else ""
+    figure = f"{rows[0]['figure']} ({shape_of(name, rows[0])})" if rows and "figure" in rows[0] else ""
     tests = f"{entry['tests'] - entry['failed']} of {entry['tests']}" if entry["tests"] else ""
     if entry["skipped"]:
         tests += f", {entry['skipped']} skipped"
     run = f"{entry['date']}, {entry['commit'][:9]}"
     if entry["unverified"]:  # figures of the code that it ran on
         tests, run = f"unverified: {entry['unverified']}", f"before: {run}"
-    speed_ups = _speed_up(rows, "peer", "ratio"), _speed_up(rows, "baseline", "baseline_ratio")
+    speed_ups = (
+        _speed_up(compared(rows), "peer", "ratio") + other_kinds(rows),
+        _speed_up(rows, "baseline", "baseline_ratio"),
+    )
     return f"{what} | {' | '.join((tests, figure, *speed_ups, run))} |"
 
 
