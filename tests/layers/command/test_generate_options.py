@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import sys
 from types import SimpleNamespace
@@ -118,12 +119,13 @@ def test_progress_bars_are_for_terminals(checkpoint, loaded, monkeypatch, termin
 def test_threads(loaded, monkeypatch, checkpoint):
     """One for the shipped model, unless somebody asks for another number; others have PyTorch's."""
     asked = []
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert shipped("--prompt", "x") == shipped("--prompt", "x", "--threads", "3") == generate(checkpoint) == 2
+    assert shipped("--prompt", "x") == shipped("--prompt", "x", "--threads", "12") == generate(checkpoint) == 2
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert shipped("--prompt", "x") == 2
-    assert asked == [1, 3]
+    assert asked == [1, 12]
 
 
 def read_by_the_generator(given):
@@ -207,6 +209,8 @@ def test_wrong_options(checkpoint, monkeypatch, error, options, expected):
         (("--seed", "-1"), "--seed: must be at least 0 and below 2^63, got -1"),
         (("--seed", "9" * 30), f"--seed: must be at least 0 and below 2^63, got {'9' * 30}"),
         (("--stop", ""), "--stop: must not be empty, got ''"),
+        (("--threads", "13"), "--threads: must be at most 12, 4 for each of 3 CPUs, got 13"),
+        (("--threads", "100000"), "--threads: must be at most 12, 4 for each of 3 CPUs, got 100000"),
     ]
     + [
         ((option, value), f"{option}: {problem}")
@@ -219,7 +223,8 @@ def test_wrong_options(checkpoint, monkeypatch, error, options, expected):
         ]
     ],
 )
-def test_options_that_the_parser_refuses(checkpoint, error, options, expected):
+def test_options_that_the_parser_refuses(checkpoint, monkeypatch, error, options, expected):
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
     assert generate(checkpoint, *options) == 2
     assert error() == f"dsa generate: argument {expected} (see dsa generate --help)"
 
