@@ -1,6 +1,7 @@
 """The parser of `dsa` and of its subcommands: help that names every default, and errors of one line."""
 
 import argparse
+from collections.abc import Sequence
 
 
 class WrongCall(Exception):
@@ -12,6 +13,15 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: object) -> None:
         super().__init__(formatter_class=_Help, allow_abbrev=False, **options)
+
+    def parse_known_args(
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """A subcommand's parser refuses what it does not know itself: its help has what it knows."""
+        namespace, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return namespace, unknown
 
     def error(self, message: str) -> None:
         raise WrongCall(f"{self.prog}: {message} (see {self.prog} --help)")

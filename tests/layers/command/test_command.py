@@ -20,7 +20,12 @@ from dsa_layers.command.main import main
     [
         ([], "required: command"),
         (["train"], "invalid choice: 'train'"),
-        (["generate", "x", "--dequant"], "unrecognized arguments: --dequant"),
+        (
+            ["generate", "x", "--dequant", "--promp", "y"],
+            "dsa generate: unrecognized arguments: --dequant --promp y (see dsa generate --help)",
+        ),
+        (["--promp", "y", "check"], "dsa: argument command: invalid choice: 'y'"),
+        (["--promp", "check"], "dsa: unrecognized arguments: --promp (see dsa --help)"),
         (["tiny", "x", "--model", "llama"], "--model: invalid choice: 'llama'"),
         (["generate", "x", "--prompt", "y", "--dtype", "int8"], "--dtype: invalid choice: 'int8'"),
         (["generate", "x", "--prompt", "y", "--top-k", "many"], "--top-k: must be an integer, got 'many'"),
