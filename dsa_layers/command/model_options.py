@@ -131,7 +131,6 @@ def load(args: argparse.Namespace, ranks: "Ranks | None" = None, *, drafter: boo
     names the option or the file, for what cannot be loaded."""
     import torch
 
-    import dsa
     from dsa_layers.checkpoint.loading import load_model
     from dsa_layers.generation.tokenizer import Tokenizer
     from dsa_layers.hub import checkpoint_directory
@@ -141,6 +140,7 @@ def load(args: argparse.Namespace, ranks: "Ranks | None" = None, *, drafter: boo
         raise ValueError(f"{args.checkpoint}: no such directory; a checkpoint holds config.json and safetensors")
     device = chosen_device(args)
     on_gpu = torch.device(device).type == "cuda"
+    backend = _backend(device, on_gpu)
     threads = args.threads
     if threads is None and args.checkpoint == SHIPPED_MODEL and "OMP_NUM_THREADS" not in os.environ:
         threads = 1
@@ -159,5 +159,16 @@ def load(args: argparse.Namespace, ranks: "Ranks | None" = None, *, drafter: boo
         mesh=ranks,
         drafter=drafter,
     )
-    backend = dsa.backend() if on_gpu else "reference"
     return LoadedModel(model, tokenizer, checkpoint, device, backend, dequantize)
+
+
+def _backend(device: str, on_gpu: bool) -> str:
+    """That of the ops there. ValueError for a DSA_BACKEND that they would refuse, once output has begun."""
+    from dsa import backends
+
+    backend = backends.backend()
+    if backend == os.environ.get("DSA_BACKEND") == "cute":
+        reason = backends.why_no_kernels() if on_gpu else f"the model is on {device}"
+        if reason is not None:
+            raise ValueError(f"DSA_BACKEND: must be reference where kernels cannot run, got 'cute', but {reason}")
+    return backend if on_gpu else "reference"

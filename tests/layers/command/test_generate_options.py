@@ -128,6 +128,30 @@ def test_threads(loaded, monkeypatch, checkpoint):
     assert asked == [1, 12]
 
 
+@pytest.mark.parametrize(
+    ("backend", "problem"),
+    [
+        ("foo", "must be one of cute, reference, got 'foo'"),
+        ("cute", "must be reference where kernels cannot run, got 'cute', but the model is on cpu"),
+    ],
+)
+def test_backends_that_the_ops_would_refuse(monkeypatch, error, backend, problem):
+    """Before the prompt is shown."""
+    monkeypatch.setenv("DSA_BACKEND", backend)
+    assert shipped("--prompt", "x") == 2
+    assert error() == f"dsa generate: DSA_BACKEND: {problem}"
+
+
+def test_kernels_that_are_asked_for_and_cannot_run(monkeypatch, error):
+    monkeypatch.setenv("DSA_BACKEND", "cute")
+    monkeypatch.setattr("dsa_layers.command.model_options.chosen_device", lambda args: "cuda")
+    monkeypatch.setattr("dsa_layers.command.on_gpus.chosen_device", lambda args: "cpu")  # of its memory
+    monkeypatch.setattr("dsa.backends.why_no_kernels", lambda: "nvidia-cutlass-dsl is not installed")
+    assert shipped("--prompt", "x") == 2
+    expected = "must be reference where kernels cannot run, got 'cute', but nvidia-cutlass-dsl is not installed"
+    assert error() == f"dsa generate: DSA_BACKEND: {expected}"
+
+
 def read_by_the_generator(given):
     """The prompts' texts, behind the token that begins a text."""
     tokenizer = Tokenizer(SHIPPED_MODEL)
