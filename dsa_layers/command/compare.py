@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 # Of what the model that comes with dsa was not trained on; LICENSE.python.txt beside it.
 HELD_OUT_TEXT = SHIPPED_MODEL / "held_out.txt"
 
+# Of the text, unless somebody asks for another number.
+_TOKENS = 4096
+
 # Contexts so many times as long as what a token selects, where the model has them, show what selection leaves out.
 _SELECTIONS = 16
 
@@ -65,15 +68,15 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--length",
         type=options.positive,
         metavar="N",
-        help=f"tokens of a sequence (default: the model's context, {_SELECTIONS} times what a token selects, or the "
-        "text, whichever is shortest)",
+        help=f"tokens of a sequence (default: the model's context, {_SELECTIONS} times what a token selects, the text, "
+        "or --max-tokens if that is given, whichever is shortest)",
     )
     parser.add_argument(
         "--max-tokens",
         type=options.positive,
-        default=4096,
         metavar="N",
-        help="of the text, its beginning (default: %(default)s, or one sequence if that is longer)",
+        help="of the text, its beginning, in whole sequences; at least --length if that is given (default: "
+        f"{_TOKENS}, or one sequence if that is longer)",
     )
     parser.add_argument("--json", action="store_true", help="print events in JSON, see below (default: off)")
 
@@ -116,14 +119,22 @@ def _sequences(args: argparse.Namespace, loaded: LoadedModel, text: str) -> tupl
     if room < 1:
         raise ValueError(f"--text: must have at least 1 token to predict, got {args.text} with {len(tokens)}")
     context = config.max_position_embeddings
-    length = min(context, _SELECTIONS * config.index_topk, room) if args.length is None else args.length
+    most = args.max_tokens
+    if args.length is None:
+        length = min(context, _SELECTIONS * config.index_topk, room, room if most is None else most)
+    else:
+        length = args.length
     if length > min(context, room):
         raise ValueError(
             f"--length: must be at most {min(context, room)}, the shorter of the model's context of {context} tokens "
             f"and the text's {room}, got {length}"
         )
+    if most is None:
+        most = max(_TOKENS, length)
+    elif most < length:
+        raise ValueError(f"--max-tokens: must be at least the {length} of --length, one sequence, got {most}")
     step = length + 1 - len(begin)
-    count = max(1, min(args.max_tokens // length, len(tokens) // step))
+    count = max(1, min(most // length, len(tokens) // step))
     return [begin + tokens[i * step : (i + 1) * step] for i in range(count)], length
 
 
@@ -182,7 +193,7 @@ def _explain(loaded: LoadedModel, rows: list[_Row], length: int, top_k: int) -> 
     if sparse.read == dense.read:
         print(
             f"All read the same keys: a token selects {top_k}, and sequences of {length} tokens have no more to select "
-            "from. A longer --text or --length shows what selection leaves out."
+            "from. A longer --text or --length, or more --max-tokens, shows what selection leaves out."
         )
     if loaded.backend == "reference":
         print("Seconds are those of PyTorch references, where gathering keys costs more than reading all of them.")

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dsa_layers import SHIPPED_MODEL, SequenceBatch, Tokenizer, load_model
+from dsa_layers.command import compare as compare_command
 from dsa_layers.command.compare import HELD_OUT_TEXT
 from dsa_layers.command.main import main
 
@@ -101,6 +102,38 @@ def test_the_table(monkeypatch, capsys):
     assert "All read the same keys" not in captured.out
 
 
+@pytest.mark.parametrize(
+    ("options", "shape"),
+    [
+        (["--max-tokens", 1], (1, 1)),
+        (["--max-tokens", 100], (1, 100)),
+        (["--max-tokens", 100, "--length", 100], (1, 100)),
+        (["--max-tokens", 100, "--length", 33], (3, 33)),
+        (["--max-tokens", 5000], (2, 2048)),
+        ([], (2, 2048)),
+        (["--length", 1500], (2, 1500)),
+    ],
+)
+def test_no_more_than_the_tokens_that_were_asked_for(monkeypatch, capsys, options, shape):
+    """A sequence is shorter where they are fewer."""
+    monkeypatch.setattr(compare_command, "_row", lambda loaded, name, sequences, *_: measured_of.append(sequences))
+    monkeypatch.setattr(compare_command, "_event", lambda row: {})
+    measured_of = []
+    assert compare("--json", *options) == 0
+    start = json.loads(capsys.readouterr().out.splitlines()[0])
+    assert (start["sequences"], start["length"]) == shape
+    assert [[len(tokens) - 1 for tokens in sequences] for sequences in measured_of] == 3 * [shape[0] * [shape[1]]]
+
+
+def test_one_sequence_that_is_longer_than_the_default(monkeypatch, capsys):
+    monkeypatch.setattr(compare_command, "_TOKENS", 1000)
+    monkeypatch.setattr(compare_command, "_row", lambda *_: None)
+    monkeypatch.setattr(compare_command, "_event", lambda row: {})
+    assert compare("--json") == 0 and compare("--json", "--length", 1500) == 0
+    starts = [json.loads(line) for line in capsys.readouterr().out.splitlines() if '"start"' in line]
+    assert [(start["sequences"], start["length"]) for start in starts] == [(1, 2048), (1, 1500)]
+
+
 def test_sequences_that_selection_does_not_shorten(capsys):
     assert compare("--length", 100, "--max-tokens", 100) == 0
     expected = "All read the same keys: a token selects 128, and sequences of 100 tokens have no more to select from."
@@ -146,6 +179,10 @@ def test_wrong_calls(tmp_path, error):
         (
             ["--text", tmp_path / "short", "--length", 51],
             "--length: must be at most 50, the shorter of the model's context of 2048 tokens and the text's 50, got 51",
+        ),
+        (
+            ["--length", 200, "--max-tokens", 199],
+            "--max-tokens: must be at least the 200 of --length, one sequence, got 199",
         ),
         (["--length", 0], "argument --length: must be at least 1, got 0 (see dsa compare --help)"),
         (["--max-tokens", "x"], "argument --max-tokens: must be an integer, got 'x' (see dsa compare --help)"),
