@@ -5,6 +5,7 @@ import importlib.util
 
 from dsa_bench.harness.benchmarks import benchmarks, tunable
 from dsa_layers import options
+from dsa_layers.arguments import shown
 
 
 def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -37,10 +38,10 @@ def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 
 def _bench(args: argparse.Namespace) -> int:
-    if args.op == "e2e":
-        return _bench_e2e(args)
-    if args.op == "host":
-        return _bench_host(args)
+    if args.op in WHOLES:
+        return WHOLES[args.op](args)
+    if args.op not in benchmarks():
+        raise ValueError(f"op: must be {', '.join(WHOLES)} or one of {', '.join(benchmarks())}, got {shown(args.op)}")
     from dsa_bench.harness import case, plot, profile, table
 
     module = case.load(args.op)
@@ -105,10 +106,16 @@ def _bench_e2e(args: argparse.Namespace) -> int:
     return 0
 
 
-def _tune(args: argparse.Namespace) -> int:
-    from dsa_bench.harness import case, tune
+# Of no single op.
+WHOLES = {"e2e": _bench_e2e, "host": _bench_host}
 
-    case.load(args.op)
+
+def _tune(args: argparse.Namespace) -> int:
+    from dsa_bench.harness import tune
+
+    if args.op not in tunable():
+        ops = ", ".join(tunable())
+        raise ValueError(f"op: must be one of {ops}, whose kernels have configurations, got {shown(args.op)}")
     options.check_output("--output", args.output)
     _need_a_gpu("tuning")
     tune.tune(args.op, args.output, args.jobs)
