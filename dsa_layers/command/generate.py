@@ -91,8 +91,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--batch-invariant",
         action="store_true",
-        help="on GPUs, with FP8 weights: the tokens of a prompt, sampled ones with --seed, depend on no other prompt "
-        "and not on drafts, bit for bit, which is slower (default: off)",
+        help="on GPUs, with FP8 weights, FP8 indexers and bfloat16: the tokens of a prompt, sampled ones with --seed, "
+        "depend on no other prompt and not on drafts, bit for bit, which is slower (default: off)",
     )
     add_draft_option(
         parser,

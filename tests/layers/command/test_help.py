@@ -1,6 +1,7 @@
 """`dsa --help` and that of each subcommand: there at once, and every default in it."""
 
 import argparse
+import inspect
 import re
 import resource
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import pytest
 
 from dsa_layers.command.main import _parser, main
+from dsa_layers.generation import invariant_models
 
 HELP = """
 import sys
@@ -46,6 +48,13 @@ def test_every_option_names_its_default(command):
             assert found[1].startswith(str(action.default)), text
         elif action.default is False:
             assert found[1].startswith("off"), text
+
+
+def test_what_batch_invariance_takes():
+    """All of it, as `Generator` says it."""
+    (action,) = (a for a in parser_of("generate")._actions if a.dest == "batch_invariant")
+    assert "FP8 weights, FP8 indexers and bfloat16:" in action.help
+    assert "FP8 weights, FP8 indexers and torch.bfloat16" in inspect.getsource(invariant_models)
 
 
 def test_a_default_is_named_once():
