@@ -12,7 +12,7 @@ from typing import Any
 
 from dsa_bench.e2e.draft_gain import missed
 from dsa_bench.e2e.drafts import Row
-from dsa_bench.e2e.marked_document import between_marks, entry_of, list_of, measured, not_measured, table
+from dsa_bench.e2e.marked_document import between_marks, command, entry_of, list_of, measured, not_measured, table
 
 BEGIN, END = "<!-- draft tables -->", "<!-- end of draft tables -->"
 HEAD = ("sequences", "drafts", "plain, ms", "verifying, ms", "drafter, ms", "experts with tokens", "bytes of verifying")
@@ -62,4 +62,4 @@ def main(receipt: Path, document: Path, arch: str | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])
+    sys.exit(command("dsa_bench.e2e.drafts_document", __doc__, main, sys.argv[1:]))

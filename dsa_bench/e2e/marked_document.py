@@ -1,9 +1,14 @@
 """Documents that have what a receipt's entry says between two marks."""
 
+import argparse
+import contextlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from dsa_layers import options
 
 Row = dict[str, Any]
 
@@ -51,8 +56,38 @@ def between_marks(text: str, begin: str, end: str, generated: str) -> str:
 
 def entry_of(receipt: Path, name: str, arch: str | None) -> Mapping[str, Any]:
     """The receipt's entry of that name, of this arch or of the only one that has it."""
-    entries = json.loads(receipt.read_text(encoding="utf-8"))
+    try:
+        entries = json.loads(receipt.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"receipt: must be JSON, got {receipt}: {error}") from None
+    if not isinstance(entries, dict) or not all(isinstance(of_arch, dict) for of_arch in entries.values()):
+        raise ValueError(f"receipt: must have the entries of each arch, got {receipt} with something else")
     archs = [found for found in entries if name in entries[found]]
+    if not archs:
+        raise ValueError(f"receipt: must have an entry {name}, got {receipt} without one")
     if (arch is None and len(archs) != 1) or (arch is not None and arch not in archs):
         raise ValueError(f"arch: must be one of {', '.join(archs)}, which have an entry {name}, got {arch}")
     return entries[arch or archs[0]][name]
+
+
+def command(module: str, about: str, write: Callable[[Path, Path, str | None], None], arguments: Sequence[str]) -> int:
+    """`python -m MODULE RECEIPT DOCUMENT [ARCH]`, which calls `write` with these. about: the module's docstring."""
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=about.splitlines()[0])
+    parser.add_argument("receipt", type=options.path, metavar="RECEIPT", help="tests/gpu/receipt.json, or one like it")
+    parser.add_argument("document", type=options.path, metavar="DOCUMENT", help="with the marks; it is written anew")
+    parser.add_argument("arch", nargs="?", metavar="ARCH", help="default: the only one that has the entry")
+    args = parser.parse_args(arguments)
+    with wrong_files(parser):
+        write(args.receipt, args.document, args.arch)
+    return 0
+
+
+@contextlib.contextmanager
+def wrong_files(parser: argparse.ArgumentParser) -> Iterator[None]:
+    """Errors about files and what is in them, and a missing matplotlib, end the command as a wrong call does."""
+    try:
+        yield
+    except OSError as error:
+        parser.error(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    except (ValueError, RuntimeError) as error:
+        parser.error(re.sub(r"^text: ", "document: ", str(error)))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dsa_bench.e2e import million_plot
-from dsa_bench.e2e.marked_document import between_marks, entry_of, measured, not_measured, table
+from dsa_bench.e2e.marked_document import between_marks, command, entry_of, measured, not_measured, table
 from dsa_bench.e2e.million import Row
 from dsa_bench.e2e.parts import PARTS
 from dsa_bench.e2e.stacks import LONG_STACKS
@@ -83,4 +83,4 @@ def main(receipt: Path, document: Path, arch: str | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])
+    sys.exit(command("dsa_bench.e2e.million_document", __doc__, main, sys.argv[1:]))

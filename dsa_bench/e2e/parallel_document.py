@@ -13,7 +13,7 @@ from typing import Any
 
 from dsa_bench.e2e import bars, parallel_plot
 from dsa_bench.e2e.computed import computed
-from dsa_bench.e2e.marked_document import between_marks, entry_of, list_of, measured, not_measured, table
+from dsa_bench.e2e.marked_document import between_marks, command, entry_of, list_of, measured, not_measured, table
 from dsa_bench.e2e.parallel_rows import Row
 
 BEGIN, END = "<!-- parallel tables -->", "<!-- end of parallel tables -->"
@@ -100,4 +100,4 @@ def main(receipt: Path, document: Path, arch: str | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])
+    sys.exit(command("dsa_bench.e2e.parallel_document", __doc__, main, sys.argv[1:]))
