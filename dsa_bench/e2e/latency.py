@@ -33,6 +33,7 @@ from dsa_layers import options
 from dsa_layers.compilation import passes
 from dsa_layers.compilation.variants import with_all_tiles
 from dsa_layers.families.model import CheckpointModel, Model
+from dsa_layers.families.precision import check_device
 from dsa_layers.generation.captured_step import power_of_two
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
@@ -179,10 +180,14 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--device", default="cuda", help="(default: %(default)s)")
     parser.add_argument("--compile", action="store_true", help="compile the kernels alone, which needs no GPU")
     args = parser.parse_args(arguments)
-    device = torch.device(args.device)
-    on_gpu = device.type == "cuda"
+    on_gpu = args.device.partition(":")[0] == "cuda"
     if on_gpu and not args.compile and (reason := backends.why_no_kernels()):
         parser.error(f"a benchmark needs a GPU with kernels: {reason}")
+    if not args.compile:
+        try:
+            device = check_device(args.device)
+        except ValueError as error:
+            parser.error(f"--{error}")
     sizes = Sizes(**{name: getattr(args, name) for name in vars(Sizes())})
     tell = seconds_told()
     tell("modules are imported")

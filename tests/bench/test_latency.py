@@ -96,6 +96,22 @@ def test_without_a_gpu(capsys):
     assert "a benchmark needs a GPU with kernels" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("device", ["foo", "cpu:2", "meta", ""])
+def test_a_device_that_is_none(device, capsys):
+    with pytest.raises(SystemExit):
+        latency.main(["--device", device])
+    assert capsys.readouterr().err.endswith(f"error: --device: must be cpu, cuda or cuda:N, got '{device}'\n")
+
+
+def test_a_gpu_that_is_not_there(capsys, monkeypatch):
+    monkeypatch.setattr("dsa.backends.why_no_kernels", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(SystemExit):
+        latency.main(["--device", "cuda:2"])
+    assert capsys.readouterr().err.endswith("error: --device: got 'cuda:2', but torch sees 2 GPUs\n")
+
+
 def test_the_document_is_written_from_the_lines(tmp_path):
     lines, doc = tmp_path / "rows.jsonl", tmp_path / "doc.md"
     lines.write_text("".join(f"{json.dumps(row)}\n" for row in (ROW, ROW | {"model": "GLM-5", "prefill_chunk": 8192})))
