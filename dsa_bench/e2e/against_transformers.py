@@ -9,6 +9,7 @@ is one pass without a cache; a decoding step is one token behind so many, which 
 
 import argparse
 import gc
+import importlib.util
 import statistics
 import sys
 import time
@@ -18,6 +19,9 @@ from functools import partial
 from typing import Any
 
 import torch
+
+from dsa import backends
+from dsa_layers import options
 
 TOKENS = (2048, 4096, 8192, 16384, 32768)
 CHUNK = 512  # tokens: eager attention has memory for them at any of these lengths
@@ -128,9 +132,14 @@ def _ms(call: Callable[[], Any], device: torch.device) -> float:
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m dsa_bench.e2e.against_transformers")
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    parser.add_argument("--layers", type=options.positive, default=2, metavar="N", help="default: %(default)s")
+    lengths = " ".join(map(str, TOKENS))
+    parser.add_argument("--tokens", type=options.positive, nargs="+", default=TOKENS, help=f"default: {lengths}")
     args = parser.parse_args(arguments)
+    if reason := backends.why_no_kernels():
+        parser.error(f"a benchmark needs a GPU with kernels: {reason}")
+    if importlib.util.find_spec("transformers") is None:
+        parser.error("the benchmark needs transformers: pip install transformers")
     found = []
     for row in rows(make_model(args.layers, "cuda"), args.tokens):
         found.append(row)

@@ -56,3 +56,21 @@ def test_where_memory_ends(monkeypatch):
     assert "out of memory" in comparison.table(rows)
     rows[0] = Row("eager", "prompt", 8, Measured(5.0, 3.0))
     assert "2.50x" in comparison.table(rows)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "missing", "problem"),
+    [
+        ([], "a GPU", "a benchmark needs a GPU with kernels: torch sees no CUDA GPU"),
+        ([], "transformers", "the benchmark needs transformers: pip install transformers"),
+        (["--layers", "0"], "", "argument --layers: must be at least 1, got 0"),
+        (["--tokens", "8", "x"], "", "argument --tokens: must be an integer, got 'x'"),
+    ],
+)
+def test_wrong_calls(arguments, missing, problem, monkeypatch, capsys):
+    reason = "torch sees no CUDA GPU" if missing == "a GPU" else None
+    monkeypatch.setattr("dsa.backends.why_no_kernels", lambda: reason)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == missing else "there")
+    with pytest.raises(SystemExit):
+        comparison.main(arguments)
+    assert capsys.readouterr().err.endswith(f"python -m dsa_bench.e2e.against_transformers: error: {problem}\n")
