@@ -37,7 +37,7 @@ from indexer_training.small_model import build, fields, save
 from indexer_training.source_files import library
 from indexer_training.stages import ALONE, STAGES, Plan, Row, train_stage
 from indexer_training.text import Text, read_text
-from indexer_training.vocabulary import BEGIN, tokenizer_config, train_tokenizer
+from indexer_training.vocabulary import BEGIN, BYTES, tokenizer_config, train_tokenizer
 
 from dsa_layers.checkpoint.loading import load_model
 from dsa_layers.parallel.environment import started_ranks
@@ -186,6 +186,10 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=Plan.vocab)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
+    if args.vocab < BYTES:
+        parser.error(f"--vocab: must be at least {BYTES}, the bytes and the token that begins a file, got {args.vocab}")
+    if args.out.exists() and not args.out.is_dir():
+        parser.error(f"OUT: must be a directory, got {args.out}")
     ranks, device = ALONE, args.device
     if started_ranks() is not None:
         ranks, own = join(device)

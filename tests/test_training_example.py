@@ -2,6 +2,7 @@
 
 import csv
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -273,3 +274,27 @@ def test_export_refuses(tmp_path):
         save_fp8_checkpoint(model, tmp_path, fields(WITH_VOCAB, quantized=False))
     with pytest.raises(ValueError, match=r"fields: model.layers.0.mlp.gate_proj.weight has shape \[256, 128\], the mo"):
         save_fp8_checkpoint(model, tmp_path, fields(WITH_VOCAB | {"intermediate_size": 256}, quantized=True))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["OUT", "--vocab", "9"], "--vocab: must be at least 257, the bytes and the token that begins a file, got 9"),
+        (["train_indexer.py"], "OUT: must be a directory, got train_indexer.py"),
+    ],
+)
+def test_wrong_calls(arguments, problem, monkeypatch, capsys):
+    """Before the text is read, which takes a while."""
+    monkeypatch.chdir(ROOT / "examples")
+    monkeypatch.setattr(sys, "argv", ["train_indexer.py", *arguments])
+    monkeypatch.setattr(train_indexer, "read_text", None)
+    with pytest.raises(SystemExit) as ended:
+        train_indexer.main()
+    assert ended.value.code == 2 and capsys.readouterr().err.endswith(f"error: {problem}\n")
+
+
+def test_a_report_of_nothing(tmp_path):
+    script = ROOT / "examples" / "indexer_training" / "report.py"
+    for arguments in ([], [str(tmp_path)]):
+        done = subprocess.run([sys.executable, str(script), *arguments], capture_output=True, text=True)
+        assert done.returncode == 1 and done.stderr.startswith("usage: ") and "Traceback" not in done.stderr

@@ -219,6 +219,8 @@ def _smooth(values: list[float]) -> list[float]:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2 or not (Path(sys.argv[1]) / "losses.csv").is_file():
+        sys.exit("usage: python examples/indexer_training/report.py OUT [DOCUMENT], OUT as a training has written it")
     written = write(Path(sys.argv[1]))
     for document in map(Path, sys.argv[2:]):
         document.write_text(fill(document.read_text(), written))
