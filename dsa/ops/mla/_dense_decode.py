@@ -23,8 +23,8 @@ from dsa.ops.mla._sparse_attention import DTYPES, of_caller
 from dsa.reference.checks import check_updatable
 from dsa.reference.mla import flash_mla_with_kvcache as reference
 
-FEW_TILES = 4  # of a part, on an average
-FEW_CTAS_ROWS = 256
+SHORT = 4  # tiles of a part, on an average, up to which decoding is short
+FEW_CTAS_ROWS = 256  # of queries from which few CTAs combine what is short
 
 
 def _check_limits(
@@ -165,7 +165,7 @@ def _decode(
     out_partial = q.new_empty(splits, kv_heads, rows, HEAD_DIM_V, dtype=torch.float32)
     lse_partial = q.new_empty(splits, kv_heads, rows, dtype=torch.float32)
     # Two CTAs read the same keys once, which does not pay for a few tiles.
-    short = not fixed_splits and batch * -(-capacity // TILE_N) <= FEW_TILES * plan.shape[0]
+    short = not fixed_splits and batch * -(-capacity // TILE_N) <= SHORT * plan.shape[0]
     decode = _decode_kernel(kernels[0], q.dtype, math.gcd(page_size, TILE_N), rows, short)
     # What is batch-invariant is added up in an order that follows from a sequence's rows alone.
     per_sequence, together = (MAX_FIXED_SPLITS, rows) if fixed_splits else (plan.shape[0] // batch, rows * batch)

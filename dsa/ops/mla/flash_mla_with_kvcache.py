@@ -10,7 +10,7 @@ import torch
 from dsa import backends
 from dsa.kernels.mla.limits import MAX_BATCH, PLAN_COLUMNS, PLAN_NUMBERS, TILE_M, TILE_N
 from dsa.ops.declaration import Op, op
-from dsa.ops.mla._dense_decode import _dense_mla_decode, _dense_mla_decode_out
+from dsa.ops.mla._dense_decode import SHORT, _dense_mla_decode, _dense_mla_decode_out
 from dsa.ops.mla._sparse_attention import DTYPES
 from dsa.ops.mla._sparse_decode import _sparse_mla_decode, _sparse_mla_decode_out
 from dsa.reference.checks import check_apart, shape_of
@@ -24,7 +24,7 @@ __all__ = ["FlashMLASchedMeta", "flash_mla_with_kvcache", "get_mla_metadata"]
 # them; and else.
 OVERHEAD, OVERHEAD_OF_LONG, OVERHEAD_OF_SHORT = 5, 2, 0
 # Tiles of a part up to which half of the multiprocessors do better: what combines is there beside them.
-SHORT, HALVED = 4, 2
+HALVED = 2
 
 
 def get_mla_metadata(*args, **kwargs) -> tuple[FlashMLASchedMeta, None] | tuple[torch.Tensor, torch.Tensor]:
