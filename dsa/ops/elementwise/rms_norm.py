@@ -9,7 +9,8 @@ import torch
 from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, MAX_NORM_CHANNELS, MAX_NORM_ROWS
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name, with_dims
-from dsa.ops.declaration import op
+from dsa.ops.declaration import op, wants_gradient
+from dsa.ops.elementwise._rms_norm_gradient import has_kernel
 from dsa.reference.elementwise import rms_norm as reference
 
 __all__ = ["rms_norm"]
@@ -25,7 +26,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float = 1e-6) ->
     eps     added to the mean of the squares: a finite number, at least 0
 
     Returns y, contiguous, of x's shape and dtype. A NaN makes its own row NaN, and a row's result does not depend on
-    the other rows. Differentiable in x and weight: where gradients are asked for, the formula runs in PyTorch.
+    the other rows. Differentiable in x and weight: on Hopper once, by a kernel, for D up to 8192 (fp32: 4096); else,
+    and under torch.compile, the formula runs in PyTorch where gradients are asked for.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
     On Hopper: one kernel that reads x once and writes y once; D a multiple of 8 up to 32768 (fp32: 16384), contiguous
     channels, rows at any multiples of 16 bytes (of more than two dimensions before D, all but the last must be
@@ -33,6 +35,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float = 1e-6) ->
     value rounds to its neighbour. CUDA-graph safe, no host synchronisation.
     Source: arXiv 1910.07467; `RMSNorm` of DeepSeek-V3.2's inference code, and V4's norm of each query head.
     """
+    if torch.is_grad_enabled() and wants_gradient(x, weight) and has_kernel(x):
+        return torch.ops.dsa.rms_norm(x, weight, eps)  # which has a gradient
     return _rms_norm(x, weight, eps)
 
 
@@ -72,3 +76,17 @@ def _rms_norm(kernels: ModuleType, x: torch.Tensor, weight: torch.Tensor | None,
 def _kernel(kernels: ModuleType, dtype: torch.dtype, weighted: bool, channels: int) -> Callable[..., None]:
     name = dtype_name(dtype)
     return kernels.compile_rms_norm(name, weighted, kernels.choose_config(name, channels))
+
+
+def _save(ctx, inputs: tuple, output: torch.Tensor) -> None:
+    x, weight, ctx.eps = inputs
+    ctx.save_for_backward(x, weight)
+
+
+def _gradients(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    x, weight = ctx.saved_tensors
+    dx, dw = torch.ops.dsa.rms_norm_gradient(grad, x, weight, ctx.eps)
+    return dx, None if weight is None else dw[0], None
+
+
+torch.library.register_autograd("dsa::rms_norm", _gradients, setup_context=_save)

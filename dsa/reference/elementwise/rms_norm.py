@@ -12,6 +12,13 @@ RMS_NORM = Arguments(
     eps=Number(least=0),
 )
 
+RMS_NORM_GRADIENT = Arguments(
+    grad=Tensor("... D", FLOATS),
+    x=Tensor("... D", FLOATS, layout=ROWS, merged=(0, -2)),
+    weight=Tensor("D", F32, optional=True, layout=ROWS),
+    eps=Number(least=0),
+)
+
 
 @without_autocast
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float = 1e-6) -> torch.Tensor:
@@ -21,3 +28,16 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float = 1e-6) ->
     y = x.float()
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
     return (y if weight is None else y * weight).to(x.dtype).contiguous()
+
+
+def rms_norm_gradient(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(dx, dw [1, D] fp32) of `rms_norm`: with r = 1 / sqrt(mean(x^2) + eps), dx = r (g w - x r^2 mean(g w x)), rounded
+    once to x's dtype, and dw = sum over rows of g x r; zeros where weight is None."""
+    g, y = grad.float(), x.float()
+    r = torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    gained = g if weight is None else g * weight
+    dx = r * (gained - y * r.square() * (gained * y).mean(-1, keepdim=True))
+    dw = (g * y * r).flatten(0, -2).sum(0, keepdim=True) if x.dim() > 1 else (g * y * r)[None]
+    return dx.to(x.dtype).contiguous(), torch.zeros_like(dw) if weight is None else dw

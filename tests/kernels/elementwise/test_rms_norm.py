@@ -6,6 +6,8 @@ from dsa.cute.compile_cache import cubin
 from dsa.cute.sass import disassemble
 from dsa.cute.sm90 import WARP
 from dsa.kernels.elementwise import limits
+from dsa.kernels.elementwise import rms_norm_gradient_limits as gradient_limits
+from dsa.kernels.elementwise import rms_norm_gradient_sm90 as gradients
 from dsa.kernels.elementwise import rms_norm_sm90 as kernels
 from dsa.kernels.elementwise.rms_norm_rotary_limits import MAX_NORM_ROTARY_CHANNELS
 from tests.kernels.variants import shipped
@@ -51,6 +53,38 @@ def test_sass_with_a_cast(arguments):
     # The sum, the norm, its bytes and a scale.
     assert sass.instructions["STG"] == vectors * (3 + summed)
     assert sass.instructions["BAR"] == (config.lanes > WARP)
+
+
+@shipped(gradients.compile_rms_norm_gradient)
+def test_sass_of_gradients(arguments):
+    dtype, weighted, config = arguments
+    sass = disassemble(cubin(gradients.compile_rms_norm_gradient, *arguments))
+    assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
+    assert sass.registers <= 168  # 384 threads a multiprocessor
+    vectors = config.vectors
+    sums = vectors * (1 if dtype == "float32" else 2) if weighted else 0
+    assert sass.instructions["LDG"] == 2 * vectors + sums and sass.instructions["STG"] == vectors + sums
+    assert sass.instructions["BAR"] == (config.lanes > WARP)
+
+
+def test_gradients_take_what_their_limits_say():
+    for dtype, most in gradient_limits.MAX_NORM_GRADIENT_CHANNELS.items():
+        longest = gradients.choose_gradient_config(dtype, most)
+        assert kernels.max_channels(dtype, longest) == most and longest.threads == 256
+        for channels in range(8, most + 1, 8):
+            assert kernels.max_channels(dtype, gradients.choose_gradient_config(dtype, channels)) >= channels
+    variants = gradients.shipped_variants()
+    assert len(variants) == len(set(variants)) == 6 * len(gradients.GRADIENT_CONFIGS)
+
+
+@pytest.mark.parametrize("config", gradients.GRADIENT_CONFIGS)
+def test_all_rows_have_a_turn(config):
+    """And no row number overflows 31 bits."""
+    for rows in (1, 7, 132, 65536, gradient_limits.MAX_NORM_GRADIENT_ROWS):
+        ctas = gradients.choose_ctas(rows, config, 132)
+        at_a_time = ctas * (config.threads // config.lanes)
+        turns = -(-rows // at_a_time)
+        assert ctas >= 1 and turns * at_a_time >= rows and (turns + 1) * at_a_time < 2**31
 
 
 def test_every_variant_is_shipped_once():

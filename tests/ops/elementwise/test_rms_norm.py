@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import dsa
-from dsa.ops.elementwise import rms_norm as op  # noqa: F401 -- `launches` looks at it
+from dsa.ops.elementwise import _rms_norm_gradient as gradient
+from dsa.ops.elementwise import rms_norm as op
 from dsa.reference.elementwise import rms_norm as reference
 
 NORM = torch.ops.dsa.rms_norm
@@ -41,10 +42,9 @@ def test_fake_results_are_laid_out_as_the_real_ones():
         NORM(torch.zeros(2, 16, device="meta"), torch.zeros(8, device="meta"), 1e-6)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_gradients_are_the_formulas(compiled, launches):
+def test_gradients_are_the_formulas_in_a_compiled_graph(launches):
     x, weight = torch.randn(3, 16, requires_grad=True), torch.randn(16, requires_grad=True)
-    function = torch.compile(dsa.rms_norm, fullgraph=True, backend="aot_eager") if compiled else dsa.rms_norm
+    function = torch.compile(dsa.rms_norm, fullgraph=True, backend="aot_eager")
     got = torch.autograd.grad(function(x, weight).square().sum(), (x, weight))
     expected = torch.autograd.grad(reference.rms_norm(x, weight).square().sum(), (x, weight))
     for a, b in zip(got, expected, strict=True):
@@ -53,6 +53,52 @@ def test_gradients_are_the_formulas(compiled, launches):
     with torch.no_grad():
         assert not dsa.rms_norm(x, weight).requires_grad
     assert len(launches) == 1
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("shape", [(16,), (3, 16), (2, 3, 16), (2, 3, 4, 16)])
+def test_the_registered_gradients(shape, weighted):
+    """Of the reference's, by the formula."""
+    x, weight = torch.randn(shape, requires_grad=True), torch.randn(16, requires_grad=True) if weighted else None
+    wanted, grad = (x, weight) if weighted else (x,), torch.randn(shape)
+    got = torch.autograd.grad(NORM(x, weight, 1e-3), wanted, grad)
+    expected = torch.autograd.grad(reference.rms_norm(x, weight, 1e-3), wanted, grad)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b)
+    (alone,) = torch.autograd.grad(NORM(x.detach(), weight, 1e-3), weight, grad) if weighted else (None,)
+    assert not weighted or torch.equal(alone, got[1])
+
+
+BRIDGES = [op, gradient]
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_the_gradients_kernel_gets(dtype, weighted, named_launches):
+    wide = torch.randn(6, 4, 48).to(dtype).requires_grad_()
+    x, weight = wide[:, 1:3, 8:24], torch.randn(16, requires_grad=True) if weighted else None
+    y = dsa.rms_norm(x, weight, 1e-3)
+    y.backward(torch.ones(()).to(dtype).expand(y.shape))
+    (_, (kind, gained, config), (grad, rows, gain, dx, parts, eps, ctas)) = named_launches[1]
+    assert [launch[0] for launch in named_launches] == ["", "gradient"] and kind == str(dtype).removeprefix("torch.")
+    assert rows.data_ptr() == x.data_ptr() and rows.stride() == x.stride() and eps == 1e-3
+    assert grad.shape == rows.shape == dx.shape == (6, 2, 16) and grad.is_contiguous() and dx.is_contiguous()
+    assert gained == weighted and (gain is None) == (parts is None) == (not weighted)
+    assert ctas == 1 and config.threads // config.lanes == 16
+    if weighted:
+        assert gain.data_ptr() == weight.data_ptr() and parts.shape == (16, 16) and parts.dtype == torch.float32
+        assert weight.grad.shape == (16,)
+    assert wide.grad.shape == wide.shape and wide.grad.dtype == dtype
+
+
+def test_gradients_of_rows_that_the_kernel_does_not_take(named_launches):
+    """By the formula in PyTorch."""
+    for shape in ((3, 12), (3, 4104), (0, 16)):
+        x = torch.randn(shape, requires_grad=True)
+        (got,) = torch.autograd.grad(dsa.rms_norm(x, None).sum(), x)
+        (expected,) = torch.autograd.grad(reference.rms_norm(x, None).sum(), x)
+        assert torch.equal(got, expected)
+    assert not named_launches
 
 
 def test_forcing_the_kernel_on_the_cpu_is_an_error():

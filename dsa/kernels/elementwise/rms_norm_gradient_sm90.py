@@ -1,0 +1,191 @@
+"""Gradients of the root mean square norm of rows, y = x r w with r = 1 / sqrt(mean(x^2) + eps).
+
+    dx = r (g w - x r^2 mean(g w x)),    dw = sum over rows of g x r
+
+Plan
+- A row belongs to `lanes` threads, a part of a warp or several of them, as in `rms_norm_sm90`: each holds up to
+  `vectors` vectors of 16 bytes of x, of g and, as fp32, of the weights and of its share of dw, in registers. One read
+  of x and g, one write of dx.
+- CTAs are persistent: the threads of a row take every n-th one, n the rows that all CTAs have at a time, with as many
+  turns for all, since shuffles want whole warps. Past the end it is the last row again, and nothing comes of it.
+- Both sums of a row, of x^2 and of g w x, go through one shuffle tree, and from warp to warp through shared memory, of
+  which turns use two halves by turns: one barrier a row.
+- What a thread has of dw it adds up in fp32 over its rows, in their order, and writes once: [parts, D], whose sum over
+  the parts is dw. So the bits are the same each time on the same number of multiprocessors.
+Shared memory: four numbers a warp. Constraints: rows at multiples of 16 bytes, D a multiple of a vector and at most
+what CTAs of 256 threads hold.
+Roofline: memory, 3 D elements a row; about 9 instructions a channel.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass.memory import SmemAllocator
+
+from dsa.cute.compile_cache import cached, compile_sm90
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
+from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
+from dsa.cute.sm90 import WARP
+from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, DTYPES
+from dsa.kernels.elementwise.rms_norm_sm90 import CONFIGS, MAX_EARLY, VECTOR_BITS, NormConfig, max_channels
+
+# Those whose threads have registers for all of that.
+GRADIENT_CONFIGS = tuple(config for config in CONFIGS if config.threads <= 256 and config.vectors <= MAX_EARLY)
+
+
+class RmsNormGradientSm90:
+    def __init__(self, dtype: type[cutlass.Numeric], config: NormConfig):
+        self.width = VECTOR_BITS // dtype.width
+        self.lanes, self.vectors, self.threads = config.lanes, config.vectors, config.threads
+        self.rows_of_cta = config.threads // config.lanes
+        self.warps = max(1, config.lanes // WARP)  # of a row
+
+    @cute.jit
+    def __call__(
+        self,
+        grad: cute.Tensor,
+        x: cute.Tensor,
+        weight: cute.Tensor | None,
+        dx: cute.Tensor,
+        parts: cute.Tensor | None,
+        eps: Float32,
+        ctas: Int32,
+        stream,
+    ):
+        rows = x.shape[0] * x.shape[1]
+        inner = cute.fast_divmod_create_divisor_v2(x.shape[1])
+        share = Float32(1.0) / Float32(x.shape[2])
+        turns = cute.ceil_div(rows, self.rows_of_cta * ctas)
+        self.kernel(grad, x, weight, dx, parts, eps, share, inner, rows, turns).launch(
+            grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        grad: cute.Tensor,
+        x: cute.Tensor,
+        weight: cute.Tensor | None,
+        dx: cute.Tensor,
+        parts: cute.Tensor | None,
+        eps: Float32,
+        share: Float32,
+        inner: cute.FastDivmodDivisorV2,
+        rows: Int32,
+        turns: Int32,
+    ):
+        tid, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        lane, part = tid % self.lanes, block * self.rows_of_cta + tid // self.lanes
+        filled = x.shape[2] // self.width
+        sums = SmemAllocator().allocate_tensor(Float32, cute.make_layout((2, self.warps, 2)), 16)
+        wait_for_prerequisite_grids()
+        gain = cute.make_rmem_tensor((self.width, self.vectors), Float32)
+        gain.fill(1.0)
+        if const_expr(weight is not None):
+            self.load(weight, gain, lane, filled)
+        total = cute.make_rmem_tensor((self.width, self.vectors), Float32)
+        total.fill(0.0)
+        raw_x, raw_g = [cute.make_rmem_tensor((self.width, self.vectors), x.element_type) for _ in range(2)]
+        raw_x.fill(0.0)
+        raw_g.fill(0.0)
+        v, g = [cute.make_rmem_tensor((self.width,), Float32) for _ in range(2)]
+        packed = cute.make_rmem_tensor((self.width,), x.element_type)
+        for turn in cutlass.range(turns):
+            row = turn * ctas * self.rows_of_cta + part
+            a, b = divmod(cutlass.min(row, rows - 1), inner)
+            self.load(x[a, b, None], raw_x, lane, filled)
+            self.load(grad[a, b, None], raw_g, lane, filled)
+            square, product = Float32(0.0), Float32(0.0)
+            for n in cutlass.range_constexpr(self.vectors):
+                v.store(raw_x[None, n].load().to(Float32))
+                g.store(raw_g[None, n].load().to(Float32))
+                for i in cutlass.range_constexpr(self.width):
+                    square = cute.math.fma(v[i], v[i], square)
+                    product = cute.math.fma(g[i] * gain[i, n], v[i], product)
+            square, product = self.sums_of_row(square, product, sums, tid, turn % 2)
+            inverse = cute.math.rsqrt(square * share + eps)
+            turned = inverse * inverse * (product * share)
+            for n in cutlass.range_constexpr(self.vectors):
+                at = lane + n * self.lanes
+                v.store(raw_x[None, n].load().to(Float32))
+                g.store(raw_g[None, n].load().to(Float32))
+                if row < rows:
+                    for i in cutlass.range_constexpr(self.width):
+                        total[i, n] = cute.math.fma(g[i], v[i] * inverse, total[i, n])
+                for i in cutlass.range_constexpr(self.width):
+                    v[i] = (g[i] * gain[i, n] - v[i] * turned) * inverse
+                packed.store(v.load().to(x.element_type))
+                if at < filled and row < rows:
+                    cute.autovec_copy(packed, cute.local_tile(dx[a, b, None], (self.width,), (at,)))
+        if const_expr(parts is not None):
+            for n in cutlass.range_constexpr(self.vectors):
+                at = lane + n * self.lanes
+                if at < filled:
+                    cute.autovec_copy(total[None, n], cute.local_tile(parts[part, None], (self.width,), (at,)))
+
+    @cute.jit
+    def load(self, source: cute.Tensor, values: cute.Tensor, lane: Int32, filled: Int32):
+        """The thread's vectors of a row; those past its end stay."""
+        for n in cutlass.range_constexpr(self.vectors):
+            at = lane + n * self.lanes
+            if at < filled:
+                cute.autovec_copy(cute.local_tile(source, (self.width,), (at,)), values[None, n])
+
+    @cute.jit
+    def sums_of_row(self, x: Float32, y: Float32, sums: cute.Tensor, tid: Int32, half: Int32):
+        """Both sums over the row's threads, the same bits in all of them."""
+        for log in cutlass.range_constexpr(min(self.lanes, WARP).bit_length() - 1):
+            x += cute.arch.shuffle_sync_bfly(x, offset=1 << log)
+            y += cute.arch.shuffle_sync_bfly(y, offset=1 << log)
+        if const_expr(self.warps > 1):
+            if tid % WARP == 0:
+                sums[0, tid // WARP, half] = x
+                sums[1, tid // WARP, half] = y
+            cute.arch.sync_threads()
+            x, y = Float32(0.0), Float32(0.0)
+            for i in cutlass.range_constexpr(self.warps):
+                x += sums[0, i, half]
+                y += sums[1, i, half]
+        return x, y
+
+
+@cached
+def compile_rms_norm_gradient(dtype: str, weighted: bool, config: NormConfig):
+    """-> f(grad, x [A, B, D] dtype, weight [D] fp32 or None, dx [A, B, D], parts [P, D] fp32 or None without a weight,
+    eps, ctas); P the rows that so many CTAs have at a time, 0 < A * B < 2^31 - 2^20, D a multiple of 8 up to
+    `max_channels(dtype, config)`. Rows start at multiples of 16 bytes."""
+    element = cute_dtype(dtype)
+    width = VECTOR_BITS // element.width
+    outer, dim = [cute.sym_int() for _ in range(2)], cute.sym_int(divisibility=CHANNEL_MULTIPLE)
+    grad, x, dx = (fake(element, (*outer, dim), (*strides(2, width), 1)) for _ in range(3))
+    weight = fake(Float32, (dim,), (1,)) if weighted else None
+    parts = fake(Float32, (cute.sym_int(), dim), (*strides(1, 4), 1)) if weighted else None
+    return compile_sm90(
+        RmsNormGradientSm90(element, config),
+        *(grad, x, weight, dx, parts, Float32(0.0), Int32(1), fake_stream()),
+    )
+
+
+def choose_gradient_config(dtype: str, channels: int) -> NormConfig:
+    """The first that holds a row."""
+    return next(config for config in GRADIENT_CONFIGS if channels <= max_channels(dtype, config))
+
+
+def choose_ctas(rows: int, config: NormConfig, sms: int) -> int:
+    """A few waves' worth of threads at once, of which each has many rows where there are many."""
+    return min(-(-rows // (config.threads // config.lanes)), sms * max(1, 1024 // config.threads))
+
+
+def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+    """Every compile function and its arguments that the op can ask for."""
+    return [
+        (compile_rms_norm_gradient, (dtype, weighted, config))
+        for dtype in DTYPES
+        for weighted in (True, False)
+        for config in GRADIENT_CONFIGS
+    ]
