@@ -21,6 +21,7 @@ from dsa_layers.parallel.ranks import Ranks
 from dsa_layers.training.indexer_stage import IndexerStage
 
 from .corpus import draw
+from .passes import Passes
 
 STAGES = ("dense", "warmup", "sparse")
 ALONE = Ranks(0, 1)
@@ -30,6 +31,8 @@ _DECAY = 0.1  # of matrices, but for the embedding
 # The drafter's loss counts for less at a stage's end, as DeepSeek-V3's does behind 10 of 14.8T tokens (arXiv
 # 2412.19437, section 4.2); the sparse stage is such an end.
 _DRAFT_WEIGHTS, _DRAFT_SWITCH = (0.3, 0.1), 2 / 3
+# Of the language model's, the drafter's and the indexers' loss at each stage's end.
+_WEIGHTS = {"dense": (1.0, _DRAFT_WEIGHTS[1], 0.0), "warmup": (0.0, 0.0, 1.0), "sparse": (1.0, _DRAFT_WEIGHTS[1], 1.0)}
 _IGNORED = -100  # a target that is no token
 
 
@@ -91,12 +94,14 @@ class _Losses(nn.Module):
     def __init__(self, model: DeepseekV32ForCausalLM, stage: IndexerStage | None, ranks: Ranks) -> None:
         super().__init__()
         self.model, self._stage, self._ranks = model, stage, ranks
+        self._batch: SequenceBatch | None = None  # of the dense stage, whose steps have one shape
 
     def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if self._stage is None:  # sequences need nothing of one another
             own = tokens[self._ranks.rank :: self._ranks.size]
-            batch = SequenceBatch.without_cache([own.shape[1] - 1] * len(own), own.device)
-            losses = self._of_tokens(own, batch)
+            if self._batch is None:
+                self._batch = SequenceBatch.without_cache([own.shape[1] - 1] * len(own), own.device)
+            losses = self._of_tokens(own, self._batch)
             share = self._ranks.size / (len(tokens) * (tokens.shape[1] - 1))
             language, drafted = (x.sum() * share for x in losses)
         else:
@@ -154,19 +159,21 @@ def train_stage(
     losses_of = _Losses(model, stage, ranks)
     if ranks.size > 1 and pace.steps:
         losses_of = DistributedDataParallel(losses_of, process_group=ranks.group, broadcast_buffers=False)
+    late = torch.tensor(_WEIGHTS[name], device=text.device)
+    early = late.clone()
+    if name == "dense":
+        early[1] = _DRAFT_WEIGHTS[0]
+    # What the ranks' shares of tokens are is agreed on by the host in every step.
+    passes = Passes(losses_of, chosen.values(), captured=text.is_cuda and stage is None and ranks.size == 1)
     step = 0
     with _balanced(model, name != "warmup", ranks) as balance:
         while step < pace.steps:
             tokens = draw(text, count, plan.length, generator)
             with selecting(model, plan.length) if stage is None else stage:
-                language, drafted, indexer = losses_of(tokens)
-                early = name == "dense" and step < _DRAFT_SWITCH * pace.steps
-                loss = language + _DRAFT_WEIGHTS[not early] * drafted + indexer
-                (indexer if name == "warmup" else loss).backward()
+                losses = passes(tokens, early if step < _DRAFT_SWITCH * pace.steps else late)
             optimizer.step(step, pace.steps)
             balance()
-            # Left on the device: a step does not wait for its losses.
-            rows.append((step, torch.stack((language.detach(), drafted.detach(), indexer.detach()))))
+            rows.append((step, losses))  # left on the device: a step does not wait for its losses
             step += 1
             pace.measure(step)
             if step % plan.every[i] == 0 or step == pace.steps:
@@ -243,14 +250,15 @@ class _Optimizer:
             {"params": [c for c, own in zip(self._copies, decayed) if own == decays], "weight_decay": _DECAY * decays}
             for decays in (True, False)
         ]
+        for copy_ in self._copies:
+            copy_.grad = torch.empty_like(copy_)
         self._rate = rate
         self._adam = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=self._copies[0].is_cuda)
 
     @torch.no_grad()
     def step(self, step: int, steps: int) -> None:
         """The step of this number, from 0, of so many."""
-        for copy_, parameter in zip(self._copies, self._parameters):
-            copy_.grad, parameter.grad = parameter.grad.float(), None
+        torch._foreach_copy_([copy_.grad for copy_ in self._copies], [p.grad for p in self._parameters])
         nn.utils.clip_grad_norm_(self._copies, 1.0)
         rise = max(1, min(200, steps // 10))
         share = min((step + 1) / rise, 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps)))
