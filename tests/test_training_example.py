@@ -17,8 +17,9 @@ import train_indexer  # noqa: E402
 from indexer_training import report  # noqa: E402
 from indexer_training.corpus import Corpus, draw, pieces, spread  # noqa: E402
 from indexer_training.measure import acceptance, recall  # noqa: E402
+from indexer_training.optimizer import Optimizer  # noqa: E402
 from indexer_training.small_model import build, fields, save  # noqa: E402
-from indexer_training.stages import Plan, _Optimizer, selecting, train_stage  # noqa: E402
+from indexer_training.stages import Plan, selecting, train_stage  # noqa: E402
 from indexer_training.vocabulary import BEGIN, train_tokenizer  # noqa: E402
 
 from dsa_layers.batch.sequence_batch import SequenceBatch  # noqa: E402
@@ -29,7 +30,7 @@ from tests.tiny_training import measure_little, text_of, write_corpus  # noqa: E
 
 SMALL = {"index_topk": 32, "hidden_size": 128, "intermediate_size": 128, "n_routed_experts": 2}
 WITH_VOCAB = SMALL | {"vocab_size": 300}
-PLAN = Plan((12, 6, 6), rates=(2e-3, 3e-3, 3e-4), batch=(2, 2, 2), every=(6, 3, 3), length=96, vocab=300, fields=SMALL)
+PLAN = Plan((12, 6, 6), rates=(1e-2, 3e-3, 3e-4), batch=(2, 2, 2), every=(6, 3, 3), length=96, vocab=300, fields=SMALL)
 
 
 @pytest.fixture(scope="module")
@@ -134,10 +135,32 @@ def test_decay_leaves_norms_and_the_embedding(corpus):
     before = {n: p.detach().clone() for n, p in parameters.items()}
     for p in parameters.values():
         p.grad = torch.zeros_like(p)
-    _Optimizer(parameters, 0.1).step(1, 10)
+    Optimizer(parameters, 0.1).step(1, 10)
     decayed = {n for n, p in parameters.items() if not torch.equal(p, before[n])}
     assert "lm_head.weight" in decayed and "model.embed_tokens.weight" not in decayed
     assert not any("norm" in n or "bias" in n for n in decayed)
+
+
+def test_steps_of_matrices(corpus):
+    """A matrix's step is as long as AdamW's would be, a fifth of the rate for a number on average, in all directions,
+    whatever the size of its gradient; each expert has one of its own."""
+    torch.manual_seed(0)
+    parameters = dict(build(WITH_VOCAB, torch.float32).named_parameters())
+    before = {n: p.detach().clone() for n, p in parameters.items()}
+    for p in parameters.values():
+        p.grad = torch.randn_like(p)
+        if p.dim() == 3:
+            p.grad[0] *= 1000
+    rate = 1e-3
+    Optimizer(parameters, rate).step(1, 10)  # past the rise
+    for name in ("model.layers.0.self_attn.kv_b_proj.weight", "model.layers.1.mlp.experts.gate_up_proj"):
+        moved = (parameters[name] - before[name]).detach()
+        for matrix in moved.reshape(-1, *moved.shape[-2:]):
+            assert 0.15 * rate < matrix.square().mean().sqrt() < 0.25 * rate, name
+            singular = torch.linalg.svdvals(matrix)
+            assert singular.max() < 3 * singular.min(), name
+    gate = "model.layers.1.mlp.gate.weight"  # by AdamW, whose first step is of this size
+    assert (parameters[gate] - before[gate]).detach().abs().max() == pytest.approx(rate, rel=0.2)
 
 
 def test_losses_fall(out):

@@ -52,8 +52,8 @@ def test_two_processes_have_the_losses_of_one(root, tokens, tmp_path):
     got = list(csv.DictReader((tmp_path / "out" / "losses.csv").open()))
     assert [row["stage"] for row in got] == [row.stage for row in expected]
     for row, alone in zip(got, expected):
-        # Scores that nearly tie are in another order now and then, and other keys are selected.
-        near = 4e-3 if alone.stage == "sparse" else 1e-5
+        # Muon computes in bf16. Scores that nearly tie are in another order now and then, and other keys are selected.
+        near = 4e-3 if alone.stage == "sparse" else 1e-4
         losses = {"language loss": alone.language, "drafter's loss": alone.drafted, "indexer loss": alone.indexer}
         for name, loss in losses.items():
             assert float(row[name]) == pytest.approx(loss, rel=near, abs=near), (alone.stage, alone.step, name)

@@ -21,12 +21,12 @@ from dsa_layers.parallel.ranks import Ranks
 from dsa_layers.training.indexer_stage import IndexerStage
 
 from .corpus import draw
+from .optimizer import Optimizer
 from .passes import Passes
 
 STAGES = ("dense", "warmup", "sparse")
 ALONE = Ranks(0, 1)
 _BALANCE_RATE = 1e-3
-_DECAY = 0.1  # of matrices, but for the embedding
 
 # The drafter's loss counts for less at a stage's end, as DeepSeek-V3's does behind 10 of 14.8T tokens (arXiv
 # 2412.19437, section 4.2); the sparse stage is such an end.
@@ -151,7 +151,7 @@ def train_stage(
     chosen = {n: p for n, p in named.items() if name not in trained or trained[name](p)}
     for n, p in named.items():
         p.requires_grad_(n in chosen)
-    optimizer = _Optimizer(chosen, plan.rates[i])
+    optimizer = Optimizer(chosen, plan.rates[i])
     generator = torch.Generator(text.device).manual_seed(i)
     rows, began = [], time.perf_counter()
     agree = partial(_mean_over_ranks, ranks=ranks, device=text.device)
@@ -237,35 +237,6 @@ class _Best:
     def restore(self) -> None:
         if self.step is not None:
             self._model.load_state_dict(self._weights)
-
-
-class _Optimizer:
-    """AdamW with a cosine schedule on fp32 copies of the parameters, which may have fewer bits."""
-
-    def __init__(self, parameters: dict[str, nn.Parameter], rate: float) -> None:
-        self._parameters = list(parameters.values())
-        self._copies = [p.detach().float().clone() for p in self._parameters]
-        decayed = [p.dim() > 1 and "embed_tokens" not in n for n, p in parameters.items()]
-        groups = [
-            {"params": [c for c, own in zip(self._copies, decayed) if own == decays], "weight_decay": _DECAY * decays}
-            for decays in (True, False)
-        ]
-        for copy_ in self._copies:
-            copy_.grad = torch.empty_like(copy_)
-        self._rate = rate
-        self._adam = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=self._copies[0].is_cuda)
-
-    @torch.no_grad()
-    def step(self, step: int, steps: int) -> None:
-        """The step of this number, from 0, of so many."""
-        torch._foreach_copy_([copy_.grad for copy_ in self._copies], [p.grad for p in self._parameters])
-        nn.utils.clip_grad_norm_(self._copies, 1.0)
-        rise = max(1, min(200, steps // 10))
-        share = min((step + 1) / rise, 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps)))
-        for group in self._adam.param_groups:
-            group["lr"] = self._rate * share
-        self._adam.step()
-        torch._foreach_copy_(self._parameters, self._copies)
 
 
 @contextlib.contextmanager
