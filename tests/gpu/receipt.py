@@ -42,6 +42,7 @@ WHOLES = {
     "recorded_calls": "all ops: calls whose steps are recorded",
     "several_gpus": "ops on a GPU that is not the current one",
     "sglang_adapters": "SGLang's plugin: its calls beside the kernels that SGLang calls",
+    "training_example": "the training example: `examples/train_indexer.py`",
     "transformers": "transformers' models: `dsa_layers.hf`",
     "user_commands": "the user's commands: `dsa check`, `dsa generate`, every Python block of the documents",
     "vllm_adapters": "vLLM's plugin: its calls beside the kernels that vLLM calls",
@@ -174,6 +175,9 @@ def code_modules(name: str, arch: str) -> list[str]:
         return [*ops, *_layers(tuple(place for place in NOT_RUN if place != "hf"))]
     if name == "generation":
         return [*ops, *_layers(tuple(place for place in NOT_RUN if place not in TINY))]
+    if name == "training_example":
+        examples = [module_of(path) for path in sorted((ROOT / "examples").rglob("*.py"))]
+        return [*ops, *_layers(tuple(place for place in NOT_RUN if place not in ("export.py", "training"))), *examples]
     if name == "parallel":
         return [*ops, *_layers(tuple(place for place in NOT_RUN if place not in ("command", "parallel", *TINY)))]
     return [*_closure(["dsa.self_test"], arch), *_layers(())] if name == "user_commands" else ops
