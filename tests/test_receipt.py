@@ -11,6 +11,7 @@ from dsa_bench.e2e import document, drafts_document, million_document, parallel_
 from dsa_bench.harness import case
 from tests.gpu import headlines, receipt, receipt_rows, status_table, unverify
 from tests.gpu.read_once import read_once
+from tests.project_copy import FOLDERS
 
 # Of these digests are compared below: an arch on which everything is to run.
 (ARCH, *_) = [arch for arch in backends.archs() if receipt.WHOLES.keys() <= {*receipt.asked(arch)}]
@@ -118,7 +119,7 @@ def test_a_new_row_is_an_entry_that_has_to_run_and_nothing_else(another_arch, mo
 def copy(tmp_path_factory):
     """A copy of what digests are of."""
     copied = tmp_path_factory.mktemp("project")
-    for package in ("dsa", "dsa_layers", "dsa_bench", "dsa_engines", "tests", "docs"):
+    for package in FOLDERS:
         leave = shutil.ignore_patterns("__pycache__", "*.safetensors", "*.png", "*.json")
         shutil.copytree(receipt.ROOT / package, copied / package, ignore=leave)
     for folder in ("dsa/tuned", "dsa_layers/vendored", "dsa_layers/stdlib_model"):
@@ -275,6 +276,11 @@ CHANGES = {
         ("dsa/self_test/moe.py", "abs_tol=0.0", "abs_tol=1.0"),
         ("user_commands",),
         ("generation", "rms_norm"),
+    ),
+    "the training example": (
+        ("examples/indexer_training/optimizer.py", "_DECAY = 0.1", "_DECAY = 0.2"),
+        ("training_example",),
+        ("generation", "user_commands", "drafts", "several_gpus"),
     ),
     "an example": (
         ("README.md", "```python\n", "```python\nNEW = 1\n"),
