@@ -16,16 +16,17 @@ sys.path.insert(0, str(ROOT / "examples"))
 import train_indexer  # noqa: E402
 from indexer_training import report  # noqa: E402
 from indexer_training.corpus import Corpus, draw, pieces, spread  # noqa: E402
-from indexer_training.measure import acceptance, recall  # noqa: E402
+from indexer_training.measure import acceptance, held_out_loss, recall  # noqa: E402
 from indexer_training.optimizer import Optimizer  # noqa: E402
 from indexer_training.small_model import build, fields, save  # noqa: E402
-from indexer_training.stages import Plan, selecting, train_stage  # noqa: E402
+from indexer_training.stages import ALONE, Plan, _balanced, language_loss, selecting, train_stage  # noqa: E402
 from indexer_training.vocabulary import BEGIN, train_tokenizer  # noqa: E402
 
 from dsa_layers.batch.sequence_batch import SequenceBatch  # noqa: E402
 from dsa_layers.checkpoint import SINGLE_NAME  # noqa: E402
 from dsa_layers.checkpoint.export import save_fp8_checkpoint  # noqa: E402
 from dsa_layers.command.main import main  # noqa: E402
+from dsa_layers.layers.moe import MoE  # noqa: E402
 from tests.tiny_training import measure_little, text_of, write_corpus  # noqa: E402
 
 SMALL = {"index_topk": 32, "hidden_size": 128, "intermediate_size": 128, "n_routed_experts": 2}
@@ -127,6 +128,28 @@ def test_a_stage_ends_in_time(corpus, monkeypatch, seconds, steps):
     monkeypatch.setattr("indexer_training.stages.draw", draw_a_second_later)
     _, facts = train_stage(model, "dense", plan, corpus.train)
     assert facts["steps"] == steps and facts["seconds"] == steps + 9
+
+
+def test_experts_are_balanced_by_what_is_trained_on(corpus):
+    """Not by held-out text, which the same gates see in between."""
+    torch.manual_seed(0)
+    model = build(WITH_VOCAB | {"n_routed_experts": 4}, torch.float32)
+    (gate,) = (layer.mlp.gate for layer in model.model.layers if isinstance(layer.mlp, MoE))
+    torch.nn.init.normal_(gate.weight)
+    trained, held_out = (pieces(corpus.train, 64)[i : i + 1] for i in (0, 1))
+    biases = []
+    for between in (False, True):
+        with torch.no_grad():
+            gate.e_score_correction_bias.zero_()
+        with _balanced(model, True, ALONE) as balance:
+            language_loss(model, trained)
+            if between:
+                gate.weight.data.neg_()  # the other experts
+                held_out_loss(model, held_out, 64)
+                gate.weight.data.neg_()
+            balance()
+        biases.append(gate.e_score_correction_bias.tolist())
+    assert biases[0] == biases[1] and any(biases[0])
 
 
 def test_decay_leaves_norms_and_the_embedding(corpus):

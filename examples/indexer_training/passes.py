@@ -1,5 +1,6 @@
 """A step's forward and backward pass; on a GPU a CUDA graph, because its kernels take less time than their launches."""
 
+import gc
 from collections.abc import Callable, Iterable
 
 import torch
@@ -24,18 +25,28 @@ class Passes:
     def __init__(self, losses: Losses, parameters: Iterable[nn.Parameter], captured: bool) -> None:
         self._losses, self._parameters, self._captured = losses, list(parameters), captured
         self._calls = 0
+        # Autograd remembers on which stream a parameter was first used: all calls before the graph's are on its own.
+        self._stream = torch.cuda.Stream() if captured else None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._inputs: tuple[torch.Tensor, ...] = ()
         self._output: torch.Tensor | None = None
 
     def __call__(self, tokens: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         self._calls += 1
-        if not self._captured or self._calls <= _AS_THEY_ARE:
+        if not self._captured:
             return self._run(tokens, weights)
+        if self._calls <= _AS_THEY_ARE:
+            caller = torch.cuda.current_stream()
+            self._stream.wait_stream(caller)
+            with torch.cuda.stream(self._stream):
+                losses = self._run(tokens, weights)
+            caller.wait_stream(self._stream)
+            return losses
         if self._graph is None:
             self._inputs = tokens.clone(), weights.clone()
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
+            gc.collect()  # what is left of earlier calls would be freed in the graph's memory
+            with torch.cuda.graph(self._graph, stream=self._stream):
                 self._output = self._run(*self._inputs)
         for own, value in zip(self._inputs, (tokens, weights)):
             own.copy_(value)

@@ -46,7 +46,7 @@ class Plan:
 
     steps: tuple[int, int, int] = (30000, 1000, 1500)
     seconds: tuple[float, float, float] = (290, 40, 60)
-    rates: tuple[float, float, float] = (2e-3, 1e-3, 2e-4)
+    rates: tuple[float, float, float] = (1e-2, 3e-3, 5e-5)
     batch: tuple[int, int, int] = (32, 8, 8)
     every: tuple[int, int, int] = (250, 250, 50)
     length: int = 2048
@@ -186,6 +186,7 @@ def train_stage(
         facts["best_step"] = best.step
     for p in named.values():
         p.requires_grad_(True)
+        p.grad = None
     return losses, facts
 
 
@@ -245,7 +246,12 @@ def _balanced(model: nn.Module, learns: bool, ranks: Ranks) -> Iterator:
     gain, as DeepSeek-V3 balances without a loss."""
     gates = [module for module in model.modules() if isinstance(module, GroupedSigmoidRouter)] if learns else []
     chosen: dict[nn.Module, torch.Tensor] = {}
-    hooks = [gate.register_forward_hook(lambda gate, _, out: chosen.update({gate: out[0]})) for gate in gates]
+
+    def note(gate: nn.Module, _: tuple, out: tuple[torch.Tensor, ...]) -> None:
+        if torch.is_grad_enabled():  # held-out text does not count
+            chosen[gate] = out[0]
+
+    hooks = [gate.register_forward_hook(note) for gate in gates]
 
     @torch.no_grad()
     def balance() -> None:

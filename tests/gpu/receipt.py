@@ -145,7 +145,7 @@ def digest(name: str, arch: str) -> str:
         # Another training has other metrics: they stand for the weights, which copies of this project leave out.
         for path in (LAYERS / "stdlib_model" / name for name in ("config.json", "metrics.json", "tokenizer.json")):
             h.update(path.read_bytes())
-    if name in ROW_BY_ROW:  # the models' sizes
+    if name in (*ROW_BY_ROW, "training_example"):  # the models' sizes
         for path in sorted((LAYERS / "vendored").glob("*config.json")):
             h.update(json.dumps(json.loads(path.read_text()), sort_keys=True).encode())
     return h.hexdigest()[:16]
@@ -177,7 +177,8 @@ def code_modules(name: str, arch: str) -> list[str]:
         return [*ops, *_layers(tuple(place for place in NOT_RUN if place not in TINY))]
     if name == "training_example":
         examples = [module_of(path) for path in sorted((ROOT / "examples").rglob("*.py"))]
-        return [*ops, *_layers(tuple(place for place in NOT_RUN if place not in ("export.py", "training"))), *examples]
+        runs = ("export.py", "manifest.py", "parallel", "training")
+        return [*ops, *_layers(tuple(place for place in NOT_RUN if place not in runs)), *examples]
     if name == "parallel":
         return [*ops, *_layers(tuple(place for place in NOT_RUN if place not in ("command", "parallel", *TINY)))]
     return [*_closure(["dsa.self_test"], arch), *_layers(())] if name == "user_commands" else ops

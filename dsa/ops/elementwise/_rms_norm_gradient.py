@@ -23,7 +23,9 @@ def has_kernel(x: torch.Tensor) -> bool:
         return False
     channels = x.shape[-1]
     fits = 0 < channels <= _MAX_CHANNELS.get(x.dtype, 0) and channels % CHANNEL_MULTIPLE == 0
-    return fits and 0 < x.numel() // channels <= MAX_NORM_GRADIENT_ROWS
+    if not fits or not 0 < x.numel() // channels <= MAX_NORM_GRADIENT_ROWS:
+        return False
+    return rows_at_16_bytes(x) is not None and (x.dim() <= 3 or x.is_contiguous())
 
 
 def _results(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,8 +50,11 @@ def _rms_norm_gradient(
     parts = None
     if weight is not None:
         parts = x.new_empty(ctas * (config.threads // config.lanes), channels, dtype=torch.float32)
+    grad = grad.contiguous()
+    if rows_at_16_bytes(grad) is None:  # a part of a wider gradient, from any number on
+        grad = grad.clone()
     launch = _gradient_kernel(kernels, name, weight is not None, config)
-    launch(grad.contiguous().view(rows.shape), rows, weight, dx.view(rows.shape), parts, float(eps), ctas)
+    launch(grad.view(rows.shape), rows, weight, dx.view(rows.shape), parts, float(eps), ctas)
     return dx, x.new_zeros(1, channels, dtype=torch.float32) if parts is None else parts.sum(0, keepdim=True)
 
 

@@ -26,8 +26,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float = 1e-6) ->
     eps     added to the mean of the squares: a finite number, at least 0
 
     Returns y, contiguous, of x's shape and dtype. A NaN makes its own row NaN, and a row's result does not depend on
-    the other rows. Differentiable in x and weight: on Hopper once, by a kernel, for D up to 8192 (fp32: 4096); else,
-    and under torch.compile, the formula runs in PyTorch where gradients are asked for.
+    the other rows. Differentiable in x and weight: on Hopper once, by a kernel, for D up to 8192 (fp32: 4096) and rows
+    as below; else, and under torch.compile, the formula runs in PyTorch where gradients are asked for.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
     On Hopper: one kernel that reads x once and writes y once; D a multiple of 8 up to 32768 (fp32: 16384), contiguous
     channels, rows at any multiples of 16 bytes (of more than two dimensions before D, all but the last must be
@@ -35,8 +35,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float = 1e-6) ->
     value rounds to its neighbour. CUDA-graph safe, no host synchronisation.
     Source: arXiv 1910.07467; `RMSNorm` of DeepSeek-V3.2's inference code, and V4's norm of each query head.
     """
-    if torch.is_grad_enabled() and wants_gradient(x, weight) and has_kernel(x):
-        return torch.ops.dsa.rms_norm(x, weight, eps)  # which has a gradient
+    if torch.is_grad_enabled() and wants_gradient(x, weight):
+        reference.RMS_NORM.check(x, weight, eps)
+        if has_kernel(x):
+            return torch.ops.dsa.rms_norm(x, weight, eps)  # which has a gradient
     return _rms_norm(x, weight, eps)
 
 

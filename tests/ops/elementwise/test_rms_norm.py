@@ -93,11 +93,31 @@ def test_what_the_gradients_kernel_gets(dtype, weighted, named_launches):
 
 def test_gradients_of_rows_that_the_kernel_does_not_take(named_launches):
     """By the formula in PyTorch."""
-    for shape in ((3, 12), (3, 4104), (0, 16)):
-        x = torch.randn(shape, requires_grad=True)
+    rows = (torch.randn(shape) for shape in ((3, 12), (3, 4104), (0, 16)))
+    others = torch.randn(16, 3).T, torch.randn(3, 20)[:, 1:17], torch.randn(4, 3, 2, 16).transpose(0, 1)
+    for x in (*rows, *others):
+        x.requires_grad_()
         (got,) = torch.autograd.grad(dsa.rms_norm(x, None).sum(), x)
         (expected,) = torch.autograd.grad(reference.rms_norm(x, None).sum(), x)
         assert torch.equal(got, expected)
+    assert not named_launches
+
+
+def test_the_gradients_kernel_gets_aligned_rows(named_launches):
+    """Of a gradient that begins somewhere in a wider one."""
+    x = torch.randn(3, 16, requires_grad=True)
+    torch.cat([torch.zeros(3), dsa.rms_norm(x, None).flatten()]).square().sum().backward()
+    (_, _, (grad, *_)) = named_launches[1]
+    assert grad.data_ptr() % 16 == 0 and grad.is_contiguous()
+
+
+@pytest.mark.parametrize("x", [None, [1.0], torch.randn(2, 8, requires_grad=True)])
+def test_wrong_arguments_where_gradients_are_asked_for(x, named_launches):
+    weight = torch.ones(8, requires_grad=True)
+    with pytest.raises(TypeError, match=r"^(x|eps): must be a "):
+        dsa.rms_norm(x, weight, "1e-6")
+    with pytest.raises(TypeError, match=r"^(x|weight): must be a "):
+        dsa.rms_norm(x, [1.0])
     assert not named_launches
 
 
