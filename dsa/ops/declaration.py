@@ -124,6 +124,7 @@ class Op:
         if self.differentiable and torch.is_grad_enabled() and wants_gradient(*arguments):
             return self.reference(*arguments)
         if torch.compiler.is_compiling() and not self.autograd and not self._lacks_dtype(_first_tensor(arguments)):
+            self.arguments.check_ints_for_floats(*arguments)
             return getattr(torch.ops.dsa, self.name)(*arguments)
         return self.run(*arguments)
 

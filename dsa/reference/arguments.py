@@ -161,6 +161,7 @@ class Arguments:
         names = list(specs)
         self._order = [names.index(name) for name in (*first, *(name for name in names if name not in first))]
         self._first = first
+        self._numbers = tuple(i for i, spec in enumerate(specs.values()) if isinstance(spec, Number))
 
     def strict(self) -> "Arguments":
         """The same for an op: without what is `mixed`."""
@@ -202,6 +203,14 @@ class Arguments:
         if self._check_rule is not None:
             self._check_rule(*values)
         return sizes
+
+    def check_ints_for_floats(self, *values: object) -> None:
+        """The checks of ints that are given for floats, for a call of torch's dispatcher: that makes floats of them, of
+        any up to the largest float64, before the other checks see them."""
+        for i in self._numbers:
+            if isinstance(values[i], int):
+                spec, shown = [*self.specs.values()][i], self.names[i]
+                spec.check(shown, values[i])
 
     def taking(self, what: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, to be called with all arguments in their order: it gets those that its parameters name.

@@ -13,6 +13,7 @@ INT32 = (torch.int32,)
 INT_MAX = 2**31 - 1  # of every int: what kernels take, and what an int32 can count
 MOST_SLOTS = INT_MAX + 1  # of a paged cache, which an int32 can number
 _FP32_MAX = torch.finfo(torch.float32).max
+_INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 
 
 def check_tensor(
@@ -115,11 +116,13 @@ def check_positive(name: str, value: object, most: int = INT_MAX) -> None:
 
 
 def check_number(name: str, value: object, least: float | None = None) -> None:
-    """`value` is a finite number of fp32, and at least `least` if that is given."""
+    """`value` is a finite number of fp32, and at least `least` if that is given; an int is one of 64 bits as well."""
     if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
         raise TypeError(f"{name}: must be a number, got {type(value).__name__}")
     if not -_FP32_MAX <= value <= _FP32_MAX:  # NaN is not
         raise ValueError(f"{name}: must be finite in fp32, got {_shown(value)}")
+    if isinstance(value, int) and not _INT64_MIN <= value <= _INT64_MAX:
+        raise ValueError(f"{name}: must be a float or an int of 64 bits, got {value}")
     if least is not None and value < least:
         raise ValueError(f"{name}: must be at least {least}, got {_shown(value)}")
 

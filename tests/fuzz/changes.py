@@ -57,7 +57,10 @@ INTS = (
     2**32 + 1,
     10**30,
 )
-FLOATS = (float("nan"), float("inf"), -float("inf"), 1e39, -1e39, 3e38, -1.0, 0.0, -0.0, 1e-45, 1e-300, 2, 10**400)
+FLOATS = (
+    *(float("nan"), float("inf"), -float("inf"), 1e39, -1e39, 3e38, -1.0, 0.0, -0.0, 1e-45, 1e-300),
+    *(2, 2**63, 10**30, 10**400),
+)
 NO_NUMBERS = (None, "1", [1], (), 1 + 2j, torch.float32, b"1")
 WORDS = ("first", "last", "sum", "per_head", "sigmoid", "sqrtsoftplus", "", "all", "cpu", "meta", "tpu", "cuda:99")
 STRANGE = (None, True, 3, 0.5, "x", [1, 2], (), {}, torch.float32, object)

@@ -121,6 +121,20 @@ def test_wrong_arguments_where_gradients_are_asked_for(x, named_launches):
     assert not named_launches
 
 
+@pytest.mark.parametrize(
+    ("eps", "message"),
+    [
+        (2**70, f"eps: must be a float or an int of 64 bits, got {2**70}"),
+        (2**1100, "eps: must be finite in fp32, got an int of 1101 bits"),
+    ],
+)
+def test_an_int_for_a_float_where_gradients_are_asked_for(eps, message, named_launches):
+    """Before torch's dispatcher makes a float of it, or refuses it in its own words."""
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        dsa.rms_norm(torch.randn(3, 16, requires_grad=True), None, eps)
+    assert not named_launches
+
+
 def test_forcing_the_kernel_on_the_cpu_is_an_error():
     with dsa.use_backend("cute"), pytest.raises(ValueError, match="rms_norm: backend 'cute' was asked for, but"):
         dsa.rms_norm(torch.zeros(2, 8), None)

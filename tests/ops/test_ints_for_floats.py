@@ -1,0 +1,68 @@
+"""Python ints in place of floats, in every public op that takes a float: torch has ints of 64 bits alone."""
+
+import inspect
+
+import pytest
+import torch
+
+import dsa
+from tests.valid_calls import CALLS
+
+TOO_LARGE = (2**63, 2**64, 2**70, -(2**63) - 1, 2**1100)
+LARGEST = (2**63 - 1, -(2**63))
+
+
+def floats(call):
+    parameters = inspect.signature(call.function()).parameters.values()
+    return [p.name for p in parameters if "float" in str(p.annotation).replace("dtype", "")]
+
+
+ARGUMENTS = [(call, name) for call in CALLS for name in floats(call)]
+by_name = pytest.mark.parametrize(("call", "name"), ARGUMENTS, ids=[f"{call.name}-{name}" for call, name in ARGUMENTS])
+
+
+def test_the_ops_that_take_floats_are_found():
+    assert len({call.op for call, _ in ARGUMENTS}) > 25
+    named = {"eps", "scale", "sm_scale", "softmax_scale", "limit", "hc_eps", "norm_eps"}
+    assert named <= {name for _, name in ARGUMENTS}
+
+
+@by_name
+def test_an_int_of_more_bits_is_refused(call, name):
+    for value in TOO_LARGE:
+        with pytest.raises(ValueError, match=f"^{name}: must be .*, got (an int of 1101 bits|{value})$"):
+            call.function()(**call.arguments() | {name: value})
+
+
+@by_name
+def test_an_int_of_64_bits_is_a_number(call, name):
+    for value in LARGEST:
+        try:
+            call.function()(**call.arguments() | {name: value})
+        except ValueError as error:  # below a bound of its own
+            assert str(error).startswith(f"{name}: must be ") and "64 bits" not in str(error)
+
+
+@pytest.mark.parametrize("value", TOO_LARGE[:2])
+def test_it_is_refused_with_gradients_and_on_meta(value):
+    x = torch.randn(3, 64)
+    for given in (x.requires_grad_(), x.to("meta")):
+        with pytest.raises(ValueError, match=f"^eps: must be a float or an int of 64 bits, got {value}$"):
+            dsa.rms_norm(given, None, value)
+
+
+@pytest.mark.parametrize("value", [2**64, 2**1100])
+def test_it_is_refused_under_compile(value):
+    """torch's dispatcher would make a float of it, or refuse it by a type."""
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: dsa.rms_norm(x, None, value), backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="eps: must be "):
+        compiled(torch.randn(3, 64))
+
+
+def test_numbers_that_torch_compile_does_not_know_yet():
+    torch.compiler.reset()
+    compiled = torch.compile(dsa.rms_norm, backend="eager", fullgraph=True, dynamic=True)
+    x = torch.randn(3, 64)
+    for eps in (2, 3, 0.5, 0.25):
+        assert torch.equal(compiled(x, None, eps), dsa.rms_norm(x, None, eps))
