@@ -17,6 +17,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from dsa.reference.checks import torch_device
+
 BACKENDS = ("cute", "reference")
 # The table of kernels: op -> arch -> the module or modules of its kernels. An op's row is part of its declaration
 # (dsa.ops.declaration), and an arch is a GPU's compute capability.
@@ -129,8 +131,10 @@ def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
 
 
 def num_sms(device: torch.device | str) -> int:
-    """Multiprocessors of a GPU; for the CPU, an H200's 132, so that plans look the same there."""
-    if torch.device(device).type != "cuda":
+    """Multiprocessors of a GPU; for the CPU, an H200's 132, so that plans look the same there. Raises TypeError or
+    ValueError for what is no device."""
+    device = torch_device("device", device)
+    if device.type != "cuda":
         return 132
     return torch.cuda.get_device_properties(device).multi_processor_count
 

@@ -63,6 +63,18 @@ def check_same_device(first: tuple[str, torch.Tensor], **others: torch.Tensor | 
             raise ValueError(f"{other}: must be on {name}'s device {device}, got {value.device}")
 
 
+def torch_device(name: str, value: object) -> torch.device:
+    """`value` as a torch.device: one, or what torch makes one of. Whether it is there is not asked."""
+    if isinstance(value, torch.device):
+        return value
+    if isinstance(value, bool) or not isinstance(value, (str, int)):
+        raise TypeError(f"{name}: must be a torch.device or its name, got {type(value).__name__}")
+    try:
+        return torch.device(value)
+    except RuntimeError:  # of a name that torch does not know, and without a GPU of any number
+        raise ValueError(f"{name}: must be a torch.device or its name, got {value!r}") from None
+
+
 def check_memory(name: str, value: torch.Tensor) -> None:
     """`value` is not on the meta device, where tensors have shapes alone. A reference asks, a launch need not."""
     if value.is_meta:

@@ -5,6 +5,9 @@ from functools import cached_property
 
 import torch
 
+from dsa.reference.checks import INT32, INT_MAX, check_tensor
+from dsa_layers.arguments import integer
+from dsa_layers.batch.checks import check_of_sequences
 from dsa_layers.batch.decode_layout import DecodeLayout
 from dsa_layers.batch.group_rows import GroupRows
 from dsa_layers.batch.token_batch import TokenBatch
@@ -26,6 +29,7 @@ class DecodeBatch(TokenBatch):
     What a layer computes from a batch depends on the host's numbers B, next_n, max_pages and max_key_len alone. A CUDA
     graph that has captured a pass, the making of its batch included, therefore holds for any lengths up to max_key_len
     that are written into the same tensors.
+    Raises TypeError or ValueError that names the argument. What the tensors hold is not looked at.
     """
 
     block_table: torch.Tensor
@@ -38,6 +42,23 @@ class DecodeBatch(TokenBatch):
 
     is_decode = True
     least_visible = 1
+
+    def __post_init__(self) -> None:
+        lens = self.key_lens_tensor
+        check_tensor("key_lens_tensor", lens, INT32, ("B",))
+        count, source = len(lens), "key_lens_tensor"
+        check_of_sequences("block_table", self.block_table, count, lens.device, source, "max_pages")
+        if self.state_slots is not None:
+            check_of_sequences("state_slots", self.state_slots, count, lens.device, source)
+        integer("page_size", self.page_size, at_least=1)
+        next_n = integer("next_n", self.next_n, at_least=1)
+        integer("max_key_len", self.max_key_len, at_least=next_n, at_most=INT_MAX)
+        layout = self.layout
+        if layout is not None and (layout.count, layout.next_n) != (count, next_n):
+            raise ValueError(
+                f"layout: must be of {count} sequences with next_n={next_n}, as the batch is, got {layout.count} with "
+                f"{layout.next_n}"
+            )
 
     @property
     def query_lens(self) -> tuple[int, ...]:

@@ -49,6 +49,12 @@ class DecodeInputs:
             self._held = rows
 
     def batch(self) -> DecodeBatch:
-        most = self.pages * self.page_size
-        lengths = self.key_lens, most, self.state_slots
-        return DecodeBatch(self.block_table, self.page_size, *lengths, self.next_n, self._layout)
+        return DecodeBatch.unchecked(
+            block_table=self.block_table,
+            page_size=self.page_size,
+            key_lens_tensor=self.key_lens,
+            max_key_len=self.pages * self.page_size,
+            state_slots=self.state_slots,
+            next_n=self.next_n,
+            layout=self._layout,
+        )

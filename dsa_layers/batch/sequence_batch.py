@@ -7,8 +7,10 @@ from itertools import accumulate
 
 import torch
 
+from dsa.reference.checks import INT_MAX, torch_device
 from dsa_layers.arguments import integer, shown
 from dsa_layers.batch import packing
+from dsa_layers.batch.checks import check_key_lens, check_of_sequences, distinct_slots, integers, positive
 from dsa_layers.batch.token_batch import TokenBatch
 
 
@@ -25,6 +27,8 @@ class SequenceBatch(TokenBatch):
                  keeps nothing so
 
     Lengths are numbers on the host, so that no layer has to copy one from the device.
+    Raises TypeError or ValueError that names the argument, for lengths that have no room in the table among others.
+    What the table holds is not looked at: `paged` makes it of numbers that it has checked.
     """
 
     query_lens: tuple[int, ...]
@@ -36,11 +40,27 @@ class SequenceBatch(TokenBatch):
 
     next_n = 1
 
+    def __post_init__(self) -> None:
+        query_lens, key_lens = positive("query_lens", self.query_lens), integers("key_lens", self.key_lens)
+        if len(query_lens) != len(key_lens):
+            raise ValueError(
+                f"query_lens, key_lens: must have one entry a sequence, got {len(query_lens)} and {len(key_lens)}"
+            )
+        device = torch_device("device", self.device)
+        count, room = len(query_lens), None
+        integer("page_size", self.page_size, at_least=0 if self.block_table is None else 1)
+        if self.block_table is not None:
+            check_of_sequences("block_table", self.block_table, count, device, "query_lens", "max_pages")
+            room = [self.block_table.shape[1] * self.page_size] * count
+        check_key_lens(query_lens, key_lens, room)
+        slots = distinct_slots(self.state_slots, count)
+        vars(self).update(query_lens=query_lens, key_lens=key_lens, device=device, state_slots=slots)
+
     @classmethod
     def without_cache(cls, lens: Sequence[int], device: torch.device | str = "cpu") -> "SequenceBatch":
         """Whole sequences of these lengths, all of whose tokens are new."""
-        lens = _positive("lens", lens)
-        return cls(lens, lens, torch.device(device))
+        lens = positive("lens", lens)
+        return cls.unchecked(query_lens=lens, key_lens=lens, device=torch_device("device", device))
 
     @classmethod
     def paged(
@@ -53,33 +73,29 @@ class SequenceBatch(TokenBatch):
         state_slots: Sequence[int] | None = None,
     ) -> "SequenceBatch":
         """New tokens of sequences whose keys live in `pages` (physical page numbers, one list a sequence)."""
-        query_lens, key_lens = _positive("query_lens", query_lens), _integers("key_lens", key_lens)
-        pages = [_integers(f"pages[{i}]", own) for i, own in enumerate(pages)]
+        query_lens, key_lens = positive("query_lens", query_lens), integers("key_lens", key_lens)
+        if not isinstance(pages, Sequence):
+            raise TypeError(f"pages: must be a list of pages for each sequence, got {shown(pages)}")
+        pages = [integers(f"pages[{i}]", own) for i, own in enumerate(pages)]
         integer("page_size", page_size, at_least=1)
         if any(min(own, default=0) < 0 for own in pages):
             raise ValueError(f"pages: must be numbers of pages, at least 0, got {shown(pages)}")
-        if state_slots is not None:
-            state_slots = _integers("state_slots", state_slots)
-            different = len(query_lens) == len(state_slots) == len(set(state_slots))
-            if not different or min(state_slots, default=0) < 0:
-                raise ValueError(
-                    f"state_slots: must be {len(query_lens)} different numbers, one a sequence, got {list(state_slots)}"
-                )
+        state_slots = distinct_slots(state_slots, len(query_lens))
         if not len(query_lens) == len(key_lens) == len(pages):
             raise ValueError(
                 f"query_lens, key_lens, pages: must have one entry a sequence, got {len(query_lens)}, "
                 f"{len(key_lens)} and {len(pages)}"
             )
-        for i, (new, total, own) in enumerate(zip(query_lens, key_lens, pages)):
-            if total < new or len(own) * page_size < total:
-                raise ValueError(
-                    f"key_lens[{i}]: must be between query_lens[{i}]={new} and the {len(own) * page_size} tokens of "
-                    f"its pages, got {total}"
-                )
-        device = torch.device(device)
-        width = max(map(len, pages), default=0)
-        table = packing.to_device(packing.page_rows(pages, width), torch.int32, device).reshape(len(pages), width)
-        return cls(query_lens, key_lens, device, table, page_size, state_slots)
+        check_key_lens(query_lens, key_lens, [len(own) * page_size for own in pages])
+        device = torch_device("device", device)
+        return cls.unchecked(
+            query_lens=query_lens,
+            key_lens=key_lens,
+            device=device,
+            block_table=_table(pages, device),
+            page_size=page_size,
+            state_slots=state_slots,
+        )
 
     @property
     def is_decode(self) -> bool:
@@ -134,16 +150,14 @@ class SequenceBatch(TokenBatch):
         return packing.to_device([end - 1 for end in accumulate(self.query_lens)], torch.int64, self.device)
 
 
-def _positive(name: str, lens: Sequence[int]) -> tuple[int, ...]:
-    lens = _integers(name, lens)
-    if any(n < 1 for n in lens):
-        raise ValueError(f"{name}: every sequence needs at least one new token, got {list(lens)}")
-    return lens
-
-
-def _integers(name: str, values: Sequence[int]) -> tuple[int, ...]:
-    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
-        raise TypeError(f"{name}: must be a list of integers, got {shown(values)}")
-    if set(map(type, values)) <= {int}:  # as a rule; a long context has thousands of pages
-        return tuple(values)
-    return tuple(integer(f"{name}[{i}]", value) for i, value in enumerate(values))
+def _table(pages: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
+    """int32 [B, most pages]. ValueError for numbers that are no int32, of which torch says so while it copies them."""
+    width = max(map(len, pages), default=0)
+    try:
+        table = packing.to_device(packing.page_rows(pages, width), torch.int32, device)
+    except RuntimeError:
+        most = max((max(own, default=0) for own in pages), default=0)
+        if most > INT_MAX:
+            raise ValueError(f"pages: must be numbers of pages, at most {INT_MAX}, got {shown(most)}") from None
+        raise
+    return table.reshape(len(pages), width)

@@ -1,6 +1,7 @@
 """What layers read of a pass's tokens, whether their lengths are on the host or on the device."""
 
 from functools import cached_property
+from typing import Any, Self
 
 import torch
 
@@ -16,6 +17,13 @@ from dsa_layers.batch.window_view import WindowView
 class TokenBatch(SelectedCounts, Tokens):
     """T new tokens of B sequences and where their keys are. What follows from these is computed once for all layers of
     a pass, when it is first read: slots, schedules, and views of compressed entries and of sliding windows."""
+
+    @classmethod
+    def unchecked(cls, **fields: Any) -> Self:
+        """A batch of these fields, around the constructor's checks: for who has made them, in every step."""
+        batch = object.__new__(cls)
+        vars(batch).update(fields)
+        return batch
 
     @cached_property
     def slots(self) -> torch.Tensor:

@@ -107,7 +107,7 @@ class DraftStep(CapturedStep[DraftInputs]):
         next_n = 1 + self._drafts
         table, slots = inputs.block_table, inputs.state_slots
         lens = inputs.lens - inputs.taken + self._drafts  # as the pass before had them
-        batch = DecodeBatch(table, self._page_size, lens, inputs.most, slots, next_n)
+        batch = self._batch(table, lens, inputs.most, slots, next_n)
         states = self._drafter(inputs.tokens, inputs.states, batch, self.cache)
         firsts = torch.arange(0, inputs.count * next_n, next_n, device=self._device)
         return self._further(states[firsts + inputs.taken - 1], inputs.lens, table, slots, inputs.most)
@@ -118,7 +118,13 @@ class DraftStep(CapturedStep[DraftInputs]):
         """int64 [B, drafts], of the drafter's states [B, ...] before each sequence's last token."""
         found = [self._drafter.logits(states).argmax(-1)]
         for i in range(self._drafts - 1):
-            batch = DecodeBatch(table, self._page_size, lens + i, most, slots)
+            batch = self._batch(table, lens + i, most, slots)
             states = self._drafter(found[-1], states, batch, self.cache)
             found.append(self._drafter.logits(states).argmax(-1))
         return torch.stack(found, 1)
+
+    def _batch(
+        self, table: torch.Tensor, lens: torch.Tensor, most: int, slots: torch.Tensor, next_n: int = 1
+    ) -> DecodeBatch:
+        of_cache = {"block_table": table, "page_size": self._page_size, "state_slots": slots}
+        return DecodeBatch.unchecked(**of_cache, key_lens_tensor=lens, max_key_len=most, next_n=next_n)

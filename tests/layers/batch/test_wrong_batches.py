@@ -1,0 +1,140 @@
+"""What batches refuse of who makes their tensors, as engines do: by the argument's name, with what it got."""
+
+import re
+
+import pytest
+import torch
+
+import dsa
+from dsa_layers.batch.decode_batch import DecodeBatch
+from dsa_layers.batch.decode_inputs import DecodeInputs
+from dsa_layers.batch.decode_layout import DecodeLayout
+from dsa_layers.batch.sequence_batch import SequenceBatch
+
+CPU = torch.device("cpu")
+TABLE = torch.tensor([[4, 1, 7], [3, 8, -1]], dtype=torch.int32)
+LENS = torch.tensor([300, 40], dtype=torch.int32)
+SEQUENCES = {"query_lens": (2, 3), "key_lens": (190, 3), "device": CPU, "block_table": TABLE, "page_size": 64}
+DECODING = {"block_table": TABLE, "page_size": 64, "key_lens_tensor": LENS, "max_key_len": 192}
+
+
+def refused(kind, fields, **changed):
+    with pytest.raises((TypeError, ValueError)) as error:
+        kind(**fields | changed)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"query_lens": 5}, "query_lens: must be a list of integers, got 5"),
+        ({"query_lens": (2, 0)}, "query_lens: every sequence needs at least one new token, got [2, 0]"),
+        ({"query_lens": (2,)}, "query_lens, key_lens: must have one entry a sequence, got 1 and 2"),
+        ({"key_lens": torch.tensor([190, 3])}, "key_lens: must be a list of integers, got tensor([190, 3])"),
+        ({"key_lens": (190, 2)}, "key_lens[1]: must be between query_lens[1]=3 and the 192 tokens of its pages, got 2"),
+        (
+            {"key_lens": (193, 3)},
+            "key_lens[0]: must be between query_lens[0]=2 and the 192 tokens of its pages, got 193",
+        ),
+        ({"block_table": None, "key_lens": (190, 2)}, "key_lens[1]: must be at least query_lens[1]=3, got 2"),
+        ({"device": None}, "device: must be a torch.device or its name, got NoneType"),
+        ({"device": "gpu"}, "device: must be a torch.device or its name, got 'gpu'"),
+        ({"device": "meta"}, "block_table: must be on the batch's device meta, got cpu"),
+        ({"block_table": [[4], [3]]}, "block_table: must be a torch.Tensor, got list"),
+        ({"block_table": TABLE.long()}, "block_table: dtype must be int32, got int64"),
+        ({"block_table": TABLE[:1]}, "block_table: shape must be [2, max_pages], got [1, 3] (sizes as of query_lens)"),
+        ({"page_size": 0}, "page_size: must be at least 1, got 0"),
+        ({"page_size": 64.0}, "page_size: must be an integer, got 64.0"),
+        ({"state_slots": (3, 3)}, "state_slots: must be 2 different numbers, one a sequence, got [3, 3]"),
+        ({"state_slots": (3, 2**40)}, f"state_slots: must be 2 different numbers, one a sequence, got [3, {2**40}]"),
+    ],
+)
+def test_sequences(changed, message):
+    assert refused(SequenceBatch, SEQUENCES, **changed) == message
+
+
+def test_sequences_as_engines_have_them():
+    """Lists for tuples, and a device's name, give the same batch as `paged` does."""
+    got = SequenceBatch([2, 3], [190, 3], "cpu", TABLE, 64, [5, 6])
+    same = SequenceBatch.paged([2, 3], [190, 3], [[4, 1, 7], [3, 8]], 64, state_slots=[5, 6])
+    for name in ("query_lens", "key_lens", "device", "page_size", "state_slots"):
+        assert getattr(got, name) == getattr(same, name)
+    assert torch.equal(got.slots, same.slots) and torch.equal(got.positions, same.positions)
+    whole = SequenceBatch([2, 3], [2, 3], "cpu")
+    assert (whole.block_table, whole.page_size, whole.state_slots) == (None, 0, None)
+    assert vars(whole).items() >= vars(SequenceBatch.without_cache([2, 3])).items()
+    assert SequenceBatch((1,), (9,), CPU).key_lens == (9,)  # keys that lie elsewhere
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([1], [2], [[2**40]], 4), f"pages: must be numbers of pages, at most {2**31 - 1}, got {2**40}"),
+        (([1], [2], None, 4), "pages: must be a list of pages for each sequence, got None"),
+        (([1], [2], [[1]], 4, "foo"), "device: must be a torch.device or its name, got 'foo'"),
+    ],
+)
+def test_pages(arguments, message):
+    with pytest.raises((TypeError, ValueError), match=f"^{re.escape(message)}$"):
+        SequenceBatch.paged(*arguments)
+
+
+def test_an_error_of_torch_that_is_not_about_pages_stays(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="cannot be captured as a CUDA graph"):
+        SequenceBatch.paged([1], [2], [[1]], 4, "cuda")
+
+
+@pytest.mark.parametrize("device", ["foo", None, 1.5])
+def test_devices(device):
+    got = repr(device) if isinstance(device, str) else type(device).__name__
+    for take in (lambda d: SequenceBatch.without_cache([3], d), dsa.num_sms):
+        with pytest.raises((TypeError, ValueError), match=f"^device: must be a torch.device or its name, got {got}$"):
+            take(device)
+    assert dsa.num_sms("cpu") == dsa.num_sms(CPU) == 132
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"block_table": None}, "block_table: must be a torch.Tensor, got NoneType"),
+        ({"block_table": TABLE.long()}, "block_table: dtype must be int32, got int64"),
+        (
+            {"block_table": TABLE[:1]},
+            "block_table: shape must be [2, max_pages], got [1, 3] (sizes as of key_lens_tensor)",
+        ),
+        ({"block_table": TABLE.to("meta")}, "block_table: must be on the batch's device cpu, got meta"),
+        ({"page_size": 0}, "page_size: must be at least 1, got 0"),
+        ({"key_lens_tensor": [300, 40]}, "key_lens_tensor: must be a torch.Tensor, got list"),
+        ({"key_lens_tensor": LENS.long()}, "key_lens_tensor: dtype must be int32, got int64"),
+        ({"key_lens_tensor": LENS[None]}, "key_lens_tensor: shape must be [B], got [1, 2]"),
+        (
+            {"key_lens_tensor": LENS[:1]},
+            "block_table: shape must be [1, max_pages], got [2, 3] (sizes as of key_lens_tensor)",
+        ),
+        ({"max_key_len": 0}, "max_key_len: must be at least 1, got 0"),
+        ({"max_key_len": 2, "next_n": 3}, "max_key_len: must be at least 3, got 2"),
+        ({"max_key_len": 2**31}, f"max_key_len: must be at most {2**31 - 1}, got {2**31}"),
+        ({"max_key_len": LENS}, "max_key_len: must be an integer, got tensor([300, 40], dtype=torch.int32)"),
+        ({"next_n": 0}, "next_n: must be at least 1, got 0"),
+        ({"state_slots": [0, 1]}, "state_slots: must be a torch.Tensor, got list"),
+        ({"state_slots": LENS[:1]}, "state_slots: shape must be [2], got [1] (sizes as of key_lens_tensor)"),
+        (
+            {"layout": DecodeLayout(3, 1, CPU)},
+            "layout: must be of 2 sequences with next_n=1, as the batch is, got 3 with 1",
+        ),
+    ],
+)
+def test_decoding(changed, message):
+    assert refused(DecodeBatch, DECODING, **changed) == message
+
+
+def test_a_step_that_is_made_again_and_again():
+    """Around the checks, with the same fields as the constructor gives, and on a device without memory."""
+    for device in ("cpu", "meta"):
+        inputs = DecodeInputs(2, 3, 64, torch.device(device), 2)
+        got = inputs.batch()
+        made = DecodeBatch(inputs.block_table, 64, inputs.key_lens, 192, inputs.state_slots, 2, inputs._layout)
+        assert vars(got).keys() == vars(made).keys()
+        assert all(value is getattr(made, name) or value == getattr(made, name) for name, value in vars(got).items())
+        assert DecodeBatch.unchecked(**DECODING).next_n == 1
