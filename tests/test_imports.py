@@ -15,7 +15,7 @@ ALLOWED = {
     "dsa/kernels": {"dsa.cute", "dsa.kernels"},
     "dsa/ops": {"dsa.ops", "dsa.kernels", "dsa.backends", "dsa.reference"},
     "dsa/compat": {"dsa.compat", "dsa.ops", "dsa.backends", "dsa.reference"},
-    "dsa_layers/layers": {"dsa", "dsa_layers.layers", "dsa_layers.cache", "dsa_layers.batch"},
+    "dsa_layers/layers": {"dsa", "dsa_layers.arguments", "dsa_layers.layers", "dsa_layers.cache", "dsa_layers.batch"},
     "dsa_layers": {"dsa", "dsa_layers", "dsa_bench"},
     "dsa_bench": {"dsa", "dsa_layers", "dsa_bench"},
     "dsa_engines": {"dsa", "dsa_layers", "dsa_engines"},

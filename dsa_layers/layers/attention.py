@@ -10,6 +10,8 @@ from torch import nn
 import dsa
 import dsa.backends
 from dsa.kernels.mla.query_group_limits import GROUP_SIZES
+from dsa.reference.checks import check_number
+from dsa_layers.arguments import integer
 from dsa_layers.batch import packing
 from dsa_layers.batch.rows import ALL_ROWS, Rows, moved
 from dsa_layers.batch.token_batch import TokenBatch
@@ -19,11 +21,12 @@ from dsa_layers.layers.attention_form import Communication, HeadSizes, multi_hea
 from dsa_layers.layers.batch_invariance import is_batch_invariant, of_attention
 from dsa_layers.layers.branch import Branch, beside
 from dsa_layers.layers.fp8_up_projection import stored_up_projection
-from dsa_layers.layers.indexer import Indexer, LightningIndexer
+from dsa_layers.layers.indexer import Indexer, LightningIndexer, check_indexer
 from dsa_layers.layers.linear import BLOCK, BlockFP8Linear, Linear, make_linear
 from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.layers.norm_and_cast import norm_and_cast
 from dsa_layers.layers.own_part import SplitByTokens
+from dsa_layers.layers.pass_checks import check_batch, check_cache, check_pages, check_rows
 from dsa_layers.layers.selecting_attention import KeyCounter
 from dsa_layers.layers.shares import Shares
 from dsa_layers.layers.trained_attention import SparseAttention, WarmupAttention, gather_keys, weighed
@@ -112,6 +115,7 @@ class DSAAttention(SplitByTokens):
     have set it.
     Parameters by the checkpoint's names: q_a_proj, q_a_layernorm, q_b_proj (rows: head, then nope | rope),
     kv_a_proj_with_mqa (rows: latent | rope), kv_a_layernorm, kv_b_proj (rows: head, then k nope | v), o_proj, indexer.
+    Raises TypeError or ValueError that names the argument, in passes without a look at what tensors hold.
     Source: `MLA` of DeepSeek-V3.2's inference code; the report, section 2.1. IndexShare: arXiv 2603.12201.
     """
 
@@ -140,6 +144,13 @@ class DSAAttention(SplitByTokens):
         use_ue8m0: bool = True,
     ) -> None:
         super().__init__()
+        sizes = {"hidden": hidden, "n_heads": n_heads, "q_lora_rank": q_lora_rank, "kv_lora_rank": kv_lora_rank}
+        for name, size in (sizes | {"nope_dim": nope_dim, "rope_dim": rope_dim, "v_dim": v_dim}).items():
+            integer(name, size, at_least=1)
+        if rope_dim % 2:
+            raise ValueError(f"rope_dim: must be even, got {rope_dim}")
+        check_number("softmax_scale", 1.0 if softmax_scale is None else softmax_scale)
+        check_number("eps", eps, 0)
         self.n_heads, self.q_lora_rank, self.kv_lora_rank = n_heads, q_lora_rank, kv_lora_rank
         self.nope_dim, self.rope_dim, self.v_dim = nope_dim, rope_dim, v_dim
         self.softmax_scale = (nope_dim + rope_dim) ** -0.5 if softmax_scale is None else softmax_scale
@@ -151,6 +162,8 @@ class DSAAttention(SplitByTokens):
         self.kv_a_layernorm = RMSNorm(kv_lora_rank, eps)
         self.kv_b_proj = make_linear(kv_lora_rank, n_heads * (nope_dim + v_dim), **options)
         self.o_proj = make_linear(n_heads * v_dim, hidden, **options)
+        if indexer is not None:
+            check_indexer(indexer, hidden, q_lora_rank, self.q_a_proj)
         self.indexer = indexer
         # Set while the indexer is trained.
         self.indexer_stage: TrainingStage | None = None
@@ -171,7 +184,12 @@ class DSAAttention(SplitByTokens):
     ) -> torch.Tensor:
         if self.indexer is None and selection is None:
             raise ValueError("selection: a layer without an indexer needs what a layer before it selected, got None")
-        if cache is None and batch.query_lens != batch.key_lens:
+        check_rows("x", x, self.q_a_proj)
+        check_batch(batch)
+        if cache is not None:
+            check_cache(cache, LayerCache)
+            check_pages(batch, cache.page_size)
+        elif batch.query_lens != batch.key_lens:
             raise ValueError("cache: is needed when a sequence has more keys than new tokens")
         decode = cache is not None and batch.is_decode
         if self.indexer is None:

@@ -24,6 +24,7 @@ from dsa_layers.layers.linear import BLOCK, BlockFP8Linear, FP32Linear, Linear, 
 from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.layers.norm_and_cast import norm_and_cast, watched
 from dsa_layers.layers.own_part import SplitByTokens
+from dsa_layers.layers.pass_checks import check_batch, check_cache, check_entries, check_rows
 from dsa_layers.layers.rope import RopeAngles, turn
 from dsa_layers.layers.selecting_attention import KeyCounter
 from dsa_layers.layers.shares import Shares
@@ -135,7 +136,15 @@ class CompressedAttention(SplitByTokens):
         cast: joint_linear.Cast | None = None,
         rows: Rows = ALL_ROWS,
     ) -> torch.Tensor:
-        if cache is None and batch.query_lens != batch.key_lens:
+        check_rows("x", x, self.wq_a)
+        check_batch(batch)
+        if cache is not None:
+            check_cache(cache, CompressedLayerCache)
+            if self.compressor is not None:
+                check_entries("entries", cache.entries, self.compressor.ratio, batch)
+            if self.indexer is not None:
+                check_entries("index_entries", cache.index_entries, self.indexer.compressor.ratio, batch)
+        elif batch.query_lens != batch.key_lens:
             raise ValueError("cache: is needed when a sequence has more keys than new tokens")
         if self.own_part is not None and rows.shared:
             return self._attend(x, rope, entry_rope, batch, cache, cast, rows, queries=rows)

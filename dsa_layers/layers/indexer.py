@@ -6,13 +6,19 @@ import torch
 from torch import nn
 
 import dsa
+from dsa.reference.checks import check_choice, check_dtype, check_same_dtype
+from dsa.reference.indexer.fp8_mqa_logits import ACCUMULATORS
+from dsa_layers.arguments import flag, integer
 from dsa_layers.batch.rows import ALL_ROWS, Rows
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.kv_cache import LayerCache
 from dsa_layers.layers.key_selection import WORKSPACE, Keys, select_packed, select_paged
-from dsa_layers.layers.linear import Linear, linear_fp32, make_linear
+from dsa_layers.layers.linear import BlockFP8Linear, Linear, linear_fp32, make_linear
 from dsa_layers.layers.norm import LayerNorm
+from dsa_layers.layers.pass_checks import check_pages
 from dsa_layers.layers.trained_attention import TrainedAttention
+
+FP8_DIM = 128  # channels of a head, which the Hadamard transform and the pages of FP8 keys are for
 
 
 class Indexer(Protocol):
@@ -67,7 +73,8 @@ class LightningIndexer(nn.Module):
     accumulators: of a prompt's scores on Hopper, where `quantize`, as `dsa.fp8_mqa_logits` takes them. torch.float16
     takes about 0.7 of the time, and of 1000 keys selects less than one other than torch.float32 does.
 
-    `select` and `loss` are those of `Indexer`; training never quantises.
+    `select` and `loss` are those of `Indexer`; training never quantises. Selection with `quantize` is of head_dim 128.
+    Raises TypeError or ValueError that names the argument.
     Parameters: wq_b [n_heads * head_dim, q_lora_rank], wk [head_dim, hidden], k_norm.{weight,bias} [head_dim],
     weights_proj [n_heads, hidden]. Positions of equal score: the lowest win. Selection takes no gradient.
     Source: `Indexer` of DeepSeek-V3.2's inference code; the report, section 2.1.
@@ -91,6 +98,13 @@ class LightningIndexer(nn.Module):
         accumulators: torch.dtype = torch.float16,
     ) -> None:
         super().__init__()
+        sizes = {"hidden": hidden, "q_lora_rank": q_lora_rank, "n_heads": n_heads, "head_dim": head_dim}
+        for name, size in (sizes | {"top_k": top_k, "workspace": workspace}).items():
+            integer(name, size, at_least=1)
+        flag("rope_interleaved", rope_interleaved)
+        check_choice("rope_dims", rope_dims, ("first", "last"))
+        flag("quantize", quantize)
+        check_dtype("accumulators", accumulators, ACCUMULATORS)
         self.n_heads, self.head_dim, self.top_k = n_heads, head_dim, top_k
         self.accumulators, self.workspace = accumulators, workspace
         self.rope = {"interleaved": rope_interleaved, "dims": rope_dims}
@@ -131,6 +145,8 @@ class LightningIndexer(nn.Module):
     ) -> torch.Tensor | None:
         """keys: wk(x), and queries: wq_b(qr), where the caller has them. rows: where x, qr and queries are a process's
         own rows, for which it selects; keys are all rows'."""
+        if self.quantize and self.head_dim != FP8_DIM:
+            raise ValueError(f"head_dim: must be {FP8_DIM} for selection with quantize=True, got {self.head_dim}")
         keys = self.wk(x) if keys is None else keys
         if cache is not None:
             self._store_keys(keys, cos, sin, batch, cache)
@@ -160,6 +176,9 @@ class LightningIndexer(nn.Module):
         self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: TokenBatch, cache: LayerCache
     ) -> None:
         """Writes the new tokens' keys to the cache."""
+        if cache.index is None:
+            raise ValueError("cache: must have index pages where a layer has an indexer, got LayerCache(latent, None)")
+        check_pages(batch, cache.index.shape[1])
         if self.quantize != cache.index_is_fp8:
             raise ValueError(
                 f"cache: an indexer with quantize={self.quantize} needs "
@@ -199,3 +218,20 @@ class LightningIndexer(nn.Module):
             return k
         k, scale = dsa.per_token_cast_to_fp8(k, True, hadamard=True)
         return k, scale.squeeze(-1)
+
+
+def check_indexer(indexer: object, hidden: int, q_lora_rank: int, reader: nn.Module) -> None:
+    """TypeError or ValueError for what no attention layer of these sizes can have as its indexer. reader: the layer's
+    own projection of x, whose dtype a lightning indexer's is."""
+    if not isinstance(indexer, nn.Module) or not hasattr(indexer, "top_k") or not hasattr(indexer, "select"):
+        raise TypeError(
+            "indexer: must be None or a torch.nn.Module with top_k and select, as LightningIndexer is, got "
+            f"{type(indexer).__name__}"
+        )
+    if not isinstance(indexer, LightningIndexer):
+        return
+    for name, size, projection in (("hidden", hidden, indexer.wk), ("q_lora_rank", q_lora_rank, indexer.wq_b)):
+        if type(projection) in (Linear, BlockFP8Linear) and projection.weight.shape[1] != size:
+            raise ValueError(f"indexer: its {name} must be the layer's {size}, got {projection.weight.shape[1]}")
+    if type(reader) is type(indexer.wk) is Linear:
+        check_same_dtype(("layer", reader.weight), indexer=indexer.wk.weight)

@@ -5,6 +5,8 @@ from torch import nn
 
 import dsa
 from dsa.reference.autocast import without_autocast
+from dsa.reference.checks import FLOATS, check_dtype
+from dsa_layers.arguments import flag
 from dsa_layers.layers.batch_invariance import has_any_rows
 
 BLOCK = 128
@@ -143,7 +145,12 @@ class BlockFP8Linear(nn.Module):
 def make_linear(
     in_features: int, out_features: int, *, fp8: bool, dtype: torch.dtype | None = None, use_ue8m0: bool = True
 ) -> Linear | BlockFP8Linear:
-    """A projection that an FP8 checkpoint stores quantised: kept so if `fp8`, else in `dtype`."""
+    """A projection that an FP8 checkpoint stores quantised: kept so if `fp8`, else in `dtype`. TypeError or ValueError
+    for other options."""
+    flag("fp8", fp8)
+    flag("use_ue8m0", use_ue8m0)
+    if dtype is not None:
+        check_dtype("dtype", dtype, FLOATS)
     if fp8:
         return BlockFP8Linear(in_features, out_features, use_ue8m0=use_ue8m0)
     return Linear(in_features, out_features, dtype=dtype)

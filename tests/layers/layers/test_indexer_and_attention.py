@@ -278,7 +278,7 @@ def test_float_pages_change_no_bit(length, dtype, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_new_keys_of_fp8_pages_are_as_the_pages_give_them(dtype, monkeypatch):
     """Without being read back; where a sequence has earlier keys, all are."""
-    layer = DSAAttention(HIDDEN, HEADS, make_indexer(), q_lora_rank=RANK, dtype=dtype)
+    layer = DSAAttention(HIDDEN, HEADS, make_indexer(dtype=dtype), q_lora_rank=RANK, dtype=dtype)
     cache = PagedKVCache(1, 6, 16, latent="fp8").layer(0)
     kv = torch.randn(29, 576).to(dtype)
     batch = SequenceBatch.paged([20, 9], [20, 9], [[4, 1], [3]], 16)

@@ -1,0 +1,238 @@
+"""What attention layers refuse, when they are made and in a pass: by the argument's name, with what it got."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from dsa_layers.batch.decode_batch import DecodeBatch
+from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.cache.compressed_kv_cache import CompressedKVCache, CompressedLayerCache, EntryShape
+from dsa_layers.cache.kv_cache import LayerCache, PagedKVCache
+from dsa_layers.layers.attention import DSAAttention, Selection
+from dsa_layers.layers.compressed_attention import CompressedAttention
+from dsa_layers.layers.compressor import Compressor
+from dsa_layers.layers.indexer import LightningIndexer
+from dsa_layers.layers.pass_checks import check_rows
+from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
+
+HIDDEN, RANK, HEADS, PAGE = 128, 128, 2, 32
+ROTARY = RotaryEmbedding(rope_frequencies(64, 1e4))
+
+
+def make_indexer(**options):
+    return LightningIndexer(HIDDEN, RANK, **{"n_heads": 2, "top_k": 4} | options)
+
+
+def make_layer(indexer, **options):
+    return DSAAttention(HIDDEN, HEADS, indexer, **{"q_lora_rank": RANK} | options)
+
+
+@pytest.fixture(scope="module")
+def layer():
+    return make_layer(make_indexer())
+
+
+def refused(call, message):
+    with pytest.raises((TypeError, ValueError), match=f"^{re.escape(message)}$"):
+        call()
+
+
+def pages(index=True, page_size=PAGE):
+    """What an engine has allocated."""
+    latent = torch.zeros(16, page_size, 1, 656, dtype=torch.uint8)
+    return LayerCache(latent, torch.zeros(16, page_size, 1, 132, dtype=torch.uint8) if index else None)
+
+
+def paged(page_size=PAGE, lens=(5,)):
+    return SequenceBatch.paged(lens, lens, [[i] for i in range(len(lens))], page_size)
+
+
+def run(layer, x=None, batch=None, cache=None, **options):
+    batch = paged() if batch is None else batch
+    x = torch.zeros(5, HIDDEN) if x is None else x
+    angles = ROTARY(torch.arange(len(x)))
+    with torch.no_grad():
+        return layer(x, *angles, batch, cache, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n_heads": 0}, "n_heads: must be at least 1, got 0"),
+        ({"top_k": 0}, "top_k: must be at least 1, got 0"),
+        ({"top_k": -1}, "top_k: must be at least 1, got -1"),
+        ({"top_k": 1.5}, "top_k: must be an integer, got 1.5"),
+        ({"top_k": None}, "top_k: must be an integer, got None"),
+        ({"head_dim": 0}, "head_dim: must be at least 1, got 0"),
+        ({"workspace": "1"}, "workspace: must be an integer, got '1'"),
+        ({"quantize": "x"}, "quantize: must be True or False, got 'x'"),
+        ({"rope_interleaved": 1}, "rope_interleaved: must be True or False, got 1"),
+        ({"rope_dims": "all"}, "rope_dims: must be 'first' or 'last', got 'all'"),
+        ({"accumulators": torch.int8}, "accumulators: must be float32 or float16, got int8"),
+        ({"accumulators": "float16"}, "accumulators: must be a torch.dtype, got str"),
+        ({"fp8": 1}, "fp8: must be True or False, got 1"),
+        ({"dtype": torch.int8}, "dtype: must be float32, bfloat16 or float16, got int8"),
+        ({"use_ue8m0": None}, "use_ue8m0: must be True or False, got None"),
+    ],
+)
+def test_indexers_that_are_not_made(options, message):
+    refused(lambda: make_indexer(**options), message)
+
+
+@pytest.mark.parametrize("arguments", [(0, RANK), (HIDDEN, 0)])
+def test_indexers_of_no_size(arguments):
+    name = "hidden" if arguments[0] == 0 else "q_lora_rank"
+    refused(lambda: LightningIndexer(*arguments), f"{name}: must be at least 1, got 0")
+
+
+def test_quantised_selection_is_of_128_channels():
+    """Which training does not ask for."""
+    indexer = make_indexer(head_dim=100)
+    x, angles = torch.zeros(5, HIDDEN), ROTARY(torch.arange(5))
+    assert indexer.project(x, x, *angles)[0].shape == (5, 2, 100)
+    message = "head_dim: must be 128 for selection with quantize=True, got 100"
+    refused(lambda: indexer.select(x, x, *angles, paged()), message)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hidden": 0}, "hidden: must be at least 1, got 0"),
+        ({"n_heads": 1.0}, "n_heads: must be an integer, got 1.0"),
+        ({"q_lora_rank": None}, "q_lora_rank: must be an integer, got None"),
+        ({"kv_lora_rank": 0}, "kv_lora_rank: must be at least 1, got 0"),
+        ({"nope_dim": -1}, "nope_dim: must be at least 1, got -1"),
+        ({"rope_dim": 63}, "rope_dim: must be even, got 63"),
+        ({"v_dim": 0}, "v_dim: must be at least 1, got 0"),
+        ({"softmax_scale": "1"}, "softmax_scale: must be a number, got str"),
+        ({"eps": -1.0}, "eps: must be at least 0, got -1.0"),
+        ({"dtype": "bfloat16"}, "dtype: must be a torch.dtype, got str"),
+        (
+            {"indexer": 5},
+            "indexer: must be None or a torch.nn.Module with top_k and select, as LightningIndexer is, got int",
+        ),
+        (
+            {"indexer": nn.Linear(8, 8)},
+            "indexer: must be None or a torch.nn.Module with top_k and select, as LightningIndexer is, got Linear",
+        ),
+        ({"indexer": LightningIndexer(64, RANK)}, "indexer: its hidden must be the layer's 128, got 64"),
+        ({"indexer": LightningIndexer(HIDDEN, 64)}, "indexer: its q_lora_rank must be the layer's 128, got 64"),
+        ({"dtype": torch.bfloat16}, "indexer: dtype must be layer's bfloat16, got float32"),
+    ],
+)
+def test_attention_that_is_not_made(options, message):
+    arguments = {"hidden": HIDDEN, "n_heads": HEADS, "indexer": make_indexer(), "q_lora_rank": RANK}
+    refused(lambda: DSAAttention(**arguments | options), message)
+
+
+def test_indexers_of_ones_own_and_none_are_taken():
+    class Own(nn.Module):
+        top_k = 4
+
+        def select(self, *_, **__):
+            """Is not called."""
+
+    assert isinstance(make_layer(Own()).indexer, Own) and make_layer(None).indexer is None
+    make_layer(make_indexer(fp8=True), fp8=True, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"x": [1.0]}, "x: must be a torch.Tensor, got list"),
+        ({"x": torch.zeros(5, HIDDEN).bfloat16()}, "x: dtype must be float32, got bfloat16"),
+        ({"x": torch.zeros(5, 64)}, "x: shape must be [T, 128], got [5, 64]"),
+        ({"x": torch.zeros(1, 5, HIDDEN)}, "x: shape must be [T, 128], got [1, 5, 128]"),
+        ({"batch": [5]}, "batch: must be a SequenceBatch or a DecodeBatch, got list"),
+        ({"cache": PagedKVCache(1, 4)}, "cache: must be a LayerCache or None, got PagedKVCache"),
+        ({"cache": pages(page_size=64)}, "page_size: must be the cache's 64, got 32"),
+        (
+            {"cache": LayerCache(pages().latent, pages(page_size=64).index)},
+            "page_size: must be the cache's 64, got 32",
+        ),
+        (
+            {"cache": pages(), "batch": SequenceBatch.without_cache([5])},
+            "batch: must have pages where there is a cache, got block_table=None",
+        ),
+        (
+            {"cache": pages(index=False)},
+            "cache: must have index pages where a layer has an indexer, got LayerCache(latent, None)",
+        ),
+    ],
+)
+def test_a_pass_of_attention(layer, options, message):
+    refused(lambda: run(layer, **options), message)
+
+
+def test_none_for_an_argument(layer):
+    x, angles = torch.zeros(5, HIDDEN), ROTARY(torch.arange(5))
+    refused(lambda: layer(None, *angles, paged()), "x: must be a torch.Tensor, got NoneType")
+    refused(lambda: layer(x, *angles, None), "batch: must be a SequenceBatch or a DecodeBatch, got NoneType")
+
+
+def test_a_decoding_step_over_pages_of_another_size(layer):
+    """Which engines make with the constructor: nothing is computed, and so nothing wrong."""
+    table, lens = torch.zeros(2, 3, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+    for page_size in (16, 64):
+        batch = DecodeBatch(table, page_size, lens, 3 * page_size)
+        message = f"page_size: must be the cache's 32, got {page_size}"
+        refused(lambda b=batch: run(layer, torch.zeros(2, HIDDEN), b, pages()), message)
+    assert run(layer, torch.zeros(2, HIDDEN), DecodeBatch(table, 32, lens, 96), pages()).shape == (2, HIDDEN)
+
+
+def test_layers_without_an_indexer_need_no_index_pages():
+    cache, selection = pages(index=False), Selection()
+    assert run(make_layer(None), batch=paged(), cache=cache, selection=selection).shape == (5, HIDDEN)
+
+
+def test_autocast_takes_other_dtypes(layer):
+    """As torch's own layers do; outside of it they are refused."""
+    with torch.autocast("cpu", torch.bfloat16):
+        check_rows("x", torch.zeros(5, HIDDEN).bfloat16(), layer.q_a_proj)
+        refused(lambda: check_rows("x", None, layer.q_a_proj), "x: must be a torch.Tensor, got NoneType")
+    check_rows("x", torch.zeros(5, 7).bfloat16(), nn.Linear(8, 8))  # says itself what it takes
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_fp8_layers_take_every_float(dtype):
+    layer = make_layer(make_indexer(fp8=True, dtype=torch.bfloat16), fp8=True, dtype=torch.bfloat16)
+    check_rows("x", torch.zeros(5, HIDDEN, dtype=dtype), layer.q_a_proj)
+    message = "x: dtype must be float32, bfloat16 or float16, got float64"
+    refused(lambda: check_rows("x", torch.zeros(5, HIDDEN).double(), layer.q_a_proj), message)
+
+
+@pytest.fixture(scope="module")
+def compressed():
+    compressor = Compressor(HIDDEN, 64, 4, overlap=False)
+    sizes = {"dim": 64, "window": 8, "q_lora_rank": RANK, "o_groups": 1, "o_lora_rank": 32}
+    shape = EntryShape(4, 64, compressor.state_shape)
+    cache = CompressedKVCache([(shape, None)], 4, PAGE, state_slots=2, window=8, dim=64, entries=torch.float32)
+    return CompressedAttention(HIDDEN, HEADS, compressor=compressor, **sizes), cache.layer(0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.zeros(5, 64)}, "x: shape must be [T, 128], got [5, 64]"),
+        ({"x": None}, "x: must be a torch.Tensor, got NoneType"),
+        ({"batch": None}, "batch: must be a SequenceBatch or a DecodeBatch, got NoneType"),
+        ({"batch": paged(64)}, "page_size: must be the cache's 32, got 64"),
+        (
+            {"batch": SequenceBatch.without_cache([5])},
+            "batch: must have pages where there is a cache, got block_table=None",
+        ),
+        ({"cache": pages()}, "cache: must be a CompressedLayerCache or None, got LayerCache"),
+        (
+            {"cache": CompressedLayerCache(torch.zeros(2, 11, 1, 64))},
+            "cache: must have entries where the layer compresses tokens, got None",
+        ),
+    ],
+)
+def test_a_pass_of_compressed_attention(compressed, change, message):
+    layer, cache = compressed
+    batch = SequenceBatch.paged([5], [5], [[0]], PAGE, state_slots=[0])
+    rope = ROTARY(batch.positions)
+    arguments = {"x": torch.zeros(5, HIDDEN), "batch": batch, "cache": cache} | change
+    refused(lambda: layer(arguments["x"], rope, rope, arguments["batch"], arguments["cache"]), message)
