@@ -38,15 +38,13 @@ def check_entries(name: str, entries: EntryCache | None, ratio: int, batch: Toke
 def check_rows(name: str, x: torch.Tensor, reader: torch.nn.Module) -> None:
     """TypeError or ValueError unless x [T, I] is what `reader`, one of this package's linear layers, takes. Others, as
     adapters are, say themselves what they take."""
-    if type(reader) is Linear:
-        if isinstance(x, torch.Tensor) and x.dtype != reader.weight.dtype and _casts(x):
-            return
-        dtypes: tuple[torch.dtype, ...] = (reader.weight.dtype,)
-    elif type(reader) is BlockFP8Linear:
-        dtypes = FLOATS
-    else:
+    kind = type(reader)
+    if kind is not Linear and kind is not BlockFP8Linear:
         return
-    check_tensor(name, x, dtypes, ("T", reader.weight.shape[1]))
+    weight = reader.weight  # which takes Python longer than the rest
+    dtypes = (weight.dtype,) if kind is Linear else FLOATS
+    if not isinstance(x, torch.Tensor) or x.dtype in dtypes or not _casts(x):
+        check_tensor(name, x, dtypes, ("T", weight.shape[1]))
 
 
 def _casts(x: torch.Tensor) -> bool:
