@@ -9,6 +9,7 @@ from dsa_layers.families.deepseek_v4.block import hyper_block
 from dsa_layers.families.deepseek_v4.cache import compressed_cache
 from dsa_layers.families.deepseek_v4.model import DeepseekV4ForCausalLM
 from dsa_layers.families.drafter import check_states
+from dsa_layers.families.pass_arguments import check_pass
 from dsa_layers.layers.hyper_connections import HyperHead
 from dsa_layers.layers.linear import linear_fp32, make_linear
 from dsa_layers.layers.norm import RMSNorm
@@ -46,6 +47,7 @@ class DeepseekV4Drafter(nn.Module):
     def forward(
         self, tokens: torch.Tensor, states: torch.Tensor, batch: TokenBatch, cache: CompressedKVCache | None = None
     ) -> torch.Tensor:
+        check_pass(tokens, batch, cache)
         (target,) = self._target
         check_states(states, tokens, target.config.hc_mult, target.config.hidden_size)
         rope = RopeAngles(target.rotaries["main"](batch.positions))

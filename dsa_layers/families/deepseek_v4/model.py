@@ -13,6 +13,7 @@ from dsa_layers.families.deepseek_v4.block import hyper_block
 from dsa_layers.families.deepseek_v4.cache import compressed_cache
 from dsa_layers.families.deepseek_v4.config import DeepseekV4Config
 from dsa_layers.families.drafter import Drafter
+from dsa_layers.families.pass_arguments import check_pass
 from dsa_layers.families.precision import Precision
 from dsa_layers.families.rotary import make_rotary
 from dsa_layers.layers.embedding import Embedding
@@ -75,6 +76,7 @@ class DeepseekV4ForCausalLM(nn.Module):
 
     forward(tokens int64 [T], batch, cache=None) -> fp32 logits [B, vocab_size] of each sequence's last token, or of
     all T tokens with all_tokens=True: the `logits` of the pass's `states`.
+    Raises TypeError or ValueError that names the argument; which tokens there are is not looked at.
     drafter: the checkpoint's multi-token-prediction layer, or None.
     """
 
@@ -131,6 +133,7 @@ class DeepseekV4ForCausalLM(nn.Module):
         self, tokens: torch.Tensor, batch: TokenBatch, cache: CompressedKVCache | None
     ) -> tuple[torch.Tensor, Rows]:
         """(the streams of this process's own rows, how rows lie on the processes)."""
+        check_pass(tokens, batch, cache)
         rows = rows_of(batch, self.ranks)
         streams = self._streams(tokens, rows)
         angles = dict(zip(self._angle_kinds(), self.joint_rotary(batch.positions)))

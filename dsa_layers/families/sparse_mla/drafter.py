@@ -6,6 +6,7 @@ from torch import nn
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.kv_cache import PagedKVCache
 from dsa_layers.families.drafter import check_states
+from dsa_layers.families.pass_arguments import check_pass
 from dsa_layers.families.sparse_mla.block import decoder_block
 from dsa_layers.families.sparse_mla.cache import paged_cache
 from dsa_layers.families.sparse_mla.drafted_states import DraftedStates, Slots, slots_of, without_indexer
@@ -52,6 +53,7 @@ class SparseMLADrafter(nn.Module):
         batch: TokenBatch,
         cache: PagedKVCache | None = None,
     ) -> torch.Tensor | DraftedStates:
+        check_pass(tokens, batch, cache)
         (target,) = self._target
         config = target.config
         block, selection, slots, h = self.block, Selection(), None, states

@@ -6,6 +6,7 @@ from torch import nn
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.kv_cache import PagedKVCache
 from dsa_layers.families.drafter import Drafter
+from dsa_layers.families.pass_arguments import check_pass
 from dsa_layers.families.precision import Precision
 from dsa_layers.families.rotary import make_rotary
 from dsa_layers.families.sparse_mla.block import decoder_block
@@ -40,6 +41,7 @@ class SparseMLAModel(nn.Module):
         self.rotary = make_rotary(config.qk_rope_head_dim, config.rope)
 
     def forward(self, tokens: torch.Tensor, batch: TokenBatch, cache: PagedKVCache | None = None) -> torch.Tensor:
+        check_pass(tokens, batch, cache)
         cos, sin = self.rotary(batch.positions)
         rows, selection = rows_of(batch, self.ranks), Selection()
         x = rows.sum(self.embed_tokens(tokens))
@@ -54,6 +56,7 @@ class SparseMLAForCausalLM(nn.Module):
 
     forward(tokens int64 [T], batch, cache=None) -> fp32 logits [B, vocab_size] of each sequence's last token, or of
     all T tokens with all_tokens=True: the `logits` of the pass's `states`.
+    Raises TypeError or ValueError that names the argument; which tokens there are is not looked at.
     drafter: the checkpoint's multi-token-prediction layer, or None.
     """
 
