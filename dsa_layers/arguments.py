@@ -4,6 +4,8 @@ import math
 import numbers
 import operator
 import reprlib
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 
@@ -37,6 +39,19 @@ def flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{name}: must be True or False, got {shown(value)}")
     return value
+
+
+def instance(name: str, value: Any, kind: type, what: str) -> None:
+    """TypeError unless `value` is of this class, which messages call `what`."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name}: must be {what}, got {type(value).__name__}")
+
+
+def path_of(name: str, value: Any) -> Path:
+    """`value` as a Path; TypeError for what is no string and no path."""
+    if not isinstance(value, str | PathLike):
+        raise TypeError(f"{name}: must be a string or a path, got {shown(value)}")
+    return Path(value)
 
 
 class _Repr(reprlib.Repr):

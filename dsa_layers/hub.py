@@ -10,6 +10,7 @@ import re
 from os import PathLike
 from pathlib import Path
 
+from dsa_layers.arguments import path_of
 from dsa_layers.errors import CheckpointError
 from dsa_layers.untrusted_files import read_json_object
 
@@ -30,9 +31,10 @@ def checkpoint_directory(name: str | PathLike[str], *, weights: bool = True) -> 
 
     weights  whether these are wanted too, and not only configuration, tokenizer and chat template
     Raises ImportError, which says what to install, where huggingface_hub is missing, and CheckpointError (a ValueError)
-    for an id that the hub does not know, and, where the hub is not reached, for one that its cache does not hold.
+    for an id that the hub does not know, and, where the hub is not reached, for one that its cache does not hold;
+    TypeError for what is no string and no path.
     """
-    path, text = Path(name), os.fspath(name)
+    path, text = path_of("directory", name), os.fspath(name)
     if os.path.lexists(path) or not _ID.fullmatch(text):
         return path
     if importlib.util.find_spec("huggingface_hub") is None:

@@ -59,8 +59,8 @@ def _stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     for i, text in enumerate(strings):
         if not isinstance(text, str):
             raise TypeError(f"stop[{i}]: must be a string, got {shown(text)}")
-    if any(not text for text in strings):
-        raise ValueError("stop: strings must not be empty")
+        if not text:
+            raise ValueError(f"stop[{i}]: must not be empty, got ''")
     return tuple(strings)
 
 

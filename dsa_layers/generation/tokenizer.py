@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 
 import tokenizers
 
-from dsa_layers.arguments import shown
+from dsa_layers.arguments import instance, shown
 from dsa_layers.generation.chat_template import ChatTemplate, ChatTemplateError
 from dsa_layers.hub import checkpoint_directory
 from dsa_layers.untrusted_files import check_values, read_json_object, read_text
@@ -103,8 +103,9 @@ class Tokenizer:
 
         add_bos puts the beginning-of-sequence id in front if there is one and the text does not begin with it already.
         What tokenizer.json would itself add around a text is left out, so BOS never comes twice and EOS never at all.
-        Raises TokenizerError if the tokenizer cannot encode it.
+        Raises TokenizerError if the tokenizer cannot encode it, TypeError for what is no text.
         """
+        instance("text", text, str, "a string")
         with _failures(f"{self._tokenizer_path}: cannot encode a text of {len(text)} characters"):
             ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         if add_bos and self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
@@ -114,8 +115,10 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, without special tokens and ids that are no token. Invalid UTF-8 becomes U+FFFD.
 
-        Raises TokenizerError if the tokenizer cannot decode them.
+        Raises TokenizerError if the tokenizer cannot decode them, TypeError for what is no list.
         """
+        if isinstance(ids, str | bytes) or not isinstance(ids, Sized):
+            raise TypeError(f"ids: must be a list of token ids, got {shown(ids)}")
         with _failures(f"{self._tokenizer_path}: cannot decode {len(ids)} ids"):
             return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 

@@ -5,7 +5,7 @@ import importlib.util
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from dsa_layers.arguments import flag
+from dsa_layers.arguments import flag, instance
 
 if TYPE_CHECKING:
     import torch
@@ -54,6 +54,9 @@ def accelerate(model: "torch.nn.Module", *, fp8_indexer: bool = False) -> "torch
 
     Raises ValueError for a model without layers of these families, and ImportError and RuntimeError as `register` does.
     """
+    from torch import nn
+
+    instance("model", model, nn.Module, "a torch.nn.Module")
     classes = _classes(fp8_indexer)
     # Those that the other value of fp8_indexer would have put there.
     classes |= {other: classes[original] for original, other in _classes(not fp8_indexer).items()}

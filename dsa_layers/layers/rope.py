@@ -9,10 +9,13 @@ import torch
 from torch import nn
 
 import dsa
+from dsa_layers.arguments import integer, number, shown
 
 
 def rope_frequencies(dim: int, theta: float) -> torch.Tensor:
-    """f_i = theta^(-2i / dim), i < dim / 2. Returns fp32 [dim / 2], in radians per position."""
+    """f_i = theta^(-2i / dim), i < dim / 2. Returns fp32 [dim / 2], in radians per position. TypeError or ValueError
+    for an odd dim, and for a theta that is not above 0."""
+    _check(dim, theta)
     return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
 
 
@@ -26,6 +29,8 @@ def yarn_frequencies(
     Returns fp32 [dim / 2]. Source: YaRN (arXiv 2309.00071) as in DeepSeek-V3's inference code.
     """
 
+    _check(dim, theta)
+
     def channel_of(rotations: float) -> float:
         return dim * math.log(original_length / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
@@ -35,6 +40,13 @@ def yarn_frequencies(
     ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
     frequencies = rope_frequencies(dim, theta)
     return frequencies / factor * ramp + frequencies * (1 - ramp)
+
+
+def _check(dim: int, theta: float) -> None:
+    if integer("dim", dim, at_least=2) % 2:
+        raise ValueError(f"dim: must be even, got {dim}")
+    if not 0 < number("theta", theta) < math.inf:
+        raise ValueError(f"theta: must be a finite number above 0, got {shown(theta)}")
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 import dsa
 from dsa.kernels.moe.limits import CHANNEL_MULTIPLE
+from dsa_layers.arguments import integer
 from dsa_layers.parallel.one_shot_sum import one_shot_sum, takes, takes_experts
 from dsa_layers.parallel.peer_copies import PeerCopies, peer_copies
 
@@ -23,12 +24,19 @@ SHARED_SUM_ROWS = 16
 @dataclass(frozen=True)
 class Ranks:
     """rank: this process's, from 0; size: how many there are; group: None without one.
-    shares_rows: whether each has a share of many rows between layers, and selects for these alone."""
+    shares_rows: whether each has a share of many rows between layers, and selects for these alone.
+    Raises TypeError or ValueError, without a group, for a rank that is none of them."""
 
     rank: int
     size: int
     group: dist.ProcessGroup | None = None
     shares_rows: bool = True
+
+    def __post_init__(self) -> None:
+        if self.group is not None:  # torch has -1 for a process outside of the group
+            return
+        size = integer("size", self.size, at_least=1)
+        integer("rank", self.rank, at_least=0, at_most=size - 1)
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None = None) -> Self:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from dsa_layers.arguments import flag, integer, path_of
 from dsa_layers.checkpoint import INDEX_NAME
 from dsa_layers.checkpoint.published_format import scales_of
 from dsa_layers.families.config import read_config
@@ -37,12 +38,14 @@ def write_tiny_checkpoint(
     quantized: as published, FP8 blocks with scales, and the experts of deepseek_v4 in FP4; otherwise these weights are
     BF16. The random weights of a model follow from `seed`, whether quantised or not; the tokenizer is trained on this
     repository's text, or on this package's source where it is installed without the repository.
-    A tiny checkpoint that is already there is replaced. Raises ValueError for another `model`, FileExistsError if
-    `directory` holds anything else.
+    A tiny checkpoint that is already there is replaced. Raises ValueError for another `model`, TypeError or ValueError
+    that names any other argument, FileExistsError if `directory` holds anything else.
     """
     if model not in model_types():
         raise ValueError(f"model: must be one of {', '.join(map(repr, model_types()))}, got {model!r}")
-    directory = Path(directory)
+    directory = path_of("directory", directory)
+    integer("seed", seed, at_least=0, at_most=2**63 - 1)
+    flag("quantized", quantized)
     directory.mkdir(parents=True, exist_ok=True)
     for path in _previous_files(directory):
         path.unlink()

@@ -7,6 +7,7 @@ from typing import Literal, Self
 import torch
 from torch import nn
 
+from dsa_layers.arguments import instance
 from dsa_layers.parallel.context import ContextBatch
 from dsa_layers.parallel.ranks import Ranks
 
@@ -47,6 +48,7 @@ class IndexerStage:
     def __init__(self, model: nn.Module, name: Literal["warmup", "sparse"]) -> None:
         if name not in STAGES:
             raise ValueError(f"name: must be one of {', '.join(STAGES)}, got {name!r}")
+        instance("model", model, nn.Module, "a torch.nn.Module")
         self.name = name
         self._layers = _trained_layers(model)
         self._kls: list[torch.Tensor] = []
@@ -83,6 +85,7 @@ class IndexerStage:
         TypeError come on all ranks: for `lens` that differ between ranks, that are no lengths, or that have fewer
         tokens than there are ranks. RuntimeError for ranks whose torch.distributed is not initialised.
         """
+        instance("ranks", ranks, Ranks, "Ranks")
         return ContextBatch.of(lens, ranks, device, lambda: self._entered)
 
     def add(self, kl: torch.Tensor) -> None:

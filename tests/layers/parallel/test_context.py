@@ -242,7 +242,9 @@ def test_errors():
     with pytest.raises(RuntimeError, match=r"^ranks: torch\.distributed is not initialised"):
         stage.share([12, 3], Ranks(0, 2))
     with pytest.raises(ValueError, match=r"^ranks: this process must be one of its 2 ranks, got rank -1$"):
-        stage.share([12, 3], Ranks(-1, 2))
+        stage.share([12, 3], Ranks(-1, 2, object()))
+    with pytest.raises(TypeError, match=r"^ranks: must be Ranks, got int$"):
+        stage.share([12, 3], 5)
     with pytest.raises(ValueError, match=r"^lens: every sequence needs at least one new token, got \[0\]$"):
         stage.share([0], ALONE)
     with pytest.raises(ValueError, match=r"^lens: must have at least a token for each of 1 ranks, got \[\]$"):

@@ -1,0 +1,88 @@
+"""What the functions that users call first refuse: by the argument's name, with what it got."""
+
+import re
+
+import pytest
+
+from dsa_layers import SHIPPED_MODEL, Tokenizer, load_model
+from dsa_layers.hf import accelerate
+from dsa_layers.layers.rope import rope_frequencies, yarn_frequencies
+from dsa_layers.parallel.ranks import Ranks
+from dsa_layers.tiny import write_tiny_checkpoint
+from dsa_layers.training.indexer_stage import IndexerStage
+
+
+def refused(message, call, *arguments, **options):
+    with pytest.raises((TypeError, ValueError), match=f"^{re.escape(message)}$"):
+        call(*arguments, **options)
+
+
+@pytest.mark.parametrize("call", [load_model, Tokenizer, write_tiny_checkpoint])
+@pytest.mark.parametrize("directory", [None, 5, b"here", ["here"]])
+def test_directories(call, directory):
+    refused(f"directory: must be a string or a path, got {directory!r}", call, directory)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seed": "x"}, "seed: must be an integer, got 'x'"),
+        ({"seed": -1}, "seed: must be at least 0, got -1"),
+        ({"seed": 2**63}, f"seed: must be at most {2**63 - 1}, got {2**63}"),
+        ({"quantized": 1}, "quantized: must be True or False, got 1"),
+    ],
+)
+def test_nothing_is_written_for_wrong_options(tmp_path, options, message):
+    refused(message, write_tiny_checkpoint, tmp_path / "new", **options)
+    assert not (tmp_path / "new").exists()
+
+
+def test_texts_and_ids():
+    tokenizer = Tokenizer(SHIPPED_MODEL)
+    for text, got in ((None, "NoneType"), ([1], "list"), (b"a", "bytes")):
+        refused(f"text: must be a string, got {got}", tokenizer.encode, text)
+    for ids in (None, 5, "12", b"12"):
+        refused(f"ids: must be a list of token ids, got {ids!r}", tokenizer.decode, ids)
+    assert tokenizer.decode([10**9]) == ""  # is no token, as the docstring says
+
+
+@pytest.mark.parametrize("call", [accelerate, lambda model: IndexerStage(model, "sparse")])
+def test_models(call):
+    for model, got in ((None, "NoneType"), ("model", "str")):
+        refused(f"model: must be a torch.nn.Module, got {got}", call, model)
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "message"),
+    [
+        (2, 2, "rank: must be at most 1, got 2"),
+        (-1, 2, "rank: must be at least 0, got -1"),
+        (0, 0, "size: must be at least 1, got 0"),
+        (0, 2.0, "size: must be an integer, got 2.0"),
+        (None, 2, "rank: must be an integer, got None"),
+    ],
+)
+def test_ranks(rank, size, message):
+    refused(message, Ranks, rank, size)
+
+
+def test_a_process_outside_of_a_group_has_no_rank():
+    """As torch.distributed says it; what is split over the group says so."""
+    assert Ranks(-1, -1, object()).rank == -1
+
+
+@pytest.mark.parametrize(
+    ("dim", "theta", "message"),
+    [
+        (63, 1e4, "dim: must be even, got 63"),
+        (0, 1e4, "dim: must be at least 2, got 0"),
+        (64.0, 1e4, "dim: must be an integer, got 64.0"),
+        (64, 0, "theta: must be a finite number above 0, got 0"),
+        (64, -1.0, "theta: must be a finite number above 0, got -1.0"),
+        (64, float("nan"), "theta: must be a finite number above 0, got nan"),
+        (64, None, "theta: must be a number, got None"),
+    ],
+)
+def test_rope(dim, theta, message):
+    refused(message, rope_frequencies, dim, theta)
+    refused(message, yarn_frequencies, dim, theta, factor=4, original_length=4096)
