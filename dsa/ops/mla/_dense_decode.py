@@ -24,7 +24,9 @@ from dsa.reference.checks import check_updatable
 from dsa.reference.mla import flash_mla_with_kvcache as reference
 
 SHORT = 4  # tiles of a part, on an average, up to which decoding is short
-FEW_CTAS_ROWS = 256  # of queries from which few CTAs combine what is short
+# Rows of queries from which few CTAs combine what is short, and parts of a sequence up to which they do: more take too
+# long one after the other.
+FEW_CTAS_ROWS, FEW_CTAS_SPLITS = 256, 16
 
 
 def _check_limits(
@@ -165,11 +167,13 @@ def _decode(
     out_partial = q.new_empty(splits, kv_heads, rows, HEAD_DIM_V, dtype=torch.float32)
     lse_partial = q.new_empty(splits, kv_heads, rows, dtype=torch.float32)
     # Two CTAs read the same keys once, which does not pay for a few tiles.
-    short = not fixed_splits and batch * -(-capacity // TILE_N) <= SHORT * plan.shape[0]
+    tiles = -(-capacity // TILE_N)
+    short = not fixed_splits and batch * tiles <= SHORT * plan.shape[0]
     decode = _decode_kernel(kernels[0], q.dtype, math.gcd(page_size, TILE_N), rows, short)
     # What is batch-invariant is added up in an order that follows from a sequence's rows alone.
     per_sequence, together = (MAX_FIXED_SPLITS, rows) if fixed_splits else (plan.shape[0] // batch, rows * batch)
-    combine = _combine_kernel(kernels[1], q.dtype, per_sequence, together, short)
+    few = short and together >= FEW_CTAS_ROWS and min(per_sequence, tiles) <= FEW_CTAS_SPLITS
+    combine = _combine_kernel(kernels[1], q.dtype, per_sequence, together, few)
     tensors = (cache_seqlens, plan, num_splits, out, lse, out_partial, lse_partial)
     options = softmax_scale * math.log2(math.e), causal, capacity, fixed_splits
     decode(q, k_cache, unit_inner(block_table), *tensors, *options)
@@ -183,9 +187,6 @@ def _decode_kernel(kernels: ModuleType, dtype: torch.dtype, box: int, rows: int,
 
 
 @functools.cache
-def _combine_kernel(
-    kernels: ModuleType, dtype: torch.dtype, splits: int, rows: int, short: bool
-) -> Callable[..., None]:
-    # Beside parts that leave multiprocessors free few CTAs are enough for so many rows.
-    config = kernels.FEW if short and rows >= FEW_CTAS_ROWS else kernels.choose_config(splits, rows)
+def _combine_kernel(kernels: ModuleType, dtype: torch.dtype, splits: int, rows: int, few: bool) -> Callable[..., None]:
+    config = kernels.FEW if few else kernels.choose_config(splits, rows)
     return kernels.compile_mla_combine(dtype_name(dtype), config)

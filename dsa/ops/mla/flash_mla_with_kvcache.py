@@ -20,8 +20,8 @@ from dsa.reference.mla.mla_metadata import FlashMLASchedMeta, own_plan
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_with_kvcache", "get_mla_metadata"]
 
-# What beginning a sequence costs, in tiles, where nobody knows how many there are; where parts have more than SHORT of
-# them; and else.
+# What beginning a sequence costs, in tiles: where nobody knows how many there are, and where parts have HALVED to SHORT
+# of them; where they have more; and where they have fewer.
 OVERHEAD, OVERHEAD_OF_LONG, OVERHEAD_OF_SHORT = 5, 2, 0
 # Tiles of a part up to which half of the multiprocessors do better: what combines is there beside them.
 HALVED = 2
@@ -213,9 +213,9 @@ def _parts(cache_seqlens: torch.Tensor, rows: int, kv_heads: int, most_keys: int
         return parts, OVERHEAD
     if tiles > SHORT * parts:
         return parts, OVERHEAD_OF_LONG
-    if tiles <= HALVED * parts:
-        parts = max(1, min(tiles, parts // 2))
-    return parts, OVERHEAD_OF_SHORT
+    if tiles > HALVED * parts:
+        return parts, OVERHEAD
+    return max(1, min(tiles, parts // 2)), OVERHEAD_OF_SHORT
 
 
 def _plan_results(

@@ -122,33 +122,45 @@ def test_the_plan_has_as_many_parts_as_there_are_ctas_for_it(s_q, h_q, h_k, part
 
 # Pages of 16 keys in the table of each of three sequences; parts, what beginning a sequence costs, whether a part has
 # few tiles, with 132 multiprocessors and one tile of rows.
-SHORT = [(1, 3, 0, True), (84, 63, 0, True), (92, 66, 0, True), (352, 66, 0, True), (356, 132, 0, True)]
-SHORT += [(704, 132, 0, True), (708, 132, 2, False)]
+SHORT = [(1, 3, 0, True), (84, 63, 0, True), (92, 66, 0, True), (352, 66, 0, True), (356, 132, 5, True)]
+SHORT += [(704, 132, 5, True), (708, 132, 2, False)]
 
 
 @pytest.mark.parametrize(("pages", "parts", "overhead", "short"), SHORT)
 def test_plans_of_short_sequences(pages, parts, overhead, short, launches):
     """By the longest that the table has room for: a tile each up to half of the multiprocessors, then half of them, and
-    all; without clusters, and combined by few CTAs. A plan for nobody knows what is as ever."""
+    all; without clusters. A plan for nobody knows what is as ever."""
     q, cache, _, lengths = inputs()
     decoded(q, cache, table := torch.zeros(3, pages, dtype=torch.int32), lengths)
-    (_, _, (_, plan, _, cost)), (_, decode, _), (_, combine, _) = launches
-    assert (len(plan), cost, decode[3], combine[3]) == (parts, overhead, short, short)
+    (_, _, (_, plan, _, cost)), (_, decode, _), _ = launches
+    assert (len(plan), cost, decode[3]) == (parts, overhead, short)
     decoded(q, cache, table, lengths, *dsa.get_mla_metadata(lengths, 8, 1))
     assert (len(launches[3][2][1]), launches[3][2][3]) == (132, op.OVERHEAD)
 
 
+# Heads, pages of 16 keys, parts of each of three sequences.
+@pytest.mark.parametrize(
+    ("heads", "pages", "parts", "few"),
+    [(64, 64, 16, False), (128, 64, 11, True), (128, 176, 11, True), (128, 180, 22, False), (128, 400, 22, False)],
+)
+def test_few_ctas_combine_few_parts_of_many_rows(heads, pages, parts, few, launches):
+    q, cache, _, lengths = inputs(1, heads, 1)
+    decoded(q, cache, torch.zeros(3, pages, dtype=torch.int32), lengths)
+    (_, _, (_, plan, *_)), _, (_, combine, _) = launches
+    assert (len(plan) // 3, combine[3]) == (parts, few)
+
+
 def test_variants_of_short_sequences(monkeypatch):
-    """No cluster, and few CTAs for 256 rows and more."""
+    """No cluster, and few CTAs where they are asked for."""
     from dsa.kernels.mla import mla_combine_sm90, mla_decode_sm90
 
     for module, name in ((mla_decode_sm90, "compile_mla_decode"), (mla_combine_sm90, "compile_mla_combine")):
         monkeypatch.setattr(module, name, lambda *variant: variant)
     decode = [_dense_decode._decode_kernel.__wrapped__(mla_decode_sm90, torch.bfloat16, 64, 128, x) for x in (0, 1)]
     assert decode == [("bfloat16", 64, 2), ("bfloat16", 64, 1)]
-    sizes = [(16, 255, True), (16, 256, True), (16, 256, False)]
+    sizes = [(16, 256, True), (16, 256, False), (4, 256, False)]
     configs = [_dense_decode._combine_kernel.__wrapped__(mla_combine_sm90, torch.bfloat16, *size)[1] for size in sizes]
-    assert configs == [mla_combine_sm90.SOME, mla_combine_sm90.FEW, mla_combine_sm90.SOME]
+    assert configs == [mla_combine_sm90.FEW, mla_combine_sm90.SOME, mla_combine_sm90.FEW]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
