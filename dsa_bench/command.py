@@ -34,7 +34,7 @@ def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     tune.add_argument(
         "--output", type=options.path, help="write the winners here (default: the data that the op loads)"
     )
-    tune.add_argument("--jobs", type=options.positive, help="compiling processes (default: one a core)")
+    tune.add_argument("--jobs", type=options.of_cpus, help="compiling processes (default: one a core)")
 
 
 def _bench(args: argparse.Namespace) -> int:

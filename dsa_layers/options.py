@@ -7,6 +7,10 @@ from pathlib import Path
 
 from dsa_layers.arguments import shown
 
+# Threads or processes at most, for each CPU that the machine has. More take longer than fewer; where the system has no
+# more threads to give, OpenMP ends the process.
+OF_A_CPU = 4
+
 
 def integer(text: str) -> int:
     try:
@@ -19,6 +23,16 @@ def positive(text: str) -> int:
     value = integer(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def of_cpus(text: str) -> int:
+    """Threads or processes."""
+    value, cpus = positive(text), os.cpu_count() or 1
+    if value > OF_A_CPU * cpus:
+        raise argparse.ArgumentTypeError(
+            f"must be at most {OF_A_CPU * cpus}, {OF_A_CPU} for each of {cpus} CPUs, got {value}"
+        )
     return value
 
 

@@ -50,9 +50,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add_precision_options(parser, dequantized="off")
     parser.add_argument(
         "--jobs",
-        type=options.positive,
+        type=options.of_cpus,
         metavar="N",
-        help="compiling processes (default: one a core that is free to use)",
+        help=f"compiling processes, at most {options.OF_A_CPU} for each CPU that the machine has (default: one a core "
+        "that is free to use)",
     )
 
 

@@ -16,9 +16,6 @@ if TYPE_CHECKING:
     from dsa_layers.parallel.ranks import Ranks
 
 
-# More take longer than fewer; where the system has no more to give, OpenMP ends the process.
-THREADS_A_CPU = 4
-
 # Of commands that read no weights.
 CONFIG_HELP = (
     "a checkpoint's directory, its hub id, or a config.json by itself (default: the small model that comes with dsa)"
@@ -62,20 +59,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--threads",
-        type=_threads,
+        type=options.of_cpus,
         metavar="N",
-        help=f"of the CPU, at most {THREADS_A_CPU} for each that the machine has (default: PyTorch's choice; 1 for the "
-        "model that comes with dsa, too small for several)",
+        help=f"of the CPU, at most {options.OF_A_CPU} for each that the machine has (default: PyTorch's choice; 1 for "
+        "the model that comes with dsa, too small for several)",
     )
-
-
-def _threads(text: str) -> int:
-    value, cpus = options.positive(text), os.cpu_count() or 1
-    if value > THREADS_A_CPU * cpus:
-        raise argparse.ArgumentTypeError(
-            f"must be at most {THREADS_A_CPU * cpus}, {THREADS_A_CPU} for each of {cpus} CPUs, got {value}"
-        )
-    return value
 
 
 def add_precision_options(parser: argparse.ArgumentParser, *, dequantized: str) -> None:

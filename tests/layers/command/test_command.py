@@ -2,6 +2,7 @@
 `dsa generate`, test_compare `dsa compare`."""
 
 import importlib.metadata
+import os
 import tomllib
 import warnings
 from pathlib import Path
@@ -13,6 +14,8 @@ import dsa
 from dsa.self_test import SELF_TESTS
 from dsa_layers.command import health
 from dsa_layers.command.main import main
+
+MANY_JOBS = f"--jobs: must be at most {4 * os.cpu_count()}, 4 for each of {os.cpu_count()} CPUs, got 100000"
 
 
 @pytest.mark.parametrize(
@@ -35,6 +38,8 @@ from dsa_layers.command.main import main
         (["check", "more"], "unrecognized arguments: more"),
         (["bench"], "required: op"),
         (["tune", "x", "--jobs", "0"], "--jobs: must be at least 1, got 0"),
+        (["tune", "x", "--jobs", "100000"], MANY_JOBS),
+        (["compile", "--jobs", "100000"], MANY_JOBS),
         (["tiny", ""], "directory: must not be empty"),
         (["tiny", "x", "--seed", "-1"], r"--seed: must be at least 0 and below 2^63, got -1"),
         (["tiny", "x", "--seed", "9" * 30], r"--seed: must be at least 0 and below 2^63, got 999"),
