@@ -42,11 +42,11 @@ class Plan:
     look at the held-out text to the next; the tokens of a sequence and of the vocabulary; fields of the model's
     configuration that differ from small_model.FIELDS.
 
-    The defaults are for one H200: seconds end the dense and the sparse stage, steps the warm-up."""
+    The defaults are for one H200: seconds end every stage."""
 
-    steps: tuple[int, int, int] = (30000, 1000, 1500)
-    seconds: tuple[float, float, float] = (290, 40, 60)
-    rates: tuple[float, float, float] = (1e-2, 3e-3, 5e-5)
+    steps: tuple[int, int, int] = (40000, 1000, 1500)
+    seconds: tuple[float, float, float] = (450, 40, 25)
+    rates: tuple[float, float, float] = (5e-3, 3e-3, 5e-5)
     batch: tuple[int, int, int] = (32, 8, 8)
     every: tuple[int, int, int] = (250, 250, 50)
     length: int = 2048
