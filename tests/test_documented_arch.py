@@ -67,8 +67,10 @@ from dsa.cute.sass import disassemble
 
 assert set(backends.KERNELS["rms_norm"]) == {"sm_90", "sm_100"} and backends.archs() == ["sm_100", "sm_90"]
 found = []
-for arch in ("sm_90", "sm_100"):
-    kernels = importlib.import_module(backends.KERNELS["rms_norm"][arch])
+for arch, module in (("sm_90", "rms_norm_sm90"), ("sm_100", "rms_norm_sm100")):
+    module = f"dsa.kernels.elementwise.{module}"
+    assert module in backends.KERNELS["rms_norm"][arch]  # of Hopper's two the forward pass'
+    kernels = importlib.import_module(module)
     code = cubin(kernels.compile_rms_norm, "bfloat16", True, kernels.choose_config("bfloat16", 512))
     assert disassemble(code).stack == 0
     found.append(code)

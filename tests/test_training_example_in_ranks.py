@@ -61,7 +61,7 @@ def test_two_processes_have_the_losses_of_one(root, tokens, tmp_path):
     assert weights.keys() == model.state_dict().keys()
     for name, weight in model.state_dict().items():
         # After a tie a step of Adam may turn where a gradient is nearly zero.
-        assert (weights[name] - weight).norm() <= 0.01 * weight.norm() + 1e-3, name
+        assert (weights[name] - weight).norm() <= 0.01 * weight.norm() + 5e-3, name
     metrics = json.loads((tmp_path / "out" / "model" / "metrics.json").read_text())
     assert metrics["processes"] == 2
     assert "On 2 x CPU; losses" in (tmp_path / "out" / "table.md").read_text()
