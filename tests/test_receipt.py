@@ -425,6 +425,22 @@ def test_a_deterministic_variant_is_in_no_range_of_peers_that_are_not():
     assert receipt_rows.compared([alike]) == [alike] and receipt_rows.other_kinds([alike]) == ""
 
 
+def test_a_pass_that_waits_for_the_host_is_in_no_range():
+    parts = {"indexer": 1.0, "attention": 6.0}
+    row = {
+        "shape": "a",
+        "ratio": 1.25,
+        "ms": 8.0,
+        "parts": parts,
+        "peer_ms": 9.0,
+        "peer_parts": parts,
+        "peer": "a peer",
+    }
+    ours, theirs = row | {"ms": 9.4, "ratio": 0.96}, row | {"peer_ms": 20.0, "ratio": 2.5}
+    assert receipt_rows.compared([row, ours, theirs, row | {"peer_parts": None}]) == [row, row | {"peer_parts": None}]
+    assert receipt_rows.other_kinds([row, ours, theirs]) == "; waiting for the host: 0.96, 2.50"
+
+
 def test_a_pass_says_how_many_layers_it_has():
     row = {"shape": "V3.2 prefill 4096", "model": "V3.2"}
     assert receipt_rows.shape_of("e2e", row) == "V3.2 prefill 4096; 4 of 61 layers"

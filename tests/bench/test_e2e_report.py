@@ -65,7 +65,8 @@ def test_the_document_is_written_from_an_entry(tmp_path):
     faster = BESIDE | {"run": "decode 1 x 4096", "ratio": 0.9, "parts": PARTS_MS | {"indexer": 0.0}}
     prompt = BESIDE | {"run": "prefill 4096", "ratio": 1.1, "failed": {"sgl-flash-mla": "failed: no libcuda"}}
     other = ALONE | {"model": "V4-Flash", "failed": {"the pass": "failed: no"}}
-    entry = {"bench": [prompt, BESIDE, faster, other], "device": "1 x NVIDIA H200", "date": "2026-11-23"}
+    waiting = BESIDE | {"run": "prefill 512", "ratio": 2.0, "peer_ms": 16.0}
+    entry = {"bench": [prompt, BESIDE, faster, waiting, other], "device": "1 x NVIDIA H200", "date": "2026-11-23"}
     entry |= {"commit": "abc", "torch": "2.11", "dsl": "4.8"}
     receipt, doc = tmp_path / "receipt.json", tmp_path / "e2e.md"
     receipt.write_text(json.dumps({"sm_90": {"e2e": entry}}))
@@ -84,6 +85,9 @@ def test_the_document_is_written_from_an_entry(tmp_path):
     assert all(line.count("|") == 13 for line in lines if line.startswith("|"))
     assert "- With the peers' kernels a prompt takes 1.10 times as long as with ours." in lines
     assert "- With the peers' kernels a decoding step takes 0.90 to 1.25 times as long as with ours." in lines
+    assert any(line.startswith("| prefill 512 |") and "| 2.00 (host) |" in line for line in lines)
+    (line,) = (line for line in lines if line.startswith("- prefill 512 (host) is not among them"))
+    assert line.endswith("waited 1.0 ms for the host with our kernels and 8.2 ms with the peers'.")
     assert "- The peers are deepgemm 2.8.1, vllm." in lines
     assert "- Not beside ours: sgl-flash-mla in prefill 4096, failed: no libcuda." in lines
     assert "- Not beside ours: the pass, failed: no." in lines

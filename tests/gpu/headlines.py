@@ -9,6 +9,7 @@ usage: python -m tests.gpu.headlines    (the picture; `python -m tests.generate`
 from pathlib import Path
 from typing import Any
 
+from dsa_bench.e2e.document import waits_for_host
 from tests.gpu import receipt
 from tests.gpu.receipt_rows import Row, beside_another_kind, compared, main_entries, other_kinds, shape_of
 
@@ -44,6 +45,7 @@ MARKS: dict[str, dict[str, Any]] = {
     "today's code": _DOT | {"alpha": 0.55, "markeredgewidth": 0},
     "earlier code: today's is unverified": _DOT | {"alpha": 0.8, "markerfacecolor": "none", "markeredgewidth": 0.8},
     "deterministic, beside a peer that is not": _DOT | {"marker": "x", "markeredgewidth": 1.5},
+    "a pass that waits for the host": _DOT | {"marker": "+", "markeredgewidth": 1.5, "markersize": 7},
 }
 
 
@@ -112,6 +114,8 @@ def write_picture(path: Path) -> list[str]:
 def _mark(entry: dict[str, Any], row: Row) -> str:
     if beside_another_kind(row):
         return "deterministic, beside a peer that is not"
+    if waits_for_host(row):
+        return "a pass that waits for the host"
     return "earlier code: today's is unverified" if entry["unverified"] else "today's code"
 
 

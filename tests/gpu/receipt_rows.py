@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from dsa_bench.e2e.document import waits_for_host
 from dsa_bench.e2e.stacks import LONG_STACKS, STACKS
 from dsa_layers.families.published import published_config
 from tests.gpu import receipt
@@ -20,8 +21,9 @@ def main_entries() -> dict[str, dict[str, Any]]:
 
 
 def compared(rows: Sequence[Row]) -> list[Row]:
-    """The rows that have a peer's time, of a peer that does the same."""
-    return [row for row in rows if row.get("ratio") is not None and not beside_another_kind(row)]
+    """The rows that have a peer's time, of a peer that does the same on the GPU alone."""
+    timed = [row for row in rows if row.get("ratio") is not None]
+    return [row for row in timed if not beside_another_kind(row) and not waits_for_host(row)]
 
 
 def beside_another_kind(row: Row) -> bool:
@@ -31,8 +33,9 @@ def beside_another_kind(row: Row) -> bool:
 
 def other_kinds(rows: Sequence[Row]) -> str:
     """The speed-ups that are not among the `compared`, to stand behind their range."""
-    ratios = [f"{row['ratio']:.2f}" for row in rows if beside_another_kind(row)]
-    return f"; deterministic beside one that is not: {', '.join(ratios)}" if ratios else ""
+    kinds = {"deterministic beside one that is not": beside_another_kind, "waiting for the host": waits_for_host}
+    found = {what: [f"{row['ratio']:.2f}" for row in rows if of_kind(row)] for what, of_kind in kinds.items()}
+    return "".join(f"; {what}: {', '.join(ratios)}" for what, ratios in found.items() if ratios)
 
 
 def shape_of(name: str, row: Row) -> str:
