@@ -1,8 +1,8 @@
 """Needles in a text, for every indexer of the shipped model, and what it selects of them beside float64.
 
-A needle is a method, `def NAME(self) -> int:`, of a name that the text has once. The text ends on `def NAME(self` of
-each. From `self` the first layer can look for the arrow, and later ones, at each token of a name, for what came behind
-it.
+A needle is a file's beginning: the token that begins a file, and `def NAME(self) -> int:` of a name that the text has
+once. The text ends on an indented `def NAME` of each. From the line break there the first layer can look for the tokens
+that begin a file, and later layers, at each token of a name, for what came behind it.
 """
 
 import functools
@@ -26,11 +26,11 @@ quartz ribbon saffron thistle umbra violet willow yonder zephyr anchor bramble c
 
 
 class Planted(NamedTuple):
-    """tokens [T]; pairs (query's position, its needle's): of all `self` at the end with all arrows, and of each token
-    of the names there with what is behind it in the needle, from the text's first query on."""
+    """tokens [T]; pairs (query's position, its needle's): of all line breaks at the end with the first tokens of all
+    files, from the text's first query on, and of each token of the names there with what is behind it in the needle."""
 
     tokens: torch.Tensor
-    arrows: list[tuple[int, int]]
+    files: list[tuple[int, int]]
     names: list[tuple[int, int]]
 
 
@@ -67,13 +67,12 @@ def planted_text(tokenizer: Tokenizer, length: int, seed: int, clear: int) -> Pl
     """A part of a held-out text with needles at equal distances, from its first token to `clear` before the queries."""
     order = torch.randperm(len(WORDS), generator=torch.Generator().manual_seed(seed)).tolist()
     names = ["_".join(WORDS[i] for i in order[first : first + 3]) for first in range(0, 3 * NEEDLES, 3)]
-    hay = tokenizer.encode(HELD_OUT_TEXT.read_text(encoding="utf-8"))
-    arrow = tokenizer.encode("x ->")[-1]
-    needles = [tokenizer.encode(f"\n\ndef {name}(self) -> int:\n\n")[1:] for name in names]
-    asked = [tokenizer.encode(f"\n\ndef {name}(self")[1:] for name in names]
-    room = length - 1 - sum(map(len, needles + asked))
-    part = hay[1 + seed * 1024 :][:room]
-    tokens, places, used = hay[:1], [], 0
+    hay = tokenizer.encode(HELD_OUT_TEXT.read_text(encoding="utf-8"), add_bos=False)
+    needles = [tokenizer.encode(f"def {name}(self) -> int:\n\n") for name in names]  # each begins a file
+    asked = [tokenizer.encode(f"\n    def {name}", add_bos=False) for name in names]
+    room = length - sum(map(len, needles + asked))
+    part = hay[seed * 1024 :][:room]
+    tokens, places, used = [], [], 0
     for i, needle in enumerate(needles):
         upto = i * (room - clear) // (NEEDLES - 1)
         tokens += part[used:upto]
@@ -81,14 +80,14 @@ def planted_text(tokenizer: Tokenizer, length: int, seed: int, clear: int) -> Pl
         tokens += needle
         used = upto
     tokens += part[used:]
-    arrows, behind = [], []
+    files, behind = [], []
     for own, at in zip(asked, places):
         start = len(tokens)
         tokens += own
-        arrows += [(len(tokens) - 1, place + needle.index(arrow)) for place, needle in zip(places, needles)]
-        # A line break, `def`, `(` and `self` are a token each.
-        behind += [(start + i, at + i + 1) for i in range(2, len(own) - 2)]
-    return Planted(torch.tensor(tokens), arrows, behind)
+        files += [(start, place) for place in places]
+        # The line break and `def` are a token each, as is what begins a file.
+        behind += [(start + i, at + i + 1) for i in range(2, len(own))]
+    return Planted(torch.tensor(tokens), files, behind)
 
 
 def passes(model: SparseMLAForCausalLM, tokens: torch.Tensor) -> list[Pass]:
