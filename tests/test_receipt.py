@@ -438,7 +438,7 @@ def test_a_pass_that_waits_for_the_host_is_in_no_range():
     }
     ours, theirs = row | {"ms": 9.4, "ratio": 0.96}, row | {"peer_ms": 20.0, "ratio": 2.5}
     assert receipt_rows.compared([row, ours, theirs, row | {"peer_parts": None}]) == [row, row | {"peer_parts": None}]
-    assert receipt_rows.other_kinds([row, ours, theirs]) == "; waiting for the host: 0.96, 2.50"
+    assert receipt_rows.other_kinds([row, ours, theirs]) == "; where a pass waits for the host: 0.96, 2.50"
 
 
 def test_a_pass_says_how_many_layers_it_has():

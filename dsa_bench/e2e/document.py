@@ -19,7 +19,8 @@ from dsa_bench.e2e.report import Row
 BEGIN, END = "<!-- e2e tables -->", "<!-- end of e2e tables -->"
 PICTURE = "e2e.png"
 BESIDE = ("indexer", "top-k", "attention")  # parts whose kernels are the peers'
-_FILLED = 0.75  # of a pass' time by its kernels; with less the host is what is measured
+# The least share of a pass' time that its kernels fill; with less, what is measured is the host.
+_FILLED = 0.75
 HEAD = ("run", "ms", "tokens/s", *PARTS, "peers, whole pass", *BESIDE)
 
 
@@ -69,8 +70,8 @@ def _sentences(rows: Sequence[Row]) -> list[str]:
     for row in waiting:
         own, theirs = row["ms"] - sum(row["parts"].values()), row["peer_ms"] - sum(row["peer_parts"].values())
         lines.append(
-            f"{row['run']} (host) is not among them: its passes waited {own:.1f} ms for the host with our kernels and "
-            f"{theirs:.1f} ms with the peers'."
+            f"{row['run']} (host) is not among them: no kernel ran for {own:.1f} ms of its pass with our kernels, and "
+            f"for {theirs:.1f} ms with the peers'."
         )
     libraries = sorted({library for row in rows for library in row["peers"]})
     if libraries:

@@ -43,7 +43,7 @@ def _cells(row: Row) -> list[str]:
 def _missed(rows: Sequence[Row]) -> list[str]:
     """A line for each figure that does not reach its bar."""
     words = {
-        "gain": "is to gain {:g} and gains {:.2f}",
+        "gain": "is to gain {:g} and gains {:.3f}",
         "over_bytes": "is to take {:g} of its bytes' time, takes {:.3f}",
     }
     return list_of(

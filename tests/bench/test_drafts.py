@@ -275,7 +275,7 @@ def test_the_document_is_written_from_an_entry(tmp_path):
     cells = "| 1 | 1 | 10.00 | 14.00 | 0.50 | 8, then 16 | 1.50x | 0.93 | 67% | 71% | 128 | 1.28 |"
     assert cells in lines and cells.count("|") == head.count("|")
     assert "- decode 1 x 4096, 2 drafts: is to take 1.1 of its bytes' time, takes 1.150." in lines
-    assert "- decode 8 x 4096, 1 draft: is to gain 1.2 and gains 1.10." in lines
+    assert "- decode 8 x 4096, 1 draft: is to gain 1.2 and gains 1.100." in lines
     assert sum(line.startswith("- ") for line in lines) == 2
     drafts_document.main(receipt, doc)
     assert doc.read_text() == text

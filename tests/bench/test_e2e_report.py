@@ -87,7 +87,7 @@ def test_the_document_is_written_from_an_entry(tmp_path):
     assert "- With the peers' kernels a decoding step takes 0.90 to 1.25 times as long as with ours." in lines
     assert any(line.startswith("| prefill 512 |") and "| 2.00 (host) |" in line for line in lines)
     (line,) = (line for line in lines if line.startswith("- prefill 512 (host) is not among them"))
-    assert line.endswith("waited 1.0 ms for the host with our kernels and 8.2 ms with the peers'.")
+    assert line.endswith("no kernel ran for 1.0 ms of its pass with our kernels, and for 8.2 ms with the peers'.")
     assert "- The peers are deepgemm 2.8.1, vllm." in lines
     assert "- Not beside ours: sgl-flash-mla in prefill 4096, failed: no libcuda." in lines
     assert "- Not beside ours: the pass, failed: no." in lines

@@ -21,7 +21,7 @@ def main_entries() -> dict[str, dict[str, Any]]:
 
 
 def compared(rows: Sequence[Row]) -> list[Row]:
-    """The rows that have a peer's time, of a peer that does the same on the GPU alone."""
+    """The rows with the time of a peer that does the same, where the GPU is what is timed."""
     timed = [row for row in rows if row.get("ratio") is not None]
     return [row for row in timed if not beside_another_kind(row) and not waits_for_host(row)]
 
@@ -33,7 +33,10 @@ def beside_another_kind(row: Row) -> bool:
 
 def other_kinds(rows: Sequence[Row]) -> str:
     """The speed-ups that are not among the `compared`, to stand behind their range."""
-    kinds = {"deterministic beside one that is not": beside_another_kind, "waiting for the host": waits_for_host}
+    kinds = {
+        "deterministic beside one that is not": beside_another_kind,
+        "where a pass waits for the host": waits_for_host,
+    }
     found = {what: [f"{row['ratio']:.2f}" for row in rows if of_kind(row)] for what, of_kind in kinds.items()}
     return "".join(f"; {what}: {', '.join(ratios)}" for what, ratios in found.items() if ratios)
 

@@ -26,8 +26,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float = 1e-6) ->
     eps     added to the mean of the squares: a finite number, at least 0
 
     Returns y, contiguous, of x's shape and dtype. A NaN makes its own row NaN, and a row's result does not depend on
-    the other rows. Differentiable in x and weight: on Hopper once, by a kernel, for D up to 8192 (fp32: 4096) and rows
-    as below; else, and under torch.compile, the formula runs in PyTorch where gradients are asked for.
+    the other rows. Differentiable in x and weight. On Hopper a kernel computes the gradients, for D up to 8192
+    (fp32: 4096) and rows as below, and these have no gradients of their own; else, and under torch.compile, the formula
+    runs in PyTorch where gradients are asked for.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
     On Hopper: one kernel that reads x once and writes y once; D a multiple of 8 up to 32768 (fp32: 16384), contiguous
     channels, rows at any multiples of 16 bytes (of more than two dimensions before D, all but the last must be
