@@ -10,7 +10,7 @@ from dsa.reference.elementwise import rms_norm as reference
 from dsa.testing import assert_close, copy_bandwidth
 from dsa_bench.harness.case import Case
 
-# rows, channels, with weights; with gradients: V3.2's hidden state, its query latent, V4's query heads (64 a token);
+# Rows, channels, with weights, with gradients. V3.2's hidden state, its query latent and V4's query heads (64 a token);
 # with gradients V3.2's two, and a small model's.
 SHAPES = [
     (16384, 7168, True),
