@@ -20,8 +20,8 @@ from dsa.reference.mla.mla_metadata import FlashMLASchedMeta, own_plan
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_with_kvcache", "get_mla_metadata"]
 
-# What beginning a sequence costs, in tiles: where nobody knows how many there are, and where parts have HALVED to SHORT
-# of them; where they have more; and where they have fewer.
+# What beginning a sequence costs, in tiles: where nobody knows how many there are, where parts have HALVED to SHORT of
+# them, and where they have more and that leaves sequences whole; where it does not; and where they have fewer.
 OVERHEAD, OVERHEAD_OF_LONG, OVERHEAD_OF_SHORT = 5, 2, 0
 # Tiles of a part up to which half of the multiprocessors do better: what combines is there beside them.
 HALVED = 2
@@ -212,7 +212,9 @@ def _parts(cache_seqlens: torch.Tensor, rows: int, kv_heads: int, most_keys: int
     if tiles == 0:
         return parts, OVERHEAD
     if tiles > SHORT * parts:
-        return parts, OVERHEAD_OF_LONG
+        each, batch = -(-most_keys // TILE_N) + OVERHEAD, len(cache_seqlens)
+        whole = -(-batch // parts) * each <= -(-batch * each // parts) + OVERHEAD  # what the plan allows a part
+        return parts, OVERHEAD if whole else OVERHEAD_OF_LONG
     if tiles > HALVED * parts:
         return parts, OVERHEAD
     return max(1, min(tiles, parts // 2)), OVERHEAD_OF_SHORT

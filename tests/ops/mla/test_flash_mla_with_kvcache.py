@@ -110,7 +110,7 @@ def test_the_plan_has_as_many_parts_as_there_are_ctas_for_it(s_q, h_q, h_k, part
     decoded(*arguments)
     (_, _, (_, plan, _, overhead)), (_, key, got), _ = launches
     assert layout(plan) == ((parts, 8), (8, 1), torch.int32) and key[2:] == (rows, False)
-    assert overhead == op.OVERHEAD_OF_LONG
+    assert overhead == (op.OVERHEAD_OF_LONG if parts > 3 else op.OVERHEAD)
     assert got[8].shape == (2 * parts, h_k, rows, D_V) and got[9].shape == (2 * parts, h_k, rows)
     assert got[8].dtype == got[9].dtype == torch.float32 and got[8].is_contiguous() and got[9].is_contiguous()
     old = [layout(x) for x in dsa.get_mla_metadata(arguments[3], rows, h_k)]
@@ -118,6 +118,20 @@ def test_the_plan_has_as_many_parts_as_there_are_ctas_for_it(s_q, h_q, h_k, part
     # The workspace follows the plan that is given.
     decoded(*arguments, *ANY_PLAN)
     assert launches[-2][2][8].shape == (14, h_k, rows, D_V)
+
+
+WHOLE = [(128, 128, 4096, True), (128, 64, 4096, True), (132, 128, 65536, True)]
+WHOLE += [(128, 128, 16384, False), (80, 128, 4096, False), (3, 64, 65536, False)]
+
+
+@pytest.mark.parametrize(("batch", "heads", "keys", "whole"), WHOLE)
+def test_plans_that_leave_sequences_whole(batch, heads, keys, whole, monkeypatch):
+    """Where a part may have as many whole sequences as it must have, if they are equally long."""
+    monkeypatch.setattr(op.backends, "num_sms", lambda _: 132)
+    parts, overhead = op._parts(torch.full((batch,), keys, dtype=torch.int32), heads, 1, keys)
+    assert overhead == (op.OVERHEAD if whole else op.OVERHEAD_OF_LONG)
+    each, most = keys // 64 + op.OVERHEAD, -(-batch * (keys // 64 + op.OVERHEAD) // parts) + op.OVERHEAD
+    assert whole == (-(-batch // parts) <= most // each)
 
 
 # Pages of 16 keys in the table of each of three sequences; parts, what beginning a sequence costs, whether a part has
