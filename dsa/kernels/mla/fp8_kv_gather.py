@@ -127,6 +127,10 @@ class Fp8TopkGather(TopkGather):
             pipeline.kv.producer_wait(state)
             self.load_rows(q, query, first_row + i * self.q_rows, raw, pipeline.kv, state, warp, lane)
             state = pipeline.kv.advance(state)
+        # The first keys' stage is a tile's until its values have been added: they come to the L2 cache meanwhile.
+        source, _, valid = self.locate(lists, ends, first, index)
+        if valid and lane < WARP_KEYS:
+            prefetch_to_l2(source, Int32(self.row_bytes))
         for tile in cutlass.range(first, first + info.tiles, unroll=1):
             source, scales, valid = self.locate(lists, ends, tile, index)
             # The next tile's indices are on their way while these keys are asked for.

@@ -6,7 +6,7 @@ the products' 16 of a step are is free, if keys and queries agree: they are in t
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float16, Float32, Int32, Uint32
+from cutlass import Float16, Float32, Int32, Uint32, const_expr
 
 from dsa.cute.pipeline import state_at
 from dsa.cute.shared_memory import load_16, store_4
@@ -17,6 +17,8 @@ from dsa.kernels.mla.mla_tiles import K_CHUNK
 from dsa.kernels.mla.swap_ab_exchange import HeadRange, SwapAbExchange, Thread
 from dsa.kernels.mla.swap_ab_score_loop import SwapAbScoreLoop
 from dsa.kernels.mla.swap_ab_softmax import power_of_two
+
+AHEAD = 2  # vectors of 16 bytes that are read before one is stored, which the compiler leaves in this order
 
 
 class Fp8KvQueries(SwapAbScoreLoop):
@@ -46,18 +48,23 @@ class Fp8KvQueries(SwapAbScoreLoop):
         raw, rows = operands.raw, heads.total - heads.first
         tid = opaque(thread.tid)
         row, m = tid >> 3, tid & 7
-        chunks, count, largest = self.fp8_chunks + 1, self.kv.score_warpgroups, Uint32(0)
+        chunks, count = self.fp8_chunks + 1, self.kv.score_warpgroups
+        sources = []  # of the thread's 16 bytes of chunk 0, by row
+        by_word = [Uint32(0)] * 4  # for a shorter chain of instructions
         for i in cutlass.range_constexpr(self.kv.q_stages):
             state = state_at(ring + i, self.kv.stages)
             pipeline.kv.consumer_wait(state)
             for j in cutlass.range_constexpr(self.kv.q_rows // 16):
                 source = raw + state.stage * self.kv.stage_bytes + (16 * j + row) * (2 * self.head_dim) + m * 16
+                sources.append(source)
                 if i * self.kv.q_rows + 16 * j + row < rows:
                     for n in cutlass.range_constexpr((chunks + count - 1) // count):
                         chunk = n * count + thread.side
                         if chunk < self.fp8_chunks:
-                            for word in load_16(source + 2 * K_CHUNK * chunk):
-                                largest = larger_bf16(largest, word)
+                            words = load_16(source + 2 * K_CHUNK * chunk)
+                            for k in cutlass.range_constexpr(4):
+                                by_word[k] = larger_bf16(by_word[k], words[k])
+        largest = larger_bf16(larger_bf16(by_word[0], by_word[1]), larger_bf16(by_word[2], by_word[3]))
         for log in cutlass.range_constexpr(5):
             largest = larger_bf16(largest, cute.arch.shuffle_sync_bfly(largest, offset=1 << log))
         if thread.lane == 0:
@@ -68,33 +75,35 @@ class Fp8KvQueries(SwapAbScoreLoop):
         exponent = Int32(cutlass.max(largest & 0x7FFF, (largest >> 16) & 0x7FFF)) >> 7
         exponent = cutlass.max(cutlass.min(exponent - 127 - 14, 100), -100)
         power, inverse = power_of_two(exponent), power_of_two(-exponent)
-        for i in cutlass.range_constexpr(self.kv.q_stages):
-            state = state_at(ring + i, self.kv.stages)
-            for j in cutlass.range_constexpr(self.kv.q_rows // 16):
-                source = raw + state.stage * self.kv.stage_bytes + (16 * j + row) * (2 * self.head_dim) + m * 16
-                own = i * self.kv.q_rows + 16 * j + row
-                target = Int32(exchange.q.iterator.toint()) + 2 * K_CHUNK * own
-                for n in cutlass.range_constexpr((chunks + count - 1) // count):
-                    chunk = n * count + thread.side
-                    # Step s of 16 channels has vectors 2 s and 2 s + 1; of a vector, lane t of a quad of lanes
-                    # multiplies word t. A lane reads of e4m3 channels 16 t to 16 t + 15, four of each of four steps;
-                    # of bf16 channels 8 t to 8 t + 7 of 32, four of each of two steps.
-                    vector, word = (m & 1) << 2, m >> 1
-                    if chunk == self.fp8_chunks:
-                        vector, word = m & 4, m & 3
-                    if chunk < chunks:
-                        words = load_16(source + 2 * K_CHUNK * chunk)
-                        for pair in cutlass.range_constexpr(4):
-                            number = words[pair]
-                            if chunk < self.fp8_chunks:
-                                number = times_to_f16(number, inverse, inverse)
-                            if own >= rows:
-                                number = Uint32(0)
-                            place = 2 * K_CHUNK * self.head_tile * chunk + 16 * ((vector + pair) ^ (own & 7)) + 4 * word
-                            store_4(target + place, number)
+        vectors = [(j, n) for j in range(len(sources)) for n in range((chunks + count - 1) // count)]
+        read = [self.read_q(sources, *vectors[k], thread) for k in range(min(AHEAD, len(vectors)))]
+        for k, (j, n) in enumerate(vectors):
+            words, own, chunk = read[k], 16 * j + row, n * count + thread.side
+            if const_expr(k + AHEAD < len(vectors)):
+                read.append(self.read_q(sources, *vectors[k + AHEAD], thread))
+            target = Int32(exchange.q.iterator.toint()) + 2 * K_CHUNK * own
+            # Step s of 16 channels has vectors 2 s and 2 s + 1; of a vector, lane t of a quad of lanes multiplies word
+            # t. A lane reads of e4m3 channels 16 t to 16 t + 15, four of each of four steps; of bf16 channels 8 t to 8
+            # t + 7 of 32, four of each of two steps.
+            vector, word = (m & 1) << 2, m >> 1
+            if chunk == self.fp8_chunks:
+                vector, word = m & 4, m & 3
+            if chunk < chunks:
+                for pair in cutlass.range_constexpr(4):
+                    number = words[pair]
+                    if chunk < self.fp8_chunks:
+                        number = times_to_f16(number, inverse, inverse)
+                    if own >= rows:
+                        number = Uint32(0)
+                    place = 2 * K_CHUNK * self.head_tile * chunk + 16 * ((vector + pair) ^ (own & 7)) + 4 * word
+                    store_4(target + place, number)
         self.sync_score()
         for i in cutlass.range_constexpr(self.kv.q_stages):
             state = state_at(ring + i, self.kv.stages)
             if thread.side == 0:
                 pipeline.kv.consumer_release(state)
         return power
+
+    def read_q(self, sources: list, j: int, n: int, thread: Thread) -> list:
+        """The thread's 16 bytes of its n-th chunk of a row. Of a chunk that the row does not have, what lies there."""
+        return [*load_16(sources[j] + 2 * K_CHUNK * (n * self.kv.score_warpgroups + thread.side))]

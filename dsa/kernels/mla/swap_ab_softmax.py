@@ -5,6 +5,9 @@ whether it does by more; only then is the maximum of the columns, which lie in a
 warpgroups, one looks at the maxima after the other, in the order of the tiles, and both have sums of their own.
 """
 
+import operator
+from collections.abc import Callable
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32, const_expr
@@ -200,10 +203,10 @@ class SwapAbSoftmax:
     @cute.jit
     def raise_row_max(self, scores, exchange: SwapAbExchange, stage, thread: Thread):
         """The true maxima of the columns where they exceed row_max by too much, and the rescale factors."""
-        tid, column_max = opaque(thread.tid), cute.make_rmem_tensor((self.columns,), Float32)
+        tid, column_max = opaque(thread.tid), []
         for c in cutlass.range_constexpr(self.columns):
-            column_max[c] = cute.arch.fmax(scores[c // 2 * 4 + c % 2], scores[c // 2 * 4 + 2 + c % 2])
-        self.reduce_columns(exchange, column_max, thread)
+            column_max.append(cute.arch.fmax(scores[c // 2 * 4 + c % 2], scores[c // 2 * 4 + 2 + c % 2]))
+        self.over_warp(exchange, column_max, cute.arch.fmax, thread)
         self.sync_warpgroup(thread)
         if tid < self.head_tile:
             head_max = exchange.by_warp[tid, thread.side * 4]
@@ -231,18 +234,16 @@ class SwapAbSoftmax:
     ):
         """LSE of the work tile's heads, and what O^T is multiplied by. tile_count: tiles that have been scored;
         end_state: of `inverse`."""
-        lane, tid, number = opaque(thread.lane), opaque(thread.tid), self.number(thread)
+        tid, number = opaque(thread.tid), self.number(thread)
         if const_expr(self.score_warpgroups > 1):
             self.sync_score()
             if (tile_count & 1) == thread.side:
                 # The last tile was the other's.
                 self.rescale_row_sum(exchange, thread.side ^ 1, thread)
-        for c in cutlass.range_constexpr(self.columns):
-            row_sum = exchange.row_sum[c % 4, number, c // 4]
-            for log in cutlass.range_constexpr(2, 5):
-                row_sum += cute.arch.shuffle_sync_bfly(row_sum, offset=1 << log)
-            if lane >> 2 == 0:
-                exchange.by_warp[c // 2 * 8 + (lane & 3) * 2 + c % 2, thread.side * 4 + thread.warp] = row_sum
+        sums = cute.make_rmem_tensor((4, self.columns // 4), Float32)
+        for j in cutlass.range_constexpr(self.columns // 4):
+            cute.autovec_copy(exchange.row_sum[None, number, j], sums[None, j])
+        self.over_warp(exchange, [sums[c] for c in range(self.columns)], operator.add, thread)
         self.sync_score()
         if thread.side == 0:
             exchange.end.producer_wait(end_state)
@@ -274,7 +275,7 @@ class SwapAbSoftmax:
         if const_expr(self.with_max_logits):
             # The sums have been read.
             self.sync_score()
-            self.reduce_columns(exchange, max_logits, thread)
+            self.over_warp(exchange, [max_logits[c] for c in range(self.columns)], cute.arch.fmax, thread)
             self.sync_score()
             if tid < self.head_tile and heads.first + tid < heads.total:
                 head_max = exchange.by_warp[tid, 0]
@@ -283,12 +284,13 @@ class SwapAbSoftmax:
                 results.max_logits[work.batch_idx, heads.first + tid] = head_max * LN2
 
     @cute.jit
-    def reduce_columns(self, exchange: SwapAbExchange, values, thread: Thread):
-        """The warp's maxima of its lanes' values of columns."""
+    def over_warp(self, exchange: SwapAbExchange, values: list, combine: Callable, thread: Thread):
+        """The warp's sums or maxima of its lanes' values of columns, to `by_warp`. Of all columns at once: one after
+        the other, each would wait for three exchanges."""
         lane = opaque(thread.lane)
-        for c in cutlass.range_constexpr(self.columns):
-            value = values[c]
-            for log in cutlass.range_constexpr(2, 5):
-                value = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=1 << log))
-            if lane >> 2 == 0:
-                exchange.by_warp[c // 2 * 8 + (lane & 3) * 2 + c % 2, thread.side * 4 + thread.warp] = value
+        for log in cutlass.range_constexpr(2, 5):
+            others = [cute.arch.shuffle_sync_bfly(value, offset=1 << log) for value in values]
+            values = [combine(value, other) for value, other in zip(values, others)]
+        if lane >> 2 == 0:
+            for c in cutlass.range_constexpr(self.columns):
+                exchange.by_warp[c // 2 * 8 + (lane & 3) * 2 + c % 2, thread.side * 4 + thread.warp] = values[c]
