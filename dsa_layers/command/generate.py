@@ -102,7 +102,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--stats",
         action="store_true",
-        help="count the keys that tokens read; on a GPU without CUDA graphs, which is slower (default: off)",
+        help="count the keys that tokens read, those of drafts that are not taken and of the drafter's layer among "
+        "them; on a GPU without CUDA graphs, which is slower (default: off)",
     )
     parser.add_argument("--json", action="store_true", help="print events in JSON, see below (default: off)")
 

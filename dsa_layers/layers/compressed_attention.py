@@ -419,13 +419,14 @@ class CompressedAttention(SplitByTokens):
         return batch.entries(self.compressor.ratio)
 
     def _count_keys(self, batch: TokenBatch, entries: torch.Tensor | None, queries: Rows = ALL_ROWS) -> None:
-        """entries int32 [T, ..., K]: those that each of `queries` reads beside its window, -1 where there are fewer."""
+        """entries int32 [T, K], or [B, next_n, K] of a decoding pass: those that each of `queries` reads beside its
+        window, -1 where there are fewer."""
         if self.key_counter is None:
             return
         context = batch.visible_keys
         read = dense = context.clamp(max=self.window)
         if entries is not None:
-            read = read + queries.gather((entries >= 0).flatten(1).sum(-1))[0]
+            read = read + queries.gather((entries >= 0).flatten(0, -2).sum(-1))[0]
             dense = dense + batch.entries(self.compressor.ratio).visible_keys
         self.key_counter.add(read, dense, context)
 

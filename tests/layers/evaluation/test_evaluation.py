@@ -206,3 +206,31 @@ def test_keys_of_windows_and_entries(tiny_checkpoint):
         assert counts.context == (length + 1) / 2 and counts.longest_context == length and not counts.keys_are_tokens
         assert counts.share == counts.read / counts.dense and counts.most_read <= counts.most_dense
     assert expected(length) > expected(config.index_topk)
+
+
+class Told:
+    """A counter of one layer: what it tells, pass by pass."""
+
+    def __init__(self):
+        self.passes = []
+
+    def add(self, *counts):
+        self.passes.append(counts)
+
+
+def test_keys_of_passes_that_verify_drafts(tiny_checkpoint):
+    """DeepSeek-V4: each of a sequence's tokens reads what it would read alone."""
+    model = load_model(tiny_checkpoint("deepseek_v4"), dequantize=True, drafter=True, progress=False)
+    for layer in model.layers:
+        layer.attn.key_counter = Told()
+    generator = Generator(model, cache_tokens=1024, draft_tokens=2)
+    generator.generate([[i % 50 for i in range(300)], [7, 8, 9]], SamplingParams(max_new_tokens=4))
+    config = model.config
+    for layer, kind in zip(model.layers, config.layer_types):
+        passes = layer.attn.key_counter.passes
+        assert len(passes[0][0]) == 303 and len(passes[1][0]) == 2 * 3
+        read, dense, context = map(torch.cat, zip(*passes))
+        ratio, near = config.compress_rates.get(kind), context.clamp(max=config.sliding_window)
+        entries = torch.zeros_like(context) if ratio is None else context // ratio
+        selected = entries.clamp(max=config.index_topk) if kind == "compressed_sparse_attention" else entries
+        assert torch.equal(read, near + selected) and torch.equal(dense, near + entries)
