@@ -10,6 +10,7 @@ import torch
 from dsa import backends
 from dsa.kernels.mla.limits import MAX_BATCH, PLAN_COLUMNS, PLAN_NUMBERS, TILE_M, TILE_N
 from dsa.ops.declaration import Op, op
+from dsa.ops.mla._capture import capture_number
 from dsa.ops.mla._dense_decode import SHORT, _dense_mla_decode, _dense_mla_decode_out
 from dsa.ops.mla._sparse_attention import DTYPES
 from dsa.ops.mla._sparse_decode import _sparse_mla_decode, _sparse_mla_decode_out
@@ -47,10 +48,11 @@ def get_mla_metadata(*args, **kwargs) -> tuple[FlashMLASchedMeta, None] | tuple[
 
     A plan only says where long sequences are cut. A plan for other lengths of as many sequences gives the right result,
     too, with its work less evenly spread. So a plan that was made outside a CUDA graph serves all replays of the graph,
-    and one that is made inside follows the lengths. Numbers that are no plan make no kernel read or write outside its
-    tensors, but sequences may be left out, and their results are then unspecified. In the new style, and without a
-    plan, the block table says how many keys there are at most, and few keys are cut into fewer parts than in the old
-    style: results of the two differ in rounding then.
+    and one that is made inside follows the lengths. That one has its numbers when the graph is replayed: a call outside
+    of the graph with the same FlashMLASchedMeta, or in another graph, makes a plan of its own. Numbers that are no plan
+    make no kernel read or write outside its tensors, but sequences may be left out, and their results are then
+    unspecified. In the new style, and without a plan, the block table says how many keys there are at most, and few
+    keys are cut into fewer parts than in the old style: results of the two differ in rounding then.
     On Hopper: one kernel, no host synchronisation.
     Raises TypeError or ValueError for other types, dtypes and shapes. Source: FlashMLA's function of this name.
     """
@@ -124,17 +126,17 @@ def flash_mla_with_kvcache(
     without keys has out 0 and lse +inf. Unused cache rows may hold NaN. In dense decoding on Hopper NaN in a key that
     one query of a sequence sees may reach the sequence's other queries.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides, devices and combinations.
-    On Hopper, dense: d = 576 with head_dim_v = 512, any number of heads and queries, pages of a multiple of 16 keys
-    (64 and more best), any strides of q, cache rows at multiples of 16 bytes, softmax_scale above 0, caches beyond 2^31
+    On Hopper, dense: d = 576 with head_dim_v = 512, any number of heads and queries, pages of a multiple of 16 keys (64
+    and more best), any strides of q, cache rows at multiples of 16 bytes, softmax_scale above 0, caches beyond 2^31
     bytes. Logits and sums are fp32; softmax weights are rounded to q's dtype before the values are multiplied by them.
     On Hopper, sparse: d = 576 or 512 with head_dim_v = 512, any number of heads, queries and indices, pages of any
     size, keys at multiples of 16 bytes; or, with bf16 q, a cache of bytes whose pages are each contiguous and start at
     multiples of 16 bytes. Of a cache of bytes, e4m3 numbers go into the logits exactly and are multiplied by the fp32
     scales in fp32; as values they are multiplied by their scale and rounded to fp16's 11 bits. Where a group's scale
     is below 2^-20 of the key's largest scale, up to 2^-22 of the largest scale is lost besides.
-    Deterministic. CUDA-graph safe with new lengths and indices, no host synchronisation. The workspace is at most two
-    partial results for each multiprocessor, or in dense decoding with enable_batch_invariant one for each sequence and
-    split.
+    No gradients on Hopper, whatever q or a cache asks for. Deterministic. CUDA-graph safe with new lengths and indices,
+    no host synchronisation. The workspace is at most two partial results for each multiprocessor, or in dense decoding
+    with enable_batch_invariant one for each sequence and split.
     Source: FlashMLA's function of this name, which takes fewer caches, head counts and combinations.
     """
     meta = own_plan(tile_scheduler_metadata)
@@ -192,7 +194,8 @@ def _plan_of(
     """What the object remembers, or a plan, which it then remembers. None of tensors that decoding will refuse, and
     where there is nothing to plan."""
     if meta is not None and meta.tile_scheduler_metadata is not None:
-        return meta.tile_scheduler_metadata, meta.num_splits
+        if meta.capture is None or meta.capture == capture_number(q):
+            return meta.tile_scheduler_metadata, meta.num_splits
     queries, keys, table = (shape_of(x) for x in (q, k_cache, block_table))
     if tuple(map(len, (queries, keys, table))) != (4, 4, 2) or q.dtype not in DTYPES:
         return None, None
@@ -202,6 +205,7 @@ def _plan_of(
     plan = _mla_metadata(cache_seqlens, rows // kv_heads, kv_heads, min(table[1] * keys[1], 2**31 - TILE_N))
     if meta is not None:
         meta.tile_scheduler_metadata, meta.num_splits = plan
+        meta.capture = capture_number(q)
     return plan
 
 

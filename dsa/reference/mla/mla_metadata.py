@@ -24,15 +24,20 @@ MLA_METADATA = Arguments(
 
 @dataclasses.dataclass
 class FlashMLASchedMeta:
-    """What `flash_mla_with_kvcache` remembers of its first call. Later calls must have the same `config`."""
+    """What `flash_mla_with_kvcache` remembers of its first call. Later calls must have the same `config`.
+
+    capture  of a plan whose numbers come with a CUDA graph's replay, which it was made in: that graph's number while it
+             is captured. None: they are there
+    """
 
     have_initialized: bool = False
     config: dict | None = None
     tile_scheduler_metadata: torch.Tensor | None = None
     num_splits: torch.Tensor | None = None
+    capture: int | None = None
 
 
-_FIELDS = tuple(field.name for field in dataclasses.fields(FlashMLASchedMeta))
+_FIELDS = ("have_initialized", "config", "tile_scheduler_metadata", "num_splits")  # which other libraries' have, too
 _KEPT = "_dsa_sched_meta"  # the attribute of another library's object that holds what is remembered with it
 Plan = FlashMLASchedMeta | torch.Tensor | None
 

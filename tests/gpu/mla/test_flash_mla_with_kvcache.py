@@ -329,6 +329,35 @@ def test_graph_replay_with_new_lengths(h_q, into, style):
         assert whole[:, :, :4].isnan().all() and whole[:, :, -4:].isnan().all()
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+def test_one_page_or_key_in_the_place_of_many(dim):
+    """A stride of 0."""
+    case = Case([700, 64, 0, 2000], 2, 16)
+    case.cache = torch.randn_like(case.cache).clamp(-1, 1)
+    whole = case.cache.narrow(dim, 0, 1).expand_as(case.cache)
+    case.cache = whole.contiguous()
+    expected = case.run()
+    case.cache = whole
+    assert all(map(torch.equal, case.run(), expected))
+
+
+def test_a_plan_that_comes_with_a_graph_serves_that_graph_alone():
+    """A call outside, or in another graph, before the graph is ever replayed, finds nothing in it."""
+    case, (meta, _) = Case([700, 64, 20_000], 2, 16), dsa.get_mla_metadata()
+    case.run()  # compiles outside of a capture
+    graphs, got = [torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()], []
+    for graph in graphs:
+        with torch.cuda.graph(graph):
+            got.append([case.run(meta, causal=True) for _ in range(2)])
+    in_graph = meta.tile_scheduler_metadata
+    case.check(got=case.run(meta, causal=True), causal=True)
+    assert meta.tile_scheduler_metadata is not in_graph and meta.capture is None
+    for graph, results in zip(reversed(graphs), reversed(got)):
+        graph.replay()
+        for result in results:
+            case.check(got=result, causal=True)
+
+
 def test_plans_are_made_without_waiting_for_the_host():
     """Nor is anything copied from it: what would wait is an error in a capture."""
     lengths = int32([700, 64, 0, 2000])

@@ -99,6 +99,17 @@ def test_a_plan_is_made_once_and_remembered(launches):
     assert all(x is y for x, y in zip(old, launches[-2][2][4:6], strict=True))
 
 
+def test_a_plan_that_comes_with_a_graph_serves_that_graph_alone(launches, monkeypatch):
+    """Nothing is in it before the graph is replayed."""
+    arguments, (meta, _) = inputs(), dsa.get_mla_metadata()
+    for capture, plans in ((7, True), (7, False), (8, True), (None, True), (None, False), (9, False)):
+        monkeypatch.setattr(op, "capture_number", lambda _, capture=capture: capture)
+        launches.clear()
+        decoded(*arguments, meta)
+        assert names(launches) == ["plan"] * plans + ["decode", "combine"]
+        assert launches[-2][2][4] is meta.tile_scheduler_metadata and launches[-2][2][5] is meta.num_splits
+
+
 SHAPES = [(1, 1, 1, 132), (1, 64, 1, 132), (1, 65, 1, 66), (3, 64, 1, 44), (2, 128, 8, 16), (5, 128, 2, 13)]
 
 
