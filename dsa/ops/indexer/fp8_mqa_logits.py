@@ -7,7 +7,7 @@ from types import ModuleType
 import torch
 
 from dsa import backends
-from dsa.kernels.indexer.limits import HEAD_DIMS, HEADS
+from dsa.kernels.indexer.limits import HEAD_DIMS, HEADS, MAX_COLS
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops.declaration import op
 from dsa.reference.indexer import fp8_mqa_logits as reference
@@ -48,8 +48,8 @@ def fp8_mqa_logits(
     Returns a view of a buffer whose rows start at multiples of 1024 bytes. NaN in a key reaches only that key's column.
     Without queries the result is empty, without keys it is empty or -inf. Raises TypeError or ValueError for other
     types, dtypes and shapes.
-    On Hopper: H in {8, 16, 32, 64}, D in {32, 64, 128}; rows of k 16-byte aligned. Deterministic, CUDA-graph safe with
-    new ranges, no host synchronisation. Not differentiable.
+    On Hopper: H in {8, 16, 32, 64}, D in {32, 64, 128}; rows of k 16-byte aligned; less than 2^30 keys and columns.
+    Deterministic, CUDA-graph safe with new ranges, no host synchronisation. Not differentiable.
     Source: DeepGEMM's function of this name; DeepSeek-V3.2 (arXiv 2512.02556), equation 1.
     """
     ranges = (cu_seq_len_k_start, cu_seq_len_k_end)
@@ -80,11 +80,15 @@ def _results(q: torch.Tensor, k: torch.Tensor, max_seqlen_k: int, logits_dtype: 
     return buffer[:, :columns]
 
 
-def _check_limits(q: torch.Tensor) -> None:
+def _check_limits(q: torch.Tensor, k: torch.Tensor, max_seqlen_k: int) -> None:
     if q.shape[1] not in HEADS:
         raise ValueError(f"q: the kernel takes {HEADS} heads, got {q.shape[1]}")
     if q.shape[2] not in HEAD_DIMS:
         raise ValueError(f"q: the kernel takes head dimensions {HEAD_DIMS}, got {q.shape[2]}")
+    if len(k) >= MAX_COLS:
+        raise ValueError(f"kv[0]: the kernel takes less than {MAX_COLS} keys, got {len(k)}")
+    if max_seqlen_k >= MAX_COLS:
+        raise ValueError(f"max_seqlen_k: the kernel takes less than {MAX_COLS} columns, got {max_seqlen_k}")
 
 
 @op(

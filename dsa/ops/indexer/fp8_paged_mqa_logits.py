@@ -7,7 +7,7 @@ from types import ModuleType
 import torch
 
 from dsa import backends
-from dsa.kernels.indexer.limits import HEAD_DIMS, HEADS, NEXT_N, PAGE_SIZES, SCHEDULE_SPLIT
+from dsa.kernels.indexer.limits import HEAD_DIMS, HEADS, MAX_COLS, NEXT_N, PAGE_SIZES, SCHEDULE_SPLIT
 from dsa.ops._kernel_arguments import check_page_size, dtype_name, pages_as_rows
 from dsa.ops.declaration import op
 from dsa.reference.arguments import INNER, check_layout
@@ -73,9 +73,9 @@ def fp8_paged_mqa_logits(
     Returns [B * next_n, max_context_len], a view of a buffer whose rows start at multiples of 1024 bytes. A key whose
     page is not in the table or not in the cache gives -inf. NaN in a key reaches only that key's column.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
-    On Hopper: H in {8, 16, 32, 64}, D in {32, 64, 128}, next_n in {1, 2, 3, 4}, P in {32, 64}. Deterministic, and a
-    sequence's scores do not depend on its batch. CUDA-graph safe with new lengths if the plan is made in the graph,
-    no host synchronisation. Not differentiable.
+    On Hopper: H in {8, 16, 32, 64}, D in {32, 64, 128}, next_n in {1, 2, 3, 4}, P in {32, 64}, less than 2^30 columns.
+    Deterministic, and a sequence's scores do not depend on its batch. CUDA-graph safe with new lengths if the plan is
+    made in the graph, no host synchronisation. Not differentiable.
     Source: DeepGEMM's function of this name.
     """
     return _fp8_paged_mqa_logits(
@@ -115,7 +115,14 @@ def _results(q: torch.Tensor, max_context_len: int, logits_dtype: torch.dtype) -
     return torch.empty(rows, stride, dtype=logits_dtype, device=q.device)[:, :max_context_len]
 
 
-def _check_limits(q: torch.Tensor, kv_cache: torch.Tensor, context_lens: torch.Tensor) -> None:
+def _check_limits(q: torch.Tensor, kv_cache: torch.Tensor, context_lens: torch.Tensor, max_context_len: int) -> None:
+    check_inputs(q, kv_cache, context_lens)
+    if max_context_len >= MAX_COLS:
+        raise ValueError(f"max_context_len: the kernel takes less than {MAX_COLS} columns, got {max_context_len}")
+
+
+def check_inputs(q: torch.Tensor, kv_cache: torch.Tensor, context_lens: torch.Tensor) -> None:
+    """What the kernels of the scores, and of the scores and the selection in one, take."""
     _, next_n, heads, dim = q.shape
     for name, what, value, accepted in (
         ("q", "heads", heads, HEADS),

@@ -91,7 +91,7 @@ def _results(q: torch.Tensor, top_k: int, return_values: bool) -> tuple[torch.Te
 
 
 def _check_limits(q: torch.Tensor, kv_cache: torch.Tensor, context_lens: torch.Tensor, top_k: int) -> None:
-    of_scores._check_limits(q, kv_cache, context_lens)
+    of_scores.check_inputs(q, kv_cache, context_lens)
     if top_k > MAX_SELECTED:
         raise ValueError(f"top_k: the kernel takes up to {MAX_SELECTED}, got {top_k}")
 

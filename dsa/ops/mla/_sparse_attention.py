@@ -14,6 +14,7 @@ from dsa.kernels.mla.limits import HEAD_DIM_V, SPARSE_HEAD_DIMS, SWAP_AB_HEADS, 
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name, unit_inner
 from dsa.ops.declaration import Kernels, op, rows_of
+from dsa.reference.checks import INT_MAX
 
 DTYPES = tuple(getattr(torch, name) for name in limits.DTYPES)
 # Declares an op that calls `attend`, which takes the modules in this order.
@@ -136,6 +137,7 @@ def stream_k(queries: int, head_tiles: int, tiles: int, num_sms: int, may_split:
     workers = max(1, num_sms // head_tiles)
     full_waves, rest = divmod(queries, workers)
     split_workers = min(workers, rest * tiles // LEAST_TILES)
+    may_split = may_split and split_workers * rest * tiles <= INT_MAX  # as the scheduler multiplies them
     if rest and (not may_split or split_workers <= rest or -(-rest * tiles // split_workers) + SPLIT_COST >= tiles):
         full_waves, split_workers = full_waves + 1, 0
     return min(workers, max(queries, split_workers)), full_waves, split_workers

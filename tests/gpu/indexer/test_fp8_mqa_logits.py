@@ -100,6 +100,12 @@ def test_ranges_of_any_numbers(columns):
     check(*inputs(100, 300, 8), starts, ends, max_seqlen_k=columns)
 
 
+def test_one_key_in_the_place_of_many():
+    """Rows with a stride of 0."""
+    q, (k, scale), weights = inputs(6, 1000)
+    check(q, (k[7:8].expand(1000, -1), scale), weights, int32([0, 0, 5, 990, 300, 999]), int32([1000] * 6))
+
+
 @pytest.mark.parametrize(("queries", "keys"), [(0, 100), (5, 0), (0, 0)])
 def test_empty(queries, keys):
     starts = torch.zeros(queries, dtype=torch.int32, device="cuda")

@@ -70,6 +70,13 @@ def test_every_shape(heads, dim, next_n, record_error):
     case.check(record_error, columns=5000, clean=False)
 
 
+def test_one_page_in_the_place_of_many():
+    """Pages with a stride of 0."""
+    case = Case([130, 0, 64, 1000], 1, 64, 128)
+    case.cache = case.cache[int(case.table[2, 0]) :][:1].expand_as(case.cache)
+    case.check()
+
+
 @pytest.mark.parametrize("next_n", [1, 2, 3, 4])
 def test_small_pages(next_n, record_error):
     for heads, dim in ((64, 128), (8, 32)):

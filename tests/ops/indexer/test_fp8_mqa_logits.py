@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import dsa
-from dsa.ops.indexer import fp8_mqa_logits as op  # noqa: F401 -- `launches` looks at it
+from dsa.ops.indexer import fp8_mqa_logits as op
 from dsa.reference.indexer import fp8_mqa_logits as reference
 
 
@@ -95,6 +95,11 @@ def test_what_the_kernel_does_not_take(launches):
             dsa.fp8_mqa_logits(queries, (keys, scales), rows, starts, ends)
     with pytest.raises(ValueError, match="cu_seq_len_k_end: the last dimension must be contiguous"):
         dsa.fp8_mqa_logits(q, (k, scale), weights, starts, ends.repeat(2)[::2])
+    with pytest.raises(ValueError, match=f"max_seqlen_k: the kernel takes less than {2**30} columns, got {2**30}"):
+        op._check_limits(q, k, 2**30)
+    with pytest.raises(ValueError, match=rf"kv\[0\]: the kernel takes less than {2**30} keys, got {2**30}"):
+        op._check_limits(q, torch.empty(2**30, 32, dtype=k.dtype, device="meta"), 0)
+    op._check_limits(q, torch.empty(2**30 - 1, 32, dtype=k.dtype, device="meta"), 2**30 - 1)
     assert not launches
 
 

@@ -211,6 +211,8 @@ def test_what_the_kernel_does_not_take(launches):
             dsa.fp8_paged_mqa_logits(**{**good, name: good[name].to("meta")}, max_context_len=5)
     with pytest.raises(ValueError, match="context_lens: the last dimension must be contiguous, got strides"):
         dsa.get_paged_mqa_logits_metadata(PER_QUERY.T.contiguous().T, 32, 5)
+    with pytest.raises(ValueError, match=f"max_context_len: the kernel takes less than {2**30} columns, got {2**30}"):
+        op._check_limits(q, cache, lengths, 2**30)
     assert not launches
 
 

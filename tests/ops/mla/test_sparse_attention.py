@@ -30,6 +30,12 @@ def test_stream_k(queries, head_tiles, tiles):
     assert split_workers == 0 and workers * (full_waves - 1) < queries <= workers * full_waves
 
 
+@pytest.mark.parametrize(("queries", "tiles", "splits"), [(131, 10**5, True), (131, 125_000, False), (1, 2**24, False)])
+def test_queries_of_many_tiles_are_split_only_where_these_can_be_counted(queries, tiles, splits):
+    """The scheduler multiplies in 32 bits."""
+    assert (launch.stream_k(queries, 1, tiles, 132, may_split=True)[2] > 0) == splits
+
+
 @pytest.mark.parametrize(
     ("queries", "tiles", "workers", "full_waves", "split_workers"), [(3, 10, 13, 0, 13), (5, 7, 2, 2, 2)]
 )
