@@ -29,21 +29,25 @@ def fp8_fp4_mqa_logits(
     weights: torch.Tensor,
     cu_seq_len_k_start: torch.Tensor,
     cu_seq_len_k_end: torch.Tensor,
-    max_seqlen_k: int,
+    max_seqlen_k: int = 0,
     schedule_meta: None = None,
     *,
-    clean_logits: bool = False,
+    clean_logits: bool | None = None,
     logits_dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """`dsa.fp8_mqa_logits`, compressed and not cleaned: [S, max_seqlen_k], column j of row t for key ks[t] + j; what is
-    behind the row's keys is unspecified. With max_seqlen_k = 0, as builds before 2.8 have it, [S, Skv].
+    behind the row's keys is unspecified. With max_seqlen_k = 0 [S, Skv], cleaned, as 2.8.0 and builds before it have
+    it.
 
     q              ([S, H, D] float8_e4m3fn, None); scales of FP4 queries are refused
     schedule_meta  None: the op plans itself
+    clean_logits   None: whether max_seqlen_k is 0
     """
     keys = (kv, weights, cu_seq_len_k_start, cu_seq_len_k_end)
     if schedule_meta is not None:
         raise ValueError(f"schedule_meta: must be None on Hopper, got {type(schedule_meta).__name__}")
+    if clean_logits is None:
+        clean_logits = isinstance(max_seqlen_k, int) and max_seqlen_k == 0
     return contiguous(_values_of(q), *keys, clean_logits, max_seqlen_k, logits_dtype)
 
 

@@ -109,15 +109,19 @@ def flash_mla_sparse_fwd(
     enable_batch_invariant: bool = False,
     use_legacy: bool = False,
     return_log2_lse: bool | None = None,
+    indexer_topk: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """`dsa.flash_mla_sparse_fwd`.
 
+    indexer_topk     0; what else FlashMLA's newest version computes with it, on Blackwell, is refused
     return_log2_lse  None: max_logits and lse are natural, True: both are divided by ln 2, as sgl-flash-mla's older
                      build has them; False: None in place of both
     """
     check_flag("use_legacy", use_legacy)
     if return_log2_lse is not None:
         check_flag("return_log2_lse", return_log2_lse)
+    if indexer_topk != 0:
+        raise ValueError(f"indexer_topk: must be 0, got {indexer_topk!r}")
     options = attn_sink, topk_length, out, enable_batch_invariant
     out, *statistics = prefill.flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v, *options)
     if return_log2_lse is False:

@@ -139,10 +139,12 @@ def test_sparse_prefill(d, have_attn_sink, have_topk_length, is_all_indices_inva
     for x, y in zip(log2[1:], got[1:], strict=True):
         torch.testing.assert_close(x, y / math.log(2))
     options = {"attn_sink": sink, "topk_length": lengths, "return_log2_lse": False}
-    alone = flash_mla.flash_mla_sparse_fwd(q, kv, indices, 0.5, enable_batch_invariant=True, **options)
+    alone = flash_mla.flash_mla_sparse_fwd(q, kv, indices, 0.5, enable_batch_invariant=True, indexer_topk=0, **options)
     assert torch.equal(alone[0], got[0]) and alone[1:] == (None, None)
     with pytest.raises(TypeError, match="enable_batch_invariant: must be True or False, got int"):
         flash_mla.flash_mla_sparse_fwd(q, kv, indices, 0.5, enable_batch_invariant=1, **options)
+    with pytest.raises(ValueError, match="indexer_topk: must be 0, got 64"):
+        flash_mla.flash_mla_sparse_fwd(q, kv, indices, 0.5, indexer_topk=64)
 
 
 def test_metadata_as_callers_of_any_age_ask_for_it():

@@ -25,7 +25,7 @@ def write_kv_cache(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, u
                [pages, P, 1, 656] (V3.2, d = 576): per token 512 e4m3 | 4 fp32 scales | 64 bf16
                [pages, P, 1, 584] (V4, d = 512), each page contiguous: P x (448 e4m3 | 64 bf16), then P x 8 bytes: 7
                ue8m0 scales and a pad
-    slots      [T] int32 or int64; -1 skips the token. Two tokens must not share a slot
+    slots      [T] int32 or int64; -1 skips the token. Two tokens must not share a slot, and kv no memory with the cache
     use_ue8m0  for V3.2, with a scale for 128 channels: True rounds max(amax, 1e-4) / 448 up to a power of two, False
                takes that number as it is. V4 stores powers of two only, a scale for 64 channels: False is refused. A
                float cache has no scales

@@ -45,7 +45,8 @@ def write_mla_cache(
     use_ue8m0    as `write_kv_cache` takes it
     out          [T, d] in kv's dtype, last dimension contiguous, or None: gets the rows of all tokens, of skipped ones
                  too. If the cache is of bytes, as `read_kv_cache` gives them in kv's dtype once they are written, bit
-                 for bit; if it is of floats, as they are before the cache rounds them. Must not overlap kv
+                 for bit; if it is of floats, as they are before the cache rounds them. Must not overlap kv or the
+                 cache
 
     Norm and rope each round to kv's dtype, as the separate operations do; the cache then stores what `write_kv_cache`
     would store of these rows. Every other byte of the cache stays as it is. Not differentiable. Raises TypeError or

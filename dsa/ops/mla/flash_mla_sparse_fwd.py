@@ -62,7 +62,8 @@ def flash_mla_sparse_fwd(
     multiprocessors) and s_kv up to 2^21, queries 8 g to 8 g + 7, or of more than 8 heads 4 g to 4 g + 3, are a group,
     computed together if their selections have enough in common and none names a key twice: the order of a query's sums
     then follows from the selections of its group, and where a query is in its group from its number in the call.
-    Workspace: 2.8 bytes for each of a call's indices, of 65536 queries of 2048 keys 376 MB.
+    Workspace: 2.8 bytes for each of a call's indices, of 65536 queries of 2048 keys 376 MB. No gradients on Hopper,
+    whatever q or kv asks for: `sparse_mla_attention` has them.
     Source: FlashMLA's function of this name, which takes 64 and 128 heads and K in multiples of 128.
     """
     arguments = (q, kv, indices, sm_scale, d_v, attn_sink, topk_length, enable_batch_invariant)

@@ -56,7 +56,8 @@ def sliding_window_attention(
     softmax weights are rounded to q's dtype before the values are multiplied by them. Two kernels, `window_indices`'
     and `flash_mla_sparse_fwd`'s, which gathers keys in tiles of 64: a window of another size pays for whole tiles.
     Deterministic, and a query's result does not depend on the others, bit for bit. CUDA-graph safe with new cu_seqlens,
-    no host synchronisation. The workspace is the list of indices, 4 bytes for each query and key of its window.
+    no host synchronisation. The workspace is the list of indices, 4 bytes for each query and key of its window. No
+    gradients on Hopper, whatever q or kv asks for.
     Source: DeepSeek-V4 (arXiv 2606.19348), the window branch.
     """
     softmax = (softmax_scale, d_v, attn_sink)
@@ -102,7 +103,8 @@ def window_sparse_attention(
 
     Returns out [total_q, H, d_v] in q's dtype and lse [total_q, H] fp32 (natural log, without the sink). A query
     without keys has out 0 and lse +inf. NaN in a key reaches only the queries that attend to it.
-    Raises as `sliding_window_attention` does, and on Hopper takes the same shapes, with any K and n.
+    Raises as `sliding_window_attention` does, and on Hopper takes the same shapes, with any K and n, and gives no
+    gradients.
     Source: DeepSeek-V4 (arXiv 2606.19348), one softmax over window and compressed keys.
     """
     packed = (q, kv, cu_seqlens_q, cu_seqlens_k, window)
@@ -148,7 +150,7 @@ def sliding_window_decode(
     It takes d = 576 or 512 with d_v = 512, any number of heads and queries, pages of any size, softmax_scale above 0,
     and bf16 q with a cache of bytes. Deterministic; with windows of up to 192 keys a sequence's result does not depend
     on the other sequences, bit for bit, and with longer windows it depends on them by rounding. CUDA-graph safe with
-    new tables and lengths, no host synchronisation.
+    new tables and lengths, no host synchronisation. No gradients on Hopper, whatever q or the cache asks for.
     Source: DeepSeek-V4 (arXiv 2606.19348), the window branch.
     """
     options = (softmax_scale, d_v, attn_sink, is_fp8_kvcache)
