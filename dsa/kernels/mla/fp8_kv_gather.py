@@ -123,14 +123,18 @@ class Fp8TopkGather(TopkGather):
         query, first = info.batch_idx, info.first_tile
         own = warp * WARP_KEYS + lane % WARP_KEYS
         index = self.index_of(lists, counts, ends, query, first, own)
+        # Of a CTA's first query, whose stages are all empty, no key is asked for twice; of a later one that begins
+        # where the ring does, its first keys are not asked for before their stage is empty.
+        begun = state.stage + state.phase > 0
         for i in cutlass.range_constexpr(self.q_stages):
             pipeline.kv.producer_wait(state)
             self.load_rows(q, query, first_row + i * self.q_rows, raw, pipeline.kv, state, warp, lane)
             state = pipeline.kv.advance(state)
         # The first keys' stage is a tile's until its values have been added: they come to the L2 cache meanwhile.
-        source, _, valid = self.locate(lists, ends, first, index)
-        if valid and lane < WARP_KEYS:
-            prefetch_to_l2(source, Int32(self.row_bytes))
+        if begun:
+            source, _, valid = self.locate(lists, ends, first, index)
+            if valid and lane < WARP_KEYS:
+                prefetch_to_l2(source, Int32(self.row_bytes))
         for tile in cutlass.range(first, first + info.tiles, unroll=1):
             source, scales, valid = self.locate(lists, ends, tile, index)
             # The next tile's indices are on their way while these keys are asked for.
