@@ -50,16 +50,16 @@ def _import(module: str, names: list[str]) -> str:
 def ops() -> str:
     """docs/ops.md: every public function with its signature and its docstring, family by family."""
     rows, parts = [], []
-    for family, names in _families().items():
+    for family, files in _families().items():
         parts.append(f"## {family}\n\n{inspect.getdoc(importlib.import_module(f'dsa.ops.{family}'))}\n")
-        for name in names:
+        for name in sorted(files):
             function = getattr(dsa, name)
             doc = inspect.getdoc(function) or ""
             kernels = ", ".join(f"{arch} ({ARCH_NAMES.get(arch, '')})" for arch in KERNELS.get(name, {})) or "PyTorch"
-            rows.append(f"| [`{name}`](#{name}) | {family} | {_first_sentence(doc)} | {kernels} |")
+            rows.append(f"| [`{name}`](#{name}) | `{family}/{files[name]}` | {_first_sentence(doc)} | {kernels} |")
             signature = str(inspect.signature(function)).replace("torch.Tensor", "Tensor")
             parts.append(f"### {name}\n\n```text\ndsa.{name}{signature}\n\n{doc}\n```\n")
-    table = "\n".join(["| op | family | what it computes | kernels |", "|---|---|---|---|", *rows])
+    table = "\n".join(["| op | file | what it computes | kernels |", "|---|---|---|---|", *rows])
     return f"{_HEAD}\n{table}\n\n{chr(10).join(parts)}"
 
 
@@ -67,16 +67,18 @@ _HEAD = """\
 # Ops
 
 Every public function of `dsa`, from its docstring; `python -m tests.generate` writes this page. An op without a kernel
-for the GPU at hand runs its PyTorch reference; so does every op on a CPU.
+for the GPU at hand runs its PyTorch reference; so does every op on a CPU. A file is FAMILY/OP of
+[architecture.md](architecture.md#one-rule-for-where-things-are); `dsa bench OP` measures its functions.
 """
 
 
-def _families() -> dict[str, list[str]]:
-    """{family: its functions}."""
-    found: dict[str, list[str]] = {}
+def _families() -> dict[str, dict[str, str]]:
+    """{family: {function: the name of its bridge's file}}."""
+    found: dict[str, dict[str, str]] = {}
     for module in public_names():
-        found.setdefault(module.split(".")[2], []).extend(ops_of(module))
-    return {family: sorted(names) for family, names in found.items()}
+        _, _, family, file = module.split(".")
+        found.setdefault(family, {}).update(dict.fromkeys(ops_of(module), file))
+    return found
 
 
 def _first_sentence(doc: str) -> str:

@@ -1,11 +1,15 @@
 """What is made from the code is what the code makes today."""
 
+import re
+
 import pytest
 
 import dsa
 from dsa import reference
+from dsa.source_digest import op_modules
+from dsa_bench.harness.benchmarks import benchmarks
 from tests import generate, public_names
-from tests.gpu import headlines, status_table, training_tables
+from tests.gpu import headlines, receipt, status_table, training_tables
 
 STALE = "run `python -m tests.generate`"
 
@@ -32,6 +36,12 @@ def test_ops_page():
 def test_tables(document):
     text = document.PATH.read_text()
     assert document.inserted(text) == text, STALE
+
+
+def test_rows_of_the_status_table_begin_with_names_that_commands_take():
+    names = re.findall(r"^\| `(\w+)`(?:: `\w+`|[ ,])", status_table.PATH.read_text(), re.M)
+    assert {*names} <= {*receipt.tested()} and {*op_modules()} <= {*names} and {*op_modules()} <= {*benchmarks()}
+    assert "\n| `expert_routing`: `moe_gate`, `sort_by_expert` | kernel |" in status_table.PATH.read_text()
 
 
 def test_every_public_function_says_what_it_computes():

@@ -15,12 +15,12 @@ from tests.public_names import ops_of
 PATH = receipt.ROOT / "docs" / "status.md"
 BEGIN, END = "<!-- status table: python -m tests.gpu.status_table -->", "<!-- end of status table -->"
 HEAD = """\
-| op | runs | tests on a GPU | figure | speed-up over the best peer | over plain PyTorch | run |
+| entry: functions | runs | tests on a GPU | figure | speed-up over the best peer | over plain PyTorch | run |
 |---|---|---|---|---|---|---|"""
 
 
 def table(arch: str, entries: Mapping[str, dict[str, Any]]) -> str:
-    """A row for each module of dsa.ops, with the public functions that it has, for each part of one, and for each
+    """A row for each module of dsa.ops, and for each part of one, with the public functions that it has, and for each
     entry of more than one op."""
     modules = [op for op in op_modules() if ops_of(op_modules()[op])]
     wholes = [name for name in receipt.WHOLES if name in {*entries, *receipt.asked(arch)}]
@@ -52,8 +52,8 @@ def _row(name: str, arch: str, entry: dict[str, Any] | None) -> str:
 def _label(name: str) -> str:
     if name in receipt.WHOLES:
         return receipt.WHOLES[name]
-    part = name.removeprefix(receipt.op_module(name).rpartition(".")[2]).strip("_")
-    return ", ".join(f"`{f}`" for f in ops_of(receipt.op_module(name))) + (f" ({part})" if part else "")
+    public = ops_of(receipt.op_module(name))
+    return f"`{name}`" + ("" if public == [name] else f": {', '.join(f'`{f}`' for f in public)}")
 
 
 def _implementations(name: str, arch: str) -> str:

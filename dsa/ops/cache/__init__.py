@@ -1,1 +1,1 @@
-"""Ops bridges of the paged caches: writers, readers and the compressor."""
+"""The paged caches: writers, readers and the compressor."""

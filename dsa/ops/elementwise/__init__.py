@@ -1,1 +1,1 @@
-"""Ops bridges of norm, rotary embedding and hyper connections."""
+"""Norm, rotary embedding and hyper connections."""

@@ -1,1 +1,1 @@
-"""Ops bridges of FP8 products and casts."""
+"""FP8 products and casts."""

@@ -1,1 +1,1 @@
-"""Ops bridges of the lightning indexer: scores, top-k selection and their inputs."""
+"""The lightning indexer: scores, top-k selection and their inputs."""

@@ -1,1 +1,1 @@
-"""Ops bridges of multi-head latent attention, dense and sparse, its windows and merges."""
+"""Multi-head latent attention, dense and sparse, its windows and merges."""

@@ -1,1 +1,1 @@
-"""Ops bridges of mixtures of experts: router, gate, sort and combination."""
+"""Mixtures of experts: router, gate, sort and combination."""

@@ -1,1 +1,1 @@
-"""Ops bridges of the indexer's training: warm-up, sparse stage and their gradients."""
+"""The indexer's training: warm-up, sparse stage and their gradients."""
