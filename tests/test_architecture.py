@@ -71,6 +71,11 @@ def test_the_example_is_on_every_floor():
     }
 
 
+def test_it_passes_the_lint_with_which_make_test_begins(project):
+    run(project, "-m", "ruff", "check", "--no-cache", ".")
+    run(project, "-m", "ruff", "format", "--check", "--no-cache", ".")
+
+
 def test_its_own_tests_pass(project):
     floors = ("reference", "ops", "kernels", "gpu")
     printed = run(
