@@ -8,7 +8,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 
 import torch
 
@@ -18,12 +17,13 @@ from dsa_layers.cache.compressed_kv_cache import DRAFTS
 from dsa_layers.cache.kv_cache import MOST_SLOTS, OutOfPages
 from dsa_layers.cache.state_copies import StateCopies
 from dsa_layers.families.model import Model
+from dsa_layers.generation.draws import RandomStream
 from dsa_layers.generation.invariant_models import check_invariant
 from dsa_layers.generation.passes import Passes
 from dsa_layers.generation.prompts import encode_prompts
 from dsa_layers.generation.results import Completion, Throughput, TokenEvent
 from dsa_layers.generation.running_sequence import RunningSequence
-from dsa_layers.generation.sampling import SamplingParams, random_stream
+from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.generation.sequence_memory import SequenceMemory
 from dsa_layers.generation.shared_prefixes import SharedPrefixes
 from dsa_layers.generation.stop_strings import StopStrings
@@ -203,7 +203,7 @@ class Generator:
         seeds = agreed(self._ranks, lambda: [random.SystemRandom().getrandbits(63) for _ in sequences])
         for s, seed in zip(sequences, seeds):
             if s.params.seed is None:
-                s.random = random_stream(replace(s.params, seed=seed))
+                s.random = RandomStream(seed)
 
     def close_stream(self) -> None:
         """End the stream that is open, if there is one."""

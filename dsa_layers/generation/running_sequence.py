@@ -3,8 +3,9 @@
 from collections.abc import Sequence, Set
 
 from dsa_layers.cache.prefix_tree import CachedPage
+from dsa_layers.generation.draws import RandomStream
 from dsa_layers.generation.results import FinishReason, TokenEvent
-from dsa_layers.generation.sampling import SamplingParams, random_stream
+from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.generation.stop_strings import StopStrings
 
 
@@ -32,7 +33,7 @@ class RunningSequence:
         self.limit = limit
         self.text = text
         self.eos = eos
-        self.random = random_stream(params)
+        self.random = RandomStream(params.seed)
         self.pages: list[int] = []
         self.shared: list[CachedPage] = []
         self.state_slot = -1

@@ -1,11 +1,16 @@
 """Choosing the next token from logits."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from dsa_layers.arguments import integer, number, shown
+from dsa_layers.batch import packing
+from dsa_layers.generation.draws import RandomStream, draw, draw_of_likeliest
+
+# Sequences on a GPU: a draw takes ten times the memory of their logits. On a CPU a single one stays in its caches.
+_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,11 @@ class SamplingParams:
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ValueError(f"seed: must be at least 0 and below 2^63, got {shown(self.seed)}")
 
+    @property
+    def of_likeliest(self) -> bool:
+        """Whether some tokens may be left out."""
+        return self.top_k > 0 or self.top_p < 1
+
 
 def _stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     strings = () if stop is None else (stop,) if isinstance(stop, str) else stop
@@ -64,33 +74,21 @@ def _stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     return tuple(strings)
 
 
-def random_stream(params: SamplingParams) -> torch.Generator:
-    """The random numbers of one sequence; on the CPU, so that every device draws the same."""
-    generator = torch.Generator()
-    if params.seed is None:
-        generator.seed()
-    else:
-        generator.manual_seed(params.seed)
-    return generator
-
-
-def sample(
-    logits: torch.Tensor, params: Sequence[SamplingParams], generators: Sequence[torch.Generator]
-) -> list[int | None]:
+def sample(logits: torch.Tensor, params: Sequence[SamplingParams], streams: Sequence[RandomStream]) -> list[int | None]:
     """A token of each row of logits [B, vocab_size], fp32; None for a row that no token can be chosen from, because it
     holds a NaN or an infinity, or nothing but minus infinity. Other rows are chosen as they are without it. Single
     tokens of minus infinity are never drawn.
 
-    One transfer from the device, and another one of the rows that are not greedy, if any.
+    A draw takes one number of the sequence's stream. One transfer from the device, of token ids.
     """
-    return [token for (token,) in sample_drafted(logits[:, None], [()] * len(params), params, generators)]
+    return [token for (token,) in sample_drafted(logits[:, None], [()] * len(params), params, streams)]
 
 
 def sample_drafted(
     logits: torch.Tensor,
     drafts: Sequence[Sequence[int]],
     params: Sequence[SamplingParams],
-    generators: Sequence[torch.Generator],
+    streams: Sequence[RandomStream],
 ) -> list[list[int | None]]:
     """The tokens that `sample` chooses for each of B sequences one after another, as far as logits go.
 
@@ -100,33 +98,34 @@ def sample_drafted(
     """
     # The maximum of a row that holds a NaN is NaN.
     largest, best = logits.max(-1)
-    greedy: list[list[int]] = torch.where(largest.isfinite(), best, -1).tolist()
-    drawn = [row for row, one in enumerate(params) if one.temperature > 0 and greedy[row][0] >= 0]
-    values = dict(zip(drawn, logits[drawn].cpu() if drawn else ()))
+    for rows in _groups(params, _AT_ONCE if logits.is_cuda else 1):
+        index = packing.to_device(rows, torch.int64, logits.device)
+        numbers = [streams[row].coming(logits.shape[1]) for row in rows]
+        best[index] = _draw(logits[index], largest[index], [params[row] for row in rows], numbers)
     found = []
-    for row, guesses in enumerate(drafts):
-        tokens: list[int | None] = []
-        for i, token in enumerate(greedy[row]):
-            if token < 0:
-                tokens.append(None)
-                break
-            if row in values:
-                token = _draw(values[row][i], params[row], generators[row])
-            tokens.append(token)
-            if i < len(guesses) and token != guesses[i]:
-                break
-        found.append(tokens)
+    for row, tokens in enumerate(torch.where(largest.isfinite(), best, -1).tolist()):
+        right = next((i for i, guess in enumerate(drafts[row]) if tokens[i] != guess), len(tokens) - 1)
+        found.append([None if token < 0 else token for token in tokens[: right + 1]])
+        if params[row].temperature > 0:
+            streams[row].drop(right + 1)
     return found
 
 
-def _draw(logits: torch.Tensor, params: SamplingParams, generator: torch.Generator) -> int:
-    logits, tokens = logits.sort(descending=True, stable=True)
-    if params.top_k:
-        logits, tokens = (x[: min(params.top_k, len(x))] for x in (logits, tokens))
-    # Relative to the largest: a tiny temperature must not overflow.
-    probabilities = torch.softmax((logits - logits[0]).double() / params.temperature, 0)
-    if params.top_p < 1:
-        # A token stays while those before it have not reached top_p; the first always stays.
-        keep = probabilities.cumsum(0) - probabilities < params.top_p
-        probabilities = probabilities * keep
-    return int(tokens[torch.multinomial(probabilities, 1, generator=generator)])
+def _groups(params: Sequence[SamplingParams], most: int) -> Iterator[list[int]]:
+    """The rows that are not greedy, up to `most` at a time, of which all or none choose among the likeliest."""
+    for likeliest in (False, True):
+        rows = [row for row, one in enumerate(params) if one.temperature > 0 and one.of_likeliest == likeliest]
+        yield from (rows[i : i + most] for i in range(0, len(rows), most))
+
+
+def _draw(
+    logits: torch.Tensor, largest: torch.Tensor, params: Sequence[SamplingParams], numbers: Sequence[Sequence[float]]
+) -> torch.Tensor:
+    """int64 [B, n]: tokens of logits [B, n, vocab_size], of which the largest are [B, n], by n numbers of each row."""
+    vocab_size = logits.shape[-1]
+    top_k = [min(one.top_k or vocab_size, vocab_size) for one in params]
+    each = [(one.temperature, drawn, k, one.top_p) for one, k, own in zip(params, top_k, numbers) for drawn in own]
+    temperature, drawn, k, p = packing.to_device(list(zip(*each)), torch.float64, logits.device)[..., None]
+    rows = logits.flatten(0, 1), largest.reshape(-1, 1), temperature, drawn
+    tokens = draw_of_likeliest(*rows, k.long(), p, max(top_k)) if params[0].of_likeliest else draw(*rows)
+    return tokens.view(largest.shape)

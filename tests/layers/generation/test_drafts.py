@@ -7,8 +7,9 @@ from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.checkpoint.loading import load_model
 from dsa_layers.families.registry import model_types
 from dsa_layers.generation.captured_step import CapturedStep
+from dsa_layers.generation.draws import RandomStream
 from dsa_layers.generation.generator import Generator
-from dsa_layers.generation.sampling import SamplingParams, random_stream, sample, sample_drafted
+from dsa_layers.generation.sampling import SamplingParams, sample, sample_drafted
 from tests.layers.generation.guesses import Guesses, guess
 
 # Longer than what is selected, and a few tokens; prompts that end in other passes than they begin in.
@@ -117,7 +118,7 @@ def test_the_distribution_is_the_models():
     """Tokens of a vocabulary of four, behind drafts that are always the same: chi-square below its 99.9% quantile."""
     logits = torch.tensor([[0.3, 1.0, -0.5, 0.1], [1.2, -0.2, 0.4, 0.0]])
     params, count = SamplingParams(temperature=1, seed=3), 4000
-    stream = random_stream(params)
+    stream = RandomStream(params.seed)
     first, second = torch.zeros(4), torch.zeros(4)
     for _ in range(count):
         ((a, *rest),) = sample_drafted(logits[None], [[1]], [params], [stream])
