@@ -24,7 +24,7 @@ from dsa_bench.e2e import peer_experts
 from dsa_bench.e2e.peer_fp4_experts import forward_on_marlin
 from dsa_bench.harness.calls import reason
 from dsa_bench.peers import deep_gemm, flash_mla, marlin, operators
-from dsa_bench.peers.package import Library
+from dsa_bench.peers.package import Library, Operators
 from dsa_layers.batch.group_rows import GroupRows
 from dsa_layers.layers import attention, key_selection
 from dsa_layers.layers.experts import Experts
@@ -65,7 +65,7 @@ def peer_kernels() -> Iterator[Replaced]:
             replaced.ops["Experts"] = library.name
         if _newest((marlin.MARLIN,), replaced.failed)[0] is not None:
             Experts.forward, replaced.ops["FP4 experts"] = forward_on_marlin(Experts.forward), "vllm"
-        selects = _newest((operators.OPERATORS,), replaced.failed)[0] is not None
+        selects = _newest((operators.VLLM,), replaced.failed)[0] is not None
         if selects:
             replaced.ops["topk_indices"] = "vllm"
         if replaced.ops:
@@ -82,7 +82,9 @@ def peer_kernels() -> Iterator[Replaced]:
         key_selection.FUSED_KEYS, key_selection.FUSED_SEQUENCES = fused
 
 
-def _newest(builds: Sequence[Library], failed: dict[str, str]) -> tuple[Library | None, ModuleType | None]:
+def _newest(
+    builds: Sequence[Library | Operators], failed: dict[str, str]
+) -> tuple[Library | Operators | None, ModuleType | None]:
     """The first that is installed and not broken."""
     for library in builds:
         try:

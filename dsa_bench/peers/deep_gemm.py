@@ -25,7 +25,7 @@ import torch
 from dsa_bench.harness.calls import Call
 from dsa_bench.peers.package import Library, Peers
 
-NEW = Library("deepgemm 2.8.1", ("deep_gemm28", "vllm.third_party.deep_gemm"))
+NEW = Library("deepgemm 2.8.1", ("vllm.third_party.deep_gemm",))
 OLD = Library("deepgemm", ("deep_gemm",))
 BUILDS = (NEW, OLD)  # the newest first
 ALIGNMENT = 128  # of a group's first row

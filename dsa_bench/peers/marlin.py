@@ -1,13 +1,13 @@
 """Marlin: experts' FP4 weights by bf16 activations, as vLLM 0.33.0 runs DeepSeek-V4-Flash on Hopper (W4A16, MXFP4).
 
 Its operators are `torch.ops._moe_C` (vllm/_moe_C_stable_libtorch.abi3.so), and the activation is of `torch.ops._C`
-(vllm/_C_stable_libtorch.abi3.so). `peer_marlin` is a package that loads both.
+(vllm/_C_stable_libtorch.abi3.so). Both files must be there.
 
 Facts:
 - weights: int32 [E, K / 16, 2 N], N rows of K channels: of a tile of 16 channels and 64 rows a word has the 8 codes
   that a thread multiplies, of the rows n and n + 8 and the channels k, k + 1, k + 8 and k + 9 (`pack` says where). The
-  wheel's operator that lays them out, `torch.ops._C.gptq_marlin_repack`, is PTX for sm_80 and not in a package that has
-  sm_90's code alone; `pack` does the same with PyTorch, once for a layer
+  wheel's operator that lays them out, `torch.ops._C.gptq_marlin_repack`, is PTX for sm_80 and not in a copy of the
+  library that has sm_90's code alone; `pack` does the same with PyTorch, once for a layer
 - scales: e8m0 [E, K / 32, N], of 64 rows those with equal n % 8 side by side, in the order that a thread reads them. A
   scale of 2^-127 counts as 0
 - moe_align_block_size sorts the T k rows by expert, an expert's beginning at a multiple of a block's rows, which are 8,
@@ -17,7 +17,7 @@ Facts:
   order of tokens, not of experts, and multiplies by the router's weights before it rounds, if it is told to. The type
   of the weights is an integer made of the type's fields. N is a multiple of 64 and K of 128, or N of 128 and K of 64.
   Its locks, four int32 a multiprocessor, are zero before and after. The kernels are PTX for sm_80, which the driver
-  compiles for Hopper at the first call
+  compiles for Hopper at the first call: a copy of `_moe_C` that has sm_90's code alone does not have them
 - silu_and_mul_with_clamp(result, rows, limit, 1, 0): silu of the first half, cut off above, by the second, cut off at
   both ends. moe_sum adds up a token's k rows in fp32
 """
@@ -28,9 +28,9 @@ from typing import NamedTuple
 import torch
 
 import dsa
-from dsa_bench.peers.package import Library
+from dsa_bench.peers.package import Operators
 
-MARLIN = Library("marlin", ("peer_marlin",))
+MARLIN = Operators("marlin", "vllm", ("_C_stable_libtorch.abi3.so", "_moe_C_stable_libtorch.abi3.so"))
 _BLOCKS = (8, 16, 32, 48, 64)
 _FULL = 0.9  # of a block's rows
 _LOCKS = 4  # of a multiprocessor

@@ -1,6 +1,6 @@
 """Operators of vLLM (`torch.ops._C`) and SGLang (`torch.ops.sgl_kernel`): top-k, the FP8 cast, the merge of branches.
 
-They write to tensors that they are given; a call returns these. `peer_topk` is a package that loads both libraries.
+They write to tensors that they are given; a call returns these. Either engine's may be installed without the other's.
 """
 
 from collections.abc import Iterable
@@ -10,9 +10,11 @@ from types import ModuleType
 import torch
 
 from dsa_bench.harness.calls import Call
-from dsa_bench.peers.package import Library, Peers
+from dsa_bench.peers.package import Operators, Peers
 
-OPERATORS = Library("vllm and sglang", ("peer_topk",))
+VLLM = Operators("vllm", "vllm", ("_C_stable_libtorch.abi3.so",))
+SGLANG = Operators("sglang", "sgl_kernel", ("sm90/common_ops.abi3.so",))
+BUILDS = (VLLM, SGLANG)
 _WORKSPACE = 1 << 20
 _COOPERATIVE = 64  # rows that vLLM's cooperative top-k takes
 _SGLANG_K = 2048  # what SGLang's top-k selects
@@ -22,15 +24,14 @@ def topk(inputs: Iterable[tuple[torch.Tensor, torch.Tensor, int]]) -> Peers:
     """Indices of (scores, lengths, k), from key 0 on, in any order."""
     inputs, peers = list(inputs), Peers()
     scores, _, k = inputs[0]
-    makers = {"vllm prefill": _topk_prefill, "vllm decode": _topk_decode}
+    peers.add(VLLM, _topk_prefill, inputs, "vllm prefill")
+    peers.add(VLLM, _topk_decode, inputs, "vllm decode")
     if scores.is_contiguous():
-        makers["vllm persistent"] = partial(_topk_workspace, "persistent_topk")
+        peers.add(VLLM, partial(_topk_workspace, "persistent_topk"), inputs, "vllm persistent")
         if len(scores) <= _COOPERATIVE:
-            makers["vllm cooperative"] = partial(_topk_workspace, "cooperative_topk")
+            peers.add(VLLM, partial(_topk_workspace, "cooperative_topk"), inputs, "vllm cooperative")
     if k == _SGLANG_K:
-        makers["sglang"] = _topk_sglang
-    for name, make in makers.items():
-        peers.add(OPERATORS, make, inputs, name)
+        peers.add(SGLANG, _topk_sglang, inputs)
     return peers
 
 
@@ -64,8 +65,8 @@ def _topk_sglang(module: ModuleType, scores, lengths, k: int) -> Call:
 def cast(inputs: Iterable[tuple[torch.Tensor, bool]]) -> Peers:
     """(e4m3, scales of 128 channels) of (x, whether scales are powers of two)."""
     inputs, peers = list(inputs), Peers()
-    peers.add(OPERATORS, _cast_vllm, inputs, "vllm")
-    peers.add(OPERATORS, _cast_sglang, inputs, "sglang")
+    peers.add(VLLM, _cast_vllm, inputs)
+    peers.add(SGLANG, _cast_sglang, inputs)
     return peers
 
 
@@ -89,8 +90,8 @@ def _cast_sglang(module: ModuleType, x, use_ue8m0: bool) -> Call:
 def merge(inputs: Iterable[tuple[list[torch.Tensor], list[torch.Tensor]]]) -> Peers:
     """(out, lse) of two branches; vLLM's LSEs are [heads, tokens]."""
     inputs, peers = list(inputs), Peers()
-    peers.add(OPERATORS, _merge_vllm, inputs, "vllm")
-    peers.add(OPERATORS, _merge_sglang, inputs, "sglang")
+    peers.add(VLLM, _merge_vllm, inputs)
+    peers.add(SGLANG, _merge_sglang, inputs)
     return peers
 
 

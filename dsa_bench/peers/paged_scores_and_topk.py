@@ -9,8 +9,8 @@ import torch
 
 from dsa_bench.harness.calls import Call
 from dsa_bench.peers import deep_gemm
-from dsa_bench.peers.operators import OPERATORS
-from dsa_bench.peers.package import Peers
+from dsa_bench.peers.operators import SGLANG, VLLM
+from dsa_bench.peers.package import Operators, Peers
 
 _WORKSPACE = 1 << 20
 _COOPERATIVE = 64  # rows that vLLM's cooperative top-k takes
@@ -28,16 +28,16 @@ def select(inputs: Iterable[tuple], k: int) -> Peers:
     if scores is None:
         return peers
     pairs = [(one, deep_gemm.visible_keys(given[3], q.shape[1]).flatten()) for one, given in zip(scores, inputs)]
-    makers: dict[str, Callable[[], TopK]] = {
-        "vllm decode": lambda: _decode,
-        "vllm persistent": partial(_with_workspace, "persistent_topk", q.device),
-    }
+
+    def add(library: Operators, make: Callable[[], TopK], name: str) -> None:
+        peers.add(library, partial(_both, make, k), pairs, f"{deep_gemm.NEW.name}, {name}")
+
+    add(VLLM, lambda: _decode, "vllm decode")
+    add(VLLM, partial(_with_workspace, "persistent_topk", q.device), "vllm persistent")
     if q.shape[0] * q.shape[1] <= _COOPERATIVE:
-        makers["vllm cooperative"] = partial(_with_workspace, "cooperative_topk", q.device)
+        add(VLLM, partial(_with_workspace, "cooperative_topk", q.device), "vllm cooperative")
     if k == _SGLANG_K:
-        makers["sglang"] = lambda: _sglang
-    for name, make in makers.items():
-        peers.add(OPERATORS, partial(_both, make, k), pairs, f"{deep_gemm.NEW.name}, {name}")
+        add(SGLANG, lambda: _sglang, "sglang")
     return peers
 
 

@@ -12,9 +12,9 @@ import torch
 import dsa
 from dsa_bench.harness import case as cases
 from dsa_bench.harness.calls import reason
-from dsa_bench.peers import cudnn, deep_gemm, flash_mla, operators
+from dsa_bench.peers import cudnn, deep_gemm, flash_mla, marlin, operators
 
-LIBRARIES = (*flash_mla.BUILDS, *deep_gemm.BUILDS, operators.OPERATORS, cudnn.CUDNN)
+LIBRARIES = (*flash_mla.BUILDS, *deep_gemm.BUILDS, *operators.BUILDS, marlin.MARLIN, cudnn.CUDNN)
 
 
 def probed() -> dict[str, list[tuple]]:

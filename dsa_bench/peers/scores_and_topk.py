@@ -8,7 +8,7 @@ import torch
 
 from dsa_bench.harness.calls import Call
 from dsa_bench.peers import deep_gemm
-from dsa_bench.peers.operators import OPERATORS
+from dsa_bench.peers.operators import SGLANG, VLLM
 from dsa_bench.peers.package import Peers
 
 SCORES = 4 << 30  # bytes of scores at a time: no engine has room for more, and most have for less
@@ -18,15 +18,14 @@ _SGLANG_K = 2048
 def select(q, kv, weights, starts, ends, k: int) -> Peers:
     """Indices [S, k] of all queries, in any order; starts must be 0."""
     peers, inputs = Peers(), [(q, kv, weights, starts, ends, k)]
-    selections = {"vllm": _topk_vllm} | ({"sglang": _topk_sglang} if k == _SGLANG_K else {})
-    for name, topk in selections.items():
-        peers.add(deep_gemm.NEW, partial(_in_parts, topk), inputs, f"{deep_gemm.NEW.name}, {name}")
+    selections = {VLLM: _topk_vllm} | ({SGLANG: _topk_sglang} if k == _SGLANG_K else {})
+    for library, topk in selections.items():
+        name = f"{deep_gemm.NEW.name}, {library.name}"
+        peers.add(deep_gemm.NEW, partial(_in_parts, topk), inputs, name, needs=(library,))
     return peers
 
 
 def _in_parts(topk: Call, module: ModuleType, q, kv, weights, starts, ends, k: int) -> Call:
-    if OPERATORS.load() is None:
-        raise ModuleNotFoundError(f"needs {OPERATORS.name}, too")
     out = torch.empty(len(q), k, dtype=torch.int32, device=q.device)
     size = max(1, SCORES // (4 * len(kv[0])))
     parts = [slice(first, first + size) for first in range(0, len(q), size)]

@@ -1,6 +1,9 @@
 """The peers' packages as stubs, and benchmarks' cases on a CPU."""
 
+import importlib.machinery
 import sys
+import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +13,13 @@ from dsa_bench.harness import case
 from tests.bench import marlin_stub, peer_stubs
 
 MODULES = ("flash_mla", "vllm", "vllm.third_party.flashmla.flash_mla_interface", "vllm.third_party.deep_gemm")
-MODULES += ("deep_gemm", "deep_gemm28", "peer_topk", "peer_marlin", "cudnn")
+MODULES += ("deep_gemm", "sgl_kernel", "cudnn")
+# Where the wheels have them, and which of torch.ops they give.
+SHARED_LIBRARIES = {
+    "vllm/_C_stable_libtorch.abi3.so": "_C",
+    "vllm/_moe_C_stable_libtorch.abi3.so": "_moe_C",
+    "sgl_kernel/sm90/common_ops.abi3.so": "sgl_kernel",
+}
 
 
 @pytest.fixture
@@ -21,27 +30,44 @@ def no_peers(monkeypatch):
 
 
 @pytest.fixture
-def peers(monkeypatch, no_peers):
-    """All are: name -> stub."""
+def installed(monkeypatch, no_peers, tmp_path) -> Path:
+    """The folder that has every shared library, whose operators are there from when it is loaded on."""
+    operators = {"_C": peer_stubs.vllm_operators(), "_moe_C": marlin_stub.operators()}
+    operators["sgl_kernel"] = peer_stubs.sglang_operators()
+    for activation in (marlin_stub.silu_and_mul, marlin_stub.silu_and_mul_with_clamp):
+        setattr(operators["_C"], activation.__name__, activation)
+    folder = tmp_path / "installed"
+    for file in SHARED_LIBRARIES:
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).touch()
+    for package in ("vllm", "sgl_kernel"):
+        module = types.ModuleType(package)
+        module.__spec__ = importlib.machinery.ModuleSpec(package, None, is_package=True)
+        module.__spec__.submodule_search_locations = module.__path__ = [str(folder / package)]
+        monkeypatch.setitem(sys.modules, package, module)
+
+    def load_library(path):
+        namespace = SHARED_LIBRARIES[str(Path(path).relative_to(folder))]
+        monkeypatch.setattr(torch.ops, namespace, operators[namespace], raising=False)
+
+    monkeypatch.setattr(torch.ops, "load_library", load_library)
+    return folder
+
+
+@pytest.fixture
+def peers(monkeypatch, installed):
+    """All are: name -> stub of those that are imported."""
     stubs = {
         "flash_mla": peer_stubs.flash_mla(use_legacy=True),
         "vllm.third_party.flashmla.flash_mla_interface": peer_stubs.flash_mla(use_legacy=False, heads=(8, 16, 32)),
         "deep_gemm": peer_stubs.deep_gemm(),
-        "deep_gemm28": peer_stubs.deep_gemm28(),
+        "vllm.third_party.deep_gemm": peer_stubs.deep_gemm_2_8(),
         "cudnn": peer_stubs.cudnn(),
-        "peer_topk": object(),
-        "peer_marlin": object(),
     }
     for name, stub in stubs.items():
         monkeypatch.setitem(sys.modules, name, stub)
-    for name in ("vllm", "vllm.third_party", "vllm.third_party.flashmla"):
+    for name in ("vllm.third_party", "vllm.third_party.flashmla"):
         monkeypatch.setitem(sys.modules, name, object())
-    operators = peer_stubs.vllm_operators()
-    for activation in (marlin_stub.silu_and_mul, marlin_stub.silu_and_mul_with_clamp):
-        setattr(operators, activation.__name__, activation)
-    monkeypatch.setattr(torch.ops, "_C", operators, raising=False)
-    monkeypatch.setattr(torch.ops, "_moe_C", marlin_stub.operators(), raising=False)
-    monkeypatch.setattr(torch.ops, "sgl_kernel", peer_stubs.sglang_operators(), raising=False)
     return stubs
 
 

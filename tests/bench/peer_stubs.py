@@ -183,9 +183,9 @@ def deep_gemm() -> types.ModuleType:
     return module
 
 
-def deep_gemm28() -> types.ModuleType:
+def deep_gemm_2_8() -> types.ModuleType:
     """2.8.1: compressed rows of index scores."""
-    module = _products(types.ModuleType("deep_gemm28"))
+    module = _products(types.ModuleType("vllm.third_party.deep_gemm"))
 
     def scores(q, kv, weights, starts, ends, max_seqlen_k, schedule_meta=None):
         (q, scale), schedule = q, schedule_meta

@@ -3,6 +3,7 @@
 import csv
 import json
 import sys
+import types
 
 import pytest
 import torch
@@ -135,9 +136,11 @@ def test_peers_take_the_ops_places_and_give_them_back(peers):
 
 
 def test_older_builds_stand_in_for_newer_ones(peers, monkeypatch, tmp_path):
-    (tmp_path / "deep_gemm28.py").write_text("raise OSError('libcuda')")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "deep_gemm28")
+    (tmp_path / "deep_gemm.py").write_text("raise OSError('libcuda')")
+    third_party = types.ModuleType("vllm.third_party")
+    third_party.__path__ = [str(tmp_path)]
+    monkeypatch.setitem(sys.modules, "vllm.third_party", third_party)
+    monkeypatch.delitem(sys.modules, "vllm.third_party.deep_gemm")
     monkeypatch.setitem(sys.modules, "flash_mla", None)
     with peer_ops.peer_kernels() as replaced:
         assert replaced.libraries == ["deepgemm", "flashmla", "torch", "vllm"]
@@ -153,7 +156,7 @@ def test_without_peers_nothing_is_replaced(no_peers):
 @pytest.fixture(params=["newest", "older"])
 def either_build(request, peers, monkeypatch):
     if request.param == "older":
-        for name in ("deep_gemm28", "flash_mla"):
+        for name in ("vllm.third_party.deep_gemm", "flash_mla"):
             monkeypatch.setitem(sys.modules, name, None)
 
 
@@ -172,10 +175,10 @@ def fp8(*shape):
 @pytest.mark.parametrize("top_k_of_vllm", [True, False])
 @pytest.mark.parametrize("paged", [True, False])
 @pytest.mark.parametrize("most", [0, 7])
-def test_selections_of_packed_sequences(most, top_k_of_vllm, paged, either_build, monkeypatch):
+def test_selections_of_packed_sequences(most, top_k_of_vllm, paged, either_build, installed):
     """DeepGEMM 2.8.1's rows begin at their first key, which the selection knows, whoever selects."""
     if not top_k_of_vllm:
-        monkeypatch.setitem(sys.modules, "peer_topk", None)
+        (installed / "vllm/_C_stable_libtorch.abi3.so").unlink()
     q, kv, weights = fp8(12, 32, 32), (fp8(48, 32), torch.rand(48) + 0.5), torch.rand(12, 32)
     sequences = torch.arange(12) % 3
     starts = torch.tensor([0, 7, 31], dtype=torch.int32)[sequences]
@@ -195,10 +198,10 @@ def test_selections_of_packed_sequences(most, top_k_of_vllm, paged, either_build
 
 
 @pytest.mark.parametrize("top_k_of_vllm", [True, False])
-def test_selections_from_many_keys_are_no_op_of_ours(top_k_of_vllm, either_build, monkeypatch):
+def test_selections_from_many_keys_are_no_op_of_ours(top_k_of_vllm, either_build, installed, monkeypatch):
     """No peer selects as it scores: so many keys have the peers' scores and their selection, as fewer have."""
     if not top_k_of_vllm:
-        monkeypatch.setitem(sys.modules, "peer_topk", None)
+        (installed / "vllm/_C_stable_libtorch.abi3.so").unlink()
     keys, tokens, fused = 60, 12, []
     monkeypatch.setattr(key_selection, "FUSED_KEYS", keys)
     monkeypatch.setattr(key_selection, "FUSED_TOKENS", tokens)
@@ -217,9 +220,10 @@ def test_selections_from_many_keys_are_no_op_of_ours(top_k_of_vllm, either_build
     assert len(fused) == 2
 
 
-def test_selections_from_many_keys_stay_ours_without_a_peer_for_them(peers, monkeypatch):
+def test_selections_from_many_keys_stay_ours_without_a_peer_for_them(peers, installed, monkeypatch):
     """Here FlashMLA's attention alone is a peer's."""
-    for name in ("deep_gemm", "deep_gemm28", "vllm.third_party.deep_gemm", "peer_topk"):
+    (installed / "vllm/_C_stable_libtorch.abi3.so").unlink()
+    for name in ("deep_gemm", "vllm.third_party.deep_gemm"):
         monkeypatch.setitem(sys.modules, name, None)
     ours = key_selection.FUSED_KEYS
     with peer_ops.peer_kernels() as replaced:
@@ -227,9 +231,9 @@ def test_selections_from_many_keys_stay_ours_without_a_peer_for_them(peers, monk
 
 
 @pytest.mark.parametrize("top_k_of_vllm", [True, False])
-def test_selections_of_few_sequences_are_no_op_of_ours(top_k_of_vllm, either_build, monkeypatch):
+def test_selections_of_few_sequences_are_no_op_of_ours(top_k_of_vllm, either_build, installed, monkeypatch):
     if not top_k_of_vllm:
-        monkeypatch.setitem(sys.modules, "peer_topk", None)
+        (installed / "vllm/_C_stable_libtorch.abi3.so").unlink()
     fused, select, own = [], dsa.paged_indexer_select, key_selection.FUSED_SEQUENCES
     monkeypatch.setattr(
         dsa, "paged_indexer_select", lambda *given, **options: fused.append(1) or select(*given, **options)

@@ -11,8 +11,11 @@ import torch
 from dsa_bench.harness import calls
 from dsa_bench.harness import case as cases
 from dsa_bench.harness.agreement import agree
-from dsa_bench.peers import deep_gemm, flash_mla, probe
-from dsa_bench.peers.package import Library, Peers
+from dsa_bench.peers import deep_gemm, flash_mla, marlin, operators, probe, scores_and_topk
+from dsa_bench.peers.package import Library, Operators, Peers
+
+NEW, OLD = "vllm.third_party.deep_gemm", "deep_gemm"
+PAGE = Path(__file__).parents[2] / "docs/peers.md"
 
 # Small enough for a CPU; every peer and every kind of argument.
 SHAPES = {
@@ -130,7 +133,7 @@ def test_every_peer_of_the_ops_that_run_on_a_cpu_is_called_here():
 def test_without_peers_there_is_nothing_to_report(no_peers, small, capsys, monkeypatch):
     probe_only(monkeypatch, {"fp8_mqa_logits": [(16, 64, 32, 32, True)]})
     assert probe.main() == 0
-    names = ["sgl-flash-mla", "flashmla", "deepgemm 2.8.1", "deepgemm", "vllm and sglang", "cuDNN-FE"]
+    names = ["sgl-flash-mla", "flashmla", "deepgemm 2.8.1", "deepgemm", "vllm", "sglang", "marlin", "cuDNN-FE"]
     assert capsys.readouterr().out.splitlines() == [f"{name}: not installed" for name in names]
 
 
@@ -138,9 +141,9 @@ def test_the_probe_tells_what_is_wrong(peers, small, capsys, monkeypatch):
     def refuse(*arguments, **options):
         raise RuntimeError("Unsupported arch\nand a stack")
 
-    right = peers["deep_gemm28"].fp8_fp4_mqa_logits
-    peers["deep_gemm28"].fp8_fp4_mqa_logits = lambda *arguments: right(*arguments).roll(1, 1)
-    peers["deep_gemm"].fp8_mqa_logits = refuse
+    right = peers[NEW].fp8_fp4_mqa_logits
+    peers[NEW].fp8_fp4_mqa_logits = lambda *arguments: right(*arguments).roll(1, 1)
+    peers[OLD].fp8_mqa_logits = refuse
     del peers["cudnn"].DSA
     probe_only(monkeypatch, {"fp8_mqa_logits": [(16, 64, 32, 32, False)]})
     assert probe.main() == 1
@@ -183,8 +186,132 @@ def test_a_library_may_be_installed_in_several_places(monkeypatch):
     assert Library("it", ("here",)).load() is None
 
 
+PUBLISHED = {
+    operators.VLLM: ["vllm/_C_stable_libtorch.abi3.so"],
+    operators.SGLANG: ["sgl_kernel/sm90/common_ops.abi3.so"],
+    marlin.MARLIN: ["vllm/_C_stable_libtorch.abi3.so", "vllm/_moe_C_stable_libtorch.abi3.so"],
+}
+
+
+@pytest.fixture
+def stripped(monkeypatch, tmp_path, no_peers):
+    """Folders with the shared libraries alone, and a package's file that must not run."""
+    for file in {file for files in PUBLISHED.values() for file in files}:
+        package, *_ = Path(file).parts
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+        (tmp_path / package / "__init__.py").write_text("raise RuntimeError('imported')")
+        monkeypatch.delitem(sys.modules, package, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The paths that torch is asked to load."""
+    paths = []
+    monkeypatch.setattr(torch.ops, "load_library", paths.append)
+    return paths
+
+
+@pytest.mark.parametrize("library", PUBLISHED, ids=lambda library: library.name)
+def test_operators_are_loaded_from_their_package_without_importing_it(library, stripped, asked):
+    assert library.load() is torch.ops
+    assert asked == [str(stripped / file) for file in PUBLISHED[library]]
+    assert not {"vllm", "sgl_kernel"} & sys.modules.keys()
+
+
+@pytest.mark.parametrize(
+    ("library", "file"),
+    [(library, file) for library, files in PUBLISHED.items() for file in files],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_operators_without_one_of_their_files_are_not_installed(library, file, stripped, asked):
+    (stripped / file).unlink()
+    assert library.load() is None and asked == []
+    for other, files in PUBLISHED.items():
+        assert (other.load() is None) == (file in files)
+
+
+def test_operators_of_no_package_are_not_installed(monkeypatch, tmp_path, asked):
+    (tmp_path / "a_module.py").touch()
+    (tmp_path / "operators.so").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    for package in ("absent_peer", "a_module"):
+        assert Operators("it", package, ("operators.so",)).load() is None
+    assert asked == []
+
+
+def test_a_shared_library_that_cannot_be_loaded_fails_with_the_reason(stripped, monkeypatch):
+    """torch's own message is that the file could not be loaded."""
+    peers = Peers()
+    peers.add(operators.SGLANG, lambda module: pytest.fail("called"), [()])
+    file = str(stripped / "sgl_kernel/sm90/common_ops.abi3.so")
+    assert peers.calls == {} and "Could not" not in peers.failed["sglang"]
+    assert peers.failed["sglang"].startswith("failed: ") and file in peers.failed["sglang"]
+
+    def load_library(path):
+        try:
+            raise OSError("libcuda.so.1: cannot open shared object file")
+        except OSError as error:
+            raise OSError(f"Could not load this library: {path}") from error
+
+    monkeypatch.setattr(torch.ops, "load_library", load_library)
+    peers.add(operators.VLLM, lambda module: pytest.fail("called"), [()])
+    assert peers.failed["vllm"] == "failed: libcuda.so.1: cannot open shared object file"
+
+
+ENGINES = {"vllm": "vllm/_C_stable_libtorch.abi3.so", "sglang": "sgl_kernel/sm90/common_ops.abi3.so"}
+
+
+@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize(("gone", "there"), [("vllm", "sglang"), ("sglang", "vllm")])
+def test_either_engines_operators_do_without_the_others(gone, there, broken, peers, installed, monkeypatch):
+    if broken:
+        load = torch.ops.load_library
+
+        def load_library(path):
+            if path.endswith(ENGINES[gone]):
+                raise OSError("undefined symbol")
+            load(path)
+
+        monkeypatch.setattr(torch.ops, "load_library", load_library)
+    else:
+        (installed / ENGINES[gone]).unlink()
+    q, kv = torch.randn(3, 32, 32).to(torch.float8_e4m3fn), torch.randn(2500, 32).to(torch.float8_e4m3fn)
+    starts, ends = torch.zeros(3, dtype=torch.int32), torch.full((3,), 2500, dtype=torch.int32)
+    found = {
+        "top-k": operators.topk([(torch.randn(3, 2500), ends, 2048)]),
+        "cast": operators.cast([(torch.randn(2, 128, dtype=torch.bfloat16), True)]),
+        "merge": operators.merge([([torch.randn(2, 2, 8)] * 2, [torch.randn(2, 2)] * 2)]),
+        "both": scores_and_topk.select(q, (kv, torch.ones(2500)), torch.ones(3, 32), starts, ends, 2048),
+    }
+    for name, its in found.items():
+        assert its.calls and all(there in peer and gone not in peer for peer in its.calls), name
+        assert all(gone in peer and why == "failed: undefined symbol" for peer, why in its.failed.items()), name
+        assert bool(its.failed) == broken, name
+
+
+def test_scores_and_topk_are_no_peer_without_either_library(peers, installed, monkeypatch):
+    arguments = (torch.zeros(1, 1, 1), (torch.zeros(1, 1), torch.zeros(1)), *[torch.zeros(1)] * 3, 2048)
+    for file in ENGINES.values():
+        (installed / file).unlink()
+    assert scores_and_topk.select(*arguments) == Peers()
+    for file in ENGINES.values():
+        (installed / file).touch()
+    monkeypatch.setitem(sys.modules, NEW, None)
+    assert scores_and_topk.select(*arguments) == Peers()
+
+
+def test_the_page_has_every_library_file_and_op():
+    page = PAGE.read_text()
+    files = {file for library in probe.LIBRARIES if isinstance(library, Operators) for file in library.files}
+    for name in {library.name for library in probe.LIBRARIES} | files | probe.probed().keys():
+        assert name in page, name
+
+
 def test_newest_builds_come_first():
-    assert flash_mla.BUILDS[0].modules == ("flash_mla",) and deep_gemm.BUILDS[0].modules[0] == "deep_gemm28"
+    assert flash_mla.BUILDS[0].modules == ("flash_mla",) and deep_gemm.BUILDS[0].modules == (NEW,)
 
 
 def test_what_a_queries_rows_see():
@@ -231,25 +358,25 @@ def test_a_reason_is_one_line():
 
 def test_compiling_beforehand_calls_every_build(peers, monkeypatch):
     called = []
-    for name in ("deep_gemm", "deep_gemm28"):
+    for name in (OLD, NEW):
         monkeypatch.setattr(peers[name], "fp8_gemm_nt", lambda a, b, d, name=name: called.append((name, *d.shape)))
     deep_gemm._compile(3, 192, 256, "cpu")
-    assert sorted(called) == [("deep_gemm", 3, 192), ("deep_gemm28", 3, 192)]
+    assert sorted(called) == [(OLD, 3, 192), (NEW, 3, 192)]
 
 
 def test_compiling_grouped_products_beforehand_calls_every_build(peers, monkeypatch):
     called = []
-    for name in ("deep_gemm", "deep_gemm28"):
+    for name in (OLD, NEW):
         for function in ("m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_gemm_nt_masked"):
             monkeypatch.setattr(
                 peers[name], function, lambda a, b, d, *rest, name=name: called.append((name, *d.shape)), raising=False
             )
     deep_gemm._compile_grouped(3, 192, 256, 4, 4, "cpu")
     # Every expert has the three rows: each group is padded, or has its own 128.
-    assert called == [("deep_gemm28", 512, 192), ("deep_gemm28", 4, 128, 192), ("deep_gemm", 512, 192)]
+    assert called == [(NEW, 512, 192), (NEW, 4, 128, 192), (OLD, 512, 192)]
     called.clear()
     deep_gemm._compile_grouped(200, 192, 256, 4, 4, "cpu", (deep_gemm.NEW,))
-    assert called == [("deep_gemm28", 1024, 192)]
+    assert called == [(NEW, 1024, 192)]
 
 
 def test_products_are_compiled_by_their_rows_and_matrices_in_many_processes(peers, monkeypatch):

@@ -50,7 +50,7 @@ def peer(library):
 
 
 def operator(name):
-    peer(operators.OPERATORS)
+    peer(operators.SGLANG)
     found = getattr(torch.ops.sgl_kernel, name, None)
     return found if found is not None else pytest.skip(f"SGLang's library has no {name}")
 
