@@ -7,6 +7,7 @@ import torch
 
 from dsa_layers.batch import packing
 from dsa_layers.batch.decode_batch import DecodeBatch
+from dsa_layers.batch.decode_inputs import PagedInputs
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.cache.cache import Cache
 from dsa_layers.families.drafter import Drafter
@@ -15,23 +16,22 @@ from dsa_layers.generation.decode_step import Padding
 from dsa_layers.generation.running_sequence import RunningSequence
 
 
-class DraftInputs:
-    """The tensors that a drafting pass reads, of `count` sequences; their addresses stay the same.
+class DraftInputs(PagedInputs):
+    """Those of a drafting pass.
 
     tokens [count * (1 + drafts)], states [count * (1 + drafts), ...]: of the positions that the pass before had, the
-    tokens behind them and the target's states; taken [count]: how many of these tokens each sequence has got; lens
+    tokens behind them and the target's states; taken [count]: how many of these tokens each sequence has got; key_lens
     [count]: its tokens with them.
     """
 
     def __init__(
         self, count: int, pages: int, page_size: int, device: torch.device, drafts: int, row: torch.Tensor
     ) -> None:
-        self.count, self.most, self.page_size, self.drafts = count, pages * page_size, page_size, drafts
+        super().__init__(count, pages, page_size, device)
+        self.drafts = drafts
         self.tokens = torch.zeros(count * (1 + drafts), dtype=torch.int64, device=device)
         self.states = row.new_zeros(count * (1 + drafts), *row.shape)
-        self.taken, self.lens = (torch.ones(count, dtype=torch.int32, device=device) for _ in range(2))
-        self.block_table = torch.full((count, pages), -1, dtype=torch.int32, device=device)
-        self.state_slots = torch.zeros(count, dtype=torch.int32, device=device)
+        self.taken = torch.ones(count, dtype=torch.int32, device=device)
 
     def fill(
         self,
@@ -40,15 +40,13 @@ class DraftInputs:
         states: torch.Tensor,
         padding: Padding,
     ) -> None:
+        self.hold(sequences, padding)
         spare = self.count - len(sequences)
-        rows = [*sequences, *[padding] * spare]
         behind = [[*own, *[0] * (1 + self.drafts - len(own))] for own in taken] + [[0] * (1 + self.drafts)] * spare
         packing.write(self.tokens, [token for own in behind for token in own])
         # One that ended without a token has its first row read all the same, and nobody asks for what comes of it.
         packing.write(self.taken, [max(len(own), 1) for own in taken] + [1] * spare)
-        packing.write(self.lens, [len(s.tokens) for s in sequences] + [2] * spare)
-        packing.write(self.block_table, packing.page_rows([row.pages for row in rows], self.block_table.shape[1]))
-        packing.write(self.state_slots, [row.state_slot for row in rows])
+        packing.write(self.key_lens, [len(s.tokens) for s in sequences] + [2] * spare)
         self.states[: len(states)] = states
 
 
@@ -106,11 +104,12 @@ class DraftStep(CapturedStep[DraftInputs]):
     def _run(self, inputs: DraftInputs) -> torch.Tensor:
         next_n = 1 + self._drafts
         table, slots = inputs.block_table, inputs.state_slots
-        lens = inputs.lens - inputs.taken + self._drafts  # as the pass before had them
-        batch = self._batch(table, lens, inputs.most, slots, next_n)
+        most = inputs.pages * self._page_size
+        lens = inputs.key_lens - inputs.taken + self._drafts  # as the pass before had them
+        batch = self._batch(table, lens, most, slots, next_n)
         states = self._drafter(inputs.tokens, inputs.states, batch, self.cache)
         firsts = torch.arange(0, inputs.count * next_n, next_n, device=self._device)
-        return self._further(states[firsts + inputs.taken - 1], inputs.lens, table, slots, inputs.most)
+        return self._further(states[firsts + inputs.taken - 1], inputs.key_lens, table, slots, most)
 
     def _further(
         self, states: torch.Tensor, lens: torch.Tensor, table: torch.Tensor, slots: torch.Tensor, most: int

@@ -4,12 +4,14 @@ that stands in for one runs again on the same tensors."""
 import pytest
 import torch
 
+from dsa_layers.batch.decode_inputs import DecodeInputs
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.checkpoint.loading import load_model
 from dsa_layers.families.config import read_config
 from dsa_layers.families.deepseek_v32.model import DeepseekV32ForCausalLM
 from dsa_layers.families.precision import Precision
 from dsa_layers.generation.decode_step import DecodeStep
+from dsa_layers.generation.draft_step import DraftInputs
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
 from tests.layers.families import hf_models
@@ -89,3 +91,28 @@ def eager(self, sequences):
         batch = SequenceBatch.paged([1], [len(s.tokens)], pages, self._cache.page_size, state_slots=[s.state_slot])
         rows.append(self._model(torch.tensor(s.tokens[-1:]), batch, self._cache))
     return torch.cat(rows)
+
+
+class Sequence:
+    def __init__(self, page, slot):
+        self.tokens, self.drafts, self.pages, self.state_slot = [1, 2], [3], [page, page + 1], slot
+
+
+@pytest.mark.parametrize("drafting", [False, True])
+def test_pages_are_written_where_sequences_are_others(drafting):
+    """Not in every step: a table of many long sequences takes as long as a pass. Padding is in the rows that remain."""
+    first, second, padding = Sequence(4, 1), Sequence(6, 2), Sequence(0, 0)
+    if drafting:
+        inputs = DraftInputs(4, 3, 64, torch.device("cpu"), 1, torch.zeros(5))
+        rest = [[2], [2]], torch.zeros(4, 5), padding
+    else:
+        inputs, rest = DecodeInputs(4, 3, 64, torch.device("cpu"), 2), (padding,)
+    inputs.fill([first, second], *rest)
+    rows = [[4, 5, -1], [6, 7, -1], [0, 1, -1], [0, 1, -1]]
+    assert inputs.block_table.tolist() == rows and inputs.state_slots.tolist() == [1, 2, 0, 0]
+    inputs.block_table.fill_(9)
+    first.tokens.append(3)
+    inputs.fill([first, second], *rest)
+    assert inputs.block_table.unique().tolist() == [9] and inputs.key_lens[0] == (3 if drafting else 4)
+    inputs.fill([second, first], *rest)
+    assert inputs.block_table.tolist() == [rows[1], rows[0], *rows[2:]] and inputs.state_slots.tolist() == [2, 1, 0, 0]
