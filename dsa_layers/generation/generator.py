@@ -130,9 +130,11 @@ class Generator:
             own_pages = -(-(1 + self._drafts) // page_size)
             most = min(max_sequences, self._capacity)
             copied = most if prefix_cache and self._keeps_states(page_size) else 0
-            self.cache = self._make_cache(self._capacity + own_pages, page_size, most + copied + 1)
+            pages, slots = self._capacity + own_pages, most + copied + 1
             options = {"drafts": self._drafts, "capture": capture, "invariant": self._invariant}
-            self._passes = Passes(model, self.cache, **options)
+            with self._allocating(pages, page_size, slots):
+                self.cache: Cache = model.make_cache(pages, page_size, self.device, state_slots=slots)
+                self._passes = Passes(model, self.cache, **options)
             self._memory = SequenceMemory(self.cache, self._drafts)
             if prefix_cache:
                 copies = StateCopies(self._passes.caches, copied) if copied else None
@@ -145,11 +147,14 @@ class Generator:
         """Whether the model's cache keeps something by sequence."""
         return bool(self.model.make_cache(1, page_size, "meta", state_slots=1).state_tensors())
 
-    def _make_cache(self, pages: int, page_size: int, state_slots: int) -> Cache:
+    @contextlib.contextmanager
+    def _allocating(self, pages: int, page_size: int, state_slots: int) -> Iterator[None]:
+        """Of the model's cache and of the drafter's, if drafts are asked for."""
         try:
-            return self.model.make_cache(pages, page_size, self.device, state_slots=state_slots)
+            yield
         except (RuntimeError, MemoryError) as error:
-            size = self.model.make_cache(pages, page_size, "meta", state_slots=state_slots).nbytes
+            cached = (self.model, self.model.drafter) if self._drafts else (self.model,)
+            size = sum(one.make_cache(pages, page_size, "meta", state_slots=state_slots).nbytes for one in cached)
             tokens = (pages - 1) * page_size
             raise ValueError(
                 f"cache_tokens: a cache of {tokens} tokens takes {size / 1e9:.1f} GB, which cannot be allocated on "

@@ -147,3 +147,22 @@ def test_wrong_numbers_of_drafts(model):
             Generator(model, draft_tokens=1)
     finally:
         model.drafter = drafter
+
+
+def test_a_drafters_cache_that_the_device_has_not_room_for(model, monkeypatch):
+    """The message has what both caches take. The model's is one without memory here."""
+    make, make_drafters = type(model).make_cache, type(model.drafter).make_cache
+
+    def full(self, *size, state_slots):
+        if size[-1] != "meta":
+            raise RuntimeError("can't allocate memory")
+        return make_drafters(self, *size, state_slots=state_slots)
+
+    size = 2**16, model.page_size, "meta"
+    nbytes = sum(one.make_cache(*size, state_slots=65).nbytes for one in (model, model.drafter))
+    monkeypatch.setattr(type(model), "make_cache", lambda self, *size, **slots: make(self, *size[:2], "meta", **slots))
+    monkeypatch.setattr(type(model.drafter), "make_cache", full)
+    tokens = (2**16 - 1) * model.page_size
+    message = f"cache_tokens: a cache of {tokens} tokens takes {nbytes / 1e9:.1f} GB, which cannot be allocated on cpu"
+    with pytest.raises(ValueError, match=message):
+        Generator(model, cache_tokens=tokens, draft_tokens=1)
