@@ -245,7 +245,10 @@ class Generator:
                         f"{self._memory.free} of the cache's {self._capacity} are free: others than this "
                         "generator have taken some, for which it cannot wait"
                     )
-                yield from self._step(running)
+                for events in self._step(running):
+                    if not waiting and not running:
+                        self._stream = None  # these are its last events, and it holds nothing any more
+                    yield from events
         finally:
             for sequence in sequences:
                 self._memory.release(sequence)
@@ -290,9 +293,9 @@ class Generator:
             self.throughput.reused_tokens += waiting[0].cached
             running.append(waiting.popleft())
 
-    def _step(self, running: list[RunningSequence]) -> Iterator[TokenEvent]:
-        """A chunk of the prompts that are not in the cache yet, if there are any; then a token for each sequence whose
-        prompt is, if there are any. So no sequence waits for more than a chunk between two tokens."""
+    def _step(self, running: list[RunningSequence]) -> Iterator[list[TokenEvent]]:
+        """Events of a chunk of the prompts that are not in the cache yet, if there are any; then of a token for each
+        sequence whose prompt is, if there are any. So no sequence waits for more than a chunk between two tokens."""
         started = time.perf_counter()
         if work := self._prefill_work(running):
             events = self._passes.prefill(work)
@@ -305,14 +308,14 @@ class Generator:
                 torch.cuda.current_stream(self.device).synchronize()
             self.throughput.prefill_tokens += sum(n for _, n in work)
             self.throughput.prefill_seconds += time.perf_counter() - started
-            yield from events
+            yield events
         if ready := [s for s in running if not s.prefilling]:
             started = time.perf_counter()
             events = self._passes.extend(ready, self.throughput)
             self._release_ended(running, events)
             self.throughput.decode_tokens += sum(event.token is not None for event in events)
             self.throughput.decode_seconds += time.perf_counter() - started
-            yield from events
+            yield events
 
     def _release_ended(self, running: list[RunningSequence], events: list[TokenEvent]) -> None:
         for event in events:

@@ -133,6 +133,17 @@ def test_streams_that_end_early_make_room(model, tokenizer, greedy):
     assert works() and kept.tb is not None
 
 
+def test_the_cache_is_free_after_the_last_event(model, tokenizer, greedy):
+    """Also of a pass that ends several sequences, and before the stream is asked for another event."""
+    generator = Generator(model, tokenizer, cache_tokens=256)
+    params = SamplingParams(max_new_tokens=10)
+    stream = generator.stream(PROMPTS, params)
+    for _ in range(30):
+        next(stream)
+    assert generator.cache.allocator.free == 4
+    assert [c.tokens for c in generator.generate(PROMPTS, params)] == [c.tokens for c in greedy] and list(stream) == []
+
+
 def test_a_stream_is_open_as_soon_as_it_begins(model, tokenizer, monkeypatch):
     """Another thread may begin one before the first event of this one is asked for."""
     generator = Generator(model, tokenizer, cache_tokens=256)
