@@ -1,5 +1,6 @@
 """The events of a call, as its reader asks for them."""
 
+import threading
 from collections.abc import Callable, Iterator
 from types import GeneratorType
 
@@ -18,15 +19,17 @@ class TokenStream(Iterator[TokenEvent]):
         self._begin = begin
         self._events: GeneratorType | None = None
         self._closed = False
+        self._working = threading.Lock()
 
     def __next__(self) -> TokenEvent:
         if self._closed:
             raise StopIteration
         if self._events is None:
             self._begin(self)
-        event = next(self._events)
+        with self._working:
+            event = next(self._events)
         if self._closed:  # by another thread, in the meantime
-            self._events.close()
+            self._end()
             raise StopIteration
         return event
 
@@ -34,13 +37,16 @@ class TokenStream(Iterator[TokenEvent]):
         """End here: no event follows, and the cache is free; where another thread is at work on the next event, once
         that is done."""
         self._closed = True
-        if self._events is None:
-            return
-        try:
-            self._events.close()
-        except ValueError:
-            if not self._events.gi_running:
-                raise
+        if self._events is not None:
+            self._end()
+
+    def _end(self) -> None:
+        """Unless a thread is at work on the next event: it sees afterwards that the stream is closed."""
+        if self._working.acquire(blocking=False):
+            try:
+                self._events.close()
+            finally:
+                self._working.release()
 
     @property
     def holds_cache(self) -> bool:

@@ -1,5 +1,6 @@
 """Generation: scheduling, stopping, streaming and failures, on the tiny FP8 checkpoint."""
 
+import threading
 import time
 
 import pytest
@@ -12,6 +13,7 @@ from dsa_layers.checkpoint.loading import load_model
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.generation.stop_strings import StopStrings
+from dsa_layers.generation.token_stream import TokenStream
 from dsa_layers.generation.tokenizer import Tokenizer
 
 PROMPTS = ["The lightning indexer", "def forward(self, x): return", "a"]
@@ -177,6 +179,35 @@ def test_closing_a_stream_while_a_pass_is_running(model, tokenizer, greedy, monk
         assert list(stream) == []
     assert generator.cache.allocator.free == 4
     assert generator.generate([PROMPTS[0]], params)[0].tokens == greedy[0].tokens
+
+
+def test_closing_a_stream_whose_pass_ends_meanwhile():
+    """The events are those of a generator, which refuses to be closed while it runs, and has ended its pass by the time
+    that one asks whether it runs."""
+
+    class Events:
+        gi_running, closed = False, 0
+        began, goes_on = threading.Event(), threading.Event()
+
+        def __next__(self):
+            self.began.set()
+            assert self.goes_on.wait(10)
+            return "event"
+
+        def close(self):
+            if not self.goes_on.is_set():
+                raise ValueError("generator already executing")
+            self.closed += 1
+
+    events, found = Events(), []
+    stream = TokenStream(lambda stream: setattr(stream, "_events", events))
+    reader = threading.Thread(target=lambda: found.extend(stream))
+    reader.start()
+    assert events.began.wait(10)
+    stream.close()
+    events.goes_on.set()
+    reader.join()
+    assert found == [] and events.closed == 1
 
 
 def test_a_stop_string_of_a_million_characters():
