@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from dsa_layers import options
 from dsa_layers.command.model_options import chosen_device
+from dsa_layers.command.prompt_sources import for_other_processes
 from dsa_layers.command.streams import say_json
 from dsa_layers.parallel.environment import started_ranks
 
@@ -41,7 +42,8 @@ def starts_ranks(args: argparse.Namespace) -> bool:
 
 def start_ranks(args: argparse.Namespace) -> int:
     """Runs this command as that many ranks; the exit code. ValueError where there are fewer GPUs, and where they cannot
-    hold the model, or it does not come apart into so many parts, before anything of it is read."""
+    hold the model, or it does not come apart into so many parts, before anything of it is read, and for prompts as
+    `read_prompts` does."""
     import torch
 
     from dsa_layers.parallel.launch import launch
@@ -56,9 +58,9 @@ def start_ranks(args: argparse.Namespace) -> int:
     else:
         memory = None
     _check_parts(args, args.gpus, memory)
-    return launch(
-        [sys.executable, "-m", "dsa_layers.command", *args.argv], args.gpus, _error_event if args.json else None
-    )
+    with for_other_processes(args.argv, args.prompts) as argv:
+        command = [sys.executable, "-m", "dsa_layers.command", *argv]
+        return launch(command, args.gpus, _error_event if args.json else None)
 
 
 def _error_event(problem: str, code: int) -> None:

@@ -1,8 +1,10 @@
 """Where prompts come from: the command line, files and the standard input."""
 
 import argparse
+import contextlib
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,12 +49,35 @@ def add_prompt_options(parser: argparse.ArgumentParser) -> None:
 
 def read_prompts(given: Sequence[tuple[str, str]] | None) -> list[Prompt]:
     """Raises ValueError, which names the option, for what is missing, empty, unreadable or no UTF-8."""
+    return [_read(*entry) for entry in _checked(given)]
+
+
+@contextlib.contextmanager
+def for_other_processes(argv: Sequence[str], given: Sequence[tuple[str, str]] | None) -> Iterator[list[str]]:
+    """The arguments of processes that read these prompts in place of this one, which have its standard input, but not
+    what `<(command)` opens: of a prompt file that is no regular one the text is in a temporary file meanwhile. Raises
+    ValueError as `read_prompts` does, but for the standard input."""
+    with tempfile.TemporaryDirectory(prefix="dsa-prompts-") as folder:
+        argv = list(argv)
+        for i, (option, value) in enumerate(_checked(given)):
+            if (option, value) == ("--prompt", "-"):
+                continue
+            text = _read(option, value).text
+            if option == "--prompt-file" and not Path(value).is_file():
+                copy = Path(folder, str(i))
+                copy.write_bytes((text + "\n").encode() if text.endswith("\n") else text.encode())
+                at = next(j for j in range(len(argv)) if f"{option}={value}" in (argv[j], "=".join(argv[j : j + 2])))
+                argv[at : at + 1 + (argv[at] == option)] = [option, str(copy)]
+        yield argv
+
+
+def _checked(given: Sequence[tuple[str, str]] | None) -> Sequence[tuple[str, str]]:
     if not given:
         raise ValueError("--prompt: must be given, got none; accepted: --prompt TEXT, --prompt -, --prompt-file FILE")
     from_stdin = sum(entry == ("--prompt", "-") for entry in given)
     if from_stdin > 1:
         raise ValueError(f"--prompt: - must come once, as the standard input is read once, got it {from_stdin} times")
-    return [_read(*entry) for entry in given]
+    return given
 
 
 def _read(option: str, value: str) -> Prompt:

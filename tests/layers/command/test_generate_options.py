@@ -5,6 +5,8 @@ import json
 import os
 import re
 import sys
+from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -166,6 +168,46 @@ def test_prompts_come_from_arguments_files_and_the_standard_input(given, tmp_pat
     files = [["--prompt-file", str(tmp_path / name)] for name in "ab"]
     assert shipped("--prompt", "first", *files[0], "--prompt", "-", "--prompt", "x\n", *files[1]) == 0
     assert read_by_the_generator(given) == ["first", "né\n", "piped\nlines", "x\n", "last"]
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_prompts_of_pipes_reach_ranks_as_files(checkpoint, tmp_path, monkeypatch, joined):
+    """Those of <(command), which ranks do not have; others stay where they are."""
+    seen = []
+
+    def launch(command, ranks, told):
+        seen.append([Path(value).read_text() for option, value in pairwise(command) if option == "--prompt-file"])
+
+    monkeypatch.setattr("dsa_layers.parallel.launch.launch", launch)
+    (tmp_path / "a").write_text("a file")
+    call = [
+        "generate",
+        str(checkpoint),
+        "--device",
+        "cpu",
+        "--gpus",
+        "2",
+        "--prompt",
+        "-",
+        "--prompt-file",
+        str(tmp_path / "a"),
+    ]
+    for text in (b"def f(\n", b"two lines\r\n\n"):
+        end, start = os.pipe()
+        os.write(start, text)
+        os.close(start)
+        call += [f"--prompt-file=/dev/fd/{end}"] if joined else ["--prompt-file", f"/dev/fd/{end}"]
+    main(call)
+    assert seen == [["a file", "def f(", "two lines\n\n"]]
+
+
+def test_prompt_files_are_read_before_ranks_start(checkpoint, tmp_path, monkeypatch, error):
+    monkeypatch.setattr("dsa_layers.parallel.launch.launch", None)
+    (tmp_path / "empty").touch()
+    for name, problem in (("empty", "must not be empty"), ("none", "must be a readable file")):
+        call = ["generate", str(checkpoint), "--device", "cpu", "--gpus", "2", "--prompt-file", str(tmp_path / name)]
+        assert main(call) == 2
+        assert problem in error()
 
 
 def test_a_prompt_in_utf8_under_another_locale(given):
