@@ -231,7 +231,7 @@ def _report(
 def _in_options(problem: str, prompts: list[Prompt]) -> str:
     """A message of the library with the names of the options: prompts[1] is --prompt-file b.txt, cache_tokens
     --cache-tokens."""
-    problem = re.sub(r"^prompts\[(\d+)\]", lambda found: prompts[int(found[1])].source, problem)
+    problem = re.sub(r"^cache_tokens\b|(?<=\()cache_tokens(?=\)$)", "--cache-tokens", problem)
     problem = re.sub(r"^draft_tokens\b", "--draft", problem)
     problem = re.sub(r"^batch_invariant\b", "--batch-invariant", problem)
-    return re.sub(r"\bcache_tokens\b", "--cache-tokens", problem)
+    return re.sub(r"^prompts\[(\d+)\]", lambda found: prompts[int(found[1])].source, problem)

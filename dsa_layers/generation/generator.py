@@ -277,7 +277,7 @@ class Generator:
                 raise ValueError("params: stop strings need a tokenizer")
             limit = min(len(ids) + one.max_new_tokens, context)
             if self._memory.pages(limit) > self._capacity:
-                drafts = f" and {self._drafts} drafts" if self._drafts else ""
+                drafts = f" and {self._drafts} draft{'s' * (self._drafts > 1)}" if self._drafts else ""
                 raise OutOfPages(
                     f"prompts[{i}]: {len(ids)} prompt tokens and {limit - len(ids)} new ones{drafts} need "
                     f"{self._memory.pages(limit)} pages of {self.cache.page_size} tokens; the cache has "

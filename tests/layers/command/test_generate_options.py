@@ -336,9 +336,10 @@ def test_a_cache_that_is_too_large(checkpoint, error):
 
 
 def test_a_cache_that_cannot_hold_a_prompt(checkpoint, tmp_path, error):
-    """The message names the option that the prompt comes from."""
-    (tmp_path / "long").write_text(PROMPT)
-    for options, source in [((), "--prompt"), (("--prompt-file", tmp_path / "long"), f"--prompt-file {tmp_path}/long")]:
+    """The message names the option that the prompt comes from, and the file as it is called."""
+    file = tmp_path / "cache_tokens"
+    file.write_text(PROMPT)
+    for options, source in [((), "--prompt"), (("--prompt-file", file), f"--prompt-file {file}")]:
         prompts = () if options else (PROMPT,)
         assert generate(checkpoint, "--max-new-tokens", 200, "--cache-tokens", 128, *options, prompts=prompts) == 2
         assert re.fullmatch(

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.cache.kv_cache import OutOfPages
 from dsa_layers.checkpoint.loading import load_model
 from dsa_layers.families.registry import model_types
 from dsa_layers.generation.captured_step import CapturedStep
@@ -166,3 +167,12 @@ def test_a_drafters_cache_that_the_device_has_not_room_for(model, monkeypatch):
     message = f"cache_tokens: a cache of {tokens} tokens takes {nbytes / 1e9:.1f} GB, which cannot be allocated on cpu"
     with pytest.raises(ValueError, match=message):
         Generator(model, cache_tokens=tokens, draft_tokens=1)
+
+
+@pytest.mark.parametrize(("drafts", "named"), [(1, "1 draft"), (2, "2 drafts")])
+def test_a_prompt_whose_drafts_have_no_room(model, drafts, named):
+    size = model.page_size
+    generator = Generator(model, cache_tokens=size, draft_tokens=drafts)
+    message = rf"prompts\[0\]: 3 prompt tokens and {size - 3} new ones and {named} need 2 pages"
+    with pytest.raises(OutOfPages, match=message):
+        generator.generate([[1, 2, 3]], SamplingParams(size - 3))
