@@ -66,14 +66,19 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="K",
         help=f"sample among so many tokens, the likeliest ({source} 0: all)",
     )
-    parser.add_argument("--seed", type=options.seed, help="of random numbers (default: another one for each prompt)")
+    parser.add_argument(
+        "--seed",
+        type=options.seed,
+        help="of the first prompt's random numbers; each further prompt has the next seed (default: others each time)",
+    )
     parser.add_argument(
         "--stop",
         type=options.some_text,
         action="append",
         default=[],
         metavar="TEXT",
-        help="end at this string, which is not shown; may be repeated (default: none)",
+        help="end at this string, which is not shown, and not the name of a special token; may be repeated (default: "
+        "none)",
     )
     parser.add_argument(
         "--cache-tokens",
@@ -85,8 +90,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--prefix-cache",
         action="store_true",
-        help="prompts that begin with the same tokens share the full pages of these, which are computed once (default: "
-        "off)",
+        help="prompts that begin with the same tokens share the full pages of these, which are computed once; what is "
+        "generated is the same, but for what rounding decides (default: off)",
     )
     parser.add_argument(
         "--batch-invariant",

@@ -8,6 +8,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -53,8 +54,9 @@ class Generator:
     prefix_cache   the full pages of a prompt stay in the cache until their room is needed, and a later prompt, of this
                    call or another, that begins with the same tokens has them instead of computing them again. Tokens
                    are compared themselves. What is on a page is what the prompt would compute if it was cut into
-                   chunks there. The model's weights must stay as they are. Of what a cache keeps by sequence, as
-                   DeepSeek-V4's does, there are up to max_sequences copies more (`SharedPrefixes`)
+                   chunks there: tokens are those without, but for what rounding decides. The model's weights must stay
+                   as they are. Of what a cache keeps by sequence, as DeepSeek-V4's does, there are up to max_sequences
+                   copies more (`SharedPrefixes`)
     batch_invariant  the tokens of a sequence depend on no other sequence and not on drafts, bit for bit: decoding
                    passes give a token the same bits whatever else they compute, and a pass over prompts has one
                    prompt. Sampled ones, too, with a seed. Of models with FP8 weights, in bfloat16, on GPUs, and
@@ -185,7 +187,8 @@ class Generator:
         params: SamplingParams | Sequence[SamplingParams] = GREEDY,
     ) -> TokenStream:
         """Events as tokens come. prompts: texts, or lists, arrays or tensors of token ids; params: for all, or one a
-        prompt.
+        prompt. Of a seed for all the first prompt draws by itself, and each one behind it by the next number: equal
+        prompts have texts of their own.
 
         A sequence whose logits are not finite ends with finish_reason "error"; the others go on.
 
@@ -261,7 +264,7 @@ class Generator:
     ) -> list[RunningSequence]:
         encoded = self._encode(prompts)
         if isinstance(params, SamplingParams):
-            params = [params] * len(encoded)
+            params = [_of_prompt(params, i) for i in range(len(encoded))]
         if not isinstance(params, Sequence) or any(not isinstance(one, SamplingParams) for one in params):
             raise TypeError(f"params: must be SamplingParams, or a list of them, got {shown(params)}")
         if len(params) != len(encoded):
@@ -334,6 +337,11 @@ class Generator:
                 work.append((s, n))
                 room = 0 if self._invariant else room - n
         return work
+
+
+def _of_prompt(params: SamplingParams, index: int) -> SamplingParams:
+    """Of that prompt, where all have these: random numbers of its own."""
+    return params if params.seed is None else replace(params, seed=(params.seed + index) % 2**63)
 
 
 def _digest(values: list) -> str:

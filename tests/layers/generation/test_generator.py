@@ -298,6 +298,15 @@ def test_seeds(model, tokenizer):
     assert a.tokens == c.tokens != b.tokens == alone.tokens
 
 
+def test_one_seed_for_all_prompts(model, tokenizer):
+    """Equal prompts have tokens of their own, by the seeds from that one on; none is too large."""
+    generator = Generator(model, tokenizer, cache_tokens=512)
+    seeds = 2**63 - 2, 2**63 - 1, 0
+    params = [SamplingParams(8, temperature=1.0, top_k=8, seed=seed) for seed in seeds]
+    got = [c.tokens for c in generator.generate([PROMPTS[0]] * 3, params[0])]
+    assert got == [c.tokens for c in generator.generate([PROMPTS[0]] * 3, params)] and got[0] != got[1] != got[2]
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_nan_ends_its_sequence_alone(model, tokenizer, temperature):
     """The others go on as they would without it, also in pages that held the NaN."""
