@@ -58,7 +58,7 @@ class NumberedLines:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._bold = stream, _styled(stream)
-        self._unfinished: dict[int, str] = {}
+        self._unfinished: dict[int, list[str]] = {}  # the pieces of each sequence's line
 
     def prompt(self, sequence: int, text: str) -> None:
         # A style ends with its line: lines of other sequences come in between.
@@ -69,21 +69,25 @@ class NumberedLines:
         self._add(event.sequence, event.text)
 
     def completion(self, sequence: int, prompt: str, completion: Completion) -> None:
-        if rest := self._unfinished.pop(sequence, ""):
-            self._line(sequence, rest)
+        self._end(sequence)
 
     def close(self) -> None:
-        for sequence, rest in self._unfinished.items():
-            if rest:
-                self._line(sequence, rest)
-        self._unfinished.clear()
+        for sequence in self._unfinished:
+            self._end(sequence)
+
+    def _end(self, sequence: int) -> None:
+        if any(self._unfinished[sequence]):
+            self._end_line(sequence)
 
     def _add(self, sequence: int, text: str) -> None:
-        *lines, self._unfinished[sequence] = (self._unfinished.get(sequence, "") + text).split("\n")
-        for line in lines:
-            self._line(sequence, line)
+        first, *others = text.split("\n")
+        self._unfinished.setdefault(sequence, []).append(first)
+        for piece in others:
+            self._end_line(sequence)
+            self._unfinished[sequence].append(piece)
 
-    def _line(self, sequence: int, line: str) -> None:
+    def _end_line(self, sequence: int) -> None:
+        line, self._unfinished[sequence] = "".join(self._unfinished[sequence]), []
         print(f"[{sequence}] {line}", file=self._stream, flush=True)
 
 

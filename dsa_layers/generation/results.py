@@ -21,21 +21,25 @@ class TokenEvent:
 
 @dataclass
 class Completion:
-    """A finished sequence. tokens: the new ones, with the end-of-sequence token if that ended it.
-    finish_reason: "eos", "stop" (a stop string), "length" (max_new_tokens, or the model's context), or "error" where
-    its logits were not finite, as `error` says; tokens and text are then those from before the error."""
+    """A finished sequence. tokens: the new ones, with the end-of-sequence token if that ended it. text: theirs, once the
+    last event has been added. finish_reason: "eos", "stop" (a stop string), "length" (max_new_tokens, or the model's
+    context), or "error" where its logits were not finite, as `error` says; tokens and text are then those from before
+    the error."""
 
     prompt_tokens: int
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: FinishReason | None = None
     error: str | None = None
+    _pieces: list[str] = field(default_factory=list, repr=False, compare=False)
 
     def add(self, event: TokenEvent) -> None:
         """The sequence's next event."""
         if event.token is not None:
             self.tokens.append(event.token)
-        self.text += event.text
+        self._pieces.append(event.text)
+        if event.finish_reason is not None:
+            self.text = "".join(self._pieces)
         self.finish_reason, self.error = event.finish_reason, event.error
 
 
