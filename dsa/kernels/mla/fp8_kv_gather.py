@@ -54,6 +54,7 @@ class Fp8TopkGather(TopkGather):
         # A query's rows come before its keys, through the same stages.
         self.q_rows = min(head_tile, TILE_N // 2)  # of a stage
         self.q_stages = head_tile // self.q_rows
+        self.q_pitch = 2 * head_dim + 16  # so that what is read together of two rows lies in different banks
         self.row_bytes, self.pitch = (V32_BYTES, V32_BYTES) if self.has_rope else (V4_ROW, V4_ROW + 16)
         # Behind the keys of a stage.
         self.scales = TILE_N * self.pitch
@@ -171,7 +172,7 @@ class Fp8TopkGather(TopkGather):
         cute.arch.sync_warp()
         if valid:
             source = Int64(q[query, 0, first_row + row, None].iterator.toint())
-            target = raw + state.stage * self.stage_bytes + row * (2 * self.head_dim)
+            target = raw + state.stage * self.stage_bytes + row * self.q_pitch
             bulk_gather(target, source, Int32(2 * self.head_dim), pipeline.producer_barrier(state))
 
     @cute.jit

@@ -17,7 +17,7 @@ from dsa.cute.shared_memory import load_4, load_8, pack
 from dsa.cute.sm90 import opaque
 from dsa.kernels.mla.fp8_kv_convert import halves_of_two, interleave, times, times_split, times_to_f16
 from dsa.kernels.mla.fp8_kv_gather import Fp8KvPipeline, Fp8TopkGather
-from dsa.kernels.mla.limits import TILE_N
+from dsa.kernels.mla.limits import HEAD_DIM_V, TILE_N
 from dsa.kernels.mla.mla_epilogue import Results
 from dsa.kernels.mla.mla_tiles import K16, K_CHUNK, ROPE_CHUNK
 from dsa.kernels.mla.swap_ab_exchange import SCALE_TABLE_BYTES, HeadRange, ScaleTable, SwapAbExchange, Thread
@@ -131,18 +131,29 @@ class Fp8KvValues(SwapAbOutputLoop):
         group,
         thread: Thread,
     ):
-        channel = self.chunk_of(thread) * K_CHUNK + (thread.lane >> 2) * 4
+        if work.split_idx >= 0:
+            rows = results.out_partial[work.split_idx, 0, None, None]
+            self.write_rows(operands, exchange, rows, heads, thread)
+        else:
+            sequence, query = divmod(work.batch_idx, group)
+            self.write_rows(operands, exchange, results.out[sequence, query, None, None], heads, thread)
+
+    @cute.jit
+    def write_rows(self, operands: ValueOperands, exchange: SwapAbExchange, rows, heads: HeadRange, thread: Thread):
+        """To `rows`, a query's, which lie together: from the lane's first on at constant distances."""
+        lane = opaque(thread.lane)
+        channel, first = self.chunk_of(thread) * K_CHUNK + (lane >> 2) * 4, heads.first + self.head_of(0, lane)
+        own = cute.local_tile(rows, (1, 4), (first, channel // 4))
+        inverses = Int32(exchange.inverse.iterator.toint()) + 4 * self.head_of(0, lane)
+        # All before the first branch, behind which each would be waited for.
+        pairs = [load_8(inverses + 4 * self.head_of(c, 0)) for c in range(0, self.columns, 2)]
         for c in cutlass.range_constexpr(self.columns):
-            column = self.head_of(c, thread.lane)
-            inverse = exchange.inverse[column]
+            further, inverse = self.head_of(c, 0), pairs[c // 2][c % 2].bitcast(Float32)
             numbers = [operands.flat[self.element(c, j)] * inverse for j in range(8)]
-            row = opaque(heads.first + column)
-            if row < heads.total:
-                if work.split_idx >= 0:
-                    self.store(numbers, results.out_partial[work.split_idx, 0, row, None], channel)
-                else:
-                    sequence, query = divmod(work.batch_idx, group)
-                    self.store(numbers, results.out[sequence, query, row, None], channel)
+            if first + further < heads.total:
+                for half in cutlass.range_constexpr(2):
+                    place = own.iterator + (further * HEAD_DIM_V + 32 * half)
+                    self.store(numbers[4 * half : 4 * half + 4], cute.make_tensor(place, cute.make_layout(4)))
 
     @cute.jit
     def add(self, operands: ValueOperands, first, scales, numbers, p_stage, chunk, lane):
@@ -220,17 +231,14 @@ class Fp8KvValues(SwapAbOutputLoop):
         cute.nvgpu.warpgroup.commit_group()
 
     @cute.jit
-    def store(self, numbers, target, channel):
-        """Twice four neighbours of a row, as bf16 or fp32."""
-        for half in cutlass.range_constexpr(2):
-            four = numbers[4 * half : 4 * half + 4]
-            part = cute.local_tile(target, (4,), (channel // 4 + 8 * half,))
-            if const_expr(target.element_type is BFloat16):
-                words = cute.make_rmem_tensor((2,), Uint32)
-                words[0], words[1] = pack(four[0], four[1], BFloat16), pack(four[2], four[3], BFloat16)
-                cute.autovec_copy(cute.recast_tensor(words, BFloat16), part)
-            else:
-                vector = cute.make_rmem_tensor((4,), Float32)
-                for j in cutlass.range_constexpr(4):
-                    vector[j] = four[j]
-                cute.autovec_copy(vector, part)
+    def store(self, four, part):
+        """Four neighbours of a row, as bf16 or fp32."""
+        if const_expr(part.element_type is BFloat16):
+            words = cute.make_rmem_tensor((2,), Uint32)
+            words[0], words[1] = pack(four[0], four[1], BFloat16), pack(four[2], four[3], BFloat16)
+            cute.autovec_copy(cute.recast_tensor(words, BFloat16), part)
+        else:
+            vector = cute.make_rmem_tensor((4,), Float32)
+            for j in cutlass.range_constexpr(4):
+                vector[j] = four[j]
+            cute.autovec_copy(vector, part)
