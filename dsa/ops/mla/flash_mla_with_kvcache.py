@@ -10,7 +10,6 @@ import torch
 from dsa import backends
 from dsa.kernels.mla.limits import MAX_BATCH, PLAN_COLUMNS, PLAN_NUMBERS, TILE_M, TILE_N
 from dsa.ops.declaration import Op, op
-from dsa.ops.mla._capture import capture_number
 from dsa.ops.mla._dense_decode import SHORT, _dense_mla_decode, _dense_mla_decode_out
 from dsa.ops.mla._sparse_attention import DTYPES
 from dsa.ops.mla._sparse_decode import _sparse_mla_decode, _sparse_mla_decode_out
@@ -207,6 +206,19 @@ def _plan_of(
         meta.tile_scheduler_metadata, meta.num_splits = plan
         meta.capture = capture_number(q)
     return plan
+
+
+def capture_number(x: torch.Tensor) -> int | None:
+    """Of the graph that the current stream, on which x is used, is being captured into, as the CUDA runtime counts
+    captures; None: into none."""
+    if not x.is_cuda or not torch.cuda.is_current_stream_capturing():
+        return None
+    from cuda.bindings import runtime  # comes with the kernels' DSL
+
+    error, _, number, *_ = runtime.cudaStreamGetCaptureInfo(torch.cuda.current_stream().cuda_stream)
+    if error != runtime.cudaError_t.cudaSuccess:
+        raise RuntimeError(f"CUDA does not tell which graph is captured: {error.name}")
+    return int(number)
 
 
 def _parts(cache_seqlens: torch.Tensor, rows: int, kv_heads: int, most_keys: int) -> tuple[int, int]:
