@@ -20,8 +20,9 @@ from dsa_layers.cache.kv_cache import PagedKVCache
 from dsa_layers.checkpoint.loading import load_model
 from dsa_layers.generation import passes as generation
 from dsa_layers.generation.decode_step import DecodeStep
+from dsa_layers.generation.draws import RandomStream
 from dsa_layers.generation.generator import Generator
-from dsa_layers.generation.sampling import SamplingParams
+from dsa_layers.generation.sampling import SamplingParams, sample_drafted
 from dsa_layers.layers import attention, branch, key_selection
 from dsa_layers.layers.attention import DSAAttention, Selection
 from dsa_layers.layers.indexer import LightningIndexer
@@ -384,6 +385,27 @@ def test_many_sequences_share_pages_and_slots(checkpoint):
     assert [len(tokens) for tokens in first] == [one.max_new_tokens for one in params]
     assert generator.cache.allocator.free == free
     assert [c.tokens for c in generator.generate(prompts, params)] == first
+
+
+def test_sampled_tokens_are_those_of_a_cpu():
+    """Greedy rows, whole vocabularies and likeliest tokens side by side, and rows that no token can be chosen from."""
+    kinds = ({}, {"temperature": 0.7}, {"temperature": 1.0, "top_k": 50}, {"temperature": 0.6, "top_p": 0.95})
+    params = [SamplingParams(**kinds[i % 4]) for i in range(44)]
+    params += [SamplingParams(temperature=2.0, top_k=3, top_p=0.5), SamplingParams(temperature=1e-3, top_p=0.1)]
+    generator = torch.Generator().manual_seed(3)
+    logits = (
+        torch.randn(len(params), 3, 129280, generator=generator)
+        * torch.rand(len(params), 1, 1, generator=generator)
+        * 8
+    )
+    logits[4:8] = logits[4:8].round()  # equal ones, at the cut too
+    logits[8:12, 1, 7], logits[12:16, 0] = torch.nan, -torch.inf
+    drafts = [row[:2].tolist() for row in logits.argmax(-1)]  # some are taken
+    found = [
+        sample_drafted(x, drafts, params, [RandomStream(seed) for seed in range(len(params))])
+        for x in (logits, logits.cuda())
+    ]
+    assert found[1] == found[0] and {len(row) for row in found[0]} == {1, 2, 3} and [None] in found[0]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
