@@ -22,7 +22,8 @@ class SamplingParams:
     top_k           sample among the k likeliest tokens; 0 keeps all
     top_p           sample among the fewest tokens whose probabilities reach top_p; 1 keeps all. Applied after top_k
     seed            of the sequence's own random stream: its result does not depend on what else is in the batch.
-                    None draws a fresh one
+                    Where one SamplingParams is given for many prompts, prompt i draws by seed + i. None draws a fresh
+                    one
     stop            strings that end the sequence; they are not part of its text. Special tokens have no text, so that
                     their names never match. A string that is not in a list is one stop string, as vLLM and
                     transformers take it. None: no strings
