@@ -106,7 +106,7 @@ def test_what_is_timed_are_passes_of_generation(name, clock, monkeypatch):
     assert positions.view(3, 3).tolist() == [[CONTEXT - 3, CONTEXT - 2, CONTEXT - 1]] * 3
     assert run.drafting_ms() == DRAFT_MS and clock[0].shape == (3, 2)
     first, second = drafted
-    assert first is second and first.taken.tolist() == [3] * 3 and first.lens.tolist() == [CONTEXT - 2] * 3
+    assert first is second and first.taken.tolist() == [3] * 3 and first.key_lens.tolist() == [CONTEXT - 2] * 3
     assert first.tokens.unique().numel() == 9 and first.states.float().std() > 0.1
     # A plain step has as many keys.
     plain = DraftedDecoding(model, 3, CONTEXT, 0)
