@@ -1,9 +1,9 @@
 """DeepGEMM's index scores by its names, for `dsa.compat.deep_gemm`: over `dsa.fp8_mqa_logits`,
 `dsa.fp8_paged_mqa_logits` and `dsa.get_paged_mqa_logits_metadata`, whose docstrings say what they compute.
 
-The names with fp8_fp4 are those of DeepGEMM since 2.8, whose queries come as (values, scales) and whose results are
-never cleaned; `fp8_mqa_logits` and `fp8_paged_mqa_logits` are those of builds before it. Where the two differ in the
-order of their arguments, those of earlier builds are taken by name only.
+The names with fp8_fp4 are those of DeepGEMM since 2.8, whose queries come as (values, scales) and whose results, but
+for scores of all keys, are not cleaned by default; `fp8_mqa_logits` and `fp8_paged_mqa_logits` are those of builds
+before it. Where the two differ in the order of their arguments, those of earlier builds are taken by name only.
 """
 
 import torch
