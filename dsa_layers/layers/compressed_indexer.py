@@ -56,6 +56,10 @@ class CompressedIndexer(nn.Module):
         """What w is multiplied by."""
         return self.n_heads**-0.5 * self.head_dim**-0.5
 
+    def head_weights(self, x: torch.Tensor) -> torch.Tensor:
+        """w fp32 [T, n_heads]."""
+        return linear_fp32(x, self.weights_proj.weight, self.weight_scale)
+
     @torch.no_grad()
     def select(
         self,
@@ -74,8 +78,8 @@ class CompressedIndexer(nn.Module):
         weights: torch.Tensor | None = None,
         rows: Rows = ALL_ROWS,
     ) -> torch.Tensor | None:
-        """keys: what the compressor's `project` makes of x, queries: wq_b(qr), and weights: w, where the caller has
-        them. rows: where x, qr, queries and weights are a process's own rows, for which it selects; keys are all
+        """keys: what the compressor's `project` makes of x, queries: wq_b(qr), and weights: `head_weights` of x, where
+        the caller has them. rows: where x, qr, queries and weights are a process's own rows, for which it selects; keys are all
         rows'."""
         if store_only and cache is None:
             return None
@@ -85,8 +89,7 @@ class CompressedIndexer(nn.Module):
         if store_only:
             return None
         q = (self.wq_b(qr) if queries is None else queries).unflatten(-1, (self.n_heads, self.head_dim))
-        if weights is None:
-            weights = linear_fp32(x, self.weights_proj.weight, self.weight_scale)
+        weights = self.head_weights(x) if weights is None else weights
         angles = rows.own_kept(cos), rows.own_kept(sin)
         if self.quantize:
             q, weights = dsa.quantize_indexer_queries(q, weights, *angles, interleaved=True, dims="last")

@@ -119,8 +119,8 @@ class LightningIndexer(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(q [T, n_heads, head_dim], k [T, head_dim], w fp32 [T, n_heads]) of the scores sum_h w_h relu(q_h . k), not
         quantised, with gradients."""
-        q, weights = self._queries(x, self.wq_b(qr))
-        return dsa.apply_rotary(q, cos, sin, **self.rope), self._normed(self.wk(x), cos, sin), weights
+        q = dsa.apply_rotary(self._by_head(self.wq_b(qr)), cos, sin, **self.rope)
+        return q, self._normed(self.wk(x), cos, sin), self.head_weights(x)
 
     def loss(
         self, x: torch.Tensor, qr: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: TrainedAttention
@@ -141,10 +141,11 @@ class LightningIndexer(nn.Module):
         store_only: bool = False,
         keys: torch.Tensor | None = None,
         queries: torch.Tensor | None = None,
+        weights: torch.Tensor | None = None,
         rows: Rows = ALL_ROWS,
     ) -> torch.Tensor | None:
-        """keys: wk(x), and queries: wq_b(qr), where the caller has them. rows: where x, qr and queries are a process's
-        own rows, for which it selects; keys are all rows'."""
+        """keys: wk(x), queries: wq_b(qr), and weights: `head_weights` of x, where the caller has them. rows: where x,
+        qr, queries and weights are a process's own rows, for which it selects; keys are all rows'."""
         if self.quantize and self.head_dim != FP8_DIM:
             raise ValueError(f"head_dim: must be {FP8_DIM} for selection with quantize=True, got {self.head_dim}")
         keys = self.wk(x) if keys is None else keys
@@ -152,7 +153,8 @@ class LightningIndexer(nn.Module):
             self._store_keys(keys, cos, sin, batch, cache)
         if store_only:
             return None
-        q, weights = self._queries(x, self.wq_b(qr) if queries is None else queries)
+        q = self._by_head(self.wq_b(qr) if queries is None else queries)
+        weights = self.head_weights(x) if weights is None else weights
         angles = rows.own_kept(cos), rows.own_kept(sin)
         if self.quantize:
             q, weights = dsa.quantize_indexer_queries(q, weights, *angles, **self.rope)
@@ -191,10 +193,13 @@ class LightningIndexer(nn.Module):
         else:
             dsa.write_kv_cache(self._normed(keys, cos, sin), cache.index, batch.slots)
 
-    def _queries(self, x: torch.Tensor, queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(q [T, n_heads, head_dim] before rope, w fp32 [T, n_heads])."""
-        q = queries.unflatten(-1, (self.n_heads, self.head_dim))
-        return q, linear_fp32(x, self.weights_proj.weight, self.n_heads**-0.5 * self.head_dim**-0.5)
+    def head_weights(self, x: torch.Tensor) -> torch.Tensor:
+        """w fp32 [T, n_heads]."""
+        return linear_fp32(x, self.weights_proj.weight, self.n_heads**-0.5 * self.head_dim**-0.5)
+
+    def _by_head(self, queries: torch.Tensor) -> torch.Tensor:
+        """wq_b(qr) -> q [T, n_heads, head_dim] before rope."""
+        return queries.unflatten(-1, (self.n_heads, self.head_dim))
 
     def _normed(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """wk(x) -> k [T, head_dim], before quantisation."""
