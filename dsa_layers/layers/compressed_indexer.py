@@ -79,8 +79,8 @@ class CompressedIndexer(nn.Module):
         rows: Rows = ALL_ROWS,
     ) -> torch.Tensor | None:
         """keys: what the compressor's `project` makes of x, queries: wq_b(qr), and weights: `head_weights` of x, where
-        the caller has them. rows: where x, qr, queries and weights are a process's own rows, for which it selects; keys are all
-        rows'."""
+        the caller has them. rows: where x, qr, queries and weights are a process's own rows, for which it selects; keys
+        are all rows'."""
         if store_only and cache is None:
             return None
         projected = self.compressor.project(x) if keys is None else keys
