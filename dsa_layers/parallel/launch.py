@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 HOST = "127.0.0.1"
 STOP_SECONDS = 5  # from the signal that asks a rank to end until SIGKILL
-# Where another rank has failed first, rank 0 has this long to end with the same code, and so to say it itself; and a
-# rank that was the first to note a failure has it to end.
+# Where another rank has failed first, rank 0 has this long to end with the same code, and so to say it itself; and
+# ranks that are ending, or that were the first to note a failure, have it to end.
 RANK_0_SECONDS = 5
 _POLL_SECONDS = 0.01
 _LAST_LINES, _LAST_BYTES = 20, 2**14  # of a failed rank's standard error
@@ -149,25 +149,48 @@ def _codes(processes: "PContext") -> dict[int, int]:
 def _wait(processes: "PContext", received: list[signal.Signals]) -> int | None:
     """Until all ranks have ended well or a signal has come: None; or until one has failed: its number.
 
-    Of two ranks that are found ended at once, a signal is the cause: what other ranks make of a dead one is an error.
-    SIGABRT is none: gloo and NCCL end processes by it whose peers have gone. Otherwise the cause is the rank that was
-    the first to note what ends it (`note_failure`), whichever is the first to be gone.
+    Of ranks that are found ended, or ending, at once, a signal is the cause: what other ranks make of a dead one is an
+    error. SIGABRT is none: gloo and NCCL end processes by it whose peers have gone. Otherwise the cause is the rank
+    that was the first to note what ends it (`note_failure`), whichever is the first to be gone.
     """
     while not received:
-        codes = _codes(processes)
-        failed = [rank for rank, code in codes.items() if code != 0]
-        if failed:
-            first = min(failed, key=lambda rank: (_CAUSES.index(_kind(codes[rank])), rank))
+        ended = _codes(processes)
+        if any(ended.values()):
+            codes = _codes_of_ending(processes, received)
+            failed = [rank for rank, code in codes.items() if code != 0]
+            first = min(failed, key=lambda rank: (_CAUSES.index(_kind(codes[rank])), rank not in ended, rank))
             if _kind(codes[first]) != "signal":
                 first = _first_to_note(processes, first, received)
-                codes = _codes(processes)
-            return 0 if _rank_0_ends_so_too(processes, codes[first], received) else first
-        if len(codes) == processes.nprocs:
+            return 0 if _rank_0_ends_so_too(processes, _codes(processes)[first], received) else first
+        if len(ended) == processes.nprocs:
             return None
         time.sleep(_POLL_SECONDS)
     return None
 
 
+def _codes_of_ending(processes: "PContext", received: list[signal.Signals]) -> dict[int, int]:
+    """`_codes` of the ranks that have ended by now, and of those that are ending, once they have ended.
+
+    A rank's end closes its connections before it has an exit code: others may fail of that, and be found ended, first.
+    Which ranks are ending is asked once, before any of them is waited for: one that ends later follows from a failure.
+    """
+    handlers = processes.subprocess_handlers.items()
+    ranks = [rank for rank, handler in handlers if handler.proc.poll() is not None or _is_ending(handler.proc.pid)]
+    _wait_for(processes, ranks, received)
+    return {rank: code for rank, code in _codes(processes).items() if rank in ranks}
+
+
+def _is_ending(pid: int) -> bool:
+    """Whether a process is on its way out, by a flag that Linux sets before it closes what the process had open. False
+    on other systems."""
+    try:
+        _, _, fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")  # behind its name, which may hold spaces
+        return bool(int(fields.split()[6]) & _PF_EXITING)
+    except OSError:
+        return False
+
+
+_PF_EXITING = 4
 # The likeliest first.
 _CAUSES = ("signal", "code", "abort")
 
@@ -185,10 +208,15 @@ def _first_to_note(processes: "PContext", failed: int, received: list[signal.Sig
 
 def _ends(processes: "PContext", rank: int, received: list[signal.Signals]) -> bool:
     """Whether a rank has failed within the time that rank 0 has for it."""
-    until = time.monotonic() + RANK_0_SECONDS
-    while rank not in _codes(processes) and not received and time.monotonic() < until:
-        time.sleep(_POLL_SECONDS)
+    _wait_for(processes, [rank], received)
     return _codes(processes).get(rank, 0) != 0
+
+
+def _wait_for(processes: "PContext", ranks: list[int], received: list[signal.Signals]) -> None:
+    """Until these have ended, or a signal has come, or for as long as rank 0 has for it."""
+    until = time.monotonic() + RANK_0_SECONDS
+    while not received and time.monotonic() < until and not _codes(processes).keys() >= set(ranks):
+        time.sleep(_POLL_SECONDS)
 
 
 def _rank_0_ends_so_too(processes: "PContext", code: int, received: list[signal.Signals]) -> bool:
