@@ -12,6 +12,7 @@ Where an arch is given, only its rows count: the kernels of another arch, and th
 import ast
 import functools
 import hashlib
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -166,6 +167,31 @@ def source_digest(module: str) -> str:
     return digest_of(modules_used_by(module))
 
 
+def _stamp(path: str) -> tuple[int, int]:
+    status = os.stat(path)
+    return status.st_size, status.st_mtime_ns
+
+
+@functools.cache
+def _first_stamps() -> dict[str, tuple[int, int]]:
+    """Size and time of change, which an edit changes, of every module of this package."""
+    return {path: _stamp(path) for path in map(str, (_ROOT / "dsa").rglob("*.py"))}
+
+
+def unchanged(module: str | None = None) -> bool:
+    """Whether what `module` uses, or else this whole package, is as it was when this process began to look at it.
+
+    After an edit a process may have the digest of the old source and the code of the new one, or the other way round:
+    what it makes then must not be kept under a digest. A module that is new does not count: who uses it was edited.
+    """
+    first = _first_stamps()
+    try:
+        paths = first if module is None else [str(_path_of(name)) for name in modules_used_by(module)]
+        return all(path in first and _stamp(path) == first[path] for path in paths)
+    except (FileNotFoundError, ValueError):  # a module that is gone
+        return False
+
+
 @functools.cache
 def digest_of_bytes() -> str:
     """SHA-256 over the paths and bytes of all modules of this package: as long as it is the same, all digests are."""
@@ -244,3 +270,6 @@ def _kernel_names(nodes: Iterable[ast.AST], package: str, arch: str) -> set[str]
             elif base == "dsa.ops" and _path_of(whole) and functions_with_kernels(whole, arch):
                 found.add(bound)
     return found
+
+
+_first_stamps()  # before any source is read

@@ -6,7 +6,8 @@ written under the same key, else it compiles (seconds) and writes one. The key c
 the helpers it imports, the arguments, the versions of the DSL, of its CUDA tools and of TVM-FFI, the DSL's settings in
 the environment, and the host's architecture. Neither Python's version nor the CPU's is in it: an object file refers to
 nothing of Python's, and its host code runs on every CPU of the architecture. So a cache that was filled on one machine
-serves another.
+serves another. What is compiled after an edit of its sources in the same process is not written: the key may be of
+the one state and the code of the other.
 
 An object file is native code: it is loaded only if no other user can have written it (`private_files`). Whatever goes
 wrong with the disk costs a warning and the time to compile, never the kernel.
@@ -38,15 +39,26 @@ import tvm_ffi
 from dsa.cute.kept_digests import kept_source_digest
 from dsa.cute.object_file import cubin_in, write_object_file
 from dsa.cute.private_files import create_private_file, open_lock, open_private_file, path_of, private_folder
+from dsa.source_digest import unchanged
 
 _OPTIONS = "--enable-tvm-ffi --ptxas-options '--warn-on-spills --warning-as-error'"
 _ENTRY = "dsa_kernel"
+_EDITED = "sources of dsa have changed since this process began"
 _ADVICE = "set DSA_CACHE_DIR to keep kernels from one process to the next"
 # Settings of the DSL that do not change what is compiled: `compile_for` names the arch, and the others say what the DSL
 # prints, and where it keeps files of its own.
 _HARMLESS = ("ARCH", "CACHE_DIR", "DUMP_DIR", "FILTER_STACKTRACE", "KEEP", "LOG_", "PRINT_", "SHOW_STACKTRACE")
 _compile_lock = threading.RLock()  # cute.compile is not thread-safe
 _warned: set[str] = set()
+
+
+def _new_lock() -> None:
+    """In the child of a fork: a thread that held the lock is not there to release it."""
+    global _compile_lock
+    _compile_lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_new_lock)
 
 
 def cache_dir() -> Path | None:
@@ -94,7 +106,8 @@ def cached(compile_function: Callable) -> Callable:
 
 def fill(compile_function: Callable, *args: Any) -> bool:
     """Puts what a `@cached` compile function gives for these arguments on disk, unless it is there. Returns whether it
-    had to be compiled. Nothing is loaded, so that no GPU is needed. OSError for a folder that cannot be used."""
+    had to be compiled. Nothing is loaded, so that no GPU is needed. OSError for a folder that cannot be used,
+    RuntimeError where the kernel's sources have changed since this process began."""
     function, directory = compile_function.__wrapped__, cache_dir()
     if directory is None:
         raise OSError("DSA_CACHE_DIR is empty: compiled kernels are not kept")
@@ -107,7 +120,10 @@ def fill(compile_function: Callable, *args: Any) -> bool:
         if (found := _find(directory, stem)) is not None:
             found[1].close()
             return False
-        _write(function(*args), directory, stem)
+        kernel = function(*args)
+        if not unchanged(function.__module__):
+            raise RuntimeError(f"{_EDITED}: start again")
+        _write(kernel, directory, stem)
         return True
 
 
@@ -123,7 +139,10 @@ def cubin(compile_function: Callable, *args: Any) -> bytes:
         stack.enter_context(_exclusive(directory / f"{stem}.lock"))
         found = _find(directory, stem)
         if found is None:
-            content = _write(function(*args), directory, stem)
+            kernel = function(*args)
+            if not unchanged(function.__module__):
+                directory = Path(stack.enter_context(tempfile.TemporaryDirectory())).resolve()
+            content = _write(kernel, directory, stem)
         else:
             with found[1] as file:
                 content = file.read()
@@ -144,6 +163,9 @@ def _load_or_compile(compile_function: Callable, args: tuple) -> Any:
         if (kernel := _load(directory, stem)) is not None:
             return kernel
         kernel = compile_function(*args)
+        if not unchanged(compile_function.__module__):
+            _warn_once(f"{_EDITED}: kernels that it compiles are not kept")
+            return kernel
         try:
             _write(kernel, directory, stem)
         except Exception as error:  # the disk's or the exporter's
@@ -197,9 +219,16 @@ def _exclusive(path: Path) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             handle = open_lock(path)
-            stack.callback(os.close, handle)
+            stack.callback(_release, handle)
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
+
+
+def _release(handle: int) -> None:
+    """Not by closing alone: a forked child has a copy of the descriptor, which holds the lock as long as it lives."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(handle, fcntl.LOCK_UN)
+    os.close(handle)
 
 
 def _digest(content: bytes) -> str:

@@ -184,6 +184,59 @@ def test_a_file_system_without_locks(directory, monkeypatch):
     assert compiled == [ARGS] and len(objects(directory)) == 1
 
 
+def test_what_is_compiled_after_an_edit_is_not_kept(directory, monkeypatch):
+    """The key may be of the source before the edit, and the code of the one behind it."""
+    monkeypatch.setattr(compile_cache, "unchanged", lambda module: module != ORIGINAL.__module__)
+    get, compiled = counted()
+    with pytest.warns(RuntimeWarning, match="sources of dsa have changed since this process began"):
+        assert get(*ARGS) is get(*ARGS)
+    with pytest.raises(RuntimeError, match="sources of dsa have changed since this process began: start again"):
+        compile_cache.fill(get, *ARGS)
+    assert compile_cache.cubin(get, *ARGS).startswith(b"\x7fELF")
+    assert compiled == [ARGS] * 3 and not objects(directory)
+
+
+FORK = """
+import fcntl, os, sys, threading
+from pathlib import Path
+from dsa.cute import compile_cache
+
+held, release = threading.Event(), threading.Event()
+
+def hold():
+    with compile_cache._compile_lock, compile_cache._exclusive(Path(sys.argv[1])):
+        held.set()
+        release.wait()
+
+thread = threading.Thread(target=hold)
+thread.start()
+held.wait()
+read, write = os.pipe()
+if os.fork() == 0:
+    os.close(write)
+    got = compile_cache._compile_lock.acquire(timeout=1)
+    os.read(read, 1)  # until the parent has looked
+    os._exit(0 if got else 3)
+release.set()
+thread.join()
+handle = os.open(sys.argv[1], os.O_RDWR)
+try:
+    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    print("file lock: free")
+except BlockingIOError:
+    print("file lock: held")
+os.close(write)
+print("child:", os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+
+
+def test_a_fork_while_a_thread_compiles(tmp_path):
+    """The child can compile, and the parent's file lock ends with the parent's compilation."""
+    command = [sys.executable, "-c", FORK, str(tmp_path / "kernel.lock")]
+    printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120, check=True).stdout
+    assert printed == "file lock: free\nchild: 0\n"
+
+
 def test_a_failed_compilation_is_not_kept(directory):
     def fail(*args):
         raise RuntimeError("spilled")

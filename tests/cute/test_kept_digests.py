@@ -122,3 +122,37 @@ def test_a_full_disk_costs_nothing_but_time(directory, project, computed, monkey
     monkeypatch.setattr(os, "replace", full)
     assert kept_source_digest(MODULE, directory) == sources.source_digest(MODULE)
     assert list(directory.iterdir()) == []
+
+
+def edit(name: str, source: str) -> None:
+    """As somebody edits a file while a process runs."""
+    path = sources._ROOT / "dsa" / "ops" / f"{name}.py"
+    path.write_text(source)
+    os.utime(path, ns=(1, 1))  # an edit within the clock's tick is one, too
+
+
+def test_an_edit_behind_the_process_is_neither_read_nor_written(directory, project, computed):
+    """Its digest of the tree is of before the edit, and a module's digest of behind it."""
+    first = kept_source_digest(MODULE, directory)
+    edit("other", "LIMIT = 5\n")
+    new = kept_source_digest(OTHER, directory)
+    project(other="LIMIT = 4\n")  # taken back
+    assert kept_source_digest(OTHER, directory) == sources.source_digest(OTHER) != new
+    assert kept_source_digest(MODULE, directory) == first
+    edit("other", "LIMIT = 5\n")
+    kept_source_digest.cache_clear()
+    for function in (sources._tree, sources._module_text, sources.source_digest):
+        function.cache_clear()
+    assert kept_source_digest(OTHER, directory) == new  # and not what lies there of the source before
+
+
+def test_which_edits_count(project):
+    assert sources.unchanged() and sources.unchanged(MODULE)
+    edit("other", "LIMIT = 5\n")
+    assert not sources.unchanged() and sources.unchanged(MODULE) and not sources.unchanged(OTHER)
+    (sources._ROOT / "dsa/ops/entry.py").unlink()
+    assert not sources.unchanged(MODULE)
+    project(entry="")
+    assert sources.unchanged() and sources.unchanged(MODULE)
+    edit("new", "")
+    assert sources.unchanged() and sources.unchanged(MODULE) and not sources.unchanged("dsa.ops.new")
