@@ -29,6 +29,7 @@ from cutlass.memory import SmemAllocator
 
 from dsa.cute.copies import prefetch_to_l2
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
+from dsa.cute.slices import SLICES, slice_start
 from dsa.cute.sm90 import WARP
 
 ROWS = 16  # of the matrix: those of an mma
@@ -38,7 +39,6 @@ VECTOR, WORDS = 8, 4  # channels and words of 16 bytes
 CTAS = 8  # of a cluster
 WARPS = 8
 THREADS = WARPS * WARP
-SLICES = 64
 # (CTAs, tokens of a tile) -> steps whose loads are in flight at once: two CTAs a multiprocessor have room for them.
 ROUND = {(CTAS, 8): 4, (CTAS, 16): 4, (CTAS, 32): 3, (1, 8): 8, (1, 16): 4, (1, 32): 2}
 
@@ -193,12 +193,6 @@ class FewRowsProduct:
         for i in cutlass.range_constexpr(2):
             if row < y.shape[1] and token + i < y.shape[0]:
                 y[token + i, row] = totals[i] * factor
-
-
-@cute.jit
-def slice_start(index: Int32, steps: Int32) -> Int32:
-    """The first step of a slice."""
-    return index * (steps // SLICES) + index * (steps % SLICES) // SLICES
 
 
 @cute.jit

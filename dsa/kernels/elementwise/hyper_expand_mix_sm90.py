@@ -31,6 +31,7 @@ from dsa.cute.copies import gather_16, prefetch_to_l2
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream, strides
 from dsa.cute.pipeline import Mbarriers, expect_bytes
+from dsa.cute.slices import slice_start
 from dsa.cute.sm90 import WARP
 from dsa.kernels.elementwise.hyper_arithmetic import WORDS, new_stream
 from dsa.kernels.elementwise.hyper_fusion_limits import EXPAND_MIX_TOKENS
@@ -44,7 +45,6 @@ from dsa.kernels.elementwise.hyper_mix_sums import (
     add_groups,
     multiply_add,
     octet_row,
-    slice_start,
 )
 from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, HYPER_STREAMS
 

@@ -28,6 +28,7 @@ from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.copies import prefetch_to_l2
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream, strides
+from dsa.cute.slices import slice_start
 from dsa.cute.sm90 import WARP
 from dsa.kernels.elementwise.hyper_mix_sums import (
     BLOCK,
@@ -41,7 +42,6 @@ from dsa.kernels.elementwise.hyper_mix_sums import (
     multiply_add,
     octet_row,
     send,
-    slice_start,
 )
 from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, MIX_FEW_ROWS
 

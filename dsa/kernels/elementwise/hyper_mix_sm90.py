@@ -38,6 +38,7 @@ from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream, strides
 from dsa.cute.pipeline import Pipeline, PipelineState, pipeline_storage, start
 from dsa.cute.shared_memory import load_16
+from dsa.cute.slices import SLICES, slice_start
 from dsa.cute.sm90 import REGISTERS, WARP, WARPGROUP
 from dsa.kernels.elementwise.hyper_mix_sums import (
     BLOCK,
@@ -46,12 +47,10 @@ from dsa.kernels.elementwise.hyper_mix_sums import (
     HALF_SLICES,
     OUTPUTS,
     PARTS,
-    SLICES,
     add_groups,
     multiply_add,
     octet_row,
     send,
-    slice_start,
     store_sums,
 )
 from dsa.kernels.elementwise.limits import (

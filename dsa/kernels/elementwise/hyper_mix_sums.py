@@ -17,26 +17,21 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from dsa.cute.slices import SLICES
+
 PARTS = 3
 OUTPUTS = 8  # columns of an mma
 BLOCK = 64  # channels
 VECTOR = 8  # channels in 16 bytes
 CTAS = 8  # of a cluster
-GROUP_SLICES = 8
+GROUP_SLICES = SLICES // CTAS
 HALF_SLICES = GROUP_SLICES // 2
-SLICES = CTAS * GROUP_SLICES
 
 
 @cute.jit
 def octet_row(i: Int32) -> Int32:
     """The row, or column, of eight that has place i of an mma: 0, 4, 1, 5, 2, 6, 3, 7."""
     return (i >> 1) | ((i & 1) << 2)
-
-
-@cute.jit
-def slice_start(index: Int32, blocks: Int32) -> Int32:
-    """The first block of a slice."""
-    return index * (blocks // SLICES) + index * (blocks % SLICES) // SLICES
 
 
 @cute.jit

@@ -6,7 +6,7 @@ from torch import library
 
 import dsa
 from dsa import backends, reference
-from dsa.cute import few_rows_product
+from dsa.cute import few_rows_product, slices
 from dsa.cute.few_rows_product import ROUND
 from dsa.kernels.gemm import linear_fp32_sm90 as kernels
 from dsa.kernels.gemm.linear_fp32_limits import (
@@ -104,7 +104,7 @@ def test_the_choice_is_of_what_ships():
     """Few tiles are clusters, and a CTA by itself has channels for all of its slices."""
     assert {tile for _, tile in ROUND} == set(TILE_TOKENS) and {ctas for ctas, _ in ROUND} == {1, 8}
     assert ROWS == few_rows_product.ROWS
-    assert LEAST_CHANNELS == few_rows_product.SLICES * few_rows_product.STEP  # no slice is empty
+    assert LEAST_CHANNELS == slices.SLICES * few_rows_product.STEP  # no slice is empty
     for tokens in range(1, MAX_TOKENS + 1):
         for rows in (1, 64, 256, 512, 2048):
             for channels in (32, LEAST_CHANNELS, 7168):
