@@ -80,16 +80,18 @@ class Form(NamedTuple):
 class Latents(NamedTuple):
     """What is made of x. queries [T, q_lora_rank]: the queries' latents, and a cast of them for those that read it, or
     None; keys [T, latent + rope]: the keys' latents and rope channels before their norm; index_keys: wk(x) of the
-    lightning indexer, where its `select` is to get it."""
+    lightning indexer, where its `select` is to get it, and index_weights: its `head_weights`, where the cache has these
+    keys by now."""
 
     queries: torch.Tensor
     cast: joint_linear.Cast | None
     keys: torch.Tensor
     index_keys: torch.Tensor | None
+    index_weights: torch.Tensor | None
 
     def read(self) -> tuple[torch.Tensor | None, ...]:
         """Those that the selection of keys reads."""
-        return self.queries, *(self.cast or ()), self.index_keys
+        return self.queries, *(self.cast or ()), self.index_keys, self.index_weights
 
 
 class DSAAttention(SplitByTokens):
@@ -221,7 +223,7 @@ class DSAAttention(SplitByTokens):
     ) -> torch.Tensor:
         """y of `queries`: of all rows, or of `rows`, a process's own, as x is."""
         decode, sparse, multi_head = form
-        latents = self._latents(x, cast, sparse, cache is not None, rows)
+        latents = self._latents(x, cos, sin, batch, cache, cast, form, rows)
         if self.indexer_stage is not None:
             return self._train(x, latents, self._queries(latents, rows, queries), cos, sin, batch, cache)
         # Selected keys are gathered, from the pages if these hold x's dtype. FP8 pages are read first, since a prefill
@@ -316,17 +318,36 @@ class DSAAttention(SplitByTokens):
         return self.o_proj(out.flatten(-2))
 
     def _latents(
-        self, x: torch.Tensor, cast: joint_linear.Cast | None, sparse: bool, stores: bool, rows: Rows
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        batch: TokenBatch,
+        cache: LayerCache | None,
+        cast: joint_linear.Cast | None,
+        form: Form,
+        rows: Rows,
     ) -> Latents:
         """Of shared rows what goes from process to process are the keys', and the queries' where a process has not all
         heads (`_queries`)."""
-        given = (sparse or stores) and self._gives_products()
+        given = (form.sparse or cache is not None) and self._gives_products()
+        weights = None
+        # What the indexer does with x and its keys is beside the kernels here: behind them the product of the queries
+        # keeps all multiprocessors. The branch that selects comes last, and joins these.
+        early = given and form.decode and form.sparse
+        if early:
+            _ = batch.slots  # which both chains read: made before
+            with beside(x):
+                weights = self.indexer.head_weights(x)
         layers = self.joint_layers() if given else self.joint_layers()[-2:]
         *keys, q_latent, kv = joint_linear.multiply(x, *layers, cast=cast)
-        readers = (self.q_b_proj, self.indexer.wq_b) if given and sparse else (self.q_b_proj,)
+        if early:
+            with beside(x, *keys):
+                self.indexer.store(*keys, cos, sin, batch, cache)
+        readers = (self.q_b_proj, self.indexer.wq_b) if given and form.sparse else (self.q_b_proj,)
         _, qr, cast = norm_and_cast(self.q_a_layernorm, q_latent, readers)
         kv, *keys = rows.begin_gather_joined(kv, *keys)()
-        return Latents(qr, cast, kv, keys[0] if keys else None)
+        return Latents(qr, cast, kv, keys[0] if keys else None, weights)
 
     def _queries(self, latents: Latents, rows: Rows, queries: Rows) -> torch.Tensor:
         """q [T, heads, nope + rope] of `queries` before rope."""
@@ -368,7 +389,8 @@ class DSAAttention(SplitByTokens):
             return None
         qr, of_index = latents.queries, {}
         if latents.index_keys is not None:
-            of_index = {"keys": latents.index_keys, "rows": rows}
+            weights = latents.index_weights
+            of_index = {"keys": latents.index_keys, "weights": weights, "stored": weights is not None, "rows": rows}
             if form.sparse:
                 (of_index["queries"],) = joint_linear.multiply(qr, self.indexer.wq_b, cast=latents.cast)
         elif rows.shared:

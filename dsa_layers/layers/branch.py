@@ -30,7 +30,7 @@ def beside(*reads: torch.Tensor | None) -> Iterator[Branch]:
     at once, while launches of Python would only have more to do. Elsewhere they are launched in their order.
 
     reads: the tensors inside that may be dropped before `join`; the first one's device counts. Their memory is not
-    given to others before.
+    given to others before. Branches beside a stream come one after the other: to join the last one is to join all.
 
     What is inside and what follows it up to `join` must not write what the other one reads or writes, nor read what the
     other one makes: a view of the batch that both read has to be made before (`cached_property`). Where nothing is
@@ -56,5 +56,5 @@ def _captures() -> bool:
 
 @cache
 def _beside(stream: torch.cuda.Stream) -> torch.cuda.Stream:
-    """One for all branches beside a stream: they come one after the other."""
+    """One for all branches beside a stream."""
     return torch.cuda.Stream(stream.device)

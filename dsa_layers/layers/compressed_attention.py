@@ -16,7 +16,7 @@ from dsa_layers.batch.window_view import WindowView
 from dsa_layers.cache.compressed_kv_cache import CompressedLayerCache
 from dsa_layers.layers import joint_linear
 from dsa_layers.layers.batch_invariance import is_batch_invariant, of_attention
-from dsa_layers.layers.branch import Branch, beside
+from dsa_layers.layers.branch import beside
 from dsa_layers.layers.compressed_indexer import CompressedIndexer
 from dsa_layers.layers.compressor import Compressor
 from dsa_layers.layers.grouped_linear import GroupedLinear
@@ -56,10 +56,23 @@ class Projections(NamedTuple):
     given: bool
     selects: bool
 
+    @staticmethod
+    def of(
+        latents: QueryLatents,
+        keys: torch.Tensor,
+        products: list[torch.Tensor],
+        weights: torch.Tensor | None,
+        given: bool,
+        selects: bool,
+    ) -> "Projections":
+        """products: of all compressors, two each."""
+        return Projections(latents, keys, tuple(products[:2]), tuple(products[2:]) or None, weights, given, selects)
+
     def read(self) -> tuple[torch.Tensor, ...]:
-        """Those that the selection of entries reads."""
+        """Those that the selection of entries, or a write of keys, reads."""
         weights = () if self.index_weights is None else (self.index_weights,)
-        return self.latents.values, *(self.latents.cast or ()), *self.entries, *(self.index_entries or ()), *weights
+        latents = self.latents.values, *(self.latents.cast or ())
+        return *latents, self.keys, *self.entries, *(self.index_entries or ()), *weights
 
 
 class CompressedAttention(SplitByTokens):
@@ -162,10 +175,9 @@ class CompressedAttention(SplitByTokens):
         queries: Rows,
     ) -> torch.Tensor:
         """y of `queries`: of all rows, or of `rows`, a process's own, as x is."""
-        decode = cache is not None and batch.is_decode
+        if cache is not None and batch.is_decode:
+            return self._decode(x, rope, entry_rope, batch, cache, cast, rows, queries)
         latents, projecting = self._begin_projections(x, cast, batch, cache, rows)
-        if decode:
-            return self._decode(x, projecting(), rope, entry_rope, batch, cache, rows, queries)
         q = self._queries(latents, rope, rows, queries)  # while what is made of other processes' rows is on its way
         projected = projecting()
         del latents, projecting  # with this process's own rows
@@ -184,28 +196,37 @@ class CompressedAttention(SplitByTokens):
     ) -> tuple[QueryLatents, Callable[[], Projections]]:
         """The queries' latents, and the function that gives all. What goes from process to process of shared rows are
         keys, what compressors make of x, and queries' latents where a process has not all heads (`_queries`)."""
-        decode = cache is not None and batch.is_decode
-        given, selects = self._gives_products(), self.indexer is not None and (decode or self._selects(batch))
-        qr, kv = joint_linear.multiply(x, *self.joint_layers(), cast=cast)
-        readers = (self.wq_b, self.indexer.wq_b) if given and selects else (self.wq_b,)
-        _, qr, cast = norm_and_cast(self.q_norm, qr, readers)
-        compressors = [] if self.compressor is None else [self.compressor]
+        given, selects = self._gives_products(), self.indexer is not None and self._selects(batch)
+        latents, kv = self._latents(x, cast, given and selects)
         # Where nothing is selected the indexer makes its keys for the cache alone.
-        compressors += [self.indexer.compressor] if given and (selects or cache is not None) else []
-        products = self._as_one(x, compressors, given and selects)
-        if products is None:
-            products = [part for one in compressors for part in one.project(x)]
-        count = 2 * len(compressors)
-        weights = products[count] if len(products) > count else None
-        latents = QueryLatents(qr, cast)
-        gathering = rows.begin_gather_joined(kv, *products[:count])
+        *products, weights = self._entry_products(x, given and (selects or cache is not None), given and selects)
+        gathering = rows.begin_gather_joined(kv, *products)
 
         def end() -> Projections:
             keys, *products = gathering()
-            entries, index_entries = tuple(products[:2]), tuple(products[2:]) or None
-            return Projections(latents, keys, entries, index_entries, weights, given, selects)
+            return Projections.of(latents, keys, products, weights, given, selects)
 
         return latents, end
+
+    def _latents(
+        self, x: torch.Tensor, cast: joint_linear.Cast | None, selects: bool
+    ) -> tuple[QueryLatents, torch.Tensor]:
+        """The queries' latents, cast for the indexer's queries too if it `selects`, and wkv x."""
+        qr, kv = joint_linear.multiply(x, *self.joint_layers(), cast=cast)
+        readers = (self.wq_b, self.indexer.wq_b) if selects else (self.wq_b,)
+        _, qr, cast = norm_and_cast(self.q_norm, qr, readers)
+        return QueryLatents(qr, cast), kv
+
+    def _entry_products(self, x: torch.Tensor, indexes: bool, weighs: bool) -> list[torch.Tensor | None]:
+        """What the compressor's `project` makes of x, if the layer has one; if it `indexes` what the indexer's
+        compressor's does; and last the indexer's weights if it `weighs` and they are of one product with these, else
+        None."""
+        compressors = [] if self.compressor is None else [self.compressor]
+        compressors += [self.indexer.compressor] if indexes else []
+        products = self._as_one(x, compressors, weighs)
+        if products is None:
+            products = [part for one in compressors for part in one.project(x)]
+        return [*products, None] if len(products) == 2 * len(compressors) else [*products]
 
     def _queries(self, latents: QueryLatents, rope: Angles, rows: Rows, queries: Rows) -> torch.Tensor:
         """q [T, heads, dim] of `queries`, normed and turned."""
@@ -433,29 +454,38 @@ class CompressedAttention(SplitByTokens):
     def _decode(
         self,
         x: torch.Tensor,
-        projected: Projections,
         rope: Angles,
         entry_rope: Angles | None,
         batch: TokenBatch,
         cache: CompressedLayerCache,
+        cast: joint_linear.Cast | None,
         rows: Rows,
         queries: Rows,
     ) -> torch.Tensor:
         windows, norm = self._windows(batch, cache), self.kv_norm
-        dsa.write_mla_cache(projected.keys, norm.weight.float(), *rope, cache.window, windows.slots, eps=norm.eps)
+        slots_of_keys, slots_of_windows = windows.slots, windows.decode_slots
         entries = None if self.compressor is None else batch.entries(self.compressor.ratio)
-        slots, extra, branch = None, {}, Branch()
-        if self.indexer is not None:
-            # Not beside the queries: the indexer's compressor needs the slots that this one makes.
-            self.compressor.store(*projected.entries, *entry_rope, batch, cache.entries)
-            with beside(x, *projected.read()) as branch:
-                slots = self._select(x, projected, rope, entry_rope, batch, cache, rows, paged_slots=True)
+        given, selects = self._gives_products(), self.indexer is not None
+        # What compressors make of x goes beside the latents: behind these the product of the queries keeps all
+        # multiprocessors. The branch that selects comes last, and joins this one.
+        with beside(x):
+            *products, weights = self._entry_products(x, given and selects, given and selects)
+            if self.compressor is not None:
+                self.compressor.store(*products[:2], *entry_rope, batch, cache.entries)
+            if given and selects:
+                self.indexer.compressor.store(*products[2:], *entry_rope, batch, cache.index_entries)
+        latents, kv = self._latents(x, cast, given and selects)
+        projected = Projections.of(latents, kv, products, weights, given, selects)
+        slots, extra = None, {}
+        with beside(x, *projected.read()) as branch:
+            dsa.write_mla_cache(kv, norm.weight.float(), *rope, cache.window, slots_of_keys, eps=norm.eps)
+            if self.indexer is not None:
+                stored = {"stored": True} if given else {}
+                slots = self._select(x, projected, rope, entry_rope, batch, cache, rows, paged_slots=True, **stored)
                 slots = slots.unflatten(0, (-1, batch.next_n))
-        elif self.compressor is not None:
-            with beside(*projected.read()) as branch:
-                self.compressor.store(*projected.entries, *entry_rope, batch, cache.entries)
+            elif self.compressor is not None:
                 slots = entries.slot_table
-        q = self._queries(projected.latents, rope, rows, queries)
+        q = self._queries(latents, rope, rows, queries)
         branch.join()
         if self.compressor is not None:
             extra = {"extra_k_cache": cache.entries.pages, "extra_indices_in_kvcache": slots}
@@ -470,7 +500,7 @@ class CompressedAttention(SplitByTokens):
             *(q.unflatten(0, (-1, batch.next_n)).to(dtype), cache.window, None, None, self.dim, None),
             softmax_scale=self.dim**-0.5,
             is_fp8_kvcache=cache.is_fp8,
-            indices=windows.decode_slots,
+            indices=slots_of_windows,
             topk_length=lengths,
             attn_sink=self.attn_sink,
             **extra,

@@ -76,15 +76,16 @@ class CompressedIndexer(nn.Module):
         keys: tuple[torch.Tensor, torch.Tensor] | None = None,
         queries: torch.Tensor | None = None,
         weights: torch.Tensor | None = None,
+        stored: bool = False,
         rows: Rows = ALL_ROWS,
     ) -> torch.Tensor | None:
         """keys: what the compressor's `project` makes of x, queries: wq_b(qr), and weights: `head_weights` of x, where
-        the caller has them. rows: where x, qr, queries and weights are a process's own rows, for which it selects; keys
-        are all rows'."""
+        the caller has them; stored: whether the compressor's `store` has had the keys already. rows: where x, qr,
+        queries and weights are a process's own rows, for which it selects; keys are all rows'."""
         if store_only and cache is None:
             return None
         projected = self.compressor.project(x) if keys is None else keys
-        if cache is not None:
+        if cache is not None and not stored:
             self.compressor.store(*projected, *entry_rope, batch, cache)
         if store_only:
             return None

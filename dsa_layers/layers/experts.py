@@ -104,7 +104,10 @@ class Experts(nn.Module):
             own = experts - self.first if self.first else experts
             by_expert = dsa.sort_by_expert(own, self.count)
         order, rows, ends = by_expert
-        if self.fp8 and cast is not None:
+        if self.fp8 and cast is not None and len(cast[0]) == 1:
+            # All rows are the one token's, in whatever order: what it is cast to does not wait for the router.
+            outputs = self._products(tuple(part.expand(len(order), -1) for part in cast), ends, x.dtype)
+        elif self.fp8 and cast is not None:
             outputs = self._products(cast, ends, x.dtype, order // experts.shape[1])
         elif self.fp8:
             # A token is cast once, and stored at its rows.
@@ -113,6 +116,8 @@ class Experts(nn.Module):
             outputs = self._float_outputs(x, order // experts.shape[1], ends)
         if branch is not None:
             branch.join()
+        if shared is not None:
+            shared = shared.to(outputs.dtype)  # autocast is the shared expert's alone
         if combine is not None:
             y = combine(outputs, rows, weights, shared)
             return y if residual is None else residual + y

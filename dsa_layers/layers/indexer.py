@@ -142,15 +142,17 @@ class LightningIndexer(nn.Module):
         keys: torch.Tensor | None = None,
         queries: torch.Tensor | None = None,
         weights: torch.Tensor | None = None,
+        stored: bool = False,
         rows: Rows = ALL_ROWS,
     ) -> torch.Tensor | None:
-        """keys: wk(x), queries: wq_b(qr), and weights: `head_weights` of x, where the caller has them. rows: where x,
-        qr, queries and weights are a process's own rows, for which it selects; keys are all rows'."""
+        """keys: wk(x), queries: wq_b(qr), and weights: `head_weights` of x, where the caller has them; stored: whether
+        the cache has the keys already (`store`). rows: where x, qr, queries and weights are a process's own rows, for
+        which it selects; keys are all rows'."""
         if self.quantize and self.head_dim != FP8_DIM:
             raise ValueError(f"head_dim: must be {FP8_DIM} for selection with quantize=True, got {self.head_dim}")
         keys = self.wk(x) if keys is None else keys
-        if cache is not None:
-            self._store_keys(keys, cos, sin, batch, cache)
+        if cache is not None and not stored:
+            self.store(keys, cos, sin, batch, cache)
         if store_only:
             return None
         q = self._by_head(self.wq_b(qr) if queries is None else queries)
@@ -174,10 +176,10 @@ class LightningIndexer(nn.Module):
         options = {"accumulators": self.accumulators, "workspace": self.workspace}
         return select_packed(q, every, weights, self.top_k, *ranges, **options, **paging)
 
-    def _store_keys(
+    def store(
         self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: TokenBatch, cache: LayerCache
     ) -> None:
-        """Writes the new tokens' keys to the cache."""
+        """Writes the new tokens' keys, whose wk(x) is `keys`, to the cache."""
         if cache.index is None:
             raise ValueError("cache: must have index pages where a layer has an indexer, got LayerCache(latent, None)")
         check_pages(batch, cache.index.shape[1])

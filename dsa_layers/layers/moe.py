@@ -234,6 +234,8 @@ class MoE(nn.Module):
         routed = self._route(x, tokens)
         experts, weights = self._choice(x, tokens) if routed is None else routed[:2]
         options = {} if routed is None else {"by_expert": routed[2:]}
+        if len(x) == 1 and cast is not None and takes(self.experts, "cast"):
+            options["cast"] = cast
         if may_join(self.experts):
             options["branch"] = branch
         else:

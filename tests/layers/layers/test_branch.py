@@ -46,31 +46,41 @@ class Chain:
 
 
 class Watched(Branch):
+    """open: the branches that no join has ended yet, of which this is one."""
+
     joined = False
 
-    def __init__(self, accesses, reads):
-        self.accesses, self.reads = accesses, reads
+    def __init__(self, accesses, open_, reads):
+        self.accesses, self.open, self.reads = accesses, open_, reads
         self.inside, self.behind = Chain(), Chain()
 
     def join(self):
-        assert not self.joined
-        self.joined, self.accesses.into = True, None
-        inside, behind = self.inside, self.behind
-        assert not inside.write & (behind.read | behind.write) and not behind.write & inside.read
-        # What is read inside is not given away before: the branch has it, or others will.
-        assert not [x for x in inside.read if x.expired() and x not in inside.write]
-        self.reads = ()
+        assert self is self.open[-1]  # which joins the ones before
+        self.accesses.into = None
+        made = set().union(*(one.inside.write for one in self.open))
+        for number, one in enumerate(self.open):
+            inside = one.inside
+            for behind in (later.behind for later in self.open[number:]):
+                assert not inside.write & (behind.read | behind.write) and not behind.write & inside.read
+            # What is read inside is not given away before: the branch has it, or others will.
+            assert not [x for x in inside.read if x.expired() and x not in made]
+        for one in self.open:
+            one.joined, one.reads = True, ()
+        self.open.clear()
 
 
 @pytest.fixture
 def watched(monkeypatch):
     """The branches of all passes, in their order."""
-    found, accesses = [], Accesses()
+    found, open_, accesses = [], [], Accesses()
 
     @contextmanager
     def watch(*reads):
-        assert accesses.into is None  # one at a time
-        found.append(made := Watched(accesses, reads))
+        for earlier in open_:
+            assert accesses.into is earlier.behind or earlier is not open_[-1]  # none within another
+            earlier.reads = ()  # nobody keeps a branch that is joined by a later one
+        open_.append(made := Watched(accesses, open_, reads))
+        found.append(made)
         accesses.into = made.inside
         yield made
         accesses.into = made.behind
@@ -125,6 +135,24 @@ def test_memory_that_is_given_away_too_early_is_found(watched):
     del x
     with pytest.raises(AssertionError):
         found.join()
+
+
+def test_a_branch_depends_on_what_was_before_it_alone(watched):
+    """The chain goes on in a later branch, which may read what was made since; the first one's part may not."""
+    with attention.beside(torch.zeros(1)):
+        first = torch.ones(2) + 1
+    made = torch.ones(3) + 1
+    with attention.beside(torch.zeros(1)) as last:
+        first + made[0]
+    last.join()
+    assert all(one.joined for one in watched)
+    with attention.beside(torch.zeros(1)):
+        second = torch.ones(2) + 1
+    with attention.beside(torch.zeros(1)) as last:
+        torch.ones(1) + 1
+    second + 1
+    with pytest.raises(AssertionError):
+        last.join()
 
 
 def test_without_a_graph_there_is_one_order():

@@ -239,6 +239,38 @@ def test_fp4_experts_are_the_same_in_fp8(dtype):
 
 
 @pytest.mark.parametrize("fp4", [False, True])
+@pytest.mark.parametrize("use_ue8m0", [False, True])
+def test_the_rows_of_one_token_are_its_cast(fp4, use_ue8m0, monkeypatch):
+    """Of one token nothing is cast behind the router: bit by bit what casting its rows gives, with a part's experts,
+    too."""
+    torch.manual_seed(3)
+    moe = MoE(128, 256, GroupedSigmoidRouter(128, 6, 3), fp8=True, fp4_experts=fp4, use_ue8m0=use_ue8m0)
+    x = torch.randn(1, 128)
+    cast = moe.shared_experts.gate_proj.cast(x)
+    with torch.no_grad():
+        expected = moe(x)
+        monkeypatch.setattr(dsa, "scatter_cast_to_fp8", None)
+        assert torch.equal(moe(x, cast=cast), expected)
+        first = int(moe.gate(x)[0].max()) - 1  # a part with two of the token's three experts at most
+        moe.experts.count, moe.experts.first = 2, first
+        for name, parameter in [*moe.experts.named_parameters()]:
+            setattr(moe.experts, name, nn.Parameter(parameter[first : first + 2], requires_grad=False))
+        part = moe(x, cast=cast)
+        monkeypatch.undo()
+        assert torch.equal(part, moe(x)) and not torch.equal(part, expected)
+
+
+def test_a_mixture_in_fp32_under_autocast():
+    """The routed experts stay in fp32, the shared one does not."""
+    torch.manual_seed(4)
+    moe, x = MoE(16, 8, GroupedSigmoidRouter(16, 6, 2)), torch.randn(9, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = moe(x)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, moe(x), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("fp4", [False, True])
 @pytest.mark.parametrize("cast", [False, True])
 def test_a_part_of_the_experts_expects_its_share_of_the_rows(cast, fp4, monkeypatch):
     """Where tokens' rows are stored by expert, and where they are gathered; a whole has nothing to say."""
