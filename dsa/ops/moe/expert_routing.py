@@ -6,7 +6,7 @@ from types import ModuleType
 
 import torch
 
-from dsa.kernels.moe.limits import MAX_EXPERTS, MAX_GROUPS, MAX_TOP_K
+from dsa.kernels.moe.limits import MAX_EXPERTS, MAX_GROUPS, MAX_SORT_ENTRIES, MAX_SORT_EXPERTS, MAX_TOP_K
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops.declaration import op
 from dsa.reference.moe import expert_routing as reference
@@ -68,7 +68,7 @@ def sort_by_expert(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, tor
     So a process that holds some of a model's experts numbers its own from 0 on and all others outside: their rows are
     behind its own, where products compute nothing and `combine_experts` reads nothing.
     Raises TypeError or ValueError for other types and dtypes, and counts below 1.
-    On Hopper: one kernel, no workspace. Deterministic. CUDA-graph safe.
+    On Hopper: one kernel, no workspace; N up to 2^31 - 512, E up to 2^31 - 2. Deterministic. CUDA-graph safe.
     """
     return _sort_by_expert(experts, count)
 
@@ -120,11 +120,19 @@ def _sort_results(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, torc
     return order, rows, ends
 
 
+def _check_sort_limits(experts: torch.Tensor, count: int) -> None:
+    if experts.numel() > MAX_SORT_ENTRIES:
+        raise ValueError(f"experts: the kernel takes up to {MAX_SORT_ENTRIES} entries, got shape {list(experts.shape)}")
+    if count > MAX_SORT_EXPERTS:
+        raise ValueError(f"count: the kernel takes up to {MAX_SORT_EXPERTS} experts, got {count}")
+
+
 @op(
     arguments=reference.SORT_BY_EXPERT,
     reference=reference.sort_by_expert,
     results=_sort_results,
     kernels={"sm_90": "dsa.kernels.moe.sort_by_expert_sm90"},
+    limits=_check_sort_limits,
 )
 def _sort_by_expert(
     kernels: ModuleType, experts: torch.Tensor, count: int
