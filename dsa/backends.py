@@ -13,7 +13,7 @@ import importlib.util
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 
@@ -32,12 +32,18 @@ def archs() -> list[str]:
     return sorted({arch for rows in KERNELS.values() for arch in rows})
 
 
+def why_no_kernels(device: torch.device | None = None) -> str | None:
+    """None where the kernels can run on a GPU, the current one if none is given, else what is missing."""
+    if device is None and torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+    return _why_no_kernels_on(device)
+
+
 @functools.cache
-def why_no_kernels() -> str | None:
-    """None where the kernels can run, else what is missing."""
-    if not torch.cuda.is_available():
+def _why_no_kernels_on(gpu: torch.device | None) -> str | None:
+    if gpu is None:
         return "torch sees no CUDA GPU"
-    if (arch := arch_of(torch.device("cuda", torch.cuda.current_device()))) not in archs():
+    if (arch := arch_of(gpu)) not in archs():
         return f"the GPU is {arch}, and the kernels are for {_names(archs())}"
     if importlib.util.find_spec("cutlass") is None:
         return "nvidia-cutlass-dsl is not installed"
@@ -91,15 +97,19 @@ def allows_kernels() -> bool:
     return _chosen() != "reference"
 
 
-def runs_kernel(op: str, tensor: torch.Tensor) -> bool:
-    """Whether `op` launches its kernel on `tensor`; ValueError when the kernels were asked for and cannot run."""
-    chosen = _chosen()
-    if chosen == "reference" or (chosen is None and tensor.device.type != "cuda"):
+def runs_kernel(op: str, tensor: torch.Tensor, rows: Collection[str] = ()) -> bool:
+    """Whether `op` launches its kernel on `tensor`; ValueError when the kernels were asked for and cannot run.
+
+    rows  the archs of a part of the op that has kernels of its own; () for those of the whole op
+    """
+    chosen, device = _chosen(), tensor.device
+    if chosen == "reference" or (chosen is None and device.type != "cuda"):
         return False
-    reason = why_no_kernels()
-    if reason is None and tensor.device.type != "cuda":
-        reason = f"the tensors are on {tensor.device}"
-    if reason is None and (arch := arch_of(tensor.device)) not in (there := KERNELS.get(op) or archs()):
+    if device.type == "cuda":
+        reason = why_no_kernels(device)
+    else:
+        reason = why_no_kernels() or f"the tensors are on {device}"
+    if reason is None and (arch := arch_of(device)) not in (there := rows or KERNELS.get(op) or archs()):
         reason = f"the GPU is {arch}, and the op's kernels are for {_names(there)}"
         if chosen is None and op not in _warned:
             _warned.add(op)

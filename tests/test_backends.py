@@ -7,21 +7,22 @@ import torch
 
 import dsa
 from dsa import backends
+from dsa.ops.elementwise import _rms_norm_gradient
 
 
 @pytest.fixture
 def hopper(monkeypatch):
     """As if torch saw a Hopper GPU."""
-    monkeypatch.setattr(backends, "why_no_kernels", lambda: None)
+    monkeypatch.setattr(backends, "why_no_kernels", lambda *_: None)
     monkeypatch.setattr(backends, "arch_of", lambda _: "sm_90")
     monkeypatch.setattr(backends, "_warned", set())
 
 
 def test_the_machine_decides(monkeypatch, hopper):
     monkeypatch.delenv("DSA_BACKEND", raising=False)
-    monkeypatch.setattr(backends, "why_no_kernels", lambda: "no GPU")
+    monkeypatch.setattr(backends, "why_no_kernels", lambda *_: "no GPU")
     assert dsa.backend() == "reference"
-    monkeypatch.setattr(backends, "why_no_kernels", lambda: None)
+    monkeypatch.setattr(backends, "why_no_kernels", lambda *_: None)
     assert dsa.backend() == "cute"
     # Tensors on the CPU run there even beside a Hopper GPU.
     assert not backends.runs_kernel("op", torch.zeros(1))
@@ -30,6 +31,37 @@ def test_the_machine_decides(monkeypatch, hopper):
 
 class _OnCuda(torch.Tensor):
     device = torch.device("cuda", 0)
+
+
+class _OnAnother(torch.Tensor):
+    device = torch.device("cuda", 1)
+
+
+@pytest.mark.parametrize("current", [0, 1])
+def test_gpus_of_two_kinds(monkeypatch, current):
+    """Each tensor's own GPU decides, and where there is no tensor the current one."""
+    monkeypatch.delenv("DSA_BACKEND", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(backends, "arch_of", lambda device: ("sm_80", "sm_90")[device.index])
+    monkeypatch.setattr(backends, "_why_no_kernels_on", backends._why_no_kernels_on.__wrapped__)
+    ampere, hopper = (torch.zeros(1, device="meta").as_subclass(kind) for kind in (_OnCuda, _OnAnother))
+    assert not backends.runs_kernel("rms_norm", ampere) and backends.runs_kernel("rms_norm", hopper)
+    assert dsa.backend() == ("reference", "cute")[current]
+    with dsa.use_backend("cute"):
+        assert backends.runs_kernel("rms_norm", hopper)
+        with pytest.raises(ValueError, match="rms_norm: backend 'cute' was asked for, but the GPU is sm_80"):
+            backends.runs_kernel("rms_norm", ampere)
+
+
+def test_a_part_of_an_op_runs_on_the_archs_of_its_own_kernels(monkeypatch, hopper):
+    rows = backends.KERNELS["rms_norm"] | {"sm_100": "dsa.kernels.elementwise.rms_norm_sm100"}
+    monkeypatch.setitem(backends.KERNELS, "rms_norm", rows)
+    monkeypatch.setattr(backends, "arch_of", lambda _: "sm_100")
+    on_gpu = torch.zeros(8, device="meta").as_subclass(_OnCuda)
+    assert backends.runs_kernel("rms_norm", on_gpu)
+    with pytest.warns(UserWarning, match=r"dsa\.rms_norm has no sm_100 kernel yet"):
+        assert not _rms_norm_gradient.has_kernel(on_gpu)
 
 
 def test_the_environment_goes_before_the_machine_and_the_block_before_both(monkeypatch):

@@ -79,6 +79,30 @@ assert found[0] != found[1] and b"sm_100a" in found[1] and b"sm_100a" not in fou
     run(extended, "-c", script)
 
 
+def test_what_has_no_row_there_runs_the_reference(extended):
+    """The gradients of the norm, which have a kernel of their own: also where forward has one on that arch."""
+    script = """
+import warnings
+
+import torch
+
+from dsa import backends
+from dsa.ops.elementwise._rms_norm_gradient import has_kernel
+
+class OnBlackwell(torch.Tensor):
+    device = torch.device("cuda", 0)
+
+backends.why_no_kernels, backends.arch_of = lambda *_: None, lambda _: "sm_100"
+on_gpu = torch.zeros(3, 8, device="meta").as_subclass(OnBlackwell)
+assert backends.runs_kernel("rms_norm", on_gpu)
+with warnings.catch_warnings(record=True) as found:
+    warnings.simplefilter("always")
+    assert not has_kernel(on_gpu)
+assert "has no sm_100 kernel yet" in str(found[0].message)
+"""
+    run(extended, "-c", script)
+
+
 def test_the_other_archs_entries_stay_valid(extended, digests_before):
     assert run(extended, "-c", DIGESTS) == digests_before
 

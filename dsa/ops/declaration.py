@@ -139,10 +139,10 @@ class Op:
             call = self._signature(arguments)
             steps = self.known.steps.get(call)
             if steps is not None and backends.allows_kernels():
-                self.known.add_guard(call, arguments, self._in_place)
+                self.known.add_guard(call, steps, arguments, self._in_place)
                 with backends.on_device(tensor):
                     return steps(*arguments)
-        if tensor is None or not backends.runs_kernel(self.public, tensor):
+        if tensor is None or not self.runs_kernel(tensor):
             self.arguments.check(*arguments)
             return self.reference(*arguments)
         call = self._signature(arguments) if call is None else call
@@ -160,11 +160,15 @@ class Op:
                 self.known.keep(call, steps)
             return result
 
+    def runs_kernel(self, tensor: torch.Tensor) -> bool:
+        """Whether this op has kernels for the tensor's GPU, where its public function's other parts may have some."""
+        return backends.runs_kernel(self.public, tensor, self.kernels.rows)
+
     def check(self, *arguments: Any) -> None:
         """Raises what a call with these would raise before anything is launched."""
         tensor = _first_tensor(arguments)
         plain = tensor is None or torch.compiler.is_compiling() or self._lacks_dtype(tensor)
-        if plain or not backends.runs_kernel(self.public, tensor):
+        if plain or not self.runs_kernel(tensor):
             self.arguments.check(*arguments)
         else:
             self._check_for_kernels(self._signature(arguments), arguments)

@@ -20,7 +20,8 @@ _PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype))
 
 class KnownCalls:
     """Signatures of calls in order, how often each came, and the steps of those that were recorded (`recording`).
-    Forgets all signatures when there are too many, and of steps the oldest.
+    Forgets all signatures when there are too many, and of steps the oldest. Threads that call the op at once may forget
+    what another one has just found: what it found still holds. No lock, which a fork would copy as it is held.
 
     steps    signature -> steps
     guarded  shape of the first argument, None of one that is no tensor -> (guard, steps): what most calls are found by
@@ -47,16 +48,22 @@ class KnownCalls:
 
     def keep(self, call: tuple, steps: Callable[..., Any]) -> None:
         if len(self.steps) >= _MOST_STEPS:
-            oldest = next(iter(self.steps))
-            steps_of_oldest = self.steps.pop(oldest)
-            for shape, found in list(self.guarded.items()):
-                self.guarded[shape] = [pair for pair in found if pair[1] is not steps_of_oldest]
-            self._added.pop(oldest, None)
-            self.recount(oldest)
+            for oldest in list(self.steps)[:1]:
+                steps_of_oldest = self.steps.pop(oldest, None)
+                for shape, found in list(self.guarded.items()):
+                    self.guarded[shape] = [pair for pair in found if pair[1] is not steps_of_oldest]
+                self._added.pop(oldest, None)
+                self.recount(oldest)
         self.steps[call] = steps
 
-    def add_guard(self, call: tuple, arguments: tuple[Any, ...], in_place: Sequence[tuple[int, int]]) -> None:
-        """Lets this call, whose steps are known, be found by a guard from now on. Not more than a few times: one that
+    def add_guard(
+        self,
+        call: tuple,
+        steps: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        in_place: Sequence[tuple[int, int]],
+    ) -> None:
+        """Lets this call, whose steps these are, be found by a guard from now on. Not more than a few times: one that
         no guard finds again goes by its signature."""
         if self._added.get(call, 0) >= _MOST_ADDED:
             return
@@ -64,7 +71,7 @@ class KnownCalls:
         like = guard(arguments, in_place)
         if like is not None:
             found = self.guarded.setdefault(first_shape(arguments), [])
-            found.append((like, self.steps[call]))
+            found.append((like, steps))
             del found[:-_MOST_GUARDS]
 
     def recount(self, call: tuple) -> None:

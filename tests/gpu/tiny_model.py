@@ -91,8 +91,8 @@ def generate(model: DeepseekV32ForCausalLM, chunk: int, new_tokens: int, given: 
     followed = given or run
     runs_kernel, sample = backends.runs_kernel, passes.sample
 
-    def spy(op: str, tensor: torch.Tensor) -> bool:
-        if answer := runs_kernel(op, tensor):
+    def spy(op: str, *asked: Any) -> bool:
+        if answer := runs_kernel(op, *asked):
             run.launched.add(op)
         return answer
 

@@ -108,7 +108,7 @@ def test_guards_of_a_signature_and_of_a_shape_are_few(monkeypatch):
         call = signature(X, i)
         known.keep(call, lambda *_: None)
         for _ in range(10):
-            known.add_guard(call, (X, i), ())
+            known.add_guard(call, known.steps[call], (X, i), ())
     assert len(made) == 20 * 4 and len(known.guarded[X.shape]) == 8
     last = known.guarded[X.shape][-1]
     assert last[0](X, 19) and last[1] is known.steps[signature(X, 19)]
@@ -118,7 +118,7 @@ def test_steps_that_are_dropped_are_not_found():
     known = KnownCalls()
     first = signature(X, 0)
     known.keep(first, len)
-    known.add_guard(first, (X, 0), ())
+    known.add_guard(first, known.steps[first], (X, 0), ())
     for i in range(256):
         known.keep((i,), repr)
     assert first not in known.steps and not known.guarded[X.shape]

@@ -1,6 +1,8 @@
 """Signatures of calls: alike for calls that checks cannot tell apart, and for no others."""
 
 import itertools
+import sys
+import threading
 
 import pytest
 import torch
@@ -61,3 +63,38 @@ def test_a_call_that_is_remembered_is_counted():
     known, call = KnownCalls(), signature(X)
     known.remember(call)
     assert [known.count(call) for _ in range(3)] == [1, 2, 3]
+
+
+def test_what_another_thread_forgets_in_between():
+    known, call = KnownCalls(), signature(X)
+    known.keep(call, len)
+    steps = known.steps.get(call)
+    known.forget()
+    known.add_guard(call, steps, (X,), ())
+    assert [found for _, found in known.guarded[X.shape]] == [len]
+
+
+def test_threads_keep_at_once():
+    """At the limit, where each of them takes the oldest away."""
+    known, errors = KnownCalls(), []
+
+    def keep(thread):
+        try:
+            for i in range(20000):
+                known.keep((thread, i), len)
+                if i % 1000 == 0:
+                    known.forget()
+        except Exception as error:
+            errors.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=keep, args=(thread,)) for thread in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert errors == []

@@ -19,7 +19,7 @@ _MAX_CHANNELS = {getattr(torch, name): channels for name, channels in MAX_NORM_G
 
 def has_kernel(x: torch.Tensor) -> bool:
     """Whether the gradients of these rows are a kernel's: neither traced, nor of rows that it does not take."""
-    if torch.compiler.is_compiling() or x.dim() == 0 or not backends.runs_kernel("rms_norm", x):
+    if torch.compiler.is_compiling() or x.dim() == 0 or not _rms_norm_gradient.runs_kernel(x):
         return False
     channels = x.shape[-1]
     fits = 0 < channels <= _MAX_CHANNELS.get(x.dtype, 0) and channels % CHANNEL_MULTIPLE == 0

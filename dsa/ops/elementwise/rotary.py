@@ -6,7 +6,6 @@ from types import ModuleType
 
 import torch
 
-from dsa import backends
 from dsa.kernels.elementwise.limits import MAX_ROTARY_GROUPS, ROTARY_PAIRS
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name, unit_inner
@@ -55,7 +54,7 @@ def apply_rotary(
             raise ValueError("out: must be None where gradients of x, cos, sin or out are asked for; use no_grad")
         _apply_rotary_out(x, cos, sin, interleaved, dims, out)
         return out
-    if wants_gradients and (torch.compiler.is_compiling() or backends.runs_kernel("apply_rotary", x)):
+    if wants_gradients and (torch.compiler.is_compiling() or _apply_rotary.runs_kernel(x)):
         if wants_gradient(cos, sin):
             raise ValueError("cos: the gradients of cos and sin are the reference's only; use dsa.use_backend")
         return torch.ops.dsa.apply_rotary(x, cos, sin, interleaved, dims)  # which has a gradient

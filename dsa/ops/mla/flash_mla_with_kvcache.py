@@ -240,7 +240,7 @@ def _plan_results(
     cache_seqlens: torch.Tensor, num_q_tokens_per_head_k: int, num_heads_k: int, most_keys: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     sizes = num_q_tokens_per_head_k, num_heads_k, most_keys
-    parts = _parts(cache_seqlens, *sizes)[0] if backends.runs_kernel("get_mla_metadata", cache_seqlens) else 1
+    parts = _parts(cache_seqlens, *sizes)[0] if _mla_metadata.runs_kernel(cache_seqlens) else 1
     return cache_seqlens.new_empty(parts, PLAN_COLUMNS), cache_seqlens.new_empty(cache_seqlens.shape[0] + 1)
 
 
