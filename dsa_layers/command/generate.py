@@ -28,7 +28,7 @@ With --json the standard output is one JSON object a line, each with the key "ev
               reused_tokens (of prompts, with --prefix-cache)
   keys_read   read, dense (what dense attention over the same cache reads), context, share (read / dense), most_read,
               most_dense, longest_context (with --stats)
-  error       error, exit_code: nothing follows
+  error       error, exit_code: nothing follows, but with --gpus perhaps another one, of the rank that is the cause
 Exit codes: 0; 1 where a sequence or the command failed; 2 for a wrong call or input; 130 after Ctrl-C."""
 
 

@@ -39,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
+        note_failure("interrupted")
         say("")
         return INTERRUPTED
     except BrokenPipeError:
@@ -53,6 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _failed(f"{command}: {error}", 2, as_json)
     except (RuntimeError, MemoryError) as error:
         return _failed(f"{command}: {str(error) or 'out of memory'}", 1, as_json)
+    except Exception as error:  # a defect of the command: Python says where
+        note_failure(f"{type(error).__name__}: {error}")
+        raise
     finally:
         drop_unwritten()
         if argv is None:

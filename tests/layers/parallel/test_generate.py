@@ -134,8 +134,8 @@ def of_rank(rank, parent):
 
 
 # Python runs this in every process at its start: in the second rank's, once torch has the generator, the fifth token
-# finds no memory.
-NO_MEMORY = """
+# raises RAISED.
+FAILS = """
 import os, sys
 if os.environ.get("RANK") == "1":
     import importlib.abc
@@ -149,28 +149,40 @@ if os.environ.get("RANK") == "1":
             from dsa_layers.generation.passes import Passes
             extend, calls = Passes.extend, []
 
-            def without_memory(*arguments, **options):
+            def failing(*arguments, **options):
                 calls.append(1)
                 if len(calls) == 5:
-                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+                    raise RAISED
                 return extend(*arguments, **options)
 
-            Passes.extend = without_memory
+            Passes.extend = failing
 
     sys.meta_path.insert(0, Finder())
 """
 
 
-def test_a_rank_without_memory_ends_the_others(checkpoint, tmp_path):
-    """While it generates: within seconds, and with its own words."""
-    (tmp_path / "sitecustomize.py").write_text(NO_MEMORY)
+@pytest.mark.parametrize(
+    ("raised", "said", "code"),
+    [
+        (
+            'torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")',
+            "dsa generate: CUDA out of memory. Tried to allocate 2.00 GiB",
+            1,
+        ),
+        ('KeyError("a defect")', "KeyError: 'a defect'", 1),
+        ("KeyboardInterrupt", "", 130),
+    ],
+)
+def test_a_rank_that_fails_ends_the_others(checkpoint, tmp_path, raised, said, code):
+    """While it generates: within seconds, and with its own words, those of a defect that nobody expects among them."""
+    (tmp_path / "sitecustomize.py").write_text(FAILS.replace("RAISED", raised))
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     options = ["--prompt", "x", "--max-new-tokens", "60000", "--temperature", "0"]
     done = generate(checkpoint, *options, "--gpus", "2", PYTHONPATH=path)  # or it would run into the time limit
-    assert done.returncode == 1 and done.stdout.startswith("x")
+    assert done.returncode == code and done.stdout.startswith("x")
     *_, cause, end = done.stderr.splitlines()
-    assert cause == "dsa generate: CUDA out of memory. Tried to allocate 2.00 GiB", done.stderr
-    assert end == "dsa: rank 1 of 2 ended with exit code 1; the other ranks have been stopped"
+    assert cause.removeprefix("[rank1]: ") == said, done.stderr  # torch's, before what Python writes
+    assert end == f"dsa: rank 1 of 2 ended with exit code {code}; the other ranks have been stopped"
 
 
 def test_nobody_reads_the_output(checkpoint):
