@@ -16,8 +16,19 @@ _MAX_VALUES = 1_000_000
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
+def is_there(path: Path) -> bool:
+    """Whether there is something of this name; a link to nothing is a file that was not fetched, and no absent one.
+    OSError where that cannot be found out."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
 def file_size(path: Path, error: type[ValueError]) -> int:
-    """Bytes in the file `path`. Raises FileNotFoundError, or `error` for what is no file and for a git-LFS pointer."""
+    """Bytes in the file `path`. Raises FileNotFoundError, or `error` for what is no file, for a link to nothing and for
+    a git-LFS pointer."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
@@ -25,6 +36,8 @@ def file_size(path: Path, error: type[ValueError]) -> int:
         with path.open("rb") as stream:
             head = stream.read(len(_LFS_POINTER))
     except FileNotFoundError:
+        if path.is_symlink():
+            raise error(f"{path}: no such file: the link leads nowhere") from None
         raise
     except OSError as problem:
         raise error(f"{path}: cannot be read: {problem}") from problem

@@ -15,7 +15,7 @@ from dsa_layers.arguments import shown
 from dsa_layers.checkpoint.header import MAX_HEADER, MAX_TENSORS, TensorInfo, header_length, name_problem, read_header
 from dsa_layers.checkpoint.problems import Problems
 from dsa_layers.errors import CheckpointError
-from dsa_layers.untrusted_files import read_json_object
+from dsa_layers.untrusted_files import is_there, read_json_object
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -24,6 +24,7 @@ _MAX_INDEX = 2**25  # bytes
 _MAX_INDEX_VALUES = MAX_TENSORS + 2**10  # their files, and metadata
 _MAX_FILES = 2**12  # the largest published checkpoints have fewer than 200
 _MAX_FILE_NAME = 255
+_OPEN_FILES = 8
 _SAMPLES, _SAMPLE_BYTES = 16, 1024  # of a file, for a digest
 
 Index = tuple[int | slice, ...]
@@ -41,7 +42,7 @@ class Checkpoint:
         self.directory = Path(directory)
         index, single = self.directory / INDEX_NAME, self.directory / SINGLE_NAME
         try:
-            has_index, has_single = index.exists(), single.exists()
+            has_index, has_single = is_there(index), is_there(single)
         except OSError as error:
             raise CheckpointError(f"{self.directory}: cannot be read: {error}") from error
         if has_index and has_single:
@@ -52,7 +53,7 @@ class Checkpoint:
         weight_map = _read_index(index, problems) if has_index else None
         files = [SINGLE_NAME] if weight_map is None else sorted(set(weight_map.values()))
         self.tensors: dict[str, TensorInfo] = {}
-        self._open: tuple[str, Any] | None = None
+        self._open: dict[str, Any] = {}  # the files that were read last, the latest at the end
         held: set[tuple[str, str]] = set()
         unreadable: set[str] = set()
         left = MAX_HEADER
@@ -103,21 +104,29 @@ class Checkpoint:
     def read(self, name: str, device: str | torch.device = "cpu", index: Index = ()) -> torch.Tensor:
         """The tensor `name`, as stored, or of it the slice `index`, in fresh memory on `device`.
 
-        Packed FP4 comes as uint8, two values a byte. Raises CheckpointError if it cannot be read.
+        Packed FP4 comes as uint8, two values a byte, and an index counts these. Raises CheckpointError if it cannot be
+        read.
         """
         if name not in self.tensors:
             raise CheckpointError(f"{self.directory}: holds no tensor {name}")
         info = self.tensors[name]
         try:
-            if self._open is None or self._open[0] != info.file:
-                self._open = (info.file, safe_open(self.directory / info.file, framework="pt"))
-            stored = self._open[1].get_slice(name)[index] if index else self._open[1].get_tensor(name)
-            if info.dtype == "F4":
-                stored = stored.view(torch.uint8)
+            file = self._opened(info.file)
+            if info.dtype == "F4":  # of which safetensors takes no slices
+                stored = file.get_tensor(name).view(torch.uint8)[index or ...]
+            else:
+                stored = file.get_slice(name)[index] if index else file.get_tensor(name)
             # What get_tensor returns on the CPU is a window on the mapped file; the copy outlives the file.
             return torch.empty(stored.shape, dtype=stored.dtype, device=device).copy_(stored)
         except (OSError, SafetensorError, RuntimeError, MemoryError) as error:
             raise CheckpointError(f"{self.directory / info.file}: cannot read {name} ({info}): {error}") from error
+
+    def _opened(self, file: str) -> Any:
+        """Opening parses the whole header. So some files stay open: a weight's scale may be in another one."""
+        self._open[file] = self._open.pop(file, None) or safe_open(self.directory / file, framework="pt")
+        if len(self._open) > _OPEN_FILES:
+            del self._open[next(iter(self._open))]
+        return self._open[file]
 
 
 @dataclass(frozen=True)
@@ -133,12 +142,12 @@ class StoredNames:
     @classmethod
     def of(cls, directory: Path) -> Self:
         """By the index, or by the header of a single file. Raises CheckpointError for one that cannot be read."""
-        if (directory / INDEX_NAME).is_file():
+        if is_there(directory / INDEX_NAME):
             problems = Problems()
             names = _read_index(directory / INDEX_NAME, problems)
             problems.raise_if_any(directory)
             return cls(directory, names.keys())
-        if (directory / SINGLE_NAME).is_file():
+        if is_there(directory / SINGLE_NAME):
             return cls(directory, Checkpoint(directory).tensors.keys())
         return cls(directory, None)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from dsa_layers.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, CheckpointError
+from dsa_layers.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, CheckpointError, StoredNames
 from dsa_layers.checkpoint import directory as directory_module
 from tests.layers.checkpoint.stand_ins import failure, like, stand_in, write
 
@@ -55,6 +55,26 @@ def test_damaged_file(tmp_path, shards, damage, expected, monkeypatch):
     message = failure(stand_in(like({**shards[0], **shards[1]})), tmp_path)
     assert message.startswith(f"{tmp_path}: 1 problem, nothing was loaded:\n  2.st: ")
     assert expected in message
+
+
+@pytest.mark.parametrize("name", [INDEX_NAME, SINGLE_NAME, "2.st"])
+def test_a_link_to_nothing(tmp_path, shards, name):
+    """A file that was not fetched is no absent one: without its index a directory would be another checkpoint."""
+    if name == INDEX_NAME:
+        save_file(shards[0], tmp_path / SINGLE_NAME)
+        Checkpoint(tmp_path)
+        (tmp_path / name).symlink_to("nowhere")
+        with pytest.raises(CheckpointError, match=f"holds both {INDEX_NAME} and {SINGLE_NAME}"):
+            Checkpoint(tmp_path)
+        (tmp_path / SINGLE_NAME).unlink()
+    else:
+        if name != SINGLE_NAME:
+            write(tmp_path, *shards)
+        (tmp_path / name).unlink(missing_ok=True)
+        (tmp_path / name).symlink_to("nowhere")
+    for read in (Checkpoint, StoredNames.of) if name != "2.st" else (Checkpoint,):
+        with pytest.raises(CheckpointError, match=rf"{tmp_path / name}: no such file: the link leads nowhere"):
+            read(tmp_path)
 
 
 def test_every_damaged_file_is_named(tmp_path, shards):

@@ -112,6 +112,16 @@ def test_fp4_by_its_own_name(tmp_path, fp4):
     assert torch.equal(model.w.weight, dequantize_fp4(*fp4.values()))
 
 
+@pytest.mark.parametrize("index", [(2,), (1, slice(3, 6)), ()])
+def test_a_slice_of_fp4_by_its_own_name(tmp_path, index):
+    """As of experts in one tensor."""
+    packed = torch.arange(3 * 6 * 8, dtype=torch.uint8).view(3, 6, 8)
+    save_file({"w": packed.view(torch.float4_e2m1fn_x2)}, tmp_path / SINGLE_NAME)
+    checkpoint = Checkpoint(tmp_path)
+    assert checkpoint.tensors["w"].dtype == "F4"
+    assert torch.equal(checkpoint.read("w", index=index), packed[index])
+
+
 def test_int8_is_not_fp4_where_the_model_wants_int8(tmp_path):
     save_file({"a": torch.ones(4, 4, dtype=torch.int8)}, tmp_path / SINGLE_NAME)
     model = stand_in({"a": ((4, 4), torch.int8)})

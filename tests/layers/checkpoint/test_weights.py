@@ -101,16 +101,38 @@ def test_progress_counts_every_byte_once(tmp_path, shards, monkeypatch, dtype):
     assert (options["unit"], options["unit_scale"], options["disable"]) == ("B", True, None)  # off but on a terminal
 
 
-def test_reads_file_by_file(tmp_path, monkeypatch):
+@pytest.fixture
+def opened(monkeypatch):
+    """The files that are opened for reading, in this order."""
+    names, original = [], directory_module.safe_open
+    monkeypatch.setattr(
+        directory_module, "safe_open", lambda path, **options: names.append(path.name) or original(path, **options)
+    )
+    return names
+
+
+def test_reads_file_by_file(tmp_path, opened):
     names = [f"{layer}.{leaf}" for layer in range(3) for leaf in "zya"]
     write(tmp_path, *({name: torch.ones(2) for name in names if name.startswith(str(layer))} for layer in range(3)))
-    opened = []
-    original = directory_module.safe_open
-    monkeypatch.setattr(
-        directory_module, "safe_open", lambda path, **options: opened.append(path.name) or original(path, **options)
-    )
     load_weights(stand_in(dict.fromkeys(reversed(names), ((2,), torch.float32))), tmp_path, progress=False)
     assert opened == ["1.st", "2.st", "3.st"]
+
+
+def test_opens_a_file_of_scales_once(tmp_path, opened):
+    """Weights and scales are read in turn, and each opening parses the whole header."""
+    names = [f"{i}.weight" for i in range(5)]
+    weights = {name: torch.ones(128, 128).to(FP8) for name in names}
+    write(tmp_path, weights, {f"{name}_scale_inv": torch.ones(1, 1) for name in names})
+    load_weights(stand_in(dict.fromkeys(names, ((128, 128), F32))), tmp_path, progress=False)
+    assert opened == ["1.st", "2.st"]
+
+
+def test_few_files_stay_open(tmp_path):
+    write(tmp_path, *({str(i): torch.full((2,), float(i))} for i in range(20)))
+    checkpoint = Checkpoint(tmp_path)
+    for i in (*range(20), 3, 19):
+        assert checkpoint.read(str(i)).eq(i).all()
+    assert len(checkpoint._open) == directory_module._OPEN_FILES
 
 
 def test_failing_read_leaves_the_model_on_meta(tmp_path, shards, monkeypatch):
