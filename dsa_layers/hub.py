@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dsa_layers.arguments import path_of
 from dsa_layers.errors import CheckpointError
-from dsa_layers.untrusted_files import read_json_object
+from dsa_layers.untrusted_files import is_there, read_json_object
 
 INSTALL = "pip install 'dsa-kernels[hub]'"
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
@@ -53,6 +53,12 @@ def checkpoint_directory(name: str | PathLike[str], *, weights: bool = True) -> 
     return directory
 
 
+def has_weights(directory: Path) -> bool:
+    """Whether all weight files are in a directory: that of an id may hold some of them only, after a download that was
+    interrupted."""
+    return all((directory / file).exists() for file in _weight_files(directory))
+
+
 def _snapshot(name: str, files: tuple[str, ...], revision: str | None = None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
@@ -72,7 +78,7 @@ def _snapshot(name: str, files: tuple[str, ...], revision: str | None = None) ->
 
 def _weight_files(directory: Path) -> tuple[str, ...]:
     """What the index names; what is wrong with one says `Checkpoint`, which reads it in earnest."""
-    if not (directory / _INDEX).exists():
+    if not is_there(directory / _INDEX):
         return (_SINGLE,)
     try:
         names = read_json_object(directory / _INDEX, CheckpointError, _MAX_INDEX, _MAX_INDEX_VALUES).get("weight_map")

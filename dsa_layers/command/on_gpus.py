@@ -86,14 +86,16 @@ def _check_parts(args: argparse.Namespace, gpus: int, memory: int | None) -> Non
     from dsa_layers.checkpoint import Checkpoint, StoredNames
     from dsa_layers.checkpoint.gpu_plan import check_fits, plan, precision_of
     from dsa_layers.families.config import read_config
-    from dsa_layers.hub import checkpoint_directory
+    from dsa_layers.hub import checkpoint_directory, has_weights
 
     directory = checkpoint_directory(args.checkpoint, weights=False)
     config = read_config(directory)
     dequantize = memory is None if args.dequantize is None else args.dequantize
     options = {"dequantize": dequantize, "kv_cache": args.kv_cache, "widen_experts": args.widen_experts}
-    # Where the files are here, they say how experts are stored, and not config.json: the earliest ones do not.
-    files = Checkpoint(directory) if directory.is_dir() and any(directory.glob("*.safetensors")) else None
+    # Where the files are here, they say how experts are stored, and not config.json: the earliest ones do not. Some of
+    # a hub id's may still have to be fetched.
+    are_here = directory == args.checkpoint or has_weights(directory)
+    files = Checkpoint(directory) if are_here and any(directory.glob("*.safetensors")) else None
     precision = precision_of(config, files, dtype=args.dtype and getattr(torch, args.dtype), **options)
     drafted = (files or StoredNames.of(directory)) if args.draft else None
     with errors_of_options():

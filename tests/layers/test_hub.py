@@ -135,6 +135,23 @@ def test_weights_that_the_cache_lacks(cache, checkpoint):
         load_model(ID)
 
 
+def test_ranks_finish_a_download_that_was_interrupted(cache, checkpoint, monkeypatch):
+    """What is checked before they start needs no weights."""
+    started = []
+    monkeypatch.setattr("dsa_layers.parallel.launch.launch", lambda *call: started.append(call) or 0)
+    fill(cache, checkpoint, leave_out=(min(path.name for path in checkpoint.glob("*.safetensors")),))
+    assert main(["generate", ID, "--device", "cpu", "--gpus", "2", "--prompt", "a"]) == 0 and started
+
+
+def test_an_index_that_the_cache_has_lost(cache, checkpoint):
+    """Its link is there, and leads nowhere: the model is not taken for one without an index."""
+    name = "model.safetensors.index.json"
+    snapshot = fill(cache, checkpoint, leave_out=(name,))
+    (snapshot / name).symlink_to("nowhere")
+    with pytest.raises(CheckpointError, match=f"{name}: no such file: the link leads nowhere"):
+        load_model(ID)
+
+
 @pytest.mark.parametrize(
     "index", [b"{", b'{"weight_map": 1}', b'{"weight_map": {"a": "../b"}}', b'{"weight_map": {"a": "*"}}']
 )
