@@ -6,28 +6,31 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from dsa_layers.checkpoint import SINGLE_NAME
+from dsa_layers.checkpoint import INDEX_NAME, SINGLE_NAME
 from dsa_layers.checkpoint.fused_experts import split_experts
 from dsa_layers.checkpoint.published_format import as_published, scales_of, shape_of_values
-from dsa_layers.families.config import read_config
+from dsa_layers.families.config import config_of
+from dsa_layers.families.fields import Fields
 from dsa_layers.families.model import CheckpointModel
 from dsa_layers.families.registry import family
+from dsa_layers.untrusted_files import is_there
 
 
 def save_fp8_checkpoint(model: CheckpointModel, directory: str | PathLike[str], fields: dict[str, object]) -> None:
-    """Writes config.json and model.safetensors into `directory`, which `load_model` then reads.
+    """Writes model.safetensors and config.json into `directory`, which `load_model` then reads.
 
     model   of any family, with float weights, of any dtype and on any device
     fields  of config.json, with its `quantization_config`. The family's manifest says which weights are quantised: to
             FP8 in blocks of 128 x 128, with powers of two as scales if its `scale_fmt` is "ue8m0", or to FP4
 
-    Raises ValueError for fields without quantisation, or of another shape than the model, and for a manifest with
-    dtypes that cannot be written.
+    Raises ValueError for a directory with a checkpoint in several files, for fields without quantisation, or of another
+    shape than the model, and for a manifest with dtypes that cannot be written. Then nothing is written.
     """
     directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-    config = read_config(directory)
+    if is_there(directory / INDEX_NAME):
+        raise ValueError(f"directory: must hold no {INDEX_NAME}, got {directory}")
+    written = json.dumps(fields, indent=2) + "\n"
+    config = config_of(Fields(json.loads(written), directory / "config.json"))
     if config.quantization is None:
         raise ValueError("fields: must have a quantization_config")
     use_ue8m0 = config.quantization.scale_fmt == "ue8m0"
@@ -48,4 +51,6 @@ def save_fp8_checkpoint(model: CheckpointModel, directory: str | PathLike[str], 
             raise ValueError(f"fields: {stored} has shape {list(shape)}, the model's {got}")
         value = floats[name].detach().cpu()
         tensors |= as_published(stored, value, manifest, scales, use_ue8m0=use_ue8m0)
+    directory.mkdir(parents=True, exist_ok=True)
     save_file(tensors, directory / SINGLE_NAME, metadata={"format": "pt"})
+    (directory / "config.json").write_text(written, encoding="utf-8")

@@ -6,13 +6,13 @@ here nor known to have no influence on inference stops the load by its name, bec
 its configuration still runs, and answers wrongly.
 """
 
-import os
 from os import PathLike
 from pathlib import Path
 
-from dsa_layers.families.fields import read_object
+from dsa_layers.families.fields import Fields, read_object
 from dsa_layers.families.model import ModelConfig
 from dsa_layers.families.registry import family, model_types
+from dsa_layers.untrusted_files import is_there
 
 
 def read_config(directory: str | PathLike[str]) -> ModelConfig:
@@ -27,8 +27,11 @@ def read_config(directory: str | PathLike[str]) -> ModelConfig:
     directory = Path(directory)
     alone = directory.is_file()
     fields = read_object(directory if alone else directory / "config.json")
-    model_type = fields.one_of("model_type", model_types())
     generation_path = directory / "generation_config.json"
-    # A link to nothing is a file that was not fetched, and no absent one.
-    generation = read_object(generation_path) if not alone and os.path.lexists(generation_path) else None
-    return family(model_type).read_config(fields, generation)
+    return config_of(fields, read_object(generation_path) if not alone and is_there(generation_path) else None)
+
+
+def config_of(fields: Fields, generation: Fields | None = None) -> ModelConfig:
+    """The configuration in the fields of a config.json, and of a generation_config.json if there is one. Raises
+    ConfigError as `read_config` does."""
+    return family(fields.one_of("model_type", model_types())).read_config(fields, generation)

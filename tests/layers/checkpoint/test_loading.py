@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dsa_layers.batch.sequence_batch import SequenceBatch
-from dsa_layers.checkpoint import Checkpoint
+from dsa_layers.checkpoint import INDEX_NAME, Checkpoint
 from dsa_layers.checkpoint.export import save_fp8_checkpoint
 from dsa_layers.checkpoint.loading import load_model
 from dsa_layers.checkpoint.published_format import as_published
@@ -115,6 +115,24 @@ def test_export_in_the_published_format(directory, tmp_path):
     again = load_model(tmp_path, dtype=torch.float32, dequantize=True, progress=False)
     for name, tensor in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor), name
+
+
+def test_a_refused_export_writes_nothing(checkpoint, tmp_path):
+    model = load_model(checkpoint, dequantize=True, progress=False)
+    fields = json.loads((checkpoint / "config.json").read_text())
+    (tmp_path / "config.json").write_text("before")
+    for wrong, problem in (
+        ({"quantization_config": None}, "fields: must have a quantization_config"),
+        ({"vocab_size": 17, "eos_token_id": 1, "bos_token_id": 0}, "fields: .* has shape"),
+        ({"hidden_act": "relu"}, f"{tmp_path / 'config.json'}: field 'hidden_act' is 'relu'"),
+    ):
+        with pytest.raises(ValueError, match=f"^{problem}"):
+            save_fp8_checkpoint(model, tmp_path, fields | wrong)
+    (tmp_path / INDEX_NAME).touch()
+    with pytest.raises(ValueError, match=f"^directory: must hold no {INDEX_NAME}, got {tmp_path}$"):
+        save_fp8_checkpoint(model, tmp_path, fields)
+    assert (tmp_path / "config.json").read_text() == "before"
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", INDEX_NAME}
 
 
 def test_dtypes_that_are_not_written():
