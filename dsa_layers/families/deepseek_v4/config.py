@@ -191,8 +191,8 @@ def _layer_types(fields: Fields, layers: int, mtp: int) -> tuple[str, ...]:
     ratios = fields.items("compress_ratios")
     types = fields.items("layer_types")
     if (ratios is None) == (types is None):
-        raise fields.error("compress_ratios", "and field 'layer_types' are " + ("both" if ratios else "not") + " given",
-                           "one of them")  # fmt: skip
+        given = "not given" if ratios is None else "both given"
+        raise fields.error("compress_ratios", f"and field 'layer_types' are {given}", "one of them")
     if ratios is not None:
         names = {ratio: name for name, ratio in LAYER_TYPES.items()}
         _check_list(fields, "compress_ratios", ratios, tuple(names), (layers, layers + mtp))

@@ -231,6 +231,11 @@ def scheme(**changes):
             scheme(weight_block_size=[32, 32]),
             "field 'quantization_config.weight_block_size' is [32, 32]; accepted: [128, 128]",
         ),
+        (
+            {"compress_ratios": [], "layer_types": ["sliding_attention"]},
+            "field 'compress_ratios' and field 'layer_types' are both given; accepted: one of them",
+        ),
+        ({"compress_ratios": None}, "field 'compress_ratios' and field 'layer_types' are not given; accepted: one of"),
         ({"expert_dtype": "nvfp4"}, "field 'expert_dtype' is 'nvfp4'; accepted: 'fp4', 'fp8'"),
         (
             scheme(expert_dtype="int4"),
