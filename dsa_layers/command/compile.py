@@ -45,7 +45,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--out",
         type=options.path,
         metavar="DIR",
-        help="the folder; you alone may be able to write to it (default: DSA_CACHE_DIR, else ~/.cache/dsa)",
+        help="the folder; you alone may be able to write to it (default: DSA_CACHE_DIR, else dsa in "
+        "XDG_CACHE_HOME, else ~/.cache/dsa)",
     )
     add_precision_options(parser, dequantized="off")
     parser.add_argument(

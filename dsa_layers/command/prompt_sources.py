@@ -2,14 +2,17 @@
 
 import argparse
 import contextlib
+import json
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dsa_layers import options
 from dsa_layers.arguments import shown
+
+_COPY = "--prompt-copy"
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ def add_prompt_options(parser: argparse.ArgumentParser) -> None:
         help="a UTF-8 file that holds one prompt, without the newline at its end; may be repeated and mixed with "
         "--prompt (default: none)",
     )
+    # What `for_other_processes` gives them: a file that holds a Prompt.
+    parser.add_argument(_COPY, action=AddSource, dest="prompts", help=argparse.SUPPRESS)
 
 
 def read_prompts(given: Sequence[tuple[str, str]] | None) -> list[Prompt]:
@@ -54,20 +59,20 @@ def read_prompts(given: Sequence[tuple[str, str]] | None) -> list[Prompt]:
 
 @contextlib.contextmanager
 def for_other_processes(argv: Sequence[str], given: Sequence[tuple[str, str]] | None) -> Iterator[list[str]]:
-    """The arguments of processes that read these prompts in place of this one, which have its standard input, but not
-    what `<(command)` opens: of a prompt file that is no regular one the text is in a temporary file meanwhile. Raises
-    ValueError as `read_prompts` does, but for the standard input."""
+    """The arguments of processes that read these prompts in place of this one, which have its standard input, but no
+    other file that it has open, as `<(command)` and /dev/fd/3 are: prompt files are copied meanwhile, with the names
+    that messages have. Raises ValueError as `read_prompts` does, but for the standard input."""
     with tempfile.TemporaryDirectory(prefix="dsa-prompts-") as folder:
         argv = list(argv)
         for i, (option, value) in enumerate(_checked(given)):
             if (option, value) == ("--prompt", "-"):
                 continue
-            text = _read(option, value).text
-            if option == "--prompt-file" and not Path(value).is_file():
+            prompt = _read(option, value)
+            if option == "--prompt-file":
                 copy = Path(folder, str(i))
-                copy.write_bytes((text + "\n").encode() if text.endswith("\n") else text.encode())
+                copy.write_text(json.dumps(asdict(prompt)), encoding="utf-8")
                 at = next(j for j in range(len(argv)) if f"{option}={value}" in (argv[j], "=".join(argv[j : j + 2])))
-                argv[at : at + 1 + (argv[at] == option)] = [option, str(copy)]
+                argv[at : at + 1 + (argv[at] == option)] = [_COPY, str(copy)]
         yield argv
 
 
@@ -81,6 +86,8 @@ def _checked(given: Sequence[tuple[str, str]] | None) -> Sequence[tuple[str, str
 
 
 def _read(option: str, value: str) -> Prompt:
+    if option == _COPY:
+        return Prompt(**json.loads(Path(value).read_text(encoding="utf-8")))
     if option == "--prompt-file":
         source = f"--prompt-file {value}"
         text = read_text_file(option, Path(value))

@@ -5,15 +5,14 @@ import json
 import os
 import re
 import sys
-from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from dsa_layers import SHIPPED_MODEL, Tokenizer
-from dsa_layers.command.main import main
+from dsa_layers.command.main import _parser, main
+from dsa_layers.command.prompt_sources import Prompt, read_prompts
 from dsa_layers.generation.generator import Generator
 from tests.layers.command.calls import PROMPT, generate, replace
 
@@ -171,34 +170,29 @@ def test_prompts_come_from_arguments_files_and_the_standard_input(given, tmp_pat
 
 
 @pytest.mark.parametrize("joined", [False, True])
-def test_prompts_of_pipes_reach_ranks_as_files(checkpoint, tmp_path, monkeypatch, joined):
-    """Those of <(command), which ranks do not have; others stay where they are."""
+def test_prompt_files_reach_ranks(checkpoint, tmp_path, monkeypatch, joined):
+    """Also those that ranks do not have, as of <(command) and 3<file; under the names that they were given by."""
     seen = []
 
     def launch(command, ranks, told):
-        seen.append([Path(value).read_text() for option, value in pairwise(command) if option == "--prompt-file"])
+        args = _parser().parse_args(command[3:])
+        seen.extend(read_prompts([source for source in args.prompts if source != ("--prompt", "-")]))
 
     monkeypatch.setattr("dsa_layers.parallel.launch.launch", launch)
     (tmp_path / "a").write_text("a file")
-    call = [
-        "generate",
-        str(checkpoint),
-        "--device",
-        "cpu",
-        "--gpus",
-        "2",
-        "--prompt",
-        "-",
-        "--prompt-file",
-        str(tmp_path / "a"),
-    ]
-    for text in (b"def f(\n", b"two lines\r\n\n"):
+    descriptor = os.open(tmp_path / "a", os.O_RDONLY)
+    files = {str(tmp_path / "a"): "a file", f"/dev/fd/{descriptor}": "a file"}
+    for text, read in ((b"def f(\n", "def f("), (b"two lines\r\n\n", "two lines\r\n")):
         end, start = os.pipe()
         os.write(start, text)
         os.close(start)
-        call += [f"--prompt-file=/dev/fd/{end}"] if joined else ["--prompt-file", f"/dev/fd/{end}"]
+        files[f"/dev/fd/{end}"] = read
+    call = ["generate", str(checkpoint), "--device", "cpu", "--gpus", "2", "--prompt", "-"]
+    for file in files:
+        call += [f"--prompt-file={file}"] if joined else ["--prompt-file", file]
     main(call)
-    assert seen == [["a file", "def f(", "two lines\n\n"]]
+    os.close(descriptor)
+    assert seen == [Prompt(f"--prompt-file {file}", text) for file, text in files.items()]
 
 
 def test_prompt_files_are_read_before_ranks_start(checkpoint, tmp_path, monkeypatch, error):

@@ -39,6 +39,8 @@ def test_every_option_names_its_default(command):
     parser = parser_of(command)
     formatter = parser._get_formatter()
     for action in parser._actions:
+        if action.help == argparse.SUPPRESS:  # of a process that another one starts
+            continue
         if action.dest == "help" or (not action.option_strings and action.nargs != "?"):
             continue
         text = formatter._expand_help(action)
@@ -48,6 +50,11 @@ def test_every_option_names_its_default(command):
             assert found[1].startswith(str(action.default)), text
         elif action.default is False:
             assert found[1].startswith("off"), text
+
+
+def test_where_kernels_are_kept():
+    (action,) = (a for a in parser_of("compile")._actions if a.dest == "out")
+    assert all(name in action.help for name in ("DSA_CACHE_DIR", "XDG_CACHE_HOME", "~/.cache/dsa"))
 
 
 def test_what_batch_invariance_takes():
