@@ -155,6 +155,8 @@ class Generator:
         try:
             yield
         except (RuntimeError, MemoryError) as error:
+            if not _of_memory(error):
+                raise
             cached = (self.model, self.model.drafter) if self._drafts else (self.model,)
             size = sum(one.make_cache(pages, page_size, "meta", state_slots=state_slots).nbytes for one in cached)
             tokens = (pages - 1) * page_size
@@ -220,7 +222,8 @@ class Generator:
             stream.close()
 
     def _open_stream(self) -> TokenStream | None:
-        stream = None if self._stream is None else self._stream()
+        last = self._stream  # read once: another thread may clear it
+        stream = None if last is None else last()
         return stream if stream is not None and stream.holds_cache else None
 
     def _begin(self, stream: TokenStream, sequences: list[RunningSequence]) -> None:
@@ -342,6 +345,12 @@ class Generator:
 def _of_prompt(params: SamplingParams, index: int) -> SamplingParams:
     """Of that prompt, where all have these: random numbers of its own."""
     return params if params.seed is None else replace(params, seed=(params.seed + index) % 2**63)
+
+
+def _of_memory(error: Exception) -> bool:
+    """Whether it says that there is not enough memory. A CPU's allocator raises a plain RuntimeError."""
+    told = any(words in str(error) for words in ("out of memory", "DefaultCPUAllocator"))
+    return told or isinstance(error, MemoryError | torch.OutOfMemoryError)
 
 
 def _digest(values: list) -> str:

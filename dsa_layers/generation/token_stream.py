@@ -11,7 +11,8 @@ class TokenStream(Iterator[TokenEvent]):
     """The events of a call of `Generator.stream`, in the order in which their tokens are computed.
 
     It takes the generator's cache when its first event is asked for. The cache is free again after its last event,
-    after an error, after `close`, and when nothing refers to the stream any more.
+    after an error, after `close`, and when nothing refers to the stream any more. Threads that read one stream get
+    different events, one after another. RuntimeError where a pass asks for an event of the stream that runs it.
     """
 
     def __init__(self, begin: Callable[["TokenStream"], None]) -> None:
@@ -20,14 +21,21 @@ class TokenStream(Iterator[TokenEvent]):
         self._events: GeneratorType | None = None
         self._closed = False
         self._working = threading.Lock()
+        self._worker: int | None = None  # the thread that has the lock for an event
 
     def __next__(self) -> TokenEvent:
         if self._closed:
             raise StopIteration
-        if self._events is None:
-            self._begin(self)
+        if self._worker == threading.get_ident():  # it would wait for itself
+            raise RuntimeError("stream: its next event was asked for by the pass that computes it, as a hook may do")
         with self._working:
-            event = next(self._events)
+            self._worker = threading.get_ident()
+            try:
+                if self._events is None:
+                    self._begin(self)
+                event = next(self._events)
+            finally:
+                self._worker = None
         if self._closed:  # by another thread, in the meantime
             self._end()
             raise StopIteration

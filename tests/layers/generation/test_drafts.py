@@ -156,7 +156,7 @@ def test_a_drafters_cache_that_the_device_has_not_room_for(model, monkeypatch):
 
     def full(self, *size, state_slots):
         if size[-1] != "meta":
-            raise RuntimeError("can't allocate memory")
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
         return make_drafters(self, *size, state_slots=state_slots)
 
     size = 2**16, model.page_size, "meta"

@@ -210,6 +210,74 @@ def test_closing_a_stream_whose_pass_ends_meanwhile():
     assert found == [] and events.closed == 1
 
 
+def test_a_pass_that_asks_for_its_streams_next_event(model, tokenizer, monkeypatch):
+    """An error, where it would wait for itself; the stream has ended then, and the next one runs."""
+    generator = Generator(model, tokenizer, cache_tokens=256)
+    params = SamplingParams(max_new_tokens=2)
+    stream = generator.stream(PROMPTS, params)
+    with monkeypatch.context() as patch:
+        patch.setattr(generator._passes, "prefill", lambda work: next(stream))
+        with pytest.raises(RuntimeError, match="stream: its next event was asked for by the pass that computes it"):
+            next(stream)
+    assert list(stream) == [] and generator.cache.allocator.free == 4
+    assert len(list(generator.stream(PROMPTS, params))) == 6
+
+
+def test_threads_that_begin_one_stream_together():
+    """The second one waits for the first to begin it."""
+    begun, goes_on, found = threading.Event(), threading.Event(), []
+
+    def begin(stream):
+        assert not begun.is_set()
+        begun.set()
+        assert goes_on.wait(10)
+        stream._events = (i for i in range(2))
+
+    stream = TokenStream(begin)
+    readers = [threading.Thread(target=lambda: found.append(next(stream))) for _ in range(2)]
+    readers[0].start()
+    assert begun.wait(10)
+    readers[1].start()
+    readers[1].join(0.2)
+    goes_on.set()
+    for reader in readers:
+        reader.join(10)
+    assert sorted(found) == [0, 1]
+
+
+def test_a_stream_that_ends_while_another_thread_closes_it(model, tokenizer):
+    """`_stream` is cleared between two looks at it."""
+
+    class Ending(Generator):
+        looks = 0
+
+        @property
+        def _stream(self):
+            self.looks += 1
+            return (lambda: None) if self.looks == 1 else None
+
+        @_stream.setter
+        def _stream(self, stream):
+            pass
+
+    generator = Ending(model, tokenizer, cache_tokens=256)
+    generator.close_stream()
+    assert generator.looks == 1
+
+
+def test_an_error_in_making_the_cache_that_is_none_of_memory(model, tokenizer, monkeypatch):
+    make = type(model).make_cache
+
+    def broken(self, pages, page_size, device, **options):
+        if device != "meta":
+            raise RuntimeError("no kernel image is available")
+        return make(self, pages, page_size, device, **options)
+
+    monkeypatch.setattr(type(model), "make_cache", broken)
+    with pytest.raises(RuntimeError, match="no kernel image is available"):
+        Generator(model, tokenizer, cache_tokens=256)
+
+
 def test_a_stop_string_of_a_million_characters():
     """What is held back is compared with it, not all of it with what is held back."""
 
