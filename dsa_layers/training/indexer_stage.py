@@ -1,5 +1,6 @@
 """The two stages in which a model's indexers are trained, and their loss."""
 
+import inspect
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Literal, Self
@@ -52,10 +53,13 @@ class IndexerStage:
         self.name = name
         self._layers = _trained_layers(model)
         self._kls: list[torch.Tensor] = []
-        self._entered = False
+        self._without_gradients = False  # of a pass whose losses are in _kls
+        self._before: list[list] = []  # for each `with` that is entered, what the layers had
 
     def __enter__(self) -> Self:
-        self._entered = True
+        if not self._before:
+            self._forget()
+        self._before.append([layer.indexer_stage for layer in self._layers])
         for layer in self._layers:
             layer.indexer_stage = self
         return self
@@ -63,15 +67,14 @@ class IndexerStage:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._entered = False
-        for layer in self._layers:
-            layer.indexer_stage = None
+        for layer, before in zip(self._layers, self._before.pop()):
+            layer.indexer_stage = before
         if error is not None:
-            self._kls.clear()
+            self._forget()
 
     def parameters(self) -> list[nn.Parameter]:
-        """The indexers' parameters."""
-        return [parameter for layer in self._layers for parameter in layer.indexer.parameters()]
+        """The indexers' parameters, each once."""
+        return list(dict.fromkeys(p for layer in self._layers for p in layer.indexer.parameters()))
 
     def share(self, lens: Sequence[int], ranks: Ranks, device: torch.device | str = "cpu") -> ContextBatch:
         """This rank's share of packed sequences of these lengths, T tokens, as a batch for passes within this stage:
@@ -86,29 +89,48 @@ class IndexerStage:
         tokens than there are ranks. RuntimeError for ranks whose torch.distributed is not initialised.
         """
         instance("ranks", ranks, Ranks, "Ranks")
-        return ContextBatch.of(lens, ranks, device, lambda: self._entered)
+        return ContextBatch.of(lens, ranks, device, lambda: bool(self._before))
 
     def add(self, kl: torch.Tensor) -> None:
         """kl fp32 [T]: a layer's loss of every token. It is ignored where a backward pass computes checkpointed
         activations again."""
         if torch._C._current_graph_task_id() == -1:
             self._kls.append(kl)
+            self._without_gradients |= not torch.is_grad_enabled()
 
     def loss(self) -> torch.Tensor:
-        """The sum over layers of their losses since the last call, each averaged over tokens. Of a rank's share, that
-        whose mean over the ranks is the average over all tokens."""
+        """The sum over layers of their losses since the last call, or since the `with` began, each averaged over
+        tokens. Of a rank's share, that whose mean over the ranks is the average over all tokens.
+
+        RuntimeError if there was no pass. With gradients enabled also if a pass ran without them, as those under
+        torch.no_grad() and those of activations checkpointed with use_reentrant=True do, and indexers are to learn.
+        """
         if not self._kls:
             raise RuntimeError("loss: no pass since the last call")
+        learns = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
+        if learns and self._without_gradients:
+            raise RuntimeError(
+                "loss: a pass since the last call ran without gradients, and no indexer learns from it: checkpoint "
+                "activations with use_reentrant=False, and take the loss of a pass under torch.no_grad() there, too, "
+                "before the next pass"
+            )
         # A sum gives every token's loss the same upstream gradient. The warm-up's backward pass then scales the
         # gradient that its forward pass has saved, instead of computing it for each token's weight.
         total = torch.stack([kl.sum() / max(kl.numel(), 1) for kl in self._kls]).sum()
-        self._kls.clear()
+        self._forget()
         return total
+
+    def _forget(self) -> None:
+        self._kls.clear()
+        self._without_gradients = False
 
 
 def _trained_layers(model: nn.Module) -> list[nn.Module]:
     """The layers whose indexers are trained, found by their attributes. ValueError says what a model lacks."""
-    layers = [module for module in model.modules() if hasattr(module, "indexer_stage")]
+    # A wrapper, as of activation checkpointing or torch.compile, hands out the attributes of the layer inside of it.
+    layers = [
+        module for module in model.modules() if inspect.getattr_static(module, "indexer_stage", module) is not module
+    ]
     if not layers:
         lacking = {_lacks(module) for module in model.modules() if getattr(module, "indexer", None) is not None}
         found = "; ".join(sorted(lacking)) or f"{type(model).__name__} without an `indexer`"

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
 from dsa_layers.batch.sequence_batch import SequenceBatch
@@ -145,6 +146,92 @@ def test_checkpointed_activations(name, monkeypatch):
     for _ in range(2):
         for got, other in zip(gradients(), expected):
             assert torch.allclose(got, other, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["warmup", "sparse"])
+def test_reentrant_checkpoints_are_refused(name, monkeypatch):
+    """Their passes have no gradients, so that the indexers would learn nothing."""
+    model, (tokens, batch) = Small(6), inputs()
+    forward = DSAAttention.forward
+    monkeypatch.setattr(DSAAttention, "forward", lambda *a: checkpoint(forward, *a, use_reentrant=True))
+    with pytest.raises(RuntimeError, match=r"loss: a pass .* ran without gradients, .* use_reentrant=False"):
+        with IndexerStage(model, name) as stage:
+            model(tokens, batch)
+            stage.loss()
+
+
+def test_passes_without_gradients():
+    """A validation pass has a loss of its own; behind it, one that is to be trained by is not its sum with others."""
+    model, (tokens, batch) = Small(6), inputs()
+    with IndexerStage(model, "sparse") as stage:
+        with torch.no_grad():
+            model(tokens, batch)
+            expected = stage.loss()
+            model(tokens, batch)
+        model(tokens, batch)
+        with pytest.raises(RuntimeError, match=r"loss: a pass .* under torch.no_grad\(\)"):
+            stage.loss()
+    with stage:  # what nobody has taken is of the `with` before
+        model(tokens, batch)
+        assert stage.loss().item() == pytest.approx(expected.item(), rel=1e-6)
+    with torch.no_grad(), stage:
+        model(tokens, batch)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    assert stage.loss().item() == pytest.approx(expected.item(), rel=1e-6)  # nothing is to learn
+
+
+@pytest.mark.parametrize("wrap", [checkpoint_wrapper, lambda layer: torch.compile(layer, backend="eager")])
+def test_wrapped_layers_are_found_once(wrap):
+    """A wrapper has the attributes of the layer inside of it."""
+    model, (tokens, batch) = Small(6), inputs()
+    expected = IndexerStage(model, "sparse").parameters()
+    with IndexerStage(model, "sparse") as stage:
+        model(tokens, batch)
+        loss = stage.loss()
+    layers = list(model.layers)
+    model.layers = nn.ModuleList(map(wrap, layers))
+    stage = IndexerStage(model, "sparse")
+    assert list(map(id, stage.parameters())) == list(map(id, expected))
+    with stage, torch.compiler.set_stance("force_eager"):  # through the wrapper, which need not compile
+        assert [layer.indexer_stage for layer in layers] == [stage, stage]
+        model(tokens, batch)
+        assert torch.allclose(stage.loss(), loss)
+    assert [layer.indexer_stage for layer in layers] == [None, None]
+
+
+def test_an_indexer_of_two_layers_has_its_parameters_once():
+    model, (tokens, batch) = Small(6), inputs()
+    model.layers[1].indexer = model.layers[0].indexer
+    with IndexerStage(model, "sparse") as stage:
+        model(tokens, batch)
+        assert len(stage._kls) == 2
+    assert list(map(id, stage.parameters())) == list(map(id, model.layers[0].indexer.parameters()))
+
+
+def test_a_stage_within_another():
+    model, (tokens, batch) = Small(6), inputs()
+    with IndexerStage(model, "sparse") as sparse:
+        with IndexerStage(model, "warmup") as warmup:
+            model(tokens, batch)
+        model(tokens, batch)
+        with sparse:
+            model(tokens, batch)
+        model(tokens, batch)
+        assert (len(warmup._kls), len(sparse._kls)) == (2, 6)
+    assert all(layer.indexer_stage is None for layer in model.layers)
+
+
+@pytest.mark.parametrize("name", ["warmup", "sparse"])
+@pytest.mark.parametrize("parameter", ["wq_b.weight", "wk.weight", "weights_proj.weight", "k_norm.bias"])
+def test_an_indexer_without_numbers_has_no_loss(name, parameter):
+    """It selects nothing, which is not what a perfect one does."""
+    model, (tokens, batch) = Small(6), inputs()
+    with torch.no_grad():
+        model.layers[0].indexer.get_parameter(parameter).fill_(torch.nan)
+    with IndexerStage(model, name) as stage:
+        model(tokens, batch)
+        assert stage.loss().isnan()
 
 
 def test_a_pass_that_fails_leaves_nothing():
