@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dsa_layers.arguments import integer
 from dsa_layers.batch.prefill import Chunk, prefill_batch
 from dsa_layers.families.model import Model
 
@@ -23,10 +24,12 @@ class HeldOutLoss:
 def held_out_loss(model: Model, sequences: Sequence[Sequence[int]], *, chunk: int = 2048) -> HeldOutLoss:
     """The loss of predicting each token of the sequences, but for the first of each, from the tokens before it.
 
-    chunk: the most tokens of a pass.
+    chunk: the most tokens of a pass, at least 1.
 
-    Raises ValueError for sequences of fewer than two tokens, and for none.
+    Raises ValueError for sequences of fewer than two tokens, and for none, and TypeError or ValueError for another
+    chunk.
     """
+    chunk = integer("chunk", chunk, at_least=1)
     if not sequences or min(map(len, sequences)) < 2:
         raise ValueError(f"sequences: must be lists of at least 2 tokens, got lengths {list(map(len, sequences))}")
     device, page_size = next(model.parameters()).device, model.page_size
@@ -37,7 +40,7 @@ def held_out_loss(model: Model, sequences: Sequence[Sequence[int]], *, chunk: in
     for tokens in sequences:
         inputs, targets = (torch.tensor(part, device=device) for part in (tokens[:-1], tokens[1:]))
         done = 0
-        # Even parts: none is of a single token, which would be a decoding pass, unless all are.
+        # Even parts: of several tokens none is alone, which would be a decoding pass, unless chunk is 1 or 2.
         for part, expected in zip(*(x.tensor_split(-(-len(inputs) // chunk)) for x in (inputs, targets))):
             batch = prefill_batch([Chunk(len(part), done, range(pages), 0)], page_size, device)
             done += len(part)

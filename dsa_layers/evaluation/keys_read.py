@@ -42,7 +42,8 @@ class KeysRead:
         keys.counts().share  # of the keys that dense attention reads
 
     Layers that are a `SelectingAttention` tell what they read. Passes run as Python: the replay of a CUDA graph is not
-    counted, so a Generator needs cuda_graphs=False. Passes that train indexers are not counted either.
+    counted, so a Generator needs cuda_graphs=False. Passes that train indexers are not counted either. Of two such
+    contexts the inner one counts.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -52,10 +53,12 @@ class KeysRead:
                 "model: must have attention layers that tell how many keys they read, by the attribute `key_counter` "
                 f"of dsa_layers.layers.selecting_attention, got {type(model).__name__} without such a layer"
             )
+        self._before: list[list] = []  # for each `with` that is entered, what the layers had
         self._tokens = 0
         self._sums = self._most = torch.zeros(3, dtype=torch.int64)
 
     def __enter__(self) -> Self:
+        self._before.append([layer.key_counter for layer in self._layers])
         for layer in self._layers:
             layer.key_counter = self
         return self
@@ -63,8 +66,8 @@ class KeysRead:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for layer in self._layers:
-            layer.key_counter = None
+        for layer, before in zip(self._layers, self._before.pop()):
+            layer.key_counter = before
 
     def counts(self) -> KeyCounts:
         """The counts of all passes so far. Raises RuntimeError if there was none."""

@@ -39,17 +39,23 @@ def latest_keys(model: nn.Module) -> Iterator[None]:
     Raises ValueError for a model without indexers, and for one that lacks an attribute.
     """
     layers = _indexed(model)
+    before = [(layer.indexer, vars(layer.indexer).get("select")) for layer in layers]
     for layer in layers:
         layer.indexer.select = _select_latest(layer)
     try:
         yield
     finally:
-        for layer in layers:
-            del layer.indexer.select  # its class' method is there again
+        for indexer, own in before:
+            if own is None:
+                del indexer.select  # its class' method is there again
+            else:
+                indexer.select = own
 
 
 def _indexed(model: nn.Module) -> list[SelectingAttention]:
-    layers = [m for m in model.modules() if getattr(m, "indexer", None) is not None]
+    found = [m for m in model.modules() if getattr(m, "indexer", None) is not None]
+    # One of each indexer: a wrapper, as of activation checkpointing or torch.compile, hands out that of its layer.
+    layers = list({id(layer.indexer): layer for layer in found}.values())
     if not layers:
         raise ValueError(
             f"model: must have attention layers with an `indexer`, got {type(model).__name__} without such a layer"

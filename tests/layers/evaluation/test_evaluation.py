@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from dsa_layers import SHIPPED_MODEL, Generator, SamplingParams, SequenceBatch, load_model
 from dsa_layers.evaluation.held_out_loss import held_out_loss
@@ -45,6 +46,14 @@ def test_wrong_sequences(model):
     for wrong in ([], [[1]]):
         with pytest.raises(ValueError, match="sequences: must be lists of at least 2 tokens, got lengths"):
             held_out_loss(model, wrong)
+
+
+def test_wrong_chunks(model, sequences):
+    for wrong in (0, -1):
+        with pytest.raises(ValueError, match=f"chunk: must be at least 1, got {wrong}"):
+            held_out_loss(model, sequences, chunk=wrong)
+    with pytest.raises(TypeError, match=r"chunk: must be an integer, got 1\.5"):
+        held_out_loss(model, sequences, chunk=1.5)
 
 
 def test_all_keys_is_dense_attention(model, sequences):
@@ -164,6 +173,40 @@ def test_attention_of_another_class():
     with all_keys(model, 4):
         assert model[0].indexer.top_k == 4
     assert model[0].indexer.top_k == 2 and model[0].key_counter is None
+
+
+@pytest.mark.parametrize("wrap", [checkpoint_wrapper, lambda layer: torch.compile(layer, backend="eager")])
+def test_wrapped_attention(wrap):
+    """A wrapper has the attributes of the layer inside of it."""
+    tokens, batch = torch.arange(4), SequenceBatch.without_cache([4])
+    model = nn.Sequential(wrap(Other()))
+    with KeysRead(model) as keys, latest_keys(model):
+        assert model[0](tokens, batch).tolist() == [[0, -1], [0, 1], [1, 2], [2, 3]]
+    assert keys.counts().read == 7 / 4 and model[0](tokens, batch).tolist() == [[0, 0]] * 4
+    with all_keys(model, 4):
+        assert model[0].indexer.top_k == 4
+    assert model[0].indexer.top_k == 2
+
+
+def test_contexts_within_each_other():
+    """Behind an inner one there is what was there before it."""
+    model, tokens, batch = nn.Sequential(Other()), torch.arange(4), SequenceBatch.without_cache([4])
+    indexer, latest = model[0].indexer, [[0, -1], [0, 1], [1, 2], [2, 3]]
+    with latest_keys(model):
+        with latest_keys(model):
+            assert model[0](tokens, batch).tolist() == latest
+        assert model[0](tokens, batch).tolist() == latest
+    assert "select" not in vars(indexer)
+    indexer.select = lambda *arguments, **options: torch.full((4, 2), 1)
+    with latest_keys(model):
+        assert model[0](tokens, batch).tolist() == latest
+    assert model[0](tokens, batch).tolist() == [[1, 1]] * 4
+    with KeysRead(model) as outer:
+        with KeysRead(model) as inner:
+            model[0](tokens, batch)
+        for _ in range(2):
+            model[0](tokens, batch)
+    assert (inner._tokens, outer._tokens, model[0].key_counter) == (4, 8, None)
 
 
 def test_what_a_model_lacks(monkeypatch):
