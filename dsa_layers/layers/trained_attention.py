@@ -46,44 +46,55 @@ class TrainedAttention(Protocol):
         may not see are ignored. This is plain PyTorch with memory for [heads, T, S] numbers, for trying a score out."""
 
 
-class WarmupAttention:
+class _StageAttention:
+    """What both stages' attention has."""
+
+    _batch: TokenBatch
+    _out: torch.Tensor | None = None
+
+    @property
+    def out(self) -> torch.Tensor:
+        """The attention's output, once the loss is computed. RuntimeError before."""
+        if self._out is None:
+            raise RuntimeError("indexer.loss: must call attention.kl or attention.lightning_kl, and called neither")
+        return self._out
+
+    def gather(self, k: torch.Tensor) -> torch.Tensor:
+        return gather_keys(k, self._batch)
+
+
+class WarmupAttention(_StageAttention):
     """Attention to all keys, and KL over all keys.
 
     q [T, heads, d]; k [S, heads, d], v [S, heads, v_dim] of all keys (`gather_keys`): packed sequences, causal. out
     [T, heads, v_dim], once the loss is computed.
     """
 
-    out: torch.Tensor
-
     def __init__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, batch: TokenBatch
     ) -> None:
         self._q, self._k, self._v, self._scale, self._batch = q, k, v, softmax_scale, batch
 
-    def gather(self, k: torch.Tensor) -> torch.Tensor:
-        return gather_keys(k, self._batch)
-
     def lightning_kl(self, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         attention, indexer = (self._q, self._k, self._v), (q, self.gather(k), weights)
-        self.out, _, kl = dsa.indexer_warmup_attention(*attention, *indexer, *_bounds(self._batch), self._scale)
+        self._out, _, kl = dsa.indexer_warmup_attention(*attention, *indexer, *_bounds(self._batch), self._scale)
         return kl
 
     def kl(self, scores: torch.Tensor) -> torch.Tensor:
         visible = _visible(scores, self._batch)
         logits = torch.einsum("thd,shd->hts", self._q.float(), self._k.float()) * self._scale
         weights = logits.masked_fill(~visible, -torch.inf).softmax(-1)
-        self.out = torch.einsum("hts,shd->thd", weights, self._v.float()).to(self._v.dtype)
+        self._out = torch.einsum("hts,shd->thd", weights, self._v.float()).to(self._v.dtype)
         return kl_divergence(weights.detach().mean(0), scores.float(), visible)
 
 
-class SparseAttention:
+class SparseAttention(_StageAttention):
     """Attention to the top_k keys of the largest scores, and KL over these.
 
     q [T, heads, latent + rope] absorbed, kv [S, latent + rope] of all keys (`gather_keys`); d_v: channels of a latent.
-    out [T, heads, d_v], once the loss is computed.
+    out [T, heads, d_v], once the loss is computed. A token that no key is selected for has the loss NaN: each sees
+    itself, so that its scores are no numbers.
     """
-
-    out: torch.Tensor
 
     def __init__(
         self, q: torch.Tensor, kv: torch.Tensor, softmax_scale: float, d_v: int, top_k: int, batch: TokenBatch
@@ -91,15 +102,14 @@ class SparseAttention:
         self._q, self._kv, self._scale, self._d_v = q, kv[:, None], softmax_scale, d_v
         self._top_k, self._batch = top_k, batch
 
-    def gather(self, k: torch.Tensor) -> torch.Tensor:
-        return gather_keys(k, self._batch)
-
     def lightning_kl(self, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         k = self.gather(k)
         topk_indices = dsa.indexer_topk(q, k, weights, self._top_k, *_bounds(self._batch))
         lse = self._attend(topk_indices)
         attention = self._q.detach(), self._kv.detach()
-        return dsa.sparse_indexer_loss(*attention, q, k, weights, topk_indices, self._scale, lse)
+        kl = dsa.sparse_indexer_loss(*attention, q, k, weights, topk_indices, self._scale, lse)
+        # Without keys it is 0, which would be that of a perfect indexer. Keys come first in their rows.
+        return kl.masked_fill(topk_indices[:, 0, 0] < 0, torch.nan)
 
     def kl(self, scores: torch.Tensor) -> torch.Tensor:
         _visible(scores, self._batch)  # checks the shape
@@ -118,7 +128,7 @@ class SparseAttention:
 
     def _attend(self, topk_indices: torch.Tensor) -> torch.Tensor:
         """Attention to the rows [T, 1, top_k]; returns the logarithm of its softmax's denominator, [heads, T]."""
-        self.out, lse = dsa.sparse_mla_attention(self._q, self._kv, topk_indices, self._scale, self._d_v)
+        self._out, lse = dsa.sparse_mla_attention(self._q, self._kv, topk_indices, self._scale, self._d_v)
         return lse.detach()
 
 

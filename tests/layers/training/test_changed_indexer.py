@@ -150,3 +150,11 @@ def test_a_layer_of_one(checkpoint):
         gradients = torch.autograd.grad(stage.loss(), stage.parameters())
     assert all(g.abs().sum() > 0 for g in gradients)
     assert isinstance(model.model.layers[0].self_attn, DSAAttention)
+
+
+@pytest.mark.parametrize("stage", ["warmup", "sparse"])
+def test_a_loss_that_computes_no_attention(model, stage, monkeypatch):
+    monkeypatch.setattr(DotProductIndexer, "loss", lambda self, x, qr, cos, sin, attention: self.k(x).sum(-1))
+    with pytest.raises(RuntimeError, match=r"indexer\.loss: must call attention\.kl or attention\.lightning_kl"):
+        with IndexerStage(model, stage):
+            model(torch.arange(20), SequenceBatch.without_cache([20]))
