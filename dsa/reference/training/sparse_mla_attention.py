@@ -43,6 +43,8 @@ def sparse_mla_attention(
     weights, lse = masked_softmax(logits, valid)
     out = torch.einsum("htj,tjd->thd", weights, rows[..., :d_v])
     if attn_sink is not None:
-        share = torch.sigmoid(lse.T - attn_sink.to(work))
-        out = out * share.masked_fill(lse.T == torch.inf, 0.0)[..., None]
+        # Without keys lse is infinite, as a sink may be: their difference and its gradient would be NaN.
+        without = lse.T == torch.inf
+        share = torch.sigmoid(lse.T.masked_fill(without, 0.0) - attn_sink.to(work))
+        out = out * share.masked_fill(without, 0.0)[..., None]
     return out.to(q.dtype), lse

@@ -35,3 +35,14 @@ def test_what_no_index_names_reaches_nothing():
     assert not any(x.isnan().any() for x in sparse_mla_attention(q, kv, indices, 0.4, 4))
     out, lse = sparse_mla_attention(q, kv[:0], indices, 0.4, 4)
     assert not out.any() and lse.eq(torch.inf).all()
+
+
+@pytest.mark.parametrize("sink", [torch.inf, -torch.inf])
+def test_an_infinite_sink_has_a_gradient(sink):
+    """Also where a query has no keys, whose LSE is infinite, too; its gradient is 0."""
+    (q, kv, *_), indices = sparse_inputs()
+    sinks = torch.full((3,), sink, dtype=F64, requires_grad=True)
+    out, _ = sparse_mla_attention(q, kv, indices, 0.4, 4, sinks)
+    assert (out[2] == 0).all()
+    *gradients, of_sinks = torch.autograd.grad(out.square().sum(), (q, kv, sinks))
+    assert not of_sinks.any() and all(g.isfinite().all() for g in gradients)
