@@ -44,16 +44,17 @@ def attention_backward(
     scale: float,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Gradients of q, k and v. Absorbed, k's has v's in it, and v's is None: v is a view of k."""
+    """Gradients of q, k and v. Absorbed, k's has v's in it, summed in a fixed order if PyTorch is to be deterministic,
+    and v's is None: v is a view of k."""
     if (q.shape[2], v.shape[2]) != ABSORBED:
         return flash_backward(grad, q, k, v, out, lse, sequences, scale, causal)
     dq, dk = torch.empty_like(q), torch.zeros(k.shape, dtype=torch.float32, device=k.device)
-    k = tma_rows(k)
+    k, deterministic = tma_rows(k), torch.are_deterministic_algorithms_enabled()
     lse = lse.T.contiguous()
     for rows, indices, visible in _selections(sequences, len(q), causal):
         seen = torch.arange(indices.shape[2], device=q.device) < visible[:, None, None]
         indices = torch.where(seen, indices, -1)
-        parts = q[rows], k, indices, scale, None, out[rows], lse[rows], grad[rows], None, False
+        parts = q[rows], k, indices, scale, None, out[rows], lse[rows], grad[rows], None, deterministic
         dq[rows], part, _ = sparse_gradients(*parts)
         dk += part
     return dq, dk.to(k.dtype), None

@@ -9,7 +9,7 @@ from types import ModuleType
 import torch
 
 from dsa import backends
-from dsa.kernels.training.limits import INDEX_HEADS, K_TILE, Q_TILE, Q_TILE_FIELDS
+from dsa.kernels.training.limits import INDEX_CHANNELS, INDEX_HEADS, K_TILE, MAX_INDEX_HEADS, Q_TILE, Q_TILE_FIELDS
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops._tma_rows import tma_rows
 from dsa.ops.declaration import Kernels
@@ -66,6 +66,17 @@ class Indexer:
             q = torch.nn.functional.pad(q, (0, 0, 0, missing))
             w = torch.nn.functional.pad(w, (0, missing))
         return cls(*(tma_rows(x.contiguous()) for x in (q, k_idx, w)))
+
+
+def check_index_channels(q_idx: torch.Tensor) -> None:
+    if q_idx.shape[2] not in INDEX_CHANNELS:
+        raise ValueError(f"q_idx: the kernel takes di of {' or '.join(map(str, INDEX_CHANNELS))}, got {q_idx.shape[2]}")
+
+
+def check_index_heads(q_idx: torch.Tensor) -> None:
+    """Of an `Indexer`."""
+    if not 1 <= q_idx.shape[1] <= MAX_INDEX_HEADS:
+        raise ValueError(f"q_idx: the kernel takes 1 to {MAX_INDEX_HEADS} heads, got {q_idx.shape[1]}")
 
 
 def losses(

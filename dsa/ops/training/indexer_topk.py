@@ -4,11 +4,19 @@ from types import ModuleType
 
 import torch
 
-from dsa.kernels.training.limits import INDEX_CHANNELS, K_TILE, MAX_INDEX_HEADS, Q_TILE
+from dsa.kernels.training.limits import K_TILE, Q_TILE
 from dsa.ops.declaration import op, rows_of
 from dsa.ops.indexer.topk_indices import MAX_K, topk_indices
 from dsa.ops.training._indexer_gradient import SCORES, active_shape, index_scores
-from dsa.ops.training._warmup_sum import LEAST_WORKSPACE, PLAN, Indexer, Plan, make_plan
+from dsa.ops.training._warmup_sum import (
+    LEAST_WORKSPACE,
+    PLAN,
+    Indexer,
+    Plan,
+    check_index_channels,
+    check_index_heads,
+    make_plan,
+)
 from dsa.reference.training import indexer_topk as reference
 
 __all__ = ["indexer_topk"]
@@ -50,10 +58,8 @@ def indexer_topk(
 
 
 def _check_limits(q_idx: torch.Tensor, top_k: int) -> None:
-    if q_idx.shape[2] not in INDEX_CHANNELS:
-        raise ValueError(f"q_idx: the kernel takes di of {' or '.join(map(str, INDEX_CHANNELS))}, got {q_idx.shape[2]}")
-    if not 1 <= q_idx.shape[1] <= MAX_INDEX_HEADS:
-        raise ValueError(f"q_idx: the kernel takes 1 to {MAX_INDEX_HEADS} heads, got {q_idx.shape[1]}")
+    check_index_channels(q_idx)
+    check_index_heads(q_idx)
     if top_k > MAX_K:
         raise ValueError(f"top_k: the kernel takes up to {MAX_K}, got {top_k}")
 

@@ -5,11 +5,7 @@ from typing import Any
 
 import torch
 
-from dsa.kernels.training.limits import (
-    DENSE_CHANNELS,
-    INDEX_CHANNELS,
-    MAX_INDEX_HEADS,
-)
+from dsa.kernels.training.limits import DENSE_CHANNELS
 from dsa.ops._tma_rows import tma_rows
 from dsa.ops.declaration import op, rows_of
 from dsa.ops.mla import mha_varlen_fwd
@@ -17,7 +13,16 @@ from dsa.ops.training import _indexer_gradient, _uncovered_rows, _warmup_per_hea
 from dsa.ops.training._packed_attention import ABSORBED, Sequences, attention_backward, attention_forward
 from dsa.ops.training._uncovered_rows import fill_uncovered
 from dsa.ops.training._warmup_per_head import per_head_backward, per_head_forward
-from dsa.ops.training._warmup_sum import Indexer, Plan, key_tiles_of, losses, make_plan, workspace
+from dsa.ops.training._warmup_sum import (
+    Indexer,
+    Plan,
+    check_index_channels,
+    check_index_heads,
+    key_tiles_of,
+    losses,
+    make_plan,
+    workspace,
+)
 from dsa.reference.training import indexer_warmup_attention as reference
 
 __all__ = ["indexer_warmup_attention"]
@@ -71,8 +76,9 @@ def indexer_warmup_attention(
     them. The backward pass scales them, and computes k_idx's gradient again if the upstream gradients differ; after
     `kl.sum()` the host knows that they are equal, after `kl.mean()` the device finds out. lse has no gradient, and
     nothing has a second gradient. The gradients of q, k and v are those of PyTorch's flash attention, or at (576, 512)
-    those of `sparse_mla_attention`, and are summed in no fixed order; everything else is deterministic. CUDA-graph
-    safe, no host synchronisation.
+    those of `sparse_mla_attention`, and are summed in no fixed order; everything else is deterministic. At (576, 512)
+    the order is fixed if torch.are_deterministic_algorithms_enabled() when the gradient is computed, with 2304
+    max_seqlen_k bytes more for each multiprocessor. CUDA-graph safe, no host synchronisation.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1; "per_head" is tl-dsa-warmup-lightning-indexer's.
     """
     tensors = q, k, v, q_idx, k_idx, w_idx, cu_seqlens_q, cu_seqlens_k
@@ -214,12 +220,11 @@ def _check_limits(
             f"q, v: the kernel takes channels (d, dv) of {', '.join(map(str, CHANNELS))}, got "
             f"{(q.shape[2], v.shape[2])}"
         )
-    if q_idx.shape[2] not in INDEX_CHANNELS:
-        raise ValueError(f"q_idx: the kernel takes di of {' or '.join(map(str, INDEX_CHANNELS))}, got {q_idx.shape[2]}")
+    check_index_channels(q_idx)
     if target == "per_head" and (q.shape[2], v.shape[2]) == ABSORBED:
         raise ValueError(f"target: 'per_head' has no kernel for {ABSORBED[0]} channels")
-    if target == "sum" and not 1 <= q_idx.shape[1] <= MAX_INDEX_HEADS:
-        raise ValueError(f"q_idx: the kernel takes 1 to {MAX_INDEX_HEADS} heads, got {q_idx.shape[1]}")
+    if target == "sum":
+        check_index_heads(q_idx)
     if not 0 < softmax_scale < float("inf"):
         raise ValueError(f"softmax_scale: the kernel takes a positive number, got {softmax_scale}")
     if (q.shape[2], v.shape[2]) == ABSORBED:

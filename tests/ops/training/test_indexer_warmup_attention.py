@@ -143,6 +143,23 @@ def test_without_sequences_no_query_selects_a_key(causal):
     assert selection[0] == slice(0, 3) and selection[1].shape == (3, 1, 5) and selection[2].tolist() == [0, 0, 0]
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_absorbed_gradients_are_deterministic_as_pytorch_is_told(monkeypatch, deterministic):
+    """They are those of the sparse stage's attention, to which the order of the sums is an argument."""
+    asked = []
+
+    def gradients(q, kv, indices, *rest):
+        asked.append(rest[-1])
+        return torch.zeros_like(q), torch.zeros_like(kv), None
+
+    monkeypatch.setattr(_packed_attention, "sparse_gradients", gradients)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    q, k, out = (torch.zeros(3, n, d, dtype=BF16) for n, d in ((2, 576), (1, 576), (2, 512)))
+    bounds = [torch.tensor([0, 3], dtype=torch.int32)] * 2
+    _packed_attention.attention_backward(out, q, k, k[..., :512], out, torch.zeros(2, 3), (*bounds, 3, 3), 0.1, True)
+    assert asked == [deterministic]
+
+
 @pytest.mark.parametrize(("queries", "keys", "batch"), [(3, 0, 1), (0, 3, 1), (3, 3, 0)])
 def test_attention_without_queries_keys_or_sequences_has_gradients_of_zero(queries, keys, batch):
     q, k, v, out = (
