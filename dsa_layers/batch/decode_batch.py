@@ -20,10 +20,14 @@ class DecodeBatch(TokenBatch):
 
     block_table      int32 [B, max_pages]: physical pages of each sequence, -1 beyond its end
     page_size        tokens a page
-    key_lens_tensor  int32 [B]: tokens of each sequence after this pass, the new ones included, at least next_n
+    key_lens_tensor  int32 [B]: tokens of each sequence after this pass, the new ones included, at least next_n. A row
+                     that pads the batch has 0, and -1 in all columns of block_table: not where a cache keeps anything
+                     by sequence, since such a row would write to its state slot
     max_key_len      an upper bound of these lengths
     state_slots      int32 [B]: each sequence's row of the tensors that a cache keeps by sequence and not by page; None
                      where the cache keeps nothing so
+    next_n           tokens of each sequence. A cache that keeps windows by sequence has room for at most
+                     dsa_layers.cache.drafts.DRAFTS + 1, and its layers raise ValueError for more
     layout           what follows from B and next_n alone, where the caller keeps it from pass to pass; else None
 
     What a layer computes from a batch depends on the host's numbers B, next_n, max_pages and max_key_len alone. A CUDA

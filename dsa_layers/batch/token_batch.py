@@ -83,7 +83,11 @@ class TokenBatch(SelectedCounts, Tokens):
         return self._views.setdefault(("entries", ratio), EntryView(self, ratio))
 
     def windows(self, window: int, ring: int) -> WindowView:
-        """The sliding windows of so many tokens, in rings of so many slots: one view for all layers of the pass."""
+        """The sliding windows of so many tokens, in rings of so many slots: one view for all layers of the pass.
+        ValueError for more tokens to decode than a ring has room for beside what the first of them sees."""
+        most = ring - window + 1
+        if self.next_n > most:
+            raise ValueError(f"batch: next_n must be at most {most} with this cache, got {self.next_n}")
         return self._views.setdefault(("windows", window, ring), WindowView(self, window, ring))
 
     def group_rows(self, groups: int, tokens: int) -> GroupRows:

@@ -6,6 +6,8 @@ import torch
 from dsa.testing import calc_diff
 from dsa_layers.batch.decode_batch import DecodeBatch
 from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.cache.compressed_kv_cache import CompressedKVCache
+from dsa_layers.cache.drafts import DRAFTS
 from dsa_layers.checkpoint.loading import load_model
 
 PAGE = 64
@@ -120,3 +122,18 @@ def test_tokens_that_are_taken_back_leave_nothing(model, drafts):
         for i, at in enumerate(done):
             assert_same(model, got[i, : 1 + right[i]], expected[i, at : at + 1 + right[i]])
             done[i] = at + 1 + right[i]
+
+
+def test_more_drafts_than_rings_have_room_for(model):
+    """V4's tokens would overwrite keys that the first of them still see. Pages have no such bound."""
+    tokens, next_n = sequences(5), DRAFTS + 2
+    cache = filled(model, tokens, next_n)
+    table = torch.tensor([[*own, *[-1] * (4 - len(own))] for own in PAGES], dtype=torch.int32)
+    lens, slots = torch.tensor(LENGTHS, dtype=torch.int32), torch.arange(3, dtype=torch.int32)
+    batch = DecodeBatch(table, page_of(model), lens, 256, slots, next_n)
+    new = torch.cat([own[-next_n:] for own in tokens])
+    if isinstance(cache, CompressedKVCache):
+        with pytest.raises(ValueError, match=f"batch: next_n must be at most {DRAFTS + 1} .*, got {next_n}"):
+            model(new, batch, cache)
+    else:
+        model(new, batch, cache)
