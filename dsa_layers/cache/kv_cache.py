@@ -6,11 +6,10 @@ from typing import Literal
 
 import torch
 
+from dsa.reference.checks import MOST_SLOTS
 from dsa_layers.arguments import integer, shown
 
 LATENT_FP8_BYTES = 656
-# A slot, page * page_size + offset, is an int32.
-MOST_SLOTS = 2**31
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 

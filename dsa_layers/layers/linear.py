@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 import dsa
+from dsa.kernels.gemm.linear_fp32_limits import CHANNEL_MULTIPLE, MAX_TOKENS
 from dsa.reference.autocast import without_autocast
 from dsa.reference.checks import FLOATS, check_dtype
 from dsa_layers.arguments import flag
@@ -11,9 +12,9 @@ from dsa_layers.layers.batch_invariance import has_any_rows
 
 BLOCK = 128
 HALVES = torch.bfloat16, torch.float16
-# What the kernel of fp32 results takes, and up to how many of them it is used: each tile of tokens reads the whole
-# matrix, and PyTorch's libraries are made for more.
-MOST_TOKENS, CHANNEL_MULTIPLE, MOST_RESULTS = 64, 32, 3 * 2**14
+# Up to so many results the kernel of fp32 results is used: each tile of tokens reads the whole matrix, and PyTorch's
+# libraries are made for more.
+MOST_RESULTS = 3 * 2**14
 
 
 @without_autocast
@@ -26,7 +27,7 @@ def linear_fp32(x: torch.Tensor, weight: torch.Tensor, scale: float = 1.0, *, sc
     """
     halves = x.dtype == weight.dtype and x.dtype in HALVES and not torch.is_grad_enabled()
     if halves and has_any_rows():
-        rows = x.flatten(0, -2).split(MOST_TOKENS)
+        rows = x.flatten(0, -2).split(MAX_TOKENS)
         parts = [dsa.linear_fp32(part, weight, scale, scaled_from=scaled_from) for part in rows]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).unflatten(0, x.shape[:-1])
     if halves and _are_few(x, weight):
@@ -45,14 +46,14 @@ def _are_few(x: torch.Tensor, weight: torch.Tensor) -> bool:
     question."""
     if torch.compiler.is_compiling() or x.dim() != 2 or x.shape[1] % CHANNEL_MULTIPLE:
         return False
-    few = len(x) <= MOST_TOKENS and len(x) * len(weight) <= MOST_RESULTS
-    if not few or not rows_at_16_bytes(x) or not rows_at_16_bytes(weight):
+    few = len(x) <= MAX_TOKENS and len(x) * len(weight) <= MOST_RESULTS
+    if not few or not has_aligned_rows(x) or not has_aligned_rows(weight):
         return False
     return not x.is_cuda or dsa.backends.runs_kernel("linear_fp32", x)
 
 
-def rows_at_16_bytes(x: torch.Tensor) -> bool:
-    """As the kernels ask for them."""
+def has_aligned_rows(x: torch.Tensor) -> bool:
+    """Rows at multiples of 16 bytes, as the kernels ask for them."""
     apart = len(x) < 2 or x.stride(0) * x.element_size() % 16 == 0
     return x.stride(-1) == 1 and apart and x.data_ptr() % 16 == 0
 

@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 import dsa
+from dsa.kernels.elementwise.limits import MAX_NORM_CAST_CHANNELS
 from dsa_layers.batch.rows import ALL_ROWS, Rows
 from dsa_layers.layers import joint_linear
 from dsa_layers.layers.joint_linear import Cast, Layer
 from dsa_layers.layers.norm import RMSNorm
 
-MOST_CHANNELS = 8192  # that the kernels take, whatever the dtype
+MOST_CHANNELS = min(MAX_NORM_CAST_CHANNELS.values())  # that the kernels take, whatever the dtype
 
 
 def norm_and_cast(

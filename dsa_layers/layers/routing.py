@@ -12,12 +12,11 @@ from torch import nn
 from torch.nn.modules import module as hooks
 
 import dsa
+from dsa.kernels.moe.limits import MAX_TOP_K
+from dsa.kernels.moe.route_to_experts_limits import CHANNEL_MULTIPLE, MAX_EXPERTS, MAX_TOKENS
 from dsa_layers.layers.batch_invariance import has_any_rows
-from dsa_layers.layers.linear import HALVES, linear_fp32, rows_at_16_bytes
+from dsa_layers.layers.linear import HALVES, has_aligned_rows, linear_fp32
 from dsa_layers.layers.norm_and_cast import watched
-
-# What the kernel takes. More tokens make the product with the matrix one that PyTorch's libraries are made for.
-MOST_TOKENS, MOST_EXPERTS, MOST_CHOSEN, CHANNEL_MULTIPLE = 64, 512, 32, 32
 
 Routed = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -75,7 +74,7 @@ def route_by_table(
     scale: float,
 ) -> Routed | None:
     """The same of the experts that a table names for the tokens."""
-    if table.shape[1] > MOST_CHOSEN or not _takes("route_by_table", x, weight):
+    if table.shape[1] > MAX_TOP_K or not _takes("route_by_table", x, weight):
         return None
     return dsa.route_by_table(x, weight, table, tokens, scale=scale, first_expert=first, count=count)
 
@@ -85,7 +84,8 @@ def _takes(op: str, x: torch.Tensor, weight: torch.Tensor) -> bool:
         return False
     if torch.is_grad_enabled() or x.dtype != weight.dtype or x.dtype not in HALVES:
         return False
-    few = len(x) <= MOST_TOKENS and len(weight) <= MOST_EXPERTS and x.shape[1] % CHANNEL_MULTIPLE == 0
-    if not few or not rows_at_16_bytes(x) or not rows_at_16_bytes(weight):
+    # More tokens make the product with the matrix one that PyTorch's libraries are made for.
+    few = len(x) <= MAX_TOKENS and len(weight) <= MAX_EXPERTS and x.shape[1] % CHANNEL_MULTIPLE == 0
+    if not few or not has_aligned_rows(x) or not has_aligned_rows(weight):
         return False
     return not x.is_cuda or dsa.backends.runs_kernel(op, x)

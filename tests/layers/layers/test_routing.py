@@ -176,13 +176,7 @@ def test_a_gpu_without_the_kernel_goes_by_itself(monkeypatch):
 
 
 @torch.no_grad()
-def test_the_limits_are_the_kernels():
-    from dsa.kernels.moe import route_to_experts_limits as config
-    from dsa.kernels.moe.limits import MAX_TOP_K
-
-    limits = routing.MOST_TOKENS, routing.MOST_EXPERTS, routing.CHANNEL_MULTIPLE
-    assert limits == (config.MAX_TOKENS, config.MAX_EXPERTS, config.CHANNEL_MULTIPLE)
-    assert routing.MOST_CHOSEN == MAX_TOP_K
+def test_the_choice_is_the_gates():
     weight, bias = torch.randn(12, 64).to(BF16), torch.zeros(12)
     chosen = routing.choose(rows(3), weight, bias, 2)
     assert torch.equal(chosen[0], dsa.moe_gate(linear_fp32(rows(3), weight), bias, 2)[0])
