@@ -102,7 +102,7 @@ def signature(*values: object) -> tuple:
         kind = type(x)
         if kind is torch.Tensor or isinstance(x, torch.Tensor):
             try:
-                found += (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15)
+                found += (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15, x.is_neg())
             except RuntimeError:  # a sparse or nested tensor, which the checks refuse: no call is like this one
                 found.append(object())
         elif kind in _PLAIN or isinstance(x, (int, float, str)):

@@ -290,6 +290,9 @@ def check_mergeable(name: str, x: torch.Tensor, first: int, end: int) -> None:
 
 
 def _check_memory(name: str, x: torch.Tensor, spec: Tensor | Tensors) -> None:
+    # torch's lazy sign, as of z.conj().imag: memory holds the numbers without it. torch.compile cannot ask for it.
+    if not torch.compiler.is_compiling() and x.is_neg():
+        raise ValueError(f"{name}: must be negated in memory, got a lazily negated tensor; call resolve_neg()")
     check_layout(name, x, spec.layout if isinstance(spec.layout, str) else spec.layout(x))
     check_mergeable(name, x, *spec.merged)
 

@@ -88,10 +88,13 @@ def check_updatable(name: str, value: torch.Tensor) -> None:
 
 
 def check_writable(name: str, value: torch.Tensor) -> None:
-    """An op may write to `value` in place: no two of its numbers share memory, and autograd does not watch it."""
-    strides = value.stride()
-    if 0 in strides and any(stride == 0 and size > 1 for stride, size in zip(strides, value.shape)):
-        raise ValueError(f"{name}: its numbers must not share memory, got strides {list(strides)}")
+    """An op may write to `value` in place: no two of its numbers share memory, each dimension steps over all that is
+    below it, and autograd does not watch it."""
+    strides, extent = value.stride(), 1
+    for stride, size in sorted(zip(strides, value.shape)):
+        if stride < extent and size > 1:
+            raise ValueError(f"{name}: its numbers must not share memory, got strides {list(strides)}")
+        extent += stride * (size - 1)
     if value.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{name}: is written in place, must not require gradients; use torch.no_grad()")
 

@@ -17,8 +17,9 @@ def test_contents_do_not_count():
 
 
 def test_all_else_does():
+    others = X[:3], X.T.contiguous().T, X.int(), torch._neg_view(X), X.to("meta"), torch.zeros(33)[1:].view(4, 8)
     calls = [
-        *[(x, 1) for x in (X, X[:3], X.T.contiguous().T, X.int(), X.to("meta"), torch.zeros(33)[1:].view(4, 8))],
+        *[(x, 1) for x in (X, *others)],
         *[(X, value) for value in (2, 1.0, True, "1", None, torch.float32, torch.int32, object())],
         *[(X, value) for value in ([1], (1,), [1, 1], [[1], 1], [X], [X[:3]], [None])],
         *[(X,), (X, 1, 1), (1, X), ([X], 1), ([X, 1],), (X, None, 1), (X, 1, None)],

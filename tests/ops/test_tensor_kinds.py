@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import dsa
 from tests.valid_calls import CALLS
 from tests.valid_calls.description import same_bits
 
@@ -76,3 +77,20 @@ def test_tensors_of_inference_mode(call):
             assert all(same_bits(arguments[key], x) for key, x in before.items()), name
             with torch.inference_mode():
                 assert all(map(same_bits, call.results(arguments), expected)), name
+
+
+def test_a_lazy_sign_is_refused_where_a_kernel_runs(kernel_path):
+    """Of an angle's imaginary part, say: kernels read memory, where the numbers are without it. References see it."""
+    angles = torch.polar(torch.ones(4, 32), torch.rand(4, 32))
+    cos, sin = angles.conj().real, angles.conj().imag
+    assert sin.is_neg()
+    x = torch.randn(4, 2, 64)
+    with pytest.raises(ValueError, match=r"sin: must be negated in memory, .*; call resolve_neg\(\)"):
+        dsa.apply_rotary(x, cos, sin, interleaved=True)
+
+
+def test_a_reference_reads_a_lazy_sign():
+    angles = torch.polar(torch.ones(4, 32), torch.rand(4, 32))
+    x, cos, sin = torch.randn(4, 2, 64), angles.real, angles.conj().imag
+    got, expected = (dsa.apply_rotary(x, cos, part, interleaved=True) for part in (sin, sin.resolve_neg()))
+    assert torch.equal(got, expected)

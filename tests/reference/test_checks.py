@@ -45,6 +45,12 @@ def test_writable():
     checks.check_writable("x", torch.zeros(1, 4).expand(1, 4))
     checks.check_writable("x", torch.zeros(3).as_strided((1, 3), (0, 1)))
     assert "x: its numbers must not share memory" in refused(checks.check_writable, "x", torch.zeros(1, 4).expand(3, 4))
+    # Pages that overlap, with a page stride below a page; dimensions in another order; no numbers at all.
+    pages = torch.zeros(64).as_strided((2, 2, 1, 8), (8, 8, 8, 1))
+    assert "got strides [8, 8, 8, 1]" in refused(checks.check_writable, "x", pages)
+    checks.check_writable("x", torch.zeros(64).as_strided((2, 2, 1, 8), (32, 8, 1, 1)))
+    checks.check_writable("x", torch.zeros(3, 4, 5).permute(2, 0, 1))
+    checks.check_writable("x", torch.zeros(4, 0, 3))
     watched = torch.zeros(3, requires_grad=True)
     assert "x: is written in place" in refused(checks.check_writable, "x", watched)
     with torch.no_grad():
