@@ -265,7 +265,7 @@ def test_scales_that_the_kernel_cannot_read_are_copied(named_launches):
     expected = scales[:, 1:5], of_all, scales[:, :4], padded(scales[:, 2:4])
     for (_, w, _), (_, _, (*_, weight, weight_scales, _, _)), ws in zip(calls, named_launches, expected, strict=True):
         assert torch.equal(weight_scales[0], ws) and not weight_scales.data_ptr() % 16
-        assert not any(stride % 4 for stride in weight_scales.stride()[:2]) and 0 not in weight_scales.stride()
+        assert not any(stride % 4 for stride in weight_scales.stride()[:2])
         assert torch.equal(weight.view(torch.uint8), w.view(torch.uint8)) and weight.stride()[0] in (1536, 512)
 
 
