@@ -11,7 +11,7 @@ from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.compressed_kv_cache import CompressedLayerCache, EntryCache
 from dsa_layers.hf.lengths import TokenLengths
 from dsa_layers.hf.paged_layer import PagedLayer, Storage, layer_of
-from dsa_layers.hf.parts import AttentionInPlace, InPlaceOf, RMSNormInPlace
+from dsa_layers.hf.parts import AttentionInPlace, HeadWeightsInPlace, InPlaceOf, RMSNormInPlace
 from dsa_layers.layers.compressed_attention import Angles, CompressedAttention
 from dsa_layers.layers.compressed_indexer import CompressedIndexer
 from dsa_layers.layers.compressor import Compressor
@@ -59,7 +59,9 @@ class SparseDeepseekV4CSACompressor(CompressorInPlace, theirs.DeepseekV4CSACompr
 COMPRESSORS = {kind.original: kind for kind in (SparseDeepseekV4HCACompressor, SparseDeepseekV4CSACompressor)}
 
 
-class SparseDeepseekV4Indexer(CompressorInPlace, theirs.DeepseekV4Indexer, CompressedIndexer, Compressor):
+class SparseDeepseekV4Indexer(
+    HeadWeightsInPlace, CompressorInPlace, theirs.DeepseekV4Indexer, CompressedIndexer, Compressor
+):
     """transformers' indexer, which is a compressor, too."""
 
     original, overlap = theirs.DeepseekV4Indexer, True
@@ -129,6 +131,10 @@ class SparseDeepseekV4Attention(AttentionInPlace, theirs.DeepseekV4Attention, Co
         return self.kv_proj
 
     @property
+    def key_norm(self) -> nn.Module:
+        return self.kv_norm
+
+    @property
     def attn_sink(self) -> torch.Tensor:
         return self.sinks.float()
 
@@ -170,7 +176,8 @@ class SparseDeepseekV4Attention(AttentionInPlace, theirs.DeepseekV4Attention, Co
                 layer = layer.leave_out(lengths.new)
             else:
                 layer.reserve(lengths.counts(layer))
-        packed = lengths.packed(position_ids, hidden_states.device, layer, consecutive=True)
+        how = {"consecutive": True, "separate": past_key_values is None}
+        packed = lengths.packed(position_ids, hidden_states.device, layer, **how)
         if packed is None:
             return torch.zeros_like(hidden_states), None
         x, rope = packed.pack(hidden_states), packed.angles(position_embeddings[self.rope_layer_type], self._rope_dim)

@@ -48,16 +48,24 @@ class TokenLengths:
         raise ValueError(NOT_OURS)
 
     def packed(
-        self, position_ids: torch.Tensor, device: torch.device, layer: PagedLayer | None, *, consecutive: bool
+        self,
+        position_ids: torch.Tensor,
+        device: torch.device,
+        layer: PagedLayer | None,
+        *,
+        consecutive: bool,
+        separate: bool,
     ) -> "Pass | None":
         """The pass, its tokens packed, the same for all layers on a device; None if there are no tokens. With `layer`,
         which has room for them, after what it holds.
 
         consecutive  whether positions have to be; else any positions are taken, which only rope looks at
+        separate     whether another sequence begins where positions do not go on, if there is no mask: as transformers
+                     has it, in a pass that was called without a cache
         """
-        key = device, None if layer is None else layer.pages_each
+        key = device, None if layer is None else layer.pages_each, separate
         if key not in self._passes:
-            self._passes[key] = self._pack(position_ids.to(device), layer, consecutive)
+            self._passes[key] = self._pack(position_ids.to(device), layer, consecutive, separate and self.mask is None)
         return self._passes[key]
 
     def counts(self, layer: PagedLayer | None) -> list[int]:
@@ -87,7 +95,9 @@ class TokenLengths:
             )
         return new
 
-    def _pack(self, position_ids: torch.Tensor, layer: PagedLayer | None, consecutive: bool) -> "Pass | None":
+    def _pack(
+        self, position_ids: torch.Tensor, layer: PagedLayer | None, consecutive: bool, separate: bool
+    ) -> "Pass | None":
         new, device = self.counts(layer), position_ids.device
         if not any(new):
             return None
@@ -99,7 +109,7 @@ class TokenLengths:
         present = [b for b, n in enumerate(new) if n]
         lens = tuple(new[b] for b in present)
         if layer is None:
-            if self.mask is None:  # where positions do not go on, another sequence begins
+            if separate:
                 lens = _runs(positions, self.batch_size)
             batch = SequenceBatch(lens, lens, device)
         else:
@@ -107,7 +117,7 @@ class TokenLengths:
             table = layer.block_table(present, device)
             batch = SequenceBatch(lens, key_lens, device, table, layer.page_size, tuple(present))
         offsets = [0] * self.batch_size
-        if consecutive and not (layer is None and self.mask is None):
+        if consecutive and not separate:
             held = [layer.position_offsets[b] if layer is not None and layer.lens[b] else None for b in present]
             for b, offset in zip(present, _position_offsets(positions, batch, held)):
                 offsets[b] = offset
@@ -147,8 +157,9 @@ class Pass:
         layers that get the same."""
 
         def of_tokens() -> RopeAngles:
-            parts = (part[..., : channels // 2].expand(self.shape[0], -1, -1) for part in rope)
-            return RopeAngles(self.pack(part).float().contiguous() for part in parts)
+            parts = [part[..., : channels // 2].expand(self.shape[0], -1, -1) for part in rope]
+            # A list: torch.compile traces no tuple that is made of a generator.
+            return RopeAngles([self.pack(part).float().contiguous() for part in parts])
 
         return self._kept(id(rope[0]), rope, of_tokens)
 
@@ -158,7 +169,7 @@ class Pass:
         def of_entries() -> RopeAngles:
             positions = (self.positions + (1 - ratio)).clamp(min=0)[None]
             cos_sin = rotary(like, position_ids=positions, layer_type="compress")
-            return RopeAngles(part[0].float().contiguous() for part in cos_sin)
+            return RopeAngles([part[0].float().contiguous() for part in cos_sin])
 
         return self._kept(("entries", ratio), None, of_entries)
 
@@ -187,6 +198,6 @@ def _position_offsets(positions: torch.Tensor, batch: SequenceBatch, held: Seque
     if not constant or any(was is not None and was != now for was, now in zip(held, found)):
         raise ValueError(
             "position_ids: must be consecutive within a sequence, and go on where past_key_values ends, for models "
-            "that compress tokens; got others"
+            "that compress tokens; got others. Several sequences in a row need use_cache=False and no attention_mask"
         )
     return found

@@ -7,6 +7,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 import dsa
+from dsa.reference.checks import FLOATS
 from dsa_layers.hf.lengths import NOT_OURS, TokenLengths, lengths_mask
 
 IMPLEMENTATION = "dsa"  # the name of what our layers take for a mask, and of nothing else
@@ -41,6 +42,20 @@ class RMSNormInPlace(InPlaceOf):
         return dsa.rms_norm(hidden_states, self.weight.float(), self.eps)
 
 
+class HeadWeightsInPlace:
+    """An indexer whose heads' weights are what its `weights_proj` computes, whatever stands in that one's place."""
+
+    def head_weights(self, x: torch.Tensor) -> torch.Tensor:
+        """w fp32 [T, n_heads]."""
+        linear = self.weights_proj
+        if computes_product_alone(linear):
+            return super().head_weights(x)
+        # transformers keeps this weight in fp32 in models of other dtypes, and gives x in the weight's dtype.
+        weight = getattr(linear, "weight", None)
+        x = x.to(weight.dtype) if weight is not None and weight.dtype in FLOATS else x
+        return linear(x).float() * (self.n_heads**-0.5 * self.head_dim**-0.5)
+
+
 class AttentionInPlace(InPlaceOf):
     """An attention layer that gets lengths where transformers' would get a mask."""
 
@@ -62,8 +77,18 @@ class AttentionInPlace(InPlaceOf):
             return False
         return x.requires_grad or any(parameter.requires_grad for parameter in self.parameters())
 
+    @property
+    def key_norm(self) -> nn.Module:
+        """The norm of keys, whose weight is read without a call of the module."""
+        raise NotImplementedError
+
     def check(self, attention_mask: Any, position_ids: torch.Tensor | None, options: dict[str, Any]) -> None:
         """Raises ValueError for what these layers do not take, by the argument's name."""
+        if self.key_norm.weight.is_meta:
+            raise ValueError(
+                "device_map: weights that are offloaded to the CPU or a disk are not served; accepted: a device_map "
+                f"whose devices hold all weights of attention, got none of layer {self.layer_idx} in memory"
+            )
         if not isinstance(attention_mask, TokenLengths):
             got = list(attention_mask.shape) if isinstance(attention_mask, torch.Tensor) else attention_mask
             raise ValueError(
@@ -78,9 +103,16 @@ class AttentionInPlace(InPlaceOf):
             raise ValueError("output_attentions: must be False; weights of attention are never made, got True")
 
 
+def computes_product_alone(linear: nn.Module) -> bool:
+    """Whether y = x W^T with the layer's weight is all that a call of it does: no adapter, other form of the weight,
+    hook or offloading."""
+    hooks = linear._forward_hooks or linear._forward_pre_hooks
+    return type(linear) is nn.Linear and not hooks and not linear.weight.is_meta
+
+
 def weight_of(linear: nn.Module, in_features: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """W [O, I] of a layer y = x W^T, in `dtype`."""
-    if type(linear) is nn.Linear and not (linear._forward_hooks or linear._forward_pre_hooks):
+    if computes_product_alone(linear):
         return linear.weight.to(dtype)
     # Quantised, offloaded and adapted layers have their weight in many ways; what they compute, they all say.
     return linear(torch.eye(in_features, dtype=dtype, device=device)).T

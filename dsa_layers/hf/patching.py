@@ -2,7 +2,7 @@
 
 import importlib
 import importlib.util
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import TYPE_CHECKING
 
 from dsa_layers.arguments import flag, instance
@@ -69,6 +69,8 @@ def accelerate(model: "torch.nn.Module", *, fp8_indexer: bool = False) -> "torch
         )
     for module in found:
         module.__class__ = classes.get(type(module), type(module))
+        if "_old_forward" in vars(module):  # the `accelerate` library calls it in the place of the class's
+            module._old_forward = MethodType(type(module).forward, module)
         if hasattr(module, "takes_lengths"):
             module.takes_lengths()
     return model

@@ -7,14 +7,14 @@ import torch
 from dsa_layers.cache.kv_cache import LayerCache
 from dsa_layers.hf.lengths import TokenLengths
 from dsa_layers.hf.paged_layer import PagedLayer, Storage, layer_of
-from dsa_layers.hf.parts import AttentionInPlace, InPlaceOf, weight_of
+from dsa_layers.hf.parts import AttentionInPlace, HeadWeightsInPlace, InPlaceOf, weight_of
 from dsa_layers.layers.attention import DSAAttention, Selection
 from dsa_layers.layers.key_selection import WORKSPACE
 
 PAGE_SIZE = 64  # tokens, as the kernels of the byte layouts have them
 
 
-class IndexerInPlace(InPlaceOf):
+class IndexerInPlace(HeadWeightsInPlace, InPlaceOf):
     """Goes before transformers' indexer and `LightningIndexer`, whose names it gives to what transformers has.
 
     quantize  whether scores are computed in FP8
@@ -54,6 +54,10 @@ class SparseMLAInPlace(AttentionInPlace):
         return self.v_head_dim
 
     @property
+    def key_norm(self) -> torch.nn.Module:
+        return self.kv_a_layernorm
+
+    @property
     def softmax_scale(self) -> float:
         return self.scaling
 
@@ -80,7 +84,8 @@ class SparseMLAInPlace(AttentionInPlace):
                 layer = layer.leave_out(lengths.new)
             else:
                 layer.reserve(lengths.counts(layer))
-        packed = lengths.packed(position_ids, hidden_states.device, layer, consecutive=False)
+        options = {"consecutive": False, "separate": past_key_values is None}
+        packed = lengths.packed(position_ids, hidden_states.device, layer, **options)
         if packed is None:
             y = torch.zeros_like(hidden_states)
         else:

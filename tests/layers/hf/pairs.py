@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch import nn
 
 from dsa_layers.hf import accelerate
 from tests.layers.families import hf_models
@@ -48,6 +49,23 @@ def pair(kind: str, directory: Path, **changes: Any) -> Pair:
 def assert_same(got: torch.Tensor, expected: torch.Tensor) -> None:
     assert (got - expected).abs().max() < TOLERANCE
     assert expected.std() > 0.3  # else agreement means little
+
+
+class Adapter(nn.Module):
+    """y = x W^T + x A^T B^T, as adapters of low rank have it; its weight is W."""
+
+    def __init__(self, base: nn.Linear, scale: float = 0.05) -> None:
+        super().__init__()
+        self.base = base
+        self.a = nn.Parameter(scale * torch.randn(2, base.in_features))
+        self.b = nn.Parameter(scale * torch.randn(base.out_features, 2))
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.base.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + x @ self.a.T @ self.b.T
 
 
 def padded(tokens: torch.Tensor, lens: list[int], side: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,9 +1,12 @@
 """Batches with padding, by attention_mask, and packed sequences, by position_ids: each sequence as if it were alone."""
 
+import copy
+
 import pytest
 import torch
 from transformers import DynamicCache
 
+from dsa_layers.hf.lengths import Pass
 from tests.layers.hf.pairs import assert_same, padded
 
 LENS = [48, 5, 23]
@@ -72,6 +75,47 @@ def test_packed_sequences(models, tokens, batch):
     for b in range(batch):
         parts = [models.alone(part) for part in ids[b].split(lens)]
         assert_same(got[b], torch.cat(parts))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_only_a_pass_without_a_cache_separates_sequences(models, tokens, frozen):
+    """With gradients and without them, and in front of the first layer that learns as behind it."""
+    lens = [12, 8]
+    ids, positions = tokens[:1, :20], torch.cat([torch.arange(n) for n in lens])[None]
+    ours = copy.deepcopy(models.ours)
+    if frozen:
+        ours.requires_grad_(False)
+        ours.model.layers[-1].requires_grad_(True)
+    separated = torch.cat([models.alone(part) for part in ids[0].split(lens)])
+    for with_gradients in (True, False):
+        with torch.set_grad_enabled(with_gradients):
+            got = ours(ids, position_ids=positions, use_cache=False).logits
+            assert got.requires_grad == with_gradients
+            assert_same(got[0].detach(), separated)
+            if ours.config.model_type == "deepseek_v4":
+                with pytest.raises(ValueError, match=r"position_ids: must be consecutive.*need use_cache=False"):
+                    ours(ids, position_ids=positions)
+            else:
+                together = models.theirs(ids, position_ids=positions).logits.detach()
+                assert (together - separated).abs().max() > 0.05
+                assert_same(ours(ids, position_ids=positions).logits.detach(), together)
+
+
+def test_angles_in_a_compiled_pass():
+    """torch.compile hands them from one graph to the next."""
+
+    def rotary(x, position_ids, layer_type):
+        return position_ids[..., None].cos(), position_ids[..., None].sin()
+
+    def angles(rope):
+        tokens = Pass(None, torch.arange(5), None, (1, 5), [0])
+        found = tokens.angles(rope, 8), tokens.entry_angles(rotary, 4, rope[0])
+        torch._dynamo.graph_break()
+        return [part for cos, sin in found for part in (cos, sin)]
+
+    rope = torch.randn(2, 1, 5, 8).unbind()
+    for got, expected in zip(torch.compile(angles, backend="eager")(rope), angles(rope), strict=True):
+        assert torch.equal(got, expected)
 
 
 @torch.no_grad()

@@ -84,6 +84,20 @@ def test_attentions(models, tokens):
     refused("output_attentions: must be False", models.ours, tokens, output_attentions=True)
 
 
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_offloaded_weights(models, tokens, use_cache):
+    message = "device_map: weights that are offloaded to the CPU or a disk are not served.*got none of layer"
+    model = copy.deepcopy(models.ours)
+    model.model.layers[1].self_attn.to("meta")
+    refused(f"{message} 1 in memory", model, tokens, use_cache=use_cache)
+
+
+def test_weights_that_accelerate_offloads(models, tokens):
+    library = pytest.importorskip("accelerate")
+    model = library.cpu_offload(copy.deepcopy(models.ours), execution_device=torch.device("cpu"))
+    refused("device_map: weights that are offloaded.*got none of layer 0 in memory", model, tokens)
+
+
 def test_other_implementations_of_attention(models, tokens):
     model = copy.deepcopy(models.ours)
     model.config._attn_implementation = "eager"

@@ -1,13 +1,16 @@
 """Models on dsa's ops against transformers' own, eager, in fp32: logits and greedy tokens."""
 
+import copy
+
 import pytest
 import torch
+from torch import nn
 from transformers import DynamicCache
 
 import dsa
 from dsa_layers.hf.paged_layer import PagedLayer
 from dsa_layers.layers import attention
-from tests.layers.hf.pairs import MINOR, assert_same
+from tests.layers.hf.pairs import MINOR, Adapter, assert_same
 
 pytestmark = pytest.mark.usefixtures("nan_in_new_memory")
 
@@ -93,6 +96,68 @@ def test_hidden_states_are_transformers(models, tokens):
     assert len(got) == len(expected)
     for ours, theirs in zip(got, expected):
         assert (ours - theirs).abs().max() < 2e-5 * theirs.abs().max().clamp(min=1)
+
+
+def with_adapters(model, name):
+    """A copy whose linear layers of this name have adapters of their own."""
+    torch.manual_seed(0)
+    model = copy.deepcopy(model)
+    for module in [layer.self_attn.get_submodule(name.rpartition(".")[0]) for layer in of_name(model, name)]:
+        linear = name.rpartition(".")[2]
+        setattr(module, linear, Adapter(getattr(module, linear), 0.3))
+    return model
+
+
+def of_name(model, name):
+    """The layers whose attention has a linear layer of this name."""
+    return [layer for layer in model.model.layers if name in dict(layer.self_attn.named_modules())]
+
+
+def linear_layers(model):
+    """The names of the linear layers of attention."""
+    parts = (part for layer in model.model.layers for part in layer.self_attn.named_modules())
+    return sorted({name for name, module in parts if type(module) is nn.Linear})
+
+
+@torch.no_grad()
+def test_adapters_of_every_linear_layer(models, tokens):
+    """Also of those whose weight is needed, and not their result."""
+    plain = models.theirs(tokens).logits
+    names = linear_layers(models.theirs)
+    assert any(name.endswith("weights_proj") for name in names)
+    for name in names:
+        expected = with_adapters(models.theirs, name)(tokens).logits
+        assert (expected - plain).abs().max() > 0.05, name
+        assert_same(with_adapters(models.ours, name)(tokens).logits, expected)
+
+
+@torch.no_grad()
+def test_hooks_of_layers_whose_weight_is_read(models, tokens):
+    def roll(module, inputs, output):
+        return output.roll(1, -1)
+
+    plain = models.theirs(tokens).logits
+    for name in linear_layers(models.theirs):
+        if name.endswith(("kv_b_proj", "weights_proj")):
+            got = []
+            for model in (models.ours, models.theirs):
+                model = copy.deepcopy(model)
+                for layer in of_name(model, name):
+                    layer.self_attn.get_submodule(name).register_forward_hook(roll)
+                got.append(model(tokens).logits)
+            assert (got[1] - plain).abs().max() > 0.05, name
+            assert_same(*got)
+
+
+def test_an_adapter_of_fp32_weights_in_a_model_of_another_dtype(models):
+    """transformers keeps V3.2's weights_proj in fp32."""
+    torch.manual_seed(0)
+    indexers = [module for module in models.ours.modules() if hasattr(module, "index_topk")]
+    indexer, x = copy.deepcopy(indexers[0]), torch.randn(9, 64, dtype=torch.bfloat16)
+    owner = indexer.scorer if hasattr(indexer, "scorer") else indexer
+    owner.weights_proj = Adapter(owner.weights_proj, 1.0)
+    expected = owner.weights_proj(x.float()) * (indexer.n_heads * indexer.head_dim) ** -0.5
+    assert torch.equal(indexer.head_weights(x), expected)
 
 
 @torch.no_grad()

@@ -137,6 +137,15 @@ def test_a_part_of_a_model(models, tokens):
         assert_same(model(tokens).logits, models.theirs(tokens).logits)
 
 
+@torch.no_grad()
+def test_a_model_that_is_spread_over_devices(models, tokens):
+    """By the `accelerate` library, whose hooks call the forward that a module had before them."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    model = copy.deepcopy(models.theirs)
+    hooks.attach_execution_device_hook(model, torch.device("cpu"))
+    assert_same(accelerate(model)(tokens).logits, models.theirs(tokens).logits)
+
+
 def test_another_model():
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes))

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 from transformers import DynamicCache
 
 from dsa.testing import calc_diff
@@ -12,7 +11,7 @@ from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.checkpoint.loading import load_model
 from dsa_layers.hf import accelerate
 from dsa_layers.training.indexer_stage import IndexerStage
-from tests.layers.hf.pairs import KINDS, load_model_reads_it, padded, pair
+from tests.layers.hf.pairs import KINDS, Adapter, load_model_reads_it, padded, pair
 
 CLOSE = 2e-5  # of the largest gradient of a parameter
 
@@ -83,19 +82,6 @@ def test_a_part_that_learns(models, tokens):
     _, got = gradients(model, **labelled(tokens[:, :48]))
     _, expected = gradients(models.theirs, **labelled(tokens[:, :48]))
     assert_close_gradients(got, {"model.embed_tokens.weight": expected["model.embed_tokens.weight"]})
-
-
-class Adapter(nn.Module):
-    """y = x W^T + x A^T B^T, as adapters of low rank have it."""
-
-    def __init__(self, base):
-        super().__init__()
-        self.base = base
-        self.a = nn.Parameter(0.05 * torch.randn(2, base.in_features))
-        self.b = nn.Parameter(0.05 * torch.randn(base.out_features, 2))
-
-    def forward(self, x):
-        return self.base(x) + x @ self.a.T @ self.b.T
 
 
 def test_adapters(models, tokens):
