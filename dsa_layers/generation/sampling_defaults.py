@@ -1,6 +1,5 @@
 """How a checkpoint's authors sample from it: generation_config.json."""
 
-import os
 from os import PathLike
 from typing import Any
 
@@ -8,7 +7,7 @@ from dsa_layers.arguments import shown
 from dsa_layers.errors import ConfigError
 from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.hub import checkpoint_directory
-from dsa_layers.untrusted_files import read_json_object
+from dsa_layers.untrusted_files import is_there, read_json_object
 
 _NAMES = ("temperature", "top_k", "top_p")
 _MAX_BYTES = 2**20
@@ -23,12 +22,9 @@ def sampling_defaults(directory: str | PathLike[str]) -> dict[str, Any]:
     Raises ConfigError (a ValueError) that names the file, the field, its value and what is accepted.
     """
     path = checkpoint_directory(directory, weights=False) / "generation_config.json"
-    if not os.path.lexists(path):
+    if not is_there(path):
         return {}
-    try:
-        fields = read_json_object(path, ConfigError, _MAX_BYTES)
-    except FileNotFoundError:  # a link to nothing is a file that was not fetched
-        raise ConfigError(f"{path}: no such file: the link leads nowhere") from None
+    fields = read_json_object(path, ConfigError, _MAX_BYTES)
     do_sample = fields.get("do_sample")
     if do_sample is not None and not isinstance(do_sample, bool):
         raise ConfigError(f"{path}: field 'do_sample' is {shown(do_sample)}; accepted: true, false or null")
