@@ -59,6 +59,8 @@ def topk_transform(is_fused: Callable[[], bool]) -> Callable[..., torch.Tensor]:
         if force_unfused_topk or not is_fused():
             return adapters.topk(logits, lengths, topk, row_starts)
         if topk_transform_method.name == "RAGGED":
+            if topk_indices_offset is None:
+                raise ValueError("topk_indices_offset: must be int32 [rows] for RAGGED selections, got None")
             return adapters.topk_ragged(logits, lengths, topk, topk_indices_offset, row_starts)
         # In prefill, rows are tokens and the table has a row for a request; in a chunk of it, the chunk's own map.
         # Elsewhere both have as many rows.

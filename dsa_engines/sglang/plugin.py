@@ -78,7 +78,10 @@ def _serve(runner: Any, family: str, ops: frozenset[str]) -> bool:
         ops = seams.served(family, ops)
         if not ops:
             raise layouts.Unsupported("topk of DeepSeek-V4 is served together with scores only")
-        warm_up(model, ops, torch.device(runner.device))
+        # With --enable-cp-decode-attn-tp the GPUs that share a prompt's tokens share the heads of all other batches.
+        shares = parallel.attn_cp_size if parallel.enable_cp_decode_attn_tp else 1
+        for heads in sorted({model.heads, model.heads // shares}):
+            warm_up(model._replace(heads=heads), ops, torch.device(runner.device))
         _install(family, ops)
     except Exception as error:  # a plugin must not end the engine, whatever a changed version does
         kind = "" if isinstance(error, NotFound | layouts.Unsupported) else f"{type(error).__name__}: "

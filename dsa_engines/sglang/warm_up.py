@@ -8,6 +8,7 @@ import torch
 
 import dsa
 from dsa.kernels.indexer.limits import NEXT_N
+from dsa_engines.decoding_batches import decoding_batches
 from dsa_engines.grouped_prompts import grouped_prompt
 from dsa_engines.sglang import adapters
 from dsa_engines.sglang.layouts import INDEX_DIM, INDEX_PAGE, V4_BYTES, V32_BYTES, Model
@@ -16,7 +17,6 @@ BF16, E4M3, INT32 = torch.bfloat16, torch.float8_e4m3fn, torch.int32
 PADDED_HEADS = 32  # SGLang's prefill adds heads to an indexer that has fewer
 DRAFT_HEADS = 64  # of the queries of DeepSeek-V4's draft model
 MOST_COLUMNS = 65536  # of scores; with more, no other kernels are chosen
-MOST_QUERIES = 512  # of a batch; with more, no other kernels are chosen
 V4_WINDOW, V4_RATIO = 128, 128  # keys of a window; tokens of an entry of the layers that select none
 V4_PAGE = 64
 
@@ -66,12 +66,6 @@ def topk_shapes(keys: int, num_sms: int) -> Iterator[tuple[int, int]]:
     for rows in sorted({1, *(num_sms // parts + 1 for parts in (8, 4, 2, 1))}):
         for columns in sorted({min(-(-keys // 256) * 256, MOST_COLUMNS >> halved) for halved in range(4)}):
             yield rows, columns
-
-
-def decoding_batches(num_sms: int) -> list[int]:
-    """Numbers of queries, for each of which another kernel may be chosen. Those up to a seventh of the multiprocessors
-    are the last that are split eight times."""
-    return sorted({1, MOST_QUERIES, num_sms // 7, *(n << i for n in (2, 3) for i in range(8))})
 
 
 def _attention(model: Model) -> None:

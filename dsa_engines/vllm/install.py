@@ -17,6 +17,7 @@ BACKEND = "dsa_engines.vllm.backend.DSASparseBackend"
 _logger = logging.getLogger("vllm.dsa")  # below vLLM's own, so that it is shown as that is
 _installed = contextlib.ExitStack()  # what undoes it
 _on_dsa: set[str] = set()  # the ops that are in place
+_engines_own: list[str] = []  # why a model of this process runs on vLLM's kernels, which then stay
 
 
 def hook(ops: frozenset[str]) -> None:
@@ -51,9 +52,12 @@ def install(config: Any, ops: frozenset[str]) -> bool:
     Returns whether it did.
 
     What is in place stays: another model of the process may hold graphs and buffers that were made for it. So a second
-    model finds the ops of the first, and its kernels are compiled, too.
+    model finds the ops of the first, and its kernels are compiled, too; or vLLM's own, if the first was declined.
     """
     first, reason = not _on_dsa, None
+    if _engines_own:
+        declined(ENGINE, f"an earlier model of this process was declined ({_engines_own[0]})")
+        return False
     try:
         reason = models.unsupported(config)
         if reason is None and first:
@@ -71,6 +75,7 @@ def install(config: Any, ops: frozenset[str]) -> bool:
         reason = str(error) if isinstance(error, NotFound) else f"{type(error).__name__}: {error}"
     if reason is not None and first:
         uninstall()
+        _engines_own.append(reason)
         declined(ENGINE, reason)
     elif reason is not None:
         reason = " ".join(reason.split())
@@ -85,6 +90,7 @@ def install(config: Any, ops: frozenset[str]) -> bool:
 def uninstall() -> None:
     """vLLM as it was."""
     _on_dsa.clear()
+    _engines_own.clear()
     _installed.close()
 
 

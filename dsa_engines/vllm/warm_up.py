@@ -7,12 +7,13 @@ import torch
 
 import dsa
 from dsa.compat import deep_gemm
+from dsa_engines.decoding_batches import decoding_batches
 from dsa_engines.grouped_prompts import grouped_prompt
 from dsa_engines.vllm import adapters
 from dsa_engines.vllm.models import Calls
 
 PAGE = 64  # index keys of a page, whatever the engine's pages have
-MOST_COLUMNS, MOST_QUERIES = 65536, 1024  # with more, no other kernels are chosen
+MOST_COLUMNS = 65536  # with more, no other kernels are chosen
 INT32 = torch.int32
 
 
@@ -104,10 +105,9 @@ def grouped_prompts(calls: Calls) -> None:
 
 
 def queries(calls: Calls, width: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(q [T, heads, d], indices [T, width] of no key): 1, 2, 4.. tokens, by whose number kernels are chosen."""
+    """(q [T, heads, d], indices [T, width] of no key) of numbers of tokens by which kernels are chosen."""
     heads = adapters.v4_heads(calls.heads) if calls.query_dim == 512 else calls.heads
-    count = 1
-    while count <= min(calls.tokens, MOST_QUERIES):
-        q = torch.zeros(count, heads, calls.query_dim, dtype=torch.bfloat16)
-        yield q, torch.full((count, width), -1, dtype=INT32)
-        count *= 2
+    for count in decoding_batches(dsa.num_sms(torch.empty(0).device)):
+        if count <= calls.tokens:
+            q = torch.zeros(count, heads, calls.query_dim, dtype=torch.bfloat16)
+            yield q, torch.full((count, width), -1, dtype=INT32)

@@ -124,6 +124,9 @@ def test_selection_names_an_argument_that_is_wrong():
         hook(never, None, logits, lengths, 16, method("PAGED"), metadata, batch_idx_list=[0, 1])
     with pytest.raises(ValueError, match="lengths"):
         hook(never, None, logits, lengths[:1], 16, method("PAGED"), metadata)
+    for starts in (None, lengths - lengths):
+        with pytest.raises(ValueError, match=r"topk_indices_offset: must be .* got None"):
+            hook(never, None, logits, lengths, 16, method("RAGGED"), metadata, row_starts=starts)
 
 
 @pytest.mark.parametrize("pool", [FP8_POOL, BF16_POOL], ids=["fp8", "bf16"])

@@ -79,7 +79,8 @@ class Engine:
         add(modules, seams.ENVIRON, SimpleNamespace(SGLANG_DSA_FUSE_TOPK=SimpleNamespace(get=lambda: True)))
         self.deterministic = SimpleNamespace(enable_deterministic_inference=False)
         add(modules, seams.EXECUTION, lambda: SimpleNamespace(deterministic=self.deterministic))
-        add(modules, plugin.PARALLEL, lambda: SimpleNamespace(attn_tp_size=8))
+        self.parallel = SimpleNamespace(attn_tp_size=8, attn_cp_size=1, enable_cp_decode_attn_tp=False)
+        add(modules, plugin.PARALLEL, lambda: self.parallel)
         add(modules, plugin.SPECULATION, lambda: SimpleNamespace(speculative_num_draft_tokens=None))
         self.creators = {name: self.creator(name) for name in NAMES}
         add(modules, f"{plugin.REGISTRY}:ATTENTION_BACKENDS", self.creators)
@@ -156,6 +157,18 @@ def test_served(engine, name, pool, caplog, monkeypatch):
     replaced = engine.functions()
     assert engine.creators[name](runner_of(NAMES[name])) == f"backend {name}"
     assert engine.functions() == replaced and len(engine.created) == 2
+
+
+@pytest.mark.parametrize(("shared", "expected"), [(False, [8]), (True, [2, 8])])
+@pytest.mark.parametrize("name", ["dsa", "dsv4"])
+def test_heads_that_decoding_shares_are_compiled(engine, monkeypatch, name, shared, expected):
+    """By --enable-cp-decode-attn-tp, among the GPUs that share a prompt's tokens."""
+    engine.parallel.attn_cp_size, engine.parallel.enable_cp_decode_attn_tp = 4, shared
+    heads = []
+    monkeypatch.setattr(plugin, "warm_up", lambda model, ops, device: heads.append(model.heads))
+    sglang.register()
+    engine.creators[name](runner_of(name))
+    assert heads == expected
 
 
 def test_what_is_replaced_is_called(engine, monkeypatch):

@@ -110,7 +110,7 @@ LARGE = {
 
 
 @pytest.mark.parametrize("sms", SMS)
-@pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
+@pytest.mark.parametrize("heads", [4, 8, 16, 32, 64, 128])
 @pytest.mark.parametrize("model", LARGE)
 def test_every_kernel_of_decoding_is_compiled(sms, heads, model):
     """Of batches of any size, split or not, and of V4 of any number of entries up to the most."""

@@ -159,6 +159,20 @@ def test_a_model_that_is_not_served_changes_nothing_for_one_that_is(engine, capl
     assert line.endswith("; an earlier model of this process runs on dsa's kernels, which stay")
 
 
+def test_behind_a_model_that_is_not_served_the_engine_stays(engine, caplog):
+    """The plans and graphs of the first model are vLLM's."""
+    register()
+    before = stand_in.state()
+    start(V4 | {"model_type": "deepseek_v41"})
+    start()
+    assert changed(before) == set() and engine == []
+    _, line = lines(caplog)
+    assert line.startswith("dsa: vllm: an earlier model of this process was declined (model_type is deepseek_v41")
+    install.uninstall()
+    start()
+    assert len(engine) == 1
+
+
 def test_another_attention_stays_alone(engine, caplog):
     """With a bf16 cache vLLM chooses one that dsa does not replace."""
     register()

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dsa import backends
+from dsa_engines.decoding_batches import decoding_batches
 from dsa_engines.vllm import models, warm_up
 from tests.engines.vllm.configurations import GLM, V4, V32, config
 
@@ -129,3 +130,12 @@ def test_warm_up_of_a_bf16_cache_calls_no_kernel_for_bytes(monkeypatch):
     monkeypatch.setattr(warm_up.adapters, "fp8_attention", None)
     calls = models.calls_of(config(V32 | {"index_topk": 64}, **SMALL))
     warm_up.warm_up(calls, frozenset({"attention"}), "cpu")
+
+
+def test_warm_up_has_every_batch_that_has_kernels_of_its_own(monkeypatch):
+    """Which batches these are, tests/engines/sglang/test_warm_up.py looks at for both engines."""
+    monkeypatch.setattr(warm_up.dsa, "num_sms", lambda device: 132)
+    for tokens, most in ((8192, 512), (100, 96)):
+        calls = models.calls_of(config(V32 | {"index_topk": 64}, cache="fp8", **SMALL | {"heads": 4, "tokens": tokens}))
+        counts = [len(q) for q, _ in warm_up.queries(calls, 64)]
+        assert counts == [n for n in decoding_batches(132) if n <= most] and counts[-1] == most

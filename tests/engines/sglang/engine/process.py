@@ -80,7 +80,7 @@ def serve(patch):
     before = {path: find(path).value for family in seams.SEAMS for path in paths_of(family)}
     creators = module(plugin.REGISTRY).ATTENTION_BACKENDS
     context = module(plugin.PARALLEL.partition(":")[0])
-    patch.setattr(context, "get_parallel", lambda: SimpleNamespace(attn_tp_size=8))
+    patch.setattr(context, "get_parallel", lambda: SimpleNamespace(attn_tp_size=8, enable_cp_decode_attn_tp=False))
     patch.setattr(context, "get_spec", lambda: SimpleNamespace(speculative_num_draft_tokens=3))
     v4_pool = SimpleNamespace(
         get_swa_key_layout=lambda: module("sglang.kernels.ops.attention.dsv4.kv_layout").KVLayout.V4,
