@@ -142,6 +142,7 @@ MOST_LINES, FEWEST_LINES = 600, 30
 SHORT = {
     "dsa/cute/dependent_launch.py": "an act of its own, of every kernel",
     "dsa/cute/rounded.py": "an act of its own, of four families",
+    "dsa/cute/slices.py": "the order of sums of two families",
     "dsa/cute/sm90.py": "the hardware's numbers, which are read everywhere",
     "dsa/cute/tile_counter.py": "read by all dynamic persistent schedulers",
     "dsa/cute/wgmma.py": "an act of its own",
