@@ -573,7 +573,7 @@ class DSAAttention(SplitByTokens):
             by_head = (x.transpose(0, 1)[None] for x in (q_i, k_i, v_i))
             options = {"attn_mask": visible, "scale": self.softmax_scale}
             out.append(nn.functional.scaled_dot_product_attention(*by_head, **options)[0].transpose(0, 1))
-        return torch.cat(out)
+        return torch.cat(out) if out else v[:0]
 
 
 def _by_head(x: torch.Tensor, weights: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -137,3 +137,13 @@ def test_more_drafts_than_rings_have_room_for(model):
             model(new, batch, cache)
     else:
         model(new, batch, cache)
+
+
+@torch.no_grad()
+def test_passes_without_a_token(model):
+    """As an engine's rank has them: nothing in, nothing out, with a cache and without one."""
+    cache, none = model.make_cache(2), torch.zeros(0, dtype=torch.int64)
+    decoding = DecodeBatch(torch.zeros(0, 2, dtype=torch.int32), cache.page_size, none.int(), 1, none.int())
+    paged = SequenceBatch.paged([], [], [], cache.page_size, state_slots=[])
+    for batch, own in ((SequenceBatch.without_cache([]), None), (paged, cache), (decoding, cache)):
+        assert model(none, batch, own).shape == (0, model.config.vocab_size)
