@@ -41,7 +41,7 @@ def why_no_kernels(device: torch.device | None = None) -> str | None:
 
 @functools.cache
 def _why_no_kernels_on(gpu: torch.device | None) -> str | None:
-    if gpu is None:
+    if gpu is None or not torch.cuda.is_available():  # a tensor may be a fake one
         return "torch sees no CUDA GPU"
     if (arch := arch_of(gpu)) not in archs():
         return f"the GPU is {arch}, and the kernels are for {_names(archs())}"

@@ -12,10 +12,11 @@ Where an arch is given, only its rows count: the kernels of another arch, and th
 import ast
 import functools
 import hashlib
-import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
+
+from dsa.source_stamps import first_stamps, stamp
 
 _ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("dsa",)
@@ -167,36 +168,22 @@ def source_digest(module: str) -> str:
     return digest_of(modules_used_by(module))
 
 
-def _stamp(path: str) -> tuple[int, int]:
-    status = os.stat(path)
-    return status.st_size, status.st_mtime_ns
-
-
-@functools.cache
-def _first_stamps() -> dict[str, tuple[int, int]]:
-    """Size and time of change, which an edit changes, of every module of this package."""
-    return {path: _stamp(path) for path in map(str, (_ROOT / "dsa").rglob("*.py"))}
-
-
 def unchanged(module: str | None = None) -> bool:
-    """Whether what `module` uses, or else this whole package, is as it was when this process began to look at it.
-
-    After an edit a process may have the digest of the old source and the code of the new one, or the other way round:
-    what it makes then must not be kept under a digest. A module that is new does not count: who uses it was edited.
-    """
-    first = _first_stamps()
+    """Whether what `module` uses, or else this whole package, is as it was when this process imported it: else nothing
+    that the process makes may be kept under a digest. A module that is new does not count: who uses it was edited."""
+    first = first_stamps(_ROOT / "dsa")
     try:
         paths = first if module is None else [str(_path_of(name)) for name in modules_used_by(module)]
-        return all(path in first and _stamp(path) == first[path] for path in paths)
-    except (FileNotFoundError, ValueError):  # a module that is gone
+    except (OSError, ValueError):  # a module that is gone
         return False
+    return all(path in first and stamp(path) == first[path] for path in paths)
 
 
 @functools.cache
 def digest_of_bytes() -> str:
     """SHA-256 over the paths and bytes of all modules of this package: as long as it is the same, all digests are."""
     h = hashlib.sha256()
-    for path in sorted((_ROOT / "dsa").rglob("*.py")):
+    for path in sorted(filter(Path.is_file, (_ROOT / "dsa").rglob("*.py"))):  # an editor's links are none
         content = path.read_bytes()
         h.update(f"{path.relative_to(_ROOT)}\n{len(content)}\n".encode() + content)
     return h.hexdigest()
@@ -270,6 +257,3 @@ def _kernel_names(nodes: Iterable[ast.AST], package: str, arch: str) -> set[str]
             elif base == "dsa.ops" and _path_of(whole) and functions_with_kernels(whole, arch):
                 found.add(bound)
     return found
-
-
-_first_stamps()  # before any source is read

@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dsa
 from dsa import backends
@@ -113,3 +114,11 @@ def test_a_dtype_without_a_kernel_says_so_once(hopper):
         warnings.simplefilter("error")
         backends.note_reference_only("some_op", on_gpu)
         backends.note_reference_only("other_op", torch.zeros(1))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU would be asked")
+def test_fake_tensors_of_a_gpu_that_is_not_there():
+    """Shapes are estimated so on machines without one."""
+    with FakeTensorMode():
+        x = torch.empty(4, 128, device="cuda", dtype=torch.bfloat16)
+        assert dsa.rms_norm(x, torch.empty(128, device="cuda"), 1e-6).shape == (4, 128)

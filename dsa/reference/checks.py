@@ -93,7 +93,10 @@ def check_writable(name: str, value: torch.Tensor) -> None:
     strides, extent = value.stride(), 1
     for stride, size in sorted(zip(strides, value.shape)):
         if stride < extent and size > 1:
-            raise ValueError(f"{name}: its numbers must not share memory, got strides {list(strides)}")
+            raise ValueError(
+                f"{name}: its numbers must not share memory, got strides {list(strides)} of sizes "
+                f"{list(value.shape)}: each dimension must step over those below it"
+            )
         extent += stride * (size - 1)
     if value.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{name}: is written in place, must not require gradients; use torch.no_grad()")

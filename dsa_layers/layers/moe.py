@@ -265,7 +265,7 @@ class MoE(nn.Module):
         shared = self.shared_experts
         if shared is not None and takes(shared, "rows"):
             total = rows.begin_sum(self.experts(*inputs, **options))
-            return total(shared(x, **given(cast, rows)), residual)
+            return total(shared(x, **given(cast, rows)).to(x.dtype), residual)
         # What others have put in its place is given all rows, and gives its part of the sum.
         part = None if shared is None else shared(*rows.gather(x))
         y = rows.sum(self.experts(*inputs, part, **options))

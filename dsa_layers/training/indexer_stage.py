@@ -57,8 +57,8 @@ class IndexerStage:
         self._before: list[list] = []  # for each `with` that is entered, what the layers had
 
     def __enter__(self) -> Self:
-        if not self._before:
-            self._forget()
+        if not self._before:  # passes that validated may have had nobody who took their losses
+            self._kls, self._without_gradients = [kl for kl in self._kls if kl.requires_grad], False
         self._before.append([layer.indexer_stage for layer in self._layers])
         for layer in self._layers:
             layer.indexer_stage = self
@@ -99,16 +99,19 @@ class IndexerStage:
             self._without_gradients |= not torch.is_grad_enabled()
 
     def loss(self) -> torch.Tensor:
-        """The sum over layers of their losses since the last call, or since the `with` began, each averaged over
-        tokens. Of a rank's share, that whose mean over the ranks is the average over all tokens.
+        """The sum over layers of their losses since the last call, each averaged over tokens. Of a rank's share, that
+        whose mean over the ranks is the average over all tokens. What passes without gradients gave is forgotten when
+        the next `with` begins.
 
-        RuntimeError if there was no pass. With gradients enabled also if a pass ran without them, as those under
-        torch.no_grad() and those of activations checkpointed with use_reentrant=True do, and indexers are to learn.
+        RuntimeError if there was no pass. Inside of the `with` and with gradients enabled also if a pass ran without
+        them, as those under torch.no_grad() and those of activations checkpointed with use_reentrant=True do, and
+        indexers are to learn; what these passes gave is dropped then.
         """
         if not self._kls:
             raise RuntimeError("loss: no pass since the last call")
         learns = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
-        if learns and self._without_gradients:
+        if learns and self._without_gradients and self._before:
+            self._forget()
             raise RuntimeError(
                 "loss: a pass since the last call ran without gradients, and no indexer learns from it: checkpoint "
                 "activations with use_reentrant=False, and take the loss of a pass under torch.no_grad() there, too, "

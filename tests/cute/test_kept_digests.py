@@ -3,7 +3,10 @@ others."""
 
 import json
 import os
+import shutil
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -156,3 +159,25 @@ def test_which_edits_count(project):
     assert sources.unchanged() and sources.unchanged(MODULE)
     edit("new", "")
     assert sources.unchanged() and sources.unchanged(MODULE) and not sources.unchanged("dsa.ops.new")
+
+
+def test_a_link_that_an_editor_lays_beside_a_file(project):
+    (sources._ROOT / "dsa/ops/.#entry.py").symlink_to("somebody@host.1:2")
+    sources.digest_of_bytes()
+    project()
+    assert sources.unchanged() and sources.unchanged(MODULE)
+
+
+def test_edits_count_from_the_import_of_dsa_on(tmp_path):
+    """A kernel's limits are in memory before anything asks for a digest."""
+    shutil.copytree(Path(sources.__file__).parent, tmp_path / "dsa", ignore=shutil.ignore_patterns("__pycache__"))
+    script = """
+import dsa
+from dsa.kernels.moe import limits
+with open(limits.__file__, "a") as file:
+    file.write("MAX_TOP_K = 16\\n")
+from dsa.source_digest import unchanged
+assert not unchanged() and not unchanged("dsa.kernels.moe.limits")
+assert unchanged("dsa.kernels.gemm.limits")
+"""
+    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True, env={**os.environ, "PYTHONPATH": "."})

@@ -171,9 +171,17 @@ def test_passes_without_gradients():
         model(tokens, batch)
         with pytest.raises(RuntimeError, match=r"loss: a pass .* under torch.no_grad\(\)"):
             stage.loss()
-    with stage:  # what nobody has taken is of the `with` before
         model(tokens, batch)
-        assert stage.loss().item() == pytest.approx(expected.item(), rel=1e-6)
+        assert stage.loss().item() == pytest.approx(expected.item(), rel=1e-6)  # what was refused is gone
+        with torch.no_grad():
+            model(tokens, batch)
+        model(tokens, batch)
+    with stage:  # what nobody has taken of the `with` before, but for passes without gradients
+        model(tokens, batch)
+        assert stage.loss().item() == pytest.approx(2 * expected.item(), rel=1e-6)
+    with torch.no_grad(), stage:
+        model(tokens, batch)
+    assert stage.loss().item() == pytest.approx(expected.item(), rel=1e-6)  # behind the `with`, where nothing learns
     with torch.no_grad(), stage:
         model(tokens, batch)
     for parameter in model.parameters():
