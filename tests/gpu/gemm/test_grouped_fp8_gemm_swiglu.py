@@ -59,6 +59,24 @@ def test_rows_that_are_copied(record_error):
     )
 
 
+@pytest.mark.parametrize("channels", [1024, 640])
+@pytest.mark.parametrize("count", [1, 8, 300, 2000])
+def test_rows_of_one_token(count, channels, record_error):
+    """With a stride of 0, by every kernel that so many rows have: the bits of as many copies."""
+    (q, s), b = activations(1, channels), weights(8, 256, channels)
+    wide, dense = dsa.widen_fp4(*b[:2]), (torch.rand(8, device="cuda") * count / 8).int().cumsum(0).int()
+    dense[-1] = count
+    same_rows = q.expand(count, -1), s.expand(count, -1)
+    copies = tuple(x.contiguous() for x in same_rows)
+    poison_free_memory(mebibytes=64)
+    for op, matrices in ((dsa.grouped_fp8_gemm_nt, wide), (dsa.grouped_fp8_fp4_gemm_nt, b)):
+        same([op(same_rows, matrices, dense)], [op(copies, matrices, dense)])
+    for op, matrices in ((dsa.grouped_fp8_gemm_swiglu, wide), (dsa.grouped_fp8_fp4_gemm_swiglu, b)):
+        same(op(same_rows, matrices, dense), op(copies, matrices, dense), record_error)
+    one = wide[0][0], wide[1][0]
+    same([dsa.fp8_gemm_nt(same_rows, one)], [dsa.fp8_gemm_nt(copies, one)])
+
+
 # (gathered, drawn) of each of the kernel's tiles.
 KINDS = [(config, *kind) for config in kernels.SWIGLU_CONFIGS for kind in ((False, False), (True, False))]
 KINDS.append((kernels.SWIGLU_CONFIGS[-1], False, True))
