@@ -17,7 +17,7 @@ BACKEND = "dsa_engines.vllm.backend.DSASparseBackend"
 _logger = logging.getLogger("vllm.dsa")  # below vLLM's own, so that it is shown as that is
 _installed = contextlib.ExitStack()  # what undoes it
 _on_dsa: set[str] = set()  # the ops that are in place
-_engines_own: list[str] = []  # why a model of this process runs on vLLM's kernels, which then stay
+_engines_own: list[str] = []  # why a model with an indexer runs on vLLM's kernels in this process, which stay
 
 
 def hook(ops: frozenset[str]) -> None:
@@ -53,6 +53,7 @@ def install(config: Any, ops: frozenset[str]) -> bool:
 
     What is in place stays: another model of the process may hold graphs and buffers that were made for it. So a second
     model finds the ops of the first, and its kernels are compiled, too; or vLLM's own, if the first was declined.
+    Models without an indexer do not count: they call nothing that is replaced.
     """
     first, reason = not _on_dsa, None
     if _engines_own:
@@ -75,7 +76,8 @@ def install(config: Any, ops: frozenset[str]) -> bool:
         reason = str(error) if isinstance(error, NotFound) else f"{type(error).__name__}: {error}"
     if reason is not None and first:
         uninstall()
-        _engines_own.append(reason)
+        if models.selects_keys(config):  # other models call nothing that is replaced
+            _engines_own.append(reason)
         declined(ENGINE, reason)
     elif reason is not None:
         reason = " ".join(reason.split())

@@ -40,6 +40,14 @@ class Calls:
     tokens: int  # the most of a step
 
 
+def selects_keys(config: Any) -> bool:
+    """Whether a model has an indexer, and so calls what is replaced; True if the configuration does not say."""
+    try:
+        return hasattr(config.model_config.hf_text_config, "index_topk")
+    except AttributeError:
+        return True
+
+
 def unsupported(config: Any) -> str | None:
     """None for a configuration of vLLM's whose model can run on dsa, on the current GPU; else what it lacks."""
     if reason := backends.why_no_kernels():

@@ -173,6 +173,24 @@ def test_behind_a_model_that_is_not_served_the_engine_stays(engine, caplog):
     assert len(engine) == 1
 
 
+def test_behind_a_model_without_an_indexer_another_is_served(engine, caplog):
+    register()
+    start({"model_type": "llama"}, cache="auto")
+    start()
+    assert len(engine) == 1
+    (line,) = lines(caplog)
+    assert line.startswith("dsa: vllm: model_type is llama, and")
+
+
+def test_behind_a_configuration_that_cannot_be_read_the_engine_stays(engine):
+    register()
+    one = worker()
+    one.vllm_config.model_config = None
+    one.init_device()
+    start()
+    assert engine == []
+
+
 def test_another_attention_stays_alone(engine, caplog):
     """With a bf16 cache vLLM chooses one that dsa does not replace."""
     register()
