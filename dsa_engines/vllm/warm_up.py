@@ -107,7 +107,7 @@ def grouped_prompts(calls: Calls) -> None:
 def queries(calls: Calls, width: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """(q [T, heads, d], indices [T, width] of no key) of numbers of tokens by which kernels are chosen."""
     heads = adapters.v4_heads(calls.heads) if calls.query_dim == 512 else calls.heads
-    for count in decoding_batches(dsa.num_sms(torch.empty(0).device)):
-        if count <= calls.tokens:
-            q = torch.zeros(count, heads, calls.query_dim, dtype=torch.bfloat16)
-            yield q, torch.full((count, width), -1, dtype=INT32)
+    # Where a step has fewer tokens than a batch, its largest batch takes that one's place.
+    for count in sorted({min(n, calls.tokens) for n in decoding_batches(dsa.num_sms(torch.empty(0).device))}):
+        q = torch.zeros(count, heads, calls.query_dim, dtype=torch.bfloat16)
+        yield q, torch.full((count, width), -1, dtype=INT32)

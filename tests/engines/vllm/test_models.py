@@ -135,7 +135,8 @@ def test_warm_up_of_a_bf16_cache_calls_no_kernel_for_bytes(monkeypatch):
 def test_warm_up_has_every_batch_that_has_kernels_of_its_own(monkeypatch):
     """Which batches these are, tests/engines/sglang/test_warm_up.py looks at for both engines."""
     monkeypatch.setattr(warm_up.dsa, "num_sms", lambda device: 132)
-    for tokens, most in ((8192, 512), (100, 96)):
+    for tokens in (8192, 100, 17):
         calls = models.calls_of(config(V32 | {"index_topk": 64}, cache="fp8", **SMALL | {"heads": 4, "tokens": tokens}))
         counts = [len(q) for q, _ in warm_up.queries(calls, 64)]
-        assert counts == [n for n in decoding_batches(132) if n <= most] and counts[-1] == most
+        batches = decoding_batches(132)
+        assert counts == [n for n in batches if n < tokens] + [tokens] * (tokens <= batches[-1])
