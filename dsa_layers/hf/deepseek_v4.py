@@ -131,8 +131,10 @@ class SparseDeepseekV4Attention(AttentionInPlace, theirs.DeepseekV4Attention, Co
         return self.kv_proj
 
     @property
-    def key_norm(self) -> nn.Module:
-        return self.kv_norm
+    def read_directly(self) -> tuple[torch.Tensor, ...]:
+        compressors = [one for one in (self.compressor, self.indexer) if one is not None]
+        of_compressors = [weight for one in compressors for weight in (one.position_bias, one.kv_norm.weight)]
+        return self.kv_norm.weight, *of_compressors
 
     @property
     def attn_sink(self) -> torch.Tensor:

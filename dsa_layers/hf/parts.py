@@ -78,13 +78,14 @@ class AttentionInPlace(InPlaceOf):
         return x.requires_grad or any(parameter.requires_grad for parameter in self.parameters())
 
     @property
-    def key_norm(self) -> nn.Module:
-        """The norm of keys, whose weight is read without a call of the module."""
+    def read_directly(self) -> tuple[torch.Tensor, ...]:
+        """The parameters that are read without a call of the module that has them."""
         raise NotImplementedError
 
     def check(self, attention_mask: Any, position_ids: torch.Tensor | None, options: dict[str, Any]) -> None:
         """Raises ValueError for what these layers do not take, by the argument's name."""
-        if self.key_norm.weight.is_meta:
+        # A hook that has offloaded weights in memory during a call of their module does not help these.
+        if any(parameter.is_meta for parameter in self.read_directly):
             raise ValueError(
                 "device_map: weights that are offloaded to the CPU or a disk are not served; accepted: a device_map "
                 f"whose devices hold all weights of attention, got none of layer {self.layer_idx} in memory"

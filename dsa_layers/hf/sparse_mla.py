@@ -54,8 +54,9 @@ class SparseMLAInPlace(AttentionInPlace):
         return self.v_head_dim
 
     @property
-    def key_norm(self) -> torch.nn.Module:
-        return self.kv_a_layernorm
+    def read_directly(self) -> tuple[torch.Tensor, ...]:
+        of_indexer = () if self.indexer is None else (self.indexer.k_norm.weight, self.indexer.k_norm.bias)
+        return self.kv_a_layernorm.weight, *of_indexer
 
     @property
     def softmax_scale(self) -> float:

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 from transformers import DynamicCache, StaticCache
 
 from dsa_layers.hf import lengths
@@ -92,10 +93,42 @@ def test_offloaded_weights(models, tokens, use_cache):
     refused(f"{message} 1 in memory", model, tokens, use_cache=use_cache)
 
 
-def test_weights_that_accelerate_offloads(models, tokens):
-    library = pytest.importorskip("accelerate")
-    model = library.cpu_offload(copy.deepcopy(models.ours), execution_device=torch.device("cpu"))
-    refused("device_map: weights that are offloaded.*got none of layer 0 in memory", model, tokens)
+READ_DIRECTLY = {  # modules whose parameters are read without a call
+    "deepseek_v4": ("kv_norm", "compressor", "compressor.kv_norm", "compressor.indexer", "compressor.indexer.kv_norm")
+}
+
+
+def test_weights_that_a_call_of_their_module_loads(models, tokens):
+    """As the `accelerate` library offloads them: on meta, and in memory while their module's `forward` runs."""
+    for name in READ_DIRECTLY.get(models.ours.config.model_type, ("kv_a_layernorm", "indexer.k_norm")):
+        model = copy.deepcopy(models.ours)
+        found = [modules[name] for layer in model.model.layers if name in (modules := _modules(layer))]
+        assert found, name
+        for module in found:
+            offload(module)
+        refused("device_map: weights that are offloaded.*got none of layer . in memory", model, tokens)
+
+
+def _modules(layer):
+    return dict(layer.self_attn.named_modules())
+
+
+def offload(module):
+    weights, module._old_forward = dict(module.named_parameters(recurse=False)), module.forward
+
+    def on_meta():
+        for name, weight in weights.items():
+            setattr(module, name, nn.Parameter(weight.to("meta"), requires_grad=False))
+
+    def forward(*arguments, **options):
+        for name, weight in weights.items():
+            setattr(module, name, weight)
+        result = module._old_forward(*arguments, **options)
+        on_meta()
+        return result
+
+    module.forward = forward
+    on_meta()
 
 
 def test_other_implementations_of_attention(models, tokens):
