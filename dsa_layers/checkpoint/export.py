@@ -10,7 +10,7 @@ from dsa_layers.checkpoint import INDEX_NAME, SINGLE_NAME
 from dsa_layers.checkpoint.fused_experts import split_experts
 from dsa_layers.checkpoint.published_format import as_published, scales_of, shape_of_values
 from dsa_layers.families.config import config_of
-from dsa_layers.families.fields import Fields
+from dsa_layers.families.fields import MAX_CONFIG_BYTES, Fields, read_object
 from dsa_layers.families.model import CheckpointModel
 from dsa_layers.families.registry import family
 from dsa_layers.untrusted_files import is_there
@@ -24,13 +24,18 @@ def save_fp8_checkpoint(model: CheckpointModel, directory: str | PathLike[str], 
             FP8 in blocks of 128 x 128, with powers of two as scales if its `scale_fmt` is "ue8m0", or to FP4
 
     Raises ValueError for a directory with a checkpoint in several files, for fields without quantisation, or of another
-    shape than the model, and for a manifest with dtypes that cannot be written. Then nothing is written.
+    shape than the model, for fields or a generation_config.json there that `load_model` would refuse, and for a
+    manifest with dtypes that cannot be written. Then nothing is written.
     """
     directory = Path(directory)
     if is_there(directory / INDEX_NAME):
         raise ValueError(f"directory: must hold no {INDEX_NAME}, got {directory}")
     written = json.dumps(fields, indent=2) + "\n"
-    config = config_of(Fields(json.loads(written), directory / "config.json"))
+    if len(written) > MAX_CONFIG_BYTES:
+        raise ValueError(f"fields: must take at most {MAX_CONFIG_BYTES} bytes as JSON, got {len(written)}")
+    generation_path = directory / "generation_config.json"
+    generation = read_object(generation_path) if is_there(generation_path) else None
+    config = config_of(Fields(json.loads(written), directory / "config.json"), generation)
     if config.quantization is None:
         raise ValueError("fields: must have a quantization_config")
     use_ue8m0 = config.quantization.scale_fmt == "ue8m0"

@@ -18,7 +18,7 @@ MAX_LAYERS = 2**8
 MAX_SELECTED = 2**16  # tokens that a query attends to: its row of indices is as long
 MAX_TOKENS = 2**31 - 1  # positions are int32
 
-_MAX_BYTES = 2**20
+MAX_CONFIG_BYTES = 2**20
 
 # Fields with no influence on inference: where the file came from, how training ran, what a forward returns by default.
 NO_INFLUENCE = frozenset(
@@ -162,6 +162,6 @@ class Fields:
 
 def read_object(path: Path) -> Fields:
     try:
-        return Fields(read_json_object(path, ConfigError, _MAX_BYTES), path)
+        return Fields(read_json_object(path, ConfigError, MAX_CONFIG_BYTES), path)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; a checkpoint directory holds a config.json") from None

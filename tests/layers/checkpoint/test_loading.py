@@ -128,6 +128,13 @@ def test_a_refused_export_writes_nothing(checkpoint, tmp_path):
     ):
         with pytest.raises(ValueError, match=f"^{problem}"):
             save_fp8_checkpoint(model, tmp_path, fields | wrong)
+    with pytest.raises(ValueError, match=r"^fields: must take at most 1048576 bytes as JSON, got \d+$"):
+        save_fp8_checkpoint(model, tmp_path, fields | {"architectures": ["x" * 2**20]})
+    generation = tmp_path / "generation_config.json"
+    generation.write_text('{"eos_token_id": "end"}')
+    with pytest.raises(ValueError, match=f"^{generation}: field 'eos_token_id'"):
+        save_fp8_checkpoint(model, tmp_path, fields)
+    generation.unlink()
     (tmp_path / INDEX_NAME).touch()
     with pytest.raises(ValueError, match=f"^directory: must hold no {INDEX_NAME}, got {tmp_path}$"):
         save_fp8_checkpoint(model, tmp_path, fields)
