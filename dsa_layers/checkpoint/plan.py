@@ -77,6 +77,11 @@ class Part:
     def is_packed(self) -> bool:
         return self.info.dtype in PACKED and len(self.info.shape) == 2
 
+    @property
+    def is_cut_by_columns(self) -> bool:
+        rank = len(self.info.shape) + sum(isinstance(place, int) for place in self.index)  # of the whole tensor
+        return len(self.index) == rank > 0 and isinstance(self.index[-1], slice)
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -179,6 +184,8 @@ def _mismatch(part: Part, target: Target, to_fp4: bool) -> str | None:
         stands_for = f", FP4 values of {list(shape)}" if shape != info.shape else ""
         return f"{label} has shape {list(info.shape)}{stands_for}; the model expects {list(expected)}"
     if may_be_packed and part.is_packed:
+        if info.dtype == "F4" and part.is_cut_by_columns:  # its shape counts values, and what is read of it bytes
+            return f"{label} is F4 and cut by columns, which is not supported"
         return None
     if to_fp4:
         return f"{label} is {info.dtype}; the model's FP4 accepts {', '.join(sorted(PACKED))}"

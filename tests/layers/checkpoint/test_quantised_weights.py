@@ -122,6 +122,23 @@ def test_a_slice_of_fp4_by_its_own_name(tmp_path, index):
     assert torch.equal(checkpoint.read("w", index=index), packed[index])
 
 
+@pytest.mark.parametrize("dtype", [FP8, BF16])
+def test_columns_of_fp4_by_its_own_name_are_refused(tmp_path, fp4, dtype):
+    """Ranks cut by what the header says, which are values and not bytes."""
+    packed = fp4["w.weight"].view(torch.float4_e2m1fn_x2)
+    save_file({"w.weight": packed, "w.weight_scale_inv": fp4["w.weight_scale_inv"]}, tmp_path / SINGLE_NAME)
+    cuts = {"w.weight": (slice(0, 200), slice(64, 128)), "w.weight_scale_inv": (slice(0, 200), slice(2, 4))}
+    stored = {"w.weight": (200, 128), "w.weight_scale_inv": (200, 4)}
+    wanted = {"w.weight": ((200, 64), dtype)} | ({"w.weight_scale_inv": ((2, 1), F32)} if dtype == FP8 else {})
+    message = failure(
+        stand_in(wanted),
+        tmp_path,
+        parts_of=lambda name, shape: {name: cuts[name] if shape == stored[name] else ()},
+    )
+    problem = "w.weight (stored as w.weight[0:200, 64:128]) is F4 and cut by columns, which is not supported"
+    assert problem in message
+
+
 def test_int8_is_not_fp4_where_the_model_wants_int8(tmp_path):
     save_file({"a": torch.ones(4, 4, dtype=torch.int8)}, tmp_path / SINGLE_NAME)
     model = stand_in({"a": ((4, 4), torch.int8)})
