@@ -55,7 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (RuntimeError, MemoryError) as error:
         return _failed(f"{command}: {str(error) or 'out of memory'}", 1, as_json)
     except Exception as error:  # a defect of the command: Python says where
-        note_failure(f"{type(error).__name__}: {error}")
+        problem = f"{type(error).__name__}: {error}"
+        note_failure(problem)
+        if as_json:
+            _say_error(problem, 1)
         raise
     finally:
         drop_unwritten()
@@ -79,9 +82,13 @@ def _failed(problem: str, code: int, as_json: bool) -> int:
     note_failure(problem)
     say(problem)
     if as_json:
-        with contextlib.suppress(OSError):  # nobody reads it, or it cannot be written, which may be the problem itself
-            say_json("error", error=problem, exit_code=code)
+        _say_error(problem, code)
     return code
+
+
+def _say_error(problem: str, code: int) -> None:
+    with contextlib.suppress(OSError):  # nobody reads it, or it cannot be written, which may be the problem itself
+        say_json("error", error=problem, exit_code=code)
 
 
 class _Version(argparse.Action):

@@ -249,6 +249,15 @@ def test_errors_in_json(checkpoint, capsys, options, problem):
     assert problem in found["error"] and err == found["error"] + "\n"
 
 
+def test_a_defect_in_json(checkpoint, capsys, monkeypatch):
+    """Python's traceback goes to the standard error."""
+    monkeypatch.setattr(Generator, "stream", lambda *_: {}["missing"])
+    with pytest.raises(KeyError):
+        generate(checkpoint, "--json")
+    *_, last = events(capsys)[0]
+    assert last == {"event": "error", "error": "KeyError: 'missing'", "exit_code": 1}
+
+
 def test_a_failed_sequence_in_json(damaged, capsys):
     poison(damaged)
     assert generate(damaged, "--json", "--raw") == 1
