@@ -83,10 +83,11 @@ def _check_parts(args: argparse.Namespace, gpus: int, memory: int | None) -> Non
     """ValueError where the model does not come apart into so many parts, or a GPU of so much memory cannot hold one."""
     import torch
 
-    from dsa_layers.checkpoint import Checkpoint, StoredNames
+    from dsa_layers.checkpoint import INDEX_NAME, Checkpoint, StoredNames
     from dsa_layers.checkpoint.gpu_plan import check_fits, plan, precision_of
     from dsa_layers.families.config import read_config
     from dsa_layers.hub import checkpoint_directory, has_weights
+    from dsa_layers.untrusted_files import is_there
 
     directory = checkpoint_directory(args.checkpoint, weights=False)
     config = read_config(directory)
@@ -97,7 +98,11 @@ def _check_parts(args: argparse.Namespace, gpus: int, memory: int | None) -> Non
     are_here = directory == args.checkpoint or has_weights(directory)
     files = Checkpoint(directory) if are_here and any(directory.glob("*.safetensors")) else None
     precision = precision_of(config, files, dtype=args.dtype and getattr(torch, args.dtype), **options)
-    drafted = (files or StoredNames.of(directory)) if args.draft else None
+    drafted = None
+    if args.draft:
+        # A file of an id that is not here may be a link to nothing, until it is fetched.
+        says_names = are_here or is_there(directory / INDEX_NAME)
+        drafted = files or (StoredNames.of(directory) if says_names else StoredNames(directory, None))
     with errors_of_options():
         found = plan(config, precision, gpus, drafted)
         if memory is not None:

@@ -87,7 +87,10 @@ def _checked(given: Sequence[tuple[str, str]] | None) -> Sequence[tuple[str, str
 
 def _read(option: str, value: str) -> Prompt:
     if option == _COPY:
-        return Prompt(**json.loads(Path(value).read_text(encoding="utf-8")))
+        try:
+            return Prompt(**json.loads(Path(value).read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            raise ValueError(f"{_COPY}: must be a file that dsa wrote for its ranks, got {value}") from None
     if option == "--prompt-file":
         source = f"--prompt-file {value}"
         text = read_text_file(option, Path(value))

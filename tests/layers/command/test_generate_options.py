@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dsa_layers import SHIPPED_MODEL, Tokenizer
+from dsa_layers.checkpoint import SINGLE_NAME
 from dsa_layers.command.main import _parser, main
 from dsa_layers.command.prompt_sources import Prompt, read_prompts
 from dsa_layers.generation.generator import Generator
@@ -167,6 +168,24 @@ def test_prompts_come_from_arguments_files_and_the_standard_input(given, tmp_pat
     files = [["--prompt-file", str(tmp_path / name)] for name in "ab"]
     assert shipped("--prompt", "first", *files[0], "--prompt", "-", "--prompt", "x\n", *files[1]) == 0
     assert read_by_the_generator(given) == ["first", "né\n", "piped\nlines", "x\n", "last"]
+
+
+@pytest.mark.parametrize("content", [None, b"hello", b"\xff", b"[1]", b'{"text": "x"}'])
+def test_a_copy_that_no_dsa_wrote(tmp_path, error, content):
+    path = tmp_path / "copy"
+    if content is not None:
+        path.write_bytes(content)
+    assert shipped("--prompt-copy", str(path)) == 2
+    assert error() == f"dsa generate: --prompt-copy: must be a file that dsa wrote for its ranks, got {path}"
+
+
+def test_drafts_of_an_id_whose_file_is_a_link_to_nothing(checkpoint, tmp_path, monkeypatch):
+    """It is fetched by the ranks."""
+    (tmp_path / "config.json").symlink_to(checkpoint / "config.json")
+    (tmp_path / SINGLE_NAME).symlink_to(tmp_path / "blob")
+    monkeypatch.setattr("dsa_layers.hub.checkpoint_directory", lambda name, weights: tmp_path)
+    monkeypatch.setattr("dsa_layers.parallel.launch.launch", lambda *_: 0)
+    assert generate("owner/name", "--draft", "1", "--gpus", "2") == 0
 
 
 @pytest.mark.parametrize("joined", [False, True])
