@@ -1,5 +1,6 @@
 """How a checkpoint's authors sample from it: generation_config.json."""
 
+import os
 from os import PathLike
 from typing import Any
 
@@ -7,7 +8,7 @@ from dsa_layers.arguments import shown
 from dsa_layers.errors import ConfigError
 from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.hub import checkpoint_directory
-from dsa_layers.untrusted_files import is_there, read_json_object
+from dsa_layers.untrusted_files import read_json_object
 
 _NAMES = ("temperature", "top_k", "top_p")
 _MAX_BYTES = 2**20
@@ -22,7 +23,7 @@ def sampling_defaults(directory: str | PathLike[str]) -> dict[str, Any]:
     Raises ConfigError (a ValueError) that names the file, the field, its value and what is accepted.
     """
     path = checkpoint_directory(directory, weights=False) / "generation_config.json"
-    if not is_there(path):
+    if not os.path.lexists(path):
         return {}
     fields = read_json_object(path, ConfigError, _MAX_BYTES)
     do_sample = fields.get("do_sample")
