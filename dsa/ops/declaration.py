@@ -23,8 +23,8 @@ A call of the op
 - under torch.compile is one node of the graph, `torch.ops.dsa.NAME`, whose fake is `arguments.check` and `results`;
 - else runs the kernels or the reference, as dsa.backends decides by the tensors' device and the table of kernels.
 
-An op that has gradients of its own is declared with `autograd`: what it launches is a torch.autograd.Function, and
-there is no torch.library op. torch.compile breaks its graph there, so `fullgraph=True` does not take it.
+An op that has gradients of its own is declared with `autograd`: it launches a torch.autograd.Function, and of such ops
+none is registered with torch. torch.compile breaks its graph there, so `fullgraph=True` does not take it.
 
 Checks and the Python of a launch cost more than the kernel's launch, and decoding repeats itself: a call in order is
 remembered by all that these look at (`known_calls`), and one that comes again and again becomes the steps that it takes
