@@ -13,7 +13,7 @@ from typing import Any
 
 from dsa_bench.e2e import plot
 from dsa_bench.e2e.marked_document import between_marks, command, entry_of, list_of, measured, not_measured, table
-from dsa_bench.e2e.parts import PARTS
+from dsa_bench.e2e.parts import GLUE, PARTS
 from dsa_bench.e2e.report import Row
 
 BEGIN, END = "<!-- e2e tables -->", "<!-- end of e2e tables -->"
@@ -21,7 +21,7 @@ PICTURE = "e2e.png"
 BESIDE = ("indexer", "top-k", "attention")  # parts whose kernels are the peers'
 # The least share of a pass' time that its kernels fill; with less, what is measured is the host.
 _FILLED = 0.75
-HEAD = ("run", "ms", "tokens/s", *PARTS, "peers, whole pass", *BESIDE)
+HEAD = ("run", "ms", "tokens/s", *PARTS, "peers, whole pass", "without glue", *BESIDE)
 
 
 def generated(entry: Mapping[str, Any]) -> str:
@@ -47,13 +47,19 @@ def waits_for_host(row: Row) -> bool:
     return min(filled) < _FILLED
 
 
+def without_glue(row: Row) -> float:
+    """A row's ratio, of a peers' pass that takes as much less as its glue's kernels take."""
+    return (row["peer_ms"] - row["peer_parts"].get(GLUE, 0.0)) / row["ms"]
+
+
 def _cells(row: Row) -> list[str]:
     cells = [row["run"], f"{row['ms']:.2f}", f"{row['tokens/s']:.0f}", *(f"{row['parts'][part]:.3f}" for part in PARTS)]
     if row["ratio"] is None:
-        return [*cells, *[""] * (1 + len(BESIDE))]
+        return [*cells, *[""] * (2 + len(BESIDE))]
     ratios = (row["peer_parts"][part] / row["parts"][part] if row["parts"][part] else None for part in BESIDE)
     whole = f"{row['ratio']:.2f}" + (" (host)" if waits_for_host(row) else "")
-    return [*cells, whole, *("" if ratio is None else f"{ratio:.2f}" for ratio in ratios)]
+    without = "" if GLUE not in row["peer_parts"] else f"{without_glue(row):.2f}"
+    return [*cells, whole, without, *("" if ratio is None else f"{ratio:.2f}" for ratio in ratios)]
 
 
 def _sentences(rows: Sequence[Row]) -> list[str]:
@@ -67,6 +73,12 @@ def _sentences(rows: Sequence[Row]) -> list[str]:
             least, most = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
             span = least if least == most else f"{least} to {most}"
             lines.append(f"With the peers' kernels {what} takes {span} times as long as with ours.")
+        glued = [
+            row for row in timed if row["run"].startswith(kind) and row not in waiting and GLUE in row["peer_parts"]
+        ]
+        if glued:
+            bare = [without_glue(row) for row in glued]
+            lines.append(f"Without glue it would be {min(bare):.2f} to {max(bare):.2f} times.")
     for row in waiting:
         own, theirs = row["ms"] - sum(row["parts"].values()), row["peer_ms"] - sum(row["peer_parts"].values())
         lines.append(

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 from dsa.testing import bench
+from dsa_bench.e2e.cache_contents import fill
 from dsa_bench.e2e.full_depth import first_layers
 from dsa_bench.e2e.pass_bytes import experts_touched
 from dsa_bench.e2e.runs import Cached
-from dsa_layers.cache.cache import Cache
 from dsa_layers.families.model import CheckpointModel
 from dsa_layers.generation.captured_step import CapturedStep
 from dsa_layers.generation.decode_step import DecodeStep
@@ -20,7 +20,7 @@ SPARE = 1  # a page and a state slot for sequences that would fill up a batch
 
 
 class DraftedDecoding:
-    """`count` sequences of `context` tokens, the last `drafts` of them guesses, behind caches of bytes at random. No
+    """`count` sequences of `context` tokens, the last `drafts` of them guesses, behind caches of random numbers. No
     two tokens that a pass computes are the same.
 
     touched: of each mixture of experts, how many of them get tokens in a pass. The pass has run once.
@@ -30,7 +30,7 @@ class DraftedDecoding:
         self._model, self._drafts, self._device = model, drafts, next(model.parameters()).device
         pages = -(-context // model.page_size)
         self._cache = model.make_cache(count * pages + SPARE, device=self._device, state_slots=count + SPARE)
-        _fill(self._cache)
+        fill(self._cache)
         allocate, slots = self._cache.allocator.allocate, self._cache.state_slots.allocate(count)
         # The last token of a sequence in slot s is 1 + s.
         guesses = [tuple(1 + count + slot * drafts + i for i in range(drafts)) for slot in slots]
@@ -51,7 +51,7 @@ class DraftedDecoding:
         each of as many new drafts."""
         arguments = self._model.drafter, self._cache, self._drafts, self._step.padding, self._device
         step = _DraftsAgain(*arguments, capture=False)
-        _fill(step.cache)
+        fill(step.cache)
         taken = [[*sequence.drafts, sequence.tokens[-1]] for sequence in self._sequences]
         step(self._sequences, taken, self._states)
         return _graph_ms(step.again)
@@ -80,9 +80,3 @@ class _DraftsAgain(_Again, DraftStep):
 def _graph_ms(call: Callable[[], Any]) -> float:
     """Of a call that is captured as generation does it; the median on the GPU's clock."""
     return bench({"call": call}, repeats=REPEATS, graph=True)["call"]
-
-
-def _fill(cache: Cache) -> None:
-    for tensor in cache.tensors():
-        # Finite in every layout: e4m3 of 1/4 to 1, floats of 2^-47 to 2^-16, exponents of 2^-87 to 2^-72.
-        tensor.view(torch.uint8).random_(0x28, 0x38)

@@ -69,8 +69,8 @@ def rows(
     workspace  bytes that a pass took at most beside weights and cache, less those of the pass that is the SHORT-th:
                what a long context adds to them
 
-    Sequences that decode have random bytes in their caches. What these are decides which keys are selected, not how
-    many; how many sequences there are is bounded by memory, and the rows of more than fit are left out.
+    Sequences that decode have random numbers in their caches. What these are decides which keys are selected, not
+    how many; how many sequences there are is bounded by memory, and the rows of more than fit are left out.
     """
     for name in names:
         prompts = [n for n in sorted(lengths) if prompt_shape(name, n) not in done]

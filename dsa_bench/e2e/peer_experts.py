@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 import dsa
+from dsa_bench.e2e.parts import glue
 from dsa_bench.peers.deep_gemm import ALIGNMENT, Scaled
 from dsa_layers.layers.experts import Experts
 
@@ -40,6 +41,11 @@ class Layout(NamedTuple):
 def padded(experts: torch.Tensor, count: int) -> Layout:
     """Where the rows of experts [T, k] are. M follows from T and k alone: nothing waits for the GPU."""
     _, rows, ends = dsa.sort_by_expert(experts, count)
+    with glue():
+        return _layout(experts, count, rows, ends)
+
+
+def _layout(experts: torch.Tensor, count: int, rows: torch.Tensor, ends: torch.Tensor) -> Layout:
     sizes = ends.diff(prepend=ends.new_zeros(1))
     bounds = ((sizes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT).cumsum(0)
     moved = bounds.roll(1).index_fill(0, bounds.new_zeros(1), 0) - (ends - sizes)
@@ -63,9 +69,10 @@ class Slots(NamedTuple):
     @classmethod
     def of(cls, experts: torch.Tensor, count: int) -> "Slots":
         _, rows, ends = dsa.sort_by_expert(experts, count)
-        sizes = ends.diff(prepend=ends.new_zeros(1))
-        slots = rows.long() - (ends - sizes)[experts]
-        return cls(experts * MOST_MASKED + slots, slots, sizes.int())
+        with glue():
+            sizes = ends.diff(prepend=ends.new_zeros(1))
+            slots = rows.long() - (ends - sizes)[experts]
+            return cls(experts * MOST_MASKED + slots, slots, sizes.int())
 
     def spread(self, q: torch.Tensor, scale: torch.Tensor, experts: torch.Tensor) -> Scaled:
         """Casts [T, k or 1, channels] with their scales in the experts' rows; scales column by column."""
@@ -125,8 +132,9 @@ def _contiguous(module: ModuleType, layer: Experts, x: torch.Tensor, experts: to
     def product(q: torch.Tensor, scale: torch.Tensor, name: str) -> torch.Tensor:
         weight = weight_of(layer, name)
         out = torch.empty(len(q), weight[0].shape[1], dtype=x.dtype, device=x.device)
-        operand = q, module.get_mn_major_tma_aligned_tensor(scale)
-        module.m_grouped_fp8_gemm_nt_contiguous(operand, weight, out, layout.groups)
+        with glue():  # engines' casts write scales so
+            scale = module.get_mn_major_tma_aligned_tensor(scale)
+        module.m_grouped_fp8_gemm_nt_contiguous((q, scale), weight, out, layout.groups)
         return out
 
     q, scale = dsa.per_token_cast_to_fp8(x, layer.use_ue8m0)

@@ -2,12 +2,13 @@
 
 DeepGEMM gives the index scores and the FP8 linear layers, vLLM the top-k, FlashMLA the attention to selected keys, each
 in the newest build that is installed: what engines run DeepSeek-V3.2 with. So selected keys are attended to in the
-absorbed form, which is the only one that FlashMLA has; prompts all of whose keys count take the multi-head form by
-PyTorch's FlashAttention 2, which takes a third of the absorbed form's multiply-adds. In V4's prefill the window's keys
+absorbed form, which is the only one that FlashMLA has; prompts all of whose keys count take the multi-head form, a
+third of the absorbed form's multiply-adds, by PyTorch: cuDNN's kernel where a pass has whole prompts of one length,
+FlashAttention 2 for others. In V4's prefill the window's keys
 and the compressed entries are put into one tensor for FlashMLA, where an engine has them. Experts are on DeepGEMM's
 grouped products (peer_experts.py), and FP4 experts of decoding on vLLM's Marlin (peer_fp4_experts.py). No peer selects
 as it scores, so scores and top-k are two ops for any number of keys and of sequences. Cache writers and all else stay
-ours.
+ours; what is done to hand over to a library what an engine has in the library's layout is announced as glue (`parts`).
 """
 
 import contextlib
@@ -18,10 +19,14 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 import dsa
 from dsa_bench.e2e import peer_experts
+from dsa_bench.e2e.parts import glue
 from dsa_bench.e2e.peer_fp4_experts import forward_on_marlin
+from dsa_bench.e2e.peer_slots import to_slots
 from dsa_bench.harness.calls import reason
 from dsa_bench.peers import deep_gemm, flash_mla, marlin, operators
 from dsa_bench.peers.package import Library, Operators
@@ -31,6 +36,10 @@ from dsa_layers.layers.experts import Experts
 
 Op = Callable[..., Any]
 _NEVER = 2**31  # keys: more than any op takes
+_WORKSPACE_BYTES = 1 << 20  # of vLLM's cooperative and persistent top-k
+_SELECTED = (512, 1024, 2048)  # keys that these select
+_COOPERATIVE_ROWS = 64  # at most
+_PERSISTENT_COLUMNS = 65536  # of a prompt's scores from which on the persistent one is faster than the one for prompts
 _flash_attention = torch.ops.aten._flash_attention_forward
 
 
@@ -40,46 +49,60 @@ class Replaced:
 
     ops: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    _values: list[tuple[object, str, Any]] = field(default_factory=list)
 
     @property
     def libraries(self) -> list[str]:
         return sorted(set(self.ops.values()))
 
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """While this lasts, models run on them."""
+        ours = [(owner, name, getattr(owner, name)) for owner, name, _ in self._values]
+        try:
+            for owner, name, value in self._values:
+                setattr(owner, name, value)
+            yield
+        finally:
+            for owner, name, value in ours:
+                setattr(owner, name, value)
+
 
 @contextlib.contextmanager
 def peer_kernels() -> Iterator[Replaced]:
     """Tells what is replaced: nothing, if no peer can be imported."""
-    replaced = Replaced()
-    names = ("topk_indices", "mha_varlen_fwd", *(name for _, ops in _GROUPS for name in ops))
-    ours, form = {name: getattr(dsa, name) for name in names}, attention.multi_head_is_faster
-    forward, fused = Experts.forward, (key_selection.FUSED_KEYS, key_selection.FUSED_SEQUENCES)
-    try:
-        for builds, ops in _GROUPS:
-            library, module = _newest(builds, replaced.failed)
-            for name, make in ops.items() if library else ():
-                setattr(dsa, name, make(library, module, ours[name]))
-                replaced.ops[name] = library.name
-        library, module = _newest(deep_gemm.BUILDS, replaced.failed)
-        if library is not None:
-            Experts.forward = peer_experts.forward_on(module, forward)
-            replaced.ops["Experts"] = library.name
-        if _newest((marlin.MARLIN,), replaced.failed)[0] is not None:
-            Experts.forward, replaced.ops["FP4 experts"] = forward_on_marlin(Experts.forward), "vllm"
-        selects = _newest((operators.VLLM,), replaced.failed)[0] is not None
-        if selects:
-            replaced.ops["topk_indices"] = "vllm"
-        if replaced.ops:
-            dsa.topk_indices = _selection(selects, ours["topk_indices"])
-            dsa.mha_varlen_fwd, replaced.ops["mha_varlen_fwd"] = _multi_head, "torch"
-            attention.multi_head_is_faster = lambda *lengths: False
-        if {"fp8_mqa_logits", "topk_indices"} & replaced.ops.keys():
-            key_selection.FUSED_KEYS, key_selection.FUSED_SEQUENCES = _NEVER, 0
+    replaced = replacement()
+    with replaced.in_place():
         yield replaced
-    finally:
-        for name, op in ours.items():
-            setattr(dsa, name, op)
-        attention.multi_head_is_faster, Experts.forward = form, forward
-        key_selection.FUSED_KEYS, key_selection.FUSED_SEQUENCES = fused
+
+
+def replacement() -> Replaced:
+    """What can be imported, not yet in its place."""
+    replaced = Replaced()
+    values, forward = replaced._values, Experts.forward
+    for builds, ops in _GROUPS:
+        library, module = _newest(builds, replaced.failed)
+        for name, make in ops.items() if library else ():
+            values.append((dsa, name, make(library, module, getattr(dsa, name))))
+            replaced.ops[name] = library.name
+    library, module = _newest(deep_gemm.BUILDS, replaced.failed)
+    if library is not None:
+        forward = peer_experts.forward_on(module, forward)
+        replaced.ops["Experts"] = library.name
+    if _newest((marlin.MARLIN,), replaced.failed)[0] is not None:
+        forward, replaced.ops["FP4 experts"] = forward_on_marlin(forward), "vllm"
+    values.append((Experts, "forward", forward))
+    selects = _newest((operators.VLLM,), replaced.failed)[0] is not None
+    if selects:
+        replaced.ops["topk_indices"] = "vllm"
+    if replaced.ops:
+        values.append((dsa, "topk_indices", _selection(_TopK() if selects else None, dsa.topk_indices)))
+        values.append((dsa, "mha_varlen_fwd", _multi_head))
+        replaced.ops["mha_varlen_fwd"] = "torch"
+        values.append((attention, "multi_head_is_faster", lambda *lengths: False))
+    if {"fp8_mqa_logits", "topk_indices"} & replaced.ops.keys():
+        values += (key_selection, "FUSED_KEYS", _NEVER), (key_selection, "FUSED_SEQUENCES", 0)
+    return replaced
 
 
 def _newest(
@@ -100,11 +123,11 @@ def _scores(library: Library, module: ModuleType, ours: Op) -> Op:
         # The selection must know where in a row its first key is: rows of 2.8.1 begin with it.
         if library == deep_gemm.OLD:
             found = module.fp8_mqa_logits(q, kv, weights, starts, ends, clean_logits)
-            found.begins = starts
+            found.begins, found.at_zero = starts, False
         else:
             most = max_seqlen_k or len(kv[0])
             found = module.fp8_fp4_mqa_logits((q, None), kv, weights, starts, ends, most)
-            found.begins = torch.zeros_like(starts)
+            found.begins, found.at_zero = torch.zeros_like(starts), True
         return found
 
     return scores
@@ -127,38 +150,73 @@ def _linear(library: Library, module: ModuleType, ours: Op) -> Op:
         if out_dtype != torch.bfloat16:
             return ours(a, b, out_dtype)
         out = torch.empty(len(a[0]), len(b[0]), dtype=out_dtype, device=a[0].device)
-        module.fp8_gemm_nt(a, b, out)
+        with glue():  # engines' casts write scales so
+            scales = module.get_mn_major_tma_aligned_tensor(a[1])
+        module.fp8_gemm_nt((a[0], scales), b, out)
         return out
 
     return product
 
 
-def _selection(theirs: bool, ours: Op) -> Op:
+def _selection(theirs: "_TopK | None", ours: Op) -> Op:
     """vLLM's, or else ours, over scores of either build of DeepGEMM or of ours."""
 
     def select(scores, k, *, lengths, starts=None, **paging):
         starts = getattr(scores, "begins", starts)
-        if not theirs:
+        if theirs is None:
             return ours(scores, k, lengths=lengths, starts=starts, **paging)
-        return _slots(_topk_indices(scores, k, lengths, starts), **paging)
+        at_zero = starts is None or getattr(scores, "at_zero", False)
+        return to_slots(theirs(scores, k, lengths, starts, at_zero), **paging)
 
     return select
 
 
-def _topk_indices(scores: torch.Tensor, k: int, lengths: torch.Tensor, starts: torch.Tensor | None) -> torch.Tensor:
-    rows, stride = len(scores), scores.stride(0)
-    topk_indices = torch.empty(rows, k, dtype=torch.int32, device=scores.device)
-    if starts is None:
-        torch.ops._C.top_k_per_row_decode(scores, 1, lengths, topk_indices, rows, stride, 1, k)
-    else:
-        torch.ops._C.top_k_per_row_prefill(scores, starts, starts + lengths, topk_indices, rows, stride, 1, k)
-    return topk_indices
+class _TopK:
+    """vLLM's, of which it has several: the one that `dsa bench topk_indices` has as the fastest. Two of them take rows
+    that lie side by side and whose keys begin with the first column, and memory that they find as they have left it."""
+
+    def __init__(self) -> None:
+        self._workspaces: dict[torch.device, torch.Tensor] = {}
+
+    def __call__(
+        self, scores: torch.Tensor, k: int, lengths: torch.Tensor, starts: torch.Tensor | None, at_zero: bool
+    ) -> torch.Tensor:
+        (rows, columns), stride = scores.shape, scores.stride(0)
+        out = torch.empty(rows, k, dtype=torch.int32, device=scores.device)
+        cooperates = rows <= _COOPERATIVE_ROWS
+        if (
+            at_zero
+            and scores.is_contiguous()
+            and k in _SELECTED
+            and (cooperates or starts is None or columns >= _PERSISTENT_COLUMNS)
+        ):
+            topk = torch.ops._C.cooperative_topk if cooperates else torch.ops._C.persistent_topk
+            topk(scores, lengths, out, self._workspace(scores.device), k, columns)
+        elif starts is None:
+            torch.ops._C.top_k_per_row_decode(scores, 1, lengths, out, rows, stride, 1, k)
+        else:
+            torch.ops._C.top_k_per_row_prefill(scores, starts, starts + lengths, out, rows, stride, 1, k)
+        return out
+
+    def _workspace(self, device: torch.device) -> torch.Tensor:
+        """Not one that a graph has made: that memory is the graph's."""
+        if device not in self._workspaces:
+            made = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                return made
+            self._workspaces[device] = made
+        return self._workspaces[device]
 
 
 def _multi_head(q, k, v, cu_q, cu_k, most_keys, scale, causal=True, *, k_rope=None, **selection):
-    """Over all keys, in the form that FlashAttention 2 has them in: whole, and of one width with the values."""
+    """Over all keys. Whole prompts of one length by cuDNN's kernel; others by FlashAttention 2, in the form that it has
+    them in: whole, and of one width with the values. PyTorch has no other that takes prompts of several lengths."""
     if k_rope is not None:
         k = torch.cat((k, k_rope[:, None].expand(-1, k.shape[1], -1)), -1)
+    sequences = len(cu_q) - 1
+    if len(q) == len(k) == sequences * most_keys:  # none is longer, so that all have the same length
+        by_sequence = (x.unflatten(0, (sequences, most_keys)).transpose(1, 2) for x in (q, k, v))
+        return _one_length(*by_sequence, causal, scale).transpose(1, 2).flatten(0, 1), None
     values = v.shape[-1]
     v = torch.nn.functional.pad(v, (0, q.shape[-1] - values))
     most_queries = min(most_keys, len(q))
@@ -166,12 +224,10 @@ def _multi_head(q, k, v, cu_q, cu_k, most_keys, scale, causal=True, *, k_rope=No
     return out[..., :values], lse
 
 
-def _slots(topk_indices: torch.Tensor, block_table=None, page_size=None, row_to_seq=None) -> torch.Tensor:
-    if block_table is None:
-        return topk_indices
-    table = block_table if row_to_seq is None else block_table[row_to_seq.long()]
-    pages = table.gather(1, (topk_indices // page_size).clamp(0).long())
-    return torch.where(topk_indices < 0, topk_indices, pages * page_size + topk_indices % page_size)
+def _one_length(q, k, v, causal: bool, scale: float) -> torch.Tensor:
+    """[B, H, S, .]; not of PyTorch's own choice on a GPU, which is FlashAttention 2."""
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, *([] if q.is_cuda else [SDPBackend.MATH])]):
+        return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
 
 
 def _prefill(library: Library, module: ModuleType, ours: Op) -> Op:

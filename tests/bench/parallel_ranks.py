@@ -1,5 +1,6 @@
 """Ranks of the benchmark of several GPUs on a CPU, with a clock of the host and the smallest stacks."""
 
+import dataclasses
 import time
 
 import torch
@@ -103,7 +104,7 @@ def rows_of_other_logits(ranks, options):
 
     def make(model, **given):
         run = prefill(model, **given)
-        return parallel_cases.Run(lambda: run.timed() + ranks.rank, run.launched)
+        return dataclasses.replace(run, timed=lambda: run.timed() + ranks.rank)
 
     parallel_cases.prefill = make
     return _error(ranks, options)

@@ -234,7 +234,7 @@ def test_a_stack_with_a_drafter(name):
         assert torch.equal(own[key].contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8))
     run = DraftedDecoding(model, 3, CONTEXT, 1)
     step = DraftStep(model.drafter, run._cache, 1, run._step.padding, torch.device("cpu"))
-    draft_runs._fill(step.cache)
+    draft_runs.fill(step.cache)
     logits = []
     drafters = model.drafter.logits
     model.drafter.logits = lambda states: logits.append(drafters(states)) or logits[-1]

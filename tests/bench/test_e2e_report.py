@@ -13,7 +13,7 @@ from dsa.reference.mla import mha_varlen_fwd as reference
 from dsa.testing import calc_diff
 from dsa_bench.e2e import document, peer_experts, peer_fp4_experts, plot, report, stacks, table
 from dsa_bench.e2e import peers as peer_ops
-from dsa_bench.e2e.parts import PARTS
+from dsa_bench.e2e.parts import GLUE, PARTS
 from dsa_bench.e2e.peer_experts import Slots, padded
 from dsa_bench.e2e.runs import Run, decode, prefill
 from dsa_layers.batch.decode_batch import DecodeBatch
@@ -66,6 +66,7 @@ def test_the_document_is_written_from_an_entry(tmp_path):
     faster = BESIDE | {"run": "decode 1 x 4096", "ratio": 0.9, "parts": PARTS_MS | {"indexer": 0.0}}
     prompt = BESIDE | {"run": "prefill 4096", "ratio": 1.1, "failed": {"sgl-flash-mla": "failed: no libcuda"}}
     other = ALONE | {"model": "V4-Flash", "failed": {"the pass": "failed: no"}}
+    faster["peer_parts"] = BESIDE["peer_parts"] | {GLUE: 0.8}
     waiting = BESIDE | {"run": "prefill 512", "ratio": 2.0, "peer_ms": 16.0}
     entry = {"bench": [prompt, BESIDE, faster, waiting, other], "device": "1 x NVIDIA H200", "date": "2026-11-23"}
     entry |= {"commit": "abc", "torch": "2.11", "dsl": "4.8"}
@@ -79,13 +80,18 @@ def test_the_document_is_written_from_an_entry(tmp_path):
     assert "Measured on 1 x NVIDIA H200, torch 2.11, CuTe DSL 4.8, on 2026-11-23, of commit abc." in text
     lines = text.splitlines()
     assert (
-        "| decode 8 x 4096 | 8.00 | 1000 | 0.500 | 0.250 | 2.000 | 4.000 | 0.250 | 1.25 | 1.00 | 4.00 | 1.00 |" in lines
+        "| decode 8 x 4096 | 8.00 | 1000 | 0.500 | 0.250 | 2.000 | 4.000 | 0.250 | 1.25 |  | 1.00 | 4.00 | 1.00 |"
+        in lines
     )
-    assert "| decode 1 x 4096 | 8.00 | 1000 | 0.000 | 0.250 | 2.000 | 4.000 | 0.250 | 0.90 |  | 4.00 | 1.00 |" in lines
-    assert "| decode 8 x 4096 | 8.00 | 1000 | 0.500 | 0.250 | 2.000 | 4.000 | 0.250 |  |  |  |  |" in lines
-    assert all(line.count("|") == 13 for line in lines if line.startswith("|"))
+    assert (
+        "| decode 1 x 4096 | 8.00 | 1000 | 0.000 | 0.250 | 2.000 | 4.000 | 0.250 | 0.90 | 1.15 |  | 4.00 | 1.00 |"
+        in lines
+    )
+    assert "| decode 8 x 4096 | 8.00 | 1000 | 0.500 | 0.250 | 2.000 | 4.000 | 0.250 |  |  |  |  |  |" in lines
+    assert all(line.count("|") == 14 for line in lines if line.startswith("|"))
     assert "- With the peers' kernels a prompt takes 1.10 times as long as with ours." in lines
     assert "- With the peers' kernels a decoding step takes 0.90 to 1.25 times as long as with ours." in lines
+    assert "- Without glue it would be 1.15 to 1.15 times." in lines
     assert any(line.startswith("| prefill 512 |") and "| 2.00 (host) |" in line for line in lines)
     (line,) = (line for line in lines if line.startswith("- prefill 512 (host) is not among them"))
     assert line.endswith("no kernel ran for 1.0 ms of its pass with our kernels, and for 8.2 ms with the peers'.")
@@ -318,6 +324,35 @@ def test_prompts_all_of_whose_keys_count(either_build, monkeypatch):
     same_with_peers(lambda bounds=(*bounds,): dsa.mha_varlen_fwd(q, k, v, *bounds, 7, 0.1, k_rope=rope)[0])
 
 
+def test_whole_prompts_of_one_length(either_build):
+    """cuDNN's, for which PyTorch's own attention stands on a CPU."""
+    q, k, v, rope = bf16(14, 2, 192), bf16(14, 2, 128), bf16(14, 2, 128), bf16(14, 64)
+    ends = torch.tensor([0, 7, 14], dtype=torch.int32)
+    same_with_peers(lambda: dsa.mha_varlen_fwd(q, k, v, ends, ends, 7, 0.1, k_rope=rope)[0])
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "k", "prompt", "named"),
+    [
+        (2, 4096, 2048, False, "cooperative_topk"),
+        (65, 4096, 512, False, "persistent_topk"),
+        (65, 4096, 512, True, "top_k_per_row_prefill"),
+        (65, 65536, 512, True, "persistent_topk"),
+        (2, 4096, 100, False, "top_k_per_row_decode"),
+    ],
+)
+def test_the_topk_of_vllms_that_is_the_fastest(rows, columns, k, prompt, named, peers, monkeypatch):
+    scores, lengths = torch.randn(rows, columns), torch.full((rows,), columns, dtype=torch.int32)
+    starts, options = (torch.zeros_like(lengths), {"starts": torch.zeros_like(lengths)}) if prompt else (None, {})
+    if prompt:
+        scores.begins, scores.at_zero = starts, True
+    with peer_ops.peer_kernels():
+        called, op = [], getattr(torch.ops._C, named)
+        monkeypatch.setattr(torch.ops._C, named, lambda *given: called.append(named) or op(*given))
+        found = dsa.topk_indices(scores, k, lengths=lengths, **options)
+    assert called == [named] and torch.equal(found.long().sort().values, scores.topk(k).indices.sort().values)
+
+
 def test_selected_keys_are_attended_to_in_the_absorbed_form(peers):
     lengths = [4096], [4096], 2048, HeadSizes(128, 128, 64, 128, 512)
     assert attention.multi_head_is_faster(*lengths)
@@ -340,7 +375,7 @@ def test_whole_passes(name, either_build, monkeypatch):
         expected = run.launched()
         with peer_ops.peer_kernels():
             got = run.launched()
-        assert calc_diff(got, expected) < 0.05
+        assert calc_diff(got, expected) < 0.2
         assert torch.equal(run.launched(), expected)
 
 
@@ -429,11 +464,11 @@ class Machine:
     """Stands for a GPU and a model: a pass takes 2 ms, with the peers' kernels 3."""
 
     def __init__(self, monkeypatch):
-        self.compiled, self.fails = [], None
+        self.compiled, self.fails, self.peers_of_calls, self.theirs = [], None, [], torch.tensor([4.0, 5.5])
         monkeypatch.setattr(report, "stack", lambda name: torch.nn.Linear(1, 1))
         monkeypatch.setattr(report, "prefill", lambda model, count, tokens, chunk: self.run())
         monkeypatch.setattr(report, "decode", self.decode)
-        monkeypatch.setattr(report, "milliseconds", lambda run, repeats: 3.0 if self.has_peers() else 2.0)
+        monkeypatch.setattr(report, "bench", self.bench)
         monkeypatch.setattr(report, "gpu_ms", self.parts)
         monkeypatch.setattr(report, "linear_shapes", lambda model: [(256, 128)])
         monkeypatch.setattr(report, "compile_products", lambda shapes: self.compiled.extend(shapes))
@@ -442,13 +477,18 @@ class Machine:
     def has_peers(self):
         return "e2e" in dsa.topk_indices.__module__
 
+    def bench(self, calls, *, repeats):
+        for call in calls.values():
+            self.peers_of_calls.append(call is not calls["ms"] and bool(call().eq(self.theirs).all()))
+        return dict(zip(calls, (2.0, 3.0)))
+
     def run(self):
         def logits():
             if self.fails and self.has_peers():
                 raise self.fails
-            return torch.full((2,), 5.0 if self.has_peers() else 4.0)
+            return self.theirs if self.has_peers() else torch.tensor([4.0, 5.0])
 
-        return Run(logits, logits)
+        return Run(logits, logits, self.run)
 
     def decode(self, model, count, context):
         if context == 64:
@@ -493,7 +533,21 @@ def test_rows_beside_peers(monkeypatch, peers):
         PARTS_MS,
     )
     assert row["peer"] == "deepgemm 2.8.1, sgl-flash-mla, torch, vllm" and row["failed"] == {}
-    assert row["difference"] == pytest.approx(1 - 40 / 41)
+    assert row["difference"] == pytest.approx(calc_diff(torch.tensor([4.0, 5.5]), torch.tensor([4.0, 5.0])))
+
+
+def test_both_are_timed_by_turns_on_kernels_of_their_own(monkeypatch, peers):
+    machine = Machine(monkeypatch)
+    list(report.rows(["V4-Flash"], prompts=[(1, 32)], steps=[]))
+    assert machine.peers_of_calls == [False, True]
+
+
+@pytest.mark.parametrize("theirs", [[torch.nan, 1.0], [torch.inf, 1.0], [-5.0, 4.0]])
+def test_a_peers_pass_of_something_else_has_no_time(theirs, monkeypatch, peers):
+    Machine(monkeypatch).theirs = torch.tensor(theirs)
+    (row,) = report.rows(["V3.2"], prompts=[], steps=[(1, 32)])
+    assert (row["ms"], row["peer_ms"], row["ratio"], row["peers"], row["difference"]) == (2.0, None, None, [], None)
+    assert row["failed"]["the pass"].startswith("failed: its logits differ by ")
 
 
 def test_a_peer_that_fails_ends_no_other_run(monkeypatch, peers):
