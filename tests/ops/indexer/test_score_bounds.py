@@ -1,0 +1,76 @@
+"""What the GPU's tests of index scores find, and what they let pass: rounding as Hopper's tensor cores do it."""
+
+import pytest
+import torch
+
+import dsa
+from dsa.testing import calc_diff
+from tests.gpu.indexer.score_bounds import OF_TERMS, check_scores, magnitudes
+
+QUERIES, KEYS = 16, 150
+SIZES = [(heads, dim) for heads in (8, 64) for dim in (32, 128)]
+
+
+def _case(heads, dim):
+    torch.manual_seed(0)
+    q, k = (torch.randn(*shape, dim).to(torch.float8_e4m3fn) for shape in ((QUERIES, heads), (KEYS,)))
+    scale, weights = torch.rand(KEYS) + 0.1, torch.randn(QUERIES, heads)
+    starts, ends = torch.zeros(QUERIES, dtype=torch.int32), torch.full((QUERIES,), KEYS - 20, dtype=torch.int32)
+    expected = dsa.fp8_mqa_logits(q, (k, scale), weights, starts, ends)
+    terms = dsa.fp8_mqa_logits(magnitudes(q), (magnitudes(k), scale), weights.abs(), starts, ends)
+    return (q, k, scale, weights), expected, terms
+
+
+def _cut(x, bits, of=None):
+    """x without what is `bits` bits below the first one of the largest of `of`, or of its own."""
+    step = torch.exp2((x.abs() if of is None else of).clamp_min(1e-30).log2().floor() - bits)
+    return (x / step).trunc() * step
+
+
+def _on_hopper(q, k, scale, weights, half):
+    """fp16 values are cut off where the hardware rounds to the nearest, which doubles the error."""
+    q, k = q.double(), k.double()
+    products = q.new_zeros(*q.shape[:2], KEYS)
+    for chunk_q, chunk_k in zip(q.split(32, 2), k.split(32, 1)):
+        addends = torch.cat((chunk_q[:, :, None] * chunk_k, products[..., None]), -1)
+        products = _cut(addends, 13, addends.abs().amax(-1, keepdim=True)).sum(-1)
+        if half:
+            products = _cut(products, 10)
+    by_lane = (weights.half() if half else weights).double().unflatten(1, (-1, 8))
+    sums = q.new_zeros(QUERIES, 8, KEYS)
+    for w, x in zip(by_lane.unbind(1), products.relu().unflatten(1, (-1, 8)).unbind(1)):
+        sums = sums + w[..., None] * x
+        sums = _cut(sums, 10) if half else sums
+    return (sums.sum(1) * scale).float()
+
+
+@pytest.mark.parametrize("accumulators", OF_TERMS)
+@pytest.mark.parametrize(("heads", "dim"), SIZES)
+def test_rounding_is_far_inside_the_bounds(heads, dim, accumulators):
+    given, expected, terms = _case(heads, dim)
+    seen = expected != -torch.inf
+    got = torch.where(seen, _on_hopper(*given, accumulators == torch.float16), expected)
+    check_scores(got, expected, terms, accumulators)
+    assert ((got - expected).abs()[seen] < OF_TERMS[accumulators] / 5 * terms[seen]).all()
+    check_scores(got.bfloat16(), expected.bfloat16(), terms, accumulators)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("accumulators", OF_TERMS)
+@pytest.mark.parametrize(("heads", "dim"), SIZES)
+def test_one_wrong_score_is_found(heads, dim, accumulators, dtype):
+    """Of ordinary size, in a matrix so large that calc_diff does not see it; and one where no key is seen."""
+    _, expected, terms = _case(heads, dim)
+    seen = expected != -torch.inf
+    at = (expected[0, : KEYS - 20].abs() - expected[seen].square().mean().sqrt()).abs().argmin()
+    expected, terms = expected.repeat(200, 1).to(dtype), terms.repeat(200, 1)
+    for value in (0.0, 2 * expected[0, at].item(), torch.nan, -torch.inf):
+        got = expected.clone()
+        got[0, at] = value
+        assert not 5e-6 < calc_diff(got, expected) < torch.inf
+        with pytest.raises(AssertionError):
+            check_scores(got, expected, terms, accumulators)
+    got = expected.clone()
+    got[3, KEYS - 1] = 0.0
+    with pytest.raises(AssertionError):
+        check_scores(got, expected, terms, accumulators)
