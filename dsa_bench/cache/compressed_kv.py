@@ -6,6 +6,7 @@ import torch
 
 import dsa
 from dsa.testing import copy_bandwidth
+from dsa_bench.harness.agreement import agree
 from dsa_bench.harness.case import Call, Case
 
 # new tokens of each sequence, sequences; channels, tokens of a block, the cache's layout
@@ -25,6 +26,12 @@ _FRESH_BYTES = 400e6  # of inputs in a graph: more than the L2 cache holds
 _ceiling = cache(copy_bandwidth)
 
 
+def _pages(count: int, d: int, layout: str) -> torch.Tensor:
+    if layout == "v4":
+        return dsa.make_v4_cache(count, PAGE, "cuda")
+    return torch.zeros(count, PAGE, 1, d + 4, dtype=torch.uint8, device="cuda")
+
+
 def _calls(tokens: int, sequences: int, d: int, m: int, layout: str) -> tuple[Call, Call]:
     overlap, total = m == 4, tokens * sequences
     c, n = (2 * d, 2 * m) if overlap else (d, m)
@@ -36,10 +43,7 @@ def _calls(tokens: int, sequences: int, d: int, m: int, layout: str) -> tuple[Ca
     ends = torch.arange(start, start + tokens).repeat(sequences).cuda() % m == m - 1
     slots = torch.where(ends, ends.cumsum(0) - 1, -1)
     pages = -(-int(ends.sum()) // PAGE)
-    if layout == "v4":
-        pages = dsa.make_v4_cache(pages, PAGE, "cuda")
-    else:
-        pages = torch.zeros(pages, PAGE, 1, d + 4, dtype=torch.uint8, device="cuda")
+    own, apart = (_pages(pages, d, layout) for _ in range(2))  # one for each: what is in them is compared
     cu = torch.arange(0, total + 1, tokens, dtype=torch.int32, device="cuda")
     starts = torch.full((sequences,), start, dtype=torch.int32, device="cuda")
     state = torch.randn(sequences, n, 2, c, device="cuda")
@@ -47,7 +51,7 @@ def _calls(tokens: int, sequences: int, d: int, m: int, layout: str) -> tuple[Ca
     rows = ends.nonzero().view(-1)
     written = slots[rows]
 
-    def separately() -> None:
+    def separately() -> torch.Tensor:
         if tokens == 1:
             state[:, start % n, 0], state[:, start % n, 1] = kv, gate + ape[start % m]
             k, z = state.unbind(2)
@@ -62,12 +66,18 @@ def _calls(tokens: int, sequences: int, d: int, m: int, layout: str) -> tuple[Ca
         row = dsa.apply_rotary(row, cos[rows], sin[rows], interleaved=True, dims="last")
         if layout == "index":
             k8, scale = dsa.per_token_cast_to_fp8(row, True, hadamard=True)
-            dsa.write_indexer_cache(k8, scale.squeeze(-1), pages, written)
+            dsa.write_indexer_cache(k8, scale.squeeze(-1), apart, written)
         else:
-            dsa.write_kv_cache(row, pages, written)
+            dsa.write_kv_cache(row, apart, written)
+        return apart
 
-    inputs = (kv, gate, ape, weight, cos, sin, pages, slots, cu, starts, state, state_slots)
-    return partial(dsa.write_compressed_kv, *inputs, overlap=overlap), separately
+    inputs = (kv, gate, ape, weight, cos, sin, own, slots, cu, starts, state, state_slots)
+
+    def in_one() -> torch.Tensor:
+        dsa.write_compressed_kv(*inputs, overlap=overlap)
+        return own
+
+    return in_one, separately
 
 
 def case(tokens: int, sequences: int, d: int, m: int, layout: str) -> Case:
@@ -83,4 +93,12 @@ def case(tokens: int, sequences: int, d: int, m: int, layout: str) -> Case:
 
     name = f"{sequences} x {tokens} tokens, {d} channels of {m}, {layout}"
     calls, baselines = {"dsa": ours, "separate": separate}, frozenset({"separate"})
-    return Case(name, calls, figure, graph=True, baselines=baselines)
+
+    def agree_on_pages(theirs: torch.Tensor, own: torch.Tensor) -> None:
+        # A prompt's first entry has no block before it: the separate operations give it the last one.
+        first = 1 if tokens > 1 else 0
+        slots = torch.arange(first, sequences * tokens // m if tokens > 1 else sequences, device=own.device)
+        read = dsa.read_indexer_cache if layout == "index" else partial(dsa.read_kv_cache, dtype=torch.bfloat16)
+        agree(*(read(pages, slots) for pages in (theirs, own)))
+
+    return Case(name, calls, figure, graph=True, baselines=baselines, agree=agree_on_pages)

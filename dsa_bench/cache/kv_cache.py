@@ -8,6 +8,7 @@ import torch
 import dsa
 from dsa.reference import per_token_cast_to_fp8
 from dsa.testing import copy_bandwidth
+from dsa_bench.harness.agreement import agree
 from dsa_bench.harness.case import Call, Case
 
 # tokens; what; the cache's layout. Rows are bf16.
@@ -43,7 +44,12 @@ def _planes(pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return rows, pages.as_strided((*shape, 8), (pages.stride(0), 8, 1), PAGE * 576)
 
 
-def _torch_write(kv: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> None:
+def _write(kv: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    dsa.write_kv_cache(kv, pages, slots)
+    return pages
+
+
+def _torch_write(kv: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     page, offset = slots // PAGE, slots % PAGE
     if pages.is_floating_point():
         pages[page, offset, 0] = kv
@@ -56,6 +62,7 @@ def _torch_write(kv: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> 
         rows[page, offset] = torch.cat((values, rope), 1)
         exponents = scale.to(torch.float8_e8m0fnu).view(torch.uint8)
         scales[page, offset] = torch.nn.functional.pad(exponents, (0, 1))
+    return pages
 
 
 def _torch_read(pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -80,7 +87,8 @@ def _calls(tokens: int, what: str, layout: str) -> tuple[Call, Call]:
     order = torch.randperm(pages.shape[0], device="cuda")
     slots = (order[:, None] * PAGE + torch.arange(PAGE, device="cuda")).view(-1)[:tokens]
     if what == "write":
-        return partial(dsa.write_kv_cache, kv, pages, slots), partial(_torch_write, kv, pages, slots)
+        # A cache of its own for each: what is in it is compared.
+        return partial(_write, kv, pages, slots), partial(_torch_write, kv, _pages(tokens, layout), slots)
     dsa.write_kv_cache(kv, pages, slots)
     return partial(dsa.read_kv_cache, pages, slots, dtype=torch.bfloat16), partial(_torch_read, pages, slots)
 
@@ -94,5 +102,9 @@ def case(tokens: int, what: str, layout: str) -> Case:
         rate = size / (ms * 1e-3)
         return f"{ms * 1e3:.1f} us, {rate / 1e9:.0f} GB/s, {rate / _ceiling():.0%} of copy"
 
-    calls, baselines = {"dsa": ours, "torch": plain}, frozenset({"torch"})
-    return Case(f"{what} {tokens} tokens, {layout}", calls, figure, graph=True, baselines=baselines)
+    def agree_on_pages(theirs: torch.Tensor, own: torch.Tensor) -> None:
+        slots = torch.arange(tokens, device=own.device)
+        agree(*(dsa.read_kv_cache(pages, slots, dtype=torch.bfloat16) for pages in (theirs, own)))
+
+    others = {"baselines": frozenset({"torch"}), "agree": agree_on_pages if what == "write" else agree}
+    return Case(f"{what} {tokens} tokens, {layout}", {"dsa": ours, "torch": plain}, figure, graph=True, **others)

@@ -1,11 +1,12 @@
 """Attention's latent projection into the cache in one kernel, beside separate operations (torch, then our write)."""
 
-from functools import cache, partial
+from functools import cache
 
 import torch
 
 import dsa
 from dsa.testing import copy_bandwidth
+from dsa_bench.harness.agreement import agree
 from dsa_bench.harness.case import Call, Case
 
 # tokens; the cache's layout; whether the rows are kept beside the cache
@@ -22,6 +23,14 @@ BYTES = {"V3.2": 656, "V4": 584, "bf16": 1152}
 PAGE, NORMED, ROTATED = 64, 512, 64
 _FRESH_BYTES = 400e6  # of inputs in a graph: more than the L2 cache holds
 _ceiling = cache(copy_bandwidth)
+Results = tuple[torch.Tensor, torch.Tensor | None]
+
+
+def _pages(count: int, layout: str) -> torch.Tensor:
+    if layout == "V4":
+        return dsa.make_v4_cache(count, PAGE, "cuda")
+    dtype = torch.uint8 if layout == "V3.2" else torch.bfloat16
+    return torch.zeros(count, PAGE, 1, 656 if layout == "V3.2" else 576, dtype=dtype, device="cuda")
 
 
 def _calls(tokens: int, layout: str, keep: bool) -> tuple[Call, Call]:
@@ -29,22 +38,22 @@ def _calls(tokens: int, layout: str, keep: bool) -> tuple[Call, Call]:
     kv, gain = torch.randn(tokens, d, device="cuda").bfloat16(), torch.randn(NORMED, device="cuda")
     angles = torch.randn(tokens, ROTATED // 2, device="cuda")
     cos, sin, out = angles.cos(), angles.sin(), torch.empty_like(kv) if keep else None
-    if layout == "V4":
-        cache = dsa.make_v4_cache(pages, PAGE, "cuda")
-    else:
-        dtype = torch.uint8 if layout == "V3.2" else torch.bfloat16
-        cache = torch.zeros(pages, PAGE, 1, 656 if layout == "V3.2" else d, dtype=dtype, device="cuda")
+    cache, apart = (_pages(pages, layout) for _ in range(2))  # one for each: what is in them is compared
     order = torch.randperm(pages, device="cuda")
     slots = (order[:, None] * PAGE + torch.arange(PAGE, device="cuda")).view(-1)
 
-    def separately() -> torch.Tensor:
+    def in_one() -> Results:
+        dsa.write_mla_cache(kv, gain, cos, sin, cache, slots, out=out)
+        return cache, out
+
+    def separately() -> Results:
         x = kv[:, :NORMED].float()
         normed = (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * gain).to(kv.dtype)
         row = dsa.apply_rotary(torch.cat((normed, kv[:, NORMED:]), 1), cos, sin, interleaved=True, dims="last")
-        dsa.write_kv_cache(row, cache, slots)
-        return dsa.read_kv_cache(cache, slots, dtype=kv.dtype) if keep and layout != "bf16" else row
+        dsa.write_kv_cache(row, apart, slots)
+        return apart, dsa.read_kv_cache(apart, slots, dtype=kv.dtype) if keep else None
 
-    return partial(dsa.write_mla_cache, kv, gain, cos, sin, cache, slots, out=out), separately
+    return in_one, separately
 
 
 def case(tokens: int, layout: str, keep: bool) -> Case:
@@ -58,4 +67,10 @@ def case(tokens: int, layout: str, keep: bool) -> Case:
 
     name = f"{tokens} tokens, {layout}{', rows kept' if keep else ''}"
     calls, baselines = {"dsa": ours, "separate": separate}, frozenset({"separate"})
-    return Case(name, calls, figure, graph=True, baselines=baselines)
+    return Case(name, calls, figure, graph=True, baselines=baselines, agree=_agree)
+
+
+def _agree(theirs: Results, ours: Results) -> None:
+    """What is in the caches, and the rows where they are kept."""
+    slots = torch.arange(ours[0].shape[0] * PAGE, device=ours[0].device)
+    agree(*((dsa.read_kv_cache(cache, slots, dtype=torch.bfloat16), rows) for cache, rows in (theirs, ours)))

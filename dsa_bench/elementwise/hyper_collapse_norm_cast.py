@@ -42,4 +42,4 @@ def case(tokens: int, d: int) -> Case:
         "dsa": [partial(dsa.hyper_collapse_norm_cast_to_fp8, *i) for i in inputs],
         "apart": [partial(_apart, *i) for i in inputs],
     }
-    return Case(f"{tokens} tokens, D {d}", calls, figure, check, graph=True, baselines=frozenset({"apart"}))
+    return Case(f"{tokens} tokens, D {d}", calls, figure, check, graph=True, yardsticks=frozenset({"apart"}))

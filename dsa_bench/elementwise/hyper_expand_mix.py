@@ -43,4 +43,4 @@ def case(tokens: int, d: int) -> Case:
         "dsa": [partial(dsa.hyper_expand_mix, *i) for i in inputs],
         "apart": [partial(_apart, *i) for i in inputs],
     }
-    return Case(f"{tokens} tokens, D {d}", calls, figure, check, graph=True, baselines=frozenset({"apart"}))
+    return Case(f"{tokens} tokens, D {d}", calls, figure, check, graph=True, yardsticks=frozenset({"apart"}))

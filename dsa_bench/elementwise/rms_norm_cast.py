@@ -60,4 +60,4 @@ def case(tokens: int, channels: int, summed: bool) -> Case:
         "apart": [partial(_apart if summed else _norm_apart, *i) for i in inputs],
     }
     name = f"{tokens} x {channels} bf16, {'sum, ' if summed else ''}ue8m0"
-    return Case(name, calls, figure, check, graph=True, baselines=frozenset({"apart"}))
+    return Case(name, calls, figure, check, graph=True, yardsticks=frozenset({"apart"}))

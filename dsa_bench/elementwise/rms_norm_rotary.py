@@ -42,4 +42,4 @@ def case(tokens: int, heads: int) -> Case:
         SEPARATE: [partial(_separately, *i) for i in inputs],
     }
     name = f"{tokens} x {heads} x {_DIM} bf16"
-    return Case(name, calls, figure, check, graph=True, baselines=frozenset({SEPARATE}))
+    return Case(name, calls, figure, check, graph=True, yardsticks=frozenset({SEPARATE}))

@@ -1,4 +1,4 @@
-"""Experts' products with FP4 weights, beside the same products with the weights widened to FP8: ours and DeepGEMM's."""
+"""Experts' products with FP4 weights, beside DeepGEMM's with the weights widened to FP8; for scale ours with these."""
 
 from functools import cache, partial
 
@@ -6,6 +6,7 @@ import torch
 
 import dsa
 from dsa.testing import copy_bandwidth
+from dsa_bench.gemm.fp8_gemm_nt import agree_on_some
 from dsa_bench.harness.case import Call, Case
 from dsa_bench.peers import deep_gemm
 
@@ -17,6 +18,7 @@ SHAPES = [
     (4096, 7168, 3072, 384, 6),
 ]
 PROBED = [(128, 256, 512, 16, 2)]
+_FP8 = "dsa, FP8"
 _SHORT = 512  # tokens up to which a call takes microseconds a launch
 _ceiling = cache(copy_bandwidth)
 
@@ -38,9 +40,9 @@ def case(tokens: int, columns: int, channels: int, experts: int, top_k: int) -> 
     wide = _widened(packed, exponents), scale
     calls: dict[str, list[Call]] = {
         "dsa": [partial(dsa.grouped_fp8_fp4_gemm_nt, a, b, ends)],
-        "dsa, FP8": [partial(dsa.grouped_fp8_gemm_nt, a, wide, ends)],
+        _FP8: [partial(dsa.grouped_fp8_gemm_nt, a, wide, ends)],
     }
-    peers = deep_gemm.contiguous_product(a, wide, ends)
+    peers = deep_gemm.grouped_product(a, wide, ends)
     calls |= {f"{name}, FP8": made for name, made in peers.calls.items()}
     used = int((ends.diff(prepend=ends.new_zeros(1)) > 0).sum())
     flop = 2 * m * columns * channels
@@ -56,9 +58,9 @@ def case(tokens: int, columns: int, channels: int, experts: int, top_k: int) -> 
             raise AssertionError("differs from the product of the widened weights")
 
     name = f"{tokens} x {columns} x {channels}, {top_k} of {experts} experts"
-    others = frozenset(calls) - {"dsa"}
-    graph = tokens <= _SHORT
-    return Case(name, calls, figure, check, graph=graph, repeats=15, baselines=others, failed=peers.failed)
+    failed = {f"{name}, FP8": why for name, why in peers.failed.items()}
+    others = {"yardsticks": frozenset({_FP8}), "failed": failed, "agree": agree_on_some}
+    return Case(name, calls, figure, check, graph=tokens <= _SHORT, repeats=15, **others)
 
 
 def _widened(packed: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:

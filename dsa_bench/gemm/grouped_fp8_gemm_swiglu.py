@@ -1,4 +1,5 @@
-"""Gate and up products of experts that end in SwiGLU and the cast, beside DeepGEMM's product and our cast."""
+"""Gate and up products of experts that end in SwiGLU and the cast, beside DeepGEMM's product and our cast; for scale
+our three kernels one after the other."""
 
 from functools import partial
 
@@ -6,6 +7,7 @@ import torch
 
 import dsa
 from dsa.testing import calc_diff
+from dsa_bench.harness.agreement import agree, some
 from dsa_bench.harness.case import Call, Case
 from dsa_bench.peers import deep_gemm
 
@@ -16,6 +18,7 @@ SHAPES = [
     (4096, 3072, 7168, 384, 6, 10.0),
 ]
 PROBED = [(128, 256, 512, 16, 2, None), (256, 256, 512, 16, 2, 10.0)]
+_THREE = "dsa, three kernels"
 _SHORT = 512  # tokens up to which a call takes microseconds a launch
 
 
@@ -46,15 +49,16 @@ def case(tokens: int, inner: int, channels: int, experts: int, top_k: int, limit
     def _cast(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return dsa.swiglu_cast_to_fp8(*gate_up.chunk(2, -1), limit=limit)
 
-    def with_cast(product: Call) -> object:
-        return _cast(product()[0])
+    def with_cast(product: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        out, places = product()
+        return *_cast(out), places
 
     calls: dict[str, list[Call]] = {
         "dsa": [partial(dsa.grouped_fp8_gemm_swiglu, (q, s), b, ends, rows=rows, limit=limit)],
-        "dsa, three kernels": [separate],
+        _THREE: [separate],
     }
     # DeepGEMM's rows are those of the experts already, with padding, which is cast too.
-    peers = deep_gemm.contiguous_product(gathered(), b, ends)
+    peers = deep_gemm.grouped_product(gathered(), b, ends)
     calls |= {f"{name}, our cast": [partial(with_cast, call) for call in made] for name, made in peers.calls.items()}
     used = int((ends.diff(prepend=ends.new_zeros(1)) > 0).sum())
     flop = 2 * len(rows) * 2 * inner * channels
@@ -71,6 +75,14 @@ def case(tokens: int, inner: int, channels: int, experts: int, top_k: int, limit
 
     bound = "" if limit is None else f", limit {limit:g}"
     name = f"{tokens} x {2 * inner} x {channels}, {top_k} of {experts} experts{bound}"
-    others = frozenset(calls) - {"dsa"}
-    graph = tokens <= _SHORT
-    return Case(name, calls, figure, check, graph=graph, repeats=15, baselines=others, failed=peers.failed)
+    failed = {f"{name}, our cast": why for name, why in peers.failed.items()}
+    others = {"yardsticks": frozenset({_THREE}), "failed": failed, "agree": _agree}
+    return Case(name, calls, figure, check, graph=tokens <= _SHORT, repeats=15, **others)
+
+
+def _agree(theirs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], ours: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Between theirs there is padding: the third tensor is where our rows are."""
+    q, scale, places = theirs
+    rows = some(len(ours[0]))
+    values = q.view(torch.uint8)[places[rows]].view(q.dtype)  # rows of e4m3 cannot be gathered
+    agree((values, scale[places[rows]]), (ours[0][rows], ours[1][rows]))

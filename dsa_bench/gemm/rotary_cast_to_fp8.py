@@ -45,4 +45,4 @@ def case(tokens: int, heads: int, groups: int) -> Case:
         SEPARATE: [partial(_separately, *i, places, groups) for i in inputs],
     }
     name = f"{tokens} x {heads} x {_DIM} bf16, {groups} groups"
-    return Case(name, calls, figure, check, graph=True, baselines=frozenset({SEPARATE}))
+    return Case(name, calls, figure, check, graph=True, yardsticks=frozenset({SEPARATE}))

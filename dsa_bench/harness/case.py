@@ -24,13 +24,15 @@ class Case:
     check      raises AssertionError if this result of ours on the first input is wrong; None: not checked
     graph      time CUDA graph replays, for calls below 100 us
     repeats    how often each is timed
-    baselines  of the others, the same function in plain PyTorch, at most with a few of our ops; the rest are peers:
-               other libraries' kernels for the same function
-    yardsticks of the others, what computes something else: what to expect at best, or another way to the same end
+    baselines  of the others, the same function in plain PyTorch, which may end in ops of ours: a cast, a rotation, a
+               sort, a write; the rest are peers: other libraries' kernels for the same function, some with our cast
+    yardsticks of the others, what is not compared with ours: what to expect at best, or another way to the same end,
+               such as kernels of ours one after the other
     flops      name -> FLOP of its call, if they are not those of ours: rates are then what to compare, and its own is
                in the table
     failed     peers that are installed and have no call -> why
-    agree      raises AssertionError if a peer's result on the first input, the first argument, is not ours, the second
+    agree      raises AssertionError if the result of a peer or a baseline on the first input, the first argument, is
+               not ours, the second
     reference  whether ours on the first input can be called with the backend "reference" too
     """
 
@@ -54,7 +56,8 @@ class Case:
         peers, baselines, yardsticks: {name: {"ms", "ratio"}}, ratio = its ms / ours, so above 1 ours is faster in the
         same run; one of `flops` also has its "tflops", TFLOP/s. peer, peer_ms, ratio: of the fastest peer, or None;
         baseline, baseline_ms, baseline_ratio: of the fastest baseline. failed: {name: why it was not timed}, which
-        holds every peer that is installed and takes the shape, but raises or computes something else.
+        holds every peer that is installed and takes the shape, and every baseline, that raises or computes something
+        else.
         """
         failed = self.tried()
         calls = {name: calls for name, calls in self.calls.items() if name not in failed}
@@ -74,10 +77,10 @@ class Case:
 
     def tried(self, expected: object = None) -> dict[str, str]:
         """{name: why not} of all that cannot stand beside ours: `failed`, what raises, also as a graph if graphs are
-        timed, and peers whose result is not `expected`, by default ours."""
+        timed, and peers and baselines whose result is not `expected`, by default ours."""
         why = dict(self.failed)
         for name in self.calls:
-            if name == OURS or name in self.baselines | self.yardsticks:
+            if name == OURS or name in self.yardsticks:
                 continue
             try:
                 got = _made(self.calls[name], self.graph)
@@ -90,6 +93,7 @@ class Case:
                 self.agree(got, expected)
             except AssertionError as error:
                 why[name] = reason(error)
+            del got  # before the next result needs memory
         return why
 
 

@@ -6,6 +6,7 @@ import torch
 
 import dsa
 from dsa.testing import copy_bandwidth
+from dsa_bench.harness.agreement import agree
 from dsa_bench.harness.case import Call, Case
 
 # tokens; queries (64 heads) or keys
@@ -29,15 +30,21 @@ def _queries(tokens: int, cos: torch.Tensor, sin: torch.Tensor) -> tuple[Call, C
 def _keys(tokens: int, cos: torch.Tensor, sin: torch.Tensor) -> tuple[Call, Call]:
     k = torch.randn(tokens, DIM, device="cuda").bfloat16()
     gain, bias = torch.randn(DIM, device="cuda"), torch.randn(DIM, device="cuda")
-    cache = torch.empty(2 * tokens // 64, 64, 1, DIM + 4, dtype=torch.uint8, device="cuda")
+    # One for each: what is in them is compared.
+    cache, apart = (torch.zeros(2 * tokens // 64, 64, 1, DIM + 4, dtype=torch.uint8, device="cuda") for _ in range(2))
     slots = torch.randperm(2 * tokens, device="cuda")[:tokens]
 
-    def separately() -> None:
+    def in_one() -> torch.Tensor:
+        dsa.write_indexer_keys(k, gain, bias, cos, sin, cache, slots)
+        return cache
+
+    def separately() -> torch.Tensor:
         normed = torch.nn.functional.layer_norm(k.float(), (DIM,), gain, bias, 1e-6).to(k.dtype)
         k8, scale = dsa.per_token_cast_to_fp8(dsa.apply_rotary(normed, cos, sin, interleaved=False), hadamard=True)
-        dsa.write_indexer_cache(k8, scale.squeeze(-1), cache, slots)
+        dsa.write_indexer_cache(k8, scale.squeeze(-1), apart, slots)
+        return apart
 
-    return partial(dsa.write_indexer_keys, k, gain, bias, cos, sin, cache, slots), separately
+    return in_one, separately
 
 
 def case(tokens: int, what: str) -> Case:
@@ -54,5 +61,13 @@ def case(tokens: int, what: str) -> Case:
 
     name = f"{what} of {tokens} tokens{f', H {HEADS}' if what == 'queries' else ''}, bf16"
     fused, separate = map(list, zip(*pairs))
-    calls, baselines = {"dsa": fused, "separate": separate}, frozenset({"separate"})
-    return Case(name, calls, figure, graph=True, baselines=baselines)
+    calls, apart = {"dsa": fused, "separate": separate}, frozenset({"separate"})
+    if what == "queries":  # rotated and cast by our ops
+        return Case(name, calls, figure, graph=True, yardsticks=apart)
+    return Case(name, calls, figure, graph=True, baselines=apart, agree=_agree)
+
+
+def _agree(theirs: torch.Tensor, ours: torch.Tensor) -> None:
+    """What is in the caches."""
+    slots = torch.arange(ours.shape[0] * 64, device=ours.device)
+    agree(*(dsa.read_indexer_cache(pages, slots) for pages in (theirs, ours)))

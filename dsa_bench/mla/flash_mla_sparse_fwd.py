@@ -12,6 +12,7 @@ from dsa import backends
 from dsa.kernels.mla.query_group_limits import GROUP_SIZES
 from dsa.ops.mla._sparse_attention import KERNELS, Results, Selection, attend
 from dsa.testing import assert_close, bf16_gemm_rate
+from dsa_bench.harness.agreement import agree_attention
 from dsa_bench.harness.case import Call, Case
 from dsa_bench.peers import flash_mla
 
@@ -99,4 +100,5 @@ def case(keys: int, d: int, heads: int, selected: int, queries: int = QUERIES, o
     if overlap:
         name += f", overlap of {overlap}"
     yardsticks = frozenset({"one by one"} & calls.keys())
-    return Case(name, calls, figure, check, repeats=15, yardsticks=yardsticks, failed=peers.failed)
+    others = {"yardsticks": yardsticks, "failed": peers.failed, "agree": agree_attention}
+    return Case(name, calls, figure, check, repeats=15, **others)

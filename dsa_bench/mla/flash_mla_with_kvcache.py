@@ -7,6 +7,7 @@ import torch
 
 import dsa
 from dsa.testing import assert_close, bf16_gemm_rate, copy_bandwidth
+from dsa_bench.harness.agreement import agree_attention
 from dsa_bench.harness.case import Call, Case
 from dsa_bench.peers import flash_mla
 
@@ -63,4 +64,4 @@ def case(batch: int, keys: int, heads: int, queries: int) -> Case:
             assert_close("out", got[0][b], expected, abs_tol=8e-4, rel_tol=2.01 / 128, cos_tol=5e-6)
 
     name = f"B {batch}, {keys} keys, {heads} heads, s_q {queries}"
-    return Case(name, calls, figure, check, graph=True, failed=peers.failed)
+    return Case(name, calls, figure, check, graph=True, failed=peers.failed, agree=agree_attention)

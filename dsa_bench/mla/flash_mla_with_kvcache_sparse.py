@@ -10,6 +10,7 @@ import torch
 
 import dsa
 from dsa.testing import assert_close, bf16_gemm_rate, copy_bandwidth
+from dsa_bench.harness.agreement import agree_attention
 from dsa_bench.harness.case import Call, Case
 from dsa_bench.peers import flash_mla
 
@@ -76,4 +77,4 @@ def case(batch: int, heads: int, queries: int, selected: int, keys: int) -> Case
         assert_close("lse", got[1][:1], expected[1], abs_tol=1e-6, rel_tol=8.01 / 65536)
 
     name = f"B {batch}, {heads} heads, s_q {queries}, k {selected}, {keys} keys"
-    return Case(name, calls, figure, check, graph=True, failed=peers.failed)
+    return Case(name, calls, figure, check, graph=True, failed=peers.failed, agree=agree_attention)

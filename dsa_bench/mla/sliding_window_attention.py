@@ -14,6 +14,7 @@ import torch
 
 import dsa
 from dsa.testing import assert_close, bf16_gemm_rate
+from dsa_bench.harness.agreement import agree_attention
 from dsa_bench.harness.case import Call, Case
 from dsa_bench.peers import flash_mla
 
@@ -98,7 +99,7 @@ def _prefill(tokens: int, heads: int, selected: int) -> Case:
 
     name = f"prefill of {tokens}{f', {selected} selected' if selects else ''}, {heads} heads, window {WINDOW}"
     flops = {} if selects else {FLASH: 2 * pairs * heads * 2 * FLASH_D}
-    others = {"yardsticks": YARDSTICKS, "flops": flops, "failed": peers.failed}
+    others = {"yardsticks": YARDSTICKS, "flops": flops, "failed": peers.failed, "agree": agree_attention}
     return Case(name, calls | peers.calls, _rate(2 * pairs * heads * 2 * D), check, repeats=15, **others)
 
 
@@ -137,7 +138,7 @@ def _decode(batch: int, heads: int) -> Case:
 
     name = f"decode B {batch}, {heads} heads, window {WINDOW}, 584 bytes a key"
     flops = {FLASH: 2 * pairs * heads * 2 * FLASH_D}
-    others = {"yardsticks": YARDSTICKS, "flops": flops, "failed": peers.failed}
+    others = {"yardsticks": YARDSTICKS, "flops": flops, "failed": peers.failed, "agree": agree_attention}
     return Case(name, calls | peers.calls, figure, check, graph=True, **others)
 
 

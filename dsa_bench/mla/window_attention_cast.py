@@ -64,7 +64,7 @@ def case(tokens: int, heads: int, groups: int, selected: int) -> Case:
     theirs = {name: [partial(_then, call, turned_and_cast) for call in calls] for name, calls in peers.calls.items()}
     calls = {"dsa": [fused], "apart": [apart], **theirs}
     name = f"{tokens} tokens, {heads} heads in {groups} groups, window {WINDOW}, {selected or 'none'} selected"
-    others = {"baselines": frozenset({"apart"}), "failed": peers.failed, "agree": _agree}
+    others = {"yardsticks": frozenset({"apart"}), "failed": peers.failed, "agree": _agree}
     return Case(name, calls, figure, check, repeats=15, **others)
 
 

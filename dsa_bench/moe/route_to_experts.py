@@ -54,4 +54,4 @@ def case(tokens: int, channels: int, experts: int, top_k: int, groups: int, stay
         return f"{ms * 1e3:.1f} us, {size / (ms * 1e-3) / 1e9:.0f} GB/s"
 
     name = f"{tokens} tokens x {channels}, {top_k} of {experts} experts, {scores}"
-    return Case(name, calls, figure, check, graph=True, baselines=frozenset({"product, gate, sort"}))
+    return Case(name, calls, figure, check, graph=True, yardsticks=frozenset({"product, gate, sort"}))

@@ -124,21 +124,6 @@ def grouped_product(a: Scaled, b: Scaled, ends: torch.Tensor, builds: Sequence[L
     return peers
 
 
-def contiguous_product(a: Scaled, b: Scaled, ends: torch.Tensor) -> Peers:
-    """The contiguous product alone, for a case that has it in a baseline: these are called without being tried, so that
-    a build whose call raises is among the failed here."""
-    peers = Peers()
-    for library in BUILDS:
-        peers.add(library, _tried_contiguous, [(a, b, ends)])
-    return peers
-
-
-def _tried_contiguous(module: ModuleType, a: Scaled, b: Scaled, ends: torch.Tensor) -> Call:
-    call = _contiguous(module, a, b, ends)
-    call()
-    return call
-
-
 def _contiguous(module: ModuleType, a: Scaled, b: Scaled, ends: torch.Tensor) -> Call:
     sizes = ends.diff(prepend=ends.new_zeros(1))
     padded = (sizes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT

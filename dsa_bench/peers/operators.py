@@ -21,15 +21,16 @@ _SGLANG_K = 2048  # what SGLang's top-k selects
 
 
 def topk(inputs: Iterable[tuple[torch.Tensor, torch.Tensor, int]]) -> Peers:
-    """Indices of (scores, lengths, k), from key 0 on, in any order."""
+    """Indices of (scores, lengths, k), from key 0 on, in any order. Where an operator takes contiguous scores alone, it
+    gets copies of such as are not, made beforehand."""
     inputs, peers = list(inputs), Peers()
     scores, _, k = inputs[0]
     peers.add(VLLM, _topk_prefill, inputs, "vllm prefill")
     peers.add(VLLM, _topk_decode, inputs, "vllm decode")
-    if scores.is_contiguous():
-        peers.add(VLLM, partial(_topk_workspace, "persistent_topk"), inputs, "vllm persistent")
-        if len(scores) <= _COOPERATIVE:
-            peers.add(VLLM, partial(_topk_workspace, "cooperative_topk"), inputs, "vllm cooperative")
+    whole = [(x.contiguous(), *rest) for x, *rest in inputs]
+    peers.add(VLLM, partial(_topk_workspace, "persistent_topk"), whole, "vllm persistent")
+    if len(scores) <= _COOPERATIVE:
+        peers.add(VLLM, partial(_topk_workspace, "cooperative_topk"), whole, "vllm cooperative")
     if k == _SGLANG_K:
         peers.add(SGLANG, _topk_sglang, inputs)
     return peers
@@ -88,7 +89,7 @@ def _cast_sglang(module: ModuleType, x, use_ue8m0: bool) -> Call:
 
 
 def merge(inputs: Iterable[tuple[list[torch.Tensor], list[torch.Tensor]]]) -> Peers:
-    """(out, lse) of two branches; vLLM's LSEs are [heads, tokens]."""
+    """(out, lse [tokens, heads]) of two branches; vLLM's LSEs are [heads, tokens]."""
     inputs, peers = list(inputs), Peers()
     peers.add(VLLM, _merge_vllm, inputs)
     peers.add(SGLANG, _merge_sglang, inputs)
@@ -100,7 +101,7 @@ def _merge_vllm(module: ModuleType, outs, lses) -> Call:
     out, lse = torch.empty_like(a), torch.empty_like(turned[0])
     # None: all tokens have both branches.
     call = partial(torch.ops._C.merge_attn_states, out, lse, a, turned[0], b, turned[1], None)
-    return partial(_into, (out, lse), call)
+    return partial(_into, (out, lse.T), call)
 
 
 def _merge_sglang(module: ModuleType, outs, lses) -> Call:

@@ -1,12 +1,14 @@
 """The backward of sparse MLA attention beside cuDNN-FE's for Hopper, both with a sink; FLOP as its authors count."""
 
 from functools import cache, partial
+from typing import Any
 
 import torch
 
 import dsa
 from dsa.ops.training.sparse_mla_attention import gradients
 from dsa.testing import bf16_gemm_rate
+from dsa_bench.harness.agreement import agree
 from dsa_bench.harness.case import Call, Case
 from dsa_bench.peers import cudnn
 
@@ -55,4 +57,10 @@ def case(d: int, heads: int, selected: int, deterministic: bool) -> Case:
 
     kind = ", deterministic" if deterministic else ""
     name = f"{QUERIES} queries, d {d}, {heads} heads, k {selected}{kind}"
-    return Case(name, calls, figure, check, repeats=5, failed=peers.failed, reference=False)
+    return Case(name, calls, figure, check, repeats=5, failed=peers.failed, agree=_agree, reference=False)
+
+
+def _agree(theirs: Any, ours: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+    """All three gradients; theirs of the keys has no dimension of key heads."""
+    dq, dkv, dsink = ours
+    agree(theirs, (dq, dkv.squeeze(1), dsink))

@@ -103,7 +103,8 @@ def test_peers_are_compared_as_the_case_says(monkeypatch):
         raise AssertionError("differs: never alike")
 
     assert a_case("peer", agree=never).row()["failed"] == {"peer": "differs: never alike"}
-    assert a_case("plain", baselines=frozenset({"plain"}), agree=never).tried() == {}
+    assert a_case("plain", baselines=frozenset({"plain"}), agree=never).tried() == {"plain": "differs: never alike"}
+    assert a_case("scale", yardsticks=frozenset({"scale"}), agree=never).tried() == {}
     assert a_case("peer").tried(torch.arange(10.0) + 1)["peer"].startswith("differs by")
 
 

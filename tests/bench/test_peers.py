@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import dsa
 from dsa_bench.harness import calls
 from dsa_bench.harness import case as cases
-from dsa_bench.harness.agreement import agree
+from dsa_bench.harness.agreement import agree, agree_attention
 from dsa_bench.peers import deep_gemm, flash_mla, marlin, operators, probe, scores_and_topk
 from dsa_bench.peers.package import Library, Operators, Peers
 
@@ -38,7 +39,7 @@ SHAPES = {
     "per_token_cast_to_fp8": [(8, 256, False, ue8m0) for ue8m0 in (True, False)],
     "sliding_window_attention": [("prefill", 130, 64), ("prefill, selected", 512, 64), ("decode", 2, 64)],
     "window_attention_cast": [(512, 64, 8, 128), (130, 64, 8, 0)],
-    "topk_indices": [(4, 2500, "normal", 2048), (70, 200, "plateau", 16)],
+    "topk_indices": [(4, 2500, "normal", 2048), (4, 2500, "indexer", 2048), (70, 200, "plateau", 16)],
 }
 EVERYONE = {
     "flash_mla_sparse_fwd": {
@@ -51,9 +52,11 @@ EVERYONE = {
         *("sgl-flash-mla, padded to 64", "flashmla, padded to 64"),
     },
     "fp8_gemm_nt": {"deepgemm 2.8.1", "deepgemm", "deepgemm 2.8.1, masked", "cuBLASLt"},
-    # DeepGEMM has a part of what these do, in its baselines.
-    "fp8_fp4_gemm_nt": set(),
-    "grouped_fp8_gemm_swiglu": set(),
+    "fp8_fp4_gemm_nt": {"deepgemm 2.8.1, FP8", "deepgemm, FP8", "deepgemm 2.8.1, masked, FP8"},
+    "grouped_fp8_gemm_swiglu": {
+        *("deepgemm 2.8.1, our cast", "deepgemm, our cast"),
+        "deepgemm 2.8.1, masked, our cast",
+    },
     "linear_layers": {"deepgemm 2.8.1", "cuBLASLt"},
     "fp8_mqa_logits": {"deepgemm 2.8.1, not cleaned", "deepgemm 2.8.1", "deepgemm", "cuDNN-FE"},
     "fp8_paged_mqa_logits": {"deepgemm 2.8.1", "deepgemm"},
@@ -95,8 +98,6 @@ def probe_only(monkeypatch, shapes):
 
 
 def a_small_cache(rows):
-    import dsa
-
     pages = torch.zeros(rows // 64, 64, 1, 656, dtype=torch.uint8)
     dsa.write_kv_cache(torch.randn(rows, 576, dtype=torch.bfloat16) / 10, pages, torch.arange(rows))
     return pages
@@ -332,6 +333,62 @@ def test_agreement_is_loose_but_no_more():
     ]:
         with pytest.raises(AssertionError, match=message):
             agree(got, ours)
+
+
+def test_all_tensors_that_both_give_are_compared():
+    out, lse = torch.randn(100, 6, 8), torch.rand(100, 6) + 7
+    agree({"out": out, "lse": lse, "none": None}, (out, lse))
+    agree((out,), (out, lse))
+    for wrong in (torch.zeros_like(lse), lse.T):
+        with pytest.raises(AssertionError, match="differs"):
+            agree((out, wrong), (out, lse))
+    for nothing in ((None, None), ((), out)):
+        with pytest.raises(AssertionError, match="differs: no tensor to compare"):
+            agree(*nothing)
+
+
+def test_casts_are_compared_as_numbers():
+    x = torch.randn(100, 512, dtype=torch.bfloat16)
+    ours, (q, scale) = dsa.per_token_cast_to_fp8(x, True), dsa.per_token_cast_to_fp8(x, True)
+    # The same numbers with other powers of two, and other roundings.
+    agree(((q.float() / 2).to(q.dtype), scale * 2), ours)
+    agree(dsa.per_token_cast_to_fp8(x, False), ours)
+    for wrong in ((q, torch.ones_like(scale)), (q.view(torch.uint8).roll(1, 1).view(q.dtype), scale), (q, scale * 2)):
+        with pytest.raises(AssertionError, match="differs by"):
+            agree(wrong, ours)
+
+
+def test_lses_are_compared_where_they_mean_the_same():
+    """To the base e or 2, between padding, or not at all where they have other dimensions."""
+    out, lse = torch.randn(70, 6, 8), torch.randn(70, 6) + 7
+    most = torch.randn(70, 6)
+    padded = [torch.nn.functional.pad(out, (0, 0, 0, 2)), torch.nn.functional.pad(lse, (0, 2))]
+    for theirs in ([out, most, lse], [out, lse / torch.tensor(2.0).log()], padded, [out, lse.T], out):
+        agree_attention(theirs, (out, most, lse))
+    for wrong in (torch.zeros_like(lse), most, lse.roll(1, 0) + 2):
+        with pytest.raises(AssertionError, match="LSE differs by"):
+            agree_attention([out, wrong], (out, most, lse))
+    with pytest.raises(AssertionError, match=r"^differs by"):
+        agree_attention([out.roll(1, 0), lse], (out, most, lse))
+
+
+def test_all_gradients_of_attention_are_compared():
+    compare = cases.load("sparse_mla_attention")._agree
+    dq, dkv, dsink = torch.randn(8, 4, 64), torch.randn(30, 1, 64), torch.randn(4)
+    compare({"dq": dq, "dkv": dkv[:, 0], "d_sink": dsink}, (dq, dkv, dsink))
+    for wrong in ((dq, dkv[:, 0] * 0, dsink), (dq, dkv[:, 0], -dsink), (dq.roll(1, 0), dkv[:, 0], dsink)):
+        with pytest.raises(AssertionError, match="differs by"):
+            compare(dict(enumerate(wrong)), (dq, dkv, dsink))
+
+
+def test_a_top_k_that_takes_contiguous_scores_gets_them(peers):
+    """Rows of index scores are padded: copies are made beforehand, and no operator is left out."""
+    padded, lengths = torch.randn(3, 2600)[:, :2500], torch.full((3,), 2500, dtype=torch.int32)
+    found = operators.topk([(padded, lengths, 2048)])
+    whole = operators.topk([(padded.contiguous(), lengths, 2048)])
+    assert found.calls.keys() == whole.calls.keys() >= {"vllm persistent", "vllm cooperative"} and not found.failed
+    for name, (call,) in found.calls.items():
+        assert torch.equal(call(), whole.calls[name][0]()), name
 
 
 def test_selections_agree_up_to_ties_and_a_few_keys():
