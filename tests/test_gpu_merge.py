@@ -56,6 +56,13 @@ def test_others_are_named(changes, reason, tmp_path, written, capsys):
     assert f"{NAME} of {ARCH}: {reason}\n" in capsys.readouterr().out
 
 
+def test_a_time_on_the_host_has_figures(tmp_path, written, capsys):
+    ran = entry(digest=receipt.digest("host", ARCH), tests=0)
+    assert call(tmp_path, {ARCH: {"host": ran | {"bench": []}}}) == 1
+    assert f"host of {ARCH}: it has no figures\n" in capsys.readouterr().out
+    assert call(tmp_path, {ARCH: {"host": ran}}) == 0
+
+
 def test_entries_of_other_commits_are_not_looked_at(tmp_path, written, capsys):
     assert call(tmp_path, {ARCH: {NAME: entry(commit="ba9876543210"), "no such": {"unverified": "waits"}}}) == 1
     assert capsys.readouterr().out.endswith(f"nothing is taken: no entry of {COMMIT} is one of this code\n")

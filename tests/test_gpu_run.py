@@ -1,5 +1,6 @@
 """A run of the GPU tests that did not pass is not taken for one that did."""
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -93,16 +94,34 @@ def test_a_benchmark_that_raises_fails_its_entry_alone(monkeypatch):
         raise RuntimeError("no such peer")
 
     monkeypatch.setattr(run, "rows_of", broken)
-    entry = run.run_entry("rms_norm", "sm_90", run.Outcome(tests=3), bench=True)
+    monkeypatch.setattr(run.receipt, "digest", lambda name, arch: "1")
+    entry = run.run_entry("rms_norm", "sm_90", "1", run.Outcome(tests=3), bench=True)
     assert (entry["tests"], entry["failed"], entry["bench"]) == (3, 1, [])
 
 
 def test_no_benchmark_behind_a_failed_test(monkeypatch):
     monkeypatch.setattr(run, "rows_of", lambda name, done: pytest.fail("is not to run"))
-    assert run.run_entry("rms_norm", "sm_90", run.Outcome(tests=3, failed=["test_one"]), bench=True)["failed"] == 1
+    monkeypatch.setattr(run.receipt, "digest", lambda name, arch: "1")
+    outcome = run.Outcome(tests=3, failed=["test_one"])
+    assert run.run_entry("rms_norm", "sm_90", "1", outcome, bench=True)["failed"] == 1
 
 
-PLACE = {"device": "1 x a GPU", "torch": "2", "dsl": "4"}
+def test_what_was_edited_while_it_ran_is_not_on_record_as_judged(monkeypatch, tmp_path, capsys):
+    """The file is read anew, though this process has read it before."""
+    monkeypatch.setattr(run, "rows_of", lambda name, done: iter([{"shape": "a"}]))
+    edited = tmp_path / "test_it.py"
+    edited.write_text("assert x == 1")
+    read = run.receipt.source_digest._tree
+    monkeypatch.setattr(run.receipt, "digest", lambda name, arch: str(len(read(edited).body)))
+    (before,) = run.digests_of(["rms_norm"], "sm_90").values()
+    entry = run.run_entry("rms_norm", "sm_90", before, run.Outcome(tests=3), bench=True)
+    assert (entry["digest"], entry["failed"]) == (before, 0)
+    edited.write_text("assert x == 1\nassert y == 1")
+    entry = run.run_entry("rms_norm", "sm_90", before, run.Outcome(tests=3), bench=True)
+    assert (entry["digest"], entry["failed"]) == (before, 1) and run.CHANGED in capsys.readouterr().out
+
+
+PLACE = {"device": "1 x a GPU", "torch": "2", "dsl": "4", "peers": {"vllm": "0.33.0"}}
 
 
 def test_a_run_that_is_cut_off_is_gone_on_with(monkeypatch, tmp_path):
@@ -118,18 +137,20 @@ def test_a_run_that_is_cut_off_is_gone_on_with(monkeypatch, tmp_path):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(run, "rows_of", cut_off)
-    pending = PLACE | run._pending("e2e", "sm_90", outcome, [])
+    pending = PLACE | run._pending("this code", outcome, [])
     with pytest.raises(KeyboardInterrupt):
-        run.run_entry("e2e", "sm_90", outcome, bench=True, keep=run._keeper("sm_90", "e2e", pending))
+        run.run_entry("e2e", "sm_90", "this code", outcome, bench=True, keep=run._keeper("sm_90", "e2e", pending))
     entry = run.receipt.load()["sm_90"]["e2e"]
     assert entry["unverified"] == run.BEGUN and [row["shape"] for row in entry["bench"]] == ["a", "b"]
+    assert run.receipt.is_of_this_code(entry, "e2e", "sm_90")
 
-    assert run.begun(entry, "e2e", "sm_90", PLACE) == outcome
+    assert run.begun(entry, "this code", PLACE) == outcome
     others = [entry | {"digest": "other code"}, entry | {"unverified": None}, entry | {"device": "2 x a GPU"}, {}]
-    assert not any(run.begun(other, "e2e", "sm_90", PLACE) for other in others)
+    others.append(entry | {"peers": {"vllm": "0.34.0"}})
+    assert not any(run.begun(other, "this code", PLACE) for other in others)
 
     monkeypatch.setattr(run, "rows_of", lambda name, done: iter([{"shape": f"behind {len(done)}"}]))
-    entry = run.run_entry("e2e", "sm_90", outcome, bench=True, done=entry["bench"])
+    entry = run.run_entry("e2e", "sm_90", "this code", outcome, bench=True, done=entry["bench"])
     assert [row["shape"] for row in entry["bench"]] == ["a", "b", "behind 2"] and entry["unverified"] is None
 
 
@@ -195,6 +216,39 @@ class StoppedHere(Exception):
     pass
 
 
+def test_the_oldest_dsls_entry_is_gone_on_with(monkeypatch, tmp_path):
+    """It is on record with that DSL, and not with the one of this process."""
+    monkeypatch.setattr(run.receipt, "PATH", tmp_path / "receipt.json")
+    monkeypatch.setattr(run.receipt, "digest", lambda name, arch: "this code")
+    monkeypatch.setattr("dsa.backends.why_no_kernels", lambda: None)
+    monkeypatch.setattr("dsa.backends.arch_of", lambda device: "sm_90")
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(run, "dsl_version", lambda environment: run.receipt.OLDEST_DSL)
+    monkeypatch.setattr(run, "compile_all", lambda names, arch: None)
+    monkeypatch.setattr(run, "run_tests", lambda names: {name: run.Outcome(tests=3) for name in names})
+    arguments = ["oldest_dsl", "--commit", "0" * 12]
+
+    def cut_off(*_, **__):
+        raise StoppedHere
+
+    with monkeypatch.context() as cut, pytest.raises(StoppedHere):
+        cut.setattr(run, "run_entry", cut_off)
+        run.main(arguments)
+    monkeypatch.setattr(run, "run_tests", lambda names: pytest.fail("have passed"))
+    assert run.main([*arguments, "--continue"]) == 0
+    entry = run.receipt.load()["sm_90"]["oldest_dsl"]
+    assert (entry["tests"], entry["dsl"], entry["unverified"]) == (3, run.receipt.OLDEST_DSL, None)
+
+
+def test_the_peers_whose_versions_are_on_record_are_those_that_are_installed():
+    (line,) = re.findall(
+        r"^pip install --no-deps ((?:.*\\\n)*.*)$", (run.receipt.ROOT / "docs/peers.md").read_text(), re.M
+    )
+    assert sorted(re.findall(r"([\w-]+)==", line)) == [*run.PEERS]
+
+
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_without_entries_one_gpu_leaves_out_what_needs_two(gpus, monkeypatch):
     asked = []
@@ -210,6 +264,7 @@ def test_without_entries_one_gpu_leaves_out_what_needs_two(gpus, monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
     monkeypatch.setattr("shutil.which", lambda name: name)
     monkeypatch.delenv("DSA_OLDEST_DSL", raising=False)
+    monkeypatch.setattr(run.receipt, "digest", lambda name, arch: "this code")
     monkeypatch.setattr(run, "compile_all", compile_all)
     with pytest.raises(StoppedHere):
         run.main(["--commit", "0" * 12])

@@ -8,7 +8,6 @@ import pytest
 
 from dsa import backends, source_digest
 from dsa_bench.e2e import document, drafts_document, million_document, parallel_document
-from dsa_bench.harness import case
 from tests.gpu import headlines, receipt, receipt_rows, status_table, unverify
 from tests.gpu.read_once import read_once
 from tests.project_copy import FOLDERS
@@ -66,15 +65,15 @@ def entries_by_arch():
 @pytest.mark.parametrize(("name", "arch"), entries_by_arch())
 def test_receipt_is_of_this_code(name, arch):
     entry = receipt.load()[arch][name]
-    if entry["unverified"]:
-        return
-    assert entry["digest"] == receipt.digest(name, arch), (
+    assert receipt.is_of_this_code(entry, name, arch), (
         f"{name}: run `python -m tests.gpu.run {name}` on a GPU of {arch}, "
         "or without one `python -m tests.gpu.unverify REASON`"
     )
+    if entry["unverified"]:
+        return
     assert entry["tests"] > 0 or not receipt.test_files(name)
     assert entry["failed"] == 0
-    assert entry["bench"] or not (name in ("host", *receipt.ROW_BY_ROW) or name in case.benchmarks())
+    assert entry["bench"] or not receipt.has_figures(name)
     assert re.fullmatch(r"[0-9a-f]{12,40}", entry["commit"])
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", entry["date"]) and re.fullmatch(r"\d+ x .+", entry["device"])
 
@@ -107,7 +106,10 @@ def test_a_new_row_is_an_entry_that_has_to_run_and_nothing_else(another_arch, mo
     with pytest.raises(AssertionError, match=r"on a GPU of sm_100, .*unverify REASON`; no entry: \['rms_norm'\]"):
         test_every_test_on_a_gpu_is_an_entry(another_arch)
     assert unverify.unverify("has not run on a GPU") == ["rms_norm of sm_100"]
-    assert receipt.load() == {ARCH: verified, another_arch: {"rms_norm": {"unverified": "has not run on a GPU"}}}
+    assert receipt.load() == {
+        ARCH: verified,
+        another_arch: {"rms_norm": {"unverified": "has not run on a GPU", "unverified_at": "rms_norm"}},
+    }
     test_every_test_on_a_gpu_is_an_entry(another_arch)
     test_receipt_is_of_this_code("rms_norm", another_arch)
     monkeypatch.setattr(status_table, "op_modules", lambda: {"rms_norm": source_digest.op_module("rms_norm")})
@@ -317,6 +319,26 @@ CHANGES = {
         ("e2e", "parallel"),
         ("rms_norm",),
     ),
+    "an op that a test takes as the truth": (
+        ("dsa/ops/mla/sliding_window_attention.py", "import torch\n", "import torch\nNEW = 1\n"),
+        ("sliding_window_attention", "window_attention_cast"),
+        ("merge_attention", "flash_mla_sparse_fwd"),
+    ),
+    "an op that a benchmark has beside": (
+        ("dsa/ops/moe/expert_routing.py", "import torch\n", "import torch\nNEW = 1\n"),
+        ("expert_routing", "grouped_fp8_gemm_swiglu", "route_by_table"),
+        ("per_token_cast_to_fp8", "linear_fp32", "merge_attention"),
+    ),
+    "what tests call an op through": (
+        ("dsa_layers/layers/hyper_sublayer.py", "import torch\n", "import torch\nNEW = 1\n"),
+        ("hyper_collapse_norm_cast", "hyper_expand_mix", "generation"),
+        ("hyper_connections", "rms_norm", "host"),
+    ),
+    "an engine's hooks": (
+        ("dsa_engines/sglang/hooks.py", "import torch\n", "import torch\nNEW = 1\n"),
+        ("sglang_adapters",),
+        ("vllm_adapters", "rms_norm", "generation"),
+    ),
     "a document": (("README.md", "## Status", "## State of things"), (), receipt.tested()),
 }
 
@@ -364,7 +386,7 @@ def three_entries(monkeypatch, tmp_path):
     monkeypatch.setattr(receipt, "asked", lambda arch: ["fuzz", "rms_norm", "rotary", "e2e"] if arch == ARCH else [])
     monkeypatch.setattr(receipt, "digest", lambda name, arch: "1")
     entries = {"rms_norm": {"unverified": None, "digest": "1", "bench": [{"ms": 1.0}]}}
-    entries |= {"rotary": {"unverified": None, "digest": "0"}, "e2e": {"unverified": "no peers"}}
+    entries |= {"rotary": {"unverified": None, "digest": "0"}, "e2e": {"unverified": "no peers", "unverified_at": "1"}}
     receipt.save({ARCH: entries})
     return entries
 
@@ -372,7 +394,7 @@ def three_entries(monkeypatch, tmp_path):
 def test_what_did_not_run_is_marked_and_nothing_else(three_entries, capsys):
     assert unverify.main(["no GPU here"]) == 0
     assert capsys.readouterr().out.splitlines() == [f"fuzz of {ARCH}", f"rotary of {ARCH}"]
-    reason = {"unverified": "no GPU here"}
+    reason = {"unverified": "no GPU here", "unverified_at": "1"}
     marked = three_entries | {"fuzz": reason, "rotary": three_entries["rotary"] | reason}  # with what it measured
     assert receipt.load()[ARCH] == marked
     assert unverify.main(["another reason"]) == 0
@@ -382,7 +404,21 @@ def test_what_did_not_run_is_marked_and_nothing_else(three_entries, capsys):
 
 def test_some_entries_alone_are_marked(three_entries, capsys):
     assert unverify.main(["no GPU here", "rms_norm", "fuzz"]) == 0
-    assert receipt.load()[ARCH] == three_entries | {"fuzz": {"unverified": "no GPU here"}}
+    assert receipt.load()[ARCH] == three_entries | {"fuzz": {"unverified": "no GPU here", "unverified_at": "1"}}
+
+
+def test_a_reason_is_of_the_code_for_which_it_was_given(three_entries, monkeypatch, capsys):
+    """Tests that have passed, and whose benchmark alone is missing, say nothing of a kernel that has changed since."""
+    passed = {"unverified": "its tests passed", "unverified_at": "1", "digest": "0", "bench": [{"ms": 1.0}]}
+    receipt.save({ARCH: three_entries | {"rotary": passed}})
+    assert receipt.needed(receipt.load(), ARCH) == ["fuzz"]
+    monkeypatch.setattr(receipt, "digest", lambda name, arch: "2" if name == "rotary" else "1")
+    assert receipt.needed(receipt.load(), ARCH) == ["fuzz", "rotary"]
+    with pytest.raises(AssertionError, match=r"run `python -m tests.gpu.run rotary` on a GPU"):
+        test_receipt_is_of_this_code("rotary", ARCH)
+    assert unverify.main(["changed", "rotary"]) == 0
+    assert receipt.load()[ARCH]["rotary"] == passed | {"unverified": "changed", "unverified_at": "2"}
+    test_receipt_is_of_this_code("rotary", ARCH)
 
 
 @pytest.mark.parametrize(
@@ -408,10 +444,21 @@ def test_the_readme_speaks_of_the_arch_on_which_most_is_measured(monkeypatch, tm
     monkeypatch.setattr(receipt, "PATH", tmp_path / "receipt.json")
     unrun = {name: {"unverified": "has not run"} for name in entries}
     receipt.save({"sm_100": entries, "sm_90": unrun})
-    assert headlines.table().count("2.00; 2.00 to 2.00 over 1 shapes (a peer)") == len(rows)
+    assert headlines.table().count("2.00 (a peer); 2.00 to 2.00 over 1 shapes (the same)") == len(rows)
     receipt.save({"sm_100": {"rms_norm": {"unverified": "has not run"}}, "sm_90": {**entries, "e2e": unrun["e2e"]}})
     text = headlines.table()
-    assert text.count("a peer)") == len(rows) - 1 and text.endswith("not yet run on this code: has not run | |")
+    assert text.count("(a peer)") == len(rows) - 1 and text.endswith("not yet run on this code: has not run | |")
+
+
+def test_the_peers_behind_a_range_are_those_of_its_ratios(monkeypatch):
+    """And the one behind the first figure is that of its shape."""
+    (_, name, shape), *_ = headlines.ROWS
+    row = {"shape": shape, "ratio": 1.5, "figure": "1 us", "peer": "a peer"}
+    rows = [row, row | {"shape": "b", "ratio": 1.1, "peer": "another, padded"}]
+    rows.append(row | {"shape": "c, float16 accumulators", "ratio": 3.0, "peer": "a third"})
+    monkeypatch.setattr(receipt, "load", lambda: {ARCH: {name: {"unverified": None, "bench": rows}}})
+    over = "1.50 (a peer); 1.10 to 1.50 over 2 shapes (a peer; another, padded)"
+    assert f"| {over}; float16 accumulators beside float32 ones: 3.00 |" in headlines.table()
 
 
 DETERMINISTIC = {"shape": "a, deterministic", "ratio": 0.5, "figure": "2 us", "peer": "a peer"}
@@ -423,6 +470,17 @@ def test_a_deterministic_variant_is_in_no_range_of_peers_that_are_not():
     assert receipt_rows.other_kinds(rows) == "; deterministic beside one that is not: 0.50"
     alike = DETERMINISTIC | {"peer": "a peer deterministic"}
     assert receipt_rows.compared([alike]) == [alike] and receipt_rows.other_kinds([alike]) == ""
+
+
+def test_scores_of_another_precision_and_a_plan_are_in_no_range():
+    row = {"ratio": 1.1, "peer": "a peer"}
+    shapes = ("64 x 64", "64 x 64, float16 accumulators", "the plan, B 128")
+    alike, half, plan = (row | {"shape": shape} for shape in shapes)
+    both, alone = half | {"peer": "a peer, float16 accumulators"}, half | {"ratio": None, "peer": None}
+    assert receipt_rows.compared([alike, half, plan, both, alone]) == [alike, both]
+    kinds = receipt_rows.other_kinds([alike, half, plan, both, alone])
+    assert kinds == "; float16 accumulators beside float32 ones: 1.10; the plan alone: 1.10"
+    assert receipt_rows.OTHER_KINDS.keys() <= headlines.MARKS.keys()
 
 
 def test_a_pass_that_waits_for_the_host_is_in_no_range():
@@ -459,7 +517,7 @@ def test_the_picture_marks_what_is_not_of_this_code_and_not_alike(monkeypatch, t
     path = tmp_path / "picture.png"
     assert headlines.write_picture(path) == ["today's code", "earlier code: today's is unverified"]
     entry["bench"].append(DETERMINISTIC)
-    assert headlines.write_picture(path)[-1] == "deterministic, beside a peer that is not"
+    assert headlines.write_picture(path)[-1] == "deterministic beside one that is not"
     assert path.read_bytes().startswith(b"\x89PNG")
 
 

@@ -9,9 +9,16 @@ usage: python -m tests.gpu.headlines    (the picture; `python -m tests.generate`
 from pathlib import Path
 from typing import Any
 
-from dsa_bench.e2e.document import waits_for_host
 from tests.gpu import receipt
-from tests.gpu.receipt_rows import Row, beside_another_kind, compared, main_entries, other_kinds, shape_of
+from tests.gpu.receipt_rows import (
+    beside_peers,
+    compared,
+    main_entries,
+    names_of,
+    other_kind,
+    other_kinds,
+    shape_of,
+)
 
 PATH, PICTURE = receipt.ROOT / "README.md", receipt.ROOT / "docs" / "speed-up.png"
 BEGIN, END = "<!-- headlines: python -m tests.generate -->", "<!-- end of headlines -->"
@@ -44,13 +51,17 @@ _DOT = {"marker": "o", "linestyle": "", "color": COLOR, "markersize": 5}
 MARKS: dict[str, dict[str, Any]] = {
     "today's code": _DOT | {"alpha": 0.55, "markeredgewidth": 0},
     "earlier code: today's is unverified": _DOT | {"alpha": 0.8, "markerfacecolor": "none", "markeredgewidth": 0.8},
-    "deterministic, beside a peer that is not": _DOT | {"marker": "x", "markeredgewidth": 1.5},
-    "a pass that waits for the host": _DOT | {"marker": "+", "markeredgewidth": 1.5, "markersize": 7},
+    # And those of OTHER_KINDS.
+    "deterministic beside one that is not": _DOT | {"marker": "x", "markeredgewidth": 1.5},
+    "float16 accumulators beside float32 ones": _DOT | {"marker": "1", "markeredgewidth": 1.5, "markersize": 8},
+    "the plan alone": _DOT | {"marker": "|", "markeredgewidth": 1.5, "markersize": 8},
+    "where a pass waits for the host": _DOT | {"marker": "+", "markeredgewidth": 1.5, "markersize": 7},
 }
 
 
 def table() -> str:
-    """Six rows: what, our figure at one shape, how many times as fast as the best peer there and over all shapes."""
+    """Six rows: what, our figure at one shape, how many times as fast as the best peer there, which that is, and over
+    all shapes, with all peers that are the best at one."""
     entries = main_entries()
     lines = ["| | figure | speed-up over the best peer |", "|---|---|---|"]
     for what, name, shape in ROWS:
@@ -59,9 +70,11 @@ def table() -> str:
         if not rows:
             lines.append(f"| {what} | not yet run on this code: {entry['unverified']} | |")
             continue
-        row, ratios = rows[0], [row["ratio"] for row in compared(entry["bench"])]
-        over = f"{row['ratio']:.2f}; {min(ratios):.2f} to {max(ratios):.2f} over {len(ratios)} shapes"
-        over += f" ({row['peer']}){other_kinds(entry['bench'])}"
+        row, alike = rows[0], compared(entry["bench"])
+        ratios = [row["ratio"] for row in alike]
+        over = f"{row['ratio']:.2f} ({row['peer']}); {min(ratios):.2f} to {max(ratios):.2f} over {len(ratios)} shapes"
+        peers = names_of(alike)
+        over += f" ({'the same' if peers == row['peer'] else peers}){other_kinds(entry['bench'])}"
         of = f", on the code of {entry['commit'][:9]}" if entry["unverified"] else ""
         lines.append(f"| {what} ({shape_of(name, row)}) | {row['figure']}{of} | {over} |")
     return "\n".join(lines)
@@ -84,18 +97,19 @@ def write_picture(path: Path) -> list[str]:
     every = main_entries()
     entries = {name: every[name] for name in PICTURED if compared(every.get(name, {}).get("bench", ()))}
     devices = ", ".join(sorted({entry["device"] for entry in entries.values()}))
-    figure, axes = plt.subplots(figsize=(8, 0.36 * len(entries) + 1.5))
+    figure, axes = plt.subplots(figsize=(8, 0.36 * len(entries) + 2.0))
     used = set()
     for i, entry in enumerate(reversed(entries.values())):
         ratios = [row["ratio"] for row in compared(entry["bench"])]
         axes.plot([min(ratios), max(ratios)], [i, i], linewidth=1, color=COLOR, alpha=0.35)
-        for row in entry["bench"]:
-            if row.get("ratio") is not None:
-                mark = _mark(entry, row)
-                used.add(mark)
-                axes.plot(row["ratio"], i, **MARKS[mark])
+        for row in beside_peers(entry["bench"]):
+            mark = other_kind(row) or ("earlier code: today's is unverified" if entry["unverified"] else "today's code")
+            used.add(mark)
+            axes.plot(row["ratio"], i, **MARKS[mark])
     shown = [mark for mark in MARKS if mark in used]
-    axes.legend([plt.Line2D([], [], **MARKS[mark]) for mark in shown], shown, fontsize=8, loc="lower left")
+    lines = [plt.Line2D([], [], **MARKS[mark]) for mark in shown]
+    below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.12), "ncols": 2}  # inside it would hide marks
+    axes.legend(lines, shown, fontsize=8, **below)
     axes.axvline(1.0, color="#444444", linewidth=1)
     axes.set_xscale("log")
     ticks = [0.5, 0.75, 1, 1.25, 1.5, 2, 3]
@@ -109,14 +123,6 @@ def write_picture(path: Path) -> list[str]:
     figure.savefig(path, dpi=130)
     plt.close(figure)
     return shown
-
-
-def _mark(entry: dict[str, Any], row: Row) -> str:
-    if beside_another_kind(row):
-        return "deterministic, beside a peer that is not"
-    if waits_for_host(row):
-        return "a pass that waits for the host"
-    return "earlier code: today's is unverified" if entry["unverified"] else "today's code"
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dsa_bench.harness import case
 from tests.gpu import receipt, run
 from tests.gpu.read_once import read_once
 
@@ -35,7 +34,7 @@ def why_not(name: str, arch: str, entry: Entry) -> str | None:
         return entry["unverified"]
     if receipt.test_files(name) and not entry["tests"]:
         return "it has no tests"
-    if (name in receipt.ROW_BY_ROW or name in case.benchmarks()) and not entry["bench"]:
+    if receipt.has_figures(name) and not entry["bench"]:
         return "it has no figures"
     return None
 

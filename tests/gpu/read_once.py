@@ -9,7 +9,7 @@ import types
 from collections.abc import Callable, Iterator
 
 from dsa import source_digest
-from tests.gpu import receipt
+from tests.gpu import named_modules, receipt
 
 
 @contextlib.contextmanager
@@ -20,6 +20,7 @@ def read_once() -> Iterator[Callable[[], None]]:
     parse, walk = functools.cache(ast.parse), functools.cache(lambda tree: tuple(ast.walk(tree)))
     parts = types.SimpleNamespace(parse=parse, walk=walk, Constant=ast.Constant)
     by_path = (path_of, imports, source_digest._tree, source_digest._module_text, source_digest.modules_used_by)
+    by_path += (named_modules.modules_named_by,)
 
     def forget() -> None:
         for function in by_path:

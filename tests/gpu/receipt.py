@@ -7,7 +7,11 @@ of more than one op. An entry's digest covers
   its kernels load. Of an op's kernels those for the entry's arch count: an entry is of one arch;
 - of the user's commands also the commands, the documents' Python, and the model that comes with dsa;
 - the judges: its test file, conftest and benchmark, with the modules of tests/, dsa_bench/ and dsa.testing that they
-  import. A test that is weaker than the one that ran ends the entry, as a changed kernel does.
+  import. A test that is weaker than the one that ran ends the entry, as a changed kernel does;
+- what tests and benchmark take from the project besides: see `_taken`.
+
+An entry that is unverified says why, and `unverified_at` is the digest of the code and judges of which it says that:
+once these are others, the reason has to be given anew.
 """
 
 import ast
@@ -22,6 +26,7 @@ from dsa import source_digest
 from dsa.backends import KERNELS
 from dsa.source_digest import digest_of, modules_used_by, op_modules
 from dsa_bench.harness.benchmarks import benchmarks
+from tests.gpu.named_modules import modules_named_by
 from tests.public_names import ops_of
 
 HERE = Path(__file__).parent
@@ -119,13 +124,20 @@ def archs_by_op() -> dict[str, set[str]]:
 
 def needed(data: Entries, arch: str) -> list[str]:
     """The entries of an arch that have to run there, or have to say why they have not: those that are asked for and
-    missing, and those of code or tests that have changed."""
+    missing, and those of code or tests that have changed since they ran, or since they said why not."""
     there = data.get(arch, {})
-    return [
-        name
-        for name in sorted({*asked(arch), *there} & {*tested()})
-        if name not in there or not (there[name]["unverified"] or there[name]["digest"] == digest(name, arch))
-    ]
+    names = sorted({*asked(arch), *there} & {*tested()})
+    return [name for name in names if name not in there or not is_of_this_code(there[name], name, arch)]
+
+
+def is_of_this_code(entry: dict[str, Any], name: str, arch: str) -> bool:
+    """Whether today's code and judges are those that an entry ran with, or of which it says why it has not."""
+    return entry.get("unverified_at" if entry["unverified"] else "digest") == digest(name, arch)
+
+
+def has_figures(name: str) -> bool:
+    """Whether an entry has rows of a benchmark."""
+    return name == "host" or name in ROW_BY_ROW or name in benchmarks()
 
 
 def module_of(path: Path) -> str:
@@ -136,7 +148,7 @@ def module_of(path: Path) -> str:
 def digest(name: str, arch: str) -> str:
     code, judges = code_modules(name, arch), judge_modules(name, arch)
     h = hashlib.sha256(f"{arch} {digest_of(code, arch)} {digest_of(judges, arch)}".encode())
-    for data in tuned_data(code, arch):
+    for data in tuned_data([*code, *judges], arch):
         found = json.loads(data.read_text())
         # Of so many multiprocessors alone, where a model is beside the data.
         h.update(json.dumps(found["winners"], sort_keys=True).encode() + str(found.get("multiprocessors", "")).encode())
@@ -209,7 +221,21 @@ def judge_modules(name: str, arch: str) -> list[str]:
         roots.append("dsa_bench.e2e.report")
     if name == "host":
         roots += benchmarks().values()
-    return [*_closure(roots, arch, ("tests", "dsa_bench")), "dsa.testing"]
+    judges = _closure(roots, arch, ("tests", "dsa_bench"))
+    own = [m for m in judges if m in roots or m.startswith("tests.gpu.")]
+    return sorted({*judges, "dsa.testing", *_taken(name, own, arch)})
+
+
+def _taken(name: str, files: Iterable[str], arch: str) -> set[str]:
+    """What an entry's own files of tests and benchmarks take from the project: ops that give inputs, truths and
+    yardsticks, with all that these import, and modules of layers and engines' plugins, with those of the same package
+    that they import. Ops beneath layers are not among it: their own entries judge them. Nor are, of a whole, layers:
+    `code_modules` says which of them it runs."""
+    own = (file for file in files if not file.endswith(".conftest"))
+    found = {module for file in own for module in modules_named_by(file, arch)}
+    if name in WHOLES:
+        found = {module for module in found if not module.startswith("dsa_layers")}
+    return set().union(*(modules_used_by(module, (module.partition(".")[0],), arch) for module in found))
 
 
 def _closure(roots: Iterable[str], arch: str, packages: tuple[str, ...] = ("dsa",)) -> list[str]:

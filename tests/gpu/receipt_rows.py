@@ -1,6 +1,6 @@
 """Which of the receipt's rows tables and pictures show, and what they say of these."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from dsa_bench.e2e.document import waits_for_host
@@ -20,25 +20,46 @@ def main_entries() -> dict[str, dict[str, Any]]:
     return data[max(verified, key=lambda arch: len(verified[arch]))]
 
 
+def _is_ours_alone(words: str) -> Callable[[Row], bool]:
+    """Whether it says this of our call and not of the peer's: what they do is not the same."""
+    return lambda row: words in row["shape"] and words not in row["peer"]
+
+
+# What ratios are not among the `compared`. A plan is made once for many calls of the op, whose shapes the others are.
+OTHER_KINDS: dict[str, Callable[[Row], bool]] = {
+    "deterministic beside one that is not": _is_ours_alone("deterministic"),
+    "float16 accumulators beside float32 ones": _is_ours_alone("float16 accumulators"),
+    "the plan alone": lambda row: row["shape"].startswith("the plan"),
+    "where a pass waits for the host": waits_for_host,
+}
+
+
+def other_kind(row: Row) -> str | None:
+    """Which of OTHER_KINDS a row with a peer's time is, if any."""
+    return next((kind for kind, is_one in OTHER_KINDS.items() if is_one(row)), None)
+
+
+def beside_peers(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row.get("ratio") is not None]
+
+
 def compared(rows: Sequence[Row]) -> list[Row]:
     """The rows with the time of a peer that does the same, where the GPU is what is timed."""
-    timed = [row for row in rows if row.get("ratio") is not None]
-    return [row for row in timed if not beside_another_kind(row) and not waits_for_host(row)]
-
-
-def beside_another_kind(row: Row) -> bool:
-    """A deterministic variant of ours beside a peer that has none: what they do is not the same."""
-    return row.get("ratio") is not None and "deterministic" in row["shape"] and "deterministic" not in row["peer"]
+    return [row for row in beside_peers(rows) if other_kind(row) is None]
 
 
 def other_kinds(rows: Sequence[Row]) -> str:
     """The speed-ups that are not among the `compared`, to stand behind their range."""
-    kinds = {
-        "deterministic beside one that is not": beside_another_kind,
-        "where a pass waits for the host": waits_for_host,
-    }
-    found = {what: [f"{row['ratio']:.2f}" for row in rows if of_kind(row)] for what, of_kind in kinds.items()}
-    return "".join(f"; {what}: {', '.join(ratios)}" for what, ratios in found.items() if ratios)
+    found: dict[str, list[str]] = {kind: [] for kind in OTHER_KINDS}
+    for row in beside_peers(rows):
+        if kind := other_kind(row):
+            found[kind].append(f"{row['ratio']:.2f}")
+    return "".join(f"; {kind}: {', '.join(ratios)}" for kind, ratios in found.items() if ratios)
+
+
+def names_of(rows: Sequence[Row], other: str = "peer") -> str:
+    """Of the others that are the fastest in some of these rows. A name may have commas."""
+    return "; ".join(sorted({row[other] for row in rows if row.get(other)}))
 
 
 def shape_of(name: str, row: Row) -> str:

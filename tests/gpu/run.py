@@ -10,13 +10,14 @@ pip install --target FOLDER "nvidia-cutlass-dsl[cu13]==4.8.0" apache-tvm-ffi==0.
 
 What is done is written at once: a run that is cut off leaves entries whose tests have passed and whose benchmark is
 missing, or has a part of the whole passes' rows. They are unverified. `--continue` goes on with those that are of this
-code, on a GPU of the same name.
+code, on a GPU of the same name, with the same versions of the peers.
 """
 
 import argparse
 import concurrent.futures
 import datetime
 import importlib
+import importlib.metadata
 import multiprocessing
 import os
 import re
@@ -27,7 +28,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,12 +37,17 @@ from xml.etree import ElementTree
 from dsa.source_digest import modules_used_by
 from dsa_bench.harness import case
 from tests.gpu import receipt
+from tests.gpu.read_once import read_once
 
 SHARDS = 8
 # What would change which code is tested, or how many tests and cases there are.
 UNSET = ("DSA_BACKEND", "DSA_FUZZ_SEED", "DSA_FUZZ_CASES", "DSA_FUZZ_CASE", "PYTEST_ADDOPTS", "PYTEST_PLUGINS")
 COMMIT = r"[0-9a-f]{12,40}(-changed)?"
 BEGUN = "its benchmark has not run to its end"  # why such an entry is unverified
+CHANGED = "its code or tests have changed while they ran"
+# The distributions in which the peers are: with others a row says something else. cuBLASLt and torch's attention come
+# with torch.
+PEERS = ("nvidia-cudnn-frontend", "sgl-deep-gemm", "sgl-flash-mla", "sglang-kernel", "vllm")
 NO_MEMORY = "out of memory", "CUBLAS_STATUS_ALLOC_FAILED"
 MEMCHECK = ("compute-sanitizer", "--tool", "memcheck", "--target-processes", "all", "--error-exitcode", "99")
 
@@ -236,9 +242,27 @@ def rows_of(name: str, done: Sequence[dict]) -> Iterator[dict]:
         yield from case.run(name)
 
 
+def digests_of(names: Iterable[str], arch: str) -> dict[str, str]:
+    """As the files are now, whatever was read of them before."""
+    with read_once():
+        return {name: receipt.digest(name, arch) for name in names}
+
+
+def peer_versions() -> dict[str, str]:
+    """{distribution: version} of the peers that are installed."""
+    found = {}
+    for name in PEERS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
 def run_entry(
     name: str,
     arch: str,
+    digest: str,
     outcome: Outcome,
     bench: bool,
     done: Sequence[dict] = (),
@@ -246,8 +270,9 @@ def run_entry(
 ) -> dict[str, Any]:
     """The receipt's entry, from the outcome of its tests; its benchmark runs here.
 
-    done  the rows that it has from an earlier run
-    keep  gets all rows behind every new one
+    digest  from before its tests ran: an entry whose files have changed since has failed
+    done    the rows that it has from an earlier run
+    keep    gets all rows behind every new one
     """
     started, rows = time.monotonic(), [*done]
     try:
@@ -258,10 +283,12 @@ def run_entry(
         traceback.print_exc()
         rows = []
         outcome.failed.append(f"its benchmark: {type(error).__name__}: {error}")
+    if digests_of([name], arch)[name] != digest:
+        outcome.failed.append(CHANGED)
     for failed in outcome.failed:
         print(f"{name}: FAILED {failed}")
     return {
-        "digest": receipt.digest(name, arch),
+        "digest": digest,
         "tests": outcome.tests,
         "skipped": outcome.skipped,
         "failed": len(outcome.failed),
@@ -272,23 +299,24 @@ def run_entry(
     }
 
 
-def begun(entry: dict[str, Any], name: str, arch: str, place: dict[str, Any]) -> Outcome | None:
+def begun(entry: dict[str, Any], digest: str, place: dict[str, Any]) -> Outcome | None:
     """What the tests of an entry that was begun gave, if it is of this code and this place."""
     same = all(entry.get(key) == value for key, value in place.items())
-    if entry.get("unverified") != BEGUN or not same or entry["digest"] != receipt.digest(name, arch):
+    if entry.get("unverified") != BEGUN or not same or entry["digest"] != digest:
         return None
     return Outcome(entry["tests"], entry["skipped"], [], entry["worst_error"])
 
 
-def _pending(name: str, arch: str, outcome: Outcome, rows: list[dict]) -> dict[str, Any]:
+def _pending(digest: str, outcome: Outcome, rows: list[dict]) -> dict[str, Any]:
     """An entry before its benchmark is over."""
     return {
-        "digest": receipt.digest(name, arch),
+        "digest": digest,
         "tests": outcome.tests,
         "skipped": outcome.skipped,
         "failed": len(outcome.failed),
         "worst_error": outcome.worst,
         "unverified": BEGUN,
+        "unverified_at": digest,
         "bench": rows,
     }
 
@@ -351,17 +379,20 @@ def main(arguments: Sequence[str]) -> int:
         "device": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}",
         "torch": torch.__version__,
         "dsl": cutlass.__version__,
+        "peers": peer_versions(),
     }
-    head = {"date": datetime.date.today().isoformat(), "commit": args.commit} | place
-    heads = {name: head | ({"dsl": receipt.OLDEST_DSL} if name == "oldest_dsl" else {}) for name in names}
+    places = {name: place | ({"dsl": receipt.OLDEST_DSL} if name == "oldest_dsl" else {}) for name in names}
+    head = {"date": datetime.date.today().isoformat(), "commit": args.commit}
+    heads = {name: head | places[name] for name in names}
+    digests = digests_of(names, arch)
     earlier = receipt.load().get(arch, {}) if args.go_on else {}
-    outcomes = {name: begun(earlier.get(name, {}), name, arch, place) for name in names}
+    outcomes = {name: begun(earlier.get(name, {}), digests[name], places[name]) for name in names}
     done = {name: earlier[name]["bench"] for name, outcome in outcomes.items() if outcome is not None}
     fresh = [name for name in names if name not in done]
     compile_all(names, arch)
     outcomes |= run_tests(fresh) if fresh else {}
     # What comes after may be cut off.
-    pending = {name: _pending(name, arch, outcomes[name], done.get(name, [])) for name in names}
+    pending = {name: _pending(digests[name], outcomes[name], done.get(name, [])) for name in names}
     for name in fresh:
         if not outcomes[name].failed:
             save_entry(arch, name, heads[name] | pending[name])
@@ -369,7 +400,8 @@ def main(arguments: Sequence[str]) -> int:
     for name in names:
         row_by_row = name in receipt.ROW_BY_ROW
         keep = _keeper(arch, name, heads[name] | pending[name]) if row_by_row else lambda rows: None
-        entry = heads[name] | run_entry(name, arch, outcomes[name], not args.no_bench, done.get(name, ()), keep)
+        rows = done.get(name, ())
+        entry = heads[name] | run_entry(name, arch, digests[name], outcomes[name], not args.no_bench, rows, keep)
         save_entry(arch, name, entry)
         print(
             f"{name}: {entry['tests']} tests, {entry['failed']} failed, benchmark {entry['bench_seconds']} s",

@@ -9,7 +9,7 @@ from typing import Any
 from dsa.backends import ARCH_NAMES
 from dsa.source_digest import functions_with_kernels, op_modules
 from tests.gpu import receipt
-from tests.gpu.receipt_rows import compared, other_kinds, shape_of
+from tests.gpu.receipt_rows import compared, names_of, other_kinds, shape_of
 from tests.public_names import ops_of
 
 PATH = receipt.ROOT / "docs" / "status.md"
@@ -73,8 +73,7 @@ def _speed_up(rows: list[dict[str, Any]], name: str, ratio: str) -> str:
     ratios = [row[ratio] for row in rows if row.get(ratio) is not None]
     if not ratios:
         return ""
-    names = ", ".join(sorted({row[name] for row in rows if row.get(name)}))
-    return f"{min(ratios):.2f} to {max(ratios):.2f} ({names})"
+    return f"{min(ratios):.2f} to {max(ratios):.2f} ({names_of(rows, name)})"
 
 
 def inserted(text: str) -> str:

@@ -2,10 +2,10 @@
 
 usage: python -m tests.gpu.unverify REASON [ENTRY...]
 
-After a change, on a machine without a GPU: every entry whose code or tests have changed since it ran, and every entry
-that is missing, such as a new op's, is "unverified" for that REASON; the status table then shows it, beside the figures
-of the code that the entry ran on. With ENTRY only these. Entries that still are of this code stay as they are.
-`python -m tests.gpu.run` on a GPU of the arch replaces the marks.
+After a change, on a machine without a GPU: every entry whose code or tests have changed since it ran, or since it said
+why it has not, and every entry that is missing, such as a new op's, is "unverified" for that REASON; the status table
+then shows it, beside the figures of the code that the entry ran on. With ENTRY only these. Entries that still are of
+this code stay as they are. `python -m tests.gpu.run` on a GPU of the arch replaces the marks.
 """
 
 import argparse
@@ -21,13 +21,13 @@ def unverify(reason: str, names: Sequence[str] = ()) -> list[str]:
     """Writes the marks into the receipt; which entries got one, as "ENTRY of ARCH"."""
     data, marked = receipt.load(), []
     with read_once():
-        needed = {arch: receipt.needed(data, arch) for arch in sorted({*backends.archs(), *data})}
-    for arch, there in needed.items():
-        for name in there:
-            if not names or name in names:
-                entries = data.setdefault(arch, {})
-                entries[name] = entries.get(name, {}) | {"unverified": reason}
-                marked.append(f"{name} of {arch}")
+        for arch in sorted({*backends.archs(), *data}):
+            for name in receipt.needed(data, arch):
+                if not names or name in names:
+                    entries, mark = data.setdefault(arch, {}), {"unverified": reason}
+                    mark["unverified_at"] = receipt.digest(name, arch)
+                    entries[name] = entries.get(name, {}) | mark
+                    marked.append(f"{name} of {arch}")
     receipt.save(data)
     return marked
 
