@@ -57,19 +57,29 @@ def yarn_mscale(factor: float, mscale: float) -> float:
 class RotaryEmbedding(nn.Module):
     """cos and sin of position * frequency, times `scale`: positions int64 [T] -> (cos, sin), each fp32 [T, dim / 2].
 
-    `frequencies`: fp32 [dim / 2] from `rope_frequencies` or `yarn_frequencies`; a non-persistent buffer.
+    `frequencies`: fp32 [dim / 2] from `rope_frequencies` or `yarn_frequencies`. A non-persistent buffer has their
+    bits, as integers, so that they stay fp32 in a model that is cast to another dtype.
     """
 
     def __init__(self, frequencies: torch.Tensor, scale: float = 1.0) -> None:
         super().__init__()
         self.scale = scale
-        self.register_buffer("frequencies", frequencies, persistent=False)
+        self.register_buffer("frequency_bits", _bits(frequencies), persistent=False)
+
+    @property
+    def frequencies(self) -> torch.Tensor:
+        return self.frequency_bits.view(torch.float32)
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        # In fp32, as an integer tensor times one of fp32 is; the buffer may be of another dtype with the model.
-        angles = positions[:, None] * self.frequencies.float()
+        angles = positions[:, None] * self.frequencies  # fp32, as an integer tensor times one of fp32 is
         cos, sin = angles.cos(), angles.sin()
         return (cos, sin) if self.scale == 1 else (cos * self.scale, sin * self.scale)
+
+
+def _bits(frequencies: torch.Tensor) -> torch.Tensor:
+    """int32, which stays as it is where a model's buffers are cast, as by `Module.to(dtype)` and FSDP's buffer_dtype:
+    an angle is a multiple of its frequency, and of its error."""
+    return frequencies.float().view(torch.int32)
 
 
 class RopeAngles(tuple[torch.Tensor, torch.Tensor]):
@@ -107,12 +117,12 @@ class JointRotary(nn.Module):
         frequencies = first.new_empty(len(embeddings), 1, len(first))
         for row, (embedding, _) in zip(frequencies, embeddings):
             row.copy_(embedding.frequencies)
-        self.register_buffer("frequencies", frequencies, persistent=False)
+        self.register_buffer("frequency_bits", _bits(frequencies), persistent=False)
         behind = torch.tensor([[1 - ratio] for ratio in ratios], device=frequencies.device)
         self.register_buffer("behind", behind, persistent=False)
 
     def forward(self, positions: torch.Tensor) -> list[RopeAngles]:
-        angles = (positions + self.behind).clamp_(min=0)[..., None] * self.frequencies.float()
+        angles = (positions + self.behind).clamp_(min=0)[..., None] * self.frequency_bits.view(torch.float32)
         cos, sin = angles.cos(), angles.sin()
         found = []
         for pair, scale in zip(zip(cos, sin), self.scales):

@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.fsdp._runtime_utils import _cast_buffers_to_dtype_and_device
 
 from dsa import apply_rotary
 from dsa_layers.layers.norm import LayerNorm, RMSNorm
@@ -83,10 +85,32 @@ def test_angles_of_positions_in_fp32(scale):
     angles = positions.float()[:, None] * frequencies
     assert torch.equal(cos, angles.cos() * scale) and torch.equal(sin, angles.sin() * scale)
     assert cos.dtype == sin.dtype == torch.float32
-    # A model may be cast as a whole.
-    cast = RotaryEmbedding(frequencies, scale).bfloat16()(positions)
-    assert [x.dtype for x in cast] == [torch.float32] * 2
-    torch.testing.assert_close(cast[0], (positions.float()[:, None] * frequencies.bfloat16().float()).cos() * scale)
+
+
+def cast_by_fsdp(module):
+    """As FSDP's buffer_dtype casts a module's buffers."""
+    buffers = list(module.buffers())
+    dtypes = [torch.bfloat16 if buffer.is_floating_point() else None for buffer in buffers]
+    _cast_buffers_to_dtype_and_device(buffers, dtypes, torch.device("cpu"))
+    return module
+
+
+@pytest.mark.parametrize("cast", [nn.Module.bfloat16, nn.Module.half, nn.Module.double, cast_by_fsdp])
+def test_angles_of_a_model_that_is_cast(cast):
+    """Frequencies stay fp32, and no checkpoint has them."""
+    positions = torch.arange(1900, 2000)
+
+    def model():
+        rotary = RotaryEmbedding(rope_frequencies(64, 1e4))
+        return nn.ModuleList((rotary, JointRotary([(rotary, 1), (rotary, 4)])))
+
+    one, joint = model()
+    own, entries = joint(positions)
+    kept = cast(model())
+    assert not kept.state_dict()
+    assert all(torch.equal(a, b) for a, b in zip(kept[0](positions), one(positions), strict=True))
+    for got, expected in zip(kept[1](positions), (own, entries), strict=True):
+        assert all(a.dtype == torch.float32 and torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
 def test_angles_back_are_computed_once():
