@@ -11,7 +11,7 @@ from dsa_layers.families.deepseek_v4.model import DeepseekV4ForCausalLM
 from dsa_layers.families.drafter import check_states
 from dsa_layers.families.pass_arguments import check_pass
 from dsa_layers.layers.hyper_connections import HyperHead
-from dsa_layers.layers.linear import linear_fp32, make_linear
+from dsa_layers.layers.linear import make_linear
 from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.layers.rope import RopeAngles
 from dsa_layers.parallel.ranks import ALONE
@@ -61,7 +61,7 @@ class DeepseekV4Drafter(nn.Module):
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         (target,) = self._target
-        return self.ranks.join_columns(linear_fp32(self.norm(self.hc_head(states)), target.head.weight))
+        return self.ranks.join_columns(target.head(self.norm(self.hc_head(states))))
 
     def make_cache(
         self, num_pages: int, page_size: int = page_size, device: torch.device | str = "cpu", *, state_slots: int = 64

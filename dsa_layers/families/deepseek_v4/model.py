@@ -19,7 +19,7 @@ from dsa_layers.families.rotary import make_rotary
 from dsa_layers.layers.embedding import Embedding
 from dsa_layers.layers.hyper_connections import HyperHead
 from dsa_layers.layers.hyper_decoder import following
-from dsa_layers.layers.linear import Linear, linear_fp32
+from dsa_layers.layers.lm_head import LanguageModelHead
 from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.layers.rope import JointRotary
 from dsa_layers.layers.shares import Shares
@@ -96,7 +96,7 @@ class DeepseekV4ForCausalLM(nn.Module):
         )
         self.hc_head = HyperHead(hidden, config.hc_mult, eps=config.rms_norm_eps, hc_eps=config.hc_eps)
         self.norm = RMSNorm(hidden, config.rms_norm_eps)
-        self.head = Linear(hidden, config.vocab_size, dtype=dtype)
+        self.head = LanguageModelHead(hidden, config.vocab_size, dtype=dtype)
         self.drafter: Drafter | None = None
         self.init_buffers(self.head.weight.device)
 
@@ -127,7 +127,7 @@ class DeepseekV4ForCausalLM(nn.Module):
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         """x [N, hidden_size], the streams in one -> fp32 [N, vocab_size]."""
-        return self.ranks.join_columns(linear_fp32(self.norm(x), self.head.weight))
+        return self.ranks.join_columns(self.head(self.norm(x)))
 
     def _pass(
         self, tokens: torch.Tensor, batch: TokenBatch, cache: CompressedKVCache | None

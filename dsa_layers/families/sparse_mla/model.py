@@ -15,7 +15,7 @@ from dsa_layers.families.sparse_mla.config import SparseMLAConfig
 from dsa_layers.families.sparse_mla.mtp_names import drafter_name, is_read, mtp_part
 from dsa_layers.layers.attention import Selection
 from dsa_layers.layers.embedding import Embedding
-from dsa_layers.layers.linear import Linear, linear_fp32
+from dsa_layers.layers.lm_head import LanguageModelHead
 from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.layers.shares import Shares
 from dsa_layers.parallel.ranks import ALONE
@@ -69,7 +69,7 @@ class SparseMLAForCausalLM(nn.Module):
         self.config = config
         self.precision = precision or Precision.of(config)
         self.model = SparseMLAModel(config, self.precision)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype=self.precision.dtype)
+        self.lm_head = LanguageModelHead(config.hidden_size, config.vocab_size, dtype=self.precision.dtype)
         self.drafter: Drafter | None = None
 
     def forward(
@@ -90,12 +90,8 @@ class SparseMLAForCausalLM(nn.Module):
         return self.model(tokens, batch, cache)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """states [N, hidden_size], any rows -> fp32 [N, vocab_size]."""
-        if torch.is_grad_enabled() or not states.is_cuda:
-            logits = self.lm_head(states).float()
-        else:
-            logits = linear_fp32(states, self.lm_head.weight)  # not by way of 16 bits
-        return self.ranks.join_columns(logits)
+        """states [N, hidden_size], any rows -> fp32 [N, vocab_size], which no 16 bits have rounded."""
+        return self.ranks.join_columns(self.lm_head(states))
 
     def make_cache(
         self, num_pages: int, page_size: int = page_size, device: torch.device | str = "cpu", *, state_slots: int = 64

@@ -1,0 +1,66 @@
+"""Logits in fp32, with gradients too, and what the backward pass holds and gives."""
+
+import pytest
+import torch
+
+from dsa_layers import SequenceBatch, load_model
+from dsa_layers.families.registry import model_types
+from dsa_layers.layers.lm_head import LanguageModelHead
+
+
+def head_and_states(dtype):
+    torch.manual_seed(0)
+    head = LanguageModelHead(256, 300, dtype=dtype)
+    return head, torch.randn(70, 256).to(dtype).requires_grad_()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_logits_are_not_rounded(dtype):
+    head, x = head_and_states(dtype)
+    y = head(x)
+    expected = x.double() @ head.weight.double().T
+    assert y.dtype == torch.float32 and (y - expected).abs().max() < 1e-5
+    with torch.no_grad():
+        assert torch.equal(head(x), y)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(head(x), y)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_gradients(dtype):
+    """Against those in fp64 of the same operands, to the rounding of the dtype; of what is frozen there is none."""
+    head, x = head_and_states(dtype)
+    target = torch.randint(300, (70,))
+    torch.nn.functional.cross_entropy(head(x), target).backward()
+    exact_x, exact_weight = (tensor.detach().double().requires_grad_() for tensor in (x, head.weight))
+    torch.nn.functional.cross_entropy(exact_x @ exact_weight.T, target).backward()
+    tolerance = max(torch.finfo(dtype).eps, 1e-6)
+    for got, exact in ((x.grad, exact_x.grad), (head.weight.grad, exact_weight.grad)):
+        assert got.dtype == dtype
+        assert (got - exact).norm() < tolerance * exact.norm()
+    both = x.grad, head.weight.grad
+    for learned, frozen, expected in ((x, head.weight, both[0]), (head.weight, x, both[1])):
+        x.grad = head.weight.grad = None
+        learned.requires_grad_(True), frozen.requires_grad_(False)
+        torch.nn.functional.cross_entropy(head(x), target).backward()
+        assert torch.equal(learned.grad, expected) and frozen.grad is None
+
+
+def test_no_copy_is_kept_for_the_backward_pass():
+    head, x = head_and_states(torch.bfloat16)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        head(x)
+    assert {tensor.data_ptr() for tensor in kept} == {x.data_ptr(), head.weight.data_ptr()}
+
+
+@pytest.mark.parametrize("model_type", model_types())
+def test_models_in_training_have_the_logits_of_inference(tiny_checkpoint, model_type):
+    model = load_model(tiny_checkpoint(model_type, quantized=False), trainable=True, progress=False)
+    tokens, batch = torch.arange(20), SequenceBatch.without_cache([20])
+    with torch.no_grad():
+        states = model.states(tokens, batch)
+        expected = model.logits(states)
+    got = model.logits(states)
+    assert got.requires_grad and got.dtype == torch.float32 and torch.equal(got, expected)
+    assert not torch.equal(got, got.bfloat16().float())
