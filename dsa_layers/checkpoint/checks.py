@@ -10,9 +10,11 @@ from dsa_layers.errors import CheckpointError, ConfigError
 from dsa_layers.families.family import Family
 from dsa_layers.families.model import CheckpointModel, ModelConfig
 from dsa_layers.families.precision import Precision
+from dsa_layers.layers.indexer import FP8_DIM
+from dsa_layers.layers.linear import BLOCK
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")
-_BLOCK = 128  # columns that share a scale in FP8
+_ROW_BYTES = 16  # of which a row of float experts' weights has whole ones
 
 
 def check_layers(config: ModelConfig, checkpoint: Checkpoint) -> None:
@@ -47,21 +49,36 @@ def check_drafter(family: Family, model: CheckpointModel, stored: Checkpoint | S
 
 def check_quantised_sizes(config: ModelConfig, precision: Precision, path: Path) -> None:
     """Raises ConfigError for a field of `config`, read from `path`, with which nothing can be quantised."""
+    if precision.fp8_indexer and config.index_head_dim != FP8_DIM:
+        accepted = f"{FP8_DIM}, as quantised index keys have. With dequantize=True others will do"
+        raise _refused(config, "index_head_dim", path, accepted)
+    for name, width in config.fp8_widths().items() if precision.fp8_linear else ():
+        if width % BLOCK:
+            accepted = (
+                f"a multiple of {BLOCK}, the columns that share an FP8 scale. With dequantize=True others will do"
+            )
+            makes = "" if width == getattr(config, name) else f", which makes a projection's input {width} wide"
+            raise _refused(config, name, path, accepted, makes)
+    for name, size in config.fp8_cache_sizes().items() if precision.kv_cache == "fp8" else ():
+        if getattr(config, name) != size:
+            accepted = f"{size}, as latents in FP8 have. With kv_cache='model' others will do"
+            raise _refused(config, name, path, accepted)
 
-    def refuse(name: str, problem: str, accepted: str) -> None:
-        raise ConfigError(
-            f"{path}: field '{name}' is {getattr(config, name)}{problem}; accepted: {accepted}. "
-            "Without quantisation (dequantize=True) any size will do"
-        )
 
-    if precision.fp8_indexer and config.index_head_dim.bit_count() != 1:
-        refuse("index_head_dim", "", "a power of two, as the Hadamard transform of quantised index keys needs")
-    if not precision.fp8_linear:
+def check_expert_sizes(config: ModelConfig, precision: Precision, path: Path) -> None:
+    """Raises ConfigError for a field of `config`, read from `path`, with which float experts cannot be multiplied:
+    `torch.nn.functional.grouped_mm` takes rows at multiples of 16 bytes."""
+    if precision.fp8_linear or "moe_intermediate_size" not in config.fp8_widths():
         return
-    for name, width in config.fp8_widths().items():
-        if width % _BLOCK:
-            problem = "" if width == getattr(config, name) else f", which makes a projection's input {width} wide"
-            refuse(name, problem, f"a multiple of {_BLOCK}, the columns that share a scale in FP8")
+    multiple = _ROW_BYTES // precision.dtype.itemsize
+    for name in ("hidden_size", "moe_intermediate_size"):
+        if getattr(config, name) % multiple:
+            accepted = f"a multiple of {multiple}: experts' rows of {precision.dtype} must be whole {_ROW_BYTES} bytes"
+            raise _refused(config, name, path, accepted)
+
+
+def _refused(config: ModelConfig, name: str, path: Path, accepted: str, makes: str = "") -> ConfigError:
+    return ConfigError(f"{path}: field '{name}' is {getattr(config, name)}{makes}; accepted: {accepted}")
 
 
 def check_values(model: nn.Module, directory: Path) -> None:

@@ -13,7 +13,13 @@ import torch
 import dsa
 from dsa_layers.arguments import flag
 from dsa_layers.checkpoint import Checkpoint, StoredNames, load_weights
-from dsa_layers.checkpoint.checks import check_drafter, check_layers, check_quantised_sizes, check_values
+from dsa_layers.checkpoint.checks import (
+    check_drafter,
+    check_expert_sizes,
+    check_layers,
+    check_quantised_sizes,
+    check_values,
+)
 from dsa_layers.checkpoint.fused_experts import split_experts
 from dsa_layers.checkpoint.plan import PACKED, SCALE_SUFFIX
 from dsa_layers.checkpoint.stored_parts import Stored, parts_of_rank
@@ -87,6 +93,7 @@ def load_model(
             accepted = "accepted with dequantize=True, got dequantize=False"
             raise ValueError(f"trainable: FP8 weights take no gradient; {accepted}")
         check_quantised_sizes(config, precision, Path(directory) / "config.json")
+        check_expert_sizes(config, precision, Path(directory) / "config.json")
         checkpoint = Checkpoint(directory)
         check_layers(config, checkpoint)
         if precision.fp8_linear and not widen_experts and holds_fp4_experts(checkpoint):

@@ -35,7 +35,11 @@ class ModelConfig(Protocol):
     dtype: str
 
     def fp8_widths(self) -> dict[str, int]:
-        """Field of config.json -> a width that follows from it and that FP8 cuts into blocks of 128."""
+        """Field of config.json -> a width that follows from it and that FP8 cuts into blocks of 128.
+        Of models that have experts, moe_intermediate_size is one."""
+
+    def fp8_cache_sizes(self) -> dict[str, int]:
+        """Field of config.json -> the size that it must have for latents to be cached in FP8."""
 
     def with_heads(self, heads: int) -> Self:
         """The configuration of one GPU's share, so many attention heads. ValueError for what is no share of them."""

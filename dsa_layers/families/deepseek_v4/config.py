@@ -95,6 +95,10 @@ class DeepseekV4Config:
         widths = {name: getattr(self, name) for name in names}
         return widths | {"o_groups": self.num_attention_heads * self.head_dim // self.o_groups}
 
+    def fp8_cache_sizes(self) -> dict[str, int]:
+        """Field of config.json -> the size that it must have for latents to be cached in FP8."""
+        return {"head_dim": 512, "qk_rope_head_dim": 64}
+
     def with_heads(self, heads: int) -> Self:
         """One GPU's share of a model whose attention heads several GPUs have: whole groups of the output's."""
         of_group = self.num_attention_heads // self.o_groups

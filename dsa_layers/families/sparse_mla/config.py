@@ -94,6 +94,10 @@ class SparseMLAConfig:
         widths = {name: getattr(self, name) for name in names}
         return widths | {"v_head_dim": self.num_attention_heads * self.v_head_dim}
 
+    def fp8_cache_sizes(self) -> dict[str, int]:
+        """Field of config.json -> the size that it must have for latents to be cached in FP8."""
+        return {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+
     def with_heads(self, heads: int) -> Self:
         """One GPU's share of a model whose attention heads several GPUs have."""
         return replace(self, num_attention_heads=share_of_heads(heads, self.num_attention_heads))

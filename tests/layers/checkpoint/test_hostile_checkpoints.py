@@ -174,7 +174,8 @@ def test_a_config_of_many_token_ids(tmp_path):
             {"v_head_dim": 129, "num_attention_heads": 1, "num_key_value_heads": 1},
             "'v_head_dim' is 129;",
         ),
-        ("deepseek_v32", {"index_head_dim": 96}, "'index_head_dim' is 96; accepted: a power of two"),
+        ("deepseek_v32", {"index_head_dim": 96}, "'index_head_dim' is 96; accepted: 128, as quantised index keys"),
+        ("deepseek_v4_flash", {"index_head_dim": 64}, "'index_head_dim' is 64; accepted: 128, as quantised index keys"),
         (
             "deepseek_v4_flash",
             {"o_groups": 64, "head_dim": 520},
@@ -189,6 +190,40 @@ def test_sizes_that_cannot_be_quantised(tmp_path, family, changes, expected):
         load_model(tmp_path, progress=False)
     with pytest.raises(CheckpointError, match="holds no"):  # the next thing that is looked at
         load_model(tmp_path, dequantize=True, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "expected"),
+    [
+        ("deepseek_v32", {"kv_lora_rank": 256}, "'kv_lora_rank' is 256; accepted: 512, as latents in FP8 have"),
+        (
+            "glm_5_2",
+            {"qk_rope_head_dim": 32, "qk_head_dim": 224},
+            "'qk_rope_head_dim' is 32; accepted: 64, as latents in",
+        ),
+        ("deepseek_v4_flash", {"head_dim": 256}, "'head_dim' is 256; accepted: 512, as latents in FP8 have"),
+    ],
+)
+def test_sizes_that_no_fp8_cache_takes(tmp_path, family, changes, expected):
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[family] | changes))
+    with pytest.raises(ConfigError, match=f"{expected}.*kv_cache='model'"):
+        load_model(tmp_path, dequantize=True, kv_cache="fp8", progress=False)
+    with pytest.raises(CheckpointError, match="holds no"):  # the next thing that is looked at
+        load_model(tmp_path, dequantize=True, progress=False)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_5_2", "deepseek_v4_flash"])
+@pytest.mark.parametrize("name", ["hidden_size", "moe_intermediate_size"])
+def test_sizes_that_float_experts_do_not_take(tmp_path, family, name):
+    def load(dtype, size):
+        (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[family] | {name: size}))
+        load_model(tmp_path, dtype=dtype, dequantize=True, progress=False)
+
+    for dtype, size, multiple in ((torch.bfloat16, 20, 8), (torch.float16, 20, 8), (torch.float32, 18, 4)):
+        with pytest.raises(ConfigError, match=f"'{name}' is {size}; accepted: a multiple of {multiple}: experts' rows"):
+            load(dtype, size)
+        with pytest.raises(CheckpointError, match="holds no"):  # the next thing that is looked at
+            load(dtype, 3 * multiple)
 
 
 # Random damage.

@@ -19,7 +19,7 @@ from tests.layers.families.listings import parts
 
 SMALL = {
     "vocab_size": 256, "hidden_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "head_dim": 128, "qk_rope_head_dim": 32, "q_lora_rank": 128, "o_groups": 2,
+    "num_attention_heads": 4, "head_dim": 512, "qk_rope_head_dim": 64, "q_lora_rank": 128, "o_groups": 2,
     "o_lora_rank": 128, "n_routed_experts": 6, "num_experts_per_tok": 2, "num_hash_layers": 1, "sliding_window": 16,
     "compress_ratios": [0, 4, 128, 4, 0], "index_n_heads": 32, "index_topk": 8, "swiglu_limit": 2.0,
     "max_position_embeddings": 4096,
