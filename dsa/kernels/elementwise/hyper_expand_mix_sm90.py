@@ -27,7 +27,7 @@ from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32
 from cutlass.memory import SmemAllocator
 
 from dsa.cute.compile_cache import cached, compile_sm90
-from dsa.cute.copies import gather_16, prefetch_to_l2
+from dsa.cute.copies import gather_16
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream, strides
 from dsa.cute.pipeline import Mbarriers, expect_bytes
@@ -45,6 +45,7 @@ from dsa.kernels.elementwise.hyper_mix_sums import (
     add_groups,
     multiply_add,
     octet_row,
+    prefetch_slice,
 )
 from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, HYPER_STREAMS
 
@@ -122,7 +123,7 @@ class HyperExpandMixSm90:
         blocks = HYPER_STREAMS * cute.ceil_div(streams.shape[2], BLOCK)
         index = rank * GROUP_SLICES + warp
         first, end = slice_start(index, blocks), slice_start(index + 1, blocks)
-        self.prefetch(parts, streams.shape[2], column, first, end, lane)
+        prefetch_slice(parts, streams.shape[2], column, OWN_OUTPUTS, first, end, lane)
         wait_for_prerequisite_grids()
         zero = cute.recast_tensor(slices[None, 0, warp], Uint32)
         if lane == 0:
@@ -166,17 +167,6 @@ class HyperExpandMixSm90:
             + "}, [{$r3}];",
             read_only_args=[Int32(there.toint()), group[0], group[1], Int32(counted.toint())],
         )
-
-    @cute.jit
-    def prefetch(self, parts, channels, column, first, end, lane):
-        """Ask for a slice of the rows of the matrix, one a lane."""
-        part, row = lane // OWN_OUTPUTS, column * OWN_OUTPUTS + lane % OWN_OUTPUTS
-        if part < PARTS and row < parts.shape[1] and first < end:
-            of_stream = cute.ceil_div(channels, BLOCK)
-            start = first // of_stream * channels + first % of_stream * BLOCK
-            stop = end // of_stream * channels + end % of_stream * BLOCK
-            source = parts[part, row, None].iterator.toint() + Int64(start) * 2
-            prefetch_to_l2(Int64(source), (stop - start) * 2)
 
     @cute.jit
     def channel(self, channels, begin, end, lane):

@@ -21,11 +21,10 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int64, Uint32
+from cutlass import BFloat16, Float32, Uint32
 from cutlass.memory import SmemAllocator
 
 from dsa.cute.compile_cache import cached, compile_sm90
-from dsa.cute.copies import prefetch_to_l2
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream, strides
 from dsa.cute.slices import slice_start
@@ -41,6 +40,7 @@ from dsa.kernels.elementwise.hyper_mix_sums import (
     add_groups,
     multiply_add,
     octet_row,
+    prefetch_slice,
     send,
 )
 from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, MIX_FEW_ROWS
@@ -89,7 +89,7 @@ class HyperMixFewTokensSm90:
         blocks = streams.shape[1] * cute.ceil_div(streams.shape[2], BLOCK)
         index = rank * GROUP_SLICES + warp
         first, end = slice_start(index, blocks), slice_start(index + 1, blocks)
-        self.prefetch(parts, streams.shape[2], column, first, end, lane)
+        prefetch_slice(parts, streams.shape[2], column, OUTPUTS, first, end, lane)
         wait_for_prerequisite_grids()
         if lane == 0:
             slices[0, 0, warp] = Float32(0.0)
@@ -114,17 +114,6 @@ class HyperMixFewTokensSm90:
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
         add_groups(received, out, rank, tile * self.rows, column * OUTPUTS, 1, tid, THREADS)
-
-    @cute.jit
-    def prefetch(self, parts, channels, column, first, end, lane):
-        """Ask for a slice of the rows of the matrix, one a lane."""
-        part, row = lane // OUTPUTS, column * OUTPUTS + lane % OUTPUTS
-        if part < PARTS and row < parts.shape[1] and first < end:
-            of_stream = cute.ceil_div(channels, BLOCK)
-            start = first // of_stream * channels + first % of_stream * BLOCK
-            stop = end // of_stream * channels + end % of_stream * BLOCK
-            source = parts[part, row, None].iterator.toint() + Int64(start) * 2
-            prefetch_to_l2(Int64(source), (stop - start) * 2)
 
     @cute.jit
     def multiply(self, streams, parts, tile, column, first, end, nothing, warp, lane) -> cute.Tensor:

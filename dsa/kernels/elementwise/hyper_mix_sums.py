@@ -15,8 +15,9 @@ Rows are read in an order, `octet_row`, in which the lanes of a quarter of a war
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 
+from dsa.cute.copies import prefetch_to_l2
 from dsa.cute.slices import SLICES
 
 PARTS = 3
@@ -32,6 +33,19 @@ HALF_SLICES = GROUP_SLICES // 2
 def octet_row(i: Int32) -> Int32:
     """The row, or column, of eight that has place i of an mma: 0, 4, 1, 5, 2, 6, 3, 7."""
     return (i >> 1) | ((i & 1) << 2)
+
+
+@cute.jit
+def prefetch_slice(parts: cute.Tensor, channels, column, outputs: cutlass.Constexpr, first, end, lane):
+    """Ask for a slice of the matrix's rows, the blocks from `first` to `end`, one row a lane: those of the `outputs`
+    outputs that are number `column` of such."""
+    part, row = lane // outputs, column * outputs + lane % outputs
+    if part < PARTS and row < parts.shape[1] and first < end:
+        of_stream = cute.ceil_div(channels, BLOCK)
+        start = first // of_stream * channels + first % of_stream * BLOCK
+        stop = end // of_stream * channels + end % of_stream * BLOCK
+        source = parts[part, row, None].iterator.toint() + Int64(start) * 2
+        prefetch_to_l2(Int64(source), (stop - start) * 2)
 
 
 @cute.jit

@@ -30,7 +30,14 @@ from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.sm90 import WARP
 from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, DTYPES
-from dsa.kernels.elementwise.rms_norm_sm90 import CONFIGS, MAX_EARLY, VECTOR_BITS, NormConfig, max_channels
+from dsa.kernels.elementwise.rms_norm_sm90 import (
+    CONFIGS,
+    MAX_EARLY,
+    VECTOR_BITS,
+    NormConfig,
+    load_vectors,
+    max_channels,
+)
 
 # Those whose threads have registers for all of that.
 GRADIENT_CONFIGS = tuple(config for config in CONFIGS if config.threads <= 256 and config.vectors <= MAX_EARLY)
@@ -87,7 +94,7 @@ class RmsNormGradientSm90:
         gain = cute.make_rmem_tensor((self.width, self.vectors), Float32)
         gain.fill(1.0)
         if const_expr(weight is not None):
-            self.load(weight, gain, lane, filled)
+            load_vectors(weight, gain, lane, self.lanes, filled)
         total = cute.make_rmem_tensor((self.width, self.vectors), Float32)
         total.fill(0.0)
         raw_x, raw_g = [cute.make_rmem_tensor((self.width, self.vectors), x.element_type) for _ in range(2)]
@@ -98,8 +105,8 @@ class RmsNormGradientSm90:
         for turn in cutlass.range(turns):
             row = turn * ctas * self.rows_of_cta + part
             a, b = divmod(cutlass.min(row, rows - 1), inner)
-            self.load(x[a, b, None], raw_x, lane, filled)
-            self.load(grad[a, b, None], raw_g, lane, filled)
+            load_vectors(x[a, b, None], raw_x, lane, self.lanes, filled)
+            load_vectors(grad[a, b, None], raw_g, lane, self.lanes, filled)
             square, product = Float32(0.0), Float32(0.0)
             for n in cutlass.range_constexpr(self.vectors):
                 v.store(raw_x[None, n].load().to(Float32))
@@ -127,14 +134,6 @@ class RmsNormGradientSm90:
                 at = lane + n * self.lanes
                 if at < filled:
                     cute.autovec_copy(total[None, n], cute.local_tile(parts[part, None], (self.width,), (at,)))
-
-    @cute.jit
-    def load(self, source: cute.Tensor, values: cute.Tensor, lane: Int32, filled: Int32):
-        """The thread's vectors of a row; those past its end stay."""
-        for n in cutlass.range_constexpr(self.vectors):
-            at = lane + n * self.lanes
-            if at < filled:
-                cute.autovec_copy(cute.local_tile(source, (self.width,), (at,)), values[None, n])
 
     @cute.jit
     def sums_of_row(self, x: Float32, y: Float32, sums: cute.Tensor, tid: Int32, half: Int32):

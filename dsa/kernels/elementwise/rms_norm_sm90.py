@@ -70,6 +70,16 @@ CAST_CONFIGS = tuple(config for config in CONFIGS if config.lanes >= WARP and co
 ROTARY_CONFIGS = tuple(config for config in CONFIGS if config.lanes <= WARP)
 
 
+@cute.jit
+def load_vectors(source: cute.Tensor, values: cute.Tensor, lane: Int32, lanes: cutlass.Constexpr, filled: Int32):
+    """A thread's vectors of a row of `filled`, every `lanes`-th from number `lane` on, to values [width, vectors];
+    those past the row's end stay."""
+    for n in cutlass.range_constexpr(values.shape[1]):
+        at = lane + n * lanes
+        if at < filled:
+            cute.autovec_copy(cute.local_tile(source, (values.shape[0],), (at,)), values[None, n])
+
+
 class RmsNormSm90:
     """use_ue8m0: of the cast's scales."""
 
@@ -123,13 +133,13 @@ class RmsNormSm90:
         raw.fill(0.0)
         gain = cute.make_rmem_tensor((self.width, self.vectors if self.early else 1), Float32)
         gain.fill(0.0)
-        self.load(x[a, b, None], raw, lane, filled)
+        load_vectors(x[a, b, None], raw, lane, self.lanes, filled)
         if const_expr(residual is not None):
             earlier = cute.make_rmem_tensor((self.width, self.vectors), x.element_type)
             earlier.fill(0.0)
-            self.load(residual[a, b, None], earlier, lane, filled)
+            load_vectors(residual[a, b, None], earlier, lane, self.lanes, filled)
         if const_expr(weight is not None and self.early):
-            self.load(weight, gain, lane, filled)
+            load_vectors(weight, gain, lane, self.lanes, filled)
         if const_expr(cos is not None):
             # The first vector that turns, and the angles of this thread's.
             turning = filled - 2 * cos.shape[1] // self.width
@@ -186,14 +196,6 @@ class RmsNormSm90:
                     cute.autovec_copy(bytes_of, cute.local_tile(q[a, b, None], (self.width,), (at,)))
                     if lane % (GROUP // self.width) == 0:
                         scale[b, at * self.width // GROUP] = own_scale
-
-    @cute.jit
-    def load(self, source: cute.Tensor, values: cute.Tensor, lane: Int32, filled: Int32):
-        """The thread's vectors of a row; those past its end stay."""
-        for n in cutlass.range_constexpr(self.vectors):
-            at = lane + n * self.lanes
-            if at < filled:
-                cute.autovec_copy(cute.local_tile(source, (self.width,), (at,)), values[None, n])
 
     @cute.jit
     def sum_of_row(self, x: Float32, tid: Int32) -> Float32:

@@ -46,6 +46,7 @@ from dsa.cute.tuning import choices, tuned
 from dsa.cute.wgmma import multiply
 from dsa.cute.work_tile import static_persistent_scheduler
 from dsa.kernels.indexer import half_scores
+from dsa.kernels.indexer.candidate_tiles import key_range
 from dsa.kernels.indexer.limits import HEAD_DIMS, HEADS, LOGITS_DTYPES
 from dsa.kernels.indexer.score_tile import TILE, head_sum, key_layout, query_layout, registers_fit, score_mma
 
@@ -234,7 +235,7 @@ class Fp8MqaLogitsSm90:
         low, high = Int32(NO_KEY), Int32(0)
         t = block * self.block_q + lane
         if lane < self.block_q and t < queries:
-            start, length = self.key_range(starts, ends, t, keys)
+            start, length = key_range(starts, ends, t, keys)
             if length > 0:
                 low, high = start, start + length
         low = cute.arch.warp_redux_sync(low, "min")
@@ -242,14 +243,6 @@ class Fp8MqaLogitsSm90:
         first = cutlass.max(low // TILE, first_tile)
         last = cutlass.min(cute.ceil_div(high, TILE), first_tile + chunk)
         return WorkTileInfo(block, first, cutlass.max(last, first), first_tile)
-
-    @cute.jit
-    def key_range(self, starts, ends, t, keys):
-        """(the first key that query t sees, how many keys), inside the keys whatever the ranges say. Both ends are
-        clipped before they are subtracted: the difference of any two int32 may be none."""
-        start = cutlass.min(cutlass.max(starts[t], 0), keys)
-        end = cutlass.min(cutlass.max(ends[t], start), keys)
-        return start, end - start
 
     @cute.jit
     def work_tiles(self, keys, chunk, out):
@@ -306,7 +299,7 @@ class Fp8MqaLogitsSm90:
                 if t < out.shape[0]:
                     if const_expr(self.compressed):
                         # Column j of row t is key starts[t] + j: everything from the row's length on is -inf.
-                        _, length = self.key_range(starts, ends, t, keys)
+                        _, length = key_range(starts, ends, t, keys)
                         for c in cutlass.range(cutlass.max(low, length) + thread, high, FILL_THREADS, unroll=1):
                             out[t, c] = minus[0]
                     else:
@@ -354,7 +347,7 @@ class Fp8MqaLogitsSm90:
                     # A count below 0 marks a query past the end, which has no row.
                     first_keys[i], key_counts[i] = Int32(0), Int32(-1)
                     if t < queries:
-                        first_keys[i], key_counts[i] = self.key_range(starts, ends, t, keys)
+                        first_keys[i], key_counts[i] = key_range(starts, ends, t, keys)
                         if const_expr(self.compressed):
                             key_counts[i] = cutlass.min(key_counts[i], out.shape[1])
                 rows = [out[block * self.block_q + quad + 4 * i, None] for i in range(self.lane_q)]

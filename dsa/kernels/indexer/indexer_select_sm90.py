@@ -49,6 +49,7 @@ from dsa.cute.sm90 import SHARED_BYTES, WARP, WARPGROUP
 from dsa.cute.wgmma import multiply
 from dsa.cute.work_tile import static_persistent_scheduler
 from dsa.kernels.indexer import half_scores
+from dsa.kernels.indexer.candidate_tiles import key_range
 from dsa.kernels.indexer.fp8_mqa_logits_sm90 import Fp8MqaLogitsSm90, MqaLogitsConfig
 from dsa.kernels.indexer.limits import HEAD_DIMS, HEADS, PAGED, ROW_TO_SEQ, VALUES
 from dsa.kernels.indexer.score_tile import TILE, head_sum, key_layout, query_layout, registers_fit, score_mma
@@ -378,7 +379,7 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
             for i in cutlass.range_constexpr(OWN_QUERIES):
                 first_keys[i], key_counts[i], counts[i], floors[i] = Int32(0), Int32(0), Int32(0), Int32(LOWEST)
                 if query + i < indices.shape[0]:
-                    first_keys[i], key_counts[i] = self.key_range(starts, ends, query + i, keys)
+                    first_keys[i], key_counts[i] = key_range(starts, ends, query + i, keys)
             for tile in cutlass.range(first, last, unroll=1):
                 ring = pipelines.scores.ring(group, self.score_stages)
                 ring.consumer_wait(state)

@@ -9,7 +9,6 @@ SCHEDULE_SPLIT = 256  # keys of a split of its schedule
 
 # Inputs: from their projections to FP8.
 INPUT_DTYPES = ("bfloat16", "float16", "float32")
-INPUT_HEAD_DIM = 128
 ROTATED = (32, 64, 128)  # channels that rope turns
 
 # Top-k.

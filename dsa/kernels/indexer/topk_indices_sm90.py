@@ -42,7 +42,7 @@ from dsa.cute.limits import MAX_SLOTS
 from dsa.cute.pipeline import Mbarriers
 from dsa.cute.reductions import block_exclusive_scan
 from dsa.cute.sm90 import SHARED_BYTES, WARP
-from dsa.kernels.indexer.limits import BY_VALUE, PAGED, ROW_TO_SEQ, VALUES
+from dsa.kernels.indexer.limits import BY_VALUE, PAGED, ROW_TO_SEQ, TOPK_DTYPES, VALUES
 from dsa.kernels.indexer.radix_select import (
     VECTOR_BYTES,
     SelectMemory,
@@ -303,4 +303,4 @@ def compile_topk_indices(dtype: str, cfg: TopkConfig):
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
     """Every compile function and its arguments that the op can ask for."""
-    return [(compile_topk_indices, (dtype, cfg)) for dtype in ("float32", "bfloat16") for cfg in CONFIGS]
+    return [(compile_topk_indices, (dtype, cfg)) for dtype in TOPK_DTYPES for cfg in CONFIGS]
