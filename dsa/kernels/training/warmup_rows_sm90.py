@@ -56,7 +56,8 @@ class WarmupLseSm90:
                 row_sum *= cute.math.exp2(row_max - new_max, fastmath=True)
                 for i in cutlass.range_constexpr(4):
                     power = cute.math.exp2(values[i] - new_max, fastmath=True)
-                    row_sum += power if values[i] > NOTHING else Float32(0.0)
+                    # NaN, which the maximum passes over, counts: its row has no LSE then.
+                    row_sum += Float32(0.0) if values[i] <= NOTHING else power
                 row_max = new_max
             new_max = row_max
             for log in cutlass.range_constexpr(5):

@@ -291,6 +291,24 @@ def test_nan_stays_in_its_sequence(index, target):
     for x, y in zip(clean[2:], marked[2:]):
         assert torch.equal(x[:200], y[:200]) and torch.equal(x[350:], y[350:])
     assert marked[2][240:350].isnan().all()
+    if target == "sum":
+        dq, _, dw = marked[3:]
+        assert dq[240:350].isnan().all() and dw[240:350].isnan().all()
+
+
+@pytest.mark.parametrize("index", [(8, 64), (64, 128)])
+def test_nan_of_a_key_without_attention(index):
+    """The target gives it 0, the indexer NaN: the loss and all gradients of the queries that see it are NaN."""
+    case = Case([(200, 200)], index=index)
+    case.q.fill_(4.0)
+    case.k.zero_()
+    case.k[0] = 4.0  # a logit of 181 beside zeros
+    case.k_idx[50] = torch.nan
+    _, _, kl, dq, dk, dw = case.run()
+    assert kl[:50].isfinite().all() and kl[50:].isnan().all()
+    assert dq[50:].isnan().all() and dw[50:].isnan().all()
+    # The relu has no gradient at the NaN itself, and keys of the last queries may have no active head.
+    assert dk[:50].isnan().all() and dk[51:190].isnan().all()
 
 
 def test_a_graph_takes_new_data():
