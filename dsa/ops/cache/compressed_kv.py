@@ -127,7 +127,7 @@ def _write_compressed_kv(
     overlap: bool,
     eps: float,
 ) -> None:
-    if starts.shape[0] and kv.shape[0] and cache.shape[0]:
+    if starts.shape[0] and kv.shape[0]:  # without pages the state is written all the same
         d, m = norm_weight.shape[0], ape.shape[0]
         is_index = reference.is_index_cache(cache, d)
         pages = pages_as_rows(cache).unflatten(1, (-1, d + 4)) if is_index else cache_rows(cache)

@@ -256,6 +256,19 @@ def test_graph_replay_with_new_positions(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_cache_without_pages(kind):
+    """No entry has a slot; the state is written all the same."""
+    case = Case(kind, torch.bfloat16, 3)
+    case.check([5, 1, 130])
+    kv, gate, cos, sin, slots, cu, starts = case.tokens([3, 140, 1])
+    slots[:] = -1
+    cache, state = case.cache[:0], case.state.clone()
+    for op, written in ((dsa.write_compressed_kv, case.state), (reference.write_compressed_kv, state)):
+        case.call(op, cache, written, kv, gate, cos, sin, slots, cu, starts)
+    assert torch.equal(case.state.view(torch.int32), state.view(torch.int32))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_what_lies_outside_is_not_touched(kind):
     """Slots beyond the cache, state slots beyond the state, lengths that go backwards."""
     case = Case(kind, torch.float32, 3)

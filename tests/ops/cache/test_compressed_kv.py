@@ -71,8 +71,16 @@ def test_nothing_to_do(launches):
         given[name] = given[name][:0]
     given["cu_seqlens"] = torch.zeros(3, dtype=torch.int32)
     dsa.write_compressed_kv(**given)
-    dsa.write_compressed_kv(**(arguments() | {"cache": torch.zeros(0, 16, 1, 512, dtype=torch.bfloat16)}))
     assert not launches
+
+
+@pytest.mark.parametrize(("d", "kind"), [(512, "bfloat16"), (512, "v4"), (128, "index")])
+def test_a_cache_without_pages_is_launched_for_the_state(launches, d, kind):
+    given = arguments(d=d, kind=kind)
+    given |= {"cache": given["cache"][:0], "slots": torch.full((9,), -1)}
+    dsa.write_compressed_kv(**given)
+    ((_, passed),) = launches
+    assert passed[6].shape[:2] == (0, 16) and passed[10] is given["state"] and passed[-2] == 16
 
 
 @pytest.mark.parametrize(
