@@ -148,7 +148,7 @@ def sliding_window_decode(
     On Hopper: the kernel of `window_slots`, and with its indices that of `flash_mla_with_kvcache`. The indices are the
     same for all layers of a pass, so that a caller with many layers makes them once and calls `flash_mla_with_kvcache`.
     It takes d = 576 or 512 with d_v = 512, any number of heads and queries, pages of any size, softmax_scale above 0,
-    and bf16 q with a cache of bytes. Deterministic; with windows of up to 192 keys a sequence's result does not depend
+    and bf16 q with a cache of bytes. Deterministic; with windows of up to 256 keys a sequence's result does not depend
     on the other sequences, bit for bit, and with longer windows it depends on them by rounding. CUDA-graph safe with
     new tables and lengths, no host synchronisation. No gradients on Hopper, whatever q or the cache asks for.
     Source: DeepSeek-V4 (arXiv 2606.19348), the window branch.

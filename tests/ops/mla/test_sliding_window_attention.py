@@ -177,12 +177,19 @@ def test_a_window_of_any_size_decodes_in_little_memory(pages):
     assert_same(whole, reference.sliding_window_decode(q, cache, table, lengths, 2**31 - 1, SCALE))
 
 
-@pytest.mark.parametrize("window", [1, 64, 128, 192])
+SHORT_WINDOW = (launch.SPLIT_COST + 1) * TILE_N  # up to it a byte cache's CTAs have 16 or 32 heads
+
+
+@pytest.mark.parametrize("window", [1, 64, 128, SHORT_WINDOW])
 def test_queries_with_short_windows_are_not_split(window):
     """So that in decoding, too, a result does not depend on how many there are."""
     for queries in range(1, 300):
         for head_tiles in (1, 2):
             assert launch.stream_k(queries, head_tiles, -(-window // TILE_N), 132, may_split=True)[2] == 0
+
+
+def test_the_docstring_says_which_windows_are_short():
+    assert f"with windows of up to {SHORT_WINDOW} keys" in dsa.sliding_window_decode.__doc__
 
 
 def test_nothing_to_attend_to(launches):
