@@ -21,7 +21,8 @@ def cute_dtype(name: str) -> type[cutlass.Numeric]:
 
 def fake(dtype: type[cutlass.Numeric], shape: tuple, stride: tuple, align: int = 16) -> cute.Tensor:
     """A tensor at a multiple of `align` bytes. Extents and strides are ints, or symbols (cute.sym_int and sym_int64),
-    which the compiled kernel takes at any value."""
+    which the compiled kernel takes at any value. Offsets have 64 bits if a stride is a symbol of 64 bits; where all
+    strides are ints they have 32, so that such a tensor must have less than 2^31 elements, whatever its extents are."""
     return cute.runtime.make_fake_tensor(dtype, shape, stride, assumed_align=align)
 
 

@@ -195,6 +195,8 @@ class Fp8KvScores(Fp8KvQueries):
                 scale = scales[r][group]
             else:
                 place = keys + self.kv.scales + (warp * 16 + 8 * r + spread_key(lane >> 2)) * 8 + group
+                # Byte 0, 2^-127, is 0 here: of 448 channels of at most 448 that drops 2^-109 of the largest |q|, which
+                # no logit shows. Byte 255, NaN, is infinity here: `share_scales` gives such a key NaN.
                 scale = (load_byte(place) << 23).bitcast(Float32) * power
             for i in cutlass.range_constexpr(self.columns):
                 at = i // 2 * 4 + 2 * r + i % 2

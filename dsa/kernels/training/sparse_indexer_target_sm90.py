@@ -15,7 +15,7 @@ Plan
 - The producer warpgroup (sparse_indexer_target_producer.py) gathers, 16 bytes a lane: keys in a pipeline of chunks,
   index keys in a pipeline of tiles. A query's own rows come by the same pipelines before its keys.
 - Exponents are raised by RAISED: heads whose keys all lie far below their LSE (of a window and a sink as well) still
-  count up to e^-130.
+  count down to 2^(-126 - RAISED), e^-128.
 Shared memory: stages, the chunks of Q that are not in registers, the stages of sums, p and I of a query.
 Registers: ATTENTION_REGISTERS x 2 + INDEX_REGISTERS + PRODUCER_REGISTERS = 512 a lane.
 Constraints: bf16; 576 or 512 channels, up to 128 heads; up to 64 index heads of 64 or 128 channels; MAX_SPARSE_KEYS

@@ -48,10 +48,11 @@ def get_mla_metadata(*args, **kwargs) -> tuple[FlashMLASchedMeta, None] | tuple[
     A plan only says where long sequences are cut. A plan for other lengths of as many sequences gives the right result,
     too, with its work less evenly spread. So a plan that was made outside a CUDA graph serves all replays of the graph,
     and one that is made inside follows the lengths. That one has its numbers when the graph is replayed: a call outside
-    of the graph with the same FlashMLASchedMeta, or in another graph, makes a plan of its own. Numbers that are no plan
-    make no kernel read or write outside its tensors, but sequences may be left out, and their results are then
-    unspecified. In the new style, and without a plan, the block table says how many keys there are at most, and few
-    keys are cut into fewer parts than in the old style: results of the two differ in rounding then.
+    of the graph with the same FlashMLASchedMeta, or in another graph, makes a plan of its own. The first call's stream
+    makes the plan: another stream must wait for that call before one on it uses the object, or it may read numbers that
+    are no plan. Such numbers make no kernel read or write outside its tensors, but sequences may be left out, and their
+    results are then unspecified. In the new style, and without a plan, the block table says how many keys there are at
+    most, and few keys are cut into fewer parts than in the old style: results of the two differ in rounding then.
     On Hopper: one kernel, no host synchronisation.
     Raises TypeError or ValueError for other types, dtypes and shapes. Source: FlashMLA's function of this name.
     """

@@ -64,8 +64,9 @@ def sparse_indexer_loss(
     On Hopper: bf16, d = 576 or 512, up to 128 heads (a multiple of 64 fills the tensor cores), up to 64 index heads of
     64 or 128 channels, K up to 2048; rows of kv and k_idx at multiples of 16 bytes. fp16, fp32 and float64 run the
     PyTorch reference, with a warning. One kernel in the forward pass, and one in the backward pass, which adds up
-    k_idx's gradient in fp32 unless `deterministic`. A query whose heads give its keys less than e^-125 of their
-    attention has no gradients. softmax_scale above 0 unless lse is given. CUDA-graph safe, no host synchronisation.
+    k_idx's gradient in fp32 unless `deterministic`. A query whose heads give each of its keys less than e^-129 of
+    their attention has no gradients. softmax_scale above 0 unless lse is given. CUDA-graph safe, no host
+    synchronisation.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
     """
     return _sparse_indexer_loss(q, kv, q_idx, k_idx, w_idx, indices, softmax_scale, lse, deterministic)

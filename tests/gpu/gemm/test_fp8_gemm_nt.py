@@ -201,7 +201,7 @@ def test_every_tile_reads_columns_of_a_wider_weight(columns, channels):
 
 
 def test_a_row_that_stands_for_all_of_a_weight():
-    """A stride of 0: the call copies such rows."""
+    """A stride of 0, which TMA takes: the bits of as many copies."""
     a, (w, ws) = operands(70, 136, 512)
     for rows in (1, 70):
         first = a[0][:rows], a[1][:rows]
