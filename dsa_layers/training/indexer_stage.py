@@ -8,7 +8,7 @@ from typing import Literal, Self
 import torch
 from torch import nn
 
-from dsa_layers.arguments import instance
+from dsa_layers.arguments import flag, instance
 from dsa_layers.parallel.context import ContextBatch
 from dsa_layers.parallel.ranks import Ranks
 
@@ -39,6 +39,9 @@ class IndexerStage:
     that report to a stage, for which they have the attribute `indexer_stage`: `DSAAttention` does. DeepSeek-V4's
     attention and indexer have neither, and ValueError says so.
 
+    drafter: whether the indexer of the model's `drafter` is trained, too: passes must then be followed by passes of the
+    drafter, in which it learns. Otherwise it is left as it is.
+
     An indexer's inputs and its target are detached: the loss has gradients for the indexers' parameters alone, and the
     language model's loss has gradients for all other parameters. Scores are not quantised. Models in which layers share
     an indexer (IndexShare) are refused. Activations may be checkpointed (torch.utils.checkpoint, use_reentrant=False),
@@ -46,12 +49,13 @@ class IndexerStage:
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
     """
 
-    def __init__(self, model: nn.Module, name: Literal["warmup", "sparse"]) -> None:
+    def __init__(self, model: nn.Module, name: Literal["warmup", "sparse"], *, drafter: bool = False) -> None:
         if name not in STAGES:
             raise ValueError(f"name: must be one of {', '.join(STAGES)}, got {name!r}")
         instance("model", model, nn.Module, "a torch.nn.Module")
+        flag("drafter", drafter)
         self.name = name
-        self._layers = _trained_layers(model)
+        self._layers = _trained_layers(model, drafter)
         self._kls: list[torch.Tensor] = []
         self._without_gradients = False  # of a pass whose losses are in _kls
         self._before: list[list] = []  # for each `with` that is entered, what the layers had
@@ -128,11 +132,14 @@ class IndexerStage:
         self._without_gradients = False
 
 
-def _trained_layers(model: nn.Module) -> list[nn.Module]:
+def _trained_layers(model: nn.Module, drafter: bool) -> list[nn.Module]:
     """The layers whose indexers are trained, found by their attributes. ValueError says what a model lacks."""
+    left_out = set() if drafter else _drafters_modules(model)
     # A wrapper, as of activation checkpointing or torch.compile, hands out the attributes of the layer inside of it.
     layers = [
-        module for module in model.modules() if inspect.getattr_static(module, "indexer_stage", module) is not module
+        module
+        for module in model.modules()
+        if module not in left_out and inspect.getattr_static(module, "indexer_stage", module) is not module
     ]
     if not layers:
         lacking = {_lacks(module) for module in model.modules() if getattr(module, "indexer", None) is not None}
@@ -148,6 +155,11 @@ def _trained_layers(model: nn.Module) -> list[nn.Module]:
                 f"model: its {type(layer.indexer).__name__} has no method `loss`, by which it would be trained"
             )
     return layers
+
+
+def _drafters_modules(model: nn.Module) -> set[nn.Module]:
+    drafters = (getattr(module, "drafter", None) for module in model.modules())
+    return {module for drafter in drafters if isinstance(drafter, nn.Module) for module in drafter.modules()}
 
 
 def _lacks(layer: nn.Module) -> str:

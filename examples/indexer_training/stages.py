@@ -143,8 +143,8 @@ def train_stage(
     count = plan.batch[i]
     if name == "dense" and count < ranks.size:
         raise ValueError(f"batch: the dense stage needs a sequence for each of {ranks.size} ranks, got {count}")
-    stage = None if name == "dense" else IndexerStage(model, name)
-    of_indexers = {id(p) for p in IndexerStage(model, "warmup").parameters()}
+    stage = None if name == "dense" else IndexerStage(model, name, drafter=True)
+    of_indexers = {id(p) for p in IndexerStage(model, "warmup", drafter=True).parameters()}
     # The paper's: nothing but the indexers learns in the warm-up, and they do not before.
     trained = {"dense": lambda p: id(p) not in of_indexers, "warmup": lambda p: id(p) in of_indexers}
     named = {n: p for n, p in model.named_parameters() if not n.endswith("e_score_correction_bias")}

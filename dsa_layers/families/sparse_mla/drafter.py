@@ -14,6 +14,7 @@ from dsa_layers.families.sparse_mla.model import SparseMLAForCausalLM
 from dsa_layers.layers.attention import Selection
 from dsa_layers.layers.linear import Linear
 from dsa_layers.layers.norm import RMSNorm
+from dsa_layers.layers.trained_attention import SharedTokens
 from dsa_layers.parallel.ranks import ALONE
 from dsa_layers.parallel.rows import rows_of
 
@@ -61,6 +62,10 @@ class SparseMLADrafter(nn.Module):
             slots, h = self._first_slots(states, batch, cache), states.values
             block, selection = without_indexer(self.block), Selection(slots(slice(None)))
         check_states(h, tokens, config.hidden_size)
+        if cache is None and isinstance(batch, SharedTokens) and self.block.self_attn.indexer_stage is None:
+            raise ValueError(
+                "batch: a rank's share of tokens is for a drafter in its stage: IndexerStage(.., drafter=True)"
+            )
         cos, sin = target.model.rotary(batch.positions)
         rows = rows_of(batch, self.ranks)
         # Training shifts the tokens by one, so that the first position has an embedding, too. (vLLM zeroes it.)

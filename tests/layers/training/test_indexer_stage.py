@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
+from dsa_layers import load_model
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.compressed_attention import CompressedAttention
@@ -17,6 +18,7 @@ from dsa_layers.layers.compressed_indexer import CompressedIndexer
 from dsa_layers.layers.compressor import Compressor
 from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
+from dsa_layers.parallel.ranks import ALONE
 from dsa_layers.training.indexer_stage import IndexerStage
 
 
@@ -115,6 +117,45 @@ def test_errors():
     model.layers[1].indexer = None
     with pytest.raises(ValueError, match="model: has layers that share an indexer"):
         IndexerStage(model, "sparse")
+
+
+@pytest.mark.parametrize("name", ["warmup", "sparse"])
+def test_a_drafter_is_left_out_unless_asked_for(name):
+    """All parameters of a stage then learn in every pass of the model, as DDP wants it."""
+    model, (tokens, batch) = Small(6), inputs()
+    model.drafter = model._layer(6)
+    wrapped = nn.Sequential(model)  # as DDP has it
+    of_model = [p for layer in model.layers for p in layer.indexer.parameters()]
+    with IndexerStage(wrapped, name) as stage:
+        model(tokens, batch)
+        stage.loss().backward()
+        assert model.drafter.indexer_stage is None
+    assert stage.parameters() == of_model and all(p.grad is not None for p in of_model)
+    stage = IndexerStage(wrapped, name, drafter=True)
+    assert {*stage.parameters()} == {*of_model, *model.drafter.indexer.parameters()}
+    with stage:
+        model.drafter(model(tokens, batch), *model.rotary(batch.positions), batch)
+        stage.loss().backward()
+    assert all(p.grad is not None for p in stage.parameters())
+    with pytest.raises(TypeError, match="drafter: must be True or False, got 1"):
+        IndexerStage(model, name, drafter=1)
+
+
+def test_a_share_for_a_drafter_that_is_left_out(checkpoint):
+    """It would see the keys of this rank's pieces alone."""
+    model = load_model(checkpoint, dtype=torch.float32, dequantize=True, trainable=True, drafter=True, progress=False)
+    tokens = torch.arange(31)
+    for drafter in (False, True):
+        with IndexerStage(model, "sparse", drafter=drafter) as stage:
+            share = stage.share([20, 10], ALONE)
+            states = model.states(share.own(tokens[:-1]), share)
+            if drafter:
+                model.drafter(share.own(tokens[1:]), states, share)
+                stage.loss().backward()
+                assert all(p.grad is not None for p in stage.parameters())
+            else:
+                with pytest.raises(ValueError, match=r"^batch: a rank's share .* IndexerStage\(\.\., drafter=True\)"):
+                    model.drafter(share.own(tokens[1:]), states, share)
 
 
 def test_what_deepseek_v4_lacks():
