@@ -93,9 +93,7 @@ class EntryView(SelectedCounts):
 
     def slots_of(self, indices: torch.Tensor) -> torch.Tensor:
         """int32 [T, K]: the slots of the entries `indices` [T, K] of each new token's sequence; -1 stays."""
-        batch = self.batch
-        slots = packing.paged_slots(batch.block_table, self.page_size, batch.sequences[:, None], indices.clamp(min=0))
-        return torch.where(indices < 0, -1, slots).to(torch.int32)
+        return packing.selected_slots(self.batch.block_table, self.page_size, self.batch.sequences, indices)
 
     @cached_property
     def slot_table(self) -> torch.Tensor:

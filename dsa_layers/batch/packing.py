@@ -109,3 +109,11 @@ def paged_slots(
     page = torch.div(positions, page_size, rounding_mode="floor")
     page = block_table[sequences.long(), page].long()
     return torch.where(page < 0, -1, page * page_size + positions % page_size)
+
+
+def selected_slots(
+    block_table: torch.Tensor, page_size: int, sequences: torch.Tensor, indices: torch.Tensor
+) -> torch.Tensor:
+    """int32 [T, K]: the slots of the positions `indices` [T, K] of the sequences [T]; -1 stays."""
+    slots = paged_slots(block_table, page_size, sequences[:, None], indices.clamp(min=0))
+    return torch.where(indices < 0, -1, slots).to(torch.int32)

@@ -59,8 +59,7 @@ class TokenBatch(SelectedCounts, Tokens):
 
     def slots_of(self, indices: torch.Tensor) -> torch.Tensor:
         """int32 [T, K]: the slots of the keys at positions `indices` [T, K] of each new token's sequence; -1 stays."""
-        slots = packing.paged_slots(self.block_table, self.page_size, self.sequences[:, None], indices.clamp(min=0))
-        return torch.where(indices < 0, -1, slots).to(torch.int32)
+        return packing.selected_slots(self.block_table, self.page_size, self.sequences, indices)
 
     @cached_property
     def index_schedule(self) -> torch.Tensor:
