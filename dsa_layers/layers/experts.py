@@ -126,10 +126,7 @@ class Experts(nn.Module):
     def _float_outputs(self, x: torch.Tensor, tokens: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """The experts' outputs [N, hidden] for the tokens [N], of which those up to ends[e] go to expert e."""
         gate_up = nn.functional.grouped_mm(x[tokens], self.gate_up_proj.transpose(1, 2), offs=ends)
-        gate, up = gate_up.float().chunk(2, -1)
-        if self.limit is not None:
-            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        h = (nn.functional.silu(gate) * up).to(x.dtype)
+        h = gated(*gate_up.float().chunk(2, -1), self.limit).to(x.dtype)
         return nn.functional.grouped_mm(h, self.down_proj.transpose(1, 2), offs=ends)
 
     def _products(
@@ -146,3 +143,10 @@ class Experts(nn.Module):
         expected = None if self.count == self.total else -(-count * self.count // self.total)
         h = swiglu(activations, gate_up, ends, **options, expected_rows=expected)
         return product(h, down, ends, dtype, expected_rows=expected)
+
+
+def gated(gate: torch.Tensor, up: torch.Tensor, limit: float | None) -> torch.Tensor:
+    """silu(gate) * up; with a limit gate is at most that, up between -limit and limit."""
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return nn.functional.silu(gate) * up

@@ -9,7 +9,7 @@ import dsa
 from dsa_layers.batch.rows import ALL_ROWS, Rows
 from dsa_layers.layers import joint_linear
 from dsa_layers.layers.branch import Branch, beside
-from dsa_layers.layers.experts import Experts
+from dsa_layers.layers.experts import Experts, gated
 from dsa_layers.layers.linear import BlockFP8Linear, Linear, linear_fp32, make_linear
 from dsa_layers.layers.norm_and_cast import given, takes
 from dsa_layers.layers.own_part import SplitByTokens
@@ -62,10 +62,7 @@ class SwiGLU(nn.Module):
         if isinstance(self.down_proj, BlockFP8Linear):
             h = dsa.swiglu_cast_to_fp8(gate, up, self.down_proj.use_ue8m0, limit=self.limit)
             return self.down_proj.multiply(h, dtype)
-        gate, up = gate.float(), up.float()
-        if self.limit is not None:
-            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        return self.down_proj((nn.functional.silu(gate) * up).to(dtype))
+        return self.down_proj(gated(gate.float(), up.float(), self.limit).to(dtype))
 
     def joint_layers(self) -> tuple[Linear | BlockFP8Linear, ...]:
         """Those that read x as one product."""
