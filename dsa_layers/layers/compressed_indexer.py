@@ -116,4 +116,5 @@ class CompressedIndexer(nn.Module):
         starts, lengths, most = entries.visible_ranges
         ranges = rows.own_kept(starts), rows.own_kept(lengths), most
         options = {"accumulators": self.accumulators, "workspace": self.workspace}
+        options["key_lens"] = entries.lens if batch.is_decode else None
         return select_packed(q, keys, weights, self.top_k, *ranges, **options, **paging)

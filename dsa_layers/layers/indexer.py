@@ -174,6 +174,7 @@ class LightningIndexer(nn.Module):
         starts, lengths, most = batch.visible_ranges
         ranges = rows.own_kept(starts), rows.own_kept(lengths), most
         options = {"accumulators": self.accumulators, "workspace": self.workspace}
+        options["key_lens"] = batch.key_lens if batch.is_decode else None
         return select_packed(q, every, weights, self.top_k, *ranges, **options, **paging)
 
     def store(

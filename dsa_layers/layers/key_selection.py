@@ -3,12 +3,15 @@
 The keys are tokens, or in DeepSeek-V4 compressed entries. I[t, s] = sum_h weights[t, h] relu(q[t, h] . k[s]).
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
 import dsa
 from dsa.kernels.indexer.select_limits import MAX_SELECTED
+from dsa.reference.autocast import without_autocast
+from dsa.reference.indexer.index_scores import index_scores
 
 WORKSPACE = 260 << 20  # bytes of scores at a time: of 64 tokens and a million keys
 # Keys and tokens from which on half scores are selected as they are computed, which is faster there (docs/kernel-notes,
@@ -46,6 +49,7 @@ def select_packed(
     *,
     accumulators: torch.dtype = torch.float32,
     workspace: int = WORKSPACE,
+    key_lens: Sequence[int] | None = None,
     row_to_seq: torch.Tensor | None = None,
     **paging: torch.Tensor | int,
 ) -> torch.Tensor:
@@ -57,6 +61,8 @@ def select_packed(
     most        an upper bound of lengths, so that of e4m3 no token's scores have columns for other sequences' keys
     workspace   bytes that scores, or what there is in their place, take at most, or one token's
     accumulators  of scores of e4m3: torch.float32, or torch.float16, as `dsa.fp8_mqa_logits` takes them
+    key_lens    in a decoding pass, whose sequences have equally many tokens: the rows of each sequence's keys, numbers
+                of the host; else None. Of float keys each token is scored with its own sequence's alone then
     row_to_seq  [T], with block_table and page_size in `paging`, as `dsa.topk_indices` takes them: gives slots, not
                 positions
 
@@ -65,6 +71,10 @@ def select_packed(
     quantised = isinstance(keys, tuple)
     if most == 0 or len(q) == 0:
         return torch.full((len(q), top_k), -1, dtype=torch.int32, device=q.device)
+    if not quantised and key_lens is not None and len(key_lens) > 1:
+        scores = _scores_by_sequence(q, keys, weights, key_lens)
+        own = paging if row_to_seq is None else paging | {"row_to_seq": row_to_seq}
+        return dsa.topk_indices(scores, top_k, lengths=lengths, **own)
     if not quantised:
         q, keys = q.float(), keys.float()
     columns = most + ROW_PADDING if quantised else len(keys)
@@ -87,6 +97,18 @@ def select_packed(
         else:
             found.append(dsa.topk_indices(dsa.mqa_logits(*given), top_k, starts=begins, lengths=counts, **own))
     return found[0] if len(found) == 1 else torch.cat(found)
+
+
+@without_autocast
+def _scores_by_sequence(
+    q: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor, key_lens: Sequence[int]
+) -> torch.Tensor:
+    """fp32 [T, max(key_lens)]: the scores of each token with all rows of its sequence; undefined behind these."""
+    scores = weights.new_empty(len(q), max(key_lens))
+    of_sequences = (x.unflatten(0, (len(key_lens), -1)) for x in (q, weights, scores))
+    for own_q, own_weights, own_scores, own_keys in zip(*of_sequences, keys.split(key_lens)):
+        own_scores[:, : len(own_keys)] = index_scores(own_q, own_keys, own_weights)
+    return scores
 
 
 def select_paged(

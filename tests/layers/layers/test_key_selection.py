@@ -13,6 +13,7 @@ from dsa.kernels.indexer.paged_select_plan import choose_config, sequences_of_la
 from dsa_layers.batch.decode_batch import DecodeBatch
 from dsa_layers.batch.entry_view import EntryView
 from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.cache.kv_cache import LayerCache
 from dsa_layers.layers import key_selection
 from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.key_selection import (
@@ -131,6 +132,58 @@ def test_half_scores_of_many_keys_are_selected_as_they_are_computed(workspace, m
 def test_a_list_has_room_in_what_is_counted_for_it():
     """Entries of 8 bytes; counts, the bound, and the end of what is left to select from."""
     assert 8 * CAPACITY + 16 <= FUSED_BYTES
+
+
+@pytest.mark.parametrize("next_n", [1, 3])
+def test_decoding_tokens_are_scored_with_their_own_keys(next_n, monkeypatch):
+    """Of float keys, whatever others have; what is behind a token's last key is not read."""
+    torch.manual_seed(3)
+    lens, seen = (40, 3, 0, 64, 7), (33, 3, 0, 64, 6)
+    starts = torch.tensor([sum(lens[:i]) for i in range(len(lens))]).int().repeat_interleave(next_n)
+    behind = torch.arange(1 - next_n, 1, dtype=torch.int32)
+    lengths = (torch.tensor(seen)[:, None] + behind).clamp(min=0).flatten().int()
+    tokens = len(lens) * next_n
+    # Small integers: scores are exact in whatever order they are summed, and many are equal.
+    q, keys, weights = (
+        torch.randint(-3, 4, shape).float() for shape in ((tokens, 8, 32), (sum(lens), 32), (tokens, 8))
+    )
+    for start, count, own in zip(starts[::next_n].tolist(), seen, lens):
+        keys[start + count : start + own] = torch.nan
+    given = q, keys, weights, 16, starts, lengths, max(lens)
+    paging = {"block_table": torch.randint(0, 99, (len(lens), 8), dtype=torch.int32), "page_size": 8}
+    paging["row_to_seq"] = torch.arange(len(lens), dtype=torch.int32).repeat_interleave(next_n)
+    expected = [select_packed(*given, **options) for options in ({}, paging)]
+    scored, scores_of = [], key_selection.index_scores
+    monkeypatch.setattr(dsa, "mqa_logits", None)
+    monkeypatch.setattr(
+        key_selection, "index_scores", lambda q, k, w: scored.append((len(q), len(k))) or scores_of(q, k, w)
+    )
+    for options, wanted in zip(({}, paging), expected):
+        assert torch.equal(select_packed(*given, key_lens=lens, **options), wanted)
+    assert scored == 2 * [(next_n, n) for n in lens]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(select_packed(*given, key_lens=lens), expected[0])
+
+
+@pytest.mark.parametrize("sequences", [1, 4])
+def test_decoding_with_float_index_keys(sequences, monkeypatch):
+    """One sequence has all keys: its tokens are scored as a prompt's are."""
+    torch.manual_seed(0)
+    indexer = LightningIndexer(64, 32, n_heads=2, head_dim=128, top_k=4, quantize=False)
+    scored, scores_of = [], key_selection.index_scores
+    monkeypatch.setattr(
+        key_selection, "index_scores", lambda q, k, w: scored.append((len(q), len(k))) or scores_of(q, k, w)
+    )
+    cache = LayerCache(torch.zeros(8, 32, 1, 576), torch.randn(8, 32, 1, 128))
+    table = torch.arange(8, dtype=torch.int32).view(4, 2)[:sequences]
+    lengths = torch.tensor([40, 64, 5, 33], dtype=torch.int32)[:sequences]
+    angles = torch.randn(sequences, 32)
+    given = torch.randn(sequences, 64), torch.randn(sequences, 32), angles.cos(), angles.sin()
+    found = indexer.select(*given, DecodeBatch(table, 32, lengths, 64), cache)
+    assert scored == (sequences > 1) * sequences * [(1, 64)]
+    for i in range(sequences):
+        own = DecodeBatch(table[i : i + 1], 32, lengths[i : i + 1], 64)
+        assert torch.equal(indexer.select(*(x[i : i + 1] for x in given), own, cache)[0], found[i])
 
 
 def test_nothing_to_select_from():
