@@ -26,7 +26,7 @@ from dsa_layers.layers.linear import BLOCK, BlockFP8Linear, Linear, make_linear
 from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.layers.norm_and_cast import norm_and_cast
 from dsa_layers.layers.own_part import SplitByTokens
-from dsa_layers.layers.pass_checks import check_batch, check_cache, check_pages, check_rows
+from dsa_layers.layers.pass_checks import check_batch, check_cache, check_pages, check_rows, check_stored_keys
 from dsa_layers.layers.selecting_attention import KeyCounter
 from dsa_layers.layers.shares import Shares
 from dsa_layers.layers.trained_attention import SparseAttention, WarmupAttention, gather_keys, weighed
@@ -58,15 +58,17 @@ class TrainingStage(Protocol):
 class Selection:
     """Hands what a layer's indexer selected in this pass to the layers after it that have no indexer.
 
-    topk_indices  int32 [T, top_k]: rows of the selected keys, among the packed keys or in the cache, then -1; None if
-                  that layer attended to all keys. In the multi-head form counted from the sequence's first key
+    topk_indices  int32 [T, top_k]: the selected keys, then -1; None if that layer attended to all keys. With in_pages
+                  their slots in the cache, with bits their positions in the sequence, else their rows among all packed
     bits          the same as `dsa.selection_bits`, where attention takes the multi-head form
     rows          whose rows topk_indices are: all T, or a process's own
+    in_pages      whether topk_indices are slots
     """
 
     topk_indices: torch.Tensor | None = None
     bits: torch.Tensor | None = None
     rows: Rows = ALL_ROWS
+    in_pages: bool = False
 
 
 class Form(NamedTuple):
@@ -112,9 +114,9 @@ class DSAAttention(SplitByTokens):
     layer; x, its cast and the result are this process's own rows then. Each has a part of the heads, for all rows, and
     their results are summed; or where heads are few and rows many, all heads for its own queries (`splits_tokens`).
     With a cache the new tokens' latents and index keys are first written to its pages, and attention reads the keys as
-    the pages hold them, rounded if these are FP8. Without a cache, `batch` must hold whole sequences. A layer with an
-    indexer sets `selection`, if it is given; a layer without one reads it, as the layers before it in the same pass
-    have set it.
+    the pages hold them, rounded if these are FP8, and without gradients: where keys need these a cache is refused.
+    Without a cache, `batch` must hold whole sequences. A layer with an indexer sets `selection`, if it is given; a
+    layer without one reads it, as the layers before it in the same pass have set it.
     Parameters by the checkpoint's names: q_a_proj, q_a_layernorm, q_b_proj (rows: head, then nope | rope),
     kv_a_proj_with_mqa (rows: latent | rope), kv_a_layernorm, kv_b_proj (rows: head, then k nope | v), o_proj, indexer.
     Raises TypeError or ValueError that names the argument, in passes without a look at what tensors hold.
@@ -191,6 +193,8 @@ class DSAAttention(SplitByTokens):
         if cache is not None:
             check_cache(cache, LayerCache)
             check_pages(batch, cache.page_size)
+            makers = {"kv_a_proj_with_mqa": self.kv_a_proj_with_mqa, "kv_a_layernorm": self.kv_a_layernorm}
+            check_stored_keys(x, **makers)
         elif batch.query_lens != batch.key_lens:
             raise ValueError("cache: is needed when a sequence has more keys than new tokens")
         decode = cache is not None and batch.is_decode
@@ -243,7 +247,8 @@ class DSAAttention(SplitByTokens):
                 topk_indices = self._select(x, latents, cos, sin, batch, cache, form, in_pages, rows, queries)
                 bits = dsa.selection_bits(topk_indices, None, batch.max_key_len) if sparse and multi_head else None
             if selection is not None:
-                selection.topk_indices, selection.bits, selection.rows = topk_indices, bits, queries
+                selection.topk_indices, selection.bits = topk_indices, bits
+                selection.rows, selection.in_pages = queries, in_pages
         q = self._queries(latents, rows, queries)
         q_nope, q_pe = q.split((self.nope_dim, self.rope_dim), -1)
         stored = stored_up_projection(self, q) if decode else None

@@ -24,7 +24,7 @@ from dsa_layers.layers.linear import BLOCK, BlockFP8Linear, FP32Linear, Linear, 
 from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.layers.norm_and_cast import norm_and_cast, watched
 from dsa_layers.layers.own_part import SplitByTokens
-from dsa_layers.layers.pass_checks import check_batch, check_cache, check_entries, check_rows
+from dsa_layers.layers.pass_checks import check_batch, check_cache, check_entries, check_rows, check_stored_keys
 from dsa_layers.layers.rope import RopeAngles, turn
 from dsa_layers.layers.selecting_attention import KeyCounter
 from dsa_layers.layers.shares import Shares
@@ -88,7 +88,7 @@ class CompressedAttention(SplitByTokens):
     forward(x [T, hidden], rope, entry_rope, batch, cache=None, cast=None, rows=...) -> [T, hidden]. rope: (cos, sin)
     fp32 [T, rope_dim / 2] of the tokens, as `RopeAngles` if other layers turn by them, too; entry_rope: of the entries
     that the tokens may end (`EntryView.positions`), None without a compressor; cast: of x, for `joint_layers`, where
-    the caller has it (`norm_and_cast`); rows: as of `DSAAttention`.
+    the caller has it (`norm_and_cast`); rows, and a cache where keys would need gradients: as of `DSAAttention`.
     Parameters: wq_a [q_lora_rank, hidden], q_norm, wq_b [heads * dim, q_lora_rank], wkv [dim, hidden], kv_norm,
     attn_sink fp32 [heads], wo_a [groups * o_lora_rank, heads * dim / groups], wo_b [hidden, groups * o_lora_rank],
     compressor, indexer.
@@ -157,6 +157,7 @@ class CompressedAttention(SplitByTokens):
                 check_entries("entries", cache.entries, self.compressor.ratio, batch)
             if self.indexer is not None:
                 check_entries("index_entries", cache.index_entries, self.indexer.compressor.ratio, batch)
+            check_stored_keys(x, wkv=self.wkv, kv_norm=self.kv_norm, compressor=self.compressor)
         elif batch.query_lens != batch.key_lens:
             raise ValueError("cache: is needed when a sequence has more keys than new tokens")
         if self.own_part is not None and rows.shared:

@@ -32,17 +32,14 @@ class DraftedStates:
         return DraftedStates(self.values[rows], self.slots and self.slots(rows).__getitem__)
 
 
-def slots_of(
-    selection: Selection, batch: TokenBatch, cache: LayerCache | None, dtype: torch.dtype, top_k: int
-) -> Slots | None:
-    """Where the keys are that a pass has attended to. dtype: of the pass's states; top_k: of its indexer."""
+def slots_of(selection: Selection, batch: TokenBatch, cache: LayerCache | None, top_k: int) -> Slots | None:
+    """Where the keys are that a pass has attended to. top_k: of its indexer."""
     if cache is None:
         return None
     indices, positions = selection.topk_indices, selection.bits is not None
     if indices is not None:
         (indices,) = selection.rows.gather(indices)
-    # As `DSAAttention` has them: these forms select in the pages.
-    if indices is not None and not positions and (batch.is_decode or cache.latent.dtype == dtype):
+    if selection.in_pages and indices is not None:
         return indices.__getitem__
 
     def found(rows: Rows) -> torch.Tensor:
@@ -54,9 +51,7 @@ def slots_of(
         else:  # rows among the keys of all sequences
             keys = indices[rows] - batch.key_starts[rows, None]
             keys = torch.where(indices[rows] < 0, -1, keys)
-        sequences = batch.sequences[rows, None]
-        slots = packing.paged_slots(batch.block_table, batch.page_size, sequences, keys.clamp(min=0))
-        return torch.where(keys < 0, -1, slots).to(torch.int32)
+        return packing.selected_slots(batch.block_table, batch.page_size, batch.sequences[rows], keys)
 
     return found
 

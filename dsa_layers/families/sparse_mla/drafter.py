@@ -60,7 +60,7 @@ class SparseMLADrafter(nn.Module):
         block, selection, slots, h = self.block, Selection(), None, states
         if isinstance(states, DraftedStates):
             slots, h = self._first_slots(states, batch, cache), states.values
-            block, selection = without_indexer(self.block), Selection(slots(slice(None)))
+            block, selection = without_indexer(self.block), Selection(slots(slice(None)), in_pages=True)
         check_states(h, tokens, config.hidden_size)
         if cache is None and isinstance(batch, SharedTokens) and self.block.self_attn.indexer_stage is None:
             raise ValueError(
@@ -76,7 +76,7 @@ class SparseMLADrafter(nn.Module):
         (x,) = rows.gather(self.norm(x))
         if not config.index_share_for_mtp_iteration:
             return x
-        return DraftedStates(x, slots or slots_of(selection, batch, layer_cache, x.dtype, config.index_topk))
+        return DraftedStates(x, slots or slots_of(selection, batch, layer_cache, config.index_topk))
 
     @staticmethod
     def _first_slots(states: DraftedStates, batch: TokenBatch, cache: PagedKVCache | None) -> Slots:

@@ -9,6 +9,7 @@ from dsa_layers.cache.kv_cache import LayerCache
 from dsa_layers.checkpoint.loading import load_model
 from dsa_layers.evaluation.keys_read import KeysRead
 from dsa_layers.families.sparse_mla.drafted_states import slots_of
+from dsa_layers.layers import attention
 from dsa_layers.layers.attention import Selection
 
 # Of two sequences, which have more keys than are selected; their pages have other numbers than their order.
@@ -34,11 +35,12 @@ def positions(slots, pages):
     return found
 
 
-@pytest.mark.parametrize("kv_cache", ["fp8", "model"])
+@pytest.mark.parametrize(("kv_cache", "most_read"), [("fp8", attention.MOST_READ), ("fp8", 0), ("model", 0)])
 @torch.inference_mode()
-def test_every_form_finds_the_same_keys(directory, kv_cache):
+def test_every_form_finds_the_same_keys(directory, kv_cache, most_read, monkeypatch):
     """A prompt as a whole, its last token by itself, and its last three as a pass with drafts has them, over bytes,
-    whose keys a prompt's pass has packed, and over numbers, which it selects in the pages."""
+    whose keys a prompt's pass has packed, or of many leaves in the pages, and over numbers, which it selects there."""
+    monkeypatch.setattr(attention, "MOST_READ", most_read)
     model = load_model(directory, kv_cache=kv_cache, drafter=True, progress=False)
     cache = model.drafter.make_cache(8, PAGE)
     states = model.states(TOKENS[:-1], SequenceBatch.without_cache(LENS))
@@ -83,7 +85,7 @@ def test_bits_come_with_positions():
     batch = paged([2, 1], [130, 70])
     keys = torch.tensor([[0, 64, 129, -1], [1, 2, 3, 4], [63, 64, 69, -1]], dtype=torch.int32)
     cache = LayerCache(torch.empty(8, PAGE, 1, 576, dtype=torch.bfloat16), None)
-    slots = slots_of(Selection(keys, torch.zeros(1)), batch, cache, torch.bfloat16, 4)(slice(None))
+    slots = slots_of(Selection(keys, torch.zeros(1)), batch, cache, 4)(slice(None))
     assert torch.equal(slots, batch.slots_of(keys))
     assert slots[0].tolist() == [3 * 64, 0, 5 * 64 + 1, -1] and slots[2].tolist() == [
         6 * 64 + 63,

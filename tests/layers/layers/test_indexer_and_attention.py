@@ -183,6 +183,7 @@ def test_sparse_attention_takes_gradients(monkeypatch):
 
 
 @pytest.mark.parametrize("length", [10, N])
+@torch.no_grad()
 def test_fp8_pages_round_the_latents_and_nothing_else(length):
     """Attending over FP8 pages equals attending to latents that went through the pages' rounding."""
     torch.manual_seed(5)

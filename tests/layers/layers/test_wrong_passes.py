@@ -1,5 +1,6 @@
 """What attention layers refuse, when they are made and in a pass: by the argument's name, with what it got."""
 
+import copy
 import re
 
 import pytest
@@ -14,7 +15,7 @@ from dsa_layers.layers.attention import DSAAttention, Selection
 from dsa_layers.layers.compressed_attention import CompressedAttention
 from dsa_layers.layers.compressor import Compressor
 from dsa_layers.layers.indexer import LightningIndexer
-from dsa_layers.layers.pass_checks import check_rows
+from dsa_layers.layers.pass_checks import check_rows, check_stored_keys
 from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
 
 HIDDEN, RANK, HEADS, PAGE = 128, 128, 2, 32
@@ -236,3 +237,46 @@ def test_a_pass_of_compressed_attention(compressed, change, message):
     rope = ROTARY(batch.positions)
     arguments = {"x": torch.zeros(5, HIDDEN), "batch": batch, "cache": cache} | change
     refused(lambda: layer(arguments["x"], rope, rope, arguments["batch"], arguments["cache"]), message)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "deepseek_v4"])
+def test_keys_in_a_cache_have_no_gradients(layer, compressed, family):
+    """A pass that asks for some is refused before anything is stored, whichever part of the keys asks; one in which
+    they are frozen, or the queries alone are trained, is not."""
+    if family == "deepseek_v32":
+        layer, cache, rope = copy.deepcopy(layer), pages(), ROTARY(torch.arange(5))
+        angles, held = rope, cache.latent
+        makers = ("kv_a_proj_with_mqa.weight", "kv_a_layernorm.weight")
+    else:
+        (layer, cache), rope = copy.deepcopy(compressed), ROTARY(torch.arange(5))
+        angles, held = (rope, rope), cache.window
+        makers = ("wkv.weight", "kv_norm.weight", "compressor.wkv.weight", "compressor.ape", "compressor.norm.weight")
+    batch, x = SequenceBatch.paged([5], [5], [[0]], PAGE, state_slots=[0]), torch.randn(5, HIDDEN)
+    layer.requires_grad_(False)
+    before = held.clone()
+
+    def message(name):
+        return (
+            "cache: must be None where keys need gradients, which do not reach what a cache holds, got one and "
+            f"{name} with requires_grad=True; accepted: None, requires_grad=False, or a pass under torch.no_grad()"
+        )
+
+    refused(lambda: layer(x.clone().requires_grad_(), *angles, batch, cache), message("x"))
+    for name in makers:
+        layer.get_parameter(name).requires_grad_(True)
+        refused(lambda: layer(x, *angles, batch, cache), message(name))
+        with torch.no_grad():
+            check_stored_keys(x, layer=layer)
+        layer.get_parameter(name).requires_grad_(False)
+    assert torch.equal(held, before)
+    assert not layer(x, *angles, batch, cache).requires_grad and not torch.equal(held, before)
+    queries = layer.q_b_proj.weight if family == "deepseek_v32" else layer.wq_b.weight
+    queries.requires_grad_(True)
+    grads = []
+    for given in ((SequenceBatch.without_cache([5]),), (batch, cache)):
+        layer(x, *angles, *given).sum().backward()
+        grads.append(queries.grad)
+        queries.grad = None
+    assert grads[0].any()
+    # Of a cache's bytes rounded.
+    torch.testing.assert_close(*grads, rtol=0.1, atol=0.1 * grads[0].abs().max().item())
