@@ -48,7 +48,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         type=options.positive,
         default=256,
         metavar="N",
-        help="of each prompt (default: %(default)s)",
+        help="of each prompt, or what the model's context leaves if that is fewer (default: %(default)s)",
     )
     source = "default: generation_config.json's, else"
     parser.add_argument(
@@ -142,6 +142,8 @@ def run(args: argparse.Namespace) -> int:
         ways = {"prefix_cache": args.prefix_cache, "batch_invariant": args.batch_invariant}
         generator = Generator(model, tokenizer, cuda_graphs=not args.stats, **sizes, **ways)
         encoded = encode_prompts(texts, tokenizer, model.config.vocab_size)
+        if ranks is None or ranks.rank == 0:
+            _say_what_the_context_leaves(encoded, params, model.config.max_position_embeddings)
         with counting as keys:
             events = generator.stream(encoded, params)
             completions = _stream(args, events, encoded, params, prompts, shown, loaded)
@@ -179,6 +181,17 @@ def _sampling(args: argparse.Namespace) -> "SamplingParams":
     stop = [options.text("--stop", text) for text in args.stop]
     own = sampling_defaults(args.checkpoint) | chosen
     return SamplingParams(max_new_tokens=args.max_new_tokens, seed=args.seed, stop=stop, **own)
+
+
+def _say_what_the_context_leaves(encoded: list[list[int]], params: "SamplingParams", context: int) -> None:
+    """Where it is fewer tokens than were asked for. `Generator` refuses a prompt for which it leaves none."""
+    left = context - max(len(ids) for ids in encoded)
+    if 0 < left < params.max_new_tokens:
+        prompt = "prompt" if len(encoded) == 1 else "longest prompt"
+        say(
+            f"--max-new-tokens: the model's context of {context} tokens leaves {left} after the {prompt}, got "
+            f"{params.max_new_tokens}"
+        )
 
 
 def _stream(args, events, encoded, params, prompts, shown, loaded) -> "list[Completion]":

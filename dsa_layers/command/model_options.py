@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from dsa_layers import SHIPPED_MODEL, options
 from dsa_layers.cache.drafts import DRAFTS
+from dsa_layers.command.streams import say
 
 if TYPE_CHECKING:
     from dsa_layers.families.model import Model
@@ -120,10 +121,13 @@ def load(args: argparse.Namespace, ranks: "Ranks | None" = None, *, drafter: boo
     import torch
 
     from dsa_layers.checkpoint.loading import load_model
+    from dsa_layers.families.config import read_config
     from dsa_layers.generation.tokenizer import Tokenizer
     from dsa_layers.hub import checkpoint_directory
 
     checkpoint = checkpoint_directory(args.checkpoint)
+    if checkpoint.is_file():
+        raise ValueError(f"{args.checkpoint}: is a file; a checkpoint is the directory of config.json and safetensors")
     if not checkpoint.is_dir():
         raise ValueError(f"{args.checkpoint}: no such directory; a checkpoint holds config.json and safetensors")
     device = chosen_device(args)
@@ -136,6 +140,12 @@ def load(args: argparse.Namespace, ranks: "Ranks | None" = None, *, drafter: boo
         torch.set_num_threads(threads)
     dequantize = not on_gpu if args.dequantize is None else args.dequantize
     tokenizer = Tokenizer(checkpoint)
+    # Weights that fit a GPU may be too many for this machine once they are dequantised; the shipped model's are few.
+    if args.device is None and args.dequantize is None and dequantize and args.checkpoint != SHIPPED_MODEL:
+        if read_config(checkpoint).quantization is not None:
+            say(
+                "No GPU: the model runs on the CPU, and its quantised weights are dequantised, which takes more memory."
+            )
     model = load_model(
         checkpoint,
         device=device,

@@ -41,9 +41,9 @@ def starts_ranks(args: argparse.Namespace) -> bool:
 
 
 def start_ranks(args: argparse.Namespace) -> int:
-    """Runs this command as that many ranks; the exit code. ValueError where there are fewer GPUs, and where they cannot
-    hold the model, or it does not come apart into so many parts, before anything of it is read, and for prompts as
-    `read_prompts` does."""
+    """Runs this command as that many ranks; the exit code. ValueError where there are fewer GPUs, or none and --device
+    does not say cpu, and where they cannot hold the model, or it does not come apart into so many parts, before
+    anything of it is read, and for prompts as `read_prompts` does."""
     import torch
 
     from dsa_layers.parallel.launch import launch
@@ -149,6 +149,11 @@ def agreed(ranks: "Ranks | None", make: Callable[[], Value]) -> Value:
 
 
 def _on_gpu(args: argparse.Namespace) -> bool:
+    """Whether ranks have a GPU each. ValueError where there is none and --device does not say cpu: on a CPU a model
+    that needs several GPUs would be dequantised into the machine's memory."""
     import torch
 
-    return torch.cuda.is_available() if args.device is None else args.device != "cpu"
+    if args.device is None and not torch.cuda.is_available():
+        got = args.gpus or started_ranks()
+        raise ValueError(f"--gpus: got {got}, but torch sees no CUDA GPU; for processes of a CPU give --device cpu")
+    return args.device != "cpu"

@@ -188,6 +188,56 @@ def test_drafts_of_an_id_whose_file_is_a_link_to_nothing(checkpoint, tmp_path, m
     assert generate("owner/name", "--draft", "1", "--gpus", "2") == 0
 
 
+@pytest.mark.parametrize("started", [None, 2])
+def test_several_gpus_where_there_is_none(checkpoint, monkeypatch, error, started):
+    """Whether this command would start the ranks or is one of torchrun's."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("dsa_layers.command.on_gpus.started_ranks", lambda: started)
+    monkeypatch.setattr("dsa_layers.parallel.launch.launch", lambda *_: 0)
+    monkeypatch.setattr("dsa_layers.parallel.process_group.join", None)
+    call = ["generate", str(checkpoint), "--prompt", "x"]
+    assert main(call + (["--gpus", "2"] if started is None else [])) == 2
+    told = "--gpus: got 2, but torch sees no CUDA GPU; for processes of a CPU give --device cpu"
+    assert error() == f"dsa generate: {told}"
+
+
+def test_weights_that_are_dequantised_because_there_is_no_gpu(checkpoint, loaded, damaged, monkeypatch, capsys):
+    """It is said before they are, but not where somebody has asked for it, or they are not quantised."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    config = json.loads((damaged / "config.json").read_bytes())
+    del config["quantization_config"]
+    replace(damaged / "config.json", json.dumps(config).encode())
+    quantised = ["generate", str(checkpoint), "--prompt", "x"]
+    unquantised = ["generate", str(damaged), "--prompt", "x"]
+    told = "No GPU: the model runs on the CPU, and its quantised weights are dequantised, which takes more memory."
+    for call, lines in [
+        (quantised, [told]),
+        ([*quantised, "--json"], [told]),
+        ([*quantised, "--device", "cpu"], []),
+        ([*quantised, "--dequantize"], []),
+        ([*quantised, "--no-dequantize"], []),
+        (unquantised, []),
+        (["generate", "--prompt", "x"], []),
+    ]:
+        assert main(call) == 2
+        captured = capsys.readouterr()
+        assert captured.err.splitlines() == [*lines, "dsa generate: not loaded"], call
+        assert told not in captured.out
+
+
+def test_more_tokens_than_the_context_leaves(given, checkpoint, capsys):
+    context = json.loads((SHIPPED_MODEL / "config.json").read_bytes())["max_position_embeddings"]
+    for prompts, which in ((["a"], "prompt"), (["a", "a b c d"], "longest prompt")):
+        asked = [part for prompt in prompts for part in ("--prompt", prompt)]
+        assert shipped(*asked, "--max-new-tokens", "60000") == 0
+        left = context - max(map(len, given[-1][0]))
+        line, _ = capsys.readouterr().err.splitlines()
+        told = f"leaves {left} after the {which}, got 60000"
+        assert line == f"--max-new-tokens: the model's context of {context} tokens {told}"
+    assert shipped("--prompt", "a", "--max-new-tokens", str(context - len(given[-2][0][0]))) == 0
+    (_,) = capsys.readouterr().err.splitlines()
+
+
 @pytest.mark.parametrize("joined", [False, True])
 def test_prompt_files_reach_ranks(checkpoint, tmp_path, monkeypatch, joined):
     """Also those that ranks do not have, as of <(command) and 3<file; under the names that they were given by."""
@@ -311,9 +361,12 @@ def test_options_that_the_parser_refuses(checkpoint, monkeypatch, error, options
 
 def test_a_missing_directory(tmp_path, error):
     (tmp_path / "file").touch()
-    for name in ("nowhere", "file", "file/within"):
+    for name in ("nowhere", "file/within"):
         assert generate(tmp_path / name) == 2
         assert error().startswith(f"dsa generate: {tmp_path / name}: no such directory")
+    assert generate(tmp_path / "file") == 2
+    told = "is a file; a checkpoint is the directory of config.json and safetensors"
+    assert error() == f"dsa generate: {tmp_path / 'file'}: {told}"
     assert generate("a" * 300) == 2
     assert error() == f"dsa generate: {'a' * 300}: File name too long"
 
