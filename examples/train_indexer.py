@@ -24,6 +24,7 @@ Of several processes the first one measures the stages' ends and writes.
 import argparse
 import csv
 import json
+import math
 import shutil
 import time
 from pathlib import Path
@@ -39,7 +40,9 @@ from indexer_training.stages import ALONE, STAGES, Plan, Row, train_stage
 from indexer_training.text import Text, read_text
 from indexer_training.vocabulary import BEGIN, BYTES, tokenizer_config, train_tokenizer
 
+from dsa_layers import options
 from dsa_layers.checkpoint.loading import load_model
+from dsa_layers.families.precision import check_device
 from dsa_layers.parallel.environment import started_ranks
 from dsa_layers.parallel.process_group import agreed, join
 from dsa_layers.parallel.ranks import Ranks
@@ -177,20 +180,51 @@ def sample_loss(checkpoint: Path, tokenizer: tokenizers.Tokenizer, sample: str) 
     return held_out_loss(model, tokens, model.config.index_topk)
 
 
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a finite number above 0, got {text[:60]!r}")
+    return value
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--seconds", type=float, nargs=3, default=Plan.seconds)
-    parser.add_argument("--steps", type=int, nargs=3, default=Plan.steps)
-    parser.add_argument("--batch", type=int, nargs=3, default=Plan.batch)
-    parser.add_argument("--vocab", type=int, default=Plan.vocab)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("out", type=Path, metavar="OUT", help="directory for the checkpoint, losses and tables")
+    for name, kind, what in (
+        ("seconds", _seconds, "of each stage at most"),
+        ("steps", options.positive, "of each stage at most"),
+        ("batch", options.positive, "sequences a step of each stage"),
+    ):
+        default = getattr(Plan, name)
+        parser.add_argument(
+            f"--{name}",
+            type=kind,
+            nargs=3,
+            default=default,
+            metavar=("DENSE", "WARMUP", "SPARSE"),
+            help=f"{what} (default: {' '.join(map(str, default))})",
+        )
+    parser.add_argument(
+        "--vocab",
+        type=options.positive,
+        default=Plan.vocab,
+        metavar="N",
+        help=f"tokens of the vocabulary, at least {BYTES} (default: %(default)s)",
+    )
+    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda where there is a GPU, else cpu)")
     args = parser.parse_args()
     if args.vocab < BYTES:
         parser.error(f"--vocab: must be at least {BYTES}, the bytes and the token that begins a file, got {args.vocab}")
     if args.out.exists() and not args.out.is_dir():
         parser.error(f"OUT: must be a directory, got {args.out}")
-    ranks, device = ALONE, args.device
+    ranks, device = ALONE, args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        check_device(device)
+    except ValueError as error:
+        parser.error(f"--{error}")
     if started_ranks() is not None:
         ranks, own = join(device)
         device = str(own)

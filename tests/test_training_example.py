@@ -327,6 +327,13 @@ def test_export_refuses(tmp_path):
     [
         (["OUT", "--vocab", "9"], "--vocab: must be at least 257, the bytes and the token that begins a file, got 9"),
         (["train_indexer.py"], "OUT: must be a directory, got train_indexer.py"),
+        (["OUT", "--device", "foo"], "--device: must be cpu, cuda or cuda:N, got 'foo'"),
+        (["OUT", "--device", "cuda"], "--device: got 'cuda', but torch sees no CUDA GPU"),
+        (["OUT", "--steps", "0", "1", "1"], "argument --steps: must be at least 1, got 0"),
+        (["OUT", "--batch", "1", "0", "1"], "argument --batch: must be at least 1, got 0"),
+        (["OUT", "--seconds", "-1", "1", "1"], "argument --seconds: must be a finite number above 0, got '-1'"),
+        (["OUT", "--seconds", "1", "nan", "1"], "argument --seconds: must be a finite number above 0, got 'nan'"),
+        (["OUT", "--seconds", "1", "1", "x"], "argument --seconds: must be a finite number above 0, got 'x'"),
     ],
 )
 def test_wrong_calls(arguments, problem, monkeypatch, capsys):
@@ -334,9 +341,21 @@ def test_wrong_calls(arguments, problem, monkeypatch, capsys):
     monkeypatch.chdir(ROOT / "examples")
     monkeypatch.setattr(sys, "argv", ["train_indexer.py", *arguments])
     monkeypatch.setattr(train_indexer, "read_text", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as ended:
         train_indexer.main()
     assert ended.value.code == 2 and capsys.readouterr().err.endswith(f"error: {problem}\n")
+
+
+def test_help(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train_indexer.py", "--help"])
+    with pytest.raises(SystemExit):
+        train_indexer.main()
+    told = " ".join(capsys.readouterr().out.split())
+    assert "trained as the paper trains: dense, then its indexers alone, then sparse." in told
+    assert (
+        told.count("(default: ") == 5 and "--seconds DENSE WARMUP SPARSE of each stage at most (default: 450 40" in told
+    )
 
 
 def test_a_report_of_nothing(tmp_path):
