@@ -12,6 +12,7 @@ from dsa_layers.families.model import Model
 from dsa_layers.generation.decode_step import DecodeStep
 
 Call = Callable[[], torch.Tensor]
+SPARE = 4  # pages and state slots, of which each way to launch a step takes one
 
 
 @dataclass
@@ -72,7 +73,7 @@ def decode(model: Model, count: int, context: int) -> Run:
     """A token for each of so many sequences of `context` tokens, whose caches hold random numbers; as a graph."""
     device = next(model.parameters()).device
     each = -(-context // model.page_size)
-    cache = model.make_cache(count * each + 2, device=device, state_slots=count + 2)
+    cache = model.make_cache(count * each + SPARE, device=device, state_slots=count + SPARE)
     fill(cache)
     allocate = cache.allocator.allocate
     sequences = [Cached(allocate(each), state_slot, context) for state_slot in cache.state_slots.allocate(count)]
