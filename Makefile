@@ -57,4 +57,4 @@ format: .venv/installed
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .tiny* build dist *.egg-info
+	rm -rf .venv $(OLDEST) .tiny* build dist *.egg-info

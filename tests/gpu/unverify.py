@@ -35,7 +35,7 @@ def unverify(reason: str, names: Sequence[str] = ()) -> list[str]:
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.unverify", description=__doc__.splitlines()[0])
     parser.add_argument("reason", metavar="REASON", help="a line that the status table shows")
-    parser.add_argument("entries", nargs="*", metavar="ENTRY", help="default: all that need it")
+    parser.add_argument("entries", nargs="*", default=[], metavar="ENTRY", help="default: all that need it")
     args = parser.parse_args(arguments)
     if not args.reason.strip() or set(args.reason) & {"\n", "|"}:
         parser.error(f"REASON: must be a line of text without |, for a table's cell, got {args.reason!r}")
