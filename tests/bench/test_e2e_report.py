@@ -49,6 +49,13 @@ def test_csv_and_picture(tmp_path):
     assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_bars_are_cut():
+    assert plot.widths(PARTS_MS, 7.0) == pytest.approx([ms / 7 for ms in PARTS_MS.values()])
+    assert plot.widths(PARTS_MS | {"MoE": 700.0}, 7.0) == pytest.approx(
+        [1 / 14, 1 / 28, 2 / 7, plot.LONGEST - 11 / 28, 0]
+    )
+
+
 def test_of_several_archs_the_documents_is_named(tmp_path):
     entry = {"device": "a GPU", "date": "2026-11-23", "commit": "abc", "torch": "2.11", "dsl": "4.8"}
     receipt, doc = tmp_path / "receipt.json", tmp_path / "e2e.md"
