@@ -367,7 +367,11 @@ def test_selected_keys_are_attended_to_in_the_absorbed_form(peers):
         assert not attention.multi_head_is_faster(*lengths)
 
 
-@pytest.mark.parametrize("name", ["V3.2", "V4-Flash"])
+@pytest.mark.parametrize(
+    ("name", "either_build"),
+    [("V3.2", "newest"), ("V3.2", "older"), ("V4-Flash", "newest")],  # a pass is seconds here
+    indirect=["either_build"],
+)
 def test_whole_passes(name, either_build, monkeypatch):
     """Prompts, dense and sparse, and steps, on the peers' kernels: every call is one that they take, and the logits
     are ours, up to ties. Their attention is of bytes' layers, which have 64 heads and latents of 512."""
