@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from dsa_bench.e2e.parts import PARTS, _announced, by_part
+from dsa_bench.e2e.parts import GLUE, PARTS, _announced, by_part, glue
 from dsa_bench.e2e.trace import in_turn
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.checkpoint.loading import load_model
@@ -48,6 +48,16 @@ def test_a_kernel_is_of_the_innermost_range_around_its_launch():
         "MoE": 2**7,
         "rest": 2**1 + 2**8,
     }
+
+
+def test_what_a_benchmark_adds_to_the_peers_pass_is_no_part_of_the_model():
+    """It is there only where there is some."""
+    experts = [range_of("part: MoE", 10, 50), launch(1, 15), kernel(1, 2), launch(2, 25), kernel(2, 4)]
+    assert by_part(experts) == dict.fromkeys(PARTS, 0.0) | {"MoE": 6}
+    with profile(activities=[ProfilerActivity.CPU]) as recorded, glue():
+        pass
+    (named,) = {event.key for event in recorded.key_averages() if event.key.startswith("part: ")}
+    assert by_part([*experts, range_of(named, 20, 30)]) == dict.fromkeys(PARTS, 0.0) | {"MoE": 2, GLUE: 4}
 
 
 def test_a_kernel_that_nobody_launched():
