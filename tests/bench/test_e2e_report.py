@@ -349,7 +349,8 @@ def test_whole_prompts_of_one_length(either_build):
     ],
 )
 def test_the_topk_of_vllms_that_is_the_fastest(rows, columns, k, prompt, named, peers, monkeypatch):
-    scores, lengths = torch.randn(rows, columns), torch.full((rows,), columns, dtype=torch.int32)
+    scores = torch.rand(rows, columns).argsort(1).float()  # no two of a row are equal
+    lengths = torch.full((rows,), columns, dtype=torch.int32)
     starts, options = (torch.zeros_like(lengths), {"starts": torch.zeros_like(lengths)}) if prompt else (None, {})
     if prompt:
         scores.begins, scores.at_zero = starts, True
