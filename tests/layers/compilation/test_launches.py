@@ -1,7 +1,9 @@
 """What a decoding step launches, layer by layer: kernels of dsa, and operators of PyTorch between them. A GPU runs a
 short step no faster than its launches follow each other, so there is an upper bound, and the list when it is broken."""
 
+import functools
 import json
+import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -114,19 +116,27 @@ def launches(monkeypatch):
         yield found
 
 
+@functools.cache
+def made(published):
+    """(model, cache, layers) of the published sizes, quantised as V3.2 is; made once, which takes as long as a pass."""
+    names = published, "deepseek_v32"
+    fields, v32 = (json.loads((VENDORED / f"{name}_config.json").read_text()) for name in names)
+    fields.setdefault("quantization_config", v32["quantization_config"])
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory, "config.json").write_text(json.dumps(fields))
+        config = read_config(Path(directory))
+    model, cache = without_memory(config, precisions(config, **AS_LOADED)[-1], drafter=True)
+    layers = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == config.num_hidden_layers)
+    return model, cache, layers, list(layers)
+
+
 @pytest.fixture
-def published_model(tmp_path, launches):
-    """(model, cache, layers) of the published sizes, quantised as V3.2 is; each layer is one that runs `Twice`."""
+def published_model(launches):
+    """(model, cache, layers), each layer one that runs `Twice`."""
 
     def make(published):
-        names = published, "deepseek_v32"
-        fields, v32 = (json.loads((VENDORED / f"{name}_config.json").read_text()) for name in names)
-        fields.setdefault("quantization_config", v32["quantization_config"])
-        (tmp_path / "config.json").write_text(json.dumps(fields))
-        config = read_config(tmp_path)
-        model, cache = without_memory(config, precisions(config, **AS_LOADED)[-1], drafter=True)
-        layers = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == config.num_hidden_layers)
-        for i, layer in enumerate(layers):
+        model, cache, layers, plain = made(published)
+        for i, layer in enumerate(plain):
             layers[i] = Twice(layer, launches)
         return model, cache, layers
 

@@ -1,5 +1,7 @@
 """Generation with drafts: the tokens are those without, whatever is drafted, and drafts are those of the drafter."""
 
+import functools
+
 import pytest
 import torch
 
@@ -15,13 +17,19 @@ from tests.layers.generation.guesses import Guesses, guess
 
 # Longer than what is selected, and a few tokens; prompts that end in other passes than they begin in.
 PROMPTS = [[2 + i * i % 2000 for i in range(170)], [7, 8, 9], list(range(5, 80)), [3]]
-LIMITS = [30, 22, 9, 26]
+LIMITS = [18, 13, 6, 15]
 
 
 @pytest.fixture(scope="module", params=model_types())
 def model(request, tiny_checkpoint):
     directory = tiny_checkpoint(request.param, quantized=False)
     return load_model(directory, dtype=torch.float32, drafter=True, progress=False)
+
+
+@pytest.fixture(scope="module")
+def without_drafts(model):
+    """Call it with a temperature: (tokens, throughput), which tests with other numbers of drafts are compared with."""
+    return functools.cache(lambda temperature=0.0, prompts=None: generate(model, temperature, PROMPTS[:prompts]))
 
 
 def generate(model, temperature=0.0, prompts=PROMPTS, **options):
@@ -35,9 +43,9 @@ def generate(model, temperature=0.0, prompts=PROMPTS, **options):
 
 @pytest.mark.parametrize("drafts", [1, 2, 3])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_tokens_are_those_without_drafts(model, drafts, temperature, monkeypatch):
+def test_tokens_are_those_without_drafts(model, without_drafts, drafts, temperature, monkeypatch):
     """Greedy and sampled, of sequences that take other numbers of drafts, and end at other times."""
-    expected, without = generate(model, temperature)
+    expected, without = without_drafts(temperature)
     guess(monkeypatch, Guesses(expected, drafts))
     got, throughput = generate(model, temperature, draft_tokens=drafts)
     assert got == expected
@@ -47,10 +55,10 @@ def test_tokens_are_those_without_drafts(model, drafts, temperature, monkeypatch
 
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("drafts", [1, 3])
-def test_drafts_are_the_drafters(model, drafts, captured, monkeypatch):
+def test_drafts_are_the_drafters(model, without_drafts, drafts, captured, monkeypatch):
     """Beside a pass over the whole sequence and the target's states, and one more for each further draft, which has
     the states that the one before gave; behind drafts that were taken, and such that were not."""
-    expected, _ = generate(model, prompts=PROMPTS[:2])
+    expected, _ = without_drafts(prompts=2)
     seen = guess(monkeypatch, Guesses(expected, drafts))
     if captured:
         capture_passes(monkeypatch)
@@ -105,9 +113,9 @@ def capture_passes(monkeypatch):
 
 
 @pytest.mark.parametrize("drafts", [1, 2, 3])
-def test_the_same_where_passes_are_captured(model, drafts, monkeypatch):
+def test_the_same_where_passes_are_captured(model, without_drafts, drafts, monkeypatch):
     """Of sequences that take other numbers of drafts in a pass."""
-    expected, _ = generate(model)
+    expected, _ = without_drafts()
     guess(monkeypatch, Guesses(expected, drafts))
     capture_passes(monkeypatch)
     got, throughput = generate(model, draft_tokens=drafts)
