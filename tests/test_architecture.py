@@ -57,7 +57,7 @@ def run(project, *command):
 
 
 def environment(project):
-    return os.environ | {"PYTHONPATH": str(project), "PYTHONDONTWRITEBYTECODE": "1"}
+    return os.environ | {"PYTHONPATH": str(project)}
 
 
 def test_the_example_is_on_every_floor():

@@ -1,6 +1,7 @@
 """Models over 2 and 4 processes beside one: logits, generated tokens, and what every rank holds."""
 
 import contextlib
+import functools
 import json
 import re
 import shutil
@@ -87,14 +88,24 @@ def of_rank(ranks, directories, options=OPTIONS, way="queries"):
         return [outcome(load_model(directory, mesh=ranks, **options)) for directory in directories]
 
 
-def outcome(model):
-    """(logits of all tokens, generated tokens, weights' shapes)."""
+def logits_of(model):
     with torch.inference_mode():
-        logits = model(torch.tensor(TOKENS), SequenceBatch.without_cache(LENGTHS), all_tokens=True)
+        return model(torch.tensor(TOKENS), SequenceBatch.without_cache(LENGTHS), all_tokens=True)
+
+
+def outcome(model):
+    """(logits of all tokens, generated tokens, weights' shapes). Four steps behind the prompts: in deepseek_v4 every
+    sequence gets an entry of four tokens in them."""
     generator = Generator(model, None, cache_tokens=2048, prefill_chunk=100)
-    completions = generator.generate(PROMPTS, SamplingParams(max_new_tokens=10))
+    completions = generator.generate(PROMPTS, SamplingParams(max_new_tokens=5))
     weights = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    return logits, [completion.tokens for completion in completions], weights
+    return logits_of(model), [completion.tokens for completion in completions], weights
+
+
+@functools.cache
+def alone(directory):
+    """What one process computes: several tests' expectation, of which each model takes seconds."""
+    return outcome(load_model(directory, **OPTIONS))
 
 
 @pytest.mark.parametrize(("size", "way"), [(2, "queries"), (2, "heads"), (3, "queries"), (4, "queries")])
@@ -104,7 +115,7 @@ def test_ranks_compute_what_one_process_does(checkpoints, size, way):
     of_ranks = in_ranks(size, of_rank, [checkpoints[case] for case in cases], OPTIONS, way)
     for i, case in enumerate(cases):
         found = [of_one[i] for of_one in of_ranks]
-        logits, tokens, whole = outcome(load_model(checkpoints[case], **OPTIONS))
+        logits, tokens, whole = alone(checkpoints[case])
         for part_logits, part_tokens, parts in found:
             assert (part_logits - logits).abs().max() <= 2e-5 * logits.abs().max(), case
             assert part_tokens == tokens, case
@@ -126,16 +137,17 @@ def with_drafts(ranks, directories):
 
 
 def drafted(model):
+    """The first prompt has more entries of deepseek_v4 than are selected, and shares its rows."""
     generator = Generator(model, None, cache_tokens=2048, draft_tokens=2)
-    return [c.tokens for c in generator.generate([TOKENS, TOKENS[7:80]], SamplingParams(max_new_tokens=8))]
+    return [c.tokens for c in generator.generate([TOKENS[:270], TOKENS[7:20]], SamplingParams(max_new_tokens=5))]
 
 
 def test_drafters_are_split_too(checkpoints):
     """A pass over a prompt shares its rows; drafts do not."""
     directories = [checkpoints[model, False] for model in model_types()]
     first, second = in_ranks(2, with_drafts, directories)
-    alone = [drafted(load_model(path, drafter=True, **OPTIONS)) for path in directories]
-    assert first == second == dict.fromkeys(WAYS, alone)
+    of_one = [drafted(load_model(path, drafter=True, **OPTIONS)) for path in directories]
+    assert first == second == dict.fromkeys(WAYS, of_one)
 
 
 def test_quantised_weights(checkpoints):
@@ -146,7 +158,7 @@ def test_quantised_weights(checkpoints):
     for model, directory, (logits, tokens, _), (other, other_tokens, _) in zip(
         model_types(), directories, first, second
     ):
-        whole, *_ = outcome(load_model(directory, **options))
+        whole = logits_of(load_model(directory, **options))
         assert torch.equal(logits, other) and tokens == other_tokens, model
         # A rounding to FP8 falls the other way now and then, and with random weights another key or expert is chosen.
         assert calc_diff(logits, whole) < 0.05, model
@@ -316,17 +328,17 @@ def test_one_rank_has_the_progress_bar(checkpoints, rank, monkeypatch):
 
 def of_mesh(ranks, directory):
     mesh = init_device_mesh("cpu", (ranks.size,))
-    logits, *_ = outcome(load_model(directory, mesh=mesh, **OPTIONS))
+    logits = logits_of(load_model(directory, mesh=mesh, **OPTIONS))
     square = init_device_mesh("cpu", (1, ranks.size), mesh_dim_names=("replicas", "heads"))
     with pytest.raises(ValueError, match=r"^mesh: must have one dimension, got 2; one of several is mesh\[its name\]"):
         load_model(directory, mesh=square, **OPTIONS)
-    also, *_ = outcome(load_model(directory, mesh=square["heads"], **OPTIONS))
+    also = logits_of(load_model(directory, mesh=square["heads"], **OPTIONS))
     return logits, also
 
 
 def test_a_mesh(checkpoints):
     directory = checkpoints["deepseek_v32", False]
-    whole, *_ = outcome(load_model(directory, **OPTIONS))
+    whole, *_ = alone(directory)
     for found in in_ranks(2, of_mesh, directory):
         for logits in found:
             assert (logits - whole).abs().max() <= 2e-5 * whole.abs().max()
@@ -345,9 +357,7 @@ def test_wrong_meshes(checkpoints):
 def test_one_rank_is_the_whole_model(checkpoints):
     """Whatever its blocks: nothing is cut."""
     directory = checkpoints["glm_moe_dsa", True]
-    for mine, theirs in zip(
-        outcome(load_model(directory, mesh=Ranks(0, 1), **OPTIONS)), outcome(load_model(directory, **OPTIONS))
-    ):
+    for mine, theirs in zip(outcome(load_model(directory, mesh=Ranks(0, 1), **OPTIONS)), alone(directory)):
         assert torch.equal(mine, theirs) if isinstance(mine, torch.Tensor) else mine == theirs
 
 
