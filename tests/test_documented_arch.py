@@ -17,7 +17,13 @@ TEXT = (ROOT / "docs" / "add-an-arch.md").read_text()
 FILES = re.findall(r"^```python file=(\S+)\n(.*?)^```", TEXT, re.S | re.M)
 (ROW,) = re.findall(r"^    kernels=\{.*\},$", TEXT, re.M)
 OP = "dsa/ops/elementwise/rms_norm.py"
-DIGESTS = "from tests.gpu import receipt; print({name: receipt.digest(name, 'sm_90') for name in ('rms_norm', 'fuzz')})"
+DIGESTS = """
+from tests.gpu import receipt
+from tests.gpu.read_once import read_once
+
+with read_once():
+    print({name: receipt.digest(name, "sm_90") for name in ("rms_norm", "fuzz")})
+"""
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +52,7 @@ def extended(project, digests_before):
 
 
 def run(project, *command, returncode=0):
-    environment = os.environ | {"PYTHONPATH": str(project), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = os.environ | {"PYTHONPATH": str(project), "PYTEST_ADDOPTS": ""}
     done = subprocess.run([sys.executable, *command], cwd=project, capture_output=True, text=True, env=environment)
     assert done.returncode == returncode, (done.stdout + done.stderr)[-4000:]
     return done.stdout

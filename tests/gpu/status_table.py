@@ -23,7 +23,8 @@ def table(arch: str, entries: Mapping[str, dict[str, Any]]) -> str:
     """A row for each module of dsa.ops, and for each part of one, with the public functions that it has, and for each
     entry of more than one op."""
     modules = [op for op in op_modules() if ops_of(op_modules()[op])]
-    wholes = [name for name in receipt.WHOLES if name in {*entries, *receipt.asked(arch)}]
+    asked = {*entries, *receipt.asked(arch)}
+    wholes = [name for name in receipt.WHOLES if name in asked]
     names = sorted({*modules, *entries} - receipt.WHOLES.keys()) + wholes
     return "\n".join([HEAD, *(_row(name, arch, entries.get(name)) for name in names)])
 

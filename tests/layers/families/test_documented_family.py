@@ -32,7 +32,7 @@ def project(tmp_path_factory):
 
 def run(project, *command):
     path = os.pathsep.join([str(project), str(ROOT)])
-    environment = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = os.environ | {"PYTHONPATH": path, "PYTEST_ADDOPTS": ""}
     done = subprocess.run(
         [sys.executable, *command], cwd=project, capture_output=True, text=True, env=environment, timeout=300
     )
