@@ -105,7 +105,7 @@ def test_a_pass_over_a_few_tokens_is_as_many_over_one(model, next_n):
 def test_tokens_that_are_taken_back_leave_nothing(model, drafts):
     """Each pass has a token that is right, and drafts, of which another number is right for each sequence. What the
     wrong ones have written is written over or not read: in pages, rings and states of blocks that they ended."""
-    count = 20
+    count = 12
     tokens, expected = sequences(drafts), None
     expected = one_by_one(model, tokens, count)
     cache, done = filled(model, tokens, count), [0] * 3

@@ -16,7 +16,7 @@ from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
 from tests.layers.families import hf_models
 
-PROMPTS = [list(range(40, 110)), [7, 8, 9], list(range(5, 38)), [100] * 17, [3]]
+PROMPTS = [list(range(40, 145)), [7, 8, 9], list(range(5, 38)), [100] * 17, [3]]
 
 
 class Replay:
@@ -71,7 +71,7 @@ def generate(model, limits, **options):
 
 def test_captured_steps_give_the_same_tokens(model, captured, monkeypatch):
     """Sequences end at different steps, so that rows are padded and refilled, and pages and state slots taken over."""
-    limits = [70, 5, 12, 3, 40]
+    limits = [30, 5, 12, 3, 16]
     got = generate(model, limits)
     # Five sequences, fewer and fewer; the last one comes to three pages.
     assert captured == [(8, 2), (4, 2), (2, 2), (1, 2), (1, 4)]
