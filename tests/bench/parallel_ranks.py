@@ -1,17 +1,22 @@
 """Ranks of the benchmark of several GPUs on a CPU, with a clock of the host and the smallest stacks."""
 
 import dataclasses
+import gc
 import time
 
 import torch
 
 from dsa_bench.e2e import one_of_many, parallel_cases, parallel_rows, stacks
 from dsa_bench.e2e.clock import Clock
+from dsa_layers.parallel import rows as shared_rows
 from dsa_layers.parallel.ranks import ALONE
 from tests.bench.small_stacks import FEWER, SMALL
 
-# A prompt of whole rows, of shared ones, and one that is computed once.
-PROMPTS, SEQUENCES, CONTEXT = {40: 2, 260: 1, 300: 0}, (1, 3), 200
+# A prompt of whole rows, of shared ones, and one that is computed once, in two passes. Ranks share rows from fewer
+# tokens on than elsewhere: a pass over four times as many takes a CPU three times as long.
+SHARED_ROWS = 64
+FEW_EXPERTS = {"n_routed_experts": 4}  # two on each rank
+PROMPTS, SEQUENCES, CONTEXT = {40: 2, 66: 1, 90: 0}, (1, 3), 200
 
 
 class HostClock(Clock):
@@ -62,10 +67,12 @@ def layers_that_fit(name, gpus, memory, tokens):
 
 def make_small():
     """In this process all stacks and cases are small, and nothing is profiled."""
+    gc.freeze()  # or each collection between runs would go through all that was imported
     for name, (file, fields) in stacks.STACKS.items():
-        stacks.STACKS[name] = (file, fields | SMALL | FEWER[name] | stacks.with_layers(name, 3))
+        stacks.STACKS[name] = (file, fields | SMALL | FEWER[name] | FEW_EXPERTS | stacks.with_layers(name, 3))
     parallel_cases.PROMPTS, parallel_cases.SEQUENCES, parallel_cases.CONTEXT = PROMPTS, SEQUENCES, CONTEXT
-    parallel_cases.CHUNK, parallel_cases.STEP_REPEATS = 270, 1
+    parallel_cases.CHUNK, parallel_cases.STEP_REPEATS = 70, 1
+    shared_rows.SHARED_ROWS = SHARED_ROWS
     parallel_rows.events_of = events_of
     parallel_rows.layers_that_fit = layers_that_fit
 

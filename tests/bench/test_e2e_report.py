@@ -383,7 +383,8 @@ def test_whole_passes(name, either_build, monkeypatch):
     monkeypatch.setattr(peer_fp4_experts, "LEAST_WIDENED", 100)
     own = {"num_attention_heads": 64, "index_topk": 128} | ({"num_key_value_heads": 64} if name == "V3.2" else {})
     model = stacks.stack(name, "cpu", **SMALL, **FEWER[name] | own)
-    for run in (prefill(model, 2, 300, 400), prefill(model, 3, 40, 400), decode(model, 2, 300)):
+    # The first prompts are longer than what is selected, and the second of them is cut.
+    for run in (prefill(model, 2, 160, 200), prefill(model, 3, 40, 400), decode(model, 2, 300)):
         expected = run.launched()
         with peer_ops.peer_kernels():
             got = run.launched()

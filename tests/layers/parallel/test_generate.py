@@ -1,6 +1,7 @@
 """`dsa generate --gpus N` on a CPU: processes of its own, one terminal, one message."""
 
 import contextlib
+import io
 import json
 import math
 import os
@@ -11,10 +12,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from safetensors.torch import load_file, save_file
 
+from dsa_layers.command.main import main
 from dsa_layers.tiny import write_tiny_checkpoint
 
 COMMAND = [sys.executable, "-m", "dsa_layers.command", "generate"]
@@ -28,37 +32,67 @@ def checkpoint(tmp_path_factory):
     return directory
 
 
-def generate(checkpoint, *options, stdin="", start=COMMAND, **environment):
+def arguments(checkpoint, options):
     device = [] if "--device" in options else ["--device", "cpu"]
-    call = [*start, str(checkpoint), *device, "--dtype", "float32", "--max-new-tokens", "8", *options]
+    return [str(checkpoint), *device, "--dtype", "float32", "--max-new-tokens", "8", *options]
+
+
+def generate(checkpoint, *options, stdin="", start=COMMAND, **environment):
+    call = [*start, *arguments(checkpoint, options)]
     return subprocess.run(call, input=stdin, capture_output=True, text=True, env=ENVIRONMENT | environment, timeout=120)
 
 
-def test_greedy_text_is_that_of_one_process(checkpoint):
+@pytest.fixture
+def generate_here(capfd):
+    """`generate` with this process as the one that starts the ranks, or that is alone: torch is there, the import of
+    which takes a new process seconds. The ranks are processes of their own."""
+
+    def late(*_):
+        raise RuntimeError("has not ended within 120 s")
+
+    def call(checkpoint, *options, **environment):
+        before = signal.signal(signal.SIGALRM, late)
+        signal.alarm(120)
+        try:
+            with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1"} | environment):
+                code = main(["generate", *arguments(checkpoint, options)])
+        finally:
+            signal.alarm(0)
+            signal.signal(signal.SIGALRM, before)
+        written = capfd.readouterr()
+        return SimpleNamespace(returncode=code, stdout=written.out, stderr=written.err)
+
+    return call
+
+
+def test_greedy_text_is_that_of_one_process(checkpoint, generate_here, monkeypatch):
     prompts = ["--prompt", "-", "--prompt", "def f(", "--temperature", "0"]
-    one, two = (generate(checkpoint, *prompts, "--gpus", n, stdin="hello world") for n in ("1", "2"))
+    two = generate(checkpoint, *prompts, "--gpus", "2", stdin="hello world")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hello world")))
+    one = generate_here(checkpoint, *prompts, "--gpus", "1")
     assert one.returncode == two.returncode == 0, two.stderr
     assert one.stdout == two.stdout and one.stdout.startswith("[0] hello world")
     (line,) = two.stderr.splitlines()
     assert line.startswith("prefill: ")
 
 
-def test_events(checkpoint):
-    done = generate(checkpoint, "--prompt", "a", "--prompt", "b", "--temperature", "2", "--json", "--gpus", "2")
+def test_events(checkpoint, generate_here):
+    done = generate_here(checkpoint, "--prompt", "a", "--prompt", "b", "--temperature", "2", "--json", "--gpus", "2")
     assert done.returncode == 0, done.stderr
     events = [json.loads(line) for line in done.stdout.splitlines()]
     assert [event["event"] for event in events].count("completion") == 2
     assert events[0]["event"] == "start" and events[-1]["event"] == "throughput"
 
 
-def test_torchrun_starts_ranks_too(checkpoint):
+def test_torchrun_starts_ranks_too(checkpoint, generate_here):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *COMMAND[1:]]
     options = ["--prompt", "def f(", "--temperature", "0"]
-    done, one = generate(checkpoint, *options, start=torchrun), generate(checkpoint, *options)
+    done, one = generate(checkpoint, *options, start=torchrun), generate_here(checkpoint, *options)
     assert done.returncode == 0, done.stderr
     assert done.stdout == one.stdout
-    wrong = generate(checkpoint, *options, "--gpus", "3", start=torchrun)
-    assert wrong.returncode == 1 and "--gpus: must be the 2 ranks that were started, got 3" in wrong.stderr
+    as_its_rank = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
+    wrong = generate_here(checkpoint, *options, "--gpus", "3", **as_its_rank)
+    assert wrong.returncode == 2 and "--gpus: must be the 2 ranks that were started, got 3" in wrong.stderr
 
 
 def test_ranks_whose_environments_differ_end(checkpoint):
@@ -83,32 +117,32 @@ def test_ranks_whose_environments_differ_end(checkpoint):
         (["--gpus", "2", "--cache-tokens", "64", "--prompt", "a b " * 200], "--cache-tokens"),
     ],
 )
-def test_wrong_calls_are_said_once(checkpoint, options, said):
-    done = generate(checkpoint, "--prompt", "x", *options)
+def test_wrong_calls_are_said_once(checkpoint, options, said, generate_here):
+    done = generate_here(checkpoint, "--prompt", "x", *options)
     assert done.returncode == 2 and done.stdout == ""
     assert sum(said in line for line in done.stderr.splitlines()) == 1, done.stderr
 
 
-def test_a_port_in_use_is_said_once(checkpoint):
+def test_a_port_in_use_is_said_once(checkpoint, generate_here):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        done = generate(checkpoint, "--prompt", "x", "--gpus", "2", MASTER_PORT=port)
+        done = generate_here(checkpoint, "--prompt", "x", "--gpus", "2", MASTER_PORT=port)
     assert done.returncode == 2 and done.stdout == ""
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"dsa generate: MASTER_PORT: port {port} of 127.0.0.1 cannot be used")
 
 
-def test_a_damaged_checkpoint_is_said_once(checkpoint, tmp_path):
+def test_a_damaged_checkpoint_is_said_once(checkpoint, tmp_path, generate_here):
     for path in checkpoint.iterdir():
         (tmp_path / path.name).symlink_to(path)
     (tmp_path / "model-00003-of-000004.safetensors").unlink()
-    done = generate(tmp_path, "--prompt", "x", "--gpus", "2")
+    done = generate_here(tmp_path, "--prompt", "x", "--gpus", "2")
     assert done.returncode == 2 and done.stdout == ""
     missing = "model-00003-of-000004.safetensors: missing"
     assert sum(missing in line for line in done.stderr.splitlines()) == 1, done.stderr
 
 
-def test_sequences_that_fail_are_said_once(checkpoint, tmp_path):
+def test_sequences_that_fail_are_said_once(checkpoint, tmp_path, generate_here):
     """By the first rank, which no other ends before it has."""
     shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -116,7 +150,7 @@ def test_sequences_that_fail_are_said_once(checkpoint, tmp_path):
     tensors = load_file(path)
     tensors["lm_head.weight"].fill_(math.nan)
     save_file(tensors, path)
-    done = generate(tmp_path, "--prompt", "x", "--gpus", "2")
+    done = generate_here(tmp_path, "--prompt", "x", "--gpus", "2")
     assert done.returncode == 1 and done.stdout.startswith("x")
     report, failure = done.stderr.splitlines()
     assert report.startswith("prefill: ") and "hold NaN or infinity" in failure
@@ -173,12 +207,12 @@ if os.environ.get("RANK") == "1":
         ("KeyboardInterrupt", "", 130),
     ],
 )
-def test_a_rank_that_fails_ends_the_others(checkpoint, tmp_path, raised, said, code):
+def test_a_rank_that_fails_ends_the_others(checkpoint, tmp_path, raised, said, code, generate_here):
     """While it generates: within seconds, and with its own words, those of a defect that nobody expects among them."""
     (tmp_path / "sitecustomize.py").write_text(FAILS.replace("RAISED", raised))
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     options = ["--prompt", "x", "--max-new-tokens", "60000", "--temperature", "0"]
-    done = generate(checkpoint, *options, "--gpus", "2", PYTHONPATH=path)  # or it would run into the time limit
+    done = generate_here(checkpoint, *options, "--gpus", "2", PYTHONPATH=path)  # or it would run into the time limit
     assert done.returncode == code and done.stdout.startswith("x")
     *_, cause, end = done.stderr.splitlines()
     assert cause.removeprefix("[rank1]: ") == said, done.stderr  # torch's, before what Python writes

@@ -31,8 +31,10 @@ from tests.layers.parallel.processes import in_ranks
 from tests.layers.parallel.ways import split_by
 
 # (new, earlier) tokens of two sequences, a pass; more than are selected. The first is short, and split by heads.
-PASSES = [(130, 0), (40, 0)], [(150, 130), (150, 40)], [(1, 280), (257, 190)]
+PASSES = [(130, 0), (20, 0)], [(150, 130), (110, 20)], [(1, 280), (257, 130)]
 LONG = 1, 2
+# Layers that are run, the first ones: each kind of them, and in GLM one that selects behind one that does not.
+LAYERS = {"deepseek_v32": 2, "deepseek_v4": 3, "glm_moe_dsa": 4}
 OPTIONS = {
     "fp32": {"dtype": torch.float32, "dequantize": True},
     "bf16": {"dtype": torch.bfloat16, "dequantize": True},
@@ -252,16 +254,17 @@ def counted(model, ranks, way):
 
 
 def attention(model, x, batch, cache, rows):
-    """Of every layer, all of which read the same x."""
+    """Of layers, all of which read the same x."""
+    count = LAYERS[model.config.model_type]
     if isinstance(model, DeepseekV4ForCausalLM):
-        for i, layer in enumerate(model.layers):
+        for i, layer in enumerate(model.layers[:count]):
             ratio = model.config.compress_rates.get(model.config.layer_types[i])
             rotary = model.rotaries["main" if ratio is None else "compress"]
             entry_rope = None if ratio is None else rotary(batch.entries(ratio).positions)
             yield layer.attn(x, RopeAngles(rotary(batch.positions)), entry_rope, batch, cache.layer(i), rows=rows)
         return
     selection = Selection()
-    for i, layer in enumerate(model.model.layers):
+    for i, layer in enumerate(model.model.layers[:count]):
         yield layer.self_attn(x, *model.model.rotary(batch.positions), batch, cache.layer(i), selection, rows=rows)
 
 
@@ -289,13 +292,21 @@ def of_ranks(ranks, directories):
     """By model and options: (what attention gives, rows' numbers, what is said), or the keys that were read."""
     found = {}
     for model, directory in directories.items():
-        for name, options in OPTIONS.items():
-            part, said = load_model(directory, mesh=ranks, progress=False, **options), []
+        for name in ("bf16", "fp8"):
+            part, said = load_model(directory, mesh=ranks, progress=False, **OPTIONS[name]), []
             with told(said):
                 found[model, name] = *attended(part, ranks), said
         part = load_model(directory, mesh=ranks, progress=False, **OPTIONS["fp32"])
         found |= {(model, way): counted(part, ranks, way) for way in ("selected", "latest")}
+        found[model, "fp32"] = found[model, "selected"]  # which is the same, and some seconds
     return found
+
+
+@functools.cache
+@torch.inference_mode()
+def selected(directory):
+    """`counted` in one process: two tests' expectation."""
+    return counted(load_model(directory, progress=False, **OPTIONS["fp32"]), ALONE, "selected")
 
 
 @pytest.fixture(scope="module")
@@ -325,11 +336,13 @@ def of_forms(ranks, directory):
 
 def test_the_choice_of_a_form_counts_what_it_says(checkpoints):
     """To the byte: what the multi-head form says beyond the absorbed one, in long passes, and in short ones nothing."""
+    layers = LAYERS["deepseek_v32"]
     for found in in_ranks(2, of_forms, checkpoints["deepseek_v32"]):
         for name, way in itertools.product(OPTIONS, ("selected", "latest")):
             (absorbed, counted), (multi_head, also) = (found[name, way, form] for form in (False, True))
-            assert counted == also and len(counted) == 4 * len(PASSES)
-            assert [one is None for one in counted] == [i not in LONG for i in range(len(PASSES)) for _ in range(4)]
+            assert counted == also and len(counted) == layers * len(PASSES)
+            short = [i not in LONG for i in range(len(PASSES)) for _ in range(layers)]
+            assert [one is None for one in counted] == short
             counted = [one for one in counted if one is not None]
             sizes = [sum(size for _, size in said) for said in (absorbed, multi_head)]
             assert sizes[1] - sizes[0] == sum(one.token_bytes for one in counted), (name, way)
@@ -341,9 +354,11 @@ def test_rows_of_long_passes_have_the_bits_of_one_process(checkpoints, of_both):
     """And those of short ones its numbers."""
     for model, directory in checkpoints.items():
         for name, options in OPTIONS.items():
-            alone = load_model(directory, progress=False, **options)
-            with torch.inference_mode():
-                expected, _ = attended(alone, ALONE)
+            if name == "fp32":
+                expected, *_ = selected(directory)
+            else:
+                with torch.inference_mode():
+                    expected, _ = attended(load_model(directory, progress=False, **options), ALONE)
             for found, numbers, _ in (of_one[model, name] for of_one in of_both):
                 assert found.keys() == expected.keys()
                 for (i, j), y in found.items():
@@ -360,9 +375,12 @@ def test_rows_of_long_passes_have_the_bits_of_one_process(checkpoints, of_both):
 def test_keys_are_counted_and_may_be_others(checkpoints, of_both, way):
     """All tokens' on every rank. Another way of selecting gives the rows of all tokens."""
     for model, directory in checkpoints.items():
-        alone = load_model(directory, progress=False, **OPTIONS["fp32"])
-        with torch.inference_mode():
-            expected, _, counts = counted(alone, ALONE, way)
+        if way == "selected":
+            expected, _, counts = selected(directory)
+        else:
+            alone = load_model(directory, progress=False, **OPTIONS["fp32"])
+            with torch.inference_mode():
+                expected, _, counts = counted(alone, ALONE, way)
         for found, numbers, theirs in (of_one[model, way] for of_one in of_both):
             assert theirs == counts, model
             for i, j in (key for key in found if key[0] in LONG):
@@ -374,11 +392,10 @@ def test_keys_alone_are_said(of_both):
     entries what these are made of, in 32; of a layer at once."""
     latent, index = (512 + 64) * 2, 128 * 2
     per_layer = {
-        "deepseek_v32": [[latent + index]] * 4,
-        "glm_moe_dsa": [[latent + index] if full else [latent] for full in (True, True, False, True, False)],
-        "deepseek_v4": [[1024], [1024, 2 * 4 * (1024 + 256)], [1024, 2 * 4 * 512], [1024]],
+        "deepseek_v32": [[latent + index]] * 2,
+        "glm_moe_dsa": [[latent + index] if full else [latent] for full in (True, True, False, True)],
+        "deepseek_v4": [[1024], [1024, 2 * 4 * (1024 + 256)], [1024, 2 * 4 * 512]],
     }
-    per_layer["deepseek_v4"][3] = per_layer["deepseek_v4"][1]
     for of_one in of_both:
         for model, of_layers in per_layer.items():
             *_, said = of_one[model, "fp8"]

@@ -30,9 +30,9 @@ from tests.layers.parallel.processes import in_ranks
 from tests.layers.parallel.ways import WAYS, split_by
 
 OPTIONS = {"dtype": torch.float32, "dequantize": True, "progress": False}
-# More tokens than are selected, in two sequences and in two passes.
-TOKENS, LENGTHS = [2 + i * i % 2000 for i in range(300)], [200, 100]
-PROMPTS = [TOKENS[:150], TOKENS[:3], TOKENS[7:80]]
+# More tokens than are selected, in two sequences whose rows are shared, and in two passes whose rows are whole.
+TOKENS, LENGTHS = [2 + i * i % 2000 for i in range(260)], [170, 90]
+PROMPTS = [TOKENS[:150], TOKENS[:3], TOKENS[7:20]]
 SPLITS = [(model, quantized, 2) for model in model_types() for quantized in (True, False)]
 SPLITS += [(model, False, 4) for model in model_types() if model != "deepseek_v4"]  # it has 2 groups of heads
 FUSED = "experts in one tensor"
@@ -139,7 +139,8 @@ def with_drafts(ranks, directories):
 def drafted(model):
     """The first prompt has more entries of deepseek_v4 than are selected, and shares its rows."""
     generator = Generator(model, None, cache_tokens=2048, draft_tokens=2)
-    return [c.tokens for c in generator.generate([TOKENS[:270], TOKENS[7:20]], SamplingParams(max_new_tokens=5))]
+    prompts = [TOKENS + TOKENS[:10], TOKENS[7:20]]
+    return [c.tokens for c in generator.generate(prompts, SamplingParams(max_new_tokens=5))]
 
 
 def test_drafters_are_split_too(checkpoints):
