@@ -1,11 +1,21 @@
 """What tests of layers, models and the command share."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from dsa_layers.tiny import write_tiny_checkpoint
+from dsa_layers.tiny import write_tiny_checkpoint, writer
+from dsa_layers.tiny.tokenizer import train_tokenizer
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_tokenizer_of_a_size():
+    """Training one is most of the time that a tiny checkpoint takes, and a checkpoint's is only written."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writer, "train_tokenizer", functools.cache(train_tokenizer))
+        yield
 
 
 @pytest.fixture(scope="session")
