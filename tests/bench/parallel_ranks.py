@@ -17,6 +17,7 @@ from tests.bench.small_stacks import FEWER, SMALL
 SHARED_ROWS = 64
 FEW_EXPERTS = {"n_routed_experts": 4}  # two on each rank
 PROMPTS, SEQUENCES, CONTEXT = {40: 2, 66: 1, 90: 0}, (1, 3), 200
+RUNS = [*(f"prefill {n}" for n in PROMPTS), *(f"decode {n} x {CONTEXT}" for n in SEQUENCES)]
 
 
 class HostClock(Clock):

@@ -11,8 +11,7 @@ from dsa_bench.e2e.computed import computed
 from dsa_bench.e2e.parallel_rows import shape
 from dsa_bench.e2e.stacks import STACKS
 from tests.bench import parallel_command
-
-RUNS = ["prefill 40", "prefill 260", "prefill 300", "decode 1 x 200", "decode 3 x 200"]
+from tests.bench.parallel_ranks import RUNS
 
 ROW = {"shape": "V4-Flash decode 1 x 8192, 2 GPUs", "model": "V4-Flash", "run": "decode 1 x 8192", "gpus": 2}
 ROW |= {"layers": 43, "published_layers": 43, "tokens": 1, "ms": 8.0, "tokens/s": 125.0, "figure": "125 tokens/s"}

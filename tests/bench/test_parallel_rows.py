@@ -22,7 +22,7 @@ from tests.bench.small_stacks import FEWER, SMALL
 from tests.layers.parallel.processes import in_ranks
 from tests.layers.parallel.ways import WAYS, split_by
 
-RUNS = ["prefill 40", "prefill 66", "prefill 90", "decode 1 x 200", "decode 3 x 200"]
+RUNS = parallel_ranks.RUNS
 OFTEN = [run for run in RUNS if run != "prefill 90"]
 
 
