@@ -253,7 +253,7 @@ def test_keys_in_a_cache_have_no_gradients(layer, compressed, family):
         makers = ("wkv.weight", "kv_norm.weight", "compressor.wkv.weight", "compressor.ape", "compressor.norm.weight")
     batch, x = SequenceBatch.paged([5], [5], [[0]], PAGE, state_slots=[0]), torch.randn(5, HIDDEN)
     layer.requires_grad_(False)
-    before = held.clone()
+    before = held.zero_().clone()
 
     def message(name):
         return (

@@ -227,7 +227,7 @@ class TestFailure:
             f"print('output')\nsys.exit({code})"
         )
         assert run(3, source) == code
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 30
         lines = [f"line {i}" for i in range(80, 100)]
         told = f"dsa: rank 1 of 3 ended with exit code {code}; the other ranks have been stopped"
         assert capfd.readouterr() == ("", "\n".join([*lines, told, ""]))
@@ -248,7 +248,7 @@ class TestFailure:
     def test_by_a_signal(self, capfd, rank):
         began = time.monotonic()
         assert run(3, f"if rank != {rank}: time.sleep(60)\nos.kill(os.getpid(), signal.SIGKILL)") == 1
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 30
         told = f"dsa: rank {rank} of 3 was ended by SIGKILL; the other ranks have been stopped\n"
         assert capfd.readouterr() == ("", told)
         assert not has_children()
@@ -354,7 +354,7 @@ class TestFailure:
         )
         began = time.monotonic()
         assert run(3, source) == 1
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 30
         assert not has_children()
         for child in started(tmp_path, 2):
             wait_for(lambda child=child: not running(child), 5)
