@@ -244,7 +244,7 @@ def casts(monkeypatch):
 
 
 def test_results_are_cast_by_attention_where_nobody_else_sees_them(casts):
-    """With the same numbers as where somebody does."""
+    """With the same numbers as where somebody does. With gradients the keys would be summed in another order."""
     layer, batch = fp8_layer(34).requires_grad_(False), SequenceBatch.without_cache([5, 3])
     rope, x = RopeAngles(ROTARY(batch.positions)), torch.randn(8, 256).bfloat16()
     with torch.no_grad():

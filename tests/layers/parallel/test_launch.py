@@ -220,6 +220,7 @@ class TestFailure:
     @pytest.mark.parametrize("code", [1, 2, 130])
     def test_of_another_rank(self, capfd, monkeypatch, code):
         monkeypatch.setattr(module, "RANK_0_SECONDS", 0.5)
+        monkeypatch.setattr(module, "STOP_SECONDS", 60)
         began = time.monotonic()
         source = (
             "if rank != 1: time.sleep(60)\n"
@@ -245,7 +246,10 @@ class TestFailure:
         assert capfd.readouterr().err == "wrong call 0\n"
 
     @pytest.mark.parametrize("rank", [0, 2])
-    def test_by_a_signal(self, capfd, rank):
+    def test_by_a_signal(self, capfd, monkeypatch, rank):
+        """Of which nobody waits for rank 0 to say more, nor for ranks that SIGTERM ends."""
+        monkeypatch.setattr(module, "RANK_0_SECONDS", 60)
+        monkeypatch.setattr(module, "STOP_SECONDS", 60)
         began = time.monotonic()
         assert run(3, f"if rank != {rank}: time.sleep(60)\nos.kill(os.getpid(), signal.SIGKILL)") == 1
         assert time.monotonic() - began < 30
