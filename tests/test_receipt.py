@@ -217,7 +217,7 @@ CHANGES = {
     "the tests' frame": (
         ("tests/gpu/conftest.py", "manual_seed(0)", "manual_seed(1)"),
         ("rms_norm", "generation", "user_commands", "hostile_contents"),
-        ("e2e",),
+        ("drafts",),
     ),
     "a benchmark": (
         ("dsa_bench/elementwise/rms_norm.py", "SHAPES = ", "SHAPES = SMALLER = "),
@@ -297,7 +297,7 @@ CHANGES = {
     "every test's frame": (
         ("tests/conftest.py", "set_num_threads(1)", "set_num_threads(2)"),
         ("rms_norm", "fuzz"),
-        ("e2e",),
+        ("drafts",),
     ),
     "a peer's call": (
         ("dsa_bench/peers/flash_mla.py", '"use_legacy": True', '"use_legacy": False'),

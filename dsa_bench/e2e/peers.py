@@ -28,7 +28,7 @@ from dsa_bench.e2e.parts import glue
 from dsa_bench.e2e.peer_fp4_experts import forward_on_marlin
 from dsa_bench.e2e.peer_slots import to_slots
 from dsa_bench.harness.calls import reason
-from dsa_bench.peers import deep_gemm, flash_mla, marlin, operators
+from dsa_bench.peers import deep_gemm, flash_mla, marlin, operators, topk
 from dsa_bench.peers.package import Library, Operators
 from dsa_layers.batch.group_rows import GroupRows
 from dsa_layers.layers import attention, key_selection
@@ -36,9 +36,6 @@ from dsa_layers.layers.experts import Experts
 
 Op = Callable[..., Any]
 _NEVER = 2**31  # keys: more than any op takes
-_WORKSPACE_BYTES = 1 << 20  # of vLLM's cooperative and persistent top-k
-_SELECTED = (512, 1024, 2048)  # keys that these select
-_COOPERATIVE_ROWS = 64  # at most
 _PERSISTENT_COLUMNS = 65536  # of a prompt's scores from which on the persistent one is faster than the one for prompts
 _flash_attention = torch.ops.aten._flash_attention_forward
 
@@ -183,15 +180,15 @@ class _TopK:
     ) -> torch.Tensor:
         (rows, columns), stride = scores.shape, scores.stride(0)
         out = torch.empty(rows, k, dtype=torch.int32, device=scores.device)
-        cooperates = rows <= _COOPERATIVE_ROWS
+        cooperates = rows <= topk.COOPERATIVE_ROWS
         if (
             at_zero
             and scores.is_contiguous()
-            and k in _SELECTED
+            and k in topk.SELECTED
             and (cooperates or starts is None or columns >= _PERSISTENT_COLUMNS)
         ):
-            topk = torch.ops._C.cooperative_topk if cooperates else torch.ops._C.persistent_topk
-            topk(scores, lengths, out, self._workspace(scores.device), k, columns)
+            select = torch.ops._C.cooperative_topk if cooperates else torch.ops._C.persistent_topk
+            select(scores, lengths, out, self._workspace(scores.device), k, columns)
         elif starts is None:
             torch.ops._C.top_k_per_row_decode(scores, 1, lengths, out, rows, stride, 1, k)
         else:
@@ -201,7 +198,7 @@ class _TopK:
     def _workspace(self, device: torch.device) -> torch.Tensor:
         """Not one that a graph has made: that memory is the graph's."""
         if device not in self._workspaces:
-            made = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+            made = torch.zeros(topk.WORKSPACE_BYTES, dtype=torch.uint8, device=device)
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 return made
             self._workspaces[device] = made

@@ -81,8 +81,8 @@ def estimated_seconds(
         of_token, of_square = _PROMPT_MS[name]
         of_prompts = [(_repeats(count * n), count * (n * of_token + n**2 * of_square)) for count, n in prompts]
         of_steps = [(STEP_REPEATS, _STEP_MS[name][1] + n * _STEP_MS[name][0]) for n, _ in steps]
-        # Each is run once more before it is timed, twice without counting, and once in the profiler.
-        passes = sum((repeats + 4) * ms for repeats, ms in (*of_prompts, *of_steps))
+        # Each is run at most twice before it is timed, twice without counting, and once in the profiler.
+        passes = sum((repeats + 5) * ms for repeats, ms in (*of_prompts, *of_steps))
         seconds += _MODEL_SECONDS + 2 * (passes / 1000 + _RUN_SECONDS * (len(prompts) + len(steps)))
     return seconds
 
@@ -145,8 +145,9 @@ def _beside(model: Model, ours: Run, repeats: int) -> Row:
 
         try:
             with replaced.in_place():
+                theirs.launched()  # what is compiled, or laid out for good
+                theirs.timed()  # what is captured
                 peer_parts = gpu_ms(model, lambda: logits.append(theirs.launched()))
-                theirs.timed()  # what is compiled or captured
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a peer may say no in any way, and must not end the other runs

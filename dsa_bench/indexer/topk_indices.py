@@ -15,7 +15,7 @@ import dsa
 from dsa.testing import copy_bandwidth
 from dsa_bench.harness import agreement
 from dsa_bench.harness.case import Call, Case
-from dsa_bench.peers import cudnn, operators
+from dsa_bench.peers import cudnn, topk
 
 # rows, columns, scores, k
 SHAPES = [
@@ -91,7 +91,7 @@ def case(rows: int, cols: int, kind: str, k: int) -> Case:
     calls: dict[str, list[Call]] = {"dsa": ours}
     calls["torch.topk"] = [partial(_torch_topk, x, k) for x in inputs]
     failed: dict[str, str] = {}
-    for peers in (maker([(x, lengths, k) for x in inputs]) for maker in (operators.topk, cudnn.topk)):
+    for peers in (maker([(x, lengths, k) for x in inputs]) for maker in (topk.select, cudnn.topk)):
         calls |= peers.calls
         failed |= peers.failed
 

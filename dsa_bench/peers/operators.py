@@ -1,4 +1,4 @@
-"""Operators of vLLM (`torch.ops._C`) and SGLang (`torch.ops.sgl_kernel`): top-k, the FP8 cast, the merge of branches.
+"""Operators of vLLM (`torch.ops._C`) and SGLang (`torch.ops.sgl_kernel`): the FP8 cast, the merge of branches.
 
 They write to tensors that they are given; a call returns these. Either engine's may be installed without the other's.
 """
@@ -15,52 +15,6 @@ from dsa_bench.peers.package import Operators, Peers
 VLLM = Operators("vllm", "vllm", ("_C_stable_libtorch.abi3.so",))
 SGLANG = Operators("sglang", "sgl_kernel", ("sm90/common_ops.abi3.so",))
 BUILDS = (VLLM, SGLANG)
-_WORKSPACE = 1 << 20
-_COOPERATIVE = 64  # rows that vLLM's cooperative top-k takes
-_SGLANG_K = 2048  # what SGLang's top-k selects
-
-
-def topk(inputs: Iterable[tuple[torch.Tensor, torch.Tensor, int]]) -> Peers:
-    """Indices of (scores, lengths, k), from key 0 on, in any order. Where an operator takes contiguous scores alone, it
-    gets copies of such as are not, made beforehand."""
-    inputs, peers = list(inputs), Peers()
-    scores, _, k = inputs[0]
-    peers.add(VLLM, _topk_prefill, inputs, "vllm prefill")
-    peers.add(VLLM, _topk_decode, inputs, "vllm decode")
-    whole = [(x.contiguous(), *rest) for x, *rest in inputs]
-    peers.add(VLLM, partial(_topk_workspace, "persistent_topk"), whole, "vllm persistent")
-    if len(scores) <= _COOPERATIVE:
-        peers.add(VLLM, partial(_topk_workspace, "cooperative_topk"), whole, "vllm cooperative")
-    if k == _SGLANG_K:
-        peers.add(SGLANG, _topk_sglang, inputs)
-    return peers
-
-
-def _empty_indices(scores: torch.Tensor, k: int) -> torch.Tensor:
-    return torch.empty(len(scores), k, dtype=torch.int32, device=scores.device)
-
-
-def _topk_prefill(module: ModuleType, scores, lengths, k: int) -> Call:
-    out, starts = _empty_indices(scores, k), torch.zeros_like(lengths)
-    arguments = (scores, starts, lengths, out, len(scores), scores.stride(0), 1, k)
-    return partial(_into, out, partial(torch.ops._C.top_k_per_row_prefill, *arguments))
-
-
-def _topk_decode(module: ModuleType, scores, lengths, k: int) -> Call:
-    out = _empty_indices(scores, k)
-    arguments = (scores, 1, lengths, out, len(scores), scores.stride(0), 1, k)
-    return partial(_into, out, partial(torch.ops._C.top_k_per_row_decode, *arguments))
-
-
-def _topk_workspace(operator: str, module: ModuleType, scores, lengths, k: int) -> Call:
-    out, workspace = _empty_indices(scores, k), torch.zeros(_WORKSPACE, dtype=torch.uint8, device=scores.device)
-    call = partial(getattr(torch.ops._C, operator), scores, lengths, out, workspace, k, scores.shape[1])
-    return partial(_into, out, call)
-
-
-def _topk_sglang(module: ModuleType, scores, lengths, k: int) -> Call:
-    out = _empty_indices(scores, k)
-    return partial(_into, out, partial(torch.ops.sgl_kernel.fast_topk, scores, out, lengths, None))
 
 
 def cast(inputs: Iterable[tuple[torch.Tensor, bool]]) -> Peers:

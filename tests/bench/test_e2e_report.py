@@ -478,6 +478,7 @@ class Machine:
 
     def __init__(self, monkeypatch):
         self.compiled, self.fails, self.peers_of_calls, self.theirs = [], None, [], torch.tensor([4.0, 5.5])
+        self.passes = []  # launched or timed, with the peers' kernels
         monkeypatch.setattr(report, "stack", lambda name: torch.nn.Linear(1, 1))
         monkeypatch.setattr(report, "prefill", lambda model, count, tokens, chunk: self.run())
         monkeypatch.setattr(report, "decode", self.decode)
@@ -496,12 +497,14 @@ class Machine:
         return dict(zip(calls, (2.0, 3.0)))
 
     def run(self):
-        def logits():
+        def logits(kind):
             if self.fails and self.has_peers():
                 raise self.fails
+            if self.has_peers():
+                self.passes.append(kind)
             return self.theirs if self.has_peers() else torch.tensor([4.0, 5.0])
 
-        return Run(logits, logits, self.run)
+        return Run(lambda: logits("timed"), lambda: logits("launched"), self.run)
 
     def decode(self, model, count, context):
         if context == 64:
@@ -509,6 +512,7 @@ class Machine:
         return self.run()
 
     def parts(self, model, call):
+        self.passes.append("parts of")
         call()
         return PARTS_MS
 
@@ -553,6 +557,12 @@ def test_both_are_timed_by_turns_on_kernels_of_their_own(monkeypatch, peers):
     machine = Machine(monkeypatch)
     list(report.rows(["V4-Flash"], prompts=[(1, 32)], steps=[]))
     assert machine.peers_of_calls == [False, True]
+
+
+def test_what_the_peers_do_once_is_in_no_part(monkeypatch, peers):
+    machine = Machine(monkeypatch)
+    list(report.rows(["V4-Flash"], prompts=[], steps=[(1, 32)]))
+    assert machine.passes == ["launched", "timed", "parts of", "launched", "timed", "parts of"]  # the last is ours
 
 
 @pytest.mark.parametrize("theirs", [[torch.nan, 1.0], [torch.inf, 1.0], [-5.0, 4.0]])

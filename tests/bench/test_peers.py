@@ -12,7 +12,7 @@ import dsa
 from dsa_bench.harness import calls
 from dsa_bench.harness import case as cases
 from dsa_bench.harness.agreement import agree, agree_attention
-from dsa_bench.peers import deep_gemm, flash_mla, marlin, operators, probe, scores_and_topk
+from dsa_bench.peers import deep_gemm, flash_mla, marlin, operators, probe, scores_and_topk, topk
 from dsa_bench.peers.package import Library, Operators, Peers
 
 NEW, OLD = "vllm.third_party.deep_gemm", "deep_gemm"
@@ -41,6 +41,7 @@ SHAPES = {
     "window_attention_cast": [(512, 64, 8, 128), (130, 64, 8, 0)],
     "topk_indices": [(4, 2500, "normal", 2048), (4, 2500, "indexer", 2048), (70, 200, "plateau", 16)],
 }
+TOPK = ("vllm prefill", "vllm decode", "vllm persistent", "vllm cooperative", "sglang")
 EVERYONE = {
     "flash_mla_sparse_fwd": {
         *("sgl-flash-mla", "flashmla"),
@@ -60,19 +61,13 @@ EVERYONE = {
     "linear_layers": {"deepgemm 2.8.1", "cuBLASLt"},
     "fp8_mqa_logits": {"deepgemm 2.8.1, not cleaned", "deepgemm 2.8.1", "deepgemm", "cuDNN-FE"},
     "fp8_paged_mqa_logits": {"deepgemm 2.8.1", "deepgemm"},
-    "indexer_select": {"deepgemm 2.8.1, vllm", "deepgemm 2.8.1, sglang"},
+    "indexer_select": {f"deepgemm 2.8.1, {name}" for name in TOPK},
     "merge_attention": {"vllm", "sglang"},
-    "paged_indexer_select": {
-        *("deepgemm 2.8.1, vllm decode", "deepgemm 2.8.1, vllm persistent"),
-        *("deepgemm 2.8.1, vllm cooperative", "deepgemm 2.8.1, sglang"),
-    },
+    "paged_indexer_select": {f"deepgemm 2.8.1, {name}" for name in TOPK},
     "per_token_cast_to_fp8": {"vllm", "sglang"},
     "sliding_window_attention": {"sgl-flash-mla", "flashmla"},
     "window_attention_cast": {"sgl-flash-mla", "flashmla"},
-    "topk_indices": {
-        *("vllm prefill", "vllm decode", "vllm persistent", "vllm cooperative", "sglang"),
-        *("cuDNN-FE", "cuDNN-FE deterministic"),
-    },
+    "topk_indices": {*TOPK, "cuDNN-FE", "cuDNN-FE deterministic"},
 }
 
 
@@ -282,7 +277,7 @@ def test_either_engines_operators_do_without_the_others(gone, there, broken, pee
     q, kv = torch.randn(3, 32, 32).to(torch.float8_e4m3fn), torch.randn(2500, 32).to(torch.float8_e4m3fn)
     starts, ends = torch.zeros(3, dtype=torch.int32), torch.full((3,), 2500, dtype=torch.int32)
     found = {
-        "top-k": operators.topk([(torch.randn(3, 2500), ends, 2048)]),
+        "top-k": topk.select([(torch.randn(3, 2500), ends, 2048)]),
         "cast": operators.cast([(torch.randn(2, 128, dtype=torch.bfloat16), True)]),
         "merge": operators.merge([([torch.randn(2, 2, 8)] * 2, [torch.randn(2, 2)] * 2)]),
         "both": scores_and_topk.select(q, (kv, torch.ones(2500)), torch.ones(3, 32), starts, ends, 2048),
@@ -384,8 +379,8 @@ def test_all_gradients_of_attention_are_compared():
 def test_a_top_k_that_takes_contiguous_scores_gets_them(peers):
     """Rows of index scores are padded: copies are made beforehand, and no operator is left out."""
     padded, lengths = torch.randn(3, 2600)[:, :2500], torch.full((3,), 2500, dtype=torch.int32)
-    found = operators.topk([(padded, lengths, 2048)])
-    whole = operators.topk([(padded.contiguous(), lengths, 2048)])
+    found = topk.select([(padded, lengths, 2048)])
+    whole = topk.select([(padded.contiguous(), lengths, 2048)])
     assert found.calls.keys() == whole.calls.keys() >= {"vllm persistent", "vllm cooperative"} and not found.failed
     for name, (call,) in found.calls.items():
         assert torch.equal(call(), whole.calls[name][0]()), name

@@ -12,7 +12,7 @@ from dsa.compat import deep_gemm
 from dsa.testing import assert_close, calc_diff, poison_free_memory
 from dsa_bench.peers import deep_gemm as gemm_peers
 from dsa_bench.peers import flash_mla as mla_peers
-from dsa_bench.peers import operators
+from dsa_bench.peers import topk
 from dsa_engines.vllm import adapters, models, warm_up
 from tests.engines.vllm.configurations import V4, V32, config
 from tests.gpu.engines.batches import (
@@ -135,7 +135,7 @@ def test_topk(rows, columns, k):
     assert (buffer == 7).all() and torch.equal(decoded, expected)
     full = lengths >= k  # of other rows vLLM's kernels leave a part unwritten, which vLLM clears beforehand
     values = logits[full].gather(1, expected[full].long()).sort(1).values
-    for name, calls in operators.topk([(logits, lengths, k)]).calls.items():
+    for name, calls in topk.select([(logits, lengths, k)]).calls.items():
         if name.startswith("vllm"):
             found = calls[0]().view(rows, k)[full]
             assert torch.equal(logits[full].gather(1, found.long()).sort(1).values, values), name

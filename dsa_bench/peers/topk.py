@@ -1,0 +1,87 @@
+"""Top-k of vLLM and SGLang: by themselves, behind index scores, and in whole passes.
+
+They select from rows whose keys begin with the first column, in any order, and write to a tensor that they are given.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from types import ModuleType
+
+import torch
+
+from dsa_bench.harness.calls import Call
+from dsa_bench.peers.operators import SGLANG, VLLM
+from dsa_bench.peers.package import Operators, Peers
+
+SELECTED = (512, 1024, 2048)  # keys that vLLM's cooperative and persistent top-k select
+COOPERATIVE_ROWS = 64  # at most
+WORKSPACE_BYTES = 1 << 20  # of these two, which find it as they have left it
+SIDE_BY_SIDE = ("vllm persistent", "vllm cooperative")  # take rows that lie so, and no others
+_SGLANG_K = 2048  # what SGLang's top-k selects
+TopK = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]  # scores, lengths, out
+Make = Callable[[torch.Tensor], TopK]  # of lengths, at most as many of which a call has
+
+
+def select(inputs: Iterable[tuple[torch.Tensor, torch.Tensor, int]]) -> Peers:
+    """Indices of (scores, lengths, k). Rows that do not lie side by side are copied beforehand where they must."""
+    inputs, peers = list(inputs), Peers()
+    scores, _, k = inputs[0]
+    for name, (library, make) in those_for(len(scores), k).items():
+        given = [(x.contiguous(), *rest) for x, *rest in inputs] if name in SIDE_BY_SIDE else inputs
+        peers.add(library, partial(_into_own, make), given, name)
+    return peers
+
+
+def those_for(rows: int, k: int) -> dict[str, tuple[Operators, Make]]:
+    """{name: (library, what makes a call)} of all that take so many rows and select k."""
+    found: dict[str, tuple[Operators, Make]] = {"vllm prefill": (VLLM, _prefill), "vllm decode": (VLLM, _decode)}
+    if k in SELECTED:
+        found["vllm persistent"] = VLLM, partial(_with_workspace, "persistent_topk")
+        if rows <= COOPERATIVE_ROWS:
+            found["vllm cooperative"] = VLLM, partial(_with_workspace, "cooperative_topk")
+    if k == _SGLANG_K:
+        found["sglang"] = SGLANG, _sglang
+    return found
+
+
+def _into_own(make: Make, module: ModuleType, scores: torch.Tensor, lengths: torch.Tensor, k: int) -> Call:
+    out, topk = torch.empty(len(scores), k, dtype=torch.int32, device=scores.device), make(lengths)
+
+    def call() -> torch.Tensor:
+        topk(scores, lengths, out)
+        return out
+
+    return call
+
+
+def _prefill(lengths: torch.Tensor) -> TopK:
+    starts = torch.zeros_like(lengths)
+
+    def topk(scores: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor) -> None:
+        sizes = len(scores), scores.stride(0), 1, out.shape[1]
+        torch.ops._C.top_k_per_row_prefill(scores, starts[: len(scores)], lengths, out, *sizes)
+
+    return topk
+
+
+def _decode(lengths: torch.Tensor) -> TopK:
+    def topk(scores: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor) -> None:
+        torch.ops._C.top_k_per_row_decode(scores, 1, lengths, out, len(scores), scores.stride(0), 1, out.shape[1])
+
+    return topk
+
+
+def _with_workspace(operator: str, lengths: torch.Tensor) -> TopK:
+    workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=lengths.device)
+
+    def topk(scores: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor) -> None:
+        getattr(torch.ops._C, operator)(scores, lengths, out, workspace, out.shape[1], scores.shape[1])
+
+    return topk
+
+
+def _sglang(lengths: torch.Tensor) -> TopK:
+    def topk(scores: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor) -> None:
+        torch.ops.sgl_kernel.fast_topk(scores, out, lengths, None)
+
+    return topk
