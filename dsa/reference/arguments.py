@@ -33,6 +33,7 @@ from dsa.reference.checks import (
     check_same_dtype,
     check_tensor,
     check_writable,
+    is_tensor,
     shape_of,
 )
 
@@ -159,7 +160,9 @@ class Arguments:
         with_shape = ((name, spec) for name, spec in specs.items() if isinstance(spec, (Tensor, Tensors)))
         self._shapes = {name: _Shapes(spec.shape) for name, spec in with_shape}
         names = list(specs)
-        self._order = [names.index(name) for name in (*first, *(name for name in names if name not in first))]
+        in_order = [names.index(name) for name in (*first, *(name for name in names if name not in first))]
+        # What a check goes through, in its order: an argument's place, name, spec, name in messages, and shapes.
+        self._rows = [(i, names[i], specs[names[i]], self.names[i], self._shapes.get(names[i])) for i in in_order]
         self._first = first
         self._numbers = tuple(i for i, spec in enumerate(specs.values()) if isinstance(spec, Number))
 
@@ -173,12 +176,14 @@ class Arguments:
         sizes: Sizes = {}
         origin: dict[str, str] = {}
         found: dict[str, torch.Tensor] = {}
-        named = [*zip(self.specs.items(), self.names, values, strict=True)]
-        for (name, spec), shown, value in (named[i] for i in self._order):
+        if len(values) != len(self.names):
+            raise ValueError(f"values: must be of {', '.join(self.names)}, got {len(values)}")
+        for place, name, spec, shown, shapes in self._rows:
+            value = values[place]
             if spec.optional and value is None:
                 continue
             if isinstance(spec, Tensors):
-                found |= _check_list(shown, spec, self._shapes[name], value, sizes, origin)
+                found |= _check_list(shown, spec, shapes, value, sizes, origin)
                 continue
             if not isinstance(spec, Tensor):
                 spec.check(shown, value)
@@ -187,7 +192,7 @@ class Arguments:
                     sizes.setdefault(name, value)
                     origin.setdefault(name, shown)
                 continue
-            self._shapes[name].check(shown, spec, value, sizes, origin)
+            shapes.check(shown, spec, value, sizes, origin)
             if spec.like:
                 like = self._shown(spec.like)
                 _check_like(shown, spec, value, like, found[like])
@@ -325,43 +330,85 @@ class _Shape:
         words = text.split()
         self.open = "..." in words
         cut = words.index("...") if self.open else len(words)
-        self.front, self.back = words[:cut], words[cut + 1 :]
+        self.front, self.back = [_Word(one) for one in words[:cut]], [_Word(one) for one in words[cut + 1 :]]
 
     def check(self, name: str, spec: Tensor | Tensors, value: object, sizes: Sizes, origin: dict[str, str]) -> None:
         """Check one tensor, and bind the names that its shape has first."""
         shape = shape_of(value)
-        sources = self.sources(sizes, origin)
         middle: tuple[int, ...] = ()
         if self.open:
             count = len(self.front) + len(self.back)
             if "..." in sizes:
                 middle = sizes["..."]
-                sources[origin["..."]] = None
             elif len(shape) >= count:
                 middle = shape[len(self.front) : len(shape) - len(self.back)]
             else:
                 check_tensor(name, value, spec.dtypes, shape)
                 many = f"{count} dimension{'s' if count > 1 else ''}"
                 raise ValueError(f"{name}: must have at least {many}, got shape {list(shape)}")
-        words = [*self.front, *middle, *self.back]
-        expected = [_size(word, sizes) if isinstance(word, str) else word for word in words]
-        check_tensor(name, value, spec.dtypes, expected, _listed(sources))
+        front, back = ([word.size(sizes) for word in words] for words in (self.front, self.back))
+        expected = [*front, *middle, *back]
+        if not is_tensor(value, spec.dtypes, expected):
+            check_tensor(name, value, spec.dtypes, expected, _listed(self.sources(sizes, origin)))
         if self.open and "..." not in sizes:
             sizes["..."], origin["..."] = middle, name
-        for word, size in zip(words, shape):
-            if isinstance(word, str) and word not in sizes:
-                _bind(name, word, size, shape, sizes, origin)
+        for word, size in zip(self.front, shape):
+            word.bind(name, size, shape, sizes, origin)
+        for word, size in zip(self.back, shape[len(shape) - len(self.back) :]):
+            word.bind(name, size, shape, sizes, origin)
 
     def sources(self, sizes: Sizes, origin: dict[str, str]) -> dict[str, None]:
         """The arguments that sizes of its words come from."""
-        return dict.fromkeys(origin[n] for word in (*self.front, *self.back) for n in _known(word, sizes))
+        known = [name for word in (*self.front, *self.back) for name in word.known(sizes)]
+        return dict.fromkeys(origin[name] for name in (*known, *(["..."] if self.open and "..." in sizes else [])))
 
     def expected(self, sizes: Sizes) -> list[int | str]:
-        return [_size(word, sizes) for word in self.front]
+        return [word.size(sizes) for word in self.front]
 
     def fits(self, shape: tuple[int, ...], sizes: Sizes) -> bool:
         expected = self.expected(sizes)
         return len(shape) == len(expected) and all(isinstance(n, str) or n == size for n, size in zip(expected, shape))
+
+
+class _Word:
+    """A word of a shape, read once: a call of a small op would wait longer for it than for the op."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.number = int(text) if text.isdigit() else None
+        self.names = tuple(name for name in re.findall(r"[A-Za-z_]\w*", text) if name != "ceil")
+        self.shown = re.sub(r"([+*/])", r" \1 ", text)  # in a message, while it may be any
+        more = re.fullmatch(r"([A-Za-z_]\w*)\+(\d+)", text)
+        self.more_than = (more[1], int(more[2])) if more else None
+        # The formulas are this project's own.
+        formula = re.sub(r"ceil\((\w+)/(\w+)\)", r"(-(-\1//\2))", text)
+        formula = re.sub(r"([A-Za-z_]\w*)", r"sizes['\1']", formula)
+        self.formula: Callable[[Sizes], int] = eval(f"lambda sizes: {formula}", {"__builtins__": {}})
+
+    def known(self, sizes: Sizes) -> tuple[str, ...]:
+        """The names in it, if all of them are bound."""
+        if self.text in sizes:
+            return (self.text,)
+        return self.names if all(name in sizes for name in self.names) else ()
+
+    def size(self, sizes: Sizes) -> int | str:
+        """The size that it stands for, or words for a message while that may be any."""
+        if self.number is not None:
+            return self.number
+        if self.text in sizes:
+            return sizes[self.text]
+        return self.formula(sizes) if self.known(sizes) else self.shown
+
+    def bind(self, name: str, size: int, shape: tuple[int, ...], sizes: Sizes, origin: dict[str, str]) -> None:
+        """From now on it stands for this size; so does B in "B+1", for one less."""
+        if self.number is not None or self.known(sizes):
+            return
+        sizes[self.text], origin[self.text] = size, name
+        if self.more_than:
+            base, more = self.more_than
+            if size < more:
+                raise ValueError(f"{name}: must have {base} + {more} entries, got shape {list(shape)}")
+            sizes[base], origin[base] = size - more, name
 
 
 def _check_list(
@@ -399,38 +446,6 @@ def _check_most(name: str, spec: Int, value: int, sizes: Sizes, origin: dict[str
     if isinstance(spec.most, str) and value > sizes[spec.most]:
         of = origin[spec.most]
         raise ValueError(f"{name}: must be at most {spec.most} = {sizes[spec.most]}, got {value} (sizes as of {of})")
-
-
-def _known(word: str, sizes: Sizes) -> list[str]:
-    """The names in a word, if all of them are bound."""
-    if word in sizes:
-        return [word]
-    names = [name for name in re.findall(r"[A-Za-z_]\w*", word) if name != "ceil"]
-    return names if all(name in sizes for name in names) else []
-
-
-def _size(word: str, sizes: Sizes) -> int | str:
-    """The size that a word stands for, or the word itself, for a message, while that may be any."""
-    if word.isdigit():
-        return int(word)
-    if word in sizes:
-        return sizes[word]
-    if not _known(word, sizes):
-        return re.sub(r"([+*/])", r" \1 ", word)
-    # The formulas are this project's own.
-    return eval(re.sub(r"ceil\((\w+)/(\w+)\)", r"(-(-\1//\2))", word), {"__builtins__": {}}, sizes)
-
-
-def _bind(name: str, word: str, size: int, shape: tuple[int, ...], sizes: Sizes, origin: dict[str, str]) -> None:
-    """From now on the word stands for this size; so does B in "B+1", for one less."""
-    if word.isdigit() or _known(word, sizes):
-        return
-    sizes[word], origin[word] = size, name
-    match = re.fullmatch(r"([A-Za-z_]\w*)\+(\d+)", word)
-    if match:
-        if size < int(match[2]):
-            raise ValueError(f"{name}: must have {match[1]} + {match[2]} entries, got shape {list(shape)}")
-        sizes[match[1]], origin[match[1]] = size - int(match[2]), name
 
 
 def _listed(names: Iterable[str]) -> str:

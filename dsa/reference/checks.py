@@ -30,15 +30,26 @@ def check_tensor(
         raise ValueError(f"{name}: must be a dense tensor, got {got}")
     if value.dtype not in dtypes:
         raise ValueError(f"{name}: dtype must be {_names(dtypes)}, got {_names((value.dtype,))}")
+    if not _has_sizes(value, shape):
+        origin = f" (sizes as of {sizes_of})" if sizes_of else ""
+        raise ValueError(f"{name}: shape must be [{', '.join(map(str, shape))}], got {list(value.shape)}{origin}")
+
+
+def is_tensor(value: object, dtypes: Sequence[torch.dtype], shape: Sequence[int | str]) -> bool:
+    """Whether `check_tensor` has nothing to say of it."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_nested:
+        return False
+    return value.dtype in dtypes and _has_sizes(value, shape)
+
+
+def _has_sizes(value: torch.Tensor, shape: Sequence[int | str]) -> bool:
     sizes = value.shape
-    if len(sizes) == len(shape):
-        for want, got in zip(shape, sizes):
-            if want != got and isinstance(want, int):
-                break
-        else:
-            return
-    origin = f" (sizes as of {sizes_of})" if sizes_of else ""
-    raise ValueError(f"{name}: shape must be [{', '.join(map(str, shape))}], got {list(sizes)}{origin}")
+    if len(sizes) != len(shape):
+        return False
+    for want, got in zip(shape, sizes):
+        if want != got and isinstance(want, int):
+            return False
+    return True
 
 
 def shape_of(value: object) -> tuple[int, ...]:

@@ -88,8 +88,9 @@ def save(data: Entries) -> None:
 
 def op_module(name: str) -> str:
     """The bridge of the op that an entry is about."""
-    ops = [op for op in op_modules() if f"{name}_".startswith(f"{op}_")]
-    return source_digest.op_module(max(ops, key=len, default=name))
+    modules = op_modules()
+    ops = [op for op in modules if f"{name}_".startswith(f"{op}_")]
+    return modules[max(ops, key=len)] if ops else source_digest.op_module(name)
 
 
 def test_files(name: str) -> list[Path]:
@@ -122,11 +123,12 @@ def archs_by_op() -> dict[str, set[str]]:
     return {op: set().union(*archs) for op, archs in rows.items() if any(archs)}
 
 
-def needed(data: Entries, arch: str) -> list[str]:
+def needed(data: Entries, arch: str, among: Iterable[str] = ()) -> list[str]:
     """The entries of an arch that have to run there, or have to say why they have not: those that are asked for and
-    missing, and those of code or tests that have changed since they ran, or since they said why not."""
+    missing, and those of code or tests that have changed since they ran, or since they said why not. among: these
+    alone, if there are any."""
     there = data.get(arch, {})
-    names = sorted({*asked(arch), *there} & {*tested()})
+    names = sorted({*asked(arch), *there} & {*tested()} & {*(among or tested())})
     return [name for name in names if name not in there or not is_of_this_code(there[name], name, arch)]
 
 

@@ -22,12 +22,11 @@ def unverify(reason: str, names: Sequence[str] = ()) -> list[str]:
     data, marked = receipt.load(), []
     with read_once():
         for arch in sorted({*backends.archs(), *data}):
-            for name in receipt.needed(data, arch):
-                if not names or name in names:
-                    entries, mark = data.setdefault(arch, {}), {"unverified": reason}
-                    mark["unverified_at"] = receipt.digest(name, arch)
-                    entries[name] = entries.get(name, {}) | mark
-                    marked.append(f"{name} of {arch}")
+            for name in receipt.needed(data, arch, names):
+                entries, mark = data.setdefault(arch, {}), {"unverified": reason}
+                mark["unverified_at"] = receipt.digest(name, arch)
+                entries[name] = entries.get(name, {}) | mark
+                marked.append(f"{name} of {arch}")
     receipt.save(data)
     return marked
 
