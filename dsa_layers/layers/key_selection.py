@@ -72,9 +72,7 @@ def select_packed(
     if most == 0 or len(q) == 0:
         return torch.full((len(q), top_k), -1, dtype=torch.int32, device=q.device)
     if not quantised and key_lens is not None and len(key_lens) > 1:
-        scores = _scores_by_sequence(q, keys, weights, key_lens)
-        own = paging if row_to_seq is None else paging | {"row_to_seq": row_to_seq}
-        return dsa.topk_indices(scores, top_k, lengths=lengths, **own)
+        return _select_by_sequence(q, keys, weights, top_k, lengths, key_lens, workspace, row_to_seq, **paging)
     if not quantised:
         q, keys = q.float(), keys.float()
     columns = most + ROW_PADDING if quantised else len(keys)
@@ -99,14 +97,36 @@ def select_packed(
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
+def _select_by_sequence(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    weights: torch.Tensor,
+    top_k: int,
+    lengths: torch.Tensor,
+    key_lens: Sequence[int],
+    workspace: int,
+    row_to_seq: torch.Tensor | None,
+    **paging: torch.Tensor | int,
+) -> torch.Tensor:
+    """Of as many sequences at a time as have scores of `workspace` bytes, or of one."""
+    tokens, own_keys, most, found = len(q) // len(key_lens), keys.split(key_lens), max(key_lens), []
+    sequences = max(1, workspace // (4 * tokens * most))
+    for first in range(0, len(key_lens), sequences):
+        part = slice(first * tokens, (first + sequences) * tokens)
+        scores = _scores_by_sequence(q[part], own_keys[first : first + sequences], weights[part], most)
+        own = paging if row_to_seq is None else paging | {"row_to_seq": row_to_seq[part]}
+        found.append(dsa.topk_indices(scores, top_k, lengths=lengths[part], **own))
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
 @without_autocast
 def _scores_by_sequence(
-    q: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor, key_lens: Sequence[int]
+    q: torch.Tensor, keys: Sequence[torch.Tensor], weights: torch.Tensor, columns: int
 ) -> torch.Tensor:
-    """fp32 [T, max(key_lens)]: the scores of each token with all rows of its sequence; undefined behind these."""
-    scores = weights.new_empty(len(q), max(key_lens))
-    of_sequences = (x.unflatten(0, (len(key_lens), -1)) for x in (q, weights, scores))
-    for own_q, own_weights, own_scores, own_keys in zip(*of_sequences, keys.split(key_lens)):
+    """fp32 [T, columns]: the scores of each token with all keys of its sequence; undefined behind these."""
+    scores = weights.new_empty(len(q), columns)
+    of_sequences = (x.unflatten(0, (len(keys), -1)) for x in (q, weights, scores))
+    for own_q, own_weights, own_scores, own_keys in zip(*of_sequences, keys):
         own_scores[:, : len(own_keys)] = index_scores(own_q, own_keys, own_weights)
     return scores
 

@@ -163,6 +163,16 @@ def test_decoding_tokens_are_scored_with_their_own_keys(next_n, monkeypatch):
     assert scored == 2 * [(next_n, n) for n in lens]
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(select_packed(*given, key_lens=lens), expected[0])
+    parts, topk = [], dsa.topk_indices
+    noted = lambda scores, *k, **options: parts.append(scores.numel()) or topk(scores, *k, **options)  # noqa: E731
+    monkeypatch.setattr(dsa, "topk_indices", noted)
+    for sequences in (1, 2):
+        bytes_of_scores = 4 * sequences * next_n * max(lens)
+        for options, wanted in zip(({}, paging), expected):
+            got = select_packed(*given, key_lens=lens, workspace=bytes_of_scores, **options)
+            assert torch.equal(got, wanted)
+        assert 4 * max(parts) == bytes_of_scores and len(parts) == 2 * -(-len(lens) // sequences)
+        parts.clear()
 
 
 @pytest.mark.parametrize("sequences", [1, 4])
