@@ -37,5 +37,6 @@ def _given_by(package: str) -> dict[str, str]:
 
 
 def _imported_from(package: str, tree: ast.Module) -> set[str]:
-    nodes = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == package)
-    return {alias.name for node in nodes for alias in node.names}
+    nodes = source_digest._import_statements(tree)
+    own = (node for node in nodes if isinstance(node, ast.ImportFrom) and node.module == package)
+    return {alias.name for node in own for alias in node.names}

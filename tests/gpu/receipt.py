@@ -15,6 +15,7 @@ once these are others, the reason has to be given anew.
 """
 
 import ast
+import functools
 import hashlib
 import json
 import re
@@ -168,9 +169,14 @@ def digest(name: str, arch: str) -> str:
 def tuned_data(modules: Iterable[str], arch: str) -> list[Path]:
     """The files of tuned configurations that these modules read: those of the ops that kernels name."""
     paths = (ROOT.joinpath(*m.split(".")).with_suffix(".py") for m in modules if m.startswith("dsa.kernels."))
-    trees = [ast.parse(path.read_text()) for path in paths if path.is_file()]
-    named = {node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)}
-    return [data for data in sorted((TUNED / arch).glob("*.json")) if data.stem in named]
+    sources = [path.read_text() for path in paths if path.is_file()]
+    return [data for data in sorted((TUNED / arch).glob("*.json")) if any(data.stem in _strings(s) for s in sources)]
+
+
+@functools.cache
+def _strings(source: str) -> frozenset[str]:
+    nodes = ast.walk(ast.parse(source))
+    return frozenset(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
 
 
 def code_modules(name: str, arch: str) -> list[str]:
