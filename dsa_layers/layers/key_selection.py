@@ -125,6 +125,8 @@ def _scores_by_sequence(
 ) -> torch.Tensor:
     """fp32 [T, columns]: the scores of each token with all keys of its sequence; undefined behind these."""
     scores = weights.new_empty(len(q), columns)
+    if scores.device.type == "meta":  # nothing to compute, and no kernels to be asked for
+        return scores
     of_sequences = (x.unflatten(0, (len(keys), -1)) for x in (q, weights, scores))
     for own_q, own_weights, own_scores, own_keys in zip(*of_sequences, keys):
         own_scores[:, : len(own_keys)] = index_scores(own_q, own_keys, own_weights)

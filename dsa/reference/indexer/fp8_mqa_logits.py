@@ -127,6 +127,8 @@ def _fill(
     """Writes the scores into `logits`, which holds -inf, some queries at a time so that memory stays bounded."""
     keys = k.shape[0]
     starts, ends = starts.long().clamp(0, keys), ends.long().clamp_max(keys)
+    if not (starts < ends).any():
+        return
     chunk = max(1, _CHUNK // max(1, q.shape[1] * keys))
     for first in range(0, q.shape[0], chunk):
         rows = slice(first, first + chunk)

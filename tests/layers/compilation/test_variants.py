@@ -6,7 +6,6 @@ import json
 import random
 import tempfile
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from torch.overrides import TorchFunctionMode
 from dsa.ops.asked_variants import Variant, asked_variants
 from dsa_bench.e2e.stacks import FP8
 from dsa_layers import Generator, SamplingParams, load_model
-from dsa_layers.compilation import passes
 from dsa_layers.compilation.passes import META, MOST_ROWS, decode, growing, prefill, without_memory
 from dsa_layers.compilation.variants import TILES, model_variants, precisions, with_all_tiles
 from dsa_layers.families.config import read_config
@@ -48,10 +46,7 @@ def variants_of(model_type, *, drafts=0, gpus=1, **options):
 def _variants_of(model_type, drafts, gpus, **options):
     with tempfile.TemporaryDirectory() as directory:
         config = tiny_config(model_type, Path(directory))
-    # Of float keys each sequence's scores are a product of their own: those of a thousand take a minute.
-    most = 2**6 if options.get("dequantize") else passes.MOST_SEQUENCES
-    with mock.patch.object(passes, "MOST_SEQUENCES", most):
-        return set(model_variants(config, precisions(config, **AS_LOADED | options), drafts=drafts, gpus=gpus))
+    return set(model_variants(config, precisions(config, **AS_LOADED | options), drafts=drafts, gpus=gpus))
 
 
 @pytest.mark.parametrize("model_type, options", KINDS, ids=str)

@@ -175,6 +175,13 @@ def test_decoding_tokens_are_scored_with_their_own_keys(next_n, monkeypatch):
         parts.clear()
 
 
+def test_sequences_without_memory_are_not_scored(monkeypatch):
+    """Passes that list a model's kernels have a thousand of them."""
+    monkeypatch.setattr(key_selection, "index_scores", None)
+    q, keys = torch.empty(6, 2, 8, device="meta"), torch.empty(9, 8, device="meta").split((4, 2, 3))
+    assert key_selection._scores_by_sequence(q, keys, q[..., 0], 4).shape == (6, 4)
+
+
 @pytest.mark.parametrize("sequences", [1, 4])
 def test_decoding_with_float_index_keys(sequences, monkeypatch):
     """One sequence has all keys: its tokens are scored as a prompt's are."""
