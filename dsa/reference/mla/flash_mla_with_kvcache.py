@@ -9,10 +9,7 @@ from dsa.reference.autocast import without_autocast
 from dsa.reference.cache.kv_cache import BYTE_DTYPES, cache_dim, page_layout, read_kv_cache
 from dsa.reference.checks import FLOATS, INT32, check_flag, check_memory, shape_of
 from dsa.reference.mla.mla_metadata import FlashMLASchedMeta, Plan, bind_plan, check_plan, check_plan_tensors, own_plan
-from dsa.reference.mla.softmax_attention import apply_sink, attend
-
-# Numbers in the largest gathered [queries, K, d] tensor: 256 MiB of fp32.
-_CHUNK = 2**26
+from dsa.reference.mla.softmax_attention import apply_sink, attend, queries_at_a_time
 
 
 def latent_cache(shape: str, **options: object) -> Tensor:
@@ -274,7 +271,7 @@ def _sparse(
     rows, h_q, d = q.shape
     out = torch.empty(rows, h_q, d_v, dtype=torch.float32, device=q.device)
     lse = torch.empty(rows, h_q, dtype=torch.float32, device=q.device)
-    chunk = max(1, _CHUNK // max(1, d * sum(slots.shape[1] for _, slots in selections)))
+    chunk = queries_at_a_time(sum(slots.shape[1] for _, slots in selections), d, q.device)
     for first in range(0, rows, chunk):
         part = slice(first, first + chunk)
         kv = torch.cat([read_kv_cache(cache, slots[part]) for cache, slots in selections], dim=1)

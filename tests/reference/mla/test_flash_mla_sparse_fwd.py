@@ -91,7 +91,7 @@ def test_nan_in_keys_that_are_not_selected():
 def test_chunks_of_queries_change_nothing(monkeypatch):
     q, kv = torch.randn(5, 4, 24), torch.randn(7, 1, 24)
     whole = flash_mla_sparse_fwd(q, kv, INDICES, 0.7, 16)
-    monkeypatch.setattr(softmax_attention, "_CHUNK", 2 * 5 * 24)
+    monkeypatch.setattr(softmax_attention, "_CPU_CHUNK", 2 * 5 * 24)
     torch.testing.assert_close(flash_mla_sparse_fwd(q, kv, INDICES, 0.7, 16), whole)
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from dsa.reference import flash_mla_with_kvcache, make_v4_cache
-from dsa.reference.mla import flash_mla_with_kvcache as mla_decode
+from dsa.reference.mla import softmax_attention
 from tests.reference.gemm import e4m3
 from tests.reference.mla.attention_oracle import assert_near, attend_one, attend_rows
 
@@ -318,7 +318,7 @@ def test_byte_caches(layout, d, dtype):
 def test_chunks_of_queries_change_nothing(monkeypatch):
     cache, q = torch.randn(3, 4, 1, 24), torch.randn(3, 2, 5, 24)
     whole = flash_mla_with_kvcache(q, cache, None, None, 16, None, indices=INDICES)
-    monkeypatch.setattr(mla_decode, "_CHUNK", 24 * 6 * 4)
+    monkeypatch.setattr(softmax_attention, "_CPU_CHUNK", 24 * 6 * 4)
     parts = flash_mla_with_kvcache(q, cache, None, None, 16, None, indices=INDICES)
     torch.testing.assert_close(parts, whole)
 
