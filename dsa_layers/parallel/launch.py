@@ -33,6 +33,8 @@ RANK_0_SECONDS = 5
 _POLL_SECONDS = 0.01
 _LAST_LINES, _LAST_BYTES = 20, 2**14  # of a failed rank's standard error
 _SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT
+_PF_EXITING = 4  # Linux's flag of a process that ends, among those of /proc/PID/stat
+_CAUSES = ("signal", "code", "abort")  # of an end, the likeliest first
 
 # Runs before the command in each rank's process, without the site's packages, in 0.03 s. A preexec_fn could deadlock
 # beside torch's threads.
@@ -188,11 +190,6 @@ def _is_ending(pid: int) -> bool:
         return bool(int(fields.split()[6]) & _PF_EXITING)
     except OSError:
         return False
-
-
-_PF_EXITING = 4
-# The likeliest first.
-_CAUSES = ("signal", "code", "abort")
 
 
 def _kind(code: int) -> str:
