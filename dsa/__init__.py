@@ -3,7 +3,6 @@
 Importing this package imports torch only: no CuTe DSL, no CUDA initialisation.
 """
 
-from dsa import source_stamps  # noqa: F401 - before all others: what these files are by now
 from dsa.backends import backend, num_sms, use_backend
 from dsa.ops.cache.compressed_kv import compress_kv, write_compressed_kv
 from dsa.ops.cache.indexer_cache import read_indexer_cache, write_indexer_cache

@@ -91,7 +91,8 @@ def main() -> None:
     REFERENCES.write_text(reference_init())
     importlib.reload(dsa)  # with the new names
     OPS.write_text(ops())
-    for document in (status_table, headlines, training_tables):
+    status_table.PATH.write_text(status_table.renewed(status_table.PATH.read_text()))
+    for document in (headlines, training_tables):
         document.PATH.write_text(document.inserted(document.PATH.read_text()))
 
 

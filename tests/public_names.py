@@ -6,7 +6,7 @@ import inspect
 from pathlib import Path
 
 import dsa
-from dsa.source_digest import op_modules
+from dsa.ops import op_modules
 
 ROOT = Path(__file__).parent.parent
 # What dsa has from no bridge, and dsa.reference beside the references of the ops: what several of these are made of.

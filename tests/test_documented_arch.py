@@ -65,8 +65,8 @@ import importlib
 
 import dsa
 from dsa import backends
-from dsa.cute.compile_cache import cubin
-from dsa.cute.sass import disassemble
+from dsa.runtime.compile_cache import cubin
+from dsa.runtime.sass import disassemble
 
 assert set(backends.KERNELS["rms_norm"]) == {"sm_90", "sm_100"} and backends.archs() == ["sm_100", "sm_90"]
 found = []

@@ -6,7 +6,7 @@ import pytest
 
 import dsa
 from dsa import reference
-from dsa.source_digest import op_modules
+from dsa.ops import op_modules
 from dsa_bench.harness.benchmarks import benchmarks
 from tests import generate, public_names
 from tests.gpu import headlines, receipt, status_table, training_tables

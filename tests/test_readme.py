@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dsa_layers.command.main import main
-from tests.gpu.receipt import python_blocks
+from tests.documents import python_blocks
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()

@@ -8,7 +8,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable
 
-from dsa.source_digest import op_modules
+from dsa.ops import op_modules
 
 
 def _self_tests() -> dict[str, Callable[[str], None]]:

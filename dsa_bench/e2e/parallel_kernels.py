@@ -4,8 +4,8 @@ each rank, they would take most of its time."""
 import os
 from collections.abc import Callable, Collection, Sequence
 
-from dsa.cute.private_files import private_folder
 from dsa.ops.asked_variants import Variant, asked_variants
+from dsa.runtime.private_files import private_folder
 from dsa_bench.e2e.parallel_cases import CONTEXT, Case, chosen
 from dsa_bench.e2e.report import CHUNK
 from dsa_bench.e2e.silent import SilentRanks, without_collectives
@@ -35,7 +35,7 @@ def prepare(models: Sequence[str], runs: Collection[str] | None, gpus: int, tell
 
 def compile_ahead(asked: Callable[[], list[Variant]], tell: Callable[[str], None]) -> None:
     """Compiles what is asked for into the compile cache, if there is one, where it is not there yet."""
-    from dsa.cute.compile_cache import cache_dir  # needs the DSL, which is for Linux
+    from dsa.runtime.compile_cache import cache_dir  # needs the DSL, which is for Linux
 
     directory = cache_dir()
     if directory is None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dsa.source_digest import op_modules
+from dsa.ops import op_modules
 from dsa_bench.harness.benchmarks import benchmarks
 from dsa_bench.harness.calls import Call
 from dsa_bench.harness.case import OURS, Case, load

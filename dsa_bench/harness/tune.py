@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from dsa import backends
+from dsa.ops import op_module
 from dsa.ops.declaration import OPS, forget_calls
-from dsa.source_digest import op_module
 from dsa.testing import bench
 from dsa_bench.harness.benchmarks import tunable
 from dsa_bench.harness.case import Call, Case, load
@@ -126,8 +126,8 @@ def _winner(shapes: TuningClass, trials: Sequence[Trial]) -> Any:
 
 def _compile(compile_function: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
     """Compile into the cache; the registers of a thread at launch, or "fails" and the reason's last line."""
-    from dsa.cute.compile_cache import cubin
-    from dsa.cute.sass import disassemble
+    from dsa.runtime.compile_cache import cubin
+    from dsa.runtime.sass import disassemble
 
     try:
         compile_function(*arguments)

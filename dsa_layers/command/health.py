@@ -1,5 +1,6 @@
 """`dsa check`: what is installed, what the ops will run on, and whether they compute the right thing here."""
 
+import importlib
 import importlib.metadata
 import os
 import platform
@@ -10,8 +11,8 @@ import torch
 
 import dsa
 from dsa import backends
+from dsa.ops import op_module
 from dsa.self_test import SELF_TESTS
-from dsa.source_digest import has_kernel
 
 _PACKAGES = ("dsa-kernels", "torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-python", "safetensors", "tokenizers")
 
@@ -35,14 +36,17 @@ def check(seeds: int = 1) -> bool:
     return all(passed)
 
 
-def _arch() -> str:
-    return backends.arch_of(torch.device("cuda", torch.cuda.current_device()))
+def _has_kernel(op: str) -> bool:
+    """Whether one of the op's functions has a kernel for the current GPU."""
+    arch = backends.arch_of(torch.device("cuda", torch.cuda.current_device()))
+    functions = importlib.import_module(op_module(op)).__all__
+    return any(arch in backends.KERNELS.get(function, ()) for function in functions)
 
 
 def _cache_state() -> str:
     try:
-        from dsa.cute.compile_cache import cache_dir
-        from dsa.cute.private_files import private_folder
+        from dsa.runtime.compile_cache import cache_dir
+        from dsa.runtime.private_files import private_folder
     except ImportError as error:
         return f"unavailable ({error})"
     directory = cache_dir()
@@ -74,6 +78,6 @@ def _run(name: str, device: str, seeds: int) -> bool:
         except Exception as error:
             outcome = f"FAILED{f' with seed {seed}' if seed else ''}: {type(error).__name__}: {error}"
             break
-    how = "kernel" if device == "cuda" and dsa.backend() == "cute" and has_kernel(name, _arch()) else "reference"
+    how = "kernel" if device == "cuda" and dsa.backend() == "cute" and _has_kernel(name) else "reference"
     print(f"  {name:<28} {how:<9} {time.perf_counter() - started:6.2f} s  {outcome}")
     return outcome == "ok"

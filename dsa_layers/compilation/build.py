@@ -50,8 +50,8 @@ def _begin(directory: Path) -> None:
 def _are_kept(variants: list[Variant]) -> list[bool]:
     """Whether the folder holds them, whole and nobody else's. `compile_cache` has no function for it, being a source of
     every kernel: an edit there compiles all of them again."""
-    from dsa.cute.compile_cache import _find, _stem
-    from dsa.cute.private_files import private_folder
+    from dsa.runtime.compile_cache import _find, _stem
+    from dsa.runtime.private_files import private_folder
 
     try:
         directory = private_folder(Path(os.environ["DSA_CACHE_DIR"]))
@@ -67,7 +67,7 @@ def _are_kept(variants: list[Variant]) -> list[bool]:
 
 
 def _compile(variant: Variant) -> bool:
-    from dsa.cute.compile_cache import fill
+    from dsa.runtime.compile_cache import fill
 
     return fill(_function(variant), *variant.arguments)
 

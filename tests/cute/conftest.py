@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dsa.cute import compile_cache
+from dsa.runtime import compile_cache
 
 
 @pytest.fixture

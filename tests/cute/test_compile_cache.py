@@ -18,8 +18,8 @@ import cutlass.cute as cute
 import pytest
 import tvm_ffi
 
-from dsa.cute import compile_cache, private_files
-from dsa.cute.compile_cache import compile_sm90
+from dsa.runtime import compile_cache, private_files
+from dsa.runtime.compile_cache import compile_sm90
 from tests.kernels.cached_casts import ARGS, ORIGINAL, OTHER_ARGS, StubKernel, counted, objects
 
 pytestmark = pytest.mark.usefixtures("directory")
@@ -199,7 +199,7 @@ def test_what_is_compiled_after_an_edit_is_not_kept(directory, monkeypatch):
 FORK = """
 import fcntl, os, sys, threading
 from pathlib import Path
-from dsa.cute import compile_cache
+from dsa.runtime import compile_cache
 
 held, release = threading.Event(), threading.Event()
 

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from dsa.cute import compile_cache
-from dsa.cute.compile_cache import cubin
-from dsa.cute.object_file import cubin_in, write_object_file
+from dsa.runtime import compile_cache
+from dsa.runtime.compile_cache import cubin
+from dsa.runtime.object_file import cubin_in, write_object_file
 from tests.kernels.cached_casts import ARGS, ORIGINAL, counted, objects
 
 pytestmark = pytest.mark.usefixtures("directory")

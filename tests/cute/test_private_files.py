@@ -6,7 +6,7 @@ import stat
 import cutlass.cute as cute
 import pytest
 
-from dsa.cute import compile_cache, private_files
+from dsa.runtime import compile_cache, private_files
 from tests.kernels.cached_casts import ARGS, ORIGINAL, OTHER_ARGS, StubKernel, counted, objects
 
 pytestmark = pytest.mark.usefixtures("directory")

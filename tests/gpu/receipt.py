@@ -1,60 +1,54 @@
-"""The GPU receipt: which code was tested on which GPU arch, by which tests, with what outcome, and how fast it was.
+"""The GPU receipt: what was tested and measured on which GPU arch, with what outcome, and whether it still holds.
 
 `tests/gpu/FAMILY/test_NAME.py` and `dsa_bench/FAMILY/NAME.py` belong to the op NAME, whose code is
-`dsa/ops/FAMILY/NAME.py`; where NAME is an op's with more words behind it, to that part of the op. Entries of WHOLES are
-of more than one op. An entry's digest covers
-- the code: what the entry is about, with everything of this project that it imports, and the tile configurations that
-  its kernels load. Of an op's kernels those for the entry's arch count: an entry is of one arch;
-- of the user's commands also the commands, the documents' Python, and the model that comes with dsa;
-- the judges: its test file, conftest and benchmark, with the modules of tests/, dsa_bench/ and dsa.testing that they
-  import. A test that is weaker than the one that ran ends the entry, as a changed kernel does;
-- what tests and benchmark take from the project besides: see `_taken`.
+`dsa/ops/FAMILY/NAME.py`; where NAME is an op's with more words after it, to that part of the op. Entries of WHOLES are
+of more than one op.
 
-An entry that is unverified says why, and `unverified_at` is the digest of the code and judges of which it says that:
-once these are others, the reason has to be given anew.
+An entry holds the commit, date, device and versions of its run, its results and figures, and two digests:
+- "kernels": of the machine code (`tests.kernels.machine_code`) of every variant of the kernels that it runs;
+- "launches", of an op's entry: of what a call launches over the op's cases (`tests.ops.launched_arguments`): variants,
+  and the shapes, strides and dtypes of their arguments.
+It is stale when today's code has other digests. An entry of WHOLES has no launches, and is stale after MAX_AGE too.
+Source that is moved, renamed or reworded changes neither digest.
 """
 
-import ast
+import datetime
 import functools
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsa import source_digest
+from dsa import ops
 from dsa.backends import KERNELS
-from dsa.source_digest import digest_of, modules_used_by, op_modules
+from dsa.ops import op_modules
 from dsa_bench.harness.benchmarks import benchmarks
-from tests.gpu.named_modules import modules_named_by
+from tests.kernels import machine_code
+from tests.ops import launched_arguments
 from tests.public_names import ops_of
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 PATH = HERE / "receipt.json"
-TUNED = ROOT / "dsa" / "tuned"
-LAYERS = ROOT / "dsa_layers"
-WHOLES = {
-    "drafts": "decoding with drafts: `python -m dsa_bench.e2e.drafts`",
-    "e2e": "whole passes: `dsa bench e2e`",
-    "fuzz": "all ops: mutated calls",
-    "generation": "generation: `dsa_layers.Generator`",
-    "host": "a call's time on the host: `dsa bench host`",
-    "hostile_contents": "all ops: hostile index contents under compute-sanitizer",
-    "million": "contexts of a million tokens: `python -m dsa_bench.e2e.million`",
-    "oldest_dsl": "hot ops on the oldest CuTe DSL that is supported",
-    "parallel": "models over two GPUs: `python -m dsa_bench.e2e.parallel`",
-    "recorded_calls": "all ops: calls whose steps are recorded",
-    "several_gpus": "ops on a GPU that is not the current one",
-    "sglang_adapters": "SGLang's plugin: its calls beside the kernels that SGLang calls",
-    "training_example": "the training example: `examples/train_indexer.py`",
-    "transformers": "transformers' models: `dsa_layers.hf`",
-    "user_commands": "the user's commands: `dsa check`, `dsa generate`, every Python block of the documents",
-    "vllm_adapters": "vLLM's plugin: its calls beside the kernels that vLLM calls",
-}
-# Those of whole passes, whose benchmarks take minutes: their rows are written as they come.
-ROW_BY_ROW = ("drafts", "e2e", "million", "parallel")
+MAX_AGE = datetime.timedelta(days=30)  # of entries of WHOLES
+
+
+@dataclass(frozen=True)
+class Whole:
+    """label     what tables call it
+    families  of the ops that it launches; () for those that `sources` name
+    sources   Python files, or folders of them, of this project
+    """
+
+    label: str
+    families: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
+
+
+EVERY_FAMILY = tuple(sorted({module.split(".")[2] for module in op_modules().values()}))
+INFERENCE = tuple(family for family in EVERY_FAMILY if family != "training")
 SEVERAL_GPUS = "pytest.mark.several_gpus"
 OLDEST_DSL = "4.8.0"  # which vLLM and SGLang pin
 # The ops that take most of a pass's time: the entries whose tests run once more with the oldest DSL.
@@ -67,19 +61,40 @@ HOT = (
     "fp8_paged_mqa_logits",
     "topk_indices",
 )
-ADAPTERS = "_adapters"  # behind an engine's name: what its plugin calls the ops by
-# Files and folders of dsa_layers that no pass of a model on one GPU runs: models import the ranks and rows of
-# "parallel", and on one GPU run no line there but those that say that it is alone. Tests of generation and of several
-# GPUs run models of those in TINY.
-TINY = ("manifest.py", "tiny.py", "tiny")
-NOT_RUN = ("command", "compilation", "evaluation", "export.py", "hf", "parallel", "training", "vendored", *TINY)
+WHOLES = {
+    "drafts": Whole("decoding with drafts: `python -m dsa_bench.e2e.drafts`", INFERENCE),
+    "e2e": Whole("whole passes: `dsa bench e2e`", INFERENCE),
+    "fuzz": Whole("all ops: mutated calls", EVERY_FAMILY),
+    "generation": Whole("generation: `dsa_layers.Generator`", INFERENCE),
+    "host": Whole("a call's time on the host: `dsa bench host`", EVERY_FAMILY),
+    "hostile_contents": Whole("all ops: hostile index contents under compute-sanitizer", EVERY_FAMILY),
+    "million": Whole("contexts of a million tokens: `python -m dsa_bench.e2e.million`", INFERENCE),
+    "oldest_dsl": Whole("hot ops on the oldest CuTe DSL that is supported"),
+    "parallel": Whole("models over two GPUs: `python -m dsa_bench.e2e.parallel`", (*INFERENCE, "parallel")),
+    "recorded_calls": Whole("all ops: calls whose steps are recorded", EVERY_FAMILY),
+    "several_gpus": Whole("ops on a GPU that is not the current one"),
+    "sglang_adapters": Whole(
+        "SGLang's plugin: its calls beside the kernels that SGLang calls", sources=("dsa_engines/sglang",)
+    ),
+    "training_example": Whole("the training example: `examples/train_indexer.py`", EVERY_FAMILY),
+    "transformers": Whole("transformers' models: `dsa_layers.hf`", EVERY_FAMILY),
+    "user_commands": Whole(
+        "the user's commands: `dsa check`, `dsa generate`, every Python block of the documents", EVERY_FAMILY
+    ),
+    "vllm_adapters": Whole(
+        "vLLM's plugin: its calls beside the kernels that vLLM calls", sources=("dsa_engines/vllm",)
+    ),
+}
+# Those of whole passes, whose benchmarks take minutes: their rows are written as they come.
+ROW_BY_ROW = ("drafts", "e2e", "million", "parallel")
 
-
-Entries = dict[str, dict[str, dict[str, Any]]]
+Entry = dict[str, Any]
+Entries = dict[str, dict[str, Entry]]
 
 
 def load() -> Entries:
-    """{arch: {entry's name: entry}}."""
+    """{arch: {entry's name: entry}}, as their runs have written them. "unverified" says what an entry lacks of a whole
+    run, or is None."""
     return json.loads(PATH.read_text()) if PATH.exists() else {}
 
 
@@ -87,11 +102,97 @@ def save(data: Entries) -> None:
     PATH.write_text(json.dumps({arch: dict(sorted(data[arch].items())) for arch in sorted(data)}, indent=1) + "\n")
 
 
+def judged(today: datetime.date | None = None) -> Entries:
+    """`load`, where "unverified" also says why an entry is stale. Without a date no entry is too old."""
+    data = load()
+    return {
+        arch: {name: entry | {"unverified": why_stale(entry, name, arch, today)} for name, entry in entries.items()}
+        for arch, entries in data.items()
+    }
+
+
+def why_stale(entry: Entry, name: str, arch: str, today: datetime.date | None = None) -> str | None:
+    """What an entry lacks to be evidence for today's code; None if it is evidence."""
+    if entry["unverified"]:
+        return entry["unverified"]
+    if entry["kernels"] != kernels_digest(name, arch):
+        return "the machine code of its kernels has changed"
+    if name not in WHOLES and entry["launches"] != launches_digest(name, arch):
+        return "its launches have changed"
+    if name in WHOLES and today and today - datetime.date.fromisoformat(entry["date"]) > MAX_AGE:
+        return f"it ran more than {MAX_AGE.days} days ago"
+    return None
+
+
+def digests(name: str, arch: str) -> dict[str, str]:
+    """What an entry that runs now has to hold."""
+    found = {"kernels": kernels_digest(name, arch)}
+    return found if name in WHOLES else found | {"launches": launches_digest(name, arch)}
+
+
+def kernels_digest(name: str, arch: str) -> str:
+    """Of the machine code of every variant of an entry's kernels; the names of variants do not count."""
+    codes = {code for variant, code in _machine_code().items() if variant.partition(".")[0] in kernels_of(name, arch)}
+    return _digest(sorted(codes))
+
+
+def kernels_of(name: str, arch: str) -> set[str]:
+    """The modules of an entry's kernels, without their packages."""
+    functions = functions_of(name)
+    rows = (KERNELS.get(function, {}).get(arch, ()) for function in functions)
+    found = {module for row in rows for module in ((row,) if isinstance(row, str) else row)}
+    if name in WHOLES and "parallel" in WHOLES[name].families:  # its kernels are no op's
+        found |= {compile_function.__module__ for compile_function, _ in machine_code.shipped("parallel").values()}
+    launched = (variant for function in functions for call in _launches(function, arch) for variant, _ in call)
+    return {module.rpartition(".")[2] for module in found} | {variant.partition(".")[0] for variant in launched}
+
+
+def launches_digest(name: str, arch: str) -> str:
+    """Of what the op's functions launch over their cases; neither names nor the order of cases count."""
+    codes = _machine_code()
+    calls = [
+        [[codes.get(variant) or variant.partition("(")[2], arguments] for variant, arguments in call]
+        for function in functions_of(name)
+        for call in _launches(function, arch)
+    ]
+    return _digest(sorted(calls))
+
+
+def _launches(function: str, arch: str) -> list[list[list[str]]]:
+    if arch != launched_arguments.ARCH:
+        return []
+    return launched_arguments.launched()["launches"].get(function, [])
+
+
+@functools.cache
+def _machine_code() -> machine_code.Digests:
+    return machine_code.current()
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+
+
+def functions_of(name: str) -> list[str]:
+    """The public functions of dsa that an entry is about."""
+    if name in ("several_gpus", "oldest_dsl"):
+        modules = {op_module(path.stem.removeprefix("test_")) for path in test_files(name)}
+    elif name not in WHOLES:
+        modules = {op_module(name)}
+    else:
+        modules = {m for m in op_modules().values() if m.split(".")[2] in WHOLES[name].families}
+    found = {function for module in modules for function in ops_of(module)}
+    for source in WHOLES[name].sources if name in WHOLES else ():
+        words = {word for path in (ROOT / source).rglob("*.py") for word in re.findall(r"\w+", path.read_text())}
+        found |= words & KERNELS.keys()
+    return sorted(found)
+
+
 def op_module(name: str) -> str:
-    """The bridge of the op that an entry is about."""
+    """The module of the op that an entry is about."""
     modules = op_modules()
-    ops = [op for op in modules if f"{name}_".startswith(f"{op}_")]
-    return modules[max(ops, key=len)] if ops else source_digest.op_module(name)
+    found = [op for op in modules if f"{name}_".startswith(f"{op}_")]
+    return modules[max(found, key=len)] if found else ops.op_module(name)
 
 
 def test_files(name: str) -> list[Path]:
@@ -113,7 +214,7 @@ def asked(arch: str) -> list[str]:
     """The entries that a complete receipt has of an arch: those of the ops that have kernels for it; and the wholes,
     where most ops have them, so that a pass of a model is kernels in the main."""
     with_kernels = archs_by_op()
-    modules = [source_digest.op_module(op) for op, archs in with_kernels.items() if arch in archs]
+    modules = [ops.op_module(op) for op, archs in with_kernels.items() if arch in archs]
     names = [name for name in tested() if name not in WHOLES and op_module(name) in modules]
     return sorted([*names, *WHOLES] if 2 * len(modules) > len(with_kernels) else names)
 
@@ -124,18 +225,11 @@ def archs_by_op() -> dict[str, set[str]]:
     return {op: set().union(*archs) for op, archs in rows.items() if any(archs)}
 
 
-def needed(data: Entries, arch: str, among: Iterable[str] = ()) -> list[str]:
-    """The entries of an arch that have to run there, or have to say why they have not: those that are asked for and
-    missing, and those of code or tests that have changed since they ran, or since they said why not. among: these
-    alone, if there are any."""
+def needed(data: Entries, arch: str) -> list[str]:
+    """The entries of an arch that have to run: those that are missing or stale."""
     there = data.get(arch, {})
-    names = sorted({*asked(arch), *there} & {*tested()} & {*(among or tested())})
-    return [name for name in names if name not in there or not is_of_this_code(there[name], name, arch)]
-
-
-def is_of_this_code(entry: dict[str, Any], name: str, arch: str) -> bool:
-    """Whether today's code and judges are those that an entry ran with, or of which it says why it has not."""
-    return entry.get("unverified_at" if entry["unverified"] else "digest") == digest(name, arch)
+    names = sorted({*asked(arch), *there} & {*tested()})
+    return [name for name in names if name not in there or why_stale(there[name], name, arch, datetime.date.today())]
 
 
 def has_figures(name: str) -> bool:
@@ -146,128 +240,3 @@ def has_figures(name: str) -> bool:
 def module_of(path: Path) -> str:
     """The name of a module of this project."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts)
-
-
-def digest(name: str, arch: str) -> str:
-    code, judges = code_modules(name, arch), judge_modules(name, arch)
-    h = hashlib.sha256(f"{arch} {digest_of(code, arch)} {digest_of(judges, arch)}".encode())
-    for data in tuned_data([*code, *judges], arch):
-        found = json.loads(data.read_text())
-        # Of so many multiprocessors alone, where a model is beside the data.
-        h.update(json.dumps(found["winners"], sort_keys=True).encode() + str(found.get("multiprocessors", "")).encode())
-    if name == "user_commands":
-        h.update("\n".join([*python_blocks(), *commands()]).encode())
-        # Another training has other metrics: they stand for the weights, which copies of this project leave out.
-        for path in (LAYERS / "stdlib_model" / name for name in ("config.json", "metrics.json", "tokenizer.json")):
-            h.update(path.read_bytes())
-    if name in (*ROW_BY_ROW, "training_example"):  # the models' sizes
-        for path in sorted((LAYERS / "vendored").glob("*config.json")):
-            h.update(json.dumps(json.loads(path.read_text()), sort_keys=True).encode())
-    return h.hexdigest()[:16]
-
-
-def tuned_data(modules: Iterable[str], arch: str) -> list[Path]:
-    """The files of tuned configurations that these modules read: those of the ops that kernels name."""
-    paths = (ROOT.joinpath(*m.split(".")).with_suffix(".py") for m in modules if m.startswith("dsa.kernels."))
-    sources = [path.read_text() for path in paths if path.is_file()]
-    return [data for data in sorted((TUNED / arch).glob("*.json")) if any(data.stem in _strings(s) for s in sources)]
-
-
-@functools.cache
-def _strings(source: str) -> frozenset[str]:
-    nodes = ast.walk(ast.parse(source))
-    return frozenset(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
-
-
-def code_modules(name: str, arch: str) -> list[str]:
-    """The modules of dsa, dsa_layers and dsa_engines that an entry is about."""
-    if name in ("several_gpus", "oldest_dsl"):
-        return _closure((op_module(path.stem.removeprefix("test_")) for path in test_files(name)), arch)
-    if name not in WHOLES:
-        return _closure([op_module(name), *_compat_modules(name)], arch)
-    if name.endswith(ADAPTERS):
-        plugin = f"dsa_engines.{name.removesuffix(ADAPTERS)}"
-        return _closure([f"{plugin}.adapters", f"{plugin}.warm_up"], arch, ("dsa", "dsa_engines"))
-    ops = _closure(op_modules().values(), arch)
-    if name in ("drafts", "e2e", "million"):
-        return [*ops, *_layers(NOT_RUN)]
-    if name == "transformers":
-        return [*ops, *_layers(tuple(place for place in NOT_RUN if place != "hf"))]
-    if name == "generation":
-        return [*ops, *_layers(tuple(place for place in NOT_RUN if place not in TINY))]
-    if name == "training_example":
-        examples = [module_of(path) for path in sorted((ROOT / "examples").rglob("*.py"))]
-        runs = ("export.py", "manifest.py", "parallel", "training")
-        return [*ops, *_layers(tuple(place for place in NOT_RUN if place not in runs)), *examples]
-    if name == "parallel":
-        return [*ops, *_layers(tuple(place for place in NOT_RUN if place not in ("command", "parallel", *TINY)))]
-    return [*_closure(["dsa.self_test"], arch), *_layers(())] if name == "user_commands" else ops
-
-
-def _compat_modules(name: str) -> list[str]:
-    """The modules of dsa.compat that an entry's tests call: other libraries' signatures over the op."""
-    used = {module for path in test_files(name) for module in modules_used_by(module_of(path), ("tests", "dsa"))}
-    return sorted(module for module in used if module.startswith("dsa.compat."))
-
-
-def _layers(left_out: tuple[str, ...]) -> list[str]:
-    places = (path.relative_to(LAYERS) for path in sorted(LAYERS.rglob("*.py")))
-    return [
-        ".".join(("dsa_layers", *place.with_suffix("").parts)).removesuffix(".__init__")
-        for place in places
-        if not set(left_out) & set(place.parts)
-    ]
-
-
-def judge_modules(name: str, arch: str) -> list[str]:
-    """The modules that decide whether an entry's tests pass and what its figures are."""
-    roots = [module_of(path) for path in test_files(name)]
-    if roots:
-        roots += ["tests.conftest", "tests.gpu.conftest"]
-    roots += [module_of(path) for path in (ROOT / "dsa_bench").glob(f"*/{name}.py")]
-    if name == "e2e":
-        roots.append("dsa_bench.e2e.report")
-    if name == "host":
-        roots += benchmarks().values()
-    judges = _closure(roots, arch, ("tests", "dsa_bench"))
-    own = [m for m in judges if m in roots or m.startswith("tests.gpu.")]
-    return sorted({*judges, "dsa.testing", *_taken(name, own, arch)})
-
-
-def _taken(name: str, files: Iterable[str], arch: str) -> set[str]:
-    """What an entry's own files of tests and benchmarks take from the project: ops that give inputs, truths and
-    yardsticks, with all that these import, and modules of layers and engines' plugins, with those of the same package
-    that they import. Ops beneath layers are not among it: their own entries judge them. Nor are, of a whole, layers:
-    `code_modules` says which of them it runs."""
-    own = (file for file in files if not file.endswith(".conftest"))
-    found = {module for file in own for module in modules_named_by(file, arch)}
-    if name in WHOLES:
-        found = {module for module in found if not module.startswith("dsa_layers")}
-    return set().union(*(modules_used_by(module, (module.partition(".")[0],), arch) for module in found))
-
-
-def _closure(roots: Iterable[str], arch: str, packages: tuple[str, ...] = ("dsa",)) -> list[str]:
-    found, todo = set(), set(roots)
-    while todo:
-        found.update(*(modules_used_by(root, packages, arch) for root in todo))
-        todo = {module for package in found for module in _walked(package)} - found
-    return sorted(found)
-
-
-def _walked(package: str) -> list[str]:
-    """The modules of a package that imports all that it has, without their names."""
-    path = ROOT.joinpath(*package.split("."), "__init__.py")
-    if not path.exists() or "iter_modules(__path__)" not in path.read_text():
-        return []
-    return [module_of(module) for module in path.parent.glob("[!_]*.py")]
-
-
-def python_blocks() -> list[str]:
-    """Every Python block of the README and the documents, in their order."""
-    texts = (path.read_text() for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))])
-    return [block for text in texts for block in re.findall(r"^```python\n(.*?)^```", text, re.S | re.M)]
-
-
-def commands() -> list[str]:
-    """The README's commands that its reader can run as they are, or with a checkpoint."""
-    return re.findall(r"^dsa (?:check|generate|tiny)\b.*", (ROOT / "README.md").read_text(), re.M)

@@ -9,8 +9,8 @@ with that DSL:
 pip install --target FOLDER "nvidia-cutlass-dsl[cu13]==4.8.0" apache-tvm-ffi==0.1.11
 
 What is done is written at once: a run that is cut off leaves entries whose tests have passed and whose benchmark is
-missing, or has a part of the whole passes' rows. They are unverified. `--continue` goes on with those that are of this
-code, on a GPU of the same name, with the same versions of the peers.
+missing, or has a part of the whole passes' rows. They are unverified. `--continue` goes on with those whose kernels and
+launches are today's, on a GPU of the same name, with the same versions of the peers.
 """
 
 import argparse
@@ -28,23 +28,21 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from dsa.source_digest import modules_used_by
 from dsa_bench.harness import case
 from tests.gpu import receipt
-from tests.gpu.read_once import read_once
+from tests.kernels import machine_code
 
 SHARDS = 8
 # What would change which code is tested, or how many tests and cases there are.
 UNSET = ("DSA_BACKEND", "DSA_FUZZ_SEED", "DSA_FUZZ_CASES", "DSA_FUZZ_CASE", "PYTEST_ADDOPTS", "PYTEST_PLUGINS")
 COMMIT = r"[0-9a-f]{12,40}(-changed)?"
 BEGUN = "its benchmark has not run to its end"  # why such an entry is unverified
-CHANGED = "its code or tests have changed while they ran"
 # The distributions in which the peers are: with others a row says something else. cuBLASLt and torch's attention come
 # with torch.
 PEERS = ("nvidia-cudnn-frontend", "sgl-deep-gemm", "sgl-flash-mla", "sglang-kernel", "vllm")
@@ -84,15 +82,14 @@ def _had_no_memory(test: ElementTree.Element) -> bool:
 def compile_all(names: list[str], arch: str) -> None:
     """Compile what the ops' kernels ship into the cache, in parallel: one after the other they take minutes."""
     # What runs models or all ops needs few of their variants: these compile when they are asked for.
-    ops = [receipt.op_module(name) for name in names if name not in receipt.WHOLES]
-    modules = {m for op in ops for m in modules_used_by(op, arch=arch) if m.startswith("dsa.kernels.")}
+    modules = {m for name in names if name not in receipt.WHOLES for m in receipt.kernels_of(name, arch)}
+    variants = (variant for family in machine_code.families() for variant in machine_code.shipped(family).values())
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(mp_context=context) as pool:
         work = [
             pool.submit(_compile, compile_function, arguments)
-            for module in sorted(modules)
-            # A family's modules that kernels share have none.
-            for compile_function, arguments in getattr(importlib.import_module(module), "shipped_variants", list)()
+            for compile_function, arguments in variants
+            if compile_function.__module__.rpartition(".")[2] in modules
         ]
         for future in work:
             future.result()
@@ -242,12 +239,6 @@ def rows_of(name: str, done: Sequence[dict]) -> Iterator[dict]:
         yield from case.run(name)
 
 
-def digests_of(names: Iterable[str], arch: str) -> dict[str, str]:
-    """As the files are now, whatever was read of them before."""
-    with read_once():
-        return {name: receipt.digest(name, arch) for name in names}
-
-
 def peer_versions() -> dict[str, str]:
     """{distribution: version} of the peers that are installed."""
     found = {}
@@ -261,8 +252,6 @@ def peer_versions() -> dict[str, str]:
 
 def run_entry(
     name: str,
-    arch: str,
-    digest: str,
     outcome: Outcome,
     bench: bool,
     done: Sequence[dict] = (),
@@ -270,9 +259,8 @@ def run_entry(
 ) -> dict[str, Any]:
     """The receipt's entry, from the outcome of its tests; its benchmark runs here.
 
-    digest  from before its tests ran: an entry whose files have changed since has failed
-    done    the rows that it has from an earlier run
-    keep    gets all rows behind every new one
+    done  the rows that it has from an earlier run
+    keep  gets all rows after every new one
     """
     started, rows = time.monotonic(), [*done]
     try:
@@ -283,12 +271,9 @@ def run_entry(
         traceback.print_exc()
         rows = []
         outcome.failed.append(f"its benchmark: {type(error).__name__}: {error}")
-    if digests_of([name], arch)[name] != digest:
-        outcome.failed.append(CHANGED)
     for failed in outcome.failed:
         print(f"{name}: FAILED {failed}")
     return {
-        "digest": digest,
         "tests": outcome.tests,
         "skipped": outcome.skipped,
         "failed": len(outcome.failed),
@@ -299,24 +284,22 @@ def run_entry(
     }
 
 
-def begun(entry: dict[str, Any], digest: str, place: dict[str, Any]) -> Outcome | None:
-    """What the tests of an entry that was begun gave, if it is of this code and this place."""
-    same = all(entry.get(key) == value for key, value in place.items())
-    if entry.get("unverified") != BEGUN or not same or entry["digest"] != digest:
+def begun(entry: dict[str, Any], head: dict[str, Any]) -> Outcome | None:
+    """What the tests of an entry that was begun gave, if what it ran on and its kernels are those of `head`."""
+    same = all(entry.get(key) == value for key, value in head.items() if key not in ("commit", "date"))
+    if entry.get("unverified") != BEGUN or not same:
         return None
     return Outcome(entry["tests"], entry["skipped"], [], entry["worst_error"])
 
 
-def _pending(digest: str, outcome: Outcome, rows: list[dict]) -> dict[str, Any]:
+def _pending(outcome: Outcome, rows: list[dict]) -> dict[str, Any]:
     """An entry before its benchmark is over."""
     return {
-        "digest": digest,
         "tests": outcome.tests,
         "skipped": outcome.skipped,
         "failed": len(outcome.failed),
         "worst_error": outcome.worst,
         "unverified": BEGUN,
-        "unverified_at": digest,
         "bench": rows,
     }
 
@@ -383,16 +366,15 @@ def main(arguments: Sequence[str]) -> int:
     }
     places = {name: place | ({"dsl": receipt.OLDEST_DSL} if name == "oldest_dsl" else {}) for name in names}
     head = {"date": datetime.date.today().isoformat(), "commit": args.commit}
-    heads = {name: head | places[name] for name in names}
-    digests = digests_of(names, arch)
+    heads = {name: head | places[name] | receipt.digests(name, arch) for name in names}
     earlier = receipt.load().get(arch, {}) if args.go_on else {}
-    outcomes = {name: begun(earlier.get(name, {}), digests[name], places[name]) for name in names}
+    outcomes = {name: begun(earlier.get(name, {}), heads[name]) for name in names}
     done = {name: earlier[name]["bench"] for name, outcome in outcomes.items() if outcome is not None}
     fresh = [name for name in names if name not in done]
     compile_all(names, arch)
     outcomes |= run_tests(fresh) if fresh else {}
     # What comes after may be cut off.
-    pending = {name: _pending(digests[name], outcomes[name], done.get(name, [])) for name in names}
+    pending = {name: _pending(outcomes[name], done.get(name, [])) for name in names}
     for name in fresh:
         if not outcomes[name].failed:
             save_entry(arch, name, heads[name] | pending[name])
@@ -401,7 +383,7 @@ def main(arguments: Sequence[str]) -> int:
         row_by_row = name in receipt.ROW_BY_ROW
         keep = _keeper(arch, name, heads[name] | pending[name]) if row_by_row else lambda rows: None
         rows = done.get(name, ())
-        entry = heads[name] | run_entry(name, arch, digests[name], outcomes[name], not args.no_bench, rows, keep)
+        entry = heads[name] | run_entry(name, outcomes[name], not args.no_bench, rows, keep)
         save_entry(arch, name, entry)
         print(
             f"{name}: {entry['tests']} tests, {entry['failed']} failed, benchmark {entry['bench_seconds']} s",

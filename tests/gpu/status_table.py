@@ -1,19 +1,19 @@
-"""The tables of docs/status.md, one an arch, generated from the GPU receipt.
+"""The tables of docs/status.md, one per arch, generated from the GPU receipt."""
 
-usage: python -m tests.gpu.status_table
-"""
-
+import datetime
+import re
 from collections.abc import Mapping
 from typing import Any
 
-from dsa.backends import ARCH_NAMES
-from dsa.source_digest import functions_with_kernels, op_modules
+from dsa.backends import ARCH_NAMES, KERNELS
+from dsa.ops import op_modules
 from tests.gpu import receipt
 from tests.gpu.receipt_rows import compared, names_of, other_kinds, shape_of
 from tests.public_names import ops_of
 
 PATH = receipt.ROOT / "docs" / "status.md"
-BEGIN, END = "<!-- status table: python -m tests.gpu.status_table -->", "<!-- end of status table -->"
+BEGIN, END = "<!-- status table: python -m tests.generate -->", "<!-- end of status table -->"
+AS_OF = r"As of (\d{4}-\d\d-\d\d)"
 HEAD = """\
 | entry: functions | runs | tests on a GPU | figure | speed-up over the best peer | over plain PyTorch | run |
 |---|---|---|---|---|---|---|"""
@@ -32,7 +32,7 @@ def table(arch: str, entries: Mapping[str, dict[str, Any]]) -> str:
 def _row(name: str, arch: str, entry: dict[str, Any] | None) -> str:
     what = f"| {_label(name)} | {_implementations(name, arch)}"
     if entry is None:
-        return f"{what} | none | | | | |"
+        return f"{what} | not run | | | | |"
     if entry["unverified"] and not entry.get("bench"):
         return f"{what} | unverified: {entry['unverified']} | | | | |"
     rows = entry["bench"]
@@ -52,7 +52,7 @@ def _row(name: str, arch: str, entry: dict[str, Any] | None) -> str:
 
 def _label(name: str) -> str:
     if name in receipt.WHOLES:
-        return receipt.WHOLES[name]
+        return receipt.WHOLES[name].label
     public = ops_of(receipt.op_module(name))
     return f"`{name}`" + ("" if public == [name] else f": {', '.join(f'`{f}`' for f in public)}")
 
@@ -62,8 +62,8 @@ def _implementations(name: str, arch: str) -> str:
     if name in receipt.WHOLES:
         return ""
     module = receipt.op_module(name)
-    public, with_kernel = ops_of(module), functions_with_kernels(module, arch)
-    plain = [f"`{f}`" for f in public if f not in with_kernel]
+    public = ops_of(module)
+    plain = [f"`{f}`" for f in public if arch not in KERNELS.get(f, ())]
     if len(plain) == len(public):
         return "PyTorch"
     return "kernel" + (f"; PyTorch: {', '.join(plain)}" if plain else "")
@@ -78,11 +78,12 @@ def _speed_up(rows: list[dict[str, Any]], name: str, ratio: str) -> str:
 
 
 def inserted(text: str) -> str:
-    """The document's text with the tables of today's receipt."""
+    """The document's text with the tables of today's receipt, as of the date that the text names."""
+    today = datetime.date.fromisoformat(re.search(AS_OF, text)[1])
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     parts = []
-    for arch, entries in receipt.load().items():
+    for arch, entries in receipt.judged(today).items():
         measured = [entry for entry in entries.values() if "device" in entry]
         places = sorted({f"{e['device']}, torch {e['torch']}, CuTe DSL {e['dsl']}" for e in measured})
         where = f"Measured on {'; '.join(places)}." if places else "Nothing is measured."
@@ -90,5 +91,6 @@ def inserted(text: str) -> str:
     return f"{before}{BEGIN}\n{chr(10).join(parts)}{END}{after}"
 
 
-if __name__ == "__main__":
-    PATH.write_text(inserted(PATH.read_text()))
+def renewed(text: str) -> str:
+    """The document's text as of today."""
+    return inserted(re.sub(AS_OF, f"As of {datetime.date.today()}", text))

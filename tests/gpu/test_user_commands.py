@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.gpu.receipt import ROOT, python_blocks
+from tests.documents import ROOT, python_blocks
 
 README = (ROOT / "README.md").read_text()
 GENERATE = [line for line in re.findall(r"^dsa generate .*", README, re.M) if "CHECKPOINT" not in line]

@@ -4,8 +4,8 @@ import functools
 from pathlib import Path
 from types import SimpleNamespace
 
-from dsa.cute.compile_cache import cached
 from dsa.kernels.gemm import per_token_cast_to_fp8_sm90 as kernels
+from dsa.runtime.compile_cache import cached
 
 ORIGINAL = kernels.compile_per_token_cast_to_fp8.__wrapped__
 ARGS = kernels.shipped_variants()[0][1]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dsa.cute import sass
+from dsa.runtime import sass
 from tests.kernels.variants import sample, shipped_variants_of
 
 

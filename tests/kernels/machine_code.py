@@ -1,35 +1,51 @@
-"""Whether a change of the source has changed the kernels' machine code, whatever became of names and files.
+"""The kernels' machine code on record, so that a change of the source that leaves it as it was needs no GPU.
 
-usage: python -m tests.kernels.machine_code write FILE      before the change
-       python -m tests.kernels.machine_code compare FILE    after it: 0 if every shipped variant is as it was
-       python -m tests.kernels.machine_code compare FILE mla.sparse training    only of modules with such a word
+usage: python -m tests.kernels.machine_code [--all] [--check]
 
-A variant is as it was if its instructions, constants, registers and shared memory are: symbols, which are made of the
-names in the source, do not count. One whose compile function or arguments have another name is found by its code.
+machine_code.json has for each family of kernels the key of its sources (`dsa.runtime.source_key`), and for each variant
+that the family ships a digest of what runs: instructions, constants, registers and shared memory of its kernels, and
+the host code that computes their grids. Symbols do not count, so that names in the source may change.
+
+The command compiles the families whose key is another, prints what became of their variants, and writes the file.
+--all compiles every family; --check writes nothing, and exits with 1 where a variant is another.
 """
 
 import argparse
+import functools
 import hashlib
 import importlib
 import json
+import os
 import pkgutil
 import struct
 import sys
+import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import dsa.kernels
+from dsa.runtime.object_file import cubin_in
+from dsa.runtime.source_key import folder_key
 
-_NO_BYTES = 8  # a section's type: it has a size alone
-_SIZED, _REGISTERS = 4, 0x2F  # of an attribute in .nv.info: with a size and as many bytes; (symbol, registers)
+PATH = Path(__file__).with_suffix(".json")
+FAMILIES = Path(dsa.kernels.__path__[0])
+_NO_BYTES = 8  # type of a section that has a size and no bytes in the file
+_SIZED, _REGISTERS = 4, 0x2F  # .nv.info: format of an attribute with a size; the attribute (symbol, registers)
 _KINDS = ".text.", ".nv.constant0.", ".nv.shared."
+_LAUNCHER = "_mlir_ciface_"  # before the name of the host function that computes grids and launches
+_SYMBOL = "<IBBHQQ"  # name, info, other, section, value, size
+_CONSTANTS = ".rodata.cst"  # section of the host code's vector constants, up to 16 bytes each
+
+Digests = dict[str, str]
 
 
-def digest(cubin: bytes) -> str:
-    """Of all of its kernels' code, without the symbols."""
+def digest(object_file: bytes) -> str:
+    """Of a compiled variant: its kernels' code and the host code that launches them, without symbols."""
+    cubin = cubin_in(object_file)
     parts = [f"{kind} {size} {hashlib.sha256(code).hexdigest()}" for kind, size, code in code_sections(cubin)]
-    parts.append(f"registers {sorted(registers(cubin))}")
+    parts += [f"registers {sorted(registers(cubin))}", f"launcher {hashlib.sha256(launcher(object_file)).hexdigest()}"]
     return hashlib.sha256("\n".join(sorted(parts)).encode()).hexdigest()[:16]
 
 
@@ -42,7 +58,7 @@ def code_sections(cubin: bytes) -> Iterator[tuple[str, int, bytes]]:
 
 
 def registers(cubin: bytes) -> Iterator[int]:
-    """Of a thread of each kernel."""
+    """Registers per thread of each kernel."""
     for name, _, content in _sections(cubin):
         at = 0
         while name == ".nv.info" and at < len(content):
@@ -52,30 +68,101 @@ def registers(cubin: bytes) -> Iterator[int]:
             at += 4 + (size if form == _SIZED else 0)
 
 
-def _sections(cubin: bytes) -> Iterator[tuple[str, int, bytes]]:
+def launcher(object_file: bytes) -> bytes:
+    """The instructions of the host functions that launch, with the vector constants that they load."""
+    sections = [*_sections(object_file)]
+    contents = {name: content for name, _, content in sections}
+    symbols = [
+        (_text(contents[".strtab"], name), section, value, size)
+        for name, _, _, section, value, size in struct.iter_unpack(_SYMBOL, contents[".symtab"])
+    ]
+    (function,) = [name.partition(_LAUNCHER)[2] for name, *_ in symbols if _LAUNCHER in name]
+    parts = []
+    for _, section, start, size in sorted(symbol for symbol in symbols if symbol[0].endswith(function)):
+        text, _, code = sections[section]
+        parts.append(code[start : start + size])
+        for at, info, addend in struct.iter_unpack("<QQq", contents[f".rela{text}"]):
+            target = symbols[info >> 32][1]
+            if start <= at < start + size and target < len(sections) and sections[target][0].startswith(_CONSTANTS):
+                parts.append(sections[target][2][addend : addend + 16])
+    return b"".join(parts)
+
+
+def _sections(elf: bytes) -> Iterator[tuple[str, int, bytes]]:
     """(name, size, content) of each section of a 64-bit little-endian ELF file."""
-    (table,) = struct.unpack_from("<Q", cubin, 40)
-    entry, count, names = struct.unpack_from("<HHH", cubin, 58)
-    heads = [struct.unpack_from("<IIQQQQ", cubin, table + i * entry) for i in range(count)]
+    (table,) = struct.unpack_from("<Q", elf, 40)
+    entry, count, names = struct.unpack_from("<HHH", elf, 58)
+    heads = [struct.unpack_from("<IIQQQQ", elf, table + i * entry) for i in range(count)]
     for name, type_, _, _, offset, size in heads:
-        start = heads[names][4] + name
-        content = b"" if type_ == _NO_BYTES else cubin[offset : offset + size]
-        yield cubin[start : cubin.index(b"\0", start)].decode(), size, content
+        content = b"" if type_ == _NO_BYTES else elf[offset : offset + size]
+        yield _text(elf, heads[names][4] + name), size, content
 
 
-def digests(words: Sequence[str] = ("",)) -> dict[str, str]:
-    """Of every variant that the kernels ship, by compile function and arguments; words: of the modules whose names have
-    one of them."""
-    from dsa.cute.compile_cache import cubin
+def _text(strings: bytes, at: int) -> str:
+    return strings[at : strings.index(b"\0", at)].decode()
 
-    found = {}
-    for info in pkgutil.walk_packages(dsa.kernels.__path__, f"{dsa.kernels.__name__}."):
-        if not any(word in info.name for word in words):
-            continue
-        module = importlib.import_module(info.name)
-        for compile_function, arguments in getattr(module, "shipped_variants", list)():
-            found[f"{compile_function.__name__}{arguments}"] = digest(cubin(compile_function, *arguments))
-    return found
+
+def name_of(compile_function: Any, arguments: tuple) -> str:
+    """A variant's name on record: module, compile function and arguments."""
+    return f"{compile_function.__module__.rpartition('.')[2]}.{compile_function.__name__}{arguments!r}"
+
+
+def families() -> list[str]:
+    return sorted(path.parent.name for path in FAMILIES.glob("*/__init__.py"))
+
+
+def key_of(family: str) -> str:
+    """The key of a family's sources as they are on disk."""
+    return folder_key(FAMILIES / family)
+
+
+@functools.cache
+def shipped(family: str) -> dict[str, tuple[Any, tuple]]:
+    """{name: (compile function, arguments)} of the variants that a family's modules ship."""
+    package = f"{dsa.kernels.__name__}.{family}"
+    modules = [importlib.import_module(m.name) for m in pkgutil.iter_modules([str(FAMILIES / family)], f"{package}.")]
+    variants = [variant for module in modules for variant in getattr(module, "shipped_variants", list)()]
+    return {name_of(*variant): variant for variant in variants}
+
+
+def recorded() -> dict[str, Any]:
+    """{"dsl": its version, "families": {family: {"key": of its sources, "variants": {name: digest}}}}."""
+    return json.loads(PATH.read_text()) if PATH.exists() else {"dsl": None, "families": {}}
+
+
+def changed_families() -> list[str]:
+    """The families whose sources or variants are not those on record."""
+    there = recorded()["families"]
+    return [f for f in families() if f not in there or there[f]["key"] != key_of(f)]
+
+
+def compiled(names: Iterable[str]) -> dict[str, Digests]:
+    """{family: digests of its variants as they compile now}. Uses all cores and the compile cache."""
+    from dsa.ops.asked_variants import Variant
+    from dsa.runtime.compile_cache import cache_dir, object_file
+    from dsa_layers.compilation.build import build
+
+    names = [*names]
+    with tempfile.TemporaryDirectory() as own:
+        directory = cache_dir() or Path(own)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        variants = [Variant(f.__module__, f.__name__, a) for family in names for f, a in shipped(family).values()]
+        for _ in build(variants, directory, len(os.sched_getaffinity(0))):
+            pass
+        return {
+            family: {name: digest(object_file(f, *a)) for name, (f, a) in sorted(shipped(family).items())}
+            for family in names
+        }
+
+
+def current() -> Digests:
+    """{name: digest} of every variant of today's sources. Families that are not on record are compiled."""
+    there = recorded()["families"]
+    changed = changed_families()
+    digests = compiled(changed) if changed else {}
+    return {
+        name: code for family in families() for name, code in (digests.get(family) or there[family]["variants"]).items()
+    }
 
 
 def differences(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[list[str], list[str], list[str]]:
@@ -95,27 +182,36 @@ def differences(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[li
     return gone, sorted(name for names in unmatched.values() for name in names), renamed
 
 
+def _flat(by_family: Mapping[str, Mapping[str, str]]) -> Digests:
+    return {name: code for variants in by_family.values() for name, code in variants.items()}
+
+
 def main(arguments: Sequence[str]) -> int:
+    import cutlass
+
     parser = argparse.ArgumentParser(prog="python -m tests.kernels.machine_code", description=__doc__.splitlines()[0])
-    parser.add_argument("action", choices=("write", "compare"))
-    parser.add_argument("file", type=Path, help="digests of the variants, JSON")
-    parser.add_argument("words", nargs="*", help="of the names of modules; all modules without one")
+    parser.add_argument("--all", action="store_true", help="compile every family, not only those that have changed")
+    parser.add_argument("--check", action="store_true", help="write nothing; 1 where a variant's code is another")
     args = parser.parse_args(arguments)
-    now = digests(args.words or ("",))
-    if args.action == "write":
-        args.file.write_text(json.dumps(now, indent=1) + "\n")
-        print(f"{len(now)} variants")
-        return 0
-    before = json.loads(args.file.read_text())
-    gone, new, renamed = differences(before, now)
-    if args.words:  # the others' variants have not been looked at
-        gone = [name for name in gone if name.partition("(")[0] in {other.partition("(")[0] for other in now}]
-    for mark, lines in (("-", gone), ("+", new)):
+    there = recorded()
+    if there["dsl"] not in (None, cutlass.__version__):
+        parser.error(f"machine_code.json is of CuTe DSL {there['dsl']}, and {cutlass.__version__} is installed")
+    names = families() if args.all else changed_families()
+    now = compiled(names)
+    before = {f: own["variants"] for f, own in there["families"].items() if f in names or f not in families()}
+    gone, new, renamed = differences(_flat(before), _flat(now))
+    for mark, lines in (("-", gone), ("+", new), (" ", renamed)):
         for line in lines:
             print(mark, line)
-    same = len(now) - len(new) - len(renamed)
+    same = len(_flat(now)) - len(new) - len(renamed)
     print(f"{same} variants as before, {len(renamed)} renamed, {len(gone)} changed or gone, {len(new)} changed or new")
-    return 1 if gone or new else 0
+    if args.check:
+        return 1 if gone or new else 0
+    kept = {f: own for f, own in there["families"].items() if f in families() and f not in names}
+    written = {f: {"key": key_of(f), "variants": now[f]} for f in names}
+    there = {"dsl": cutlass.__version__, "families": dict(sorted((kept | written).items()))}
+    PATH.write_text(json.dumps(there, indent=0) + "\n")
+    return 0
 
 
 if __name__ == "__main__":

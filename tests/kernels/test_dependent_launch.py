@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import dsa.kernels
-from dsa.cute.compile_cache import cubin
-from dsa.cute.sass import instructions_in_order
+from dsa.runtime.compile_cache import cubin
+from dsa.runtime.sass import instructions_in_order
 from tests.kernels.variants import all_compile_functions, shipped
 
 WAIT, LET_IN = "ACQBULK", "PREEXIT"

@@ -2,11 +2,16 @@
 dtypes and the dimensions of tensors. A kernel that is called otherwise raises at its first launch on a GPU. And whether
 a call that comes again and again, whose steps are recorded, gives kernels what it gave them the first time.
 
-python -m tests.ops.launched_arguments: prints a line a difference, and at the end how many kernels were launched. It
-replaces the compiler for the whole process, so tests run it in one of its own.
+python -m tests.ops.launched_arguments prints the differences and the launches as JSON. It replaces the compiler for the
+whole process, so tests run it in a process of its own (`launched`).
 """
 
 import contextlib
+import functools
+import json
+import subprocess
+import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -15,13 +20,27 @@ import torch
 
 import dsa
 from dsa import backends
-from dsa.cute import compile_cache
 from dsa.cute.fake_tensors import cute_dtype
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops.declaration import OPS, forget_calls
 from dsa.ops.known_calls import REPEATS
+from dsa.runtime import compile_cache
+from tests.kernels import machine_code
+from tests.project_copy import ROOT
 from tests.valid_calls import CALLS
-from tests.valid_calls.description import Maker
+from tests.valid_calls.description import Maker, ValidCall
+
+ARCH = "sm_90"
+
+
+@functools.cache
+def launched() -> dict[str, Any]:
+    """What `main` prints, from a process of its own."""
+    command = [sys.executable, "-m", "tests.ops.launched_arguments"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout)
 
 
 def differences(arguments: Sequence[Any], fakes: Sequence[Any]) -> Iterator[str]:
@@ -106,6 +125,44 @@ def larger_calls() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], obj
     router = partial(lambda tokens: (make.bf16(tokens, 64), make.bf16(40, 64), make.f32(40), 3), 50)
     yield "route_to_experts of 50 tokens", router, lambda given: dsa.route_to_experts(*given)
 
+    def selected(queries: int, heads: int, keys: int) -> Any:
+        indices = torch.zeros(queries, 1, keys, dtype=torch.int32)
+        return torch.zeros(queries, heads, 576, dtype=torch.bfloat16), make.bf16(64, 1, 576), indices
+
+    # 4096 queries of 8 heads look for keys that neighbours share.
+    for queries, heads, keys in ((3, 64, 128), (3, 128, 128), (4096, 8, 1024)):
+        run = partial(selected, queries, heads, keys), lambda given: dsa.flash_mla_sparse_fwd(*given, 0.04)
+        yield f"flash_mla_sparse_fwd of {queries} queries, {heads} heads", *run
+
+    def decoded() -> Any:
+        q, cache, indices = selected(1, 64, 4096)
+        return q[None], cache.view(1, 64, 1, 576), None, None, 512, None, None, None, False, False, indices
+
+    yield "flash_mla_with_kvcache of a long list", decoded, lambda given: dsa.flash_mla_with_kvcache(*given)
+    for call in CALLS:
+        if call.op in GRADIENTS:
+            yield f"{call.name} and gradients", call.arguments, partial(_gradients, call)
+        if call.op == "sparse_mla_attention":
+            fixed_order = partial(lambda call: call.arguments() | {"deterministic": True}, call)
+            yield f"{call.name} and deterministic gradients", fixed_order, partial(_gradients, call)
+
+
+_INDEXER = ("q_idx", "k_idx", "w_idx")
+# Ops with kernels for their gradients, and the arguments of these.
+GRADIENTS = {
+    "indexer_warmup_attention": _INDEXER,
+    "rms_norm": ("x", "weight"),
+    "sparse_indexer_loss": _INDEXER,
+    "sparse_mla_attention": ("q", "kv"),
+}
+
+
+def _gradients(call: ValidCall, given: dict[str, Any]) -> object:
+    """The gradients of the sum of a call's results."""
+    inputs = [given[name].requires_grad_() for name in GRADIENTS[call.op]]
+    results = [x.float().sum() for x in call.run(given) if x.requires_grad]
+    return torch.autograd.grad(sum(results), inputs)
+
 
 class Memory:
     """Names for what tensors lie in, in the order in which it is seen: alike in calls that do the same."""
@@ -134,23 +191,30 @@ class Memory:
 
 
 def main() -> None:
+    """Prints {"differences": lines, "recorded": names of calls, "launches": {op: [calls: [launches]]}} as JSON."""
     launched, memory = [], [Memory()]
-    found, name, recorded = [], [""], []
+    found, name, recorded, variant = [], [""], [], [""]
+    launches = defaultdict(list)
 
     def compile_for(target: str, kernel: Any, *fakes: Any) -> Callable[..., None]:
+        own = variant[0]
+
         def launch(*arguments: Any) -> None:
-            launched.append((id(launch), memory[0].described(arguments)))
+            launched.append((own, repr(memory[0].described(arguments))))
             found.extend(f"{name[0]}: {type(kernel).__name__}: {x}" for x in differences(arguments, fakes))
 
         return launch
 
+    def load_or_compile(function: Callable[..., Any], arguments: tuple) -> Any:
+        variant[0] = machine_code.name_of(function, arguments)
+        return function(*arguments)
+
     compile_cache.compile_for = compile_for
-    compile_cache._load_or_compile = lambda function, arguments: function(*arguments)
+    compile_cache._load_or_compile = load_or_compile
     backends.runs_kernel = lambda *_: True
-    backends.arch_of = lambda _: "sm_90"
+    backends.arch_of = lambda _: ARCH
     backends.on_device = lambda _: contextlib.nullcontext()
     calls = [(call.name, call.arguments, call.run) for call in CALLS]
-    total = 0
     for name[0], arguments, run in (*calls, *larger_calls()):
         forget_calls()
         # Nothing has run: an op that goes on with its kernel's numbers finds any.
@@ -161,10 +225,10 @@ def main() -> None:
                 launched.clear()
                 memory[0].described(given)
                 each.append((memory[0].described(run(given)), tuple(launched)))
-            total += len(launched)
             recorded += [name[0]] if any(op.known.steps for op in OPS.values()) else []
             found.extend(f"{name[0]}: call {i + 1} differs" for i, other in enumerate(each) if other != each[0])
-    print(*dict.fromkeys(found), f"{len(recorded)} recorded, {total} launches", sep="\n")
+        launches[name[0].split()[0]].append(list(launched))
+    print(json.dumps({"differences": [*dict.fromkeys(found)], "recorded": recorded, "launches": launches}))
 
 
 if __name__ == "__main__":

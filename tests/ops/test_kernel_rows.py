@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 
 import pytest
-
 from dsa.source_digest import is_kernel, rows_in
 
 ROOT = Path(__file__).parent.parent.parent

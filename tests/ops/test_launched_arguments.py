@@ -1,26 +1,18 @@
 """Ops launch kernels with the arguments that these are compiled for, and do so again when their steps are recorded."""
 
-import subprocess
-import sys
-
 import cutlass
 import pytest
 import torch
 
 from dsa.cute.fake_tensors import fake
-from tests.ops.launched_arguments import differences
-from tests.project_copy import ROOT
+from tests.ops.launched_arguments import differences, launched
 
 
 def test_all_ops_give_kernels_what_they_take():
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.ops.launched_arguments"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    *found, last = done.stdout.splitlines()
-    assert not found, "\n".join(found)
-    recorded, launches = (int(part.split()[0]) for part in last.split(", "))
-    assert recorded > 86 and launches > 100
+    found = launched()
+    assert not found["differences"], "\n".join(found["differences"])
+    launches = [launch for calls in found["launches"].values() for call in calls for launch in call]
+    assert len(found["recorded"]) > 86 and len(launches) > 100
 
 
 @pytest.mark.parametrize(

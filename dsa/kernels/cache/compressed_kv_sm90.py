@@ -31,7 +31,6 @@ import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint8, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.indexer_page import find_slot, page_planes
@@ -41,6 +40,7 @@ from dsa.cute.sm90 import LOG2E, WARP
 from dsa.cute.work_tile import read_info, static_persistent_scheduler, write_info
 from dsa.kernels.cache.kv_row import Fp8Row, quantize_group
 from dsa.kernels.cache.limits import COMPRESSED_DTYPES, COMPRESSED_KINDS, FLOAT_DTYPES, ROPE_CHANNELS
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 CHANNELS = 4  # of a thread
 SQUARES = 8  # of an entry, at most: a warp's or a slice's

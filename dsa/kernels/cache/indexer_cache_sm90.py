@@ -13,11 +13,11 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint8, const_expr
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.indexer_page import find_slot, page_planes
 from dsa.kernels.cache.limits import INDEX_HEAD_DIMS
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 BYTES = 16
 THREADS = 256

@@ -22,7 +22,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Uint8, const_expr
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.quantize import round_to
@@ -38,6 +37,7 @@ from dsa.kernels.cache.limits import (
     NORM_CHANNELS,
     ROPE_CHANNELS,
 )
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 WARPS = 4
 UNROLL = 4

@@ -21,9 +21,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream, strides
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 THREADS = 128
 AT_ONCE = 16  # boundaries whose loads do not wait for each other

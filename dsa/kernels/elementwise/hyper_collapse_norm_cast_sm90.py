@@ -27,7 +27,6 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.copies import prefetch_to_l2
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream, strides
@@ -37,6 +36,7 @@ from dsa.cute.sm90 import WARP, opaque
 from dsa.kernels.elementwise.hyper_arithmetic import COUNT, WORDS, numbers_of, post_and_comb, sigmoid
 from dsa.kernels.elementwise.hyper_fusion_limits import HYPER_NORM_TILES
 from dsa.kernels.elementwise.limits import HYPER_STREAMS
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 VECTOR = 8  # channels in 16 bytes
 MAX_TOKENS = 4  # of a CTA

@@ -22,13 +22,13 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.reductions import warp_reduce_sum
 from dsa.cute.sm90 import WARP, opaque
 from dsa.kernels.elementwise.hyper_arithmetic import COUNT, WORDS, new_stream, numbers_of, post_and_comb, sigmoid
 from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, DTYPES, HYPER_STREAMS, HYPER_TILES
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 MAX_TOKENS = 4  # of a CTA of collapse
 CTAS = 1024  # of collapse, before they have more than one token: about two waves

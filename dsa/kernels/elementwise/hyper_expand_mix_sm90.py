@@ -26,7 +26,6 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32
 from cutlass.memory import SmemAllocator
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.copies import gather_16
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream, strides
@@ -48,6 +47,7 @@ from dsa.kernels.elementwise.hyper_mix_sums import (
     prefetch_slice,
 )
 from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, HYPER_STREAMS
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 AT_ONCE = 4  # tokens whose loads are in flight together
 OWN_OUTPUTS = 2  # of a cluster

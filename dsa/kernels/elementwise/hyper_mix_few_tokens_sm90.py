@@ -24,7 +24,6 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Uint32
 from cutlass.memory import SmemAllocator
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream, strides
 from dsa.cute.slices import slice_start
@@ -44,6 +43,7 @@ from dsa.kernels.elementwise.hyper_mix_sums import (
     send,
 )
 from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, MIX_FEW_ROWS
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 WORDS = 4  # of 16 bytes
 HALVES = BLOCK // (4 * VECTOR)  # loads of a lane in a row of a block

@@ -32,7 +32,6 @@ from cutlass import BFloat16, Float32, Int32, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.copies import tile_load
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream, strides
@@ -61,6 +60,7 @@ from dsa.kernels.elementwise.limits import (
     MIX_PERSISTENT_ROWS,
     MIX_ROWS,
 )
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 CONSUMER_WARPS = 8
 CONSUMERS = CONSUMER_WARPS * WARP

@@ -25,7 +25,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.sm90 import WARP
@@ -38,6 +37,7 @@ from dsa.kernels.elementwise.rms_norm_sm90 import (
     load_vectors,
     max_channels,
 )
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 # Those whose threads have registers for all of that.
 GRADIENT_CONFIGS = tuple(config for config in CONFIGS if config.threads <= 256 and config.vectors <= MAX_EARLY)

@@ -32,13 +32,13 @@ import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.quantize import GROUP, quantize, round_to
 from dsa.cute.rounded import rotate_pair
 from dsa.cute.sm90 import WARP
 from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, DTYPES
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 VECTOR_BITS = 128
 MAX_EARLY = 4  # vectors of a thread whose weights fit beside them

@@ -21,11 +21,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.rounded import rotate_pair
 from dsa.kernels.elementwise.limits import DTYPES, ROTARY_PAIRS
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 LONG_INPUT = 1 << 24  # elements
 

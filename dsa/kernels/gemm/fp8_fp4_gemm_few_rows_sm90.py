@@ -43,7 +43,6 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.copies import arrive_when_gathered, gather_16, tile_load
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
@@ -63,6 +62,7 @@ from dsa.kernels.gemm.fp4_operand import (
 from dsa.kernels.gemm.grouped_tiles import PREFIX_SUMS, GroupedTiles, WorkTileInfo, expected_tiles
 from dsa.kernels.gemm.limits import GROUP, OUT_DTYPES
 from dsa.kernels.gemm.turned_tile import store_turned
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 BLOCKS = 4  # of GROUP channels a stage
 STEPS = GROUP // 32  # wgmma a block

@@ -44,7 +44,6 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.copies import arrive_when_gathered, gather_16, tile_load
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
@@ -76,6 +75,7 @@ from dsa.kernels.gemm.result_epilogue import LateResultEpilogue, ResultEpilogue
 from dsa.kernels.gemm.swiglu_epilogue import SwigluEpilogue
 from dsa.kernels.gemm.tile_indices import TileIndices
 from dsa.kernels.gemm.turned_tile import load_floats, turned_blocks
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 SCALE_BYTES = 4 * SCALES
 # Scales of b's rows 0 to 127 of a work tile, and of those from 128 on.

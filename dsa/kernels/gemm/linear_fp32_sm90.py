@@ -11,10 +11,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.few_rows_product import ROUND, FewRowsProduct
 from dsa.kernels.gemm.linear_fp32_limits import CHANNEL_MULTIPLE, DTYPES
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 
 class LinearFP32Sm90:

@@ -21,11 +21,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, const_expr
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.quantize import GROUP, hadamard, quantize, round_to
 from dsa.kernels.gemm.limits import CAST_DTYPES
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 SHORT_INPUT = 1 << 24  # elements
 

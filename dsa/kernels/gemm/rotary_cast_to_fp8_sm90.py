@@ -17,13 +17,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.quantize import GROUP, quantize, round_to
 from dsa.cute.rounded import rotate_pair
 from dsa.kernels.gemm.limits import CAST_DTYPES
 from dsa.kernels.gemm.rotary_cast_limits import ROTARY_MULTIPLE
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 CHANNELS = ROTARY_MULTIPLE  # of a lane
 LANES = GROUP // CHANNELS

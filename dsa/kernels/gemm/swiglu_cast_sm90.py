@@ -26,12 +26,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, const_expr
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.quantize import GROUP, quantize, round_to
 from dsa.kernels.gemm.limits import CAST_DTYPES, SWIGLU_MULTIPLE
 from dsa.kernels.gemm.swiglu import swiglu
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 THREADS = 128
 CHANNELS = 16  # of a lane

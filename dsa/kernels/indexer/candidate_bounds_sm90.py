@@ -23,7 +23,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream
 from dsa.cute.reductions import block_exclusive_scan
@@ -33,6 +32,7 @@ from dsa.kernels.indexer.candidate_lists import BATCH, CAPACITY, GROUP, LOG_GROU
 from dsa.kernels.indexer.candidate_rank import RankMemory
 from dsa.kernels.indexer.candidate_tiles import Frame, frame_of, key_range, tiles_of_pass
 from dsa.kernels.indexer.selection_list import number_of, order_of
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 SAMPLE_THREADS, SAMPLE_CTAS = 256, 5  # of a CTA, and of a multiprocessor
 LIST_THREADS, LIST_CTAS = 256, 4

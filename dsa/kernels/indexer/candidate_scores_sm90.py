@@ -37,7 +37,6 @@ import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.copies import tile_load
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream, strides
@@ -66,6 +65,7 @@ from dsa.kernels.indexer.candidate_tiles import NO_KEY, frame_of, tiles_of_pass
 from dsa.kernels.indexer.fp8_mqa_logits_sm90 import Q_STAGES, MqaLogitsConfig, Pipelines, choose_config
 from dsa.kernels.indexer.limits import HEAD_DIMS, HEADS
 from dsa.kernels.indexer.score_tile import TILE, head_sum, key_layout, query_layout, score_mma
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 REGISTERS = {2: (224, 56), 3: (152, 56)}  # as dsa.cute.sm90 has them; here the producer warps have more to do
 

@@ -23,7 +23,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.memory import SmemAllocator
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream, strides
 from dsa.cute.limits import MAX_SLOTS
@@ -37,6 +36,7 @@ from dsa.kernels.indexer.limits import PAGED, ROW_TO_SEQ, VALUES
 from dsa.kernels.indexer.radix_select import BINS, SelectMemory
 from dsa.kernels.indexer.select_limits import MAX_SELECTED
 from dsa.kernels.indexer.selection_list import HIGHEST, LOWEST, number_of, order_of
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 THREADS, CTAS = 256, 4  # of a CTA, and of a multiprocessor
 OWN = -(-CAPACITY // THREADS)  # candidates of a thread

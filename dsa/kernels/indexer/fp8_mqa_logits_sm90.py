@@ -34,7 +34,6 @@ import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float16, Float32, Int32, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.copies import tile_load
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
@@ -49,6 +48,7 @@ from dsa.kernels.indexer import half_scores
 from dsa.kernels.indexer.candidate_tiles import key_range
 from dsa.kernels.indexer.limits import HEAD_DIMS, HEADS, LOGITS_DTYPES
 from dsa.kernels.indexer.score_tile import TILE, head_sum, key_layout, query_layout, registers_fit, score_mma
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 FILL_THREADS = 96
 Q_STAGES = 2

@@ -35,7 +35,6 @@ import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Uint32
 from cutlass.memory import SmemAllocator
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.pipeline import Pipeline, arrive, expect_bytes, pipeline_storage, start
@@ -45,6 +44,7 @@ from dsa.kernels.indexer.limits import HEAD_DIMS, HEADS, LOGITS_DTYPES, NEXT_N, 
 from dsa.kernels.indexer.paged_mqa_logits_config import PagedMqaLogitsConfig, bound_by_arithmetic, choose_config
 from dsa.kernels.indexer.paged_score_tiles import NO_KEY, PagedScoreTiles, Pipelines
 from dsa.kernels.indexer.score_tile import TILE, score_mma
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 FILL_BYTES = 8192  # of a row, a work tile of the warps that write -inf
 

@@ -19,13 +19,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, const_expr
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.indexer_page import find_slot, page_planes
 from dsa.cute.quantize import GROUP, hadamard, quantize, round_to
 from dsa.cute.rounded import multiply_rounded, rotate_pair
 from dsa.kernels.indexer.limits import INPUT_DTYPES, ROTATED
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 CHANNELS = 16
 LANES = GROUP // CHANNELS

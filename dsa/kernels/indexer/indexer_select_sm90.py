@@ -38,7 +38,6 @@ import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.copies import tile_load
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream, strides
@@ -55,6 +54,7 @@ from dsa.kernels.indexer.limits import HEAD_DIMS, HEADS, PAGED, ROW_TO_SEQ, VALU
 from dsa.kernels.indexer.score_tile import TILE, head_sum, key_layout, query_layout, registers_fit, score_mma
 from dsa.kernels.indexer.select_limits import MAX_SELECTED
 from dsa.kernels.indexer.selection_list import DIGITS, LOWEST, SelectionList, number_of, order_of
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 BLOCK_Q = 4  # queries of a work tile
 GROUPS = 2  # consumer warpgroups

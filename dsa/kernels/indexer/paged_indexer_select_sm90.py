@@ -26,7 +26,6 @@ import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Uint32
 from cutlass.memory import SmemAllocator
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream, strides
 from dsa.cute.pipeline import Pipeline, expect_bytes, pipeline_storage, start
@@ -44,6 +43,7 @@ from dsa.kernels.indexer.selection_over_ctas import (
     SelectionMemory,
     SelectionOverCtas,
 )
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 
 class PagedIndexerSelectSm90(PagedScoreTiles):

@@ -19,12 +19,12 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.memory import SmemAllocator
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream, strides
 from dsa.cute.reductions import block_exclusive_scan
 from dsa.cute.sm90 import WARP
 from dsa.kernels.indexer.limits import SCHEDULE_SPLIT
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 THREADS = 1024
 WARPS = THREADS // WARP

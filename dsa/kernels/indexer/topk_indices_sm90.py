@@ -35,7 +35,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.limits import MAX_SLOTS
@@ -55,6 +54,7 @@ from dsa.kernels.indexer.radix_select import (
 from dsa.kernels.indexer.topk_candidates import MINUS_INFINITY, CandidateCollector, Candidates
 from dsa.kernels.indexer.topk_config import CONFIGS, TopkConfig
 from dsa.kernels.indexer.topk_row import Row, find_row, load_row
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 
 class TopkIndicesSm90:

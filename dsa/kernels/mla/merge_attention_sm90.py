@@ -23,11 +23,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.sm90 import WARP
 from dsa.kernels.mla.limits import MAX_BRANCHES, MERGE_CHANNEL_MULTIPLE, MERGE_DTYPES
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 WARPS = 4
 VECTOR_BITS = 128

@@ -35,7 +35,6 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.copies import tile_load
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
@@ -49,6 +48,7 @@ from dsa.kernels.mla.mha_limits import MHA_DTYPES, ROPE_DIMS, SELECTION_KEYS, SE
 from dsa.kernels.mla.mha_producer import STAGES, Loads, MhaPipelines, MhaProducer, SharedTensors
 from dsa.kernels.mla.mha_scheduler import MhaScheduler, WorkTileInfo
 from dsa.kernels.mla.mha_selection import after, bit_mask, load_word, low_bits, max_all, max_selected, places
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 REGISTERS = {2: (240, 24), 3: (160, 32)}  # by consumer warpgroups: of their threads and of the producers'
 RESCALE_THRESHOLD = 8.0  # the most, in powers of two, that a power may exceed 1 by

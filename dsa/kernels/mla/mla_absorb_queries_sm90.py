@@ -28,7 +28,6 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint32
 from cutlass.memory import SmemAllocator
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.copies import prefetch_to_l2
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream, strides
@@ -50,6 +49,7 @@ from dsa.kernels.mla.up_projection import (
     zero_behind_loads,
 )
 from dsa.kernels.mla.up_projection_limits import ABSORBED_NOPE
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 COLUMNS = HEAD_DIM_V // BLOCK  # CTAs of a head
 ROWS = 32  # of weights, of a warp

@@ -23,7 +23,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.sm90 import WARP
@@ -31,6 +30,7 @@ from dsa.kernels.mla.decode_scheduler import PlanColumn
 from dsa.kernels.mla.limits import DTYPES, FIXED_SPLIT_TILES, HEAD_DIM_V, MAX_FIXED_SPLITS, MAX_PARTS, TILE_N
 from dsa.kernels.mla.sparse_arguments import fake_results, fake_sink
 from dsa.kernels.mla.tile_scheduler import StreamKScheduler
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 WARPS = 8
 LSES = MAX_PARTS // WARP  # of a lane

@@ -29,7 +29,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.pipeline import PipelineState
@@ -43,6 +42,7 @@ from dsa.kernels.mla.mla_softmax import SoftmaxState
 from dsa.kernels.mla.mla_tiles import K_PER_V, KvState
 from dsa.kernels.mla.paged_load import PagedLoad, Pages, zero_rows
 from dsa.kernels.mla.tile_scheduler import WorkTileInfo
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 V_STAGES, ROPE_STAGES = 10, 2
 

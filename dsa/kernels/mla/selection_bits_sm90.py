@@ -18,10 +18,10 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream, strides
 from dsa.kernels.mla.mha_limits import SELECTION_KEYS, SELECTION_WORDS
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 THREADS = 256
 CHUNK = 8192  # words: 262144 keys

@@ -30,12 +30,12 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream, strides
 from dsa.cute.reductions import block_exclusive_scan
 from dsa.kernels.mla.query_group_limits import GROUP_SIZES, MEMBER_SHIFT, MOST_UNION
 from dsa.kernels.mla.query_groups import Queue
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 THREADS, WARPS = 512, 16
 TABLE_WORDS = 16384

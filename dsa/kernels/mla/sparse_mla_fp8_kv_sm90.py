@@ -24,7 +24,6 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import BFloat16, Int32, Uint8, const_expr
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.fake_tensors import fake, strides
 from dsa.kernels.mla.fp8_kv_gather import Fp8KvPipeline, Fp8TopkGather
 from dsa.kernels.mla.fp8_kv_scores import Fp8KvScores, QkMmas
@@ -35,6 +34,7 @@ from dsa.kernels.mla.mla_epilogue import Results
 from dsa.kernels.mla.sparse_arguments import fake_arguments
 from dsa.kernels.mla.sparse_mla_kernel import Coord, SparseMlaKernel
 from dsa.kernels.mla.swap_ab_exchange import HeadRange, SwapAbExchange, SwapAbExchangeMemory, Thread
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 # By the heads of a CTA.
 SCORE_WARPGROUPS = {16: 2, 32: 2, 64: 1}

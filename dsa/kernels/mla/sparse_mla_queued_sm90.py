@@ -11,7 +11,6 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream
 from dsa.kernels.mla.limits import DTYPES, SPARSE_HEAD_DIMS
 from dsa.kernels.mla.mla_epilogue import Results
@@ -19,6 +18,7 @@ from dsa.kernels.mla.query_group_limits import GROUP_SIZES
 from dsa.kernels.mla.query_groups import Queue
 from dsa.kernels.mla.sparse_arguments import of_prefill, queued_arguments, selections
 from dsa.kernels.mla.sparse_mla_swap_ab_sm90 import SparseMlaSwapAbSm90
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 
 class SparseMlaQueuedSm90(SparseMlaSwapAbSm90):

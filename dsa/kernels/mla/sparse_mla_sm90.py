@@ -22,7 +22,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.fake_tensors import cute_dtype
 from dsa.cute.shared_memory import load_matrices, swizzled
 from dsa.cute.sm90 import WARPGROUP
@@ -35,6 +34,7 @@ from dsa.kernels.mla.sparse_arguments import fake_arguments, fake_cache
 from dsa.kernels.mla.sparse_mla_kernel import Coord, SparseMlaKernel
 from dsa.kernels.mla.tile_scheduler import WorkTileInfo
 from dsa.kernels.mla.topk_gather import TopkGather
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 V_STAGES = {HEAD_DIM: 10, HEAD_DIM_V: 11}
 ROPE_STAGES = 2

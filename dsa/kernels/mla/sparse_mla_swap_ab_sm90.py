@@ -20,7 +20,6 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.fake_tensors import cute_dtype
 from dsa.kernels.mla.limits import DTYPES, HEAD_DIM, HEAD_DIM_V, SPARSE_HEAD_DIMS, SWAP_AB_HEADS
 from dsa.kernels.mla.mla_attention import RoleRegisters
@@ -32,6 +31,7 @@ from dsa.kernels.mla.swap_ab_exchange import HeadRange, SwapAbExchange, SwapAbEx
 from dsa.kernels.mla.swap_ab_scores import SCORE_WARPGROUPS, SwapAbScores
 from dsa.kernels.mla.swap_ab_values import SwapAbValues
 from dsa.kernels.mla.topk_gather import TopkGather
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 V_STAGES = {(HEAD_DIM, 16): 11, (HEAD_DIM, 32): 9, (HEAD_DIM_V, 16): 12, (HEAD_DIM_V, 32): 10}
 ROPE_STAGES = 2

@@ -20,7 +20,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.sm90 import WARPGROUP
 from dsa.kernels.mla.limits import DTYPES, SPARSE_HEAD_DIMS, TILE_M, TILE_N
@@ -36,6 +35,7 @@ from dsa.kernels.mla.sparse_mla_kernel import Coord
 from dsa.kernels.mla.sparse_mla_sm90 import ROPE_STAGES, V_STAGES, SparseMlaAttention, SparseMlaSm90
 from dsa.kernels.mla.tile_scheduler import WorkTileInfo
 from dsa.kernels.mla.union_gather import UnionGather
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 
 @dataclass(frozen=True)

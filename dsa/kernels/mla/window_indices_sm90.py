@@ -24,11 +24,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream, strides
 from dsa.cute.limits import MAX_SLOTS
 from dsa.cute.sm90 import WARP
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 WARPS = 4
 UNROLL = 4

@@ -27,7 +27,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.copies import gather_16
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
@@ -35,6 +34,7 @@ from dsa.cute.quantize import round_to
 from dsa.cute.rounded import multiply_rounded
 from dsa.cute.shared_memory import load_16
 from dsa.kernels.moe.limits import COMBINE_CTA_BYTES, COMBINE_DTYPES
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 VECTOR_BITS = 128
 VECTOR_BYTES = VECTOR_BITS // 8

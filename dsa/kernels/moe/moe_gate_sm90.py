@@ -16,10 +16,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream, strides
 from dsa.cute.sm90 import WARP
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 WARPS = 4
 LOWEST = -(2**31)  # below the order of -inf: no candidate

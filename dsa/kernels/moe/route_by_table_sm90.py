@@ -18,7 +18,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.few_rows_product import FewRowsProduct
@@ -26,6 +25,7 @@ from dsa.cute.sm90 import WARP
 from dsa.kernels.moe.entry_order import WARPS, EntryOrder
 from dsa.kernels.moe.moe_gate_sm90 import MoeGateSm90
 from dsa.kernels.moe.route_to_experts_limits import CHANNEL_MULTIPLE, FEW_TOKENS, TILE_TOKENS
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 
 class RouteByTableSm90:

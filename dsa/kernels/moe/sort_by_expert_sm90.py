@@ -15,10 +15,10 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.memory import SmemAllocator
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream
 from dsa.cute.sm90 import WARP
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 WARPS = 8
 AHEAD = 8  # loads of a lane on their way at a time

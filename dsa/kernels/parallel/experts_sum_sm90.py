@@ -22,13 +22,13 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.copies import gather_8
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.rounded import multiply_rounded
 from dsa.cute.shared_memory import load_8
 from dsa.kernels.parallel.limits import DTYPES, PART, RANKS
 from dsa.kernels.parallel.one_shot_sum_sm90 import THREADS, OneShotSumSm90, fake_memory
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 BATCH = 8  # rows at a time
 

@@ -26,10 +26,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream
 from dsa.kernels.parallel.limits import DTYPES, HALVES, PART, RANKS
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 THREADS = 256
 

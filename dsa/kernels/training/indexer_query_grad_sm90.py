@@ -31,7 +31,6 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.copies import bulk_load, gather_16, tile_load
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream
@@ -53,6 +52,7 @@ from dsa.kernels.training.q_tiles import (
     gradients_of,
 )
 from dsa.kernels.training.zero_fill_pipeline import ZeroFillPipeline, zero_fill_storage, zero_rows
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 ROWS = 16  # of a warp
 

@@ -29,7 +29,6 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.copies import tile_load
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream
@@ -43,6 +42,7 @@ from dsa.kernels.training.active_bits import negated_head_sum, sign_bits, word_p
 from dsa.kernels.training.limits import INDEX_CHANNELS, INDEX_HEADS, K_TILE, Q_TILE
 from dsa.kernels.training.q_tile_scheduler import QTileScheduler, WorkTileInfo
 from dsa.kernels.training.q_tiles import COLUMN_BLOCK, KEY_BLOCK, fake_active, fake_q_tiles, fake_scores
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 Q_STAGES = 2
 

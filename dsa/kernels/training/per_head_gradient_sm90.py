@@ -32,7 +32,6 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake_stream
 from dsa.cute.pipeline import Pipeline, pipeline_storage, start, state_at, state_at_of_two
@@ -62,6 +61,7 @@ from dsa.kernels.training.per_head_tiles import (
     score_mma,
 )
 from dsa.kernels.training.q_tiles import fake_q_tiles
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 SCORE_WARPGROUPS = 2
 SCORE_WARPS, KEY_WARPS = 4 * SCORE_WARPGROUPS, PER_HEAD_KEY_WARPS

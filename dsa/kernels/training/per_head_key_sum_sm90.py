@@ -16,12 +16,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream
 from dsa.cute.sm90 import WARPGROUP
 from dsa.kernels.training.limits import INDEX_CHANNELS
 from dsa.kernels.training.per_head_tiles import CHUNK, KEYS
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 THREADS = 256
 PARTS = KEYS * CHUNK // 4 // THREADS  # CTAs of a tile's chunk

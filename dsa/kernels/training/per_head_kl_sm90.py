@@ -26,7 +26,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake_stream
 from dsa.cute.pipeline import start
@@ -49,6 +48,7 @@ from dsa.kernels.training.per_head_tiles import (
     score_mma,
 )
 from dsa.kernels.training.q_tiles import fake_q_tiles
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 CONSUMERS = 2  # warpgroups
 CONSUMER_WARPS, THREADS = 4 * CONSUMERS, (CONSUMERS + 1) * WARPGROUP

@@ -17,13 +17,13 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.memory import SmemAllocator
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream
 from dsa.cute.reductions import block_exclusive_scan
 from dsa.cute.sm90 import WARP
 from dsa.kernels.training.limits import K_TILE, Q_TILE
 from dsa.kernels.training.q_tiles import QTile, fake_q_tiles, store_q_tile
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 THREADS = 1024
 

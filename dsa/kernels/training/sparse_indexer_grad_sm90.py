@@ -32,7 +32,6 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.copies import arrive_when_gathered, gather_16
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream, strides
@@ -53,6 +52,7 @@ from dsa.kernels.training.topk_gather import (
     own_rows,
     selected,
 )
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 THREADS = 4 * WARPGROUP
 CONSUMER_WARPS = 12

@@ -35,7 +35,6 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream, strides
 from dsa.cute.pipeline import Pipeline, PipelineState, pipeline_storage, start
@@ -61,6 +60,7 @@ from dsa.kernels.training.sparse_indexer_target_tiles import (
     sums_state,
 )
 from dsa.kernels.training.topk_gather import CHUNK, TILE, QuerySchedule, chunk_layout
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 ATTENTION_REGISTERS, INDEX_REGISTERS, PRODUCER_REGISTERS = 176, 112, 48
 RMEM_CHUNKS = 7  # of Q

@@ -44,7 +44,6 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.pipeline import arrive, pipeline_storage
@@ -78,6 +77,7 @@ from dsa.kernels.training.sparse_mla_backward_tiles import (
     q_state,
     work_tile_state,
 )
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
 STAGED_CHANNELS = 32  # of dQ that a warp stages at a time

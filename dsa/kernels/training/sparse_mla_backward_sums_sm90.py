@@ -22,12 +22,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.reductions import warp_reduce_sum
 from dsa.cute.sm90 import LOG2E, WARP
 from dsa.kernels.training.limits import MLA_CHANNELS, MLA_V_CHANNELS, SPARSE_DTYPES, SPARSE_HEAD_TILE
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 HEADS = SPARSE_HEAD_TILE  # of a block of terms
 VALUE = MLA_V_CHANNELS

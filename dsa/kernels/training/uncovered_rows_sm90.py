@@ -15,10 +15,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream, strides
 from dsa.cute.sm90 import WARP
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 WARPS = 8
 ZERO, INFINITY = 0, 0x7F800000  # as words: of any dtype, and of fp32

@@ -13,13 +13,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream
 from dsa.cute.reductions import warp_reduce_sum
 from dsa.cute.sm90 import LN2, LOG2E, WARP
 from dsa.kernels.training.limits import K_TILE, Q_TILE
 from dsa.kernels.training.q_tiles import fake_q_tiles, fake_scores, fake_tiles, load_q_tile
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 WARPS = 8
 NOTHING = -3e38  # finite, so that a difference to it is no NaN

@@ -31,7 +31,6 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
-from dsa.cute.compile_cache import cached, compile_sm90
 from dsa.cute.copies import prefetch_to_l2, tile_load
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
@@ -41,6 +40,7 @@ from dsa.cute.sm90 import LN2, LOG2E, SHARED_BYTES, WARP, WARPGROUP, opaque
 from dsa.cute.work_tile import static_persistent_scheduler
 from dsa.kernels.training.limits import K_TILE, Q_TILE, WARMUP_CHANNELS
 from dsa.kernels.training.q_tiles import fake_q_tiles, fake_scores, fake_tiles, load_q_tile
+from dsa.runtime.compile_cache import cached, compile_sm90
 
 
 class Stages(NamedTuple):

@@ -370,7 +370,7 @@ def test_nothing_compiles_after_warming_up(model):
 
 
 def warm_up_and_call(name):
-    from dsa.cute import compile_cache
+    from dsa.runtime import compile_cache
 
     model = MODELS[name]
     # What the calls below are of, which SGLang has from its own kernels.

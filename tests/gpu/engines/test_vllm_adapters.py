@@ -276,7 +276,7 @@ def test_nothing_compiles_after_the_warm_up(model, heads, cache, speculated):
 
 
 def compile_and_call(model, heads, cache, speculated):
-    from dsa.cute import compile_cache
+    from dsa.runtime import compile_cache
 
     calls = models.calls_of(config(MODELS[model], heads=heads, cache=cache, speculated=speculated, max_model_len=40960))
     # What the calls below are of, which the engine has from its own kernels.

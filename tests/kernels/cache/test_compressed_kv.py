@@ -1,8 +1,8 @@
 """The shipped variants of the compressor compile to sm_90a: wide loads, all of a part at once, no spills."""
 
-from dsa.cute.compile_cache import cubin
-from dsa.cute.sass import disassemble, instructions_in_order
 from dsa.kernels.cache import compressed_kv_sm90 as kernels
+from dsa.runtime.compile_cache import cubin
+from dsa.runtime.sass import disassemble, instructions_in_order
 from tests.kernels.variants import shipped
 
 

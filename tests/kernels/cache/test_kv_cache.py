@@ -1,9 +1,9 @@
 """The shipped variants of the MLA cache's kernels compile to sm_90a without spills, with wide loads and stores."""
 
-from dsa.cute.compile_cache import cubin
-from dsa.cute.sass import disassemble
 from dsa.kernels.cache import kv_cache_sm90 as kernels
 from dsa.kernels.cache.limits import FLOAT_DTYPES
+from dsa.runtime.compile_cache import cubin
+from dsa.runtime.sass import disassemble
 from tests.kernels.variants import shipped
 
 SLOT = 2  # loads: the second is skipped for int32

@@ -1,8 +1,8 @@
 """The shipped variants of slots compile to sm_90a without spills, and load several boundaries together."""
 
-from dsa.cute.compile_cache import cubin
-from dsa.cute.sass import disassemble
 from dsa.kernels.cache import slot_mapping_sm90 as kernels
+from dsa.runtime.compile_cache import cubin
+from dsa.runtime.sass import disassemble
 from tests.kernels.variants import shipped
 
 

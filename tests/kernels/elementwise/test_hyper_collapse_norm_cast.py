@@ -5,10 +5,10 @@ from itertools import groupby
 
 import pytest
 
-from dsa.cute.compile_cache import cubin
-from dsa.cute.sass import disassemble, instructions_in_order
 from dsa.kernels.elementwise import hyper_collapse_norm_cast_sm90 as kernels
 from dsa.kernels.elementwise import hyper_fusion_limits, limits, rms_norm_sm90
+from dsa.runtime.compile_cache import cubin
+from dsa.runtime.sass import disassemble, instructions_in_order
 from tests.kernels.variants import shipped
 
 

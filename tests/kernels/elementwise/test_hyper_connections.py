@@ -1,8 +1,8 @@
 """The shipped variants of the hyper-connections compile to sm_90a: streams read once in wide loads, no spills."""
 
-from dsa.cute.compile_cache import cubin
-from dsa.cute.sass import disassemble
 from dsa.kernels.elementwise import hyper_connections_sm90 as kernels
+from dsa.runtime.compile_cache import cubin
+from dsa.runtime.sass import disassemble
 from tests.kernels.variants import shipped
 
 

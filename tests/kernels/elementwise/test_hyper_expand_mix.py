@@ -1,10 +1,10 @@
 """The expansion with projection compiles to sm_90a: mma of what the warp itself made, all loads of its tokens in
 flight, and no barrier that waits for what was stored."""
 
-from dsa.cute.compile_cache import cubin
-from dsa.cute.sass import disassemble, instructions_in_order
 from dsa.kernels.elementwise import hyper_expand_mix_sm90 as kernels
 from dsa.kernels.elementwise import hyper_mix_few_tokens_sm90
+from dsa.runtime.compile_cache import cubin
+from dsa.runtime.sass import disassemble, instructions_in_order
 from tests.kernels.variants import shipped
 
 

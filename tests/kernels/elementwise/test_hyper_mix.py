@@ -1,8 +1,8 @@
 """The kernels of the streams' projection compile to sm_90a: mma from registers, all loads of a round in flight."""
 
-from dsa.cute.compile_cache import cubin
-from dsa.cute.sass import disassemble
 from dsa.kernels.elementwise import hyper_mix_few_tokens_sm90, hyper_mix_sm90
+from dsa.runtime.compile_cache import cubin
+from dsa.runtime.sass import disassemble
 from tests.kernels.variants import shipped
 
 

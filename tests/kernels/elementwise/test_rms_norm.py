@@ -2,14 +2,14 @@
 
 import pytest
 
-from dsa.cute.compile_cache import cubin
-from dsa.cute.sass import disassemble
 from dsa.cute.sm90 import WARP
 from dsa.kernels.elementwise import limits
 from dsa.kernels.elementwise import rms_norm_gradient_limits as gradient_limits
 from dsa.kernels.elementwise import rms_norm_gradient_sm90 as gradients
 from dsa.kernels.elementwise import rms_norm_sm90 as kernels
 from dsa.kernels.elementwise.rms_norm_rotary_limits import MAX_NORM_ROTARY_CHANNELS
+from dsa.runtime.compile_cache import cubin
+from dsa.runtime.sass import disassemble
 from tests.kernels.variants import shipped
 
 

@@ -1,9 +1,9 @@
 """The shipped variants of the rotation compile to sm_90a without spills, with wide loads and unfused products."""
 
-from dsa.cute.compile_cache import cubin
-from dsa.cute.sass import disassemble
 from dsa.kernels.elementwise import limits
 from dsa.kernels.elementwise import rotary_sm90 as kernels
+from dsa.runtime.compile_cache import cubin
+from dsa.runtime.sass import disassemble
 from tests.kernels.variants import shipped
 
 

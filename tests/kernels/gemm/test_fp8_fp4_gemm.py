@@ -4,11 +4,11 @@ them."""
 
 import pytest
 
-from dsa.cute.compile_cache import cubin
-from dsa.cute.sass import disassemble
 from dsa.kernels.gemm import fp8_fp4_gemm_config as configs
 from dsa.kernels.gemm import fp8_fp4_gemm_sm90 as kernels
 from dsa.kernels.gemm.fp8_gemm_config import SCALES, of_fewest_clocks
+from dsa.runtime.compile_cache import cubin
+from dsa.runtime.sass import disassemble
 from tests.kernels.variants import shipped
 
 STEPS = kernels.GROUP // 32

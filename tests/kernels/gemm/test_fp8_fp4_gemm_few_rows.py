@@ -1,10 +1,10 @@
 """Every shipped variant of the product with FP4 weights for few rows compiles to sm_90a: FP8 wgmma with weights from
 registers, several blocks' in flight, no spills, room in shared memory; and the choice among them."""
 
-from dsa.cute.compile_cache import cubin
-from dsa.cute.sass import disassemble
 from dsa.kernels.gemm import fp8_fp4_gemm_few_rows_sm90 as kernels
 from dsa.kernels.gemm.fp4_operand import ordered_place
+from dsa.runtime.compile_cache import cubin
+from dsa.runtime.sass import disassemble
 from tests.kernels.variants import shipped
 
 

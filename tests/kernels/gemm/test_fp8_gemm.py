@@ -5,13 +5,13 @@ import itertools
 
 import pytest
 
-from dsa.cute.compile_cache import cubin
 from dsa.cute.quantize import GROUP
-from dsa.cute.sass import disassemble
 from dsa.kernels.gemm import fp8_gemm_config as configs
 from dsa.kernels.gemm import fp8_gemm_sm90 as kernels
 from dsa.kernels.gemm import limits
 from dsa.kernels.gemm.swiglu_epilogue import SwigluEpilogue
+from dsa.runtime.compile_cache import cubin
+from dsa.runtime.sass import disassemble
 from tests.kernels.variants import shipped
 
 STEPS = GROUP // 32

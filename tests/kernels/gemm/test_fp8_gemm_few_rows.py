@@ -5,13 +5,13 @@ import itertools
 
 import pytest
 
-from dsa.cute.compile_cache import cubin
-from dsa.cute.sass import disassemble
 from dsa.cute.sm90 import SHARED_BYTES
 from dsa.kernels.gemm import few_rows_tile
 from dsa.kernels.gemm import fp8_gemm_few_rows_config as configs
 from dsa.kernels.gemm import fp8_gemm_few_rows_sm90 as kernels
 from dsa.kernels.gemm.grouped_tiles import PREFIX_SUMS, expected_tiles
+from dsa.runtime.compile_cache import cubin
+from dsa.runtime.sass import disassemble
 from tests.kernels.variants import shipped
 
 

@@ -1,10 +1,10 @@
 """Products in fp32 compile to sm_90a without spills, all loads of a round in flight before its products, two CTAs a
 multiprocessor."""
 
-from dsa.cute.compile_cache import cubin
 from dsa.cute.few_rows_product import CTAS, ROUND
-from dsa.cute.sass import disassemble, instructions_in_order
 from dsa.kernels.gemm import linear_fp32_sm90 as kernels
+from dsa.runtime.compile_cache import cubin
+from dsa.runtime.sass import disassemble, instructions_in_order
 from tests.kernels.variants import shipped
 
 

@@ -1,8 +1,8 @@
 """Every shipped variant of heads rotated and cast compiles to sm_90a without spills, with wide loads."""
 
-from dsa.cute.compile_cache import cubin
-from dsa.cute.sass import disassemble
 from dsa.kernels.gemm import rotary_cast_to_fp8_sm90 as kernels
+from dsa.runtime.compile_cache import cubin
+from dsa.runtime.sass import disassemble
 from tests.kernels.variants import shipped
 
 

@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from dsa.cute.compile_cache import cubin
-from dsa.cute.sass import disassemble
 from dsa.kernels.indexer import candidate_bounds_sm90, candidate_lists, candidate_scores_sm90, candidate_select_sm90
 from dsa.kernels.indexer.select_limits import MAX_SELECTED, TWO_OPS_KEYS
+from dsa.runtime.compile_cache import cubin
+from dsa.runtime.sass import disassemble
 from tests.kernels.variants import shipped
 
 SIZES = [TWO_OPS_KEYS + 1, 12345, 24576, 32768, 65536, 131072, 2**19, 2**20 + 1, 2**24, candidate_lists.MAX_KEYS - 1]

@@ -1,10 +1,10 @@
 """The shipped variants of the paged index scores, and of their plan, compile to sm_90a: FP8 wgmma, TMA, no spills."""
 
-from dsa.cute.compile_cache import cubin
-from dsa.cute.sass import disassemble
 from dsa.kernels.indexer import fp8_paged_mqa_logits_sm90 as kernels
 from dsa.kernels.indexer import paged_mqa_logits_metadata_sm90 as metadata
 from dsa.kernels.indexer.limits import HEADS, NEXT_N
+from dsa.runtime.compile_cache import cubin
+from dsa.runtime.sass import disassemble
 from tests.kernels.variants import shipped, shipped_variants_of
 
 

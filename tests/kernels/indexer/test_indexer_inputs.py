@@ -1,9 +1,9 @@
 """The shipped variants of the indexer's fused inputs and cache copies compile to sm_90a without spills."""
 
-from dsa.cute.compile_cache import cubin
-from dsa.cute.sass import disassemble
 from dsa.kernels.cache import indexer_cache_sm90 as cache_kernels
 from dsa.kernels.indexer import indexer_inputs_sm90 as kernels
+from dsa.runtime.compile_cache import cubin
+from dsa.runtime.sass import disassemble
 from tests.kernels.variants import shipped
 
 WIDE_LOADS = {"bfloat16": 2, "float16": 2, "float32": 4}  # of 16 bytes, for a lane's 16 channels

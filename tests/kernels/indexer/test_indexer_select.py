@@ -1,10 +1,10 @@
 """Every shipped variant of scores and selection in one compiles to sm_90a: FP8 wgmma, TMA, no spills, room in shared
 memory; and lists have room for what comes between two cuts."""
 
-from dsa.cute.compile_cache import cubin
-from dsa.cute.sass import disassemble
 from dsa.kernels.indexer import indexer_select_sm90 as kernels
 from dsa.kernels.indexer.select_limits import MAX_SELECTED
+from dsa.runtime.compile_cache import cubin
+from dsa.runtime.sass import disassemble
 from tests.kernels.variants import shipped
 
 

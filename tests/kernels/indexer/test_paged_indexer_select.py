@@ -6,13 +6,13 @@ from itertools import pairwise
 
 import pytest
 
-from dsa.cute.compile_cache import cubin
-from dsa.cute.sass import disassemble
 from dsa.kernels.indexer import paged_indexer_select_sm90 as kernels
 from dsa.kernels.indexer import paged_select_plan as plan
 from dsa.kernels.indexer.limits import HEADS, NEXT_N
 from dsa.kernels.indexer.score_tile import TILE
 from dsa.kernels.indexer.select_limits import ZERO_WORDS
+from dsa.runtime.compile_cache import cubin
+from dsa.runtime.sass import disassemble
 from tests.kernels.variants import shipped, shipped_variants_of
 
 SMS = 132

@@ -3,12 +3,12 @@
 import pytest
 from cutlass import BFloat16, Float32
 
-from dsa.cute.compile_cache import cubin
-from dsa.cute.sass import disassemble
 from dsa.cute.sm90 import SHARED_BYTES
 from dsa.kernels.indexer import topk_config
 from dsa.kernels.indexer import topk_indices_sm90 as kernels
 from dsa.kernels.indexer.topk_candidates import SAMPLE
+from dsa.runtime.compile_cache import cubin
+from dsa.runtime.sass import disassemble
 from tests.kernels.variants import shipped
 
 

@@ -1,8 +1,8 @@
 """The shipped variants of the merge compile to sm_90a without spills, with loads and stores of 16 bytes."""
 
-from dsa.cute.compile_cache import cubin
-from dsa.cute.sass import disassemble
 from dsa.kernels.mla import merge_attention_sm90 as kernels
+from dsa.runtime.compile_cache import cubin
+from dsa.runtime.sass import disassemble
 from tests.kernels.variants import shipped
 
 BITS = {"bfloat16": 16, "float16": 16, "float32": 32}

@@ -1,9 +1,9 @@
 """Every shipped variant of multi-head attention compiles to sm_90a: wgmma in flight beside the softmax, no spills."""
 
-from dsa.cute.compile_cache import cubin
-from dsa.cute.sass import disassemble
 from dsa.kernels.mla import mha_varlen_fwd_sm90 as kernels
 from dsa.kernels.mla.mha_limits import MHA_DIMS
+from dsa.runtime.compile_cache import cubin
+from dsa.runtime.sass import disassemble
 from tests.kernels.variants import shipped
 
 

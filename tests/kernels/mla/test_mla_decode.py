@@ -2,13 +2,13 @@
 
 import pytest
 
-from dsa.cute.compile_cache import cubin
-from dsa.cute.sass import disassemble
 from dsa.kernels.mla import mla_combine_sm90 as combine
 from dsa.kernels.mla import mla_decode_sm90 as kernels
 from dsa.kernels.mla import mla_plan_sm90 as plan
 from dsa.kernels.mla.limits import HEAD_DIM, TILE_M, TILE_N
 from dsa.kernels.mla.mla_tiles import K16, K_PER_V, V_CHUNK_ORDER
+from dsa.runtime.compile_cache import cubin
+from dsa.runtime.sass import disassemble
 from tests.kernels.variants import shipped
 
 

@@ -1,10 +1,10 @@
 """The kernel that writes selections as bits compiles to sm_90a: an atomic in shared memory, no spills."""
 
-from dsa.cute.compile_cache import cubin
-from dsa.cute.sass import disassemble
 from dsa.kernels.mla import selection_bits_sm90 as kernels
 from dsa.kernels.mla.mha_limits import SELECTION_KEYS, SELECTION_WORDS
 from dsa.reference.mla import selection_bits as reference
+from dsa.runtime.compile_cache import cubin
+from dsa.runtime.sass import disassemble
 from tests.kernels.variants import shipped
 
 

@@ -1,7 +1,5 @@
 """The shipped variants of sparse MLA attention and of its end compile to sm_90a: wgmma, gathers, no spills."""
 
-from dsa.cute.compile_cache import cubin
-from dsa.cute.sass import disassemble
 from dsa.kernels.mla import mla_combine_sm90 as combine
 from dsa.kernels.mla import selection_union_sm90 as selection_union
 from dsa.kernels.mla import sparse_mla_cast_sm90 as cast
@@ -13,6 +11,8 @@ from dsa.kernels.mla import sparse_mla_union_sm90 as union
 from dsa.kernels.mla.limits import HEAD_DIM, HEAD_DIM_V, TILE_N
 from dsa.kernels.mla.mla_attention import THREADS
 from dsa.kernels.mla.mla_tiles import K16, K_CHUNK
+from dsa.runtime.compile_cache import cubin
+from dsa.runtime.sass import disassemble
 from tests.kernels.variants import shipped
 
 ALL = 65536 // 128  # registers of a multiprocessor, for each thread of a warpgroup

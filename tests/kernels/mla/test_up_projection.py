@@ -1,9 +1,9 @@
 """Products with a head's part of kv_b compile to sm_90a without spills, all loads in flight before the first of them is
 waited for."""
 
-from dsa.cute.compile_cache import cubin
-from dsa.cute.sass import disassemble, instructions_in_order
 from dsa.kernels.mla import mla_absorb_queries_sm90, mla_values_cast_to_fp8_sm90
+from dsa.runtime.compile_cache import cubin
+from dsa.runtime.sass import disassemble, instructions_in_order
 from tests.kernels.variants import shipped
 
 

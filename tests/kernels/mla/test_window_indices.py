@@ -1,8 +1,8 @@
 """The shipped variants of the window's lists compile to sm_90a without spills, and load pages together."""
 
-from dsa.cute.compile_cache import cubin
-from dsa.cute.sass import disassemble
 from dsa.kernels.mla import window_indices_sm90 as kernels
+from dsa.runtime.compile_cache import cubin
+from dsa.runtime.sass import disassemble
 from tests.kernels.variants import shipped
 
 

@@ -1,8 +1,8 @@
 """Every shipped variant of the experts' sum compiles to sm_90a without spills, with a turn's copies in flight."""
 
-from dsa.cute.compile_cache import cubin
-from dsa.cute.sass import disassemble
 from dsa.kernels.moe import combine_experts_sm90 as kernels
+from dsa.runtime.compile_cache import cubin
+from dsa.runtime.sass import disassemble
 from tests.kernels.variants import shipped
 
 

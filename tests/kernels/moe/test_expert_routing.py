@@ -1,8 +1,8 @@
 """Every shipped variant of the gate and of the sort compiles to sm_90a without spills."""
 
-from dsa.cute.compile_cache import cubin
-from dsa.cute.sass import disassemble
 from dsa.kernels.moe import moe_gate_sm90, sort_by_expert_sm90
+from dsa.runtime.compile_cache import cubin
+from dsa.runtime.sass import disassemble
 from tests.kernels.variants import shipped
 
 

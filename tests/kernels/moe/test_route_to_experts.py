@@ -1,11 +1,11 @@
 """Router, gate and sort in one compile to sm_90a without spills, all loads of a round in flight before its products."""
 
-from dsa.cute.compile_cache import cubin
 from dsa.cute.few_rows_product import CTAS, ROUND
-from dsa.cute.sass import disassemble
 from dsa.kernels.moe import entry_order
 from dsa.kernels.moe import route_to_experts_sm90 as kernels
 from dsa.kernels.moe.route_to_experts_limits import MAX_EXPERTS, TILE_TOKENS
+from dsa.runtime.compile_cache import cubin
+from dsa.runtime.sass import disassemble
 from tests.kernels.variants import shipped
 
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from dsa.cute.compile_cache import cubin
-from dsa.cute.sass import disassemble
 from dsa.kernels.parallel import experts_sum_sm90 as experts
 from dsa.kernels.parallel import one_shot_sum_sm90 as kernels
 from dsa.kernels.parallel.limits import PART, RANKS
+from dsa.runtime.compile_cache import cubin
+from dsa.runtime.sass import disassemble
 from dsa_layers.parallel.one_shot_sum import MEMORY, most_bytes
 from tests.kernels.variants import shipped
 

@@ -1,11 +1,11 @@
 """Every shipped variant of the indexer's training kernels compiles to sm_90a: wgmma in groups, TMA, no spills."""
 
-from dsa.cute.compile_cache import cubin
-from dsa.cute.sass import disassemble
 from dsa.cute.sm90 import SHARED_BYTES
 from dsa.kernels.training import indexer_key_grad_sm90, indexer_query_grad_sm90, indexer_scores_sm90
 from dsa.kernels.training.limits import Q_TILE
 from dsa.kernels.training.q_tiles import COLUMN_BLOCK
+from dsa.runtime.compile_cache import cubin
+from dsa.runtime.sass import disassemble
 from tests.kernels.variants import shipped
 
 

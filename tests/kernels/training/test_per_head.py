@@ -1,10 +1,10 @@
 """The shipped variants of the per-head warm-up loss's kernels compile to sm_90a: wgmma in flight, no spills."""
 
-from dsa.cute.compile_cache import cubin
-from dsa.cute.sass import disassemble
 from dsa.kernels.training import per_head_gradient_sm90 as gradient
 from dsa.kernels.training import per_head_key_sum_sm90 as key_sum
 from dsa.kernels.training import per_head_kl_sm90 as kl
+from dsa.runtime.compile_cache import cubin
+from dsa.runtime.sass import disassemble
 from tests.kernels.variants import shipped
 
 K16 = 16  # channels, keys or rows of a wgmma instruction

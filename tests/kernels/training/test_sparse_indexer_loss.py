@@ -1,10 +1,10 @@
 """The kernels of the sparse stage's loss compile to sm_90a: wgmma without waits between them, gathers, no spills."""
 
-from dsa.cute.compile_cache import cubin
-from dsa.cute.sass import disassemble
 from dsa.kernels.training import sparse_indexer_grad_sm90 as grad
 from dsa.kernels.training import sparse_indexer_target_sm90 as target
 from dsa.kernels.training.topk_gather import CHUNK, LANE_ROWS, TILE
+from dsa.runtime.compile_cache import cubin
+from dsa.runtime.sass import disassemble
 from tests.kernels.variants import shipped
 
 K16 = 16  # channels, keys or heads of a wgmma instruction

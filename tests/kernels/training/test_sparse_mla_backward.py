@@ -1,10 +1,10 @@
 """The kernels of sparse MLA attention's gradients compile to sm_90a: wgmma not waited for one by one, no spills."""
 
-from dsa.cute.compile_cache import cubin
-from dsa.cute.sass import disassemble
 from dsa.cute.sm90 import WARPGROUP
 from dsa.kernels.training import sparse_mla_backward_sm90 as kernels
 from dsa.kernels.training import sparse_mla_backward_sums_sm90 as sums
+from dsa.runtime.compile_cache import cubin
+from dsa.runtime.sass import disassemble
 from tests.kernels.variants import shipped
 
 

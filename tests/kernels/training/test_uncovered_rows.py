@@ -1,8 +1,8 @@
 """Every shipped variant of the kernel that fills uncovered rows compiles to sm_90a, without a stack."""
 
-from dsa.cute.compile_cache import cubin
-from dsa.cute.sass import disassemble
 from dsa.kernels.training import uncovered_rows_sm90 as kernels
+from dsa.runtime.compile_cache import cubin
+from dsa.runtime.sass import disassemble
 from tests.kernels.variants import shipped
 
 

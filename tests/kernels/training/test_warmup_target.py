@@ -1,9 +1,9 @@
 """Every shipped variant of the warm-up's own kernels compiles to sm_90a: wgmma, TMA, no spills, wgmma in groups."""
 
-from dsa.cute.compile_cache import cubin
-from dsa.cute.sass import disassemble
 from dsa.kernels.training import q_tile_plan_sm90, warmup_rows_sm90
 from dsa.kernels.training import warmup_target_sm90 as kernels
+from dsa.runtime.compile_cache import cubin
+from dsa.runtime.sass import disassemble
 from tests.kernels.variants import shipped
 
 

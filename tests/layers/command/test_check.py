@@ -12,8 +12,8 @@ import torch
 
 import dsa
 from dsa import backends
+from dsa.ops import op_modules
 from dsa.self_test import SELF_TESTS
-from dsa.source_digest import op_modules
 from dsa_layers.command import health
 from dsa_layers.command.main import main
 from tests.layers.command.wrong_ops import GENERAL, MISLED, UNNOTICED, WRONG, break_op, mislead_op, swapped

@@ -6,7 +6,7 @@ import torch
 
 import dsa
 from dsa import reference
-from dsa.source_digest import op_modules
+from dsa.ops import op_modules
 from tests.public_names import ops_of
 from tests.valid_calls import CALLS
 

@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from dsa.cute.compile_cache import fill
 from dsa.kernels.moe.sort_by_expert_sm90 import compile_sort_by_expert
 from dsa.ops.asked_variants import Variant
+from dsa.runtime.compile_cache import fill
 from dsa_layers.compilation import build as module
 from dsa_layers.compilation.build import build, described
 

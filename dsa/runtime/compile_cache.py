@@ -2,12 +2,12 @@
 
 A kernel module decorates each of its `compile_*` functions, whose arguments are only dtypes, ints, bools and frozen
 dataclasses of these, with `@cached`. The first call in a process loads an object file (about a millisecond) if one was
-written under the same key, else it compiles (seconds) and writes one. The key covers the kernel's source and that of
-the helpers it imports, the arguments, the versions of the DSL, of its CUDA tools and of TVM-FFI, the DSL's settings in
-the environment, and the host's architecture. Neither Python's version nor the CPU's is in it: an object file refers to
-nothing of Python's, and its host code runs on every CPU of the architecture. So a cache that was filled on one machine
-serves another. What is compiled after an edit of its sources in the same process is not written: the key may be of
-the one state and the code of the other.
+written under the same key, else it compiles (seconds) and writes one. The key covers the bytes of the kernel's family
+folder and of dsa/cute (`source_key`), the arguments, the versions of the DSL, of its CUDA tools and of TVM-FFI, the
+DSL's settings in the environment, and the host's architecture. Neither Python's version nor the CPU's is in it: an
+object file refers to nothing of Python's, and its host code runs on every CPU of the architecture. So a cache that was
+filled on one machine serves another. After an edit of its sources a process writes no more of a family's kernels: the
+key may be of the files before the edit, and the code of those after it.
 
 An object file is native code: it is loaded only if no other user can have written it (`private_files`). Whatever goes
 wrong with the disk costs a warning and the time to compile, never the kernel.
@@ -36,10 +36,9 @@ import cutlass
 import cutlass.cute as cute
 import tvm_ffi
 
-from dsa.cute.kept_digests import kept_source_digest
-from dsa.cute.object_file import cubin_in, write_object_file
-from dsa.cute.private_files import create_private_file, open_lock, open_private_file, path_of, private_folder
-from dsa.source_digest import unchanged
+from dsa.runtime.object_file import cubin_in, write_object_file
+from dsa.runtime.private_files import create_private_file, open_lock, open_private_file, path_of, private_folder
+from dsa.runtime.source_key import key_on_disk, source_key
 
 _OPTIONS = "--enable-tvm-ffi --ptxas-options '--warn-on-spills --warning-as-error'"
 _ENTRY = "dsa_kernel"
@@ -90,6 +89,7 @@ def compile_sm90(function: Callable, *args: Any) -> Any:
 def cached(compile_function: Callable) -> Callable:
     """Cache a compile function's results by its positional arguments, in memory and on disk."""
     memory: dict[tuple, Any] = {}
+    source_key(compile_function.__module__)  # before anything else of the family can be edited
 
     @functools.wraps(compile_function)
     def get(*args: Any) -> Any:
@@ -121,15 +121,19 @@ def fill(compile_function: Callable, *args: Any) -> bool:
             found[1].close()
             return False
         kernel = function(*args)
-        if not unchanged(function.__module__):
+        if _edited(function):
             raise RuntimeError(f"{_EDITED}: start again")
         _write(kernel, directory, stem)
         return True
 
 
 def cubin(compile_function: Callable, *args: Any) -> bytes:
-    """The machine code that a `@cached` compile function gives for these arguments, from its object file: the one on
-    disk, or a new one, which is kept there."""
+    """The machine code that a `@cached` compile function gives for these arguments."""
+    return cubin_in(object_file(compile_function, *args))
+
+
+def object_file(compile_function: Callable, *args: Any) -> bytes:
+    """The object file of a `@cached` compile function's kernel: the one on disk, or a new one, which is kept there."""
     function = compile_function.__wrapped__
     stem = _stem(function, args)
     with _compile_lock, contextlib.ExitStack() as stack:
@@ -140,13 +144,13 @@ def cubin(compile_function: Callable, *args: Any) -> bytes:
         found = _find(directory, stem)
         if found is None:
             kernel = function(*args)
-            if not unchanged(function.__module__):
+            if _edited(function):
                 directory = Path(stack.enter_context(tempfile.TemporaryDirectory())).resolve()
             content = _write(kernel, directory, stem)
         else:
             with found[1] as file:
                 content = file.read()
-    return cubin_in(content)
+    return content
 
 
 def _load_or_compile(compile_function: Callable, args: tuple) -> Any:
@@ -163,7 +167,7 @@ def _load_or_compile(compile_function: Callable, args: tuple) -> Any:
         if (kernel := _load(directory, stem)) is not None:
             return kernel
         kernel = compile_function(*args)
-        if not unchanged(compile_function.__module__):
+        if _edited(compile_function):
             _warn_once(f"{_EDITED}: kernels that it compiles are not kept")
             return kernel
         try:
@@ -195,9 +199,14 @@ def _stem(function: Callable, args: tuple) -> str:
 
 def _key(function: Callable, args: tuple) -> str:
     tools = (cutlass.__version__, str(cutlass.CUDA_VERSION), tvm_ffi.__version__, _OPTIONS, platform.machine())
-    digest = kept_source_digest(function.__module__, cache_dir())
-    text = repr((function.__module__, function.__qualname__, args, digest, tools, _settings()))
+    sources = source_key(function.__module__)
+    text = repr((function.__module__, function.__qualname__, args, sources, tools, _settings()))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _edited(function: Callable) -> bool:
+    """Whether the kernel's sources have changed since this process imported them."""
+    return key_on_disk(function.__module__) != source_key(function.__module__)
 
 
 def _settings() -> list[tuple[str, str]]:

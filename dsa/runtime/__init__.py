@@ -1,0 +1,1 @@
+"""What every kernel needs on the host: compilation, and its cache on disk."""
