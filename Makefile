@@ -28,15 +28,13 @@ demo: .venv/installed
 # what it imports; and threads of one would spin while they wait for the cores of another.
 unexport PYTHONDONTWRITEBYTECODE
 test test-all test-oldest: export OMP_NUM_THREADS := 1
-# Where bits are compared they are of sums that no number of rows reorders, as AMX's would be.
-test test-all test-oldest: export ONEDNN_MAX_CPU_ISA := AVX512_CORE
 
 # Neighbouring tests stay in one process, which makes what they share once; idle processes take from busy ones.
 test: lint
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
 test-all: lint test-oldest
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 16 --dist worksteal --all-variants
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 16 --dist worksteal --all
 
 # The versions that vLLM and SGLang pin, where what depends on the DSL is tested: machine code and the compile cache.
 $(OLDEST)/installed: pyproject.toml
@@ -46,7 +44,7 @@ $(OLDEST)/installed: pyproject.toml
 	touch $@
 
 test-oldest: $(OLDEST)/installed
-	$(OLDEST)/bin/python -m pytest --numprocesses auto --maxprocesses 16 --dist worksteal --all-variants tests/kernels tests/cute
+	$(OLDEST)/bin/python -m pytest --numprocesses auto --maxprocesses 16 --dist worksteal --all tests/kernels tests/runtime
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -1,0 +1,6 @@
+"""Tests compare bits between different numbers of rows, which AMX sums in another order: oneDNN goes up to AVX-512 here,
+unless the caller has set something else. torch reads the variable when it first multiplies."""
+
+import os
+
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")

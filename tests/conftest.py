@@ -1,5 +1,6 @@
-"""What tests share. One thread a test process: on a shared machine, torch's spinning threads cost far more than they
-bring."""
+"""What tests share: seeds, and which slow tests run. One thread per test process: on a shared machine, torch's spinning
+threads cost far more than they bring.
+"""
 
 import random
 import zlib
@@ -9,14 +10,27 @@ import pytest
 import torch
 
 from dsa_layers.tiny import write_tiny_checkpoint
+from tests.sampling import commit
 
 torch.set_num_threads(1)
+SLOW_PARTS = 6
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--all-variants", action="store_true", help="compile every shipped variant of every kernel, not only a sample"
-    )
+    parser.addoption("--all", action="store_true", help="every slow test, and every shipped variant of every kernel")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A run of the whole suite has one in SLOW_PARTS of the slow tests, others with every commit."""
+    if config.getoption("all") or config.option.file_or_dir:
+        return
+    left_out = [item for item in items if item.get_closest_marker("slow") and not in_sample(item.nodeid)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in set(left_out)]
+
+
+def in_sample(test: str) -> bool:
+    return zlib.crc32(f"{commit()} {test}".encode()) % SLOW_PARTS == 0
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:

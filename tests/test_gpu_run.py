@@ -94,40 +94,22 @@ def test_a_benchmark_that_raises_fails_its_entry_alone(monkeypatch):
         raise RuntimeError("no such peer")
 
     monkeypatch.setattr(run, "rows_of", broken)
-    monkeypatch.setattr(run.receipt, "digest", lambda name, arch: "1")
-    entry = run.run_entry("rms_norm", "sm_90", "1", run.Outcome(tests=3), bench=True)
+    entry = run.run_entry("rms_norm", run.Outcome(tests=3), bench=True)
     assert (entry["tests"], entry["failed"], entry["bench"]) == (3, 1, [])
 
 
 def test_no_benchmark_behind_a_failed_test(monkeypatch):
     monkeypatch.setattr(run, "rows_of", lambda name, done: pytest.fail("is not to run"))
-    monkeypatch.setattr(run.receipt, "digest", lambda name, arch: "1")
     outcome = run.Outcome(tests=3, failed=["test_one"])
-    assert run.run_entry("rms_norm", "sm_90", "1", outcome, bench=True)["failed"] == 1
+    assert run.run_entry("rms_norm", outcome, bench=True)["failed"] == 1
 
 
-def test_what_was_edited_while_it_ran_is_not_on_record_as_judged(monkeypatch, tmp_path, capsys):
-    """The file is read anew, though this process has read it before."""
-    monkeypatch.setattr(run, "rows_of", lambda name, done: iter([{"shape": "a"}]))
-    edited = tmp_path / "test_it.py"
-    edited.write_text("assert x == 1")
-    read = run.receipt.source_digest._tree
-    monkeypatch.setattr(run.receipt, "digest", lambda name, arch: str(len(read(edited).body)))
-    (before,) = run.digests_of(["rms_norm"], "sm_90").values()
-    entry = run.run_entry("rms_norm", "sm_90", before, run.Outcome(tests=3), bench=True)
-    assert (entry["digest"], entry["failed"]) == (before, 0)
-    edited.write_text("assert x == 1\nassert y == 1")
-    entry = run.run_entry("rms_norm", "sm_90", before, run.Outcome(tests=3), bench=True)
-    assert (entry["digest"], entry["failed"]) == (before, 1) and run.CHANGED in capsys.readouterr().out
-
-
-PLACE = {"device": "1 x a GPU", "torch": "2", "dsl": "4", "peers": {"vllm": "0.33.0"}}
+HEAD = {"device": "1 x a GPU", "torch": "2", "dsl": "4", "peers": {"vllm": "0.33.0"}, "kernels": "k", "launches": "l"}
 
 
 def test_a_run_that_is_cut_off_is_gone_on_with(monkeypatch, tmp_path):
     """Tests that have passed do not run again, nor rows that there are."""
     monkeypatch.setattr(run.receipt, "PATH", tmp_path / "receipt.json")
-    monkeypatch.setattr(run.receipt, "digest", lambda name, arch: "this code")
     run.receipt.save({})
     outcome = run.Outcome(tests=3, skipped=1, worst=0.5)
 
@@ -137,21 +119,20 @@ def test_a_run_that_is_cut_off_is_gone_on_with(monkeypatch, tmp_path):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(run, "rows_of", cut_off)
-    pending = PLACE | run._pending("this code", outcome, [])
+    pending = HEAD | run._pending(outcome, [])
     with pytest.raises(KeyboardInterrupt):
-        run.run_entry("e2e", "sm_90", "this code", outcome, bench=True, keep=run._keeper("sm_90", "e2e", pending))
+        run.run_entry("e2e", outcome, bench=True, keep=run._keeper("sm_90", "e2e", pending))
     entry = run.receipt.load()["sm_90"]["e2e"]
     assert entry["unverified"] == run.BEGUN and [row["shape"] for row in entry["bench"]] == ["a", "b"]
-    assert run.receipt.is_of_this_code(entry, "e2e", "sm_90")
 
-    assert run.begun(entry, "this code", PLACE) == outcome
-    others = [entry | {"digest": "other code"}, entry | {"unverified": None}, entry | {"device": "2 x a GPU"}, {}]
-    others.append(entry | {"peers": {"vllm": "0.34.0"}})
-    assert not any(run.begun(other, "this code", PLACE) for other in others)
+    assert run.begun(entry, HEAD | {"commit": "1" * 12, "date": "2026-11-29"}) == outcome
+    changes = [{"kernels": "others"}, {"launches": "others"}, {"unverified": None}, {"device": "2 x a GPU"}]
+    changes.append({"peers": {"vllm": "0.34.0"}})
+    assert not any(run.begun(entry | change, HEAD) for change in changes) and run.begun({}, HEAD) is None
 
-    monkeypatch.setattr(run, "rows_of", lambda name, done: iter([{"shape": f"behind {len(done)}"}]))
-    entry = run.run_entry("e2e", "sm_90", "this code", outcome, bench=True, done=entry["bench"])
-    assert [row["shape"] for row in entry["bench"]] == ["a", "b", "behind 2"] and entry["unverified"] is None
+    monkeypatch.setattr(run, "rows_of", lambda name, done: iter([{"shape": f"after {len(done)}"}]))
+    entry = run.run_entry("e2e", outcome, bench=True, done=entry["bench"])
+    assert [row["shape"] for row in entry["bench"]] == ["a", "b", "after 2"] and entry["unverified"] is None
 
 
 def test_what_the_environment_must_not_choose(monkeypatch, capsys):
@@ -219,7 +200,6 @@ class StoppedHere(Exception):
 def test_the_oldest_dsls_entry_is_gone_on_with(monkeypatch, tmp_path):
     """It is on record with that DSL, and not with the one of this process."""
     monkeypatch.setattr(run.receipt, "PATH", tmp_path / "receipt.json")
-    monkeypatch.setattr(run.receipt, "digest", lambda name, arch: "this code")
     monkeypatch.setattr("dsa.backends.why_no_kernels", lambda: None)
     monkeypatch.setattr("dsa.backends.arch_of", lambda device: "sm_90")
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
@@ -264,7 +244,6 @@ def test_without_entries_one_gpu_leaves_out_what_needs_two(gpus, monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
     monkeypatch.setattr("shutil.which", lambda name: name)
     monkeypatch.delenv("DSA_OLDEST_DSL", raising=False)
-    monkeypatch.setattr(run.receipt, "digest", lambda name, arch: "this code")
     monkeypatch.setattr(run, "compile_all", compile_all)
     with pytest.raises(StoppedHere):
         run.main(["--commit", "0" * 12])

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from dsa.backends import ARCH_NAMES, KERNELS
+from dsa.backends import ARCH_NAMES, KERNELS, archs
 from dsa.ops import op_modules
 from tests.gpu import receipt
 from tests.gpu.receipt_rows import compared, names_of, other_kinds, shape_of
@@ -83,7 +83,8 @@ def inserted(text: str) -> str:
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     parts = []
-    for arch, entries in receipt.judged(today).items():
+    entries_of = dict.fromkeys(archs(), {}) | receipt.judged(today)
+    for arch, entries in sorted(entries_of.items()):
         measured = [entry for entry in entries.values() if "device" in entry]
         places = sorted({f"{e['device']}, torch {e['torch']}, CuTe DSL {e['dsl']}" for e in measured})
         where = f"Measured on {'; '.join(places)}." if places else "Nothing is measured."

@@ -45,7 +45,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     variants = []
     for compile_function in marker.args:
         shipped = shipped_variants_of(compile_function)
-        variants += shipped if metafunc.config.getoption("all_variants") else sample(shipped)
+        variants += shipped if metafunc.config.getoption("all") else sample(shipped)
     if "compile_function" in metafunc.fixturenames:
         ids = [f"{compile_function.__name__}-{arguments}" for compile_function, arguments in variants]
         metafunc.parametrize(("compile_function", "arguments"), variants, ids=ids)

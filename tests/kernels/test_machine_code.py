@@ -1,25 +1,74 @@
-"""Machine code is compared without the names that the source gives it."""
+"""Digests of machine code ignore names and notice code; the kernels' machine code is on record."""
 
 import re
 
+import cutlass
+import cutlass.cute as cute
 import pytest
 
 from dsa.kernels.mla import window_indices_sm90 as kernels
-from dsa.runtime.compile_cache import cubin
+from dsa.runtime.compile_cache import compile_sm90, object_file
+from dsa.runtime.object_file import cubin_in, write_object_file
 from dsa.runtime.sass import disassemble
 from tests.kernels import machine_code
+
+RENEW = "run `python -m tests.kernels.machine_code`"
 
 
 @pytest.fixture(scope="module")
 def code() -> bytes:
     compile_function, arguments = kernels.shipped_variants()[0]
-    return cubin(compile_function, *arguments)
+    return object_file(compile_function, *arguments)
 
 
-def _instructions(code: bytes) -> int:
-    """Where they begin."""
-    (content,) = (content for kind, _, content in machine_code.code_sections(code) if kind == ".text.")
-    return code.index(content)
+@cute.kernel
+def _fill_kernel(x: cute.Tensor, value: cutlass.Constexpr):
+    thread, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    x[block, thread] = value
+
+
+@cute.jit
+def _fill(x: cute.Tensor, rows: cutlass.Constexpr, value: cutlass.Constexpr, stream):
+    _fill_kernel(x, value).launch(grid=(rows, 1, 1), block=(32, 1, 1), stream=stream)
+
+
+@cute.kernel
+def _fill_kernel_with_other_names(out: cute.Tensor, number: cutlass.Constexpr):
+    lane, _, _ = cute.arch.thread_idx()
+    row, _, _ = cute.arch.block_idx()
+    out[row, lane] = number
+
+
+@cute.jit
+def _fill_with_other_names(out: cute.Tensor, count: cutlass.Constexpr, number: cutlass.Constexpr, stream):
+    _fill_kernel_with_other_names(out, number).launch(grid=(count, 1, 1), block=(32, 1, 1), stream=stream)
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory):
+    """The object file of a function that fills 32 columns of `rows` rows with `value`."""
+    path = tmp_path_factory.mktemp("filled") / "object.o"
+
+    def compiled(function, rows, value):
+        x = cute.runtime.make_fake_tensor(cutlass.Float32, (64, 32), (32, 1), assumed_align=16)
+        stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+        write_object_file(compile_sm90(function, x, rows, value, stream), path, "entry")
+        return path.read_bytes()
+
+    return compiled
+
+
+def test_names_in_the_source_do_not_count(filled):
+    digests = {machine_code.digest(filled(function, 3, 1.0)) for function in (_fill, _fill_with_other_names)}
+    assert len(digests) == 1
+
+
+def test_a_constant_and_a_grid_count(filled):
+    one, constant, grid = filled(_fill, 3, 1.0), filled(_fill, 3, 2.0), filled(_fill, 4, 1.0)
+    assert len({machine_code.digest(code) for code in (one, constant, grid)}) == 3
+    text = {tuple(machine_code.code_sections(cubin_in(code))) for code in (one, grid)}
+    assert len(text) == 1, "the grid is the host's"
 
 
 def test_symbols_do_not_count(code):
@@ -29,13 +78,14 @@ def test_symbols_do_not_count(code):
 
 
 def test_an_instruction_counts(code):
-    at = _instructions(code) + 64
+    (content,) = (content for kind, _, content in machine_code.code_sections(cubin_in(code)) if kind == ".text.")
+    at = code.index(content) + 64
     changed = code[:at] + bytes([code[at] ^ 1]) + code[at + 1 :]
     assert machine_code.digest(changed) != machine_code.digest(code)
 
 
 def test_registers_are_those_of_the_kernel(code):
-    assert list(machine_code.registers(code)) == [disassemble(code).registers]
+    assert list(machine_code.registers(cubin_in(code))) == [disassemble(cubin_in(code)).registers]
 
 
 def test_what_is_renamed_changed_gone_and_new():
@@ -47,3 +97,19 @@ def test_what_is_renamed_changed_gone_and_new():
 
 def test_two_names_of_one_code_are_two():
     assert machine_code.differences({"a": "1", "b": "1"}, {"c": "1"}) == (["b"], [], ["a -> c"])
+
+
+@pytest.mark.parametrize("family", machine_code.families())
+def test_machine_code_is_that_on_record(family, request):
+    """A family with the key on record has the code on record; another one is compiled, and so are all in a full run."""
+    there = machine_code.recorded()
+    assert family in there["families"], RENEW
+    own = there["families"][family]
+    if own["key"] == machine_code.key_of(family):
+        assert own["variants"].keys() == machine_code.shipped(family).keys(), RENEW
+        if not request.config.getoption("all"):
+            return
+    if there["dsl"] != cutlass.__version__:
+        pytest.skip(f"the record is of CuTe DSL {there['dsl']}")
+    gone, new, _ = machine_code.differences(own["variants"], machine_code.compiled([family])[family])
+    assert not gone and not new, RENEW

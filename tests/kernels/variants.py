@@ -1,4 +1,4 @@
-"""Which shipped variants of a kernel a run of the tests compiles: a sample, or all of them with --all-variants."""
+"""Which shipped variants of a kernel a run of the tests compiles: a sample, or all of them with --all."""
 
 import hashlib
 import importlib
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import dsa.kernels
+from tests.sampling import commit
 
 Variant = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -28,8 +29,8 @@ def shipped_variants_of(compile_function: Callable[..., Any]) -> list[Variant]:
 
 
 def sample(variants: Sequence[Variant]) -> list[Variant]:
-    """One, 2 of 16 or 6 of 192 variants of a compile function: those whose arguments have the lowest hashes, so that a
-    new variant moves few others out or in."""
+    """One, 2 of 16 or 6 of 192 variants of a compile function, the same for all tests: those whose arguments have the
+    lowest hashes, so that a new variant moves few others out or in. The next commit has others."""
     count = max(1, math.isqrt(len(variants) // 4))
     return sorted(variants, key=_hash)[:count]
 
@@ -43,4 +44,4 @@ def all_compile_functions() -> set[Callable[..., Any]]:
 
 
 def _hash(variant: Variant) -> bytes:
-    return hashlib.sha256(repr(variant[1]).encode()).digest()
+    return hashlib.sha256(f"{commit()} {variant[1]!r}".encode()).digest()

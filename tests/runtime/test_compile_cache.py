@@ -130,10 +130,10 @@ def test_no_reader_sees_half_a_file(directory):
     kernel = StubKernel()
     get, _ = counted(lambda *args: kernel)
     assert get(*ARGS) is kernel
-    assert sorted(kernel.seen) == [".json", ".lock", ".part"]
+    assert sorted(kernel.seen) == [".lock", ".part"]
     (path,) = objects(directory)
     assert path.read_bytes() == b"first half, second half"
-    assert sorted(p.suffix for p in directory.iterdir()) == [".json", ".lock", ".o"]
+    assert sorted(p.suffix for p in directory.iterdir()) == [".lock", ".o"]
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_a_failed_export_costs_the_file_and_not_the_kernel(directory, error, sai
     with pytest.warns(RuntimeWarning, match=rf"cannot be written to \({said}\); set DSA_CACHE_DIR") as warned:
         assert get(*ARGS) is kernel and get(*OTHER_ARGS) is kernel
     assert len(warned) == 1 and compiled == [ARGS, OTHER_ARGS]
-    assert sorted(p.suffix for p in directory.iterdir()) == [".json", ".lock", ".lock"]
+    assert sorted(p.suffix for p in directory.iterdir()) == [".lock", ".lock"]
 
 
 def test_a_disk_that_became_read_only_costs_the_file_and_not_the_kernel(monkeypatch):
@@ -169,7 +169,7 @@ def test_an_interrupted_write_leaves_nothing_and_is_tried_again(directory):
     get, compiled = counted(lambda *args: StubKernel(KeyboardInterrupt() if len(compiled) == 1 else None))
     with pytest.raises(KeyboardInterrupt):
         get(*ARGS)
-    assert sorted(p.suffix for p in directory.iterdir()) == [".json", ".lock"]
+    assert sorted(p.suffix for p in directory.iterdir()) == [".lock"]
     get(*ARGS)
     assert len(compiled) == 2 and len(objects(directory)) == 1
 
@@ -185,8 +185,8 @@ def test_a_file_system_without_locks(directory, monkeypatch):
 
 
 def test_what_is_compiled_after_an_edit_is_not_kept(directory, monkeypatch):
-    """The key may be of the source before the edit, and the code of the one behind it."""
-    monkeypatch.setattr(compile_cache, "unchanged", lambda module: module != ORIGINAL.__module__)
+    """The key may be of the files before the edit, and the code of those after it."""
+    monkeypatch.setattr(compile_cache, "key_on_disk", lambda module: "another key")
     get, compiled = counted()
     with pytest.warns(RuntimeWarning, match="sources of dsa have changed since this process began"):
         assert get(*ARGS) is get(*ARGS)
@@ -291,7 +291,7 @@ def test_the_key_covers_what_is_compiled(monkeypatch):
     another_function.__module__ = ORIGINAL.__module__
     keys.append(compile_cache._key(another_function, ARGS))
     for owner, name, value in (
-        (compile_cache, "kept_source_digest", lambda module, directory: f"another digest of {module}"),
+        (compile_cache, "source_key", lambda module: f"another key of {module}"),
         (cutlass, "__version__", "9.9"),
         (cutlass, "CUDA_VERSION", "12.9"),
         (tvm_ffi, "__version__", "9.9"),
@@ -309,13 +309,6 @@ def test_the_key_covers_what_is_compiled(monkeypatch):
     for name in ("CUTE_DSL_ARCH", "CUTE_DSL_CACHE_DIR", "CUTE_DSL_LOG_LEVEL"):
         monkeypatch.setenv(name, "1")
     assert compile_cache._key(ORIGINAL, ARGS) == keys[0]
-
-
-def test_the_key_covers_the_source_of_the_kernel_and_of_no_other_module(monkeypatch):
-    asked = []
-    monkeypatch.setattr(compile_cache, "kept_source_digest", lambda module, _: asked.append(module) or "digest")
-    compile_cache._key(ORIGINAL, ARGS)
-    assert asked == ["dsa.kernels.gemm.per_token_cast_to_fp8_sm90"]
 
 
 @pytest.mark.parametrize(
