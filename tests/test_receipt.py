@@ -140,11 +140,11 @@ def test_the_status_table_says_what_is_stale(entries, monkeypatch):
     run = {"commit": "0" * 12, "device": "1 x GPU", "torch": "2", "dsl": "4", "tests": 3, "failed": 0, "skipped": 0}
     for entry in entries.values():
         entry.update(run, bench=[])
-    entries["rms_norm"]["kernels"] = "another"
+    entries["rms_norm"].update(kernels="another", bench=[{"shape": "1 x 512", "figure": "1 us"}])
     text = f"As of {TODAY + datetime.timedelta(days=31)}.\n{status_table.BEGIN}\n{status_table.END}"
     rows = status_table.inserted(text).splitlines()
     (row,) = [line for line in rows if line.startswith("| `rms_norm` |")]
-    assert "| unverified: the machine code of its kernels has changed |" in row and "| before: 2026-11-28" in row
+    assert "| unverified: the machine code of its kernels has changed |" in row and "| before: 2026-11-28, 000000000 |" in row
     assert sum("unverified: it ran more than 30 days ago" in line for line in rows) == len(receipt.WHOLES)
 
 

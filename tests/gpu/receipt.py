@@ -132,8 +132,8 @@ def digests(name: str, arch: str) -> dict[str, str]:
 
 def kernels_digest(name: str, arch: str) -> str:
     """Of the machine code of every variant of an entry's kernels; the names of variants do not count."""
-    codes = {code for variant, code in _machine_code().items() if variant.partition(".")[0] in kernels_of(name, arch)}
-    return _digest(sorted(codes))
+    modules = kernels_of(name, arch)
+    return _digest(sorted({code for variant, code in _machine_code().items() if variant.partition(".")[0] in modules}))
 
 
 def kernels_of(name: str, arch: str) -> set[str]:
@@ -173,6 +173,7 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
+@functools.cache
 def functions_of(name: str) -> list[str]:
     """The public functions of dsa that an entry is about."""
     if name in ("several_gpus", "oldest_dsl"):
