@@ -33,6 +33,11 @@ def ends_of(sizes):
     return torch.tensor(sizes, device="cuda").cumsum(0, dtype=torch.int32)
 
 
+def name(value):
+    """Of a parameter; of long ones it tells how many they are."""
+    return f"{len(value)} of {sum(value)}" if isinstance(value, list) and len(value) > 8 else str(value)[:80]
+
+
 def rows_of_matrices(*more_sizes):
     """(ends, {matrix: the rows that are its}, number of rows) of ENDS, and of SIZES and `more_sizes`, with 300 rows
     that follow the last end."""
