@@ -6,7 +6,8 @@ import torch
 import dsa
 from dsa.reference.cache.indexer_cache import write_indexer_cache
 from dsa.reference.indexer import fp8_paged_mqa_logits as reference
-from dsa.testing import poison_free_memory, poisoned
+from dsa.testing import poison_free_memory
+from tests.gpu.indexer.paged_keys import PagedKeys, int32
 from tests.gpu.indexer.score_bounds import check_scores, magnitudes
 from tests.gpu.op_checks import assert_runs_have_the_same_bits, captured, far_apart
 
@@ -14,7 +15,6 @@ HALF = {"accumulators": torch.float16}
 # Queries of a sequence, accumulators: with one or two queries fp16 is not taken.
 KINDS = [*((n, torch.float32) for n in (1, 2, 3, 4)), (3, torch.float16), (4, torch.float16)]
 of_every_kind = pytest.mark.parametrize(("next_n", "accumulators"), KINDS, ids=str)
-GARBAGE = torch.tensor([-1, 10**8, -(2**31)], dtype=torch.int32)
 
 
 def terms(q, cache, weights, *rest):
@@ -25,31 +25,7 @@ def terms(q, cache, weights, *rest):
     return reference.fp8_paged_mqa_logits(magnitudes(q), cache, weights.abs(), *rest)
 
 
-def int32(values):
-    return torch.as_tensor(values, dtype=torch.int32, device="cuda")
-
-
-class Case:
-    """Sequences of random keys in random pages of a cache whose other bytes are NaN; garbage in the table's rest."""
-
-    def __init__(self, lengths, next_n=1, heads=64, dim=128, page_size=64, spare_pages=3):
-        used = [-(-n // page_size) for n in lengths]
-        width = max([*used, 1]) + 1
-        self.cache = poisoned((sum(used) + spare_pages, page_size, 1, dim + 4), torch.uint8, "cuda")
-        order = torch.randperm(len(self.cache)).tolist()
-        table = GARBAGE.repeat(len(lengths) * width)[: len(lengths) * width].view(len(lengths), width).clone()
-        slots = []
-        for b, n in enumerate(lengths):
-            own = torch.tensor([order.pop() for _ in range(used[b])], dtype=torch.int64)
-            table[b, : used[b]] = own
-            slots.append((own[:, None] * page_size + torch.arange(page_size)).view(-1)[:n])
-        slots = torch.cat(slots).cuda()
-        keys = torch.randn(len(slots), dim, device="cuda").to(torch.float8_e4m3fn)
-        write_indexer_cache(keys, torch.rand(len(slots), device="cuda") + 0.1, self.cache, slots)
-        self.table, self.lengths = table.cuda(), int32(lengths)
-        self.q = torch.randn(len(lengths), next_n, heads, dim, device="cuda").to(torch.float8_e4m3fn)
-        self.weights = torch.randn(len(lengths) * next_n, heads, device="cuda")
-
+class Case(PagedKeys):
     def arguments(self, columns, lengths=None):
         lengths = self.lengths if lengths is None else lengths
         plan = dsa.get_paged_mqa_logits_metadata(lengths, self.cache.shape[1], dsa.num_sms("cuda"))
