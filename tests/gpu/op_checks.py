@@ -107,3 +107,24 @@ def far_apart(cache: torch.Tensor) -> torch.Tensor:
     stride = 6 * 2**30 // (len(cache) * cache.element_size()) // 576 * 576
     memory = poisoned((len(cache) * stride,), cache.dtype, cache.device)
     return memory.as_strided(cache.shape, (stride, *cache.stride()[1:])).copy_(cache)
+
+
+def assert_runs_on_the_current_stream(op: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+    """A call reads what a busy stream writes into its arguments before."""
+    expected = op(*arguments, **options)
+    written = [x.clone() for x in flat(arguments)]
+    for x in flat(arguments):
+        x.zero_()
+
+    def write() -> None:
+        for x, numbers in zip(flat(arguments), written, strict=True):
+            x.copy_(numbers)
+
+    assert_same_bits(on_a_late_stream(write, op, *arguments, **options), expected)
+
+
+def assert_same_on_the_second_gpu(op: Callable[..., Any], *arguments: torch.Tensor | None, **options: Any) -> None:
+    """`on_the_second_gpu` gives the bits of a call on the current one."""
+    expected = op(*arguments, **options)
+    got = on_the_second_gpu(op, *arguments, **options)
+    assert_same_bits([x.cpu() for x in flat(got)], [x.cpu() for x in flat(expected)])

@@ -6,6 +6,7 @@ import torch
 import dsa
 from dsa.reference.cache import compressed_kv as reference
 from dsa.testing import assert_close, poison_free_memory
+from tests.gpu.cache.poisoned_caches import poisoned_cache
 from tests.gpu.op_checks import assert_runs_have_the_same_bits, assert_same_bits, captured
 
 PAGES, PAGE, STATE_SLOTS = 40, 64, 9
@@ -23,13 +24,8 @@ KINDS = [
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-def make_cache(kind, d):
-    if kind == "v4":
-        cache = dsa.make_v4_cache(PAGES, PAGE, "cuda")
-        torch.as_strided(cache, (PAGES, cache.stride(0)), (cache.stride(0), 1)).fill_(0xFF)
-        return cache
-    width, dtype = (d + 4, torch.uint8) if kind == "index" else (d, getattr(torch, kind))
-    return torch.full((PAGES, PAGE, 1, width), 0xFF if kind == "index" else torch.nan, device="cuda").to(dtype)
+def make_cache(layout, d):
+    return poisoned_cache(layout, d, PAGES, PAGE)
 
 
 class Case:
@@ -120,11 +116,15 @@ class Case:
         return cache.view(-1, self.d)[slots].view(torch.int16)
 
 
+CHUNKS = [[300, 5, 131], [1, 1, 1], [3, 0, 260], [0, 123, 1], *[[1, 1, 1]] * 6, [130, 128, 2]]
+
+
+@pytest.mark.parametrize("chunks", [CHUNKS, [[5001], [2047]]], ids=["chunks and single tokens", "a long one"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_chunks_and_single_tokens(kind, dtype, record_error):
-    case = Case(kind, dtype, 3)
-    for new in ([300, 5, 131], [1, 1, 1], [3, 0, 260], [0, 123, 1], *[[1, 1, 1]] * 6, [130, 128, 2]):
+def test_chunks_and_single_tokens(kind, dtype, chunks, record_error):
+    case = Case(kind, dtype, len(chunks[0]))
+    for new in chunks:
         case.check(new, record_error)
 
 
@@ -136,13 +136,6 @@ def test_tokens_that_are_taken_back(kind, record_error):
     for back in (3, 1, 2, 0, 3, 3):
         case.check([4, 4, 4], record_error)
         case.done = [done - back for done in case.done]
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_one_long_sequence(kind, record_error):
-    case = Case(kind, torch.bfloat16, 1)
-    case.check([5001], record_error)
-    case.check([2047], record_error)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)

@@ -12,6 +12,8 @@ import torch
 import dsa
 from dsa.reference.cache import kv_cache as reference
 from dsa.testing import poison_free_memory, poisoned
+from tests.gpu.cache import poisoned_caches
+from tests.gpu.cache.poisoned_caches import random_slots
 from tests.gpu.op_checks import (
     assert_compiles,
     assert_runs_have_the_same_bits,
@@ -30,24 +32,13 @@ def dim(layout):
 
 
 def poisoned_cache(layout, pages=9, page_size=64):
-    """Of NaN; a V4 cache with its padding."""
-    if layout == "v4":
-        cache = dsa.make_v4_cache(pages, page_size, "cuda")
-        torch.as_strided(cache, (pages, cache.stride(0)), (cache.stride(0), 1)).fill_(0xFF)
-        return cache
-    if layout == "v32":
-        return poisoned((pages, page_size, 1, 656), torch.uint8, "cuda")
-    return poisoned((pages, page_size, 1, 576), getattr(torch, layout), "cuda")
+    return poisoned_caches.poisoned_cache(layout, dim(layout), pages, page_size)
 
 
 def random_rows(tokens, d, dtype=torch.bfloat16):
     """Rows of very different sizes, so that scales differ."""
     sizes = torch.exp2(torch.randint(-20, 14, (tokens, 1), device="cuda").float())
     return (torch.randn(tokens, d, device="cuda") * sizes).to(dtype)
-
-
-def random_slots(cache, tokens):
-    return torch.randperm(cache.shape[0] * cache.shape[1], device="cuda")[:tokens]
 
 
 def written(kv, cache, slots, use_ue8m0=True):
@@ -201,17 +192,6 @@ def test_strided_rows_and_pages():
     cache = poisoned_cache("v32", 1, 1).as_strided((1, 1, 1, 656), (5, 3, 9, 1))
     dsa.write_kv_cache(one, cache, slots[:1])
     assert_same_bits(dsa.read_kv_cache(cache, slots[:1]), read_on_cpu(cache, slots[:1]))
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-@pytest.mark.parametrize("layout", BYTES)
-def test_bytes_of_other_dtypes(layout, dtype):
-    cache, kv = poisoned_cache(layout), random_rows(50, dim(layout))
-    slots = random_slots(cache, 50)
-    expected = written(kv, cache, slots)
-    dsa.write_kv_cache(kv, cache.view(dtype), slots)
-    assert_same_bits(cache, expected)
-    assert_same_bits(dsa.read_kv_cache(cache.view(dtype), slots), read_on_cpu(cache, slots))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -7,6 +7,7 @@ import torch
 import dsa
 from dsa.reference.cache import mla_cache_inputs as reference
 from dsa.testing import calc_diff, poison_free_memory, poisoned
+from tests.gpu.cache.poisoned_caches import poisoned_cache, random_slots
 from tests.gpu.op_checks import assert_compiles, assert_runs_have_the_same_bits, assert_same_bits, captured, far_apart
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32]
@@ -15,25 +16,12 @@ CACHES = [*((name, d) for name in ("bfloat16", "float16", "float32") for d in (5
 SOME = [("bfloat16", 576), ("float16", 512), *CACHES[-2:]]
 
 
-def poisoned_cache(layout, d, pages=9, page_size=64):
-    if layout == "v4":
-        cache = dsa.make_v4_cache(pages, page_size, "cuda")
-        torch.as_strided(cache, (pages, cache.stride(0)), (cache.stride(0), 1)).fill_(0xFF)
-        return cache
-    width, dtype = (656, torch.uint8) if layout == "v32" else (d, getattr(torch, layout))
-    return poisoned((pages, page_size, 1, width), dtype, "cuda")
-
-
 def case(tokens, d=576, dtype=torch.bfloat16):
     """kv, norm_weight, cos, sin; rows of different sizes, about the root of eps among them."""
     sizes = torch.exp2(torch.randint(-12, 8, (tokens, 1), device="cuda").float())
     angles = 10 * torch.randn(tokens, 32, device="cuda")
     kv = (torch.randn(tokens, d, device="cuda") * sizes).to(dtype)
     return kv, 1 + torch.randn(512, device="cuda"), angles.cos(), angles.sin()
-
-
-def random_slots(cache, tokens):
-    return torch.randperm(cache.shape[0] * cache.shape[1], device="cuda")[:tokens]
 
 
 def unrounded(kv, *inputs, **options):
@@ -172,17 +160,6 @@ def test_what_is_no_number(dtype, layout, d):
     for got, expected in ((rows, rows_on_cpu(kv, *inputs)), (out, as_kept(rows, layout))):
         assert torch.equal(got.isnan(), expected.isnan()) and torch.equal(got.isinf(), expected.isinf())
         assert_rows(got.nan_to_num(7, 7, 7), expected.nan_to_num(7, 7, 7))
-
-
-def test_no_pages():
-    kv, *inputs = case(5)
-    whole, slots = poisoned_cache("v32", 576, 1), torch.tensor([0, -1, 5, 63, 64], device="cuda")
-    cache, before = whole[:0], whole.clone()
-    out = torch.full_like(kv, torch.nan)
-    dsa.write_mla_cache(kv, *inputs, cache, slots, out=out)
-    assert_same_bits(out, as_kept(unrounded(kv, *inputs), "v32"))
-    dsa.write_mla_cache(kv, *inputs, cache, slots)
-    assert_same_bits(whole, before)
 
 
 @pytest.mark.parametrize(("layout", "d"), [("bfloat16", 512), ("v32", 576), ("v4", 512)])

@@ -8,7 +8,7 @@ import torch
 import dsa
 from dsa.reference.cache import slot_mapping as reference
 from dsa.testing import poison_free_memory
-from tests.gpu.op_checks import on_a_late_stream, on_the_second_gpu, replays
+from tests.gpu.op_checks import assert_same_on_the_second_gpu, on_a_late_stream, replays
 
 INT_MAX, INT_MIN = 2**31 - 1, -(2**31)
 GARBAGE = torch.tensor([INT_MIN, INT_MAX, -1, 0, 1, 7, 1000, INT_MIN + 1, INT_MAX - 1, 2**30])
@@ -151,5 +151,4 @@ def test_it_waits_for_what_is_before_it():
 @pytest.mark.several_gpus
 def test_tensors_on_another_gpu_than_the_current_one():
     given = int32([[3, 4]]), int32([0, 100]), None
-    got = on_the_second_gpu(dsa.slot_mapping, *given, num_tokens=100, page_size=64)
-    assert torch.equal(got.cpu(), dsa.slot_mapping(*given, 100, 64).cpu())
+    assert_same_on_the_second_gpu(dsa.slot_mapping, *given, num_tokens=100, page_size=64)

@@ -69,25 +69,11 @@ def test_rows_of_wider_tensors(tokens):
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.parametrize("of", ["y", "streams", "post", "comb"])
-def test_what_is_not_finite_stays_in_its_token(of, value):
+@pytest.mark.parametrize("of", range(4), ids=["y", "streams", "post", "comb"])
+def test_bits_of_what_is_not_finite(of, value):
     given = inputs(8, 256)
-    clean = dsa.hyper_expand_mix(*given)
-    given[("y", "streams", "post", "comb").index(of)][6].view(-1)[3] = value
+    given[of][6].view(-1)[3] = value
     check(*given)
-    others = torch.arange(8, device="cuda") != 6
-    new, mix = dsa.hyper_expand_mix(*given)
-    assert_equal((new[others], mix[others]), (clean[0][others], clean[1][others]))
-    assert not new[6].isfinite().all() and not mix[6].isfinite().all()
-
-
-@pytest.mark.parametrize("d", [256, 4096, 7168])
-def test_a_token_does_not_depend_on_the_others(d):
-    *rest, parts = inputs(300, d)
-    whole = dsa.hyper_expand_mix(*rest, parts)
-    for first, tokens in ((0, 1), (7, 2), (100, 3), (200, 8), (9, 40)):
-        part = slice(first, first + tokens)
-        assert_equal(dsa.hyper_expand_mix(*(x[part] for x in rest), parts), [x[part] for x in whole])
 
 
 @pytest.mark.parametrize("tokens", [1, 8])

@@ -14,8 +14,8 @@ from tests.gpu.op_checks import (
     assert_compiles,
     assert_runs_have_the_same_bits,
     assert_same_bits,
+    assert_same_on_the_second_gpu,
     on_a_late_stream,
-    on_the_second_gpu,
     replays,
 )
 
@@ -182,8 +182,7 @@ def test_side_stream():
 
 @pytest.mark.several_gpus
 def test_a_tensor_on_another_gpu_than_the_current_one():
-    x, weight = inputs((40, 1536))
-    compare(on_the_second_gpu(dsa.rms_norm, x, weight).to(x.device), x, weight)
+    assert_same_on_the_second_gpu(dsa.rms_norm, *inputs((40, 1536)))
 
 
 def test_torch_compile():

@@ -11,8 +11,8 @@ from dsa.testing import poison_free_memory
 from tests.gpu.op_checks import (
     assert_equal,
     assert_runs_have_the_same_bits,
+    assert_same_on_the_second_gpu,
     on_a_late_stream,
-    on_the_second_gpu,
     replays,
 )
 
@@ -75,28 +75,16 @@ def test_strided_rows():
     check(x[:20, 8:520], residual[40:, 512:], weight[:512])
 
 
-def test_nan_and_infinity_stay_in_their_rows():
+def test_bits_of_nan_and_infinity():
     x, residual, weight = inputs(40, 1536)
-    whole = dsa.add_rms_norm_cast_to_fp8(x, residual, weight)
     x[3, 5], x[17, -1], residual[21, 0] = torch.nan, torch.inf, torch.nan
     check(x, residual, weight)
-    others = [i for i in range(40) if i not in (3, 17, 21)]
-    got = dsa.add_rms_norm_cast_to_fp8(x, residual, weight)
-    assert_equal([t[others] for t in got], [t[others] for t in whole])
 
 
 def test_zeros():
     x, residual, weight = inputs(6, 512)
     check(torch.zeros_like(x), torch.zeros_like(residual), weight, 0.0)
     check(torch.zeros_like(x), residual, weight, 1e-6, False)
-
-
-@pytest.mark.parametrize("channels", [512, 4096, 7168])
-def test_a_row_does_not_depend_on_the_others(channels):
-    x, residual, weight = inputs(300, channels)
-    whole = dsa.add_rms_norm_cast_to_fp8(x, residual, weight)
-    for part in (slice(0, 1), slice(150, 151), slice(100, 117)):
-        assert_equal(dsa.add_rms_norm_cast_to_fp8(x[part], residual[part], weight), [t[part] for t in whole])
 
 
 def test_offsets_beyond_32_bits():
@@ -129,6 +117,4 @@ def test_side_stream():
 
 @pytest.mark.several_gpus
 def test_tensors_on_another_gpu_than_the_current_one():
-    x, residual, weight = inputs(40, 1536)
-    total, *_ = on_the_second_gpu(dsa.add_rms_norm_cast_to_fp8, x, residual, weight)
-    assert torch.equal(total.cpu(), (residual + x).cpu())
+    assert_same_on_the_second_gpu(dsa.add_rms_norm_cast_to_fp8, *inputs(40, 1536))

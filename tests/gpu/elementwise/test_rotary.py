@@ -8,8 +8,8 @@ from dsa.reference.elementwise import rotary as reference
 from dsa.testing import poison_free_memory
 from tests.gpu.op_checks import (
     assert_runs_have_the_same_bits,
+    assert_same_on_the_second_gpu,
     on_a_late_stream,
-    on_the_second_gpu,
     replays,
 )
 
@@ -183,9 +183,7 @@ def test_side_stream():
 
 @pytest.mark.several_gpus
 def test_a_tensor_on_another_gpu_than_the_current_one():
-    given = inputs((40, 8, 128))
-    got = on_the_second_gpu(dsa.apply_rotary, *given, interleaved=True)
-    assert torch.equal(got.cpu(), expected_of(*given, (True, "first")))
+    assert_same_on_the_second_gpu(dsa.apply_rotary, *inputs((40, 8, 128)), interleaved=True)
 
 
 def test_torch_compile():

@@ -149,47 +149,6 @@ def test_expected_rows_and_rows_behind_change_no_bit(sizes, behind, inner, fp4, 
     hostile.check_expected_rows(op, a, operand, sizes, behind, weighted=False, limit=limit)
 
 
-@pytest.mark.parametrize("fp4", [False, True])
-def test_a_share_of_the_experts(fp4):
-    """What a process computes that holds experts 5 to 9 of 16, for its tokens' entries: the bits of one that holds all.
-    The others' rows, of which nothing is written, reach no token."""
-    tokens, k, experts = 300, 4, 16
-    x = torch.randn(tokens, 256, device="cuda").bfloat16()
-    chosen = torch.rand(tokens, experts, device="cuda").argsort(-1)[:, :k]
-    first, second = weights(experts, 512, 256), weights(experts, 256, 256)
-    if not fp4:
-        first, second = (dsa.widen_fp4(*weight[:2]) for weight in (first, second))
-    swiglu = dsa.grouped_fp8_fp4_gemm_swiglu if fp4 else dsa.grouped_fp8_gemm_swiglu
-    product = dsa.grouped_fp8_fp4_gemm_nt if fp4 else dsa.grouped_fp8_gemm_nt
-
-    def outputs(begin, end):
-        share = slice(begin, end)
-        _, rows, ends = dsa.sort_by_expert(chosen - begin, end - begin)
-        poison_free_memory(mebibytes=64)
-        h = swiglu(dsa.scatter_cast_to_fp8(x, rows), tuple(w[share] for w in first), ends)
-        y = product(h, tuple(w[share] for w in second), ends)
-        return y, rows, dsa.combine_experts(y, rows)
-
-    whole, every, _ = outputs(0, experts)
-    y, rows, combined = outputs(5, 10)
-    own = (chosen >= 5) & (chosen < 10)
-    assert torch.equal(rows >= 0, own) and own.any() and not own.all()
-    assert torch.equal(y[rows[own].long()], whole[every[own].long()])
-    assert torch.equal(combined, dsa.combine_experts(whole, every.masked_fill(~own, -1)))
-    assert not combined.isnan().any()
-
-
-def test_rows_as_they_are():
-    a, b = activations(90, 256), weights(4, 512, 256)
-    ends = torch.tensor([10, 70, 70, 90], dtype=torch.int32, device="cuda")
-    every = torch.arange(90, dtype=torch.int32, device="cuda")
-    for op, operand in ((dsa.grouped_fp8_gemm_swiglu, dsa.widen_fp4(*b[:2])), (dsa.grouped_fp8_fp4_gemm_swiglu, b)):
-        same(op(a, operand, ends), op(a, operand, ends, rows=every))
-        same(op(a, operand, ends, limit=2), op(a, operand, ends, limit=2.0))
-        none = torch.zeros(4, dtype=torch.int32, device="cuda")
-        assert op(tuple(x[:0] for x in a), operand, none)[0].shape == (0, 256)
-
-
 def test_graph_replay_with_new_rows():
     a, b = activations(64, 256), weights(8, 512, 256)
     wide = dsa.widen_fp4(*b[:2])

@@ -13,8 +13,8 @@ from dsa.testing import poison_free_memory
 from tests.gpu.op_checks import (
     assert_runs_have_the_same_bits,
     assert_same_bits,
+    assert_same_on_the_second_gpu,
     on_a_late_stream,
-    on_the_second_gpu,
     replays,
 )
 
@@ -100,9 +100,7 @@ def test_side_stream():
 
 @pytest.mark.several_gpus
 def test_a_tensor_on_another_gpu_than_the_current_one():
-    x = torch.randn(4096, 7168, device="cuda").bfloat16()
-    got = on_the_second_gpu(dsa.per_token_cast_to_fp8, x)
-    assert_same_bits([t.cpu() for t in got], reference.per_token_cast_to_fp8(x.cpu()))
+    assert_same_on_the_second_gpu(dsa.per_token_cast_to_fp8, torch.randn(4096, 7168, device="cuda").bfloat16())
 
 
 def test_a_second_process_loads_the_kernel_from_disk(tmp_path):

@@ -15,8 +15,8 @@ from tests.gpu.op_checks import (
     among_nan,
     assert_runs_have_the_same_bits,
     assert_same_bits,
+    assert_same_on_the_second_gpu,
     on_a_late_stream,
-    on_the_second_gpu,
     replays,
 )
 
@@ -186,6 +186,4 @@ def test_side_stream():
 
 @pytest.mark.several_gpus
 def test_tensors_on_another_gpu_than_the_current_one():
-    gate, up = torch.randn(64, 512, device="cuda").bfloat16().chunk(2, -1)
-    got = on_the_second_gpu(dsa.swiglu_cast_to_fp8, gate, up)
-    assert_same_bits([x.cpu() for x in got], [x.cpu() for x in dsa.swiglu_cast_to_fp8(gate, up)])
+    assert_same_on_the_second_gpu(dsa.swiglu_cast_to_fp8, *operands((64, 256), torch.bfloat16))

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import dsa
-from dsa.reference.cache.indexer_cache import write_indexer_cache
 from dsa.reference.indexer import fp8_paged_mqa_logits as reference
 from dsa.testing import poison_free_memory
 from tests.gpu.indexer.paged_keys import PagedKeys, int32
@@ -230,11 +229,6 @@ def test_agrees_with_contiguous_keys(next_n, accumulators):
     assert torch.equal(case.scores(1000, lengths, **options), straight)
 
 
-def selected(scores, k=2048):
-    """Which keys have the k highest scores of each row."""
-    return torch.zeros_like(scores, dtype=torch.bool).scatter_(1, scores.topk(k).indices, True)
-
-
 @pytest.mark.parametrize("next_n", [3, 4])
 def test_half_scores_of_rows_of_any_size(next_n):
     """Every head's queries and every row's weights have a size of their own: none is scaled by another's factor."""
@@ -260,35 +254,10 @@ def test_half_scores_of_the_largest_numbers(factor):
     case.check(**HALF)
 
 
-def test_half_scores_of_negative_products_are_exactly_zero():
-    case = Case([100, 64], 4)
-    case.q = torch.rand(2, 4, 64, 128, device="cuda").add(0.1).to(torch.float8_e4m3fn)
-    keys = (-torch.rand(len(case.cache), 64 * 128, device="cuda") - 0.1).to(torch.float8_e4m3fn)
-    case.cache.view(len(case.cache), -1)[:, : 64 * 128] = keys.view(torch.uint8)
-    got = case.scores(100, **HALF)
-    assert not got[got != -torch.inf].any() and (got == 0).sum() == 4 * (100 + 64) - 2 * 6
-
-
 @pytest.mark.parametrize("next_n", [1, 2])
 def test_fewer_queries_have_fp32_accumulators(next_n):
     case = Case([1000, 77], next_n)
     assert torch.equal(case.scores(1000, **HALF), case.scores(1000))
-
-
-def test_half_scores_select_the_same_keys():
-    """Clustered keys, queries that share a direction, weights of both signs."""
-    case = Case([32768] * 4, 4, spare_pages=0)
-    basis = torch.randn(24, 128, device="cuda") / 128**0.5
-    count = 64 * len(case.cache)
-    centres = 2 * torch.randn(64, 24, device="cuda")[torch.randint(64, (count,), device="cuda")]
-    k = (centres + torch.randn(count, 24, device="cuda")) @ basis * 3 + 0.5 * torch.randn(count, 128, device="cuda")
-    q = (torch.randn(16, 1, 24, device="cuda") + torch.randn(16, 64, 24, device="cuda")) @ basis * 4
-    (q, q_scale), (k, scale) = (dsa.per_token_cast_to_fp8(x.contiguous(), gran_k=128) for x in (q.view(-1, 128), k))
-    write_indexer_cache(k, scale.flatten(), case.cache, torch.arange(count, device="cuda"))
-    case.q = q.view(4, 4, 64, 128)
-    case.weights = (torch.randn(16, 64, device="cuda") + 0.5) * q_scale.view(16, 64)
-    half, whole = case.scores(32768, **HALF), case.scores(32768)
-    assert (selected(half) & selected(whole)).sum() > 0.999 * 16 * 2048
 
 
 @of_every_kind

@@ -273,17 +273,6 @@ def test_more_queries_than_a_launch_has(monkeypatch):
         check(*arguments, starts, starts + 10000, 256, **sized)
 
 
-@pytest.mark.parametrize("keys", [2000, 12000])
-def test_calls_that_come_again(keys):
-    """With new tensors of the same sizes, until they are recorded and after."""
-    for _ in range(12):
-        arguments, starts = inputs(30, keys), torch.randint(0, 500, (30,), device="cuda", dtype=torch.int32)
-        table, sequences = torch.randperm(64, device="cuda").int().view(2, 32), int32(range(60)) % 2
-        check(*arguments, starts, starts + 1400, 128)
-        paging = {"block_table": table, "page_size": 64, "row_to_seq": sequences[::2]}
-        check(*arguments, starts, starts + 1400, 128, **paging)
-
-
 def test_strided_weights_and_keys():
     for keys in (3000, 13000):
         q, (k, scale), _ = inputs(40, keys)

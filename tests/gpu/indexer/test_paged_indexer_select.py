@@ -331,16 +331,6 @@ def test_a_graph_takes_new_lengths_keys_and_pages(length, own):
         case.assert_zero_counts()
 
 
-def test_calls_that_come_again():
-    """With new tensors of the same sizes, until they are recorded and after, over one workspace and over their own."""
-    workspace = dsa.paged_indexer_select_workspace(80, "cuda")
-    for _ in range(12):
-        for lengths in ([3000, 20, 0, 700], [100] * 35):
-            case = Case(lengths, next_n=2)
-            case.workspace = workspace
-            case.check(128, columns=3000)
-
-
 @pytest.mark.parametrize(
     ("lengths", "next_n", "scales"),
     [([131072], 1, None), ([5000, 1, 0, 777, 64], 2, None), ([60000] * 3, 1, torch.ones)],
@@ -353,16 +343,6 @@ def test_runs_are_identical(lengths, next_n, scales):
         got = select()
     assert_same_bits(got, first)
     assert_runs_have_the_same_bits(select)
-
-
-def test_a_sequence_does_not_depend_on_the_batch():
-    case = Case([30000, 10000, 5])
-    q, cache, weights, lengths, table = case.arguments()
-    whole = case.select(30000, 512, return_values=True, workspace=None)
-    for own in (slice(0, 1), slice(1, 2), slice(2, 3)):
-        given = q[own], cache, weights[own], lengths[own], table[own]
-        alone = dsa.paged_indexer_select(*given, 30000, 512, return_values=True)
-        assert_same_bits(alone, [x[own] for x in whole])
 
 
 def test_the_next_op_of_a_stream_has_the_results():

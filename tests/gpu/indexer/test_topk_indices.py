@@ -224,36 +224,9 @@ def test_slots(config):
     check(scores, 512, block_table=table.T.contiguous()[:6], page_size=64, starts=i32([0, 5, 10, 0, 3, 1]))
 
 
-def test_a_row_alone_equals_the_row_in_a_batch():
-    """Other row counts take other variants."""
-    scores = torch.randn(300, 50000, device="cuda").mul(50).round()
-    whole = dsa.topk_indices(scores, 2048)
-    for rows in (1, 2, 8, 60, 130, 140):
-        assert torch.equal(dsa.topk_indices(scores[:rows], 2048), whole[:rows])
-    for cfg in topk_config.CONFIGS:
-        with pytest.MonkeyPatch.context() as patch:
-            forced(patch, cfg)
-            assert torch.equal(dsa.topk_indices(scores[:40], 2048), whole[:40])
-    bridge._kernel.cache_clear()
-    forget_calls()
-
-
 def test_runs_are_identical():
     scores = torch.randn(200, 70000, device="cuda").mul(20).round()
     assert_runs_have_the_same_bits(dsa.topk_indices, scores, 2048, return_values=True)
-
-
-def test_index_scores_of_a_model():
-    """Few heads make plateaus of zeros; ragged causal rows."""
-    for heads in (8, 64):
-        q = torch.randn(500, heads, 128, device="cuda").to(torch.float8_e4m3fn)
-        k = torch.randn(9000, 128, device="cuda").to(torch.float8_e4m3fn)
-        ends = torch.arange(8500, 9000, device="cuda", dtype=torch.int32)
-        starts = torch.zeros_like(ends)
-        weights = torch.rand(500, heads, device="cuda")
-        scores = dsa.fp8_mqa_logits(q, (k, torch.ones(9000, device="cuda")), weights, starts, ends, clean_logits=False)
-        check(scores, 2048, starts=starts, lengths=ends)
-        check(scores.round(), 2048, starts=starts, lengths=ends)
 
 
 def test_beyond_two_to_the_31():

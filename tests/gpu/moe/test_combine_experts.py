@@ -14,8 +14,8 @@ from tests.gpu.op_checks import (
     among_nan,
     assert_equal,
     assert_runs_have_the_same_bits,
+    assert_same_on_the_second_gpu,
     on_a_late_stream,
-    on_the_second_gpu,
     replays,
 )
 
@@ -164,18 +164,4 @@ def test_side_stream():
 
 @pytest.mark.several_gpus
 def test_tensors_on_another_gpu_than_the_current_one():
-    given = inputs(30, 8, 512)
-    got = on_the_second_gpu(dsa.combine_experts, *given)
-    assert torch.equal(got.cpu(), dsa.combine_experts(*given).cpu())
-
-
-def test_gradients():
-    y, rows, weights, shared = inputs(9, 6, 512, torch.float32)
-    for x in (y, weights, shared):
-        x.requires_grad_()
-    out = dsa.combine_experts(y, rows, weights, shared)
-    out.sum().backward()
-    assert torch.equal(shared.grad, torch.ones_like(shared))
-    torch.testing.assert_close(weights.grad, y.detach()[rows.long()].sum(-1))
-    with torch.no_grad():
-        assert torch.equal(dsa.combine_experts(y, rows, weights, shared), out)
+    assert_same_on_the_second_gpu(dsa.combine_experts, *inputs(30, 8, 512))
