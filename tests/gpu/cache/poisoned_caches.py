@@ -19,3 +19,12 @@ def poisoned_cache(layout, d, pages=9, page_size=64):
 
 def random_slots(cache, tokens):
     return torch.randperm(cache.shape[0] * cache.shape[1], device="cuda")[:tokens]
+
+
+def with_slots_outside(slots, capacity, dtype):
+    """-> slots of this dtype, of which some lie outside a cache of so many slots, and the same with -1 for these."""
+    outside = [-1, capacity, -(2**31), 2**31 - 1]
+    outside += [2**32, 2**63 - 1, -(2**32) + 5, 2**40 + 5] if dtype == torch.int64 else []
+    given, skipped, where = slots.to(dtype, copy=True), slots.clone(), slice(1, 1 + len(outside))
+    given[where], skipped[where] = torch.tensor(outside, device="cuda"), -1
+    return given, skipped

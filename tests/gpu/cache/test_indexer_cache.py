@@ -6,6 +6,7 @@ import torch
 import dsa
 from dsa.reference.cache import indexer_cache as reference
 from dsa.testing import poisoned
+from tests.gpu.cache.poisoned_caches import with_slots_outside
 from tests.gpu.op_checks import assert_compiles, assert_same_bits, far_apart, replays
 
 
@@ -23,15 +24,11 @@ def test_write_and_read(dim, page_size, slot_dtype):
     """Also slots outside the cache: nothing is written there, and zeros are read."""
     k, scale, slots, shape = case(777, dim, page_size)
     got, expected = poisoned(shape, torch.uint8, "cuda"), poisoned(shape, torch.uint8, "cuda")
-    outside, skipped = slots.to(slot_dtype), slots.clone()
-    wrong = [-1, -2, shape[0] * shape[1], 2**31 - 1, -(2**31)]
-    wrong += [2**40, 2**32, -(2**63)] if slot_dtype == torch.int64 else []
-    outside[: len(wrong)] = torch.tensor(wrong, device="cuda")
-    skipped[: len(wrong)] = -1
-    dsa.write_indexer_cache(k, scale, got, outside)
+    slots, skipped = with_slots_outside(slots, shape[0] * page_size, slot_dtype)
+    dsa.write_indexer_cache(k, scale, got, slots)
     reference.write_indexer_cache(k, scale, expected, skipped)
     assert torch.equal(got, expected)
-    assert_same_bits(dsa.read_indexer_cache(got, outside), reference.read_indexer_cache(expected, skipped))
+    assert_same_bits(dsa.read_indexer_cache(got, slots), reference.read_indexer_cache(expected, skipped))
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 33])

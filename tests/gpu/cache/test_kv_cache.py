@@ -13,7 +13,7 @@ import dsa
 from dsa.reference.cache import kv_cache as reference
 from dsa.testing import poison_free_memory, poisoned
 from tests.gpu.cache import poisoned_caches
-from tests.gpu.cache.poisoned_caches import random_slots
+from tests.gpu.cache.poisoned_caches import random_slots, with_slots_outside
 from tests.gpu.op_checks import (
     assert_compiles,
     assert_runs_have_the_same_bits,
@@ -71,10 +71,9 @@ def filled_cache(layout, pages=9, page_size=64):
 @pytest.mark.parametrize(("layout", "use_ue8m0"), [*((name, True) for name in LAYOUTS), ("v32", False)])
 def test_write(layout, use_ue8m0, dtype, slot_dtype):
     cache, kv = poisoned_cache(layout), random_rows(301, dim(layout), dtype)
-    slots = random_slots(cache, 301)
-    slots[17] = -1
-    expected = written(kv, cache, slots, use_ue8m0)
-    dsa.write_kv_cache(kv, cache, slots.to(slot_dtype), use_ue8m0)
+    slots, skipped = with_slots_outside(random_slots(cache, 301), 9 * 64, slot_dtype)
+    expected = written(kv, cache, skipped, use_ue8m0)
+    dsa.write_kv_cache(kv, cache, slots, use_ue8m0)
     assert_same_bits(cache, expected)
     if layout == "v4":
         whole = torch.as_strided(cache, (9, cache.stride(0)), (cache.stride(0), 1))
@@ -85,13 +84,13 @@ def test_write(layout, use_ue8m0, dtype, slot_dtype):
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_read(layout, dtype, slot_dtype):
+    """Of slots outside the cache zeros."""
     cache = filled_cache(layout)
-    slots = random_slots(cache, 300).view(6, 50)
-    slots[2, 3], slots[4, 5], slots[5, 5] = -1, 9 * 64, 2**31 - 1
-    expected = read_on_cpu(cache, slots, dtype)
+    slots, skipped = with_slots_outside(random_slots(cache, 300), 9 * 64, slot_dtype)
+    expected = read_on_cpu(cache, skipped.view(6, 50), dtype)
     poison_free_memory(mebibytes=16)
-    got = dsa.read_kv_cache(cache, slots.to(slot_dtype), dtype=dtype)
-    assert got.shape == (6, 50, dim(layout)) and got.is_contiguous()
+    got = dsa.read_kv_cache(cache, slots.view(6, 50), dtype=dtype)
+    assert got.shape == (6, 50, dim(layout)) and got.is_contiguous() and not got.view(300, -1)[skipped < 0].any()
     assert_same_bits(got, expected)
 
 
@@ -138,25 +137,6 @@ def test_float_rows_of_any_width(dtype, cache_dtype, channels):
     dsa.write_kv_cache(kv, cache, slots)
     assert_same_bits(cache, expected)
     assert_same_bits(dsa.read_kv_cache(cache, slots, dtype=dtype), read_on_cpu(cache, slots, dtype))
-
-
-@pytest.mark.parametrize("slot_dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("layout", ["float32", "v32", "v4"])
-def test_slots_outside_the_cache(layout, slot_dtype):
-    cache, kv = poisoned_cache(layout), random_rows(100, dim(layout))
-    expected, slots = cache.clone() if layout != "v4" else poisoned_cache("v4"), random_slots(cache, 100)
-    bad = {3: -1, 10: 9 * 64, 20: -(2**31), 30: 2**31 - 1}
-    if slot_dtype == torch.int64:
-        bad |= {40: 2**32, 41: 2**63 - 1, 42: -(2**32) + 5, 43: 2**40 + 5}
-    skipped = slots.clone()
-    for t, slot in bad.items():
-        slots[t], skipped[t] = slot, -1
-    dsa.write_kv_cache(kv, cache, slots.to(slot_dtype))
-    dsa.write_kv_cache(kv, expected, skipped)
-    assert_same_bits(cache, expected)
-    got = dsa.read_kv_cache(cache, slots.to(slot_dtype))
-    assert not got[list(bad)].any() and not got.isnan().any()
-    assert_same_bits(got, dsa.read_kv_cache(cache, skipped))
 
 
 @pytest.mark.parametrize("layout", BYTES)

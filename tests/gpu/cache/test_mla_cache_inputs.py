@@ -7,7 +7,7 @@ import torch
 import dsa
 from dsa.reference.cache import mla_cache_inputs as reference
 from dsa.testing import calc_diff, poison_free_memory, poisoned
-from tests.gpu.cache.poisoned_caches import poisoned_cache, random_slots
+from tests.gpu.cache.poisoned_caches import poisoned_cache, random_slots, with_slots_outside
 from tests.gpu.op_checks import assert_compiles, assert_runs_have_the_same_bits, assert_same_bits, captured, far_apart
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32]
@@ -72,8 +72,7 @@ def test_write(layout, d, dtype, interleaved, use_ue8m0, record_error):
     if layout == "v4" and not use_ue8m0:
         return
     cache, separate, inputs = poisoned_cache(layout, d), poisoned_cache(layout, d), case(501, d, dtype)
-    slots = random_slots(cache, 501)
-    slots[13] = -1
+    slots, skipped = with_slots_outside(random_slots(cache, 501), 9 * 64, torch.int64)
     options = {"eps": 1e-5, "interleaved": interleaved}
     poison_free_memory(mebibytes=16)
     out = torch.full_like(inputs[0], torch.nan)
@@ -82,17 +81,17 @@ def test_write(layout, d, dtype, interleaved, use_ue8m0, record_error):
     diff = assert_rows(rows, rows_on_cpu(*inputs, **options))
     record_error(diff)
     assert diff < 1e-6
-    dsa.write_kv_cache(rows, separate, slots, use_ue8m0)
+    dsa.write_kv_cache(rows, separate, skipped, use_ue8m0)
     assert_same_bits((cache, out), (separate, as_kept(rows, layout, use_ue8m0)))
-    written = slots >= 0
+    written = skipped >= 0
     if layout in ("v32", "v4"):
         assert_same_bits(out[written], dsa.read_kv_cache(cache, slots[written], dtype=dtype))
     if layout == "v4":
         padding = torch.as_strided(cache, (9, cache.stride(0)), (cache.stride(0), 1))[:, 64 * 584 :]
         assert padding.numel() and padding.eq(0xFF).all()
     # Without `out` the cache gets the same.
-    again = poisoned_cache(layout, d)
-    dsa.write_mla_cache(*inputs, again, slots.int(), **options, use_ue8m0=use_ue8m0)
+    again, (slots, _) = poisoned_cache(layout, d), with_slots_outside(skipped, 9 * 64, torch.int32)
+    dsa.write_mla_cache(*inputs, again, slots, **options, use_ue8m0=use_ue8m0)
     assert_same_bits(again, cache)
 
 
@@ -111,21 +110,6 @@ def test_page_sizes_and_counts(layout, d, page_size, tokens):
     assert_rows(rows, rows_on_cpu(*inputs))
     dsa.write_kv_cache(rows, separate, slots)
     assert_same_bits((cache, out), (separate, as_kept(rows, layout)))
-
-
-@pytest.mark.parametrize("slot_dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize(("layout", "d"), [("float32", 512), ("v32", 576), ("v4", 512)])
-def test_slots_outside_the_cache_are_skipped(layout, d, slot_dtype):
-    cache, expected, inputs = poisoned_cache(layout, d), poisoned_cache(layout, d), case(70, d)
-    slots = random_slots(cache, 70).to(slot_dtype)
-    skipped, wrong = slots.clone(), [-1, 9 * 64, -(2**31), 2**31 - 1]
-    wrong += [2**32, 2**63 - 1, -(2**32) + 5] if slot_dtype == torch.int64 else []
-    slots[3 : 3 + len(wrong)], skipped[3 : 3 + len(wrong)] = torch.tensor(wrong, device="cuda"), -1
-    out, other = torch.full_like(inputs[0], torch.nan), torch.full_like(inputs[0], torch.nan)
-    dsa.write_mla_cache(*inputs, cache, slots, out=out)
-    dsa.write_mla_cache(*inputs, expected, skipped, out=other)
-    assert_same_bits((cache, out), (expected, other))
-    assert not out.isnan().any()
 
 
 def test_strided_inputs():

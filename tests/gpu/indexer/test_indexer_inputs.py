@@ -13,6 +13,7 @@ import dsa
 from dsa.reference.cache.indexer_cache import read_indexer_cache
 from dsa.reference.indexer import indexer_inputs as reference
 from dsa.testing import calc_diff, poison_free_memory, poisoned
+from tests.gpu.cache.poisoned_caches import with_slots_outside
 from tests.gpu.op_checks import assert_compiles, assert_runs_have_the_same_bits, assert_same_bits, captured, far_apart
 
 
@@ -101,14 +102,13 @@ def test_keys(dtype, rotated, interleaved, dims, use_ue8m0, record_error):
     """Slots outside the cache are skipped."""
     arguments, shape, slots = key_case(501, dtype, rotated)
     options = {"interleaved": interleaved, "dims": dims, "use_ue8m0": use_ue8m0, "eps": 1e-3}
-    wrong, outside = [-1, shape[0] * 64, -(2**31), 2**31 - 1, 2**32, 2**63 - 1], slots.clone()
-    outside[: len(wrong)], slots[: len(wrong)] = torch.tensor(wrong, device="cuda"), -1
+    slots, skipped = with_slots_outside(slots, shape[0] * 64, torch.int64)
     got = poisoned(shape, torch.uint8, "cuda")
-    expected = written_keys(*arguments, got, slots, **options)
-    dsa.write_indexer_keys(*arguments, got, outside, **options)
+    expected = written_keys(*arguments, got, skipped, **options)
+    dsa.write_indexer_keys(*arguments, got, slots, **options)
     # Where the sums' order tips a rounding, a value is one step off: rare, and nothing else in the cache moves.
     assert (got != expected).float().mean() < 2e-3
-    own = slots[len(wrong) :]
+    own = skipped[skipped >= 0]
     (k, s), (ke, se) = read_indexer_cache(got, own), read_indexer_cache(expected, own)
     diff = calc_diff(k.float() * s[:, None], ke.float() * se[:, None])
     record_error(diff)
@@ -125,12 +125,13 @@ def test_keys(dtype, rotated, interleaved, dims, use_ue8m0, record_error):
 )
 def test_key_counts(tokens, page_size, slot_dtype):
     arguments, shape, slots = key_case(tokens, page_size=page_size)
-    outside = {3: -1, 10: shape[0] * shape[1], 20: -(2**31), 30: 2**31 - 1} if tokens > 30 else {}
-    got, given = poisoned(shape, torch.uint8, "cuda"), slots.clone()
-    for t, slot in outside.items():
-        given[t], slots[t] = slot, -1
-    expected = written_keys(*arguments, got, slots)
-    dsa.write_indexer_keys(*arguments, got, given.to(slot_dtype))
+    if tokens > 30:
+        slots, skipped = with_slots_outside(slots, shape[0] * page_size, slot_dtype)
+    else:
+        slots, skipped = slots.to(slot_dtype), slots
+    got = poisoned(shape, torch.uint8, "cuda")
+    expected = written_keys(*arguments, got, skipped)
+    dsa.write_indexer_keys(*arguments, got, slots)
     # Of what is written, or of few rows a number or two.
     assert (got != expected).sum() <= 2 + 2e-3 * 132 * tokens
 
