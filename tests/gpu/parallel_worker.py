@@ -20,6 +20,7 @@ from dsa_layers.parallel.process_group import join
 from dsa_layers.parallel.ranks import ALONE, Ranks
 from dsa_layers.parallel.rows import SharedRows
 from tests.gpu.batch_invariant_tokens import assert_batch_invariant
+from tests.gpu.op_checks import captured
 
 ROWS = (1, 2, 8, 33, 256, 300)
 TURNS = 400  # of sums in a row, of changing sizes
@@ -50,10 +51,7 @@ def sums(ranks: Ranks, device: torch.device, folder: Path) -> dict:
             x = part(ranks.rank, rows, dtype, device)
             found["sum", rows, dtype] = ranks.sum(x).cpu()
             held = torch.zeros_like(x)
-            ranks.sum(held)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                y = ranks.sum(held)
+            graph, y = captured(ranks.sum, held)
             for _ in range(3):
                 held.copy_(x)
                 graph.replay()
@@ -97,10 +95,7 @@ def wrong_turns(ranks: Ranks, device: torch.device) -> int:
             whole = ranks.size * (i % 50) + sum(range(ranks.size)) + ranks.size * own
             wrong.add_((ranks.sum(x) != whole).sum())
 
-    all_turns()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        all_turns()
+    graph, _ = captured(all_turns)
     for replay in range(3):
         own.fill_(replay)
         graph.replay()
@@ -129,9 +124,7 @@ def same_experts(
     expected = ranks.sum(dsa.combine_experts(y, rows, weights, own))
     with torch.inference_mode():
         got = ranks.sum_of_experts(y, rows, weights, own)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            replayed = ranks.sum_of_experts(y, rows, weights, own)
+        graph, replayed = captured(ranks.sum_of_experts, y, rows, weights, own)
         graph.replay()
     return torch.equal(got, expected) and torch.equal(replayed, expected) and bool(expected.isfinite().all())
 

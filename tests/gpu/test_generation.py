@@ -6,10 +6,8 @@ import pytest
 import torch
 
 import dsa
-from dsa import backends
 from dsa.kernels.indexer.limits import LENGTHS, PAGED
 from dsa.kernels.indexer.select_limits import ZERO_WORDS
-from dsa.ops.declaration import forget_calls
 from dsa.ops.indexer import topk_indices
 from dsa.ops.mla import flash_mla_with_kvcache
 from dsa.reference import topk_indices as reference
@@ -31,6 +29,7 @@ from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
 from dsa_layers.tiny import write_tiny_checkpoint
 from tests.gpu import tiny_model
 from tests.gpu.batch_invariant_tokens import assert_batch_invariant
+from tests.gpu.launched_ops import launched_ops
 from tests.layers.generation.guesses import Guesses, guess
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no Hopper kernel yet")
@@ -41,19 +40,31 @@ FAMILIES = ["deepseek_v32", "glm_moe_dsa", "deepseek_v4"]
 NEAR_TIE = {"bf16": 1.0, "fp8": 4.0}
 
 
+@pytest.fixture(scope="module")
+def load_tiny(tmp_path_factory):
+    """Loads the tiny model of a family. No token ends its sequences: what a random model says is as long as it is told
+    to be."""
+    root = tmp_path_factory.mktemp("families")
+    for family in FAMILIES:
+        write_tiny_checkpoint(root / family, model=family)
+
+    def load(family, device="cuda", **options):
+        return without_end(load_model(root / family, device=device, progress=False, **options))
+
+    return load
+
+
 def without_end(model):
-    """No token ends its sequences: what a random model says is as long as it is told to be."""
     model.config = replace(model.config, eos_token_ids=())
     return model
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_equal_the_references(family, tmp_path):
+def test_greedy_tokens_equal_the_references(family, load_tiny):
     """fp32, nothing quantised: rounding differs in the last bits only, and the tokens agree."""
-    write_tiny_checkpoint(tmp_path, model=family)
     tokens = []
     for device in ("cpu", "cuda"):
-        model = load_model(tmp_path, device=device, dtype=torch.float32, dequantize=True, progress=False)
+        model = load_tiny(family, device, dtype=torch.float32, dequantize=True)
         got = Generator(model, cache_tokens=1024).generate(PROMPTS, SamplingParams(max_new_tokens=16))
         tokens.append([c.tokens for c in got])
     assert tokens[0] == tokens[1]
@@ -61,11 +72,9 @@ def test_greedy_tokens_equal_the_references(family, tmp_path):
 
 @pytest.mark.parametrize("drafts", [1, 3])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_with_drafts_are_those_without(family, drafts, tmp_path):
+def test_tokens_with_drafts_are_those_without(family, drafts, load_tiny):
     """fp32, as above; random models take next to no drafts, so that nearly all of them are taken back."""
-    write_tiny_checkpoint(tmp_path, model=family)
-    options = {"device": "cuda", "dtype": torch.float32, "dequantize": True, "progress": False, "drafter": True}
-    model = without_end(load_model(tmp_path, **options))
+    model = load_tiny(family, dtype=torch.float32, dequantize=True, drafter=True)
     plain, drafted = (
         [c.tokens for c in Generator(model, cache_tokens=1024, draft_tokens=n).generate(PROMPTS, SamplingParams(24))]
         for n in (0, drafts)
@@ -74,11 +83,9 @@ def test_tokens_with_drafts_are_those_without(family, drafts, tmp_path):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_of_shared_prefixes(family, tmp_path):
+def test_tokens_of_shared_prefixes(family, load_tiny):
     """fp32, as above: prompts of one call, which also decode beside chunks of others, and of a second one."""
-    write_tiny_checkpoint(tmp_path, model=family)
-    options = {"device": "cuda", "dtype": torch.float32, "dequantize": True, "progress": False, "drafter": True}
-    model = without_end(load_model(tmp_path, **options))
+    model = load_tiny(family, dtype=torch.float32, dequantize=True, drafter=True)
     text = [2 + i * i % 2000 for i in range(600)]
     prompts = [text, [*text[:570], 5, 6], [7, 8], text[:560]]
     sizes = {"cache_tokens": 4096, "prefill_chunk": 200, "draft_tokens": 2}
@@ -91,11 +98,10 @@ def test_tokens_of_shared_prefixes(family, tmp_path):
 
 @pytest.mark.parametrize("drafts", [0, 1, 2, 3])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_graphs_in_the_published_mode(family, drafts, tmp_path, monkeypatch):
+def test_graphs_in_the_published_mode(family, drafts, load_tiny, monkeypatch):
     """FP8 throughout, with graphs, which run two chains of kernels at once, and without: the same passes give the same
     bits, whatever they take of drafts of which most are right."""
-    write_tiny_checkpoint(tmp_path, model=family)
-    model = without_end(load_model(tmp_path, device="cuda", drafter=True, progress=False))
+    model = load_tiny(family, drafter=True)
     params = SamplingParams(96)
     truth = [c.tokens for c in Generator(model, cache_tokens=1024).generate(PROMPTS, params)]
     tokens, taken, found = [], [], []
@@ -112,11 +118,10 @@ def test_graphs_in_the_published_mode(family, drafts, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kv_cache", ["fp8", "model"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_batch_invariant_tokens(family, kv_cache, tmp_path, monkeypatch):
+def test_batch_invariant_tokens(family, kv_cache, load_tiny, monkeypatch):
     """What a sequence gets, bit for bit, when it is alone: among 71 others, which cross 128 selected keys and V4's
     window, and with drafts, of which most are right and some are not."""
-    write_tiny_checkpoint(tmp_path, model=family)
-    model = without_end(load_model(tmp_path, device="cuda", drafter=True, kv_cache=kv_cache, progress=False))
+    model = load_tiny(family, drafter=True, kv_cache=kv_cache)
     assert_batch_invariant(model, monkeypatch)
 
 
@@ -126,14 +131,13 @@ KERNELS = {"deepseek_v32": (37, 20), "glm_moe_dsa": (34, 20), "deepseek_v4": (52
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_kernels_of_a_graph(family, tmp_path, monkeypatch):
+def test_kernels_of_a_graph(family, load_tiny, monkeypatch):
     """No more than those that tests/layers/compilation/test_launches.py counts without a GPU, an op of two kernels and
     what PyTorch adds to its own operators included; and chains that run at once."""
     forks = []
     fork = branch._Forked.__init__
     monkeypatch.setattr(branch._Forked, "__init__", lambda *args: (forks.append(args), fork(*args))[1])
-    write_tiny_checkpoint(tmp_path, model=family)
-    model = without_end(load_model(tmp_path, device="cuda", progress=False))
+    model = load_tiny(family)
     generator = Generator(model, cache_tokens=1024)
     generator.generate(PROMPTS, SamplingParams(8))
     ((_, graph, _),) = generator._passes._decode._graphs.values()
@@ -191,17 +195,15 @@ def test_captured_gradients_of_experts():
 
 @pytest.mark.parametrize("weights", NEAR_TIE)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_where_greedy_tokens_part_from_the_references(family, weights, tmp_path, monkeypatch):
+def test_where_greedy_tokens_part_from_the_references(family, weights, load_tiny, monkeypatch):
     """bf16 and FP8, captured, beside the CPU: rounding may decide between two tokens whose logits are near each other.
     At the first token that differs, how far the CPU's logit of its own token is above that of the other one."""
-    write_tiny_checkpoint(tmp_path, model=family)
     sample, noted = generation.sample, []
     monkeypatch.setattr(generation, "sample", lambda logits, *rest: (noted.append(logits), sample(logits, *rest))[1])
     tokens = []
     for device in ("cpu", "cuda"):
-        options = {"dtype": torch.bfloat16, "dequantize": weights == "bf16", "progress": False}
-        model = load_model(tmp_path, device=device, **options)
-        got = Generator(without_end(model), cache_tokens=1024).generate(PROMPTS, SamplingParams(16))
+        model = load_tiny(family, device, dtype=torch.bfloat16, dequantize=weights == "bf16")
+        got = Generator(model, cache_tokens=1024).generate(PROMPTS, SamplingParams(16))
         tokens.append([c.tokens for c in got])
     # Both prompts fit into the first pass: from then on every pass has a row for each.
     for i, (own, other) in enumerate(zip(*tokens)):
@@ -217,21 +219,13 @@ def test_where_greedy_tokens_part_from_the_references(family, weights, tmp_path,
 def test_the_published_mode_runs_its_kernels(multi_head, fused, checkpoint, monkeypatch):
     """FP8 throughout: prefill by chunks and decode, dense and sparse, score through the 132-byte pages and attend to
     what the 656-byte pages hold. Few sequences are scored and selected from in one kernel."""
-    launched, runs_kernel = set(), backends.runs_kernel
-
-    def spy(op, *asked):
-        if answer := runs_kernel(op, *asked):
-            launched.add(op)
-        return answer
-
     options, kernel = set(), topk_indices._kernel
 
     def topk_spy(*shape):
         launch = kernel(*shape)
         return lambda *arguments: (options.add(arguments[-1]), launch(*arguments))
 
-    forget_calls()  # what is known launches without a question
-    monkeypatch.setattr(backends, "runs_kernel", spy)
+    launched = launched_ops(monkeypatch)
     monkeypatch.setattr(topk_indices, "_kernel", topk_spy)
     monkeypatch.setattr(attention, "multi_head_is_faster", lambda *_: multi_head)
     monkeypatch.setattr(key_selection, "FUSED_PAGED", range(1, 2**20) if fused else ())
@@ -340,11 +334,10 @@ def test_fp8_logits_agree_with_the_references(checkpoint, monkeypatch):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_captured_steps_are_those_that_run_as_python(family, tmp_path, monkeypatch):
+def test_captured_steps_are_those_that_run_as_python(family, load_tiny, monkeypatch):
     """Every step of sequences that end one after the other: its logits beside those of the same pass, not captured,
     which writes the same to the caches."""
-    write_tiny_checkpoint(tmp_path, model=family)
-    model = without_end(load_model(tmp_path, device="cuda", progress=False))
+    model = load_tiny(family)
     step, replayed = DecodeStep.__call__, []
 
     def both(self, sequences):
@@ -366,10 +359,9 @@ def test_captured_steps_are_those_that_run_as_python(family, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_other_dtypes_over_fp8_caches(family, tmp_path):
-    write_tiny_checkpoint(tmp_path, model=family)
+def test_other_dtypes_over_fp8_caches(family, load_tiny):
     for dtype in (torch.float16, torch.float32):
-        model = without_end(load_model(tmp_path, device="cuda", dtype=dtype, kv_cache="fp8", progress=False))
+        model = load_tiny(family, dtype=dtype, kv_cache="fp8")
         completions = Generator(model, cache_tokens=1024).generate(PROMPTS, SamplingParams(4))
         assert all(len(c.tokens) == 4 for c in completions)
 
@@ -410,10 +402,9 @@ def test_sampled_tokens_are_those_of_a_cpu():
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_nan_ends_its_sequence_alone(family, temperature, tmp_path):
+def test_nan_ends_its_sequence_alone(family, temperature, load_tiny):
     """Also where others take over its pages and its state slot: what it left there reaches none of them."""
-    write_tiny_checkpoint(tmp_path, model=family)
-    model = without_end(load_model(tmp_path, device="cuda", progress=False))
+    model = load_tiny(family)
     embeddings = next(weight for name, weight in model.named_parameters() if "embed" in name)
     embeddings.data[77] = torch.nan
     prompts = [[5, 6, 7, 8] * 20, [8, 77, 9] * 30, [77], [10, 11, 12]]
@@ -425,10 +416,9 @@ def test_nan_ends_its_sequence_alone(family, temperature, tmp_path):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_pass_over_prompts_waits_for_nothing(family, tmp_path):
+def test_a_pass_over_prompts_waits_for_nothing(family, load_tiny):
     """With and without earlier tokens, dense and sparse: PyTorch raises where the host would wait for the GPU."""
-    write_tiny_checkpoint(tmp_path, model=family)
-    model = load_model(tmp_path, device="cuda", progress=False)
+    model = load_tiny(family)
     cache = model.make_cache(8, device="cuda", state_slots=2)
     pages, new = [range(6), range(6, 8)], [150, 30]
     tokens = torch.arange(1, 1 + sum(new), device="cuda")

@@ -8,10 +8,10 @@ import torch
 from transformers import DynamicCache
 
 import dsa
-from dsa import backends
 from dsa.ops.declaration import forget_calls
 from dsa.testing import calc_diff
 from dsa_layers.hf import accelerate
+from tests.gpu.launched_ops import launched_ops
 from tests.gpu.transformers_models import MODELS, make
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no Hopper kernel yet")
@@ -62,25 +62,13 @@ def in_bf16(model):
 @pytest.fixture
 def launched(monkeypatch):
     """The ops that have run kernels."""
-    names, runs_kernel = set(), backends.runs_kernel
-
-    def spy(op, *asked):
-        if answer := runs_kernel(op, *asked):
-            names.add(op)
-        return answer
-
-    forget_calls()  # what is known launches without a question
-    monkeypatch.setattr(backends, "runs_kernel", spy)
-    return names
+    return launched_ops(monkeypatch)
 
 
 def in_chunks(model, tokens, chunks):
     """Logits of all tokens, over a cache."""
-    cache, out, done = DynamicCache(config=model.config), [], 0
-    for n in chunks:
-        out.append(model(tokens[:, done : done + n], past_key_values=cache).logits)
-        done += n
-    return torch.cat(out, 1)
+    cache = DynamicCache(config=model.config)
+    return torch.cat([model(part, past_key_values=cache).logits for part in tokens.split(chunks, 1)], 1)
 
 
 def padded(tokens, lens):
@@ -88,18 +76,6 @@ def padded(tokens, lens):
     for b, n in enumerate(lens):
         ids[b, max(lens) - n :], mask[b, max(lens) - n :] = tokens[b, :n], 1
     return ids, mask
-
-
-def test_greedy_tokens_in_fp32(exact, tokens):
-    """The references, on the GPU: rounding differs in the last bits only."""
-    ours = accelerate(copy.deepcopy(exact))
-    ids, mask = padded(tokens[:, :200], [200, 37])
-    options = {"max_new_tokens": 12, "do_sample": False}
-    got = ours.generate(ids, attention_mask=mask, **options)
-    for b, n in enumerate([200, 37]):
-        alone = tokens[b : b + 1, :n]
-        expected = exact.generate(alone, attention_mask=torch.ones_like(alone), **options)
-        assert got[b, 200:].tolist() == expected[0, n:].tolist()
 
 
 @torch.no_grad()

@@ -18,8 +18,7 @@ import pytest
 import torch
 
 import dsa
-from dsa import backends, reference
-from dsa.ops.declaration import forget_calls
+from dsa import reference
 from dsa.testing import assert_close, calc_diff
 from dsa_layers.checkpoint import load_weights
 from dsa_layers.checkpoint.fused_experts import split_experts
@@ -32,6 +31,7 @@ from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.layers import attention
 from dsa_layers.layers.moe import GroupedSigmoidRouter
 from dsa_layers.tiny import write_tiny_checkpoint
+from tests.gpu.launched_ops import launched_ops
 
 # Two sequences longer than the 128 keys that a token selects, and a short one beside them.
 PROMPTS = [list(range(100, 430)), list(range(900, 1050)), [7, 8, 9]]
@@ -89,20 +89,14 @@ def generate(model: DeepseekV32ForCausalLM, chunk: int, new_tokens: int, given: 
     choices are followed, and those that would have been made are noted."""
     run = Run()
     followed = given or run
-    runs_kernel, sample = backends.runs_kernel, passes.sample
-
-    def spy(op: str, *asked: Any) -> bool:
-        if answer := runs_kernel(op, *asked):
-            run.launched.add(op)
-        return answer
+    sample = passes.sample
 
     def sample_and_note(logits: torch.Tensor, *arguments: Any) -> list[int]:
         run.logits.extend(logits)
         return sample(logits, *arguments)
 
-    forget_calls()  # what is known launches without a question
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backends, "runs_kernel", spy)
+        run.launched = launched_ops(patch)
         # Both runs have one form of attention, whose selections are rows of the same keys.
         patch.setattr(attention, "multi_head_is_faster", lambda *_: False)
         patch.setattr(dsa, "topk_indices", _following(dsa.topk_indices, run.topk_indices, followed.topk_indices))

@@ -6,6 +6,8 @@ import torch
 import dsa
 from dsa.reference.cache import compressed_kv as reference
 from dsa.testing import assert_close, poison_free_memory
+from tests.gpu.cache.poisoned_caches import poisoned_cache
+from tests.gpu.op_checks import assert_runs_have_the_same_bits, assert_same_bits, captured
 
 PAGES, PAGE, STATE_SLOTS = 40, 64, 9
 # channels, tokens of a block, overlap; the cache's layout
@@ -22,13 +24,8 @@ KINDS = [
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-def make_cache(kind, d):
-    if kind == "v4":
-        cache = dsa.make_v4_cache(PAGES, PAGE, "cuda")
-        torch.as_strided(cache, (PAGES, cache.stride(0)), (cache.stride(0), 1)).fill_(0xFF)
-        return cache
-    width, dtype = (d + 4, torch.uint8) if kind == "index" else (d, getattr(torch, kind))
-    return torch.full((PAGES, PAGE, 1, width), 0xFF if kind == "index" else torch.nan, device="cuda").to(dtype)
+def make_cache(layout, d):
+    return poisoned_cache(layout, d, PAGES, PAGE)
 
 
 class Case:
@@ -69,6 +66,13 @@ class Case:
             *(kv, gate, self.ape, self.weight, cos, sin, cache, slots, cu, starts, state, self.state_slots),
             overlap=self.overlap,
         )
+
+    def written(self, *arguments):
+        """The entries and the state after a call with these tokens; this case's own stay as they are."""
+        cache, state = make_cache(self.layout, self.d), self.state.clone()
+        self.call(dsa.write_compressed_kv, cache, state, *arguments)
+        slots = arguments[4]
+        return self.raw(cache, slots[slots >= 0]), state.view(torch.int32)
 
     def check(self, new, record_error=None):
         arguments = self.tokens(new)
@@ -112,11 +116,15 @@ class Case:
         return cache.view(-1, self.d)[slots].view(torch.int16)
 
 
+CHUNKS = [[300, 5, 131], [1, 1, 1], [3, 0, 260], [0, 123, 1], *[[1, 1, 1]] * 6, [130, 128, 2]]
+
+
+@pytest.mark.parametrize("chunks", [CHUNKS, [[5001], [2047]]], ids=["chunks and single tokens", "a long one"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_chunks_and_single_tokens(kind, dtype, record_error):
-    case = Case(kind, dtype, 3)
-    for new in ([300, 5, 131], [1, 1, 1], [3, 0, 260], [0, 123, 1], *[[1, 1, 1]] * 6, [130, 128, 2]):
+def test_chunks_and_single_tokens(kind, dtype, chunks, record_error):
+    case = Case(kind, dtype, len(chunks[0]))
+    for new in chunks:
         case.check(new, record_error)
 
 
@@ -128,13 +136,6 @@ def test_tokens_that_are_taken_back(kind, record_error):
     for back in (3, 1, 2, 0, 3, 3):
         case.check([4, 4, 4], record_error)
         case.done = [done - back for done in case.done]
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_one_long_sequence(kind, record_error):
-    case = Case(kind, torch.bfloat16, 1)
-    case.check([5001], record_error)
-    case.check([2047], record_error)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -175,12 +176,7 @@ def test_halves_of_one_projection(kind, dtype):
     case.check([130, 7, 2])
     kv, gate, *rest = case.tokens([3, 130, 1])
     gate_half, kv_half = torch.cat((gate, kv), 1).split(case.c, 1)
-    found = []
-    for projections in ((kv, gate), (kv_half, gate_half)):
-        cache, state = make_cache(case.layout, case.d), case.state.clone()
-        case.call(dsa.write_compressed_kv, cache, state, *projections, *rest)
-        found.append((case.raw(cache, rest[2].clamp(min=0)), state.view(torch.int32)))
-    assert all(torch.equal(a, b) for a, b in zip(*found))
+    assert_same_bits(case.written(kv_half, gate_half, *rest), case.written(kv, gate, *rest))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -213,18 +209,11 @@ def test_an_entry_does_not_depend_on_its_pass(kind, dtype):
         assert torch.equal(entries, found[0][0]) and torch.equal(state, found[0][1])
 
 
-def test_runs_are_bit_identical():
-    for kind in KINDS:
-        case = Case(kind, torch.bfloat16, 4)
-        case.check([200, 7, 130, 64])
-        arguments = case.tokens([70, 1, 2, 300])
-        first = None
-        for _ in range(10):
-            cache, state = make_cache(case.layout, case.d), case.state.clone()
-            case.call(dsa.write_compressed_kv, cache, state, *arguments)
-            found = (case.raw(cache, arguments[4].clamp(min=0)), state.view(torch.int32))
-            first = first or found
-            assert all(torch.equal(a, b) for a, b in zip(found, first))
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_runs_are_bit_identical(kind):
+    case = Case(kind, torch.bfloat16, 4)
+    case.check([200, 7, 130, 64])
+    assert_runs_have_the_same_bits(case.written, *case.tokens([70, 1, 2, 300]), times=10)
 
 
 @pytest.mark.parametrize("kind", [KINDS[1], KINDS[5]], ids=str)
@@ -234,56 +223,39 @@ def test_graph_replay_with_new_positions(kind):
     case.check([5, 1, 2, 3, 4])
     held = [x.clone() for x in case.tokens([1] * 5)]
     case.done = [n - 1 for n in case.done]
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        spare = case.cache.clone() if case.layout != "v4" else make_cache("v4", case.d)
-        case.call(dsa.write_compressed_kv, spare, case.state.clone(), *held)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            case.call(dsa.write_compressed_kv, case.cache, case.state, *held)
-    torch.cuda.synchronize()
+    state = case.state.clone()
+    graph, _ = captured(case.call, dsa.write_compressed_kv, case.cache, case.state, *held)
+    case.state.copy_(state)
     for _ in range(9):
         arguments = case.tokens([1] * 5)
-        cache, state = make_cache(case.layout, case.d), case.state.clone()
-        case.call(dsa.write_compressed_kv, cache, state, *arguments)
+        expected = case.written(*arguments)
         for target, value in zip(held, arguments):
             target.copy_(value)
         graph.replay()
-        torch.cuda.synchronize()
         written = arguments[4][arguments[4] >= 0]
-        assert torch.equal(case.raw(case.cache, written), case.raw(cache, written))
-        assert torch.equal(case.state.view(torch.int32), state.view(torch.int32))
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_a_cache_without_pages(kind):
-    """No entry has a slot; the state is written all the same."""
-    case = Case(kind, torch.bfloat16, 3)
-    case.check([5, 1, 130])
-    kv, gate, cos, sin, slots, cu, starts = case.tokens([3, 140, 1])
-    slots[:] = -1
-    cache, state = case.cache[:0], case.state.clone()
-    for op, written in ((dsa.write_compressed_kv, case.state), (reference.write_compressed_kv, state)):
-        case.call(op, cache, written, kv, gate, cos, sin, slots, cu, starts)
-    assert torch.equal(case.state.view(torch.int32), state.view(torch.int32))
+        assert_same_bits((case.raw(case.cache, written), case.state.view(torch.int32)), expected)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_what_lies_outside_is_not_touched(kind):
-    """Slots beyond the cache, state slots beyond the state, lengths that go backwards."""
+    """Slots beyond the cache, or a cache without pages; state slots beyond the state; lengths that go backwards."""
     case = Case(kind, torch.float32, 3)
-    kv, gate, cos, sin, slots, cu, starts = case.tokens([140, 9, 130])
-    before, state = case.raw(case.cache, torch.arange(PAGES * PAGE, device="cuda")), case.state.clone()
+    *given, slots, cu, starts = case.tokens([140, 9, 130])
+    every = torch.arange(PAGES * PAGE, device="cuda")
+    entries, state = case.raw(case.cache, every), case.state.clone()
+    expected = state.clone()
+    case.call(reference.write_compressed_kv, case.cache[:0], expected, *given, slots * 0 - 1, cu, starts)
     slots[slots >= 0] = PAGES * PAGE + 5
-    case.call(dsa.write_compressed_kv, case.cache, case.state, kv, gate, cos, sin, slots, cu, starts)
-    assert torch.equal(case.raw(case.cache, torch.arange(PAGES * PAGE, device="cuda")), before)
+    for cache in (case.cache, case.cache[:0]):
+        case.state.copy_(state)
+        case.call(dsa.write_compressed_kv, cache, case.state, *given, slots, cu, starts)
+        assert_same_bits(case.state, expected)
     case.state.copy_(state)
     case.state_slots = torch.tensor([-1, STATE_SLOTS, 2**31 - 1], dtype=torch.int32, device="cuda")
-    case.call(dsa.write_compressed_kv, case.cache, case.state, kv, gate, cos, sin, slots, cu, starts)
-    assert torch.equal(case.state.view(torch.int32), state.view(torch.int32))
+    case.call(dsa.write_compressed_kv, case.cache, case.state, *given, slots, cu, starts)
+    assert_same_bits(case.state, state)
     case.state_slots = torch.tensor([0, 1, 2], dtype=torch.int32, device="cuda")
     for wrong in ([0, 200, 100, 279], [-5, 10**9, -3, 7], [279, 0, 0, 0]):
         cu = torch.tensor(wrong, dtype=torch.int32, device="cuda")
-        case.call(dsa.write_compressed_kv, case.cache, case.state, kv, gate, cos, sin, slots, cu, starts - 7)
-    torch.cuda.synchronize()
-    assert torch.equal(case.raw(case.cache, torch.arange(PAGES * PAGE, device="cuda")), before)
+        case.call(dsa.write_compressed_kv, case.cache, case.state, *given, slots, cu, starts - 7)
+    assert_same_bits(case.raw(case.cache, every), entries)

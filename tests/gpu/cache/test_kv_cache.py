@@ -4,12 +4,23 @@ V3.2's scales that are no powers of two against the reference on the GPU: there 
 does, by multiplying with the reciprocal, and a CPU's scale may be an ulp off.
 """
 
+from itertools import product
+
 import pytest
 import torch
 
 import dsa
 from dsa.reference.cache import kv_cache as reference
 from dsa.testing import poison_free_memory, poisoned
+from tests.gpu.cache import poisoned_caches
+from tests.gpu.cache.poisoned_caches import random_slots, with_slots_outside
+from tests.gpu.op_checks import (
+    assert_compiles,
+    assert_runs_have_the_same_bits,
+    assert_same_bits,
+    captured,
+    far_apart,
+)
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32]
 LAYOUTS = ["bfloat16", "float16", "float32", "v32", "v4"]
@@ -21,24 +32,13 @@ def dim(layout):
 
 
 def poisoned_cache(layout, pages=9, page_size=64):
-    """Of NaN; a V4 cache with its padding."""
-    if layout == "v4":
-        cache = dsa.make_v4_cache(pages, page_size, "cuda")
-        torch.as_strided(cache, (pages, cache.stride(0)), (cache.stride(0), 1)).fill_(0xFF)
-        return cache
-    if layout == "v32":
-        return poisoned((pages, page_size, 1, 656), torch.uint8, "cuda")
-    return poisoned((pages, page_size, 1, 576), getattr(torch, layout), "cuda")
+    return poisoned_caches.poisoned_cache(layout, dim(layout), pages, page_size)
 
 
 def random_rows(tokens, d, dtype=torch.bfloat16):
     """Rows of very different sizes, so that scales differ."""
     sizes = torch.exp2(torch.randint(-20, 14, (tokens, 1), device="cuda").float())
     return (torch.randn(tokens, d, device="cuda") * sizes).to(dtype)
-
-
-def random_slots(cache, tokens):
-    return torch.randperm(cache.shape[0] * cache.shape[1], device="cuda")[:tokens]
 
 
 def written(kv, cache, slots, use_ue8m0=True):
@@ -53,10 +53,6 @@ def written(kv, cache, slots, use_ue8m0=True):
 
 def read_on_cpu(cache, slots, dtype=torch.float32):
     return reference.read_kv_cache(cache.cpu(), slots.cpu(), dtype=dtype).cuda()
-
-
-def same_bits(got, expected):
-    return torch.equal(got.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
 
 
 def filled_cache(layout, pages=9, page_size=64):
@@ -75,11 +71,10 @@ def filled_cache(layout, pages=9, page_size=64):
 @pytest.mark.parametrize(("layout", "use_ue8m0"), [*((name, True) for name in LAYOUTS), ("v32", False)])
 def test_write(layout, use_ue8m0, dtype, slot_dtype):
     cache, kv = poisoned_cache(layout), random_rows(301, dim(layout), dtype)
-    slots = random_slots(cache, 301)
-    slots[17] = -1
-    expected = written(kv, cache, slots, use_ue8m0)
-    dsa.write_kv_cache(kv, cache, slots.to(slot_dtype), use_ue8m0)
-    assert same_bits(cache, expected)
+    slots, skipped = with_slots_outside(random_slots(cache, 301), 9 * 64, slot_dtype)
+    expected = written(kv, cache, skipped, use_ue8m0)
+    dsa.write_kv_cache(kv, cache, slots, use_ue8m0)
+    assert_same_bits(cache, expected)
     if layout == "v4":
         whole = torch.as_strided(cache, (9, cache.stride(0)), (cache.stride(0), 1))
         assert cache.stride(0) > 64 * 584 and whole[:, 64 * 584 :].eq(0xFF).all()
@@ -89,13 +84,14 @@ def test_write(layout, use_ue8m0, dtype, slot_dtype):
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_read(layout, dtype, slot_dtype):
+    """Of slots outside the cache zeros."""
     cache = filled_cache(layout)
-    slots = random_slots(cache, 300).view(6, 50)
-    slots[2, 3], slots[4, 5], slots[5, 5] = -1, 9 * 64, 2**31 - 1
-    expected = read_on_cpu(cache, slots, dtype)
+    slots, skipped = with_slots_outside(random_slots(cache, 300), 9 * 64, slot_dtype)
+    expected = read_on_cpu(cache, skipped.view(6, 50), dtype)
     poison_free_memory(mebibytes=16)
-    got = dsa.read_kv_cache(cache, slots.to(slot_dtype), dtype=dtype)
-    assert got.shape == (6, 50, dim(layout)) and got.is_contiguous() and same_bits(got, expected)
+    got = dsa.read_kv_cache(cache, slots.view(6, 50), dtype=dtype)
+    assert got.shape == (6, 50, dim(layout)) and got.is_contiguous() and not got.view(300, -1)[skipped < 0].any()
+    assert_same_bits(got, expected)
 
 
 def test_every_byte_and_every_scale_of_v4():
@@ -110,30 +106,24 @@ def test_every_byte_and_every_scale_of_v4():
     for dtype in FLOATS:
         got = dsa.read_kv_cache(cache, torch.arange(256, device="cuda"), dtype=dtype)
         expected = read_on_cpu(cache, torch.arange(256), dtype)
-        assert torch.equal(got.isnan(), expected.isnan()) and same_bits(got.nan_to_num(7), expected.nan_to_num(7))
+        assert torch.equal(got.isnan(), expected.isnan())
+        assert_same_bits(got.nan_to_num(7), expected.nan_to_num(7))
 
 
-@pytest.mark.parametrize("page_size", [1, 2, 3, 7, 72, 1000])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_page_sizes(layout, page_size):
-    pages = 2 + 500 // page_size
-    cache, kv = poisoned_cache(layout, pages, page_size), random_rows(500, dim(layout))
-    slots = random_slots(cache, 500)
-    expected = written(kv, cache, slots)
-    dsa.write_kv_cache(kv, cache, slots)
-    assert same_bits(cache, expected)
-    assert same_bits(dsa.read_kv_cache(cache, slots), read_on_cpu(cache, slots))
-
-
-@pytest.mark.parametrize("tokens", [0, 1, 3, 4, 5, 33, 5000])
-@pytest.mark.parametrize("layout", ["bfloat16", "v32", "v4"])
-def test_counts(layout, tokens):
-    cache, kv = poisoned_cache(layout, 80), random_rows(tokens, dim(layout))
+@pytest.mark.parametrize(
+    ("layout", "page_size", "tokens"),
+    [
+        *product(LAYOUTS, (1, 2, 3, 7, 72, 1000), (500,)),
+        *product(("bfloat16", "v32", "v4"), (64,), (0, 1, 3, 4, 5, 33, 5000)),
+    ],
+)
+def test_page_sizes_and_counts(layout, page_size, tokens):
+    cache, kv = poisoned_cache(layout, 2 + tokens // page_size, page_size), random_rows(tokens, dim(layout))
     slots = random_slots(cache, tokens)
     expected = written(kv, cache, slots)
     dsa.write_kv_cache(kv, cache, slots)
-    assert same_bits(cache, expected)
-    assert same_bits(dsa.read_kv_cache(cache, slots), read_on_cpu(cache, slots))
+    assert_same_bits(cache, expected)
+    assert_same_bits(dsa.read_kv_cache(cache, slots), read_on_cpu(cache, slots))
 
 
 @pytest.mark.parametrize("channels", [8, 64, 128, 520, 1032, 2056])
@@ -145,27 +135,8 @@ def test_float_rows_of_any_width(dtype, cache_dtype, channels):
     slots[7] = -1
     expected = written(kv, cache, slots)
     dsa.write_kv_cache(kv, cache, slots)
-    assert same_bits(cache, expected)
-    assert same_bits(dsa.read_kv_cache(cache, slots, dtype=dtype), read_on_cpu(cache, slots, dtype))
-
-
-@pytest.mark.parametrize("slot_dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("layout", ["float32", "v32", "v4"])
-def test_slots_outside_the_cache(layout, slot_dtype):
-    cache, kv = poisoned_cache(layout), random_rows(100, dim(layout))
-    expected, slots = cache.clone() if layout != "v4" else poisoned_cache("v4"), random_slots(cache, 100)
-    bad = {3: -1, 10: 9 * 64, 20: -(2**31), 30: 2**31 - 1}
-    if slot_dtype == torch.int64:
-        bad |= {40: 2**32, 41: 2**63 - 1, 42: -(2**32) + 5, 43: 2**40 + 5}
-    skipped = slots.clone()
-    for t, slot in bad.items():
-        slots[t], skipped[t] = slot, -1
-    dsa.write_kv_cache(kv, cache, slots.to(slot_dtype))
-    dsa.write_kv_cache(kv, expected, skipped)
-    assert same_bits(cache, expected)
-    got = dsa.read_kv_cache(cache, slots.to(slot_dtype))
-    assert not got[list(bad)].any() and same_bits(got, dsa.read_kv_cache(cache, skipped))
-    assert not got.isnan().any()
+    assert_same_bits(cache, expected)
+    assert_same_bits(dsa.read_kv_cache(cache, slots, dtype=dtype), read_on_cpu(cache, slots, dtype))
 
 
 @pytest.mark.parametrize("layout", BYTES)
@@ -182,7 +153,8 @@ def test_what_is_no_number(layout, dtype):
         expected = read_on_cpu(written(kv, cache, slots, use_ue8m0), slots)
         dsa.write_kv_cache(kv, cache, slots, use_ue8m0)
         got = dsa.read_kv_cache(cache, slots)
-        assert torch.equal(got.isnan(), expected.isnan()) and same_bits(got.nan_to_num(7), expected.nan_to_num(7))
+        assert torch.equal(got.isnan(), expected.isnan())
+        assert_same_bits(got.nan_to_num(7), expected.nan_to_num(7))
 
 
 def test_strided_rows_and_pages():
@@ -194,38 +166,24 @@ def test_strided_rows_and_pages():
         expected = written(kv, plain, slots)
         for cache in (plain, strided):
             dsa.write_kv_cache(kv, cache, slots)
-            assert same_bits(cache, expected)
-            assert same_bits(dsa.read_kv_cache(cache, slots), read_on_cpu(expected, slots))
+            assert_same_bits(cache, expected)
+            assert_same_bits(dsa.read_kv_cache(cache, slots), read_on_cpu(expected, slots))
     one = kv[:1].as_strided((1, 576), (7, 1), kv.storage_offset())
     cache = poisoned_cache("v32", 1, 1).as_strided((1, 1, 1, 656), (5, 3, 9, 1))
     dsa.write_kv_cache(one, cache, slots[:1])
-    assert same_bits(dsa.read_kv_cache(cache, slots[:1]), read_on_cpu(cache, slots[:1]))
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-@pytest.mark.parametrize("layout", BYTES)
-def test_bytes_of_other_dtypes(layout, dtype):
-    cache, kv = poisoned_cache(layout), random_rows(50, dim(layout))
-    slots = random_slots(cache, 50)
-    expected = written(kv, cache, slots)
-    dsa.write_kv_cache(kv, cache.view(dtype), slots)
-    assert same_bits(cache, expected)
-    assert same_bits(dsa.read_kv_cache(cache.view(dtype), slots), read_on_cpu(cache, slots))
+    assert_same_bits(dsa.read_kv_cache(cache, slots[:1]), read_on_cpu(cache, slots[:1]))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_pages_far_apart(layout):
     """Beyond 2^31 bytes; those of 16 bits and below, beyond 2^31 numbers, too."""
     near, kv = poisoned_cache(layout), random_rows(300, dim(layout))
-    slots = random_slots(near, 300)
-    slots[:2] = torch.tensor([8 * 64, 8 * 64 + 63], device="cuda")
-    stride = 5 * 2**30 // 8 // near.element_size() // 576 * 576
-    whole = torch.full((9 * stride,), torch.nan if near.is_floating_point() else 0xFF, dtype=near.dtype, device="cuda")
-    far = whole.as_strided(near.shape, (stride, *near.stride()[1:]))
-    slots = slots.unique()
-    dsa.write_kv_cache(kv[: len(slots)], far, slots)
-    dsa.write_kv_cache(kv[: len(slots)], near, slots)
-    assert same_bits(far, near) and same_bits(dsa.read_kv_cache(far, slots), dsa.read_kv_cache(near, slots))
+    far = far_apart(near)
+    slots = torch.cat((torch.tensor([8 * 64, 8 * 64 + 63], device="cuda"), random_slots(near, 300)[2:])).unique()
+    for cache in (far, near):
+        dsa.write_kv_cache(kv[: len(slots)], cache, slots)
+    assert_same_bits(far, near)
+    assert_same_bits(dsa.read_kv_cache(far, slots), dsa.read_kv_cache(near, slots))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -235,7 +193,7 @@ def test_no_pages(layout):
     got = dsa.read_kv_cache(cache, torch.zeros(5, dtype=torch.int64, device="cuda"), dtype=torch.bfloat16)
     assert got.shape == (5, dim(layout)) and not got.any()
     dsa.write_kv_cache(random_rows(5, dim(layout)), cache, torch.tensor([0, -1, 5, 63, 64], device="cuda"))
-    assert same_bits(whole, before)
+    assert_same_bits(whole, before)
 
 
 @pytest.mark.parametrize("layout", ["bfloat16", "v32", "v4"])
@@ -244,32 +202,15 @@ def test_repeated_runs_graph_replay_and_torch_compile(layout):
     slots = random_slots(cache, 64)
 
     def run():
+        cache.fill_(torch.nan if cache.is_floating_point() else 0xFF)
         dsa.write_kv_cache(kv, cache, slots)
-        return dsa.read_kv_cache(cache, slots.flip(0), dtype=torch.bfloat16)
+        return dsa.read_kv_cache(cache, slots.flip(0), dtype=torch.bfloat16), cache.clone()
 
-    first = run()
-    for _ in range(20):
-        assert same_bits(run(), first)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = run()
+    assert_runs_have_the_same_bits(run)
+    graph, got = captured(run)
     kv.copy_(random_rows(64, dim(layout)))
     slots.copy_(slots.roll(3))
-    cache.fill_(torch.nan if cache.is_floating_point() else 0xFF)
-    expected = written(kv, cache, slots)
+    expected = written(kv, poisoned_cache(layout), slots)
     graph.replay()
-    assert same_bits(cache, expected) and same_bits(got, read_on_cpu(cache, slots.flip(0), torch.bfloat16))
-    assert not same_bits(got, first)
-    assert same_bits(torch.compile(run, fullgraph=True, backend="aot_eager")(), got)
-
-
-def test_errors_name_the_argument():
-    cache, kv, slots = poisoned_cache("v32"), random_rows(9, 576), torch.arange(9, device="cuda")
-    with pytest.raises(ValueError, match="kv: must be on cache's device cuda:0, got cpu"):
-        dsa.write_kv_cache(kv.cpu(), cache, slots)
-    with pytest.raises(ValueError, match="slots: must be contiguous"):
-        dsa.read_kv_cache(cache, slots.repeat(2)[::2])
-    with pytest.raises(ValueError, match="cache: pages must start at multiples of 16 bytes"):
-        dsa.read_kv_cache(torch.empty(3, 5, 1, 584, dtype=torch.uint8, device="cuda"), slots)
-    with pytest.raises(ValueError, match="cache: the kernel takes float rows of a multiple of 8 channels, got 12"):
-        dsa.read_kv_cache(torch.empty(2, 64, 1, 12, device="cuda"), slots)
+    assert_same_bits(got, (read_on_cpu(expected, slots.flip(0), torch.bfloat16), expected))
+    assert_compiles(run)

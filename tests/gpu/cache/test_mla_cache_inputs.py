@@ -7,19 +7,13 @@ import torch
 import dsa
 from dsa.reference.cache import mla_cache_inputs as reference
 from dsa.testing import calc_diff, poison_free_memory, poisoned
+from tests.gpu.cache.poisoned_caches import poisoned_cache, random_slots, with_slots_outside
+from tests.gpu.op_checks import assert_compiles, assert_runs_have_the_same_bits, assert_same_bits, captured, far_apart
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32]
 # The cache's layout and d.
 CACHES = [*((name, d) for name in ("bfloat16", "float16", "float32") for d in (576, 512)), ("v32", 576), ("v4", 512)]
-
-
-def poisoned_cache(layout, d, pages=9, page_size=64):
-    if layout == "v4":
-        cache = dsa.make_v4_cache(pages, page_size, "cuda")
-        torch.as_strided(cache, (pages, cache.stride(0)), (cache.stride(0), 1)).fill_(0xFF)
-        return cache
-    width, dtype = (656, torch.uint8) if layout == "v32" else (d, getattr(torch, layout))
-    return poisoned((pages, page_size, 1, width), dtype, "cuda")
+SOME = [("bfloat16", 576), ("float16", 512), *CACHES[-2:]]
 
 
 def case(tokens, d=576, dtype=torch.bfloat16):
@@ -28,10 +22,6 @@ def case(tokens, d=576, dtype=torch.bfloat16):
     angles = 10 * torch.randn(tokens, 32, device="cuda")
     kv = (torch.randn(tokens, d, device="cuda") * sizes).to(dtype)
     return kv, 1 + torch.randn(512, device="cuda"), angles.cos(), angles.sin()
-
-
-def random_slots(cache, tokens):
-    return torch.randperm(cache.shape[0] * cache.shape[1], device="cuda")[:tokens]
 
 
 def unrounded(kv, *inputs, **options):
@@ -58,15 +48,11 @@ def rows_on_cpu(kv, *inputs, **options):
     return out.cuda()
 
 
-def same_bits(got, expected):
-    return torch.equal(got.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
-
-
 def assert_rows(got, expected):
     """Where the sum's order tips a rounding, a value is a step off: rare. What the norm leaves alone is the same."""
     still = expected.shape[1] == 576
     if still:
-        assert same_bits(got[:, 512:], expected[:, 512:])
+        assert_same_bits(got[:, 512:], expected[:, 512:])
     if got.dtype != torch.float32:
         assert (got != expected).sum() <= 4 + 2e-3 * got.numel()
     g, e = got.double(), expected.double()
@@ -86,8 +72,7 @@ def test_write(layout, d, dtype, interleaved, use_ue8m0, record_error):
     if layout == "v4" and not use_ue8m0:
         return
     cache, separate, inputs = poisoned_cache(layout, d), poisoned_cache(layout, d), case(501, d, dtype)
-    slots = random_slots(cache, 501)
-    slots[13] = -1
+    slots, skipped = with_slots_outside(random_slots(cache, 501), 9 * 64, torch.int64)
     options = {"eps": 1e-5, "interleaved": interleaved}
     poison_free_memory(mebibytes=16)
     out = torch.full_like(inputs[0], torch.nan)
@@ -96,60 +81,35 @@ def test_write(layout, d, dtype, interleaved, use_ue8m0, record_error):
     diff = assert_rows(rows, rows_on_cpu(*inputs, **options))
     record_error(diff)
     assert diff < 1e-6
-    dsa.write_kv_cache(rows, separate, slots, use_ue8m0)
-    assert same_bits(cache, separate) and same_bits(out, as_kept(rows, layout, use_ue8m0))
-    written = slots >= 0
+    dsa.write_kv_cache(rows, separate, skipped, use_ue8m0)
+    assert_same_bits((cache, out), (separate, as_kept(rows, layout, use_ue8m0)))
+    written = skipped >= 0
     if layout in ("v32", "v4"):
-        assert same_bits(out[written], dsa.read_kv_cache(cache, slots[written], dtype=dtype))
+        assert_same_bits(out[written], dsa.read_kv_cache(cache, slots[written], dtype=dtype))
     if layout == "v4":
         padding = torch.as_strided(cache, (9, cache.stride(0)), (cache.stride(0), 1))[:, 64 * 584 :]
         assert padding.numel() and padding.eq(0xFF).all()
     # Without `out` the cache gets the same.
-    again = poisoned_cache(layout, d)
-    dsa.write_mla_cache(*inputs, again, slots.int(), **options, use_ue8m0=use_ue8m0)
-    assert same_bits(again, cache)
+    again, (slots, _) = poisoned_cache(layout, d), with_slots_outside(skipped, 9 * 64, torch.int32)
+    dsa.write_mla_cache(*inputs, again, slots, **options, use_ue8m0=use_ue8m0)
+    assert_same_bits(again, cache)
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 3, 4, 5, 33, 5000])
-@pytest.mark.parametrize(("layout", "d"), [("bfloat16", 576), ("v32", 576), ("v4", 512)])
-def test_counts(layout, d, tokens):
-    cache, separate, inputs = poisoned_cache(layout, d, 80), poisoned_cache(layout, d, 80), case(tokens, d)
-    slots, out = random_slots(cache, tokens), torch.full_like(inputs[0], torch.nan)
+@pytest.mark.parametrize(
+    ("layout", "d", "page_size", "tokens"),
+    [
+        *((*kind, page_size, 100) for kind in SOME for page_size in (1, 3, 7, 1000)),
+        *((*kind, 64, tokens) for kind in SOME for tokens in (0, 1, 3, 4, 5, 33, 5000)),
+    ],
+)
+def test_page_sizes_and_counts(layout, d, page_size, tokens):
+    cache, separate = (poisoned_cache(layout, d, 2 + tokens // page_size, page_size) for _ in range(2))
+    inputs, slots = case(tokens, d), random_slots(cache, tokens)
+    out, rows = torch.full_like(inputs[0], torch.nan), unrounded(*inputs)
     dsa.write_mla_cache(*inputs, cache, slots, out=out)
-    rows = unrounded(*inputs)
     assert_rows(rows, rows_on_cpu(*inputs))
     dsa.write_kv_cache(rows, separate, slots)
-    assert same_bits(cache, separate) and same_bits(out, as_kept(rows, layout))
-
-
-@pytest.mark.parametrize("page_size", [1, 3, 7, 1000])
-@pytest.mark.parametrize(("layout", "d"), [("float16", 512), ("v32", 576), ("v4", 512)])
-def test_page_sizes(layout, d, page_size):
-    pages = 2 + 100 // page_size
-    cache, separate = (poisoned_cache(layout, d, pages, page_size) for _ in range(2))
-    inputs, slots = case(100, d), random_slots(cache, 100)
-    out = torch.empty_like(inputs[0])
-    dsa.write_mla_cache(*inputs, cache, slots, out=out)
-    rows = unrounded(*inputs)
-    dsa.write_kv_cache(rows, separate, slots)
-    assert same_bits(cache, separate) and same_bits(out, as_kept(rows, layout))
-
-
-@pytest.mark.parametrize("slot_dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize(("layout", "d"), [("float32", 512), ("v32", 576), ("v4", 512)])
-def test_slots_outside_the_cache_are_skipped(layout, d, slot_dtype):
-    cache, expected, inputs = poisoned_cache(layout, d), poisoned_cache(layout, d), case(70, d)
-    slots = random_slots(cache, 70)
-    bad = {3: -1, 10: 9 * 64, 20: -(2**31), 30: 2**31 - 1}
-    if slot_dtype == torch.int64:
-        bad |= {40: 2**32, 41: 2**63 - 1, 42: -(2**32) + 5}
-    skipped = slots.clone()
-    for t, slot in bad.items():
-        slots[t], skipped[t] = slot, -1
-    out, other = torch.full_like(inputs[0], torch.nan), torch.full_like(inputs[0], torch.nan)
-    dsa.write_mla_cache(*inputs, cache, slots.to(slot_dtype), out=out)
-    dsa.write_mla_cache(*inputs, expected, skipped, out=other)
-    assert same_bits(cache, expected) and same_bits(out, other) and not out.isnan().any()
+    assert_same_bits((cache, out), (separate, as_kept(rows, layout)))
 
 
 def test_strided_inputs():
@@ -164,10 +124,11 @@ def test_strided_inputs():
     angles = torch.stack((cos, sin), 2)  # strides of 2
     arguments = wide[:, 576:1152], gain, angles[..., 0], sin.T.contiguous().T
     dsa.write_mla_cache(*arguments, cache, slots, out=wide_out[:, 576:])
-    assert same_bits(cache, expected) and same_bits(wide_out[:, 576:], out) and wide_out[:, :576].isnan().all()
+    assert_same_bits((cache, wide_out[:, 576:]), (expected, out))
+    assert wide_out[:, :576].isnan().all()
     one = kv[:1].as_strided((1, 576), (7, 1))
     dsa.write_mla_cache(one, gain, cos[:1], sin[:1], cache.fill_(0xFF), slots[:1])
-    assert same_bits(dsa.read_kv_cache(cache, slots[:1]), dsa.read_kv_cache(expected, slots[:1]))
+    assert_same_bits(dsa.read_kv_cache(cache, slots[:1]), dsa.read_kv_cache(expected, slots[:1]))
 
 
 @pytest.mark.parametrize(("layout", "d"), CACHES[4:])
@@ -185,27 +146,13 @@ def test_what_is_no_number(dtype, layout, d):
         assert_rows(got.nan_to_num(7, 7, 7), expected.nan_to_num(7, 7, 7))
 
 
-def test_no_pages():
-    kv, *inputs = case(5)
-    whole, slots = poisoned_cache("v32", 576, 1), torch.tensor([0, -1, 5, 63, 64], device="cuda")
-    cache, before = whole[:0], whole.clone()
-    out = torch.full_like(kv, torch.nan)
-    dsa.write_mla_cache(kv, *inputs, cache, slots, out=out)
-    assert same_bits(out, as_kept(unrounded(kv, *inputs), "v32"))
-    dsa.write_mla_cache(kv, *inputs, cache, slots)
-    assert same_bits(whole, before)
-
-
 @pytest.mark.parametrize(("layout", "d"), [("bfloat16", 512), ("v32", 576), ("v4", 512)])
 def test_pages_far_apart(layout, d):
     near, inputs = poisoned_cache(layout, d), case(300, d)
-    slots = random_slots(near, 300)
-    stride = 5 * 2**30 // 8 // near.element_size() // 576 * 576
-    whole = torch.full((9 * stride,), torch.nan if near.is_floating_point() else 0xFF, dtype=near.dtype, device="cuda")
-    far = whole.as_strided(near.shape, (stride, *near.stride()[1:]))
-    dsa.write_mla_cache(*inputs, far, slots)
-    dsa.write_mla_cache(*inputs, near, slots)
-    assert same_bits(far, near)
+    far, slots = far_apart(near), random_slots(near, 300)
+    for cache in (far, near):
+        dsa.write_mla_cache(*inputs, cache, slots)
+    assert_same_bits(far, near)
 
 
 @pytest.mark.parametrize(("layout", "d"), [("bfloat16", 576), ("v32", 576), ("v4", 512)])
@@ -214,41 +161,16 @@ def test_repeated_runs_graph_replay_and_torch_compile(layout, d):
     slots = random_slots(cache, 64)
 
     def run():
+        cache.fill_(torch.nan if cache.is_floating_point() else 0xFF)
         out = torch.empty_like(inputs[0])
         dsa.write_mla_cache(*inputs, cache, slots, out=out)
-        return out
+        return out, cache.clone()
 
-    def clear():
-        cache.fill_(torch.nan if cache.is_floating_point() else 0xFF)
-
-    first, pages = run(), cache.clone()
-    for _ in range(20):
-        assert same_bits(run(), first) and same_bits(cache, pages)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        replayed = run()
+    assert_runs_have_the_same_bits(run)
+    (graph, replayed), before = captured(run), run()
     inputs[0].normal_()
     slots.copy_(slots.roll(3))
-    clear()
     graph.replay()
-    got_pages = cache.clone()
-    clear()
-    assert same_bits(run(), replayed) and same_bits(cache, got_pages) and not same_bits(cache, pages)
-    clear()
-    assert same_bits(torch.compile(run, fullgraph=True, backend="aot_eager")(), replayed)
-    assert same_bits(cache, got_pages)
-
-
-def test_errors_name_the_argument():
-    kv, gain, cos, sin = case(9)
-    cache, slots = poisoned_cache("v32", 576), torch.arange(9, device="cuda")
-    with pytest.raises(ValueError, match="cos: the kernel rotates R 64 channels, got 32"):
-        dsa.write_mla_cache(kv, gain, cos[:, :16], sin[:, :16], cache, slots)
-    with pytest.raises(ValueError, match=r"norm_weight: the kernel takes N 512 of d \(576, 512\) channels"):
-        dsa.write_mla_cache(kv, gain[:448], cos, sin, cache, slots)
-    with pytest.raises(ValueError, match="slots: must be on cache's device cuda:0, got cpu"):
-        dsa.write_mla_cache(kv, gain, cos, sin, cache, slots.cpu())
-    with pytest.raises(ValueError, match="out: rows must start at multiples of 16 bytes"):
-        dsa.write_mla_cache(
-            kv, gain, cos, sin, cache, slots, out=torch.empty(9, 580, device="cuda").bfloat16()[:, :576]
-        )
+    assert_same_bits(replayed, run())
+    assert not torch.equal(replayed[0], before[0])
+    assert_compiles(run)

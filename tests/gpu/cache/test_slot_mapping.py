@@ -8,6 +8,7 @@ import torch
 import dsa
 from dsa.reference.cache import slot_mapping as reference
 from dsa.testing import poison_free_memory
+from tests.gpu.op_checks import assert_same_on_the_second_gpu, on_a_late_stream, replays
 
 INT_MAX, INT_MIN = 2**31 - 1, -(2**31)
 GARBAGE = torch.tensor([INT_MIN, INT_MAX, -1, 0, 1, 7, 1000, INT_MIN + 1, INT_MAX - 1, 2**30])
@@ -53,10 +54,10 @@ def test_tokens_of_sequences(sequences, options):
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_decoding(options):
-    for sequences in (1, 2, 127, 128, 129, 1000):
-        table, bounds = torch.randint(-1, 5000, (sequences, 9)).int(), torch.arange(sequences + 1).int()
-        check(table, bounds, torch.randint(1, 600, (sequences,)).int(), sequences, 64, **options)
+@pytest.mark.parametrize("sequences", [1, 2, 127, 128, 129, 1000])
+def test_decoding(sequences, options):
+    table, bounds = torch.randint(-1, 5000, (sequences, 9)).int(), torch.arange(sequences + 1).int()
+    check(table, bounds, torch.randint(1, 600, (sequences,)).int(), sequences, 64, **options)
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 127, 128, 129, 1000])
@@ -115,66 +116,39 @@ def test_strides():
 
 
 def test_graph_replay_with_new_data():
-    table, bounds, lengths = int32([[0] * 20] * 8), int32([0] * 9), int32([0] * 8)
+    def renew():
+        table, lengths = torch.randint(500, (8, 20)), torch.randint(960, (8,))
+        return [x.int().cuda() for x in (table, boundaries(8, 40), lengths)]
 
-    def slots():
-        every = dsa.slot_mapping(table, bounds, None, 300, 48)
-        return every, *(dsa.slot_mapping(table, bounds, lengths, 300, 48, **options) for options in OPTIONS)
+    def slots(table, bounds, lengths, mapping=dsa.slot_mapping):
+        every = mapping(table, bounds, None, 300, 48)
+        return every, *(mapping(table, bounds, lengths, 300, 48, **options) for options in OPTIONS)
 
-    slots()  # compile outside the capture
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = slots()
-    for _ in range(5):
-        bounds.copy_(boundaries(8, 40))
-        table.random_(0, 500)
-        lengths.random_(0, 960)
-        graph.replay()
-        numbers = table.cpu(), bounds.cpu()
-        expected = [reference.slot_mapping(*numbers, None, 300, 48)]
-        expected += [reference.slot_mapping(*numbers, lengths.cpu(), 300, 48, **options) for options in OPTIONS]
-        for x, y in zip(got, expected, strict=True):
-            assert torch.equal(x.cpu(), y)
+    given = renew()
+    for got in replays(slots, given, renew, times=5):
+        expected = slots(*(x.cpu() for x in given), mapping=reference.slot_mapping)
+        assert all(torch.equal(x.cpu(), y) for x, y in zip(got, expected, strict=True))
 
 
 def test_it_waits_for_what_is_before_it():
     """And what is behind it waits for it, on a stream of its own."""
-    stream = torch.cuda.Stream()
-    table, bounds, lengths = int32([[0, 0]]), int32([0, 0]), int32([0])
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(20_000_000)
-        bounds.add_(int32([0, 100]))
+    table, bounds, lengths, added = int32([[0, 0]]), int32([0, 0]), int32([0]), int32([0, 100])
+
+    def change():
+        bounds.add_(added)
         lengths.add_(100)
         table.add_(7)
+
+    def slots_and_total():
         got = dsa.slot_mapping(table, bounds, lengths, 100, 64)
-        total = got.sum()
-    stream.synchronize()
-    assert got[:64].tolist() == list(range(7 * 64, 8 * 64)) and got[64:].tolist() == list(range(7 * 64, 7 * 64 + 36))
+        return got, got.sum()
+
+    got, total = on_a_late_stream(change, slots_and_total)
+    assert got.tolist() == [*range(7 * 64, 8 * 64), *range(7 * 64, 7 * 64 + 36)]
     assert int(total) == int(got.sum())
 
 
 @pytest.mark.several_gpus
 def test_tensors_on_another_gpu_than_the_current_one():
-    table, bounds = int32([[3, 4]]), int32([0, 100])
-    with torch.cuda.device(0):
-        got = dsa.slot_mapping(table.to("cuda:1"), bounds.to("cuda:1"), None, 100, 64)
-    assert got.device.index == 1 and torch.equal(got.cpu(), dsa.slot_mapping(table, bounds, None, 100, 64).cpu())
-
-
-def test_torch_compile():
-    def slots(table, bounds, lengths):
-        return dsa.slot_mapping(table, bounds, lengths, 30, 64, ratio=4), dsa.slot_mapping(table, bounds, None, 30, 64)
-
-    arguments = int32([[3, 4]]), int32([0, 30]), int32([100])
-    compiled = torch.compile(slots, fullgraph=True, backend="aot_eager")
-    for got, expected in zip(compiled(*arguments), slots(*arguments), strict=True):
-        assert torch.equal(got, expected)
-
-
-def test_errors_name_the_argument():
-    table, bounds = int32([[0]]), int32([0, 4])
-    with pytest.raises(ValueError, match="cu_seqlens: must be on block_table's device cuda:0, got cpu"):
-        dsa.slot_mapping(table, bounds.cpu(), None, 4, 64)
-    with pytest.raises(ValueError, match="page_size: the kernel takes at most 1073741824, got 1073741825"):
-        dsa.slot_mapping(table, bounds, None, 4, 2**30 + 1)
+    given = int32([[3, 4]]), int32([0, 100]), None
+    assert_same_on_the_second_gpu(dsa.slot_mapping, *given, num_tokens=100, page_size=64)

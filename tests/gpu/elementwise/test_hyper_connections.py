@@ -1,5 +1,7 @@
 """The hyper-connections' kernels beside the references, and the layer's projection through bf16 parts."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ import dsa
 from dsa.reference.elementwise import hyper_connections as reference
 from dsa.testing import assert_close, poison_free_memory
 from dsa_layers.layers.hyper_connections import HyperConnection
+from tests.gpu.op_checks import assert_same_bits, replays
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 # A result rounds once, of sums in another order: to its neighbour now and then.
@@ -41,21 +44,15 @@ def check_expand(got, inputs):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("d", [8, 256, 2056, 4096, 7168, 8192])
-@pytest.mark.parametrize("tokens", [0, 1, 7, 128, 1025, 4096])
+@pytest.mark.parametrize(
+    ("tokens", "d"), [*product((0, 1, 7, 128, 1025, 4096), (8, 256, 2056, 4096, 7168, 8192)), (9, 16384)]
+)
 def test_against_the_reference(tokens, d, dtype, record_error):
-    inputs = collapse_inputs(tokens, d, dtype)
+    collapsed, expanded = collapse_inputs(tokens, d, dtype), expand_inputs(tokens, d, dtype)
     poison_free_memory(mebibytes=64)
-    got = dsa.hyper_collapse(*inputs)
-    record_error(check_collapse(got, inputs))
-    inputs = expand_inputs(tokens, d, dtype)
+    record_error(check_collapse(dsa.hyper_collapse(*collapsed), collapsed))
     poison_free_memory(mebibytes=64)
-    record_error(check_expand(dsa.hyper_expand(*inputs), inputs))
-
-
-def test_the_widest():
-    inputs = collapse_inputs(9, 16384, torch.bfloat16)
-    check_collapse(dsa.hyper_collapse(*inputs), inputs)
+    record_error(check_expand(dsa.hyper_expand(*expanded), expanded))
 
 
 @pytest.mark.parametrize(
@@ -80,32 +77,30 @@ def test_large_logits(logits, dtype):
 
 
 def test_zeros():
-    streams, mix, base, scale = collapse_inputs(5, 256, torch.bfloat16)
-    x, post, comb = dsa.hyper_collapse(streams * 0, mix, base, scale)
-    assert not x.any()
-    check_collapse((x, post, comb), (streams * 0, mix, base, scale))
-    _, streams, post, comb = expand_inputs(5, 256, torch.bfloat16)
-    assert not dsa.hyper_expand(streams[:, 0] * 0, streams * 0, post, comb).any()
+    streams, *rest = collapse_inputs(5, 256, torch.bfloat16)
+    given = (streams * 0, *rest)
+    got = dsa.hyper_collapse(*given)
+    check_collapse(got, given)
+    y, streams, *weights = expand_inputs(5, 256, torch.bfloat16)
+    assert not got[0].any() and not dsa.hyper_expand(y * 0, streams * 0, *weights).any()
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("of", ["streams", "mix"])
 @pytest.mark.parametrize("tokens", [10, 4099])
 def test_what_is_not_finite_stays_in_its_token(tokens, of, value):
-    clean = collapse_inputs(tokens, 256, torch.bfloat16)
-    wrong = [x.clone() for x in clean]
-    wrong[0 if of == "streams" else 1][6].view(-1)[3] = value
     others = torch.arange(tokens, device="cuda") != 6
-    for got, expected in zip(dsa.hyper_collapse(*wrong), dsa.hyper_collapse(*clean)):
-        assert torch.equal(got[others], expected[others])
-    expected = reference.hyper_collapse(*wrong)
-    for got, theirs in zip(dsa.hyper_collapse(*wrong), expected):
-        assert torch.equal(got[6].isnan(), theirs[6].isnan())
-    clean = expand_inputs(tokens, 256, torch.bfloat16)
-    wrong = [x.clone() for x in clean]
-    wrong[1 if of == "streams" else 3][6].view(-1)[3] = value
-    got, expected = dsa.hyper_expand(*wrong), dsa.hyper_expand(*clean)
-    assert torch.equal(got[others], expected[others]) and not got[6].isfinite().all()
+    inputs = collapse_inputs(tokens, 256, torch.bfloat16)
+    clean = dsa.hyper_collapse(*inputs)
+    inputs[0 if of == "streams" else 1][6].view(-1)[3] = value
+    found, expected = dsa.hyper_collapse(*inputs), reference.hyper_collapse(*inputs)
+    assert_same_bits([x[others] for x in found], [x[others] for x in clean])
+    assert all(torch.equal(x[6].isnan(), y[6].isnan()) for x, y in zip(found, expected))
+    inputs = expand_inputs(tokens, 256, torch.bfloat16)
+    clean = dsa.hyper_expand(*inputs)
+    inputs[1 if of == "streams" else 3][6].view(-1)[3] = value
+    found = dsa.hyper_expand(*inputs)
+    assert torch.equal(found[others], clean[others]) and not found[6].isfinite().all()
 
 
 def test_rows_of_wider_tensors():
@@ -122,50 +117,26 @@ def test_rows_of_wider_tensors():
         assert wide.isnan().sum() == 30 * (6 * (d + 64) - 5 * d)
 
 
-def test_runs_are_bit_identical_whatever_the_other_tokens():
-    for d in (256, 7168):
-        collapsed, expanded = collapse_inputs(4100, d, torch.bfloat16), expand_inputs(4100, d, torch.bfloat16)
-        whole = (*dsa.hyper_collapse(*collapsed), dsa.hyper_expand(*expanded))
-        for start, count in ((0, 4100), (0, 1), (4001, 7), (77, 2049)):
-            part = slice(start, start + count)
-            streams, mix, base, scale = collapsed
-            got = (
-                *dsa.hyper_collapse(streams[part], mix[part], base, scale),
-                dsa.hyper_expand(*(x[part] for x in expanded)),
-            )
-            assert all(torch.equal(a, b[part]) for a, b in zip(got, whole))
+@pytest.mark.parametrize("d", [256, 7168])
+def test_runs_are_bit_identical_whatever_the_other_tokens(d):
+    (streams, mix, *rest), expanded = collapse_inputs(4100, d, torch.bfloat16), expand_inputs(4100, d, torch.bfloat16)
+    whole = (*dsa.hyper_collapse(streams, mix, *rest), dsa.hyper_expand(*expanded))
+    for start, count in ((0, 4100), (0, 1), (4001, 7), (77, 2049)):
+        part = slice(start, start + count)
+        got = dsa.hyper_collapse(streams[part], mix[part], *rest), dsa.hyper_expand(*(x[part] for x in expanded))
+        assert_same_bits(got, [x[part] for x in whole])
 
 
 def test_graph_replay_with_new_numbers():
-    collapsed, expanded = collapse_inputs(33, 4096, torch.bfloat16), expand_inputs(33, 4096, torch.bfloat16)
+    def inputs():
+        return (*collapse_inputs(33, 4096, torch.bfloat16), *expand_inputs(33, 4096, torch.bfloat16))
 
-    def run():
-        return *dsa.hyper_collapse(*collapsed), dsa.hyper_expand(*expanded)
+    def run(*given):
+        return *dsa.hyper_collapse(*given[:4]), dsa.hyper_expand(*given[4:])
 
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        held = run()
-    for _ in range(3):
-        for old, new in zip(
-            (*collapsed, *expanded),
-            (*collapse_inputs(33, 4096, torch.bfloat16), *expand_inputs(33, 4096, torch.bfloat16)),
-        ):
-            old.copy_(new)
-        graph.replay()
-        torch.cuda.synchronize()
-        assert all(torch.equal(a, b) for a, b in zip(held, run()))
-
-
-def test_gradients_run_the_formula():
-    streams, *others = collapse_inputs(3, 64, torch.float32)
-
-    def gradient(ops):
-        leaf = streams.clone().requires_grad_()
-        x, post, comb = ops.hyper_collapse(leaf, *others)
-        return torch.autograd.grad(ops.hyper_expand(x, leaf, post, comb).square().sum(), leaf)[0]
-
-    torch.testing.assert_close(gradient(dsa), gradient(reference))
+    given = inputs()
+    for held in replays(run, given, inputs):
+        assert_same_bits(held, run(*given))
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 1000])
@@ -214,12 +185,3 @@ def test_head(tokens, d, dtype):
     x = dsa.hyper_head(*given)
     assert_close("x", x, reference.hyper_head(*given), abs_tol=2e-5, rel_tol=REL[dtype], cos_tol=COS[dtype])
     assert torch.equal(x, dsa.hyper_collapse(streams, mix, base, scale)[0])
-
-
-def test_head_keeps_what_is_not_finite_in_its_token():
-    streams, mix, base, scale = collapse_inputs(4099, 256, torch.bfloat16)
-    clean = dsa.hyper_head(streams, mix[:, :4].contiguous(), base[:4], scale[:1])
-    streams[6, 2, 3] = torch.nan
-    got = dsa.hyper_head(streams, mix[:, :4].contiguous(), base[:4], scale[:1])
-    others = torch.arange(4099, device="cuda") != 6
-    assert torch.equal(got[others], clean[others]) and got[6].isnan().all()

@@ -1,12 +1,14 @@
 """The streams' projection on the GPU: against float64, and bit for bit whatever else is in the batch."""
 
+from functools import partial
+
 import pytest
 import torch
 
 import dsa
-from dsa import reference
-from dsa.testing import assert_close, poison_free_memory
+from dsa.testing import poison_free_memory
 from dsa_layers.layers.bf16_parts import BF16Parts
+from tests.gpu.op_checks import replays
 
 
 def inputs(tokens, n, d, count):
@@ -43,16 +45,15 @@ def test_bits_whatever_the_other_tokens(d, count):
         assert torch.equal(dsa.hyper_mix(streams[part], parts), whole[part])
 
 
-def test_streams_with_gaps():
+@pytest.mark.parametrize("tokens", [9, 300])
+@pytest.mark.parametrize(("low", "high"), [(8, 264), (0, 320)])
+def test_streams_with_gaps(tokens, low, high):
     """What lies between the rows is NaN, and stays."""
-    for tokens in (9, 300):
-        wide = torch.full((tokens, 6, 320), torch.nan, device="cuda").bfloat16()
-        for streams in (wide[:, 1:5, 8:264], wide[:, 1:5]):
-            streams.normal_()
-            _, parts = inputs(1, 4, streams.shape[2], 24)
-            mix = dsa.hyper_mix(streams, parts)
-            check(mix, streams, parts)
-            assert torch.equal(mix, dsa.hyper_mix(streams.contiguous(), parts))
+    wide = torch.full((tokens, 6, 320), torch.nan, device="cuda").bfloat16()
+    streams, (_, parts) = wide[:, 1:5, low:high].normal_(), inputs(1, 4, high - low, 24)
+    mix = dsa.hyper_mix(streams, parts)
+    check(mix, streams, parts)
+    assert torch.equal(mix, dsa.hyper_mix(streams.contiguous(), parts))
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
@@ -67,24 +68,6 @@ def test_what_is_not_finite_stays_in_its_token(tokens, value):
 
 
 def test_graph_replay_with_new_numbers():
-    streams, parts = inputs(3, 4, 4096, 24)
-    dsa.hyper_mix(streams, parts)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        mix = dsa.hyper_mix(streams, parts)
-    for _ in range(3):
-        for old, new in zip((streams, parts), inputs(3, 4, 4096, 24)):
-            old.copy_(new)
-        graph.replay()
-        torch.cuda.synchronize()
-        assert torch.equal(mix, dsa.hyper_mix(streams, parts))
-
-
-def test_gradients_run_the_formula():
-    streams, parts = inputs(3, 4, 64, 24)
-
-    def gradient(ops):
-        leaf = streams.clone().requires_grad_()
-        return torch.autograd.grad(ops.hyper_mix(leaf, parts).square().sum(), leaf)[0]
-
-    assert_close("gradient", gradient(dsa), gradient(reference), abs_tol=1e-4, rel_tol=2**-7)
+    given = inputs(3, 4, 4096, 24)
+    for mix in replays(dsa.hyper_mix, given, partial(inputs, 3, 4, 4096, 24)):
+        assert torch.equal(mix, dsa.hyper_mix(*given))

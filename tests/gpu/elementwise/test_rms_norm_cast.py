@@ -1,10 +1,20 @@
 """The norm with a cast on the GPU: the bits of the norm, of the cast and of PyTorch's sum."""
 
+from functools import partial
+from itertools import product
+
 import pytest
 import torch
 
 import dsa
 from dsa.testing import poison_free_memory
+from tests.gpu.op_checks import (
+    assert_equal,
+    assert_runs_have_the_same_bits,
+    assert_same_on_the_second_gpu,
+    on_a_late_stream,
+    replays,
+)
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 # The ends of what each configuration holds, and what models have.
@@ -18,37 +28,31 @@ def inputs(tokens, channels, dtype=torch.bfloat16):
     return x.to(dtype), residual.to(dtype), torch.randn(channels, device="cuda")
 
 
-def same(got, expected):
-    """Bit for bit, NaN of any kind the same."""
-    for g, e in zip(got, expected, strict=True):
-        assert g.dtype == e.dtype and g.is_contiguous()
-        torch.testing.assert_close(g.float(), e.float(), rtol=0, atol=0, equal_nan=True)
-
-
-def expected(h, weight, eps, use_ue8m0):
-    y = dsa.rms_norm(h, weight, eps)
+def norm_and_cast(x, weight, eps=1e-6, use_ue8m0=True):
+    y = dsa.rms_norm(x, weight, eps)
     return y, *dsa.per_token_cast_to_fp8(y, use_ue8m0)
+
+
+def sum_norm_and_cast(x, residual, weight, eps=1e-6, use_ue8m0=True):
+    total = residual + x
+    return total, *norm_and_cast(total, weight, eps, use_ue8m0)
 
 
 def check(x, residual, weight, eps=1e-6, use_ue8m0=True):
     poison_free_memory(mebibytes=64)
-    same(dsa.rms_norm_cast_to_fp8(x, weight, eps, use_ue8m0), expected(x, weight, eps, use_ue8m0))
-    total = residual + x
-    got = dsa.add_rms_norm_cast_to_fp8(x, residual, weight, eps, use_ue8m0)
-    same(got, (total, *expected(total, weight, eps, use_ue8m0)))
+    plain = dsa.rms_norm_cast_to_fp8(x, weight, eps, use_ue8m0)
+    added = dsa.add_rms_norm_cast_to_fp8(x, residual, weight, eps, use_ue8m0)
+    assert_equal(plain, norm_and_cast(x, weight, eps, use_ue8m0))
+    assert_equal(added, sum_norm_and_cast(x, residual, weight, eps, use_ue8m0))
+    assert all(result.is_contiguous() for result in (*plain, *added))
 
 
 @pytest.mark.parametrize("use_ue8m0", [True, False])
-@pytest.mark.parametrize("channels", LENGTHS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "channels"), [*product(DTYPES, LENGTHS), *product(DTYPES[:2], (8320, 16384))], ids=str
+)
 def test_lengths(dtype, channels, use_ue8m0):
     check(*inputs(37, channels, dtype), 1e-3, use_ue8m0)
-
-
-@pytest.mark.parametrize("channels", [8320, 16384])
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-def test_longest_rows(dtype, channels):
-    check(*inputs(5, channels, dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -57,7 +61,7 @@ def test_one_group(dtype):
     x, _, weight = inputs(40, 128, dtype)
     y, q, scale = dsa.rms_norm_cast_to_fp8(x, weight)
     torch.testing.assert_close(y, dsa.rms_norm(x, weight), rtol=2e-6 if dtype == torch.float32 else 2**-7, atol=1e-7)
-    same((q, scale), dsa.per_token_cast_to_fp8(y))
+    assert_equal((q, scale), dsa.per_token_cast_to_fp8(y))
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 2, 5, 4096])
@@ -71,14 +75,10 @@ def test_strided_rows():
     check(x[:20, 8:520], residual[40:, 512:], weight[:512])
 
 
-def test_nan_and_infinity_stay_in_their_rows():
+def test_bits_of_nan_and_infinity():
     x, residual, weight = inputs(40, 1536)
-    whole = dsa.add_rms_norm_cast_to_fp8(x, residual, weight)
     x[3, 5], x[17, -1], residual[21, 0] = torch.nan, torch.inf, torch.nan
     check(x, residual, weight)
-    others = [i for i in range(40) if i not in (3, 17, 21)]
-    got = dsa.add_rms_norm_cast_to_fp8(x, residual, weight)
-    same([t[others] for t in got], [t[others] for t in whole])
 
 
 def test_zeros():
@@ -87,72 +87,34 @@ def test_zeros():
     check(torch.zeros_like(x), residual, weight, 1e-6, False)
 
 
-@pytest.mark.parametrize("channels", [512, 4096, 7168])
-def test_a_row_does_not_depend_on_the_others(channels):
-    x, residual, weight = inputs(300, channels)
-    whole = dsa.add_rms_norm_cast_to_fp8(x, residual, weight)
-    for part in (slice(0, 1), slice(150, 151), slice(100, 117)):
-        same(dsa.add_rms_norm_cast_to_fp8(x[part], residual[part], weight), [t[part] for t in whole])
-
-
 def test_offsets_beyond_32_bits():
     rows = 2**31 // 7168 + 50
     x = torch.zeros(rows, 7168, dtype=torch.bfloat16, device="cuda")
     some, _, weight = inputs(100, 7168)
     x[-100:] = some
     got = dsa.rms_norm_cast_to_fp8(x, weight)
-    same([t[-100:] for t in got], dsa.rms_norm_cast_to_fp8(some, weight))
+    assert_equal([t[-100:] for t in got], dsa.rms_norm_cast_to_fp8(some, weight))
     del got
     total, *_ = dsa.add_rms_norm_cast_to_fp8(x[-200:], x[-200:], weight)
     assert torch.equal(total[-100:], some + some)
 
 
 def test_twenty_runs_are_identical():
-    x, residual, weight = inputs(1000, 7168)
-    first = dsa.add_rms_norm_cast_to_fp8(x, residual, weight)
-    for _ in range(20):
-        same(dsa.add_rms_norm_cast_to_fp8(x, residual, weight), first)
+    assert_runs_have_the_same_bits(dsa.add_rms_norm_cast_to_fp8, *inputs(1000, 7168))
 
 
 def test_graph_replay_with_new_data():
-    x, residual, weight = inputs(30, 7168)
-    dsa.add_rms_norm_cast_to_fp8(x, residual, weight)  # compile outside the capture
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = dsa.add_rms_norm_cast_to_fp8(x, residual, weight)
-    for _ in range(3):
-        for t in (x, residual, weight):
-            t.copy_(torch.randn(t.shape, device="cuda"))
-        graph.replay()
-        total = residual + x
-        same(got, (total, *expected(total, weight, 1e-6, True)))
+    given = inputs(30, 7168)
+    for got in replays(dsa.add_rms_norm_cast_to_fp8, given, partial(inputs, 30, 7168)):
+        assert_equal(got, sum_norm_and_cast(*given))
 
 
 def test_side_stream():
     x, residual, weight = inputs(4096, 7168)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(20_000_000)  # a kernel on another stream would read x before the line below
-        x.add_(1)
-        got = dsa.add_rms_norm_cast_to_fp8(x, residual, weight)
-    stream.synchronize()
-    total = residual + x
-    same(got, (total, *expected(total, weight, 1e-6, True)))
+    got = on_a_late_stream(lambda: x.add_(1), dsa.add_rms_norm_cast_to_fp8, x, residual, weight)
+    assert_equal(got, sum_norm_and_cast(x, residual, weight))
 
 
 @pytest.mark.several_gpus
 def test_tensors_on_another_gpu_than_the_current_one():
-    x, residual, weight = (t.to("cuda:1") for t in inputs(40, 1536))
-    with torch.cuda.device(0):
-        total, *_ = dsa.add_rms_norm_cast_to_fp8(x, residual, weight)
-        assert torch.cuda.current_device() == 0 and total.device == x.device
-    assert torch.equal(total, residual + x)
-
-
-def test_errors_name_the_argument():
-    x, residual, weight = inputs(4, 512)
-    with pytest.raises(ValueError, match="x: the last dimension must be a multiple of 128"):
-        dsa.rms_norm_cast_to_fp8(x[:, :192], weight[:192])
-    with pytest.raises(ValueError, match="residual: must be on x's device cuda:0, got cpu"):
-        dsa.add_rms_norm_cast_to_fp8(x, residual.cpu(), weight)
+    assert_same_on_the_second_gpu(dsa.add_rms_norm_cast_to_fp8, *inputs(40, 1536))

@@ -1,10 +1,13 @@
 """The norm with rope on the GPU: the bits of the norm and of the rotation, one after the other."""
 
+from functools import partial
+
 import pytest
 import torch
 
 import dsa
 from dsa.testing import poison_free_memory
+from tests.gpu.op_checks import assert_equal, replays
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 # The ends of what each configuration holds, and V4's query heads.
@@ -19,11 +22,16 @@ def inputs(tokens, heads, dim, rotated, dtype=torch.bfloat16):
     return x, angles.cos()[:, : rotated // 2], angles.sin()[:, 4:]
 
 
+def norm_and_rotary(x, weight, cos, sin):
+    return dsa.apply_rotary(dsa.rms_norm(x, weight), cos, sin, interleaved=True, dims="last")
+
+
 def check(x, weight, cos, sin):
-    expected = dsa.apply_rotary(dsa.rms_norm(x, weight), cos, sin, interleaved=True, dims="last")
+    expected = norm_and_rotary(x, weight, cos, sin)
     poison_free_memory(mebibytes=64)
     got = dsa.rms_norm_rotary(x, weight, cos, sin)
-    assert got.is_contiguous() and torch.equal(got, expected)
+    assert got.is_contiguous()
+    assert_equal(got, expected)
 
 
 @pytest.mark.parametrize("weighted", [True, False])
@@ -34,8 +42,8 @@ def test_bits(dtype, dim, rotated, weighted):
         pytest.skip("longer than the kernel takes in fp32")
     weight = torch.randn(dim, device="cuda") if weighted else None
     for tokens, heads in ((1, 1), (1, 64), (7, 3), (300, 64)):
-        x, cos, sin = inputs(tokens, heads, dim, rotated, dtype)
-        check(x, weight, cos, sin)
+        x, *angles = inputs(tokens, heads, dim, rotated, dtype)
+        check(x, weight, *angles)
 
 
 def test_strided_heads():
@@ -44,15 +52,10 @@ def test_strided_heads():
         check(x, None, cos, sin)
 
 
-def test_nan_stays_in_its_row():
+def test_bits_of_nan():
     x, cos, sin = inputs(40, 4, 512, 64)
-    whole = dsa.rms_norm_rotary(x, None, cos, sin)
     x[3, 1, 5], x[17, 2, -1] = torch.nan, torch.nan
-    got = dsa.rms_norm_rotary(x, None, cos, sin)
-    for t, h in ((3, 1), (17, 2)):
-        assert got[t, h].isnan().all()
-        got[t, h] = whole[t, h]
-    assert torch.equal(got, whole)
+    check(x, None, cos, sin)
 
 
 def test_offsets_beyond_32_bits():
@@ -67,14 +70,10 @@ def test_offsets_beyond_32_bits():
 
 
 def test_graph_replay_with_new_data():
-    x, cos, sin = (t.contiguous() for t in inputs(4, 64, 512, 64))
-    dsa.rms_norm_rotary(x, None, cos, sin)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = dsa.rms_norm_rotary(x, None, cos, sin)
-    for _ in range(3):
-        for held, new in zip((x, cos, sin), inputs(4, 64, 512, 64)):
-            held.copy_(new)
-        graph.replay()
-        expected = dsa.apply_rotary(dsa.rms_norm(x, None), cos, sin, interleaved=True, dims="last")
-        assert torch.equal(got, expected)
+    given = inputs(4, 64, 512, 64)
+
+    def op(x, cos, sin):
+        return dsa.rms_norm_rotary(x, None, cos, sin)
+
+    for got in replays(op, given, partial(inputs, 4, 64, 512, 64)):
+        assert torch.equal(got, norm_and_rotary(given[0], None, *given[1:]))

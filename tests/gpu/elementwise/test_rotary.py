@@ -6,10 +6,19 @@ import torch
 import dsa
 from dsa.reference.elementwise import rotary as reference
 from dsa.testing import poison_free_memory
+from tests.gpu.op_checks import (
+    assert_runs_have_the_same_bits,
+    assert_same_on_the_second_gpu,
+    on_a_late_stream,
+    replays,
+)
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 KINDS = [(True, "first"), (True, "last"), (False, "first"), (False, "last")]
 NAN = torch.nan
+SHAPES = [(1, 64), (7, 128), (7, 1, 64), (7, 64, 512), (1, 128, 64), (33, 5, 192), (9, 2, 4, 72)]
+LENGTHS = [(8, 8), (16, 8), (64, 48), (2, 2), (10, 6), (64, 62), (26, 16), (512, 512)]  # channels, rotated
+LONG = [(1, 512), (64, 128), (64, 512), (128, 64)]  # beyond 2^24 numbers a thread has two units
 
 
 def inputs(shape, rotated=64, dtype=torch.bfloat16):
@@ -36,35 +45,17 @@ def check(x, cos, sin, kind, record_error=None):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    "shape", [(1, 64), (7, 128), (7, 1, 64), (7, 64, 512), (1, 128, 64), (33, 5, 192), (9, 2, 4, 72)]
+    ("shape", "rotated", "dtype"),
+    [
+        *((shape, 64, dtype) for shape in SHAPES for dtype in DTYPES),
+        *(((37, 3, dim), rotated, dtype) for dim, rotated in LENGTHS for dtype in DTYPES),
+        *(((4096, *heads), 64, torch.bfloat16) for heads in LONG),
+    ],
+    ids=str,
 )
-def test_bits(shape, dtype, kind, record_error):
-    check(*inputs(shape, 64, dtype), kind, record_error)
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize(("heads", "dim"), [(1, 512), (64, 128), (64, 512), (128, 64)])
-def test_long(heads, dim, kind, record_error):
-    """Those that go beyond 2^24 numbers have two units a thread."""
-    check(*inputs((4096, heads, dim)), kind, record_error)
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("dim", "rotated"), [(8, 8), (16, 8), (64, 48), (2, 2), (10, 6), (64, 62), (26, 16), (512, 512)]
-)
-def test_lengths(dim, rotated, dtype, kind, record_error):
-    check(*inputs((37, 3, dim), rotated, dtype), kind, record_error)
-
-
-@pytest.mark.parametrize("shape", [(0, 64), (0, 3, 64), (5, 0, 64)])
-def test_nothing_to_rotate(shape):
-    x, cos, sin = inputs(shape)
-    assert dsa.apply_rotary(x, cos, sin, interleaved=True).shape == shape
-    assert dsa.apply_rotary(x, cos, sin, interleaved=True, out=x) is x
+def test_bits(shape, rotated, dtype, kind, record_error):
+    check(*inputs(shape, rotated, dtype), kind, record_error)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -152,12 +143,6 @@ def test_gradients(kind):
             rotate(x, cos, sin, kind, out=torch.empty_like(x))
 
 
-def test_turning_back():
-    x, cos, sin = inputs((300, 64, 512), 64, torch.float32)
-    there = dsa.apply_rotary(x, cos, sin, interleaved=True, dims="last")
-    torch.testing.assert_close(dsa.apply_rotary(there, cos, -sin, interleaved=True, dims="last"), x)
-
-
 def test_offsets_beyond_32_bits():
     tokens = 2**31 // (128 * 512) + 50
     x = torch.zeros(tokens, 128, 512, dtype=torch.bfloat16, device="cuda")
@@ -170,48 +155,35 @@ def test_offsets_beyond_32_bits():
 
 
 def test_twenty_runs_are_identical():
-    x, cos, sin = inputs((1000, 64, 512))
-    first = dsa.apply_rotary(x, cos, sin, interleaved=False)
-    for _ in range(20):
-        assert torch.equal(first, dsa.apply_rotary(x, cos, sin, interleaved=False))
+    assert_runs_have_the_same_bits(dsa.apply_rotary, *inputs((1000, 64, 512)), interleaved=False)
 
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_graph_replay_with_new_data(in_place):
-    x, cos, sin = inputs((30, 16, 512))
-    out = x if in_place else None
-    dsa.apply_rotary(x.clone(), cos, sin, interleaved=True, dims="last")  # compile outside the capture
-    dsa.apply_rotary(x[..., -64:], cos, sin, interleaved=True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = dsa.apply_rotary(x, cos, sin, interleaved=True, dims="last", out=out)
-    for _ in range(3):
-        new = inputs((30, 16, 512))
-        for old, tensor in zip((x, cos, sin), new):
-            old.copy_(tensor)
-        graph.replay()
-        assert torch.equal(got.cpu(), expected_of(*new, (True, "last")))
+    given = inputs((30, 16, 512))
+
+    def op(x, cos, sin):
+        return rotate(x, cos, sin, (True, "last"), out=x if in_place else None)
+
+    made = []
+
+    def renew():
+        made.append(inputs((30, 16, 512)))
+        return made[-1]
+
+    for got in replays(op, given, renew):
+        assert torch.equal(got.cpu(), expected_of(*made[-1], (True, "last")))
 
 
 def test_side_stream():
     x, cos, sin = inputs((4096, 64, 128))
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(20_000_000)  # a kernel on another stream would read x before the doubling below
-        x.mul_(2)
-        got = dsa.apply_rotary(x, cos, sin, interleaved=True)
-    stream.synchronize()
+    got = on_a_late_stream(lambda: x.mul_(2), dsa.apply_rotary, x, cos, sin, interleaved=True)
     assert torch.equal(got.cpu(), expected_of(x, cos, sin, (True, "first")))
 
 
 @pytest.mark.several_gpus
 def test_a_tensor_on_another_gpu_than_the_current_one():
-    x, cos, sin = (t.to("cuda:1") for t in inputs((40, 8, 128)))
-    with torch.cuda.device(0):
-        got = dsa.apply_rotary(x, cos, sin, interleaved=True)
-        assert torch.cuda.current_device() == 0 and got.device == x.device
-    assert torch.equal(got.cpu(), expected_of(x, cos, sin, (True, "first")))
+    assert_same_on_the_second_gpu(dsa.apply_rotary, *inputs((40, 8, 128)), interleaved=True)
 
 
 def test_torch_compile():
@@ -223,13 +195,3 @@ def test_torch_compile():
     assert torch.equal(function(x, cos, sin), expected)
     function(x, cos, sin, out=x)
     assert torch.equal(x, expected)
-
-
-def test_errors_name_the_argument():
-    x, cos, sin = inputs((4, 8, 128))
-    with pytest.raises(ValueError, match="x: the last dimension must be contiguous"):
-        dsa.apply_rotary(x[..., ::2], cos[:, :16], sin[:, :16], interleaved=True)
-    with pytest.raises(ValueError, match="sin: must be on x's device cuda:0, got cpu"):
-        dsa.apply_rotary(x, cos, sin.cpu(), interleaved=True)
-    with pytest.raises(ValueError, match="out: must be on x's device cuda:0, got cpu"):
-        dsa.apply_rotary(x, cos, sin, interleaved=True, out=x.cpu())

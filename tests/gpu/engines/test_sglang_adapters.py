@@ -19,6 +19,7 @@ from dsa_engines.sglang.layouts import Model
 from dsa_engines.sglang.warm_up import v4_widths, warm_up
 from tests.engines.sglang import batches
 from tests.engines.sglang.batches import BF16, E4M3, INT32, PAGE
+from tests.gpu.op_checks import captured
 
 DEVICE = "cuda"
 DECODE = {"abs_tol": 1e-3, "rel_tol": 2.01 / 128, "cos_tol": 5e-6}
@@ -142,10 +143,7 @@ def test_scores_of_a_captured_graph_follow_the_lengths():
         logits = adapters.fp8_paged_mqa_logits(q, cache, weights, lengths, table, plan, 4096)
         return logits, adapters.topk_paged(logits, lengths[:, 0], 2048, table, PAGE)
 
-    step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        logits, slots = step()
+    graph, (logits, slots) = captured(step)
     for new in ([4096] * 8, [0, 1, 64, 65, 2047, 2048, 2049, 4000], [5] * 8):
         lengths.copy_(int32(new)[:, None])
         plan.copy_(adapters.get_paged_mqa_logits_metadata(lengths, PAGE, dsa.num_sms(DEVICE)))
@@ -338,10 +336,7 @@ def test_attention_of_a_captured_graph_follows_indices_and_lengths():
     q, indices = latent(8, 1, 16, 576), torch.full((8, 1, 2048), -1, dtype=INT32, device=DEVICE)
     lengths = torch.zeros(8, dtype=INT32, device=DEVICE)
     plan = adapters.no_plan(lengths)
-    adapters.sparse_decode(q, cache, indices, 512, 0.3, lengths)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, _ = adapters.sparse_decode(q, cache, indices, 512, 0.3, lengths)
+    graph, (out, _) = captured(adapters.sparse_decode, q, cache, indices, 512, 0.3, lengths)
     for new in ([2048] * 8, [0, 1, 64, 65, 100, 1000, 2047, 2048], [0] * 8):
         lengths.copy_(int32(new))
         indices.copy_(torch.randint(0, 70 * PAGE, indices.shape, device=DEVICE))

@@ -29,6 +29,7 @@ from tests.gpu.engines.batches import (
     v4_cache,
     written,
 )
+from tests.gpu.op_checks import assert_same_bits, captured
 
 DECODE = {"abs_tol": 1e-3, "rel_tol": 2.01 / 128, "cos_tol": 5e-6}
 PREFILL = {"abs_tol": 8e-4, "rel_tol": 3.01 / 128, "cos_tol": 7e-6}
@@ -248,17 +249,12 @@ def test_v4_prompts(heads, record_error):
 def test_a_captured_step_follows_new_lengths(next_n):
     step = Step(next_n)
     step.set([64] * 4)
-    step.run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step.run()
+    graph, results = captured(step.run)
     for lengths in ([3000, 700, 64, 1], [1, 1, 1, 1], [2999, 0, 33, 0], [64, 700, 17, 1]):
         step.set(lengths)
         graph.replay()
         replayed = [x.clone() for x in results]
-        for got, expected in zip(replayed, step.run(), strict=True):
-            assert torch.equal(got, expected)
+        assert_same_bits(replayed, step.run())
 
 
 MODELS = {"v32": V32, "v4": V4}

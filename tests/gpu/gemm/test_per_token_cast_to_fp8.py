@@ -1,11 +1,22 @@
 """The FP8 cast kernel against the reference on the GPU, and with powers of two on the CPU: bit for bit."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
 import dsa
 from dsa.reference.gemm import fp8_cast as reference
 from dsa.testing import poison_free_memory
+from tests.gpu.op_checks import (
+    assert_runs_have_the_same_bits,
+    assert_same_bits,
+    assert_same_on_the_second_gpu,
+    on_a_late_stream,
+    replays,
+)
 
 
 def check(x, use_ue8m0, hadamard, record_error=None):
@@ -62,74 +73,37 @@ def test_strided_rows_and_views():
     check(torch.randn(6, 4, 384, device="cuda").bfloat16()[:, :, 128:256], True, True)
 
 
-@pytest.mark.parametrize("shape", [(0, 128), (4, 0), (0, 5, 256)])
-def test_empty(shape):
-    q, scale = dsa.per_token_cast_to_fp8(torch.empty(shape, device="cuda", dtype=torch.bfloat16))
-    assert q.shape == shape and scale.shape == (*shape[:-1], shape[-1] // 128)
-
-
 def test_offsets_beyond_32_bits():
     x = torch.zeros(340_000, 7168, device="cuda", dtype=torch.bfloat16)  # 2.4e9 elements
     x[-3:] = torch.randn(3, 7168, device="cuda").bfloat16()
     q, scale = dsa.per_token_cast_to_fp8(x)
-    expected_q, expected_scale = reference.per_token_cast_to_fp8(x[-3:].cpu())
-    assert torch.equal(q[-3:].cpu().float(), expected_q.float()) and torch.equal(scale[-3:].cpu(), expected_scale)
+    assert_same_bits((q[-3:].cpu(), scale[-3:].cpu()), reference.per_token_cast_to_fp8(x[-3:].cpu()))
     assert not q[1000].float().any()
 
 
 def test_twenty_runs_are_identical():
     x = torch.randn(1000, 1536, device="cuda").bfloat16()
-    first = [t.view(torch.uint8) for t in dsa.per_token_cast_to_fp8(x, False, hadamard=True)]
-    for _ in range(20):
-        again = [t.view(torch.uint8) for t in dsa.per_token_cast_to_fp8(x, False, hadamard=True)]
-        assert all(map(torch.equal, first, again))
+    assert_runs_have_the_same_bits(dsa.per_token_cast_to_fp8, x, False, hadamard=True)
 
 
 def test_graph_replay_with_new_data():
     x = torch.randn(300, 512, device="cuda").bfloat16()
-    dsa.per_token_cast_to_fp8(x)  # compile outside the capture
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        q, scale = dsa.per_token_cast_to_fp8(x)
-    for _ in range(3):
-        x.copy_(torch.randn(300, 512, device="cuda"))
-        graph.replay()
-        expected_q, expected_scale = reference.per_token_cast_to_fp8(x.cpu())
-        assert torch.equal(q.cpu().float(), expected_q.float()) and torch.equal(scale.cpu(), expected_scale)
+    for got in replays(dsa.per_token_cast_to_fp8, [x], lambda: torch.randn_like(x)):
+        assert_same_bits([t.cpu() for t in got], reference.per_token_cast_to_fp8(x.cpu()))
 
 
 def test_side_stream():
     x = torch.randn(4096, 7168, device="cuda").bfloat16()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(20_000_000)  # a kernel on another stream would read x before the doubling below
-        x.mul_(2)
-        q, _ = dsa.per_token_cast_to_fp8(x)
-    stream.synchronize()
-    assert torch.equal(q.cpu().float(), reference.per_token_cast_to_fp8(x.cpu())[0].float())
+    got = on_a_late_stream(lambda: x.mul_(2), dsa.per_token_cast_to_fp8, x)
+    assert_same_bits([t.cpu() for t in got], reference.per_token_cast_to_fp8(x.cpu()))
 
 
 @pytest.mark.several_gpus
 def test_a_tensor_on_another_gpu_than_the_current_one():
-    x = torch.randn(4096, 7168, device="cuda:1").bfloat16()
-    with torch.cuda.device(0):
-        q, scale = dsa.per_token_cast_to_fp8(x)
-        assert torch.cuda.current_device() == 0 and q.device == scale.device == x.device
-    assert torch.equal(q.cpu().float(), reference.per_token_cast_to_fp8(x.cpu())[0].float())
-
-
-def test_torch_compile():
-    x = torch.randn(16, 256, device="cuda").bfloat16()
-    compiled = torch.compile(lambda t: dsa.per_token_cast_to_fp8(t, hadamard=True), fullgraph=True, backend="aot_eager")
-    for got, expected in zip(compiled(x), dsa.per_token_cast_to_fp8(x, hadamard=True)):
-        assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
+    assert_same_on_the_second_gpu(dsa.per_token_cast_to_fp8, torch.randn(4096, 7168, device="cuda").bfloat16())
 
 
 def test_a_second_process_loads_the_kernel_from_disk(tmp_path):
-    import os
-    import subprocess
-    import sys
-
     script = "import torch, dsa; print(dsa.per_token_cast_to_fp8(torch.ones(1, 128, device='cuda'))[1].item())"
     environment = {**os.environ, "DSA_CACHE_DIR": str(tmp_path)}
     for _ in range(2):
@@ -139,10 +113,3 @@ def test_a_second_process_loads_the_kernel_from_disk(tmp_path):
         (kernel,) = tmp_path.glob("*.o")
     first = kernel.stat().st_mtime_ns
     assert max(p.stat().st_mtime_ns for p in tmp_path.glob("*.o")) == first
-
-
-def test_errors_name_the_argument():
-    with pytest.raises(ValueError, match="x: rows must start at multiples of 16 bytes"):
-        dsa.per_token_cast_to_fp8(torch.zeros(4, 132, device="cuda", dtype=torch.bfloat16)[:, :128])
-    with pytest.raises(ValueError, match="x: dimensions 0 to 1 must be mergeable into one with a single stride"):
-        dsa.per_token_cast_to_fp8(torch.zeros(4, 6, 128, device="cuda", dtype=torch.bfloat16)[:, :3])

@@ -1,10 +1,13 @@
 """Heads rotated and cast on the GPU: the bytes of the rotation and of the cast, one after the other."""
 
+from functools import partial
+
 import pytest
 import torch
 
 import dsa
 from dsa.testing import poison_free_memory
+from tests.gpu.op_checks import assert_same_bits, replays
 
 
 def operands(tokens, heads, dim, rotated, dtype):
@@ -20,11 +23,11 @@ def one_after_the_other(x, cos, sin, groups, use_ue8m0):
 
 
 def check(x, cos, sin, groups, use_ue8m0=True):
-    expected_q, expected_scale = one_after_the_other(x, cos, sin, groups, use_ue8m0)
+    expected = one_after_the_other(x, cos, sin, groups, use_ue8m0)
     poison_free_memory(mebibytes=64)
     q, scale = dsa.rotary_cast_to_fp8(x, cos, sin, groups, use_ue8m0)
     assert q.is_contiguous() and scale.is_contiguous()
-    assert torch.equal(q.view(torch.uint8), expected_q.view(torch.uint8)) and torch.equal(scale, expected_scale)
+    assert_same_bits((q, scale), expected)
 
 
 @pytest.mark.parametrize("use_ue8m0", [True, False])
@@ -55,18 +58,11 @@ def test_nan_stays_in_its_group():
     assert q[row, first : first + 128].float().isnan().all() and scale[row, first // 128].isnan()
     q.view(torch.uint8)[row, first : first + 128] = whole[0].view(torch.uint8)[row, first : first + 128]
     scale[row, first // 128] = whole[1][row, first // 128]
-    assert torch.equal(q.view(torch.uint8), whole[0].view(torch.uint8)) and torch.equal(scale, whole[1])
+    assert_same_bits((q, scale), whole)
 
 
 def test_graph_replay_with_new_data():
-    x, cos, sin = operands(4, 64, 512, 64, torch.bfloat16)
-    dsa.rotary_cast_to_fp8(x, cos, sin, 8)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        q, scale = dsa.rotary_cast_to_fp8(x, cos, sin, 8)
-    for _ in range(3):
-        for held, new in zip((x, cos, sin), operands(4, 64, 512, 64, torch.bfloat16)):
-            held.copy_(new)
-        graph.replay()
-        expected_q, expected_scale = one_after_the_other(x, cos, sin, 8, True)
-        assert torch.equal(q.view(torch.uint8), expected_q.view(torch.uint8)) and torch.equal(scale, expected_scale)
+    given = operands(4, 64, 512, 64, torch.bfloat16)
+    renew = partial(operands, 4, 64, 512, 64, torch.bfloat16)
+    for got in replays(dsa.rotary_cast_to_fp8, given, renew, groups=8):
+        assert_same_bits(got, one_after_the_other(*given, 8, True))

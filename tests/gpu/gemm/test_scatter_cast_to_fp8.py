@@ -5,6 +5,7 @@ import torch
 
 import dsa
 from dsa.testing import poison_free_memory
+from tests.gpu.op_checks import assert_same_bits
 
 
 @pytest.mark.parametrize("use_ue8m0", [True, False])
@@ -19,8 +20,7 @@ def test_bits(tokens, channels, k, dtype, use_ue8m0, record_error):
     expected_q, expected_scale = dsa.per_token_cast_to_fp8(x, use_ue8m0)
     sources = (order // k).long()
     record_error((q.float() - expected_q.float()[sources]).abs().max())
-    assert torch.equal(q.view(torch.uint8), expected_q.view(torch.uint8)[sources])
-    assert torch.equal(scale, expected_scale[sources])
+    assert_same_bits((q.view(torch.uint8), scale), (expected_q.view(torch.uint8)[sources], expected_scale[sources]))
 
 
 def test_places_outside_are_not_written():
@@ -31,5 +31,4 @@ def test_places_outside_are_not_written():
     expected, scales = dsa.per_token_cast_to_fp8(x)
     inside = (places >= 0) & (places < 128)
     tokens, at = torch.arange(64, device="cuda")[:, None].expand(64, 2)[inside], places[inside].long()
-    assert torch.equal(q.view(torch.uint8)[at], expected.view(torch.uint8)[tokens])
-    assert torch.equal(scale[at], scales[tokens])
+    assert_same_bits((q.view(torch.uint8)[at], scale[at]), (expected.view(torch.uint8)[tokens], scales[tokens]))

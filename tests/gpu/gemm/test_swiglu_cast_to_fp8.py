@@ -1,5 +1,7 @@
 """The kernel of SwiGLU with a cast, on the GPU: its bits are the cast's for some h within 2^-20 of the exact one."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -9,6 +11,14 @@ from dsa.ops._kernel_arguments import dtype_name
 from dsa.reference.gemm import swiglu_cast_to_fp8 as reference
 from dsa.reference.gemm.fp8_cast import per_token_cast_to_fp8
 from dsa.testing import poison_free_memory
+from tests.gpu.op_checks import (
+    among_nan,
+    assert_runs_have_the_same_bits,
+    assert_same_bits,
+    assert_same_on_the_second_gpu,
+    on_a_late_stream,
+    replays,
+)
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 NAN, INF = float("nan"), float("inf")
@@ -67,8 +77,10 @@ def operands(shape, dtype):
 
 @pytest.mark.parametrize("limit", [None, 7.0])
 @pytest.mark.parametrize("use_ue8m0", [True, False])
-@pytest.mark.parametrize("channels", [128, 200, 2048])
-@pytest.mark.parametrize("tokens", [1, 7, 1024])
+@pytest.mark.parametrize(
+    ("tokens", "channels"),
+    [*product((1, 7, 1024), (128, 200, 2048)), *((33, channels) for channels in (8, 16, 72, 120, 136, 248, 1000))],
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_variants(dtype, tokens, channels, use_ue8m0, limit, record_error):
     check(*operands((tokens, channels), dtype), use_ue8m0, limit, record_error)
@@ -81,12 +93,6 @@ def test_variants(dtype, tokens, channels, use_ue8m0, limit, record_error):
 def test_large(tokens, channels, limit, use_ue8m0, record_error):
     gate_up = torch.randn(tokens, 2 * channels, device="cuda", dtype=torch.bfloat16)
     check(*gate_up.chunk(2, -1), use_ue8m0, limit, record_error)
-
-
-@pytest.mark.parametrize("channels", [8, 16, 72, 120, 136, 248, 1000])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_channels(dtype, channels):
-    check(*operands((33, channels), dtype), False)
 
 
 def test_the_whole_range_of_gates():
@@ -127,50 +133,27 @@ def test_strides():
 
 
 def test_neighbours_of_the_halves_do_not_matter():
-    gate_up = torch.randn(40, 400, device="cuda").bfloat16()
-    wide = torch.full((40, 1024), NAN, device="cuda").bfloat16()
-    wide[:, 8:208], wide[:, 512:712] = gate_up.chunk(2, -1)
-    got = dsa.swiglu_cast_to_fp8(wide[:, 8:208], wide[:, 512:712])
-    for x, y in zip(got, dsa.swiglu_cast_to_fp8(*gate_up.chunk(2, -1))):
-        assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
-
-
-@pytest.mark.parametrize("shape", [(0, 128), (4, 0), (0, 5, 200)])
-def test_empty(shape):
-    gate = torch.empty(shape, device="cuda", dtype=torch.bfloat16)
-    q, scale = dsa.swiglu_cast_to_fp8(gate, gate)
-    assert q.shape == shape and scale.shape == (*shape[:-1], -(-shape[-1] // 128))
+    gate, up = torch.randn(40, 400, device="cuda").bfloat16().chunk(2, -1)
+    assert_same_bits(dsa.swiglu_cast_to_fp8(among_nan(gate), among_nan(up)), dsa.swiglu_cast_to_fp8(gate, up))
 
 
 def test_offsets_beyond_32_bits():
     gate_up = torch.zeros(600_000, 4096, device="cuda", dtype=torch.bfloat16)  # 2.5e9 elements
     gate_up[-3:] = torch.randn(3, 4096, device="cuda").bfloat16()
     q, scale = dsa.swiglu_cast_to_fp8(*gate_up.chunk(2, -1))
-    expected = dsa.swiglu_cast_to_fp8(*gate_up[-3:].clone().chunk(2, -1))
-    for got, last in zip((q, scale), expected):
-        assert torch.equal(got[-3:].float(), last.float())
+    assert_same_bits((q[-3:], scale[-3:]), dsa.swiglu_cast_to_fp8(*gate_up[-3:].clone().chunk(2, -1)))
     assert not q[1000].float().any()
 
 
 def test_twenty_runs_are_identical():
-    operand = torch.randn(1000, 3072, device="cuda").bfloat16().chunk(2, -1)
-    first = [t.view(torch.uint8) for t in dsa.swiglu_cast_to_fp8(*operand, False)]
-    for _ in range(20):
-        again = [t.view(torch.uint8) for t in dsa.swiglu_cast_to_fp8(*operand, False)]
-        assert all(map(torch.equal, first, again))
+    gate, up = torch.randn(1000, 3072, device="cuda").bfloat16().chunk(2, -1)
+    assert_runs_have_the_same_bits(dsa.swiglu_cast_to_fp8, gate, up, False)
 
 
 def test_graph_replay_with_new_data():
-    gate_up = torch.randn(300, 1024, device="cuda").bfloat16()
-    dsa.swiglu_cast_to_fp8(*gate_up.chunk(2, -1), limit=7.0)  # compile outside the capture
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = dsa.swiglu_cast_to_fp8(*gate_up.chunk(2, -1), limit=7.0)
-    for _ in range(3):
-        gate_up.copy_(torch.randn(300, 1024, device="cuda"))
-        graph.replay()
-        for x, y in zip(got, dsa.swiglu_cast_to_fp8(*gate_up.chunk(2, -1), limit=7.0)):
-            assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+    given = torch.randn(300, 1024, device="cuda").bfloat16().chunk(2, -1)
+    for got in replays(dsa.swiglu_cast_to_fp8, given, lambda: [torch.randn_like(x) for x in given], limit=7.0):
+        assert_same_bits(got, dsa.swiglu_cast_to_fp8(*given, limit=7.0))
 
 
 @pytest.mark.parametrize("limit", [None, 7.0])
@@ -184,54 +167,23 @@ def test_rows_before_the_last_end(dtype, channels, use_ue8m0, limit):
     gate, up = torch.randn(rows, 2 * channels, device="cuda").to(dtype).chunk(2, -1)
     expected = dsa.swiglu_cast_to_fp8(gate, up, use_ue8m0, limit=limit)
     launch = kernels.compile_swiglu_cast_of_matrices(dtype_name(dtype), use_ue8m0, limit is not None)
-    for last, cast in [(0, 0), (1, 1), (16, 16), (333, 333), (699, 699), (700, 700), (701, 700), (-1, 700)]:
+    lasts = [(0, 0), (1, 1), (16, 16), (333, 333), (699, 699), (700, 700), (701, 700), (-1, 700)]
+    for (last, cast), ctas in product(lasts, (1, 7, 5000)):
         ends = torch.tensor([0, last // 2, last], dtype=torch.int32, device="cuda")
-        for ctas in (1, 7, 5000):
-            around = torch.full((rows + 2, channels), 7.0, device="cuda").to(expected[0].dtype)
-            around_scale = expected[1].new_full((rows + 2, channels // 128), 7.0)
-            q, scale = around[1:-1], around_scale[1:-1]
-            launch(gate, up, q, scale, limit, ends, ctas)
-            assert torch.equal(q[:cast].float(), expected[0][:cast].float()), (last, ctas)
-            assert torch.equal(scale[:cast], expected[1][:cast]), (last, ctas)
-            untouched = (around[:1], around[1 + cast :], around_scale[:1], around_scale[1 + cast :])
-            assert all(x.float().eq(7).all() for x in untouched), (last, ctas)
+        around = torch.full((rows + 2, channels), 7.0, device="cuda").to(expected[0].dtype)
+        around_scale = expected[1].new_full((rows + 2, channels // 128), 7.0)
+        launch(gate, up, around[1:-1], around_scale[1:-1], limit, ends, ctas)
+        for got, own in zip((around, around_scale), expected):
+            assert torch.equal(got[1 : 1 + cast].float(), own[:cast].float()), (last, ctas)
+            assert got[:1].float().eq(7).all() and got[1 + cast :].float().eq(7).all(), (last, ctas)
 
 
 def test_side_stream():
     gate, up = torch.randn(4096, 4096, device="cuda").bfloat16().chunk(2, -1)
-    expected, _ = dsa.swiglu_cast_to_fp8(gate, 2 * up.contiguous())
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(20_000_000)  # a kernel on another stream would read up before the doubling below
-        up.mul_(2)
-        q, _ = dsa.swiglu_cast_to_fp8(gate, up)
-    stream.synchronize()
-    assert torch.equal(q.float(), expected.float())
+    expected = dsa.swiglu_cast_to_fp8(gate, 2 * up.contiguous())
+    assert_same_bits(on_a_late_stream(lambda: up.mul_(2), dsa.swiglu_cast_to_fp8, gate, up), expected)
 
 
 @pytest.mark.several_gpus
 def test_tensors_on_another_gpu_than_the_current_one():
-    gate, up = torch.randn(64, 512, device="cuda:1").bfloat16().chunk(2, -1)
-    with torch.cuda.device(0):
-        q, scale = dsa.swiglu_cast_to_fp8(gate, up)
-    assert q.device == scale.device == gate.device
-    expected, _ = dsa.swiglu_cast_to_fp8(gate.to("cuda:0"), up.to("cuda:0"))
-    assert torch.equal(q.cpu().float(), expected.cpu().float())
-
-
-def test_torch_compile():
-    gate, up = torch.randn(16, 512, device="cuda").bfloat16().chunk(2, -1)
-    compiled = torch.compile(dsa.swiglu_cast_to_fp8, fullgraph=True, backend="aot_eager")
-    for got, expected in zip(compiled(gate, up), dsa.swiglu_cast_to_fp8(gate, up)):
-        assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
-
-
-def test_errors_name_the_argument():
-    x = torch.zeros(4, 132, device="cuda", dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match="gate: rows must start at multiples of 16 bytes"):
-        dsa.swiglu_cast_to_fp8(x[:, :128], x[:, :128])
-    with pytest.raises(ValueError, match="gate: the kernel takes I a multiple of 8"):
-        dsa.swiglu_cast_to_fp8(x, x)
-    with pytest.raises(ValueError, match="up: must be on gate's device cuda:0, got cpu"):
-        dsa.swiglu_cast_to_fp8(x[:, :128].contiguous(), torch.zeros(4, 128, dtype=torch.bfloat16))
+    assert_same_on_the_second_gpu(dsa.swiglu_cast_to_fp8, *operands((64, 256), torch.bfloat16))

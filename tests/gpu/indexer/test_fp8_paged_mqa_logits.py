@@ -4,13 +4,16 @@ import pytest
 import torch
 
 import dsa
-from dsa.reference.cache.indexer_cache import write_indexer_cache
 from dsa.reference.indexer import fp8_paged_mqa_logits as reference
-from dsa.testing import poison_free_memory, poisoned
+from dsa.testing import poison_free_memory
+from tests.gpu.indexer.paged_keys import PagedKeys, int32
 from tests.gpu.indexer.score_bounds import check_scores, magnitudes
+from tests.gpu.op_checks import assert_runs_have_the_same_bits, captured, far_apart
 
 HALF = {"accumulators": torch.float16}
-GARBAGE = torch.tensor([-1, 10**8, -(2**31)], dtype=torch.int32)
+# Queries of a sequence, accumulators: with one or two queries fp16 is not taken.
+KINDS = [*((n, torch.float32) for n in (1, 2, 3, 4)), (3, torch.float16), (4, torch.float16)]
+of_every_kind = pytest.mark.parametrize(("next_n", "accumulators"), KINDS, ids=str)
 
 
 def terms(q, cache, weights, *rest):
@@ -21,35 +24,14 @@ def terms(q, cache, weights, *rest):
     return reference.fp8_paged_mqa_logits(magnitudes(q), cache, weights.abs(), *rest)
 
 
-def int32(values):
-    return torch.as_tensor(values, dtype=torch.int32, device="cuda")
-
-
-class Case:
-    """Sequences of random keys in random pages of a cache whose other bytes are NaN; garbage in the table's rest."""
-
-    def __init__(self, lengths, next_n=1, heads=64, dim=128, page_size=64, spare_pages=3):
-        used = [-(-n // page_size) for n in lengths]
-        width = max([*used, 1]) + 1
-        self.cache = poisoned((sum(used) + spare_pages, page_size, 1, dim + 4), torch.uint8, "cuda")
-        order = torch.randperm(len(self.cache)).tolist()
-        table = GARBAGE.repeat(len(lengths) * width)[: len(lengths) * width].view(len(lengths), width).clone()
-        slots = []
-        for b, n in enumerate(lengths):
-            own = torch.tensor([order.pop() for _ in range(used[b])], dtype=torch.int64)
-            table[b, : used[b]] = own
-            slots.append((own[:, None] * page_size + torch.arange(page_size)).view(-1)[:n])
-        slots = torch.cat(slots).cuda()
-        keys = torch.randn(len(slots), dim, device="cuda").to(torch.float8_e4m3fn)
-        write_indexer_cache(keys, torch.rand(len(slots), device="cuda") + 0.1, self.cache, slots)
-        self.table, self.lengths = table.cuda(), int32(lengths)
-        self.q = torch.randn(len(lengths), next_n, heads, dim, device="cuda").to(torch.float8_e4m3fn)
-        self.weights = torch.randn(len(lengths) * next_n, heads, device="cuda")
-
+class Case(PagedKeys):
     def arguments(self, columns, lengths=None):
         lengths = self.lengths if lengths is None else lengths
         plan = dsa.get_paged_mqa_logits_metadata(lengths, self.cache.shape[1], dsa.num_sms("cuda"))
         return self.q, self.cache, self.weights, lengths, self.table, plan, columns
+
+    def scores(self, columns, lengths=None, **options):
+        return dsa.fp8_paged_mqa_logits(*self.arguments(columns, lengths), clean_logits=True, **options)
 
     def check(self, record_error=None, columns=None, lengths=None, clean=True, dtype=torch.float32, **options):
         columns = columns or max(1, int(self.lengths.max()))
@@ -67,14 +49,13 @@ class Case:
             record_error(diff)
 
 
-@pytest.mark.parametrize("next_n", [1, 2, 3, 4])
+@of_every_kind
 @pytest.mark.parametrize("dim", [32, 64, 128])
 @pytest.mark.parametrize("heads", [8, 16, 32, 64])
-def test_every_shape(heads, dim, next_n, record_error):
-    lengths = [0, 1, 63, 64, 65, 257, 1000, 0, 0, 5, 4097, 2]
-    case = Case(lengths, next_n, heads, dim)
-    case.check(record_error)
-    case.check(record_error, columns=5000, clean=False)
+def test_every_shape(heads, dim, next_n, accumulators, record_error):
+    case = Case([0, 1, 63, 64, 65, 257, 1000, 0, 0, 5, 4097, 2], next_n, heads, dim)
+    case.check(record_error, accumulators=accumulators)
+    case.check(record_error, columns=5000, clean=False, accumulators=accumulators)
 
 
 def test_one_page_in_the_place_of_many():
@@ -84,38 +65,40 @@ def test_one_page_in_the_place_of_many():
     case.check()
 
 
-@pytest.mark.parametrize("next_n", [1, 2, 3, 4])
-def test_small_pages(next_n, record_error):
-    for heads, dim in ((64, 128), (8, 32)):
-        Case([0, 31, 32, 33, 96, 1000, 3000], next_n, heads, dim, page_size=32).check(record_error, columns=3500)
-
-
+@of_every_kind
 @pytest.mark.parametrize("page_size", [32, 64])
-@pytest.mark.parametrize("next_n", [1, 4])
-def test_bfloat16_result(next_n, page_size):
-    Case([100, 0, 777], next_n, page_size=page_size).check(dtype=torch.bfloat16, columns=1001)
+def test_small_pages_and_bfloat16_results(page_size, next_n, accumulators, record_error):
+    for heads, dim in ((64, 128), (8, 32)):
+        case = Case([0, 31, 32, 33, 96, 1000, 3000], next_n, heads, dim, page_size)
+        case.check(record_error, columns=3500, accumulators=accumulators)
+        case.check(columns=3501, dtype=torch.bfloat16, accumulators=accumulators)
 
 
-@pytest.mark.parametrize("next_n", [1, 2, 3, 4])
-def test_a_length_for_every_query(next_n, record_error):
+@of_every_kind
+def test_a_length_for_every_query(next_n, accumulators, record_error):
     case = Case([5, 700, 64, 1, 300], next_n)
     lengths = torch.stack([int32([0, 300, 64, 1, 7]), *[case.lengths] * (next_n - 1)], 1)
-    case.check(record_error, lengths=lengths, columns=800)
+    case.check(record_error, lengths=lengths, columns=800, accumulators=accumulators)
     wide = torch.full((5, 9), 7, dtype=torch.int32, device="cuda")
     wide[:, :next_n] = lengths
-    case.check(lengths=wide[:, :next_n])
+    case.check(lengths=wide[:, :next_n], accumulators=accumulators)
 
 
+@pytest.mark.parametrize(
+    ("next_n", "heads", "accumulators"), [(2, 32, torch.float32), (3, 64, torch.float16), (4, 64, torch.float16)]
+)
 @pytest.mark.parametrize("batch", [1, 31, 33, 700, 4096])
-def test_many_sequences(batch, record_error):
+def test_many_sequences(batch, next_n, heads, accumulators, record_error):
+    """Many work tiles a CTA; with fp16, each brings its queries into range while other tiles end."""
     lengths = torch.randint(0, 600, (batch,))
     lengths[torch.rand(batch) < 0.5] = 0
-    Case(lengths.tolist(), 2, 32, 64).check(record_error, columns=640)
+    Case(lengths.tolist(), next_n, heads, 64).check(record_error, columns=640, accumulators=accumulators)
 
 
 def test_long_contexts(record_error):
     Case([1 << 20]).check(record_error)
     Case([1 << 20, 3, 1 << 18], 2, 8, 32).check(record_error)
+    Case([1 << 18, 3, 1 << 16], 4).check(record_error, **HALF)
 
 
 def test_all_lengths_zero():
@@ -153,147 +136,97 @@ def test_a_schedule_that_makes_no_sense_does_no_harm():
     case.check()
 
 
-def test_empty():
-    case = Case([64, 64])
-    plan = dsa.get_paged_mqa_logits_metadata(case.lengths, 64, 132)
-    none = dsa.fp8_paged_mqa_logits(case.q[:0], case.cache, case.weights[:0], case.lengths[:0], case.table[:0], plan, 9)
-    assert none.shape == (0, 9)
-    for cache, table in ((case.cache[:0], case.table), (case.cache, case.table[:, :0])):
-        got = dsa.fp8_paged_mqa_logits(case.q, cache, case.weights, case.lengths, table, plan, 70)
-        assert got.shape == (2, 70) and (got == -torch.inf).all()
-
-
 def test_cache_beyond_2_to_31_bytes():
-    """Pages far apart: the last ones begin 6 GB into the cache."""
-    small = Case([3000, 1000], 1)
-    pages = len(small.cache)
-    stride = 6 * 2**30 // pages // 16 * 16
-    wide = torch.full((pages * stride,), 0xFF, dtype=torch.uint8, device="cuda")
-    cache = wide.as_strided(small.cache.shape, (stride, *small.cache.stride()[1:]))
-    cache.copy_(small.cache)
-    small.cache = cache
-    small.check()
+    case = Case([3000, 1000], 1)
+    case.cache = far_apart(case.cache)
+    case.check()
 
 
 def test_result_beyond_2_to_31_scores():
     case = Case([900] * 600)
     case.table = case.table[:, :15]
-    arguments = case.arguments(1 << 22)
-    got = dsa.fp8_paged_mqa_logits(*arguments)
-    expected = reference.fp8_paged_mqa_logits(*case.arguments(1000))
-    check_scores(got[:, :900], expected[:, :900], terms(*case.arguments(1000))[:, :900])
+    got = dsa.fp8_paged_mqa_logits(*case.arguments(1 << 22))
+    few = case.arguments(1000)
+    expected = reference.fp8_paged_mqa_logits(*few)
+    check_scores(got[:, :900], expected[:, :900], terms(*few)[:, :900])
 
 
 def test_strided_weights_and_one_page():
     case = Case([60, 7, 64, 1], spare_pages=0)
     for columns in (3 * 64, 3 * 64 + 1):
-        wide = torch.randn(4, columns, device="cuda")
-        case.weights = wide[:, 64:128]
+        case.weights = torch.randn(4, columns, device="cuda")[:, 64:128]
         case.check()
-    case = Case([50], spare_pages=0)
-    case.check()
+    Case([50], spare_pages=0).check()
 
 
-def test_nan_reaches_only_its_column():
-    case = Case([200])
-    page = case.table[0].tolist()
-    raw = case.cache.view(len(case.cache), -1)
-    raw[page[1], 13 * 128] = 0x7F  # key 77
-    raw[page[2], 64 * 128 + 4 * 22 : 64 * 128 + 4 * 23] = 0xFF  # the scale of key 150
-    got = dsa.fp8_paged_mqa_logits(*case.arguments(200))
-    assert got.isnan().nonzero()[:, 1].tolist() == [77, 150]
+@of_every_kind
+def test_what_is_not_finite_stays_where_it_is(next_n, accumulators):
+    """In the columns of a sequence's keys, and in a query's row."""
+    case = Case([200] * 5, next_n)
+    lengths = case.lengths[:, None].expand(-1, next_n).contiguous()
+    finite = case.scores(200, lengths, accumulators=accumulators).clone()
+    raw, page = case.cache.view(len(case.cache), -1), case.table[0].tolist()
+    raw[page[1], 13 * 128] = 0x7F  # key 77 of sequence 0
+    raw[page[2], 64 * 128 + 4 * 22 : 64 * 128 + 4 * 23] = 0xFF  # the scale of its key 150
+    case.q.view(torch.uint8)[2, -1, 3, 5] = 0x7F
+    of_nan, zero, infinite = 3 * next_n - 1, next_n, 4 * next_n
+    case.weights[zero], case.weights[infinite, 7] = 0, torch.inf
+    got = case.scores(200, lengths, accumulators=accumulators)
+    own = got[:next_n]
+    assert own.isnan().any(0).nonzero()[:, 0].tolist() == [77, 150] and own[:, [77, 150]].isnan().all()
+    assert got[of_nan].isnan().all() and not got[infinite].isfinite().any() and not got[zero].any()
+    keys = [s for s in range(200) if s not in (77, 150)]
+    rows = [r for r in range(5 * next_n) if r not in (of_nan, zero, infinite)]
+    assert torch.equal(got[rows][:, keys], finite[rows][:, keys])
 
 
-def test_twenty_runs_are_identical_and_any_plan_gives_the_same():
-    case = Case([5000, 1, 0, 777, 64], 2)
-    arguments = case.arguments(5000)
-    first = dsa.fp8_paged_mqa_logits(*arguments, clean_logits=True)
-    assert all(torch.equal(first, dsa.fp8_paged_mqa_logits(*arguments, clean_logits=True)) for _ in range(20))
-    for sms in (1, 7, 500):
-        plan = dsa.get_paged_mqa_logits_metadata(case.lengths, 64, sms)
-        other = dsa.fp8_paged_mqa_logits(*arguments[:5], plan, 5000, clean_logits=True)
-        assert torch.equal(first, other)
-    assert torch.equal(first, dsa.fp8_paged_mqa_logits(*arguments[:5], None, 5000, clean_logits=True))
+@of_every_kind
+def test_twenty_runs_are_identical_and_any_plan_gives_the_same(next_n, accumulators):
+    case, options = Case([5000, 1, 0, 777, 64], next_n), {"clean_logits": True, "accumulators": accumulators}
+    assert_runs_have_the_same_bits(case.scores, 5000, accumulators=accumulators)
+    first, arguments = case.scores(5000, accumulators=accumulators), case.arguments(5000)[:5]
+    plans = [dsa.get_paged_mqa_logits_metadata(case.lengths, 64, sms) for sms in (1, 7, 500)]
+    for plan in (*plans, None):
+        assert torch.equal(first, dsa.fp8_paged_mqa_logits(*arguments, plan, 5000, **options))
 
 
 @pytest.mark.parametrize(
-    ("batch", "length", "heads", "next_n"), [(128, 20000, 64, 1), (64, 20000, 64, 2), (1024, 1500, 32, 1)]
+    ("batch", "length", "heads", "next_n", "accumulators"),
+    [
+        *((128, 20000, 64, 1, torch.float32), (64, 20000, 64, 2, torch.float32), (1024, 1500, 32, 1, torch.float32)),
+        *((64, 20000, 64, 4, torch.float16), (512, 1500, 64, 4, torch.float16), (64, 20000, 64, 3, torch.float16)),
+    ],
 )
-def test_long_runs_at_full_bandwidth(batch, length, heads, next_n):
+def test_long_runs_at_full_bandwidth(batch, length, heads, next_n, accumulators):
     """Hundreds of tiles a warpgroup with loads that overtake each other: what wraps the rings, and once broke them."""
     case = Case(torch.randint(length // 2, length, (batch,)).tolist(), next_n, heads)
-    arguments = case.arguments(length)
-    first = dsa.fp8_paged_mqa_logits(*arguments, clean_logits=True)
+    arguments, options = case.arguments(length), {"clean_logits": True, "accumulators": accumulators}
+    first = dsa.fp8_paged_mqa_logits(*arguments, **options)
     for _ in range(300):
-        got = dsa.fp8_paged_mqa_logits(*arguments, clean_logits=True)
+        got = dsa.fp8_paged_mqa_logits(*arguments, **options)
     assert torch.equal(first, got)
-    check_scores(first, reference.fp8_paged_mqa_logits(*arguments), terms(*arguments))
+    check_scores(first, reference.fp8_paged_mqa_logits(*arguments), terms(*arguments), accumulators)
 
 
-def test_a_sequence_does_not_depend_on_the_batch():
-    case = Case([300, 1000, 5])
-    whole = dsa.fp8_paged_mqa_logits(*case.arguments(1000), clean_logits=True)
-    q, cache, weights, lengths, table, _, columns = case.arguments(1000)
-    alone = dsa.fp8_paged_mqa_logits(
-        q[1:2], cache, weights[1:2], lengths[1:2], table[1:2], None, columns, clean_logits=True
-    )
-    assert torch.equal(whole[1:2], alone)
+@of_every_kind
+def test_a_sequence_does_not_depend_on_the_batch(next_n, accumulators):
+    case, options = Case([300, 1000, 5], next_n), {"clean_logits": True, "accumulators": accumulators}
+    before = case.q.view(torch.uint8).clone()
+    whole = case.scores(1000, accumulators=accumulators)
+    q, cache, weights, lengths, table, *_ = case.arguments(1000)
+    own = slice(next_n, 2 * next_n)
+    alone = dsa.fp8_paged_mqa_logits(q[1:2], cache, weights[own], lengths[1:2], table[1:2], None, 1000, **options)
+    assert torch.equal(whole[own], alone) and torch.equal(case.q.view(torch.uint8), before)
 
 
-def test_agrees_with_contiguous_keys():
+@pytest.mark.parametrize(("next_n", "accumulators"), [KINDS[0], *KINDS[-2:]], ids=str)
+def test_agrees_with_contiguous_keys(next_n, accumulators):
     """The same keys through fp8_mqa_logits: the same bits."""
-    case = Case([1000])
+    case, options = Case([1000], next_n), {"accumulators": accumulators}
     slots = (case.table[0, :16].long()[:, None] * 64 + torch.arange(64, device="cuda")).view(-1)[:1000]
-    kv = dsa.read_indexer_cache(case.cache, slots)
-    paged = dsa.fp8_paged_mqa_logits(*case.arguments(1000))
-    straight = dsa.fp8_mqa_logits(case.q[:, 0], kv, case.weights, int32([0]), int32([1000]))
-    assert torch.equal(paged, straight)
-
-
-def selected(scores, k=2048):
-    """Which keys have the k highest scores of each row."""
-    return torch.zeros_like(scores, dtype=torch.bool).scatter_(1, scores.topk(k).indices, True)
-
-
-def half_scores(case, columns, lengths=None):
-    return dsa.fp8_paged_mqa_logits(*case.arguments(columns, lengths), clean_logits=True, **HALF)
-
-
-@pytest.mark.parametrize("next_n", [1, 2, 3, 4])
-@pytest.mark.parametrize("dim", [32, 64, 128])
-@pytest.mark.parametrize("heads", [8, 16, 32, 64])
-def test_half_scores(heads, dim, next_n, record_error):
-    case = Case([0, 1, 63, 64, 65, 257, 1000, 0, 0, 5, 4097, 2], next_n, heads, dim)
-    case.check(record_error, **HALF)
-    case.check(record_error, columns=5000, clean=False, **HALF)
-
-
-@pytest.mark.parametrize("page_size", [32, 64])
-@pytest.mark.parametrize("next_n", [3, 4])
-def test_half_scores_of_small_pages_and_bfloat16_results(next_n, page_size):
-    case = Case([0, 31, 32, 33, 96, 1000, 3000], next_n, page_size=page_size)
-    case.check(columns=3500, **HALF)
-    case.check(columns=3500, dtype=torch.bfloat16, **HALF)
-
-
-@pytest.mark.parametrize("next_n", [3, 4])
-def test_half_scores_with_a_length_for_every_query(next_n, record_error):
-    case = Case([5, 700, 64, 1, 300], next_n)
-    lengths = torch.stack([int32([0, 300, 64, 1, 7]), *[case.lengths] * (next_n - 1)], 1)
-    case.check(record_error, lengths=lengths, columns=800, **HALF)
-
-
-@pytest.mark.parametrize("next_n", [3, 4])
-@pytest.mark.parametrize("batch", [1, 31, 33, 700, 4096])
-def test_half_scores_of_many_sequences(batch, next_n, record_error):
-    """Many work tiles a CTA, each of which brings its queries into range while other tiles end."""
-    lengths = torch.randint(0, 600, (batch,))
-    lengths[torch.rand(batch) < 0.5] = 0
-    Case(lengths.tolist(), next_n, 64, 64).check(record_error, columns=640, **HALF)
-
-
-def test_half_scores_of_long_contexts(record_error):
-    Case([1 << 18, 3, 1 << 16], 4).check(record_error, **HALF)
+    kv, lengths = dsa.read_indexer_cache(case.cache, slots), int32([[1000] * next_n])
+    straight = dsa.fp8_mqa_logits(case.q[0], kv, case.weights, lengths[0] * 0, lengths[0], **options)
+    assert torch.equal(case.scores(1000, lengths, **options), straight)
 
 
 @pytest.mark.parametrize("next_n", [3, 4])
@@ -304,7 +237,7 @@ def test_half_scores_of_rows_of_any_size(next_n):
     case.q = (torch.randn(2, next_n, 64, 128, device="cuda").clamp(-1.7, 1.7) * powers).to(torch.float8_e4m3fn)
     case.weights = torch.randn(2 * next_n, 64, device="cuda") * (powers.view(2 * next_n, 64).square() + 1).rsqrt()
     case.weights *= 10.0 ** torch.arange(-3, 2 * next_n - 3, device="cuda")[:, None]
-    got, expected = half_scores(case, 500), reference.fp8_paged_mqa_logits(*case.arguments(500), True)
+    got, expected = case.scores(500, **HALF), reference.fp8_paged_mqa_logits(*case.arguments(500), True)
     assert torch.equal(got == -torch.inf, expected == -torch.inf)
     for row, own, of_terms in zip(got, expected, terms(*case.arguments(500)), strict=True):
         check_scores(row, own, of_terms, torch.float16)
@@ -321,128 +254,25 @@ def test_half_scores_of_the_largest_numbers(factor):
     case.check(**HALF)
 
 
-def test_half_scores_of_negative_products_are_exactly_zero():
-    case = Case([100, 64], 4)
-    case.q = torch.rand(2, 4, 64, 128, device="cuda").add(0.1).to(torch.float8_e4m3fn)
-    keys = (-torch.rand(len(case.cache), 64 * 128, device="cuda") - 0.1).to(torch.float8_e4m3fn)
-    case.cache.view(len(case.cache), -1)[:, : 64 * 128] = keys.view(torch.uint8)
-    got = half_scores(case, 100)
-    assert not got[got != -torch.inf].any() and (got == 0).sum() == 4 * (100 + 64) - 2 * 6
-
-
-def test_half_scores_pass_on_what_is_not_finite():
-    case = Case([200] * 5, 4)
-    lengths = case.lengths[:, None].expand(-1, 4).contiguous()
-    finite = half_scores(case, 200, lengths).clone()
-    raw, page = case.cache.view(len(case.cache), -1), case.table[0].tolist()
-    raw[page[1], 13 * 128] = 0x7F  # key 77 of sequence 0
-    raw[page[2], 64 * 128 + 4 * 22 : 64 * 128 + 4 * 23] = 0xFF  # the scale of its key 150
-    case.q.view(torch.uint8)[2, 1, 3, 5] = 0x7F
-    case.weights[5], case.weights[6, 7] = 0, torch.inf
-    got = half_scores(case, 200, lengths)
-    assert got[:4].isnan().any(0).nonzero()[:, 0].tolist() == [77, 150] and got[:4][:, [77, 150]].isnan().all()
-    assert got[9].isnan().all() and not got[6].isfinite().any() and not got[5].any()
-    keys = [s for s in range(200) if s not in (77, 150)]
-    rows = [r for r in range(20) if r not in (5, 6, 9)]
-    assert torch.equal(got[rows][:, keys], finite[rows][:, keys])
-
-
-@pytest.mark.parametrize("next_n", [1, 2, 3, 4])
-def test_half_scores_of_a_sequence_do_not_depend_on_the_batch(next_n):
-    case = Case([300, 1000, 5], next_n)
-    before = case.q.view(torch.uint8).clone()
-    whole = half_scores(case, 1000)
-    q, cache, weights, lengths, table, _, columns = case.arguments(1000)
-    own = slice(next_n, 2 * next_n)
-    alone = dsa.fp8_paged_mqa_logits(
-        q[1:2], cache, weights[own], lengths[1:2], table[1:2], None, columns, clean_logits=True, **HALF
-    )
-    assert torch.equal(whole[own], alone) and torch.equal(case.q.view(torch.uint8), before)
-
-
-@pytest.mark.parametrize("next_n", [3, 4])
-def test_half_scores_agree_with_contiguous_keys(next_n):
-    """The same keys through fp8_mqa_logits: the same bits."""
-    case = Case([1000], next_n)
-    slots = (case.table[0, :16].long()[:, None] * 64 + torch.arange(64, device="cuda")).view(-1)[:1000]
-    kv = dsa.read_indexer_cache(case.cache, slots)
-    lengths = int32([[1000] * next_n])
-    straight = dsa.fp8_mqa_logits(case.q[0], kv, case.weights, lengths[0] * 0, lengths[0], **HALF)
-    assert torch.equal(half_scores(case, 1000, lengths), straight)
-
-
 @pytest.mark.parametrize("next_n", [1, 2])
 def test_fewer_queries_have_fp32_accumulators(next_n):
     case = Case([1000, 77], next_n)
-    assert torch.equal(half_scores(case, 1000), dsa.fp8_paged_mqa_logits(*case.arguments(1000), clean_logits=True))
+    assert torch.equal(case.scores(1000, **HALF), case.scores(1000))
 
 
-@pytest.mark.parametrize("next_n", [3, 4])
-def test_half_scores_are_the_same_every_time_and_for_any_plan(next_n):
-    case = Case([5000, 1, 0, 777, 64], next_n)
-    first = half_scores(case, 5000)
-    assert all(torch.equal(first, half_scores(case, 5000)) for _ in range(20))
-    arguments = case.arguments(5000)[:5]
-    for sms in (1, 7, 500):
-        plan = dsa.get_paged_mqa_logits_metadata(case.lengths, 64, sms)
-        assert torch.equal(first, dsa.fp8_paged_mqa_logits(*arguments, plan, 5000, clean_logits=True, **HALF))
-
-
-@pytest.mark.parametrize(("batch", "length", "next_n"), [(64, 20000, 4), (512, 1500, 4), (64, 20000, 3)])
-def test_long_runs_of_half_scores(batch, length, next_n):
-    case = Case(torch.randint(length // 2, length, (batch,)).tolist(), next_n)
-    arguments = case.arguments(length)
-    first = dsa.fp8_paged_mqa_logits(*arguments, clean_logits=True, **HALF)
-    for _ in range(300):
-        got = dsa.fp8_paged_mqa_logits(*arguments, clean_logits=True, **HALF)
-    assert torch.equal(first, got)
-    check_scores(first, reference.fp8_paged_mqa_logits(*arguments), terms(*arguments), torch.float16)
-
-
-def test_half_scores_select_the_same_keys():
-    """Clustered keys, queries that share a direction, weights of both signs."""
-    case = Case([32768] * 4, 4, spare_pages=0)
-    basis = torch.randn(24, 128, device="cuda") / 128**0.5
-    count = 64 * len(case.cache)
-    centres = 2 * torch.randn(64, 24, device="cuda")[torch.randint(64, (count,), device="cuda")]
-    k = (centres + torch.randn(count, 24, device="cuda")) @ basis * 3 + 0.5 * torch.randn(count, 128, device="cuda")
-    q = (torch.randn(16, 1, 24, device="cuda") + torch.randn(16, 64, 24, device="cuda")) @ basis * 4
-    (q, q_scale), (k, scale) = (dsa.per_token_cast_to_fp8(x.contiguous(), gran_k=128) for x in (q.view(-1, 128), k))
-    write_indexer_cache(k, scale.flatten(), case.cache, torch.arange(count, device="cuda"))
-    case.q = q.view(4, 4, 64, 128)
-    case.weights = (torch.randn(16, 64, device="cuda") + 0.5) * q_scale.view(16, 64)
-    half, whole = half_scores(case, 32768), dsa.fp8_paged_mqa_logits(*case.arguments(32768), clean_logits=True)
-    assert (selected(half) & selected(whole)).sum() > 0.999 * 16 * 2048
-
-
-@pytest.mark.parametrize("next_n", [3, 4])
-def test_graph_replay_of_half_scores(next_n):
+@of_every_kind
+@pytest.mark.parametrize("each", [False, True])
+def test_graph_replay_with_new_lengths(each, next_n, accumulators):
+    """A length for each sequence, or for each query."""
     case = Case([2000] * 9, next_n)
-    half_scores(case, 2000)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = half_scores(case, 2000)
-    for _ in range(5):
-        case.lengths.copy_(torch.randint(0, 2001, (9,)) * (torch.rand(9) < 0.8))
-        graph.replay()
-        expected = reference.fp8_paged_mqa_logits(*case.arguments(2000), True)
-        check_scores(got, expected, terms(*case.arguments(2000)), torch.float16)
-
-
-@pytest.mark.parametrize("columns", [1, 2])
-def test_graph_replay_with_new_lengths(columns):
-    case = Case([2000] * 9, 2)
-    lengths = case.lengths if columns == 1 else case.lengths[:, None].expand(-1, 2).contiguous()
-    run = lambda: dsa.fp8_paged_mqa_logits(*case.arguments(2000, lengths), clean_logits=True)  # noqa: E731
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = run()
+    lengths = case.lengths[:, None].expand(-1, next_n).contiguous() if each else case.lengths
+    graph, got = captured(case.scores, 2000, lengths, accumulators=accumulators)
     for _ in range(5):
         lengths.copy_(torch.randint(0, 2001, lengths.shape) * (torch.rand(lengths.shape) < 0.8))
         graph.replay()
-        expected = reference.fp8_paged_mqa_logits(*case.arguments(2000, lengths), True)
-        check_scores(got, expected, terms(*case.arguments(2000, lengths)))
+        arguments = case.arguments(2000, lengths)
+        expected = reference.fp8_paged_mqa_logits(*arguments, True)
+        check_scores(got, expected, terms(*arguments), accumulators)
     lengths.zero_()
     graph.replay()
     assert (got == -torch.inf).all()
@@ -462,36 +292,3 @@ def test_metadata(sms):
     for case in (strided[:, 0], strided[:, 1:]):
         got = dsa.get_paged_mqa_logits_metadata(case, 64, sms)
         assert torch.equal(got, reference.get_paged_mqa_logits_metadata(case.contiguous(), 64, sms))
-
-
-def test_torch_compile():
-    case = Case([100, 3])
-
-    def scores(q, cache, weights, lengths, table):
-        plan = dsa.get_paged_mqa_logits_metadata(lengths, 64, 132)
-        return dsa.fp8_paged_mqa_logits(q, cache, weights, lengths, table, plan, 100, True)
-
-    arguments = case.arguments(100)[:5]
-    compiled = torch.compile(scores, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(*arguments), scores(*arguments))
-
-
-def test_errors_name_the_argument():
-    case = Case([100, 3], 2)
-    q, cache, weights, lengths, table, plan, columns = case.arguments(100)
-    call = dsa.fp8_paged_mqa_logits
-    with pytest.raises(ValueError, match=r"q: the kernel takes heads \(8, 16, 32, 64\), got 24"):
-        call(q[:, :, :24].contiguous(), cache, weights[:, :24], lengths, table, plan, columns)
-    with pytest.raises(ValueError, match=r"kv_cache: the kernel takes page sizes \(32, 64\), got 16"):
-        call(q, cache.view(-1, 16, 1, 132), weights, lengths, table, plan, columns)
-    with pytest.raises(ValueError, match=r"q: the kernel takes queries a sequence \(next_n\) \(1, 2, 3, 4\), got 5"):
-        call(q.new_zeros(2, 5, 64, 128), cache, weights.new_zeros(10, 64), lengths, table, plan, columns)
-    with pytest.raises(ValueError, match="q: must be contiguous"):
-        call(q[:, :, :32], cache, weights[:, :32], lengths, table, plan, columns)
-    with pytest.raises(ValueError, match="kv_cache: pages must start at multiples of 16 bytes"):
-        shifted = cache.view(-1)[4:].as_strided((1, 64, 1, 132), (64 * 132, 132, 132, 1))
-        call(q, shifted, weights, lengths, table, plan, columns)
-    with pytest.raises(ValueError, match="context_lens: the last dimension must be contiguous"):
-        call(q, cache, weights, lengths[:, None].expand(2, 2), table, plan, columns)
-    with pytest.raises(ValueError, match="schedule_meta: must be on q's device cuda:0, got cpu"):
-        call(q, cache, weights, lengths, table, plan.cpu(), columns)

@@ -4,6 +4,8 @@ Scales that are no powers of two against the reference on the GPU: there PyTorch
 multiplying with the reciprocal, and a CPU's scale may be an ulp off.
 """
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -11,6 +13,8 @@ import dsa
 from dsa.reference.cache.indexer_cache import read_indexer_cache
 from dsa.reference.indexer import indexer_inputs as reference
 from dsa.testing import calc_diff, poison_free_memory, poisoned
+from tests.gpu.cache.poisoned_caches import with_slots_outside
+from tests.gpu.op_checks import assert_compiles, assert_runs_have_the_same_bits, assert_same_bits, captured, far_apart
 
 
 def on_cpu(function, *arguments, **options):
@@ -34,8 +38,15 @@ def angles(tokens, rotated=64):
     return a.cos(), a.sin()
 
 
-def same_bits(got, expected):
-    return torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
+def check_queries(*arguments, **options):
+    poison_free_memory(mebibytes=16)
+    got = dsa.quantize_indexer_queries(*arguments, **options)
+    if options.get("use_ue8m0", True):
+        expected = on_cpu(reference.quantize_indexer_queries, *arguments, **options)
+    else:
+        expected = reference.quantize_indexer_queries(*arguments, **options)
+    assert all(x.is_contiguous() for x in got)
+    assert_same_bits(got, expected)
 
 
 @pytest.mark.parametrize("use_ue8m0", [True, False])
@@ -46,36 +57,23 @@ def same_bits(got, expected):
 def test_queries(dtype, rotated, interleaved, dims, use_ue8m0):
     q, weights = torch.randn(37, 5, 128, device="cuda").to(dtype), torch.randn(37, 5, device="cuda")
     options = {"interleaved": interleaved, "dims": dims, "use_ue8m0": use_ue8m0}
-    arguments = (q, weights, *angles(37, rotated))
-    poison_free_memory(mebibytes=16)
-    q8, scaled = dsa.quantize_indexer_queries(*arguments, **options)
-    if use_ue8m0:
-        expected, expected_scaled = on_cpu(reference.quantize_indexer_queries, *arguments, **options)
-    else:
-        expected, expected_scaled = reference.quantize_indexer_queries(*arguments, **options)
-    assert same_bits(q8, expected) and torch.equal(scaled, expected_scaled)
-    assert q8.is_contiguous() and scaled.is_contiguous()
+    check_queries(q, weights, *angles(37, rotated), **options)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 31, 33, 5000])
 @pytest.mark.parametrize("heads", [1, 8, 64])
 def test_query_counts(tokens, heads):
-    arguments = torch.randn(tokens, heads, 128, device="cuda").bfloat16(), torch.randn(tokens, heads, device="cuda")
-    got = dsa.quantize_indexer_queries(*arguments, *(a := angles(tokens)))
-    expected = on_cpu(reference.quantize_indexer_queries, *arguments, *a)
-    assert same_bits(got[0], expected[0]) and torch.equal(got[1], expected[1])
+    q, weights = torch.randn(tokens, heads, 128, device="cuda").bfloat16(), torch.randn(tokens, heads, device="cuda")
+    check_queries(q, weights, *angles(tokens))
 
 
 def test_strided_queries_and_misaligned_angles():
     wide = torch.randn(20, 4, 3 * 128, device="cuda").bfloat16()
     weights = torch.randn(20, 9, device="cuda")[:, 2:6]
     cos, sin = (torch.randn(20, 33, device="cuda")[:, 1:] for _ in range(2))
-    got = dsa.quantize_indexer_queries(wide[..., 128:256], weights, cos, sin)
-    expected = on_cpu(reference.quantize_indexer_queries, wide[..., 128:256], weights, cos, sin)
-    assert same_bits(got[0], expected[0]) and torch.equal(got[1], expected[1])
+    check_queries(wide[..., 128:256], weights, cos, sin)
     one = wide[:1, :1, 128:256].as_strided((1, 1, 128), (7, 3, 1), 128)
-    got = dsa.quantize_indexer_queries(one, weights[:1, :1], cos[:1], sin[:1])
-    assert same_bits(got[0], on_cpu(reference.quantize_indexer_queries, one, weights[:1, :1], cos[:1], sin[:1])[0])
+    check_queries(one, weights[:1, :1], cos[:1], sin[:1])
 
 
 def test_queries_that_are_not_numbers():
@@ -101,47 +99,38 @@ def key_case(tokens, dtype=torch.bfloat16, rotated=64, page_size=64):
 @pytest.mark.parametrize("rotated", [32, 64, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_keys(dtype, rotated, interleaved, dims, use_ue8m0, record_error):
+    """Slots outside the cache are skipped."""
     arguments, shape, slots = key_case(501, dtype, rotated)
     options = {"interleaved": interleaved, "dims": dims, "use_ue8m0": use_ue8m0, "eps": 1e-3}
+    slots, skipped = with_slots_outside(slots, shape[0] * 64, torch.int64)
     got = poisoned(shape, torch.uint8, "cuda")
-    expected = written_keys(*arguments, got, slots, **options)
+    expected = written_keys(*arguments, got, skipped, **options)
     dsa.write_indexer_keys(*arguments, got, slots, **options)
     # Where the sums' order tips a rounding, a value is one step off: rare, and nothing else in the cache moves.
     assert (got != expected).float().mean() < 2e-3
-    (k, s), (ke, se) = read_indexer_cache(got, slots), read_indexer_cache(expected, slots)
+    own = skipped[skipped >= 0]
+    (k, s), (ke, se) = read_indexer_cache(got, own), read_indexer_cache(expected, own)
     diff = calc_diff(k.float() * s[:, None], ke.float() * se[:, None])
     record_error(diff)
     assert diff < 1e-5
     untouched = torch.ones(shape[0] * shape[1], dtype=torch.bool, device="cuda")
-    untouched[slots] = False
+    untouched[own] = False
     for cache in read_indexer_cache(got, untouched.nonzero()[:, 0]):
         assert (cache.view(torch.uint8) == 0xFF).all()
 
 
-@pytest.mark.parametrize("slot_dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("page_size", [1 << 10, 64, 4])
-def test_slots_outside_the_cache_are_skipped(slot_dtype, page_size):
-    arguments, shape, slots = key_case(70, page_size=page_size)
-    capacity = shape[0] * shape[1]
-    bad = {3: -1, 10: capacity, 20: -(2**31), 30: 2**31 - 1}
-    if slot_dtype == torch.int64:
-        bad |= {40: 2**32, 41: 2**63 - 1}
-    skipped = slots.clone()
-    for t, slot in bad.items():
-        slots[t], skipped[t] = slot, -1
-    got, expected = poisoned(shape, torch.uint8, "cuda"), poisoned(shape, torch.uint8, "cuda")
-    dsa.write_indexer_keys(*arguments, got, slots.to(slot_dtype))
-    dsa.write_indexer_keys(*arguments, expected, skipped)
-    assert torch.equal(got, expected)
-    for t in bad:
-        assert skipped[t] == -1
-
-
-@pytest.mark.parametrize("tokens", [0, 1, 31, 33, 4096])
-def test_key_counts(tokens):
-    arguments, shape, slots = key_case(tokens)
+@pytest.mark.parametrize(
+    ("tokens", "page_size", "slot_dtype"),
+    [*product((0, 1, 31, 33, 4096), (64,), (torch.int64,)), *product((70,), (1 << 10, 64, 4), (torch.int32,))],
+)
+def test_key_counts(tokens, page_size, slot_dtype):
+    arguments, shape, slots = key_case(tokens, page_size=page_size)
+    if tokens > 30:
+        slots, skipped = with_slots_outside(slots, shape[0] * page_size, slot_dtype)
+    else:
+        slots, skipped = slots.to(slot_dtype), slots
     got = poisoned(shape, torch.uint8, "cuda")
-    expected = written_keys(*arguments, got, slots)
+    expected = written_keys(*arguments, got, skipped)
     dsa.write_indexer_keys(*arguments, got, slots)
     # Of what is written, or of few rows a number or two.
     assert (got != expected).sum() <= 2 + 2e-3 * 132 * tokens
@@ -149,83 +138,29 @@ def test_key_counts(tokens):
 
 def test_pages_far_apart():
     arguments, shape, slots = key_case(300)
-    stride = 5 * 2**30 // shape[0] // 16 * 16
-    wide = torch.full((shape[0] * stride,), 0xFF, dtype=torch.uint8, device="cuda")
-    far = wide.as_strided(shape, (stride, 132, 132, 1))
     near = poisoned(shape, torch.uint8, "cuda")
-    dsa.write_indexer_keys(*arguments, far, slots)
-    dsa.write_indexer_keys(*arguments, near, slots)
+    far = far_apart(near)
+    for cache in (far, near):
+        dsa.write_indexer_keys(*arguments, cache, slots)
     assert torch.equal(far, near)
 
 
-def test_the_indexer_scores_what_it_wrote():
-    """Queries and keys through the fused ops and the paged scores, against the formula on their dequantised values."""
-    arguments, shape, slots = key_case(64)
-    cache = poisoned(shape, torch.uint8, "cuda")
-    slots = torch.arange(64, 128, device="cuda")
-    dsa.write_indexer_keys(*arguments, cache, slots)
-    q, weights = torch.randn(1, 64, 128, device="cuda").bfloat16(), torch.randn(1, 64, device="cuda")
-    q8, scaled = dsa.quantize_indexer_queries(q, weights, *angles(1))
-    length = torch.tensor([64], dtype=torch.int32, device="cuda")
-    table = torch.tensor([[1]], dtype=torch.int32, device="cuda")
-    got = dsa.fp8_paged_mqa_logits(q8[:, None], cache, scaled, length, table, None, 64)
-    k, scale = read_indexer_cache(cache, slots)
-    dots = (q8[0].double() @ (k.double() * scale[:, None].double()).T).relu()
-    assert calc_diff(got, scaled.double() @ dots) < 5e-6
-
-
-def test_twenty_runs_are_identical_and_graphs_replay():
+def test_repeated_runs_graph_replay_and_torch_compile():
     arguments, shape, slots = key_case(200)
     q, weights = torch.randn(200, 64, 128, device="cuda").bfloat16(), torch.randn(200, 64, device="cuda")
     cache = poisoned(shape, torch.uint8, "cuda")
 
     def run():
+        cache.fill_(0xFF)
         dsa.write_indexer_keys(*arguments, cache, slots)
-        return dsa.quantize_indexer_queries(q, weights, *arguments[3:])
+        return *dsa.quantize_indexer_queries(q, weights, *arguments[3:]), cache.clone()
 
-    first, pages = run(), cache.clone()
-    for _ in range(20):
-        again = run()
-        assert same_bits(first[0], again[0]) and torch.equal(first[1], again[1]) and torch.equal(pages, cache)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        replayed = run()
+    assert_runs_have_the_same_bits(run)
+    (graph, replayed), before = captured(run), run()
     q.normal_()
     arguments[0].normal_()
     slots.copy_(slots.flip(0))
-    cache.fill_(0xFF)
     graph.replay()
-    got_pages = cache.clone()
-    cache.fill_(0xFF)
-    again = run()
-    assert same_bits(replayed[0], again[0]) and torch.equal(replayed[1], again[1]) and torch.equal(got_pages, cache)
-    assert not torch.equal(pages, cache)
-
-
-def test_torch_compile():
-    arguments, shape, slots = key_case(9)
-    eager, compiled = (poisoned(shape, torch.uint8, "cuda") for _ in range(2))
-    q, weights = torch.randn(9, 8, 128, device="cuda").bfloat16(), torch.randn(9, 8, device="cuda")
-
-    def run(cache):
-        dsa.write_indexer_keys(*arguments, cache, slots)
-        return dsa.quantize_indexer_queries(q, weights, *arguments[3:])
-
-    expected = run(eager)
-    got = torch.compile(run, fullgraph=True, backend="aot_eager")(compiled)
-    assert torch.equal(eager, compiled) and same_bits(got[0], expected[0]) and torch.equal(got[1], expected[1])
-
-
-def test_errors_name_the_argument():
-    arguments, shape, slots = key_case(9)
-    cache = poisoned(shape, torch.uint8, "cuda")
-    with pytest.raises(ValueError, match=r"cos: the kernel rotates R \(32, 64, 128\) channels, got 16"):
-        dsa.write_indexer_keys(*arguments[:3], *angles(9, 16), cache, slots)
-    with pytest.raises(ValueError, match="slots: must be on cache's device cuda:0, got cpu"):
-        dsa.write_indexer_keys(*arguments, cache, slots.cpu())
-    with pytest.raises(ValueError, match="cache: pages must start at multiples of 16 bytes"):
-        odd = torch.empty(9 * 8450, dtype=torch.uint8, device="cuda").as_strided((9, 64, 1, 132), (8450, 132, 132, 1))
-        dsa.write_indexer_keys(*arguments, odd, slots)
-    with pytest.raises(ValueError, match="q: rows must start at multiples of 16 bytes"):
-        q = torch.empty(9, 2, 132, device="cuda").bfloat16()[..., 2:130]
-        dsa.quantize_indexer_queries(q, torch.empty(9, 2, device="cuda"), *angles(9))
+    assert_same_bits(replayed, run())
+    assert not torch.equal(replayed[2], before[2])
+    assert_compiles(run)

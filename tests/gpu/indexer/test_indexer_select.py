@@ -11,6 +11,9 @@ import dsa
 from dsa.kernels.indexer.candidate_lists import CAPACITY, GROUP, PARTS, bound_ranks, pass_strides
 from dsa.kernels.indexer.select_limits import TWO_OPS_KEYS
 from dsa.testing import poison_free_memory
+from tests.gpu.op_checks import assert_runs_have_the_same_bits, replays
+
+accumulated = pytest.mark.parametrize("accumulators", [torch.float32, torch.float16])
 
 
 def inputs(queries, keys, heads=64, dim=128):
@@ -40,7 +43,7 @@ def check(q, kv, weights, starts, ends, top_k, accumulators=torch.float32, **pag
     return got
 
 
-@pytest.mark.parametrize("accumulators", [torch.float32, torch.float16])
+@accumulated
 @pytest.mark.parametrize("dim", [32, 64, 128])
 @pytest.mark.parametrize("heads", [8, 16, 32, 64])
 def test_causal(heads, dim, accumulators):
@@ -63,14 +66,13 @@ def test_random_ranges(queries, keys):
         check(*inputs(queries, keys, heads), starts, ends, top_k)
 
 
-def test_more_blocks_than_multiprocessors():
+@accumulated
+def test_more_blocks_than_multiprocessors(accumulators):
     """Lists and rings go on from one work tile to the next, with odd numbers of key tiles in between."""
     queries = 3000
     for keys, longest in ((6400, 6000), (26400, 26000)):
-        starts = torch.randint(0, longest, (queries,), device="cuda", dtype=torch.int32)
-        lengths = torch.randint(0, longest, (queries,), device="cuda", dtype=torch.int32)
-        for accumulators in (torch.float32, torch.float16):
-            check(*inputs(queries, keys), starts, starts + lengths, 300, accumulators)
+        starts, lengths = torch.randint(0, longest, (2, queries), device="cuda", dtype=torch.int32)
+        check(*inputs(queries, keys), starts, starts + lengths, 300, accumulators)
 
 
 @pytest.mark.parametrize("heads", [8, 64])
@@ -83,7 +85,7 @@ def test_blocks_shared_by_two_multiprocessors(heads):
         check(*inputs(queries, keys, heads, 32), starts, torch.full_like(starts, keys), 700)
 
 
-@pytest.mark.parametrize("accumulators", [torch.float32, torch.float16])
+@accumulated
 def test_blocks_without_keys_between_others(accumulators):
     """Before, behind and between blocks of few key tiles and of many, of which a CTA prepares one while it computes
     another."""
@@ -100,16 +102,15 @@ def test_blocks_without_keys_between_others(accumulators):
         check(*inputs(queries, keys), nothing, nothing, 500, accumulators)
 
 
-def test_queries_that_see_little_of_their_blocks_sample():
+@pytest.mark.parametrize("keys", [30000, 100000, 300000])
+def test_queries_that_see_little_of_their_blocks_sample(keys):
     """Of a block that sees all keys, so that a sample has few scores of them, or scores in few of its parts."""
-    for keys in (30000, 100000, 300000):
-        for length in (CAPACITY + 1, 6000, 9000, keys // 8, keys // 4):
-            at = torch.linspace(0, keys - length, 48, device="cuda").int().view(16, 3)
-            all_keys = torch.zeros(16, 1, dtype=torch.int32, device="cuda")
-            starts = torch.cat((all_keys, at), 1).flatten()
-            ends = torch.cat((all_keys + keys, at + length), 1).flatten()
-            for top_k in (10, 2048):
-                check(*inputs(64, keys), starts, ends, top_k)
+    for length in (CAPACITY + 1, 6000, 9000, keys // 8, keys // 4):
+        at = torch.linspace(0, keys - length, 48, device="cuda").int().view(16, 3)
+        all_keys = torch.zeros(16, 1, dtype=torch.int32, device="cuda")
+        starts, ends = torch.cat((all_keys, at), 1), torch.cat((all_keys + keys, at + length), 1)
+        for top_k in (10, 2048):
+            check(*inputs(64, keys), starts.flatten(), ends.flatten(), top_k)
 
 
 def test_rows_of_very_different_lengths():
@@ -176,7 +177,7 @@ def _sampled(keys, stride=4):
     return (torch.arange(keys) // GROUP) % tiles % stride == 0
 
 
-@pytest.mark.parametrize("accumulators", [torch.float32, torch.float16])
+@accumulated
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_scores_of_any_shape(shape, sign, accumulators):
@@ -215,7 +216,7 @@ def _hardly_more_than_the_rank(keys):
     return scores
 
 
-@pytest.mark.parametrize("accumulators", [torch.float32, torch.float16])
+@accumulated
 @pytest.mark.parametrize("keys", [30000, 50000, 131072])
 def test_a_bound_is_not_below_that_of_its_list(keys, accumulators):
     """Queries whose scores differ by a factor alone, so that digits begin everywhere between them."""
@@ -227,17 +228,17 @@ def test_a_bound_is_not_below_that_of_its_list(keys, accumulators):
     check(q, (k, scale), weights, int32([0] * queries), int32([keys] * queries), 2048, accumulators)
 
 
-def test_some_lists_overflow_and_others_do_not():
+@accumulated
+def test_some_lists_overflow_and_others_do_not(accumulators):
     """Of a block: queries that see zeros alone, and queries that see other keys."""
     q, (k, scale), weights = inputs(16, 60000)
     scale[:30000] = 0.0
     starts = int32([0, 30000] * 8)
-    for accumulators in (torch.float32, torch.float16):
-        check(q, (k, scale), weights, starts, starts + 30000, 2048, accumulators)
-        check(q, (k, scale), weights, int32([0] * 16), int32([60000] * 15 + [30000]), 100, accumulators)
+    check(q, (k, scale), weights, starts, starts + 30000, 2048, accumulators)
+    check(q, (k, scale), weights, int32([0] * 16), int32([60000] * 15 + [30000]), 100, accumulators)
 
 
-@pytest.mark.parametrize("accumulators", [torch.float32, torch.float16])
+@accumulated
 def test_nan_is_never_selected(accumulators):
     for keys in (3000, 13000):  # the two ops, and lists of candidates
         q, (k, scale), weights = inputs(20, keys)
@@ -272,19 +273,6 @@ def test_more_queries_than_a_launch_has(monkeypatch):
         check(*arguments, starts, starts + 10000, 256, **sized)
 
 
-def test_calls_that_come_again():
-    """With new tensors of the same sizes, until they are recorded and after."""
-    for i in range(24):
-        arguments, starts = (
-            inputs(30, 2000 if i < 12 else 12000),
-            torch.randint(0, 500, (30,), device="cuda", dtype=torch.int32),
-        )
-        table, sequences = torch.randperm(64, device="cuda").int().view(2, 32), int32(range(60)) % 2
-        check(*arguments, starts, starts + 1400, 128)
-        paging = {"block_table": table, "page_size": 64, "row_to_seq": sequences[::2]}
-        check(*arguments, starts, starts + 1400, 128, **paging)
-
-
 def test_strided_weights_and_keys():
     for keys in (3000, 13000):
         q, (k, scale), _ = inputs(40, keys)
@@ -294,48 +282,44 @@ def test_strided_weights_and_keys():
         check(q, (wide[:, :128], scale), weights, int32([0] * 40), int32([keys] * 40), 64)
 
 
-def test_long_contexts():
+@accumulated
+def test_long_contexts(accumulators):
     """Positions beyond 2^20, and keys whose last bytes are beyond 2^31 of the first's."""
     keys = 2**24 + 2**20
     k = torch.randint(0, 0x78, (keys, 128), dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
-    q, _, weights = inputs(8, 1)
+    (q, _, weights), kv, options = inputs(8, 1), (k, torch.rand(keys, device="cuda")), {"accumulators": accumulators}
     starts = int32([0, keys - 5000, 2**20 - 3, 2**24 - 2048] * 2)
     ends = int32([keys, keys, 2**20 + 9000, 2**24 + 9000] * 2)
-    scale = torch.rand(keys, device="cuda")
-    for accumulators in (torch.float32, torch.float16):
-        options = {"clean_logits": False, "accumulators": accumulators}
-        scores = dsa.fp8_mqa_logits(q, (k, scale), weights, starts, ends, **options)
-        expected = dsa.topk_indices(scores, 2048, starts=starts, lengths=ends - starts)
-        got = dsa.indexer_select(q, (k, scale), weights, starts, ends, 2048, accumulators=accumulators)
-        assert torch.equal(got, expected)
+    scores = dsa.fp8_mqa_logits(q, kv, weights, starts, ends, clean_logits=False, **options)
+    expected = dsa.topk_indices(scores, 2048, starts=starts, lengths=ends - starts)
+    assert torch.equal(dsa.indexer_select(q, kv, weights, starts, ends, 2048, **options), expected)
 
 
-@pytest.mark.parametrize("accumulators", [torch.float32, torch.float16])
+@accumulated
 @pytest.mark.parametrize("keys", [7000, 40000])
 def test_a_graph_takes_new_ranges_and_scores(keys, accumulators):
     """Also scores whose lists overflow, of which the capture knew nothing, and such that do not, behind these."""
-    q, (k, scale), weights = inputs(200, keys)
-    starts, ends = int32([0] * 200), int32([keys] * 200)
-    arguments, options = (q, (k, scale), weights), {"accumulators": accumulators}
-    dsa.indexer_select(*arguments, starts, ends, 300, **options)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = dsa.indexer_select(*arguments, starts, ends, 300, **options)
-    for i in range(4):
-        starts.copy_(torch.randint(0, keys // 2, (200,)))
-        ends.copy_(torch.randint(keys // 2, keys, (200,)))
-        scale.copy_(torch.rand(keys) * (torch.rand(keys) < (0.001 if i % 2 else 1.0)))
-        weights.normal_()
-        graph.replay()
-        scores = dsa.fp8_mqa_logits(*arguments, starts, ends, **options)
+    (q, (k, scale), weights), options, dense = inputs(200, keys), {"accumulators": accumulators}, [1.0, 0.001] * 3
+
+    def renew():
+        middle = keys // 2
+        starts, ends = (int32(torch.randint(low, low + middle, (200,))) for low in (0, middle))
+        scale = torch.rand(keys) * (torch.rand(keys) < dense.pop())
+        return starts, ends, scale.cuda(), torch.randn_like(weights)
+
+    def select(starts, ends, scale, weights):
+        return dsa.indexer_select(q, (k, scale), weights, starts, ends, 300, **options)
+
+    given = starts, ends, scale, weights = renew()
+    for got in replays(select, given, renew, times=4):
+        scores = dsa.fp8_mqa_logits(q, (k, scale), weights, starts, ends, **options)
         assert torch.equal(got, dsa.topk_indices(scores, 300, starts=starts, lengths=ends - starts))
 
 
-def test_twenty_runs_are_identical():
+@accumulated
+def test_twenty_runs_are_identical(accumulators):
     arguments = (*inputs(500, 30000), int32([0] * 500), int32(range(29500, 30000)), 2048)
-    for accumulators in (torch.float32, torch.float16):
-        first = dsa.indexer_select(*arguments, accumulators=accumulators).clone()
-        assert all(torch.equal(first, dsa.indexer_select(*arguments, accumulators=accumulators)) for _ in range(20))
+    assert_runs_have_the_same_bits(dsa.indexer_select, *arguments, accumulators=accumulators)
 
 
 @pytest.mark.parametrize("keys", [TWO_OPS_KEYS, 40000, 131072])

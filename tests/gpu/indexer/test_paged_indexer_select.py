@@ -1,6 +1,7 @@
 """Scores over pages and selection in one launch beside the two ops by themselves, bit by bit."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -8,51 +9,28 @@ import torch
 import dsa
 from dsa.kernels.indexer.paged_select_plan import ENTRIES, ROW_WORDS, choose_config, sequences_of_launch
 from dsa.kernels.indexer.select_limits import ZERO_WORDS
-from dsa.testing import poison_free_memory, poisoned
+from dsa.testing import poison_free_memory
+from tests.gpu.indexer.paged_keys import PagedKeys, int32
+from tests.gpu.op_checks import assert_runs_have_the_same_bits, assert_same_bits, captured, far_apart
 
-GARBAGE = torch.tensor([-1, 10**8, -(2**31), 2**31 - 1], dtype=torch.int32)
 HALF = torch.float16
 
 
-def int32(values):
-    return torch.as_tensor(values, dtype=torch.int32, device="cuda")
+class Case(PagedKeys):
+    """scales: of a sequence's keys, a function of their number. Its scores are these: all keys and queries are the
+    same."""
 
-
-class Case:
-    """Sequences of keys in random pages of a cache whose other bytes are NaN; garbage in the table's rest.
-
-    scales  of a sequence's keys, a function of their number. Its scores are these: all keys and queries are the same
-    """
-
-    def __init__(self, lengths, next_n=1, heads=64, dim=128, page_size=64, scales=None, sign=1.0, spare_pages=3):
-        used = [-(-n // page_size) for n in lengths]
-        width = max([*used, 1]) + 1
-        self.cache = poisoned((sum(used) + spare_pages, page_size, 1, dim + 4), torch.uint8, "cuda")
-        order = torch.randperm(len(self.cache))
-        table = GARBAGE.repeat(len(lengths) * width)[: len(lengths) * width].view(len(lengths), width).clone()
-        slots, at = [], 0
-        for b, n in enumerate(lengths):
-            own = order[at : at + used[b]]
-            table[b, : used[b]], at = own, at + used[b]
-            slots.append((own[:, None] * page_size + torch.arange(page_size)).view(-1)[:n])
-        self.slots = torch.cat(slots).cuda()
-        queries = len(lengths) * next_n
-        if scales is None:
-            keys = torch.randn(len(self.slots), dim, device="cuda").to(torch.float8_e4m3fn)
-            of_keys = torch.rand(len(self.slots), device="cuda") + 0.1
-            self.q = torch.randn(len(lengths), next_n, heads, dim, device="cuda").to(torch.float8_e4m3fn)
-            self.weights = torch.randn(queries, heads, device="cuda")
-        else:
+    def __init__(self, lengths, next_n=1, heads=64, scales=None, sign=1.0, dim=128, **options):
+        super().__init__(lengths, next_n, heads, dim, **options)
+        if scales is not None:
             one = torch.zeros(dim, device="cuda")
             one[0] = 1.0
-            keys = one.expand(len(self.slots), dim).to(torch.float8_e4m3fn)
-            of_keys = torch.cat([scales(n).float() for n in lengths]).cuda()
-            self.q = one.expand(len(lengths), next_n, heads, dim).to(torch.float8_e4m3fn).contiguous()
-            self.weights = torch.zeros(queries, heads, device="cuda")
+            self.q = one.expand(self.q.shape).to(torch.float8_e4m3fn).contiguous()
+            self.weights.zero_()
             self.weights[:, 0] = sign
-        self.write(keys, of_keys)
-        self.table, self.lengths, self.next_n = table.cuda(), int32(lengths), next_n
-        self.workspace = dsa.paged_indexer_select_workspace(queries, "cuda")
+            keys = one.expand(len(self.slots), dim).to(torch.float8_e4m3fn)
+            self.write(keys, torch.cat([scales(n).float() for n in lengths]).cuda())
+        self.workspace = dsa.paged_indexer_select_workspace(len(self.weights), "cuda")
 
     def write(self, keys, scales):
         if len(self.slots):
@@ -85,19 +63,6 @@ class Case:
         options = {"workspace": self.workspace, **options}
         return dsa.paged_indexer_select(*self.arguments(lengths), columns, top_k, **options)
 
-    def captured(self, columns, top_k, **options):
-        """A function that replays a graph of this call and returns what the graph writes."""
-        self.select(columns, top_k, **options)  # compiles the kernel, which cannot be done within a capture
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            got = self.select(columns, top_k, **options)
-
-        def replay():
-            graph.replay()
-            return got
-
-        return replay
-
     def assert_zero_counts(self):
         """Every call leaves the workspace's counts at zero for the next one."""
         assert not self.workspace[:, :ZERO_WORDS].any()
@@ -121,24 +86,20 @@ class Case:
         self.assert_zero_counts()
 
 
-@pytest.mark.parametrize("page_size", [32, 64])
-@pytest.mark.parametrize("next_n", [1, 2, 3, 4])
-@pytest.mark.parametrize("heads", [8, 16, 32, 64])
-def test_every_shape(heads, next_n, page_size):
+@pytest.mark.parametrize(
+    ("heads", "dim", "next_n", "page_size"),
+    [
+        *itertools.product((8, 16, 32, 64), (128,), (1, 2, 3, 4), (32, 64)),
+        *itertools.product((64,), (32, 64), (1, 2, 3, 4), (64,)),
+    ],
+)
+def test_every_shape(heads, dim, next_n, page_size):
     for lengths in ([0, 1, 63, 64, 65, 257, 1000, 0, 0, 5, 4097, 2], [20000], [0]):
-        case = Case(lengths, next_n, heads, page_size=page_size)
+        case = Case(lengths, next_n, heads, dim=dim, page_size=page_size)
         for accumulators in (torch.float32, HALF):
             for top_k in (1, 100, 2048):
                 case.check(top_k, accumulators=accumulators)
         case.check(512, columns=5000)
-
-
-@pytest.mark.parametrize("next_n", [1, 2, 3, 4])
-@pytest.mark.parametrize("dim", [32, 64])
-def test_fewer_channels(dim, next_n):
-    case = Case([0, 1, 64, 1000, 3000, 70], next_n, dim=dim)
-    for accumulators in (torch.float32, HALF):
-        case.check(500, accumulators=accumulators)
 
 
 @pytest.mark.parametrize("top_k", [1, 512, 2048])
@@ -179,6 +140,7 @@ def test_more_sequences_and_keys_than_a_launch_has_room_for():
     case = Case([131072, 0, 5, 131072, 100000, 2048, 131000, 60000] * 2, next_n=4)
     for accumulators in (torch.float32, HALF):
         case.check(2048, accumulators=accumulators)
+    Case([1 << 20, 3, 1 << 20, 700000, 1 << 20]).check(2048)
 
 
 @pytest.mark.parametrize(("heads", "next_n"), [(64, 1), (64, 2), (8, 4)])
@@ -192,12 +154,7 @@ def test_a_million_keys(heads, next_n):
         case.check(2048, columns=1 << 20)
 
 
-def test_a_million_keys_of_several_sequences():
-    case = Case([1 << 20, 3, 1 << 20, 700000, 1 << 20])
-    case.check(2048)
-
-
-def test_more_keys_than_there_is_room_for():
+def test_as_many_keys_as_there_is_room_for():
     case = Case([100], next_n=4)
     most = choose_config(64, 4, False).capacity(256, 4, False) * (dsa.num_sms("cuda") - 1)
     case.table = case.table[:, :1].expand(1, -(-most // 64) + 1).contiguous()
@@ -309,11 +266,10 @@ def test_columns_fewer_than_keys_and_a_table_too_short():
     case.check(500, columns=333)
     for pages in (3, 1):
         case.table = case.table[:, :pages].clone()
-        for columns in (900, 70, 2**31 - 1 if pages == 1 else 64):
-            scores = columns if columns < 2**31 - 1 else 100
-            expected = case.expected(300, scores)
-            got = case.select(columns, 300, return_values=True, workspace=None)
-            assert all(map(torch.equal, got, expected))
+        for columns in (900, 70, 64):
+            case.check(300, columns=columns)
+    expected, got = case.expected(300, 100), case.select(2**31 - 1, 300, return_values=True, workspace=None)
+    assert all(map(torch.equal, got, expected))
 
 
 def test_lengths_of_any_numbers():
@@ -337,28 +293,9 @@ def test_pages_outside_the_cache():
     case.check(300)
 
 
-def test_empty():
-    case = Case([64, 64])
-    q, cache, weights, lengths, table = case.arguments()
-    options = {"return_values": True, "workspace": case.workspace}
-    none = dsa.paged_indexer_select(q[:0], cache, weights[:0], lengths[:0], table[:0], 9, 5, **options)
-    assert none[0].shape == none[1].shape == (0, 5)
-    for pages, blocks in ((cache[:0], table), (cache, table[:, :0])):
-        got, values = dsa.paged_indexer_select(q, pages, weights, lengths, blocks, 70, 5, **options)
-        assert got.shape == (2, 5) and (got == -1).all() and (values == -torch.inf).all()
-    case.lengths.fill_(-7)
-    case.check(100, columns=64)
-
-
 def test_cache_beyond_2_to_31_bytes():
-    """Pages far apart: the last ones begin 6 GB into the cache."""
     case = Case([3000, 1000])
-    pages = len(case.cache)
-    stride = 6 * 2**30 // pages // 16 * 16
-    wide = torch.full((pages * stride,), 0xFF, dtype=torch.uint8, device="cuda")
-    cache = wide.as_strided(case.cache.shape, (stride, *case.cache.stride()[1:]))
-    cache.copy_(case.cache)
-    case.cache = cache
+    case.cache = far_apart(case.cache)
     case.check(512)
 
 
@@ -379,8 +316,8 @@ def test_strided_weights_and_tables():
 def test_a_graph_takes_new_lengths_keys_and_pages(length, own):
     """Also plateaus, of which the capture knew nothing, and such that are none behind these."""
     case = Case([length] * 6, next_n=2)
-    options = {} if own else {"workspace": None}
-    replay = case.captured(length, 600, slots=True, return_values=True, **options)
+    options = {"slots": True, "return_values": True} | ({} if own else {"workspace": None})
+    graph, got = captured(case.select, length, 600, **options)
     keys = len(case.slots)
     for i in range(6):
         case.lengths.copy_(torch.randint(0, length + 1, (6,)))
@@ -389,48 +326,23 @@ def test_a_graph_takes_new_lengths_keys_and_pages(length, own):
         case.table.copy_(case.table.roll(1, 0))
         case.weights.normal_()
         for _ in range(3):
-            got = replay()
-        expected = case.expected(600, length, slots=True)
-        assert all(map(torch.equal, got, expected))
+            graph.replay()
+        assert all(map(torch.equal, got, case.expected(600, length, slots=True)))
         case.assert_zero_counts()
 
 
-def test_calls_that_come_again():
-    """With new tensors of the same sizes, until they are recorded and after, over one workspace and over their own."""
-    workspace = dsa.paged_indexer_select_workspace(80, "cuda")
-    for _ in range(12):
-        for lengths in ([3000, 20, 0, 700], [100] * 35):
-            case = Case(lengths, next_n=2)
-            case.workspace = workspace
-            case.check(128, columns=3000)
-
-
-def test_runs_are_identical():
-    for lengths, next_n, scales in (
-        ([131072], 1, None),
-        ([5000, 1, 0, 777, 64], 2, None),
-        ([60000] * 3, 1, torch.ones),
-    ):
-        case = Case(lengths, next_n, scales=scales)
-        select = functools.partial(case.select, max(lengths), 2048, return_values=True)
-        first = [x.clone() for x in select()]
-        for _ in range(300):
-            got = select()
-        assert all(map(torch.equal, first, got))
-        for _ in range(20):
-            assert all(map(torch.equal, first, select()))
-
-
-def test_a_sequence_does_not_depend_on_the_batch():
-    case = Case([30000, 10000, 5])
-    q, cache, weights, lengths, table = case.arguments()
-    whole = case.select(30000, 512, return_values=True, workspace=None)
-    for b in range(3):
-        own = slice(b, b + 1)
-        alone = dsa.paged_indexer_select(
-            q[own], cache, weights[own], lengths[own], table[own], 30000, 512, return_values=True
-        )
-        assert all(torch.equal(x[own], y) for x, y in zip(whole, alone))
+@pytest.mark.parametrize(
+    ("lengths", "next_n", "scales"),
+    [([131072], 1, None), ([5000, 1, 0, 777, 64], 2, None), ([60000] * 3, 1, torch.ones)],
+)
+def test_runs_are_identical(lengths, next_n, scales):
+    case = Case(lengths, next_n, scales=scales)
+    select = functools.partial(case.select, max(lengths), 2048, return_values=True)
+    first = select()
+    for _ in range(300):  # without a wait of the host
+        got = select()
+    assert_same_bits(got, first)
+    assert_runs_have_the_same_bits(select)
 
 
 def test_the_next_op_of_a_stream_has_the_results():
@@ -452,6 +364,16 @@ def test_the_next_op_of_a_stream_has_the_results():
     case.assert_zero_counts()
 
 
+def replaying(graph, results):
+    """A function that replays a graph and returns what the graph writes."""
+
+    def replay():
+        graph.replay()
+        return results
+
+    return replay
+
+
 @pytest.mark.parametrize("graphs", [False, True])
 def test_two_streams_at_once(graphs):
     """Calls or replays of graphs, each with a workspace of its own: CTAs of one wait for each other while those of the
@@ -459,9 +381,9 @@ def test_two_streams_at_once(graphs):
     cases, columns = [Case([60000, 500, 60000]), Case([131072], next_n=2)], (60000, 131072)
     streams = [torch.cuda.Stream() for _ in cases]
     expected = [case.expected(2048, n)[0] for case, n in zip(cases, columns)]
-    launches = [
-        case.captured(n, 2048) if graphs else functools.partial(case.select, n, 2048) for case, n in zip(cases, columns)
-    ]
+    launches = [functools.partial(case.select, n, 2048) for case, n in zip(cases, columns)]
+    if graphs:
+        launches = [replaying(*captured(launch)) for launch in launches]
     results = []
     for _ in range(200):
         for got in results:
@@ -522,17 +444,3 @@ def test_memory_beside_the_results():
         before = torch.cuda.memory_allocated()
         got = case.select(20000, 2048, workspace=workspace)
         assert torch.cuda.max_memory_allocated() - before <= got.nbytes + most
-
-
-def test_what_the_kernel_does_not_take():
-    case = Case([64, 100])
-    q, cache, weights, lengths, table = case.arguments()
-    call = dsa.paged_indexer_select
-    with pytest.raises(ValueError, match=r"q: the kernel takes heads \(8, 16, 32, 64\), got 24"):
-        call(q[:, :, :24].contiguous(), cache, weights[:, :24], lengths, table, 100, 10)
-    with pytest.raises(ValueError, match="top_k: the kernel takes up to 2048, got 2049"):
-        call(q, cache, weights, lengths, table, 100, 2049)
-    with pytest.raises(ValueError, match="workspace: must be on q's device cuda:0, got cpu"):
-        call(q, cache, weights, lengths, table, 100, 10, workspace=case.workspace.cpu())
-    with pytest.raises(ValueError, match="workspace: must have a row for each of the 2 queries"):
-        call(q, cache, weights, lengths, table, 100, 10, workspace=case.workspace[:1])

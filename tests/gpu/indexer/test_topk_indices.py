@@ -12,6 +12,7 @@ from dsa.ops.declaration import forget_calls
 from dsa.ops.indexer import topk_indices as bridge
 from dsa.reference import topk_indices as reference
 from dsa.testing import poison_free_memory
+from tests.gpu.op_checks import assert_compiles, assert_runs_have_the_same_bits, replays
 
 INF, NAN = math.inf, math.nan
 SIZES = [(3, 5000), (2, 20000), (1, 131072), (7, 4097), (2, 8192)]
@@ -49,18 +50,19 @@ def i32(values):
     return torch.tensor(values, dtype=torch.int32, device="cuda")
 
 
+def same(got, expected):
+    """Indices and values; zeros of either sign are equal."""
+    for g, e in zip(got, expected, strict=True):
+        assert (g.dtype, g.shape) == (e.dtype, e.shape)
+        assert torch.equal(g, e), (
+            f"{int((g != e).sum())} of {e.dtype} differ, first in {(g != e).nonzero()[0].tolist()}"
+        )
+
+
 def check(scores, k, **options):
     poison_free_memory(mebibytes=8)
     got = dsa.topk_indices(scores, k, return_values=True, **options)
-    expected = reference(scores, k, return_values=True, **options)
-    for name, g, e in zip(("indices", "values"), got, expected):
-        assert g.dtype == e.dtype and g.shape == e.shape
-        if not torch.equal(g, e):
-            row, place = (g != e).nonzero()[0].tolist()
-            raise AssertionError(
-                f"{name}: {int((g != e).sum())} differ, first in row {row} at {place}: {g[row, place - 2 : place + 3]} "
-                f"for {e[row, place - 2 : place + 3]}"
-            )
+    same(got, reference(scores, k, return_values=True, **options))
 
 
 def sampled(n):
@@ -127,6 +129,17 @@ def test_k(config, k):
     check(torch.randn(3, 30001, device="cuda").mul(3).round(), k, sorted=True)
 
 
+@pytest.mark.parametrize(
+    ("rows", "cols", "k"),
+    [*((rows, cols, 5) for rows, cols in ((0, 10), (3, 0), (0, 0), (1, 1), (2, 7))), (70000, 600, 17)]
+    + [(rows, 1200001, 2048) for rows in (1, 3, 140)],
+)
+def test_sizes(rows, cols, k):
+    scores = torch.randn(rows, cols, device="cuda").mul(1000).round()
+    check(scores, k, sorted=rows < 10)
+    check(scores, k, lengths=torch.randint(0, cols + 1, (rows,), device="cuda", dtype=torch.int32))
+
+
 @pytest.mark.parametrize("sorted_", [False, True])
 def test_ragged_rows(config, sorted_):
     cols = 40000
@@ -147,51 +160,41 @@ def test_ragged_rows(config, sorted_):
 @pytest.mark.parametrize("sorted_", [False, True])
 def test_into_a_part_of_a_buffer(config, sorted_):
     """Rows at multiples of 16 bytes and at none; what is around them stays as it is."""
-    for rows, cols in SIZES:
+    for rows, cols in (*SIZES, (5, 0)):
         scores = torch.randn(rows, cols, device="cuda")
-        lengths = torch.randint(0, cols, (rows,), dtype=torch.int32, device="cuda")
+        lengths = torch.randint(0, cols + 1, (rows,), dtype=torch.int32, device="cuda")
         for k, ahead, behind in ((1, 0, 0), (512, 4, 4), (512, 1, 2), (most(config), 3, 0)):
             options = {"lengths": lengths, "sorted": sorted_, "return_values": True}
             buffer = torch.full((rows + 2, ahead + k + behind), 77, dtype=torch.int32, device="cuda")
             part = buffer[1:-1, ahead : ahead + k]
-            indices, values = dsa.topk_indices(scores, k, **options, out=part)
-            expected, expected_values = reference(scores, k, **options)
-            assert indices is part and torch.equal(part, expected) and torch.equal(values, expected_values)
-            assert torch.equal(dsa.topk_indices(scores, k, lengths=lengths, sorted=sorted_, out=part), expected)
+            got = dsa.topk_indices(scores, k, **options, out=part)
+            assert got[0] is part
+            expected = reference(scores, k, **options)
+            same(got, expected)
             part.fill_(77)
             assert (buffer == 77).all()
-    empty = torch.full((5, 9), 77, dtype=torch.int32, device="cuda")
-    dsa.topk_indices(torch.empty(5, 0, device="cuda"), 4, out=empty[:, 3:7])
-    assert (empty[:, 3:7] == -1).all() and (empty == 77).sum() == 25
+            assert torch.equal(dsa.topk_indices(scores, k, **options | {"return_values": False}, out=part), expected[0])
 
 
-def test_slots_into_a_part_of_a_buffer():
-    """With 128 rows, as a decoding batch has them."""
-    scores, lengths = torch.randn(128, 20000, device="cuda"), torch.randint(0, 20000, (128,), device="cuda").int()
+@pytest.mark.parametrize("paged", [False, True])
+def test_graph_replay_into_a_part_of_a_buffer(paged):
+    """With 128 rows, as a decoding batch has them, positions or slots."""
+
+    def renew():
+        return torch.randn(128, 20000, device="cuda"), torch.randint(0, 20001, (128,), device="cuda").int()
+
     table = torch.randint(-1, 1000, (64, 320), dtype=torch.int32, device="cuda")
     paging = {"block_table": table, "page_size": 64, "row_to_seq": torch.arange(128, device="cuda").int() // 2}
+    options = paging if paged else {}
     buffer = torch.full((128, 2100), 77, dtype=torch.int32, device="cuda")
-    part = buffer[:, 50:2098]
-    dsa.topk_indices(scores, 2048, lengths=lengths, **paging, out=part)
-    assert torch.equal(part, reference(scores, 2048, lengths=lengths, **paging))
-    assert (buffer[:, :50] == 77).all() and (buffer[:, 2098:] == 77).all()
 
+    def op(scores, lengths):
+        return dsa.topk_indices(scores, 2048, lengths=lengths, **options, out=buffer[:, 50:2098])
 
-def test_graph_replay_into_a_part_of_a_buffer():
-    scores, lengths = torch.randn(9, 30000, device="cuda"), torch.full((9,), 30000, device="cuda").int()
-    buffer = torch.full((9, 1500), 77, dtype=torch.int32, device="cuda")
-    part = buffer[:, 3:1027]
-    dsa.topk_indices(scores, 1024, lengths=lengths, out=part)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        dsa.topk_indices(scores, 1024, lengths=lengths, out=part)
-    for _ in range(3):
-        scores.normal_()
-        lengths.random_(0, 30000)
-        part.fill_(-7)
-        graph.replay()
-        assert torch.equal(part, reference(scores, 1024, lengths=lengths))
-        assert (buffer[:, :3] == 77).all() and (buffer[:, 1027:] == 77).all()
+    scores, lengths = renew()
+    for part in replays(op, (scores, lengths), renew):
+        assert torch.equal(part, reference(scores, 2048, lengths=lengths, **options))
+        assert (buffer[:, :50] == 77).all() and (buffer[:, 2098:] == 77).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -221,44 +224,9 @@ def test_slots(config):
     check(scores, 512, block_table=table.T.contiguous()[:6], page_size=64, starts=i32([0, 5, 10, 0, 3, 1]))
 
 
-def test_a_row_alone_equals_the_row_in_a_batch():
-    """Other row counts take other variants."""
-    scores = torch.randn(300, 50000, device="cuda").mul(50).round()
-    whole = dsa.topk_indices(scores, 2048)
-    for rows in (1, 2, 8, 60, 130, 140):
-        assert torch.equal(dsa.topk_indices(scores[:rows], 2048), whole[:rows])
-    for cfg in topk_config.CONFIGS:
-        with pytest.MonkeyPatch.context() as patch:
-            forced(patch, cfg)
-            assert torch.equal(dsa.topk_indices(scores[:40], 2048), whole[:40])
-    bridge._kernel.cache_clear()
-    forget_calls()
-
-
 def test_runs_are_identical():
     scores = torch.randn(200, 70000, device="cuda").mul(20).round()
-    first = dsa.topk_indices(scores, 2048, return_values=True)
-    for _ in range(20):
-        again = dsa.topk_indices(scores, 2048, return_values=True)
-        assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
-
-
-def test_index_scores_of_a_model():
-    """Few heads make plateaus of zeros; ragged causal rows."""
-    for heads in (8, 64):
-        q = torch.randn(500, heads, 128, device="cuda").to(torch.float8_e4m3fn)
-        k = torch.randn(9000, 128, device="cuda").to(torch.float8_e4m3fn)
-        ends = torch.arange(8500, 9000, device="cuda", dtype=torch.int32)
-        starts = torch.zeros_like(ends)
-        weights = torch.rand(500, heads, device="cuda")
-        scores = dsa.fp8_mqa_logits(q, (k, torch.ones(9000, device="cuda")), weights, starts, ends, clean_logits=False)
-        check(scores, 2048, starts=starts, lengths=ends)
-        check(scores.round(), 2048, starts=starts, lengths=ends)
-
-
-def test_many_rows():
-    scores = torch.randn(70000, 600, device="cuda")
-    check(scores, 17, lengths=torch.randint(0, 600, (70000,), device="cuda", dtype=torch.int32))
+    assert_runs_have_the_same_bits(dsa.topk_indices, scores, 2048, return_values=True)
 
 
 def test_beyond_two_to_the_31():
@@ -268,38 +236,28 @@ def test_beyond_two_to_the_31():
     check(scores, 100)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 140])
-def test_a_million_columns(rows):
-    scores = torch.randn(rows, 1200001, device="cuda").mul(1000).round()
-    check(scores, 2048)
-
-
-@pytest.mark.parametrize(("rows", "cols"), [(0, 10), (3, 0), (0, 0), (1, 1), (2, 7)])
-def test_small(rows, cols):
-    check(torch.randn(rows, cols, device="cuda"), 5)
-    check(torch.randn(rows, cols, device="cuda"), 5, sorted=True)
-
-
 def test_graph_replay_with_new_lengths_and_torch_compile():
-    scores = torch.randn(16, 40000, device="cuda")
-    starts, lengths = torch.zeros(16, dtype=torch.int32, device="cuda"), i32([40000] * 16)
+    def renew():
+        starts, lengths = (torch.randint(0, most, (16,), device="cuda").int() for most in (100, 39900))
+        return torch.randn(16, 40000, device="cuda"), starts, lengths
 
-    def run():
-        return dsa.topk_indices(scores, 1024, starts=starts, lengths=lengths, return_values=True)
+    def op(scores, starts, lengths, topk=dsa.topk_indices):
+        return topk(scores, 1024, starts=starts, lengths=lengths, return_values=True)
 
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = run()
-    for _ in range(3):
-        scores.normal_()
-        starts.random_(0, 100)
-        lengths.copy_(torch.randint(0, 39900, (16,), device="cuda"))
-        graph.replay()
-        expected = reference(scores, 1024, starts=starts, lengths=lengths, return_values=True)
-        assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")()
-    assert torch.equal(compiled[0], expected[0]) and torch.equal(compiled[1], expected[1])
+    given = renew()
+    for got in replays(op, given, renew):
+        same(got, op(*given, topk=reference))
+    assert_compiles(op, *given)
+
+
+def test_no_host_synchronisation():
+    scores, lengths = torch.randn(4, 10000, device="cuda"), i32([0, 5, 10000, 9000])
+    dsa.topk_indices(scores, 512, lengths=lengths)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        dsa.topk_indices(scores, 512, lengths=lengths)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("cols", [9000, 40000])
@@ -317,25 +275,3 @@ def test_calls_that_follow_each_other_closely(cols):
     first = torch.randn(5, cols, device="cuda")
     for got, expected in zip(chain(dsa.topk_indices), chain(reference)):
         assert torch.equal(got, expected)
-
-
-def test_no_host_synchronisation():
-    scores, lengths = torch.randn(4, 10000, device="cuda"), i32([0, 5, 10000, 9000])
-    dsa.topk_indices(scores, 512, lengths=lengths)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        dsa.topk_indices(scores, 512, lengths=lengths)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-def test_errors_name_the_argument():
-    scores = torch.randn(4, 10000, device="cuda")
-    with pytest.raises(ValueError, match="k: the kernel takes up to 4096, got 4097"):
-        dsa.topk_indices(scores, 4097)
-    with pytest.raises(ValueError, match="lengths: must be on scores's device cuda:0, got cpu"):
-        dsa.topk_indices(scores, 5, lengths=torch.zeros(4, dtype=torch.int32))
-    with pytest.raises(ValueError, match="scores: the last dimension must be contiguous"):
-        dsa.topk_indices(scores.T, 5)
-    with pytest.raises(ValueError, match="scores: the kernel takes less than 1073741824 columns"):
-        dsa.topk_indices(torch.empty(1, device="cuda").expand(1, 2**30), 5)

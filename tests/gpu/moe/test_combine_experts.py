@@ -1,6 +1,8 @@
 """The kernel of the experts' sum against the reference: bit for bit, on the GPU."""
 
 import math
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -8,6 +10,14 @@ import torch
 import dsa
 from dsa.reference.moe import combine_experts as reference
 from dsa.testing import poison_free_memory
+from tests.gpu.op_checks import (
+    among_nan,
+    assert_equal,
+    assert_runs_have_the_same_bits,
+    assert_same_on_the_second_gpu,
+    on_a_late_stream,
+    replays,
+)
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 NAN, INF = math.nan, math.inf
@@ -26,45 +36,37 @@ def check(y, rows, weights, shared=None, record_error=None):
     got = dsa.combine_experts(y, rows, weights, shared)
     expected = reference.combine_experts(y, rows, weights, shared)
     assert got.dtype == y.dtype and got.is_contiguous()
-    torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+    assert_equal(got, expected)
     residual = torch.randn(expected.shape, device="cuda").to(y.dtype)
     added = dsa.combine_experts(y, rows, weights, shared, residual)
-    torch.testing.assert_close(added, residual + expected, rtol=0, atol=0, equal_nan=True)
+    assert_equal(added, residual + expected)
     if record_error:
         record_error((got.float() - expected.float()).abs().nan_to_num().max() if got.numel() else 0.0)
 
 
+@pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("with_shared", [False, True])
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("k", [1, 2, 6, 7, 8, 9, 16, 33])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_variants(dtype, k, index_dtype, with_shared, record_error):
-    check(*inputs(37, k, 1536, dtype, index_dtype, with_shared), record_error)
-
-
-@pytest.mark.parametrize("with_shared", [False, True])
-@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("k", [1, 6, 8, 9, 33])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_without_weights(dtype, k, index_dtype, with_shared, record_error):
-    """They are 1; rows outside are zero here too."""
-    y, rows, _, shared = inputs(37, k, 1536, dtype, index_dtype, with_shared)
+def test_variants(dtype, k, index_dtype, with_shared, weighted, record_error):
+    """Without weights they are 1. Rows outside y are zeros."""
+    y, rows, weights, shared = inputs(37, k, 1536, dtype, index_dtype, with_shared)
     rows[::5, 0], rows[1::5, -1] = -1, len(y)
     y[rows[2, 0]] = INF
-    check(y, rows, None, shared, record_error)
+    check(y, rows, weights if weighted else None, shared, record_error)
 
 
-@pytest.mark.parametrize("channels", [8, 16, 200, 1016, 1024, 1032, 4096, 7168])
-@pytest.mark.parametrize("tokens", [1, 7, 300])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_shapes(dtype, tokens, channels, record_error):
-    check(*inputs(tokens, 8, channels, dtype), record_error)
-
-
-@pytest.mark.parametrize(("channels", "k"), [(7168, 8), (4096, 6)])
-@pytest.mark.parametrize("tokens", [1024, 4096])
-def test_large(tokens, channels, k, record_error):
-    check(*inputs(tokens, k, channels), record_error)
+@pytest.mark.parametrize(
+    ("tokens", "k", "channels", "dtype"),
+    [
+        *product((1, 7, 300), (8,), (8, 16, 200, 1016, 1024, 1032, 4096, 7168), DTYPES),
+        *((tokens, k, channels, DTYPES[0]) for tokens in (1024, 4096) for k, channels in ((8, 7168), (6, 4096))),
+    ],
+    ids=str,
+)
+def test_shapes(tokens, k, channels, dtype, record_error):
+    check(*inputs(tokens, k, channels, dtype), record_error)
 
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
@@ -126,22 +128,12 @@ def test_weights_of_every_size_and_sign():
 
 def test_strides():
     y, rows, weights, shared = inputs(50, 6, 512)
-    wide_y, wide_shared = (torch.nn.functional.pad(x, (8, 24), value=NAN)[:, 8:520] for x in (y, shared))
+    wide_y, wide_shared = among_nan(y), among_nan(shared)
     check(wide_y, rows.T.contiguous().T, weights.repeat_interleave(2, 1)[:, ::2], wide_shared)
     check(y[::2], rows // 2, weights, shared[:1].expand(50, 512))
     got = dsa.combine_experts(y, rows, weights, None, wide_shared)
     assert torch.equal(got, wide_shared + dsa.combine_experts(y, rows, weights))
     check(y[:1], rows * 0, weights, shared)
-
-
-def test_nothing():
-    y, rows, weights, shared = inputs(5, 4, 64)
-    assert dsa.combine_experts(y, rows[:0], weights[:0], shared[:0]).shape == (0, 64)
-    assert torch.equal(dsa.combine_experts(y[:0], rows, weights, shared), shared)
-    assert torch.equal(dsa.combine_experts(y, rows[:, :0], weights[:, :0], shared), shared)
-    assert not dsa.combine_experts(y, rows[:, :0], weights[:, :0]).any()
-    assert torch.equal(dsa.combine_experts(y[:0], rows, weights, None, shared), shared)
-    assert dsa.combine_experts(y[:, :0], rows, weights).shape == (5, 0)
 
 
 def test_offsets_beyond_32_bits():
@@ -154,71 +146,22 @@ def test_offsets_beyond_32_bits():
 
 
 def test_twenty_runs_are_identical():
-    tensors = inputs(1000, 8, 4096)
-    first = dsa.combine_experts(*tensors)
-    assert all(torch.equal(first, dsa.combine_experts(*tensors)) for _ in range(20))
+    assert_runs_have_the_same_bits(dsa.combine_experts, *inputs(1000, 8, 4096))
 
 
 def test_graph_replay_with_new_data():
-    tensors = inputs(100, 8, 2048)
-    dsa.combine_experts(*tensors)  # compile outside the capture
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = dsa.combine_experts(*tensors)
-    for _ in range(3):
-        for x, y in zip(tensors, inputs(100, 8, 2048)):
-            x.copy_(y)
-        graph.replay()
-        assert torch.equal(got, reference.combine_experts(*tensors))
+    given = inputs(100, 8, 2048)
+    for got in replays(dsa.combine_experts, given, partial(inputs, 100, 8, 2048)):
+        assert torch.equal(got, reference.combine_experts(*given))
 
 
 def test_side_stream():
     y, rows, weights, _ = inputs(2000, 8, 4096)
     expected = dsa.combine_experts(y, rows, weights)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(20_000_000)  # a kernel on another stream would read y before the doubling below
-        y.mul_(2)
-        got = dsa.combine_experts(y, rows, weights)
-    stream.synchronize()
+    got = on_a_late_stream(lambda: y.mul_(2), dsa.combine_experts, y, rows, weights)
     assert torch.equal(got, 2 * expected)
 
 
 @pytest.mark.several_gpus
 def test_tensors_on_another_gpu_than_the_current_one():
-    tensors = inputs(30, 8, 512)
-    expected = dsa.combine_experts(*tensors)
-    with torch.cuda.device(0):
-        got = dsa.combine_experts(*(x.to("cuda:1") for x in tensors))
-    assert got.device.index == 1 and torch.equal(got.cpu(), expected.cpu())
-
-
-def test_torch_compile():
-    tensors = inputs(9, 6, 512)
-    compiled = torch.compile(dsa.combine_experts, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(*tensors), dsa.combine_experts(*tensors))
-
-
-def test_gradients():
-    y, rows, weights, shared = inputs(9, 6, 512, torch.float32)
-    for x in (y, weights, shared):
-        x.requires_grad_()
-    out = dsa.combine_experts(y, rows, weights, shared)
-    out.sum().backward()
-    assert torch.equal(shared.grad, torch.ones_like(shared))
-    torch.testing.assert_close(weights.grad, y.detach()[rows.long()].sum(-1))
-    with torch.no_grad():
-        assert torch.equal(dsa.combine_experts(y, rows, weights, shared), out)
-
-
-def test_errors_name_the_argument():
-    y, rows, weights, shared = inputs(4, 2, 64)
-    with pytest.raises(ValueError, match="rows: must be on y's device cuda:0, got cpu"):
-        dsa.combine_experts(y, rows.cpu(), weights)
-    with pytest.raises(ValueError, match="y: the kernel takes H a multiple of 8"):
-        dsa.combine_experts(y[:, :12].contiguous(), rows, weights)
-    with pytest.raises(ValueError, match="shared: rows must start at multiples of 16 bytes"):
-        dsa.combine_experts(y, rows, weights, torch.nn.functional.pad(shared, (0, 4))[:, :64])
-    with pytest.raises(ValueError, match="residual: dtype must be y's bfloat16, got float32"):
-        dsa.combine_experts(y, rows, weights, shared, shared.float())
+    assert_same_on_the_second_gpu(dsa.combine_experts, *inputs(30, 8, 512))

@@ -5,6 +5,7 @@ import torch
 
 import dsa
 from dsa.testing import poison_free_memory
+from tests.gpu.op_checks import assert_same_bits, captured
 
 VARIANTS = [
     {"experts": 256, "top_k": 8, "n_group": 8, "topk_group": 4, "scale": 2.5},
@@ -16,6 +17,7 @@ VARIANTS = [
     {"experts": 8, "top_k": 8, "n_group": 8, "topk_group": 8, "scores": "sqrtsoftplus", "normalise": False},
     {"experts": 24, "top_k": 3, "n_group": 24, "topk_group": 3},
 ]
+IDS = ["-".join(map(str, variant.values())) for variant in VARIANTS]
 
 
 def gate(logits, bias, variant):
@@ -43,13 +45,13 @@ def check(logits, bias, variant, record_error=None):
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 3, 128, 4096])
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "-".join(map(str, v.values())))
+@pytest.mark.parametrize("variant", VARIANTS, ids=IDS)
 def test_gate(variant, tokens, record_error):
     experts = variant["experts"]
     check(3 * torch.randn(tokens, experts, device="cuda"), torch.randn(experts, device="cuda"), variant, record_error)
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "-".join(map(str, v.values())))
+@pytest.mark.parametrize("variant", VARIANTS, ids=IDS)
 def test_equal_choices_go_to_the_lowest_number(variant):
     experts = variant["experts"]
     logits = torch.randint(-2, 3, (200, experts), device="cuda").float()
@@ -91,14 +93,13 @@ def test_1e_20_is_added_to_the_sum(scores, logit):
 def test_gate_of_strided_rows_repeats_itself_and_replays():
     wide, bias = torch.randn(300, 512, device="cuda"), torch.randn(256, device="cuda")
     logits = wide[:, 128:384]
-    first = gate(logits, bias, VARIANTS[0])
-    assert all(torch.equal(a, b) for a, b in zip(first, gate(logits.contiguous(), bias, VARIANTS[0])))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        chosen, weights = gate(logits, bias, VARIANTS[0])
+    first = gate(logits.contiguous(), bias, VARIANTS[0])
+    graph, found = captured(gate, logits, bias, VARIANTS[0])
+    graph.replay()
+    assert_same_bits(found, first)
     wide.copy_(wide.flip(0))
     graph.replay()
-    assert torch.equal(chosen, first[0].flip(0)) and torch.equal(weights, first[1].flip(0))
+    assert_same_bits(found, [x.flip(0) for x in first])
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -115,12 +116,10 @@ def test_sort(tokens, count, dtype):
 
 def test_sort_of_extremes_and_replay():
     experts = torch.tensor([2**62, -(2**62), 3, 2**32 + 3, 3], device="cuda")
-    order, rows, ends = dsa.sort_by_expert(experts, 4)
+    graph, (order, rows, ends) = captured(dsa.sort_by_expert, experts, 4)
+    graph.replay()
     assert order.tolist() == [2, 4, 0, 1, 3] and rows.tolist() == [-1, -1, 0, -1, 1]
     assert ends.tolist() == [0, 0, 0, 2]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        order, rows, ends = dsa.sort_by_expert(experts, 4)
     experts.copy_(torch.tensor([1, 0, 1, 0, 1]))
     graph.replay()
     assert order.tolist() == [1, 3, 0, 2, 4] and ends.tolist() == [2, 5, 5, 5]

@@ -2,12 +2,14 @@
 bit for bit, the sort's results exact in any case."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 
 import dsa
 from dsa.testing import poison_free_memory
+from tests.gpu.op_checks import assert_same_bits, replays
 
 TOKENS = [1, 2, 7, 8, 9, 31, 32, 33, 50, 63, 64]
 SIZES = [(256, 6), (384, 6), (40, 3), (512, 32), (6, 1)]  # experts, of a token
@@ -53,7 +55,7 @@ def test_bits_of_the_gate_for_the_same_experts(experts, top_k, tokens):
     given, bias = (x.bfloat16(), weight.bfloat16()), torch.randn(experts, device="cuda")
     expected = dsa.route_to_experts(*given, bias, top_k, scores="sqrtsoftplus", scale=1.5)
     found = dsa.route_by_table(*given, expected[0], torch.arange(tokens, device="cuda"), scale=1.5)
-    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(found, expected, strict=True))
+    assert_same_bits(found, expected)
 
 
 @pytest.mark.parametrize("first, count", [(0, 32), (96, 64), (224, 32), (255, 1), (7, 249)])
@@ -93,29 +95,13 @@ def test_what_is_not_finite_stays_in_its_token(tokens):
 
 @pytest.mark.parametrize("tokens", [1, 64])
 def test_graph_replay_with_new_numbers(tokens):
+    """Calls one after the other, as the layers of a model: each waits for the one before, whose memory is reused."""
     given = integers(tokens, 4096, 256, 6)
-    dsa.route_by_table(*given, scale=1.5)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        # One behind the other, as the layers of a model: each waits for the one before, and its memory is used again.
-        found = [dsa.route_by_table(*given, scale=1.5) for _ in range(20)]
-    for _ in range(5):
-        for old, new in zip(given, integers(tokens, 4096, 256, 6)):
-            old.copy_(new)
-        graph.replay()
-        torch.cuda.synchronize()
+
+    def layers(*given):
+        return [dsa.route_by_table(*given, scale=1.5) for _ in range(20)]
+
+    for found in replays(layers, given, partial(integers, tokens, 4096, 256, 6), times=5):
         expected = by_themselves(*given)
         for each in found:
             check(each, expected)
-
-
-def test_no_tokens():
-    experts, weights, order, rows, ends = dsa.route_by_table(*integers(0, 64, 40, 3))
-    assert not experts.numel() + weights.numel() + order.numel() + rows.numel() and ends.tolist() == [0] * 40
-
-
-def test_gradients_run_the_formula():
-    x, *rest = integers(4, 64, 40, 3)
-    x.requires_grad_()
-    _, weights, *_ = dsa.route_by_table(x, *rest)
-    assert torch.autograd.grad(weights.square().sum(), x)[0].isfinite().all()

@@ -2,12 +2,15 @@
 one after the other, of others within rounding; the sort exactly in any case."""
 
 import math
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
 
 import dsa
 from dsa.testing import poison_free_memory
+from tests.gpu.op_checks import among_nan, assert_same_bits, replays
 
 VARIANTS = [
     {"experts": 256, "top_k": 8, "n_group": 8, "topk_group": 4, "scale": 2.5},
@@ -39,38 +42,18 @@ def by_themselves(x, weight, bias, options, first=0, count=None):
     return experts, weights, *dsa.sort_by_expert(experts - first, len(weight) - first if count is None else count)
 
 
-def equal(found, expected):
-    return all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(found, expected, strict=True))
-
-
-@pytest.mark.parametrize("tokens", TOKENS)
-@pytest.mark.parametrize("variant", VARIANTS, ids=IDS)
-def test_bits_of_the_three(variant, tokens):
-    given = integers(tokens, 4096, variant["experts"])
+@pytest.mark.parametrize(
+    ("tokens", "channels", "variant", "dtype"),
+    [
+        *product(TOKENS, (4096,), VARIANTS, (torch.bfloat16,)),
+        # Slices of no steps, of one and of several rounds.
+        *product((3, 50), (32, 96, 2048, 2080, 6144, 7168, 8192, 16384), VARIANTS[:1], (torch.bfloat16, torch.float16)),
+    ],
+)
+def test_bits_of_the_three(tokens, channels, variant, dtype):
+    given, options = integers(tokens, channels, variant["experts"], dtype), options_of(variant)
     poison_free_memory(mebibytes=16)
-    assert equal(dsa.route_to_experts(*given, **options_of(variant)), by_themselves(*given, options_of(variant)))
-
-
-@pytest.mark.parametrize("channels", [32, 96, 2048, 2080, 6144, 7168, 8192, 16384])
-@pytest.mark.parametrize("tokens", [3, 50])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_widths(dtype, tokens, channels):
-    """Slices of no steps, of one and of several rounds."""
-    given, options = integers(tokens, channels, 256, dtype), options_of(VARIANTS[0])
-    poison_free_memory(mebibytes=16)
-    assert equal(dsa.route_to_experts(*given, **options), by_themselves(*given, options))
-
-
-@pytest.mark.parametrize("channel", [0, 1, 7, 8, 31, 32, 111, 112, 895, 896, 5000, 7167])
-def test_every_channel_is_read_once(channel):
-    """One channel of a token is not 0: its logits are a column of the matrix."""
-    x = torch.zeros(5, 7168, device="cuda", dtype=torch.bfloat16)
-    x[3, channel] = 1
-    weight = torch.randn(256, 7168, device="cuda").bfloat16()
-    bias, options = torch.zeros(256, device="cuda"), options_of(VARIANTS[1])
-    experts, weights, *_ = dsa.route_to_experts(x, weight, bias, **options)
-    expected = dsa.moe_gate(weight[None, :, channel].float(), bias, **options)
-    assert equal((experts[3:4], weights[3:4]), expected)
+    assert_same_bits(dsa.route_to_experts(*given, **options), by_themselves(*given, options))
 
 
 @pytest.mark.parametrize("first, count", [(0, 32), (96, 64), (224, 32), (255, 1), (7, 249)])
@@ -79,7 +62,7 @@ def test_a_process_with_some_of_the_experts(tokens, first, count):
     given, options = integers(tokens, 2048, 256), options_of(VARIANTS[0])
     poison_free_memory(mebibytes=16)
     found = dsa.route_to_experts(*given, **options, first_expert=first, count=count)
-    assert equal(found, by_themselves(*given, options, first, count))
+    assert_same_bits(found, by_themselves(*given, options, first, count))
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
@@ -90,7 +73,7 @@ def test_beside_the_reference(variant, tokens, record_error):
     given = x.bfloat16(), weight.bfloat16(), torch.randn(variant["experts"], device="cuda")
     poison_free_memory(mebibytes=16)
     experts, weights, *by_expert = dsa.route_to_experts(*given, **options_of(variant))
-    assert equal(by_expert, dsa.sort_by_expert(experts, variant["experts"]))
+    assert_same_bits(by_expert, dsa.sort_by_expert(experts, variant["experts"]))
     with dsa.use_backend("reference"):
         expected, expected_weights, *_ = dsa.route_to_experts(*given, **options_of(variant))
         # Up and down: of two that nearly tie one of these changes the order.
@@ -129,49 +112,30 @@ def test_what_is_not_finite_stays_in_its_token(variant, tokens):
     x[3] = 3e38
     x[5] = -3e38
     experts, weights, *by_expert = dsa.route_to_experts(x, weight, bias, **options_of(variant))
-    assert equal(by_expert, dsa.sort_by_expert(experts, variant["experts"]))
+    assert_same_bits(by_expert, dsa.sort_by_expert(experts, variant["experts"]))
     others = [t for t in range(tokens) if t not in (1, 2, 3, 5)]
     assert torch.equal(experts[others], clean[0][others]) and torch.equal(weights[others], clean[1][others])
     assert ((experts >= 0) & (experts < variant["experts"])).all() and weights[2].isnan().all()
     assert all(len(set(row)) == len(row) for row in experts.tolist())
 
 
-def test_rows_with_gaps():
-    """What lies between the rows is NaN, and stays."""
-    for tokens in (1, 5, 40):
-        x, weight, bias = integers(tokens, 2048, 256)
-        wide = [torch.full((len(m), 2304), torch.nan, device="cuda").bfloat16() for m in (x, weight)]
-        views = [w[:, 128:2176] for w in wide]
-        for view, matrix in zip(views, (x, weight)):
-            view.copy_(matrix)
-        options = options_of(VARIANTS[2])
-        assert equal(dsa.route_to_experts(*views, bias, **options), dsa.route_to_experts(x, weight, bias, **options))
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+def test_rows_with_gaps(tokens):
+    x, weight, bias = integers(tokens, 2048, 256)
+    expected = dsa.route_to_experts(x, weight, bias, **options_of(VARIANTS[2]))
+    wide = among_nan(x, 128, 128), among_nan(weight, 128, 128)
+    assert_same_bits(dsa.route_to_experts(*wide, bias, **options_of(VARIANTS[2])), expected)
 
 
 @pytest.mark.parametrize("tokens", [1, 64])
 def test_graph_replay_with_new_numbers(tokens):
+    """Calls one after the other, as the layers of a model: each waits for the one before, whose memory is reused."""
     given, options = integers(tokens, 7168, 256), options_of(VARIANTS[0])
-    dsa.route_to_experts(*given, **options)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        # One behind the other, as the layers of a model: each waits for the one before, and its memory is used again.
-        found = [dsa.route_to_experts(*given, **options) for _ in range(20)]
-    for _ in range(5):
-        for old, new in zip(given, integers(tokens, 7168, 256)):
-            old.copy_(new)
-        graph.replay()
-        torch.cuda.synchronize()
+
+    def layers(*given):
+        return [dsa.route_to_experts(*given, **options) for _ in range(20)]
+
+    for found in replays(layers, given, partial(integers, tokens, 7168, 256), times=5):
         expected = by_themselves(*given, options)
-        assert all(equal(each, expected) for each in found)
-
-
-def test_no_tokens():
-    experts, weights, order, rows, ends = dsa.route_to_experts(*integers(0, 64, 40), 3)
-    assert not experts.numel() + weights.numel() + order.numel() + rows.numel() and ends.tolist() == [0] * 40
-
-
-def test_gradients_run_the_formula():
-    x, weight, bias = integers(4, 64, 40)
-    x.requires_grad_()
-    _, weights, *_ = dsa.route_to_experts(x, weight, bias, 3, normalise=False)
-    assert torch.autograd.grad(weights.sum(), x)[0].isfinite().all()
+        for each in found:
+            assert_same_bits(each, expected)
