@@ -1,0 +1,123 @@
+"""What tests of many ops check on a GPU: equal bits, CUDA graphs, streams, a second GPU, torch.compile, and memory
+whose offsets need 64 bits."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from dsa.testing import poisoned
+
+
+def flat(results: Any) -> list[torch.Tensor]:
+    """The tensors of what an op takes or returns: of one tensor, of None, or of tuples of these."""
+    if results is None:
+        return []
+    if isinstance(results, torch.Tensor):
+        return [results]
+    return [x for part in results for x in flat(part)]
+
+
+def assert_same_bits(got: Any, expected: Any) -> None:
+    """Tensors, or tuples of them, have equal dtypes, shapes and bytes."""
+    for g, e in zip(flat(got), flat(expected), strict=True):
+        assert (g.dtype, g.shape) == (e.dtype, e.shape)
+        ours, theirs = (x.detach().contiguous().view(-1).view(torch.uint8) for x in (g, e))
+        assert torch.equal(ours, theirs), f"{int((ours != theirs).sum())} of {ours.numel()} bytes differ"
+
+
+def assert_equal(got: Any, expected: Any) -> None:
+    """Like `assert_same_bits`, but any NaN equals any other, and -0.0 equals 0.0."""
+    for g, e in zip(flat(got), flat(expected), strict=True):
+        assert (g.dtype, g.shape) == (e.dtype, e.shape)
+        torch.testing.assert_close(g.float(), e.float(), rtol=0, atol=0, equal_nan=True)
+
+
+def assert_runs_have_the_same_bits(op: Callable[..., Any], *arguments: Any, times: int = 20, **options: Any) -> None:
+    first = op(*arguments, **options)
+    for _ in range(times):
+        assert_same_bits(op(*arguments, **options), first)
+
+
+def captured(op: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A graph of a call, and the results that its replays write. The first call compiles the kernels: a capture cannot
+    compile."""
+    op(*arguments, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = op(*arguments, **options)
+    return graph, results
+
+
+def replays(
+    op: Callable[..., Any], given: Any, renew: Callable[[], Any], times: int = 3, **options: Any
+) -> Iterator[Any]:
+    """The results of a captured op(*given, **options) after each replay. Before a replay the tensors that `renew`
+    returns are copied into those of `given`."""
+    graph, results = captured(op, *given, **options)
+    for _ in range(times):
+        for held, new in zip(flat(given), flat(renew()), strict=True):
+            held.copy_(new)
+        graph.replay()
+        torch.cuda.synchronize()
+        yield results
+
+
+def on_a_late_stream(change: Callable[[], Any], op: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """The results of a call after `change`, both on a stream that is busy at first: a kernel on another stream would
+    read the arguments before they change."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+        change()
+        results = op(*arguments, **options)
+    stream.synchronize()
+    return results
+
+
+def on_the_second_gpu(op: Callable[..., Any], *arguments: torch.Tensor | None, **options: Any) -> Any:
+    """The results of a call with copies of the arguments on a GPU that is not the current one."""
+    copies = [None if x is None else x.to("cuda:1") for x in arguments]
+    with torch.cuda.device(0):
+        results = op(*copies, **options)
+        assert torch.cuda.current_device() == 0
+    assert all(x.device == torch.device("cuda", 1) for x in flat(results))
+    return results
+
+
+def assert_compiles(op: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+    """As a node of a compiled graph the op gives the bits of the call."""
+
+    def call(*tensors: Any) -> Any:
+        return op(*tensors, **options)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    assert_same_bits(compiled(*arguments), call(*arguments))
+
+
+def among_nan(x: torch.Tensor, before: int = 8, after: int = 24) -> torch.Tensor:
+    """The same numbers as parts of rows that hold NaN before and after them."""
+    return torch.nn.functional.pad(x, (before, after), value=torch.nan)[..., before:-after]
+
+
+def far_apart(cache: torch.Tensor) -> torch.Tensor:
+    """A copy of a cache whose last pages begin more than 2^32 bytes after the first, and, of numbers of two bytes, more
+    than 2^31 numbers."""
+    stride = 6 * 2**30 // (len(cache) * cache.element_size()) // 576 * 576
+    memory = poisoned((len(cache) * stride,), cache.dtype, cache.device)
+    return memory.as_strided(cache.shape, (stride, *cache.stride()[1:])).copy_(cache)
+
+
+def assert_runs_on_the_current_stream(op: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+    """A call reads what a busy stream writes into its arguments before."""
+    expected = op(*arguments, **options)
+    written = [x.clone() for x in flat(arguments)]
+    for x in flat(arguments):
+        x.zero_()
+
+    def write() -> None:
+        for x, numbers in zip(flat(arguments), written, strict=True):
+            x.copy_(numbers)
+
+    assert_same_bits(on_a_late_stream(write, op, *arguments, **options), expected)
