@@ -26,7 +26,7 @@ def normal(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 def distinct(queries: int, n: int, k: int) -> torch.Tensor:
     """[queries, k]: rows of n for each query, in any order and none twice, or any rows where there are too few."""
     if k > n:
-        return torch.randint(0, n, (queries, k), dtype=torch.int32, device="cuda")
+        return torch.randint(0, max(n, 1), (queries, k), dtype=torch.int32, device="cuda")
     return torch.rand(queries, n, device="cuda").argsort(1)[:, :k].int()
 
 

@@ -121,3 +121,10 @@ def assert_runs_on_the_current_stream(op: Callable[..., Any], *arguments: Any, *
             x.copy_(numbers)
 
     assert_same_bits(on_a_late_stream(write, op, *arguments, **options), expected)
+
+
+def assert_same_on_the_second_gpu(op: Callable[..., Any], *arguments: torch.Tensor | None, **options: Any) -> None:
+    """`on_the_second_gpu` gives the bits of a call on the current one."""
+    expected = op(*arguments, **options)
+    got = on_the_second_gpu(op, *arguments, **options)
+    assert_same_bits([x.cpu() for x in flat(got)], [x.cpu() for x in flat(expected)])
