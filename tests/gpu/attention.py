@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from dsa.testing import assert_close
 from tests.gpu.op_checks import assert_same_bits
 
 D_V = 512
@@ -67,6 +68,19 @@ def attend(
         weights *= share.masked_fill(empty, 0.0)[..., None]
     out = torch.einsum("tkgn,nkd->tkgd", weights, values.double())
     return out.flatten(1, 2), lse.masked_fill(empty, INF).flatten(1)
+
+
+def assert_attention(
+    got: tuple, expected: tuple, tolerance: dict[str, float], statistics: dict[str, float], record_error: Any = None
+) -> None:
+    """out within `tolerance`, and lse, or maxima and lse, fp32 and within `statistics`."""
+    assert got[0].is_contiguous()
+    error = assert_close("out", got[0], expected[0], **tolerance)
+    for x, right in zip(got[1:], expected[1:], strict=True):
+        assert x.dtype == torch.float32
+        assert_close("lse or maxima", x, right, **statistics)
+    if record_error:
+        record_error(error)
 
 
 def assert_writes_a_part(run: Callable[..., tuple], expected: tuple) -> tuple[torch.Tensor, torch.Tensor]:

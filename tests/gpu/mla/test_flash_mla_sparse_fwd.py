@@ -15,6 +15,7 @@ from tests.gpu.attention import (
     KINDS,
     NAN,
     SINKS,
+    assert_attention,
     assert_writes_a_part,
     distinct,
     int32,
@@ -51,16 +52,10 @@ def expected_of(q, kv, indices, scale=None, **options):
 
 def check(q, kv, indices, record_error=None, got=None, **options):
     poison_free_memory(mebibytes=64)
-    out, max_logits, lse = run(q, kv, indices, **options) if got is None else got
-    expected, expected_max, expected_lse = expected_of(q, kv, indices, **options)
-    assert out.dtype == q.dtype and max_logits.dtype == lse.dtype == torch.float32
-    assert out.is_contiguous() and max_logits.is_contiguous() and lse.is_contiguous()
-    error = assert_close("out", out, expected, **TOLERANCE)
-    assert_close("max_logits", max_logits, expected_max, **LSE_TOLERANCE)
-    assert_close("lse", lse, expected_lse, **LSE_TOLERANCE)
-    if record_error:
-        record_error(error)
-    return out, max_logits, lse
+    got = run(q, kv, indices, **options) if got is None else got
+    assert got[0].dtype == q.dtype and got[1].is_contiguous() and got[2].is_contiguous()
+    assert_attention(got, expected_of(q, kv, indices, **options), TOLERANCE, LSE_TOLERANCE, record_error)
+    return got
 
 
 @pytest.mark.parametrize(("d", "dtype"), KINDS, ids=str)

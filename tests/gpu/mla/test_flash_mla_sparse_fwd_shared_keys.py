@@ -118,17 +118,6 @@ def test_which_groups(size):
     assert sorted(check_union(torch.cat((apart, same)), size, 60000)) == list(range(whole, 2 * whole))
 
 
-def test_lists_are_the_same_each_time():
-    indices = overlapping(400, 20000, 2048, 3000)
-    first = union(indices, 4, 20000)
-    for _ in range(20):
-        lists, found, groups, _ = union(indices, 4, 20000)
-        assert sorted(groups) == sorted(first[2]) == list(range(100)) and torch.equal(found, first[1])
-        assert_same_bits(
-            [lists[g, 0, :n] for g, n in enumerate(found)], [first[0][g, 0, :n] for g, n in enumerate(found)]
-        )
-
-
 @pytest.mark.parametrize(("d", "dtype"), KINDS, ids=str)
 @pytest.mark.parametrize("heads", [1, 3, 7, 8, 9, 12, 16])
 def test_heads(heads, d, dtype, record_error):

@@ -10,7 +10,7 @@ import dsa
 from dsa.kernels.mla.mla_plan_sm90 import compile_mla_plan
 from dsa.ops.mla.flash_mla_with_kvcache import OVERHEAD, _mla_metadata, _parts
 from dsa.testing import assert_close, poison_free_memory, poisoned
-from tests.gpu.attention import BF16, D_V, FP16, NAN, assert_writes_a_part, attend, int32, normal
+from tests.gpu.attention import BF16, D_V, FP16, NAN, assert_attention, assert_writes_a_part, attend, int32, normal
 from tests.gpu.op_checks import (
     among_nan,
     assert_runs_have_the_same_bits,
@@ -66,13 +66,10 @@ class Case:
     def check(self, record_error=None, got=None, causal=False, lengths=None, **options):
         """lengths: how many of the slots hold keys, where it is not the lengths that are given."""
         poison_free_memory(mebibytes=64)
-        out, lse = self.run(causal=causal, **options) if got is None else got
-        expected, expected_lse = self.expected(causal, options.get("softmax_scale", D**-0.5), lengths)
-        assert out.dtype == self.q.dtype and out.is_contiguous() and lse.dtype == torch.float32
-        error = assert_close("out", out, expected, **TOLERANCE)
-        assert_close("lse", lse, expected_lse, **LSE_TOLERANCE)
-        if record_error:
-            record_error(error)
+        got = self.run(causal=causal, **options) if got is None else got
+        expected = self.expected(causal, options.get("softmax_scale", D**-0.5), lengths)
+        assert got[0].dtype == self.q.dtype
+        assert_attention(got, expected, TOLERANCE, LSE_TOLERANCE, record_error)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -95,15 +92,12 @@ def test_pages(page, h_q, dtype, record_error):
 @pytest.mark.parametrize("h_q", [64, 128])
 @pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize(
-    "lengths", [[1], [64], [130], [100_000], [40_000, 3], [2048] * 9, [777] * 300, [0] * 5, [20_000] * 70]
+    "lengths",
+    [[1], [64], [130], [100_000], [40_000, 3], [2048] * 9, [777] * 300, [0] * 5, [20_000] * 70, [*range(200)] * 25],
+    ids=lambda lengths: f"{len(lengths)} of {max(lengths)}",
 )
 def test_splits(lengths, invariant, h_q, record_error):
     Case(lengths, 1, h_q).check(record_error, enable_batch_invariant=invariant)
-
-
-def test_many_sequences(record_error):
-    lengths = torch.randint(0, 200, (5000,)).tolist()
-    Case(lengths, 1, 8).check(record_error)
 
 
 def test_a_million_tokens():
@@ -227,29 +221,6 @@ def test_into_a_part_of_a_tensor(h_q, h_k, s_q, dtype):
     case = Case([700, *BOUNDARIES, 9000], s_q, h_q, h_k, dtype=dtype)
     for options in ({"causal": True}, {"enable_batch_invariant": True}):
         assert_writes_a_part(functools.partial(case.run, **options), case.run(**options))
-
-
-class Foreign:
-    """An object of another library, whose fields hold a plan of that library's."""
-
-    def __init__(self):
-        self.have_initialized, self.config = True, object()
-        self.tile_scheduler_metadata, self.num_splits = int32([[2**30] * 8] * 132), int32([7] * 4)
-
-
-def test_an_object_of_another_library():
-    case, meta = Case([700, 64, 20_000], 2, 16), Foreign()
-    theirs = (meta.tile_scheduler_metadata.clone(), meta.num_splits.clone())
-
-    def call(_):
-        return case.run(meta, causal=True)
-
-    for lengths in ([700, 64, 20_000], [5, 0, 3000]):
-        case.lengths.copy_(int32(lengths))
-        case.check(got=call(case.lengths), causal=True)
-    assert_same_bits((meta.tile_scheduler_metadata, meta.num_splits), theirs)
-    for got in replays(call, (case.lengths,), lambda: int32([1, 60, 9000]), times=1):
-        case.check(got=got, causal=True)
 
 
 @pytest.mark.parametrize("style", ["planned in the graph", "planned before it", "batch-invariant"])

@@ -9,7 +9,19 @@ import dsa
 from dsa.reference.cache import kv_cache
 from dsa.reference.mla import flash_mla_with_kvcache as reference
 from dsa.testing import assert_close, poison_free_memory
-from tests.gpu.attention import BF16, D_V, INF, NAN, SINKS, assert_writes_a_part, int32, no_keys, normal, spoiled
+from tests.gpu.attention import (
+    BF16,
+    D_V,
+    INF,
+    NAN,
+    SINKS,
+    assert_attention,
+    assert_writes_a_part,
+    int32,
+    no_keys,
+    normal,
+    spoiled,
+)
 from tests.gpu.mla.caches import (
     FEW_LAYOUTS,
     LAYOUTS,
@@ -75,14 +87,10 @@ class Case:
 
     def check(self, record_error=None, got=None, plan=(None, None), **options):
         poison_free_memory(mebibytes=64)
-        out, lse = self.run(*plan, **options) if got is None else got
-        expected, expected_lse = self.expected(**options)
-        assert out.dtype == self.q.dtype and out.is_contiguous() and lse.dtype == torch.float32
-        error = assert_close("out", out, expected, **TOLERANCE)
-        assert_close("lse", lse, expected_lse, **LSE_TOLERANCE)
-        if record_error:
-            record_error(error)
-        return out, lse
+        got = self.run(*plan, **options) if got is None else got
+        assert got[0].dtype == self.q.dtype
+        assert_attention(got, self.expected(**options), TOLERANCE, LSE_TOLERANCE, record_error)
+        return got
 
 
 @pytest.mark.parametrize("heads", [1, 8, 16, 32, 64, 80, 128])

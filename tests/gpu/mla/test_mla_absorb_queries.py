@@ -62,16 +62,6 @@ def test_a_token_does_not_depend_on_the_others():
     assert got[0, :, :512].isnan().all() and not got[20, :, :512].isfinite().any()
 
 
-def test_heads_that_are_apart():
-    """Tokens and heads at any strides of 16 bytes."""
-    q_nope, q_pe, cos, sin, kv_b = operands(9, 4, 128, 256)
-    expected = dsa.mla_absorb_queries(q_nope, q_pe, cos, sin, kv_b)
-    wide = torch.full((2, 9, 5, 3, 200), torch.nan, device="cuda", dtype=torch.bfloat16)
-    views = [x[:, :4, 1, 8 : 8 + part.shape[2]].copy_(part) for x, part in zip(wide, (q_nope, q_pe))]
-    angles = [torch.cat((x, x), 1)[:, :32] for x in (cos, sin)]
-    assert_same_bits(dsa.mla_absorb_queries(*views, *angles, kv_b), expected)
-
-
 def test_a_graph_reads_what_the_kernel_before_has_written():
     q_nope, *given = operands(2, 128, 128, 256)
 

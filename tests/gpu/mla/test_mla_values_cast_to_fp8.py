@@ -79,14 +79,6 @@ def test_a_token_does_not_depend_on_the_others():
     assert scale[0].isnan().all() and q[0].float().isnan().all() and not scale[20].isfinite().any()
 
 
-def test_tokens_and_heads_that_are_apart():
-    """At any strides of 16 bytes."""
-    attended, kv_b = operands(9, 4, 256)
-    wide = torch.full((9, 5, 3, 520), torch.nan, device="cuda", dtype=torch.bfloat16)
-    view = wide[:, 1:, 2, 8:].copy_(attended)
-    assert_same_bits(dsa.mla_values_cast_to_fp8(view, kv_b, 128), dsa.mla_values_cast_to_fp8(attended, kv_b, 128))
-
-
 def test_a_graph_reads_what_the_kernel_before_has_written():
     attended, kv_b = operands(2, 128, 256)
 

@@ -32,14 +32,6 @@ def test_numbers_near_the_ends_of_int32_set_the_references_bits():
     check(indices, values[torch.randint(len(values), (200,))].int(), 1000)
 
 
-def test_strides_change_no_bit():
-    indices, starts = torch.randint(0, 300, (20, 64), dtype=torch.int32), torch.randint(0, 50, (20,)).int()
-    wide = torch.nn.functional.pad(indices, (0, 36), value=7)
-    apart = torch.stack((starts, -starts), 1)
-    got = dsa.selection_bits(wide.cuda()[:, :64], apart.cuda()[:, 0], 300)
-    assert torch.equal(got.cpu(), reference.selection_bits(indices, starts, 300))
-
-
 def test_a_graph_takes_new_lists():
     given = torch.zeros(50, 128, dtype=torch.int32, device="cuda"), torch.zeros(50, dtype=torch.int32, device="cuda")
 

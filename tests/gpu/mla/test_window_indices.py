@@ -124,18 +124,6 @@ def test_slots_of_nothing_are_none(batch, s_q, pages):
     assert check_slots(torch.zeros(batch, pages).int(), torch.full((batch,), 9), s_q, 8, 7).eq(-1).all()
 
 
-def test_strides_change_no_entry():
-    """Parts of larger tensors, which hold other numbers around them."""
-    cu_q, cu_k = boundaries(40, 30), boundaries(40, 90)
-    apart = [torch.stack((x, -x), 1).cuda()[:, 0] for x in (cu_q, cu_k)]
-    check_indices(*apart, int(cu_q[-1]), 50)
-    table, lengths = torch.randint(0, 99, (30, 9)).int().cuda(), torch.randint(0, 150, (30,)).int()
-    apart = torch.stack((lengths, -lengths), 1).cuda()[:, 0]
-    among = torch.nn.functional.pad(table, (1, 2), value=-7)[:, 1:10]
-    for other in (among, table.T.contiguous().T, table[:1].expand(30, 9)):
-        check_slots(other, apart, 2, 16, 50)
-
-
 def every_list(cu_q, cu_k, table, lengths, package=dsa):
     slots = package.window_slots(table, lengths, 3, 48, 100), package.window_slots(None, lengths, 3, 128, 100)
     return package.window_indices(cu_q, cu_k, 300, 100), *slots

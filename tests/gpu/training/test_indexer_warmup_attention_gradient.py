@@ -140,29 +140,6 @@ def test_a_product_of_zero_is_not_active():
     assert not bits[0, 0, :100, 3, :100].any() and not bits[0, 0, :100, :, 50].any()
 
 
-def test_a_sequence_longer_than_said_stays_in_its_tiles():
-    """Fewer tiles than its keys take: nothing is written, and nothing read, where the next q tile's are."""
-    problem = Problem(8, 64, [300, 100], [300, 100], True)
-    whole, _ = problem.run_scores()
-    for row in problem.rows:
-        row[6] = min(row[6], 1)
-    problem.q_tiles = torch.tensor(problem.rows, dtype=torch.int32, device=DEVICE)
-    problem.di = problem.di[:, :1].contiguous()
-    problem.scores = poisoned((len(problem.rows), 1, ROWS, ROWS), torch.float32, DEVICE)
-    problem.active = poisoned(ops.active_shape(len(problem.rows), 8, 1), torch.int32, DEVICE)
-    before = problem.scores.view(torch.int32).clone(), problem.active.clone()
-    scores, bits = problem.run_scores()
-    for q_tile, s, j, _ in problem.tiles():
-        seen = visible_mask(q_tile, j)
-        assert torch.equal(scores[s, j][seen], whole[s, j][seen])
-    # The last two q tiles are unused.
-    for x, y in zip((scores.view(torch.int32), problem.active), before):
-        assert torch.equal(x[-2:], y[-2:])
-    problem.put_di()
-    for got, expected in zip(problem.run_gradients(), problem.expected(bits)):
-        assert error(got, expected) < 2.5e-3
-
-
 def test_many_short_sequences_with_unused_q_tiles_between():
     """More q tiles than one launch of the key gradient takes, spans of one q tile, and unused ones anywhere."""
     problem = Problem(
