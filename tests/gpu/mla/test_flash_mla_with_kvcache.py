@@ -289,18 +289,6 @@ def test_plans_are_made_without_waiting_for_the_host():
     assert_same_bits(got, plans())
 
 
-@pytest.mark.parametrize("h_q", [16, 128])
-def test_the_references_plan_serves(h_q):
-    """Made elsewhere, of one part and without splits: slow, and right."""
-    case = Case([700, 64, 0, 2000], 1, h_q)
-    meta, _ = dsa.get_mla_metadata()
-    with dsa.use_backend("reference"):
-        old = dsa.get_mla_metadata(case.lengths, h_q, 1)
-        case.run(meta)
-    for plan in (old, (meta, None), dsa.get_mla_metadata(case.lengths, h_q, 1, topk=2048)):
-        case.check(got=case.run(*plan))
-
-
 @pytest.mark.parametrize(
     "lengths",
     [

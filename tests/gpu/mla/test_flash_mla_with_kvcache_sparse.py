@@ -164,10 +164,6 @@ def test_topk_length(layout, heads, record_error):
         beyond = torch.arange(case.options[name].shape[2], device="cuda") >= count[:, None, None]
         case.options[name].masked_fill_(beyond, int(unused_slots(cache, slots)[0]))
     case.check(record_error, topk_length=lengths, extra_topk_length=more)
-    clean = Case(layout, 3, 1, heads, 200, extra=(100, 16))
-    for length in (0, 1, 200, -7):
-        clean.check(record_error, topk_length=int32([length] * 3))
-        clean.check(record_error, extra_topk_length=int32([length] * 3))
 
 
 @pytest.mark.parametrize(
@@ -258,10 +254,11 @@ def test_bytes_of_every_value(layout):
     """All e4m3 numbers but NaN, and scales of every size, exactly."""
     cache, slots = make_cache(layout, 254, 64)
     bytes_ = torch.tensor([b for b in range(256) if b & 0x7F != 0x7F], dtype=torch.uint8, device="cuda")
-    exponent = torch.arange(254, device="cuda") // 4
+    number = torch.arange(254, device="cuda")
+    exponent, values = number // 4, bytes_[(torch.arange(D_V, device="cuda") - number[:, None]) % 254]
     if "656" in layout:
         rows = cache.view(-1, 656)
-        rows[slots, :512] = torch.stack([bytes_.roll(i) for i in range(254)])[:, torch.arange(512, device="cuda") % 254]
+        rows[slots, :512] = values
         scale = torch.exp2(exponent.float() - 40)[:, None].repeat(1, 4)
         if layout.endswith("any scales"):
             scale *= 1 + torch.rand(254, 4, device="cuda")
@@ -269,9 +266,7 @@ def test_bytes_of_every_value(layout):
     else:
         rows, scales = v4_planes(cache)
         page, offset = slots // 64, slots % 64
-        rows[page, offset, :448] = torch.stack([bytes_.roll(i) for i in range(254)])[
-            :, torch.arange(448, device="cuda") % 254
-        ]
+        rows[page, offset, :448] = values[:, :448]
         scales[page, offset, :7] = (exponent + 127 - 40).to(torch.uint8)[:, None]
         # f16 has both parts of a key only if they are not too far apart.
         rope = rows[page, offset, 448:].view(BF16).float() * torch.exp2(exponent - 40)[:, None]

@@ -156,19 +156,6 @@ def test_keys_that_nobody_attends_to(heads):
         assert_same_bits(run(arguments, 50, (compressed, indices)), joined)
 
 
-@pytest.mark.parametrize("selected", [False, True])
-def test_sequences_do_not_depend_on_each_other(selected):
-    """Alone: the same bits."""
-    arguments = q, kv, cu_q, cu_k = packed(heads=128)
-    more = (normal(300, 1, 512), select(len(q), 300, 50)) if selected else None
-    out, lse = run(arguments, 100, more)
-    for b in range(len(SEQUENCES)):
-        (q0, q1), (k0, k1) = cu_q[b : b + 2].tolist(), cu_k[b : b + 2].tolist()
-        own = (more[0], more[1][q0:q1]) if selected else None
-        got = run((q[q0:q1], kv[k0:k1], int32([0, q1 - q0]), int32([0, k1 - k0])), 100, own)
-        assert_same_bits(got, (out[q0:q1], lse[q0:q1]))
-
-
 @pytest.mark.parametrize("seed", range(10))
 def test_anything_in_cu_seqlens(seed):
     """A query attends to some keys of kv or to none: its result is between them, whatever lies around kv."""
