@@ -7,10 +7,12 @@ import torch
 
 import dsa
 from dsa.compat import flash_mla
+from tests.gpu.attention import spoiled
 from tests.gpu.mla import test_flash_mla_sparse_fwd as prefill
+from tests.gpu.op_checks import assert_same_bits
 
 # (keys, selected keys)
-REGULAR = [(128, 128), (512, 512), (592, 128), (1840, 256), (1592, 384), (1521, 512), (95, 128), (153, 256), (114, 384)]
+REGULAR = [(128, 128), (592, 128), (1592, 384), (1521, 512), (95, 128), (114, 384)]
 
 
 @pytest.mark.parametrize("with_length", [False, True])
@@ -21,7 +23,7 @@ REGULAR = [(128, 128), (512, 512), (592, 128), (1840, 256), (1592, 384), (1521, 
 @pytest.mark.parametrize("d", [512, 576])
 def test_sparse_prefill(d, heads, s_kv, top_k, s_q, with_sink, with_length, record_error):
     q, kv, indices = prefill.inputs(s_q, heads, s_kv, top_k, d)
-    indices = prefill.spoiled(indices, s_kv, 0.1 if top_k <= s_kv else 0.4)
+    indices = spoiled(indices, s_kv, 0.1 if top_k <= s_kv else 0.4)
     options = {"attn_sink": None, "topk_length": None}
     if with_sink:
         options["attn_sink"] = torch.randn(heads, device="cuda")
@@ -47,7 +49,8 @@ def test_statistics_as_the_older_build_has_them():
     out, max_logits, lse = dsa.flash_mla_sparse_fwd(q, kv, indices, 0.5)
     whole = torch.empty(33, 64, 512, dtype=q.dtype, device="cuda")
     got = flash_mla.flash_mla_sparse_fwd(q, kv, indices, 0.5, out=whole[:, :16], use_legacy=True, return_log2_lse=True)
-    assert torch.equal(got[0], out) and got[0].data_ptr() == whole.data_ptr()
+    assert_same_bits(got[0], out)
+    assert got[0].data_ptr() == whole.data_ptr()
     torch.testing.assert_close(got[1], max_logits / math.log(2))
     torch.testing.assert_close(got[2], lse / math.log(2))
     assert flash_mla.flash_mla_sparse_fwd(q, kv, indices, 0.5, return_log2_lse=False)[1:] == (None, None)

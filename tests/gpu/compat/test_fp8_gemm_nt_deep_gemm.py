@@ -8,6 +8,7 @@ import torch
 import dsa
 from dsa.compat import deep_gemm
 from dsa.testing import calc_diff, poison_free_memory
+from tests.gpu.op_checks import replays
 
 BF16, INT32 = torch.bfloat16, torch.int32
 MAX_DIFF = 1e-3  # between the product of casts and that of the numbers cast, as DeepGEMM's tests ask
@@ -117,35 +118,31 @@ def test_a_result_whose_rows_are_at_no_multiple_of_16_bytes():
     assert torch.equal(d[:, 1:], dsa.fp8_gemm_nt((q, s), b)) and d[:, 0].isnan().all()
 
 
-def test_graph_replays_with_new_groups():
+def test_a_graph_takes_new_groups():
     _, (q, s) = rows(512, 256)
     _, b = weights(3, 256, 256)
-    numbers = torch.zeros(512, dtype=INT32, device="cuda")
-    masked = torch.full((2,), 256, dtype=INT32, device="cuda")
+    numbers, masked = torch.zeros(512, dtype=INT32, device="cuda"), torch.full((2,), 256, dtype=INT32, device="cuda")
     d, e = (torch.empty(512, 256, dtype=BF16, device="cuda") for _ in range(2))
     halves = tuple(t.view(2, 256, -1) for t in (q, s)), tuple(t[:2] for t in b), e.view(2, 256, 256)
+    sizes = iter((([128, 384, 0], [1, 256]), ([0, 512, 0], [0, 77]), ([384, 0, 128], [256, 0])))
 
-    def run():
+    def call(*_):
         deep_gemm.m_grouped_fp8_gemm_nt_contiguous((q, s), b, d, numbers)
         deep_gemm.m_grouped_fp8_gemm_nt_masked(*halves, masked, 128)
 
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    for sizes, counts in (([128, 384], [1, 256]), ([0, 512], [0, 77]), ([384, 0], [256, 0])):
-        groups = torch.repeat_interleave(torch.arange(3), torch.tensor([*sizes, 512 - sum(sizes)]))
-        numbers.copy_(groups)
-        masked.copy_(torch.tensor(counts))
+    def renew():
         d.fill_(torch.nan)
         e.fill_(torch.nan)
-        graph.replay()
+        of_groups, counts = next(sizes)
+        return torch.repeat_interleave(torch.arange(3), torch.tensor(of_groups)), torch.tensor(counts)
+
+    for _ in replays(call, (numbers, masked), renew):
         for group in range(3):
-            part = (groups == group).cuda()
+            part = numbers == group
             # FP8 rows cannot be picked by a mask, their bytes can.
             chosen = q.view(torch.uint8)[part].view(q.dtype), s[part]
             assert torch.equal(d[part], dsa.fp8_gemm_nt(chosen, (b[0][group], b[1][group])))
-        for half, count in enumerate(counts):
+        for half, count in enumerate(masked.tolist()):
             part = slice(256 * half, 256 * half + count)
             assert torch.equal(e[part], dsa.fp8_gemm_nt((q[part], s[part]), (b[0][half], b[1][half])))
             assert e[256 * half + count : 256 * (half + 1)].isnan().all()

@@ -7,6 +7,7 @@ import dsa
 from dsa.compat import deep_gemm
 from dsa.reference.indexer import fp8_paged_mqa_logits as reference
 from dsa.testing import calc_diff, poison_free_memory
+from tests.gpu.op_checks import assert_equal, replays
 
 E4M3, INT32, PAGE, DIM = torch.float8_e4m3fn, torch.int32, 64, 128
 MAX_DIFF = {torch.float32: 5e-6, torch.bfloat16: 3e-5}
@@ -59,7 +60,7 @@ class Case:
         for other in (None, self.indices):
             named["indices"] = other
             again = deep_gemm.fp8_fp4_paged_mqa_logits((self.q, None), *self.arguments(plan), **named)
-            assert torch.equal(again.masked_fill(hidden, 0), shown)
+            assert_equal(again.masked_fill(hidden, 0), shown)
 
 
 @pytest.mark.parametrize("heads", [32, 64])
@@ -81,15 +82,12 @@ def test_rows_of_a_sequence_that_indices_name(most, heads, record_error):
 def test_a_plan_of_any_number_of_parts_in_a_graph(parts):
     """vLLM plans for half of the multiprocessors where next_n is 4; a replay follows new lengths."""
     case = Case(40, 2000, 64, 4)
-    deep_gemm.fp8_fp4_paged_mqa_logits((case.q, None), *case.arguments(None))
-    deep_gemm.get_paged_mqa_logits_metadata(case.lengths, PAGE, parts)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def call(_):
         plan = deep_gemm.get_paged_mqa_logits_metadata(case.lengths, PAGE, parts)
-        got = deep_gemm.fp8_fp4_paged_mqa_logits((case.q, None), *case.arguments(plan))
-    for _ in range(3):
-        case.lengths.random_(0, 2000)
-        graph.replay()
+        return deep_gemm.fp8_fp4_paged_mqa_logits((case.q, None), *case.arguments(plan))
+
+    for got in replays(call, (case.lengths,), lambda: torch.randint(0, 2000, case.lengths.shape)):
         hidden = torch.arange(case.columns, device="cuda") >= case.lengths.view(-1, 1)
         expected = dsa.fp8_paged_mqa_logits(case.q, *case.arguments(None))
-        assert torch.equal(got.masked_fill(hidden, 0), expected.masked_fill(hidden, 0))
+        assert_equal(got.masked_fill(hidden, 0), expected.masked_fill(hidden, 0))

@@ -1,24 +1,21 @@
 """Sparse MLA prefill of few heads where neighbouring queries share keys, on the GPU against the fp32 reference; and
 which queries are computed together."""
 
+import functools
 import math
 
 import pytest
 import torch
 
-import dsa
 from dsa import backends
 from dsa.kernels.mla.query_group_limits import MEMBER_SHIFT, MOST_UNION
 from dsa.ops.known_calls import KnownCalls
 from dsa.ops.mla import _shared_keys as shared
 from dsa.ops.mla import flash_mla_sparse_fwd as bridge
-from dsa.reference.mla import flash_mla_sparse_fwd as reference
-from dsa.testing import assert_close, poison_free_memory
-
-TOLERANCE = {"abs_tol": 8e-4, "rel_tol": 3.01 / 128, "cos_tol": 7e-6}
-LSE_TOLERANCE = {"abs_tol": 1e-6, "rel_tol": 2.01 / 65536}
-NAN = math.nan
-KINDS = [(576, torch.bfloat16), (576, torch.float16), (512, torch.bfloat16), (512, torch.float16)]
+from dsa.testing import assert_close
+from tests.gpu.attention import BF16, INF, KINDS, NAN, assert_writes_a_part, distinct, int32, normal, spoiled
+from tests.gpu.mla.test_flash_mla_sparse_fwd import LSE_TOLERANCE, TOLERANCE, check, run
+from tests.gpu.op_checks import among_nan, assert_runs_have_the_same_bits, assert_same_bits, replays
 
 
 @pytest.fixture(autouse=True)
@@ -29,47 +26,14 @@ def all_calls_may_share(monkeypatch):
         monkeypatch.setattr(op, "known", KnownCalls())
 
 
-def int32(values):
-    return torch.as_tensor(values, dtype=torch.int32, device="cuda")
-
-
-def normal(*shape, dtype=torch.bfloat16):
-    return (torch.randn(shape, device="cuda") / 10).clamp(-1, 1).to(dtype)
-
-
-def distinct(s_q, s_kv, k):
-    return torch.rand(s_q, s_kv, device="cuda").argsort(1)[:, None, :k].int()
-
-
 def overlapping(s_q, s_kv, k, pool):
     """k of `pool` keys, which 16 neighbours have in common; in any order."""
     pools = torch.rand(-(-s_q // 16), s_kv, device="cuda").argsort(1)[:, :pool].repeat_interleave(16, 0)[:s_q]
-    return pools.gather(1, distinct(s_q, pool, k)[:, 0].long()).int()[:, None].contiguous()
+    return pools.gather(1, distinct(s_q, pool, k).long()).int()[:, None].contiguous()
 
 
-def inputs(s_q=61, heads=16, s_kv=3000, k=700, d=576, dtype=torch.bfloat16, pool=1000):
+def inputs(s_q=61, heads=16, s_kv=3000, k=700, d=576, dtype=BF16, pool=1000):
     return normal(s_q, heads, d, dtype=dtype), normal(s_kv, 1, d, dtype=dtype), overlapping(s_q, s_kv, k, pool)
-
-
-def run(q, kv, indices, **options):
-    return dsa.flash_mla_sparse_fwd(q, kv, indices, q.shape[2] ** -0.5, **options)
-
-
-def check(q, kv, indices, record_error=None, **options):
-    poison_free_memory(mebibytes=64)
-    got = run(q, kv, indices, **options)
-    expected = reference.flash_mla_sparse_fwd(q.float(), kv, indices, q.shape[2] ** -0.5, **options)
-    error = assert_close("out", got[0], expected[0], **TOLERANCE)
-    for name, x, y in zip(("max_logits", "lse"), got[1:], expected[1:], strict=True):
-        assert_close(name, x, y, **LSE_TOLERANCE)
-    if record_error:
-        record_error(error)
-    return got
-
-
-def assert_same(got, expected):
-    for x, y in zip(got, expected, strict=True):
-        assert torch.equal(x, y)
 
 
 def union(indices, size, s_kv, lengths=None):
@@ -122,12 +86,12 @@ def test_lists(k, s_kv, size):
     """Also where keys take several rounds, and the last group has fewer queries."""
     indices = overlapping(37, s_kv, k, k + k // 4)
     assert check_union(indices, size, s_kv) or k == 1
-    spoiled = torch.where(torch.rand(indices.shape, device="cuda") < 0.1, int32(-1), indices)
-    spoiled[5, 0, : k // 2], spoiled[6] = s_kv, 2**31 - 1
-    check_union(spoiled, size, s_kv)
+    changed = torch.where(torch.rand(indices.shape, device="cuda") < 0.1, int32(-1), indices)
+    changed[5, 0, : k // 2], changed[6] = s_kv, 2**31 - 1
+    check_union(changed, size, s_kv)
     lengths = torch.randint(-5, k + 100, (37,), dtype=torch.int32, device="cuda")
     lengths[8:16] = 0
-    groups = check_union(spoiled, size, s_kv, lengths)
+    groups = check_union(changed, size, s_kv, lengths)
     assert 8 // size in groups  # nothing is little enough
 
 
@@ -138,13 +102,13 @@ def test_lists_of_as_many_keys_as_there_may_be(size):
     indices = overlapping(40, s_kv - 1, 2048, 2500)
     indices[:, 0, 100] = s_kv - 1
     assert sorted(check_union(indices, size, s_kv)) == list(range(40 // size))
-    indices[8:] = distinct(32, s_kv, 2048)
+    indices[8:] = distinct(32, s_kv, 2048)[:, None]
     assert sorted(check_union(indices, size, s_kv)) == list(range(8 // size))
 
 
 @pytest.mark.parametrize("size", [4, 8])
 def test_which_groups(size):
-    same, apart = overlapping(16, 60000, 2048, 2048), distinct(16, 60000, 2048)
+    same, apart = overlapping(16, 60000, 2048, 2048), distinct(16, 60000, 2048)[:, None]
     twice = same.clone()
     twice[size + 1, 0, 17] = twice[size + 1, 0, 1999]
     whole = 16 // size
@@ -152,15 +116,6 @@ def test_which_groups(size):
     assert check_union(apart, size, 60000) == []
     assert sorted(check_union(twice, size, 60000)) == [g for g in range(whole) if g != 1]
     assert sorted(check_union(torch.cat((apart, same)), size, 60000)) == list(range(whole, 2 * whole))
-
-
-def test_lists_are_the_same_each_time():
-    indices = overlapping(400, 20000, 2048, 3000)
-    first = union(indices, 4, 20000)
-    for _ in range(20):
-        lists, found, groups, _ = union(indices, 4, 20000)
-        assert sorted(groups) == sorted(first[2]) == list(range(100)) and torch.equal(found, first[1])
-        assert_same([lists[g, 0, :n] for g, n in enumerate(found)], [first[0][g, 0, :n] for g, n in enumerate(found)])
 
 
 @pytest.mark.parametrize(("d", "dtype"), KINDS, ids=str)
@@ -176,20 +131,16 @@ def test_overlaps(pool, heads, record_error):
     """All the same, much, little and nearly nothing in common; and each in a part of the queries."""
     check(*inputs(heads=heads, pool=pool), record_error)
     q, kv, indices = inputs(200, heads)
-    indices[40:77], indices[120:] = distinct(37, 3000, 700), overlapping(80, 3000, 700, pool)
+    indices[40:77], indices[120:] = distinct(37, 3000, 700)[:, None], overlapping(80, 3000, 700, pool)
     check(q, kv, indices, record_error)
 
 
 @pytest.mark.parametrize("heads", [8, 16])
-@pytest.mark.parametrize("s_q", [1, 3, 4, 5, 8, 9, 63, 1061])
-def test_numbers_of_queries(s_q, heads, record_error):
-    check(*inputs(s_q, heads, k=200, pool=250), record_error)
-
-
-@pytest.mark.parametrize("heads", [8, 16])
-@pytest.mark.parametrize("k", [1, 2, 63, 64, 65, 1000, 2048])
-def test_selected_keys(k, heads, record_error):
-    check(*inputs(heads=heads, k=k, pool=min(3000, k + 40)), record_error)
+@pytest.mark.parametrize(
+    ("s_q", "k"), [*((s_q, 200) for s_q in (1, 3, 4, 5, 8, 9, 63, 1061)), *((61, k) for k in (1, 2, 63, 64, 65, 2048))]
+)
+def test_queries_and_keys(s_q, k, heads, record_error):
+    check(*inputs(s_q, heads, k=k, pool=min(3000, k + 40)), record_error)
 
 
 @pytest.mark.parametrize("heads", [8, 16])
@@ -205,12 +156,11 @@ def test_disjoint_selections(heads, record_error):
 @pytest.mark.parametrize("heads", [8, 16])
 def test_indices_that_are_no_keys(heads, record_error):
     q, kv, indices = inputs(90, heads)
-    bad = int32([-1, 3000, -(2**31), 2**31 - 1])[torch.randint(4, indices.shape, device="cuda")]
-    indices = torch.where(torch.rand(indices.shape, device="cuda") < 0.3, bad, indices)
+    indices = spoiled(indices, 3000, 0.3)
     indices[5], indices[8:16], indices[88] = -1, 3000, -1
     out, max_logits, lse = check(q, kv, indices, record_error, attn_sink=torch.randn(heads, device="cuda"))
     for rows in (slice(5, 6), slice(8, 16), slice(88, 89)):
-        assert not out[rows].any() and max_logits[rows].eq(-math.inf).all() and lse[rows].eq(math.inf).all()
+        assert not out[rows].any() and max_logits[rows].eq(-INF).all() and lse[rows].eq(INF).all()
 
 
 @pytest.mark.parametrize("heads", [8, 16])
@@ -232,7 +182,7 @@ def test_a_key_named_twice_counts_twice(heads, record_error):
     assert_close("lse", lse[30], max_logits[30].double() + math.log(700), **LSE_TOLERANCE)
 
 
-@pytest.mark.parametrize("bad", [NAN, math.inf, -math.inf])
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
 @pytest.mark.parametrize("place", [0, 300, 575])
 @pytest.mark.parametrize("heads", [8, 16])
 def test_nan_reaches_the_queries_that_select_it(heads, place, bad):
@@ -280,21 +230,14 @@ def test_one_key_gives_its_value_exactly(heads):
 
 @pytest.mark.parametrize("heads", [8, 16])
 def test_into_a_part_of_a_tensor(heads):
-    q, kv, indices = inputs(99, heads)
-    expected = run(q, kv, indices)
-    whole = torch.full((99, 64, 512), NAN, dtype=q.dtype, device="cuda")
-    got = run(q, kv, indices, out=whole[:, 5 : 5 + heads])
-    assert_same(got, expected)
-    assert whole[:, :5].isnan().all() and whole[:, 5 + heads :].isnan().all()
+    given = inputs(99, heads)
+    assert_writes_a_part(functools.partial(run, *given), run(*given))
 
 
-def test_strides():
+def test_strides_change_no_bit():
     q, kv, indices = inputs(50, 12)
-    expected = run(q, kv, indices)
-    wide_q = torch.nn.functional.pad(q, (8, 56), value=NAN)[..., 8 : 8 + 576]
-    wide_kv = torch.nn.functional.pad(kv, (0, 64), value=NAN)[..., :576]
     wide_indices = torch.nn.functional.pad(indices, (1, 2), value=5)[..., 1:701]
-    assert_same(run(wide_q, wide_kv, wide_indices), expected)
+    assert_same_bits(run(among_nan(q), among_nan(kv), wide_indices), run(q, kv, indices))
 
 
 @pytest.mark.parametrize("heads", [8, 16])
@@ -302,10 +245,9 @@ def test_a_result_follows_from_its_group(heads):
     """Bit for bit, whatever the other groups are, and run after run."""
     q, kv, indices = inputs(600, heads)
     first = run(q, kv, indices)
-    for _ in range(20):
-        assert_same(run(q, kv, indices), first)
+    assert_runs_have_the_same_bits(run, q, kv, indices)
     for rows in (slice(64, 128), slice(592, 600), slice(0, 8)):
-        assert_same(run(q[rows], kv, indices[rows]), [x[rows] for x in first])
+        assert_same_bits(run(q[rows], kv, indices[rows]), [x[rows] for x in first])
 
 
 @pytest.mark.parametrize("heads", [8, 16])
@@ -316,28 +258,20 @@ def test_batch_invariance(heads, record_error):
     alone = check(q, kv, indices, record_error, enable_batch_invariant=True)
     for rows in (slice(0, 1), slice(3, 67), slice(5, 600), slice(599, 600)):
         got = run(q[rows], kv, indices[rows], enable_batch_invariant=True)
-        assert_same(got, [x[rows] for x in alone])
+        assert_same_bits(got, [x[rows] for x in alone])
     order = torch.randperm(600, device="cuda")
-    assert_same(run(q[order], kv, indices[order], enable_batch_invariant=True), [x[order] for x in alone])
+    assert_same_bits(run(q[order], kv, indices[order], enable_batch_invariant=True), [x[order] for x in alone])
     others = indices.clone()
-    others[1::2] = distinct(300, 3000, 700)
+    others[1::2] = distinct(300, 3000, 700)[:, None]
     got = run(q, kv, others, enable_batch_invariant=True)
-    assert_same([x[::2] for x in got], [x[::2] for x in alone])
+    assert_same_bits([x[::2] for x in got], [x[::2] for x in alone])
     whole = torch.full((600, 64, 512), NAN, dtype=q.dtype, device="cuda")
-    assert_same(run(q, kv, indices, out=whole[:, :heads], enable_batch_invariant=True), alone)
+    assert_same_bits(run(q, kv, indices, out=whole[:, :heads], enable_batch_invariant=True), alone)
     together, behind = run(q, kv, indices), run(q[3:], kv, indices[3:])
     assert not torch.equal(together[2], alone[2]) and not torch.equal(behind[2], together[2][3:])
 
 
-def test_graph_replay_with_new_data(record_error):
-    q, kv, indices = inputs(300, 16, k=500)
-    run(q, kv, indices)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = run(q, kv, indices)
-    for pool in (500, 700, 3000, 600):
-        for old, new in zip((q, kv, indices), inputs(300, 16, k=500, pool=pool), strict=True):
-            old.copy_(new)
-        graph.replay()
-        assert_same(got, run(q, kv, indices))
-    check(q, kv, indices, record_error)
+def test_a_graph_takes_new_data(record_error):
+    given, pools = inputs(300, k=500), iter((500, 700, 3000, 600))
+    for got in replays(run, given, lambda: inputs(300, k=500, pool=next(pools)), times=4):
+        assert_same_bits(got, check(*given, record_error))

@@ -1,7 +1,7 @@
 """Dense MLA decoding on the GPU against fp64: FlashMLA's tolerances, its users' troubles, and its plan."""
 
+import functools
 import itertools
-import math
 
 import pytest
 import torch
@@ -10,36 +10,27 @@ import dsa
 from dsa.kernels.mla.mla_plan_sm90 import compile_mla_plan
 from dsa.ops.mla.flash_mla_with_kvcache import OVERHEAD, _mla_metadata, _parts
 from dsa.testing import assert_close, poison_free_memory, poisoned
+from tests.gpu.attention import BF16, D_V, FP16, NAN, assert_attention, assert_writes_a_part, attend, int32, normal
+from tests.gpu.op_checks import (
+    among_nan,
+    assert_runs_have_the_same_bits,
+    assert_runs_on_the_current_stream,
+    assert_same_bits,
+    captured,
+    replays,
+)
 
-D, D_V, TILE = 576, 512, 64
+D, TILE = 576, 64
 TOLERANCE = {"abs_tol": 8e-4, "rel_tol": 2.01 / 128, "cos_tol": 5e-6}
 LSE_TOLERANCE = {"abs_tol": 1e-6, "rel_tol": 8.01 / 65536}
 GARBAGE = torch.tensor([-1, 2147480000, -(2**31)], dtype=torch.int32)
 BOUNDARIES = [0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 191, 192, 193, 1000]
 
 
-def int32(values):
-    return torch.as_tensor(values, dtype=torch.int32, device="cuda")
-
-
-def attend(q, keys, limits, scale):
-    """fp64: q [s_q, h_q, d], keys [n, h_k, d], query i sees the first limits[i] -> out [s_q, h_q, 512], lse."""
-    heads, (count, kv_heads, _) = q.shape[1], keys.shape
-    q, keys = q.double().unflatten(1, (kv_heads, -1)), keys.double()
-    logits = torch.einsum("skgd,nkd->skgn", q, keys).flatten(1, 2) * scale
-    hidden = torch.arange(count, device="cuda") >= limits[:, None, None]
-    logits = logits.masked_fill(hidden, -math.inf)
-    lse = logits.logsumexp(2)
-    empty = lse == -math.inf
-    weights = (logits - lse.masked_fill(empty, 0.0).unsqueeze(2)).exp().unflatten(1, (kv_heads, heads // kv_heads))
-    out = torch.einsum("skgn,nkd->skgd", weights, keys[..., :D_V]).flatten(1, 2)
-    return out, lse.masked_fill(empty, math.inf)
-
-
 class Case:
     """Sequences in random pages of a cache whose other rows are NaN; garbage in the rest of the block table."""
 
-    def __init__(self, lengths, s_q=1, h_q=128, h_k=1, page=64, dtype=torch.bfloat16, spare_pages=3):
+    def __init__(self, lengths, s_q=1, h_q=128, h_k=1, page=64, dtype=BF16, spare_pages=3):
         used = [-(-n // page) for n in lengths]
         self.cache = poisoned((sum(used) + spare_pages, page, h_k, D), dtype, "cuda")
         width = max([*used, 1]) + 1
@@ -50,35 +41,35 @@ class Case:
             own = torch.tensor([order.pop() for _ in range(used[b])], dtype=torch.int64)
             table[b, : used[b]] = own
             slots = (own[:, None] * page + torch.arange(page)).view(-1)[:n].cuda()
-            self.cache.view(-1, h_k, D)[slots] = (torch.randn(n, h_k, D, device="cuda") / 10).clamp(-1, 1).to(dtype)
+            self.cache.view(-1, h_k, D)[slots] = normal(n, h_k, D, dtype=dtype)
             self.slots.append(slots)
-        self.q = (torch.randn(len(lengths), s_q, h_q, D, device="cuda") / 10).clamp(-1, 1).to(dtype)
+        self.q = normal(len(lengths), s_q, h_q, D, dtype=dtype)
         self.table, self.lengths, self.s_q = table.cuda(), int32(lengths), s_q
 
-    def run(self, plan=None, splits=None, **options):
-        return dsa.flash_mla_with_kvcache(self.q, self.cache, self.table, self.lengths, D_V, plan, splits, **options)
+    def run(self, plan=None, splits=None, rows=slice(None), **options):
+        """Of all sequences, or of these rows."""
+        own = (x[rows] for x in (self.table, self.lengths))
+        return dsa.flash_mla_with_kvcache(self.q[rows], self.cache, *own, D_V, plan, splits, **options)
 
     def expected(self, causal=False, scale=D**-0.5, lengths=None):
         out, lse = [], []
         flat = self.cache.view(-1, *self.cache.shape[2:])
         for b, n in enumerate(self.lengths.tolist() if lengths is None else lengths):
-            limits = torch.full((self.s_q,), n, device="cuda")
+            keys, last = flat[self.slots[b][:n]], torch.full((self.s_q, 1), n - 1, device="cuda")
             if causal:
-                limits = n - self.s_q + 1 + torch.arange(self.s_q, device="cuda")
-            row, row_lse = attend(self.q[b], flat[self.slots[b][:n]], limits, scale)
+                last += torch.arange(1 - self.s_q, 1, device="cuda")[:, None]
+            row, row_lse = attend(self.q[b], keys, keys[..., :D_V], torch.arange(n, device="cuda") <= last, scale)
             out.append(row)
             lse.append(row_lse.T)
         return torch.stack(out), torch.stack(lse)
 
-    def check(self, record_error=None, got=None, causal=False, **options):
+    def check(self, record_error=None, got=None, causal=False, lengths=None, **options):
+        """lengths: how many of the slots hold keys, where it is not the lengths that are given."""
         poison_free_memory(mebibytes=64)
-        out, lse = self.run(causal=causal, **options) if got is None else got
-        expected, expected_lse = self.expected(causal, options.get("softmax_scale", D**-0.5))
-        assert out.dtype == self.q.dtype and out.is_contiguous() and lse.dtype == torch.float32
-        error = assert_close("out", out, expected, **TOLERANCE)
-        assert_close("lse", lse, expected_lse, **LSE_TOLERANCE)
-        if record_error:
-            record_error(error)
+        got = self.run(causal=causal, **options) if got is None else got
+        expected = self.expected(causal, options.get("softmax_scale", D**-0.5), lengths)
+        assert got[0].dtype == self.q.dtype
+        assert_attention(got, expected, TOLERANCE, LSE_TOLERANCE, record_error)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -91,7 +82,7 @@ def test_heads_and_queries(h_q, h_k, s_q, causal, record_error):
     Case([700, *BOUNDARIES, 5000], s_q, h_q, h_k).check(record_error, causal=causal)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("h_q", [16, 128])
 @pytest.mark.parametrize("page", [16, 32, 48, 64, 80, 96, 128, 256])
 def test_pages(page, h_q, dtype, record_error):
@@ -108,8 +99,7 @@ def test_splits(lengths, invariant, h_q, record_error):
 
 
 def test_many_sequences(record_error):
-    lengths = torch.randint(0, 200, (5000,)).tolist()
-    Case(lengths, 1, 8).check(record_error)
+    Case(torch.randint(0, 200, (5000,)).tolist(), 1, 8).check(record_error)
 
 
 def test_a_million_tokens():
@@ -155,23 +145,17 @@ def test_one_key_gives_its_value_exactly():
 def test_pages_outside_the_cache_hold_no_keys():
     case = Case([300, 300, 128], 1, 64)
     case.table[0, 1], case.table[1, 4], case.table[2, :2] = -1, len(case.cache), 10**9
-    out, lse = case.run()
     position = torch.arange(300, device="cuda")
     case.slots[0] = case.slots[0][position // TILE != 1]
     case.slots[1] = case.slots[1][position // TILE != 4]
-    expected, expected_lse = case.expected(lengths=[len(case.slots[0]), len(case.slots[1]), 0])
-    assert_close("out", out, expected, **TOLERANCE)
-    assert_close("lse", lse, expected_lse, **LSE_TOLERANCE)
+    case.check(lengths=[len(case.slots[0]), len(case.slots[1]), 0])
 
 
 def test_lengths_beyond_the_block_table():
     case = Case([200, 100], 1, 64)
     case.table = case.table[:, :2]
     case.lengths = int32([2**31 - 1, 100])
-    out, lse = case.run()
-    expected, expected_lse = case.expected(lengths=[128, 100])
-    assert_close("out", out, expected, **TOLERANCE)
-    assert_close("lse", lse, expected_lse, **LSE_TOLERANCE)
+    case.check(lengths=[128, 100])
 
 
 def test_softmax_scale_and_both_styles_of_plan():
@@ -181,86 +165,56 @@ def test_softmax_scale_and_both_styles_of_plan():
     got = [case.run(*plan, softmax_scale=0.1, causal=True) for plan in (old, (new, nothing), (new, None), (None, None))]
     for own in got[:2]:  # the old style's plan knows nothing of the block table, and cuts sequences elsewhere
         case.check(got=own, causal=True, softmax_scale=0.1)
-    for out, lse in got[2:]:
-        assert torch.equal(out, got[1][0]) and torch.equal(lse, got[1][1])
+    assert_same_bits(got[2:], (got[1], got[1]))
 
 
 @pytest.mark.parametrize("h_q", [16, 64, 128])
 def test_batch_invariant(h_q):
     """A sequence's result in a batch, in another order, and alone, bit for bit; and not so by chance."""
     case = Case([2500, 64, 9000, 0, 40_000, 2048, 2049], 2, h_q)
-    out, lse = case.run(causal=True, enable_batch_invariant=True)
-    order = torch.randperm(7, device="cuda")
-    for rows in (order, *torch.arange(7, device="cuda").split(1)):
-        part, part_lse = dsa.flash_mla_with_kvcache(
-            *(case.q[rows], case.cache, case.table[rows], case.lengths[rows], D_V, None),
-            causal=True,
-            enable_batch_invariant=True,
-        )
-        assert torch.equal(part, out[rows]) and torch.equal(part_lse, lse[rows])
-    planned, _ = case.run(causal=True)
-    alone, _ = dsa.flash_mla_with_kvcache(
-        case.q[4:5], case.cache, case.table[4:5], case.lengths[4:5], D_V, None, causal=True
-    )
-    assert not torch.equal(planned[4], alone[0])
+    options = {"causal": True, "enable_batch_invariant": True}
+    whole = case.run(**options)
+    for rows in (torch.randperm(7, device="cuda"), *torch.arange(7, device="cuda").split(1)):
+        assert_same_bits(case.run(rows=rows, **options), [x[rows] for x in whole])
+    assert not torch.equal(case.run(causal=True)[0][4], case.run(causal=True, rows=slice(4, 5))[0][0])
     # A wider block table says nothing about the sequences.
-    wider = torch.nn.functional.pad(case.table, (0, 5000), value=-1)
-    again, _ = dsa.flash_mla_with_kvcache(
-        case.q, case.cache, wider, case.lengths, D_V, None, causal=True, enable_batch_invariant=True
-    )
-    assert torch.equal(again, out)
+    case.table = torch.nn.functional.pad(case.table, (0, 5000), value=-1)
+    assert_same_bits(case.run(**options), whole)
 
 
 @pytest.mark.parametrize("h_q", [16, 128])
 def test_runs_are_bit_identical(h_q):
     case = Case([2500, 64, 9000, 0, 40_000, 777, 1], 2, h_q)
-    plan = dsa.get_mla_metadata(case.lengths, 2 * h_q, 1)
-    out, lse = case.run(*plan)
-    for _ in range(200):
-        again, again_lse = case.run(*plan)
-        assert torch.equal(out, again) and torch.equal(lse, again_lse)
+    assert_runs_have_the_same_bits(case.run, *dsa.get_mla_metadata(case.lengths, 2 * h_q, 1), times=200)
 
 
 def test_strides():
     """q, cache, table and lengths as parts of larger tensors; q even with channels far apart."""
     case = Case([700, 65, 2000], 2, 64, h_k=2)
     expected = case.run()
-    wide = torch.full((*case.cache.shape[:3], D + 64), math.nan, dtype=case.cache.dtype, device="cuda")
-    wide[..., 8 : 8 + D] = case.cache
+    case.cache = among_nan(case.cache)
+    case.table = torch.stack((case.table, case.table), 1)[:, 1]
+    case.lengths = torch.stack((case.lengths, case.lengths), 1)[:, 1]
     for q in (
         torch.stack((case.q, case.q), 2)[:, :, 1],
         torch.nn.functional.pad(case.q, (1, 2))[..., 1 : D + 1],
         case.q.transpose(2, 3).contiguous().transpose(2, 3),
     ):
-        table = torch.stack((case.table, case.table), 1)[:, 1]
-        lengths = torch.stack((case.lengths, case.lengths), 1)[:, 1]
-        got = dsa.flash_mla_with_kvcache(q, wide[..., 8 : 8 + D], table, lengths, D_V, None)
-        assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
+        case.q = q
+        assert_same_bits(case.run(), expected)
 
 
 def test_a_cache_beyond_2_to_the_31_numbers():
     case = Case([100, 200], 1, 16)
     pages = 2**31 // (TILE * D) + 100
-    cache = torch.empty(pages, TILE, 1, D, dtype=torch.bfloat16, device="cuda")
-    first = pages - len(case.cache)
-    cache[first:] = case.cache
-    table = torch.where((case.table >= 0) & (case.table < len(case.cache)), case.table + first, case.table)
-    got = dsa.flash_mla_with_kvcache(case.q, cache, table, case.lengths, D_V, None)
-    assert torch.equal(got[0], case.run()[0])
+    expected, small, first = case.run(), case.cache, pages - len(case.cache)
+    case.cache = torch.empty(pages, TILE, 1, D, dtype=BF16, device="cuda")
+    case.cache[first:] = small
+    case.table = torch.where((case.table >= 0) & (case.table < len(small)), case.table + first, case.table)
+    assert_same_bits(case.run(), expected)
 
 
-@pytest.mark.parametrize("shape", [(0, 1, 16), (3, 0, 16), (3, 1, 0)], ids=str)
-def test_nothing_to_do(shape):
-    q = torch.empty(*shape, D, dtype=torch.bfloat16, device="cuda")
-    cache = torch.zeros(4, 64, 1, D, dtype=torch.bfloat16, device="cuda")
-    plan = dsa.get_mla_metadata(int32([64] * shape[0]), max(shape[1] * shape[2], 1), 1)
-    out, lse = dsa.flash_mla_with_kvcache(
-        q, cache, int32([[0]] * shape[0]).view(-1, 1), int32([64] * shape[0]), D_V, *plan
-    )
-    assert out.shape == (*shape, D_V) and lse.shape == (shape[0], shape[2], shape[1])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("s_q", [1, 3])
 @pytest.mark.parametrize(("h_q", "h_k"), [(1, 1), (16, 1), (126, 2), (128, 1)])
 def test_into_a_part_of_a_tensor(h_q, h_k, s_q, dtype):
@@ -268,37 +222,7 @@ def test_into_a_part_of_a_tensor(h_q, h_k, s_q, dtype):
     of whole ones."""
     case = Case([700, *BOUNDARIES, 9000], s_q, h_q, h_k, dtype=dtype)
     for options in ({"causal": True}, {"enable_batch_invariant": True}):
-        expected = case.run(**options)
-        for around in (0, 64 - h_q % 64, 3):
-            whole = torch.full((len(case.q), s_q, h_q + around, D_V), math.nan, dtype=dtype, device="cuda")
-            out = whole[:, :, around // 2 : around // 2 + h_q]
-            got = case.run(**options, out=out)
-            assert got[0] is out and torch.equal(out, expected[0]) and torch.equal(got[1], expected[1])
-            out.fill_(math.nan)
-            assert whole.isnan().all()
-
-
-class Foreign:
-    """An object of another library, whose fields hold a plan of that library's."""
-
-    def __init__(self):
-        self.have_initialized, self.config = True, object()
-        self.tile_scheduler_metadata, self.num_splits = int32([[2**30] * 8] * 132), int32([7] * 4)
-
-
-def test_an_object_of_another_library():
-    case, meta = Case([700, 64, 20_000], 2, 16), Foreign()
-    theirs = (meta.tile_scheduler_metadata.clone(), meta.num_splits.clone())
-    for lengths in ([700, 64, 20_000], [5, 0, 3000]):
-        case.lengths.copy_(int32(lengths))
-        case.check(got=case.run(meta, causal=True), causal=True)
-    assert torch.equal(meta.tile_scheduler_metadata, theirs[0]) and torch.equal(meta.num_splits, theirs[1])
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = case.run(meta, causal=True)
-    case.lengths.copy_(int32([1, 60, 9000]))
-    graph.replay()
-    case.check(got=got, causal=True)
+        assert_writes_a_part(functools.partial(case.run, **options), case.run(**options))
 
 
 @pytest.mark.parametrize("style", ["planned in the graph", "planned before it", "batch-invariant"])
@@ -307,24 +231,20 @@ def test_an_object_of_another_library():
 def test_graph_replay_with_new_lengths(h_q, into, style):
     """The graph is captured for short sequences and replayed for long, empty and again short ones. into: the caller's
     memory, a part of more heads."""
-    replays = [[5, 60, 0, 1], [3000, 64, 9000, 0], [0, 0, 0, 0], [1, 4000, 65, 20_000]]
-    case = Case([max(column) for column in zip(*replays)], 2, h_q)
-    case.lengths.copy_(int32(replays[0]))
-    plan = (None, None)
-    if style == "planned before it":
-        plan = dsa.get_mla_metadata(case.lengths, 2 * h_q, 1)
+    lengths = [[5, 60, 0, 1], [3000, 64, 9000, 0], [0, 0, 0, 0], [1, 4000, 65, 20_000]]
+    case = Case([max(column) for column in zip(*lengths)], 2, h_q)
+    case.lengths.copy_(int32(lengths[0]))
+    kept = dsa.get_mla_metadata(case.lengths, 2 * h_q, 1) if style == "planned before it" else (None, None)
+    whole = torch.full((len(case.q), 2, h_q + 8, D_V), NAN, dtype=case.q.dtype, device="cuda")
     options = {"causal": True, "enable_batch_invariant": style == "batch-invariant"}
-    whole = torch.full((len(case.q), 2, h_q + 8, D_V), math.nan, dtype=case.q.dtype, device="cuda")
     options |= {"out": whole[:, :, 4:-4]} if into else {}
-    case.run(*plan, **options)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        if style == "planned in the graph":
-            plan = dsa.get_mla_metadata()
-        out, lse = case.run(*plan, **options)
-    for lengths in replays:
-        case.lengths.copy_(int32(lengths))
-        graph.replay()
+
+    def call(_):
+        plan = dsa.get_mla_metadata() if style == "planned in the graph" else kept
+        return case.run(*plan, **options)
+
+    rest = iter(lengths)
+    for out, lse in replays(call, (case.lengths,), lambda: int32(next(rest)), times=len(lengths)):
         case.check(got=(out.contiguous(), lse), causal=True)
         assert whole[:, :, :4].isnan().all() and whole[:, :, -4:].isnan().all()
 
@@ -338,7 +258,7 @@ def test_one_page_or_key_in_the_place_of_many(dim):
     case.cache = whole.contiguous()
     expected = case.run()
     case.cache = whole
-    assert all(map(torch.equal, case.run(), expected))
+    assert_same_bits(case.run(), expected)
 
 
 def test_a_plan_that_comes_with_a_graph_serves_that_graph_alone():
@@ -362,39 +282,13 @@ def test_plans_are_made_without_waiting_for_the_host():
     """Nor is anything copied from it: what would wait is an error in a capture."""
     lengths = int32([700, 64, 0, 2000])
     requests = ((lengths, 16, 1), (lengths, 16, 1, 16, True, 2048))
-    expected = [dsa.get_mla_metadata(*request) for request in requests]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        plans = [dsa.get_mla_metadata(*request) for request in requests]
+
+    def plans():
+        return [dsa.get_mla_metadata(*request) for request in requests]
+
+    graph, got = captured(plans)
     graph.replay()
-    for plan, other in zip(plans, expected, strict=True):
-        assert all(map(torch.equal, plan, other))
-
-
-@pytest.mark.parametrize("h_q", [16, 128])
-def test_the_references_plan_serves(h_q):
-    """Made elsewhere, of one part and without splits: slow, and right."""
-    case = Case([700, 64, 0, 2000], 1, h_q)
-    meta, _ = dsa.get_mla_metadata()
-    with dsa.use_backend("reference"):
-        old = dsa.get_mla_metadata(case.lengths, h_q, 1)
-        case.run(meta)
-    for plan in (old, (meta, None), dsa.get_mla_metadata(case.lengths, h_q, 1, topk=2048)):
-        case.check(got=case.run(*plan))
-
-
-@pytest.mark.parametrize("page", [16, 64])
-def test_garbage_for_a_plan_stays_inside_the_tensors(page):
-    case = Case([700, 64, 2000], 1, 128, page=page)
-    plan, splits = dsa.get_mla_metadata(case.lengths, 128, 1)
-    for seed in range(20):
-        torch.manual_seed(seed)
-        low, high = (-(2**31), 2**31 - 1) if seed % 2 else (-3, 40)
-        bad = torch.randint(low, high, plan.shape, device="cuda", dtype=torch.int32)
-        bad[:, 0] %= 4  # most parts begin at a sequence
-        case.run(bad, torch.randint_like(splits, -(2**31), 2**31 - 1) if seed % 3 else splits)
-    torch.cuda.synchronize()
-    case.check()
+    assert_same_bits(got, plans())
 
 
 @pytest.mark.parametrize(
@@ -439,24 +333,13 @@ def test_plan(lengths, rows, h_k, known):
     assert [row[5] for row in plan] == many + [-1] * (len(plan) - len(many))
 
 
-def test_another_stream():
+def test_the_kernels_run_on_the_current_stream():
     case = Case([700, 5000], 1, 128)
-    expected = case.run()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        got = [case.run() for _ in range(20)]
-        torch.cuda.current_stream().synchronize()
-    assert all(torch.equal(out, expected[0]) for out, _ in got)
 
+    def call(*_):
+        return case.run()
 
-def test_fp32_runs_the_reference_and_says_so():
-    q = torch.randn(1, 1, 4, D, device="cuda")
-    cache = torch.randn(2, 64, 1, D, device="cuda")
-    dsa.backends._warned.discard("flash_mla_with_kvcache in float32")
-    with pytest.warns(UserWarning, match="in float32 has no Hopper kernel"):
-        out, _ = dsa.flash_mla_with_kvcache(q, cache, int32([[1]]), int32([60]), D_V, None)
-    expected, _ = attend(q[0], cache[1, :60], torch.tensor([60], device="cuda"), D**-0.5)
-    assert_close("out", out[0], expected, abs_tol=1e-4, rel_tol=1e-4)
+    assert_runs_on_the_current_stream(call, case.q, case.cache, case.table, case.lengths)
 
 
 @pytest.mark.parametrize("lengths", [[1], [0, 64, 3], [100_000, 1, 1], [777] * 300])
@@ -465,5 +348,5 @@ def test_every_number_of_a_plan_is_written(lengths):
     expected = dsa.get_mla_metadata(int32(lengths), 16, 1)
     got = [poisoned(x.shape, torch.int32, "cuda") for x in expected]
     compile_mla_plan()(int32(lengths), *got, OVERHEAD)
-    assert all(torch.equal(x, y) for x, y in zip(got, expected))
+    assert_same_bits(got, expected)
     assert all(x.ne(torch.iinfo(torch.int32).min).all() for x in got) and got[0][:, 6:].eq(0).all()

@@ -1,6 +1,6 @@
 """MLA decoding over selected keys on the GPU against the fp32 reference: every cache layout, one cache and two."""
 
-import math
+import functools
 
 import pytest
 import torch
@@ -8,76 +8,47 @@ import torch
 import dsa
 from dsa.reference.cache import kv_cache
 from dsa.reference.mla import flash_mla_with_kvcache as reference
-from dsa.testing import assert_close, poison_free_memory, poisoned
+from dsa.testing import assert_close, poison_free_memory
+from tests.gpu.attention import (
+    BF16,
+    D_V,
+    INF,
+    NAN,
+    SINKS,
+    assert_attention,
+    assert_writes_a_part,
+    int32,
+    no_keys,
+    normal,
+    spoiled,
+)
+from tests.gpu.mla.caches import (
+    FEW_LAYOUTS,
+    LAYOUTS,
+    empty_cache,
+    make_cache,
+    unused_slots,
+    v4_planes,
+    with_gaps,
+)
+from tests.gpu.op_checks import (
+    among_nan,
+    assert_runs_have_the_same_bits,
+    assert_runs_on_the_current_stream,
+    assert_same_bits,
+    assert_same_on_the_second_gpu,
+    replays,
+)
 
-D_V = 512
 TOLERANCE = {"abs_tol": 1e-3, "rel_tol": 2.01 / 128, "cos_tol": 5e-6}
 LSE_TOLERANCE = {"abs_tol": 1e-6, "rel_tol": 8.01 / 65536}
-INF, NAN = math.inf, math.nan
-BF16, FP16 = torch.bfloat16, torch.float16
-# name -> d, dtype of q
-LAYOUTS = {
-    "bf16, 576": (576, BF16),
-    "bf16, 512": (512, BF16),
-    "fp16, 576": (576, FP16),
-    "fp16, 512": (512, FP16),
-    "656 bytes": (576, BF16),
-    "656 bytes, any scales": (576, BF16),
-    "584 bytes": (512, BF16),
-    "584 bytes, unpadded": (512, BF16),
-}
-FEW_LAYOUTS = ["bf16, 576", "fp16, 512", "656 bytes", "584 bytes"]
+LISTS = "indices", "extra_k_cache", "extra_indices_in_kvcache"
+BYTES = [name for name in LAYOUTS if "bytes" in name]
 
 
-def int32(values):
-    return torch.as_tensor(values, dtype=torch.int32, device="cuda")
-
-
-def empty_cache(layout, pages, page):
-    """A cache that is NaN everywhere, between its pages too."""
-    d, dtype = LAYOUTS[layout]
-    if layout == "584 bytes":
-        cache = kv_cache.make_v4_cache(pages, page, "cuda")
-        cache.as_strided((pages * cache.stride(0),), (1,)).fill_(0xFF)
-        return cache
-    if "bytes" in layout:
-        return poisoned((pages, page, 1, int(layout[:3])), torch.uint8, "cuda")
-    return poisoned((pages, page, 1, d), dtype, "cuda")
-
-
-def make_cache(layout, rows, page):
-    """A cache of about twice `rows` rows, and the slots of those that are not NaN, in any order."""
-    pages = -(-2 * rows // page) + 1
-    cache = empty_cache(layout, pages, page)
-    slots = torch.randperm(pages * page, device="cuda")[:rows]
-    kv = (torch.randn(rows, LAYOUTS[layout][0], device="cuda") / 10).clamp(-1, 1)
-    any_scales = layout.endswith("any scales")
-    kv_cache.write_kv_cache(kv, cache, slots, use_ue8m0=not any_scales)
-    if any_scales:  # half of them by the largest number of a group, as quantised, and half of no origin
-        scales = cache.view(-1, 656)[:, 512:528].view(torch.float32)
-        some = slots[: rows // 2]
-        scales[some] = scales[some] * (0.5 + torch.rand(len(some), 4, device="cuda"))
-    return cache, slots
-
-
-def no_keys(cache):
-    """Every kind of index that is no key."""
-    size = cache.shape[0] * cache.shape[1]
-    return int32([-1, size, -(2**31), 2**31 - 1, size + 1, -2])
-
-
-def unused_slots(cache, slots):
-    """Those that hold NaN."""
-    used = torch.zeros(cache.shape[0] * cache.shape[1], dtype=torch.bool, device="cuda")
-    used[slots] = True
-    return (~used).nonzero()[:, 0]
-
-
-def v4_planes(cache):
-    """Rows [pages, P, 576] and scales [pages, P, 8] of a cache of 584 bytes a token."""
-    pages, page = cache.shape[:2]
-    rows = cache.as_strided((pages, page, 576), (cache.stride(0), 576, 1))
-    return rows, cache.as_strided((pages, page, 8), (cache.stride(0), 8, 1), 576 * page)
+def size(cache):
+    """Its slots."""
+    return cache.shape[0] * cache.shape[1]
 
 
 def pick(slots, cache, batch, s_q, k, invalid=0.0):
@@ -86,8 +57,7 @@ def pick(slots, cache, batch, s_q, k, invalid=0.0):
         places = torch.randint(0, len(slots), (batch, s_q, k), device="cuda")
     else:
         places = torch.rand(batch * s_q, len(slots), device="cuda").argsort(1)[:, :k].view(batch, s_q, k)
-    bad = no_keys(cache)[torch.randint(6, places.shape, device="cuda")]
-    return torch.where(torch.rand(places.shape, device="cuda") < invalid, bad, slots[places].int())
+    return spoiled(slots[places].int(), size(cache), invalid)
 
 
 class Case:
@@ -97,7 +67,7 @@ class Case:
         self, layout="656 bytes", batch=2, s_q=1, heads=128, k=512, page=64, rows=3000, invalid=0.05, extra=None
     ):
         self.layout, (self.d, dtype) = layout, LAYOUTS[layout]
-        self.q = (torch.randn(batch, s_q, heads, self.d, device="cuda") / 10).clamp(-1, 1).to(dtype)
+        self.q = normal(batch, s_q, heads, self.d, dtype=dtype)
         self.cache, self.slots = make_cache(layout, rows, page)
         self.options = {"indices": pick(self.slots, self.cache, batch, s_q, k, invalid)}
         if extra is not None:
@@ -117,19 +87,10 @@ class Case:
 
     def check(self, record_error=None, got=None, plan=(None, None), **options):
         poison_free_memory(mebibytes=64)
-        out, lse = self.run(*plan, **options) if got is None else got
-        expected, expected_lse = self.expected(**options)
-        assert out.dtype == self.q.dtype and out.is_contiguous() and lse.dtype == torch.float32
-        error = assert_close("out", out, expected, **TOLERANCE)
-        assert_close("lse", lse, expected_lse, **LSE_TOLERANCE)
-        if record_error:
-            record_error(error)
-        return out, lse
-
-
-def assert_same(got, expected):
-    for x, y in zip(got, expected, strict=True):
-        assert torch.equal(x, y)
+        got = self.run(*plan, **options) if got is None else got
+        assert got[0].dtype == self.q.dtype
+        assert_attention(got, self.expected(**options), TOLERANCE, LSE_TOLERANCE, record_error)
+        return got
 
 
 @pytest.mark.parametrize("heads", [1, 8, 16, 32, 64, 80, 128])
@@ -138,11 +99,18 @@ def test_layouts_and_heads(layout, heads, record_error):
     Case(layout, 3, 2, heads).check(record_error, attn_sink=torch.randn(heads, device="cuda"))
 
 
-@pytest.mark.parametrize("s_q", [1, 2, 3, 4, 5, 8])
-@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize(
+    ("batch", "s_q", "k"),
+    [
+        *((2, s_q, 300) for s_q in (1, 2, 3, 4, 5, 8)),
+        *((3, 1, k) for k in (1, 3, 63, 64, 65, 127, 512, 1024, 2047, 2048)),
+        *((batch, 1, 2048) for batch in (1, 2, 17, 128)),
+    ],
+)
+@pytest.mark.parametrize("heads", [16, 64, 128])
 @pytest.mark.parametrize("layout", FEW_LAYOUTS)
-def test_queries(layout, heads, s_q, record_error):
-    Case(layout, 2, s_q, heads, 300).check(record_error)
+def test_queries_and_keys(layout, heads, batch, s_q, k, record_error):
+    Case(layout, batch, s_q, heads, k).check(record_error)
 
 
 @pytest.mark.parametrize("page", [1, 16, 48, 64, 256])
@@ -152,20 +120,6 @@ def test_pages(layout, page, record_error):
         page = 2  # or pages would not start at multiples of 16 bytes
     Case(layout, 2, 1, 64, 500, page).check(record_error)
     Case(layout, 2, 1, 16, 200, page, extra=(100, 3 * page)).check(record_error)
-
-
-@pytest.mark.parametrize("k", [1, 3, 63, 64, 65, 127, 192, 512, 777, 1024, 2047, 2048])
-@pytest.mark.parametrize("heads", [16, 128])
-@pytest.mark.parametrize("layout", FEW_LAYOUTS)
-def test_selected_keys(layout, heads, k, record_error):
-    Case(layout, 3, 1, heads, k).check(record_error)
-
-
-@pytest.mark.parametrize("batch", [1, 2, 3, 17, 128])
-@pytest.mark.parametrize("heads", [16, 64, 128])
-@pytest.mark.parametrize("layout", ["bf16, 576", "656 bytes, any scales", "584 bytes"])
-def test_batches(layout, heads, batch, record_error):
-    Case(layout, batch, 2 if heads == 128 else 1, heads, 2048, rows=8000).check(record_error)
 
 
 @pytest.mark.parametrize(("layout", "heads"), [("656 bytes", 16), ("584 bytes", 64), ("fp16, 576", 8)])
@@ -180,15 +134,6 @@ def test_splits(layout, heads, record_error):
     Case(layout, 1, 1, heads, 20_001, rows=25_000).check(record_error)
     case = Case(layout, 2, 1, heads, 9000, rows=10_000, extra=(5000, 64))
     case.check(record_error, topk_length=int32([9000, 40]), extra_topk_length=int32([3, 4000]))
-
-
-@pytest.mark.parametrize("shape", [(0, 1, 128, 64), (3, 0, 128, 64), (3, 1, 0, 64), (3, 2, 128, 0)], ids=str)
-@pytest.mark.parametrize("layout", FEW_LAYOUTS)
-def test_nothing_to_do(layout, shape):
-    batch, s_q, heads, _ = shape
-    out, lse = Case(layout, *shape).check()
-    assert out.shape == (batch, s_q, heads, D_V) and lse.shape == (batch, heads, s_q)
-    assert out.eq(0).all() and lse.eq(INF).all()
 
 
 @pytest.mark.parametrize("layout", FEW_LAYOUTS)
@@ -219,10 +164,6 @@ def test_topk_length(layout, heads, record_error):
         beyond = torch.arange(case.options[name].shape[2], device="cuda") >= count[:, None, None]
         case.options[name].masked_fill_(beyond, int(unused_slots(cache, slots)[0]))
     case.check(record_error, topk_length=lengths, extra_topk_length=more)
-    clean = Case(layout, 3, 1, heads, 200, extra=(100, 16))
-    for length in (0, 1, 200, -7):
-        clean.check(record_error, topk_length=int32([length] * 3))
-        clean.check(record_error, extra_topk_length=int32([length] * 3))
 
 
 @pytest.mark.parametrize(
@@ -238,20 +179,9 @@ def test_a_second_cache(layout, k, extra, record_error):
     case.check(record_error, attn_sink=sink, topk_length=lengths, extra_topk_length=more)
 
 
-def test_a_second_cache_is_more_of_the_first():
-    """Keys in two caches, one softmax: as if they lay in one."""
-    case = Case("bf16, 576", 4, 2, 64, 400, 64, invalid=0.0)
-    whole = case.check()
-    parts = case.options["indices"].split((150, 250), 2)
-    case.options |= {"indices": parts[0], "extra_k_cache": case.cache, "extra_indices_in_kvcache": parts[1]}
-    out, lse = case.check()
-    assert_close("out", out, whole[0], **TOLERANCE)
-    assert_close("lse", lse, whole[1], **LSE_TOLERANCE)
-
-
 @pytest.mark.parametrize("layout", FEW_LAYOUTS)
 def test_sinks(layout, record_error):
-    sink = torch.tensor([-INF, INF, 0.0, 5.0, 6.0, 7.0, -1e30, 1e30], device="cuda")
+    sink = torch.tensor(SINKS, device="cuda")
     case = Case(layout, 4, 2, 8)
     case.options["indices"][2] = -1
     out, lse = case.check(record_error, attn_sink=sink)
@@ -280,7 +210,7 @@ def test_tiles_without_keys(layout, heads, record_error):
     place = torch.arange(640, device="cuda")
     tile = place // 64
     kept = [place == 639, place == 0, place == 320, tile == 9, tile == 0, tile == 5, tile % 2 == 0, place < 0]
-    bad = no_keys(case.cache)[place % 6]
+    bad = no_keys(size(case.cache))[place % 6]
     case.options["indices"] = torch.where(torch.stack(kept)[:, None], case.options["indices"], bad)
     case.check(record_error)
     case.check(record_error, extra_topk_length=int32([0] * 8))
@@ -306,7 +236,7 @@ def test_one_key_gives_its_value_exactly(layout, heads):
     case = Case(layout, 30, 1, heads, 1, invalid=0.0)
     for k, place in ((1, 0), (64, 63), (200, 131), (2000, 1999)):
         key = pick(case.slots, case.cache, 30, 1, 1)
-        indices = no_keys(case.cache)[torch.randint(6, (30, 1, k), device="cuda")]
+        indices = no_keys(size(case.cache))[torch.randint(6, (30, 1, k), device="cuda")]
         indices[:, :, place] = key[:, :, 0]
         out, lse = case.run(indices=indices)
         rows = kv_cache.read_kv_cache(case.cache, key[:, 0, 0])
@@ -319,27 +249,16 @@ def test_one_key_gives_its_value_exactly(layout, heads):
         assert_close("lse", lse[..., 0], logits, **LSE_TOLERANCE, cos_tol=1e-5)
 
 
-def test_scales_are_not_all_powers_of_two():
-    """What the layout with any scales is for: bf16 scales would not do."""
-    cache, slots = make_cache("656 bytes, any scales", 1000, 64)
-    scales = cache.view(-1, 656)[slots, 512:528].contiguous().view(torch.float32)
-    assert scales.isfinite().all() and (scales.bfloat16() != scales).float().mean() > 0.9
-    rows = kv_cache.read_kv_cache(cache, slots)
-    coarse = cache.clone()
-    coarse.view(-1, 656)[slots, 512:528] = scales.bfloat16().float().view(torch.uint8)
-    differ = kv_cache.read_kv_cache(coarse, slots).bfloat16() != rows.bfloat16()
-    assert differ[:, :D_V].float().mean() > 0.2
-
-
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if "bytes" in name])
+@pytest.mark.parametrize("layout", BYTES)
 def test_bytes_of_every_value(layout):
     """All e4m3 numbers but NaN, and scales of every size, exactly."""
     cache, slots = make_cache(layout, 254, 64)
     bytes_ = torch.tensor([b for b in range(256) if b & 0x7F != 0x7F], dtype=torch.uint8, device="cuda")
-    exponent = torch.arange(254, device="cuda") // 4
+    number = torch.arange(254, device="cuda")
+    exponent, values = number // 4, bytes_[(torch.arange(D_V, device="cuda") - number[:, None]) % 254]
     if "656" in layout:
         rows = cache.view(-1, 656)
-        rows[slots, :512] = torch.stack([bytes_.roll(i) for i in range(254)])[:, torch.arange(512, device="cuda") % 254]
+        rows[slots, :512] = values
         scale = torch.exp2(exponent.float() - 40)[:, None].repeat(1, 4)
         if layout.endswith("any scales"):
             scale *= 1 + torch.rand(254, 4, device="cuda")
@@ -347,9 +266,7 @@ def test_bytes_of_every_value(layout):
     else:
         rows, scales = v4_planes(cache)
         page, offset = slots // 64, slots % 64
-        rows[page, offset, :448] = torch.stack([bytes_.roll(i) for i in range(254)])[
-            :, torch.arange(448, device="cuda") % 254
-        ]
+        rows[page, offset, :448] = values[:, :448]
         scales[page, offset, :7] = (exponent + 127 - 40).to(torch.uint8)[:, None]
         # f16 has both parts of a key only if they are not too far apart.
         rope = rows[page, offset, 448:].view(BF16).float() * torch.exp2(exponent - 40)[:, None]
@@ -367,7 +284,7 @@ def test_bytes_of_every_value(layout):
 
 
 @pytest.mark.parametrize("heads", [16, 32, 128])
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if "bytes" in name])
+@pytest.mark.parametrize("layout", BYTES)
 def test_scales_that_are_far_apart(layout, heads):
     """Within a key: what f16 does not have of the smaller ones is no more than 2^-22 of the largest."""
     cache, slots = make_cache(layout, 60, 64)
@@ -407,17 +324,17 @@ def test_rows_that_nobody_selects(layout, heads):
         for value, scale in ((0x7F, 0xFF), (0x00, 0xFF), (0x7F, 0x7F), (0xFF, 0x00)):
             rows[page, offset], scales[page, offset] = value, scale
             scales[..., 7] = value
-            assert_same(case.run(), clean)
+            assert_same_bits(case.run(), clean)
     elif "656" in layout:
         rows = case.cache.view(-1, 656)
         for value, scale in ((0x7F, NAN), (0x00, NAN), (0x7F, 1.0), (0x01, INF)):
             rows[unused] = value
             rows[unused, 512:528] = torch.full((4,), scale, device="cuda").view(torch.uint8)
-            assert_same(case.run(), clean)
+            assert_same_bits(case.run(), clean)
     else:
         for value in (NAN, INF, -INF, 0.0):
             case.cache.view(-1, case.d)[unused] = value
-            assert_same(case.run(), clean)
+            assert_same_bits(case.run(), clean)
 
 
 @pytest.mark.parametrize("heads", [16, 128])
@@ -429,7 +346,7 @@ def test_nan_reaches_the_queries_that_select_it(layout, heads):
     out, lse = case.run()
     assert out[3, 1].isnan().all() and lse[3, :, 1].isnan().all()
     out[3, 1], lse[3, :, 1] = clean[0][3, 1], clean[1][3, :, 1]
-    assert_same((out, lse), clean)
+    assert_same_bits((out, lse), clean)
 
 
 @pytest.mark.parametrize("layout", FEW_LAYOUTS)
@@ -460,9 +377,7 @@ def test_plans_of_both_styles(layout):
 @pytest.mark.parametrize(("batch", "heads", "k"), [(3, 128, 2048), (1, 16, 9000), (200, 64, 300)])
 def test_runs_are_bit_identical(layout, batch, heads, k):
     case = Case(layout, batch, 1, heads, k, rows=max(3000, k), extra=(100, 16))
-    first = case.run()
-    for _ in range(50):
-        assert_same(case.run(), first)
+    assert_runs_have_the_same_bits(case.run, times=50)
 
 
 @pytest.mark.parametrize("heads", [16, 128])
@@ -475,7 +390,7 @@ def test_batch_invariant(layout, heads, record_error):
     for rows in (torch.randperm(7, device="cuda"), *torch.arange(7, device="cuda").split(1)):
         part = {"q": case.q[rows], "indices": case.options["indices"][rows], "topk_length": lengths[rows]}
         got = case.run(**part, enable_batch_invariant=True)
-        assert_same(got, (out[rows], lse[rows]))
+        assert_same_bits(got, (out[rows], lse[rows]))
 
 
 @pytest.mark.parametrize("heads", [8, 32, 64, 128])
@@ -490,7 +405,7 @@ def test_batch_invariant_whatever_the_queries_of_a_sequence(layout, heads):
     out, lse = case.check(enable_batch_invariant=True)
     for queries in (slice(0, 1), slice(1, 3), slice(3, 4), slice(0, 3)):
         part = {"q": case.q[:, queries]} | {name: case.options[name][:, queries] for name in names}
-        assert_same(case.run(**part, enable_batch_invariant=True), (out[:, queries], lse[..., queries]))
+        assert_same_bits(case.run(**part, enable_batch_invariant=True), (out[:, queries], lse[..., queries]))
 
 
 @pytest.mark.parametrize("k", [1, 70, 128, 192, 256])
@@ -498,86 +413,60 @@ def test_batch_invariant_whatever_the_queries_of_a_sequence(layout, heads):
 @pytest.mark.parametrize("layout", ["656 bytes", "584 bytes"])
 def test_short_lists_do_not_depend_on_the_batch(layout, heads, k):
     """Whatever the heads of a CTA, whose number follows that of the queries."""
-    cache, slots = make_cache(layout, 1000, 64)
-    q = torch.randn(300, 1, heads, LAYOUTS[layout][0], device="cuda").bfloat16()
-    indices = slots[torch.randint(0, len(slots), (300, 1, k), device="cuda")].int()
-
-    def attend(rows):
-        return dsa.flash_mla_with_kvcache(
-            *(q[rows], cache, None, None, D_V, None), indices=indices[rows], is_fp8_kvcache=True
-        )
-
-    whole = attend(slice(None))
+    case = Case(layout, 300, 1, heads, k, rows=1000, invalid=0.0)
+    whole = case.run()
     for rows in (slice(0, 1), slice(100, 108), slice(7, 39), slice(200, 300)):
-        for part, expected in zip(attend(rows), whole):
-            assert torch.equal(part, expected[rows])
+        part = case.run(q=case.q[rows], indices=case.options["indices"][rows])
+        assert_same_bits(part, [x[rows] for x in whole])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_strides(layout):
-    """q, indices and caches as parts of larger tensors, which hold NaN and other keys beside them."""
+def test_strides_change_no_bit(layout):
+    """q, indices and caches as parts of larger tensors, which hold NaN and other keys around them."""
     case = Case(layout, 3, 2, 32, 333, 16, extra=(70, 64))
     options = {"attn_sink": torch.randn(32, device="cuda"), "topk_length": int32([300, 5, 400])}
     expected = case.check(**options)
     q, indices, more = case.q, case.options["indices"], case.options["extra_indices_in_kvcache"]
-    for other in (
-        {"q": torch.nn.functional.pad(q, (8, 56), value=NAN)[..., 8 : 8 + case.d]},
+    changes = [
+        {"q": among_nan(q)},
         {"q": q.transpose(1, 2).contiguous().transpose(1, 2)},
         {"q": torch.stack((q, q * NAN), 2)[:, :, 0]},
         {"indices": torch.nn.functional.pad(indices, (1, 2), value=5)[..., 1:334]},
         {"indices": indices.transpose(0, 1).contiguous().transpose(0, 1)},
         {"extra_indices_in_kvcache": torch.nn.functional.pad(more, (3, 0), value=5)[..., 3:]},
-        {"attn_sink": torch.stack((options["attn_sink"],) * 2, 1)[:, 1]},
-        {"topk_length": torch.stack((options["topk_length"],) * 2, 1)[:, 1]},
-    ):
-        assert_same(case.run(**{**options, **other}), expected)
-    for name, cache in (("k_cache", case.cache), ("extra_k_cache", case.options["extra_k_cache"])):
-        for apart in far_apart(layout, cache):
-            assert_same(case.run(**{**options, name: apart}), expected)
-
-
-def far_apart(layout, cache):
-    """The cache with other bytes between its pages; a float one also as one head of two."""
-    pages, page, _, width = cache.shape
-    stride = cache.stride(0) + 16 * 36
-    filler = 0xFF if "bytes" in layout else NAN
-    wide = torch.full((pages * stride,), filler, dtype=cache.dtype, device="cuda")
-    wide = wide.as_strided(cache.shape, (stride, width, width, 1))
-    wide.copy_(cache)
-    yield wide
-    if "bytes" not in layout:
-        heads = torch.full((pages, page, 2, width), filler, dtype=cache.dtype, device="cuda")
-        heads[:, :, 1:] = cache
-        yield heads[:, :, 1:]
+        *({name: torch.stack((x, x + 1), 1)[:, 0]} for name, x in options.items()),
+        *({"k_cache": cache} for cache in with_gaps(layout, case.cache)),
+        *({"extra_k_cache": cache} for cache in with_gaps(layout, case.options["extra_k_cache"])),
+    ]
+    for change in changes:
+        assert_same_bits(case.run(**{**options, **change}), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("layout", ["656 bytes", "584 bytes"])
 def test_bytes_by_other_names(layout, dtype):
     case = Case(layout, 2, 1, 64, 200, extra=(100, 16))
-    expected = case.run()
     more = case.options["extra_k_cache"]
-    assert_same(case.run(k_cache=case.cache.view(dtype), extra_k_cache=more.view(dtype)), expected)
+    assert_same_bits(case.run(k_cache=case.cache.view(dtype), extra_k_cache=more.view(dtype)), case.run())
+
+
+def at_the_end_of_2_to_the_31(layout, cache, indices):
+    """A copy of the cache, whose pages are the last ones of more than 2^31 numbers or bytes, and the indices there."""
+    first = 2**31 // cache.stride(0) + 10
+    large = empty_cache(layout, first + len(cache), 64)
+    assert large.stride(0) * (len(large) - 1) > 2**31
+    # Bytes by pages: a V4 page is one block of them, whatever its shape says.
+    large[first:] = cache
+    return large, torch.where((indices >= 0) & (indices < size(cache)), indices + 64 * first, -1)
 
 
 @pytest.mark.parametrize("layout", ["bf16, 576", "656 bytes", "584 bytes", "584 bytes, unpadded"])
 def test_caches_beyond_2_to_the_31(layout):
-    """Numbers or bytes: the last pages of a large cache against a small one that is a copy of them."""
     case = Case(layout, 3, 1, 64, 300, extra=(200, 64))
-    expected = case.check()
-    big = {}
-    for name, cache, indices in (
-        ("", case.cache, case.options["indices"]),
-        ("extra_", case.options["extra_k_cache"], case.options["extra_indices_in_kvcache"]),
-    ):
-        first = 2**31 // cache.stride(0) + 10
-        large = empty_cache(layout, first + len(cache), 64)
-        assert large.stride(0) * (len(large) - 1) > 2**31
-        # Bytes by pages: a V4 page is one block of them, whatever its shape says.
-        large[first:] = cache
-        moved = torch.where((indices >= 0) & (indices < 64 * len(cache)), indices + 64 * first, -1)
-        big |= {f"{name}k_cache": large, "extra_indices_in_kvcache" if name else "indices": moved}
-    assert_same(case.run(**big), expected)
+    names = "extra_k_cache", "extra_indices_in_kvcache"
+    cache, indices = at_the_end_of_2_to_the_31(layout, case.cache, case.options["indices"])
+    more = at_the_end_of_2_to_the_31(layout, *(case.options[name] for name in names))
+    assert_same_bits(case.run(k_cache=cache, indices=indices, **dict(zip(names, more))), case.check())
 
 
 @pytest.mark.parametrize("heads", [1, 8, 16, 32, 64, 128])
@@ -590,14 +479,7 @@ def test_into_a_part_of_a_tensor(layout, heads, batch, s_q):
     for options in ({"attn_sink": torch.randn(heads, device="cuda")}, {"enable_batch_invariant": True}):
         expected = case.run(**options)
         assert expected[1].shape == (batch, heads, s_q) and expected[1].transpose(1, 2).is_contiguous()
-        for around in (0, 64 - heads % 64, 3):
-            whole = torch.full((batch, s_q, heads + around, D_V), NAN, dtype=case.q.dtype, device="cuda")
-            out = whole[:, :, around // 2 : around // 2 + heads]
-            got = case.run(**options, out=out)
-            assert got[0] is out
-            assert_same(got, expected)
-            out.fill_(NAN)
-            assert whole.isnan().all()
+        whole, out = assert_writes_a_part(functools.partial(case.run, **options), expected)
     case.run(k_cache=case.cache[:0], extra_k_cache=None, extra_indices_in_kvcache=None, out=out)
     assert not out.any() and whole.isnan().sum() == whole.numel() - out.numel()
 
@@ -607,59 +489,51 @@ def test_into_a_part_of_a_tensor(layout, heads, batch, s_q):
 @pytest.mark.parametrize(
     ("layout", "batch", "heads"), [("656 bytes", 3, 128), ("584 bytes", 40, 16), ("bf16, 576", 1, 64)]
 )
-def test_graph_replay_with_new_data(layout, batch, heads, into, style, record_error):
+def test_a_graph_takes_new_data(layout, batch, heads, into, style, record_error):
     """New queries, keys, selections and lengths: none, few, all. into: the caller's memory, a part of more heads."""
-    case = Case(layout, batch, 2, heads, 700, extra=(300, 16))
-    lengths, more = (torch.zeros(batch, dtype=torch.int32, device="cuda") for _ in range(2))
-    options = {"topk_length": lengths, "extra_topk_length": more, "attn_sink": torch.randn(heads, device="cuda")}
+
+    def inputs(low, high):
+        new = Case(layout, batch, 2, heads, 700, extra=(300, 16), invalid=0.1)
+        lengths = torch.randint(low, high, (2, batch), dtype=torch.int32, device="cuda")
+        return new, (
+            new.q,
+            new.cache,
+            *(new.options[name] for name in LISTS),
+            *lengths,
+            torch.randn(heads, device="cuda"),
+        )
+
+    case, given = inputs(0, 1)
+    options = dict(zip(("topk_length", "extra_topk_length", "attn_sink"), given[-3:]))
     options["enable_batch_invariant"] = style == "batch-invariant"
     whole = torch.full((batch, 2, heads + 8, D_V), NAN, dtype=case.q.dtype, device="cuda")
     memory = {"out": whole[:, :, 4:-4]} if into else {}
-    plan = dsa.get_mla_metadata() if style == "planned before it" else (None, None)
-    case.run(*plan, **options, **memory)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        if style == "planned in the graph":
-            plan = dsa.get_mla_metadata()
-        got = case.run(*plan, **options, **memory)
-    for low, high in ((0, 1), (-5, 900), (700, 701), (0, 70)):
-        new = Case(layout, batch, 2, heads, 700, extra=(300, 16), invalid=0.1)
-        case.q.copy_(new.q)
-        case.cache.copy_(new.cache)
-        for name in ("indices", "extra_k_cache", "extra_indices_in_kvcache"):
-            case.options[name].copy_(new.options[name])
-        lengths.random_(low, high)
-        more.random_(low, high)
-        options["attn_sink"].normal_()
-        graph.replay()
-        case.check(record_error, got=(got[0].contiguous(), got[1]), **options)
+    kept = dsa.get_mla_metadata() if style == "planned before it" else (None, None)
+
+    def call(*_):
+        plan = dsa.get_mla_metadata() if style == "planned in the graph" else kept
+        return case.run(*plan, **options, **memory)
+
+    bounds = iter([(0, 1), (-5, 900), (700, 701), (0, 70)])
+    for out, lse in replays(call, given, lambda: inputs(*next(bounds))[1], times=4):
+        case.check(record_error, got=(out.contiguous(), lse), **options)
         assert whole[:, :, :4].isnan().all() and whole[:, :, -4:].isnan().all()
 
 
-def test_another_stream():
+def test_the_kernels_run_on_the_current_stream():
     case = Case("656 bytes", 3, 2, 128, 2048)
-    expected = case.run()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        got = [case.run() for _ in range(20)]
-        torch.cuda.current_stream().synchronize()
-    for results in got:
-        assert_same(results, expected)
+
+    def call(q, cache, indices):
+        return case.run(q=q, k_cache=cache, indices=indices)
+
+    assert_runs_on_the_current_stream(call, case.q, case.cache, case.options["indices"])
 
 
 @pytest.mark.several_gpus
 def test_tensors_on_another_gpu_than_the_current_one():
     case = Case("656 bytes", 3, 2, 128, 2048)
-    expected = case.run()
-    with torch.cuda.device(0):
-        indices = case.options["indices"].to("cuda:1")
-        got = case.run(q=case.q.to("cuda:1"), k_cache=case.cache.to("cuda:1"), indices=indices)
-    assert_same([x.cpu() for x in got], [x.cpu() for x in expected])
 
+    def call(q, cache, indices):
+        return case.run(q=q, k_cache=cache, indices=indices)
 
-def test_inputs_are_not_written():
-    case = Case("656 bytes", 3, 1, 16, extra=(100, 16))
-    names = ("indices", "extra_k_cache", "extra_indices_in_kvcache")
-    before = [x.clone() for x in (case.q, case.cache, *(case.options[n] for n in names))]
-    case.run()
-    assert_same((case.q, case.cache, *(case.options[n] for n in names)), before)
+    assert_same_on_the_second_gpu(call, case.q, case.cache, case.options["indices"])

@@ -1,17 +1,25 @@
 """The merge kernel on the GPU against fp64."""
 
-import math
-
 import pytest
 import torch
 
 import dsa
 from dsa.testing import assert_close, poison_free_memory
+from tests.gpu.attention import INF, NAN
+from tests.gpu.op_checks import (
+    among_nan,
+    assert_runs_have_the_same_bits,
+    assert_runs_on_the_current_stream,
+    assert_same_bits,
+    assert_same_on_the_second_gpu,
+    replays,
+)
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 # Half a unit in the last place of the result, or what fp32 loses on the way.
 ROUNDING = {torch.bfloat16: 1.01 / 256, torch.float16: 1.01 / 2048, torch.float32: 1e-5}
-INF, NAN = math.inf, math.nan
+CHANNELS = [8, 24, 248, 256, 264, 504, 520, 1024, 1544, 4096]
+SHAPES = [(1, 8), (7, 8), (5, 3, 16), (3, 5, 2, 64), (2, 3, 5, 1, 128), (1, 1, 1, 1, 1, 256)]
 
 
 def branches(count, shape, dtype=torch.bfloat16):
@@ -25,6 +33,12 @@ def branches(count, shape, dtype=torch.bfloat16):
         outs.append(out)
         lses.append(lse)
     return outs, lses
+
+
+def merge(*tensors):
+    """As many outs as LSEs, and a sink where the number is odd."""
+    count = len(tensors) // 2
+    return dsa.merge_attention(tensors[:count], tensors[count : 2 * count], *tensors[2 * count :])
 
 
 def merged(outs, lses, sink=None):
@@ -50,6 +64,7 @@ def check(outs, lses, sink=None, record_error=None):
     assert_close("lse", lse, expected_lse, abs_tol=2e-6, rel_tol=1e-6)
     if record_error:
         record_error(error)
+    return out, lse
 
 
 @pytest.mark.parametrize("with_sink", [False, True])
@@ -60,30 +75,16 @@ def test_variants(dtype, count, with_sink, record_error):
     check(*branches(count, (301, 16, 512), dtype), sink, record_error)
 
 
-@pytest.mark.parametrize("shape", [(1, 8), (7, 8), (5, 3, 16), (3, 5, 2, 64), (2, 3, 5, 1, 128), (1, 1, 1, 1, 1, 256)])
+@pytest.mark.parametrize("shape", [*SHAPES, *((33, 9, channels) for channels in CHANNELS)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_shapes(dtype, shape, record_error):
     check(*branches(2, shape, dtype), torch.randn(shape[-2], device="cuda"), record_error)
-
-
-@pytest.mark.parametrize("d_v", [8, 24, 248, 256, 264, 504, 520, 1024, 1544, 4096])
-@pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_channels(dtype, count, d_v, record_error):
-    check(*branches(count, (33, 9, d_v), dtype), None, record_error)
-
-
-@pytest.mark.parametrize("shape", [(0, 16, 512), (3, 0, 512), (2, 0, 3, 4, 64)], ids=str)
-def test_nothing_to_merge(shape):
-    out, lse = dsa.merge_attention(*branches(2, shape))
-    assert out.shape == shape and lse.shape == shape[:-1]
+    check(*branches(4, shape, dtype), None, record_error)
 
 
 def test_sinks_of_every_size():
     outs, lses = branches(3, (50, 8, 512))
-    sink = torch.tensor([-INF, INF, 0.0, 3.0, -3.0, 1e30, -1e30, 100.0], device="cuda")
-    check(outs, lses, sink)
-    out, lse = dsa.merge_attention(outs, lses, sink)
+    out, lse = check(outs, lses, torch.tensor([-INF, INF, 0.0, 3.0, -3.0, 1e30, -1e30, 100.0], device="cuda"))
     plain, plain_lse = dsa.merge_attention(outs, lses)
     assert torch.equal(lse, plain_lse) and torch.equal(out[:, 0], plain[:, 0]) and not out[:, [1, 5]].any()
 
@@ -101,7 +102,7 @@ def test_a_branch_alone_is_kept_exactly(dtype):
 
 
 @pytest.mark.parametrize("mark", [INF, -INF])
-def test_rows_that_are_empty_everywhere(mark):
+def test_rows_that_are_empty_everywhere_are_zero(mark):
     outs = [torch.full((5, 8, 512), NAN, device="cuda").bfloat16() for _ in range(2)]
     lses = [torch.full((5, 8), m, device="cuda") for m in (mark, -INF)]
     for sink in (None, torch.full((8,), INF, device="cuda"), torch.full((8,), -INF, device="cuda")):
@@ -131,12 +132,11 @@ def test_nan_reaches_its_row_only():
     assert torch.equal(out.isnan(), expected)
 
 
-def test_strides():
+def test_strides_change_no_bit():
     """outs between other numbers, in another order of dimensions, without a stride; LSEs as decoding returns them."""
     outs, lses = branches(4, (6, 3, 8, 512))
-    wide = torch.nn.functional.pad(outs[1], (8, 56), value=NAN)[..., 8:520]
     one = outs[3][:1, :1, :1].nan_to_num(0.5)
-    given = [outs[0], wide, outs[2].transpose(0, 2).contiguous().transpose(0, 2), one.expand_as(outs[0])]
+    given = [outs[0], among_nan(outs[1]), outs[2].transpose(0, 2).contiguous().transpose(0, 2), one.expand_as(outs[0])]
     logs = [
         lses[0].transpose(1, 2).contiguous().transpose(1, 2),
         torch.stack((lses[1], lses[1]), 3)[..., 1],
@@ -144,104 +144,43 @@ def test_strides():
         torch.ones(1, 1, 1, device="cuda").expand_as(lses[0]),
     ]
     sink = torch.randn(16, device="cuda")[::2]
-    check(given, logs, sink)
-    got = dsa.merge_attention(given, logs, sink)
-    expected = dsa.merge_attention([x.contiguous() for x in given], [x.contiguous() for x in logs], sink.contiguous())
-    assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
-
-
-def test_what_decoding_returns():
-    """Two halves of a sequence's pages, merged, are the attention to all of them."""
-    q = torch.randn(3, 2, 16, 576, device="cuda").bfloat16() / 10
-    cache = torch.randn(24, 64, 1, 576, device="cuda").bfloat16() / 10
-    table = torch.randperm(24, device="cuda").int().view(3, 8)
-    parts = []
-    for pages, lengths in ((table, 512), (table[:, :3].contiguous(), 192), (table[:, 3:].contiguous(), 320)):
-        length = torch.full((3,), lengths, dtype=torch.int32, device="cuda")
-        out, lse = dsa.flash_mla_with_kvcache(q, cache, pages, length, 512, None)
-        parts.append((out, lse.transpose(1, 2)))
-    (whole, whole_lse), *halves = parts
-    out, lse = dsa.merge_attention(*map(list, zip(*halves)))
-    assert_close("out", out, whole, abs_tol=8e-4, rel_tol=2.01 / 128, cos_tol=1e-5)  # each of them is rounded
-    assert_close("lse", lse, whole_lse, abs_tol=1e-6, rel_tol=8.01 / 65536)
+    tensors = *given, *logs, sink
+    assert_same_bits(check(given, logs, sink), merge(*(x.contiguous() for x in tensors)))
 
 
 def test_offsets_beyond_32_bits():
     tokens = 2**31 // (128 * 512) + 50
-    outs = [torch.zeros(tokens, 128, 512, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
-    lses = [torch.zeros(tokens, 128, device="cuda") for _ in range(2)]
-    some, logs = branches(2, (100, 128, 512))
-    for tensors, values in ((outs, some), (lses, logs)):
-        for x, y in zip(tensors, values):
-            x[-100:] = y
-    out, lse = dsa.merge_attention(outs, lses)
-    expected = dsa.merge_attention(some, logs)
-    assert torch.equal(out[-100:], expected[0]) and torch.equal(lse[-100:], expected[1])
+    given = [torch.zeros(tokens, 128, 512, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+    given += [torch.zeros(tokens, 128, device="cuda") for _ in range(2)]
+    outs, lses = branches(2, (100, 128, 512))
+    for x, last in zip(given, (*outs, *lses), strict=True):
+        x[-100:] = last
+    out, lse = merge(*given)
+    assert_same_bits((out[-100:], lse[-100:]), dsa.merge_attention(outs, lses))
     assert not out[: tokens - 100].any() and lse[: tokens - 100].eq(lse[0, 0]).all()
 
 
-def test_twenty_runs_are_identical():
+def test_runs_are_identical():
     outs, lses = branches(3, (500, 128, 512))
-    first = dsa.merge_attention(outs, lses)
-    for _ in range(20):
-        again = dsa.merge_attention(outs, lses)
-        assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
+    assert_runs_have_the_same_bits(merge, *outs, *lses)
 
 
-def test_graph_replay_with_new_data():
-    outs, lses = branches(2, (100, 16, 512))
-    sink = torch.randn(16, device="cuda")
-    dsa.merge_attention(outs, lses, sink)  # compile outside the capture
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = dsa.merge_attention(outs, lses, sink)
-    for _ in range(3):
-        new_outs, new_lses = branches(2, (100, 16, 512))
-        for x, y in zip((*outs, *lses), (*new_outs, *new_lses)):
-            x.copy_(y)
-        sink.normal_()
-        graph.replay()
-        expected = dsa.merge_attention(outs, lses, sink)
-        assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
-        check(outs, lses, sink)
+def test_a_graph_takes_new_data():
+    def inputs():
+        outs, lses = branches(2, (100, 16, 512))
+        return *outs, *lses, torch.randn(16, device="cuda")
+
+    given = inputs()
+    for got in replays(merge, given, inputs):
+        assert_same_bits(got, check(given[:2], given[2:4], given[4]))
 
 
-def test_side_stream():
+def test_the_kernel_runs_on_the_current_stream():
     outs, lses = branches(2, (2000, 64, 512))
-    outs = [x.nan_to_num(0.0) for x in outs]
-    expected, _ = dsa.merge_attention(outs, lses)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(20_000_000)  # a kernel on another stream would read outs before the doubling below
-        for out in outs:
-            out.mul_(2)
-        got, _ = dsa.merge_attention(outs, lses)
-    stream.synchronize()
-    assert torch.equal(got, 2 * expected)
+    assert_runs_on_the_current_stream(merge, *outs, *lses)
 
 
 @pytest.mark.several_gpus
 def test_tensors_on_another_gpu_than_the_current_one():
     outs, lses = branches(2, (100, 16, 512))
-    expected = dsa.merge_attention(outs, lses)
-    with torch.cuda.device(0):
-        got = dsa.merge_attention([x.to("cuda:1") for x in outs], [x.to("cuda:1") for x in lses])
-    assert got[0].device.index == 1 and torch.equal(got[0].cpu(), expected[0].cpu())
-
-
-def test_torch_compile():
-    outs, lses = branches(2, (9, 16, 512))
-    compiled = torch.compile(dsa.merge_attention, fullgraph=True, backend="aot_eager")
-    for got, expected in zip(compiled(outs, lses), dsa.merge_attention(outs, lses)):
-        assert torch.equal(got, expected)
-
-
-def test_errors_name_the_argument():
-    outs, lses = branches(5, (4, 8, 512))
-    with pytest.raises(ValueError, match="outs: the kernel merges 1 to 4 branches, got 5"):
-        dsa.merge_attention(outs, lses)
-    with pytest.raises(ValueError, match=r"lses\[1\]: must be on outs\[0\]'s device cuda:0, got cpu"):
-        dsa.merge_attention(outs[:2], [lses[0], lses[1].cpu()])
-    with pytest.raises(ValueError, match=r"outs\[0\]: the kernel takes d_v a multiple of 8"):
-        dsa.merge_attention([x[..., :12].contiguous() for x in outs[:2]], lses[:2])
+    assert_same_on_the_second_gpu(merge, *outs, *lses)

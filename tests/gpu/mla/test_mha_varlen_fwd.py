@@ -1,7 +1,6 @@
 """Multi-head attention over packed sequences on the GPU: against float64, over all keys and over selected ones."""
 
 import itertools
-import math
 
 import pytest
 import torch
@@ -10,6 +9,8 @@ import dsa
 import dsa.reference
 from dsa.kernels.mla.mha_limits import MHA_DIMS, ROPE_DIMS
 from dsa.testing import assert_close, poison_free_memory
+from tests.gpu.attention import BF16, FP16, INF, NAN, attend, distinct, starts
+from tests.gpu.op_checks import among_nan, assert_same_bits, assert_same_on_the_second_gpu, replays
 
 # Heads, KV heads, queries and keys of each sequence.
 CASES = {
@@ -19,75 +20,68 @@ CASES = {
     "empty sequences": (3, 1, [0, 5, 0, 0, 130, 0], [0, 5, 0, 0, 130, 0]),
     "prefixes": (4, 1, [1, 63, 128, 10, 200], [500, 64, 300, 11, 2000]),
     "fewer keys": (4, 4, [200, 64, 130, 500, 10], [100, 1, 0, 300, 0]),
+    "many heads a KV head": (16, 1, [513, 100], [513, 100]),
     "many sequences": (2, 1, [7 * i % 50 for i in range(300)], [11 * i % 90 for i in range(300)]),
     "long": (4, 4, [3000], [4096]),
 }
-ROUNDING = {torch.bfloat16: 2.01 / 256, torch.float16: 2.01 / 2048}
+ROUNDING = {BF16: 2.01 / 256, FP16: 2.01 / 2048}
 HOSTILE = [[0, 2**31 - 1], [-5, 100, 70], [70, 3, 500], [-(2**31), 2**31 - 1, 0], [100, 100, 40, 200]]
 
 
-def bounds(lengths):
-    return torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
-
-
-def inputs(dims, heads, kv_heads, queries, keys, dtype=torch.bfloat16, scale=1.0):
+def inputs(dims, heads, kv_heads, queries, keys, dtype=BF16, scale=1.0):
     """With NaN behind the sequences."""
     (dim, value_dim), tensors = dims, []
-    for own, count, channels in ((queries, heads, dim), (keys, kv_heads, dim), (keys, kv_heads, value_dim)):
-        x = torch.randn(sum(own) + 37, count, channels, device="cuda").to(dtype)
-        x[sum(own) :] = math.nan
+    for lengths, count, channels in ((queries, heads, dim), (keys, kv_heads, dim), (keys, kv_heads, value_dim)):
+        x = torch.randn(sum(lengths) + 37, count, channels, device="cuda").to(dtype)
+        x[sum(lengths) :] = NAN
         tensors.append(x)
     tensors[0] *= scale
-    return *tensors, bounds(queries), bounds(keys), max(keys), dim**-0.5
+    return *tensors, starts(queries), starts(keys), max(keys), dim**-0.5
 
 
 def selections(q, cu_q, cu_k, longest, top_k):
     """Some keys of every query's sequence: the bits, and bool [Tq, longest] of the same."""
     sequence = torch.searchsorted(cu_q, torch.arange(len(q), device="cuda", dtype=torch.int32), right=True) - 1
-    starts = cu_k[sequence.clamp(0, len(cu_k) - 2)]
-    chosen = torch.rand(len(q), longest, device="cuda").argsort(-1)[:, :top_k].int()
-    bits = dsa.selection_bits(chosen + starts[:, None], starts, longest)
+    first = cu_k[sequence.clamp(0, len(cu_k) - 2)]
+    chosen = distinct(len(q), longest, top_k)
+    bits = dsa.selection_bits(chosen + first[:, None], first, longest)
     return bits, torch.zeros(len(q), longest, dtype=torch.bool, device="cuda").scatter_(1, chosen.long(), True)
 
 
-def expected(q, k, v, cu_q, cu_k, scale, causal, chosen=None):
+def in_sequences(results, cu_q):
+    """out and lse of the queries of some sequence."""
+    rows = slice(int(cu_q[0]), int(cu_q[-1]))
+    return results[0][rows], results[1][:, rows]
+
+
+def expected(q, k, v, cu_q, cu_k, _longest, scale, causal=True, chosen=None):
     out = torch.zeros(*q.shape[:2], v.shape[2], dtype=torch.float64, device="cuda")
-    lse = torch.full((q.shape[1], len(q)), math.inf, dtype=torch.float64, device="cuda")
+    lse = torch.full((q.shape[1], len(q)), INF, dtype=torch.float64, device="cuda")
     for (a, b), (c, d) in zip(*(itertools.pairwise(x.tolist()) for x in (cu_q, cu_k))):
         if a == b or c == d:
             continue
-        own = (
-            x.double().transpose(0, 1).repeat_interleave(q.shape[1] // x.shape[1], 0) for x in (q[a:b], k[c:d], v[c:d])
-        )
-        own_q, own_k, own_v = own
         visible = torch.ones(b - a, d - c, dtype=torch.bool, device="cuda")
         if causal:
             visible = visible.tril((d - c) - (b - a))
         if chosen is not None:
             visible &= chosen[a:b, : d - c]
-        scores = (own_q @ own_k.mT * scale).masked_fill(~visible, -math.inf)
-        own_lse = scores.logsumexp(-1)
-        seen = own_lse > -math.inf
-        powers = (scores - own_lse.masked_fill(~seen, 0.0)[..., None]).exp()
-        out[a:b] = (powers @ own_v).transpose(0, 1)
-        lse[:, a:b] = own_lse.masked_fill(~seen, math.inf)
+        out[a:b], lse_of_rows = attend(q[a:b], k[c:d], v[c:d], visible, scale)
+        lse[:, a:b] = lse_of_rows.T
     return out, lse
 
 
 def check(arguments, causal=True, record_error=None, chosen=None, **options):
-    q, k, v, cu_q, cu_k, _, scale = arguments
+    q, cu_q = arguments[0], arguments[3]
     poison_free_memory(mebibytes=64)
-    rows = slice(0, int(cu_q[-1]))
-    out, lse = dsa.mha_varlen_fwd(*arguments, causal, **options)
-    right, right_lse = expected(q, k, v, cu_q, cu_k, scale, causal, chosen)
+    got = out, lse = in_sequences(dsa.mha_varlen_fwd(*arguments, causal, **options), cu_q)
+    right, right_lse = in_sequences(expected(*arguments, causal, chosen), cu_q)
     tolerances = {"abs_tol": 4 * ROUNDING[q.dtype], "rel_tol": ROUNDING[q.dtype], "cos_tol": 2e-5}
-    error = assert_close("out", out[rows], right[rows], **tolerances)
-    assert_close("lse", lse[:, rows], right_lse[:, rows], abs_tol=2e-5, rel_tol=2e-6)
-    again, lse_again = dsa.mha_varlen_fwd(*arguments, causal, **options)
-    assert torch.equal(again[rows], out[rows]) and torch.equal(lse_again[:, rows], lse[:, rows])
+    error = assert_close("out", out, right, **tolerances)
+    assert_close("lse", lse, right_lse, abs_tol=2e-5, rel_tol=2e-6)
+    assert_same_bits(in_sequences(dsa.mha_varlen_fwd(*arguments, causal, **options), cu_q), got)
     if record_error:
         record_error(error)
-    return out, lse
+    return got
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "all"])
@@ -115,8 +109,7 @@ def test_the_last_query_reads_its_own_bits(dims, tokens):
     """Nothing lies behind the last sequence, neither queries nor bits."""
     q, *rest = inputs(dims, 4, 4, [30, tokens], [30, tokens])
     q = q[: 30 + tokens].clone()
-    _, _, cu_q, cu_k, longest, _ = rest
-    bits, chosen = selections(q, cu_q, cu_k, longest, max(longest // 2, 1))
+    bits, chosen = selections(q, *rest[2:5], max(rest[4] // 2, 1))
     check((q, *rest), True, None, chosen, selected=bits)
     check((q, *rest), False, None, chosen, selected=bits)
 
@@ -126,14 +119,12 @@ def test_the_last_query_reads_its_own_bits(dims, tokens):
 def test_queries_with_few_keys_are_not_looked_up(dims, dense_keys):
     """All of theirs are selected; the same bits whatever is read."""
     arguments = inputs(dims, 4, 4, [700, 300], [900, 300])
-    q, _, _, cu_q, cu_k, longest, _ = arguments
-    bits, chosen = selections(q, cu_q, cu_k, longest, 300)
+    bits, chosen = selections(arguments[0], *arguments[3:6], 300)
     seen = torch.cat((torch.arange(201, 901), torch.arange(1, 301))).cuda()
     bits[:1000][seen <= dense_keys] = -1
     chosen[:1000][seen <= dense_keys] = True
-    out, lse = check(arguments, True, None, chosen, selected=bits, dense_keys=dense_keys)
-    other = dsa.mha_varlen_fwd(*arguments, selected=bits)
-    assert torch.equal(out[:1000], other[0][:1000]) and torch.equal(lse[:, :1000], other[1][:, :1000])
+    got = check(arguments, True, None, chosen, selected=bits, dense_keys=dense_keys)
+    assert_same_bits(in_sequences(dsa.mha_varlen_fwd(*arguments, selected=bits), arguments[3]), got)
 
 
 @pytest.mark.parametrize("dims", ROPE_DIMS, ids=str)
@@ -142,17 +133,14 @@ def test_rope_channels_apart(dims):
     rope = ROPE_DIMS[dims]
     q, _, _, *rest = inputs(dims, 4, 4, [513, 100], [700, 100])
     both = torch.randn(837, 4, sum(dims) - rope, device="cuda").bfloat16()
-    k, v, shared = (
-        both[..., : dims[0] - rope],
-        both[..., dims[0] - rope :],
-        torch.randn(837, rope, device="cuda").bfloat16(),
-    )
+    k, v = both[..., : dims[0] - rope], both[..., dims[0] - rope :]
+    shared = torch.randn(837, rope, device="cuda").bfloat16()
     whole = torch.cat((k, shared[:, None].expand(-1, 4, -1)), -1)
     bits, _ = selections(q, *rest[:3], 100)
     for options in ({}, {"selected": bits}):
         got = dsa.mha_varlen_fwd(q, k, v, *rest, k_rope=shared, **options)
-        expected = dsa.mha_varlen_fwd(q, whole, v.contiguous(), *rest, **options)
-        assert torch.equal(got[0][:613], expected[0][:613]) and torch.equal(got[1][:, :613], expected[1][:, :613])
+        apart = dsa.mha_varlen_fwd(q, whole, v.contiguous(), *rest, **options)
+        assert_same_bits(in_sequences(got, rest[0]), in_sequences(apart, rest[0]))
 
 
 @pytest.mark.parametrize("dims", [(48, 32), (96, 64), (136, 96), (192, 192), (200, 8)], ids=str)
@@ -164,33 +152,33 @@ def test_channels_between_those_of_the_kernels(dims, record_error):
 def test_all_bits_are_no_selection(dims):
     arguments = inputs(dims, 2, 2, [513, 100], [700, 100])
     bits = torch.full((len(arguments[0]), 24), -1, dtype=torch.int32, device="cuda")
-    for x, y in zip(dsa.mha_varlen_fwd(*arguments, selected=bits), dsa.mha_varlen_fwd(*arguments), strict=True):
-        assert torch.equal(x[..., :613] if x.dim() == 2 else x[:613], y[..., :613] if y.dim() == 2 else y[:613])
+    got, whole = dsa.mha_varlen_fwd(*arguments, selected=bits), dsa.mha_varlen_fwd(*arguments)
+    assert_same_bits(in_sequences(got, arguments[3]), in_sequences(whole, arguments[3]))
 
 
 @pytest.mark.parametrize("dims", MHA_DIMS, ids=str)
 def test_a_query_depends_on_no_other(dims):
     """A sequence alone, and the last queries of it as a chunk behind a prefix."""
     q, k, v, *_, scale = inputs(dims, 4, 2, [300, 700], [300, 700])
-    cu = bounds([300, 700])
+    cu = starts([300, 700])
     bits, _ = selections(q, cu, cu, 700, 200)
-    whole, lse = dsa.mha_varlen_fwd(q, k, v, cu, cu, 700, scale, selected=bits)
+    out, lse = dsa.mha_varlen_fwd(q, k, v, cu, cu, 700, scale, selected=bits)
     for first in (300, 301, 555, 999):
         part = dsa.mha_varlen_fwd(
-            *(q[first:1000], k[300:1000], v[300:1000], bounds([1000 - first]), bounds([700]), 700, scale),
+            *(q[first:1000], k[300:1000], v[300:1000], starts([1000 - first]), starts([700]), 700, scale),
             selected=bits[first:1000],
         )
-        assert torch.equal(part[0], whole[first:1000]) and torch.equal(part[1], lse[:, first:1000])
+        assert_same_bits(part, (out[first:1000], lse[:, first:1000]))
 
 
 @pytest.mark.parametrize("dims", MHA_DIMS, ids=str)
 def test_fp16_large_scores_and_strides(dims, record_error):
-    check(inputs(dims, 4, 2, [513, 100], [513, 400], torch.float16), True, record_error)
+    check(inputs(dims, 4, 2, [513, 100], [513, 400], FP16), True, record_error)
     check(inputs(dims, 4, 2, [513, 700], [513, 700], scale=30.0))
     q, k, v, *rest = inputs(dims, 4, 2, [513, 100], [513, 100])
     by_head = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k)]
     check((*by_head, torch.cat([v, v], -1)[..., : v.shape[2]], *rest))
-    odd = torch.cat([q, q[..., :3]], -1)[..., : q.shape[2]]
+    odd = among_nan(q, 1, 2)  # rows at no multiple of 16 bytes
     check((odd, k, v[:, :1].expand(v.shape), *rest))
 
 
@@ -216,43 +204,28 @@ def test_whatever_the_bounds_and_bits_say(cu_q, cu_k):
         assert_close("lse", lse.cpu()[:, once], right_lse[:, once], abs_tol=0.01, rel_tol=0.01)
 
 
-def test_it_is_what_sparse_attention_gives():
-    """The absorbed form over the same keys, up to rounding: keys and values of all heads are projections of latents."""
-    heads, tokens, top_k, scale = 8, 900, 256, 192**-0.5
-    latent, rope = (torch.randn(tokens, n, device="cuda").bfloat16() for n in (512, 64))
-    w_uk, w_uv = (torch.randn(heads, 128, 512, device="cuda").bfloat16() / 16 for _ in range(2))
-    q = torch.randn(tokens, heads, 192, device="cuda").bfloat16()
-    k = torch.cat((torch.einsum("tc,hdc->thd", latent, w_uk), rope[:, None].expand(-1, heads, -1)), -1)
-    v = torch.einsum("tc,hdc->thd", latent, w_uv)
-    indices = torch.rand(tokens, tokens, device="cuda").tril().argsort(-1, descending=True)[:, :top_k]
-    indices = indices.where(indices <= torch.arange(tokens, device="cuda")[:, None], -1).int()
-    cu, starts = bounds([tokens]), torch.zeros(tokens, dtype=torch.int32, device="cuda")
-    bits = dsa.selection_bits(indices, starts, tokens)
-    out, lse = dsa.mha_varlen_fwd(q, k, v, cu, cu, tokens, scale, selected=bits, dense_keys=top_k)
-    absorbed = torch.cat((torch.einsum("thd,hdc->thc", q[..., :128], w_uk), q[..., 128:]), -1)
-    kv = torch.cat((latent, rope), -1)[:, None]
-    sparse, _, sparse_lse = dsa.flash_mla_sparse_fwd(absorbed, kv, indices[:, None], scale)
-    assert_close("lse", lse.T, sparse_lse, abs_tol=0.05, rel_tol=0.02)
-    assert_close("out", out, torch.einsum("thc,hdc->thd", sparse, w_uv), abs_tol=0.1, rel_tol=0.05, cos_tol=1e-3)
-
-
-def test_graph_replay_with_new_bounds_and_bits():
+def test_a_graph_takes_new_bounds_and_bits():
     q, k, v, cu, _, _, scale = inputs((192, 128), 8, 8, [300, 700], [300, 700])
     bits, _ = selections(q, cu, cu, 1000, 200)
-    dsa.mha_varlen_fwd(q, k, v, cu, cu, 1000, scale, selected=bits)
-    with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
-        out, lse = dsa.mha_varlen_fwd(q, k, v, cu, cu, 1000, scale, selected=bits)
-    for cut in (300, 1, 999, 512):
-        cu[1] = cut
-        bits.copy_(selections(q, cu, cu, 1000, 100)[0])
-        graph.replay()
-        again, lse_again = dsa.mha_varlen_fwd(q, k, v, cu, cu, 1000, scale, selected=bits)
-        assert torch.equal(out[:1000], again[:1000]) and torch.equal(lse[:, :1000], lse_again[:, :1000])
+    cuts = iter((300, 1, 999, 512))
+
+    def renew():
+        new = starts([next(cuts), 0])
+        new[2] = 1000
+        return new, selections(q, new, new, 1000, 100)[0]
+
+    def call(cu, bits):
+        return dsa.mha_varlen_fwd(q, k, v, cu, cu, 1000, scale, selected=bits)
+
+    for got in replays(call, (cu, bits), renew, times=4):
+        assert_same_bits(in_sequences(got, cu), in_sequences(call(cu, bits), cu))
 
 
 @pytest.mark.several_gpus
 def test_tensors_on_another_gpu_than_the_current_one():
-    arguments = [x.to("cuda:1") if isinstance(x, torch.Tensor) else x for x in inputs((64, 64), 2, 2, [50], [50])]
-    with torch.cuda.device(0):
-        out, _ = dsa.mha_varlen_fwd(*arguments)
-    assert out.device.index == 1 and not out[:50].isnan().any()
+    q, k, v, *bounds = (x[:50] if x.dim() == 3 else x for x in inputs((64, 64), 2, 2, [50], [50])[:5])
+
+    def call(*tensors):
+        return dsa.mha_varlen_fwd(*tensors, 50, 0.125)
+
+    assert_same_on_the_second_gpu(call, q, k, v, *bounds)

@@ -6,14 +6,17 @@ import torch
 import dsa
 from dsa.reference.mla import window_indices as reference
 from dsa.testing import poison_free_memory
+from tests.gpu.attention import int32
+from tests.gpu.op_checks import (
+    assert_runs_on_the_current_stream,
+    assert_same_on_the_second_gpu,
+    replays,
+)
 
 INT_MAX, INT_MIN = 2**31 - 1, -(2**31)
 GARBAGE = [INT_MIN, INT_MAX, -1, 0, 1, 7, 1000, INT_MIN + 1, INT_MAX - 1, 2**30]
-WINDOWS = [1, 7, 31, 32, 33, 128, 130, 1000]
-
-
-def int32(values):
-    return torch.as_tensor(values, dtype=torch.int32, device="cuda")
+WINDOWS = [1, 7, 32, 33, 128, 130, 1000]
+LENGTHS = [0, 1, 2, 3, 5, 47, 48, 49, 63, 64, 65, 127, 128, 129, 500, 1001, 3000, -3, INT_MIN, INT_MAX]
 
 
 def boundaries(sequences, most, first=0):
@@ -22,28 +25,32 @@ def boundaries(sequences, most, first=0):
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).add(first).int()
 
 
-def check_indices(cu_q, cu_k, total_q, window):
-    """The reference on the CPU."""
-    poison_free_memory(mebibytes=64)
-    got = dsa.window_indices(cu_q.cuda(), cu_k.cuda(), total_q, window)
-    assert got.dtype == torch.int32 and got.is_contiguous() and got.shape == (total_q, window)
-    assert torch.equal(got.cpu(), reference.window_indices(cu_q.cpu(), cu_k.cpu(), total_q, window))
-    return got
+def garbage(*shape):
+    return torch.tensor(GARBAGE)[torch.randint(len(GARBAGE), shape)].int()
 
 
-def check_slots(table, lengths, s_q, page_size, window):
+def check(name, tensors, shape, *numbers):
+    """dsa's function of this name gives what the reference gives on the CPU."""
     poison_free_memory(mebibytes=64)
-    lengths = torch.as_tensor(lengths, dtype=torch.int32)
-    got = dsa.window_slots(None if table is None else table.cuda(), lengths.cuda(), s_q, page_size, window)
-    assert got.dtype == torch.int32 and got.is_contiguous() and got.shape == (len(lengths), s_q, window)
-    expected = reference.window_slots(None if table is None else table.cpu(), lengths, s_q, page_size, window)
+    got = getattr(dsa, name)(*(None if x is None else x.cuda() for x in tensors), *numbers)
+    assert got.dtype == torch.int32 and got.is_contiguous() and got.shape == shape
+    expected = getattr(reference, name)(*(None if x is None else x.cpu() for x in tensors), *numbers)
     assert torch.equal(got.cpu(), expected)
     return got
 
 
+def check_indices(cu_q, cu_k, total_q, window):
+    return check("window_indices", (cu_q, cu_k), (total_q, window), total_q, window)
+
+
+def check_slots(table, lengths, s_q, page_size, window):
+    lengths = torch.as_tensor(lengths, dtype=torch.int32)
+    return check("window_slots", (table, lengths), (len(lengths), s_q, window), s_q, page_size, window)
+
+
 @pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("sequences", [1, 2, 3, 31, 32, 33, 500])
-def test_packed_keys(sequences, window):
+@pytest.mark.parametrize("sequences", [1, 2, 31, 32, 33, 500])
+def test_lists_of_packed_keys(sequences, window):
     """Chunks of long sequences, whole ones, empty ones, and such with less keys than queries."""
     for most_q, most_k in ((9, 400), (60, 60), (40, 3)):
         cu_q, cu_k = boundaries(sequences, most_q), boundaries(sequences, most_k)
@@ -53,12 +60,12 @@ def test_packed_keys(sequences, window):
 
 
 @pytest.mark.parametrize("total_q", [0, 1, 3, 4, 5, 1000])
-def test_queries_of_no_sequence(total_q):
+def test_lists_of_queries_of_no_sequence(total_q):
     for values in ([0], [0, 0], [3, 3, 3], [2, 4]):
         check_indices(torch.tensor(values).int(), torch.tensor(values).int(), total_q, 5)
 
 
-def test_long_sequences():
+def test_lists_of_long_sequences():
     cu = torch.tensor([0, 70_001, 70_001, 200_000]).int()
     check_indices(cu, cu, 200_000, 128)
     check_indices(torch.tensor([0, 3]).int(), torch.tensor([0, 5_000_000]).int(), 3, 1_000_000)
@@ -66,20 +73,17 @@ def test_long_sequences():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_anything_in_cu_seqlens(seed):
-    """Of any boundaries, of the keys and of the queries, the lists are the reference's, and name no negative key."""
+def test_whatever_cu_seqlens_hold_lists_name_no_negative_key(seed):
     torch.manual_seed(seed)
-    garbage = torch.tensor(GARBAGE)
-    cu_k = garbage[torch.randint(len(garbage), (9,))].int()
-    check_indices(boundaries(8, 30), cu_k, 200, 128)
-    cu_q = garbage[torch.randint(len(garbage), (9,))].int()
+    check_indices(boundaries(8, 30), garbage(9), 200, 128)
+    cu_q, cu_k = garbage(9), garbage(9)
     got = check_indices(cu_q, cu_k, 200, 128)
     check_indices(torch.where(torch.rand(9) < 0.3, cu_q, boundaries(8, 30)), cu_k, 200, 128)
-    beside, before = got[:, 1:], got[:, :-1]
-    assert got.ge(-1).all() and ((beside == -1) | (beside == before + 1) & (before >= 0)).all()
+    later, before = got[:, 1:], got[:, :-1]
+    assert got.ge(-1).all() and ((later == -1) | (later == before + 1) & (before >= 0)).all()
 
 
-def test_entries_beyond_2_to_the_31():
+def test_lists_of_more_than_2_to_the_31_entries():
     total, window = 2**24 + 5, 130
     cu = int32([0, total])
     got = dsa.window_indices(cu, cu, total, window)
@@ -88,37 +92,26 @@ def test_entries_beyond_2_to_the_31():
     expected = (rows - window + 1).clamp(min=0)[:, None] + torch.arange(window, device="cuda")
     assert torch.equal(got[rows].long(), expected.where(expected <= rows[:, None], -1))
     del got
-    slots = dsa.window_slots(None, torch.full((total,), window + 3, dtype=torch.int32, device="cuda"), 1, 100, 100)
-    assert slots.numel() < 2**31 and torch.equal(
-        slots[-1, 0].long(), total * 100 - 100 + (33 + torch.arange(100).cuda()) % 100
-    )
+    ring = dsa.window_slots(None, torch.full((total,), window + 3, dtype=torch.int32, device="cuda"), 1, 100, 100)
+    assert torch.equal(ring[-1, 0].long(), (total - 1) * 100 + (33 + torch.arange(100, device="cuda")) % 100)
+    del ring
     wide = dsa.window_slots(int32([[5]]).expand(total, 1), int32([7]).expand(total), 1, 16, window)
     assert wide.numel() > 2**31 and wide[-1, 0, :7].tolist() == list(range(80, 87)) and wide[-1, 0, 7:].eq(-1).all()
 
 
-LENGTHS = [0, 1, 2, 3, 5, 47, 48, 49, 63, 64, 65, 127, 128, 129, 500, 1001, 3000, -3, INT_MIN, INT_MAX]
-
-
 @pytest.mark.parametrize("s_q", [1, 2, 3, 4])
 @pytest.mark.parametrize("window", WINDOWS)
-def test_pages(window, s_q):
+def test_slots_of_pages_and_rings(window, s_q):
     for page_size, pages in ((1, 600), (48, 20), (64, 40), (256, 2)):
         table = torch.randint(0, 5000, (len(LENGTHS), pages)).int()
         check_slots(table, LENGTHS, s_q, page_size, window)
-        spoiled = torch.where(
-            torch.rand(table.shape) < 0.3, torch.tensor(GARBAGE).int()[torch.randint(10, table.shape)], table
-        )
+        spoiled = torch.where(torch.rand(table.shape) < 0.3, garbage(*table.shape), table)
         check_slots(spoiled, LENGTHS, s_q, page_size, window)
-
-
-@pytest.mark.parametrize("s_q", [1, 2, 3, 4])
-@pytest.mark.parametrize("window", WINDOWS)
-def test_rings(window, s_q):
     for page_size in (window + s_q - 1, window + s_q + 6, 1024 + s_q):
         check_slots(None, LENGTHS, s_q, page_size, window)
 
 
-def test_slots_that_int32_cannot_hold():
+def test_slots_that_int32_cannot_hold_are_none():
     table = torch.tensor([[2**25 - 1, 2**25, 3], [INT_MAX, INT_MIN, 0]]).int()
     got = check_slots(table, [192, 192], 1, 64, 192)
     assert got[0, 0, 63] == INT_MAX and got[0, 0, 64:128].eq(-1).all() and got[0, 0, 128] == 192
@@ -127,96 +120,32 @@ def test_slots_that_int32_cannot_hold():
 
 
 @pytest.mark.parametrize(("batch", "s_q", "pages"), [(0, 2, 3), (2, 0, 3), (2, 2, 0), (0, 0, 0)])
-def test_nothing_to_do(batch, s_q, pages):
-    got = check_slots(torch.zeros(batch, pages).int(), torch.full((batch,), 9), s_q, 8, 7)
-    assert got.eq(-1).all()
+def test_slots_of_nothing_are_none(batch, s_q, pages):
+    assert check_slots(torch.zeros(batch, pages).int(), torch.full((batch,), 9), s_q, 8, 7).eq(-1).all()
 
 
-def test_strides():
-    """Parts of larger tensors, which hold something else beside them."""
-    cu_q, cu_k = boundaries(40, 30).cuda(), boundaries(40, 90).cuda()
-    total = int(cu_q[-1])
-    expected = check_indices(cu_q, cu_k, total, 50)
-    apart = [torch.stack((x, -x), 1)[:, 0] for x in (cu_q, cu_k)]
-    assert torch.equal(dsa.window_indices(*apart, total, 50), expected)
-    table, lengths = torch.randint(0, 99, (30, 9)).int().cuda(), torch.randint(0, 150, (30,)).int().cuda()
-    expected = check_slots(table, lengths.cpu(), 2, 16, 50)
-    apart = torch.stack((lengths, -lengths), 1)[:, 0]
-    for other in (torch.nn.functional.pad(table, (1, 2), value=-7)[:, 1:10], table.T.contiguous().T):
-        assert torch.equal(dsa.window_slots(other, apart, 2, 16, 50), expected)
-    assert torch.equal(
-        dsa.window_slots(table[:1].expand(30, 9), lengths, 2, 16, 50),
-        check_slots(table[:1].repeat(30, 1), lengths.cpu(), 2, 16, 50),
-    )
+def every_list(cu_q, cu_k, table, lengths, package=dsa):
+    slots = package.window_slots(table, lengths, 3, 48, 100), package.window_slots(None, lengths, 3, 128, 100)
+    return package.window_indices(cu_q, cu_k, 300, 100), *slots
 
 
-def test_graph_replay_with_new_data():
-    cu_q, cu_k = int32([0] * 9), int32([0] * 9)
-    table, lengths = int32([[0] * 20] * 8), int32([0] * 8)
-
-    def lists():
-        slots = dsa.window_slots(table, lengths, 3, 48, 100), dsa.window_slots(None, lengths, 3, 128, 100)
-        return dsa.window_indices(cu_q, cu_k, 300, 100), *slots
-
-    lists()  # compile outside the capture
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = lists()
-    for _ in range(5):
-        cu_q.copy_(boundaries(8, 40))
-        cu_k.copy_(boundaries(8, 400))
-        table.random_(0, 500)
-        lengths.random_(0, 960)
-        graph.replay()
-        expected = (
-            reference.window_indices(cu_q.cpu(), cu_k.cpu(), 300, 100),
-            reference.window_slots(table.cpu(), lengths.cpu(), 3, 48, 100),
-            reference.window_slots(None, lengths.cpu(), 3, 128, 100),
-        )
-        for x, y in zip(got, expected, strict=True):
-            assert torch.equal(x.cpu(), y)
+def inputs():
+    """For `every_list`."""
+    rest = torch.randint(0, 500, (8, 20)).int(), torch.randint(0, 960, (8,)).int()
+    return [x.cuda() for x in (boundaries(8, 40), boundaries(8, 400), *rest)]
 
 
-def test_it_waits_for_what_is_before_it():
-    """And what is behind it waits for it, on a stream of its own."""
-    stream = torch.cuda.Stream()
-    cu, lengths, table = int32([0, 0]), int32([0]), int32([[0, 0]])
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(20_000_000)
-        cu.add_(int32([0, 100]))
-        lengths.add_(100)
-        table.add_(7)
-        got = dsa.window_indices(cu, cu, 100, 8), dsa.window_slots(table, lengths, 1, 64, 8)
-        sums = [x.sum() for x in got]
-    stream.synchronize()
-    assert got[0][99].tolist() == list(range(92, 100)) and got[1][0, 0].tolist() == list(
-        range(7 * 64 + 28, 7 * 64 + 36)
-    )
-    assert [int(s) for s in sums] == [int(x.sum()) for x in got]
+def test_a_graph_takes_new_data():
+    given = inputs()
+    for got in replays(every_list, given, inputs, times=5):
+        expected = every_list(*(x.cpu() for x in given), reference)
+        assert all(torch.equal(x.cpu(), y) for x, y in zip(got, expected, strict=True))
+
+
+def test_the_kernels_run_on_the_current_stream():
+    assert_runs_on_the_current_stream(every_list, *inputs())
 
 
 @pytest.mark.several_gpus
 def test_tensors_on_another_gpu_than_the_current_one():
-    cu = int32([0, 10, 30])
-    with torch.cuda.device(0):
-        got = dsa.window_indices(cu.to("cuda:1"), cu.to("cuda:1"), 30, 8)
-    assert got.device.index == 1 and torch.equal(got.cpu(), dsa.window_indices(cu, cu, 30, 8).cpu())
-
-
-def test_torch_compile():
-    def lists(cu, table, lengths):
-        return dsa.window_indices(cu, cu, 30, 8), dsa.window_slots(table, lengths, 1, 64, 8)
-
-    arguments = int32([0, 10, 30]), int32([[3, 4]]), int32([100])
-    compiled = torch.compile(lists, fullgraph=True, backend="aot_eager")
-    for got, expected in zip(compiled(*arguments), lists(*arguments), strict=True):
-        assert torch.equal(got, expected)
-
-
-def test_errors_name_the_argument():
-    cu = int32([0, 4])
-    with pytest.raises(ValueError, match="cu_seqlens_k: must be on cu_seqlens_q's device cuda:0, got cpu"):
-        dsa.window_indices(cu, cu.cpu(), 4, 8)
-    with pytest.raises(ValueError, match="page_size: the kernel takes at most 1073741824, got 1073741825"):
-        dsa.window_slots(int32([[0]]), int32([4]), 1, 2**30 + 1, 8)
+    assert_same_on_the_second_gpu(every_list, *inputs())

@@ -1,15 +1,14 @@
 """The sparse stage's loss and its gradients against the reference in float64, on the GPU."""
 
-import math
-
 import pytest
 import torch
 
 import dsa
 from dsa.reference.training import sparse_indexer_loss as reference
 from dsa.testing import poison_free_memory
+from tests.gpu.attention import INF, NAN
+from tests.gpu.op_checks import among_nan, assert_runs_have_the_same_bits, assert_same_bits, replays
 
-NAN, INF = math.nan, math.inf
 GRADIENTS = "dq_idx", "dk_idx", "dw_idx"
 
 
@@ -70,8 +69,7 @@ def run(tensors, grad, lse=None, deterministic=False):
     kl = dsa.sparse_indexer_loss(q, kv, q_idx, k_idx, w, indices, scale, lse, deterministic)
     assert kl.dtype == torch.float32 and kl.shape == (len(q),)
     poison_free_memory(mebibytes=64)
-    (kl * grad).sum().backward()
-    return kl.detach(), q_idx.grad, k_idx.grad, w.grad
+    return kl.detach(), *torch.autograd.grad((kl * grad).sum(), (q_idx, k_idx, w))
 
 
 def distance(got, expected):
@@ -130,34 +128,6 @@ def test_gradients_are_as_near_as_autograds(d, heads, selected, w_dtype):
         assert error < 2 * other, f"{name}: {error}, autograd {other}"
 
 
-def test_finite_differences():
-    """Of the kernel's own loss, along directions; steps of q and k are such that bf16 has."""
-    tensors = inputs(16, 256, 128, 576, 64, 16, 64)
-    grad = torch.ones(16, device="cuda")
-    got = run(tensors, grad)[1:]
-    q, kv, q_idx, k_idx, w, indices, scale = tensors
-    direction = torch.randn_like(w)
-    step = 2.0**-8
-
-    def loss(by):
-        return dsa.sparse_indexer_loss(q, kv, q_idx, k_idx, w + by * direction, indices, scale).double().sum()
-
-    slope = (loss(step) - loss(-step)) / (2 * step)
-    assert abs(slope - (got[2] * direction).sum()) < 0.01 * got[2].norm() * direction.norm()
-    for which, x in ((2, q_idx), (3, k_idx)):
-        # A step that bf16 has: some of the numbers to their double or half of it.
-        change = x.float() * (torch.rand(x.shape, device="cuda") < 0.02)
-        slopes = []
-        for by in (0.125, -0.125):
-            moved = list(tensors)
-            moved[which] = (x.float() + by * change).bfloat16()
-            exact = moved[which].double() - x.double()
-            kl = dsa.sparse_indexer_loss(*moved).double().sum() - dsa.sparse_indexer_loss(*tensors).double().sum()
-            slopes.append((kl, (got[which - 2].double() * exact).sum()))
-        difference, predicted = (a - b for a, b in zip(*slopes))
-        assert abs(difference - predicted) < 0.05 * abs(predicted) + 1e-3
-
-
 def test_joint_lse(record_error):
     """Heads give the selected keys between all and e^-40 of their attention."""
     tensors = inputs(40, 900, 192, 512, 64)
@@ -165,8 +135,7 @@ def test_joint_lse(record_error):
     check(tensors, own, record_error)
     check(tensors, own + 40 * torch.rand_like(own), record_error)
     check(tensors, own + 80, record_error)
-    kl = dsa.sparse_indexer_loss(*tensors, own)
-    assert torch.equal(kl, dsa.sparse_indexer_loss(*tensors))
+    assert_same_bits(dsa.sparse_indexer_loss(*tensors, own), dsa.sparse_indexer_loss(*tensors))
     grads = run(tensors, torch.ones(40, device="cuda"), own + INF)
     assert all(not x.any() for x in grads)
 
@@ -188,7 +157,7 @@ def test_indices_that_name_no_key(record_error):
     expected = run(tensors, torch.ones(50, device="cuda"), deterministic=True)
     kv[unnamed], k_idx[unnamed] = NAN, INF
     got = run(tensors, torch.ones(50, device="cuda"), deterministic=True)
-    assert all(torch.equal(x, y) for x, y in zip(got, expected))
+    assert_same_bits(got, expected)
     assert got[0][0] == 0 and not got[2][unnamed].any() and not got[1][0].any() and not got[3][0].any()
 
 
@@ -220,45 +189,28 @@ def test_nan_reaches_its_query_only():
         assert x.isnan().nonzero().flatten().tolist() == [3, 7]
 
 
-def test_strides_and_wide_tensors():
-    q, kv, q_idx, k_idx, w, indices, scale = inputs(30, 200, 128, 576, 64, 16, 64)
-    expected = run((q, kv, q_idx, k_idx, w, indices, scale), torch.ones(30, device="cuda"), deterministic=True)
-
-    def wide(x):
-        return torch.nn.functional.pad(x, (8, 24), value=NAN if x.is_floating_point() else 0)[..., 8:-24]
-
-    spread = (wide(q), wide(kv), wide(q_idx.transpose(0, 1)).transpose(0, 1), wide(k_idx), wide(w))
-    got = run((*spread, wide(indices), scale), torch.ones(1, device="cuda").expand(30), deterministic=True)
-    assert all(torch.equal(x, y) for x, y in zip(got, expected))
-    odd = torch.nn.functional.pad(q, (0, 1))[..., :-1]
-    assert torch.equal(dsa.sparse_indexer_loss(odd, kv, q_idx, k_idx, w, indices, scale), expected[0])
-
-
-def test_nothing():
-    tensors = inputs(6, 40, 16, 512, 16, 8, 64)
-    q, kv, q_idx, k_idx, w, indices, scale = tensors
-    some = [
-        (q[:0], kv, q_idx[:0], k_idx, w[:0], indices[:0], scale),
-        (q, kv[:0], q_idx, k_idx[:0], w, indices, scale),
-        (q, kv, q_idx, k_idx, w, indices[..., :0], scale),
-        (q[:, :0], kv, q_idx, k_idx, w, indices, scale),
-    ]
-    for each in some:
-        kl, *grads = run(each, torch.ones(len(each[0]), device="cuda"))
-        assert not kl.any() and all(not x.any() for x in grads)
+def test_strides_change_no_bit():
+    *tensors, scale = inputs(30, 200, 128, 576, 64, 16, 64)
+    expected = run((*tensors, scale), torch.ones(30, device="cuda"), deterministic=True)
+    wide = [among_nan(x) for x in tensors[:5]]
+    wide[2] = among_nan(tensors[2].transpose(0, 1)).transpose(0, 1)
+    indices = torch.nn.functional.pad(tensors[5], (8, 24))[..., 8:-24]
+    got = run((*wide, indices, scale), torch.ones(1, device="cuda").expand(30), deterministic=True)
+    assert_same_bits(got, expected)
+    odd = among_nan(tensors[0], 0, 1)  # rows at no multiple of 16 bytes
+    assert_same_bits(dsa.sparse_indexer_loss(odd, *tensors[1:], scale), expected[0])
 
 
 def test_deterministic_runs_are_identical():
     tensors = inputs(400, 600, 512, 512, 64)
     grad = torch.rand(400, device="cuda")
-    first = run(tensors, grad, deterministic=True)
-    for _ in range(10):
-        assert all(torch.equal(x, y) for x, y in zip(run(tensors, grad, deterministic=True), first))
+    assert_runs_have_the_same_bits(run, tensors, grad, deterministic=True, times=10)
+    kl, dq, dk, dw = run(tensors, grad, deterministic=True)
     plain = run(tensors, grad)
-    assert all(torch.equal(plain[i], first[i]) for i in (0, 1, 3))
+    assert_same_bits((plain[0], plain[1], plain[3]), (kl, dq, dw))
     torch.use_deterministic_algorithms(True)
     try:
-        assert torch.equal(run(tensors, grad, deterministic=None)[2], first[2])
+        assert_same_bits(run(tensors, grad, deterministic=None)[2], dk)
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -272,32 +224,18 @@ def test_deterministic_sums_of_every_size(size):
     assert run(tensors, grad * INF, deterministic=True)[2].isnan().all()
 
 
-def test_graph_replay_with_new_data():
+def test_a_graph_takes_new_data():
     def new():
-        return inputs(100, 500, 192, 576, 64, 16, 64)
+        return inputs(100, 500, 192, 576, 64, 16, 64)[:6]
 
-    tensors, grad = new(), torch.rand(100, device="cuda")
-    leaves = [x.requires_grad_() for x in tensors[2:5]]
+    *given, scale = inputs(100, 500, 192, 576, 64, 16, 64)
+    grad = torch.rand(100, device="cuda")
 
-    def step():
-        kl = dsa.sparse_indexer_loss(*tensors, deterministic=True)
-        return kl, *torch.autograd.grad((kl * grad).sum(), leaves)
+    def call(*tensors):
+        return run((*tensors, scale), grad, deterministic=True)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = step()
-    for _ in range(3):
-        with torch.no_grad():
-            for x, y in zip(tensors[:6], new()):
-                x.copy_(y)
-        graph.replay()
-        kl, dq, dk, dw = run(tensors, grad, deterministic=True)
-        assert all(torch.equal(x, y) for x, y in zip(got, (kl, dq, dk, dw)))
+    for got in replays(call, given, new):
+        assert_same_bits(got, call(*given))
 
 
 def test_offsets_beyond_32_bits():
@@ -309,16 +247,5 @@ def test_offsets_beyond_32_bits():
     large[first:], large_idx[first:] = kv, k_idx
     grad = torch.ones(20, device="cuda")
     expected = run((q, kv, q_idx, k_idx, w, indices, scale), grad, deterministic=True)
-    got = run((q, large, q_idx, large_idx, w, indices + first, scale), grad, deterministic=True)
-    assert torch.equal(got[2][first:], expected[2])
-    assert all(torch.equal(got[i], expected[i]) for i in (0, 1, 3))
-
-
-def test_errors_name_the_argument():
-    q, kv, q_idx, k_idx, w, indices, scale = inputs(4, 40, 16, 512, 16, 8, 64)
-    with pytest.raises(ValueError, match="k_idx: must be on q's device cuda:0, got cpu"):
-        dsa.sparse_indexer_loss(q, kv, q_idx, k_idx.cpu(), w, indices, scale)
-    with pytest.raises(ValueError, match="q: the kernel takes d = 576 or 512"):
-        dsa.sparse_indexer_loss(q[..., :64], kv[..., :64], q_idx, k_idx, w, indices, scale)
-    with pytest.raises(ValueError, match="indices: the kernel takes at most 2048 keys"):
-        dsa.sparse_indexer_loss(q, kv, q_idx, k_idx, w, indices.repeat(1, 1, 200), scale)
+    kl, dq, dk, dw = run((q, large, q_idx, large_idx, w, indices + first, scale), grad, deterministic=True)
+    assert_same_bits((kl, dq, dk[first:], dw), expected)
