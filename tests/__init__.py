@@ -1,5 +1,5 @@
-"""Tests compare bits between different numbers of rows, which AMX sums in another order: oneDNN goes up to AVX-512 here,
-unless the caller has set something else. torch reads the variable when it first multiplies."""
+"""Tests compare bits between different numbers of rows, which AMX sums in another order. So oneDNN goes up to AVX-512
+here, unless the caller has set something else; torch reads the variable when it first multiplies."""
 
 import os
 

@@ -67,6 +67,8 @@ def test_the_instructions_in_force_are_those_that_the_caller_allows():
     for given, allowed in ((None, r"AVX-512|AVX2?"), ("AVX2", r"AVX2?|AVX2 with .*"), ("SSE41", r"SSE4\.1")):
         environment = {k: v for k, v in os.environ.items() if k != "ONEDNN_MAX_CPU_ISA"} | {"ONEDNN_VERBOSE": "1"}
         environment |= {"ONEDNN_MAX_CPU_ISA": given} if given else {}
-        done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+        )
         (isa,) = re.findall(r"^onednn_verbose.*,cpu,isa:(.*)$", done.stdout, re.M)
         assert "AMX" not in isa and re.match(allowed, isa.removeprefix("Intel ")), isa

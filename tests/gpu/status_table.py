@@ -83,8 +83,9 @@ def inserted(text: str) -> str:
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     parts = []
-    entries_of = dict.fromkeys(archs(), {}) | receipt.judged(today)
-    for arch, entries in sorted(entries_of.items()):
+    judged = receipt.judged(today)
+    for arch in sorted({*archs(), *judged}):
+        entries = judged.get(arch, {})
         measured = [entry for entry in entries.values() if "device" in entry]
         places = sorted({f"{e['device']}, torch {e['torch']}, CuTe DSL {e['dsl']}" for e in measured})
         where = f"Measured on {'; '.join(places)}." if places else "Nothing is measured."
