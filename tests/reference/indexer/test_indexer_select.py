@@ -6,10 +6,7 @@ import torch
 
 from dsa.reference import fp8_mqa_logits, indexer_select, topk_indices
 from dsa.reference.indexer import indexer_select as module
-
-
-def i32(values):
-    return torch.tensor(values, dtype=torch.int32)
+from tests.reference.common import i32
 
 
 def case(queries, keys):
@@ -20,7 +17,6 @@ def case(queries, keys):
 
 def test_it_is_the_selection_of_the_scores():
     """Of whole numbers, whose sums are exact: a CPU may add up those of few queries in another order."""
-    torch.manual_seed(0)
     q, k = (torch.randint(-4, 5, (rows, 32)).float().to(torch.float8_e4m3fn) for rows in (5 * 8, 90))
     scale, weights = 2.0 ** torch.randint(-3, 3, (90,)), torch.randint(-8, 9, (5, 8)) / 4
     arguments = q.view(5, 8, 32), (k, scale), weights
@@ -36,7 +32,6 @@ def test_it_is_the_selection_of_the_scores():
 
 
 def test_slots():
-    torch.manual_seed(0)
     arguments, starts, ends = case(4, 60), i32([0, 0, 30, 30]), i32([20, 30, 50, 60])
     table, sequences = i32([[5, 2], [0, -1]]), i32([0, 0, 1, 1])
     plain = indexer_select(*arguments, starts, ends, 8).long()
@@ -50,7 +45,6 @@ def test_slots():
 
 
 def test_ranges_outside_the_keys_are_clipped():
-    torch.manual_seed(0)
     arguments = case(3, 10)
     got = indexer_select(*arguments, i32([-(2**31), 8, 2**31 - 1]), i32([2**31 - 1, 2**31 - 1, -5]), 10)
     assert got.tolist() == [[*range(10)], [0, 1] + [-1] * 8, [-1] * 10]

@@ -13,12 +13,9 @@ from dsa.reference import (
     write_indexer_cache,
 )
 from dsa.reference.indexer import paged_indexer_select as module
+from tests.reference.common import assert_refused, i32
 
 PAGE = 16
-
-
-def i32(values):
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def case(batch=3, next_n=2, max_pages=5, pages=20):
@@ -49,7 +46,6 @@ LENGTHS = {
 @pytest.mark.parametrize("columns", [1, 50, 80, 300])
 @pytest.mark.parametrize("name", LENGTHS)
 def test_it_is_the_selection_of_the_scores(name, columns):
-    torch.manual_seed(0)
     q, cache, weights, table = case()
     lengths = LENGTHS[name]
     # Clean scores: what is beyond the keys is -inf, and would be selected if lengths were not clipped.
@@ -66,19 +62,8 @@ def test_it_is_the_selection_of_the_scores(name, columns):
                 assert torch.equal(paged_indexer_select(*arguments, slots=slots), expected[0])
 
 
-def test_slots_are_where_the_keys_are():
-    torch.manual_seed(0)
-    q, cache, weights, table = case()
-    arguments = q, cache, weights, i32([80, 7, 40]), table, 80, 9
-    indices = paged_indexer_select(*arguments).long()
-    page = table.long().repeat_interleave(2, 0).gather(1, indices.clamp_min(0) // PAGE)
-    expected = torch.where(indices >= 0, page * PAGE + indices % PAGE, -1)
-    assert torch.equal(paged_indexer_select(*arguments, slots=True), expected.int())
-
-
 def test_keys_without_a_page_score_minus_infinity():
     """They are selected where too few others are there; a negative page has no slot."""
-    torch.manual_seed(0)
     q, cache, weights, table = case(batch=1, next_n=1, max_pages=3)
     table[0, 0], table[0, 2] = -1, 1000
     arguments = q, cache, weights, i32([40]), table, 48
@@ -126,8 +111,16 @@ def test_the_workspace_stays_as_it_is():
     arguments = q, cache, weights, i32([80, 7, 40]), table, 80, 9
     assert torch.equal(paged_indexer_select(*arguments, workspace=workspace), paged_indexer_select(*arguments))
     assert not workspace.any()
-    for queries, error in ((0, ValueError), (-1, ValueError), (2.0, TypeError), (True, TypeError)):
-        with pytest.raises(error, match="queries: must be"):
-            paged_indexer_select_workspace(queries)
-    with pytest.raises(ValueError, match="device: torch has no 'tpu' here"):
-        paged_indexer_select_workspace(1, "tpu")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0,), "queries: must be at least 1, got 0"),
+        ((2.0,), "queries: must be an int, got float"),
+        ((True,), "queries: must be an int, got bool"),
+        ((1, "tpu"), "device: torch has no 'tpu' here"),
+    ],
+)
+def test_wrong_arguments_of_a_workspace_are_named(arguments, message):
+    assert_refused(message, paged_indexer_select_workspace, *arguments)
