@@ -15,7 +15,7 @@ def rotated(
     out, channels = x.double().clone(), 2 * cos.shape[1]
     part = out[..., :channels] if dims == "first" else out[..., out.shape[-1] - channels :]
     real, imaginary = part.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else part.chunk(2, -1)
-    factor = torch.complex(cos.double(), sin.double()).view(len(x), *[1] * (x.dim() - 2), -1)
+    factor = torch.complex(cos.double(), sin.double()).view(len(x), *[1] * (x.dim() - 2), cos.shape[1])
     z = torch.complex(real.contiguous(), imaginary.contiguous()) * factor
     part[:] = torch.stack((z.real, z.imag), -1 if interleaved else -2).flatten(-2)
     return out

@@ -13,10 +13,11 @@ from dsa.reference import (
     swiglu_cast_to_fp8,
     widen_fp4,
 )
+from tests.reference.common import assert_refused, assert_same_bits, i32
 from tests.reference.gemm.fp4 import e8m0, pack, random_codes
 
-ENDS = torch.tensor([2, 2, 6], dtype=torch.int32)
-ROWS = torch.tensor([4, 0, 0, 3, 1, 4], dtype=torch.int32)
+ENDS = i32([2, 2, 6])
+ROWS = i32([4, 0, 0, 3, 1, 4])
 
 
 def operands(columns=256, channels=160, tokens=5):
@@ -24,13 +25,6 @@ def operands(columns=256, channels=160, tokens=5):
     a = torch.randn(tokens, channels).to(torch.float8_e4m3fn), torch.rand(tokens, -(-channels // 128)) + 0.1
     packed, scale = pack(random_codes(3, columns, channels)), e8m0(torch.randint(-9, 1, (3, columns, channels // 32)))
     return a, (packed, scale)
-
-
-def same(got, expected):
-    assert len(got) == len(expected)
-    for x, y in zip(got, expected):
-        assert x.dtype == y.dtype and x.is_contiguous() and x.shape == y.shape
-        assert torch.equal(*(t.flatten().view(torch.uint8) for t in (x, y)))
 
 
 @pytest.mark.parametrize("use_ue8m0", [False, True])
@@ -45,15 +39,15 @@ def test_is_what_it_is_made_of(columns, dtype, limit, use_ue8m0):
     expected = swiglu_cast_to_fp8(gate, up, use_ue8m0, limit=limit)
     assert expected[0].shape == (6, columns // 2) and expected[1].shape == (6, columns // 256)
     options = {"rows": ROWS, "limit": limit, "use_ue8m0": use_ue8m0, "dtype": dtype}
-    same(grouped_fp8_gemm_swiglu(a, b, ENDS, **options), expected)
-    same(grouped_fp8_fp4_gemm_swiglu(a, (*packed, fp4_block_scales(*packed)), ENDS, **options), expected)
+    assert_same_bits(grouped_fp8_gemm_swiglu(a, b, ENDS, **options), expected)
+    assert_same_bits(grouped_fp8_fp4_gemm_swiglu(a, (*packed, fp4_block_scales(*packed)), ENDS, **options), expected)
 
 
 def test_rows_as_they_are():
     (q, s), packed = operands(tokens=6)
     b = widen_fp4(*packed)
     every = torch.arange(6, dtype=torch.int32)
-    same(grouped_fp8_gemm_swiglu((q, s), b, ENDS), grouped_fp8_gemm_swiglu((q, s), b, ENDS, rows=every))
+    assert_same_bits(grouped_fp8_gemm_swiglu((q, s), b, ENDS), grouped_fp8_gemm_swiglu((q, s), b, ENDS, rows=every))
     none = torch.zeros(3, dtype=torch.int32)
     values, scales = grouped_fp8_gemm_swiglu((q[:0], s[:0]), b, none)
     assert values.shape == (0, 128) and scales.shape == (0, 1)
@@ -62,7 +56,7 @@ def test_rows_as_they_are():
 @pytest.mark.parametrize("use_ue8m0", [False, True])
 @pytest.mark.parametrize("ends", [[2, 2, 5], [0, 1, 1], [3, 3, 3], [0, 0, 0]], ids=str)
 @pytest.mark.parametrize("gathered", [False, True])
-def test_rows_behind_the_last_end_are_nobodys(gathered, ends, use_ue8m0):
+def test_rows_from_the_last_end_on_are_nan_and_not_read(gathered, ends, use_ue8m0):
     """Values and scales are NaN there, and nothing of them reaches the others."""
     (q, s), packed = operands(tokens=6)
     ends, used = torch.tensor(ends, dtype=torch.int32), ends[-1]
@@ -79,28 +73,29 @@ def test_rows_behind_the_last_end_are_nobodys(gathered, ends, use_ue8m0):
     ):
         values, scales = op((q, s), b, ends, **rows, **options)
         assert values.shape == (6, 128) and scales.shape == (6, 1)
-        same((values[:used], scales[:used]), op(own, b, ends, **part, **options))
+        assert_same_bits((values[:used], scales[:used]), op(own, b, ends, **part, **options))
         assert not values[:used].float().isnan().any() and not scales[:used].isnan().any()
         assert values[used:].float().isnan().all() and scales[used:].isnan().all()
 
 
-def test_refuses_bad_arguments():
+@pytest.mark.parametrize("op", [grouped_fp8_gemm_swiglu, grouped_fp8_fp4_gemm_swiglu])
+def test_half_of_the_columns_is_a_multiple_of_128(op):
     a, packed = operands(columns=384)
-    with pytest.raises(
-        ValueError, match=re.escape("b[0]: must have 2 I rows, of gate and up, with I a multiple of 128")
-    ):
-        grouped_fp8_gemm_swiglu(a, widen_fp4(*packed), ENDS, rows=ROWS)
-    with pytest.raises(ValueError, match=re.escape("I a multiple of 128, got N=384")):
-        grouped_fp8_fp4_gemm_swiglu(a, (*packed, fp4_block_scales(*packed)), ENDS, rows=ROWS)
-    a, packed = operands()
-    b = widen_fp4(*packed)
-    for options, message in [
+    b = widen_fp4(*packed) if op is grouped_fp8_gemm_swiglu else (*packed, fp4_block_scales(*packed))
+    message = r"b\[0\]: must have 2 I rows, of gate and up, with I a multiple of 128, got N=384"
+    assert_refused(message, op, a, b, ENDS, rows=ROWS)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
         ({"limit": 0.0}, "limit: must be positive or None, got 0.0"),
         ({"rows": ROWS + 1}, "rows: must be from 0 to 4, got 5 at 0"),
         ({"dtype": torch.float64}, "dtype: must be float32, bfloat16 or float16, got float64"),
         ({"rows": ROWS[:5]}, "ends: must ascend from at least 0 to at most M=5 (as of rows), got [2, 2, 6]"),
-    ]:
-        with pytest.raises(ValueError, match=re.escape(message)):
-            grouped_fp8_gemm_swiglu(a, b, ENDS, **({"rows": ROWS} | options))
-    with pytest.raises(TypeError, match="use_ue8m0: must be True or False, got int"):
-        grouped_fp8_gemm_swiglu(a, b, ENDS, rows=ROWS, use_ue8m0=1)
+        ({"use_ue8m0": 1}, "use_ue8m0: must be True or False, got int"),
+    ],
+)
+def test_wrong_arguments_are_named(options, message):
+    a, packed = operands()
+    assert_refused(re.escape(message), grouped_fp8_gemm_swiglu, a, widen_fp4(*packed), ENDS, **{"rows": ROWS} | options)

@@ -19,13 +19,14 @@ PAGE = 16
 
 
 def case(batch=3, next_n=2, max_pages=5, pages=20):
-    """q, cache, weights and a block table of pages that no two sequences share."""
+    """q, cache, weights and a block table of pages that no two sequences share. Scores of whole numbers and powers of
+    two are exact: a CPU may add up those of few sequences in another order."""
     cache = torch.zeros(pages, PAGE, 1, 36, dtype=torch.uint8)
-    keys = torch.randn(pages * PAGE, 32).to(torch.float8_e4m3fn)
-    write_indexer_cache(keys, torch.rand(len(keys)) + 0.1, cache, torch.arange(len(keys)))
-    q = torch.randn(batch, next_n, 8, 32).to(torch.float8_e4m3fn)
+    q, keys = (torch.randint(-4, 5, shape).float() for shape in ((batch, next_n, 8, 32), (pages * PAGE, 32)))
+    scales = 2.0 ** torch.randint(-3, 3, (len(keys),))
+    write_indexer_cache(keys.to(torch.float8_e4m3fn), scales, cache, torch.arange(len(keys)))
     table = torch.randperm(pages)[: batch * max_pages].view(batch, max_pages).int()
-    return q, cache, torch.randn(batch * next_n, 8), table
+    return q.to(torch.float8_e4m3fn), cache, torch.randint(-8, 9, (batch * next_n, 8)) / 4, table
 
 
 def seen_by(lengths, next_n, most):

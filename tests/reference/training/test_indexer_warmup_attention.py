@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from dsa.reference import indexer_warmup_attention
+from tests.reference.common import assert_refused
 
 F64 = torch.float64
 
@@ -126,5 +127,4 @@ def test_errors(change, message):
     tensors, rest = warmup_inputs([4], [4], dtype=torch.float32)
     names = ("q", "k", "v", "q_idx", "k_idx", "w_idx", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
     arguments = dict(zip((*names, "softmax_scale"), (*tensors, *rest)))
-    with pytest.raises(ValueError, match=message):
-        indexer_warmup_attention(**arguments | change)
+    assert_refused(message, indexer_warmup_attention, **arguments | change)
