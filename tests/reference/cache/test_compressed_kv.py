@@ -173,7 +173,7 @@ def test_writing(kind, overlap):
         ({"cos": torch.ones(9, 5), "sin": torch.ones(9, 5)}, "kv: the last dimension must be at least 10 for these"),
     ],
 )
-def test_errors(changes, message):
+def test_wrong_arguments_are_named(changes, message):
     kv, gate, ape, cu = inputs([9], False)
     arguments = {
         "kv": kv, "gate": gate, "ape": ape, "norm_weight": torch.ones(D), "cos": torch.ones(9, 2),

@@ -33,15 +33,15 @@ def test_gradients():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "message"),
+    ("arguments", "message"),
     [
-        (([1.0], None), TypeError, "x: must be a torch.Tensor, got list"),
-        ((torch.zeros(2, 8, dtype=torch.int32), None), ValueError, "x: dtype must be .*, got int32"),
-        ((torch.tensor(1.0), None), ValueError, r"x: must have at least 1 dimension, got shape \[\]"),
-        ((torch.zeros(2, 8), torch.zeros(7)), ValueError, r"weight: shape must be \[8\], got \[7\]"),
-        ((torch.zeros(2, 8), torch.zeros(8).bfloat16()), ValueError, "weight: dtype must be float32, got bfloat16"),
-        ((torch.zeros(2, 8), 1.0), TypeError, "weight: must be a torch.Tensor, got float"),
+        (([1.0], None), "x: must be a torch.Tensor, got list"),
+        ((torch.zeros(2, 8, dtype=torch.int32), None), "x: dtype must be .*, got int32"),
+        ((torch.tensor(1.0), None), r"x: must have at least 1 dimension, got shape \[\]"),
+        ((torch.zeros(2, 8), torch.zeros(7)), r"weight: shape must be \[8\], got \[7\]"),
+        ((torch.zeros(2, 8), torch.zeros(8).bfloat16()), "weight: dtype must be float32, got bfloat16"),
+        ((torch.zeros(2, 8), 1.0), "weight: must be a torch.Tensor, got float"),
     ],
 )
-def test_errors(arguments, error, message):
+def test_wrong_arguments_are_named(arguments, message):
     assert_refused(message, rms_norm, *arguments)

@@ -45,7 +45,7 @@ def test_rounds_in_front_of_the_rotation_and_behind_it():
         ({"eps": -1.0}, "eps: must be"),
     ],
 )
-def test_errors(change, message):
+def test_wrong_arguments_are_named(change, message):
     x, weight, angles = operands()
     given = {"x": x, "weight": weight, "cos": angles.cos(), "sin": angles.sin(), "eps": 1e-6} | change
     assert_refused(message, rms_norm_rotary, **given)

@@ -21,18 +21,18 @@ def test_formula(shape, channels, interleaved, dims, dtype):
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "message"),
+    ("change", "message"),
     [
-        ({"x": [1.0]}, TypeError, "x: must be a torch.Tensor, got list"),
-        ({"x": torch.zeros(8)}, ValueError, r"x: must have at least 2 dimensions, got shape \[8\]"),
-        ({"x": torch.zeros(3, 6)}, ValueError, "x: the last dimension must be at least 8 for these cos and sin, got 6"),
-        ({"x": torch.zeros(3, 8, dtype=torch.int32)}, ValueError, "x: dtype must be .*, got int32"),
-        ({"cos": torch.zeros(2, 4)}, ValueError, r"cos: shape must be \[3, R / 2\], got \[2, 4\]"),
-        ({"sin": torch.zeros(3, 3)}, ValueError, r"sin: shape must be \[3, 4\], got \[3, 3\]"),
-        ({"sin": torch.zeros(3, 4).bfloat16()}, ValueError, "sin: dtype must be float32, got bfloat16"),
-        ({"dims": "middle"}, ValueError, "dims: must be 'first' or 'last', got 'middle'"),
+        ({"x": [1.0]}, "x: must be a torch.Tensor, got list"),
+        ({"x": torch.zeros(8)}, r"x: must have at least 2 dimensions, got shape \[8\]"),
+        ({"x": torch.zeros(3, 6)}, "x: the last dimension must be at least 8 for these cos and sin, got 6"),
+        ({"x": torch.zeros(3, 8, dtype=torch.int32)}, "x: dtype must be .*, got int32"),
+        ({"cos": torch.zeros(2, 4)}, r"cos: shape must be \[3, R / 2\], got \[2, 4\]"),
+        ({"sin": torch.zeros(3, 3)}, r"sin: shape must be \[3, 4\], got \[3, 3\]"),
+        ({"sin": torch.zeros(3, 4).bfloat16()}, "sin: dtype must be float32, got bfloat16"),
+        ({"dims": "middle"}, "dims: must be 'first' or 'last', got 'middle'"),
     ],
 )
-def test_errors(change, error, message):
+def test_wrong_arguments_are_named(change, message):
     arguments = {"x": torch.zeros(3, 2, 8), "cos": torch.zeros(3, 4), "sin": torch.zeros(3, 4), "dims": "first"}
     assert_refused(message, apply_rotary, **(arguments | change), interleaved=True)

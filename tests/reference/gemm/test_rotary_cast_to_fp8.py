@@ -45,6 +45,6 @@ def test_empty():
         ({"cos": torch.zeros(5, 200), "sin": torch.zeros(5, 200)}, "x: the last dimension must be at least 400"),
     ],
 )
-def test_bad_input(change, message):
+def test_wrong_arguments_are_named(change, message):
     given = dict(zip(("x", "cos", "sin"), operands())) | {"groups": 2} | change
     assert_refused(message, rotary_cast_to_fp8, **given)

@@ -40,5 +40,5 @@ def test_empty(shape, k):
         (torch.zeros(2, 128).int(), torch.zeros(2, 1, dtype=torch.int32), "x: dtype must be"),
     ],
 )
-def test_bad_input(x, places, message):
+def test_wrong_arguments_are_named(x, places, message):
     assert_refused(message, scatter_cast_to_fp8, x, places)

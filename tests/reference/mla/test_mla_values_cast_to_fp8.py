@@ -43,5 +43,5 @@ def test_empty(tokens, heads):
         (384, 960, r"kv_b\[0\]: must have at least 384 rows a head, got 960 for 3 heads"),
     ],
 )
-def test_bad_input(v_dim, rows, message):
+def test_wrong_arguments_are_named(v_dim, rows, message):
     assert_refused(message, mla_values_cast_to_fp8, operands()[0], per_block_cast_to_fp8(torch.randn(rows, 256)), v_dim)

@@ -51,7 +51,7 @@ def test_nan_is_never_picked():
         ({"max_seqlen_k": -1}, "max_seqlen_k: must be at least 0, got -1"),
     ],
 )
-def test_errors(change, message):
+def test_wrong_arguments_are_named(change, message):
     names = ("q_idx", "k_idx", "w_idx", "cu_seqlens_q", "cu_seqlens_k")
     good = dict(zip(names, inputs([2], [6]))) | {"top_k": 2, "max_seqlen_q": 2, "max_seqlen_k": 6}
     indexer_topk(**good)
