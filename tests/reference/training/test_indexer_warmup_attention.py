@@ -28,8 +28,7 @@ def warmup_inputs(lengths_q, lengths_k, heads=4, key_heads=2, index_heads=3, d=5
     return tensors, (cu(*lengths_q), cu(*lengths_k), max(lengths_q), max(lengths_k), 0.5)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("target", ["sum", "per_head"])
+@pytest.mark.parametrize(("target", "causal"), [("sum", True), ("per_head", False)])
 def test_warmup_gradients(target, causal):
     tensors, rest = warmup_inputs([1, 2, 0, 3], [1, 3, 1, 2], heads=2, key_heads=1, index_heads=2, d=3, dv=3, di=3)
 
