@@ -53,18 +53,7 @@ def test_everything_takes_an_id(cache, checkpoint, capsys):
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
     assert Tokenizer(ID).encode("def f(") == Tokenizer(checkpoint).encode("def f(")
     assert sampling_defaults(ID) == sampling_defaults(checkpoint)
-    options = [
-        "--device",
-        "cpu",
-        "--prompt",
-        "a",
-        "--max-new-tokens",
-        "1",
-        "--cache-tokens",
-        "64",
-        "--temperature",
-        "0",
-    ]
+    options = "--device cpu --prompt a --max-new-tokens 1 --cache-tokens 64 --temperature 0".split()
     assert main(["generate", ID, *options]) == 0 and capsys.readouterr().out.startswith("a")
 
 

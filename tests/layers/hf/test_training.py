@@ -13,7 +13,7 @@ from dsa_layers.hf import accelerate
 from dsa_layers.training.indexer_stage import IndexerStage
 from tests.layers.hf.pairs import KINDS, Adapter, load_model_reads_it, padded, pair
 
-CLOSE = 2e-5  # of the largest gradient of a parameter
+CLOSE = 1e-4  # of the largest gradient of a parameter: fp32 sums, in an order that the CPU's instructions decide
 
 
 @pytest.fixture(scope="module", params=KINDS)
