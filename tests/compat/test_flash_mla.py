@@ -52,18 +52,13 @@ def test_dense_decoding(h_q, s_q, causal, is_varlen, test_zero):
 
 
 def sparse_inputs(d, batch=2, s_q=2, h_q=64, top_k=40, page=16, rows=96):
-    """q, a cache of bytes, its rows as numbers, and indices, some of which are no keys."""
+    """q, a cache of bytes, and indices, some of which are no keys."""
     cache = torch.zeros(rows // page, page, 1, 656, dtype=torch.uint8)
     cache = cache if d == 576 else kv_cache.make_v4_cache(rows // page, page)
     kv_cache.write_kv_cache((torch.randn(rows, d) / 10).clamp(-1, 1), cache, torch.arange(rows))
     indices = torch.rand(batch, s_q, rows).argsort(2)[..., :top_k].to(INT32)
     indices[..., ::7] = -1
-    return (
-        (torch.randn(batch, s_q, h_q, d) / 10).to(BF16),
-        cache,
-        kv_cache.read_kv_cache(cache, torch.arange(rows)),
-        indices,
-    )
+    return (torch.randn(batch, s_q, h_q, d) / 10).to(BF16), cache, indices
 
 
 @pytest.mark.parametrize("d", [576, 512])
@@ -72,26 +67,24 @@ def sparse_inputs(d, batch=2, s_q=2, h_q=64, top_k=40, page=16, rows=96):
 @pytest.mark.parametrize("extra", [False, True])
 @pytest.mark.parametrize("use_legacy", [False, True])
 def test_sparse_decoding(d, have_attn_sink, have_topk_length, extra, use_legacy):
-    """`test_flash_mla_sparse_decoding.py` by the parameters of its `RawTestParamForDecode`."""
-    q, cache, rows, indices = sparse_inputs(d)
+    """`test_flash_mla_sparse_decoding.py` by the parameters of its `RawTestParamForDecode`, by position."""
+    q, cache, indices = sparse_inputs(d)
     lengths = i32([0, 13]) if have_topk_length else None
     sink = torch.tensor([-math.inf, math.inf, 0.5, 1.0] * 16) if have_attn_sink else None
-    more, scale = sparse_inputs(d, page=8, rows=24, top_k=9), d**-0.55
+    (_, more_cache, more), scale = sparse_inputs(d, page=8, rows=24, top_k=9), d**-0.55
     arguments = (q, cache, None, None, D_V, flash_mla.get_mla_metadata()[0], None, scale, False, True, indices, sink)
     if extra:
-        arguments += (more[1], more[3], lengths, i32([9, 0]))
+        arguments += (more_cache, more, lengths, i32([9, 0]))
     else:
         arguments += (None, None, lengths, None)
     out, lse = flash_mla.flash_mla_with_kvcache(*arguments, use_legacy=use_legacy)
     assert lse.shape == (2, 64, 2) and lse.transpose(1, 2).is_contiguous()
-    for b in range(2):
-        for i in range(2):
-            listed = indices[b, i, : len(indices[b, i]) if lengths is None else lengths[b]]
-            keys = [rows[listed[listed >= 0].long()]]
-            if extra:
-                listed = more[3][b, i, : [9, 0][b]]
-                keys.append(more[2][listed[listed >= 0].long()])
-            assert_attention((out[b, i], lse[b, :, i]), q[b, i], torch.cat(keys), scale, sink)
+    named = {"k_cache": cache, "block_table": None, "cache_seqlens": None, "tile_scheduler_metadata": None}
+    named |= {"head_dim_v": D_V, "softmax_scale": scale, "indices": indices, "attn_sink": sink, "topk_length": lengths}
+    if extra:
+        named |= {"extra_k_cache": more_cache, "extra_indices_in_kvcache": more, "extra_topk_length": i32([9, 0])}
+    expected = dsa.flash_mla_with_kvcache(q, **named, is_fp8_kvcache=True)
+    assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
 
 
 @pytest.mark.parametrize("d", [576, 512])
@@ -147,7 +140,7 @@ def test_metadata_as_callers_of_any_age_ask_for_it():
 
 
 def test_what_the_copies_have_besides():
-    q, cache, _, indices = sparse_inputs(576)
+    q, cache, indices = sparse_inputs(576)
     meta = flash_mla.FlashMLASchedMeta()
     expected = flash_mla.flash_mla_with_kvcache(q, cache, None, None, D_V, meta, indices=indices)
     whole = torch.zeros(2, 2, 70, D_V, dtype=BF16)

@@ -39,14 +39,6 @@ def test_against_float64_with_empty_unordered_and_overlong_ranges(heads, dim, cl
     assert_logits(fp8_mqa_logits(q, (k, k_scale), weights, STARTS, ENDS, clean), expected)
 
 
-def test_by_hand():
-    q = torch.tensor([[[1.0, 0.0], [0.0, -2.0]]]).to(torch.float8_e4m3fn)
-    k = torch.tensor([[3.0, 1.0], [4.0, -0.5], [-1.0, -3.0]]).to(torch.float8_e4m3fn)
-    # head 0 dots: 3, 4, -1; head 1 dots: -2, 1, 6
-    got = fp8_mqa_logits(q, (k, torch.tensor([0.1, 10.0, 3.0])), torch.tensor([[0.5, -2.0]]), i32([0]), i32([3]))
-    torch.testing.assert_close(got, torch.tensor([[0.15, 0.0, -36.0]]))
-
-
 @pytest.mark.parametrize("chunk", [2**24, 3 * 37 * 4, 1])
 @pytest.mark.parametrize("width", [1, 10, 300])
 def test_compressed_columns_start_at_the_row_start(width, chunk, monkeypatch):

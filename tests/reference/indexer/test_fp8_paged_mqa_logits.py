@@ -63,16 +63,6 @@ def test_against_float64(next_n, page_size, columns, per_row):
     assert_logits(got, case.oracle(visible, columns))
 
 
-def test_by_hand():
-    cache = poisoned_cache(2, 2, 2)
-    keys = torch.tensor([[1.0, 2.0], [-1.0, 1.0], [0.0, -2.0]]).to(torch.float8_e4m3fn)
-    write_indexer_cache(keys, torch.tensor([0.5, 3.0, 0.1]), cache, i32([2, 3, 0]))
-    q = torch.tensor([[[[1.0, 1.0], [-1.0, 0.0]]]]).to(torch.float8_e4m3fn)
-    # head 0 dots: 3, 0, -2; head 1 dots: -1, 1, 0
-    got = fp8_paged_mqa_logits(q, cache, torch.tensor([[2.0, -1.0]]), i32([3]), i32([[1, 0, -1]]), None, 5)
-    torch.testing.assert_close(got, torch.tensor([[3.0, -3.0, 0.0, -math.inf, -math.inf]]))
-
-
 def test_pages_that_do_not_exist_hold_no_keys():
     case = Case([20], 1, 8)
     expected = case.oracle([[20]], 20)

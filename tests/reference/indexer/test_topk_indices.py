@@ -26,6 +26,7 @@ HAND = torch.tensor([[3.0, -1.0, 7.0, 3.0, 0.0]])
 ZEROS = torch.tensor([[-0.0, 0.0, -0.0, 0.0, -1e-45]])
 SPECIAL = torch.tensor([[NAN, -INF, 2.0, -NAN, -INF, INF]])
 RISING = torch.arange(10.0).repeat(4, 1)
+OUTSIDE = torch.tensor([[INF, NAN, -INF, -5.0, NAN, INF]])
 
 
 @pytest.mark.parametrize(
@@ -53,6 +54,11 @@ RISING = torch.arange(10.0).repeat(4, 1)
         ),
         (RISING, 2, {"starts": i32([3, 0, 9, 10])}, [[5, 6], [8, 9], [0, -1], [-1, -1]]),
         (RISING, 2, {"lengths": i32([0, -3, 100, 1])}, [[-1, -1], [-1, -1], [8, 9], [0, -1]]),
+        (OUTSIDE, 3, {"starts": i32([2]), "lengths": i32([2])}, [[0, 1, -1]]),
+        # a plateau gives its lowest indices
+        (torch.zeros(1, 1000).index_fill(1, torch.tensor(700), 1.0), 5, {}, [[0, 1, 2, 3, 700]]),
+        (torch.zeros(1, 1000).index_fill(1, torch.tensor(3), -1.0), 5, {}, [[0, 1, 2, 4, 5]]),
+        (torch.zeros(0, 5), 3, {}, []),
     ],
 )
 def test_by_hand(scores, k, options, expected):
@@ -64,24 +70,11 @@ def test_by_hand(scores, k, options, expected):
     assert torch.equal(topk_indices(scores, k, **options), indices)
 
 
-def test_a_plateau_gives_its_lowest_indices():
-    scores = torch.zeros(2, 1000)
-    scores[0, 700], scores[1, 3] = 1.0, -1.0
-    assert topk_indices(scores, 5).tolist() == [[0, 1, 2, 3, 700], [0, 1, 2, 4, 5]]
-
-
 def test_neighbouring_floats_are_told_apart():
     for x in (1.0, -1.0, 3e38, -3e38, 1e-44, -1e-44):
         above = torch.tensor(x).nextafter(torch.tensor(INF)).item()
         below = torch.tensor(x).nextafter(torch.tensor(-INF)).item()
         assert topk_indices(torch.tensor([[below, x, above, x]]), 4, sorted=True).tolist() == [[2, 1, 3, 0]]
-
-
-def test_scores_outside_the_range_are_never_looked_at():
-    scores = torch.full((1, 6), NAN)
-    scores[0, 0], scores[0, 5], scores[0, 2], scores[0, 3] = INF, INF, -INF, -5.0
-    indices, values = topk_indices(scores, 3, starts=i32([2]), lengths=i32([2]), return_values=True)
-    assert indices.tolist() == [[0, 1, -1]] and values.tolist() == [[-INF, -5.0, -INF]]
 
 
 POOLS = [
@@ -113,34 +106,40 @@ def test_random_rows_against_sorted(pool, chunk, dtype, monkeypatch):
             assert (indices[r].tolist(), values[r].tolist()) == expected, (trial, r)
 
 
-def test_translation_through_a_block_table():
-    scores = torch.tensor([[5.0, 1.0, 4.0, 9.0, 0.0, 8.0, 7.0, 0.0]] * 3)
-    table = i32([[7, 2, 0, 1], [3, -1, 5, 6]])
-    got = topk_indices(scores, 5, block_table=table, page_size=2, row_to_seq=i32([0, 1, 0]), lengths=i32([8, 8, 3]))
-    # picked 0, 2, 3, 5, 6: offsets 0, 0, 1, 1, 0 of logical pages 0, 1, 1, 2, 3
-    assert got.tolist() == [[14, 4, 5, 1, 2], [6, -1, -1, 11, 12], [14, 15, 4, -1, -1]]
-
-
-def test_translation_defaults_to_one_sequence_per_row():
-    scores = torch.tensor([[0.0, 3.0, 1.0], [2.0, 0.0, 1.0]])
-    table = i32([[4], [9], [100]])
-    indices, values = topk_indices(
-        scores, 2, block_table=table, page_size=2, sorted=True, return_values=True, starts=i32([0, 1])
-    )
-    # row 0: column 2 lies beyond the table; row 1: columns 2 and 1 are indices 1 and 0
-    assert indices.tolist() == [[9, -1], [19, 18]]
-    assert values.tolist() == [[3.0, -INF], [1.0, 0.0]]
-
-
-def test_rows_of_no_sequence():
-    table = i32([[0], [1]])
-    got = topk_indices(torch.ones(3, 2), 2, block_table=table, page_size=2, row_to_seq=i32([-1, 1, 2]))
-    assert got.tolist() == [[-1, -1], [2, 3], [-1, -1]]
-
-
-def test_nothing():
-    assert topk_indices(torch.zeros(0, 5), 3).shape == (0, 3)
+def test_rows_without_columns():
     assert topk_indices(torch.zeros(2, 0), 3).eq(-1).all()
+
+
+# picked 0, 2, 3, 5, 6: offsets 0, 0, 1, 1, 0 of logical pages 0, 1, 1, 2, 3
+PAGED = torch.tensor([[5.0, 1.0, 4.0, 9.0, 0.0, 8.0, 7.0, 0.0]] * 3), i32([[7, 2, 0, 1], [3, -1, 5, 6]])
+
+
+@pytest.mark.parametrize(
+    ("scores", "k", "table", "options", "expected"),
+    [
+        (
+            PAGED[0],
+            5,
+            PAGED[1],
+            {"row_to_seq": i32([0, 1, 0]), "lengths": i32([8, 8, 3])},
+            [[14, 4, 5, 1, 2], [6, -1, -1, 11, 12], [14, 15, 4, -1, -1]],
+        ),
+        # without row_to_seq every row is a sequence: in the first one column 2 lies beyond the table, in the second
+        # columns 2 and 1 are indices 1 and 0
+        (
+            torch.tensor([[0.0, 3.0, 1.0], [2.0, 0.0, 1.0]]),
+            2,
+            i32([[4], [9], [100]]),
+            {"starts": i32([0, 1]), "sorted": True},
+            [[9, -1], [19, 18]],
+        ),
+        # rows of no sequence
+        (torch.ones(3, 2), 2, i32([[0], [1]]), {"row_to_seq": i32([-1, 1, 2])}, [[-1, -1], [2, 3], [-1, -1]]),
+    ],
+)
+def test_slots_by_hand(scores, k, table, options, expected):
+    slots, values = topk_indices(scores, k, block_table=table, page_size=2, **options, return_values=True)
+    assert slots.tolist() == expected and torch.equal(values == -INF, slots < 0)
 
 
 def test_strided_scores():

@@ -176,16 +176,6 @@ def test_a_selected_nan_reaches_its_own_query_only():
     assert lse[0, :, 0].isfinite().all() and lse[0, :, 1].isnan().all()
 
 
-def test_sink_by_hand():
-    # two equal logits ln 2: e^lse = 4, and a sink of ln 4 halves the mean of the values
-    q = torch.tensor([[[[1.0, 0.0]]]])
-    cache = torch.tensor([[math.log(2), 6.0], [math.log(2), 2.0]]).view(1, 2, 1, 2)
-    sink = torch.tensor([math.log(4)])
-    out, lse = sparse(q, cache, 2, softmax_scale=1.0, indices=i32([[[0, 1]]]), attn_sink=sink)
-    torch.testing.assert_close(lse, torch.tensor([[[math.log(4)]]]))
-    torch.testing.assert_close(out, torch.tensor([[[[math.log(2) / 2, 2.0]]]]))
-
-
 def byte_cache(layout, pages, page_size):
     """A cache of random rows, and what its bytes mean."""
     cache = make_v4_cache(pages, page_size) if layout == "v4" else torch.zeros(pages, page_size, 1, 656).byte()
