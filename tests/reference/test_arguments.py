@@ -33,15 +33,17 @@ LINEAR = Arguments(
 )
 
 
+CALL = {
+    "x": torch.zeros(2, 3, 130),
+    "weight": torch.zeros(5, 130),
+    "scale": torch.zeros(1, 2),
+    "bias": torch.zeros(5),
+    "out": torch.zeros(2, 3, 5),
+}
+
+
 def linear(**changes):
-    arguments = {
-        "x": torch.zeros(2, 3, 130),
-        "weight": torch.zeros(5, 130),
-        "scale": torch.zeros(1, 2),
-        "bias": torch.zeros(5),
-        "out": torch.zeros(2, 3, 5),
-    }
-    return (arguments | changes).values()
+    return (CALL | changes).values()
 
 
 def test_sizes_are_found_by_name():

@@ -99,9 +99,6 @@ def test_adapters(models, tokens):
             parameter.requires_grad_(name.endswith((".a", ".b")))
     batch = labelled(tokens[:, :48])
     assert_close_gradients(gradients(ours, **batch)[1], gradients(theirs, **batch)[1])
-    with torch.no_grad():
-        decoded = ours.generate(tokens[:1, :20], max_new_tokens=8, do_sample=False)
-        assert torch.equal(decoded, theirs.generate(tokens[:1, :20], max_new_tokens=8, do_sample=False))
 
 
 def test_autocast(models, tokens):

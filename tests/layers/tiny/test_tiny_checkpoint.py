@@ -1,5 +1,4 @@
 import json
-import math
 import os
 import re
 import shutil
@@ -52,20 +51,11 @@ def test_shards(tiny):
     assert index["metadata"]["total_size"] == sum(sizes) < 50e6
 
 
-def test_values(tiny, plain):
+def test_scales_are_powers_of_two(tiny):
     for name, tensor in tensors(tiny).items():
         assert tensor.float().isfinite().all(), name
         if name.endswith("_scale_inv"):
             assert torch.equal(tensor.log2(), tensor.log2().round()), name
-    for name, tensor in tensors(plain).items():
-        values = tensor.float()
-        gain = values.std() * math.sqrt(tensor.shape[-1])
-        if tensor.ndim == 1:
-            assert values.std() > 0.02 and abs(values.mean() - int(name.endswith("norm.weight"))) < 0.1, name
-        elif "embed_tokens" in name:
-            assert values.std() == pytest.approx(1, rel=0.05), name
-        else:
-            assert gain == pytest.approx(2 if "head.weight" in name else 1, rel=0.05), name
 
 
 def test_a_tokenizer_is_trained_to_the_same_bytes_again(tiny):

@@ -114,16 +114,11 @@ def test_leading_dimensions():
     packed, scale, expected = experts()
     q, block_scale = widen_fp4(packed, scale)
     assert q.shape == (2, 3, 140, 160) and torch.equal(block_scale, expected)
+    assert torch.equal(fp4_block_scales(packed, scale), expected)
+    strided = packed.view(torch.uint8).transpose(0, 1), scale.transpose(0, 1)
+    assert torch.equal(fp4_block_scales(*strided), expected.transpose(0, 1))
     for i, j in itertools.product(range(2), range(3)):
         assert_same_bits((q[i, j], block_scale[i, j]), widen_fp4(packed[i, j], scale[i, j]))
-
-
-def test_block_scales_alone():
-    packed, scale, expected = experts()
-    assert torch.equal(fp4_block_scales(packed, scale), expected)
-    assert torch.equal(
-        fp4_block_scales(packed.view(torch.uint8).transpose(0, 1), scale.transpose(0, 1)), expected.transpose(0, 1)
-    )
 
 
 def test_a_block_among_experts_is_named():

@@ -49,21 +49,14 @@ def test_compressed_columns_start_at_the_row_start(width, chunk, monkeypatch):
     assert_logits(fp8_mqa_logits(q, (k, k_scale), weights, STARTS, ENDS, False, width), expected)
 
 
-def test_row_stride_is_a_multiple_of_1024_bytes():
+# 300 + 256 = 556 columns, rounded up to 768 of 4 bytes or 1024 of 2
+@pytest.mark.parametrize(("columns", "stride", "bf16_stride"), [(0, 768, 1024), (257, 512, 512)])
+def test_row_stride_is_a_multiple_of_1024_bytes_and_bf16_is_the_rounded_fp32(columns, stride, bf16_stride):
     q, k, k_scale, weights = operands(2, 300, 2, 16)
-    args = (q, (k, k_scale), weights, i32([0, 0]), i32([300, 300]))
-    # 300 + 256 = 556 columns, rounded up to 768 of 4 bytes or 1024 of 2
-    assert fp8_mqa_logits(*args).stride() == (768, 1)
-    assert fp8_mqa_logits(*args, logits_dtype=torch.bfloat16).stride() == (1024, 1)
-    assert fp8_mqa_logits(*args, max_seqlen_k=257).stride() == (512, 1)
-    assert fp8_mqa_logits(*args, max_seqlen_k=257, logits_dtype=torch.bfloat16).stride() == (512, 1)
-
-
-def test_bf16_logits_are_the_rounded_fp32_ones():
-    q, k, k_scale, weights = operands(5, 40, 8, 32)
-    args = (q, (k, k_scale), weights, i32([0, 1, 2, 3, 4]), i32([40, 30, 20, 10, 4]))
-    got = fp8_mqa_logits(*args, logits_dtype=torch.bfloat16)
-    assert got.dtype == torch.bfloat16 and torch.equal(got, fp8_mqa_logits(*args).bfloat16())
+    args = (q, (k, k_scale), weights, i32([0, 5]), i32([300, 200]))
+    wide, half = (fp8_mqa_logits(*args, max_seqlen_k=columns, logits_dtype=x) for x in (torch.float32, torch.bfloat16))
+    assert wide.stride() == (stride, 1) and half.stride() == (bf16_stride, 1)
+    assert half.dtype == torch.bfloat16 and torch.equal(half, wide.bfloat16())
 
 
 def test_nan_keys_reach_only_their_column():

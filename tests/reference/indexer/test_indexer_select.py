@@ -23,25 +23,18 @@ def test_it_is_the_selection_of_the_scores():
     starts, ends = i32([0, 3, 40, 89, 10]), i32([90, 50, 40, 90, 11])
     scores = fp8_mqa_logits(*arguments, starts, ends)
     options = {"starts": starts, "lengths": (ends - starts).clamp_min(0), "return_values": True}
-    expected = topk_indices(scores, 12, **options)
-    for at_once in (module._CHUNK, 200, 1):
-        with mock.patch.object(module, "_CHUNK", at_once):
-            got = indexer_select(*arguments, starts, ends, 12, return_values=True)
-            assert all(map(torch.equal, got, expected))
-            assert torch.equal(indexer_select(*arguments, starts, ends, 12), expected[0])
-
-
-def test_slots():
-    arguments, starts, ends = case(4, 60), i32([0, 0, 30, 30]), i32([20, 30, 50, 60])
-    table, sequences = i32([[5, 2], [0, -1]]), i32([0, 0, 1, 1])
-    plain = indexer_select(*arguments, starts, ends, 8).long()
-    paging = {"block_table": table, "page_size": 16}
-    slots, values = indexer_select(*arguments, starts, ends, 8, row_to_seq=sequences, **paging, return_values=True)
-    page = table[sequences.long()].gather(1, plain // 16)
-    expected = torch.where(page >= 0, page * 16 + plain % 16, -1)
-    assert torch.equal(slots, expected.int()) and torch.equal(values == -torch.inf, slots < 0)
-    each = indexer_select(*arguments, starts, ends, 8, block_table=table[sequences.long()], page_size=16)
-    assert torch.equal(each, slots)
+    table, sequences = i32([[5, 2, 7, 1, 9, 8], [0, -1, 3, 4, 6, 2]]), i32([0, 0, 1, 1, 0])
+    for paging in (
+        {},
+        {"block_table": table, "page_size": 16, "row_to_seq": sequences},
+        {"block_table": table[sequences.long()], "page_size": 16},
+    ):
+        expected = topk_indices(scores, 12, **options, **paging)
+        for at_once in (module._CHUNK, 200, 1):
+            with mock.patch.object(module, "_CHUNK", at_once):
+                got = indexer_select(*arguments, starts, ends, 12, **paging, return_values=True)
+                assert all(map(torch.equal, got, expected))
+                assert torch.equal(indexer_select(*arguments, starts, ends, 12, **paging), expected[0])
 
 
 def test_ranges_outside_the_keys_are_clipped():

@@ -31,26 +31,17 @@ def oracle(q, kv, indices, scale, d_v, sink=None, lengths=None):
 @pytest.mark.parametrize("lengths", [None, [0, 5, 2, 3, 100], [-1, 0, 0, 1, 4]])
 @pytest.mark.parametrize("with_sink", [False, True])
 @pytest.mark.parametrize("chunk", [2**24, 2 * 5 * 24])
-def test_against_float64(chunk, with_sink, lengths, monkeypatch):
+@pytest.mark.parametrize(("dtype", "d"), [(torch.float32, 24), (torch.bfloat16, 576), (torch.float16, 512)])
+def test_against_float64(dtype, d, chunk, with_sink, lengths, monkeypatch):
     monkeypatch.setattr(softmax_attention, "_CPU_CHUNK", chunk)
-    q, kv = torch.randn(5, 4, 24), torch.randn(7, 1, 24)
+    q, kv, scale = torch.randn(5, 4, d).to(dtype), torch.randn(7, 1, d).to(dtype), 3 * d**-0.5
     sink = torch.tensor([INF, -INF, 0.3, -2.0]) if with_sink else None
-    out, max_logits, lse = flash_mla_sparse_fwd(
-        q, kv, INDICES, 0.7, 16, sink, None if lengths is None else i32(lengths)
-    )
-    expected, expected_lse, expected_max = oracle(q, kv, INDICES, 0.7, 16, sink, lengths)
-    assert_near(out, expected)
-    assert_near(lse, expected_lse)
-    assert_near(max_logits, expected_max)
-
-
-@pytest.mark.parametrize(("dtype", "d"), [(torch.bfloat16, 576), (torch.float16, 512)])
-def test_dtypes_and_the_default_value_width(dtype, d):
-    q, kv = torch.randn(5, 2, d).to(dtype), torch.randn(7, 1, d).to(dtype)
-    out, max_logits, lse = flash_mla_sparse_fwd(q, kv, INDICES, d**-0.5)
-    expected, expected_lse, expected_max = oracle(q, kv, INDICES, d**-0.5, 512)
+    options = {"attn_sink": sink, "topk_length": None if lengths is None else i32(lengths)}
+    options |= {"d_v": 16} if d == 24 else {}  # 512 by default
+    out, max_logits, lse = flash_mla_sparse_fwd(q, kv, INDICES, scale, **options)
+    expected, expected_lse, expected_max = oracle(q, kv, INDICES, scale, options.get("d_v", 512), sink, lengths)
     assert out.dtype == dtype and max_logits.dtype == lse.dtype == torch.float32
-    assert_near(out, expected, 1e-2)
+    assert_near(out, expected, 2e-5 if dtype == torch.float32 else 1e-2)
     assert_near(lse, expected_lse)
     assert_near(max_logits, expected_max)
 

@@ -83,25 +83,16 @@ def test_dense_queries_are_not_touched_by_later_keys_that_are_nan():
     assert out[0, 1].isnan().all()
 
 
-def test_dense_pages_that_do_not_exist_hold_no_keys():
-    cache, table, keys = dense_case([10], 4)
-    q = torch.randn(1, 1, 2, 24)
-    expected, expected_lse = dense_oracle(q, [keys[0][[0, 1, 2, 3, 8, 9]]], 24**-0.5, 16, False)
+@pytest.mark.parametrize("causal", [False, True])
+def test_dense_lengths_are_clipped_and_pages_that_do_not_exist_hold_no_keys(causal):
+    cache, table, keys = dense_case([10, 12, 8], 4)
+    q = torch.randn(3, 1, 2, 24)
+    expected, expected_lse = dense_oracle(q, [keys[0][[0, 1, 2, 3, 8, 9]], keys[1], keys[2][:0]], 24**-0.5, 16, causal)
     for bad in (-1, len(cache), 2**31 - 1):
         table[0, 1] = bad
-        out, lse = flash_mla_with_kvcache(q, cache, table, i32([10]), 16, None)
+        out, lse = flash_mla_with_kvcache(q, cache, table[:, :3], i32([10, 100, -3]), 16, None, causal=causal)
         assert_near(out, expected)
         assert_near(lse, expected_lse)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_dense_lengths_are_clipped_to_the_table(causal):
-    cache, table, keys = dense_case([8, 8], 4)
-    q = torch.randn(2, 2, 2, 24)
-    out, lse = flash_mla_with_kvcache(q, cache, table[:, :2], i32([100, -3]), 16, None, causal=causal)
-    expected, expected_lse = dense_oracle(q, [keys[0], keys[1][:0]], 24**-0.5, 16, False)
-    assert_near(out, expected)
-    assert_near(lse, expected_lse)
 
 
 def selected(cache_rows, indices, lengths=None):

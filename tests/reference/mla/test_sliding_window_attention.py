@@ -13,24 +13,17 @@ INF, NAN = math.inf, math.nan
 
 @pytest.mark.parametrize("window", [1, 2, 5, 128])
 @pytest.mark.parametrize("with_sink", [False, True])
-def test_window_against_float64(window, with_sink):
-    q, kv = torch.randn(12, 4, 24), torch.randn(31, 1, 24)
+@pytest.mark.parametrize(("dtype", "d"), [(torch.float32, 24), (torch.bfloat16, 512), (torch.float16, 512)])
+def test_window_against_float64(dtype, d, window, with_sink):
+    q, kv, scale = torch.randn(12, 4, d).to(dtype), torch.randn(31, 1, d).to(dtype), 1.5 * d**-0.5
     sink = torch.tensor([INF, -INF, 0.4, -1.0]) if with_sink else None
-    out, lse = sliding_window_attention(q, kv, i32(CU_Q), i32(CU_K), window, 0.3, 16, sink)
+    options = {"d_v": 16} if d == 24 else {}  # 512 by default
+    out, lse = sliding_window_attention(q, kv, i32(CU_Q), i32(CU_K), window, scale, attn_sink=sink, **options)
     rows = visible(window)
     assert rows[10] == [] and rows[11] == [30]
-    expected, expected_lse, _ = attend_rows(q, [kv[r, 0] for r in rows], 0.3, 16, sink)
-    assert_near(out, expected)
-    assert_near(lse, expected_lse)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_window_dtypes(dtype):
-    q, kv = torch.randn(12, 2, 512).to(dtype), torch.randn(31, 1, 512).to(dtype)
-    out, lse = sliding_window_attention(q, kv, i32(CU_Q), i32(CU_K), 4, 512**-0.5)
-    expected, expected_lse, _ = attend_rows(q, [kv[r, 0] for r in visible(4)], 512**-0.5, 512)
+    expected, expected_lse, _ = attend_rows(q, [kv[r, 0] for r in rows], scale, options.get("d_v", 512), sink)
     assert out.dtype == dtype and lse.dtype == torch.float32
-    assert_near(out, expected, 1e-2)
+    assert_near(out, expected, 2e-5 if dtype == torch.float32 else 1e-2)
     assert_near(lse, expected_lse)
 
 
