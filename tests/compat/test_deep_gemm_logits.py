@@ -161,15 +161,6 @@ def test_scales_by_columns(shape):
     assert_refused("sf: dtype must be float32, got float16", deep_gemm.get_mn_major_tma_aligned_tensor, wrong)
 
 
-def test_products_take_scales_by_columns():
-    a, b = torch.randn(9, 256).bfloat16(), torch.randn(136, 256).bfloat16()
-    (q, s), weight = dsa.per_token_cast_to_fp8(a, False), dsa.per_block_cast_to_fp8(b, False)
-    expected, got = (torch.empty(9, 136).bfloat16() for _ in range(2))
-    deep_gemm.fp8_gemm_nt((q, s), weight, expected)
-    deep_gemm.fp8_gemm_nt((q, deep_gemm.get_mn_major_tma_aligned_tensor(s)), weight, got)
-    assert torch.equal(got, expected)
-
-
 def test_what_a_position_means_is_the_same_in_all_builds():
     """Those of 2.8; where earlier builds have another argument, that has no position."""
     positions = {

@@ -319,10 +319,12 @@ KEYS = Arguments(
 )
 
 
+PICKS = torch.zeros(3, 2, dtype=torch.int32)
+KEYS_CALL = {"q": torch.zeros(3, 8).half(), "kv": torch.zeros(5, 8).half(), "d_v": 8, "window": 2, "indices": PICKS}
+
+
 def keys(**changes):
-    picks = torch.zeros(3, 2, dtype=torch.int32)
-    arguments = {"q": torch.zeros(3, 8).half(), "kv": torch.zeros(5, 8).half(), "d_v": 8, "window": 2, "indices": picks}
-    return (arguments | changes).values()
+    return (KEYS_CALL | changes).values()
 
 
 @pytest.mark.parametrize(
@@ -356,9 +358,11 @@ BRANCHES = Arguments(
 )
 
 
+OUTS, LSES = [torch.zeros(2, 3, 4)] * 2, [torch.zeros(2, 3)] * 2
+
+
 def branches(**changes):
-    outs, lses = ([torch.zeros(2, 3, *last) for _ in range(2)] for last in ((4,), ()))
-    return ({"outs": outs, "lses": lses, "sink": torch.zeros(3)} | changes).values()
+    return ({"outs": OUTS, "lses": LSES, "sink": torch.zeros(3)} | changes).values()
 
 
 @pytest.mark.parametrize(

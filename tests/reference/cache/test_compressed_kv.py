@@ -185,9 +185,12 @@ def test_wrong_arguments_are_named(changes, message):
     assert not arguments["cache"].any() and not arguments["state"].any()
 
 
-def test_what_a_state_is_needed_for():
-    kv, gate, ape, cu = inputs([5, 4], False)
-    arguments, message = (kv, gate, ape, cu), r"starts: must be at least 0, and 0 without a state, got \[0, 3\]"
-    assert_refused(message, reference.compress_kv, *arguments, i32([0, 3]), overlap=False)
-    message, state = "state, state_slots: must be given together, got one of them", torch.zeros(1, 4, 2, D)
-    assert_refused(message, reference.compress_kv, *arguments, i32([0, 0]), state, overlap=False)
+@pytest.mark.parametrize(
+    ("starts", "state", "message"),
+    [
+        ([0, 3], (), r"starts: must be at least 0, and 0 without a state, got \[0, 3\]"),
+        ([0, 0], (torch.zeros(1, 4, 2, D),), "state, state_slots: must be given together, got one of them"),
+    ],
+)
+def test_what_a_state_is_needed_for(starts, state, message):
+    assert_refused(message, reference.compress_kv, *inputs([5, 4], False), i32(starts), *state, overlap=False)

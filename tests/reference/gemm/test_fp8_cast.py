@@ -103,6 +103,8 @@ def test_groups_of_other_sizes_and_leading_dimensions():
     q, scale = per_token_cast_to_fp8(x, gran_k=64)
     assert q.shape == (2, 3, 128) and scale.shape == (2, 3, 2)
     assert torch.equal(scale[1, 2, 1:], per_row_cast_to_fp8(x[1, 2, 64:])[1][None])
+    q, scale = per_token_cast_to_fp8(torch.zeros(0, 256))
+    assert q.shape == (0, 256) and scale.shape == (0, 2)
     q, scale = per_row_cast_to_fp8(row(0.5, 896.0, length=7))
     assert scale.tolist() == [2.0] and q[0, :2].float().tolist() == [0.25, 448.0]
 
@@ -137,11 +139,6 @@ def test_dequantize_by_index():
     token = dequantize_per_token(q[:, :128], scale)
     assert torch.equal(token, q[:, :128].float() * scale.repeat_interleave(64, 1))
     assert torch.equal(dequantize_per_token(q[:, :128], scale, torch.bfloat16), token.bfloat16())
-
-
-def test_no_rows():
-    q, scale = per_token_cast_to_fp8(torch.zeros(0, 256))
-    assert q.shape == (0, 256) and scale.shape == (0, 2)
 
 
 W, INTS = torch.zeros(2, 128), torch.zeros(2, 128, dtype=torch.int32)

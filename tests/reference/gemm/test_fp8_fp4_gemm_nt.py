@@ -7,7 +7,7 @@ import torch
 
 from dsa.reference import fp4_block_scales, grouped_fp8_fp4_gemm_nt, grouped_fp8_gemm_nt, widen_fp4
 from dsa.reference.gemm import fp8_fp4_gemm_nt as module
-from tests.reference.common import assert_refused, i32
+from tests.reference.common import assert_refused, assert_same_bits, i32
 from tests.reference.gemm.fp4 import e8m0, pack, random_codes
 
 
@@ -27,19 +27,18 @@ def fp4_weight(codes, exponents):
 
 @pytest.mark.parametrize(("columns", "channels"), [(128, 128), (140, 160), (8, 32), (256, 320)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bits_of_the_widened_weights(columns, channels, dtype):
-    a, b, ends = operands(columns, channels)
+@pytest.mark.parametrize("gathered", [False, True])
+def test_bits_of_the_widened_weights(columns, channels, gathered, dtype):
+    """Also in rows from the last end on, which are NaN."""
+    a, b, _ = operands(columns, channels)
     packed, scale, block_scale = fp4_weight(*b)
-    wide = widen_fp4(packed, scale)
-    got = grouped_fp8_fp4_gemm_nt(a, (packed, scale, block_scale), ends, dtype)
-    assert got.dtype == dtype and torch.equal(got, grouped_fp8_gemm_nt(a, wide, ends, dtype))
-    bytes_ = packed.view(torch.uint8), scale, block_scale
-    assert torch.equal(grouped_fp8_fp4_gemm_nt(a, bytes_, ends, dtype), got)
-    rows, weights = i32([6, 0, 0, 3, 3, 1, 2, 0]), torch.rand(8)
-    options = {"rows": rows, "weights": weights}
-    ends = i32([0, 5, 8])
-    got = grouped_fp8_fp4_gemm_nt(a, (packed, scale, block_scale), ends, dtype, **options)
-    assert torch.equal(got, grouped_fp8_gemm_nt(a, wide, ends, dtype, **options))
+    options = {"rows": i32([6, 0, 0, 3, 3, 1, 2, -1]), "weights": torch.rand(8)} if gathered else {}
+    for ends in (i32([2, 2, 7]), i32([0, 5, 6]), i32([0, 0, 0])):
+        expected = grouped_fp8_gemm_nt(a, widen_fp4(packed, scale), ends, dtype, **options)
+        for values in (packed, packed.view(torch.uint8)):
+            got = grouped_fp8_fp4_gemm_nt(a, (values, scale, block_scale), ends, dtype, **options)
+            assert got.dtype == dtype
+            assert_same_bits([got], [expected])
 
 
 def test_only_weights_with_rows_are_widened(monkeypatch):
@@ -49,29 +48,6 @@ def test_only_weights_with_rows_are_widened(monkeypatch):
     a, b, ends = operands()
     grouped_fp8_fp4_gemm_nt(a, fp4_weight(*b), ends)
     assert seen == [(0,), (2,)]
-
-
-@pytest.mark.parametrize("ends", [[2, 2, 5], [0, 0, 1], [3, 3, 3], [0, 0, 0]], ids=str)
-@pytest.mark.parametrize("gathered", [False, True])
-def test_rows_from_the_last_end_on_are_nan_and_not_read(gathered, ends):
-    """They are NaN, and neither they nor the weights without rows are looked at."""
-    (q, s), (codes, exponents), _ = operands()
-    b, used = fp4_weight(codes, exponents), ends[-1]
-    numbers, rows = i32(ends), i32([6, 0, 3, 3, 1, -1, 7]) if gathered else None
-    if not gathered:
-        q.view(torch.uint8)[used:], s[used:] = 0x7F, torch.nan
-    for e in range(3):
-        if numbers[e] == (numbers[e - 1] if e else 0):
-            b[2][e] = torch.nan
-    weights = torch.cat((torch.rand(used), torch.full((7 - used,), torch.nan)))
-    got = grouped_fp8_fp4_gemm_nt((q, s), b, numbers, rows=rows, weights=weights)
-    if gathered:
-        own, part = (q, s), {"rows": rows[:used]}
-    else:
-        own, part = (q[:used], s[:used]), {}
-    expected = grouped_fp8_fp4_gemm_nt(own, b, numbers, weights=weights[:used], **part)
-    assert got.shape == (7, 140) and torch.equal(got[:used], expected)
-    assert not got[:used].isnan().any() and got[used:].isnan().all()
 
 
 def test_weights_that_fp8_cannot_hold():
@@ -88,12 +64,6 @@ def test_weights_that_fp8_cannot_hold():
     exponents[2, 130, 4], codes[2, 130, 128:] = -40, 1
     message = r"b: block \[2, 1, 1\] of 128 x 128: its groups' scales go from 2\^-40"
     assert_refused(message, grouped_fp8_fp4_gemm_nt, a, (pack(codes), e8m0(exponents), block_scale), ends)
-
-
-def test_empty():
-    a, b, _ = operands()
-    empty = tuple(x[:0] for x in a)
-    assert grouped_fp8_fp4_gemm_nt(empty, fp4_weight(*b), i32([0, 0, 0])).shape == (0, 140)
 
 
 Q, S = torch.zeros(7, 160).to(torch.float8_e4m3fn), torch.ones(7, 2)

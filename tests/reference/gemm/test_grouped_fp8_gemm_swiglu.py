@@ -30,17 +30,19 @@ def operands(columns=256, channels=160, tokens=5):
 @pytest.mark.parametrize("use_ue8m0", [False, True])
 @pytest.mark.parametrize("limit", [None, 1.5])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("columns", [256, 768])
-def test_is_what_it_is_made_of(columns, dtype, limit, use_ue8m0):
-    a, packed = operands(columns)
+@pytest.mark.parametrize(("columns", "ends"), [(256, [2, 2, 6]), (768, [2, 2, 6]), (256, [0, 1, 1]), (256, [0, 0, 0])])
+def test_is_what_it_is_made_of(columns, ends, dtype, limit, use_ue8m0):
+    """Also in rows from the last end on: their values and scales are NaN."""
+    (a, packed), ends = operands(columns), i32(ends)
     b = widen_fp4(*packed)
-    gate_up = grouped_fp8_gemm_nt(a, b, ENDS, dtype, rows=ROWS)
+    gate_up = grouped_fp8_gemm_nt(a, b, ends, dtype, rows=ROWS)
     gate, up = gate_up[:, : columns // 2], gate_up[:, columns // 2 :]
     expected = swiglu_cast_to_fp8(gate, up, use_ue8m0, limit=limit)
     assert expected[0].shape == (6, columns // 2) and expected[1].shape == (6, columns // 256)
+    assert all(x[ends[-1] :].float().isnan().all() and not x[: ends[-1]].float().isnan().any() for x in expected)
     options = {"rows": ROWS, "limit": limit, "use_ue8m0": use_ue8m0, "dtype": dtype}
-    assert_same_bits(grouped_fp8_gemm_swiglu(a, b, ENDS, **options), expected)
-    assert_same_bits(grouped_fp8_fp4_gemm_swiglu(a, (*packed, fp4_block_scales(*packed)), ENDS, **options), expected)
+    assert_same_bits(grouped_fp8_gemm_swiglu(a, b, ends, **options), expected)
+    assert_same_bits(grouped_fp8_fp4_gemm_swiglu(a, (*packed, fp4_block_scales(*packed)), ends, **options), expected)
 
 
 def test_rows_as_they_are():
@@ -51,31 +53,6 @@ def test_rows_as_they_are():
     none = torch.zeros(3, dtype=torch.int32)
     values, scales = grouped_fp8_gemm_swiglu((q[:0], s[:0]), b, none)
     assert values.shape == (0, 128) and scales.shape == (0, 1)
-
-
-@pytest.mark.parametrize("use_ue8m0", [False, True])
-@pytest.mark.parametrize("ends", [[2, 2, 5], [0, 1, 1], [3, 3, 3], [0, 0, 0]], ids=str)
-@pytest.mark.parametrize("gathered", [False, True])
-def test_rows_from_the_last_end_on_are_nan_and_not_read(gathered, ends, use_ue8m0):
-    """Values and scales are NaN there, and nothing of them reaches the others."""
-    (q, s), packed = operands(tokens=6)
-    ends, used = torch.tensor(ends, dtype=torch.int32), ends[-1]
-    options = {"limit": 1.5, "use_ue8m0": use_ue8m0}
-    own, part, rows = tuple(x[:used].clone() for x in (q, s)), {}, {}
-    if gathered:
-        rows = {"rows": torch.cat((ROWS[:used], torch.tensor([-1, 6, 2**31 - 1, 7, 8, 9])[: 6 - used].int()))}
-        own, part = (q, s), {"rows": ROWS[:used]}
-    else:
-        q.view(torch.uint8)[used:], s[used:] = 0x7F, torch.nan
-    for op, b in (
-        (grouped_fp8_gemm_swiglu, widen_fp4(*packed)),
-        (grouped_fp8_fp4_gemm_swiglu, (*packed, fp4_block_scales(*packed))),
-    ):
-        values, scales = op((q, s), b, ends, **rows, **options)
-        assert values.shape == (6, 128) and scales.shape == (6, 1)
-        assert_same_bits((values[:used], scales[:used]), op(own, b, ends, **part, **options))
-        assert not values[:used].float().isnan().any() and not scales[:used].isnan().any()
-        assert values[used:].float().isnan().all() and scales[used:].isnan().all()
 
 
 @pytest.mark.parametrize("op", [grouped_fp8_gemm_swiglu, grouped_fp8_fp4_gemm_swiglu])

@@ -90,18 +90,12 @@ def test_ties_zeros_and_nan():
     assert got.tolist() == [[0, 1, 2, *range(4, 20), -1], [0, 1, 2, 3, 4] + [-1] * 15]
 
 
-@pytest.mark.parametrize("empty", ["batch", "pages", "table"])
-def test_empty(empty):
+@pytest.mark.parametrize(("batch", "pages", "columns"), [(0, 20, 5), (3, 0, 5), (3, 20, 0)])
+def test_empty(batch, pages, columns):
     q, cache, weights, table = case()
-    lengths = i32([80, 3, 5])
-    if empty == "batch":
-        q, weights, lengths, table = q[:0], weights[:0], lengths[:0], table[:0]
-    elif empty == "pages":
-        cache = cache[:0]
-    else:
-        table = table[:, :0]
-    got, values = paged_indexer_select(q, cache, weights, lengths, table, 80, 100, return_values=True)
-    assert got.shape == values.shape == (2 * len(q), 100)
+    arguments = q[:batch], cache[:pages], weights[: 2 * batch], i32([80, 3, 5])[:batch], table[:batch, :columns]
+    got, values = paged_indexer_select(*arguments, 80, 100, return_values=True)
+    assert got.shape == values.shape == (2 * batch, 100)
     assert (got == -1).all() and (values == -torch.inf).all()
 
 

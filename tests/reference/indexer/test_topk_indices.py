@@ -142,11 +142,6 @@ def test_slots_by_hand(scores, k, table, options, expected):
     assert slots.tolist() == expected and torch.equal(values == -INF, slots < 0)
 
 
-def test_strided_scores():
-    scores = torch.randn(6, 40)
-    assert torch.equal(topk_indices(scores[::2, :30], 4), topk_indices(scores[::2, :30].contiguous(), 4))
-
-
 TABLE = i32([[0], [1]])
 
 

@@ -148,8 +148,7 @@ def test_sparse_against_float64(with_extra, with_length, with_sink, dtype, chunk
 
 def test_sparse_rows_that_no_query_selects_may_be_nan():
     cache = torch.full((4, 4, 1, 24), NAN)
-    for slot in (3, 5, 8):
-        cache[slot // 4, slot % 4] = torch.randn(24)
+    cache.view(16, 24)[[3, 5, 8]] = torch.randn(3, 24)
     indices = i32([[[3, -1, 8, 5, 0]], [[5, 16, -1, -1, 1]]])
     q = torch.randn(2, 1, 2, 24)
     # the last index of both rows names a NaN key, but lies beyond topk_length

@@ -52,11 +52,13 @@ def decode(meta, splits=None, batch=2, s_q=1, topk=3):
     return flash_mla_with_kvcache(q, cache, None, None, 4, meta, splits, indices=indices)
 
 
-def test_a_plan_is_bound_to_the_shapes_of_its_first_call():
+def test_a_plan_of_the_new_style_is_bound_to_the_shapes_of_its_first_call():
     meta, splits = get_mla_metadata()
     decode(meta, splits)
     assert meta.have_initialized
     decode(meta, splits)
+    decode(None)
+    decode(*get_mla_metadata(i32([3, 3]), 2, 1))
     for other in ({"batch": 1}, {"s_q": 2}, {"topk": 4}):
         assert_refused("tile_scheduler_metadata: was first used with .* get a new one", decode, meta, **other)
 
@@ -79,11 +81,6 @@ def test_an_object_of_another_class_keeps_its_fields_and_a_plan():
         "Frozen", [(f.name, object, None) for f in dataclasses.fields(Theirs)], frozen=True
     )
     assert_refused("must be an object that takes attributes, in which a plan can be kept, got Fro", decode, frozen())
-
-
-def test_plans_of_either_style_are_accepted():
-    decode(*get_mla_metadata(i32([3, 3]), 2, 1))
-    decode(None)
 
 
 PLAN, SPLITS = torch.zeros(1, 8, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)

@@ -73,16 +73,13 @@ def test_rows_that_no_token_names_are_not_read(dtype, weighted):
     assert 0 < used < 30
     y = torch.randn(30, 8, dtype=torch.float32).to(dtype)
     y[used:], y[-1] = math.nan, math.inf
-    weights = torch.rand(10, 3) if weighted else None
-    shared = torch.randn(10, 8, dtype=torch.float32).to(dtype)
+    y.requires_grad_()
+    weights, shared = torch.rand(10, 3, requires_grad=True) if weighted else None, torch.randn(10, 8).to(dtype)
     got = combine_experts(y, rows, weights, shared)
     assert torch.equal(got, combine_experts(y[:used], rows, weights, shared)) and got.isfinite().all()
     alone = (rows < 0).all(1)
     assert torch.equal(got[alone], shared[alone])
-    if weighted:
-        weights.requires_grad_()
-    y.requires_grad_()
-    combine_experts(y, rows, weights, shared).sum().backward()
+    got.sum().backward()
     assert not y.grad[used:].any() and y.grad.isfinite().all()
     assert not weighted or (not weights.grad[rows < 0].any() and weights.grad.isfinite().all())
 
