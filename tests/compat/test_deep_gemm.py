@@ -49,14 +49,10 @@ def m_indices_of(sizes, filled=False):
     return torch.tensor(parts, dtype=INT32)
 
 
-# The columns and channels of DeepGEMM's `enumerate_normal`, an eighth of each: three of them end with a smaller block.
-@pytest.mark.parametrize("rows", [1, 16, 130])
-@pytest.mark.parametrize(
-    ("columns", "channels"),
-    [(264, 896), (72, 896), (3072, 192), (4096, 64), (896, 2048), (512, 896), (896, 256)],
-)
+# Of DeepGEMM's `enumerate_normal`, an eighth of columns and channels: the first two end with a smaller block.
+@pytest.mark.parametrize("rows", [1, 130])
+@pytest.mark.parametrize(("columns", "channels"), [(264, 896), (72, 896), (896, 256)])
 def test_one_matrix(rows, columns, channels):
-    channels = -(-channels // 128) * 128
     x, w, a, b = operands(rows, columns, channels)
     d = torch.full((rows, columns), torch.nan, dtype=BF16)
     assert deep_gemm.fp8_gemm_nt(a, b, d) is None
@@ -81,13 +77,11 @@ def test_scales_in_either_layout_and_a_result_of_any_stride():
 
 # (groups, expected rows of each, columns, channels) of `enumerate_m_grouped_contiguous`, small.
 @pytest.mark.parametrize(("groups", "rows"), [(4, 256), (8, 128)])
-@pytest.mark.parametrize(("columns", "channels"), [(384, 448), (448, 192), (256, 256), (256, 128)])
+@pytest.mark.parametrize(("columns", "channels"), [(384, 512), (448, 256), (256, 128)])
 @pytest.mark.parametrize("layout", ["-1", "filled", "psum"])
 def test_contiguous_groups(groups, rows, columns, channels, layout):
-    random.seed(0)
     sizes = [int(rows * random.uniform(0.7, 1.3)) for _ in range(groups)]
     padded = aligned(sizes)
-    channels = -(-channels // 128) * 128
     x, w, (q, s), b = operands(sum(padded), columns, channels, groups)
     starts = [sum(padded[:e]) for e in range(groups)]
     valid = torch.cat([torch.arange(start, start + size) for start, size in zip(starts, sizes)])
@@ -103,7 +97,6 @@ def test_contiguous_groups(groups, rows, columns, channels, layout):
     for e, (start, size) in enumerate(zip(starts, sizes)):
         part = slice(start, start + size)
         assert calc_diff(d[part], x[part].float() @ w[e].float().T) < MAX_DIFF
-        assert torch.equal(d[part], dsa.fp8_gemm_nt((q[part], s[part]), (b[0][e], b[1][e])))
     assert torch.equal(numbers, given)
 
 
@@ -130,10 +123,9 @@ def test_ends_with_padding():
 
 
 # (groups, rows of a group at most, expected rows, columns, channels) of `enumerate_m_grouped_masked`, small.
-@pytest.mark.parametrize(("groups", "most", "rows"), [(8, 64, 24), (6, 128, 80), (8, 32, 2), (6, 32, 2)])
+@pytest.mark.parametrize(("groups", "most", "rows"), [(8, 64, 24), (6, 128, 80), (6, 32, 2)])
 @pytest.mark.parametrize(("columns", "channels"), [(384, 512), (256, 128)])
 def test_masked_groups(groups, most, rows, columns, channels):
-    random.seed(0)
     sizes = [int(rows * random.uniform(0.7, 1.3)) for _ in range(groups)]
     sizes[1] = 0
     x, w, a, b = operands(groups * most, columns, channels, groups)
@@ -141,10 +133,8 @@ def test_masked_groups(groups, most, rows, columns, channels):
     d = torch.full((groups, most, columns), torch.nan, dtype=BF16)
     deep_gemm.m_grouped_fp8_gemm_nt_masked((q, column_major(s)), b, d, torch.tensor(sizes, dtype=INT32), rows)
     for e, size in enumerate(sizes):
-        assert (
-            size == 0 or calc_diff(d[e, :size], x.view(groups, most, -1)[e, :size].float() @ w[e].float().T) < MAX_DIFF
-        )
-        assert torch.equal(d[e, :size], dsa.fp8_gemm_nt((q[e, :size], s[e, :size]), (b[0][e], b[1][e])))
+        expected = x.view(groups, most, -1)[e, :size].float() @ w[e].float().T
+        assert size == 0 or calc_diff(d[e, :size], expected) < MAX_DIFF
         assert d[e, size:].isnan().all()
     odd = torch.tensor([most + 9, -3, *sizes[2:]], dtype=INT32)
     deep_gemm.m_grouped_fp8_gemm_nt_masked((q, s), b, d.fill_(torch.nan), odd, rows)

@@ -9,6 +9,7 @@ import torch
 import dsa
 from dsa.compat import deep_gemm
 from dsa.testing import calc_diff
+from tests.reference.common import assert_refused
 
 E4M3, INT32, F32 = torch.float8_e4m3fn, torch.int32, torch.float32
 
@@ -40,8 +41,7 @@ def ranges(queries, keys, context_parallel):
 
 @pytest.mark.parametrize("logits_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("compressed", [False, True])
-@pytest.mark.parametrize("heads", [32, 64])
-@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize(("heads", "head_dim"), [(32, 32), (64, 64), (32, 128), (64, 128)])
 @pytest.mark.parametrize("context_parallel", [False, True])
 def test_contiguous(logits_dtype, compressed, heads, head_dim, context_parallel):
     """`test_mqa_logits`: cleaned and uncompressed, or compressed and not cleaned."""
@@ -54,12 +54,10 @@ def test_contiguous(logits_dtype, compressed, heads, head_dim, context_parallel)
     most = int((ke - ks).max()) if compressed else 0
     got = deep_gemm.fp8_fp4_mqa_logits(**named, max_seqlen_k=most)
     assert got.dtype == logits_dtype and got.shape == (queries, most or keys)
+    columns = torch.arange(keys) - ks[:, None]
+    seen = (columns >= 0) & (torch.arange(keys) < ke[:, None])
     if compressed:
-        whole = torch.full((queries, keys), -math.inf)
-        for t in range(queries):
-            whole[t, ks[t] : ke[t]] = got[t, : ke[t] - ks[t]]
-        got = whole
-    seen = (torch.arange(keys) >= ks[:, None]) & (torch.arange(keys) < ke[:, None])
+        got = got.gather(1, columns.clamp(0, most - 1)).where(seen, -math.inf)
     assert torch.equal(got == -math.inf, ~seen)
     expected = scores_of(q.to(E4M3).float(), values.float() * scale[:, None], weights)
     assert calc_diff(got.float().where(seen, 0.0), expected.where(seen, 0.0)) < tolerance(logits_dtype)
@@ -80,17 +78,14 @@ def test_contiguous_as_callers_have_it():
     assert torch.equal(deep_gemm.fp8_fp4_mqa_logits((q, None), *arguments), old)
     for changes, message in (
         ({"q": (q, torch.zeros(5, 8, dtype=INT32))}, r"q\[1\]: must be None on Hopper, .*, got Tensor"),
+        ({"q": q}, "q: must be a pair"),
         ({"schedule_meta": ks}, "schedule_meta: must be None on Hopper, got Tensor"),
         ({"max_seqlen_k": -1}, "max_seqlen_k: must be at least 0, got -1"),
+        ({"max_seqlen_k": True}, "max_seqlen_k: must be an int, got bool"),  # clean_logits of builds before 2.8
     ):
         named = {"q": (q, None), "kv": (k, scale), "weights": weights, "max_seqlen_k": 20, "schedule_meta": None}
         named |= {"cu_seq_len_k_start": ks, "cu_seq_len_k_end": ke}
-        with pytest.raises(ValueError, match=message):
-            deep_gemm.fp8_fp4_mqa_logits(**(named | changes))
-    with pytest.raises(TypeError, match="q: must be a pair"):
-        deep_gemm.fp8_fp4_mqa_logits(q, *arguments, 20)
-    with pytest.raises(TypeError, match="max_seqlen_k: must be an int, got bool"):
-        deep_gemm.fp8_fp4_mqa_logits((q, None), *arguments, True)  # clean_logits of builds before 2.8
+        assert_refused(message, deep_gemm.fp8_fp4_mqa_logits, **named | changes)
 
 
 @pytest.mark.parametrize("logits_dtype", [torch.bfloat16, torch.float32])
@@ -141,19 +136,16 @@ def test_indices_are_checked_and_change_nothing():
     )
     for way in ways:
         assert torch.equal(way(good), way(None))
-        for wrong, message in (
-            (good.long(), "indices: dtype must be int32, got int64"),
-            (good[:2], r"indices: shape must be \[3\], got \[2\]"),
-            (good.to("meta"), "indices: must be on .* device cpu, got meta"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                way(wrong)
-        with pytest.raises(TypeError, match=r"indices: must be a torch\.Tensor, got bool"):
-            way(True)
-    with pytest.raises(ValueError, match="indices: must be None with more than one query a row of context_lens"):
-        deep_gemm.get_paged_mqa_logits_metadata(context.repeat(1, 2), 64, 5, good)
-    with pytest.raises(ValueError, match="indices: must be None with more than one query a row of q"):
-        deep_gemm.fp8_paged_mqa_logits(q.repeat(1, 2, 1, 1), *arguments, False, good)
+        assert_refused("indices: dtype must be int32, got int64", way, good.long())
+        assert_refused(r"indices: shape must be \[3\], got \[2\]", way, good[:2])
+        assert_refused("indices: must be on .* device cpu, got meta", way, good.to("meta"))
+        assert_refused(r"indices: must be a torch\.Tensor, got bool", way, True)
+    message = "indices: must be None with more than one query a row of"
+    assert_refused(
+        f"{message} context_lens", deep_gemm.get_paged_mqa_logits_metadata, context.repeat(1, 2), 64, 5, good
+    )
+    q = q.repeat(1, 2, 1, 1)
+    assert_refused(f"{message} q", deep_gemm.fp8_paged_mqa_logits, q, *arguments, False, good)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (5, 3), (8, 2), (4, 7, 2), (2, 4, 1), (0, 3)])
@@ -165,17 +157,8 @@ def test_scales_by_columns(shape):
     assert len(shape) == 2 or got.stride(0) == column * shape[-1]
     assert deep_gemm.get_mn_major_tma_aligned_tensor(got) is got
     assert deep_gemm.get_tma_aligned_size(shape[-2], 4) == column
-    with pytest.raises(ValueError, match="sf: dtype must be float32, got float16"):
-        deep_gemm.get_mn_major_tma_aligned_tensor(scales.half())
-
-
-def test_products_take_scales_by_columns():
-    a, b = torch.randn(9, 256).bfloat16(), torch.randn(136, 256).bfloat16()
-    (q, s), weight = dsa.per_token_cast_to_fp8(a, False), dsa.per_block_cast_to_fp8(b, False)
-    expected, got = (torch.empty(9, 136).bfloat16() for _ in range(2))
-    deep_gemm.fp8_gemm_nt((q, s), weight, expected)
-    deep_gemm.fp8_gemm_nt((q, deep_gemm.get_mn_major_tma_aligned_tensor(s)), weight, got)
-    assert torch.equal(got, expected)
+    wrong = scales.half()
+    assert_refused("sf: dtype must be float32, got float16", deep_gemm.get_mn_major_tma_aligned_tensor, wrong)
 
 
 def test_what_a_position_means_is_the_same_in_all_builds():

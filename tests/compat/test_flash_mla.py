@@ -10,28 +10,17 @@ import dsa
 from dsa.compat import flash_mla
 from dsa.reference.cache import kv_cache
 from dsa.testing import assert_close
+from tests.reference.common import assert_refused, i32
+from tests.reference.mla.attention_oracle import attend
 
 BF16, INT32, D_V = torch.bfloat16, torch.int32, 512
 
 
-def i32(values):
-    return torch.tensor(values, dtype=INT32)
-
-
-def attention(q, keys, scale, d_v):
-    """fp64: q [h, d], keys [n, d] -> out [h, d_v], max_logits and lse [h]."""
-    logits = q.double() @ keys.double().T * scale
-    lse = logits.logsumexp(1)
-    out = (logits - lse[:, None]).exp().nan_to_num(0.0) @ keys.double()[:, :d_v]
-    empty = lse == -math.inf
-    most = logits.amax(1) if len(keys) else lse
-    return out.masked_fill(empty[:, None], 0.0), most, lse.masked_fill(empty, math.inf)
-
-
-def with_sink(out, lse, sink):
-    """A row without keys stays 0, whatever its sink is."""
-    finite = lse.masked_fill(lse == math.inf, 0.0)
-    return out if sink is None else out / (1 + (sink.double() - finite).exp())[:, None]
+def assert_attention(got, q, keys, scale, sink=None, abs_tol=8e-4):
+    """(out [h, d_v], lse [h]) of one query are those of float64."""
+    out, lse, _ = attend(q, keys, scale, D_V, sink)
+    assert_close("out", got[0], out, abs_tol=abs_tol, rel_tol=3.01 / 128, cos_tol=7e-6)
+    assert_close("lse", got[1], lse, abs_tol=1e-6, rel_tol=8.01 / 65536)
 
 
 @pytest.mark.parametrize("h_q", [16, 128])
@@ -59,24 +48,17 @@ def test_dense_decoding(h_q, s_q, causal, is_varlen, test_zero):
     for b, n in enumerate(lengths):
         for i in range(s_q):
             seen = max(0, n - s_q + i + 1) if causal else n
-            expected, _, expected_lse = attention(q[b, i], keys[b][:seen], d**-0.5, D_V)
-            assert_close("out", out[b, i], expected, abs_tol=8e-4, rel_tol=2.01 / 128, cos_tol=5e-6)
-            assert_close("lse", lse[b, :, i], expected_lse, abs_tol=1e-6, rel_tol=8.01 / 65536)
+            assert_attention((out[b, i], lse[b, :, i]), q[b, i], keys[b][:seen], d**-0.5)
 
 
 def sparse_inputs(d, batch=2, s_q=2, h_q=64, top_k=40, page=16, rows=96):
-    """q, a cache of bytes, its rows as numbers, and indices, some of which are no keys."""
+    """q, a cache of bytes, and indices, some of which are no keys."""
     cache = torch.zeros(rows // page, page, 1, 656, dtype=torch.uint8)
     cache = cache if d == 576 else kv_cache.make_v4_cache(rows // page, page)
     kv_cache.write_kv_cache((torch.randn(rows, d) / 10).clamp(-1, 1), cache, torch.arange(rows))
     indices = torch.rand(batch, s_q, rows).argsort(2)[..., :top_k].to(INT32)
     indices[..., ::7] = -1
-    return (
-        (torch.randn(batch, s_q, h_q, d) / 10).to(BF16),
-        cache,
-        kv_cache.read_kv_cache(cache, torch.arange(rows)),
-        indices,
-    )
+    return (torch.randn(batch, s_q, h_q, d) / 10).to(BF16), cache, indices
 
 
 @pytest.mark.parametrize("d", [576, 512])
@@ -85,29 +67,24 @@ def sparse_inputs(d, batch=2, s_q=2, h_q=64, top_k=40, page=16, rows=96):
 @pytest.mark.parametrize("extra", [False, True])
 @pytest.mark.parametrize("use_legacy", [False, True])
 def test_sparse_decoding(d, have_attn_sink, have_topk_length, extra, use_legacy):
-    """`test_flash_mla_sparse_decoding.py` by the parameters of its `RawTestParamForDecode`."""
-    q, cache, rows, indices = sparse_inputs(d)
+    """`test_flash_mla_sparse_decoding.py` by the parameters of its `RawTestParamForDecode`, by position."""
+    q, cache, indices = sparse_inputs(d)
     lengths = i32([0, 13]) if have_topk_length else None
     sink = torch.tensor([-math.inf, math.inf, 0.5, 1.0] * 16) if have_attn_sink else None
-    more, scale = sparse_inputs(d, page=8, rows=24, top_k=9), d**-0.55
+    (_, more_cache, more), scale = sparse_inputs(d, page=8, rows=24, top_k=9), d**-0.55
     arguments = (q, cache, None, None, D_V, flash_mla.get_mla_metadata()[0], None, scale, False, True, indices, sink)
     if extra:
-        arguments += (more[1], more[3], lengths, i32([9, 0]))
+        arguments += (more_cache, more, lengths, i32([9, 0]))
     else:
         arguments += (None, None, lengths, None)
     out, lse = flash_mla.flash_mla_with_kvcache(*arguments, use_legacy=use_legacy)
     assert lse.shape == (2, 64, 2) and lse.transpose(1, 2).is_contiguous()
-    for b in range(2):
-        for i in range(2):
-            listed = indices[b, i, : len(indices[b, i]) if lengths is None else lengths[b]]
-            keys = [rows[listed[listed >= 0].long()]]
-            if extra:
-                listed = more[3][b, i, : [9, 0][b]]
-                keys.append(more[2][listed[listed >= 0].long()])
-            expected, _, expected_lse = attention(q[b, i], torch.cat(keys), scale, D_V)
-            expected = with_sink(expected, expected_lse, sink)
-            assert_close("out", out[b, i], expected, abs_tol=1e-3, rel_tol=2.01 / 128, cos_tol=5e-6)
-            assert_close("lse", lse[b, :, i], expected_lse, abs_tol=1e-6, rel_tol=8.01 / 65536)
+    named = {"k_cache": cache, "block_table": None, "cache_seqlens": None, "tile_scheduler_metadata": None}
+    named |= {"head_dim_v": D_V, "softmax_scale": scale, "indices": indices, "attn_sink": sink, "topk_length": lengths}
+    if extra:
+        named |= {"extra_k_cache": more_cache, "extra_indices_in_kvcache": more, "extra_topk_length": i32([9, 0])}
+    expected = dsa.flash_mla_with_kvcache(q, **named, is_fp8_kvcache=True)
+    assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
 
 
 @pytest.mark.parametrize("d", [576, 512])
@@ -129,11 +106,8 @@ def test_sparse_prefill(d, have_attn_sink, have_topk_length, is_all_indices_inva
     for t in range(s_q):
         listed = indices[t, 0, : top_k if lengths is None else lengths[t]]
         keys = kv[listed[(listed >= 0) & (listed < s_kv)].long(), 0]
-        expected, most, lse = attention(q[t], keys, 0.5, D_V)
-        expected = with_sink(expected, lse, sink)
-        assert_close("out", got[0][t], expected, abs_tol=8e-4, rel_tol=3.01 / 128, cos_tol=7e-6)
-        assert_close("max_logits", got[1][t], most, abs_tol=1e-6, rel_tol=2.01 / 65536)
-        assert_close("lse", got[2][t], lse, abs_tol=1e-6, rel_tol=2.01 / 65536)
+        assert_attention((got[0][t], got[2][t]), q[t], keys, 0.5, sink)
+        assert_close("max_logits", got[1][t], attend(q[t], keys, 0.5, D_V)[2], abs_tol=1e-6, rel_tol=2.01 / 65536)
     log2 = flash_mla.flash_mla_sparse_fwd(q, kv, indices, 0.5, D_V, sink, lengths, return_log2_lse=True)
     assert torch.equal(log2[0], got[0])
     for x, y in zip(log2[1:], got[1:], strict=True):
@@ -141,10 +115,11 @@ def test_sparse_prefill(d, have_attn_sink, have_topk_length, is_all_indices_inva
     options = {"attn_sink": sink, "topk_length": lengths, "return_log2_lse": False}
     alone = flash_mla.flash_mla_sparse_fwd(q, kv, indices, 0.5, enable_batch_invariant=True, indexer_topk=0, **options)
     assert torch.equal(alone[0], got[0]) and alone[1:] == (None, None)
-    with pytest.raises(TypeError, match="enable_batch_invariant: must be True or False, got int"):
-        flash_mla.flash_mla_sparse_fwd(q, kv, indices, 0.5, enable_batch_invariant=1, **options)
-    with pytest.raises(ValueError, match="indexer_topk: must be 0, got 64"):
-        flash_mla.flash_mla_sparse_fwd(q, kv, indices, 0.5, indexer_topk=64)
+    for changes, message in (
+        ({"enable_batch_invariant": 1}, "enable_batch_invariant: must be True or False, got int"),
+        ({"indexer_topk": 64}, "indexer_topk: must be 0, got 64"),
+    ):
+        assert_refused(message, flash_mla.flash_mla_sparse_fwd, q, kv, indices, 0.5, **changes)
 
 
 def test_metadata_as_callers_of_any_age_ask_for_it():
@@ -165,7 +140,7 @@ def test_metadata_as_callers_of_any_age_ask_for_it():
 
 
 def test_what_the_copies_have_besides():
-    q, cache, _, indices = sparse_inputs(576)
+    q, cache, indices = sparse_inputs(576)
     meta = flash_mla.FlashMLASchedMeta()
     expected = flash_mla.flash_mla_with_kvcache(q, cache, None, None, D_V, meta, indices=indices)
     whole = torch.zeros(2, 2, 70, D_V, dtype=BF16)
@@ -177,13 +152,14 @@ def test_what_the_copies_have_besides():
         enable_batch_invariant=True,
     )
     assert out.data_ptr() == whole.data_ptr() and torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
-    for name, value, got in (("kv_format", "V32_NO_ROPE", "V32_NO_ROPE"), ("descale_q", lse, "Tensor")):
-        with pytest.raises(ValueError, match=f"{name}: must be None, got {got}"):
-            flash_mla.flash_mla_with_kvcache(q, cache, None, None, D_V, meta, indices=indices, **{name: value})
-    with pytest.raises(TypeError, match="use_legacy: must be True or False, got int"):
-        flash_mla.flash_mla_with_kvcache(q, cache, None, None, D_V, meta, indices=indices, use_legacy=1)
-    with pytest.raises(ValueError, match="k_cache: dtype must be float32"):
-        flash_mla.flash_mla_with_kvcache(q, cache, None, None, D_V, meta, is_fp8_kvcache=False, indices=indices)
+    for changes, message in (
+        ({"kv_format": "V32_NO_ROPE"}, "kv_format: must be None, got V32_NO_ROPE"),
+        ({"descale_q": lse}, "descale_q: must be None, got Tensor"),
+        ({"use_legacy": 1}, "use_legacy: must be True or False, got int"),
+        ({"is_fp8_kvcache": False}, "k_cache: dtype must be float32"),
+    ):
+        arguments = (q, cache, None, None, D_V, meta)
+        assert_refused(message, flash_mla.flash_mla_with_kvcache, *arguments, indices=indices, **changes)
 
 
 def test_what_a_position_means_is_the_same_in_all_copies():

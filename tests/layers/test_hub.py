@@ -1,7 +1,6 @@
 """Hub ids in the place of directories, with a cache folder that is made here and no network."""
 
 import importlib.util
-import json
 import os
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import torch
 from huggingface_hub import constants
 
 from dsa_layers import SHIPPED_MODEL, Tokenizer, load_model
+from dsa_layers.checkpoint import INDEX_NAME
 from dsa_layers.command.main import main
 from dsa_layers.errors import CheckpointError
 from dsa_layers.generation.sampling_defaults import sampling_defaults
@@ -53,18 +53,7 @@ def test_everything_takes_an_id(cache, checkpoint, capsys):
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
     assert Tokenizer(ID).encode("def f(") == Tokenizer(checkpoint).encode("def f(")
     assert sampling_defaults(ID) == sampling_defaults(checkpoint)
-    options = [
-        "--device",
-        "cpu",
-        "--prompt",
-        "a",
-        "--max-new-tokens",
-        "1",
-        "--cache-tokens",
-        "64",
-        "--temperature",
-        "0",
-    ]
+    options = "--device cpu --prompt a --max-new-tokens 1 --cache-tokens 64 --temperature 0".split()
     assert main(["generate", ID, *options]) == 0 and capsys.readouterr().out.startswith("a")
 
 
@@ -72,11 +61,12 @@ def test_a_process_with_the_hubs_own_variables(tmp_path):
     """As a user calls it: HF_HOME, offline."""
     fill(tmp_path / "hub", SHIPPED_MODEL, leave_out=("held_out.txt",))
     command = [sys.executable, "-m", "dsa_layers.command", "generate", ID, "--device", "cpu", "--seed", "1"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGINGFACE_"))}
     done = subprocess.run(
         [*command, "--prompt", "def f(", "--max-new-tokens", "2", "--cache-tokens", "256"],
-        env=os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"},
+        env=environment | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "PYTHONUTF8": "1"},
         capture_output=True,
-        text=True,
+        encoding="utf-8",
     )
     assert done.returncode == 0 and done.stdout.startswith("def f("), done.stderr
 
@@ -143,23 +133,21 @@ def test_ranks_finish_a_download_that_was_interrupted(cache, checkpoint, monkeyp
     assert main(["generate", ID, "--device", "cpu", "--gpus", "2", "--prompt", "a"]) == 0 and started
 
 
-def test_an_index_that_the_cache_has_lost(cache, checkpoint):
-    """Its link is there, and leads nowhere: the model is not taken for one without an index."""
-    name = "model.safetensors.index.json"
-    snapshot = fill(cache, checkpoint, leave_out=(name,))
-    (snapshot / name).symlink_to("nowhere")
-    with pytest.raises(CheckpointError, match=f"{name}: no such file: the link leads nowhere"):
-        load_model(ID)
-
-
 @pytest.mark.parametrize(
-    "index", [b"{", b'{"weight_map": 1}', b'{"weight_map": {"a": "../b"}}', b'{"weight_map": {"a": "*"}}']
+    ("index", "message"),
+    [
+        # A link that leads nowhere: the model is not taken for one without an index.
+        (None, f"{INDEX_NAME}: no such file: the link leads nowhere"),
+        (b"{", INDEX_NAME),
+        (b'{"weight_map": 1}', INDEX_NAME),
+        (b'{"weight_map": {"a": "../b"}}', INDEX_NAME),
+        (b'{"weight_map": {"a": "*"}}', INDEX_NAME),
+    ],
 )
-def test_a_damaged_index_is_the_loaders_to_refuse(cache, checkpoint, index, monkeypatch):
-    name = "model.safetensors.index.json"
-    snapshot = fill(cache, checkpoint, leave_out=(name,))
-    (snapshot / name).write_bytes(index)
-    with pytest.raises(CheckpointError, match=name):
+def test_a_lost_or_damaged_index_is_the_loaders_to_refuse(cache, checkpoint, index, message):
+    path = fill(cache, checkpoint, leave_out=(INDEX_NAME,)) / INDEX_NAME
+    path.symlink_to("nowhere") if index is None else path.write_bytes(index)
+    with pytest.raises(CheckpointError, match=message):
         load_model(ID)
 
 
@@ -173,9 +161,7 @@ def test_what_is_downloaded(cache, checkpoint, monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     checkpoint_directory(ID)
-    index = checkpoint / "model.safetensors.index.json"
-    shards = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
-    assert shards == {path.name for path in checkpoint.glob("*.safetensors")}
+    shards = {path.name for path in checkpoint.glob("*.safetensors")}
     (first, second) = calls
     assert first[:2] == (ID, None) and second == (ID, COMMIT, shards)
     others = {path.name for path in checkpoint.iterdir()} - shards

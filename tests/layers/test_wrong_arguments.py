@@ -37,33 +37,36 @@ def test_nothing_is_written_for_wrong_options(tmp_path, options, message):
     assert not (tmp_path / "new").exists()
 
 
-def test_texts_and_ids():
-    tokenizer = Tokenizer(SHIPPED_MODEL)
-    for text, got in ((None, "NoneType"), ([1], "list"), (b"a", "bytes")):
-        refused(f"text: must be a string, got {got}", tokenizer.encode, text)
-    for ids in (None, 5, "12", b"12"):
-        refused(f"ids: must be a list of token ids, got {ids!r}", tokenizer.decode, ids)
-    assert tokenizer.decode([10**9]) == ""  # is no token, as the docstring says
-
-
-@pytest.mark.parametrize("call", [accelerate, lambda model: IndexerStage(model, "sparse")])
-def test_models(call):
-    for model, got in ((None, "NoneType"), ("model", "str")):
-        refused(f"model: must be a torch.nn.Module, got {got}", call, model)
+TOKENIZER = Tokenizer(SHIPPED_MODEL)
 
 
 @pytest.mark.parametrize(
-    ("rank", "size", "message"),
+    ("call", "arguments", "message"),
     [
-        (2, 2, "rank: must be at most 1, got 2"),
-        (-1, 2, "rank: must be at least 0, got -1"),
-        (0, 0, "size: must be at least 1, got 0"),
-        (0, 2.0, "size: must be an integer, got 2.0"),
-        (None, 2, "rank: must be an integer, got None"),
+        (TOKENIZER.encode, (None,), "text: must be a string, got NoneType"),
+        (TOKENIZER.encode, ([1],), "text: must be a string, got list"),
+        (TOKENIZER.encode, (b"a",), "text: must be a string, got bytes"),
+        *(
+            (TOKENIZER.decode, (ids,), f"ids: must be a list of token ids, got {ids!r}")
+            for ids in (None, 5, "12", b"12")
+        ),
+        (accelerate, (None,), "model: must be a torch.nn.Module, got NoneType"),
+        (accelerate, ("model",), "model: must be a torch.nn.Module, got str"),
+        (IndexerStage, (None, "sparse"), "model: must be a torch.nn.Module, got NoneType"),
+        (IndexerStage, ("model", "sparse"), "model: must be a torch.nn.Module, got str"),
+        (Ranks, (2, 2), "rank: must be at most 1, got 2"),
+        (Ranks, (-1, 2), "rank: must be at least 0, got -1"),
+        (Ranks, (0, 0), "size: must be at least 1, got 0"),
+        (Ranks, (0, 2.0), "size: must be an integer, got 2.0"),
+        (Ranks, (None, 2), "rank: must be an integer, got None"),
     ],
 )
-def test_ranks(rank, size, message):
-    refused(message, Ranks, rank, size)
+def test_tokens_models_and_ranks(call, arguments, message):
+    refused(message, call, *arguments)
+
+
+def test_an_id_that_no_token_has_is_no_text():
+    assert TOKENIZER.decode([10**9]) == ""
 
 
 def test_a_process_outside_of_a_group_has_no_rank():

@@ -11,7 +11,7 @@ from dsa_layers.hf import lengths
 from dsa_layers.hf.glm_moe_dsa import _on
 from dsa_layers.hf.paged_layer import PagedLayer, Storage
 from dsa_layers.layers.attention import Selection
-from tests.layers.hf.pairs import MINOR, assert_same, padded
+from tests.layers.hf.pairs import MINOR, assert_same, padded, pair
 
 
 def refused(match, call, *arguments, **options):
@@ -20,12 +20,14 @@ def refused(match, call, *arguments, **options):
     assert "\n" not in str(error.value)
 
 
-def test_masks(models, tokens):
-    refused(r"attention_mask: must be \[batch, tokens\]", models.ours, tokens, torch.ones(3, 1, 70, 70))
-    refused(
-        r"attention_mask: must have a column for each of 0 earlier and 70 new", models.ours, tokens, torch.ones(3, 71)
-    )
-    refused(r"attention_mask: must be \[3, tokens\].*got shape \[2, 70\]", models.ours, tokens, torch.ones(2, 70))
+def test_masks_and_attentions(models, tokens):
+    refused("output_attentions: must be False", models.ours, tokens, output_attentions=True)
+    for shape, message in (
+        ((3, 1, 70, 70), r"attention_mask: must be \[batch, tokens\]"),
+        ((3, 71), "attention_mask: must have a column for each of 0 earlier and 70 new"),
+        ((2, 70), r"attention_mask: must be \[3, tokens\].*got shape \[2, 70\]"),
+    ):
+        refused(message, models.ours, tokens, torch.ones(shape))
 
 
 def test_masks_over_a_cache(models, tokens):
@@ -59,14 +61,10 @@ def test_other_caches(models, tokens):
     offloaded.offloading = True
     refused("got DynamicCache with offloading", models.ours, tokens, past_key_values=offloaded)
     with torch.no_grad():
-        filled = models.theirs(tokens, use_cache=True).past_key_values
-    refused(
-        "past_key_values: layer 0 holds 70 tokens of transformers' own", models.ours, tokens, past_key_values=filled
-    )
-    with torch.no_grad():
-        filled = models.ours(tokens, use_cache=True).past_key_values
-    with torch.no_grad(), pytest.raises(NotImplementedError, match="which other layers cannot fill"):
-        models.theirs(tokens, past_key_values=filled)
+        theirs, ours = (model(tokens, use_cache=True).past_key_values for model in (models.theirs, models.ours))
+    message = "past_key_values: layer 0 holds 70 tokens of transformers' own"
+    refused(message, models.ours, tokens, past_key_values=theirs)
+    refused("which other layers cannot fill", models.theirs, tokens, past_key_values=ours)
 
 
 def test_kinds_of_generation(models, tokens):
@@ -81,16 +79,12 @@ def test_kinds_of_generation(models, tokens):
     refused("got DynamicCache with offloading", models.ours.generate, **ids, cache_implementation="offloaded")
 
 
-def test_attentions(models, tokens):
-    refused("output_attentions: must be False", models.ours, tokens, output_attentions=True)
-
-
-@pytest.mark.parametrize("use_cache", [True, False])
-def test_offloaded_weights(models, tokens, use_cache):
+def test_offloaded_weights(models, tokens):
     message = "device_map: weights that are offloaded to the CPU or a disk are not served.*got none of layer"
     model = copy.deepcopy(models.ours)
     model.model.layers[1].self_attn.to("meta")
-    refused(f"{message} 1 in memory", model, tokens, use_cache=use_cache)
+    for use_cache in (True, False):
+        refused(f"{message} 1 in memory", model, tokens, use_cache=use_cache)
 
 
 READ_DIRECTLY = {  # modules whose parameters are read without a call
@@ -102,33 +96,25 @@ def test_weights_that_a_call_of_their_module_loads(models, tokens):
     """As the `accelerate` library offloads them: on meta, and in memory while their module's `forward` runs."""
     for name in READ_DIRECTLY.get(models.ours.config.model_type, ("kv_a_layernorm", "indexer.k_norm")):
         model = copy.deepcopy(models.ours)
-        found = [modules[name] for layer in model.model.layers if name in (modules := _modules(layer))]
-        assert found, name
-        for module in found:
+        found = [dict(layer.self_attn.named_modules()).get(name) for layer in model.model.layers]
+        assert any(found), name
+        for module in filter(None, found):
             offload(module)
         refused("device_map: weights that are offloaded.*got none of layer . in memory", model, tokens)
 
 
-def _modules(layer):
-    return dict(layer.self_attn.named_modules())
-
-
 def offload(module):
-    weights, module._old_forward = dict(module.named_parameters(recurse=False)), module.forward
-
-    def on_meta():
-        for name, weight in weights.items():
-            setattr(module, name, nn.Parameter(weight.to("meta"), requires_grad=False))
+    in_memory, call = dict(module.named_parameters(recurse=False)), module.forward
+    on_meta = {name: nn.Parameter(weight.to("meta"), requires_grad=False) for name, weight in in_memory.items()}
 
     def forward(*arguments, **options):
-        for name, weight in weights.items():
-            setattr(module, name, weight)
-        result = module._old_forward(*arguments, **options)
-        on_meta()
+        module._parameters.update(in_memory)
+        result = call(*arguments, **options)
+        module._parameters.update(on_meta)
         return result
 
     module.forward = forward
-    on_meta()
+    module._parameters.update(on_meta)
 
 
 def test_other_implementations_of_attention(models, tokens):
@@ -182,9 +168,7 @@ def test_a_selection_on_another_device():
     assert _on(Selection(), torch.device("meta")).topk_indices is None
 
 
-def test_a_shared_layer_alone(tokens, tmp_path):
-    from tests.layers.hf.pairs import pair
-
+def test_a_shared_layer_alone(tmp_path):
     ours = pair("glm_moe_dsa, shared indexers", tmp_path).ours
     mask = lengths.lengths_mask(batch_size=1, q_length=4)
     x, positions = torch.randn(1, 4, 64), torch.arange(4)[None]

@@ -7,7 +7,8 @@ from torch.utils._pytree import tree_leaves
 
 from tests.layers.hf.pairs import pair
 
-LENGTH = 1100  # more than any width of these models
+LENGTH = 600  # more than any width of these models
+SMALL = {"max_position_embeddings": 1024, "index_n_heads": 8}
 
 
 class Squares(TorchDispatchMode):
@@ -35,10 +36,10 @@ def squares(model, gradients, **options):
 
 @pytest.fixture(scope="module", params=["deepseek_v32", "glm_moe_dsa, shared indexers", "deepseek_v4"])
 def models(request, tmp_path_factory):
-    models = pair(request.param, tmp_path_factory.mktemp("model"), max_position_embeddings=2048)
+    models = pair(request.param, tmp_path_factory.mktemp("model"), **SMALL)
     for module in models.ours.modules():
         if hasattr(module, "workspace"):
-            module.workspace = 4 * LENGTH * 20  # bytes: 20 queries, of 32 heads
+            module.workspace = 4 * LENGTH * 20  # bytes: 20 queries of 32 heads
     return models
 
 
@@ -46,11 +47,7 @@ def models(request, tmp_path_factory):
 def test_no_square(models, gradients):
     assert squares(models.ours, gradients) == 0
     assert squares(models.ours, gradients, attention_mask=torch.ones(1, LENGTH)) == 0
-
-
-def test_transformers_makes_squares(models):
-    """What the other test rests on."""
-    assert squares(models.theirs, False) > 0
+    assert gradients or squares(models.theirs, gradients) > 0  # what this test rests on
 
 
 def test_no_mask_function_runs(models, monkeypatch):

@@ -36,21 +36,16 @@ def kinds(model):
 
 @needs_registering
 @pytest.mark.usefixtures("registered")
-def test_from_pretrained(models, tokens):
+@torch.no_grad()
+def test_from_pretrained(models, tokens, tmp_path):
+    """The model, and the model without its head."""
     loaded = AutoModelForCausalLM.from_pretrained(models.directory)
     assert kinds(loaded) == kinds(models.ours)
-    with torch.no_grad():
-        assert_same(loaded(tokens).logits, models.theirs(tokens).logits)
-
-
-@needs_registering
-@pytest.mark.usefixtures("registered")
-def test_the_model_without_its_head(models, tokens, tmp_path):
+    assert_same(loaded(tokens).logits, models.theirs(tokens).logits)
     models.theirs.model.save_pretrained(tmp_path, save_original_format=False)
     body = AutoModel.from_pretrained(tmp_path)
     assert kinds(body) == kinds(models.ours.model)
-    with torch.no_grad():
-        got, expected = (model(tokens).last_hidden_state for model in (body, models.theirs.model))
+    got, expected = (model(tokens).last_hidden_state for model in (body, models.theirs.model))
     assert (got - expected).abs().max() < 2e-5 * expected.abs().max()
 
 
@@ -69,35 +64,29 @@ def test_from_config(models):
 
 
 @needs_registering
-def test_unregister(models):
-    register()
-    unregister()
-    unregister()
-    assert kinds(AutoModelForCausalLM.from_pretrained(models.directory)) == kinds(models.theirs)
+def test_the_last_call_of_register_and_unregister_counts(models):
+    def loaded():
+        return kinds(AutoModelForCausalLM.from_pretrained(models.directory))
 
-
-@needs_registering
-def test_the_last_call_of_register_counts(models):
     register(fp8_indexer=True)
-    quantised = kinds(AutoModelForCausalLM.from_pretrained(models.directory))
+    quantised = loaded()
     register()
-    plain = kinds(AutoModelForCausalLM.from_pretrained(models.directory))
-    unregister()
+    plain = loaded()
     assert len(quantised - plain) == len(plain - quantised) == 1
     assert all(name.startswith("FP8") for name in quantised - plain)
+    unregister()
+    unregister()
+    assert loaded() == kinds(models.theirs)
 
 
 def test_every_layer_is_ours(models):
-    """Attention with all that is in it, and norms; and no other class is replaced."""
+    """Attention with all that is in it, and norms; no other class is replaced, and no parameter changes."""
     left = ("RotaryEmbedding", "UnweightedRMSNorm", "IndexerScorer", "GroupedLinear", "Linear", "LayerNorm")
     for (name, ours), theirs in zip(models.ours.named_modules(), models.theirs.modules()):
         kind = type(theirs).__name__
         replaced = (".self_attn" in name or kind.endswith("RMSNorm")) and not kind.endswith(left)
         assert type(ours).__module__.startswith("dsa_layers.hf.") == replaced, name
         assert isinstance(ours, type(theirs)) and (replaced or type(ours) is type(theirs))
-
-
-def test_parameters_are_the_same(models):
     ours, theirs = models.ours.state_dict(), models.theirs.state_dict()
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
@@ -113,10 +102,10 @@ def test_saved_and_loaded(models, tmp_path, tokens):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copies(models, tokens, copied):
+def test_copies(models, tokens):
     model = accelerate(AutoModelForCausalLM.from_pretrained(models.directory))
-    assert torch.equal(copied(model)(tokens).logits, model(tokens).logits)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(copied(tokens).logits, models.ours(tokens).logits)
 
 
 def test_accelerate_again(models, tokens):
@@ -141,15 +130,14 @@ def test_a_part_of_a_model(models, tokens):
 @torch.no_grad()
 def test_a_model_that_is_spread_over_devices(models, tokens):
     """By the `accelerate` library, whose hooks call the forward that a module had before them."""
+
+    def hooked(module, *arguments, **options):
+        return module._old_forward(*arguments, **options)
+
     model = copy.deepcopy(models.theirs)
     for module in model.modules():
-        module._old_forward = module.forward
-        module.forward = functools.partial(_hooked, module)
+        module._old_forward, module.forward = module.forward, functools.partial(hooked, module)
     assert_same(accelerate(model)(tokens).logits, models.theirs(tokens).logits)
-
-
-def _hooked(module, *arguments, **options):
-    return module._old_forward(*arguments, **options)
 
 
 def test_another_model():
@@ -159,13 +147,13 @@ def test_another_model():
         accelerate(model)
 
 
-@pytest.mark.parametrize("version", ["5.16.1", "5.25.0", "4.57.6", "6.0.0.dev0"])
-def test_another_version(models, version, monkeypatch):
-    monkeypatch.setattr("transformers.__version__", version)
+def test_another_version(models, monkeypatch):
     theirs = copy.deepcopy(models.theirs)
-    for call in (register, unregister, lambda: accelerate(theirs)):
-        with pytest.raises(RuntimeError, match=rf"transformers: version {version} was not tested.*5\.17 to 5\.24"):
-            call()
+    for version in ("5.16.1", "5.25.0", "4.57.6", "6.0.0.dev0"):
+        monkeypatch.setattr("transformers.__version__", version)
+        for call, arguments in ((register, ()), (unregister, ()), (accelerate, (theirs,))):
+            with pytest.raises(RuntimeError, match=rf"transformers: version {version} was not tested.*5\.17 to 5\.24"):
+                call(*arguments)
     assert kinds(theirs) == kinds(models.theirs)
 
 

@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from dsa import dequantize_per_block
 from dsa_layers.checkpoint import Checkpoint
@@ -18,22 +17,15 @@ from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.generation.tokenizer import Tokenizer
 from dsa_layers.tiny import write_tiny_checkpoint
+from tests.layers.tiny.files import content, tensors
 
 FAMILIES = model_types()
 # Tokens beyond what one selects, and beyond two entries of 128.
-PROMPT = [2 + i * i % 2000 for i in range(400)]
-
-
-def content(directory):
-    return {path.name: path.read_bytes() for path in directory.iterdir()}
+PROMPT = [2 + i * i % 2000 for i in range(290)]
 
 
 def scale_name(model, weight):
     return weight.removesuffix("weight") + "scale" if model == "deepseek_v4" else f"{weight}_scale_inv"
-
-
-def tensors(directory):
-    return {name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
 def test_glm_config(tiny_checkpoint):
@@ -61,7 +53,8 @@ def test_v4_config(tiny_checkpoint):
 @pytest.mark.parametrize("model", FAMILIES)
 def test_holds_exactly_the_published_tensors(tiny_checkpoint, model, quantized):
     directory = tiny_checkpoint(model, quantized)
-    stored = {name: (info.shape, info.dtype) for name, info in Checkpoint(directory).tensors.items()}
+    found = Checkpoint(directory).tensors
+    stored = {name: (info.shape, info.dtype) for name, info in found.items()}
     config = read_config(directory)
     assert stored == family(model).manifest(config)
     assert (config.quantization is not None) == quantized
@@ -74,10 +67,10 @@ def test_holds_exactly_the_published_tensors(tiny_checkpoint, model, quantized):
 @pytest.mark.parametrize("model", FAMILIES)
 def test_shards_keep_a_weight_with_its_scale(tiny_checkpoint, model):
     stored = Checkpoint(tiny_checkpoint(model)).tensors
-    quantised = {name: info for name, info in stored.items() if info.dtype in ("F8_E4M3", "I8")}
-    assert len(quantised) > 50 and len({info.file for info in stored.values()}) > 1
-    for name, info in quantised.items():
-        assert stored[scale_name(model, name)].file == info.file, name
+    assert len({info.file for info in stored.values()}) > 1
+    for name, info in stored.items():
+        if info.dtype in ("F8_E4M3", "I8"):
+            assert stored[scale_name(model, name)].file == info.file, name
 
 
 @pytest.mark.parametrize("model", FAMILIES)
@@ -114,53 +107,41 @@ def test_hash_table(tiny_checkpoint):
 
 @pytest.mark.parametrize("model", FAMILIES)
 def test_same_seed_same_bytes(tiny_checkpoint, model, tmp_path):
+    """Whatever family's checkpoint was there before; another seed changes the weights alone."""
+    other = FAMILIES[FAMILIES.index(model) - 1]
+    write_tiny_checkpoint(tmp_path, model=other, seed=1)
+    found, expected = content(tmp_path), content(tiny_checkpoint(other))
+    weights = {name for name in found if name.endswith(".safetensors")}
+    assert {name for name in found if found[name] != expected[name]} == weights
     write_tiny_checkpoint(tmp_path, model=model)
     assert content(tmp_path) == content(tiny_checkpoint(model))
-    write_tiny_checkpoint(tmp_path, model=model, seed=1)  # replaces its own
-    changed = {name for name, data in content(tmp_path).items() if data != content(tiny_checkpoint(model))[name]}
-    assert changed == {name for name in content(tmp_path) if name.endswith(".safetensors")}
 
 
-@pytest.mark.parametrize(("quantized", "dequantize"), [(True, False), (True, True), (False, False)])
+@pytest.mark.parametrize(
+    ("quantized", "dequantize"),
+    [(True, False), (True, True), pytest.param(False, False, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("model", FAMILIES)
-def test_generates(tiny_checkpoint, model, quantized, dequantize, monkeypatch):
+def test_generates(tiny_checkpoint, model, quantized, dequantize):
     loaded = load_model(tiny_checkpoint(model, quantized), dequantize=dequantize, progress=False)
     fp8 = any(parameter.dtype == torch.float8_e4m3fn for parameter in loaded.parameters())
     assert fp8 == (quantized and not dequantize)
-    logits, forward = [], loaded.forward
-
-    def watched(*args, **kwargs):
-        logits.append(forward(*args, **kwargs))
-        return logits[-1]
-
-    monkeypatch.setattr(loaded, "forward", watched)
-    generator = Generator(loaded, cache_tokens=1024, prefill_chunk=150)
-    (done,) = generator.generate([PROMPT], SamplingParams(max_new_tokens=4))
-    assert len(done.tokens) == 4
-    prefill, steps = logits[:3], logits[2:]
-    assert len(prefill) == 3 and len(steps) == 4
+    logits = []
+    loaded.register_forward_hook(lambda module, inputs, output: logits.append(output))
+    generator = Generator(loaded, cache_tokens=512, prefill_chunk=150)
+    (done,) = generator.generate([PROMPT], SamplingParams(max_new_tokens=3))
     assert all(step.shape == (1, 2048) and step.isfinite().all() for step in logits)
-    assert [step.argmax().item() for step in steps] == done.tokens
+    # The last chunk of the prompt gives the first token.
+    assert len(logits) == 2 + 2 and [step.argmax().item() for step in logits[1:]] == done.tokens
     # Logits that spread: the text is noise, but not of one token.
-    assert all(1 < step.std() < 4 for step in steps)
+    assert all(1 < step.std() < 4 for step in logits[1:])
 
 
-@pytest.mark.parametrize("model", FAMILIES)
-def test_the_command(tmp_path, model, capsys):
+def test_the_command_writes_the_same(tmp_path, tiny_checkpoint, capsys):
     directory = tmp_path / "tiny"
-    assert cli.main(["tiny", str(directory), "--model", model]) == 0
+    assert cli.main(["tiny", str(directory), "--model", "glm_moe_dsa"]) == 0
     assert capsys.readouterr().out == f"wrote {directory}\n"
-    options = ["--prompt", "The lightning indexer scores", "--max-new-tokens", "4", "--cache-tokens", "1024"]
-    options += ["--temperature", "0"]  # a sampled token may be the end of the text
-    assert cli.main(["generate", str(directory), "--device", "cpu", *options]) == 0
-    captured = capsys.readouterr()
-    assert captured.out.endswith("\n") and "decode: 3 tokens" in captured.err
-
-
-def test_one_family_replaces_another(tmp_path, tiny_checkpoint):
-    write_tiny_checkpoint(tmp_path)
-    write_tiny_checkpoint(tmp_path, model="deepseek_v4")
-    assert content(tmp_path) == content(tiny_checkpoint("deepseek_v4"))
+    assert content(directory) == content(tiny_checkpoint("glm_moe_dsa"))
 
 
 def test_tokenizer_knows_the_context(tiny_checkpoint):

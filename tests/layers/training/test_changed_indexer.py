@@ -10,11 +10,12 @@ from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.checkpoint.loading import load_model
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
-from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
 from dsa_layers.layers.trained_attention import SparseAttention, WarmupAttention
 from dsa_layers.training.indexer_stage import IndexerStage
+from tests.layers.training.test_indexer_stage import trained
+from tests.reference.common import assert_refused
 
 TOP_K = 6
 ROTARY = RotaryEmbedding(rope_frequencies(16, 1e4))
@@ -59,16 +60,7 @@ def model(checkpoint):
 def test_it_trains(model, name):
     torch.manual_seed(1)
     tokens, batch = torch.randint(model.config.vocab_size, (40,)), SequenceBatch.without_cache([25, 15])
-    stage = IndexerStage(model, name)
-    optimizer = torch.optim.Adam(stage.parameters(), lr=1e-3)
-    losses = []
-    with stage:
-        for _ in range(8):
-            model(tokens, batch)
-            losses.append(stage.loss())
-            optimizer.zero_grad()
-            losses[-1].backward()
-            optimizer.step()
+    losses = trained(model, name, tokens, batch, steps=8, lr=1e-3)
     assert losses[-1] < 0.9 * losses[0]
 
 
@@ -137,19 +129,8 @@ def test_any_scores_and_lightning_scores_have_one_loss(stage):
 def test_scores_of_another_shape():
     batch = SequenceBatch.without_cache([3, 2])
     attention = SparseAttention(torch.randn(5, 1, 8), torch.randn(5, 8), 1.0, 4, 2, batch)
-    with pytest.raises(ValueError, match=r"scores: must be \[5, 5\], of each token and key, got \[5, 3\]"):
-        attention.kl(torch.randn(5, 3))
-
-
-def test_a_layer_of_one(checkpoint):
-    """Both classes side by side: a stage trains whatever each layer has."""
-    model = load_model(checkpoint, dtype=torch.float32, dequantize=True, trainable=True, progress=False)
-    model.model.layers[1].self_attn.indexer = DotProductIndexer(model.config.hidden_size, model.config.q_lora_rank, 4)
-    with IndexerStage(model, "sparse") as stage:
-        model(torch.arange(20), SequenceBatch.without_cache([20]))
-        gradients = torch.autograd.grad(stage.loss(), stage.parameters())
-    assert all(g.abs().sum() > 0 for g in gradients)
-    assert isinstance(model.model.layers[0].self_attn, DSAAttention)
+    message = r"scores: must be \[5, 5\], of each token and key, got \[5, 3\]"
+    assert_refused(message, attention.kl, torch.randn(5, 3))
 
 
 @pytest.mark.parametrize("stage", ["warmup", "sparse"])

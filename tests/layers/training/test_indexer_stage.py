@@ -20,6 +20,7 @@ from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
 from dsa_layers.parallel.ranks import ALONE
 from dsa_layers.training.indexer_stage import IndexerStage
+from tests.reference.common import assert_refused
 
 
 class Small(nn.Module):
@@ -42,6 +43,20 @@ class Small(nn.Module):
         for layer in self.layers:
             x = x + layer(x, *self.rotary(batch.positions), batch)
         return x
+
+
+def trained(model, name, tokens, batch, steps, lr):
+    """The losses of so many steps of the indexers."""
+    stage, losses = IndexerStage(model, name), []
+    optimizer = torch.optim.Adam(stage.parameters(), lr=lr)
+    with stage:
+        for _ in range(steps):
+            model(tokens, batch)
+            losses.append(stage.loss())
+            optimizer.zero_grad()
+            losses[-1].backward()
+            optimizer.step()
+    return losses
 
 
 def inputs():
@@ -77,46 +92,36 @@ def test_two_losses_reach_different_parameters(name):
     model, (tokens, batch) = Small(6), inputs()
     with IndexerStage(model, name) as stage:
         out = model(tokens, batch)
-        indexers = {id(p) for p in stage.parameters()}
-        others = [p for p in model.parameters() if id(p) not in indexers]
-        of_loss = torch.autograd.grad(stage.loss(), stage.parameters() + others, allow_unused=True, retain_graph=True)
-        assert all(g is not None and g.abs().sum() > 0 for g in of_loss[: len(indexers)])
-        assert all(g is None for g in of_loss[len(indexers) :])
-        of_model = torch.autograd.grad(out.square().sum(), stage.parameters() + others, allow_unused=True)
-        assert all(g is None for g in of_model[: len(indexers)])
-        assert all(g is not None for g in of_model[len(indexers) :])
+        loss, learned = stage.loss(), stage.parameters()
+        others = [p for n, p in model.named_parameters() if "indexer" not in n]
+        assert len(learned) + len(others) == len(list(model.parameters()))
+        options = {"allow_unused": True, "retain_graph": True}
+        assert all(g.any() for g in torch.autograd.grad(loss, learned, retain_graph=True))
+        assert torch.autograd.grad(loss, others, **options) == (None,) * len(others)
+        assert torch.autograd.grad(out.square().sum(), learned, **options) == (None,) * len(learned)
+        assert all(g is not None for g in torch.autograd.grad(out.square().sum(), others))
 
 
 @pytest.mark.parametrize("name", ["warmup", "sparse"])
 def test_the_indexers_learn(name):
-    model, (tokens, batch) = Small(6), inputs()
-    stage = IndexerStage(model, name)
-    optimizer = torch.optim.Adam(stage.parameters(), lr=3e-3)
-    losses = []
-    with stage:
-        for _ in range(60):
-            model(tokens, batch)
-            losses.append(stage.loss())
-            optimizer.zero_grad()
-            losses[-1].backward()
-            optimizer.step()
+    losses = trained(Small(6), name, *inputs(), steps=30, lr=6e-3)
     assert losses[-1] < 0.6 * losses[0]
 
 
-def test_errors():
+def test_what_is_no_stage_is_refused():
     model = Small(6)
-    with pytest.raises(ValueError, match="name: must be one of warmup, sparse, got 'dense'"):
-        IndexerStage(model, "dense")
-    with pytest.raises(ValueError, match=r"train their indexers, .*, got Linear without an `indexer`"):
-        IndexerStage(nn.Linear(2, 2), "warmup")
+    assert_refused("name: must be one of warmup, sparse, got 'dense'", IndexerStage, model, "dense")
+    assert_refused("drafter: must be True or False, got 1", IndexerStage, model, "sparse", drafter=1)
+    without = r"train their indexers, .*, got Linear without an `indexer`"
+    assert_refused(without, IndexerStage, nn.Linear(2, 2), "warmup")
     with pytest.raises(RuntimeError, match="loss: no pass since"):
         IndexerStage(model, "warmup").loss()
-    model.layers[1].indexer = nn.ReLU()
-    with pytest.raises(ValueError, match="model: its ReLU has no method `loss`"):
-        IndexerStage(model, "sparse")
-    model.layers[1].indexer = None
-    with pytest.raises(ValueError, match="model: has layers that share an indexer"):
-        IndexerStage(model, "sparse")
+    for indexer, message in (
+        (nn.ReLU(), "model: its ReLU has no method `loss`"),
+        (None, "model: has layers that share an indexer"),
+    ):
+        model.layers[1].indexer = indexer
+        assert_refused(message, IndexerStage, model, "sparse")
 
 
 @pytest.mark.parametrize("name", ["warmup", "sparse"])
@@ -137,8 +142,6 @@ def test_a_drafter_is_left_out_unless_asked_for(name):
         model.drafter(model(tokens, batch), *model.rotary(batch.positions), batch)
         stage.loss().backward()
     assert all(p.grad is not None for p in stage.parameters())
-    with pytest.raises(TypeError, match="drafter: must be True or False, got 1"):
-        IndexerStage(model, name, drafter=1)
 
 
 def test_a_share_for_a_drafter_that_is_left_out(checkpoint):
@@ -164,8 +167,7 @@ def test_what_deepseek_v4_lacks():
     indexer = CompressedIndexer(32, 16, compressors[0], n_heads=2, top_k=4)
     model = nn.Sequential(CompressedAttention(32, 2, compressor=compressors[1], indexer=indexer, **sizes))
     lacking = "got CompressedAttention without `indexer_stage` and a pass that reports to it, whose CompressedIndexer "
-    with pytest.raises(ValueError, match=f"^model: .*, {lacking}has no `loss`$"):
-        IndexerStage(model, "warmup")
+    assert_refused(f"^model: .*, {lacking}has no `loss`$", IndexerStage, model, "warmup")
 
 
 @pytest.mark.parametrize("name", ["warmup", "sparse"])

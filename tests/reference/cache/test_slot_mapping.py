@@ -8,12 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsa.reference import slot_mapping
+from tests.reference.common import assert_refused, i32
 
 INT_MAX, INT_MIN = 2**31 - 1, -(2**31)
-
-
-def i32(values):
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def written_out(table, bounds, lengths, num_tokens, page_size, ratio=1, ring=False):
@@ -48,7 +45,7 @@ def calls(draw):
     return table, bounds, lengths, bounds[-1] + 2, page_size, draw(st.sampled_from([1, 2, 5])), draw(st.booleans())
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(calls())
 def test_against_the_definition(call):
     table, bounds, lengths, num_tokens, page_size, ratio, ring = call
@@ -93,19 +90,22 @@ def test_a_boundary_outside_spoils_the_sequences_beside_it_alone(place, wrong):
         assert torch.equal(got[others], right[others])
 
 
-def test_bad_arguments_are_named():
-    table, bounds, lengths = i32([[0, 1]]), i32([0, 4]), i32([9])
-    for arguments, message in [
-        ((table[0], bounds, lengths, 4, 8), r"block_table: shape must be \[B, max_pages\], got \[2\]"),
-        ((table, bounds.long(), lengths, 4, 8), "cu_seqlens: dtype must be int32, got int64"),
-        ((table, bounds[:1], lengths, 4, 8), r"cu_seqlens: shape must be \[2\], got \[1\]"),
-        ((table, bounds, bounds, 4, 8), r"cache_seqlens: shape must be \[1\], got \[2\]"),
-        ((table, bounds, lengths, -1, 8), "num_tokens: must be at least 0, got -1"),
-        ((table, bounds, lengths, 4, 0), "page_size: must be at least 1, got 0"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            slot_mapping(*arguments)
-    with pytest.raises(ValueError, match="ratio: must be at least 1, got 0"):
-        slot_mapping(table, bounds, lengths, 4, 8, ratio=0)
-    with pytest.raises(TypeError, match="ring: must be True or False, got int"):
-        slot_mapping(table, bounds, lengths, 4, 8, ring=1)
+TABLE, BOUNDS_OF_ONE, LENGTH = i32([[0, 1]]), i32([0, 4]), i32([9])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"block_table": TABLE[0]}, r"block_table: shape must be \[B, max_pages\], got \[2\]"),
+        ({"cu_seqlens": BOUNDS_OF_ONE.long()}, "cu_seqlens: dtype must be int32, got int64"),
+        ({"cu_seqlens": BOUNDS_OF_ONE[:1]}, r"cu_seqlens: shape must be \[2\], got \[1\]"),
+        ({"cache_seqlens": BOUNDS_OF_ONE}, r"cache_seqlens: shape must be \[1\], got \[2\]"),
+        ({"num_tokens": -1}, "num_tokens: must be at least 0, got -1"),
+        ({"page_size": 0}, "page_size: must be at least 1, got 0"),
+        ({"ratio": 0}, "ratio: must be at least 1, got 0"),
+        ({"ring": 1}, "ring: must be True or False, got int"),
+    ],
+)
+def test_wrong_arguments_are_named(changes, message):
+    good = {"block_table": TABLE, "cu_seqlens": BOUNDS_OF_ONE, "cache_seqlens": LENGTH, "num_tokens": 4, "page_size": 8}
+    assert_refused(message, slot_mapping, **good | changes)

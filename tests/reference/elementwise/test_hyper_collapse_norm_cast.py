@@ -5,6 +5,7 @@ import torch
 
 from dsa import reference
 from dsa.reference.elementwise.hyper_collapse_norm_cast import hyper_collapse_norm_cast_to_fp8
+from tests.reference.common import assert_refused, assert_same_bits
 
 
 def inputs(tokens=3, n=4, d=256):
@@ -22,7 +23,7 @@ def test_is_its_parts(n, use_ue8m0):
     got = hyper_collapse_norm_cast_to_fp8(*streams, weight, **options, norm_eps=2.0, use_ue8m0=use_ue8m0)
     x, *weights = reference.hyper_collapse(*streams, **options)
     expected = *reference.rms_norm_cast_to_fp8(x, weight, 2.0, use_ue8m0), *weights
-    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(got, expected, strict=True))
+    assert_same_bits(got, expected)
     assert not torch.equal(got[0], reference.rms_norm_cast_to_fp8(x, weight, 1e-6, use_ue8m0)[0])
 
 
@@ -41,14 +42,13 @@ def test_results_have_no_gradient():
         (4, torch.randn(128), r"weight: shape must be \[256\], got \[128\]"),
     ],
 )
-def test_errors(at, value, message):
+def test_wrong_arguments_are_named(at, value, message):
     arguments = [*inputs()]
     arguments[at] = value
-    with pytest.raises(ValueError, match=message):
-        hyper_collapse_norm_cast_to_fp8(*arguments)
+    assert_refused(message, hyper_collapse_norm_cast_to_fp8, *arguments)
 
 
 @pytest.mark.parametrize(("n", "d"), [(4, 192), (4, 0), (0, 256)])
-def test_errors_of_sizes(n, d):
-    with pytest.raises(ValueError, match="streams: must have at least one stream and D a multiple of 128, got shape"):
-        hyper_collapse_norm_cast_to_fp8(*inputs(n=n, d=d))
+def test_sizes_that_are_not_taken(n, d):
+    message = "streams: must have at least one stream and D a multiple of 128, got shape"
+    assert_refused(message, hyper_collapse_norm_cast_to_fp8, *inputs(n=n, d=d))

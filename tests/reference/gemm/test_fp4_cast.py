@@ -1,11 +1,13 @@
 """FP4 weights in FP8: exactly the same weights, with a scale a block of 128 x 128, wherever e4m3 has the range."""
 
+import itertools
 import re
 
 import pytest
 import torch
 
 from dsa.reference import dequantize_per_block, fp4_block_scales, widen_fp4
+from tests.reference.common import assert_refused, assert_same_bits
 from tests.reference.gemm.fp4 import LARGEST, SMALLEST, e8m0, pack, random_codes, weight
 
 
@@ -21,21 +23,13 @@ def assert_lossless(codes, exponents):
     return scale
 
 
-@pytest.mark.parametrize("code", range(16))
-@pytest.mark.parametrize("offset", range(15))
-def test_every_code_at_every_offset(code, offset):
-    """A group that lies `offset` below its block's largest scale: each code survives, and beside all others."""
-    codes = torch.full((128, 128), code)
-    codes[:, 96:] = LARGEST
-    exponents = torch.full((128, 4), -3 - offset)
-    exponents[:, 3] = -3
-    assert assert_lossless(codes, exponents).tolist() == [[2.0**-9]]
-
-
-def test_all_codes_and_offsets_in_one_block():
-    codes = random_codes(128, 128)
-    exponents = torch.arange(512).reshape(128, 4) % 15
-    assert_lossless(codes, exponents)
+def test_all_codes_at_all_offsets():
+    """Groups lie up to 2^14 below their block's largest scale."""
+    codes, exponents = random_codes(128, 128), -(torch.arange(512).reshape(128, 4) % 15)
+    for offset in range(15):
+        assert len(codes.view(128, 4, 32)[exponents == -offset].unique()) == 16
+    codes[0, 0] = LARGEST
+    assert assert_lossless(codes, exponents - 3).tolist() == [[2.0**-9]]
 
 
 def test_every_block_has_its_own_scale():
@@ -87,8 +81,7 @@ def test_limit_of_the_spread(code, spread):
     message = (
         f"block [1, 1] of 128 x 128: its groups' scales go from 2^{-spread - 1} to 2^0, a spread of 2^{spread + 1}"
     )
-    with pytest.raises(ValueError, match=re.escape(message)):
-        widen_fp4(pack(codes), e8m0(exponents))
+    assert_refused(re.escape(message), widen_fp4, pack(codes), e8m0(exponents))
 
 
 def test_widest_spread_is_refused():
@@ -96,17 +89,16 @@ def test_widest_spread_is_refused():
     codes = torch.full((128, 128), LARGEST)
     exponents = torch.full((128, 4), 127)
     exponents[3, 3] = -127
-    with pytest.raises(ValueError, match=re.escape("block [0, 0]") + r".*from 2\^-127 to 2\^127, a spread of 2\^254"):
-        widen_fp4(pack(codes), e8m0(exponents))
+    message = r"block \[0, 0\].*from 2\^-127 to 2\^127, a spread of 2\^254"
+    assert_refused(message, widen_fp4, pack(codes), e8m0(exponents))
 
 
 def test_nan_scale():
     scale = e8m0(torch.zeros(4, 2))
     scale.view(torch.uint8)[2, 1] = 255
-    with pytest.raises(ValueError, match=re.escape("scale[2, 1] is NaN")):
-        widen_fp4(torch.zeros(4, 32, dtype=torch.int8), scale)
-    with pytest.raises(ValueError, match=re.escape("scale[1, 2, 1] is NaN")):
-        fp4_block_scales(torch.zeros(2, 4, 32, dtype=torch.int8), torch.stack((e8m0(torch.zeros(4, 2)), scale)))
+    packed, scales = torch.zeros(2, 4, 32, dtype=torch.int8), torch.stack((e8m0(torch.zeros(4, 2)), scale))
+    assert_refused(r"scale\[2, 1\] is NaN", widen_fp4, packed[0], scale)
+    assert_refused(r"scale\[1, 2, 1\] is NaN", fp4_block_scales, packed, scales)
 
 
 def experts():
@@ -122,19 +114,11 @@ def test_leading_dimensions():
     packed, scale, expected = experts()
     q, block_scale = widen_fp4(packed, scale)
     assert q.shape == (2, 3, 140, 160) and torch.equal(block_scale, expected)
-    for i in range(2):
-        for j in range(3):
-            one, of_block = widen_fp4(packed[i, j], scale[i, j])
-            assert torch.equal(q[i, j].view(torch.uint8), one.view(torch.uint8))
-            assert torch.equal(block_scale[i, j], of_block)
-
-
-def test_block_scales_alone():
-    packed, scale, expected = experts()
     assert torch.equal(fp4_block_scales(packed, scale), expected)
-    assert torch.equal(
-        fp4_block_scales(packed.view(torch.uint8).transpose(0, 1), scale.transpose(0, 1)), expected.transpose(0, 1)
-    )
+    strided = packed.view(torch.uint8).transpose(0, 1), scale.transpose(0, 1)
+    assert torch.equal(fp4_block_scales(*strided), expected.transpose(0, 1))
+    for i, j in itertools.product(range(2), range(3)):
+        assert_same_bits((q[i, j], block_scale[i, j]), widen_fp4(packed[i, j], scale[i, j]))
 
 
 def test_a_block_among_experts_is_named():
@@ -143,8 +127,7 @@ def test_a_block_among_experts_is_named():
     exponents = scale.view(torch.uint8)
     exponents[1, 2, 130, 4], exponents[1, 2, 131, 4] = 100, 121
     message = "block [1, 2, 1, 1] of 128 x 128: its groups' scales go from 2^-27 to 2^"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        fp4_block_scales(packed, scale)
+    assert_refused(re.escape(message), fp4_block_scales, packed, scale)
 
 
 def test_without_rows_or_channels():
@@ -154,17 +137,21 @@ def test_without_rows_or_channels():
         assert q.shape == shape and block_scale.shape == blocks
 
 
-def test_refuses_bad_arguments():
-    packed, scale = torch.zeros(4, 32, dtype=torch.int8), e8m0(torch.zeros(4, 2))
-    for wrong, message in [
-        ((packed, scale[:, :1]), "scale: shape must be [4, 2], got [4, 1] (sizes as of packed)"),
-        ((packed, scale[:1]), "scale: shape must be [4, 2], got [1, 2]"),
-        ((packed[0], scale), "packed: must have at least 2 dimensions, got shape [32]"),
-        ((packed[:, :24], scale), "packed: must have a multiple of 32 channels, two a byte, got 48 channels"),
-        ((packed.short(), scale), "packed: dtype must be int8 or uint8, got int16"),
-        ((packed, scale.float()), "scale: dtype must be float8_e8m0fnu, got float32"),
-        ((packed.to("meta"), scale.to("meta")), "packed: must be on a device with memory"),
-    ]:
-        for function in (widen_fp4, fp4_block_scales):
-            with pytest.raises(ValueError, match=re.escape(message)):
-                function(*wrong)
+PACKED, SCALE = torch.zeros(4, 32, dtype=torch.int8), e8m0(torch.zeros(4, 2))
+
+
+@pytest.mark.parametrize("function", [widen_fp4, fp4_block_scales])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((PACKED, SCALE[:, :1]), "scale: shape must be [4, 2], got [4, 1] (sizes as of packed)"),
+        ((PACKED, SCALE[:1]), "scale: shape must be [4, 2], got [1, 2]"),
+        ((PACKED[0], SCALE), "packed: must have at least 2 dimensions, got shape [32]"),
+        ((PACKED[:, :24], SCALE), "packed: must have a multiple of 32 channels, two a byte, got 48 channels"),
+        ((PACKED.short(), SCALE), "packed: dtype must be int8 or uint8, got int16"),
+        ((PACKED, SCALE.float()), "scale: dtype must be float8_e8m0fnu, got float32"),
+        ((PACKED.to("meta"), SCALE.to("meta")), "packed: must be on a device with memory"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, message, function):
+    assert_refused(re.escape(message), function, *arguments)

@@ -13,10 +13,11 @@ from dsa.reference import (
     swiglu_cast_to_fp8,
     widen_fp4,
 )
+from tests.reference.common import assert_refused, assert_same_bits, i32
 from tests.reference.gemm.fp4 import e8m0, pack, random_codes
 
-ENDS = torch.tensor([2, 2, 6], dtype=torch.int32)
-ROWS = torch.tensor([4, 0, 0, 3, 1, 4], dtype=torch.int32)
+ENDS = i32([2, 2, 6])
+ROWS = i32([4, 0, 0, 3, 1, 4])
 
 
 def operands(columns=256, channels=160, tokens=5):
@@ -26,81 +27,52 @@ def operands(columns=256, channels=160, tokens=5):
     return a, (packed, scale)
 
 
-def same(got, expected):
-    assert len(got) == len(expected)
-    for x, y in zip(got, expected):
-        assert x.dtype == y.dtype and x.is_contiguous() and x.shape == y.shape
-        assert torch.equal(*(t.flatten().view(torch.uint8) for t in (x, y)))
-
-
 @pytest.mark.parametrize("use_ue8m0", [False, True])
 @pytest.mark.parametrize("limit", [None, 1.5])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("columns", [256, 768])
-def test_is_what_it_is_made_of(columns, dtype, limit, use_ue8m0):
-    a, packed = operands(columns)
+@pytest.mark.parametrize(("columns", "ends"), [(256, [2, 2, 6]), (768, [2, 2, 6]), (256, [0, 1, 1]), (256, [0, 0, 0])])
+def test_is_what_it_is_made_of(columns, ends, dtype, limit, use_ue8m0):
+    """Also in rows from the last end on: their values and scales are NaN."""
+    (a, packed), ends = operands(columns), i32(ends)
     b = widen_fp4(*packed)
-    gate_up = grouped_fp8_gemm_nt(a, b, ENDS, dtype, rows=ROWS)
+    gate_up = grouped_fp8_gemm_nt(a, b, ends, dtype, rows=ROWS)
     gate, up = gate_up[:, : columns // 2], gate_up[:, columns // 2 :]
     expected = swiglu_cast_to_fp8(gate, up, use_ue8m0, limit=limit)
     assert expected[0].shape == (6, columns // 2) and expected[1].shape == (6, columns // 256)
+    assert all(x[ends[-1] :].float().isnan().all() and not x[: ends[-1]].float().isnan().any() for x in expected)
     options = {"rows": ROWS, "limit": limit, "use_ue8m0": use_ue8m0, "dtype": dtype}
-    same(grouped_fp8_gemm_swiglu(a, b, ENDS, **options), expected)
-    same(grouped_fp8_fp4_gemm_swiglu(a, (*packed, fp4_block_scales(*packed)), ENDS, **options), expected)
+    assert_same_bits(grouped_fp8_gemm_swiglu(a, b, ends, **options), expected)
+    assert_same_bits(grouped_fp8_fp4_gemm_swiglu(a, (*packed, fp4_block_scales(*packed)), ends, **options), expected)
 
 
 def test_rows_as_they_are():
     (q, s), packed = operands(tokens=6)
     b = widen_fp4(*packed)
     every = torch.arange(6, dtype=torch.int32)
-    same(grouped_fp8_gemm_swiglu((q, s), b, ENDS), grouped_fp8_gemm_swiglu((q, s), b, ENDS, rows=every))
+    assert_same_bits(grouped_fp8_gemm_swiglu((q, s), b, ENDS), grouped_fp8_gemm_swiglu((q, s), b, ENDS, rows=every))
     none = torch.zeros(3, dtype=torch.int32)
     values, scales = grouped_fp8_gemm_swiglu((q[:0], s[:0]), b, none)
     assert values.shape == (0, 128) and scales.shape == (0, 1)
 
 
-@pytest.mark.parametrize("use_ue8m0", [False, True])
-@pytest.mark.parametrize("ends", [[2, 2, 5], [0, 1, 1], [3, 3, 3], [0, 0, 0]], ids=str)
-@pytest.mark.parametrize("gathered", [False, True])
-def test_rows_behind_the_last_end_are_nobodys(gathered, ends, use_ue8m0):
-    """Values and scales are NaN there, and nothing of them reaches the others."""
-    (q, s), packed = operands(tokens=6)
-    ends, used = torch.tensor(ends, dtype=torch.int32), ends[-1]
-    options = {"limit": 1.5, "use_ue8m0": use_ue8m0}
-    own, part, rows = tuple(x[:used].clone() for x in (q, s)), {}, {}
-    if gathered:
-        rows = {"rows": torch.cat((ROWS[:used], torch.tensor([-1, 6, 2**31 - 1, 7, 8, 9])[: 6 - used].int()))}
-        own, part = (q, s), {"rows": ROWS[:used]}
-    else:
-        q.view(torch.uint8)[used:], s[used:] = 0x7F, torch.nan
-    for op, b in (
-        (grouped_fp8_gemm_swiglu, widen_fp4(*packed)),
-        (grouped_fp8_fp4_gemm_swiglu, (*packed, fp4_block_scales(*packed))),
-    ):
-        values, scales = op((q, s), b, ends, **rows, **options)
-        assert values.shape == (6, 128) and scales.shape == (6, 1)
-        same((values[:used], scales[:used]), op(own, b, ends, **part, **options))
-        assert not values[:used].float().isnan().any() and not scales[:used].isnan().any()
-        assert values[used:].float().isnan().all() and scales[used:].isnan().all()
-
-
-def test_refuses_bad_arguments():
+@pytest.mark.parametrize("op", [grouped_fp8_gemm_swiglu, grouped_fp8_fp4_gemm_swiglu])
+def test_half_of_the_columns_is_a_multiple_of_128(op):
     a, packed = operands(columns=384)
-    with pytest.raises(
-        ValueError, match=re.escape("b[0]: must have 2 I rows, of gate and up, with I a multiple of 128")
-    ):
-        grouped_fp8_gemm_swiglu(a, widen_fp4(*packed), ENDS, rows=ROWS)
-    with pytest.raises(ValueError, match=re.escape("I a multiple of 128, got N=384")):
-        grouped_fp8_fp4_gemm_swiglu(a, (*packed, fp4_block_scales(*packed)), ENDS, rows=ROWS)
-    a, packed = operands()
-    b = widen_fp4(*packed)
-    for options, message in [
+    b = widen_fp4(*packed) if op is grouped_fp8_gemm_swiglu else (*packed, fp4_block_scales(*packed))
+    message = r"b\[0\]: must have 2 I rows, of gate and up, with I a multiple of 128, got N=384"
+    assert_refused(message, op, a, b, ENDS, rows=ROWS)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
         ({"limit": 0.0}, "limit: must be positive or None, got 0.0"),
         ({"rows": ROWS + 1}, "rows: must be from 0 to 4, got 5 at 0"),
         ({"dtype": torch.float64}, "dtype: must be float32, bfloat16 or float16, got float64"),
         ({"rows": ROWS[:5]}, "ends: must ascend from at least 0 to at most M=5 (as of rows), got [2, 2, 6]"),
-    ]:
-        with pytest.raises(ValueError, match=re.escape(message)):
-            grouped_fp8_gemm_swiglu(a, b, ENDS, **({"rows": ROWS} | options))
-    with pytest.raises(TypeError, match="use_ue8m0: must be True or False, got int"):
-        grouped_fp8_gemm_swiglu(a, b, ENDS, rows=ROWS, use_ue8m0=1)
+        ({"use_ue8m0": 1}, "use_ue8m0: must be True or False, got int"),
+    ],
+)
+def test_wrong_arguments_are_named(options, message):
+    a, packed = operands()
+    assert_refused(re.escape(message), grouped_fp8_gemm_swiglu, a, widen_fp4(*packed), ENDS, **{"rows": ROWS} | options)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from dsa.reference import linear_fp32
+from tests.reference.common import assert_refused
 
 
 def inputs(tokens=5, channels=64, rows=12, dtype=torch.bfloat16):
@@ -38,20 +39,19 @@ def test_gradients():
 
 
 @pytest.mark.parametrize(
-    "change, error, message",
+    ("change", "message"),
     [
-        ({"x": [1.0]}, TypeError, "x: must be a torch.Tensor, got list"),
-        ({"x": torch.zeros(5, 64)}, ValueError, "x: dtype must be bfloat16 or float16, got float32"),
-        ({"x": torch.zeros(64).bfloat16()}, ValueError, r"x: shape must be \[T, I\], got \[64\]"),
-        ({"weight": torch.zeros(12, 64).half()}, ValueError, "weight: dtype must be x's bfloat16, got float16"),
-        ({"weight": torch.zeros(12, 32).bfloat16()}, ValueError, r"weight: shape must be \[O, 64\], got \[12, 32\]"),
-        ({"scale": "1"}, TypeError, "scale: must be a number, got str"),
-        ({"scale": float("nan")}, ValueError, "scale: must be finite in fp32, got nan"),
-        ({"scaled_from": -1}, ValueError, "scaled_from: must be at least 0, got -1"),
-        ({"scaled_from": 13}, ValueError, "scaled_from: must be from 0 to the 12 rows of weight, got 13"),
+        ({"x": [1.0]}, "x: must be a torch.Tensor, got list"),
+        ({"x": torch.zeros(5, 64)}, "x: dtype must be bfloat16 or float16, got float32"),
+        ({"x": torch.zeros(64).bfloat16()}, r"x: shape must be \[T, I\], got \[64\]"),
+        ({"weight": torch.zeros(12, 64).half()}, "weight: dtype must be x's bfloat16, got float16"),
+        ({"weight": torch.zeros(12, 32).bfloat16()}, r"weight: shape must be \[O, 64\], got \[12, 32\]"),
+        ({"scale": "1"}, "scale: must be a number, got str"),
+        ({"scale": float("nan")}, "scale: must be finite in fp32, got nan"),
+        ({"scaled_from": -1}, "scaled_from: must be at least 0, got -1"),
+        ({"scaled_from": 13}, "scaled_from: must be from 0 to the 12 rows of weight, got 13"),
     ],
 )
-def test_errors(change, error, message):
+def test_wrong_arguments_are_named(change, message):
     x, weight = inputs()
-    with pytest.raises(error, match=message):
-        linear_fp32(**{"x": x, "weight": weight} | change)
+    assert_refused(message, linear_fp32, **{"x": x, "weight": weight} | change)

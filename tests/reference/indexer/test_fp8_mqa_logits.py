@@ -5,107 +5,66 @@ import torch
 
 from dsa.reference import fp8_mqa_logits, mqa_logits
 from dsa.reference.indexer import fp8_mqa_logits as indexer_logits
+from tests.reference.common import assert_refused, i32
+
+RANGES = [(0, 37), (5, 6), (9, 9), (20, 3), (36, 37), (30, 90), (40, 90), (37, 37), (0, 0), (12, 30)]
+STARTS, ENDS = (i32([r[i] for r in RANGES]) for i in range(2))
 
 
-def i32(*values):
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def operands(seq, keys, heads, dim, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    q = torch.randn(seq, heads, dim, generator=g).to(torch.float8_e4m3fn)
-    k = torch.randn(keys, dim, generator=g).to(torch.float8_e4m3fn)
-    k_scale = torch.rand(keys, generator=g) + 0.3
-    weights = torch.randn(seq, heads, generator=g)
-    return q, k, k_scale, weights
+def operands(seq, keys, heads, dim):
+    q, k = torch.randn(seq, heads, dim), torch.randn(keys, dim)
+    weights, k_scale = torch.randn(seq, heads), torch.rand(keys) + 0.3
+    return q.to(torch.float8_e4m3fn), k.to(torch.float8_e4m3fn), k_scale, weights
 
 
 def oracle(q, k, k_scale, weights, ks, ke):
     out = torch.full((len(q), len(k)), -math.inf, dtype=torch.float64)
-    q, k = q.double(), k.double()
     for t in range(len(q)):
-        for s in range(max(0, int(ks[t])), min(int(ke[t]), len(k))):
-            relu = [max(0.0, float(torch.dot(head, k[s]))) for head in q[t]]
-            total = sum(float(w) * r for w, r in zip(weights[t], relu))
-            out[t, s] = total * (1.0 if k_scale is None else float(k_scale[s]))
+        seen = slice(max(0, int(ks[t])), max(0, int(ke[t])))
+        scale = 1.0 if k_scale is None else k_scale[seen].double()
+        out[t, seen] = scale * (weights[t].double() @ (q[t].double() @ k[seen].double().T).relu())
     return out
 
 
-def assert_logits(got, expected, tolerance=1e-5):
+def assert_logits(got, expected):
     assert torch.equal(got == -math.inf, expected == -math.inf)
-    torch.testing.assert_close(got.double(), expected, rtol=tolerance, atol=tolerance * 10)
-
-
-RANGES = [(0, 37), (5, 6), (9, 9), (20, 3), (36, 37), (30, 90), (40, 90), (37, 37), (0, 0), (12, 30)]
+    torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize(("heads", "dim"), [(1, 16), (4, 128), (32, 32)])
 @pytest.mark.parametrize("clean", [True, False])
 def test_against_float64_with_empty_unordered_and_overlong_ranges(heads, dim, clean):
     q, k, k_scale, weights = operands(len(RANGES), 37, heads, dim)
-    ks, ke = i32(*[r[0] for r in RANGES]), i32(*[r[1] for r in RANGES])
-    expected = oracle(q, k, k_scale, weights, ks, ke)
-    assert_logits(fp8_mqa_logits(q, (k, k_scale), weights, ks, ke, clean), expected)
+    expected = oracle(q, k, k_scale, weights, STARTS, ENDS)
+    assert_logits(fp8_mqa_logits(q, (k, k_scale), weights, STARTS, ENDS, clean), expected)
 
 
-def test_by_hand():
-    q = torch.tensor([[[1.0, 0.0], [0.0, -2.0]]]).to(torch.float8_e4m3fn)
-    k = torch.tensor([[3.0, 1.0], [4.0, -0.5], [-1.0, -3.0]]).to(torch.float8_e4m3fn)
-    # head 0 dots: 3, 4, -1; head 1 dots: -2, 1, 6
-    got = fp8_mqa_logits(q, (k, torch.tensor([0.1, 10.0, 3.0])), torch.tensor([[0.5, -2.0]]), i32(0), i32(3))
-    torch.testing.assert_close(got, torch.tensor([[0.15, 0.0, -36.0]]))
-
-
-def test_chunks_of_queries_change_nothing(monkeypatch):
-    q, k, k_scale, weights = operands(11, 23, 3, 16)
-    ks, ke = torch.arange(11, dtype=torch.int32), torch.arange(11, dtype=torch.int32) + 9
-    for chunk in (1, 3 * 23 * 4):
-        monkeypatch.setattr(indexer_logits, "_CHUNK", chunk)
-        for compressed in (0, 9):
-            expected = oracle(q, k, k_scale, weights, ks, ke)
-            if compressed:
-                expected = torch.stack([expected[t, t : t + 9] for t in range(11)])
-            assert_logits(fp8_mqa_logits(q, (k, k_scale), weights, ks, ke, max_seqlen_k=compressed), expected)
-
-
+@pytest.mark.parametrize("chunk", [2**24, 3 * 37 * 4, 1])
 @pytest.mark.parametrize("width", [1, 10, 300])
-def test_compressed_columns_start_at_the_row_start(width):
+def test_compressed_columns_start_at_the_row_start(width, chunk, monkeypatch):
+    monkeypatch.setattr(indexer_logits, "_CHUNK", chunk)
     q, k, k_scale, weights = operands(len(RANGES), 37, 4, 16)
-    ks, ke = i32(*[r[0] for r in RANGES]), i32(*[r[1] for r in RANGES])
-    full = oracle(q, k, k_scale, weights, ks, ke)
-    expected = torch.full((len(RANGES), width), -math.inf, dtype=torch.float64)
-    for t, (first, _) in enumerate(RANGES):
-        for j in range(width):
-            if first + j < 37:
-                expected[t, j] = full[t, first + j]
-    got = fp8_mqa_logits(q, (k, k_scale), weights, ks, ke, False, width)
-    assert got.shape == (len(RANGES), width)
-    assert_logits(got, expected)
+    full = torch.nn.functional.pad(oracle(q, k, k_scale, weights, STARTS, ENDS), (0, 400), value=-math.inf)
+    expected = torch.stack([row[first : first + width] for row, (first, _) in zip(full, RANGES)])
+    assert_logits(fp8_mqa_logits(q, (k, k_scale), weights, STARTS, ENDS, False, width), expected)
 
 
-def test_row_stride_is_a_multiple_of_1024_bytes():
+# 300 + 256 = 556 columns, rounded up to 768 of 4 bytes or 1024 of 2
+@pytest.mark.parametrize(("columns", "stride", "bf16_stride"), [(0, 768, 1024), (257, 512, 512)])
+def test_row_stride_is_a_multiple_of_1024_bytes_and_bf16_is_the_rounded_fp32(columns, stride, bf16_stride):
     q, k, k_scale, weights = operands(2, 300, 2, 16)
-    args = (q, (k, k_scale), weights, i32(0, 0), i32(300, 300))
-    # 300 + 256 = 556 columns, rounded up to 768 of 4 bytes or 1024 of 2
-    assert fp8_mqa_logits(*args).stride() == (768, 1)
-    assert fp8_mqa_logits(*args, logits_dtype=torch.bfloat16).stride() == (1024, 1)
-    assert fp8_mqa_logits(*args, max_seqlen_k=257).stride() == (512, 1)
-    assert fp8_mqa_logits(*args, max_seqlen_k=257, logits_dtype=torch.bfloat16).stride() == (512, 1)
-
-
-def test_bf16_logits_are_the_rounded_fp32_ones():
-    q, k, k_scale, weights = operands(5, 40, 8, 32)
-    args = (q, (k, k_scale), weights, i32(0, 1, 2, 3, 4), i32(40, 30, 20, 10, 4))
-    got = fp8_mqa_logits(*args, logits_dtype=torch.bfloat16)
-    assert got.dtype == torch.bfloat16 and torch.equal(got, fp8_mqa_logits(*args).bfloat16())
+    args = (q, (k, k_scale), weights, i32([0, 5]), i32([300, 200]))
+    wide, half = (fp8_mqa_logits(*args, max_seqlen_k=columns, logits_dtype=x) for x in (torch.float32, torch.bfloat16))
+    assert wide.stride() == (stride, 1) and half.stride() == (bf16_stride, 1)
+    assert half.dtype == torch.bfloat16 and torch.equal(half, wide.bfloat16())
 
 
 def test_nan_keys_reach_only_their_column():
     q, k, k_scale, weights = operands(2, 8, 4, 16)
-    clean = fp8_mqa_logits(q, (k, k_scale), weights, i32(0, 4), i32(8, 8))
+    clean = fp8_mqa_logits(q, (k, k_scale), weights, i32([0, 4]), i32([8, 8]))
     k.view(torch.uint8)[2] = 0x7F
     k_scale[3] = math.nan
-    got = fp8_mqa_logits(q, (k, k_scale), weights, i32(0, 4), i32(8, 8))
+    got = fp8_mqa_logits(q, (k, k_scale), weights, i32([0, 4]), i32([8, 8]))
     assert got[0, 2:4].isnan().all() and got[1, :4].eq(-math.inf).all()
     keep = [0, 1, 4, 5, 6, 7]
     assert torch.equal(got[:, keep], clean[:, keep])
@@ -113,60 +72,52 @@ def test_nan_keys_reach_only_their_column():
 
 def test_no_queries_and_no_keys():
     q, k, k_scale, weights = operands(3, 5, 4, 16)
-    assert fp8_mqa_logits(q[:0], (k, k_scale), weights[:0], i32(), i32()).shape == (0, 5)
-    assert fp8_mqa_logits(q, (k[:0], k_scale[:0]), weights, i32(0, 0, 0), i32(1, 0, 5)).shape == (3, 0)
-    got = fp8_mqa_logits(q, (k[:0], k_scale[:0]), weights, i32(0, 0, 0), i32(1, 0, 5), max_seqlen_k=4)
-    assert got.eq(-math.inf).all() and got.shape == (3, 4)
+    assert fp8_mqa_logits(q[:0], (k, k_scale), weights[:0], i32([]), i32([])).shape == (0, 5)
+    none = (q, (k[:0], k_scale[:0]), weights, i32([0, 0, 0]), i32([1, 0, 5]))
+    assert fp8_mqa_logits(*none).shape == (3, 0)
+    assert fp8_mqa_logits(*none, max_seqlen_k=4).tolist() == [[-math.inf] * 4] * 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_unquantised_form(dtype):
-    g = torch.Generator().manual_seed(1)
-    q = torch.randn(len(RANGES), 4, 24, generator=g).to(dtype)
-    k, weights = torch.randn(37, 24, generator=g).to(dtype), torch.randn(len(RANGES), 4, generator=g)
-    ks, ke = i32(*[r[0] for r in RANGES]), i32(*[r[1] for r in RANGES])
-    got = mqa_logits(q, k, weights, ks, ke)
+    q, k, weights = torch.randn(len(RANGES), 4, 24).to(dtype), torch.randn(37, 24).to(dtype), torch.randn(10, 4)
+    got = mqa_logits(q, k, weights, STARTS, ENDS)
     assert got.dtype == torch.float32
-    assert_logits(got, oracle(q, k, None, weights, ks, ke))
+    assert_logits(got, oracle(q, k, None, weights, STARTS, ENDS))
 
 
 def test_gradients_of_the_unquantised_form():
-    g = torch.Generator().manual_seed(2)
-    q, k, w = (torch.randn(*shape, generator=g) for shape in ((3, 2, 4), (5, 4), (3, 2)))
-    ks, ke, upstream = i32(0, 1, 4), i32(5, 3, 4), torch.randn(3, 5, generator=g)
-    inputs = [x.clone().requires_grad_() for x in (q, k, w)]
-    logits = mqa_logits(*inputs, ks, ke)
-    logits.backward(torch.where(logits == -math.inf, 0.0, upstream))
-    dq, dk, dw = (torch.zeros_like(x, dtype=torch.float64) for x in (q, k, w))
-    for t in range(3):
-        for s in range(int(ks[t]), int(ke[t])):
-            for h in range(2):
-                dot = float(q[t, h].double() @ k[s].double())
-                if dot > 0:
-                    d = float(upstream[t, s])
-                    dw[t, h] += d * dot
-                    dq[t, h] += d * float(w[t, h]) * k[s]
-                    dk[s] += d * float(w[t, h]) * q[t, h]
-    for x, expected in zip(inputs, (dq, dk, dw)):
-        torch.testing.assert_close(x.grad.double(), expected, rtol=1e-5, atol=1e-5)
+    inputs = [torch.randn(shape, requires_grad=True) for shape in ((3, 2, 4), (5, 4), (3, 2))]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    ks, ke, upstream = i32([0, 1, 4]), i32([5, 3, 4]), torch.randn(3, 5)
+    logits, expected = mqa_logits(*inputs, ks, ke), oracle(exact[0], exact[1], None, exact[2], ks, ke)
+    gradient = torch.where(logits == -math.inf, 0.0, upstream)
+    expected = torch.autograd.grad(expected, exact, gradient.double())
+    for got, want in zip(torch.autograd.grad(logits, inputs, gradient), expected):
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
 
 
-def test_refuses_bad_arguments():
-    q, k, k_scale, weights = operands(2, 8, 4, 16)
-    ks, ke = i32(0, 0), i32(8, 8)
-    with pytest.raises(ValueError, match="q: dtype must be float8_e4m3fn, got float32"):
-        fp8_mqa_logits(q.float(), (k, k_scale), weights, ks, ke)
-    with pytest.raises(ValueError, match=r"kv\[1\]: shape must be \[8\], got \[7\]"):
-        fp8_mqa_logits(q, (k, k_scale[:7]), weights, ks, ke)
-    with pytest.raises(ValueError, match=r"weights: shape must be \[2, 4\], got \[2, 3\]"):
-        fp8_mqa_logits(q, (k, k_scale), weights[:, :3], ks, ke)
-    with pytest.raises(ValueError, match="cu_seq_len_k_end: dtype must be int32, got int64"):
-        fp8_mqa_logits(q, (k, k_scale), weights, ks, ke.long())
-    with pytest.raises(ValueError, match=r"max_seqlen_k: must be at least 0, got -1"):
-        fp8_mqa_logits(q, (k, k_scale), weights, ks, ke, False, -1)
-    with pytest.raises(ValueError, match="logits_dtype: must be float32 or bfloat16"):
-        fp8_mqa_logits(q, (k, k_scale), weights, ks, ke, logits_dtype=torch.float16)
-    with pytest.raises(TypeError, match="kv: must be a pair"):
-        fp8_mqa_logits(q, k, weights, ks, ke)
-    with pytest.raises(ValueError, match=r"k: shape must be \[Skv, 16\], got \[8, 8\]"):
-        mqa_logits(q.float(), k[:, :8].float(), weights, ks, ke)
+Q, K = torch.zeros(2, 4, 16).to(torch.float8_e4m3fn), torch.zeros(8, 16).to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q": Q.float()}, "q: dtype must be float8_e4m3fn, got float32"),
+        ({"kv": (K, torch.ones(7))}, r"kv\[1\]: shape must be \[8\], got \[7\]"),
+        ({"kv": K}, "kv: must be a pair"),
+        ({"weights": torch.zeros(2, 3)}, r"weights: shape must be \[2, 4\], got \[2, 3\]"),
+        ({"cu_seq_len_k_end": i32([8, 8]).long()}, "cu_seq_len_k_end: dtype must be int32, got int64"),
+        ({"max_seqlen_k": -1}, r"max_seqlen_k: must be at least 0, got -1"),
+        ({"logits_dtype": torch.float16}, "logits_dtype: must be float32 or bfloat16"),
+    ],
+)
+def test_wrong_arguments_are_named(changes, message):
+    good = {"q": Q, "kv": (K, torch.ones(8)), "weights": torch.zeros(2, 4)}
+    good |= {"cu_seq_len_k_start": i32([0, 0]), "cu_seq_len_k_end": i32([8, 8])}
+    assert_refused(message, fp8_mqa_logits, **good | changes)
+
+
+def test_wrong_keys_of_the_unquantised_form_are_named():
+    wrong = (Q.float(), K[:, :8].float(), torch.zeros(2, 4), i32([0, 0]), i32([8, 8]))
+    assert_refused(r"k: shape must be \[Skv, 16\], got \[8, 8\]", mqa_logits, *wrong)

@@ -6,10 +6,7 @@ import torch
 
 from dsa.reference import fp8_mqa_logits, indexer_select, topk_indices
 from dsa.reference.indexer import indexer_select as module
-
-
-def i32(values):
-    return torch.tensor(values, dtype=torch.int32)
+from tests.reference.common import i32
 
 
 def case(queries, keys):
@@ -20,37 +17,27 @@ def case(queries, keys):
 
 def test_it_is_the_selection_of_the_scores():
     """Of whole numbers, whose sums are exact: a CPU may add up those of few queries in another order."""
-    torch.manual_seed(0)
     q, k = (torch.randint(-4, 5, (rows, 32)).float().to(torch.float8_e4m3fn) for rows in (5 * 8, 90))
     scale, weights = 2.0 ** torch.randint(-3, 3, (90,)), torch.randint(-8, 9, (5, 8)) / 4
     arguments = q.view(5, 8, 32), (k, scale), weights
     starts, ends = i32([0, 3, 40, 89, 10]), i32([90, 50, 40, 90, 11])
     scores = fp8_mqa_logits(*arguments, starts, ends)
     options = {"starts": starts, "lengths": (ends - starts).clamp_min(0), "return_values": True}
-    expected = topk_indices(scores, 12, **options)
-    for at_once in (module._CHUNK, 200, 1):
-        with mock.patch.object(module, "_CHUNK", at_once):
-            got = indexer_select(*arguments, starts, ends, 12, return_values=True)
-            assert all(map(torch.equal, got, expected))
-            assert torch.equal(indexer_select(*arguments, starts, ends, 12), expected[0])
-
-
-def test_slots():
-    torch.manual_seed(0)
-    arguments, starts, ends = case(4, 60), i32([0, 0, 30, 30]), i32([20, 30, 50, 60])
-    table, sequences = i32([[5, 2], [0, -1]]), i32([0, 0, 1, 1])
-    plain = indexer_select(*arguments, starts, ends, 8).long()
-    paging = {"block_table": table, "page_size": 16}
-    slots, values = indexer_select(*arguments, starts, ends, 8, row_to_seq=sequences, **paging, return_values=True)
-    page = table[sequences.long()].gather(1, plain // 16)
-    expected = torch.where(page >= 0, page * 16 + plain % 16, -1)
-    assert torch.equal(slots, expected.int()) and torch.equal(values == -torch.inf, slots < 0)
-    each = indexer_select(*arguments, starts, ends, 8, block_table=table[sequences.long()], page_size=16)
-    assert torch.equal(each, slots)
+    table, sequences = i32([[5, 2, 7, 1, 9, 8], [0, -1, 3, 4, 6, 2]]), i32([0, 0, 1, 1, 0])
+    for paging in (
+        {},
+        {"block_table": table, "page_size": 16, "row_to_seq": sequences},
+        {"block_table": table[sequences.long()], "page_size": 16},
+    ):
+        expected = topk_indices(scores, 12, **options, **paging)
+        for at_once in (module._CHUNK, 200, 1):
+            with mock.patch.object(module, "_CHUNK", at_once):
+                got = indexer_select(*arguments, starts, ends, 12, **paging, return_values=True)
+                assert all(map(torch.equal, got, expected))
+                assert torch.equal(indexer_select(*arguments, starts, ends, 12, **paging), expected[0])
 
 
 def test_ranges_outside_the_keys_are_clipped():
-    torch.manual_seed(0)
     arguments = case(3, 10)
     got = indexer_select(*arguments, i32([-(2**31), 8, 2**31 - 1]), i32([2**31 - 1, 2**31 - 1, -5]), 10)
     assert got.tolist() == [[*range(10)], [0, 1] + [-1] * 8, [-1] * 10]

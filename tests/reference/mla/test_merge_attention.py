@@ -1,4 +1,4 @@
-"""The merge of attention branches: attention over all keys in float64, sums by hand, and empty branches."""
+"""The merge of attention branches: attention over all keys in float64, and empty branches."""
 
 import math
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dsa.reference import merge_attention
+from tests.reference.common import assert_refused
 from tests.reference.mla.attention_oracle import assert_near, attend_rows
 
 INF, NAN = math.inf, math.nan
@@ -14,12 +15,8 @@ INF, NAN = math.inf, math.nan
 def branches(counts, heads=3, d=8, d_v=6):
     """Attention of two queries over random keys, split in branches of the given sizes, in float64."""
     q, keys = torch.randn(2, heads, d), torch.randn(sum(counts), d)
-    outs, lses = [], []
-    for part in keys.split(counts):
-        out, lse, _ = attend_rows(q, [part, part], 1.0, d_v)
-        outs.append(out.float())
-        lses.append(lse.float())
-    return q, keys, outs, lses
+    parts = [attend_rows(q, [part, part], 1.0, d_v) for part in keys.split(counts)]
+    return q, keys, [out.float() for out, _, _ in parts], [lse.float() for _, lse, _ in parts]
 
 
 @pytest.mark.parametrize("counts", [[5], [3, 4], [1, 0, 6], [0, 2], [2, 2, 2, 2]])
@@ -31,16 +28,6 @@ def test_merge_is_attention_over_all_keys(counts, with_sink):
     expected, expected_lse, _ = attend_rows(q, [keys, keys], 1.0, 6, sink)
     assert_near(out, expected)
     assert_near(lse, expected_lse)
-
-
-def test_merge_by_hand():
-    # weights e^0 : e^(ln 3) = 1 : 3; a sink of ln 4 halves the result
-    outs = [torch.tensor([[4.0]]), torch.tensor([[8.0]])]
-    lses = [torch.tensor([0.0]), torch.tensor([math.log(3)])]
-    out, lse = merge_attention(outs, lses)
-    assert out.item() == pytest.approx(7.0) and lse.item() == pytest.approx(math.log(4))
-    out, lse = merge_attention(outs, lses, torch.tensor([math.log(4)]))
-    assert out.item() == pytest.approx(3.5) and lse.item() == pytest.approx(math.log(4))
 
 
 @pytest.mark.parametrize("mark", [INF, -INF])
@@ -59,13 +46,17 @@ def test_merge_keeps_the_dtype_and_large_lses():
     assert lse.item() == pytest.approx(1000 + math.log(2))
 
 
-def test_merge_refuses_bad_arguments():
-    out, lse = torch.zeros(2, 3, 4), torch.zeros(2, 3)
-    with pytest.raises(ValueError, match="lses: must be a list of as many tensors as outs, 2, got 1"):
-        merge_attention([out, out], [lse])
-    with pytest.raises(ValueError, match="outs: must be a list of at least one tensor, got none"):
-        merge_attention([], [])
-    with pytest.raises(ValueError, match=r"lses\[1\]: shape must be \[2, 3\], got \[3, 2\]"):
-        merge_attention([out, out], [lse, lse.T])
-    with pytest.raises(ValueError, match=r"attn_sink: shape must be \[3\], got \[2\]"):
-        merge_attention([out], [lse], torch.zeros(2))
+OUT, LSE = torch.zeros(2, 3, 4), torch.zeros(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([OUT, OUT], [LSE]), "lses: must be a list of as many tensors as outs, 2, got 1"),
+        (([], []), "outs: must be a list of at least one tensor, got none"),
+        (([OUT, OUT], [LSE, LSE.T]), r"lses\[1\]: shape must be \[2, 3\], got \[3, 2\]"),
+        (([OUT], [LSE], torch.zeros(2)), r"attn_sink: shape must be \[3\], got \[2\]"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, message):
+    assert_refused(message, merge_attention, *arguments)

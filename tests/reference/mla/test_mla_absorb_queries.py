@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from dsa.reference import apply_rotary, dequantize_per_block, mla_absorb_queries, per_block_cast_to_fp8
+from tests.reference.common import assert_refused
 
 
 def operands(tokens=5, heads=4, nope=64, value=96, latent=256, dtype=torch.bfloat16):
@@ -49,5 +50,4 @@ def test_empty(tokens, heads):
 def test_rows_that_are_not_the_heads(rows, message):
     q_nope, q_pe, cos, sin, _ = operands()
     kv_b = per_block_cast_to_fp8(torch.randn(rows, 256))
-    with pytest.raises(ValueError, match=message):
-        mla_absorb_queries(q_nope, q_pe, cos, sin, kv_b)
+    assert_refused(message, mla_absorb_queries, q_nope, q_pe, cos, sin, kv_b)

@@ -5,10 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsa.reference import FlashMLASchedMeta, flash_mla_with_kvcache, get_mla_metadata
-
-
-def i32(values):
-    return torch.tensor(values, dtype=torch.int32)
+from tests.reference.common import assert_refused, i32
 
 
 def test_new_style():
@@ -20,9 +17,7 @@ def test_new_style():
 
 def test_old_style_by_position_and_by_name():
     # one part: sequences 0 to 2 inclusive, to the end; none is split
-    metadata, splits = get_mla_metadata(i32([5, 0, 130]), 128, 1)
-    assert metadata.tolist() == [[0, 0, 2, 2**30, 0, -1, 0, 0]] and metadata.dtype == torch.int32
-    assert splits.tolist() == [0, 0, 0, 0] and splits.dtype == torch.int32
+    by_position = get_mla_metadata(i32([5, 0, 130]), 128, 1)
     by_name = get_mla_metadata(
         cache_seqlens=i32([5, 0, 130]),
         num_q_tokens_per_head_k=128,
@@ -31,7 +26,9 @@ def test_old_style_by_position_and_by_name():
         is_fp8_kvcache=True,
         topk=2048,
     )
-    assert by_name[0].tolist() == metadata.tolist() and by_name[1].tolist() == splits.tolist()
+    for metadata, splits in (by_position, by_name):
+        assert metadata.tolist() == [[0, 0, 2, 2**30, 0, -1, 0, 0]] and metadata.dtype == torch.int32
+        assert splits.tolist() == [0, 0, 0, 0] and splits.dtype == torch.int32
     assert get_mla_metadata(i32([]), 1, 1)[1].tolist() == [0]
 
 
@@ -46,15 +43,7 @@ def test_a_plan_is_made_without_numbers_from_the_host():
 
     lengths = i32([5, 0, 130])
     with Copies():
-        plan = get_mla_metadata(lengths, 128, 1, topk=2048)
-    assert plan[0].tolist() == [[0, 0, 2, 2**30, 0, -1, 0, 0]]
-
-
-def test_old_style_refuses_bad_arguments():
-    with pytest.raises(ValueError, match="cache_seqlens: dtype must be int32, got int64"):
-        get_mla_metadata(torch.tensor([1]), 1, 1)
-    with pytest.raises(ValueError, match="num_heads_k: must be at least 1, got 0"):
-        get_mla_metadata(i32([1]), 1, 0)
+        get_mla_metadata(lengths, 128, 1, topk=2048)
 
 
 def decode(meta, splits=None, batch=2, s_q=1, topk=3):
@@ -63,14 +52,15 @@ def decode(meta, splits=None, batch=2, s_q=1, topk=3):
     return flash_mla_with_kvcache(q, cache, None, None, 4, meta, splits, indices=indices)
 
 
-def test_a_plan_is_bound_to_the_shapes_of_its_first_call():
+def test_a_plan_of_the_new_style_is_bound_to_the_shapes_of_its_first_call():
     meta, splits = get_mla_metadata()
     decode(meta, splits)
     assert meta.have_initialized
     decode(meta, splits)
+    decode(None)
+    decode(*get_mla_metadata(i32([3, 3]), 2, 1))
     for other in ({"batch": 1}, {"s_q": 2}, {"topk": 4}):
-        with pytest.raises(ValueError, match=r"tile_scheduler_metadata: was first used with .* get a new one"):
-            decode(meta, splits, **other)
+        assert_refused("tile_scheduler_metadata: was first used with .* get a new one", decode, meta, **other)
 
 
 def test_an_object_of_another_class_keeps_its_fields_and_a_plan():
@@ -86,29 +76,27 @@ def test_an_object_of_another_class_keeps_its_fields_and_a_plan():
         decode(meta)
         decode(meta)
         assert {name: value for name, value in vars(meta).items() if name in before} == before
-        with pytest.raises(ValueError, match="tile_scheduler_metadata: was first used with"):
-            decode(meta, batch=1)
-    decode(Theirs(), batch=1)
+        assert_refused("tile_scheduler_metadata: was first used with", decode, meta, batch=1)
     frozen = dataclasses.make_dataclass(
         "Frozen", [(f.name, object, None) for f in dataclasses.fields(Theirs)], frozen=True
     )
-    with pytest.raises(
-        TypeError, match="must be an object that takes attributes, in which a plan can be kept, got Fro"
-    ):
-        decode(frozen())
+    assert_refused("must be an object that takes attributes, in which a plan can be kept, got Fro", decode, frozen())
 
 
-def test_plans_of_either_style_are_accepted_and_checked():
-    decode(*get_mla_metadata(i32([3, 3]), 2, 1))
-    decode(None)
-    metadata, splits = get_mla_metadata(i32([3, 3]), 2, 1)
-    with pytest.raises(ValueError, match=r"num_splits: shape must be \[3\], got \[2\]"):
-        decode(metadata, splits[:2])
-    with pytest.raises(TypeError, match=r"num_splits: must be a torch.Tensor, got NoneType"):
-        decode(metadata, None)
-    with pytest.raises(ValueError, match=r"tile_scheduler_metadata: shape must be \[num_sm_parts, 8\], got \[1, 7\]"):
-        decode(metadata[:, :7], splits)
-    with pytest.raises(ValueError, match="num_splits: must be None with a FlashMLASchedMeta, got Tensor"):
-        decode(FlashMLASchedMeta(), splits)
-    with pytest.raises(TypeError, match=r"tile_scheduler_metadata: must be a FlashMLASchedMeta, .* got str"):
-        decode("plan")
+PLAN, SPLITS = torch.zeros(1, 8, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "message"),
+    [
+        (get_mla_metadata, (torch.tensor([1]), 1, 1), "cache_seqlens: dtype must be int32, got int64"),
+        (get_mla_metadata, (i32([1]), 1, 0), "num_heads_k: must be at least 1, got 0"),
+        (decode, (PLAN, SPLITS[:2]), r"num_splits: shape must be \[3\], got \[2\]"),
+        (decode, (PLAN, None), r"num_splits: must be a torch.Tensor, got NoneType"),
+        (decode, (PLAN[:, :7], SPLITS), r"tile_scheduler_metadata: shape must be \[num_sm_parts, 8\], got \[1, 7\]"),
+        (decode, (FlashMLASchedMeta(), SPLITS), "num_splits: must be None with a FlashMLASchedMeta, got Tensor"),
+        (decode, ("plan",), "tile_scheduler_metadata: must be a FlashMLASchedMeta, .* got str"),
+    ],
+)
+def test_wrong_plans_are_named(function, arguments, message):
+    assert_refused(message, function, *arguments)

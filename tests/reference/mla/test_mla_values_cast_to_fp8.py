@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from dsa.reference import dequantize_per_block, mla_values_cast_to_fp8, per_block_cast_to_fp8, per_token_cast_to_fp8
+from tests.reference.common import assert_refused
 
 
 def operands(tokens=5, heads=3, nope=64, value=256, latent=256, dtype=torch.bfloat16):
@@ -42,6 +43,5 @@ def test_empty(tokens, heads):
         (384, 960, r"kv_b\[0\]: must have at least 384 rows a head, got 960 for 3 heads"),
     ],
 )
-def test_bad_input(v_dim, rows, message):
-    with pytest.raises(ValueError, match=message):
-        mla_values_cast_to_fp8(operands()[0], per_block_cast_to_fp8(torch.randn(rows, 256)), v_dim)
+def test_wrong_arguments_are_named(v_dim, rows, message):
+    assert_refused(message, mla_values_cast_to_fp8, operands()[0], per_block_cast_to_fp8(torch.randn(rows, 256)), v_dim)

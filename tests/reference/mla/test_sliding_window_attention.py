@@ -3,59 +3,27 @@ import math
 import pytest
 import torch
 
-from dsa.reference import merge_attention, sliding_window_attention, window_indices, window_sparse_attention
-from tests.reference.mla.attention_oracle import assert_near, attend_one, attend_rows
+from dsa.reference import sliding_window_attention, window_indices, window_sparse_attention
+from tests.reference.common import assert_refused, i32
+from tests.reference.mla.attention_oracle import assert_near, attend_rows
+from tests.reference.mla.packed_windows import CU_K, CU_Q, visible
 
 INF, NAN = math.inf, math.nan
 
 
-def i32(values):
-    return torch.tensor(values, dtype=torch.int32)
-
-
-CU_Q, CU_K = [0, 3, 3, 4, 10, 12], [0, 3, 5, 12, 30, 31]  # the last sequence has 2 queries and 1 key
-
-
-def visible(window):
-    """The keys of every query, from the definition."""
-    rows = []
-    for b in range(len(CU_Q) - 1):
-        n_q, n_k = CU_Q[b + 1] - CU_Q[b], CU_K[b + 1] - CU_K[b]
-        for i in range(n_q):
-            p = n_k - n_q + i
-            rows.append([CU_K[b] + j for j in range(n_k) if p - window < j <= p])
-    return rows
-
-
 @pytest.mark.parametrize("window", [1, 2, 5, 128])
 @pytest.mark.parametrize("with_sink", [False, True])
-def test_window_against_float64(window, with_sink):
-    q, kv = torch.randn(12, 4, 24), torch.randn(31, 1, 24)
+@pytest.mark.parametrize(("dtype", "d"), [(torch.float32, 24), (torch.bfloat16, 512), (torch.float16, 512)])
+def test_window_against_float64(dtype, d, window, with_sink):
+    q, kv, scale = torch.randn(12, 4, d).to(dtype), torch.randn(31, 1, d).to(dtype), 1.5 * d**-0.5
     sink = torch.tensor([INF, -INF, 0.4, -1.0]) if with_sink else None
-    out, lse = sliding_window_attention(q, kv, i32(CU_Q), i32(CU_K), window, 0.3, 16, sink)
+    options = {"d_v": 16} if d == 24 else {}  # 512 by default
+    out, lse = sliding_window_attention(q, kv, i32(CU_Q), i32(CU_K), window, scale, attn_sink=sink, **options)
     rows = visible(window)
     assert rows[10] == [] and rows[11] == [30]
-    expected, expected_lse, _ = attend_rows(q, [kv[r, 0] for r in rows], 0.3, 16, sink)
-    assert_near(out, expected)
-    assert_near(lse, expected_lse)
-    assert out[10].eq(0).all() and lse[10].eq(INF).all()
-
-
-def test_window_by_hand():
-    # q = 0 makes every weight equal: the mean of the keys in the window of 2
-    kv = torch.tensor([1.0, 2.0, 4.0, 8.0]).view(4, 1, 1)
-    out, lse = sliding_window_attention(torch.zeros(3, 1, 1), kv, i32([0, 3]), i32([0, 4]), 2, 1.0, 1)
-    assert out.flatten().tolist() == pytest.approx([1.5, 3.0, 6.0])
-    assert lse.flatten().tolist() == pytest.approx([math.log(2)] * 3)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_window_dtypes(dtype):
-    q, kv = torch.randn(12, 2, 512).to(dtype), torch.randn(31, 1, 512).to(dtype)
-    out, lse = sliding_window_attention(q, kv, i32(CU_Q), i32(CU_K), 4, 512**-0.5)
-    expected, expected_lse, _ = attend_rows(q, [kv[r, 0] for r in visible(4)], 512**-0.5, 512)
-    assert out.dtype == dtype and out.shape == (12, 2, 512) and lse.dtype == torch.float32
-    assert_near(out, expected, 1e-2)
+    expected, expected_lse, _ = attend_rows(q, [kv[r, 0] for r in rows], scale, options.get("d_v", 512), sink)
+    assert out.dtype == dtype and lse.dtype == torch.float32
+    assert_near(out, expected, 2e-5 if dtype == torch.float32 else 1e-2)
     assert_near(lse, expected_lse)
 
 
@@ -78,20 +46,6 @@ def test_queries_of_no_sequence_and_empty_inputs():
     assert out.shape == (0, 2, 8) and lse.shape == (0, 2)
 
 
-def test_window_refuses_bad_arguments():
-    q, kv, good = torch.randn(5, 2, 8), torch.randn(4, 1, 8), i32([0, 4])
-    with pytest.raises(ValueError, match="window: must be at least 1, got 0"):
-        sliding_window_attention(q, kv, good, good, 0, 1.0, 8)
-    with pytest.raises(ValueError, match=r"cu_seqlens_q: must be non-decreasing numbers from 0 to 5, got \[0, 6\]"):
-        sliding_window_attention(q, kv, i32([0, 6]), good, 1, 1.0, 8)
-    with pytest.raises(ValueError, match=r"cu_seqlens_k: must be non-decreasing numbers from 0 to 4, got \[3, 1\]"):
-        sliding_window_attention(q, kv, good, i32([3, 1]), 1, 1.0, 8)
-    with pytest.raises(ValueError, match=r"cu_seqlens_k: shape must be \[2\], got \[3\] \(sizes as of cu_seqlens_q\)"):
-        sliding_window_attention(q, kv, good, i32([0, 1, 4]), 1, 1.0, 8)
-    with pytest.raises(ValueError, match="d_v: must be at most d = 8, got 512"):
-        sliding_window_attention(q, kv, good, good, 1, 1.0)
-
-
 def test_a_list_stands_for_the_window():
     q, kv = torch.randn(12, 2, 24), torch.randn(31, 1, 24)
     packed = (q, kv, i32(CU_Q), i32(CU_K))
@@ -99,8 +53,6 @@ def test_a_list_stands_for_the_window():
         expected = sliding_window_attention(*packed, window, 0.3, 16)
         got = sliding_window_attention(*packed, window, 0.3, 16, indices=window_indices(*packed[2:], 12, window))
         assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
-    with pytest.raises(ValueError, match=r"indices: shape must be \[12, 3\], got \[12, 2\]"):
-        sliding_window_attention(*packed, 3, 0.3, 16, indices=window_indices(*packed[2:], 12, 2))
 
 
 COUNTS = [6, 0, 1, 3, 5, 6, 2, -1, 9, 2**31 - 1, 4, -(2**31)]
@@ -146,43 +98,47 @@ def test_window_and_selected_are_kept_apart():
 def test_window_and_selected_without_keys():
     q, kv, compressed = torch.randn(3, 2, 8), torch.randn(3, 1, 8), torch.randn(5, 1, 8)
     cu, indices = i32([0, 3]), i32([[0, 1]] * 3)
-    window = sliding_window_attention(q, kv, cu, cu, 2, 1.0, 8)
+    window, window_lse = sliding_window_attention(q, kv, cu, cu, 2, 1.0, 8)
     for none in ((compressed, indices[:, :0]), (compressed[:0], indices)):
         out, lse = window_sparse_attention(q, kv, cu, cu, 2, *none, 1.0, 8)
-        assert_near(out, window[0].double())
-        assert_near(lse, window[1].double())
+        assert_near(out, window)
+        assert_near(lse, window_lse)
     out, lse = window_sparse_attention(q, kv[:0], cu, i32([0, 0]), 2, compressed[:0], indices, 1.0, 8, torch.zeros(2))
     assert out.eq(0).all() and lse.eq(INF).all()
 
 
-def test_window_and_selected_refuse_bad_arguments():
-    q, kv, compressed = torch.randn(3, 2, 8), torch.randn(3, 1, 8), torch.randn(5, 1, 8)
-    cu, indices = i32([0, 3]), i32([[0, 1]] * 3)
-    good = dict(zip(("q", "kv", "cu_seqlens_q", "cu_seqlens_k", "window"), (q, kv, cu, cu, 2)))
-    good |= {"compressed": compressed, "indices": indices, "softmax_scale": 1.0, "d_v": 8}
-    for changes, message in [
-        ({"compressed": compressed[:, 0]}, r"compressed: shape must be \[n, 1, 8\], got \[5, 8\]"),
-        ({"indices": indices[:2]}, r"indices: shape must be \[3, K\], got \[2, 2\]"),
-        ({"indices": indices.long()}, "indices: dtype must be int32, got int64"),
-        ({"topk_length": i32([1, 2])}, r"topk_length: shape must be \[3\], got \[2\]"),
-        ({"window_indices": indices[:, :1]}, r"window_indices: shape must be \[3, 2\], got \[3, 1\]"),
-        ({"cu_seqlens_k": i32([0, 4])}, r"cu_seqlens_k: must be non-decreasing numbers from 0 to 3, got \[0, 4\]"),
+CU, LIST = i32([0, 5]), i32([[0, 1]] * 5)
+GOOD = {"q": torch.zeros(5, 2, 8), "kv": torch.zeros(5, 1, 8), "cu_seqlens_q": CU, "cu_seqlens_k": CU, "window": 2}
+GOOD |= {"softmax_scale": 1.0, "d_v": 8}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"window": 0}, "window: must be at least 1, got 0"),
+        ({"cu_seqlens_q": i32([0, 6])}, r"cu_seqlens_q: must be non-decreasing numbers from 0 to 5, got \[0, 6\]"),
+        ({"cu_seqlens_k": i32([3, 1])}, r"cu_seqlens_k: must be non-decreasing numbers from 0 to 5, got \[3, 1\]"),
+        ({"cu_seqlens_k": i32([0, 1, 4])}, r"cu_seqlens_k: shape must be \[2\], got \[3\] \(sizes as of cu_seqlens_q"),
+        ({"d_v": 512}, "d_v: must be at most d = 8, got 512"),
+        ({"indices": LIST[:, :1]}, r"indices: shape must be \[5, 2\], got \[5, 1\]"),
+    ],
+)
+def test_wrong_windows_are_named(changes, message):
+    assert_refused(message, sliding_window_attention, **GOOD | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"compressed": torch.zeros(5, 8)}, r"compressed: shape must be \[n, 1, 8\], got \[5, 8\]"),
+        ({"indices": LIST[:2]}, r"indices: shape must be \[5, K\], got \[2, 2\]"),
+        ({"indices": LIST.long()}, "indices: dtype must be int32, got int64"),
+        ({"topk_length": i32([1, 2])}, r"topk_length: shape must be \[5\], got \[2\]"),
+        ({"window_indices": LIST[:, :1]}, r"window_indices: shape must be \[5, 2\], got \[5, 1\]"),
+        ({"cu_seqlens_k": i32([0, 6])}, r"cu_seqlens_k: must be non-decreasing numbers from 0 to 5, got \[0, 6\]"),
         ({"attn_sink": torch.zeros(3)}, r"attn_sink: shape must be \[2\], got \[3\]"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            window_sparse_attention(**{**good, **changes})
-
-
-def test_window_and_merge_agree_with_one_softmax():
-    # the window branch and one more branch over other keys, with the sink applied once
-    q, kv, other = torch.randn(4, 2, 8), torch.randn(6, 1, 8), torch.randn(3, 8)
-    window_out, window_lse = sliding_window_attention(q, kv, i32([0, 4]), i32([0, 6]), 3, 0.5, 8)
-    branch, branch_lse, _ = attend_rows(q, [other] * 4, 0.5, 8)
-    sink = torch.tensor([0.2, -0.6])
-    out, lse = merge_attention([window_out, branch.float()], [window_lse, branch_lse.float()], sink)
-    for t in range(4):
-        keys = torch.cat((kv[t : t + 3, 0], other))
-        for h in range(2):
-            expected, expected_lse, _ = attend_one(q[t, h], keys, 0.5, 8, float(sink[h]))
-            assert_near(out[t, h], expected)
-            assert lse[t, h].item() == pytest.approx(expected_lse, rel=1e-5)
+    ],
+)
+def test_wrong_windows_with_selections_are_named(changes, message):
+    good = GOOD | {"compressed": torch.zeros(5, 1, 8), "indices": LIST}
+    assert_refused(message, window_sparse_attention, **good | changes)

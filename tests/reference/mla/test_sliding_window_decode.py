@@ -7,15 +7,12 @@ import torch
 
 from dsa.reference import sliding_window_decode
 from dsa.reference.cache import kv_cache
+from tests.reference.common import assert_refused, i32
 from tests.reference.mla.attention_oracle import assert_near, attend_rows
 
 INF = math.inf
 LENGTHS = [0, 1, 2, 7, 20, 23]
 PAGE = 6
-
-
-def i32(values):
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def empty_cache(d, pages, page, width=None):
@@ -56,9 +53,7 @@ def test_against_float64(ring, window, s_q, with_sink):
     out, lse = sliding_window_decode(q, cache, table, i32(LENGTHS), window, 0.3, 16, sink)
     expected, expected_lse, _ = attend_rows(q.flatten(0, 1), keys, 0.3, 16, sink)
     assert_near(out.flatten(0, 1), expected)
-    assert lse.shape == (len(LENGTHS), 3, s_q)
     assert_near(lse.transpose(1, 2).flatten(0, 1), expected_lse)
-    assert out[0].eq(0).all() and lse[0].eq(INF).all()
 
 
 @pytest.mark.parametrize("ring", [False, True])
@@ -78,30 +73,32 @@ def test_a_page_that_is_not_there_holds_no_keys():
     table[4, 1] = 41
     out, _ = sliding_window_decode(torch.zeros(6, 1, 1, 24), cache, table, i32(LENGTHS), 100, 1.0, 8)
     left = torch.cat((keys[4][:PAGE], keys[4][2 * PAGE :]))
-    assert_near(out[4, 0, 0], left[:, :8].mean(0).double())
+    assert_near(out[4, 0, 0], left[:, :8].mean(0))
 
 
-def test_bad_arguments_are_named():
-    cache, table, _ = cached(24, 1, 4)
-    q, lengths = torch.randn(6, 1, 3, 24), i32(LENGTHS)
-    good = {"q": q, "cache": cache, "block_table": table, "cache_seqlens": lengths}
-    good |= {"window": 4, "softmax_scale": 0.3, "d_v": 16}
-    huge = torch.zeros(1, 1, 1, 24).expand(2**26, 33, 1, 24)
-    for changes, message in [
-        ({"q": q[0]}, r"q: shape must be \[B, s_q, H, d\], got \[1, 3, 24\]"),
-        ({"cache": cache[..., :16]}, "cache: a last dimension of 16 means d = 16, but q has d = 24"),
-        ({"cache": cache.squeeze(2)}, r"cache: shape must be \[pages, P, 1, row\], got \[41, 6, 24\]"),
+CACHE, TABLE, COUNTS = torch.zeros(41, 6, 1, 24), torch.zeros(6, 4, dtype=torch.int32), i32(LENGTHS)
+HUGE = torch.zeros(1, 1, 1, 24).expand(2**26, 33, 1, 24)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q": torch.zeros(1, 3, 24)}, r"q: shape must be \[B, s_q, H, d\], got \[1, 3, 24\]"),
+        ({"cache": CACHE[..., :16]}, "cache: a last dimension of 16 means d = 16, but q has d = 24"),
+        ({"cache": CACHE.squeeze(2)}, r"cache: shape must be \[pages, P, 1, row\], got \[41, 6, 24\]"),
         ({"is_fp8_kvcache": True}, "cache: dtype must be uint8, int8 or float8_e4m3fn with is_fp8_kvcache=True, got"),
-        ({"cache": huge}, r"cache: must have at most 2\^31 slots, got 67108864 pages of 33"),
-        ({"block_table": table[:5]}, r"block_table: shape must be \[6, max_pages\], got \[5, 4\]"),
-        ({"cache_seqlens": lengths[:5]}, r"cache_seqlens: shape must be \[6\], got \[5\]"),
+        ({"cache": HUGE}, r"cache: must have at most 2\^31 slots, got 67108864 pages of 33"),
+        ({"block_table": TABLE[:5]}, r"block_table: shape must be \[6, max_pages\], got \[5, 4\]"),
+        ({"cache_seqlens": COUNTS[:5]}, r"cache_seqlens: shape must be \[6\], got \[5\]"),
         ({"window": 0}, "window: must be at least 1, got 0"),
         ({"block_table": None, "window": 7}, r"cache: .* at least window \+ s_q - 1 = 7 keys .* got 41 pages of 6"),
-        ({"block_table": None, "cache": cache[:5]}, "cache: .* for each of 6 sequences .*, got 5 pages of 6"),
+        ({"block_table": None, "cache": CACHE[:5]}, "cache: .* for each of 6 sequences .*, got 5 pages of 6"),
         ({"d_v": 512}, "d_v: must be at most d = 24, got 512"),
         ({"attn_sink": torch.zeros(4)}, r"attn_sink: shape must be \[3\], got \[4\]"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            sliding_window_decode(**{**good, **changes})
-    with pytest.raises(TypeError, match="softmax_scale: must be a number, got NoneType"):
-        sliding_window_decode(**{**good, "softmax_scale": None})
+        ({"softmax_scale": None}, "softmax_scale: must be a number, got NoneType"),
+    ],
+)
+def test_wrong_arguments_are_named(changes, message):
+    good = {"q": torch.zeros(6, 1, 3, 24), "cache": CACHE, "block_table": TABLE, "cache_seqlens": COUNTS}
+    good |= {"window": 4, "softmax_scale": 0.3, "d_v": 16}
+    assert_refused(message, sliding_window_decode, **good | changes)

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from dsa.reference.mla import window_attention_cast as reference
+from tests.reference.common import assert_same_bits
+from tests.reference.formulas import rotated
 from tests.reference.mla.attention_oracle import attend_rows
 
 T, H, D, WINDOW, GROUPS = 7, 4, 256, 3, 2
@@ -14,13 +16,6 @@ BEGINS = (0, 0, 0, 3, 3, 3, 3)  # of each token's sequence
 def inputs(dtype):
     q, kv, entries = (torch.randn(n, h, D).to(dtype) for n, h in ((T, H), (T, 1), (9, 1)))
     return q, kv, entries, torch.randint(-2, 11, (T, 5), dtype=torch.int32), torch.rand(T, 32) * 6
-
-
-def turned_back(out, angles):
-    """float64, by complex numbers."""
-    pairs = torch.view_as_complex(out[..., -64:].unflatten(-1, (32, 2)).contiguous())
-    pairs = pairs * torch.exp(-1j * angles.double())[:, None]
-    return torch.cat((out[..., :-64], torch.view_as_real(pairs).flatten(-2)), -1)
 
 
 @pytest.mark.parametrize("use_ue8m0", [True, False])
@@ -39,7 +34,7 @@ def test_against_float64(dtype, selected, use_ue8m0):
         rows = [[i for i in own[: max(n, 0)].tolist() if 0 <= i < 9] for own, n in zip(indices, counts)]
         keys = [torch.cat((near, entries[own, 0])) for near, own in zip(keys, rows)]
     expected, _, _ = attend_rows(q, keys, 0.1, D, sink)
-    expected = turned_back(expected.double(), angles)
+    expected = rotated(expected, angles.cos(), -angles.sin())
     # A group's rows lie together: row g * T + t has the channels of its heads.
     expected = expected.view(T, GROUPS, -1).transpose(0, 1).reshape(GROUPS * T, -1, 128)
     assert cast.shape == (GROUPS * T, H // GROUPS * D) and scale.shape == (GROUPS * T, H // GROUPS * D // 128)
@@ -58,5 +53,5 @@ def test_one_group_of_all_heads_is_the_other_order():
     rest = (q, kv, CU, CU, WINDOW, entries, indices, angles.cos(), angles.sin())
     whole, scales = reference.window_attention_cast_to_fp8(*rest, 1, 0.1)
     parts, of_parts = reference.window_attention_cast_to_fp8(*rest, H, 0.1)
-    assert torch.equal(whole.view(torch.uint8).view(T, H, D).transpose(0, 1), parts.view(torch.uint8).view(H, T, D))
-    assert torch.equal(scales.view(T, H, -1).transpose(0, 1), of_parts.view(H, T, -1))
+    whole, scales = whole.view(T, H, D).transpose(0, 1), scales.view(T, H, -1).transpose(0, 1)
+    assert_same_bits((whole, scales), (parts.view(H, T, D), of_parts.view(H, T, -1)))

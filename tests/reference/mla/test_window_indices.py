@@ -4,26 +4,12 @@ import pytest
 import torch
 
 from dsa.reference import window_indices, window_slots
-
-
-def i32(values):
-    return torch.tensor(values, dtype=torch.int32)
-
-
-CU_Q, CU_K = [0, 3, 3, 4, 10, 12], [0, 3, 5, 12, 30, 31]  # the last sequence has 2 queries and 1 key
+from tests.reference.common import assert_refused, i32
+from tests.reference.mla.packed_windows import CU_K, CU_Q, visible
 
 
 def padded(keys, window):
     return keys + [-1] * (window - len(keys))
-
-
-def expected_indices(cu_q, cu_k, total_q, window):
-    rows = [padded([], window) for _ in range(total_q)]
-    for q0, q1, k0, k1 in zip(cu_q, cu_q[1:], cu_k, cu_k[1:]):
-        for i in range(q1 - q0):
-            p = (k1 - k0) - (q1 - q0) + i
-            rows[q0 + i] = padded([k0 + j for j in range(k1 - k0) if p - window < j <= p], window)
-    return rows
 
 
 def expected_slots(table, lengths, s_q, page_size, window):
@@ -42,8 +28,7 @@ def expected_slots(table, lengths, s_q, page_size, window):
 @pytest.mark.parametrize("window", [1, 2, 5, 128])
 def test_indices_against_the_definition(window):
     got = window_indices(i32(CU_Q), i32(CU_K), 12, window)
-    assert got.dtype == torch.int32 and got.tolist() == expected_indices(CU_Q, CU_K, 12, window)
-    assert got[10].eq(-1).all() and got[11].tolist() == padded([30], window)
+    assert got.dtype == torch.int32 and got.tolist() == [padded(keys, window) for keys in visible(window)]
 
 
 def test_queries_and_keys_of_no_sequence():
@@ -59,14 +44,14 @@ def test_numbers_in_any_order_name_no_negative_key(seed):
     cu_q, cu_k = (special[torch.randint(len(special), (6,))] for _ in range(2))
     got = window_indices(cu_q, cu_k, 9, 4)
     assert got.ge(-1).all()
-    # The keys of a row are neighbours, and what is behind them is no key.
-    beside = got[:, 1:]
-    assert ((beside == -1) | (beside == got[:, :-1] + 1) & (got[:, :-1] >= 0)).all()
+    # The keys of a row are neighbours, and -1 follows them.
+    after = got[:, 1:]
+    assert ((after == -1) | (after == got[:, :-1] + 1) & (got[:, :-1] >= 0)).all()
 
 
 @pytest.mark.parametrize("wrong", [-1, -(2**31), 13, 2**31 - 1])
 @pytest.mark.parametrize("place", range(len(CU_Q)))
-def test_a_boundary_outside_spoils_the_sequences_beside_it_alone(place, wrong):
+def test_a_boundary_outside_spoils_the_sequences_next_to_it_alone(place, wrong):
     right = window_indices(i32(CU_Q), i32(CU_K), 12, 5)
     spoiled = i32(CU_Q)
     spoiled[place] = wrong
@@ -97,9 +82,8 @@ def test_slots_of_rings(window, s_q):
         got = window_slots(None, i32(LENGTHS), s_q, page_size, window)
         assert torch.equal(got.long(), expected_slots(None, LENGTHS, s_q, page_size, window))
         # No slot twice among all that a sequence's queries see.
-        for b in range(len(LENGTHS)):
-            seen = {int(s) for s in got[b].flatten() if s >= 0}
-            assert len(seen) == min(max(LENGTHS[b], 0), size)
+        for length, own in zip(LENGTHS, got):
+            assert len(own[own >= 0].unique()) == min(max(length, 0), size)
 
 
 def test_slots_that_int32_cannot_hold():
@@ -114,32 +98,35 @@ def test_nothing_cached():
     assert window_slots(i32([[1]]), i32([5]), 0, 64, 3).shape == (1, 0, 3)
 
 
-def test_bad_arguments_are_named():
-    cu, table, lengths = i32([0, 4]), i32([[0, 1]]), i32([9])
-    for arguments, message in [
-        ((cu.long(), cu, 4, 3), "cu_seqlens_q: dtype must be int32, got int64"),
-        ((cu[:0], cu[:0], 4, 3), r"cu_seqlens_q: must have B \+ 1 entries, got shape \[0\]"),
-        ((cu, cu[:1], 4, 3), r"cu_seqlens_k: shape must be \[2\], got \[1\] \(sizes as of cu_seqlens_q\)"),
-        ((cu, cu, -1, 3), "total_q: must be at least 0, got -1"),
-        ((cu, cu, 4, 0), "window: must be at least 1, got 0"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            window_indices(*arguments)
-    for arguments, message in [
-        ((table[0], lengths, 1, 8, 3), r"block_table: shape must be \[1, max_pages\], got \[2\]"),
-        ((table, table, 1, 8, 3), r"cache_seqlens: shape must be \[B\], got \[1, 2\]"),
-        ((table, lengths, -2, 8, 3), "s_q: must be at least 0, got -2"),
-        ((table, lengths, 1, 0, 3), "page_size: must be at least 1, got 0"),
-        ((table, lengths, 1, 8, 0), "window: must be at least 1, got 0"),
-        ((None, lengths, 2, 8, 8), r"page_size: a ring must hold window \+ s_q - 1 = 9 keys .*, got 8"),
+CU, TABLE, ONE = i32([0, 4]), i32([[0, 1]]), i32([9])
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "message"),
+    [
+        (window_indices, (CU.long(), CU, 4, 3), "cu_seqlens_q: dtype must be int32, got int64"),
+        (window_indices, (CU[:0], CU[:0], 4, 3), r"cu_seqlens_q: must have B \+ 1 entries, got shape \[0\]"),
         (
-            (None, lengths.repeat(3), 1, 2**30, 8),
-            r"page_size: .* 3 sequences must have at most 2\^31 slots together, got",
+            window_indices,
+            (CU, CU[:1], 4, 3),
+            r"cu_seqlens_k: shape must be \[2\], got \[1\] \(sizes as of cu_seqlens_q",
         ),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            window_slots(*arguments)
-    with pytest.raises(TypeError, match="total_q: must be an int, got float"):
-        window_indices(cu, cu, 4.0, 3)
-    with pytest.raises(TypeError, match="s_q: must be an int, got bool"):
-        window_slots(table, lengths, True, 8, 3)
+        (window_indices, (CU, CU, -1, 3), "total_q: must be at least 0, got -1"),
+        (window_indices, (CU, CU, 4.0, 3), "total_q: must be an int, got float"),
+        (window_indices, (CU, CU, 4, 0), "window: must be at least 1, got 0"),
+        (window_slots, (TABLE[0], ONE, 1, 8, 3), r"block_table: shape must be \[1, max_pages\], got \[2\]"),
+        (window_slots, (TABLE, TABLE, 1, 8, 3), r"cache_seqlens: shape must be \[B\], got \[1, 2\]"),
+        (window_slots, (TABLE, ONE, -2, 8, 3), "s_q: must be at least 0, got -2"),
+        (window_slots, (TABLE, ONE, True, 8, 3), "s_q: must be an int, got bool"),
+        (window_slots, (TABLE, ONE, 1, 0, 3), "page_size: must be at least 1, got 0"),
+        (window_slots, (TABLE, ONE, 1, 8, 0), "window: must be at least 1, got 0"),
+        (window_slots, (None, ONE, 2, 8, 8), r"page_size: a ring must hold window \+ s_q - 1 = 9 keys .*, got 8"),
+        (
+            window_slots,
+            (None, i32([9] * 3), 1, 2**30, 8),
+            r"page_size: .* 3 sequences must have at most 2\^31 slots to",
+        ),
+    ],
+)
+def test_wrong_arguments_are_named(function, arguments, message):
+    assert_refused(message, function, *arguments)
