@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsa_layers import load_model
 from dsa_layers.batch.prefill import Chunk, prefill_batch
+from dsa_layers.families.registry import model_types
 from tests.layers.parallel.processes import in_ranks
 from tests.layers.parallel.ways import WAYS, split_by
 
@@ -18,14 +19,7 @@ ENDS = 3
 EXPERTS, DENSE = 3, 2
 # What attention says for each kind of layer: keys; of heads queries, picks where the layer selects, and the sum, too.
 # What a layer does not have, as picks where it selects nothing, makes it fewer.
-MOST = {
-    ("deepseek_v32", "queries"): 1,
-    ("deepseek_v32", "heads"): 4,
-    ("glm_moe_dsa", "queries"): 1,
-    ("glm_moe_dsa", "heads"): 4,
-    ("deepseek_v4", "queries"): 1,
-    ("deepseek_v4", "heads"): 4,
-}
+MOST = {(model, way): {"queries": 1, "heads": 4}[way] for model in model_types() for way in WAYS}
 
 
 class Collectives(TorchDispatchMode):
@@ -41,6 +35,14 @@ class Collectives(TorchDispatchMode):
         return function(*arguments, **(options or {}))
 
 
+def collectives(model, cache, new, total):
+    """Those of a pass over the last `new` of a sequence's tokens."""
+    chunk = Chunk(new, total - new, range(cache.allocator.num_pages), 0)
+    with Collectives() as counted:
+        model(torch.arange(new), prefill_batch([chunk], model.page_size, "cpu"), cache)
+    return counted.found
+
+
 @torch.inference_mode()
 def said(ranks, cases):
     """{(model, way): (its layers' number, that of the dense ones, collectives of a long pass, of a step)}"""
@@ -48,17 +50,10 @@ def said(ranks, cases):
     for (model_type, way), directory in cases.items():
         with split_by(way):
             model = load_model(directory, mesh=ranks, dtype=torch.bfloat16, progress=False)
-            size, config = model.page_size, model.config
-            pages = range(-(-TOKENS // size))
-            cache = model.make_cache(len(pages))
-            batch = prefill_batch([Chunk(TOKENS, 0, pages, 0)], size, "cpu")
-            with Collectives() as collectives:
-                model(torch.arange(TOKENS), batch, cache)
-            step = prefill_batch([Chunk(1, TOKENS - 1, pages, 0)], size, "cpu")
-            with Collectives() as of_step:
-                model(torch.arange(1), step, cache)
-            dense = getattr(config, "first_k_dense_replace", 0)
-            found[model_type, way] = config.num_hidden_layers, dense, collectives.found, of_step.found
+            cache = model.make_cache(-(-TOKENS // model.page_size))
+            layers, dense = model.config.num_hidden_layers, getattr(model.config, "first_k_dense_replace", 0)
+            passes = collectives(model, cache, TOKENS, TOKENS), collectives(model, cache, 1, TOKENS)
+            found[model_type, way] = layers, dense, *passes
     return found
 
 
@@ -69,21 +64,11 @@ def of_ranks(tiny_checkpoint):
 
 
 @pytest.mark.parametrize(("model", "way"), MOST)
-def test_collectives_of_a_pass(of_ranks, model, way):
+def test_collectives_are_few(of_ranks, model, way):
     for of_rank in of_ranks:
-        layers, dense, found, _ = of_rank[model, way]
+        layers, dense, long_pass, step = of_rank[model, way]
         most = ENDS + layers * MOST[model, way] + dense * DENSE + (layers - dense) * EXPERTS
         # Ranks must talk in every layer: a count of nothing would be none of collectives.
-        assert 2 * layers < found.total() <= most, found
-
-
-@pytest.mark.parametrize(("model", "way"), MOST)
-def test_collectives_of_a_step(of_ranks, model, way):
-    """A sum for each attention and each MLP; beside them the embedding's sum and the logits."""
-    for of_rank in of_ranks:
-        layers, _, _, found = of_rank[model, way]
-        assert found.total() == 2 * layers + 2, found
-
-
-def test_all_ways_are_counted():
-    assert {way for _, way in MOST} == WAYS.keys()
+        assert 2 * layers < long_pass.total() <= most, long_pass
+        # A sum for each attention and each MLP; beside them the embedding's sum and the logits.
+        assert step.total() == 2 * layers + 2, step

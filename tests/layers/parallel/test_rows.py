@@ -124,11 +124,3 @@ def test_few_rows_and_decoding_are_whole():
     assert isinstance(rows_of(long, two), SharedRows) and isinstance(rows_of(short, two), WholeRows)
     assert isinstance(rows_of(SequenceBatch.without_cache([1] * 2 * SHARED_ROWS), two), WholeRows)
     assert rows_of(long, ALONE) is ALL_ROWS
-
-
-def test_all_rows_are_this_process_s():
-    x = torch.ones(3)
-    assert ALL_ROWS.own_kept(x) is ALL_ROWS.own_bounds(x) is x and ALL_ROWS.begin_gather_joined(x, x)() == (x, x)
-    assert ALL_ROWS.own(x) is x and ALL_ROWS.sum(x) is x and ALL_ROWS.gather(x, x) == (x, x)
-    assert ALL_ROWS.begin_gather(x, x)() == (x, x) and ALL_ROWS.begin_sum(x)() is x
-    assert torch.equal(ALL_ROWS.begin_sum(x)(2 * x, 3 * x), 6 * x)
