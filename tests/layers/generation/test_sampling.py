@@ -152,3 +152,9 @@ def test_stop_strings_hold_back_what_may_become_one(text, stop, shown, stopped):
     watch = StopStrings(Letters(), stop)
     got = [watch.push(letter, last=i == len(text) - 1) for i, letter in enumerate(text)]
     assert [t for t, _ in got] == shown and got[-1][1] == stopped
+
+
+def test_a_long_stop_string_is_compared_with_what_is_held_back():
+    """And not all of its beginnings with that, which would take minutes."""
+    watch = StopStrings(Letters(), ["b" * 10**6, "ab"])
+    assert "".join(watch.push("a", last=i == 99)[0] for i in range(100)) == "a" * 100
