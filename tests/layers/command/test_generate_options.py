@@ -78,13 +78,11 @@ def test_weights_are_dequantised_on_a_cpu_alone(loaded, monkeypatch, checkpoint)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * 10**9))
     monkeypatch.setattr("dsa.backends.why_no_kernels", lambda: "no GPU for this test")
-    expected = {"cuda": (False, True, False), "cpu": (True, True, False)}
-    for device in expected:
+    for device in ([], ["--device", "cpu"]):
         for option in ([], ["--dequantize"], ["--no-dequantize"]):
-            assert main(["generate", str(checkpoint), "--prompt", "x", "--device", device, *option]) == 2
-    assert [(options["device"], options["dequantize"]) for options in loaded] == [
-        (device, dequantized) for device, all_options in expected.items() for dequantized in all_options
-    ]
+            assert main(["generate", str(checkpoint), "--prompt", "x", *device, *option]) == 2
+    on_gpu, on_cpu = zip(["cuda"] * 3, (False, True, False)), zip(["cpu"] * 3, (True, True, False))
+    assert [(options["device"], options["dequantize"]) for options in loaded] == [*on_gpu, *on_cpu]
 
 
 @pytest.mark.parametrize(
