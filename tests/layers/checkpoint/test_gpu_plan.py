@@ -18,8 +18,7 @@ from dsa_layers.command import on_gpus
 from dsa_layers.command.main import main
 from dsa_layers.families.config import read_config
 from dsa_layers.families.registry import family, model_types
-from dsa_layers.layers.shares import TILE_OF_HEADS
-from dsa_layers.parallel.cuts import DoesNotDivide, cuts_of, shares_of
+from dsa_layers.parallel.cuts import DoesNotDivide, shares_of
 from dsa_layers.parallel.ranks import Ranks
 from dsa_layers.tiny import write_tiny_checkpoint, writer
 from tests.layers.parallel.ways import split_by
@@ -77,34 +76,6 @@ def check_what_a_rank_holds(directory, gpus, drafts):
         caches = generator._passes.caches
         held_in_caches = held(tensor for cache in caches for tensor in cache.tensors())
         assert found.bytes(tokens) == found.weights + held_in_caches == found.bytes(tokens - part.page_size + 1)
-
-
-@pytest.mark.parametrize(
-    ("name", "gpus", "heads_are_few"),
-    [
-        ("deepseek_v32", 2, False),
-        ("deepseek_v32", 4, True),
-        ("deepseek_v4_flash", 2, True),
-        ("deepseek_v4_flash", 8, True),
-    ],
-)
-def test_what_every_gpu_has_whole_is_what_the_help_says(name, gpus, heads_are_few, capsys):
-    with pytest.raises(SystemExit):
-        main(["plan", "--help"])
-    text = " ".join(capsys.readouterr().out.split())
-    said = f"where its share of the heads is below {TILE_OF_HEADS} those of attention with all heads"
-    assert f"Every GPU has the weights of shared experts whole, and {said}" in text
-
-    config = read_config(VENDORED / f"{name}_config.json")
-    model = unfilled_model(config, precision_of(config))
-    cut = cuts_of(model, gpus, blocks=True)
-    assert (config.num_attention_heads // gpus < TILE_OF_HEADS) == heads_are_few
-    of_attention = [layer for layer, _, shares in shares_of(model) if shares.heads]
-    of_experts = [layer for layer, _, shares in shares_of(model) if layer.endswith("shared_experts")]
-    assert of_attention and of_experts
-    for layers, expected in ((of_attention, not heads_are_few), (of_experts, False)):
-        for layer in layers:
-            assert any(parameter.startswith(f"{layer}.") for parameter in cut) == expected, layer
 
 
 @pytest.mark.parametrize(("name", "gpus"), [("deepseek_v32", 8), ("deepseek_v4_flash", 2)])

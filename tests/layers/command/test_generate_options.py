@@ -238,15 +238,6 @@ def test_prompt_files_reach_ranks(checkpoint, tmp_path, monkeypatch, joined):
     assert seen == [Prompt(f"--prompt-file {file}", text) for file, text in files.items()]
 
 
-def test_prompt_files_are_read_before_ranks_start(checkpoint, tmp_path, monkeypatch, error):
-    monkeypatch.setattr("dsa_layers.parallel.launch.launch", None)
-    (tmp_path / "empty").touch()
-    for name, problem in (("empty", "must not be empty"), ("none", "must be a readable file")):
-        call = ["generate", str(checkpoint), "--device", "cpu", "--gpus", "2", "--prompt-file", str(tmp_path / name)]
-        assert main(call) == 2
-        assert problem in error()
-
-
 def test_a_prompt_in_utf8_under_another_locale(given):
     """Its bytes come as surrogates."""
     assert shipped("--prompt", "d\udcc3\udca9f") == 0

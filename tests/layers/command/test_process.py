@@ -63,17 +63,6 @@ def test_an_interrupt_that_the_caller_has_ignored_changes_nothing(tmp_path):
     assert code == 2 and problem.startswith(f"dsa generate: {tmp_path / 'tokenizer.json'}: no such file")
 
 
-def test_a_reader_that_leaves(checkpoint):
-    """As of `dsa generate ... | head -c1`: it ends as a filter does, and says nothing."""
-    call = ["generate", checkpoint, "--device", "cpu", "--raw", "--prompt", PROMPT, "--max-new-tokens", 30]
-    process = start(call, **PIPES)
-    assert process.stdout.read(1)
-    process.stdout.close()
-    err = process.stderr.read()
-    assert process.wait(timeout=SECONDS) == 141
-    assert "Traceback" not in err and "dsa generate" not in err and "Exception" not in err and "prefill" not in err
-
-
 def test_output_that_cannot_be_written():
     """Whether it is written at once or when Python ends."""
     with open("/dev/full", "w") as full:

@@ -126,24 +126,6 @@ def test_the_cache_is_free_after_the_last_event(model, tokenizer, greedy):
     assert [c.tokens for c in generator.generate(PROMPTS, params)] == [c.tokens for c in greedy] and list(stream) == []
 
 
-def test_a_stream_is_open_as_soon_as_it_begins(model, tokenizer, monkeypatch):
-    """Another thread may begin one before the first event of this one is asked for."""
-    generator = Generator(model, tokenizer, cache_tokens=256)
-    first, second = (generator.stream([prompt], SamplingParams(max_new_tokens=2)) for prompt in PROMPTS[:2])
-    begin, refused = generator._begin, []
-
-    def begin_and_lose_the_turn(*arguments):
-        begun = begin(*arguments)
-        monkeypatch.setattr(generator, "_begin", begin)
-        with pytest.raises(RuntimeError, match="another stream of this generator is open") as error:
-            next(second)
-        refused.append(error)
-        return begun
-
-    monkeypatch.setattr(generator, "_begin", begin_and_lose_the_turn)
-    assert len(list(first)) == len(list(second)) == 2 and len(refused) == 1
-
-
 def test_closing_a_stream_while_a_pass_is_running(model, tokenizer, greedy, monkeypatch):
     """As another thread does that cancels a request."""
     generator = Generator(model, tokenizer, cache_tokens=256)

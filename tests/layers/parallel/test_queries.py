@@ -135,22 +135,6 @@ def test_weights_are_dequantised_once_for_both(checkpoints, rank):
             one.kv_b_proj.weight_scale_inv.mul_(2)
 
 
-@torch.inference_mode()
-def test_views_of_parameters_of_inference_mode(checkpoints):
-    """Are made once, also where nobody counts the parameters' changes."""
-    part = load_model(checkpoints["deepseek_v32"], mesh=Ranks(0, 2), progress=False)
-    _, layer = attentions(part)[1]
-    assign = {name: torch.nn.Parameter(x.clone(), requires_grad=False) for name, x in layer.state_dict().items()}
-    layer.load_state_dict(assign, assign=True)
-    scale = layer.o_proj.weight_scale_inv
-    assert scale.is_inference()
-    before = layer.own_part.of(layer)
-    scale.mul_(2)
-    now = layer.own_part.of(layer)
-    assert all(x is y for x, y in zip(before.parameters(), now.parameters()))
-    assert torch.equal(now.o_proj.weight_scale_inv, scale.chunk(2, 1)[0])
-
-
 @pytest.mark.parametrize(("model", "name"), [("deepseek_v32", "kv_b_proj.weight"), ("deepseek_v4", "attn_sink")])
 def test_a_pass_that_would_lose_gradients_is_refused(checkpoints, model, name):
     part = load_model(checkpoints[model], mesh=Ranks(1, 2), progress=False, **OPTIONS["fp32"])

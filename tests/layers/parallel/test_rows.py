@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from dsa_layers.batch.rows import ALL_ROWS, Rows
+from dsa_layers.batch.rows import ALL_ROWS
 from dsa_layers.batch.sequence_batch import SequenceBatch
-from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE
 from dsa_layers.layers.rope import RopeAngles
 from dsa_layers.parallel.ranks import ALONE, Ranks
 from dsa_layers.parallel.rows import SHARED_ROWS, SharedRows, WholeRows, rows_of
@@ -81,41 +80,6 @@ def test_rows_of_ranks(size):
             # Rounded once with what is shared, and once more with the residual.
             expected = part(9, count)[own] + (2 * expected + part(8, count).float()[own]).bfloat16()
             assert torch.equal(more, expected)
-
-
-class OneOfTwo(Rows):
-    """The first half of the rows; what is asked of the other process is there already."""
-
-    parts = shared = True
-
-    def __init__(self, *whole):
-        self.whole, self.sent = whole, []
-
-    def own(self, x):
-        return x[: len(x) // 2]
-
-    def sum(self, part):
-        return self.own(part)
-
-    def gather(self, *own):
-        self.sent += own
-        return tuple(next(w for w in self.whole if torch.equal(self.own(w).double(), x.double())) for x in own)
-
-
-@pytest.mark.parametrize("fp4_experts", [False, True])
-@torch.inference_mode()
-def test_experts_send_casts(fp4_experts):
-    """Never 16 bits a channel; what comes of it has the bits of all rows."""
-    torch.manual_seed(0)
-    moe = MoE(256, 128, GroupedSigmoidRouter(256, 6, 2, dtype=torch.bfloat16), fp8=True, fp4_experts=fp4_experts)
-    x = torch.randn(10, 256).bfloat16()
-    cast, choice = moe.shared_experts.gate_proj.cast(x), moe.gate(x)
-    rows = OneOfTwo(*cast, *choice)
-    own = tuple(rows.own(tensor) for tensor in cast)
-    expected = rows.own(moe.experts(x, *choice, cast=cast)) + moe.shared_experts(rows.own(x), cast=own)
-    assert torch.equal(moe(rows.own(x), cast=own, rows=rows), expected)
-    assert {tensor.dtype for tensor in rows.sent} == {torch.float8_e4m3fn, torch.float32, torch.int64}
-    assert sum(tensor.nbytes for tensor in rows.sent) == 5 * (256 + 2 * 4 + 2 * (8 + 4))
 
 
 def test_few_rows_and_decoding_are_whole():
