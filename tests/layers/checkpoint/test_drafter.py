@@ -12,11 +12,11 @@ from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.checkpoint import CheckpointError
 from dsa_layers.checkpoint import loading as loading_module
 from dsa_layers.checkpoint.loading import load_model
-from dsa_layers.families.registry import family, model_types
+from dsa_layers.families.registry import family
 from dsa_layers.families.sparse_mla.drafted_states import DraftedStates
 from tests.layers.checkpoint.stand_ins import changed, read_tensors
+from tests.layers.generation.families import FAMILIES
 
-FAMILIES = [model for model in model_types() if family(model).drafter is not None]
 PREFIX = {"deepseek_v32": "model.layers.4.", "glm_moe_dsa": "model.layers.5.", "deepseek_v4": "mtp.0."}
 TOKENS = torch.arange(3, 304)
 BATCH = SequenceBatch.without_cache([200, 100])

@@ -55,6 +55,7 @@ print(max(most[0], own()) - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the memory of a process")
 def test_it_is_no_more_than_the_largest_tensor(tmp_path):
     rows, columns = 4096, 4096

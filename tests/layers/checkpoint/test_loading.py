@@ -12,12 +12,12 @@ from dsa_layers.checkpoint import INDEX_NAME, Checkpoint
 from dsa_layers.checkpoint.export import save_fp8_checkpoint
 from dsa_layers.checkpoint.loading import load_model
 from dsa_layers.checkpoint.published_format import as_published
-from dsa_layers.families.registry import model_types
+from tests.layers.generation.families import FAMILIES
 
 NOT_LEARNED = ("gate.e_score_correction_bias", "gate.bias", "gate.tid2eid")
 
 
-@pytest.fixture(scope="module", params=model_types())
+@pytest.fixture(scope="module", params=FAMILIES)
 def directory(request, tiny_checkpoint):
     return tiny_checkpoint(request.param)
 

@@ -12,7 +12,7 @@ from dsa_layers import SHIPPED_MODEL, SequenceBatch, Tokenizer, load_model
 from dsa_layers.command import compare as compare_command
 from dsa_layers.command.compare import HELD_OUT_TEXT
 from dsa_layers.command.main import main
-from dsa_layers.families.registry import model_types
+from tests.layers.generation.families import FAMILIES
 
 
 def compare(*options):
@@ -122,7 +122,7 @@ def test_sequences_that_selection_does_not_shorten(capsys):
     assert expected in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("family", model_types())
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_family(tiny_checkpoint, capsys, family):
     """Dense attention reads all of what is in the cache, which in DeepSeek-V4 is less than the context has tokens."""
     checkpoint, size = tiny_checkpoint(family), ("--length", 450, "--max-tokens", 450, "--prefill-chunk", 128)

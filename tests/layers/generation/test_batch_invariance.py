@@ -8,7 +8,6 @@ import torch
 import dsa
 from dsa import backends
 from dsa_layers.checkpoint.loading import load_model
-from dsa_layers.families.registry import model_types
 from dsa_layers.generation import generator as module
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.invariant_models import check_invariant
@@ -16,6 +15,7 @@ from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.layers.batch_invariance import batch_invariant, has_any_rows, is_batch_invariant
 from dsa_layers.layers.linear import linear_fp32
 from tests.layers.command.calls import generate
+from tests.layers.generation.families import FAMILIES
 from tests.layers.generation.remembering_model import RememberingModel, next_token
 
 
@@ -25,7 +25,7 @@ def kernels(monkeypatch):
     monkeypatch.setattr(backends, "runs_kernel", lambda *_: True)
 
 
-@pytest.mark.parametrize("family", model_types())
+@pytest.mark.parametrize("family", FAMILIES)
 def test_models_of_every_family(family, tiny_checkpoint, kernels):
     check_invariant(load_model(tiny_checkpoint(family), progress=False))
 
@@ -96,7 +96,7 @@ def test_passes(drafts, monkeypatch):
     assert told[:12] == [(True, False), (True, True)] * 6 and all(map(all, told[12:])) and not is_batch_invariant()
 
 
-@pytest.mark.parametrize("family", model_types())
+@pytest.mark.parametrize("family", FAMILIES)
 def test_what_attention_is_told(family, tiny_checkpoint, monkeypatch):
     """That it is asked for, over prompts of which keys are selected and in decoding; and nothing of it otherwise, since
     others may stand in the op's place. V4's windows have no lengths in decoding: those of a sequence's last draft would

@@ -8,9 +8,9 @@ import torch
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.cache.kv_cache import OutOfPages
 from dsa_layers.checkpoint.loading import load_model
-from dsa_layers.families.registry import model_types
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams, sample, sample_drafted
+from tests.layers.generation.families import FAMILIES
 from tests.layers.generation.guesses import Guesses, guess
 from tests.layers.generation.remembering_model import RememberingModel
 from tests.layers.generation.replay import capture_passes
@@ -20,7 +20,7 @@ PROMPTS = [[2 + i * i % 2000 for i in range(170)], [7, 8, 9], list(range(5, 80))
 LIMITS = [18, 13, 6, 15]
 
 
-@pytest.fixture(scope="module", params=model_types())
+@pytest.fixture(scope="module", params=FAMILIES)
 def model(request, tiny_checkpoint):
     directory = tiny_checkpoint(request.param, quantized=False)
     return load_model(directory, dtype=torch.float32, drafter=True, progress=False)

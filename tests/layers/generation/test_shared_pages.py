@@ -4,15 +4,15 @@ import pytest
 import torch
 
 from dsa_layers.checkpoint.loading import load_model
-from dsa_layers.families.registry import model_types
 from dsa_layers.generation.draft_step import DraftStep
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
+from tests.layers.generation.families import FAMILIES
 
 TEXT = [2 + i * i % 2000 for i in range(400)]
 
 
-@pytest.fixture(scope="module", params=model_types())
+@pytest.fixture(scope="module", params=FAMILIES)
 def model(request, tiny_checkpoint):
     directory = tiny_checkpoint(request.param, quantized=False)
     return load_model(directory, dtype=torch.float32, drafter=True, progress=False)

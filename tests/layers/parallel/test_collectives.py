@@ -8,7 +8,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsa_layers import load_model
 from dsa_layers.batch.prefill import Chunk, prefill_batch
-from dsa_layers.families.registry import model_types
 from tests.layers.parallel.processes import in_ranks
 from tests.layers.parallel.ways import WAYS, split_by
 
@@ -19,7 +18,7 @@ ENDS = 3
 EXPERTS, DENSE = 3, 2
 # What attention says for each kind of layer: keys; of heads queries, picks where the layer selects, and the sum, too.
 # What a layer does not have, as picks where it selects nothing, makes it fewer.
-MOST = {(model, way): {"queries": 1, "heads": 4}[way] for model in model_types() for way in WAYS}
+MOST = {"queries": 1, "heads": 4}
 
 
 class Collectives(TorchDispatchMode):
@@ -44,31 +43,28 @@ def collectives(model, cache, new, total):
 
 
 @torch.inference_mode()
-def said(ranks, cases):
-    """{(model, way): (its layers' number, that of the dense ones, collectives of a long pass, of a step)}"""
+def said(ranks, directory):
+    """By the way of splitting: (layers' number, that of the dense ones, collectives of a long pass, of a step)."""
     found = {}
-    for (model_type, way), directory in cases.items():
+    for way in WAYS:
         with split_by(way):
             model = load_model(directory, mesh=ranks, dtype=torch.bfloat16, progress=False)
             cache = model.make_cache(-(-TOKENS // model.page_size))
             layers, dense = model.config.num_hidden_layers, getattr(model.config, "first_k_dense_replace", 0)
             passes = collectives(model, cache, TOKENS, TOKENS), collectives(model, cache, 1, TOKENS)
-            found[model_type, way] = layers, dense, *passes
+            found[way] = layers, dense, *passes
     return found
 
 
-@pytest.fixture(scope="module")
-def of_ranks(tiny_checkpoint):
-    """All cases in the same processes, which are slow to start."""
-    return in_ranks(2, said, {(model, way): tiny_checkpoint(model) for model, way in MOST})
-
-
-@pytest.mark.parametrize(("model", "way"), MOST)
-def test_collectives_are_few(of_ranks, model, way):
-    for of_rank in of_ranks:
-        layers, dense, long_pass, step = of_rank[model, way]
-        most = ENDS + layers * MOST[model, way] + dense * DENSE + (layers - dense) * EXPERTS
-        # Ranks must talk in every layer: a count of nothing would be none of collectives.
-        assert 2 * layers < long_pass.total() <= most, long_pass
-        # A sum for each attention and each MLP; beside them the embedding's sum and the logits.
-        assert step.total() == 2 * layers + 2, step
+@pytest.mark.parametrize(
+    "model",
+    ["deepseek_v32", *(pytest.param(model, marks=pytest.mark.slow) for model in ("glm_moe_dsa", "deepseek_v4"))],
+)
+def test_collectives_are_few(tiny_checkpoint, model):
+    for of_rank in in_ranks(2, said, tiny_checkpoint(model)):
+        for way, (layers, dense, long_pass, step) in of_rank.items():
+            most = ENDS + layers * MOST[way] + dense * DENSE + (layers - dense) * EXPERTS
+            # Ranks must talk in every layer: a count of nothing would be none of collectives.
+            assert 2 * layers < long_pass.total() <= most, (way, long_pass)
+            # A sum for each attention and each MLP; beside them the embedding's sum and the logits.
+            assert step.total() == 2 * layers + 2, (way, step)

@@ -314,8 +314,15 @@ class TestFailure:
 
 
 class TestSignals:
-    @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-    @pytest.mark.parametrize("to", [os.kill, os.killpg])
+    @pytest.mark.parametrize(
+        ("number", "code", "to"),
+        [
+            (signal.SIGINT, 130, os.kill),
+            (signal.SIGINT, 130, os.killpg),
+            (signal.SIGTERM, 143, os.kill),
+            (signal.SIGHUP, 129, os.kill),
+        ],
+    )
     def test_end_all_ranks(self, start, tmp_path, number, code, to):
         """Each rank gets it, once: the first lets them finish, and a second would end them."""
         source = (

@@ -16,7 +16,6 @@ from dsa_layers.batch.prefill import Chunk, prefill_batch
 from dsa_layers.evaluation.keys_read import KeysRead
 from dsa_layers.evaluation.selections import latest_keys
 from dsa_layers.families.deepseek_v4.model import DeepseekV4ForCausalLM
-from dsa_layers.families.registry import model_types
 from dsa_layers.layers import attention as attention_layer
 from dsa_layers.layers.attention import DSAAttention, Selection
 from dsa_layers.layers.linear import Linear
@@ -38,9 +37,13 @@ OPTIONS = {
 }
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tiny_checkpoint):
-    return {model: tiny_checkpoint(model) for model in model_types()}
+@pytest.fixture(
+    scope="module",
+    params=[("deepseek_v32", "deepseek_v4"), pytest.param(("glm_moe_dsa",), marks=pytest.mark.slow)],
+    ids="-".join,
+)
+def checkpoints(request, tiny_checkpoint):
+    return {model: tiny_checkpoint(model) for model in request.param}
 
 
 def attentions(model):
@@ -71,9 +74,9 @@ def test_a_rank_reads_all_heads_and_has_views_of_its_own(checkpoints):
 
 
 @pytest.mark.parametrize(("model", "name"), [("deepseek_v32", "o_proj"), ("deepseek_v4", "wo_a.matrices")])
-def test_views_are_of_the_modules_that_are_there(checkpoints, model, name):
+def test_views_are_of_the_modules_that_are_there(tiny_checkpoint, model, name):
     """Of others with the same parameters, and not of those whose parts need not compute parts."""
-    part = load_model(checkpoints[model], mesh=Ranks(1, 2), progress=False, **OPTIONS["fp32"])
+    part = load_model(tiny_checkpoint(model), mesh=Ranks(1, 2), progress=False, **OPTIONS["fp32"])
     _, layer = attentions(part)[1]
     owner, _, attribute = name.rpartition(".")
     owner, whole = layer.get_submodule(owner), layer.get_submodule(name)
@@ -103,9 +106,9 @@ def test_views_are_of_the_modules_that_are_there(checkpoints, model, name):
     assert layer.own_part.of(layer).get_submodule(name).mark == "another"
 
 
-def test_memory_is_held_once(checkpoints):
+def test_memory_is_held_once(tiny_checkpoint):
     """Copies of a layer have parts of their own weights, and weights that it leaves are freed."""
-    part = load_model(checkpoints["deepseek_v32"], mesh=Ranks(1, 2), progress=False)
+    part = load_model(tiny_checkpoint("deepseek_v32"), mesh=Ranks(1, 2), progress=False)
     _, layer = attentions(part)[1]
     other = copy.deepcopy(layer)
     assert not other.own_part._parts.modules
@@ -120,11 +123,11 @@ def test_memory_is_held_once(checkpoints):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_weights_are_dequantised_once_for_both(checkpoints, rank):
+def test_weights_are_dequantised_once_for_both(tiny_checkpoint, rank):
     """Those of a rank's heads are rows of all heads', also after a change."""
-    part = load_model(checkpoints["deepseek_v32"], mesh=Ranks(rank, 2), progress=False)
+    part = load_model(tiny_checkpoint("deepseek_v32"), mesh=Ranks(rank, 2), progress=False)
     with split_by("heads"):
-        of_heads = load_model(checkpoints["deepseek_v32"], mesh=Ranks(rank, 2), progress=False)
+        of_heads = load_model(tiny_checkpoint("deepseek_v32"), mesh=Ranks(rank, 2), progress=False)
     (_, layer), (_, expected) = (attentions(model)[1] for model in (part, of_heads))
     for _ in range(2):
         mine = layer.own_part.of(layer).kv_b_proj.float_weight(torch.bfloat16)
@@ -136,8 +139,8 @@ def test_weights_are_dequantised_once_for_both(checkpoints, rank):
 
 
 @pytest.mark.parametrize(("model", "name"), [("deepseek_v32", "kv_b_proj.weight"), ("deepseek_v4", "attn_sink")])
-def test_a_pass_that_would_lose_gradients_is_refused(checkpoints, model, name):
-    part = load_model(checkpoints[model], mesh=Ranks(1, 2), progress=False, **OPTIONS["fp32"])
+def test_a_pass_that_would_lose_gradients_is_refused(tiny_checkpoint, model, name):
+    part = load_model(tiny_checkpoint(model), mesh=Ranks(1, 2), progress=False, **OPTIONS["fp32"])
     _, layer = attentions(part)[1]
     layer.get_parameter(name).requires_grad_()
     refused = f"^requires_grad: .* parts of {type(layer).__name__}, .*got True of {name.partition('.')[0]}$"
@@ -149,10 +152,10 @@ def test_a_pass_that_would_lose_gradients_is_refused(checkpoints, model, name):
 
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize(("model", "name"), [("deepseek_v32", "o_proj"), ("deepseek_v4", "wo_b")])
-def test_columns_are_those_of_what_is_loaded(checkpoints, model, name, assign):
+def test_columns_are_those_of_what_is_loaded(tiny_checkpoint, model, name, assign):
     """In the same memory, where a graph reads them, or where others take its place; also where they leave the
     device."""
-    part = load_model(checkpoints[model], mesh=Ranks(1, 2), progress=False)
+    part = load_model(tiny_checkpoint(model), mesh=Ranks(1, 2), progress=False)
     _, layer = attentions(part)[1]
     before = [(x.data_ptr(), x.clone().float()) for x in layer.own_part.of(layer).get_submodule(name).parameters()]
     state = {key: x.clone() for key, x in part.state_dict().items()}
@@ -277,11 +280,12 @@ def of_forms(ranks, directory):
     return found
 
 
-def test_the_choice_of_a_form_counts_what_it_says(checkpoints):
+@pytest.mark.slow
+def test_the_choice_of_a_form_counts_what_it_says(tiny_checkpoint):
     """To the byte: what the multi-head form says beyond the absorbed one, in long passes, and in short ones nothing;
     and a rank's heads alone."""
     layers = LAYERS["deepseek_v32"]
-    for found in in_ranks(2, of_forms, checkpoints["deepseek_v32"]):
+    for found in in_ranks(2, of_forms, tiny_checkpoint("deepseek_v32")):
         for (name, way, form), (absorbed, counted) in found.items():
             if form:
                 continue

@@ -1,9 +1,6 @@
 """Shared experts that every rank has whole: what it holds, its part of them, and the sum that goes on beside them."""
 
 import copy
-import functools
-import time
-from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +9,7 @@ import torch.distributed as dist
 from dsa_layers import load_model
 from dsa_layers.families.registry import model_types
 from dsa_layers.layers import joint_linear
-from dsa_layers.layers.moe import MoE, SharedExpert, SwiGLU
+from dsa_layers.layers.moe import MoE, SwiGLU
 from dsa_layers.parallel.ranks import Ranks
 from dsa_layers.parallel.rows import SharedRows, WholeRows
 from dsa_layers.parallel.split import copy_own_parts
@@ -23,7 +20,6 @@ OPTIONS = {
     "fp8": {"dtype": torch.bfloat16, "progress": False},
 }
 COUNT = 270
-PATIENCE = 60  # seconds for what takes one
 
 
 @pytest.fixture(scope="module")
@@ -180,59 +176,6 @@ def test_own_rows_are_the_sum_and_the_shared_expert_s(checkpoints):
                     assert torch.equal(own, by_hand), (model, name, path)
                     for rows, expected in ((own, y[numbers]), (hooked, y[numbers]), (few, y)):
                         assert (rows - expected).abs().max() < bound, (model, name, path)
-
-
-def await_file(path):
-    until = time.monotonic() + PATIENCE
-    while not path.exists():
-        assert time.monotonic() < until, f"{path.name}: the other rank waits for this one"
-        time.sleep(0.01)
-
-
-def then(function, do):
-    """The function, and then do()."""
-
-    @functools.wraps(function)
-    def both(*arguments, **options):
-        result = function(*arguments, **options)
-        do()
-        return result
-
-    return both
-
-
-def first(function, do):
-    return lambda *arguments, **options: do() or function(*arguments, **options)
-
-
-@torch.inference_mode()
-def of_a_late_rank(ranks, directory, folder):
-    """The second rank says its rows once the first one has chosen experts, and its part of their sum once the first one
-    has computed the shared expert: a first rank that waited for it before would wait for ever."""
-    moe = mixtures(load_model(directory, mesh=ranks, **OPTIONS["fp8"]))[-1][1]
-    x, tokens, cast, _ = inputs(moe, torch.bfloat16)
-    rows = SharedRows(ranks, COUNT)
-    own = {"cast": tuple(map(rows.own, cast)), "rows": rows}
-    expected = moe(rows.own(x), tokens, **own)
-    chosen, shared = folder / "chosen", folder / "shared"
-    if ranks.rank == 0:
-        changes = [
-            mock.patch.object(type(moe.gate), "forward", then(type(moe.gate).forward, chosen.touch)),
-            mock.patch.object(SharedExpert, "forward", then(SharedExpert.forward, shared.touch)),
-        ]
-    else:
-        begin_gather = first(SharedRows.begin_gather, lambda: await_file(chosen))
-        changes = [
-            mock.patch.object(SharedRows, "begin_gather", begin_gather),
-            mock.patch.object(SharedRows, "begin_sum", first(SharedRows.begin_sum, lambda: await_file(shared))),
-        ]
-    with changes[0], changes[1]:
-        late = moe(rows.own(x), tokens, **own)
-    return torch.equal(late, expected) and chosen.exists() and shared.exists()
-
-
-def test_ranks_compute_while_others_are_awaited(checkpoints, tmp_path):
-    assert in_ranks(2, of_a_late_rank, checkpoints["deepseek_v4"], tmp_path) == [True, True]
 
 
 def test_dense_mlps_are_cut(checkpoints):
