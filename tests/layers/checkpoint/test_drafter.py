@@ -142,27 +142,6 @@ def test_it_trains(directory):
     assert next(model.parameters()).grad.any()  # the embedding, by way of the states and of the tokens
 
 
-def test_experts_in_one_tensor(directory, model_type, tmp_path):
-    """As transformers' modules hold them."""
-    experts = PREFIX[model_type] + ("ffn" if model_type == "deepseek_v4" else "mlp") + ".experts"
-    names = ("w1", "w3", "w2") if model_type == "deepseek_v4" else ("gate_proj", "up_proj", "down_proj")
-    stored_scale = "scale" if model_type == "deepseek_v4" else "weight_scale_inv"
-
-    def fuse(tensors):
-        for kind, suffix in (("weight", ""), (stored_scale, "_scale_inv")):
-            parts = [[tensors.pop(f"{experts}.{e}.{name}.{kind}") for name in names] for e in range(8)]
-            tensors[f"{experts}.gate_up_proj{suffix}"] = torch.stack(
-                [torch.cat((gate.view(torch.uint8), up.view(torch.uint8))).view(gate.dtype) for gate, up, _ in parts]
-            )
-            tensors[f"{experts}.down_proj{suffix}"] = torch.stack([
-                down.view(torch.uint8) for *_, down in parts
-            ]).view(parts[0][2].dtype)  # fmt: skip
-
-    got, expected = load(changed(directory, tmp_path, fuse)).state_dict(), load(directory).state_dict()
-    assert got.keys() == expected.keys()
-    assert all(torch.equal(got[name].view(torch.uint8), t.view(torch.uint8)) for name, t in expected.items())
-
-
 def test_copies_are_not_read(directory, model_type, tmp_path):
     """What they hold has no effect: the layer shares the model's embedding and head."""
     head = {"deepseek_v4": ("emb.tok_emb.weight", "head.weight")}.get(

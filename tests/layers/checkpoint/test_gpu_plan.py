@@ -105,23 +105,6 @@ def test_published_models():
     assert 655 < sizes["deepseek_v32"] < 690 and 150 < sizes["deepseek_v4_flash"] < 160
 
 
-def test_the_command_with_drafts(capsys):
-    """A layer with all its experts, its cache, and of the context what is for drafts."""
-    config = VENDORED / "deepseek_v32_config.json"
-    call = ["plan", str(config), "--memory", "141", "--gpus", "8"]
-    assert main([*call, "--draft", "3"]) == main(call) == 0
-    head, _, drafted, plain_head, _, plain = capsys.readouterr().out.splitlines()
-    assert ": 685.8 GB of weights with the drafter's, a cache of 48.9 KB a token" in head
-    assert ": 674.0 GB of weights, a cache of 48.1 KB a token" in plain_head
-    assert drafted.split()[1] == "99.5" and plain.split()[1] == "97.7"
-    found = plan(read_config(config), precision_of(read_config(config)), 8, StoredNames(config, None))
-    assert int(drafted.split()[-1]) == found.tokens(141 * 10**9) - 3 < int(plain.split()[-1])
-    without = read_config(config)
-    assert found.page - plan(without, precision_of(without), 8).page == 64 * (656 + 132)
-    assert main([*call, "--draft", "3", "--cache-tokens", drafted.split()[-1]]) == 0
-    assert main([*call, "--draft", "3", "--cache-tokens", plain.split()[-1]]) == 1
-
-
 def test_experts_that_do_not_divide(directory):
     config = replace(read_config(directory), n_routed_experts=6)
     with pytest.raises(DoesNotDivide, match=r"^gpus: 4 do not evenly share the 6 experts of .*experts$"):

@@ -6,9 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
-from dsa_layers import SHIPPED_MODEL, SequenceBatch, Tokenizer, load_model
+from dsa_layers import SHIPPED_MODEL
 from dsa_layers.command import compare as compare_command
 from dsa_layers.command.compare import HELD_OUT_TEXT
 from dsa_layers.command.main import main
@@ -54,23 +53,6 @@ def test_sparse_attention_beside_dense_on_the_shipped_text(capsys):
     for row in rows.values():
         assert row["tokens"] == 1024 and row["seconds"] > 0
         assert row["perplexity"] == pytest.approx(math.exp(row["loss"]))
-
-
-def test_the_loss_is_the_models_own(tmp_path, capsys):
-    """Of a text of one's own, two sequences behind their beginnings, without what is left at its end."""
-    text = tmp_path / "text.py"
-    text.write_text("import os\n\n\ndef read(path):\n    return open(path).read()\n" * 20, newline="")
-    assert compare("--json", "--text", text, "--length", 200, "--no-dequantize", "--dtype", "float32") == 0
-    start, rows = measured(capsys)
-    assert (start["text"], start["sequences"], start["dequantized"]) == (str(text), 2, False)
-    model = load_model(SHIPPED_MODEL, dtype=torch.float32, progress=False)
-    tokens = torch.tensor(Tokenizer(SHIPPED_MODEL).encode(text.read_text(), add_bos=False)[:400]).view(2, 200)
-    tokens = torch.nn.functional.pad(tokens, (1, 0), value=256)
-    with torch.no_grad():
-        logits = model(tokens[:, :-1].flatten(), SequenceBatch.without_cache([200, 200]), all_tokens=True)
-    loss = torch.nn.functional.cross_entropy(logits, tokens[:, 1:].flatten()).item()
-    # Here nothing is cached, there latents are, in FP8.
-    assert rows["sparse"]["loss"] == pytest.approx(loss, abs=0.02) and rows["sparse"]["tokens"] == 400
 
 
 def test_the_table(monkeypatch, capsys):

@@ -32,12 +32,6 @@ def greedy(checkpoint):
     return {"raw": raw.text, "chat": chat.text, **decoded}
 
 
-def lines_of(text, sequence):
-    """A sequence's text, from output whose lines are numbered."""
-    prefix = f"[{sequence}] "
-    return "\n".join(line.removeprefix(prefix) for line in text.split("\n") if line.startswith(prefix))
-
-
 def poison(tensors):
     tensors["model.norm.weight"][3] = torch.nan
 
@@ -80,18 +74,6 @@ def test_the_prompt_is_bold_on_a_terminal_alone(checkpoint, monkeypatch, termina
             output.isatty = lambda: terminal
             assert generate(checkpoint, "--raw", prompts=prompts) == 0
         assert output.getvalue().startswith(begin) == bold and ("\x1b" in output.getvalue()) == bold
-
-
-def test_a_batch_streams_numbered_lines(checkpoint, greedy, capsys):
-    assert generate(checkpoint, prompts=(PROMPT, "a", PROMPT)) == 0
-    captured = capsys.readouterr()
-    # What a random model says may have other characters that end lines.
-    assert all(re.match(r"\[[012]\] ", line) for line in captured.out.removesuffix("\n").split("\n"))
-    expected = f"{PROMPT}\n\n{greedy['chat']}"
-    assert lines_of(captured.out, 0) == lines_of(captured.out, 2) == expected.removesuffix("\n")
-    assert lines_of(captured.out, 1).startswith("a\n\n")
-    decoded = int(re.search(r"decode: (\d+) tokens", captured.err)[1])
-    assert 0 <= decoded - 2 * greedy["chat decoded"] <= TOKENS - 1
 
 
 def stand_in(monkeypatch, *events):

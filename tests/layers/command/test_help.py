@@ -1,7 +1,6 @@
 """`dsa --help` and that of each subcommand: there at once, and every default in it."""
 
 import argparse
-import inspect
 import re
 import subprocess
 import sys
@@ -9,7 +8,6 @@ import sys
 import pytest
 
 from dsa_layers.command.main import _parser, main
-from dsa_layers.generation import invariant_models
 
 HELP = """
 import sys
@@ -57,13 +55,6 @@ def test_help_imports_nothing_slow(arguments):
     """So it is there at once."""
     done = subprocess.run([sys.executable, "-c", HELP, *arguments], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.startswith("usage: dsa"), done.stderr
-
-
-def test_what_batch_invariance_takes():
-    """All of it, as `Generator` says it."""
-    (action,) = (a for a in parser_of("generate")._actions if a.dest == "batch_invariant")
-    assert "FP8 weights, FP8 indexers and bfloat16:" in action.help
-    assert "FP8 weights, FP8 indexers and torch.bfloat16" in inspect.getsource(invariant_models)
 
 
 def test_what_a_script_reads_is_documented(capsys):

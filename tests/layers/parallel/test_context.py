@@ -72,39 +72,6 @@ def of_a_rank(ranks):
     return [trained(*case, ranks) for case in CASES], done
 
 
-def fsdp2(ranks):
-    """Sharded parameters, updated step after step, are those of one rank, in both stages."""
-    # Imported late: every process imports this module, and these take seconds.
-    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-    from torch.distributed.tensor import DTensor
-
-    for name in ("warmup", "sparse"):
-        whole, sharded = Small(TOP_K), Small(TOP_K)
-        for layer in sharded.layers:
-            fully_shard(layer.indexer)
-            register_fsdp_forward_method(layer.indexer, "loss")
-            fully_shard(layer)
-        fully_shard(sharded)
-        for model, of in ((whole, ALONE), (sharded, ranks)):
-            stage = IndexerStage(model, name)
-            for p in model.parameters():
-                p.requires_grad_(name == "sparse")
-            for p in stage.parameters():
-                p.requires_grad_(True)
-            optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
-            with stage:
-                for lens in LENS:
-                    loss, _ = losses(model, stage, lens, of)
-                    loss.backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-        for (n, p), other in zip(whole.named_parameters(), sharded.parameters()):
-            assert isinstance(other, DTensor)
-            full = other.full_tensor()
-            assert not torch.equal(p, Small(TOP_K).get_parameter(n)) or not p.requires_grad
-            assert torch.allclose(full, p, rtol=0, atol=TOLERANCE * p.abs().max().item()), (name, n)
-
-
 def documented_loop(ranks):
     """The document's loop, with sharded parameters, has the losses of one rank."""
     text = (Path(__file__).parents[3] / "docs" / "indexer-training.md").read_text()
@@ -189,7 +156,7 @@ def in_groups(ranks):
         IndexerStage(Small(TOP_K), "sparse").share([8], Ranks.of(groups[1 - number]))
 
 
-CHECKS = {2: (fsdp2, documented_loop, checkpointed, gradients_of_rows, wrong_lengths), 4: (in_groups,)}
+CHECKS = {2: (documented_loop, checkpointed, gradients_of_rows, wrong_lengths), 4: (in_groups,)}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])

@@ -4,22 +4,19 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from dsa_layers import load_model
 from dsa_layers.families.registry import model_types
 from dsa_layers.layers import joint_linear
 from dsa_layers.layers.moe import MoE, SwiGLU
 from dsa_layers.parallel.ranks import Ranks
-from dsa_layers.parallel.rows import SharedRows, WholeRows
+from dsa_layers.parallel.rows import SharedRows
 from dsa_layers.parallel.split import copy_own_parts
-from tests.layers.parallel.processes import in_ranks
 
 OPTIONS = {
     "fp32": {"dtype": torch.float32, "dequantize": True, "progress": False},
     "fp8": {"dtype": torch.bfloat16, "progress": False},
 }
-COUNT = 270
 
 
 @pytest.fixture(scope="module")
@@ -121,61 +118,6 @@ def test_copies_follow_the_weights(checkpoints, inference):
     scale.data.mul_(2)
     copy_own_parts(part)
     assert torch.equal(before, scale.chunk(2)[0])
-
-
-def inputs(moe, dtype):
-    """(x, tokens if the router asks for them, the cast of x, a residual stream) of all rows."""
-    torch.manual_seed(0)
-    hidden = moe.experts.down_proj.shape[1]
-    x, residual = torch.randn(2, COUNT, hidden).to(dtype)
-    tokens = torch.arange(COUNT) if getattr(moe.gate, "tid2eid", None) is not None else None
-    layer = moe.shared_experts.gate_proj
-    return x, tokens, layer.cast(x) if hasattr(layer, "cast") else None, residual
-
-
-@torch.inference_mode()
-def of_ranks(ranks, directories):
-    """By model, options and layer: (this rank's rows' numbers, what they give, their sum made by hand, what they give
-    with a hook, and what all rows give)."""
-    found = {}
-    for model, directory in directories.items():
-        for name, options in OPTIONS.items():
-            whole, part = (load_model(directory, mesh=mesh, **options) for mesh in (None, ranks))
-            for (path, moe), (_, alone) in zip(mixtures(part), mixtures(whole)):
-                x, tokens, cast, residual = inputs(moe, options["dtype"])
-                rows, given = SharedRows(ranks, COUNT), {} if cast is None else {"cast": cast}
-                own = {key: tuple(map(rows.own, both)) for key, both in given.items()}
-                arguments = rows.own(x), tokens
-                y = moe(*arguments, **own, residual=rows.own(residual), rows=rows)
-                own_rows = [rows.own(one) for one in (x, tokens) if one is not None]
-                choice = rows.gather(*moe.gate(*own_rows))
-                routed, shared = moe.experts(x, *choice, **given), alone.shared_experts(rows.own(x), **own)
-                parts = [torch.empty_like(routed) for _ in range(ranks.size)]
-                dist.all_gather(parts, routed)
-                by_hand = rows.own(parts[0].float() + parts[1].float()) + shared.float()
-                by_hand = rows.own(residual) + by_hand.to(x.dtype)
-                assert torch.equal(moe(*arguments, **own, rows=rows), moe(*arguments, **own, rows=rows))
-                with moe.shared_experts.register_forward_hook(lambda *_: None):
-                    hooked = moe(*arguments, **own, residual=rows.own(residual), rows=rows)
-                few = moe(x, tokens, **given, residual=residual, rows=WholeRows(ranks))
-                found[model, name, path] = rows.own(torch.arange(COUNT)), y, by_hand, hooked, few
-    return found
-
-
-def test_own_rows_are_the_sum_and_the_shared_expert_s(checkpoints):
-    """Bit for bit, rounded once; and near the numbers of one process, as is what is split otherwise."""
-    of_both = in_ranks(2, of_ranks, checkpoints)
-    for model, directory in checkpoints.items():
-        for name, options in OPTIONS.items():
-            for path, moe in mixtures(load_model(directory, **options)):
-                x, tokens, cast, residual = inputs(moe, options["dtype"])
-                with torch.inference_mode():
-                    y = moe(x, tokens, **({} if cast is None else {"cast": cast}), residual=residual)
-                bound = {"fp32": 2e-6, "fp8": 0.02}[name] * y.abs().max()
-                for numbers, own, by_hand, hooked, few in (found[model, name, path] for found in of_both):
-                    assert torch.equal(own, by_hand), (model, name, path)
-                    for rows, expected in ((own, y[numbers]), (hooked, y[numbers]), (few, y)):
-                        assert (rows - expected).abs().max() < bound, (model, name, path)
 
 
 def test_dense_mlps_are_cut(checkpoints):

@@ -123,28 +123,6 @@ def test_ranks_compute_what_one_process_does(checkpoints, size, way):
         assert len(set(held)) == 1 and share < {"queries": 0.8, "heads": 0.75}[way], case
 
 
-def with_drafts(ranks, directories, way):
-    with split_by(way):
-        models = [load_model(directory, mesh=ranks, drafter=True, **OPTIONS) for directory in directories]
-        return [drafted(model) for model in models]
-
-
-def drafted(model):
-    """The first prompt has more entries of deepseek_v4 than are selected, and shares its rows."""
-    generator = Generator(model, None, cache_tokens=2048, draft_tokens=2)
-    prompts = [TOKENS + TOKENS[:10], TOKENS[7:20]]
-    return [c.tokens for c in generator.generate(prompts, SamplingParams(max_new_tokens=5))]
-
-
-@pytest.mark.parametrize("way", ["queries", pytest.param("heads", marks=pytest.mark.slow)])
-def test_drafters_are_split_too(checkpoints, way):
-    """A pass over a prompt shares its rows; drafts do not."""
-    directories = [checkpoints[model, False] for model in model_types()]
-    first, second = in_ranks(2, with_drafts, directories, way)
-    of_one = [drafted(load_model(path, drafter=True, **OPTIONS)) for path in directories]
-    assert first == second == of_one
-
-
 def quantised_logits(ranks, directories):
     """Also single tokens: a rank's experts may have no rows then, and in some passes all are another rank's."""
     found = []
