@@ -117,19 +117,6 @@ def test_float_pages(directory):
     assert torch.uint8 in {tensor.dtype for tensor in model.drafter.make_cache(2, 256).tensors()}
 
 
-def test_a_cache_of_one_layer(directory):
-    model = load(directory)
-    cache, of_model = model.drafter.make_cache(5, state_slots=3), model.make_cache(5, state_slots=3)
-    assert cache.page_size == of_model.page_size == model.drafter.page_size
-    last = of_model.layer(0)
-    for name in ("latent", "index", "window"):
-        if hasattr(last, name):
-            assert getattr(cache.layer(0), name).shape == getattr(last, name).shape
-    assert sum(t.nbytes for t in vars(cache.layer(0)).values() if t is not None) == cache.nbytes
-    with pytest.raises(IndexError):
-        cache.layer(1)
-
-
 def test_it_trains(directory):
     model = load(directory, dtype=torch.float32, dequantize=True, trainable=True)
     batch = SequenceBatch.without_cache([40])

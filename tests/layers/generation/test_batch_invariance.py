@@ -60,18 +60,6 @@ def test_models_that_are_elsewhere(checkpoint, kernels):
         check_invariant(RememberingModel())
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "problem"),
-    [
-        ({"batch_invariant": True}, ValueError, ".* a GPU that runs the kernels, got a model on cpu"),
-        ({"batch_invariant": 1}, TypeError, "must be True or False, got 1"),
-    ],
-)
-def test_wrong_options(checkpoint, options, error, problem):
-    with pytest.raises(error, match=f"^batch_invariant: {problem}$"):
-        Generator(load_model(checkpoint, progress=False), **options)
-
-
 def test_a_prefix_cache_is_refused(monkeypatch):
     monkeypatch.setattr(module, "check_invariant", lambda _: None)
     with pytest.raises(ValueError, match=r"^prefix_cache: must be False with batch_invariant=True, got True$"):

@@ -110,6 +110,8 @@ def test_params_of_other_types(model, params):
         ({"prefill_chunk": "2048"}, TypeError, "prefill_chunk: must be an integer, got '2048'"),
         ({"page_size": 0}, ValueError, "page_size: must be at least 1, got 0"),
         ({"cuda_graphs": 1}, TypeError, "cuda_graphs: must be True or False, got 1"),
+        ({"batch_invariant": True}, ValueError, "batch_invariant: .* a GPU that runs the kernels, got a model on cpu$"),
+        ({"batch_invariant": 1}, TypeError, "batch_invariant: must be True or False, got 1"),
         ({"prefix_cache": 1}, TypeError, "prefix_cache: must be True or False, got 1"),
     ],
 )

@@ -1,7 +1,6 @@
 """Generation: scheduling, stopping, streaming and failures, on the tiny FP8 checkpoint."""
 
 import dataclasses
-import threading
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ import torch
 from dsa_layers.checkpoint.loading import load_model
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
-from dsa_layers.generation.token_stream import TokenStream
 from dsa_layers.generation.tokenizer import Tokenizer
 
 PROMPTS = ["The lightning indexer", "def forward(self, x): return", "a"]
@@ -154,28 +152,6 @@ def test_a_pass_that_asks_for_its_streams_next_event(model, tokenizer, monkeypat
             next(stream)
     assert list(stream) == [] and generator.cache.allocator.free == 4
     assert len(list(generator.stream(PROMPTS, params))) == 6
-
-
-def test_threads_that_begin_one_stream_together():
-    """The second one waits for the first to begin it."""
-    begun, goes_on, found = threading.Event(), threading.Event(), []
-
-    def begin(stream):
-        assert not begun.is_set()
-        begun.set()
-        assert goes_on.wait(10)
-        stream._events = (i for i in range(2))
-
-    stream = TokenStream(begin)
-    readers = [threading.Thread(target=lambda: found.append(next(stream))) for _ in range(2)]
-    readers[0].start()
-    assert begun.wait(10)
-    readers[1].start()
-    readers[1].join(0.2)
-    goes_on.set()
-    for reader in readers:
-        reader.join(10)
-    assert sorted(found) == [0, 1]
 
 
 def test_a_pass_that_fails_gives_everything_back(model, tokenizer, greedy, monkeypatch):

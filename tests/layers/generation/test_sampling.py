@@ -42,16 +42,6 @@ def test_rows_that_are_not_finite_have_no_token(temperature):
     assert got[1::2] == sample(good, params[1::2], [RandomStream(one.seed) for one in params[1::2]])
 
 
-def test_rows_are_sampled_each_by_its_own_parameters():
-    """A row draws what it draws alone."""
-    logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(0))
-    params = [SamplingParams(temperature=1.0 * (i % 2), top_k=20, seed=i) for i in range(6)]
-    together = sample(logits, params, [RandomStream(one.seed) for one in params])
-    alone = [sample(row[None], [one], [RandomStream(one.seed)])[0] for row, one in zip(logits, params)]
-    assert together == alone and together[0] == logits[0].argmax()
-    assert together != logits.argmax(-1).tolist()
-
-
 @pytest.mark.parametrize(
     ("params", "message"),
     [

@@ -4,10 +4,8 @@ import os
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from dsa_layers import Generator, SamplingParams, load_model
-from dsa_layers.parallel.ranks import Ranks
 from tests.layers.parallel.processes import in_ranks
 
 OPTIONS = {"dtype": torch.float32, "dequantize": True, "progress": False}
@@ -101,16 +99,3 @@ def test_environments_that_differ(checkpoint):
         "DSA_COMPARE_RANKS": [f"DSA_COMPARE_RANKS: {same} unset on rank 0 and 1 on rank 1"] * 3,
     }
     assert in_ranks(2, of_other_environments, checkpoint, settings) == [told] * 2
-
-
-def outside(ranks, directory):
-    group = Ranks.of(dist.new_group([0, 1]))
-    if ranks.rank < 2:
-        load_model(directory, mesh=group, **OPTIONS)
-        return
-    with pytest.raises(ValueError):
-        load_model(directory, mesh=group, **OPTIONS)
-
-
-def test_a_process_outside_of_the_group(checkpoint):
-    in_ranks(3, outside, checkpoint)

@@ -223,12 +223,6 @@ class TestFailure:
         assert run(3, source) == 7
         assert capfd.readouterr() == ("", "wrong\n")
 
-    @pytest.mark.parametrize("slow", [0, 1])
-    def test_of_all_in_the_same_way_is_told_once(self, capfd, slow):
-        source = f"if rank == {slow}: time.sleep(0.5)\nprint('wrong call', rank, file=sys.stderr)\nsys.exit(2)"
-        assert run(3, source) == 2
-        assert capfd.readouterr().err == "wrong call 0\n"
-
     @pytest.mark.parametrize("rank", [0, 2])
     def test_by_a_signal(self, capfd, monkeypatch, rank):
         """Of which nobody waits for rank 0 to say more, nor for ranks that SIGTERM ends."""

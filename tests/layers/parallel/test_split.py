@@ -266,14 +266,6 @@ def test_a_mesh(checkpoints):
         load_model(directory, mesh=Ranks(0, 2), trainable=True, **OPTIONS)
 
 
-def test_one_rank_is_the_whole_model(checkpoints):
-    """Whatever its blocks: nothing is cut."""
-    directory = checkpoints["glm_moe_dsa", True]
-    whole, one = (load_model(directory, mesh=mesh, **OPTIONS) for mesh in (None, Ranks(0, 1)))
-    assert all(torch.equal(x, y) for x, y in zip(one.parameters(), whole.parameters(), strict=True))
-    assert torch.equal(logits_of(one), logits_of(whole))
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_a_tensor_of_a_part_s_shape_is_not_taken_for_the_whole(checkpoints, tmp_path, way):
     name = "model.layers.1.self_attn.q_b_proj.weight"
