@@ -37,7 +37,7 @@ def test_hostile_files(tmp_path):
         damage(directory)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", WORKER, str(tmp_path)]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT, env=environment)
+    process = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT, env=environment)
     shutil.rmtree(tmp_path)
     unit, *endings = [json.loads(line) for line in process.stdout.splitlines()]
     assert len(endings) == len(CASES), process.stderr
