@@ -1,4 +1,4 @@
-"""Shared experts that every rank has whole: what it holds, its part of them, and the sum that goes on beside them."""
+"""Shared experts that every rank has whole: what it holds, and its part of them."""
 
 import copy
 
