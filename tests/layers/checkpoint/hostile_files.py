@@ -286,6 +286,10 @@ CASES |= {
         ),
         TOO_MANY,
     ),
+    "config of many token ids": (
+        config(bos_token_id=[1] * 100_000),
+        "'bos_token_id' is [1, 1, 1, 1, 1, 1, 1, 1, ...]; accepted: one token",
+    ),
     "sizes that FP8 cannot cut": (
         config(quantization_config=FP8, hidden_size=100),
         "field 'hidden_size' is 100; accepted: a multiple of 128",

@@ -1,12 +1,13 @@
 """Models and files that stand in for those of a checkpoint."""
 
 import json
+import shutil
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from dsa_layers.checkpoint import INDEX_NAME, CheckpointError, load_weights
+from dsa_layers.checkpoint import INDEX_NAME, SINGLE_NAME, CheckpointError, load_weights
 
 FP8, BF16, F32 = torch.float8_e4m3fn, torch.bfloat16, torch.float32
 E8M0 = torch.float8_e8m0fnu
@@ -61,3 +62,20 @@ def failure(model, directory, **options):
         load_weights(model, directory, progress=False, **options)
     assert all_meta(model)
     return str(error.value)
+
+
+def read_tensors(directory):
+    """{name: tensor} of all the checkpoint's files."""
+    return {name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def changed(directory, target, change, **fields):
+    """Write to `target` the checkpoint with `change` made to the dictionary of its tensors, in a single file, and
+    with these fields of config.json."""
+    tensors = read_tensors(directory)
+    change(tensors)
+    shutil.copytree(directory, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors", INDEX_NAME))
+    save_file(tensors, target / SINGLE_NAME)
+    config = json.loads((directory / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | fields))
+    return target

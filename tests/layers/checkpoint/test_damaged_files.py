@@ -116,10 +116,6 @@ def test_tensor_in_two_files(tmp_path):
         Checkpoint(tmp_path)
 
 
-def test_no_checkpoint_and_two(tmp_path):
+def test_no_checkpoint(tmp_path):
     with pytest.raises(CheckpointError, match=re.escape(f"{tmp_path}: holds no {INDEX_NAME} and no {SINGLE_NAME}")):
-        Checkpoint(tmp_path)
-    write(tmp_path, {"a": torch.ones(1)})
-    save_file({"a": torch.ones(1)}, tmp_path / SINGLE_NAME)
-    with pytest.raises(CheckpointError, match=f"holds both {INDEX_NAME} and {SINGLE_NAME}"):
         Checkpoint(tmp_path)

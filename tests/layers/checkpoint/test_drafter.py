@@ -2,22 +2,21 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from dsa.testing import calc_diff
 from dsa_layers.batch.sequence_batch import SequenceBatch
-from dsa_layers.checkpoint import SINGLE_NAME, Checkpoint, CheckpointError
+from dsa_layers.checkpoint import CheckpointError
 from dsa_layers.checkpoint import loading as loading_module
-from dsa_layers.checkpoint.export import save_fp8_checkpoint
 from dsa_layers.checkpoint.loading import load_model
-from dsa_layers.families.registry import family, model_types
+from dsa_layers.families.registry import family
 from dsa_layers.families.sparse_mla.drafted_states import DraftedStates
-from dsa_layers.tiny import write_tiny_checkpoint
+from tests.layers.checkpoint.stand_ins import changed, read_tensors
+from tests.layers.generation.families import FAMILIES
 
-FAMILIES = [model for model in model_types() if family(model).drafter is not None]
 PREFIX = {"deepseek_v32": "model.layers.4.", "glm_moe_dsa": "model.layers.5.", "deepseek_v4": "mtp.0."}
 TOKENS = torch.arange(3, 304)
 BATCH = SequenceBatch.without_cache([200, 100])
@@ -29,10 +28,8 @@ def model_type(request):
 
 
 @pytest.fixture(scope="module")
-def directory(model_type, tmp_path_factory):
-    directory = tmp_path_factory.mktemp(model_type)
-    write_tiny_checkpoint(directory, model=model_type)
-    return directory
+def directory(model_type, tiny_checkpoint):
+    return tiny_checkpoint(model_type)
 
 
 def load(directory, **options):
@@ -68,7 +65,7 @@ def test_it_is_loaded_when_it_is_asked_for(directory, capsys):
 def test_its_tensors_are_the_checkpoint_s(directory, model_type):
     """All of them but the copies, of the values that are stored. The embedding and the head are the model's."""
     model = load(directory, dtype=torch.float32, dequantize=True)
-    stored = {name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    stored = read_tensors(directory)
     copies = {name for name in stored if re.search(r"\.\d\.(embed_tokens|shared_head\.head)\.weight", name)}
     assert len(copies) == (2 if model_type == "deepseek_v32" else 0)
     state, read = model.state_dict(), set()
@@ -120,41 +117,6 @@ def test_float_pages(directory):
     assert torch.uint8 in {tensor.dtype for tensor in model.drafter.make_cache(2, 256).tensors()}
 
 
-def test_a_cache_of_one_layer(directory):
-    model = load(directory)
-    cache, of_model = model.drafter.make_cache(5, state_slots=3), model.make_cache(5, state_slots=3)
-    assert cache.page_size == of_model.page_size == model.drafter.page_size
-    last = of_model.layer(0)
-    for name in ("latent", "index", "window"):
-        if hasattr(last, name):
-            assert getattr(cache.layer(0), name).shape == getattr(last, name).shape
-    assert sum(t.nbytes for t in vars(cache.layer(0)).values() if t is not None) == cache.nbytes
-    with pytest.raises(IndexError):
-        cache.layer(1)
-
-
-def test_widened_experts(directory, model_type):
-    """FP4 or FP8, with the same results."""
-    kept, widened = load(directory), load(directory, widen_experts=True)
-    blocks = [m.drafter.block.state_dict() for m in (kept, widened)]
-    (first,), (second,) = [[t.dtype for n, t in block.items() if n.endswith("experts.down_proj")] for block in blocks]
-    assert first == (torch.int8 if model_type == "deepseek_v4" else torch.float8_e4m3fn)
-    assert second == torch.float8_e4m3fn
-    states, got = draft(kept)
-    assert torch.equal(got, draft(widened, states)[1])
-
-
-def test_joint_products_have_the_layers_numbers(directory, monkeypatch):
-    joined = load(directory)
-    monkeypatch.setattr(loading_module.joint_linear, "join", lambda model: None)
-    apart = load(directory)
-    attention = [getattr(m.drafter.block, "attn", None) or m.drafter.block.self_attn for m in (joined, apart)]
-    memory = [len({layer.weight.untyped_storage().data_ptr() for layer in of.joint_layers()[-2:]}) for of in attention]
-    assert memory == [1, 2]
-    states, got = draft(joined)
-    assert torch.equal(got, draft(apart, states)[1])
-
-
 def test_it_trains(directory):
     model = load(directory, dtype=torch.float32, dequantize=True, trainable=True)
     batch = SequenceBatch.without_cache([40])
@@ -165,53 +127,6 @@ def test_it_trains(directory):
         learns = ".indexer." not in name and not name.endswith(("gate.e_score_correction_bias", "gate.bias"))
         assert (parameter.grad is not None and bool(parameter.grad.any())) is learns, name
     assert next(model.parameters()).grad.any()  # the embedding, by way of the states and of the tokens
-
-
-def test_export(directory, tmp_path):
-    """All tensors of the checkpoint again, without loss, and the copies with them."""
-    model = load(directory, dtype=torch.float32, dequantize=True)
-    save_fp8_checkpoint(model, tmp_path, json.loads((directory / "config.json").read_text()))
-    before, after = Checkpoint(directory).tensors, Checkpoint(tmp_path).tensors
-    assert {n: (info.dtype, info.shape) for n, info in before.items()} == {
-        n: (info.dtype, info.shape) for n, info in after.items()
-    }
-    again = load(tmp_path, dtype=torch.float32, dequantize=True)
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(again.state_dict()[name], tensor), name
-
-
-# Copies that are changed.
-
-
-def changed(directory, tmp_path, change, **fields):
-    """The checkpoint with `change` made to a dictionary of all its tensors, and fields of config.json."""
-    tensors = {name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
-    change(tensors)
-    save_file(tensors, tmp_path / SINGLE_NAME)
-    config = json.loads((directory / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | fields))
-    return tmp_path
-
-
-def test_experts_in_one_tensor(directory, model_type, tmp_path):
-    """As transformers' modules hold them."""
-    experts = PREFIX[model_type] + ("ffn" if model_type == "deepseek_v4" else "mlp") + ".experts"
-    names = ("w1", "w3", "w2") if model_type == "deepseek_v4" else ("gate_proj", "up_proj", "down_proj")
-    stored_scale = "scale" if model_type == "deepseek_v4" else "weight_scale_inv"
-
-    def fuse(tensors):
-        for kind, suffix in (("weight", ""), (stored_scale, "_scale_inv")):
-            parts = [[tensors.pop(f"{experts}.{e}.{name}.{kind}") for name in names] for e in range(8)]
-            tensors[f"{experts}.gate_up_proj{suffix}"] = torch.stack(
-                [torch.cat((gate.view(torch.uint8), up.view(torch.uint8))).view(gate.dtype) for gate, up, _ in parts]
-            )
-            tensors[f"{experts}.down_proj{suffix}"] = torch.stack([
-                down.view(torch.uint8) for *_, down in parts
-            ]).view(parts[0][2].dtype)  # fmt: skip
-
-    got, expected = load(changed(directory, tmp_path, fuse)).state_dict(), load(directory).state_dict()
-    assert got.keys() == expected.keys()
-    assert all(torch.equal(got[name].view(torch.uint8), t.view(torch.uint8)) for name, t in expected.items())
 
 
 def test_copies_are_not_read(directory, model_type, tmp_path):
@@ -229,110 +144,92 @@ def test_copies_are_not_read(directory, model_type, tmp_path):
     assert torch.equal(draft(load(changed(directory, tmp_path, add)))[1], expected)
 
 
+def fields_of(directory, layers):
+    """What config.json says of so many multi-token-prediction layers."""
+    fields = json.loads((directory / "config.json").read_text())
+    found = {"num_nextn_predict_layers": layers}
+    if "compress_ratios" in fields:
+        found["compress_ratios"] = fields["compress_ratios"][: fields["num_hidden_layers"]] + [0] * layers
+    return found
+
+
 def test_several_layers(directory, model_type, tmp_path):
     """The first is taken."""
     first = PREFIX[model_type]
     second = re.sub(r"\d", lambda digit: str(int(digit[0]) + 1), first)
 
     def repeat(tensors):
-        for name in list(tensors):
-            if name.startswith(first):
-                tensors[name.replace(first, second, 1)] = torch.zeros_like(tensors[name].view(torch.uint8)).view(
-                    tensors[name].dtype
-                )
+        tensors |= {
+            name.replace(first, second, 1): torch.zeros_like(tensor.view(torch.uint8)).view(tensor.dtype)
+            for name, tensor in tensors.items()
+            if name.startswith(first)
+        }
 
-    fields = {"num_nextn_predict_layers": 2}
-    if model_type == "deepseek_v4":
-        fields["compress_ratios"] = [*json.loads((directory / "config.json").read_text())["compress_ratios"], 0]
-    got = load(changed(directory, tmp_path, repeat, **fields)).state_dict()
-    assert all(
-        torch.equal(got[name].view(torch.uint8), tensor.view(torch.uint8))
-        for name, tensor in load(directory).state_dict().items()
-    )
+    got = load(changed(directory, tmp_path, repeat, **fields_of(directory, 2))).state_dict()
+    for name, tensor in load(directory).state_dict().items():
+        assert torch.equal(got[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
-def test_a_configuration_without_the_layer(directory, model_type, tmp_path):
-    fields = {"num_nextn_predict_layers": 0}
-    if model_type == "deepseek_v4":
-        fields["compress_ratios"] = json.loads((directory / "config.json").read_text())["compress_ratios"][:-1]
-    without = changed(directory, tmp_path, lambda tensors: drop(tensors, PREFIX[model_type]), **fields)
-    message = f"^drafter: {re.escape(str(tmp_path))}/config.json has num_nextn_predict_layers=0; accepted: a checkpoint"
-    with pytest.raises(ValueError, match=message):
-        load(without)
-    assert load_model(without, progress=False).drafter is None
+def without(beginning):
+    """A change that drops the tensors whose names begin so."""
+
+    def drop(tensors):
+        for name in [name for name in tensors if name.startswith(beginning)]:
+            del tensors[name]
+
+    return drop
 
 
-def drop(tensors, prefix):
-    for name in [name for name in tensors if name.startswith(prefix)]:
-        del tensors[name]
+def test_a_checkpoint_without_the_layer(directory, model_type, tmp_path):
+    """By its configuration, or by its files alone."""
+    drop, fields = without(PREFIX[model_type]), fields_of(directory, 0)
+    told = rf"^drafter: {re.escape(str(tmp_path))}/config\.json has num_nextn_predict_layers=0; accepted: a checkpoint"
+    lacking = r"drafter: holds no tensor of a multi-token-prediction layer; config\.json"
+    for change, error, message in ((fields, ValueError, told), ({}, CheckpointError, lacking)):
+        changed(directory, tmp_path, drop, **change)
+        with pytest.raises(error, match=message):
+            load(tmp_path)
+        assert load_model(tmp_path, progress=False).drafter is None
 
 
-def test_files_without_the_layer(directory, model_type, tmp_path):
-    without = changed(directory, tmp_path, lambda tensors: drop(tensors, PREFIX[model_type]))
-    with pytest.raises(
-        CheckpointError, match=r"drafter: holds no tensor of a multi-token-prediction layer; config\.json"
-    ):
-        load(without)
-    assert load_model(without, progress=False).drafter is None
+def of_another_shape(tensors):
+    tensors["mtp.0.hnorm.weight"] = tensors["mtp.0.hnorm.weight"][:256].clone()
+    tensors["mtp.0.e_proj.bias"] = torch.zeros(512)
 
 
-def test_files_with_a_part_of_the_layer(directory, model_type, tmp_path):
-    without = changed(directory, tmp_path, lambda tensors: drop(tensors, PREFIX[model_type] + "enorm"))
-    with pytest.raises(CheckpointError, match=r"1 problem, nothing was loaded:\n  drafter\.enorm\.weight: missing"):
-        load(without)
-
-
-def test_layers_of_another_shape(directory, model_type, tmp_path):
-    """A layer of another kind has a tensor of its own, and one of other sizes has other sizes."""
-    prefix = PREFIX[model_type]
-    name = "e_proj" if model_type == "deepseek_v4" else "eh_proj"
-
-    def change(tensors):
-        tensors[f"{prefix}hnorm.weight"] = tensors[f"{prefix}hnorm.weight"][:256].clone()
-        tensors[f"{prefix}{name}.bias"] = torch.zeros(512)
-
+@pytest.mark.parametrize(
+    ("change", "problems"),
+    [
+        (without("mtp.0.enorm"), ["1 problem, nothing was loaded:\n  drafter.enorm.weight: missing"]),
+        (
+            of_another_shape,
+            [
+                "2 problems, nothing was loaded",
+                "drafter.hnorm.weight (stored as mtp.0.hnorm.weight) has shape [256]; the model expects [512]",
+                "unexpected drafter.e_proj.bias (stored as mtp.0.e_proj.bias)",
+            ],
+        ),
+        # Of a drafter that compresses its keys the tensors would go unread.
+        (
+            lambda tensors: tensors.update({"mtp.0.attn.compressor.ape": torch.zeros(4, 1024)}),
+            ["unexpected drafter.block.attn.compressor.ape (stored as mtp.0"],
+        ),
+        (
+            lambda tensors: tensors.update({"mtp.0.main_proj.weight": torch.zeros(4, 4)}),
+            ["mtp.0.main_proj.weight: belongs to the DSpark drafter, which is not"],
+        ),
+    ],
+)
+def test_layers_of_another_kind(tiny_checkpoint, tmp_path, change, problems):
     with pytest.raises(CheckpointError) as error:
-        load(changed(directory, tmp_path, change))
-    text = str(error.value)
-    assert "2 problems, nothing was loaded" in text
-    assert f"drafter.hnorm.weight (stored as {prefix}hnorm.weight) has shape [256]; the model expects [512]" in text
-    assert f"unexpected drafter.{name}.bias (stored as {prefix}{name}.bias)" in text
-
-
-def test_deepseek_v4_with_entries_is_another_layer(tmp_path):
-    """Of a drafter that compresses its keys the tensors would go unread."""
-    write_tiny_checkpoint(tmp_path / "tiny", model="deepseek_v4")
-
-    def add(tensors):
-        tensors["mtp.0.attn.compressor.ape"] = torch.zeros(4, 1024)
-
-    target = tmp_path / "changed"
-    target.mkdir()
-    with pytest.raises(CheckpointError, match=r"unexpected drafter\.block\.attn\.compressor\.ape \(stored as mtp\.0"):
-        load(changed(tmp_path / "tiny", target, add))
-
-
-def test_the_dspark_drafter(tmp_path):
-    write_tiny_checkpoint(tmp_path / "tiny", model="deepseek_v4")
-
-    def add(tensors):
-        tensors["mtp.0.main_proj.weight"] = torch.zeros(4, 4)
-
-    target = tmp_path / "changed"
-    target.mkdir()
-    with pytest.raises(
-        CheckpointError, match=r"mtp\.0\.main_proj\.weight: belongs to the DSpark drafter, which is not"
-    ):
-        load(changed(tmp_path / "tiny", target, add))
+        load(changed(tiny_checkpoint("deepseek_v4"), tmp_path, change))
+    assert all(problem in str(error.value) for problem in problems), error.value
 
 
 def test_a_family_without_drafters(checkpoint, monkeypatch):
-    without = family("deepseek_v32").__class__(**vars(family("deepseek_v32")) | {"drafter": None})
-    monkeypatch.setattr(loading_module, "family", lambda model_type: without)
+    draftless = replace(family("deepseek_v32"), drafter=None)
+    monkeypatch.setattr(loading_module, "family", lambda model_type: draftless)
     with pytest.raises(ValueError, match=r"^drafter: is not supported for model type 'deepseek_v32'$"):
         load(checkpoint)
-
-
-def test_no_flag(checkpoint):
     with pytest.raises(TypeError, match=r"^drafter: must be True or False, got 1"):
         load_model(checkpoint, drafter=1)

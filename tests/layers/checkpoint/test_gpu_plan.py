@@ -3,27 +3,28 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import dsa_layers
-from dsa_layers import SHIPPED_MODEL, Generator, load_model
+from dsa_layers import Generator, load_model
 from dsa_layers.cache.drafts import DRAFTS
-from dsa_layers.checkpoint import INDEX_NAME, SINGLE_NAME, StoredNames
+from dsa_layers.checkpoint import INDEX_NAME, StoredNames
 from dsa_layers.checkpoint.gpu_plan import check_fits, plan, plans, precision_of
 from dsa_layers.checkpoint.loading import unfilled_model
 from dsa_layers.command import on_gpus
 from dsa_layers.command.main import main
 from dsa_layers.families.config import read_config
 from dsa_layers.families.registry import family, model_types
-from dsa_layers.layers.shares import TILE_OF_HEADS
-from dsa_layers.parallel.cuts import DoesNotDivide, cuts_of, shares_of
+from dsa_layers.parallel.cuts import shares_of
 from dsa_layers.parallel.ranks import Ranks
 from dsa_layers.tiny import write_tiny_checkpoint, writer
 from tests.layers.parallel.ways import split_by
 
 VENDORED = Path(dsa_layers.__file__).parent / "vendored"
+FLASH = VENDORED / "deepseek_v4_flash_config.json"
 
 
 @pytest.fixture(scope="module", params=model_types())
@@ -77,61 +78,6 @@ def check_what_a_rank_holds(directory, gpus, drafts):
         assert found.bytes(tokens) == found.weights + held_in_caches == found.bytes(tokens - part.page_size + 1)
 
 
-def test_a_drafter_that_is_not_there(directory, tmp_path, capsys):
-    """As `dsa generate` says it: of the configuration, and of the files' names where the index is here."""
-    fields = json.loads((directory / "config.json").read_text())
-    without = {"num_nextn_predict_layers": 0}
-    if "compress_ratios" in fields:
-        without["compress_ratios"] = fields["compress_ratios"][:-1]
-    alone = tmp_path / "other.json"
-    alone.write_text(json.dumps(fields | without))
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-    index = json.loads((directory / INDEX_NAME).read_text())
-    config = read_config(directory)
-    skips = unfilled_model(config, precision_of(config)).skips
-    index["weight_map"] = {name: file for name, file in index["weight_map"].items() if not skips(name)}
-    assert main(["plan", str(alone), "--draft", "1"]) == 2
-    accepted = "has num_nextn_predict_layers=0; accepted: a checkpoint with such a layer"
-    assert capsys.readouterr().err == f"dsa plan: --draft: {alone} {accepted}\n"
-    assert main(["plan", str(tmp_path), "--draft", "1", "--gpus", "2"]) == 0
-    (tmp_path / INDEX_NAME).write_text(json.dumps(index))
-    assert main(["plan", str(tmp_path), "--draft", "1"]) == 2
-    assert "drafter: holds no tensor of a multi-token-prediction layer; config" in capsys.readouterr().err
-    assert main(["plan", str(tmp_path)]) == 0
-    (tmp_path / INDEX_NAME).unlink()
-    (tmp_path / SINGLE_NAME).write_bytes(b"")
-    assert main(["plan", str(tmp_path), "--draft", "1"]) == 2
-    assert SINGLE_NAME in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("name", "gpus", "heads_are_few"),
-    [
-        ("deepseek_v32", 2, False),
-        ("deepseek_v32", 4, True),
-        ("deepseek_v4_flash", 2, True),
-        ("deepseek_v4_flash", 8, True),
-    ],
-)
-def test_what_every_gpu_has_whole_is_what_the_help_says(name, gpus, heads_are_few, capsys):
-    with pytest.raises(SystemExit):
-        main(["plan", "--help"])
-    text = " ".join(capsys.readouterr().out.split())
-    said = f"where its share of the heads is below {TILE_OF_HEADS} those of attention with all heads"
-    assert f"Every GPU has the weights of shared experts whole, and {said}" in text
-
-    config = read_config(VENDORED / f"{name}_config.json")
-    model = unfilled_model(config, precision_of(config))
-    cut = cuts_of(model, gpus, blocks=True)
-    assert (config.num_attention_heads // gpus < TILE_OF_HEADS) == heads_are_few
-    of_attention = [layer for layer, _, shares in shares_of(model) if shares.heads]
-    of_experts = [layer for layer, _, shares in shares_of(model) if layer.endswith("shared_experts")]
-    assert of_attention and of_experts
-    for layers, expected in ((of_attention, not heads_are_few), (of_experts, False)):
-        for layer in layers:
-            assert any(parameter.startswith(f"{layer}.") for parameter in cut) == expected, layer
-
-
 @pytest.mark.parametrize(("name", "gpus"), [("deepseek_v32", 8), ("deepseek_v4_flash", 2)])
 def test_context_is_what_is_left(name, gpus):
     """Of more pages than there are sequences, whose state slots all count, and of fewer."""
@@ -159,68 +105,56 @@ def test_published_models():
     assert 655 < sizes["deepseek_v32"] < 690 and 150 < sizes["deepseek_v4_flash"] < 160
 
 
-def test_the_command(capsys):
-    flash = str(VENDORED / "deepseek_v4_flash_config.json")
-    assert main(["plan", flash, "--memory", "141"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert "156.1 GB of weights" in lines[0] and "GPUs of 141 GB" in lines[0]
+def test_a_drafter_that_is_not_there(directory, tmp_path, capsys):
+    """As `dsa generate` says it: of the configuration, and of the files' names where the index is here."""
+    fields = json.loads((directory / "config.json").read_text())
+    drafterless = {"num_nextn_predict_layers": 0}
+    if "compress_ratios" in fields:
+        drafterless["compress_ratios"] = fields["compress_ratios"][:-1]
+    alone = tmp_path / "other.json"
+    alone.write_text(json.dumps(fields | drafterless))
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    index = json.loads((directory / INDEX_NAME).read_text())
+    config = read_config(directory)
+    skips = unfilled_model(config, precision_of(config)).skips
+    index["weight_map"] = {name: file for name, file in index["weight_map"].items() if not skips(name)}
+    accepted = "has num_nextn_predict_layers=0; accepted: a checkpoint with such a layer"
+    assert planned(capsys, alone, "--draft", "1") == (2, f"dsa plan: --draft: {alone} {accepted}\n")
+    assert planned(capsys, tmp_path, "--draft", "1", "--gpus", "2")[0] == 0
+    (tmp_path / INDEX_NAME).write_text(json.dumps(index))
+    code, told = planned(capsys, tmp_path, "--draft", "1")
+    assert code == 2 and "drafter: holds no tensor of a multi-token-prediction layer; config" in told
+    assert planned(capsys, tmp_path)[0] == 0
+
+
+def planned(capsys, *options):
+    """(exit code, what is written) of `dsa plan`."""
+    code = main(["plan", *map(str, options)])
+    return code, "".join(capsys.readouterr())
+
+
+def test_the_command(capsys, tmp_path):
+    code, table = planned(capsys, FLASH, "--memory", "141")
+    lines = table.splitlines()
+    assert code == 0 and "156.1 GB of weights" in lines[0] and "GPUs of 141 GB" in lines[0]
     assert [line.split()[0] for line in lines[2:]] == ["1", "2", "4", "8"]
     assert lines[2].endswith("does not fit") and lines[3].split()[1:3] == ["81.8", "GB"]
-    assert main(["plan", flash, "--gpus", "1", "--memory", "141"]) == 1
-    assert main(["plan", flash, "--gpus", "2", "--memory", "141", "--cache-tokens", "1000000"]) == 0
-    assert main(["plan", flash, "--gpus", "2", "--memory", "80", "--cache-tokens", "10000000"]) == 1
-    assert capsys.readouterr().out.splitlines()[-1].endswith("GB, does not fit")
+    for call, code, last in [
+        ([FLASH, "--gpus", "1", "--memory", "141"], 1, "does not fit"),
+        ([FLASH, "--gpus", "2", "--memory", "141", "--cache-tokens", "1000000"], 0, "GB"),
+        ([FLASH, "--gpus", "2", "--memory", "80", "--cache-tokens", "10000000"], 1, "GB, does not fit"),
+        ([FLASH, "--gpus", "3"], 2, "--gpus: 3 do not evenly share the 129280 tokens of embed"),
+        ([tmp_path], 2, "config.json"),
+    ]:
+        found, told = planned(capsys, *call)
+        assert found == code and last in told.splitlines()[-1], (call, told)
 
 
-def test_the_command_with_drafts(capsys):
-    """A layer with all its experts, its cache, and of the context what is for drafts."""
-    config = VENDORED / "deepseek_v32_config.json"
-    call = ["plan", str(config), "--memory", "141", "--gpus", "8"]
-    assert main([*call, "--draft", "3"]) == main(call) == 0
-    head, _, drafted, plain_head, _, plain = capsys.readouterr().out.splitlines()
-    assert ": 685.8 GB of weights with the drafter's, a cache of 48.9 KB a token" in head
-    assert ": 674.0 GB of weights, a cache of 48.1 KB a token" in plain_head
-    assert drafted.split()[1] == "99.5" and plain.split()[1] == "97.7"
-    found = plan(read_config(config), precision_of(read_config(config)), 8, StoredNames(config, None))
-    assert int(drafted.split()[-1]) == found.tokens(141 * 10**9) - 3 < int(plain.split()[-1])
-    without = read_config(config)
-    assert found.page - plan(without, precision_of(without), 8).page == 64 * (656 + 132)
-    assert main([*call, "--draft", "3", "--cache-tokens", drafted.split()[-1]]) == 0
-    assert main([*call, "--draft", "3", "--cache-tokens", plain.split()[-1]]) == 1
-
-
-def test_wrong_calls(capsys, tmp_path):
-    flash = str(VENDORED / "deepseek_v4_flash_config.json")
-    assert main(["plan", flash, "--gpus", "3"]) == 2
-    assert "--gpus: 3 do not evenly share the 129280 tokens of embed" in capsys.readouterr().err
-    assert main(["plan", str(tmp_path)]) == 2
-    assert "config.json" in capsys.readouterr().err
-
-
-def test_experts_that_do_not_divide(directory):
-    config = replace(read_config(directory), n_routed_experts=6)
-    with pytest.raises(DoesNotDivide, match=r"^gpus: 4 do not evenly share the 6 experts of .*experts$"):
-        plan(config, precision_of(config), 4)
-    assert 4 not in {one.gpus for one in plans(config, precision_of(config), 4)}
-
-
-def test_nothing_is_allocated():
-    """The model of 671 GB has shapes alone."""
-    config = read_config(VENDORED / "deepseek_v32_config.json")
-    assert precision_of(config).dtype == torch.bfloat16
-    assert plan(config, precision_of(config, dequantize=True), 8).weights > 160e9
-
-
-def test_experts_that_are_widened_take_twice_the_memory():
-    config = read_config(VENDORED / "deepseek_v4_flash_config.json")
-    found = [plan(config, precision_of(config, widen_experts=widen), 2).weights for widen in (False, True)]
-    assert 1.7 < found[1] / found[0] < 2
-
-
-def test_what_does_not_fit_is_refused(monkeypatch, capsys, tmp_path):
+def test_what_does_not_fit_is_refused(monkeypatch, capsys):
     """Before anything is read: there are no weights beside the configuration."""
-    flash = VENDORED / "deepseek_v4_flash_config.json"
-    found = plan(read_config(flash), precision_of(read_config(flash)), 2)
+    config = read_config(FLASH)
+    found, widened = (plan(config, precision_of(config, widen_experts=widen), 2) for widen in (False, True))
+    assert 1.7 < widened.weights / found.weights < 2
     check_fits(found, 141 * 10**9, 10**6)
     with pytest.raises(
         ValueError, match=r"gpus: each of 2 would hold 81\.8 GB .* accepted: at most 90% of the 80\.0 GB"
@@ -229,34 +163,25 @@ def test_what_does_not_fit_is_refused(monkeypatch, capsys, tmp_path):
     with pytest.raises(ValueError, match=r"a cache for 20000000 tokens 1\d\d\.\d GB"):
         check_fits(found, 141 * 10**9, 2 * 10**7)
 
-    class Gpu:
-        total_memory = 80 * 10**9
-
+    gpu = SimpleNamespace(total_memory=80 * 10**9)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: Gpu)
-    assert main(["generate", str(flash), "--gpus", "2", "--prompt", "x"]) == 2
-    assert "--gpus: each of 2 would hold 81.8 GB of weights" in capsys.readouterr().err
-    assert main(["generate", str(flash), "--gpus", "4", "--prompt", "x"]) == 2
-    assert "--gpus: must be at most the 2 that torch sees, got 4" in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: gpu)
+    monkeypatch.setattr("dsa_layers.parallel.launch.launch", lambda *call: 0)
 
+    def refused(*options):
+        assert main(["generate", str(FLASH), "--prompt", "x", *options]) == 2
+        return capsys.readouterr().err
+
+    assert "--gpus: each of 2 would hold 81.8 GB of weights" in refused("--gpus", "2")
+    assert "--gpus: must be at most the 2 that torch sees, got 4" in refused("--gpus", "4")
     # A single GPU, and torchrun's ranks, of which each looks at its own.
-    assert main(["generate", str(flash), "--prompt", "x"]) == 2
-    assert "--gpus: each of 1 would hold 1" in capsys.readouterr().err
+    assert "--gpus: each of 1 would hold 1" in refused()
     with monkeypatch.context() as patch:
         patch.setattr(on_gpus, "started_ranks", lambda: 2)
         patch.setattr(on_gpus, "join_ranks", lambda args: Ranks(0, 2))
-        assert main(["generate", str(flash), "--prompt", "x"]) == 2
-        assert "--gpus: each of 2 would hold 81.8 GB of weights" in capsys.readouterr().err
-
+        assert "--gpus: each of 2 would hold 81.8 GB of weights" in refused()
     # With a drafter it is more.
-    Gpu.total_memory = 93 * 10**9
-    monkeypatch.setattr("dsa_layers.parallel.launch.launch", lambda *call: 0)
-    call = ["generate", str(flash), "--gpus", "2", "--prompt", "x"]
-    assert main(call) == 0 and main([*call, "--draft", "1"]) == 2
-    assert "--gpus: each of 2 would hold 83.7 GB of weights" in capsys.readouterr().err
-    alone = tmp_path / "config.json"
-    fields = json.loads((SHIPPED_MODEL / "config.json").read_text())
-    alone.write_text(json.dumps(fields | {"num_nextn_predict_layers": 0}))
-    assert main(["generate", str(alone), "--gpus", "2", "--prompt", "x", "--draft", "1"]) == 2
-    assert "--draft: " in (problem := capsys.readouterr().err) and "has num_nextn_predict_layers=0" in problem
+    gpu.total_memory = 93 * 10**9
+    assert main(["generate", str(FLASH), "--gpus", "2", "--prompt", "x"]) == 0
+    assert "--gpus: each of 2 would hold 83.7 GB of weights" in refused("--gpus", "2", "--draft", "1")

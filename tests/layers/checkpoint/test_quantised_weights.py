@@ -9,6 +9,8 @@ from dsa_layers.checkpoint import SINGLE_NAME, Checkpoint, load_weights
 from dsa_layers.checkpoint.fp4 import dequantize_fp4
 from tests.layers.checkpoint.stand_ins import BF16, E8M0, F32, FP8, failure, powers, stand_in, write
 
+F4 = torch.float4_e2m1fn_x2  # safetensors calls it F4, and counts values
+
 
 @pytest.fixture
 def fp4():
@@ -51,10 +53,10 @@ def keeps_fp4(name="w.weight"):
     return stand_in({name: ((200, 64), torch.int8)} | scales)
 
 
-@pytest.mark.parametrize("name", ["w.weight", "weights"])
-def test_fp4_is_kept(tmp_path, fp4, name):
+@pytest.mark.parametrize(("name", "dtype"), [("w.weight", torch.int8), ("weights", torch.int8), ("w.weight", F4)])
+def test_fp4_is_kept(tmp_path, fp4, name, dtype):
     """With the scales of its blocks, which nothing stores; what the file has of that name is not read."""
-    stored = {name: fp4["w.weight"], f"{name}_scale_inv": fp4["w.weight_scale_inv"]}
+    stored = {name: fp4["w.weight"].view(dtype), f"{name}_scale_inv": fp4["w.weight_scale_inv"]}
     for more in ({}, {f"{name}_block_scale": torch.ones(3)}):
         save_file(stored | more, tmp_path / SINGLE_NAME)
         model = keeps_fp4(name)
@@ -63,14 +65,6 @@ def test_fp4_is_kept(tmp_path, fp4, name):
         assert torch.equal(state[name], fp4["w.weight"])
         assert torch.equal(state[f"{name}_scale_inv"].view(torch.uint8), fp4["w.weight_scale_inv"].view(torch.uint8))
         assert torch.equal(state[f"{name}_block_scale"], fp4_block_scales(*fp4.values()))
-
-
-def test_fp4_that_is_kept_by_its_own_name(tmp_path, fp4):
-    packed = fp4["w.weight"].view(torch.float4_e2m1fn_x2)
-    save_file({"w.weight": packed, "w.weight_scale_inv": fp4["w.weight_scale_inv"]}, tmp_path / SINGLE_NAME)
-    model = keeps_fp4()
-    load_weights(model, tmp_path, progress=False)
-    assert torch.equal(model.w.weight, fp4["w.weight"])
 
 
 @pytest.mark.parametrize(
@@ -93,30 +87,20 @@ def test_what_cannot_be_kept(tmp_path, stored, expected):
     assert all(text in message for text in expected) and "block_scale" not in message
 
 
-@pytest.mark.parametrize("dtype", [BF16, F32])
-def test_fp4_is_dequantised(tmp_path, fp4, dtype):
-    write(tmp_path, {"w.weight": fp4["w.weight"]}, {"w.weight_scale_inv": fp4["w.weight_scale_inv"]})
+@pytest.mark.parametrize(("dtype", "stored"), [(BF16, torch.int8), (F32, torch.int8), (F32, F4)])
+def test_fp4_is_dequantised(tmp_path, fp4, dtype, stored):
+    packed = fp4["w.weight"].view(stored)
+    write(tmp_path, {"w.weight": packed}, {"w.weight_scale_inv": fp4["w.weight_scale_inv"]})
     model = stand_in({"w.weight": ((200, 128), dtype)})
     load_weights(model, tmp_path, progress=False)
     assert torch.equal(model.w.weight, dequantize_fp4(*fp4.values(), dtype))
-
-
-def test_fp4_by_its_own_name(tmp_path, fp4):
-    """safetensors calls packed e2m1 F4, and counts values."""
-    packed = fp4["w.weight"].view(torch.float4_e2m1fn_x2)
-    save_file({"w.weight": packed, "w.weight_scale_inv": fp4["w.weight_scale_inv"]}, tmp_path / SINGLE_NAME)
-    info = Checkpoint(tmp_path).tensors["w.weight"]
-    assert (info.dtype, info.shape, info.size) == ("F4", (200, 128), 200 * 64)
-    model = stand_in({"w.weight": ((200, 128), F32)})
-    load_weights(model, tmp_path, progress=False)
-    assert torch.equal(model.w.weight, dequantize_fp4(*fp4.values()))
 
 
 @pytest.mark.parametrize("index", [(2,), (1, slice(3, 6)), ()])
 def test_a_slice_of_fp4_by_its_own_name(tmp_path, index):
     """As of experts in one tensor."""
     packed = torch.arange(3 * 6 * 8, dtype=torch.uint8).view(3, 6, 8)
-    save_file({"w": packed.view(torch.float4_e2m1fn_x2)}, tmp_path / SINGLE_NAME)
+    save_file({"w": packed.view(F4)}, tmp_path / SINGLE_NAME)
     checkpoint = Checkpoint(tmp_path)
     assert checkpoint.tensors["w"].dtype == "F4"
     assert torch.equal(checkpoint.read("w", index=index), packed[index])
@@ -125,7 +109,7 @@ def test_a_slice_of_fp4_by_its_own_name(tmp_path, index):
 @pytest.mark.parametrize("dtype", [FP8, BF16])
 def test_columns_of_fp4_by_its_own_name_are_refused(tmp_path, fp4, dtype):
     """Ranks cut by what the header says, which are values and not bytes."""
-    packed = fp4["w.weight"].view(torch.float4_e2m1fn_x2)
+    packed = fp4["w.weight"].view(F4)
     save_file({"w.weight": packed, "w.weight_scale_inv": fp4["w.weight_scale_inv"]}, tmp_path / SINGLE_NAME)
     cuts = {"w.weight": (slice(0, 200), slice(64, 128)), "w.weight_scale_inv": (slice(0, 200), slice(2, 4))}
     stored = {"w.weight": (200, 128), "w.weight_scale_inv": (200, 4)}

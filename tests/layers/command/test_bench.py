@@ -12,35 +12,27 @@ from dsa_bench.harness.benchmarks import benchmarks
 from dsa_layers.command.main import main
 
 
-def error(capsys):
-    """The one line of a wrong call; nothing went to the standard output."""
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    (line,) = captured.err.splitlines()
-    return line
-
-
 @pytest.mark.parametrize("name", ["nonsense", "harness", ""])
-def test_bench_names_what_it_can_run(name, capsys):
+def test_bench_names_what_it_can_run(name, error):
     assert main(["bench", name]) == 2
     expected = f"dsa bench: op: must be e2e, host or one of {', '.join(benchmarks())}, got '{name}'"
-    assert error(capsys) == expected and "per_token_cast_to_fp8" in benchmarks()
+    assert error() == expected and "per_token_cast_to_fp8" in benchmarks()
 
 
 @pytest.mark.parametrize(("command", "what"), [("bench", "a benchmark"), ("tune", "tuning")])
-def test_bench_and_tune_need_a_gpu(command, what, monkeypatch, capsys):
+def test_bench_and_tune_need_a_gpu(command, what, monkeypatch, error):
     monkeypatch.setattr(backends, "why_no_kernels", lambda: "torch sees no CUDA GPU")
     assert main([command, "fp8_gemm_nt"]) == 2
-    assert error(capsys) == f"dsa {command}: {what} needs a GPU with kernels: torch sees no CUDA GPU"
+    assert error() == f"dsa {command}: {what} needs a GPU with kernels: torch sees no CUDA GPU"
 
 
 @pytest.mark.parametrize("name", ["nonsense", "indexer_cache", "e2e"])
-def test_tune_needs_an_op_with_configurations(name, monkeypatch, capsys):
+def test_tune_needs_an_op_with_configurations(name, monkeypatch, error):
     """Also where there is no GPU."""
     monkeypatch.setattr(backends, "why_no_kernels", None)  # not even asked for
     assert main(["tune", name]) == 2
     ops = "fp8_gemm_nt, fp8_mqa_logits, fp8_paged_mqa_logits"
-    assert error(capsys) == f"dsa tune: op: must be one of {ops}, whose kernels have configurations, got '{name}'"
+    assert error() == f"dsa tune: op: must be one of {ops}, whose kernels have configurations, got '{name}'"
 
 
 @pytest.mark.parametrize(
@@ -53,20 +45,20 @@ def test_tune_needs_an_op_with_configurations(name, monkeypatch, capsys):
         (("tune", "fp8_gemm_nt", "--output"), "dsa tune: --output: "),
     ],
 )
-def test_files_that_cannot_be_written_are_refused_before_any_work(tmp_path, monkeypatch, capsys, arguments, shown):
+def test_files_that_cannot_be_written_are_refused_before_any_work(tmp_path, monkeypatch, error, arguments, shown):
     monkeypatch.setattr(backends, "why_no_kernels", None)  # not even asked for
     assert main([*arguments, str(tmp_path)]) == 2
-    assert error(capsys) == f"{shown}must be a file, got the directory {tmp_path}"
+    assert error() == f"{shown}must be a file, got the directory {tmp_path}"
     assert main([*arguments, str(tmp_path / "nowhere" / "x")]) == 2
-    assert error(capsys) == f"{shown}there is no directory {tmp_path / 'nowhere'}"
+    assert error() == f"{shown}there is no directory {tmp_path / 'nowhere'}"
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
     assert main([*arguments, str(tmp_path / "x")]) == 2
-    assert error(capsys) == f"{shown}{tmp_path / 'x'} cannot be written"
+    assert error() == f"{shown}{tmp_path / 'x'} cannot be written"
 
 
-def test_a_profile_writes_no_files(tmp_path, capsys):
+def test_a_profile_writes_no_files(tmp_path, error):
     assert main(["bench", "rotary", "--profile", "--csv", str(tmp_path / "x")]) == 2
-    assert error(capsys) == "dsa bench: --profile: prints where the time goes; it writes no --csv and no --png"
+    assert error() == "dsa bench: --profile: prints where the time goes; it writes no --csv and no --png"
 
 
 def test_bench_prints_a_table_and_writes_and_draws_it(monkeypatch, tmp_path, capsys):

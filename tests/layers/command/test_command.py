@@ -8,10 +8,8 @@ import warnings
 from pathlib import Path
 
 import pytest
-import torch
 
 import dsa
-from dsa.self_test import SELF_TESTS
 from dsa_layers.command import health
 from dsa_layers.command.main import main
 
@@ -85,24 +83,14 @@ def test_tiny(tmp_path, capsys):
     assert main(["generate", str(directory), "--prompt", "a", *size]) == 0
 
 
-def test_tiny_refuses_a_directory_with_other_files(tmp_path, error):
+def test_tiny_replaces_nothing_else(tmp_path, error):
     (tmp_path / "thesis.tex").write_text("years of work")
-    assert main(["tiny", str(tmp_path)]) == 2
-    assert error().startswith(f"dsa tiny: {tmp_path}: holds 'thesis.tex', which is not part of a tiny checkpoint")
+    file = tmp_path / "thesis.tex"
+    for directory, problem in [
+        (tmp_path, f"{tmp_path}: holds 'thesis.tex', which is not part of a tiny checkpoint"),
+        (file, f"directory: must be a directory, got the file {file}"),
+        (file / "within", f"{file / 'within'}: Not a directory"),
+    ]:
+        assert main(["tiny", str(directory)]) == 2
+        assert error().startswith(f"dsa tiny: {problem}")
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
-
-
-def test_tiny_refuses_a_file(tmp_path, error):
-    (tmp_path / "file").touch()
-    assert main(["tiny", str(tmp_path / "file")]) == 2
-    assert error() == f"dsa tiny: directory: must be a directory, got the file {tmp_path / 'file'}"
-    assert main(["tiny", str(tmp_path / "file" / "within")]) == 2
-    assert error() == f"dsa tiny: {tmp_path / 'file' / 'within'}: Not a directory"
-
-
-def test_check(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["check"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines if line.startswith("  ")] == list(SELF_TESTS)
-    assert lines[-1] == f"{len(SELF_TESTS)} of {len(SELF_TESTS)} ops passed"

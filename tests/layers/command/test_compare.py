@@ -6,12 +6,12 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
-from dsa_layers import SHIPPED_MODEL, SequenceBatch, Tokenizer, load_model
+from dsa_layers import SHIPPED_MODEL
 from dsa_layers.command import compare as compare_command
 from dsa_layers.command.compare import HELD_OUT_TEXT
 from dsa_layers.command.main import main
+from tests.layers.generation.families import FAMILIES
 
 
 def compare(*options):
@@ -55,50 +55,23 @@ def test_sparse_attention_beside_dense_on_the_shipped_text(capsys):
         assert row["perplexity"] == pytest.approx(math.exp(row["loss"]))
 
 
-def test_columns_stand_beneath_their_names(capsys):
-    """In the table, whose head is that of the README's example."""
-    assert compare("--length", 256, "--max-tokens", 256) == 0
-    head, *rows = capsys.readouterr().out.split("\n\n")[1].splitlines()
-    assert head in (Path(__file__).parents[3] / "README.md").read_text().splitlines()
-    names = [match.end() for match in re.finditer(r"loss|perplexity|keys read a token|of context|seconds", head)]
-    assert len(names) == 5 and len(rows) == 3
-    for row in rows:
-        # What comes before the first number is the attention's name, which has digits and spaces of its own.
-        assert [match.end() for match in re.finditer(r"\S+", row)][-5:] == names
-
-
-def test_the_loss_is_the_models_own(tmp_path, capsys):
-    """Of a text of one's own, two sequences behind their beginnings, without what is left at its end."""
-    text = tmp_path / "text.py"
-    text.write_text("import os\n\n\ndef read(path):\n    return open(path).read()\n" * 20, newline="")
-    assert compare("--json", "--text", text, "--length", 200, "--no-dequantize", "--dtype", "float32") == 0
-    start, rows = measured(capsys)
-    assert (start["text"], start["sequences"], start["dequantized"]) == (str(text), 2, False)
-    model = load_model(SHIPPED_MODEL, dtype=torch.float32, progress=False)
-    tokens = torch.tensor(Tokenizer(SHIPPED_MODEL).encode(text.read_text(), add_bos=False)[:400]).view(2, 200)
-    tokens = torch.nn.functional.pad(tokens, (1, 0), value=256)
-    with torch.no_grad():
-        logits = model(tokens[:, :-1].flatten(), SequenceBatch.without_cache([200, 200]), all_tokens=True)
-    loss = torch.nn.functional.cross_entropy(logits, tokens[:, 1:].flatten()).item()
-    # Here nothing is cached, there latents are, in FP8.
-    assert rows["sparse"]["loss"] == pytest.approx(loss, abs=0.02) and rows["sparse"]["tokens"] == 400
-
-
 def test_the_table(monkeypatch, capsys):
+    """Its columns stand beneath their names, as in the README's example."""
     monkeypatch.chdir(SHIPPED_MODEL.parent)
     assert compare("--length", 200, "--max-tokens", 500) == 0
     captured = capsys.readouterr()
     lines = captured.out.splitlines()
     assert captured.err == "" and lines[1] == f"{SHIPPED_MODEL.name}/held_out.txt: 2 x 200 tokens"
-    figures = r" +\d\.\d{4} +\d+\.\d+ +{} +{}% +\d+\.\d"
+    head, *rows = lines[3:7]
+    assert head in (Path(__file__).parents[3] / "README.md").read_text().splitlines()
+    ends = [match.end() for match in re.finditer(r"loss|perplexity|keys read a token|of context|seconds", head)]
     read = sum(min(n, 128) for n in range(1, 201)) / 200
-    for line, name, keys, share in [
-        (lines[4], "sparse, top 128", f"{read:.1f}", f"{read / 100.5:.0%}"),
-        (lines[5], "the latest 128", f"{read:.1f}", f"{read / 100.5:.0%}"),
-        (lines[6], "dense, all keys", "100.5", "100%"),
-    ]:
-        pattern = name + figures.replace("{}", re.escape(keys), 1).replace("{}%", re.escape(share))
-        assert re.fullmatch(pattern, line), (pattern, line)
+    selected = [f"{read:.1f}", f"{read / 100.5:.0%}"]
+    columns = {"sparse, top 128": selected, "the latest 128": selected, "dense, all keys": ["100.5", "100%"]}
+    for row, (name, keys) in zip(rows, columns.items(), strict=True):
+        assert row.startswith(f"{name} ") and row.removeprefix(name).split()[2:4] == keys, row
+        # What comes before the first number is the attention's name, which has digits and spaces of its own.
+        assert [match.end() for match in re.finditer(r"\S+", row)][-5:] == ends
     assert "All read the same keys" not in captured.out
 
 
@@ -125,38 +98,26 @@ def test_no_more_than_the_tokens_that_were_asked_for(monkeypatch, capsys, option
     assert [[len(tokens) - 1 for tokens in sequences] for sequences in measured_of] == 3 * [shape[0] * [shape[1]]]
 
 
-def test_one_sequence_that_is_longer_than_the_default(monkeypatch, capsys):
-    monkeypatch.setattr(compare_command, "_TOKENS", 1000)
-    monkeypatch.setattr(compare_command, "_row", lambda *_: None)
-    monkeypatch.setattr(compare_command, "_event", lambda row: {})
-    assert compare("--json") == 0 and compare("--json", "--length", 1500) == 0
-    starts = [json.loads(line) for line in capsys.readouterr().out.splitlines() if '"start"' in line]
-    assert [(start["sequences"], start["length"]) for start in starts] == [(1, 2048), (1, 1500)]
-
-
 def test_sequences_that_selection_does_not_shorten(capsys):
     assert compare("--length", 100, "--max-tokens", 100) == 0
     expected = "All read the same keys: a token selects 128, and sequences of 100 tokens have no more to select from."
     assert expected in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa", "deepseek_v4"])
-def test_every_family(tmp_path, capsys, family):
-    assert main(["tiny", str(tmp_path / "tiny"), "--model", family]) == 0
-    capsys.readouterr()
-    assert compare(tmp_path / "tiny", "--json", "--length", 300, "--max-tokens", 300, "--prefill-chunk", 128) == 0
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(tiny_checkpoint, capsys, family):
+    """Dense attention reads all of what is in the cache, which in DeepSeek-V4 is less than the context has tokens."""
+    checkpoint, size = tiny_checkpoint(family), ("--length", 450, "--max-tokens", 450, "--prefill-chunk", 128)
+    assert compare(checkpoint, "--json", *size) == 0
     _, rows = measured(capsys)
     assert all(math.isfinite(row["loss"]) for row in rows.values())
     assert rows["sparse"]["loss"] != rows["dense"]["loss"] != rows["latest"]["loss"]
     assert rows["dense"]["share"] == 1 > rows["sparse"]["share"]
-    assert rows["sparse"]["read"] == rows["latest"]["read"] < rows["dense"]["read"] <= rows["dense"]["context"] == 150.5
+    assert rows["sparse"]["read"] == rows["latest"]["read"] < rows["dense"]["read"] <= rows["dense"]["context"] == 225.5
 
 
-def test_the_keys_of_deepseek_v4(tmp_path, capsys):
-    """Dense attention reads all of what is in the cache, which is less than the context has tokens."""
-    assert main(["tiny", str(tmp_path / "tiny"), "--model", "deepseek_v4"]) == 0
-    capsys.readouterr()
-    assert compare(tmp_path / "tiny", "--length", 450, "--max-tokens", 450) == 0
+def test_the_table_of_deepseek_v4(tiny_checkpoint, capsys):
+    assert compare(tiny_checkpoint("deepseek_v4"), "--length", 450, "--max-tokens", 450) == 0
     out = capsys.readouterr().out
     head, *rows = out.split("\n\n")[1].splitlines()
     assert "of dense" in head and "context" not in head

@@ -44,6 +44,7 @@ def test_a_checkpoints_kernels(asked, checkpoint, tmp_path, capsys):
     assert config.model_type == "deepseek_v32" and precision.fp8_linear and precision.kv_cache == "fp8"
 
 
+@pytest.mark.slow
 def test_options(asked, tmp_path, monkeypatch, capsys):
     """A config.json by itself, whatever its name; a share of the heads; what `dsa generate` can be told."""
     monkeypatch.setenv("DSA_CACHE_DIR", str(tmp_path))

@@ -47,20 +47,16 @@ def shipped(*options):
     return main(["generate", "--device", "cpu", "--cache-tokens", "512", *options])
 
 
-def test_the_checkpoint_says_how_to_sample(given, checkpoint):
+def test_options_win_over_what_the_checkpoint_says(given):
     written = json.loads((SHIPPED_MODEL / "generation_config.json").read_text())
     assert written["do_sample"] and 0 < written["temperature"] < 1 and written["top_p"] < 1
-    assert shipped("--prompt", "x") == 0
-    ((_, params),) = given
-    assert (params.temperature, params.top_p, params.top_k) == (written["temperature"], written["top_p"], 0)
-
-
-def test_options_win_over_what_the_checkpoint_says(given):
-    assert shipped("--prompt", "x", "--temperature", "0") == 0
-    assert shipped("--prompt", "x", "--temperature", "2", "--top-p", "1", "--top-k", "7") == 0
-    (_, greedy), (_, own) = given
+    sampled = ["--temperature", "2", "--top-p", "1", "--top-k", "7", "--seed", "3", "--stop", "a", "--stop", "b"]
+    for options in ([], ["--temperature", "0"], sampled):
+        assert shipped("--prompt", "x", *options) == 0
+    (_, default), (_, greedy), (_, own) = given
+    assert (default.temperature, default.top_p, default.top_k) == (written["temperature"], written["top_p"], 0)
     assert greedy.temperature == 0
-    assert (own.temperature, own.top_p, own.top_k) == (2, 1, 7)
+    assert (own.temperature, own.top_p, own.top_k, own.seed, own.stop) == (2, 1, 7, 3, ("a", "b"))
 
 
 def test_a_checkpoint_that_says_nothing_is_greedy(given, damaged):
@@ -70,53 +66,34 @@ def test_a_checkpoint_that_says_nothing_is_greedy(given, damaged):
     assert (params.temperature, params.top_p, params.top_k) == (0, 1, 0)
 
 
-def test_a_checkpoint_that_says_nonsense_is_a_wrong_input(damaged, error):
-    replace(damaged / "generation_config.json", b'{"top_p": 2}')
-    assert main(["generate", str(damaged), "--device", "cpu", "--prompt", "x"]) == 2
-    path = damaged / "generation_config.json"
-    assert error() == f"dsa generate: {path}: field top_p: must be above 0 and at most 1, got 2.0"
-
-
 def test_weights_are_dequantised_on_a_cpu_alone(loaded, monkeypatch, checkpoint):
-    call = ["generate", str(checkpoint), "--prompt", "x"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * 10**9))
     monkeypatch.setattr("dsa.backends.why_no_kernels", lambda: "no GPU for this test")
-    devices = [[], ["--device", "cpu"]]
-    for device in devices:
+    for device in ([], ["--device", "cpu"]):
         for option in ([], ["--dequantize"], ["--no-dequantize"]):
-            assert main([*call, *device, *option]) == 2
-    assert [(options["device"], options["dequantize"]) for options in loaded] == [
-        ("cuda", False),
-        ("cuda", True),
-        ("cuda", False),
-        ("cpu", True),
-        ("cpu", True),
-        ("cpu", False),
-    ]
+            assert main(["generate", str(checkpoint), "--prompt", "x", *device, *option]) == 2
+    on_gpu, on_cpu = zip(["cuda"] * 3, (False, True, False)), zip(["cpu"] * 3, (True, True, False))
+    assert [(options["device"], options["dequantize"]) for options in loaded] == [*on_gpu, *on_cpu]
 
 
-def test_precision_options_reach_the_model(checkpoint, loaded):
-    given = ["--dtype", "float32", "--kv-cache", "fp8", "--widen-experts"]
-    assert generate(checkpoint) == generate(checkpoint, *given) == 2
-    wanted = {"device": "cpu", "dtype": None, "dequantize": True, "kv_cache": None, "progress": False}
-    wanted |= {"widen_experts": False, "mesh": None, "drafter": False}
-    assert loaded == [wanted, wanted | {"dtype": torch.float32, "kv_cache": "fp8", "widen_experts": True}]
-
-
-@pytest.mark.parametrize("drafts", ["0", "3"])
-def test_drafts_ask_for_a_drafter(checkpoint, loaded, drafts):
-    assert generate(checkpoint, "--draft", drafts) == 2
-    assert [options["drafter"] for options in loaded] == [drafts != "0"]
-
-
-@pytest.mark.parametrize("terminal", [False, True])
-def test_progress_bars_are_for_terminals(checkpoint, loaded, monkeypatch, terminal):
+@pytest.mark.parametrize(
+    ("options", "changes"),
+    [
+        ([], {}),
+        (["--dtype", "float32", "--kv-cache", "fp8"], {"dtype": torch.float32, "kv_cache": "fp8"}),
+        (["--widen-experts", "--draft", "3"], {"widen_experts": True, "drafter": True}),
+    ],
+)
+def test_options_reach_the_model(checkpoint, loaded, monkeypatch, options, changes):
+    wanted = {"device": "cpu", "dtype": None, "dequantize": True, "kv_cache": None, "widen_experts": False}
+    wanted |= {"mesh": None, "drafter": False, "progress": False} | changes
+    assert generate(checkpoint, *options) == 2
     monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
-    stream.isatty = lambda: terminal
-    assert generate(checkpoint) == 2
-    assert [options["progress"] for options in loaded] == [terminal]
+    stream.isatty = lambda: True
+    assert generate(checkpoint, *options) == 2
+    assert loaded == [wanted, wanted | {"progress": True}]  # a bar is for terminals
 
 
 def test_threads(loaded, monkeypatch, checkpoint):
@@ -143,16 +120,6 @@ def test_backends_that_the_ops_would_refuse(monkeypatch, error, backend, problem
     monkeypatch.setenv("DSA_BACKEND", backend)
     assert shipped("--prompt", "x") == 2
     assert error() == f"dsa generate: DSA_BACKEND: {problem}"
-
-
-def test_kernels_that_are_asked_for_and_cannot_run(monkeypatch, error):
-    monkeypatch.setenv("DSA_BACKEND", "cute")
-    monkeypatch.setattr("dsa_layers.command.model_options.chosen_device", lambda args: "cuda")
-    monkeypatch.setattr("dsa_layers.command.on_gpus.chosen_device", lambda args: "cpu")  # of its memory
-    monkeypatch.setattr("dsa.backends.why_no_kernels", lambda: "nvidia-cutlass-dsl is not installed")
-    assert shipped("--prompt", "x") == 2
-    expected = "must be reference where kernels cannot run, got 'cute', but nvidia-cutlass-dsl is not installed"
-    assert error() == f"dsa generate: DSA_BACKEND: {expected}"
 
 
 def read_by_the_generator(given):
@@ -264,15 +231,6 @@ def test_prompt_files_reach_ranks(checkpoint, tmp_path, monkeypatch, joined):
     assert seen == [Prompt(f"--prompt-file {file}", text) for file, text in files.items()]
 
 
-def test_prompt_files_are_read_before_ranks_start(checkpoint, tmp_path, monkeypatch, error):
-    monkeypatch.setattr("dsa_layers.parallel.launch.launch", None)
-    (tmp_path / "empty").touch()
-    for name, problem in (("empty", "must not be empty"), ("none", "must be a readable file")):
-        call = ["generate", str(checkpoint), "--device", "cpu", "--gpus", "2", "--prompt-file", str(tmp_path / name)]
-        assert main(call) == 2
-        assert problem in error()
-
-
 def test_a_prompt_in_utf8_under_another_locale(given):
     """Its bytes come as surrogates."""
     assert shipped("--prompt", "d\udcc3\udca9f") == 0
@@ -320,6 +278,7 @@ def test_prompts_that_cannot_be_read(tmp_path, monkeypatch, error):
         (("--device", "cpu:2"), "--device: must be cpu, cuda or cuda:N, got 'cpu:2'"),
         (("--device", ""), "--device: must be cpu, cuda or cuda:N, got ''"),
         (("--device", "cuda:1"), "--device: got 'cuda:1', but torch sees no CUDA GPU"),
+        (("--cache-tokens", 2**31), "--cache-tokens: must be at most 2147483520, got 2147483648"),
     ],
 )
 def test_wrong_options(checkpoint, monkeypatch, error, options, expected):
@@ -371,18 +330,20 @@ def test_a_missing_directory(tmp_path, error):
     assert error() == f"dsa generate: {'a' * 300}: File name too long"
 
 
-def test_a_directory_without_a_tokenizer(damaged, error):
-    (damaged / "tokenizer.json").unlink()
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("tokenizer.json", None, "no such file"),
+        ("generation_config.json", b'{"top_p": 2}', "field top_p: must be above 0 and at most 1, got 2.0"),
+        ("config.json", b'{"model_type": "llama"}', "field 'model_type' is 'llama'; accepted: 'deepseek_v32', "),
+    ],
+)
+def test_files_that_are_wrong(damaged, error, name, content, problem):
+    (damaged / name).unlink()
+    if content is not None:
+        (damaged / name).write_bytes(content)
     assert generate(damaged) == 2
-    assert error().startswith(f"dsa generate: {damaged / 'tokenizer.json'}: no such file")
-
-
-def test_an_unknown_model_type(damaged, error):
-    config = json.loads((damaged / "config.json").read_bytes())
-    replace(damaged / "config.json", json.dumps({**config, "model_type": "llama"}).encode())
-    assert generate(damaged) == 2
-    expected = f"dsa generate: {damaged / 'config.json'}: field 'model_type' is 'llama'; accepted: 'deepseek_v32', "
-    assert error().startswith(expected)
+    assert error().startswith(f"dsa generate: {damaged / name}: {problem}")
 
 
 def test_a_truncated_shard(damaged, capsys):
@@ -394,11 +355,6 @@ def test_a_truncated_shard(damaged, capsys):
     *_, summary, problem = captured.err.splitlines()
     assert summary == f"dsa generate: {damaged}: 1 problem, nothing was loaded:"
     assert problem.startswith(f"  {shard.name}: truncated: ")
-
-
-def test_a_cache_that_is_too_large(checkpoint, error):
-    assert generate(checkpoint, "--cache-tokens", 2**31) == 2
-    assert error() == "dsa generate: --cache-tokens: must be at most 2147483520, got 2147483648"
 
 
 def test_a_cache_that_cannot_hold_a_prompt(checkpoint, tmp_path, error):

@@ -11,7 +11,10 @@ import sys
 import termios
 
 GENERATE = [sys.executable, "-m", "dsa_layers.command.main", "generate", "--device", "cpu", "--cache-tokens", "512"]
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "TERM": "xterm"}
+# Whatever the terminal and the locale are that the tests run in.
+SET = {"OMP_NUM_THREADS": "1", "TERM": "xterm", "NO_COLOR": "", "PYTHONIOENCODING": "utf-8"}
+ENVIRONMENT = os.environ | SET
+SECONDS = 300  # for what takes few
 
 
 def test_pipes():
@@ -52,7 +55,7 @@ def test_a_reader_that_leaves_a_batch_or_events():
         assert process.stdout.read(1) in b"[{"
         process.stdout.close()
         err = process.stderr.read()
-        assert (process.wait(timeout=60), err) == (141, b"")
+        assert (process.wait(timeout=SECONDS), err) == (141, b"")
 
 
 def test_events_are_ascii_whatever_the_encoding():

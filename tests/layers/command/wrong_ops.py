@@ -11,13 +11,22 @@ from tests.public_names import ops_of
 from tests.valid_calls import CALLS
 
 
-def scaled(position):
-    """The result, or the one at that position of the results, 1 % too large."""
+def damaged(x):
+    """1 % too large; in 8 bits, where that would be rounded away, 25 %. Integers, such as indices and bytes, are off by
+    one."""
+    if not x.dtype.is_floating_point:
+        return x + 1
+    return x * 1.01 if x.element_size() > 1 else (x.float() * 1.25).to(x.dtype)
+
+
+def wrong_result(position):
+    """The result, or the one at that position of the results, is damaged."""
 
     def wrong(result, arguments):
-        if position is None:
-            return result * 1.01
-        return tuple(x * 1.01 if i == position else x for i, x in enumerate(result))
+        if not isinstance(result, tuple):
+            return damaged(result)
+        damage = [i == position and isinstance(x, torch.Tensor) for i, x in enumerate(result)]
+        return tuple(damaged(x) if here else x for x, here in zip(result, damage))
 
     return wrong
 
@@ -125,8 +134,8 @@ def disturbed(key, dtype):
 
 # Damage of kinds that GENERAL below does not have: the self test that fails, the function that is wrong, and how.
 WRONG = {
-    "cast": ("per_token_cast_to_fp8", "per_token_cast_to_fp8", only_if("hadamard", scaled(1), False)),
-    "Hadamard": ("per_token_cast_to_fp8", "per_token_cast_to_fp8", only_if("hadamard", scaled(1))),
+    "cast": ("per_token_cast_to_fp8", "per_token_cast_to_fp8", only_if("hadamard", wrong_result(1), False)),
+    "Hadamard": ("per_token_cast_to_fp8", "per_token_cast_to_fp8", only_if("hadamard", wrong_result(1))),
     "product's first row": ("fp8_gemm_nt", "fp8_gemm_nt", larger_first_row),
     "training's selection": ("indexer_topk", "indexer_topk", next_key),
     "training's sparse lse": ("sparse_mla_attention", "sparse_mla_attention", shifted_lse(1)),
@@ -151,10 +160,14 @@ WRONG = {
     "compressed FP8 entries": ("compressed_kv", "write_compressed_kv", disturbed(6, torch.uint8)),
     "top-k order": ("topk_indices", "topk_indices", swapped),
     "top-k ties": ("topk_indices", "topk_indices", last_of_equals),
-    "dense decode": ("flash_mla_with_kvcache", "flash_mla_with_kvcache", only_if("is_fp8_kvcache", scaled(0), False)),
+    "dense decode": (
+        "flash_mla_with_kvcache",
+        "flash_mla_with_kvcache",
+        only_if("is_fp8_kvcache", wrong_result(0), False),
+    ),
     "dense lse": ("flash_mla_with_kvcache", "flash_mla_with_kvcache", only_if("is_fp8_kvcache", shifted_lse(1), False)),
     "latents that are written": ("flash_mla_with_kvcache", "write_kv_cache", scales_too_large),
-    "sparse decode": ("flash_mla_with_kvcache", "flash_mla_with_kvcache", only_if("is_fp8_kvcache", scaled(0))),
+    "sparse decode": ("flash_mla_with_kvcache", "flash_mla_with_kvcache", only_if("is_fp8_kvcache", wrong_result(0))),
     "sparse lse": ("flash_mla_with_kvcache", "flash_mla_with_kvcache", only_if("is_fp8_kvcache", shifted_lse(1))),
     "prefill max_logits": ("flash_mla_sparse_fwd", "flash_mla_sparse_fwd", shifted_lse(1)),
     "prefill lse": ("flash_mla_sparse_fwd", "flash_mla_sparse_fwd", shifted_lse(2)),
@@ -164,7 +177,7 @@ WRONG = {
     "window's slots": ("window_indices", "window_slots", next_key),
     "ring's slots": ("window_indices", "window_slots", only_if(0, next_key, None)),
     "window lse": ("sliding_window_attention", "sliding_window_attention", shifted_lse(1)),
-    "window in a ring": ("sliding_window_attention", "sliding_window_decode", only_if(2, scaled(0), None)),
+    "window in a ring": ("sliding_window_attention", "sliding_window_decode", only_if(2, wrong_result(0), None)),
     "window in a cache, lse": ("sliding_window_attention", "sliding_window_decode", shifted_lse(1)),
     "window and selected, lse": ("sliding_window_attention", "window_sparse_attention", shifted_lse(1)),
     "window and selected without the sink": ("sliding_window_attention", "window_sparse_attention", without_sink),
@@ -172,30 +185,10 @@ WRONG = {
     "merge, empty rows": ("merge_attention", "merge_attention", empty_rows(0, torch.nan)),
     "merge, lse of empty rows": ("merge_attention", "merge_attention", empty_rows(1, -torch.inf)),
     "merge without the sink": ("merge_attention", "merge_attention", without_sink),
-    "rotation": ("rotary", "apply_rotary", only_if("out", scaled(None), False)),
-    "norm": ("rms_norm", "rms_norm", only_if(1, scaled(None), None)),
+    "rotation": ("rotary", "apply_rotary", only_if("out", wrong_result(0), False)),
+    "norm": ("rms_norm", "rms_norm", only_if(1, wrong_result(0), None)),
     "weighted norm": ("rms_norm", "rms_norm", larger_first_row),
 }
-
-
-def damaged(x):
-    """1 % too large; in 8 bits, where that would be rounded away, 25 %. Integers, such as indices and bytes, are off by
-    one."""
-    if not x.dtype.is_floating_point:
-        return x + 1
-    return x * 1.01 if x.element_size() > 1 else (x.float() * 1.25).to(x.dtype)
-
-
-def wrong_result(position):
-    """The result, or the one at that position of the results, is damaged."""
-
-    def wrong(result, arguments):
-        if not isinstance(result, tuple):
-            return damaged(result)
-        damage = [i == position and isinstance(x, torch.Tensor) for i, x in enumerate(result)]
-        return tuple(damaged(x) if here else x for x, here in zip(result, damage))
-
-    return wrong
 
 
 def wrong_argument(name):

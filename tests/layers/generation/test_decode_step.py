@@ -1,5 +1,4 @@
-"""Decoding as a captured pass does it: sizes rounded up, tensors that stay. Graphs themselves need a GPU; here a pass
-that stands in for one runs again on the same tensors."""
+"""Decoding as a captured pass does it: sizes rounded up, tensors that stay. Graphs themselves need a GPU."""
 
 import pytest
 import torch
@@ -15,39 +14,9 @@ from dsa_layers.generation.draft_step import DraftInputs
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
 from tests.layers.families import hf_models
+from tests.layers.generation.replay import capture_passes
 
 PROMPTS = [list(range(40, 145)), [7, 8, 9], list(range(5, 38)), [100] * 17, [3]]
-
-
-class Replay:
-    """A graph of `run`: its result is written to where the first one was."""
-
-    def __init__(self, run):
-        self.run, self.result = run, run()
-
-    def replay(self):
-        self.result.copy_(self.run())
-
-
-@pytest.fixture
-def captured(monkeypatch):
-    """Steps behave as on a GPU; the sizes that were captured."""
-    sizes = []
-
-    def capture(self, inputs):
-        sizes.append((inputs.count, inputs.pages))
-        replay = Replay(lambda: self._run(inputs))
-        return replay, replay.result
-
-    make = DecodeStep.__init__
-
-    def init(self, *arguments, **options):
-        make(self, *arguments, **options)
-        self._captures = True
-
-    monkeypatch.setattr(DecodeStep, "__init__", init)
-    monkeypatch.setattr(DecodeStep, "_capture", capture)
-    return sizes
 
 
 @pytest.fixture(scope="module", params=["v32", "v4"])
@@ -69,12 +38,12 @@ def generate(model, limits, **options):
     return [c.tokens for c in completions]
 
 
-def test_captured_steps_give_the_same_tokens(model, captured, monkeypatch):
+def test_captured_steps_give_the_same_tokens(model, monkeypatch):
     """Sequences end at different steps, so that rows are padded and refilled, and pages and state slots taken over."""
-    limits = [30, 5, 12, 3, 16]
+    limits, captured = [30, 5, 12, 3, 16], capture_passes(monkeypatch)
     got = generate(model, limits)
     # Five sequences, fewer and fewer; the last one comes to three pages.
-    assert captured == [(8, 2), (4, 2), (2, 2), (1, 2), (1, 4)]
+    assert [(inputs.count, inputs.pages) for _, inputs in captured] == [(8, 2), (4, 2), (2, 2), (1, 2), (1, 4)]
     few = generate(model, limits, max_sequences=2)
     with monkeypatch.context() as patch:
         patch.setattr(DecodeStep, "__call__", eager)

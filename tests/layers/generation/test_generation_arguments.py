@@ -76,18 +76,17 @@ def test_token_ids_may_be_arrays(model):
     assert generator.generate([]) == []
 
 
-def test_text_needs_a_tokenizer(model):
-    generator = Generator(model, cache_tokens=64)
-    with pytest.raises(
-        ValueError, match=r"prompts\[0\]: must be token ids for a generator without a tokenizer, got a string"
-    ):
-        generator.generate(["text"])
-    with pytest.raises(ValueError, match="stop strings need a tokenizer"):
-        generator.generate([[1]], SamplingParams(max_new_tokens=1, stop=("x",)))
-    with pytest.raises(ValueError, match="params: must be one for all prompts or one for each of 1, got 2"):
-        generator.generate([[1]], [SamplingParams()] * 2)
-    with pytest.raises(ValueError, match="page_size: must be at least 1, got 0"):
-        Generator(model, page_size=0)
+@pytest.mark.parametrize(
+    ("prompts", "params", "message"),
+    [
+        (["text"], None, r"prompts\[0\]: must be token ids for a generator without a tokenizer, got a string"),
+        ([[1]], SamplingParams(max_new_tokens=1, stop=("x",)), "stop strings need a tokenizer"),
+        ([[1]], [SamplingParams()] * 2, "params: must be one for all prompts or one for each of 1, got 2"),
+    ],
+)
+def test_text_needs_a_tokenizer(model, prompts, params, message):
+    with pytest.raises(ValueError, match=message):
+        Generator(model, cache_tokens=64).generate(prompts, params or SamplingParams())
 
 
 @pytest.mark.parametrize("params", [None, {"temperature": 1}, [None], "greedy"])
@@ -109,7 +108,11 @@ def test_params_of_other_types(model, params):
         ({"page_size": 2**40}, ValueError, "page_size: must be at most"),
         ({"max_sequences": -1}, ValueError, "max_sequences: must be at least 1, got -1"),
         ({"prefill_chunk": "2048"}, TypeError, "prefill_chunk: must be an integer, got '2048'"),
+        ({"page_size": 0}, ValueError, "page_size: must be at least 1, got 0"),
         ({"cuda_graphs": 1}, TypeError, "cuda_graphs: must be True or False, got 1"),
+        ({"batch_invariant": True}, ValueError, "batch_invariant: .* a GPU that runs the kernels, got a model on cpu$"),
+        ({"batch_invariant": 1}, TypeError, "batch_invariant: must be True or False, got 1"),
+        ({"prefix_cache": 1}, TypeError, "prefix_cache: must be True or False, got 1"),
     ],
 )
 def test_bad_options_of_a_generator(model, tokenizer, change, error, message):
@@ -117,18 +120,27 @@ def test_bad_options_of_a_generator(model, tokenizer, change, error, message):
         Generator(**{"model": model, "tokenizer": tokenizer, "cache_tokens": 256} | change)
 
 
-def test_a_cache_that_the_device_has_not_room_for(model, monkeypatch):
+@pytest.mark.parametrize(
+    ("raised", "error", "message"),
+    [
+        (
+            "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator:\ncan't allocate memory",
+            ValueError,
+            r"cache_tokens: a cache of 1000000000 tokens takes [\d.]+ GB, which cannot be al",
+        ),
+        ("no kernel image is available", RuntimeError, "no kernel image is available"),
+    ],
+)
+def test_a_cache_that_cannot_be_made(model, monkeypatch, raised, error, message):
     make = type(model).make_cache
 
-    def full(self, pages, page_size, device, *, state_slots):
+    def failing(self, pages, page_size, device, *, state_slots):
         if torch.device(device).type != "meta":
-            raise RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator:\ncan't allocate memory")
+            raise RuntimeError(raised)
         return make(self, pages, page_size, device, state_slots=state_slots)
 
-    monkeypatch.setattr(type(model), "make_cache", full)
-    with pytest.raises(
-        ValueError, match=r"cache_tokens: a cache of 1000000000 tokens takes [\d.]+ GB, which cannot be al"
-    ):
+    monkeypatch.setattr(type(model), "make_cache", failing)
+    with pytest.raises(error, match=message):
         Generator(model, cache_tokens=10**9)
 
 
@@ -147,6 +159,7 @@ def test_more_sequences_than_pages_take_no_room(model):
         ({"device": "tpu"}, ValueError, "device: must be cpu, cuda or cuda:N, got 'tpu'"),
         ({"device": "cpu:1"}, ValueError, "device: must be cpu, cuda or cuda:N, got 'cpu:1'"),
         ({"device": "cuda"}, ValueError, "device: got 'cuda', but torch sees no CUDA GPU"),
+        ({"device": "cuda:1"}, ValueError, "device: got 'cuda:1', but torch sees no CUDA GPU"),
         ({"device": None}, TypeError, "device: must be a torch.device or its name, got None"),
         ({"dequantize": "no"}, TypeError, "dequantize: must be True or False, got 'no'"),
     ],
@@ -157,10 +170,3 @@ def test_bad_options_of_a_model(checkpoint, monkeypatch, options, error, message
     monkeypatch.setattr("dsa_layers.checkpoint.loading.load_weights", None)
     with pytest.raises(error, match=message):
         load_model(checkpoint, progress=False, **options)
-
-
-def test_a_gpu_that_is_not_there(checkpoint, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ValueError, match=r"device: got 'cuda:1', but torch sees 1 GPU$"):
-        load_model(checkpoint, device="cuda:1")

@@ -2,8 +2,8 @@
 
 import json
 import os
+import re
 import sys
-import time
 
 import pytest
 from hypothesis import given
@@ -51,8 +51,22 @@ def test_tokenizer_files(tmp_path, name, content, expected):
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
 def test_tokenizer_files_beyond_any_size(tmp_path, name):
     tokenizer(tmp_path)
-    os.truncate(tmp_path / name, 2**40) if name != "chat_template.jinja" else (tmp_path / name).symlink_to("/dev/zero")
+    if name == "chat_template.jinja":
+        (tmp_path / name).symlink_to("/dev/zero")
+    else:
+        os.truncate(tmp_path / name, 2**40)
     with pytest.raises(TokenizerError, match=r"accepted: at most|it is no regular file"):
+        Tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_tokenizer_files_that_are_missing_or_cut_short(tmp_path, name):
+    tokenizer(tmp_path)
+    (tmp_path / name).write_text('{"half": ')
+    with pytest.raises(TokenizerError, match=re.escape(f"{tmp_path / name}: not ")):
+        Tokenizer(tmp_path)
+    (tmp_path / name).unlink()
+    with pytest.raises(TokenizerError, match=re.escape(f"{tmp_path / name}: no such file")):
         Tokenizer(tmp_path)
 
 
@@ -107,13 +121,10 @@ def test_a_tokenizer_that_fills_the_memory(tmp_path, part):
     bomb = {"type": "Sequence", steps: [replace("a", "a" * 10)] * 10_000}
     with pytest.raises(TokenizerError, match=f"its {part} can make a text inf times as long; accepted: at most"):
         tokenizer(tmp_path, {part: bomb})
-    harmless = tokenizer(tmp_path, {part: {"type": "Sequence", steps: [replace("b", "a"), replace(" ", "")]}})
-    assert harmless.decode(harmless.encode("ab")) in ("a a", "aa")
-
-
-def test_a_normalizer_that_puts_a_book_in_front(tmp_path):
     with pytest.raises(TokenizerError, match="its normalizer can make a text 100001 times as long"):
         tokenizer(tmp_path, {"normalizer": {"type": "Prepend", "prepend": "a" * 100_000}})
+    harmless = tokenizer(tmp_path, {part: {"type": "Sequence", steps: [replace("b", "a"), replace(" ", "")]}})
+    assert harmless.decode(harmless.encode("ab")) in ("a a", "aa")
 
 
 def test_a_tokenizer_that_cannot_encode(tmp_path):
@@ -140,14 +151,11 @@ def test_padding_and_truncation_are_not_applied(tmp_path):
         ({"eos_token": "\ud800"}, "eos_token '\\\\ud800' cannot be looked up"),
         ({"eos_token": "x" * 100_000}, "eos_token 'xxx.*' is no token of"),
         ({"chat_template": [{"name": [], "template": "x"}]}, r"chat_template names \[\[\]\]"),
-        ({"chat_template": [{"name": "default"}], "x": HUGE}, None),
+        ({"chat_template": [{"name": "rag", "template": "x"}]}, r"names \['rag'\]; accepted: a list with 'default'"),
         ({"chat_template": {"default": "x"}}, "chat_template is {'default': 'x'}"),
     ],
 )
 def test_tokenizer_configs(tmp_path, config, expected):
-    if expected is None:
-        assert not tokenizer(tmp_path, **config).has_chat_template
-        return
     with pytest.raises(TokenizerError, match=expected) as error:
         tokenizer(tmp_path, **config)
     assert len(str(error.value)) < 2000
@@ -181,11 +189,9 @@ DOUBLING = "{% set ns = namespace(x=START) %}{% for i in range(99) %}{% set ns.x
     ],
 )
 def test_templates(template, expected):
-    before = time.monotonic()
     with pytest.raises(ChatTemplateError, match=expected) as error:
         ChatTemplate(template).render({"messages": [1]})
     assert len(str(error.value)) <= 500
-    assert time.monotonic() - before < 20  # the process computes for half a second; the machine may be busy
 
 
 def test_what_templates_are_given():

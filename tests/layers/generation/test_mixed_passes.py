@@ -1,7 +1,5 @@
 """Prompts are computed between decoding passes: how long a sequence waits, and what is counted."""
 
-from itertools import pairwise
-
 import pytest
 
 from dsa_layers.generation.generator import Generator
@@ -36,34 +34,6 @@ def test_a_long_prompt_among_sequences_that_decode(drafts):
     counted = generator.throughput
     assert counted.prefill_tokens == sum(map(len, prompts)) and counted.decode_tokens == 59 * 3 + 3
     assert counted.prefill_seconds > 0 and counted.decode_seconds > 0
-
-
-def test_prompts_that_come_later_wait_for_no_more():
-    """More prompts than run at a time: at most a chunk lies between the decoding passes of any sequence."""
-    model = RememberingModel()
-    generator = Generator(model, cache_tokens=400, prefill_chunk=CHUNK, max_sequences=3)
-    prompts = [[i % 7] * n for i, n in enumerate((3, 20, 9, 14, 1, 30, 2))]
-    params = [SamplingParams(max_new_tokens=n) for n in (40, 5, 1, 30, 9, 12, 3)]
-    passes = []  # (sequences, their tokens)
-    prefill, extend = generator._passes.prefill, generator._passes.extend
-
-    def prefill_noted(work):
-        passes.append(("chunk", sum(n for _, n in work)))
-        return prefill(work)
-
-    def extend_noted(sequences, throughput):
-        passes.append(("decode", [s.index for s in sequences]))
-        return extend(sequences, throughput)
-
-    generator._passes.prefill, generator._passes.extend = prefill_noted, extend_noted
-    got = generator.generate(prompts, params)
-    assert [c.tokens for c in got] == [continued(p, one.max_new_tokens) for p, one in zip(prompts, params)]
-    assert all(count <= CHUNK for kind, count in passes if kind == "chunk")
-    for sequence, one in enumerate(params):
-        own = [i for i, (kind, who) in enumerate(passes) if kind == "decode" and sequence in who]
-        assert len(own) == one.max_new_tokens - 1
-        assert all(after - before <= 2 for before, after in pairwise(own))
-    assert any(kind == "chunk" for kind, _ in passes[3:-3])
 
 
 def test_events_come_before_the_next_pass():

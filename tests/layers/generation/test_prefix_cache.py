@@ -42,13 +42,6 @@ def text(length, seed=0):
     return torch.randint(VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def test_off_by_default():
-    model = RememberingModel()
-    generator = Generator(model, cache_tokens=200)
-    assert [computed(generator, [text(40)]) for _ in range(2)] == [40, 40]
-    assert generator.cache.allocator.free == 50
-
-
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("stateful", [False, True])
 def test_full_pages_of_earlier_calls(stateful, drafts):
@@ -106,14 +99,6 @@ def test_pages_go_the_least_recently_used_first_and_from_the_end():
         generator.generate([text(24)], SamplingParams(max_new_tokens=1))
 
 
-def test_pages_of_running_sequences_stay():
-    """Whatever waits: two sequences share three pages, and the third has to wait for its own."""
-    _, generator = make(cache_tokens=8 * PAGE)
-    common = text(12)
-    prompts = [[*common, 1], [*common, 2], text(20, 3)]
-    assert computed(generator, prompts, 6) == 13 + 1 + 20
-
-
 def test_pages_that_somebody_else_has():
     """The error names what is free for sequences: pages that nobody has, and those that nobody uses."""
     _, generator = make(cache_tokens=6 * PAGE)
@@ -123,11 +108,6 @@ def test_pages_that_somebody_else_has():
         generator.generate([text(15, 1)], SamplingParams(max_new_tokens=1))
     assert computed(generator, [text(11)], 1) == 3
     generator.cache.allocator.release(taken)
-
-
-def test_wrong_values():
-    with pytest.raises(TypeError, match="prefix_cache: must be True or False, got 1"):
-        Generator(RememberingModel(), prefix_cache=1)
 
 
 def check_pages(generator, capacity, running=()):
@@ -269,20 +249,3 @@ def test_any_calls(calls, stateful, drafts, chunk, size, tokens, sequences):
             assert tokens == (expected if whole and not fails else expected[: len(tokens)])
         check_pages(generator, pages)
         assert generator.cache.state_slots.free == slots == min(sequences, pages)
-
-
-def test_ranks_decide_alike():
-    """Two generators that see the same calls have the same pages and pass over the same tokens."""
-    calls = [[LONG[:n] + text(3, seed) for n in (3, 9, 14)] * 2 for seed in range(6)]
-    seen = []
-    for _ in range(2):
-        model, generator = make(stateful=True, cache_tokens=15 * PAGE, prefill_chunk=7, max_sequences=3)
-        tables, decode = [], generator._passes._decode
-        generator._passes._decode = lambda s, tables=tables, decode=decode: (
-            tables.append([(list(one.pages), one.state_slot) for one in s]),
-            decode(s),
-        )[1]
-        for prompts in calls:
-            computed(generator, prompts, 5)
-        seen.append((model.passes, tables))
-    assert seen[0] == seen[1]

@@ -7,10 +7,10 @@ import sys
 import pytest
 
 from dsa_layers.cache.drafts import DRAFTS
-from dsa_layers.families.registry import model_types
+from tests.layers.generation.families import FAMILIES
 
 
-@pytest.mark.parametrize("family", model_types())
+@pytest.mark.parametrize("family", FAMILIES)
 def test_recorded_passes(family, tiny_checkpoint):
     """In inference mode, as generation runs, with counts of the sequences' last tokens that are not contiguous."""
     command = [sys.executable, "-m", "tests.layers.generation.recorded_passes", tiny_checkpoint(family)]

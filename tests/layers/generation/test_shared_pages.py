@@ -4,15 +4,15 @@ import pytest
 import torch
 
 from dsa_layers.checkpoint.loading import load_model
-from dsa_layers.families.registry import model_types
 from dsa_layers.generation.draft_step import DraftStep
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
+from tests.layers.generation.families import FAMILIES
 
 TEXT = [2 + i * i % 2000 for i in range(400)]
 
 
-@pytest.fixture(scope="module", params=model_types())
+@pytest.fixture(scope="module", params=FAMILIES)
 def model(request, tiny_checkpoint):
     directory = tiny_checkpoint(request.param, quantized=False)
     return load_model(directory, dtype=torch.float32, drafter=True, progress=False)
@@ -45,7 +45,8 @@ def calls(size):
     return [[first, second, TEXT[: 2 * size + 1]], [TEXT[: 2 * size], [*TEXT[:size], 7, 8, 9], second]]
 
 
-def test_tokens_and_drafts_of_shared_pages(model, drafts_seen, drafts=2):
+@pytest.mark.parametrize("drafts", [2, pytest.param(0, marks=pytest.mark.slow)])
+def test_tokens_and_drafts_of_shared_pages(model, drafts_seen, drafts):
     size = page_size(model)
     pages = 6  # fewer than the prompts have: some are taken from earlier ones
     options = {"page_size": size, "prefill_chunk": size + 7, "draft_tokens": drafts}
@@ -67,9 +68,3 @@ def test_tokens_and_drafts_of_shared_pages(model, drafts_seen, drafts=2):
         reused.append(counted.reused_tokens // size)
         assert shared.cache.allocator.free + shared._memory._tree.unused == pages
     assert reused[0] == 3 and reused[1] >= 1
-
-
-@pytest.mark.parametrize("model", ["deepseek_v32"], indirect=True)
-def test_without_drafts(model, drafts_seen):
-    """A page is then shared whatever comes behind it."""
-    test_tokens_and_drafts_of_shared_pages(model, drafts_seen, drafts=0)

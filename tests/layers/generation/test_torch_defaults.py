@@ -9,31 +9,14 @@ from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.generation.tokenizer import Tokenizer
 from tests.ops.test_torch_defaults import default_dtype
 
-FAMILIES = ("deepseek_v32", "deepseek_v4")
 
-
-@pytest.fixture(scope="module", params=FAMILIES)
-def directory(request, tiny_checkpoint):
-    return tiny_checkpoint(request.param)
-
-
-@pytest.fixture(scope="module")
-def model(directory):
-    return load_model(directory, progress=False)
-
-
-def completions(model, directory) -> list[list[int]]:
-    generator = Generator(model, Tokenizer(directory), cache_tokens=256, prefill_chunk=8)
-    found = generator.generate(["The lightning indexer", "a"], SamplingParams(max_new_tokens=2))
-    return [c.tokens for c in found]
-
-
-@pytest.fixture(scope="module")
-def expected(model, directory):
-    return completions(model, directory)
-
-
-def test_default_dtype(model, directory, expected):
+@pytest.mark.parametrize("family", ["deepseek_v32", "deepseek_v4"])
+def test_defaults_change_nothing(family, tiny_checkpoint):
+    directory = tiny_checkpoint(family)
+    model = load_model(directory, progress=False)
+    expected = completions(model, directory)
+    with torch.device("meta"):
+        assert completions(model, directory) == expected
     with default_dtype(torch.bfloat16):
         loaded = load_model(directory, progress=False)
         assert completions(loaded, directory) == expected
@@ -41,6 +24,7 @@ def test_default_dtype(model, directory, expected):
         assert x.dtype == y.dtype, name
 
 
-def test_default_device(model, directory, expected):
-    with torch.device("meta"):
-        assert completions(model, directory) == expected
+def completions(model, directory) -> list[list[int]]:
+    generator = Generator(model, Tokenizer(directory), cache_tokens=256, prefill_chunk=8)
+    found = generator.generate(["The lightning indexer", "a"], SamplingParams(max_new_tokens=2))
+    return [c.tokens for c in found]

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dsa_layers.layers.trained_attention import SparseAttention
@@ -27,26 +26,6 @@ TOLERANCE = 2e-5
 ALONE = Ranks(0, 1)
 
 
-class DotProductIndexer(nn.Module):
-    """I[t, s] = (W_q qr[t]) . (W_k x[s])."""
-
-    def __init__(self):
-        super().__init__()
-        self.top_k = TOP_K
-        self.q, self.k = nn.Linear(32, 16, bias=False), nn.Linear(64, 16, bias=False)
-
-    def loss(self, x, qr, cos, sin, attention):
-        return attention.kl(self.q(qr) @ attention.gather(self.k(x)).T)
-
-
-def small(own_indexer=False):
-    model = Small(TOP_K)
-    if own_indexer:
-        torch.manual_seed(3)
-        model.layers[1].indexer = DotProductIndexer()
-    return model
-
-
 def losses(model, stage, lens, ranks):
     """(the rank's loss, what all of them have) of a pass."""
     tokens, weights = torch.arange(sum(lens)) * 7 % 50, torch.linspace(-1, 1, sum(lens))
@@ -57,16 +36,16 @@ def losses(model, stage, lens, ranks):
     return language + indexer, torch.stack([share.over_ranks(loss) for loss in (language, indexer)])
 
 
-def trained(name, lens, ranks, own_indexer=False):
+def trained(name, lens, ranks):
     """Losses, and the ranks' mean of each parameter's gradients."""
-    model = small(own_indexer)
+    model = Small(TOP_K)
     with IndexerStage(model, name) as stage:
         loss, total = losses(model, stage, lens, ranks)
     loss.backward()
     return total, {n: ranks.sum(p.grad.flatten()) / ranks.size for n, p in model.named_parameters()}
 
 
-CASES = [(name, lens, own) for name in ("warmup", "sparse") for lens in LENS for own in (False, True)]
+CASES = [(name, lens) for name in ("warmup", "sparse") for lens in LENS]
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -75,7 +54,7 @@ def test_ranks(size):
     first, *others = in_ranks(size, of_a_rank)
     assert first[1] == [check.__name__ for check in CHECKS[size]]
     for case, (total, gradients), *of_others in zip(CASES, first[0], *(other[0] for other in others)):
-        expected = trained(*case[:2], ALONE, case[2])
+        expected = trained(*case, ALONE)
         assert torch.allclose(total, expected[0], rtol=TOLERANCE, atol=0), case
         for name, gradient in expected[1].items():
             assert (gradients[name] - gradient).abs().max() <= TOLERANCE * gradient.abs().max(), (case, name)
@@ -90,40 +69,7 @@ def of_a_rank(ranks):
     for check in CHECKS[ranks.size]:
         check(ranks)
         done.append(check.__name__)
-    return [trained(name, lens, ranks, own) for name, lens, own in CASES], done
-
-
-def fsdp2(ranks):
-    """Sharded parameters, updated step after step, are those of one rank, in both stages."""
-    # Imported late: every process imports this module, and these take seconds.
-    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-    from torch.distributed.tensor import DTensor
-
-    for name in ("warmup", "sparse"):
-        whole, sharded = small(), small()
-        for layer in sharded.layers:
-            fully_shard(layer.indexer)
-            register_fsdp_forward_method(layer.indexer, "loss")
-            fully_shard(layer)
-        fully_shard(sharded)
-        for model, of in ((whole, ALONE), (sharded, ranks)):
-            stage = IndexerStage(model, name)
-            for p in model.parameters():
-                p.requires_grad_(name == "sparse")
-            for p in stage.parameters():
-                p.requires_grad_(True)
-            optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
-            with stage:
-                for lens in LENS:
-                    loss, _ = losses(model, stage, lens, of)
-                    loss.backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-        for (n, p), other in zip(whole.named_parameters(), sharded.parameters()):
-            assert isinstance(other, DTensor)
-            full = other.full_tensor()
-            assert not torch.equal(p, small().get_parameter(n)) or not p.requires_grad
-            assert torch.allclose(full, p, rtol=0, atol=TOLERANCE * p.abs().max().item()), (name, n)
+    return [trained(*case, ranks) for case in CASES], done
 
 
 def documented_loop(ranks):
@@ -142,7 +88,7 @@ def documented_loop(ranks):
 
 def checkpointed(ranks):
     """Layers that run again in the backward pass gather again."""
-    model = small()
+    model = Small(TOP_K)
     layers = [copy.copy(layer.forward) for layer in model.layers]
     found = []
     for again in (False, True):
@@ -158,7 +104,7 @@ def checkpointed(ranks):
 
 def gradients_of_rows(ranks):
     """Of rows in 16 bits they are added in fp32, in the order of the ranks, and rounded once."""
-    stage = IndexerStage(small(), "sparse")
+    stage = IndexerStage(Small(TOP_K), "sparse")
     share = stage.share([9, 4], ranks)
     every = torch.arange(13.0)[:, None].expand(13, 3)
     x = share.own(every).bfloat16().requires_grad_()
@@ -180,7 +126,7 @@ def gradients_of_rows(ranks):
 
 def wrong_lengths(ranks):
     """All ranks hear of what one of them has, and go on."""
-    stage = IndexerStage(small(), "warmup")
+    stage = IndexerStage(Small(TOP_K), "warmup")
     own = [12, 3] if ranks.rank == 0 else [12, 4]
     line = (
         r"^lens: must be the same on all ranks, got 2 of 15 tokens, \[12, 3\] on rank 0 and 2 of 16 tokens, \[12, 4\]"
@@ -207,10 +153,10 @@ def in_groups(ranks):
     for name, gradient in expected[1].items():
         assert (got[1][name] - gradient).abs().max() <= TOLERANCE * gradient.abs().max(), name
     with pytest.raises(ValueError, match=r"^ranks: this process must be one of its .* ranks, got rank -1$"):
-        IndexerStage(small(), "sparse").share([8], Ranks.of(groups[1 - number]))
+        IndexerStage(Small(TOP_K), "sparse").share([8], Ranks.of(groups[1 - number]))
 
 
-CHECKS = {2: (fsdp2, documented_loop, checkpointed, gradients_of_rows, wrong_lengths), 4: (in_groups,)}
+CHECKS = {2: (documented_loop, checkpointed, gradients_of_rows, wrong_lengths), 4: (in_groups,)}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
@@ -230,37 +176,36 @@ def test_cuts(size):
             assert max(work) < 1.01 * min(work)
 
 
-@pytest.mark.parametrize("name", ["warmup", "sparse"])
-def test_one_rank_needs_no_group(name):
-    total, _ = trained(name, LENS[0], ALONE)
-    assert (total[1] > 0).all() and torch.isfinite(total).all()
+@pytest.mark.parametrize(
+    ("lens", "ranks", "error", "message"),
+    [
+        ([12, 3], Ranks(0, 2), RuntimeError, r"ranks: torch\.distributed is not initialised"),
+        ([12, 3], Ranks(-1, 2, object()), ValueError, "ranks: this process must be one of its 2 ranks, got rank -1$"),
+        ([12, 3], 5, TypeError, "ranks: must be Ranks, got int$"),
+        ([0], ALONE, ValueError, r"lens: every sequence needs at least one new token, got \[0\]$"),
+        ([], ALONE, ValueError, r"lens: must have at least a token for each of 1 ranks, got \[\]$"),
+    ],
+)
+def test_wrong_shares(lens, ranks, error, message):
+    with pytest.raises(error, match=f"^{message}"):
+        IndexerStage(Small(TOP_K), "sparse").share(lens, ranks)
 
 
-def test_errors():
-    model = small()
-    stage = IndexerStage(model, "sparse")
-    with pytest.raises(RuntimeError, match=r"^ranks: torch\.distributed is not initialised"):
-        stage.share([12, 3], Ranks(0, 2))
-    with pytest.raises(ValueError, match=r"^ranks: this process must be one of its 2 ranks, got rank -1$"):
-        stage.share([12, 3], Ranks(-1, 2, object()))
-    with pytest.raises(TypeError, match=r"^ranks: must be Ranks, got int$"):
-        stage.share([12, 3], 5)
-    with pytest.raises(ValueError, match=r"^lens: every sequence needs at least one new token, got \[0\]$"):
-        stage.share([0], ALONE)
-    with pytest.raises(ValueError, match=r"^lens: must have at least a token for each of 1 ranks, got \[\]$"):
-        stage.share([], ALONE)
-    share = stage.share([12, 3], ALONE)
-    with pytest.raises(ValueError, match=r"^x: must have a row for each of 15 tokens, got shape \[14\]$"):
-        share.own(torch.zeros(14))
-    with pytest.raises(ValueError, match=r"^x: must have a row for each of this rank's 15 tokens, got shape \[1, 4\]$"):
-        share.gather(torch.zeros(1, 4))
-    with pytest.raises(ValueError, match=r"^values: must be \[15\], one of each of this rank's tokens, got \[15, 1\]$"):
-        share.mean(torch.zeros(15, 1))
+def test_wrong_uses_of_a_share():
+    model = Small(TOP_K)
+    share = IndexerStage(model, "sparse").share([12, 3], ALONE)
+    assert isinstance(share, ContextBatch) and share.keyed.key_lens == (12, 3)
+    for call, x, message in [
+        (share.own, torch.zeros(14), r"x: must have a row for each of 15 tokens, got shape \[14\]"),
+        (share.gather, torch.zeros(1, 4), r"x: must have a row for each of this rank's 15 tokens, got shape \[1, 4\]"),
+        (share.mean, torch.zeros(15, 1), r"values: must be \[15\], one of each of this rank's tokens, got \[15, 1\]"),
+    ]:
+        with pytest.raises(ValueError, match=f"^{message}$"):
+            call(x)
     with pytest.raises(RuntimeError, match=r"^batch: a rank's share of tokens is for passes within the IndexerStage"):
         model(torch.arange(15), share)
     with IndexerStage(model, "sparse"), pytest.raises(RuntimeError, match=r"^batch: .* that made it$"):
         model(torch.arange(15), share)
-    assert isinstance(share, ContextBatch) and share.keyed.key_lens == (12, 3)
 
 
 def test_scores_that_were_not_gathered():

@@ -4,10 +4,8 @@ import os
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from dsa_layers import Generator, SamplingParams, load_model
-from dsa_layers.parallel.ranks import Ranks
 from tests.layers.parallel.processes import in_ranks
 
 OPTIONS = {"dtype": torch.float32, "dequantize": True, "progress": False}
@@ -16,17 +14,6 @@ OPTIONS = {"dtype": torch.float32, "dequantize": True, "progress": False}
 @pytest.fixture(scope="module")
 def checkpoint(tiny_checkpoint):
     return tiny_checkpoint("deepseek_v32", quantized=False)
-
-
-def sampled(ranks, directory):
-    generator = Generator(load_model(directory, mesh=ranks, **OPTIONS), None, cache_tokens=2048)
-    params = SamplingParams(max_new_tokens=8, temperature=1.0)
-    return [completion.tokens for completion in generator.generate([[5, 6, 7]], params)]
-
-
-def test_sampling_without_a_seed(checkpoint):
-    first, second = in_ranks(2, sampled, checkpoint)
-    assert first == second
 
 
 class Ends:
@@ -49,7 +36,8 @@ def said_by(calls):
 
 
 def of_other_calls(ranks, directory):
-    """What each of several calls raises that are not the same on all ranks."""
+    """Tokens that are sampled without a seed, and what each of several calls raises that are not the same on all
+    ranks."""
     model = load_model(directory, mesh=ranks, **OPTIONS)
     generator = Generator(model, None, cache_tokens=2048)
     calls = [
@@ -63,11 +51,14 @@ def of_other_calls(ranks, directory):
         lambda: Generator(model, None, cache_tokens=2048, prefill_chunk=1 - ranks.rank),
         lambda: Generator(model, Ends(7 + ranks.rank), cache_tokens=2048),
     ]
-    return said_by(calls)
+    (sampled,) = generator.generate([[5, 6, 7]], SamplingParams(max_new_tokens=8, temperature=1.0))
+    return sampled.tokens, said_by(calls)
 
 
 def test_calls_that_differ(checkpoint):
-    first, second = in_ranks(2, of_other_calls, checkpoint)
+    """All ranks hear of them; without a seed they draw the same numbers."""
+    (tokens, first), (others, second) = in_ranks(2, of_other_calls, checkpoint)
+    assert tokens == others
     for i, name in enumerate(("prompts", "params", "prompts")):
         assert first[i] == second[i] and first[i].startswith(
             f"{name}: must be the same on all ranks, got ones of digest"
@@ -80,9 +71,10 @@ def test_calls_that_differ(checkpoint):
     assert first[8] == second[8] and first[8].startswith("tokens that end: must be the same on all ranks, got [")
 
 
-def of_other_environments(ranks, directory, name, values):
+def of_other_environments(ranks, directory, settings):
     """What each of several calls raises where ranks have other values of a setting, None for none."""
-    os.environ.pop(name, None)
+    for name in settings:
+        os.environ.pop(name, None)
     model = load_model(directory, mesh=ranks, **OPTIONS)
     generator = Generator(model, None, cache_tokens=2048)
     calls = [
@@ -90,28 +82,20 @@ def of_other_environments(ranks, directory, name, values):
         lambda: Generator(model, None, cache_tokens=2048),
         lambda: generator.generate([[5, 6, 7]]),
     ]
-    if values[ranks.rank] is not None:
-        os.environ[name] = values[ranks.rank]
-    return said_by(calls)
+    found = {}
+    for name, values in settings.items():
+        if values[ranks.rank] is not None:
+            os.environ[name] = values[ranks.rank]
+        found[name] = said_by(calls)
+        os.environ.pop(name, None)
+    return found
 
 
-@pytest.mark.parametrize(
-    ("name", "values"), [("DSA_BACKEND", ("cute", "reference")), ("DSA_COMPARE_RANKS", (None, "1"))]
-)
-def test_environments_that_differ(checkpoint, name, values):
-    told = "{}: must be the same on all ranks, got {} on rank 0 and {} on rank 1"
-    told = told.format(name, *(value or "unset" for value in values))
-    assert in_ranks(2, of_other_environments, checkpoint, name, values) == [[told] * 3] * 2
-
-
-def outside(ranks, directory):
-    group = dist.new_group([0, 1])
-    try:
-        load_model(directory, mesh=Ranks.of(group), **OPTIONS)
-    except (ValueError, IndexError) as error:
-        return type(error).__name__
-    return "loaded"
-
-
-def test_a_process_outside_of_the_group(checkpoint):
-    assert in_ranks(3, outside, checkpoint) == ["loaded", "loaded", "ValueError"]
+def test_environments_that_differ(checkpoint):
+    settings = {"DSA_BACKEND": ("cute", "reference"), "DSA_COMPARE_RANKS": (None, "1")}
+    same = "must be the same on all ranks, got"
+    told = {
+        "DSA_BACKEND": [f"DSA_BACKEND: {same} cute on rank 0 and reference on rank 1"] * 3,
+        "DSA_COMPARE_RANKS": [f"DSA_COMPARE_RANKS: {same} unset on rank 0 and 1 on rank 1"] * 3,
+    }
+    assert in_ranks(2, of_other_environments, checkpoint, settings) == [told] * 2

@@ -5,31 +5,22 @@ import io
 import json
 import math
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from dsa_layers.command.main import main
-from dsa_layers.tiny import write_tiny_checkpoint
+from tests.default_signals import reset_signals
+from tests.layers.checkpoint.stand_ins import changed
 
 COMMAND = [sys.executable, "-m", "dsa_layers.command", "generate"]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("tiny")
-    write_tiny_checkpoint(directory, model="deepseek_v32")
-    return directory
+SECONDS = 300  # for what takes few
 
 
 def arguments(checkpoint, options):
@@ -39,26 +30,28 @@ def arguments(checkpoint, options):
 
 def generate(checkpoint, *options, stdin="", start=COMMAND, **environment):
     call = [*start, *arguments(checkpoint, options)]
-    return subprocess.run(call, input=stdin, capture_output=True, text=True, env=ENVIRONMENT | environment, timeout=120)
+    return subprocess.run(
+        call, input=stdin, capture_output=True, text=True, env=ENVIRONMENT | environment, timeout=SECONDS
+    )
 
 
 @pytest.fixture
-def generate_here(capfd):
+def generate_here(capfd, monkeypatch):
     """`generate` with this process as the one that starts the ranks, or that is alone: torch is there, the import of
     which takes a new process seconds. The ranks are processes of their own."""
 
     def late(*_):
-        raise RuntimeError("has not ended within 120 s")
+        raise RuntimeError(f"has not ended within {SECONDS} s")
 
     def call(checkpoint, *options, **environment):
-        before = signal.signal(signal.SIGALRM, late)
-        signal.alarm(120)
+        for name, value in ({"OMP_NUM_THREADS": "1"} | environment).items():
+            monkeypatch.setenv(name, value)
+        signal.signal(signal.SIGALRM, late)
+        signal.alarm(SECONDS)
         try:
-            with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1"} | environment):
-                code = main(["generate", *arguments(checkpoint, options)])
+            code = main(["generate", *arguments(checkpoint, options)])
         finally:
             signal.alarm(0)
-            signal.signal(signal.SIGALRM, before)
         written = capfd.readouterr()
         return SimpleNamespace(returncode=code, stdout=written.out, stderr=written.err)
 
@@ -76,14 +69,6 @@ def test_greedy_text_is_that_of_one_process(checkpoint, generate_here, monkeypat
     assert line.startswith("prefill: ")
 
 
-def test_events(checkpoint, generate_here):
-    done = generate_here(checkpoint, "--prompt", "a", "--prompt", "b", "--temperature", "2", "--json", "--gpus", "2")
-    assert done.returncode == 0, done.stderr
-    events = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [event["event"] for event in events].count("completion") == 2
-    assert events[0]["event"] == "start" and events[-1]["event"] == "throughput"
-
-
 def test_torchrun_starts_ranks_too(checkpoint, generate_here):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *COMMAND[1:]]
     options = ["--prompt", "def f(", "--temperature", "0"]
@@ -93,18 +78,6 @@ def test_torchrun_starts_ranks_too(checkpoint, generate_here):
     as_its_rank = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
     wrong = generate_here(checkpoint, *options, "--gpus", "3", **as_its_rank)
     assert wrong.returncode == 2 and "--gpus: must be the 2 ranks that were started, got 3" in wrong.stderr
-
-
-def test_ranks_whose_environments_differ_end(checkpoint):
-    """As where torchrun's ranks are started by a script that sets a variable in some of them."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
-    script = 'if [ "$RANK" = 1 ]; then export DSA_BACKEND=reference; fi; exec "$@"'
-    done = generate(checkpoint, "--prompt", "x", start=[*torchrun, "sh", "-c", script, "sh", *COMMAND], DSA_BACKEND="")
-    assert done.returncode == 1 and done.stdout == "" and "exitcode  : 2" in done.stderr, done.stderr
-    told = "DSA_BACKEND: must be the same on all ranks, got unset on rank 0 and reference on rank 1"
-    # Each rank says it, and torchrun repeats it; those that write at once may share a line.
-    _, *said = done.stderr.split("dsa generate: ")
-    assert said and all(words.startswith(told) for words in said), done.stderr
 
 
 @pytest.mark.parametrize(
@@ -132,24 +105,9 @@ def test_a_port_in_use_is_said_once(checkpoint, generate_here):
     assert line.startswith(f"dsa generate: MASTER_PORT: port {port} of 127.0.0.1 cannot be used")
 
 
-def test_a_damaged_checkpoint_is_said_once(checkpoint, tmp_path, generate_here):
-    for path in checkpoint.iterdir():
-        (tmp_path / path.name).symlink_to(path)
-    (tmp_path / "model-00003-of-000004.safetensors").unlink()
-    done = generate_here(tmp_path, "--prompt", "x", "--gpus", "2")
-    assert done.returncode == 2 and done.stdout == ""
-    missing = "model-00003-of-000004.safetensors: missing"
-    assert sum(missing in line for line in done.stderr.splitlines()) == 1, done.stderr
-
-
 def test_sequences_that_fail_are_said_once(checkpoint, tmp_path, generate_here):
     """By the first rank, which no other ends before it has."""
-    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    path = tmp_path / index["weight_map"]["lm_head.weight"]
-    tensors = load_file(path)
-    tensors["lm_head.weight"].fill_(math.nan)
-    save_file(tensors, path)
+    changed(checkpoint, tmp_path, lambda tensors: tensors["lm_head.weight"].fill_(math.nan))
     done = generate_here(tmp_path, "--prompt", "x", "--gpus", "2")
     assert done.returncode == 1 and done.stdout.startswith("x")
     report, failure = done.stderr.splitlines()
@@ -203,8 +161,8 @@ if os.environ.get("RANK") == "1":
             "dsa generate: CUDA out of memory. Tried to allocate 2.00 GiB",
             1,
         ),
-        ('KeyError("a defect")', "KeyError: 'a defect'", 1),
-        ("KeyboardInterrupt", "", 130),
+        pytest.param('KeyError("a defect")', "KeyError: 'a defect'", 1, marks=pytest.mark.slow),
+        pytest.param("KeyboardInterrupt", "", 130, marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_fails_ends_the_others(checkpoint, tmp_path, raised, said, code, generate_here):
@@ -219,31 +177,34 @@ def test_a_rank_that_fails_ends_the_others(checkpoint, tmp_path, raised, said, c
     assert end == f"dsa: rank 1 of 2 ended with exit code {code}; the other ranks have been stopped"
 
 
+def start(checkpoint, *options):
+    """Two ranks that generate until they are ended, once the first one has written the prompt."""
+    call = [*COMMAND, str(checkpoint), "--device", "cpu", "--gpus", "2", "--prompt", "x", "--max-new-tokens", "60000"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "preexec_fn": reset_signals}
+    process = subprocess.Popen([*call, *options], env=ENVIRONMENT, **pipes)
+    assert process.stdout.read(4)
+    return process
+
+
 def test_nobody_reads_the_output(checkpoint):
     """As in `... | head`: what one process does then all do, and nothing is said."""
-    call = [*COMMAND, str(checkpoint), "--device", "cpu", "--gpus", "2", "--prompt", "x", "--max-new-tokens", "60000"]
-    with subprocess.Popen(call, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT) as process:
-        assert process.stdout.read(4)
+    with start(checkpoint) as process:
         process.stdout.close()
-        assert process.wait(timeout=30) == 128 + signal.SIGPIPE, process.stderr.read()
+        assert process.wait(timeout=SECONDS) == 128 + signal.SIGPIPE, process.stderr.read()
         assert b"dsa: rank" not in process.stderr.read()
 
 
-@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize("as_json", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_rank_that_is_killed_ends_the_others(checkpoint, as_json):
-    call = [*COMMAND, str(checkpoint), "--device", "cpu", "--gpus", "2", "--prompt", "x", "--max-new-tokens", "60000"]
-    call += ["--json"] * as_json
-    with subprocess.Popen(call, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT) as process:
-        assert process.stdout.read(4)  # the prompt, and what comes behind it
+    with start(checkpoint, *["--json"] * as_json) as process:
         killed, first = of_rank(1, process.pid), of_rank(0, process.pid)
         os.kill(killed, signal.SIGKILL)
-        started = time.monotonic()
-        error, rest = process.stderr.read().decode(), process.stdout.read().decode(errors="replace")
-        assert process.wait(timeout=30) == 1 and time.monotonic() - started < 30
-    assert "dsa: rank 1 of 2 was ended by SIGKILL; the other ranks have been stopped" in error
+        out, error = process.communicate(timeout=SECONDS)
+    assert process.returncode == 1
+    told = "rank 1 of 2 was ended by SIGKILL; the other ranks have been stopped"
+    assert f"dsa: {told}" in error.decode()
     if as_json:
-        event = json.loads(rest.splitlines()[-1])
-        assert event["event"] == "error" and event["exit_code"] == 1
-        assert event["error"] == "rank 1 of 2 was ended by SIGKILL; the other ranks have been stopped"
+        event = json.loads(out.decode(errors="replace").splitlines()[-1])
+        assert event == {"event": "error", "error": told, "exit_code": 1}
     for pid in (killed, first):
         assert not Path(f"/proc/{pid}").exists()

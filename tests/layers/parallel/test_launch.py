@@ -11,18 +11,19 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from dsa_layers.parallel import launch as module
 from dsa_layers.parallel.launch import launch
+from tests.default_signals import reset_signals
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and PR_SET_PDEATHSIG is Linux's")
 
 # Processes that call launch, for what is done to these: torch is imported once, by the server that forks them.
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["torch.distributed.elastic.multiprocessing", "dsa_layers.parallel.launch"])
+SECONDS = 120  # for what takes one
 EXIT = {"x86_64": 60, "aarch64": 93}  # the system call that ends a thread
 RANK = "import os, signal, sys, time\nfrom pathlib import Path\nrank = int(os.environ['RANK'])\n"
 
@@ -48,7 +49,7 @@ WRITES_PID = (
 )
 
 
-def wait_for(found, seconds=20):
+def wait_for(found, seconds=SECONDS):
     until = time.monotonic() + seconds
     while True:
         try:
@@ -78,6 +79,7 @@ def has_children():
 def parent(command, ranks, streams, ignored):
     """The body of a process with these paths as its standard streams."""
     os.setsid()
+    reset_signals()
     tempfile.tempdir = command[-1]  # what it leaves behind when it is killed goes with the test's own
     for fd, (path, flags) in enumerate(streams):
         os.dup2(os.open(path, flags | os.O_CREAT, 0o600), fd)
@@ -104,7 +106,7 @@ def start(tmp_path):
         process.join()
 
 
-def ended(process, within=20):
+def ended(process, within=SECONDS):
     process.join(within)
     return process.exitcode
 
@@ -126,18 +128,6 @@ class TestEnvironment:
             ports.add(int(found["MASTER_PORT"]))
         assert len(ports) == 1
 
-    def test_process_group(self, capfd):
-        source = (
-            "import torch.distributed as dist, torch\n"
-            "dist.init_process_group('gloo')\n"
-            "total = torch.tensor([rank + 1])\n"
-            "dist.all_reduce(total)\n"
-            "print(total.item())\n"
-            "dist.destroy_process_group()"
-        )
-        assert launch([sys.executable, "-c", RANK + source], 2) == 0
-        assert capfd.readouterr().out == "3\n"
-
     def test_port_listens_to_this_node_alone(self, capfd):
         """/proc/net: the local addresses and ports on which somebody listens (state 0A)."""
         source = (
@@ -152,19 +142,14 @@ class TestEnvironment:
         assert capfd.readouterr().out == "0100007F\n"
 
     def test_given_port(self, monkeypatch, capfd):
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = str(free.getsockname()[1])
-        monkeypatch.setenv("MASTER_PORT", port)
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = str(taken.getsockname()[1])
+            monkeypatch.setenv("MASTER_PORT", port)
+            with pytest.raises(ValueError, match=rf"^MASTER_PORT: port {port} of 127\.0\.0\.1 cannot be used \(.+\)"):
+                run(1, "")
         for _ in range(2):  # also at once again
             assert run(1, "print(os.environ['MASTER_PORT'])") == 0
             assert capfd.readouterr().out == f"{port}\n"
-
-    def test_given_port_in_use(self, monkeypatch):
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            port = taken.getsockname()[1]
-            monkeypatch.setenv("MASTER_PORT", str(port))
-            with pytest.raises(ValueError, match=rf"^MASTER_PORT: port {port} of 127\.0\.0\.1 cannot be used \(.+\)"):
-                run(1, "")
 
     @pytest.mark.parametrize("port", ["http", "65536", "-1", ""])
     def test_given_port_that_is_none(self, monkeypatch, port):
@@ -220,39 +205,33 @@ class TestFailure:
     @pytest.mark.parametrize("code", [1, 2, 130])
     def test_of_another_rank(self, capfd, monkeypatch, code):
         monkeypatch.setattr(module, "RANK_0_SECONDS", 0.5)
-        monkeypatch.setattr(module, "STOP_SECONDS", 60)
+        monkeypatch.setattr(module, "STOP_SECONDS", 600)
         began = time.monotonic()
         source = (
-            "if rank != 1: time.sleep(60)\n"
+            "if rank != 1: time.sleep(600)\n"
             "for i in range(100): print('line', i, file=sys.stderr)\n"
             f"print('output')\nsys.exit({code})"
         )
         assert run(3, source) == code
-        assert time.monotonic() - began < 30
+        assert time.monotonic() - began < 300
         lines = [f"line {i}" for i in range(80, 100)]
         told = f"dsa: rank 1 of 3 ended with exit code {code}; the other ranks have been stopped"
         assert capfd.readouterr() == ("", "\n".join([*lines, told, ""]))
         assert not has_children()
 
     def test_of_rank_0_is_told_by_itself(self, capfd):
-        source = "if rank: time.sleep(60)\nprint('wrong', file=sys.stderr)\nsys.exit(7)"
+        source = "if rank: time.sleep(600)\nprint('wrong', file=sys.stderr)\nsys.exit(7)"
         assert run(3, source) == 7
         assert capfd.readouterr() == ("", "wrong\n")
-
-    @pytest.mark.parametrize("slow", [0, 1])
-    def test_of_all_in_the_same_way_is_told_once(self, capfd, slow):
-        source = f"if rank == {slow}: time.sleep(0.5)\nprint('wrong call', rank, file=sys.stderr)\nsys.exit(2)"
-        assert run(3, source) == 2
-        assert capfd.readouterr().err == "wrong call 0\n"
 
     @pytest.mark.parametrize("rank", [0, 2])
     def test_by_a_signal(self, capfd, monkeypatch, rank):
         """Of which nobody waits for rank 0 to say more, nor for ranks that SIGTERM ends."""
-        monkeypatch.setattr(module, "RANK_0_SECONDS", 60)
-        monkeypatch.setattr(module, "STOP_SECONDS", 60)
+        monkeypatch.setattr(module, "RANK_0_SECONDS", 600)
+        monkeypatch.setattr(module, "STOP_SECONDS", 600)
         began = time.monotonic()
-        assert run(3, f"if rank != {rank}: time.sleep(60)\nos.kill(os.getpid(), signal.SIGKILL)") == 1
-        assert time.monotonic() - began < 30
+        assert run(3, f"if rank != {rank}: time.sleep(600)\nos.kill(os.getpid(), signal.SIGKILL)") == 1
+        assert time.monotonic() - began < 300
         told = f"dsa: rank {rank} of 3 was ended by SIGKILL; the other ranks have been stopped\n"
         assert capfd.readouterr() == ("", told)
         assert not has_children()
@@ -261,19 +240,6 @@ class TestFailure:
     def test_of_the_only_rank_by_a_signal(self, capfd, number, name):
         assert run(1, f"os.kill(os.getpid(), {int(number)})") == 1
         assert capfd.readouterr().err == f"dsa: rank 0 of 1 was ended by {name}\n"
-
-    def test_of_a_peer_is_the_cause_and_not_the_error_it_makes(self, capfd, tmp_path):
-        """Rank 1 waits at a pipe that rank 2 alone has open for writing, and fails with an error when that dies."""
-        os.mkfifo(tmp_path / "pipe")
-        source = (
-            f"path = {str(tmp_path / 'pipe')!r}\n"
-            "if rank == 2:\n    pipe = open(path, 'w'); os.kill(os.getpid(), signal.SIGKILL)\n"
-            "if rank == 1:\n    open(path).read(); os.write(2, b'peer'); os._exit(1)\n"
-            "time.sleep(60)"
-        )
-        assert run(3, source) == 1
-        told = "dsa: rank 2 of 3 was ended by SIGKILL; the other ranks have been stopped\n"
-        assert capfd.readouterr().err == told
 
     @pytest.mark.skipif(platform.machine() not in EXIT, reason="the number of the system call is not known here")
     def test_of_a_peer_that_still_ends_is_the_cause(self, capfd, tmp_path):
@@ -284,7 +250,7 @@ class TestFailure:
             "import ctypes, threading\n"
             f"path = {str(tmp_path / 'pipe')!r}\n"
             "if rank == 1:\n    open(path).read(); os.write(2, b'peer'); os._exit(1)\n"
-            "if rank == 0:\n    time.sleep(60)\n"
+            "if rank == 0:\n    time.sleep(600)\n"
             "def end(pipe):\n"
             "    while ' Z ' not in Path(f'/proc/{os.getpid()}/stat').read_text(): time.sleep(0.01)\n"
             "    pipe.close(); time.sleep(0.5); os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -295,37 +261,11 @@ class TestFailure:
         told = "dsa: rank 2 of 3 was ended by SIGKILL; the other ranks have been stopped\n"
         assert capfd.readouterr().err == told
 
-    def test_by_a_signal_is_the_cause_of_what_was_found_ended_before_it(self):
-        """Rank 1 dies once it has been asked for its code, and rank 2, which fails of that, before it is asked."""
-        asked = []
-
-        def code_of_rank_1():
-            asked.append(1)
-            return None if len(asked) == 1 else -signal.SIGKILL
-
-        codes = {0: lambda: None, 1: code_of_rank_1, 2: lambda: 1}
-        handlers = {rank: SimpleNamespace(proc=SimpleNamespace(poll=poll, pid=0)) for rank, poll in codes.items()}
-        processes = SimpleNamespace(nprocs=3, error_files={}, subprocess_handlers=handlers)
-        assert module._wait(processes, []) == 1
-
     def test_by_a_signal_is_the_cause_of_what_is_found_ended_with_it(self, capfd, monkeypatch):
         monkeypatch.setattr(module, "_POLL_SECONDS", 1)
         assert run(3, "if rank == 2: os.kill(os.getpid(), signal.SIGKILL)\nsys.exit(1 if rank == 1 else 0)") == 1
         told = "dsa: rank 2 of 3 was ended by SIGKILL; the other ranks have been stopped\n"
         assert capfd.readouterr().err == told
-
-    def test_in_a_collective(self, capfd):
-        """The others' errors come from gloo at once, with the same code as an error of the rank itself."""
-        source = (
-            "import torch.distributed as dist\n"
-            "dist.init_process_group('gloo')\n"
-            "dist.barrier()\n"
-            "if rank == 1:\n    sys.exit('out of memory')\n"
-            "dist.barrier()"
-        )
-        assert launch([sys.executable, "-c", RANK + source], 2) == 1
-        told = "out of memory\ndsa: rank 1 of 2 ended with exit code 1; the other ranks have been stopped\n"
-        assert capfd.readouterr().err.endswith(told)
 
     @pytest.mark.parametrize("cause", [0, 1])
     def test_that_is_noted_first_is_the_cause_of_what_ends_before_it(self, capfd, tmp_path, cause):
@@ -354,14 +294,14 @@ class TestFailure:
             "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
             f"child = os.fork()\nif child: Path({str(tmp_path)!r}, str(rank)).write_text(str(child))\n"
             "if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\n"
-            "time.sleep(60)"
+            "time.sleep(600)"
         )
         began = time.monotonic()
         assert run(3, source) == 1
-        assert time.monotonic() - began < 30
+        assert time.monotonic() - began < 300
         assert not has_children()
         for child in started(tmp_path, 2):
-            wait_for(lambda child=child: not running(child), 5)
+            wait_for(lambda child=child: not running(child))
 
     def test_of_a_command_that_is_none(self, capfd):
         assert launch(["no-such-command"], 2) == 127
@@ -369,15 +309,22 @@ class TestFailure:
 
 
 class TestSignals:
-    @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-    @pytest.mark.parametrize("to", [os.kill, os.killpg])
+    @pytest.mark.parametrize(
+        ("number", "code", "to"),
+        [
+            (signal.SIGINT, 130, os.kill),
+            (signal.SIGINT, 130, os.killpg),
+            (signal.SIGTERM, 143, os.kill),
+            (signal.SIGHUP, 129, os.kill),
+        ],
+    )
     def test_end_all_ranks(self, start, tmp_path, number, code, to):
         """Each rank gets it, once: the first lets them finish, and a second would end them."""
         source = (
             "def finish(*_):\n"
             f"    signal.signal({int(number)}, signal.SIG_DFL); time.sleep(0.2)\n"
             "    Path(sys.argv[1], 'end' + str(rank)).touch(); sys.exit(0)\n"
-            f"signal.signal({int(number)}, finish)\n{WRITES_PID}time.sleep(60)"
+            f"signal.signal({int(number)}, finish)\n{WRITES_PID}time.sleep(600)"
         )
         process = start(2, source)
         pids = started(tmp_path, 2)
@@ -399,13 +346,13 @@ class TestSignals:
         assert ended(process) == 0
 
     def test_killed_parent_takes_its_ranks_along(self, start, tmp_path):
-        process = start(2, f"signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{WRITES_PID}time.sleep(60)")
+        process = start(2, f"signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{WRITES_PID}time.sleep(600)")
         pids = started(tmp_path, 2)
         assert all(map(running, pids))
         os.kill(process.pid, signal.SIGKILL)
         assert ended(process) == -signal.SIGKILL
         for pid in pids:
-            wait_for(lambda pid=pid: not running(pid), 5)
+            wait_for(lambda pid=pid: not running(pid))
 
     def test_handlers_and_loggers_are_as_before(self):
         logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
@@ -415,13 +362,13 @@ class TestSignals:
         assert [*map(signal.getsignal, numbers), logger.level] == before
 
 
-class TestArguments:
-    @pytest.mark.parametrize("ranks", [0, -1, 1.0, "2", True, None])
-    def test_ranks(self, ranks):
-        with pytest.raises(ValueError, match=f"^ranks: must be an integer of at least 1, got {ranks!r}$"):
-            launch(["true"], ranks)
-
-    @pytest.mark.parametrize("command", [[], "true"])
-    def test_command(self, command):
-        with pytest.raises(ValueError, match=r"^command: must be a program and its arguments, got "):
-            launch(command, 1)
+@pytest.mark.parametrize(
+    ("command", "ranks", "problem"),
+    [
+        *((["true"], ranks, "ranks: must be an integer of at least 1") for ranks in (0, 1.0, "2", True)),
+        *((command, 1, "command: must be a program and its arguments") for command in ([], "true")),
+    ],
+)
+def test_wrong_arguments(command, ranks, problem):
+    with pytest.raises(ValueError, match=f"^{problem}, got "):
+        launch(command, ranks)

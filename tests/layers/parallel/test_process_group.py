@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from dsa_layers.parallel.process_group import join
 
+SECONDS = 300  # for what takes few
 # Runs in a rank before it leaves, and so is asked last: what is left of gloo's threads.
 RANK = """
     import atexit
@@ -41,12 +42,12 @@ RANK = """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the names of threads")
-@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("raises", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_no_thread_of_gloo_is_left_when_python_ends(raises, tmp_path):
     """One that asks for the interpreter while that ends aborts the process."""
     start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     (tmp_path / "rank.py").write_text(textwrap.dedent(RANK % raises))
-    done = subprocess.run([*start, tmp_path / "rank.py"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*start, tmp_path / "rank.py"], capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == raises, done.stderr
     said = done.stdout.splitlines()
     assert "there: 0" not in said and said.count("left: 0") == 2, said
@@ -90,6 +91,6 @@ def test_ranks_of_different_devices_end(tmp_path):
     """In place of a wait for each other, of gloo and NCCL."""
     start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     (tmp_path / "rank.py").write_text(textwrap.dedent(OTHER_DEVICE))
-    done = subprocess.run([*start, tmp_path / "rank.py"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*start, tmp_path / "rank.py"], capture_output=True, text=True, timeout=SECONDS)
     told = "said: device: must be the same on all ranks, got cpu on rank 0 and cuda on rank 1"
     assert done.returncode == 1 and [line for line in done.stderr.splitlines() if "said" in line] == [told], done.stderr

@@ -13,16 +13,11 @@ import torch
 
 from dsa_layers import load_model
 from dsa_layers.batch.prefill import Chunk, prefill_batch
-from dsa_layers.batch.rows import Rows
-from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.evaluation.keys_read import KeysRead
 from dsa_layers.evaluation.selections import latest_keys
 from dsa_layers.families.deepseek_v4.model import DeepseekV4ForCausalLM
-from dsa_layers.families.registry import model_types
-from dsa_layers.layers import attention as attention_layer
-from dsa_layers.layers.attention import DSAAttention, Selection
+from dsa_layers.layers.attention import Selection
 from dsa_layers.layers.linear import Linear
-from dsa_layers.layers.own_part import OwnPart
 from dsa_layers.layers.rope import RopeAngles
 from dsa_layers.parallel.cuts import shares_of
 from dsa_layers.parallel.ranks import ALONE, Ranks
@@ -37,23 +32,26 @@ LONG = 1, 2
 LAYERS = {"deepseek_v32": 2, "deepseek_v4": 3, "glm_moe_dsa": 4}
 OPTIONS = {
     "fp32": {"dtype": torch.float32, "dequantize": True},
-    "bf16": {"dtype": torch.bfloat16, "dequantize": True},
     "fp8": {"dtype": torch.bfloat16},
 }
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tiny_checkpoint):
-    return {model: tiny_checkpoint(model) for model in model_types()}
+@pytest.fixture(
+    scope="module",
+    params=[("deepseek_v32", "deepseek_v4"), pytest.param(("glm_moe_dsa",), marks=pytest.mark.slow)],
+    ids="-".join,
+)
+def checkpoints(request, tiny_checkpoint):
+    return {model: tiny_checkpoint(model) for model in request.param}
 
 
 def attentions(model):
     return [(name, layer) for name, layer, shares in shares_of(model) if shares.heads]
 
 
-@pytest.mark.parametrize("options", [OPTIONS["fp32"], OPTIONS["fp8"]], ids=["fp32", "fp8"])
-def test_a_rank_reads_all_heads_and_has_views_of_its_own(checkpoints, options):
+def test_a_rank_reads_all_heads_and_has_views_of_its_own(checkpoints):
     """Views are what it reads where it has its heads alone."""
+    options = OPTIONS["fp8"]
     for model, directory in checkpoints.items():
         whole = dict(load_model(directory, progress=False, **options).state_dict())
         part = load_model(directory, mesh=Ranks(1, 2), progress=False, **options)
@@ -72,27 +70,12 @@ def test_a_rank_reads_all_heads_and_has_views_of_its_own(checkpoints, options):
                 assert whole_one.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr(), (model, name, key)
                 assert tensor.stride() == whole_one.stride()
             assert not layer.own_part.copies(layer)
-            again = layer.own_part.of(layer)
-            assert all(again.state_dict()[key].data_ptr() == tensor.data_ptr() for key, tensor in mine.items())
-
-
-def test_views_follow_the_weights(checkpoints):
-    """Other numbers, and others in their place."""
-    part = load_model(checkpoints["deepseek_v32"], mesh=Ranks(0, 2), progress=False)
-    layer = part.model.layers[1].self_attn
-    before = layer.own_part.of(layer)
-    scale = before.o_proj.weight_scale_inv.clone()
-    layer.o_proj.weight_scale_inv.data.mul_(2)
-    assert torch.equal(before.o_proj.weight_scale_inv, 2 * scale)
-    layer.q_b_proj.weight = torch.nn.Parameter(layer.q_b_proj.weight.clone(), requires_grad=False)
-    mine = layer.own_part.of(layer).q_b_proj.weight
-    assert mine.data_ptr() == layer.q_b_proj.weight.data_ptr() != before.q_b_proj.weight.data_ptr()
 
 
 @pytest.mark.parametrize(("model", "name"), [("deepseek_v32", "o_proj"), ("deepseek_v4", "wo_a.matrices")])
-def test_views_are_of_the_modules_that_are_there(checkpoints, model, name):
+def test_views_are_of_the_modules_that_are_there(tiny_checkpoint, model, name):
     """Of others with the same parameters, and not of those whose parts need not compute parts."""
-    part = load_model(checkpoints[model], mesh=Ranks(1, 2), progress=False, **OPTIONS["fp32"])
+    part = load_model(tiny_checkpoint(model), mesh=Ranks(1, 2), progress=False, **OPTIONS["fp32"])
     _, layer = attentions(part)[1]
     owner, _, attribute = name.rpartition(".")
     owner, whole = layer.get_submodule(owner), layer.get_submodule(name)
@@ -114,17 +97,15 @@ def test_views_are_of_the_modules_that_are_there(checkpoints, model, name):
     with pytest.raises(ValueError, match=f"^{top}: short passes compute parts of {type(layer).__name__}; {accepted}$"):
         layer.own_part.of(layer)
     part.load_state_dict(part.to("cpu").state_dict())  # which is no pass
-    setattr(owner, attribute, same)
     same.forward = other.forward
+    setattr(owner, attribute, same)
     with pytest.raises(ValueError, match=f"^{top}: .*, got Linear, with a forward of its own$"):
         layer.own_part.of(layer)
-    del same.forward
-    assert layer.own_part.of(layer).get_submodule(name).mark == "another"
 
 
-def test_memory_is_held_once(checkpoints):
+def test_memory_is_held_once(tiny_checkpoint):
     """Copies of a layer have parts of their own weights, and weights that it leaves are freed."""
-    part = load_model(checkpoints["deepseek_v32"], mesh=Ranks(1, 2), progress=False)
+    part = load_model(tiny_checkpoint("deepseek_v32"), mesh=Ranks(1, 2), progress=False)
     _, layer = attentions(part)[1]
     other = copy.deepcopy(layer)
     assert not other.own_part._parts.modules
@@ -138,66 +119,9 @@ def test_memory_is_held_once(checkpoints):
     assert all(x.is_meta for x in layer.own_part.of(layer).parameters())
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_weights_are_dequantised_once_for_both(checkpoints, rank):
-    """Those of a rank's heads are rows of all heads', also after a change."""
-    part = load_model(checkpoints["deepseek_v32"], mesh=Ranks(rank, 2), progress=False)
-    with split_by("heads"):
-        of_heads = load_model(checkpoints["deepseek_v32"], mesh=Ranks(rank, 2), progress=False)
-    (_, layer), (_, expected) = (attentions(model)[1] for model in (part, of_heads))
-    for _ in range(2):
-        mine = layer.own_part.of(layer).kv_b_proj.float_weight(torch.bfloat16)
-        assert torch.equal(mine, expected.kv_b_proj.float_weight(torch.bfloat16))
-        whole = layer.kv_b_proj.float_weight(torch.bfloat16)
-        assert mine.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
-        for one in (layer, expected):
-            one.kv_b_proj.weight_scale_inv.mul_(2)
-
-
-@pytest.mark.parametrize("multi_head", [False, True])
-def test_heads_are_asked_for_where_they_are_used(checkpoints, multi_head, monkeypatch):
-    """Which form is faster counts a rank's heads, and what the ranks say."""
-    part = load_model(checkpoints["deepseek_v32"], mesh=Ranks(1, 2), progress=False)
-    _, layer = attentions(part)[1]
-    length = layer.indexer.top_k + 1
-    batch, asked = SequenceBatch.without_cache([length]), []
-
-    def is_faster(query_lens, key_lens, top_k, sizes, communication):
-        assert sizes.heads == layer.n_heads // 2 and communication.processes == 2
-        return multi_head
-
-    class Shared(Rows):
-        parts = shared = True
-
-    monkeypatch.setattr(attention_layer, "multi_head_is_faster", is_faster)
-    monkeypatch.setattr(DSAAttention, "_has_multi_head_kernel", lambda *_: True)
-    monkeypatch.setattr(DSAAttention, "_attend", lambda one, x, *_, queries: (one.n_heads, queries.shared))
-    monkeypatch.setattr(OwnPart, "of", lambda own, one, of=OwnPart.of: asked.append(one) or of(own, one))
-    x = torch.zeros(length, part.config.hidden_size)
-    expected = (layer.n_heads // 2, False) if multi_head else (layer.n_heads, True)
-    assert layer(x, *part.model.rotary(batch.positions), batch, rows=Shared()) == expected
-    assert asked == ([layer] if multi_head else [])
-
-
-@torch.inference_mode()
-def test_views_of_parameters_of_inference_mode(checkpoints):
-    """Are made once, also where nobody counts the parameters' changes."""
-    part = load_model(checkpoints["deepseek_v32"], mesh=Ranks(0, 2), progress=False)
-    _, layer = attentions(part)[1]
-    assign = {name: torch.nn.Parameter(x.clone(), requires_grad=False) for name, x in layer.state_dict().items()}
-    layer.load_state_dict(assign, assign=True)
-    scale = layer.o_proj.weight_scale_inv
-    assert scale.is_inference()
-    before = layer.own_part.of(layer)
-    scale.mul_(2)
-    now = layer.own_part.of(layer)
-    assert all(x is y for x, y in zip(before.parameters(), now.parameters()))
-    assert torch.equal(now.o_proj.weight_scale_inv, scale.chunk(2, 1)[0])
-
-
 @pytest.mark.parametrize(("model", "name"), [("deepseek_v32", "kv_b_proj.weight"), ("deepseek_v4", "attn_sink")])
-def test_a_pass_that_would_lose_gradients_is_refused(checkpoints, model, name):
-    part = load_model(checkpoints[model], mesh=Ranks(1, 2), progress=False, **OPTIONS["fp32"])
+def test_a_pass_that_would_lose_gradients_is_refused(tiny_checkpoint, model, name):
+    part = load_model(tiny_checkpoint(model), mesh=Ranks(1, 2), progress=False, **OPTIONS["fp32"])
     _, layer = attentions(part)[1]
     layer.get_parameter(name).requires_grad_()
     refused = f"^requires_grad: .* parts of {type(layer).__name__}, .*got True of {name.partition('.')[0]}$"
@@ -209,10 +133,10 @@ def test_a_pass_that_would_lose_gradients_is_refused(checkpoints, model, name):
 
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize(("model", "name"), [("deepseek_v32", "o_proj"), ("deepseek_v4", "wo_b")])
-def test_columns_are_those_of_what_is_loaded(checkpoints, model, name, assign):
+def test_columns_are_those_of_what_is_loaded(tiny_checkpoint, model, name, assign):
     """In the same memory, where a graph reads them, or where others take its place; also where they leave the
     device."""
-    part = load_model(checkpoints[model], mesh=Ranks(1, 2), progress=False)
+    part = load_model(tiny_checkpoint(model), mesh=Ranks(1, 2), progress=False)
     _, layer = attentions(part)[1]
     before = [(x.data_ptr(), x.clone().float()) for x in layer.own_part.of(layer).get_submodule(name).parameters()]
     state = {key: x.clone() for key, x in part.state_dict().items()}
@@ -292,10 +216,9 @@ def of_ranks(ranks, directories):
     """By model and options: (what attention gives, rows' numbers, what is said), or the keys that were read."""
     found = {}
     for model, directory in directories.items():
-        for name in ("bf16", "fp8"):
-            part, said = load_model(directory, mesh=ranks, progress=False, **OPTIONS[name]), []
-            with told(said):
-                found[model, name] = *attended(part, ranks), said
+        part, said = load_model(directory, mesh=ranks, progress=False, **OPTIONS["fp8"]), []
+        with told(said):
+            found[model, "fp8"] = *attended(part, ranks), said
         part = load_model(directory, mesh=ranks, progress=False, **OPTIONS["fp32"])
         found |= {(model, way): counted(part, ranks, way) for way in ("selected", "latest")}
         found[model, "fp32"] = found[model, "selected"]  # which is the same, and some seconds
@@ -315,62 +238,26 @@ def of_both(checkpoints):
 
 
 @torch.inference_mode()
-def of_forms(ranks, directory):
-    """By options and way of selecting: what is said in either form, and by layers that chose it, what they counted."""
-    found = {}
-    for name, options in OPTIONS.items():
-        part = load_model(directory, mesh=ranks, progress=False, **options)
-        for way in ("selected", "latest"):
-            for multi_head in (False, True):
-                said, counted = found.setdefault((name, way, multi_head), ([], []))
-                choose = functools.partial(lambda form, seen, *call: seen.append(call[-1]) or form, multi_head, counted)
-                with (
-                    contextlib.nullcontext() if way == "selected" else latest_keys(part),
-                    mock.patch.object(DSAAttention, "_has_multi_head_kernel", lambda *_: True),
-                    mock.patch.object(attention_layer, "multi_head_is_faster", choose),
-                    told(said),
-                ):
-                    attended(part, ranks)
-    return found
-
-
-def test_the_choice_of_a_form_counts_what_it_says(checkpoints):
-    """To the byte: what the multi-head form says beyond the absorbed one, in long passes, and in short ones nothing."""
-    layers = LAYERS["deepseek_v32"]
-    for found in in_ranks(2, of_forms, checkpoints["deepseek_v32"]):
-        for name, way in itertools.product(OPTIONS, ("selected", "latest")):
-            (absorbed, counted), (multi_head, also) = (found[name, way, form] for form in (False, True))
-            assert counted == also and len(counted) == layers * len(PASSES)
-            short = [i not in LONG for i in range(len(PASSES)) for _ in range(layers)]
-            assert [one is None for one in counted] == short
-            counted = [one for one in counted if one is not None]
-            sizes = [sum(size for _, size in said) for said in (absorbed, multi_head)]
-            assert sizes[1] - sizes[0] == sum(one.token_bytes for one in counted), (name, way)
-            assert len(multi_head) - len(absorbed) == sum(one.collectives for one in counted), (name, way)
-            assert {one.collectives for one in counted} == {3 if way == "selected" else 2}
-
-
 def test_rows_of_long_passes_have_the_bits_of_one_process(checkpoints, of_both):
     """And those of short ones its numbers."""
-    for model, directory in checkpoints.items():
-        for name, options in OPTIONS.items():
-            if name == "fp32":
-                expected, *_ = selected(directory)
-            else:
-                with torch.inference_mode():
-                    expected, _ = attended(load_model(directory, progress=False, **options), ALONE)
-            for found, numbers, _ in (of_one[model, name] for of_one in of_both):
-                assert found.keys() == expected.keys()
-                for (i, j), y in found.items():
-                    rows = expected[i, j][numbers[i]]
-                    assert len(rows) == sum(new for new, _ in PASSES[i]) // (2 if i in LONG else 1)
-                    if i in LONG:
-                        assert torch.equal(y, rows), (model, name, i, j)
-                    else:
-                        tolerance = 1e-6 if name == "fp32" else 0.01
-                        assert (y - rows).abs().max() < tolerance * rows.abs().max(), (model, name, i, j)
+    for (model, directory), name in itertools.product(checkpoints.items(), OPTIONS):
+        if name == "fp32":
+            expected, *_ = selected(directory)
+        else:
+            expected, _ = attended(load_model(directory, progress=False, **OPTIONS[name]), ALONE)
+        tolerance = {"fp32": 1e-6, "fp8": 0.01}[name]
+        for found, numbers, _ in (of_one[model, name] for of_one in of_both):
+            assert found.keys() == expected.keys()
+            for (i, j), y in found.items():
+                rows = expected[i, j][numbers[i]]
+                assert len(rows) == sum(new for new, _ in PASSES[i]) // (2 if i in LONG else 1)
+                if i in LONG:
+                    assert torch.equal(y, rows), (model, name, i, j)
+                else:
+                    assert (y - rows).abs().max() < tolerance * rows.abs().max(), (model, name, i, j)
 
 
+@torch.inference_mode()
 @pytest.mark.parametrize("way", ["selected", "latest"])
 def test_keys_are_counted_and_may_be_others(checkpoints, of_both, way):
     """All tokens' on every rank. Another way of selecting gives the rows of all tokens."""
@@ -378,9 +265,7 @@ def test_keys_are_counted_and_may_be_others(checkpoints, of_both, way):
         if way == "selected":
             expected, _, counts = selected(directory)
         else:
-            alone = load_model(directory, progress=False, **OPTIONS["fp32"])
-            with torch.inference_mode():
-                expected, _, counts = counted(alone, ALONE, way)
+            expected, _, counts = counted(load_model(directory, progress=False, **OPTIONS["fp32"]), ALONE, way)
         for found, numbers, theirs in (of_one[model, way] for of_one in of_both):
             assert theirs == counts, model
             for i, j in (key for key in found if key[0] in LONG):
@@ -397,6 +282,6 @@ def test_keys_alone_are_said(of_both):
         "deepseek_v4": [[1024], [1024, 2 * 4 * (1024 + 256)], [1024, 2 * 4 * 512]],
     }
     for of_one in of_both:
-        for model, of_layers in per_layer.items():
+        for model in {model for model, _ in of_one}:
             *_, said = of_one[model, "fp8"]
-            assert said == [("gather", sum(sizes)) for sizes in of_layers] * len(LONG), model
+            assert said == [("gather", sum(sizes)) for sizes in per_layer[model]] * len(LONG), model

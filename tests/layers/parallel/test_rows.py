@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from dsa_layers.batch.rows import ALL_ROWS, Rows
+from dsa_layers.batch.rows import ALL_ROWS
 from dsa_layers.batch.sequence_batch import SequenceBatch
-from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE
 from dsa_layers.layers.rope import RopeAngles
 from dsa_layers.parallel.ranks import ALONE, Ranks
 from dsa_layers.parallel.rows import SHARED_ROWS, SharedRows, WholeRows, rows_of
@@ -42,8 +41,6 @@ def exchanged(ranks):
         bounds = torch.tensor([0, 1, 1, count // 3, count - 1, count], dtype=torch.int32)
         assert rows.own_bounds(bounds).dtype == torch.int32
         assert rows.own_bounds(bounds).tolist() == [int((own < bound).sum()) for bound in bounds.tolist()]
-        assert torch.equal(rows.own_kept(either := torch.arange(count)), rows.own(either))
-        assert rows.own_bounds(either).tolist() == [int((own < i).sum()) for i in range(count)]
         angles = RopeAngles((every.float(), every.float() + 1))
         assert rows.own_kept(angles).back is rows.own_kept(angles).back
         assert all(torch.equal(x, y) for x, y in zip(rows.own_kept(angles), (own, own + 1)))
@@ -83,52 +80,9 @@ def test_rows_of_ranks(size):
             assert torch.equal(more, expected)
 
 
-class OneOfTwo(Rows):
-    """The first half of the rows; what is asked of the other process is there already."""
-
-    parts = shared = True
-
-    def __init__(self, *whole):
-        self.whole, self.sent = whole, []
-
-    def own(self, x):
-        return x[: len(x) // 2]
-
-    def sum(self, part):
-        return self.own(part)
-
-    def gather(self, *own):
-        self.sent += own
-        return tuple(next(w for w in self.whole if torch.equal(self.own(w).double(), x.double())) for x in own)
-
-
-@pytest.mark.parametrize("fp4_experts", [False, True])
-@torch.inference_mode()
-def test_experts_send_casts(fp4_experts):
-    """Never 16 bits a channel; what comes of it has the bits of all rows."""
-    torch.manual_seed(0)
-    moe = MoE(256, 128, GroupedSigmoidRouter(256, 6, 2, dtype=torch.bfloat16), fp8=True, fp4_experts=fp4_experts)
-    x = torch.randn(10, 256).bfloat16()
-    cast, choice = moe.shared_experts.gate_proj.cast(x), moe.gate(x)
-    rows = OneOfTwo(*cast, *choice)
-    own = tuple(rows.own(tensor) for tensor in cast)
-    expected = rows.own(moe.experts(x, *choice, cast=cast)) + moe.shared_experts(rows.own(x), cast=own)
-    assert torch.equal(moe(rows.own(x), cast=own, rows=rows), expected)
-    assert {tensor.dtype for tensor in rows.sent} == {torch.float8_e4m3fn, torch.float32, torch.int64}
-    assert sum(tensor.nbytes for tensor in rows.sent) == 5 * (256 + 2 * 4 + 2 * (8 + 4))
-
-
 def test_few_rows_and_decoding_are_whole():
     long, short = (SequenceBatch.without_cache([SHARED_ROWS // 2, n]) for n in (SHARED_ROWS // 2, 1))
     two = Ranks(0, 2)
     assert isinstance(rows_of(long, two), SharedRows) and isinstance(rows_of(short, two), WholeRows)
     assert isinstance(rows_of(SequenceBatch.without_cache([1] * 2 * SHARED_ROWS), two), WholeRows)
     assert rows_of(long, ALONE) is ALL_ROWS
-
-
-def test_all_rows_are_this_process_s():
-    x = torch.ones(3)
-    assert ALL_ROWS.own_kept(x) is ALL_ROWS.own_bounds(x) is x and ALL_ROWS.begin_gather_joined(x, x)() == (x, x)
-    assert ALL_ROWS.own(x) is x and ALL_ROWS.sum(x) is x and ALL_ROWS.gather(x, x) == (x, x)
-    assert ALL_ROWS.begin_gather(x, x)() == (x, x) and ALL_ROWS.begin_sum(x)() is x
-    assert torch.equal(ALL_ROWS.begin_sum(x)(2 * x, 3 * x), 6 * x)

@@ -1,29 +1,22 @@
-"""Shared experts that every rank has whole: what it holds, its part of them, and the sum that goes on beside them."""
+"""Shared experts that every rank has whole: what it holds, and its part of them."""
 
 import copy
-import functools
-import time
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from dsa_layers import load_model
 from dsa_layers.families.registry import model_types
 from dsa_layers.layers import joint_linear
-from dsa_layers.layers.moe import MoE, SharedExpert, SwiGLU
+from dsa_layers.layers.moe import MoE, SwiGLU
 from dsa_layers.parallel.ranks import Ranks
-from dsa_layers.parallel.rows import SharedRows, WholeRows
+from dsa_layers.parallel.rows import SharedRows
 from dsa_layers.parallel.split import copy_own_parts
-from tests.layers.parallel.processes import in_ranks
 
 OPTIONS = {
     "fp32": {"dtype": torch.float32, "dequantize": True, "progress": False},
     "fp8": {"dtype": torch.bfloat16, "progress": False},
 }
-COUNT = 270
-PATIENCE = 60  # seconds for what takes one
 
 
 @pytest.fixture(scope="module")
@@ -100,171 +93,31 @@ def test_copies_stay_where_a_graph_reads_them(checkpoints, assign):
         assert joint_linear._whole(now.joint_layers()) is not None
         assert all(torch.equal(x, y) for x, y in zip(now.parameters(), of_channels.parameters()))
         assert not any(torch.equal(x, old) for x, old in zip(kept, before))
+    other = copy.deepcopy(shared)  # which has copies of its own
+    assert not other.own_part._parts.copies
+    mine, theirs = other.part().gate_proj.weight_scale_inv, shared.part().gate_proj.weight_scale_inv
+    assert torch.equal(mine, theirs) and mine.data_ptr() != theirs.data_ptr()
     shared.to("meta")
     assert all(x.is_meta for x in shared.own_part._parts.copies)
 
 
-def test_copies_follow_the_weights(checkpoints):
-    """Also after changes that PyTorch does not count; of a layer that is copied they are others."""
+@pytest.mark.parametrize("inference", [False, True])
+def test_copies_follow_the_weights(checkpoints, inference):
+    """Also parameters of inference mode, and after changes that PyTorch does not count."""
     part = load_model(checkpoints["deepseek_v32"], mesh=Ranks(0, 2), **OPTIONS["fp8"])
     shared = mixtures(part)[0][1].shared_experts
-    before = shared.part().gate_proj.weight_scale_inv
-    expected = before.clone()
-    shared.gate_proj.weight_scale_inv.mul_(2)
-    assert torch.equal(shared.part().gate_proj.weight_scale_inv, 2 * expected)
-    shared.gate_proj.weight_scale_inv.data.mul_(2)
-    copy_own_parts(part)
-    assert torch.equal(before, 4 * expected)
-    other = copy.deepcopy(shared)
-    assert not other.own_part._parts.copies
-    mine = other.part().gate_proj.weight_scale_inv
-    assert torch.equal(mine, before) and mine.data_ptr() != before.data_ptr()
-    with torch.inference_mode():
-        assign = {name: torch.nn.Parameter(x.clone(), requires_grad=False) for name, x in shared.state_dict().items()}
-        shared.load_state_dict(assign, assign=True)
+    with torch.inference_mode(inference):
+        state = {name: torch.nn.Parameter(x.clone(), requires_grad=False) for name, x in shared.state_dict().items()}
+        shared.load_state_dict(state, assign=True)
         scale = shared.gate_proj.weight_scale_inv
-        assert scale.is_inference()
-        first = shared.part()
+        assert scale.is_inference() == inference
+        before = shared.part().gate_proj.weight_scale_inv
         scale.mul_(2)
-        now = shared.part()
-        assert all(x is y for x, y in zip(first.parameters(), now.parameters(), strict=True))
-        assert torch.equal(now.gate_proj.weight_scale_inv, scale.chunk(2)[0])
-
-
-def test_parts_of_other_modules_are_refused(checkpoints):
-    part = load_model(checkpoints["deepseek_v4"], mesh=Ranks(1, 2), **OPTIONS["fp32"])
-    shared = mixtures(part)[0][1].shared_experts
-    shared.up_proj = torch.nn.Identity()
-    with pytest.raises(ValueError, match=r"^up_proj: short passes compute parts of SharedExpert; .* got Identity$"):
-        shared(torch.zeros(1, part.config.hidden_size))
-
-
-def inputs(moe, dtype):
-    """(x, tokens if the router asks for them, the cast of x, a residual stream) of all rows."""
-    torch.manual_seed(0)
-    hidden = moe.experts.down_proj.shape[1]
-    x, residual = torch.randn(2, COUNT, hidden).to(dtype)
-    tokens = torch.arange(COUNT) if getattr(moe.gate, "tid2eid", None) is not None else None
-    layer = moe.shared_experts.gate_proj
-    return x, tokens, layer.cast(x) if hasattr(layer, "cast") else None, residual
-
-
-@torch.inference_mode()
-def of_ranks(ranks, directories):
-    """By model, options and layer: (this rank's rows' numbers, what they give, their sum made by hand, what they give
-    with a hook, and what all rows give)."""
-    found = {}
-    for model, directory in directories.items():
-        for name, options in OPTIONS.items():
-            whole, part = (load_model(directory, mesh=mesh, **options) for mesh in (None, ranks))
-            for (path, moe), (_, alone) in zip(mixtures(part), mixtures(whole)):
-                x, tokens, cast, residual = inputs(moe, options["dtype"])
-                rows, given = SharedRows(ranks, COUNT), {} if cast is None else {"cast": cast}
-                own = {key: tuple(map(rows.own, both)) for key, both in given.items()}
-                arguments = rows.own(x), tokens
-                y = moe(*arguments, **own, residual=rows.own(residual), rows=rows)
-                own_rows = [rows.own(one) for one in (x, tokens) if one is not None]
-                choice = rows.gather(*moe.gate(*own_rows))
-                routed, shared = moe.experts(x, *choice, **given), alone.shared_experts(rows.own(x), **own)
-                parts = [torch.empty_like(routed) for _ in range(ranks.size)]
-                dist.all_gather(parts, routed)
-                by_hand = rows.own(parts[0].float() + parts[1].float()) + shared.float()
-                by_hand = rows.own(residual) + by_hand.to(x.dtype)
-                assert torch.equal(moe(*arguments, **own, rows=rows), moe(*arguments, **own, rows=rows))
-                with moe.shared_experts.register_forward_hook(lambda *_: None):
-                    hooked = moe(*arguments, **own, residual=rows.own(residual), rows=rows)
-                few = moe(x, tokens, **given, residual=residual, rows=WholeRows(ranks))
-                found[model, name, path] = rows.own(torch.arange(COUNT)), y, by_hand, hooked, few
-    return found
-
-
-def test_own_rows_are_the_sum_and_the_shared_expert_s(checkpoints):
-    """Bit for bit, rounded once; and near the numbers of one process, as is what is split otherwise."""
-    of_both = in_ranks(2, of_ranks, checkpoints)
-    for model, directory in checkpoints.items():
-        for name, options in OPTIONS.items():
-            for path, moe in mixtures(load_model(directory, **options)):
-                x, tokens, cast, residual = inputs(moe, options["dtype"])
-                with torch.inference_mode():
-                    y = moe(x, tokens, **({} if cast is None else {"cast": cast}), residual=residual)
-                bound = {"fp32": 2e-6, "fp8": 0.02}[name] * y.abs().max()
-                for numbers, own, by_hand, hooked, few in (found[model, name, path] for found in of_both):
-                    assert torch.equal(own, by_hand), (model, name, path)
-                    for rows, expected in ((own, y[numbers]), (hooked, y[numbers]), (few, y)):
-                        assert (rows - expected).abs().max() < bound, (model, name, path)
-
-
-def await_file(path):
-    until = time.monotonic() + PATIENCE
-    while not path.exists():
-        assert time.monotonic() < until, f"{path.name}: the other rank waits for this one"
-        time.sleep(0.01)
-
-
-def then(function, do):
-    """The function, and then do()."""
-
-    @functools.wraps(function)
-    def both(*arguments, **options):
-        result = function(*arguments, **options)
-        do()
-        return result
-
-    return both
-
-
-def first(function, do):
-    return lambda *arguments, **options: do() or function(*arguments, **options)
-
-
-@torch.inference_mode()
-def of_a_late_rank(ranks, directory, folder):
-    """The second rank says its rows once the first one has chosen experts, and its part of their sum once the first one
-    has computed the shared expert: a first rank that waited for it before would wait for ever."""
-    moe = mixtures(load_model(directory, mesh=ranks, **OPTIONS["fp8"]))[-1][1]
-    x, tokens, cast, _ = inputs(moe, torch.bfloat16)
-    rows = SharedRows(ranks, COUNT)
-    own = {"cast": tuple(map(rows.own, cast)), "rows": rows}
-    expected = moe(rows.own(x), tokens, **own)
-    chosen, shared = folder / "chosen", folder / "shared"
-    if ranks.rank == 0:
-        changes = [
-            mock.patch.object(type(moe.gate), "forward", then(type(moe.gate).forward, chosen.touch)),
-            mock.patch.object(SharedExpert, "forward", then(SharedExpert.forward, shared.touch)),
-        ]
-    else:
-        begin_gather = first(SharedRows.begin_gather, lambda: await_file(chosen))
-        changes = [
-            mock.patch.object(SharedRows, "begin_gather", begin_gather),
-            mock.patch.object(SharedRows, "begin_sum", first(SharedRows.begin_sum, lambda: await_file(shared))),
-        ]
-    with changes[0], changes[1]:
-        late = moe(rows.own(x), tokens, **own)
-    return torch.equal(late, expected) and chosen.exists() and shared.exists()
-
-
-@pytest.mark.parametrize("model", model_types())
-def test_ranks_compute_while_others_are_awaited(checkpoints, model, tmp_path):
-    assert in_ranks(2, of_a_late_rank, checkpoints[model], tmp_path) == [True, True]
-
-
-def of_a_rank_that_leaves(ranks):
-    """What the first rank's sum raises, when the second one has left."""
-    group = dist.new_group([0, 1])
-    rows = SharedRows(Ranks.of(group), COUNT)
-    rows.sum(torch.ones(COUNT, 8))
-    if ranks.rank == 1:
-        dist.destroy_process_group(group)
-        return None
-    end = rows.begin_sum(torch.ones(COUNT, 8))
-    with pytest.raises(RuntimeError) as raised:
-        end()
-    return str(raised.value)
-
-
-def test_a_sum_with_a_rank_that_has_left_is_an_error():
-    problem, _ = in_ranks(2, of_a_rank_that_leaves)
-    assert problem
+        assert shared.part().gate_proj.weight_scale_inv is before
+        assert torch.equal(before, scale.chunk(2)[0])
+    scale.data.mul_(2)
+    copy_own_parts(part)
+    assert torch.equal(before, scale.chunk(2)[0])
 
 
 def test_dense_mlps_are_cut(checkpoints):

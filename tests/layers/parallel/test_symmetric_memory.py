@@ -1,5 +1,6 @@
 """Whether ranks sum and send rows through each other's memory: all of them or none, whatever one of them misses."""
 
+import contextlib
 import os
 import socket
 import warnings
@@ -72,21 +73,33 @@ def outcome(ranks, way, fault):
         (*place, Faulty if faulty else Made),
         *(FAULTS[fault] if ranks.rank == 1 else []),
     ]
-    for owner, name, value in patches:
-        mock.patch.object(owner, name, value).start()
-    with warnings.catch_warnings(record=True) as caught:
+    group = dist.new_group([0, 1])  # ranks ask each other once for each group
+    with contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(mock.patch.object(*patch))
+        caught = stack.enter_context(warnings.catch_warnings(record=True))
         warnings.simplefilter("always")
-        found = [make(dist.group.WORLD, CPU) for _ in range(2)]
-    assert found[0] is found[1]  # ranks ask each other once
-    return found[0] and found[0].right, [
-        str(warning.message) for warning in caught if str(warning.message).startswith(what)
-    ]
+        found = [make(group, CPU) for _ in range(2)]
+    assert found[0] is found[1]
+    told = [str(warning.message) for warning in caught if str(warning.message).startswith(what)]
+    return found[0] and found[0].right, told
+
+
+def outcomes(ranks):
+    assert one_shot_sum.one_shot_sum(dist.group.WORLD, CPU) is None  # without NCCL
+    return {(way, fault): outcome(ranks, way, fault) for way in WAYS for fault in FAULTS}
+
+
+@pytest.fixture(scope="module")
+def of_ranks():
+    """All cases in the same processes, which are slow to start."""
+    return in_ranks(2, outcomes)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("way", WAYS)
-def test_all_ranks_or_none(way, fault):
-    (first, told_first), (second, told_second) = in_ranks(2, outcome, way, fault)
+def test_all_ranks_or_none(of_ranks, way, fault):
+    (first, told_first), (second, told_second) = (found[way, fault] for found in of_ranks)
     if fault == "nothing" or (way, fault) == ("copies", "no kernels"):  # copies need none
         assert first is second is True and not told_first and not told_second
         return
@@ -96,14 +109,6 @@ def test_all_ranks_or_none(way, fault):
         return
     told = f"{WAYS[way][2]} through NCCL, not through symmetric memory: another rank has none"
     assert told_first == [told] and len(told_second) == 1 and told_second != told_first
-
-
-def without_nccl(ranks):
-    return one_shot_sum.one_shot_sum(dist.group.WORLD, CPU)
-
-
-def test_none_without_nccl():
-    assert in_ranks(2, without_nccl) == [None, None]
 
 
 def part(nbytes=4096, dtype=torch.bfloat16, address=256, is_cuda=True):
