@@ -3,7 +3,6 @@
 import datetime
 import json
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -46,20 +45,6 @@ def test_rows(capsys, monkeypatch):
         assert first is second and first.cache.state_slots.free == 3 and (warm, steps) == (1, 2)
 
 
-def test_passes_are_those_of_a_generator(model, monkeypatch):
-    """Which the kernels are compiled for."""
-    generator, *call = latency._call(model, 7, sizes := latency.Sizes(30, 2, 5, 1))
-    seen, prefill = [], generator._passes.prefill
-
-    def noted(work):
-        seen.append(tuple((new, s.cached) for s, new in work))
-        return prefill(work)
-
-    monkeypatch.setattr(generator._passes, "prefill", noted)
-    latency._timed(generator, *call, sizes)
-    assert seen == latency._work(7, sizes)
-
-
 def test_kernels_are_compiled_before(capsys, monkeypatch):
     monkeypatch.setattr(latency, "skeleton", lambda name: skeleton(name, **SMALL, **FEWER[name]))
     asked = []
@@ -76,40 +61,42 @@ def test_figures(model, monkeypatch):
 
     def takes(passed, seconds, work, *rest):
         nonlocal now
+        if seconds is tokens:
+            chunks.append(tuple((new, sequence.cached) for sequence, new in work))
         now += seconds(work)
         return passed(work, *rest)
 
     generator, *call = latency._call(model, 10, sizes := latency.Sizes(30, 2, 5, 3))
-    passes = generator._passes
-    passes.prefill = partial(takes, passes.prefill, lambda work: sum(n for _, n in work))
+    passes, chunks = generator._passes, []
+
+    def tokens(work):
+        return sum(new for _, new in work)
+
+    passes.prefill = partial(takes, passes.prefill, tokens)
     passes.extend = partial(takes, passes.extend, lambda sequences: 2.0)
     row = latency._timed(generator, *call, sizes)
+    assert chunks == latency._work(10, sizes)  # which kernels are compiled for
     assert {figure: row[figure] for figure in FIGURES} == {
         **{"ms": 12e3, "ms_max": 12e3, "alone_ms": 2e3, "alone_ms_max": 2e3},
         "first_token_s": 3 * 10 + 3 * 2.0,
     }
 
 
-def test_without_a_gpu(capsys):
-    with pytest.raises(SystemExit):
-        latency.main(["--prompt", "30"])
-    assert "a benchmark needs a GPU with kernels" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("device", ["foo", "cpu:2", "meta", ""])
-def test_a_device_that_is_none(device, capsys):
-    with pytest.raises(SystemExit):
-        latency.main(["--device", device])
-    assert capsys.readouterr().err.endswith(f"error: --device: must be cpu, cuda or cuda:N, got '{device}'\n")
-
-
-def test_a_gpu_that_is_not_there(capsys, monkeypatch):
-    monkeypatch.setattr("dsa.backends.why_no_kernels", lambda: None)
+@pytest.mark.parametrize(
+    ("arguments", "kernels", "problem"),
+    [
+        (["--prompt", "30"], "no GPU", "a benchmark needs a GPU with kernels: no GPU"),
+        (["--device", "foo"], None, "--device: must be cpu, cuda or cuda:N, got 'foo'"),
+        (["--device", "cuda:2"], None, "--device: got 'cuda:2', but torch sees 2 GPUs"),
+    ],
+)
+def test_wrong_calls(arguments, kernels, problem, capsys, monkeypatch):
+    monkeypatch.setattr("dsa.backends.why_no_kernels", lambda: kernels)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(SystemExit):
-        latency.main(["--device", "cuda:2"])
-    assert capsys.readouterr().err.endswith("error: --device: got 'cuda:2', but torch sees 2 GPUs\n")
+        latency.main(arguments)
+    assert capsys.readouterr().err.endswith(f"error: {problem}\n")
 
 
 def test_the_document_is_written_from_the_lines(tmp_path):
@@ -128,8 +115,3 @@ def test_rows_that_make_no_table():
         latency_document.generated([ROW, ROW | {"device": "another"}], "0123456789ab")
     with pytest.raises(ValueError, match="entry: must have rows"):
         latency_document.generated([], "0123456789ab")
-
-
-def test_the_documents_marks_are_there():
-    text = (Path(__file__).parents[2] / "docs" / "e2e.md").read_text(encoding="utf-8")
-    assert text.count(latency_document.BEGIN) == text.count(latency_document.END) == 1
