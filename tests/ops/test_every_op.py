@@ -2,7 +2,7 @@
 that are asked for, and gradients."""
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -158,3 +158,12 @@ def test_what_is_cast_has_no_gradient(op, request):
         for name in real(FIRST[op].arguments()):
             assert not any(x.requires_grad for x in FIRST[op].run(asking_for_gradients(FIRST[op].arguments(), name)))
         request.getfixturevalue("launches")
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
+def test_tensors_elsewhere_are_refused_by_name(call):
+    """All but the first, of whose device the others must be."""
+    tensors = [name for name, x in call.arguments().items() if isinstance(x, torch.Tensor)]
+    for name in tensors[1:]:
+        with pytest.raises(ValueError, match=rf"({'|'.join(tensors)}): must be on .*device"):
+            call.run(call.arguments() | {name: call.arguments()[name].to("meta")})

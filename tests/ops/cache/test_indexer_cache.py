@@ -5,9 +5,6 @@ import torch
 
 import dsa
 from dsa.ops.cache import indexer_cache as op  # noqa: F401 -- `launches` looks at it
-from dsa.reference.cache import indexer_cache as reference
-
-WRITE, READ = torch.ops.dsa.write_indexer_cache, torch.ops.dsa.read_indexer_cache
 
 
 def poisoned_cache(pages=3, page_size=4, dim=32):
@@ -29,21 +26,6 @@ def layout(x):
 def assert_same(got, expected):
     for x, y in zip(got, expected, strict=True):
         assert layout(x) == layout(y) and torch.equal(x.view(torch.uint8), y.view(torch.uint8))
-
-
-def test_write_runs_the_reference_without_a_gpu():
-    cache, (k, scale) = poisoned_cache(), keys()
-    slots, expected = slots_of(cache), cache.clone()
-    slots[2] = -1
-    reference.write_indexer_cache(k, scale, expected, slots)
-    assert dsa.write_indexer_cache(k, scale, cache, slots) is None
-    assert torch.equal(cache, expected) and not cache.eq(0xFF).all()
-
-
-def test_read_runs_the_reference_without_a_gpu():
-    cache = torch.randint(256, (3, 4, 1, 36), dtype=torch.uint8)
-    slots = torch.tensor([11, -1, 0, 0, 12, 5])
-    assert_same(dsa.read_indexer_cache(cache, slots), reference.read_indexer_cache(cache, slots))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -68,64 +50,6 @@ def test_a_compiled_graph_reads_what_it_wrote():
     assert_same(got[:2], dsa.read_indexer_cache(untouched, slots))
     assert_same(got[2:], (k, scale))
     assert_same(dsa.read_indexer_cache(cache, slots), (k, scale))
-
-
-def test_registration():
-    cache, (k, scale) = poisoned_cache(), keys()
-    # torch cannot compare float8 inputs before and after, as the schema's test does.
-    tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(WRITE.default, (k, scale, cache, slots_of(cache)), test_utils=tests)
-    torch.library.opcheck(READ.default, (torch.zeros_like(cache), slots_of(cache)))
-
-
-@pytest.mark.parametrize("tokens", [0, 1, 5])
-@pytest.mark.parametrize("pages", [0, 3])
-def test_fake_results_are_laid_out_as_the_real_ones(pages, tokens):
-    cache, slots = poisoned_cache(pages), torch.arange(tokens)
-    fake = READ(cache.to("meta"), slots.to("meta"))
-    assert all(x.is_meta for x in fake)
-    assert [layout(x) for x in fake] == [layout(x) for x in dsa.read_indexer_cache(cache, slots)]
-
-
-def test_fake_calls_check_their_arguments():
-    k, scale, cache, slots = (x.to("meta") for x in (*keys(), poisoned_cache(), torch.arange(5)))
-    assert WRITE(k, scale, cache, slots) is None
-    with pytest.raises(ValueError, match=r"k_scale: shape must be \[5\], got \[4\]"):
-        WRITE(k, scale[:4], cache, slots)
-    with pytest.raises(ValueError, match="slots: dtype must be int32 or int64, got int16"):
-        READ(cache, slots.short())
-
-
-def test_forcing_the_kernels_on_the_cpu_is_an_error():
-    cache, (k, scale) = poisoned_cache(), keys()
-    with dsa.use_backend("cute"):
-        with pytest.raises(ValueError, match="write_indexer_cache: backend 'cute' was asked for, but"):
-            dsa.write_indexer_cache(k, scale, cache, slots_of(cache))
-        with pytest.raises(ValueError, match="read_indexer_cache: backend 'cute' was asked for, but"):
-            dsa.read_indexer_cache(cache, slots_of(cache))
-
-
-@pytest.mark.parametrize("write", [True, False])
-def test_a_cache_that_is_no_tensor_is_named(write):
-    with pytest.raises(TypeError, match=r"cache: must be a torch\.Tensor, got list"):
-        if write:
-            dsa.write_indexer_cache(*keys(), [1.0], torch.arange(5))
-        else:
-            dsa.read_indexer_cache([1.0], torch.arange(5))
-
-
-def test_what_the_kernel_gets(launches):
-    cache, (k, scale) = poisoned_cache(), keys()
-    slots = slots_of(cache)
-    dsa.write_indexer_cache(k, scale, cache, slots)
-    read = dsa.read_indexer_cache(cache, slots.int())
-    (write_variant, write_arguments), (read_variant, read_arguments) = launches
-    assert (write_variant, read_variant) == ((32, torch.int64, True), (32, torch.int32, False))
-    for arguments, rows in ((write_arguments, (k, scale)), (read_arguments, read)):
-        assert arguments[0].dtype == torch.uint8 and arguments[0].shape == (5, 32)
-        assert [x.data_ptr() for x in arguments[:3]] == [x.data_ptr() for x in (*rows, cache)]
-        assert layout(arguments[2]) == ((3, 144), (144, 1), torch.uint8)
-        assert torch.equal(arguments[3], slots) and arguments[4] == 4
 
 
 def test_into_tensors_of_the_callers():
@@ -170,14 +94,6 @@ def test_errors_of_the_callers_tensors(launches):
     with pytest.raises(ValueError, match="k: is written, must not share memory with cache"):
         dsa.read_indexer_cache(cache, slots, cache.view(-1)[:160].view(5, 32).view(torch.float8_e4m3fn), scale)
     assert not launches
-
-
-def test_a_compiled_graph_reads_into_tensors_of_the_callers():
-    cache, (k, scale) = poisoned_cache(), keys()
-    dsa.write_indexer_cache(k, scale, cache, slots := slots_of(cache))
-    rows, scales = torch.zeros(5, 32).to(torch.float8_e4m3fn), torch.zeros(5)
-    torch.compile(dsa.read_indexer_cache, fullgraph=True, backend="aot_eager")(cache, slots, rows, scales)
-    assert_same((rows, scales), (k, scale))
 
 
 def test_one_token_of_any_stride(launches):

@@ -5,9 +5,7 @@ import torch
 
 import dsa
 from dsa.ops.cache import kv_cache as op  # noqa: F401 -- `launches` looks at it
-from dsa.reference.cache import kv_cache as reference
 
-WRITE, READ = torch.ops.dsa.write_kv_cache, torch.ops.dsa.read_kv_cache
 LAYOUTS = ["float", "v32", "v4"]
 
 
@@ -29,34 +27,8 @@ def slots_of(cache, tokens=5):
     return torch.randperm(cache.shape[0] * cache.shape[1])[:tokens]
 
 
-def layout_of(x):
-    return x.shape, x.stride(), x.dtype
-
-
 def same_bits(got, expected):
     return torch.equal(got.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_write_runs_the_reference_without_a_gpu(layout):
-    cache, kv = poisoned_cache(layout), rows(layout)
-    slots, expected = slots_of(cache), cache.clone()
-    slots[2] = -1
-    reference.write_kv_cache(kv, expected, slots)
-    untouched = cache.clone()
-    assert dsa.write_kv_cache(kv, cache, slots) is None
-    assert same_bits(cache, expected) and not same_bits(cache, untouched)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_read_runs_the_reference_without_a_gpu(layout, dtype):
-    cache, slots = poisoned_cache(layout), torch.tensor([[11, -1, 0], [0, 12, 5]])
-    dsa.write_kv_cache(rows(layout, 12), cache, torch.arange(12))
-    got = dsa.read_kv_cache(cache, slots, dtype=dtype)
-    assert got.shape[:2] == slots.shape and got.dtype == dtype
-    assert torch.equal(got, reference.read_kv_cache(cache, slots, dtype=dtype))
-    assert torch.equal(got, dsa.read_kv_cache(cache, slots).to(dtype))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -74,77 +46,6 @@ def test_a_compiled_graph_reads_what_it_wrote(layout):
     assert torch.equal(old, dsa.read_kv_cache(untouched, slots))
     dsa.write_kv_cache(kv, untouched, slots)
     assert same_bits(cache, untouched) and torch.equal(new, dsa.read_kv_cache(cache, slots, dtype=torch.bfloat16))
-
-
-def test_registration():
-    for layout in LAYOUTS:
-        cache = poisoned_cache(layout).zero_()
-        slots = slots_of(cache)
-        torch.library.opcheck(WRITE.default, (rows(layout), cache, slots, True))
-        torch.library.opcheck(READ.default, (cache, slots.view(1, 5), torch.float16))
-
-
-@pytest.mark.parametrize("shape", [(0,), (1,), (2, 3), ()])
-@pytest.mark.parametrize("pages", [0, 3])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_fake_results_are_laid_out_as_the_real_ones(layout, pages, shape):
-    cache, slots = poisoned_cache(layout, pages), torch.zeros(shape, dtype=torch.int32)
-    fake = READ(cache.to("meta"), slots.to("meta"), torch.bfloat16)
-    assert fake.is_meta and layout_of(fake) == layout_of(dsa.read_kv_cache(cache, slots, dtype=torch.bfloat16))
-
-
-def test_fake_calls_check_their_arguments():
-    kv, cache, slots = (x.to("meta") for x in (rows(), poisoned_cache(), torch.arange(5)))
-    assert WRITE(kv, cache, slots, False) is None
-    with pytest.raises(ValueError, match=r"slots: shape must be \[5\], got \[4\]"):
-        WRITE(kv, cache, slots[:4], True)
-    with pytest.raises(ValueError, match="use_ue8m0: must be True for the V4 layout"):
-        WRITE(kv[:, :512], poisoned_cache("v4").to("meta"), slots, False)
-    with pytest.raises(ValueError, match="slots: dtype must be int32 or int64, got int16"):
-        READ(cache, slots.short(), torch.float32)
-    with pytest.raises(ValueError, match="dtype: must be float32, bfloat16 or float16, got uint8"):
-        READ(cache, slots, torch.uint8)
-
-
-def test_forcing_the_kernels_on_the_cpu_is_an_error():
-    with dsa.use_backend("cute"):
-        with pytest.raises(ValueError, match="write_kv_cache: backend 'cute' was asked for, but"):
-            dsa.write_kv_cache(rows(), poisoned_cache(), torch.arange(5))
-        with pytest.raises(ValueError, match="read_kv_cache: backend 'cute' was asked for, but"):
-            dsa.read_kv_cache(poisoned_cache(), torch.arange(5))
-
-
-@pytest.mark.parametrize("write", [True, False])
-def test_a_cache_that_is_no_tensor_is_named(write):
-    with pytest.raises(TypeError, match=r"cache: must be a torch\.Tensor, got list"):
-        if write:
-            dsa.write_kv_cache(rows(), [1.0], torch.arange(5))
-        else:
-            dsa.read_kv_cache([1.0], torch.arange(5))
-
-
-@pytest.mark.parametrize(
-    ("layout", "name", "shape", "strides"),
-    [
-        ("float", "bfloat16", (3, 4, 16), (64, 16, 1)),
-        ("v32", "v32", (3, 4, 656), (2624, 656, 1)),
-        # 4 x 584 bytes, padded to a multiple of 576; the scales are behind the rows.
-        ("v4", "v4", (3, 4, 576), (2880, 576, 1)),
-    ],
-)
-def test_what_the_kernels_get(launches, layout, name, shape, strides):
-    cache, kv = poisoned_cache(layout), rows(layout)
-    slots = slots_of(cache)
-    dsa.write_kv_cache(kv, cache, slots)
-    got = dsa.read_kv_cache(cache, slots.int().view(1, 5), dtype=torch.float16)
-    (write_variant, write), (read_variant, read) = launches
-    assert write_variant == (torch.float32, name, layout != "float") and read_variant == (name, torch.float16)
-    assert write[0] is kv and read[0].data_ptr() == got.data_ptr() and read[0].shape == (5, kv.shape[1])
-    for _, pages, _ in (write, read):
-        assert (pages.shape, pages.stride()) == (shape, strides) and pages.data_ptr() == cache.data_ptr()
-        assert pages.dtype == cache.dtype
-    assert write[2].dtype == read[2].dtype == torch.int32
-    assert torch.equal(write[2].view(torch.int64), slots) and torch.equal(read[2], slots.int())
 
 
 def test_bytes_of_every_dtype_and_exact_scales(launches):

@@ -5,12 +5,8 @@ import torch
 
 import dsa
 from dsa.ops.cache import mla_cache_inputs as op  # noqa: F401 -- `launches` looks at it
-from dsa.reference.cache import mla_cache_inputs as reference
 
-WRITE = torch.ops.dsa.write_mla_cache
 NAMES = ("kv", "norm_weight", "cos", "sin", "cache", "slots")
-OPTIONS = [{}, {"eps": 0.5, "interleaved": False, "use_ue8m0": False}]
-DEFAULTS = (1e-6, True, True)
 
 
 def case(tokens=5, pages=3, d=576):
@@ -23,77 +19,6 @@ def case(tokens=5, pages=3, d=576):
     slots = torch.randperm(12)[:tokens] if pages else torch.full((tokens,), -1)
     slots[:1] = -1
     return [torch.randn(tokens, d).bfloat16(), torch.rand(512), angles.cos(), angles.sin(), cache, slots]
-
-
-def to_meta(arguments):
-    return [x.to("meta") if isinstance(x, torch.Tensor) else x for x in arguments]
-
-
-def same_bits(got, expected):
-    return torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("d", [576, 512])
-def test_the_reference_runs_without_a_gpu(d, options):
-    *inputs, cache, slots = case(d=d)
-    poison, expected, expected_out = cache.clone(), cache.clone(), torch.empty_like(inputs[0])
-    reference.write_mla_cache(*inputs, expected, slots, **options, out=expected_out)
-    out = torch.full_like(inputs[0], torch.nan)
-    assert dsa.write_mla_cache(*inputs, cache, slots, **options, out=out) is None
-    assert same_bits(cache, expected) and same_bits(out, expected_out) and not same_bits(cache, poison)
-    cache.copy_(poison)
-    dsa.write_mla_cache(*inputs, cache, slots, **options)
-    assert same_bits(cache, expected)
-
-
-@pytest.mark.parametrize("keep", [True, False])
-@pytest.mark.parametrize("options", OPTIONS)
-def test_a_compiled_graph_sees_what_it_wrote(options, keep):
-    *inputs, cache, slots = case()
-
-    def write(*arguments):
-        before = arguments[4].clone()
-        out = torch.full_like(arguments[0], torch.nan) if keep else None
-        dsa.write_mla_cache(*arguments, **options, out=out)
-        return before, arguments[4].clone(), out
-
-    poison, expected, expected_out = cache.clone(), cache.clone(), torch.empty_like(inputs[0])
-    dsa.write_mla_cache(*inputs, expected, slots, **options, out=expected_out)
-    before, after, out = torch.compile(write, fullgraph=True, backend="aot_eager")(*inputs, cache, slots)
-    assert torch.equal(before, poison) and torch.equal(after, expected) and torch.equal(cache, expected)
-    assert same_bits(out, expected_out) if keep else out is None
-
-
-def test_registration():
-    for d in (576, 512):
-        arguments = case(d=d)
-        arguments[4].zero_()
-        torch.library.opcheck(WRITE.default, (*arguments, *DEFAULTS, None))
-        torch.library.opcheck(WRITE.default, (*arguments, *DEFAULTS, torch.zeros_like(arguments[0])))
-
-
-def test_fake_calls_check_their_arguments():
-    arguments = to_meta(case())
-    assert WRITE(*arguments, *DEFAULTS, None) is None
-    with pytest.raises(ValueError, match=r"out: shape must be \[5, 576\], got \[4, 576\]"):
-        WRITE(*arguments, *DEFAULTS, arguments[0][:4])
-    arguments[1] = arguments[1].bfloat16()
-    with pytest.raises(ValueError, match="norm_weight: dtype must be float32, got bfloat16"):
-        WRITE(*arguments, *DEFAULTS, None)
-
-
-def test_forcing_the_kernel_on_the_cpu_is_an_error():
-    with dsa.use_backend("cute"), pytest.raises(ValueError, match="write_mla_cache: backend 'cute' was asked for, but"):
-        dsa.write_mla_cache(*case())
-
-
-def test_what_is_no_tensor_is_named():
-    for i, name in enumerate(NAMES):
-        arguments = case()
-        arguments[i] = [1.0]
-        with pytest.raises(TypeError, match=rf"{name}: must be a torch\.Tensor, got list"):
-            dsa.write_mla_cache(*arguments)
 
 
 def test_what_the_kernel_gets(launches):

@@ -49,24 +49,6 @@ def test_one_node_of_a_compiled_graph(interleaved, dims):
     assert torch.equal(x, expected)
 
 
-def test_registration():
-    arguments = (*inputs(dtype=torch.float32), True, "last")
-    torch.library.opcheck(ROTATE.default, arguments)
-    torch.library.opcheck(ROTATE.default, (arguments[0].requires_grad_(), *arguments[1:]))
-    torch.library.opcheck(INTO.default, (*inputs(), False, "first", torch.zeros(5, 3, 24).bfloat16()))
-
-
-def test_fake_calls():
-    x, cos, sin = (t.to("meta") for t in inputs())
-    turned = ROTATE(x.transpose(1, 2).contiguous().transpose(1, 2), cos, sin, True, "first")
-    assert turned.is_meta and turned.shape == x.shape and turned.is_contiguous() and turned.dtype == x.dtype
-    assert INTO(x, cos, sin, True, "first", x) is None
-    with pytest.raises(ValueError, match="cos: shape"):
-        ROTATE(x, cos[1:], sin, True, "first")
-    with pytest.raises(ValueError, match=r"out: shape must be \[5, 3, 24\], got \[4, 3, 24\]"):
-        INTO(x, cos, sin, True, "first", x[1:])
-
-
 @pytest.mark.parametrize("way", ["reference", "registered", "compiled"])
 @pytest.mark.parametrize(("interleaved", "dims"), KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -122,11 +104,6 @@ def test_gradients_of_the_angles_on_the_reference():
     turned = dsa.apply_rotary(x, cos.requires_grad_(), sin, interleaved=True)
     (grad,) = torch.autograd.grad(turned.sum(), cos)
     torch.testing.assert_close(grad, x[..., :16].unflatten(-1, (8, 2)).sum((1, 3)))
-
-
-def test_forcing_the_kernel_on_the_cpu_is_an_error():
-    with dsa.use_backend("cute"), pytest.raises(ValueError, match="apply_rotary: backend 'cute' was asked for, but"):
-        dsa.apply_rotary(*inputs(), interleaved=True)
 
 
 @pytest.mark.parametrize(("interleaved", "dims"), KINDS)

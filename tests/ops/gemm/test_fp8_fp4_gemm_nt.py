@@ -11,7 +11,6 @@ from dsa.kernels.gemm import fp8_fp4_gemm_sm90 as kernels
 from dsa.kernels.gemm import limits
 from dsa.ops.gemm import fp8_fp4_gemm_nt as op
 
-BRIDGES = (op,)
 ENDS = torch.tensor([2, 2, 4], dtype=torch.int32)
 ROWS = torch.tensor([4, 0, 0, 3], dtype=torch.int32)
 
@@ -27,34 +26,6 @@ def operands(columns=256, channels=384):
 def padded(scales):
     """With rows of 16 bytes."""
     return torch.nn.functional.pad(scales, (0, -scales.shape[-1] % (16 // scales.itemsize)))
-
-
-@pytest.fixture
-def few_rows_launches(kernel_path, monkeypatch):
-    """What would be launched for few rows: (variant, arguments) each."""
-    found = []
-
-    def kernel(kernels, *variant):
-        return lambda *arguments: found.append((variant, arguments)), 99
-
-    monkeypatch.setattr(op, "_few_rows_kernel", kernel)
-    return found
-
-
-@pytest.mark.parametrize("rows, weights", [(ROWS, torch.rand(4)), (ROWS, None), (None, torch.rand(5)), (None, None)])
-def test_what_the_kernel_of_few_rows_gets(rows, weights, few_rows_launches):
-    (q, s), (packed, scale, block_scale) = operands()
-    ends = ENDS if rows is ROWS else ENDS + 1
-    out = dsa.grouped_fp8_fp4_gemm_nt((q, s), (packed, scale, block_scale), ends, rows=rows, weights=weights)
-    [(variant, arguments)] = few_rows_launches
-    assert variant == (torch.bfloat16, len(out), 256, 3, 132) and arguments[8] is out and arguments[9] == 99
-    assert arguments[0] is q and torch.equal(arguments[1], padded(s))
-    # Without rows or weights: an empty tensor, as all have the same kernel.
-    for got, given in ((arguments[2], rows), (arguments[7], weights)):
-        assert got.shape == (0,) if given is None else got is given
-    assert arguments[3].shape == (768, 192) and arguments[3].data_ptr() == packed.data_ptr()
-    assert torch.equal(arguments[4], padded(scale.view(torch.uint8))) and arguments[4].shape == (3, 256, 16)
-    assert torch.equal(arguments[5], padded(block_scale)) and torch.equal(arguments[6], ends)
 
 
 @pytest.mark.parametrize("weighted", [False, True])

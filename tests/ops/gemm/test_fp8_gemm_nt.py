@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import library
 
 import dsa
 from dsa.kernels.gemm import fp8_gemm_choice as choice
@@ -11,7 +10,6 @@ from dsa.kernels.gemm import fp8_gemm_sm90 as kernels
 from dsa.kernels.gemm import limits
 from dsa.ops.gemm import fp8_gemm_nt as op
 
-BRIDGES = (op,)
 E4M3 = torch.float8_e4m3fn
 # [N, K] of the published models' layers.
 LAYERS = (2112, 7168), (4096, 8192), (6144, 2048), (7168, 2048), (12288, 6144), (24576, 1536), (65536, 1536)
@@ -34,36 +32,6 @@ def padded(scales):
     return torch.nn.functional.pad(scales, (0, -scales.shape[-1] % 4))
 
 
-@pytest.mark.parametrize("leading", [(), (2,), (3, 2)])
-def test_what_the_kernel_of_few_rows_gets(leading, named_launches):
-    (q, s), (w, ws) = operands(leading=leading)
-    out = dsa.fp8_gemm_nt((q, s), (w, ws), torch.float32)
-    assert out.shape == (*leading, 6, 136) and out.dtype == torch.float32 and out.is_contiguous()
-    [(name, variant, (rows, scales, weight, weight_scales, flat, multiprocessors))] = named_launches
-    count = out.numel() // 136
-    config = choice.choose_for_one_matrix(count, 136, 256, 132)
-    assert name == "few_rows" and variant == (torch.float32, config) and multiprocessors == 132
-    assert rows.shape == (count, 256) and same(rows, q) and weight is w
-    assert torch.equal(scales, padded(s).view(count, 4)) and torch.equal(weight_scales, padded(ws)[None])
-    assert flat.shape == (count, 136) and same(flat, out)
-
-
-@pytest.mark.parametrize("leading", [(600,), (5, 120)])
-def test_what_the_kernel_of_many_rows_gets(leading, named_launches):
-    (q, s), (w, ws) = operands(leading=leading[:-1], rows=leading[-1])
-    out = dsa.fp8_gemm_nt((q, s), (w, ws), torch.float32)
-    assert out.shape == (*leading, 136) and out.dtype == torch.float32 and out.is_contiguous()
-    [(name, variant, arguments)] = named_launches
-    rows, scales, weight, weight_scales, flat, multiprocessors = arguments
-    config = choice.choose_for_one_matrix(600, 136, 256, 132)
-    assert name == "one_matrix" and variant == (torch.float32, config) and multiprocessors == 132
-    assert rows.shape == (600, 256) and same(rows, q) and weight is w
-    assert torch.equal(scales, padded(s).view(600, 4)) and torch.equal(weight_scales, padded(ws)[..., None])
-    # A matrix's blocks of channels lie one after the other, 16 bytes at a time.
-    assert weight_scales.shape == (2, 4, 1) and weight_scales.stride()[:2] == (4, 1)
-    assert flat.shape == (600, 136) and same(flat, out)
-
-
 @pytest.mark.parametrize(
     ("shape", "name"),
     [
@@ -76,29 +44,6 @@ def test_which_kernel_gets_how_many_rows(shape, name, named_launches):
     rows, columns, channels = shape
     dsa.fp8_gemm_nt(*operands(rows=rows, columns=columns, channels=channels))
     assert [launch[0] for launch in named_launches] == [name]
-
-
-def test_what_the_grouped_kernel_gets(named_launches):
-    (q, s), (w, ws) = operands(rows=65, channels=512, matrices=3)
-    ends = torch.tensor([2, 2, 65], dtype=torch.int32)
-    out = dsa.grouped_fp8_gemm_nt((q, s), (w, ws), ends)
-    [(name, variant, arguments)] = named_launches
-    rows, scales, gathered, weight, weight_scales, passed, flat, weights, limit, counter, _ = arguments
-    assert name == "" and variant == (torch.bfloat16, 65, 136, 512, 3, 132, False, False, False)
-    assert flat is out and out.shape == (65, 136) and rows is q and scales is s and passed is ends
-    assert torch.equal(weight_scales, ws.permute(1, 2, 0)) and same(weight_scales, ws)
-    assert weight.shape == (3 * 136, 512) and same(weight, w)
-    assert gathered is weights is limit is counter is None
-
-
-def test_what_the_grouped_kernel_of_few_rows_gets(named_launches):
-    (q, s), (w, ws) = operands(rows=64, channels=400, matrices=3)
-    ends = torch.tensor([2, 2, 64], dtype=torch.int32)
-    out = dsa.grouped_fp8_gemm_nt((q, s), (w, ws), ends, torch.float16)
-    [(name, variant, (a, a_scale, b, b_scale, written, passed, ctas))] = named_launches
-    assert name == "grouped_few_rows" and variant == (torch.float16, 64, 3) and ctas == 132
-    assert a is q and torch.equal(a_scale, padded(s)) and written is out and passed is ends
-    assert b.shape == (3 * 136, 400) and same(b, w) and torch.equal(b_scale, padded(ws))
 
 
 @pytest.mark.parametrize(
@@ -308,38 +253,6 @@ def test_what_the_kernel_does_not_take(launches):
     with pytest.raises(ValueError, match="rows: the kernel takes at most 134217728 rows, got 134217729"):
         dsa.grouped_fp8_gemm_nt(a, b, torch.zeros(1, dtype=torch.int32), rows=rows)
     assert not launches
-
-
-def test_each_is_one_node_of_a_compiled_graph():
-    a, b = operands()
-    c, d = operands(matrices=2)
-    ends = torch.tensor([4, 6], dtype=torch.int32)
-
-    rows, weights = torch.tensor([0, 5, 5, 1, 2, 2], dtype=torch.int32), torch.rand(6)
-
-    def run(*x):
-        a, b, c, d, ends, rows, weights = x
-        plain = dsa.fp8_gemm_nt(a, b), dsa.grouped_fp8_gemm_nt(c, d, ends, torch.float32)
-        return *plain, dsa.grouped_fp8_gemm_nt(c, d, ends, rows=rows, weights=weights)
-
-    arguments = a, b, c, d, ends, rows, weights
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-    for got, expected in zip(compiled(*arguments), run(*arguments), strict=True):
-        assert torch.equal(got, expected)
-
-
-def test_registration():
-    # torch cannot compare float8 inputs before and after, as the schema's test does.
-    tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    (a, b), (c, d) = operands(leading=(2,)), operands(matrices=2)
-    wider = tuple(x[:, x.shape[1] // 2 :] for x in operands(channels=512)[1])
-    for weight in (b, wider):
-        library.opcheck(torch.ops.dsa.fp8_gemm_nt.default, (*a, *weight, torch.float16), test_utils=tests)
-    ends = torch.tensor([4, 6], dtype=torch.int32)
-    rows, weights = torch.tensor([0, 5, 5, 1, 2, 2], dtype=torch.int32), torch.rand(6)
-    for more in ((None, None, None), (rows, weights, 2)):
-        arguments = (*c, *d, ends, torch.float32, *more)
-        library.opcheck(torch.ops.dsa.grouped_fp8_gemm_nt.default, arguments, test_utils=tests)
 
 
 def test_operands_are_pairs():

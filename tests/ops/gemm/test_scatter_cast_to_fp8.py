@@ -24,11 +24,3 @@ def test_nothing_to_store_launches_nothing(launches):
     for shape in ({"tokens": 0}, {"channels": 0}, {"k": 0}):
         dsa.scatter_cast_to_fp8(*operands(**shape))
     assert not launches
-
-
-def test_is_one_node_of_a_compiled_graph():
-    x, places = operands()
-    compiled = torch.compile(dsa.scatter_cast_to_fp8, fullgraph=True, backend="aot_eager")
-    for got, expected in zip(compiled(x, places), dsa.scatter_cast_to_fp8(x, places), strict=True):
-        assert torch.equal(got.float(), expected.float())
-    torch.library.opcheck(torch.ops.dsa.scatter_cast_to_fp8.default, (x, places, True))

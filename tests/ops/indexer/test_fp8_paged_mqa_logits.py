@@ -33,55 +33,12 @@ def shifted(x, bytes_):
     return buffer.as_strided(x.shape, x.contiguous().stride()) if x.dtype == torch.uint8 else buffer.view(x.dtype)
 
 
-@pytest.mark.parametrize("lengths", [None, PER_QUERY])
-@pytest.mark.parametrize(
-    "options", [{}, {"clean_logits": True}, {"logits_dtype": torch.bfloat16}, {"accumulators": torch.float16}]
-)
-def test_runs_the_reference_without_a_gpu(options, lengths):
-    q, cache, weights, own, table = inputs()
-    arguments = (q, cache, weights, own if lengths is None else lengths, table)
-    plan = dsa.get_paged_mqa_logits_metadata(arguments[3], 32, dsa.num_sms("cpu"))
-    assert torch.equal(plan, reference.get_paged_mqa_logits_metadata(arguments[3], 32, 132))
-    expected = reference.fp8_paged_mqa_logits(*arguments, plan, 100, **options)
-    assert expected.isfinite().any()
-    for schedule in (plan, None):
-        got = dsa.fp8_paged_mqa_logits(*arguments, schedule, 100, **options)
-        assert layout(got) == layout(expected) and torch.equal(got, expected)
-
-
-@pytest.mark.parametrize("planned", [True, False])
-def test_is_part_of_a_compiled_graph(planned):
-    def scores(q, cache, weights, lengths, table):
-        plan = dsa.get_paged_mqa_logits_metadata(lengths, 32, 7) if planned else None
-        return plan, dsa.fp8_paged_mqa_logits(q, cache, weights, lengths, table, plan, 100, True, torch.bfloat16)
-
-    arguments = inputs()
-    compiled = torch.compile(scores, fullgraph=True, backend="aot_eager")
-    for got, expected in zip(compiled(*arguments), scores(*arguments)):
-        assert got is expected is None or (layout(got) == layout(expected) and torch.equal(got, expected))
-
-
-def test_registration():
-    *arguments, lengths, table = inputs()
-    torch.library.opcheck(PLAN.default, (lengths, 64, 5))
-    # torch cannot compare float8 inputs before and after, as the schema's test does.
-    tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    options = (None, 70, True, torch.float32, torch.float16)
-    torch.library.opcheck(SCORES.default, (*arguments, PER_QUERY, table, *options), test_utils=tests)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("columns", [1, 256, 257, 1000])
 def test_fake_results_are_laid_out_as_the_real_ones(columns, dtype):
     arguments = (*inputs(), None, columns, False, dtype, torch.float32)
     fake = SCORES(*(x.to("meta") if isinstance(x, torch.Tensor) else x for x in arguments))
     assert fake.is_meta and layout(fake) == layout(dsa.fp8_paged_mqa_logits(*arguments))
-
-
-@pytest.mark.parametrize("num_sms", [1, 132])
-def test_fake_plans_are_laid_out_as_the_real_ones(num_sms):
-    fake = PLAN(PER_QUERY.to("meta"), 64, num_sms)
-    assert fake.is_meta and layout(fake) == layout(dsa.get_paged_mqa_logits_metadata(PER_QUERY, 64, num_sms))
 
 
 def test_errors_name_the_argument():
@@ -100,15 +57,6 @@ def test_a_cache_of_broken_pages_is_named():
     q, cache, weights, lengths, table = inputs()
     with pytest.raises(ValueError, match="kv_cache: every page must be contiguous"):
         dsa.fp8_paged_mqa_logits(q, torch.cat((cache, cache), -1)[..., :36], weights, lengths, table, None, 100)
-
-
-def test_forcing_the_kernels_on_the_cpu_is_an_error():
-    arguments = inputs()
-    with dsa.use_backend("cute"):
-        with pytest.raises(ValueError, match="fp8_paged_mqa_logits: backend 'cute' was asked for, but"):
-            dsa.fp8_paged_mqa_logits(*arguments, None, 100)
-        with pytest.raises(ValueError, match="get_paged_mqa_logits_metadata: backend 'cute' was asked for, but"):
-            dsa.get_paged_mqa_logits_metadata(arguments[3], 64, 132)
 
 
 def test_what_the_kernels_get(launches):

@@ -7,10 +7,6 @@ import torch
 
 import dsa
 from dsa.ops.indexer import indexer_inputs as op
-from dsa.reference.indexer import indexer_inputs as reference
-
-OPTIONS = [{}, {"interleaved": True, "dims": "last", "use_ue8m0": False}]
-QUERIES, KEYS = torch.ops.dsa.quantize_indexer_queries, torch.ops.dsa.write_indexer_keys
 
 
 def query_arguments(tokens=5, heads=3, rotated=64):
@@ -28,105 +24,13 @@ def key_arguments(tokens=5, pages=3, page_size=4, rotated=64):
     return k, torch.rand(128), torch.randn(128), angles.cos(), angles.sin(), cache, slots
 
 
-def to_meta(arguments):
-    return [x.to("meta") if isinstance(x, torch.Tensor) else x for x in arguments]
-
-
 def layout(x):
     return x.shape, x.stride(), x.dtype
-
-
-def assert_same(got, expected):
-    for x, y in zip(got, expected, strict=True):
-        assert layout(x) == layout(y) and torch.equal(x.view(torch.uint8), y.view(torch.uint8))
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-def test_queries_run_the_reference_without_a_gpu(options):
-    arguments = query_arguments()
-    expected = reference.quantize_indexer_queries(*arguments, **options)
-    assert_same(dsa.quantize_indexer_queries(*arguments, **options), expected)
-
-
-@pytest.mark.parametrize("options", [*OPTIONS, {"eps": 0.5}])
-def test_keys_run_the_reference_without_a_gpu(options):
-    *arguments, cache, slots = key_arguments()
-    expected = cache.clone()
-    reference.write_indexer_keys(*arguments, expected, slots, **options)
-    assert dsa.write_indexer_keys(*arguments, cache, slots, **options) is None
-    assert torch.equal(cache, expected) and not cache.eq(0xFF).all()
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-def test_queries_are_one_node_of_a_compiled_graph(options):
-    arguments = query_arguments()
-    compiled = torch.compile(
-        lambda *a: dsa.quantize_indexer_queries(*a, **options), fullgraph=True, backend="aot_eager"
-    )
-    assert_same(compiled(*arguments), dsa.quantize_indexer_queries(*arguments, **options))
-
-
-@pytest.mark.parametrize("options", [{}, {"eps": 0.5, **OPTIONS[1]}])
-def test_a_compiled_graph_reads_the_keys_it_wrote(options):
-    *arguments, cache, slots = key_arguments()
-
-    def write(*a):
-        before = a[-2].clone()
-        dsa.write_indexer_keys(*a, **options)
-        return before, a[-2].clone()
-
-    expected = cache.clone()
-    dsa.write_indexer_keys(*arguments, expected, slots, **options)
-    poison = cache.clone()
-    before, after = torch.compile(write, fullgraph=True, backend="aot_eager")(*arguments, cache, slots)
-    assert torch.equal(before, poison) and torch.equal(after, expected) and torch.equal(cache, expected)
-
-
-def test_registration():
-    torch.library.opcheck(QUERIES.default, (*query_arguments(), True, "last", False))
-    torch.library.opcheck(KEYS.default, (*key_arguments(), 1e-6, False, "first", True))
-
-
-@pytest.mark.parametrize("tokens", [0, 1, 5])
-def test_fake_results_are_laid_out_as_the_real_ones(tokens):
-    arguments = query_arguments(tokens)
-    arguments = (arguments[0].transpose(0, 1).contiguous().transpose(0, 1), *arguments[1:])
-    fake = QUERIES(*to_meta(arguments), False, "first", True)
-    assert all(x.is_meta for x in fake)
-    assert [layout(x) for x in fake] == [layout(x) for x in dsa.quantize_indexer_queries(*arguments)]
 
 
 def test_weights_are_contiguous_whatever_they_were():
     q, weights, cos, sin = query_arguments()
     assert dsa.quantize_indexer_queries(q, weights.T.contiguous().T, cos, sin)[1].is_contiguous()
-
-
-def test_fake_calls_check_their_arguments():
-    q, weights, cos, sin = to_meta(query_arguments())
-    with pytest.raises(ValueError, match=r"weights: shape must be \[5, 3\], got \[5, 2\]"):
-        QUERIES(q, weights[:, :2], cos, sin, False, "first", True)
-    arguments = to_meta(key_arguments())
-    with pytest.raises(ValueError, match="dims: must be 'first' or 'last', got 'all'"):
-        KEYS(*arguments, 1e-6, False, "all", True)
-    assert KEYS(*arguments, 1e-6, False, "first", True) is None
-
-
-def test_forcing_the_kernels_on_the_cpu_is_an_error():
-    with dsa.use_backend("cute"):
-        with pytest.raises(ValueError, match="quantize_indexer_queries: backend 'cute' was asked for, but"):
-            dsa.quantize_indexer_queries(*query_arguments())
-        with pytest.raises(ValueError, match="write_indexer_keys: backend 'cute' was asked for, but"):
-            dsa.write_indexer_keys(*key_arguments())
-
-
-@pytest.mark.parametrize("name", ["q", "cache"])
-def test_what_is_no_tensor_is_named(name):
-    with pytest.raises(TypeError, match=f"{name}: must be a torch.Tensor, got list"):
-        if name == "q":
-            dsa.quantize_indexer_queries([1.0], *query_arguments()[1:])
-        else:
-            *arguments, _, slots = key_arguments()
-            dsa.write_indexer_keys(*arguments, [1.0], slots)
 
 
 def test_what_the_query_kernel_gets(launches):

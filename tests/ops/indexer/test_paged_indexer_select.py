@@ -5,7 +5,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import library
 
 import dsa
 from dsa.kernels.indexer import limits
@@ -15,7 +14,6 @@ from dsa.ops.indexer import paged_indexer_select as op
 from dsa.reference import write_indexer_cache
 from dsa.reference.indexer import paged_indexer_select as reference
 
-SELECT = torch.ops.dsa.paged_indexer_select
 PER_QUERY = torch.tensor([[70, 3], [0, 64], [1, 100]], dtype=torch.int32)
 SMS = 132  # num_sms("cpu")
 
@@ -66,48 +64,6 @@ def test_any_scores_are_sorted_as_python_sorts_them(keys, lengths, k):
     assert dsa.paged_indexer_select(*arguments, slots=True).tolist() == of_slots
 
 
-@pytest.mark.parametrize("lengths", [None, PER_QUERY])
-@pytest.mark.parametrize("options", [{}, {"slots": True}, {"accumulators": torch.float16}])
-def test_runs_the_reference_without_a_gpu(options, lengths):
-    q, cache, weights, own, table = inputs()
-    arguments = q, cache, weights, own if lengths is None else lengths, table, 100, 40
-    expected = reference.paged_indexer_select(*arguments, return_values=True, **options)
-    for workspace in (None, dsa.paged_indexer_select_workspace(6, "cpu")):
-        got = dsa.paged_indexer_select(*arguments, return_values=True, workspace=workspace, **options)
-        assert all(map(torch.equal, got, expected)) and list(map(layout, got)) == list(map(layout, expected))
-        assert torch.equal(dsa.paged_indexer_select(*arguments, workspace=workspace, **options), expected[0])
-
-
-@pytest.mark.parametrize("given", [True, False])
-def test_is_part_of_a_compiled_graph(given):
-    def select(q, cache, weights, lengths, table):
-        workspace = dsa.paged_indexer_select_workspace(6, "cpu") if given else None
-        return dsa.paged_indexer_select(
-            q, cache, weights, lengths, table, 100, 40, return_values=True, workspace=workspace
-        )
-
-    arguments = inputs()
-    compiled = torch.compile(select, fullgraph=True, backend="aot_eager")
-    assert all(map(torch.equal, compiled(*arguments), select(*arguments)))
-
-
-@pytest.mark.parametrize("given", [True, False])
-def test_registration(given):
-    workspace = dsa.paged_indexer_select_workspace(6, "cpu") if given else None
-    # torch cannot compare float8 inputs before and after, as the schema's test does.
-    tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    arguments = (*inputs(), 100, 40, True, True, torch.float16, workspace)
-    library.opcheck(SELECT.default, arguments, test_utils=tests)
-
-
-@pytest.mark.parametrize("values", [True, False])
-def test_fake_results_are_laid_out_as_the_real_ones(values):
-    arguments = (*inputs(), 100, 40, True, values, torch.float32, dsa.paged_indexer_select_workspace(6, "cpu"))
-    fake = SELECT(*(x.to("meta") if isinstance(x, torch.Tensor) else x for x in arguments))
-    real = SELECT(*arguments)
-    assert all(x.is_meta for x in fake) and list(map(layout, fake)) == list(map(layout, real))
-
-
 def test_errors_name_the_argument():
     q, cache, weights, lengths, table = inputs()
     rest = weights, lengths, table, 100, 40
@@ -127,14 +83,6 @@ def test_errors_name_the_argument():
     ):
         with pytest.raises(error, match=f"workspace: {message}"):
             dsa.paged_indexer_select(q, cache, *rest, workspace=workspace)
-
-
-def test_forcing_the_kernels_on_the_cpu_is_an_error():
-    with (
-        dsa.use_backend("cute"),
-        pytest.raises(ValueError, match="paged_indexer_select: backend 'cute' was asked for, but"),
-    ):
-        dsa.paged_indexer_select(*inputs(), 100, 40)
 
 
 def test_a_row_of_the_workspace_is_what_the_kernel_takes():

@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import library
 
 import dsa
 from dsa.kernels.indexer import limits
@@ -168,29 +167,6 @@ def test_errors_of_out(launches):
     with pytest.raises(ValueError, match="out: is written, must not share memory with scores"):
         dsa.topk_indices(scores, 5, lengths=lengths, out=scores.view(torch.int32))
     assert len(launches) == 1
-
-
-def test_torch_compile():
-    scores, lengths = torch.randn(6, 40), i32([40, 3, 0, 10, 39, 1])
-
-    def run(scores, lengths):
-        return dsa.topk_indices(scores, 5, lengths=lengths, return_values=True)
-
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")(scores, lengths)
-    expected = run(scores, lengths)
-    assert torch.equal(compiled[0], expected[0]) and torch.equal(compiled[1], expected[1])
-    table = torch.arange(6, dtype=torch.int32)[:, None]
-    operands = (scores, 5, lengths.clamp_max(3), lengths, table, 64, None, True, True)
-    library.opcheck(torch.ops.dsa.topk_indices, operands)
-    library.opcheck(torch.ops.dsa.topk_indices, (scores, 5, None, None, None, None, None, False, False))
-    buffer = torch.zeros(6, 9, dtype=torch.int32)
-    library.opcheck(torch.ops.dsa.topk_indices_out, (*operands, buffer[:, 2:7]))
-
-    def into(scores, lengths, buffer):
-        dsa.topk_indices(scores, 5, lengths=lengths, out=buffer[:, 2:7])
-
-    torch.compile(into, fullgraph=True, backend="aot_eager")(scores, lengths, buffer.fill_(77))
-    assert torch.equal(buffer[:, 2:7], expected[0]) and (buffer[:, :2] == 77).all() and (buffer[:, 7:] == 77).all()
 
 
 def test_errors_are_the_references(launches):

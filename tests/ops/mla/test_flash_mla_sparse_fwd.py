@@ -5,13 +5,10 @@ import warnings
 
 import pytest
 import torch
-from torch import library
 
 import dsa
 from dsa import backends, reference
-from dsa.ops.mla import _sparse_attention as launch
 
-PREFILL, DECODE = torch.ops.dsa.sparse_mla_prefill, torch.ops.dsa.sparse_mla_decode
 D_V = 512
 
 
@@ -46,9 +43,6 @@ def assert_same(got, expected):
         assert (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype) and torch.equal(x, y)
 
 
-BRIDGES = [launch]
-
-
 @pytest.fixture
 def launches(named_launches):
     return named_launches
@@ -60,32 +54,6 @@ def test_few_heads_have_a_kernel_of_their_own(launches, heads, head_tile):
     dsa.flash_mla_sparse_fwd(*arguments)
     ((_, variant, (q, *_)),) = launches
     assert variant == (torch.bfloat16, 576, head_tile, 1, True) and q.shape[1] == heads
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("d", [576, 512])
-def test_prefill_runs_the_reference_without_a_gpu(d, dtype):
-    arguments = prefill_inputs(d=d, dtype=dtype)
-    for options in ({}, {"attn_sink": torch.randn(4), "topk_length": i32([0, 3, 9])}):
-        expected = reference.flash_mla_sparse_fwd(*arguments, **options)
-        for invariant in (False, True):
-            assert_same(dsa.flash_mla_sparse_fwd(*arguments, **options, enable_batch_invariant=invariant), expected)
-        assert_same(reference.flash_mla_sparse_fwd(*arguments, **options, enable_batch_invariant=True), expected)
-        assert expected[0].dtype == dtype and expected[0].shape == (3, 4, D_V)
-
-
-@pytest.mark.parametrize(("kind", "d"), [("bfloat16", 576), ("bfloat16", 512), ("bytes", 576), ("bytes", 512)])
-def test_decode_runs_the_reference_without_a_gpu(kind, d):
-    q, cache, indices = decode_inputs(kind, d=d)
-    other = decode_inputs(kind, d=d, page_size=4)
-    options = {"attn_sink": torch.randn(4), "topk_length": i32([0, 3, 20]), "softmax_scale": 0.1}
-    extra = {"extra_k_cache": other[1], "extra_indices_in_kvcache": other[2], "extra_topk_length": i32([5, 0, 2])}
-    for chosen in ({}, options, options | extra):
-        expected = reference.flash_mla_with_kvcache(
-            q, cache, None, None, D_V, None, is_fp8_kvcache=kind == "bytes", indices=indices, **chosen
-        )
-        for invariant in (False, True):
-            assert_same(decoded(q, cache, indices, **chosen, enable_batch_invariant=invariant), expected)
 
 
 def test_what_prefill_launches(launches):
@@ -316,17 +284,6 @@ def test_float32_runs_the_reference_and_says_so_on_a_gpu(request, monkeypatch):
     assert [warning.filename for warning in found] == [__file__] and not launches
 
 
-def test_registration():
-    library.opcheck(PREFILL.default, (*prefill_inputs(), D_V, torch.randn(4), i32([1, 2, 3]), True))
-    q, cache, indices = decode_inputs("bytes")
-    for extra in ((None, None, None), (cache, indices, i32([1, 2, 3]))):
-        arguments = (q, cache, indices, None, *extra, D_V, 0.1, torch.randn(4), False)
-        library.opcheck(DECODE.default, arguments)
-        library.opcheck(torch.ops.dsa.sparse_mla_decode_out, (*arguments, head_slice(3, 2, 4, D_V)[0]))
-    arguments = (*prefill_inputs(), D_V, None, None, False, head_slice(3, 4, D_V)[0])
-    library.opcheck(torch.ops.dsa.sparse_mla_prefill_out, arguments)
-
-
 @pytest.mark.parametrize("into", [False, True])
 def test_torch_compile(into):
     def attention(q, kv, indices, scale, cache, slots):
@@ -337,13 +294,6 @@ def test_torch_compile(into):
     arguments = (*prefill_inputs(), decode_inputs()[1], decode_inputs(s_q=1)[2])
     compiled = torch.compile(attention, fullgraph=False, backend="aot_eager")
     assert_same(compiled(*arguments), attention(*arguments))
-
-
-def test_keys_in_another_dtype_are_refused_without_a_kernel_too():
-    indices = torch.zeros(2, 1, 3, dtype=torch.int32)
-    for q, kv in ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16), (torch.float16, torch.bfloat16)):
-        with pytest.raises(ValueError, match="kv: dtype must be q's"):
-            dsa.flash_mla_sparse_fwd(torch.zeros(2, 3, 16, dtype=q), torch.zeros(5, 1, 16, dtype=kv), indices, 1.0, 16)
 
 
 def test_a_dtype_without_a_kernel_is_compiled_whole(monkeypatch):

@@ -5,7 +5,6 @@ import warnings
 
 import pytest
 import torch
-from torch import library
 
 import dsa
 from dsa.kernels.mla.limits import HEAD_DIM, HEAD_DIM_V
@@ -44,9 +43,6 @@ def wider(x, before, after):
 
 
 ANY_PLAN = (torch.zeros(7, 8, dtype=torch.int32), i32([0] * 4))
-
-
-BRIDGES = [op, _dense_decode]
 
 
 @pytest.fixture
@@ -416,15 +412,6 @@ def test_float32_runs_the_reference_and_says_so_on_a_gpu(sparse, request, monkey
         assert_same(dsa.flash_mla_with_kvcache(*arguments, **options), expected)
         dsa.flash_mla_with_kvcache(*arguments, **options)
     assert [warning.filename for warning in found] == [__file__] and not launches
-
-
-def test_registration():
-    *arguments, lengths = inputs()
-    library.opcheck(PLAN.default, (lengths, 8, 1, 0))
-    for plan in (ANY_PLAN, (None, None)):
-        library.opcheck(DECODE.default, (*arguments, lengths, D_V, *plan, 0.1, True))
-        out = torch.zeros(3, 2, 7, D_V).bfloat16()[:, :, 2:6]
-        library.opcheck(torch.ops.dsa.dense_mla_decode_out, (*arguments, lengths, D_V, *plan, 0.1, True, out))
 
 
 @pytest.mark.parametrize("style", ["old", "new", None, "batch-invariant"])

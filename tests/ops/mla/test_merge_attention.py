@@ -9,9 +9,7 @@ import dsa
 from dsa.kernels.mla import merge_attention_sm90 as kernels
 from dsa.kernels.mla.limits import MAX_MERGE_ROWS
 from dsa.ops.mla import merge_attention as op  # noqa: F401, for the fixture `launches`
-from dsa.reference.mla import merge_attention as reference
 
-MERGE = torch.ops.dsa.merge_attention
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
@@ -23,75 +21,11 @@ def branches(count=2, shape=(3, 4, 16), dtype=torch.bfloat16):
     return outs, lses
 
 
-def to_meta(tensors):
-    return [x.to("meta") for x in tensors]
-
-
-def layout(x):
-    return x.shape, x.stride(), x.dtype
-
-
-def assert_same(got, expected):
-    for x, y in zip(got, expected, strict=True):
-        assert layout(x) == layout(y) and torch.equal(x, y)
-
-
 def test_the_kernel_takes_what_the_limits_say():
     assert MAX_MERGE_ROWS == 2**31 - 2 * kernels.WARPS
     for dtype in DTYPES:
         name = str(dtype).removeprefix("torch.")
         assert (kernels.compile_merge_attention, (name, 3, True)) in kernels.shipped_variants()
-
-
-@pytest.mark.parametrize("with_sink", [False, True])
-@pytest.mark.parametrize("count", [1, 2, 5])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_runs_the_reference_without_a_gpu(dtype, count, with_sink):
-    outs, lses = branches(count, dtype=dtype)
-    sink = torch.randn(4) if with_sink else None
-    expected = reference.merge_attention(outs, lses, sink)
-    assert layout(expected[0]) == ((3, 4, 16), (64, 16, 1), dtype) and layout(expected[1])[1:] == (
-        (4, 1),
-        torch.float32,
-    )
-    assert_same(dsa.merge_attention(outs, lses, sink), expected)
-    assert_same(dsa.merge_attention(tuple(outs), tuple(lses), attn_sink=sink), expected)
-    # Stacked branches are a sequence of them.
-    assert_same(dsa.merge_attention(torch.stack(outs), torch.stack(lses), sink), expected)
-
-
-@pytest.mark.parametrize("with_sink", [False, True])
-def test_one_node_of_a_compiled_graph(with_sink):
-    outs, lses = branches(3)
-    sink = torch.randn(4) if with_sink else None
-    compiled = torch.compile(dsa.merge_attention, fullgraph=True, backend="aot_eager")
-    assert_same(compiled(outs, lses, sink), dsa.merge_attention(outs, lses, sink))
-
-
-def test_registration():
-    outs, lses = branches(2)
-    torch.library.opcheck(MERGE.default, (outs, lses, torch.randn(4)))
-    torch.library.opcheck(MERGE.default, (outs, lses, None))
-
-
-@pytest.mark.parametrize("shape", [(0, 4, 16), (3, 0, 16), (4, 16), (2, 3, 4, 5, 8)])
-def test_fake_results_are_laid_out_as_the_real_ones(shape):
-    outs, lses = branches(2, shape)
-    outs, lses = ([x.transpose(0, -1).contiguous().transpose(0, -1) for x in tensors] for tensors in (outs, lses))
-    fake = MERGE(to_meta(outs), to_meta(lses), None)
-    assert all(x.is_meta for x in fake)
-    assert [layout(x) for x in fake] == [layout(x) for x in dsa.merge_attention(outs, lses)]
-
-
-def test_fake_calls_check_their_arguments():
-    outs, lses = map(to_meta, branches(2))
-    with pytest.raises(ValueError, match=r"lses\[1\]: shape must be \[3, 4\], got \[3\]"):
-        MERGE(outs, [lses[0], lses[1][:, 0]], None)
-
-
-def test_forcing_the_kernel_on_the_cpu_is_an_error():
-    with dsa.use_backend("cute"), pytest.raises(ValueError, match="merge_attention: backend 'cute' was asked for, but"):
-        dsa.merge_attention(*branches())
 
 
 def test_what_is_no_tensor_is_named():
@@ -107,22 +41,6 @@ def test_what_is_no_tensor_is_named():
         dsa.merge_attention([], [])
     with pytest.raises(ValueError, match=r"outs\[0\]: must have at least 2 dimensions, got shape \[16\]"):
         dsa.merge_attention([outs[0][0, 0]], [lses[0][0, 0]])
-
-
-@pytest.mark.parametrize("with_sink", [False, True])
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_what_the_kernel_gets(dtype, count, with_sink, launches):
-    outs, lses = branches(count, (2, 3, 4, 24), dtype)
-    lses = [x.transpose(0, 2).contiguous().transpose(0, 2) for x in lses]
-    sink = torch.randn(8)[::2] if with_sink else None
-    out, lse = dsa.merge_attention(outs, lses, sink)
-    [(variant, (got_outs, got_lses, got_sink, *results))] = launches
-    assert variant == (dtype, count, with_sink) and got_sink is sink
-    assert layout(out) == ((2, 3, 4, 24), (288, 96, 24, 1), dtype)
-    assert layout(lse) == ((2, 3, 4), (12, 4, 1), torch.float32)
-    for got, given in zip([*got_outs, *got_lses, *results], [*outs, *lses, out, lse], strict=True):
-        assert layout(got) == layout(given) and got.data_ptr() == given.data_ptr()
 
 
 SHAPES = [

@@ -4,15 +4,9 @@ import math
 
 import pytest
 import torch
-from torch import library
 
 import dsa
-from dsa.ops.mla import mha_varlen_fwd as attention
-from dsa.ops.mla import selection_bits as selection
-from dsa.reference.mla import mha_varlen_fwd as reference
-from dsa.reference.mla import selection_bits as bits_reference
 
-BRIDGES = attention, selection
 BF16 = torch.bfloat16
 
 
@@ -28,28 +22,6 @@ def arguments(dims=(192, 128), heads=4, kv_heads=2, dtype=BF16, **changed):
 
 
 SELECTED = dsa.selection_bits(i32([[0, 1], [0, 2], [3, 5], [4, 7], [8, 3]]), i32([0, 0, 3, 3, 3]), 6)
-
-
-def test_runs_the_reference_without_a_gpu():
-    for changed in ({}, {"selected": SELECTED}, {"causal": False}):
-        got, expected = (f(**arguments_of(changed)) for f in (dsa.mha_varlen_fwd, reference.mha_varlen_fwd))
-        assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
-    assert got[0].shape == (5, 4, 128) and got[0].dtype == BF16 and got[1].shape == (4, 5)
-    lists = i32([[1, 200, -3]]), i32([1]), 260
-    assert torch.equal(dsa.selection_bits(*lists), bits_reference.selection_bits(*lists))
-
-
-def arguments_of(changed):
-    torch.manual_seed(0)
-    return arguments(**changed)
-
-
-def test_registration():
-    values = arguments()
-    tensors = [values[name] for name in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")]
-    for selected in (None, SELECTED):
-        library.opcheck(torch.ops.dsa.mha_varlen_fwd.default, (*tensors, 6, 0.1, True, None, selected, 0))
-    library.opcheck(torch.ops.dsa.selection_bits.default, (i32([[1, 2]]), i32([0]), 200))
 
 
 def test_what_the_kernel_gets(named_launches):

@@ -13,7 +13,6 @@ from dsa.ops.mla import _sparse_attention as launch
 from dsa.ops.mla import sliding_window_attention as op
 from dsa.ops.mla import window_indices as lists_op
 
-WINDOW, SPARSE = torch.ops.dsa.sliding_window_attention, torch.ops.dsa.window_sparse_attention
 D_V, SCALE = 512, 0.05
 
 
@@ -74,37 +73,6 @@ def launches(kernel_path, monkeypatch):
     monkeypatch.setattr(lists_op, "_indices_kernel", lambda kernels: kernel("indices"))
     monkeypatch.setattr(lists_op, "_slots_kernel", lambda kernels, ring: kernel("ring" if ring else "pages"))
     return found
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("d", [576, 512])
-def test_prefill_runs_the_reference_without_a_gpu(d, dtype):
-    arguments, more = packed(d=d, dtype=dtype), selected(d, dtype)
-    near = dsa.window_indices(CU_Q, CU_K, 7, 6)
-    for sink in (None, torch.randn(4)):
-        expected = reference.sliding_window_attention(*arguments, SCALE, D_V, sink)
-        assert layout(expected[0]) == ((7, 4, D_V), (4 * D_V, D_V, 1), dtype)
-        assert layout(expected[1]) == ((7, 4), (4, 1), torch.float32)
-        assert_same(dsa.sliding_window_attention(*arguments, SCALE, attn_sink=sink), expected)
-        assert_same(dsa.sliding_window_attention(*arguments, SCALE, D_V, sink, indices=near), expected)
-        counts = None if sink is None else i32([0, 3, 9, -1, 5, 4, 2])
-        expected = reference.window_sparse_attention(*arguments, *more, SCALE, D_V, sink, counts)
-        assert_same(dsa.window_sparse_attention(*arguments, *more, SCALE, D_V, sink, counts), expected)
-        got = dsa.window_sparse_attention(*arguments, *more, SCALE, D_V, sink, counts, window_indices=near)
-        assert_same(got, expected)
-
-
-@pytest.mark.parametrize(("kind", "d"), [("bfloat16", 576), ("bfloat16", 512), ("bytes", 576), ("bytes", 512)])
-def test_decode_runs_the_reference_without_a_gpu(kind, d):
-    q, cache, table, lengths = decode_inputs(kind, d)
-    for where in (table, None):
-        for sink in (None, torch.randn(4)):
-            expected = reference.sliding_window_decode(
-                q, cache, where, lengths, 6, SCALE, D_V, sink, is_fp8_kvcache=kind == "bytes"
-            )
-            assert_same(decoded(q, cache, where, lengths, attn_sink=sink), expected)
-            assert expected[0].shape == (3, 2, 4, D_V) and expected[1].shape == (3, 4, 2)
-            assert expected[1][1].eq(math.inf).all()
 
 
 def test_what_a_window_launches(launches):
@@ -343,17 +311,6 @@ def test_the_reference_refuses_what_cu_seqlens_hold_and_the_kernel_does_not_look
     assert [name for name, _ in launches] == ["indices", "attend"]
 
 
-def test_forcing_the_kernels_on_the_cpu_is_an_error():
-    with dsa.use_backend("cute"):
-        for name, call in (
-            ("sliding_window_attention", lambda: dsa.sliding_window_attention(*packed(), SCALE)),
-            ("window_sparse_attention", lambda: dsa.window_sparse_attention(*packed(), *selected(), SCALE)),
-            ("sliding_window_decode", lambda: decoded(*decode_inputs())),
-        ):
-            with pytest.raises(ValueError, match=f"{name}: backend 'cute' was asked for, but"):
-                call()
-
-
 def test_float32_runs_the_reference_and_says_so_on_a_gpu(request, monkeypatch):
     monkeypatch.setattr(backends, "_warned", set())
     arguments, more = packed(dtype=torch.float32), selected(dtype=torch.float32)
@@ -374,23 +331,6 @@ def test_float32_runs_the_reference_and_says_so_on_a_gpu(request, monkeypatch):
                 assert_same(call(dsa), call(reference))
         assert [warning.filename for warning in found] == [__file__]
     assert not launches
-
-
-def test_registration():
-    arguments, more, near = packed(), selected(), dsa.window_indices(CU_Q, CU_K, 7, 6)
-    for given in (None, near):
-        torch.library.opcheck(WINDOW.default, (*arguments, SCALE, D_V, torch.randn(4), given))
-        torch.library.opcheck(SPARSE.default, (*arguments, *more, SCALE, D_V, torch.randn(4), i32([3] * 7), given))
-
-
-def test_fake_calls_check_their_arguments():
-    q, kv, cu_q, cu_k = (x.to("meta") for x in packed()[:4])
-    out, lse = WINDOW(q, kv, cu_q, cu_k, 6, SCALE, D_V, None, None)
-    assert out.shape == (7, 4, D_V) and lse.shape == (7, 4) and out.is_meta
-    with pytest.raises(ValueError, match="window: must be at least 1, got 0"):
-        WINDOW(q, kv, cu_q, cu_k, 0, SCALE, D_V, None, None)
-    with pytest.raises(ValueError, match=r"indices: shape must be \[7, K\], got \[6, 5\]"):
-        SPARSE(q, kv, cu_q, cu_k, 6, *(x.to("meta")[-6:] for x in selected()), SCALE, D_V, None, None, None)
 
 
 @pytest.mark.parametrize("dynamic", [None, True])

@@ -4,14 +4,10 @@ import math
 
 import pytest
 import torch
-from torch import library
 
 import dsa
 from dsa.kernels.mla.limits import TILE_M
-from dsa.ops.mla import window_attention_cast as op
-from dsa.ops.mla import window_indices as lists_op
 
-BRIDGES = (op, lists_op)
 T, KEYS, H, GROUPS, WINDOW, SCALE = 7, 20, 4, 2, 6, 0.05
 
 
@@ -69,29 +65,6 @@ def test_is_attention_rotation_and_cast(dtype, use_ue8m0):
         near = dsa.window_indices(given["cu_seqlens_q"], given["cu_seqlens_k"], T, WINDOW)
         got = dsa.window_attention_cast_to_fp8(**given, window_indices=near, use_ue8m0=use_ue8m0)
         same(got, apart(given, use_ue8m0))
-
-
-def test_one_node_of_a_compiled_graph():
-    given = inputs()
-    compiled = torch.compile(dsa.window_attention_cast_to_fp8, fullgraph=True, backend="aot_eager")
-    same(compiled(**given), dsa.window_attention_cast_to_fp8(**given))
-
-
-def test_registration():
-    for given in (inputs(dtype=torch.float32), alone(inputs(dtype=torch.float32))):
-        arguments = (*given.values(), None, True)
-        library.opcheck(torch.ops.dsa.window_attention_cast_to_fp8.default, arguments)
-
-
-def test_results_have_no_gradient():
-    given = inputs()
-    given["q"].requires_grad_()
-    assert not any(t.requires_grad for t in dsa.window_attention_cast_to_fp8(**given))
-
-
-def test_forcing_the_kernel_on_the_cpu_is_an_error():
-    with dsa.use_backend("cute"), pytest.raises(ValueError, match="window_attention_cast_to_fp8: backend 'cute' was"):
-        dsa.window_attention_cast_to_fp8(**inputs())
 
 
 @pytest.mark.parametrize("heads", [4, 80])

@@ -7,37 +7,9 @@ import pytest
 import torch
 
 import dsa
-from dsa import backends, reference
+from dsa import backends
 from dsa.kernels.moe.limits import MAX_SORT_ENTRIES
 from dsa.kernels.moe.sort_by_expert_sm90 import AHEAD, WARPS
-
-
-def test_the_cpu_runs_the_references():
-    torch.manual_seed(0)
-    logits, bias = torch.randn(7, 32), torch.randn(32)
-    options = {"scores": "sigmoid", "n_group": 4, "topk_group": 2, "normalise": True, "scale": 2.5}
-    for got, expected in zip(dsa.moe_gate(logits, bias, 3, **options), reference.moe_gate(logits, bias, 3, **options)):
-        assert torch.equal(got, expected)
-    experts = torch.randint(-1, 9, (7, 3))
-    for got, expected in zip(dsa.sort_by_expert(experts, 8), reference.sort_by_expert(experts, 8)):
-        assert torch.equal(got, expected)
-
-
-def test_compiles_into_one_graph():
-    def run(logits, bias):
-        experts, weights = dsa.moe_gate(logits, bias, 2, n_group=2, topk_group=1)
-        return (*dsa.sort_by_expert(experts, 8), weights)
-
-    torch.manual_seed(1)
-    logits, bias = torch.randn(5, 8), torch.randn(8)
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-    for got, expected in zip(compiled(logits, bias), run(logits, bias)):
-        assert torch.equal(got, expected)
-
-
-def test_fake_tensors_have_the_results_shapes():
-    torch.library.opcheck(torch.ops.dsa.moe_gate, (torch.randn(3, 8), torch.zeros(8), 2, "sigmoid", 1, 1, True, 1.0))
-    torch.library.opcheck(torch.ops.dsa.sort_by_expert, (torch.tensor([[1, 0], [2, 2]]), 3))
 
 
 @pytest.mark.parametrize(
@@ -72,9 +44,3 @@ def test_the_sorts_numbers_are_int32():
     of_a_warp = math.ceil(MAX_SORT_ENTRIES / WARPS)
     each = math.ceil(of_a_warp / 32) * 32
     assert WARPS * each < 2**31 and MAX_SORT_ENTRIES + 32 * AHEAD < 2**31
-
-
-def test_gradients_take_the_reference(monkeypatch):
-    monkeypatch.setattr(backends, "runs_kernel", lambda *asked: True)
-    logits = torch.zeros(2, 8, requires_grad=True)
-    assert dsa.moe_gate(logits, torch.zeros(8), 2)[1].requires_grad

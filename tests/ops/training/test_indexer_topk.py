@@ -85,13 +85,6 @@ def test_by_the_definition():
         assert got[t, 0].tolist() == [first + s for s in best] + [-1] * (7 - len(best))
 
 
-def test_other_dtypes_are_told_of_on_hopper(monkeypatch):
-    noted = []
-    monkeypatch.setattr(backends, "note_reference_only", lambda name, tensor: noted.append(name))
-    dsa.indexer_topk(*inputs(dtype=torch.float32))
-    assert noted == ["indexer_topk in float32"]
-
-
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [

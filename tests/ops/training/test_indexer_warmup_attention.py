@@ -6,9 +6,7 @@ import pytest
 import torch
 
 import dsa
-from dsa import backends
 from dsa.ops.training import _packed_attention, _warmup_sum
-from dsa.reference.training import indexer_warmup_attention as reference
 
 BF16 = torch.bfloat16
 
@@ -25,24 +23,6 @@ def inputs(dims=(64, 64), heads=4, key_heads=2, index=(8, 64), dtype=BF16):
         **dict(zip(("cu_seqlens_q", "cu_seqlens_k"), bounds)),
         **{"max_seqlen_q": 3, "max_seqlen_k": 5, "softmax_scale": 0.125},
     }
-
-
-@pytest.mark.parametrize("target", ["sum", "per_head"])
-@pytest.mark.parametrize("dtype", [BF16, torch.float32, torch.float64])
-def test_on_a_cpu_it_is_the_reference(target, dtype):
-    arguments = inputs(index=(4, 64), dtype=dtype)
-    arguments |= {"w_idx": arguments["w_idx"].to(dtype), "target": target}
-    for got, expected in zip(
-        dsa.indexer_warmup_attention(**arguments), reference.indexer_warmup_attention(**arguments)
-    ):
-        assert torch.equal(got, expected)
-
-
-def test_other_dtypes_are_told_of_on_hopper(monkeypatch):
-    noted = []
-    monkeypatch.setattr(backends, "note_reference_only", lambda name, tensor: noted.append(name))
-    dsa.indexer_warmup_attention(**inputs(dtype=torch.float32))
-    assert noted == ["indexer_warmup_attention in float32"]
 
 
 @pytest.mark.parametrize(

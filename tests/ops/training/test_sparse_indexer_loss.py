@@ -2,16 +2,13 @@
 
 import itertools
 import math
-import warnings
 
 import pytest
 import torch
 
 import dsa
-from dsa import backends
 from dsa.kernels.training import sparse_indexer_grad_sm90, sparse_indexer_target_sm90
 from dsa.ops.training import sparse_indexer_loss as op
-from dsa.reference.training import sparse_indexer_loss as reference
 
 
 def inputs(queries=5, heads=20, d=576, keys=30, k=70, index_heads=8, di=64, dtype=torch.bfloat16):
@@ -66,27 +63,6 @@ def test_the_kernels_ship_all_that_the_op_takes(launches):
     shipped = sparse_indexer_target_sm90.shipped_variants(), sparse_indexer_grad_sm90.shipped_variants()
     assert asked["forward"] == {variant for _, variant in shipped[0]} and len(shipped[0]) == 8
     assert asked["backward"] == {variant for _, variant in shipped[1]} and len(shipped[1]) == 4
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_runs_the_reference_without_a_gpu(dtype):
-    tensors = inputs(dtype=dtype)
-    lse = torch.randn(20, 5)
-    for rest in ((), (lse,)):
-        assert torch.equal(dsa.sparse_indexer_loss(*tensors, *rest), reference.sparse_indexer_loss(*tensors, *rest))
-    q_idx = tensors[2].requires_grad_()
-    dsa.sparse_indexer_loss(*tensors, deterministic=True).sum().backward()
-    assert q_idx.grad.isfinite().all()
-
-
-def test_other_dtypes_say_that_they_run_the_reference(launches, monkeypatch):
-    monkeypatch.setattr(backends, "_warned", set())
-    with pytest.warns(UserWarning, match="sparse_indexer_loss in float32 has no Hopper"):
-        dsa.sparse_indexer_loss(*inputs(dtype=torch.float32))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        dsa.sparse_indexer_loss(*inputs(dtype=torch.float32))
-    assert not launches
 
 
 @pytest.mark.parametrize("heads, row_tiles", [(1, 1), (64, 1), (65, 2), (128, 2)])
@@ -197,8 +173,3 @@ def test_errors(launches, change, message):
     with pytest.raises(ValueError, match=message):
         dsa.sparse_indexer_loss(**dict(zip(names, inputs())) | change)
     assert not launches
-
-
-def test_a_scale_that_is_no_number():
-    with pytest.raises(TypeError, match="softmax_scale: must be a number, got str"):
-        dsa.sparse_indexer_loss(*inputs()[:-1], "1")

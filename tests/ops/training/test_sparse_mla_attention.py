@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import dsa
-from dsa import backends, reference
+from dsa import reference
 from dsa.ops.training import sparse_mla_attention as op
 
 BF16 = torch.bfloat16
@@ -15,9 +15,6 @@ def inputs(tokens=3, heads=5, keys=7, k=4, d=576, dtype=BF16, sink=True):
     q, kv = torch.randn(tokens, heads, d).to(dtype), torch.randn(keys, 1, d).to(dtype)
     indices = torch.randint(-1, keys + 1, (tokens, 1, k), dtype=torch.int32)
     return q, kv, indices, torch.randn(heads) if sink else None
-
-
-BRIDGES = [op]
 
 
 @pytest.fixture
@@ -36,23 +33,6 @@ def backward(q, kv, indices, sink, **options):
     leaves = [x.detach().requires_grad_() for x in (q, kv, *(() if sink is None else (sink,)))]
     out, lse = dsa.sparse_mla_attention(leaves[0], leaves[1], indices, 0.1, 512, *leaves[2:], **options)
     return torch.autograd.grad([out, lse], leaves, [torch.ones_like(out), torch.ones_like(lse)])
-
-
-@pytest.mark.parametrize("dtype", [BF16, torch.float32, torch.float64])
-def test_runs_the_reference_without_a_gpu(dtype):
-    q, kv, indices, sink = inputs(d=8, dtype=dtype)
-    got = dsa.sparse_mla_attention(q, kv, indices, 0.3, 6, sink, deterministic=True)
-    expected = reference.sparse_mla_attention(q, kv, indices, 0.3, 6, sink)
-    assert all(map(torch.equal, got, expected))
-
-
-def test_a_hopper_gpu_is_told_of_other_dtypes(monkeypatch):
-    noted = []
-    monkeypatch.setattr(backends, "note_reference_only", lambda name, tensor: noted.append(name))
-    q, kv, indices, _ = inputs(d=8, dtype=torch.float32)
-    dsa.sparse_mla_attention(q, kv, indices, 0.3, 6)
-    dsa.sparse_mla_attention(q.bfloat16(), kv.bfloat16(), indices, 0.3, 6)
-    assert noted == ["sparse_mla_attention in float32"]
 
 
 @pytest.mark.parametrize("sink", [False, True])
