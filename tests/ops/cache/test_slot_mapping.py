@@ -29,24 +29,3 @@ def test_nodes_of_a_compiled_graph(dynamic):
         arguments = (TABLE, BOUNDS, LENGTHS, torch.zeros(tokens, 3))
         for got, expected in zip(compiled(*arguments), slots(*arguments), strict=True):
             assert layout(got) == layout(expected) and torch.equal(got, expected)
-
-
-def test_nothing_to_do_is_not_launched(launches):
-    assert dsa.slot_mapping(TABLE, BOUNDS, LENGTHS, 0, 8).shape == (0,)
-    assert dsa.slot_mapping(TABLE[:, :0], BOUNDS, LENGTHS, 7, 8).eq(-1).all()
-    assert dsa.slot_mapping(TABLE[:0], BOUNDS[:1], LENGTHS[:0], 7, 8).eq(-1).all()
-    assert not launches
-
-
-def test_what_the_kernels_do_not_take(launches):
-    most = 2**30
-    meta = LENGTHS.to("meta")
-    for arguments, ratio, message in [
-        ((TABLE, BOUNDS, meta, 7, 8), 1, "cache_seqlens: must be on block_table's device cpu, got meta"),
-        ((TABLE, BOUNDS, LENGTHS, most + 1, 8), 1, "num_tokens: the kernel takes at most 1073741824, got 1073741825"),
-        ((TABLE, BOUNDS, LENGTHS, 7, most + 1), 1, "page_size: the kernel takes at most 1073741824, got"),
-        ((TABLE, BOUNDS, LENGTHS, 7, 8), most + 1, "ratio: the kernel takes at most 1073741824, got"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            dsa.slot_mapping(*arguments, ratio=ratio)
-    assert not launches

@@ -6,7 +6,6 @@ import torch
 import dsa
 from dsa.kernels.elementwise.hyper_fusion_limits import HYPER_NORM_TILES
 from dsa.kernels.elementwise.limits import HYPER_TILES
-from dsa.ops.elementwise import hyper_collapse_norm_cast as op
 
 
 def arguments(tokens=5, n=4, d=256):
@@ -63,49 +62,3 @@ def test_streams_of_wider_tensors(launches):
     wide = torch.randn(5, 6, 512).bfloat16()[:, :4, :256]
     dsa.hyper_collapse_norm_cast_to_fp8(**(arguments() | {"streams": wide}))
     assert launches[0][1][0] is wide
-
-
-def test_a_single_token_of_odd_strides(launches):
-    """The stride of a dimension with one element means nothing; the kernel is given one that it takes."""
-    given = arguments(tokens=1)
-    wide = torch.zeros(1, 1025).bfloat16()
-    given["streams"] = wide.as_strided((1, 4, 256), (1025, 256, 1))
-    given["mix"] = torch.zeros(1, 25).as_strided((1, 24), (25, 1))
-    dsa.hyper_collapse_norm_cast_to_fp8(**given)
-    for x in launches[0][1][:2]:
-        assert x.stride(0) * x.element_size() % 16 == 0
-
-
-def test_nothing_to_do(launches):
-    results = dsa.hyper_collapse_norm_cast_to_fp8(**arguments(tokens=0))
-    assert [tuple(x.shape) for x in results] == [(0, 256), (0, 256), (0, 2), (0, 4), (0, 4, 4)] and not launches
-
-
-@pytest.mark.parametrize(
-    ("options", "changes", "message"),
-    [
-        ({"n": 2}, {}, "streams: the kernel takes n 4 streams, got 2"),
-        ({"d": 192}, {}, "streams: must have at least one stream and D a multiple of 128, got shape"),
-        ({"d": 8320, "tokens": 1}, {}, "streams: the kernel takes D at most 8192, got 8320"),
-        ({}, {"streams": torch.randn(5, 4, 512).bfloat16()[..., ::2]}, "streams: the last dimension must be contig"),
-        ({}, {"streams": torch.randn(5, 4, 257).bfloat16()[..., 1:]}, "streams: rows must start at multiples of 16"),
-        ({}, {"mix": torch.randn(5, 48)[:, ::2]}, "mix: must be contiguous"),
-        ({}, {"mix": torch.randn(121)[1:].view(5, 24)}, "mix: must start at a multiple of 16 bytes"),
-        ({}, {"base": torch.randn(25)[1:]}, "base: must start at a multiple of 16 bytes"),
-        ({}, {"scale": torch.randn(6)[::2]}, "scale: must be contiguous"),
-        ({}, {"weight": torch.randn(512)[::2]}, "weight: the last dimension must be contiguous"),
-        ({}, {"weight": torch.randn(257)[1:]}, "weight: rows must start at multiples of 16 bytes"),
-        ({}, {"weight": torch.randn(256, device="meta")}, "weight: must be on streams's device cpu, got meta"),
-    ],
-)
-def test_errors(launches, options, changes, message):
-    with pytest.raises(ValueError, match=message):
-        dsa.hyper_collapse_norm_cast_to_fp8(**(arguments(**options) | changes))
-    assert not launches
-
-
-def test_too_many_channels(launches):
-    """2^33 of them, in one row of memory."""
-    streams = torch.zeros(128, dtype=torch.bfloat16).as_strided((2**26, 4, 128), (0, 0, 1))
-    with pytest.raises(ValueError, match="streams: the kernel takes T D at most 8589926400 channels"):
-        op._check_limits(streams)

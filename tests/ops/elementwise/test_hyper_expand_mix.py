@@ -48,39 +48,3 @@ def test_rows_of_wider_tensors(named_launches):
     dsa.hyper_expand_mix(**(arguments() | {"y": wide[:, 4], "streams": wide[:, :4]}))
     y, streams = named_launches[0][2][:2]
     assert y.stride() == (768, 1) and streams.stride() == (768, 128, 1)
-
-
-def test_a_single_token_of_odd_strides(named_launches):
-    def odd(x):
-        wide = torch.zeros(1, x.numel() + 1, dtype=x.dtype)
-        return wide.as_strided(x.shape, (x.numel() + 1, *x.stride()[1:]))
-
-    dsa.hyper_expand_mix(**{k: odd(x) if len(x) == 1 else x for k, x in arguments(1).items()})
-    for x in named_launches[0][2][:4]:
-        assert x.stride(0) * x.element_size() % 16 == 0
-
-
-def test_nothing_to_do(named_launches):
-    new, mix = dsa.hyper_expand_mix(**arguments(0))
-    assert new.shape == (0, 4, 64) and mix.shape == (0, 24) and not named_launches
-
-
-@pytest.mark.parametrize("tokens", [5, 40])
-@pytest.mark.parametrize(
-    ("options", "changes", "message"),
-    [
-        ({"n": 2}, {}, "streams: the kernel takes n 4 streams, got 2"),
-        ({"d": 60}, {}, "streams: the kernel takes D a multiple of 8, got 60"),
-        ({}, {"y": (65, 1)}, "y: rows must start at multiples of 16 bytes"),
-        ({}, {"parts": (3, 256, 24)}, "parts: must be contiguous"),
-    ],
-)
-def test_errors(named_launches, tokens, options, changes, message):
-    given = arguments(tokens, **options)
-    if "y" in changes:
-        given["y"] = torch.randn(tokens, 65).bfloat16()[:, 1:]
-    if "parts" in changes:
-        given["parts"] = torch.zeros(3, 256, 24).bfloat16().mT
-    with pytest.raises(ValueError, match=message):
-        dsa.hyper_expand_mix(**given)
-    assert not named_launches

@@ -107,11 +107,6 @@ def test_what_the_kernel_gets(dtype, shape, seen, weighted, launches):
     assert rows.shape == out.shape == seen and rows.data_ptr() == x.data_ptr() and out.data_ptr() == y.data_ptr()
 
 
-@pytest.mark.parametrize("shape", [(0, 8), (3, 0, 16), (0, 2, 3, 8)])
-def test_nothing_to_norm(shape, launches):
-    assert dsa.rms_norm(torch.zeros(shape), torch.zeros(shape[-1])).shape == shape and not launches
-
-
 def test_parts_of_larger_tensors_are_used_where_they_are(launches):
     x = torch.randn(6, 4, 48).bfloat16()
     dsa.rms_norm(x[..., 8:24], None)
@@ -119,28 +114,3 @@ def test_parts_of_larger_tensors_are_used_where_they_are(launches):
     dsa.rms_norm(x[0, 0].as_strided((1, 16), (7, 1)), None)  # the stride of a single row means nothing
     assert [rows.stride() for _, (rows, *_) in launches][:2] == [(192, 48, 1), (48, 192, 1)]
     assert all(stride % 8 == 0 for stride in launches[2][1][0].stride()[:-1])
-
-
-def test_what_the_kernel_does_not_take(launches):
-    x = torch.zeros(2, 3, 4, 16)
-    aligned = "x: rows must start at multiples of 16 bytes, got "
-    for arguments, message in [
-        (
-            (x[..., :12], None),
-            r"x: .* a multiple of 8 up to 16384 for float32, got shape \[2, 3, 4, 12\]",
-        ),
-        ((x[..., :0], None), "x: the kernel takes a last dimension of a multiple of 8"),
-        ((torch.zeros(1, 16392), None), "x: .* up to 16384 for float32"),
-        ((torch.zeros(1, 32776).half(), None), "x: .* up to 32768 for float16"),
-        ((torch.zeros(8).expand(2**31, 8), None), "x: the kernel takes at most 2147483616 rows"),
-        ((torch.zeros(4, 17)[:, :16], None), aligned + r"an address 0 bytes past one and strides of \[68\] bytes"),
-        ((torch.zeros(4, 24)[:, 2:18], None), aligned + "an address 8 bytes past one"),
-        ((torch.zeros(4, 32)[:, ::2], None), r"x: the last dimension must be contiguous, got strides \[32, 2\]"),
-        ((x.transpose(0, 1), None), r"x: dimensions 0 to 1 must be mergeable .* got shape \[3, 2, 4, 16\]"),
-        ((x, torch.zeros(16, device="meta")), "weight: must be on x's device cpu, got meta"),
-        ((x, torch.zeros(32)[::2]), "weight: the last dimension must be contiguous"),
-        ((x, torch.zeros(17)[1:]), "weight: rows must start at multiples of 16 bytes"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            dsa.rms_norm(*arguments)
-    assert not launches

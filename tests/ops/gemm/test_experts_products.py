@@ -2,7 +2,6 @@
 they launch."""
 
 import itertools
-import re
 
 import pytest
 import torch
@@ -70,26 +69,6 @@ def test_expected_rows_change_no_result(name):
                 same(function(a, b, ends, rows=rows, expected_rows=number), expected)
 
 
-@pytest.mark.parametrize("name", OPS)
-@pytest.mark.parametrize("on_kernels", [False, True])
-def test_expected_rows_are_an_int_up_to_the_number_of_rows(name, on_kernels, request):
-    if on_kernels:
-        request.getfixturevalue("kernel_path")
-    a, b = operands(name)
-    for function in (OPS[name],) if on_kernels else (OPS[name], getattr(reference, name)):
-        for number, error, message in [
-            (-1, ValueError, "expected_rows: must be at least 0, got -1"),
-            (5, ValueError, "expected_rows: must be at most M = 4, got 5 (sizes as of rows)"),
-            (2.0, TypeError, "expected_rows: must be an int, got float"),
-            (True, TypeError, "expected_rows: must be an int, got bool"),
-        ]:
-            with pytest.raises(error, match=f"^{re.escape(message)}$"):
-                function(a, b, ENDS, rows=ROWS, expected_rows=number)
-        message = "expected_rows: must be at most M = 5, got 6 (sizes as of a[0], without rows)"
-        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-            function(a, b, ENDS, expected_rows=6)
-
-
 @pytest.mark.parametrize("ends", [[2, 2, 3], [0, 0, 0]], ids=str)
 @pytest.mark.parametrize("name", OPS)
 def test_rows_behind_the_last_end_are_nobodys(name, ends):
@@ -137,22 +116,6 @@ def test_a_share_of_the_experts(fp4, begin, end):
     assert torch.equal(y[rows[own].long()], whole[every[own].long()])
     assert torch.equal(combined, dsa.combine_experts(whole, every.masked_fill(~own, -1)))
     assert not combined.isnan().any()
-
-
-@pytest.mark.parametrize("name", OPS)
-def test_what_the_kernels_do_not_take(name, kernel_path):
-    a, b = operands(name)
-    for wrong, message in [
-        ((b[0].transpose(0, 1).contiguous().transpose(0, 1), *b[1:]), "b[0]: must be contiguous, got strides"),
-        ((operands(name, matrices=1025, channels=128)[1]), "the kernel takes at most 1024 weights, got 1025"),
-    ]:
-        first = operands(name, channels=128)[0] if "1025" in message else a
-        ends = torch.zeros(len(wrong[0]), dtype=torch.int32)
-        with pytest.raises(ValueError, match=re.escape(message)):
-            OPS[name](first, wrong, ends, rows=ROWS)
-    rows = torch.zeros(1, dtype=torch.int32).expand(limits.MAX_ROWS + 1)
-    with pytest.raises(ValueError, match="rows: the kernel takes at most 134217728 rows, got 134217729"):
-        OPS[name](a, b, ENDS, rows=rows)
 
 
 def padded(scales):

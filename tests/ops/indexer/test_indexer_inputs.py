@@ -1,8 +1,5 @@
 """The bridge of the indexer's inputs, on the CPU: dispatch, torch.compile, and errors that name the argument."""
 
-import contextlib
-
-import pytest
 import torch
 
 import dsa
@@ -58,45 +55,6 @@ def test_what_the_key_kernel_gets(launches):
     dsa.write_indexer_keys(*key_arguments(tokens=0))
     dsa.write_indexer_keys(k[:0], weight, bias, cos[:0], sin[:0], cache[:0], slots[:0])
     assert len(launches) == 1
-
-
-def test_what_the_kernels_do_not_take(launches):
-    q, weights, cos, sin = query_arguments()
-    cases = [
-        ((torch.randn(5, 3, 132)[..., :128], weights, cos, sin), None),
-        ((torch.randn(5, 3, 131)[..., :128], weights, cos, sin), "q: rows must start at multiples of 16 bytes"),
-        ((torch.randn(5, 3, 256)[..., ::2], weights, cos, sin), "q: the last dimension must be contiguous"),
-        ((q, torch.randn(3, 5).T, cos, sin), r"weights: the last dimension must be contiguous, got strides \[1, 5\]"),
-        ((q, weights.to("meta"), cos, sin), "weights: must be on q's device cpu, got meta"),
-        ((q, weights[:, :2], cos, sin), r"weights: shape must be \[5, 3\], got \[5, 2\]"),
-    ]
-    for arguments, message in cases:
-        with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
-            dsa.quantize_indexer_queries(*arguments)
-    names = ("k", "norm_weight", "norm_bias", "cos", "sin", "cache", "slots")
-    good = dict(zip(names, key_arguments()))
-    for name, value, message in [
-        ("k", torch.randn(5, 129)[:, :128], "k: rows must start at multiples of 16 bytes"),
-        ("norm_weight", torch.rand(129)[1:], "norm_weight: rows must start at multiples of 16 bytes"),
-        ("norm_bias", torch.rand(256)[::2], "norm_bias: the last dimension must be contiguous"),
-        ("sin", good["sin"].to("meta"), "sin: must be on cache's device cpu, got meta"),
-        ("slots", torch.arange(10)[::2], r"slots: must be contiguous, got strides \[2\]"),
-        ("cache", good["cache"].new_zeros(3, 530)[:, :528].unflatten(1, (4, 1, 132)), "cache: pages must start at"),
-        ("cache", good["cache"].repeat(1, 1, 1, 2)[..., :132], "cache: every page must be contiguous"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            dsa.write_indexer_keys(**{**good, name: value})
-    assert len(launches) == 1
-
-
-@pytest.mark.parametrize("rotated", [0, 16, 96, 126])
-def test_the_kernels_rotate_some_numbers_of_channels(rotated, launches):
-    message = rf"cos: the kernel rotates R \(32, 64, 128\) channels, got {rotated}"
-    with pytest.raises(ValueError, match=message):
-        dsa.quantize_indexer_queries(*query_arguments(rotated=rotated))
-    with pytest.raises(ValueError, match=message):
-        dsa.write_indexer_keys(*key_arguments(rotated=rotated))
-    assert not launches
 
 
 def test_angles_in_rows_of_16_bytes():

@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 import dsa
 from dsa.kernels.indexer import limits
 from dsa.kernels.indexer import paged_select_plan as plan
-from dsa.kernels.indexer.select_limits import MAX_SELECTED
-from dsa.ops.indexer import paged_indexer_select as op
 from dsa.reference import write_indexer_cache
 from dsa.reference.indexer import paged_indexer_select as reference
 
@@ -62,27 +60,6 @@ def test_any_scores_are_sorted_as_python_sorts_them(keys, lengths, k):
         assert value == [scores[s] for s in best] + [-torch.inf] * (k - len(best))
     of_slots = [[int(slots[s]) if s >= 0 else -1 for s in row] for row in got.tolist()]
     assert dsa.paged_indexer_select(*arguments, slots=True).tolist() == of_slots
-
-
-def test_errors_name_the_argument():
-    q, cache, weights, lengths, table = inputs()
-    rest = weights, lengths, table, 100, 40
-    with pytest.raises(TypeError, match=r"q: must be a torch\.Tensor, got list"):
-        dsa.paged_indexer_select([q], cache, *rest)
-    with pytest.raises(ValueError, match="top_k: must be at least 1, got 0"):
-        dsa.paged_indexer_select(q, cache, weights, lengths, table, 100, 0)
-    with pytest.raises(ValueError, match="accumulators: must be float32 or float16, got bfloat16"):
-        dsa.paged_indexer_select(q, cache, *rest, accumulators=torch.bfloat16)
-    for workspace, error, message in (
-        (torch.zeros(5, plan.ROW_WORDS).int(), ValueError, "must have a row for each of the 6 queries, got shape"),
-        (torch.zeros(6, 100).int(), ValueError, r"shape must be \[rows, 8192\], got \[6, 100\]"),
-        (torch.zeros(6, plan.ROW_WORDS), ValueError, "dtype must be int32, got float32"),
-        (torch.zeros(6, 1).int().expand(6, plan.ROW_WORDS), ValueError, "its numbers must not share memory"),
-        (torch.zeros(6, plan.ROW_WORDS, device="meta").int(), ValueError, "must be on q's device cpu, got meta"),
-        (6, TypeError, r"must be a torch\.Tensor, got int"),
-    ):
-        with pytest.raises(error, match=f"workspace: {message}"):
-            dsa.paged_indexer_select(q, cache, *rest, workspace=workspace)
 
 
 def test_a_row_of_the_workspace_is_what_the_kernel_takes():
@@ -171,48 +148,3 @@ def test_more_keys_than_the_kernel_takes(launches):
     dsa.paged_indexer_select(q, cache, weights, lengths, table, most, 40)
     dsa.paged_indexer_select(q, cache, weights, lengths, table[:, :4], 2**31 - 1, 40)
     assert len(launches) == 3 + 1
-
-
-def test_nothing_to_score_launches_nothing(launches):
-    q, cache, weights, lengths, table = inputs()
-    assert dsa.paged_indexer_select(q[:0], cache, weights[:0], lengths[:0], table[:0], 9, 5).shape == (0, 5)
-    for pages, blocks in ((cache[:0], table), (cache, table[:, :0])):
-        got, values = dsa.paged_indexer_select(q, pages, weights, lengths, blocks, 9, 5, return_values=True)
-        assert got.shape == values.shape == (6, 5) and got.eq(-1).all() and values.eq(-torch.inf).all()
-    assert not launches
-
-
-def test_what_the_kernel_does_not_take(launches):
-    q, cache, weights, lengths, table = inputs()
-    names = ("q", "kv_cache", "weights", "context_lens", "block_table", "workspace")
-    workspace = dsa.paged_indexer_select_workspace(6, "cpu")
-    good = dict(zip(names, (q, cache, weights, lengths, table, workspace))) | {"max_context_len": 100, "top_k": 40}
-    dsa.paged_indexer_select(**good)
-    assert len(launches) == 1
-    launches.clear()
-    op._check_limits(q, cache, lengths, MAX_SELECTED)
-    for changes, message in [
-        (
-            {"q": q.new_zeros(3, 2, 24, 32), "weights": torch.zeros(6, 24)},
-            r"q: the kernel takes heads \(8, 16, 32, 64\), got 24",
-        ),
-        (
-            {"q": q.new_zeros(3, 5, 8, 32), "weights": torch.zeros(15, 8), "workspace": None},
-            r"q: .* queries a sequence \(next_n\) \(1, 2, 3, 4\), got 5",
-        ),
-        ({"q": q.transpose(0, 1).contiguous().transpose(0, 1)}, "q: must be contiguous, got strides"),
-        ({"kv_cache": cache.view(26, 16, 1, 36)}, r"kv_cache: .* page sizes \(32, 64\), got 16"),
-        ({"kv_cache": torch.cat((cache, cache), -1)[..., :36]}, "kv_cache: every page must be contiguous"),
-        ({"weights": weights.T.contiguous().T}, "weights: the last dimension must be contiguous"),
-        ({"block_table": table.T.contiguous().T}, "block_table: the last dimension must be contiguous"),
-        ({"context_lens": PER_QUERY.T.contiguous().T}, "context_lens: the last dimension must be contiguous"),
-        ({"top_k": MAX_SELECTED + 1}, f"top_k: the kernel takes up to {MAX_SELECTED}, got {MAX_SELECTED + 1}"),
-        ({"workspace": torch.zeros(12, plan.ROW_WORDS).int()[::2]}, "workspace: must be contiguous, got strides"),
-        (
-            {"workspace": torch.zeros(6 * plan.ROW_WORDS + 1).int()[1:].view(6, -1)},
-            "workspace: must start at a multiple of 16 bytes, got an address 4 past one",
-        ),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            dsa.paged_indexer_select(**{**good, **changes})
-    assert not launches

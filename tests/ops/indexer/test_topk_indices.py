@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 import dsa
 from dsa.kernels.indexer import limits
 from dsa.ops.indexer import topk_indices as op
-from dsa.reference.indexer import topk_indices as reference
 
 INF, NAN = math.inf, math.nan
 
@@ -98,14 +97,6 @@ def test_the_most_vectors_that_a_row_touches(dtype, width):
                 assert touched(scores[:1]) <= op._vectors(scores[:1])
 
 
-def test_empty_shapes_launch_nothing(launches):
-    for rows, cols in ((0, 5), (3, 0), (0, 0)):
-        indices, values = dsa.topk_indices(torch.empty(rows, cols), 2, return_values=True)
-        assert indices.shape == values.shape == (rows, 2)
-        assert (indices == -1).all() and (values == -INF).all()
-    assert not launches
-
-
 def test_a_single_column_may_have_any_stride(launches):
     dsa.topk_indices(torch.randn(4, 6).T[:, :1], 2)
     assert launches[0][1][0].stride() == (1, 1)
@@ -167,39 +158,3 @@ def test_errors_of_out(launches):
     with pytest.raises(ValueError, match="out: is written, must not share memory with scores"):
         dsa.topk_indices(scores, 5, lengths=lengths, out=scores.view(torch.int32))
     assert len(launches) == 1
-
-
-def test_errors_are_the_references(launches):
-    scores = torch.randn(4, 10)
-    for arguments, options in (
-        ((scores.half(), 3), {}),
-        ((scores[0], 3), {}),
-        ((scores, 0), {}),
-        ((scores, 2.0), {}),
-        ((scores, 3), {"lengths": i32([1, 2])}),
-        ((scores, 3), {"starts": torch.zeros(4)}),
-        ((scores, 3), {"page_size": 64}),
-        ((scores, 3), {"block_table": torch.zeros(4, 2, dtype=torch.int32)}),
-        ((scores, 3), {"block_table": torch.zeros(2, 2, dtype=torch.int32), "page_size": 64}),
-    ):
-        with pytest.raises((TypeError, ValueError)) as expected:
-            reference.topk_indices(*arguments, **options)
-        with pytest.raises(type(expected.value)) as got:
-            dsa.topk_indices(*arguments, **options)
-        assert str(got.value) == str(expected.value)
-    assert not launches
-
-
-def test_errors_of_the_kernel(launches):
-    scores = torch.randn(4, 10)
-    with pytest.raises(ValueError, match="k: the kernel takes up to 4096, got 5000"):
-        dsa.topk_indices(scores, 5000)
-    with pytest.raises(ValueError, match=r"scores: the last dimension must be contiguous, got strides \[1, 4\]"):
-        dsa.topk_indices(scores.reshape(10, 4).T, 3)
-    with pytest.raises(ValueError, match=r"block_table: the last dimension must be contiguous, got strides \[1, 4\]"):
-        dsa.topk_indices(scores, 3, block_table=torch.zeros(2, 4, dtype=torch.int32).T, page_size=64)
-    with pytest.raises(ValueError, match=r"scores: the kernel takes less than 1073741824 columns, got \[1, 1073"):
-        dsa.topk_indices(torch.empty(1, dtype=torch.bfloat16).expand(1, 2**30), 3)
-    with pytest.raises(ValueError, match="lengths: must be on scores's device cpu, got meta"):
-        dsa.topk_indices(scores, 3, lengths=torch.zeros(4, dtype=torch.int32, device="meta"))
-    assert not launches

@@ -358,44 +358,6 @@ def test_strides_of_single_elements_mean_nothing(launches):
         assert all(stride % 8 == 0 for x in (got_q, got_cache) for stride in x.stride()[:-1])
 
 
-def test_what_the_kernel_does_not_take(launches):
-    (q, cache, table, lengths), (plan, num_splits) = inputs(), ANY_PLAN
-    good = {"q": q, "head_dim_v": D_V, "k_cache": cache, "block_table": table, "cache_seqlens": lengths}
-    good |= {"tile_scheduler_metadata": plan, "num_splits": num_splits}
-    aligned = "k_cache: rows must start at multiples of 16 bytes, got an address "
-    fp8 = {"k_cache": torch.zeros(10, 16, 1, 656, dtype=torch.uint8), "is_fp8_kvcache": True}
-    positive = "softmax_scale: the kernel takes a positive number, got "
-    for changes, message in [
-        ({"k_cache": cache.half()}, "k_cache: dtype must be q's bfloat16 or .*, got float16"),
-        ({"q": q.half()}, "k_cache: dtype must be q's float16 or .*, got bfloat16"),
-        (fp8, "k_cache: the kernel takes q's dtype bfloat16 without indices, got uint8"),
-        ({"q": q[..., :512], "k_cache": cache[..., :512]}, r"q: .* takes d = 576, got shape \[3, 2, 4, 512\]"),
-        ({"head_dim_v": 256}, "head_dim_v: the kernel takes 512, got 256"),
-        ({"k_cache": cache[:, :15]}, "k_cache: the kernel takes pages of a multiple of 16 keys, got 15"),
-        ({"k_cache": wider(cache, 4, 4)}, aligned + "8 bytes past one"),
-        ({"k_cache": wider(cache, 0, 4)}, aligned + r"0 bytes past one and strides of \[18560, 1160\] bytes"),
-        (
-            {"k_cache": cache.repeat_interleave(2, 3)[..., ::2]},
-            r"k_cache: the last dimension must be contiguous, got strides \[18432, 1152, 1152, 2\]",
-        ),
-        (
-            {"block_table": table.T.contiguous().T},
-            r"block_table: the last dimension must be contiguous, got strides \[1, 3\]",
-        ),
-        *(({"softmax_scale": x}, positive + str(x)) for x in (0.0, -1.0)),
-        *(({"softmax_scale": x}, f"must be finite in fp32, got {x}") for x in (math.inf, -math.inf, math.nan)),
-        *(({"tile_scheduler_metadata": plan.repeat(n, 1)}, f"takes 1 to 160 parts, got {7 * n}") for n in (23, 0)),
-        ({"tile_scheduler_metadata": wider(plan, 0, 1)}, r"tile_scheduler_metadata: .* contiguous, got strides \[9"),
-        ({"num_splits": i32([0] * 8)[::2]}, r"num_splits: must be contiguous, got strides \[2\]"),
-        *(({name: good[name].to("meta")}, f"{name}: must be on q's device cpu, got meta") for name in [*good][2:]),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            dsa.flash_mla_with_kvcache(**{**good, **changes})
-    assert not launches
-    dsa.flash_mla_with_kvcache(**good)
-    assert names(launches) == ["decode", "combine"]
-
-
 @pytest.mark.parametrize("sparse", [False, True])
 def test_float32_runs_the_reference_and_says_so_on_a_gpu(sparse, request, monkeypatch):
     monkeypatch.setattr(op.backends, "_warned", set())

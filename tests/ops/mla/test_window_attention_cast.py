@@ -101,13 +101,6 @@ def test_the_window_alone_and_no_keys_at_all(named_launches):
     assert nothing[1][0].shape == (1, 1, 512) and nothing[2][0].eq(-1).all() and nothing[2][0].shape == (T, 1)
 
 
-def test_nothing_to_attend_for(named_launches):
-    given = inputs()
-    none = {name: given[name][:0] for name in ("q", "indices", "cos", "sin", "topk_length")}
-    cast, scale = dsa.window_attention_cast_to_fp8(**(given | none))
-    assert cast.shape == (0, 1024) and scale.shape == (0, 8) and not named_launches
-
-
 def test_queries_of_any_strides_are_copied_where_they_must_be(named_launches):
     given = inputs()
     wide = torch.randn(T, H, 520).bfloat16()
@@ -116,30 +109,6 @@ def test_queries_of_any_strides_are_copied_where_they_must_be(named_launches):
     used, copied = (launch[2][0] for launch in named_launches if launch[0] != "indices")
     assert (used.stride(0), used.stride(2), used.data_ptr()) == (H * 520, 520, wide.data_ptr())
     assert copied.data_ptr() != wide[..., 4:].data_ptr() and torch.equal(copied[:, 0], wide[..., 4:516])
-
-
-def test_what_it_does_not_take(named_launches):
-    given = inputs()
-    small = torch.randn(T, H, 256).bfloat16()
-    for changes, message in [
-        ({"groups": 3}, "groups: must divide the 4 heads of q, got 3"),
-        ({"groups": 0}, "groups: "),
-        ({"compressed": None}, "compressed: must be given with indices, got None"),
-        ({"indices": None, "topk_length": None}, "indices: must be given with compressed, got None"),
-        ({"indices": None, "compressed": None}, "indices: must be given with topk_length, got None"),
-        ({"q": given["q"][..., :192], "kv": given["kv"][..., :192]}, "compressed: shape|q: the last dimension"),
-        ({"q": small, "kv": small[:, :1], "compressed": small[:, :1]}, "q: the kernel takes d = 512, got shape"),
-        ({"cos": given["cos"][:, :16], "sin": given["sin"][:, :16]}, "cos: the kernel takes 32 angles a token, got"),
-        ({"cos": given["cos"][:3]}, r"cos: shape must be \[7, .*got \[3, 32\]"),
-        ({"sin": given["sin"].double()}, "sin: "),
-        ({"softmax_scale": 0.0}, "softmax_scale: the kernel takes a positive number, got 0.0"),
-        ({"attn_sink": given["attn_sink"][:2]}, r"attn_sink: shape must be \[4\], got \[2\]"),
-        ({"kv": given["kv"].half()}, "kv: "),
-        ({"use_ue8m0": 1.0}, "use_ue8m0: "),
-    ]:
-        with pytest.raises((TypeError, ValueError), match=message):
-            dsa.window_attention_cast_to_fp8(**(given | changes))
-    assert not named_launches
 
 
 def test_fp32_runs_the_reference():

@@ -30,32 +30,3 @@ def test_nodes_of_a_compiled_graph(dynamic):
         arguments = (CU_Q, CU_K, torch.zeros(queries, 3), TABLE, LENGTHS)
         for got, expected in zip(compiled(*arguments), lists(*arguments), strict=True):
             assert layout(got) == layout(expected) and torch.equal(got, expected)
-
-
-def test_nothing_to_do_is_not_launched(launches):
-    assert dsa.window_indices(CU_Q, CU_K, 0, 4).shape == (0, 4)
-    assert dsa.window_slots(TABLE[:0], LENGTHS[:0], 2, 8, 4).shape == (0, 2, 4)
-    assert dsa.window_slots(TABLE, LENGTHS, 0, 8, 4).shape == (2, 0, 4)
-    assert dsa.window_slots(TABLE[:, :0], LENGTHS, 2, 8, 4).eq(-1).all()
-    assert not launches
-
-
-def test_what_the_kernels_do_not_take(launches):
-    meta = torch.zeros(4, dtype=torch.int32, device="meta")
-    most = 2**30
-    for call, arguments, message in [
-        (dsa.window_indices, (CU_Q, meta, 7, 4), "cu_seqlens_k: must be on cu_seqlens_q's device cpu, got meta"),
-        (dsa.window_indices, (CU_Q, CU_K, most + 1, 1), "total_q: the kernel takes at most 1073741824, got"),
-        (dsa.window_indices, (CU_Q, CU_K, 1, most + 1), "window: the kernel takes at most 1073741824, got"),
-        (dsa.window_slots, (TABLE.to("meta"), LENGTHS, 1, 8, 4), "block_table: must be on cache_seqlens's device cpu"),
-        (dsa.window_slots, (TABLE, LENGTHS, 1, most + 1, 4), "page_size: the kernel takes at most"),
-        (dsa.window_slots, (TABLE, LENGTHS, 1, 8, most + 1), "window: the kernel takes at most"),
-        (
-            dsa.window_slots,
-            (TABLE, LENGTHS, most, 8, 1),
-            r"B \* s_q: the kernel takes at most .*, got 2147483648",
-        ),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            call(*arguments)
-    assert not launches

@@ -52,33 +52,3 @@ def test_what_the_kernel_gets(dtype, index_dtype, launches):
     assert added == (dtype, index_dtype, True, False, True) and last[3] is None and last[4] is shared
     assert arguments[0].data_ptr() == wide.data_ptr() and arguments[0].stride() == (48, 1)
     assert arguments[1] is rows and arguments[2].stride() == (1, 7) and arguments[3] is shared and arguments[5] is out
-
-
-def test_nothing_to_sum(launches):
-    y, rows, weights, shared = inputs()
-    assert torch.equal(dsa.combine_experts(y[:0], rows, weights, shared), shared)
-    assert torch.equal(dsa.combine_experts(y, rows[:, :0], weights[:, :0], shared), shared)
-    assert not dsa.combine_experts(y[:0], rows, weights).any()
-    assert dsa.combine_experts(y, rows[:0], weights[:0]).shape == (0, 24)
-    assert not launches
-
-
-def test_what_the_kernel_does_not_take(launches):
-    y, rows, weights, shared = inputs()
-    odd = torch.nn.functional.pad(shared, (0, 1))[:, :24]
-    many = torch.zeros(1, 8).bfloat16().expand(2**31, 8)
-    for arguments, message in [
-        ((y[:, :12], rows, weights), r"y: the kernel takes H a multiple of 8, got shape \[20, 12\]"),
-        ((y.T.contiguous().T, rows, weights), r"y: the last dimension must be contiguous, got strides \[1, 20\]"),
-        ((y, rows, weights, odd), r"shared: rows must start at multiples of 16 bytes, .* strides of \[50\] bytes"),
-        ((y, rows.to("meta"), weights), "rows: must be on y's device cpu, got meta"),
-        ((y, rows, weights, shared.to("meta")), "shared: must be on y's device cpu, got meta"),
-        ((many, rows, weights), r"y: the kernel takes at most 2147483647 rows, got shape \[2147483648, 8\]"),
-        (
-            (y, rows[:1].expand(2**31, 3), weights[:1].expand(2**31, 3)),
-            "rows: the kernel takes at most 2147483647 times 2048 bytes of tokens' channels, got 2147483648",
-        ),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            dsa.combine_experts(*arguments)
-    assert not launches

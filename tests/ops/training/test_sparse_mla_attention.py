@@ -89,31 +89,3 @@ def test_lists_name_every_pick_of_a_key():
 def test_nothing_to_do(launches, empty):
     q, kv, indices, sink = inputs(**{empty: 0})
     assert all(x.eq(0).all() for x in backward(q, kv, indices, sink)) and not launches
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"kv": torch.zeros(7, 1, 576)}, ValueError, "kv: dtype must be q's bfloat16, got float32"),
-        (
-            {"q": torch.zeros(3, 5, 640).bfloat16(), "kv": torch.zeros(7, 1, 640).bfloat16()},
-            ValueError,
-            "q: .* d = 576",
-        ),
-        *(({"d_v": x}, ValueError, f"d_v: must be at least 1, got {x}") for x in (-1, 0)),
-        *(({"d_v": x}, ValueError, f"d_v: must be at most d = 576, got {x}") for x in (577, 10**6)),
-        *(({"softmax_scale": x}, ValueError, "softmax_scale: must be finite") for x in (float("nan"), float("inf"))),
-        ({"deterministic": 1}, TypeError, "deterministic: must be True or False, got int"),
-        ({"d_v": 256}, ValueError, "d_v: the kernel takes 512, got 256"),
-        ({"softmax_scale": 0.0}, ValueError, "softmax_scale: .* positive number, got 0.0"),
-        ({"indices": torch.zeros(3, 1, 4)}, ValueError, "indices: dtype must be int32"),
-        ({"attn_sink": torch.zeros(4)}, ValueError, "attn_sink: "),
-    ],
-    ids=lambda x: next(iter(x)) if isinstance(x, dict) else None,
-)
-def test_errors(launches, change, error, message):
-    q, kv, indices, sink = inputs()
-    arguments = {"q": q, "kv": kv, "indices": indices, "softmax_scale": 0.1, "attn_sink": sink} | change
-    with pytest.raises(error, match=message):
-        dsa.sparse_mla_attention(**arguments)
-    assert not launches
