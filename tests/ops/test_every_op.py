@@ -2,6 +2,7 @@
 that are asked for, and gradients."""
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -167,3 +168,28 @@ def test_tensors_elsewhere_are_refused_by_name(call):
     for name in tensors[1:]:
         with pytest.raises(ValueError, match=rf"({'|'.join(tensors)}): must be on .*device"):
             call.run(call.arguments() | {name: call.arguments()[name].to("meta")})
+
+
+# Ops with kernels for fewer dtypes than their references take.
+IN_FLOAT32 = [
+    *("flash_mla_sparse_fwd", "flash_mla_with_kvcache dense", "flash_mla_with_kvcache sparse"),
+    *("sliding_window_attention", "window_sparse_attention", "sliding_window_decode", "window_attention_cast_to_fp8"),
+    *("mla_absorb_queries", "sparse_mla_attention", "sparse_indexer_loss", "indexer_topk"),
+    "indexer_warmup_attention sum",
+]
+
+
+@pytest.mark.parametrize("name", IN_FLOAT32)
+def test_a_dtype_without_kernels_runs_the_reference_and_says_so_where_there_is_a_gpu(name, request, monkeypatch):
+    monkeypatch.setattr(backends, "_warned", set())
+    call = next(call for call in CALLS if call.name == name)
+    arguments = call.arguments()
+    arguments |= {key: arguments[key].float() for key in real(arguments)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        expected = results(call.function(), arguments)
+    launches = request.getfixturevalue("launches")
+    with pytest.warns(UserWarning, match=rf"dsa\.{call.op} in float32 has no Hopper kernel yet") as found:
+        for _ in range(2):
+            assert same(results(call.function(), arguments), expected)
+    assert [warning.filename for warning in found] == [__file__] and not launches

@@ -141,6 +141,22 @@ def test_what_kernels_do_not_read_is_refused_and_nothing_else(call, way, launche
             call.run(arguments)
 
 
+@pytest.mark.parametrize("call", [call for call in CALLS if call.name in REFUSED], ids=lambda call: call.name)
+def test_rows_that_kernels_can_read_are_not_copied(call, launches):
+    """Of a wider tensor, a multiple of 16 bytes from one to the next; some kernels take no such rows."""
+    for called, name, _, x in parts(call.arguments()):
+        if called != name or called not in REFUSED[call.name].aligned.split() or x.dim() < 2:
+            continue
+        rows = x.new_empty(*x.shape[:-1], x.shape[-1] + 16)[..., : x.shape[-1]].copy_(x)
+        try:
+            call.run(call.arguments() | {name: rows})
+        except ValueError as error:
+            assert re.match(f"{name}: .*(contiguous|mergeable)", str(error))
+            continue
+        given = [x for _, found in launches for *_, x in parts(dict(enumerate(found)))]
+        assert any(x.data_ptr() == rows.data_ptr() for x in given), name
+
+
 # Arguments with a single token, sequence or page, whose strides along it are odd.
 SINGLE = {
     "write_indexer_cache": "k k_scale slots",

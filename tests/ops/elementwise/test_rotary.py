@@ -1,7 +1,5 @@
 """The bridge of the rotation, on the CPU: dispatch, what it launches, gradients, torch.compile, errors with a name."""
 
-from functools import partial
-
 import pytest
 import torch
 
@@ -32,21 +30,6 @@ def test_runs_the_reference_without_a_gpu(dtype, shape, interleaved, dims):
     assert dsa.apply_rotary(x, cos, sin, **kind, out=part) is part and torch.equal(part, expected)
     assert not wide[..., :4].any() and not wide[..., -6:].any()
     assert dsa.apply_rotary(x, cos, sin, **kind, out=x) is x and torch.equal(x, expected)
-
-
-@pytest.mark.parametrize(("interleaved", "dims"), KINDS)
-def test_one_node_of_a_compiled_graph(interleaved, dims):
-    x, cos, sin = inputs()
-    torch._dynamo.reset()  # each kind is a compilation, and there is a limit
-    rotate = partial(dsa.apply_rotary, interleaved=interleaved, dims=dims)
-    expected = rotate(x, cos, sin)
-    compiled = torch.compile(rotate, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(x, cos, sin), expected)
-    out = torch.full((5, 3, 30), torch.nan).bfloat16()
-    compiled(x, cos, sin, out=out[..., 6:])
-    assert torch.equal(out[..., 6:], expected) and out[..., :6].isnan().all()
-    compiled(x, cos, sin, out=x)
-    assert torch.equal(x, expected)
 
 
 @pytest.mark.parametrize("way", ["reference", "registered", "compiled"])
@@ -104,21 +87,6 @@ def test_gradients_of_the_angles_on_the_reference():
     turned = dsa.apply_rotary(x, cos.requires_grad_(), sin, interleaved=True)
     (grad,) = torch.autograd.grad(turned.sum(), cos)
     torch.testing.assert_close(grad, x[..., :16].unflatten(-1, (8, 2)).sum((1, 3)))
-
-
-@pytest.mark.parametrize(("interleaved", "dims"), KINDS)
-@pytest.mark.parametrize(
-    ("shape", "seen"), [((4, 24), (4, 1, 24)), ((5, 3, 24), (5, 3, 24)), ((2, 3, 4, 24), (2, 12, 24))]
-)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_what_the_kernel_gets(dtype, shape, seen, interleaved, dims, launches):
-    x, cos, sin = inputs(shape, 16, dtype)
-    y = dsa.apply_rotary(x, cos, sin, interleaved=interleaved, dims=dims)
-    [(variant, (rows, c, s, out, begin))] = launches
-    assert variant == (dtype, interleaved, True, x.numel().bit_length())
-    assert rows.shape == out.shape == seen and (c is cos, s is sin) == (True, True)
-    assert rows.data_ptr() == x.data_ptr() and out.data_ptr() == y.data_ptr() and y.is_contiguous()
-    assert begin == (1 if dims == "last" else 0)  # of 8 channels
 
 
 def test_where_16_bytes_do_not_fit_channels_are_read_one_by_one(launches):

@@ -133,43 +133,6 @@ def bytes_of(q):
     return q.view(torch.uint8)
 
 
-def blocks_innermost(scales):
-    """Scales [E, N / 128, K / 128] as [N / 128, G, E], a matrix's still one after the other."""
-    return padded(scales).permute(1, 2, 0)
-
-
-@pytest.mark.parametrize("limit", [None, 2.0])
-@pytest.mark.parametrize("use_ue8m0", [False, True])
-def test_what_the_kernel_of_products_and_swiglu_gets(limit, use_ue8m0, named_launches, monkeypatch):
-    monkeypatch.setattr(fp8, "has_few_rows", lambda *_: False)
-    (q, s), (w, ws) = operands("fp8")
-    options = {"limit": limit, "use_ue8m0": use_ue8m0, "dtype": torch.float16}
-    for rows, ends in ((ROWS, ENDS), (None, ENDS + 1)):
-        out, scale = dsa.grouped_fp8_gemm_swiglu((q, s), (w, ws), ends, rows=rows, **options)
-        name, variant, arguments = named_launches.pop()
-        count = 5 if rows is None else 4
-        sizes = count, 256, 384, 3, 132
-        assert variant == (torch.float16, use_ue8m0, limit is not None, *sizes, rows is not None, False) and name == ""
-        assert arguments[0] is q and torch.equal(arguments[1], padded(s)) and arguments[2] is rows
-        assert arguments[3].shape == (3 * 256, 384) and arguments[3].data_ptr() == w.data_ptr()
-        assert torch.equal(arguments[4], blocks_innermost(ws)) and torch.equal(arguments[5], ends)
-        assert arguments[6] is out and arguments[7] is scale and arguments[8:] == (limit, None, 132)
-        assert out.shape == (count, 128) and out.dtype == E4M3 and scale.shape == (count, 1)
-    assert not named_launches
-
-
-def test_swiglu_of_few_rows_is_a_product_and_a_cast(named_launches):
-    a, b = operands("fp8")
-    out, scale = dsa.grouped_fp8_gemm_swiglu(a, b, ENDS + 1, limit=2.0, use_ue8m0=False, dtype=torch.float16)
-    (name, product, arguments), (_, of_cast, given) = named_launches
-    assert name == "grouped_few_rows" and product == (torch.float16, 5, 3)
-    assert of_cast[:3] == (torch.float16, False, True)
-    gate_up = arguments[4]
-    assert gate_up.shape == (5, 256)
-    assert [x.data_ptr() for x in given[:2]] == [x.data_ptr() for x in gate_up.chunk(2, -1)]
-    assert given[2].data_ptr() == out.data_ptr() and given[3].data_ptr() == scale.data_ptr() and given[4] == 2.0
-
-
 def test_rows_of_swiglu_that_are_gathered_copied_and_drawn(named_launches):
     (q, s), b = operands("fp8", matrices=2)
     for count, gathered, drawn in ((4096, True, False), (4097, False, True)):
@@ -240,48 +203,6 @@ def test_swiglu_of_nothing(name, named_launches):
     out, scale = OPS[name](a, tuple(x if x.dim() == 2 else x[..., :0] for x in b), ENDS + 1)
     [(_, _, arguments)] = named_launches
     assert out.shape == (5, 128) and scale.shape == (5, 1) and not arguments[0].any() and not arguments[1].any()
-
-
-@pytest.mark.parametrize("rows", [None, ROWS])
-def test_swiglu_of_fp4_weights_is_a_product_and_a_cast(rows, named_launches, monkeypatch):
-    monkeypatch.setattr(fp4, "FEW_ROWS", 0)
-    a, b = operands("fp4")
-    ends = ENDS if rows is ROWS else ENDS + 1
-    out, scale = dsa.grouped_fp8_fp4_gemm_swiglu(a, b, ends, rows=rows, limit=2.0, dtype=torch.float16)
-    (_, product, arguments), (_, of_cast, given) = named_launches
-    assert product[0] == torch.float16 and of_cast[:3] == (torch.float16, True, True)
-    gate_up = arguments[6]
-    assert gate_up.shape == (len(out), 256) and gate_up.dtype == torch.float16
-    for half, got in zip(gate_up.chunk(2, -1), given[:2], strict=True):
-        assert half.data_ptr() == got.data_ptr() and half.stride() == got.stride()
-    assert given[2].data_ptr() == out.data_ptr() and given[3].data_ptr() == scale.data_ptr() and given[4] == 2.0
-
-
-@pytest.mark.parametrize("limit", [None, 2])
-@pytest.mark.parametrize("name", ["grouped_fp8_gemm_swiglu", "grouped_fp8_fp4_gemm_swiglu"])
-def test_where_many_rows_are_cast_nobodys_are_left_out(name, limit, named_launches, monkeypatch):
-    """More than all multiprocessors cast at once, of a product and a cast; ends may be strided."""
-    monkeypatch.setattr(cast_kernels, "RESIDENT", 1)
-    monkeypatch.setattr(fp8, "has_few_rows", lambda *_: True)
-    most = 132 * cast_kernels.GROUPS_PER_CTA
-    ends = torch.stack((ENDS, -ENDS), 1)[:, 0]
-    for count, bounded in ((most // 2, False), (most // 2 + 1, True)):
-        a, b = operands(name, columns=512, channels=128)
-        a = tuple(x[:1].expand(count, -1).contiguous() for x in a)
-        out, scale = OPS[name](a, b, ends, limit=limit, use_ue8m0=False, dtype=torch.float16)
-        assert out.shape == (count, 256) and scale.shape == (count, 2)
-        (_, _, of_product), (kernel, variant, given) = named_launches
-        gate_up = next(x for x in of_product if isinstance(x, torch.Tensor) and x.shape == (count, 512))
-        assert kernel == ("matrices" if bounded else "")
-        assert variant[:3] == (torch.float16, False, limit is not None)
-        for half, got in zip(gate_up.chunk(2, -1), given[:2], strict=True):
-            assert half.data_ptr() == got.data_ptr() and half.stride() == got.stride()
-        assert given[2].data_ptr() == out.data_ptr() and given[3].data_ptr() == scale.data_ptr() and given[4] == limit
-        assert given[4] is None or type(given[4]) is float
-        if bounded:
-            passed, ctas = given[5:]
-            assert torch.equal(passed, ENDS) and passed.is_contiguous() and ctas == 132
-        named_launches.clear()
 
 
 def test_without_weights_no_row_is_somebodys(named_launches):

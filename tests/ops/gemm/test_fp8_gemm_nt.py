@@ -32,6 +32,14 @@ def padded(scales):
     return torch.nn.functional.pad(scales, (0, -scales.shape[-1] % 4))
 
 
+def test_leading_dimensions_are_rows(launches):
+    (q, s), b = operands(leading=(3, 2))
+    out = dsa.fp8_gemm_nt((q, s), b)
+    [(_, (rows, scales, *_, flat, _))] = launches
+    assert rows.shape == (36, 256) and same(rows, q) and scales.shape == (36, 4)
+    assert out.shape == (3, 2, 6, 136) and flat.shape == (36, 136) and same(flat, out)
+
+
 @pytest.mark.parametrize(
     ("shape", "name"),
     [

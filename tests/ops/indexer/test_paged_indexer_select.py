@@ -7,12 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dsa
-from dsa.kernels.indexer import limits
 from dsa.kernels.indexer import paged_select_plan as plan
 from dsa.reference import write_indexer_cache
 from dsa.reference.indexer import paged_indexer_select as reference
 
-PER_QUERY = torch.tensor([[70, 3], [0, 64], [1, 100]], dtype=torch.int32)
 SMS = 132  # num_sms("cpu")
 
 
@@ -29,10 +27,6 @@ def inputs(next_n=2, heads=8, dim=32, page_size=32, pages=13, batch=3, max_pages
     table = torch.randint(pages, (batch, max_pages)).int()
     lengths = i32([70, 0, 128] * batch)[:batch]
     return q, cache, torch.randn(batch * next_n, heads), lengths, table
-
-
-def layout(x):
-    return x.shape, x.stride(), x.dtype
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
@@ -64,32 +58,6 @@ def test_any_scores_are_sorted_as_python_sorts_them(keys, lengths, k):
 
 def test_a_row_of_the_workspace_is_what_the_kernel_takes():
     assert reference.WORKSPACE_WORDS == plan.ROW_WORDS
-
-
-def test_what_the_kernel_gets(launches):
-    q, cache, weights, lengths, table = inputs()
-    workspace = dsa.paged_indexer_select_workspace(7, "cpu")
-    got = dsa.paged_indexer_select(
-        q, cache, weights, lengths, table, 1000, 40, slots=True, return_values=True, workspace=workspace
-    )
-    ((variant, arguments),) = launches
-    config = plan.choose_config(8, 2, False)
-    assert variant == (8, 32, 2, 32, False, config)
-    flat, pages, rows, column, blocks, words, indices, values, keys, options, ctas = arguments
-    assert layout(flat) == ((3 * 2 * 8, 32), (32, 1), torch.float8_e4m3fn) and flat.data_ptr() == q.data_ptr()
-    assert layout(pages) == ((13, 32 * 36), (32 * 36, 1), torch.uint8) and pages.data_ptr() == cache.data_ptr()
-    assert layout(rows) == layout(weights) and rows.data_ptr() == weights.data_ptr()
-    assert torch.equal(column, lengths[:, None]) and torch.equal(blocks, table)
-    assert layout(words) == ((6, 8192), (8192, 1), torch.int32) and words.data_ptr() == workspace.data_ptr()
-    assert layout(indices) == ((6, 40), (40, 1), torch.int32) and indices.data_ptr() == got[0].data_ptr()
-    assert layout(values) == ((6, 40), (40, 1), torch.float32) and values.data_ptr() == got[1].data_ptr()
-    assert (keys, options, ctas) == (4 * 32, limits.PAGED | limits.VALUES, SMS)
-    # Fewer keys, a length a query, positions alone, rows of weights 36 bytes apart, a workspace of the op's own.
-    dsa.paged_indexer_select(q, cache, torch.randn(6, 9)[:, :8], PER_QUERY, table, 50, 40)
-    *_, rows, seen, blocks, words, indices, values, keys, options, ctas = launches[1][1]
-    assert layout(rows) == ((6, 8), (8, 1), torch.float32) and torch.equal(seen, PER_QUERY)
-    assert layout(words) == ((6, 8192), (8192, 1), torch.int32) and not words.any()
-    assert values.dtype == torch.float32 and values.dim() == 2 and (keys, options) == (50, 0)
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,14 @@ LIMITS = [
     ),
     (
         "grouped_fp8_fp4_gemm_nt",
+        lambda a: {
+            "b": tuple(x.view(torch.uint8)[:1].expand(1025, -1, -1).view(x.dtype) for x in a["b"]),
+            "ends": torch.zeros(1025, dtype=INT32),
+        },
+        r"b\[0\]: the kernel takes at most 1024 weights, got 1025",
+    ),
+    (
+        "grouped_fp8_fp4_gemm_nt",
         lambda a: {"b": (a["b"][0][:, :12], a["b"][1][:, :12], a["b"][2])},
         r"b\[0\]: the kernel takes N that is a multiple of 8, got shape \[3, 12, 80\]",
     ),

@@ -1,7 +1,6 @@
 """The bridge of dense MLA decoding, on the CPU: dispatch, what it launches, torch.compile, and errors with a name."""
 
 import math
-import warnings
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from dsa.kernels.mla.limits import HEAD_DIM, HEAD_DIM_V
 from dsa.ops.known_calls import KnownCalls
 from dsa.ops.mla import _dense_decode
 from dsa.ops.mla import flash_mla_with_kvcache as op
-from dsa.reference.mla import flash_mla_with_kvcache as reference
 from dsa.reference.mla import mla_metadata
 
 DECODE, PLAN = torch.ops.dsa.dense_mla_decode, torch.ops.dsa.mla_metadata
@@ -56,24 +54,6 @@ def names(launches):
 
 def decoded(*arguments, **options):
     return dsa.flash_mla_with_kvcache(*arguments[:4], D_V, *(arguments[4:] or (None,)), **options)
-
-
-@pytest.mark.parametrize("options", [{}, {"causal": True, "softmax_scale": 0.1}])
-@pytest.mark.parametrize(("h_q", "h_k"), [(4, 1), (6, 2)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_runs_the_reference_without_a_gpu(dtype, h_q, h_k, options):
-    arguments = inputs(h_q=h_q, h_k=h_k, dtype=dtype)
-    expected = reference.flash_mla_with_kvcache(*arguments, D_V, None, **options)
-    assert layout(expected[0]) == ((3, 2, h_q, D_V), (2 * h_q * D_V, h_q * D_V, D_V, 1), dtype)
-    assert expected[0][0].isfinite().all() and expected[0][1].eq(0).all() and expected[1][1].eq(math.inf).all()
-    of_old = (arguments[3], 2 * h_q // h_k, h_k)
-    old, new = dsa.get_mla_metadata(*of_old), dsa.get_mla_metadata()
-    assert_same(old, mla_metadata.get_mla_metadata(*of_old))
-    assert new == (dsa.FlashMLASchedMeta(), None)
-    for plan in (old, new, new, (None, None)):
-        for invariant in (False, True):
-            assert_same(decoded(*arguments, *plan, **options, enable_batch_invariant=invariant), expected)
-    assert_same((new[0].tile_scheduler_metadata, new[0].num_splits), old)
 
 
 def test_a_plan_is_made_once_and_remembered(launches):
@@ -184,22 +164,6 @@ def test_variants_of_short_sequences(monkeypatch):
     assert configs == [mla_combine_sm90.FEW, mla_combine_sm90.SOME, mla_combine_sm90.FEW]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("page_size", "box"), [(16, 16), (48, 16), (32, 32), (96, 32), (64, 64), (256, 64)])
-def test_what_the_kernels_get(page_size, box, dtype, launches):
-    q, cache, table, lengths = arguments = inputs(page_size=page_size, dtype=dtype)
-    out, lse = decoded(*arguments, causal=True, softmax_scale=0.3)
-    assert out.shape == (3, 2, 4, D_V) and out.is_contiguous() and out.dtype == dtype
-    assert layout(lse) == ((3, 4, 2), (8, 2, 1), torch.float32)
-    (_, _, (_, *plan, _)), (_, key, got), (_, other, combined) = launches
-    assert key == (dtype, box, 8, True) and other[0] == dtype
-    assert all(x is y for x, y in zip(got[:8], (q, cache, table, lengths, *plan, out, lse), strict=True))
-    assert got[10] == pytest.approx(0.3 / math.log(2)) and got[11:] == (True, 3 * page_size, 0)
-    assert all(x is y for x, y in zip(combined[:7], got[3:10], strict=True)) and combined[7:] == (3 * page_size, 0)
-    decoded(*arguments)
-    assert launches[4][2][10] == pytest.approx(D**-0.5 / math.log(2)) and launches[4][2][11] is False
-
-
 SPLITS = [(1, 16, 1), (256, 16, 1), (257, 16, 2), (31, 4096, 31), (32, 4096, 32), (32, 4112, 32), (4, 2**30, 32)]
 
 
@@ -251,30 +215,6 @@ def test_into_a_part_of_a_tensor(dtype):
         assert got[0] is out and torch.equal(out, expected[0])
         assert_same(got[1:], expected[1:])
         assert (whole[:, :, :2] == 7).all() and (whole[:, :, 6:] == 7).all()
-
-
-def test_what_the_kernels_get_of_an_out(launches):
-    arguments = inputs()
-    whole = torch.zeros(3, 2, 7, D_V).bfloat16()
-    for options, count in (({}, 3), ({"enable_batch_invariant": True}, 1)):
-        launches.clear()
-        out = whole[:, :, 2:6]
-        got, lse = decoded(*arguments, **options, out=out)
-        assert len(launches) == count and got is out
-        places = {"decode": (6, 7), "combine": (3, 4)}
-        for name, _, a in launches[count == 3 :]:
-            assert all(a[i] is x for i, x in zip(places[name], (out, lse), strict=True))
-    launches.clear()
-    decoded(arguments[0], arguments[1][:0], *arguments[2:], out=whole.fill_(7.0)[:, :, 2:6])
-    assert not whole[:, :, 2:6].any() and (whole[:, :, :2] == 7).all() and (whole[:, :, 6:] == 7).all()
-    for out, message in (
-        (whole[:, :, :3], r"out: shape must be \[3, 2, 4, 512\], got \[3, 2, 3, 512\]"),
-        (whole[:, :, :4].half(), "out: dtype must be q's bfloat16, got float16"),
-        (whole.repeat(1, 1, 2, 1)[:, :, :8:2], "out: dimensions 2 to 3 must be mergeable into one"),
-        (arguments[1].flatten()[: 24 * D_V].view(3, 2, 4, D_V), "out: is written, .* memory with k_cache"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            decoded(*arguments, out=out)
 
 
 class Foreign:
@@ -344,36 +284,6 @@ def test_queries_are_copied_only_if_their_rows_are_not_aligned(launches):
     for right in (wider(q, 0, 8), wider(q, 8, 0), tokens, q[:, :1].expand_as(q)):
         decoded(right, keys, rows, apart)
         assert all(x is y for x, y in zip(launches[-2][2][:4], (right, keys, rows, apart), strict=True))
-
-
-def test_strides_of_single_elements_mean_nothing(launches):
-    q, cache, table, lengths = inputs(s_q=1, h_q=1)
-    odd_q, odd_cache = q.as_strided(q.shape, (D, 3, 1, 1)), cache.as_strided(cache.shape, (16 * D, D, 5, 1))
-    column = table.as_strided((3, 1), (3, 7))
-    for keys in (odd_cache, odd_cache[:1].as_strided((1, 16, 1, D), (9, D, 5, 1))):
-        decoded(odd_q, keys, column, lengths)
-        got_q, got_cache, got_table = launches[-2][2][:3]
-        for got, given in ((got_q, q), (got_cache, cache[: len(keys)]), (got_table, table[:, :1])):
-            assert torch.equal(got, given) and got.data_ptr() == given.data_ptr() and got.stride(-1) == 1
-        assert all(stride % 8 == 0 for x in (got_q, got_cache) for stride in x.stride()[:-1])
-
-
-@pytest.mark.parametrize("sparse", [False, True])
-def test_float32_runs_the_reference_and_says_so_on_a_gpu(sparse, request, monkeypatch):
-    monkeypatch.setattr(op.backends, "_warned", set())
-    arguments, options = (*inputs(dtype=torch.float32), D_V, None), {}
-    if sparse:
-        arguments = (*arguments[:2], None, None, D_V, None)
-        options["indices"] = torch.randint(-5, 200, (3, 2, 40), dtype=torch.int32)
-    expected = reference.flash_mla_with_kvcache(*arguments, **options)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert_same(dsa.flash_mla_with_kvcache(*arguments, **options), expected)
-    launches = request.getfixturevalue("launches")
-    with pytest.warns(UserWarning, match=r"dsa\.flash_mla_with_kvcache in float32 has no Hopper kernel yet") as found:
-        assert_same(dsa.flash_mla_with_kvcache(*arguments, **options), expected)
-        dsa.flash_mla_with_kvcache(*arguments, **options)
-    assert [warning.filename for warning in found] == [__file__] and not launches
 
 
 @pytest.mark.parametrize("style", ["old", "new", None, "batch-invariant"])

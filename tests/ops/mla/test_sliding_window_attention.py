@@ -1,13 +1,12 @@
 """The bridges of attention to windows on the CPU: dispatch, what they launch, torch.compile, and errors with a name."""
 
 import math
-import warnings
 
 import pytest
 import torch
 
 import dsa
-from dsa import backends, reference
+from dsa import reference
 from dsa.kernels.mla.limits import TILE_N
 from dsa.ops.mla import _sparse_attention as launch
 from dsa.ops.mla import sliding_window_attention as op
@@ -75,59 +74,9 @@ def launches(kernel_path, monkeypatch):
     return found
 
 
-def test_what_a_window_launches(launches):
-    arguments, sink = packed(h_q=80, d=576), torch.randn(80)
-    out, lse = dsa.sliding_window_attention(*arguments, SCALE, D_V, sink)
-    (first, listed), (second, attended) = launches
-    assert (first, second) == ("indices", "attend")
-    assert listed[0] is CU_Q and listed[1] is CU_K and listed[2].shape == (7, 6)
-    q, [(cache, index, counts)], scale, sinks, results, may_split = attended
-    assert q is arguments[0] and sinks is sink and scale == SCALE and not may_split
-    assert cache.shape == (1, 20, 576) and cache.data_ptr() == arguments[1].data_ptr()
-    assert index is listed[2] and counts is None and results.max_logits is None
-    assert (results.out.data_ptr(), results.lse.data_ptr()) == (out.data_ptr(), lse.data_ptr())
-    assert (results.out.shape, results.lse.shape) == ((7, 1, 80, D_V), (7, 80, 1))
-    assert layout(out) == ((7, 80, D_V), (80 * D_V, D_V, 1), torch.bfloat16)
-    assert layout(lse) == ((7, 80), (80, 1), torch.float32)
-    launches.clear()
-    near = torch.zeros(7, 6, dtype=torch.int32)
-    dsa.sliding_window_attention(*arguments, SCALE, indices=near)
-    [(name, (_, [selection], *_))] = launches
-    assert name == "attend" and selection.indices is near
-
-
 def test_no_more_columns_than_keys(launches):
     dsa.sliding_window_attention(*packed(window=10**9), SCALE)
     assert launches[0][1][2].shape == (7, 20)
-
-
-def test_what_window_and_selected_launch(launches):
-    arguments, (compressed, indices) = packed(h_q=64), selected()
-    counts, near = i32([5] * 7), torch.zeros(7, 6, dtype=torch.int32)
-    dsa.window_sparse_attention(*arguments, compressed, indices, SCALE, topk_length=counts)
-    dsa.window_sparse_attention(*arguments, compressed, indices, SCALE, window_indices=near)
-    assert [name for name, _ in launches] == ["indices", "attend", "attend"]
-    for (_, attended), listed, given in zip(launches[1:], (launches[0][1][2], near), (counts, None)):
-        _, [first, second], _, sink, _, may_split = attended
-        assert first.cache.data_ptr() == arguments[1].data_ptr() and first.indices is listed and first.counts is None
-        assert second.cache.shape == (1, 9, 512) and second.cache.data_ptr() == compressed.data_ptr()
-        assert second.indices is indices and second.counts is given and sink is None and not may_split
-
-
-@pytest.mark.parametrize("ring", [False, True])
-@pytest.mark.parametrize(("kind", "d"), [("bfloat16", 576), ("bytes", 576), ("bytes", 512)])
-def test_what_decoding_launches(kind, d, ring, launches):
-    q, cache, table, lengths = decode_inputs(kind, d)
-    out, lse = decoded(q, cache, None if ring else table, lengths)
-    (first, listed), (second, attended) = launches
-    assert (first, second) == ("ring" if ring else "pages", "attend")
-    assert listed[0] is (None if ring else table) and listed[1] is lengths
-    assert listed[2].shape == (3, 2, 6) and listed[3] == 8
-    _, [selection], scale, _, results, _ = attended
-    assert selection.cache.data_ptr() == cache.data_ptr() and selection.counts is None and scale == SCALE
-    assert selection.indices.shape == (6, 6) and selection.indices.data_ptr() == listed[2].data_ptr()
-    assert (results.out.data_ptr(), results.lse.data_ptr()) == (out.data_ptr(), lse.data_ptr())
-    assert out.shape == (3, 2, 4, D_V) and lse.shape == (3, 4, 2)
 
 
 def test_decoding_lists_no_more_keys_than_a_table_has_room_for(launches):
@@ -212,28 +161,6 @@ def test_the_reference_refuses_what_cu_seqlens_hold_and_the_kernel_does_not_look
     launches = request.getfixturevalue("launches")
     dsa.sliding_window_attention(q, kv, bad, bad, window, SCALE)
     assert [name for name, _ in launches] == ["indices", "attend"]
-
-
-def test_float32_runs_the_reference_and_says_so_on_a_gpu(request, monkeypatch):
-    monkeypatch.setattr(backends, "_warned", set())
-    arguments, more = packed(dtype=torch.float32), selected(dtype=torch.float32)
-    q, cache, table, lengths = decode_inputs("float32")
-    cases = {
-        "sliding_window_attention": lambda ops: ops.sliding_window_attention(*arguments, SCALE),
-        "window_sparse_attention": lambda ops: ops.window_sparse_attention(*arguments, *more, SCALE),
-        "sliding_window_decode": lambda ops: ops.sliding_window_decode(q.float(), cache, table, lengths, 6, SCALE),
-    }
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for call in cases.values():
-            assert_same(call(dsa), call(reference))
-    launches = request.getfixturevalue("launches")
-    for name, call in cases.items():
-        with pytest.warns(UserWarning, match=f"{name} in float32 has no Hopper kernel yet") as found:
-            for _ in range(2):
-                assert_same(call(dsa), call(reference))
-        assert [warning.filename for warning in found] == [__file__]
-    assert not launches
 
 
 @pytest.mark.parametrize("dynamic", [None, True])

@@ -1,12 +1,9 @@
 """The bridge of windowed attention with a cast, on the CPU: dispatch, what it launches, torch.compile, errors."""
 
-import math
-
 import pytest
 import torch
 
 import dsa
-from dsa.kernels.mla.limits import TILE_M
 
 T, KEYS, H, GROUPS, WINDOW, SCALE = 7, 20, 4, 2, 6, 0.05
 
@@ -67,28 +64,6 @@ def test_is_attention_rotation_and_cast(dtype, use_ue8m0):
         same(got, apart(given, use_ue8m0))
 
 
-@pytest.mark.parametrize("heads", [4, 80])
-def test_what_the_kernel_gets(heads, named_launches):
-    given = inputs(heads)
-    cast, scale = dsa.window_attention_cast_to_fp8(**given, use_ue8m0=False)
-    (first, _, listed), (_, variant, launched) = named_launches
-    assert first == "indices" and variant == (torch.bfloat16, 2, False)
-    q, caches, lists, counts, counted, sink, has_sink, cos, sin, out, scales, factor, workers, waves = launched
-    assert q.data_ptr() == given["q"].data_ptr() and q.shape == (T, 1, heads, 512)
-    assert [cache.shape for cache in caches] == [(1, KEYS, 512), (1, 9, 512)]
-    assert [cache.data_ptr() for cache in caches] == [given[name].data_ptr() for name in ("kv", "compressed")]
-    assert lists[0] is listed[2] and lists[1] is given["indices"]
-    assert counts[1] is given["topk_length"] and counted == 0b10
-    assert sink is given["attn_sink"] and has_sink == 1 and cos is given["cos"] and sin is given["sin"]
-    assert cast.shape == (GROUPS * T, heads // GROUPS * 512) and cast.dtype == torch.float8_e4m3fn
-    assert scale.shape == (GROUPS * T, heads // GROUPS * 4) and scale.dtype == torch.float32
-    assert out.shape == (GROUPS, T, heads // GROUPS, 512) and scales.shape == (GROUPS, T, heads // GROUPS, 4)
-    assert (out.data_ptr(), scales.data_ptr()) == (cast.data_ptr(), scale.data_ptr())
-    assert factor == SCALE * math.log2(math.e)
-    # All queries are whole: a worker has a tile of each of its queries' heads.
-    assert workers * waves >= T and workers <= max(1, 132 // -(-heads // TILE_M))
-
-
 def test_the_window_alone_and_no_keys_at_all(named_launches):
     given = alone(inputs()) | {"attn_sink": None}
     near = i32([[0] * WINDOW] * T)
@@ -109,8 +84,3 @@ def test_queries_of_any_strides_are_copied_where_they_must_be(named_launches):
     used, copied = (launch[2][0] for launch in named_launches if launch[0] != "indices")
     assert (used.stride(0), used.stride(2), used.data_ptr()) == (H * 520, 520, wide.data_ptr())
     assert copied.data_ptr() != wide[..., 4:].data_ptr() and torch.equal(copied[:, 0], wide[..., 4:516])
-
-
-def test_fp32_runs_the_reference():
-    given = inputs(dtype=torch.float32)
-    same(dsa.window_attention_cast_to_fp8(**given), apart(given))
