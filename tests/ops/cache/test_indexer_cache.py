@@ -1,10 +1,9 @@
-"""The bridge of the indexer's key cache, on the CPU: dispatch, torch.compile, and errors that name the argument."""
+"""The bridge of the indexer's key cache, on the CPU: what is written is read, also into tensors of the callers."""
 
 import pytest
 import torch
 
 import dsa
-from dsa.ops.cache import indexer_cache as op  # noqa: F401 -- `launches` looks at it
 
 
 def poisoned_cache(pages=3, page_size=4, dim=32):

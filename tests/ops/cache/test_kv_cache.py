@@ -1,10 +1,9 @@
-"""The bridge of the MLA cache, on the CPU: dispatch, torch.compile, and errors that name the argument."""
+"""The bridge of the MLA cache, on the CPU: compiled graphs that read what they wrote, dtypes and strides."""
 
 import pytest
 import torch
 
 import dsa
-from dsa.ops.cache import kv_cache as op  # noqa: F401 -- `launches` looks at it
 
 LAYOUTS = ["float", "v32", "v4"]
 

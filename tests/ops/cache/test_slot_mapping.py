@@ -1,10 +1,9 @@
-"""The bridge of slots, on the CPU: dispatch, what it launches, torch.compile, and errors with a name."""
+"""The bridge of slots in compiled graphs of any number of tokens."""
 
 import pytest
 import torch
 
 import dsa
-from dsa.ops.cache import slot_mapping as op  # noqa: F401, for the fixture `launches`
 
 
 def i32(values):

@@ -1,4 +1,4 @@
-"""The bridge of the collapse with norm and cast: what it launches, and what it refuses."""
+"""The bridge of the collapse with norm and cast: the ops that it joins, and the kernel for each number of channels."""
 
 import pytest
 import torch
@@ -42,23 +42,7 @@ def test_is_the_ops_one_after_the_other():
         (8192, (512, 256, 4)),
     ],
 )
-def test_what_is_launched(launches, d, tile):
-    given = arguments(d=d)
-    options = {"iterations": 7, "eps": 0.5, "hc_eps": 0.25, "norm_eps": 0.125, "use_ue8m0": d % 256 == 0}
-    results = dsa.hyper_collapse_norm_cast_to_fp8(**given, **options)
-    ((found, passed),) = launches
-    assert found == (*tile, d % 256 == 0) and tile in HYPER_NORM_TILES and tile[0] in {t for t, _ in HYPER_TILES}
-    assert [a is b for a, b in zip(passed, given.values())] == [True] * 5 and passed[10:] == (7, 0.5, 0.25, 0.125)
-    y, q, q_scale, post, comb = results
-    assert [a is b for a, b in zip(passed[5:], results[:4])] == [True] * 4
-    assert passed[9].shape == (5, 16) and passed[9].data_ptr() == comb.data_ptr()
-    assert [tuple(x.shape) for x in results] == [(5, d), (5, d), (5, d // 128), (5, 4), (5, 4, 4)]
-    dtypes = [y.dtype, q.dtype, *{x.dtype for x in (q_scale, post, comb)}]
-    assert dtypes == [torch.bfloat16, torch.float8_e4m3fn, torch.float32]
-
-
-def test_streams_of_wider_tensors(launches):
-    """With gaps between the rows they are taken as they are."""
-    wide = torch.randn(5, 6, 512).bfloat16()[:, :4, :256]
-    dsa.hyper_collapse_norm_cast_to_fp8(**(arguments() | {"streams": wide}))
-    assert launches[0][1][0] is wide
+def test_channels_choose_the_kernel(launches, d, tile):
+    dsa.hyper_collapse_norm_cast_to_fp8(**arguments(d=d))
+    ((found, _),) = launches
+    assert found == (*tile, True) and tile in HYPER_NORM_TILES and tile[0] in {t for t, _ in HYPER_TILES}

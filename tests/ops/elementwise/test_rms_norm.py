@@ -1,4 +1,4 @@
-"""The bridge of the RMS norm, on the CPU: dispatch, what it launches, gradients, torch.compile, errors with a name."""
+"""The bridge of the RMS norm, on the CPU: gradients, and rows as the kernel sees them."""
 
 import pytest
 import torch

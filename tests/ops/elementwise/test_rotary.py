@@ -1,10 +1,9 @@
-"""The bridge of the rotation, on the CPU: dispatch, what it launches, gradients, torch.compile, errors with a name."""
+"""The bridge of the rotation, on the CPU: outputs of any place, gradients, and how the kernel reads rows."""
 
 import pytest
 import torch
 
 import dsa
-from dsa.ops.elementwise import rotary as op  # noqa: F401 -- `launches` looks at it
 from dsa.reference.elementwise import rotary as reference
 
 ROTATE, INTO = torch.ops.dsa.apply_rotary, torch.ops.dsa.apply_rotary_out

@@ -1,5 +1,5 @@
-"""The bridges of experts' products, of FP8 and of FP4 weights, on the CPU: dispatch, torch.compile, limits, and what
-they launch."""
+"""The bridges of experts' products, of FP8 and of FP4 weights, on the CPU: expected rows, shares of experts, and
+which kernels they launch."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""The bridge of products with FP4 weights, on the CPU: what it launches, and what it refuses."""
+"""The bridge of products with FP4 weights, on the CPU: which kernel it launches, and which variants ship."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The bridge of the scaled products, on the CPU: what it launches and what it refuses."""
+"""The bridge of the scaled products, on the CPU: which kernel it launches, what it copies, and which variants ship."""
 
 import pytest
 import torch

@@ -1,10 +1,9 @@
-"""The bridge of the FP8 cast, on the CPU: dispatch, torch.compile, and errors that name the argument."""
+"""The bridge of the FP8 cast, on the CPU: groups, strides, and rows as the kernel sees them."""
 
 import pytest
 import torch
 
 import dsa
-from dsa.ops.gemm import per_token_cast_to_fp8 as op  # noqa: F401 -- `launches` looks at it
 
 
 def test_other_groups_and_strides_run_the_reference():

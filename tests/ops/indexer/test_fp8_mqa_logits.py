@@ -1,4 +1,4 @@
-"""The bridge of the index scores, on the CPU: dispatch, torch.compile, and errors that name the argument."""
+"""The bridge of the index scores, on the CPU: a single key."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The bridge of the paged index scores, on the CPU: dispatch, torch.compile, and errors that name the argument."""
+"""The bridge of the paged index scores, on the CPU: fake results, what the kernels get, and fp16 accumulation."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The bridge of the indexer's inputs, on the CPU: dispatch, torch.compile, and errors that name the argument."""
+"""The bridge of the indexer's inputs, on the CPU: weights, angles and strides that kernels read."""
 
 import torch
 

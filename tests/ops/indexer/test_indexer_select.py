@@ -1,4 +1,4 @@
-"""The bridge of scores and selection in one, on the CPU: dispatch, what it launches, and errors."""
+"""The bridge of scores and selection in one, on the CPU, against Python's sort."""
 
 import torch
 from hypothesis import given, settings

@@ -1,5 +1,4 @@
-"""The bridge of scores over pages and selection in one, on the CPU: dispatch, torch.compile, what the kernel gets, and
-errors."""
+"""The bridge of scores over pages and selection in one, on the CPU, against Python's sort, and what it launches."""
 
 import pytest
 import torch

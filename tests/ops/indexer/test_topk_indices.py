@@ -1,4 +1,4 @@
-"""The bridge of the top-k, on the CPU: dispatch, what it launches, torch.compile, and errors that name the argument."""
+"""The bridge of the top-k, on the CPU, against Python's sort, and what it launches."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The bridges of sparse MLA attention on the CPU: dispatch, what they launch, torch.compile, and errors with a name."""
+"""The bridges of sparse MLA attention on the CPU: outputs of any place, lists without keys, and plans."""
 
 import math
 
@@ -42,16 +42,11 @@ def assert_same(got, expected):
         assert (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype) and torch.equal(x, y)
 
 
-@pytest.fixture
-def launches(named_launches):
-    return named_launches
-
-
 @pytest.mark.parametrize(("heads", "head_tile"), [(1, 16), (16, 16), (17, 32), (32, 32), (33, 64), (128, 64)])
-def test_few_heads_have_a_kernel_of_their_own(launches, heads, head_tile):
+def test_few_heads_have_a_kernel_of_their_own(named_launches, heads, head_tile):
     arguments = prefill_inputs(h_q=heads)
     dsa.flash_mla_sparse_fwd(*arguments)
-    ((_, variant, (q, *_)),) = launches
+    ((_, variant, (q, *_)),) = named_launches
     assert variant == (torch.bfloat16, 576, head_tile, 1, True) and q.shape[1] == heads
 
 
@@ -88,14 +83,14 @@ def test_decode_into_a_part_of_a_tensor(kind, d):
     assert (whole[..., :1, :] == 7).all() and (whole[..., 5:, :] == 7).all()
 
 
-def test_a_list_without_keys_is_none(launches):
+def test_a_list_without_keys_is_none(named_launches):
     q, cache, indices = decode_inputs()
     extra = {"extra_k_cache": cache[:0], "extra_indices_in_kvcache": indices}
     decoded(q, cache, indices, **extra)
     decoded(q, cache[:0], indices, extra_k_cache=cache, extra_indices_in_kvcache=indices)
     decoded(q, cache, indices, extra_k_cache=cache, extra_indices_in_kvcache=indices)
-    assert [variant[3] for name, variant, _ in launches if name == "attend"] == [1, 1, 2]
-    launches.clear()
+    assert [variant[3] for name, variant, _ in named_launches if name == "attend"] == [1, 1, 2]
+    named_launches.clear()
     for changes in ((q, cache[:0], indices), (q, cache, indices[..., :0]), (q[:, :0], cache, indices[:, :0])):
         out, lse = decoded(*changes)
         assert not out.any() and (lse == math.inf).all()
@@ -103,10 +98,10 @@ def test_a_list_without_keys_is_none(launches):
     for changes in ((q, kv[:0], indices), (q, kv, indices[..., :0]), (q[:0], kv, indices[:0])):
         out, max_logits, lse = dsa.flash_mla_sparse_fwd(*changes, scale)
         assert not out.any() and (max_logits == -math.inf).all() and (lse == math.inf).all()
-    assert not launches
+    assert not named_launches
 
 
-def test_a_plan_remembers_the_call(launches):
+def test_a_plan_remembers_the_call(named_launches):
     (q, cache, indices), (meta, _) = decode_inputs(), dsa.get_mla_metadata()
     for _ in range(2):
         decoded(q, cache, indices, meta)

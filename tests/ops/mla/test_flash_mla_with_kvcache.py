@@ -1,4 +1,4 @@
-"""The bridge of dense MLA decoding, on the CPU: dispatch, what it launches, torch.compile, and errors with a name."""
+"""The bridge of dense MLA decoding, on the CPU: plans, splits, and what it launches."""
 
 import math
 
@@ -43,59 +43,54 @@ def wider(x, before, after):
 ANY_PLAN = (torch.zeros(7, 8, dtype=torch.int32), i32([0] * 4))
 
 
-@pytest.fixture
-def launches(named_launches):
-    return named_launches
-
-
-def names(launches):
-    return [name for name, _, _ in launches]
+def names(named_launches):
+    return [name for name, _, _ in named_launches]
 
 
 def decoded(*arguments, **options):
     return dsa.flash_mla_with_kvcache(*arguments[:4], D_V, *(arguments[4:] or (None,)), **options)
 
 
-def test_a_plan_is_made_once_and_remembered(launches):
+def test_a_plan_is_made_once_and_remembered(named_launches):
     (*arguments, lengths), (meta, _) = inputs(), dsa.get_mla_metadata()
     decoded(*arguments, lengths, meta)
-    planned, plan, num_splits, overhead = launches[0][2]
+    planned, plan, num_splits, overhead = named_launches[0][2]
     assert planned is lengths and plan is meta.tile_scheduler_metadata and num_splits is meta.num_splits
     assert layout(num_splits) == ((4,), (1,), torch.int32) and overhead == op.OVERHEAD_OF_SHORT
     decoded(*arguments, lengths + 1, meta)
-    assert names(launches) == ["plan", "decode", "combine", "decode", "combine"]
-    assert all(launches[i][2][4] is plan and launches[i][2][5] is num_splits for i in (1, 3))
+    assert names(named_launches) == ["plan", "decode", "combine", "decode", "combine"]
+    assert all(named_launches[i][2][4] is plan and named_launches[i][2][5] is num_splits for i in (1, 3))
     with pytest.raises(ValueError, match="tile_scheduler_metadata: was first used with"):
         decoded(*inputs(s_q=1), meta)
     # Without an object, every call plans; with an old plan, none does.
     for _ in range(2):
         decoded(*arguments, lengths)
     decoded(*arguments, lengths, *(old := dsa.get_mla_metadata(lengths, 8, 1)))
-    assert names(launches[5:]) == ["plan", "decode", "combine"] * 3
-    assert all(x is y for x, y in zip(old, launches[-2][2][4:6], strict=True))
+    assert names(named_launches[5:]) == ["plan", "decode", "combine"] * 3
+    assert all(x is y for x, y in zip(old, named_launches[-2][2][4:6], strict=True))
 
 
-def test_a_plan_that_comes_with_a_graph_serves_that_graph_alone(launches, monkeypatch):
+def test_a_plan_that_comes_with_a_graph_serves_that_graph_alone(named_launches, monkeypatch):
     """Nothing is in it before the graph is replayed."""
     arguments, (meta, _) = inputs(), dsa.get_mla_metadata()
     for capture, plans in ((7, True), (7, False), (8, True), (None, True), (None, False), (9, False)):
         monkeypatch.setattr(op, "capture_number", lambda _, capture=capture: capture)
-        launches.clear()
+        named_launches.clear()
         decoded(*arguments, meta)
-        assert names(launches) == ["plan"] * plans + ["decode", "combine"]
-        assert launches[-2][2][4] is meta.tile_scheduler_metadata and launches[-2][2][5] is meta.num_splits
+        assert names(named_launches) == ["plan"] * plans + ["decode", "combine"]
+        assert named_launches[-2][2][4] is meta.tile_scheduler_metadata and named_launches[-2][2][5] is meta.num_splits
 
 
 SHAPES = [(1, 1, 1, 132), (1, 64, 1, 132), (1, 65, 1, 66), (3, 64, 1, 44), (2, 128, 8, 16), (5, 128, 2, 13)]
 
 
 @pytest.mark.parametrize(("s_q", "h_q", "h_k", "parts"), [*SHAPES, (260, 64, 1, 1)])
-def test_the_plan_has_as_many_parts_as_there_are_ctas_for_it(s_q, h_q, h_k, parts, launches):
+def test_the_plan_has_as_many_parts_as_there_are_ctas_for_it(s_q, h_q, h_k, parts, named_launches):
     """Where sequences may be so long that all are needed."""
     (q, cache, _, lengths), rows = inputs(s_q, h_q, h_k), s_q * h_q // h_k
     arguments = q, cache, torch.zeros(3, 1000, dtype=torch.int32), lengths
     decoded(*arguments)
-    (_, _, (_, plan, _, overhead)), (_, key, got), _ = launches
+    (_, _, (_, plan, _, overhead)), (_, key, got), _ = named_launches
     assert layout(plan) == ((parts, 8), (8, 1), torch.int32) and key[2:] == (rows, False)
     assert overhead == (op.OVERHEAD_OF_LONG if parts > 3 else op.OVERHEAD)
     assert got[8].shape == (2 * parts, h_k, rows, D_V) and got[9].shape == (2 * parts, h_k, rows)
@@ -104,7 +99,7 @@ def test_the_plan_has_as_many_parts_as_there_are_ctas_for_it(s_q, h_q, h_k, part
     assert old == [layout(x) for x in PLAN(arguments[3].to("meta"), rows, h_k, 0)] and old[0] == layout(plan)
     # The workspace follows the plan that is given.
     decoded(*arguments, *ANY_PLAN)
-    assert launches[-2][2][8].shape == (14, h_k, rows, D_V)
+    assert named_launches[-2][2][8].shape == (14, h_k, rows, D_V)
 
 
 WHOLE = [(128, 128, 4096, True), (128, 64, 4096, True), (132, 128, 65536, True)]
@@ -128,15 +123,15 @@ SHORT += [(704, 132, 5, True), (708, 132, 2, False)]
 
 
 @pytest.mark.parametrize(("pages", "parts", "overhead", "short"), SHORT)
-def test_plans_of_short_sequences(pages, parts, overhead, short, launches):
+def test_plans_of_short_sequences(pages, parts, overhead, short, named_launches):
     """By the longest that the table has room for: a tile each up to half of the multiprocessors, then half of them, and
     all; without clusters. A plan for nobody knows what is as ever."""
     q, cache, _, lengths = inputs()
     decoded(q, cache, table := torch.zeros(3, pages, dtype=torch.int32), lengths)
-    (_, _, (_, plan, _, cost)), (_, decode, _), _ = launches
+    (_, _, (_, plan, _, cost)), (_, decode, _), _ = named_launches
     assert (len(plan), cost, decode[3]) == (parts, overhead, short)
     decoded(q, cache, table, lengths, *dsa.get_mla_metadata(lengths, 8, 1))
-    assert (len(launches[3][2][1]), launches[3][2][3]) == (132, op.OVERHEAD)
+    assert (len(named_launches[3][2][1]), named_launches[3][2][3]) == (132, op.OVERHEAD)
 
 
 # Heads, pages of 16 keys, parts of each of three sequences.
@@ -144,10 +139,10 @@ def test_plans_of_short_sequences(pages, parts, overhead, short, launches):
     ("heads", "pages", "parts", "few"),
     [(64, 64, 16, False), (128, 64, 11, True), (128, 176, 11, True), (128, 180, 22, False), (128, 400, 22, False)],
 )
-def test_few_ctas_combine_few_parts_of_many_rows(heads, pages, parts, few, launches):
+def test_few_ctas_combine_few_parts_of_many_rows(heads, pages, parts, few, named_launches):
     q, cache, _, lengths = inputs(1, heads, 1)
     decoded(q, cache, torch.zeros(3, pages, dtype=torch.int32), lengths)
-    (_, _, (_, plan, *_)), _, (_, combine, _) = launches
+    (_, _, (_, plan, *_)), _, (_, combine, _) = named_launches
     assert (len(plan) // 3, combine[3]) == (parts, few)
 
 
@@ -169,39 +164,39 @@ SPLITS = [(1, 16, 1), (256, 16, 1), (257, 16, 2), (31, 4096, 31), (32, 4096, 32)
 
 @pytest.mark.parametrize("plan", [ANY_PLAN, (None, None)])
 @pytest.mark.parametrize(("pages", "page_size", "splits"), SPLITS)
-def test_batch_invariant_splits_follow_the_capacity(pages, page_size, splits, plan, launches):
+def test_batch_invariant_splits_follow_the_capacity(pages, page_size, splits, plan, named_launches):
     q, cache, _, lengths = inputs()
     cache, table = cache[:1, :1].expand(1, page_size, 1, D), torch.zeros(3, pages, dtype=torch.int32)
     decoded(q, cache, table, lengths, *plan, enable_batch_invariant=True)
-    assert names(launches) == ["decode", "combine"][: 1 + (splits > 1)]
-    got, capacity = launches[0][2], min(pages * page_size, 2**31 - 64)
-    assert all(arguments[-2:] == (capacity, splits) for _, _, arguments in launches)
+    assert names(named_launches) == ["decode", "combine"][: 1 + (splits > 1)]
+    got, capacity = named_launches[0][2], min(pages * page_size, 2**31 - 64)
+    assert all(arguments[-2:] == (capacity, splits) for _, _, arguments in named_launches)
     assert got[8].shape == (3 * splits, 1, 8, D_V) and got[9].shape == (3 * splits, 1, 8)
     # The plan is not read: it is any that the kernels can be called with.
     assert got[4] is not plan[0] and layout(got[4])[1:] == ((8, 1), torch.int32)
 
 
-def test_batch_invariant_kernels_do_not_depend_on_the_batch(launches):
+def test_batch_invariant_kernels_do_not_depend_on_the_batch(named_launches):
     """Nor on the width of the block table: other kernels would add the splits up in another order."""
     (q, cache, _, lengths), tables = inputs(h_q=64), torch.zeros(3, 5000, dtype=torch.int32)
     for batch, pages in ((1, 257), (3, 257), (3, 5000), (1, 5000)):
         decoded(q[:batch], cache, tables[:batch, :pages], lengths[:batch], enable_batch_invariant=True)
-    assert names(launches) == ["decode", "combine"] * 4
-    assert len({key for _, key, _ in launches[::2]}) == len({key for _, key, _ in launches[1::2]}) == 1
+    assert names(named_launches) == ["decode", "combine"] * 4
+    assert len({key for _, key, _ in named_launches[::2]}) == len({key for _, key, _ in named_launches[1::2]}) == 1
 
 
 @pytest.mark.parametrize("style", ["old", "new", None, "batch-invariant"])
 @pytest.mark.parametrize("sizes", [(0, 2, 4, 9, 3), (3, 0, 4, 9, 3), (3, 2, 0, 9, 3), (3, 2, 4, 0, 3), (3, 2, 4, 9, 0)])
-def test_nothing_to_attend_to(sizes, style, launches):
+def test_nothing_to_attend_to(sizes, style, named_launches):
     (q, cache, table, lengths), (batch, s_q, h_q, pages, width) = inputs(), sizes
     q, cache, table, lengths = q[:batch, :s_q, :h_q], cache[:pages], table[:batch, :width], lengths[:batch]
     plan = {"old": dsa.get_mla_metadata(lengths, 8, 1), "new": dsa.get_mla_metadata()}.get(style, (None, None))
-    launches.clear()
+    named_launches.clear()
     out, lse = decoded(q, cache, table, lengths, *plan, enable_batch_invariant=style == "batch-invariant")
     assert out.shape == (batch, s_q, h_q, D_V) and out.dtype == q.dtype and out.eq(0).all()
     assert lse.shape == (batch, h_q, s_q) and lse.dtype == torch.float32 and lse.eq(math.inf).all()
     # A plan may be made where none is given: later calls can use it.
-    assert not launches or (names(launches) == ["plan"] and style in ("new", None) and batch)
+    assert not named_launches or (names(named_launches) == ["plan"] and style in ("new", None) and batch)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -226,15 +221,15 @@ class Foreign:
 
 
 @pytest.mark.parametrize("filled", [False, True])
-def test_an_object_of_another_library(filled, launches):
+def test_an_object_of_another_library(filled, named_launches):
     (*arguments, lengths) = inputs()
     theirs = (torch.full((132, 8), 9, dtype=torch.int32), i32([9] * 4), object()) if filled else (None, None, None)
     meta = Foreign(*theirs)
     for _ in range(2):
         decoded(*arguments, lengths, meta)
-    assert names(launches) == ["plan", "decode", "combine", "decode", "combine"]
-    plan = launches[0][2][1]
-    assert all(launches[i][2][4] is plan for i in (1, 3)) and plan is not theirs[0]
+    assert names(named_launches) == ["plan", "decode", "combine", "decode", "combine"]
+    plan = named_launches[0][2][1]
+    assert all(named_launches[i][2][4] is plan for i in (1, 3)) and plan is not theirs[0]
     # Its own fields are as its own library left them.
     assert (meta.tile_scheduler_metadata, meta.num_splits, meta.config) == theirs and meta.have_initialized is filled
     with pytest.raises(ValueError, match="tile_scheduler_metadata: was first used with"):
@@ -243,7 +238,7 @@ def test_an_object_of_another_library(filled, launches):
         decoded(*arguments, lengths, meta, i32([0] * 4))
 
 
-def test_an_object_that_keeps_nothing(launches):
+def test_an_object_that_keeps_nothing(named_launches):
     def refuse(self, name, value):
         raise AttributeError(name)
 
@@ -257,7 +252,7 @@ def test_an_object_that_keeps_nothing(launches):
             decoded(*inputs(), wrong)
 
 
-def test_which_plans_the_kernel_makes(launches):
+def test_which_plans_the_kernel_makes(named_launches):
     plan, num_splits = dsa.get_mla_metadata(i32([]), 16, 1)
     assert layout(plan) == ((132, 8), (8, 1), torch.int32) and num_splits.tolist() == [0]
     assert plan[:, :6].eq(-1).all() and plan[:, 6:].eq(0).all()
@@ -267,23 +262,23 @@ def test_which_plans_the_kernel_makes(launches):
     many = torch.zeros(32769, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"cache_seqlens: the kernel plans for at most 32768 .* got 32769"):
         dsa.get_mla_metadata(many, 16, 1)
-    assert not launches
+    assert not named_launches
     dsa.get_mla_metadata(many[1:], 16, 1)
-    assert names(launches) == ["plan"] and launches[0][2][2].shape == (32769,)
+    assert names(named_launches) == ["plan"] and named_launches[0][2][2].shape == (32769,)
 
 
-def test_queries_are_copied_only_if_their_rows_are_not_aligned(launches):
+def test_queries_are_copied_only_if_their_rows_are_not_aligned(named_launches):
     q, cache, table, lengths = inputs(h_k=2)
     channels, tokens = q.transpose(2, 3).contiguous().transpose(2, 3), q.transpose(0, 1).contiguous().transpose(0, 1)
     for wrong in (wider(q, 1, 7), wider(q, 0, 4), wider(q, 4, 4), channels, q.repeat_interleave(2, 3)[..., ::2]):
         decoded(wrong, cache, table, lengths)
-        got = launches[-2][2][0]
+        got = named_launches[-2][2][0]
         assert layout(got) == layout(q) and torch.equal(got, q) and got.data_ptr() % 16 == 0
     # Parts of larger tensors are used where they are.
     keys, rows, apart = wider(cache, 8, 56), wider(table, 1, 4), torch.stack((lengths, lengths), 1)[:, 1]
     for right in (wider(q, 0, 8), wider(q, 8, 0), tokens, q[:, :1].expand_as(q)):
         decoded(right, keys, rows, apart)
-        assert all(x is y for x, y in zip(launches[-2][2][:4], (right, keys, rows, apart), strict=True))
+        assert all(x is y for x, y in zip(named_launches[-2][2][:4], (right, keys, rows, apart), strict=True))
 
 
 @pytest.mark.parametrize("style", ["old", "new", None, "batch-invariant"])
@@ -301,7 +296,7 @@ def test_torch_compile(style):
         assert meta.config == eager.config and torch.equal(meta.tile_scheduler_metadata, eager.tile_scheduler_metadata)
 
 
-def test_a_call_like_one_before_is_not_checked_again(launches, monkeypatch):
+def test_a_call_like_one_before_is_not_checked_again(named_launches, monkeypatch):
     (q, cache, table, lengths), checked = inputs(h_q=64), []
     check = op._dense_mla_decode.arguments.check
     monkeypatch.setattr(op._dense_mla_decode, "known", KnownCalls())

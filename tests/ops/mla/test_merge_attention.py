@@ -1,4 +1,4 @@
-"""The bridge of the merge, on the CPU: dispatch, what it launches, torch.compile, and errors with a name."""
+"""The bridge of the merge, on the CPU: branches as the kernel sees them."""
 
 import math
 
@@ -8,7 +8,6 @@ import torch
 import dsa
 from dsa.kernels.mla import merge_attention_sm90 as kernels
 from dsa.kernels.mla.limits import MAX_MERGE_ROWS
-from dsa.ops.mla import merge_attention as op  # noqa: F401, for the fixture `launches`
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 

@@ -1,4 +1,4 @@
-"""The bridges of multi-head attention and of selections' bits, on the CPU: dispatch, what they launch, and errors."""
+"""The bridge of multi-head attention, on the CPU: padding of channels, groups of heads, and what it copies."""
 
 import torch
 

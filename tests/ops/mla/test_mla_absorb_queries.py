@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import dsa
-from dsa.ops.mla import mla_absorb_queries as op  # noqa: F401 -- `launches` looks at it
 
 
 def operands(tokens=3, heads=2, nope=128, rope=64, rows=256, latent=512):

@@ -1,4 +1,4 @@
-"""The bridges of attention to windows on the CPU: dispatch, what they launch, torch.compile, and errors with a name."""
+"""The bridges of attention to windows on the CPU: lists and their lengths, and compiled graphs."""
 
 import math
 

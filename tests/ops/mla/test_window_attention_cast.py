@@ -1,4 +1,4 @@
-"""The bridge of windowed attention with a cast, on the CPU: dispatch, what it launches, torch.compile, errors."""
+"""The bridge of windowed attention with a cast, on the CPU: the ops that it joins, and what it launches."""
 
 import pytest
 import torch

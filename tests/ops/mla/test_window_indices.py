@@ -1,10 +1,9 @@
-"""The bridge of the window's lists, on the CPU: dispatch, what it launches, torch.compile, and errors with a name."""
+"""The bridge of the window's lists in compiled graphs of any number of queries."""
 
 import pytest
 import torch
 
 import dsa
-from dsa.ops.mla import window_indices as op  # noqa: F401, for the fixture `launches`
 
 
 def i32(values):

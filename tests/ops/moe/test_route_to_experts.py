@@ -1,4 +1,4 @@
-"""The bridge of router, gate and sort in one: the reference on a CPU, what it launches, torch.compile, and errors."""
+"""The bridge of router, gate and sort in one: which kernel it launches, and what ships."""
 
 import pytest
 import torch
@@ -21,24 +21,10 @@ def inputs(tokens=7, channels=64, experts=32, dtype=torch.bfloat16):
 @pytest.mark.parametrize(
     "tokens, tile", [(1, FEW_TOKENS), (FEW_TOKENS, FEW_TOKENS), (9, TILE_TOKENS), (MAX_TOKENS, TILE_TOKENS)]
 )
-def test_what_the_kernel_gets(tokens, tile, dtype, launches):
-    x, weight, bias = inputs(tokens, dtype=dtype)
-    results = dsa.route_to_experts(x, weight, bias, 3, **OPTIONS, first_expert=8, count=16)
-    [(variant, (*tensors, first_expert, scale))] = launches
-    assert variant == (dtype, tile, 32, 3, "sigmoid", 4, 2, True) and (first_expert, scale) == (8, 2.5)
-    assert [t.data_ptr() for t in tensors[:3]] == [t.data_ptr() for t in (x, weight, bias)]
-    assert tensors[3].shape == (tokens, 32) and tensors[3].dtype == torch.float32
-    assert [t.data_ptr() for t in tensors[4:]] == [t.data_ptr() for t in results]
-    assert [t.shape for t in results] == [(tokens, 3), (tokens, 3), (3 * tokens,), (tokens, 3), (16,)]
-    assert tensors[7].shape == (3 * tokens,)
-
-
-def test_rows_with_gaps_are_read_where_they_are(launches):
-    x, weight, bias = inputs()
-    wide = torch.nn.functional.pad(x, (8, 24))[:, 8:72]
-    dsa.route_to_experts(wide, weight, torch.stack([bias, bias], 1)[:, 0], 3)
-    [(_, (given, _, own_bias, *_))] = launches
-    assert given.data_ptr() == wide.data_ptr() and given.stride() == (96, 1) and own_bias.stride() == (1,)
+def test_tokens_choose_the_tile(tokens, tile, dtype, launches):
+    dsa.route_to_experts(*inputs(tokens, dtype=dtype), 3, **OPTIONS)
+    [(variant, _)] = launches
+    assert variant == (dtype, tile, 32, 3, "sigmoid", 4, 2, True)
 
 
 def test_what_ships():

@@ -1,4 +1,4 @@
-"""Training's selection on the CPU: the reference by the definition, dispatch, errors, and what becomes of tiles."""
+"""Training's selection on the CPU: the reference by the definition, and what becomes of tiles."""
 
 import pytest
 import torch

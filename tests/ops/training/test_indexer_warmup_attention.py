@@ -1,4 +1,4 @@
-"""The warm-up's bridge on the CPU: dispatch, errors, chunks, padding, and the keys of absorbed attention."""
+"""The warm-up's bridge on the CPU: chunks, padding, and the keys of absorbed attention."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The bridge of the sparse stage's loss, on the CPU: dispatch, what it launches, gradients, and errors with a name."""
+"""The bridge of the sparse stage's loss, on the CPU: what ships, gradients, and what it copies."""
 
 import itertools
 import math

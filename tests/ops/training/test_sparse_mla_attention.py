@@ -1,4 +1,4 @@
-"""The bridge of sparse MLA attention with gradients, on the CPU: dispatch, what it launches, and errors with a name."""
+"""The bridge of sparse MLA attention with gradients, on the CPU: what it launches."""
 
 import pytest
 import torch
