@@ -71,7 +71,7 @@ def test_expected_rows_change_no_result(name):
 
 @pytest.mark.parametrize("ends", [[2, 2, 3], [0, 0, 0]], ids=str)
 @pytest.mark.parametrize("name", OPS)
-def test_rows_behind_the_last_end_are_nobodys(name, ends):
+def test_rows_after_the_last_end_belong_to_no_expert(name, ends):
     """Also of a compiled graph: no result is promised for them."""
     a, b = operands(name)
     numbers, used = torch.tensor(ends, dtype=torch.int32), ends[-1]
@@ -205,7 +205,7 @@ def test_swiglu_of_nothing(name, named_launches):
     assert out.shape == (5, 128) and scale.shape == (5, 1) and not arguments[0].any() and not arguments[1].any()
 
 
-def test_without_weights_no_row_is_somebodys(named_launches):
+def test_without_weights_no_row_belongs_to_an_expert(named_launches):
     """Nor is there an end to be read."""
     a, b = operands("fp4", channels=128)
     a = tuple(x[:1].expand(30000, -1) for x in a)

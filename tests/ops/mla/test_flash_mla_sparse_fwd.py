@@ -83,6 +83,18 @@ def test_decode_into_a_part_of_a_tensor(kind, d):
     assert (whole[..., :1, :] == 7).all() and (whole[..., 5:, :] == 7).all()
 
 
+def test_queries_of_many_keys_are_split_and_combined_unless_they_are_batch_invariant(named_launches):
+    q, cache, indices = decode_inputs("bytes", s_q=2, h_q=17, k=640)
+    decoded(q, cache, indices)
+    (name, variant, arguments), (end, _, end_arguments) = named_launches
+    assert (name, end, variant) == ("fp8_kv", "combine", (576, 16, 1))
+    # Six queries of ten tiles, two tiles a worker.
+    assert arguments[-4:] == (2, 30, 0, 30) and end_arguments[-4:] == (30, 0, 10, 30)
+    named_launches.clear()
+    decoded(q, cache, indices, enable_batch_invariant=True)
+    assert [name for name, _, _ in named_launches] == ["fp8_kv"] and named_launches[0][2][-3:] == (6, 1, 0)
+
+
 def test_a_list_without_keys_is_none(named_launches):
     q, cache, indices = decode_inputs()
     extra = {"extra_k_cache": cache[:0], "extra_indices_in_kvcache": indices}
