@@ -9,11 +9,9 @@ BYTES = torch.uint8
 
 
 def zeros(*shape, dtype=F32, device="cpu"):
-    """Of one number in memory, but for the last two dimensions of small tensors."""
-    one = torch.zeros(
-        (1,) * len(shape[:-1]) + shape[-1:] if math.prod(shape) > 2**20 else shape, dtype=F32, device=device
-    )
-    return one.to(dtype).expand(shape)
+    """Large ones are one number in memory."""
+    whole = (1,) * len(shape) if math.prod(shape) > 2**20 else shape
+    return torch.zeros(whole, device=device).to(dtype).expand(shape)
 
 
 def bf16(*shape):

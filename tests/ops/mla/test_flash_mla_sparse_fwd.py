@@ -95,6 +95,14 @@ def test_queries_of_many_keys_are_split_and_combined_unless_they_are_batch_invar
     assert [name for name, _, _ in named_launches] == ["fp8_kv"] and named_launches[0][2][-3:] == (6, 1, 0)
 
 
+def test_an_output_of_one_head_may_have_any_stride_from_head_to_head(named_launches):
+    odd = torch.zeros(3, 600, dtype=torch.bfloat16).as_strided((3, 1, 1, D_V), (600, 3, 5, 1), 8)
+    decoded(*decode_inputs(s_q=1, h_q=1), out=odd)
+    given = named_launches[0][2][7]
+    assert given.data_ptr() == odd.data_ptr() and given.stride(0) == 600
+    assert given.stride(1) % 8 == 0 and given.stride()[2:] == (D_V, 1)
+
+
 def test_a_list_without_keys_is_none(named_launches):
     q, cache, indices = decode_inputs()
     extra = {"extra_k_cache": cache[:0], "extra_indices_in_kvcache": indices}
