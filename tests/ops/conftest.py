@@ -1,14 +1,32 @@
 """What tests of bridges share: the kernels' way without a GPU."""
 
 import contextlib
+import importlib
+import pkgutil
 import re
-from collections.abc import Callable, Iterable
-from types import ModuleType
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+import dsa.ops
 from dsa import backends
+
+BRIDGES = [name for _, name, is_package in pkgutil.walk_packages(dsa.ops.__path__, "dsa.ops.") if not is_package]
+CTAS = 99  # what kernels that say how many CTAs they run with say here
+
+
+class Kernel:
+    """A kernel that notes its launches. Where a bridge expects a kernel and its number of CTAs, it is both."""
+
+    def __init__(self, note: Callable[[tuple[Any, ...]], None]) -> None:
+        self.note = note
+
+    def __call__(self, *arguments: Any) -> None:
+        self.note(arguments)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self, CTAS))
 
 
 @pytest.fixture
@@ -20,31 +38,28 @@ def kernel_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def launches(
-    kernel_path: None, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> list[tuple[tuple[Any, ...], tuple[Any, ...]]]:
-    """What the bridge `op` of the test's module would launch, (variant, arguments) each; nothing runs."""
-    found: list[tuple[tuple[Any, ...], tuple[Any, ...]]] = []
-    _record(monkeypatch, [request.module.op], lambda _, variant, arguments: found.append((variant, arguments)))
+def named_launches(
+    kernel_path: None, monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[str, tuple[Any, ...], tuple[Any, ...]]]:
+    """What ops would launch, (name, variant, arguments) each: NAME is from the function `_NAME_kernel` of a bridge,
+    which chooses the kernel; nothing runs."""
+    found: list[tuple[str, tuple[Any, ...], tuple[Any, ...]]] = []
+    _record(monkeypatch, lambda *launch: found.append(launch))
     return found
 
 
 @pytest.fixture
-def named_launches(
-    kernel_path: None, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> list[tuple[str, tuple[Any, ...], tuple[Any, ...]]]:
-    """What the `BRIDGES` of the test's module would launch, (name, variant, arguments) each: NAME is from the function
-    `_NAME_kernel`, which chooses the kernel; nothing runs."""
-    found: list[tuple[str, tuple[Any, ...], tuple[Any, ...]]] = []
-    _record(monkeypatch, request.module.BRIDGES, lambda *launch: found.append(launch))
+def launches(kernel_path: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[Any, ...], tuple[Any, ...]]]:
+    """What ops would launch, (variant, arguments) each; nothing runs."""
+    found: list[tuple[tuple[Any, ...], tuple[Any, ...]]] = []
+    _record(monkeypatch, lambda _, variant, arguments: found.append((variant, arguments)))
     return found
 
 
-def _record(monkeypatch: pytest.MonkeyPatch, bridges: Iterable[ModuleType], note: Callable[..., None]) -> None:
-    for bridge in bridges:
+def _record(monkeypatch: pytest.MonkeyPatch, note: Callable[..., None]) -> None:
+    def recorder(name: str) -> Callable[..., Kernel]:
+        return lambda kernels, *variant: Kernel(lambda arguments: note(name, variant, arguments))
+
+    for bridge in map(importlib.import_module, BRIDGES):
         for function in filter(re.compile("_(.+_)?kernel").fullmatch, dir(bridge)):
-            monkeypatch.setattr(bridge, function, _recorder(function.removesuffix("_kernel").removeprefix("_"), note))
-
-
-def _recorder(name: str, note: Callable[..., None]) -> Callable[..., Any]:
-    return lambda kernels, *variant: lambda *arguments: note(name, variant, arguments)
+            monkeypatch.setattr(bridge, function, recorder(function.removesuffix("_kernel").removeprefix("_")))

@@ -26,11 +26,8 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 DEFAULTS = {
     "bfloat16": lambda: default_dtype(torch.bfloat16),
-    "float16": lambda: default_dtype(torch.float16),
-    "float64": lambda: default_dtype(torch.float64),
     "on meta": lambda: torch.device("meta"),
-    "autocast to bfloat16": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
-    "autocast to float16": lambda: torch.autocast("cpu", dtype=torch.float16),
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
 }
 
 

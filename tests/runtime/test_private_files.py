@@ -174,6 +174,7 @@ def test_a_folder_that_everyone_may_rename_is_refused(tmp_path, between):
     above = tmp_path / "above"
     folder = above.joinpath(*between, "cache")
     folder.mkdir(mode=0o700, parents=True)
+    folder.parent.chmod(0o755)  # whatever the umask is
     above.chmod(0o777)
     with pytest.raises(PermissionError, match=rf"everyone may rename what is in {above}: chmod \+t {above}"):
         private_files.private_folder(folder)

@@ -1,13 +1,9 @@
-"""The bridge of the indexer's key cache, on the CPU: dispatch, torch.compile, and errors that name the argument."""
+"""The bridge of the indexer's key cache, on the CPU: what is written is read, also into tensors of the callers."""
 
 import pytest
 import torch
 
 import dsa
-from dsa.ops.cache import indexer_cache as op  # noqa: F401 -- `launches` looks at it
-from dsa.reference.cache import indexer_cache as reference
-
-WRITE, READ = torch.ops.dsa.write_indexer_cache, torch.ops.dsa.read_indexer_cache
 
 
 def poisoned_cache(pages=3, page_size=4, dim=32):
@@ -29,21 +25,6 @@ def layout(x):
 def assert_same(got, expected):
     for x, y in zip(got, expected, strict=True):
         assert layout(x) == layout(y) and torch.equal(x.view(torch.uint8), y.view(torch.uint8))
-
-
-def test_write_runs_the_reference_without_a_gpu():
-    cache, (k, scale) = poisoned_cache(), keys()
-    slots, expected = slots_of(cache), cache.clone()
-    slots[2] = -1
-    reference.write_indexer_cache(k, scale, expected, slots)
-    assert dsa.write_indexer_cache(k, scale, cache, slots) is None
-    assert torch.equal(cache, expected) and not cache.eq(0xFF).all()
-
-
-def test_read_runs_the_reference_without_a_gpu():
-    cache = torch.randint(256, (3, 4, 1, 36), dtype=torch.uint8)
-    slots = torch.tensor([11, -1, 0, 0, 12, 5])
-    assert_same(dsa.read_indexer_cache(cache, slots), reference.read_indexer_cache(cache, slots))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -70,64 +51,6 @@ def test_a_compiled_graph_reads_what_it_wrote():
     assert_same(dsa.read_indexer_cache(cache, slots), (k, scale))
 
 
-def test_registration():
-    cache, (k, scale) = poisoned_cache(), keys()
-    # torch cannot compare float8 inputs before and after, as the schema's test does.
-    tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(WRITE.default, (k, scale, cache, slots_of(cache)), test_utils=tests)
-    torch.library.opcheck(READ.default, (torch.zeros_like(cache), slots_of(cache)))
-
-
-@pytest.mark.parametrize("tokens", [0, 1, 5])
-@pytest.mark.parametrize("pages", [0, 3])
-def test_fake_results_are_laid_out_as_the_real_ones(pages, tokens):
-    cache, slots = poisoned_cache(pages), torch.arange(tokens)
-    fake = READ(cache.to("meta"), slots.to("meta"))
-    assert all(x.is_meta for x in fake)
-    assert [layout(x) for x in fake] == [layout(x) for x in dsa.read_indexer_cache(cache, slots)]
-
-
-def test_fake_calls_check_their_arguments():
-    k, scale, cache, slots = (x.to("meta") for x in (*keys(), poisoned_cache(), torch.arange(5)))
-    assert WRITE(k, scale, cache, slots) is None
-    with pytest.raises(ValueError, match=r"k_scale: shape must be \[5\], got \[4\]"):
-        WRITE(k, scale[:4], cache, slots)
-    with pytest.raises(ValueError, match="slots: dtype must be int32 or int64, got int16"):
-        READ(cache, slots.short())
-
-
-def test_forcing_the_kernels_on_the_cpu_is_an_error():
-    cache, (k, scale) = poisoned_cache(), keys()
-    with dsa.use_backend("cute"):
-        with pytest.raises(ValueError, match="write_indexer_cache: backend 'cute' was asked for, but"):
-            dsa.write_indexer_cache(k, scale, cache, slots_of(cache))
-        with pytest.raises(ValueError, match="read_indexer_cache: backend 'cute' was asked for, but"):
-            dsa.read_indexer_cache(cache, slots_of(cache))
-
-
-@pytest.mark.parametrize("write", [True, False])
-def test_a_cache_that_is_no_tensor_is_named(write):
-    with pytest.raises(TypeError, match=r"cache: must be a torch\.Tensor, got list"):
-        if write:
-            dsa.write_indexer_cache(*keys(), [1.0], torch.arange(5))
-        else:
-            dsa.read_indexer_cache([1.0], torch.arange(5))
-
-
-def test_what_the_kernel_gets(launches):
-    cache, (k, scale) = poisoned_cache(), keys()
-    slots = slots_of(cache)
-    dsa.write_indexer_cache(k, scale, cache, slots)
-    read = dsa.read_indexer_cache(cache, slots.int())
-    (write_variant, write_arguments), (read_variant, read_arguments) = launches
-    assert (write_variant, read_variant) == ((32, torch.int64, True), (32, torch.int32, False))
-    for arguments, rows in ((write_arguments, (k, scale)), (read_arguments, read)):
-        assert arguments[0].dtype == torch.uint8 and arguments[0].shape == (5, 32)
-        assert [x.data_ptr() for x in arguments[:3]] == [x.data_ptr() for x in (*rows, cache)]
-        assert layout(arguments[2]) == ((3, 144), (144, 1), torch.uint8)
-        assert torch.equal(arguments[3], slots) and arguments[4] == 4
-
-
 def test_into_tensors_of_the_callers():
     cache, (k, scale) = poisoned_cache(), keys(12)
     dsa.write_indexer_cache(k, scale, cache, torch.arange(12))
@@ -141,89 +64,3 @@ def test_into_tensors_of_the_callers():
     assert (rows == 77).all() and (scales == 77).all()
     empty = dsa.read_indexer_cache(poisoned_cache(0), slots, *(x.clone() for x in expected))
     assert not empty[0].view(torch.uint8).any() and not empty[1].any()
-
-
-def test_what_the_kernel_gets_of_the_callers_tensors(launches):
-    cache, slots = poisoned_cache(), torch.arange(5)
-    rows, scales = torch.zeros(5, 64, dtype=torch.uint8).view(torch.float8_e4m3fn)[:, 32:], torch.zeros(5, 2)[:, 1]
-    dsa.read_indexer_cache(cache, slots, rows, scales)
-    ((variant, arguments),) = launches
-    assert variant == (32, torch.int64, False)
-    assert layout(arguments[0]) == ((5, 32), (64, 1), torch.uint8) and arguments[0].data_ptr() == rows.data_ptr()
-    assert arguments[1].stride() == (2,) and arguments[1].data_ptr() == scales.data_ptr()
-
-
-def test_errors_of_the_callers_tensors(launches):
-    cache, slots, (k, scale) = poisoned_cache(), torch.arange(5), keys()
-    for rows, scales, message in (
-        (k[:4], scale, r"k: shape must be \[5, 32\], got \[4, 32\]"),
-        (k.view(torch.uint8), scale, "k: dtype must be float8_e4m3fn, got uint8"),
-        (k, scale.double(), "k_scale: dtype must be float32, got float64"),
-        (k, scale.to("meta"), "k_scale: must be on cache's device cpu, got meta"),
-        (k[:1].expand(5, 32), scale, r"k: its numbers must not share memory, got strides \[0, 1\]"),
-        (k, None, "k_scale: must be given where k is, got None"),
-        (None, scale, "k: must be given where k_scale is, got None"),
-        (k, k.view(torch.uint8).view(-1)[:20].view(torch.float32), "k: is written, must not share memory with k_scale"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            dsa.read_indexer_cache(cache, slots, rows, scales)
-    with pytest.raises(ValueError, match="k: is written, must not share memory with cache"):
-        dsa.read_indexer_cache(cache, slots, cache.view(-1)[:160].view(5, 32).view(torch.float8_e4m3fn), scale)
-    assert not launches
-
-
-def test_a_compiled_graph_reads_into_tensors_of_the_callers():
-    cache, (k, scale) = poisoned_cache(), keys()
-    dsa.write_indexer_cache(k, scale, cache, slots := slots_of(cache))
-    rows, scales = torch.zeros(5, 32).to(torch.float8_e4m3fn), torch.zeros(5)
-    torch.compile(dsa.read_indexer_cache, fullgraph=True, backend="aot_eager")(cache, slots, rows, scales)
-    assert_same((rows, scales), (k, scale))
-
-
-def test_one_token_of_any_stride(launches):
-    cache, (k, scale) = poisoned_cache(), keys()
-    dsa.write_indexer_cache(k.as_strided((1, 32), (7, 1)), scale[3:4], cache, torch.arange(3)[1:2])
-    assert launches[0][1][0].stride() == (32, 1)
-
-
-def test_nothing_to_do_launches_nothing(launches):
-    cache, (k, scale) = poisoned_cache(), keys()
-    none = torch.arange(0)
-    dsa.write_indexer_cache(k[:0], scale[:0], cache, none)
-    dsa.write_indexer_cache(k, scale, cache[:0], torch.arange(5))
-    assert dsa.read_indexer_cache(cache, none)[0].shape == (0, 32)
-    got, got_scale = dsa.read_indexer_cache(cache[:0], torch.tensor([0, 3, -1]))
-    assert got.float().eq(0).all() and got_scale.tolist() == [0.0, 0.0, 0.0]
-    assert not launches
-
-
-def test_what_the_kernel_does_not_take(launches):
-    cache, (k, scale) = poisoned_cache(), keys()
-    slots, five = torch.arange(5), torch.arange(10)[::2]
-    dsa.write_indexer_cache(k[:1], scale[:1], cache, five[:1])
-    dsa.read_indexer_cache(cache, five[:1])
-    for write in (True, False):
-        for cached, into, message in [
-            (poisoned_cache(dim=48), slots, r"cache: the kernel takes D \(32, 64, 128\), got 48"),
-            (cache, five, r"slots: must be contiguous, got strides \[2\]"),
-        ]:
-            with pytest.raises(ValueError, match=message):
-                if write:
-                    dsa.write_indexer_cache(*keys(5, cached.shape[3] - 4), cached, into)
-                else:
-                    dsa.read_indexer_cache(cached, into)
-    odd = torch.zeros(5, 40, dtype=torch.uint8)[:, :32].view(torch.float8_e4m3fn)
-    far = torch.zeros(3, 152, dtype=torch.uint8)[:, :144].unflatten(1, (4, 1, 36))
-    for arguments, message in [
-        ((odd, scale, cache, slots), r"k: rows must start at multiples of 16 bytes, .* strides of \[40\] bytes"),
-        ((k, scale, cache, slots.to("meta")), "slots: must be on cache's device cpu, got meta"),
-        ((k.to("meta"), scale, cache, slots), "k: must be on cache's device cpu, got meta"),
-        ((k, scale.to("meta"), cache, slots), "k_scale: must be on cache's device cpu, got meta"),
-        ((k, scale, far, slots), "cache: pages must start at multiples of 16 bytes, .* a page stride of 152 bytes"),
-        ((k, scale[:4], cache, slots), r"k_scale: shape must be \[5\], got \[4\]"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            dsa.write_indexer_cache(*arguments)
-    with pytest.raises(ValueError, match="cache: every page must be contiguous"):
-        dsa.read_indexer_cache(cache[:, :, :, :20], slots)
-    assert len(launches) == 2

@@ -1,13 +1,10 @@
-"""The bridge of the MLA cache, on the CPU: dispatch, torch.compile, and errors that name the argument."""
+"""The bridge of the MLA cache, on the CPU: compiled graphs that read what they wrote, dtypes and strides."""
 
 import pytest
 import torch
 
 import dsa
-from dsa.ops.cache import kv_cache as op  # noqa: F401 -- `launches` looks at it
-from dsa.reference.cache import kv_cache as reference
 
-WRITE, READ = torch.ops.dsa.write_kv_cache, torch.ops.dsa.read_kv_cache
 LAYOUTS = ["float", "v32", "v4"]
 
 
@@ -29,34 +26,8 @@ def slots_of(cache, tokens=5):
     return torch.randperm(cache.shape[0] * cache.shape[1])[:tokens]
 
 
-def layout_of(x):
-    return x.shape, x.stride(), x.dtype
-
-
 def same_bits(got, expected):
     return torch.equal(got.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_write_runs_the_reference_without_a_gpu(layout):
-    cache, kv = poisoned_cache(layout), rows(layout)
-    slots, expected = slots_of(cache), cache.clone()
-    slots[2] = -1
-    reference.write_kv_cache(kv, expected, slots)
-    untouched = cache.clone()
-    assert dsa.write_kv_cache(kv, cache, slots) is None
-    assert same_bits(cache, expected) and not same_bits(cache, untouched)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_read_runs_the_reference_without_a_gpu(layout, dtype):
-    cache, slots = poisoned_cache(layout), torch.tensor([[11, -1, 0], [0, 12, 5]])
-    dsa.write_kv_cache(rows(layout, 12), cache, torch.arange(12))
-    got = dsa.read_kv_cache(cache, slots, dtype=dtype)
-    assert got.shape[:2] == slots.shape and got.dtype == dtype
-    assert torch.equal(got, reference.read_kv_cache(cache, slots, dtype=dtype))
-    assert torch.equal(got, dsa.read_kv_cache(cache, slots).to(dtype))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -76,77 +47,6 @@ def test_a_compiled_graph_reads_what_it_wrote(layout):
     assert same_bits(cache, untouched) and torch.equal(new, dsa.read_kv_cache(cache, slots, dtype=torch.bfloat16))
 
 
-def test_registration():
-    for layout in LAYOUTS:
-        cache = poisoned_cache(layout).zero_()
-        slots = slots_of(cache)
-        torch.library.opcheck(WRITE.default, (rows(layout), cache, slots, True))
-        torch.library.opcheck(READ.default, (cache, slots.view(1, 5), torch.float16))
-
-
-@pytest.mark.parametrize("shape", [(0,), (1,), (2, 3), ()])
-@pytest.mark.parametrize("pages", [0, 3])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_fake_results_are_laid_out_as_the_real_ones(layout, pages, shape):
-    cache, slots = poisoned_cache(layout, pages), torch.zeros(shape, dtype=torch.int32)
-    fake = READ(cache.to("meta"), slots.to("meta"), torch.bfloat16)
-    assert fake.is_meta and layout_of(fake) == layout_of(dsa.read_kv_cache(cache, slots, dtype=torch.bfloat16))
-
-
-def test_fake_calls_check_their_arguments():
-    kv, cache, slots = (x.to("meta") for x in (rows(), poisoned_cache(), torch.arange(5)))
-    assert WRITE(kv, cache, slots, False) is None
-    with pytest.raises(ValueError, match=r"slots: shape must be \[5\], got \[4\]"):
-        WRITE(kv, cache, slots[:4], True)
-    with pytest.raises(ValueError, match="use_ue8m0: must be True for the V4 layout"):
-        WRITE(kv[:, :512], poisoned_cache("v4").to("meta"), slots, False)
-    with pytest.raises(ValueError, match="slots: dtype must be int32 or int64, got int16"):
-        READ(cache, slots.short(), torch.float32)
-    with pytest.raises(ValueError, match="dtype: must be float32, bfloat16 or float16, got uint8"):
-        READ(cache, slots, torch.uint8)
-
-
-def test_forcing_the_kernels_on_the_cpu_is_an_error():
-    with dsa.use_backend("cute"):
-        with pytest.raises(ValueError, match="write_kv_cache: backend 'cute' was asked for, but"):
-            dsa.write_kv_cache(rows(), poisoned_cache(), torch.arange(5))
-        with pytest.raises(ValueError, match="read_kv_cache: backend 'cute' was asked for, but"):
-            dsa.read_kv_cache(poisoned_cache(), torch.arange(5))
-
-
-@pytest.mark.parametrize("write", [True, False])
-def test_a_cache_that_is_no_tensor_is_named(write):
-    with pytest.raises(TypeError, match=r"cache: must be a torch\.Tensor, got list"):
-        if write:
-            dsa.write_kv_cache(rows(), [1.0], torch.arange(5))
-        else:
-            dsa.read_kv_cache([1.0], torch.arange(5))
-
-
-@pytest.mark.parametrize(
-    ("layout", "name", "shape", "strides"),
-    [
-        ("float", "bfloat16", (3, 4, 16), (64, 16, 1)),
-        ("v32", "v32", (3, 4, 656), (2624, 656, 1)),
-        # 4 x 584 bytes, padded to a multiple of 576; the scales are behind the rows.
-        ("v4", "v4", (3, 4, 576), (2880, 576, 1)),
-    ],
-)
-def test_what_the_kernels_get(launches, layout, name, shape, strides):
-    cache, kv = poisoned_cache(layout), rows(layout)
-    slots = slots_of(cache)
-    dsa.write_kv_cache(kv, cache, slots)
-    got = dsa.read_kv_cache(cache, slots.int().view(1, 5), dtype=torch.float16)
-    (write_variant, write), (read_variant, read) = launches
-    assert write_variant == (torch.float32, name, layout != "float") and read_variant == (name, torch.float16)
-    assert write[0] is kv and read[0].data_ptr() == got.data_ptr() and read[0].shape == (5, kv.shape[1])
-    for _, pages, _ in (write, read):
-        assert (pages.shape, pages.stride()) == (shape, strides) and pages.data_ptr() == cache.data_ptr()
-        assert pages.dtype == cache.dtype
-    assert write[2].dtype == read[2].dtype == torch.int32
-    assert torch.equal(write[2].view(torch.int64), slots) and torch.equal(read[2], slots.int())
-
-
 def test_bytes_of_every_dtype_and_exact_scales(launches):
     for dtype in (torch.int8, torch.float8_e4m3fn):
         dsa.write_kv_cache(rows(), poisoned_cache().view(dtype), torch.arange(5), False)
@@ -160,53 +60,3 @@ def test_pages_of_floats_may_have_any_strides(launches):
     dsa.write_kv_cache(rows("float"), wide.transpose(0, 1)[..., 16:32], torch.arange(5))
     ((_, (_, pages, _)),) = launches
     assert pages.shape == (3, 4, 16) and pages.stride() == (48, 144, 1) and pages.storage_offset() == 16
-
-
-def test_strides_that_mean_nothing(launches):
-    """Dimensions of size 1 may have any stride, and the kernels want some multiples."""
-    kv = rows().as_strided((1, 576), (7, 1))
-    cache = poisoned_cache().as_strided((1, 1, 1, 656), (5, 3, 9, 1))
-    dsa.write_kv_cache(kv, cache, torch.tensor([0, 1]).as_strided((1,), (2,)))
-    one_page = poisoned_cache("v4").as_strided((1, 4, 1, 584), (7, 584, 584, 1))
-    dsa.read_kv_cache(one_page, torch.tensor([0, 1])[::2])
-    (_, written), (_, read) = launches
-    for rows_, pages, words in (written, read):
-        assert rows_.stride(0) * rows_.element_size() % 16 == 0 and pages.stride(0) % 16 == pages.stride(1) % 16 == 0
-        assert words.shape == (2,) and words.stride() == (1,)
-    assert written[0].data_ptr() == kv.data_ptr() and written[1].data_ptr() == cache.data_ptr()
-
-
-def test_nothing_to_do_is_not_launched(launches):
-    for layout in LAYOUTS:
-        dsa.write_kv_cache(rows(layout, 0), poisoned_cache(layout), torch.arange(0))
-        dsa.write_kv_cache(rows(layout), poisoned_cache(layout, 0), torch.full((5,), -1))
-        assert dsa.read_kv_cache(poisoned_cache(layout), torch.zeros(2, 0, dtype=torch.int32)).shape[:2] == (2, 0)
-        none = dsa.read_kv_cache(poisoned_cache(layout, 0), torch.arange(6).view(2, 3))
-        assert none.shape[:2] == (2, 3) and not none.any()
-    assert launches == []
-
-
-def test_what_the_kernels_do_not_take(launches):
-    good = {"kv": rows(), "cache": poisoned_cache(), "slots": torch.arange(5)}
-    v4 = torch.zeros(3, 3 * 584, dtype=torch.uint8).view(3, 3, 1, 584)  # a page is no multiple of 16 bytes
-    for changes, message in [
-        ({"kv": torch.randn(5, 577)[:, :576]}, "kv: rows must start at multiples of 16 bytes"),
-        ({"kv": torch.randn(5, 1152)[:, ::2]}, "kv: the last dimension must be contiguous"),
-        ({"kv": rows().to("meta")}, "kv: must be on cache's device cpu, got meta"),
-        ({"slots": torch.arange(10)[::2]}, r"slots: must be contiguous, got strides \[2\]"),
-        ({"slots": torch.arange(5).to("meta")}, "slots: must be on cache's device cpu, got meta"),
-        ({"cache": torch.zeros(3, 4, 1, 660).byte()[..., :656]}, "cache: rows must start at multiples of 16 bytes"),
-        ({"cache": torch.zeros(3, 4, 1, 1312).byte()[..., ::2]}, "cache: the last dimension must be contiguous"),
-        ({"cache": v4, "kv": rows("v4")}, "cache: pages must start at multiples of 16 bytes"),
-        (
-            {"cache": torch.zeros(3, 4, 1, 12), "kv": torch.zeros(5, 12)},
-            "cache: the kernel takes float rows of a multiple of 8",
-        ),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            dsa.write_kv_cache(**{**good, **changes})
-        if "kv" not in changes or "cache" in changes:
-            arguments = {**good, **changes}
-            with pytest.raises(ValueError, match=message):
-                dsa.read_kv_cache(arguments["cache"], arguments["slots"])
-    assert launches == []

@@ -1,12 +1,9 @@
-"""The bridge of the rotation, on the CPU: dispatch, what it launches, gradients, torch.compile, errors with a name."""
-
-from functools import partial
+"""The bridge of the rotation, on the CPU: outputs of any place, gradients, and how the kernel reads rows."""
 
 import pytest
 import torch
 
 import dsa
-from dsa.ops.elementwise import rotary as op  # noqa: F401 -- `launches` looks at it
 from dsa.reference.elementwise import rotary as reference
 
 ROTATE, INTO = torch.ops.dsa.apply_rotary, torch.ops.dsa.apply_rotary_out
@@ -32,39 +29,6 @@ def test_runs_the_reference_without_a_gpu(dtype, shape, interleaved, dims):
     assert dsa.apply_rotary(x, cos, sin, **kind, out=part) is part and torch.equal(part, expected)
     assert not wide[..., :4].any() and not wide[..., -6:].any()
     assert dsa.apply_rotary(x, cos, sin, **kind, out=x) is x and torch.equal(x, expected)
-
-
-@pytest.mark.parametrize(("interleaved", "dims"), KINDS)
-def test_one_node_of_a_compiled_graph(interleaved, dims):
-    x, cos, sin = inputs()
-    torch._dynamo.reset()  # each kind is a compilation, and there is a limit
-    rotate = partial(dsa.apply_rotary, interleaved=interleaved, dims=dims)
-    expected = rotate(x, cos, sin)
-    compiled = torch.compile(rotate, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(x, cos, sin), expected)
-    out = torch.full((5, 3, 30), torch.nan).bfloat16()
-    compiled(x, cos, sin, out=out[..., 6:])
-    assert torch.equal(out[..., 6:], expected) and out[..., :6].isnan().all()
-    compiled(x, cos, sin, out=x)
-    assert torch.equal(x, expected)
-
-
-def test_registration():
-    arguments = (*inputs(dtype=torch.float32), True, "last")
-    torch.library.opcheck(ROTATE.default, arguments)
-    torch.library.opcheck(ROTATE.default, (arguments[0].requires_grad_(), *arguments[1:]))
-    torch.library.opcheck(INTO.default, (*inputs(), False, "first", torch.zeros(5, 3, 24).bfloat16()))
-
-
-def test_fake_calls():
-    x, cos, sin = (t.to("meta") for t in inputs())
-    turned = ROTATE(x.transpose(1, 2).contiguous().transpose(1, 2), cos, sin, True, "first")
-    assert turned.is_meta and turned.shape == x.shape and turned.is_contiguous() and turned.dtype == x.dtype
-    assert INTO(x, cos, sin, True, "first", x) is None
-    with pytest.raises(ValueError, match="cos: shape"):
-        ROTATE(x, cos[1:], sin, True, "first")
-    with pytest.raises(ValueError, match=r"out: shape must be \[5, 3, 24\], got \[4, 3, 24\]"):
-        INTO(x, cos, sin, True, "first", x[1:])
 
 
 @pytest.mark.parametrize("way", ["reference", "registered", "compiled"])
@@ -124,26 +88,6 @@ def test_gradients_of_the_angles_on_the_reference():
     torch.testing.assert_close(grad, x[..., :16].unflatten(-1, (8, 2)).sum((1, 3)))
 
 
-def test_forcing_the_kernel_on_the_cpu_is_an_error():
-    with dsa.use_backend("cute"), pytest.raises(ValueError, match="apply_rotary: backend 'cute' was asked for, but"):
-        dsa.apply_rotary(*inputs(), interleaved=True)
-
-
-@pytest.mark.parametrize(("interleaved", "dims"), KINDS)
-@pytest.mark.parametrize(
-    ("shape", "seen"), [((4, 24), (4, 1, 24)), ((5, 3, 24), (5, 3, 24)), ((2, 3, 4, 24), (2, 12, 24))]
-)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_what_the_kernel_gets(dtype, shape, seen, interleaved, dims, launches):
-    x, cos, sin = inputs(shape, 16, dtype)
-    y = dsa.apply_rotary(x, cos, sin, interleaved=interleaved, dims=dims)
-    [(variant, (rows, c, s, out, begin))] = launches
-    assert variant == (dtype, interleaved, True, x.numel().bit_length())
-    assert rows.shape == out.shape == seen and (c is cos, s is sin) == (True, True)
-    assert rows.data_ptr() == x.data_ptr() and out.data_ptr() == y.data_ptr() and y.is_contiguous()
-    assert begin == (1 if dims == "last" else 0)  # of 8 channels
-
-
 def test_where_16_bytes_do_not_fit_channels_are_read_one_by_one(launches):
     x, cos, sin = inputs((4, 3, 64), 16)
     out = torch.zeros(4, 3, 65).bfloat16()[..., :-1]
@@ -194,45 +138,3 @@ def test_angles_in_another_layout_are_copied(launches):
     dsa.apply_rotary(x, cos.T.contiguous().T, torch.nn.functional.pad(sin, (1, 0))[:, 1:], interleaved=True)
     [(_, (_, c, s, *_))] = launches
     assert torch.equal(c, cos) and torch.equal(s, sin) and c.is_contiguous() and s.is_contiguous()
-
-
-@pytest.mark.parametrize("shape", [(0, 3, 24), (5, 0, 24), (0, 24)])
-def test_nothing_to_rotate(shape, launches):
-    x, cos, sin = inputs(shape)
-    assert dsa.apply_rotary(x, cos, sin, interleaved=True).shape == shape
-    assert dsa.apply_rotary(x, cos, sin, interleaved=True, out=x) is x and not launches
-
-
-def test_bad_outs():
-    x, cos, sin = inputs()
-    for out, error, message in [
-        ([1.0], TypeError, "out: must be a torch.Tensor, got list"),
-        (x.float(), ValueError, "out: dtype must be x's bfloat16, got float32"),
-        (x[:4], ValueError, r"out: shape must be \[5, 3, 24\], got \[4, 3, 24\]"),
-        (x.to("meta"), ValueError, "out: must be on x's device cpu, got meta"),
-        (x[:, :1].expand(5, 3, 24), ValueError, r"out: its numbers must not share memory, got strides \[72, 0, 1\]"),
-    ]:
-        with pytest.raises(error, match=message):
-            dsa.apply_rotary(x, cos, sin, interleaved=True, out=out)
-
-
-def test_what_the_kernel_does_not_take(launches):
-    x, cos, sin = inputs()
-    four = torch.zeros(5, 2, 3, 24).bfloat16()
-    many, angles = torch.zeros(2**20, 2**12, 22, device="meta"), torch.zeros(2**20, 8, device="meta")
-    apart = four.transpose(1, 2).contiguous().transpose(1, 2)
-    merged = r"dimensions 1 to 2 must be mergeable .* got shape \[5, 2, 3, 24\]"
-    for arguments, message in [
-        ((x[..., ::2], cos[:, :2], sin[:, :2]), r"x: the last dimension must be contiguous, got strides \[72, 24, 2\]"),
-        ((x, cos, sin, x.repeat_interleave(2, -1)[..., ::2]), "out: the last dimension must be contiguous"),
-        ((x[..., :23], cos, sin), r"x: the kernel takes an even last dimension, got shape \[5, 3, 23\]"),
-        ((x, cos[:, :0], sin[:, :0]), r"cos: the kernel rotates at least 2 channels, got shape \[5, 0\]"),
-        ((apart, cos, sin), "x: " + merged),
-        ((four, cos, sin, apart), "out: " + merged),
-        ((x, cos.to("meta"), sin), "cos: must be on x's device cpu, got meta"),
-        ((x, cos, sin.to("meta")), "sin: must be on x's device cpu, got meta"),
-        ((many, angles, angles), "x: the kernel takes at most 4294966272 numbers in rows like these"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            dsa.apply_rotary(*arguments[:3], interleaved=True, out=arguments[3] if len(arguments) > 3 else None)
-    assert not launches

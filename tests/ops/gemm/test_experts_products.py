@@ -1,12 +1,10 @@
-"""The bridges of experts' products, of FP8 and of FP4 weights, on the CPU: dispatch, torch.compile, limits, and what
-they launch."""
+"""The bridges of experts' products, of FP8 and of FP4 weights, on the CPU: expected rows, shares of experts, and
+which kernels they launch."""
 
 import itertools
-import re
 
 import pytest
 import torch
-from torch import library
 
 import dsa
 from dsa import reference
@@ -18,7 +16,6 @@ from dsa.ops.gemm import fp8_gemm_nt as fp8
 from dsa.ops.gemm import grouped_fp8_gemm_swiglu as swiglu
 from dsa.ops.gemm import swiglu_cast_to_fp8 as cast
 
-BRIDGES = fp4, fp8, swiglu, cast
 E4M3 = torch.float8_e4m3fn
 ENDS = torch.tensor([2, 2, 4], dtype=torch.int32)
 ROWS = torch.tensor([4, 0, 0, 3], dtype=torch.int32)
@@ -43,28 +40,6 @@ def same(got, expected):
     for x, y in zip(tensors(got), tensors(expected), strict=True):
         assert x.dtype == y.dtype and x.shape == y.shape
         assert torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
-
-
-def test_there_are_four():
-    assert {name.replace("_fp4", "") for name in OPS} == {"grouped_fp8_gemm_nt", "grouped_fp8_gemm_swiglu"}
-    assert len(OPS) == 4
-
-
-@pytest.mark.parametrize("name", OPS)
-def test_runs_the_reference_without_a_gpu(name):
-    a, b = operands(name)
-    same(OPS[name](a, b, ENDS, rows=ROWS), getattr(reference, name)(a, b, ENDS, rows=ROWS))
-
-
-@pytest.mark.parametrize("name", OPS)
-def test_is_one_node_of_a_compiled_graph(name):
-    a, b = operands(name)
-
-    def run(a, b, ends, rows):
-        return OPS[name](a, b, ends, rows=rows)
-
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-    same(compiled(a, b, ENDS, ROWS), run(a, b, ENDS, ROWS))
 
 
 @pytest.mark.parametrize("name", OPS)
@@ -94,29 +69,9 @@ def test_expected_rows_change_no_result(name):
                 same(function(a, b, ends, rows=rows, expected_rows=number), expected)
 
 
-@pytest.mark.parametrize("name", OPS)
-@pytest.mark.parametrize("on_kernels", [False, True])
-def test_expected_rows_are_an_int_up_to_the_number_of_rows(name, on_kernels, request):
-    if on_kernels:
-        request.getfixturevalue("kernel_path")
-    a, b = operands(name)
-    for function in (OPS[name],) if on_kernels else (OPS[name], getattr(reference, name)):
-        for number, error, message in [
-            (-1, ValueError, "expected_rows: must be at least 0, got -1"),
-            (5, ValueError, "expected_rows: must be at most M = 4, got 5 (sizes as of rows)"),
-            (2.0, TypeError, "expected_rows: must be an int, got float"),
-            (True, TypeError, "expected_rows: must be an int, got bool"),
-        ]:
-            with pytest.raises(error, match=f"^{re.escape(message)}$"):
-                function(a, b, ENDS, rows=ROWS, expected_rows=number)
-        message = "expected_rows: must be at most M = 5, got 6 (sizes as of a[0], without rows)"
-        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-            function(a, b, ENDS, expected_rows=6)
-
-
 @pytest.mark.parametrize("ends", [[2, 2, 3], [0, 0, 0]], ids=str)
 @pytest.mark.parametrize("name", OPS)
-def test_rows_behind_the_last_end_are_nobodys(name, ends):
+def test_rows_after_the_last_end_belong_to_no_expert(name, ends):
     """Also of a compiled graph: no result is promised for them."""
     a, b = operands(name)
     numbers, used = torch.tensor(ends, dtype=torch.int32), ends[-1]
@@ -163,34 +118,6 @@ def test_a_share_of_the_experts(fp4, begin, end):
     assert not combined.isnan().any()
 
 
-@pytest.mark.parametrize("name", OPS)
-def test_registration(name):
-    # torch cannot compare float8 inputs before and after, as the schema's test does.
-    tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    a, b = operands(name)
-    for rows, expected in ((None, None), (ROWS, 2)):
-        ends = ENDS if rows is not None else ENDS.clamp(max=2) + 3 * (torch.arange(3) == 2).int()
-        options = (rows, 2.0, True, torch.bfloat16) if "swiglu" in name else (torch.float16, rows, None)
-        arguments = *a, *b, ends, *options, expected
-        library.opcheck(getattr(torch.ops.dsa, name).default, arguments, test_utils=tests)
-
-
-@pytest.mark.parametrize("name", OPS)
-def test_what_the_kernels_do_not_take(name, kernel_path):
-    a, b = operands(name)
-    for wrong, message in [
-        ((b[0].transpose(0, 1).contiguous().transpose(0, 1), *b[1:]), "b[0]: must be contiguous, got strides"),
-        ((operands(name, matrices=1025, channels=128)[1]), "the kernel takes at most 1024 weights, got 1025"),
-    ]:
-        first = operands(name, channels=128)[0] if "1025" in message else a
-        ends = torch.zeros(len(wrong[0]), dtype=torch.int32)
-        with pytest.raises(ValueError, match=re.escape(message)):
-            OPS[name](first, wrong, ends, rows=ROWS)
-    rows = torch.zeros(1, dtype=torch.int32).expand(limits.MAX_ROWS + 1)
-    with pytest.raises(ValueError, match="rows: the kernel takes at most 134217728 rows, got 134217729"):
-        OPS[name](a, b, ENDS, rows=rows)
-
-
 def padded(scales):
     """With rows of 16 bytes."""
     return torch.nn.functional.pad(scales, (0, -scales.shape[-1] % 4))
@@ -204,43 +131,6 @@ def many(count, matrices):
 
 def bytes_of(q):
     return q.view(torch.uint8)
-
-
-def blocks_innermost(scales):
-    """Scales [E, N / 128, K / 128] as [N / 128, G, E], a matrix's still one after the other."""
-    return padded(scales).permute(1, 2, 0)
-
-
-@pytest.mark.parametrize("limit", [None, 2.0])
-@pytest.mark.parametrize("use_ue8m0", [False, True])
-def test_what_the_kernel_of_products_and_swiglu_gets(limit, use_ue8m0, named_launches, monkeypatch):
-    monkeypatch.setattr(fp8, "has_few_rows", lambda *_: False)
-    (q, s), (w, ws) = operands("fp8")
-    options = {"limit": limit, "use_ue8m0": use_ue8m0, "dtype": torch.float16}
-    for rows, ends in ((ROWS, ENDS), (None, ENDS + 1)):
-        out, scale = dsa.grouped_fp8_gemm_swiglu((q, s), (w, ws), ends, rows=rows, **options)
-        name, variant, arguments = named_launches.pop()
-        count = 5 if rows is None else 4
-        sizes = count, 256, 384, 3, 132
-        assert variant == (torch.float16, use_ue8m0, limit is not None, *sizes, rows is not None, False) and name == ""
-        assert arguments[0] is q and torch.equal(arguments[1], padded(s)) and arguments[2] is rows
-        assert arguments[3].shape == (3 * 256, 384) and arguments[3].data_ptr() == w.data_ptr()
-        assert torch.equal(arguments[4], blocks_innermost(ws)) and torch.equal(arguments[5], ends)
-        assert arguments[6] is out and arguments[7] is scale and arguments[8:] == (limit, None, 132)
-        assert out.shape == (count, 128) and out.dtype == E4M3 and scale.shape == (count, 1)
-    assert not named_launches
-
-
-def test_swiglu_of_few_rows_is_a_product_and_a_cast(named_launches):
-    a, b = operands("fp8")
-    out, scale = dsa.grouped_fp8_gemm_swiglu(a, b, ENDS + 1, limit=2.0, use_ue8m0=False, dtype=torch.float16)
-    (name, product, arguments), (_, of_cast, given) = named_launches
-    assert name == "grouped_few_rows" and product == (torch.float16, 5, 3)
-    assert of_cast[:3] == (torch.float16, False, True)
-    gate_up = arguments[4]
-    assert gate_up.shape == (5, 256)
-    assert [x.data_ptr() for x in given[:2]] == [x.data_ptr() for x in gate_up.chunk(2, -1)]
-    assert given[2].data_ptr() == out.data_ptr() and given[3].data_ptr() == scale.data_ptr() and given[4] == 2.0
 
 
 def test_rows_of_swiglu_that_are_gathered_copied_and_drawn(named_launches):
@@ -315,49 +205,7 @@ def test_swiglu_of_nothing(name, named_launches):
     assert out.shape == (5, 128) and scale.shape == (5, 1) and not arguments[0].any() and not arguments[1].any()
 
 
-@pytest.mark.parametrize("rows", [None, ROWS])
-def test_swiglu_of_fp4_weights_is_a_product_and_a_cast(rows, named_launches, monkeypatch):
-    monkeypatch.setattr(fp4, "FEW_ROWS", 0)
-    a, b = operands("fp4")
-    ends = ENDS if rows is ROWS else ENDS + 1
-    out, scale = dsa.grouped_fp8_fp4_gemm_swiglu(a, b, ends, rows=rows, limit=2.0, dtype=torch.float16)
-    (_, product, arguments), (_, of_cast, given) = named_launches
-    assert product[0] == torch.float16 and of_cast[:3] == (torch.float16, True, True)
-    gate_up = arguments[6]
-    assert gate_up.shape == (len(out), 256) and gate_up.dtype == torch.float16
-    for half, got in zip(gate_up.chunk(2, -1), given[:2], strict=True):
-        assert half.data_ptr() == got.data_ptr() and half.stride() == got.stride()
-    assert given[2].data_ptr() == out.data_ptr() and given[3].data_ptr() == scale.data_ptr() and given[4] == 2.0
-
-
-@pytest.mark.parametrize("limit", [None, 2])
-@pytest.mark.parametrize("name", ["grouped_fp8_gemm_swiglu", "grouped_fp8_fp4_gemm_swiglu"])
-def test_where_many_rows_are_cast_nobodys_are_left_out(name, limit, named_launches, monkeypatch):
-    """More than all multiprocessors cast at once, of a product and a cast; ends may be strided."""
-    monkeypatch.setattr(cast_kernels, "RESIDENT", 1)
-    monkeypatch.setattr(fp8, "has_few_rows", lambda *_: True)
-    most = 132 * cast_kernels.GROUPS_PER_CTA
-    ends = torch.stack((ENDS, -ENDS), 1)[:, 0]
-    for count, bounded in ((most // 2, False), (most // 2 + 1, True)):
-        a, b = operands(name, columns=512, channels=128)
-        a = tuple(x[:1].expand(count, -1).contiguous() for x in a)
-        out, scale = OPS[name](a, b, ends, limit=limit, use_ue8m0=False, dtype=torch.float16)
-        assert out.shape == (count, 256) and scale.shape == (count, 2)
-        (_, _, of_product), (kernel, variant, given) = named_launches
-        gate_up = next(x for x in of_product if isinstance(x, torch.Tensor) and x.shape == (count, 512))
-        assert kernel == ("matrices" if bounded else "")
-        assert variant[:3] == (torch.float16, False, limit is not None)
-        for half, got in zip(gate_up.chunk(2, -1), given[:2], strict=True):
-            assert half.data_ptr() == got.data_ptr() and half.stride() == got.stride()
-        assert given[2].data_ptr() == out.data_ptr() and given[3].data_ptr() == scale.data_ptr() and given[4] == limit
-        assert given[4] is None or type(given[4]) is float
-        if bounded:
-            passed, ctas = given[5:]
-            assert torch.equal(passed, ENDS) and passed.is_contiguous() and ctas == 132
-        named_launches.clear()
-
-
-def test_without_weights_no_row_is_somebodys(named_launches):
+def test_without_weights_no_row_belongs_to_an_expert(named_launches):
     """Nor is there an end to be read."""
     a, b = operands("fp4", channels=128)
     a = tuple(x[:1].expand(30000, -1) for x in a)

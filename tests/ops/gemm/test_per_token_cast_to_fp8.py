@@ -1,43 +1,9 @@
-"""The bridge of the FP8 cast, on the CPU: dispatch, torch.compile, and errors that name the argument."""
+"""The bridge of the FP8 cast, on the CPU: groups, strides, and rows as the kernel sees them."""
 
 import pytest
 import torch
 
 import dsa
-from dsa import backends
-from dsa.ops.gemm import per_token_cast_to_fp8 as op  # noqa: F401 -- `launches` looks at it
-from dsa.reference.gemm import fp8_cast
-
-
-def test_runs_the_reference_without_a_gpu():
-    x = torch.randn(3, 5, 256).bfloat16()
-    for got, expected in zip(dsa.per_token_cast_to_fp8(x, False), fp8_cast.per_token_cast_to_fp8(x, False)):
-        assert got.dtype == expected.dtype and torch.equal(got.float(), expected.float())
-
-
-def test_is_one_node_of_a_compiled_graph():
-    x = torch.randn(4, 256).bfloat16()
-    compiled = torch.compile(lambda t: dsa.per_token_cast_to_fp8(t, hadamard=True), fullgraph=True, backend="aot_eager")
-    for got, expected in zip(compiled(x), dsa.per_token_cast_to_fp8(x, hadamard=True)):
-        assert torch.equal(got.float(), expected.float())
-    torch.library.opcheck(torch.ops.dsa.per_token_cast_to_fp8.default, (x, True, 128, False))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        (([1.0],), TypeError, "x: must be a torch.Tensor, got list"),
-        ((torch.zeros(2, 128, dtype=torch.int32),), (TypeError, ValueError), "x: .*int32"),
-        ((torch.zeros(2, 100),), ValueError, "x: the last dimension must be a multiple of gran_k=128, got 100"),
-        ((torch.zeros(2, 128), 1), TypeError, "use_ue8m0: must be True or False, got int"),
-        ((torch.zeros(2, 128, device="meta"),), ValueError, "x: must be on a device with memory"),
-        ((torch.tensor(1.0),), ValueError, r"x: must have at least 1 dimension, got shape \[\]"),
-        ((torch.zeros(2, 128), True, 0), ValueError, "gran_k: must be at least 1, got 0"),
-    ],
-)
-def test_errors(arguments, error, message):
-    with pytest.raises(error, match=message):
-        dsa.per_token_cast_to_fp8(*arguments)
 
 
 def test_other_groups_and_strides_run_the_reference():
@@ -61,39 +27,3 @@ def test_what_the_kernel_gets(dtype, launches):
     assert rows.shape == q_rows.shape == (8, 128) and rows.stride() == (384, 1) and rows.data_ptr() == x.data_ptr()
     assert scale_rows.shape == (8, 1)
     assert [t.data_ptr() for t in (q_rows, scale_rows)] == [t.data_ptr() for t in (q, scale)]
-
-
-def test_a_single_row_may_have_any_stride(launches):
-    dsa.per_token_cast_to_fp8(torch.zeros(7, 131)[:1, :128])
-    dsa.per_token_cast_to_fp8(torch.zeros(256))
-    (_, (rows, *_)), (_, (vector, *_)) = launches
-    assert rows.shape == (1, 128) and rows.stride(0) % 4 == 0 and vector.shape == (1, 256)
-
-
-@pytest.mark.parametrize("shape", [(0, 256), (3, 0), (3, 0, 0), (0, 2, 128)])
-def test_nothing_to_cast(shape, launches):
-    q, scale = dsa.per_token_cast_to_fp8(torch.zeros(shape))
-    assert q.shape == shape and scale.shape == (*shape[:-1], shape[-1] // 128) and not launches
-
-
-def test_what_the_kernel_does_not_take(launches):
-    for arguments, message in [
-        ((torch.zeros(2, 128), True, 64), "gran_k: the kernel takes 128, got 64"),
-        ((torch.zeros(128, 128).T,), r"x: the last dimension must be contiguous, got strides \[1, 128\]"),
-        ((torch.zeros(4, 6, 128)[:, :3],), "x: dimensions 0 to 1 must be mergeable"),
-        ((torch.zeros(4, 131)[:, :128],), r"x: rows must start at multiples of 16 bytes, .* strides of \[524\] bytes"),
-        ((torch.zeros(4, 132)[:, 1:129],), "x: rows must start at multiples of 16 bytes, got an address 4 bytes past"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            dsa.per_token_cast_to_fp8(*arguments)
-    assert not launches
-
-
-def test_forcing_the_kernel_without_a_gpu_is_an_error():
-    if backends.why_no_kernels() is None:
-        pytest.skip("there is a Hopper GPU")
-    with (
-        dsa.use_backend("cute"),
-        pytest.raises(ValueError, match="backend 'cute' was asked for, but torch sees no CUDA"),
-    ):
-        dsa.per_token_cast_to_fp8(torch.zeros(1, 128))

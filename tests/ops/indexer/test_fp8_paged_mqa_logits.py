@@ -1,4 +1,4 @@
-"""The bridge of the paged index scores, on the CPU: dispatch, torch.compile, and errors that name the argument."""
+"""The bridge of the paged index scores, on the CPU: fake results, what the kernels get, and fp16 accumulation."""
 
 import pytest
 import torch
@@ -6,7 +6,6 @@ import torch
 import dsa
 from dsa.ops.indexer import fp8_paged_mqa_logits as op
 from dsa.reference import write_indexer_cache
-from dsa.reference.indexer import fp8_paged_mqa_logits as reference
 
 SCORES, PLAN = torch.ops.dsa.fp8_paged_mqa_logits, torch.ops.dsa.get_paged_mqa_logits_metadata
 PER_QUERY = torch.tensor([[70, 3], [0, 64], [1, 100]], dtype=torch.int32)
@@ -33,82 +32,12 @@ def shifted(x, bytes_):
     return buffer.as_strided(x.shape, x.contiguous().stride()) if x.dtype == torch.uint8 else buffer.view(x.dtype)
 
 
-@pytest.mark.parametrize("lengths", [None, PER_QUERY])
-@pytest.mark.parametrize(
-    "options", [{}, {"clean_logits": True}, {"logits_dtype": torch.bfloat16}, {"accumulators": torch.float16}]
-)
-def test_runs_the_reference_without_a_gpu(options, lengths):
-    q, cache, weights, own, table = inputs()
-    arguments = (q, cache, weights, own if lengths is None else lengths, table)
-    plan = dsa.get_paged_mqa_logits_metadata(arguments[3], 32, dsa.num_sms("cpu"))
-    assert torch.equal(plan, reference.get_paged_mqa_logits_metadata(arguments[3], 32, 132))
-    expected = reference.fp8_paged_mqa_logits(*arguments, plan, 100, **options)
-    assert expected.isfinite().any()
-    for schedule in (plan, None):
-        got = dsa.fp8_paged_mqa_logits(*arguments, schedule, 100, **options)
-        assert layout(got) == layout(expected) and torch.equal(got, expected)
-
-
-@pytest.mark.parametrize("planned", [True, False])
-def test_is_part_of_a_compiled_graph(planned):
-    def scores(q, cache, weights, lengths, table):
-        plan = dsa.get_paged_mqa_logits_metadata(lengths, 32, 7) if planned else None
-        return plan, dsa.fp8_paged_mqa_logits(q, cache, weights, lengths, table, plan, 100, True, torch.bfloat16)
-
-    arguments = inputs()
-    compiled = torch.compile(scores, fullgraph=True, backend="aot_eager")
-    for got, expected in zip(compiled(*arguments), scores(*arguments)):
-        assert got is expected is None or (layout(got) == layout(expected) and torch.equal(got, expected))
-
-
-def test_registration():
-    *arguments, lengths, table = inputs()
-    torch.library.opcheck(PLAN.default, (lengths, 64, 5))
-    # torch cannot compare float8 inputs before and after, as the schema's test does.
-    tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    options = (None, 70, True, torch.float32, torch.float16)
-    torch.library.opcheck(SCORES.default, (*arguments, PER_QUERY, table, *options), test_utils=tests)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("columns", [1, 256, 257, 1000])
 def test_fake_results_are_laid_out_as_the_real_ones(columns, dtype):
     arguments = (*inputs(), None, columns, False, dtype, torch.float32)
     fake = SCORES(*(x.to("meta") if isinstance(x, torch.Tensor) else x for x in arguments))
     assert fake.is_meta and layout(fake) == layout(dsa.fp8_paged_mqa_logits(*arguments))
-
-
-@pytest.mark.parametrize("num_sms", [1, 132])
-def test_fake_plans_are_laid_out_as_the_real_ones(num_sms):
-    fake = PLAN(PER_QUERY.to("meta"), 64, num_sms)
-    assert fake.is_meta and layout(fake) == layout(dsa.get_paged_mqa_logits_metadata(PER_QUERY, 64, num_sms))
-
-
-def test_errors_name_the_argument():
-    q, cache, weights, lengths, table = inputs()
-    with pytest.raises(TypeError, match=r"q: must be a torch\.Tensor, got list"):
-        dsa.fp8_paged_mqa_logits([q], cache, weights, lengths, table, None, 100)
-    with pytest.raises(ValueError, match=r"weights: shape must be \[6, 8\], got \[3, 8\]"):
-        dsa.fp8_paged_mqa_logits(q, cache, weights[:3], lengths, table, None, 100)
-    with pytest.raises(ValueError, match="accumulators: must be float32 or float16, got bfloat16"):
-        dsa.fp8_paged_mqa_logits(q, cache, weights, lengths, table, None, 100, accumulators=torch.bfloat16)
-    with pytest.raises(ValueError, match="block_kv: must be a divisor of 256, got 96"):
-        dsa.get_paged_mqa_logits_metadata(lengths, 96, 132)
-
-
-def test_a_cache_of_broken_pages_is_named():
-    q, cache, weights, lengths, table = inputs()
-    with pytest.raises(ValueError, match="kv_cache: every page must be contiguous"):
-        dsa.fp8_paged_mqa_logits(q, torch.cat((cache, cache), -1)[..., :36], weights, lengths, table, None, 100)
-
-
-def test_forcing_the_kernels_on_the_cpu_is_an_error():
-    arguments = inputs()
-    with dsa.use_backend("cute"):
-        with pytest.raises(ValueError, match="fp8_paged_mqa_logits: backend 'cute' was asked for, but"):
-            dsa.fp8_paged_mqa_logits(*arguments, None, 100)
-        with pytest.raises(ValueError, match="get_paged_mqa_logits_metadata: backend 'cute' was asked for, but"):
-            dsa.get_paged_mqa_logits_metadata(arguments[3], 64, 132)
 
 
 def test_what_the_kernels_get(launches):
@@ -141,79 +70,6 @@ def test_half_scores_only_where_arithmetic_bounds(heads, next_n, expected, launc
     dsa.fp8_paged_mqa_logits(*arguments, None, 100)
     chosen = [variant for variant, _ in launches if variant]
     assert chosen == [(heads, 32, next_n, 32, torch.float32, half) for half in (expected, False)]
-
-
-def test_a_single_page_of_any_stride(launches):
-    q, cache, weights, lengths, table = inputs()
-    one = cache.as_strided((1, 32, 1, 36), (16, 36, 36, 1))
-    dsa.fp8_paged_mqa_logits(q, one, weights, lengths, table, None, 100)
-    assert launches[-1][1][1].stride() == (32 * 36, 1)
-
-
-def test_nothing_to_score_launches_nothing(launches):
-    q, cache, weights, lengths, table = inputs()
-    assert dsa.fp8_paged_mqa_logits(q[:0], cache, weights[:0], lengths[:0], table[:0], None, 9).shape == (0, 9)
-    for pages, blocks in ((cache[:0], table), (cache, table[:, :0])):
-        got = dsa.fp8_paged_mqa_logits(q, pages, weights, lengths, blocks, None, 9)
-        assert got.shape == (6, 9) and got.eq(-torch.inf).all()
-    assert not launches
-
-
-def test_what_the_kernel_does_not_take(launches):
-    q, cache, weights, lengths, table = inputs()
-    plan = reference.get_paged_mqa_logits_metadata(lengths, 32, 5)
-    names = ("q", "kv_cache", "weights", "context_lens", "block_table", "schedule_meta")
-    good = dict(zip(names, (q, cache, weights, lengths, table, plan)))
-    dsa.fp8_paged_mqa_logits(**good, max_context_len=5)
-    dsa.fp8_paged_mqa_logits(**{**good, "schedule_meta": None}, max_context_len=5)
-    assert len(launches) == 3  # without a plan, the plan's kernel too
-    launches.clear()
-    narrow = q.view(torch.uint8)[..., :16].contiguous().view(torch.float8_e4m3fn)
-    apart = cache.new_zeros(3, 32 * 36 + 8)[:, : 32 * 36].unflatten(1, (32, 1, 36))
-    aligned = "kv_cache: pages must start at multiples of 16 bytes, got an address "
-    for changes, message in [
-        (
-            {"q": q.new_zeros(3, 2, 24, 32), "weights": torch.zeros(6, 24)},
-            r"q: the kernel takes heads \(8, 16, 32, 64\), got 24",
-        ),
-        (
-            {"q": narrow, "kv_cache": cache.new_zeros(13, 32, 1, 20)},
-            r"q: the kernel takes head dimensions \(32, 64, 128\), got 16",
-        ),
-        (
-            {"q": q.new_zeros(3, 5, 8, 32), "weights": torch.zeros(15, 8)},
-            r"q: .* queries a sequence \(next_n\) \(1, 2, 3, 4\), got 5",
-        ),
-        ({"q": q.transpose(0, 1).contiguous().transpose(0, 1)}, "q: must be contiguous, got strides"),
-        ({"q": shifted(q, 4).view(q.shape)}, "q: must start at a multiple of 16 bytes, got an address 4 past one"),
-        ({"kv_cache": cache.view(26, 16, 1, 36)}, r"kv_cache: .* page sizes \(32, 64\), got 16"),
-        ({"kv_cache": shifted(cache, 8)}, aligned + "8 bytes past one"),
-        ({"kv_cache": apart}, aligned + "0 bytes past one and a page stride of 1160 bytes"),
-        (
-            {"kv_cache": torch.cat((cache, cache), -1)[..., :36]},
-            r"kv_cache: every page must be contiguous .* got strides \[2304, 72, 72, 1\]",
-        ),
-        (
-            {"weights": weights.T.contiguous().T},
-            r"weights: the last dimension must be contiguous, got strides \[1, 6\]",
-        ),
-        ({"block_table": table.T.contiguous().T}, r"block_table: the last dimension must be contiguous, got strides"),
-        (
-            {"context_lens": PER_QUERY.T.contiguous().T},
-            "context_lens: the last dimension must be contiguous, got strides",
-        ),
-        ({"schedule_meta": plan.T.contiguous().T}, r"schedule_meta: must be contiguous, got strides \[1, 6\]"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            dsa.fp8_paged_mqa_logits(**{**good, **changes}, max_context_len=5)
-    for name in names[1:]:
-        with pytest.raises(ValueError, match=f"{name}: must be on q's device cpu, got meta"):
-            dsa.fp8_paged_mqa_logits(**{**good, name: good[name].to("meta")}, max_context_len=5)
-    with pytest.raises(ValueError, match="context_lens: the last dimension must be contiguous, got strides"):
-        dsa.get_paged_mqa_logits_metadata(PER_QUERY.T.contiguous().T, 32, 5)
-    with pytest.raises(ValueError, match=f"max_context_len: the kernel takes less than {2**30} columns, got {2**30}"):
-        op._check_limits(q, cache, lengths, 2**30)
-    assert not launches
 
 
 def test_a_matrix_of_contiguous_rows():

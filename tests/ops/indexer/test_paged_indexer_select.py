@@ -1,22 +1,15 @@
-"""The bridge of scores over pages and selection in one, on the CPU: dispatch, torch.compile, what the kernel gets, and
-errors."""
+"""The bridge of scores over pages and selection in one, on the CPU, against Python's sort, and what it launches."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import library
 
 import dsa
-from dsa.kernels.indexer import limits
 from dsa.kernels.indexer import paged_select_plan as plan
-from dsa.kernels.indexer.select_limits import MAX_SELECTED
-from dsa.ops.indexer import paged_indexer_select as op
 from dsa.reference import write_indexer_cache
 from dsa.reference.indexer import paged_indexer_select as reference
 
-SELECT = torch.ops.dsa.paged_indexer_select
-PER_QUERY = torch.tensor([[70, 3], [0, 64], [1, 100]], dtype=torch.int32)
 SMS = 132  # num_sms("cpu")
 
 
@@ -33,10 +26,6 @@ def inputs(next_n=2, heads=8, dim=32, page_size=32, pages=13, batch=3, max_pages
     table = torch.randint(pages, (batch, max_pages)).int()
     lengths = i32([70, 0, 128] * batch)[:batch]
     return q, cache, torch.randn(batch * next_n, heads), lengths, table
-
-
-def layout(x):
-    return x.shape, x.stride(), x.dtype
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
@@ -66,105 +55,8 @@ def test_any_scores_are_sorted_as_python_sorts_them(keys, lengths, k):
     assert dsa.paged_indexer_select(*arguments, slots=True).tolist() == of_slots
 
 
-@pytest.mark.parametrize("lengths", [None, PER_QUERY])
-@pytest.mark.parametrize("options", [{}, {"slots": True}, {"accumulators": torch.float16}])
-def test_runs_the_reference_without_a_gpu(options, lengths):
-    q, cache, weights, own, table = inputs()
-    arguments = q, cache, weights, own if lengths is None else lengths, table, 100, 40
-    expected = reference.paged_indexer_select(*arguments, return_values=True, **options)
-    for workspace in (None, dsa.paged_indexer_select_workspace(6, "cpu")):
-        got = dsa.paged_indexer_select(*arguments, return_values=True, workspace=workspace, **options)
-        assert all(map(torch.equal, got, expected)) and list(map(layout, got)) == list(map(layout, expected))
-        assert torch.equal(dsa.paged_indexer_select(*arguments, workspace=workspace, **options), expected[0])
-
-
-@pytest.mark.parametrize("given", [True, False])
-def test_is_part_of_a_compiled_graph(given):
-    def select(q, cache, weights, lengths, table):
-        workspace = dsa.paged_indexer_select_workspace(6, "cpu") if given else None
-        return dsa.paged_indexer_select(
-            q, cache, weights, lengths, table, 100, 40, return_values=True, workspace=workspace
-        )
-
-    arguments = inputs()
-    compiled = torch.compile(select, fullgraph=True, backend="aot_eager")
-    assert all(map(torch.equal, compiled(*arguments), select(*arguments)))
-
-
-@pytest.mark.parametrize("given", [True, False])
-def test_registration(given):
-    workspace = dsa.paged_indexer_select_workspace(6, "cpu") if given else None
-    # torch cannot compare float8 inputs before and after, as the schema's test does.
-    tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    arguments = (*inputs(), 100, 40, True, True, torch.float16, workspace)
-    library.opcheck(SELECT.default, arguments, test_utils=tests)
-
-
-@pytest.mark.parametrize("values", [True, False])
-def test_fake_results_are_laid_out_as_the_real_ones(values):
-    arguments = (*inputs(), 100, 40, True, values, torch.float32, dsa.paged_indexer_select_workspace(6, "cpu"))
-    fake = SELECT(*(x.to("meta") if isinstance(x, torch.Tensor) else x for x in arguments))
-    real = SELECT(*arguments)
-    assert all(x.is_meta for x in fake) and list(map(layout, fake)) == list(map(layout, real))
-
-
-def test_errors_name_the_argument():
-    q, cache, weights, lengths, table = inputs()
-    rest = weights, lengths, table, 100, 40
-    with pytest.raises(TypeError, match=r"q: must be a torch\.Tensor, got list"):
-        dsa.paged_indexer_select([q], cache, *rest)
-    with pytest.raises(ValueError, match="top_k: must be at least 1, got 0"):
-        dsa.paged_indexer_select(q, cache, weights, lengths, table, 100, 0)
-    with pytest.raises(ValueError, match="accumulators: must be float32 or float16, got bfloat16"):
-        dsa.paged_indexer_select(q, cache, *rest, accumulators=torch.bfloat16)
-    for workspace, error, message in (
-        (torch.zeros(5, plan.ROW_WORDS).int(), ValueError, "must have a row for each of the 6 queries, got shape"),
-        (torch.zeros(6, 100).int(), ValueError, r"shape must be \[rows, 8192\], got \[6, 100\]"),
-        (torch.zeros(6, plan.ROW_WORDS), ValueError, "dtype must be int32, got float32"),
-        (torch.zeros(6, 1).int().expand(6, plan.ROW_WORDS), ValueError, "its numbers must not share memory"),
-        (torch.zeros(6, plan.ROW_WORDS, device="meta").int(), ValueError, "must be on q's device cpu, got meta"),
-        (6, TypeError, r"must be a torch\.Tensor, got int"),
-    ):
-        with pytest.raises(error, match=f"workspace: {message}"):
-            dsa.paged_indexer_select(q, cache, *rest, workspace=workspace)
-
-
-def test_forcing_the_kernels_on_the_cpu_is_an_error():
-    with (
-        dsa.use_backend("cute"),
-        pytest.raises(ValueError, match="paged_indexer_select: backend 'cute' was asked for, but"),
-    ):
-        dsa.paged_indexer_select(*inputs(), 100, 40)
-
-
 def test_a_row_of_the_workspace_is_what_the_kernel_takes():
     assert reference.WORKSPACE_WORDS == plan.ROW_WORDS
-
-
-def test_what_the_kernel_gets(launches):
-    q, cache, weights, lengths, table = inputs()
-    workspace = dsa.paged_indexer_select_workspace(7, "cpu")
-    got = dsa.paged_indexer_select(
-        q, cache, weights, lengths, table, 1000, 40, slots=True, return_values=True, workspace=workspace
-    )
-    ((variant, arguments),) = launches
-    config = plan.choose_config(8, 2, False)
-    assert variant == (8, 32, 2, 32, False, config)
-    flat, pages, rows, column, blocks, words, indices, values, keys, options, ctas = arguments
-    assert layout(flat) == ((3 * 2 * 8, 32), (32, 1), torch.float8_e4m3fn) and flat.data_ptr() == q.data_ptr()
-    assert layout(pages) == ((13, 32 * 36), (32 * 36, 1), torch.uint8) and pages.data_ptr() == cache.data_ptr()
-    assert layout(rows) == layout(weights) and rows.data_ptr() == weights.data_ptr()
-    assert torch.equal(column, lengths[:, None]) and torch.equal(blocks, table)
-    assert layout(words) == ((6, 8192), (8192, 1), torch.int32) and words.data_ptr() == workspace.data_ptr()
-    assert layout(indices) == ((6, 40), (40, 1), torch.int32) and indices.data_ptr() == got[0].data_ptr()
-    assert layout(values) == ((6, 40), (40, 1), torch.float32) and values.data_ptr() == got[1].data_ptr()
-    assert (keys, options, ctas) == (4 * 32, limits.PAGED | limits.VALUES, SMS)
-    # Fewer keys, a length a query, positions alone, rows of weights 36 bytes apart, a workspace of the op's own.
-    dsa.paged_indexer_select(q, cache, torch.randn(6, 9)[:, :8], PER_QUERY, table, 50, 40)
-    *_, rows, seen, blocks, words, indices, values, keys, options, ctas = launches[1][1]
-    assert layout(rows) == ((6, 8), (8, 1), torch.float32) and torch.equal(seen, PER_QUERY)
-    assert layout(words) == ((6, 8192), (8192, 1), torch.int32) and not words.any()
-    assert values.dtype == torch.float32 and values.dim() == 2 and (keys, options) == (50, 0)
 
 
 @pytest.mark.parametrize(
@@ -223,48 +115,3 @@ def test_more_keys_than_the_kernel_takes(launches):
     dsa.paged_indexer_select(q, cache, weights, lengths, table, most, 40)
     dsa.paged_indexer_select(q, cache, weights, lengths, table[:, :4], 2**31 - 1, 40)
     assert len(launches) == 3 + 1
-
-
-def test_nothing_to_score_launches_nothing(launches):
-    q, cache, weights, lengths, table = inputs()
-    assert dsa.paged_indexer_select(q[:0], cache, weights[:0], lengths[:0], table[:0], 9, 5).shape == (0, 5)
-    for pages, blocks in ((cache[:0], table), (cache, table[:, :0])):
-        got, values = dsa.paged_indexer_select(q, pages, weights, lengths, blocks, 9, 5, return_values=True)
-        assert got.shape == values.shape == (6, 5) and got.eq(-1).all() and values.eq(-torch.inf).all()
-    assert not launches
-
-
-def test_what_the_kernel_does_not_take(launches):
-    q, cache, weights, lengths, table = inputs()
-    names = ("q", "kv_cache", "weights", "context_lens", "block_table", "workspace")
-    workspace = dsa.paged_indexer_select_workspace(6, "cpu")
-    good = dict(zip(names, (q, cache, weights, lengths, table, workspace))) | {"max_context_len": 100, "top_k": 40}
-    dsa.paged_indexer_select(**good)
-    assert len(launches) == 1
-    launches.clear()
-    op._check_limits(q, cache, lengths, MAX_SELECTED)
-    for changes, message in [
-        (
-            {"q": q.new_zeros(3, 2, 24, 32), "weights": torch.zeros(6, 24)},
-            r"q: the kernel takes heads \(8, 16, 32, 64\), got 24",
-        ),
-        (
-            {"q": q.new_zeros(3, 5, 8, 32), "weights": torch.zeros(15, 8), "workspace": None},
-            r"q: .* queries a sequence \(next_n\) \(1, 2, 3, 4\), got 5",
-        ),
-        ({"q": q.transpose(0, 1).contiguous().transpose(0, 1)}, "q: must be contiguous, got strides"),
-        ({"kv_cache": cache.view(26, 16, 1, 36)}, r"kv_cache: .* page sizes \(32, 64\), got 16"),
-        ({"kv_cache": torch.cat((cache, cache), -1)[..., :36]}, "kv_cache: every page must be contiguous"),
-        ({"weights": weights.T.contiguous().T}, "weights: the last dimension must be contiguous"),
-        ({"block_table": table.T.contiguous().T}, "block_table: the last dimension must be contiguous"),
-        ({"context_lens": PER_QUERY.T.contiguous().T}, "context_lens: the last dimension must be contiguous"),
-        ({"top_k": MAX_SELECTED + 1}, f"top_k: the kernel takes up to {MAX_SELECTED}, got {MAX_SELECTED + 1}"),
-        ({"workspace": torch.zeros(12, plan.ROW_WORDS).int()[::2]}, "workspace: must be contiguous, got strides"),
-        (
-            {"workspace": torch.zeros(6 * plan.ROW_WORDS + 1).int()[1:].view(6, -1)},
-            "workspace: must start at a multiple of 16 bytes, got an address 4 past one",
-        ),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            dsa.paged_indexer_select(**{**good, **changes})
-    assert not launches

@@ -1,4 +1,4 @@
-"""The bridge of the top-k, on the CPU: dispatch, what it launches, torch.compile, and errors that name the argument."""
+"""The bridge of the top-k, on the CPU, against Python's sort, and what it launches."""
 
 import math
 
@@ -6,12 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import library
 
 import dsa
 from dsa.kernels.indexer import limits
 from dsa.ops.indexer import topk_indices as op
-from dsa.reference.indexer import topk_indices as reference
 
 INF, NAN = math.inf, math.nan
 
@@ -99,14 +97,6 @@ def test_the_most_vectors_that_a_row_touches(dtype, width):
                 assert touched(scores[:1]) <= op._vectors(scores[:1])
 
 
-def test_empty_shapes_launch_nothing(launches):
-    for rows, cols in ((0, 5), (3, 0), (0, 0)):
-        indices, values = dsa.topk_indices(torch.empty(rows, cols), 2, return_values=True)
-        assert indices.shape == values.shape == (rows, 2)
-        assert (indices == -1).all() and (values == -INF).all()
-    assert not launches
-
-
 def test_a_single_column_may_have_any_stride(launches):
     dsa.topk_indices(torch.randn(4, 6).T[:, :1], 2)
     assert launches[0][1][0].stride() == (1, 1)
@@ -130,100 +120,3 @@ def test_into_a_part_of_a_buffer(by_value, values):
     empty = torch.full((2, 9), 77, dtype=torch.int32)
     dsa.topk_indices(torch.empty(2, 0), 3, out=empty[:, 2:5])
     assert (empty[:, 2:5] == -1).all() and (empty[:, :2] == 77).all() and (empty[:, 5:] == 77).all()
-
-
-def test_what_the_kernel_gets_of_a_buffer(launches):
-    scores, buffer = torch.randn(4, 30), torch.full((4, 12), 77, dtype=torch.int32)
-    part = buffer[:, 3:8]
-    assert dsa.topk_indices(scores, 5, out=part) is part
-    dsa.topk_indices(scores, 1, out=buffer.T[:1].T)
-    dsa.topk_indices(scores, 5, return_values=True, out=part)
-    first, single, third = (arguments for _, arguments in launches)
-    assert first[5] is part and first[5].stride() == (12, 1) and first[6].shape == (1, 1)
-    assert single[5].stride() == (12, 1) and single[5].data_ptr() == buffer.data_ptr()
-    assert third[6].shape == (4, 5) and third[-1] == limits.VALUES
-
-
-def test_errors_of_out(launches):
-    scores, memory = torch.randn(4, 5), torch.full((20,), 5, dtype=torch.int32)
-    lengths = memory[:4]
-    good = torch.zeros(4, 5, dtype=torch.int32)
-    for out, message in (
-        (good[:3], r"out: shape must be \[4, 5\], got \[3, 5\]"),
-        (good[:, :4], r"out: shape must be \[4, 5\], got \[4, 4\]"),
-        (good.long(), "out: dtype must be int32, got int64"),
-        (good.to("meta"), "out: must be on scores's device cpu, got meta"),
-        (good[:1].expand(4, 5), r"out: its numbers must not share memory, got strides \[0, 1\]"),
-        (good.repeat(1, 2)[:, ::2], r"out: the last dimension must be contiguous, got strides \[10, 2\]"),
-        (scores.view(torch.int32), "out: is written, must not share memory with scores"),
-        (memory.view(4, 5), "out: is written, must not share memory with lengths"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            dsa.topk_indices(scores, 5, lengths=lengths, out=out)
-    with pytest.raises(TypeError, match=r"out: must be a torch\.Tensor, got list"):
-        dsa.topk_indices(scores, 5, out=[[0]])
-    assert not launches
-    # Of a call like one before, too.
-    dsa.topk_indices(scores, 5, lengths=lengths, out=good)
-    with pytest.raises(ValueError, match="out: is written, must not share memory with scores"):
-        dsa.topk_indices(scores, 5, lengths=lengths, out=scores.view(torch.int32))
-    assert len(launches) == 1
-
-
-def test_torch_compile():
-    scores, lengths = torch.randn(6, 40), i32([40, 3, 0, 10, 39, 1])
-
-    def run(scores, lengths):
-        return dsa.topk_indices(scores, 5, lengths=lengths, return_values=True)
-
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")(scores, lengths)
-    expected = run(scores, lengths)
-    assert torch.equal(compiled[0], expected[0]) and torch.equal(compiled[1], expected[1])
-    table = torch.arange(6, dtype=torch.int32)[:, None]
-    operands = (scores, 5, lengths.clamp_max(3), lengths, table, 64, None, True, True)
-    library.opcheck(torch.ops.dsa.topk_indices, operands)
-    library.opcheck(torch.ops.dsa.topk_indices, (scores, 5, None, None, None, None, None, False, False))
-    buffer = torch.zeros(6, 9, dtype=torch.int32)
-    library.opcheck(torch.ops.dsa.topk_indices_out, (*operands, buffer[:, 2:7]))
-
-    def into(scores, lengths, buffer):
-        dsa.topk_indices(scores, 5, lengths=lengths, out=buffer[:, 2:7])
-
-    torch.compile(into, fullgraph=True, backend="aot_eager")(scores, lengths, buffer.fill_(77))
-    assert torch.equal(buffer[:, 2:7], expected[0]) and (buffer[:, :2] == 77).all() and (buffer[:, 7:] == 77).all()
-
-
-def test_errors_are_the_references(launches):
-    scores = torch.randn(4, 10)
-    for arguments, options in (
-        ((scores.half(), 3), {}),
-        ((scores[0], 3), {}),
-        ((scores, 0), {}),
-        ((scores, 2.0), {}),
-        ((scores, 3), {"lengths": i32([1, 2])}),
-        ((scores, 3), {"starts": torch.zeros(4)}),
-        ((scores, 3), {"page_size": 64}),
-        ((scores, 3), {"block_table": torch.zeros(4, 2, dtype=torch.int32)}),
-        ((scores, 3), {"block_table": torch.zeros(2, 2, dtype=torch.int32), "page_size": 64}),
-    ):
-        with pytest.raises((TypeError, ValueError)) as expected:
-            reference.topk_indices(*arguments, **options)
-        with pytest.raises(type(expected.value)) as got:
-            dsa.topk_indices(*arguments, **options)
-        assert str(got.value) == str(expected.value)
-    assert not launches
-
-
-def test_errors_of_the_kernel(launches):
-    scores = torch.randn(4, 10)
-    with pytest.raises(ValueError, match="k: the kernel takes up to 4096, got 5000"):
-        dsa.topk_indices(scores, 5000)
-    with pytest.raises(ValueError, match=r"scores: the last dimension must be contiguous, got strides \[1, 4\]"):
-        dsa.topk_indices(scores.reshape(10, 4).T, 3)
-    with pytest.raises(ValueError, match=r"block_table: the last dimension must be contiguous, got strides \[1, 4\]"):
-        dsa.topk_indices(scores, 3, block_table=torch.zeros(2, 4, dtype=torch.int32).T, page_size=64)
-    with pytest.raises(ValueError, match=r"scores: the kernel takes less than 1073741824 columns, got \[1, 1073"):
-        dsa.topk_indices(torch.empty(1, dtype=torch.bfloat16).expand(1, 2**30), 3)
-    with pytest.raises(ValueError, match="lengths: must be on scores's device cpu, got meta"):
-        dsa.topk_indices(scores, 3, lengths=torch.zeros(4, dtype=torch.int32, device="meta"))
-    assert not launches

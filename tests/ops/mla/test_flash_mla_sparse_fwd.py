@@ -1,17 +1,13 @@
-"""The bridges of sparse MLA attention on the CPU: dispatch, what they launch, torch.compile, and errors with a name."""
+"""The bridges of sparse MLA attention on the CPU: outputs of any place, lists without keys, and plans."""
 
 import math
-import warnings
 
 import pytest
 import torch
-from torch import library
 
 import dsa
-from dsa import backends, reference
-from dsa.ops.mla import _sparse_attention as launch
+from dsa import reference
 
-PREFILL, DECODE = torch.ops.dsa.sparse_mla_prefill, torch.ops.dsa.sparse_mla_decode
 D_V = 512
 
 
@@ -46,60 +42,12 @@ def assert_same(got, expected):
         assert (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype) and torch.equal(x, y)
 
 
-BRIDGES = [launch]
-
-
-@pytest.fixture
-def launches(named_launches):
-    return named_launches
-
-
 @pytest.mark.parametrize(("heads", "head_tile"), [(1, 16), (16, 16), (17, 32), (32, 32), (33, 64), (128, 64)])
-def test_few_heads_have_a_kernel_of_their_own(launches, heads, head_tile):
+def test_few_heads_have_a_kernel_of_their_own(named_launches, heads, head_tile):
     arguments = prefill_inputs(h_q=heads)
     dsa.flash_mla_sparse_fwd(*arguments)
-    ((_, variant, (q, *_)),) = launches
+    ((_, variant, (q, *_)),) = named_launches
     assert variant == (torch.bfloat16, 576, head_tile, 1, True) and q.shape[1] == heads
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("d", [576, 512])
-def test_prefill_runs_the_reference_without_a_gpu(d, dtype):
-    arguments = prefill_inputs(d=d, dtype=dtype)
-    for options in ({}, {"attn_sink": torch.randn(4), "topk_length": i32([0, 3, 9])}):
-        expected = reference.flash_mla_sparse_fwd(*arguments, **options)
-        for invariant in (False, True):
-            assert_same(dsa.flash_mla_sparse_fwd(*arguments, **options, enable_batch_invariant=invariant), expected)
-        assert_same(reference.flash_mla_sparse_fwd(*arguments, **options, enable_batch_invariant=True), expected)
-        assert expected[0].dtype == dtype and expected[0].shape == (3, 4, D_V)
-
-
-@pytest.mark.parametrize(("kind", "d"), [("bfloat16", 576), ("bfloat16", 512), ("bytes", 576), ("bytes", 512)])
-def test_decode_runs_the_reference_without_a_gpu(kind, d):
-    q, cache, indices = decode_inputs(kind, d=d)
-    other = decode_inputs(kind, d=d, page_size=4)
-    options = {"attn_sink": torch.randn(4), "topk_length": i32([0, 3, 20]), "softmax_scale": 0.1}
-    extra = {"extra_k_cache": other[1], "extra_indices_in_kvcache": other[2], "extra_topk_length": i32([5, 0, 2])}
-    for chosen in ({}, options, options | extra):
-        expected = reference.flash_mla_with_kvcache(
-            q, cache, None, None, D_V, None, is_fp8_kvcache=kind == "bytes", indices=indices, **chosen
-        )
-        for invariant in (False, True):
-            assert_same(decoded(q, cache, indices, **chosen, enable_batch_invariant=invariant), expected)
-
-
-def test_what_prefill_launches(launches):
-    q, kv, indices, scale = prefill_inputs(s_q=300, h_q=80, k=130)
-    sink, length = torch.randn(80), torch.full((300,), 100, dtype=torch.int32)
-    out, max_logits, lse = dsa.flash_mla_sparse_fwd(q, kv, indices, scale, 512, sink, length)
-    [(name, variant, arguments)] = launches
-    assert (name, variant) == ("attend", (torch.bfloat16, 576, 64, 1, True))
-    q_, [cache], [index], [counts], counted, sinks, has_sink, out_, lse_, *_, max_, scale_, s_q = arguments[:-3]
-    assert q_.shape == (300, 80, 576) and cache.shape == (20, 1, 576) and index.shape == (300, 1, 130)
-    assert counts.data_ptr() == length.data_ptr() and counted == 1
-    assert sinks.data_ptr() == sink.data_ptr() and has_sink == 1
-    assert (out_.data_ptr(), lse_.data_ptr(), max_.data_ptr()) == tuple(x.data_ptr() for x in (out, lse, max_logits))
-    assert scale_ == pytest.approx(scale * math.log2(math.e)) and s_q == 1 and arguments[-3:] == (66, 5, 0)
 
 
 def head_slice(*shape, dtype=torch.bfloat16):
@@ -135,84 +83,34 @@ def test_decode_into_a_part_of_a_tensor(kind, d):
     assert (whole[..., :1, :] == 7).all() and (whole[..., 5:, :] == 7).all()
 
 
-def test_what_the_kernels_get_of_an_out(launches):
-    *arguments, scale = prefill_inputs()
-    out, _ = head_slice(3, 4, D_V)
-    got, max_logits, lse = dsa.flash_mla_sparse_fwd(*arguments, scale, out=out)
-    given, of_lse, *_, of_max = launches[0][2][7:12]
-    assert got is out and given is out and of_lse is lse and of_max is max_logits
-    q, cache, indices = decode_inputs(s_q=1, h_q=1)
-    odd = torch.zeros(3, 600, dtype=torch.bfloat16)[:, None, None, 8 : 8 + D_V].as_strided(
-        (3, 1, 1, D_V), (600, 3, 5, 1)
-    )
-    got, lse = decoded(q, cache, indices, out=odd)
-    given, of_lse = launches[1][2][7:9]
-    assert got is odd and given.data_ptr() == odd.data_ptr() and given.stride(0) == 600 and of_lse is lse
+def test_queries_of_many_keys_are_split_and_combined_unless_they_are_batch_invariant(named_launches):
+    q, cache, indices = decode_inputs("bytes", s_q=2, h_q=17, k=640)
+    decoded(q, cache, indices)
+    (name, variant, arguments), (end, _, end_arguments) = named_launches
+    assert (name, end, variant) == ("fp8_kv", "combine", (576, 16, 1))
+    # Six queries of ten tiles, two tiles a worker.
+    assert arguments[-4:] == (2, 30, 0, 30) and end_arguments[-4:] == (30, 0, 10, 30)
+    named_launches.clear()
+    decoded(q, cache, indices, enable_batch_invariant=True)
+    assert [name for name, _, _ in named_launches] == ["fp8_kv"] and named_launches[0][2][-3:] == (6, 1, 0)
+
+
+def test_an_output_of_one_head_may_have_any_stride_from_head_to_head(named_launches):
+    odd = torch.zeros(3, 600, dtype=torch.bfloat16).as_strided((3, 1, 1, D_V), (600, 3, 5, 1), 8)
+    decoded(*decode_inputs(s_q=1, h_q=1), out=odd)
+    given = named_launches[0][2][7]
+    assert given.data_ptr() == odd.data_ptr() and given.stride(0) == 600
     assert given.stride(1) % 8 == 0 and given.stride()[2:] == (D_V, 1)
 
 
-def test_errors_of_out(launches):
-    q, kv, indices, scale = prefill_inputs(d=512)
-    good = torch.zeros(3, 4, D_V, dtype=torch.bfloat16)
-    heads_apart = torch.zeros(3, 4, 2 * D_V, dtype=torch.bfloat16)[..., :D_V]
-    for out, message in (
-        (good[:2], r"out: shape must be \[3, 4, 512\], got \[2, 4, 512\]"),
-        (good.half(), "out: dtype must be q's bfloat16, got float16"),
-        (good.to("meta"), "out: must be on q's device cpu, got meta"),
-        (good[:1].expand(3, 4, D_V), "out: its numbers must not share memory"),
-        (heads_apart, "out: dimensions 1 to 2 must be mergeable into one"),
-        (torch.zeros(3, 4, 2 * D_V).bfloat16()[..., ::2], "out: the last dimension must be contiguous"),
-        (torch.zeros(3 * 4 * D_V + 4).bfloat16()[4:].view(3, 4, D_V), "out: rows must start at multiples of 16 bytes"),
-        (q, "out: is written, must not share memory with q"),
-        (kv.flatten()[: 12 * D_V].view(3, 4, D_V), "out: is written, must not share memory with kv"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            dsa.flash_mla_sparse_fwd(q, kv, indices, scale, out=out)
-    with pytest.raises(ValueError, match="out: is written in place, must not require gradients"):
-        dsa.flash_mla_sparse_fwd(q, kv, indices, scale, out=good.clone().requires_grad_())
-    q, cache, indices = decode_inputs(d=512)
-    good, meta = torch.zeros(3, 2, 4, D_V, dtype=torch.bfloat16), dsa.get_mla_metadata()[0]
-    for out, message in (
-        (good[:, :1], r"out: shape must be \[3, 2, 4, 512\], got \[3, 1, 4, 512\]"),
-        (good.half(), "out: dtype must be q's bfloat16, got float16"),
-        (good.transpose(1, 2).contiguous().transpose(1, 2), "out: dimensions 2 to 3 must be mergeable into one"),
-        (q, "out: is written, must not share memory with q"),
-        (cache.flatten()[: good.numel()].view(good.shape), "out: is written, must not share memory with k_cache"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            decoded(q, cache, indices, meta, out=out)
-    assert not launches and not meta.have_initialized
-    # Of a call like one before, too.
-    decoded(q, cache, indices, meta, out=good)
-    with pytest.raises(ValueError, match="out: is written, must not share memory with q"):
-        decoded(q, cache, indices, meta, out=q)
-
-
-def test_what_decoding_launches(launches):
-    q, cache, indices = decode_inputs("bytes", s_q=2, h_q=17, k=640)
-    out, lse = decoded(q, cache, indices, topk_length=i32([1, 2, 3]))
-    (name, variant, arguments), (end, _, end_arguments) = launches
-    assert (name, end, variant) == ("fp8_kv", "combine", (576, 16, 1))
-    _, [pages], [slots], _, counted, _, _, out_, lse_, out_partial, lse_partial, max_logits, *_ = arguments
-    assert pages.shape == (5, 6, 656) and pages.stride() == (6 * 656, 656, 1)
-    assert slots.shape == (6, 640) and counted == 1
-    assert (out_.data_ptr(), lse_.data_ptr()) == (out.data_ptr(), lse.data_ptr())
-    # Six queries of ten tiles, two tiles a worker.
-    assert arguments[-4:] == (2, 30, 0, 30) and end_arguments[-4:] == (30, 0, 10, 30)
-    assert out_partial.shape == (60, 1, 17, 512) and lse_partial.shape == (60, 1, 17) and max_logits is None
-    launches.clear()
-    decoded(q, cache, indices, enable_batch_invariant=True)
-    assert [name for name, _, _ in launches] == ["fp8_kv"] and launches[0][2][-3:] == (6, 1, 0)
-
-
-def test_a_list_without_keys_is_none(launches):
+def test_a_list_without_keys_is_none(named_launches):
     q, cache, indices = decode_inputs()
     extra = {"extra_k_cache": cache[:0], "extra_indices_in_kvcache": indices}
     decoded(q, cache, indices, **extra)
     decoded(q, cache[:0], indices, extra_k_cache=cache, extra_indices_in_kvcache=indices)
     decoded(q, cache, indices, extra_k_cache=cache, extra_indices_in_kvcache=indices)
-    assert [variant[3] for name, variant, _ in launches if name == "attend"] == [1, 1, 2]
-    launches.clear()
+    assert [variant[3] for name, variant, _ in named_launches if name == "attend"] == [1, 1, 2]
+    named_launches.clear()
     for changes in ((q, cache[:0], indices), (q, cache, indices[..., :0]), (q[:, :0], cache, indices[:, :0])):
         out, lse = decoded(*changes)
         assert not out.any() and (lse == math.inf).all()
@@ -220,69 +118,10 @@ def test_a_list_without_keys_is_none(launches):
     for changes in ((q, kv[:0], indices), (q, kv, indices[..., :0]), (q[:0], kv, indices[:0])):
         out, max_logits, lse = dsa.flash_mla_sparse_fwd(*changes, scale)
         assert not out.any() and (max_logits == -math.inf).all() and (lse == math.inf).all()
-    assert not launches
+    assert not named_launches
 
 
-def test_prefill_errors(launches):
-    q, kv, indices, scale = prefill_inputs()
-    good = {"q": q, "kv": kv, "indices": indices, "sm_scale": scale}
-    out = torch.zeros(3, 4, D_V, dtype=torch.bfloat16)
-    for changes, message in (
-        ({"q": q[0]}, "q: shape must be"),
-        ({"kv": kv.half()}, "kv: dtype must be q's bfloat16, got float16"),
-        ({"indices": indices.long()}, "indices: dtype must be int32"),
-        ({"indices": indices[:2]}, "indices: shape must be"),
-        ({"sm_scale": "1"}, "sm_scale: must be a number"),
-        ({"sm_scale": 0.0}, "sm_scale: the kernel takes a positive number"),
-        ({"d_v": 256}, "d_v: the kernel takes 512, got 256"),
-        ({"d_v": 1000}, "d_v: must be at most d = 576"),
-        (
-            {"q": q[..., :320], "kv": kv[..., :320].contiguous(), "d_v": 320},
-            "q: the kernel takes d = 576 or 512",
-        ),
-        ({"kv": kv.repeat_interleave(2, 2)[..., ::2]}, "kv: the last dimension must be contiguous"),
-        ({"topk_length": i32([1, 2])}, "topk_length: shape must be"),
-        ({"attn_sink": torch.zeros(3)}, "attn_sink: shape must be"),
-        ({"attn_sink": torch.zeros(4, device="meta")}, "attn_sink: must be on q's device"),
-        ({"enable_batch_invariant": 1}, "enable_batch_invariant: must be True or False, got int"),
-        ({"enable_batch_invariant": None, "out": out}, "enable_batch_invariant: must be True or False, got NoneType"),
-    ):
-        with pytest.raises((ValueError, TypeError), match=message):
-            dsa.flash_mla_sparse_fwd(**{**good, **changes})
-    assert not launches
-
-
-def test_decode_errors(launches):
-    q, cache, indices = decode_inputs()
-    _, raw, _ = decode_inputs("bytes")
-    _, odd, _ = decode_inputs("bytes", page_size=5)
-    v4_q, v4, _ = decode_inputs("bytes", d=512)
-    good = {"q": q, "cache": cache, "indices": indices}
-    for changes, message in (
-        ({"indices": indices.long()}, "indices: dtype must be int32"),
-        ({"indices": indices[:, :1]}, "indices: shape must be"),
-        ({"cache": cache.half()}, "k_cache: dtype must be q's bfloat16 or .*, got float16"),
-        ({"cache": cache.repeat_interleave(2, 3)[..., ::2]}, "k_cache: the last dimension must be contiguous"),
-        ({"cache": raw.repeat_interleave(2, 1)[:, ::2]}, "k_cache: every page must be contiguous"),
-        ({"cache": torch.zeros(3, 5, 1, 584, dtype=torch.uint8), "q": v4_q}, "k_cache: pages must start at multiples"),
-        ({"cache": raw, "q": q.half()}, "q: the kernel takes bfloat16 with a byte cache"),
-        ({"softmax_scale": -1.0}, "softmax_scale: the kernel takes a positive number"),
-        ({"topk_length": i32([1])}, "topk_length: shape must be"),
-        ({"attn_sink": torch.zeros(3)}, "attn_sink: shape must be"),
-        ({"extra_topk_length": i32([1, 1, 1])}, "extra_topk_length: must be None without extra_k_cache"),
-        ({"extra_k_cache": v4, "extra_indices_in_kvcache": indices}, "extra_k_cache: dtype must be"),
-        ({"attn_sink": torch.zeros(4, device="meta")}, "attn_sink: must be on q's device"),
-        ({"meta": (cache, indices)}, "tile_scheduler_metadata"),
-    ):
-        with pytest.raises((ValueError, TypeError), match=message):
-            decoded(**{**good, **changes})
-    assert not launches
-    decoded(q, odd, indices)  # 5 x 656 bytes are a multiple of 16
-    decoded(v4_q, v4, indices)
-    assert launches
-
-
-def test_a_plan_remembers_the_call(launches):
+def test_a_plan_remembers_the_call(named_launches):
     (q, cache, indices), (meta, _) = decode_inputs(), dsa.get_mla_metadata()
     for _ in range(2):
         decoded(q, cache, indices, meta)
@@ -290,60 +129,6 @@ def test_a_plan_remembers_the_call(launches):
         decoded(q, cache, indices[..., :3], meta)
     with pytest.raises(ValueError, match="was first used with"):
         dsa.flash_mla_with_kvcache(q, cache, indices[:, 0].clamp(min=0), i32([1, 1, 1]), D_V, meta)
-
-
-def test_strides_that_mean_nothing(launches):
-    q, cache, indices = decode_inputs(pages=1, k=1)
-    decoded(q, cache.as_strided(cache.shape, (3, 576, 5, 1)), indices.as_strided(indices.shape, (2, 1, 7)))
-    raw = decode_inputs("bytes", pages=1)[1]
-    decoded(q, raw.as_strided(raw.shape, (5, 656, 3, 1)), indices)
-    for name, _, (_, caches, indices, *_) in launches:
-        assert name != "combine" and caches[0].stride(0) * caches[0].element_size() % 16 == 0
-        assert indices[0].stride(1) == 1
-
-
-def test_float32_runs_the_reference_and_says_so_on_a_gpu(request, monkeypatch):
-    monkeypatch.setattr(backends, "_warned", set())
-    arguments = prefill_inputs(dtype=torch.float32)
-    expected = reference.flash_mla_sparse_fwd(*arguments)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert_same(dsa.flash_mla_sparse_fwd(*arguments), expected)
-    launches = request.getfixturevalue("launches")
-    with pytest.warns(UserWarning, match="in float32 has no Hopper kernel yet") as found:
-        for _ in range(2):
-            assert_same(dsa.flash_mla_sparse_fwd(*arguments), expected)
-    assert [warning.filename for warning in found] == [__file__] and not launches
-
-
-def test_registration():
-    library.opcheck(PREFILL.default, (*prefill_inputs(), D_V, torch.randn(4), i32([1, 2, 3]), True))
-    q, cache, indices = decode_inputs("bytes")
-    for extra in ((None, None, None), (cache, indices, i32([1, 2, 3]))):
-        arguments = (q, cache, indices, None, *extra, D_V, 0.1, torch.randn(4), False)
-        library.opcheck(DECODE.default, arguments)
-        library.opcheck(torch.ops.dsa.sparse_mla_decode_out, (*arguments, head_slice(3, 2, 4, D_V)[0]))
-    arguments = (*prefill_inputs(), D_V, None, None, False, head_slice(3, 4, D_V)[0])
-    library.opcheck(torch.ops.dsa.sparse_mla_prefill_out, arguments)
-
-
-@pytest.mark.parametrize("into", [False, True])
-def test_torch_compile(into):
-    def attention(q, kv, indices, scale, cache, slots):
-        outs = [head_slice(*shape, 4, D_V)[0] if into else None for shape in ((3,), (3, 1))]
-        first = dsa.flash_mla_sparse_fwd(q, kv, indices, scale, out=outs[0])
-        return *first, *decoded(q[:, None] * 2, cache, slots, out=outs[1])
-
-    arguments = (*prefill_inputs(), decode_inputs()[1], decode_inputs(s_q=1)[2])
-    compiled = torch.compile(attention, fullgraph=False, backend="aot_eager")
-    assert_same(compiled(*arguments), attention(*arguments))
-
-
-def test_keys_in_another_dtype_are_refused_without_a_kernel_too():
-    indices = torch.zeros(2, 1, 3, dtype=torch.int32)
-    for q, kv in ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16), (torch.float16, torch.bfloat16)):
-        with pytest.raises(ValueError, match="kv: dtype must be q's"):
-            dsa.flash_mla_sparse_fwd(torch.zeros(2, 3, 16, dtype=q), torch.zeros(5, 1, 16, dtype=kv), indices, 1.0, 16)
 
 
 def test_a_dtype_without_a_kernel_is_compiled_whole(monkeypatch):

@@ -1,18 +1,15 @@
-"""The bridge of dense MLA decoding, on the CPU: dispatch, what it launches, torch.compile, and errors with a name."""
+"""The bridge of dense MLA decoding, on the CPU: plans, splits, and what it launches."""
 
 import math
-import warnings
 
 import pytest
 import torch
-from torch import library
 
 import dsa
 from dsa.kernels.mla.limits import HEAD_DIM, HEAD_DIM_V
 from dsa.ops.known_calls import KnownCalls
 from dsa.ops.mla import _dense_decode
 from dsa.ops.mla import flash_mla_with_kvcache as op
-from dsa.reference.mla import flash_mla_with_kvcache as reference
 from dsa.reference.mla import mla_metadata
 
 DECODE, PLAN = torch.ops.dsa.dense_mla_decode, torch.ops.dsa.mla_metadata
@@ -46,80 +43,54 @@ def wider(x, before, after):
 ANY_PLAN = (torch.zeros(7, 8, dtype=torch.int32), i32([0] * 4))
 
 
-BRIDGES = [op, _dense_decode]
-
-
-@pytest.fixture
-def launches(named_launches):
-    return named_launches
-
-
-def names(launches):
-    return [name for name, _, _ in launches]
+def names(named_launches):
+    return [name for name, _, _ in named_launches]
 
 
 def decoded(*arguments, **options):
     return dsa.flash_mla_with_kvcache(*arguments[:4], D_V, *(arguments[4:] or (None,)), **options)
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": True, "softmax_scale": 0.1}])
-@pytest.mark.parametrize(("h_q", "h_k"), [(4, 1), (6, 2)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_runs_the_reference_without_a_gpu(dtype, h_q, h_k, options):
-    arguments = inputs(h_q=h_q, h_k=h_k, dtype=dtype)
-    expected = reference.flash_mla_with_kvcache(*arguments, D_V, None, **options)
-    assert layout(expected[0]) == ((3, 2, h_q, D_V), (2 * h_q * D_V, h_q * D_V, D_V, 1), dtype)
-    assert expected[0][0].isfinite().all() and expected[0][1].eq(0).all() and expected[1][1].eq(math.inf).all()
-    of_old = (arguments[3], 2 * h_q // h_k, h_k)
-    old, new = dsa.get_mla_metadata(*of_old), dsa.get_mla_metadata()
-    assert_same(old, mla_metadata.get_mla_metadata(*of_old))
-    assert new == (dsa.FlashMLASchedMeta(), None)
-    for plan in (old, new, new, (None, None)):
-        for invariant in (False, True):
-            assert_same(decoded(*arguments, *plan, **options, enable_batch_invariant=invariant), expected)
-    assert_same((new[0].tile_scheduler_metadata, new[0].num_splits), old)
-
-
-def test_a_plan_is_made_once_and_remembered(launches):
+def test_a_plan_is_made_once_and_remembered(named_launches):
     (*arguments, lengths), (meta, _) = inputs(), dsa.get_mla_metadata()
     decoded(*arguments, lengths, meta)
-    planned, plan, num_splits, overhead = launches[0][2]
+    planned, plan, num_splits, overhead = named_launches[0][2]
     assert planned is lengths and plan is meta.tile_scheduler_metadata and num_splits is meta.num_splits
     assert layout(num_splits) == ((4,), (1,), torch.int32) and overhead == op.OVERHEAD_OF_SHORT
     decoded(*arguments, lengths + 1, meta)
-    assert names(launches) == ["plan", "decode", "combine", "decode", "combine"]
-    assert all(launches[i][2][4] is plan and launches[i][2][5] is num_splits for i in (1, 3))
+    assert names(named_launches) == ["plan", "decode", "combine", "decode", "combine"]
+    assert all(named_launches[i][2][4] is plan and named_launches[i][2][5] is num_splits for i in (1, 3))
     with pytest.raises(ValueError, match="tile_scheduler_metadata: was first used with"):
         decoded(*inputs(s_q=1), meta)
     # Without an object, every call plans; with an old plan, none does.
     for _ in range(2):
         decoded(*arguments, lengths)
     decoded(*arguments, lengths, *(old := dsa.get_mla_metadata(lengths, 8, 1)))
-    assert names(launches[5:]) == ["plan", "decode", "combine"] * 3
-    assert all(x is y for x, y in zip(old, launches[-2][2][4:6], strict=True))
+    assert names(named_launches[5:]) == ["plan", "decode", "combine"] * 3
+    assert all(x is y for x, y in zip(old, named_launches[-2][2][4:6], strict=True))
 
 
-def test_a_plan_that_comes_with_a_graph_serves_that_graph_alone(launches, monkeypatch):
+def test_a_plan_that_comes_with_a_graph_serves_that_graph_alone(named_launches, monkeypatch):
     """Nothing is in it before the graph is replayed."""
     arguments, (meta, _) = inputs(), dsa.get_mla_metadata()
     for capture, plans in ((7, True), (7, False), (8, True), (None, True), (None, False), (9, False)):
         monkeypatch.setattr(op, "capture_number", lambda _, capture=capture: capture)
-        launches.clear()
+        named_launches.clear()
         decoded(*arguments, meta)
-        assert names(launches) == ["plan"] * plans + ["decode", "combine"]
-        assert launches[-2][2][4] is meta.tile_scheduler_metadata and launches[-2][2][5] is meta.num_splits
+        assert names(named_launches) == ["plan"] * plans + ["decode", "combine"]
+        assert named_launches[-2][2][4] is meta.tile_scheduler_metadata and named_launches[-2][2][5] is meta.num_splits
 
 
 SHAPES = [(1, 1, 1, 132), (1, 64, 1, 132), (1, 65, 1, 66), (3, 64, 1, 44), (2, 128, 8, 16), (5, 128, 2, 13)]
 
 
 @pytest.mark.parametrize(("s_q", "h_q", "h_k", "parts"), [*SHAPES, (260, 64, 1, 1)])
-def test_the_plan_has_as_many_parts_as_there_are_ctas_for_it(s_q, h_q, h_k, parts, launches):
+def test_the_plan_has_as_many_parts_as_there_are_ctas_for_it(s_q, h_q, h_k, parts, named_launches):
     """Where sequences may be so long that all are needed."""
     (q, cache, _, lengths), rows = inputs(s_q, h_q, h_k), s_q * h_q // h_k
     arguments = q, cache, torch.zeros(3, 1000, dtype=torch.int32), lengths
     decoded(*arguments)
-    (_, _, (_, plan, _, overhead)), (_, key, got), _ = launches
+    (_, _, (_, plan, _, overhead)), (_, key, got), _ = named_launches
     assert layout(plan) == ((parts, 8), (8, 1), torch.int32) and key[2:] == (rows, False)
     assert overhead == (op.OVERHEAD_OF_LONG if parts > 3 else op.OVERHEAD)
     assert got[8].shape == (2 * parts, h_k, rows, D_V) and got[9].shape == (2 * parts, h_k, rows)
@@ -128,7 +99,7 @@ def test_the_plan_has_as_many_parts_as_there_are_ctas_for_it(s_q, h_q, h_k, part
     assert old == [layout(x) for x in PLAN(arguments[3].to("meta"), rows, h_k, 0)] and old[0] == layout(plan)
     # The workspace follows the plan that is given.
     decoded(*arguments, *ANY_PLAN)
-    assert launches[-2][2][8].shape == (14, h_k, rows, D_V)
+    assert named_launches[-2][2][8].shape == (14, h_k, rows, D_V)
 
 
 WHOLE = [(128, 128, 4096, True), (128, 64, 4096, True), (132, 128, 65536, True)]
@@ -152,15 +123,15 @@ SHORT += [(704, 132, 5, True), (708, 132, 2, False)]
 
 
 @pytest.mark.parametrize(("pages", "parts", "overhead", "short"), SHORT)
-def test_plans_of_short_sequences(pages, parts, overhead, short, launches):
+def test_plans_of_short_sequences(pages, parts, overhead, short, named_launches):
     """By the longest that the table has room for: a tile each up to half of the multiprocessors, then half of them, and
     all; without clusters. A plan for nobody knows what is as ever."""
     q, cache, _, lengths = inputs()
     decoded(q, cache, table := torch.zeros(3, pages, dtype=torch.int32), lengths)
-    (_, _, (_, plan, _, cost)), (_, decode, _), _ = launches
+    (_, _, (_, plan, _, cost)), (_, decode, _), _ = named_launches
     assert (len(plan), cost, decode[3]) == (parts, overhead, short)
     decoded(q, cache, table, lengths, *dsa.get_mla_metadata(lengths, 8, 1))
-    assert (len(launches[3][2][1]), launches[3][2][3]) == (132, op.OVERHEAD)
+    assert (len(named_launches[3][2][1]), named_launches[3][2][3]) == (132, op.OVERHEAD)
 
 
 # Heads, pages of 16 keys, parts of each of three sequences.
@@ -168,10 +139,10 @@ def test_plans_of_short_sequences(pages, parts, overhead, short, launches):
     ("heads", "pages", "parts", "few"),
     [(64, 64, 16, False), (128, 64, 11, True), (128, 176, 11, True), (128, 180, 22, False), (128, 400, 22, False)],
 )
-def test_few_ctas_combine_few_parts_of_many_rows(heads, pages, parts, few, launches):
+def test_few_ctas_combine_few_parts_of_many_rows(heads, pages, parts, few, named_launches):
     q, cache, _, lengths = inputs(1, heads, 1)
     decoded(q, cache, torch.zeros(3, pages, dtype=torch.int32), lengths)
-    (_, _, (_, plan, *_)), _, (_, combine, _) = launches
+    (_, _, (_, plan, *_)), _, (_, combine, _) = named_launches
     assert (len(plan) // 3, combine[3]) == (parts, few)
 
 
@@ -188,60 +159,44 @@ def test_variants_of_short_sequences(monkeypatch):
     assert configs == [mla_combine_sm90.FEW, mla_combine_sm90.SOME, mla_combine_sm90.FEW]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("page_size", "box"), [(16, 16), (48, 16), (32, 32), (96, 32), (64, 64), (256, 64)])
-def test_what_the_kernels_get(page_size, box, dtype, launches):
-    q, cache, table, lengths = arguments = inputs(page_size=page_size, dtype=dtype)
-    out, lse = decoded(*arguments, causal=True, softmax_scale=0.3)
-    assert out.shape == (3, 2, 4, D_V) and out.is_contiguous() and out.dtype == dtype
-    assert layout(lse) == ((3, 4, 2), (8, 2, 1), torch.float32)
-    (_, _, (_, *plan, _)), (_, key, got), (_, other, combined) = launches
-    assert key == (dtype, box, 8, True) and other[0] == dtype
-    assert all(x is y for x, y in zip(got[:8], (q, cache, table, lengths, *plan, out, lse), strict=True))
-    assert got[10] == pytest.approx(0.3 / math.log(2)) and got[11:] == (True, 3 * page_size, 0)
-    assert all(x is y for x, y in zip(combined[:7], got[3:10], strict=True)) and combined[7:] == (3 * page_size, 0)
-    decoded(*arguments)
-    assert launches[4][2][10] == pytest.approx(D**-0.5 / math.log(2)) and launches[4][2][11] is False
-
-
 SPLITS = [(1, 16, 1), (256, 16, 1), (257, 16, 2), (31, 4096, 31), (32, 4096, 32), (32, 4112, 32), (4, 2**30, 32)]
 
 
 @pytest.mark.parametrize("plan", [ANY_PLAN, (None, None)])
 @pytest.mark.parametrize(("pages", "page_size", "splits"), SPLITS)
-def test_batch_invariant_splits_follow_the_capacity(pages, page_size, splits, plan, launches):
+def test_batch_invariant_splits_follow_the_capacity(pages, page_size, splits, plan, named_launches):
     q, cache, _, lengths = inputs()
     cache, table = cache[:1, :1].expand(1, page_size, 1, D), torch.zeros(3, pages, dtype=torch.int32)
     decoded(q, cache, table, lengths, *plan, enable_batch_invariant=True)
-    assert names(launches) == ["decode", "combine"][: 1 + (splits > 1)]
-    got, capacity = launches[0][2], min(pages * page_size, 2**31 - 64)
-    assert all(arguments[-2:] == (capacity, splits) for _, _, arguments in launches)
+    assert names(named_launches) == ["decode", "combine"][: 1 + (splits > 1)]
+    got, capacity = named_launches[0][2], min(pages * page_size, 2**31 - 64)
+    assert all(arguments[-2:] == (capacity, splits) for _, _, arguments in named_launches)
     assert got[8].shape == (3 * splits, 1, 8, D_V) and got[9].shape == (3 * splits, 1, 8)
     # The plan is not read: it is any that the kernels can be called with.
     assert got[4] is not plan[0] and layout(got[4])[1:] == ((8, 1), torch.int32)
 
 
-def test_batch_invariant_kernels_do_not_depend_on_the_batch(launches):
+def test_batch_invariant_kernels_do_not_depend_on_the_batch(named_launches):
     """Nor on the width of the block table: other kernels would add the splits up in another order."""
     (q, cache, _, lengths), tables = inputs(h_q=64), torch.zeros(3, 5000, dtype=torch.int32)
     for batch, pages in ((1, 257), (3, 257), (3, 5000), (1, 5000)):
         decoded(q[:batch], cache, tables[:batch, :pages], lengths[:batch], enable_batch_invariant=True)
-    assert names(launches) == ["decode", "combine"] * 4
-    assert len({key for _, key, _ in launches[::2]}) == len({key for _, key, _ in launches[1::2]}) == 1
+    assert names(named_launches) == ["decode", "combine"] * 4
+    assert len({key for _, key, _ in named_launches[::2]}) == len({key for _, key, _ in named_launches[1::2]}) == 1
 
 
 @pytest.mark.parametrize("style", ["old", "new", None, "batch-invariant"])
 @pytest.mark.parametrize("sizes", [(0, 2, 4, 9, 3), (3, 0, 4, 9, 3), (3, 2, 0, 9, 3), (3, 2, 4, 0, 3), (3, 2, 4, 9, 0)])
-def test_nothing_to_attend_to(sizes, style, launches):
+def test_nothing_to_attend_to(sizes, style, named_launches):
     (q, cache, table, lengths), (batch, s_q, h_q, pages, width) = inputs(), sizes
     q, cache, table, lengths = q[:batch, :s_q, :h_q], cache[:pages], table[:batch, :width], lengths[:batch]
     plan = {"old": dsa.get_mla_metadata(lengths, 8, 1), "new": dsa.get_mla_metadata()}.get(style, (None, None))
-    launches.clear()
+    named_launches.clear()
     out, lse = decoded(q, cache, table, lengths, *plan, enable_batch_invariant=style == "batch-invariant")
     assert out.shape == (batch, s_q, h_q, D_V) and out.dtype == q.dtype and out.eq(0).all()
     assert lse.shape == (batch, h_q, s_q) and lse.dtype == torch.float32 and lse.eq(math.inf).all()
     # A plan may be made where none is given: later calls can use it.
-    assert not launches or (names(launches) == ["plan"] and style in ("new", None) and batch)
+    assert not named_launches or (names(named_launches) == ["plan"] and style in ("new", None) and batch)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -257,30 +212,6 @@ def test_into_a_part_of_a_tensor(dtype):
         assert (whole[:, :, :2] == 7).all() and (whole[:, :, 6:] == 7).all()
 
 
-def test_what_the_kernels_get_of_an_out(launches):
-    arguments = inputs()
-    whole = torch.zeros(3, 2, 7, D_V).bfloat16()
-    for options, count in (({}, 3), ({"enable_batch_invariant": True}, 1)):
-        launches.clear()
-        out = whole[:, :, 2:6]
-        got, lse = decoded(*arguments, **options, out=out)
-        assert len(launches) == count and got is out
-        places = {"decode": (6, 7), "combine": (3, 4)}
-        for name, _, a in launches[count == 3 :]:
-            assert all(a[i] is x for i, x in zip(places[name], (out, lse), strict=True))
-    launches.clear()
-    decoded(arguments[0], arguments[1][:0], *arguments[2:], out=whole.fill_(7.0)[:, :, 2:6])
-    assert not whole[:, :, 2:6].any() and (whole[:, :, :2] == 7).all() and (whole[:, :, 6:] == 7).all()
-    for out, message in (
-        (whole[:, :, :3], r"out: shape must be \[3, 2, 4, 512\], got \[3, 2, 3, 512\]"),
-        (whole[:, :, :4].half(), "out: dtype must be q's bfloat16, got float16"),
-        (whole.repeat(1, 1, 2, 1)[:, :, :8:2], "out: dimensions 2 to 3 must be mergeable into one"),
-        (arguments[1].flatten()[: 24 * D_V].view(3, 2, 4, D_V), "out: is written, .* memory with k_cache"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            decoded(*arguments, out=out)
-
-
 class Foreign:
     """FlashMLA's class, by its fields."""
 
@@ -290,15 +221,15 @@ class Foreign:
 
 
 @pytest.mark.parametrize("filled", [False, True])
-def test_an_object_of_another_library(filled, launches):
+def test_an_object_of_another_library(filled, named_launches):
     (*arguments, lengths) = inputs()
     theirs = (torch.full((132, 8), 9, dtype=torch.int32), i32([9] * 4), object()) if filled else (None, None, None)
     meta = Foreign(*theirs)
     for _ in range(2):
         decoded(*arguments, lengths, meta)
-    assert names(launches) == ["plan", "decode", "combine", "decode", "combine"]
-    plan = launches[0][2][1]
-    assert all(launches[i][2][4] is plan for i in (1, 3)) and plan is not theirs[0]
+    assert names(named_launches) == ["plan", "decode", "combine", "decode", "combine"]
+    plan = named_launches[0][2][1]
+    assert all(named_launches[i][2][4] is plan for i in (1, 3)) and plan is not theirs[0]
     # Its own fields are as its own library left them.
     assert (meta.tile_scheduler_metadata, meta.num_splits, meta.config) == theirs and meta.have_initialized is filled
     with pytest.raises(ValueError, match="tile_scheduler_metadata: was first used with"):
@@ -307,7 +238,7 @@ def test_an_object_of_another_library(filled, launches):
         decoded(*arguments, lengths, meta, i32([0] * 4))
 
 
-def test_an_object_that_keeps_nothing(launches):
+def test_an_object_that_keeps_nothing(named_launches):
     def refuse(self, name, value):
         raise AttributeError(name)
 
@@ -321,7 +252,7 @@ def test_an_object_that_keeps_nothing(launches):
             decoded(*inputs(), wrong)
 
 
-def test_which_plans_the_kernel_makes(launches):
+def test_which_plans_the_kernel_makes(named_launches):
     plan, num_splits = dsa.get_mla_metadata(i32([]), 16, 1)
     assert layout(plan) == ((132, 8), (8, 1), torch.int32) and num_splits.tolist() == [0]
     assert plan[:, :6].eq(-1).all() and plan[:, 6:].eq(0).all()
@@ -331,100 +262,23 @@ def test_which_plans_the_kernel_makes(launches):
     many = torch.zeros(32769, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"cache_seqlens: the kernel plans for at most 32768 .* got 32769"):
         dsa.get_mla_metadata(many, 16, 1)
-    assert not launches
+    assert not named_launches
     dsa.get_mla_metadata(many[1:], 16, 1)
-    assert names(launches) == ["plan"] and launches[0][2][2].shape == (32769,)
+    assert names(named_launches) == ["plan"] and named_launches[0][2][2].shape == (32769,)
 
 
-def test_queries_are_copied_only_if_their_rows_are_not_aligned(launches):
+def test_queries_are_copied_only_if_their_rows_are_not_aligned(named_launches):
     q, cache, table, lengths = inputs(h_k=2)
     channels, tokens = q.transpose(2, 3).contiguous().transpose(2, 3), q.transpose(0, 1).contiguous().transpose(0, 1)
     for wrong in (wider(q, 1, 7), wider(q, 0, 4), wider(q, 4, 4), channels, q.repeat_interleave(2, 3)[..., ::2]):
         decoded(wrong, cache, table, lengths)
-        got = launches[-2][2][0]
+        got = named_launches[-2][2][0]
         assert layout(got) == layout(q) and torch.equal(got, q) and got.data_ptr() % 16 == 0
     # Parts of larger tensors are used where they are.
     keys, rows, apart = wider(cache, 8, 56), wider(table, 1, 4), torch.stack((lengths, lengths), 1)[:, 1]
     for right in (wider(q, 0, 8), wider(q, 8, 0), tokens, q[:, :1].expand_as(q)):
         decoded(right, keys, rows, apart)
-        assert all(x is y for x, y in zip(launches[-2][2][:4], (right, keys, rows, apart), strict=True))
-
-
-def test_strides_of_single_elements_mean_nothing(launches):
-    q, cache, table, lengths = inputs(s_q=1, h_q=1)
-    odd_q, odd_cache = q.as_strided(q.shape, (D, 3, 1, 1)), cache.as_strided(cache.shape, (16 * D, D, 5, 1))
-    column = table.as_strided((3, 1), (3, 7))
-    for keys in (odd_cache, odd_cache[:1].as_strided((1, 16, 1, D), (9, D, 5, 1))):
-        decoded(odd_q, keys, column, lengths)
-        got_q, got_cache, got_table = launches[-2][2][:3]
-        for got, given in ((got_q, q), (got_cache, cache[: len(keys)]), (got_table, table[:, :1])):
-            assert torch.equal(got, given) and got.data_ptr() == given.data_ptr() and got.stride(-1) == 1
-        assert all(stride % 8 == 0 for x in (got_q, got_cache) for stride in x.stride()[:-1])
-
-
-def test_what_the_kernel_does_not_take(launches):
-    (q, cache, table, lengths), (plan, num_splits) = inputs(), ANY_PLAN
-    good = {"q": q, "head_dim_v": D_V, "k_cache": cache, "block_table": table, "cache_seqlens": lengths}
-    good |= {"tile_scheduler_metadata": plan, "num_splits": num_splits}
-    aligned = "k_cache: rows must start at multiples of 16 bytes, got an address "
-    fp8 = {"k_cache": torch.zeros(10, 16, 1, 656, dtype=torch.uint8), "is_fp8_kvcache": True}
-    positive = "softmax_scale: the kernel takes a positive number, got "
-    for changes, message in [
-        ({"k_cache": cache.half()}, "k_cache: dtype must be q's bfloat16 or .*, got float16"),
-        ({"q": q.half()}, "k_cache: dtype must be q's float16 or .*, got bfloat16"),
-        (fp8, "k_cache: the kernel takes q's dtype bfloat16 without indices, got uint8"),
-        ({"q": q[..., :512], "k_cache": cache[..., :512]}, r"q: .* takes d = 576, got shape \[3, 2, 4, 512\]"),
-        ({"head_dim_v": 256}, "head_dim_v: the kernel takes 512, got 256"),
-        ({"k_cache": cache[:, :15]}, "k_cache: the kernel takes pages of a multiple of 16 keys, got 15"),
-        ({"k_cache": wider(cache, 4, 4)}, aligned + "8 bytes past one"),
-        ({"k_cache": wider(cache, 0, 4)}, aligned + r"0 bytes past one and strides of \[18560, 1160\] bytes"),
-        (
-            {"k_cache": cache.repeat_interleave(2, 3)[..., ::2]},
-            r"k_cache: the last dimension must be contiguous, got strides \[18432, 1152, 1152, 2\]",
-        ),
-        (
-            {"block_table": table.T.contiguous().T},
-            r"block_table: the last dimension must be contiguous, got strides \[1, 3\]",
-        ),
-        *(({"softmax_scale": x}, positive + str(x)) for x in (0.0, -1.0)),
-        *(({"softmax_scale": x}, f"must be finite in fp32, got {x}") for x in (math.inf, -math.inf, math.nan)),
-        *(({"tile_scheduler_metadata": plan.repeat(n, 1)}, f"takes 1 to 160 parts, got {7 * n}") for n in (23, 0)),
-        ({"tile_scheduler_metadata": wider(plan, 0, 1)}, r"tile_scheduler_metadata: .* contiguous, got strides \[9"),
-        ({"num_splits": i32([0] * 8)[::2]}, r"num_splits: must be contiguous, got strides \[2\]"),
-        *(({name: good[name].to("meta")}, f"{name}: must be on q's device cpu, got meta") for name in [*good][2:]),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            dsa.flash_mla_with_kvcache(**{**good, **changes})
-    assert not launches
-    dsa.flash_mla_with_kvcache(**good)
-    assert names(launches) == ["decode", "combine"]
-
-
-@pytest.mark.parametrize("sparse", [False, True])
-def test_float32_runs_the_reference_and_says_so_on_a_gpu(sparse, request, monkeypatch):
-    monkeypatch.setattr(op.backends, "_warned", set())
-    arguments, options = (*inputs(dtype=torch.float32), D_V, None), {}
-    if sparse:
-        arguments = (*arguments[:2], None, None, D_V, None)
-        options["indices"] = torch.randint(-5, 200, (3, 2, 40), dtype=torch.int32)
-    expected = reference.flash_mla_with_kvcache(*arguments, **options)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert_same(dsa.flash_mla_with_kvcache(*arguments, **options), expected)
-    launches = request.getfixturevalue("launches")
-    with pytest.warns(UserWarning, match=r"dsa\.flash_mla_with_kvcache in float32 has no Hopper kernel yet") as found:
-        assert_same(dsa.flash_mla_with_kvcache(*arguments, **options), expected)
-        dsa.flash_mla_with_kvcache(*arguments, **options)
-    assert [warning.filename for warning in found] == [__file__] and not launches
-
-
-def test_registration():
-    *arguments, lengths = inputs()
-    library.opcheck(PLAN.default, (lengths, 8, 1, 0))
-    for plan in (ANY_PLAN, (None, None)):
-        library.opcheck(DECODE.default, (*arguments, lengths, D_V, *plan, 0.1, True))
-        out = torch.zeros(3, 2, 7, D_V).bfloat16()[:, :, 2:6]
-        library.opcheck(torch.ops.dsa.dense_mla_decode_out, (*arguments, lengths, D_V, *plan, 0.1, True, out))
+        assert all(x is y for x, y in zip(named_launches[-2][2][:4], (right, keys, rows, apart), strict=True))
 
 
 @pytest.mark.parametrize("style", ["old", "new", None, "batch-invariant"])
@@ -442,7 +296,7 @@ def test_torch_compile(style):
         assert meta.config == eager.config and torch.equal(meta.tile_scheduler_metadata, eager.tile_scheduler_metadata)
 
 
-def test_a_call_like_one_before_is_not_checked_again(launches, monkeypatch):
+def test_a_call_like_one_before_is_not_checked_again(named_launches, monkeypatch):
     (q, cache, table, lengths), checked = inputs(h_q=64), []
     check = op._dense_mla_decode.arguments.check
     monkeypatch.setattr(op._dense_mla_decode, "known", KnownCalls())

@@ -1,4 +1,4 @@
-"""The bridge of the merge, on the CPU: dispatch, what it launches, torch.compile, and errors with a name."""
+"""The bridge of the merge, on the CPU: branches as the kernel sees them."""
 
 import math
 
@@ -8,10 +8,7 @@ import torch
 import dsa
 from dsa.kernels.mla import merge_attention_sm90 as kernels
 from dsa.kernels.mla.limits import MAX_MERGE_ROWS
-from dsa.ops.mla import merge_attention as op  # noqa: F401, for the fixture `launches`
-from dsa.reference.mla import merge_attention as reference
 
-MERGE = torch.ops.dsa.merge_attention
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
@@ -23,106 +20,11 @@ def branches(count=2, shape=(3, 4, 16), dtype=torch.bfloat16):
     return outs, lses
 
 
-def to_meta(tensors):
-    return [x.to("meta") for x in tensors]
-
-
-def layout(x):
-    return x.shape, x.stride(), x.dtype
-
-
-def assert_same(got, expected):
-    for x, y in zip(got, expected, strict=True):
-        assert layout(x) == layout(y) and torch.equal(x, y)
-
-
 def test_the_kernel_takes_what_the_limits_say():
     assert MAX_MERGE_ROWS == 2**31 - 2 * kernels.WARPS
     for dtype in DTYPES:
         name = str(dtype).removeprefix("torch.")
         assert (kernels.compile_merge_attention, (name, 3, True)) in kernels.shipped_variants()
-
-
-@pytest.mark.parametrize("with_sink", [False, True])
-@pytest.mark.parametrize("count", [1, 2, 5])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_runs_the_reference_without_a_gpu(dtype, count, with_sink):
-    outs, lses = branches(count, dtype=dtype)
-    sink = torch.randn(4) if with_sink else None
-    expected = reference.merge_attention(outs, lses, sink)
-    assert layout(expected[0]) == ((3, 4, 16), (64, 16, 1), dtype) and layout(expected[1])[1:] == (
-        (4, 1),
-        torch.float32,
-    )
-    assert_same(dsa.merge_attention(outs, lses, sink), expected)
-    assert_same(dsa.merge_attention(tuple(outs), tuple(lses), attn_sink=sink), expected)
-    # Stacked branches are a sequence of them.
-    assert_same(dsa.merge_attention(torch.stack(outs), torch.stack(lses), sink), expected)
-
-
-@pytest.mark.parametrize("with_sink", [False, True])
-def test_one_node_of_a_compiled_graph(with_sink):
-    outs, lses = branches(3)
-    sink = torch.randn(4) if with_sink else None
-    compiled = torch.compile(dsa.merge_attention, fullgraph=True, backend="aot_eager")
-    assert_same(compiled(outs, lses, sink), dsa.merge_attention(outs, lses, sink))
-
-
-def test_registration():
-    outs, lses = branches(2)
-    torch.library.opcheck(MERGE.default, (outs, lses, torch.randn(4)))
-    torch.library.opcheck(MERGE.default, (outs, lses, None))
-
-
-@pytest.mark.parametrize("shape", [(0, 4, 16), (3, 0, 16), (4, 16), (2, 3, 4, 5, 8)])
-def test_fake_results_are_laid_out_as_the_real_ones(shape):
-    outs, lses = branches(2, shape)
-    outs, lses = ([x.transpose(0, -1).contiguous().transpose(0, -1) for x in tensors] for tensors in (outs, lses))
-    fake = MERGE(to_meta(outs), to_meta(lses), None)
-    assert all(x.is_meta for x in fake)
-    assert [layout(x) for x in fake] == [layout(x) for x in dsa.merge_attention(outs, lses)]
-
-
-def test_fake_calls_check_their_arguments():
-    outs, lses = map(to_meta, branches(2))
-    with pytest.raises(ValueError, match=r"lses\[1\]: shape must be \[3, 4\], got \[3\]"):
-        MERGE(outs, [lses[0], lses[1][:, 0]], None)
-
-
-def test_forcing_the_kernel_on_the_cpu_is_an_error():
-    with dsa.use_backend("cute"), pytest.raises(ValueError, match="merge_attention: backend 'cute' was asked for, but"):
-        dsa.merge_attention(*branches())
-
-
-def test_what_is_no_tensor_is_named():
-    outs, lses = branches()
-    for position, name in enumerate(("outs[0]", "outs[1]", "lses[0]", "lses[1]")):
-        tensors = [*outs, *lses]
-        tensors[position] = [1.0]
-        with pytest.raises(TypeError, match=rf"{name[:4]}\[{name[5]}\]: must be a torch.Tensor, got list"):
-            dsa.merge_attention(tensors[:2], tensors[2:])
-    with pytest.raises(ValueError, match="lses: must be a list of as many tensors as outs, 2, got 1"):
-        dsa.merge_attention(outs, lses[:1])
-    with pytest.raises(ValueError, match="outs: must be a list of at least one tensor, got none"):
-        dsa.merge_attention([], [])
-    with pytest.raises(ValueError, match=r"outs\[0\]: must have at least 2 dimensions, got shape \[16\]"):
-        dsa.merge_attention([outs[0][0, 0]], [lses[0][0, 0]])
-
-
-@pytest.mark.parametrize("with_sink", [False, True])
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_what_the_kernel_gets(dtype, count, with_sink, launches):
-    outs, lses = branches(count, (2, 3, 4, 24), dtype)
-    lses = [x.transpose(0, 2).contiguous().transpose(0, 2) for x in lses]
-    sink = torch.randn(8)[::2] if with_sink else None
-    out, lse = dsa.merge_attention(outs, lses, sink)
-    [(variant, (got_outs, got_lses, got_sink, *results))] = launches
-    assert variant == (dtype, count, with_sink) and got_sink is sink
-    assert layout(out) == ((2, 3, 4, 24), (288, 96, 24, 1), dtype)
-    assert layout(lse) == ((2, 3, 4), (12, 4, 1), torch.float32)
-    for got, given in zip([*got_outs, *got_lses, *results], [*outs, *lses, out, lse], strict=True):
-        assert layout(got) == layout(given) and got.data_ptr() == given.data_ptr()
 
 
 SHAPES = [
@@ -145,12 +47,6 @@ def test_the_kernel_sees_four_dimensions(shape, seen, launches):
     assert all(torch.equal(x.view(-1), y.view(-1)) for x, y in zip(got_outs + got_lses, outs + lses, strict=True))
 
 
-@pytest.mark.parametrize("shape", [(0, 4, 16), (3, 0, 16), (2, 0, 3, 4, 8)])
-def test_nothing_to_merge(shape, launches):
-    out, lse = dsa.merge_attention(*branches(2, shape))
-    assert out.shape == shape and lse.shape == shape[:-1] and not launches
-
-
 def test_parts_of_larger_tensors_are_used_where_they_are(launches):
     outs, lses = branches(2, (6, 4, 16))
     wide = [torch.nn.functional.pad(x, (8, 24))[..., 8:24] for x in outs]
@@ -161,38 +57,3 @@ def test_parts_of_larger_tensors_are_used_where_they_are(launches):
     dsa.merge_attention([one, one], [lses[0][:1, :1]] * 2)
     for got in launches[1][1][0]:
         assert got.data_ptr() == one.data_ptr() and all(stride % 8 == 0 for stride in got.stride()[:-1])
-
-
-def test_what_the_kernel_does_not_take(launches):
-    outs, lses = branches(2)
-    merged = "dimensions 0 to 1 must be mergeable into one with a single stride, got "
-    aligned = r"outs\[1\]: rows must start at multiples of 16 bytes, got "
-    odd = torch.nn.functional.pad(outs[1], (0, 1))[..., :16]
-    shifted = torch.nn.functional.pad(outs[1], (4, 4))[..., 4:20]
-    columns = outs[1].repeat_interleave(2, 2)[..., ::2]
-    six, logs = branches(2, (2, 3, 2, 4, 16))
-    apart = six[0].transpose(0, 2).contiguous().transpose(0, 2)
-    logs_apart = logs[1].transpose(0, 1).contiguous().transpose(0, 1)
-    many = torch.zeros(8).bfloat16().expand(2**20, 2**11, 8), torch.zeros(1).expand(2**20, 2**11)
-    narrow = [x[..., :12] for x in outs]
-    for arguments, message in [
-        ((outs * 3, lses * 3), "outs: the kernel merges 1 to 4 branches, got 6"),
-        ((narrow, lses), r"outs\[0\]: the kernel takes d_v a multiple of 8, got shape \[3, 4, 12\]"),
-        (([x[..., :0] for x in outs], lses), r"outs\[0\]: .* takes d_v a multiple of 8, got shape \[3, 4, 0\]"),
-        (([outs[0], outs[1].float()], lses), r"outs\[1\]: dtype must be outs\[0\]'s bfloat16, got float32"),
-        (([outs[0], odd], lses), aligned + r"an address 0 bytes past one and strides of \[136, 34\] bytes"),
-        (([outs[0], shifted], lses), aligned + r"an address 8 bytes past one and strides of \[192, 48\] bytes"),
-        (([outs[0], columns], lses), r"outs\[1\]: the last dimension must be contiguous, got strides \[128, 32, 2\]"),
-        (([six[0], apart], logs), r"outs\[1\]: " + merged + r"shape \[2, 3, 2, 4, 16\]"),
-        (
-            (six, [logs[0], logs_apart]),
-            r"lses\[1\]: dimensions 0 to 1 must be mergeable .* got shape \[2, 3, 2, 4\]",
-        ),
-        (([many[0]], [many[1]]), r"outs\[0\]: the kernel takes at most 2147483640 rows, got shape"),
-        (([outs[0], outs[1].to("meta")], lses), r"outs\[1\]: must be on outs\[0\]'s device cpu, got meta"),
-        ((outs, [lses[0].to("meta"), lses[1]]), r"lses\[0\]: must be on outs\[0\]'s device cpu, got meta"),
-        ((outs, lses, torch.zeros(4, device="meta")), r"attn_sink: must be on outs\[0\]'s device cpu, got meta"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            dsa.merge_attention(*arguments)
-    assert not launches

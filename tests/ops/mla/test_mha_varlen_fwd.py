@@ -1,18 +1,9 @@
-"""The bridges of multi-head attention and of selections' bits, on the CPU: dispatch, what they launch, and errors."""
+"""The bridge of multi-head attention, on the CPU: padding of channels, groups of heads, and what it copies."""
 
-import math
-
-import pytest
 import torch
-from torch import library
 
 import dsa
-from dsa.ops.mla import mha_varlen_fwd as attention
-from dsa.ops.mla import selection_bits as selection
-from dsa.reference.mla import mha_varlen_fwd as reference
-from dsa.reference.mla import selection_bits as bits_reference
 
-BRIDGES = attention, selection
 BF16 = torch.bfloat16
 
 
@@ -25,56 +16,6 @@ def arguments(dims=(192, 128), heads=4, kv_heads=2, dtype=BF16, **changed):
     given |= {"v": torch.randn(9, kv_heads, dims[1]).to(dtype), "cu_seqlens_q": i32([0, 2, 5])}
     given |= {"cu_seqlens_k": i32([0, 3, 9]), "max_seqlen_k": 6, "softmax_scale": 0.1}
     return given | changed
-
-
-SELECTED = dsa.selection_bits(i32([[0, 1], [0, 2], [3, 5], [4, 7], [8, 3]]), i32([0, 0, 3, 3, 3]), 6)
-
-
-def test_runs_the_reference_without_a_gpu():
-    for changed in ({}, {"selected": SELECTED}, {"causal": False}):
-        got, expected = (f(**arguments_of(changed)) for f in (dsa.mha_varlen_fwd, reference.mha_varlen_fwd))
-        assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
-    assert got[0].shape == (5, 4, 128) and got[0].dtype == BF16 and got[1].shape == (4, 5)
-    lists = i32([[1, 200, -3]]), i32([1]), 260
-    assert torch.equal(dsa.selection_bits(*lists), bits_reference.selection_bits(*lists))
-
-
-def arguments_of(changed):
-    torch.manual_seed(0)
-    return arguments(**changed)
-
-
-def test_registration():
-    values = arguments()
-    tensors = [values[name] for name in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")]
-    for selected in (None, SELECTED):
-        library.opcheck(torch.ops.dsa.mha_varlen_fwd.default, (*tensors, 6, 0.1, True, None, selected, 0))
-    library.opcheck(torch.ops.dsa.selection_bits.default, (i32([[1, 2]]), i32([0]), 200))
-
-
-def test_what_the_kernel_gets(named_launches):
-    values = arguments()
-    for selected, dense_keys in ((None, 7), (SELECTED, 3)):
-        out, lse = dsa.mha_varlen_fwd(**values, selected=selected, dense_keys=dense_keys)
-        [(name, variant, launched)] = named_launches
-        named_launches.clear()
-        assert name == "" and variant == (BF16, 192, 128, 0, selected is not None)
-        q, k, rope, v, cu_q, cu_k, written, own_lse, bits, dense, counter, scale, causal, group, ctas = launched
-        assert q is values["q"] and k is values["k"] and v is values["v"] and written is out and own_lse is lse
-        assert rope is None
-        assert cu_q is values["cu_seqlens_q"] and cu_k is values["cu_seqlens_k"] and bits is selected
-        assert dense == (None if selected is None else 3) and counter.tolist() == [0]
-        assert scale == pytest.approx(0.1 * math.log2(math.e)) and (causal, group, ctas) == (1, 4, 132)
-    assert out.shape == (5, 4, 128) and lse.shape == (4, 5) and lse.dtype == torch.float32
-
-
-def test_rope_channels_apart(named_launches):
-    values = arguments()
-    k, rope = values["k"][..., :128], values["k"][:, 0, 128:]
-    dsa.mha_varlen_fwd(**values | {"k": k}, k_rope=rope)
-    [(_, variant, launched)] = named_launches
-    assert variant == (BF16, 192, 128, 64, False) and launched[1].data_ptr() == k.data_ptr()
-    assert launched[2].shape == (9, 1, 64) and torch.equal(launched[2][:, 0], rope)
 
 
 def test_channels_between_those_of_the_kernels_are_padded(named_launches):
@@ -108,47 +49,7 @@ def test_rows_that_tma_cannot_read_are_copied(named_launches):
     assert launched[0].is_contiguous() and torch.equal(launched[0], odd) and launched[12] == 0
 
 
-def test_nothing_to_do_is_not_launched(named_launches):
-    out, lse = dsa.mha_varlen_fwd(**arguments(q=torch.zeros(0, 4, 192, dtype=BF16)))
-    assert out.shape == (0, 4, 128) and lse.shape == (4, 0)
-    empty = torch.zeros(0, 2, 192, dtype=BF16)
-    no_bits = {"selected": torch.zeros(5, 0, dtype=torch.int32), "max_seqlen_k": 0}
-    for changed in ({"k": empty, "v": empty[..., :128]}, no_bits, {"cu_seqlens_q": i32([0]), "cu_seqlens_k": i32([0])}):
-        out, lse = dsa.mha_varlen_fwd(**arguments(**changed))
-        assert not out.any() and lse.eq(math.inf).all()
-    assert dsa.selection_bits(i32([[1]]), i32([0]), 0).shape == (1, 0)
-    assert not named_launches
-
-
 def test_values_without_channels_have_an_lse(named_launches):
     out, lse = dsa.mha_varlen_fwd(**arguments(v=torch.zeros(9, 2, 0, dtype=BF16)))
     [(_, variant, launched)] = named_launches
     assert out.shape == (5, 4, 0) and launched[7] is lse and variant[1:3] == (192, 128)
-
-
-def test_bits_that_the_kernel_writes(named_launches):
-    indices, starts = i32([[1, 2, 3]] * 4)[::2], i32([0, 9, 1, 9])[::2]
-    bits = dsa.selection_bits(indices, starts, 129)
-    without = dsa.selection_bits(indices, None, 129)
-    [(name, variant, launched), (_, other, last)] = named_launches
-    assert (name, variant) == ("", (True,)) and launched[0] is indices and launched[1] is starts
-    assert launched[2] is bits and launched[3] == 129 and bits.shape == (2, 8)
-    assert other == (False,) and last[1] is None and last[2] is without
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"dims": (264, 64)}, r"q, v: the kernel takes up to \(d, dv\) = \(256, 256\) channels, got \(264, 64\)"),
-        (
-            {"selected": torch.zeros(1, dtype=torch.int32).expand(5, 2**29)},
-            "selected: the kernel takes at most 2147483",
-        ),
-        ({"cu_seqlens_k": i32([0, 3, 9]).to("meta")}, "cu_seqlens_k: must be on q's device cpu, got meta"),
-        ({"softmax_scale": -1.0}, "softmax_scale: must be above 0, got -1.0"),
-    ],
-)
-def test_what_the_kernel_does_not_take(changed, message, named_launches):
-    with pytest.raises(ValueError, match=message):
-        dsa.mha_varlen_fwd(**arguments(**changed))
-    assert not named_launches

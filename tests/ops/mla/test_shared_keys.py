@@ -8,14 +8,6 @@ from dsa.kernels.mla import selection_union_sm90, sparse_mla_union_sm90
 from dsa.kernels.mla.limits import TILE_M
 from dsa.kernels.mla.query_group_limits import GROUP_SIZES, MEMBER_SHIFT
 from dsa.ops.mla import _shared_keys as shared
-from dsa.ops.mla import _sparse_attention as one_by_one
-
-BRIDGES = [shared, one_by_one]
-
-
-@pytest.fixture
-def launches(named_launches):
-    return named_launches
 
 
 def inputs(s_q, heads, k, s_kv=40, d=576):
@@ -52,13 +44,13 @@ def test_queries_of_a_group(heads, size):
     ],
 )
 @pytest.mark.parametrize("into", [False, True])
-def test_where_queries_may_share(launches, s_q, heads, k, s_kv, shares, into):
+def test_where_queries_may_share(named_launches, s_q, heads, k, s_kv, shares, into):
     out = torch.empty(s_q, heads, 512, dtype=torch.bfloat16) if into else None
     for invariant in (None, False, True):
-        launches.clear()
+        named_launches.clear()
         options = {} if invariant is None else {"enable_batch_invariant": invariant}
         dsa.flash_mla_sparse_fwd(*inputs(s_q, heads, k, s_kv), out=out, **options)
-        names = [name for name, *_ in launches]
+        names = [name for name, *_ in named_launches]
         assert names == (["union", "groups", "queued"] if shares and not invariant else ["attend"])
 
 
@@ -70,11 +62,11 @@ def test_keys_that_a_list_can_have(size):
     assert shared.MOST_KEYS <= table * selection_union_sm90.SAMPLE
 
 
-def test_what_is_launched(launches):
+def test_what_is_launched(named_launches):
     q, kv, indices, scale = inputs(2050, 12, 2048, 5000)
     lengths = torch.full((2050,), 100, dtype=torch.int32)
     out, max_logits, lse = dsa.flash_mla_sparse_fwd(q, kv, indices, scale, topk_length=lengths)
-    (_, of_union, union), (_, of_groups, groups), (_, of_queued, queued) = launches
+    (_, of_union, union), (_, of_groups, groups), (_, of_queued, queued) = named_launches
     assert (of_union, of_groups, of_queued) == ((4,), (torch.bfloat16, 576, 4), (torch.bfloat16, 576))
     index, counts, has_counts, keys, lists, found, numbers, group_queue, query_queue = union
     assert index.shape == indices.shape and counts.data_ptr() == lengths.data_ptr() and (has_counts, keys) == (1, 5000)
@@ -86,6 +78,6 @@ def test_what_is_launched(launches):
     for launch in (groups[6:], queued[7:]):
         assert [x.data_ptr() for x in launch[:2]] == [out.data_ptr(), lse.data_ptr()]
         assert launch[4].data_ptr() == max_logits.data_ptr()
-    launches.clear()
+    named_launches.clear()
     dsa.flash_mla_sparse_fwd(*inputs(2050, 12, 2048, 9000))
-    assert launches[0][2][4].shape == (513, 1, 4 * 2048 * 7 // 10) and launches[0][2][2] == 0
+    assert named_launches[0][2][4].shape == (513, 1, 4 * 2048 * 7 // 10) and named_launches[0][2][2] == 0

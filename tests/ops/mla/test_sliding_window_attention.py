@@ -1,19 +1,17 @@
-"""The bridges of attention to windows on the CPU: dispatch, what they launch, torch.compile, and errors with a name."""
+"""The bridges of attention to windows on the CPU: lists and their lengths, and compiled graphs."""
 
 import math
-import warnings
 
 import pytest
 import torch
 
 import dsa
-from dsa import backends, reference
+from dsa import reference
 from dsa.kernels.mla.limits import TILE_N
 from dsa.ops.mla import _sparse_attention as launch
 from dsa.ops.mla import sliding_window_attention as op
 from dsa.ops.mla import window_indices as lists_op
 
-WINDOW, SPARSE = torch.ops.dsa.sliding_window_attention, torch.ops.dsa.window_sparse_attention
 D_V, SCALE = 512, 0.05
 
 
@@ -76,90 +74,9 @@ def launches(kernel_path, monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("d", [576, 512])
-def test_prefill_runs_the_reference_without_a_gpu(d, dtype):
-    arguments, more = packed(d=d, dtype=dtype), selected(d, dtype)
-    near = dsa.window_indices(CU_Q, CU_K, 7, 6)
-    for sink in (None, torch.randn(4)):
-        expected = reference.sliding_window_attention(*arguments, SCALE, D_V, sink)
-        assert layout(expected[0]) == ((7, 4, D_V), (4 * D_V, D_V, 1), dtype)
-        assert layout(expected[1]) == ((7, 4), (4, 1), torch.float32)
-        assert_same(dsa.sliding_window_attention(*arguments, SCALE, attn_sink=sink), expected)
-        assert_same(dsa.sliding_window_attention(*arguments, SCALE, D_V, sink, indices=near), expected)
-        counts = None if sink is None else i32([0, 3, 9, -1, 5, 4, 2])
-        expected = reference.window_sparse_attention(*arguments, *more, SCALE, D_V, sink, counts)
-        assert_same(dsa.window_sparse_attention(*arguments, *more, SCALE, D_V, sink, counts), expected)
-        got = dsa.window_sparse_attention(*arguments, *more, SCALE, D_V, sink, counts, window_indices=near)
-        assert_same(got, expected)
-
-
-@pytest.mark.parametrize(("kind", "d"), [("bfloat16", 576), ("bfloat16", 512), ("bytes", 576), ("bytes", 512)])
-def test_decode_runs_the_reference_without_a_gpu(kind, d):
-    q, cache, table, lengths = decode_inputs(kind, d)
-    for where in (table, None):
-        for sink in (None, torch.randn(4)):
-            expected = reference.sliding_window_decode(
-                q, cache, where, lengths, 6, SCALE, D_V, sink, is_fp8_kvcache=kind == "bytes"
-            )
-            assert_same(decoded(q, cache, where, lengths, attn_sink=sink), expected)
-            assert expected[0].shape == (3, 2, 4, D_V) and expected[1].shape == (3, 4, 2)
-            assert expected[1][1].eq(math.inf).all()
-
-
-def test_what_a_window_launches(launches):
-    arguments, sink = packed(h_q=80, d=576), torch.randn(80)
-    out, lse = dsa.sliding_window_attention(*arguments, SCALE, D_V, sink)
-    (first, listed), (second, attended) = launches
-    assert (first, second) == ("indices", "attend")
-    assert listed[0] is CU_Q and listed[1] is CU_K and listed[2].shape == (7, 6)
-    q, [(cache, index, counts)], scale, sinks, results, may_split = attended
-    assert q is arguments[0] and sinks is sink and scale == SCALE and not may_split
-    assert cache.shape == (1, 20, 576) and cache.data_ptr() == arguments[1].data_ptr()
-    assert index is listed[2] and counts is None and results.max_logits is None
-    assert (results.out.data_ptr(), results.lse.data_ptr()) == (out.data_ptr(), lse.data_ptr())
-    assert (results.out.shape, results.lse.shape) == ((7, 1, 80, D_V), (7, 80, 1))
-    assert layout(out) == ((7, 80, D_V), (80 * D_V, D_V, 1), torch.bfloat16)
-    assert layout(lse) == ((7, 80), (80, 1), torch.float32)
-    launches.clear()
-    near = torch.zeros(7, 6, dtype=torch.int32)
-    dsa.sliding_window_attention(*arguments, SCALE, indices=near)
-    [(name, (_, [selection], *_))] = launches
-    assert name == "attend" and selection.indices is near
-
-
 def test_no_more_columns_than_keys(launches):
     dsa.sliding_window_attention(*packed(window=10**9), SCALE)
     assert launches[0][1][2].shape == (7, 20)
-
-
-def test_what_window_and_selected_launch(launches):
-    arguments, (compressed, indices) = packed(h_q=64), selected()
-    counts, near = i32([5] * 7), torch.zeros(7, 6, dtype=torch.int32)
-    dsa.window_sparse_attention(*arguments, compressed, indices, SCALE, topk_length=counts)
-    dsa.window_sparse_attention(*arguments, compressed, indices, SCALE, window_indices=near)
-    assert [name for name, _ in launches] == ["indices", "attend", "attend"]
-    for (_, attended), listed, given in zip(launches[1:], (launches[0][1][2], near), (counts, None)):
-        _, [first, second], _, sink, _, may_split = attended
-        assert first.cache.data_ptr() == arguments[1].data_ptr() and first.indices is listed and first.counts is None
-        assert second.cache.shape == (1, 9, 512) and second.cache.data_ptr() == compressed.data_ptr()
-        assert second.indices is indices and second.counts is given and sink is None and not may_split
-
-
-@pytest.mark.parametrize("ring", [False, True])
-@pytest.mark.parametrize(("kind", "d"), [("bfloat16", 576), ("bytes", 576), ("bytes", 512)])
-def test_what_decoding_launches(kind, d, ring, launches):
-    q, cache, table, lengths = decode_inputs(kind, d)
-    out, lse = decoded(q, cache, None if ring else table, lengths)
-    (first, listed), (second, attended) = launches
-    assert (first, second) == ("ring" if ring else "pages", "attend")
-    assert listed[0] is (None if ring else table) and listed[1] is lengths
-    assert listed[2].shape == (3, 2, 6) and listed[3] == 8
-    _, [selection], scale, _, results, _ = attended
-    assert selection.cache.data_ptr() == cache.data_ptr() and selection.counts is None and scale == SCALE
-    assert selection.indices.shape == (6, 6) and selection.indices.data_ptr() == listed[2].data_ptr()
-    assert (results.out.data_ptr(), results.lse.data_ptr()) == (out.data_ptr(), lse.data_ptr())
-    assert out.shape == (3, 2, 4, D_V) and lse.shape == (3, 4, 2)
 
 
 def test_decoding_lists_no_more_keys_than_a_table_has_room_for(launches):
@@ -235,103 +152,6 @@ def test_parts_of_larger_tensors_are_used_where_they_are(launches):
     assert selection.indices.stride() == (6, 1) and sink.stride() == (1,)
 
 
-def test_prefill_errors(launches):
-    q, kv, *_ = packed()
-    compressed, indices = selected()
-    meta = torch.zeros(4, device="meta")
-    good = dict(zip(("q", "kv", "cu_seqlens_q", "cu_seqlens_k", "window"), packed())) | {"softmax_scale": SCALE}
-    short = {"q": q[..., :320], "kv": kv[..., :320].contiguous(), "d_v": 320}
-    both = [
-        ({"q": q[0]}, r"q: shape must be \[total_q, H, d\], got \[4, 512\]"),
-        ({"kv": kv[:, 0]}, r"kv: shape must be \[total_k, 1, 512\], got \[20, 512\]"),
-        ({"kv": kv.half()}, "kv: dtype must be q's bfloat16, got float16"),
-        (
-            {"kv": kv.repeat_interleave(2, 2)[..., ::2]},
-            r"kv: the last dimension must be contiguous, got strides \[1024, 1024, 2\]",
-        ),
-        ({"cu_seqlens_q": CU_Q.long()}, "cu_seqlens_q: dtype must be int32, got int64"),
-        ({"cu_seqlens_k": CU_K[:3]}, r"cu_seqlens_k: shape must be \[4\], got \[3\] \(sizes as of cu_seqlens_q\)"),
-        ({"cu_seqlens_k": meta.int()}, "cu_seqlens_k: must be on q's device cpu, got meta"),
-        ({"window": 0}, "window: must be at least 1, got 0"),
-        ({"window": 2.0}, "window: must be an int, got float"),
-        ({"softmax_scale": "1"}, "softmax_scale: must be a number, got str"),
-        ({"softmax_scale": 0.0}, r"softmax_scale: the kernel takes a positive number, got 0\.0"),
-        ({"d_v": 256}, "d_v: the kernel takes 512, got 256"),
-        ({"d_v": 1000}, "d_v: must be at most d = 512, got 1000"),
-        ({"attn_sink": torch.zeros(3)}, r"attn_sink: shape must be \[4\], got \[3\]"),
-        ({"attn_sink": meta}, "attn_sink: must be on q's device cpu, got meta"),
-    ]
-    alone = [
-        (short, r"q: the kernel takes d = 576 or 512, got shape \[7, 4, 320\]"),
-        ({"indices": indices}, r"indices: shape must be \[7, 6\], got \[7, 5\]"),
-    ]
-    joined = [
-        ({"compressed": compressed[..., :8]}, r"compressed: shape must be \[n, 1, 512\], got \[9, 1, 8\]"),
-        ({"compressed": compressed.half()}, "compressed: dtype must be q's bfloat16, got float16"),
-        (
-            {"compressed": compressed.repeat_interleave(2, 2)[..., ::2]},
-            "compressed: the last dimension must be contiguous",
-        ),
-        ({"indices": indices[:2]}, r"indices: shape must be \[7, K\], got \[2, 5\]"),
-        ({"indices": indices.to("meta")}, "indices: must be on q's device cpu, got meta"),
-        ({"topk_length": i32([1, 2])}, r"topk_length: shape must be \[7\], got \[2\]"),
-        ({"window_indices": indices}, r"window_indices: shape must be \[7, 6\], got \[7, 5\]"),
-    ]
-    for changes, message in both + alone:
-        with pytest.raises((ValueError, TypeError), match=message):
-            dsa.sliding_window_attention(**{**good, **changes})
-    for changes, message in both + joined:
-        with pytest.raises((ValueError, TypeError), match=message):
-            dsa.window_sparse_attention(**{**good, "compressed": compressed, "indices": indices, **changes})
-    assert not launches
-
-
-def test_decode_errors(launches):
-    q, cache, table, lengths = decode_inputs()
-    _, raw, *_ = decode_inputs("bytes", 576)
-    v4_q, *_ = decode_inputs("bytes", 512)
-    good = dict(zip(("q", "cache", "block_table", "cache_seqlens"), (q, cache, table, lengths)))
-    good |= {"window": 6, "softmax_scale": SCALE}
-    wide_q = decode_inputs(d=576)[0]
-    fp8 = {"is_fp8_kvcache": True}
-    unaligned = torch.zeros(10, 3, 1, 584, dtype=torch.uint8)
-    for changes, message in [
-        ({"q": q[0]}, r"q: shape must be \[B, s_q, H, d\], got \[2, 4, 512\]"),
-        ({"cache": cache.half()}, "cache: dtype must be q's bfloat16 or .*, got float16"),
-        ({"cache": cache.repeat_interleave(2, 3)[..., ::2]}, "cache: the last dimension must be contiguous"),
-        ({"cache": raw}, "cache: dtype must be float32, bfloat16 or float16 with is_fp8_kvcache=False, got"),
-        ({"cache": raw, **fp8}, "cache: a last dimension of 656 means d = 576, but q has d = 512"),
-        (
-            {"cache": raw.repeat_interleave(2, 1)[:, ::2], "q": wide_q, **fp8},
-            "cache: every page must be contiguous",
-        ),
-        ({"cache": unaligned, "q": v4_q, **fp8}, "cache: pages must start at multiples of 16 bytes"),
-        (
-            {"cache": raw, "q": wide_q.half(), **fp8},
-            "q: the kernel takes bfloat16 with a byte cache, got float16",
-        ),
-        ({"block_table": table[:2]}, r"block_table: shape must be \[3, max_pages\], got \[2, 3\]"),
-        ({"block_table": table.to("meta")}, "block_table: must be on q's device cpu, got meta"),
-        ({"block_table": None, "window": 8}, r"cache: must have a page of at least window \+ s_q - 1 = 9 keys"),
-        ({"cache_seqlens": lengths[:2]}, r"cache_seqlens: shape must be \[3\], got \[2\]"),
-        ({"cache_seqlens": lengths.to("meta")}, "cache_seqlens: must be on q's device cpu, got meta"),
-        ({"softmax_scale": -1.0}, r"softmax_scale: the kernel takes a positive number, got -1\.0"),
-        ({"d_v": 256}, "d_v: the kernel takes 512, got 256"),
-        ({"attn_sink": torch.zeros(3)}, r"attn_sink: shape must be \[4\], got \[3\]"),
-        ({"q": q[..., :320], "cache": cache[..., :320], "d_v": 320}, "q: the kernel takes d = 576 or 512"),
-    ]:
-        # A call that was found wrong is found wrong again.
-        for _ in range(2):
-            with pytest.raises((ValueError, TypeError), match=message):
-                dsa.sliding_window_decode(**{**good, **changes})
-    with pytest.raises(TypeError, match=r"q: must be a torch\.Tensor, got list"):
-        dsa.sliding_window_decode(**{**good, "q": [1.0]})
-    assert not launches
-    for dtype in (torch.int8, torch.float8_e4m3fn):
-        dsa.sliding_window_decode(wide_q, raw.view(dtype), table, lengths, 6, SCALE, is_fp8_kvcache=True)
-    assert [lists[0].cache.dtype for name, (_, lists, *_) in launches if name == "attend"] == [torch.uint8] * 2
-
-
 def test_the_reference_refuses_what_cu_seqlens_hold_and_the_kernel_does_not_look(request):
     q, kv, _, _, window = packed()
     bad = i32([0, 9, 2, 7])
@@ -341,56 +161,6 @@ def test_the_reference_refuses_what_cu_seqlens_hold_and_the_kernel_does_not_look
     launches = request.getfixturevalue("launches")
     dsa.sliding_window_attention(q, kv, bad, bad, window, SCALE)
     assert [name for name, _ in launches] == ["indices", "attend"]
-
-
-def test_forcing_the_kernels_on_the_cpu_is_an_error():
-    with dsa.use_backend("cute"):
-        for name, call in (
-            ("sliding_window_attention", lambda: dsa.sliding_window_attention(*packed(), SCALE)),
-            ("window_sparse_attention", lambda: dsa.window_sparse_attention(*packed(), *selected(), SCALE)),
-            ("sliding_window_decode", lambda: decoded(*decode_inputs())),
-        ):
-            with pytest.raises(ValueError, match=f"{name}: backend 'cute' was asked for, but"):
-                call()
-
-
-def test_float32_runs_the_reference_and_says_so_on_a_gpu(request, monkeypatch):
-    monkeypatch.setattr(backends, "_warned", set())
-    arguments, more = packed(dtype=torch.float32), selected(dtype=torch.float32)
-    q, cache, table, lengths = decode_inputs("float32")
-    cases = {
-        "sliding_window_attention": lambda ops: ops.sliding_window_attention(*arguments, SCALE),
-        "window_sparse_attention": lambda ops: ops.window_sparse_attention(*arguments, *more, SCALE),
-        "sliding_window_decode": lambda ops: ops.sliding_window_decode(q.float(), cache, table, lengths, 6, SCALE),
-    }
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for call in cases.values():
-            assert_same(call(dsa), call(reference))
-    launches = request.getfixturevalue("launches")
-    for name, call in cases.items():
-        with pytest.warns(UserWarning, match=f"{name} in float32 has no Hopper kernel yet") as found:
-            for _ in range(2):
-                assert_same(call(dsa), call(reference))
-        assert [warning.filename for warning in found] == [__file__]
-    assert not launches
-
-
-def test_registration():
-    arguments, more, near = packed(), selected(), dsa.window_indices(CU_Q, CU_K, 7, 6)
-    for given in (None, near):
-        torch.library.opcheck(WINDOW.default, (*arguments, SCALE, D_V, torch.randn(4), given))
-        torch.library.opcheck(SPARSE.default, (*arguments, *more, SCALE, D_V, torch.randn(4), i32([3] * 7), given))
-
-
-def test_fake_calls_check_their_arguments():
-    q, kv, cu_q, cu_k = (x.to("meta") for x in packed()[:4])
-    out, lse = WINDOW(q, kv, cu_q, cu_k, 6, SCALE, D_V, None, None)
-    assert out.shape == (7, 4, D_V) and lse.shape == (7, 4) and out.is_meta
-    with pytest.raises(ValueError, match="window: must be at least 1, got 0"):
-        WINDOW(q, kv, cu_q, cu_k, 0, SCALE, D_V, None, None)
-    with pytest.raises(ValueError, match=r"indices: shape must be \[7, K\], got \[6, 5\]"):
-        SPARSE(q, kv, cu_q, cu_k, 6, *(x.to("meta")[-6:] for x in selected()), SCALE, D_V, None, None, None)
 
 
 @pytest.mark.parametrize("dynamic", [None, True])

@@ -1,17 +1,10 @@
-"""The bridge of windowed attention with a cast, on the CPU: dispatch, what it launches, torch.compile, errors."""
-
-import math
+"""The bridge of windowed attention with a cast, on the CPU: the ops that it joins, and what it launches."""
 
 import pytest
 import torch
-from torch import library
 
 import dsa
-from dsa.kernels.mla.limits import TILE_M
-from dsa.ops.mla import window_attention_cast as op
-from dsa.ops.mla import window_indices as lists_op
 
-BRIDGES = (op, lists_op)
 T, KEYS, H, GROUPS, WINDOW, SCALE = 7, 20, 4, 2, 6, 0.05
 
 
@@ -71,51 +64,6 @@ def test_is_attention_rotation_and_cast(dtype, use_ue8m0):
         same(got, apart(given, use_ue8m0))
 
 
-def test_one_node_of_a_compiled_graph():
-    given = inputs()
-    compiled = torch.compile(dsa.window_attention_cast_to_fp8, fullgraph=True, backend="aot_eager")
-    same(compiled(**given), dsa.window_attention_cast_to_fp8(**given))
-
-
-def test_registration():
-    for given in (inputs(dtype=torch.float32), alone(inputs(dtype=torch.float32))):
-        arguments = (*given.values(), None, True)
-        library.opcheck(torch.ops.dsa.window_attention_cast_to_fp8.default, arguments)
-
-
-def test_results_have_no_gradient():
-    given = inputs()
-    given["q"].requires_grad_()
-    assert not any(t.requires_grad for t in dsa.window_attention_cast_to_fp8(**given))
-
-
-def test_forcing_the_kernel_on_the_cpu_is_an_error():
-    with dsa.use_backend("cute"), pytest.raises(ValueError, match="window_attention_cast_to_fp8: backend 'cute' was"):
-        dsa.window_attention_cast_to_fp8(**inputs())
-
-
-@pytest.mark.parametrize("heads", [4, 80])
-def test_what_the_kernel_gets(heads, named_launches):
-    given = inputs(heads)
-    cast, scale = dsa.window_attention_cast_to_fp8(**given, use_ue8m0=False)
-    (first, _, listed), (_, variant, launched) = named_launches
-    assert first == "indices" and variant == (torch.bfloat16, 2, False)
-    q, caches, lists, counts, counted, sink, has_sink, cos, sin, out, scales, factor, workers, waves = launched
-    assert q.data_ptr() == given["q"].data_ptr() and q.shape == (T, 1, heads, 512)
-    assert [cache.shape for cache in caches] == [(1, KEYS, 512), (1, 9, 512)]
-    assert [cache.data_ptr() for cache in caches] == [given[name].data_ptr() for name in ("kv", "compressed")]
-    assert lists[0] is listed[2] and lists[1] is given["indices"]
-    assert counts[1] is given["topk_length"] and counted == 0b10
-    assert sink is given["attn_sink"] and has_sink == 1 and cos is given["cos"] and sin is given["sin"]
-    assert cast.shape == (GROUPS * T, heads // GROUPS * 512) and cast.dtype == torch.float8_e4m3fn
-    assert scale.shape == (GROUPS * T, heads // GROUPS * 4) and scale.dtype == torch.float32
-    assert out.shape == (GROUPS, T, heads // GROUPS, 512) and scales.shape == (GROUPS, T, heads // GROUPS, 4)
-    assert (out.data_ptr(), scales.data_ptr()) == (cast.data_ptr(), scale.data_ptr())
-    assert factor == SCALE * math.log2(math.e)
-    # All queries are whole: a worker has a tile of each of its queries' heads.
-    assert workers * waves >= T and workers <= max(1, 132 // -(-heads // TILE_M))
-
-
 def test_the_window_alone_and_no_keys_at_all(named_launches):
     given = alone(inputs()) | {"attn_sink": None}
     near = i32([[0] * WINDOW] * T)
@@ -128,13 +76,6 @@ def test_the_window_alone_and_no_keys_at_all(named_launches):
     assert nothing[1][0].shape == (1, 1, 512) and nothing[2][0].eq(-1).all() and nothing[2][0].shape == (T, 1)
 
 
-def test_nothing_to_attend_for(named_launches):
-    given = inputs()
-    none = {name: given[name][:0] for name in ("q", "indices", "cos", "sin", "topk_length")}
-    cast, scale = dsa.window_attention_cast_to_fp8(**(given | none))
-    assert cast.shape == (0, 1024) and scale.shape == (0, 8) and not named_launches
-
-
 def test_queries_of_any_strides_are_copied_where_they_must_be(named_launches):
     given = inputs()
     wide = torch.randn(T, H, 520).bfloat16()
@@ -143,32 +84,3 @@ def test_queries_of_any_strides_are_copied_where_they_must_be(named_launches):
     used, copied = (launch[2][0] for launch in named_launches if launch[0] != "indices")
     assert (used.stride(0), used.stride(2), used.data_ptr()) == (H * 520, 520, wide.data_ptr())
     assert copied.data_ptr() != wide[..., 4:].data_ptr() and torch.equal(copied[:, 0], wide[..., 4:516])
-
-
-def test_what_it_does_not_take(named_launches):
-    given = inputs()
-    small = torch.randn(T, H, 256).bfloat16()
-    for changes, message in [
-        ({"groups": 3}, "groups: must divide the 4 heads of q, got 3"),
-        ({"groups": 0}, "groups: "),
-        ({"compressed": None}, "compressed: must be given with indices, got None"),
-        ({"indices": None, "topk_length": None}, "indices: must be given with compressed, got None"),
-        ({"indices": None, "compressed": None}, "indices: must be given with topk_length, got None"),
-        ({"q": given["q"][..., :192], "kv": given["kv"][..., :192]}, "compressed: shape|q: the last dimension"),
-        ({"q": small, "kv": small[:, :1], "compressed": small[:, :1]}, "q: the kernel takes d = 512, got shape"),
-        ({"cos": given["cos"][:, :16], "sin": given["sin"][:, :16]}, "cos: the kernel takes 32 angles a token, got"),
-        ({"cos": given["cos"][:3]}, r"cos: shape must be \[7, .*got \[3, 32\]"),
-        ({"sin": given["sin"].double()}, "sin: "),
-        ({"softmax_scale": 0.0}, "softmax_scale: the kernel takes a positive number, got 0.0"),
-        ({"attn_sink": given["attn_sink"][:2]}, r"attn_sink: shape must be \[4\], got \[2\]"),
-        ({"kv": given["kv"].half()}, "kv: "),
-        ({"use_ue8m0": 1.0}, "use_ue8m0: "),
-    ]:
-        with pytest.raises((TypeError, ValueError), match=message):
-            dsa.window_attention_cast_to_fp8(**(given | changes))
-    assert not named_launches
-
-
-def test_fp32_runs_the_reference():
-    given = inputs(dtype=torch.float32)
-    same(dsa.window_attention_cast_to_fp8(**given), apart(given))

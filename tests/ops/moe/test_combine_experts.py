@@ -1,13 +1,10 @@
-"""The bridge of the experts' sum, on the CPU: dispatch, what it launches, torch.compile, and errors with a name."""
+"""The bridge of the experts' sum, on the CPU: gradients, and what it launches."""
 
 import pytest
 import torch
-from torch import library
 
 import dsa
 from dsa.kernels.moe import combine_experts_sm90 as kernels
-from dsa.ops.moe import combine_experts as op  # noqa: F401 -- `launches` looks at it
-from dsa.reference.moe import combine_experts as reference
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -23,27 +20,6 @@ def test_every_dtype_has_a_kernel():
         assert (kernels.compile_combine_experts, (name, "int64", True, True, True)) in kernels.shipped_variants()
 
 
-@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_runs_the_reference_without_a_gpu(dtype, index_dtype):
-    y, rows, weights, shared = inputs(dtype, index_dtype)
-    added = (y, rows, weights, shared, torch.randn(7, 24).to(dtype))
-    for tensors in (added, added[:3], added[:4], added[:2], (y, rows, None, shared), (y, rows, None, None, shared)):
-        got = dsa.combine_experts(*tensors)
-        assert got.dtype == dtype and torch.equal(got, reference.combine_experts(*tensors))
-    assert torch.equal(dsa.combine_experts(*added), added[4] + dsa.combine_experts(*added[:4]))
-
-
-def test_is_one_node_of_a_compiled_graph():
-    tensors = inputs()
-    compiled = torch.compile(dsa.combine_experts, fullgraph=True, backend="aot_eager")
-    for some in (tensors, tensors[:3]):
-        assert torch.equal(compiled(*some), dsa.combine_experts(*some))
-    library.opcheck(torch.ops.dsa.combine_experts.default, (*tensors, tensors[3].clone()))
-    library.opcheck(torch.ops.dsa.combine_experts.default, (*tensors[:3], None, None))
-    library.opcheck(torch.ops.dsa.combine_experts.default, (*tensors[:2], None, None, None))
-
-
 def test_gradients_come_from_the_formula(launches):
     y, rows, weights, shared = inputs(torch.float32)
     weights.requires_grad_()
@@ -56,31 +32,6 @@ def test_gradients_come_from_the_formula(launches):
     with torch.no_grad():
         dsa.combine_experts(y, rows, weights, shared)
     assert len(launches) == 1
-
-
-def test_forcing_the_kernel_on_the_cpu_is_an_error():
-    with dsa.use_backend("cute"), pytest.raises(ValueError, match="combine_experts: backend 'cute' was asked for, but"):
-        dsa.combine_experts(*inputs())
-
-
-def test_errors():
-    y, rows, weights, shared = inputs()
-    for arguments, error, message in [
-        (([1.0], rows, weights), TypeError, "y: must be a torch.Tensor, got list"),
-        ((y, rows.tolist(), weights), TypeError, "rows: must be a torch.Tensor, got list"),
-        ((y.int(), rows, weights), ValueError, "y: dtype must be .* got int32"),
-        ((y[0], rows, weights), ValueError, r"y: shape must be \[M, H\], got \[24\]"),
-        ((y, rows.short(), weights), ValueError, "rows: dtype must be int32 or int64, got int16"),
-        ((y, rows[0], weights), ValueError, r"rows: shape must be \[T, k\], got \[3\]"),
-        ((y, rows, weights.bfloat16()), ValueError, "weights: dtype must be float32, got bfloat16"),
-        ((y, rows, weights[:, :2]), ValueError, r"weights: shape must be \[7, 3\], got \[7, 2\]"),
-        ((y, rows, weights, shared.float()), ValueError, "shared: dtype must be y's bfloat16, got float32"),
-        ((y, rows, weights, shared[:6]), ValueError, r"shared: shape must be \[7, 24\], got \[6, 24\]"),
-        ((y, rows, weights, None, shared.float()), ValueError, "residual: dtype must be y's bfloat16, got float32"),
-        ((y, rows, weights, None, shared[:6]), ValueError, r"residual: shape must be \[7, 24\], got \[6, 24\]"),
-    ]:
-        with pytest.raises(error, match=message):
-            dsa.combine_experts(*arguments)
 
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
@@ -100,33 +51,3 @@ def test_what_the_kernel_gets(dtype, index_dtype, launches):
     assert added == (dtype, index_dtype, True, False, True) and last[3] is None and last[4] is shared
     assert arguments[0].data_ptr() == wide.data_ptr() and arguments[0].stride() == (48, 1)
     assert arguments[1] is rows and arguments[2].stride() == (1, 7) and arguments[3] is shared and arguments[5] is out
-
-
-def test_nothing_to_sum(launches):
-    y, rows, weights, shared = inputs()
-    assert torch.equal(dsa.combine_experts(y[:0], rows, weights, shared), shared)
-    assert torch.equal(dsa.combine_experts(y, rows[:, :0], weights[:, :0], shared), shared)
-    assert not dsa.combine_experts(y[:0], rows, weights).any()
-    assert dsa.combine_experts(y, rows[:0], weights[:0]).shape == (0, 24)
-    assert not launches
-
-
-def test_what_the_kernel_does_not_take(launches):
-    y, rows, weights, shared = inputs()
-    odd = torch.nn.functional.pad(shared, (0, 1))[:, :24]
-    many = torch.zeros(1, 8).bfloat16().expand(2**31, 8)
-    for arguments, message in [
-        ((y[:, :12], rows, weights), r"y: the kernel takes H a multiple of 8, got shape \[20, 12\]"),
-        ((y.T.contiguous().T, rows, weights), r"y: the last dimension must be contiguous, got strides \[1, 20\]"),
-        ((y, rows, weights, odd), r"shared: rows must start at multiples of 16 bytes, .* strides of \[50\] bytes"),
-        ((y, rows.to("meta"), weights), "rows: must be on y's device cpu, got meta"),
-        ((y, rows, weights, shared.to("meta")), "shared: must be on y's device cpu, got meta"),
-        ((many, rows, weights), r"y: the kernel takes at most 2147483647 rows, got shape \[2147483648, 8\]"),
-        (
-            (y, rows[:1].expand(2**31, 3), weights[:1].expand(2**31, 3)),
-            "rows: the kernel takes at most 2147483647 times 2048 bytes of tokens' channels, got 2147483648",
-        ),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            dsa.combine_experts(*arguments)
-    assert not launches

@@ -1,73 +1,13 @@
-"""The warm-up's bridge on the CPU: dispatch, errors, chunks, padding, and the keys of absorbed attention."""
+"""The warm-up's bridge on the CPU: chunks, padding, and the keys of absorbed attention."""
 
 import math
 
 import pytest
 import torch
 
-import dsa
-from dsa import backends
 from dsa.ops.training import _packed_attention, _warmup_sum
-from dsa.reference.training import indexer_warmup_attention as reference
 
 BF16 = torch.bfloat16
-
-
-def inputs(dims=(64, 64), heads=4, key_heads=2, index=(8, 64), dtype=BF16):
-    (d, dv), (index_heads, di) = dims, index
-    k = torch.randn(7, key_heads, d, dtype=dtype)
-    v = k[..., :dv] if d == 576 else torch.randn(7, key_heads, dv, dtype=dtype)
-    indexer = torch.randn(5, index_heads, di, dtype=dtype), torch.randn(7, di, dtype=dtype), torch.randn(5, index_heads)
-    bounds = [torch.tensor(x, dtype=torch.int32) for x in ((0, 3, 5), (0, 5, 7))]
-    return {
-        **dict(zip(("q", "k", "v"), (torch.randn(5, heads, d, dtype=dtype), k, v))),
-        **dict(zip(("q_idx", "k_idx", "w_idx"), indexer)),
-        **dict(zip(("cu_seqlens_q", "cu_seqlens_k"), bounds)),
-        **{"max_seqlen_q": 3, "max_seqlen_k": 5, "softmax_scale": 0.125},
-    }
-
-
-@pytest.mark.parametrize("target", ["sum", "per_head"])
-@pytest.mark.parametrize("dtype", [BF16, torch.float32, torch.float64])
-def test_on_a_cpu_it_is_the_reference(target, dtype):
-    arguments = inputs(index=(4, 64), dtype=dtype)
-    arguments |= {"w_idx": arguments["w_idx"].to(dtype), "target": target}
-    for got, expected in zip(
-        dsa.indexer_warmup_attention(**arguments), reference.indexer_warmup_attention(**arguments)
-    ):
-        assert torch.equal(got, expected)
-
-
-def test_other_dtypes_are_told_of_on_hopper(monkeypatch):
-    noted = []
-    monkeypatch.setattr(backends, "note_reference_only", lambda name, tensor: noted.append(name))
-    dsa.indexer_warmup_attention(**inputs(dtype=torch.float32))
-    assert noted == ["indexer_warmup_attention in float32"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"k": torch.randn(7, 2, 64)}, "k: dtype must be q's bfloat16, got float32"),
-        ({"w_idx": torch.randn(5, 8).half()}, "w_idx: dtype must be q_idx's bfloat16 or float32, got float16"),
-        (inputs(dims=(96, 64)), r"q, v: the kernel takes channels .* got \(96, 64\)"),
-        (inputs(index=(8, 32)), "q_idx: the kernel takes di of 64 or 128, got 32"),
-        (inputs(index=(65, 64)), "q_idx: the kernel takes 1 to 64 heads, got 65"),
-        ({"softmax_scale": 0.0}, "softmax_scale: the kernel takes a positive number, got 0.0"),
-        (inputs(dims=(576, 512)), "k: the kernel takes one head of 576 channels, got 2"),
-        (
-            inputs(dims=(576, 512), key_heads=1) | {"v": torch.randn(7, 1, 512).bfloat16()},
-            r"v: the kernel takes k\[..., :512\]",
-        ),
-        (
-            inputs(dims=(576, 512), key_heads=1, index=(4, 64)) | {"target": "per_head"},
-            "target: 'per_head' has no kernel for 576 channels",
-        ),
-    ],
-)
-def test_what_the_kernels_do_not_take(kernel_path, changes, message):
-    with pytest.raises(ValueError, match=message):
-        dsa.indexer_warmup_attention(**(inputs() | changes))
 
 
 @pytest.mark.parametrize(("count", "budget"), [(1, 0), (7, 30), (68, 100), (68, 10**9), (68, 333)])
