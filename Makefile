@@ -1,12 +1,14 @@
 # make demo: install into .venv, let the small model of Python source that comes with dsa write some, and the same once
 # more with drafts; compare its sparse attention with dense attention on text that it was not trained on.
-# make test: install into .venv and run the tests that need no GPU, on a sample of the kernels' variants.
-# make test-all: the same on all of their variants, and these once more with the oldest DSL that is supported.
+# make test: install into .venv and run the tests that need no GPU, without most of the slow ones, on a sample of the
+# kernels' variants. Both samples are others with every commit.
+# make test-all: every test on all variants, and the kernels' once more with the oldest DSL that is supported.
+# make test-machine: the tests that could depend on the CPU's instructions, on signals or on how processes start.
 PYTHON ?= python3
 BIN := .venv/bin
 OLDEST := .venv-oldest
 
-.PHONY: demo test test-all test-oldest lint format clean
+.PHONY: demo test test-all test-machine test-oldest lint format clean
 .DELETE_ON_ERROR:
 
 # torch first and pinned: a plain requirement takes a CPU wheel that lies on disk; a range would take the newest CUDA build.
@@ -27,7 +29,7 @@ demo: .venv/installed
 # Tests start hundreds of processes. Where the environment says that byte code is not to be kept, each compiles again
 # what it imports; and threads of one would spin while they wait for the cores of another.
 unexport PYTHONDONTWRITEBYTECODE
-test test-all test-oldest: export OMP_NUM_THREADS := 1
+test test-all test-machine test-oldest: export OMP_NUM_THREADS := 1
 
 # Neighbouring tests stay in one process, which makes what they share once; idle processes take from busy ones.
 test: lint
@@ -35,6 +37,13 @@ test: lint
 
 test-all: lint test-oldest
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 16 --dist worksteal --all
+
+# Numbers: references, parity with transformers, ranks beside one process. Signals and processes: commands and launchers.
+ON_ANY_MACHINE := tests/test_conftest.py tests/test_training_example_in_ranks.py tests/reference tests/compat \
+	tests/layers/families tests/layers/layers tests/layers/command/test_process.py \
+	tests/layers/command/test_generate_process.py tests/layers/parallel/test_launch.py
+test-machine: .venv/installed
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal -m "not slow" $(ON_ANY_MACHINE)
 
 # The versions that vLLM and SGLang pin, where what depends on the DSL is tested: machine code and the compile cache.
 $(OLDEST)/installed: pyproject.toml
