@@ -185,6 +185,7 @@ def test_a_block_is_not_told_of_one_whose_input_others_see(replaced):
     assert following(blocks, 0) == following(blocks, 1) == {}
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_compiled_block():
     model, x = block(), streams()
