@@ -21,11 +21,6 @@ DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.float8_e4m3fn, "BF16": tor
 DTYPES |= {"F8_E8M0": torch.float32, "I64": torch.int64}
 
 
-@pytest.fixture(params=["flash", "pro"])
-def release(request):
-    return request.param
-
-
 def published(release, directory):
     shutil.copy(VENDORED / f"deepseek_v4_{release}_config.json", directory / "config.json")
     return read_config(directory)
@@ -66,6 +61,7 @@ def test_configurations(tmp_path):
     assert (pro.eos_token_ids, pro.num_nextn_predict_layers, pro.dtype) == ((1,), 1, "bfloat16")
 
 
+@pytest.mark.parametrize("release", ["flash", "pro"])
 def test_transformers_spelling_reads_the_same(tmp_path, release):
     from transformers import DeepseekV4Config
 
@@ -77,10 +73,7 @@ def test_transformers_spelling_reads_the_same(tmp_path, release):
 
 
 def test_manifest_is_the_published_listing(tmp_path):
-    manifest = deepseek_v4_tensor_manifest(published("pro", tmp_path))
-    assert manifest == read_listing("deepseek_v4_pro_tensors.json")
-    assert len(manifest) == 145_116
-    assert sum(math.prod(shape) for shape, _ in manifest.values()) == 861_608_274_846
+    assert deepseek_v4_tensor_manifest(published("pro", tmp_path)) == read_listing("deepseek_v4_pro_tensors.json")
 
 
 def test_manifest_of_other_quantisations(tmp_path):
@@ -103,39 +96,22 @@ def test_manifest_of_other_quantisations(tmp_path):
     assert manifest(expert_dtype=None) == manifest()
 
 
-def test_names_shapes_and_dtypes(tmp_path, release):
+@pytest.mark.parametrize(
+    ("release", "published_as"), [("flash", 284e9), pytest.param("pro", 1.6e12, marks=pytest.mark.slow)]
+)
+def test_names_shapes_and_dtypes(tmp_path, release, published_as):
     config = published(release, tmp_path)
     with torch.device("meta"):
         model = DeepseekV4ForCausalLM(config)
     ours = {name: (tuple(t.shape), t.dtype) for name, t in parts(model).items()}
     assert ours == held(model, deepseek_v4_tensor_manifest(config))
     parameters = sum(math.prod(s) for n, (s, _) in ours.items() if not n.endswith(("weight_scale_inv", "tid2eid")))
-    assert parameters == parameters_by_hand(config)
-    assert parameters == pytest.approx({"flash": 284e9, "pro": 1.6e12}[release], rel=0.02)  # as they are published
+    assert parameters == pytest.approx(published_as, rel=0.02)
 
 
-def parameters_by_hand(config):
-    hidden, heads, dim, q_rank = config.hidden_size, config.num_attention_heads, 512, config.q_lora_rank
-    o_channels = config.o_groups * 1024
-    attention = hidden * q_rank + q_rank + q_rank * heads * dim + hidden * dim + dim + heads
-    attention += heads * dim * 1024 + o_channels * hidden
-    heavy = 2 * hidden * 512 + 128 * 512 + 512
-    sparse = 2 * hidden * 1024 + 4 * 1024 + 512
-    indexer = q_rank * 64 * 128 + 64 * hidden + 2 * hidden * 256 + 4 * 256 + 128
-    experts = (config.n_routed_experts + 1) * 3 * hidden * config.moe_intermediate_size
-    gate = config.n_routed_experts * hidden
-    streams = 2 * (24 * 4 * hidden + 24 + 3)
-    layers, kinds = config.num_hidden_layers, config.layer_types
-    total = layers * (attention + experts + gate + streams + 2 * hidden)
-    total += kinds.count("heavily_compressed_attention") * heavy
-    total += kinds.count("compressed_sparse_attention") * (sparse + indexer)
-    total += (layers - 3) * config.n_routed_experts
-    return total + 2 * 129280 * hidden + hidden + 4 * 4 * hidden + 4 + 1
-
-
-def test_fp4_experts_take_what_their_files_take(tmp_path, release):
+def test_fp4_experts_take_what_their_files_take(tmp_path):
     """Within 2%, so that V4-Flash fits two H200s with room for its cache."""
-    config = published(release, tmp_path)
+    config = published("flash", tmp_path)
     sizes = {"I8": 1, "F8_E8M0": 1, "F8_E4M3": 1, "BF16": 2, "F32": 4, "I64": 8}
     with torch.device("meta"):
         model = DeepseekV4ForCausalLM(config, replace(Precision.of(config), fp4_experts=True))
@@ -145,5 +121,4 @@ def test_fp4_experts_take_what_their_files_take(tmp_path, release):
         in_files = sum(math.prod(shape) * sizes[dtype] for n, (shape, dtype) in stored.items() if word in n)
         held = sum(tensor.nbytes for name, tensor in tensors.items() if word in name)
         assert abs(held / in_files - 1) < 0.02
-    if release == "flash":
-        assert 140e9 < held < 170e9
+    assert 140e9 < held < 170e9

@@ -54,6 +54,7 @@ def test_the_commands_of_the_page(project):
     assert run(project, "-m", "dsa_layers.command.main", "generate", ".tiny-dot", *options).strip()
 
 
+@pytest.mark.slow
 def test_what_holds_for_every_family(project):
     """Each of these tests has a case of it, and they pass: FP8, dequantised and BF16, in chunks over a paged cache."""
     files = ["tests/layers/families/test_registry.py", "tests/layers/tiny/test_tiny_families.py"]
@@ -63,6 +64,7 @@ def test_what_holds_for_every_family(project):
     assert "test_every_family_goes_by_its_folder PASSED" in printed
 
 
+@pytest.mark.slow
 def test_it_decodes_as_it_prefills(project):
     """Greedy tokens of a prompt longer than top_k, over pages and one by one, are those of whole passes."""
     script = """
