@@ -1,37 +1,24 @@
 """The models that the published configurations describe have the published checkpoints' tensors."""
 
-import json
 import math
 
 import torch
 
-from dsa_layers.families.config import read_config
 from dsa_layers.families.glm_moe_dsa.manifest import glm_moe_dsa_tensor_manifest
 from dsa_layers.families.glm_moe_dsa.model import GlmMoeDsaForCausalLM
-from dsa_layers.families.published import VENDORED
+from tests.layers.families.configs import read
 from tests.layers.families.listings import parts
 
 
-def build(tmp_path, name, **changes):
-    fields = json.loads((VENDORED / name).read_text())
-    (tmp_path / "config.json").write_text(json.dumps(fields | changes))
+def build(tmp_path, **changes):
     with torch.device("meta"):
-        return GlmMoeDsaForCausalLM(read_config(tmp_path))
+        return GlmMoeDsaForCausalLM(read(tmp_path, "glm_5_2", **changes))
 
 
-def test_glm_5(tmp_path):
-    """An indexer in every layer; without the multi-token-prediction layer the 744B of its report."""
-    model = build(tmp_path, "glm_5_config.json")
-    state = parts(model)
-    assert round(sum(t.numel() for t in state.values()) / 1e9) == 744
-    assert sum(name.endswith("indexer.wk.weight") for name in state) == 78
-    assert model.model.layers[77].self_attn.softmax_scale == 256**-0.5
-
-
-def test_glm_5_2(tmp_path):
+def test_tensors(tmp_path):
     """By the totals over the headers of all files; what is not BF16 are the gates' biases, of the sparse layers and the
     MTP layer's."""
-    model = build(tmp_path, "glm_5_2_config.json")
+    model = build(tmp_path)
     manifest = glm_moe_dsa_tensor_manifest(model.config)
     sizes = {name: math.prod(shape) for name, (shape, _) in manifest.items()}
     mtp = sum(size for name, size in sizes.items() if name.startswith("model.layers.78."))
@@ -49,7 +36,7 @@ def test_fp8(tmp_path):
         "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128],
         "modules_to_not_convert": ["lm_head", "model.embed_tokens", "model.layers.0.self_attn.indexers_proj"],
     }  # fmt: skip
-    state = parts(build(tmp_path, "glm_5_2_config.json", quantization_config=quantization))
+    state = parts(build(tmp_path, quantization_config=quantization))
     fp8 = {name for name, t in state.items() if t.dtype == torch.float8_e4m3fn}
     matrices = {name for name, t in state.items() if t.dim() == 2 and not name.endswith("_scale_inv")}
     kept = ("lm_head.weight", "embed_tokens.weight", "mlp.gate.weight", "weights_proj.weight")

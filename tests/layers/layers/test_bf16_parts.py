@@ -113,13 +113,6 @@ def test_a_layer_that_loads_updates_them(make, assign):
     assert copy.deepcopy(other).fn.equal(other.fn)
 
 
-def test_only_bf16_on_a_gpu_without_gradients_takes_them(monkeypatch):
-    monkeypatch.setattr(hyper_connections.dsa, "hyper_mix", lambda *_: pytest.fail("on the CPU"))
-    layer = HyperConnection(8, 4)
-    with torch.no_grad():
-        layer.collapse(torch.randn(3, 4, 8).bfloat16())
-
-
 @pytest.mark.parametrize("make", [lambda: HyperConnection(64, 4), lambda: HyperHead(64, 4)])
 def test_the_parts_are_what_the_projection_takes(make):
     layer = make()
