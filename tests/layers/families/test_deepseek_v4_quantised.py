@@ -17,7 +17,7 @@ from dsa_layers.errors import ConfigError
 from dsa_layers.families.config import read_config
 from dsa_layers.families.deepseek_v4.model import DeepseekV4ForCausalLM
 from dsa_layers.families.precision import Precision
-from dsa_layers.layers.linear import BlockFP8Linear, Linear
+from dsa_layers.layers.linear import BlockFP8Linear
 from tests.layers.families.listings import parts
 from tests.layers.families.v4_checkpoints import write_published
 
@@ -48,31 +48,36 @@ def test_dequantised(checkpoint):
     assert logits(got).std() > 0.3
 
 
+def value(tensors, name):
+    """What a tensor is worth, with its scales."""
+    tensor, scale = tensors[name], tensors.get(f"{name}_scale_inv")
+    if scale is None:
+        return tensor
+    if tensor.dtype == torch.int8:
+        return dequantize_fp4(tensor, scale)
+    return dsa.dequantize_per_block(tensor, scale, torch.float32)
+
+
 def test_quantised(checkpoint):
     """The same weights, in FP8 with scales that are powers of two where the checkpoint's are."""
     directory, worth = checkpoint
     model = load_model(directory, progress=False)
     fp4 = model.config.quantization.expert_dtype == "fp4"
     assert model.precision == Precision(torch.bfloat16, True, True, "fp8", fp4_experts=fp4)
-    for name, module in model.named_modules():
-        if isinstance(module, BlockFP8Linear):
-            assert torch.equal(module.float_weight(torch.float32), worth[f"{name}.weight"]), name
-            if model.config.quantization.scale_fmt == "ue8m0":
-                assert torch.frexp(module.weight_scale_inv).mantissa.eq(0.5).all()
-        elif isinstance(module, Linear):
-            assert torch.equal(module.weight.float(), worth[f"{name}.weight"]), name
     tensors = parts(model)
-    for name, tensor in tensors.items():
-        if tensor.dtype == torch.float32 and not name.endswith(("_scale_inv", "_block_scale")):
-            assert torch.equal(tensor, worth[name]), name
-        if ".experts." in name and tensor.dtype == torch.float8_e4m3fn:
-            value = dsa.dequantize_per_block(tensor, tensors[f"{name}_scale_inv"], torch.float32)
-            assert torch.equal(value, worth[name]), name
-        if ".experts." in name and tensor.dtype == torch.int8:
-            assert fp4 and torch.equal(dequantize_fp4(tensor, tensors[f"{name}_scale_inv"]), worth[name]), name
+    for name, exact in worth.items():
+        assert torch.equal(value(tensors, name).to(exact.dtype), exact), name
+    kinds = {t.dtype for name, t in tensors.items() if ".experts." in name and name.endswith("proj.weight")}
+    assert kinds == {torch.int8 if fp4 else torch.float8_e4m3fn}
+    if model.config.quantization.scale_fmt == "ue8m0":
+        for name, scale in tensors.items():
+            if name.endswith("weight_scale_inv"):
+                assert torch.frexp(scale.float()).mantissa.eq(0.5).all(), name
     # Activations are rounded to e4m3, so only close.
-    model = load_model(directory, dtype=torch.float32, progress=False)
-    rounded, exact = logits(model), logits(load_model(directory, dtype=torch.float32, dequantize=True, progress=False))
+    rounded, exact = (
+        logits(load_model(directory, dtype=torch.float32, dequantize=dequantize, progress=False))
+        for dequantize in (False, True)
+    )
     assert torch.nn.functional.cosine_similarity(rounded, exact).mean() > 0.9
 
 

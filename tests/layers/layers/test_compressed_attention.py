@@ -184,16 +184,15 @@ def test_what_entries_are_made_of_is_freed_before_attention(joined, products, mo
     assert seen == ([None] if joined else [None, None])
 
 
+@torch.no_grad()
 def test_layers_of_a_pass_share_the_angles_back():
     """A plain pair is taken, too, with the same result."""
-    layer, batch = make_layer(), SequenceBatch.without_cache([5])
-    rope = RopeAngles(ROTARY(batch.positions))
-    x = torch.randn(5, HIDDEN).bfloat16()
-    with torch.no_grad():
-        out = layer(x, rope, None, batch)
-        back = rope.back
-        assert torch.equal(layer(x, rope, None, batch), out) and rope.back is back
-        assert torch.equal(layer(x, (*rope,), None, batch), out)
+    layer, rope, _, batch = make_layer(), *surroundings(5)
+    angles, x = RopeAngles(rope), torch.randn(5, HIDDEN).bfloat16()
+    out, back = layer(x, angles, None, batch), angles.back
+    assert torch.equal(layer(x, rope, None, batch), out)
+    layer(x, angles, None, batch)
+    assert angles.back is back
 
 
 def fp8_layer(n_heads):
