@@ -59,11 +59,6 @@ def test_transformers_spelling_without_yarn_and_quantisation(tmp_path):
     assert (config.quantization, config.dtype, config.num_nextn_predict_layers) == (None, "float32", 0)
 
 
-def test_one_rope_theta(tmp_path):
-    with pytest.raises(ConfigError, match=r"field 'rope_theta' is 10000; accepted: 500000\.0"):
-        configs.read(tmp_path, NAME, rope_scaling=None, rope_parameters={"rope_theta": 5e5, "rope_type": "default"})
-
-
 def test_null_scaling_is_plain_rope(tmp_path):
     assert configs.read(tmp_path, NAME, rope_scaling=None, quantization_config=None).rope == RopeConfig(10000.0, None)
 
@@ -146,6 +141,10 @@ def test_eos_token_ids(tmp_path, config_eos, generation, expected):
         ({"rope_scaling.beta_fast": 1}, ["'rope_scaling.beta_fast' is 1", "above beta_slow"]),
         ({"rope_scaling.mscale": configs.ABSENT}, ["'rope_scaling.mscale' is missing"]),
         ({"rope_theta": configs.ABSENT}, ["'rope_theta' is missing", "above 0"]),
+        (
+            {"rope_scaling": None, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
+            ["field 'rope_theta' is 10000; accepted: 500000.0"],
+        ),
         ({"rope_parameters": {"rope_type": "default"}}, ["'rope_scaling' and field 'rope_parameters' are both"]),
         # types and ranges
         ({"hidden_size": configs.ABSENT}, ["'hidden_size' is missing", "an integer of at least 1"]),

@@ -68,6 +68,6 @@ def test_the_limit_is_of_the_heads_that_a_process_computes(model, monkeypatch):
     assert [attention.most_read(heads) >> 20 for heads in (1, 16, 17, 128)] == [384, 384, 192, 192]
 
 
-@pytest.mark.parametrize("model", ["model"], indirect=True)
+@pytest.mark.parametrize("model", ["model"], indirect=True)  # the cache's numbers are of the model's dtype
 def test_float_pages_are_attended_to_where_they_are(model, monkeypatch):
     assert logits(model, monkeypatch, 0)[1:] == (0, 0)

@@ -60,13 +60,6 @@ def test_decodes_as_with_dequantised_weights(nope, value, latent, top_k, asked, 
     # Products are summed in another order, so that a number in bf16, or a byte of the cast, is another one at times.
     error = (got.double() - expected.double()).norm() / expected.double().norm()
     assert error < 0.01
-    # The tolerance can tell: heads in another order are another model.
-    with torch.no_grad():
-        layer.kv_b_proj.weight.copy_(
-            layer.kv_b_proj.weight.view(torch.uint8).roll(nope + value, 0).view(torch.float8_e4m3fn)
-        )
-    other = decode(layer, x, latent)
-    assert (other.double() - expected.double()).norm() / expected.double().norm() > 0.1
 
 
 def queries(layer, tokens=2):

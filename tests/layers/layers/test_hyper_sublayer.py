@@ -1,6 +1,8 @@
 """Blocks over residual streams: the bits of their formula, whatever stands together in one kernel, and what is left
 alone where others are to see what goes in and comes out."""
 
+from collections import Counter
+
 import pytest
 import torch
 
@@ -86,27 +88,24 @@ def test_a_block_is_its_formula(calls):
 
 
 @torch.no_grad()
-def test_blocks_with_projections_of_parts(on_gpu, calls):
+@pytest.mark.parametrize(
+    ("fp8", "counts"),
+    [
+        (True, {"hyper_collapse_norm_cast_to_fp8": 4, "hyper_mix": 1, "hyper_expand_mix": 3, "hyper_expand": 1}),
+        # There is no cast to share, so collapse and norm go by themselves.
+        (False, {"hyper_collapse": 4, "hyper_mix": 1, "hyper_expand_mix": 3, "hyper_expand": 1}),
+    ],
+)
+def test_blocks_with_projections_of_parts(fp8, counts, on_gpu, calls):
     """The expansion comes with the projection of the next sublayer: within a block, and from block to block."""
-    blocks, x = torch.nn.ModuleList(block() for _ in range(2)), streams()
+    blocks, x = torch.nn.ModuleList(block(fp8) for _ in range(2)), streams()
     between = blocks[0](x, *surroundings(), **following(blocks, 0))
     assert isinstance(between, MixedStreams)
-    found, seen = blocks[1](between, *surroundings(), **following(blocks, 1)), list(calls)
+    found, seen = blocks[1](between, *surroundings(), **following(blocks, 1)), Counter(calls)
     assert torch.equal(between.streams, formula(blocks[0], x))
     assert torch.equal(between.mix, blocks[1].hc_attn.project(between.streams))
     assert torch.equal(found, formula(blocks[1], between.streams))
-    assert [seen.count(name) for name in ("hyper_mix", "hyper_expand_mix", "hyper_expand")] == [1, 3, 1]
-    assert seen.count("hyper_collapse_norm_cast_to_fp8") == 4 and "hyper_collapse" not in seen
-
-
-@torch.no_grad()
-def test_without_fp8_layers(on_gpu, calls):
-    """There is no cast to share, so collapse and norm go by themselves; the projection is still the expansion's."""
-    blocks, x = torch.nn.ModuleList(block(fp8=False) for _ in range(2)), streams()
-    between = blocks[0](x, *surroundings(), **following(blocks, 0))
-    found, seen = blocks[1](between, *surroundings()), list(calls)
-    assert torch.equal(found, formula(blocks[1], formula(blocks[0], x)))
-    assert [seen.count(name) for name in ("hyper_collapse", "hyper_mix", "hyper_expand_mix")] == [4, 1, 3]
+    assert {name: count for name, count in seen.items() if name.startswith("hyper")} == counts
 
 
 def test_gradients_are_the_formulas(on_gpu, calls):

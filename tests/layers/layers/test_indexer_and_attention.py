@@ -74,13 +74,7 @@ def test_selection(fp8, interleaved, dims):
     batch = SequenceBatch.without_cache([N])
     topk_indices = indexer.select(x, qr, *ROTARY(batch.positions), batch)
     assert topk_indices.dtype == torch.int32 and topk_indices.shape == (N, TOP_K)
-    index = scores(indexer, x, qr, fp8)
-    assert_selects(topk_indices, index)
-    # The wrong pairing would select other keys: the check above can fail.
-    indexer.rope["interleaved"] = not interleaved
-    other = scores(indexer, x, qr, fp8)
-    with pytest.raises(AssertionError):
-        assert_selects(topk_indices, other)
+    assert_selects(topk_indices, scores(indexer, x, qr, fp8))
 
 
 @pytest.mark.parametrize("fp8", [False, True])
