@@ -34,7 +34,10 @@ def positions(slots, pages):
     return found
 
 
-@pytest.mark.parametrize(("kv_cache", "most_read"), [("fp8", attention.MOST_READ), ("fp8", 0), ("model", 0)])
+@pytest.mark.parametrize(
+    ("kv_cache", "most_read"),
+    [("fp8", attention.MOST_READ), pytest.param("fp8", 0, marks=pytest.mark.slow), ("model", 0)],
+)
 @torch.inference_mode()
 def test_every_form_finds_the_same_keys(directory, kv_cache, most_read, monkeypatch):
     """A prompt as a whole, its last token by itself, and its last three as a pass with drafts has them, over bytes,
