@@ -70,8 +70,20 @@ def test_sequences_as_engines_have_them():
     ("arguments", "message"),
     [
         (([1], [2], [[2**40]], 4), f"pages: must be numbers of pages, at most {2**31 - 1}, got {2**40}"),
+        (([1], [2], [[-1]], 4), "pages: must be numbers of pages, at least 0, got [(-1,)]"),
         (([1], [2], None, 4), "pages: must be a list of pages for each sequence, got None"),
+        (([1], [2], [1], 4), "pages[0]: must be a list of integers, got 1"),
+        (([1], [2], [[1.5]], 4), "pages[0][0]: must be an integer, got 1.5"),
+        (([1], [5], [[1]], 4), "key_lens[0]: must be between query_lens[0]=1 and the 4 tokens of its pages, got 5"),
+        (([1, 1], [2], [[1]], 4), "query_lens, key_lens, pages: must have one entry a sequence, got 2, 1 and 1"),
+        (([1.0], [2], [[1]], 4), "query_lens[0]: must be an integer, got 1.0"),
+        (([1], [True], [[1]], 4), "key_lens[0]: must be an integer, got True"),
         (([1], [2], [[1]], 4, "foo"), "device: must be a torch.device or its name, got 'foo'"),
+        (
+            ([1], [2], [[1]], 4, "cpu", [-1]),
+            "state_slots: must be 1 different numbers, one a sequence, got [-1]",
+        ),
+        (([1], [2], [[1]], 4, "cpu", [None]), "state_slots[0]: must be an integer, got None"),
     ],
 )
 def test_pages(arguments, message):
@@ -92,6 +104,8 @@ def test_devices(device):
         with pytest.raises((TypeError, ValueError), match=f"^device: must be a torch.device or its name, got {got}$"):
             take(device)
     assert dsa.num_sms("cpu") == dsa.num_sms(CPU) == 132
+    with pytest.raises(TypeError, match=r"lens\[1\]: must be an integer, got 2.0"):
+        SequenceBatch.without_cache([1, 2.0])
 
 
 @pytest.mark.parametrize(

@@ -1,24 +1,19 @@
 """What batch-invariant decoding passes ask for, of models of the published sizes, without a GPU."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import dsa_layers
 from dsa.ops.asked_variants import asked_variants
 from dsa_layers.batch.decode_inputs import DecodeInputs
 from dsa_layers.cache.drafts import DRAFTS
 from dsa_layers.compilation.passes import META, without_memory
-from dsa_layers.families.config import read_config
 from dsa_layers.families.precision import Precision
 from dsa_layers.layers.batch_invariance import batch_invariant
 from dsa_layers.parallel.ranks import Ranks
 from dsa_layers.parallel.split import split
+from tests.layers.compilation.configs import published
 
-VENDORED = Path(dsa_layers.__file__).parent / "vendored"
 PUBLISHED = ("deepseek_v32", "glm_5_2", "deepseek_v4_flash")
 # PyTorch's, whose order of sums may follow from the number of rows.
 PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "linear", "matmul", "_grouped_mm", "_scaled_mm", "addmv", "mv", "dot"}
@@ -34,14 +29,6 @@ class Products(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.found |= {func.name().removeprefix("aten::").partition(".")[0]} & PRODUCTS
         return func(*args, **(kwargs or {}))
-
-
-@pytest.fixture(params=PUBLISHED)
-def config(request, tmp_path):
-    fields, v32 = (json.loads((VENDORED / f"{name}_config.json").read_text()) for name in (request.param, PUBLISHED[0]))
-    fields.setdefault("quantization_config", v32["quantization_config"])
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-    return read_config(tmp_path)
 
 
 def asked(config, kv_cache, count, tokens, drafts, *, invariant, ranks=1):
@@ -65,10 +52,14 @@ def asked(config, kv_cache, count, tokens, drafts, *, invariant, ranks=1):
     return functions, attention, products.found
 
 
-@pytest.mark.parametrize("kv_cache", ["fp8", "model"])
-@pytest.mark.parametrize("ranks", [1, 2, 8])
-def test_passes_of_any_size_take_one_way(config, ranks, kv_cache):
+@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize(
+    ("ranks", "kv_cache"),
+    [(2, "fp8"), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, "fp8"), (1, "model"), (8, "fp8")))],
+)
+def test_passes_of_any_size_take_one_way(name, ranks, kv_cache):
     """Whatever the number of sequences, of their drafts and of the tokens of the longest one."""
+    config = published(name)
     functions, attention, products = asked(config, kv_cache, 1, 64, 0, invariant=True, ranks=ranks)
     assert not products and not functions & OF_FEW_ROWS and attention
     for count, tokens, drafts in ((1, 8192, DRAFTS), (16, 64, 0), (17, 8192, 1), (65, 8192, 0), (200, 64, DRAFTS)):
@@ -77,9 +68,9 @@ def test_passes_of_any_size_take_one_way(config, ranks, kv_cache):
         assert own == attention
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_other_passes_do_not(config, ranks):
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_other_passes_do_not(name):
     """So that the test above can fail."""
-    few, attention, _ = asked(config, "fp8", 1, 8192, 0, invariant=False, ranks=ranks)
-    many, own, products = asked(config, "fp8", 200, 8192, 0, invariant=False, ranks=ranks)
+    few, attention, _ = asked(published(name), "fp8", 1, 8192, 0, invariant=False)
+    many, own, products = asked(published(name), "fp8", 200, 8192, 0, invariant=False)
     assert few & OF_FEW_ROWS and products and (few ^ many) and own != attention

@@ -1,7 +1,6 @@
 """Compiling variants in processes of their own, into a folder."""
 
 import os
-import re
 
 import pytest
 
@@ -9,7 +8,7 @@ from dsa.kernels.moe.sort_by_expert_sm90 import compile_sort_by_expert
 from dsa.ops.asked_variants import Variant
 from dsa.runtime.compile_cache import fill
 from dsa_layers.compilation import build as module
-from dsa_layers.compilation.build import build, described
+from dsa_layers.compilation.build import build
 
 SORT = "dsa.kernels.moe.sort_by_expert_sm90"
 VARIANTS = [Variant(SORT, "compile_sort_by_expert", (dtype,)) for dtype in ("int32", "int64")]
@@ -24,38 +23,38 @@ def folder(tmp_path, monkeypatch):
     return directory
 
 
+def names(folder):
+    return sorted(path.name for path in folder.glob("*.o"))
+
+
 def test_a_folder_that_is_filled(folder, tmp_path, monkeypatch):
     assert sorted(build(VARIANTS, folder, 2)) == [(variant, True) for variant in VARIANTS]
-    names = sorted(path.name for path in folder.glob("*.o"))
-    assert len(names) == 2 and all(name.startswith("sort_by_expert-") for name in names)
-    assert sorted(build(VARIANTS, folder, 1)) == [(variant, False) for variant in VARIANTS]
+    made = names(folder)
+    assert len(made) == 2 and all(name.startswith("sort_by_expert-") for name in made)
     with monkeypatch.context() as patch:
         patch.setattr(module, "_compile", None)  # nobody is asked to
         assert sorted(build(VARIANTS, folder, 64)) == [(variant, False) for variant in VARIANTS]
-    damaged = folder / names[0]
+    damaged = folder / made[0]
     damaged.write_bytes(damaged.read_bytes()[:-1])
-    assert sorted(is_new for _, is_new in build(VARIANTS, folder, 2)) == [False, True]
-    assert sorted(path.name for path in folder.glob("*.o")) == names and not (tmp_path / "other").exists()
+    assert sorted(is_new for _, is_new in build(VARIANTS, folder, 1)) == [False, True]
+    assert names(folder) == made and not (tmp_path / "other").exists()
     monkeypatch.setenv("DSA_CACHE_DIR", str(folder))
     assert fill(compile_sort_by_expert, "int64") is False  # under the key that ops look for
-    assert callable(compile_sort_by_expert("int64")) and len([*folder.glob("*.o")]) == 2
 
 
-def test_a_variant_that_does_not_compile_is_named(folder):
-    wrong = Variant(SORT, "compile_sort_by_expert", ("int63",))
-    assert described(wrong) == "compile_sort_by_expert('int63')"
-    with pytest.raises(RuntimeError, match=re.escape(described(wrong)) + " does not compile: KeyError: "):
-        list(build([wrong], folder, 1))
+WRONG = Variant(SORT, "compile_sort_by_expert", ("int63",))
+MAY_WRITE_EVERYWHERE = pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_that_cannot_be_written(folder):
-    folder.chmod(0o500)
-    with pytest.raises(OSError, match="Permission denied"):
-        list(build(VARIANTS[:1], folder, 1))
-
-
-def test_a_folder_of_others(folder):
-    folder.chmod(0o777)
-    with pytest.raises(OSError, match="other users may write to the folder"):
-        list(build(VARIANTS[:1], folder, 1))
+@pytest.mark.parametrize(
+    ("variant", "mode", "error", "message"),
+    [
+        (WRONG, 0o700, RuntimeError, r"^compile_sort_by_expert\('int63'\) does not compile: KeyError: "),
+        pytest.param(VARIANTS[0], 0o777, OSError, "other users may write to the folder", marks=pytest.mark.slow),
+        pytest.param(VARIANTS[0], 0o500, OSError, "Permission denied", marks=[MAY_WRITE_EVERYWHERE, pytest.mark.slow]),
+    ],
+)
+def test_what_cannot_be_compiled_or_kept_is_an_error(folder, variant, mode, error, message):
+    folder.chmod(mode)
+    with pytest.raises(error, match=message):
+        list(build([variant], folder, 1))

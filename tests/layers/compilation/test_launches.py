@@ -2,25 +2,20 @@
 short step no faster than its launches follow each other, so there is an upper bound, and the list when it is broken."""
 
 import functools
-import json
-import tempfile
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import dsa_layers
 from dsa.ops import asked_variants
 from dsa_layers.batch.decode_inputs import DecodeInputs
-from dsa_layers.compilation.passes import without_memory
+from dsa_layers.compilation.passes import META, without_memory
 from dsa_layers.compilation.variants import precisions
-from dsa_layers.families.config import read_config
 from dsa_layers.generation.draft_step import DraftInputs, DraftStep
+from tests.layers.compilation.configs import published
 
-VENDORED = Path(dsa_layers.__file__).parent / "vendored"
 AS_LOADED = {"dtype": None, "dequantize": False, "kv_cache": None, "widen_experts": False}
 # (Sequences, tokens of each) of a pass: with one token what decoding has without drafts, else a token and its drafts.
 PASSES = [*((n, 1) for n in (1, 16, 64, 128, 256)), *((n, next_n) for next_n in (2, 4) for n in (16, 64, 128))]
@@ -117,14 +112,9 @@ def launches(monkeypatch):
 
 
 @functools.cache
-def made(published):
-    """(model, cache, layers) of the published sizes, quantised as V3.2 is; made once, which takes as long as a pass."""
-    names = published, "deepseek_v32"
-    fields, v32 = (json.loads((VENDORED / f"{name}_config.json").read_text()) for name in names)
-    fields.setdefault("quantization_config", v32["quantization_config"])
-    with tempfile.TemporaryDirectory() as directory:
-        Path(directory, "config.json").write_text(json.dumps(fields))
-        config = read_config(Path(directory))
+def made(name):
+    """(model, cache, layers) of the published sizes; made once, which takes as long as a pass."""
+    config = published(name)
     model, cache = without_memory(config, precisions(config, **AS_LOADED)[-1], drafter=True)
     layers = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == config.num_hidden_layers)
     return model, cache, layers, list(layers)
@@ -134,8 +124,8 @@ def made(published):
 def published_model(launches):
     """(model, cache, layers), each layer one that runs `Twice`."""
 
-    def make(published):
-        model, cache, layers, plain = made(published)
+    def make(name):
+        model, cache, layers, plain = made(name)
         for i, layer in enumerate(plain):
             layers[i] = Twice(layer, launches)
         return model, cache, layers
@@ -144,52 +134,42 @@ def published_model(launches):
 
 
 def inputs_of(cache, count, next_n):
-    return DecodeInputs(count, 8192 // cache.page_size, cache.page_size, torch.device("meta"), next_n)
+    return DecodeInputs(count, 8192 // cache.page_size, cache.page_size, META, next_n)
+
+
+def check(names, allowed, kind="pass"):
+    assert len(names) <= allowed, f"{kind}: {len(names)} launches for {allowed}, {' '.join(names)}"
 
 
 @pytest.mark.parametrize(("count", "next_n"), PASSES)
-@pytest.mark.parametrize("published", MOST)
-def test_launches_of_a_layer(published, count, next_n, published_model):
-    """An op counts as one, though some have two kernels."""
-    model, cache, layers = published_model(published)
+@pytest.mark.parametrize("name", MOST)
+def test_launches_of_a_pass(name, count, next_n, published_model, launches):
+    """Of each layer, where an op counts as one, though some have two kernels; and beside the layers of a step that is
+    captured: one of its size has run before, with the same inputs."""
+    model, cache, layers = published_model(name)
     inputs = inputs_of(cache, count, next_n)
     with torch.inference_mode(), asked_variants.asked_variants("sm_90"):
         model(inputs.tokens, inputs.batch(), cache)
-    found = [layer.found for layer in layers if layer.found]
-    assert len(found) == len(MOST[published])
-    for (kind, most), names in zip(MOST[published].items(), found):
-        allowed = most[TOKENS.index(count * next_n)]
-        assert len(names) <= allowed, f"{kind}: {len(names)} launches for {allowed}, {' '.join(names)}"
-
-
-@pytest.mark.parametrize(("count", "next_n"), PASSES)
-@pytest.mark.parametrize("published", MOST)
-def test_launches_beside_the_layers(published, count, next_n, published_model, launches):
-    """Of a step that is captured: one of its size has run before, with the same inputs."""
-    model, cache, _ = published_model(published)
-    inputs = inputs_of(cache, count, next_n)
-    with torch.inference_mode(), asked_variants.asked_variants("sm_90"):
-        model(inputs.tokens, inputs.batch(), cache)
+        found = [layer.found for layer in layers if layer.found]
         launches.names.clear()
         model(inputs.tokens, inputs.batch(), cache)
-    names, allowed = launches.names, MOST_BESIDE[published][next_n > 1]
-    assert len(names) <= allowed, f"{len(names)} launches for {allowed}, {' '.join(names)}"
+    for (kind, most), names in zip(MOST[name].items(), found, strict=True):
+        check(names, most[TOKENS.index(count * next_n)], kind)
+    check(launches.names, MOST_BESIDE[name][next_n > 1])
 
 
 @pytest.mark.parametrize(("count", "drafts"), [(n, drafts) for drafts in (1, 2, 3) for n in DRAFTING])
-@pytest.mark.parametrize("published", MOST)
-def test_launches_of_drafts(published, count, drafts, published_model, launches):
-    """All that is captured of them behind a verifying pass: the drafter over its tokens, and a step for each draft but
+@pytest.mark.parametrize("name", MOST)
+def test_launches_of_drafts(name, count, drafts, published_model, launches):
+    """All that is captured of them after a verifying pass: the drafter over its tokens, and a step for each draft but
     the first."""
-    model, cache, _ = published_model(published)
-    meta, page_size = torch.device("meta"), cache.page_size
+    model, cache, _ = published_model(name)
     with torch.inference_mode(), asked_variants.asked_variants("sm_90"):
         inputs = inputs_of(cache, 1, 1)
         row = model.states(inputs.tokens, inputs.batch(), cache)[0]
-        step = DraftStep(model.drafter, cache, drafts, None, meta, capture=False)
-        inputs = DraftInputs(count, 8192 // page_size, page_size, meta, drafts, row)
+        step = DraftStep(model.drafter, cache, drafts, None, META, capture=False)
+        inputs = DraftInputs(count, 8192 // cache.page_size, cache.page_size, META, drafts, row)
         step._run(inputs)
         launches.names.clear()
         step._run(inputs)
-    names, allowed = launches.names, MOST_OF_DRAFTS[published][drafts - 1][DRAFTING.index(count)]
-    assert len(names) <= allowed, f"{len(names)} launches for {allowed}, {' '.join(names)}"
+    check(launches.names, MOST_OF_DRAFTS[name][drafts - 1][DRAFTING.index(count)])

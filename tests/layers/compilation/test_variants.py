@@ -2,39 +2,26 @@
 
 import functools
 import importlib
-import json
 import random
-import tempfile
-from pathlib import Path
 
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+import dsa
+from dsa.kernels.gemm import per_token_cast_to_fp8_sm90 as casts
 from dsa.ops.asked_variants import Variant, asked_variants
-from dsa_bench.e2e.stacks import FP8
+from dsa.ops.declaration import OPS
 from dsa_layers import Generator, SamplingParams, load_model
 from dsa_layers.compilation.passes import META, MOST_ROWS, decode, growing, prefill, without_memory
 from dsa_layers.compilation.variants import TILES, model_variants, precisions, with_all_tiles
-from dsa_layers.families.config import read_config
 from dsa_layers.families.precision import Precision
-from dsa_layers.families.published import published_config
-from dsa_layers.families.registry import family, model_types
 from dsa_layers.layers.batch_invariance import batch_invariant
+from tests.kernels.variants import all_compile_functions
+from tests.layers.compilation.configs import published, tiny
 
 AS_LOADED = {"dtype": None, "dequantize": False, "kv_cache": None, "widen_experts": False}
-# Options of `load_model` under which a family's passes are others.
-KINDS = [
-    *((model_type, {}) for model_type in model_types()),
-    ("glm_moe_dsa", {"dequantize": True}),
-    ("deepseek_v4", {"dequantize": True}),
-]
-
-
-def tiny_config(model_type, directory, **changes):
-    fields = family(model_type).tiny.fields(quantized=True) | changes
-    (directory / "config.json").write_text(json.dumps(fields))
-    return read_config(directory)
+SLOW = pytest.mark.slow
 
 
 def variants_of(model_type, *, drafts=0, gpus=1, **options):
@@ -44,19 +31,28 @@ def variants_of(model_type, *, drafts=0, gpus=1, **options):
 
 @functools.cache
 def _variants_of(model_type, drafts, gpus, **options):
-    with tempfile.TemporaryDirectory() as directory:
-        config = tiny_config(model_type, Path(directory))
+    config = tiny(model_type)
     return set(model_variants(config, precisions(config, **AS_LOADED | options), drafts=drafts, gpus=gpus))
 
 
-@pytest.mark.parametrize("model_type, options", KINDS, ids=str)
-def test_passes_of_any_size_ask_for_no_other_kernels(model_type, options, tmp_path):
+# Options of `load_model` under which a family's passes are others.
+@pytest.mark.parametrize(
+    ("model_type", "options"),
+    [
+        ("deepseek_v4", {}),
+        pytest.param("deepseek_v32", {}, marks=SLOW),
+        pytest.param("glm_moe_dsa", {}, marks=SLOW),
+        pytest.param("glm_moe_dsa", {"dequantize": True}, marks=SLOW),
+        pytest.param("deepseek_v4", {"dequantize": True}, marks=SLOW),
+    ],
+    ids=str,
+)
+def test_passes_of_any_size_ask_for_no_other_kernels(model_type, options):
     """The list is of some sizes; passes of random ones ask for nothing that it lacks."""
-    config = tiny_config(model_type, tmp_path)
-    chosen = precisions(config, **AS_LOADED | options)
+    config = tiny(model_type)
     listed = variants_of(model_type, **options)
     draw, context = random.Random(0), config.max_position_embeddings
-    for precision in chosen:
+    for precision in precisions(config, **AS_LOADED | options):
         model, cache = without_memory(config, precision)
         with asked_variants("sm_90") as asked:
             for _ in range(12):
@@ -71,11 +67,11 @@ def test_passes_of_any_size_ask_for_no_other_kernels(model_type, options, tmp_pa
     assert len(listed) < 130
 
 
-@pytest.mark.parametrize("published, fields", [("deepseek_v4_flash", {}), ("glm_5_2", {"quantization_config": FP8})])
-def test_a_chunk_at_the_end_of_a_million_tokens_asks_for_no_other_kernels(published, fields, tmp_path):
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["deepseek_v4_flash", "glm_5_2"])
+def test_a_chunk_at_the_end_of_a_million_tokens_asks_for_no_other_kernels(name):
     """It has so many keys that they are selected as their scores are computed."""
-    (tmp_path / "config.json").write_text(json.dumps(published_config(f"{published}_config.json") | fields))
-    config = read_config(tmp_path)
+    config = published(name)
     precision = Precision.of(config)
     model, cache = without_memory(config, precision)
     with asked_variants("sm_90") as asked:
@@ -98,8 +94,15 @@ class Zeroed(TorchFunctionMode):
         return ZEROS.get(function, function)(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("drafts", [0, 2])
-@pytest.mark.parametrize("model_type", model_types())
+@pytest.mark.parametrize(
+    ("model_type", "drafts"),
+    [
+        ("glm_moe_dsa", 2),
+        pytest.param("deepseek_v4", 0, marks=SLOW),
+        pytest.param("deepseek_v4", 2, marks=SLOW),
+        pytest.param("deepseek_v32", 2, marks=SLOW),
+    ],
+)
 def test_a_generator_asks_for_no_other_kernels(model_type, drafts, tiny_checkpoint):
     """With weights, on the CPU, and kernels that do nothing: prefill in chunks, of one prompt and of several, and
     decoding while sequences end one by one."""
@@ -113,8 +116,8 @@ def test_a_generator_asks_for_no_other_kernels(model_type, drafts, tiny_checkpoi
     assert len(asked) > 20 and asked.keys() <= variants_of(model_type, drafts=drafts)
 
 
-def test_layers_alike_are_asked_once(tmp_path):
-    config = tiny_config("deepseek_v32", tmp_path, num_hidden_layers=12)
+def test_layers_alike_are_asked_once():
+    config = tiny("deepseek_v32", num_hidden_layers=12)
     (precision,) = precisions(config, **AS_LOADED)
     model, _ = without_memory(config, precision)
     kinds = [type(layer).__name__ for layer in model.model.layers]
@@ -122,60 +125,54 @@ def test_layers_alike_are_asked_once(tmp_path):
     assert {parameter.device for parameter in model.parameters()} == {META}
 
 
-def test_a_share_of_the_heads(tmp_path):
-    config = tiny_config("deepseek_v32", tmp_path, num_attention_heads=128, num_key_value_heads=128)
+def test_a_share_of_the_heads():
+    config = tiny("deepseek_v32", num_attention_heads=128, num_key_value_heads=128)
     share = config.with_heads(16)
     assert share.num_attention_heads == 16 and share.index_n_heads == config.index_n_heads
-    shapes = {}
-    for name, each in {"whole": config, "share": share}.items():
-        model, _ = without_memory(each, *precisions(each, **AS_LOADED))
-        shapes[name] = {key: tuple(x.shape) for key, x in model.named_parameters()}
-    changed = {key for key in shapes["whole"] if shapes["whole"][key] != shapes["share"][key]}
-    assert {key.rpartition("self_attn.")[2].partition("_proj")[0] for key in changed} == {"q_b", "kv_b", "o"}
-    with pytest.raises(ValueError, match=r"heads: must be a GPU's share of 128 heads, one of \[1, 2, 4, .*, got 3"):
-        config.with_heads(3)
-    with pytest.raises(ValueError, match="got 256"):
-        config.with_heads(256)
+    whole, part = (
+        {name: x.shape for name, x in without_memory(each, *precisions(each, **AS_LOADED))[0].named_parameters()}
+        for each in (config, share)
+    )
+    changed = {name.rpartition("self_attn.")[2] for name in whole if whole[name] != part[name]}
+    assert {name.partition("_proj")[0] for name in changed} == {"q_b", "kv_b", "o"}
+    for heads in (3, 256):
+        with pytest.raises(ValueError, match=rf"heads: must be a GPU's share of 128 heads, one of .*, got {heads}"):
+            config.with_heads(heads)
 
 
-def test_a_share_has_whole_groups_of_the_output(tmp_path):
-    config = tiny_config("deepseek_v4", tmp_path)  # 8 heads in 2 groups
+def test_a_share_has_whole_groups_of_the_output():
+    config = tiny("deepseek_v4")  # 8 heads in 2 groups
     share = config.with_heads(4)
     assert (share.num_attention_heads, share.o_groups) == (4, 1)
     with pytest.raises(ValueError, match=r"heads: must be a GPU's share of 8 heads, one of \[4, 8\], got 2"):
         config.with_heads(2)
 
 
-def test_precisions_of_experts_whose_dtype_only_the_files_say(tmp_path):
-    config = tiny_config("deepseek_v4", tmp_path)
-    assert [p.fp4_experts for p in precisions(config, **AS_LOADED)] == [True]
-    assert [p.fp4_experts for p in precisions(config, **AS_LOADED | {"widen_experts": True})] == [False]
-    assert [p.fp4_experts for p in precisions(config, **AS_LOADED | {"dequantize": True})] == [False]
-    fields = json.loads((tmp_path / "config.json").read_text())
-    fields.pop("expert_dtype", None)
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-    config = read_config(tmp_path)
-    assert config.quantization.expert_dtype is None
-    assert [p.fp4_experts for p in precisions(config, **AS_LOADED)] == [False, True]
+@pytest.mark.parametrize(
+    ("changes", "options", "fp4"),
+    [
+        ({}, {}, [True]),
+        ({}, {"widen_experts": True}, [False]),
+        ({}, {"dequantize": True}, [False]),
+        ({"expert_dtype": None}, {}, [False, True]),  # which only the files say
+    ],
+    ids=str,
+)
+def test_precisions_of_experts(changes, options, fp4):
+    assert [p.fp4_experts for p in precisions(tiny("deepseek_v4", **changes), **AS_LOADED | options)] == fp4
 
 
 def test_all_tiles_of_a_kernel():
     """With the arguments that the bridge gives: what has a default may be missing."""
-    module = "dsa.kernels.gemm.per_token_cast_to_fp8_sm90"
-    kernels = importlib.import_module(module)
-    shipped = [a for f, a in kernels.shipped_variants() if f.__name__ == "compile_per_token_cast_to_fp8"]
-    config = next(a[3] for a in shipped if a[:3] == ("bfloat16", True, False))
-    asked = Variant(module, "compile_per_token_cast_to_fp8", ("bfloat16", True, False, config))
-    found = with_all_tiles([asked])
-    assert asked in found and len(found) > 1
-    assert {v.arguments[:3] for v in found} == {asked.arguments[:3]} and {len(v.arguments) for v in found} == {4}
+    name, given = "compile_per_token_cast_to_fp8", ("bfloat16", True, False)
+    tiles = {a[3] for f, a in casts.shipped_variants() if f.__name__ == name and a[:3] == given}
+    of_tiles = {Variant(casts.__name__, name, (*given, tile)) for tile in tiles}
+    assert with_all_tiles([min(of_tiles, key=repr)]) == of_tiles and len(tiles) > 1
     other = Variant("dsa.kernels.moe.sort_by_expert_sm90", "compile_sort_by_expert", ("int64",))
     assert with_all_tiles([other]) == {other}
 
 
 def test_tiles_are_of_kernels_that_there_are():
-    from tests.kernels.variants import all_compile_functions
-
     functions = {function.__name__: function for function in all_compile_functions()}
     for name, place in TILES.items():
         module = importlib.import_module(functions[name].__module__)
@@ -184,19 +181,15 @@ def test_tiles_are_of_kernels_that_there_are():
 
 def test_nothing_is_kept_of_the_search():
     """Ops run their references again, and no kernel that does nothing is found later."""
-    import dsa
-    from dsa.ops.declaration import OPS
-
-    with asked_variants("sm_90") as asked:
-        dsa.rms_norm(torch.zeros(4, 512, dtype=torch.bfloat16, device=META), torch.ones(512, device=META), 1e-6)
-    assert [v.function for v in asked] == ["compile_rms_norm"]
-    with asked_variants("sm_90") as again:
-        dsa.rms_norm(torch.zeros(4, 512, dtype=torch.bfloat16, device=META), torch.ones(512, device=META), 1e-6)
-    assert again == asked
-    x = torch.randn(4, 512)
-    assert torch.allclose(dsa.rms_norm(x, None, 0.0).square().mean(-1), torch.ones(4))
+    x, weight = torch.zeros(4, 512, dtype=torch.bfloat16, device=META), torch.ones(512, device=META)
+    for _ in range(2):
+        with asked_variants("sm_90") as asked:
+            dsa.rms_norm(x, weight, 1e-6)
+        assert [v.function for v in asked] == ["compile_rms_norm"]
+    normed = dsa.rms_norm(torch.randn(4, 512), None, 0.0)
+    assert torch.allclose(normed.square().mean(-1), torch.ones(4))
     assert not any(op.known.steps or op.known._times for op in OPS.values())
-    assert not torch.zeros(1, device=META).is_cuda
+    assert not x.is_cuda
 
 
 def test_sizes_grow():

@@ -8,17 +8,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _symmetric_memory
 
-import dsa
 from dsa.kernels.parallel.limits import DTYPES, RANKS
 from dsa.ops.asked_variants import Variant, asked_variants
 from dsa_layers import Generator, SamplingParams, load_model
 from dsa_layers.compilation.passes import META, decode, without_memory
 from dsa_layers.compilation.variants import precisions
-from dsa_layers.families.config import read_config
-from dsa_layers.families.registry import model_types
 from dsa_layers.parallel.cuts import DoesNotDivide
 from dsa_layers.parallel.one_shot_sum import OneShotSum
-from tests.layers.compilation.test_variants import AS_LOADED, Zeroed, variants_of
+from tests.layers.compilation.configs import tiny
+from tests.layers.compilation.test_variants import AS_LOADED, SLOW, Zeroed, variants_of
+from tests.layers.layers.calls import record
 from tests.layers.parallel.processes import in_ranks
 
 SUMS, EXPERTS = "dsa.kernels.parallel.one_shot_sum_sm90", "dsa.kernels.parallel.experts_sum_sm90"
@@ -31,64 +30,49 @@ def sums(gpus):
     return of_experts | {Variant(SUMS, "compile_one_shot_sum", (dtype, gpus)) for dtype in DTYPES}
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tiny_checkpoint):
-    return {model_type: tiny_checkpoint(model_type) for model_type in model_types()}
+def generated(ranks, directory):
+    """What a rank asks for: for prompts in chunks of which ranks share the rows, and in short passes."""
+    model = load_model(directory, mesh=ranks, drafter=True, progress=False)
+    generator = Generator(model, cache_tokens=16384, prefill_chunk=400, draft_tokens=2)
+    draw = random.Random(1)  # the same prompts on all ranks
+    with asked_variants("sm_90") as asked, Zeroed():
+        for lens in ([500], [3, 300, 40]):
+            prompts = [[draw.randrange(3, 100) for _ in range(n)] for n in lens]
+            generator.generate(prompts, [SamplingParams(max_new_tokens=2 + i) for i in range(len(prompts))])
+    return set(asked)
 
 
-def generated(ranks, directories):
-    """What a rank asks for of each model: for prompts in chunks of which ranks share the rows, and in short passes."""
-    found = []
-    for directory in directories:
-        model = load_model(directory, mesh=ranks, drafter=True, progress=False)
-        generator = Generator(model, cache_tokens=16384, prefill_chunk=400, draft_tokens=2)
-        draw = random.Random(1)  # the same prompts on all ranks
-        with asked_variants("sm_90") as asked, Zeroed():
-            for lens in ([500], [3, 300, 40]):
-                prompts = [[draw.randrange(3, 100) for _ in range(n)] for n in lens]
-                generator.generate(prompts, [SamplingParams(max_new_tokens=2 + i) for i in range(len(prompts))])
-        found.append(set(asked))
-    return found
-
-
-def test_ranks_ask_for_no_other_kernels(checkpoints):
+@pytest.mark.parametrize(
+    "model_type", ["glm_moe_dsa", *(pytest.param(f"deepseek_{v}", marks=SLOW) for v in ("v32", "v4"))]
+)
+def test_ranks_ask_for_no_other_kernels(model_type, tiny_checkpoint):
     """With weights, on the CPU, and kernels that do nothing; sums that go through NCCL, as those of much do."""
-    of_ranks = in_ranks(2, generated, [*checkpoints.values()])
-    for model_type, *of_rank in zip(checkpoints, *of_ranks, strict=True):
-        expected = variants_of(model_type, drafts=2, gpus=2)
-        assert all(len(asked) > 20 and asked <= expected for asked in of_rank)
-        assert not of_rank[0] <= variants_of(model_type, drafts=2)  # one GPU's alone would not do
-        assert {variant for variant in expected if variant.module in (SUMS, EXPERTS)} == sums(2)
+    expected = variants_of(model_type, drafts=2, gpus=2)
+    of_ranks = in_ranks(2, generated, tiny_checkpoint(model_type))
+    assert all(len(asked) > 20 and asked <= expected for asked in of_ranks)
+    assert not of_ranks[0] <= variants_of(model_type, drafts=2)  # one GPU's alone would not do
+    assert {variant for variant in expected if variant.module in (SUMS, EXPERTS)} == sums(2)
+    alone = variants_of(model_type, drafts=2)
+    assert not {variant for variant in alone if variant.module in (SUMS, EXPERTS)}
 
 
 @pytest.mark.parametrize("gpus", [1, 2])
-def test_products_of_split_experts_expect_their_share_of_the_rows(checkpoints, gpus, monkeypatch):
+def test_products_of_split_experts_expect_their_share_of_the_rows(gpus, monkeypatch):
     """Kernels are compiled for these; a GPU that has all experts leaves it to the products."""
-    found = set()
-
-    def noted(op):
-        def call(*arguments, expected_rows, **options):
-            results = op(*arguments, expected_rows=expected_rows, **options)
-            found.add((len(results[0] if isinstance(results, tuple) else results), expected_rows))
-            return results
-
-        return call
-
-    for name in ("grouped_fp8_fp4_gemm_swiglu", "grouped_fp8_fp4_gemm_nt"):
-        monkeypatch.setattr(dsa, name, noted(getattr(dsa, name)))
-    config = read_config(checkpoints["deepseek_v4"])
+    found = record(
+        monkeypatch,
+        *("grouped_fp8_fp4_gemm_swiglu", "grouped_fp8_fp4_gemm_nt"),
+        seen=lambda *_, expected_rows, **__: expected_rows,
+    )
+    config = tiny("deepseek_v4")
     precision = precisions(config, **AS_LOADED)[-1]
     assert precision.fp4_experts
     model, cache = without_memory(config, precision, gpus=gpus)
     for tokens in (1, 7):
+        found.clear()
         with asked_variants("sm_90"):
             decode(model, cache, tokens, 64)
-    chosen = config.num_experts_per_tok
-    assert found == {(n * chosen, None if gpus == 1 else -(-n * chosen // 2)) for n in (1, 7)}
-
-
-def test_one_gpu_sums_nothing():
-    assert not {variant for variant in variants_of("deepseek_v32") if variant.module in (SUMS, EXPERTS)}
+        assert {*found} == {None if gpus == 1 else -(-tokens * config.num_experts_per_tok // 2)}
 
 
 @pytest.mark.parametrize("gpus", RANKS)
@@ -103,17 +87,19 @@ def test_sums_ask_for_what_is_listed(gpus, monkeypatch):
     assert asked.keys() == sums(gpus)
 
 
-def test_a_model_that_does_not_come_apart(checkpoints):
-    config = read_config(checkpoints["deepseek_v32"])
+def without_memory_of_v32(gpus):
+    config = tiny("deepseek_v32")
     (precision,) = precisions(config, **AS_LOADED)
+    return without_memory(config, precision, gpus=gpus)[0]
+
+
+def test_a_model_that_does_not_come_apart():
     with pytest.raises(DoesNotDivide, match=r"^gpus: 3 do not evenly share the "):
-        without_memory(config, precision, gpus=3)
+        without_memory_of_v32(gpus=3)
 
 
-def test_ranks_that_are_to_compare_their_picks_compile_all_the_same(checkpoints, monkeypatch):
+def test_ranks_that_are_to_compare_their_picks_compile_all_the_same(monkeypatch):
     """There is nobody to compare with."""
     monkeypatch.setenv("DSA_COMPARE_RANKS", "1")
-    config = read_config(checkpoints["deepseek_v32"])
-    (precision,) = precisions(config, **AS_LOADED)
-    model, _ = without_memory(config, precision, gpus=2)
+    model = without_memory_of_v32(gpus=2)
     assert all(ranks.shares_rows for module in model.modules() if (ranks := getattr(module, "ranks", None)))

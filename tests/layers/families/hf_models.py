@@ -25,7 +25,7 @@ def deepseek_v32(directory: Path, **changes):
             "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
         },
     }  # fmt: skip
-    return _draw_and_save(lambda: DeepseekV32ForCausalLM(DeepseekV32Config(**(fields | changes))), directory)
+    return _draw_and_save(DeepseekV32ForCausalLM, DeepseekV32Config(**(fields | changes)), directory)
 
 
 def glm_moe_dsa(directory: Path, **changes):
@@ -42,24 +42,7 @@ def glm_moe_dsa(directory: Path, **changes):
         "rms_norm_eps": 1e-2, "eos_token_id": None, "bos_token_id": None, "attn_implementation": "eager",
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
     }  # fmt: skip
-    return _draw_and_save(lambda: GlmMoeDsaForCausalLM(GlmMoeDsaConfig(**(fields | changes))), directory)
-
-
-def _draw_and_save(build, directory: Path):
-    torch.manual_seed(0)
-    model = build().eval()
-    for name, parameter in model.named_parameters():
-        if parameter.dim() > 1:  # the default 0.02 gives nearly uniform logits
-            torch.nn.init.normal_(parameter, std=0.08)
-        elif name.endswith(("norm.weight", "layernorm.weight")):
-            torch.nn.init.normal_(parameter, mean=1.0, std=0.1)
-        elif name.endswith("norm.bias"):
-            torch.nn.init.normal_(parameter, std=0.1)
-    for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            torch.nn.init.normal_(buffer, std=0.1)
-    model.save_pretrained(directory)
-    return model
+    return _draw_and_save(GlmMoeDsaForCausalLM, GlmMoeDsaConfig(**(fields | changes)), directory)
 
 
 def deepseek_v4(directory: Path, *, original_format: bool = True, **changes):
@@ -80,11 +63,18 @@ def deepseek_v4(directory: Path, *, original_format: bool = True, **changes):
             "beta_slow": 1,
         },
     }  # fmt: skip
+    config = DeepseekV4Config(**(fields | changes))
+    return _draw_and_save(DeepseekV4ForCausalLM, config, directory, save_original_format=original_format)
+
+
+def _draw_and_save(kind, config, directory: Path, **options):
     torch.manual_seed(0)
-    model = DeepseekV4ForCausalLM(DeepseekV4Config(**(fields | changes))).eval()
+    model = kind(config).eval()
     for name, parameter in model.named_parameters():
         if name.endswith(("norm.weight", "layernorm.weight")):
             torch.nn.init.normal_(parameter, mean=1.0, std=0.1)
+        elif name.endswith("norm.bias"):
+            torch.nn.init.normal_(parameter, std=0.1)
         elif name.endswith(("sinks", "base", "scale", "position_bias")):
             torch.nn.init.normal_(parameter, std=0.5)
         elif parameter.dim() > 1:  # the default 0.02 gives nearly uniform logits
@@ -94,5 +84,5 @@ def deepseek_v4(directory: Path, *, original_format: bool = True, **changes):
             torch.nn.init.normal_(buffer, std=0.1)
         if name.endswith("tid2eid"):
             buffer.copy_(torch.rand(buffer.shape[0], 8).argsort(-1)[:, : buffer.shape[1]])
-    model.save_pretrained(directory, save_original_format=original_format)
+    model.save_pretrained(directory, **options)
     return model

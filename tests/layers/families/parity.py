@@ -1,8 +1,10 @@
 """What the parity tests of every family hold: a whole model against transformers' own on a tiny checkpoint, in fp32.
 
-transformers quantises nothing and always attends naively with a mask, so this holds our absorbed, gathered, paged and
-chunked paths against an independent one. Lengths lie beyond index_topk = 8, so that selection matters.
+transformers quantises nothing and always attends naively with a mask, so this holds our absorbed, gathered, windowed,
+paged and chunked paths against an independent one. Lengths lie beyond what is selected, so that selection matters.
 """
+
+from typing import ClassVar
 
 import pytest
 import torch
@@ -20,24 +22,40 @@ def assert_same(got, expected):
     assert expected.std() > 0.3  # else agreement means little
 
 
-def paged_run(model, tokens, chunks, page_size=16, pages=(5, 0, 3)):
-    """Logits of all tokens, computed chunk by chunk over a paged cache poisoned with NaN."""
-    cache = model.make_cache(8, page_size)
-    for i in range(len(model.model.layers)):
-        layer = cache.layer(i)
-        for stored in (layer.latent, layer.index):
-            if stored is not None:
-                stored.view(torch.uint8).fill_(0xFF)
-    out, done = [], 0
+def poisoned_cache(model, pages, page_size=16):
+    """What nobody has written is NaN."""
+    cache = model.make_cache(pages, page_size, state_slots=4)
+    for tensor in cache.tensors():
+        tensor.view(torch.uint8).fill_(0xFF)
+    return cache
+
+
+def paged_run(model, tokens, chunks, page_size=16):
+    """Logits of all tokens, computed chunk by chunk over a poisoned cache."""
+    cache, out, done = poisoned_cache(model, 8, page_size), [], 0
     for n in chunks:
-        batch = SequenceBatch.paged([n], [done + n], [list(pages)], page_size)
+        batch = SequenceBatch.paged([n], [done + n], [[5, 0, 3]], page_size, state_slots=[2])
         out.append(model(tokens[done : done + n], batch, cache, all_tokens=True))
         done += n
     return torch.cat(out)
 
 
+def assert_parity(build, directory, **changes):
+    """Of another configuration: all logits of a sequence."""
+    theirs = build(directory, **changes)
+    ours = load_model(directory, dtype=torch.float32, progress=False)
+    tokens = torch.randint(0, 256, (40,))
+    with torch.no_grad():
+        got = ours(tokens, SequenceBatch.without_cache([40]), all_tokens=True)
+        assert_same(got, theirs(tokens[None]).logits[0])
+
+
 class ParityTests:
     """Subclasses have a static method `build(directory)`, which saves transformers' model there and returns it."""
+
+    page_size = 16
+    lengths: ClassVar = [1, 7, 8, 9, 48]  # of sequences; the last one is the longest
+    chunks: ClassVar = [[1] * 48, [5, 7, 13, 1, 1, 21], [16, 16, 16]]
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -49,9 +67,55 @@ class ParityTests:
     @pytest.fixture(scope="class")
     @classmethod
     def text(cls, models):
-        tokens = torch.randint(0, 256, (3, 48), generator=torch.Generator().manual_seed(1))
+        tokens = torch.randint(0, 256, (3, cls.lengths[-1]), generator=torch.Generator().manual_seed(1))
         with torch.no_grad():
             return tokens, models[0](tokens).logits
+
+    @torch.no_grad()
+    def test_full_prefill(self, models, text):
+        """Packed without padding; transformers runs each alone."""
+        tokens, expected = text
+        lengths = [*self.lengths, 23]
+        packed = torch.cat([tokens[i % 3, :n] for i, n in enumerate(lengths)])
+        got = models[1](packed, SequenceBatch.without_cache(lengths), all_tokens=True)
+        assert_same(got, torch.cat([expected[i % 3, :n] for i, n in enumerate(lengths)]))
+        last = models[1](packed, SequenceBatch.without_cache(lengths))
+        assert_same(last, torch.stack([expected[i % 3, n - 1] for i, n in enumerate(lengths)]))
+        alone = models[1](tokens[0], SequenceBatch.without_cache(self.lengths[-1:]), all_tokens=True)
+        assert_same(alone, expected[0])
+
+    @torch.no_grad()
+    def test_paged_decode_and_chunked_prefill(self, models, text):
+        for chunks in self.chunks:
+            assert_same(paged_run(models[1], text[0][0], chunks, self.page_size), text[1][0])
+
+    @torch.no_grad()
+    def test_paged_batch(self, models, text):
+        """Three sequences of different lengths in chunks of different sizes, then single tokens in one batch."""
+        tokens, expected = text
+        ours, total = models[1], [0, 0, 0]
+        cache = poisoned_cache(ours, 12, self.page_size)
+        pages, state_slots = [[0, 4, 8], [1, 5, 9], [2, 6, 10]], [3, 0, 1]
+        for new in ([11, 1, 16], [19, 3, 1], *[[1, 1, 1]] * 18):
+            parts = [slice(done, done + n) for done, n in zip(total, new)]
+            total = [part.stop for part in parts]
+            batch = SequenceBatch.paged(new, total, pages, self.page_size, state_slots=state_slots)
+            got = ours(torch.cat([tokens[i, part] for i, part in enumerate(parts)]), batch, cache, all_tokens=True)
+            assert_same(got, torch.cat([expected[i, part] for i, part in enumerate(parts)]))
+
+    def test_greedy_tokens(self, models, text):
+        """Of more sequences than run at a time: each takes over what another one has left."""
+        theirs, ours = models
+        prompts = [text[0][i, :n].tolist() for i, n in ((0, 20), (1, 3), (2, 41))]
+        generator = Generator(ours, cache_tokens=256, page_size=self.page_size, max_sequences=2, prefill_chunk=7)
+        for prompt, completion in zip(prompts, generator.generate(prompts, SamplingParams(max_new_tokens=24))):
+            given = {"attention_mask": torch.ones(1, len(prompt)), "max_new_tokens": 24, "do_sample": False}
+            expected = theirs.generate(torch.tensor([prompt]), **given)
+            assert completion.tokens == expected[0, len(prompt) :].tolist() and len(completion.tokens) == 24
+
+
+class SelectingParityTests(ParityTests):
+    """Of families whose layers select tokens."""
 
     @torch.no_grad()
     def test_selection_matters(self, models, text):
@@ -67,54 +131,3 @@ class ParityTests:
             indexer.top_k = 8
         assert (dense - expected[0])[8:].abs().max() > 0.05
         assert (dense - expected[0])[:8].abs().max() < TOLERANCE
-
-    @torch.no_grad()
-    @pytest.mark.parametrize("length", [1, 7, 8, 9, 48])
-    def test_full_prefill(self, models, text, length):
-        tokens, expected = text
-        got = models[1](tokens[0, :length], SequenceBatch.without_cache([length]), all_tokens=True)
-        assert_same(got, expected[0, :length])
-
-    @torch.no_grad()
-    def test_batch_of_unequal_lengths(self, models, text):
-        """Packed without padding; transformers runs each alone."""
-        tokens, expected = text
-        lengths = [48, 5, 23]
-        packed = torch.cat([tokens[i, :n] for i, n in enumerate(lengths)])
-        got = models[1](packed, SequenceBatch.without_cache(lengths), all_tokens=True)
-        assert_same(got, torch.cat([expected[i, :n] for i, n in enumerate(lengths)]))
-        last = models[1](packed, SequenceBatch.without_cache(lengths))
-        assert_same(last, torch.stack([expected[i, n - 1] for i, n in enumerate(lengths)]))
-
-    @torch.no_grad()
-    @pytest.mark.parametrize("chunks", [[1] * 48, [48], [5, 7, 13, 1, 1, 21], [16, 16, 16], [8, 1, 39]])
-    def test_paged_decode_and_chunked_prefill(self, models, text, chunks):
-        assert_same(paged_run(models[1], text[0][0], chunks), text[1][0])
-
-    @torch.no_grad()
-    def test_paged_batch_decode(self, models, text):
-        """Three sequences of different lengths, each extended by single tokens in one batch, pages interleaved."""
-        tokens, expected = text
-        ours, lengths, page_size = models[1], [30, 4, 17], 16
-        cache = ours.make_cache(12, page_size)
-        pages = [[0, 4, 8], [1, 5, 9], [2, 6, 10]]
-        packed = torch.cat([tokens[i, :n] for i, n in enumerate(lengths)])
-        ours(packed, SequenceBatch.paged(lengths, lengths, pages, page_size), cache)
-        for step in range(12):
-            after = [n + step + 1 for n in lengths]
-            new = torch.stack([tokens[i, n - 1] for i, n in enumerate(after)])
-            got = ours(new, SequenceBatch.paged([1] * 3, after, pages, page_size), cache)
-            assert_same(got, torch.stack([expected[i, n - 1] for i, n in enumerate(after)]))
-
-    def test_greedy_tokens(self, models, text):
-        theirs, ours = models
-        prompts = [text[0][0, :20].tolist(), text[0][1, :3].tolist()]
-        got = Generator(ours, cache_tokens=256, page_size=16, prefill_chunk=7).generate(
-            prompts, SamplingParams(max_new_tokens=24)
-        )
-        for prompt, completion in zip(prompts, got):
-            expected = theirs.generate(
-                torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=24, do_sample=False
-            )
-            assert completion.tokens == expected[0, len(prompt) :].tolist()
-            assert len(completion.tokens) == 24

@@ -1,73 +1,55 @@
 import json
 import math
 import re
+from dataclasses import replace
 
 import pytest
 
 from dsa_layers.errors import ConfigError
 from dsa_layers.families.config import read_config
+from dsa_layers.families.deepseek_v4.manifest import deepseek_v4_tensor_manifest
 from dsa_layers.families.deepseek_v32.manifest import deepseek_v32_tensor_manifest
 from dsa_layers.families.parts import QuantizationConfig, RopeConfig, YarnConfig
-from dsa_layers.families.published import VENDORED
+from tests.layers.families import configs
 from tests.layers.families.listings import read_listing
 
-PUBLISHED = json.loads((VENDORED / "deepseek_v32_config.json").read_text())
-ABSENT = object()
-
-
-def read(tmp_path, generation=None, **changes):
-    """Reads the published configuration with some fields changed; a dotted name is a field of a nested object."""
-    fields = json.loads(json.dumps(PUBLISHED))
-    for name, value in changes.items():
-        *parents, last = name.split(".")
-        owner = fields
-        for parent in parents:
-            owner = owner[parent]
-        if value is ABSENT:
-            del owner[last]
-        else:
-            owner[last] = value
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-    if generation is not None:
-        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-    return read_config(tmp_path)
+NAME = "deepseek_v32"
 
 
 def test_published_config(tmp_path):
-    config = read(tmp_path)
-    assert (config.hidden_size, config.num_hidden_layers, config.num_nextn_predict_layers) == (7168, 61, 1)
-    assert (config.n_routed_experts, config.n_group, config.topk_group, config.num_experts_per_tok) == (256, 8, 4, 8)
-    assert (config.q_lora_rank, config.kv_lora_rank, config.index_topk) == (1536, 512, 2048)
+    config = configs.read(tmp_path, NAME)
     assert config.rope == RopeConfig(10000.0, YarnConfig(40.0, 4096, 32.0, 1.0, 1.0, 1.0))
     assert config.quantization == QuantizationConfig((128, 128), "ue8m0")
     assert (config.bos_token_id, config.eos_token_ids, config.dtype) == (0, (1,), "bfloat16")
-    assert (config.scoring_func, config.topk_method) == ("sigmoid", "noaux_tc")
     with pytest.raises(AttributeError):
         config.hidden_size = 1
 
 
-def test_transformers_spelling_reads_the_same(tmp_path):
-    configuration = pytest.importorskip("transformers.models.deepseek_v32.configuration_deepseek_v32")
-    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED))
-    rewritten = tmp_path / "rewritten"
-    configuration.DeepseekV32Config.from_pretrained(tmp_path).save_pretrained(rewritten)
-    fields = json.loads((rewritten / "config.json").read_text())
+@pytest.mark.parametrize("name", [NAME, "glm_5", "glm_5_2", "deepseek_v4_flash", "deepseek_v4_pro"])
+def test_transformers_spelling_reads_the_same(tmp_path, name):
+    from transformers import AutoConfig
+
+    expected = configs.read(tmp_path, name)
+    AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path / "rewritten")
+    fields = json.loads((tmp_path / "rewritten" / "config.json").read_text())
     assert "rope_parameters" in fields and "rope_scaling" not in fields and "torch_dtype" not in fields
-    assert read_config(rewritten) == read_config(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["indexed_attention", "deepseek_sparse_attention"])
-def test_both_of_transformers_names_for_sparse_layers(tmp_path, name):
-    assert read(tmp_path, layer_types=[name] * 61) == read(tmp_path)
+    # transformers fills in a beginning-of-sequence id of its own for GLM-5.
+    assert replace(read_config(tmp_path / "rewritten"), bos_token_id=expected.bos_token_id) == expected
 
 
 def test_transformers_spelling_without_yarn_and_quantisation(tmp_path):
-    config = read(
+    config = configs.read(
         tmp_path,
-        **{"rope_scaling": ABSENT, "rope_theta": ABSENT, "torch_dtype": ABSENT, "quantization_config": ABSENT},
+        NAME,
+        **{
+            "rope_scaling": configs.ABSENT,
+            "rope_theta": configs.ABSENT,
+            "torch_dtype": configs.ABSENT,
+            "quantization_config": configs.ABSENT,
+        },
         rope_parameters={"rope_theta": 5e5, "rope_type": "default"},
         dtype="float32",
-        num_nextn_predict_layers=ABSENT,
+        num_nextn_predict_layers=configs.ABSENT,
         mlp_layer_types=["dense"] * 3 + ["sparse"] * 58,
         head_dim=64,
         qk_head_dim=192,
@@ -77,28 +59,30 @@ def test_transformers_spelling_without_yarn_and_quantisation(tmp_path):
     assert (config.quantization, config.dtype, config.num_nextn_predict_layers) == (None, "float32", 0)
 
 
-def test_one_rope_theta(tmp_path):
-    with pytest.raises(ConfigError, match=r"field 'rope_theta' is 10000; accepted: 500000\.0"):
-        read(tmp_path, rope_scaling=None, rope_parameters={"rope_theta": 5e5, "rope_type": "default"})
-
-
 def test_null_scaling_is_plain_rope(tmp_path):
-    assert read(tmp_path, rope_scaling=None, quantization_config=None).rope == RopeConfig(10000.0, None)
+    assert configs.read(tmp_path, NAME, rope_scaling=None, quantization_config=None).rope == RopeConfig(10000.0, None)
 
 
-@pytest.mark.parametrize(("value", "scale_fmt"), [("ue8m0", "ue8m0"), ("float", None), (None, None), (ABSENT, None)])
-def test_scale_fmt(tmp_path, value, scale_fmt):
-    assert read(tmp_path, **{"quantization_config.scale_fmt": value}).quantization.scale_fmt == scale_fmt
+@pytest.mark.parametrize(("value", "scale_fmt"), [("float", None), (None, None), (configs.ABSENT, None)])
+def test_scales_that_are_no_powers_of_two(tmp_path, value, scale_fmt):
+    assert configs.read(tmp_path, NAME, **{"quantization_config.scale_fmt": value}).quantization.scale_fmt == scale_fmt
 
 
-def test_what_transformers_adds_to_a_quantisation(tmp_path):
-    added = {
-        "modules_to_not_convert": ["lm_head"],
-        "modules_to_convert": None,
-        "dequantize": False,
-        "expert_dtype": "fp8",
-    }
-    assert read(tmp_path, **{f"quantization_config.{name}": value for name, value in added.items()}) == read(tmp_path)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layer_types": ["indexed_attention"] * 61},
+        {"layer_types": ["deepseek_sparse_attention"] * 61},
+        {
+            "quantization_config.modules_to_not_convert": ["lm_head"],
+            "quantization_config.modules_to_convert": None,
+            "quantization_config.dequantize": False,
+            "quantization_config.expert_dtype": "fp8",
+        },
+    ],
+)
+def test_what_transformers_adds_changes_nothing(tmp_path, changes):
+    assert configs.read(tmp_path, NAME, **changes) == configs.read(tmp_path, NAME)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +98,9 @@ def test_what_transformers_adds_to_a_quantisation(tmp_path):
     ],
 )
 def test_eos_token_ids(tmp_path, config_eos, generation, expected):
-    assert read(tmp_path, generation, eos_token_id=config_eos).eos_token_ids == expected
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert configs.read(tmp_path, NAME, eos_token_id=config_eos).eos_token_ids == expected
 
 
 @pytest.mark.parametrize(
@@ -124,7 +110,7 @@ def test_eos_token_ids(tmp_path, config_eos, generation, expected):
         ({"rope_scaling.foo": 1}, ["field 'rope_scaling.foo' is not supported"]),
         ({"quantization_config.foo": 1}, ["field 'quantization_config.foo' is not supported"]),
         ({"model_type": "llama"}, ["field 'model_type' is 'llama'", "accepted: 'deepseek_v32'"]),
-        ({"model_type": ABSENT}, ["field 'model_type' is missing", "accepted: 'deepseek_v32'"]),
+        ({"model_type": configs.ABSENT}, ["field 'model_type' is missing", "accepted: 'deepseek_v32'"]),
         # values that would need other code
         ({"scoring_func": "softmax"}, ["field 'scoring_func' is 'softmax'", "accepted: 'sigmoid'"]),
         ({"topk_method": "greedy"}, ["field 'topk_method' is 'greedy'", "accepted: 'noaux_tc'"]),
@@ -149,15 +135,19 @@ def test_eos_token_ids(tmp_path, config_eos, generation, expected):
         ),
         ({"quantization_config": "fp8"}, ["'quantization_config' is 'fp8'", "an object or null"]),
         ({"rope_scaling.type": "linear"}, ["'rope_scaling.type' is 'linear'", "'default', 'yarn'"]),
-        ({"rope_scaling.type": ABSENT}, ["'rope_scaling.rope_type' and field 'type'", "'yarn'"]),
+        ({"rope_scaling.type": configs.ABSENT}, ["'rope_scaling.rope_type' and field 'type'", "'yarn'"]),
         ({"rope_scaling.rope_type": "default"}, ["'rope_scaling.rope_type' and field 'type'", "'yarn'"]),
         ({"rope_scaling.factor": 0.5}, ["'rope_scaling.factor' is 0.5", "at least 1"]),
         ({"rope_scaling.beta_fast": 1}, ["'rope_scaling.beta_fast' is 1", "above beta_slow"]),
-        ({"rope_scaling.mscale": ABSENT}, ["'rope_scaling.mscale' is missing"]),
-        ({"rope_theta": ABSENT}, ["'rope_theta' is missing", "above 0"]),
+        ({"rope_scaling.mscale": configs.ABSENT}, ["'rope_scaling.mscale' is missing"]),
+        ({"rope_theta": configs.ABSENT}, ["'rope_theta' is missing", "above 0"]),
+        (
+            {"rope_scaling": None, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
+            ["field 'rope_theta' is 10000; accepted: 500000.0"],
+        ),
         ({"rope_parameters": {"rope_type": "default"}}, ["'rope_scaling' and field 'rope_parameters' are both"]),
         # types and ranges
-        ({"hidden_size": ABSENT}, ["'hidden_size' is missing", "an integer of at least 1"]),
+        ({"hidden_size": configs.ABSENT}, ["'hidden_size' is missing", "an integer of at least 1"]),
         ({"hidden_size": None}, ["'hidden_size' is null"]),
         ({"hidden_size": "7168"}, ["'hidden_size' is '7168'", "an integer"]),
         ({"hidden_size": 7168.0}, ["'hidden_size' is 7168.0", "an integer"]),
@@ -189,17 +179,8 @@ def test_eos_token_ids(tmp_path, config_eos, generation, expected):
         ({"layer_types": ["full_attention"] * 61}, ["'layer_types' is ['full_attention'", "indexed_attention"]),
     ],
 )
-def test_rejected(tmp_path, changes, parts):
-    with pytest.raises(ConfigError) as error:
-        read(tmp_path, **changes)
-    assert str(error.value).startswith(f"{tmp_path / 'config.json'}: ")
-    for part in parts:
-        assert part in str(error.value)
-
-
-def test_rejected_in_generation_config(tmp_path):
-    with pytest.raises(ConfigError, match=r"generation_config\.json: field 'eos_token_id' is 'x'"):
-        read(tmp_path, {"eos_token_id": "x"})
+def test_refused(tmp_path, changes, parts):
+    configs.check_refused(tmp_path, NAME, changes, parts)
 
 
 def test_missing_file(tmp_path):
@@ -208,52 +189,30 @@ def test_missing_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "problem"),
-    [(b'{"a": ', "not valid JSON"), (b"[1]", "must hold a JSON object, got list"), (b"\xff", "cannot be read")],
+    ("name", "content", "problem"),
+    [
+        *(
+            (name, content, problem)
+            for name in ("config.json", "generation_config.json")
+            for content, problem in [
+                (b'{"a": ', "not valid JSON"),
+                (b"[1]", "must hold a JSON object, got list"),
+                (b"\xff", "cannot be read"),
+            ]
+        ),
+        ("generation_config.json", b'{"eos_token_id": "x"}', "field 'eos_token_id' is 'x'"),
+    ],
 )
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
 def test_malformed_file(tmp_path, name, content, problem):
-    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED))
+    configs.write(tmp_path, NAME)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=re.escape(f"{tmp_path / name}: {problem}")):
         read_config(tmp_path)
 
 
-def test_manifest_is_the_published_listing(tmp_path):
-    manifest = deepseek_v32_tensor_manifest(read(tmp_path))
-    assert manifest == read_listing("deepseek_v32_tensors.json")
-    assert len(manifest) == 92_425
-    assert sum(math.prod(shape) for shape, _ in manifest.values()) == 685_396_921_376
-
-
-def test_parameter_count(tmp_path):
-    """Counted by hand from the architecture: DeepSeek-V3's 671.03 B, plus 0.85 B in 61 indexers, plus the MTP layer."""
-    attention = 7168 * 1536 + 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 + 512 * 128 * 256 + 128 * 128 * 7168
-    indexer = 1536 * 64 * 128 + 7168 * 128 + 2 * 128 + 7168 * 64
-    layer_norms = 2 * 7168
-    dense = 3 * 7168 * 18432
-    sparse = 7168 * 256 + 256 + 257 * 3 * 7168 * 2048
-    vocabulary = 129280 * 7168
-    main = 2 * vocabulary + 7168 + 61 * (attention + indexer + layer_norms) + 3 * dense + 58 * sparse
-    mtp = attention + indexer + layer_norms + sparse + 2 * vocabulary + 2 * 7168 * 7168 + 3 * 7168
-
-    manifest = deepseek_v32_tensor_manifest(read(tmp_path))
-    counts = {"main": 0, "mtp": 0}
-    for name, (shape, _) in manifest.items():
-        if not name.endswith("_scale_inv"):
-            counts["mtp" if name.startswith("model.layers.61.") else "main"] += math.prod(shape)
-    assert counts == {"main": main, "mtp": mtp} == {"main": 671_877_944_064, "mtp": 13_477_385_728}
-    assert main - 61 * indexer == 671_026_419_200
-
-
-def test_shared_experts_are_one_wide_mlp(tmp_path):
-    manifest = deepseek_v32_tensor_manifest(read(tmp_path, n_shared_experts=2))
-    assert manifest["model.layers.3.mlp.shared_experts.down_proj.weight"] == ((7168, 4096), "F8_E4M3")
-    assert manifest["model.layers.3.mlp.shared_experts.down_proj.weight_scale_inv"] == ((56, 32), "F32")
-
-
-def test_manifest_without_quantisation(tmp_path):
-    manifest = deepseek_v32_tensor_manifest(read(tmp_path, quantization_config=None, num_nextn_predict_layers=0))
-    assert {dtype for _, dtype in manifest.values()} == {"BF16", "F32"}
-    assert not [name for name in manifest if name.endswith("_scale_inv") or name.startswith("model.layers.61.")]
-    assert manifest["model.layers.0.self_attn.kv_a_proj_with_mqa.weight"] == ((576, 7168), "BF16")
+@pytest.mark.parametrize(
+    ("name", "manifest"),
+    [(NAME, deepseek_v32_tensor_manifest), ("deepseek_v4_pro", deepseek_v4_tensor_manifest)],
+)
+def test_manifest_is_the_published_listing(tmp_path, name, manifest):
+    assert manifest(configs.read(tmp_path, name)) == read_listing(f"{name}_tensors.json")

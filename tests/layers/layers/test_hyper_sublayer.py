@@ -1,10 +1,11 @@
 """Blocks over residual streams: the bits of their formula, whatever stands together in one kernel, and what is left
 alone where others are to see what goes in and comes out."""
 
+from collections import Counter
+
 import pytest
 import torch
 
-import dsa
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.checkpoint.loading import load_model
 from dsa_layers.layers.compressed_attention import CompressedAttention
@@ -15,27 +16,16 @@ from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE, SwiGLU
 from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
 from tests.layers.families.v4_checkpoints import write_published
+from tests.layers.layers.calls import record
 
 HIDDEN, TOKENS = 256, 9
-OPS = (
-    "hyper_collapse",
-    "hyper_collapse_norm_cast_to_fp8",
-    "hyper_expand",
-    "hyper_expand_mix",
-    "hyper_mix",
-    "per_token_cast_to_fp8",
-    "rms_norm_cast_to_fp8",
-)
 
 
 @pytest.fixture
 def calls(monkeypatch):
     """Names of the ops that are called, once each time."""
-    found = []
-    for name in OPS:
-        whole = getattr(dsa, name)
-        monkeypatch.setattr(dsa, name, lambda *a, name=name, whole=whole, **k: found.append(name) or whole(*a, **k))
-    return found
+    hyper = ("hyper_collapse", "hyper_collapse_norm_cast_to_fp8", "hyper_expand", "hyper_expand_mix", "hyper_mix")
+    return record(monkeypatch, *hyper, "per_token_cast_to_fp8", "rms_norm_cast_to_fp8")
 
 
 @pytest.fixture
@@ -55,7 +45,7 @@ class Tokenless(MoE):
         return super().forward(x, cast=cast)
 
 
-def block(fp8=True, kind=HyperDecoderBlock):
+def block(fp8=True):
     options = {"fp8": fp8, "dtype": torch.bfloat16}
     ranks = {"q_lora_rank": 128, "o_groups": 2, "o_lora_rank": 128}
     attention = CompressedAttention(HIDDEN, 2, dim=512, window=4, **ranks, **options)
@@ -63,7 +53,7 @@ def block(fp8=True, kind=HyperDecoderBlock):
     mixing = {name: HyperConnection(HIDDEN, 4) for name in ("hc_attn", "hc_ffn")}
     for parameter in (p for each in mixing.values() for p in each.parameters()):
         torch.nn.init.normal_(parameter, std=0.1)
-    model = kind(HIDDEN, attention, experts, **mixing)
+    model = HyperDecoderBlock(HIDDEN, attention, experts, **mixing)
     for norm in (model.attn_norm, model.ffn_norm):
         torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
     return model
@@ -98,27 +88,24 @@ def test_a_block_is_its_formula(calls):
 
 
 @torch.no_grad()
-def test_blocks_with_projections_of_parts(on_gpu, calls):
+@pytest.mark.parametrize(
+    ("fp8", "counts"),
+    [
+        (True, {"hyper_collapse_norm_cast_to_fp8": 4, "hyper_mix": 1, "hyper_expand_mix": 3, "hyper_expand": 1}),
+        # There is no cast to share, so collapse and norm go by themselves.
+        (False, {"hyper_collapse": 4, "hyper_mix": 1, "hyper_expand_mix": 3, "hyper_expand": 1}),
+    ],
+)
+def test_blocks_with_projections_of_parts(fp8, counts, on_gpu, calls):
     """The expansion comes with the projection of the next sublayer: within a block, and from block to block."""
-    blocks, x = torch.nn.ModuleList(block() for _ in range(2)), streams()
+    blocks, x = torch.nn.ModuleList(block(fp8) for _ in range(2)), streams()
     between = blocks[0](x, *surroundings(), **following(blocks, 0))
     assert isinstance(between, MixedStreams)
-    found, seen = blocks[1](between, *surroundings(), **following(blocks, 1)), list(calls)
+    found, seen = blocks[1](between, *surroundings(), **following(blocks, 1)), Counter(calls)
     assert torch.equal(between.streams, formula(blocks[0], x))
     assert torch.equal(between.mix, blocks[1].hc_attn.project(between.streams))
     assert torch.equal(found, formula(blocks[1], between.streams))
-    assert [seen.count(name) for name in ("hyper_mix", "hyper_expand_mix", "hyper_expand")] == [1, 3, 1]
-    assert seen.count("hyper_collapse_norm_cast_to_fp8") == 4 and "hyper_collapse" not in seen
-
-
-@torch.no_grad()
-def test_without_fp8_layers(on_gpu, calls):
-    """There is no cast to share, so collapse and norm go by themselves; the projection is still the expansion's."""
-    blocks, x = torch.nn.ModuleList(block(fp8=False) for _ in range(2)), streams()
-    between = blocks[0](x, *surroundings(), **following(blocks, 0))
-    found, seen = blocks[1](between, *surroundings()), list(calls)
-    assert torch.equal(found, formula(blocks[1], formula(blocks[0], x)))
-    assert [seen.count(name) for name in ("hyper_collapse", "hyper_mix", "hyper_expand_mix")] == [4, 1, 3]
+    assert {name: count for name, count in seen.items() if name.startswith("hyper")} == counts
 
 
 def test_gradients_are_the_formulas(on_gpu, calls):
@@ -130,7 +117,7 @@ def test_gradients_are_the_formulas(on_gpu, calls):
     assert not {"hyper_collapse_norm_cast_to_fp8", "hyper_expand_mix"} & {*calls}
 
 
-class Doubled(HyperConnection):
+class Flipped(HyperConnection):
     def collapse(self, x):
         x, post, comb = super().collapse(x)
         return x.flip(0), post, comb
@@ -138,20 +125,15 @@ class Doubled(HyperConnection):
 
 @torch.no_grad()
 @pytest.mark.parametrize("replaced", ["class", "collapse", "expand", "project"])
-def test_hyper_connections_of_others(replaced, on_gpu):
-    """A subclass, or one whose functions are replaced, is asked for what it gives."""
+def test_hyper_connections_of_others_are_asked_for_what_they_give(replaced, on_gpu):
+    """A subclass, or one whose functions are replaced."""
     model, x = block(), streams()
-    plain = formula(model, x)
+    plain, hc = formula(model, x), model.hc_ffn
     if replaced == "class":
-        model.hc_ffn.__class__ = Doubled
+        hc.__class__ = Flipped
     else:
-        whole = getattr(model.hc_ffn, replaced)
-
-        def other(*given):
-            result = whole(*given)
-            return (result[0].flip(0), *result[1:]) if isinstance(result, tuple) else result.flip(0)
-
-        setattr(model.hc_ffn, replaced, other)
+        whole = getattr(hc, replaced)
+        setattr(hc, replaced, lambda x, *given: whole(x.flip(0), *given))
     expected = formula(model, x)
     for given in ({}, {"following": block().hc_attn}):
         assert torch.equal(model(x, *surroundings(), **given), expected)
@@ -174,28 +156,35 @@ def test_hooks_see_what_goes_in_and_comes_out(part, on_gpu):
     assert not torch.equal(hooked, model(x, *surroundings()))
 
 
-def test_who_reads_what_a_block_gives():
-    """Nobody is told of, where a hook, a `forward` of its own or another module in a block's place would see it."""
+class Another(HyperDecoderBlock):
+    def forward(self, streams, tokens, rope, entry_rope, batch, cache=None, rows=None):
+        return super().forward(streams, tokens, rope, entry_rope, batch, cache)
 
-    class Another(HyperDecoderBlock):
-        def forward(self, streams, tokens, rope, entry_rope, batch, cache=None, rows=None):
-            return super().forward(streams, tokens, rope, entry_rope, batch, cache)
 
-    blocks = torch.nn.ModuleList(block() for _ in range(3))
-    assert following(blocks, 0) == {"following": blocks[1].hc_attn} and following(blocks, 2) == {}
-    handle = blocks[1].register_forward_hook(lambda module, given, y: None)
+def test_a_block_is_told_of_the_next_one():
+    blocks = [block() for _ in range(2)]
+    assert following(blocks, 0) == {"following": blocks[1].hc_attn} and following(blocks, 1) == {}
+
+
+@pytest.mark.parametrize(
+    "replaced",
+    [
+        lambda block: block.register_forward_hook(lambda module, given, y: None),
+        lambda block: block.register_forward_pre_hook(lambda module, given: None),
+        lambda block: setattr(block, "forward", block.forward),
+        lambda block: setattr(block, "__class__", Another),
+    ],
+    ids=["hook", "pre-hook", "forward", "class"],
+)
+def test_a_block_is_not_told_of_one_whose_input_others_see(replaced):
+    blocks = [block() for _ in range(3)]
+    replaced(blocks[1])
     assert following(blocks, 0) == following(blocks, 1) == {}
-    handle.remove()
-    handle = blocks[1].register_forward_pre_hook(lambda module, given: None)
+    blocks[1] = torch.nn.Identity()
     assert following(blocks, 0) == following(blocks, 1) == {}
-    handle.remove()
-    blocks[1].forward = blocks[1].forward
-    assert following(blocks, 0) == following(blocks, 1) == {}
-    for other in (block(kind=Another), torch.nn.Identity()):
-        blocks[1] = other
-        assert following(blocks, 0) == following(blocks, 1) == {}
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_compiled_block():
     model, x = block(), streams()

@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-import dsa
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.evaluation.selections import latest_keys
 from dsa_layers.layers import joint_linear
@@ -18,25 +17,36 @@ from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.joint_linear import join, multiply
 from dsa_layers.layers.linear import BlockFP8Linear, FP32Linear, Linear
 from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
+from tests.layers.layers.calls import record
 
 
 class Several(nn.Module):
-    def __init__(self, *rows, **options):
+    """Layers that `join` makes one product of, in FP8 or in fp32."""
+
+    def __init__(self, layers):
         super().__init__()
-        self.layers = nn.ModuleList(BlockFP8Linear(256, n, **options) for n in rows)
+        self.layers = nn.ModuleList(layers)
 
     def joint_layers(self):
-        return (*self.layers,)
+        return (*self.layers,) if isinstance(self.layers[0], BlockFP8Linear) else ()
+
+    def joint_fp32_layers(self):
+        return (*self.layers,) if isinstance(self.layers[0], FP32Linear) else ()
+
+
+def fp8_layers(*rows):
+    return Several(BlockFP8Linear(256, n) for n in rows)
+
+
+def fp32_layers(*scales):
+    return Several(FP32Linear(256, 24, scale=scale, dtype=torch.bfloat16) for scale in scales)
 
 
 @pytest.fixture
 def products(monkeypatch):
     """Columns of every FP8 product, and the number of casts."""
-    columns, casts = [], []
-    product, cast = dsa.fp8_gemm_nt, dsa.per_token_cast_to_fp8
-    monkeypatch.setattr(dsa, "fp8_gemm_nt", lambda a, b, *rest: columns.append(len(b[0])) or product(a, b, *rest))
-    monkeypatch.setattr(dsa, "per_token_cast_to_fp8", lambda *given, **more: casts.append(1) or cast(*given, **more))
-    return columns, casts
+    columns = record(monkeypatch, "fp8_gemm_nt", seen=lambda a, b, *_: len(b[0]))
+    return columns, record(monkeypatch, "per_token_cast_to_fp8")
 
 
 def check(layers, x, products, joined):
@@ -59,7 +69,7 @@ X = torch.randn(5, 256).bfloat16()
 
 
 def test_one_product_has_the_layers_bits(products):
-    model = Several(256, 128, 72)
+    model = fp8_layers(256, 128, 72)
     before, parameters = copy.deepcopy(model.state_dict()), [*model.parameters()]
     with torch.inference_mode():
         check(model.layers, X, products, joined=False)
@@ -79,14 +89,14 @@ def test_one_product_has_the_layers_bits(products):
 
 
 def test_weights_that_change_are_multiplied_as_they_are(products):
-    model = Several(128, 128)
+    model = fp8_layers(128, 128)
     join(model)
     first, second = model.layers
     with torch.no_grad():
         first.weight.copy_(second.weight)
         second.weight_scale_inv.mul_(2)
         check(model.layers, X, products, joined=True)
-        model.load_state_dict(copy.deepcopy(Several(128, 128).state_dict()))
+        model.load_state_dict(copy.deepcopy(fp8_layers(128, 128).state_dict()))
         check(model.layers, X, products, joined=True)
         second.weight.data = second.weight.flip(0)  # elsewhere
         check(model.layers, X, products, joined=False)
@@ -100,7 +110,7 @@ def test_weights_that_change_are_multiplied_as_they_are(products):
 
 
 def test_a_copy_and_a_file_have_the_layers_apart(products, tmp_path):
-    model = Several(128, 200)
+    model = fp8_layers(128, 200)
     join(model)
     other = copy.deepcopy(model)
     with torch.no_grad():
@@ -117,38 +127,44 @@ class Another(BlockFP8Linear):
         return super().forward(x) + 1
 
 
-def test_what_is_not_joined(products):
-    """Blocks that would lie across two layers, and passes with gradients: a cast for all, and a product each."""
-    across, plain = Several(72, 128), Several(128, 128)
-    for model in (across, plain):
-        join(model)
-    with torch.no_grad():
-        check(across.layers, X, products, joined=False)
+def test_what_is_not_joined_is_a_product_each_of_one_cast(products):
+    """Blocks that would lie across two layers, and passes with gradients."""
+    across, plain = fp8_layers(72, 128), fp8_layers(128, 128)
+    join(across)
+    join(plain)
     check(plain.layers, X, products, joined=False)
     with torch.no_grad():
-        called = []
-        handle = plain.layers[0].register_forward_hook(lambda *_: called.append(1))
-        multiply(X, *plain.layers)
-        assert called
-        handle.remove()
+        check(across.layers, X, products, joined=False)
         check(plain.layers, X, products, joined=True)
-        mixed = BlockFP8Linear(256, 128), Linear(256, 64, dtype=torch.bfloat16), Another(256, 128)
-        for layers in (mixed, (mixed[0], BlockFP8Linear(256, 128, use_ue8m0=False))):
-            got = multiply(X, *layers)
-            assert all(torch.equal(a, layer(X)) for a, layer in zip(got, layers, strict=True))
+
+
+@torch.no_grad()
+def test_layers_of_other_kinds_are_called(products):
+    first, plain = BlockFP8Linear(256, 128), fp8_layers(128, 128)
+    join(plain)
+    called = []
+    plain.layers[0].register_forward_hook(lambda *_: called.append(1))
+    multiply(X, *plain.layers)
+    assert called
+    for other in (Linear(256, 64, dtype=torch.bfloat16), Another(256, 128), BlockFP8Linear(256, 128, use_ue8m0=False)):
+        got = multiply(X, first, other)
+        assert torch.equal(got[0], first(X)) and torch.equal(got[1], other(X))
 
 
 @pytest.fixture
 def fp32_products(monkeypatch):
     """Columns of every joint product in fp32."""
-    columns, product = [], joint_linear.linear_fp32
+    return record(monkeypatch, "linear_fp32", seen=lambda x, weight, *_, **__: len(weight), owner=joint_linear)
 
-    def spy(x, weight, *scale, **options):
-        columns.append(len(weight))
-        return product(x, weight, *scale, **options)
 
-    monkeypatch.setattr(joint_linear, "linear_fp32", spy)
-    return columns
+def check_fp32(layers, fp32_products, columns):
+    fp32_products.clear()
+    expected = [X.float() @ layer.weight.float().T * getattr(layer, "scale", 1.0) for layer in layers]
+    for a, b in zip(multiply(X, *layers), expected, strict=True):
+        assert a.dtype == torch.float32 and a.shape == b.shape
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)
+    assert fp32_products == columns
+    assert (joint_linear.multiply_as_one(X, *layers) is None) == (not columns)
 
 
 def test_a_compressors_projections_are_one_product(fp32_products):
@@ -156,73 +172,34 @@ def test_a_compressors_projections_are_one_product(fp32_products):
     model = Compressor(256, 24, 4, overlap=True, dtype=torch.bfloat16)
     before, parameters = copy.deepcopy(model.state_dict()), [*model.parameters()]
     layers = model.joint_layers()
-    expected = [X.float() @ layer.weight.float().T for layer in layers]
-
-    def check(joined, layers=layers):
-        fp32_products.clear()
-        got = multiply(X, *layers)
-        assert fp32_products == ([96] if joined else [])
-        for a, b in zip(got, expected, strict=True):
-            assert a.dtype == torch.float32 and a.shape == b.shape
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)
-
     with torch.no_grad():
-        check(False)
+        check_fp32(layers, fp32_products, [])
         join(model)
-        check(True)
-    check(False)
+        check_fp32(layers, fp32_products, [96])
+    check_fp32(layers, fp32_products, [])
     assert same(model.state_dict(), before)
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
     with torch.no_grad():
         called = []
         handle = model.wgate.register_forward_hook(lambda *_: called.append(1))
-        check(False)
+        check_fp32(layers, fp32_products, [])
         assert called
         handle.remove()
         model.half()
-        expected = [X.float() @ layer.weight.float().T for layer in layers]
-        check(False)  # moved apart
+        check_fp32(layers, fp32_products, [])  # moved apart
         model.wkv.bfloat16()
         join(model)
-        assert model.wkv.weight.dtype == torch.bfloat16 and model.wgate.weight.dtype == torch.float16
-        expected = [X.float() @ layer.weight.float().T for layer in layers]
-        check(False)
+        check_fp32(layers, fp32_products, [])
 
 
-class Scaled(nn.Module):
-    def __init__(self, *scales):
-        super().__init__()
-        self.layers = nn.ModuleList(FP32Linear(256, 24, scale=scale, dtype=torch.bfloat16) for scale in scales)
-
-    def joint_fp32_layers(self):
-        return (*self.layers,)
-
-
+@pytest.mark.parametrize(
+    ("scales", "columns"), [((1.0, 1.0, 0.3), [72]), ((1.0, 0.3), [48]), ((0.3, 1.0), []), ((0.3, 0.3), [])]
+)
 @torch.no_grad()
-def test_the_last_layer_may_have_a_scale(fp32_products):
-    """With the bits of the layers by themselves; and no other layer."""
-    for scales, joined in (((1.0, 1.0, 0.3), [72]), ((1.0, 0.3), [48]), ((0.3, 1.0), []), ((0.3, 0.3), [])):
-        model = Scaled(*scales)
-        expected = [X.float() @ layer.weight.float().T * layer.scale for layer in model.layers]
-        join(model)
-        fp32_products.clear()
-        for got in (multiply(X, *model.layers), joint_linear.multiply_as_one(X, *model.layers)):
-            assert (got is None) == (not joined) or got[0].shape == (5, 24)
-            for a, b in zip(got or expected, expected, strict=True):
-                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)
-        assert fp32_products == 2 * joined
-
-
-def test_what_is_not_one_product():
-    model = Scaled(1.0, 1.0)
-    with torch.no_grad():
-        assert joint_linear.multiply_as_one(X, *model.layers) is None and joint_linear.multiply_as_one(X) is None
-        join(model)
-        assert joint_linear.multiply_as_one(X, *model.layers) is not None
-        hook = model.layers[1].register_forward_hook(lambda *_: None)
-        assert joint_linear.multiply_as_one(X, *model.layers) is None
-        hook.remove()
-    assert joint_linear.multiply_as_one(X, *model.layers) is None
+def test_the_last_layer_alone_may_have_a_scale(scales, columns, fp32_products):
+    model = fp32_layers(*scales)
+    join(model)
+    check_fp32(model.layers, fp32_products, columns)
 
 
 def test_attention_with_another_way_of_selecting(products):

@@ -27,6 +27,7 @@ from dsa_layers.layers.key_selection import (
     select_packed,
     select_paged,
 )
+from tests.layers.layers.calls import record
 
 QUERIES, KEYS = (5, 1, 9, 0, 20), (40, 1, 9, 7, 300)
 MOST = max(KEYS)
@@ -50,88 +51,85 @@ def at_once(q, keys, weights, starts, lengths, **paging):
     return dsa.topk_indices(scores, 16, starts=starts, lengths=lengths, **paging)
 
 
-@pytest.mark.parametrize("workspace", [0, 1, 4 * 3 * (MOST + ROW_PADDING), WORKSPACE])
-@pytest.mark.parametrize("quantised", [True, False])
-def test_any_workspace_selects_the_same(quantised, workspace):
-    q, keys, weights, *ranges = inputs(quantised)
-    got = select_packed(q, keys, weights, 16, *ranges, MOST, workspace=workspace)
-    assert torch.equal(got, at_once(q, keys, weights, *ranges))
-    table = torch.randint(0, 99, (5, 40), dtype=torch.int32)
+@pytest.fixture
+def paging():
     rows = torch.repeat_interleave(torch.tensor(QUERIES)).int()
-    paging = {"block_table": table, "page_size": 8, "row_to_seq": rows}
-    got = select_packed(q, keys, weights, 16, *ranges, MOST, workspace=workspace, **paging)
-    assert torch.equal(got, at_once(q, keys, weights, *ranges, **paging))
+    table = torch.randint(0, 99, (5, 40), dtype=torch.int32)
+    return {"block_table": table, "page_size": 8, "row_to_seq": rows}
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 100])
-def test_scores_take_no_more_than_the_workspace(tokens, monkeypatch):
-    """And a sequence's tokens have no columns for the keys of others."""
+@pytest.mark.parametrize("workspace", [0, 4 * 3 * (MOST + ROW_PADDING), WORKSPACE])
+@pytest.mark.parametrize("quantised", [True, False])
+def test_any_workspace_selects_the_same(quantised, workspace, paging):
+    q, keys, weights, *ranges = inputs(quantised)
+    for options in ({}, paging):
+        got = select_packed(q, keys, weights, 16, *ranges, MOST, workspace=workspace, **options)
+        assert torch.equal(got, at_once(q, keys, weights, *ranges, **options))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sizes"), [(1, [1] * 35), (3, [3] * 11 + [2]), (11, [9, 9, 9, 8]), (100, [35])], ids=str
+)
+def test_scores_take_no_more_than_the_workspace(tokens, sizes, monkeypatch):
+    """One matrix at a time, of about as many tokens each, without columns for the keys of other sequences."""
     q, keys, weights, *ranges = inputs(True)
-    sizes, scores_of = [], dsa.fp8_mqa_logits
+    made, found, scores_of = [], [], dsa.fp8_mqa_logits
 
-    def scores(*arguments, **options):
-        found = scores_of(*arguments, **options)
-        assert found.shape[1] == MOST
-        sizes.append(found.untyped_storage().nbytes())
-        return found
+    def scores(q, *arguments, **options):
+        assert all(earlier() is None for earlier in made)
+        scores = scores_of(q, *arguments, **options)
+        made.append(weakref.ref(scores))
+        found.append(len(q))
+        assert scores.shape[1] == MOST and scores.untyped_storage().nbytes() <= workspace
+        return scores
 
     monkeypatch.setattr(dsa, "fp8_mqa_logits", scores)
     workspace = 4 * tokens * (MOST + ROW_PADDING)
     select_packed(q, keys, weights, 16, *ranges, MOST, workspace=workspace)
-    assert max(sizes) <= workspace and len(sizes) == -(-sum(QUERIES) // tokens)
+    assert sorted(found) == sorted(sizes)
 
 
-def test_scores_are_dropped_before_the_next_ones(monkeypatch):
-    """One matrix at a time; and all have about as many tokens."""
-    q, keys, weights, *ranges = inputs(True)
-    made, sizes, scores_of = [], [], dsa.fp8_mqa_logits
-
-    def scores(q, *arguments, **options):
-        assert all(earlier() is None for earlier in made)
-        found = scores_of(q, *arguments, **options)
-        made.append(weakref.ref(found))
-        sizes.append(len(q))
-        return found
-
-    monkeypatch.setattr(dsa, "fp8_mqa_logits", scores)
-    select_packed(q, keys, weights, 16, *ranges, MOST, workspace=4 * 11 * (MOST + ROW_PADDING))
-    assert sum(QUERIES) == 35 and sizes == [9, 9, 9, 8]
-
-
-@pytest.mark.parametrize("workspace", [10 * FUSED_BYTES, WORKSPACE])
-def test_half_scores_of_many_keys_are_selected_as_they_are_computed(workspace, monkeypatch):
-    """For as many tokens at a time as lists of candidates have room for; the result is that of scores in memory."""
-    q, keys, weights, *ranges = inputs(True)
-    table = torch.randint(0, 99, (5, 40), dtype=torch.int32)
-    rows = torch.repeat_interleave(torch.tensor(QUERIES)).int()
-    paging = {"block_table": table, "page_size": 8, "row_to_seq": rows}
-    half, sizes, select = {"accumulators": torch.float16}, [], dsa.indexer_select
-    expected = [select_packed(q, keys, weights, 16, *ranges, MOST, **half, **options) for options in ({}, paging)]
-
-    def selected(q, *arguments, **options):
-        sizes.append(len(q))
-        return select(q, *arguments, **options)
-
-    monkeypatch.setattr(dsa, "indexer_select", selected)
+@pytest.fixture
+def fused(monkeypatch):
+    """How many tokens each selection has that computes the scores itself, of half scores and these keys and tokens."""
     monkeypatch.setattr(key_selection, "FUSED_KEYS", MOST)
     monkeypatch.setattr(key_selection, "FUSED_TOKENS", 10)
-    for options, wanted in zip(({}, paging), expected):
-        got = select_packed(q, keys, weights, 16, *ranges, MOST, **half, workspace=workspace, **options)
-        assert torch.equal(got, wanted)
-    assert sizes == 2 * ([9, 9, 9, 8] if workspace < WORKSPACE else [35])
-    # Of fewer keys or tokens, also where the workspace has no room for more, of exact scores, and of more than the
-    # kernel selects, scores are in memory.
-    select_packed(q, keys, weights, 16, *ranges, MOST - 1, **half)
-    select_packed(q[:9], keys, weights[:9], 16, *(x[:9] for x in ranges), MOST, **half)
-    select_packed(q, keys, weights, 16, *ranges, MOST, **half, workspace=10 * FUSED_BYTES - 1)
-    select_packed(q, keys, weights, 16, *ranges, MOST)
-    select_packed(q, keys, weights, 2049, *ranges, MOST, **half)
-    assert len(sizes) in (2, 8)
+    return record(monkeypatch, "indexer_select", seen=lambda q, *_, **__: len(q))
 
 
-def test_a_list_has_room_in_what_is_counted_for_it():
-    """Entries of 8 bytes; counts, the bound, and the end of what is left to select from."""
+@pytest.mark.parametrize(("workspace", "sizes"), [(10 * FUSED_BYTES, [9, 9, 9, 8]), (WORKSPACE, [35])])
+def test_half_scores_of_many_keys_are_selected_as_they_are_computed(workspace, sizes, paging, fused, monkeypatch):
+    """For as many tokens at a time as lists of candidates have room for; the result is that of scores in memory."""
+    q, keys, weights, *ranges = inputs(True)
+    for options in ({}, paging):
+        given = q, keys, weights, 16, *ranges, MOST
+        with monkeypatch.context() as patch:
+            patch.setattr(key_selection, "FUSED_KEYS", MOST + 1)
+            expected = select_packed(*given, accumulators=torch.float16, **options)
+        assert not fused
+        got = select_packed(*given, accumulators=torch.float16, workspace=workspace, **options)
+        assert torch.equal(got, expected) and fused == sizes
+        fused.clear()
+    # An entry of a list has 8 bytes; counts, the bound, and the end of what is left to select from take 16.
     assert 8 * CAPACITY + 16 <= FUSED_BYTES
+
+
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "most", "accumulators", "workspace"),
+    [
+        (35, 16, MOST - 1, torch.float16, WORKSPACE),
+        (9, 16, MOST, torch.float16, WORKSPACE),
+        (35, 16, MOST, torch.float16, 10 * FUSED_BYTES - 1),
+        (35, 16, MOST, torch.float32, WORKSPACE),
+        (35, 2049, MOST, torch.float16, WORKSPACE),
+    ],
+    ids=["keys", "tokens", "room", "exact scores", "more than the kernel selects"],
+)
+def test_other_scores_are_in_memory(tokens, top_k, most, accumulators, workspace, fused):
+    q, (keys, scales), weights, *ranges = inputs(True)
+    given = q[:tokens], (keys, scales), weights[:tokens], top_k, *(x[:tokens] for x in ranges), most
+    select_packed(*given, accumulators=accumulators, workspace=workspace)
+    assert not fused
 
 
 @pytest.mark.parametrize("next_n", [1, 3])
@@ -153,26 +151,19 @@ def test_decoding_tokens_are_scored_with_their_own_keys(next_n, monkeypatch):
     paging = {"block_table": torch.randint(0, 99, (len(lens), 8), dtype=torch.int32), "page_size": 8}
     paging["row_to_seq"] = torch.arange(len(lens), dtype=torch.int32).repeat_interleave(next_n)
     expected = [select_packed(*given, **options) for options in ({}, paging)]
-    scored, scores_of = [], key_selection.index_scores
     monkeypatch.setattr(dsa, "mqa_logits", None)
-    monkeypatch.setattr(
-        key_selection, "index_scores", lambda q, k, w: scored.append((len(q), len(k))) or scores_of(q, k, w)
-    )
+    scored = record(monkeypatch, "index_scores", seen=lambda q, k, w: (len(q), len(k)), owner=key_selection)
     for options, wanted in zip(({}, paging), expected):
         assert torch.equal(select_packed(*given, key_lens=lens, **options), wanted)
     assert scored == 2 * [(next_n, n) for n in lens]
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(select_packed(*given, key_lens=lens), expected[0])
-    parts, topk = [], dsa.topk_indices
-    noted = lambda scores, *k, **options: parts.append(scores.numel()) or topk(scores, *k, **options)  # noqa: E731
-    monkeypatch.setattr(dsa, "topk_indices", noted)
-    for sequences in (1, 2):
-        bytes_of_scores = 4 * sequences * next_n * max(lens)
-        for options, wanted in zip(({}, paging), expected):
-            got = select_packed(*given, key_lens=lens, workspace=bytes_of_scores, **options)
-            assert torch.equal(got, wanted)
-        assert 4 * max(parts) == bytes_of_scores and len(parts) == 2 * -(-len(lens) // sequences)
-        parts.clear()
+    parts = record(monkeypatch, "topk_indices", seen=lambda scores, *_, **__: 4 * scores.numel())
+    bytes_of_scores = 4 * 2 * next_n * max(lens)  # of two of five sequences
+    for options, wanted in zip(({}, paging), expected):
+        got = select_packed(*given, key_lens=lens, workspace=bytes_of_scores, **options)
+        assert torch.equal(got, wanted)
+    assert max(parts) == bytes_of_scores and len(parts) == 2 * 3
 
 
 def test_sequences_without_memory_are_not_scored(monkeypatch):
@@ -183,24 +174,17 @@ def test_sequences_without_memory_are_not_scored(monkeypatch):
 
 
 @pytest.mark.parametrize("sequences", [1, 4])
-def test_decoding_with_float_index_keys(sequences, monkeypatch):
-    """One sequence has all keys: its tokens are scored as a prompt's are."""
-    torch.manual_seed(0)
+def test_decoding_with_float_index_keys_scores_sequences_by_themselves(sequences, monkeypatch):
+    """But one sequence has all keys: its tokens are scored as a prompt's are."""
     indexer = LightningIndexer(64, 32, n_heads=2, head_dim=128, top_k=4, quantize=False)
-    scored, scores_of = [], key_selection.index_scores
-    monkeypatch.setattr(
-        key_selection, "index_scores", lambda q, k, w: scored.append((len(q), len(k))) or scores_of(q, k, w)
-    )
+    scored = record(monkeypatch, "index_scores", seen=lambda q, k, w: (len(q), len(k)), owner=key_selection)
     cache = LayerCache(torch.zeros(8, 32, 1, 576), torch.randn(8, 32, 1, 128))
     table = torch.arange(8, dtype=torch.int32).view(4, 2)[:sequences]
     lengths = torch.tensor([40, 64, 5, 33], dtype=torch.int32)[:sequences]
     angles = torch.randn(sequences, 32)
     given = torch.randn(sequences, 64), torch.randn(sequences, 32), angles.cos(), angles.sin()
-    found = indexer.select(*given, DecodeBatch(table, 32, lengths, 64), cache)
-    assert scored == (sequences > 1) * sequences * [(1, 64)]
-    for i in range(sequences):
-        own = DecodeBatch(table[i : i + 1], 32, lengths[i : i + 1], 64)
-        assert torch.equal(indexer.select(*(x[i : i + 1] for x in given), own, cache)[0], found[i])
+    indexer.select(*given, DecodeBatch(table, 32, lengths, 64), cache)
+    assert scored == ([] if sequences == 1 else [(1, 64)] * sequences)
 
 
 def test_nothing_to_select_from():
@@ -212,11 +196,9 @@ def test_nothing_to_select_from():
 
 @pytest.mark.parametrize("quantize", [True, False])
 def test_an_indexer_has_a_workspace_of_its_own(quantize, monkeypatch):
-    torch.manual_seed(0)
     indexer = LightningIndexer(64, 32, n_heads=2, head_dim=128, top_k=4, quantize=quantize, workspace=1)
     op = "fp8_mqa_logits" if quantize else "mqa_logits"
-    sizes, scores_of = [], getattr(dsa, op)
-    monkeypatch.setattr(dsa, op, lambda q, *rest, **options: sizes.append(len(q)) or scores_of(q, *rest, **options))
+    sizes = record(monkeypatch, op, seen=lambda q, *_, **__: len(q))
     batch = SequenceBatch.without_cache([5, 7])
     angles = torch.randn(12, 32)
     arguments = torch.randn(12, 64), torch.randn(12, 32), angles.cos(), angles.sin(), batch
@@ -242,11 +224,8 @@ def pages_of(batch, next_n, page_size=32, pages=4, top_k=16):
 @pytest.fixture
 def called(monkeypatch):
     """The ops of `select_paged` that were called, and plans that were made."""
-    names = []
-    for name in ("paged_indexer_select", "fp8_paged_mqa_logits", "topk_indices", "get_paged_mqa_logits_metadata"):
-        op = getattr(dsa, name)
-        monkeypatch.setattr(dsa, name, lambda *a, name=name, op=op, **o: names.append(name) or op(*a, **o))
-    return names
+    selections = "paged_indexer_select", "fp8_paged_mqa_logits", "topk_indices"
+    return record(monkeypatch, *selections, "get_paged_mqa_logits_metadata")
 
 
 @pytest.mark.parametrize("page_size", [None, 32])

@@ -29,21 +29,25 @@ def test_logits_are_not_rounded(dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_gradients(dtype):
     """Against those in fp64 of the same operands, to the rounding of the dtype; of what is frozen there is none."""
-    head, x = head_and_states(dtype)
-    target = torch.randint(300, (70,))
-    torch.nn.functional.cross_entropy(head(x), target).backward()
-    exact_x, exact_weight = (tensor.detach().double().requires_grad_() for tensor in (x, head.weight))
-    torch.nn.functional.cross_entropy(exact_x @ exact_weight.T, target).backward()
-    tolerance = max(torch.finfo(dtype).eps, 1e-6)
-    for got, exact in ((x.grad, exact_x.grad), (head.weight.grad, exact_weight.grad)):
-        assert got.dtype == dtype
-        assert (got - exact).norm() < tolerance * exact.norm()
-    both = x.grad, head.weight.grad
-    for learned, frozen, expected in ((x, head.weight, both[0]), (head.weight, x, both[1])):
-        x.grad = head.weight.grad = None
-        learned.requires_grad_(True), frozen.requires_grad_(False)
+    (head, x), target = head_and_states(dtype), torch.randint(300, (70,))
+
+    def gradients(of_states, of_weight):
+        for tensor, learned in ((x, of_states), (head.weight, of_weight)):
+            tensor.grad = None
+            tensor.requires_grad_(learned)
         torch.nn.functional.cross_entropy(head(x), target).backward()
-        assert torch.equal(learned.grad, expected) and frozen.grad is None
+        return x.grad, head.weight.grad
+
+    exact = [tensor.detach().double().requires_grad_() for tensor in (x, head.weight)]
+    torch.nn.functional.cross_entropy(exact[0] @ exact[1].T, target).backward()
+    both = gradients(True, True)
+    for got, tensor in zip(both, exact):
+        assert got.dtype == dtype
+        assert (got - tensor.grad).norm() < max(torch.finfo(dtype).eps, 1e-6) * tensor.grad.norm()
+    of_states, frozen = gradients(True, False)
+    assert torch.equal(of_states, both[0]) and frozen is None
+    frozen, of_weight = gradients(False, True)
+    assert torch.equal(of_weight, both[1]) and frozen is None
 
 
 def test_no_copy_is_kept_for_the_backward_pass():

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-import dsa
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.decoder import DecoderBlock
@@ -13,19 +12,16 @@ from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE, SwiGLU
 from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.layers.norm_and_cast import norm_and_cast
 from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
+from tests.layers.layers.calls import record
 
 HIDDEN = 256
-OPS = ("per_token_cast_to_fp8", "rms_norm", "rms_norm_cast_to_fp8", "add_rms_norm_cast_to_fp8", "fp8_gemm_nt")
 
 
 @pytest.fixture
 def calls(monkeypatch):
     """Names of the ops that are called."""
-    found = []
-    for name in OPS:
-        whole = getattr(dsa, name)
-        monkeypatch.setattr(dsa, name, lambda *a, name=name, whole=whole, **k: found.append(name) or whole(*a, **k))
-    return found
+    norms = "rms_norm", "rms_norm_cast_to_fp8", "add_rms_norm_cast_to_fp8"
+    return record(monkeypatch, *norms, "per_token_cast_to_fp8", "fp8_gemm_nt")
 
 
 def norm(channels=HIDDEN):
@@ -95,94 +91,81 @@ def dense(options):
     return SwiGLU(HIDDEN, 256, **options)
 
 
-@pytest.mark.parametrize("mlp", [experts, dense])
-def test_a_block_is_its_formula(mlp, calls):
-    model, x = block(mlp), rows(9)
-    batch = SequenceBatch.without_cache([9])
-    angles = RotaryEmbedding(rope_frequencies(64, 1e4))(batch.positions)
-    with torch.no_grad():
-        found = model(x, *angles, batch)
-        seen = [*calls]
-        h = x + model.self_attn(model.input_layernorm(x), *angles, batch)
-        assert torch.equal(found, h + model.mlp(model.post_attention_layernorm(h)))
-    # Of the attention's input, its queries' latents and the MLP's input; the latents of keys are not cast for products.
-    assert seen.count("rms_norm_cast_to_fp8") == 2 and seen.count("add_rms_norm_cast_to_fp8") == 1
-
-
-def test_a_block_of_another_module():
-    """One that names no layers gets its input alone."""
-
-    class Doubled(torch.nn.Module):
-        def forward(self, x):
-            return 2 * x
-
-    model, x = block(lambda options: Doubled()), rows(3)
-    batch = SequenceBatch.without_cache([3])
-    angles = RotaryEmbedding(rope_frequencies(64, 1e4))(batch.positions)
-    with torch.no_grad():
-        h = x + model.self_attn(model.input_layernorm(x), *angles, batch)
-        assert torch.equal(model(x, *angles, batch), h + 2 * model.post_attention_layernorm(h))
-
-
+@torch.no_grad()
 def run(model, x):
     """(what the block gives, its formula)."""
     batch = SequenceBatch.without_cache([len(x)])
     angles = RotaryEmbedding(rope_frequencies(64, 1e4))(batch.positions)
-    with torch.no_grad():
-        h = x + model.self_attn(model.input_layernorm(x), *angles, batch)
-        return model(x, *angles, batch), h + model.mlp(model.post_attention_layernorm(h))
+    found = model(x, *angles, batch)
+    h = x + model.self_attn(model.input_layernorm(x), *angles, batch)
+    return found, h + model.mlp(model.post_attention_layernorm(h))
+
+
+@pytest.mark.parametrize("mlp", [experts, dense])
+def test_a_block_is_its_formula(mlp, calls):
+    found, expected = run(block(mlp), rows(9))
+    assert torch.equal(found, expected)
+    # Twice the queries' latents, and the block's input; the latents of keys are not cast for products.
+    assert calls.count("rms_norm_cast_to_fp8") == 3 and calls.count("add_rms_norm_cast_to_fp8") == 1
+
+
+class Doubled(torch.nn.Module):
+    """A module that names no layers gets its input alone."""
+
+    def forward(self, x):
+        return 2 * x
+
+
+class NegativeAttention(DSAAttention):
+    def forward(self, x, cos, sin, batch, cache=None, selection=None):
+        return -super().forward(x, cos, sin, batch, cache, selection)
+
+
+class DoubledExperts(MoE):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def replace_module(model):
+    model.mlp = Doubled()
+
+
+def replace_classes(model):
+    model.self_attn.__class__, model.mlp.__class__ = NegativeAttention, DoubledExperts
+
+
+def replace_forward(model):
+    whole = model.mlp.forward
+    model.mlp.forward = lambda x: 3 * whole(x)
+
+
+@pytest.mark.parametrize("replace", [replace_module, replace_classes, replace_forward])
+def test_a_block_is_the_formula_of_what_replaces_its_parts(replace):
+    model = block(experts)
+    replace(model)
+    found, expected = run(model, rows(9))
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("part", ["self_attn", "mlp", "mlp.shared_experts", "mlp.experts"])
 def test_hooks_see_what_goes_in_and_comes_out(part):
     """A hook may change the input, of which a cast would then be another's, or the output, in which no residual is."""
-    model, x = block(experts), rows(9)
+    model, x, seen = block(experts), rows(9), []
     module = model.get_submodule(part)
-    found, seen = [], []
     handles = [
         module.register_forward_pre_hook(lambda module, given: (given[0].flip(0), *given[1:])),
         module.register_forward_hook(lambda module, given, y: seen.append(y) or 0 * y),
     ]
-    for hooked in (True, False):
-        got, expected = run(model, x)
-        assert torch.equal(got, expected)
-        found.append(got)
-        if hooked:
-            assert torch.equal(seen[0], seen[1]), "the same output in the block and in its formula"
-            for handle in handles:
-                handle.remove()
-    assert not torch.equal(*found)
+    hooked, expected = run(model, x)
+    assert torch.equal(hooked, expected)
+    assert torch.equal(*seen), "another output in the block than in its formula"
+    for handle in handles:
+        handle.remove()
+    assert not torch.equal(run(model, x)[0], hooked)
 
 
-def test_a_subclass_with_a_forward_of_its_own():
-    class Attention(DSAAttention):
-        def forward(self, x, cos, sin, batch, cache=None, selection=None):
-            return -super().forward(x, cos, sin, batch, cache, selection)
-
-    class Experts(MoE):
-        def forward(self, x):
-            return 2 * super().forward(x)
-
-    model = block(experts)
-    model.self_attn.__class__, model.mlp.__class__ = Attention, Experts
-    got, expected = run(model, rows(9))
-    assert torch.equal(got, expected)
-
-
-def test_a_module_whose_forward_is_replaced():
-    model = block(dense)
-    whole = model.mlp.forward
-    model.mlp.forward = lambda x: 3 * whole(x)
-    got, expected = run(model, rows(4))
-    assert torch.equal(got, expected)
-
-
-@pytest.mark.parametrize("mlp", [experts, dense])
-def test_a_compiled_block(mlp):
+def test_a_compiled_block_is_its_formula():
     """Without gradients: what decides on casts and shared products is not traced."""
-    model, x = block(mlp), rows(9)
-    batch = SequenceBatch.without_cache([9])
-    angles = RotaryEmbedding(rope_frequencies(64, 1e4))(batch.positions)
-    compiled = torch.compile(model, backend="eager")
-    with torch.no_grad():
-        assert torch.equal(compiled(x, *angles, batch), model(x, *angles, batch))
+    model, x = block(dense), rows(9)
+    expected, _ = run(model, x)
+    assert torch.equal(run(torch.compile(model, backend="eager"), x)[0], expected)

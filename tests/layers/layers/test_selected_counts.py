@@ -3,41 +3,40 @@
 import pytest
 import torch
 
-import dsa
 from dsa_layers.batch.decode_batch import DecodeBatch
 from dsa_layers.batch.prefill import Chunk, prefill_batch
 from dsa_layers.checkpoint.loading import load_model
+from tests.layers.layers.calls import record
 
 NEW = [150, 30]
 PAGES = [range(6), range(6, 8)]
 
 
 @pytest.fixture
-def selections(monkeypatch):
-    """(indices [T, K], counts [T] or None) of every call."""
-    found = []
+def calls(monkeypatch):
+    """Of every call of attention a list of pairs: indices, and counts or None."""
+    return [
+        record(monkeypatch, "flash_mla_sparse_fwd", seen=lambda *given, **more: [(given[2], more["topk_length"])]),
+        record(monkeypatch, "window_sparse_attention", seen=lambda *given, **more: [(given[6], more["topk_length"])]),
+        record(
+            monkeypatch,
+            "flash_mla_with_kvcache",
+            seen=lambda *_, indices, topk_length, extra_indices_in_kvcache=None, extra_topk_length=None, **__: [
+                (indices, topk_length),
+                (extra_indices_in_kvcache, extra_topk_length),
+            ],
+        ),
+    ]
 
-    def note(name, pairs):
-        op = getattr(dsa, name)
 
-        def noting(*arguments, **options):
-            for place, keyword, counts in pairs:
-                indices = arguments[place] if place is not None else options.get(keyword)
-                if indices is not None:
-                    found.append((indices.flatten(1), options[counts]))
-            return op(*arguments, **options)
-
-        monkeypatch.setattr(dsa, name, noting)
-
-    note("flash_mla_sparse_fwd", [(2, None, "topk_length")])
-    note("window_sparse_attention", [(6, None, "topk_length")])
-    extra = (None, "extra_indices_in_kvcache", "extra_topk_length")
-    note("flash_mla_with_kvcache", [(None, "indices", "topk_length"), extra])
-    return found
+def found(calls):
+    """(indices [T, K], counts [T] or None) of all calls."""
+    pairs = [pair for of_op in calls for of_call in of_op for pair in of_call]
+    return [(indices.flatten(1), counts) for indices, counts in pairs if indices is not None]
 
 
 @pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa", "deepseek_v4"])
-def test_of_prompts_and_of_steps(family, tiny_checkpoint, selections):
+def test_of_prompts_and_of_steps(family, tiny_checkpoint, calls):
     """All that are selected come first, and count; of tokens without fewer than there are columns nothing is said."""
     model = load_model(tiny_checkpoint(family), progress=False)
     cache = model.make_cache(8, state_slots=2)
@@ -46,11 +45,12 @@ def test_of_prompts_and_of_steps(family, tiny_checkpoint, selections):
         for earlier in ([0, 0], NEW):
             chunks = [Chunk(n, before, own, i) for i, (n, before, own) in enumerate(zip(NEW, earlier, PAGES))]
             model(torch.arange(1, 1 + sum(NEW)), prefill_batch(chunks, cache.page_size, "cpu"), cache)
-            kinds.append(len(selections))
+            kinds.append(len(found(calls)))
         table = torch.tensor([[0, 1, 2, 3, 4, 5], [6, 7, -1, -1, -1, -1]], dtype=torch.int32)
         lengths = torch.tensor([2 * n + 1 for n in NEW], dtype=torch.int32)
         step = DecodeBatch(table, cache.page_size, lengths, 384, torch.arange(2, dtype=torch.int32))
         model(torch.tensor([5, 6]), step, cache)
+    selections = found(calls)
     assert 0 < kinds[0] < kinds[1] < len(selections)
     for indices, counts in selections:
         selected = indices >= 0

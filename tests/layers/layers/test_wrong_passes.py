@@ -23,7 +23,7 @@ ROTARY = RotaryEmbedding(rope_frequencies(64, 1e4))
 
 
 def make_indexer(**options):
-    return LightningIndexer(HIDDEN, RANK, **{"n_heads": 2, "top_k": 4} | options)
+    return LightningIndexer(**{"hidden": HIDDEN, "q_lora_rank": RANK, "n_heads": 2, "top_k": 4} | options)
 
 
 def make_layer(indexer, **options):
@@ -50,17 +50,24 @@ def paged(page_size=PAGE, lens=(5,)):
     return SequenceBatch.paged(lens, lens, [[i] for i in range(len(lens))], page_size)
 
 
-def run(layer, x=None, batch=None, cache=None, **options):
-    batch = paged() if batch is None else batch
-    x = torch.zeros(5, HIDDEN) if x is None else x
-    angles = ROTARY(torch.arange(len(x)))
+def run(layer, **changed):
+    given = {"x": torch.zeros(5, HIDDEN), "batch": paged(), "cache": None} | changed
+    angles = ROTARY(torch.arange(2 if isinstance(given["batch"], DecodeBatch) else 5))
     with torch.no_grad():
-        return layer(x, *angles, batch, cache, **options)
+        return layer(given["x"], *angles, given["batch"], given["cache"], given.get("selection"))
+
+
+def step(page_size):
+    """Two sequences, as engines make a step's batch."""
+    table, lens = torch.zeros(2, 3, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+    return {"x": torch.zeros(2, HIDDEN), "batch": DecodeBatch(table, page_size, lens, 3 * page_size)}
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"hidden": 0}, "hidden: must be at least 1, got 0"),
+        ({"q_lora_rank": 0}, "q_lora_rank: must be at least 1, got 0"),
         ({"n_heads": 0}, "n_heads: must be at least 1, got 0"),
         ({"top_k": 0}, "top_k: must be at least 1, got 0"),
         ({"top_k": -1}, "top_k: must be at least 1, got -1"),
@@ -80,12 +87,6 @@ def run(layer, x=None, batch=None, cache=None, **options):
 )
 def test_indexers_that_are_not_made(options, message):
     refused(lambda: make_indexer(**options), message)
-
-
-@pytest.mark.parametrize("arguments", [(0, RANK), (HIDDEN, 0)])
-def test_indexers_of_no_size(arguments):
-    name = "hidden" if arguments[0] == 0 else "q_lora_rank"
-    refused(lambda: LightningIndexer(*arguments), f"{name}: must be at least 1, got 0")
 
 
 def test_quantised_selection_is_of_128_channels():
@@ -142,11 +143,18 @@ def test_indexers_of_ones_own_and_none_are_taken():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"x": None}, "x: must be a torch.Tensor, got NoneType"),
         ({"x": [1.0]}, "x: must be a torch.Tensor, got list"),
         ({"x": torch.zeros(5, HIDDEN).bfloat16()}, "x: dtype must be float32, got bfloat16"),
         ({"x": torch.zeros(5, 64)}, "x: shape must be [T, 128], got [5, 64]"),
         ({"x": torch.zeros(1, 5, HIDDEN)}, "x: shape must be [T, 128], got [1, 5, 128]"),
+        ({"batch": None}, "batch: must be a SequenceBatch or a DecodeBatch, got NoneType"),
         ({"batch": [5]}, "batch: must be a SequenceBatch or a DecodeBatch, got list"),
+        (
+            {"batch": SequenceBatch.paged([5], [7], [[0]], PAGE)},
+            "cache: is needed when a sequence has more keys than new tokens",
+        ),
+        (step(16) | {"cache": pages()}, "page_size: must be the cache's 32, got 16"),
         ({"cache": PagedKVCache(1, 4)}, "cache: must be a LayerCache or None, got PagedKVCache"),
         ({"cache": pages(page_size=64)}, "page_size: must be the cache's 64, got 32"),
         (
@@ -161,31 +169,22 @@ def test_indexers_of_ones_own_and_none_are_taken():
             {"cache": pages(index=False)},
             "cache: must have index pages where a layer has an indexer, got LayerCache(latent, None)",
         ),
+        (
+            {"cache": PagedKVCache(1, 1, PAGE, index=torch.float32).layer(0)},
+            "cache: an indexer with quantize=True needs FP8 index pages, got torch.float32",
+        ),
     ],
 )
 def test_a_pass_of_attention(layer, options, message):
     refused(lambda: run(layer, **options), message)
 
 
-def test_none_for_an_argument(layer):
-    x, angles = torch.zeros(5, HIDDEN), ROTARY(torch.arange(5))
-    refused(lambda: layer(None, *angles, paged()), "x: must be a torch.Tensor, got NoneType")
-    refused(lambda: layer(x, *angles, None), "batch: must be a SequenceBatch or a DecodeBatch, got NoneType")
-
-
-def test_a_decoding_step_over_pages_of_another_size(layer):
-    """Which engines make with the constructor: nothing is computed, and so nothing wrong."""
-    table, lens = torch.zeros(2, 3, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
-    for page_size in (16, 64):
-        batch = DecodeBatch(table, page_size, lens, 3 * page_size)
-        message = f"page_size: must be the cache's 32, got {page_size}"
-        refused(lambda b=batch: run(layer, torch.zeros(2, HIDDEN), b, pages()), message)
-    assert run(layer, torch.zeros(2, HIDDEN), DecodeBatch(table, 32, lens, 96), pages()).shape == (2, HIDDEN)
-
-
-def test_layers_without_an_indexer_need_no_index_pages():
-    cache, selection = pages(index=False), Selection()
-    assert run(make_layer(None), batch=paged(), cache=cache, selection=selection).shape == (5, HIDDEN)
+def test_layers_without_an_indexer_need_a_selection_and_no_index_pages():
+    cache, layer = pages(index=False), make_layer(None)
+    assert not any("indexer" in name for name in layer.state_dict())
+    assert run(layer, cache=cache, selection=Selection()).shape == (5, HIDDEN)
+    message = "selection: a layer without an indexer needs what a layer before it selected, got None"
+    refused(lambda: run(layer, cache=cache), message)
 
 
 def test_autocast_takes_other_dtypes(layer):

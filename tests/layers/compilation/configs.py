@@ -1,0 +1,26 @@
+"""Configurations of the published models and of tiny ones."""
+
+import json
+import tempfile
+from pathlib import Path
+
+from dsa_layers.families.config import read_config
+from dsa_layers.families.model import ModelConfig
+from dsa_layers.families.published import published_config
+from dsa_layers.families.registry import family
+
+
+def config_of(fields: dict) -> ModelConfig:
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory, "config.json").write_text(json.dumps(fields))
+        return read_config(Path(directory))
+
+
+def published(name: str) -> ModelConfig:
+    """Quantised as V3.2 is, where the pinned configuration says nothing."""
+    quantised = published_config("deepseek_v32_config.json")["quantization_config"]
+    return config_of({"quantization_config": quantised} | published_config(f"{name}_config.json"))
+
+
+def tiny(model_type: str, **changes) -> ModelConfig:
+    return config_of(family(model_type).tiny.fields(quantized=True) | changes)
