@@ -3,18 +3,22 @@
 import logging
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
 import dsa_engines.vllm
 from dsa import backends
 from dsa.compat import deep_gemm
+from dsa_engines.replacements import find
 from dsa_engines.vllm import adapters, install, register, seams, warm_up
 from tests.engines.vllm import stand_in
 from tests.engines.vllm.configurations import V4, V32, config
 
 ALL = frozenset({"scores", "topk", "attention"})
 WORKER = "vllm.v1.worker.worker_base"
+V41 = V4 | {"model_type": "deepseek_v41"}  # which is not served
 
 
 @pytest.fixture
@@ -30,15 +34,13 @@ def engine(monkeypatch):
     install.uninstall()
 
 
-def worker(hf=V32, **options):
-    return sys.modules[WORKER].WorkerWrapperBase(config(hf, **options))
-
-
 def start(hf=V32, cache="fp8", **options):
-    one = worker(hf, cache=cache, **options)
-    one.init_device()
-    assert one.started
-    return one
+    """A worker with this configuration, or without one where hf is None."""
+    worker = sys.modules[WORKER].WorkerWrapperBase(config(hf or V32, cache=cache, **options))
+    if hf is None:
+        worker.vllm_config.model_config = None
+    worker.init_device()
+    assert worker.started
 
 
 def lines(caplog):
@@ -53,31 +55,18 @@ def changed(before):
 
 def test_the_entry_point_is_found():
     """In this checkout's pyproject.toml, which an installation copies."""
-    import tomllib
-    from pathlib import Path
-
     text = (Path(__file__).parents[3] / "pyproject.toml").read_text()
     entry = tomllib.loads(text)["project"]["entry-points"]["vllm.general_plugins"]["dsa"]
     assert entry == "dsa_engines.vllm:register" and callable(register)
 
 
 def test_off_it_imports_nothing():
-    """Every process of every vLLM beside which dsa is installed would pay for it."""
+    """Every process of every vLLM that dsa is installed with would pay for it."""
     script = (
         "import os, sys; os.environ.pop('DSA_ENGINE', None); import dsa_engines.vllm; dsa_engines.vllm.register(); "
         "assert not {'torch', 'dsa', 'vllm'} & {m.partition('.')[0] for m in sys.modules}"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
-
-
-def test_a_plugin_that_cannot_be_imported(engine, monkeypatch, caplog):
-    monkeypatch.delattr(dsa_engines.vllm, "install")
-    monkeypatch.setitem(sys.modules, "dsa_engines.vllm.install", None)
-    before = stand_in.state()
-    register()
-    assert changed(before) == set()
-    (line,) = lines(caplog)
-    assert line.startswith("dsa: vllm: ") and "Error: " in line
 
 
 def test_off_by_default(engine, monkeypatch, caplog):
@@ -91,7 +80,7 @@ def test_off_by_default(engine, monkeypatch, caplog):
 def test_nothing_changes_before_a_worker_starts(engine):
     before = stand_in.state()
     register()
-    assert changed(before) == {f"{WORKER}:WorkerWrapperBase.init_device"}
+    assert changed(before) == {install.HOOK}
 
 
 @pytest.mark.parametrize("ops", [{"scores"}, {"topk"}, {"attention"}, {"scores", "attention"}, ALL])
@@ -125,26 +114,16 @@ def test_the_replacements(engine):
 
 def test_it_is_registered_once_in_a_process(engine):
     register()
-    hooked = sys.modules[WORKER].WorkerWrapperBase.init_device
+    hooked = find(install.HOOK).value
     register()
-    assert sys.modules[WORKER].WorkerWrapperBase.init_device is hooked
+    assert find(install.HOOK).value is hooked
     start()
     before = stand_in.state()
     start(heads=32)
     # What the first model was built with stays, and the second one's kernels are compiled, too.
     assert changed(before) == set() and [calls.heads for calls, _ in engine][1] == 32
     install.uninstall()
-    forward = sys.modules[seams.TOPK].SparseIndexerTopk.forward
-    assert not hasattr(forward, "__wrapped__")
-
-
-def test_a_model_that_is_not_served_gets_the_engine_as_it_was(engine, caplog):
-    register()
-    before = stand_in.state()
-    start(V4 | {"model_type": "deepseek_v41"})
-    assert changed(before) == set() and engine == []
-    (line,) = lines(caplog)
-    assert line.startswith("dsa: vllm: model_type is deepseek_v41, and") and line.endswith("own kernels stay")
+    assert not hasattr(sys.modules[seams.TOPK].SparseIndexerTopk.forward, "__wrapped__")
 
 
 def test_a_model_that_is_not_served_changes_nothing_for_one_that_is(engine, caplog):
@@ -152,28 +131,31 @@ def test_a_model_that_is_not_served_changes_nothing_for_one_that_is(engine, capl
     register()
     start()
     before = stand_in.state()
-    start(V4 | {"model_type": "deepseek_v41"})
+    start(V41)
     assert changed(before) == set() and len(engine) == 1
     (line,) = lines(caplog)
     assert line.startswith("dsa: vllm: model_type is deepseek_v41, and")
     assert line.endswith("; an earlier model of this process runs on dsa's kernels, which stay")
 
 
-def test_behind_a_model_that_is_not_served_the_engine_stays(engine, caplog):
+@pytest.mark.parametrize(
+    ("first", "reason"), [(V41, "model_type is deepseek_v41"), (None, "AttributeError: 'NoneType' object")]
+)
+def test_after_a_model_that_was_declined_the_engine_stays(engine, caplog, first, reason):
     """The plans and graphs of the first model are vLLM's."""
     register()
     before = stand_in.state()
-    start(V4 | {"model_type": "deepseek_v41"})
+    start(first)
     start()
     assert changed(before) == set() and engine == []
     _, line = lines(caplog)
-    assert line.startswith("dsa: vllm: an earlier model of this process was declined (model_type is deepseek_v41")
+    assert line.startswith(f"dsa: vllm: an earlier model of this process was declined ({reason}")
     install.uninstall()
     start()
     assert len(engine) == 1
 
 
-def test_behind_a_model_without_an_indexer_another_is_served(engine, caplog):
+def test_after_a_model_without_an_indexer_another_is_served(engine, caplog):
     register()
     start({"model_type": "llama"}, cache="auto")
     start()
@@ -182,79 +164,104 @@ def test_behind_a_model_without_an_indexer_another_is_served(engine, caplog):
     assert line.startswith("dsa: vllm: model_type is llama, and")
 
 
-def test_behind_a_configuration_that_cannot_be_read_the_engine_stays(engine):
-    register()
-    one = worker()
-    one.vllm_config.model_config = None
-    one.init_device()
-    start()
-    assert engine == []
-
-
-def test_another_attention_stays_alone(engine, caplog):
+@pytest.mark.parametrize("ops", [ALL, {"attention"}])
+def test_another_attention_stays_alone(engine, monkeypatch, caplog, ops):
     """With a bf16 cache vLLM chooses one that dsa does not replace."""
+    monkeypatch.setenv("DSA_ENGINE_OPS", ",".join(ops))
     register()
     sys.modules[seams.DEEP_GEMM]._lazy_init()
     before = stand_in.state()
-    start(cache="auto")
-    assert changed(before) == {path for op in ("scores", "topk") for path in seams.REPLACED[op]}
-    (line,) = lines(caplog)
-    assert line.startswith("dsa: vllm: vLLM prefers another attention for a bf16 cache") and len(engine) == 1
-    assert line.endswith("; attention stays the engine's own") and engine[0][1] == {"scores", "topk"}
-
-
-def test_attention_alone_that_is_another_replaces_nothing(engine, monkeypatch, caplog):
-    monkeypatch.setenv("DSA_ENGINE_OPS", "attention")
-    register()
-    before = stand_in.state()
     with caplog.at_level(logging.INFO):
         start(cache="auto")
-    assert changed(before) == set() and engine == [] and len(lines(caplog)) == 1
-    assert not any("run on dsa" in message for message in caplog.messages)
-
-
-def test_references_serve_no_engine(engine, monkeypatch, caplog):
-    monkeypatch.setenv("DSA_BACKEND", "reference")
-    register()
-    before = stand_in.state()
-    start()
-    assert changed(before) == set()
+    served = ops - {"attention"}
+    assert changed(before) == {path for op in served for path in seams.REPLACED[op]}
+    assert [warmed for _, warmed in engine] == ([served] if served else [])
     (line,) = lines(caplog)
-    assert line.startswith("dsa: vllm: DSA_BACKEND is reference, and an engine is served by kernels alone")
+    assert line.startswith("dsa: vllm: vLLM prefers another attention for a bf16 cache")
+    assert line.endswith("; attention stays the engine's own")
+    assert any("run on dsa" in message for message in caplog.messages) == bool(served)
 
 
-def test_another_gpu(engine, monkeypatch, caplog):
-    monkeypatch.setattr(backends, "why_no_kernels", lambda: "the GPU is sm_100, and the kernels are for sm_90 (Hopper)")
-    register()
+def stays(engine, caplog, call) -> str:
+    """Asserts that the call leaves vLLM as it was. -> the reason, which is one line."""
     before = stand_in.state()
-    start()
-    assert changed(before) == set()
-    assert lines(caplog) == [
-        "dsa: vllm: the GPU is sm_100, and the kernels are for sm_90 (Hopper); the engine's own kernels stay"
-    ]
-
-
-@pytest.mark.parametrize("version", ["0.32.1", "0.34.0", "dev"])
-def test_another_version(engine, caplog, version):
-    sys.modules["vllm"].__version__ = version
-    before = stand_in.state()
-    register()
-    start()
-    assert changed(before) == set()
+    call()
+    assert changed(before) == set() and engine == []
     (line,) = lines(caplog)
-    assert line.startswith(
-        f"dsa: vllm: version {version} is installed, and the plugin was tested with 0.33.0; the engine"
-    )
+    assert line.startswith("dsa: vllm: ") and line.endswith("; the engine's own kernels stay")
+    return line.removeprefix("dsa: vllm: ")
 
 
-def test_an_unknown_word(engine, monkeypatch, caplog):
+def without_the_plugin(monkeypatch):
+    monkeypatch.delattr(dsa_engines.vllm, "install")
+    monkeypatch.setitem(sys.modules, "dsa_engines.vllm.install", None)
+
+
+def with_an_unknown_word(monkeypatch):
     monkeypatch.setenv("DSA_ENGINE_OPS", "scores,moe")
-    before = stand_in.state()
+
+
+def with_an_older_vllm(monkeypatch):
+    sys.modules["vllm"].__version__ = "0.32.1"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (without_the_plugin, "ModuleNotFoundError: "),
+        (with_an_unknown_word, "DSA_ENGINE_OPS: got moe; accepted are attention, scores, topk;"),
+        (with_an_older_vllm, "version 0.32.1 is installed, and the plugin was tested with 0.33.0;"),
+    ],
+)
+def test_no_worker_gets_a_plugin_that_cannot_be_registered(engine, monkeypatch, caplog, spoil, reason):
+    spoil(monkeypatch)
+
+    def register_and_start():
+        register()
+        start()
+
+    assert stays(engine, caplog, register_and_start).startswith(reason)
+
+
+def with_references(monkeypatch):
+    monkeypatch.setenv("DSA_BACKEND", "reference")
+
+
+def on_another_gpu(monkeypatch):
+    monkeypatch.setattr(backends, "why_no_kernels", lambda: "the GPU is sm_100, and the kernels are for sm_90 (Hopper)")
+
+
+def with_another_plugins_backend(monkeypatch):
+    stand_in.overrides[stand_in.AttentionBackendEnum.FLASHMLA_SPARSE] = "another.Backend"
+
+
+def where_kernels_do_not_compile(monkeypatch):
+    def fails(calls, ops):
+        raise RuntimeError("ptxas\n says no")
+
+    monkeypatch.setattr(warm_up, "warm_up", fails)
+
+
+def as_usual(monkeypatch):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("spoil", "model", "reason"),
+    [
+        (with_references, V32, "DSA_BACKEND is reference, and an engine is served by kernels alone"),
+        (on_another_gpu, V32, "the GPU is sm_100, and the kernels are for sm_90 (Hopper); the engine"),
+        (with_another_plugins_backend, V32, "FLASHMLA_SPARSE is another.Backend already; the engine"),
+        (where_kernels_do_not_compile, V32, "RuntimeError: ptxas says no; the engine"),
+        (as_usual, V41, "model_type is deepseek_v41, and"),
+        (as_usual, None, "AttributeError: 'NoneType' object has no attribute 'hf_text_config';"),
+    ],
+)
+def test_a_worker_that_cannot_be_served_gets_the_engine_as_it_was(engine, monkeypatch, caplog, spoil, model, reason):
     register()
-    start()
-    assert changed(before) == set()
-    (line,) = lines(caplog)
-    assert line.startswith("dsa: vllm: DSA_ENGINE_OPS: got moe; accepted are attention, scores, topk;")
+    sys.modules[seams.DEEP_GEMM]._lazy_init()
+    spoil(monkeypatch)
+    assert stays(engine, caplog, lambda: start(model)).startswith(reason)
 
 
 REQUIRED = sorted(
@@ -266,94 +273,35 @@ REQUIRED = sorted(
 @pytest.mark.parametrize("path", REQUIRED)
 def test_one_missing_attribute_and_nothing_is_replaced(engine, monkeypatch, caplog, path):
     """Whatever part of the plugin needs it."""
-    module, _, names = path.partition(":")
-    owner = sys.modules[module]
-    *classes, name = names.split(".")
-    for inner in classes:
-        owner = getattr(owner, inner)
-    if path == install.HOOK:
-        monkeypatch.delattr(owner, name)
-        before = stand_in.state()
+    owner, name, _ = find(path)
+    if path != install.HOOK:
         register()
-    else:
-        register()
-        monkeypatch.delattr(owner, name)
-        before = stand_in.state()
-        start()
-    assert changed(before) == set() and engine == []
-    assert lines(caplog) == [f"dsa: vllm: {path} is not there; the engine's own kernels stay"]
+    monkeypatch.delattr(owner, name)
+    reason = stays(engine, caplog, register if path == install.HOOK else start)
+    assert reason == f"{path} is not there; the engine's own kernels stay"
 
 
 @pytest.mark.parametrize("path", sorted(seams.SIGNATURES.keys() - {f"{seams.DEEP_GEMM}:_lazy_init"}))
 def test_other_parameters_and_nothing_is_replaced(engine, monkeypatch, caplog, path):
-    module, _, names = path.partition(":")
-    owner = sys.modules[module]
-    *classes, name = names.split(".")
-    for inner in classes:
-        owner = getattr(owner, inner)
-    pinned = seams.SIGNATURES[path]
+    owner, name, _ = find(path)
     if path != install.HOOK:
         register()
-    monkeypatch.setattr(owner, name, staticmethod(stand_in.function(path, [*pinned, "another"])))
-    before = stand_in.state()
-    if path == install.HOOK:
-        register()
-    else:
-        start()
-    assert changed(before) == set() and engine == []
-    (line,) = lines(caplog)
-    assert line.startswith(f"dsa: vllm: {path} takes (") and "another), and was tested with (" in line
+    other = stand_in.function(path, [*seams.SIGNATURES[path], "another"])
+    monkeypatch.setattr(owner, name, staticmethod(other))
+    reason = stays(engine, caplog, register if path == install.HOOK else start)
+    assert reason.startswith(f"{path} takes (") and "another), and was tested with (" in reason
 
 
-def test_a_module_that_cannot_be_imported(engine, monkeypatch, caplog):
+def test_a_module_that_cannot_be_imported_and_nothing_is_replaced(engine, monkeypatch, caplog):
     register()
-    monkeypatch.setitem(sys.modules, seams.V4, None)
-    before = stand_in_state_without(seams.V4)
-    start()
-    assert stand_in_state_without(seams.V4) == before
+    before = stand_in.state()
+    without = {name: value for name, value in before.items() if name.partition(":")[0] != seams.V4}
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, seams.V4, None)
+        start()
+    assert {name: stand_in.state()[name] for name in without} == without
     (line,) = lines(caplog)
     assert line.startswith(f"dsa: vllm: {seams.V4} cannot be imported (ModuleNotFoundError: ")
-
-
-def stand_in_state_without(module):
-    sys.modules[module] = type(sys)(module)
-    found = stand_in.state()
-    sys.modules[module] = None
-    return found
-
-
-def test_a_configuration_without_what_is_looked_at(engine, caplog):
-    register()
-    one = worker()
-    one.vllm_config.model_config = None
-    before = stand_in.state()
-    one.init_device()
-    assert changed(before) == set()
-    (line,) = lines(caplog)
-    assert line.startswith("dsa: vllm: AttributeError: 'NoneType' object has no attribute 'hf_text_config';")
-
-
-def test_another_plugins_backend_stays(engine, caplog):
-    register()
-    stand_in.overrides[stand_in.AttentionBackendEnum.FLASHMLA_SPARSE] = "another.Backend"
-    sys.modules[seams.DEEP_GEMM]._lazy_init()
-    before = stand_in.state()
-    start()
-    assert changed(before) == set()
-    assert lines(caplog) == ["dsa: vllm: FLASHMLA_SPARSE is another.Backend already; the engine's own kernels stay"]
-
-
-def test_kernels_that_do_not_compile(engine, monkeypatch, caplog):
-    def fails(calls, ops):
-        raise RuntimeError("ptxas\n says no")
-
-    monkeypatch.setattr(warm_up, "warm_up", fails)
-    register()
-    sys.modules[seams.DEEP_GEMM]._lazy_init()
-    before = stand_in.state()
-    start()
-    assert changed(before) == set()
-    assert lines(caplog) == ["dsa: vllm: RuntimeError: ptxas says no; the engine's own kernels stay"]
 
 
 def test_every_replacement_has_call_sites():
