@@ -108,22 +108,37 @@ class Engine:
     def replaced(self):
         return {path for path, value in self.functions().items() if value is not self.before[path]}
 
+    def remove(self, path):
+        owner, name, _ = plugin.find(path)
+        delattr(owner, name)
+
+    def serve(self, name, runner=None):
+        """What SGLang does with the plugin: it loads it, and has the backend of this name made."""
+        runner = runner or runner_of(NAMES[name])
+        sglang.register()
+        assert self.creators[name](runner) == f"backend {name}" and self.created[-1] == (name, runner)
+
 
 @pytest.fixture
 def engine(monkeypatch):
     monkeypatch.setattr(plugin, "_decided", {})
+    monkeypatch.setattr(plugin, "warm_up", lambda *given: None)
     monkeypatch.setattr(backends, "why_no_kernels", lambda: None)
     monkeypatch.setenv("DSA_ENGINE", "1")
     monkeypatch.delenv("DSA_ENGINE_OPS", raising=False)
     return Engine(monkeypatch)
 
 
+def v4_pool(layout, width):
+    return SimpleNamespace(
+        get_swa_key_layout=lambda: SimpleNamespace(value=layout), get_swa_key_bytes_per_token=lambda: width
+    )
+
+
 def runner_of(family, pool=None, **more):
     config = SimpleNamespace(**{"index_n_heads": 32, "index_head_dim": 128, "index_topk": 16} | more)
     if family == "dsv4":
-        pool = pool or SimpleNamespace(
-            get_swa_key_layout=lambda: SimpleNamespace(value="v4"), get_swa_key_bytes_per_token=lambda: 584
-        )
+        pool = pool or v4_pool("v4", 584)
     else:
         pool = SimpleNamespace(**vars(pool or FP8_POOL), index_page_size=64)
     model = SimpleNamespace(hf_config=config, hf_text_config=config, num_attention_heads=64, context_len=512)
@@ -142,48 +157,57 @@ def paths_of(family, *ops):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("pool", [FP8_POOL, BF16_POOL], ids=["fp8", "bf16"])
-def test_served(engine, name, pool, caplog, monkeypatch):
-    if name == "dsv4" and pool is BF16_POOL:
-        pytest.skip("DeepSeek-V4 has one layout")
-    monkeypatch.setattr(warm_up, "decoding_batches", lambda num_sms: [1])
+def test_served(engine, name, caplog):
     sglang.register()
     assert engine.replaced() == set()  # until a backend is made
-    runner = runner_of(NAMES[name], None if name == "dsv4" else pool)
-    assert engine.creators[name](runner) == f"backend {name}"
-    assert engine.created == [(name, runner)] and declined(caplog) == []
+    engine.serve(name)
+    assert len(engine.created) == 1 and declined(caplog) == []
     assert engine.replaced() == paths_of(NAMES[name])
     # Another backend in the process, as for a draft model, finds everything in place.
-    replaced = engine.functions()
-    assert engine.creators[name](runner_of(NAMES[name])) == f"backend {name}"
-    assert engine.functions() == replaced and len(engine.created) == 2
+    replaced, creators = engine.functions(), dict(engine.creators)
+    engine.serve(name)
+    assert engine.functions() == replaced and engine.creators == creators
+
+
+@pytest.mark.parametrize(("family", "pool"), [("dsa", FP8_POOL), ("dsa", BF16_POOL), ("dsv4", None)])
+def test_kernels_are_compiled_for_the_cache_of_the_model(engine, family, pool, caplog, monkeypatch):
+    monkeypatch.setattr(plugin, "warm_up", warm_up.warm_up)
+    monkeypatch.setattr(warm_up, "decoding_batches", lambda num_sms: [1])
+    engine.serve(family, runner_of(family, pool))
+    assert engine.replaced() == paths_of(family) and declined(caplog) == []
 
 
 @pytest.mark.parametrize(("shared", "expected"), [(False, [8]), (True, [2, 8])])
-@pytest.mark.parametrize("name", ["dsa", "dsv4"])
+@pytest.mark.parametrize("name", seams.SEAMS)
 def test_heads_that_decoding_shares_are_compiled(engine, monkeypatch, name, shared, expected):
     """By --enable-cp-decode-attn-tp, among the GPUs that share a prompt's tokens."""
     engine.parallel.attn_cp_size, engine.parallel.enable_cp_decode_attn_tp = 4, shared
     heads = []
     monkeypatch.setattr(plugin, "warm_up", lambda model, ops, device: heads.append(model.heads))
-    sglang.register()
-    engine.creators[name](runner_of(name))
+    engine.serve(name)
     assert heads == expected
 
 
-def test_what_is_replaced_is_called(engine, monkeypatch):
-    monkeypatch.setattr(warm_up, "decoding_batches", lambda num_sms: [1])
-    sglang.register()
-    engine.creators["dsa"](runner_of("dsa"))
+@pytest.mark.parametrize("family", seams.SEAMS)
+def test_warm_up_is_before_the_hooks_and_the_backend(engine, family, monkeypatch):
+    calls = []
+    monkeypatch.setattr(plugin, "warm_up", lambda *given: calls.append((given, engine.replaced(), engine.created[:])))
+    engine.serve(family)
+    ((model, ops, device), replaced, created) = calls[0]
+    assert (model.heads, model.topk, model.index_heads, model.keys, model.next_n) == (8, 16, 32, 512, 1)
+    assert ops == {"scores", "topk", "attention"} and device == torch.device("cpu")
+    assert (replaced, created) == (set(), []) and len(calls) == 1
+
+
+def test_what_is_replaced_is_called(engine):
+    engine.serve("dsa")
     resolve = plugin.find(f"{seams.UTILS}:resolve_fp8_mqa_logits_fn").value
-    assert resolve() is sglang.plugin.seams.adapters.fp8_mqa_logits
+    assert resolve() is seams.adapters.fp8_mqa_logits
 
 
 def test_v4_attention_follows_sglangs_switch(engine, monkeypatch):
     """Whether it is to be deterministic, at each call."""
-    monkeypatch.setattr(warm_up, "decoding_batches", lambda num_sms: [1])
-    sglang.register()
-    engine.creators["dsv4"](runner_of("dsv4"))
+    engine.serve("dsv4")
     seen = []
     monkeypatch.setattr(seams.adapters, "sparse_prefill", lambda *a, batch_invariant, **k: seen.append(batch_invariant))
     monkeypatch.setattr(seams.adapters, "sparse_decode", lambda *a, batch_invariant: seen.append(batch_invariant))
@@ -197,35 +221,12 @@ def test_v4_attention_follows_sglangs_switch(engine, monkeypatch):
     assert seen == [True, True, False, False]
 
 
-def test_registering_again_changes_nothing(engine, monkeypatch):
-    sglang.register()
-    creators = dict(engine.creators)
-    sglang.register()
-    assert engine.creators == creators
-    monkeypatch.setattr(warm_up, "decoding_batches", lambda num_sms: [1])
-    engine.creators["nsa"](runner_of("dsa"))
-    replaced = engine.functions()
-    sglang.register()
-    engine.creators["dsa"](runner_of("dsa"))
-    assert engine.functions() == replaced and engine.creators == creators
-
-
-@pytest.mark.parametrize("value", [None, "", "0", "true"])
-def test_off_unless_asked_for(engine, value, monkeypatch, caplog):
-    monkeypatch.delenv("DSA_ENGINE") if value is None else monkeypatch.setenv("DSA_ENGINE", value)
-    before = dict(engine.creators)
-    sglang.register()
-    assert engine.creators == before and declined(caplog) == []
-
-
 @pytest.mark.parametrize("family", seams.SEAMS)
 @pytest.mark.parametrize("ops", ["scores", "topk", "attention", "attention,scores", " topk , scores "])
 def test_some_of_the_ops(engine, family, ops, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "dsa")
-    monkeypatch.setattr(warm_up, "decoding_batches", lambda num_sms: [1])
     monkeypatch.setenv("DSA_ENGINE_OPS", ops)
-    sglang.register()
-    engine.creators[family](runner_of(family))
+    engine.serve(family)
     words = {word.strip() for word in ops.split(",")}
     if family == "dsv4" and "scores" not in words:
         words.discard("topk")  # its selection reads scores that SGLang's own leaves unwritten
@@ -239,75 +240,109 @@ def test_some_of_the_ops(engine, family, ops, monkeypatch, caplog):
         ]
 
 
-def test_an_unknown_op(engine, monkeypatch, caplog):
+def switched_off(engine, monkeypatch):
+    monkeypatch.delenv("DSA_ENGINE")
+
+
+def with_an_unknown_op(engine, monkeypatch):
     monkeypatch.setenv("DSA_ENGINE_OPS", "scores,softmax")
-    before = dict(engine.creators)
-    sglang.register()
-    assert engine.creators == before and "DSA_ENGINE_OPS: got softmax" in declined(caplog)[0]
 
 
-@pytest.mark.parametrize("version", ["0.5.22", "0.6.0", "0.5.23rc1"])
-def test_another_version(engine, version, caplog):
-    engine.modules["sglang"].__version__ = version
-    before = dict(engine.creators)
-    sglang.register()
-    assert engine.creators == before and engine.replaced() == set()
-    (line,) = declined(caplog)
-    assert version in line and "0.5.23" in line
+def in_another_version(engine, monkeypatch):
+    engine.modules["sglang"].__version__ = "0.5.23rc1"
 
 
-def test_without_sglang(monkeypatch, caplog):
-    monkeypatch.setenv("DSA_ENGINE", "1")
+def without_sglang(engine, monkeypatch):
     monkeypatch.setitem(sys.modules, "sglang", None)
-    sglang.register()
-    assert "sglang cannot be imported" in declined(caplog)[0]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_backend_that_is_missing(engine, name, caplog):
-    del engine.creators[name]
+def without_a_backend(engine, monkeypatch):
+    del engine.creators["nsa"]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reasons"),
+    [
+        (switched_off, []),
+        (with_an_unknown_op, ["DSA_ENGINE_OPS: got softmax"]),
+        (in_another_version, ["version 0.5.23rc1 is installed, and the plugin was tested with 0.5.23"]),
+        (without_sglang, ["sglang cannot be imported"]),
+        (without_a_backend, ["ATTENTION_BACKENDS has no nsa"]),
+    ],
+)
+def test_the_plugin_does_not_register_where_it_cannot_serve(engine, spoil, reasons, monkeypatch, caplog):
+    spoil(engine, monkeypatch)
     before = dict(engine.creators)
     sglang.register()
-    assert engine.creators == before and name in declined(caplog)[0]
+    assert engine.creators == before
+    for line, reason in zip(declined(caplog), reasons, strict=True):
+        assert reason in line
 
 
-def left_as_it_was(engine, family, runner, caplog, message):
+def left_as_it_was(engine, family, caplog, message, runner=None):
     """The backend is made, nothing is replaced, and one line says why."""
-    sglang.register()
-    assert engine.creators[family](runner) == f"backend {family}" and engine.created == [(family, runner)]
+    engine.serve(family, runner)
     assert engine.replaced() == set()
     (line,) = declined(caplog)
     assert message in line
     # Decided once in a process: captured graphs must not get other kernels later.
-    assert engine.creators[family](runner_of(family)) == f"backend {family}" and engine.replaced() == set()
-    assert len(declined(caplog)) == 1
+    engine.serve(family)
+    assert engine.replaced() == set() and len(declined(caplog)) == 1
+
+
+def on_another_gpu(engine, monkeypatch):
+    monkeypatch.setattr(backends, "why_no_kernels", lambda: "the GPU is sm_100, and the kernels are for sm_90 (Hopper)")
+
+
+def with_references(engine, monkeypatch):
+    monkeypatch.setenv("DSA_BACKEND", "reference")
+
+
+def where_kernels_do_not_compile(engine, monkeypatch):
+    def fail(*args):
+        raise RuntimeError("ptxas:\nno room")
+
+    monkeypatch.setattr(plugin, "warm_up", fail)
+
+
+def without_the_switch_of_top_k(engine, monkeypatch):
+    engine.remove(seams.ENVIRON)
+
+
+def without_the_switch_of_determinism(engine, monkeypatch):
+    engine.remove(seams.EXECUTION)
 
 
 @pytest.mark.parametrize("family", seams.SEAMS)
-def test_another_gpu(engine, family, caplog, monkeypatch):
-    reason = "the GPU is sm_100 (Blackwell), and the kernels are for sm_90 (Hopper)"
-    monkeypatch.setattr(backends, "why_no_kernels", lambda: reason)
-    left_as_it_was(engine, family, runner_of(family), caplog, reason)
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (on_another_gpu, "the GPU is sm_100, and the kernels are for sm_90 (Hopper)"),
+        (with_references, "DSA_BACKEND is reference"),
+        (where_kernels_do_not_compile, "RuntimeError: ptxas: no room"),
+        (without_the_switch_of_top_k, f"{seams.ENVIRON} is not there"),
+        (without_the_switch_of_determinism, f"{seams.EXECUTION} is not there"),
+    ],
+)
+def test_sglang_stays_as_it_was_where_it_cannot_be_served(engine, family, spoil, reason, monkeypatch, caplog):
+    spoil(engine, monkeypatch)
+    left_as_it_was(engine, family, caplog, reason)
 
 
-def test_references_do_not_serve(engine, caplog, monkeypatch):
-    monkeypatch.setenv("DSA_BACKEND", "reference")
-    left_as_it_was(engine, "dsa", runner_of("dsa"), caplog, "DSA_BACKEND is reference")
+@pytest.mark.parametrize(
+    ("family", "pool", "message"),
+    [
+        *(("dsa", pool_of(layout), "the cache has kv_cache_dim") for layout in OTHERS),
+        ("dsv4", v4_pool("v41", 528), "the cache has layout v41 of 528 bytes"),
+        ("dsv4", v4_pool("uniform_fp8", 512), "the cache has layout uniform_fp8 of 512 bytes"),
+    ],
+    ids=[*OTHERS, "v41", "uniform_fp8"],
+)
+def test_a_cache_of_another_layout_is_left_to_sglang(engine, family, pool, message, caplog):
+    left_as_it_was(engine, family, caplog, message, runner_of(family, pool))
 
 
-@pytest.mark.parametrize("layout", OTHERS)
-def test_another_layout(engine, layout, caplog):
-    left_as_it_was(engine, "dsa", runner_of("dsa", pool_of(layout)), caplog, "the cache has kv_cache_dim")
-
-
-@pytest.mark.parametrize(("layout", "width"), [("v41", 528), ("v41_new", 528), ("uniform_fp8", 512)])
-def test_another_layout_of_v4(engine, layout, width, caplog):
-    pool = SimpleNamespace(
-        get_swa_key_layout=lambda: SimpleNamespace(value=layout), get_swa_key_bytes_per_token=lambda: width
-    )
-    left_as_it_was(engine, "dsv4", runner_of("dsv4", pool), caplog, f"the cache has layout {layout} of {width} bytes")
-
-
+@pytest.mark.parametrize("family", seams.SEAMS)
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -316,73 +351,39 @@ def test_another_layout_of_v4(engine, layout, width, caplog):
         ({"index_head_dim": 64}, "index_head_dim is 64; accepted are 128"),
     ],
 )
-@pytest.mark.parametrize("family", seams.SEAMS)
-def test_another_indexer(engine, family, more, message, caplog):
-    left_as_it_was(engine, family, runner_of(family, **more), caplog, message)
+def test_another_indexer_is_left_to_sglang(engine, family, more, message, caplog):
+    left_as_it_was(engine, family, caplog, message, runner_of(family, **more))
+
+
+@pytest.mark.parametrize("missing", ["token_to_kv_pool", "model_config"])
+def test_a_runner_of_another_form_is_left_to_sglang(engine, missing, caplog):
+    runner = runner_of("dsa")
+    delattr(runner, missing)
+    left_as_it_was(engine, "dsa", caplog, f"has no attribute '{missing}'", runner)
 
 
 @pytest.mark.parametrize(("family", "path"), [(f, path) for f in seams.SEAMS for path in sorted(paths_of(f))])
 @pytest.mark.parametrize("change", ["missing", "other parameters"])
 def test_nothing_is_replaced_where_one_thing_has_changed(engine, family, path, change, caplog):
-    module, _, names = path.partition(":")
-    *outer, name = names.split(".")
-    owner = getattr(engine.modules[module], outer[0]) if outer else engine.modules[module]
     if change == "missing":
-        delattr(owner, name)
+        engine.remove(path)
     else:
+        owner, name, _ = plugin.find(path)
         setattr(owner, name, function_of([*seams.SIGNATURES[path], "more"]))
     before = {at: value for at, value in engine.before.items() if at != path}
-    sglang.register()
-    assert engine.creators[family](runner_of(family)) == f"backend {family}"
+    engine.serve(family)
     assert {at: plugin.find(at).value for at in before} == before
     assert path in declined(caplog)[0]
 
 
-@pytest.mark.parametrize("family", seams.SEAMS)
-@pytest.mark.parametrize("path", [seams.ENVIRON, seams.EXECUTION])
-def test_what_hooks_read_is_missing(engine, family, path, caplog):
-    module, _, name = path.partition(":")
-    delattr(engine.modules[module], name)
-    left_as_it_was(engine, family, runner_of(family), caplog, f"{path} is not there")
-
-
-@pytest.mark.parametrize("missing", ["token_to_kv_pool", "model_config"])
-def test_a_runner_of_another_form(engine, missing, caplog):
-    runner = runner_of("dsa")
-    delattr(runner, missing)
-    left_as_it_was(engine, "dsa", runner, caplog, f"has no attribute '{missing}'")
-
-
-def test_a_kernel_that_does_not_compile(engine, caplog, monkeypatch):
-    def fail(*args):
-        raise RuntimeError("ptxas:\nno room")
-
-    monkeypatch.setattr(plugin, "warm_up", fail)
-    left_as_it_was(engine, "dsa", runner_of("dsa"), caplog, "RuntimeError: ptxas: no room")
-
-
-def test_hooks_do_nothing_unless_all_are_there(engine, caplog, monkeypatch):
+def test_hooks_do_nothing_unless_all_are_there(engine, caplog):
     """SGLang's registry logs what it cannot replace and goes on: then those that it did replace must do nothing."""
-    monkeypatch.setattr(warm_up, "decoding_batches", lambda num_sms: [1])
     path = f"{seams.CLASS}._forward_flashmla_kv"
     engine.skipped.add(path.replace(":", "."))
-    sglang.register()
-    engine.creators["dsa"](runner_of("dsa"))
+    engine.serve("dsa")
     assert engine.replaced() == paths_of("dsa") - {path}
     assert declined(caplog) == [
         f"dsa: sglang: SGLang's HookRegistry did not replace {path}; the engine's own kernels stay"
     ]
     for replaced in engine.replaced():
         assert plugin.find(replaced).value() == "SGLang's own"
-
-
-@pytest.mark.parametrize("family", seams.SEAMS)
-def test_warm_up_is_before_the_hooks_and_the_backend(engine, family, monkeypatch):
-    calls = []
-    monkeypatch.setattr(plugin, "warm_up", lambda *given: calls.append((given, engine.replaced(), engine.created[:])))
-    sglang.register()
-    engine.creators[family](runner_of(family))
-    ((model, ops, device), replaced, created) = calls[0]
-    assert (model.heads, model.topk, model.index_heads, model.keys, model.next_n) == (8, 16, 32, 512, 1)
-    assert ops == {"scores", "topk", "attention"} and device == torch.device("cpu")
-    assert (replaced, created) == (set(), []) and len(calls) == 1
