@@ -31,7 +31,7 @@ from tests.tiny_training import measure_little, text_of, write_corpus  # noqa: E
 
 SMALL = {"index_topk": 32, "hidden_size": 128, "intermediate_size": 128, "n_routed_experts": 2}
 WITH_VOCAB = SMALL | {"vocab_size": 300}
-PLAN = Plan((12, 6, 6), rates=(1e-2, 3e-3, 3e-4), batch=(2, 2, 2), every=(6, 3, 3), length=96, vocab=300, fields=SMALL)
+PLAN = Plan((12, 4, 4), rates=(1e-2, 3e-3, 3e-4), batch=(2, 2, 2), every=(6, 2, 2), length=64, vocab=300, fields=SMALL)
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +46,17 @@ def text(tmp_path_factory):
 @pytest.fixture(scope="module")
 def corpus(text):
     return Corpus.of(text, train_tokenizer(text.train, 300))
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return build(WITH_VOCAB, torch.float32)
+
+
+def weights_of(model):
+    """Copies, by their names."""
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
 @pytest.fixture(scope="module")
@@ -80,12 +91,10 @@ def test_tokens_and_bytes(corpus, text):
     assert 500 - 10 * int(corpus.bytes_of.max()) < corpus.bytes_in(few) <= 500
 
 
-def test_who_learns_when(corpus):
-    torch.manual_seed(0)
-    model = build(WITH_VOCAB, torch.float32)
+def test_who_learns_when(corpus, model):
     plan = Plan(steps=(1, 1, 1), batch=(1, 1, 1), length=64)
     for name, in_indexers, elsewhere in (("dense", False, True), ("warmup", True, False), ("sparse", True, True)):
-        before = {n: p.detach().clone() for n, p in model.named_parameters()}
+        before = weights_of(model)
         train_stage(model, name, plan, corpus.train)
         changed = {n: not torch.equal(p, before[n]) for n, p in model.named_parameters()}
         for part in ("model.", "drafter."):
@@ -95,14 +104,12 @@ def test_who_learns_when(corpus):
         assert all(p.requires_grad for n, p in model.named_parameters() if "correction_bias" not in n)
 
 
-def test_the_lowest_loss_says_whose_weights_remain(corpus):
-    torch.manual_seed(0)
-    model = build(WITH_VOCAB, torch.float32)
+def test_the_lowest_loss_says_whose_weights_remain(corpus, model):
     plan = Plan(steps=(5, 0, 0), batch=(1, 1, 1), every=(2, 2, 2), length=32)
     losses, seen = {2: 3.0, 4: 1.0, 5: 2.0}, {}
 
     def watch(step):
-        seen[step] = {n: p.detach().clone() for n, p in model.named_parameters()}
+        seen[step] = weights_of(model)
         return losses[step]
 
     _, facts = train_stage(model, "dense", plan, corpus.train, watch)
@@ -112,10 +119,9 @@ def test_the_lowest_loss_says_whose_weights_remain(corpus):
 
 
 @pytest.mark.parametrize(("seconds", "steps"), [(55.5, 46), (28, 20), (1000, 50)])
-def test_a_stage_ends_in_time(corpus, monkeypatch, seconds, steps):
+def test_a_stage_ends_in_time(corpus, model, monkeypatch, seconds, steps):
     """Steps that take a second each, by a clock that says so, and a first one that takes ten. The first twenty are
     never broken off."""
-    model = build(WITH_VOCAB, torch.float32)
     plan = Plan(steps=(50, 0, 0), seconds=(seconds, 1, 1), batch=(1, 1, 1), length=8)
     ends = iter(range(10, 1000))
     clock = [0]
@@ -153,43 +159,43 @@ def test_experts_are_balanced_by_what_is_trained_on(corpus):
     assert biases[0] == biases[1] and any(biases[0])
 
 
-def test_decay_leaves_norms_and_the_embedding(corpus):
+def step_of(model, rate):
+    """What an optimizer's first step, past the rise, adds to each parameter."""
+    before = weights_of(model)
+    Optimizer(dict(model.named_parameters()), rate).step(1, 10)
+    return {name: parameter.detach() - before[name] for name, parameter in model.named_parameters()}
+
+
+def test_decay_leaves_norms_and_the_embedding(model):
     """Of parameters without a gradient AdamW changes what decays alone."""
-    parameters = dict(build(WITH_VOCAB, torch.float32).named_parameters())
-    before = {n: p.detach().clone() for n, p in parameters.items()}
-    for p in parameters.values():
-        p.grad = torch.zeros_like(p)
-    Optimizer(parameters, 0.1).step(1, 10)
-    decayed = {n for n, p in parameters.items() if not torch.equal(p, before[n])}
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    decayed = {name for name, moved in step_of(model, 0.1).items() if moved.any()}
     assert "lm_head.weight" in decayed and "model.embed_tokens.weight" not in decayed
-    assert not any("norm" in n or "bias" in n for n in decayed)
+    assert not any("norm" in name or "bias" in name for name in decayed)
 
 
-def test_steps_of_matrices(corpus):
+def test_steps_of_matrices(model):
     """A matrix's step is as long as AdamW's would be, a fifth of the rate for a number on average, in all directions,
-    whatever the size of its gradient; each expert has one of its own."""
-    torch.manual_seed(0)
-    parameters = dict(build(WITH_VOCAB, torch.float32).named_parameters())
-    before = {n: p.detach().clone() for n, p in parameters.items()}
-    for p in parameters.values():
-        p.grad = torch.randn_like(p)
-        if p.dim() == 3:
-            p.grad[0] *= 1000
+    whatever the size of its gradient; each expert has its own."""
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+        if parameter.dim() == 3:
+            parameter.grad[0] *= 1000
     rate = 1e-3
-    Optimizer(parameters, rate).step(1, 10)  # past the rise
+    moved = step_of(model, rate)
     for name in ("model.layers.0.self_attn.kv_b_proj.weight", "model.layers.1.mlp.experts.gate_up_proj"):
-        moved = (parameters[name] - before[name]).detach()
-        for matrix in moved.reshape(-1, *moved.shape[-2:]):
+        for matrix in moved[name].reshape(-1, *moved[name].shape[-2:]):
             assert 0.15 * rate < matrix.square().mean().sqrt() < 0.25 * rate, name
             singular = torch.linalg.svdvals(matrix)
             assert singular.max() < 3 * singular.min(), name
-    gate = "model.layers.1.mlp.gate.weight"  # by AdamW, whose first step is of this size
-    assert (parameters[gate] - before[gate]).detach().abs().max() == pytest.approx(rate, rel=0.2)
+    gate = moved["model.layers.1.mlp.gate.weight"]  # by AdamW, whose first step is of this size
+    assert gate.abs().max() == pytest.approx(rate, rel=0.2)
 
 
 def test_losses_fall(out):
     rows = list(csv.DictReader((out / "losses.csv").open()))
-    assert [row["stage"] for row in rows] == ["dense"] * 12 + ["warmup"] * 6 + ["sparse"] * 6
+    assert [row["stage"] for row in rows] == ["dense"] * 12 + ["warmup"] * 4 + ["sparse"] * 4
     for column in ("language loss", "drafter's loss"):
         values = [float(row[column]) for row in rows]
         assert values[11] < values[0] - 1, column
@@ -228,24 +234,21 @@ def test_what_is_written(out, text, metrics):
     assert report.fill(document, written) == document.replace("old\n", written)
 
 
-def test_the_checkpoint_drafts(out, capsys):
-    """Greedily and sampled, by the command: the same tokens with drafts and without, some of which are taken."""
-    texts, taken = {}, 0
+@pytest.mark.parametrize("temperature", ["0", "0.8"])
+def test_the_checkpoint_drafts(temperature, out, capsys):
+    """By the command: the same tokens with drafts and without. Some drafts are taken, of samples not surely any."""
+    texts = []
     prompt = "import torch\n" * 6  # more than it selects
-    for temperature in ("0", "0.8"):
-        for drafts in ("0", "2"):
-            options = ["--max-new-tokens", "24", "--draft", drafts, "--temperature", temperature, "--seed", "3"]
-            precision = ["--device", "cpu", "--dtype", "float32"]
-            assert main(["generate", str(out / "model"), "--prompt", prompt, "--json", *options, *precision]) == 0
-            events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-            texts[temperature, drafts] = [event["token"] for event in events if event["event"] == "token"]
-            (throughput,) = [event for event in events if event["event"] == "throughput"]
-            assert (throughput["drafted"] > 0) == (drafts == "2")
-            taken += throughput["taken"]
-        assert texts[temperature, "0"] == texts[temperature, "2"] and len(texts[temperature, "0"]) == 24
-    assert taken > 0
-    assert main(["generate", str(out / "model"), "--prompt", "def", "--max-new-tokens", "4", "--draft", "1"]) == 0
-    assert "; drafts: " in capsys.readouterr().err
+    for drafts in ("0", "2"):
+        options = ["--max-new-tokens", "16", "--draft", drafts, "--temperature", temperature, "--seed", "3", "--json"]
+        precision = ["--device", "cpu", "--dtype", "float32"]
+        assert main(["generate", str(out / "model"), "--prompt", prompt, *options, *precision]) == 0
+        events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        texts.append([event["token"] for event in events if event["event"] == "token"])
+        (throughput,) = [event for event in events if event["event"] == "throughput"]
+        assert (throughput["drafted"] > 0) == (drafts == "2")
+        assert throughput["taken"] > 0 or (drafts, temperature) != ("2", "0")
+    assert texts[0] == texts[1] and len(texts[0]) == 16
 
 
 def test_the_size_of_what_ships(tmp_path):
@@ -260,10 +263,8 @@ def test_the_size_of_what_ships(tmp_path):
     assert not {"embed_tokens.weight", "shared_head.head.weight"} & names
 
 
-def test_acceptance_is_that_of_single_steps(corpus):
-    """Beside drafting with pages, one position after another: with the text up to there, then its own states."""
-    torch.manual_seed(0)
-    model = build(WITH_VOCAB, torch.float32)
+def test_acceptance_is_that_of_single_steps(corpus, model):
+    """Drafting with pages, one position after another: with the text up to there, then its own states."""
     for name, parameter in model.named_parameters():
         if "o_proj" in name or "down_proj" in name:
             torch.nn.init.normal_(parameter, std=0.1)
@@ -294,10 +295,8 @@ def test_acceptance_is_that_of_single_steps(corpus):
     assert found.taken == pytest.approx(expected.cumprod(1).mean(0).cumsum(0).tolist())
 
 
-def test_recall_of_known_indexers(corpus):
+def test_recall_of_known_indexers(corpus, model):
     """An indexer that scores nothing takes the first keys; with as many keys as there are, none chooses."""
-    torch.manual_seed(0)
-    model = build(WITH_VOCAB, torch.float32)
     tokens = pieces(corpus.held_out["library"], 64)[:1]
     for parameter in (p for n, p in model.named_parameters() if n.endswith("weights_proj.weight")):
         torch.nn.init.zeros_(parameter)
@@ -307,16 +306,14 @@ def test_recall_of_known_indexers(corpus):
     assert shares.random == pytest.approx([63 / 64] * 3)
 
 
-def test_selecting_is_undone():
-    model = build(WITH_VOCAB, torch.float32)
+def test_selecting_is_undone(model):
     layers = [*model.model.layers, model.drafter.block]
     with selecting(model, 7):
         assert {layer.self_attn.indexer.top_k for layer in layers} == {7}
     assert {layer.self_attn.indexer.top_k for layer in layers} == {32}
 
 
-def test_export_refuses(tmp_path):
-    model = build(WITH_VOCAB, torch.float32)
+def test_export_refuses(model, tmp_path):
     with pytest.raises(ValueError, match="fields: must have a quantization_config"):
         save_fp8_checkpoint(model, tmp_path, fields(WITH_VOCAB, quantized=False))
     with pytest.raises(ValueError, match=r"fields: model.layers.0.mlp.gate_proj.weight has shape \[256, 128\], the mo"):
@@ -333,8 +330,6 @@ def test_export_refuses(tmp_path):
         (["OUT", "--steps", "0", "1", "1"], "argument --steps: must be at least 1, got 0"),
         (["OUT", "--batch", "1", "0", "1"], "argument --batch: must be at least 1, got 0"),
         (["OUT", "--seconds", "-1", "1", "1"], "argument --seconds: must be a finite number above 0, got '-1'"),
-        (["OUT", "--seconds", "1", "nan", "1"], "argument --seconds: must be a finite number above 0, got 'nan'"),
-        (["OUT", "--seconds", "1", "1", "x"], "argument --seconds: must be a finite number above 0, got 'x'"),
     ],
 )
 def test_wrong_calls(arguments, problem, monkeypatch, capsys):
@@ -354,9 +349,8 @@ def test_help(monkeypatch, capsys):
         train_indexer.main()
     told = " ".join(capsys.readouterr().out.split())
     assert "trained as the paper trains: dense, then its indexers alone, then sparse." in told
-    assert (
-        told.count("(default: ") == 5 and "--seconds DENSE WARMUP SPARSE of each stage at most (default: 450 40" in told
-    )
+    assert told.count("(default: ") == 5
+    assert "--seconds DENSE WARMUP SPARSE of each stage at most (default: 450 40" in told
 
 
 def test_a_report_of_nothing(tmp_path):
