@@ -7,13 +7,11 @@ import sys
 import pytest
 
 from dsa_bench.e2e import latency_document, marked_document
-from tests.bench.test_commands_of_rows import DOCUMENTS
+from tests.bench.documents import DOCUMENTS, ENTRIES, files
 from tests.bench.test_latency import ROW
 
 MODULES = {name: module.__name__ for name, module in DOCUMENTS.items()} | {"latency": latency_document.__name__}
-ENTRIES = {"e2e": "e2e", "drafter": "drafts", "million": "million", "parallel": "parallel"}
-# An entry that has not run has no tables to write.
-NOT_RUN = [name for name in DOCUMENTS if name != "e2e"]
+NOT_RUN = {"unverified": "has not run", "bench": []}
 
 
 @pytest.fixture
@@ -36,23 +34,29 @@ def refused(name, problem):
     return 2, f"python -m {MODULES[name]}: error: {problem}"
 
 
+@pytest.fixture
+def measured(tmp_path):
+    """Call it with a command's name: a file that it reads, and what is given behind the document."""
+
+    def make(name):
+        if name != "latency":
+            return files(tmp_path, {ENTRIES[name]: NOT_RUN}, "")[0], []
+        path = tmp_path / "rows.jsonl"
+        path.write_text(json.dumps(ROW))
+        return path, ["abc"]
+
+    return make
+
+
 @pytest.mark.parametrize("name", MODULES)
-def test_missing_arguments(name, called):
+def test_missing_arguments_and_files(name, called, measured, tmp_path):
     names = "ROWS, DOCUMENT, COMMIT" if name == "latency" else "RECEIPT, DOCUMENT"
     assert called(name) == refused(name, f"the following arguments are required: {names}")
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_missing_files(name, called, tmp_path):
-    rest = ["abc"] if name == "latency" else []
+    there, rest = measured(name)
     missing = tmp_path / "missing"
-    assert called(name, missing, tmp_path / "doc.md", *rest) == refused(name, f"{missing}: No such file or directory")
-    there = tmp_path / "there"
-    if name == "latency":
-        there.write_text(json.dumps(ROW))
-    else:
-        there.write_text(json.dumps({"sm_90": {ENTRIES[name]: {"unverified": "has not run", "bench": []}}}))
-    assert called(name, there, missing, *rest) == refused(name, f"{missing}: No such file or directory")
+    expected = refused(name, f"{missing}: No such file or directory")
+    assert called(name, missing, tmp_path / "doc.md", *rest) == expected
+    assert called(name, there, missing, *rest) == expected
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
@@ -66,21 +70,18 @@ def test_missing_files(name, called, tmp_path):
         ('{"sm_90": {}}', ["sm_90"], "must have an entry ENTRY, got {} without one"),
     ],
 )
-def test_what_is_no_receipt(name, called, tmp_path, text, arch, problem):
-    receipt, doc = tmp_path / "receipt.json", tmp_path / "doc.md"
+def test_what_is_no_receipt_is_refused(name, called, tmp_path, text, arch, problem):
+    receipt, doc = files(tmp_path, {}, "as it was")
     receipt.write_text(text)
-    doc.write_text("as it was")
     expected = "receipt: " + problem.replace("ENTRY", ENTRIES[name]).format(receipt)
     assert called(name, receipt, doc, *arch) == refused(name, expected)
     assert doc.read_text() == "as it was"
 
 
-@pytest.mark.parametrize("name", NOT_RUN)
+@pytest.mark.parametrize("name", DOCUMENTS)
 def test_a_document_is_written(name, called, tmp_path):
     module = DOCUMENTS[name]
-    receipt, doc = tmp_path / "receipt.json", tmp_path / "doc.md"
-    receipt.write_text(json.dumps({"sm_90": {ENTRIES[name]: {"unverified": "has not run", "bench": []}}}))
-    doc.write_text("no marks")
+    receipt, doc = files(tmp_path, {ENTRIES[name]: NOT_RUN}, "no marks")
     problem = f"document: must have the lines '{module.BEGIN}' and '{module.END}', in this order"
     assert called(name, receipt, doc) == refused(name, problem)
     doc.write_text(f"{module.BEGIN}{module.END}")

@@ -11,7 +11,7 @@ import torch
 import dsa
 from dsa.reference.mla import mha_varlen_fwd as reference
 from dsa.testing import calc_diff
-from dsa_bench.e2e import document, peer_experts, peer_fp4_experts, plot, report, stacks, table
+from dsa_bench.e2e import peer_experts, peer_fp4_experts, plot, report, stacks, table
 from dsa_bench.e2e import peers as peer_ops
 from dsa_bench.e2e.parts import GLUE, PARTS
 from dsa_bench.e2e.peer_experts import Slots, padded
@@ -23,6 +23,7 @@ from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.attention_form import HeadSizes
 from dsa_layers.layers.experts import Experts
 from tests.bench import peer_stubs
+from tests.bench.documents import MEASURED, written
 from tests.bench.small_stacks import FEWER, SMALL
 
 PARTS_MS = dict(zip(PARTS, (0.5, 0.25, 2.0, 4.0, 0.25)))
@@ -56,73 +57,30 @@ def test_bars_are_cut():
     )
 
 
-def test_of_several_archs_the_documents_is_named(tmp_path):
-    entry = {"device": "a GPU", "date": "2026-11-23", "commit": "abc", "torch": "2.11", "dsl": "4.8"}
-    receipt, doc = tmp_path / "receipt.json", tmp_path / "e2e.md"
-    rows = {"sm_90": [ALONE | {"run": "decode 1 x 1"}], "sm_100": [ALONE | {"run": "decode 2 x 2"}]}
-    receipt.write_text(json.dumps({arch: {"e2e": entry | {"bench": rows[arch]}} for arch in rows} | {"sm_120": {}}))
-    doc.write_text(f"{document.BEGIN}{document.END}")
-    document.main(receipt, doc, "sm_100")
-    assert "decode 2 x 2" in doc.read_text() and "decode 1 x 1" not in doc.read_text()
-    for arch in (None, "sm_120"):
-        with pytest.raises(ValueError, match=f"arch: must be one of sm_90, sm_100, .* got {arch}"):
-            document.main(receipt, doc, arch)
-
-
 def test_the_document_is_written_from_an_entry(tmp_path):
     faster = BESIDE | {"run": "decode 1 x 4096", "ratio": 0.9, "parts": PARTS_MS | {"indexer": 0.0}}
+    faster["peer_parts"] = BESIDE["peer_parts"] | {GLUE: 0.8}
     prompt = BESIDE | {"run": "prefill 4096", "ratio": 1.1, "failed": {"sgl-flash-mla": "failed: no libcuda"}}
     other = ALONE | {"model": "V4-Flash", "failed": {"the pass": "failed: no"}}
-    faster["peer_parts"] = BESIDE["peer_parts"] | {GLUE: 0.8}
     waiting = BESIDE | {"run": "prefill 512", "ratio": 2.0, "peer_ms": 16.0}
-    entry = {"bench": [prompt, BESIDE, faster, waiting, other], "device": "1 x NVIDIA H200", "date": "2026-11-23"}
-    entry |= {"commit": "abc", "torch": "2.11", "dsl": "4.8"}
-    receipt, doc = tmp_path / "receipt.json", tmp_path / "e2e.md"
-    receipt.write_text(json.dumps({"sm_90": {"e2e": entry}}))
-    doc.write_text(f"Before.\n{document.BEGIN}\nan old table\n{document.END}\nAfter.\n")
-    document.main(receipt, doc)
-    text = doc.read_text()
-    assert text.startswith(f"Before.\n{document.BEGIN}\n") and text.endswith(f"{document.END}\nAfter.\n")
-    assert "an old table" not in text and text.index("## V3.2") < text.index("## V4-Flash")
-    assert "Measured on 1 x NVIDIA H200, torch 2.11, CuTe DSL 4.8, on 2026-11-23, of commit abc." in text
-    lines = text.splitlines()
-    assert (
-        "| decode 8 x 4096 | 8.00 | 1000 | 0.500 | 0.250 | 2.000 | 4.000 | 0.250 | 1.25 |  | 1.00 | 4.00 | 1.00 |"
-        in lines
-    )
-    assert (
-        "| decode 1 x 4096 | 8.00 | 1000 | 0.000 | 0.250 | 2.000 | 4.000 | 0.250 | 0.90 | 1.15 |  | 4.00 | 1.00 |"
-        in lines
-    )
-    assert "| decode 8 x 4096 | 8.00 | 1000 | 0.500 | 0.250 | 2.000 | 4.000 | 0.250 |  |  |  |  |  |" in lines
+    lines = written("e2e", [prompt, BESIDE, faster, waiting, other], tmp_path)
     assert all(line.count("|") == 14 for line in lines if line.startswith("|"))
-    assert "- With the peers' kernels a prompt takes 1.10 times as long as with ours." in lines
-    assert "- With the peers' kernels a decoding step takes 0.90 to 1.25 times as long as with ours." in lines
-    assert "- Without glue it would be 1.15 to 1.15 times." in lines
+    assert lines.index("## V3.2") < lines.index("## V4-Flash")
     assert any(line.startswith("| prefill 512 |") and "| 2.00 (host) |" in line for line in lines)
-    (line,) = (line for line in lines if line.startswith("- prefill 512 (host) is not among them"))
-    assert line.endswith("no kernel ran for 1.0 ms of its pass with our kernels, and for 8.2 ms with the peers'.")
-    assert "- The peers are deepgemm 2.8.1, vllm." in lines
-    assert "- Not beside ours: sgl-flash-mla in prefill 4096, failed: no libcuda." in lines
-    assert "- Not beside ours: the pass, failed: no." in lines
-    picture = tmp_path / document.PICTURE
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    # Written again, nothing changes.
-    document.main(receipt, doc)
-    assert doc.read_text() == text
-    picture.unlink()
-    receipt.write_text(json.dumps({"sm_90": {"e2e": {"unverified": "has not run"}}}))
-    document.main(receipt, doc)
-    assert "Nothing is measured on this code: has not run." in doc.read_text() and not picture.exists()
-
-
-def test_a_document_without_marks_or_rows_is_refused():
-    with pytest.raises(ValueError, match="text: must have the lines"):
-        document.inserted(
-            "no marks", {"bench": [ALONE], **dict.fromkeys(("device", "date", "commit", "torch", "dsl"), "")}
-        )
-    with pytest.raises(ValueError, match="entry: must have rows"):
-        document.generated({"bench": []})
+    assert {
+        MEASURED,
+        "| decode 8 x 4096 | 8.00 | 1000 | 0.500 | 0.250 | 2.000 | 4.000 | 0.250 | 1.25 |  | 1.00 | 4.00 | 1.00 |",
+        "| decode 1 x 4096 | 8.00 | 1000 | 0.000 | 0.250 | 2.000 | 4.000 | 0.250 | 0.90 | 1.15 |  | 4.00 | 1.00 |",
+        "| decode 8 x 4096 | 8.00 | 1000 | 0.500 | 0.250 | 2.000 | 4.000 | 0.250 |  |  |  |  |  |",
+        "- With the peers' kernels a prompt takes 1.10 times as long as with ours.",
+        "- With the peers' kernels a decoding step takes 0.90 to 1.25 times as long as with ours.",
+        "- Without glue it would be 1.15 to 1.15 times.",
+        "- prefill 512 (host) is not among them: no kernel ran for 1.0 ms of its pass with our kernels, and for 8.2 ms "
+        "with the peers'.",
+        "- The peers are deepgemm 2.8.1, vllm.",
+        "- Not beside ours: sgl-flash-mla in prefill 4096, failed: no libcuda.",
+        "- Not beside ours: the pass, failed: no.",
+    } <= {*lines}
 
 
 def current():
@@ -173,6 +131,13 @@ def either_build(request, peers, monkeypatch):
             monkeypatch.setitem(sys.modules, name, None)
 
 
+@pytest.fixture(params=["vLLM's", "ours"])
+def either_top_k(request, installed):
+    """vLLM's, or ours where its library is not there."""
+    if request.param == "ours":
+        (installed / "vllm/_C_stable_libtorch.abi3.so").unlink()
+
+
 def same_with_peers(call):
     """Asserts that the call gives the same numbers with the peers' kernels, or nearly."""
     expected = call()
@@ -181,17 +146,25 @@ def same_with_peers(call):
     torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-2)
 
 
+def calls_of(monkeypatch, owner, name):
+    """The positional arguments of the calls from now on of this function, which stays what it is."""
+    calls, function = [], getattr(owner, name)
+
+    def noted(*given, **options):
+        calls.append(given)
+        return function(*given, **options)
+
+    monkeypatch.setattr(owner, name, noted)
+    return calls
+
+
 def fp8(*shape):
     return torch.randn(shape).to(torch.float8_e4m3fn)
 
 
-@pytest.mark.parametrize("top_k_of_vllm", [True, False])
-@pytest.mark.parametrize("paged", [True, False])
-@pytest.mark.parametrize("most", [0, 7])
-def test_selections_of_packed_sequences(most, top_k_of_vllm, paged, either_build, installed):
+@pytest.mark.parametrize(("paged", "most"), [(False, 0), (True, 7)])
+def test_selections_of_packed_sequences(paged, most, either_build, either_top_k):
     """DeepGEMM 2.8.1's rows begin at their first key, which the selection knows, whoever selects."""
-    if not top_k_of_vllm:
-        (installed / "vllm/_C_stable_libtorch.abi3.so").unlink()
     q, kv, weights = fp8(12, 32, 32), (fp8(48, 32), torch.rand(48) + 0.5), torch.rand(12, 32)
     sequences = torch.arange(12) % 3
     starts = torch.tensor([0, 7, 31], dtype=torch.int32)[sequences]
@@ -210,16 +183,12 @@ def test_selections_of_packed_sequences(most, top_k_of_vllm, paged, either_build
     same_with_peers(selected)
 
 
-@pytest.mark.parametrize("top_k_of_vllm", [True, False])
-def test_selections_from_many_keys_are_no_op_of_ours(top_k_of_vllm, either_build, installed, monkeypatch):
+def test_selections_from_many_keys_are_no_op_of_ours(either_build, either_top_k, monkeypatch):
     """No peer selects as it scores: so many keys have the peers' scores and their selection, as fewer have."""
-    if not top_k_of_vllm:
-        (installed / "vllm/_C_stable_libtorch.abi3.so").unlink()
-    keys, tokens, fused = 60, 12, []
+    keys, tokens = 60, 12
     monkeypatch.setattr(key_selection, "FUSED_KEYS", keys)
     monkeypatch.setattr(key_selection, "FUSED_TOKENS", tokens)
-    select = dsa.indexer_select
-    monkeypatch.setattr(dsa, "indexer_select", lambda *given, **options: fused.append(1) or select(*given, **options))
+    fused = calls_of(monkeypatch, dsa, "indexer_select")
     q, kv, weights = fp8(tokens, 32, 32), (fp8(keys, 32), torch.rand(keys) + 0.5), torch.rand(tokens, 32)
     starts, lengths = torch.zeros(tokens, dtype=torch.int32), torch.arange(keys - tokens + 1, keys + 1).int()
 
@@ -228,7 +197,7 @@ def test_selections_from_many_keys_are_no_op_of_ours(top_k_of_vllm, either_build
         return key_selection.select_packed(q, kv, weights, 3, starts, lengths, keys, **half).sort(1).values
 
     same_with_peers(selected)
-    assert len(fused) == 1 and key_selection.FUSED_KEYS == keys
+    assert len(fused) == 1
     selected()
     assert len(fused) == 2
 
@@ -243,36 +212,31 @@ def test_selections_from_many_keys_stay_ours_without_a_peer_for_them(peers, inst
         assert "sgl-flash-mla" in replaced.libraries and key_selection.FUSED_KEYS == ours
 
 
-@pytest.mark.parametrize("top_k_of_vllm", [True, False])
-def test_selections_of_few_sequences_are_no_op_of_ours(top_k_of_vllm, either_build, installed, monkeypatch):
-    if not top_k_of_vllm:
-        (installed / "vllm/_C_stable_libtorch.abi3.so").unlink()
-    fused, select, own = [], dsa.paged_indexer_select, key_selection.FUSED_SEQUENCES
-    monkeypatch.setattr(
-        dsa, "paged_indexer_select", lambda *given, **options: fused.append(1) or select(*given, **options)
-    )
-    monkeypatch.setattr(dsa, "num_sms", lambda device: peer_stubs.SMS)
-    monkeypatch.setattr(key_selection, "FUSED_PAGED", range(128, 129))
-    q, weights = fp8(2, 32, 64), torch.rand(2, 32)
+def two_sequences():
+    """(index pages, block table, lengths)"""
     pages = torch.zeros(4, 64, 1, 68, dtype=torch.uint8)
     dsa.write_indexer_cache(fp8(256, 64), torch.rand(256) + 0.5, pages, torch.arange(256))
-    table, lengths = torch.tensor([[3, 1], [0, 2]], dtype=torch.int32), torch.tensor([70, 128], dtype=torch.int32)
+    return pages, torch.tensor([[3, 1], [0, 2]], dtype=torch.int32), torch.tensor([70, 128], dtype=torch.int32)
+
+
+def test_selections_of_few_sequences_are_no_op_of_ours(either_build, either_top_k, monkeypatch):
+    fused = calls_of(monkeypatch, dsa, "paged_indexer_select")
+    monkeypatch.setattr(dsa, "num_sms", lambda device: peer_stubs.SMS)
+    monkeypatch.setattr(key_selection, "FUSED_PAGED", range(128, 129))
+    q, weights, (pages, table, lengths) = fp8(2, 32, 64), torch.rand(2, 32), two_sequences()
 
     def selected():
         batch = DecodeBatch(table, 64, lengths, 128)
         return key_selection.select_paged(q, pages, table, weights, 8, lengths, batch, 128, 64).sort(1).values
 
     same_with_peers(selected)
-    assert len(fused) == 1 and key_selection.FUSED_SEQUENCES == own
+    assert len(fused) == 1
     selected()
     assert len(fused) == 2
 
 
 def test_selections_from_pages(either_build):
-    q, weights = fp8(2, 1, 32, 64), torch.rand(2, 32)
-    pages = torch.zeros(4, 64, 1, 68, dtype=torch.uint8)
-    dsa.write_indexer_cache(fp8(256, 64), torch.rand(256) + 0.5, pages, torch.arange(256))
-    table, lengths = torch.tensor([[3, 1], [0, 2]], dtype=torch.int32), torch.tensor([70, 128], dtype=torch.int32)
+    q, weights, (pages, table, lengths) = fp8(2, 1, 32, 64), torch.rand(2, 32), two_sequences()
 
     def selected():
         plan = dsa.get_paged_mqa_logits_metadata(lengths, 64, peer_stubs.SMS)
@@ -324,18 +288,13 @@ def flash_attention(q, k, v, cu_q, cu_k, most_q, most_k, dropout, causal, debug,
     return *reference.mha_varlen_fwd(q, k, v, cu_q, cu_k, most_k, scale, causal), None, None, None
 
 
-def test_prompts_all_of_whose_keys_count(either_build, monkeypatch):
+@pytest.mark.parametrize("first", [2, 7])
+def test_prompts_all_of_whose_keys_count(first, either_build, monkeypatch):
+    """Of two lengths by FlashAttention, and of one by cuDNN's, for which PyTorch's own attention stands on a CPU."""
     monkeypatch.setattr(peer_ops, "_flash_attention", flash_attention)
-    q, k, v, rope = bf16(9, 2, 192), bf16(14, 2, 128), bf16(14, 2, 128), bf16(14, 64)
-    bounds = (torch.tensor(ends, dtype=torch.int32) for ends in ([0, 2, 9], [0, 7, 14]))
-    same_with_peers(lambda bounds=(*bounds,): dsa.mha_varlen_fwd(q, k, v, *bounds, 7, 0.1, k_rope=rope)[0])
-
-
-def test_whole_prompts_of_one_length(either_build):
-    """cuDNN's, for which PyTorch's own attention stands on a CPU."""
-    q, k, v, rope = bf16(14, 2, 192), bf16(14, 2, 128), bf16(14, 2, 128), bf16(14, 64)
-    ends = torch.tensor([0, 7, 14], dtype=torch.int32)
-    same_with_peers(lambda: dsa.mha_varlen_fwd(q, k, v, ends, ends, 7, 0.1, k_rope=rope)[0])
+    q, k, v, rope = bf16(first + 7, 2, 192), bf16(14, 2, 128), bf16(14, 2, 128), bf16(14, 64)
+    cu_q, cu_k = (torch.tensor(ends, dtype=torch.int32) for ends in ([0, first, first + 7], [0, 7, 14]))
+    same_with_peers(lambda: dsa.mha_varlen_fwd(q, k, v, cu_q, cu_k, 7, 0.1, k_rope=rope)[0])
 
 
 @pytest.mark.parametrize(
@@ -355,10 +314,9 @@ def test_the_topk_of_vllms_that_is_the_fastest(rows, columns, k, prompt, named, 
     if prompt:
         scores.begins, scores.at_zero = starts, True
     with peer_ops.peer_kernels():
-        called, op = [], getattr(torch.ops._C, named)
-        monkeypatch.setattr(torch.ops._C, named, lambda *given: called.append(named) or op(*given))
+        called = calls_of(monkeypatch, torch.ops._C, named)
         found = dsa.topk_indices(scores, k, lengths=lengths, **options)
-    assert called == [named] and torch.equal(found.long().sort().values, scores.topk(k).indices.sort().values)
+    assert len(called) == 1 and torch.equal(found.long().sort().values, scores.topk(k).indices.sort().values)
 
 
 def test_selected_keys_are_attended_to_in_the_absorbed_form(peers):
@@ -370,7 +328,10 @@ def test_selected_keys_are_attended_to_in_the_absorbed_form(peers):
 
 @pytest.mark.parametrize(
     ("name", "either_build"),
-    [("V3.2", "newest"), ("V3.2", "older"), ("V4-Flash", "newest")],  # a pass is seconds here
+    [
+        ("V3.2", "newest"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("V3.2", "older"), ("V4-Flash", "newest"))),
+    ],
     indirect=["either_build"],
 )
 def test_whole_passes(name, either_build, monkeypatch):
@@ -392,14 +353,12 @@ def test_whole_passes(name, either_build, monkeypatch):
         assert torch.equal(run.launched(), expected)
 
 
-@pytest.mark.parametrize(("limit", "fp4"), [(None, False), (0.5, False), (0.5, True)])
+@pytest.mark.parametrize(("limit", "fp4"), [(None, False), (0.5, True)])
 def test_experts_of_prompts(limit, fp4, either_build, monkeypatch):
     experts = Experts(5, 256, 128, fp8=True, fp4=fp4, limit=limit)
-    x, shared = bf16(90, 256), bf16(90, 256)
     chosen = torch.stack([torch.randperm(4)[:2] for _ in range(90)])  # and nobody chooses the last
-    arguments = x, chosen, torch.rand(90, 2), shared
-    expected, calls = experts(*arguments), []
-    monkeypatch.setattr(peer_experts, "padded", lambda *a: calls.append(a) or padded(*a))
+    arguments = bf16(90, 256), chosen, torch.rand(90, 2), bf16(90, 256)
+    expected, calls = experts(*arguments), calls_of(monkeypatch, peer_experts, "padded")
     with peer_ops.peer_kernels():
         experts(*arguments)
         assert not calls  # few
@@ -409,20 +368,22 @@ def test_experts_of_prompts(limit, fp4, either_build, monkeypatch):
     assert len(calls) == 1 and calc_diff(got, expected) < 1e-4
 
 
-@pytest.mark.parametrize(("tokens", "layout"), [(1, "padded"), (3, "padded"), (4, "Slots"), (128, "Slots")])
-@pytest.mark.parametrize("fp4", [False, True])
-def test_experts_of_steps(tokens, layout, fp4, peers, monkeypatch):
+@pytest.mark.parametrize(
+    ("tokens", "fp4", "layouts"),
+    [(3, False, (1, 0)), (4, False, (0, 1)), (128, False, (0, 1)), (3, True, (0, 0)), (128, True, (0, 0))],
+)
+def test_experts_of_steps(tokens, fp4, layouts, peers, monkeypatch):
+    """layouts: how often rows are padded, and how often they are in slots. FP4 experts are on Marlin, which has
+    neither, and activations in bf16."""
     experts = Experts(6, 256, 128, fp8=True, fp4=fp4, limit=0.5)
     chosen = torch.stack([torch.randperm(5)[:2] for _ in range(tokens)])  # and nobody chooses the last
     arguments = bf16(tokens, 256), chosen, torch.rand(tokens, 2), bf16(tokens, 256), bf16(tokens, 256)
-    expected, calls = experts(*arguments), []
-    slots_of = Slots.of
-    monkeypatch.setattr(peer_experts, "padded", lambda *a: calls.append("padded") or padded(*a))
-    monkeypatch.setattr(Slots, "of", lambda *a: calls.append("Slots") or slots_of(*a))
+    expected = experts(*arguments)
+    padding, slots = calls_of(monkeypatch, peer_experts, "padded"), calls_of(monkeypatch, Slots, "of")
     with peer_ops.peer_kernels():
         got = experts(*arguments)
-    assert calls == ([] if fp4 else [layout])
-    assert calc_diff(got, expected) < (2e-3 if fp4 else 1e-4)  # Marlin has activations in bf16
+    assert (len(padding), len(slots)) == layouts
+    assert calc_diff(got, expected) < (2e-3 if fp4 else 1e-4)
 
 
 def test_steps_of_more_tokens_than_an_expert_has_room_for_are_ours(peers):
@@ -433,17 +394,15 @@ def test_steps_of_more_tokens_than_an_expert_has_room_for_are_ours(peers):
         assert torch.equal(experts(*arguments), expected)
 
 
-def test_rows_of_few_tokens_are_of_few_experts():
-    places, _, groups = padded(torch.tensor([[200, 3]]), 256)
-    assert places.tolist() == [[128, 0]] and groups.view(-1, 128)[:, 0].tolist() == [3, 200]
-
-
 def test_where_experts_rows_are():
     chosen = torch.tensor([[1, 3], [3, 1], [1, 0]])
     places, sources, groups = padded(chosen, 4)
     assert places.tolist() == [[128, 256], [257, 129], [130, 0]]
     assert [sources[i].item() for i in (0, 128, 129, 130, 256, 257)] == [2, 0, 1, 2, 0, 1]
     assert groups.view(-1, 128).unique(dim=1).flatten().tolist() == [0, 1, 3, -1, -1] and len(groups) == 5 * 128
+    # Of few tokens there are few groups, however many experts there are.
+    places, _, groups = padded(torch.tensor([[200, 3]]), 256)
+    assert places.tolist() == [[128, 0]] and groups.view(-1, 128)[:, 0].tolist() == [3, 200]
 
 
 def test_decoding_and_its_plans(either_build, monkeypatch):
@@ -459,8 +418,7 @@ def test_decoding_and_its_plans(either_build, monkeypatch):
     same_with_peers(decode)
     same_with_peers(lambda: decode(**extra))
     module = sys.modules["flash_mla"] or sys.modules["vllm.third_party.flashmla.flash_mla_interface"]
-    made, make = [], module.get_mla_metadata
-    monkeypatch.setattr(module, "get_mla_metadata", lambda: made.append(1) or make())
+    made = calls_of(monkeypatch, module, "get_mla_metadata")
     with peer_ops.peer_kernels():
         for options in ({}, extra, {}, extra):
             decode(**options)
@@ -540,28 +498,14 @@ def test_rows_that_are_done_are_left_out(monkeypatch, no_peers):
 
 
 def test_rows_beside_peers(monkeypatch, peers):
-    Machine(monkeypatch)
+    """Both are timed by turns, each on its own kernels; what the peers do once is in no part."""
+    machine = Machine(monkeypatch)
     (row,) = report.rows(["V4-Flash"], prompts=[(1, 32)], steps=[])
-    assert json.loads(json.dumps(row)) == row
-    assert (row["shape"], row["peer_ms"], row["ratio"], row["peer_parts"]) == (
-        "V4-Flash prefill 32",
-        3.0,
-        1.5,
-        PARTS_MS,
-    )
+    assert json.loads(json.dumps(row)) == row and row["shape"] == "V4-Flash prefill 32"
+    assert (row["peer_ms"], row["ratio"], row["peer_parts"]) == (3.0, 1.5, PARTS_MS)
     assert row["peer"] == "deepgemm 2.8.1, sgl-flash-mla, torch, vllm" and row["failed"] == {}
     assert row["difference"] == pytest.approx(calc_diff(torch.tensor([4.0, 5.5]), torch.tensor([4.0, 5.0])))
-
-
-def test_both_are_timed_by_turns_on_kernels_of_their_own(monkeypatch, peers):
-    machine = Machine(monkeypatch)
-    list(report.rows(["V4-Flash"], prompts=[(1, 32)], steps=[]))
     assert machine.peers_of_calls == [False, True]
-
-
-def test_what_the_peers_do_once_is_in_no_part(monkeypatch, peers):
-    machine = Machine(monkeypatch)
-    list(report.rows(["V4-Flash"], prompts=[], steps=[(1, 32)]))
     assert machine.passes == ["launched", "timed", "parts of", "launched", "timed", "parts of"]  # the last is ours
 
 
