@@ -4,7 +4,6 @@ import csv
 import dataclasses
 import json
 import pickle
-import time
 import types
 
 import pytest
@@ -21,6 +20,8 @@ from dsa_bench.gemm import _published_layers
 from dsa_bench.harness import case, host, plot, profile, table, tune
 from dsa_bench.harness.benchmarks import tunable
 from dsa_bench.harness.table import print_table
+
+OP = "fp8_mqa_logits"  # that is tuned
 
 
 class Timed:
@@ -57,8 +58,9 @@ def test_a_row_tells_peers_baselines_and_yardsticks_apart(monkeypatch):
 def test_a_row_without_others(monkeypatch):
     Timed(monkeypatch, dsa=2.0, torch=1.0)
     alone, plain = a_case().row(), a_case("torch", baselines=frozenset({"torch"})).row()
-    assert (alone["peer"], alone["ratio"], alone["baseline"], alone["baseline_ratio"]) == (None,) * 4
-    assert (plain["peer"], plain["ratio"], plain["baseline"], plain["baseline_ratio"]) == (None, None, "torch", 0.5)
+    names = ("peer", "ratio", "baseline", "baseline_ratio")
+    assert [alone[name] for name in names] == [None] * 4
+    assert [plain[name] for name in names] == [None, None, "torch", 0.5]
 
 
 def test_a_peer_that_fails_is_named_and_does_not_end_the_run(monkeypatch, capsys):
@@ -143,24 +145,28 @@ def test_tables_and_pictures_have_everyone(monkeypatch, tmp_path, capsys):
 
 
 def test_a_calls_time_on_the_host(monkeypatch):
-    """Of a small shape where there is one, without what is no peer: calls take turns, a block each."""
+    """Of a small shape where there is one, without what is no peer: calls take turns, a block each. The clock is one
+    that calls set forward: they take 1 and 3 ms."""
     called = []
 
     def call(name):
         called.append(name)
-        time.sleep({"dsa": 1e-4, "a peer": 3e-4}[name])
         return torch.ones(1)
 
     def one(rows):
         calls = {name: [lambda name=name: call(name)] * 2 for name in ("dsa", "a peer", "plain")}
         return case.Case(f"{rows} rows", calls, str, graph=True, baselines=frozenset(["plain"]))
 
+    def seconds():
+        return sum({"dsa": 1e-3, "a peer": 3e-3, "plain": 9.0}[name] for name in called)
+
     module = types.SimpleNamespace(SHAPES=[(4096,)], PROBED=[(7,)], case=one)
     monkeypatch.setattr(host, "load", {"rms_norm": module}.get)
     monkeypatch.setattr(host, "CALLS", 3)
+    monkeypatch.setattr(host, "time", types.SimpleNamespace(perf_counter=seconds))
     (row,) = host.rows(["rms_norm"])
-    assert row["shape"] == "rms_norm, 7 rows" and 0.1 <= row["ms"] < row["peer_ms"] and row["peer"] == "a peer"
-    assert row["figure"] == f"{row['ms'] * 1e3:.1f} us" and row["baselines"] == {}
+    assert (row["shape"], row["ms"], row["peer"], row["peer_ms"]) == ("rms_norm, 7 rows", 1.0, "a peer", 3.0)
+    assert row["figure"] == "1000.0 us" and row["baselines"] == {}
     # Those that compare the results come before.
     assert called[-6 * (host.BLOCKS + 1) :] == (["dsa"] * 3 + ["a peer"] * 3) * (host.BLOCKS + 1)
 
@@ -258,41 +264,16 @@ def test_data_is_written_where_a_model_is_slower_than_the_fastest():
     assert tune._winner(tune.TuningClass(lambda config: True, {}), trials) == "fast"
 
 
-def test_a_class_for_which_the_model_does_has_no_data(tmp_path):
+def test_data_is_of_one_gpu_and_of_classes_that_have_a_winner(tmp_path):
     path = tmp_path / "op.json"
     first, second = (fp8_mqa_logits_sm90.MqaLogitsConfig(128, stages, 2) for stages in (3, 4))
-    tuning.write("op", {"a": first, "b": second, "c": None}, {"device": "a GPU"}, path)
-    tuning.write("op", {"a": None, "d": first}, {"device": "another GPU"}, path)
+    tuning.write("op", {"a": first, "b": second, "c": None}, {"device": "a GPU", "multiprocessors": 132}, path)
+    tuning.write("op", {"a": None, "d": first}, {"device": "another GPU", "multiprocessors": 132}, path)
     data = json.loads(path.read_text())
     assert data["device"] == "another GPU"
     assert data["winners"] == {"b": dataclasses.asdict(second), "d": dataclasses.asdict(first)}
-
-
-def test_data_of_other_gpus_is_dropped(tmp_path):
-    path = tmp_path / "op.json"
-    config = fp8_mqa_logits_sm90.MqaLogitsConfig(128, 3, 2)
-    for name, multiprocessors in (("a", 132), ("b", 132), ("c", 114)):
-        tuning.write("op", {name: config}, {"multiprocessors": multiprocessors}, path)
-        data = json.loads(path.read_text())
-        assert data["multiprocessors"] == multiprocessors
-    assert data["winners"].keys() == {"c"}
-
-
-def test_a_search_keeps_what_it_found_before_an_error(monkeypatch, tmp_path):
-    Gpu(monkeypatch, "fp8_mqa_logits")
-    monkeypatch.setattr(tune.concurrent.futures, "ProcessPoolExecutor", InThisProcess)
-    names = []
-
-    def one_then_none(op, arch, name, registers, cases):
-        names.append(name)
-        if len(names) > 1:
-            raise torch.OutOfMemoryError("no memory")
-        return [tune.Trial(next(iter(registers)), "96", (1.0,))]
-
-    monkeypatch.setattr(tune, "_try_all", one_then_none)
-    with pytest.raises(torch.OutOfMemoryError):
-        tune.tune("fp8_mqa_logits", tmp_path / "data.json")
-    assert [*json.loads((tmp_path / "data.json").read_text())["winners"]] == names[:1]
+    tuning.write("op", {"e": first}, {"device": "a smaller GPU", "multiprocessors": 114}, path)
+    assert json.loads(path.read_text())["winners"].keys() == {"e"}
 
 
 @pytest.mark.parametrize("config", [fp8_gemm_few_rows_config.CONFIGS[0], fp8_gemm_config.ONE_MATRIX_CONFIGS[0]])
@@ -307,21 +288,26 @@ def test_a_bridge_forgets_its_choice_for_a_trial(config):
 class Gpu:
     """Stands for what the tuner asks of a GPU: a configuration of two stages is the fastest, and wrong."""
 
-    def __init__(self, monkeypatch, op, arch="sm_90"):
-        self.op, self.arch, self.called, self.checked, self.timed = op, arch, None, [], []
+    def __init__(self, monkeypatch, arch, folder):
+        self.arch, self.called, self.checked, self.timed = arch, None, [], []
+        self.path = folder / arch / f"{OP}.json"
+        self.path.parent.mkdir()
+        monkeypatch.setattr(tuning, "TUNED", folder)
         monkeypatch.setattr(tune, "bench", self.bench)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(backends, "arch_of", lambda device: arch)
         monkeypatch.setattr(backends, "num_sms", lambda device: 78)
-        monkeypatch.setattr(case.load(op), "case", self.case)
+        monkeypatch.setattr(case.load(OP), "case", self.case)
+        monkeypatch.setattr(OPS[OP], "kernels", Kernels(OP, {arch: "dsa.kernels.indexer.fp8_mqa_logits_sm90"}))
         monkeypatch.setattr(tune, "_compile", compile_nothing)
+        monkeypatch.setattr(tune.concurrent.futures, "ProcessPoolExecutor", InThisProcess)
 
-    def config(self):
-        return tuning.tuned(fp8_mqa_logits_sm90.MqaLogitsConfig, self.op, self.arch, "heads 8, dim 128")
+    def winners(self):
+        return json.loads(self.path.read_text())["winners"]
 
     def call(self):
-        self.called = self.config()
+        self.called = tuning.tuned(fp8_mqa_logits_sm90.MqaLogitsConfig, OP, self.arch, "heads 8, dim 128")
         return torch.tensor(self.called.stages == 2)
 
     def case(self, queries, keys, heads, dim):
@@ -366,28 +352,22 @@ class InThisProcess:
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
 def test_the_tuner_keeps_the_fastest_that_is_correct(monkeypatch, tmp_path, capsys, arch):
     """Of the kernels for the GPU at hand, whose data has its arch in its path."""
-    gpu = Gpu(monkeypatch, "fp8_mqa_logits", arch)
-    rows = {arch: "dsa.kernels.indexer.fp8_mqa_logits_sm90"}
-    monkeypatch.setattr(OPS["fp8_mqa_logits"], "kernels", Kernels("fp8_mqa_logits", rows))
-    monkeypatch.setattr(tuning, "TUNED", tmp_path)
-    monkeypatch.setattr(tune.concurrent.futures, "ProcessPoolExecutor", InThisProcess)
-    whole = case.load("fp8_mqa_logits").tuning
+    gpu = Gpu(monkeypatch, arch, tmp_path)
+    whole = case.load(OP).tuning
 
     def one_class(kernels):
         plan = whole(kernels)
         return dataclasses.replace(plan, classes={"heads 8, dim 128": plan.classes["heads 8, dim 128"]})
 
-    monkeypatch.setattr(case.load("fp8_mqa_logits"), "tuning", one_class)
-    path = tmp_path / arch / "fp8_mqa_logits.json"
-    path.parent.mkdir()
-    path.write_text(json.dumps({"winners": {"heads 8, dim 128": {"columns": 1}, "another": {"columns": 2}}}))
-    tune.tune("fp8_mqa_logits")
-    data = json.loads(path.read_text())
+    monkeypatch.setattr(case.load(OP), "tuning", one_class)
+    gpu.path.write_text(json.dumps({"winners": {"heads 8, dim 128": {"columns": 1}, "another": {"columns": 2}}}))
+    tune.tune(OP)
+    data = json.loads(gpu.path.read_text())
     assert data["winners"] == {
         "heads 8, dim 128": {"columns": 128, "stages": 3, "groups": 2},
         "another": {"columns": 2},
     }
-    assert data["op"] == "fp8_mqa_logits" and data["device"] == "a GPU" and data["multiprocessors"] == 78
+    assert data["op"] == OP and data["device"] == "a GPU" and data["multiprocessors"] == 78
     shown = capsys.readouterr().out
     assert "columns 128 stages 3   groups 2      96 registers     3.2000  3.20" in shown
     assert "wrong: calc_diff 1" in shown and "fails: spilled" in shown
@@ -396,32 +376,44 @@ def test_the_tuner_keeps_the_fastest_that_is_correct(monkeypatch, tmp_path, caps
     assert gpu.checked.count(False) == 1 and gpu.checked.count(True) > 1
 
 
+def first_trial(op, arch, name, registers, cases):
+    return [tune.Trial(next(iter(registers)), "96", (1.0,))]
+
+
 def test_the_tuner_writes_an_archs_first_data(monkeypatch, tmp_path):
-    Gpu(monkeypatch, "fp8_mqa_logits", "sm_100")
-    rows = {"sm_100": "dsa.kernels.indexer.fp8_mqa_logits_sm90"}
-    monkeypatch.setattr(OPS["fp8_mqa_logits"], "kernels", Kernels("fp8_mqa_logits", rows))
-    monkeypatch.setattr(tune.concurrent.futures, "ProcessPoolExecutor", InThisProcess)
-    monkeypatch.setattr(tuning, "TUNED", tmp_path)
-    monkeypatch.setattr(
-        tune, "_try_all", lambda op, arch, name, found, cases: [tune.Trial(next(iter(found)), "96", (1.0,))]
-    )
-    tune.tune("fp8_mqa_logits")
-    winners = json.loads((tmp_path / "sm_100" / "fp8_mqa_logits.json").read_text())["winners"]
-    assert winners.keys() == {f"heads {heads}, dim {dim}" for heads in (8, 16, 32, 64) for dim in (32, 64, 128)}
+    gpu = Gpu(monkeypatch, "sm_100", tmp_path)
+    monkeypatch.setattr(tune, "_try_all", first_trial)
+    tune.tune(OP)
+    assert gpu.winners().keys() == {f"heads {heads}, dim {dim}" for heads in (8, 16, 32, 64) for dim in (32, 64, 128)}
 
 
-def test_the_tuner_needs_a_kernel_for_the_gpu_at_hand(monkeypatch):
-    Gpu(monkeypatch, "fp8_mqa_logits", "sm_100")
+def test_a_search_keeps_what_it_found_before_an_error(monkeypatch, tmp_path):
+    gpu, names = Gpu(monkeypatch, "sm_90", tmp_path), []
+
+    def one_then_none(op, arch, name, *rest):
+        names.append(name)
+        if len(names) > 1:
+            raise torch.OutOfMemoryError("no memory")
+        return first_trial(op, arch, name, *rest)
+
+    monkeypatch.setattr(tune, "_try_all", one_then_none)
+    with pytest.raises(torch.OutOfMemoryError):
+        tune.tune(OP)
+    assert [*gpu.winners()] == names[:1]
+
+
+def test_the_tuner_needs_a_kernel_for_the_gpu_at_hand(monkeypatch, tmp_path):
+    Gpu(monkeypatch, "sm_90", tmp_path)
+    monkeypatch.setattr(backends, "arch_of", lambda device: "sm_100")
     with pytest.raises(ValueError, match=r"fp8_mqa_logits: has no sm_100 kernel beside .*\(sm_90\)"):
-        tune.tune("fp8_mqa_logits")
+        tune.tune(OP)
 
 
 def test_the_tuner_reports_a_class_without_a_correct_configuration(monkeypatch, tmp_path):
-    Gpu(monkeypatch, "fp8_mqa_logits")
-    monkeypatch.setattr(tune.concurrent.futures, "ProcessPoolExecutor", InThisProcess)
+    Gpu(monkeypatch, "sm_90", tmp_path)
     monkeypatch.setattr(tune, "_compile", lambda function, arguments: "fails: no memory")
     with pytest.raises(RuntimeError, match="fp8_mqa_logits: no configuration of class 'heads 64, dim 128' is correct"):
-        tune.tune("fp8_mqa_logits", tmp_path / "data.json")
+        tune.tune(OP)
 
 
 def test_compiling_a_candidate_gives_its_registers_or_the_reason(monkeypatch, tmp_path):
