@@ -1,6 +1,7 @@
 """vLLM's own source is what the plugin takes it for: versions, parameters, and every place that reads a replacement."""
 
 import ast
+import functools
 import importlib.util
 import inspect
 import re
@@ -88,50 +89,60 @@ def test_who_else_has_V4s_attention():
     assert {*re.findall(r"\w+", block)} == {*FLASH_MLA}
 
 
-def test_installed_and_taken_back(monkeypatch):
+@pytest.fixture
+def deep_gemm():
+    """vLLM's module, with the functions of DeepGEMM that it looks for when it is first called."""
+    module = __import__(seams.DEEP_GEMM, fromlist=["_"])
+    module._lazy_init()
+    return module
+
+
+@pytest.fixture
+def install_ops(monkeypatch, deep_gemm):
+    """Call it with ops to put the plugin in place; afterwards vLLM is as it was."""
+    yield functools.partial(put_in_place, monkeypatch)
+    install.uninstall()
+
+
+def backend():
+    return find(f"{seams.REGISTRY}:AttentionBackendEnum").value.FLASHMLA_SPARSE
+
+
+def test_installed_and_taken_back(install_ops):
     paths = [path for op in seams.REPLACED.values() for path in op]
-    gemm = __import__(seams.DEEP_GEMM, fromlist=["_"])
-    gemm._lazy_init()
-    backend = find(f"{seams.REGISTRY}:AttentionBackendEnum").value.FLASHMLA_SPARSE
-    original = backend.get_class()
-    put_in_place(monkeypatch)
-    try:
-        before = {path: find(path).value for path in paths}
-        cls = backend.get_class()
-        assert cls is not original and issubclass(cls, original) and cls.get_name() == "FLASHMLA_SPARSE"
-        assert issubclass(cls.get_impl_cls(), original.get_impl_cls())
-        assert issubclass(cls.get_builder_cls(), original.get_builder_cls())
-        assert cls.full_cls_name() != original.full_cls_name()
-    finally:
-        install.uninstall()
-    assert backend.get_class() is original
+    original = backend().get_class()
+    install_ops(ALL)
+    before = {path: find(path).value for path in paths}
+    cls = backend().get_class()
+    assert cls is not original and issubclass(cls, original) and cls.get_name() == "FLASHMLA_SPARSE"
+    assert issubclass(cls.get_impl_cls(), original.get_impl_cls())
+    assert issubclass(cls.get_builder_cls(), original.get_builder_cls())
+    assert cls.full_cls_name() != original.full_cls_name()
+    install.uninstall()
+    assert backend().get_class() is original
     assert all(find(path).value is not before[path] for path in paths)
 
 
 @pytest.mark.parametrize("ops", [{"scores"}, {"topk"}, {"attention"}])
-def test_ops_apart(monkeypatch, ops):
-    gemm = __import__(seams.DEEP_GEMM, fromlist=["_"])
-    gemm._lazy_init()
+def test_ops_apart(install_ops, ops):
     there = {op: {path: find(path).value for path in paths} for op, paths in seams.REPLACED.items()}
-    put_in_place(monkeypatch, frozenset(ops))
-    try:
-        for op, values in there.items():
-            if op != "attention":  # whose originals were put there for this test
-                assert all((find(path).value is not value) == (op in ops) for path, value in values.items())
-        backend = find(f"{seams.REGISTRY}:AttentionBackendEnum").value.FLASHMLA_SPARSE
-        assert backend.is_overridden() == ("attention" in ops)
-    finally:
-        install.uninstall()
+    install_ops(frozenset(ops))
+    for op, values in there.items():
+        if op != "attention":  # whose originals were put there for this test
+            assert all((find(path).value is not value) == (op in ops) for path, value in values.items())
+    assert backend().is_overridden() == ("attention" in ops)
 
 
 def test_a_cpu_is_no_hopper_gpu(caplog):
     assert not install.install(config(V32), ALL)
+    install.uninstall()  # or later models of this process would be declined for that
     (record,) = caplog.records
     assert record.getMessage() == "dsa: vllm: torch sees no CUDA GPU; the engine's own kernels stay"
 
 
 def test_the_hook(monkeypatch):
     """vLLM's own worker wrapper starts a worker, and then the plugin."""
+    from vllm.config import DeviceConfig, VllmConfig
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     monkeypatch.setattr(WorkerWrapperBase, "init_device", WorkerWrapperBase.init_device)  # put back afterwards
@@ -143,34 +154,27 @@ def test_the_hook(monkeypatch):
     register()
     wrapper = object.__new__(WorkerWrapperBase)
     wrapper.worker = type("Worker", (), {"init_device": lambda self: seen.append("device")})()
-    wrapper.vllm_config, wrapper._worker_extension_cls = vllm_config(), None
+    wrapper.vllm_config = VllmConfig(device_config=DeviceConfig(device="cpu"))
+    wrapper._worker_extension_cls = None
     wrapper.init_device()
     assert seen == ["device", (wrapper.vllm_config, ALL)]
 
 
-def vllm_config():
-    from vllm.config import DeviceConfig, VllmConfig
-
-    return VllmConfig(device_config=DeviceConfig(device="cpu"))
-
-
-def test_three_queries_of_a_sequence_are_native(plugin, monkeypatch):
+def test_three_queries_of_a_sequence_are_native(plugin, deep_gemm, monkeypatch):
     plan = __import__(seams.PLAN, fromlist=["_"])
     monkeypatch.setattr(plan, "current_platform", HopperPlatform)
     monkeypatch.setattr(plan, "has_deep_gemm", lambda: True)
     assert [n for n in range(1, 9) if plan._supports_native_decode(n)] == [1, 2, 3, 4]
     install.uninstall()
-    gemm = __import__(seams.DEEP_GEMM, fromlist=["_"])
-    monkeypatch.setattr(gemm, "current_platform", HopperPlatform)
+    monkeypatch.setattr(deep_gemm, "current_platform", HopperPlatform)
     assert [n for n in range(1, 9) if plan._supports_native_decode(n)] == [1, 2, 4]
 
 
-def test_the_plans_buffer_has_a_row_for_every_multiprocessor(plugin, monkeypatch):
-    gemm = __import__(seams.DEEP_GEMM, fromlist=["_"])
-    monkeypatch.setattr(gemm, "current_platform", HopperPlatform)
+def test_the_plans_buffer_has_a_row_for_every_multiprocessor(plugin, deep_gemm, monkeypatch):
+    monkeypatch.setattr(deep_gemm, "current_platform", HopperPlatform)
     lengths = torch.full((3, 4), 500, dtype=torch.int32)
-    assert gemm.get_paged_mqa_logits_metadata(lengths, 64, 132).shape == (133, 2)
-    assert gemm._get_paged_mqa_logits_metadata_impl is not None
+    assert deep_gemm.get_paged_mqa_logits_metadata(lengths, 64, 132).shape == (133, 2)
+    assert deep_gemm._get_paged_mqa_logits_metadata_impl is not None
     assert inspect.signature(adapters.schedule_slots).parameters.keys() == {"num_sms", "next_n"}
 
 
