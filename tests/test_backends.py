@@ -11,25 +11,6 @@ from dsa import backends
 from dsa.ops.elementwise import _rms_norm_gradient
 
 
-@pytest.fixture
-def hopper(monkeypatch):
-    """As if torch saw a Hopper GPU."""
-    monkeypatch.setattr(backends, "why_no_kernels", lambda *_: None)
-    monkeypatch.setattr(backends, "arch_of", lambda _: "sm_90")
-    monkeypatch.setattr(backends, "_warned", set())
-
-
-def test_the_machine_decides(monkeypatch, hopper):
-    monkeypatch.delenv("DSA_BACKEND", raising=False)
-    monkeypatch.setattr(backends, "why_no_kernels", lambda *_: "no GPU")
-    assert dsa.backend() == "reference"
-    monkeypatch.setattr(backends, "why_no_kernels", lambda *_: None)
-    assert dsa.backend() == "cute"
-    # Tensors on the CPU run there even beside a Hopper GPU.
-    assert not backends.runs_kernel("op", torch.zeros(1))
-    assert backends.runs_kernel("op", torch.zeros(1, device="meta").as_subclass(_OnCuda))
-
-
 class _OnCuda(torch.Tensor):
     device = torch.device("cuda", 0)
 
@@ -38,15 +19,37 @@ class _OnAnother(torch.Tensor):
     device = torch.device("cuda", 1)
 
 
+def on_gpu(kind=_OnCuda):
+    return torch.zeros(1, device="meta").as_subclass(kind)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """As if torch saw a Hopper GPU."""
+    monkeypatch.delenv("DSA_BACKEND", raising=False)
+    monkeypatch.setattr(backends, "why_no_kernels", lambda *_: None)
+    monkeypatch.setattr(backends, "arch_of", lambda _: "sm_90")
+    monkeypatch.setattr(backends, "_warned", set())
+
+
+def test_the_machine_decides(monkeypatch, hopper):
+    assert dsa.backend() == "cute"
+    # Tensors on the CPU run there even where there is a Hopper GPU.
+    assert not backends.runs_kernel("op", torch.zeros(1))
+    assert backends.runs_kernel("op", on_gpu())
+    monkeypatch.setattr(backends, "why_no_kernels", lambda *_: "no GPU")
+    assert dsa.backend() == "reference"
+
+
 @pytest.mark.parametrize("current", [0, 1])
-def test_gpus_of_two_kinds(monkeypatch, current):
-    """Each tensor's own GPU decides, and where there is no tensor the current one."""
+def test_each_tensors_gpu_decides(monkeypatch, current):
+    """Where there is no tensor, the current GPU does."""
     monkeypatch.delenv("DSA_BACKEND", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
     monkeypatch.setattr(backends, "arch_of", lambda device: ("sm_80", "sm_90")[device.index])
     monkeypatch.setattr(backends, "_why_no_kernels_on", backends._why_no_kernels_on.__wrapped__)
-    ampere, hopper = (torch.zeros(1, device="meta").as_subclass(kind) for kind in (_OnCuda, _OnAnother))
+    ampere, hopper = on_gpu(), on_gpu(_OnAnother)
     assert not backends.runs_kernel("rms_norm", ampere) and backends.runs_kernel("rms_norm", hopper)
     assert dsa.backend() == ("reference", "cute")[current]
     with dsa.use_backend("cute"):
@@ -55,24 +58,24 @@ def test_gpus_of_two_kinds(monkeypatch, current):
             backends.runs_kernel("rms_norm", ampere)
 
 
-def test_a_part_of_an_op_runs_on_the_archs_of_its_own_kernels(monkeypatch, hopper):
+def test_a_part_of_an_op_runs_on_the_archs_of_its_kernels(monkeypatch, hopper):
     rows = backends.KERNELS["rms_norm"] | {"sm_100": "dsa.kernels.elementwise.rms_norm_sm100"}
     monkeypatch.setitem(backends.KERNELS, "rms_norm", rows)
     monkeypatch.setattr(backends, "arch_of", lambda _: "sm_100")
-    on_gpu = torch.zeros(8, device="meta").as_subclass(_OnCuda)
-    assert backends.runs_kernel("rms_norm", on_gpu)
+    assert backends.runs_kernel("rms_norm", on_gpu())
     with pytest.warns(UserWarning, match=r"dsa\.rms_norm has no sm_100 kernel yet"):
-        assert not _rms_norm_gradient.has_kernel(on_gpu)
+        assert not _rms_norm_gradient.has_kernel(on_gpu())
 
 
-def test_the_environment_goes_before_the_machine_and_the_block_before_both(monkeypatch):
-    monkeypatch.setattr(backends, "why_no_kernels", lambda: None)
+def test_the_environment_goes_before_the_machine_and_the_block_before_both(monkeypatch, hopper):
     monkeypatch.setenv("DSA_BACKEND", "reference")
     assert dsa.backend() == "reference"
     with dsa.use_backend("cute"):
-        assert dsa.backend() == "cute"
         with dsa.use_backend("reference"):
             assert dsa.backend() == "reference"
+        assert dsa.backend() == "cute"
+        with pytest.raises(ValueError, match="op: backend 'cute' was asked for, but the tensors"):
+            backends.runs_kernel("op", torch.zeros(1))
     assert dsa.backend() == "reference"
 
 
@@ -86,34 +89,21 @@ def test_unknown_names_are_errors(monkeypatch):
         dsa.backend()
 
 
-def test_cpu_tensors_cannot_run_a_kernel(monkeypatch):
-    monkeypatch.setattr(backends, "why_no_kernels", lambda: None)
-    with dsa.use_backend("cute"), pytest.raises(ValueError, match="op: backend 'cute' was asked for, but the tensors"):
-        backends.runs_kernel("op", torch.zeros(1))
-
-
-def test_an_op_without_a_kernel_for_this_gpu_says_so_once(monkeypatch, hopper):
-    monkeypatch.setitem(backends.KERNELS, "some_op", {"sm_90": "a_module"})
-    monkeypatch.setattr(backends, "arch_of", lambda _: "sm_100")
-    on_gpu = torch.zeros(1, device="meta").as_subclass(_OnCuda)
-    with pytest.warns(UserWarning, match=r"dsa\.some_op has no sm_100 kernel yet"):
-        assert not backends.runs_kernel("some_op", on_gpu)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert not backends.runs_kernel("some_op", on_gpu)
-    message = r"some_op: backend 'cute' was asked for, but the GPU is sm_100, .* kernels are for sm_90 \(Hopper\)"
-    with dsa.use_backend("cute"), pytest.raises(ValueError, match=message):
-        backends.runs_kernel("some_op", on_gpu)
-
-
-def test_a_dtype_without_a_kernel_says_so_once(hopper):
-    on_gpu = torch.zeros(1, device="meta").as_subclass(_OnCuda)
+def test_an_op_without_a_kernel_for_this_gpu_or_dtype_says_so_once(monkeypatch, hopper):
     with pytest.warns(UserWarning, match=r"dsa\.some_op has no Hopper kernel yet"):
-        backends.note_reference_only("some_op", on_gpu)
+        backends.note_reference_only("some_op", on_gpu())
+    monkeypatch.setitem(backends.KERNELS, "another", {"sm_90": "a_module"})
+    monkeypatch.setattr(backends, "arch_of", lambda _: "sm_100")
+    with pytest.warns(UserWarning, match=r"dsa\.another has no sm_100 kernel yet"):
+        assert not backends.runs_kernel("another", on_gpu())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        backends.note_reference_only("some_op", on_gpu)
-        backends.note_reference_only("other_op", torch.zeros(1))
+        backends.note_reference_only("some_op", on_gpu())
+        backends.note_reference_only("some_op", torch.zeros(1))
+        assert not backends.runs_kernel("another", on_gpu())
+    message = r"another: backend 'cute' was asked for, but the GPU is sm_100, .* kernels are for sm_90 \(Hopper\)"
+    with dsa.use_backend("cute"), pytest.raises(ValueError, match=message):
+        backends.runs_kernel("another", on_gpu())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU would be asked")

@@ -48,22 +48,27 @@ def test_every_file_of_the_packages_is_installed():
             assert path.suffix == ".py" or path in given, f"{path} is not in package-data"
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import dsa",
-        "import dsa, torch; dsa.per_token_cast_to_fp8(torch.randn(2, 128)); dsa.rms_norm(torch.randn(2, 128), None)",
-        "import dsa_layers.generation.generator, dsa_layers.checkpoint.loading, dsa_layers.tiny",
-        "import dsa_layers.command.health, dsa_bench.command",
-        "from dsa_layers.command.main import main; main(['check'])",
-        "from dsa_bench.harness import case; [case.load(op) for op in case.benchmarks()]",
-        "import dsa_engines.sglang, dsa_engines.vllm; dsa_engines.sglang.register(), dsa_engines.vllm.register()",
-    ],
-)
-def test_beside_modules_of_the_users_own(tmp_path, code):
+CODE = """
+import dsa, torch
+dsa.per_token_cast_to_fp8(torch.randn(2, 128))
+dsa.rms_norm(torch.randn(2, 128), None)
+import dsa_layers.generation.generator, dsa_layers.checkpoint.loading, dsa_layers.tiny
+import dsa_layers.command.health, dsa_bench.command
+from dsa_bench.harness import case
+for op in case.benchmarks():
+    case.load(op)
+import dsa_engines.sglang, dsa_engines.vllm
+dsa_engines.sglang.register()
+dsa_engines.vllm.register()
+from dsa_layers.command.main import main
+main(['check'])
+"""
+
+
+def test_a_users_modules_of_any_name_are_not_imported(tmp_path):
     for name in NAMES:
         (tmp_path / f"{name}.py").write_text(f"raise SystemExit('the user\\'s own {name}.py was imported')\n")
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", CODE], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -85,22 +90,19 @@ def built(tmp_path_factory):
         return set(wheel.namelist()), {name.partition("/")[2] for name in source.getnames()}
 
 
+def files_of(*folders):
+    paths = (path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file())
+    return {str(path.relative_to(ROOT)) for path in paths if "__pycache__" not in path.parts}
+
+
 def test_the_wheel_has_the_packages_and_nothing_else(built):
     wheel, _ = built
-    expected = {
-        str(path.relative_to(ROOT))
-        for package in PACKAGES
-        for path in (ROOT / package).rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
-    }
-    assert {name for name in wheel if ".dist-info/" not in name} == expected
+    assert {name for name in wheel if ".dist-info/" not in name} == files_of(*PACKAGES)
 
 
 def test_the_source_distribution_has_what_its_tests_need(built):
     _, source = built
-    for folder in (*PACKAGES, "tests", "docs", "examples"):
-        files = [path for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-        assert {str(path.relative_to(ROOT)) for path in files} <= source
+    assert files_of(*PACKAGES, "tests", "docs", "examples") <= source
     assert {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "pyproject.toml"} <= source
 
 

@@ -61,7 +61,7 @@ def events_of(call, *, host):
 
 
 def layers_that_fit(name, gpus, memory, tokens):
-    of_all = {"V3.2": 200, "V4-Flash": 600}.get(name, tokens)
+    of_all = {"V3.2": 200, "V4-Flash": 90}.get(name, tokens)
     assert memory == 10**15 and (tokens == of_all if gpus == 2 else tokens <= of_all)
     return {1: 4, 2: 3}[gpus]
 

@@ -9,9 +9,8 @@ import pytest
 from dsa_bench.e2e import bars, parallel, parallel_document, parallel_plot, parallel_table
 from dsa_bench.e2e.computed import computed
 from dsa_bench.e2e.parallel_rows import shape
-from dsa_bench.e2e.stacks import STACKS
 from tests.bench import parallel_command
-from tests.bench.parallel_ranks import RUNS
+from tests.bench.documents import MEASURED, PLACE, written
 
 ROW = {"shape": "V4-Flash decode 1 x 8192, 2 GPUs", "model": "V4-Flash", "run": "decode 1 x 8192", "gpus": 2}
 ROW |= {"layers": 43, "published_layers": 43, "tokens": 1, "ms": 8.0, "tokens/s": 125.0, "figure": "125 tokens/s"}
@@ -22,22 +21,16 @@ ONCE = (
     | {"run": "prefill 1048576", "layers": 30}
     | dict.fromkeys(("collectives", "shard_ms", "efficiency", "few_layers", "few_ms", "one_gpu_ms", "speedup"))
 )
-ENTRY = {"unverified": None, "bench": [ROW, ONCE, ROW | {"model": "V3.2", "layers": 20, "published_layers": 61}]}
-ENTRY |= {"device": "2 x a GPU", "date": "2026-11-25", "commit": "abc", "torch": "2.11", "dsl": "4.8"}
-
-
-def test_rows_come_from_processes_of_their_own(monkeypatch):
-    monkeypatch.setattr(parallel, "COMMAND", parallel_command.COMMAND)
-    done = [shape(model, run, 2) for model in STACKS for run in RUNS if (model, run) != ("V3.2", "decode 1 x 200")]
-    (row,) = parallel.rows(done=done)
-    assert (row["shape"], row["layers"]) == (shape("V3.2", "decode 1 x 200", 2), 3)
+ROWS = [ROW, ONCE, ROW | {"model": "V3.2", "layers": 20, "published_layers": 61}]
 
 
 def test_the_command_prints_rows_and_a_table():
+    """Which processes of its own compute; it says what they are doing meanwhile."""
     call = [*parallel_command.COMMAND, "--models", "GLM-5", "--runs", "prefill 40", "--layers", "3"]
-    done = subprocess.run(call, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(call, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     row, head, line = done.stdout.splitlines()
+    assert json.loads(row)["shape"] == shape("GLM-5", "prefill 40", 2) and json.loads(row)["layers"] == 3
     assert [head, line] == [parallel_table.head(), parallel_table.line(json.loads(row))]
     assert " s  compiled" in done.stderr and "GLM-5, 3 layers on 2: drawn" in done.stderr
 
@@ -54,19 +47,18 @@ def test_all_rows(there, expected, monkeypatch):
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_processes_that_fail_after_some_rows(code, monkeypatch):
-    script = f"print('A line.'); print('{{\"shape\": \"a\"}}', flush=True); import sys; sys.exit({code})"
-    monkeypatch.setattr(parallel, "COMMAND", (sys.executable, "-c", script))
-    rows = parallel.rows()
-    assert next(rows) == {"shape": "a"}
+def test_rows_are_the_lines_of_processes_which_may_fail_after_some(code, monkeypatch):
+    script = "import json, sys; print('A line.'); print(json.dumps({'asked': sys.argv[1:]}), flush=True); "
+    monkeypatch.setattr(parallel, "COMMAND", (sys.executable, "-c", script + f"sys.exit({code})"))
+    rows = parallel.rows(done=["a", "b"])
+    assert next(rows) == {"asked": ["--gpus", "2", "--done", "a", "--done", "b"]}
     if code:
-        with pytest.raises(RuntimeError, match="--gpus 2 ended with 3"):
+        with pytest.raises(RuntimeError, match="--gpus 2 --done a --done b ended with 3"):
             next(rows)
     assert next(rows, None) is None
 
 
-def test_nobody_wants_the_rest(monkeypatch):
-    """Then its processes end."""
+def test_processes_end_when_nobody_wants_the_rest(monkeypatch):
     script = "import time; print('{}', flush=True); time.sleep(600)"
     monkeypatch.setattr(parallel, "COMMAND", (sys.executable, "-c", script))
     rows = parallel.rows()
@@ -97,24 +89,16 @@ def test_bars():
 
 
 def test_the_document_is_written_from_an_entry(tmp_path):
-    receipt, doc = tmp_path / "receipt.json", tmp_path / "parallel.md"
-    receipt.write_text(json.dumps({"sm_90": {"parallel": ENTRY}, "sm_100": {}}))
-    doc.write_text(f"Before.\n{parallel_document.BEGIN}\nold\n{parallel_document.END}\nAfter.\n")
-    parallel_document.main(receipt, doc)
-    text = doc.read_text()
-    assert text.startswith("Before.") and text.endswith("After.\n") and "old" not in text
-    assert "Measured on 2 x a GPU, torch 2.11, CuTe DSL 4.8, on 2026-11-25, of commit abc." in text
-    assert (
-        "### V4-Flash, 2 GPUs\n\nAll 43 layers; speed-up over one GPU of 5 layers." in text
-        and "20 of 61 layers" in text
-    )
-    lines = text.splitlines()
-    assert "| decode 1 x 8192 | 8.00 | 125 | 80.0 | 12% | 7.00 | 0.88 | 1.10 | 1.10 |" in lines
-    assert "| prefill 1048576 | 8.00 | 125 | 80.0 |  |  |  |  |  |" in lines
+    lines = written("parallel", ROWS, tmp_path)
     assert lines.count("- decode 1 x 8192 is to have a speed-up of 1.15 and has 1.10.") == 2
-    assert (tmp_path / parallel_document.PICTURE).read_bytes().startswith(b"\x89PNG")
-    parallel_document.main(receipt, doc)
-    assert doc.read_text() == text
+    assert any(line.startswith("20 of 61 layers") for line in lines)
+    assert {
+        MEASURED,
+        "### V4-Flash, 2 GPUs",
+        "All 43 layers; speed-up over one GPU of 5 layers.",
+        "| decode 1 x 8192 | 8.00 | 125 | 80.0 | 12% | 7.00 | 0.88 | 1.10 | 1.10 |",
+        "| prefill 1048576 | 8.00 | 125 | 80.0 |  |  |  |  |  |",
+    } <= {*lines}
 
 
 SILENT = {"shape": "V3.2 decode 1 x 8192, one of 8 GPUs", "model": "V3.2", "run": "decode 1 x 8192", "gpus": 8}
@@ -136,22 +120,11 @@ def test_more_gpus_than_there_are_are_computed():
     assert computed(SILENT, []) is None and computed(SILENT | eight, [FOUR, ONCE | {"model": "V3.2"}]) is None
     prompt = {"run": "prefill 4096", "tokens": 4096}
     assert computed(SILENT | prompt, [FOUR | prompt]) == pytest.approx(61 * (0.1 + 0.03 * (7 / 8) / (3 / 4)))
-    text = parallel_document.generated(ENTRY | {"bench": [*ENTRY["bench"], FOUR, SILENT]})
+    text = parallel_document.generated(PLACE | {"bench": [*ROWS, FOUR, SILENT]})
     assert text.index("### V3.2, 2 GPUs") < text.index("### V3.2, 4 GPUs") < text.index("### V3.2, 8 GPUs, computed")
     assert f"| decode 1 x 8192 | 3.00 | 50.0 | {expected:.1f} | {1e3 / expected:.0f} |" in text
-    alone = parallel_document.generated(ENTRY | {"bench": [SILENT]})
+    alone = parallel_document.generated(PLACE | {"bench": [SILENT]})
     assert "| decode 1 x 8192 | 3.00 | 50.0 |  |  |" in alone and "no pass of several GPUs was measured." in alone
-
-
-def test_the_document_of_what_has_not_run(tmp_path):
-    receipt, doc = tmp_path / "receipt.json", tmp_path / "parallel.md"
-    receipt.write_text(json.dumps({"sm_90": {"parallel": {"unverified": "has not run on two GPUs"}}}))
-    doc.write_text(f"{parallel_document.BEGIN}{parallel_document.END}")
-    parallel_document.main(receipt, doc)
-    assert "Nothing is measured on this code: has not run on two GPUs." in doc.read_text()
-    assert not (tmp_path / parallel_document.PICTURE).exists()
-    with pytest.raises(ValueError, match=r"arch: must be one of sm_90, .* got sm_100"):
-        parallel_document.main(receipt, doc, "sm_100")
 
 
 def test_the_picture_needs_comparisons_alone(tmp_path):

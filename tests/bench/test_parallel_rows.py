@@ -27,12 +27,13 @@ OFTEN = [run for run in RUNS if run != "prefill 90"]
 
 def test_rows_of_two_ranks():
     """Both ranks compute the same rows, in which every figure follows from the others."""
-    left = [run for run in RUNS if run != RUNS[3]]
-    done = [shape("V3.2", run, 2) for run in left] + [shape("V4-Flash", RUNS[3], 2)]
+    step, left = "decode 1 x 200", ["prefill 66", "prefill 90"]
+    done = [shape("V3.2", run, 2) for run in RUNS if run != step]
+    done += [shape("V4-Flash", run, 2) for run in RUNS if run not in left]
     options = {"models": ["V3.2", "V4-Flash"], "runs": RUNS, "done": done}
     (first, told), (second, _) = in_ranks(2, parallel_ranks.rows, options)
     assert first == second and json.loads(json.dumps(first)) == first
-    assert [row["shape"] for row in first] == [shape("V3.2", RUNS[3], 2)] + [shape("V4-Flash", run, 2) for run in left]
+    assert [row["shape"] for row in first] == [shape("V3.2", step, 2)] + [shape("V4-Flash", run, 2) for run in left]
     for row in first:
         published = {"V3.2": 61, "V4-Flash": 43}[row["model"]]
         assert (row["gpus"], row["layers"], row["published_layers"]) == (2, 3, published)
@@ -48,7 +49,7 @@ def test_rows_of_two_ranks():
         assert row["speedup"] == row["one_gpu_ms"] / row["few_ms"]
     assert told[0].startswith("V3.2, 4 layers on 1: drawn")
     found = re.compile(r"V4-Flash \S+ .*, 4 layers on 2: [\d.]+ ms, host [\d.]+ ms, 2 allocations, 0 of pinned memory")
-    assert sum(found.fullmatch(step) is not None for step in told) == len({*OFTEN} & {*left})
+    assert [found.fullmatch(step) is not None for step in told].count(True) == 1
 
 
 @pytest.mark.parametrize(
@@ -150,19 +151,17 @@ def test_rows_of_one_of_many():
 
 
 @pytest.mark.parametrize("name", STACKS)
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("count", [300, 30])
+@pytest.mark.parametrize(("rank", "count"), [(0, 30), (1, 300)])
 def test_a_part_by_itself(name, rank, count):
     """It computes without others, from tokens of all numbers, and is as it was afterwards."""
     ranks = Ranks(rank, 2)
     model = stack(name, "cpu", ranks=ranks, **SMALL, **FEWER[name])
-    before = SharedRows.gather, SharedRows.sum
-    for tokens in (torch.arange(count), torch.arange(count) + 512 - count):
-        with torch.inference_mode(), without_collectives(model, ranks):
-            logits = model(tokens, SequenceBatch.without_cache([count]), all_tokens=True)
-        assert logits.shape == (count, 256) and logits.isfinite().all()
-        # Different tokens are different rows, as those that a rank owns are.
-        assert len(logits.unique(dim=0)) >= count // 2
+    before, tokens = (SharedRows.gather, SharedRows.sum), torch.arange(512 - count, 512)
+    with torch.inference_mode(), without_collectives(model, ranks):
+        logits = model(tokens, SequenceBatch.without_cache([count]), all_tokens=True)
+    assert logits.shape == (count, 256) and logits.isfinite().all()
+    # Different tokens are different rows, as those that a rank owns are.
+    assert len(logits.unique(dim=0)) >= count // 2
     assert (SharedRows.gather, SharedRows.sum) == before
     assert all(module.ranks is ranks for module in model.modules() if hasattr(module, "ranks"))
     assert not any(module._forward_pre_hooks for module in model.modules())
