@@ -129,49 +129,54 @@ def test_selection_names_an_argument_that_is_wrong():
             hook(never, None, logits, lengths, 16, method("RAGGED"), metadata, row_starts=starts)
 
 
+def calls_of(monkeypatch, owner, name):
+    """(positional arguments, named ones) of the calls from now on of this function, which stays what it is."""
+    calls, function = [], getattr(owner, name)
+
+    def noted(*given, **options):
+        calls.append((given, options))
+        return function(*given, **options)
+
+    monkeypatch.setattr(owner, name, noted)
+    return calls
+
+
+def close(got, want):
+    return (got.double() - want).abs().max() < 2e-2
+
+
 @pytest.mark.parametrize("pool", [FP8_POOL, BF16_POOL], ids=["fp8", "bf16"])
 @pytest.mark.parametrize("splits", [0, 1])
 def test_attention_in_decoding(pool, splits, monkeypatch):
     cache, rows = batches.latent_cache(pool.kv_cache_dim, 3)
-    backend = backend_of(pool, num_splits=splits)
     layer = SimpleNamespace(tp_q_head_num=8, head_dim=576)
     q, table = torch.randn(5, 8, 576).to(BF16), torch.randint(0, 192, (5, 32), dtype=INT32)
     table[1, 5:] = -1
-    metadata = SimpleNamespace(dsa_cache_seqlens_int32=int32([32, 5, 32, 32, 32]))
-    seen, decode = [], adapters.sparse_decode
-    monkeypatch.setattr(adapters, "sparse_decode", lambda *a, **k: (seen.append((a, k)), decode(*a, **k))[1])
-    got = hooks.forward_flashmla_kv(never, backend, q.flatten(1), cache.flatten(1), 512, 0.1, layer, metadata, table)
-    assert got.shape == (5, 1, 8, 512)
+    calls = calls_of(monkeypatch, adapters, "sparse_decode")
     want, *_ = batches.attention(q, rows, table, 0.1)
-    assert (got.squeeze(1).double() - want).abs().max() < 2e-2
-    (arguments, options), *_ = seen
-    assert options == {"batch_invariant": splits == 1} and arguments[5] is metadata.dsa_cache_seqlens_int32
     # Lengths of other rows, as a batch padded for data parallelism may have them, are left out.
-    metadata.dsa_cache_seqlens_int32 = int32([32, 5])
-    again = hooks.forward_flashmla_kv(never, backend, q.flatten(1), cache.flatten(1), 512, 0.1, layer, metadata, table)
-    assert seen[-1][0][5] is None and torch.equal(again, got)
+    for lengths, given in ((int32([32, 5, 32, 32, 32]), True), (int32([32, 5]), False)):
+        metadata = SimpleNamespace(dsa_cache_seqlens_int32=lengths)
+        arguments = backend_of(pool, num_splits=splits), q.flatten(1), cache.flatten(1), 512, 0.1, layer, metadata
+        got = hooks.forward_flashmla_kv(never, *arguments, table)
+        assert got.shape == (5, 1, 8, 512) and close(got.squeeze(1), want)
+        passed, options = calls[-1]
+        assert passed[5] is (lengths if given else None) and options == {"batch_invariant": splits == 1}
 
 
 @pytest.mark.parametrize("pool", [FP8_POOL, BF16_POOL], ids=["fp8", "bf16"])
 @pytest.mark.parametrize("splits", [0, 1])
-def test_attention_in_prefill(pool, splits, prefill_options):
+def test_attention_in_prefill(pool, splits, monkeypatch):
     q, kv = torch.randn(4, 16, 576).to(BF16), torch.randn(90, 1, 576).to(BF16)
     table, sink = torch.randint(0, 90, (4, 32), dtype=INT32), torch.randn(16)
     table[1, 5:] = -1
     given = {"q_all": q, "kv_cache": kv, "v_head_dim": 512, "page_table_1": table, "sm_scale": 0.1, "attn_sink": sink}
     want, *_ = batches.attention(q, kv.squeeze(1), table, 0.1, sink)
+    calls = calls_of(monkeypatch, dsa, "flash_mla_sparse_fwd")
     for lengths in (None, int32([32, 5, 32, 32]), int32([1])):
         got = hooks.forward_flashmla_sparse(never, backend_of(pool, num_splits=splits), **given, topk_length=lengths)
-        assert got.shape == (4, 16, 512) and (got.double() - want).abs().max() < 2e-2
-    assert prefill_options == [{"enable_batch_invariant": splits == 1}] * 3
-
-
-@pytest.fixture
-def prefill_options(monkeypatch):
-    """What the op gets by name."""
-    seen, attend = [], dsa.flash_mla_sparse_fwd
-    monkeypatch.setattr(dsa, "flash_mla_sparse_fwd", lambda *a, **k: (seen.append(k), attend(*a, **k))[1])
-    return seen
+        assert got.shape == (4, 16, 512) and close(got, want)
+    assert [options for _, options in calls] == [{"enable_batch_invariant": splits == 1}] * 3
 
 
 def test_plan_of_a_batch():
@@ -216,11 +221,9 @@ def v4_call(width=584, extra=None, **more):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_v4_attention_takes_sglangs_plan_object(deterministic, monkeypatch):
-    given, seen, decode = v4_call(extra=584), [], adapters.sparse_decode
-    with monkeypatch.context() as patch:
-        patch.setattr(adapters, "sparse_decode", lambda *a, **k: (seen.append(k), decode(*a, **k))[1])
-        out, lse = hooks.flash_mla_with_kvcache(lambda: deterministic)(never, **given)
-    assert seen == [{"batch_invariant": deterministic}]
+    given, calls = v4_call(extra=584), calls_of(monkeypatch, adapters, "sparse_decode")
+    out, lse = hooks.flash_mla_with_kvcache(lambda: deterministic)(never, **given)
+    assert [options for _, options in calls] == [{"batch_invariant": deterministic}]
     assert out.shape == (3, 1, 8, 512) and lse.shape == (3, 8, 1)
     q, cache, indices = given["q"], given["k_cache"], given["indices"]
     want = adapters.sparse_decode(q, cache, indices, 512, 512**-0.5, given["topk_length"], given["attn_sink"])
@@ -275,9 +278,10 @@ def test_v4_hooks_of_functions():
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("legacy", [False, True])
-def test_v4_attention_in_prefill(legacy, deterministic, prefill_options):
+def test_v4_attention_in_prefill(legacy, deterministic, monkeypatch):
     q, kv, indices = torch.randn(2, 8, 512).to(BF16), torch.randn(9, 1, 512).to(BF16), torch.zeros(2, 1, 4, dtype=INT32)
+    calls = calls_of(monkeypatch, dsa, "flash_mla_sparse_fwd")
     hook = hooks.flash_mla_sparse_fwd(lambda: deterministic)
     got = hook(never, q, kv, indices, sm_scale=0.1, d_v=512, use_legacy=legacy)
-    assert prefill_options == [{"enable_batch_invariant": deterministic}]
+    assert [options for _, options in calls] == [{"enable_batch_invariant": deterministic}]
     assert all(map(torch.equal, got, adapters.sparse_prefill(q, kv, indices, 0.1, use_legacy=legacy)))

@@ -5,6 +5,7 @@ import types
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 import dsa
 from dsa.reference.cache import kv_cache
@@ -28,11 +29,12 @@ class Keys:
         self.rows = dsa.read_kv_cache(self.pages, slots).double()
         self.table = torch.randperm(pages)[: requests * (pages // requests)].view(requests, -1).int()
 
-    def of(self, request, positions):
-        return self.rows[slots_of(self.table, request, int(positions.max()) + 1, self.page)[positions]]
-
     def slots(self, request, positions):
-        return slots_of(self.table, request, int(positions.max()) + 1, self.page)[positions]
+        length = int(positions.max()) + 1 if len(positions) else 0
+        return slots_of(self.table, request, length, self.page)[positions]
+
+    def of(self, request, positions):
+        return self.rows[self.slots(request, positions)]
 
 
 @pytest.fixture
@@ -72,28 +74,21 @@ def attend(q, rows, sink):
 
 
 @pytest.mark.parametrize("ratio", [1, 4, 128])
-@pytest.mark.parametrize("heads", [8, 12, 64])
+@pytest.mark.parametrize("heads", [12, 64])
 def test_decoding(v4, monkeypatch, ratio, heads):
     """Tokens of two sequences, and one of padding, which has no keys."""
     lengths = [700, 130, 700]
     windows, entries = Keys(24, PAGE, 2), Keys(24, PAGE if ratio == 4 else 2, 2)
     requests = [0, 1, 0]
-    counts = [n // ratio if ratio > 1 else 0 for n in lengths]
-    selected = torch.full((3, TOPK), -1, dtype=torch.int32)
-    for t, count in enumerate(counts):
-        chosen = torch.randperm(count)[:TOPK]
-        selected[t, : len(chosen)] = chosen
+    seen = [torch.arange(max(0, n - WINDOW), n) for n in lengths]
+    chosen = [torch.randperm(n // ratio if ratio > 1 else 0)[:TOPK] for n in lengths]
+    selected = pad_sequence([torch.zeros(TOPK), *chosen], batch_first=True, padding_value=-1)[1:].int()
     one = layer(v4, ratio, heads, windows, selected)
     q = torch.randn(4, one.padded_heads, 512).bfloat16()
-    swa = torch.full((4, 1, WINDOW), -1, dtype=torch.int32)
-    window = [torch.arange(max(0, n - WINDOW), n) for n in lengths]
-    for t, positions in enumerate(window):
-        swa[t, 0, : len(positions)] = windows.slots(requests[t], positions)
-    chosen_slots = torch.full((4, 1, TOPK), -1, dtype=torch.int32)
-    for t in range(3):
-        own = selected[t][selected[t] >= 0].long()
-        if len(own):
-            chosen_slots[t, 0, : len(own)] = entries.slots(requests[t], own)
+    swa, chosen_slots = (torch.full((4, 1, width), -1, dtype=torch.int32) for width in (WINDOW, TOPK))
+    for t, request in enumerate(requests):
+        swa[t, 0, : len(seen[t])] = windows.slots(request, seen[t])
+        chosen_slots[t, 0, : len(chosen[t])] = entries.slots(request, chosen[t])
     lens = int32([*((row >= 0).sum() for row in selected), 0])
     given = (chosen_slots[:, 0], lens)
     monkeypatch.setattr(v4, "compute_global_topk_indices_and_lens", lambda *_: given)
@@ -104,7 +99,7 @@ def test_decoding(v4, monkeypatch, ratio, heads):
         is_valid_token=torch.tensor([True, True, True, False]),
         token_to_req_indices=int32([*requests, 0]),
         decode_swa_indices=swa,
-        decode_swa_lens=int32([*(len(w) for w in window), 0]),
+        decode_swa_lens=int32([*map(len, seen), 0]),
         tile_sched_swaonly=plan,
         tile_sched_c4a=plan,
         tile_sched_c128a=plan,
@@ -124,11 +119,8 @@ def test_decoding(v4, monkeypatch, ratio, heads):
         swa_only=ratio == 1,
         output=out,
     )
-    for t in range(3):
-        rows = windows.of(requests[t], window[t])
-        own = selected[t][selected[t] >= 0].long()
-        if ratio > 1 and len(own):
-            rows = torch.cat([rows, entries.of(requests[t], own)])
+    for t, request in enumerate(requests):
+        rows = torch.cat([windows.of(request, seen[t]), entries.of(request, chosen[t])])
         assert_close("out", out[t, :heads], attend(q[t, :heads], rows, one.attn_sink[:heads]), **TOLERANCE)
     assert not out[3].any() and not plan.have_initialized
 

@@ -1,4 +1,4 @@
-"""SGLang's backend of V3.2 and GLM-5 through the plugin: attention in decoding and of prompts."""
+"""SGLang's backend of V3.2 and GLM-5 through the plugin: attention in decoding and of prompts, and its plan."""
 
 from types import SimpleNamespace
 
@@ -10,41 +10,6 @@ from tests.engines.sglang import batches
 from tests.engines.sglang.batches import BF16, INT32, int32
 from tests.engines.sglang.engine.process import module
 from tests.engines.sglang.test_hooks import BF16_POOL, FP8_POOL
-
-
-def test_sglangs_backend_attends(served):
-    """The two methods and the plan, called as `forward_extend` and `forward_decode` call them."""
-    backend = served.backend
-    plan = backend._compute_flashmla_metadata(cache_seqlens=int32([16] * 8), seq_len_q=1)
-    part = plan.slice(slice(0, 5))
-    part.copy_(backend._compute_flashmla_metadata(cache_seqlens=int32([16] * 4), seq_len_q=1))
-    cache, rows = batches.latent_cache(656, 3)
-    q, table = torch.randn(4, 8, 576).to(BF16), torch.randint(0, 192, (4, 16), dtype=INT32)
-    table[1, 5:] = -1
-    metadata = SimpleNamespace(dsa_cache_seqlens_int32=int32([16, 5, 16, 16]), flashmla_metadata=part)
-    got = backend._forward_flashmla_kv(
-        q_all=q,
-        kv_cache=cache.view(-1, 1, 656),
-        sm_scale=0.1,
-        v_head_dim=512,
-        layer=SimpleNamespace(tp_q_head_num=8, head_dim=576),
-        metadata=metadata,
-        page_table_1=table,
-    )
-    want, *_ = batches.attention(q, rows, table, 0.1)
-    assert (got.squeeze(1).double() - want).abs().max() < 2e-2
-    kv = rows.to(BF16).unsqueeze(1)
-    got = backend._forward_flashmla_sparse(
-        q_all=q,
-        kv_cache=kv,
-        page_table_1=table,
-        sm_scale=0.1,
-        v_head_dim=512,
-        topk_length=metadata.dsa_cache_seqlens_int32,
-        attn_sink=None,
-    )
-    want, *_ = batches.attention(q, kv.squeeze(1), table, 0.1)
-    assert (got.double() - want).abs().max() < 2e-2
 
 
 def a_layer():
@@ -75,8 +40,10 @@ def test_sglangs_decoding(served, pool, implementation, verify, monkeypatch):
     cache, rows = batches.latent_cache(pool.kv_cache_dim, 3)
     q, slots = torch.randn(4, 8, 576).to(BF16), torch.randint(0, 192, (4, 16), dtype=INT32)
     slots[1, 5:] = -1
-    plan = SimpleNamespace(flashmla_metadata=None, num_splits=None)
-    metadata = SimpleNamespace(dsa_cache_seqlens_int32=int32([16, 5, 16, 16]), flashmla_metadata=plan)
+    lengths = int32([16, 5, 16, 16])
+    plan = served.backend._compute_flashmla_metadata(cache_seqlens=int32([16] * 8), seq_len_q=1).slice(slice(0, 5))
+    plan.copy_(served.backend._compute_flashmla_metadata(cache_seqlens=lengths, seq_len_q=1))
+    metadata = SimpleNamespace(dsa_cache_seqlens_int32=lengths, flashmla_metadata=plan)
     flat = cache.view(-1, 1, pool.kv_cache_dim)
     backend = as_made(served, monkeypatch, pool, "fa3", implementation, flat, metadata)
     mode = module("sglang.srt.model_executor.forward_batch_info").ForwardMode

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dsa_engines.sglang import hooks, seams
+from dsa_engines.sglang import seams
 from tests.engines.sglang import batches
 from tests.engines.sglang.batches import BF16, E4M3, INT32, PAGE, int32
 from tests.engines.sglang.engine.process import index_cache, module
@@ -30,36 +30,9 @@ def test_v4_scores_of_a_prompt(served):
     assert torch.equal(out[:2], torch.where(raw < 0, -1, raw + 2 * PAGE * torch.arange(3)[:, None]).int()[:2])
 
 
-def test_v4_plans_and_scores_of_pages_are_read_at_each_call(served):
-    """`from deep_gemm import ...` inside functions gives the hooks."""
-    from deep_gemm import fp8_paged_mqa_logits, get_paged_mqa_logits_metadata
-
-    lengths, table = int32([[5], [70]]), int32([[0, 2], [1, 3]])
-    cache, k, k_scale = index_cache(4)
-    plan = get_paged_mqa_logits_metadata(lengths, PAGE, 132)
-    q, weights = torch.randn(2, 1, 64, 128).to(E4M3), torch.randn(2, 64)
-    logits = fp8_paged_mqa_logits(q, cache.view(4, PAGE, 1, 132), weights, lengths, table, plan, 128, False)
-    for b, length in enumerate((5, 70)):
-        slots = batches.slots_of(table, b, length)
-        want = batches.index_scores(q[b], k[slots], k_scale[slots], weights[b : b + 1])[0]
-        assert torch.allclose(logits[b, :length].double(), want, atol=1e-3)
-
-
-def test_v4_attention_through_what_its_constructor_binds(served):
-    """The backend keeps a partial of the function that its module has when it is made."""
-    interface = module(seams.FLASH_MLA)
-    cache, rows = batches.latent_cache(584, 2)
-    q, indices = torch.randn(3, 1, 8, 512).to(BF16), torch.randint(0, 128, (3, 1, 64), dtype=INT32)
-    call = functools.partial(interface.flash_mla_with_kvcache, use_legacy=True)
-    plan = interface.FlashMLASchedMeta()
-    options = {"is_fp8_kvcache": True, "topk_length": int32([64] * 3), "attn_sink": torch.zeros(8)}
-    out, _ = call(q, cache, None, None, 512, plan, softmax_scale=0.04, indices=indices, **options)
-    want, *_ = batches.attention(q.squeeze(1), rows, indices.squeeze(1), 0.04, torch.zeros(8))
-    assert (out.squeeze(1).double() - want).abs().max() < 2e-2
-    assert interface.flash_mla_sparse_fwd.__wrapped__ is served.before[f"{seams.FLASH_MLA}:flash_mla_sparse_fwd"]
+def test_v4s_model_keeps_its_number_of_heads(served):
     attention = SimpleNamespace(attn_tp_size=8, n_local_heads=16)
     assert module(seams.V4_MODEL).MqaAttentionBase._kernel_num_heads(attention, 5) == 16
-    assert hooks.kernel_num_heads(None, attention, 5) == 16
 
 
 def v4_backend():
