@@ -45,17 +45,15 @@ def test_what_is_timed():
     assert all(cache == 1100 for n, cache, _ in calls if n == 1)
 
 
-def test_where_memory_ends(monkeypatch):
+def test_where_memory_ends():
     def run():
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    ended = comparison._measured(run, torch.device("cpu"))
+    ended, ours = comparison._measured(run, torch.device("cpu")), Row("dsa", "prompt", 8, Measured(2.0, 0.5))
     assert ended.ms is None
-    rows = [Row("eager", "prompt", 8, ended), Row("dsa", "prompt", 8, Measured(2.0, 0.5))]
-    assert comparison.table(rows).splitlines()[1].split("  ")[-1].strip() == "2.00 ms, 0.5 GiB"
-    assert "out of memory" in comparison.table(rows)
-    rows[0] = Row("eager", "prompt", 8, Measured(5.0, 3.0))
-    assert "2.50x" in comparison.table(rows)
+    table = comparison.table([Row("eager", "prompt", 8, ended), ours])
+    assert table.splitlines()[1].split("  ")[-1].strip() == "2.00 ms, 0.5 GiB" and "out of memory" in table
+    assert "2.50x" in comparison.table([Row("eager", "prompt", 8, Measured(5.0, 3.0)), ours])
 
 
 @pytest.mark.parametrize(

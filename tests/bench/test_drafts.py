@@ -120,6 +120,9 @@ def test_a_stack_without_its_last_layers(name):
     model = small_stack(name)
     before, logits = [*layers_of(model)], []
     run = DraftedDecoding(model, 2, CONTEXT, 0)
+    # The drafter's mixtures are not counted. Two tokens go to two experts each.
+    mixtures = [key for key, layer in model.named_modules() if isinstance(layer, MoE) and "drafter" not in key]
+    assert len(run.touched) == len(mixtures) and all(2 <= touched <= 4 for touched in run.touched)
     assert depths(model) == (0, 1, len(before))
     for count in depths(model):
         with first_layers(model, count):
@@ -189,17 +192,6 @@ def test_which_experts_get_tokens():
         dsa.route_by_table(x, weight, table, tokens)
     assert [int(number) for number in found] == [3, experts.unique().numel(), 3]
     assert (dsa.sort_by_expert, dsa.route_to_experts, dsa.route_by_table) == ops
-
-
-@pytest.mark.parametrize("name", STACKS)
-def test_experts_of_a_pass_are_counted_by_mixture(name):
-    """The drafter's are not, and passes are those that run without counting."""
-    model = small_stack(name)
-    run = DraftedDecoding(model, 1, CONTEXT, 0)
-    assert len(run.touched) == sum(
-        isinstance(layer, MoE) for key, layer in model.named_modules() if "drafter" not in key
-    )
-    assert run.touched == [2] * len(run.touched)  # one token goes to two
 
 
 def test_gain():

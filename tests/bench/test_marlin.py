@@ -19,14 +19,10 @@ def fp4(count, rows, columns):
     return weight, scale
 
 
-def routed(tokens, count, top_k):
-    """Nobody chooses the last expert."""
-    chosen = torch.stack([torch.randperm(count - 1)[:top_k] for _ in range(tokens)])
-    return chosen, torch.rand(tokens, top_k)
-
-
-def inputs(tokens, hidden, count, top_k=2):
-    return torch.randn(tokens, hidden, dtype=torch.bfloat16) / 10, *routed(tokens, count, top_k)
+def inputs(tokens):
+    """(x, each token's two experts of five, of which nobody chooses the last, their weights)"""
+    chosen = torch.stack([torch.randperm(4)[:2] for _ in range(tokens)])
+    return torch.randn(tokens, 256, dtype=torch.bfloat16) / 10, chosen, torch.rand(tokens, 2)
 
 
 def widened(weight, scale):
@@ -57,7 +53,7 @@ def test_where_codes_and_scales_are():
     assert order[0, 0, :9].tolist() == [0, 16, 8, 24, 32, 48, 40, 56, 1]
 
 
-@pytest.mark.parametrize(("rows", "size"), [(6, 8), (768, 8), (1842, 8), (1844, 16), (3066, 16), (10**6, 64)])
+@pytest.mark.parametrize(("rows", "size"), [(1842, 8), (1844, 16), (10**6, 64)])
 def test_rows_of_a_block(rows, size):
     assert marlin.block_size(rows, 256) == size
 
@@ -67,7 +63,7 @@ def test_rows_of_a_block(rows, size):
 def test_sums_of_experts(tokens, limit, peers):
     marlin.MARLIN.load()
     gate_up, down = fp4(5, 256, 256), fp4(5, 256, 128)
-    x, experts, weights = inputs(tokens, 256, 5)
+    x, experts, weights = inputs(tokens)
     got = marlin.experts_sum(x, experts, weights, marlin.pack(*gate_up), marlin.pack(*down), limit)
     matrices, expected = [widened(*pair) for pair in (gate_up, down)], torch.zeros(tokens, 256)
     for t, (own, factors) in enumerate(zip(experts.tolist(), weights.tolist())):
@@ -91,7 +87,7 @@ def test_decoding_is_on_marlin_and_prompts_are_not(peers, experts, monkeypatch):
     calls, products = [], marlin.experts_sum
     monkeypatch.setattr(marlin, "experts_sum", lambda x, *rest: calls.append(len(x)) or products(x, *rest))
     for tokens in (1, 89, 90):
-        x, chosen, weights = inputs(tokens, 256, 5)
+        x, chosen, weights = inputs(tokens)
         shared, residual = torch.randn(2, tokens, 256, dtype=torch.bfloat16)
         for more in ((), (shared,), (shared, residual), (None, residual)):
             expected = experts(x, chosen, weights, *more)
@@ -103,7 +99,7 @@ def test_decoding_is_on_marlin_and_prompts_are_not(peers, experts, monkeypatch):
 
 def test_other_experts_are_not_on_marlin(peers, monkeypatch):
     monkeypatch.setattr(marlin, "experts_sum", None)
-    x, chosen, weights = inputs(3, 256, 5)
+    x, chosen, weights = inputs(3)
     for options in ({"fp8": True}, {"dtype": torch.bfloat16}):
         with peer_ops.peer_kernels():
             Experts(5, 256, 128, **options)(x, chosen, weights)
@@ -117,7 +113,7 @@ def test_weights_are_laid_out_once_and_widened_ones_given_up(peers, experts, mon
     wide = weight_of(experts, "down_proj")
     for _ in range(2):
         with peer_ops.peer_kernels():
-            experts(*inputs(3, 256, 5))
+            experts(*inputs(3))
     assert len(packed) == 2 and weight_of(experts, "down_proj") is not wide
     assert torch.equal(weight_of(experts, "down_proj")[0].float(), wide[0].float())
 
@@ -125,7 +121,7 @@ def test_weights_are_laid_out_once_and_widened_ones_given_up(peers, experts, mon
 @pytest.mark.parametrize("file", ["_C_stable_libtorch.abi3.so", "_moe_C_stable_libtorch.abi3.so"])
 def test_without_marlin_decoding_stays_ours(file, peers, installed, experts):
     (installed / "vllm" / file).unlink()
-    arguments = inputs(3, 256, 5)
+    arguments = inputs(3)
     expected = experts(*arguments)
     with peer_ops.peer_kernels() as replaced:
         assert torch.equal(experts(*arguments), expected) and "FP4 experts" not in replaced.ops

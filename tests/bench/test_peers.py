@@ -12,7 +12,7 @@ import dsa
 from dsa_bench.harness import calls
 from dsa_bench.harness import case as cases
 from dsa_bench.harness.agreement import agree, agree_attention
-from dsa_bench.peers import deep_gemm, flash_mla, marlin, operators, probe, scores_and_topk, topk
+from dsa_bench.peers import deep_gemm, marlin, operators, probe, scores_and_topk, topk
 from dsa_bench.peers.package import Library, Operators, Peers
 
 NEW, OLD = "vllm.third_party.deep_gemm", "deep_gemm"
@@ -38,7 +38,7 @@ SHAPES = {
     "paged_indexer_select": [(2, 2500, 1, 64, 2048), (70, 100, 2, 32, 30), (2, 100, 4, 64, 30)],
     "per_token_cast_to_fp8": [(8, 256, False, ue8m0) for ue8m0 in (True, False)],
     "sliding_window_attention": [("prefill", 130, 64), ("prefill, selected", 512, 64), ("decode", 2, 64)],
-    "window_attention_cast": [(512, 64, 8, 128), (130, 64, 8, 0)],
+    "window_attention_cast": [(512, 64, 8, 128), (20, 64, 8, 0)],
     "topk_indices": [(4, 2500, "normal", 2048), (4, 2500, "indexer", 2048), (70, 200, "plateau", 16)],
 }
 TOPK = ("vllm prefill", "vllm decode", "vllm persistent", "vllm cooperative", "sglang")
@@ -306,28 +306,24 @@ def test_the_page_has_every_library_file_and_op():
         assert name in page, name
 
 
-def test_newest_builds_come_first():
-    assert flash_mla.BUILDS[0].modules == ("flash_mla",) and deep_gemm.BUILDS[0].modules == (NEW,)
-
-
 def test_what_a_queries_rows_see():
     lengths = torch.tensor([5, 9], dtype=torch.int32)
     assert deep_gemm.visible_keys(lengths, 3).tolist() == [[3, 4, 5], [7, 8, 9]]
     assert deep_gemm.visible_keys(lengths, 3).dtype == torch.int32
 
 
+def differs(compare, got, ours, message="differs by"):
+    with pytest.raises(AssertionError, match=message):
+        compare(got, ours)
+
+
 def test_agreement_is_loose_but_no_more():
     ours = torch.randn(100, 6, 8)
     agree(ours + 1e-3 * torch.randn_like(ours), ours)
     agree((torch.cat((ours, ours), 1), "lse"), (ours, "other"))  # padded behind ours
-    for got, message in [
-        (ours.roll(1, 2), "differs by"),
-        (ours * 1.1, "differs by"),
-        (ours[:, :, :4], r"differs: shape \[100, 6, 4\], where ours is \[100, 6, 8\]"),
-        (torch.where(ours > 2, torch.nan, ours), "differs by inf"),
-    ]:
-        with pytest.raises(AssertionError, match=message):
-            agree(got, ours)
+    for got in (ours.roll(1, 2), ours * 1.1, torch.where(ours > 2, torch.nan, ours)):
+        differs(agree, got, ours)
+    differs(agree, ours[:, :, :4], ours, r"differs: shape \[100, 6, 4\], where ours is \[100, 6, 8\]")
 
 
 def test_all_tensors_that_both_give_are_compared():
@@ -335,22 +331,19 @@ def test_all_tensors_that_both_give_are_compared():
     agree({"out": out, "lse": lse, "none": None}, (out, lse))
     agree((out,), (out, lse))
     for wrong in (torch.zeros_like(lse), lse.T):
-        with pytest.raises(AssertionError, match="differs"):
-            agree((out, wrong), (out, lse))
-    for nothing in ((None, None), ((), out)):
-        with pytest.raises(AssertionError, match="differs: no tensor to compare"):
-            agree(*nothing)
+        differs(agree, (out, wrong), (out, lse), "differs")
+    for nothing in (None, ()):
+        differs(agree, nothing, out, "differs: no tensor to compare")
 
 
 def test_casts_are_compared_as_numbers():
     x = torch.randn(100, 512, dtype=torch.bfloat16)
-    ours, (q, scale) = dsa.per_token_cast_to_fp8(x, True), dsa.per_token_cast_to_fp8(x, True)
+    q, scale = ours = dsa.per_token_cast_to_fp8(x, True)
     # The same numbers with other powers of two, and other roundings.
     agree(((q.float() / 2).to(q.dtype), scale * 2), ours)
     agree(dsa.per_token_cast_to_fp8(x, False), ours)
     for wrong in ((q, torch.ones_like(scale)), (q.view(torch.uint8).roll(1, 1).view(q.dtype), scale), (q, scale * 2)):
-        with pytest.raises(AssertionError, match="differs by"):
-            agree(wrong, ours)
+        differs(agree, wrong, ours)
 
 
 def test_lses_are_compared_where_they_mean_the_same():
@@ -361,19 +354,16 @@ def test_lses_are_compared_where_they_mean_the_same():
     for theirs in ([out, most, lse], [out, lse / torch.tensor(2.0).log()], padded, [out, lse.T], out):
         agree_attention(theirs, (out, most, lse))
     for wrong in (torch.zeros_like(lse), most, lse.roll(1, 0) + 2):
-        with pytest.raises(AssertionError, match="LSE differs by"):
-            agree_attention([out, wrong], (out, most, lse))
-    with pytest.raises(AssertionError, match=r"^differs by"):
-        agree_attention([out.roll(1, 0), lse], (out, most, lse))
+        differs(agree_attention, [out, wrong], (out, most, lse), "LSE differs by")
+    differs(agree_attention, [out.roll(1, 0), lse], (out, most, lse), r"^differs by")
 
 
 def test_all_gradients_of_attention_are_compared():
     compare = cases.load("sparse_mla_attention")._agree
-    dq, dkv, dsink = torch.randn(8, 4, 64), torch.randn(30, 1, 64), torch.randn(4)
-    compare({"dq": dq, "dkv": dkv[:, 0], "d_sink": dsink}, (dq, dkv, dsink))
+    dq, dkv, dsink = ours = torch.randn(8, 4, 64), torch.randn(30, 1, 64), torch.randn(4)
+    compare({"dq": dq, "dkv": dkv[:, 0], "d_sink": dsink}, ours)
     for wrong in ((dq, dkv[:, 0] * 0, dsink), (dq, dkv[:, 0], -dsink), (dq.roll(1, 0), dkv[:, 0], dsink)):
-        with pytest.raises(AssertionError, match="differs by"):
-            compare(dict(enumerate(wrong)), (dq, dkv, dsink))
+        differs(compare, dict(enumerate(wrong)), ours)
 
 
 def test_a_top_k_that_takes_contiguous_scores_gets_them(peers):
@@ -399,8 +389,7 @@ def test_selections_agree_up_to_ties_and_a_few_keys():
         (ours - 1000, "differs: not 100 keys of each row"),
         (ours[:, :50], "differs: not 100 keys of each row"),
     ]:
-        with pytest.raises(AssertionError, match=message):
-            compare(got, ours)
+        differs(compare, got, ours, message)
 
 
 def test_a_reason_is_one_line():
@@ -409,26 +398,20 @@ def test_a_reason_is_one_line():
 
 
 def test_compiling_beforehand_calls_every_build(peers, monkeypatch):
+    """Of grouped products every expert has all rows: each group is padded, or has its own 128."""
     called = []
-    for name in (OLD, NEW):
-        monkeypatch.setattr(peers[name], "fp8_gemm_nt", lambda a, b, d, name=name: called.append((name, *d.shape)))
+    for build in (OLD, NEW):
+        for name in ("fp8_gemm_nt", "m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_gemm_nt_masked"):
+            noted = functools.partial(lambda build, a, b, d, *rest: called.append((build, *d.shape)), build)
+            monkeypatch.setattr(peers[build], name, noted, raising=False)
     deep_gemm._compile(3, 192, 256, "cpu")
-    assert sorted(called) == [(OLD, 3, 192), (NEW, 3, 192)]
-
-
-def test_compiling_grouped_products_beforehand_calls_every_build(peers, monkeypatch):
-    called = []
-    for name in (OLD, NEW):
-        for function in ("m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_gemm_nt_masked"):
-            monkeypatch.setattr(
-                peers[name], function, lambda a, b, d, *rest, name=name: called.append((name, *d.shape)), raising=False
-            )
     deep_gemm._compile_grouped(3, 192, 256, 4, 4, "cpu")
-    # Every expert has the three rows: each group is padded, or has its own 128.
-    assert called == [(NEW, 512, 192), (NEW, 4, 128, 192), (OLD, 512, 192)]
-    called.clear()
     deep_gemm._compile_grouped(200, 192, 256, 4, 4, "cpu", (deep_gemm.NEW,))
-    assert called == [(NEW, 1024, 192)]
+    assert called == [
+        *((NEW, 3, 192), (OLD, 3, 192)),
+        *((NEW, 512, 192), (NEW, 4, 128, 192), (OLD, 512, 192)),
+        (NEW, 1024, 192),
+    ]
 
 
 def test_products_are_compiled_by_their_rows_and_matrices_in_many_processes(peers, monkeypatch):

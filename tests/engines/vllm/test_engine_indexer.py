@@ -174,8 +174,9 @@ def test_prompts_and_decoding_in_one_batch(indexer, next_n, heads):
 def test_sequences_of_any_lengths(indexer, lengths, lens):
     counts = lens or [1] * len(lengths)
     rows = [(b, row[i]) for b, row in enumerate(lengths) for i in range(counts[b])]
-    cache, buffer = Cache(len(lengths), 64), torch.full((len(rows), TOPK), -7, dtype=torch.int32)
-    q, weights = cache.queries(len(lengths) * len(lengths[0]))
+    cache, padded = Cache(len(lengths), 64), len(lengths) * len(lengths[0])
+    q, weights = cache.queries(padded)
+    buffer = torch.full((padded, TOPK), -7, dtype=torch.int32)
     decode = decode_metadata(cache.table, int32(lengths), len(lengths[0]), None if lens is None else int32(lens))
     indexer.metadata = metadata(decode, None, len(lengths), len(rows), 0, len(rows))
     call(indexer, cache.pages, q[: len(rows)], weights, buffer)
