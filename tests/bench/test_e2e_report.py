@@ -95,8 +95,10 @@ def current():
 
 
 def test_peers_take_the_ops_places_and_give_them_back(peers):
-    ours = current()
+    ours, lengths = current(), ([4096], [4096], 2048, HeadSizes(128, 128, 64, 128, 512))
+    assert attention.multi_head_is_faster(*lengths)
     with pytest.raises(KeyError), peer_ops.peer_kernels() as replaced:
+        assert not attention.multi_head_is_faster(*lengths)  # selected keys are attended to in the absorbed form
         assert {*replaced.ops, "form", "many keys", "few queries"} == ours.keys() | {
             "FP4 experts"
         } and replaced.failed == {}
@@ -317,13 +319,6 @@ def test_the_topk_of_vllms_that_is_the_fastest(rows, columns, k, prompt, named, 
         called = calls_of(monkeypatch, torch.ops._C, named)
         found = dsa.topk_indices(scores, k, lengths=lengths, **options)
     assert len(called) == 1 and torch.equal(found.long().sort().values, scores.topk(k).indices.sort().values)
-
-
-def test_selected_keys_are_attended_to_in_the_absorbed_form(peers):
-    lengths = [4096], [4096], 2048, HeadSizes(128, 128, 64, 128, 512)
-    assert attention.multi_head_is_faster(*lengths)
-    with peer_ops.peer_kernels():
-        assert not attention.multi_head_is_faster(*lengths)
 
 
 @pytest.mark.parametrize(

@@ -24,16 +24,21 @@ from dsa_bench.harness.table import print_table
 OP = "fp8_mqa_logits"  # that is tuned
 
 
-class Timed:
-    """Stands for the GPU's clock: what is asked to be timed takes these milliseconds."""
+@pytest.fixture
+def timed(monkeypatch):
+    """Call it with milliseconds: what is asked to be timed takes these. It returns the names that are asked for."""
 
-    def __init__(self, monkeypatch, **ms):
-        self.ms, self.asked = ms, []
-        monkeypatch.setattr(case, "bench", self.bench)
+    def takes(**ms):
+        asked = []
 
-    def bench(self, calls, *, repeats, graph):
-        self.asked = list(calls)
-        return {name: self.ms[name] for name in calls}
+        def bench(calls, *, repeats, graph):
+            asked.extend(calls)
+            return {name: ms[name] for name in calls}
+
+        monkeypatch.setattr(case, "bench", bench)
+        return asked
+
+    return takes
 
 
 def a_case(*names, **options):
@@ -42,8 +47,8 @@ def a_case(*names, **options):
     return case.Case("shape", calls, lambda ms: f"{ms} ms", **options)
 
 
-def test_a_row_tells_peers_baselines_and_yardsticks_apart(monkeypatch):
-    Timed(monkeypatch, dsa=2.0, slow=4.0, fast=1.0, torch=8.0, formula=9.0, FA2=0.5)
+def test_a_row_tells_peers_baselines_and_yardsticks_apart(timed):
+    timed(dsa=2.0, slow=4.0, fast=1.0, torch=8.0, formula=9.0, FA2=0.5)
     others = {"baselines": frozenset({"torch", "formula"}), "yardsticks": frozenset({"FA2"})}
     row = a_case("slow", "torch", "fast", "formula", "FA2", **others).row()
     assert (row["shape"], row["ms"], row["figure"], row["failed"]) == ("shape", 2.0, "2.0 ms", {})
@@ -55,16 +60,16 @@ def test_a_row_tells_peers_baselines_and_yardsticks_apart(monkeypatch):
     assert json.loads(json.dumps(row)) == row
 
 
-def test_a_row_without_others(monkeypatch):
-    Timed(monkeypatch, dsa=2.0, torch=1.0)
+def test_a_row_without_others(timed):
+    timed(dsa=2.0, torch=1.0)
     alone, plain = a_case().row(), a_case("torch", baselines=frozenset({"torch"})).row()
     names = ("peer", "ratio", "baseline", "baseline_ratio")
     assert [alone[name] for name in names] == [None] * 4
     assert [plain[name] for name in names] == [None, None, "torch", 0.5]
 
 
-def test_a_peer_that_fails_is_named_and_does_not_end_the_run(monkeypatch, capsys):
-    timed = Timed(monkeypatch, dsa=2.0, right=3.0)
+def test_a_peer_that_fails_is_named_and_does_not_end_the_run(timed, capsys):
+    asked = timed(dsa=2.0, right=3.0)
     one = a_case("right", "raises", "late", "wrong", "asserts", failed={"broken": "failed: no libcuda"})
 
     def refuse():
@@ -78,7 +83,7 @@ def test_a_peer_that_fails_is_named_and_does_not_end_the_run(monkeypatch, capsys
     one.calls["wrong"][:] = [lambda: torch.arange(10.0).flip(0)]
     one.calls["asserts"][:] = [say_nothing]
     row = one.row()
-    assert timed.asked == ["dsa", "right"] and row["peer"] == "right"
+    assert asked == ["dsa", "right"] and row["peer"] == "right"
     assert row["failed"].pop("wrong").startswith("differs by 0.")
     assert row["failed"] == {
         "broken": "failed: no libcuda",
@@ -90,16 +95,16 @@ def test_a_peer_that_fails_is_named_and_does_not_end_the_run(monkeypatch, capsys
     assert "right 3.0000 ms, ratio 1.50 | broken failed: no libcuda | raises failed: Unsup" in capsys.readouterr().out
 
 
-def test_ours_must_not_fail(monkeypatch):
-    Timed(monkeypatch, dsa=2.0)
+def test_ours_must_not_fail(timed):
+    timed(dsa=2.0)
     one = a_case("peer")
     one.calls["dsa"][:] = [lambda: 1 / 0]
     with pytest.raises(ZeroDivisionError):
         one.row()
 
 
-def test_peers_are_compared_as_the_case_says(monkeypatch):
-    Timed(monkeypatch, dsa=1.0, peer=1.0)
+def test_peers_are_compared_as_the_case_says(timed):
+    timed(dsa=1.0, peer=1.0)
 
     def never(got, ours):
         raise AssertionError("differs: never alike")
@@ -110,8 +115,8 @@ def test_peers_are_compared_as_the_case_says(monkeypatch):
     assert a_case("peer").tried(torch.arange(10.0) + 1)["peer"].startswith("differs by")
 
 
-def test_one_with_other_work_has_its_rate(monkeypatch, capsys):
-    Timed(monkeypatch, dsa=2.0, half=1.0, same=3.0)
+def test_one_with_other_work_has_its_rate(timed, capsys):
+    timed(dsa=2.0, half=1.0, same=3.0)
     row = a_case("half", "same", flops={"half": 5e11}, yardsticks=frozenset({"half"})).row()
     assert row["yardsticks"] == {"half": {"ms": 1.0, "ratio": 0.5, "tflops": 500.0}}
     assert row["peers"] == {"same": {"ms": 3.0, "ratio": 1.5}}
@@ -120,8 +125,8 @@ def test_one_with_other_work_has_its_rate(monkeypatch, capsys):
     assert expected in capsys.readouterr().out
 
 
-def test_tables_and_pictures_have_everyone(monkeypatch, tmp_path, capsys):
-    Timed(monkeypatch, dsa=2.0, peer=1.0, torch=8.0, FA2=4.0)
+def test_tables_and_pictures_have_everyone(timed, tmp_path, capsys):
+    timed(dsa=2.0, peer=1.0, torch=8.0, FA2=4.0)
     kinds = {"baselines": frozenset({"torch"}), "yardsticks": frozenset({"FA2"})}
     rows = [
         a_case("torch", "FA2", **kinds, failed={"peer": "failed: no, thanks"}).row(),
@@ -181,8 +186,8 @@ def test_the_hosts_time_is_of_every_op():
     assert "linear_layers" not in host.ops() and {"rms_norm", "flash_mla_with_kvcache_sparse"} <= {*host.ops()}
 
 
-def test_what_compiles_in_parallel_does_so_before_the_first_case(monkeypatch):
-    Timed(monkeypatch, dsa=1.0)
+def test_what_compiles_in_parallel_does_so_before_the_first_case(timed, monkeypatch):
+    timed(dsa=1.0)
     module, order = case.load("fp8_gemm_nt"), []
     monkeypatch.setattr(module, "SHAPES", [(1,), (2,)])
     monkeypatch.setattr(module, "prepare", lambda: order.append("prepare"))
@@ -231,14 +236,6 @@ def test_shipped_winners_are_candidates_that_fit(op, config_type, classes):
         assert winner in everything and winner.fits(size)
     assert op in OPS and op in tunable()
     assert case.load(op).tuning(OPS[op].kernels.modules("sm_90")).classes.keys() == classes.keys()
-
-
-def test_a_trial_stands_in_for_the_winner():
-    config = fp8_mqa_logits_sm90.MqaLogitsConfig(128, 4, 2)
-    shipped = fp8_mqa_logits_sm90.choose_config(64, 128)
-    with tuning.trial("fp8_mqa_logits", "sm_90", "heads 64, dim 128", config):
-        assert fp8_mqa_logits_sm90.choose_config(64, 128) == config != shipped
-    assert fp8_mqa_logits_sm90.choose_config(64, 128) == shipped
 
 
 def test_the_search_for_products_is_of_the_published_layers():

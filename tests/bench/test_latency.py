@@ -45,20 +45,6 @@ def test_rows(capsys, monkeypatch):
         assert first is second and first.cache.state_slots.free == 3 and (warm, steps) == (1, 2)
 
 
-def test_passes_are_those_of_a_generator(model, monkeypatch):
-    """Which the kernels are compiled for."""
-    generator, *call = latency._call(model, 7, sizes := latency.Sizes(30, 2, 5, 1))
-    seen, prefill = [], generator._passes.prefill
-
-    def noted(work):
-        seen.append(tuple((new, s.cached) for s, new in work))
-        return prefill(work)
-
-    monkeypatch.setattr(generator._passes, "prefill", noted)
-    latency._timed(generator, *call, sizes)
-    assert seen == latency._work(7, sizes)
-
-
 def test_kernels_are_compiled_before(capsys, monkeypatch):
     monkeypatch.setattr(latency, "skeleton", lambda name: skeleton(name, **SMALL, **FEWER[name]))
     asked = []
@@ -75,14 +61,21 @@ def test_figures(model, monkeypatch):
 
     def takes(passed, seconds, work, *rest):
         nonlocal now
+        if seconds is tokens:
+            chunks.append(tuple((new, sequence.cached) for sequence, new in work))
         now += seconds(work)
         return passed(work, *rest)
 
     generator, *call = latency._call(model, 10, sizes := latency.Sizes(30, 2, 5, 3))
-    passes = generator._passes
-    passes.prefill = partial(takes, passes.prefill, lambda work: sum(n for _, n in work))
+    passes, chunks = generator._passes, []
+
+    def tokens(work):
+        return sum(new for _, new in work)
+
+    passes.prefill = partial(takes, passes.prefill, tokens)
     passes.extend = partial(takes, passes.extend, lambda sequences: 2.0)
     row = latency._timed(generator, *call, sizes)
+    assert chunks == latency._work(10, sizes)  # which kernels are compiled for
     assert {figure: row[figure] for figure in FIGURES} == {
         **{"ms": 12e3, "ms_max": 12e3, "alone_ms": 2e3, "alone_ms_max": 2e3},
         "first_token_s": 3 * 10 + 3 * 2.0,

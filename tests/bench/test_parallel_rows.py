@@ -154,25 +154,18 @@ def test_rows_of_one_of_many():
 @pytest.mark.parametrize(("rank", "count"), [(0, 30), (1, 300)])
 def test_a_part_by_itself(name, rank, count):
     """It computes without others, from tokens of all numbers, and is as it was afterwards."""
-    ranks = Ranks(rank, 2)
+    ranks, rows = Ranks(rank, 2), SharedRows(Ranks(rank, 2), count)
     model = stack(name, "cpu", ranks=ranks, **SMALL, **FEWER[name])
     before, tokens = (SharedRows.gather, SharedRows.sum), torch.arange(512 - count, 512)
     with torch.inference_mode(), without_collectives(model, ranks):
         logits = model(tokens, SequenceBatch.without_cache([count]), all_tokens=True)
+        # A rank's rows stand for all, and nothing is added to them.
+        (whole,) = rows.gather(rows.own(tokens))
+        assert {*whole.tolist()} == {*rows.own(tokens).tolist()} and len(whole) == count
+        assert torch.equal(rows.sum(tokens), rows.own(tokens))
     assert logits.shape == (count, 256) and logits.isfinite().all()
     # Different tokens are different rows, as those that a rank owns are.
     assert len(logits.unique(dim=0)) >= count // 2
     assert (SharedRows.gather, SharedRows.sum) == before
     assert all(module.ranks is ranks for module in model.modules() if hasattr(module, "ranks"))
     assert not any(module._forward_pre_hooks for module in model.modules())
-
-
-def test_own_rows_stand_for_all():
-    ranks = Ranks(1, 3)
-    rows = SharedRows(ranks, 301)
-    numbers = rows.own(torch.arange(301))
-    with without_collectives(torch.nn.Linear(1, 1), ranks):
-        (whole,) = rows.gather(numbers)
-        assert torch.equal(rows.sum(torch.arange(301)), numbers)
-    assert {*whole.tolist()} == {*numbers.tolist()} and len(whole) == 301
-    assert whole[:150].max() < 150 <= whole[150:].min()

@@ -58,8 +58,8 @@ def test_replaced_and_put_back(engine):
 
 def test_what_was_replaced_twice_is_what_it_was_first(engine):
     before, done = engine.function, Replacements()
-    done.put({"an_engine:function": len})
-    done.put({"an_engine:function": max})
+    for value in (len, max):
+        done.put({"an_engine:function": value})
     done.undo()
     assert engine.function is before
 
@@ -81,14 +81,23 @@ def test_nothing_is_replaced_where_one_is_missing(engine, path, message):
     assert vars(engine) == before
 
 
-def test_parameters(engine):
-    check_parameters("an_engine:function", ["a", "b"])
-    check_parameters("an_engine:Owner.method", ["self", "x", "y"])
-    check_parameters("an_engine:Owner.of_class", ["n"])
-    check_parameters("an_engine:Owner.static", ["n"])
-    message = r"^an_engine:function takes \(a, b\), and was tested with \(a, b, c\)$"
-    with pytest.raises(NotFound, match=message):
-        check_parameters("an_engine:function", ["a", "b", "c"])
+@pytest.mark.parametrize(
+    ("path", "parameters"),
+    [
+        ("an_engine:function", ["a", "b"]),
+        ("an_engine:Owner.method", ["self", "x", "y"]),
+        ("an_engine:Owner.of_class", ["n"]),
+        ("an_engine:Owner.static", ["n"]),
+    ],
+)
+def test_other_parameters_are_refused(engine, path, parameters):
+    check_parameters(path, parameters)
+    taken = ", ".join(parameters)
+    with pytest.raises(NotFound, match=rf"^{path} takes \({taken}\), and was tested with \({taken}, more\)$"):
+        check_parameters(path, [*parameters, "more"])
+
+
+def test_what_is_no_function_is_refused(engine):
     with pytest.raises(NotFound, match=r"^an_engine:absent_yet is no function"):
         check_parameters("an_engine:absent_yet", [])
 

@@ -40,10 +40,12 @@ def calls(monkeypatch):
 
 
 @pytest.mark.parametrize("model", [V32, V32._replace(fp8_cache=False), V4], ids=["fp8", "bf16", "v4"])
-@pytest.mark.parametrize("ops", [["scores"], ["topk"], ["attention"], ["scores", "topk", "attention"]], ids="-".join)
+@pytest.mark.parametrize("ops", [["scores"], ["topk"], ["attention"]], ids="-".join)
 def test_the_adapters_of_the_ops_are_called(calls, model, ops):
     warm_up.warm_up(model, frozenset(ops), "cpu")
     assert {name for name, _ in calls} == set().union(*(CALLS[op] for op in ops))
+    # Neither the default device nor whether gradients are kept is another afterwards.
+    assert torch.empty(0).device.type == "cpu" and torch.is_grad_enabled()
 
 
 def test_draft_tokens_are_among_the_calls(calls):
@@ -78,7 +80,7 @@ def test_prompts_have_columns_for_all_sequences_of_a_batch(calls):
 
 
 @pytest.mark.parametrize("sms", SMS)
-@pytest.mark.parametrize("keys", [4000, 9000, 40_000, 163_840, 1_048_576])
+@pytest.mark.parametrize("keys", [4000, 9000, 163_840, 1_048_576])
 @pytest.mark.parametrize("k", [512, 2048])
 def test_every_kernel_of_selection_is_compiled(sms, keys, k):
     def config(rows, columns):
@@ -86,7 +88,7 @@ def test_every_kernel_of_selection_is_compiled(sms, keys, k):
 
     compiled = {config(*shape) for shape in warm_up.topk_shapes(keys, sms)}
     most = -(-keys // 256) * 256
-    shapes = [(rows, columns) for rows in range(1, 2 * sms) for columns in range(256, most + 1, max(256, most // 1024))]
+    shapes = [(rows, columns) for rows in range(1, 2 * sms) for columns in range(256, most + 1, max(256, most // 256))]
     assert {config(*shape) for shape in shapes} <= compiled
 
 
@@ -122,9 +124,3 @@ def test_every_kernel_of_decoding_is_compiled(sms, heads, model):
         decoding_kernels(n, model, keys, sms, split) for n in QUERIES for keys in possible for split in (True, False)
     ]
     assert set().union(*asked) <= set().union(*compiled)
-
-
-def test_nothing_of_it_is_kept():
-    """Neither the default device nor whether gradients are kept."""
-    warm_up.warm_up(V32, frozenset({"scores", "topk"}), "cpu")
-    assert torch.empty(0).device.type == "cpu" and torch.is_grad_enabled()
