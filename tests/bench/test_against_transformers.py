@@ -13,6 +13,7 @@ SMALL = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_rows(monkeypatch):
     monkeypatch.setattr(comparison, "CHUNK", 7)

@@ -22,6 +22,7 @@ def model():
     return stack("V3.2", "cpu", **SMALL, **FEWER["V3.2"])
 
 
+@pytest.mark.slow
 def test_rows(capsys, monkeypatch):
     """Of the second of two runs, after which the cache is free; of all models by default."""
     seen, timed = [], latency._timed

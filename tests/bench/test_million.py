@@ -21,7 +21,7 @@ from tests.bench.documents import MEASURED, written
 from tests.bench.peak_bytes import PeakBytes
 from tests.bench.small_stacks import FEWER, SMALL
 
-LENGTHS, SEQUENCES, CHUNK = (384, 192), (1, 3, 5), 64
+LENGTHS, SEQUENCES, CHUNK = (192, 96), (1, 3, 5), 32
 PARTS_MS = dict(zip(PARTS, (1.0, 0.5, 2.0, 4.0, 0.5)))
 
 
@@ -75,12 +75,12 @@ def small(monkeypatch):
 def test_rows(small):
     """Each length is of the passes up to its own last one; sequences that do not fit are left out, and what is done."""
     told = []
-    done = [prompt_shape("GLM-5.2", 384), step_shape("GLM-5.2", 1, 384)]
+    done = [prompt_shape("GLM-5.2", 192), step_shape("GLM-5.2", 1, 192)]
     rows = list(million.rows(lengths=LENGTHS, sequences=SEQUENCES, device="cpu", done=done, tell=told.append))
     assert json.loads(json.dumps(rows)) == rows
     assert [row["shape"] for row in rows] == [
-        *("V4-Flash prompt 192", "V4-Flash prompt 384", "V4-Flash decode 1 x 384", "V4-Flash decode 3 x 384"),
-        *("GLM-5.2 prompt 192", "GLM-5.2 decode 3 x 384"),
+        *("V4-Flash prompt 96", "V4-Flash prompt 192", "V4-Flash decode 1 x 192", "V4-Flash decode 3 x 192"),
+        *("GLM-5.2 prompt 96", "GLM-5.2 decode 3 x 192"),
     ]
     for row in rows:
         assert row["parts"] == PARTS_MS and row["tokens"] == int(row["run"].split()[1])
