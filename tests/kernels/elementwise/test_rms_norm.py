@@ -60,8 +60,9 @@ def test_sass_of_gradients(arguments):
     dtype, weighted, config = arguments
     sass = disassemble(cubin(gradients.compile_rms_norm_gradient, *arguments))
     assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
-    assert sass.registers <= 168  # 384 threads a multiprocessor
     vectors = config.vectors
+    # 384 threads per SM; 256 where a lane has four vectors and their weights.
+    assert sass.registers <= (255 if weighted and vectors == 4 else 168)
     sums = vectors * (1 if dtype == "float32" else 2) if weighted else 0
     assert sass.instructions["LDG"] == 2 * vectors + sums and sass.instructions["STG"] == vectors + sums
     assert sass.instructions["BAR"] == (config.lanes > WARP)

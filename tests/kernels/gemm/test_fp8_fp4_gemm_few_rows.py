@@ -20,7 +20,7 @@ def test_sass(arguments):
     assert sass.instructions["FFMA"] == config.rows // 2 * kernels.BLOCKS
     # A block's wgmma are started together, and waited for at the end and where a buffer of widened weights is needed
     # again: the compiler has not serialised them.
-    buffers = 2 if config.rows == 32 else kernels.BLOCKS
+    buffers = kernels.BLOCKS if config.resident <= 2 and config.rows <= 16 else 2
     assert sass.instructions["WARPGROUP"] == kernels.BLOCKS + kernels.BLOCKS - buffers + 2
     # Two rows of a lane: codes come four words at a time; a word takes four permutations and its table's place one.
     # Before the mainloop stands what widens the first block of all.

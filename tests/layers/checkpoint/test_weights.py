@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from dsa_layers.checkpoint import SINGLE_NAME, Checkpoint, load_weights
 from dsa_layers.checkpoint import directory as directory_module
 from dsa_layers.checkpoint import weights as weights_module
+from dsa_layers.errors import CheckpointError
 from tests.layers.checkpoint.stand_ins import BF16, F32, FP8, failure, like, stand_in, write
 
 
@@ -49,6 +50,16 @@ def test_dequantises_ragged_blocks(tmp_path, dtype):
         assert model.w[row, :128].eq(2 * 2.0 ** (row // 128)).all()
         assert model.w[row, 128:].eq(-2 * 2.0 ** (row // 128)).all()
     assert model.w.dtype == dtype
+
+
+def test_a_tensor_that_cannot_be_read_is_named(tmp_path):
+    save_file({"weight": torch.ones(2, 2)}, tmp_path / SINGLE_NAME)
+    checkpoint = Checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="holds no tensor bias"):
+        checkpoint.read("bias")
+    (tmp_path / SINGLE_NAME).unlink()
+    with pytest.raises(CheckpointError, match="cannot read weight"):
+        checkpoint.read("weight")
 
 
 def test_copy_outlives_the_file(tmp_path):

@@ -133,6 +133,12 @@ def disturbed(key, dtype):
 
 
 # Damage of kinds that GENERAL below does not have: the self test that fails, the function that is wrong, and how.
+def reversed_order_of_many(result, arguments):
+    """Entries of more tokens than one CTA sorts come in the opposite order."""
+    many = len(arguments[0]) > 8
+    return (*result[:2], result[2].flip(0), *result[3:]) if many else result
+
+
 WRONG = {
     "cast": ("per_token_cast_to_fp8", "per_token_cast_to_fp8", only_if("hadamard", wrong_result(1), False)),
     "Hadamard": ("per_token_cast_to_fp8", "per_token_cast_to_fp8", only_if("hadamard", wrong_result(1))),
@@ -144,6 +150,12 @@ WRONG = {
     "gate's experts": ("expert_routing", "moe_gate", lambda r, a: (15 - r[0], r[1])),
     "order of entries": ("expert_routing", "sort_by_expert", lambda r, a: (r[0].flip(0), *r[1:])),
     "rows of entries": ("expert_routing", "sort_by_expert", lambda r, a: (r[0], r[1].abs(), r[2])),
+    "order of many tokens' entries": ("route_to_experts", "route_to_experts", reversed_order_of_many),
+    "scales of up-projected values": (
+        "mla_values_cast_to_fp8",
+        "mla_values_cast_to_fp8",
+        lambda r, a: (r[0], 3 * r[1]),
+    ),
     "SwiGLU without the limit": ("swiglu_cast_to_fp8", "swiglu_cast_to_fp8", without_limit),
     "experts' SwiGLU without the limit": (
         *("grouped_fp8_gemm_swiglu", "grouped_fp8_gemm_swiglu"),

@@ -1,8 +1,11 @@
 """Sums and pieces over ranks: values, order and bits."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from dsa_layers.parallel import ranks
 from dsa_layers.parallel.ranks import SHARED_SUM_ROWS, Ranks
 from tests.layers.parallel.processes import in_ranks
 
@@ -65,3 +68,11 @@ def test_one_rank_says_nothing():
 def test_without_a_process_group():
     with pytest.raises(RuntimeError, match=r"group: torch\.distributed is not initialised"):
         Ranks.of()
+
+
+def test_a_process_outside_the_mesh_is_refused(monkeypatch):
+    """torch.distributed gives it the rank -1."""
+    outside = SimpleNamespace(rank=-1, size=2)
+    monkeypatch.setattr(ranks, "_of_mesh", lambda mesh: outside)
+    with pytest.raises(ValueError, match="mesh: this process must be one of its ranks, got rank -1 of 2"):
+        ranks.ranks_of(object())
