@@ -13,6 +13,7 @@ from tests.gpu import receipt
 from tests.project_copy import RECORDED, copy_project
 
 ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.slow
 # The receipt as if all of it had run on the code before the example: what is stale afterwards is the example's.
 FRESH = """
 from tests.gpu import receipt
@@ -100,7 +101,6 @@ def pytest_collection_modifyitems(items):
 """
 
 
-@pytest.mark.slow
 def test_nothing_else_misses_it(project):
     (project / "without_others.py").write_text(WITHOUT_OTHERS)
     printed = run(project, "-m", "pytest", "-vv", "-p", "no:cacheprovider", "-p", "without_others", *EVERYTHING)

@@ -11,6 +11,7 @@ import pytest
 
 from tests.project_copy import RECORDED, copy_project
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "docs" / "add-an-arch.md").read_text()
 FILES = re.findall(r"^```python file=(\S+)\n(.*?)^```", TEXT, re.S | re.M)

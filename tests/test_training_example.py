@@ -193,6 +193,7 @@ def test_steps_of_matrices(model):
     assert gate.abs().max() == pytest.approx(rate, rel=0.2)
 
 
+@pytest.mark.slow
 def test_losses_fall(out):
     rows = list(csv.DictReader((out / "losses.csv").open()))
     assert [row["stage"] for row in rows] == ["dense"] * 12 + ["warmup"] * 4 + ["sparse"] * 4

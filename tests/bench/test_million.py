@@ -72,6 +72,7 @@ def small(monkeypatch):
     monkeypatch.setattr(million, "milliseconds", milliseconds)
 
 
+@pytest.mark.slow
 def test_rows(small):
     """Each length is of the passes up to its own last one; sequences that do not fit are left out, and what is done."""
     told = []

@@ -25,6 +25,7 @@ RUNS = parallel_ranks.RUNS
 OFTEN = [run for run in RUNS if run != "prefill 90"]
 
 
+@pytest.mark.slow
 def test_rows_of_two_ranks():
     """Both ranks compute the same rows, in which every figure follows from the others."""
     step, left = "decode 1 x 200", ["prefill 66", "prefill 90"]

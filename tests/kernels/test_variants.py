@@ -29,6 +29,6 @@ def test_the_sample_has_every_compile_function(compile_function):
 def test_a_new_variant_moves_one_out_at_the_most():
     variants = [(sample, (f"dtype {i}", 128)) for i in range(100)]
     chosen = sample(variants)
-    assert len(chosen) == 5
+    assert len(chosen) == 2
     for i in range(100, 120):
         assert len(set(chosen) - set(sample([*variants, (sample, (f"dtype {i}", 128))]))) <= 1

@@ -29,9 +29,9 @@ def shipped_variants_of(compile_function: Callable[..., Any]) -> list[Variant]:
 
 
 def sample(variants: Sequence[Variant]) -> list[Variant]:
-    """One, 2 of 16 or 6 of 192 variants of a compile function, the same for all tests: those whose arguments have the
+    """One, 2 of 64 or 3 of 192 variants of a compile function, the same for all tests: those whose arguments have the
     lowest hashes, so that a new variant moves few others out or in. The next commit has others."""
-    count = max(1, math.isqrt(len(variants) // 4))
+    count = max(1, math.isqrt(len(variants) // 16))
     return sorted(variants, key=_hash)[:count]
 
 

@@ -27,6 +27,7 @@ def names(folder):
     return sorted(path.name for path in folder.glob("*.o"))
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_filled(folder, tmp_path, monkeypatch):
     assert sorted(build(VARIANTS, folder, 2)) == [(variant, True) for variant in VARIANTS]
     made = names(folder)

@@ -44,6 +44,7 @@ def test_it_has_the_files_of_a_family():
     assert FILES.keys() == {f"dsa_layers/families/dot_dsa/{name}" for name in names}
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_page(project):
     commands = re.findall(r"^dsa (.*)", TEXT, re.M)
     assert [command.split()[0] for command in commands] == ["tiny", "generate"]

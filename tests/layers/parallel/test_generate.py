@@ -69,6 +69,7 @@ def test_greedy_text_is_that_of_one_process(checkpoint, generate_here, monkeypat
     assert line.startswith("prefill: ")
 
 
+@pytest.mark.slow
 def test_torchrun_starts_ranks_too(checkpoint, generate_here):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *COMMAND[1:]]
     options = ["--prompt", "def f(", "--temperature", "0"]
@@ -186,6 +187,7 @@ def start(checkpoint, *options):
     return process
 
 
+@pytest.mark.slow
 def test_nobody_reads_the_output(checkpoint):
     """As in `... | head`: what one process does then all do, and nothing is said."""
     with start(checkpoint) as process:

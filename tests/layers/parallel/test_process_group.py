@@ -87,6 +87,7 @@ OTHER_DEVICE = """
 """
 
 
+@pytest.mark.slow
 def test_ranks_of_different_devices_end(tmp_path):
     """In place of a wait for each other, of gloo and NCCL."""
     start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]

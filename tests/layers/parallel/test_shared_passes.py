@@ -101,6 +101,7 @@ def of_parts(ranks, *arguments):
         return [of_ranks(ranks, *arguments, "heads", False, count) for count in (rows.SHARED_ROWS, 10**9)]
 
 
+@pytest.mark.slow
 def test_quantised_passes_have_the_bits_of_whole_rows(checkpoints):
     directories = [checkpoints[model, True] for model in QUANTIZED]
     options = {"dtype": torch.bfloat16, "progress": False}

@@ -135,6 +135,7 @@ def quantised_logits(ranks, directories):
     return found
 
 
+@pytest.mark.slow
 def test_quantised_weights(checkpoints):
     """FP8 and FP4 as they are: projections, experts and index keys."""
     models = ("deepseek_v32", "deepseek_v4")
