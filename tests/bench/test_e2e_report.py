@@ -321,12 +321,10 @@ def test_the_topk_of_vllms_that_is_the_fastest(rows, columns, k, prompt, named, 
     assert len(called) == 1 and torch.equal(found.long().sort().values, scores.topk(k).indices.sort().values)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "either_build"),
-    [
-        ("V3.2", "newest"),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("V3.2", "older"), ("V4-Flash", "newest"))),
-    ],
+    [("V3.2", "newest"), ("V3.2", "older"), ("V4-Flash", "newest")],
     indirect=["either_build"],
 )
 def test_whole_passes(name, either_build, monkeypatch):

@@ -103,9 +103,10 @@ def scaled_mm(a, b, scale_a, scale_b, out_dtype):
     return (a.float() * scale_a.repeat_interleave(128, 1) @ (b.float() * wide)).to(out_dtype)
 
 
-WITH_SELECTED_KEYS = pytest.param("window_attention_cast", [(512, 64, 8, 128)], marks=pytest.mark.slow)
+WITH_SELECTED_KEYS = "window_attention_cast", [(512, 64, 8, 128)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("op", "shapes"), [*SHAPES.items(), WITH_SELECTED_KEYS])
 def test_every_peer_is_called_as_it_demands_and_agrees(op, shapes, monkeypatch, peers, small):
     probe_only(monkeypatch, {op: shapes})

@@ -94,13 +94,14 @@ class Zeroed(TorchFunctionMode):
         return ZEROS.get(function, function)(*args, **(kwargs or {}))
 
 
+@SLOW
 @pytest.mark.parametrize(
     ("model_type", "drafts"),
     [
         ("glm_moe_dsa", 2),
-        pytest.param("deepseek_v4", 0, marks=SLOW),
-        pytest.param("deepseek_v4", 2, marks=SLOW),
-        pytest.param("deepseek_v32", 2, marks=SLOW),
+        ("deepseek_v4", 0),
+        ("deepseek_v4", 2),
+        ("deepseek_v32", 2),
     ],
 )
 def test_a_generator_asks_for_no_other_kernels(model_type, drafts, tiny_checkpoint):

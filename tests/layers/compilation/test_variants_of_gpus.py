@@ -42,9 +42,8 @@ def generated(ranks, directory):
     return set(asked)
 
 
-@pytest.mark.parametrize(
-    "model_type", ["glm_moe_dsa", *(pytest.param(f"deepseek_{v}", marks=SLOW) for v in ("v32", "v4"))]
-)
+@SLOW
+@pytest.mark.parametrize("model_type", ["glm_moe_dsa", "deepseek_v32", "deepseek_v4"])
 def test_ranks_ask_for_no_other_kernels(model_type, tiny_checkpoint):
     """With weights, on the CPU, and kernels that do nothing; sums that go through NCCL, as those of much do."""
     expected = variants_of(model_type, drafts=2, gpus=2)

@@ -9,7 +9,6 @@ from dsa_layers.families.sparse_mla.drafted_states import DraftedStates
 from dsa_layers.parallel.rows import SHARED_ROWS
 from tests.layers.parallel.processes import in_ranks
 
-FAMILIES = ["deepseek_v4", *(pytest.param(model, marks=pytest.mark.slow) for model in ("deepseek_v32", "glm_moe_dsa"))]
 OPTIONS = {"dtype": torch.float32, "progress": False, "drafter": True}
 # More tokens than are selected; ranks have a share each of the first pass's rows, and all of the others'.
 TOKENS, CHUNKS = torch.tensor([2 + i * i % 2000 for i in range(303)]), [270, 30, 1]
@@ -49,7 +48,8 @@ def elements(shapes):
     return sum(torch.Size(shape).numel() for shape in shapes.values())
 
 
-@pytest.mark.parametrize("model", FAMILIES)
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["deepseek_v4", "deepseek_v32", "glm_moe_dsa"])
 def test_ranks_compute_what_one_process_does(tiny_checkpoint, model):
     """The ranks have the same bits; also in FP8 and FP4 as they are stored, with bytes in the caches."""
     assert CHUNKS[0] >= SHARED_ROWS > CHUNKS[1]

@@ -41,7 +41,10 @@ def generate(model, temperature=0.0, prompts=PROMPTS, **options):
     return [c.tokens for c in completions], generator.throughput
 
 
-@pytest.mark.parametrize(("drafts", "temperature"), [(1, 0.0), (2, 1.0), (3, 0.0), (3, 1.0)])
+@pytest.mark.parametrize(
+    ("drafts", "temperature"),
+    [*(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 0.0), (2, 1.0), (3, 0.0))), (3, 1.0)],
+)
 def test_tokens_are_those_without_drafts(model, without_drafts, drafts, temperature, monkeypatch):
     """Greedy and sampled, of sequences that take other numbers of drafts, and end at other times."""
     expected, without = without_drafts(temperature)
@@ -52,8 +55,8 @@ def test_tokens_are_those_without_drafts(model, without_drafts, drafts, temperat
     assert throughput.drafted / 4 < throughput.taken < throughput.drafted  # some of each are right
 
 
-@pytest.mark.parametrize("captured", [False, True])
-@pytest.mark.parametrize("drafts", [1, 3])
+@pytest.mark.parametrize("captured", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("drafts", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_drafts_are_the_drafters(model, without_drafts, drafts, captured, monkeypatch):
     """Beside a pass over the whole sequence and the target's states, and one more for each further draft, which has
     the states that the one before gave; behind drafts that were taken, and such that were not."""

@@ -56,10 +56,8 @@ def said(ranks, directory):
     return found
 
 
-@pytest.mark.parametrize(
-    "model",
-    ["deepseek_v32", *(pytest.param(model, marks=pytest.mark.slow) for model in ("glm_moe_dsa", "deepseek_v4"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["deepseek_v32", "glm_moe_dsa", "deepseek_v4"])
 def test_collectives_are_few(tiny_checkpoint, model):
     for of_rank in in_ranks(2, said, tiny_checkpoint(model)):
         for way, (layers, dense, long_pass, step) in of_rank.items():

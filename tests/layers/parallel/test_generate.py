@@ -106,6 +106,7 @@ def test_a_port_in_use_is_said_once(checkpoint, generate_here):
     assert line.startswith(f"dsa generate: MASTER_PORT: port {port} of 127.0.0.1 cannot be used")
 
 
+@pytest.mark.slow
 def test_sequences_that_fail_are_said_once(checkpoint, tmp_path, generate_here):
     """By the first rank, which no other ends before it has."""
     changed(checkpoint, tmp_path, lambda tensors: tensors["lm_head.weight"].fill_(math.nan))
@@ -154,6 +155,7 @@ if os.environ.get("RANK") == "1":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("raised", "said", "code"),
     [
@@ -162,8 +164,8 @@ if os.environ.get("RANK") == "1":
             "dsa generate: CUDA out of memory. Tried to allocate 2.00 GiB",
             1,
         ),
-        pytest.param('KeyError("a defect")', "KeyError: 'a defect'", 1, marks=pytest.mark.slow),
-        pytest.param("KeyboardInterrupt", "", 130, marks=pytest.mark.slow),
+        ('KeyError("a defect")', "KeyError: 'a defect'", 1),
+        ("KeyboardInterrupt", "", 130),
     ],
 )
 def test_a_rank_that_fails_ends_the_others(checkpoint, tmp_path, raised, said, code, generate_here):
@@ -196,7 +198,8 @@ def test_nobody_reads_the_output(checkpoint):
         assert b"dsa: rank" not in process.stderr.read()
 
 
-@pytest.mark.parametrize("as_json", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("as_json", [False, True])
 def test_a_rank_that_is_killed_ends_the_others(checkpoint, as_json):
     with start(checkpoint, *["--json"] * as_json) as process:
         killed, first = of_rank(1, process.pid), of_rank(0, process.pid)

@@ -42,7 +42,8 @@ RANK = """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the names of threads")
-@pytest.mark.parametrize("raises", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("raises", [False, True])
 def test_no_thread_of_gloo_is_left_when_python_ends(raises, tmp_path):
     """One that asks for the interpreter while that ends aborts the process."""
     start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]

@@ -38,7 +38,7 @@ OPTIONS = {
 
 @pytest.fixture(
     scope="module",
-    params=[("deepseek_v32", "deepseek_v4"), pytest.param(("glm_moe_dsa",), marks=pytest.mark.slow)],
+    params=[("deepseek_v32", "deepseek_v4"), ("glm_moe_dsa",)],
     ids="-".join,
 )
 def checkpoints(request, tiny_checkpoint):
@@ -237,6 +237,7 @@ def of_both(checkpoints):
     return in_ranks(2, of_ranks, checkpoints)
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_rows_of_long_passes_have_the_bits_of_one_process(checkpoints, of_both):
     """And those of short ones its numbers."""
@@ -257,6 +258,7 @@ def test_rows_of_long_passes_have_the_bits_of_one_process(checkpoints, of_both):
                     assert (y - rows).abs().max() < tolerance * rows.abs().max(), (model, name, i, j)
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 @pytest.mark.parametrize("way", ["selected", "latest"])
 def test_keys_are_counted_and_may_be_others(checkpoints, of_both, way):
@@ -272,6 +274,7 @@ def test_keys_are_counted_and_may_be_others(checkpoints, of_both, way):
                 assert torch.equal(found[i, j], expected[i, j][numbers[i]]), (model, i, j)
 
 
+@pytest.mark.slow
 def test_keys_alone_are_said(of_both):
     """Neither queries, nor picks, nor results: latents and index keys in 16 bits; in V4 latents, and of layers with
     entries what these are made of, in 32; of a layer at once."""
