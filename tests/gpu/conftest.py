@@ -1,4 +1,6 @@
-"""GPU tests: skipped without a GPU that has kernels; each records its worst error for the receipt."""
+"""GPU tests: without a GPU that has kernels, one of each file is skipped, to say why, and no other runs. Each test
+records its worst error for the receipt.
+"""
 
 from pathlib import Path
 
@@ -7,16 +9,23 @@ import torch
 
 from dsa import backends
 
+FOLDER = Path(__file__).parent
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     reason = backends.why_no_kernels()
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.gpu)
-            if reason:
-                item.add_marker(pytest.mark.skip(reason=reason))
-            elif item.get_closest_marker("several_gpus") and torch.cuda.device_count() < 2:
-                item.add_marker(pytest.mark.skip(reason="needs two GPUs"))
+    few = torch.cuda.device_count() < 2
+    ours = [item for item in items if FOLDER in item.path.parents]
+    for item in ours:
+        item.add_marker(pytest.mark.gpu)
+        if reason:
+            item.add_marker(pytest.mark.skip(reason=reason))
+        elif few and item.get_closest_marker("several_gpus"):
+            item.add_marker(pytest.mark.skip(reason="needs two GPUs"))
+    if reason:
+        left_out = {*ours} - {*{item.path: item for item in ours}.values()}
+        config.hook.pytest_deselected(items=[*left_out])
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(autouse=True)
