@@ -18,6 +18,7 @@ from tests.layers.checkpoint.stand_ins import changed, read_tensors
 from tests.layers.generation.families import FAMILIES
 
 PREFIX = {"deepseek_v32": "model.layers.4.", "glm_moe_dsa": "model.layers.5.", "deepseek_v4": "mtp.0."}
+EXPERTS = dict.fromkeys(PREFIX, "mlp.experts.down_proj") | {"deepseek_v4": "ffn.experts.down_proj"}
 TOKENS = torch.arange(3, 304)
 BATCH = SequenceBatch.without_cache([200, 100])
 
@@ -115,6 +116,28 @@ def test_float_pages(directory):
     assert torch.bfloat16 in {tensor.dtype for tensor in model.drafter.make_cache(2, 256).tensors()}
     model = load(directory, dtype=torch.float32, dequantize=True, kv_cache="fp8")
     assert torch.uint8 in {tensor.dtype for tensor in model.drafter.make_cache(2, 256).tensors()}
+
+
+def test_widened_experts_give_the_same_states(directory, model_type):
+    kept, widened = load(directory), load(directory, widen_experts=True)
+    dtypes = [model.drafter.block.get_parameter(EXPERTS[model_type]).dtype for model in (kept, widened)]
+    stored = torch.int8 if model_type == "deepseek_v4" else torch.float8_e4m3fn
+    assert dtypes == [stored, torch.float8_e4m3fn]
+    states, expected = draft(kept)
+    assert torch.equal(draft(widened, states)[1], expected)
+
+
+def test_joint_products_give_the_states_of_single_ones(directory, model_type, monkeypatch):
+    joined = load(directory)
+    monkeypatch.setattr(loading_module.joint_linear, "join", lambda model: None)
+    apart = load(directory)
+    storages = []
+    for model in (joined, apart):
+        attention = model.drafter.block.get_submodule("attn" if model_type == "deepseek_v4" else "self_attn")
+        storages.append(len({x.weight.untyped_storage().data_ptr() for x in attention.joint_layers()[-2:]}))
+    assert storages == [1, 2]
+    states, expected = draft(apart)
+    assert torch.equal(draft(joined, states)[1], expected)
 
 
 def test_it_trains(directory):

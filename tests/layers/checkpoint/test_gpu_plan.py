@@ -150,6 +150,25 @@ def test_the_command(capsys, tmp_path):
         assert found == code and last in told.splitlines()[-1], (call, told)
 
 
+def test_the_command_with_drafts(capsys):
+    """It counts the drafter's layer and its cache, and leaves room for drafts in the context."""
+    path = VENDORED / "deepseek_v32_config.json"
+    call = path, "--memory", "141", "--gpus", "8"
+    code, plain = planned(capsys, *call)
+    assert code == 0 and ": 674.0 GB of weights, a cache of 48.1 KB a token" in plain
+    code, drafted = planned(capsys, *call, "--draft", "3")
+    assert code == 0 and ": 685.8 GB of weights with the drafter's, a cache of 48.9 KB a token" in drafted
+    assert [told.splitlines()[-1].split()[1] for told in (plain, drafted)] == ["97.7", "99.5"]
+
+    config = read_config(path)
+    without, found = (plan(config, precision_of(config), 8, names) for names in (None, StoredNames(path, None)))
+    assert found.page - without.page == 64 * (656 + 132)
+    plain, drafted = (int(told.split()[-1]) for told in (plain, drafted))
+    assert drafted == found.tokens(141 * 10**9) - 3 < plain
+    assert planned(capsys, *call, "--draft", "3", "--cache-tokens", drafted)[0] == 0
+    assert planned(capsys, *call, "--draft", "3", "--cache-tokens", plain)[0] == 1
+
+
 def test_what_does_not_fit_is_refused(monkeypatch, capsys):
     """Before anything is read: there are no weights beside the configuration."""
     config = read_config(FLASH)

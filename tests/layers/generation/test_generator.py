@@ -1,6 +1,7 @@
 """Generation: scheduling, stopping, streaming and failures, on the tiny FP8 checkpoint."""
 
 import dataclasses
+import threading
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from dsa_layers.checkpoint.loading import load_model
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams
+from dsa_layers.generation.token_stream import TokenStream
 from dsa_layers.generation.tokenizer import Tokenizer
 
 PROMPTS = ["The lightning indexer", "def forward(self, x): return", "a"]
@@ -124,6 +126,23 @@ def test_the_cache_is_free_after_the_last_event(model, tokenizer, greedy):
     assert [c.tokens for c in generator.generate(PROMPTS, params)] == [c.tokens for c in greedy] and list(stream) == []
 
 
+def test_a_stream_that_begins_refuses_another_before_its_first_event(model, tokenizer, monkeypatch):
+    """Another thread asks for the second stream while this one begins the first."""
+    generator = Generator(model, tokenizer, cache_tokens=256)
+    first, second = (generator.stream([prompt], SamplingParams(max_new_tokens=2)) for prompt in PROMPTS[:2])
+    begin = generator._begin
+
+    def begin_and_lose_the_turn(*arguments):
+        begin(*arguments)
+        monkeypatch.setattr(generator, "_begin", begin)
+        with pytest.raises(RuntimeError, match="another stream of this generator is open"):
+            next(second)
+
+    monkeypatch.setattr(generator, "_begin", begin_and_lose_the_turn)
+    assert len(list(first)) == 2 and generator._begin == begin
+    assert len(list(second)) == 2
+
+
 def test_closing_a_stream_while_a_pass_is_running(model, tokenizer, greedy, monkeypatch):
     """As another thread does that cancels a request."""
     generator = Generator(model, tokenizer, cache_tokens=256)
@@ -139,6 +158,75 @@ def test_closing_a_stream_while_a_pass_is_running(model, tokenizer, greedy, monk
         assert list(stream) == []
     assert generator.cache.allocator.free == 4
     assert generator.generate([PROMPTS[0]], params)[0].tokens == greedy[0].tokens
+
+
+def test_a_stream_closed_by_another_thread_closes_its_events_after_the_pass():
+    """Events refuse to be closed during the pass, which has ended when `gi_running` is read: the reader closes them."""
+
+    class Events:
+        began, may_end = threading.Event(), threading.Event()
+        closed, gi_running = 0, False
+
+        def __next__(self):
+            self.began.set()
+            assert self.may_end.wait(10)
+            return "event"
+
+        def close(self):
+            if not self.may_end.is_set():
+                raise ValueError("generator already executing")
+            self.closed += 1
+
+    events, read = Events(), []
+    stream = TokenStream(lambda stream: setattr(stream, "_events", events))
+    reader = threading.Thread(target=lambda: read.extend(stream))
+    reader.start()
+    assert events.began.wait(10)
+    stream.close()
+    events.may_end.set()
+    reader.join(10)
+    assert read == [] and events.closed == 1
+
+
+def test_threads_that_read_one_stream_begin_it_once():
+    begun, may_end, read = threading.Event(), threading.Event(), []
+
+    def begin(stream):
+        assert not begun.is_set()
+        begun.set()
+        assert may_end.wait(10)
+        stream._events = (i for i in range(2))
+
+    stream = TokenStream(begin)
+    readers = [threading.Thread(target=lambda: read.append(next(stream))) for _ in range(2)]
+    readers[0].start()
+    assert begun.wait(10)
+    readers[1].start()
+    readers[1].join(0.2)  # it would begin the stream again within this time
+    may_end.set()
+    for reader in readers:
+        reader.join(10)
+    assert sorted(read) == [0, 1]
+
+
+def test_closing_a_stream_that_another_thread_ends_meanwhile(model, tokenizer):
+    """`_stream` becomes None between two reads."""
+
+    class Ending(Generator):
+        reads = 0
+
+        @property
+        def _stream(self):
+            self.reads += 1
+            return (lambda: None) if self.reads == 1 else None
+
+        @_stream.setter
+        def _stream(self, stream):
+            pass
+
+    generator = Ending(model, tokenizer, cache_tokens=256)
+    generator.close_stream()
+    assert generator.reads == 1
 
 
 def test_a_pass_that_asks_for_its_streams_next_event(model, tokenizer, monkeypatch):

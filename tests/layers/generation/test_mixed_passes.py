@@ -1,5 +1,7 @@
 """Prompts are computed between decoding passes: how long a sequence waits, and what is counted."""
 
+from itertools import pairwise
+
 import pytest
 
 from dsa_layers.generation.generator import Generator
@@ -34,6 +36,33 @@ def test_a_long_prompt_among_sequences_that_decode(drafts):
     counted = generator.throughput
     assert counted.prefill_tokens == sum(map(len, prompts)) and counted.decode_tokens == 59 * 3 + 3
     assert counted.prefill_seconds > 0 and counted.decode_seconds > 0
+
+
+def test_a_running_sequence_waits_for_one_chunk_of_later_prompts_at_most(monkeypatch):
+    """More prompts than run at a time: between two decoding passes of a sequence lies a chunk at most."""
+    generator = Generator(RememberingModel(), cache_tokens=400, prefill_chunk=CHUNK, max_sequences=3)
+    prompts = [[i % 7] * n for i, n in enumerate((3, 20, 9, 14, 1, 30, 2))]
+    params = [SamplingParams(max_new_tokens=n) for n in (40, 5, 1, 30, 9, 12, 3)]
+    passes, prefill, extend = [], generator._passes.prefill, generator._passes.extend
+
+    def noted_prefill(work):
+        assert sum(n for _, n in work) <= CHUNK
+        passes.append(())
+        return prefill(work)
+
+    def noted_extend(sequences, throughput):
+        passes.append([s.index for s in sequences])
+        return extend(sequences, throughput)
+
+    monkeypatch.setattr(generator._passes, "prefill", noted_prefill)
+    monkeypatch.setattr(generator._passes, "extend", noted_extend)
+    got = generator.generate(prompts, params)
+    assert [c.tokens for c in got] == [continued(p, one.max_new_tokens) for p, one in zip(prompts, params)]
+    assert () in passes[3:-3]  # prompts are computed while others decode
+    for sequence, one in enumerate(params):
+        own = [i for i, decoded in enumerate(passes) if sequence in decoded]
+        assert len(own) == one.max_new_tokens - 1
+        assert all(after - before <= 2 for before, after in pairwise(own))
 
 
 def test_events_come_before_the_next_pass():

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dsa_layers.layers.trained_attention import SparseAttention
@@ -26,6 +27,18 @@ TOLERANCE = 2e-5
 ALONE = Ranks(0, 1)
 
 
+class DotProductIndexer(nn.Module):
+    """I[t, s] = (W_q qr[t]) . (W_k x[s]), an indexer of a user's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.top_k = TOP_K
+        self.q, self.k = nn.Linear(32, 16, bias=False), nn.Linear(64, 16, bias=False)
+
+    def loss(self, x, qr, cos, sin, attention):
+        return attention.kl(self.q(qr) @ attention.gather(self.k(x)).T)
+
+
 def losses(model, stage, lens, ranks):
     """(the rank's loss, what all of them have) of a pass."""
     tokens, weights = torch.arange(sum(lens)) * 7 % 50, torch.linspace(-1, 1, sum(lens))
@@ -36,16 +49,19 @@ def losses(model, stage, lens, ranks):
     return language + indexer, torch.stack([share.over_ranks(loss) for loss in (language, indexer)])
 
 
-def trained(name, lens, ranks):
+def trained(name, lens, ranks, own_indexer=False):
     """Losses, and the ranks' mean of each parameter's gradients."""
     model = Small(TOP_K)
+    if own_indexer:
+        torch.manual_seed(3)
+        model.layers[1].indexer = DotProductIndexer()
     with IndexerStage(model, name) as stage:
         loss, total = losses(model, stage, lens, ranks)
     loss.backward()
     return total, {n: ranks.sum(p.grad.flatten()) / ranks.size for n, p in model.named_parameters()}
 
 
-CASES = [(name, lens) for name in ("warmup", "sparse") for lens in LENS]
+CASES = [(name, lens, own_indexer) for name in ("warmup", "sparse") for lens in LENS for own_indexer in (False, True)]
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -54,7 +70,8 @@ def test_ranks(size):
     first, *others = in_ranks(size, of_a_rank)
     assert first[1] == [check.__name__ for check in CHECKS[size]]
     for case, (total, gradients), *of_others in zip(CASES, first[0], *(other[0] for other in others)):
-        expected = trained(*case, ALONE)
+        name, lens, own_indexer = case
+        expected = trained(name, lens, ALONE, own_indexer)
         assert torch.allclose(total, expected[0], rtol=TOLERANCE, atol=0), case
         for name, gradient in expected[1].items():
             assert (gradients[name] - gradient).abs().max() <= TOLERANCE * gradient.abs().max(), (case, name)
@@ -69,7 +86,38 @@ def of_a_rank(ranks):
     for check in CHECKS[ranks.size]:
         check(ranks)
         done.append(check.__name__)
-    return [trained(*case, ranks) for case in CASES], done
+    return [trained(name, lens, ranks, own_indexer) for name, lens, own_indexer in CASES], done
+
+
+def warmup_under_fsdp2(ranks):
+    """Sharded parameters, updated in each step, are those of one rank. The documented loop has the sparse stage."""
+    # Imported late: every process imports this module, and these take seconds.
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+    from torch.distributed.tensor import DTensor
+
+    whole, sharded = Small(TOP_K), Small(TOP_K)
+    before = {n: p.clone() for n, p in whole.named_parameters()}
+    for layer in sharded.layers:
+        fully_shard(layer.indexer)
+        register_fsdp_forward_method(layer.indexer, "loss")
+        fully_shard(layer)
+    fully_shard(sharded)
+    for model, of in ((whole, ALONE), (sharded, ranks)):
+        stage = IndexerStage(model, "warmup")
+        model.requires_grad_(False)
+        for p in stage.parameters():
+            p.requires_grad_(True)
+        optimizer = torch.optim.SGD(stage.parameters(), lr=0.05)
+        with stage:
+            for lens in LENS:
+                loss, _ = losses(model, stage, lens, of)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    for (n, p), shard in zip(whole.named_parameters(), sharded.parameters()):
+        assert isinstance(shard, DTensor)
+        assert torch.equal(p, before[n]) != p.requires_grad, n
+        assert torch.allclose(shard.full_tensor(), p, rtol=0, atol=TOLERANCE * p.abs().max().item()), n
 
 
 def documented_loop(ranks):
@@ -156,7 +204,7 @@ def in_groups(ranks):
         IndexerStage(Small(TOP_K), "sparse").share([8], Ranks.of(groups[1 - number]))
 
 
-CHECKS = {2: (documented_loop, checkpointed, gradients_of_rows, wrong_lengths), 4: (in_groups,)}
+CHECKS = {2: (warmup_under_fsdp2, documented_loop, checkpointed, gradients_of_rows, wrong_lengths), 4: (in_groups,)}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])

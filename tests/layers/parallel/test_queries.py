@@ -13,10 +13,13 @@ import torch
 
 from dsa_layers import load_model
 from dsa_layers.batch.prefill import Chunk, prefill_batch
+from dsa_layers.batch.rows import Rows
+from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.evaluation.keys_read import KeysRead
 from dsa_layers.evaluation.selections import latest_keys
 from dsa_layers.families.deepseek_v4.model import DeepseekV4ForCausalLM
-from dsa_layers.layers.attention import Selection
+from dsa_layers.layers import attention as attention_layer
+from dsa_layers.layers.attention import DSAAttention, Selection
 from dsa_layers.layers.linear import Linear
 from dsa_layers.layers.rope import RopeAngles
 from dsa_layers.parallel.cuts import shares_of
@@ -117,6 +120,46 @@ def test_memory_is_held_once(tiny_checkpoint):
     del theirs, mine
     assert left() is None
     assert all(x.is_meta for x in layer.own_part.of(layer).parameters())
+
+
+def test_weights_are_dequantised_once_for_all_heads_and_a_ranks_own(tiny_checkpoint):
+    """Also after a change."""
+    directory = tiny_checkpoint("deepseek_v32")
+    part = load_model(directory, mesh=Ranks(1, 2), progress=False)
+    with split_by("heads"):
+        of_heads = load_model(directory, mesh=Ranks(1, 2), progress=False)
+    (_, layer), (_, expected) = (attentions(model)[1] for model in (part, of_heads))
+    for _ in range(2):
+        whole = layer.kv_b_proj.float_weight(torch.bfloat16)
+        assert layer.kv_b_proj.float_weight(torch.bfloat16) is whole
+        own = layer.own_part.of(layer).kv_b_proj.float_weight(torch.bfloat16)
+        assert torch.equal(own, expected.kv_b_proj.float_weight(torch.bfloat16))
+        assert own.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+        for one in (layer, expected):
+            one.kv_b_proj.weight_scale_inv.mul_(2)
+
+
+@pytest.mark.parametrize("multi_head", [False, True])
+def test_the_choice_of_a_form_is_told_a_ranks_heads(tiny_checkpoint, multi_head, monkeypatch):
+    """Also the number of ranks. The multi-head form uses a rank's part of the layer, the absorbed form all heads."""
+    part = load_model(tiny_checkpoint("deepseek_v32"), mesh=Ranks(1, 2), progress=False)
+    _, layer = attentions(part)[1]
+    batch, told = SequenceBatch.without_cache([layer.indexer.top_k + 1]), []
+
+    def is_faster(query_lens, key_lens, top_k, sizes, communication):
+        told.append((sizes.heads, communication.processes))
+        return multi_head
+
+    class Shared(Rows):
+        parts = shared = True
+
+    monkeypatch.setattr(attention_layer, "multi_head_is_faster", is_faster)
+    monkeypatch.setattr(DSAAttention, "_has_multi_head_kernel", lambda *_: True)
+    monkeypatch.setattr(DSAAttention, "_attend", lambda one, x, *_, queries: (one.n_heads, queries.shared))
+    x = torch.zeros(len(batch.positions), part.config.hidden_size)
+    expected = (layer.n_heads // 2, False) if multi_head else (layer.n_heads, True)
+    assert layer(x, *part.model.rotary(batch.positions), batch, rows=Shared()) == expected
+    assert told == [(layer.n_heads // 2, 2)]
 
 
 @pytest.mark.parametrize(("model", "name"), [("deepseek_v32", "kv_b_proj.weight"), ("deepseek_v4", "attn_sink")])
@@ -288,3 +331,42 @@ def test_keys_alone_are_said(of_both):
         for model in {model for model, _ in of_one}:
             *_, said = of_one[model, "fp8"]
             assert said == [("gather", sum(sizes)) for sizes in per_layer[model]] * len(LONG), model
+
+
+@torch.inference_mode()
+def of_forms(ranks, directory):
+    """By options, way of selecting and form: (what is said, the `Communication` that each layer counts)."""
+    found = {}
+    for name, way in itertools.product(OPTIONS, ("selected", "latest")):
+        part = load_model(directory, mesh=ranks, progress=False, **OPTIONS[name])
+        for multi_head in (False, True):
+            said, counted = found[name, way, multi_head] = [], []
+
+            def choose(*call, form=multi_head, counted=counted):
+                counted.append(call[-1])
+                return form
+
+            with (
+                contextlib.nullcontext() if way == "selected" else latest_keys(part),
+                mock.patch.object(DSAAttention, "_has_multi_head_kernel", lambda *_: True),
+                mock.patch.object(attention_layer, "multi_head_is_faster", choose),
+                told(said),
+            ):
+                attended(part, ranks)
+    return found
+
+
+@pytest.mark.slow
+def test_the_choice_of_a_form_counts_the_bytes_that_the_forms_say(tiny_checkpoint):
+    """What the multi-head form says beyond the absorbed one, to the byte: in long passes; in short ones nothing."""
+    for found in in_ranks(2, of_forms, tiny_checkpoint("deepseek_v32")):
+        for name, way in itertools.product(OPTIONS, ("selected", "latest")):
+            (absorbed, counted), (multi_head, also) = (found[name, way, form] for form in (False, True))
+            assert counted == also
+            short = [i not in LONG for i in range(len(PASSES)) for _ in range(LAYERS["deepseek_v32"])]
+            assert [one is None for one in counted] == short
+            counted = [one for one in counted if one is not None]
+            more = sum(size for _, size in multi_head) - sum(size for _, size in absorbed)
+            assert more == sum(one.token_bytes for one in counted), (name, way)
+            assert len(multi_head) - len(absorbed) == sum(one.collectives for one in counted), (name, way)
+            assert {one.collectives for one in counted} == {3 if way == "selected" else 2}

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from dsa_layers.batch.rows import ALL_ROWS
+from dsa_layers.batch.rows import ALL_ROWS, Rows
 from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE
 from dsa_layers.layers.rope import RopeAngles
 from dsa_layers.parallel.ranks import ALONE, Ranks
 from dsa_layers.parallel.rows import SHARED_ROWS, SharedRows, WholeRows, rows_of
@@ -78,6 +79,41 @@ def test_rows_of_ranks(size):
             # Rounded once with what is shared, and once more with the residual.
             expected = part(9, count)[own] + (2 * expected + part(8, count).float()[own]).bfloat16()
             assert torch.equal(more, expected)
+
+
+class FirstHalf(Rows):
+    """The first half of the rows. whole: what the calls of `gather` give, in their order."""
+
+    parts = shared = True
+
+    def __init__(self, *whole):
+        self.whole, self.sent = whole, []
+
+    def own(self, x):
+        return x[: len(x) // 2]
+
+    def sum(self, part):
+        return self.own(part)
+
+    def gather(self, *own):
+        first = len(self.sent)
+        self.sent += own
+        return self.whole[first : len(self.sent)]
+
+
+@pytest.mark.parametrize("fp4_experts", [False, True])
+@torch.inference_mode()
+def test_experts_send_casts_of_their_rows(fp4_experts):
+    """A byte per channel; the result has the bits of a process with all rows."""
+    moe = MoE(256, 128, GroupedSigmoidRouter(256, 6, 2, dtype=torch.bfloat16), fp8=True, fp4_experts=fp4_experts)
+    x = torch.randn(10, 256).bfloat16()
+    cast, choice = moe.shared_experts.gate_proj.cast(x), moe.gate(x)
+    rows = FirstHalf(*cast, *choice)
+    own = tuple(map(rows.own, cast))
+    expected = rows.own(moe.experts(x, *choice, cast=cast)) + moe.shared_experts(rows.own(x), cast=own)
+    assert torch.equal(moe(rows.own(x), cast=own, rows=rows), expected)
+    assert {tensor.dtype for tensor in rows.sent} == {torch.float8_e4m3fn, torch.float32, torch.int64}
+    assert sum(tensor.nbytes for tensor in rows.sent) == 5 * (256 + 2 * 4 + 2 * (8 + 4))
 
 
 def test_few_rows_and_decoding_are_whole():

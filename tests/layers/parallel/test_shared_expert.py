@@ -1,6 +1,9 @@
-"""Shared experts that every rank has whole: what it holds, and its part of them."""
+"""Shared experts that every rank has whole: what it holds, its part of them, and work during the exchange."""
 
 import copy
+import functools
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,10 +11,11 @@ import torch
 from dsa_layers import load_model
 from dsa_layers.families.registry import model_types
 from dsa_layers.layers import joint_linear
-from dsa_layers.layers.moe import MoE, SwiGLU
+from dsa_layers.layers.moe import MoE, SharedExpert, SwiGLU
 from dsa_layers.parallel.ranks import Ranks
 from dsa_layers.parallel.rows import SharedRows
 from dsa_layers.parallel.split import copy_own_parts
+from tests.layers.parallel.processes import in_ranks
 
 OPTIONS = {
     "fp32": {"dtype": torch.float32, "dequantize": True, "progress": False},
@@ -125,3 +129,78 @@ def test_dense_mlps_are_cut(checkpoints):
     dense = [module for module in part.modules() if type(module) is SwiGLU]
     assert dense and not any(hasattr(module, "own_part") for module in dense)
     assert dense[0].gate_proj.weight.shape[0] == part.config.intermediate_size // 2
+
+
+COUNT = 270  # rows of a pass whose rows are shared
+PATIENCE = 20  # seconds for what takes one
+
+
+def await_file(path: Path) -> None:
+    until = time.monotonic() + PATIENCE
+    while not path.exists():
+        assert time.monotonic() < until, f"{path.name}: the first rank waits for this one before it computes"
+        time.sleep(0.01)
+
+
+def after(function, do):
+    """The function, which calls `do` when it has run."""
+
+    def call(*arguments, **options):
+        result = function(*arguments, **options)
+        do()
+        return result
+
+    return call
+
+
+def before(function, do):
+    """The function, which first calls `do`."""
+
+    def call(*arguments, **options):
+        do()
+        return function(*arguments, **options)
+
+    return call
+
+
+@torch.inference_mode()
+def with_a_late_rank(ranks, directory, folder):
+    """(whether the result is as ever, what the first rank has computed when it begins each exchange). The second rank
+    sends its rows after the first one has chosen experts, and its part of the sum after the first one has computed the
+    shared expert."""
+    moe = mixtures(load_model(directory, mesh=ranks, **OPTIONS["fp8"]))[-1][1]
+    x = torch.randn(COUNT, moe.experts.down_proj.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
+    rows = SharedRows(ranks, COUNT)
+    cast = tuple(map(rows.own, moe.shared_experts.gate_proj.cast(x)))
+    expected = moe(rows.own(x), cast=cast, rows=rows)
+
+    chosen, shared, begun = folder / "chosen", folder / "shared", []
+
+    def note(name):
+        begun.append((name, chosen.exists(), shared.exists()))
+
+    if ranks.rank == 0:
+        changes = [
+            (type(moe.gate), "forward", after, chosen.touch),
+            (SharedExpert, "forward", after, shared.touch),
+            (SharedRows, "_begin_gather", before, functools.partial(note, "gather")),
+            (SharedRows, "_begin_sum", before, functools.partial(note, "sum")),
+        ]
+    else:
+        changes = [
+            (SharedRows, "_begin_gather", before, functools.partial(await_file, chosen)),
+            (SharedRows, "_begin_sum", before, functools.partial(await_file, shared)),
+        ]
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name, wrap, do in changes:
+            patch.setattr(owner, name, wrap(getattr(owner, name), do))
+        late = moe(rows.own(x), cast=cast, rows=rows)
+    return torch.equal(late, expected), begun
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["deepseek_v32", "deepseek_v4"])
+def test_ranks_compute_while_they_await_others(checkpoints, model, tmp_path):
+    first, second = in_ranks(2, with_a_late_rank, checkpoints[model], tmp_path)
+    begun = [("gather", False, False), ("gather", True, False), ("sum", True, False)]
+    assert first == (True, begun) and second == (True, [])
