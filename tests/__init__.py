@@ -3,4 +3,4 @@ here, unless the caller has set something else; torch reads the variable when it
 
 import os
 
-os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
+os.environ["ONEDNN_MAX_CPU_ISA"] = os.environ.get("ONEDNN_MAX_CPU_ISA") or "AVX512_CORE"

@@ -20,6 +20,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="every slow test, and every shipped variant of every kernel")
 
 
+def pytest_report_header() -> str:
+    return f"slow tests and variants of kernels: samples of {commit()[:12]}"
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """A run of the whole suite has one in SLOW_PARTS of the slow tests, others with every commit."""
     if config.getoption("all") or config.option.file_or_dir:

@@ -78,7 +78,7 @@ def test_its_own_tests_pass(project):
         *(project, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
         *(f"tests/{floor}/elementwise/test_scale_rows.py" for floor in floors),
     )
-    assert re.match(r"\.{8,}s{9}\s", printed), printed  # the GPU's are skipped here
+    assert re.match(r"\.{8,}s\s", printed), printed  # one of the GPU's says why they do not run here
 
 
 # What goes through all ops: receipts, self tests and what they notice, what is generated, imports and valid calls. The

@@ -40,7 +40,7 @@ from dsa.runtime.object_file import cubin_in, write_object_file
 from dsa.runtime.private_files import create_private_file, open_lock, open_private_file, path_of, private_folder
 from dsa.runtime.source_key import key_on_disk, source_key
 
-_OPTIONS = "--enable-tvm-ffi --ptxas-options '--warn-on-spills --warning-as-error'"
+OPTIONS = "--enable-tvm-ffi --ptxas-options '--warn-on-spills --warning-as-error'"
 _ENTRY = "dsa_kernel"
 _EDITED = "sources of dsa have changed since this process began"
 _ADVICE = "set DSA_CACHE_DIR to keep kernels from one process to the next"
@@ -78,7 +78,7 @@ def compile_for(target: str, function: Callable, *args: Any) -> Any:
 
     Arguments are fake tensors, ints and a fake stream. The result is called with torch tensors and ints.
     """
-    return cute.compile(function, *args, options=f"--gpu-arch {target} {_OPTIONS}")
+    return cute.compile(function, *args, options=f"--gpu-arch {target} {OPTIONS}")
 
 
 def compile_sm90(function: Callable, *args: Any) -> Any:
@@ -198,7 +198,7 @@ def _stem(function: Callable, args: tuple) -> str:
 
 
 def _key(function: Callable, args: tuple) -> str:
-    tools = (cutlass.__version__, str(cutlass.CUDA_VERSION), tvm_ffi.__version__, _OPTIONS, platform.machine())
+    tools = (cutlass.__version__, str(cutlass.CUDA_VERSION), tvm_ffi.__version__, OPTIONS, platform.machine())
     sources = source_key(function.__module__)
     text = repr((function.__module__, function.__qualname__, args, sources, tools, _settings()))
     return hashlib.sha256(text.encode()).hexdigest()[:32]

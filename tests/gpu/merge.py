@@ -2,12 +2,11 @@
 
 usage: python -m tests.gpu.merge RECEIPT...
 
-The result is the union of all rows. Of rows for one entry the newest counts; a row that failed, is unfinished or is
+The result is the union of all rows. Of rows for one entry the newest counts, and of one day the one that is there; a row that failed, is unfinished or is
 stale is left out and named. Then `python -m tests.generate` and `python -m tests.gpu.headlines` write what follows.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -19,28 +18,28 @@ def why_not(name: str, arch: str, entry: receipt.Entry) -> str | None:
     """Why a row is left out; None for one that is evidence."""
     if name not in receipt.tested():
         return "there is no such entry here"
-    if entry["failed"]:
+    if entry.get("failed"):
         return f"{entry['failed']} failed"
-    if receipt.test_files(name) and not entry["tests"]:
+    if receipt.test_files(name) and not entry.get("tests"):
         return "it has no tests"
-    if receipt.has_figures(name) and not entry["bench"]:
+    if receipt.has_figures(name) and not entry.get("bench"):
         return "it has no figures"
-    return receipt.why_stale(entry, name, arch)
+    return receipt.why_stale(entry, name, arch, receipt.now().date())
 
 
 def merge(others: Iterable[receipt.Entries]) -> tuple[list[str], dict[str, str]]:
     """Writes the receipt. -> (the entries that it took, as "ENTRY of ARCH"; those that it left out, why)"""
-    data, taken, left = receipt.load(), [], {}
-    for arch, name, entry in ((a, n, e) for entries in others for a in entries for n, e in entries[a].items()):
-        label, there = f"{name} of {arch}", data.get(arch, {}).get(name)
-        if reason := why_not(name, arch, entry):
-            left[label] = reason
-        elif there and not receipt.why_stale(there, name, arch) and there["date"] > entry["date"]:
-            left[label] = f"there is a newer one, of {there['date']}"
-        else:
-            data.setdefault(arch, {})[name] = entry
-            taken.append(label)
-    receipt.save(data)
+    taken, left = [], {}
+    with receipt.changing() as data:
+        for arch, name, entry in ((a, n, e) for entries in others for a in entries for n, e in entries[a].items()):
+            label, there = f"{name} of {arch}", data.get(arch, {}).get(name)
+            if reason := why_not(name, arch, entry):
+                left[label] = reason
+            elif there and not why_not(name, arch, there) and there["date"] >= entry["date"]:
+                left[label] = f"there is one of {there['date']}"
+            else:
+                data.setdefault(arch, {})[name] = entry
+                taken.append(label)
     return list(dict.fromkeys(taken)), {label: why for label, why in left.items() if label not in taken}
 
 
@@ -51,9 +50,9 @@ def main(arguments: Sequence[str]) -> int:
     others = []
     for path in args.receipts:
         try:
-            others.append(json.loads(path.read_text()))
+            others.append(receipt.read(path))
         except (OSError, ValueError) as error:
-            parser.error(f"RECEIPT: {path} must be a receipt, got: {error}")
+            parser.error(f"RECEIPT: {error}")
     taken, left = merge(others)
     print("\n".join([*(f"{label}: taken" for label in taken), *(f"{label}: {why}" for label, why in left.items())]))
     return 0 if taken else 1

@@ -7,16 +7,21 @@ of more than one op.
 An entry holds the commit, date, device and versions of its run, its results and figures, and two digests:
 - "kernels": of the machine code (`tests.kernels.machine_code`) of every variant of the kernels that it runs;
 - "launches", of an op's entry: of what a call launches over the op's cases (`tests.ops.launched_arguments`): variants,
-  and the shapes, strides and dtypes of their arguments.
-It is stale when today's code has other digests. An entry of WHOLES has no launches, and is stale after MAX_AGE too.
+  the shapes, strides and dtypes of their arguments, and which of these are zeros or share memory.
+The machine code is that of the DSL that machine_code.json is of, whichever is installed: `tests.gpu.run` runs with it.
+An entry is stale when today's code has other digests. An entry of WHOLES has no launches, and is stale after MAX_AGE too.
 Source that is moved, renamed or reworded changes neither digest.
 """
 
+import contextlib
 import datetime
+import fcntl
 import functools
 import hashlib
 import json
+import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,11 +100,45 @@ Entries = dict[str, dict[str, Entry]]
 def load() -> Entries:
     """{arch: {entry's name: entry}}, as their runs have written them. "unverified" says what an entry lacks of a whole
     run, or is None."""
-    return json.loads(PATH.read_text()) if PATH.exists() else {}
+    return read(PATH) if PATH.exists() else {}
+
+
+def read(path: Path) -> Entries:
+    """Raises ValueError, which names the file, for what is no receipt."""
+    try:
+        data = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: must be a receipt in JSON, got: {error}") from None
+    entries = [*data.values()] if isinstance(data, dict) else [data]
+    if not all(isinstance(of, dict) and all(isinstance(entry, dict) for entry in of.values()) for of in entries):
+        raise ValueError(f"{path}: must be {{arch: {{entry's name: entry}}}}")
+    return data
 
 
 def save(data: Entries) -> None:
-    PATH.write_text(json.dumps({arch: dict(sorted(data[arch].items())) for arch in sorted(data)}, indent=1) + "\n")
+    """Whole or not at all, whenever the process ends."""
+    text = json.dumps({arch: dict(sorted(data[arch].items())) for arch in sorted(data)}, indent=1) + "\n"
+    partial = PATH.with_suffix(f".{os.getpid()}.part")
+    partial.write_text(text)
+    os.replace(partial, PATH)
+
+
+@contextlib.contextmanager
+def changing() -> Iterator[Entries]:
+    """The entries, which are saved at the end. One process at a time: others wait."""
+    handle = os.open(HERE, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        data = load()
+        yield data
+        save(data)
+    finally:
+        os.close(handle)
+
+
+def now() -> datetime.datetime:
+    """What entries are dated by, in UTC."""
+    return datetime.datetime.now(datetime.UTC)
 
 
 def judged(today: datetime.date | None = None) -> Entries:
@@ -113,8 +152,10 @@ def judged(today: datetime.date | None = None) -> Entries:
 
 def why_stale(entry: Entry, name: str, arch: str, today: datetime.date | None = None) -> str | None:
     """What an entry lacks to be evidence for today's code; None if it is evidence."""
-    if entry["unverified"]:
+    if entry.get("unverified"):
         return entry["unverified"]
+    if "kernels" not in entry or (name not in WHOLES and "launches" not in entry):
+        return "it does not say on which kernels it ran"
     if entry["kernels"] != kernels_digest(name, arch):
         return "the machine code of its kernels has changed"
     if name not in WHOLES and entry["launches"] != launches_digest(name, arch):
@@ -131,9 +172,11 @@ def digests(name: str, arch: str) -> dict[str, str]:
 
 
 def kernels_digest(name: str, arch: str) -> str:
-    """Of the machine code of every variant of an entry's kernels; the names of variants do not count."""
+    """Of the machine code of every variant of an entry's kernels and of the arguments that it is compiled for; names
+    do not count."""
     modules = kernels_of(name, arch)
-    return _digest(sorted({code for variant, code in _machine_code().items() if variant.partition(".")[0] in modules}))
+    own = {variant: code for variant, code in _machine_code().items() if variant.partition(".")[0] in modules}
+    return _digest(sorted([machine_code.without_names(variant), code] for variant, code in own.items()))
 
 
 def kernels_of(name: str, arch: str) -> set[str]:
@@ -151,7 +194,7 @@ def launches_digest(name: str, arch: str) -> str:
     """Of what the op's functions launch over their cases; neither names nor the order of cases count."""
     codes = _machine_code()
     calls = [
-        [[codes.get(variant) or variant.partition("(")[2], arguments] for variant, arguments in call]
+        [[codes.get(variant) or machine_code.without_names(variant), arguments] for variant, arguments in call]
         for function in functions_of(name)
         for call in _launches(function, arch)
     ]
@@ -230,7 +273,7 @@ def needed(data: Entries, arch: str) -> list[str]:
     """The entries of an arch that have to run: those that are missing or stale."""
     there = data.get(arch, {})
     names = sorted({*asked(arch), *there} & {*tested()})
-    return [name for name in names if name not in there or why_stale(there[name], name, arch, datetime.date.today())]
+    return [name for name in names if name not in there or why_stale(there[name], name, arch, now().date())]
 
 
 def has_figures(name: str) -> bool:

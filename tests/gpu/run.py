@@ -310,9 +310,8 @@ def _keeper(arch: str, name: str, entry: dict[str, Any]) -> Callable[[list[dict]
 
 
 def save_entry(arch: str, name: str, entry: dict[str, Any]) -> None:
-    data = receipt.load()
-    data.setdefault(arch, {})[name] = entry
-    receipt.save(data)
+    with receipt.changing() as data:
+        data.setdefault(arch, {})[name] = entry
 
 
 def commit_of_this_tree() -> str | None:
@@ -365,7 +364,7 @@ def main(arguments: Sequence[str]) -> int:
         "peers": peer_versions(),
     }
     places = {name: place | ({"dsl": receipt.OLDEST_DSL} if name == "oldest_dsl" else {}) for name in names}
-    head = {"date": datetime.date.today().isoformat(), "commit": args.commit}
+    head = {"date": receipt.now().date().isoformat(), "commit": args.commit}
     heads = {name: head | places[name] | receipt.digests(name, arch) for name in names}
     earlier = receipt.load().get(arch, {}) if args.go_on else {}
     outcomes = {name: begun(earlier.get(name, {}), heads[name]) for name in names}

@@ -95,4 +95,4 @@ def inserted(text: str) -> str:
 
 def renewed(text: str) -> str:
     """The document's text as of today."""
-    return inserted(re.sub(AS_OF, f"As of {datetime.date.today()}", text))
+    return inserted(re.sub(AS_OF, f"As of {receipt.now().date()}", text))

@@ -17,6 +17,7 @@ import importlib
 import json
 import os
 import pkgutil
+import re
 import struct
 import sys
 import tempfile
@@ -37,6 +38,7 @@ _KINDS = ".text.", ".nv.constant0.", ".nv.shared."
 _LAUNCHER = "_mlir_ciface_"  # before the name of the host function that computes grids and launches
 _SYMBOL = "<IBBHQQ"  # name, info, other, section, value, size
 _CONSTANTS = ".rodata.cst"  # section of the host code's vector constants, up to 16 bytes each
+_HANDLES = ".lbss"  # section of the handles of kernels, in the order of their first launches
 
 Digests = dict[str, str]
 
@@ -44,9 +46,10 @@ Digests = dict[str, str]
 def digest(object_file: bytes) -> str:
     """Of a compiled variant: its kernels' code and the host code that launches them, without symbols."""
     cubin = cubin_in(object_file)
+    # Kernels are in the file in the reverse order of their first launches.
     parts = [f"{kind} {size} {hashlib.sha256(code).hexdigest()}" for kind, size, code in code_sections(cubin)]
-    parts += [f"registers {sorted(registers(cubin))}", f"launcher {hashlib.sha256(launcher(object_file)).hexdigest()}"]
-    return hashlib.sha256("\n".join(sorted(parts)).encode()).hexdigest()[:16]
+    parts += [f"registers {[*registers(cubin)]}", f"launcher {hashlib.sha256(launcher(object_file)).hexdigest()}"]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 def code_sections(cubin: bytes) -> Iterator[tuple[str, int, bytes]]:
@@ -69,7 +72,8 @@ def registers(cubin: bytes) -> Iterator[int]:
 
 
 def launcher(object_file: bytes) -> bytes:
-    """The instructions of the host functions that launch, with the vector constants that they load."""
+    """The instructions of the host functions that launch, with the vector constants that they load and which of the
+    kernels each launch is of."""
     sections = [*_sections(object_file)]
     contents = {name: content for name, _, content in sections}
     symbols = [
@@ -83,8 +87,12 @@ def launcher(object_file: bytes) -> bytes:
         parts.append(code[start : start + size])
         for at, info, addend in struct.iter_unpack("<QQq", contents[f".rela{text}"]):
             target = symbols[info >> 32][1]
-            if start <= at < start + size and target < len(sections) and sections[target][0].startswith(_CONSTANTS):
+            if not start <= at < start + size or target >= len(sections):
+                continue
+            if sections[target][0].startswith(_CONSTANTS):
                 parts.append(sections[target][2][addend : addend + 16])
+            elif sections[target][0] == _HANDLES:
+                parts.append(f"kernel {addend}".encode())
     return b"".join(parts)
 
 
@@ -112,8 +120,15 @@ def families() -> list[str]:
 
 
 def key_of(family: str) -> str:
-    """The key of a family's sources as they are on disk."""
-    return folder_key(FAMILIES / family)
+    """The key of a family's sources as they are on disk, and of the compiler's options."""
+    from dsa.runtime.compile_cache import OPTIONS
+
+    return hashlib.sha256(f"{folder_key(FAMILIES / family)} {OPTIONS}".encode()).hexdigest()[:16]
+
+
+def without_names(variant: str) -> str:
+    """A variant's arguments alone: names of functions, configurations and their fields may change."""
+    return re.sub(r"\w+=|\w+(?=\()", "", variant[variant.index("(") :])
 
 
 @functools.cache
@@ -127,7 +142,12 @@ def shipped(family: str) -> dict[str, tuple[Any, tuple]]:
 
 def recorded() -> dict[str, Any]:
     """{"dsl": its version, "families": {family: {"key": of its sources, "variants": {name: digest}}}}."""
-    return json.loads(PATH.read_text()) if PATH.exists() else {"dsl": None, "families": {}}
+    if not PATH.exists():
+        return {"dsl": None, "families": {}}
+    try:
+        return json.loads(PATH.read_text())
+    except ValueError as error:
+        raise ValueError(f"{PATH}: not JSON ({error}); delete it and write it anew with --all") from None
 
 
 def changed_families() -> list[str]:
@@ -166,7 +186,8 @@ def current() -> Digests:
 
 
 def differences(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[list[str], list[str], list[str]]:
-    """(changed or gone, new or changed, renamed) variants; a line each."""
+    """(changed or gone, new or changed, renamed) variants; a line each. A variant that keeps its name is not renamed,
+    even if another one has its code now."""
     unmatched = defaultdict(list)
     for name, code in after.items():
         if before.get(name) != code:
@@ -175,7 +196,9 @@ def differences(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[li
     for name, code in before.items():
         if after.get(name) == code:
             continue
-        if unmatched[code]:
+        if name in after:
+            gone.append(name)
+        elif unmatched[code]:
             renamed.append(f"{name} -> {unmatched[code].pop(0)}")
         else:
             gone.append(name)

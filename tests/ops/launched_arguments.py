@@ -1,6 +1,6 @@
 """What ops give to kernels against what these are compiled for, without a GPU: how many arguments, which are None, the
-dtypes and the dimensions of tensors. A kernel that is called otherwise raises at its first launch on a GPU. And whether
-a call that comes again and again, whose steps are recorded, gives kernels what it gave them the first time.
+dtypes and the dimensions of tensors. A kernel that is called otherwise raises at its first launch on a GPU. And what
+memory holds that an op prepares for a kernel, and whether a call that comes again and again, whose steps are recorded, gives kernels what it gave them the first time.
 
 python -m tests.ops.launched_arguments prints the differences and the launches as JSON. It replaces the compiler for the
 whole process, so tests run it in a process of its own (`launched`).
@@ -8,9 +8,11 @@ whole process, so tests run it in a process of its own (`launched`).
 
 import contextlib
 import functools
+import hashlib
 import json
 import subprocess
 import sys
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -164,18 +166,24 @@ def _gradients(call: ValidCall, given: dict[str, Any]) -> object:
     return torch.autograd.grad(sum(results), inputs)
 
 
+_BYTES = torch.int8, torch.uint8
+
+
 class Memory:
     """Names for what tensors lie in, in the order in which it is seen: alike in calls that do the same."""
 
-    def __init__(self) -> None:
+    def __init__(self, contents: bool = False) -> None:
+        """contents: what they hold counts, too."""
         self._seen: list[tuple[torch.UntypedStorage, int]] = []
+        self._contents = contents
 
     def described(self, x: Any) -> Any:
         """What of an argument or a result is the same in every call like this one."""
         if isinstance(x, torch.Tensor):
-            return tuple(x.shape), x.stride(), x.dtype, self._place(x)
+            what = tuple(x.shape), x.stride(), x.dtype, self._place(x)
+            return (*what, contents_of(x)) if self._contents else what
         if isinstance(x, dict):
-            return self.described(list(x.values()))
+            return self.described([x[name] for name in sorted(x)])
         return tuple(map(self.described, x)) if isinstance(x, list | tuple) else x
 
     def _place(self, x: torch.Tensor) -> tuple[int, int] | None:
@@ -190,8 +198,23 @@ class Memory:
         return len(self._seen) - 1, 0
 
 
+def contents_of(x: torch.Tensor) -> str:
+    """Whether memory that a kernel gets holds zeros, nothing yet (as `fill_uninitialized_memory` leaves it) or numbers;
+    of integers which ones. Bytes are quantised, and so are not the same on every CPU."""
+    if not x.numel():
+        return "none"
+    if not x.dtype.is_floating_point and x.dtype not in _BYTES:
+        return hashlib.sha256(x.contiguous().numpy().tobytes()).hexdigest()[:8]
+    numbers = x.detach().float()
+    nothing = numbers == torch.iinfo(x.dtype).max if x.dtype in _BYTES else numbers.isnan()
+    return "nothing" if nothing.all() else "numbers" if numbers.any() else "zeros"
+
+
 def main() -> None:
     """Prints {"differences": lines, "recorded": names of calls, "launches": {op: [calls: [launches]]}} as JSON."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    warnings.filterwarnings("ignore", message=".*deterministic")
     launched, memory = [], [Memory()]
     found, name, recorded, variant = [], [""], [], [""]
     launches = defaultdict(list)
@@ -219,6 +242,13 @@ def main() -> None:
         forget_calls()
         # Nothing has run: an op that goes on with its kernel's numbers finds any.
         with contextlib.suppress(IndexError):
+            given, memory[0] = arguments(), Memory(contents=True)
+            launched.clear()
+            memory[0].described(given)
+            run(given)
+        launches[name[0].split()[0]].append(list(launched))
+        forget_calls()
+        with contextlib.suppress(IndexError):
             each = []
             for _ in range(REPEATS + 2):
                 given, memory[0] = arguments(), Memory()  # making them may launch something too
@@ -227,7 +257,6 @@ def main() -> None:
                 each.append((memory[0].described(run(given)), tuple(launched)))
             recorded += [name[0]] if any(op.known.steps for op in OPS.values()) else []
             found.extend(f"{name[0]}: call {i + 1} differs" for i, other in enumerate(each) if other != each[0])
-        launches[name[0].split()[0]].append(list(launched))
     print(json.dumps({"differences": [*dict.fromkeys(found)], "recorded": recorded, "launches": launches}))
 
 

@@ -295,7 +295,7 @@ def test_the_key_covers_what_is_compiled(monkeypatch):
         (cutlass, "__version__", "9.9"),
         (cutlass, "CUDA_VERSION", "12.9"),
         (tvm_ffi, "__version__", "9.9"),
-        (compile_cache, "_OPTIONS", "--opt-level 2"),
+        (compile_cache, "OPTIONS", "--opt-level 2"),
         (platform, "machine", lambda: "another architecture"),
     ):
         with monkeypatch.context() as patch:

@@ -42,7 +42,7 @@ def test_cubin_is_that_of_the_object_file(directory, monkeypatch):
 
 
 def test_cubin_is_what_the_compiler_keeps(tmp_path, monkeypatch):
-    monkeypatch.setattr(compile_cache, "_OPTIONS", f"{compile_cache._OPTIONS} --keep-cubin --dump-dir {tmp_path}")
+    monkeypatch.setattr(compile_cache, "OPTIONS", f"{compile_cache.OPTIONS} --keep-cubin --dump-dir {tmp_path}")
     kernel = ORIGINAL(*ARGS)
     write_object_file(kernel, tmp_path / "kernel.o", "entry")
     assert cubin_in((tmp_path / "kernel.o").read_bytes()) == kernel.artifacts.CUBIN
