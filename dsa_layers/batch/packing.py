@@ -97,6 +97,11 @@ def packed_rows(indices: torch.Tensor, starts: torch.Tensor, sequences: int) -> 
     return torch.where(indices < 0, indices, indices + starts[:, None])
 
 
+def positions_of_rows(rows: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    """int32 [T, K]: the inverse of `packed_rows`; -1 stays."""
+    return torch.where(rows < 0, rows, rows - starts[:, None])
+
+
 def page_rows(pages: Sequence[Sequence[int]], width: int) -> list[list[int]]:
     """[B, width]: the first `width` pages of each sequence, -1 beyond its last."""
     return [[*own[:width], *[-1] * (width - len(own))] for own in pages]
@@ -117,3 +122,13 @@ def selected_slots(
     """int32 [T, K]: the slots of the positions `indices` [T, K] of the sequences [T]; -1 stays."""
     slots = paged_slots(block_table, page_size, sequences[:, None], indices.clamp(min=0))
     return torch.where(indices < 0, -1, slots).to(torch.int32)
+
+
+def positions_of_slots(
+    block_table: torch.Tensor, page_size: int, sequences: torch.Tensor, slots: torch.Tensor
+) -> torch.Tensor:
+    """int32 [T, K]: the inverse of `selected_slots`, for slots [T, K] in pages of their sequences [T]; -1 stays."""
+    pages, order = (x[sequences.long()] for x in block_table.sort(1))
+    found = torch.searchsorted(pages, slots.clamp(min=0) // page_size)
+    positions = order.gather(1, found) * page_size + slots % page_size
+    return torch.where(slots < 0, -1, positions).to(torch.int32)

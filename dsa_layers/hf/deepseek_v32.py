@@ -8,8 +8,9 @@ from transformers.models.deepseek_v32 import modeling_deepseek_v32 as theirs
 from dsa_layers.hf.lengths import TokenLengths
 from dsa_layers.hf.parts import RMSNormInPlace
 from dsa_layers.hf.sparse_mla import IndexerInPlace, SparseMLAInPlace
-from dsa_layers.layers.attention import DSAAttention, Selection
+from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.indexer import LightningIndexer
+from dsa_layers.layers.selection import Selection
 
 
 class SparseDeepseekV32RMSNorm(RMSNormInPlace, theirs.DeepseekV32RMSNorm):

@@ -8,8 +8,9 @@ from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as theirs
 from dsa_layers.hf.lengths import TokenLengths
 from dsa_layers.hf.parts import RMSNormInPlace
 from dsa_layers.hf.sparse_mla import IndexerInPlace, SparseMLAInPlace
-from dsa_layers.layers.attention import DSAAttention, Selection
+from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.indexer import LightningIndexer
+from dsa_layers.layers.selection import Selection
 
 
 class SparseGlmMoeDsaRMSNorm(RMSNormInPlace, theirs.GlmMoeDsaRMSNorm):
@@ -47,18 +48,9 @@ class SparseGlmMoeDsaAttention(SparseMLAInPlace, theirs.GlmMoeDsaAttention, DSAA
                 "prev_topk_indices: a layer without an indexer needs what a layer before it selected, got "
                 f"{type(selection).__name__}"
             )
-        selection = _on(selection, hidden_states.device)
         cache = options.get("cache", past_key_values)  # its name from transformers 5.24 on
         arguments = hidden_states, position_embeddings, attention_mask, cache, position_ids
         return self.attend(*arguments, selection), None, selection
-
-
-def _on(selection: Selection, device: torch.device) -> Selection:
-    """The selection where a layer is that needs it: layers may be spread over devices."""
-    chosen, bits = selection.topk_indices, selection.bits
-    if chosen is None or chosen.device == device:
-        return selection
-    return Selection(chosen.to(device), None if bits is None else bits.to(device))
 
 
 def classes(fp8_indexer: bool) -> dict[type, type]:

@@ -38,6 +38,7 @@ class TokenLengths:
             )
         self.batch_size, self.new, self.mask = batch_size, new, attention_mask
         self._passes: dict[Any, Pass | None] = {}
+        self._separate: bool | None = None
 
     def contiguous(self) -> "TokenLengths":
         """`generate` asks this of the masks of static caches, which the layers refuse."""
@@ -61,11 +62,14 @@ class TokenLengths:
 
         consecutive  whether positions have to be; else any positions are taken, which only rope looks at
         separate     whether another sequence begins where positions do not go on, if there is no mask: as transformers
-                     has it, in a pass that was called without a cache
+                     has it, in a pass that was called without a cache. The pass's first layer decides for all layers:
+                     checkpointing takes the cache from some of them
         """
-        key = device, None if layer is None else layer.pages_each, separate
+        if self._separate is None:
+            self._separate = separate and self.mask is None
+        key = device, None if layer is None else layer.pages_each
         if key not in self._passes:
-            self._passes[key] = self._pack(position_ids.to(device), layer, consecutive, separate and self.mask is None)
+            self._passes[key] = self._pack(position_ids.to(device), layer, consecutive)
         return self._passes[key]
 
     def counts(self, layer: PagedLayer | None) -> list[int]:
@@ -95,9 +99,7 @@ class TokenLengths:
             )
         return new
 
-    def _pack(
-        self, position_ids: torch.Tensor, layer: PagedLayer | None, consecutive: bool, separate: bool
-    ) -> "Pass | None":
+    def _pack(self, position_ids: torch.Tensor, layer: PagedLayer | None, consecutive: bool) -> "Pass | None":
         new, device = self.counts(layer), position_ids.device
         if not any(new):
             return None
@@ -108,16 +110,20 @@ class TokenLengths:
             positions = positions[rows]
         present = [b for b, n in enumerate(new) if n]
         lens = tuple(new[b] for b in present)
+        runs = _runs(positions, self.batch_size) if self._separate else lens
         if layer is None:
-            if separate:
-                lens = _runs(positions, self.batch_size)
-            batch = SequenceBatch(lens, lens, device)
-        else:
+            batch = SequenceBatch(runs, runs, device)
+        elif runs == lens:
             key_lens = tuple(layer.lens[b] + new[b] for b in present)
             table = layer.block_table(present, device)
             batch = SequenceBatch(lens, key_lens, device, table, layer.page_size, tuple(present))
+        else:
+            raise ValueError(
+                "position_ids: must be consecutive where some layers of a pass have past_key_values and others, such "
+                "as checkpointed ones, have none; got others. Several sequences in a row need use_cache=False"
+            )
         offsets = [0] * self.batch_size
-        if consecutive and not separate:
+        if consecutive and not (layer is None and self._separate):
             held = [layer.position_offsets[b] if layer is not None and layer.lens[b] else None for b in present]
             for b, offset in zip(present, _position_offsets(positions, batch, held)):
                 offsets[b] = offset

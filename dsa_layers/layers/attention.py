@@ -1,7 +1,6 @@
 """Multi-head latent attention with DeepSeek Sparse Attention's token selection."""
 
 import inspect
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -28,6 +27,7 @@ from dsa_layers.layers.norm_and_cast import norm_and_cast
 from dsa_layers.layers.own_part import SplitByTokens
 from dsa_layers.layers.pass_checks import check_batch, check_cache, check_pages, check_rows, check_stored_keys
 from dsa_layers.layers.selecting_attention import KeyCounter
+from dsa_layers.layers.selection import CountedIn, Selection
 from dsa_layers.layers.shares import Shares
 from dsa_layers.layers.trained_attention import SparseAttention, WarmupAttention, gather_keys, weighed
 
@@ -54,29 +54,18 @@ class TrainingStage(Protocol):
         """kl fp32 [T]: a layer's loss of every token."""
 
 
-@dataclass
-class Selection:
-    """Hands what a layer's indexer selected in this pass to the layers after it that have no indexer.
-
-    topk_indices  int32 [T, top_k]: the selected keys, then -1; None if that layer attended to all keys. With in_pages
-                  their slots in the cache, with bits their positions in the sequence, else their rows among all packed
-    bits          the same as `dsa.selection_bits`, where attention takes the multi-head form
-    rows          whose rows topk_indices are: all T, or a process's own
-    in_pages      whether topk_indices are slots
-    """
-
-    topk_indices: torch.Tensor | None = None
-    bits: torch.Tensor | None = None
-    rows: Rows = ALL_ROWS
-    in_pages: bool = False
-
-
 class Form(NamedTuple):
     """How a pass attends: to the cache, for decoding; to selected keys; with every head's keys and values."""
 
     decode: bool
     sparse: bool
     multi_head: bool
+
+    def counted_in(self, in_pages: bool) -> CountedIn:
+        """What the selected keys are counted in, with keys that stay in the pages and with others."""
+        if in_pages:
+            return "slots"
+        return "positions" if self.multi_head else "rows"
 
 
 class Latents(NamedTuple):
@@ -234,13 +223,15 @@ class DSAAttention(SplitByTokens):
         # would dequantise a key again for every query that selects it; unless all keys would take too much memory.
         # Multi-head attention has all of them in a row.
         in_pages = decode or (not multi_head and cache is not None and self._stay_in_pages(x, batch, cache))
+        counted_in = form.counted_in(in_pages)
         if cache is None:
             kv = self._norm_and_rotate(latents.keys, cos, sin)
         else:
             kv = self._store(latents.keys, cos, sin, batch, cache, in_pages)
         branch = Branch()
         if self.indexer is None:
-            topk_indices, bits = selection.topk_indices, selection.bits
+            topk_indices = selection.indices(counted_in, batch, queries)
+            bits = selection.bits.to(x.device) if sparse and multi_head else None
         else:
             # Which keys are selected and what is asked of them follow from the same latents, each without the other.
             with beside(x, *latents.read()) as branch:
@@ -248,7 +239,7 @@ class DSAAttention(SplitByTokens):
                 bits = dsa.selection_bits(topk_indices, None, batch.max_key_len) if sparse and multi_head else None
             if selection is not None:
                 selection.topk_indices, selection.bits = topk_indices, bits
-                selection.rows, selection.in_pages = queries, in_pages
+                selection.rows, selection.counted_in, selection.batch = queries, counted_in, batch
         q = self._queries(latents, rows, queries)
         q_nope, q_pe = q.split((self.nope_dim, self.rope_dim), -1)
         stored = stored_up_projection(self, q) if decode else None
@@ -509,10 +500,10 @@ class DSAAttention(SplitByTokens):
     def _takes_multi_head_form(
         self, x: torch.Tensor, batch: TokenBatch, selection: Selection | None, heads: int, rows: Rows
     ) -> bool:
-        """Of a sparse pass, with so many heads: the same for all layers, since those without an indexer get what one
-        before selected."""
+        """Of a sparse pass, with so many heads. Layers without an indexer take it where the layer that selected took it
+        and this pass has the kernel, which it lacks with gradients."""
         if self.indexer is None:
-            return selection.bits is not None
+            return selection.bits is not None and self._has_multi_head_kernel(x)
         sizes = HeadSizes(heads, self.nope_dim, self.rope_dim, self.v_dim, self.kv_lora_rank)
         return self._has_multi_head_kernel(x) and multi_head_is_faster(
             batch.query_lens, batch.key_lens, self.indexer.top_k, sizes, self._communication(x, rows)

@@ -6,10 +6,11 @@ from torch import nn
 from dsa_layers.batch.rows import ALL_ROWS, Rows
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.kv_cache import LayerCache
-from dsa_layers.layers.attention import DSAAttention, Selection
+from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.moe import MoE, SwiGLU
 from dsa_layers.layers.norm import RMSNorm
 from dsa_layers.layers.norm_and_cast import cast_readers, given, norm_and_cast, takes
+from dsa_layers.layers.selection import Selection
 
 
 class DecoderBlock(nn.Module):

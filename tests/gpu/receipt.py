@@ -8,9 +8,9 @@ An entry holds the commit, date, device and versions of its run, its results and
 - "kernels": of the machine code (`tests.kernels.machine_code`) of every variant of the kernels that it runs;
 - "launches", of an op's entry: of what a call launches over the op's cases (`tests.ops.launched_arguments`): variants,
   the shapes, strides and dtypes of their arguments, and which of these are zeros or share memory.
-The machine code is that of the DSL that machine_code.json is of, whichever is installed: `tests.gpu.run` runs with it.
-An entry is stale when today's code has other digests. An entry of WHOLES has no launches, and is stale after MAX_AGE too.
-Source that is moved, renamed or reworded changes neither digest.
+The machine code is that of the DSL that machine_code.json names, whichever is installed. An entry is stale when today's
+code has other digests. An entry of WHOLES has no launches, and is stale after MAX_AGE too. Source that is moved,
+renamed or reworded changes neither digest.
 """
 
 import contextlib

@@ -15,7 +15,6 @@ launches are today's, on a GPU of the same name, with the same versions of the p
 
 import argparse
 import concurrent.futures
-import datetime
 import importlib
 import importlib.metadata
 import multiprocessing

@@ -1,6 +1,7 @@
 """What ops give to kernels against what these are compiled for, without a GPU: how many arguments, which are None, the
-dtypes and the dimensions of tensors. A kernel that is called otherwise raises at its first launch on a GPU. And what
-memory holds that an op prepares for a kernel, and whether a call that comes again and again, whose steps are recorded, gives kernels what it gave them the first time.
+dtypes and the dimensions of tensors. A kernel that is called otherwise raises at its first launch on a GPU. Also what
+the memory holds that an op prepares for a kernel, and whether a call that comes again and again, whose steps are
+recorded, gives kernels what it gave them the first time.
 
 python -m tests.ops.launched_arguments prints the differences and the launches as JSON. It replaces the compiler for the
 whole process, so tests run it in a process of its own (`launched`).

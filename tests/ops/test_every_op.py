@@ -80,13 +80,6 @@ def registered(call: ValidCall, arguments: dict[str, Any], monkeypatch: pytest.M
     return [(op, own) for op, own in found if not op.autograd]
 
 
-# Their references return strides like their arguments', where kernels and fakes return contiguous tensors.
-FOLLOW_STRIDES = {
-    *("combine_experts", "add_rms_norm_cast_to_fp8", "hyper_collapse", "hyper_collapse_norm_cast_to_fp8"),
-    *("hyper_expand", "hyper_expand_mix"),
-}
-
-
 def in_another_order(x: Any) -> Any:
     """The same numbers where the last dimension is the one of the largest stride. Pages of bytes have one order."""
     if isinstance(x, list | tuple):
@@ -105,7 +98,7 @@ def test_torch_knows_what_an_op_returns_and_writes(call, monkeypatch):
     """Shapes, strides and dtypes, of arguments of any strides: what is traced is what runs."""
     arguments = call.arguments()
     reordered = {name: x if name in call.written else in_another_order(x) for name, x in call.arguments().items()}
-    for given in (arguments,) if call.op in FOLLOW_STRIDES else (arguments, reordered):
+    for given in (arguments, reordered):
         for op, own in registered(call, given, monkeypatch):
             # torch cannot compare float8 inputs before and after, as the schema's test does.
             tests = ("test_autograd_registration", "test_faketensor", *(() if has_fp8(own) else ("test_schema",)))

@@ -46,7 +46,7 @@ def sparse_indexer_loss(
     I[t, j] = sum_i w_idx[t, i] relu(q_idx_i[t] . k_idx[j])
 
     q              [Tq, H, d] bf16 on Hopper; kv [Tk, 1, d] in q's dtype
-    q_idx          [Tq, Hi, di] and k_idx [Tk, di] in q's dtype; w_idx [Tq, Hi] of any sign and float dtype
+    q_idx          [Tq, Hi, di] and k_idx [Tk, di] in q's dtype; w_idx [Tq, Hi] in that or fp32, of any sign
     indices        int32 [Tq, 1, K], below 0 or from Tk on is no key. A key named twice counts twice
     softmax_scale  multiplies the logits: a finite number
     lse            [H, Tq] float: each head's LSE over all that its softmax covers (natural log). V4's attention covers

@@ -80,7 +80,8 @@ def hyper_collapse(
     for _ in range(iterations - 1):
         comb = comb / (comb.sum(-1, keepdim=True) + hc_eps)
         comb = comb / (comb.sum(-2, keepdim=True) + hc_eps)
-    return torch.einsum("tk,tkd->td", pre, streams.float()).to(streams.dtype), post, comb
+    x = torch.einsum("tk,tkd->td", pre, streams.float()).to(streams.dtype)
+    return x.contiguous(), post.contiguous(), comb.contiguous()
 
 
 @without_autocast
@@ -92,7 +93,7 @@ def hyper_expand(y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, com
     HYPER_EXPAND.check(y, streams, post, comb)
     check_memory("streams", streams)
     mixed = torch.einsum("tjk,tjd->tkd", comb, streams.float())
-    return (post[..., None] * y.float()[:, None] + mixed).to(streams.dtype)
+    return (post[..., None] * y.float()[:, None] + mixed).to(streams.dtype).contiguous()
 
 
 @without_autocast

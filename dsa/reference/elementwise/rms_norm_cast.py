@@ -49,5 +49,5 @@ def add_rms_norm_cast_to_fp8(
     ADD_RMS_NORM_CAST_TO_FP8.check(x, residual, weight, eps, use_ue8m0)
     check_memory("x", x)
     check_memory("residual", residual)
-    total = residual + x
+    total = (residual + x).contiguous()
     return (total, *rms_norm_cast_to_fp8(total, weight, eps, use_ue8m0))

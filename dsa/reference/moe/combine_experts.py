@@ -43,4 +43,4 @@ def combine_experts(
     if shared is not None:
         out = out + shared.float()
     out = out.to(y.dtype)
-    return out if residual is None else residual + out
+    return out if residual is None else (residual + out).contiguous()

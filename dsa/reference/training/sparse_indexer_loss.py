@@ -16,7 +16,7 @@ SPARSE_INDEXER_LOSS = Arguments(
     kv=Tensor("Tk 1 d", DTYPES, like="q", layout=ROWS),
     q_idx=Tensor("Tq Hi di", DTYPES, like="q"),
     k_idx=Tensor("Tk di", DTYPES, like="q_idx", layout=ROWS),
-    w_idx=Tensor("Tq Hi", DTYPES),
+    w_idx=Tensor("Tq Hi", DTYPES, like="q_idx", besides=(torch.float32,)),
     indices=Tensor("Tq 1 K", INT32),
     softmax_scale=Number(),
     lse=Tensor("H Tq", DTYPES, optional=True),

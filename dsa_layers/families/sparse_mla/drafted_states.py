@@ -9,8 +9,8 @@ import torch
 from dsa_layers.batch import packing
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.kv_cache import LayerCache
-from dsa_layers.layers.attention import Selection
 from dsa_layers.layers.decoder import DecoderBlock
+from dsa_layers.layers.selection import Selection
 
 Rows = slice | torch.Tensor
 Slots = Callable[[Rows], torch.Tensor]
@@ -36,21 +36,20 @@ def slots_of(selection: Selection, batch: TokenBatch, cache: LayerCache | None, 
     """Where the keys are that a pass has attended to. top_k: of its indexer."""
     if cache is None:
         return None
-    indices, positions = selection.topk_indices, selection.bits is not None
+    indices = selection.topk_indices
     if indices is not None:
         (indices,) = selection.rows.gather(indices)
-    if selection.in_pages and indices is not None:
+    if indices is not None and selection.counted_in == "slots":
         return indices.__getitem__
 
     def found(rows: Rows) -> torch.Tensor:
         if indices is None:  # all keys that a token sees, which are no more than it would select
             keys = torch.arange(top_k, dtype=torch.int32, device=batch.device)
             keys = torch.where(keys < batch.visible_keys[rows, None], keys, -1)
-        elif positions:
+        elif selection.counted_in == "positions":
             keys = indices[rows]
-        else:  # rows among the keys of all sequences
-            keys = indices[rows] - batch.key_starts[rows, None]
-            keys = torch.where(indices[rows] < 0, -1, keys)
+        else:
+            keys = packing.positions_of_rows(indices[rows], batch.key_starts[rows])
         return packing.selected_slots(batch.block_table, batch.page_size, batch.sequences[rows], keys)
 
     return found

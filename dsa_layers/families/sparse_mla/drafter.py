@@ -11,9 +11,9 @@ from dsa_layers.families.sparse_mla.block import decoder_block
 from dsa_layers.families.sparse_mla.cache import paged_cache
 from dsa_layers.families.sparse_mla.drafted_states import DraftedStates, Slots, slots_of, without_indexer
 from dsa_layers.families.sparse_mla.model import SparseMLAForCausalLM
-from dsa_layers.layers.attention import Selection
 from dsa_layers.layers.linear import Linear
 from dsa_layers.layers.norm import RMSNorm
+from dsa_layers.layers.selection import Selection
 from dsa_layers.layers.trained_attention import SharedTokens
 from dsa_layers.parallel.ranks import ALONE
 from dsa_layers.parallel.rows import rows_of
@@ -60,7 +60,8 @@ class SparseMLADrafter(nn.Module):
         block, selection, slots, h = self.block, Selection(), None, states
         if isinstance(states, DraftedStates):
             slots, h = self._first_slots(states, batch, cache), states.values
-            block, selection = without_indexer(self.block), Selection(slots(slice(None)), in_pages=True)
+            block = without_indexer(self.block)
+            selection = Selection(slots(slice(None)), counted_in="slots", batch=batch)
         check_states(h, tokens, config.hidden_size)
         if cache is None and isinstance(batch, SharedTokens) and self.block.self_attn.indexer_stage is None:
             raise ValueError(

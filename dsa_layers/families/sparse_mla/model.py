@@ -1,5 +1,7 @@
 """The model of the families with latent attention, lightning-indexer selection and mixture-of-experts MLPs."""
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -13,10 +15,10 @@ from dsa_layers.families.sparse_mla.block import decoder_block
 from dsa_layers.families.sparse_mla.cache import paged_cache
 from dsa_layers.families.sparse_mla.config import SparseMLAConfig
 from dsa_layers.families.sparse_mla.mtp_names import drafter_name, is_read, mtp_part
-from dsa_layers.layers.attention import Selection
 from dsa_layers.layers.embedding import Embedding
 from dsa_layers.layers.lm_head import LanguageModelHead
 from dsa_layers.layers.norm import RMSNorm
+from dsa_layers.layers.selection import Selection
 from dsa_layers.layers.shares import Shares
 from dsa_layers.parallel.ranks import ALONE
 from dsa_layers.parallel.rows import rows_of
@@ -46,6 +48,8 @@ class SparseMLAModel(nn.Module):
         rows, selection = rows_of(batch, self.ranks), Selection()
         x = rows.sum(self.embed_tokens(tokens))
         for i, layer in enumerate(self.layers):
+            # A copy per layer: checkpointed layers read theirs again in the backward pass, after later indexers.
+            selection = replace(selection)
             x = layer(x, cos, sin, batch, None if cache is None else cache.layer(i), selection, rows)
         (x,) = rows.gather(self.norm(x))
         return x

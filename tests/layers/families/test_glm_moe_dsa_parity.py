@@ -1,5 +1,12 @@
 """GLM-5 against transformers' own, with an indexer in every layer and with shared ones."""
 
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+
+from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.checkpoint.loading import load_model
 from tests.layers.families import hf_models
 from tests.layers.families.parity import SelectingParityTests, assert_parity
 
@@ -29,6 +36,20 @@ class TestIndexShare(SelectingParityTests):
         assert [cache.layer(i).index is None for i in range(6)] == [False, False, True, True, False, True]
         latent, index = 32 + 16, 32
         assert cache.nbytes == 4 * 8 * 16 * (6 * latent + 3 * index)
+
+    @pytest.mark.parametrize("impl", CheckpointImpl)
+    def test_checkpointed_layers_have_the_same_gradients(self, impl, tmp_path):
+        """The backward pass computes a layer again after later indexers have selected other keys."""
+        self.build(tmp_path)
+        tokens, batch = torch.arange(71) * 97 % 251, SequenceBatch.without_cache([48, 23])
+        gradients = []
+        for wrap in (lambda layer: layer, lambda layer: checkpoint_wrapper(layer, impl)):
+            model = load_model(tmp_path, dtype=torch.float32, trainable=True, progress=False)
+            model.model.layers = nn.ModuleList(map(wrap, model.model.layers))
+            model(tokens, batch, all_tokens=True).square().mean().backward()
+            gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+        for expected, got in zip(*gradients, strict=True):
+            assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 def test_groups_yarn_and_a_listed_schedule(tmp_path):

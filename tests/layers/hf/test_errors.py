@@ -7,10 +7,11 @@ import torch
 from torch import nn
 from transformers import DynamicCache, StaticCache
 
+from dsa_layers.batch.rows import ALL_ROWS
+from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.hf import lengths
-from dsa_layers.hf.glm_moe_dsa import _on
 from dsa_layers.hf.paged_layer import PagedLayer, Storage
-from dsa_layers.layers.attention import Selection
+from dsa_layers.layers.selection import Selection
 from tests.layers.hf.pairs import MINOR, assert_same, padded, pair
 
 
@@ -161,11 +162,12 @@ def test_what_a_cache_does_with_sequences(models, tokens):
 
 def test_a_selection_on_another_device():
     """Layers that share an indexer may be on the next GPU."""
-    selection = Selection(torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, 1, dtype=torch.int32))
-    assert _on(selection, torch.device("cpu")) is selection
-    moved = _on(selection, torch.device("meta"))
-    assert moved.topk_indices.is_meta and moved.bits.is_meta
-    assert _on(Selection(), torch.device("meta")).topk_indices is None
+    here, there = (SequenceBatch.without_cache([2, 3], device) for device in ("cpu", "meta"))
+    for counted_in in ("positions", "rows"):
+        selection = Selection(torch.zeros(5, 3, dtype=torch.int32), counted_in=counted_in, batch=here)
+        assert selection.indices(counted_in, here, ALL_ROWS) is selection.topk_indices
+        assert selection.indices("rows", there, ALL_ROWS).is_meta
+    assert Selection().indices("rows", there, ALL_ROWS) is None
 
 
 def test_a_shared_layer_alone(tmp_path):

@@ -10,10 +10,11 @@ import dsa
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.cache.kv_cache import PagedKVCache
 from dsa_layers.layers import attention, attention_form
-from dsa_layers.layers.attention import DSAAttention, Selection
+from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.attention_form import Communication, HeadSizes, multi_head_is_faster
 from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
+from dsa_layers.layers.selection import Selection
 
 V32, GLM5 = HeadSizes(128, 128, 64, 128, 512), HeadSizes(64, 192, 64, 256, 512)
 ROTARY = RotaryEmbedding(rope_frequencies(64, 1e4))

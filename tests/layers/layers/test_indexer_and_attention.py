@@ -6,9 +6,10 @@ import torch
 import dsa
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.cache.kv_cache import PagedKVCache
-from dsa_layers.layers.attention import DSAAttention, Selection
+from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
+from dsa_layers.layers.selection import Selection
 from tests.layers.layers.calls import record
 
 HIDDEN, RANK, HEADS, TOP_K, N = 128, 128, 4, 16, 50

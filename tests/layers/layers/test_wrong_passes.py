@@ -11,12 +11,13 @@ from dsa_layers.batch.decode_batch import DecodeBatch
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.cache.compressed_kv_cache import CompressedKVCache, CompressedLayerCache, EntryShape
 from dsa_layers.cache.kv_cache import LayerCache, PagedKVCache
-from dsa_layers.layers.attention import DSAAttention, Selection
+from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.compressed_attention import CompressedAttention
 from dsa_layers.layers.compressor import Compressor
 from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.pass_checks import check_rows, check_stored_keys
 from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
+from dsa_layers.layers.selection import Selection
 
 HIDDEN, RANK, HEADS, PAGE = 128, 128, 2, 32
 ROTARY = RotaryEmbedding(rope_frequencies(64, 1e4))

@@ -19,9 +19,10 @@ from dsa_layers.evaluation.keys_read import KeysRead
 from dsa_layers.evaluation.selections import latest_keys
 from dsa_layers.families.deepseek_v4.model import DeepseekV4ForCausalLM
 from dsa_layers.layers import attention as attention_layer
-from dsa_layers.layers.attention import DSAAttention, Selection
+from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.linear import Linear
 from dsa_layers.layers.rope import RopeAngles
+from dsa_layers.layers.selection import Selection
 from dsa_layers.parallel.cuts import shares_of
 from dsa_layers.parallel.ranks import ALONE, Ranks
 from dsa_layers.parallel.rows import SharedRows, rows_of

@@ -44,7 +44,7 @@ LIMITS = [
     ),
     *(
         (op, lambda a: {"w_idx": a["w_idx"].half()}, "w_idx: dtype must be q_idx's bfloat16 or float32, got float16")
-        for op in ("indexer_topk", WARM_UP)
+        for op in ("sparse_indexer_loss", "indexer_topk", WARM_UP)
     ),
     ("indexer_topk", lambda a: {"top_k": 5000}, "top_k: the kernel takes up to 4096, got 5000"),
     (

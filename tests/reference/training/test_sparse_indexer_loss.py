@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from dsa.reference import sparse_indexer_loss, sparse_mla_attention
+from tests.reference.common import assert_refused
 from tests.reference.training.sparse_inputs import sparse_inputs
 
 F64 = torch.float64
@@ -38,3 +39,12 @@ def test_what_no_index_names_reaches_nothing():
     kv, k_idx = (x.detach().index_fill(0, torch.tensor(0), torch.nan) for x in (kv, k_idx))
     assert not sparse_indexer_loss(q, kv, q_idx, k_idx, w_idx, indices, 0.4).isnan().any()
     assert not sparse_indexer_loss(q, kv[:0], q_idx, k_idx[:0], w_idx, indices, 0.4).any()
+
+
+def test_head_weights_have_the_dtype_of_the_index_queries_or_float32():
+    tensors, indices = sparse_inputs()
+    *others, w_idx = (x.detach().bfloat16() for x in tensors)
+    for accepted in (w_idx, w_idx.float()):
+        assert sparse_indexer_loss(*others, accepted, indices, 0.4).isfinite().all()
+    message = "w_idx: dtype must be q_idx's bfloat16 or float32, got float16"
+    assert_refused(message, sparse_indexer_loss, *others, w_idx.half(), indices, 0.4)

@@ -1,0 +1,185 @@
+"""Layers that share an indexer's selection and read keys from other places than the layer that selected."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+
+from dsa_layers.batch.rows import ALL_ROWS
+from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.layers import attention
+from dsa_layers.layers.attention import DSAAttention
+from dsa_layers.layers.selection import Selection
+from tests.layers.hf.pairs import Adapter, assert_same, padded, pair
+
+LAYERS = range(6)
+SELECTING = [0, 1, 4]  # layers 2 and 3 share the selection of layer 1, layer 5 that of layer 4
+LENS = [48, 5, 23]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    models = pair("glm_moe_dsa, shared indexers", tmp_path_factory.mktemp("model"))
+    assert [i for i in LAYERS if models.ours.model.layers[i].self_attn.indexer is not None] == SELECTING
+    return models
+
+
+def copies(models, learns):
+    """Both models with gradients for the parameters that `learns` names."""
+    found = copy.deepcopy(models.ours), copy.deepcopy(models.theirs)
+    for model in found:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(learns(name))
+    return found
+
+
+def checkpoint(model, layers, use_reentrant=False):
+    """Checkpoint these layers alone; transformers makes no cache for a model that is checkpointed as a whole."""
+    model.train()
+    for i in layers:
+        model.model.layers[i].gradient_checkpointing = True
+        model.model.layers[i]._gradient_checkpointing_func = partial(
+            torch.utils.checkpoint.checkpoint, use_reentrant=use_reentrant
+        )
+
+
+def assert_same_pass(ours, theirs, **arguments):
+    """Equal logits and gradients of [B, S] tokens; where rows are padding, logits of the other rows."""
+    mask = arguments.get("attention_mask", torch.ones_like(arguments["input_ids"])).bool()
+    found = [model(**arguments).logits for model in (ours, theirs)]
+    assert_same(*(logits.detach()[mask] for logits in found))
+    if not found[1].requires_grad:
+        return
+    gradients = []
+    for model, logits in zip((ours, theirs), found):
+        logits[mask].square().mean().backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    got, expected = gradients
+    assert got.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert (got[name] - gradient).abs().max() <= 1e-4 * gradient.abs().max() + 1e-9, name
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("batch_size", [1, 2, 3])
+@pytest.mark.parametrize("first", LAYERS)
+def test_layers_with_gradients_read_what_frozen_layers_selected(models, tokens, first, batch_size, use_cache):
+    ours, theirs = copies(models, lambda name: name.startswith(f"model.layers.{first}."))
+    assert_same_pass(ours, theirs, input_ids=tokens[:batch_size, :48], use_cache=use_cache)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_mix_with_padding(models, tokens, side):
+    ours, _ = copies(models, lambda name: name.startswith("model.layers.2."))
+    ids, mask = padded(tokens, LENS, side)
+    got = ours(ids, attention_mask=mask).logits.detach()
+    for b, n in enumerate(LENS):
+        assert_same(got[b][mask[b].bool()], models.alone(tokens[b, :n]))
+
+
+def test_frozen_layers_read_what_a_layer_with_gradients_selected(models, tokens):
+    """Only an indexer learns, to which the logits have no gradients."""
+    ours, theirs = copies(models, lambda name: "layers.1.self_attn.indexer" in name)
+    for batch_size in (1, 2, 3):
+        assert_same_pass(ours, theirs, input_ids=tokens[:batch_size, :48], use_cache=True)
+
+
+@pytest.mark.parametrize("place", ["1.self_attn.indexer.wq_b", "2.self_attn.kv_b_proj", "3.self_attn.q_b_proj"])
+def test_a_mix_of_layers_with_adapters_and_without(models, tokens, place):
+    ours, theirs = copies(models, lambda _: False)
+    path, _, name = f"model.layers.{place}".rpartition(".")
+    torch.manual_seed(0)
+    adapter = Adapter(getattr(theirs.get_submodule(path), name))
+    for model in (ours, theirs):
+        setattr(model.get_submodule(path), name, copy.deepcopy(adapter))
+    assert_same_pass(ours, theirs, input_ids=tokens[:, :48], use_cache=True)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("checkpointed", [[1], [2], [3, 5], [1, 2, 3]], ids=str)
+@pytest.mark.parametrize("first", [0, 2, 5])
+def test_a_mix_of_layers_with_checkpointing_and_without(models, tokens, first, checkpointed, use_reentrant):
+    """Checkpointed layers have no cache."""
+    ours, theirs = copies(models, lambda name: name.startswith(f"model.layers.{first}."))
+    for model in (ours, theirs):
+        checkpoint(model, checkpointed, use_reentrant)
+    # A reentrant checkpoint gives layers gradients only where its input has some.
+    if use_reentrant and first in checkpointed:
+        for model in (ours, theirs):
+            model.model.embed_tokens.requires_grad_(True)
+    assert_same_pass(ours, theirs, input_ids=tokens[:, :48], use_cache=True)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa, shared indexers", "deepseek_v4"])
+@pytest.mark.parametrize("checkpointed", [0, 2])
+def test_all_layers_of_a_pass_see_the_same_sequences(kind, checkpointed, tokens, tmp_path):
+    """A cache keeps positions that begin again in one sequence; a layer that has none, as it is checkpointed, would
+    separate them."""
+    model = pair(kind, tmp_path).ours
+    positions = torch.cat([torch.arange(12), torch.arange(9)])[None]
+    arguments = {"position_ids": positions, "use_cache": True}
+    together = None if kind == "deepseek_v4" else model(tokens[:2, :21], **arguments).logits
+    checkpoint(model, [checkpointed])
+    if kind == "deepseek_v4" or checkpointed == 0:
+        with pytest.raises(ValueError, match=r"position_ids: must be consecutive .* need use_cache=False"):
+            model(tokens[:2, :21], **arguments)
+    else:
+        assert_same(model(tokens[:2, :21], **arguments).logits, together)
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("first", LAYERS)
+def test_the_multi_head_form_is_not_for_layers_with_gradients(models, tokens, first, use_cache, monkeypatch):
+    """A frozen layer that takes the form, which has a kernel on a GPU alone, hands bits and positions on."""
+    used = []
+    multi_head = DSAAttention._multi_head
+    monkeypatch.setattr(DSAAttention, "_has_multi_head_kernel", lambda *_: not torch.is_grad_enabled())
+    monkeypatch.setattr(attention, "multi_head_is_faster", lambda *_: True)
+    monkeypatch.setattr(DSAAttention, "_multi_head", lambda self, *a: used.append(self) or multi_head(self, *a))
+    ours, theirs = copies(models, lambda name: name.startswith(f"model.layers.{first}."))
+    assert_same_pass(ours, theirs, input_ids=tokens[:, :48], use_cache=use_cache)
+    assert [layer.layer_idx for layer in used] == list(range(first))
+
+
+def test_a_reentrant_checkpoint_selects_without_gradients(models, tokens, monkeypatch):
+    """The layers that share that selection compute the pass again with gradients."""
+    monkeypatch.setattr(DSAAttention, "_has_multi_head_kernel", lambda *_: not torch.is_grad_enabled())
+    monkeypatch.setattr(attention, "multi_head_is_faster", lambda *_: True)
+    ours, theirs = copies(models, lambda _: True)
+    for model in (ours, theirs):
+        checkpoint(model, LAYERS, use_reentrant=True)
+    assert_same_pass(ours, theirs, input_ids=tokens[:, :48])
+
+
+def test_a_mix_in_compiled_layers(models, tokens):
+    ours, theirs = copies(models, lambda name: name.startswith("model.layers.2."))
+    torch._dynamo.reset()
+    compiled = torch.compile(ours, backend="eager")
+    expected = theirs(tokens[:, :48]).logits.detach()
+    assert_same(compiled(tokens[:, :48], use_cache=True).logits.detach(), expected)
+
+
+PAGES = [[0, 3, 7, 1], [2], [4, 5, 6]]
+PAGED = SequenceBatch.paged([30, 5, 3], [50, 9, 33], PAGES, 16)
+OTHER_PAGES = SequenceBatch.paged([30, 5, 3], [50, 9, 33], [[8, 2, 4, 0], [5], [7, 1, 3]], 16)
+
+
+@pytest.mark.parametrize("counted_in", ["positions", "rows", "slots"])
+@pytest.mark.parametrize("other", ["positions", "rows", "slots"])
+def test_indices_name_the_same_keys_in_positions_rows_and_slots(counted_in, other):
+    visible = PAGED.visible_keys[:, None]
+    positions = torch.arange(0, 40, 3, dtype=torch.int32).expand(38, -1)
+    positions = torch.where(positions < visible, positions, -1)
+    selection = Selection(positions, counted_in="positions", batch=PAGED)
+    for wanted, batch in ((counted_in, PAGED), (other, OTHER_PAGES), (counted_in, PAGED)):
+        found = selection.indices(wanted, batch, ALL_ROWS)
+        selection = Selection(found, counted_in=wanted, batch=batch)
+        assert found.dtype == torch.int32 and torch.equal(found < 0, positions < 0)
+    assert torch.equal(selection.indices("positions", PAGED, ALL_ROWS), positions)
+    assert selection.indices(counted_in, PAGED, ALL_ROWS) is found
+    expected = {"positions": positions, "slots": PAGED.slots_of(positions)}
+    expected["rows"] = torch.where(positions < 0, -1, positions + PAGED.key_starts[:, None])
+    assert torch.equal(found, expected[counted_in])
