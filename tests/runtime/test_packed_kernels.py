@@ -112,6 +112,7 @@ def test_an_object_that_the_dsl_cannot_load_is_compiled(archive, monkeypatch):
     assert compiled == [ARGS]
 
 
+@pytest.mark.slow
 def test_pack_adds_all_shipped_variants_to_an_archive(tmp_path):
     """The same archive each time, whatever was packed before stays."""
     path = archive_of(tmp_path, MODULE)
