@@ -2,9 +2,10 @@
 
 A kernel module decorates each of its `compile_*` functions, whose arguments are only dtypes, ints, bools and frozen
 dataclasses of these, with `@cached`. The first call in a process loads an object file (about a millisecond) if one was
-written under the same key, else it compiles (seconds) and writes one. The key covers the bytes of the kernel's family
-folder and of dsa/cute (`source_key`), the arguments, the versions of the DSL, of its CUDA tools and of TVM-FFI, the
-DSL's settings in the environment, and the host's architecture. Neither Python's version nor the CPU's is in it: an
+written under the same key. Else it takes the one that came with the package (`packed_kernels`, some 50 ms) or compiles
+one (seconds), and writes it. The key covers the bytes of the kernel's family folder and of dsa/cute (`source_key`), the
+arguments, the versions of the DSL, of its CUDA tools and of TVM-FFI, the DSL's settings in the environment, and the
+host's architecture. Neither Python's version nor the CPU's is in it: an
 object file refers to nothing of Python's, and its host code runs on every CPU of the architecture. So a cache that was
 filled on one machine serves another. After an edit of its sources a process writes no more of a family's kernels: the
 key may be of the files before the edit, and the code of those after it.
@@ -37,6 +38,7 @@ import cutlass.cute as cute
 import tvm_ffi
 
 from dsa.runtime.object_file import cubin_in, write_object_file
+from dsa.runtime.packed_kernels import name_of, packed_object
 from dsa.runtime.private_files import create_private_file, open_lock, open_private_file, path_of, private_folder
 from dsa.runtime.source_key import key_on_disk, source_key
 
@@ -120,16 +122,24 @@ def fill(compile_function: Callable, *args: Any) -> bool:
         if (found := _find(directory, stem)) is not None:
             found[1].close()
             return False
+        if (content := packed_object(function.__module__, stem)) is not None:
+            _write(directory, stem, lambda file: file.write(content))
+            return False
         kernel = function(*args)
         if _edited(function):
             raise RuntimeError(f"{_EDITED}: start again")
-        _write(kernel, directory, stem)
+        _write(directory, stem, _export(kernel))
         return True
 
 
 def cubin(compile_function: Callable, *args: Any) -> bytes:
     """The machine code that a `@cached` compile function gives for these arguments."""
     return cubin_in(object_file(compile_function, *args))
+
+
+def stem_of(compile_function: Callable, args: tuple) -> str:
+    """What the name of the object file of a `@cached` compile function's kernel begins with."""
+    return _stem(compile_function.__wrapped__, args)
 
 
 def object_file(compile_function: Callable, *args: Any) -> bytes:
@@ -146,7 +156,7 @@ def object_file(compile_function: Callable, *args: Any) -> bytes:
             kernel = function(*args)
             if _edited(function):
                 directory = Path(stack.enter_context(tempfile.TemporaryDirectory())).resolve()
-            content = _write(kernel, directory, stem)
+            content = _write(directory, stem, _export(kernel))
         else:
             with found[1] as file:
                 content = file.read()
@@ -154,27 +164,53 @@ def object_file(compile_function: Callable, *args: Any) -> bytes:
 
 
 def _load_or_compile(compile_function: Callable, args: tuple) -> Any:
-    directory = _usable_directory()
-    if directory is None:
-        return compile_function(*args)
-    stem = _stem(compile_function, args)
-    if (kernel := _load(directory, stem)) is not None:
+    directory, stem = _usable_directory(), _stem(compile_function, args)
+    if directory is not None and (kernel := _load(directory, stem)) is not None:
         return kernel
-    if not _writable(directory):
-        _warn_once(f"the compile cache {directory} is not writable; {_ADVICE}")
+    if directory is None or not _writable(directory):
+        packed = _load_packed(compile_function, stem)
+        if packed is not None:
+            return packed[0]
+        if directory is not None:
+            _warn_once(f"the compile cache {directory} is not writable; {_ADVICE}")
         return compile_function(*args)
     with _exclusive(directory / f"{stem}.lock"):
         if (kernel := _load(directory, stem)) is not None:
             return kernel
+        packed = _load_packed(compile_function, stem)
+        if packed is not None:
+            kernel, content = packed
+            _keep(directory, stem, lambda file: file.write(content))
+            return kernel
         kernel = compile_function(*args)
         if _edited(compile_function):
             _warn_once(f"{_EDITED}: kernels that it compiles are not kept")
-            return kernel
-        try:
-            _write(kernel, directory, stem)
-        except Exception as error:  # the disk's or the exporter's
-            _warn_once(f"the compile cache {directory} cannot be written to ({_of(error)}); {_ADVICE}")
+        else:
+            _keep(directory, stem, _export(kernel))
         return kernel
+
+
+def _load_packed(function: Callable, stem: str) -> tuple[Any, bytes] | None:
+    """The kernel that came with the package and its object file, or None if there is none that can be loaded."""
+    content = packed_object(function.__module__, stem)
+    if content is None:
+        return None
+    try:
+        with open(os.memfd_create("dsa"), "w+b") as file:
+            file.write(content)
+            file.flush()
+            return cute.runtime.load_module(str(path_of(file)), enable_tvm_ffi=True)[_ENTRY], content
+    except Exception as error:  # the DSL's
+        _warn_once(f"kernels that came with the package cannot be loaded ({_of(error)}); compiling")
+        return None
+
+
+def _keep(directory: Path, stem: str, write: Callable[[BinaryIO], Any]) -> None:
+    """Write an object file to the cache, or warn."""
+    try:
+        _write(directory, stem, write)
+    except Exception as error:  # the disk's or the exporter's
+        _warn_once(f"the compile cache {directory} cannot be written to ({_of(error)}); {_ADVICE}")
 
 
 def _usable_directory() -> Path | None:
@@ -240,10 +276,6 @@ def _release(handle: int) -> None:
     os.close(handle)
 
 
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]
-
-
 def _find(directory: Path, stem: str) -> tuple[Path, BinaryIO] | None:
     """The path of the object file `stem`.<digest of its bytes>.o and the open file, or None if there is none.
 
@@ -253,13 +285,13 @@ def _find(directory: Path, stem: str) -> tuple[Path, BinaryIO] | None:
     for path in directory.glob(f"{stem}.*.o"):
         try:
             file = open_private_file(path)
-            digest = _digest(file.read())
+            content = file.read()
         except FileNotFoundError:  # another process has removed it
             continue
         except OSError as error:
             _remove(path, _of(error))
             continue
-        if path.suffixes[-2] == f".{digest}":
+        if path.name == name_of(stem, content):
             file.seek(0)
             return path, file
         file.close()
@@ -287,18 +319,24 @@ def _remove(path: Path, reason: str) -> None:
         path.unlink()
 
 
-def _write(kernel: Any, directory: Path, stem: str) -> bytes:
-    """Keep the kernel's object file; returns its bytes. A reader must never see half a file: written beside it, and
-    renamed."""
+def _write(directory: Path, stem: str, write: Callable[[BinaryIO], Any]) -> bytes:
+    """Keep the object file that `write` writes; returns its bytes. It is renamed once it is whole, so that no reader
+    sees half of it."""
     file, partial = create_private_file(directory, f"{stem}.")
     try:
         with file:
-            write_object_file(kernel, path_of(file), _ENTRY)
+            write(file)
+            file.seek(0)
             content = file.read()
-        os.replace(partial, directory / f"{stem}.{_digest(content)}.o")
+        os.replace(partial, directory / name_of(stem, content))
         return content
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _export(kernel: Any) -> Callable[[BinaryIO], None]:
+    """What writes a compiled kernel to a file."""
+    return lambda file: write_object_file(kernel, path_of(file), _ENTRY)
 
 
 def _warn_once(text: str) -> None:

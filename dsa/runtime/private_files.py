@@ -55,9 +55,9 @@ def open_private_file(path: Path) -> BinaryIO:
 
 
 def create_private_file(directory: Path, prefix: str) -> tuple[BinaryIO, Path]:
-    """A new, empty file of mode 0600 under a name that did not exist, not even as a link; to be read."""
+    """A new, empty file of mode 0600 under a name that did not exist, not even as a link; to be written and read."""
     handle, path = tempfile.mkstemp(prefix=prefix, suffix=".part", dir=directory)
-    return open(handle, "rb"), Path(path)
+    return open(handle, "w+b"), Path(path)
 
 
 def path_of(file: BinaryIO) -> Path:

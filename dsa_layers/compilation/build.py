@@ -50,7 +50,7 @@ def _begin(directory: Path) -> None:
 def _are_kept(variants: list[Variant]) -> list[bool]:
     """Whether the folder holds them, whole and nobody else's. `compile_cache` has no function for it, being a source of
     every kernel: an edit there compiles all of them again."""
-    from dsa.runtime.compile_cache import _find, _stem
+    from dsa.runtime.compile_cache import _find, stem_of
     from dsa.runtime.private_files import private_folder
 
     try:
@@ -59,7 +59,7 @@ def _are_kept(variants: list[Variant]) -> list[bool]:
         return [False] * len(variants)
     kept = []
     for variant in variants:
-        found = _find(directory, _stem(_function(variant).__wrapped__, variant.arguments))
+        found = _find(directory, stem_of(_function(variant), variant.arguments))
         if found is not None:
             found[1].close()
         kept.append(found is not None)

@@ -1,0 +1,125 @@
+"""Kernels that come with the package are loaded in place of being compiled."""
+
+import warnings
+
+import pytest
+
+from dsa.runtime import compile_cache, packed_kernels
+from dsa.runtime.compile_cache import fill, object_file, stem_of
+from dsa.runtime.packed_kernels import archive_of, packed_object, read_archive, write_archive
+from dsa_layers.compilation.pack import pack
+from tests.kernels.cached_casts import ARGS, OTHER_ARGS, StubKernel, counted, kernels, objects
+
+MODULE = kernels.__name__
+COMPILE = kernels.compile_per_token_cast_to_fp8
+
+
+@pytest.fixture(scope="module")
+def content():
+    """One variant's object file."""
+    return object_file(COMPILE, *ARGS)
+
+
+@pytest.fixture
+def archive(content, directory, tmp_path, monkeypatch):
+    """An archive with that variant, in the package's place, beside an empty cache."""
+    path = archive_of(tmp_path / "compiled", MODULE)
+    path.parent.mkdir()
+    write_archive(path, {stem_of(COMPILE, ARGS): content})
+    monkeypatch.setattr(packed_kernels, "FOLDER", path.parent)
+    return path
+
+
+def test_a_packed_kernel_is_loaded_and_kept_in_the_cache(archive, directory):
+    get, compiled = counted()
+    assert callable(get(*ARGS)) and compiled == []
+    (kept,) = objects(directory)
+    assert kept.read_bytes() == packed_object(MODULE, stem_of(COMPILE, ARGS))
+
+    archive.unlink()
+    again, compiled = counted()
+    assert callable(again(*ARGS)) and compiled == []
+
+
+def test_other_variants_are_compiled(archive):
+    get, compiled = counted(stub)
+    get(*OTHER_ARGS)
+    assert compiled == [OTHER_ARGS]
+
+
+def test_kernels_of_other_versions_are_compiled(archive, monkeypatch):
+    monkeypatch.setattr(compile_cache.tvm_ffi, "__version__", "0.0.0")
+    get, compiled = counted(stub)
+    get(*ARGS)
+    assert compiled == [ARGS]
+
+
+@pytest.mark.parametrize("state", ["off", "read-only", "full"])
+def test_a_packed_kernel_needs_no_cache(archive, directory, state, monkeypatch):
+    if state == "off":
+        monkeypatch.setenv("DSA_CACHE_DIR", "")
+    elif state == "read-only":
+        monkeypatch.setattr(compile_cache, "_writable", lambda directory: False)
+    else:
+        monkeypatch.setattr(compile_cache, "create_private_file", no_space)
+    get, compiled = counted()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert callable(get(*ARGS)) and compiled == []
+    assert len(said) == (state == "full") and objects(directory) == []
+
+
+def stub(*args):
+    """A compile function."""
+    return StubKernel()
+
+
+def no_space(*args):
+    raise OSError(28, "No space left on device")
+
+
+def test_fill_takes_the_packed_kernel(archive, directory, monkeypatch):
+    monkeypatch.setattr(kernels, "compile_sm90", None)
+    assert fill(COMPILE, *ARGS) is False
+    assert len(objects(directory)) == 1
+
+
+@pytest.mark.parametrize("damage", ["empty", "half", "noise", "one byte", "a byte of an object"])
+def test_a_damaged_archive_costs_a_warning_and_the_compilation(archive, damage):
+    whole = archive.read_bytes()
+    half = len(whole) // 2
+    if damage == "a byte of an object":
+        ((stem, content),) = read_archive(archive).items()
+        rename = packed_kernels.name_of
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(packed_kernels, "name_of", lambda stem, _: rename(stem, content))
+            write_archive(archive, {stem: content[:-1] + b"!"})
+    else:
+        flipped = whole[:half] + bytes([whole[half] ^ 1]) + whole[half + 1 :]
+        archive.write_bytes({"empty": b"", "half": whole[:half], "noise": b"noise", "one byte": flipped}[damage])
+    get, compiled = counted(stub)
+    with pytest.warns(RuntimeWarning, match=rf"{archive.name} cannot be read"):
+        assert isinstance(get(*ARGS), StubKernel)
+    assert compiled == [ARGS]
+
+
+def test_an_object_that_the_dsl_cannot_load_is_compiled(archive, monkeypatch):
+    write_archive(archive, {stem_of(COMPILE, ARGS): b"no object file"})
+    monkeypatch.setattr(compile_cache, "_warned", set())
+    get, compiled = counted(stub)
+    with pytest.warns(RuntimeWarning, match="came with the package cannot be loaded"):
+        assert isinstance(get(*ARGS), StubKernel)
+    assert compiled == [ARGS]
+
+
+@pytest.mark.slow
+def test_pack_adds_all_shipped_variants_to_an_archive(tmp_path):
+    """The same archive each time, whatever was packed before stays."""
+    path = archive_of(tmp_path, MODULE)
+    write_archive(path, {"of_other_versions-0": b"object"})
+    assert list(pack(tmp_path, [MODULE], 1)) == [path]
+    first, found = path.read_bytes(), read_archive(path)
+    expected = {stem_of(function, args) for function, args in kernels.shipped_variants()}
+    assert found.keys() == expected | {"of_other_versions-0"}
+    list(pack(tmp_path, [MODULE], 1))
+    assert path.read_bytes() == first
