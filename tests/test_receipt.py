@@ -98,6 +98,13 @@ def test_another_instruction_ends_the_rows_of_its_kernel(entries, monkeypatch):
     assert not {"topk_indices", "rms_norm", "oldest_dsl"} & users
 
 
+def test_variants_that_exchange_their_code_end_the_rows_of_their_kernel(entries, monkeypatch):
+    codes = receipt._machine_code()
+    one, other, *_ = [name for name in codes if name.startswith("experts_sum_sm90.")]
+    monkeypatch.setattr(receipt, "_machine_code", lambda: codes | {one: codes[other], other: codes[one]})
+    assert stale() == {"parallel": "the machine code of its kernels has changed"}
+
+
 def test_renamed_compile_functions_end_no_row(entries, monkeypatch):
     launches, codes = receipt._launches, receipt._machine_code()
 

@@ -3,7 +3,8 @@
 usage: python -m tests.gpu.merge RECEIPT...
 
 The result is the union of all rows. Of rows for one entry the newest counts, and of one day the one that is there
-already; a row that failed, is unfinished or is stale is left out and named. Then `python -m tests.generate` and `python -m tests.gpu.headlines` write what follows.
+already; a row that failed, is unfinished or is stale is left out and named. Then `python -m tests.generate` and
+`python -m tests.gpu.headlines` write what follows.
 """
 
 import argparse
@@ -51,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     for path in args.receipts:
         try:
             others.append(receipt.read(path))
-        except (OSError, ValueError) as error:
+        except ValueError as error:
             parser.error(f"RECEIPT: {error}")
     taken, left = merge(others)
     print("\n".join([*(f"{label}: taken" for label in taken), *(f"{label}: {why}" for label, why in left.items())]))

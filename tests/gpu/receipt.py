@@ -107,11 +107,11 @@ def read(path: Path) -> Entries:
     """Raises ValueError, which names the file, for what is no receipt."""
     try:
         data = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path}: must be a receipt in JSON, got: {error}") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} must be a receipt, got: {error}") from None
     entries = [*data.values()] if isinstance(data, dict) else [data]
     if not all(isinstance(of, dict) and all(isinstance(entry, dict) for entry in of.values()) for of in entries):
-        raise ValueError(f"{path}: must be {{arch: {{entry's name: entry}}}}")
+        raise ValueError(f"{path} must be a receipt, got: no {{arch: {{entry's name: entry}}}}")
     return data
 
 

@@ -22,10 +22,11 @@ from dsa_layers.generation.draws import RandomStream
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams, sample_drafted
 from dsa_layers.layers import attention, branch, key_selection
-from dsa_layers.layers.attention import DSAAttention, Selection
+from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE
 from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
+from dsa_layers.layers.selection import Selection
 from dsa_layers.tiny import write_tiny_checkpoint
 from tests.gpu import tiny_model
 from tests.gpu.batch_invariant_tokens import assert_batch_invariant

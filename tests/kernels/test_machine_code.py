@@ -7,6 +7,7 @@ import cutlass.cute as cute
 import pytest
 
 from dsa.kernels.mla import window_indices_sm90 as kernels
+from dsa.runtime import compile_cache
 from dsa.runtime.compile_cache import compile_sm90, object_file
 from dsa.runtime.object_file import cubin_in, write_object_file
 from dsa.runtime.sass import disassemble
@@ -71,6 +72,17 @@ def test_a_constant_and_a_grid_count(filled):
     assert len(text) == 1, "the grid is the host's"
 
 
+@cute.jit
+def _fill_twice(x: cute.Tensor, order: cutlass.Constexpr, value: cutlass.Constexpr, stream):
+    for kind in cutlass.range_constexpr(len(order)):
+        _fill_kernel(x, value + order[kind]).launch(grid=(3, 1, 1), block=(32, 1, 1), stream=stream)
+
+
+def test_the_order_of_launches_counts(filled):
+    orders = (0, 1), (1, 0), (0, 1, 0), (0, 1, 1)
+    assert len({machine_code.digest(filled(_fill_twice, order, 1.0)) for order in orders}) == 4
+
+
 def test_symbols_do_not_count(code):
     (symbol,) = set(re.findall(rb"\.text\.(\w+)", code))
     renamed = code.replace(symbol, symbol[::-1])
@@ -93,6 +105,29 @@ def test_what_is_renamed_changed_gone_and_new():
     after = {"same": "1", "new name": "2", "changed": "5", "added": "6"}
     gone, new, renamed = machine_code.differences(before, after)
     assert (gone, new, renamed) == (["changed", "gone"], ["added", "changed"], ["old name -> new name"])
+
+
+def test_variants_that_exchange_their_code_are_changed():
+    assert machine_code.differences({"a": "1", "b": "2"}, {"a": "2", "b": "1"}) == (["a", "b"], ["a", "b"], [])
+
+
+def test_the_compilers_options_count(monkeypatch):
+    before = machine_code.changed_families()
+    monkeypatch.setattr(compile_cache, "OPTIONS", f"{compile_cache.OPTIONS} --opt-level 1")
+    assert before == [] and machine_code.changed_families() == machine_code.families()
+
+
+def test_names_of_arguments_do_not_count():
+    variant = "fp8_gemm_sm90.compile_fp8_gemm('bfloat16', Fp8GemmConfig(groups=2, tile=(64, 8)), True)"
+    assert machine_code.without_names(variant) == "('bfloat16', (2, (64, 8)), True)"
+
+
+def test_a_record_that_is_damaged_says_how_to_renew_it(tmp_path, monkeypatch):
+    path = tmp_path / "machine_code.json"
+    path.write_text('{"dsl": "4.8')
+    monkeypatch.setattr(machine_code, "PATH", path)
+    with pytest.raises(ValueError, match=r"machine_code.json: not JSON .*; delete it and write it anew with --all"):
+        machine_code.recorded()
 
 
 def test_two_names_of_one_code_are_two():
