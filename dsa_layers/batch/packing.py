@@ -24,7 +24,7 @@ def to_device(values: Numbers, dtype: torch.dtype, device: torch.device) -> torc
 
 
 def move(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the host on the device, without waiting for it."""
+    """Copy a host tensor to the device without synchronising."""
     pinned = x.pin_memory() if device.type == "cuda" else x
     return pinned.to(device, non_blocking=True)
 

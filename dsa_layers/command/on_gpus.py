@@ -149,8 +149,8 @@ def agreed(ranks: "Ranks | None", make: Callable[[], Value]) -> Value:
 
 
 def _on_gpu(args: argparse.Namespace) -> bool:
-    """Whether ranks have a GPU each. ValueError where there is none and --device does not say cpu: on a CPU a model
-    that needs several GPUs would be dequantised into the machine's memory."""
+    """Return whether each rank has a GPU. Raise ValueError without a GPU unless --device is cpu: a model that needs
+    several GPUs would be dequantised into the machine's memory."""
     import torch
 
     if args.device is None and not torch.cuda.is_available():

@@ -59,7 +59,7 @@ def test_rows(clock, monkeypatch):
         monkeypatch.setitem(STACKS, name, (file, fields | SMALL | FEWER[name]))
     monkeypatch.setattr(drafts, "CONTEXT", CONTEXT)
     monkeypatch.setattr(drafts, "copy_bandwidth", lambda: COPY)
-    monkeypatch.setattr(drafts, "free", lambda: None)  # which has a GPU free memory
+    monkeypatch.setattr(drafts, "free", lambda: None)  # frees GPU memory
     told, done = [], [shape("V3.2", *case) for case in ((1, 1), (1, 3), (3, 2), (3, 3))]
     done += [shape("GLM-5", 1, 1), shape("GLM-5", 3, 1)]
     rows = list(drafts.rows(sequences=[3, 1], device="cpu", done=done, tell=told.append))

@@ -310,7 +310,7 @@ def test_prompts_all_of_whose_keys_count(first, either_build, monkeypatch):
     ],
 )
 def test_the_topk_of_vllms_that_is_the_fastest(rows, columns, k, prompt, named, peers, monkeypatch):
-    scores = torch.rand(rows, columns).argsort(1).float()  # no two of a row are equal
+    scores = torch.rand(rows, columns).argsort(1).float()  # no ties within a row
     lengths = torch.full((rows,), columns, dtype=torch.int32)
     starts, options = (torch.zeros_like(lengths), {"starts": torch.zeros_like(lengths)}) if prompt else (None, {})
     if prompt:

@@ -211,7 +211,7 @@ def test_tiles_of_masked_groups_are_chosen_for_the_expected_rows(expected, chose
 
 @pytest.mark.parametrize("kernels", [False, True])
 def test_masked_groups_without_channels(kernels, request):
-    """Zeros, in no row behind those that count."""
+    """Rows that count are zero; padding rows stay as they were."""
     found = request.getfixturevalue("launches") if kernels else []
     a = torch.zeros(3, 8, 0).to(E4M3), torch.zeros(3, 8, 0)
     b = torch.zeros(3, 16, 0).to(E4M3), torch.zeros(3, 1, 0)

@@ -74,7 +74,7 @@ def test_contiguous_as_callers_have_it():
     old = deep_gemm.fp8_mqa_logits(q, *arguments)
     assert torch.equal(old, dsa.fp8_mqa_logits(q, *arguments))
     assert torch.equal(deep_gemm.fp8_mqa_logits(q, *arguments, False, 20), got)
-    # As 2.8.0 and builds before it have it by default.
+    # The default of DeepGEMM 2.8.0 and earlier.
     assert torch.equal(deep_gemm.fp8_fp4_mqa_logits((q, None), *arguments), old)
     for changes, message in (
         ({"q": (q, torch.zeros(5, 8, dtype=INT32))}, r"q\[1\]: must be None on Hopper, .*, got Tensor"),

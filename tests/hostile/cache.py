@@ -39,7 +39,7 @@ class Cache:
         return raw.as_strided((PAGES, raw.stride(0)), (raw.stride(0), 1))
 
     def but(self, slots: Iterable[int]) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The bytes that are not of these slots."""
+        """Return a function that gives the cache's bytes outside these slots."""
         at = torch.arange(self.bytes(self.make()).shape[1])
         if self.layout == "v4":
             offset = torch.where(at < PAGE * 576, at // 576, (at - PAGE * 576) // 8)

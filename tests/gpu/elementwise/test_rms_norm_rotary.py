@@ -15,7 +15,7 @@ ROTATED = [(64, 64), (72, 64), (128, 8), (136, 64), (256, 128), (264, 8), (512, 
 
 
 def inputs(tokens, heads, dim, rotated, dtype=torch.bfloat16):
-    """Rows of every size; angles that are parts of larger tensors."""
+    """Rows of norms from 1e-3 to 1e3; cos and sin are views of larger tensors."""
     size = torch.logspace(-3, 3, tokens * heads, device="cuda").view(tokens, heads, 1)
     angles = torch.randn(tokens, rotated // 2 + 4, device="cuda")
     x = (torch.randn(tokens, heads, dim, device="cuda") * size).to(dtype)

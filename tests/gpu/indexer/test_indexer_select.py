@@ -147,7 +147,7 @@ SHAPES = {
     "both infinities": lambda n: torch.tensor([torch.inf, -torch.inf, 1.0, -1.0, 0.0, -0.0])[torch.arange(n) % 6],
     "both signs, many sizes": lambda n: torch.randn(n) * torch.rand(n).mul(60).exp2(),
     "infinite": lambda n: torch.where(torch.arange(n) % 3 == 0, torch.inf, torch.rand(n)),
-    # What the sample sees is larger, or smaller, than all else: too few candidates, or lists that overflow.
+    # Sampled scores are all above the rest (too few candidates) or all below it (lists overflow).
     "large where sampled": lambda n: torch.rand(n) + 2 * _sampled(n),
     "small where sampled": lambda n: torch.rand(n) + 2 * ~_sampled(n),
     "large in the first pass": lambda n: torch.rand(n) + 2 * _sampled(n, pass_strides(n)[0]),

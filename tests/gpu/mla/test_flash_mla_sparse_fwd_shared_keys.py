@@ -27,7 +27,7 @@ def all_calls_may_share(monkeypatch):
 
 
 def overlapping(s_q, s_kv, k, pool):
-    """k of `pool` keys, which 16 neighbours have in common; in any order."""
+    """Lists of k keys in random order; 16 neighbouring queries draw theirs from one pool of `pool` keys."""
     pools = torch.rand(-(-s_q // 16), s_kv, device="cuda").argsort(1)[:, :pool].repeat_interleave(16, 0)[:s_q]
     return pools.gather(1, distinct(s_q, pool, k).long()).int()[:, None].contiguous()
 

@@ -1,4 +1,4 @@
-"""Tensors that hold several of the model's, and the other way round."""
+"""Checkpoint tensors that fuse several model weights, and model weights that are split over several tensors."""
 
 import pytest
 import torch

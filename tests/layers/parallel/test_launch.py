@@ -80,7 +80,7 @@ def parent(command, ranks, streams, ignored):
     """The body of a process with these paths as its standard streams."""
     os.setsid()
     reset_signals()
-    tempfile.tempdir = command[-1]  # what it leaves behind when it is killed goes with the test's own
+    tempfile.tempdir = command[-1]  # a killed launcher's leftovers are removed with tmp_path
     for fd, (path, flags) in enumerate(streams):
         os.dup2(os.open(path, flags | os.O_CREAT, 0o600), fd)
     sys.stderr = os.fdopen(2, "w", closefd=False)

@@ -36,7 +36,7 @@ def plan_of(sequences, queries, keys, causal):
 
 
 def scores_of(q, minus_k, w, q_tiles, scores, active):
-    """What the scores' kernel writes into the tiles that a q tile has; elsewhere there is no number."""
+    """Fake the score kernel: write each q tile's tiles, and NaN elsewhere."""
     scores.fill_(torch.nan)
     for s, (first_q, rows, first_k, keys, _, _, tiles, _) in enumerate(q_tiles.tolist()):
         for j in range(min(tiles, scores.shape[1])):

@@ -33,7 +33,7 @@ def test_sparse_loss(joint):
 
 
 def test_what_no_index_names_reaches_nothing():
-    """NaN in the first row, where an index that is no key might look; and no rows at all."""
+    """NaN in row 0, which an invalid index might read; and zero rows."""
     (q, kv, q_idx, k_idx, w_idx), indices = sparse_inputs()
     indices[indices == 0] = -1
     kv, k_idx = (x.detach().index_fill(0, torch.tensor(0), torch.nan) for x in (kv, k_idx))
