@@ -13,7 +13,7 @@ from dsa_layers.tiny import write_tiny_checkpoint
 from tests.sampling import commit
 
 torch.set_num_threads(1)
-SLOW_PARTS = 12
+SLOW_PARTS = 20
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

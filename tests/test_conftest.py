@@ -58,7 +58,7 @@ def test_slow_tests_run_in_parts_that_rotate_by_commit(monkeypatch):
     fast, every = {f"test_{i}" for i in range(0, 60, 2)}, {f"test_{i}" for i in range(60)}
     runs = [collected(monkeypatch, str(commit)) for commit in range(200)]
     assert all(fast <= run < every for run in runs) and set().union(*runs) == every
-    assert 1 / 24 < sum(len(run - fast) for run in runs) / (200 * 30) < 1 / 6
+    assert 1 / 40 < sum(len(run - fast) for run in runs) / (200 * 30) < 1 / 10
     assert collected(monkeypatch, all=True) == collected(monkeypatch, file_or_dir=["tests/test_it.py"]) == every
 
 

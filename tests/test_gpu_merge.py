@@ -81,6 +81,7 @@ for i in range(20):
 """
 
 
+@pytest.mark.slow
 def test_two_runs_at_once_lose_no_row(tmp_path, written):
     command = [sys.executable, "-c", SAVES, str(receipt.PATH)]
     for process in [subprocess.Popen([*command, name]) for name in "ab"]:

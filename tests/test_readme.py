@@ -37,6 +37,7 @@ def test_the_three_examples():
     assert all(parameter.grad is not None for parameter in training["stage"].parameters())
 
 
+@pytest.mark.slow
 def test_the_tiny_checkpoints(tmp_path, monkeypatch, capsys):
     """The commands on them, but for the number of tokens."""
     monkeypatch.chdir(tmp_path)

@@ -204,6 +204,7 @@ def test_losses_fall(out):
     assert not any(indexer[:12]) and indexer[-1] < indexer[12]
 
 
+@pytest.mark.slow
 def test_metrics(metrics):
     losses = metrics["held_out"]["loss"]["library"]
     assert losses["warmup, all keys"] == losses["dense, all keys"]
@@ -220,6 +221,7 @@ def test_metrics(metrics):
     assert found["taken"] == sorted(found["taken"]) and found["taken"][0] == pytest.approx(found["right"][0])
 
 
+@pytest.mark.slow
 def test_what_is_written(out, text, metrics):
     rows = list(csv.DictReader((out / "losses.csv").open()))
     written = report.tables(metrics, rows)
@@ -235,6 +237,7 @@ def test_what_is_written(out, text, metrics):
     assert report.fill(document, written) == document.replace("old\n", written)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", ["0", "0.8"])
 def test_the_checkpoint_drafts(temperature, out, capsys):
     """By the command: the same tokens with drafts and without. Some drafts are taken, of samples not surely any."""

@@ -53,6 +53,7 @@ def small_stack(name):
     return stack(name, "cpu", drafter=True, **SMALL, **FEWER[name])
 
 
+@pytest.mark.slow
 def test_rows(clock, monkeypatch):
     """All layers' times follow from those of the three depths, and figures from them; what is done is left out."""
     for name, (file, fields) in STACKS.items():

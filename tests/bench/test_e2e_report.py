@@ -468,6 +468,7 @@ class Machine:
         return PARTS_MS
 
 
+@pytest.mark.slow
 def test_rows_leave_out_what_does_not_fit(monkeypatch, no_peers):
     """Every prompt and step gets a row but one for which the memory is short."""
     machine = Machine(monkeypatch)

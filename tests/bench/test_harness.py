@@ -238,6 +238,7 @@ def test_shipped_winners_are_candidates_that_fit(op, config_type, classes):
     assert case.load(op).tuning(OPS[op].kernels.modules("sm_90")).classes.keys() == classes.keys()
 
 
+@pytest.mark.slow
 def test_the_search_for_products_is_of_the_published_layers():
     plan = case.load("fp8_gemm_nt").tuning(tune._modules("fp8_gemm_nt", "sm_90"))
     shipped = tuning._data(tuning.path_of("fp8_gemm_nt", "sm_90"))

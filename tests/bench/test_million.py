@@ -95,6 +95,7 @@ def test_rows(small):
     assert "V4-Flash: no memory for 5 sequences" in told
 
 
+@pytest.mark.slow
 def test_caches_that_do_not_fit_are_not_made(small, monkeypatch):
     """With room for those of one sequence and not of three, whose step is not even tried."""
     model = stack("GLM-5.2", "cpu")
@@ -148,6 +149,7 @@ def test_a_long_context_takes_less_than_half_a_gibibyte(name, small):
     assert WORKSPACE < 2**29
 
 
+@pytest.mark.slow
 def test_kernels_that_are_asked_for():
     functions = {variant.function for variant in million.asked(lengths=[2**19], sequences=[4])}
     assert {"compile_sparse_mla_fp8_kv", "compile_sparse_mla_cast", "compile_fp8_mqa_logits"} < functions

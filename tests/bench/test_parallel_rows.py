@@ -53,6 +53,7 @@ def test_rows_of_two_ranks():
     assert [found.fullmatch(step) is not None for step in told].count(True) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "message"),
     [
@@ -93,6 +94,7 @@ def test_layers_that_fit():
         layers_that_fit("V3.2", 2, 9 * 10**9, 8192)
 
 
+@pytest.mark.slow
 def test_kernels_that_are_asked_for():
     """Every pass of every part gets up to its launches, with the sizes of 2 and of 8 GPUs."""
     of_two = asked([*STACKS], None, 2)

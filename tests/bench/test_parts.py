@@ -65,6 +65,7 @@ def test_a_kernel_that_nobody_launched():
         by_part([kernel(1, 1.0)])
 
 
+@pytest.mark.slow
 def test_modules_announce_their_parts(checkpoint, tmp_path):
     """Every layer of the tiny model, and nothing once the profile is over."""
     model = load_model(checkpoint, progress=False)

@@ -153,6 +153,7 @@ def test_the_probe_tells_what_is_wrong(peers, small, capsys, monkeypatch):
     assert any(line.endswith("failed: module 'cudnn' has no attribute 'DSA'") for line in (old, cudnn))
 
 
+@pytest.mark.slow
 def test_the_probe_goes_on_where_ours_fails(peers, small, capsys, monkeypatch):
     monkeypatch.setattr(cases.load("merge_attention"), "_branches", lambda *shape: 1 / 0)
     assert probe.main(["merge_attention", "per_token_cast_to_fp8"]) == 1

@@ -76,6 +76,7 @@ def test_its_text(model):
     )
 
 
+@pytest.mark.slow
 def test_it_drafts():
     """The same greedy tokens with drafts, of which as many are taken as its card says, about."""
     model = load_model(SHIPPED_MODEL, dtype=torch.float32, dequantize=True, drafter=True, progress=False)

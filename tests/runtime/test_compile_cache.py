@@ -230,6 +230,7 @@ print("child:", os.waitstatus_to_exitcode(os.wait()[1]))
 """
 
 
+@pytest.mark.slow
 def test_a_fork_while_a_thread_compiles(tmp_path):
     """The child can compile, and the parent's file lock ends with the parent's compilation."""
     command = [sys.executable, "-c", FORK, str(tmp_path / "kernel.lock")]

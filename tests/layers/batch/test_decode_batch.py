@@ -94,7 +94,8 @@ def assert_same(model, got, expected):
         assert (got - expected).abs().max() <= 2e-5 * expected.abs().max()
 
 
-@pytest.mark.parametrize("next_n", [2, pytest.param(3, marks=SLOW), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("next_n", [2, 3, 4])
 def test_a_pass_over_a_few_tokens_is_as_many_over_one(model, one_by_one, next_n):
     cache = filled(model)
     for done in range(0, COUNT, next_n):

@@ -152,6 +152,7 @@ def test_it_trains(directory):
     assert next(model.parameters()).grad.any()  # the embedding, by way of the states and of the tokens
 
 
+@pytest.mark.slow
 def test_copies_are_not_read(directory, model_type, tmp_path):
     """What they hold has no effect: the layer shares the model's embedding and head."""
     head = {"deepseek_v4": ("emb.tok_emb.weight", "head.weight")}.get(

@@ -28,6 +28,7 @@ ROOT = Path(__file__).parents[3]
 WORKER = "tests.layers.checkpoint.hostile_worker"
 
 
+@pytest.mark.slow
 def test_hostile_files(tmp_path):
     """Loaded one after the other in a process that may take 200 MB more than it begins with."""
     for number, (damage, _) in enumerate(CASES.values()):

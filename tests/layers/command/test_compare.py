@@ -104,6 +104,7 @@ def test_sequences_that_selection_does_not_shorten(capsys):
     assert expected in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family(tiny_checkpoint, capsys, family):
     """Dense attention reads all of what is in the cache, which in DeepSeek-V4 is less than the context has tokens."""
@@ -116,6 +117,7 @@ def test_every_family(tiny_checkpoint, capsys, family):
     assert rows["sparse"]["read"] == rows["latest"]["read"] < rows["dense"]["read"] <= rows["dense"]["context"] == 225.5
 
 
+@pytest.mark.slow
 def test_the_table_of_deepseek_v4(tiny_checkpoint, capsys):
     assert compare(tiny_checkpoint("deepseek_v4"), "--length", 450, "--max-tokens", 450) == 0
     out = capsys.readouterr().out

@@ -31,6 +31,7 @@ def asked(monkeypatch):
     return found
 
 
+@pytest.mark.slow
 def test_a_checkpoints_kernels(asked, checkpoint, tmp_path, capsys):
     out = tmp_path / "new" / "kernels"
     for outcome in ("1 kernels compiled, 0 were there", "0 kernels compiled, 1 were there"):

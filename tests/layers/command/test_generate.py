@@ -155,6 +155,7 @@ def test_events_in_json(checkpoint, greedy, capsys):
     assert throughput["prefill_tokens"] == sum(event["prompt_tokens"] for event in completions.values())
 
 
+@pytest.mark.slow
 def test_a_prefix_of_several_prompts(checkpoint, capsys):
     """It is computed once, and the text is that without."""
     prompts, told = (f"{PROMPT * 30} a", f"{PROMPT * 30} b"), []

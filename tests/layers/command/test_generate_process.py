@@ -10,6 +10,8 @@ import subprocess
 import sys
 import termios
 
+import pytest
+
 GENERATE = [sys.executable, "-m", "dsa_layers.command.main", "generate", "--device", "cpu", "--cache-tokens", "512"]
 # Whatever the terminal and the locale are that the tests run in.
 SET = {"OMP_NUM_THREADS": "1", "TERM": "xterm", "NO_COLOR": "", "PYTHONIOENCODING": "utf-8"}
@@ -47,6 +49,7 @@ def test_a_terminal():
     assert b"Loading" in shown and b"\x1b[1mdef f(\x1b[0m" in shown and b"prefill: " in shown
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_a_batch_or_events():
     """It ends as a filter does, and says nothing."""
     for options in (["--prompt", "a\nb", "--prompt", "c\nd"], ["--prompt", "a", "--json"]):

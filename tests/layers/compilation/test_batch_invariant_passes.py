@@ -52,10 +52,11 @@ def asked(config, kv_cache, count, tokens, drafts, *, invariant, ranks=1):
     return functions, attention, products.found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLISHED)
 @pytest.mark.parametrize(
     ("ranks", "kv_cache"),
-    [(2, "fp8"), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, "fp8"), (1, "model"), (8, "fp8")))],
+    [(2, "fp8"), (1, "fp8"), (1, "model"), (8, "fp8")],
 )
 def test_passes_of_any_size_take_one_way(name, ranks, kv_cache):
     """Whatever the number of sequences, of their drafts and of the tokens of the longest one."""

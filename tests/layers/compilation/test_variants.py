@@ -36,14 +36,15 @@ def _variants_of(model_type, drafts, gpus, **options):
 
 
 # Options of `load_model` under which a family's passes are others.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "options"),
     [
         ("deepseek_v4", {}),
-        pytest.param("deepseek_v32", {}, marks=SLOW),
-        pytest.param("glm_moe_dsa", {}, marks=SLOW),
-        pytest.param("glm_moe_dsa", {"dequantize": True}, marks=SLOW),
-        pytest.param("deepseek_v4", {"dequantize": True}, marks=SLOW),
+        ("deepseek_v32", {}),
+        ("glm_moe_dsa", {}),
+        ("glm_moe_dsa", {"dequantize": True}),
+        ("deepseek_v4", {"dequantize": True}),
     ],
     ids=str,
 )

@@ -55,8 +55,9 @@ def test_tokens_are_those_without_drafts(model, without_drafts, drafts, temperat
     assert throughput.drafted / 4 < throughput.taken < throughput.drafted  # some of each are right
 
 
-@pytest.mark.parametrize("captured", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize("drafts", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("drafts", [1, 3])
 def test_drafts_are_the_drafters(model, without_drafts, drafts, captured, monkeypatch):
     """Beside a pass over the whole sequence and the target's states, and one more for each further draft, which has
     the states that the one before gave; behind drafts that were taken, and such that were not."""

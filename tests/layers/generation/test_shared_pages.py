@@ -45,7 +45,8 @@ def calls(size):
     return [[first, second, TEXT[: 2 * size + 1]], [TEXT[: 2 * size], [*TEXT[:size], 7, 8, 9], second]]
 
 
-@pytest.mark.parametrize("drafts", [2, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("drafts", [2, 0])
 def test_tokens_and_drafts_of_shared_pages(model, drafts_seen, drafts):
     size = page_size(model)
     pages = 6  # fewer than the prompts have: some are taken from earlier ones

@@ -10,6 +10,7 @@ from dsa_layers.generation.tokenizer import Tokenizer
 from tests.ops.test_torch_defaults import default_dtype
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["deepseek_v32", "deepseek_v4"])
 def test_defaults_change_nothing(family, tiny_checkpoint):
     directory = tiny_checkpoint(family)

@@ -154,6 +154,7 @@ def test_a_reentrant_checkpoint_selects_without_gradients(models, tokens, monkey
     assert_same_pass(ours, theirs, input_ids=tokens[:, :48])
 
 
+@pytest.mark.slow
 def test_a_mix_in_compiled_layers(models, tokens):
     ours, theirs = copies(models, lambda name: name.startswith("model.layers.2."))
     torch._dynamo.reset()

@@ -92,13 +92,14 @@ def watched(monkeypatch):
         yield found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "drafts"),
     [
         ("deepseek_v32", 0),
         ("deepseek_v4", 2),
-        pytest.param("deepseek_v32", 2, marks=pytest.mark.slow),
-        pytest.param("glm_moe_dsa", 2, marks=pytest.mark.slow),
+        ("deepseek_v32", 2),
+        ("glm_moe_dsa", 2),
     ],
 )
 def test_chains_are_independent(family, drafts, tiny_checkpoint, watched):

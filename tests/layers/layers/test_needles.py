@@ -70,6 +70,7 @@ def text(request, models):
     return text, calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", range(len(FINDS)))
 def test_every_indexer_of_the_shipped_model_finds_needles(models, text, layer):
     """Six places of a text as long as it was trained for, where it selects 128 of 2048 keys: the first layer, whose

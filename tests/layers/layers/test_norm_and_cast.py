@@ -164,6 +164,7 @@ def test_hooks_see_what_goes_in_and_comes_out(part):
     assert not torch.equal(run(model, x)[0], hooked)
 
 
+@pytest.mark.slow
 def test_a_compiled_block_is_its_formula():
     """Without gradients: what decides on casts and shared products is not traced."""
     model, x = block(dense), rows(9)

@@ -37,6 +37,7 @@ def directories(tiny_checkpoint):
     return {name: tiny_checkpoint(name, quantized=False) for name in LAYERS}
 
 
+@pytest.mark.slow
 def test_other_picks_are_noticed_on_all_ranks(directories):
     first, second = in_ranks(2, passes, directories)
     assert first == second

@@ -72,13 +72,14 @@ def alone(directory, multi_head, of):
         return passes(load_model(directory, **FLOAT), of)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "multi_head", "of"),
     [
         ("queries", False, FEW),
-        pytest.param("queries", False, PASSES, marks=pytest.mark.slow),
-        pytest.param("heads", False, FEW, marks=pytest.mark.slow),
-        pytest.param("queries", True, FEW, marks=pytest.mark.slow),
+        ("queries", False, PASSES),
+        ("heads", False, FEW),
+        ("queries", True, FEW),
     ],
 )
 def test_passes_are_those_of_one_process(checkpoints, way, multi_head, of):
