@@ -4,11 +4,14 @@
 # kernels' variants. Both samples are others with every commit.
 # make test-all: every test on all variants, and the kernels' once more with the oldest DSL that is supported.
 # make test-machine: the tests that could depend on the CPU's instructions, on signals or on how processes start.
+# make wheel: build dist/ from the last commit: a wheel and a source distribution, with all compiled kernels, of which
+# those take seconds each that are not cached; or with those of MODULES alone.
+# make test-wheel: build them, install each into an environment of its own, and run the commands there.
 PYTHON ?= python3
 BIN := .venv/bin
 OLDEST := .venv-oldest
 
-.PHONY: demo test test-all test-machine test-oldest lint format clean
+.PHONY: demo test test-all test-machine test-oldest test-wheel wheel lint format clean
 .DELETE_ON_ERROR:
 
 # torch first and pinned: a plain requirement takes a CPU wheel that lies on disk; a range would take the newest CUDA build.
@@ -54,6 +57,24 @@ $(OLDEST)/installed: pyproject.toml
 
 test-oldest: $(OLDEST)/installed
 	$(OLDEST)/bin/python -m pytest --numprocesses auto --maxprocesses 16 --dist worksteal --all tests/kernels tests/runtime
+
+MODULES ?=
+wheel: .venv/installed
+	rm -rf build/release dist
+	mkdir -p build/release
+	git archive HEAD | tar -x -C build/release
+	$(BIN)/python -m dsa_layers.compilation.pack build/release/dsa/compiled $(MODULES)
+	$(BIN)/python -m build --outdir dist build/release
+
+INSTALLED := build/installed/bin/python
+test-wheel: wheel
+	rm -rf build/installed
+	$(PYTHON) -m venv build/installed
+	$(INSTALLED) $(PIP_INSTALL) torch==2.13.0
+	$(INSTALLED) $(PIP_INSTALL) dist/*.whl
+	$(INSTALLED) -I tests/check_installed.py
+	$(INSTALLED) $(PIP_INSTALL) --force-reinstall --no-deps dist/*.tar.gz
+	$(INSTALLED) -I tests/check_installed.py
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -1,0 +1,48 @@
+"""Check an installed distribution: its commands run, and its compiled kernels are used.
+
+usage: python -I check_installed.py
+
+-I keeps the checkout out of the path: what is imported is what was installed.
+"""
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    import dsa
+
+    installed = Path(dsa.__file__)
+    assert "site-packages" in installed.parts, f"dsa is imported from {installed}"
+    packed = check_kernels()
+    command = str(Path(sys.executable).with_name("dsa"))
+    subprocess.run([command, "check"], check=True, cwd="/")
+    generate = [command, "generate", "--prompt", "def area(", "--max-new-tokens", "16", "--temperature", "0"]
+    text = subprocess.run(generate, check=True, cwd="/", capture_output=True, text=True).stdout
+    assert text.startswith("def area("), text
+    print(f"{text}\n{packed} modules with compiled kernels")
+
+
+def check_kernels() -> int:
+    """Load a kernel of each archive without the compiler and without a cache; returns how many there are."""
+    os.environ["DSA_CACHE_DIR"] = ""
+    import cutlass.cute as cute
+
+    from dsa.runtime.packed_kernels import FOLDER
+    from dsa_layers.compilation.pack import kernel_modules
+
+    cute.compile = None
+    archives = {path.name.partition(".")[0] for path in FOLDER.glob("*.tar.xz")}
+    assert archives, f"{FOLDER} has no archives"
+    for name in kernel_modules():
+        if name.rpartition(".")[2] in archives:
+            compile_function, arguments = importlib.import_module(name).shipped_variants()[0]
+            assert callable(compile_function(*arguments))
+    return len(archives)
+
+
+if __name__ == "__main__":
+    main()
