@@ -6,6 +6,7 @@ import os
 import platform
 import time
 import warnings
+from collections.abc import Iterable
 
 import torch
 
@@ -20,11 +21,8 @@ _PACKAGES = ("dsa-kernels", "torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cu
 def check(seeds: int = 1) -> bool:
     """Print the report; True if every op passed, each with the random numbers of that many seeds."""
     print(f"python {platform.python_version()}")
-    for package in _PACKAGES:
-        try:
-            print(f"{package} {importlib.metadata.version(package)}")
-        except importlib.metadata.PackageNotFoundError:
-            print(f"{package} not installed")
+    for package, version in versions().items():
+        print(f"{package} {version or 'not installed'}")
     on_gpu = torch.cuda.is_available()
     print(f"GPU: {torch.cuda.get_device_name() if on_gpu else 'none'}")
     reason = backends.why_no_kernels()
@@ -34,6 +32,17 @@ def check(seeds: int = 1) -> bool:
     passed = [_run(name, device, seeds) for name in SELF_TESTS]
     print(f"{sum(passed)} of {len(passed)} ops passed")
     return all(passed)
+
+
+def versions(packages: Iterable[str] = _PACKAGES) -> dict[str, str | None]:
+    """{package: its version, or None where it is not installed}."""
+    found = {}
+    for package in packages:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    return found
 
 
 def _has_kernel(op: str) -> bool:

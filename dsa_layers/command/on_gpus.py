@@ -58,7 +58,8 @@ def start_ranks(args: argparse.Namespace) -> int:
     else:
         memory = None
     _check_parts(args, args.gpus, memory)
-    with for_other_processes(args.argv, args.prompts) as argv:
+    reads_prompts = hasattr(args, "prompts")
+    with for_other_processes(args.argv, args.prompts) if reads_prompts else contextlib.nullcontext(args.argv) as argv:
         command = [sys.executable, "-m", "dsa_layers.command", *argv]
         return launch(command, args.gpus, _error_event if args.json else None)
 

@@ -1,0 +1,188 @@
+"""`dsa verify`: test a checkpoint's weights on this machine, and write a report to send to the project."""
+
+import argparse
+import hashlib
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dsa_layers import options
+from dsa_layers.command import on_gpus
+from dsa_layers.command.compare import HELD_OUT_TEXT
+from dsa_layers.command.model_options import LoadedModel, add_model_options, load
+from dsa_layers.command.prompt_sources import read_text_file
+from dsa_layers.command.streams import say
+
+if TYPE_CHECKING:
+    from dsa_layers.evaluation.verification import Difference
+
+_PROMPTS = (
+    "The three primary colours are",
+    "def fibonacci(n):\n",
+    "Q: What is 17 times 23?\nA:",
+    "\u5317\u4eac\u662f",
+)
+_NEW_TOKENS = 32
+_TEXT_TOKENS = 4096
+_SLICE = 256  # tokens that the references run
+_PROMPT_LENGTHS = 1024, 8192
+_SEQUENCES = 1, 8
+_STEPS = 64
+_PEERS = "nvidia-cudnn-frontend", "sgl-deep-gemm", "sgl-flash-mla", "sglang-kernel", "vllm"
+
+_REPORT = """\
+The report, one JSON object, holds what is printed, the tokens of the fixed prompts, the configuration's digest and the
+versions of the libraries. It has no path, no user's name and nothing of --text but its loss.
+Exit codes: 0; 1 where a tensor has NaN or infinity or a second run gave other tokens; 2 for a wrong call or input."""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "verify",
+        help="test a checkpoint's weights on this machine and write a report to send to the project",
+        description="Load a checkpoint, look for NaN in every tensor, generate from fixed prompts, measure the loss on "
+        "a text by the kernels, by other libraries' kernels where these are installed, and on a slice by the PyTorch "
+        "references, and time prompts and steps.",
+        epilog=_REPORT,
+    )
+    # What the options of several GPUs ask for besides.
+    parser.set_defaults(run=run, draft=0, cache_tokens=max(_PROMPT_LENGTHS), json=False)
+    add_model_options(parser)
+    on_gpus.add_gpus_option(parser)
+    parser.add_argument(
+        "--text",
+        type=options.path,
+        metavar="FILE",
+        default=HELD_OUT_TEXT,
+        help="UTF-8 (default: a module of Python's standard library)",
+    )
+    parser.add_argument(
+        "--report",
+        type=options.path,
+        metavar="FILE",
+        default=Path("dsa-verify.json"),
+        help="where the report is written (default: %(default)s)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    text = read_text_file("--text", args.text)
+    if on_gpus.starts_ranks(args):
+        return on_gpus.start_ranks(args)
+    ranks = on_gpus.join_ranks(args)
+    on_gpus.check_memory(args, ranks)
+    began = time.perf_counter()
+    with on_gpus.errors_of_options():
+        loaded = load(args, ranks)
+    seconds = time.perf_counter() - began
+    report = _Report()
+    report.add("machine", _machine(loaded, 1 if ranks is None else ranks.size))
+    report.add("checkpoint", _checkpoint(loaded) | {"load_seconds": round(seconds, 1)})
+    sound = _verify(loaded, text, args.prefill_chunk, report)
+    if ranks is None or ranks.rank == 0:
+        args.report.write_text(json.dumps(report.parts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        say(f"{args.report} is written. Please attach it to an issue: nobody else tests published weights.")
+    return 0 if sound else 1
+
+
+class _Report:
+    """Parts are printed as they come."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, Any] = {}
+
+    def add(self, name: str, found: dict[str, Any]) -> None:
+        self.parts[name] = found
+        shown = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in found.items()}
+        hidden = ("tokens_of_prompts", "versions", "config_sha256")
+        print(f"{name}: {', '.join(f'{key} {value}' for key, value in shown.items() if key not in hidden)}", flush=True)
+
+
+def _verify(loaded: LoadedModel, text: str, chunk: int, report: _Report) -> bool:
+    from dsa_layers.evaluation.held_out_loss import held_out_loss
+    from dsa_layers.evaluation.verification import Speed, TensorCheck
+
+    model, tokenizer = loaded.model, loaded.tokenizer
+    tensors = TensorCheck.of(model)
+    report.add("tensors", asdict(tensors))
+
+    generated = _generated(loaded)
+    report.add("generation", generated)
+
+    context = model.config.max_position_embeddings
+    tokens = tokenizer.encode(text)[: min(_TEXT_TOKENS, context - 1) + 1]
+    if len(tokens) < 2:
+        raise ValueError("--text: must have at least 2 tokens")
+    report.add("text", asdict(held_out_loss(model, [tokens], chunk=chunk)))
+
+    for name, difference in _differences(loaded, tokens[: _SLICE + 1], chunk):
+        report.add(name, asdict(difference))
+
+    prompts = [n for n in _PROMPT_LENGTHS if n < min(context, len(tokens) * 8)] or [min(context // 2, len(tokens))]
+    many = tokens * (max(prompts) // len(tokens) + 1)
+    speed = Speed.of(model, many, prompts, _SEQUENCES, _STEPS)
+    report.add("prompts, tokens/s", {f"{n} tokens": rate for n, rate in speed.prompts.items()})
+    report.add("steps, tokens/s", {f"{n} sequences": rate for n, rate in speed.steps.items()})
+    return not tensors.not_finite and generated["same_twice"]
+
+
+def _machine(loaded: LoadedModel, gpus: int) -> dict[str, Any]:
+    import torch
+
+    from dsa_layers.command.health import versions
+
+    on_gpu = loaded.device.startswith("cuda")
+    name = torch.cuda.get_device_name(loaded.device) if on_gpu else "CPU"
+    installed = {package: version for package, version in (versions() | versions(_PEERS)).items() if version}
+    return {"device": f"{gpus} x {name}", "backend": loaded.backend, "versions": installed}
+
+
+def _checkpoint(loaded: LoadedModel) -> dict[str, Any]:
+    config, files = loaded.model.config, list(loaded.checkpoint.glob("*.safetensors"))
+    return {
+        "model_type": config.model_type,
+        "layers": config.num_hidden_layers,
+        "files": len(files),
+        "bytes": sum(path.stat().st_size for path in files),
+        "config_sha256": hashlib.sha256((loaded.checkpoint / "config.json").read_bytes()).hexdigest(),
+        "dequantized": loaded.dequantized,
+    }
+
+
+def _generated(loaded: LoadedModel) -> dict[str, Any]:
+    from dsa_layers.generation.generator import Generator
+    from dsa_layers.generation.sampling import SamplingParams
+
+    generator = Generator(loaded.model, loaded.tokenizer, cache_tokens=4096)
+    runs = [generator.generate(list(_PROMPTS), SamplingParams(max_new_tokens=_NEW_TOKENS)) for _ in range(2)]
+    tokens = [[completion.tokens for completion in completions] for completions in runs]
+    return {
+        "prompts": len(_PROMPTS),
+        "same_twice": tokens[0] == tokens[1],
+        "texts": [completion.text for completion in runs[0]],
+        "tokens_of_prompts": tokens[0],
+    }
+
+
+def _differences(loaded: LoadedModel, tokens: list[int], chunk: int) -> "Iterator[tuple[str, Difference]]":
+    """(what is compared with the references, how it differs) of the text's first tokens."""
+    import dsa
+    from dsa_layers.evaluation.verification import Difference, logits_of
+
+    if loaded.backend != "cute":
+        return
+    ours, targets = logits_of(loaded.model, tokens, chunk)
+    with dsa.use_backend("reference"):
+        expected, _ = logits_of(loaded.model, tokens, chunk)
+    yield "kernels beside references", Difference.between(ours, expected, targets)
+
+    from dsa_bench.e2e.peers import peer_kernels
+
+    with peer_kernels() as replaced:
+        if not replaced.ops:
+            return
+        theirs, _ = logits_of(loaded.model, tokens, chunk)
+    yield f"{', '.join(replaced.libraries)} beside references", Difference.between(theirs, expected, targets)

@@ -1,0 +1,65 @@
+"""`dsa verify`: what its report says, and what it notices."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from dsa_layers.command import verify as command
+from dsa_layers.command.main import main
+from dsa_layers.evaluation.verification import Difference
+from tests.layers.checkpoint.stand_ins import changed
+
+
+@pytest.fixture(autouse=True)
+def few_tokens(monkeypatch):
+    for name, value in {"_NEW_TOKENS": 3, "_SEQUENCES": (1, 2), "_STEPS": 3}.items():
+        monkeypatch.setattr(command, name, value)
+
+
+def verify(checkpoint, tmp_path, *options):
+    report = tmp_path / "report.json"
+    text = tmp_path / "text.txt"
+    text.write_text("def area(width, height):\n    return width * height\n" * 3)
+    code = main(["verify", str(checkpoint), "--device", "cpu", "--text", str(text), "--report", str(report), *options])
+    return code, json.loads(report.read_text()) if report.exists() else None
+
+
+@pytest.mark.slow
+def test_the_report_has_every_part_and_no_path(checkpoint, tmp_path, capsys):
+    code, report = verify(checkpoint, tmp_path)
+    assert code == 0 and report["checkpoint"]["model_type"] == "deepseek_v32"
+    assert report["tensors"]["not_finite"] == [] and report["tensors"]["numbers"] > 10_000
+    assert report["generation"]["same_twice"] and len(report["generation"]["tokens_of_prompts"]) == 4
+    assert 0 < report["text"]["loss"] < 20
+    assert all(rate > 0 for rate in report["prompts, tokens/s"].values())
+    assert str(tmp_path) not in json.dumps(report) and str(checkpoint) not in json.dumps(report)
+    said = capsys.readouterr()
+    assert "machine: device 1 x CPU" in said.out and "Please attach it to an issue" in said.err
+
+
+@pytest.mark.slow
+def test_a_tensor_with_nan_is_named(checkpoint, tmp_path):
+    changed(checkpoint, tmp_path, lambda tensors: tensors["model.norm.weight"][3].fill_(math.nan))
+    code, report = verify(tmp_path, tmp_path)
+    assert code == 1 and report["tensors"]["not_finite"] == ["model.norm.weight"]
+
+
+def test_a_text_of_one_token_is_refused(checkpoint, tmp_path, capsys):
+    empty = tmp_path / "empty.txt"
+    empty.write_text("")
+    assert main(["verify", str(checkpoint), "--device", "cpu", "--text", str(empty)]) == 2
+    assert capsys.readouterr().err == "dsa verify: --text: must have at least 2 tokens\n"
+
+
+def test_a_difference_is_its_formulas():
+    logits, expected = torch.randn(2, 5, 7, dtype=torch.float64)
+    targets = torch.randint(7, (5,))
+    found = Difference.between(logits, expected, targets)
+    q, p = logits.log_softmax(-1), expected.log_softmax(-1)
+    own, theirs = (-x[torch.arange(5), targets] for x in (q, p))
+    assert found.loss == pytest.approx(own.mean().item()) and found.expected_loss == pytest.approx(theirs.mean().item())
+    assert found.divergence == pytest.approx((p.exp() * (p - q)).sum(-1).mean().item())
+    assert found.largest == pytest.approx((own - theirs).abs().max().item())
+    assert found.same_first == (logits.argmax(-1) == expected.argmax(-1)).double().mean().item()
