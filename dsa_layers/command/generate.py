@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _JSON = """\
 With --json the standard output is one JSON object a line, each with the key "event":
-  start       checkpoint, device, backend, dequantized, prompts, max_new_tokens, temperature, top_k, top_p, seed, stop
+  start       checkpoint, device, backend, dequantized, prompts, max_tokens, temperature, top_k, top_p, seed, stop
   token       sequence (the prompt's number, from 0), token (its id), text (what can be shown by now)
   completion  sequence, prompt, prompt_tokens, text, tokens, finish_reason ("eos", "stop", "length" or "error"), error
   throughput  prefill_tokens, prefill_seconds, decode_tokens, decode_seconds, drafted, taken (drafts that were right),
@@ -44,7 +44,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="no chat template (default: off; a template is used if the tokenizer has one)",
     )
     parser.add_argument(
-        "--max-new-tokens",
+        "--max-tokens",
         type=options.positive,
         default=256,
         metavar="N",
@@ -180,17 +180,17 @@ def _sampling(args: argparse.Namespace) -> "SamplingParams":
     chosen = {name: value for name, value in given.items() if value is not None}
     stop = [options.text("--stop", text) for text in args.stop]
     own = sampling_defaults(args.checkpoint) | chosen
-    return SamplingParams(max_new_tokens=args.max_new_tokens, seed=args.seed, stop=stop, **own)
+    return SamplingParams(max_tokens=args.max_tokens, seed=args.seed, stop=stop, **own)
 
 
 def _say_what_the_context_leaves(encoded: list[list[int]], params: "SamplingParams", context: int) -> None:
     """Where it is fewer tokens than were asked for. `Generator` refuses a prompt for which it leaves none."""
     left = context - max(len(ids) for ids in encoded)
-    if 0 < left < params.max_new_tokens:
+    if 0 < left < params.max_tokens:
         prompt = "prompt" if len(encoded) == 1 else "longest prompt"
         say(
-            f"--max-new-tokens: the model's context of {context} tokens leaves {left} after the {prompt}, got "
-            f"{params.max_new_tokens}"
+            f"--max-tokens: the model's context of {context} tokens leaves {left} after the {prompt}, got "
+            f"{params.max_tokens}"
         )
 
 

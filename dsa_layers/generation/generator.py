@@ -281,7 +281,7 @@ class Generator:
                 raise ValueError(f"prompts[{i}]: has {len(ids)} tokens; the model's context holds {context}")
             if one.stop and self.tokenizer is None:
                 raise ValueError("params: stop strings need a tokenizer")
-            limit = min(len(ids) + one.max_new_tokens, context)
+            limit = min(len(ids) + one.max_tokens, context)
             if self._memory.pages(limit) > self._capacity:
                 drafts = f" and {self._drafts} draft{'s' * (self._drafts > 1)}" if self._drafts else ""
                 raise OutOfPages(

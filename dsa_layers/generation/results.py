@@ -22,7 +22,7 @@ class TokenEvent:
 @dataclass
 class Completion:
     """A finished sequence. tokens: the new ones, with the end-of-sequence token if that ended it. text: theirs, after
-    the last event. finish_reason: "eos", "stop" (a stop string), "length" (max_new_tokens, or the model's context), or
+    the last event. finish_reason: "eos", "stop" (a stop string), "length" (max_tokens, or the model's context), or
     "error" where its logits were not finite, as `error` says; tokens and text are then those from before the error."""
 
     prompt_tokens: int

@@ -17,7 +17,7 @@ _AT_ONCE = 8
 class SamplingParams:
     """How one sequence is continued.
 
-    max_new_tokens  at most this many tokens, the end-of-sequence token included
+    max_tokens  at most this many tokens, the end-of-sequence token included
     temperature     divides the logits; 0 is greedy: the largest logit, ties to the lowest token id
     top_k           sample among the k likeliest tokens; 0 keeps all
     top_p           sample among the fewest tokens whose probabilities reach top_p; 1 keeps all. Applied after top_k
@@ -31,7 +31,7 @@ class SamplingParams:
     Raises TypeError or ValueError that names the parameter. Numbers may be numpy's; a bool is no number.
     """
 
-    max_new_tokens: int = 256
+    max_tokens: int = 256
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -40,7 +40,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         checked = {
-            "max_new_tokens": integer("max_new_tokens", self.max_new_tokens, at_least=1),
+            "max_tokens": integer("max_tokens", self.max_tokens, at_least=1),
             "temperature": number("temperature", self.temperature),
             "top_k": integer("top_k", self.top_k),
             "top_p": number("top_p", self.top_p),

@@ -58,7 +58,7 @@ def test_bad_prompts_stop_before_any_work(model, tokenizer, prompts, error, mess
     generator = Generator(model, tokenizer, cache_tokens=256)
     for run in (generator.generate, generator.stream):
         with pytest.raises(error, match=message):
-            run(prompts, SamplingParams(max_new_tokens=250))
+            run(prompts, SamplingParams(max_tokens=250))
     assert generator.cache.allocator.free == 4 and generator.throughput.prefill_tokens == 0
 
 
@@ -67,7 +67,7 @@ def test_token_ids_may_be_arrays(model):
 
     generator = Generator(model, cache_tokens=256)
     ids = [[5, 6, 7], [9, 8, 7]]
-    params = SamplingParams(max_new_tokens=3)
+    params = SamplingParams(max_tokens=3)
     expected = generator.generate(ids, params)
     lists = [tuple(map(tuple, ids)), [torch.tensor(row) for row in ids], torch.tensor(ids)]
     lists += [numpy.array(ids), [list(numpy.array(row, numpy.uint16)) for row in ids]]
@@ -80,7 +80,7 @@ def test_token_ids_may_be_arrays(model):
     ("prompts", "params", "message"),
     [
         (["text"], None, r"prompts\[0\]: must be token ids for a generator without a tokenizer, got a string"),
-        ([[1]], SamplingParams(max_new_tokens=1, stop=("x",)), "stop strings need a tokenizer"),
+        ([[1]], SamplingParams(max_tokens=1, stop=("x",)), "stop strings need a tokenizer"),
         ([[1]], [SamplingParams()] * 2, "params: must be one for all prompts or one for each of 1, got 2"),
     ],
 )
