@@ -181,7 +181,7 @@ def test_drafts(checkpoint, greedy, capsys):
     [
         (("--draft", "4"), "argument --draft: invalid choice: 4 (choose from 0, 1, 2, 3) (see dsa generate --help)"),
         (("--top-p", "2"), "argument --top-p: must be above 0 and at most 1, got 2.0 (see dsa generate --help)"),
-        (("--max-tokens", "2"), "unrecognized arguments: --max-tokens 2"),
+        (("--max-new-tokens", "2"), "unrecognized arguments: --max-new-tokens 2"),
         (("--prompt", ""), "--prompt: must not be empty, got no text"),
         (("--device", "tpu"), "--device: must be cpu, cuda or cuda:N, got 'tpu'"),
     ],
