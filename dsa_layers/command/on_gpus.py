@@ -2,9 +2,11 @@
 
 import argparse
 import contextlib
+import logging
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
@@ -136,6 +138,8 @@ def join_ranks(args: argparse.Namespace) -> "Ranks | None":
         args.threads = max(1, (os.cpu_count() or 1) // ranks.size)
     if ranks.rank:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")
+        logging.getLogger("dsa_layers").setLevel(logging.ERROR)
+        warnings.simplefilter("ignore")
     return ranks
 
 

@@ -90,8 +90,8 @@ _CHANGES_RESULTS: dict[str, tuple[Any, ...]] = {
     "use_qkv_bias": (False,),
     "use_sliding_window": (False,),
 }
-# And every unknown field whose name begins so: of indexers, compressors, streams, rope and quantisation.
-_PREFIXES = ("index", "compress", "dspark", "hc_", "rope_", "quantization")
+# And every unknown field whose name begins so: of layers that these families or their successors have.
+_PREFIXES = ("index", "compress", "dspark", "engram", "hc_", "rope_", "quantization")
 
 
 _REQUIRED = object()

@@ -72,7 +72,7 @@ from dsa_layers import Generator, SamplingParams, SequenceBatch, load_model
 from dsa_layers.tiny import write_tiny_checkpoint
 
 write_tiny_checkpoint("tiny", model="dot_dsa")
-model = load_model("tiny", dtype=torch.float32, dequantize=True, progress=False)
+model = load_model("tiny", device="cpu", dtype=torch.float32, dequantize=True, progress=False)
 prompt = [2 + i * i % 2000 for i in range(150)]
 (done,) = Generator(model, cache_tokens=512, prefill_chunk=64).generate([prompt], SamplingParams(max_tokens=4))
 tokens = list(prompt)

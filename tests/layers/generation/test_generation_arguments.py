@@ -160,7 +160,7 @@ def test_more_sequences_than_pages_take_no_room(model):
         ({"device": "cpu:1"}, ValueError, "device: must be cpu, cuda or cuda:N, got 'cpu:1'"),
         ({"device": "cuda"}, ValueError, "device: got 'cuda', but torch sees no CUDA GPU"),
         ({"device": "cuda:1"}, ValueError, "device: got 'cuda:1', but torch sees no CUDA GPU"),
-        ({"device": None}, TypeError, "device: must be a torch.device or its name, got None"),
+        ({"device": 0}, TypeError, "device: must be a torch.device, its name or None, got 0"),
         ({"dequantize": "no"}, TypeError, "dequantize: must be True or False, got 'no'"),
     ],
 )
