@@ -108,7 +108,7 @@ def _check_parts(args: argparse.Namespace, gpus: int, memory: int | None) -> Non
     with errors_of_options():
         found = plan(config, precision, gpus, drafted)
         if memory is not None:
-            check_fits(found, memory, args.cache_tokens)
+            check_fits(found, memory, args.cache_tokens or 1)
 
 
 @contextlib.contextmanager

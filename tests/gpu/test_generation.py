@@ -343,9 +343,9 @@ def test_captured_steps_are_those_that_run_as_python(family, load_tiny, monkeypa
 
     def both(self, sequences):
         captured = step(self, sequences).clone()
-        self._captures, captures = False, self._captures
+        self.captures, captures = False, self.captures
         expected = step(self, sequences)
-        self._captures = captures
+        self.captures = captures
         assert calc_diff(captured, expected) < 1e-3
         replayed.append(captures)
         return captured
