@@ -25,8 +25,8 @@ PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
 
 DEMO_PROMPT := class Stack:\n    """Last in, first out."""\n\n    def __init__(self, items=()):
 demo: .venv/installed
-	printf '$(DEMO_PROMPT)' | $(BIN)/dsa generate --prompt - --max-new-tokens 300 --seed 4 --stats
-	printf '$(DEMO_PROMPT)' | $(BIN)/dsa generate --prompt - --max-new-tokens 300 --seed 4 --stats --draft 1 >/dev/null
+	printf '$(DEMO_PROMPT)' | $(BIN)/dsa generate --prompt - --max-tokens 300 --seed 4 --stats
+	printf '$(DEMO_PROMPT)' | $(BIN)/dsa generate --prompt - --max-tokens 300 --seed 4 --stats --draft 1 >/dev/null
 	$(BIN)/dsa compare
 
 # Tests start hundreds of processes. Where the environment says that byte code is not to be kept, each compiles again

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from dsa_layers.arguments import path_of
 from dsa_layers.errors import CheckpointError
+from dsa_layers.other_formats import ACCEPTED
 from dsa_layers.untrusted_files import is_there, read_json_object
 
 INSTALL = "pip install 'dsa-kernels[hub]'"
@@ -21,7 +22,7 @@ _MAX_INDEX, _MAX_INDEX_VALUES = 2**25, 2**19  # bytes, and values
 # What is read beside the weights. A repository may also hold the same weights in other formats.
 _FILES = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
-    _INDEX,
+    *(_INDEX, "hf_quant_config.json"),
 )
 
 
@@ -31,10 +32,13 @@ def checkpoint_directory(name: str | PathLike[str], *, weights: bool = True) -> 
 
     weights  whether these are wanted too, and not only configuration, tokenizer and chat template
     Raises ImportError, which says what to install, where huggingface_hub is missing, and CheckpointError (a ValueError)
-    for an id that the hub does not know, and, where the hub is not reached, for one that its cache does not hold;
+    for an id that the hub does not know, and, where the hub is not reached, for one that its cache does not hold, and
+    for a GGUF file;
     TypeError for what is no string and no path.
     """
     path, text = path_of("directory", name), os.fspath(name)
+    if path.suffix == ".gguf" and path.is_file():
+        raise CheckpointError(f"{text}: is GGUF, which llama.cpp reads; {ACCEPTED}")
     if os.path.lexists(path) or not _ID.fullmatch(text):
         return path
     if importlib.util.find_spec("huggingface_hub") is None:

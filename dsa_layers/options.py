@@ -44,14 +44,14 @@ def not_negative(text: str) -> int:
 
 
 def temperature(text: str) -> float:
-    value = _number(text)
+    value = number(text)
     if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"must be a finite number of at least 0, got {value}")
     return value
 
 
 def top_p(text: str) -> float:
-    value = _number(text)
+    value = number(text)
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {value}")
     return value
@@ -76,7 +76,7 @@ def path(text: str) -> Path:
     return Path(text)
 
 
-def _number(text: str) -> float:
+def number(text: str) -> float:
     try:
         return float(text)
     except ValueError:

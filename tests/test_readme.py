@@ -44,7 +44,7 @@ def test_the_tiny_checkpoints(tmp_path, monkeypatch, capsys):
     commands = [shlex.split(line, comments=True)[1:] for line in re.findall(r"^dsa \w+ \.tiny.*", TEXT, re.M)]
     assert [command[0] for command in commands] == ["tiny", "generate"] * 3
     for command in commands:
-        short = ["--max-new-tokens", "2", "--device", "cpu"] if command[0] == "generate" else []
+        short = ["--max-tokens", "2", "--device", "cpu"] if command[0] == "generate" else []
         assert main(command + short) == 0, capsys.readouterr().err
 
 

@@ -244,7 +244,7 @@ def test_the_checkpoint_drafts(temperature, out, capsys):
     texts = []
     prompt = "import torch\n" * 6  # more than it selects
     for drafts in ("0", "2"):
-        options = ["--max-new-tokens", "16", "--draft", drafts, "--temperature", temperature, "--seed", "3", "--json"]
+        options = ["--max-tokens", "16", "--draft", drafts, "--temperature", temperature, "--seed", "3", "--json"]
         precision = ["--device", "cpu", "--dtype", "float32"]
         assert main(["generate", str(out / "model"), "--prompt", prompt, *options, *precision]) == 0
         events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

@@ -79,7 +79,7 @@ def _call(model: Model, chunk: int, sizes: Sizes) -> tuple[Generator, list[list[
     tokens = sum(-(-(n + new) // model.page_size) * model.page_size for n in lengths)
     vocabulary = model.config.vocab_size
     prompts = [[(i + position) % vocabulary for position in range(n)] for i, n in enumerate(lengths)]
-    params = [SamplingParams(max_new_tokens=new)] * sizes.sequences + [SamplingParams(max_new_tokens=1)]
+    params = [SamplingParams(max_tokens=new)] * sizes.sequences + [SamplingParams(max_tokens=1)]
     count = sizes.sequences + 1
     return Generator(model, cache_tokens=tokens, max_sequences=count, prefill_chunk=chunk), prompts, params
 

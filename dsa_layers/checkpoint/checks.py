@@ -1,11 +1,10 @@
 """What a checkpoint's files must be like for the model that its config.json describes."""
 
-import re
 from pathlib import Path
 
 from torch import nn
 
-from dsa_layers.checkpoint.directory import Checkpoint, StoredNames
+from dsa_layers.checkpoint.directory import LAYER, Checkpoint, StoredNames
 from dsa_layers.errors import CheckpointError, ConfigError
 from dsa_layers.families.family import Family
 from dsa_layers.families.model import CheckpointModel, ModelConfig
@@ -13,7 +12,6 @@ from dsa_layers.families.precision import Precision
 from dsa_layers.layers.indexer import FP8_DIM
 from dsa_layers.layers.linear import BLOCK
 
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")
 _ROW_BYTES = 16  # of which a row of float experts' weights has whole ones
 
 
@@ -22,12 +20,13 @@ def check_layers(config: ModelConfig, checkpoint: Checkpoint) -> None:
 
     Making a layer takes milliseconds, so a config.json that speaks of a thousand costs nothing where they are not.
     """
-    held = {int(match[1]) for match in map(_LAYER.search, checkpoint.tensors) if match}
+    held = {int(match[1]) for match in map(LAYER.search, checkpoint.tensors) if match}
     missing = [layer for layer in range(config.num_hidden_layers) if layer not in held]
     if missing:
+        place = checkpoint.place_of(f"layers.{missing[0]}.")
         raise CheckpointError(
             f"{checkpoint.directory}: holds no tensor of layer {missing[0]}; "
-            f"config.json has num_hidden_layers={config.num_hidden_layers}"
+            f"config.json has num_hidden_layers={config.num_hidden_layers}{place}"
         )
 
 

@@ -1,7 +1,9 @@
 """A directory of safetensors files as one mapping from names to tensors."""
 
+import functools
 import hashlib
 import os
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from os import PathLike
@@ -15,6 +17,7 @@ from dsa_layers.arguments import shown
 from dsa_layers.checkpoint.header import MAX_HEADER, MAX_TENSORS, TensorInfo, header_length, name_problem, read_header
 from dsa_layers.checkpoint.problems import Problems
 from dsa_layers.errors import CheckpointError
+from dsa_layers.other_formats import found_instead
 from dsa_layers.untrusted_files import is_there, read_json_object
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -26,6 +29,10 @@ _MAX_FILES = 2**12  # the largest published checkpoints have fewer than 200
 _MAX_FILE_NAME = 255
 _OPEN_FILES = 8
 _SAMPLES, _SAMPLE_BYTES = 16, 1024  # of a file, for a digest
+
+_LISTED_FILES = 3
+_SHARD = re.compile(r"(?P<stem>.*-)(?P<number>\d{1,6})-of-(?P<of>\d{1,6})(?P<end>\.\w+)", re.ASCII)
+LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")
 
 Index = tuple[int | slice, ...]
 
@@ -48,7 +55,8 @@ class Checkpoint:
         if has_index and has_single:
             raise CheckpointError(f"{self.directory}: holds both {INDEX_NAME} and {SINGLE_NAME}; keep one of them")
         if not has_index and not has_single:
-            raise CheckpointError(f"{self.directory}: holds no {INDEX_NAME} and no {SINGLE_NAME}")
+            instead = _shards_alone(self.directory) or found_instead(self.directory)
+            raise CheckpointError(f"{self.directory}: holds no {INDEX_NAME} and no {SINGLE_NAME}{instead}")
         problems = Problems()
         weight_map = _read_index(index, problems) if has_index else None
         files = [SINGLE_NAME] if weight_map is None else sorted(set(weight_map.values()))
@@ -63,7 +71,8 @@ class Checkpoint:
                 left -= length
                 entries = read_header(self.directory, file, length)
             except FileNotFoundError:
-                problems.add(f"{file}: missing, though {INDEX_NAME} lists it")
+                names = [name for name, own in weight_map.items() if own == file] if weight_map else []
+                problems.add(f"{file}: missing, though {INDEX_NAME} lists it for {_counted(names)}")
                 unreadable.add(file)
                 continue
             except CheckpointError as error:
@@ -84,6 +93,25 @@ class Checkpoint:
                 found = f"found in {self.tensors[name].file}" if name in self.tensors else "found in no file"
                 problems.add(f"{file}: lacks {name}, which {INDEX_NAME} puts there; {found}")
         problems.raise_if_any(self.directory)
+
+    @functools.cached_property
+    def _files_of_layers(self) -> dict[str | None, list[str]]:
+        """The files with tensors of each layer, by its number; None: with tensors of no layer."""
+        found: dict[str | None, set[str]] = {}
+        for name, info in self.tensors.items():
+            found.setdefault(_layer(name), set()).add(info.file)
+        return {layer: sorted(files) for layer, files in found.items()}
+
+    def place_of(self, name: str) -> str:
+        """Where a tensor would be that no file holds, as a message ends: in a file whose number the others leave out,
+        else in one that holds the rest of its layer. Empty where neither is known, or all files may be meant."""
+        held = sorted({info.file for info in self.tensors.values()})
+        places = missing_shards(held) or self._files_of_layers.get(_layer(name), [])
+        if not places or places == held:
+            return ""
+        listed = ", ".join(places[:_LISTED_FILES])
+        more = f" and {len(places) - _LISTED_FILES} more" if len(places) > _LISTED_FILES else ""
+        return f"; it would be in {listed}{more}"
 
     def sampled_digest(self) -> bytes:
         """Of what tensors are called and are like, and of a few of each file's bytes, from its beginning to its end: a
@@ -150,6 +178,34 @@ class StoredNames:
         if is_there(directory / SINGLE_NAME):
             return cls(directory, Checkpoint(directory).tensors.keys())
         return cls(directory, None)
+
+
+def missing_shards(files: Collection[str]) -> list[str]:
+    """The files that are not among `files`, whose names count them: model-00001-of-00003.safetensors."""
+    found = [match for match in map(_SHARD.fullmatch, files) if match]
+    if not found or len({(match["stem"], match["of"], match["end"]) for match in found}) > 1:
+        return []
+    one = found[0]
+    count, digits = int(one["of"]), len(one["number"])
+    if count > _MAX_FILES:
+        return []
+    held = {int(match["number"]) for match in found}
+    return [f"{one['stem']}{n:0{digits}}-of-{one['of']}{one['end']}" for n in range(1, count + 1) if n not in held]
+
+
+def _shards_alone(directory: Path) -> str:
+    """What an error adds where numbered files are there without their index."""
+    files = sorted(path.name for path in directory.glob("*.safetensors") if _SHARD.fullmatch(path.name))
+    return f"; it holds {len(files)} numbered files, the first {files[0]}, whose index is missing" if files else ""
+
+
+def _counted(names: list[str]) -> str:
+    return f"{len(names)} tensors, the first {min(names)}" if len(names) > 1 else "".join(names)
+
+
+def _layer(name: str) -> str | None:
+    match = LAYER.search(name)
+    return match[1] if match else None
 
 
 def _read_index(path: Path, problems: Problems) -> dict[str, str]:

@@ -3,18 +3,16 @@
 import math
 from dataclasses import dataclass, replace
 
-import torch
-
+from dsa_layers.cache.sizes import CacheSizes
 from dsa_layers.checkpoint import Checkpoint, StoredNames
 from dsa_layers.checkpoint.loading import holds_fp4_experts, unfilled_model
+from dsa_layers.checkpoint.memory import SHARE
 from dsa_layers.families.model import CheckpointModel, ModelConfig
 from dsa_layers.families.precision import Precision
 from dsa_layers.layers.own_part import OwnPart
 from dsa_layers.layers.shares import splits_tokens
 from dsa_layers.parallel.cuts import DoesNotDivide, cuts_of, shares_of
 
-# Of a GPU's memory what weights and caches may have: activations, scores, kernels, CUDA, NCCL and copies take the rest.
-SHARE = 0.9
 SEQUENCES = 64  # at a time, as `Generator` has them
 
 
@@ -34,11 +32,8 @@ class GpuPlan:
     def tokens(self, memory: int) -> int:
         """How many tokens the cache can hold beside the weights, where a GPU has so much memory; 0 where these alone do
         not fit."""
-        left = max(int(SHARE * memory) - self.bytes(0), 0)
-        pages = left // (self.page + self.slot)  # of which the first ones are a sequence's each
-        if pages > SEQUENCES:
-            pages = (left - SEQUENCES * self.slot) // self.page
-        return pages * self.page_size
+        sizes = CacheSizes(self.page, self.slot, self.page_size)
+        return sizes.pages(int(SHARE * memory) - self.bytes(0), SEQUENCES) * self.page_size
 
     def bytes(self, cache_tokens: int) -> int:
         """On a GPU, with caches for so many tokens: of as many sequences as have a page, and of the one that fills up
@@ -96,13 +91,5 @@ def _plan(model: CheckpointModel, gpus: int) -> GpuPlan:
     part = sum(size // gpus if name in cuts else size for name, size in weights.items())
     whole = [layer for _, layer, _ in shares_of(model) if splits_tokens(layer, gpus)]
     part += sum(x.nbytes for layer in whole for x in OwnPart(0, gpus).copies(layer))
-    one, pages, slots = (_cache_bytes(model, *counts) for counts in ((1, 1), (2, 1), (1, 2)))
-    return GpuPlan(gpus, part, sum(weights.values()), slots - one, pages - one, model.page_size)
-
-
-def _cache_bytes(model: CheckpointModel, pages: int, state_slots: int) -> int:
-    """Of the model's cache and of its drafter's, which has the same pages and slots: of memory, in which V4's pages
-    have room behind their bytes."""
-    modules = [model] if model.drafter is None else [model, model.drafter]
-    caches = (one.make_cache(pages, model.page_size, torch.device("meta"), state_slots=state_slots) for one in modules)
-    return sum(tensor.untyped_storage().nbytes() for cache in caches for tensor in cache.tensors())
+    sizes = CacheSizes.of([model] if model.drafter is None else [model, model.drafter], model.page_size)
+    return GpuPlan(gpus, part, sum(weights.values()), sizes.slot, sizes.page, model.page_size)

@@ -1,7 +1,7 @@
 """From a checkpoint directory to a model that is ready to run."""
 
 import hashlib
-import sys
+import logging
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -38,12 +38,14 @@ from dsa_layers.parallel.together import together
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+_LOGGER = logging.getLogger(__name__)
+
 
 @torch.inference_mode(False)
 def load_model(
     directory: str | PathLike[str],
     *,
-    device: torch.device | str = "cpu",
+    device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     dequantize: bool = False,
     kv_cache: Literal["fp8", "model"] | None = None,
@@ -55,6 +57,7 @@ def load_model(
 ) -> CheckpointModel:
     """The model of a checkpoint directory (config.json, safetensors), or of a hub id; its class is the family's.
 
+    device         to load to and compute on; None: the GPU where there is one, else the CPU
     dtype          of activations and unquantised weights; the checkpoint's own if None
     dequantize     FP8 and FP4 weights become `dtype` weights, and neither activations nor index keys are quantised
     kv_cache       how latents are cached (see Precision); "fp8" for FP8 checkpoints, "model" for others if None
@@ -108,7 +111,7 @@ def load_model(
             names["parts_of"] = partial(parts_of_rank, cuts, config.n_routed_experts, ranks)
     progress = progress and ranks.rank == 0
     if config.num_nextn_predict_layers and progress and not drafter:
-        print("Note: the multi-token-prediction layer of the checkpoint is not used.", file=sys.stderr)
+        _LOGGER.info("The multi-token-prediction layer of the checkpoint is not used.")
     learned = [name for name, parameter in model.named_parameters() if parameter.requires_grad and trainable]
     with together(ranks, CheckpointError):
         load_weights(model, checkpoint, device=device, progress=progress, **names)

@@ -97,8 +97,11 @@ def sliced(shape: tuple[int, ...], index: Index) -> tuple[int, ...]:
     return (*kept, *shape[len(index) :])
 
 
-def make_plan(wanted: dict[str, Target], parts: dict[str, Part], problems: Problems) -> list[Step]:
-    """How to make every tensor of the model, in the order of the files; what stands against it goes to `problems`."""
+def make_plan(
+    wanted: dict[str, Target], parts: dict[str, Part], problems: Problems, place_of: Callable[[str], str]
+) -> list[Step]:
+    """How to make every tensor of the model, in the order of the files; what stands against it goes to `problems`.
+    place_of: in which file a missing tensor would be, as a message ends."""
     steps: list[Step] = []
     accounted: set[str] = set()  # in the model or the checkpoint, whether all is well with it or not
     for name, part in parts.items():
@@ -137,7 +140,8 @@ def make_plan(wanted: dict[str, Target], parts: dict[str, Part], problems: Probl
         of_weight = name.endswith(BLOCK_SCALE_SUFFIX) and name.removesuffix(BLOCK_SCALE_SUFFIX) in wanted
         if name not in accounted and not of_weight:
             described = f"{_FLOATS.get(target.dtype) or _EXACT.get(target.dtype, target.dtype)} {list(target.shape)}"
-            problems.add(f"{name}: missing; the model expects {described}")
+            place = place_of(name) if problems.shows_more else ""
+            problems.add(f"{name}: missing; the model expects {described}{place}")
     for name, part in parts.items():
         if name not in accounted:
             problems.add(f"{part.info.file}: unexpected {part.label} ({part.info})")

@@ -17,8 +17,13 @@ class Problems:
 
     def add(self, problem: str) -> None:
         self._count += 1
-        if len(self._shown) < _SHOWN_PROBLEMS:
+        if self.shows_more:
             self._shown.append(problem)
+
+    @property
+    def shows_more(self) -> bool:
+        """Whether the next problem will be reported in full."""
+        return len(self._shown) < _SHOWN_PROBLEMS
 
     def raise_if_any(self, directory: Path) -> None:
         """Raises one CheckpointError for all problems."""

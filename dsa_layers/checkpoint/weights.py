@@ -63,7 +63,7 @@ def load_weights(
     problems = Problems()
     parts = _parts(checkpoint, skip, name_of, parts_of, problems)
     wanted = _targets(model, checkpoint, parts_of, 4 * len(parts) + _LISTED_TENSORS)
-    steps = make_plan(wanted, parts, problems)
+    steps = make_plan(wanted, parts, problems, checkpoint.place_of)
     problems.raise_if_any(checkpoint.directory)
     _check_memory(model, checkpoint, device)
 

@@ -98,7 +98,10 @@ class JsonEvents:
         pass
 
     def event(self, event: TokenEvent) -> None:
-        say_json("token", sequence=event.sequence, token=event.token, text=event.text)
+        fields = {"sequence": event.sequence, "token": event.token, "text": event.text}
+        if event.logprobs is not None:
+            fields["logprobs"] = [{"token": token} | own._asdict() for token, own in event.logprobs.items()]
+        say_json("token", **fields)
 
     def completion(self, sequence: int, prompt: str, completion: Completion) -> None:
         say_json(

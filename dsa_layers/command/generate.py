@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 
 _JSON = """\
 With --json the standard output is one JSON object a line, each with the key "event":
-  start       checkpoint, device, backend, dequantized, prompts, max_new_tokens, temperature, top_k, top_p, seed, stop
-  token       sequence (the prompt's number, from 0), token (its id), text (what can be shown by now)
+  start       checkpoint, device, backend, dequantized, prompts, max_tokens, temperature, top_k, top_p, seed, stop, n,
+              min_p, repetition_penalty, presence_penalty, frequency_penalty, logprobs
+  token       sequence (its number, from 0: n of each prompt one after another), token (its id), text (what can be shown
+              by now); with --logprobs also logprobs, a list of token, logprob, rank: the token's, then the likeliest
   completion  sequence, prompt, prompt_tokens, text, tokens, finish_reason ("eos", "stop", "length" or "error"), error
   throughput  prefill_tokens, prefill_seconds, decode_tokens, decode_seconds, drafted, taken (drafts that were right),
               reused_tokens (of prompts, with --prefix-cache)
@@ -44,7 +46,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="no chat template (default: off; a template is used if the tokenizer has one)",
     )
     parser.add_argument(
-        "--max-new-tokens",
+        "--max-tokens",
         type=options.positive,
         default=256,
         metavar="N",
@@ -69,8 +71,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--seed",
         type=options.seed,
-        help="of the first prompt's random numbers; each further prompt has the next seed (default: others each time)",
+        help="of the first sequence's random numbers; each further one has the next seed (default: others each time)",
     )
+    _add_vllms_options(parser)
     parser.add_argument(
         "--stop",
         type=options.some_text,
@@ -83,9 +86,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--cache-tokens",
         type=options.positive,
-        default=65536,
         metavar="N",
-        help="the paged cache (default: %(default)s)",
+        help="the paged cache (default: on a GPU what its memory has room for after loading; on a CPU 65536, and more "
+        "where a prompt needs it)",
     )
     parser.add_argument(
         "--prefix-cache",
@@ -111,6 +114,35 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "them; on a GPU without CUDA graphs, which is slower (default: off)",
     )
     parser.add_argument("--json", action="store_true", help="print events in JSON, see below (default: off)")
+
+
+def _add_vllms_options(parser: argparse.ArgumentParser) -> None:
+    """What `SamplingParams` checks, by its names."""
+    source = "default: generation_config.json's, else"
+    parser.add_argument("--n", type=options.positive, default=1, help="sequences of each prompt (default: %(default)s)")
+    parser.add_argument(
+        "--min-p", type=options.number, metavar="P", help=f"drop tokens below P times the likeliest ({source} 0)"
+    )
+    parser.add_argument(
+        "--repetition-penalty",
+        type=options.number,
+        metavar="R",
+        help=f"divide positive logits of tokens that the sequence has by R, multiply others ({source} 1)",
+    )
+    for name, how in (("presence", "of tokens that were generated"), ("frequency", "as often as it was generated")):
+        parser.add_argument(
+            f"--{name}-penalty",
+            type=options.number,
+            default=0.0,
+            metavar="X",
+            help=f"subtract X from a logit, {how}, -2 to 2 (default: 0)",
+        )
+    parser.add_argument(
+        "--logprobs",
+        type=options.not_negative,
+        metavar="K",
+        help="with --json: log-probabilities of each token and of the K likeliest ones (default: none)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -176,21 +208,27 @@ def _sampling(args: argparse.Namespace) -> "SamplingParams":
     from dsa_layers.generation.sampling import SamplingParams
     from dsa_layers.generation.sampling_defaults import sampling_defaults
 
-    given = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p")}
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    given = {name: getattr(args, name) for name in names}
     chosen = {name: value for name, value in given.items() if value is not None}
     stop = [options.text("--stop", text) for text in args.stop]
     own = sampling_defaults(args.checkpoint) | chosen
-    return SamplingParams(max_new_tokens=args.max_new_tokens, seed=args.seed, stop=stop, **own)
+    own |= {name: getattr(args, name) for name in ("n", "presence_penalty", "frequency_penalty", "logprobs")}
+    try:
+        return SamplingParams(max_tokens=args.max_tokens, seed=args.seed, stop=stop, **own)
+    except ValueError as error:
+        name, problem = str(error).split(":", 1)
+        raise ValueError(f"--{name.replace('_', '-')}:{problem}") from None
 
 
 def _say_what_the_context_leaves(encoded: list[list[int]], params: "SamplingParams", context: int) -> None:
     """Where it is fewer tokens than were asked for. `Generator` refuses a prompt for which it leaves none."""
     left = context - max(len(ids) for ids in encoded)
-    if 0 < left < params.max_new_tokens:
+    if 0 < left < params.max_tokens:
         prompt = "prompt" if len(encoded) == 1 else "longest prompt"
         say(
-            f"--max-new-tokens: the model's context of {context} tokens leaves {left} after the {prompt}, got "
-            f"{params.max_new_tokens}"
+            f"--max-tokens: the model's context of {context} tokens leaves {left} after the {prompt}, got "
+            f"{params.max_tokens}"
         )
 
 
@@ -199,13 +237,14 @@ def _stream(args, events, encoded, params, prompts, shown, loaded) -> "list[Comp
     from dsa_layers.command.completion_output import JsonEvents, NumberedLines, StreamedText
     from dsa_layers.generation.results import Completion
 
+    encoded, prompts, shown = ([one for one in each for _ in range(params.n)] for each in (encoded, prompts, shown))
     completions = [Completion(len(ids)) for ids in encoded]
     if args.json:
         output = JsonEvents()
         sampling = asdict(params)
-        say_json("start", **loaded.facts(), prompts=len(prompts), **sampling)
+        say_json("start", **loaded.facts(), prompts=len(prompts) // params.n, **sampling)
     else:
-        output = (StreamedText if len(prompts) == 1 else NumberedLines)(sys.stdout)
+        output = (StreamedText if len(completions) == 1 else NumberedLines)(sys.stdout)
     with contextlib.closing(output), contextlib.closing(events):
         for sequence, text in enumerate(shown):
             output.prompt(sequence, text)

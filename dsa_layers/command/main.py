@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from dsa_layers.command import check, compare, compile, generate, plan, tiny, verify
 from dsa_layers.command.parser import Parser, WrongCall
-from dsa_layers.command.streams import drop_unwritten, on_interrupt, prepare_streams, say, say_json
+from dsa_layers.command.streams import drop_unwritten, messages_to_stderr, on_interrupt, prepare_streams, say, say_json
 from dsa_layers.parallel.environment import note_failure
 
 INTERRUPTED, NO_READER = 128 + signal.SIGINT, 128 + signal.SIGPIPE  # what a shell calls them
@@ -35,7 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if argv is None:
             _import_torch()
         warnings.showwarning = lambda message, *_: say(f"Warning: {message}")
-        code = args.run(args)
+        with messages_to_stderr():
+            code = args.run(args)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:

@@ -103,16 +103,12 @@ def add_draft_option(parser: argparse.ArgumentParser, does: str) -> None:
 
 def chosen_device(args: argparse.Namespace) -> str:
     """--device, or what there is. ValueError for one that is not there."""
-    import torch
-
     from dsa_layers.families.precision import check_device
 
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if args.device is None else args.device
     try:
-        check_device(device)
+        return str(check_device(args.device))
     except ValueError as error:
         raise ValueError(f"--{error}") from None
-    return device
 
 
 def load(args: argparse.Namespace, ranks: "Ranks | None" = None, *, drafter: bool = False) -> LoadedModel:

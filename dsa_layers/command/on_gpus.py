@@ -2,9 +2,11 @@
 
 import argparse
 import contextlib
+import logging
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
@@ -107,7 +109,7 @@ def _check_parts(args: argparse.Namespace, gpus: int, memory: int | None) -> Non
     with errors_of_options():
         found = plan(config, precision, gpus, drafted)
         if memory is not None:
-            check_fits(found, memory, args.cache_tokens)
+            check_fits(found, memory, args.cache_tokens or 1)
 
 
 @contextlib.contextmanager
@@ -137,6 +139,8 @@ def join_ranks(args: argparse.Namespace) -> "Ranks | None":
         args.threads = max(1, (os.cpu_count() or 1) // ranks.size)
     if ranks.rank:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")
+        logging.getLogger("dsa_layers").setLevel(logging.ERROR)
+        warnings.simplefilter("ignore")
     return ranks
 
 

@@ -2,10 +2,11 @@
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 
 def on_interrupt(handler: Callable[..., object] | signal.Handlers) -> None:
@@ -20,6 +21,25 @@ def say(line: str) -> None:
     writes a line and its end apart where output is not buffered."""
     with contextlib.suppress(OSError):
         sys.stderr.write(f"{line}\n")
+
+
+class _Said(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        say(record.getMessage())
+
+
+@contextlib.contextmanager
+def messages_to_stderr() -> Iterator[None]:
+    """Shows what the library logs, as a line each."""
+    logger, handler = logging.getLogger("dsa_layers"), _Said()
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def say_json(event: str, **fields: object) -> None:

@@ -1,9 +1,10 @@
 """Model configurations, read from a checkpoint's config.json.
 
 `read_config` accepts the spellings in use: the published one (`rope_theta`, `rope_scaling`, `torch_dtype`) and the one
-that transformers 5 writes (`rope_parameters`, `dtype`, `mlp_layer_types`). It is strict: a field that is neither read
-here nor known to have no influence on inference stops the load by its name, because a model that ignores one line of
-its configuration still runs, and answers wrongly.
+that transformers 5 writes (`rope_parameters`, `dtype`, `mlp_layer_types`). A field that is known to change results and
+is not supported stops the load by its name: a model that ignores one still runs, and answers wrongly. So does any
+unknown field of the rope and quantisation objects, where each one counts. Tools add fields of their own to config.json:
+those that are known to have no influence, and null, are ignored silently, all others with one warning.
 """
 
 from os import PathLike
@@ -20,9 +21,10 @@ def read_config(directory: str | PathLike[str]) -> ModelConfig:
 
     If `directory`/generation_config.json names end-of-sequence ids, they replace config.json's.
     `directory` may also be the path of a config.json by itself, whatever the file is called.
+    Warns, in one line, of fields that are not known and so ignored.
     Raises ConfigError (a ValueError) that names the file and the field, what it holds and what is accepted: for a file
-    that is missing or not a JSON object, a model type or a value that is not supported, a field that is missing, of
-    the wrong type or unknown, and fields that contradict each other.
+    that is missing or not a JSON object, a model type or a value that is not supported, a field that is missing or of
+    the wrong type, fields that contradict each other, and the formats of other tools (`dsa_layers.other_formats`).
     """
     directory = Path(directory)
     alone = directory.is_file()
@@ -33,5 +35,6 @@ def read_config(directory: str | PathLike[str]) -> ModelConfig:
 
 def config_of(fields: Fields, generation: Fields | None = None) -> ModelConfig:
     """The configuration in the fields of a config.json, and of a generation_config.json if there is one. Raises
-    ConfigError as `read_config` does."""
+    ConfigError and warns as `read_config` does."""
+    fields.check_quantization()
     return family(fields.one_of("model_type", model_types())).read_config(fields, generation)

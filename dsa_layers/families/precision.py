@@ -66,10 +66,13 @@ class Precision:
         return {"fp8": self.fp8_linear, "dtype": self.dtype, "use_ue8m0": use_ue8m0}
 
 
-def check_device(device: torch.device | str) -> torch.device:
-    """The device to compute on. ValueError or TypeError for one that models do not run on, or that is not there."""
+def check_device(device: torch.device | str | None) -> torch.device:
+    """The device to compute on; for None the GPU where there is one, else the CPU. ValueError or TypeError for one that
+    models do not run on, or that is not there."""
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not isinstance(device, str | torch.device):
-        raise TypeError(f"device: must be a torch.device or its name, got {shown(device)}")
+        raise TypeError(f"device: must be a torch.device, its name or None, got {shown(device)}")
     try:
         parsed = torch.device(device)
     except RuntimeError:  # of a name that torch does not know

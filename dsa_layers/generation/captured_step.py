@@ -7,6 +7,7 @@ import torch
 
 Inputs = TypeVar("Inputs")
 Size = tuple[int, int]
+GRAPHS = 64  # that are kept unless somebody says otherwise
 
 
 class CapturedStep(Generic[Inputs]):
@@ -14,25 +15,31 @@ class CapturedStep(Generic[Inputs]):
     captured when a size first comes, and replayed from then on: one launch instead of thousands. The first pass of a
     size runs twice, which changes nothing: it writes the same numbers to the same places.
 
-    The next step overwrites what a pass has given.
+    The next step overwrites what a pass has given. graphs: how many are kept; the one that was used least recently goes
+    when another is captured.
     """
 
-    def __init__(self, device: torch.device, captures: bool) -> None:
-        self._device, self._captures = device, captures and device.type == "cuda"
-        self._graphs: dict[Size, tuple[Inputs, torch.cuda.CUDAGraph, Any]] = {}
+    def __init__(self, device: torch.device, captures: bool, graphs: int) -> None:
+        self._device, self.captures = device, captures and device.type == "cuda"
+        self._most = graphs
+        self._graphs: dict[Size, tuple[Inputs, torch.cuda.CUDAGraph, Any]] = {}  # the latest used at the end
 
     def _step(self, count: int, pages: int, make: Callable[[int, int], Inputs], fill: Callable[[Inputs], None]) -> Any:
         """What the pass gives for so many sequences and pages. make: inputs of a size; fill: writes into them."""
-        if not self._captures:
+        if not self.captures:
             inputs = make(count, pages)
             fill(inputs)
             return self._run(inputs)
         size = power_of_two(count), power_of_two(pages)
-        if size not in self._graphs:
+        captured = self._graphs.pop(size, None)
+        if captured is None:
             inputs = make(*size)
             fill(inputs)
-            self._graphs[size] = (inputs, *self._capture(inputs))
-        inputs, graph, results = self._graphs[size]
+            captured = (inputs, *self._capture(inputs))
+            if len(self._graphs) == self._most:
+                del self._graphs[next(iter(self._graphs))]
+        self._graphs[size] = captured
+        inputs, graph, results = captured
         fill(inputs)
         graph.replay()
         return results

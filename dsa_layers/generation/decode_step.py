@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
 from dsa_layers.batch.decode_inputs import DecodeInputs, Running
 from dsa_layers.cache.cache import Cache
 from dsa_layers.families.model import Model
-from dsa_layers.generation.captured_step import CapturedStep
+from dsa_layers.generation.captured_step import GRAPHS, CapturedStep
 from dsa_layers.layers.batch_invariance import batch_invariant
 
 
@@ -34,22 +35,38 @@ class DecodeStep(CapturedStep[DecodeInputs]):
     """
 
     def __init__(
-        self, model: Model, cache: Cache, *, drafts: int = 0, capture: bool = True, invariant: bool = False
+        self,
+        model: Model,
+        cache: Cache,
+        *,
+        drafts: int = 0,
+        capture: bool = True,
+        invariant: bool = False,
+        graphs: int = GRAPHS,
     ) -> None:
-        super().__init__(next(model.parameters()).device, capture and model.captures_decode)
+        super().__init__(next(model.parameters()).device, capture and model.captures_decode, graphs)
         self._model, self._cache, self._drafts, self._invariant = model, cache, drafts, invariant
         self.padding = Padding(cache, drafts)
 
     @torch.inference_mode()
     def __call__(self, sequences: Sequence[Running]) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        count, page_size, next_n = len(sequences), self._cache.page_size, 1 + self._drafts
-        pages = -(-(max(len(s.tokens) for s in sequences) + self._drafts) // page_size)
-        make = partial(DecodeInputs, page_size=page_size, device=self._device, next_n=next_n)
-        results = self._step(count, pages, make, lambda inputs: inputs.fill(sequences, self.padding))
+        count, next_n = len(sequences), 1 + self._drafts
+        pages = -(-(max(len(s.tokens) for s in sequences) + self._drafts) // self._cache.page_size)
+        results = self._of_size(count, pages, sequences)
         if not self._drafts:
             return results[:count]
         logits, states = results
         return logits[: count * next_n].unflatten(0, (count, next_n)), states[: count * next_n]
+
+    @torch.inference_mode()
+    def warm_up(self, count: int, pages: int) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """A step of `count` sequences of up to so many pages, all of them padding."""
+        return self._of_size(count, pages, [])
+
+    def _of_size(self, count: int, pages: int, sequences: Sequence[Running]) -> Any:
+        sizes = {"page_size": self._cache.page_size, "next_n": 1 + self._drafts}
+        make = partial(DecodeInputs, device=self._device, **sizes)
+        return self._step(count, pages, make, lambda inputs: inputs.fill(sequences, self.padding))
 
     def _run(self, inputs: DecodeInputs) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         with batch_invariant("decoding" if self._invariant else None):

@@ -11,7 +11,7 @@ from dsa_layers.batch.decode_inputs import PagedInputs
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.cache.cache import Cache
 from dsa_layers.families.drafter import Drafter
-from dsa_layers.generation.captured_step import CapturedStep
+from dsa_layers.generation.captured_step import GRAPHS, CapturedStep
 from dsa_layers.generation.decode_step import Padding
 from dsa_layers.generation.running_sequence import RunningSequence
 
@@ -67,8 +67,9 @@ class DraftStep(CapturedStep[DraftInputs]):
         device: torch.device,
         *,
         capture: bool = True,
+        graphs: int = GRAPHS,
     ) -> None:
-        super().__init__(device, capture)
+        super().__init__(device, capture, graphs)
         self._drafter, self._drafts, self._padding, self._page_size = drafter, drafts, padding, cache.page_size
         pages, state_slots = cache.allocator.num_pages, cache.state_slots.num_pages
         self.cache = drafter.make_cache(pages, cache.page_size, device, state_slots=state_slots)
@@ -80,11 +81,24 @@ class DraftStep(CapturedStep[DraftInputs]):
         """taken: the tokens that each sequence has got from the last pass, at its end; states: of that pass, [B * (1 +
         drafts), ...]."""
         pages = -(-(max(len(s.tokens) for s in sequences) + self._drafts) // self._page_size)
-        make = partial(DraftInputs, page_size=self._page_size, device=self._device, drafts=self._drafts, row=states[0])
-        found = self._step(
-            len(sequences), pages, make, lambda inputs: inputs.fill(sequences, taken, states, self._padding)
-        )
+        found = self._of_size(len(sequences), pages, sequences, taken, states)
         return found[: len(sequences)].tolist()
+
+    @torch.inference_mode()
+    def warm_up(self, count: int, pages: int, states: torch.Tensor) -> None:
+        """A step of `count` sequences of up to so many pages, all of them padding. states: of a pass of this size."""
+        self._of_size(count, pages, [], [], states)
+
+    def _of_size(
+        self,
+        count: int,
+        pages: int,
+        sequences: Sequence[RunningSequence],
+        taken: Sequence[Sequence[int]],
+        states: torch.Tensor,
+    ) -> torch.Tensor:
+        make = partial(DraftInputs, page_size=self._page_size, device=self._device, drafts=self._drafts, row=states[0])
+        return self._step(count, pages, make, lambda inputs: inputs.fill(sequences, taken, states, self._padding))
 
     @torch.inference_mode()
     def prefill(self, tokens: torch.Tensor, states: torch.Tensor, batch: SequenceBatch) -> torch.Tensor:

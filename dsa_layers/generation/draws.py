@@ -43,11 +43,17 @@ def draw_of_likeliest(
     top_k: torch.Tensor,
     top_p: torch.Tensor,
     most: int,
+    min_p: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`draw` among the top_k likeliest, and of these among the fewest that reach top_p of their probability; of equals
-    the lowest token ids. top_k int64, top_p float64 [B, 1]; most: the largest top_k."""
+    """`draw` among the top_k likeliest that have min_p of the largest probability, and of these among the fewest that
+    reach top_p of their probability; of equals the lowest token ids. top_k int64, top_p and min_p float64 [B, 1]; most:
+    the largest top_k; min_p: None keeps all."""
     values = _in_order(logits, most)
-    sums = _weights(values, largest, temperature, logits.shape[-1]).cumsum_(-1)
+    weights = _weights(values, largest, temperature, logits.shape[-1])
+    if min_p is not None:
+        enough = weights >= (min_p * weights[:, :1]).long()
+        top_k = torch.minimum(top_k, enough.sum(-1, keepdim=True).clamp(min=1))
+    sums = weights.cumsum_(-1)
     of_all = sums.gather(1, top_k - 1)
     count = torch.minimum(top_k, 1 + torch.searchsorted(sums, (top_p * of_all).ceil().long()))
     rank = _first_beyond(sums, sums.gather(1, count - 1), numbers)

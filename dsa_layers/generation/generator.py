@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import logging
 import random
 import threading
 import time
@@ -16,8 +17,11 @@ from dsa_layers.arguments import flag, integer, shown
 from dsa_layers.cache.cache import Cache
 from dsa_layers.cache.compressed_kv_cache import DRAFTS
 from dsa_layers.cache.kv_cache import MOST_SLOTS, OutOfPages
+from dsa_layers.cache.sizes import CacheSizes
 from dsa_layers.cache.state_copies import StateCopies
+from dsa_layers.checkpoint.memory import room_for_caches
 from dsa_layers.families.model import Model
+from dsa_layers.generation.captured_step import GRAPHS, power_of_two
 from dsa_layers.generation.draws import RandomStream
 from dsa_layers.generation.invariant_models import check_invariant
 from dsa_layers.generation.passes import Passes
@@ -30,11 +34,13 @@ from dsa_layers.generation.shared_prefixes import SharedPrefixes
 from dsa_layers.generation.stop_strings import StopStrings
 from dsa_layers.generation.token_stream import TokenStream
 from dsa_layers.generation.tokenizer import Tokenizer
-from dsa_layers.parallel.process_group import agreed
+from dsa_layers.parallel.process_group import agreed, least
 from dsa_layers.parallel.ranks import ALONE, Ranks
 from dsa_layers.parallel.together import together
 
+_LOGGER = logging.getLogger(__name__)
 GREEDY = SamplingParams()
+CPU_CACHE_TOKENS = 65536
 
 
 class Generator:
@@ -42,11 +48,17 @@ class Generator:
 
     model          on the device to run on: load_model's, or anything else that is a Model
     tokenizer      for text prompts, streamed text and stop strings; None works on token ids alone
-    cache_tokens   size of the paged cache; sequences wait for room, and one that can never fit is an error
+    cache_tokens   size of the paged cache; sequences wait for room, and one that can never fit is an error. None: on a
+                   GPU what is left of its memory after loading, minus a tenth of it for activations, and at most the
+                   model's context for each of max_sequences; the number is logged, and all ranks take the least. On a
+                   CPU 65536; the cache is made anew, larger and without cached prefixes, where a prompt needs more and
+                   the memory has room
     page_size      tokens a page; the model's own choice if None
     max_sequences  that run at a time; others wait
     prefill_chunk  prompt tokens computed in one pass, over all sequences, and so between two tokens of a sequence
     cuda_graphs    on a GPU, decoding passes are captured and replayed (`DecodeStep`); False runs them as Python
+    max_graphs     CUDA graphs that are kept, and as many of the drafter's: one per power of two of sequences and of
+                   pages of the longest one. When another is captured, the least recently used one is dropped
     draft_tokens   so many tokens, up to 3, are drafted behind each sequence by the model's multi-token-prediction layer
                    (load_model's drafter=True), and the next pass computes what the model has after each of them. A
                    draft that the model chooses itself saves a pass; tokens are those without drafts, but for what
@@ -84,11 +96,12 @@ class Generator:
         model: Model,
         tokenizer: Tokenizer | None = None,
         *,
-        cache_tokens: int = 65536,
+        cache_tokens: int | None = None,
         page_size: int | None = None,
         max_sequences: int = 64,
         prefill_chunk: int = 2048,
         cuda_graphs: bool = True,
+        max_graphs: int = GRAPHS,
         draft_tokens: int = 0,
         prefix_cache: bool = False,
         batch_invariant: bool = False,
@@ -104,8 +117,9 @@ class Generator:
                 raise TypeError(f"tokenizer: must be a dsa_layers.Tokenizer or None, got {type(tokenizer).__name__}")
             page_size = model.page_size if page_size is None else page_size
             page_size = integer("page_size", page_size, at_least=1, at_most=MOST_SLOTS // 4)
-            cache_tokens = integer("cache_tokens", cache_tokens, at_least=1, at_most=MOST_SLOTS - 2 * page_size)
-            max_sequences = integer("max_sequences", max_sequences, at_least=1)
+            if cache_tokens is not None:
+                cache_tokens = integer("cache_tokens", cache_tokens, at_least=1, at_most=MOST_SLOTS - 2 * page_size)
+            self._max_sequences = integer("max_sequences", max_sequences, at_least=1)
             self.prefill_chunk = integer("prefill_chunk", prefill_chunk, at_least=1)
             self._drafts = integer("draft_tokens", draft_tokens, at_least=0, at_most=DRAFTS)
             if self._drafts and getattr(model, "drafter", None) is None:
@@ -114,6 +128,7 @@ class Generator:
                     f"got {self._drafts}"
                 )
             capture, prefix_cache = flag("cuda_graphs", cuda_graphs), flag("prefix_cache", prefix_cache)
+            self._max_graphs = integer("max_graphs", max_graphs, at_least=1)
             self._invariant = flag("batch_invariant", batch_invariant)
             if self._invariant:
                 check_invariant(model)
@@ -124,26 +139,120 @@ class Generator:
                 self._eos.add(tokenizer.eos_token_id)
             sizes = {"cache_tokens": cache_tokens, "page_size": page_size, "max_sequences": max_sequences}
             sizes |= {"prefill_chunk": self.prefill_chunk, "draft_tokens": self._drafts, "cuda_graphs": capture}
-            sizes |= {"prefix_cache": prefix_cache, "batch_invariant": self._invariant}
+            sizes |= {"prefix_cache": prefix_cache, "batch_invariant": self._invariant, "max_graphs": max_graphs}
             sizes |= {"tokens that end": sorted(self._eos)}
             facts |= {name: str(size) for name, size in sizes.items()}
-            self._capacity = -(-cache_tokens // page_size)
-            # Each sequence has a page or more. Beside these a state slot and pages for its tokens are DecodeStep's own.
-            own_pages = -(-(1 + self._drafts) // page_size)
-            most = min(max_sequences, self._capacity)
-            copied = most if prefix_cache and self._keeps_states(page_size) else 0
-            pages, slots = self._capacity + own_pages, most + copied + 1
-            options = {"drafts": self._drafts, "capture": capture, "invariant": self._invariant}
-            with self._allocating(pages, page_size, slots):
-                self.cache: Cache = model.make_cache(pages, page_size, self.device, state_slots=slots)
-                self._passes = Passes(model, self.cache, **options)
-            self._memory = SequenceMemory(self.cache, self._drafts)
-            if prefix_cache:
-                copies = StateCopies(self._passes.caches, copied) if copied else None
-                self._memory = SharedPrefixes(self.cache, self._drafts, copies)
+            self._prefix_cache, self._page_size = prefix_cache, page_size
+            self._copies_states = prefix_cache and self._keeps_states(page_size)
+            self._options = {"drafts": self._drafts, "capture": capture, "invariant": self._invariant}
+            self._grows = cache_tokens is None and self.device.type == "cpu"
+            capacity = self._default_capacity() if cache_tokens is None else -(-cache_tokens // page_size)
+        capacity = least(self._ranks, capacity)
+        with together(self._ranks):
+            self._allocate(capacity)
+        if cache_tokens is None and self.device.type == "cuda" and self._ranks.rank == 0:
+            _LOGGER.info("The cache holds %d tokens.", capacity * page_size)
         self.throughput = Throughput()
         self._lock = threading.Lock()
         self._stream: weakref.ref[TokenStream] | None = None
+
+    def _default_capacity(self) -> int:
+        """Pages of the cache where nobody says how many. Raises ValueError for a GPU that has no room for one."""
+        context = self.model.config.max_position_embeddings
+        most = min(self._max_sequences * self._pages(context), MOST_SLOTS // self._page_size - 2)
+        if self._grows:
+            return min(most, -(-CPU_CACHE_TOKENS // self._page_size))
+        capacity = min(most, self._room(self._max_sequences))
+        if capacity < 1:
+            raise ValueError(f"cache_tokens: the memory of {self.device} has no room for a cache beside the model")
+        return capacity
+
+    def _room(self, sequences: int) -> int:
+        """Pages that the device has memory for, besides what is allocated there."""
+        room = room_for_caches(self.device)
+        if room is None:
+            return MOST_SLOTS // self._page_size - 2
+        cached = (self.model, self.model.drafter) if self._drafts else (self.model,)
+        sizes = CacheSizes.of(cached, self._page_size)
+        if self._copies_states:
+            sizes = replace(sizes, slot=2 * sizes.slot)
+        return sizes.pages(room - self._own_pages * sizes.page - sizes.slot, sequences)
+
+    @property
+    def _own_pages(self) -> int:
+        """DecodeStep's own."""
+        return self._pages(1)
+
+    def _pages(self, tokens: int) -> int:
+        """Of a sequence of so many tokens and its drafts."""
+        return -(-(tokens + self._drafts) // self._page_size)
+
+    def _allocate(self, capacity: int) -> None:
+        """A cache of so many pages, and what works on it, in place of an earlier one."""
+        # Each sequence has a page or more. Beside these a state slot and pages for its tokens are DecodeStep's own.
+        most = min(self._max_sequences, capacity)
+        copied = most if self._copies_states else 0
+        pages, slots = capacity + self._own_pages, most + copied + 1
+        with self._allocating(pages, self._page_size, slots):
+            cache: Cache = self.model.make_cache(pages, self._page_size, self.device, state_slots=slots)
+            passes = Passes(self.model, cache, graphs=self._max_graphs, **self._options)
+        self.cache, self._passes, self._capacity = cache, passes, capacity
+        self._memory = SequenceMemory(cache, self._drafts)
+        if self._prefix_cache:
+            copies = StateCopies(passes.caches, copied) if copied else None
+            self._memory = SharedPrefixes(cache, self._drafts, copies)
+
+    def _grow(self, sequences: Sequence[RunningSequence]) -> None:
+        """Make the cache anew where it is too small for one of the sequences."""
+        pages = max((self._pages(s.limit) for s in sequences), default=0)
+        if pages > self._capacity:
+            with together(self._ranks):
+                self._allocate(pages)
+            if self._ranks.rank == 0:
+                _LOGGER.info("The cache was made anew and holds %d tokens.", pages * self._page_size)
+
+    def warm_up(self, batch_sizes: Sequence[int] | None = None, *, max_tokens: int | None = None) -> None:
+        """Capture the CUDA graphs of decoding passes before prompts come, so that no sequence waits for a capture.
+
+        batch_sizes  numbers of sequences, up to max_sequences; each is rounded up to a power of two. None: all powers
+                     of two up to max_sequences
+        max_tokens   tokens of the longest sequence; graphs are captured for each power of two of pages up to its. None:
+                     the model's context, or what the cache holds if that is less
+
+        Nothing is done where passes are not captured: on a CPU, with cuda_graphs=False, and for models whose passes
+        cannot be. Raises TypeError or ValueError that names the argument, also for more graphs than max_graphs, and
+        RuntimeError while a stream is open.
+        """
+        with together(self._ranks) as facts:
+            sizes = self._graph_sizes(batch_sizes, max_tokens)
+            facts["graphs"] = str(sizes)
+        with self._lock:
+            self._check_no_stream()
+            for count, pages in sizes if self._passes.captures else ():
+                self._passes.warm_up(count, pages)
+
+    def _graph_sizes(self, batch_sizes: Sequence[int] | None, max_tokens: int | None) -> list[tuple[int, int]]:
+        """(sequences, pages) of the graphs, the largest first: their memory then holds all others."""
+        most = self._max_sequences
+        if batch_sizes is None:
+            batch_sizes = [1 << i for i in range((min(most, self._capacity) - 1).bit_length() + 1)]
+        elif not isinstance(batch_sizes, Sequence) or isinstance(batch_sizes, str | bytes):
+            raise TypeError(f"batch_sizes: must be a list of integers or None, got {shown(batch_sizes)}")
+        else:
+            batch_sizes = [integer(f"batch_sizes[{i}]", n, at_least=1, at_most=most) for i, n in enumerate(batch_sizes)]
+        context = self.model.config.max_position_embeddings
+        if max_tokens is None:
+            max_tokens = min(context, self._capacity * self._page_size - self._drafts)
+        else:
+            max_tokens = integer("max_tokens", max_tokens, at_least=1, at_most=context)
+        widths = range((self._pages(max_tokens) - 1).bit_length() + 1)
+        sizes = {(power_of_two(count), 1 << width) for count in batch_sizes for width in widths}
+        if len(sizes) > self._max_graphs:
+            raise ValueError(
+                f"batch_sizes: with sequences of up to {max_tokens} tokens (max_tokens) they need {len(sizes)} graphs; "
+                f"accepted: at most {self._max_graphs} (max_graphs)"
+            )
+        return sorted(sizes, reverse=True)
 
     def _keeps_states(self, page_size: int) -> bool:
         """Whether the model's cache keeps something by sequence."""
@@ -167,16 +276,16 @@ class Generator:
 
     def generate(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: str | Sequence[str | Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] = GREEDY,
         *,
         on_event: Callable[[TokenEvent], None] | None = None,
     ) -> list[Completion]:
-        """Completions of all prompts, in their order. prompts, params: as for `stream`."""
-        with together(self._ranks):
-            encoded = self._encode(prompts)
-        completions = [Completion(len(ids)) for ids in encoded]
-        with contextlib.closing(self.stream(encoded, params)) as events:
+        """Completions of all prompts, in their order, and of each prompt SamplingParams.n of them. prompts, params: as
+        for `stream`."""
+        sequences = self._agreed_sequences(prompts, params)
+        completions = [Completion(s.prompt_len, prompt=s.prompt_index) for s in sequences]
+        with contextlib.closing(TokenStream(lambda stream: self._begin(stream, sequences))) as events:
             for event in events:
                 completions[event.sequence].add(event)
                 if on_event is not None:
@@ -185,12 +294,12 @@ class Generator:
 
     def stream(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: str | Sequence[str | Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] = GREEDY,
     ) -> TokenStream:
-        """Events as tokens come. prompts: texts, or lists, arrays or tensors of token ids; params: for all, or one a
-        prompt. Of a seed for all the first prompt draws by itself, and each one behind it by the next number: equal
-        prompts have texts of their own.
+        """Events as tokens come. prompts: a text, or a list of texts or of lists, arrays or tensors of token ids;
+        params: for all, or one a prompt. With a seed for all, sequence i uses seed + i: equal prompts have texts of
+        their own. With a seed for one prompt, its k-th sequence uses seed + k.
 
         A sequence whose logits are not finite ends with finish_reason "error"; the others go on.
 
@@ -199,6 +308,15 @@ class Generator:
         model's context; OutOfPages for a sequence that the whole cache cannot hold. The first event raises RuntimeError
         while another stream of this generator is open; it may be asked for again once that one has ended.
         """
+        sequences = self._agreed_sequences(prompts, params)
+        return TokenStream(lambda stream: self._begin(stream, sequences))
+
+    def _agreed_sequences(
+        self,
+        prompts: str | Sequence[str | Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams],
+    ) -> list[RunningSequence]:
+        """The same on all ranks."""
         with together(self._ranks) as facts:
             sequences = self._sequences(prompts, params)
             if self._ranks.size > 1:
@@ -206,7 +324,7 @@ class Generator:
                 facts["params"] = _digest([s.params for s in sequences])
         if self._ranks.size > 1:
             self._share_seeds(sequences)
-        return TokenStream(lambda stream: self._begin(stream, sequences))
+        return sequences
 
     def _share_seeds(self, sequences: list[RunningSequence]) -> None:
         """Sequences without a seed get the first rank's, or each rank would go on with other tokens."""
@@ -229,13 +347,18 @@ class Generator:
     def _begin(self, stream: TokenStream, sequences: list[RunningSequence]) -> None:
         """Gives the stream its events; it is from now on the open one."""
         with self._lock:
-            if self._open_stream() is not None:
-                raise RuntimeError(
-                    "stream: another stream of this generator is open and holds the cache; read it to its end or close "
-                    "it first (Generator.close_stream())"
-                )
+            self._check_no_stream()
+            if self._grows:
+                self._grow(sequences)
             self._stream = weakref.ref(stream)
             stream._events = self._events(sequences)
+
+    def _check_no_stream(self) -> None:
+        if self._open_stream() is not None:
+            raise RuntimeError(
+                "stream: another stream of this generator is open and holds the cache; read it to its end or close "
+                "it first (Generator.close_stream())"
+            )
 
     @torch.inference_mode()
     def _events(self, sequences: list[RunningSequence]) -> Iterator[TokenEvent]:
@@ -247,7 +370,7 @@ class Generator:
                 self._admit(waiting, running)
                 if not running:
                     raise OutOfPages(
-                        f"prompts[{waiting[0].index}]: needs {self._memory.pages(waiting[0].limit)} pages, and "
+                        f"prompts[{waiting[0].prompt_index}]: needs {self._memory.pages(waiting[0].limit)} pages, and "
                         f"{self._memory.free} of the cache's {self._capacity} are free: others than this "
                         "generator have taken some, for which it cannot wait"
                     )
@@ -259,15 +382,14 @@ class Generator:
             for sequence in sequences:
                 self._memory.release(sequence)
 
-    def _encode(self, prompts: Sequence[str | Sequence[int]]) -> list[list[int]]:
-        return encode_prompts(prompts, self.tokenizer, self.model.config.vocab_size)
-
     def _sequences(
-        self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+        self,
+        prompts: str | Sequence[str | Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams],
     ) -> list[RunningSequence]:
-        encoded = self._encode(prompts)
+        encoded = encode_prompts(prompts, self.tokenizer, self.model.config.vocab_size)
         if isinstance(params, SamplingParams):
-            params = [_of_prompt(params, i) for i in range(len(encoded))]
+            params = [_with_seed(params, i * params.n) for i in range(len(encoded))]
         if not isinstance(params, Sequence) or any(not isinstance(one, SamplingParams) for one in params):
             raise TypeError(f"params: must be SamplingParams, or a list of them, got {shown(params)}")
         if len(params) != len(encoded):
@@ -275,22 +397,24 @@ class Generator:
                 f"params: must be one for all prompts or one for each of {len(encoded)}, got {len(params)}"
             )
         context = self.model.config.max_position_embeddings
-        sequences = []
+        sequences: list[RunningSequence] = []
         for i, (ids, one) in enumerate(zip(encoded, params)):
             if len(ids) >= context:
                 raise ValueError(f"prompts[{i}]: has {len(ids)} tokens; the model's context holds {context}")
             if one.stop and self.tokenizer is None:
                 raise ValueError("params: stop strings need a tokenizer")
-            limit = min(len(ids) + one.max_new_tokens, context)
-            if self._memory.pages(limit) > self._capacity:
+            limit = min(len(ids) + one.max_tokens, context)
+            if self._pages(limit) > self._capacity and not (self._grows and self._pages(limit) <= self._room(1)):
                 drafts = f" and {self._drafts} draft{'s' * (self._drafts > 1)}" if self._drafts else ""
                 raise OutOfPages(
                     f"prompts[{i}]: {len(ids)} prompt tokens and {limit - len(ids)} new ones{drafts} need "
-                    f"{self._memory.pages(limit)} pages of {self.cache.page_size} tokens; the cache has "
-                    f"{self._capacity} (cache_tokens)"
+                    f"{self._pages(limit)} pages of {self._page_size} tokens; the cache has {self._capacity} "
+                    "(cache_tokens)"
                 )
-            text = StopStrings(self.tokenizer.stream() if self.tokenizer else None, one.stop)
-            sequences.append(RunningSequence(i, ids, one, limit, text, self._eos))
+            for k in range(one.n):
+                text = StopStrings(self.tokenizer.stream() if self.tokenizer else None, one.stop)
+                own = _with_seed(one, k), limit, text, self._eos
+                sequences.append(RunningSequence(len(sequences), ids, *own, prompt_index=i))
         return sequences
 
     def _admit(self, waiting: deque[RunningSequence], running: list[RunningSequence]) -> None:
@@ -342,9 +466,9 @@ class Generator:
         return work
 
 
-def _of_prompt(params: SamplingParams, index: int) -> SamplingParams:
-    """Of that prompt, where all have these: random numbers of its own."""
-    return params if params.seed is None else replace(params, seed=(params.seed + index) % 2**63)
+def _with_seed(params: SamplingParams, plus: int) -> SamplingParams:
+    """With random numbers of their own."""
+    return params if params.seed is None or not plus else replace(params, seed=(params.seed + plus) % 2**63)
 
 
 def _of_memory(error: Exception) -> bool:

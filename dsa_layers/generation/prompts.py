@@ -8,18 +8,17 @@ from dsa_layers.generation.tokenizer import Tokenizer
 
 
 def encode_prompts(
-    prompts: Sequence[str | Sequence[int]], tokenizer: Tokenizer | None, vocab_size: int
+    prompts: str | Sequence[str | Sequence[int]], tokenizer: Tokenizer | None, vocab_size: int
 ) -> list[list[int]]:
-    """The token ids of each prompt: of a text as `tokenizer` has them, and of a list, an array or a tensor its own.
+    """The token ids of each prompt: of a text as `tokenizer` has them, and of a list, an array or a tensor its own. A
+    text that is not in a list is one prompt.
 
     Raises TypeError or ValueError, which name the prompt and the token, for what is no text and no list of integers,
     for empty prompts, ids outside [0, vocab_size), and texts that are not Unicode (lone surrogates).
     """
-    if isinstance(prompts, str):
-        raise TypeError("prompts: must be a list of prompts, got one string")
-    listed = _listed(prompts)
+    listed = [prompts] if isinstance(prompts, str) else _listed(prompts)
     if listed is None:
-        raise TypeError(f"prompts: must be a list of texts or of lists of token ids, got {shown(prompts)}")
+        raise TypeError(f"prompts: must be a text, or a list of texts or of lists of token ids, got {shown(prompts)}")
     encoded = []
     for i, prompt in enumerate(listed):
         name = f"prompts[{i}]"

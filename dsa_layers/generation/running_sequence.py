@@ -1,19 +1,24 @@
 """A sequence while it is generated."""
 
 from collections.abc import Sequence, Set
+from typing import TYPE_CHECKING
 
 from dsa_layers.cache.prefix_tree import CachedPage
 from dsa_layers.generation.draws import RandomStream
-from dsa_layers.generation.results import FinishReason, TokenEvent
+from dsa_layers.generation.results import FinishReason, Logprob, TokenEvent
 from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.generation.stop_strings import StopStrings
+
+if TYPE_CHECKING:
+    from dsa_layers.generation.penalties import TokenCounts
 
 
 class RunningSequence:
     """A sequence that is being generated: its tokens, its pages, how many of its tokens are in the cache, and drafts of
     those to come.
 
-    limit: the tokens that it has at most; eos: those that end it. shared: of its pages the first ones, which other
+    prompt_index: which prompt of the call it continues. limit: the tokens that it has at most; eos: those that end it.
+    counts: of its tokens, once penalties have asked for them. shared: of its pages the first ones, which other
     sequences may have, too. stops: lengths of its prompt at which a pass has to end.
     """
 
@@ -25,8 +30,10 @@ class RunningSequence:
         limit: int,
         text: StopStrings,
         eos: Set[int],
+        prompt_index: int,
     ) -> None:
         self.index = index
+        self.prompt_index = prompt_index
         self.tokens = list(prompt)
         self.prompt_len = len(prompt)
         self.params = params
@@ -40,21 +47,22 @@ class RunningSequence:
         self.cached = 0
         self.stops: set[int] = set()
         self.drafts: list[int] = []
+        self.counts: TokenCounts | None = None
 
     @property
     def prefilling(self) -> bool:
         return self.cached < self.prompt_len
 
-    def take(self, tokens: Sequence[int | None]) -> list[TokenEvent]:
+    def take(self, tokens: Sequence[int | None], logprobs: Sequence[dict[int, Logprob] | None]) -> list[TokenEvent]:
         """The events of its next tokens, up to its end; None is one that could not be chosen."""
         events = []
-        for token in tokens:
-            events.append(self._fail() if token is None else self._extend(token))
+        for token, own in zip(tokens, logprobs):
+            events.append(self._fail() if token is None else self._extend(token, own))
             if events[-1].finish_reason:
                 break
         return events
 
-    def _extend(self, token: int) -> TokenEvent:
+    def _extend(self, token: int, logprobs: dict[int, Logprob] | None) -> TokenEvent:
         self.tokens.append(token)
         reason: FinishReason | None = None
         if token in self.eos:
@@ -62,11 +70,11 @@ class RunningSequence:
         elif len(self.tokens) >= self.limit:
             reason = "length"
         text, stopped = self.text.push(token, last=reason is not None)
-        return TokenEvent(self.index, token, text, "stop" if stopped else reason)
+        return TokenEvent(self.index, token, text, "stop" if stopped else reason, logprobs=logprobs)
 
     def _fail(self) -> TokenEvent:
         error = (
-            f"prompts[{self.index}]: its logits after {len(self.tokens)} tokens hold NaN or infinity: the weights do, "
-            "or an activation overflowed"
+            f"prompts[{self.prompt_index}]: its logits after {len(self.tokens)} tokens hold NaN or infinity: "
+            "the weights do, or an activation overflowed"
         )
         return TokenEvent(self.index, None, self.text.finish(), "error", error)

@@ -11,13 +11,14 @@ from dsa_layers.generation.draws import RandomStream, draw, draw_of_likeliest
 
 # Sequences on a GPU: a draw takes ten times the memory of their logits. On a CPU a single one stays in its caches.
 _AT_ONCE = 8
+_LEAST_REPETITION = 1e-3  # a far smaller one would make logits infinite
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """How one sequence is continued.
 
-    max_new_tokens  at most this many tokens, the end-of-sequence token included
+    max_tokens      at most this many tokens, the end-of-sequence token included
     temperature     divides the logits; 0 is greedy: the largest logit, ties to the lowest token id
     top_k           sample among the k likeliest tokens; 0 keeps all
     top_p           sample among the fewest tokens whose probabilities reach top_p; 1 keeps all. Applied after top_k
@@ -27,25 +28,49 @@ class SamplingParams:
     stop            strings that end the sequence; they are not part of its text. Special tokens have no text, so that
                     their names never match. A string that is not in a list is one stop string, as vLLM and
                     transformers take it. None: no strings
+    n               sequences that continue each prompt; the k-th one draws by seed + k. With prefix_cache they share
+                    the prompt's pages. Greedy ones would be equal: accepted with a temperature above 0
+    min_p           drop tokens less likely than min_p times the likeliest one; 0 keeps all
+    repetition_penalty  logits of tokens in the prompt or generated before are divided by it where they are positive,
+                    else multiplied; above 0, and 1 changes nothing
+    frequency_penalty   is subtracted from a token's logit as often as it was generated; from -2 to 2
+    presence_penalty    is subtracted from the logit of a token that was generated; from -2 to 2
+    logprobs        of each generated token its log-probability and those of so many of the likeliest tokens; 0: its
+                    own alone; None: none. By the model's logits, before penalties and temperature
+
+    Names and meanings are vLLM's. Penalties come first, also where the choice is greedy, then temperature, min_p, top_k
+    and top_p.
 
     Raises TypeError or ValueError that names the parameter. Numbers may be numpy's; a bool is no number.
     """
 
-    max_new_tokens: int = 256
+    max_tokens: int = 256
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int | None = None
     stop: str | Sequence[str] | None = ()
+    n: int = 1
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         checked = {
-            "max_new_tokens": integer("max_new_tokens", self.max_new_tokens, at_least=1),
+            "max_tokens": integer("max_tokens", self.max_tokens, at_least=1),
             "temperature": number("temperature", self.temperature),
             "top_k": integer("top_k", self.top_k),
             "top_p": number("top_p", self.top_p),
             "seed": self.seed if self.seed is None else integer("seed", self.seed),
             "stop": _stop_strings(self.stop),
+            "n": integer("n", self.n, at_least=1),
+            "min_p": number("min_p", self.min_p),
+            "repetition_penalty": number("repetition_penalty", self.repetition_penalty),
+            "presence_penalty": number("presence_penalty", self.presence_penalty),
+            "frequency_penalty": number("frequency_penalty", self.frequency_penalty),
+            "logprobs": self.logprobs if self.logprobs is None else integer("logprobs", self.logprobs, at_least=0),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
@@ -57,11 +82,26 @@ class SamplingParams:
             raise ValueError(f"top_p: must be above 0 and at most 1, got {self.top_p}")
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ValueError(f"seed: must be at least 0 and below 2^63, got {shown(self.seed)}")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p: must be at least 0 and at most 1, got {self.min_p}")
+        if not _LEAST_REPETITION <= self.repetition_penalty <= 1 / _LEAST_REPETITION:
+            accepted = f"above 0, from {_LEAST_REPETITION:g} to {1 / _LEAST_REPETITION:g}"
+            raise ValueError(f"repetition_penalty: must be {accepted}, got {self.repetition_penalty}")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -2 <= getattr(self, name) <= 2:
+                raise ValueError(f"{name}: must be at least -2 and at most 2, got {getattr(self, name)}")
+        if self.n > 1 and self.temperature == 0:
+            raise ValueError(f"n: must be 1 with temperature 0, which is greedy, got {shown(self.n)}")
 
     @property
     def of_likeliest(self) -> bool:
         """Whether some tokens may be left out."""
-        return self.top_k > 0 or self.top_p < 1
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    @property
+    def penalises(self) -> bool:
+        """Whether logits are changed before a token is chosen."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
 def _stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -126,8 +166,13 @@ def _draw(
     """int64 [B, n]: tokens of logits [B, n, vocab_size], of which the largest are [B, n], by n numbers of each row."""
     vocab_size = logits.shape[-1]
     top_k = [min(one.top_k or vocab_size, vocab_size) for one in params]
-    each = [(one.temperature, drawn, k, one.top_p) for one, k, own in zip(params, top_k, numbers) for drawn in own]
-    temperature, drawn, k, p = packing.to_device(list(zip(*each)), torch.float64, logits.device)[..., None]
+    limits = [(one.temperature, k, one.top_p, one.min_p) for one, k in zip(params, top_k)]
+    each = [(drawn, *own) for own, row in zip(limits, numbers) for drawn in row]
+    drawn, temperature, k, p, min_p = packing.to_device(list(zip(*each)), torch.float64, logits.device)[..., None]
     rows = logits.flatten(0, 1), largest.reshape(-1, 1), temperature, drawn
-    tokens = draw_of_likeliest(*rows, k.long(), p, max(top_k)) if params[0].of_likeliest else draw(*rows)
+    if params[0].of_likeliest:
+        min_p = min_p if any(one.min_p for one in params) else None
+        tokens = draw_of_likeliest(*rows, k.long(), p, max(top_k), min_p)
+    else:
+        tokens = draw(*rows)
     return tokens.view(largest.shape)

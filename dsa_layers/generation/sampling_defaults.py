@@ -10,13 +10,13 @@ from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.hub import checkpoint_directory
 from dsa_layers.untrusted_files import read_json_object
 
-_NAMES = ("temperature", "top_k", "top_p")
+_NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _MAX_BYTES = 2**20
 
 
 def sampling_defaults(directory: str | PathLike[str]) -> dict[str, Any]:
     """The SamplingParams that generation_config.json sets, of a checkpoint's directory or hub id: some of temperature,
-    top_k and top_p.
+    top_k, top_p, min_p and repetition_penalty.
 
     "do_sample": false is temperature 0, and true without a temperature is 1, as transformers takes them. Empty, which
     means greedy, for a file that is absent or says nothing of sampling.

@@ -55,6 +55,15 @@ def _leave() -> None:
     gc.collect()
 
 
+def least(ranks: Ranks, value: int) -> int:
+    """The least of the ranks' values. Ranks that are alone, or of which no process group tells, have nobody to ask."""
+    if ranks.size == 1 or not dist.is_initialized():
+        return value
+    values = [value] * ranks.size
+    dist.all_gather_object(values, value, group=ranks.group)
+    return min(values)
+
+
 def agreed(ranks: Ranks, make: Callable[[], Value]) -> Value:
     """What the first rank makes, on all ranks; and where that is a ValueError, which it raises, they raise it too."""
     made: list[tuple[Value | None, str | None]] = [(None, None)]

@@ -23,8 +23,9 @@ class IndexerStage:
         from dsa_layers.training.indexer_stage import IndexerStage
 
         model = load_model(SHIPPED_MODEL, dequantize=True, trainable=True)
-        tokens = torch.randint(model.config.vocab_size, (201,))
-        batch = SequenceBatch.without_cache([120, 80])
+        device = next(model.parameters()).device
+        tokens = torch.randint(model.config.vocab_size, (201,), device=device)
+        batch = SequenceBatch.without_cache([120, 80], device)
         with IndexerStage(model, "sparse") as stage:
             logits = model(tokens[:-1], batch, all_tokens=True)
             loss = torch.nn.functional.cross_entropy(logits, tokens[1:]) + stage.loss()

@@ -68,7 +68,7 @@ def test_a_kernel_that_nobody_launched():
 @pytest.mark.slow
 def test_modules_announce_their_parts(checkpoint, tmp_path):
     """Every layer of the tiny model, and nothing once the profile is over."""
-    model = load_model(checkpoint, progress=False)
+    model = load_model(checkpoint, device="cpu", progress=False)
     call = torch.inference_mode()(lambda: model(torch.arange(200), SequenceBatch.without_cache([200])))
     counts = []
     for announced in (True, False):

@@ -176,7 +176,7 @@ def outcome(model: torch.nn.Module, device: torch.device) -> dict:
     tokens = []
     for graphs in (True, True, False):
         generator = Generator(model, None, cache_tokens=2048, cuda_graphs=graphs)
-        tokens.append([c.tokens for c in generator.generate(PROMPTS, SamplingParams(max_new_tokens=24))])
+        tokens.append([c.tokens for c in generator.generate(PROMPTS, SamplingParams(max_tokens=24))])
     return {"logits": logits.cpu(), "tokens": tokens}
 
 

@@ -66,7 +66,7 @@ def test_greedy_tokens_equal_the_references(family, load_tiny):
     tokens = []
     for device in ("cpu", "cuda"):
         model = load_tiny(family, device, dtype=torch.float32, dequantize=True)
-        got = Generator(model, cache_tokens=1024).generate(PROMPTS, SamplingParams(max_new_tokens=16))
+        got = Generator(model, cache_tokens=1024).generate(PROMPTS, SamplingParams(max_tokens=16))
         tokens.append([c.tokens for c in got])
     assert tokens[0] == tokens[1]
 
@@ -343,9 +343,9 @@ def test_captured_steps_are_those_that_run_as_python(family, load_tiny, monkeypa
 
     def both(self, sequences):
         captured = step(self, sequences).clone()
-        self._captures, captures = False, self._captures
+        self.captures, captures = False, self.captures
         expected = step(self, sequences)
-        self._captures = captures
+        self.captures = captures
         assert calc_diff(captured, expected) < 1e-3
         replayed.append(captures)
         return captured
@@ -375,7 +375,7 @@ def test_many_sequences_share_pages_and_slots(checkpoint):
     generator = Generator(model, cache_tokens=64 * 64, max_sequences=64)
     free = generator.cache.allocator.free
     first = [c.tokens for c in generator.generate(prompts, params)]
-    assert [len(tokens) for tokens in first] == [one.max_new_tokens for one in params]
+    assert [len(tokens) for tokens in first] == [one.max_tokens for one in params]
     assert generator.cache.allocator.free == free
     assert [c.tokens for c in generator.generate(prompts, params)] == first
 

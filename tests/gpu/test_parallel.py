@@ -115,7 +115,7 @@ def test_the_command(folder):
 
 
 def test_a_rank_that_is_killed_ends_the_others(folder):
-    with generate(folder, "--gpus", "2", "--prompt", "x", "--max-new-tokens", "60000") as process:
+    with generate(folder, "--gpus", "2", "--prompt", "x", "--max-tokens", "60000") as process:
         assert process.stdout.read(4)
         killed, first = of_rank(1, process.pid), of_rank(0, process.pid)
         os.kill(killed, signal.SIGKILL)

@@ -82,7 +82,7 @@ def test_what_is_compiled_in_advance_is_all_that_runs(model, tmp_path, monkeypat
         "--prompt-file long.txt",
         f"{short} --prompt-file long.txt --prefill-chunk 300",
     ):
-        done = dsa_command(f"dsa generate {checkpoint} --raw {options} --max-new-tokens 40", tmp_path)
+        done = dsa_command(f"dsa generate {checkpoint} --raw {options} --max-tokens 40", tmp_path)
         assert "backend cute" in done.stderr
     assert len(compiled) > 30 and {path.name for path in out.glob("*.o")} == compiled
 

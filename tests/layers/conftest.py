@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from dsa_layers.tiny import write_tiny_checkpoint, writer
 from dsa_layers.tiny.tokenizer import train_tokenizer
@@ -15,6 +16,15 @@ def one_tokenizer_of_a_size():
     """Training one is most of the time that a tiny checkpoint takes, and a checkpoint's is only written."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(writer, "train_tokenizer", functools.cache(train_tokenizer))
+        yield
+
+
+@pytest.fixture(scope="package", autouse=True)
+def no_gpu():
+    """These tests run on a CPU, also where there is a GPU, to which models would be loaded."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
         yield
 
 

@@ -53,7 +53,7 @@ def test_everything_takes_an_id(cache, checkpoint, capsys):
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
     assert Tokenizer(ID).encode("def f(") == Tokenizer(checkpoint).encode("def f(")
     assert sampling_defaults(ID) == sampling_defaults(checkpoint)
-    options = "--device cpu --prompt a --max-new-tokens 1 --cache-tokens 64 --temperature 0".split()
+    options = "--device cpu --prompt a --max-tokens 1 --cache-tokens 64 --temperature 0".split()
     assert main(["generate", ID, *options]) == 0 and capsys.readouterr().out.startswith("a")
 
 
@@ -63,7 +63,7 @@ def test_a_process_with_the_hubs_own_variables(tmp_path):
     command = [sys.executable, "-m", "dsa_layers.command", "generate", ID, "--device", "cpu", "--seed", "1"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGINGFACE_"))}
     done = subprocess.run(
-        [*command, "--prompt", "def f(", "--max-new-tokens", "2", "--cache-tokens", "256"],
+        [*command, "--prompt", "def f(", "--max-tokens", "2", "--cache-tokens", "256"],
         env=environment | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "PYTHONUTF8": "1"},
         capture_output=True,
         encoding="utf-8",

@@ -91,7 +91,7 @@ def test_it_drafts():
 
 
 def test_generate_without_a_directory_runs_it(capsys):
-    assert main(["generate", "--prompt", "def f(", "--max-new-tokens", "4", "--device", "cpu"]) == 0
+    assert main(["generate", "--prompt", "def f(", "--max-tokens", "4", "--device", "cpu"]) == 0
     assert len(capsys.readouterr().out) > 1
 
 
@@ -103,7 +103,7 @@ def test_the_demo_runs_it(monkeypatch, capsys):
     for prompt, generate in generations:
         given = subprocess.run(["sh", "-c", prompt], capture_output=True, check=True).stdout
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given)))
-        assert main([*shlex.split(generate), "--max-new-tokens", "3", "--device", "cpu", "--dtype", "float32"]) == 0
+        assert main([*shlex.split(generate), "--max-tokens", "3", "--device", "cpu", "--dtype", "float32"]) == 0
         captured = capsys.readouterr()
         assert captured.out.startswith(given.decode()) and "keys read: " in captured.err
         assert "tokens/s" in captured.err and ("; drafts: " in captured.err) == ("--draft" in generate)

@@ -10,7 +10,6 @@ from dsa_layers.families.fields import (
     MAX_SELECTED,
     MAX_SHARED_EXPERTS,
     MAX_TOKENS,
-    NO_INFLUENCE,
     Fields,
 )
 from dsa_layers.families.parts import (
@@ -164,7 +163,7 @@ def read_deepseek_v4(fields: Fields, generation: Fields | None) -> DeepseekV4Con
         dtype=read_dtype(fields),
     )
     _check_consistency(fields, config)
-    fields.reject_unread(NO_INFLUENCE)
+    fields.warn_unread()
     return config
 
 

@@ -9,7 +9,6 @@ from dsa_layers.families.fields import (
     MAX_SELECTED,
     MAX_SHARED_EXPERTS,
     MAX_TOKENS,
-    NO_INFLUENCE,
     Fields,
 )
 from dsa_layers.families.parts import (
@@ -169,7 +168,7 @@ def read_sparse_mla(
         index_share_for_mtp_iteration=index_share_for_mtp_iteration,
     )
     _check_consistency(fields, config)
-    fields.reject_unread(NO_INFLUENCE)
+    fields.warn_unread()
     return config
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dsa_layers.batch.sequence_batch import SequenceBatch
-from dsa_layers.checkpoint import INDEX_NAME, Checkpoint
+from dsa_layers.checkpoint import INDEX_NAME, Checkpoint, loading
 from dsa_layers.checkpoint.export import save_fp8_checkpoint
 from dsa_layers.checkpoint.loading import load_model
 from dsa_layers.checkpoint.published_format import as_published
@@ -132,3 +132,13 @@ def test_dtypes_that_are_not_written():
     manifest = {"a": ((2,), "F64")}
     with pytest.raises(ValueError, match="manifest: a is F64; tensors that can be written are BF16, F32, I64"):
         as_published("a", torch.zeros(2), manifest, {}, use_ue8m0=True)
+
+
+def test_a_model_goes_to_the_gpu_where_there_is_one(checkpoint, monkeypatch):
+    given = []
+    monkeypatch.setattr(loading, "load_weights", lambda *_, device, **options: given.append(device) or 1 / 0)
+    for there in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        with pytest.raises(ZeroDivisionError):
+            load_model(checkpoint)
+    assert given == [torch.device("cuda"), torch.device("cpu")]

@@ -11,7 +11,7 @@ TOKENS = 8
 def generate(checkpoint: Path | str, *options: object, prompts: tuple[str, ...] = (PROMPT,)) -> int:
     """Greedy, unless the options say otherwise: the last of an option counts."""
     named = [part for prompt in prompts for part in ("--prompt", prompt)]
-    size = ["--max-new-tokens", str(TOKENS), "--cache-tokens", "1024", "--temperature", "0"]
+    size = ["--max-tokens", str(TOKENS), "--cache-tokens", "1024", "--temperature", "0"]
     return main(["generate", str(checkpoint), "--device", "cpu", *named, *size, *map(str, options)])
 
 

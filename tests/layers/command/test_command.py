@@ -79,7 +79,7 @@ def test_tiny(tmp_path, capsys):
     first = sorted(directory.glob("*.safetensors"))[0].read_bytes()
     assert main(["tiny", str(directory)]) == 0  # replaces its own
     assert sorted(directory.glob("*.safetensors"))[0].read_bytes() != first
-    size = ["--max-new-tokens", "2", "--cache-tokens", "256", "--device", "cpu"]
+    size = ["--max-tokens", "2", "--cache-tokens", "256", "--device", "cpu"]
     assert main(["generate", str(directory), "--prompt", "a", *size]) == 0
 
 

@@ -27,7 +27,7 @@ def greedy(checkpoint):
     model = load_model(checkpoint, dequantize=True, progress=False)
     generator = Generator(model, tokenizer, cache_tokens=1024)
     prompts = [PROMPT, tokenizer.apply_chat_template([{"role": "user", "content": PROMPT}])]
-    raw, chat = generator.generate(prompts, SamplingParams(max_new_tokens=TOKENS))
+    raw, chat = generator.generate(prompts, SamplingParams(max_tokens=TOKENS))
     decoded = {"raw decoded": len(raw.tokens) - 1, "chat decoded": len(chat.tokens) - 1}
     return {"raw": raw.text, "chat": chat.text, **decoded}
 
@@ -132,7 +132,7 @@ def test_events_in_json(checkpoint, greedy, capsys):
         "backend": "reference",
         "dequantized": True,
         "prompts": 2,
-        "max_new_tokens": TOKENS,
+        "max_tokens": TOKENS,
         "temperature": 0.0,
         "top_k": 0,
         "top_p": 0.95,
@@ -181,7 +181,7 @@ def test_drafts(checkpoint, greedy, capsys):
     [
         (("--draft", "4"), "argument --draft: invalid choice: 4 (choose from 0, 1, 2, 3) (see dsa generate --help)"),
         (("--top-p", "2"), "argument --top-p: must be above 0 and at most 1, got 2.0 (see dsa generate --help)"),
-        (("--max-tokens", "2"), "unrecognized arguments: --max-tokens 2"),
+        (("--max-new-tokens", "2"), "unrecognized arguments: --max-new-tokens 2"),
         (("--prompt", ""), "--prompt: must not be empty, got no text"),
         (("--device", "tpu"), "--device: must be cpu, cuda or cuda:N, got 'tpu'"),
     ],
@@ -211,7 +211,7 @@ def test_keys_read(tmp_path, checkpoint, capsys):
     tokens = len(tokenizer.encode(prompt.read_text()))
     contexts = range(1, tokens + 4)
     read, context = (sum(values) / len(contexts) for values in ([min(n, 128) for n in contexts], contexts))
-    options = ["--raw", "--prompt-file", prompt, "--stats", "--max-new-tokens", 4]
+    options = ["--raw", "--prompt-file", prompt, "--stats", "--max-tokens", 4]
     assert generate(checkpoint, *options, prompts=()) == 0
     assert capsys.readouterr().err.splitlines()[-2] == (
         f"keys read: {read:.1f} a token of the {context:.1f} in its context ({read / context:.0%}), at most 128 of "
@@ -226,7 +226,7 @@ def test_keys_read(tmp_path, checkpoint, capsys):
 def test_keys_of_deepseek_v4(tiny_checkpoint, capsys):
     """A window of 128 tokens and entries beside it: more keys than tokens in a short context, and never more than dense
     attention reads."""
-    assert generate(tiny_checkpoint("deepseek_v4"), "--raw", "--stats", "--max-new-tokens", 4) == 0
+    assert generate(tiny_checkpoint("deepseek_v4"), "--raw", "--stats", "--max-tokens", 4) == 0
     line, words, _ = capsys.readouterr().err.splitlines()[-3:]
     pattern = r"keys read: (\S+) a token of the (\S+) that dense attention reads \(100%\), at most (\d+) of (\d+)"
     read, dense, most_read, most_dense = re.fullmatch(pattern, line).groups()

@@ -196,12 +196,12 @@ def test_more_tokens_than_the_context_leaves(given, checkpoint, capsys):
     context = json.loads((SHIPPED_MODEL / "config.json").read_bytes())["max_position_embeddings"]
     for prompts, which in ((["a"], "prompt"), (["a", "a b c d"], "longest prompt")):
         asked = [part for prompt in prompts for part in ("--prompt", prompt)]
-        assert shipped(*asked, "--max-new-tokens", "60000") == 0
+        assert shipped(*asked, "--max-tokens", "60000") == 0
         left = context - max(map(len, given[-1][0]))
         line, _ = capsys.readouterr().err.splitlines()
         told = f"leaves {left} after the {which}, got 60000"
-        assert line == f"--max-new-tokens: the model's context of {context} tokens {told}"
-    assert shipped("--prompt", "a", "--max-new-tokens", str(context - len(given[-2][0][0]))) == 0
+        assert line == f"--max-tokens: the model's context of {context} tokens {told}"
+    assert shipped("--prompt", "a", "--max-tokens", str(context - len(given[-2][0][0]))) == 0
     (_,) = capsys.readouterr().err.splitlines()
 
 
@@ -303,7 +303,7 @@ def test_wrong_options(checkpoint, monkeypatch, error, options, expected):
     ]
     + [
         ((option, value), f"{option}: {problem}")
-        for option in ("--max-new-tokens", "--cache-tokens", "--prefill-chunk", "--threads")
+        for option in ("--max-tokens", "--cache-tokens", "--prefill-chunk", "--threads")
         for value, problem in [
             ("0", "must be at least 1, got 0"),
             ("-5", "must be at least 1, got -5"),
@@ -363,7 +363,7 @@ def test_a_cache_that_cannot_hold_a_prompt(checkpoint, tmp_path, error):
     file.write_text(PROMPT)
     for options, source in [((), "--prompt"), (("--prompt-file", file), f"--prompt-file {file}")]:
         prompts = () if options else (PROMPT,)
-        assert generate(checkpoint, "--max-new-tokens", 200, "--cache-tokens", 128, *options, prompts=prompts) == 2
+        assert generate(checkpoint, "--max-tokens", 200, "--cache-tokens", 128, *options, prompts=prompts) == 2
         assert re.fullmatch(
             rf"dsa generate: {source}: \d+ prompt tokens and 200 new ones need 4 pages of 64 tokens; the cache has 2 "
             r"\(--cache-tokens\)",

@@ -21,7 +21,7 @@ SECONDS = 300  # for what takes few
 
 def test_pipes():
     """The prompt comes from one, text alone goes to the others: no style, no progress bar."""
-    call = [*GENERATE, "--prompt", "-", "--max-new-tokens", "3"]
+    call = [*GENERATE, "--prompt", "-", "--max-tokens", "3"]
     done = subprocess.run(call, input=b"def \xc3\xa9(\n", capture_output=True, env=ENVIRONMENT)
     assert done.returncode == 0 and done.stdout.startswith("def é(".encode()) and b"\x1b" not in done.stdout
     (line,) = done.stderr.splitlines()
@@ -32,7 +32,7 @@ def test_a_terminal():
     """It shows the prompt bold, and a bar while weights are loaded."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
-    call = [*GENERATE, "--prompt", "def f(", "--max-new-tokens", "2"]
+    call = [*GENERATE, "--prompt", "def f(", "--max-tokens", "2"]
     with subprocess.Popen(call, stdout=theirs, stderr=theirs, env=ENVIRONMENT) as process:
         os.close(theirs)
         shown = b""
@@ -53,7 +53,7 @@ def test_a_terminal():
 def test_a_reader_that_leaves_a_batch_or_events():
     """It ends as a filter does, and says nothing."""
     for options in (["--prompt", "a\nb", "--prompt", "c\nd"], ["--prompt", "a", "--json"]):
-        call = [*GENERATE, "--max-new-tokens", "200", *options]
+        call = [*GENERATE, "--max-tokens", "200", *options]
         process = subprocess.Popen(call, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT)
         assert process.stdout.read(1) in b"[{"
         process.stdout.close()
@@ -62,7 +62,7 @@ def test_a_reader_that_leaves_a_batch_or_events():
 
 
 def test_events_are_ascii_whatever_the_encoding():
-    call = [*GENERATE, "--prompt", "-", "--max-new-tokens", "1", "--json"]
+    call = [*GENERATE, "--prompt", "-", "--max-tokens", "1", "--json"]
     environment = ENVIRONMENT | {"PYTHONIOENCODING": "ascii"}
     done = subprocess.run(call, input="é".encode(), capture_output=True, env=environment)
     completions = [event for event in map(json.loads, done.stdout.splitlines()) if event["event"] == "completion"]

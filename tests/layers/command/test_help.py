@@ -60,7 +60,7 @@ def test_help_imports_nothing_slow(arguments):
 def test_what_a_script_reads_is_documented(capsys):
     """Every key of `dsa generate`'s and `dsa compare`'s events."""
     for command, call in [
-        ("generate", ["--prompt", "x", "--max-new-tokens", "2", "--cache-tokens", "256", "--stats"]),
+        ("generate", ["--prompt", "x", "--max-tokens", "2", "--cache-tokens", "256", "--stats"]),
         ("compare", ["--length", "16", "--max-tokens", "16"]),
         ("generate", ["--prompt", ""]),
     ]:

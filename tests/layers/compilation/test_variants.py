@@ -114,7 +114,7 @@ def test_a_generator_asks_for_no_other_kernels(model_type, drafts, tiny_checkpoi
     with asked_variants("sm_90") as asked, Zeroed():
         for lens in ([1], [5], [2200], [3, 700, 40], [1] * 9, [2500, 2300]):
             prompts = [[draw.randrange(3, 100) for _ in range(n)] for n in lens]
-            generator.generate(prompts, [SamplingParams(max_new_tokens=2 + i) for i in range(len(prompts))])
+            generator.generate(prompts, [SamplingParams(max_tokens=2 + i) for i in range(len(prompts))])
     assert len(asked) > 20 and asked.keys() <= variants_of(model_type, drafts=drafts)
 
 

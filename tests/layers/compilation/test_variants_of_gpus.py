@@ -38,7 +38,7 @@ def generated(ranks, directory):
     with asked_variants("sm_90") as asked, Zeroed():
         for lens in ([500], [3, 300, 40]):
             prompts = [[draw.randrange(3, 100) for _ in range(n)] for n in lens]
-            generator.generate(prompts, [SamplingParams(max_new_tokens=2 + i) for i in range(len(prompts))])
+            generator.generate(prompts, [SamplingParams(max_tokens=2 + i) for i in range(len(prompts))])
     return set(asked)
 
 

@@ -92,13 +92,13 @@ def test_keys_are_counted_in_every_pass(model):
     """Of prompts in chunks and of decoding, of two sequences of different length."""
     generator = Generator(model, cache_tokens=1024, prefill_chunk=100, cuda_graphs=False)
     with KeysRead(model) as keys:
-        generator.generate([[65] * 150, [66] * 20], SamplingParams(max_new_tokens=6))
+        generator.generate([[65] * 150, [66] * 20], SamplingParams(max_tokens=6))
     contexts = [*range(1, 156), *range(1, 26)]
     counts = keys.counts()
     assert counts.context == counts.dense == pytest.approx(sum(contexts) / len(contexts)) and counts.keys_are_tokens
     assert counts.read == pytest.approx(sum(min(n, TOP_K) for n in contexts) / len(contexts))
     assert (counts.most_read, counts.most_dense, counts.longest_context) == (TOP_K, 155, 155)
-    generator.generate([[65] * 150], SamplingParams(max_new_tokens=2))
+    generator.generate([[65] * 150], SamplingParams(max_tokens=2))
     assert keys.counts() == counts  # it has ended
 
 
@@ -244,7 +244,7 @@ def test_keys_of_passes_that_verify_drafts(tiny_checkpoint):
     for layer in model.layers:
         layer.attn.key_counter = Told()
     generator = Generator(model, cache_tokens=1024, draft_tokens=2)
-    generator.generate([[i % 50 for i in range(300)], [7, 8, 9]], SamplingParams(max_new_tokens=4))
+    generator.generate([[i % 50 for i in range(300)], [7, 8, 9]], SamplingParams(max_tokens=4))
     config = model.config
     for layer, kind in zip(model.layers, config.layer_types):
         passes = layer.attn.key_counter.passes

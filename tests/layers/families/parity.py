@@ -108,7 +108,7 @@ class ParityTests:
         theirs, ours = models
         prompts = [text[0][i, :n].tolist() for i, n in ((0, 20), (1, 3), (2, 41))]
         generator = Generator(ours, cache_tokens=256, page_size=self.page_size, max_sequences=2, prefill_chunk=7)
-        for prompt, completion in zip(prompts, generator.generate(prompts, SamplingParams(max_new_tokens=24))):
+        for prompt, completion in zip(prompts, generator.generate(prompts, SamplingParams(max_tokens=24))):
             given = {"attention_mask": torch.ones(1, len(prompt)), "max_new_tokens": 24, "do_sample": False}
             expected = theirs.generate(torch.tensor([prompt]), **given)
             assert completion.tokens == expected[0, len(prompt) :].tolist() and len(completion.tokens) == 24

@@ -106,7 +106,12 @@ def test_eos_token_ids(tmp_path, config_eos, generation, expected):
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
-        ({"foo": 3}, ["field 'foo' is not supported", "got 3"]),
+        ({"sliding_window": 4096}, ["field 'sliding_window' is not supported", "accepted: null", "got 4096"]),
+        ({"use_sliding_window": 0}, ["field 'use_sliding_window' is not supported", "accepted: False"]),
+        (
+            {"quantization": {"group_size": 64, "bits": 4}},
+            ["'quantization' is MLX's (bits 4, group_size 64); accepted"],
+        ),
         ({"rope_scaling.foo": 1}, ["field 'rope_scaling.foo' is not supported"]),
         ({"quantization_config.foo": 1}, ["field 'quantization_config.foo' is not supported"]),
         ({"model_type": "llama"}, ["field 'model_type' is 'llama'", "accepted: 'deepseek_v32'"]),
@@ -181,6 +186,44 @@ def test_eos_token_ids(tmp_path, config_eos, generation, expected):
 )
 def test_refused(tmp_path, changes, parts):
     configs.check_refused(tmp_path, NAME, changes, parts)
+
+
+# What tools leave in a config.json without a change of its model.
+LEFT_BY_TOOLS = {
+    "transformers": {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "_experts_implementation": "eager"},
+    "transformers 4": {"use_bfloat16": False, "is_decoder": False, "torchscript": False, "problem_type": None},
+    "unsloth": {"unsloth_fixed": True, "unsloth_version": "2026.1.2", "pad_token_id": 2, "sliding_window": None},
+    "axolotl": {"use_cache": False, "gradient_checkpointing": True, "use_sliding_window": False},
+    "both ropes": {"rope_scaling": None, "rope_parameters": {"rope_theta": 10000, "rope_type": "default"}},
+    "null": {"foo": None, "quantization_config.foo": None, "qkv_bias": False},
+}
+
+
+@pytest.mark.parametrize("tool", LEFT_BY_TOOLS)
+@pytest.mark.filterwarnings("error")
+def test_what_tools_leave_changes_nothing(tmp_path, tool):
+    expected = configs.read(tmp_path, NAME)
+    got = configs.read(tmp_path, NAME, **LEFT_BY_TOOLS[tool])
+    assert got == replace(expected, rope=got.rope)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_saved_v4_config_with_a_null_of_the_published_spelling(tmp_path):
+    from transformers import AutoConfig
+
+    expected = configs.read(tmp_path, "deepseek_v4_flash")
+    saved = AutoConfig.from_pretrained(tmp_path).to_dict() | LEFT_BY_TOOLS["unsloth"]
+    saved |= {"rope_scaling": None, "sliding_window": 128}
+    (tmp_path / "config.json").write_text(json.dumps(saved))
+    assert read_config(tmp_path) == expected
+
+
+def test_unknown_fields_are_named_in_one_warning(tmp_path):
+    expected = configs.read(tmp_path, NAME)
+    with pytest.warns(UserWarning) as caught:
+        assert configs.read(tmp_path, NAME, foo=3, unsloth_fixed=True, bar=[1]) == expected
+    (one,) = caught
+    assert str(one.message) == f"{tmp_path / 'config.json'}: unknown fields are ignored: 'foo', 'bar'"
 
 
 def test_missing_file(tmp_path):

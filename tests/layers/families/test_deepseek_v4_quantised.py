@@ -125,9 +125,8 @@ def test_experts_in_one_tensor(checkpoint, tmp_path, dequantize):
     assert all(torch.equal(t.view(torch.uint8), expected[name].view(torch.uint8)) for name, t in got.items())
 
 
-def test_what_is_never_fp8(checkpoint, capsys):
+def test_what_is_never_fp8(checkpoint):
     model = load_model(checkpoint[0])
-    assert "multi-token-prediction layer of the checkpoint is not used" in capsys.readouterr().err
     attention, ffn = model.layers[1].attn, model.layers[1].ffn
     plain = [layer for c in (attention.compressor, attention.indexer.compressor) for layer in (c.wkv, c.wgate)]
     plain += [attention.indexer.weights_proj, model.head, ffn.gate]

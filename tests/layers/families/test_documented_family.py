@@ -49,7 +49,7 @@ def test_the_commands_of_the_page(project):
     commands = re.findall(r"^dsa (.*)", TEXT, re.M)
     assert [command.split()[0] for command in commands] == ["tiny", "generate"]
     run(project, "-m", "dsa_layers.command.main", "tiny", ".tiny-dot", "--model", "dot_dsa")
-    options = ["--prompt", "The lightning indexer scores", "--max-new-tokens", "4", "--device", "cpu"]
+    options = ["--prompt", "The lightning indexer scores", "--max-tokens", "4", "--device", "cpu"]
     assert run(project, "-m", "dsa_layers.command.main", "generate", ".tiny-dot", *options).strip()
 
 
@@ -72,9 +72,9 @@ from dsa_layers import Generator, SamplingParams, SequenceBatch, load_model
 from dsa_layers.tiny import write_tiny_checkpoint
 
 write_tiny_checkpoint("tiny", model="dot_dsa")
-model = load_model("tiny", dtype=torch.float32, dequantize=True, progress=False)
+model = load_model("tiny", device="cpu", dtype=torch.float32, dequantize=True, progress=False)
 prompt = [2 + i * i % 2000 for i in range(150)]
-(done,) = Generator(model, cache_tokens=512, prefill_chunk=64).generate([prompt], SamplingParams(max_new_tokens=4))
+(done,) = Generator(model, cache_tokens=512, prefill_chunk=64).generate([prompt], SamplingParams(max_tokens=4))
 tokens = list(prompt)
 with torch.no_grad():
     for token in done.tokens:

@@ -75,7 +75,7 @@ def model(checkpoint):
 def test_generation_takes_any_model(model):
     assert isinstance(model, Model)
     expected, got = (
-        Generator(one, cache_tokens=256).generate([[5, 6, 7], [8]], SamplingParams(max_new_tokens=5))
+        Generator(one, cache_tokens=256).generate([[5, 6, 7], [8]], SamplingParams(max_tokens=5))
         for one in (model, Other(model))
     )
     assert [one.tokens for one in got] == [one.tokens for one in expected]

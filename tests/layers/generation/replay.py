@@ -25,7 +25,7 @@ def capture_passes(monkeypatch):
 
     def init(self, *arguments, **options):
         make(self, *arguments, **options)
-        self._captures = True
+        self.captures = True
 
     def capture(self, inputs):
         captured.append((type(self), inputs))

@@ -80,7 +80,7 @@ def test_passes(drafts, monkeypatch):
 
     monkeypatch.setattr(RememberingModel, "states", noted)
     prompts = [[1], [2, 3], [i % 7 for i in range(12)], [4, 4]]
-    got = generator.generate(prompts, SamplingParams(max_new_tokens=9))
+    got = generator.generate(prompts, SamplingParams(max_tokens=9))
     for prompt, completion in zip(prompts, got):
         tokens = list(prompt)
         for _ in range(9):

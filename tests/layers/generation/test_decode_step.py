@@ -32,7 +32,7 @@ def model(request, checkpoint, tmp_path_factory):
 
 def generate(model, limits, **options):
     generator = Generator(model, cache_tokens=1024, page_size=64, **options)
-    params = [SamplingParams(max_new_tokens=n) for n in limits]
+    params = [SamplingParams(max_tokens=n) for n in limits]
     completions = generator.generate(PROMPTS, params)
     assert generator.cache.allocator.free == 16  # whatever was padded with is no sequence's
     return [c.tokens for c in completions]

@@ -32,10 +32,9 @@ def tokenizer(checkpoint):
             OutOfPages,
             r"prompts\[0\]: 300 prompt tokens and 250 new ones need 9 pages of 64 tokens; the cache",
         ),
-        ("text", TypeError, "prompts: must be a list of prompts, got one string"),
-        (None, TypeError, "prompts: must be a list of texts or of lists of token ids, got None"),
-        (b"text", TypeError, "prompts: must be a list of texts or of lists of token ids, got b'text'"),
-        ({"a": [1]}, TypeError, "prompts: must be a list of texts or of lists"),
+        (None, TypeError, "prompts: must be a text, or a list of texts or of lists of token ids, got None"),
+        (b"text", TypeError, "prompts: must be a text, or a list of texts or of lists of token ids, got b'text'"),
+        ({"a": [1]}, TypeError, "prompts: must be a text, or a list of texts or of lists"),
         ([1, 2], TypeError, r"prompts\[0\]: must be a text or a list of token ids, got 1"),
         (["a", None], TypeError, r"prompts\[1\]: must be a text or a list of token ids, got None"),
         ([b"text"], TypeError, r"prompts\[0\]: must be a text or a list of token ids, got b'text'"),
@@ -58,7 +57,7 @@ def test_bad_prompts_stop_before_any_work(model, tokenizer, prompts, error, mess
     generator = Generator(model, tokenizer, cache_tokens=256)
     for run in (generator.generate, generator.stream):
         with pytest.raises(error, match=message):
-            run(prompts, SamplingParams(max_new_tokens=250))
+            run(prompts, SamplingParams(max_tokens=250))
     assert generator.cache.allocator.free == 4 and generator.throughput.prefill_tokens == 0
 
 
@@ -67,7 +66,7 @@ def test_token_ids_may_be_arrays(model):
 
     generator = Generator(model, cache_tokens=256)
     ids = [[5, 6, 7], [9, 8, 7]]
-    params = SamplingParams(max_new_tokens=3)
+    params = SamplingParams(max_tokens=3)
     expected = generator.generate(ids, params)
     lists = [tuple(map(tuple, ids)), [torch.tensor(row) for row in ids], torch.tensor(ids)]
     lists += [numpy.array(ids), [list(numpy.array(row, numpy.uint16)) for row in ids]]
@@ -80,7 +79,7 @@ def test_token_ids_may_be_arrays(model):
     ("prompts", "params", "message"),
     [
         (["text"], None, r"prompts\[0\]: must be token ids for a generator without a tokenizer, got a string"),
-        ([[1]], SamplingParams(max_new_tokens=1, stop=("x",)), "stop strings need a tokenizer"),
+        ([[1]], SamplingParams(max_tokens=1, stop=("x",)), "stop strings need a tokenizer"),
         ([[1]], [SamplingParams()] * 2, "params: must be one for all prompts or one for each of 1, got 2"),
     ],
 )
@@ -160,7 +159,7 @@ def test_more_sequences_than_pages_take_no_room(model):
         ({"device": "cpu:1"}, ValueError, "device: must be cpu, cuda or cuda:N, got 'cpu:1'"),
         ({"device": "cuda"}, ValueError, "device: got 'cuda', but torch sees no CUDA GPU"),
         ({"device": "cuda:1"}, ValueError, "device: got 'cuda:1', but torch sees no CUDA GPU"),
-        ({"device": None}, TypeError, "device: must be a torch.device or its name, got None"),
+        ({"device": 0}, TypeError, "device: must be a torch.device, its name or None, got 0"),
         ({"dequantize": "no"}, TypeError, "dequantize: must be True or False, got 'no'"),
     ],
 )

@@ -36,14 +36,14 @@ def tokenizer(checkpoint):
 def greedy(model, tokenizer):
     """What each prompt gives alone."""
     generator = Generator(model, tokenizer, cache_tokens=256)
-    return [generator.generate([p], SamplingParams(max_new_tokens=10))[0] for p in PROMPTS]
+    return [generator.generate([p], SamplingParams(max_tokens=10))[0] for p in PROMPTS]
 
 
 def test_fp8_checkpoints_run_in_fp8(fp8_model, tokenizer):
     layer = fp8_model.model.layers[1].self_attn
     assert layer.q_b_proj.weight.dtype == torch.float8_e4m3fn and layer.indexer.quantize
     assert fp8_model.make_cache(1).layer(0).latent_is_fp8 and fp8_model.lm_head.weight.dtype == torch.bfloat16
-    params = SamplingParams(max_new_tokens=4)
+    params = SamplingParams(max_tokens=4)
     first, again = (Generator(fp8_model, tokenizer, cache_tokens=512).generate(PROMPTS, params) for _ in range(2))
     assert [c.tokens for c in first] == [c.tokens for c in again] and all(len(c.tokens) == 4 for c in first)
 
@@ -51,7 +51,7 @@ def test_fp8_checkpoints_run_in_fp8(fp8_model, tokenizer):
 def test_the_batch_gives_what_each_prompt_gives_alone(model, tokenizer, greedy):
     """More sequences than the cache holds at once, prompts cut into chunks: pages are freed and used again."""
     generator = Generator(model, tokenizer, cache_tokens=64, page_size=16, prefill_chunk=5)
-    got = generator.generate(PROMPTS, SamplingParams(max_new_tokens=10))
+    got = generator.generate(PROMPTS, SamplingParams(max_tokens=10))
     assert [c.tokens for c in got] == [c.tokens for c in greedy]
     assert [c.prompt_tokens for c in got] == [len(tokenizer.encode(p)) for p in PROMPTS]
     assert all(c.finish_reason == "length" and len(c.tokens) == 10 for c in got)
@@ -62,7 +62,7 @@ def test_the_batch_gives_what_each_prompt_gives_alone(model, tokenizer, greedy):
 
 
 def test_streamed_text_is_the_text(model, tokenizer, greedy):
-    events = list(Generator(model, tokenizer, cache_tokens=256).stream(PROMPTS, SamplingParams(max_new_tokens=10)))
+    events = list(Generator(model, tokenizer, cache_tokens=256).stream(PROMPTS, SamplingParams(max_tokens=10)))
     for i, completion in enumerate(greedy):
         own = [e for e in events if e.sequence == i]
         assert "".join(e.text for e in own) == completion.text == tokenizer.decode(completion.tokens)
@@ -72,7 +72,7 @@ def test_streamed_text_is_the_text(model, tokenizer, greedy):
 def test_a_second_stream_is_refused_while_one_is_open(model, tokenizer, greedy):
     """Refused, not broken: it may be asked again once the first has ended."""
     generator = Generator(model, tokenizer, cache_tokens=256)
-    params = SamplingParams(max_new_tokens=10)
+    params = SamplingParams(max_tokens=10)
     first, second = (generator.stream([prompt], params) for prompt in PROMPTS[:2])
     events = [next(first)]
     for _ in range(2):
@@ -88,7 +88,7 @@ def test_a_second_stream_is_refused_while_one_is_open(model, tokenizer, greedy):
 
 def test_streams_that_end_early_make_room(model, tokenizer, greedy):
     generator = Generator(model, tokenizer, cache_tokens=256)
-    params = SamplingParams(max_new_tokens=10)
+    params = SamplingParams(max_tokens=10)
 
     def works():
         assert generator.cache.allocator.free == 4 and generator.cache.state_slots.free == 4
@@ -118,7 +118,7 @@ def test_streams_that_end_early_make_room(model, tokenizer, greedy):
 def test_the_cache_is_free_after_the_last_event(model, tokenizer, greedy):
     """Also of a pass that ends several sequences, and before the stream is asked for another event."""
     generator = Generator(model, tokenizer, cache_tokens=256)
-    params = SamplingParams(max_new_tokens=10)
+    params = SamplingParams(max_tokens=10)
     stream = generator.stream(PROMPTS, params)
     for _ in range(30):
         next(stream)
@@ -129,7 +129,7 @@ def test_the_cache_is_free_after_the_last_event(model, tokenizer, greedy):
 def test_a_stream_that_begins_refuses_another_before_its_first_event(model, tokenizer, monkeypatch):
     """Another thread asks for the second stream while this one begins the first."""
     generator = Generator(model, tokenizer, cache_tokens=256)
-    first, second = (generator.stream([prompt], SamplingParams(max_new_tokens=2)) for prompt in PROMPTS[:2])
+    first, second = (generator.stream([prompt], SamplingParams(max_tokens=2)) for prompt in PROMPTS[:2])
     begin = generator._begin
 
     def begin_and_lose_the_turn(*arguments):
@@ -146,7 +146,7 @@ def test_a_stream_that_begins_refuses_another_before_its_first_event(model, toke
 def test_closing_a_stream_while_a_pass_is_running(model, tokenizer, greedy, monkeypatch):
     """As another thread does that cancels a request."""
     generator = Generator(model, tokenizer, cache_tokens=256)
-    params = SamplingParams(max_new_tokens=10)
+    params = SamplingParams(max_tokens=10)
     stream, prefill = generator.stream(PROMPTS, params), generator._passes.prefill
 
     def close_and_go_on(work):
@@ -232,7 +232,7 @@ def test_closing_a_stream_that_another_thread_ends_meanwhile(model, tokenizer):
 def test_a_pass_that_asks_for_its_streams_next_event(model, tokenizer, monkeypatch):
     """An error, where it would wait for itself; the stream has ended then, and the next one runs."""
     generator = Generator(model, tokenizer, cache_tokens=256)
-    params = SamplingParams(max_new_tokens=2)
+    params = SamplingParams(max_tokens=2)
     stream = generator.stream(PROMPTS, params)
     with monkeypatch.context() as patch:
         patch.setattr(generator._passes, "prefill", lambda work: next(stream))
@@ -247,8 +247,8 @@ def test_a_pass_that_fails_gives_everything_back(model, tokenizer, greedy, monke
     with monkeypatch.context() as patch:
         patch.setattr(generator._passes, "_decode", lambda sequences: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            generator.generate(PROMPTS, SamplingParams(max_new_tokens=10))
-    got = generator.generate(PROMPTS, SamplingParams(max_new_tokens=10))
+            generator.generate(PROMPTS, SamplingParams(max_tokens=10))
+    got = generator.generate(PROMPTS, SamplingParams(max_tokens=10))
     assert [c.tokens for c in got] == [c.tokens for c in greedy] and generator.cache.allocator.free == 4
 
 
@@ -256,7 +256,7 @@ def test_end_of_sequence(model, tokenizer, greedy, monkeypatch):
     generator = Generator(model, tokenizer, cache_tokens=256)
     third = greedy[0].tokens[2]
     monkeypatch.setattr(generator, "_eos", {third})
-    (got,) = generator.generate([PROMPTS[0]], SamplingParams(max_new_tokens=10))
+    (got,) = generator.generate([PROMPTS[0]], SamplingParams(max_tokens=10))
     first = greedy[0].tokens.index(third)
     assert got.finish_reason == "eos" and got.tokens == greedy[0].tokens[: first + 1]
 
@@ -265,14 +265,14 @@ def test_stop_string(model, tokenizer, greedy):
     text = greedy[1].text
     stop = text[len(text) // 2 :][:3]
     (got,) = Generator(model, tokenizer, cache_tokens=256).generate(
-        [PROMPTS[1]], SamplingParams(max_new_tokens=10, stop=("never there", stop))
+        [PROMPTS[1]], SamplingParams(max_tokens=10, stop=("never there", stop))
     )
     assert got.finish_reason == "stop" and got.text == text[: text.index(stop)]
 
 
 def test_the_context_ends_generation(model, tokenizer, monkeypatch):
     monkeypatch.setattr(model, "config", dataclasses.replace(model.config, max_position_embeddings=12))
-    (got,) = Generator(model, cache_tokens=64).generate([list(range(10, 20))], SamplingParams(max_new_tokens=10))
+    (got,) = Generator(model, cache_tokens=64).generate([list(range(10, 20))], SamplingParams(max_tokens=10))
     assert got.finish_reason == "length" and len(got.tokens) == 2
     with pytest.raises(ValueError, match=r"prompts\[0\]: has 12 tokens; the model's context holds 12"):
         Generator(model, cache_tokens=64).generate([list(range(12))])

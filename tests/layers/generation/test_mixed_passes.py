@@ -24,9 +24,9 @@ def test_a_long_prompt_among_sequences_that_decode(drafts):
     model = RememberingModel(with_drafter=drafts > 0)
     generator = Generator(model, cache_tokens=400, prefill_chunk=CHUNK, draft_tokens=drafts)
     prompts = [[1], [2, 3], [4, 4], [i % 7 for i in range(61)]]
-    params = [SamplingParams(max_new_tokens=n) for n in (60, 60, 60, 4)]
+    params = [SamplingParams(max_tokens=n) for n in (60, 60, 60, 4)]
     got = generator.generate(prompts, params)
-    assert [c.tokens for c in got] == [continued(p, one.max_new_tokens) for p, one in zip(prompts, params)]
+    assert [c.tokens for c in got] == [continued(p, one.max_tokens) for p, one in zip(prompts, params)]
     # The short prompts fill the first chunk.
     assert model.passes[0] == [1, 2, 2]
     decoding = [1 + drafts] * 3
@@ -42,7 +42,7 @@ def test_a_running_sequence_waits_for_one_chunk_of_later_prompts_at_most(monkeyp
     """More prompts than run at a time: between two decoding passes of a sequence lies a chunk at most."""
     generator = Generator(RememberingModel(), cache_tokens=400, prefill_chunk=CHUNK, max_sequences=3)
     prompts = [[i % 7] * n for i, n in enumerate((3, 20, 9, 14, 1, 30, 2))]
-    params = [SamplingParams(max_new_tokens=n) for n in (40, 5, 1, 30, 9, 12, 3)]
+    params = [SamplingParams(max_tokens=n) for n in (40, 5, 1, 30, 9, 12, 3)]
     passes, prefill, extend = [], generator._passes.prefill, generator._passes.extend
 
     def noted_prefill(work):
@@ -57,17 +57,17 @@ def test_a_running_sequence_waits_for_one_chunk_of_later_prompts_at_most(monkeyp
     monkeypatch.setattr(generator._passes, "prefill", noted_prefill)
     monkeypatch.setattr(generator._passes, "extend", noted_extend)
     got = generator.generate(prompts, params)
-    assert [c.tokens for c in got] == [continued(p, one.max_new_tokens) for p, one in zip(prompts, params)]
+    assert [c.tokens for c in got] == [continued(p, one.max_tokens) for p, one in zip(prompts, params)]
     assert () in passes[3:-3]  # prompts are computed while others decode
     for sequence, one in enumerate(params):
         own = [i for i, decoded in enumerate(passes) if sequence in decoded]
-        assert len(own) == one.max_new_tokens - 1
+        assert len(own) == one.max_tokens - 1
         assert all(after - before <= 2 for before, after in pairwise(own))
 
 
 def test_events_come_before_the_next_pass():
     """A prompt's first token is told before the decoding pass of the same step."""
     model = RememberingModel()
-    stream = Generator(model, cache_tokens=64).stream([[1, 2], [3]], SamplingParams(max_new_tokens=3))
+    stream = Generator(model, cache_tokens=64).stream([[1, 2], [3]], SamplingParams(max_tokens=3))
     told = [(next(stream).sequence, len(model.passes)) for _ in range(6)]
     assert told == [(0, 1), (1, 1), (0, 2), (1, 2), (0, 3), (1, 3)]

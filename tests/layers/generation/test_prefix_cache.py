@@ -31,7 +31,7 @@ def make(*, stateful=False, drafts=0, **options):
 def computed(generator, prompts, count=2):
     """Prompt tokens that were computed; the tokens are the model's."""
     stateful = generator.model.stateful
-    got = generator.generate(prompts, SamplingParams(max_new_tokens=count))
+    got = generator.generate(prompts, SamplingParams(max_tokens=count))
     assert [c.tokens for c in got] == [continued(prompt, count, stateful) for prompt in prompts]
     reused, total = generator.throughput.reused_tokens, sum(map(len, prompts))
     assert generator.throughput.prefill_tokens + reused == total
@@ -96,7 +96,7 @@ def test_pages_go_the_least_recently_used_first_and_from_the_end():
     assert computed(generator, [first], 1) == 3
     assert computed(generator, [second], 1) == 7  # its first page is there
     with pytest.raises(OutOfPages, match=r"prompts\[0\]: 24 prompt tokens and 1 new ones need 7 pages"):
-        generator.generate([text(24)], SamplingParams(max_new_tokens=1))
+        generator.generate([text(24)], SamplingParams(max_tokens=1))
 
 
 def test_pages_that_somebody_else_has():
@@ -105,7 +105,7 @@ def test_pages_that_somebody_else_has():
     computed(generator, [text(11)], 1)
     taken = generator.cache.allocator.allocate(3)
     with pytest.raises(OutOfPages, match=r"prompts\[0\]: needs 4 pages, and 3 of the cache's 6 are free"):
-        generator.generate([text(15, 1)], SamplingParams(max_new_tokens=1))
+        generator.generate([text(15, 1)], SamplingParams(max_tokens=1))
     assert computed(generator, [text(11)], 1) == 3
     generator.cache.allocator.release(taken)
 
@@ -231,7 +231,7 @@ def test_any_calls(calls, stateful, drafts, chunk, size, tokens, sequences):
     slots = generator.cache.state_slots.free
     for drawn, end, fails in calls:
         prompts = [first + LONG[:n] + rest for first, n, rest, _ in drawn]
-        params = [SamplingParams(max_new_tokens=count) for *_, count in drawn]
+        params = [SamplingParams(max_tokens=count) for *_, count in drawn]
         stream = generator.stream(prompts, params)
         found = [[] for _ in prompts]
         model.fail_at = len(model.passes) + 1 + end if end is not None and fails else None
@@ -245,7 +245,7 @@ def test_any_calls(calls, stateful, drafts, chunk, size, tokens, sequences):
             whole = False
         stream.close()
         for prompt, one, tokens in zip(prompts, params, found):
-            expected = continued(prompt, one.max_new_tokens, stateful)
+            expected = continued(prompt, one.max_tokens, stateful)
             assert tokens == (expected if whole and not fails else expected[: len(tokens)])
         check_pages(generator, pages)
         assert generator.cache.state_slots.free == slots == min(sequences, pages)

@@ -45,7 +45,7 @@ def test_rows_that_are_not_finite_have_no_token(temperature):
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens: must be at least 1, got 0"),
+        ({"max_tokens": 0}, "max_tokens: must be at least 1, got 0"),
         ({"temperature": -1.0}, "temperature: must be a finite number of at least 0, got -1.0"),
         ({"temperature": float("nan")}, "temperature: must be a finite"),
         ({"top_k": -1}, "top_k: must be at least 0"),
@@ -66,9 +66,9 @@ def test_sampling_parameters(params, message):
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"max_new_tokens": 2.0}, "max_new_tokens: must be an integer, got 2.0"),
-        ({"max_new_tokens": True}, "max_new_tokens: must be an integer, got True"),
-        ({"max_new_tokens": None}, "max_new_tokens: must be an integer, got None"),
+        ({"max_tokens": 2.0}, "max_tokens: must be an integer, got 2.0"),
+        ({"max_tokens": True}, "max_tokens: must be an integer, got True"),
+        ({"max_tokens": None}, "max_tokens: must be an integer, got None"),
         ({"temperature": "hot"}, "temperature: must be a number, got 'hot'"),
         ({"temperature": None}, "temperature: must be a number, got None"),
         ({"temperature": True}, "temperature: must be a number, got True"),
@@ -94,7 +94,7 @@ def test_numbers_of_numpy_and_very_large_ones():
     import numpy
 
     params = SamplingParams(numpy.int32(4), numpy.float32(0.5), numpy.int64(3), 1, numpy.uint8(7))
-    assert params == SamplingParams(4, 0.5, 3, 1.0, 7) and type(params.max_new_tokens) is int
+    assert params == SamplingParams(4, 0.5, 3, 1.0, 7) and type(params.max_tokens) is int
     huge = SamplingParams(10**30, temperature=1e300, top_k=10**30, seed=0)
     assert sample(torch.tensor([[1.0, 2.0]]), [huge], [RandomStream(huge.seed)])[0] in (0, 1)
 

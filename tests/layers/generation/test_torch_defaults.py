@@ -27,5 +27,5 @@ def test_defaults_change_nothing(family, tiny_checkpoint):
 
 def completions(model, directory) -> list[list[int]]:
     generator = Generator(model, Tokenizer(directory), cache_tokens=256, prefill_chunk=8)
-    found = generator.generate(["The lightning indexer", "a"], SamplingParams(max_new_tokens=2))
+    found = generator.generate(["The lightning indexer", "a"], SamplingParams(max_tokens=2))
     return [c.tokens for c in found]

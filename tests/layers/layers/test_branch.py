@@ -115,7 +115,7 @@ def test_chains_are_independent(family, drafts, tiny_checkpoint, watched):
         return result
 
     generator._passes._decode = counted
-    generator.generate(PROMPTS, SamplingParams(max_new_tokens=3, temperature=0.0))
+    generator.generate(PROMPTS, SamplingParams(max_tokens=3, temperature=0.0))
     layers = model.config.num_hidden_layers
     for branches in passes:
         assert all(b.joined for b in branches)

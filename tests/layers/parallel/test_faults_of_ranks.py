@@ -42,7 +42,7 @@ def of_other_calls(ranks, directory):
     generator = Generator(model, None, cache_tokens=2048)
     calls = [
         lambda: generator.generate([[5, 6, 7 + ranks.rank]]),
-        lambda: generator.generate([[5, 6, 7]], SamplingParams(max_new_tokens=4 + ranks.rank)),
+        lambda: generator.generate([[5, 6, 7]], SamplingParams(max_tokens=4 + ranks.rank)),
         lambda: generator.generate([[5, 6, 7], *[[1]] * ranks.rank]),
         lambda: generator.generate([[5, 6, -ranks.rank]]),
         lambda: load_model(directory / ("" if ranks.rank == 0 else "none"), mesh=ranks, **OPTIONS),
@@ -51,7 +51,7 @@ def of_other_calls(ranks, directory):
         lambda: Generator(model, None, cache_tokens=2048, prefill_chunk=1 - ranks.rank),
         lambda: Generator(model, Ends(7 + ranks.rank), cache_tokens=2048),
     ]
-    (sampled,) = generator.generate([[5, 6, 7]], SamplingParams(max_new_tokens=8, temperature=1.0))
+    (sampled,) = generator.generate([[5, 6, 7]], SamplingParams(max_tokens=8, temperature=1.0))
     return sampled.tokens, said_by(calls)
 
 

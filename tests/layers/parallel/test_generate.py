@@ -25,7 +25,7 @@ SECONDS = 300  # for what takes few
 
 def arguments(checkpoint, options):
     device = [] if "--device" in options else ["--device", "cpu"]
-    return [str(checkpoint), *device, "--dtype", "float32", "--max-new-tokens", "8", *options]
+    return [str(checkpoint), *device, "--dtype", "float32", "--max-tokens", "8", *options]
 
 
 def generate(checkpoint, *options, stdin="", start=COMMAND, **environment):
@@ -172,7 +172,7 @@ def test_a_rank_that_fails_ends_the_others(checkpoint, tmp_path, raised, said, c
     """While it generates: within seconds, and with its own words, those of a defect that nobody expects among them."""
     (tmp_path / "sitecustomize.py").write_text(FAILS.replace("RAISED", raised))
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    options = ["--prompt", "x", "--max-new-tokens", "60000", "--temperature", "0"]
+    options = ["--prompt", "x", "--max-tokens", "60000", "--temperature", "0"]
     done = generate_here(checkpoint, *options, "--gpus", "2", PYTHONPATH=path)  # or it would run into the time limit
     assert done.returncode == code and done.stdout.startswith("x")
     *_, cause, end = done.stderr.splitlines()
@@ -182,7 +182,7 @@ def test_a_rank_that_fails_ends_the_others(checkpoint, tmp_path, raised, said, c
 
 def start(checkpoint, *options):
     """Two ranks that generate until they are ended, once the first one has written the prompt."""
-    call = [*COMMAND, str(checkpoint), "--device", "cpu", "--gpus", "2", "--prompt", "x", "--max-new-tokens", "60000"]
+    call = [*COMMAND, str(checkpoint), "--device", "cpu", "--gpus", "2", "--prompt", "x", "--max-tokens", "60000"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "preexec_fn": reset_signals}
     process = subprocess.Popen([*call, *options], env=ENVIRONMENT, **pipes)
     assert process.stdout.read(4)

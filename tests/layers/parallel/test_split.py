@@ -86,7 +86,7 @@ def outcome(model):
     """(logits of all tokens, generated tokens, weights' shapes). Four steps behind the prompts: in deepseek_v4 every
     sequence gets an entry of four tokens in them."""
     generator = Generator(model, None, cache_tokens=2048, prefill_chunk=100)
-    completions = generator.generate(PROMPTS, SamplingParams(max_new_tokens=5))
+    completions = generator.generate(PROMPTS, SamplingParams(max_tokens=5))
     weights = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     return logits_of(model), [completion.tokens for completion in completions], weights
 

@@ -129,7 +129,7 @@ def test_generates(tiny_checkpoint, model, quantized, dequantize):
     logits = []
     loaded.register_forward_hook(lambda module, inputs, output: logits.append(output))
     generator = Generator(loaded, cache_tokens=512, prefill_chunk=150)
-    (done,) = generator.generate([PROMPT], SamplingParams(max_new_tokens=3))
+    (done,) = generator.generate([PROMPT], SamplingParams(max_tokens=3))
     assert all(step.shape == (1, 2048) and step.isfinite().all() for step in logits)
     # The last chunk of the prompt gives the first token.
     assert len(logits) == 2 + 2 and [step.argmax().item() for step in logits[1:]] == done.tokens
