@@ -29,7 +29,7 @@ from dsa.ops.indexer.fp8_mqa_logits import fp8_mqa_logits, mqa_logits
 from dsa.ops.indexer.fp8_paged_mqa_logits import fp8_paged_mqa_logits, get_paged_mqa_logits_metadata
 from dsa.ops.indexer.indexer_inputs import quantize_indexer_queries, write_indexer_keys
 from dsa.ops.indexer.indexer_select import indexer_select
-from dsa.ops.indexer.paged_indexer_select import paged_indexer_select, paged_indexer_select_workspace
+from dsa.ops.indexer.paged_indexer_select import paged_indexer_select
 from dsa.ops.indexer.topk_indices import topk_indices
 from dsa.ops.mla.flash_mla_sparse_fwd import flash_mla_sparse_fwd
 from dsa.ops.mla.flash_mla_with_kvcache import FlashMLASchedMeta, flash_mla_with_kvcache, get_mla_metadata
@@ -95,7 +95,6 @@ __all__ = [
     "mqa_logits",
     "num_sms",
     "paged_indexer_select",
-    "paged_indexer_select_workspace",
     "per_block_cast_to_fp8",
     "per_token_cast_to_fp8",
     "quantize_indexer_queries",

@@ -68,9 +68,9 @@ def planted(shares: Sequence[float]) -> Iterator[Finds]:
     """Within the block needles are in every layer's keys, at these shares of those that the first query of each call
     of the scores' op sees."""
     finds, pending = Finds(), []
-    names = ("fp8_mqa_logits", "fp8_paged_mqa_logits", "topk_indices", "paged_indexer_select", "indexer_select")
+    names = ("fp8_mqa_logits", "fp8_paged_mqa_logits", "topk_indices", "indexer_select")
     ours = {name: getattr(dsa, name) for name in names}
-    packed, paged, select, select_paged, select_packed = ours.values()
+    packed, paged, select, select_packed = ours.values()
 
     def plant_in_rows(q, keys, weights, starts, ends):
         """-> (the needles' places, how many keys there are, exact scores of any places)."""
@@ -119,16 +119,6 @@ def planted(shares: Sequence[float]) -> Iterator[Finds]:
         pending.append(places)
         return scores
 
-    def of_selected_pages(q, pages, weights, lengths, block_table, most, k, *, slots, workspace):
-        places, _, exact = plant_in_pages(q, pages, weights, lengths, block_table)
-        arguments = q, pages, weights, lengths, block_table, most, k
-        positions, values = select_paged(*arguments, return_values=True, workspace=workspace)
-        selected = positions[0, positions[0] >= 0].long()
-        _compare(finds, values[0, : len(selected)], exact(selected))
-        finds.selections += 1
-        finds.lacking += len(places) - int(torch.isin(places, selected).sum())
-        return select_paged(*arguments, slots=slots, workspace=workspace)
-
     def of_selection(scores, k, **options):
         return found(select(scores, k, **options), **options)
 
@@ -141,7 +131,7 @@ def planted(shares: Sequence[float]) -> Iterator[Finds]:
         finds.lacking += len(places) - int(torch.isin(places, selected[0].long()).sum())
         return selected
 
-    for name, op in zip(names, (of_packed, of_pages, of_selection, of_selected_pages, of_selected_rows)):
+    for name, op in zip(names, (of_packed, of_pages, of_selection, of_selected_rows)):
         setattr(dsa, name, op)
     try:
         yield finds

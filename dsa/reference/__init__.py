@@ -34,7 +34,7 @@ from dsa.reference.indexer.fp8_mqa_logits import fp8_mqa_logits, mqa_logits
 from dsa.reference.indexer.fp8_paged_mqa_logits import fp8_paged_mqa_logits, get_paged_mqa_logits_metadata
 from dsa.reference.indexer.indexer_inputs import quantize_indexer_queries, write_indexer_keys
 from dsa.reference.indexer.indexer_select import indexer_select
-from dsa.reference.indexer.paged_indexer_select import paged_indexer_select, paged_indexer_select_workspace
+from dsa.reference.indexer.paged_indexer_select import paged_indexer_select
 from dsa.reference.indexer.topk_indices import topk_indices
 from dsa.reference.mla.flash_mla_sparse_fwd import flash_mla_sparse_fwd
 from dsa.reference.mla.flash_mla_with_kvcache import flash_mla_with_kvcache
@@ -97,7 +97,6 @@ __all__ = [
     "moe_gate",
     "mqa_logits",
     "paged_indexer_select",
-    "paged_indexer_select_workspace",
     "per_block_cast_to_fp8",
     "per_row_cast_to_fp8",
     "per_token_cast_to_fp8",

@@ -98,7 +98,7 @@ def replacement() -> Replaced:
         replaced.ops["mha_varlen_fwd"] = "torch"
         values.append((attention, "multi_head_is_faster", lambda *lengths: False))
     if {"fp8_mqa_logits", "topk_indices"} & replaced.ops.keys():
-        values += (key_selection, "FUSED_KEYS", _NEVER), (key_selection, "FUSED_SEQUENCES", 0)
+        values.append((key_selection, "FUSED_KEYS", _NEVER))
     return replaced
 
 

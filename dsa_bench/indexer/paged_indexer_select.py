@@ -1,8 +1,8 @@
-"""Scores over pages and selection in one launch, as decoding has them: microseconds in a CUDA graph, beside the two by
-themselves, ours and the peers'.
+"""Scores over pages and selection in one call, as decoding has them: microseconds in a CUDA graph, beside the peers'
+two kernels.
 
-All calls of one library share what a step's layers share: plans made beforehand, and ours one workspace. The peers
-promise no order among equal scores.
+Our call plans the scores itself; the peers' plans are made beforehand, as a step's layers share them. The peers promise
+no order among equal scores.
 """
 
 from functools import cache, partial
@@ -28,7 +28,6 @@ DIM, PAGE = 128, 64
 _FRESH_BYTES = 128 << 20  # of inputs in a graph: more than the L2 cache holds
 _COPIES = 128  # at most
 _RECALL = 0.98  # of our keys that a peer must have selected
-_TWO_OPS = "dsa, two ops"
 _ceiling = cache(copy_bandwidth)
 Inputs = tuple[Any, ...]
 
@@ -47,29 +46,19 @@ def _inputs(batch: int, keys: int, next_n: int, heads: int) -> Inputs:
     return q, cache, weights, lengths, table
 
 
-def _in_two(q, cache, weights, lengths, table, keys: int, k: int) -> Call:
-    """Slots by the two ops, their plan made beforehand."""
+def _in_two(q, cache, weights, lengths, table, keys: int, k: int) -> torch.Tensor:
+    """Slots by the two ops."""
     batch, next_n = q.shape[:2]
-    plan = dsa.get_paged_mqa_logits_metadata(lengths, PAGE, dsa.num_sms("cuda"))
-    paging = {"block_table": table, "page_size": PAGE}
-    if next_n > 1:
-        paging["row_to_seq"] = torch.arange(batch, dtype=torch.int32, device="cuda").repeat_interleave(next_n)
-    seen = deep_gemm.visible_keys(lengths, next_n).flatten()
-
-    def call() -> torch.Tensor:
-        scores = dsa.fp8_paged_mqa_logits(q, cache, weights, lengths, table, plan, keys)
-        return dsa.topk_indices(scores, k, lengths=seen, **paging)
-
-    return call
+    sequences = torch.arange(batch, dtype=torch.int32, device="cuda").repeat_interleave(next_n)
+    paging = {"block_table": table, "page_size": PAGE, "row_to_seq": sequences}
+    scores = dsa.fp8_paged_mqa_logits(q, cache, weights, lengths, table, None, keys)
+    return dsa.topk_indices(scores, k, lengths=deep_gemm.visible_keys(lengths, next_n).flatten(), **paging)
 
 
 def case(batch: int, keys: int, next_n: int, heads: int, k: int) -> Case:
     size = batch * keys * (DIM + 4)
     inputs = [_inputs(batch, keys, next_n, heads) for _ in range(max(2, min(_COPIES, _FRESH_BYTES // size)))]
-    workspace = dsa.paged_indexer_select_workspace(batch * next_n, "cuda")
-    options = {"slots": True, "workspace": workspace}
-    calls: dict[str, list[Call]] = {"dsa": [partial(dsa.paged_indexer_select, *i, keys, k, **options) for i in inputs]}
-    calls[_TWO_OPS] = [_in_two(*i, keys, k) for i in inputs]
+    calls: dict[str, list[Call]] = {"dsa": [partial(dsa.paged_indexer_select, *i, keys, k, slots=True) for i in inputs]}
     peers = paged_scores_and_topk.select([(*i, keys) for i in inputs], k)
 
     def figure(ms: float) -> str:
@@ -77,7 +66,7 @@ def case(batch: int, keys: int, next_n: int, heads: int, k: int) -> Case:
         return f"{ms * 1e3:.1f} us, {rate / 1e9:.0f} GB/s, {rate / _ceiling():.0%} of copy"
 
     def check(got: torch.Tensor) -> None:
-        if not torch.equal(got, calls[_TWO_OPS][0]()):
+        if not torch.equal(got, _in_two(*inputs[0], keys, k)):
             raise AssertionError("not the keys of scores and top-k by themselves")
 
     def agree(got: Any, ours: torch.Tensor) -> None:
@@ -94,5 +83,5 @@ def case(batch: int, keys: int, next_n: int, heads: int, k: int) -> Case:
             raise AssertionError(f"differs: {recall:.1%} of the keys are ours")
 
     name = f"{batch} x {keys}, next_n {next_n}, H {heads}, D {DIM}, k {k}"
-    rest = {"graph": True, "failed": peers.failed, "agree": agree, "yardsticks": frozenset({_TWO_OPS})}
+    rest = {"graph": True, "failed": peers.failed, "agree": agree}
     return Case(name, calls | peers.calls, figure, check, **rest)

@@ -110,9 +110,5 @@ class EntryView(SelectedCounts):
         return dsa.get_paged_mqa_logits_metadata(self.lens_tensor, self.page_size, dsa.num_sms(self.batch.device))
 
     @property
-    def index_workspace(self) -> torch.Tensor:
-        return self.batch.index_workspace
-
-    @property
     def sequences(self) -> torch.Tensor:
         return self.batch.sequences

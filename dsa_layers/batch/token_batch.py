@@ -67,12 +67,6 @@ class TokenBatch(SelectedCounts, Tokens):
         return dsa.get_paged_mqa_logits_metadata(self.key_lens_tensor, self.page_size, dsa.num_sms(self.device))
 
     @cached_property
-    def index_workspace(self) -> torch.Tensor:
-        """What `dsa.paged_indexer_select` needs zeros for: one for all layers of the pass, which leave it as good
-        as zero."""
-        return dsa.paged_indexer_select_workspace(sum(self.query_lens), self.device)
-
-    @cached_property
     def mla_schedule(self) -> dsa.FlashMLASchedMeta:
         """The plan of `dsa.flash_mla_with_kvcache` over all keys: the first layer of the pass makes it, all use it."""
         return dsa.get_mla_metadata()[0]

@@ -26,7 +26,6 @@ class Tokens(Protocol):
     cu_query_lens        int32 [B + 1]: where the sequences' new tokens begin among the T
     last_tokens          int64 [B]: the row of each sequence's last token among the T
     state_slots_tensor   int32 [B]: each sequence's row of the tensors that a cache keeps by sequence and not by page
-    index_workspace      zeros for `dsa.paged_indexer_select`: one for all layers of the pass
     """
 
     device: torch.device
@@ -46,4 +45,3 @@ class Tokens(Protocol):
     cu_query_lens: torch.Tensor
     last_tokens: torch.Tensor
     state_slots_tensor: torch.Tensor
-    index_workspace: torch.Tensor

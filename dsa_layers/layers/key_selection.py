@@ -17,10 +17,6 @@ WORKSPACE = 260 << 20  # bytes of scores at a time: of 64 tokens and a million k
 # Keys and tokens from which on half scores are selected as they are computed, which is faster there (docs/kernel-notes,
 # "Scores and selection in one"), and bytes that it takes of a token.
 FUSED_KEYS, FUSED_TOKENS, FUSED_BYTES = 65536, 1024, 33 << 10
-# Keys, sequences, and sequences times keys, of decoding one token a sequence, of which scores and selection are one
-# launch, which is faster there (docs/kernel-notes, "Scores over pages and selection in one"); and how many
-# multiprocessors have room for so many keys of a sequence, which a part of a GPU may lack.
-FUSED_PAGED, FUSED_SEQUENCES, FUSED_SCORES, FUSED_SMS = range(1 << 19, (1 << 21) + 1), 32, 1 << 22, 60
 ROW_PADDING = 512  # numbers, at most, behind a row of scores
 Keys = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -29,12 +25,10 @@ class DecodingView(Protocol):
     """What the layers of a decoding pass share, of which each pass makes what it reads.
 
     index_schedule   the plan of `dsa.fp8_paged_mqa_logits` for the lengths of the keys
-    index_workspace  zeros for `dsa.paged_indexer_select`
     sequences        int32 [T]: the sequence of each new token
     """
 
     index_schedule: torch.Tensor
-    index_workspace: torch.Tensor
     sequences: torch.Tensor
 
 
@@ -151,10 +145,6 @@ def select_paged(
     positions. Returns as `select_packed`.
     """
     q = q.unflatten(0, (len(lengths), -1))
-    fused = q.shape[1] == 1 and most in FUSED_PAGED and len(q) <= FUSED_SEQUENCES and top_k <= MAX_SELECTED
-    if fused and len(q) * most <= FUSED_SCORES and dsa.num_sms(q.device) >= FUSED_SMS:
-        options = {"slots": page_size is not None, "workspace": view.index_workspace}
-        return dsa.paged_indexer_select(q, pages, weights, lengths, block_table, most, top_k, **options)
     scores = dsa.fp8_paged_mqa_logits(q, pages, weights, lengths, block_table, view.index_schedule, most)
     paging = {} if page_size is None else {"block_table": block_table, "page_size": page_size}
     if page_size is not None and q.shape[1] > 1:

@@ -90,7 +90,6 @@ def current():
         "form": attention.multi_head_is_faster,
         "Experts": Experts.forward,
         "many keys": key_selection.FUSED_KEYS,
-        "few queries": key_selection.FUSED_SEQUENCES,
     }
 
 
@@ -99,9 +98,7 @@ def test_peers_take_the_ops_places_and_give_them_back(peers):
     assert attention.multi_head_is_faster(*lengths)
     with pytest.raises(KeyError), peer_ops.peer_kernels() as replaced:
         assert not attention.multi_head_is_faster(*lengths)  # selected keys are attended to in the absorbed form
-        assert {*replaced.ops, "form", "many keys", "few queries"} == ours.keys() | {
-            "FP4 experts"
-        } and replaced.failed == {}
+        assert {*replaced.ops, "form", "many keys"} == ours.keys() | {"FP4 experts"} and replaced.failed == {}
         assert replaced.libraries == ["deepgemm 2.8.1", "sgl-flash-mla", "torch", "vllm"]
         assert all(op is not ours[name] for name, op in current().items())
         raise KeyError
@@ -221,29 +218,13 @@ def two_sequences():
     return pages, torch.tensor([[3, 1], [0, 2]], dtype=torch.int32), torch.tensor([70, 128], dtype=torch.int32)
 
 
-def test_selections_of_few_sequences_are_no_op_of_ours(either_build, either_top_k, monkeypatch):
-    fused = calls_of(monkeypatch, dsa, "paged_indexer_select")
+def test_selections_from_pages(either_build, either_top_k, monkeypatch):
     monkeypatch.setattr(dsa, "num_sms", lambda device: peer_stubs.SMS)
-    monkeypatch.setattr(key_selection, "FUSED_PAGED", range(128, 129))
     q, weights, (pages, table, lengths) = fp8(2, 32, 64), torch.rand(2, 32), two_sequences()
 
     def selected():
         batch = DecodeBatch(table, 64, lengths, 128)
         return key_selection.select_paged(q, pages, table, weights, 8, lengths, batch, 128, 64).sort(1).values
-
-    same_with_peers(selected)
-    assert len(fused) == 1
-    selected()
-    assert len(fused) == 2
-
-
-def test_selections_from_pages(either_build):
-    q, weights, (pages, table, lengths) = fp8(2, 1, 32, 64), torch.rand(2, 32), two_sequences()
-
-    def selected():
-        plan = dsa.get_paged_mqa_logits_metadata(lengths, 64, peer_stubs.SMS)
-        scores = dsa.fp8_paged_mqa_logits(q, pages, weights, lengths, table, plan, 128)
-        return dsa.topk_indices(scores, 8, lengths=lengths, block_table=table, page_size=64).sort(1).values
 
     same_with_peers(selected)
 

@@ -153,7 +153,7 @@ def test_a_long_context_takes_less_than_half_a_gibibyte(name, small):
 def test_kernels_that_are_asked_for():
     functions = {variant.function for variant in million.asked(lengths=[2**19], sequences=[4])}
     assert {"compile_sparse_mla_fp8_kv", "compile_sparse_mla_cast", "compile_fp8_mqa_logits"} < functions
-    assert {"compile_paged_indexer_select", "compile_topk_indices", "compile_sparse_mla"} < functions
+    assert {"compile_fp8_paged_mqa_logits", "compile_topk_indices", "compile_sparse_mla"} < functions
 
 
 def row(model, run, tokens, scale=1.0, workspace=2**28):

@@ -7,7 +7,6 @@ import torch
 
 import dsa
 from dsa.kernels.indexer.limits import LENGTHS, PAGED
-from dsa.kernels.indexer.select_limits import ZERO_WORDS
 from dsa.ops.indexer import topk_indices
 from dsa.ops.mla import flash_mla_with_kvcache
 from dsa.reference import topk_indices as reference
@@ -21,7 +20,7 @@ from dsa_layers.generation.decode_step import DecodeStep
 from dsa_layers.generation.draws import RandomStream
 from dsa_layers.generation.generator import Generator
 from dsa_layers.generation.sampling import SamplingParams, sample_drafted
-from dsa_layers.layers import attention, branch, key_selection
+from dsa_layers.layers import attention, branch
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.moe import GroupedSigmoidRouter, MoE
@@ -216,10 +215,10 @@ def test_where_greedy_tokens_part_from_the_references(family, weights, load_tiny
             assert 0 <= gap < NEAR_TIE[weights]
 
 
-@pytest.mark.parametrize(("multi_head", "fused"), [(True, True), (False, True), (False, False)])
-def test_the_published_mode_runs_its_kernels(multi_head, fused, checkpoint, monkeypatch):
+@pytest.mark.parametrize("multi_head", [True, False])
+def test_the_published_mode_runs_its_kernels(multi_head, checkpoint, monkeypatch):
     """FP8 throughout: prefill by chunks and decode, dense and sparse, score through the 132-byte pages and attend to
-    what the 656-byte pages hold. Few sequences are scored and selected from in one kernel."""
+    what the 656-byte pages hold."""
     options, kernel = set(), topk_indices._kernel
 
     def topk_spy(*shape):
@@ -229,24 +228,22 @@ def test_the_published_mode_runs_its_kernels(multi_head, fused, checkpoint, monk
     launched = launched_ops(monkeypatch)
     monkeypatch.setattr(topk_indices, "_kernel", topk_spy)
     monkeypatch.setattr(attention, "multi_head_is_faster", lambda *_: multi_head)
-    monkeypatch.setattr(key_selection, "FUSED_PAGED", range(1, 2**20) if fused else ())
     model = load_model(checkpoint, device="cuda", progress=False)
     completions = Generator(model, cache_tokens=512, prefill_chunk=64).generate(PROMPTS, SamplingParams(8))
     assert all(len(c.tokens) == 8 for c in completions)
     assert launched >= {
         *("quantize_indexer_queries", "write_indexer_keys", "read_indexer_cache", "fp8_mqa_logits"),
-        *(("paged_indexer_select",) if fused else ("get_paged_mqa_logits_metadata", "fp8_paged_mqa_logits")),
+        *("get_paged_mqa_logits_metadata", "fp8_paged_mqa_logits"),
         "topk_indices",
         *("write_mla_cache", "read_kv_cache", "flash_mla_with_kvcache"),
         *(("mha_varlen_fwd", "selection_bits") if multi_head else ("flash_mla_sparse_fwd",)),
     }
     # Prefill selects positions in rows of each token's own keys; decode selects cache slots, translated by the top-k
     # itself.
-    assert options == ({LENGTHS} if fused else {LENGTHS, LENGTHS | PAGED})
+    assert options == {LENGTHS, LENGTHS | PAGED}
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_the_models_own_scores_are_selected_exactly(fused, checkpoint, monkeypatch):
+def test_the_models_own_scores_are_selected_exactly(checkpoint, monkeypatch):
     """Every selection of a generation, of the scores that the model gives, beside the reference's."""
     shapes, topk = set(), dsa.topk_indices
 
@@ -256,26 +253,12 @@ def test_the_models_own_scores_are_selected_exactly(fused, checkpoint, monkeypat
         shapes.add((tuple(scores.shape), "block_table" in options))
         return got
 
-    selections, select = set(), dsa.paged_indexer_select
-
-    def checked_with_scores(q, cache, weights, lengths, table, most, k, *, slots, workspace):
-        got = select(q, cache, weights, lengths, table, most, k, slots=slots, workspace=workspace)
-        scores = dsa.fp8_paged_mqa_logits(q, cache, weights, lengths, table, None, most)
-        paging = {"block_table": table, "page_size": cache.shape[1]} if slots else {}
-        assert torch.equal(got, reference(scores, k, lengths=lengths, **paging))
-        assert not workspace[:, :ZERO_WORDS].any()
-        selections.add((tuple(scores.shape), slots))
-        return got
-
     monkeypatch.setattr(dsa, "topk_indices", checked)
-    monkeypatch.setattr(dsa, "paged_indexer_select", checked_with_scores)
-    monkeypatch.setattr(key_selection, "FUSED_PAGED", range(1, 2**20) if fused else ())
     model = load_model(checkpoint, device="cuda", progress=False)
     # A comparison cannot be captured.
     generator = Generator(model, cache_tokens=1024, prefill_chunk=64, cuda_graphs=False)
     generator.generate([*PROMPTS, list(range(300, 530))], SamplingParams(8))
-    assert len(shapes) > (2 if fused else 3) and {paged for _, paged in shapes} == ({False} if fused else {False, True})
-    assert {slots for _, slots in selections} == ({True} if fused else set())
+    assert len(shapes) > 3 and {paged for _, paged in shapes} == {False, True}
 
 
 def test_dense_decoding_runs_its_kernel(checkpoint, monkeypatch):

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 import dsa
-from dsa.kernels.indexer.select_limits import TWO_OPS_KEYS, ZERO_WORDS
+from dsa.kernels.indexer.select_limits import TWO_OPS_KEYS
 from tests.hostile import IndexArgument, Prepared, Results
 from tests.hostile.places import int32, own_row, places, randn, rows_but
 from tests.hostile.unconcerned import everything, nothing
@@ -147,7 +147,6 @@ def select(device: str, argument: str, paged: bool = False, keys: int = 200, hal
 
 
 def select_of_pages(device: str, argument: str, next_n: int = 1, a_query: bool = False, slots: bool = True) -> Prepared:
-    """Over one workspace: whatever a call was given, it leaves what the next needs."""
     lengths = [130, 70, 5, 190]
     batch, max_pages, k = len(lengths), 3, 33
     q, weights = randn(batch, next_n, 64, 128, device=device), randn(batch * next_n, 64, device=device)
@@ -157,16 +156,14 @@ def select_of_pages(device: str, argument: str, next_n: int = 1, a_query: bool =
         context_lens = context_lens[:, None].repeat(1, next_n)
     table = int32([[5, 0, 2], [1, 6, 4], [3, 2, 5], [6, 1, 0]], device)
     named = {"context_lens": context_lens, "block_table": table}
-    workspace = dsa.paged_indexer_select_workspace(batch * next_n, device)
 
     def run(given: torch.Tensor) -> Results:
         own = named | {argument: given}
-        options = {"slots": slots, "return_values": True, "workspace": workspace}
+        options = {"slots": slots, "return_values": True}
         indices, values = dsa.paged_indexer_select(
             *(q.to(E4M3), cache, weights), **own, max_context_len=max_pages * PAGE, top_k=k, **options
         )
-        left = workspace[:, :ZERO_WORDS].reshape(batch, next_n, -1)
-        return [indices.unflatten(0, (batch, next_n)), values.unflatten(0, (batch, next_n)), left]
+        return [indices.unflatten(0, (batch, next_n)), values.unflatten(0, (batch, next_n))]
 
     return Prepared(run, named[argument], own_row(batch, None if named[argument].dim() == 1 else 0))
 

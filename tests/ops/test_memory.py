@@ -63,7 +63,7 @@ REFUSED = {
     "get_paged_mqa_logits_metadata": Refused(),
     "fp8_paged_mqa_logits": Refused("q kv_cache", "schedule_meta", "weights context_lens block_table"),
     "indexer_select paged": Refused("q kv[0]", RANGES, "weights block_table"),
-    "paged_indexer_select in a workspace": Refused("q kv_cache workspace", "", "weights block_table"),
+    "paged_indexer_select of slots": Refused("q kv_cache", "", "weights block_table"),
     "topk_indices paged": Refused(inner="scores block_table"),
     "topk_indices into out": Refused(inner="scores out"),
     "flash_mla_sparse_fwd into out": Refused("kv out"),

@@ -84,7 +84,7 @@ EMPTY: list[tuple[str, dict[int, str], dict[str, Any]]] = [
     ("indexer_select", {0: "kv"}, {}),
     ("paged_indexer_select", {0: "q weights context_lens block_table"}, {}),
     ("paged_indexer_select", {0: "kv_cache"}, {}),
-    ("paged_indexer_select in a workspace", {1: "block_table"}, {}),
+    ("paged_indexer_select of slots", {1: "block_table"}, {}),
     ("topk_indices", {0: "scores starts lengths"}, {}),
     ("topk_indices", {1: "scores"}, {}),
     ("topk_indices into out", {1: "scores"}, {}),

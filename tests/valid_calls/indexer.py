@@ -4,7 +4,6 @@ from functools import partial
 
 import torch
 
-import dsa
 from dsa.kernels.indexer.select_limits import TWO_OPS_KEYS
 from tests.valid_calls.description import BF16, E4M3, F32, INT32, Maker, ValidCall, call, nothing
 
@@ -113,20 +112,14 @@ def _paged_keys(new: Maker):
 
 @valid("paged_indexer_select", _selected_of_pages)
 def _(new: Maker):
-    options = {"slots": False, "return_values": True, "accumulators": torch.float16, "workspace": None}
+    options = {"slots": False, "return_values": True, "accumulators": torch.float16}
     return {**_paged_keys(new), "context_lens": new.ints([[39, 40], [0, 1]]), "top_k": 4, **options}
 
 
-@valid("paged_indexer_select in a workspace", _selected_of_pages, written=("workspace",))
+@valid("paged_indexer_select of slots", _selected_of_pages)
 def _(new: Maker):
-    workspace = dsa.paged_indexer_select_workspace(5, new.device)
-    options = {"slots": True, "return_values": False, "accumulators": F32, "workspace": workspace}
+    options = {"slots": True, "return_values": False, "accumulators": F32}
     return {**_paged_keys(new), "context_lens": new.ints([40, 1]), "top_k": 9, **options}
-
-
-@valid("paged_indexer_select_workspace", lambda a: [((a["queries"], 8192), INT32)])
-def _(new: Maker):
-    return {"queries": 3, "device": new.device}
 
 
 def _topk(a):

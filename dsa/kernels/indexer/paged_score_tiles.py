@@ -1,9 +1,7 @@
-"""Index scores of key tiles from a paged cache: what the kernels over such a cache have in common.
+"""Index scores of key tiles from a paged cache: the loads and products of fp8_paged_mqa_logits_sm90.py.
 
 A producer warp loads the tiles of a consumer warpgroup, page by page, and the warpgroup scores them against a
-sequence's queries: a wgmma tile has 64 keys as rows and the N = next_n * H (query, head) pairs as columns. Where a
-score goes, and what stands in the place of one of a key that is not seen, is the kernel's. The plan is told in
-fp8_paged_mqa_logits_sm90.py.
+sequence's queries: a wgmma tile has 64 keys as rows and the N = next_n * H (query, head) pairs as columns.
 """
 
 from dataclasses import dataclass
@@ -312,13 +310,8 @@ class PagedScoreTiles:
                 stores = key < NO_KEY and not odd
             if const_expr(self.half):
                 value = value * scoring.unit[i]
-            result = self.masked(value * scale, masked_key, key, scoring.limits[i])
+            result = value * scale
+            if masked_key >= scoring.limits[i]:
+                result = -Float32(float("inf"))
             if stores:
                 rows[i][key] = result.to(self.out_dtype)
-
-    @cute.jit
-    def masked(self, result, masked_key, key, limit):
-        """A key's score, or what stands in its place."""
-        if masked_key >= limit:
-            result = -Float32(float("inf"))
-        return result

@@ -2,4 +2,3 @@
 
 MAX_SELECTED = 2048  # k
 TWO_OPS_KEYS = 8192  # up to which the scores of a query take no more memory than a list
-ZERO_WORDS = 6176  # of a query's workspace, the first that are zero before a call of paged_indexer_select and behind it

@@ -19,13 +19,14 @@ def start_q_load(q, sq, q_rmem, order: cutlass.Constexpr, sequence, heads, rows,
     q_rmem  [a lane's part of a 64 x 16 operand of wgmma, K_CHUNK / 16, chunks]: the registers, loaded when they are
     read
     sq      [64, channels, 1]: the shared memory, complete after `cp_async_wait_group(0)` and a barrier
-    A warpgroup's work. It should come before the first keys are asked for: behind them the queries wait long.
+    A warpgroup's work, after a barrier of its warps: PTX does not say which rows of Q a warp's part of a wgmma reads,
+    so all warps must have waited for the products with the queries before. It should come before the first keys are
+    asked for: behind them the queries wait long.
     """
     lane = opaque(lane)
     in_registers = cute.size(q_rmem, mode=[cute.rank(q_rmem) - 1])
     target = cute.recast_ptr(sq.iterator, cute.make_swizzle(0, 4, 3), dtype=q.element_type)
     for i in cutlass.range_constexpr(TILE_M // 16):
-        # A warp's own rows: another's may still be multiplied with the keys of the work tile before.
         row = warp * 16 + 4 * i + lane // 8
         source = _row(q, sequence, heads, rows, first_row + row, kv_head) + lane % 8 * 8
         for n in cutlass.range_constexpr(in_registers, len(order)):

@@ -255,6 +255,7 @@ class MlaAttention:
                 pipeline.rope.consumer_wait(state.rope)
             if const_expr(chunk < ROPE_CHUNK):
                 pipeline.v.consumer_wait(state.v, chunk % K_PER_V)
+            self.kv.fence()
             v_stage, rope_stage = opaque(state.v.stage), opaque(state.rope.stage)
             for step in cutlass.range_constexpr(K_CHUNK // K16):
                 keys = rr[None, None, step, rope_stage]

@@ -36,7 +36,15 @@ from dsa.cute.sm90 import WARPGROUP, opaque
 from dsa.kernels.mla.decode_scheduler import DecodeScheduler
 from dsa.kernels.mla.limits import DTYPES, HEAD_DIM, HEAD_DIM_V, TILE_M, TILE_N
 from dsa.kernels.mla.load_q import start_q_load
-from dsa.kernels.mla.mla_attention import REGISTERS, THREADS, MlaAttention, MlaOperands, MlaShared, WarpRole
+from dsa.kernels.mla.mla_attention import (
+    REGISTERS,
+    THREADS,
+    MlaAttention,
+    MlaOperands,
+    MlaShared,
+    NamedBarrier,
+    WarpRole,
+)
 from dsa.kernels.mla.mla_epilogue import Epilogue, Results
 from dsa.kernels.mla.mla_softmax import SoftmaxState
 from dsa.kernels.mla.mla_tiles import K_PER_V, KvState
@@ -196,6 +204,8 @@ class MlaDecodeSm90(MlaAttention):
     def prefetch_q(self, q, shared: MlaShared, q_rmem, work_state: PipelineState, q_tile: DecodeQTile, warp, lane):
         sequence = shared.pipeline.work.announced(work_state)
         if sequence >= 0:
+            # All warps have multiplied with the queries before.
+            cute.arch.barrier(barrier_id=NamedBarrier.SCORE, number_of_threads=WARPGROUP)
             start_q_load(
                 *(q, shared.q, q_rmem, self.order, sequence, q_tile.heads, q_tile.rows, q_tile.first_row),
                 *(q_tile.kv_head, warp, lane),

@@ -150,6 +150,10 @@ class KvStages:
         pipeline.work.init(consumers)
 
     @cute.jit
+    def fence(self):
+        """Make the keys that this thread has waited for visible to wgmma. TMA writes through wgmma's own proxy."""
+
+    @cute.jit
     def release(self, pipeline: Pipeline, state: PipelineState):
         """This warp has read a stage of keys: tell all CTAs that load into it. An elected lane's work."""
         if const_expr(self.cluster == 1):

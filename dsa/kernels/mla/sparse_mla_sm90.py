@@ -26,7 +26,7 @@ from dsa.cute.fake_tensors import cute_dtype
 from dsa.cute.shared_memory import load_matrices, swizzled
 from dsa.cute.sm90 import WARPGROUP
 from dsa.kernels.mla.limits import DTYPES, HEAD_DIM, HEAD_DIM_V, SPARSE_HEAD_DIMS, TILE_M, TILE_N
-from dsa.kernels.mla.mla_attention import Q_RMEM_CHUNKS, REGISTERS, MlaAttention, MlaOperands, MlaShared
+from dsa.kernels.mla.mla_attention import Q_RMEM_CHUNKS, REGISTERS, MlaAttention, MlaOperands, MlaShared, NamedBarrier
 from dsa.kernels.mla.mla_epilogue import Epilogue, QTile, Results
 from dsa.kernels.mla.mla_softmax import SoftmaxState
 from dsa.kernels.mla.mla_tiles import K16, K_CHUNK, K_PER_V, MASK_WORDS, ROPE_CHUNK, KvState
@@ -74,6 +74,10 @@ class SparseMlaAttention(MlaAttention):
         target = cute.recast_ptr(shared.q.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
         vector = cute.make_rmem_tensor((8,), self.dtype)
         for n, chunk in enumerate(self.order):
+            if const_expr(n == Q_RMEM_CHUNKS):
+                # All warps have multiplied with the rows before: PTX does not say which rows a warp's part of a wgmma
+                # reads, and nothing else makes a warp wait for the other warps' last tile of the query before.
+                cute.arch.barrier(barrier_id=NamedBarrier.SCORE, number_of_threads=WARPGROUP)
             stages, place = shared.kv.v, state.v.stage * K_PER_V + chunk % K_PER_V
             if const_expr(chunk < ROPE_CHUNK):
                 pipeline.v.consumer_wait(state.v, chunk % K_PER_V)
@@ -88,7 +92,6 @@ class SparseMlaAttention(MlaAttention):
                     for i, word in enumerate(load_matrices(Int32(address.toint()))):
                         words[i, step, n] = word
             else:
-                # A warp's own rows: another's may still be multiplied with the keys of the work tile before.
                 for i in cutlass.range_constexpr(TILE_M * K_CHUNK // (8 * WARPGROUP)):
                     here = warp * (TILE_M * K_CHUNK // 32) + i * 32 + lane
                     cute.autovec_copy(cute.make_tensor(source + here * 8, cute.make_layout(8)), vector)

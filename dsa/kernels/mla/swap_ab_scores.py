@@ -152,6 +152,7 @@ class SwapAbScores(SwapAbScoreLoop):
                 pipeline.rope.consumer_wait(rope)
             if const_expr(chunk < ROPE_CHUNK):
                 pipeline.v.consumer_wait(v, chunk % K_PER_V)
+            self.kv.fence()
             own_v, own_rope = opaque(v.stage), opaque(rope.stage)
             for step in cutlass.range_constexpr(K_CHUNK // K16):
                 a = operands.rr[None, None, step, own_rope]

@@ -2,6 +2,12 @@
 
 A query's tiles are its first list of keys, 64 by 64, then its second list. Which queries and tiles are a CTA's, the
 scheduler says. Where there is no key, zeros are written and the key's bit of the valid mask is 0.
+
+cp.async writes through the generic proxy, and wgmma reads through the async proxy. An mbarrier does not order the two:
+PTX asks for a fence.proxy.async somewhere between the write and the read. The score warpgroups execute the fence after
+they wait for a chunk (`TopkGather.fence`). The load warps would have to wait for their own copies first, which ends the
+overlap of chunks. The output warpgroups read the same chunks without a fence of their own: they wait for P, and the
+score warpgroup fences P after it has waited for all chunks of the tile.
 """
 
 from dataclasses import dataclass
@@ -96,6 +102,10 @@ class TopkGather(KvStages):
             )
         if warp == 0:
             pipeline.work.publish(work_state, WorkTileInfo.last())
+
+    @cute.jit
+    def fence(self):
+        cute.arch.fence_proxy("async.shared", space="cta")
 
     @cute.jit
     def prefetch_q(self, q, query, first_row, warp, lane):

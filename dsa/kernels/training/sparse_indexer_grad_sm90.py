@@ -51,6 +51,7 @@ from dsa.kernels.training.topk_gather import (
     key_rows,
     own_rows,
     selected,
+    wait_for_wgmma,
 )
 from dsa.runtime.compile_cache import cached, compile_sm90
 
@@ -295,7 +296,7 @@ class SparseIndexerGradSm90:
             query_state = pipelines.queries.advance(query_state)
             sums.fill(0.0)
             for _ in cutlass.range(schedule.key_tiles, unroll=1):
-                pipelines.keys.consumer_wait(key_state)
+                wait_for_wgmma(pipelines.keys, key_state)
                 here = opaque(key_state.stage)
                 cute.nvgpu.warpgroup.fence()
                 for step in cutlass.range_constexpr(self.channels // 16):
@@ -393,7 +394,7 @@ class SparseIndexerGradSm90:
                 key_state = self.skip_tile(pipelines.keys, key_state)
             for tile in cutlass.range(side, schedule.key_tiles, 2, unroll=1):
                 found = selected(inputs.indices[query, None], tile * TILE, rows, inputs.k.shape[0])
-                pipelines.keys.consumer_wait(key_state)
+                wait_for_wgmma(pipelines.keys, key_state)
                 here = opaque(key_state.stage)
                 cute.nvgpu.warpgroup.fence()
                 for step in cutlass.range_constexpr(self.channels // 16):

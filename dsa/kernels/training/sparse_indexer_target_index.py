@@ -18,7 +18,7 @@ from dsa.kernels.training.sparse_indexer_target_tiles import (
     sum_rows,
     sums_state,
 )
-from dsa.kernels.training.topk_gather import CHUNK, TILE, QuerySchedule, selected
+from dsa.kernels.training.topk_gather import CHUNK, TILE, QuerySchedule, selected, wait_for_wgmma
 
 NOTHING = -3e38  # finite, so that a difference to it is no NaN
 SMALLEST = 2.0**-126
@@ -81,7 +81,7 @@ class IndexWarpgroup:
             row_sum, row_max = Float32(0.0), Float32(NOTHING)
             for tile in cutlass.range(schedule.key_tiles, unroll=1):
                 valid = selected(inputs.indices[query, None], tile * TILE, [column], inputs.kv.shape[0])[0] >= 0
-                pipelines.index.consumer_wait(state)
+                wait_for_wgmma(pipelines.index, state)
                 own = opaque(state.stage)
                 cute.nvgpu.warpgroup.fence()
                 for chunk in cutlass.range_constexpr(self.index_chunks):

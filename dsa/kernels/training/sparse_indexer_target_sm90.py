@@ -59,7 +59,7 @@ from dsa.kernels.training.sparse_indexer_target_tiles import (
     sum_rows,
     sums_state,
 )
-from dsa.kernels.training.topk_gather import CHUNK, TILE, QuerySchedule, chunk_layout
+from dsa.kernels.training.topk_gather import CHUNK, TILE, QuerySchedule, chunk_layout, wait_for_wgmma
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 ATTENTION_REGISTERS, INDEX_REGISTERS, PRODUCER_REGISTERS = 176, 112, 48
@@ -214,6 +214,9 @@ class SparseIndexerTargetSm90:
                 offsets[r] = -Float32(float("inf"))
                 if head < inputs.q.shape[1]:
                     offsets[r] = RAISED - inputs.lse[query, head] * LOG2E
+            # All warps have multiplied with the query before: PTX does not say which rows a warp's part of a wgmma
+            # reads.
+            cute.arch.barrier(barrier_id=Barrier.ATTENTION + side, number_of_threads=WARPGROUP)
             for part in cutlass.range_constexpr(self.row_tiles):
                 state = self.load_q(pipelines.keys, q_rmem, keys, sq, state, part, side, warp, lane)
             cute.arch.fence_proxy("async.shared", space="cta")
@@ -250,7 +253,6 @@ class SparseIndexerTargetSm90:
                 if const_expr(chunk < RMEM_CHUNKS):
                     load_q_rmem(words, chunk, memory, warp, lane)
                 else:
-                    # A warp's own rows.
                     place = target + (side * self.smem_chunks + chunk - RMEM_CHUNKS) * (TILE * CHUNK)
                     for i in cutlass.range_constexpr(TILE * CHUNK // (8 * WARPGROUP)):
                         here = (warp * (TILE * CHUNK // 32) + i * 32 + lane) * 8
@@ -277,7 +279,7 @@ class SparseIndexerTargetSm90:
         released = state
         cute.nvgpu.warpgroup.fence()
         for chunk in cutlass.range_constexpr(self.chunks):
-            pipeline.consumer_wait(state)
+            wait_for_wgmma(pipeline, state)
             own = opaque(state.stage)
             for step in cutlass.range_constexpr(STEPS):
                 if const_expr(chunk < RMEM_CHUNKS):

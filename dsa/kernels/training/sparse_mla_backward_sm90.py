@@ -77,6 +77,7 @@ from dsa.kernels.training.sparse_mla_backward_tiles import (
     q_state,
     work_tile_state,
 )
+from dsa.kernels.training.topk_gather import wait_for_wgmma
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
@@ -299,7 +300,7 @@ class SparseMlaBackwardSm90:
                 if const_expr(not is_rope or half == 0):  # both halves of the keys' rope part are for one chunk of Q
                     if tile == 0:
                         pipelines.q_chunk(chunk).consumer_wait(q_state(count))
-                pipelines.k_half(half).consumer_wait(k_state(count), part)
+                wait_for_wgmma(pipelines.k_half(half), k_state(count), part)
                 if const_expr(is_rope):
                     first = VALUE + half * ROPE_HALF
                     pairs = [

@@ -3,6 +3,10 @@ which a CTA of the sparse stage takes queries and their tiles of keys.
 
 A tile is chunks of 64 channels, [64 rows, 128 bytes] each, with the swizzle of 128 bytes. A producer warpgroup gathers,
 16 bytes a lane: a warp 16 rows, of which a lane has four, number 4 i + lane / 8, and of each 16 bytes of every chunk.
+
+cp.async writes through the generic proxy, and wgmma reads through the async proxy: PTX asks for a fence.proxy.async
+between the two. Consumers execute the fence after they wait for a stage (`wait_for_wgmma`), so that the producer need
+not wait for its own copies.
 """
 
 from dataclasses import dataclass
@@ -14,6 +18,7 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.copies import gather_16
+from dsa.cute.pipeline import Pipeline, PipelineState
 from dsa.cute.work_tile import StaticPersistentScheduler
 from dsa.kernels.training.limits import SPARSE_KEY_TILE
 
@@ -42,6 +47,13 @@ class QuerySchedule:
 def chunk_layout(dtype: type[cutlass.Numeric], stages: int) -> cute.ComposedLayout:
     """[rows, channels, stage]"""
     return sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (TILE, TILE, CHUNK), dtype, stages)
+
+
+@cute.jit
+def wait_for_wgmma(pipeline: Pipeline, state: PipelineState, part=0):
+    """Wait until wgmma can read a part of a stage that cp.async has written. Every lane's work."""
+    pipeline.consumer_wait(state, part)
+    cute.arch.fence_proxy("async.shared", space="cta")
 
 
 @cute.jit

@@ -122,7 +122,7 @@ def _check_limits(q: torch.Tensor, kv_cache: torch.Tensor, context_lens: torch.T
 
 
 def check_inputs(q: torch.Tensor, kv_cache: torch.Tensor, context_lens: torch.Tensor) -> None:
-    """What the kernels of the scores, and of the scores and the selection in one, take."""
+    """What the kernels of the scores take."""
     _, next_n, heads, dim = q.shape
     for name, what, value, accepted in (
         ("q", "heads", heads, HEADS),

@@ -1,23 +1,16 @@
-"""Lightning-indexer scores over a paged key cache and the selection of the largest in one launch, for decoding."""
+"""Lightning-indexer scores over a paged key cache and the selection of the largest in one call, for decoding."""
 
-import functools
-from collections.abc import Callable
 from types import ModuleType
-from typing import Any
 
 import torch
 
-from dsa import backends
-from dsa.kernels.indexer.limits import PAGED, VALUES
-from dsa.kernels.indexer.select_limits import MAX_SELECTED
-from dsa.ops._kernel_arguments import pages_as_rows
+from dsa.kernels.indexer.limits import MAX_COLS, MAX_K
 from dsa.ops.declaration import op
 from dsa.ops.indexer import fp8_paged_mqa_logits as of_scores
+from dsa.ops.indexer import topk_indices as of_topk
 from dsa.reference.indexer import paged_indexer_select as reference
 
-__all__ = ["paged_indexer_select", "paged_indexer_select_workspace"]
-
-paged_indexer_select_workspace = reference.paged_indexer_select_workspace
+__all__ = ["paged_indexer_select"]
 
 
 def paged_indexer_select(
@@ -32,7 +25,6 @@ def paged_indexer_select(
     slots: bool = False,
     return_values: bool = False,
     accumulators: torch.dtype = torch.float32,
-    workspace: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The top_k keys of the largest scores I[b * next_n + i, s] = k_scale[b, s] * sum_h weights[b * next_n + i, h] *
     relu(q[b, i, h] . k[b, s]) among those that query i of sequence b sees; of equal scores the lowest keys.
@@ -51,11 +43,6 @@ def paged_indexer_select(
     slots            True: in place of key s its slot in the cache, block_table[b, s // P] * P + s % P
     return_values    True: also return the selected keys' scores
     accumulators     torch.float32, or torch.float16 for the half scores of `fp8_paged_mqa_logits`
-    workspace        None, or zeros of `paged_indexer_select_workspace` for at least B * next_n queries. The op writes
-                     to it and leaves it as good as zero for another call of any shape: one serves all layers of a step
-                     and later steps, but not two calls at the same time. It must hold nothing else: then a call may
-                     take seconds, its results are any numbers, and only `zero_()` makes it good again. Without one the
-                     op makes its own, which takes the time to set it to zero
 
     Returns indices [B * next_n, top_k] int32, and with return_values also values [B * next_n, top_k] fp32: bit by bit
     what `topk_indices(fp8_paged_mqa_logits(q, kv_cache, weights, context_lens, block_table, None, max_context_len),
@@ -66,18 +53,15 @@ def paged_indexer_select(
     more.
     Exact for any input: a query's result does not depend on the other queries, on the machine or on the run.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
-    On Hopper: one kernel for up to 32 sequences, whose scores stay in shared memory. This bounds sequences times keys
-    that they may see, min(max_context_len, max_pages * P): more sequences take further launches, and a max_context_len
-    for which not even one has room is refused: with 132 multiprocessors and 64 heads above 1.1 million keys of next_n 4
-    and 5 million of next_n 1.
-    H in {8, 16, 32, 64}, D in {32, 64, 128}, next_n in {1, 2, 3, 4}, P in {32, 64}, top_k up to 2048. CUDA-graph safe
-    with new lengths and keys, no plan, no host synchronisation. All CTAs run at once and wait for each other. It pays
-    with one query a sequence and half a million keys or more. Not differentiable.
+    On Hopper: the kernels of both ops. The scores take 4 bytes a query and key for min(max_context_len, max_pages * P)
+    keys until the call ends. H in {8, 16, 32, 64}, D in {32, 64, 128}, next_n in {1, 2, 3, 4}, P in {32, 64}, top_k up
+    to 4096, less than 2^30 keys. CUDA-graph safe with new lengths and keys, no host synchronisation. The op plans the
+    scores itself; layers that share lengths save that by calling the two ops with one plan. Not differentiable.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), equation 1, and its top-k selection.
     """
     indices, values = _paged_indexer_select(
         *(q, kv_cache, weights, context_lens, block_table),
-        *(max_context_len, top_k, slots, return_values, accumulators, workspace),
+        *(max_context_len, top_k, slots, return_values, accumulators),
     )
     return (indices, values) if return_values else indices
 
@@ -90,21 +74,51 @@ def _results(q: torch.Tensor, top_k: int, return_values: bool) -> tuple[torch.Te
     return indices, torch.empty(shape, dtype=torch.float32, device=q.device)
 
 
-def _check_limits(q: torch.Tensor, kv_cache: torch.Tensor, context_lens: torch.Tensor, top_k: int) -> None:
+def _columns(kv_cache: torch.Tensor, block_table: torch.Tensor, max_context_len: int) -> int:
+    """How many keys a query may see."""
+    return min(max_context_len, block_table.shape[1] * kv_cache.shape[1])
+
+
+def _check_limits(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    max_context_len: int,
+    top_k: int,
+) -> None:
     of_scores.check_inputs(q, kv_cache, context_lens)
-    if top_k > MAX_SELECTED:
-        raise ValueError(f"top_k: the kernel takes up to {MAX_SELECTED}, got {top_k}")
+    if top_k > MAX_K:
+        raise ValueError(f"top_k: the kernel takes up to {MAX_K}, got {top_k}")
+    if _columns(kv_cache, block_table, max_context_len) >= MAX_COLS:
+        raise ValueError(f"max_context_len: the kernel takes less than {MAX_COLS} keys, got {max_context_len}")
+
+
+def _visible_keys(context_lens: torch.Tensor, next_n: int) -> torch.Tensor:
+    """How many keys each query sees, [B * next_n] int32, not above what is given: the selection clips it."""
+    if context_lens.dim() == 2 or next_n == 1:
+        return context_lens.reshape(-1)
+    # Not below 0 before the subtraction, which would make the lowest int32 a large number.
+    earlier = torch.arange(1 - next_n, 1, dtype=torch.int32, device=context_lens.device)
+    return (context_lens.clamp(min=0)[:, None] + earlier).reshape(-1)
 
 
 @op(
     arguments=reference.PAGED_INDEXER_SELECT,
     reference=reference.indices_and_values,
     results=_results,
-    kernels={"sm_90": ("dsa.kernels.indexer.paged_indexer_select_sm90", "dsa.kernels.indexer.paged_select_plan")},
+    kernels={
+        "sm_90": (
+            "dsa.kernels.indexer.fp8_paged_mqa_logits_sm90",
+            "dsa.kernels.indexer.paged_mqa_logits_metadata_sm90",
+            "dsa.kernels.indexer.topk_indices_sm90",
+            "dsa.kernels.indexer.topk_config",
+        )
+    },
     limits=_check_limits,
 )
 def _paged_indexer_select(
-    kernels: tuple[ModuleType, ModuleType],
+    kernels: tuple[ModuleType, ...],
     q: torch.Tensor,
     kv_cache: torch.Tensor,
     weights: torch.Tensor,
@@ -115,42 +129,24 @@ def _paged_indexer_select(
     slots: bool,
     return_values: bool,
     accumulators: torch.dtype,
-    workspace: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     indices, values = _results(q, top_k, return_values)
-    (batch, next_n, heads, dim), page_size = q.shape, kv_cache.shape[1]
-    keys = min(max_context_len, block_table.shape[1] * page_size)
-    if batch == 0 or kv_cache.shape[0] == 0 or keys == 0:
+    (batch, next_n), (pages, page_size) = q.shape[:2], kv_cache.shape[:2]
+    columns = _columns(kv_cache, block_table, max_context_len)
+    if batch == 0 or pages == 0 or columns == 0:
         return indices.fill_(-1), values.fill_(-torch.inf)
-    kernel, plan = kernels
-    half = accumulators == torch.float16 and kernel.bound_by_arithmetic(heads, next_n)
-    config = kernel.choose_config(heads, next_n, half)
-    room, ctas = config.capacity(heads * next_n, next_n, half), min(backends.num_sms(q.device), plan.MAX_CTAS)
-    most = plan.sequences_of_launch(keys, room, ctas)
-    if most == 0:
-        raise ValueError(
-            f"max_context_len: the kernel takes up to {room * (ctas - 1)} keys of {next_n} queries a sequence of "
-            f"{heads} heads, got {max_context_len}"
-        )
-    each = -(-batch // -(-batch // most))  # sequences of a launch, about as many in all of them
-    if workspace is None:
-        workspace = torch.zeros(each * next_n, plan.ROW_WORDS, dtype=torch.int32, device=q.device)
-    launch = _kernel(kernel, heads, dim, next_n, page_size, half, config)
-    pages, weights = pages_as_rows(kv_cache), of_scores._aligned_rows(weights)
-    lengths, table = of_scores._matrix(context_lens), of_scores._matrix(block_table)
-    options = (PAGED if slots else 0) | (VALUES if return_values else 0)
-    for first in range(0, batch, each):
-        part = slice(first, min(first + each, batch))
-        rows = slice(part.start * next_n, part.stop * next_n)
-        # What is not asked for is not written: any matrix of fp32 stands for it.
-        results = indices[rows], (values if return_values else weights)[rows]
-        given = q[part].view(-1, dim), pages, weights[rows], lengths[part], table[part]
-        launch(*given, workspace[: (part.stop - part.start) * next_n], *results, keys, options, ctas)
+    scores = of_scores._fp8_paged_mqa_logits.launch(
+        *(kernels[:2], q, kv_cache, weights, context_lens, block_table, None),
+        *(columns, False, torch.float32, accumulators),
+    )
+    paging: tuple[torch.Tensor | int | None, ...] = None, None, None
+    if slots:
+        paging = block_table, page_size, None
+        if next_n > 1:
+            rows = torch.arange(batch * next_n, dtype=torch.int32, device=q.device)
+            paging = block_table, page_size, rows // next_n
+    lengths = _visible_keys(context_lens, next_n)
+    of_topk._select(kernels[2:], scores, None, lengths, *paging, False, return_values, indices, values)
+    if return_values:
+        values.add_(0.0)  # no -0.0
     return indices, values
-
-
-@functools.cache
-def _kernel(
-    kernels: ModuleType, heads: int, dim: int, next_n: int, page_size: int, half: bool, config: Any
-) -> Callable[..., None]:
-    return kernels.compile_paged_indexer_select(heads, dim, next_n, page_size, half, config)

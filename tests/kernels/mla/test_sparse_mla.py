@@ -27,6 +27,8 @@ def test_sass(arguments):
     assert sass.instructions["HGMMA"] == head_dim // K16 + 2 * TILE_N // K16
     # A warp gathers a k chunk of 64 channels of four keys at a time, and has 16 keys.
     assert sass.instructions["LDGSTS"] == head_dim // K_CHUNK * 4
+    # wgmma reads each k chunk after a fence; the others fence Q, both halves of P, and the barriers.
+    assert sass.instructions["FENCE"] == head_dim // K_CHUNK + 4
     assert sass.registers * THREADS <= 65536
     roles = kernels.REGISTERS
     assert roles.score + 2 * roles.output + roles.load <= ALL
@@ -56,6 +58,8 @@ def test_swap_ab_sass(arguments):
     assert sass.instructions["HGMMA"] == head_dim // K16 + 4 * TILE_N // K16
     assert sass.instructions["WARPGROUP"] < sass.instructions["HGMMA"]
     assert sass.instructions["LDGSTS"] == head_dim // K_CHUNK * 4
+    # wgmma reads each k chunk after a fence; the others fence Q, P and the barriers.
+    assert sass.instructions["FENCE"] == head_dim // K_CHUNK + 3
     warpgroups, roles = swap_ab.SCORE_WARPGROUPS + 3, swap_ab.REGISTERS
     assert sass.registers * warpgroups * 128 <= 65536
     given = swap_ab.SCORE_WARPGROUPS * roles.score + 2 * roles.output + roles.load
@@ -69,7 +73,7 @@ def test_union_sass(arguments):
     sass = disassemble(cubin(union.compile_sparse_mla_union, *arguments))
     alone = disassemble(cubin(kernels.compile_sparse_mla, dtype, head_dim, 1, True))
     assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
-    for name in ("HGMMA", "WARPGROUP", "LDGSTS", "LDSM"):
+    for name in ("HGMMA", "WARPGROUP", "LDGSTS", "LDSM", "FENCE"):
         assert sass.instructions[name] == alone.instructions[name]
     assert sass.registers * THREADS <= 65536
     # A vote for each query of a group whether it has selected the warps' keys, and one whether sums are finite.

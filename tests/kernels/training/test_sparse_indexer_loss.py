@@ -24,6 +24,8 @@ def test_target_sass(arguments):
     # A tile of keys, of index keys, of index queries and those of queries.
     gathered = (1 + row_tiles) * chunks + 2 * index_channels // CHUNK
     assert sass.instructions["LDGSTS"] == gathered * LANE_ROWS
+    # wgmma reads each chunk of keys, and the index keys, after a fence; the others fence the queries and the barriers.
+    assert sass.instructions["FENCE"] == chunks + 1 + 2
     assert sass.registers * target.THREADS <= 65536
     assert 2 * target.ATTENTION_REGISTERS + target.INDEX_REGISTERS + target.PRODUCER_REGISTERS <= ALL
 
@@ -35,6 +37,8 @@ def test_grad_sass(arguments):
     assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
     # Scores and a sum, in both orientations.
     assert sass.instructions["HGMMA"] == 2 * (channels + TILE) // K16
+    # Both warpgroups' keys, the weighted queries, and the barriers.
+    assert sass.instructions["FENCE"] == 4
     assert sass.instructions["WARPGROUP"] < sass.instructions["HGMMA"]
     # Two rows of a lane: four numbers of fp32 at a time, integers one by one.
     assert sass.instructions["REDG"] == 2 * channels // (4 if fixed else 16)

@@ -15,6 +15,8 @@ def test_sass(arguments):
     assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
     # A warp gathers a chunk of 64 channels of four keys at a time, and has 16 keys.
     assert sass.instructions["LDGSTS"] == channels // kernels.CHUNK * 4
+    # wgmma reads each chunk, and both halves of a rope part, after a fence; the others fence dS and the barriers.
+    assert sass.instructions["FENCE"] == kernels.VALUE // kernels.CHUNK + 2 * (channels > kernels.VALUE) + 2
     # Sums of 16 bytes a lane, or stores to rows of their own.
     assert bool(sass.instructions["REDG"]) != ordered
     # Where registers do not suffice, the assembler waits behind every product: two instructions more for each.

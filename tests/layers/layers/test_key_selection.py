@@ -1,27 +1,19 @@
 """Selection among packed keys in as little memory as is given: what scores of all tokens at once would select."""
 
 import weakref
-from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 import dsa
 from dsa.kernels.indexer.candidate_lists import CAPACITY
-from dsa.kernels.indexer.limits import HEADS
-from dsa.kernels.indexer.paged_select_plan import choose_config, sequences_of_launch
 from dsa_layers.batch.decode_batch import DecodeBatch
-from dsa_layers.batch.entry_view import EntryView
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.cache.kv_cache import LayerCache
 from dsa_layers.layers import key_selection
 from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.key_selection import (
     FUSED_BYTES,
-    FUSED_PAGED,
-    FUSED_SCORES,
-    FUSED_SEQUENCES,
-    FUSED_SMS,
     ROW_PADDING,
     WORKSPACE,
     select_packed,
@@ -221,68 +213,17 @@ def pages_of(batch, next_n, page_size=32, pages=4, top_k=16):
     return decoding, (q, cache, table, weights, top_k, decoding.visible_by_sequence, decoding, pages * page_size)
 
 
-@pytest.fixture
-def called(monkeypatch):
-    """The ops of `select_paged` that were called, and plans that were made."""
-    selections = "paged_indexer_select", "fp8_paged_mqa_logits", "topk_indices"
-    return record(monkeypatch, *selections, "get_paged_mqa_logits_metadata")
-
-
 @pytest.mark.parametrize("page_size", [None, 32])
-def test_few_sequences_are_selected_in_one_launch(page_size, called, monkeypatch):
-    """As of scores in memory, of which alone there is a plan; and all layers share a workspace."""
-    monkeypatch.setattr(key_selection, "FUSED_PAGED", range(128, 129))
-    decoding, arguments = pages_of(4, 1)
+def test_layers_that_select_from_pages_share_a_plan(page_size, monkeypatch):
+    names = "paged_indexer_select", "fp8_paged_mqa_logits", "topk_indices", "get_paged_mqa_logits_metadata"
+    called = record(monkeypatch, *names)
+    _, arguments = pages_of(4, 1)
     got = select_paged(*arguments, page_size)
-    assert called == ["paged_indexer_select"]
-    workspace = decoding.index_workspace
-    assert len(workspace) == 4 and not workspace.any()
-    assert torch.equal(select_paged(*arguments, page_size), got) and decoding.index_workspace is workspace
-    assert EntryView(decoding, 4).index_workspace is workspace
-    monkeypatch.setattr(key_selection, "FUSED_SEQUENCES", 3)
-    called.clear()
-    decoding, arguments = pages_of(4, 1)
-    assert torch.equal(select_paged(*arguments, page_size), got)
     assert torch.equal(select_paged(*arguments, page_size), got)
     two = ["fp8_paged_mqa_logits", "topk_indices"]
     assert called == ["get_paged_mqa_logits_metadata", *two, *two]
-    assert "index_workspace" not in vars(decoding)
-
-
-@pytest.mark.parametrize(
-    ("constant", "number", "top_k", "next_n"),
-    [
-        ("FUSED_SCORES", 4 * 128 - 1, 16, 1),
-        ("FUSED_SEQUENCES", 0, 16, 1),
-        ("FUSED_SEQUENCES", 32, 2049, 1),
-        ("FUSED_PAGED", range(129, 200), 16, 1),
-        ("FUSED_PAGED", range(1, 200), 16, 2),
-    ],
-)
-def test_other_selections_from_pages_have_their_scores_in_memory(constant, number, top_k, next_n, called, monkeypatch):
-    monkeypatch.setattr(key_selection, "FUSED_PAGED", range(1, 200))
-    monkeypatch.setattr(key_selection, constant, number)
-    select_paged(*pages_of(4, next_n, top_k=top_k)[1])
-    assert "paged_indexer_select" not in called and "topk_indices" in called
-
-
-@pytest.mark.parametrize(("multiprocessors", "op"), [(59, "topk_indices"), (60, "paged_indexer_select")])
-def test_a_part_of_a_gpu_may_lack_the_room(multiprocessors, op, monkeypatch):
-    monkeypatch.setattr(key_selection, "FUSED_PAGED", range(128, 129))
-    monkeypatch.setattr(dsa, "num_sms", lambda device: multiprocessors if device.type == "cuda" else 132)
-    for name in ("paged_indexer_select", "fp8_paged_mqa_logits", "topk_indices"):
-        monkeypatch.setattr(dsa, name, lambda *a, name=name, **o: name)
-    _, (_, *arguments) = pages_of(4, 1)
-    q = MagicMock(shape=(4, 1, 8, 32), device=torch.device("cuda"))
-    q.unflatten.return_value, q.__len__.return_value = q, 4
-    assert select_paged(q, *arguments) == op
-
-
-@pytest.mark.parametrize("multiprocessors", [FUSED_SMS, 78, 114, 132])
-def test_what_is_selected_in_one_launch_has_room(multiprocessors):
-    """No model is refused for its context: where one launch is asked for, one sequence at least has room in it."""
-    for heads in HEADS:
-        room = choose_config(heads, 1, False).capacity(heads, 1, False)
-        for sequences in range(1, FUSED_SEQUENCES + 1):
-            most = min(FUSED_SCORES // sequences, FUSED_PAGED[-1])
-            assert sequences_of_launch(most, room, multiprocessors) >= 1
+    q, cache, table, weights, top_k, lengths, _, most = arguments
+    options = {"slots": page_size is not None}
+    assert torch.equal(
+        dsa.paged_indexer_select(q[:, None], cache, weights, lengths, table, most, top_k, **options), got
+    )

@@ -1,4 +1,4 @@
-"""The bridge of scores over pages and selection in one, on the CPU, against Python's sort, and what it launches."""
+"""Scores over pages and selection in one call, on the CPU, against Python's sort, and what it launches."""
 
 import pytest
 import torch
@@ -6,11 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dsa
-from dsa.kernels.indexer import paged_select_plan as plan
 from dsa.reference import write_indexer_cache
-from dsa.reference.indexer import paged_indexer_select as reference
-
-SMS = 132  # num_sms("cpu")
 
 
 def i32(values):
@@ -55,10 +51,6 @@ def test_any_scores_are_sorted_as_python_sorts_them(keys, lengths, k):
     assert dsa.paged_indexer_select(*arguments, slots=True).tolist() == of_slots
 
 
-def test_a_row_of_the_workspace_is_what_the_kernel_takes():
-    assert reference.WORKSPACE_WORDS == plan.ROW_WORDS
-
-
 @pytest.mark.parametrize(
     ("heads", "next_n", "expected"), [(64, 4, True), (64, 3, True), (64, 2, False), (64, 1, False), (32, 4, False)]
 )
@@ -66,52 +58,14 @@ def test_half_scores_only_where_arithmetic_bounds(heads, next_n, expected, launc
     arguments = inputs(next_n, heads)
     dsa.paged_indexer_select(*arguments, 100, 40, accumulators=torch.float16)
     dsa.paged_indexer_select(*arguments, 100, 40)
-    assert [variant[4] for variant, _ in launches] == [expected, False]
+    assert [variant[5] for variant, _ in launches if len(variant) == 6] == [expected, False]  # of scores
 
 
-def test_more_sequences_than_a_launch_has_room_for(launches):
-    """Launches of about as many each, over the same rows of the workspace."""
-    batch = 2 * plan.MAX_SEQUENCES + 3
-    q, cache, weights, lengths, table = inputs(batch=batch)
-    for workspace in (dsa.paged_indexer_select_workspace(2 * batch, "cpu"), None):
-        launches.clear()
-        got, values = dsa.paged_indexer_select(
-            q, cache, weights, lengths, table, 100, 40, return_values=True, workspace=workspace
-        )
-        starts = [0, 23, 46]
-        assert len(launches) == 3
-        first = launches[0][1][5]
-        for start, end, (_, arguments) in zip(starts, (*starts[1:], batch), launches):
-            flat, _, rows, seen, blocks, words, indices, of_values, *_ = arguments
-            queries = slice(2 * start, 2 * end)
-            assert torch.equal(flat.view(torch.uint8), q[start:end].reshape(-1, 32).view(torch.uint8))
-            assert torch.equal(rows, weights[queries]) and torch.equal(seen, lengths[start:end, None])
-            assert torch.equal(blocks, table[start:end])
-            assert words.shape == (2 * (end - start), 8192) and words.data_ptr() == first.data_ptr()
-            for part, whole in ((indices, got), (of_values, values)):
-                assert part.shape == (2 * (end - start), 40)
-                assert part.data_ptr() == whole[queries].data_ptr()
-
-
-def test_keys_decide_how_many_sequences_a_launch_has(launches):
-    """All of a launch's scores are in shared memory."""
-    arguments = inputs(next_n=1, heads=64, batch=8, max_pages=2**20 // 32)
-    dsa.paged_indexer_select(*arguments, 2**20, 40)
-    each = plan.sequences_of_launch(2**20, plan.choose_config(64, 1, False).capacity(64, 1, False), SMS)
-    assert 1 < each < 8 and len(launches) == -(-8 // each)
-    launches.clear()
-    dsa.paged_indexer_select(*arguments, 2**16, 40)
-    assert len(launches) == 1
-
-
-def test_more_keys_than_the_kernel_takes(launches):
-    most = plan.choose_config(64, 4, False).capacity(256, 4, False) * (SMS - 1)
-    q, cache, weights, lengths, _ = inputs(next_n=4, heads=64)
-    table = torch.zeros(3, -(-most // 32) + 1, dtype=torch.int32)
-    message = f"max_context_len: the kernel takes up to {most} keys of 4 queries a sequence of 64 heads, got {most + 1}"
-    with pytest.raises(ValueError, match=message):
-        dsa.paged_indexer_select(q, cache, weights, lengths, table, most + 1, 40)
-    assert not launches
-    dsa.paged_indexer_select(q, cache, weights, lengths, table, most, 40)
-    dsa.paged_indexer_select(q, cache, weights, lengths, table[:, :4], 2**31 - 1, 40)
-    assert len(launches) == 3 + 1
+def test_a_query_is_selected_from_what_it_sees(launches):
+    """Of one length a sequence the last query sees all keys; a length may be any number."""
+    q, cache, weights, _, table = inputs(next_n=3)
+    lengths = i32([70, -(2**31), 2**31 - 1])
+    dsa.paged_indexer_select(q, cache, weights, lengths, table, 100, 128, slots=True)
+    *_, (_, of_topk) = launches
+    assert of_topk[2].tolist() == [68, 69, 70, -2, -1, 0, 2**31 - 3, 2**31 - 2, 2**31 - 1]
+    assert of_topk[4].tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]

@@ -7,7 +7,7 @@ from tests.ops.limits.tensors import BF16, BYTES, INT32, angles, bf16, e4m3, row
 
 ROTATES = r"cos: the kernel rotates R \(32, 64, 128\) channels, got "
 HEADS, DIMS = r"q: the kernel takes \(8, 16, 32, 64\) heads, got 6", r"q: .* head dimensions \(32, 64, 128\), got 16"
-PAGED = ["fp8_paged_mqa_logits", "paged_indexer_select", "paged_indexer_select in a workspace"]
+PAGED = ["fp8_paged_mqa_logits", "paged_indexer_select", "paged_indexer_select of slots"]
 LIMITS = [
     *(
         (op, lambda a, rotated=rotated: angles(3, rotated // 2), f"{ROTATES}{rotated}")
@@ -74,21 +74,11 @@ LIMITS = [
     ("get_paged_mqa_logits_metadata", lambda a: {"block_kv": 96}, "block_kv: must be a divisor of 256, got 96"),
     (
         "paged_indexer_select",
-        lambda a: {"top_k": MAX_SELECTED + 1},
-        f"top_k: the kernel takes up to {MAX_SELECTED}, got",
+        lambda a: {"max_context_len": 2**30, "block_table": torch.zeros(2, 2**25, dtype=INT32)},
+        f"max_context_len: the kernel takes less than {2**30} keys, got",
     ),
+    ("paged_indexer_select", lambda a: {"top_k": 5000}, "top_k: the kernel takes up to 4096, got 5000"),
     ("paged_indexer_select", lambda a: {"top_k": 0}, "top_k: must be at least 1, got 0"),
-    (
-        PAGED[2],
-        lambda a: {"workspace": a["workspace"][:3]},
-        "workspace: must have a row for each of the 4 queries, got",
-    ),
-    (
-        PAGED[2],
-        lambda a: {"workspace": a["workspace"][:, :99]},
-        r"workspace: shape must be \[rows, 8192\], got \[5, 99\]",
-    ),
-    (PAGED[2], lambda a: {"workspace": row(a["workspace"], 5)}, "workspace: its numbers must not share memory"),
     ("topk_indices", lambda a: {"k": 5000}, "k: the kernel takes up to 4096, got 5000"),
     ("topk_indices", lambda a: {"k": 0}, "k: must be at least 1, got 0"),
     (

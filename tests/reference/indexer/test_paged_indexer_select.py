@@ -8,12 +8,11 @@ import torch
 from dsa.reference import (
     fp8_paged_mqa_logits,
     paged_indexer_select,
-    paged_indexer_select_workspace,
     topk_indices,
     write_indexer_cache,
 )
 from dsa.reference.indexer import paged_indexer_select as module
-from tests.reference.common import assert_refused, i32
+from tests.reference.common import i32
 
 PAGE = 16
 
@@ -97,25 +96,3 @@ def test_empty(batch, pages, columns):
     got, values = paged_indexer_select(*arguments, 80, 100, return_values=True)
     assert got.shape == values.shape == (2 * batch, 100)
     assert (got == -1).all() and (values == -torch.inf).all()
-
-
-def test_the_workspace_stays_as_it_is():
-    q, cache, weights, table = case()
-    workspace = paged_indexer_select_workspace(7, "cpu")
-    assert workspace.shape == (7, module.WORKSPACE_WORDS) and workspace.dtype == torch.int32 and not workspace.any()
-    arguments = q, cache, weights, i32([80, 7, 40]), table, 80, 9
-    assert torch.equal(paged_indexer_select(*arguments, workspace=workspace), paged_indexer_select(*arguments))
-    assert not workspace.any()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((0,), "queries: must be at least 1, got 0"),
-        ((2.0,), "queries: must be an int, got float"),
-        ((True,), "queries: must be an int, got bool"),
-        ((1, "tpu"), "device: torch has no 'tpu' here"),
-    ],
-)
-def test_wrong_arguments_of_a_workspace_are_named(arguments, message):
-    assert_refused(message, paged_indexer_select_workspace, *arguments)
