@@ -44,8 +44,9 @@ class IndexerStage:
 
     An indexer's inputs and its target are detached: the loss has gradients for the indexers' parameters alone, and the
     language model's loss has gradients for all other parameters. Scores are not quantised. Models in which layers share
-    an indexer (IndexShare) are refused. Activations may be checkpointed (torch.utils.checkpoint, use_reentrant=False),
-    if the backward pass runs inside of the `with`.
+    an indexer (IndexShare) are refused. Passes of a part of a model (`load_model(..., mesh=)`), which has not all
+    heads, raise ValueError. Activations may be checkpointed (torch.utils.checkpoint, use_reentrant=False), if the
+    backward pass runs inside of the `with`.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
     """
 
