@@ -179,6 +179,11 @@ class DSAAttention(SplitByTokens):
             raise ValueError("selection: a layer without an indexer needs what a layer before it selected, got None")
         check_rows("x", x, self.q_a_proj)
         check_batch(batch)
+        if self.indexer_stage is not None and rows.parts:
+            raise ValueError(
+                "mesh: a part of a model trains no indexer, which follows the attention of all heads; accepted: a "
+                "model that was loaded without mesh. Ranks share the tokens of a step by IndexerStage.share"
+            )
         if cache is not None:
             check_cache(cache, LayerCache)
             check_pages(batch, cache.page_size)

@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 
-from dsa_layers.arguments import shown
+from dsa_layers.arguments import integer, shown
 from dsa_layers.batch import packing
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.parallel.context_cut import TokenShare, cut
@@ -79,14 +79,16 @@ class ContextBatch(SequenceBatch):
             )
         return x if self.ranks.size == 1 else gather_rows(x, self._plan, self.ranks)
 
-    def mean(self, values: torch.Tensor) -> torch.Tensor:
-        """values [own tokens] -> size / T * their sum, whose mean over the ranks is the mean over all tokens. So its
-        gradients, averaged over the ranks as DDP and FSDP2 do, are those of one rank that has all tokens."""
+    def mean(self, values: torch.Tensor, count: int | None = None) -> torch.Tensor:
+        """values [own tokens] -> size / count * their sum, whose mean over the ranks is the mean over `count` tokens of
+        all ranks: those whose values are not 0 by definition, as they are without a target; all T tokens if None. So
+        its gradients, averaged over the ranks as DDP and FSDP2 do, are those of one rank that has all tokens."""
+        count = sum(self.lens) if count is None else integer("count", count, at_least=1, at_most=sum(self.lens))
         if values.shape != (sum(self.query_lens),):
             raise ValueError(
                 f"values: must be [{sum(self.query_lens)}], one of each of this rank's tokens, got {list(values.shape)}"
             )
-        return values.sum() * (self.ranks.size / sum(self.lens))
+        return values.sum() * (self.ranks.size / count)
 
     def over_ranks(self, loss: torch.Tensor) -> torch.Tensor:
         """The mean of the ranks' losses, the same on all of them, without gradients: what to print."""

@@ -49,9 +49,10 @@ class Ranks:
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """sum_r x_r over the ranks' x [T, ...], each of which is rounded to its dtype, added in fp32 (fp64 for fp64) in
         the order of the ranks and rounded: the same bits on every rank and in every run, and a row's do not depend on
-        the other rows."""
+        the other rows. ValueError where x needs gradients, as for all that parts of a model say to each other."""
         if self.size == 1:
             return x
+        check_no_gradient(x)
         x, rows = x.contiguous(), len(x)
         if self.group is not None and takes(x, self.size):
             one_shot = one_shot_sum(self.group, x.device)
@@ -71,6 +72,8 @@ class Ranks:
         self, y: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None = None
     ) -> torch.Tensor:
         """`sum` of the ranks' dsa.combine_experts(y, rows, weights, shared)."""
+        if self.size > 1:
+            check_no_gradient(y)
         if self.size > 1 and self.group is not None and takes_experts(y, rows, weights, shared, self.size):
             one_shot = one_shot_sum(self.group, y.device)
             if one_shot is not None:
@@ -101,6 +104,7 @@ class Ranks:
         """The ranks' x [..., C] beside each other, in their order: [..., size * C]."""
         if self.size == 1:
             return x
+        check_no_gradient(x)
         return self._gathered(x.contiguous()).movedim(0, -2).flatten(-2)
 
     def copies(self, x: torch.Tensor) -> PeerCopies | None:
@@ -136,6 +140,15 @@ class Ranks:
 
 
 ALONE = Ranks(0, 1)
+
+
+def check_no_gradient(*sent: torch.Tensor) -> None:
+    """ValueError where what goes from rank to rank needs gradients: it would lose them."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in sent):
+        raise ValueError(
+            "requires_grad: a part of a model takes no gradient; accepted: False of all of its parameters, or a pass "
+            "under torch.no_grad(), got True"
+        )
 
 
 def ranks_of(mesh: "DeviceMesh | Ranks | None") -> Ranks:

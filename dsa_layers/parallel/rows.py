@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from dsa_layers.batch.rows import ALL_ROWS, Kept, Rows
 from dsa_layers.batch.tokens import Tokens
-from dsa_layers.parallel.ranks import Ranks
+from dsa_layers.parallel.ranks import Ranks, check_no_gradient
 
 # New tokens of a pass from which on each rank has its own share of the rows between layers.
 SHARED_ROWS = 256
@@ -107,6 +107,7 @@ class SharedRows(Rows):
         return self._begin_sum(part, at_once=False)
 
     def _begin_sum(self, part: torch.Tensor, *, at_once: bool) -> Callable[..., torch.Tensor]:
+        check_no_gradient(part)
         own, size = self._counts[self._ranks.rank], self._ranks.size
         dtype, shape = part.dtype, part.shape[1:]
         copies = self._ranks.copies(part)
@@ -149,6 +150,7 @@ class SharedRows(Rows):
         other, so that what lies in a row of all, or of a rank, is one copy from there."""
         if not own:
             return lambda: ()
+        check_no_gradient(*own)
         shapes = [(x.dtype, x.shape[1:]) for x in own]
         flat = [x.contiguous().view(-1) for x in own]
         count = self._counts[self._ranks.rank]

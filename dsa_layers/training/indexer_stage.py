@@ -21,14 +21,15 @@ class IndexerStage:
         import torch
         from dsa_layers import SHIPPED_MODEL, SequenceBatch, load_model
         from dsa_layers.training.indexer_stage import IndexerStage
+        from dsa_layers.training.next_tokens import next_tokens
 
         model = load_model(SHIPPED_MODEL, dequantize=True, trainable=True)
         device = next(model.parameters()).device
-        tokens = torch.randint(model.config.vocab_size, (201,), device=device)
+        tokens = torch.randint(model.config.vocab_size, (200,), device=device)
         batch = SequenceBatch.without_cache([120, 80], device)
         with IndexerStage(model, "sparse") as stage:
-            logits = model(tokens[:-1], batch, all_tokens=True)
-            loss = torch.nn.functional.cross_entropy(logits, tokens[1:]) + stage.loss()
+            logits = model(tokens, batch, all_tokens=True)
+            loss = torch.nn.functional.cross_entropy(logits, next_tokens(tokens, batch)) + stage.loss()
         loss.backward()
 
     "warmup"  every token attends to all keys, and the indexer's scores of them learn to follow the sum of the heads'
@@ -45,8 +46,9 @@ class IndexerStage:
 
     An indexer's inputs and its target are detached: the loss has gradients for the indexers' parameters alone, and the
     language model's loss has gradients for all other parameters. Scores are not quantised. Models in which layers share
-    an indexer (IndexShare) are refused. Activations may be checkpointed (torch.utils.checkpoint, use_reentrant=False),
-    if the backward pass runs inside of the `with`.
+    an indexer (IndexShare) are refused. Passes of a part of a model (`load_model(..., mesh=)`), which has not all
+    heads, raise ValueError. Activations may be checkpointed (torch.utils.checkpoint, use_reentrant=False), if the
+    backward pass runs inside of the `with`.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
     """
 
@@ -85,8 +87,10 @@ class IndexerStage:
         """This rank's share of packed sequences of these lengths, T tokens, as a batch for passes within this stage:
 
             share = stage.share([120, 80], Ranks.of())
-            logits = model(share.own(tokens[:-1]), share, all_tokens=True)
-            loss = share.mean(cross_entropy(logits, share.own(tokens[1:]), reduction="none")) + stage.loss()
+            logits = model(share.own(tokens), share, all_tokens=True)
+            targets = share.own(next_tokens(tokens, share))
+            of_tokens = cross_entropy(logits, targets, reduction="none")
+            loss = share.mean(of_tokens, count=200 - 2) + stage.loss()  # two tokens have no target
 
         The mean over the ranks of `loss`, and of its gradients, is that of one rank with all tokens: DDP and FSDP2 take
         this mean. All ranks must call it together, and exchange `lens`, for which the host waits. ValueError and

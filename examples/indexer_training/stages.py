@@ -19,6 +19,7 @@ from dsa_layers.layers.moe import GroupedSigmoidRouter
 from dsa_layers.parallel.context import ContextBatch
 from dsa_layers.parallel.ranks import Ranks
 from dsa_layers.training.indexer_stage import IndexerStage
+from dsa_layers.training.next_tokens import next_tokens
 
 from .corpus import draw
 from .optimizer import Optimizer
@@ -33,7 +34,6 @@ _BALANCE_RATE = 1e-3
 _DRAFT_WEIGHTS, _DRAFT_SWITCH = (0.3, 0.1), 2 / 3
 # Of the language model's, the drafter's and the indexers' loss at each stage's end.
 _WEIGHTS = {"dense": (1.0, _DRAFT_WEIGHTS[1], 0.0), "warmup": (0.0, 0.0, 1.0), "sparse": (1.0, _DRAFT_WEIGHTS[1], 1.0)}
-_IGNORED = -100  # a target that is no token
 
 
 @dataclass
@@ -104,25 +104,26 @@ class _Losses(nn.Module):
             losses = self._of_tokens(own, self._batch)
             share = self._ranks.size / (len(tokens) * (tokens.shape[1] - 1))
             language, drafted = (x.sum() * share for x in losses)
+            # The last token of a sequence has no second one behind it.
+            drafted = drafted * ((tokens.shape[1] - 1) / (tokens.shape[1] - 2))
         else:
             batch = self._stage.share([tokens.shape[1] - 1] * len(tokens), self._ranks, tokens.device)
-            language, drafted = map(batch.mean, self._of_tokens(tokens, batch))
-        # The last token of a sequence has no second one behind it.
-        drafted = drafted * ((tokens.shape[1] - 1) / (tokens.shape[1] - 2))
+            language, drafted = self._of_tokens(tokens, batch)
+            language, drafted = batch.mean(language), batch.mean(drafted, len(tokens) * (tokens.shape[1] - 2))
         return language, drafted, torch.zeros_like(language) if self._stage is None else self._stage.loss()
 
     def _of_tokens(
         self, tokens: torch.Tensor, batch: SequenceBatch | ContextBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """fp32 [T] each: of this rank's tokens the model's loss, and the drafter's, 0 at a sequence's last token."""
-        second = nn.functional.pad(tokens[:, 2:], (0, 1), value=_IGNORED)
-        parts = (x.flatten() for x in (tokens[:, :-1], tokens[:, 1:], second))
+        before, behind = tokens[:, :-1].flatten(), tokens[:, 1:].flatten()
+        parts = before, behind, next_tokens(behind, batch)
         before, behind, second = map(batch.own, parts) if isinstance(batch, ContextBatch) else parts
         states = self.model.states(before, batch)
         drafter = self.model.drafter
         guesses = drafter.logits(drafter(behind, states, batch))
         pairs = (self.model.logits(states), behind), (guesses, second)
-        return tuple(nn.functional.cross_entropy(*pair, ignore_index=_IGNORED, reduction="none") for pair in pairs)
+        return tuple(nn.functional.cross_entropy(*pair, reduction="none") for pair in pairs)
 
 
 def train_stage(

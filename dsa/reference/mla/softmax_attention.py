@@ -54,5 +54,10 @@ def gather_attend(
 
 
 def apply_sink(out: torch.Tensor, lse: torch.Tensor, attn_sink: torch.Tensor) -> torch.Tensor:
-    """out * e^lse / (e^lse + e^sink): out [..., H, d_v], lse [..., H], attn_sink [H], -inf (no sink) to +inf (zero)."""
-    return out * torch.sigmoid(lse - attn_sink).masked_fill(lse == torch.inf, 0.0).unsqueeze(-1)
+    """out * e^lse / (e^lse + e^sink): out [..., H, d_v], lse [..., H], attn_sink [H], -inf (no sink) to +inf (zero).
+    A row without keys, whose lse is +inf, becomes zeros."""
+    empty = lse == torch.inf
+    # sigmoid's gradient is y (1 - y), where 1 - y, the sink's probability, cancels in fp32 and is 0 from
+    # lse - sink = 17 on. The logarithm's gradient is sigmoid(sink - lse), which has all digits.
+    share = torch.nn.functional.logsigmoid(lse.masked_fill(empty, 0.0) - attn_sink).exp()
+    return out * share.masked_fill(empty, 0.0).unsqueeze(-1)

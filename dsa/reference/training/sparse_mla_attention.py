@@ -5,6 +5,7 @@ import torch
 from dsa.reference.arguments import ROWS, Arguments, Flag, Int, Number, Tensor
 from dsa.reference.autocast import without_autocast
 from dsa.reference.checks import INT32, check_memory
+from dsa.reference.mla.softmax_attention import apply_sink
 from dsa.reference.training.masked_softmax import DTYPES, masked_softmax, rows_of, selected, work_dtype
 
 SPARSE_MLA_ATTENTION = Arguments(
@@ -43,8 +44,5 @@ def sparse_mla_attention(
     weights, lse = masked_softmax(logits, valid)
     out = torch.einsum("htj,tjd->thd", weights, rows[..., :d_v])
     if attn_sink is not None:
-        # Without keys lse is infinite, as a sink may be: their difference and its gradient would be NaN.
-        without = lse.T == torch.inf
-        share = torch.sigmoid(lse.T.masked_fill(without, 0.0) - attn_sink.to(work))
-        out = out * share.masked_fill(without, 0.0)[..., None]
+        out = apply_sink(out, lse.T, attn_sink.to(work))
     return out.to(q.dtype), lse

@@ -22,6 +22,7 @@ from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.parallel.cuts import DoesNotDivide
 from dsa_layers.parallel.ranks import Ranks
 from dsa_layers.tiny import write_tiny_checkpoint, writer
+from dsa_layers.training.indexer_stage import IndexerStage
 from tests.layers.checkpoint.stand_ins import changed
 from tests.layers.parallel.processes import in_ranks
 from tests.layers.parallel.ways import WAYS, split_by
@@ -265,6 +266,27 @@ def test_a_mesh(checkpoints):
     told = r"^trainable: a part of a model takes no gradient; accepted on one rank, got 2"
     with pytest.raises(ValueError, match=told):
         load_model(directory, mesh=Ranks(0, 2), trainable=True, **OPTIONS)
+
+
+@pytest.mark.parametrize("tokens", [20, pytest.param(260, marks=pytest.mark.slow)])
+def test_a_part_of_a_model_learns_nothing(checkpoints, tokens, monkeypatch):
+    """Neither its indexers, whose losses would follow the attention of some heads, nor other parameters, whose
+    gradients would end where ranks sum: with whole rows and with shared ones, also in a drafter."""
+    for name in ("all_gather", "all_to_all"):
+        monkeypatch.setattr(Ranks, name, lambda *arguments, **options: None)
+    model = load_model(checkpoints["deepseek_v32", False], mesh=Ranks(0, 2), drafter=True, **OPTIONS)
+    given = torch.tensor(TOKENS[:tokens]), SequenceBatch.without_cache([tokens])
+    for stage in ("warmup", "sparse"):
+        refused = pytest.raises(ValueError, match=r"^mesh: a part of a model trains no indexer")
+        with torch.no_grad(), IndexerStage(model, stage), refused:
+            model(*given)
+    drafter, layer = model.drafter, model.model.layers[1]
+    for part in (model.lm_head, model.model.embed_tokens, layer.input_layernorm, layer.mlp.experts, drafter.norm):
+        part.requires_grad_(True)
+        with pytest.raises(ValueError, match=r"^requires_grad: a part of a model takes no gradient"):
+            drafter.logits(drafter(given[0], model.states(*given), given[1])) + model(*given)
+        part.requires_grad_(False)
+    drafter(given[0], model.states(*given), given[1])
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -46,3 +46,18 @@ def test_an_infinite_sink_has_a_gradient(sink):
     assert (out[2] == 0).all()
     *gradients, of_sinks = torch.autograd.grad(out.square().sum(), (q, kv, sinks))
     assert not of_sinks.any() and all(g.isfinite().all() for g in gradients)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("above", [14.7, 17.0, 40.0])
+def test_a_sink_far_below_the_keys_has_its_whole_gradient(above, dtype):
+    """Its probability, e^-above, is less than what 1 - sum_j p_j can tell from 0."""
+    given, indices = sparse_inputs()
+    q, kv, indices = *(x.detach().to(dtype) for x in given[:2]), indices[1:2]
+    plain, lse = sparse_mla_attention(q[1:2].double(), kv.double(), indices, 0.4, 4)
+    sink = (lse[:, 0] - above).to(dtype).requires_grad_()
+    out, _ = sparse_mla_attention(q[1:2], kv, indices, 0.4, 4, sink)
+    (got,) = torch.autograd.grad(out, sink, torch.ones_like(out))
+    below = lse[:, 0] - sink.double()
+    expected = -plain.sum((0, 2)) * below.sigmoid() * (-below).sigmoid()
+    assert torch.allclose(got.double(), expected, rtol=1e-5 if dtype == torch.float32 else 2**-8, atol=0)
