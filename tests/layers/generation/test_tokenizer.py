@@ -6,7 +6,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from dsa_layers.generation.tokenizer import StreamDecoder, Tokenizer, TokenizerError
+from dsa_layers.generation.tokenizer import Tokenizer, TokenizerError
 
 BOS, EOS, USER = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>"
 TEXT = "The lightning indexer scores every key; the top k of them are attended to. The keys are scored by the indexer."
@@ -179,15 +179,3 @@ def test_stream_equals_one_shot(tokenizer, seed):
     for _ in range(20):
         ids = [token_id for _ in range(draw.randrange(12)) for token_id in draw.choice(pieces)()]
         assert "".join(streamed(tokenizer, ids)) == tokenizer.decode(ids)
-
-
-@pytest.mark.parametrize("content", [TEXT.encode() * 4, "😀".encode() * 100, b"\x80" * 400, b"\xe2\x82" * 200])
-def test_stream_is_linear(tokenizer, content, monkeypatch):
-    ids = byte_ids(tokenizer, content)
-    decoded = []
-    original = Tokenizer.decode
-    monkeypatch.setattr(Tokenizer, "decode", lambda self, ids: decoded.append(len(ids)) or original(self, ids))
-    stream = StreamDecoder(tokenizer)
-    text = "".join([stream.push(token_id) for token_id in ids])
-    assert max(decoded) < 40 and sum(decoded) < 60 * len(ids)
-    assert text + stream.flush() == content.decode(errors="replace")
