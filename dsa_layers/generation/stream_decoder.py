@@ -6,7 +6,7 @@ from pathlib import Path
 from tokenizers import decoders
 
 from dsa_layers.generation.decoding_steps import decoding_steps
-from dsa_layers.generation.tokenizer_errors import library_failures
+from dsa_layers.generation.library_failures import library_failures
 
 
 class StreamDecoder:

@@ -5,6 +5,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
+from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ from typing import Any
 import tokenizers
 
 from dsa_layers.arguments import instance, shown
+from dsa_layers.errors import TokenizerError
+from dsa_layers.generation.chat_formats import FORMATS, NEEDED, ChatFormat
 from dsa_layers.generation.chat_template import ChatTemplate, ChatTemplateError
+from dsa_layers.generation.library_failures import library_failures
 from dsa_layers.generation.stream_decoder import StreamDecoder
-from dsa_layers.generation.tokenizer_errors import TokenizerError, library_failures
 from dsa_layers.hub import checkpoint_directory
 from dsa_layers.untrusted_files import check_values, read_json_object, read_text
 
@@ -35,7 +38,10 @@ class Tokenizer:
     bos_token_id, eos_token_id: None if tokenizer_config.json names no such token.
     The chat template is chat_template.jinja if there is one, else tokenizer_config.json's `chat_template`: a string, or
     a list of {"name", "template"} of which "default" is taken. It is a program that came with the checkpoint; it runs
-    in jinja2's sandbox, in a process of its own with half a second and 200 MB (`ChatTemplate`).
+    in jinja2's sandbox, in a process of its own with half a second and 200 MB (`ChatTemplate`). It is compiled when it
+    is first used.
+    Without a template a checkpoint whose config.json has a `model_type` of `chat_formats.FORMATS` has that format,
+    unless the tokenizer lacks the format's tokens.
     tokenizer.json's own padding and truncation are not applied: a prompt is encoded whole.
     Raises TokenizerError (a ValueError) that names the file that is missing or malformed.
     """
@@ -79,8 +85,8 @@ class Tokenizer:
             self._template_path = template_path
         else:
             template, self._template_path = _chat_template(config_path, config), config_path
-        with self._template_failures():
-            self._template = None if template is None else ChatTemplate(template)
+        self._template = None if template is None else ChatTemplate(template)
+        self._config_path = directory / "config.json"
         with library_failures(f"{tokenizer_path}: not a tokenizer"):
             added = self._tokenizer.get_added_tokens_decoder()
         self._skipped = {token_id for token_id, token in added.items() if token.special}
@@ -92,7 +98,18 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return self._template is not None
+        """Whether `apply_chat_template` has a template or a format. Raises TokenizerError for a config.json that cannot
+        be read."""
+        return self._template is not None or self._format is not None
+
+    @cached_property
+    def _format(self) -> ChatFormat | None:
+        try:
+            model_type = read_json_object(self._config_path, TokenizerError, _MAX_CONFIG).get("model_type")
+        except FileNotFoundError:
+            return None
+        known = all(self._tokenizer.token_to_id(token) is not None for token in NEEDED)
+        return FORMATS.get(model_type) if known and isinstance(model_type, str) else None
 
     def encode(self, text: str, add_bos: bool = True) -> list[int]:
         """Token ids of `text`; special tokens that are spelled out in it become their ids.
@@ -122,17 +139,34 @@ class Tokenizer:
         """A decoder for ids that come one by one."""
         return StreamDecoder(self._tokenizer_path, self._token_text, self._tokenizer.decoder)
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
-        """The prompt for `messages`, each {"role": ..., "content": ...}, by the checkpoint's chat template.
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """The prompt for `messages`, each {"role": ..., "content": ...}, by the checkpoint's chat template or format.
 
-        add_generation_prompt ends it where the assistant's answer begins. Templates write BOS themselves, as text.
-        Raises TokenizerError if there is no template, if it refuses the messages, or if it takes more than it may.
+        add_generation_prompt ends it where the assistant's answer begins. The prompt begins with BOS, as text.
+        tools: functions that the assistant may call, each {"type": "function", "function": {"name": ..., ...}}.
+        variables: those of the template, which ignores what it does not know. Of a format they are options: for
+        DeepSeek-V3.2 and V4 `thinking` or `enable_thinking`, and `drop_thinking`; for V4 `reasoning_effort` too
+        (`chat_formats`).
+        Raises TokenizerError if there is neither template nor format, if it refuses the messages or an option, or if a
+        template takes more than it may.
         """
+        if self._template is None and self._format is None:
+            raise TokenizerError(
+                f"{self._template_path}: holds no chat_template, there is no chat_template.jinja, and no chat format "
+                "is known for config.json's model_type with this tokenizer"
+            )
         if self._template is None:
-            raise TokenizerError(f"{self._template_path}: holds no chat_template, and there is no chat_template.jinja")
-        variables = {**self._special, "messages": messages, "add_generation_prompt": add_generation_prompt}
+            return self._format(messages, tools, variables, add_generation_prompt=add_generation_prompt)
+        given = {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": tools}
         with self._template_failures():
-            return self._template.render(variables)
+            return self._template.render({"documents": None, **self._special, **variables, **given})
 
     def _token_text(self, token_id: int) -> str | None:
         """The token as tokenizer.json has it; None for one that `decode` leaves out."""

@@ -5,6 +5,7 @@ from datetime import datetime
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from dsa_layers.generation.tokenizer import Tokenizer, TokenizerError
 
@@ -123,8 +124,19 @@ def test_where_the_chat_template_is(tmp_path):
     (tmp_path / "chat_template.jinja").write_text("by file")
     assert make(tmp_path, chat_template="by config").apply_chat_template([]) == "by file"
     (tmp_path / "chat_template.jinja").write_text("{% if %}")
+    broken = Tokenizer(tmp_path)  # for whom uses no template
     with pytest.raises(TokenizerError, match=r"chat_template\.jinja: chat template: "):
-        Tokenizer(tmp_path)
+        broken.apply_chat_template([])
+
+
+def test_a_block_of_a_reply_is_rendered_as_by_transformers(tmp_path):
+    template = (
+        "{% for m in messages %}\n  {% if m.role == 'assistant' %}\n  {% generation %}\n<{{ m.content }}>"
+        "{% set x = 1 %}\n"
+        "    {% endgeneration %}\n{{ x }}{% else %}{{ m.content }}{% endif %}\n{% endfor %}"
+    )
+    expected, _ = render_jinja_template(conversations=[MESSAGES], chat_template=template)
+    assert [make(tmp_path, chat_template=template).apply_chat_template(MESSAGES)] == expected
 
 
 def byte_ids(tokenizer, content):

@@ -1,11 +1,9 @@
-"""The error of tokenizers, and what becomes one."""
+"""What the tokenizers library raises, as an error of ours."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-
-class TokenizerError(ValueError):
-    """A tokenizer or chat template that cannot be used. Names the file, what it holds and what is accepted."""
+from dsa_layers.errors import TokenizerError
 
 
 @contextmanager
