@@ -7,11 +7,12 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from dsa_layers import options
 from dsa_layers.cache.drafts import DRAFTS
 from dsa_layers.command import on_gpus
+from dsa_layers.command.chat_options import add_chat_option, chat_prompt, has_chat_template
 from dsa_layers.command.model_options import LoadedModel, add_draft_option, add_model_options, chosen_device, load
 from dsa_layers.command.prompt_sources import Prompt, add_prompt_options, read_prompts
+from dsa_layers.command.sampling_options import add_cache_option, add_sampling_options, by_options, sampling
 from dsa_layers.command.streams import say, say_json
 
 if TYPE_CHECKING:
@@ -41,52 +42,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--raw",
         action="store_true",
-        help="no chat template (default: off; a template is used if the tokenizer has one)",
+        help="send prompts as they are (default: off; as messages, by the chat template or format if there is one)",
     )
-    parser.add_argument(
-        "--max-new-tokens",
-        type=options.positive,
-        default=256,
-        metavar="N",
-        help="of each prompt, or what the model's context leaves if that is fewer (default: %(default)s)",
-    )
-    source = "default: generation_config.json's, else"
-    parser.add_argument(
-        "--temperature", type=options.temperature, metavar="T", help=f"0 is greedy ({source} 0, or 1 if it samples)"
-    )
-    parser.add_argument(
-        "--top-p",
-        type=options.top_p,
-        metavar="P",
-        help=f"sample among the fewest tokens that have this probability together ({source} 1: all)",
-    )
-    parser.add_argument(
-        "--top-k",
-        type=options.not_negative,
-        metavar="K",
-        help=f"sample among so many tokens, the likeliest ({source} 0: all)",
-    )
-    parser.add_argument(
-        "--seed",
-        type=options.seed,
-        help="of the first prompt's random numbers; each further prompt has the next seed (default: others each time)",
-    )
-    parser.add_argument(
-        "--stop",
-        type=options.some_text,
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="end at this string, which is not shown, and not the name of a special token; may be repeated (default: "
-        "none)",
-    )
-    parser.add_argument(
-        "--cache-tokens",
-        type=options.positive,
-        default=65536,
-        metavar="N",
-        help="the paged cache (default: %(default)s)",
-    )
+    add_chat_option(parser)
+    add_sampling_options(parser, max_new_tokens=256, each="prompt")
+    add_cache_option(parser)
     parser.add_argument(
         "--prefix-cache",
         action="store_true",
@@ -119,6 +79,8 @@ def run(args: argparse.Namespace) -> int:
     from dsa_layers.generation.generator import Generator
     from dsa_layers.generation.prompts import encode_prompts
 
+    if args.raw and args.chat_option:
+        raise ValueError("--chat-option: must not be given with --raw, which sends prompts as they are")
     starts_ranks = on_gpus.starts_ranks(args)
     if args.batch_invariant:
         _check_invariant(args)
@@ -127,14 +89,14 @@ def run(args: argparse.Namespace) -> int:
     ranks = on_gpus.join_ranks(args)
     on_gpus.check_memory(args, ranks)
     prompts = on_gpus.agreed(ranks, lambda: read_prompts(args.prompts))
-    params = _sampling(args)
+    params = sampling(args)
     with on_gpus.errors_of_options():
         loaded = load(args, ranks, drafter=args.draft > 0)
     model, tokenizer = loaded.model, loaded.tokenizer
     shown = [prompt.text for prompt in prompts]
     texts = shown
-    if tokenizer.has_chat_template and not args.raw:
-        texts = [tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in shown]
+    if not args.raw and has_chat_template(args, tokenizer, first=ranks is None or ranks.rank == 0):
+        texts = [chat_prompt(args, tokenizer, [{"role": "user", "content": text}]) for text in shown]
         shown = [f"{text}\n\n" for text in shown]
     counting = KeysRead(model) if args.stats else contextlib.nullcontext()
     try:
@@ -169,18 +131,6 @@ def _check_invariant(args: argparse.Namespace) -> None:
         raise ValueError(f"--batch-invariant: takes FP8 weights and bfloat16, got {got}")
     if args.prefix_cache:
         raise ValueError("--batch-invariant: takes no --prefix-cache, which cuts prompts by what others begin with")
-
-
-def _sampling(args: argparse.Namespace) -> "SamplingParams":
-    """Options first, then what the checkpoint's generation_config.json sets."""
-    from dsa_layers.generation.sampling import SamplingParams
-    from dsa_layers.generation.sampling_defaults import sampling_defaults
-
-    given = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p")}
-    chosen = {name: value for name, value in given.items() if value is not None}
-    stop = [options.text("--stop", text) for text in args.stop]
-    own = sampling_defaults(args.checkpoint) | chosen
-    return SamplingParams(max_new_tokens=args.max_new_tokens, seed=args.seed, stop=stop, **own)
 
 
 def _say_what_the_context_leaves(encoded: list[list[int]], params: "SamplingParams", context: int) -> None:
@@ -247,9 +197,5 @@ def _report(
 
 
 def _in_options(problem: str, prompts: list[Prompt]) -> str:
-    """A message of the library with the names of the options: prompts[1] is --prompt-file b.txt, cache_tokens
-    --cache-tokens."""
-    problem = re.sub(r"^cache_tokens\b|(?<=\()cache_tokens(?=\)$)", "--cache-tokens", problem)
-    problem = re.sub(r"^draft_tokens\b", "--draft", problem)
-    problem = re.sub(r"^batch_invariant\b", "--batch-invariant", problem)
-    return re.sub(r"^prompts\[(\d+)\]", lambda found: prompts[int(found[1])].source, problem)
+    """A message of the library with the names of the options: prompts[1] is --prompt-file b.txt."""
+    return re.sub(r"^prompts\[(\d+)\]", lambda found: prompts[int(found[1])].source, by_options(problem))
