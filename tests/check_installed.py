@@ -20,7 +20,7 @@ def main() -> None:
     packed = check_kernels()
     command = str(Path(sys.executable).with_name("dsa"))
     subprocess.run([command, "check"], check=True, cwd="/")
-    generate = [command, "generate", "--prompt", "def area(", "--max-new-tokens", "16", "--temperature", "0"]
+    generate = [command, "generate", "--prompt", "def area(", "--max-tokens", "16", "--temperature", "0"]
     text = subprocess.run(generate, check=True, cwd="/", capture_output=True, text=True).stdout
     assert text.startswith("def area("), text
     print(f"{text}\n{packed} modules with compiled kernels")

@@ -29,7 +29,7 @@ class StreamedText:
     """The prompt, bold on a terminal, and what follows it, token by token."""
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream, self._bold = stream, _styled(stream)
+        self._stream, self._bold = stream, styled(stream)
         self._open = False
 
     def prompt(self, sequence: int, text: str) -> None:
@@ -57,7 +57,7 @@ class NumberedLines:
     """
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream, self._bold = stream, _styled(stream)
+        self._stream, self._bold = stream, styled(stream)
         self._unfinished: dict[int, list[str]] = {}  # the pieces of each sequence's line
 
     def prompt(self, sequence: int, text: str) -> None:
@@ -119,6 +119,6 @@ class JsonEvents:
         pass
 
 
-def _styled(stream: TextIO) -> bool:
+def styled(stream: TextIO) -> bool:
     """Whether the stream is a terminal that knows styles, and nobody asked for none."""
     return stream.isatty() and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 from dsa_layers import options
 from dsa_layers.cache.drafts import DRAFTS
 from dsa_layers.command import on_gpus
+from dsa_layers.command.chat_options import add_chat_option, chat_prompt, has_chat_template
 from dsa_layers.command.model_options import LoadedModel, add_draft_option, add_model_options, chosen_device, load
 from dsa_layers.command.prompt_sources import Prompt, add_prompt_options, read_prompts
+from dsa_layers.command.sampling_options import add_cache_option, add_sampling_options, by_options, sampling
 from dsa_layers.command.streams import say, say_json
 
 if TYPE_CHECKING:
@@ -43,53 +45,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--raw",
         action="store_true",
-        help="no chat template (default: off; a template is used if the tokenizer has one)",
+        help="send prompts as they are (default: off; as messages, by the chat template or format if there is one)",
     )
-    parser.add_argument(
-        "--max-tokens",
-        type=options.positive,
-        default=256,
-        metavar="N",
-        help="of each prompt, or what the model's context leaves if that is fewer (default: %(default)s)",
-    )
-    source = "default: generation_config.json's, else"
-    parser.add_argument(
-        "--temperature", type=options.temperature, metavar="T", help=f"0 is greedy ({source} 0, or 1 if it samples)"
-    )
-    parser.add_argument(
-        "--top-p",
-        type=options.top_p,
-        metavar="P",
-        help=f"sample among the fewest tokens that have this probability together ({source} 1: all)",
-    )
-    parser.add_argument(
-        "--top-k",
-        type=options.not_negative,
-        metavar="K",
-        help=f"sample among so many tokens, the likeliest ({source} 0: all)",
-    )
-    parser.add_argument(
-        "--seed",
-        type=options.seed,
-        help="of the first sequence's random numbers; each further one has the next seed (default: others each time)",
-    )
-    _add_vllms_options(parser)
-    parser.add_argument(
-        "--stop",
-        type=options.some_text,
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="end at this string, which is not shown, and not the name of a special token; may be repeated (default: "
-        "none)",
-    )
-    parser.add_argument(
-        "--cache-tokens",
-        type=options.positive,
-        metavar="N",
-        help="the paged cache (default: on a GPU what its memory has room for after loading; on a CPU 65536, and more "
-        "where a prompt needs it)",
-    )
+    add_chat_option(parser)
+    add_sampling_options(parser, max_tokens=256, each="sequence")
+    add_cache_option(parser)
     parser.add_argument(
         "--prefix-cache",
         action="store_true",
@@ -113,36 +73,14 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="count the keys that tokens read, those of drafts that are not taken and of the drafter's layer among "
         "them; on a GPU without CUDA graphs, which is slower (default: off)",
     )
-    parser.add_argument("--json", action="store_true", help="print events in JSON, see below (default: off)")
-
-
-def _add_vllms_options(parser: argparse.ArgumentParser) -> None:
-    """What `SamplingParams` checks, by its names."""
-    source = "default: generation_config.json's, else"
     parser.add_argument("--n", type=options.positive, default=1, help="sequences of each prompt (default: %(default)s)")
-    parser.add_argument(
-        "--min-p", type=options.number, metavar="P", help=f"drop tokens below P times the likeliest ({source} 0)"
-    )
-    parser.add_argument(
-        "--repetition-penalty",
-        type=options.number,
-        metavar="R",
-        help=f"divide positive logits of tokens that the sequence has by R, multiply others ({source} 1)",
-    )
-    for name, how in (("presence", "of tokens that were generated"), ("frequency", "as often as it was generated")):
-        parser.add_argument(
-            f"--{name}-penalty",
-            type=options.number,
-            default=0.0,
-            metavar="X",
-            help=f"subtract X from a logit, {how}, -2 to 2 (default: 0)",
-        )
     parser.add_argument(
         "--logprobs",
         type=options.not_negative,
         metavar="K",
         help="with --json: log-probabilities of each token and of the K likeliest ones (default: none)",
     )
+    parser.add_argument("--json", action="store_true", help="print events in JSON, see below (default: off)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -151,6 +89,8 @@ def run(args: argparse.Namespace) -> int:
     from dsa_layers.generation.generator import Generator
     from dsa_layers.generation.prompts import encode_prompts
 
+    if args.raw and args.chat_option:
+        raise ValueError("--chat-option: must not be given with --raw, which sends prompts as they are")
     starts_ranks = on_gpus.starts_ranks(args)
     if args.batch_invariant:
         _check_invariant(args)
@@ -159,14 +99,14 @@ def run(args: argparse.Namespace) -> int:
     ranks = on_gpus.join_ranks(args)
     on_gpus.check_memory(args, ranks)
     prompts = on_gpus.agreed(ranks, lambda: read_prompts(args.prompts))
-    params = _sampling(args)
+    params = sampling(args, n=args.n, logprobs=args.logprobs)
     with on_gpus.errors_of_options():
         loaded = load(args, ranks, drafter=args.draft > 0)
     model, tokenizer = loaded.model, loaded.tokenizer
     shown = [prompt.text for prompt in prompts]
     texts = shown
-    if tokenizer.has_chat_template and not args.raw:
-        texts = [tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in shown]
+    if not args.raw and has_chat_template(args, tokenizer, first=ranks is None or ranks.rank == 0):
+        texts = [chat_prompt(args, tokenizer, [{"role": "user", "content": text}]) for text in shown]
         shown = [f"{text}\n\n" for text in shown]
     counting = KeysRead(model) if args.stats else contextlib.nullcontext()
     try:
@@ -201,24 +141,6 @@ def _check_invariant(args: argparse.Namespace) -> None:
         raise ValueError(f"--batch-invariant: takes FP8 weights and bfloat16, got {got}")
     if args.prefix_cache:
         raise ValueError("--batch-invariant: takes no --prefix-cache, which cuts prompts by what others begin with")
-
-
-def _sampling(args: argparse.Namespace) -> "SamplingParams":
-    """Options first, then what the checkpoint's generation_config.json sets."""
-    from dsa_layers.generation.sampling import SamplingParams
-    from dsa_layers.generation.sampling_defaults import sampling_defaults
-
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    given = {name: getattr(args, name) for name in names}
-    chosen = {name: value for name, value in given.items() if value is not None}
-    stop = [options.text("--stop", text) for text in args.stop]
-    own = sampling_defaults(args.checkpoint) | chosen
-    own |= {name: getattr(args, name) for name in ("n", "presence_penalty", "frequency_penalty", "logprobs")}
-    try:
-        return SamplingParams(max_tokens=args.max_tokens, seed=args.seed, stop=stop, **own)
-    except ValueError as error:
-        name, problem = str(error).split(":", 1)
-        raise ValueError(f"--{name.replace('_', '-')}:{problem}") from None
 
 
 def _say_what_the_context_leaves(encoded: list[list[int]], params: "SamplingParams", context: int) -> None:
@@ -286,9 +208,5 @@ def _report(
 
 
 def _in_options(problem: str, prompts: list[Prompt]) -> str:
-    """A message of the library with the names of the options: prompts[1] is --prompt-file b.txt, cache_tokens
-    --cache-tokens."""
-    problem = re.sub(r"^cache_tokens\b|(?<=\()cache_tokens(?=\)$)", "--cache-tokens", problem)
-    problem = re.sub(r"^draft_tokens\b", "--draft", problem)
-    problem = re.sub(r"^batch_invariant\b", "--batch-invariant", problem)
-    return re.sub(r"^prompts\[(\d+)\]", lambda found: prompts[int(found[1])].source, problem)
+    """A message of the library with the names of the options: prompts[1] is --prompt-file b.txt."""
+    return re.sub(r"^prompts\[(\d+)\]", lambda found: prompts[int(found[1])].source, by_options(problem))

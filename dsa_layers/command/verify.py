@@ -157,7 +157,7 @@ def _generated(loaded: LoadedModel) -> dict[str, Any]:
     from dsa_layers.generation.sampling import SamplingParams
 
     generator = Generator(loaded.model, loaded.tokenizer, cache_tokens=4096)
-    runs = [generator.generate(list(_PROMPTS), SamplingParams(max_new_tokens=_NEW_TOKENS)) for _ in range(2)]
+    runs = [generator.generate(list(_PROMPTS), SamplingParams(max_tokens=_NEW_TOKENS)) for _ in range(2)]
     tokens = [[completion.tokens for completion in completions] for completions in runs]
     return {
         "prompts": len(_PROMPTS),

@@ -99,7 +99,7 @@ class Speed:
 
         def measured(given: list[list[int]], count: int) -> Throughput:
             for _ in range(2):
-                generator.generate(given, SamplingParams(max_new_tokens=count))
+                generator.generate(given, SamplingParams(max_tokens=count))
             return generator.throughput
 
         def prompt_rate(length: int) -> float:

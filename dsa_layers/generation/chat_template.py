@@ -26,27 +26,21 @@ class ChatTemplateError(ValueError):
 
 
 class ChatTemplate:
-    """The template `source`, which must compile: ChatTemplateError otherwise."""
+    """The template `source`. Whether it compiles turns out when it is rendered."""
 
     def __init__(self, source: str) -> None:
         self._source = source
-        _check(source)
 
     def render(self, variables: Mapping[str, Any]) -> str:
         """What the template makes of `variables`: strings, numbers, None, and sequences and mappings of them.
 
-        Raises ChatTemplateError if the template refuses them or fails, and after half a second of computing, at 200 MB
-        of memory, or when the text has 2^19 characters more than 8 times what the variables have.
+        Raises ChatTemplateError if the template does not compile, refuses them or fails, and after half a second of
+        computing, at 200 MB of memory, or when the text has 2^19 characters more than 8 times what the variables have.
         """
         return _run(self._source, variables)
 
 
-@lru_cache(maxsize=16)
-def _check(source: str) -> None:
-    _run(source, None)
-
-
-def _run(source: str, variables: Mapping[str, Any] | None) -> str:
+def _run(source: str, variables: Mapping[str, Any]) -> str:
     try:
         request = json.dumps({"source": source, "variables": variables}, ensure_ascii=False, default=_plain)
     except (TypeError, ValueError, RecursionError) as error:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from dsa_layers.generation.tokenizer import StreamDecoder
+from dsa_layers.generation.stream_decoder import StreamDecoder
 
 
 class StopStrings:

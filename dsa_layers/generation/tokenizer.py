@@ -5,6 +5,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
+from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ from typing import Any
 import tokenizers
 
 from dsa_layers.arguments import instance, shown
+from dsa_layers.errors import TokenizerError
+from dsa_layers.generation.chat_formats import FORMATS, NEEDED, ChatFormat
 from dsa_layers.generation.chat_template import ChatTemplate, ChatTemplateError
+from dsa_layers.generation.library_failures import library_failures
+from dsa_layers.generation.stream_decoder import StreamDecoder
 from dsa_layers.hub import checkpoint_directory
 from dsa_layers.untrusted_files import check_values, read_json_object, read_text
-
-_REPLACEMENT = "\ufffd"
 
 # Bytes. The largest published tokenizers have 35 MB, and two million values.
 _MAX_TOKENIZER = 2**26
@@ -28,10 +31,6 @@ _MAX_TEMPLATE = 2**20
 _MAX_GROWTH = 2**8
 
 
-class TokenizerError(ValueError):
-    """A tokenizer or chat template that cannot be used. Names the file, what it holds and what is accepted."""
-
-
 class Tokenizer:
     """The tokenizer of a checkpoint's directory or hub id: tokenizer.json, and tokenizer_config.json for its special
     tokens.
@@ -39,7 +38,10 @@ class Tokenizer:
     bos_token_id, eos_token_id: None if tokenizer_config.json names no such token.
     The chat template is chat_template.jinja if there is one, else tokenizer_config.json's `chat_template`: a string, or
     a list of {"name", "template"} of which "default" is taken. It is a program that came with the checkpoint; it runs
-    in jinja2's sandbox, in a process of its own with half a second and 200 MB (`ChatTemplate`).
+    in jinja2's sandbox, in a process of its own with half a second and 200 MB (`ChatTemplate`). It is compiled when it
+    is first used.
+    Without a template a checkpoint whose config.json has a `model_type` of `chat_formats.FORMATS` has that format,
+    unless the tokenizer lacks the format's tokens.
     tokenizer.json's own padding and truncation are not applied: a prompt is encoded whole.
     Raises TokenizerError (a ValueError) that names the file that is missing or malformed.
     """
@@ -51,12 +53,12 @@ class Tokenizer:
         with _missing(tokenizer_path):
             content = read_text(tokenizer_path, TokenizerError, _MAX_TOKENIZER)
         check_values(tokenizer_path, content, TokenizerError, _MAX_TOKENIZER_VALUES)
-        with _failures(f"{tokenizer_path}: not a tokenizer"):
+        with library_failures(f"{tokenizer_path}: not a tokenizer"):
             self._tokenizer = tokenizers.Tokenizer.from_str(content)
             self._tokenizer.no_padding()
             self._tokenizer.no_truncation()
         for part in ("normalizer", "decoder"):
-            with _failures(f"{tokenizer_path}: not a tokenizer"):
+            with library_failures(f"{tokenizer_path}: not a tokenizer"):
                 step = getattr(self._tokenizer, part)
                 growth = 1 if step is None else _growth(json.loads(step.__getstate__()))
             if growth > _MAX_GROWTH:
@@ -83,9 +85,9 @@ class Tokenizer:
             self._template_path = template_path
         else:
             template, self._template_path = _chat_template(config_path, config), config_path
-        with self._template_failures():
-            self._template = None if template is None else ChatTemplate(template)
-        with _failures(f"{tokenizer_path}: not a tokenizer"):
+        self._template = None if template is None else ChatTemplate(template)
+        self._config_path = directory / "config.json"
+        with library_failures(f"{tokenizer_path}: not a tokenizer"):
             added = self._tokenizer.get_added_tokens_decoder()
         self._skipped = {token_id for token_id, token in added.items() if token.special}
 
@@ -96,7 +98,18 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return self._template is not None
+        """Whether `apply_chat_template` has a template or a format. Raises TokenizerError for a config.json that cannot
+        be read."""
+        return self._template is not None or self._format is not None
+
+    @cached_property
+    def _format(self) -> ChatFormat | None:
+        try:
+            model_type = read_json_object(self._config_path, TokenizerError, _MAX_CONFIG).get("model_type")
+        except FileNotFoundError:
+            return None
+        known = all(self._tokenizer.token_to_id(token) is not None for token in NEEDED)
+        return FORMATS.get(model_type) if known and isinstance(model_type, str) else None
 
     def encode(self, text: str, add_bos: bool = True) -> list[int]:
         """Token ids of `text`; special tokens that are spelled out in it become their ids.
@@ -106,7 +119,7 @@ class Tokenizer:
         Raises TokenizerError if the tokenizer cannot encode it, TypeError for what is no text.
         """
         instance("text", text, str, "a string")
-        with _failures(f"{self._tokenizer_path}: cannot encode a text of {len(text)} characters"):
+        with library_failures(f"{self._tokenizer_path}: cannot encode a text of {len(text)} characters"):
             ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         if add_bos and self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
             ids.insert(0, self.bos_token_id)
@@ -119,34 +132,51 @@ class Tokenizer:
         """
         if isinstance(ids, str | bytes) or not isinstance(ids, Sized):
             raise TypeError(f"ids: must be a list of token ids, got {shown(ids)}")
-        with _failures(f"{self._tokenizer_path}: cannot decode {len(ids)} ids"):
+        with library_failures(f"{self._tokenizer_path}: cannot decode {len(ids)} ids"):
             return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
-    def stream(self) -> "StreamDecoder":
+    def stream(self) -> StreamDecoder:
         """A decoder for ids that come one by one."""
-        return StreamDecoder(self)
+        return StreamDecoder(self._tokenizer_path, self._token_text, self._tokenizer.decoder)
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
-        """The prompt for `messages`, each {"role": ..., "content": ...}, by the checkpoint's chat template.
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """The prompt for `messages`, each {"role": ..., "content": ...}, by the checkpoint's chat template or format.
 
-        add_generation_prompt ends it where the assistant's answer begins. Templates write BOS themselves, as text.
-        Raises TokenizerError if there is no template, if it refuses the messages, or if it takes more than it may.
+        add_generation_prompt ends it where the assistant's answer begins. The prompt begins with BOS, as text.
+        tools: functions that the assistant may call, each {"type": "function", "function": {"name": ..., ...}}.
+        variables: those of the template, which ignores what it does not know. Of a format they are options: for
+        DeepSeek-V3.2 and V4 `thinking` or `enable_thinking`, and `drop_thinking`; for V4 `reasoning_effort` too
+        (`chat_formats`).
+        Raises TokenizerError if there is neither template nor format, if it refuses the messages or an option, or if a
+        template takes more than it may.
         """
+        if self._template is None and self._format is None:
+            raise TokenizerError(
+                f"{self._template_path}: holds no chat_template, there is no chat_template.jinja, and no chat format "
+                "is known for config.json's model_type with this tokenizer"
+            )
         if self._template is None:
-            raise TokenizerError(f"{self._template_path}: holds no chat_template, and there is no chat_template.jinja")
-        variables = {**self._special, "messages": messages, "add_generation_prompt": add_generation_prompt}
+            return self._format(messages, tools, variables, add_generation_prompt=add_generation_prompt)
+        given = {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": tools}
         with self._template_failures():
-            return self._template.render(variables)
+            return self._template.render({"documents": None, **self._special, **variables, **given})
 
-    def emits_text(self, token_id: int) -> bool:
-        """False for the ids that `decode` leaves out."""
-        return token_id not in self._skipped and self._tokenizer.id_to_token(token_id) is not None
+    def _token_text(self, token_id: int) -> str | None:
+        """The token as tokenizer.json has it; None for one that `decode` leaves out."""
+        return None if token_id in self._skipped else self._tokenizer.id_to_token(token_id)
 
     def _token_id(self, name: str, path: Path) -> int | None:
         text = self._special.get(name)
         if text is None:
             return None
-        with _failures(f"{path}: {name} {shown(text)} cannot be looked up"):
+        with library_failures(f"{path}: {name} {shown(text)} cannot be looked up"):
             token_id = self._tokenizer.token_to_id(text)
         if token_id is None:
             raise TokenizerError(f"{path}: {name} {shown(text)} is no token of {self._tokenizer_path}")
@@ -160,80 +190,12 @@ class Tokenizer:
             raise TokenizerError(f"{self._template_path}: chat template: {error}") from error
 
 
-class StreamDecoder:
-    """Decodes ids one by one; the pieces joined, with `flush`'s, are what `Tokenizer.decode` gives for all of them.
-
-    A character can span several tokens: its bytes are held back until it is complete or known to be invalid. Each push
-    decodes a window of the last tokens, not the whole text. Exact for byte-level tokenizers, DeepSeek's kind.
-    """
-
-    # A window grows only while the text ends in invalid UTF-8; beyond this many tokens its beginning is cut off.
-    _MAX_WINDOW = 16
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._window: list[int] = []
-        self._context = 0  # the first tokens of the window: returned in full, kept for decoders that look back
-        self._returned = 0  # characters of the window's text
-
-    def push(self, token_id: int) -> str:
-        """The text that `token_id` completes: often a word, "" for a special token or half a character."""
-        if not self._tokenizer.emits_text(token_id):
-            return ""
-        self._window.append(token_id)
-        text = self._tokenizer.decode(self._window)
-        # An unfinished character shows as one U+FFFD at the end. Those before it are final.
-        held = text.endswith(_REPLACEMENT)
-        piece = text[self._returned : len(text) - held]
-        self._returned += len(piece)
-        if not held:
-            self._drop(self._context)
-            self._context = len(self._window)
-        elif len(self._window) > self._MAX_WINDOW:
-            self._cut(text)
-        return piece
-
-    def flush(self) -> str:
-        """The text still held back: U+FFFD if the ids ended inside a character. The decoder then starts afresh."""
-        rest = self._tokenizer.decode(self._window)[self._returned :]
-        self._window, self._context, self._returned = [], 0, 0
-        return rest
-
-    def _drop(self, tokens: int) -> None:
-        """Forgets the first tokens of the window, whose text has been returned."""
-        self._returned -= len(self._tokenizer.decode(self._window[:tokens]))
-        del self._window[:tokens]
-
-    def _cut(self, text: str) -> None:
-        # Where the two sides decode to the whole, no character lies across the cut.
-        for tokens in range(len(self._window) - 1, 0, -1):
-            sides = (self._window[:tokens], self._window[tokens:])
-            if "".join(map(self._tokenizer.decode, sides)) == text:
-                self._drop(tokens)
-                self._context = 0
-                return
-
-
 @contextmanager
 def _missing(path: Path) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
         raise TokenizerError(f"{path}: no such file; a checkpoint needs it to turn text into tokens") from None
-
-
-@contextmanager
-def _failures(problem: str) -> Iterator[None]:
-    """Turns what the tokenizers library raises into TokenizerError. The library raises Exception itself, and where a
-    state was thought impossible a panic, which is no subclass of Exception."""
-    try:
-        yield
-    except Exception as error:
-        raise TokenizerError(f"{problem}: {error}") from error
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":
-            raise
-        raise TokenizerError(f"{problem}: {error}") from error
 
 
 def _growth(step: Any) -> float:

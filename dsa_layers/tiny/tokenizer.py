@@ -1,10 +1,12 @@
-"""The tokenizer of a tiny checkpoint: trained here, with a chat template in DeepSeek's form."""
+"""The tokenizer of a tiny checkpoint: trained here, with a chat template where the model's releases have one."""
 
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+from dsa_layers.generation.chat_formats import FORMATS
 
 _BOS, _EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 _USER, _ASSISTANT = "<｜User｜>", "<｜Assistant｜>"
@@ -19,8 +21,9 @@ _CHAT_TEMPLATE = (
 )
 
 
-def tokenizer_config(max_length: int) -> dict[str, Any]:
-    """The fields of tokenizer_config.json. max_length: of the model's context, in tokens."""
+def tokenizer_config(model_type: str, max_length: int) -> dict[str, Any]:
+    """The fields of tokenizer_config.json. max_length: of the model's context, in tokens. The releases of models that
+    have a chat format of their own hold no template."""
 
     def token(content: str) -> dict[str, Any]:
         flags = {"lstrip": False, "normalized": True, "rstrip": False, "single_word": False}
@@ -36,7 +39,7 @@ def tokenizer_config(max_length: int) -> dict[str, Any]:
         "pad_token": token(_EOS),
         "tokenizer_class": "PreTrainedTokenizerFast",
         "unk_token": None,
-        "chat_template": _CHAT_TEMPLATE,
+        **({} if model_type in FORMATS else {"chat_template": _CHAT_TEMPLATE}),
     }
 
 

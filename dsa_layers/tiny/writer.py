@@ -60,7 +60,7 @@ def write_tiny_checkpoint(
     # config.json comes last: where it is, the checkpoint is complete.
     _write_json(directory / INDEX_NAME, {"metadata": {"total_size": size, "writer": _WRITER}, "weight_map": weight_map})
     train_tokenizer(config.vocab_size).save(str(directory / "tokenizer.json"))
-    _write_json(directory / "tokenizer_config.json", tokenizer_config(config.max_position_embeddings))
+    _write_json(directory / "tokenizer_config.json", tokenizer_config(model, config.max_position_embeddings))
     _write_json(directory / "generation_config.json", _GENERATION_CONFIG)
     generator = torch.Generator().manual_seed(seed)
     use_ue8m0 = config.quantization is not None and config.quantization.scale_fmt == "ue8m0"

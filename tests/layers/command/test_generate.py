@@ -13,7 +13,7 @@ from dsa_layers.generation.generator import Generator, TokenEvent
 from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.generation.tokenizer import Tokenizer
 from tests.layers.checkpoint.stand_ins import changed
-from tests.layers.command.calls import PROMPT, TOKENS, generate
+from tests.layers.command.calls import PROMPT, TOKENS, generate, replace
 
 SPEED = r"prefill: \d+ tokens, [\d.]+ tokens/s; decode: \d+ tokens, [\d.]+ tokens/s"
 REPORT = SPEED + r" \(cpu, backend reference, dequantised, greedy\)"
@@ -57,6 +57,54 @@ def test_the_chat_template_is_the_default(checkpoint, greedy, capsys):
     assert greedy["chat"] != greedy["raw"]
     assert generate(checkpoint) == 0
     assert capsys.readouterr().out == f"{PROMPT}\n\n{greedy['chat']}\n"
+
+
+def test_chat_options_change_the_prompt(checkpoint, monkeypatch):
+    """Of a checkpoint with a chat format: values are JSON."""
+    prompts = []
+
+    def stream(self, given, params):
+        prompts.extend(given)
+        yield from ()
+
+    monkeypatch.setattr(Generator, "stream", stream)
+    for options in ([], ["--chat-option", "thinking=false", "--chat-option", "enable_thinking=true"]):
+        generate(checkpoint, *options)
+    tokenizer = Tokenizer(checkpoint)
+    ends = [tokenizer.decode(ids).removeprefix(PROMPT) for ids in prompts]
+    assert ends == ["</think>", "<think>"]
+
+
+def test_wrong_chat_options(checkpoint, capsys):
+    for options, problem in [
+        (["mood=good"], "--chat-option: mood: is no option of this chat format; accepted: thinking, enable_thinking"),
+        (["thinking=maybe"], "--chat-option: thinking: must be true or false, got 'maybe'"),
+        (["thinking=true", "--raw"], "--chat-option: must not be given with --raw"),
+    ]:
+        assert generate(checkpoint, "--chat-option", *options) == 2
+        assert problem in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_template_and_the_lack_of_one(damaged, capsys):
+    """A template that does not compile stops only those who use it; without any a line says so."""
+    (damaged / "chat_template.jinja").write_text("{% if %}")
+    assert generate(damaged) == 2 and generate(damaged, "--raw") == 0
+    assert "chat_template.jinja: chat template: " in capsys.readouterr().err
+    (damaged / "chat_template.jinja").write_text("{{ mode }}")
+    assert generate(damaged, "--chat-option", "mode=a b") == 0
+    (damaged / "chat_template.jinja").unlink()
+    replace(
+        damaged / "tokenizer.json", (damaged / "tokenizer.json").read_bytes().replace("<｜User｜>".encode(), b"<u>")
+    )
+    assert generate(damaged, "--chat-option", "mode=a") == 2
+    assert "--chat-option: must not be given for a checkpoint without" in capsys.readouterr().err
+    assert generate(damaged) == 0
+    captured = capsys.readouterr()
+    assert captured.err.startswith(
+        "The checkpoint has no chat template and no known chat format: text is sent as it is"
+    )
+    assert captured.out.startswith(PROMPT) and not captured.out.startswith(f"{PROMPT}\n\n")
 
 
 @pytest.mark.parametrize(

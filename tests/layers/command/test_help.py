@@ -17,7 +17,7 @@ try:
 except SystemExit:
     sys.exit(bool({"torch", "numpy", "tokenizers", "dsa", "tqdm", "jinja2"} & sys.modules.keys()))
 """
-COMMANDS = ["generate", "compare", "check", "verify", "compile", "plan", "bench", "tune", "tiny"]
+COMMANDS = ["generate", "chat", "compare", "check", "verify", "compile", "plan", "bench", "tune", "tiny"]
 
 
 (_COMMANDS,) = [action for action in _parser()._actions if isinstance(action, argparse._SubParsersAction)]

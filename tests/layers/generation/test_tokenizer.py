@@ -5,8 +5,9 @@ from datetime import datetime
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from transformers.utils.chat_template_utils import render_jinja_template
 
-from dsa_layers.generation.tokenizer import StreamDecoder, Tokenizer, TokenizerError
+from dsa_layers.generation.tokenizer import Tokenizer, TokenizerError
 
 BOS, EOS, USER = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>"
 TEXT = "The lightning indexer scores every key; the top k of them are attended to. The keys are scored by the indexer."
@@ -123,8 +124,19 @@ def test_where_the_chat_template_is(tmp_path):
     (tmp_path / "chat_template.jinja").write_text("by file")
     assert make(tmp_path, chat_template="by config").apply_chat_template([]) == "by file"
     (tmp_path / "chat_template.jinja").write_text("{% if %}")
+    broken = Tokenizer(tmp_path)  # for whom uses no template
     with pytest.raises(TokenizerError, match=r"chat_template\.jinja: chat template: "):
-        Tokenizer(tmp_path)
+        broken.apply_chat_template([])
+
+
+def test_a_block_of_a_reply_is_rendered_as_by_transformers(tmp_path):
+    template = (
+        "{% for m in messages %}\n  {% if m.role == 'assistant' %}\n  {% generation %}\n<{{ m.content }}>"
+        "{% set x = 1 %}\n"
+        "    {% endgeneration %}\n{{ x }}{% else %}{{ m.content }}{% endif %}\n{% endfor %}"
+    )
+    expected, _ = render_jinja_template(conversations=[MESSAGES], chat_template=template)
+    assert [make(tmp_path, chat_template=template).apply_chat_template(MESSAGES)] == expected
 
 
 def byte_ids(tokenizer, content):
@@ -179,15 +191,3 @@ def test_stream_equals_one_shot(tokenizer, seed):
     for _ in range(20):
         ids = [token_id for _ in range(draw.randrange(12)) for token_id in draw.choice(pieces)()]
         assert "".join(streamed(tokenizer, ids)) == tokenizer.decode(ids)
-
-
-@pytest.mark.parametrize("content", [TEXT.encode() * 4, "😀".encode() * 100, b"\x80" * 400, b"\xe2\x82" * 200])
-def test_stream_is_linear(tokenizer, content, monkeypatch):
-    ids = byte_ids(tokenizer, content)
-    decoded = []
-    original = Tokenizer.decode
-    monkeypatch.setattr(Tokenizer, "decode", lambda self, ids: decoded.append(len(ids)) or original(self, ids))
-    stream = StreamDecoder(tokenizer)
-    text = "".join([stream.push(token_id) for token_id in ids])
-    assert max(decoded) < 40 and sum(decoded) < 60 * len(ids)
-    assert text + stream.flush() == content.decode(errors="replace")

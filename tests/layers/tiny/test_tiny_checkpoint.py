@@ -71,13 +71,14 @@ def test_tokenizer(tiny):
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text and len(ids) < len(text.encode()) * 0.7
     prompt = tokenizer.apply_chat_template([{"role": "system", "content": "S"}, {"role": "user", "content": "Q"}])
-    assert prompt == "<｜begin▁of▁sentence｜>S<｜User｜>Q<｜Assistant｜>"
-    assert tokenizer.decode(tokenizer.encode(prompt)) == "SQ" and len(tokenizer.encode(prompt)) == 5
-    answered = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
-    expected = "<｜begin▁of▁sentence｜><｜User｜>Q<｜Assistant｜>A<｜end▁of▁sentence｜>"
-    assert tokenizer.apply_chat_template(answered, add_generation_prompt=False) == expected
-    with pytest.raises(ValueError, match="role tool is not supported"):
-        tokenizer.apply_chat_template([{"role": "tool", "content": "x"}])
+    assert prompt == "<｜begin▁of▁sentence｜>S<｜User｜>Q<｜Assistant｜></think>"
+    assert tokenizer.decode(tokenizer.encode(prompt)) == "SQ</think>"
+
+
+def test_chat_templates_are_where_releases_have_them(tiny, tiny_checkpoint):
+    assert "chat_template" not in json.loads((tiny / "tokenizer_config.json").read_text())
+    prompt = Tokenizer(tiny_checkpoint("glm_moe_dsa")).apply_chat_template([{"role": "user", "content": "Q"}])
+    assert prompt == "<｜begin▁of▁sentence｜><｜User｜>Q<｜Assistant｜>"
 
 
 def test_corpus_is_the_repository_or_the_package(tmp_path, monkeypatch):

@@ -1,0 +1,10 @@
+"""Tokens that DeepSeek's formats write as text, which the tokenizer knows."""
+
+BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
+USER, ASSISTANT = "<｜User｜>", "<｜Assistant｜>"
+LATEST_REMINDER = "<｜latest_reminder｜>"
+THINK, END_THINK = "<think>", "</think>"
+DSML = "｜DSML｜"
+
+# Of all formats: a tokenizer without them is not made for a conversation.
+NEEDED = (BOS, EOS, USER, ASSISTANT)
