@@ -8,25 +8,77 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dsa_layers.batch.decode_batch import DecodeBatch
     from dsa_layers.batch.sequence_batch import SequenceBatch
+    from dsa_layers.cache.kv_cache import LayerCache
+    from dsa_layers.checkpoint.export import save_fp8_checkpoint
     from dsa_layers.checkpoint.loading import load_model
+    from dsa_layers.families.config import read_config
+    from dsa_layers.families.precision import Precision
     from dsa_layers.generation.generator import Generator
     from dsa_layers.generation.results import Completion
     from dsa_layers.generation.sampling import SamplingParams
     from dsa_layers.generation.tokenizer import Tokenizer
+    from dsa_layers.layers.attention import DSAAttention
+    from dsa_layers.layers.indexer import LightningIndexer
+    from dsa_layers.layers.rope import RotaryEmbedding, rope_frequencies
+    from dsa_layers.layers.trained_attention import TrainedAttention
+    from dsa_layers.parallel.context import ContextBatch
+    from dsa_layers.parallel.ranks import Ranks
+    from dsa_layers.tiny.writer import write_tiny_checkpoint
+    from dsa_layers.training.indexer_stage import IndexerStage
+    from dsa_layers.training.next_tokens import next_tokens
 
-__all__ = ["SHIPPED_MODEL", "Completion", "Generator", "SamplingParams", "SequenceBatch", "Tokenizer", "load_model"]
+__all__ = [
+    "SHIPPED_MODEL",
+    "Completion",
+    "ContextBatch",
+    "DSAAttention",
+    "DecodeBatch",
+    "Generator",
+    "IndexerStage",
+    "LayerCache",
+    "LightningIndexer",
+    "Precision",
+    "Ranks",
+    "RotaryEmbedding",
+    "SamplingParams",
+    "SequenceBatch",
+    "Tokenizer",
+    "TrainedAttention",
+    "load_model",
+    "next_tokens",
+    "read_config",
+    "rope_frequencies",
+    "save_fp8_checkpoint",
+    "write_tiny_checkpoint",
+]
 
 # A checkpoint of a small model of Python source, trained by examples/train_indexer.py; its README.md is the model card.
 SHIPPED_MODEL = Path(__file__).parent / "stdlib_model"
 
 _MODULES = {
     "Completion": "dsa_layers.generation.results",
+    "ContextBatch": "dsa_layers.parallel.context",
+    "DSAAttention": "dsa_layers.layers.attention",
+    "DecodeBatch": "dsa_layers.batch.decode_batch",
     "Generator": "dsa_layers.generation.generator",
+    "IndexerStage": "dsa_layers.training.indexer_stage",
+    "LayerCache": "dsa_layers.cache.kv_cache",
+    "LightningIndexer": "dsa_layers.layers.indexer",
+    "Precision": "dsa_layers.families.precision",
+    "Ranks": "dsa_layers.parallel.ranks",
+    "RotaryEmbedding": "dsa_layers.layers.rope",
     "SamplingParams": "dsa_layers.generation.sampling",
     "SequenceBatch": "dsa_layers.batch.sequence_batch",
     "Tokenizer": "dsa_layers.generation.tokenizer",
+    "TrainedAttention": "dsa_layers.layers.trained_attention",
     "load_model": "dsa_layers.checkpoint.loading",
+    "next_tokens": "dsa_layers.training.next_tokens",
+    "read_config": "dsa_layers.families.config",
+    "rope_frequencies": "dsa_layers.layers.rope",
+    "save_fp8_checkpoint": "dsa_layers.checkpoint.export",
+    "write_tiny_checkpoint": "dsa_layers.tiny.writer",
 }
 
 

@@ -40,12 +40,10 @@ from indexer_training.stages import ALONE, STAGES, Plan, Row, train_stage
 from indexer_training.text import Text, read_text
 from indexer_training.vocabulary import BEGIN, BYTES, tokenizer_config, train_tokenizer
 
-from dsa_layers import options
-from dsa_layers.checkpoint.loading import load_model
+from dsa_layers import Ranks, load_model, options
 from dsa_layers.families.precision import check_device
 from dsa_layers.parallel.environment import started_ranks
 from dsa_layers.parallel.process_group import agreed, join
-from dsa_layers.parallel.ranks import Ranks
 
 # How the model writes best; generation_config.json.
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_p": 0.95}

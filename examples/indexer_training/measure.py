@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 import dsa
-from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers import DSAAttention, SequenceBatch
 from dsa_layers.families.model import CheckpointModel
-from dsa_layers.layers.attention import DSAAttention
 
 from .stages import language_loss, selecting
 

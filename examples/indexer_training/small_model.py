@@ -9,11 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from dsa_layers import Precision, read_config, save_fp8_checkpoint
 from dsa_layers.checkpoint import SINGLE_NAME
-from dsa_layers.checkpoint.export import save_fp8_checkpoint
-from dsa_layers.families.config import read_config
 from dsa_layers.families.deepseek_v32.model import DeepseekV32ForCausalLM
-from dsa_layers.families.precision import Precision
 from dsa_layers.families.published import published_config
 from dsa_layers.families.sparse_mla.drafter import SparseMLADrafter
 

@@ -12,14 +12,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers import ContextBatch, DSAAttention, IndexerStage, Ranks, SequenceBatch, next_tokens
 from dsa_layers.families.deepseek_v32.model import DeepseekV32ForCausalLM
-from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.moe import GroupedSigmoidRouter
-from dsa_layers.parallel.context import ContextBatch
-from dsa_layers.parallel.ranks import Ranks
-from dsa_layers.training.indexer_stage import IndexerStage
-from dsa_layers.training.next_tokens import next_tokens
 
 from .corpus import draw
 from .optimizer import Optimizer
