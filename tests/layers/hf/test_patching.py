@@ -131,7 +131,7 @@ def test_accelerate_again(models, tokens):
 
 @load_model_reads_it
 @torch.no_grad()
-@pytest.mark.parametrize("family", ["deepseek_v32", "deepseek_v4"])
+@pytest.mark.parametrize("family", [pytest.param("deepseek_v32", marks=pytest.mark.slow), "deepseek_v4"])
 def test_prompts_are_scored_with_the_same_accumulators_either_way(family, tmp_path, tokens, monkeypatch):
     models = pair(family, tmp_path, index_head_dim=128)
     own = quantised(load_model(tmp_path, dtype=torch.float32, progress=False))
