@@ -73,6 +73,8 @@ def load_model(
                    make the same calls. Of every tensor a rank reads its own slice alone; FP8 weights are cut where
                    their blocks of 128 end. What one rank finds in its part all raise; the first has the progress bar
 
+    What prompts' index scores are accumulated in is the default of all models (`SCORE_ACCUMULATORS` of
+    `dsa_layers.layers.score_accumulators`); `set_score_accumulators(model, ...)` changes it for one.
     Also in inference mode parameters are none of its tensors, whose changes nobody counts: what is made of weights once
     would be made anew in every pass.
     A hub id is OWNER/NAME, where there is no such directory, and is found by huggingface_hub (`checkpoint_directory`).

@@ -17,6 +17,7 @@ from dsa_layers.layers.compressed_indexer import CompressedIndexer
 from dsa_layers.layers.compressor import Compressor
 from dsa_layers.layers.key_selection import WORKSPACE
 from dsa_layers.layers.rope import RopeAngles, turn
+from dsa_layers.layers.score_accumulators import SCORE_ACCUMULATORS
 
 PAGE_SIZE = 256  # tokens: 64 entries of a layer with an indexer, 2 of the others, as the published model has them
 
@@ -65,7 +66,7 @@ class SparseDeepseekV4Indexer(
     """transformers' indexer, which is a compressor, too."""
 
     original, overlap = theirs.DeepseekV4Indexer, True
-    quantize, workspace, accumulators = False, WORKSPACE, torch.float32
+    quantize, workspace, accumulators = False, WORKSPACE, SCORE_ACCUMULATORS
 
     @property
     def n_heads(self) -> int:

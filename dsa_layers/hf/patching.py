@@ -22,7 +22,8 @@ def register(*, fp8_indexer: bool = False) -> None:
     fp8_indexer  False: index scores are of index queries and keys in the model's dtype, as transformers' are, up to
                  rounding; PyTorch computes them. True: index queries and keys go through the Hadamard transform and
                  e4m3, as the models were published; this has kernels on Hopper, for index_head_dim = 128, and an index
-                 key takes 132 bytes in the cache
+                 key takes 132 bytes in the cache. Prompts are scored as with `load_model`:
+                 `dsa_layers.layers.score_accumulators`
 
     Raises ImportError without transformers, and RuntimeError for a version that was not tested, and for 5.17 to 5.20
     without torchvision, which these import while a model is made that has a registered class: `accelerate` needs none.

@@ -10,6 +10,7 @@ from dsa_layers.hf.paged_layer import PagedLayer, Storage, layer_of
 from dsa_layers.hf.parts import AttentionInPlace, HeadWeightsInPlace, InPlaceOf, weight_of
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.key_selection import WORKSPACE
+from dsa_layers.layers.score_accumulators import SCORE_ACCUMULATORS
 from dsa_layers.layers.selection import Selection
 
 PAGE_SIZE = 64  # tokens, as the kernels of the byte layouts have them
@@ -24,7 +25,7 @@ class IndexerInPlace(HeadWeightsInPlace, InPlaceOf):
 
     quantize: ClassVar[bool] = False
     rope: ClassVar[dict[str, Any]]
-    workspace, accumulators = WORKSPACE, torch.float32
+    workspace, accumulators = WORKSPACE, SCORE_ACCUMULATORS
 
     @property
     def top_k(self) -> int:

@@ -10,6 +10,7 @@ from dsa_layers.cache.compressed_kv_cache import EntryCache
 from dsa_layers.layers.compressor import Compressor
 from dsa_layers.layers.key_selection import WORKSPACE, select_packed, select_paged
 from dsa_layers.layers.linear import FP32Linear, linear_fp32, make_linear
+from dsa_layers.layers.score_accumulators import SCORE_ACCUMULATORS
 
 
 class CompressedIndexer(nn.Module):
@@ -42,7 +43,7 @@ class CompressedIndexer(nn.Module):
         dtype: torch.dtype | None = None,
         use_ue8m0: bool = True,
         workspace: int = WORKSPACE,
-        accumulators: torch.dtype = torch.float16,
+        accumulators: torch.dtype = SCORE_ACCUMULATORS,
     ) -> None:
         super().__init__()
         self.accumulators, self.workspace = accumulators, workspace

@@ -16,6 +16,7 @@ from dsa_layers.layers.key_selection import WORKSPACE, Keys, select_packed, sele
 from dsa_layers.layers.linear import BlockFP8Linear, Linear, linear_fp32, make_linear
 from dsa_layers.layers.norm import LayerNorm
 from dsa_layers.layers.pass_checks import check_pages
+from dsa_layers.layers.score_accumulators import SCORE_ACCUMULATORS
 from dsa_layers.layers.trained_attention import TrainedAttention
 
 FP8_DIM = 128  # channels of a head, which the Hadamard transform and the pages of FP8 keys are for
@@ -70,8 +71,8 @@ class LightningIndexer(nn.Module):
     w = weights_proj(x) * n_heads^-0.5 * head_dim^-0.5 in fp32. If `quantize`, q and k pass the Hadamard transform and
     go to e4m3 with a power-of-two scale per head and token, as DeepSeek-V3.2 does; the queries' scales fold into w.
     workspace: bytes that a prompt's scores take at most at a time, if that is enough for one token's.
-    accumulators: of a prompt's scores on Hopper, where `quantize`, as `dsa.fp8_mqa_logits` takes them. torch.float16
-    takes about 0.7 of the time, and of 1000 keys selects less than one other than torch.float32 does.
+    accumulators: of a prompt's scores on Hopper, where `quantize`, as `dsa.fp8_mqa_logits` takes them; the default of
+    all models, and what it costs, is `dsa_layers.layers.score_accumulators.SCORE_ACCUMULATORS`.
 
     `select` and `loss` are those of `Indexer`; training never quantises. Selection with `quantize` is of head_dim 128.
     Raises TypeError or ValueError that names the argument.
@@ -95,7 +96,7 @@ class LightningIndexer(nn.Module):
         dtype: torch.dtype | None = None,
         use_ue8m0: bool = True,
         workspace: int = WORKSPACE,
-        accumulators: torch.dtype = torch.float16,
+        accumulators: torch.dtype = SCORE_ACCUMULATORS,
     ) -> None:
         super().__init__()
         sizes = {"hidden": hidden, "q_lora_rank": q_lora_rank, "n_heads": n_heads, "head_dim": head_dim}

@@ -12,6 +12,7 @@ import dsa
 from dsa.kernels.indexer.select_limits import MAX_SELECTED
 from dsa.reference.autocast import without_autocast
 from dsa.reference.indexer.index_scores import index_scores
+from dsa_layers.layers.score_accumulators import SCORE_ACCUMULATORS
 
 WORKSPACE = 260 << 20  # bytes of scores at a time: of 64 tokens and a million keys
 # Keys and tokens from which on half scores are selected as they are computed, which is faster there (docs/kernel-notes,
@@ -41,7 +42,7 @@ def select_packed(
     lengths: torch.Tensor,
     most: int,
     *,
-    accumulators: torch.dtype = torch.float32,
+    accumulators: torch.dtype = SCORE_ACCUMULATORS,
     workspace: int = WORKSPACE,
     key_lens: Sequence[int] | None = None,
     row_to_seq: torch.Tensor | None = None,

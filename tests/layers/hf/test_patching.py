@@ -15,7 +15,10 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfi
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.checkpoint.loading import load_model
 from dsa_layers.hf import accelerate, patching, register, unregister
+from dsa_layers.layers.score_accumulators import SCORE_ACCUMULATORS, set_score_accumulators
 from tests.layers.hf.pairs import MINOR, assert_same, load_model_reads_it, pair
+from tests.layers.layers.calls import record
+from tests.reference.common import assert_refused
 
 needs_registering = pytest.mark.skipif(
     MINOR < patching.FIRST_WITHOUT_TORCHVISION and importlib.util.find_spec("torchvision") is None,
@@ -61,6 +64,13 @@ def test_from_config(models):
         elif parameter.dim() == 2:
             assert 0.005 < parameter.std() < 0.04 or "position_bias" in name or parameter.numel() < 64, name
     assert made(torch.arange(20)[None]).logits.isfinite().all()
+
+
+def quantised(model):
+    for module in model.modules():
+        if hasattr(module, "quantize"):
+            module.quantize = True
+    return model
 
 
 @needs_registering
@@ -117,6 +127,29 @@ def test_accelerate_again(models, tokens):
     accelerate(model)
     with torch.no_grad():
         assert torch.equal(model(tokens).logits, models.ours(tokens).logits)
+
+
+@load_model_reads_it
+@torch.no_grad()
+@pytest.mark.parametrize("family", [pytest.param("deepseek_v32", marks=pytest.mark.slow), "deepseek_v4"])
+def test_prompts_are_scored_with_the_same_accumulators_either_way(family, tmp_path, tokens, monkeypatch):
+    models = pair(family, tmp_path, index_head_dim=128)
+    own = quantised(load_model(tmp_path, dtype=torch.float32, progress=False))
+    accelerate(models.ours, fp8_indexer=True)
+    asked = record(monkeypatch, "fp8_mqa_logits", seen=lambda *_, accumulators, **__: accumulators)
+    other = {torch.float16: torch.float32, torch.float32: torch.float16}[SCORE_ACCUMULATORS]
+    for expected in (SCORE_ACCUMULATORS, other):
+        for run in (
+            lambda: own(tokens[0, :30], SequenceBatch.without_cache([30])),
+            lambda: models.ours(tokens[:, :30]),
+        ):
+            run()
+            assert {*asked} == {expected}
+            asked.clear()
+        assert set_score_accumulators(own, other) is own
+        set_score_accumulators(models.ours, other)
+    assert_refused("model: must have a LightningIndexer or a", set_score_accumulators, nn.Linear(1, 1), other)
+    assert_refused("accumulators: must be float32 or", set_score_accumulators, own, torch.bfloat16)
 
 
 def test_a_part_of_a_model(models, tokens):
@@ -182,10 +215,7 @@ def test_wrong_options(call):
 def test_fp8_index_scores(family, tmp_path, tokens):
     """The same selections, and so the same logits, as our own model has of the same checkpoint."""
     models = pair(family, tmp_path, index_head_dim=128)
-    own = load_model(tmp_path, dtype=torch.float32, progress=False)
-    for module in own.modules():
-        if hasattr(module, "quantize"):
-            module.quantize = True
+    own = quantised(load_model(tmp_path, dtype=torch.float32, progress=False))
     own.precision = replace(own.precision, fp8_indexer=True)
     accelerate(models.ours, fp8_indexer=True)
     expected = torch.stack([own(row, SequenceBatch.without_cache([70]), all_tokens=True) for row in tokens])
