@@ -135,7 +135,7 @@ def _add_vllms_options(parser: argparse.ArgumentParser) -> None:
             type=options.number,
             default=0.0,
             metavar="X",
-            help=f"subtract X from a logit, {how}, -2 to 2 (default: 0)",
+            help=f"subtract X from a logit, {how}, -2 to 2 (default: %(default)s)",
         )
     parser.add_argument(
         "--logprobs",

@@ -16,7 +16,7 @@ from dsa_layers.generation.stop_strings import StopStrings
 from tests.layers.generation.guesses import Guesses, guess
 from tests.layers.generation.test_sampling import draw
 
-PROMPTS = [[5, 6, 7, 6], [9] * 12, list(range(40, 145))]
+PROMPTS = [[5, 6, 7, 6], [9] * 12]
 PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.7}
 
 
@@ -56,10 +56,10 @@ def test_min_p_keeps_what_is_likely_beside_the_likeliest():
     for min_p, kept in ((0.3, [0, 2]), (0.1, [0, 1, 2]), (1.0, [0]), (0.0, [0, 1, 2, 3])):
         expected = torch.zeros(4)
         expected[kept] = logits[kept].softmax(0)
-        torch.testing.assert_close(draw(logits, temperature=1.0, min_p=min_p), expected, atol=0.03, rtol=0)
+        torch.testing.assert_close(draw(logits, 500, temperature=1.0, min_p=min_p), expected, atol=0.08, rtol=0)
     # Temperature comes first, then top_p of what is left: 0.73 of both is the first one's.
-    assert (draw(logits, 400, temperature=2.0, min_p=0.3) > 0).tolist() == [True, True, True, False]
-    assert draw(logits, 400, temperature=1.0, min_p=0.3, top_p=0.7).tolist() == [1, 0, 0, 0]
+    assert (draw(logits, 200, temperature=2.0, min_p=0.3) > 0).tolist() == [True, True, True, False]
+    assert draw(logits, 100, temperature=1.0, min_p=0.3, top_p=0.7).tolist() == [1, 0, 0, 0]
 
 
 def test_logprobs_are_the_chosen_token_and_the_likeliest():
@@ -70,11 +70,11 @@ def test_logprobs_are_the_chosen_token_and_the_likeliest():
     assert second == {2: (values[1, 0, 2].item(), 1)} and third is None
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 def test_drafts_change_no_token_and_no_logprob(model, monkeypatch, temperature):
-    params = SamplingParams(12, temperature, seed=3, logprobs=3, min_p=0.01 * temperature, **PENALTIES)
+    params = SamplingParams(9, temperature, seed=3, logprobs=3, min_p=0.01 * temperature, **PENALTIES)
     expected = Generator(model, cache_tokens=1024).generate(PROMPTS, params)
-    plain = Generator(model, cache_tokens=1024).generate(PROMPTS, SamplingParams(12, temperature, seed=3))
+    plain = Generator(model, cache_tokens=1024).generate(PROMPTS, SamplingParams(9, temperature, seed=3))
     assert all(max(Counter(c.tokens).values()) <= 3 for c in expected) and expected != plain
     guess(monkeypatch, Guesses([c.tokens for c in expected], 2))
     generator = Generator(model, cache_tokens=1024, draft_tokens=2)
@@ -88,12 +88,12 @@ def test_drafts_change_no_token_and_no_logprob(model, monkeypatch, temperature):
 
 def test_n_sequences_of_a_prompt_draw_by_seeds_of_their_own(model):
     generator = Generator(model, cache_tokens=2048, prefix_cache=True)
-    got = generator.generate(PROMPTS[:2], SamplingParams(6, 1.0, seed=7, n=3))
+    got = generator.generate(PROMPTS, SamplingParams(3, 1.0, seed=7, n=3))
     assert [c.prompt for c in got] == [0, 0, 0, 1, 1, 1]
     for i, c in enumerate(got):
-        (alone,) = generator.generate([PROMPTS[i // 3]], SamplingParams(6, 1.0, seed=7 + i))
+        (alone,) = generator.generate([PROMPTS[i // 3]], SamplingParams(3, 1.0, seed=7 + i))
         assert c.tokens == alone.tokens
-    one_each = generator.generate(PROMPTS[:2], [SamplingParams(6, 1.0, seed=7, n=2), SamplingParams(6)])
+    one_each = generator.generate(PROMPTS, [SamplingParams(3, 1.0, seed=7, n=2), SamplingParams(3)])
     assert [c.tokens for c in one_each[:2]] == [c.tokens for c in got[:2]] and one_each[2].prompt == 1
 
 
