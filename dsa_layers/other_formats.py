@@ -61,7 +61,7 @@ def check_quantization(path: Path, fields: Mapping[str, Any]) -> None:
             what = f"field 'quantization_config.quant_method' is {shown(method)}: {_METHODS[method]}"
             raise _refused(f"{path}: {what}{_details(quantization)}")
     beside = path.parent / "hf_quant_config.json"
-    if quantization is None and path.name == "config.json" and is_there(beside):
+    if path.name == "config.json" and is_there(beside):
         told = read_json_object(beside, ConfigError, _MAX_BYTES).get("quantization")
         algorithm = told.get("quant_algo") if isinstance(told, dict) else None
         if algorithm is not None:  # null where the cache alone is quantised

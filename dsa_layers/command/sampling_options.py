@@ -50,7 +50,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int, ea
             type=options.number,
             default=0.0,
             metavar="X",
-            help=f"subtract X from a logit, {how}, -2 to 2 (default: 0)",
+            help=f"subtract X from a logit, {how}, -2 to 2 (default: %(default)s)",
         )
     parser.add_argument(
         "--seed",

@@ -7,7 +7,7 @@ import torch
 
 Inputs = TypeVar("Inputs")
 Size = tuple[int, int]
-GRAPHS = 64  # that are kept unless somebody says otherwise
+GRAPHS = 96  # kept by default: of all sizes of 64 sequences and a context of 4096 pages there are 91
 
 
 class CapturedStep(Generic[Inputs]):

@@ -1,16 +1,13 @@
 """A sequence while it is generated."""
 
 from collections.abc import Sequence, Set
-from typing import TYPE_CHECKING
 
 from dsa_layers.cache.prefix_tree import CachedPage
 from dsa_layers.generation.draws import RandomStream
 from dsa_layers.generation.results import FinishReason, Logprob, TokenEvent
 from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.generation.stop_strings import StopStrings
-
-if TYPE_CHECKING:
-    from dsa_layers.generation.penalties import TokenCounts
+from dsa_layers.generation.token_counts import TokenCounts
 
 
 class RunningSequence:

@@ -51,20 +51,6 @@ def test_the_format_of_another_tool_is_named_in_one_line(tmp_path, files, said):
     assert said in message and "accepted: Hugging Face's safetensors" in message and "\n" not in message
 
 
-def test_a_gguf_file_is_named(tmp_path):
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    with pytest.raises(CheckpointError, match=r"model\.gguf: is GGUF, which llama\.cpp reads; accepted: "):
-        load_model(tmp_path / "model.gguf", device="cpu")
-
-
-def test_a_quantised_cache_alone_is_no_other_format(tmp_path):
-    """Of ModelOpt: the weights are as they were."""
-    (tmp_path / "config.json").write_text(json.dumps(FLOAT))
-    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": None}}))
-    with pytest.raises(CheckpointError, match=f"holds no {INDEX_NAME}"):
-        load_model(tmp_path, device="cpu")
-
-
 def test_the_file_of_a_missing_tensor_is_named(tmp_path):
     first, last = {"layers.0.a": torch.ones(1)}, {"layers.2.a": torch.ones(1), "norm": torch.ones(1)}
     both = like(first | last | {"layers.0.b": torch.ones(1)})
@@ -81,7 +67,4 @@ def test_the_file_of_a_missing_tensor_is_named(tmp_path):
     assert "F32 [1]; it would be in model-00002-of-00003.safetensors" in failure(stand_in(both), tmp_path)
     (tmp_path / names["1.st"]).unlink()
     with pytest.raises(CheckpointError, match=f"{names['1.st']}: missing, though .* lists it for layers.0.a"):
-        Checkpoint(tmp_path)
-    (tmp_path / INDEX_NAME).unlink()
-    with pytest.raises(CheckpointError, match=f"1 numbered files, the first {names['2.st']}, whose index is missing"):
         Checkpoint(tmp_path)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dsa_layers.checkpoint.loading import load_model
+from dsa_layers.command.main import main
 from dsa_layers.generation.generator import Generator, TokenEvent
 from dsa_layers.generation.sampling import SamplingParams
 from dsa_layers.generation.tokenizer import Tokenizer
@@ -27,9 +28,20 @@ def greedy(checkpoint):
     model = load_model(checkpoint, dequantize=True, progress=False)
     generator = Generator(model, tokenizer, cache_tokens=1024)
     prompts = [PROMPT, tokenizer.apply_chat_template([{"role": "user", "content": PROMPT}])]
-    raw, chat = generator.generate(prompts, SamplingParams(max_tokens=TOKENS))
+    # Each by itself, as most tests ask for it: rounding may decide otherwise in a batch.
+    raw, chat = (generator.generate(prompt, SamplingParams(max_tokens=TOKENS))[0] for prompt in prompts)
     decoded = {"raw decoded": len(raw.tokens) - 1, "chat decoded": len(chat.tokens) - 1}
     return {"raw": raw.text, "chat": chat.text, **decoded}
+
+
+def test_several_sequences_of_a_prompt_and_logprobs_in_json(capsys):
+    options = ["--n", "2", "--logprobs", "1", "--seed", "4", "--cache-tokens", "256", "--device", "cpu", "--json"]
+    assert main(["generate", "--prompt", "def f(", "--prompt", "x", "--max-tokens", "2", *options]) == 0
+    start, *events = map(json.loads, capsys.readouterr().out.splitlines())
+    done = sorted((e["sequence"], e["prompt"]) for e in events if e["event"] == "completion")
+    assert done == [(0, "def f("), (1, "def f("), (2, "x"), (3, "x")] and (start["prompts"], start["n"]) == (2, 2)
+    tokens = [(event["token"], event["logprobs"][0]) for event in events if event["event"] == "token"]
+    assert all(own["token"] == token and own["logprob"] <= 0 and own["rank"] >= 1 for token, own in tokens)
 
 
 def poison(tensors):
@@ -181,6 +193,11 @@ def test_events_in_json(checkpoint, greedy, capsys):
         "dequantized": True,
         "prompts": 2,
         "max_tokens": TOKENS,
+        "n": 1,
+        "min_p": 0.0,
+        **dict.fromkeys(("presence_penalty", "frequency_penalty"), 0.0),
+        "repetition_penalty": 1.0,
+        "logprobs": None,
         "temperature": 0.0,
         "top_k": 0,
         "top_p": 0.95,

@@ -59,6 +59,17 @@ def test_options_win_over_what_the_checkpoint_says(given):
     assert (own.temperature, own.top_p, own.top_k, own.seed, own.stop) == (2, 1, 7, 3, ("a", "b"))
 
 
+def test_vllms_parameters_reach_the_generator_and_what_is_wrong_goes_by_the_option(given, capsys):
+    options = "--min-p 0.1 --repetition-penalty 1.2 --presence-penalty 0.5 --frequency-penalty -1 --logprobs 2".split()
+    assert shipped("--prompt", "x", *options, "--n", "3") == 0
+    ((_, own),) = given
+    assert (own.n, own.min_p, own.repetition_penalty, own.logprobs) == (3, 0.1, 1.2, 2)
+    assert (own.presence_penalty, own.frequency_penalty) == (0.5, -1)
+    for option, value in (("--min-p", "2"), ("--presence-penalty", "3"), ("--repetition-penalty", "0")):
+        assert shipped("--prompt", "x", option, value) == 2
+        assert capsys.readouterr().err.splitlines()[-1].startswith(f"dsa generate: {option}: must be ")
+
+
 def test_a_checkpoint_that_says_nothing_is_greedy(given, damaged):
     (damaged / "generation_config.json").unlink()
     assert main(["generate", str(damaged), "--device", "cpu", "--cache-tokens", "512", "--prompt", "x"]) == 0

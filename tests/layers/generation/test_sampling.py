@@ -56,6 +56,14 @@ def test_rows_that_are_not_finite_have_no_token(temperature):
         ({"temperature": 10**400}, "temperature: must be a finite number of at least 0, got inf"),
         ({"top_p": float("nan")}, "top_p: must be above 0 and at most 1, got nan"),
         ({"seed": 2**63}, r"seed: must be at least 0 and below 2\^63, got 9223372036854775808"),
+        ({"n": 0}, "n: must be at least 1, got 0"),
+        ({"n": 2}, "n: must be 1 with temperature 0, which is greedy, got 2"),
+        ({"min_p": 1.1}, "min_p: must be at least 0 and at most 1, got 1.1"),
+        ({"min_p": float("nan")}, "min_p: must be at least 0"),
+        ({"repetition_penalty": 0}, "repetition_penalty: must be above 0, from 0.001 to 1000, got 0.0"),
+        ({"presence_penalty": -2.1}, "presence_penalty: must be at least -2 and at most 2, got -2.1"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty: must be at least -2"),
+        ({"logprobs": -1}, "logprobs: must be at least 0, got -1"),
     ],
 )
 def test_sampling_parameters(params, message):
