@@ -54,7 +54,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(args: argparse.Namespace) -> int:
     from dsa_layers.generation.generator import Generator
 
-    ranks = args.gpus or started_ranks() or 1
+    ranks = max(args.gpus or 1, started_ranks() or 1)
     if ranks > 1:
         raise ValueError(
             f"--gpus: must be 1 for dsa chat, got {ranks}: Ctrl-C would end a reply on each GPU at another token; "
@@ -166,6 +166,7 @@ def _lines() -> Iterator[str]:
     if asks:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  # input() then has a history and an editor
+        say("/help lists the commands.")
     interrupted = False
     while True:
         try:

@@ -4,6 +4,7 @@ import io
 import os
 import signal
 import sys
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -22,17 +23,8 @@ def chat(monkeypatch):
     """Call the command with these lines: strings, or what the standard input raises."""
 
     def call(checkpoint, lines, *given):
-        stdin = io.StringIO()
-        waiting = iter([*lines, ""])
-
-        def readline():
-            line = next(waiting)
-            if not isinstance(line, str):
-                raise line
-            return line
-
-        stdin.readline = readline
-        monkeypatch.setattr(sys, "stdin", stdin)
+        readline = Mock(side_effect=[*lines, ""])
+        monkeypatch.setattr(sys, "stdin", Mock(readline=readline, isatty=lambda: False))
         size = ["--device", "cpu", "--cache-tokens", "1024", "--max-tokens", "6", "--temperature", "0"]
         return main(["chat", str(checkpoint), *size, *given])
 
@@ -76,8 +68,7 @@ def test_the_shipped_model_continues_the_texts(chat, capsys, monkeypatch):
 def test_tiny_checkpoints_reply_and_reuse_the_conversation(tiny_checkpoint, chat, monkeypatch, capsys, model):
     generators, stream = [], Generator.stream
     monkeypatch.setattr(Generator, "stream", lambda self, *given: generators.append(self) or stream(self, *given))
-    long = " ".join(["indexer"] * 300) + "\n"
-    assert chat(tiny_checkpoint(model), [long, "again\n"], "--chat-option", "thinking=true") == 0
+    assert chat(tiny_checkpoint(model), ["indexer " * 300 + "\n", "again\n"], "--chat-option", "thinking=true") == 0
     assert generators[1].throughput.reused_tokens >= 256
     assert capsys.readouterr().out.startswith("<think>")
 
@@ -108,8 +99,8 @@ def test_a_terminal_dims_the_reasoning(checkpoint, chat, replies, monkeypatch):
 
 def test_control_c_ends_a_reply_and_twice_at_a_prompt_the_conversation(checkpoint, chat, replies, capsys):
     prompts = replies(["begun", None, " and"], ["A2"])
-    interrupt = KeyboardInterrupt
-    assert chat(checkpoint, ["Q1\n", interrupt, "Q2\n", interrupt, interrupt, "Q3\n"]) == 130
+    lines = ["Q1\n", KeyboardInterrupt, "Q2\n", KeyboardInterrupt, KeyboardInterrupt, "Q3\n"]
+    assert chat(checkpoint, lines) == 130
     assert prompts[1:] == [f"{BOS}{USER}Q1{ASSISTANT}</think>begun and{EOS}{USER}Q2{ASSISTANT}</think>"]
     assert capsys.readouterr().out == "begun and\nA2\n"
 
@@ -122,32 +113,26 @@ def test_a_message_that_cannot_be_answered_is_left_out(checkpoint, chat, capsys)
 
 
 @pytest.mark.parametrize(
-    ("options", "problem"),
+    ("lines", "options", "problem"),
     [
-        (["--gpus", "2"], "dsa chat: --gpus: must be 1 for dsa chat, got 2: Ctrl-C would"),
-        (["--chat-option", "x"], "argument --chat-option: must be NAME=VALUE, got 'x'"),
-        (["--chat-option", "messages=1"], "argument --chat-option: must be another name than messages"),
+        ([], ["--gpus", "2"], "dsa chat: --gpus: must be 1 for dsa chat, got 2: Ctrl-C would"),
+        ([], ["--chat-option", "x"], "argument --chat-option: must be NAME=VALUE, got 'x'"),
+        ([], ["--chat-option", "messages=1"], "argument --chat-option: must be another name than messages"),
+        ([UnicodeDecodeError("utf-8", b"\xff", 0, 1, "")], [], "dsa chat: standard input: must be UTF-8, got other"),
     ],
 )
-def test_wrong_calls(checkpoint, chat, error, options, problem):
-    assert chat(checkpoint, [], *options) == 2
+def test_wrong_calls(checkpoint, chat, error, lines, options, problem):
+    assert chat(checkpoint, lines, *options) == 2
     assert problem in error()
 
 
-def test_an_input_that_is_no_text_ends_it(checkpoint, chat, capsys):
-    assert chat(checkpoint, [UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid")]) == 2
-    assert "standard input: must be UTF-8" in capsys.readouterr().err
-
-
-@given(st.lists(st.sampled_from(["<", "<think>", "</th", "ink>", "</think>", "a", " ", "\n"]), max_size=8), st.data())
-def test_a_reply_is_the_same_in_any_pieces(parts, data):
-    text = "".join(parts)
+@given(st.lists(st.sampled_from(["<", "<think>", "</th", "ink>", "</think>", "a", " ", "\n"]), max_size=8))
+def test_a_reply_is_the_same_in_any_pieces(parts):
     whole, cut = Reply(""), Reply("")
-    whole.push(text, last=True)
-    at = data.draw(st.integers(0, len(text)))
-    cut.push(text[:at])
-    cut.push(text[at:], last=True)
+    whole.push("".join(parts), last=True)
+    pieces = [piece for part in [*parts, ""] for piece in cut.push(part)] + cut.push("", last=True)
     assert (cut.reasoning, cut.answer) == (whole.reasoning, whole.answer)
+    assert "".join(text for reasons, text in pieces if not reasons) == whole.answer
 
 
 @pytest.mark.parametrize(

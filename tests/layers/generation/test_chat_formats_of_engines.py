@@ -1,11 +1,13 @@
 """Our chat formats beside the encoders that engines took over from DeepSeek's releases.
 
-Skipped unless DSA_SGLANG_FILES names folders with SGLang's .py files (docs/engines.md), and vLLM's are on the path.
+Skipped unless DSA_SGLANG_FILES (docs/engines.md) or the path has folders with the .py files of SGLang, and of vLLM.
 """
 
 import copy
-import importlib.util
 import os
+import runpy
+import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,19 +23,13 @@ CALLS = st.lists(st.dictionaries(TEXT, TEXT | st.integers() | st.lists(TEXT, max
 EXTRAS = st.fixed_dictionaries({}, optional={"tools": st.just(TOOLS), "response_format": st.just({"type": "é"})})
 
 
-def encoder(*, of: str, path: str):
-    """The module at `path` in SGLang's or vLLM's files; None where they are not there."""
-    if of == "vllm":
-        spec = importlib.util.find_spec("vllm")
-        folders = [Path(spec.origin).parents[1]] if spec is not None and spec.origin else []
-    else:
-        folders = [Path(folder) for folder in os.environ.get("DSA_SGLANG_FILES", "").split(os.pathsep) if folder]
-    for file in [folder / path for folder in folders if (folder / path).is_file()]:
-        spec = importlib.util.spec_from_file_location(file.stem, file)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-    pytest.skip(f"no file {path} of {of}")
+def encoder(path):
+    """encode_messages of SGLang's or vLLM's module at `path`."""
+    folders = [*os.environ.get("DSA_SGLANG_FILES", "").split(os.pathsep), *sys.path]
+    file = next((file for folder in folders if (file := Path(folder, path)).is_file()), None)
+    if file is None:
+        pytest.skip(f"no folder holds {path}")
+    return runpy.run_path(str(file))["encode_messages"]
 
 
 @st.composite
@@ -42,10 +38,8 @@ def conversations(draw, *, reminders: bool):
     for _ in range(draw(st.integers(1, 4))):
         if reminders and draw(st.booleans()):
             messages.append(says("latest_reminder", draw(TEXT)))
-        if draw(st.integers(0, 3)):
-            messages.append(says("user", draw(TEXT)))
-        else:
-            messages.append(says("developer", draw(TEXT) + "D", **draw(EXTRAS)))
+        developer = says("developer", draw(TEXT) + "D", **draw(EXTRAS))
+        messages.append(developer if draw(st.integers(0, 3)) == 0 else says("user", draw(TEXT)))
         for arguments in draw(st.lists(CALLS, max_size=2)):
             calls = [call(f"f{i}", arguments, f"c{i}") for i, arguments in enumerate(arguments)]
             reasoning = draw(TEXT_OR_NOT)
@@ -68,25 +62,24 @@ def compare(name, encode, messages, **options):
 @settings(max_examples=300, deadline=None)
 @given(messages=conversations(reminders=False), thinking=st.booleans(), drop=st.booleans())
 def test_deepseek_v32(messages, thinking, drop):
-    module = encoder(of="sglang", path="sglang/srt/entrypoints/openai/encoding_dsv32.py")
-    mode = "thinking" if thinking else "chat"
-    options = {"thinking": thinking, "drop_thinking": drop}
-    compare("deepseek_v32", lambda m: module.encode_messages(m, mode, drop_thinking=drop), messages, **options)
+    encode = encoder("sglang/srt/entrypoints/openai/encoding_dsv32.py")
+    theirs = {"thinking_mode": "thinking" if thinking else "chat", "drop_thinking": drop}
+    compare("deepseek_v32", partial(encode, **theirs), messages, thinking=thinking, drop_thinking=drop)
 
 
 @settings(max_examples=300, deadline=None)
 @given(
-    messages=conversations(reminders=True), thinking=st.booleans(), drop=st.booleans(), effort=st.sampled_from([0, 1])
+    messages=conversations(reminders=True),
+    thinking=st.booleans(),
+    drop=st.booleans(),
+    efforts=st.sampled_from([("low", "high"), ("high", "max")]),
 )
-def test_deepseek_v4(messages, thinking, drop, effort):
+def test_deepseek_v4(messages, thinking, drop, efforts):
     """vLLM's "high" is what the release calls "max", and its "low" what the release calls "high"."""
-    module = encoder(of="vllm", path="vllm/tokenizers/deepseek_v4_encoding.py")
-    mode, theirs, ours = "thinking" if thinking else "chat", ("low", "high")[effort], ("high", "max")[effort]
-
-    def encode(messages):
-        for message in messages:
-            message["reasoning"] = message.pop("reasoning_content", None)
-        return module.encode_messages(messages, mode, drop_thinking=drop, reasoning_effort=theirs)
-
-    options = {"thinking": thinking, "drop_thinking": drop, "reasoning_effort": ours}
+    encode = encoder("vllm/tokenizers/deepseek_v4_encoding.py")
+    for message in messages:
+        message["reasoning"] = message.get("reasoning_content")
+    theirs = {"thinking_mode": "thinking" if thinking else "chat", "drop_thinking": drop}
+    encode = partial(encode, **theirs, reasoning_effort=efforts[0])
+    options = {"thinking": thinking, "drop_thinking": drop, "reasoning_effort": efforts[1]}
     compare("deepseek_v4", encode, messages, **options)

@@ -1,5 +1,4 @@
 import json
-import random
 from datetime import datetime
 
 import pytest
@@ -137,57 +136,3 @@ def test_a_block_of_a_reply_is_rendered_as_by_transformers(tmp_path):
     )
     expected, _ = render_jinja_template(conversations=[MESSAGES], chat_template=template)
     assert [make(tmp_path, chat_template=template).apply_chat_template(MESSAGES)] == expected
-
-
-def byte_ids(tokenizer, content):
-    """One id per byte, merged by no rule."""
-    alphabet = byte_level().get_vocab()
-    characters = _byte_characters()
-    return [alphabet[characters[byte]] for byte in content]
-
-
-def _byte_characters():
-    """GPT-2's byte alphabet: printable bytes are themselves, the others follow from U+0100."""
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(256, 512))
-    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
-
-
-def streamed(tokenizer, ids):
-    stream = tokenizer.stream()
-    return [stream.push(token_id) for token_id in ids] + [stream.flush()]
-
-
-def test_stream_holds_back_unfinished_characters(tokenizer):
-    ids = byte_ids(tokenizer, "é😀a€".encode())
-    assert tokenizer.decode(ids) == "é😀a€"
-    assert streamed(tokenizer, ids) == ["", "é", "", "", "", "😀", "a", "", "", "€", ""]
-
-
-def test_stream_skips_special_tokens_and_holes(tokenizer):
-    first, second, third = byte_ids(tokenizer, "€".encode())
-    ids = [0, first, 1, second, 10**6, third, 1]
-    assert streamed(tokenizer, ids) == ["", "", "", "", "", "€", "", ""]
-    assert "".join(streamed(tokenizer, ids)) == tokenizer.decode(ids)
-
-
-def test_stream_shows_a_replacement_character_that_is_meant(tokenizer):
-    ids = byte_ids(tokenizer, "a\ufffdb".encode())
-    assert "".join(streamed(tokenizer, ids)) == "a\ufffdb"
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_stream_equals_one_shot(tokenizer, seed):
-    """Any ids: valid text, cut characters, runs of invalid bytes longer than a window, special tokens, unknown ids."""
-    draw = random.Random(seed)
-    pieces = [
-        lambda: tokenizer.encode("naïve 😀👩‍👩‍👧 — 汉字 " + TEXT[: draw.randrange(40)], add_bos=False),
-        lambda: byte_ids(tokenizer, bytes(draw.randrange(256) for _ in range(draw.randrange(40)))),
-        lambda: byte_ids(tokenizer, bytes(draw.choice((0xE2, 0x82, 0xF0, 0x9F, 0x98, 0xC3)) for _ in range(60))),
-        lambda: byte_ids(tokenizer, bytes([draw.choice((0x80, 0xBF, 0xFF))]) * draw.randrange(50)),
-        lambda: [draw.choice((0, 1, 300, 10**6))],
-        lambda: tokenizer.encode(USER, add_bos=False),
-    ]
-    for _ in range(20):
-        ids = [token_id for _ in range(draw.randrange(12)) for token_id in draw.choice(pieces)()]
-        assert "".join(streamed(tokenizer, ids)) == tokenizer.decode(ids)
