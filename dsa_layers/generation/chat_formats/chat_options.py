@@ -10,8 +10,8 @@ from dsa_layers.errors import TokenizerError
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """thinking: the reply begins with reasoning. drop_thinking: what only earlier turns needed is left out.
-    max_effort: the model is told to reason as much as it can."""
+    """thinking: the reply begins with reasoning. drop_thinking: leave out earlier reasoning and earlier messages of
+    developers. max_effort: tell the model to reason as much as it can."""
 
     thinking: bool
     drop_thinking: bool = True
@@ -19,11 +19,11 @@ class ChatOptions:
 
 
 def read_options(given: Mapping[str, Any], *, thinking: bool, efforts: Sequence[str] = ()) -> ChatOptions:
-    """Options by the names that engines give them: thinking and enable_thinking, of which one that is true is enough,
-    drop_thinking, and where there are efforts reasoning_effort. None is an option that is not given.
+    """Read options by the names that engines use: thinking or enable_thinking (either turns it on), drop_thinking and,
+    for a format with efforts, reasoning_effort. A value of None counts as not given.
 
-    thinking  without these options
-    efforts   that reasoning_effort may have; "none" turns thinking off, "max" is max_effort
+    thinking  default of the option thinking
+    efforts   accepted values of reasoning_effort; "none" turns thinking off, "max" sets max_effort
     Raises TokenizerError for another option or value.
     """
     names = ("thinking", "enable_thinking", "drop_thinking", *(("reasoning_effort",) if efforts else ()))

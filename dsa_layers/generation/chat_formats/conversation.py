@@ -26,8 +26,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Message:
-    """A message as the formats need it. place: what errors call it, as messages[0]. tools: schemas of functions, in
-    JSON."""
+    """One checked message. place: its name in errors, such as messages[0]. tools: schemas of functions, in JSON."""
 
     place: str
     role: str
@@ -40,8 +39,8 @@ class Message:
 
 
 def read_conversation(messages: Any, tools: Any, roles: Sequence[str]) -> list[Message]:
-    """`messages` in the form of OpenAI's chat API. `tools` go with the first system message; an empty one is put in
-    front where there is none. Raises TokenizerError, which names the message and its field."""
+    """Check `messages`, which have the form of OpenAI's chat API. Attach `tools` to the first system message; without
+    one, insert an empty one at the beginning. Raises TokenizerError that names the message and the field."""
     read = [_message(f"messages[{i}]", message, roles) for i, message in enumerate(_list("messages", messages))]
     if not read:
         raise TokenizerError("messages: must hold a message, got none")
@@ -59,7 +58,7 @@ def last_user(messages: Sequence[Message]) -> int:
 
 
 def without_earlier_developers(messages: Sequence[Message]) -> list[Message]:
-    """All but the developer's messages before the last one of a user or developer."""
+    """Drop developer messages that come before the last message of a user or developer."""
     last = last_user(messages)
     return [message for i, message in enumerate(messages) if message.role != "developer" or i >= last]
 

@@ -53,8 +53,8 @@ SCHEMAS
 
 def deepseek_v32(messages: Any, tools: Any, options: Mapping[str, Any], *, add_generation_prompt: bool) -> str:
     """The prompt for `messages`. options: thinking or enable_thinking (default: False) and drop_thinking (default:
-    True), which with thinking leaves out the developer's messages before the last one of a user or developer; earlier
-    reasoning is always left out."""
+    True). With thinking, drop_thinking drops developer messages that come before the last message of a user or
+    developer. Earlier reasoning is always left out."""
     chosen = read_options(options, thinking=False)
     conversation = read_conversation(messages, tools, _ROLES)
     if chosen.thinking and chosen.drop_thinking:

@@ -69,9 +69,12 @@ You MUST strictly follow the above defined tool name and parameter schemas to in
 
 
 def deepseek_v4(messages: Any, tools: Any, options: Mapping[str, Any], *, add_generation_prompt: bool) -> str:
-    """The prompt for `messages`. options: thinking or enable_thinking (default: True); reasoning_effort, "none" for no
-    thinking, "high" (default) or "max"; drop_thinking (default: True), which leaves out the reasoning and, with
-    thinking, the developer's messages before the last one of a user, unless a message has tools."""
+    """The prompt for `messages`. options: thinking or enable_thinking (default: True); reasoning_effort: "none" turns
+    thinking off, "high" (default) or "max"; drop_thinking (default: True).
+
+    With thinking, drop_thinking drops reasoning and developer messages that come before the last message of a user,
+    tool or developer. It has no effect if a message has tools.
+    """
     chosen = read_options(options, thinking=True, efforts=_EFFORTS)
     conversation = _users_turns(read_conversation(messages, tools, _ROLES))
     drop = chosen.drop_thinking and not any(message.tools for message in conversation)
@@ -124,7 +127,7 @@ def _users_turns(messages: Sequence[Message]) -> list[Message]:
 
 
 def _joined(parts: Sequence[Message], calls: Mapping[str, int]) -> str:
-    """The tools' results change places among themselves, so that they come in the order of their calls."""
+    """Join the texts. Results of tools are sorted by the order of their calls; the user's texts keep their places."""
     results = iter(sorted((one for one in parts if one.role == "tool"), key=lambda one: calls.get(one.tool_call_id, 0)))
     texts = [
         part.content if part.role == "user" else f"<tool_result>{next(results).content}</tool_result>" for part in parts
