@@ -19,6 +19,7 @@ class TokenCounts:
 
     def update(self, tokens: Sequence[int]) -> None:
         """Count the sequence's tokens that have come since the last call."""
-        new = packing.to_device(tokens[self._counted :], torch.int64, self.generated.device)
-        self.generated.scatter_add_(0, new, torch.ones_like(new, dtype=torch.int32))
-        self._counted = len(tokens)
+        if len(tokens) > self._counted:
+            new = packing.to_device(tokens[self._counted :], torch.int64, self.generated.device)
+            self.generated.scatter_add_(0, new, torch.ones_like(new, dtype=torch.int32))
+            self._counted = len(tokens)

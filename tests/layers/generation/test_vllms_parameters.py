@@ -77,16 +77,13 @@ def test_logprobs_are_the_chosen_token_and_the_likeliest():
 def test_drafts_change_no_token_and_no_logprob(model, monkeypatch, temperature):
     params = SamplingParams(9, temperature, seed=3, logprobs=3, min_p=0.01 * temperature, **PENALTIES)
     expected = Generator(model, cache_tokens=1024).generate(PROMPTS, params)
-    plain = Generator(model, cache_tokens=1024).generate(PROMPTS, SamplingParams(9, temperature, seed=3))
-    assert all(max(Counter(c.tokens).values()) <= 3 for c in expected) and expected != plain
+    assert all(max(Counter(c.tokens).values()) <= 3 for c in expected)
     guess(monkeypatch, Guesses([c.tokens for c in expected], 2))
     generator = Generator(model, cache_tokens=1024, draft_tokens=2)
     got = generator.generate(PROMPTS, params)
     assert 0 < generator.throughput.taken < generator.throughput.drafted
     assert [c.tokens for c in got] == [c.tokens for c in expected]
-    logprobs = [
-        [[own.logprob for own in token.values()] for c in run for token in c.logprobs] for run in (got, expected)
-    ]
+    logprobs = [[own.logprob for c in run for token in c.logprobs for own in token.values()] for run in (got, expected)]
     torch.testing.assert_close(*map(torch.tensor, logprobs), atol=1e-3, rtol=0)
 
 
