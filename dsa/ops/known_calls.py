@@ -20,8 +20,8 @@ _PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype))
 
 class KnownCalls:
     """Signatures of calls in order, how often each came, and the steps of those that were recorded (`recording`).
-    Forgets all signatures when there are too many, and of steps the oldest. Threads that call the op at once may forget
-    what another one has just found: what it found still holds. No lock, which a fork would copy as it is held.
+    Forgets the oldest signature when there are too many, and the oldest steps. Threads that call the op at once may
+    forget what another one has just found: what it found still holds. No lock, which a fork would copy as it is held.
 
     steps    signature -> steps
     guarded  shape of the first argument, None of one that is no tensor -> (guard, steps): what most calls are found by
@@ -37,8 +37,9 @@ class KnownCalls:
         return call in self._times
 
     def remember(self, call: tuple) -> None:
-        if len(self._times) >= _MOST:
-            self.forget()
+        while len(self._times) >= _MOST:
+            for oldest in list(self._times)[:1]:
+                self._times.pop(oldest, None)
         self._times[call] = 0
 
     def count(self, call: tuple) -> int:

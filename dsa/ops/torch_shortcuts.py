@@ -5,18 +5,42 @@
     empty_cpu        the same of the host
     reinterpret      (tensor, sizes, strides, offset): memory of the tensor from so many elements behind its first
 
-They are private to torch, so they are used with the versions that they were tested with. With others HAS_SHORTCUTS is
-False, and calls take torch's public way.
+They are private to torch. Where this torch lacks one, or one does something else, HAS_SHORTCUTS is False, calls take
+torch's public way, and a warning says so once.
 """
+
+import warnings
+from types import ModuleType
 
 import torch
 
-HAS_SHORTCUTS = (2, 11) <= tuple(int(part) for part in torch.__version__.split(".")[:2]) <= (2, 14)
+
+def works(guards: ModuleType) -> bool:
+    """Whether torch's private module has these functions, and they do on the host what is said above."""
+    x = torch.arange(6.0, device="cpu").view(2, 3)
+    try:
+        check = guards.TensorGuards(x, dynamic_dims_sizes=[[2, 3]], dynamic_dims_strides=[[3, 1]]).check
+        empty, part = guards._empty_strided_cpu((2,), (1,), x.dtype), guards._reinterpret_tensor(x, (2,), (1,), 4)
+        told_apart = check(x + 1) and not check(x.int()) and not check(x.T)
+        return told_apart and empty.shape == (2,) and part.tolist() == [4, 5] and callable(guards._empty_strided_cuda)
+    except (AttributeError, TypeError, RuntimeError):
+        return False
+
+
+try:
+    from torch._C._dynamo import guards
+except ImportError:
+    guards = ModuleType("guards")
+
+HAS_SHORTCUTS = works(guards)
 
 if HAS_SHORTCUTS:
-    from torch._C._dynamo import guards
-
     TensorGuards, reinterpret = guards.TensorGuards, guards._reinterpret_tensor
     empty_cpu, empty_cuda = guards._empty_strided_cpu, guards._empty_strided_cuda
 else:
     TensorGuards = empty_cpu = empty_cuda = reinterpret = None
+    warnings.warn(
+        f"dsa: torch {torch.__version__} lacks private functions that 2.11 to 2.15 have: each call of an op costs the "
+        "host some microseconds more",
+        stacklevel=2,
+    )

@@ -16,6 +16,7 @@ KERNELS = Kernels("sums over GPUs", {"sm_90": "dsa.kernels.parallel.one_shot_sum
 EXPERTS_KERNELS = Kernels("sums of experts over GPUs", {"sm_90": "dsa.kernels.parallel.experts_sum_sm90"})
 FEW = 128 << 10  # bytes of tokens up to which their experts are summed in the kernel of the sum over GPUs
 MEMORY = 32 << 20  # bytes of each GPU, in which parts have twice their size, from all GPUs and of two sums
+PATIENCE = 120 * 10**9  # cycles that a sum waits for a rank: a minute at 2 GHz
 _DTYPES = {getattr(torch, name): name for name in DTYPES}
 
 
@@ -58,18 +59,35 @@ def compiled_sums(arch: str, ranks: int) -> dict[tuple, Callable[..., None]]:
     return found
 
 
+@functools.cache
+def _lost() -> torch.Tensor:
+    """This process's memory that kernels write to without a synchronisation: 1 + the rank that a sum has stopped
+    waiting for, 0 if none has."""
+    return torch.zeros(1, dtype=torch.int32, pin_memory=torch.cuda.is_available())
+
+
+def check_ranks() -> None:
+    """RuntimeError if a sum of this process has stopped waiting for a rank. Waits for no GPU."""
+    if lost := int(_lost()):
+        raise RuntimeError(
+            f"sums over GPUs: rank {lost - 1} sent nothing for about a minute, so results are undefined since; end all "
+            "ranks and start them again"
+        )
+
+
 class OneShotSum:
     """x_0 + x_1 + ... of the ranks' x, in fp32 and in the order of the ranks, rounded once.
 
     The memory that all can write to is torch's symmetric memory, the kernels are in dsa.kernels.parallel. A CUDA
-    graph may hold them. They wait for the parts of all others, without an end. All ranks make the same sums in the
-    same order, one at a time.
+    graph may hold them. They wait for the parts of all others for about a minute (PATIENCE). After that the results
+    are undefined, later sums wait no more, and every later call raises RuntimeError (`check_ranks`). All ranks make
+    the same sums in the same order, one at a time.
     """
 
     def __init__(self, group: dist.ProcessGroup, memory: torch.Tensor) -> None:
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
         self._memory = share(group, memory)
-        self._turns = torch.zeros(2, dtype=torch.int32, device=memory.device)
+        self._turns = torch.zeros(3, dtype=torch.int32, device=memory.device)
         arch, sms = backends.arch_of(memory.device), backends.num_sms(memory.device)
         self._choose_ctas = functools.partial(KERNELS.modules(arch).choose_ctas, sms=sms)
         self._kernels = compiled_sums(arch, self._ranks)
@@ -89,10 +107,11 @@ class OneShotSum:
         return out
 
     def _sum(self, kernel: Callable[..., None], part: tuple[torch.Tensor | None, ...], out: torch.Tensor) -> None:
+        check_ranks()
         with backends.on_device(out):
             kernel(
                 *(*part, out.view(-1), self._memory.own, self._memory.of, self._turns),
-                *(self._rank, self._choose_ctas(out.nbytes // PART)),
+                *(self._rank, self._choose_ctas(out.nbytes // PART), PATIENCE, _lost().data_ptr()),
             )
 
 

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import dsa
 from dsa_layers import Generator, SamplingParams, load_model
@@ -78,6 +79,21 @@ def sums(ranks: Ranks, device: torch.device, folder: Path) -> dict:
     with mock.patch.object(one_shot, "_choose_ctas", lambda places: 3):  # each thread has several places
         found["other experts"] += [case for case in EXPERTS if not same_experts(ranks, device, *case)]
     found["wrong turns"] = wrong_turns(ranks, device)
+    return found
+
+
+def lost_rank(ranks: Ranks, device: torch.device, folder: Path) -> dict:
+    """The second rank leaves out a sum: the first's ends, and its next one raises."""
+    x, found = part(ranks.rank, 8, torch.bfloat16, device), {}
+    ranks.sum(x)
+    with mock.patch.object(one_shot_sums, "PATIENCE", 2 * 10**9):
+        if ranks.rank == 0:
+            ranks.sum(x)
+            torch.cuda.synchronize()
+            with pytest.raises(RuntimeError) as raised:
+                ranks.sum(x)
+            found["error"] = str(raised.value)
+    dist.barrier(ranks.group)
     return found
 
 
@@ -222,7 +238,7 @@ def no_memory(ranks: Ranks, device: torch.device, folder: Path) -> dict:
     return {}
 
 
-CASES = {function.__name__: function for function in (sums, models, batch_invariant, no_memory)}
+CASES = {function.__name__: function for function in (sums, lost_rank, models, batch_invariant, no_memory)}
 
 if __name__ == "__main__":
     case, place = sys.argv[1], Path(sys.argv[2])

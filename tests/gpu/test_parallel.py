@@ -61,6 +61,11 @@ def test_sums(folder, ranks):
         assert all(torch.equal(found["begun", repeat], expected) for repeat in range(REPEATS))
 
 
+def test_a_sum_stops_waiting_for_a_lost_rank(folder):
+    first, _ = run("lost_rank", folder)
+    assert first["error"].startswith("sums over GPUs: rank 1 sent nothing")
+
+
 def total(rows, dtype, ranks):
     return sum(part(rank, rows, dtype).float() for rank in range(ranks))
 

@@ -1,12 +1,14 @@
 """Guards of recorded calls: whatever a guard finds alike has one signature, and the recorded call itself is found."""
 
 import itertools
+import re
+import runpy
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dsa.ops import call_guards, recording
+from dsa.ops import call_guards, recording, torch_shortcuts
 from dsa.ops.call_guards import guard
 from dsa.ops.known_calls import KnownCalls, signature
 from dsa.ops.torch_shortcuts import HAS_SHORTCUTS
@@ -24,7 +26,17 @@ pytestmark = pytest.mark.skipif(not HAS_SHORTCUTS, reason="a torch whose guards 
 
 
 def test_the_tested_versions_have_guards():
-    assert HAS_SHORTCUTS == ((2, 11) <= tuple(map(int, torch.__version__.split(".")[:2])) <= (2, 14))
+    assert HAS_SHORTCUTS or tuple(map(int, torch.__version__.split(".")[:2])) > (2, 15)
+
+
+@pytest.mark.parametrize(
+    "lacking", ["TensorGuards", "_empty_strided_cpu", "_empty_strided_cuda", "_reinterpret_tensor"]
+)
+def test_a_torch_without_the_shortcuts_is_named_once(lacking, monkeypatch):
+    monkeypatch.delattr(torch._C._dynamo.guards, lacking)
+    with pytest.warns(UserWarning, match=re.escape(f"dsa: torch {torch.__version__} lacks")) as warned:
+        found = runpy.run_path(torch_shortcuts.__file__)
+    assert len(warned) == 1 and not found["HAS_SHORTCUTS"] and found["empty_cpu"] is None
 
 
 @pytest.mark.parametrize("call", CALLS)

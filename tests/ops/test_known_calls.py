@@ -44,11 +44,14 @@ def test_the_first_shape():
     assert [first_shape(call) for call in ((X, 1), (1, X), (), (strided,))] == [X.shape, None, None, None]
 
 
-def test_too_many_are_forgotten():
+def test_the_oldest_of_too_many_are_forgotten():
     known = KnownCalls()
+    known.keep(signature(X, 0), len)
     for i in range(5000):
         known.remember(signature(X, i))
-    assert signature(X, 4999) in known and signature(X, 0) not in known
+    assert [i for i in range(5000) if signature(X, i) in known] == [*range(5000 - 4096, 5000)]
+    assert known.steps == {signature(X, 0): len}
+    known.steps.clear()
     for i in range(300):
         known.remember((i,))
         known.count((i,))

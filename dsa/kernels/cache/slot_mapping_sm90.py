@@ -4,8 +4,10 @@ slots[t] = block_table[b, r // page_size] * page_size + r % page_size, of token 
 
 Work
 - A thread has a token. All threads look for their tokens' sequences among the same boundaries, so that a load serves a
-  warp and comes from the L1 cache. A binary search would compare with fewer of them where there are hundreds, but a
-  single wrong boundary would mislead it for tokens of other sequences, too.
+  warp and comes from the L1 cache.
+- Of more than AT_ONCE sequences a CTA's threads first check together that the boundaries ascend. If they do, each
+  thread finds its sequence by binary search. If not, each compares with all sequences: a single wrong boundary would
+  mislead a binary search for tokens of other sequences, too.
 - Positions are found in 64 bits, so that no content of cu_seqlens or cache_seqlens, whatever it is, overflows. One that
   has a slot is an int32; slots are 64 bits.
 Warp roles: none, all threads do the same. Shared memory: none. Constraints: at most MAX_MAPPED tokens, rows of a page
@@ -19,7 +21,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Boolean, Int32, Int64, const_expr
 
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream, strides
@@ -27,6 +29,7 @@ from dsa.runtime.compile_cache import cached, compile_sm90
 
 THREADS = 128
 AT_ONCE = 16  # boundaries whose loads do not wait for each other
+PAIRS = 4  # of boundaries whose loads do not wait for each other
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
 
 
@@ -70,9 +73,10 @@ class SlotMappingSm90:
         block, _, _ = cute.arch.block_idx()
         wait_for_prerequisite_grids()
         t = block * THREADS + tid
+        ascends = self.ascends(starts, tid)
         if t < slots.shape[0]:
             slot = Int64(-1)
-            b = self.sequence(starts, t)
+            b = self.search(starts, t) if ascends else self.scan(starts, t)
             if b >= 0:
                 end = Int64(starts[b + 1])
                 if const_expr(self.cached_tokens):
@@ -96,7 +100,42 @@ class SlotMappingSm90:
             slots[t] = slot
 
     @cute.jit
-    def sequence(self, starts: cute.Tensor, t):
+    def ascends(self, starts: cute.Tensor, tid):
+        """Whether no boundary is below the one before, of more than AT_ONCE sequences. All threads' work."""
+        count, ordered = starts.shape[0] - 1, Boolean(False)
+        if count > AT_ONCE:
+            ordered = Boolean(True)
+            pairs = cute.make_rmem_tensor((2, PAIRS), Int32)
+            for first in cutlass.range(tid, count, PAIRS * THREADS, unroll=1):
+                for j in cutlass.range_constexpr(PAIRS):
+                    i = cutlass.min(first + j * THREADS, count - 1)
+                    pairs[0, j], pairs[1, j] = starts[i], starts[i + 1]
+                for j in cutlass.range_constexpr(PAIRS):
+                    ordered &= pairs[0, j] <= pairs[1, j]
+            own = Int32(1) if ordered else Int32(0)
+            every = cute.arch.inline_ptx(
+                "{{ .reg .pred p, q; setp.ne.s32 q, {$r0}, 0; barrier.cta.red.and.pred p, 0, q; "
+                "selp.s32 {$w0}, 1, 0, p; }}",
+                write_only_types=[Int32],
+                read_only_args=[own],
+            )
+            ordered = every != 0
+        return ordered
+
+    @cute.jit
+    def search(self, starts: cute.Tensor, t):
+        """The sequence of token t, or -1, where boundaries ascend: the last that does not begin behind it."""
+        low, high = Int32(-1), starts.shape[0] - 1
+        while low + 1 < high:
+            middle = (low + high) >> 1
+            begun = starts[middle] <= t
+            low, high = middle if begun else low, high if begun else middle
+        if low >= 0 and t >= starts[low + 1]:
+            low = Int32(-1)
+        return low
+
+    @cute.jit
+    def scan(self, starts: cute.Tensor, t):
         """The sequence of token t, or -1: of those that have it, the one that begins last. So wrong boundaries take no
         tokens from sequences behind them."""
         own, begins, low = Int32(-1), Int32(LOWEST), starts[0]

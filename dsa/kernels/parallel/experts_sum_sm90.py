@@ -27,7 +27,7 @@ from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.rounded import multiply_rounded
 from dsa.cute.shared_memory import load_8
 from dsa.kernels.parallel.limits import DTYPES, PART, RANKS
-from dsa.kernels.parallel.one_shot_sum_sm90 import THREADS, OneShotSumSm90, fake_memory
+from dsa.kernels.parallel.one_shot_sum_sm90 import THREADS, OneShotSumSm90, fake_memory, fake_numbers
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 BATCH = 8  # rows at a time
@@ -56,9 +56,12 @@ class ExpertsSumSm90(OneShotSumSm90):
         turns: cute.Tensor,
         rank: Int32,
         ctas: Int32,
+        patience: Int64,
+        lost: Int64,
         stream,
     ):
-        self.launch(ExpertsPart(y, rows, weights, shared), out, memory, memories, turns, rank, ctas, stream)
+        source = ExpertsPart(y, rows, weights, shared)
+        self.launch(source, out, memory, memories, turns, rank, ctas, patience, lost, stream)
 
     @cute.jit
     def scratch(self, tid: Int32) -> Int32:
@@ -123,7 +126,7 @@ def compile_experts_sum(dtype: str, ranks: int, shared: bool):
 
     part = rows_of(sources), numbers(Int32), numbers(Float32), rows_of(tokens) if shared else None
     out = fake(kind, (cute.sym_int(divisibility=8),), (1,))
-    arguments = *part, out, *fake_memory(ranks), Int32(0), Int32(1)
+    arguments = *part, out, *fake_memory(ranks), *fake_numbers()
     return compile_sm90(ExpertsSumSm90(kind, ranks), *arguments, fake_stream())
 
 

@@ -12,6 +12,9 @@ Plan
 - The turn is in memory, so that a CUDA graph has a new one each time: all threads read it at first, and the last CTA
   that has read it sets it, while parts are on their way: the kernel ends behind its last store.
 - A thread's next 8 bytes are loaded before they are sent, the first ones beside the turn.
+- A thread stops waiting after `patience` cycles: the other GPU's process may have died. It writes which rank it waited
+  for to `lost`, the address of memory of the host, and sets turns[2], by which all other threads and all later sums
+  stop waiting at their next look. The result of such a sum is undefined.
 Constraints: all ranks make the same sums in the same order, one at a time. Turns are 32 bits: after 2^32 sums one is
 taken for the sum of 2^32 before, of which nothing is left but in places that no sum has reached since.
 Shared memory: none. Registers: few.
@@ -47,16 +50,45 @@ def _send(address: Int64, first: Uint32, second: Uint32, turn: Uint32):
     )
 
 
+class Patience(NamedTuple):
+    """How long a thread waits for a part.
+
+    cycles  of the SM's clock
+    gave_up the address of turns[2]: not 0 where a thread of this GPU has stopped waiting
+    lost    the address of the host's memory: 1 + the rank that a thread has stopped waiting for
+    """
+
+    cycles: Int64
+    gave_up: Int64
+    lost: Int64
+
+
 @cute.jit
-def _receive(address: Int64, turn: Uint32):
-    """The two words that lie there with this turn, as soon as they do."""
-    return cute.arch.inline_ptx(
-        "{{ .reg .pred p; .reg .b32 t, u; WAIT: "
-        "ld.volatile.global.v4.b32 {" + "{$w0}, t, {$w1}, u" + "}, [{$r0}]; "
-        "setp.ne.b32 p, t, {$r1}; @p bra WAIT; setp.ne.b32 p, u, {$r1}; @p bra WAIT; }}",
-        write_only_types=[Uint32, Uint32],
-        read_only_args=[address, turn],
+def _look(address: Int64, turn: Uint32, gave_up: Int64):
+    """The two words that lie there, whether they have this turn, and whether another thread has stopped waiting."""
+    first, one, second, other, stopped = cute.arch.inline_ptx(
+        "ld.volatile.global.v4.b32 {" + "{$w0}, {$w1}, {$w2}, {$w3}" + "}, [{$r0}]; "
+        "ld.volatile.global.b32 {$w4}, [{$r1}];",
+        write_only_types=[Uint32] * 5,
+        read_only_args=[address, gave_up],
     )
+    return first, second, one == turn and other == turn, stopped != 0
+
+
+@cute.jit
+def _receive(address: Int64, turn: Uint32, rank: cutlass.Constexpr, patience: Patience):
+    """The two words of a rank that lie there with this turn, as soon as they do; any words after the patience."""
+    began = cute.arch.clock64()
+    first, second, arrived, stopped = _look(address, turn, patience.gave_up)
+    while not (arrived or stopped):
+        first, second, arrived, stopped = _look(address, turn, patience.gave_up)
+        stopped = stopped or cute.arch.clock64() - began > patience.cycles
+    if not arrived:
+        cute.arch.inline_ptx(
+            "st.volatile.global.b32 [{$r0}], 1; st.volatile.global.b32 [{$r1}], {$r2};",
+            read_only_args=[patience.gave_up, patience.lost, Int32(rank + 1)],
+        )
+    return first, second
 
 
 @cute.jit
@@ -85,13 +117,15 @@ class OneShotSumSm90:
         turns: cute.Tensor,
         rank: Int32,
         ctas: Int32,
+        patience: Int64,
+        lost: Int64,
         stream,
     ):
-        self.launch(Part(x), y, memory, memories, turns, rank, ctas, stream)
+        self.launch(Part(x), y, memory, memories, turns, rank, ctas, patience, lost, stream)
 
     @cute.jit
-    def launch(self, source, y, memory, memories, turns, rank, ctas, stream):
-        self.kernel(source, y, memory, memories, turns, rank).launch(
+    def launch(self, source, y, memory, memories, turns, rank, ctas, patience, lost, stream):
+        self.kernel(source, y, memory, memories, turns, rank, patience, lost).launch(
             grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
         )
 
@@ -104,6 +138,8 @@ class OneShotSumSm90:
         memories: list[cute.Tensor],
         turns: cute.Tensor,
         rank: Int32,
+        patience: Int64,
+        lost: Int64,
     ):
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
@@ -131,9 +167,10 @@ class OneShotSumSm90:
                 turns[0] = Int32(turn)
 
         total = cute.make_rmem_tensor((self.width,), Float32)
+        waits = Patience(patience, Int64((turns.iterator + 2).toint()), lost)
         for i in cutlass.range(first, places, step, unroll=1):
             for r in cutlass.range_constexpr(self.ranks):
-                words[0], words[1] = _receive(_address(memory, half, r, i), turn)
+                words[0], words[1] = _receive(_address(memory, half, r, i), turn, r, waits)
                 numbers = part.load().to(Float32)
                 total.store(numbers if r == 0 else total.load() + numbers)
             part.store(total.load().to(self.dtype))
@@ -152,13 +189,13 @@ class OneShotSumSm90:
 
 @cached
 def compile_one_shot_sum(dtype: str, ranks: int):
-    """-> f(x [n], y [n], memory [2, ranks, places, 4] int32, [memory of each rank], turns [2] int32, rank, ctas);
-    n > 0 at 8 bytes a place, all at multiples of 16 bytes, and no more CTAs than can run at once. Memory is 0 before
-    the first sum, on all ranks, and so are turns."""
+    """-> f(x [n], y [n], memory [2, ranks, places, 4] int32, [memory of each rank], turns [3] int32, rank, ctas,
+    patience, lost); n > 0 at 8 bytes a place, all at multiples of 16 bytes, and no more CTAs than can run at once.
+    Memory is 0 before the first sum, on all ranks, and so are turns. lost: the address of 4 bytes of the host that the
+    GPU can write to."""
     kind, numbers = cute_dtype(dtype), cute.sym_int(divisibility=8 * PART // cute_dtype(dtype).width)
     x, y = fake(kind, (numbers,), (1,)), fake(kind, (numbers,), (1,))
-    arguments = x, y, *fake_memory(ranks), Int32(0), Int32(1)
-    return compile_sm90(OneShotSumSm90(kind, ranks), *arguments, fake_stream())
+    return compile_sm90(OneShotSumSm90(kind, ranks), x, y, *fake_memory(ranks), *fake_numbers(), fake_stream())
 
 
 def fake_memory(ranks: int) -> tuple[cute.Tensor, list[cute.Tensor], cute.Tensor]:
@@ -166,7 +203,12 @@ def fake_memory(ranks: int) -> tuple[cute.Tensor, list[cute.Tensor], cute.Tensor
     places = cute.sym_int()
     shape, stride = (HALVES, ranks, places, 4), (cute.sym_int64(divisibility=4), cute.sym_int64(divisibility=4), 4, 1)
     memory, *memories = (fake(Int32, shape, stride) for _ in range(1 + ranks))
-    return memory, memories, fake(Int32, (2,), (1,), 4)
+    return memory, memories, fake(Int32, (3,), (1,), 4)
+
+
+def fake_numbers() -> tuple[Int32, Int32, Int64, Int64]:
+    """rank, ctas, patience, lost."""
+    return Int32(0), Int32(1), Int64(1), Int64(0)
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:

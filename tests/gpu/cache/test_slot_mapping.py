@@ -89,17 +89,24 @@ def test_slots_beyond_2_to_the_31():
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("seed", range(10))
-def test_anything_in_the_numbers(seed, options):
+@pytest.mark.parametrize("sequences", [8, 17, 1000])
+@pytest.mark.parametrize("seed", range(4))
+def test_anything_in_the_numbers(seed, sequences, options):
+    """Also of more sequences than are compared at once, whose boundaries ascend or do not."""
     torch.manual_seed(seed)
-    table, bounds, lengths = torch.randint(0, 99, (8, 6)).int(), boundaries(8, 30), torch.randint(0, 400, (8,)).int()
+    table, lengths = torch.randint(0, 99, (sequences, 6)).int(), torch.randint(0, 400, (sequences,)).int()
+    bounds, edges = boundaries(sequences, 30), sequences + 1
+    one_wrong = bounds.clone()
+    one_wrong[sequences // 2] = garbage(1)
     for page_size in (1, 64, 2**30):
-        check(garbage(8, 6), bounds, lengths, 200, page_size, **options)
-        check(table, garbage(9), lengths, 200, page_size, **options)
-        check(table, garbage(9), None, 200, page_size, **options)
-        check(table, torch.where(torch.rand(9) < 0.3, garbage(9), bounds), lengths, 200, page_size, **options)
-        check(table, bounds, garbage(8), 200, page_size, **options)
-        check(garbage(8, 6), garbage(9), garbage(8), 200, page_size, **options)
+        check(garbage(sequences, 6), bounds, lengths, 200, page_size, **options)
+        check(table, garbage(edges), lengths, 200, page_size, **options)
+        check(table, garbage(edges), None, 200, page_size, **options)
+        check(table, garbage(edges).sort().values, None, 200, page_size, **options)
+        check(table, one_wrong, lengths, 20 * sequences, page_size, **options)
+        check(table, torch.where(torch.rand(edges) < 0.3, garbage(edges), bounds), lengths, 200, page_size, **options)
+        check(table, bounds, garbage(sequences), 200, page_size, **options)
+        check(garbage(sequences, 6), garbage(edges), garbage(sequences), 200, page_size, **options)
 
 
 def test_strides():

@@ -17,11 +17,11 @@ def test_sass(compile_function, arguments):
     _, ranks = arguments
     assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
     assert sass.registers <= 64
-    # The turn, the own part's first bytes and its next; then of each rank 16 bytes at once, in a loop that the part
-    # leaves as it comes.
-    assert sass.instructions["LDG"] == 3 + ranks and sass.instructions["ATOMG"] == 1
-    # 16 bytes to each rank; the result, and what the last CTA says of the next turn.
-    assert sass.instructions["STG"] == ranks + 1 + 2
+    # The turn, the own part's first bytes and its next; then of each rank 16 bytes at once, and whether another thread
+    # has stopped waiting: a first look, and a loop that the part leaves as it comes.
+    assert sass.instructions["LDG"] == 3 + 4 * ranks and sass.instructions["ATOMG"] == 1
+    # 16 bytes to each rank; the result, and what the last CTA says of the next turn; of each rank that it is lost.
+    assert sass.instructions["STG"] == ranks + 1 + 2 + 2 * ranks
 
 
 @shipped(experts.compile_experts_sum)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import _symmetric_memory
 
 from dsa import backends
+from dsa_layers.generation.captured_step import CapturedStep
 from dsa_layers.parallel import one_shot_sum, peer_copies
 from tests.layers.parallel.processes import in_ranks
 
@@ -156,3 +157,14 @@ def test_which_experts_are_summed_in_one_kernel(monkeypatch):
             assert not taken(**{name: value}), name
         assert not taken(stride=(64, 2)) and not taken(shape=(12, 60)) and not taken(shared="longer")
     assert not taken()  # with gradients
+
+
+def test_a_sum_after_a_lost_rank_raises(monkeypatch):
+    """So does the replay of a graph, which calls no sum; and nothing is launched."""
+    one_shot_sum.check_ranks()
+    monkeypatch.setattr(one_shot_sum, "_lost", lambda: torch.tensor([3], dtype=torch.int32))
+    own, step = object.__new__(one_shot_sum.OneShotSum), CapturedStep(CPU, captures=True)
+    step._captures, step._graphs = True, {(1, 1): (None, mock.Mock(spec=[]), None)}
+    for call in (lambda: own._sum(mock.Mock(spec=[]), (), torch.ones(4)), lambda: step._step(1, 1, None, None)):
+        with pytest.raises(RuntimeError, match="rank 2 sent nothing for about a minute"):
+            call()
