@@ -142,7 +142,6 @@ SHORT = {
     "dsa/kernels/gemm/swiglu.py": "the formula of a cast and of a product's epilogue, whose bits are the same",
     "dsa/ops/_aligned.py": "read by the bridges of every family, and by no reference",
     "dsa/ops/_tma_rows.py": "read by the bridges whose kernels load by TMA",
-    "dsa/ops/torch_shortcuts.py": "what guards and recorded steps need of torch, by its versions",
 }
 
 

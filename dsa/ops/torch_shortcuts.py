@@ -40,7 +40,7 @@ if HAS_SHORTCUTS:
 else:
     TensorGuards = empty_cpu = empty_cuda = reinterpret = None
     warnings.warn(
-        f"dsa: torch {torch.__version__} lacks private functions that 2.11 to 2.15 have: each call of an op costs the "
+        f"dsa: torch {torch.__version__} lacks private functions that 2.11 to 2.14 have: each call of an op costs the "
         "host some microseconds more",
         stacklevel=2,
     )

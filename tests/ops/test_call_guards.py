@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(not HAS_SHORTCUTS, reason="a torch whose guards 
 
 
 def test_the_tested_versions_have_guards():
-    assert HAS_SHORTCUTS or tuple(map(int, torch.__version__.split(".")[:2])) > (2, 15)
+    assert HAS_SHORTCUTS or tuple(map(int, torch.__version__.split(".")[:2])) > (2, 14)
 
 
 @pytest.mark.parametrize(
