@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from dsa_layers.generation.results import Completion, Throughput
     from dsa_layers.generation.sampling import SamplingParams
 
+_FEW = 65536  # tokens of the cache, if the prompts need no more
+
 _JSON = """\
 With --json the standard output is one JSON object a line, each with the key "event":
   start       checkpoint, device, backend, dequantized, prompts, max_tokens, temperature, top_k, top_p, seed, stop, n,
@@ -49,7 +51,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     add_chat_option(parser)
     add_sampling_options(parser, max_tokens=256, each="sequence")
-    add_cache_option(parser)
+    add_cache_option(parser, f"{_FEW}; where prompts need more, on a GPU what its memory has room for")
     parser.add_argument(
         "--prefix-cache",
         action="store_true",
@@ -110,10 +112,11 @@ def run(args: argparse.Namespace) -> int:
         shown = [f"{text}\n\n" for text in shown]
     counting = KeysRead(model) if args.stats else contextlib.nullcontext()
     try:
-        sizes = {"cache_tokens": args.cache_tokens, "prefill_chunk": args.prefill_chunk, "draft_tokens": args.draft}
+        encoded = encode_prompts(texts, tokenizer, model.config.vocab_size)
+        cache_tokens = _cache_tokens(args, encoded, model.page_size)
+        sizes = {"cache_tokens": cache_tokens, "prefill_chunk": args.prefill_chunk, "draft_tokens": args.draft}
         ways = {"prefix_cache": args.prefix_cache, "batch_invariant": args.batch_invariant}
         generator = Generator(model, tokenizer, cuda_graphs=not args.stats, **sizes, **ways)
-        encoded = encode_prompts(texts, tokenizer, model.config.vocab_size)
         if ranks is None or ranks.rank == 0:
             _say_what_the_context_leaves(encoded, params, model.config.max_position_embeddings)
         with counting as keys:
@@ -141,6 +144,12 @@ def _check_invariant(args: argparse.Namespace) -> None:
         raise ValueError(f"--batch-invariant: takes FP8 weights and bfloat16, got {got}")
     if args.prefix_cache:
         raise ValueError("--batch-invariant: takes no --prefix-cache, which cuts prompts by what others begin with")
+
+
+def _cache_tokens(args: argparse.Namespace, encoded: list[list[int]], page_size: int) -> int | None:
+    """--cache-tokens, or _FEW if the prompts need no more, so that other processes find memory; else None."""
+    needed = args.n * sum(len(ids) + args.max_tokens + page_size for ids in encoded)
+    return _FEW if args.cache_tokens is None and needed <= _FEW else args.cache_tokens
 
 
 def _say_what_the_context_leaves(encoded: list[list[int]], params: "SamplingParams", context: int) -> None:

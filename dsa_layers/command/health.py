@@ -21,7 +21,7 @@ _PACKAGES = ("dsa-kernels", "torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cu
 def check(seeds: int = 1) -> bool:
     """Print the report; True if every op passed, each with the random numbers of that many seeds."""
     print(f"python {platform.python_version()}")
-    for package, version in versions().items():
+    for package, version in versions(_PACKAGES).items():
         print(f"{package} {version or 'not installed'}")
     on_gpu = torch.cuda.is_available()
     print(f"GPU: {torch.cuda.get_device_name() if on_gpu else 'none'}")

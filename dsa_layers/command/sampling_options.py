@@ -68,13 +68,13 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int, ea
     )
 
 
-def add_cache_option(parser: argparse.ArgumentParser) -> None:
+def add_cache_option(parser: argparse.ArgumentParser, default: str) -> None:
+    """default: in words."""
     parser.add_argument(
         "--cache-tokens",
         type=options.positive,
         metavar="N",
-        help="the paged cache (default: on a GPU what its memory has room for after loading; on a CPU 65536, and more "
-        "where a prompt needs it)",
+        help=f"the paged cache (default: {default})",
     )
 
 
