@@ -165,7 +165,7 @@ def _generated(loaded: LoadedModel) -> dict[str, Any]:
 
 
 def _differences(loaded: LoadedModel, tokens: list[int], chunk: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(what is compared with the references, how it differs) of the text's first tokens."""
+    """Yield (label, difference from the references) on the text's first tokens."""
     import dsa
     from dsa_layers.evaluation.verification import Difference, logits_of
 
@@ -174,14 +174,14 @@ def _differences(loaded: LoadedModel, tokens: list[int], chunk: int) -> Iterator
     ours, targets = logits_of(loaded.model, tokens, chunk)
     with dsa.use_backend("reference"):
         expected, _ = logits_of(loaded.model, tokens, chunk)
-    yield "kernels beside references", asdict(Difference.between(ours, expected, targets))
+    yield "kernels against references", asdict(Difference.between(ours, expected, targets))
 
     from dsa_bench.e2e.peers import peer_kernels
 
     with peer_kernels() as replaced:
         if not replaced.ops:
             return
-        name = f"{', '.join(replaced.libraries)} beside references"
+        name = f"{', '.join(replaced.libraries)} against references"
         try:
             theirs, _ = logits_of(loaded.model, tokens, chunk)
         except Exception as error:  # whatever a library says of shapes that it does not take

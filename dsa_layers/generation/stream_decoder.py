@@ -6,7 +6,7 @@ from pathlib import Path
 from tokenizers import decoders
 
 from dsa_layers.generation.decoding_steps import decoding_steps
-from dsa_layers.generation.library_failures import library_failures
+from dsa_layers.generation.tokenizer_failures import tokenizer_failures
 
 
 class StreamDecoder:
@@ -29,13 +29,13 @@ class StreamDecoder:
         token = self._token_text(token_id)
         if token is None:
             return ""
-        with library_failures(f"{self._path}: cannot decode id {token_id}"):
+        with tokenizer_failures(f"{self._path}: cannot decode id {token_id}"):
             return self._through(0, [token])
 
     def flush(self) -> str:
         """The text still held back: U+FFFD if the ids ended inside a character. The decoder then starts afresh."""
         steps, text = self._steps, ""
-        with library_failures(f"{self._path}: cannot decode the last ids"):
+        with tokenizer_failures(f"{self._path}: cannot decode the last ids"):
             for i, step in enumerate(steps):
                 text += self._through(i + 1, step.flush())
         self._steps = decoding_steps(self._decoder)

@@ -16,8 +16,8 @@ from dsa_layers.arguments import instance, shown
 from dsa_layers.errors import TokenizerError
 from dsa_layers.generation.chat_formats import FORMATS, NEEDED, ChatFormat
 from dsa_layers.generation.chat_template import ChatTemplate, ChatTemplateError
-from dsa_layers.generation.library_failures import library_failures
 from dsa_layers.generation.stream_decoder import StreamDecoder
+from dsa_layers.generation.tokenizer_failures import tokenizer_failures
 from dsa_layers.hub import checkpoint_directory
 from dsa_layers.untrusted_files import check_values, read_json_object, read_text
 
@@ -53,12 +53,12 @@ class Tokenizer:
         with _missing(tokenizer_path):
             content = read_text(tokenizer_path, TokenizerError, _MAX_TOKENIZER)
         check_values(tokenizer_path, content, TokenizerError, _MAX_TOKENIZER_VALUES)
-        with library_failures(f"{tokenizer_path}: not a tokenizer"):
+        with tokenizer_failures(f"{tokenizer_path}: not a tokenizer"):
             self._tokenizer = tokenizers.Tokenizer.from_str(content)
             self._tokenizer.no_padding()
             self._tokenizer.no_truncation()
         for part in ("normalizer", "decoder"):
-            with library_failures(f"{tokenizer_path}: not a tokenizer"):
+            with tokenizer_failures(f"{tokenizer_path}: not a tokenizer"):
                 step = getattr(self._tokenizer, part)
                 growth = 1 if step is None else _growth(json.loads(step.__getstate__()))
             if growth > _MAX_GROWTH:
@@ -87,7 +87,7 @@ class Tokenizer:
             template, self._template_path = _chat_template(config_path, config), config_path
         self._template = None if template is None else ChatTemplate(template)
         self._config_path = directory / "config.json"
-        with library_failures(f"{tokenizer_path}: not a tokenizer"):
+        with tokenizer_failures(f"{tokenizer_path}: not a tokenizer"):
             added = self._tokenizer.get_added_tokens_decoder()
         self._skipped = {token_id for token_id, token in added.items() if token.special}
 
@@ -119,7 +119,7 @@ class Tokenizer:
         Raises TokenizerError if the tokenizer cannot encode it, TypeError for what is no text.
         """
         instance("text", text, str, "a string")
-        with library_failures(f"{self._tokenizer_path}: cannot encode a text of {len(text)} characters"):
+        with tokenizer_failures(f"{self._tokenizer_path}: cannot encode a text of {len(text)} characters"):
             ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         if add_bos and self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
             ids.insert(0, self.bos_token_id)
@@ -132,7 +132,7 @@ class Tokenizer:
         """
         if isinstance(ids, str | bytes) or not isinstance(ids, Sized):
             raise TypeError(f"ids: must be a list of token ids, got {shown(ids)}")
-        with library_failures(f"{self._tokenizer_path}: cannot decode {len(ids)} ids"):
+        with tokenizer_failures(f"{self._tokenizer_path}: cannot decode {len(ids)} ids"):
             return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
     def stream(self) -> StreamDecoder:
@@ -176,7 +176,7 @@ class Tokenizer:
         text = self._special.get(name)
         if text is None:
             return None
-        with library_failures(f"{path}: {name} {shown(text)} cannot be looked up"):
+        with tokenizer_failures(f"{path}: {name} {shown(text)} cannot be looked up"):
             token_id = self._tokenizer.token_to_id(text)
         if token_id is None:
             raise TokenizerError(f"{path}: {name} {shown(text)} is no token of {self._tokenizer_path}")

@@ -99,7 +99,7 @@ class _Losses(nn.Module):
             losses = self._of_tokens(own, self._batch)
             share = self._ranks.size / (len(tokens) * (tokens.shape[1] - 1))
             language, drafted = (x.sum() * share for x in losses)
-            # The last token of a sequence has no second one behind it.
+            # The last token of a sequence has no second next token.
             drafted = drafted * ((tokens.shape[1] - 1) / (tokens.shape[1] - 2))
         else:
             batch = self._stage.share([tokens.shape[1] - 1] * len(tokens), self._ranks, tokens.device)

@@ -22,7 +22,7 @@ def content():
 
 @pytest.fixture
 def archive(content, directory, tmp_path, monkeypatch):
-    """An archive with that variant, in the package's place, beside an empty cache."""
+    """An archive with that variant in place of the package's, and an empty cache."""
     path = archive_of(tmp_path / "compiled", MODULE)
     path.parent.mkdir()
     write_archive(path, {stem_of(COMPILE, ARGS): content})

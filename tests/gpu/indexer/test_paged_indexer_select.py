@@ -1,4 +1,4 @@
-"""Scores over pages and selection in one call beside the two ops by themselves, bit by bit."""
+"""One call gives the bits of the two ops, scores over pages and selection."""
 
 import itertools
 

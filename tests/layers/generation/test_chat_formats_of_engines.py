@@ -1,4 +1,4 @@
-"""Our chat formats beside the encoders that engines took over from DeepSeek's releases.
+"""Our chat formats equal the encoders that engines took over from DeepSeek's releases.
 
 Skipped unless DSA_SGLANG_FILES (docs/engines.md) or the path has folders with the .py files of SGLang, and of vLLM.
 """

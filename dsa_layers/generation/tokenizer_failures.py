@@ -7,7 +7,7 @@ from dsa_layers.errors import TokenizerError
 
 
 @contextmanager
-def library_failures(problem: str) -> Iterator[None]:
+def tokenizer_failures(problem: str) -> Iterator[None]:
     """Turns what the tokenizers library raises into TokenizerError. The library raises Exception itself, and where a
     state was thought impossible a panic, which is no subclass of Exception."""
     try:
