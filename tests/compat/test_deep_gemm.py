@@ -1,6 +1,7 @@
 """DeepGEMM's signatures over the references, and what they give to the kernels: on the CPU."""
 
 import contextlib
+import inspect
 import random
 from functools import partial
 
@@ -10,12 +11,22 @@ import torch
 import dsa
 from dsa import backends
 from dsa.compat import deep_gemm
+from dsa.compat.deep_gemm.grouped import _aligned, _ends
 from dsa.ops.gemm import fp8_gemm_nt as bridge
 from dsa.reference.gemm.fp8_cast import per_token_cast_to_fp8
 from dsa.testing import calc_diff
 
 BF16, E4M3, INT32 = torch.bfloat16, torch.float8_e4m3fn, torch.int32
 MAX_DIFF = 2e-3  # DeepGEMM's is half of it, for sums of more numbers
+RECIPES = "recipe recipe_a recipe_b compiled_dims disable_ue8m0_cast"
+SIGNATURES = {  # of 2.8.1
+    "fp8_gemm_nt": f"a b d c {RECIPES} alpha epilogue",
+    "m_grouped_fp8_gemm_nt_contiguous": f"a b d grouped_layout {RECIPES} use_psum_layout ensure_zero_padding "
+    "expected_m_for_psum_layout epilogue",
+    "m_grouped_fp8_gemm_nt_masked": f"a b d masked_m expected_m {RECIPES} epilogue",
+    "k_grouped_fp8_gemm_nt_contiguous": "a b d ks_cpu grouped_layout c recipe compiled_dims use_psum_layout epilogue",
+    "transform_sf_into_required_layout": "sf mn k recipe num_groups is_sfa disable_ue8m0_cast psum_layout",
+}
 
 
 def operands(rows, columns, channels, groups=None):
@@ -33,6 +44,14 @@ def column_major(scales):
     wide = scales.new_full((*scales.shape[:-2], blocks, -(-rows // 4) * 4), torch.nan)
     wide[..., :rows] = scales.mT
     return wide.mT[..., :rows, :]
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_names_and_signatures_are_those_of_deep_gemm(name):
+    function = getattr(deep_gemm, name)
+    assert " ".join(inspect.signature(function).parameters) == SIGNATURES[name]
+    if name.startswith(("fp8_", "m_grouped_")):
+        assert getattr(deep_gemm, name.replace("fp8_", "fp8_fp4_")) is function
 
 
 def aligned(sizes):
@@ -95,7 +114,7 @@ def test_contiguous_groups(groups, rows, columns, channels, layout):
     given = numbers.clone()
     deep_gemm.m_grouped_fp8_gemm_nt_contiguous((q, s), b, d, numbers, use_psum_layout=layout == "psum")
     for e, (start, size) in enumerate(zip(starts, sizes)):
-        part = slice(start, start + size)
+        part = slice(start, start + (size if layout == "psum" else padded[e]))  # padding has its products, too
         assert calc_diff(d[part], x[part].float() @ w[e].float().T) < MAX_DIFF
     assert torch.equal(numbers, given)
 
@@ -103,7 +122,7 @@ def test_contiguous_groups(groups, rows, columns, channels, layout):
 @pytest.mark.parametrize(
     ("m_indices", "ends"),
     [
-        ([0, 0, -1, 2, 2, -1], [3, 3, 5, 5]),
+        ([0, 0, -1, 2, 2, -1], [3, 3, 6, 6]),
         ([-1, -1, 1, 1], [2, 4, 4, 4]),
         ([-1, -1], [0, 0, 0, 0]),
         ([3, 3], [0, 0, 0, 2]),
@@ -114,12 +133,19 @@ def test_contiguous_groups(groups, rows, columns, channels, layout):
     ],
 )
 def test_ends_of_indices(m_indices, ends):
-    assert deep_gemm._ends(torch.tensor(m_indices, dtype=INT32), 4).tolist() == ends
+    assert _ends(torch.tensor(m_indices, dtype=INT32), 4).tolist() == ends
 
 
-def test_ends_with_padding():
+def test_groups_end_at_multiples_of_the_alignment():
     ends = torch.tensor([3, 128, 257, 600], dtype=INT32)
-    assert deep_gemm._ends_with_padding(ends, 610).tolist() == [128, 128, 384, 610] and ends[0] == 3
+    assert _aligned(ends, 610).tolist() == [128, 128, 384, 610] and ends[0] == 3
+    try:
+        deep_gemm.set_mk_alignment_for_contiguous_layout(4)
+        assert deep_gemm.get_mk_alignment_for_contiguous_layout() == 4
+        assert _aligned(ends, 610).tolist() == [4, 128, 260, 600]
+        assert _ends(torch.tensor([0, 0, 1, 1, 1, -1, -1, -1, -1, -1]), 3).tolist() == [2, 8, 8]
+    finally:
+        deep_gemm.set_mk_alignment_for_contiguous_layout(128)
 
 
 # (groups, rows of a group at most, expected rows, columns, channels) of `enumerate_m_grouped_masked`, small.
@@ -139,6 +165,50 @@ def test_masked_groups(groups, most, rows, columns, channels):
     odd = torch.tensor([most + 9, -3, *sizes[2:]], dtype=INT32)
     deep_gemm.m_grouped_fp8_gemm_nt_masked((q, s), b, d.fill_(torch.nan), odd, rows)
     assert not d[0].isnan().any() and d[1].isnan().all()
+
+
+def row_scaled(rows, channels):
+    """e4m3 values with a scale per row and 128 channels, and what they stand for in fp64."""
+    q, s = torch.randn(rows, channels).to(E4M3), torch.rand(rows, -(-channels // 128)) + 0.5
+    x = q.double()
+    for g in range(s.shape[1]):
+        x[:, 128 * g : 128 * (g + 1)] *= s[:, g, None]
+    return (q, s), x
+
+
+@pytest.mark.parametrize("recipe", [{"recipe": (1, 1, 128)}, {"recipe_a": (1, 128), "recipe_b": (1, 128)}])
+def test_gradients_of_weights(recipe):
+    (a, x), (b, w) = row_scaled(40, 200), row_scaled(24, 200)
+    c, d = torch.randn(40, 24) * 32, torch.full((40, 32), torch.nan)[:, :24]
+    deep_gemm.fp8_fp4_gemm_nt(a, b, d, **recipe)
+    assert torch.allclose(d.double(), x @ w.T, atol=1e-4)
+    deep_gemm.fp8_fp4_gemm_nt(a, b, d, c, **recipe)
+    assert torch.allclose(d.double(), c + x @ w.T, atol=1e-4)
+    deep_gemm.fp8_fp4_gemm_nt(a, b, c, c, **recipe)
+    assert torch.equal(c, d)
+
+
+def test_gradients_of_weights_of_groups():
+    sizes, c = [256, 0, 128], torch.randn(3, 40, 24) * 32
+    xs, ws = ([row_scaled(rows, size) for size in sizes] for rows in (40, 24))
+    a, b = (
+        (torch.cat([q.flatten() for (q, _), _ in parts]), torch.cat([s for (_, s), _ in parts], 1))
+        for parts in (xs, ws)
+    )
+    d = c.clone()
+    deep_gemm.k_grouped_fp8_gemm_nt_contiguous(a, b, d, sizes, torch.tensor(sizes, dtype=INT32), d)
+    for e in range(3):
+        assert torch.allclose(d[e].double(), c[e] + xs[e][1] @ ws[e][1].T, atol=1e-4)
+
+
+def test_scales_in_the_layout_of_hopper():
+    rows, blocks = torch.rand(130, 3), torch.rand(2, 2, 3)
+    transform = deep_gemm.transform_sf_into_required_layout
+    for recipe, is_sfa in (((1, 128), None), ((1, 128, 128), True), ((1, 1, 128), False)):
+        found = transform(rows, 130, 300, recipe, is_sfa=is_sfa)
+        assert torch.equal(found, rows) and found.stride() == (1, 132)
+    assert transform(blocks, 200, 300, (1, 128, 128), 2, False) is blocks
+    assert deep_gemm.get_theoretical_mk_alignment_for_contiguous_layout(20) == 128
 
 
 def test_nothing_to_multiply():
@@ -182,7 +252,7 @@ def test_kernels_write_to_what_the_caller_gives(rows, launches):
 def test_kernels_write_groups_to_what_the_caller_gives(launches):
     _, _, (q, s), (w, ws) = operands(256, 264, 128, 3)
     d = torch.zeros(256, 272, dtype=BF16)[:, :264]
-    deep_gemm.m_grouped_fp8_gemm_nt_contiguous((q, s), (w, ws), d, m_indices_of([100, 0, 128]))
+    deep_gemm.m_grouped_fp8_gemm_nt_contiguous((q, s), (w, ws), d, m_indices_of([100, 0, 120]))
     [(kind, groups)] = launches
     assert kind == "many" and same(groups[0], q) and same(groups[3], w.view(-1, 128)) and same(groups[6], d)
     assert groups[5].tolist() == [128, 128, 256]
@@ -207,6 +277,18 @@ def test_tiles_of_masked_groups_are_chosen_for_the_expected_rows(expected, chose
     a = q.view(2, 128, -1), s.view(2, 128, -1)
     deep_gemm.m_grouped_fp8_gemm_nt_masked(a, b, d, torch.tensor([5, 77], dtype=INT32), expected)
     assert sizes == [chosen_for] * 2
+
+
+def test_tiles_of_psum_groups_are_chosen_for_the_expected_rows(launches, monkeypatch):
+    sizes = []
+    monkeypatch.setattr(bridge, "_kernel", lambda _, dtype, rows, *more: sizes.append(rows) or (lambda *_: None))
+    _, _, a, b = operands(256, 264, 128, 2)
+    d, ends = torch.zeros(256, 264, dtype=BF16), torch.tensor([5, 133], dtype=INT32)
+    for expected in (None, 40, 1000):
+        deep_gemm.m_grouped_fp8_gemm_nt_contiguous(
+            a, b, d, ends, use_psum_layout=True, expected_m_for_psum_layout=expected
+        )
+    assert sizes == [256, 80, 256]
 
 
 @pytest.mark.parametrize("kernels", [False, True])
@@ -248,36 +330,51 @@ def test_kernels_leave_a_result_that_they_cannot_write_to_a_copy(rows, launches)
 def test_what_is_refused():
     _, _, a, b = operands(8, 256, 128, 2)
     one, d, rows = (b[0][0], b[1][0]), torch.zeros(8, 256, dtype=BF16), torch.zeros(8, dtype=INT32)
-    packed = torch.zeros(8, 128, dtype=torch.int8)
+    packed, by_rows = torch.zeros(8, 128, dtype=torch.int8), {"recipe": (1, 1, 128)}
+    flat, ones, f32 = (torch.zeros(1024).to(E4M3), torch.ones(8, 1)), torch.ones(1, dtype=INT32), torch.zeros(1, 8, 8)
     many = tuple(t.view(2, 4, -1) for t in a)
+    nt, k_grouped = deep_gemm.fp8_gemm_nt, deep_gemm.k_grouped_fp8_gemm_nt_contiguous
+    contiguous, masked = deep_gemm.m_grouped_fp8_gemm_nt_contiguous, deep_gemm.m_grouped_fp8_gemm_nt_masked
     wide = d.view(2, 4, 256)
     for call, message in [
-        (lambda: deep_gemm.fp8_gemm_nt(a, one, d, c=d), "c: must be None on Hopper, got Tensor"),
-        (lambda: deep_gemm.fp8_gemm_nt(a, one, d, alpha=2.0), "alpha: must be None on Hopper, got float"),
-        (lambda: deep_gemm.fp8_gemm_nt(a, one, d, recipe=(1, 1, 128)), r"recipe: must be None or \(1, 128, 128\)"),
-        (lambda: deep_gemm.fp8_gemm_nt(a, one, d, recipe_b=(1, 32)), r"recipe_b: must be None or \(128, 128\) on"),
-        (lambda: deep_gemm.fp8_gemm_nt((packed, a[1]), one, d), r"a\[0\]: dtype must be float8_e4m3fn, got int8"),
-        (lambda: deep_gemm.fp8_gemm_nt((a[0], a[1].int()), one, d), r"a\[1\]: dtype must be float32, got int32"),
-        (lambda: deep_gemm.fp8_gemm_nt((a[0], a[1][:4]), one, d), r"a\[1\]: shape must be \[8, 1\], got \[4, 1\]"),
-        (lambda: deep_gemm.fp8_gemm_nt(a, b, d), r"b\[0\]: shape must be \[N, K\], got \[2, 256, 128\]"),
-        (lambda: deep_gemm.fp8_gemm_nt(a, one, d[:, :128]), r"d: shape must be \[8, 256\], got \[8, 128\]"),
-        (lambda: deep_gemm.fp8_gemm_nt(a, one, d.int()), "d: dtype must be float32, bfloat16 or float16, got int32"),
-        (lambda: deep_gemm.fp8_gemm_nt(a, one, d.T.contiguous().T), "d: the last dimension must be contiguous"),
-        (lambda: deep_gemm.fp8_gemm_nt(a, one, d[:1].expand(8, 256)), "d: its numbers must not share memory"),
-        (lambda: deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, d, rows[:4]), r"m_indices: shape must be \[8\]"),
-        (lambda: deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, d, rows.long()), "m_indices: dtype must be int32"),
-        (lambda: deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, d, rows + 2), "ascend from at least 0 to at most 1"),
-        (lambda: deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, d, rows.flip(0).cumsum(0).int().flip(0) + 1
-                                                             - torch.arange(8, dtype=INT32)), "m_indices: the rows'"),
-        (lambda: deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, d, rows, epilogue=1), "epilogue: must be None"),
-        (lambda: deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, d, rows, use_psum_layout=True), r"must be \[2\]"),
-        (lambda: deep_gemm.m_grouped_fp8_gemm_nt_masked(many, b, wide, rows[:2], 0), "expected_m: must be at least 1"),
-        (lambda: deep_gemm.m_grouped_fp8_gemm_nt_masked(many, b, wide, rows, 1), r"masked_m: shape must be \[2\]"),
-        (lambda: deep_gemm.m_grouped_fp8_gemm_nt_masked(a, b, wide, rows[:2], 1), r"a\[0\]: shape must be \[E, max M"),
-        (lambda: deep_gemm.m_grouped_fp8_gemm_nt_masked(many, one, wide, rows[:2], 1), r"b\[0\]: shape must be \[2"),
-    ]:  # fmt: skip
+        (lambda: nt(a, one, d, c=d), r"c: must be None with recipe \(1, 128, 128\) on Hopper, got Tensor"),
+        (lambda: nt(a, one, d, alpha=2.0), "alpha: must be None on Hopper, got float"),
+        (lambda: nt(a, one, d, recipe=(1, 1, 32)), r"recipe: must be \(1, 128, 128\) or \(1, 1, 128"),
+        (lambda: nt(a, one, d, recipe_b=(1, 32)), r"recipe_a: must be \(1, 128\) with recipe_b on"),
+        (lambda: nt(a, one, d, None, None, (1, 128), (1, 32)), r"recipe_b: must be \(128, 128\) or \("),
+        (lambda: nt(a, one, d, recipe_a=(1, 128), **by_rows), "recipe_a: must be None with recipe"),
+        (lambda: nt(a, (packed, one[1]), d), r"b\[0\]: dtype must be float8_e4m3fn.*, got FP4.* dsa.widen_fp4"),
+        (lambda: nt(a, one, d.float(), **by_rows), r"b\[1\]: shape must be \[256, 1\], got \[2, 1\]"),
+        (lambda: nt(a, a, d[:, :8], **by_rows), "d: dtype must be float32, got bfloat16"),
+        (lambda: nt(a, a, f32[0], d, **by_rows), "c: dtype must be float32, got bfloat16"),
+        (lambda: k_grouped(flat, flat, f32, [64], ones), r"ks_cpu\[0\]: must be a multiple of 128, got 64"),
+        (lambda: k_grouped(flat, flat, f32, None, ones), "ks_cpu: must be 1 ints, one per group of d, got None"),
+        (lambda: k_grouped(flat, flat, f32, [256], ones), r"a\[0\]: must be contiguous with 8 x 256"),
+        (lambda: k_grouped(flat, flat, f32, [128], ones, use_psum_layout=True), "use_psum_layout: must be False"),
+        (lambda: contiguous(a, b, d, rows, **by_rows), r"recipe: must be \(1, 128, 128\) on"),
+        (lambda: contiguous(a, b, d, rows, expected_m_for_psum_layout=1), "expected_m_for_psum_layout: must be None"),
+        (lambda: deep_gemm.transform_sf_into_required_layout(a[1], 8, 128, (1, 32)), r"recipe: must be \(1, 128\) or"),
+        (lambda: nt((packed, a[1]), one, d), r"a\[0\]: dtype must be float8_e4m3fn, got int8"),
+        (lambda: nt((a[0], a[1].int()), one, d), r"a\[1\]: dtype must be float32, got int32"),
+        (lambda: nt((a[0], a[1][:4]), one, d), r"a\[1\]: shape must be \[8, 1\], got \[4, 1\]"),
+        (lambda: nt(a, b, d), r"b\[0\]: shape must be \[N, K\], got \[2, 256, 128\]"),
+        (lambda: nt(a, one, d[:, :128]), r"d: shape must be \[8, 256\], got \[8, 128\]"),
+        (lambda: nt(a, one, d.int()), "d: dtype must be float32, bfloat16 or float16, got int32"),
+        (lambda: nt(a, one, d.T.contiguous().T), "d: the last dimension must be contiguous"),
+        (lambda: nt(a, one, d[:1].expand(8, 256)), "d: its numbers must not share memory"),
+        (lambda: contiguous(a, b, d, rows[:4]), r"grouped_layout: shape must be \[8\]"),
+        (lambda: contiguous(a, b, d, rows.long()), "grouped_layout: dtype must be int32"),
+        (lambda: contiguous(a, b, d, rows + 2), "ascend from at least 0 to at most 1"),
+        (lambda: contiguous(a, b, d, 1 - torch.arange(8, dtype=INT32)), "grouped_layout: the rows'"),
+        (lambda: contiguous(a, b, d, rows, epilogue=1), "epilogue: must be None"),
+        (lambda: contiguous(a, b, d, rows, use_psum_layout=True), r"must be \[2\]"),
+        (lambda: masked(many, b, wide, rows[:2], 0), "expected_m: must be at least 1"),
+        (lambda: masked(many, b, wide, rows, 1), r"masked_m: shape must be \[2\]"),
+        (lambda: masked(a, b, wide, rows[:2], 1), r"a\[0\]: shape must be \[E, max M"),
+        (lambda: masked(many, one, wide, rows[:2], 1), r"b\[0\]: shape must be \[2"),
+    ]:
         with pytest.raises(ValueError, match=message):
             call()
     with pytest.raises(TypeError, match=r"^a: must be a pair \(e4m3 values, fp32 scales\), got Tensor"):
-        deep_gemm.fp8_gemm_nt(a[0], one, d)
-    assert not d.any()
+        nt(a[0], one, d)
+    assert not d.any() and not f32.any()

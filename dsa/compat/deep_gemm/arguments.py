@@ -1,0 +1,68 @@
+"""Checks that DeepGEMM's products share: operands, recipes, results, and what Hopper has not."""
+
+from collections.abc import Sequence
+
+import torch
+
+from dsa.ops.gemm.fp8_gemm_nt import Scaled
+from dsa.reference.checks import check_pair, check_same_device, check_writable
+from dsa.reference.gemm.fp4_cast import BYTES
+
+Recipe = Sequence[int] | None
+
+BLOCK_SCALES = (1, 128, 128)  # b has a scale per 128 x 128 block
+ROW_SCALES = (1, 1, 128)  # b has a scale per row and 128 channels, as a has
+
+
+def operands(a: Scaled, b: Scaled) -> tuple[Scaled, Scaled]:
+    """Return (a, b) as pairs. Raises ValueError for FP4 weights, and says what multiplies them."""
+    q, w = (check_pair(name, value, "(e4m3 values, fp32 scales)") for name, value in (("a", a), ("b", b)))
+    if isinstance(w[0], torch.Tensor) and w[0].dtype in BYTES:
+        raise ValueError(
+            "b[0]: dtype must be float8_e4m3fn on Hopper, got FP4 values in bytes: make FP8 of them with "
+            "dsa.widen_fp4, or multiply them with dsa.grouped_fp8_fp4_gemm_nt"
+        )
+    return q, w
+
+
+def find_recipe(
+    recipe: Recipe, recipe_a: Recipe, recipe_b: Recipe, accepted: Sequence[tuple[int, int, int]] = (BLOCK_SCALES,)
+) -> tuple[int, int, int]:
+    """Return the recipe of a call: (rows of a scale of a, rows of a scale of b, channels of both).
+
+    recipe    three numbers, or None
+    recipe_a  without recipe: (rows, channels) of a, given together with recipe_b of b. None: the first of accepted
+    """
+    if recipe is None and recipe_a is None and recipe_b is None:
+        return accepted[0]
+    if recipe is None:
+        _check_recipe("recipe_a", recipe_a, {(a, channels) for a, _, channels in accepted}, "with recipe_b")
+        _check_recipe("recipe_b", recipe_b, [(b, channels) for _, b, channels in accepted], "with recipe_a")
+        return recipe_a[0], *recipe_b
+    for name, value in (("recipe_a", recipe_a), ("recipe_b", recipe_b)):
+        if value is not None:
+            raise ValueError(f"{name}: must be None with recipe, got {tuple(value)}")
+    _check_recipe("recipe", recipe, accepted)
+    return tuple(recipe)
+
+
+def _check_recipe(name: str, value: Recipe, accepted: Sequence[tuple[int, ...]], with_what: str = "") -> None:
+    got = None if value is None else tuple(value)
+    if got not in accepted:
+        choices = " or ".join(map(str, accepted))
+        raise ValueError(f"{name}: must be {choices}{with_what and ' ' + with_what} on Hopper, got {got}")
+
+
+def refuse(**arguments: object) -> None:
+    """Raises ValueError for an argument that is not None: DeepGEMM has it, but not on Hopper."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise ValueError(f"{name}: must be None on Hopper, got {type(value).__name__}")
+
+
+def check_result(d: torch.Tensor, q: torch.Tensor) -> None:
+    """d, whose dtype and shape are checked, can be written on the device of a[0]."""
+    check_same_device(("a[0]", q), d=d)
+    check_writable("d", d)
+    if d.shape[-1] > 1 and d.stride(-1) != 1:
+        raise ValueError(f"d: the last dimension must be contiguous, got strides {list(d.stride())}")

@@ -1,0 +1,92 @@
+"""Where groups begin and how scales are stored: DeepGEMM's layout helpers, as they are on Hopper."""
+
+from collections.abc import Sequence
+
+import torch
+
+from dsa.reference.checks import check_int, check_tensor, shape_of
+
+HOPPER_ALIGNMENT = 128
+
+_alignment = HOPPER_ALIGNMENT
+
+
+def set_mk_alignment_for_contiguous_layout(new_value: int) -> None:
+    """Set the multiple of rows at which groups of the contiguous layout begin, in this process; at first 128."""
+    global _alignment
+    check_int("new_value", new_value, 1)
+    _alignment = new_value
+
+
+def get_mk_alignment_for_contiguous_layout() -> int:
+    """Return the multiple of rows at which groups of the contiguous layout begin."""
+    return _alignment
+
+
+def get_theoretical_mk_alignment_for_contiguous_layout(expected_m: int | None = None) -> int:
+    """Return the best alignment for so many expected rows per group: 128 on Hopper, for any number."""
+    if expected_m is not None:
+        check_int("expected_m", expected_m, 0)
+    return HOPPER_ALIGNMENT
+
+
+def get_tma_aligned_size(x: int, element_size: int) -> int:
+    """Round x elements of element_size bytes up to a multiple of 16 bytes."""
+    check_int("x", x, 0)
+    check_int("element_size", element_size, 1, 16)
+    return -(-x * element_size // 16) * 16 // element_size
+
+
+def get_mn_major_tma_aligned_tensor(sf: torch.Tensor) -> torch.Tensor:
+    """Store fp32 scales [M, n] or [E, M, n] column by column, each column at a multiple of 16 bytes.
+
+    Returns a tensor of the same shape and values, or sf itself where it is stored so already. The products take scales
+    in this layout and row by row.
+    """
+    shape = shape_of(sf)
+    check_tensor("sf", sf, (torch.float32,), ("M", "n") if len(shape) < 3 else ("E", "M", "n"))
+    *groups, rows, columns = shape
+    column = get_tma_aligned_size(rows, sf.element_size())
+    strides = (*(columns * column for _ in groups), 1, column)
+    if sf.stride() == strides:
+        return sf
+    return torch.empty_strided(shape, strides, dtype=sf.dtype, device=sf.device).copy_(sf)
+
+
+def transform_sf_into_required_layout(
+    sf: torch.Tensor,
+    mn: int,
+    k: int,
+    recipe: Sequence[int],
+    num_groups: int | None = None,
+    is_sfa: bool | None = None,
+    disable_ue8m0_cast: bool = False,
+    psum_layout: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Store the scales of an operand as DeepGEMM's Hopper kernels read them.
+
+    sf          fp32 [ceil(mn / rows), ceil(k / 128)], with num_groups [num_groups, .., ..]
+    recipe      (rows, 128), or with is_sfa the recipe of a product: (rows of a, rows of b, 128)
+    num_groups  how many matrices sf is of; None: one, without a dimension for it
+    is_sfa      whether sf is of a or of b, for a recipe of three numbers; None for one of two
+
+    Scales per row go through `get_mn_major_tma_aligned_tensor`; scales per 128 x 128 block are returned as they are.
+    `disable_ue8m0_cast` and `psum_layout` change nothing.
+    """
+    check_int("mn", mn, 0)
+    check_int("k", k, 0)
+    rows = _rows_per_scale(tuple(recipe), is_sfa)
+    groups = () if num_groups is None else (num_groups,)
+    check_tensor("sf", sf, (torch.float32,), (*groups, -(-mn // rows), -(-k // 128)), "mn, k, recipe and num_groups")
+    return get_mn_major_tma_aligned_tensor(sf) if rows == 1 else sf
+
+
+def _rows_per_scale(recipe: tuple[int, ...], is_sfa: bool | None) -> int:
+    if is_sfa is None:
+        accepted, rows = [(1, 128), (128, 128)], recipe[:1]
+    else:
+        accepted, rows = [(1, 128, 128), (1, 1, 128)], recipe[:1] if is_sfa else recipe[1:2]
+    if recipe not in accepted:
+        given = "without is_sfa" if is_sfa is None else "with is_sfa"
+        raise ValueError(f"recipe: must be {accepted[0]} or {accepted[1]} {given} on Hopper, got {recipe}")
+    return rows[0]

@@ -1,0 +1,79 @@
+"""DeepGEMM's product of two FP8 matrices."""
+
+import torch
+
+from dsa import backends
+from dsa.compat.deep_gemm.arguments import (
+    BLOCK_SCALES,
+    ROW_SCALES,
+    Recipe,
+    check_result,
+    find_recipe,
+    operands,
+    refuse,
+)
+from dsa.compat.deep_gemm.gradients import write_gradient
+from dsa.ops._aligned import rows_at_16_bytes
+from dsa.ops.declaration import Op
+from dsa.ops.gemm import fp8_gemm_nt as bridge
+from dsa.ops.gemm.fp8_gemm_nt import Scaled
+from dsa.reference.checks import E4M3, FLOATS, check_tensor
+
+
+def fp8_fp4_gemm_nt(
+    a: Scaled,
+    b: Scaled,
+    d: torch.Tensor,
+    c: torch.Tensor | None = None,
+    recipe: Recipe = None,
+    recipe_a: Recipe = None,
+    recipe_b: Recipe = None,
+    compiled_dims: str = "nk",
+    disable_ue8m0_cast: bool = False,
+    alpha: float | None = None,
+    epilogue: object = None,
+) -> None:
+    """d = a b^T, both with their scales: `dsa.fp8_gemm_nt`, written to d.
+
+    a       ([M, K] e4m3, [M, ceil(K / 128)] fp32)
+    b       ([N, K] e4m3, [ceil(N / 128), ceil(K / 128)] fp32)
+    d       [M, N] bf16, fp32 or fp16; rows at any stride
+    c       None
+    recipe  (1, 128, 128), or None for it; as a pair recipe_a = (1, 128), recipe_b = (128, 128)
+
+    With recipe (1, 1, 128), or the pair (1, 128) and (1, 128), the scales of b are [N, ceil(K / 128)], d is fp32, and
+    d = c + a b^T: c is fp32 [M, N] and may be d itself; None: 0. PyTorch computes this in fp32 (`gradients`).
+    """
+    (q, s), (w, ws) = operands(a, b)
+    refuse(alpha=alpha, epilogue=epilogue)
+    if find_recipe(recipe, recipe_a, recipe_b, (BLOCK_SCALES, ROW_SCALES)) == ROW_SCALES:
+        write_gradient(d, c, (q, s), (w, ws))
+        return
+    if c is not None:
+        raise ValueError(f"c: must be None with recipe {BLOCK_SCALES} on Hopper, got {type(c).__name__}")
+    check_tensor("a[0]", q, E4M3, ("M", "K"))
+    check_tensor("b[0]", w, E4M3, ("N", "K"))
+    check_tensor("d", d, FLOATS, (len(q), len(w)), "a[0] and b[0]")
+    op = bridge._fp8_gemm_nt
+    op.check(q, s, w, ws, d.dtype)
+    check_result(d, q)
+    if backends.runs_kernel(op.public, q):
+        write(op, d, q, s, w, ws)
+    else:
+        d.copy_(op.reference(q, s, w, ws, d.dtype))
+
+
+def write(op: Op, d: torch.Tensor, *arguments: torch.Tensor, expected_rows: int | None = None) -> None:
+    """d = the product of arguments, which are checked, by the op's kernels: q, s, w, ws and the ends of groups."""
+    kernels = op.kernels.modules(backends.arch_of(d.device))
+    out = rows_at_16_bytes(d)
+    # The copy starts with the values of d: kernels do not write rows that belong to no group.
+    written = d.clone(memory_format=torch.contiguous_format) if out is None else out
+    q, s, w, ws, *ends = arguments
+    with backends.on_device(d):
+        if ends:
+            bridge.write_grouped_product(kernels, q, s, w, ws, *ends, written, expected_rows=expected_rows)
+        else:
+            bridge.write_product(kernels, q, s, w, ws, written)
+    if out is None:
+        d.copy_(written)
