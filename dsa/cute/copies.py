@@ -1,10 +1,9 @@
-"""Asynchronous copies from global to shared memory: of tiles by TMA, and at addresses that only the kernel knows.
+"""Asynchronous copies from global to shared memory: tiles by TMA, and rows at addresses that only the kernel knows.
 
-`gather_16` is a cp.async that is not bulk. Its writes are of PTX's generic proxy, and wgmma reads shared memory through
-the async proxy: between the two PTX asks for a fence.proxy.async, and a barrier is none. The GEMMs that gather rows of
-activations have that fence behind the wait for a stage (fp8_gemm_sm90.py, fp8_fp4_gemm_few_rows_sm90.py). The kernels
-that gather keys by a list of indices have none there: those that use mla/topk_gather.py or training/topk_gather.py, and
-sparse_mla_backward_sm90.py. For these PTX guarantees no order. No failure that came of it is known.
+`gather_16` and `gather_8` are cp.async, which writes through PTX's generic proxy; wgmma reads shared memory through the
+async proxy. An mbarrier does not order the two proxies, so a fence.proxy.async must come between the write and the
+read. Each kernel that gathers fences after it waits for a stage (mla/topk_gather.py, training/topk_gather.py,
+sparse_mla_backward_sm90.py, fp8_gemm_sm90.py, fp8_fp4_gemm_few_rows_sm90.py).
 """
 
 import cutlass.cute as cute

@@ -113,7 +113,7 @@ class Pipeline:
 
     @staticmethod
     def of(storage, stages: int, parts: int = 1) -> "Pipeline":
-        """Of what `pipeline_storage(stages, parts)` has reserved."""
+        """The pipeline whose barriers `pipeline_storage(stages, parts)` has reserved."""
         return Pipeline(storage.full.data_ptr(), storage.empty.data_ptr(), stages, Int32(0), parts)
 
     @cute.jit

@@ -2,8 +2,8 @@
 
 usage: python -m tests.kernels.machine_code [--all] [--check]
 
-machine_code.json has for each family of kernels the key of its sources (`dsa.runtime.source_key`), and for each variant
-that the family ships a digest of what runs: instructions, constants, registers and shared memory of its kernels, and
+machine_code.json has for each family of kernels the key of its code (`key_of`), and for each variant that the family
+ships a digest of what runs: instructions, constants, registers and shared memory of its kernels, and
 the host code that computes their grids. Symbols do not count, so that names in the source may change.
 
 The command compiles the families whose key is another, prints what became of their variants, and writes the file.
@@ -28,10 +28,11 @@ from typing import Any
 
 import dsa.kernels
 from dsa.runtime.object_file import cubin_in
-from dsa.runtime.source_key import folder_key
+from tests.code_lines import code_lines
 
 PATH = Path(__file__).with_suffix(".json")
 FAMILIES = Path(dsa.kernels.__path__[0])
+SHARED = FAMILIES.parent / "cute"
 _NO_BYTES = 8  # type of a section that has a size and no bytes in the file
 _SIZED, _REGISTERS = 4, 0x2F  # .nv.info: format of an attribute with a size; the attribute (symbol, registers)
 _KINDS = ".text.", ".nv.constant0.", ".nv.shared."
@@ -120,10 +121,16 @@ def families() -> list[str]:
 
 
 def key_of(family: str) -> str:
-    """The key of a family's sources as they are on disk, and of the compiler's options."""
+    """The key of the code of a family and of dsa/cute on disk, and of the compiler's options. Kernels import nothing
+    else. Comments and docstrings do not count: to reword them needs no compiler and no GPU."""
     from dsa.runtime.compile_cache import OPTIONS
 
-    return hashlib.sha256(f"{folder_key(FAMILIES / family)} {OPTIONS}".encode()).hexdigest()[:16]
+    digest = hashlib.sha256(OPTIONS.encode())
+    for folder in (FAMILIES / family, SHARED):
+        for path in sorted(folder.rglob("*.py")):
+            lines = code_lines(path.read_text(encoding="utf-8"))
+            digest.update("\n".join([f"{path.relative_to(folder)} {len(lines)}", *lines]).encode())
+    return digest.hexdigest()[:16]
 
 
 def without_names(variant: str) -> str:

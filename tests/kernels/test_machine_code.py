@@ -11,6 +11,7 @@ from dsa.runtime import compile_cache
 from dsa.runtime.compile_cache import compile_sm90, object_file
 from dsa.runtime.object_file import cubin_in, write_object_file
 from dsa.runtime.sass import disassemble
+from tests.code_lines import code_lines
 from tests.kernels import machine_code
 
 RENEW = "run `python -m tests.kernels.machine_code`"
@@ -109,6 +110,11 @@ def test_what_is_renamed_changed_gone_and_new():
 
 def test_variants_that_exchange_their_code_are_changed():
     assert machine_code.differences({"a": "1", "b": "2"}, {"a": "2", "b": "1"}) == (["a", "b"], ["a", "b"], [])
+
+
+def test_comments_and_docstrings_do_not_count_in_a_source():
+    source = 'def f(x):  # one\n    """Two."""\n\n    # three\n    return f"{x} # four"\n\n\nclass A:\n    """Five."""\n    x = 1\n'
+    assert code_lines(source) == ["def f(x):", '    return f"{x} # four"', "class A:", "    x = 1"]
 
 
 def test_the_compilers_options_count(monkeypatch):

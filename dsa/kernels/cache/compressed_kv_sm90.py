@@ -45,8 +45,8 @@ from dsa.runtime.compile_cache import cached, compile_sm90
 CHANNELS = 4  # of a thread
 SQUARES = 8  # of an entry, at most: a warp's or a slice's
 KEPT_AT_ONCE = 2  # vectors of a thread on their way to the state
-MAX_POSITIONS = 2**31 - 512  # of a sequence: a block or two beyond them is still an int32
-MAX_WORK_TILES = 2**30  # of all sequences, of which only overlapping ones could have more
+MAX_POSITIONS = 2**31 - 512  # per sequence: two blocks after the last position still fit an int32
+MAX_WORK_TILES = 2**30  # over all sequences: only sequences that overlap in the cache could have more
 
 
 class WorkTileInfo(NamedTuple):

@@ -88,8 +88,8 @@ ONE_MATRIX_CONFIGS = (
 SWIGLU_CONFIGS = (Fp8GemmConfig(1, 1, 256, 5, 1), Fp8GemmConfig(2, 1, 256, 4, 1))
 # What warps gather rows for: these have registers for as many.
 GATHERING_CONFIGS = (CONFIGS[1], CONFIGS[3])
-# Up to so many rows of the result they are gathered by the kernel, which costs it a quarter where the tensor cores are
-# busy; more are copied before.
+# With at most this many rows in the result the kernel gathers the rows of a itself, which costs a quarter of its time
+# when the tensor cores are busy. Rows of larger results are copied before the launch.
 GATHERED_ROWS = 4096
 # Of these work tiles can be drawn.
 DRAWN_CONFIGS = CONFIGS[3:]

@@ -60,12 +60,12 @@ class WorkTileInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class Blocks:
-    """Shared memory of the blocks in flight, by stage of the queries: info, the fields of a WorkTileInfo; of each query
-    its bound, the range of its keys, which has a count below 0 if there is no such query, how many its list has, and
-    what its scores are counted in; the addresses of the factors of the rows of queries, and of the weights, for each
-    lane of a quad those of its columns; `ready`, which says that all of it is there.
+    """Shared memory of the blocks in flight, indexed by the stage of the queries.
 
-    The queries' full barrier says that info and ranges are there."""
+    Each stage holds the fields of a WorkTileInfo (`info`) and, per query, its bound, the range of its keys, the length
+    of its list and what its scores are counted in. A query that does not exist has a count below 0. A stage also holds
+    the addresses of the query rows' factors and, per lane of a quad, the addresses of the weights of its columns. The
+    barrier `ready` says that all of this is written; the queries' full barrier covers only info and ranges."""
 
     info: cute.Tensor
     bounds: cute.Tensor

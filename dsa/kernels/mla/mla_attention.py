@@ -250,12 +250,14 @@ class MlaAttention:
     def start_scores(self, acc, mmas: TiledMmas, q_rmem, rq, rk, rr, pipeline: KvPipeline, state: KvState) -> KvState:
         """Start acc = Q K^T of the next tile, as its parts arrive. -> the state behind the tile."""
         cute.nvgpu.warpgroup.fence()
+        loaded = self.kv.tile_is_loaded(pipeline, KvState(pipeline.v.skip(state.v, V_CHUNKS - 1), state.rope))
         for n, chunk in enumerate(self.order):
-            if const_expr(n == ROPE_AFTER * K_PER_V):
-                pipeline.rope.consumer_wait(state.rope)
-            if const_expr(chunk < ROPE_CHUNK):
-                pipeline.v.consumer_wait(state.v, chunk % K_PER_V)
-            self.kv.fence()
+            if not loaded:
+                if const_expr(n == ROPE_AFTER * K_PER_V):
+                    pipeline.rope.consumer_wait(state.rope)
+                if const_expr(chunk < ROPE_CHUNK):
+                    pipeline.v.consumer_wait(state.v, chunk % K_PER_V)
+                self.kv.fence()
             v_stage, rope_stage = opaque(state.v.stage), opaque(state.rope.stage)
             for step in cutlass.range_constexpr(K_CHUNK // K16):
                 keys = rr[None, None, step, rope_stage]

@@ -149,6 +149,11 @@ class KvStages:
         pipeline.rope.init(4 * self.cluster, self.rope_producers)
         pipeline.work.init(consumers)
 
+    def tile_is_loaded(self, pipeline: KvPipeline, last: KvState) -> cutlass.Boolean | bool:
+        """Whether a tile has arrived whole, so that its chunks need no wait; last: its last v chunk and its rope part.
+        Always False here: TMA fills each chunk's barrier alone, and the chunk is visible to wgmma after the wait."""
+        return False
+
     @cute.jit
     def fence(self):
         """Make the keys that this thread has waited for visible to wgmma. TMA writes through wgmma's own proxy."""

@@ -21,6 +21,7 @@ from dsa.kernels.mla.mla_tiles import (
     ROPE_CHUNK,
     V_CHUNKS,
     KvPipeline,
+    KvState,
     KvTensors,
     k_chunk_order,
 )
@@ -145,14 +146,17 @@ class SwapAbScores(SwapAbScoreLoop):
         """Start acc = K Q^T of tile number `ring`, as its parts arrive."""
         mma, acc = operands.mma, operands.acc
         rope = state_at(ring, self.kv.rope_stages)
+        last = state_at(ring * V_CHUNKS + V_CHUNKS - 1, self.kv.v_stages)
         cute.nvgpu.warpgroup.fence()
+        loaded = self.kv.tile_is_loaded(pipeline, KvState(last, rope))
         for n, chunk in enumerate(self.order):
             v = state_at(ring * V_CHUNKS + self.v_chunk_of(n), self.kv.v_stages)
-            if const_expr(n == ROPE_AFTER * K_PER_V):
-                pipeline.rope.consumer_wait(rope)
-            if const_expr(chunk < ROPE_CHUNK):
-                pipeline.v.consumer_wait(v, chunk % K_PER_V)
-            self.kv.fence()
+            if not loaded:
+                if const_expr(n == ROPE_AFTER * K_PER_V):
+                    pipeline.rope.consumer_wait(rope)
+                if const_expr(chunk < ROPE_CHUNK):
+                    pipeline.v.consumer_wait(v, chunk % K_PER_V)
+                self.kv.fence()
             own_v, own_rope = opaque(v.stage), opaque(rope.stage)
             for step in cutlass.range_constexpr(K_CHUNK // K16):
                 a = operands.rr[None, None, step, own_rope]

@@ -4,17 +4,17 @@ A query's tiles are its first list of keys, 64 by 64, then its second list. Whic
 scheduler says. Where there is no key, zeros are written and the key's bit of the valid mask is 0.
 
 cp.async writes through the generic proxy, and wgmma reads through the async proxy. An mbarrier does not order the two:
-PTX asks for a fence.proxy.async somewhere between the write and the read. The score warpgroups execute the fence after
-they wait for a chunk (`TopkGather.fence`). The load warps would have to wait for their own copies first, which ends the
-overlap of chunks. The output warpgroups read the same chunks without a fence of their own: they wait for P, and the
-score warpgroup fences P after it has waited for all chunks of the tile.
+PTX asks for a fence.proxy.async between the write and the read. The score warpgroups execute it: once per tile if the
+whole tile has arrived (`TopkGather.tile_is_loaded`), otherwise after the wait for each chunk (`TopkGather.fence`). The
+output warpgroups read the same chunks without a fence of their own: they wait for P, and the score warpgroup fences P
+after it has waited for all chunks of the tile.
 """
 
 from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32, const_expr
+from cutlass import Boolean, Int32, Int64, Uint32, const_expr
 
 from dsa.cute.copies import arrive_when_gathered, gather_16, prefetch_to_l2
 from dsa.cute.pipeline import arrive, start
@@ -102,6 +102,20 @@ class TopkGather(KvStages):
             )
         if warp == 0:
             pipeline.work.publish(work_state, WorkTileInfo.last())
+
+    @cute.jit
+    def tile_is_loaded(self, pipeline: KvPipeline, last: KvState) -> Boolean:
+        """Whether a tile has arrived whole; if so, fence it. last: its last v chunk and its rope part.
+
+        A lane's arrival at the last v chunk's barrier comes after all copies that the lane has started before
+        (cp.async.mbarrier.arrive), so this barrier stands for the tile. The rope ring's barrier also covers the mask.
+        """
+        barrier = pipeline.v.producer_barrier(last.v, K_PER_V - 1)
+        loaded = cute.arch.mbarrier_test_wait(barrier, last.v.phase)
+        if loaded:
+            pipeline.rope.consumer_wait(last.rope)
+            self.fence()
+        return loaded
 
     @cute.jit
     def fence(self):

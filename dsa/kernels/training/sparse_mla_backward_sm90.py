@@ -255,7 +255,7 @@ class SparseMlaBackwardSm90:
                     self.add_dkv(p, ds, dkv, keys, place, shared, pipelines, count, last, tid, warp, lane, side)
                 count = next_key_tile(count)
             if (count & 1) != side:
-                # The last tile was this one's: before its dS makes room for dQ, all must have multiplied with it.
+                # This warpgroup had the last tile: dQ overwrites its dS only after all warpgroups have read it.
                 for half in cutlass.range_constexpr(2):
                     pipelines.k_half(half).producer_wait(k_state(count))
             else:

@@ -27,8 +27,8 @@ def test_sass(arguments):
     assert sass.instructions["HGMMA"] == head_dim // K16 + 2 * TILE_N // K16
     # A warp gathers a k chunk of 64 channels of four keys at a time, and has 16 keys.
     assert sass.instructions["LDGSTS"] == head_dim // K_CHUNK * 4
-    # wgmma reads each k chunk after a fence; the others fence Q, both halves of P, and the barriers.
-    assert sass.instructions["FENCE"] == head_dim // K_CHUNK + 4
+    # wgmma reads a whole tile, or each k chunk, after a fence; the others fence Q, both halves of P, and the barriers.
+    assert sass.instructions["FENCE"] == 1 + head_dim // K_CHUNK + 4
     assert sass.registers * THREADS <= 65536
     roles = kernels.REGISTERS
     assert roles.score + 2 * roles.output + roles.load <= ALL
@@ -58,8 +58,8 @@ def test_swap_ab_sass(arguments):
     assert sass.instructions["HGMMA"] == head_dim // K16 + 4 * TILE_N // K16
     assert sass.instructions["WARPGROUP"] < sass.instructions["HGMMA"]
     assert sass.instructions["LDGSTS"] == head_dim // K_CHUNK * 4
-    # wgmma reads each k chunk after a fence; the others fence Q, P and the barriers.
-    assert sass.instructions["FENCE"] == head_dim // K_CHUNK + 3
+    # wgmma reads a whole tile, or each k chunk, after a fence; the others fence Q, P and the barriers.
+    assert sass.instructions["FENCE"] == 1 + head_dim // K_CHUNK + 3
     warpgroups, roles = swap_ab.SCORE_WARPGROUPS + 3, swap_ab.REGISTERS
     assert sass.registers * warpgroups * 128 <= 65536
     given = swap_ab.SCORE_WARPGROUPS * roles.score + 2 * roles.output + roles.load
