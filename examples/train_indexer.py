@@ -2,7 +2,7 @@
 then its indexers alone, then sparse.
 
 usage: python examples/train_indexer.py OUT [--seconds DENSE WARMUP SPARSE] [--steps DENSE WARMUP SPARSE]
-           [--batch DENSE WARMUP SPARSE] [--vocab N] [--device cuda]
+           [--batch DENSE WARMUP SPARSE] [--vocab N] [--config JSON] [--device cuda]
        torchrun --nproc-per-node N examples/train_indexer.py OUT ...
 
 The text is Python: the standard library on this machine (PSF licence), and the packages that are installed beside it
@@ -41,6 +41,7 @@ from indexer_training.text import Text, read_text
 from indexer_training.vocabulary import BEGIN, BYTES, tokenizer_config, train_tokenizer
 
 from dsa_layers import Ranks, load_model, options
+from dsa_layers.errors import ConfigError
 from dsa_layers.families.precision import check_device
 from dsa_layers.parallel.environment import started_ranks
 from dsa_layers.parallel.process_group import agreed, join
@@ -188,6 +189,16 @@ def _seconds(text: str) -> float:
     return value
 
 
+def _fields(text: str) -> dict[str, object]:
+    try:
+        fields = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text[:60]!r}: {error}") from None
+    if not isinstance(fields, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text[:60]!r}")
+    return fields
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("out", type=Path, metavar="OUT", help="directory for the checkpoint, losses and tables")
@@ -212,6 +223,14 @@ def main() -> None:
         metavar="N",
         help=f"tokens of the vocabulary, at least {BYTES} (default: %(default)s)",
     )
+    parser.add_argument(
+        "--config",
+        type=_fields,
+        default={},
+        metavar="JSON",
+        help="fields of config.json that replace the example's: "
+        """'{"num_attention_heads": 64, "index_n_heads": 32, "index_topk": 512}'""",
+    )
     parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda where there is a GPU, else cpu)")
     args = parser.parse_args()
     if args.vocab < BYTES:
@@ -228,7 +247,10 @@ def main() -> None:
         device = str(own)
     args.out.mkdir(parents=True, exist_ok=True)
     stages = {name: tuple(getattr(args, name)) for name in ("seconds", "steps", "batch")}
-    run(args.out, Plan(**stages, vocab=args.vocab), device, read_text(), ranks)
+    try:
+        run(args.out, Plan(**stages, vocab=args.vocab, fields=args.config), device, read_text(), ranks)
+    except ConfigError as error:
+        parser.error(f"--config: {error}")
     if ranks.rank == 0:
         print((args.out / "table.md").read_text())
 

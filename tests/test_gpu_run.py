@@ -243,11 +243,12 @@ def test_without_entries_one_gpu_leaves_out_what_needs_two(gpus, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
     monkeypatch.setattr("shutil.which", lambda name: name)
-    monkeypatch.delenv("DSA_OLDEST_DSL", raising=False)
+    for name in ("DSA_OLDEST_DSL", run.TRAINED_MODEL):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(run, "compile_all", compile_all)
     with pytest.raises(StoppedHere):
         run.main(["--commit", "0" * 12])
-    assert {*run.receipt.asked("sm_90")} - {*asked} == {"oldest_dsl"} | (
+    assert {*run.receipt.asked("sm_90")} - {*asked} == {"accuracy", "oldest_dsl"} | (
         {"parallel", "several_gpus"} if gpus == 1 else set()
     )
 

@@ -7,7 +7,7 @@ import pytest
 
 from dsa import backends
 from dsa.ops import op_module
-from dsa_bench.e2e import document, drafts_document, million_document, parallel_document
+from dsa_bench.e2e import accuracy_document, document, drafts_document, million_document, parallel_document
 from tests.gpu import headlines, receipt, receipt_rows, status_table
 from tests.kernels import machine_code
 
@@ -163,8 +163,9 @@ def test_the_status_table_says_what_is_stale(entries, monkeypatch):
         ("parallel", parallel_document, "docs/parallel.md"),
         ("million", million_document, "docs/million.md"),
         ("drafts", drafts_document, "docs/drafter.md"),
+        ("accuracy", accuracy_document, "docs/change-the-indexer.md"),
     ],
-    ids=("e2e", "parallel", "million", "drafts"),
+    ids=("e2e", "parallel", "million", "drafts", "accuracy"),
 )
 def test_tables_of_models_are_generated(name, generated, path):
     entry, text = receipt.load()[ARCH][name], (receipt.ROOT / path).read_text()

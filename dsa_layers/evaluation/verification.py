@@ -49,6 +49,7 @@ class Difference:
     """How predictions q of a text differ from predictions p that they are compared with.
 
     loss, expected_loss  mean of -log q and of -log p of the text's tokens, in nats
+    error                |logits - expected logits| / |expected logits|, 2-norms over positions and vocabulary
     divergence           mean over positions of KL(p || q) = sum_v p_v (log p_v - log q_v), in nats
     largest              largest |log q - log p| of a token of the text
     same_first           share of positions at which both have the same likeliest token
@@ -56,6 +57,7 @@ class Difference:
 
     loss: float
     expected_loss: float
+    error: float
     divergence: float
     largest: float
     same_first: float
@@ -63,10 +65,12 @@ class Difference:
     @classmethod
     def between(cls, logits: torch.Tensor, expected: torch.Tensor, targets: torch.Tensor) -> Self:
         """logits, expected: [T, vocab_size]; targets: [T]."""
-        q, p = (x.float().log_softmax(-1) for x in (logits, expected))
+        logits, expected = logits.float(), expected.float()
+        q, p = logits.log_softmax(-1), expected.log_softmax(-1)
         losses = [cross_entropy(x, targets, reduction="none") for x in (q, p)]
         return cls(
             *(x.mean().item() for x in losses),
+            error=((logits - expected).norm() / expected.norm()).item(),
             divergence=kl_div(q, p, log_target=True, reduction="batchmean").item(),
             largest=(losses[0] - losses[1]).abs().max().item(),
             same_first=(q.argmax(-1) == p.argmax(-1)).float().mean().item(),

@@ -33,7 +33,6 @@ FIELDS = {
     "topk_group": 1,
     "routed_scaling_factor": 1.0,
     "num_attention_heads": 2,
-    "num_key_value_heads": 2,
     "q_lora_rank": 128,
     "qk_nope_head_dim": 64,
     "index_topk": 128,
@@ -50,9 +49,10 @@ _COPIES = ("embed_tokens.", "shared_head.head.")
 
 def fields(changes: dict[str, object], *, quantized: bool) -> dict[str, object]:
     """Those of config.json: FIELDS and `changes`, which have the `vocab_size`, over the published ones."""
-    published = published_config("deepseek_v32_config.json")
+    merged = published_config("deepseek_v32_config.json") | FIELDS | changes
+    merged["num_key_value_heads"] = merged["num_attention_heads"]
     left_out = _LEFT_OUT if quantized else (*_LEFT_OUT, "quantization_config")
-    return {name: value for name, value in (published | FIELDS | changes).items() if name not in left_out}
+    return {name: value for name, value in merged.items() if name not in left_out}
 
 
 def build(changes: dict[str, object], dtype: torch.dtype) -> DeepseekV32ForCausalLM:

@@ -67,6 +67,7 @@ HOT = (
     "topk_indices",
 )
 WHOLES = {
+    "accuracy": Whole("errors of passes with trained weights: `python -m dsa_bench.e2e.accuracy`", INFERENCE),
     "drafts": Whole("decoding with drafts: `python -m dsa_bench.e2e.drafts`", INFERENCE),
     "e2e": Whole("whole passes: `dsa bench e2e`", INFERENCE),
     "fuzz": Whole("all ops: mutated calls", EVERY_FAMILY),
@@ -278,7 +279,7 @@ def needed(data: Entries, arch: str) -> list[str]:
 
 def has_figures(name: str) -> bool:
     """Whether an entry has rows of a benchmark."""
-    return name == "host" or name in ROW_BY_ROW or name in benchmarks()
+    return name in ("accuracy", "host", *ROW_BY_ROW) or name in benchmarks()
 
 
 def module_of(path: Path) -> str:

@@ -7,6 +7,8 @@ git can tell, it need not be given. `several_gpus` and `parallel` need two GPUs 
 `hostile_contents` runs under compute-sanitizer. `oldest_dsl` is left out where DSA_OLDEST_DSL does not name a folder
 with that DSL:
 pip install --target FOLDER "nvidia-cutlass-dsl[cu13]==4.8.0" apache-tvm-ffi==0.1.11
+`accuracy` is left out where DSA_TRAINED_MODEL does not name the checkpoint that `dsa_bench.e2e.accuracy` says how to
+train.
 
 What is done is written at once: a run that is cut off leaves entries whose tests have passed and whose benchmark is
 missing, or has a part of the whole passes' rows. They are unverified. `--continue` goes on with those whose kernels and
@@ -34,10 +36,12 @@ from typing import Any
 from xml.etree import ElementTree
 
 from dsa_bench.harness import case
+from dsa_layers import SHIPPED_MODEL
 from tests.gpu import receipt
 from tests.kernels import machine_code
 
 SHARDS = 8
+TRAINED_MODEL = "DSA_TRAINED_MODEL"
 # What would change which code is tested, or how many tests and cases there are.
 UNSET = ("DSA_BACKEND", "DSA_FUZZ_SEED", "DSA_FUZZ_CASES", "DSA_FUZZ_CASE", "PYTEST_ADDOPTS", "PYTEST_PLUGINS")
 COMMIT = r"[0-9a-f]{12,40}(-changed)?"
@@ -230,6 +234,10 @@ def rows_of(name: str, done: Sequence[dict]) -> Iterator[dict]:
         from dsa_bench.e2e import million
 
         yield from million.compiled_rows(done=[row["shape"] for row in done])
+    elif name == "accuracy":
+        from dsa_bench.e2e import accuracy
+
+        yield from accuracy.rows([SHIPPED_MODEL, Path(os.environ[TRAINED_MODEL])])
     elif name == "host":
         from dsa_bench.harness import host
 
@@ -351,9 +359,12 @@ def main(arguments: Sequence[str]) -> int:
     arch = backends.arch_of(torch.device("cuda", torch.cuda.current_device()))
     one_gpu = torch.cuda.device_count() < 2
     cannot = {"several_gpus": one_gpu, "parallel": one_gpu, "oldest_dsl": not oldest_dsl()}
+    cannot["accuracy"] = TRAINED_MODEL not in os.environ
     names = args.entries or [name for name in receipt.asked(arch) if not cannot.get(name)]
     if "oldest_dsl" in names and (found := dsl_version(oldest_dsl())) != receipt.OLDEST_DSL:
         parser.error(f"oldest_dsl: DSA_OLDEST_DSL must name a folder with CuTe DSL {receipt.OLDEST_DSL}, got {found}")
+    if "accuracy" in names and TRAINED_MODEL not in os.environ:
+        parser.error(f"accuracy: {TRAINED_MODEL} must name a checkpoint")
     if "hostile_contents" in names and not shutil.which(MEMCHECK[0]):
         parser.error(f"hostile_contents runs under {MEMCHECK[0]}, which is not on the PATH")
     place = {

@@ -1,0 +1,155 @@
+"""Errors of whole passes with trained weights: our kernels and the peers' against the references in fp32.
+
+usage: python -m dsa_bench.e2e.accuracy [CHECKPOINT...]
+
+CHECKPOINT is a model that examples/train_indexer.py wrote; the default is the one that comes with dsa. The peers take
+none with fewer than 32 index heads and 64 attention heads. One that they take:
+
+    python examples/train_indexer.py OUT --seconds 200 40 30 --batch 16 8 8 \\
+        --config '{"num_attention_heads": 64, "index_n_heads": 32, "index_topk": 512}'
+
+Prints a line of JSON for each row (`rows`).
+
+Every sequence of the held-out text is one pass. The expected logits are of the same weights and the same quantisation
+of activations, index keys and caches, computed in fp32 by the references. The error of a sequence is
+|logits - expected| / |expected|, in 2-norms over all tokens and the vocabulary. Kernels are compared on the same
+sequences; an interval holds the middle 95% of the means of RESAMPLES random draws of as many sequences, with
+replacement (paired bootstrap).
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dsa
+from dsa import backends
+from dsa_bench.e2e.held_out_text import held_out_sequences
+from dsa_bench.e2e.peers import Replaced, replacement
+from dsa_bench.harness.calls import reason
+from dsa_layers import SHIPPED_MODEL, Tokenizer, load_model
+from dsa_layers.evaluation.verification import Difference, logits_of
+from dsa_layers.families.model import Model
+from dsa_layers.layers.score_accumulators import set_score_accumulators
+
+RESAMPLES = 10_000
+PEERS = "peers"
+KERNELS = {"ours, fp16 accumulators": torch.float16, "ours, fp32 accumulators": torch.float32}
+Row = dict[str, Any]
+Interval = list[float]  # mean, and both ends of its 95% interval
+
+
+def rows(
+    checkpoints: Sequence[Path] = (SHIPPED_MODEL,), most: int | None = None, device: torch.device | str = "cuda"
+) -> Iterator[Row]:
+    """{"shape", "model", "kernels", "sequences", "tokens", "loss", "loss_difference", "error", "divergence",
+    "same_first", "over_peers", "figure"} of each checkpoint's passes by our kernels, with fp16 and with fp32
+    accumulators of the index scores, and by the peers'. most: sequences at most, None for all.
+
+    loss             nats a token
+    loss_difference  Interval of the loss less the references'
+    error            Interval of the error
+    divergence       Interval of KL(references || kernels), nats a token
+    same_first       share of positions at which the likeliest token is the references'
+    over_peers       Interval of our error over the peers', None for the peers and where they take no such model
+    """
+    for checkpoint in checkpoints:
+        model = load_model(checkpoint, device=device, progress=False)
+        config = model.config
+        length, label = config.max_position_embeddings, f"{config.num_attention_heads} heads"
+        label += f", {config.index_n_heads} index heads, top-k {config.index_topk}"
+        sequences = held_out_sequences(checkpoint, Tokenizer(checkpoint), length)[:most]
+        differences = _differences(checkpoint, model, sequences, device)
+        theirs = differences.get(PEERS)
+        peers_errors = _values(theirs, "error") if isinstance(theirs, list) else None
+        for name, found in differences.items():
+            row = {"shape": f"{label}: {name}", "model": label, "kernels": name}
+            row |= {"sequences": len(sequences), "tokens": len(sequences) * length}
+            if isinstance(found, str):
+                yield row | {"figure": f"failed: {found}"}
+                continue
+            yield row | _figures(found, peers_errors if name in KERNELS else None)
+
+
+def _differences(
+    checkpoint: Path, model: Model, sequences: Sequence[Sequence[int]], device: torch.device | str
+) -> dict[str, list[Difference] | str]:
+    """{kernels: a Difference for each sequence, or why they failed}. Peers that are not installed are left out."""
+    exact = load_model(checkpoint, device=device, dtype=torch.float32, progress=False)
+    peers: Replaced = replacement()
+    found: dict[str, list[Difference] | str] = {name: [] for name in KERNELS}
+    if peers.ops:
+        found[PEERS] = []
+    for sequence in sequences:
+        with dsa.use_backend("reference"):
+            expected, targets = logits_of(exact, sequence, len(sequence))
+
+        for name, accumulators in KERNELS.items():
+            set_score_accumulators(model, accumulators)
+            logits, _ = logits_of(model, sequence, len(sequence))
+            found[name].append(Difference.between(logits, expected, targets))
+
+        if isinstance(found.get(PEERS), list):
+            try:
+                with peers.in_place():
+                    logits, _ = logits_of(model, sequence, len(sequence))
+            except Exception as error:  # whatever a library says of shapes that it does not take
+                found[PEERS] = reason(error)
+            else:
+                found[PEERS].append(Difference.between(logits, expected, targets))
+    return found
+
+
+def _figures(differences: Sequence[Difference], peers_errors: torch.Tensor | None) -> Row:
+    errors = _values(differences, "error")
+    loss = _values(differences, "loss")
+    found: Row = {
+        "loss": loss.mean().item(),
+        "loss_difference": interval(loss - _values(differences, "expected_loss")),
+        "error": interval(errors),
+        "divergence": interval(_values(differences, "divergence")),
+        "same_first": _values(differences, "same_first").mean().item(),
+        "over_peers": None if peers_errors is None else interval(errors, peers_errors),
+    }
+    found["figure"] = f"error {found['error'][0]:.3%}"
+    if found["over_peers"]:
+        ratio, low, high = found["over_peers"]
+        found["figure"] += f", {ratio:.3f} of the peers' ({low:.3f} to {high:.3f})"
+    return found
+
+
+def _values(differences: Sequence[Difference], name: str) -> torch.Tensor:
+    return torch.tensor([getattr(difference, name) for difference in differences], dtype=torch.float64)
+
+
+def interval(values: torch.Tensor, over: torch.Tensor | None = None) -> Interval:
+    """The mean of values [N], or mean(values) / mean(over), and its 95% interval by the paired bootstrap."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(len(values), (RESAMPLES, len(values)), generator=generator)
+    means, mean = values[drawn].mean(1), values.mean()
+    if over is not None:
+        means, mean = means / over[drawn].mean(1), mean / over.mean()
+    ends = means.quantile(torch.tensor([0.025, 0.975], dtype=means.dtype))
+    return [mean.item(), *ends.tolist()]
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m dsa_bench.e2e.accuracy", description=__doc__.splitlines()[0])
+    parser.add_argument("checkpoints", nargs="*", type=Path, default=[SHIPPED_MODEL], metavar="CHECKPOINT")
+    args = parser.parse_args(arguments)
+    if why := backends.why_no_kernels():
+        parser.error(f"a benchmark needs a GPU with kernels: {why}")
+    try:
+        for row in rows(args.checkpoints):
+            print(json.dumps(row), flush=True)
+    except ValueError as error:
+        parser.error(str(error))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,40 @@
+"""The text that a model of examples/train_indexer.py was not trained on, as sequences of tokens."""
+
+import json
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from dsa_layers import Tokenizer
+
+
+def held_out_sequences(checkpoint: Path, tokenizer: Tokenizer, length: int) -> list[list[int]]:
+    """Sequences of a BOS token and `length` more: all held-out files, one after the other, cut without overlap.
+
+    The files are those that the checkpoint's metrics.json names, read from the standard library and the packages of
+    this Python. Raises ValueError for a checkpoint without such a list, and where less than a sequence is found.
+    """
+    begin = tokenizer.bos_token_id
+    tokens: list[int] = []
+    for path in held_out_files(checkpoint):
+        tokens += [begin, *tokenizer.encode(path.read_text(encoding="utf-8", errors="replace"), add_bos=False)]
+    sequences = [[begin, *tokens[i : i + length]] for i in range(0, len(tokens) - length + 1, length)]
+    if not sequences:
+        raise ValueError(f"checkpoint: its held-out files have {len(tokens)} tokens here; needed: {length}")
+    return sequences
+
+
+def held_out_files(checkpoint: Path) -> Iterator[Path]:
+    """The held-out files that this Python has."""
+    metrics = checkpoint / "metrics.json"
+    try:
+        data = json.loads(metrics.read_text(encoding="utf-8"))["data"]
+        names = [name for source in (data, *data["packages"]) for name in source["held_out_files"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"checkpoint: {metrics} must list held-out files, got {type(error).__name__}: {error}") from None
+    places = [Path(sysconfig.get_path("stdlib")), *map(Path, sys.path)]
+    for name in names:
+        found = next((place / name for place in places if (place / name).is_file()), None)
+        if found is not None:
+            yield found

@@ -1,0 +1,73 @@
+"""The benchmark of errors: held-out text, intervals, and passes of a small model on a CPU beside peers that are given."""
+
+import contextlib
+import json
+import shutil
+
+import pytest
+import torch
+
+from dsa_bench.e2e import accuracy
+from dsa_bench.e2e.held_out_text import held_out_files, held_out_sequences
+from dsa_layers import SHIPPED_MODEL, Tokenizer
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """The shipped model with a context of 32 tokens and two held-out files, one of which is not on this machine."""
+    folder = shutil.copytree(SHIPPED_MODEL, tmp_path / "model")
+    (folder / "metrics.json").write_text(
+        json.dumps({"data": {"held_out_files": ["this.py"], "packages": [{"held_out_files": ["gone/away.py"]}]}})
+    )
+    config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 32}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_held_out_text_is_cut_without_overlap_after_a_bos_token(checkpoint):
+    (path,) = held_out_files(checkpoint)
+    tokenizer = Tokenizer(checkpoint)
+    sequences = held_out_sequences(checkpoint, tokenizer, 32)
+    assert {(len(sequence), sequence[0]) for sequence in sequences} == {(33, tokenizer.bos_token_id)}
+    joined = [token for sequence in sequences for token in sequence[1:]]
+    whole = [tokenizer.bos_token_id, *tokenizer.encode(path.read_text(), add_bos=False)]
+    assert joined == whole[: len(joined)] and len(whole) - len(joined) < 32
+    (checkpoint / "metrics.json").write_text("{}")
+    with pytest.raises(ValueError, match="metrics.json must list held-out files, got KeyError"):
+        held_out_sequences(checkpoint, tokenizer, 32)
+
+
+def test_intervals_of_a_ratio_are_paired():
+    values = torch.rand(50, dtype=torch.float64) + 1
+    assert accuracy.interval(values * 1.5, values) == pytest.approx([1.5] * 3)
+    mean, low, high = accuracy.interval(values)
+    assert mean == values.mean().item()
+    half = 1.96 * values.std().item() / 50**0.5
+    assert (low, high) == (pytest.approx(mean - half, abs=half / 3), pytest.approx(mean + half, abs=half / 3))
+
+
+class _Peers:
+    """The peers: our kernels, or an error."""
+
+    ops = {"fp8_mqa_logits": "a library"}
+    failure: Exception | None = None
+
+    @contextlib.contextmanager
+    def in_place(self):
+        if self.failure:
+            raise self.failure
+        yield
+
+
+def test_rows_have_the_figures_of_every_kind_of_kernel(checkpoint, monkeypatch):
+    peers = _Peers()
+    monkeypatch.setattr(accuracy, "replacement", lambda: peers)
+    half, single, theirs = accuracy.rows([checkpoint], most=2, device="cpu")
+    assert [row["kernels"] for row in (half, single, theirs)] == [*accuracy.KERNELS, "peers"]
+    assert half["error"] == theirs["error"] and 0 < half["error"][1] <= half["error"][0] <= half["error"][2] < 0.2
+    assert half["over_peers"] == pytest.approx([1.0] * 3) and theirs["over_peers"] is None
+    assert half["tokens"] == 64 and 0.5 < half["same_first"] <= 1 and half["divergence"][0] > 0
+
+    peers.failure = ValueError("heads: 64 are accepted\nmore")
+    half, _, theirs = accuracy.rows([checkpoint], most=1, device="cpu")
+    assert theirs["figure"] == "failed: heads: 64 are accepted" and half["over_peers"] is None
