@@ -32,7 +32,8 @@ def held_out_files(checkpoint: Path) -> Iterator[Path]:
         data = json.loads(metrics.read_text(encoding="utf-8"))["data"]
         names = [name for source in (data, *data["packages"]) for name in source["held_out_files"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"checkpoint: {metrics} must list held-out files, got {type(error).__name__}: {error}") from None
+        problem = f"{type(error).__name__}: {error}"
+        raise ValueError(f"checkpoint: {metrics} must list held-out files, got {problem}") from None
     places = [Path(sysconfig.get_path("stdlib")), *map(Path, sys.path)]
     for name in names:
         found = next((place / name for place in places if (place / name).is_file()), None)

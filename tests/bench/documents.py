@@ -7,8 +7,14 @@ from typing import Any
 
 from dsa_bench.e2e import accuracy_document, document, drafts_document, million_document, parallel_document
 
-DOCUMENTS = {"change-the-indexer": accuracy_document, "e2e": document, "drafter": drafts_document, "million": million_document, "parallel": parallel_document}
-ENTRIES = {"change-the-indexer": "accuracy", "e2e": "e2e", "drafter": "drafts", "million": "million", "parallel": "parallel"}
+DOCUMENTS = {
+    "change-the-indexer": accuracy_document,
+    "drafter": drafts_document,
+    "e2e": document,
+    "million": million_document,
+    "parallel": parallel_document,
+}
+ENTRIES = {name: name for name in DOCUMENTS} | {"change-the-indexer": "accuracy", "drafter": "drafts"}
 PLACE = {"device": "1 x H100", "date": "2026-11-26", "commit": "abc", "torch": "2.11", "dsl": "4.8"}
 MEASURED = "Measured on 1 x H100, torch 2.11, CuTe DSL 4.8, on 2026-11-26, of commit abc."
 

@@ -1,8 +1,9 @@
-"""The benchmark of errors: held-out text, intervals, and passes of a small model on a CPU beside peers that are given."""
+"""The benchmark of errors: held-out text, intervals, and passes of a small model on a CPU with stand-ins for peers."""
 
 import contextlib
 import json
 import shutil
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ def test_held_out_text_is_cut_without_overlap_after_a_bos_token(checkpoint):
     whole = [tokenizer.bos_token_id, *tokenizer.encode(path.read_text(), add_bos=False)]
     assert joined == whole[: len(joined)] and len(whole) - len(joined) < 32
     (checkpoint / "metrics.json").write_text("{}")
-    with pytest.raises(ValueError, match="metrics.json must list held-out files, got KeyError"):
+    with pytest.raises(ValueError, match=r"metrics.json must list held-out files, got KeyError"):
         held_out_sequences(checkpoint, tokenizer, 32)
 
 
@@ -49,7 +50,7 @@ def test_intervals_of_a_ratio_are_paired():
 class _Peers:
     """The peers: our kernels, or an error."""
 
-    ops = {"fp8_mqa_logits": "a library"}
+    ops = MappingProxyType({"fp8_mqa_logits": "a library"})
     failure: Exception | None = None
 
     @contextlib.contextmanager

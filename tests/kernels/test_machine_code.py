@@ -113,7 +113,8 @@ def test_variants_that_exchange_their_code_are_changed():
 
 
 def test_comments_and_docstrings_do_not_count_in_a_source():
-    source = 'def f(x):  # one\n    """Two."""\n\n    # three\n    return f"{x} # four"\n\n\nclass A:\n    """Five."""\n    x = 1\n'
+    function = 'def f(x):  # one\n    """Two."""\n\n    # three\n    return f"{x} # four"\n'
+    source = f'{function}\n\nclass A:\n    """Five."""\n    x = 1\n'
     assert code_lines(source) == ["def f(x):", '    return f"{x} # four"', "class A:", "    x = 1"]
 
 
