@@ -2,7 +2,7 @@
 # more with drafts; compare its sparse attention with dense attention on text that it was not trained on.
 # make test: install into .venv and run the tests that need no GPU, without most of the slow ones, on a sample of the
 # kernels' variants. Both samples are others with every commit.
-# make test-all: every test on all variants, and the kernels' once more with the oldest DSL that is supported.
+# make test-all: every test on all variants, and those of the oldest DSL and the oldest transformers that are supported.
 # make test-machine: the tests that could depend on the CPU's instructions, on signals or on how processes start.
 # make wheel: build dist/ from the last commit: a wheel and a source distribution, with all compiled kernels, of which
 # those take seconds each that are not cached; or with those of MODULES alone.
@@ -48,15 +48,18 @@ ON_ANY_MACHINE := tests/test_conftest.py tests/test_training_example_in_ranks.py
 test-machine: .venv/installed
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal -m "not slow" $(ON_ANY_MACHINE)
 
-# The versions that vLLM and SGLang pin, where what depends on the DSL is tested: machine code and the compile cache.
+# The DSL that vLLM and SGLang pin, for machine code and the compile cache, and the oldest transformers, for dsa_layers.hf.
+# The extra `test` pins the newest transformers, so the oldest is installed after it.
 $(OLDEST)/installed: pyproject.toml
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python $(PIP_INSTALL) torch==2.13.0
 	$(OLDEST)/bin/python $(PIP_INSTALL) --editable ".[test]" "nvidia-cutlass-dsl[cu13]==4.8.0" apache-tvm-ffi==0.1.11
+	$(OLDEST)/bin/python $(PIP_INSTALL) transformers==5.17.0
 	touch $@
 
+ON_OLDEST := tests/kernels tests/runtime tests/layers/hf
 test-oldest: $(OLDEST)/installed
-	$(OLDEST)/bin/python -m pytest --numprocesses auto --maxprocesses 16 --dist worksteal --all tests/kernels tests/runtime
+	$(OLDEST)/bin/python -m pytest --numprocesses auto --maxprocesses 16 --dist worksteal --all $(ON_OLDEST)
 
 MODULES ?=
 wheel: .venv/installed

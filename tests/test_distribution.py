@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 
 import dsa
 from dsa_layers.command.main import main
+from dsa_layers.hf.patching import VERSIONS
 from tests.gpu import receipt, run
 
 ROOT = Path(__file__).parent.parent
@@ -136,6 +137,14 @@ def test_the_oldest_dsl_is_the_one_that_is_tested():
         assert re.search(rf"{name}(\[cu13\])?=={re.escape(oldest)}[\s\"]", makefile)
         assert re.search(rf"{name}(\[cu13\])?=={re.escape(oldest)}[\s\"]", run.__doc__)
         assert name != "nvidia-cutlass-dsl" or oldest == receipt.OLDEST_DSL
+
+
+def test_both_ends_of_the_range_of_transformers_are_tested():
+    extras = PROJECT["project"]["optional-dependencies"]
+    (accepted,) = map(Requirement, extras["transformers"])
+    assert [minor for minor in range(99) if accepted.specifier.contains(f"5.{minor}.0")] == [*VERSIONS]
+    assert f"transformers==5.{VERSIONS[-1]}.0" in extras["test"]
+    assert f" transformers==5.{VERSIONS[0]}.0\n" in (ROOT / "Makefile").read_text()
 
 
 def test_one_version(capsys):

@@ -6,6 +6,7 @@ import torch
 from transformers.models.deepseek_v32 import modeling_deepseek_v32 as theirs
 
 from dsa_layers.hf.lengths import TokenLengths
+from dsa_layers.hf.paged_layer import cache_of
 from dsa_layers.hf.parts import RMSNormInPlace
 from dsa_layers.hf.sparse_mla import IndexerInPlace, SparseMLAInPlace
 from dsa_layers.layers.attention import DSAAttention
@@ -34,13 +35,12 @@ class SparseDeepseekV32Attention(SparseMLAInPlace, theirs.DeepseekV32Attention, 
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: TokenLengths,
-        past_key_values: Any = None,
+        cache: Any = None,
         position_ids: torch.Tensor | None = None,
         **options: Any,
     ) -> tuple[torch.Tensor, None]:
         self.check(attention_mask, position_ids, options)
-        cache = options.get("cache", past_key_values)  # its name from transformers 5.24 on
-        arguments = hidden_states, position_embeddings, attention_mask, cache, position_ids
+        arguments = hidden_states, position_embeddings, attention_mask, cache_of(cache, options), position_ids
         return self.attend(*arguments, Selection()), None
 
 

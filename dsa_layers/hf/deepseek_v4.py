@@ -10,7 +10,7 @@ from transformers.models.deepseek_v4 import modeling_deepseek_v4 as theirs
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.compressed_kv_cache import CompressedLayerCache, EntryCache
 from dsa_layers.hf.lengths import TokenLengths
-from dsa_layers.hf.paged_layer import PagedLayer, Storage, layer_of
+from dsa_layers.hf.paged_layer import PagedLayer, Storage, cache_of, layer_of
 from dsa_layers.hf.parts import AttentionInPlace, HeadWeightsInPlace, InPlaceOf, RMSNormInPlace
 from dsa_layers.layers.compressed_attention import Angles, CompressedAttention
 from dsa_layers.layers.compressed_indexer import CompressedIndexer
@@ -165,21 +165,21 @@ class SparseDeepseekV4Attention(AttentionInPlace, theirs.DeepseekV4Attention, Co
         position_embeddings: dict[str, tuple[torch.Tensor, torch.Tensor]],
         position_ids: torch.Tensor,
         attention_mask: TokenLengths,
-        past_key_values: Any = None,
+        cache: Any = None,
         **options: Any,
     ) -> tuple[torch.Tensor, None]:
         self.check(attention_mask, position_ids, options)
         hidden_states = self.in_autocast(hidden_states)
         lengths, layer = attention_mask, None
         with_gradients = self.asks_for_gradients(hidden_states)
-        past_key_values = options.get("cache", past_key_values)  # its name from transformers 5.24 on
-        if past_key_values is not None:
-            layer = layer_of(past_key_values, self.layer_idx, self._storage(hidden_states), hidden_states)
+        cache = cache_of(cache, options)
+        if cache is not None:
+            layer = layer_of(cache, self.layer_idx, self._storage(hidden_states), hidden_states)
             if with_gradients:
                 layer = layer.leave_out(lengths.new)
             else:
                 layer.reserve(lengths.counts(layer))
-        how = {"consecutive": True, "separate": past_key_values is None}
+        how = {"consecutive": True, "separate": cache is None}
         packed = lengths.packed(position_ids, hidden_states.device, layer, **how)
         if packed is None:
             return torch.zeros_like(hidden_states), None
@@ -187,9 +187,9 @@ class SparseDeepseekV4Attention(AttentionInPlace, theirs.DeepseekV4Attention, Co
         entry_rope = None
         if self.compressor is not None:
             entry_rope = packed.entry_angles(self.compressor.rotary_emb, self.compressor.ratio, x)
-        cache = None if layer is None or with_gradients else self._cache(layer)
+        layer_cache = None if layer is None or with_gradients else self._cache(layer)
         with torch.set_grad_enabled(with_gradients):
-            y = CompressedAttention.forward(self, x, rope, entry_rope, packed.batch, cache)
+            y = CompressedAttention.forward(self, x, rope, entry_rope, packed.batch, layer_cache)
         if layer is not None:
             layer.advance(lengths.counts(layer), lengths.new, packed.offsets)
         return packed.unpack(y), None

@@ -6,6 +6,7 @@ import torch
 from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as theirs
 
 from dsa_layers.hf.lengths import TokenLengths
+from dsa_layers.hf.paged_layer import cache_of
 from dsa_layers.hf.parts import RMSNormInPlace
 from dsa_layers.hf.sparse_mla import IndexerInPlace, SparseMLAInPlace
 from dsa_layers.layers.attention import DSAAttention
@@ -36,7 +37,7 @@ class SparseGlmMoeDsaAttention(SparseMLAInPlace, theirs.GlmMoeDsaAttention, DSAA
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: TokenLengths,
-        past_key_values: Any = None,
+        cache: Any = None,
         position_ids: torch.Tensor | None = None,
         prev_topk_indices: Selection | None = None,
         **options: Any,
@@ -48,8 +49,7 @@ class SparseGlmMoeDsaAttention(SparseMLAInPlace, theirs.GlmMoeDsaAttention, DSAA
                 "prev_topk_indices: a layer without an indexer needs what a layer before it selected, got "
                 f"{type(selection).__name__}"
             )
-        cache = options.get("cache", past_key_values)  # its name from transformers 5.24 on
-        arguments = hidden_states, position_embeddings, attention_mask, cache, position_ids
+        arguments = hidden_states, position_embeddings, attention_mask, cache_of(cache, options), position_ids
         return self.attend(*arguments, selection), None, selection
 
 

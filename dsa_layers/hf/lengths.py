@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from dsa_layers.batch.sequence_batch import SequenceBatch
-from dsa_layers.hf.paged_layer import PagedLayer
+from dsa_layers.hf.paged_layer import CACHE, PagedLayer
 from dsa_layers.layers.rope import RopeAngles
 
 NOT_OURS = (
@@ -94,7 +94,7 @@ class TokenLengths:
         new, earlier = both.tolist()
         if earlier != held:
             raise ValueError(
-                f"attention_mask: must show the earlier tokens that past_key_values holds, {held} of each sequence, "
+                f"attention_mask: must show the earlier tokens that {CACHE} holds, {held} of each sequence, "
                 f"got {earlier}"
             )
         return new
@@ -119,7 +119,7 @@ class TokenLengths:
             batch = SequenceBatch(lens, key_lens, device, table, layer.page_size, tuple(present))
         else:
             raise ValueError(
-                "position_ids: must be consecutive where some layers of a pass have past_key_values and others, such "
+                f"position_ids: must be consecutive where some layers of a pass have {CACHE} and others, such "
                 "as checkpointed ones, have none; got others. Several sequences in a row need use_cache=False"
             )
         offsets = [0] * self.batch_size
@@ -203,7 +203,7 @@ def _position_offsets(positions: torch.Tensor, batch: SequenceBatch, held: Seque
     *found, constant = torch.cat((of_sequences, constant[None].to(offsets.dtype))).tolist()
     if not constant or any(was is not None and was != now for was, now in zip(held, found)):
         raise ValueError(
-            "position_ids: must be consecutive within a sequence, and go on where past_key_values ends, for models "
+            f"position_ids: must be consecutive within a sequence, and go on where {CACHE} ends, for models "
             "that compress tokens; got others. Several sequences in a row need use_cache=False and no attention_mask"
         )
     return found

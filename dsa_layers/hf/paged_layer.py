@@ -5,8 +5,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import transformers
 from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin
+
+# The name of the cache among a model's arguments and results, which transformers 5.24 changed.
+CACHE = "cache" if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24) else "past_key_values"
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ class PagedLayer(CacheLayerMixin):
         is stored. ValueError if there are earlier tokens, which gradients would not reach."""
         if self.seen:
             raise ValueError(
-                "past_key_values: gradients do not reach earlier tokens; pass use_cache=False, or generate under "
+                f"{CACHE}: gradients do not reach earlier tokens; pass use_cache=False, or generate under "
                 "torch.no_grad()"
             )
         self.without_tokens = True
@@ -120,49 +124,52 @@ class PagedLayer(CacheLayerMixin):
 
     def crop(self, *lengths: Any, **options: Any) -> None:
         raise NotImplementedError(
-            "past_key_values: the layers of dsa_layers.hf forget no tokens, which assisted decoding, prompt lookup and "
+            f"{CACHE}: the layers of dsa_layers.hf forget no tokens, which assisted decoding, prompt lookup and "
             "`crop` ask for; generate without assistant_model and prompt_lookup_num_tokens"
         )
 
     def offload(self) -> None:
-        raise NotImplementedError(
-            "past_key_values: the layers of dsa_layers.hf stay on their device; use no offloading"
-        )
+        raise NotImplementedError(f"{CACHE}: the layers of dsa_layers.hf stay on their device; use no offloading")
 
     prefetch = offload
 
     def lazy_initialization(self, *states: torch.Tensor, **options: Any) -> None:
-        raise NotImplementedError("past_key_values: holds pages of dsa_layers.hf, which other layers cannot fill")
+        raise NotImplementedError(f"{CACHE}: holds pages of dsa_layers.hf, which other layers cannot fill")
 
     update = lazy_initialization
 
 
-def layer_of(past_key_values: Any, index: int, storage: Storage, x: torch.Tensor) -> PagedLayer:
+def cache_of(cache: Any, options: Mapping[str, Any]) -> Any:
+    """The cache of an attention layer's call. transformers gives it as `cache`, before 5.24 as `past_key_values`."""
+    return options.get("past_key_values", cache)
+
+
+def layer_of(cache: Any, index: int, storage: Storage, x: torch.Tensor) -> PagedLayer:
     """Our layer `index` of transformers' cache, which takes the place of its empty one, for a pass over x [B, S, D]."""
-    if not isinstance(past_key_values, DynamicCache) or past_key_values.offloading:
-        kind = type(past_key_values).__name__ + " with offloading" * isinstance(past_key_values, DynamicCache)
+    if not isinstance(cache, DynamicCache) or cache.offloading:
+        kind = type(cache).__name__ + " with offloading" * isinstance(cache, DynamicCache)
         raise ValueError(
-            "past_key_values: must be a DynamicCache without offloading, which `generate` makes if "
+            f"{CACHE}: must be a DynamicCache without offloading, which `generate` makes if "
             f"cache_implementation is not set, got {kind}"
         )
-    layers, batch_size, device = past_key_values.layers, len(x), x.device
+    layers, batch_size, device = cache.layers, len(x), x.device
     if index < len(layers) and not isinstance(layers[index], PagedLayer) and layers[index].get_seq_length():
         raise ValueError(
-            f"past_key_values: layer {index} holds {layers[index].get_seq_length()} tokens of transformers' own "
+            f"{CACHE}: layer {index} holds {layers[index].get_seq_length()} tokens of transformers' own "
             "attention; accepted: a cache that is empty or that these layers have filled"
         )
     if index > len(layers):
-        raise ValueError(f"past_key_values: must have layers in their order, got layer {index} after {len(layers)}")
+        raise ValueError(f"{CACHE}: must have layers in their order, got layer {index} after {len(layers)}")
     if index == len(layers):
         layers.append(PagedLayer(storage, batch_size, device))
     elif not isinstance(layers[index], PagedLayer):
         layers[index] = PagedLayer(storage, batch_size, device)
     layer = layers[index]
     if len(layer.lens) != batch_size:
-        raise ValueError(f"past_key_values: holds {len(layer.lens)} sequences, got a batch of {batch_size}")
+        raise ValueError(f"{CACHE}: holds {len(layer.lens)} sequences, got a batch of {batch_size}")
     if layer.without_tokens:
         raise ValueError(
-            "past_key_values: comes from a pass with gradients, which keeps no tokens; make the first pass, too, under "
+            f"{CACHE}: comes from a pass with gradients, which keeps no tokens; make the first pass, too, under "
             "torch.no_grad()"
         )
     return layer

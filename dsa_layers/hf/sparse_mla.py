@@ -73,7 +73,7 @@ class SparseMLAInPlace(AttentionInPlace):
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         lengths: TokenLengths,
-        past_key_values: Any,
+        cache: Any,
         position_ids: torch.Tensor,
         selection: Selection,
     ) -> torch.Tensor:
@@ -81,21 +81,21 @@ class SparseMLAInPlace(AttentionInPlace):
         hidden_states = self.in_autocast(hidden_states)
         with_gradients = self.asks_for_gradients(hidden_states)
         layer = None
-        if past_key_values is not None:
-            layer = layer_of(past_key_values, self.layer_idx, self._storage(hidden_states), hidden_states)
+        if cache is not None:
+            layer = layer_of(cache, self.layer_idx, self._storage(hidden_states), hidden_states)
             if with_gradients:
                 layer = layer.leave_out(lengths.new)
             else:
                 layer.reserve(lengths.counts(layer))
-        options = {"consecutive": False, "separate": past_key_values is None}
+        options = {"consecutive": False, "separate": cache is None}
         packed = lengths.packed(position_ids, hidden_states.device, layer, **options)
         if packed is None:
             y = torch.zeros_like(hidden_states)
         else:
             x, angles = packed.pack(hidden_states), packed.angles(position_embeddings, self.rope_dim)
-            cache = None if layer is None or with_gradients else self._cache(layer)
+            layer_cache = None if layer is None or with_gradients else self._cache(layer)
             with torch.set_grad_enabled(with_gradients):
-                y = DSAAttention.forward(self, x, *angles, packed.batch, cache, selection)
+                y = DSAAttention.forward(self, x, *angles, packed.batch, layer_cache, selection)
             y = packed.unpack(y)
         if layer is not None:
             layer.advance(lengths.counts(layer), lengths.new, [0] * len(hidden_states))

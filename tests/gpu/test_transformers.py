@@ -11,6 +11,7 @@ import dsa
 from dsa.ops.declaration import forget_calls
 from dsa.testing import calc_diff
 from dsa_layers.hf import accelerate
+from dsa_layers.hf.paged_layer import CACHE
 from tests.gpu.launched_ops import launched_ops
 from tests.gpu.transformers_models import MODELS, make
 
@@ -68,7 +69,7 @@ def launched(monkeypatch):
 def in_chunks(model, tokens, chunks):
     """Logits of all tokens, over a cache."""
     cache = DynamicCache(config=model.config)
-    return torch.cat([model(part, past_key_values=cache).logits for part in tokens.split(chunks, 1)], 1)
+    return torch.cat([model(part, **{CACHE: cache}).logits for part in tokens.split(chunks, 1)], 1)
 
 
 def padded(tokens, lens):

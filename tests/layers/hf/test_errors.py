@@ -10,7 +10,7 @@ from transformers import DynamicCache, StaticCache
 from dsa_layers.batch.rows import ALL_ROWS
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.hf import lengths
-from dsa_layers.hf.paged_layer import PagedLayer, Storage
+from dsa_layers.hf.paged_layer import CACHE, PagedLayer, Storage
 from dsa_layers.layers.selection import Selection
 from tests.layers.hf.pairs import MINOR, assert_same, padded, pair
 
@@ -34,15 +34,15 @@ def test_masks_and_attentions(models, tokens):
 def test_masks_over_a_cache(models, tokens):
     ids, mask = padded(tokens, [48, 5, 23], "left")
     with torch.no_grad():
-        cache = models.ours(ids, attention_mask=mask, use_cache=True).past_key_values
-    more = {"input_ids": tokens[:, :1], "past_key_values": cache}
+        cache = models.ours(ids, attention_mask=mask, use_cache=True)[CACHE]
+    more = {"input_ids": tokens[:, :1], CACHE: cache}
     refused("attention_mask: is needed after a pass with padding, got None", models.ours, **more)
     refused("attention_mask: must show the earlier tokens", models.ours, attention_mask=torch.ones(3, 49), **more)
     refused("attention_mask: must have a column for each of 48", models.ours, attention_mask=torch.ones(3, 48), **more)
     refused(
-        "past_key_values: holds 3 sequences, got a batch of 2",
+        f"{CACHE}: holds 3 sequences, got a batch of 2",
         *(models.ours, tokens[:2, :1]),
-        past_key_values=cache,
+        **{CACHE: cache},
         attention_mask=torch.ones(2, 49),
     )
 
@@ -52,7 +52,7 @@ def test_static_caches(models, tokens):
     if models.ours.config.model_type == "deepseek_v4":
         return
     static = StaticCache(config=models.ours.config, max_cache_len=80)
-    refused("past_key_values: must be a DynamicCache.*got StaticCache", models.ours, tokens, past_key_values=static)
+    refused(f"{CACHE}: must be a DynamicCache.*got StaticCache", models.ours, tokens, **{CACHE: static})
     generate = {"max_new_tokens": 2, "cache_implementation": "static"}
     refused("cache_implementation is not set, got StaticCache", models.ours.generate, tokens[:, :9], **generate)
 
@@ -60,17 +60,17 @@ def test_static_caches(models, tokens):
 def test_other_caches(models, tokens):
     offloaded = DynamicCache(config=models.ours.config)
     offloaded.offloading = True
-    refused("got DynamicCache with offloading", models.ours, tokens, past_key_values=offloaded)
+    refused("got DynamicCache with offloading", models.ours, tokens, **{CACHE: offloaded})
     with torch.no_grad():
-        theirs, ours = (model(tokens, use_cache=True).past_key_values for model in (models.theirs, models.ours))
-    message = "past_key_values: layer 0 holds 70 tokens of transformers' own"
-    refused(message, models.ours, tokens, past_key_values=theirs)
-    refused("which other layers cannot fill", models.theirs, tokens, past_key_values=ours)
+        theirs, ours = (model(tokens, use_cache=True)[CACHE] for model in (models.theirs, models.ours))
+    message = f"{CACHE}: layer 0 holds 70 tokens of transformers' own"
+    refused(message, models.ours, tokens, **{CACHE: theirs})
+    refused("which other layers cannot fill", models.theirs, tokens, **{CACHE: ours})
 
 
 def test_kinds_of_generation(models, tokens):
     ids = {"inputs": tokens[:1, :20], "max_new_tokens": 12, "do_sample": False}
-    message = r"past_key_values: .* forget no tokens, .* assistant_model"
+    message = rf"{CACHE}: .* forget no tokens, .* assistant_model"
     if models.ours.config.model_type == "deepseek_v4":
         message = "not supported with stateful models"
     elif MINOR >= 24:
@@ -135,8 +135,8 @@ def test_positions(models, tokens):
         refused("position_ids: must be consecutive", models.ours, tokens, mask, positions)
         cache = DynamicCache(config=models.ours.config)
         with torch.no_grad():
-            models.ours(tokens[:, :10], past_key_values=cache)
-        late = {"past_key_values": cache, "position_ids": torch.tensor([[12]])}
+            models.ours(tokens[:, :10], **{CACHE: cache})
+        late = {CACHE: cache, "position_ids": torch.tensor([[12]])}
         refused("position_ids: must be consecutive", models.ours, tokens[:, 10:11], **late)
     else:
         with torch.no_grad():
@@ -147,16 +147,16 @@ def test_positions(models, tokens):
 @torch.no_grad()
 def test_what_a_cache_does_with_sequences(models, tokens):
     """Reordered, repeated and selected sequences go on as those that they are."""
-    cache = models.ours(tokens[:, :30], use_cache=True).past_key_values
+    cache = models.ours(tokens[:, :30], use_cache=True)[CACHE]
     cache.reorder_cache(torch.tensor([2, 0, 1]))
     cache.batch_repeat_interleave(2)
     cache.batch_select_indices(torch.tensor([True, False, False, True, True, False]))
-    got = models.ours(tokens[[2, 0, 1], 30:31], past_key_values=cache).logits
+    got = models.ours(tokens[[2, 0, 1], 30:31], **{CACHE: cache}).logits
     assert_same(got[:, 0], models.theirs(tokens[[2, 0, 1], :31]).logits[:, -1])
     cache.reset()
     assert cache.get_seq_length() == 0
-    assert_same(models.ours(tokens, past_key_values=cache).logits, models.theirs(tokens).logits)
-    with pytest.raises(NotImplementedError, match=r"past_key_values: .* forget no tokens"):
+    assert_same(models.ours(tokens, **{CACHE: cache}).logits, models.theirs(tokens).logits)
+    with pytest.raises(NotImplementedError, match=rf"{CACHE}: .* forget no tokens"):
         cache.crop(-1)
 
 
@@ -186,4 +186,4 @@ def test_layers_in_their_order(models, tokens):
     assert layer.pages_each == 3 and layer["latent"].shape == (6, 64, 1, 8)
     assert layer.block_table([1], torch.device("cpu")).tolist() == [[3, 4, 5]]
     for call in (layer.update, layer.offload, layer.prefetch):
-        refused("past_key_values", call)
+        refused(CACHE, call)

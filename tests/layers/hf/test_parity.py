@@ -8,7 +8,7 @@ from torch import nn
 from transformers import DynamicCache
 
 import dsa
-from dsa_layers.hf.paged_layer import PagedLayer
+from dsa_layers.hf.paged_layer import CACHE, PagedLayer
 from dsa_layers.layers import attention
 from tests.layers.hf.pairs import MINOR, Adapter, assert_same
 
@@ -37,7 +37,7 @@ def test_chunks_over_a_cache(models, chunks, config):
     cache = DynamicCache(config=models.ours.config) if config else DynamicCache()
     out = []
     for part in tokens.split(chunks, dim=1):
-        out.append(models.ours(part, past_key_values=cache).logits)
+        out.append(models.ours(part, **{CACHE: cache}).logits)
         assert cache.get_seq_length() == sum(logits.shape[1] for logits in out)
     assert_same(torch.cat(out, 1), models.theirs(tokens).logits)
     assert all(isinstance(layer, PagedLayer) for layer in cache.layers)
@@ -59,7 +59,7 @@ def test_the_form_of_attention_that_a_gpu_takes(models, tokens, monkeypatch):
     monkeypatch.setattr(attention.DSAAttention, "_has_multi_head_kernel", lambda *_: not torch.is_grad_enabled())
     cache, out = DynamicCache(config=models.ours.config), []
     for part in tokens.split([6, 30, 1, 33], dim=1):
-        out.append(models.ours(part, past_key_values=cache).logits)
+        out.append(models.ours(part, **{CACHE: cache}).logits)
     assert_same(torch.cat(out, 1), models.theirs(tokens).logits)
     layers = models.ours.config.num_hidden_layers
     assert len(selected) == 3 * layers

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfi
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.checkpoint.loading import load_model
 from dsa_layers.hf import accelerate, patching, register, unregister
+from dsa_layers.hf.paged_layer import CACHE
 from dsa_layers.layers.score_accumulators import SCORE_ACCUMULATORS, set_score_accumulators
 from tests.layers.hf.pairs import MINOR, assert_same, load_model_reads_it, pair
 from tests.layers.layers.calls import record
@@ -223,6 +224,6 @@ def test_fp8_index_scores(family, tmp_path, tokens):
     assert (expected - models.theirs(tokens).logits).abs().max() > 1e-3  # other keys are selected now and then
     out, cache = [], None
     for part in tokens.split([40, 1, 7, *[1] * 22], dim=1):
-        done = models.ours(part, past_key_values=cache, use_cache=True)
-        out, cache = [*out, done.logits], done.past_key_values
+        done = models.ours(part, **{CACHE: cache}, use_cache=True)
+        out, cache = [*out, done.logits], done[CACHE]
     assert_same(torch.cat(out, 1), expected)

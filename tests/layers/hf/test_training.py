@@ -10,6 +10,7 @@ from dsa.testing import calc_diff
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.checkpoint.loading import load_model
 from dsa_layers.hf import accelerate
+from dsa_layers.hf.paged_layer import CACHE
 from dsa_layers.training.indexer_stage import IndexerStage
 from tests.layers.hf.pairs import KINDS, Adapter, load_model_reads_it, padded, pair
 
@@ -119,15 +120,15 @@ def test_autocast(models, tokens):
 def test_a_cache_of_a_pass_with_gradients(models, tokens):
     """It has no tokens, and says so where they would be read; and gradients do not go through a cache."""
     cache = DynamicCache(config=models.ours.config)
-    models.ours(tokens[:, :20], past_key_values=cache)
+    models.ours(tokens[:, :20], **{CACHE: cache})
     assert cache.get_seq_length() == 20
-    with torch.no_grad(), pytest.raises(ValueError, match=r"past_key_values: comes from a pass with gradients"):
-        models.ours(tokens[:, 20:21], past_key_values=cache)
+    with torch.no_grad(), pytest.raises(ValueError, match=rf"{CACHE}: comes from a pass with gradients"):
+        models.ours(tokens[:, 20:21], **{CACHE: cache})
     cache = DynamicCache(config=models.ours.config)
     with torch.no_grad():
-        models.ours(tokens[:, :20], past_key_values=cache)
-    with pytest.raises(ValueError, match=r"past_key_values: gradients do not reach earlier tokens"):
-        models.ours(tokens[:, 20:21], past_key_values=cache)
+        models.ours(tokens[:, :20], **{CACHE: cache})
+    with pytest.raises(ValueError, match=rf"{CACHE}: gradients do not reach earlier tokens"):
+        models.ours(tokens[:, 20:21], **{CACHE: cache})
 
 
 @load_model_reads_it
