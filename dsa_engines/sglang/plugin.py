@@ -17,7 +17,7 @@ import torch
 
 from dsa import backends
 from dsa_engines.replacements import NotFound, check_parameters, find
-from dsa_engines.sglang import layouts, seams
+from dsa_engines.sglang import layouts, renamed, seams
 from dsa_engines.sglang.warm_up import warm_up
 from dsa_engines.switch import declined, enabled_ops, tested_version
 
@@ -95,6 +95,7 @@ def _install(family: str, ops: frozenset[str]) -> None:
     """Puts the hooks in place. Raises NotFound where SGLang did not put all of them there."""
     registry, kind = find(seams.HOOK_REGISTRY).value, find(seams.HOOK_TYPE).value
     hooks = seams.hooks_of(family, ops)
+    renamed.add_old_names(hooks)
     before = {path: find(path).value for path in hooks}
     for path, hook in hooks.items():
         registry.register(path.replace(":", "."), _while_serving(hook, family), kind.AROUND)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dsa_engines.replacements import check_parameters, find
-from dsa_engines.sglang import adapters, hooks
+from dsa_engines.sglang import adapters, hooks, renamed
 
 TESTED = ("0.5.23",)
 SIGNATURES: dict[str, list[str]] = json.loads(Path(__file__).with_name("signatures.json").read_text())["functions"]
@@ -136,7 +136,7 @@ def check(family: str) -> None:
     """Raises NotFound where SGLang lacks something that any of a backend's ops needs, or has it in another form."""
     replaced = (path for makers in SEAMS[family].values() for path in makers)
     for path in (*replaced, *NEEDED[family], f"{HOOK_REGISTRY}.register", f"{HOOK_REGISTRY}.apply_hooks"):
-        check_parameters(path, SIGNATURES[path])
+        check_parameters(*renamed.installed(path, SIGNATURES[path]))
     for path in (ENVIRON, EXECUTION, HOOK_TYPE):
         find(path)
 

@@ -12,7 +12,7 @@ import torch
 
 from dsa import backends
 from dsa_engines import sglang
-from dsa_engines.sglang import plugin, seams, warm_up
+from dsa_engines.sglang import plugin, renamed, seams, warm_up
 from tests.engines.sglang.test_hooks import BF16_POOL, FP8_POOL, OTHERS, pool_of
 
 NAMES = {"dsa": "dsa", "nsa": "dsa", "dsv4": "dsv4"}
@@ -203,6 +203,45 @@ def test_what_is_replaced_is_called(engine):
     engine.serve("dsa")
     resolve = plugin.find(f"{seams.UTILS}:resolve_fp8_mqa_logits_fn").value
     assert resolve() is seams.adapters.fp8_mqa_logits
+
+
+def rename_scores(engine, more=()):
+    """DeepGEMM's scores as sgl-deep-gemm 0.2.5 has them. Returns what is called under the new names."""
+    calls = []
+    for path, new in renamed.RENAMED.items():
+        engine.remove(path)
+        space = {"calls": calls}
+        exec(f"def f({', '.join([*new.parameters, *more])}=None): calls.append(locals()); return 'DeepGEMM'", space)
+        add(engine.modules, new.path, space["f"])
+    return calls
+
+
+def test_v4_is_served_where_scores_have_the_names_of_deep_gemm_0_2_5(engine, caplog, monkeypatch):
+    """SGLang finds the old names; what dsa does not serve goes to the new ones."""
+    calls = rename_scores(engine)
+    engine.serve("dsv4")
+    assert declined(caplog) == []
+    monkeypatch.setattr(seams.adapters, "fp8_mqa_logits", lambda *given: "dsa")
+    scores, paged = (plugin.find(path).value for path in renamed.RENAMED)
+    assert scores("q", "kv", "w", "ks", "ke", clean_logits=False, max_seqlen_k=9) == "dsa" and calls == []
+    assert paged("q", "cache", "w", "lens", "table", "plan", 64, False, indices="rows") == "DeepGEMM"
+    plugin._decided["dsv4"] = False
+    assert scores("q", "kv", "w", "ks", "ke", max_seqlen_k=9) == "DeepGEMM"
+    assert [[*call.values()] for call in calls] == [
+        [("q", None), "cache", "w", "lens", "table", "plan", 64, "rows"],
+        [("q", None), "kv", "w", "ks", "ke", 9, None],
+    ]
+    for given in ({}, {"clean_logits": True, "max_seqlen_k": 9}):
+        with pytest.raises(
+            ValueError, match="clean_logits, max_seqlen_k: must be False and above 0 with sgl-deep-gemm"
+        ):
+            scores("q", "kv", "w", "ks", "ke", **given)
+
+
+def test_v4_is_left_to_sglang_where_the_new_names_take_other_parameters(engine, caplog):
+    rename_scores(engine, ["more"])
+    engine.serve("dsv4")
+    assert "deep_gemm:fp8_fp4_mqa_logits takes (" in declined(caplog)[0]
 
 
 def test_v4_attention_follows_sglangs_switch(engine, monkeypatch):

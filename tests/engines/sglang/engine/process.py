@@ -21,14 +21,15 @@ from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PretrainedCon
 
 from dsa import backends
 from dsa_engines.replacements import find
-from dsa_engines.sglang import plugin, seams, warm_up
+from dsa_engines.sglang import plugin, renamed, seams, warm_up
 from tests.engines.sglang import batches
 from tests.engines.sglang.batches import E4M3, PAGE
 from tests.engines.sglang.stand_ins import stand_in
 
 assert transformers and tvm_ffi
 DEEP_GEMM = next((f for p in sys.path if (f := Path(p) / "deep_gemm" / "__init__.py").exists()), None)
-PEER_FUNCTIONS = [path.partition(":")[2] for path in seams.SIGNATURES if path.startswith("deep_gemm:")]
+PEER_PATHS = [*seams.SIGNATURES, *(new.path for new in renamed.RENAMED.values())]
+PEER_FUNCTIONS = [path.partition(":")[2] for path in PEER_PATHS if path.startswith("deep_gemm:")]
 
 
 def deep_gemm_module():
@@ -77,7 +78,8 @@ V4_MAKER = f"{seams.ATTENTION}.deepseek_v4_trtllm_backend"
 def serve(patch):
     """Both backends made by SGLang's registry; their constructors, which need a GPU, are left out. Returns what lay
     where hooks are now, and the backend of V3.2."""
-    before = {path: find(path).value for family in seams.SEAMS for path in paths_of(family)}
+    paths = [path for family in seams.SEAMS for path in paths_of(family)]
+    before = {path: find(path).value for path in paths if not renamed.is_renamed(path)}
     creators = module(plugin.REGISTRY).ATTENTION_BACKENDS
     context = module(plugin.PARALLEL.partition(":")[0])
     patch.setattr(context, "get_parallel", lambda: SimpleNamespace(attn_tp_size=8, enable_cp_decode_attn_tp=False))

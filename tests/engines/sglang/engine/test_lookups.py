@@ -2,13 +2,12 @@
 
 import ast
 import importlib.util
-import inspect
 from pathlib import Path
 
 import pytest
 
-from dsa_engines.replacements import find
-from dsa_engines.sglang import adapters, plugin, seams
+from dsa_engines.replacements import check_parameters, find
+from dsa_engines.sglang import adapters, plugin, renamed, seams
 from tests.engines.sglang.engine.process import module, paths_of
 
 
@@ -21,8 +20,7 @@ def test_loading_plugins_imports_no_backend(loaded):
 
 @pytest.mark.parametrize("path", seams.SIGNATURES)
 def test_signatures(loaded, path):
-    attribute = find(path)
-    assert list(inspect.signature(getattr(attribute.owner, attribute.name)).parameters) == seams.SIGNATURES[path]
+    check_parameters(*renamed.installed(path, seams.SIGNATURES[path]))
 
 
 def source_of(name):

@@ -1,0 +1,100 @@
+"""Index scores of sgl-deep-gemm 0.2.5 under the names that SGLang 0.5.23 calls.
+
+sgl-deep-gemm 0.2.5 has no `fp8_mqa_logits` and no `fp8_paged_mqa_logits`. Its `fp8_fp4_mqa_logits` and
+`fp8_fp4_paged_mqa_logits` take q as a pair (q, None), begin each row at the query's first key, and leave what lies
+outside [ks, ke) undefined: max_seqlen_k must be given, and clean_logits is gone.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from dsa_engines.replacements import NotFound, find
+
+Function = Callable[..., torch.Tensor]
+
+
+def _fp8_mqa_logits(renamed: Function) -> Function:
+    def fp8_mqa_logits(
+        q: torch.Tensor,
+        kv: tuple[torch.Tensor, torch.Tensor],
+        weights: torch.Tensor,
+        ks: torch.Tensor,
+        ke: torch.Tensor,
+        clean_logits: bool = False,
+        max_seqlen_k: int = 0,
+    ) -> torch.Tensor:
+        if clean_logits or max_seqlen_k <= 0:
+            raise ValueError(
+                "clean_logits, max_seqlen_k: must be False and above 0 with sgl-deep-gemm 0.2.5, got "
+                f"{clean_logits} and {max_seqlen_k}"
+            )
+        return renamed((q, None), kv, weights, ks, ke, max_seqlen_k)
+
+    return fp8_mqa_logits
+
+
+def _fp8_paged_mqa_logits(renamed: Function) -> Function:
+    def fp8_paged_mqa_logits(
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        weights: torch.Tensor,
+        context_lens: torch.Tensor,
+        block_table: torch.Tensor,
+        schedule_meta: torch.Tensor,
+        max_context_len: int,
+        clean_logits: bool = False,
+        indices: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if clean_logits:
+            raise ValueError("clean_logits: must be False with sgl-deep-gemm 0.2.5, got True")
+        arguments = kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len, indices
+        return renamed((q, None), *arguments)
+
+    return fp8_paged_mqa_logits
+
+
+class Renamed(NamedTuple):
+    """path: of the function in sgl-deep-gemm 0.2.5; parameters: its own; under_old_name: makes the old function."""
+
+    path: str
+    parameters: Sequence[str]
+    under_old_name: Callable[[Function], Function]
+
+
+_KEYS = ("context_lens", "block_table", "schedule_meta", "max_context_len", "indices")
+_RANGES = ("cu_seq_len_k_start", "cu_seq_len_k_end", "max_seqlen_k", "schedule_meta")
+RENAMED = {
+    "deep_gemm:fp8_mqa_logits": Renamed(
+        "deep_gemm:fp8_fp4_mqa_logits", ("q", "kv", "weights", *_RANGES), _fp8_mqa_logits
+    ),
+    "deep_gemm:fp8_paged_mqa_logits": Renamed(
+        "deep_gemm:fp8_fp4_paged_mqa_logits", ("q", "kv_cache", "weights", *_KEYS), _fp8_paged_mqa_logits
+    ),
+}
+
+
+def _exists(path: str) -> bool:
+    try:
+        find(path)
+    except NotFound:
+        return False
+    return True
+
+
+def is_renamed(path: str) -> bool:
+    """Whether only the new name of this function exists."""
+    return path in RENAMED and not _exists(path) and _exists(RENAMED[path].path)
+
+
+def installed(path: str, parameters: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """(path, parameters) of the function that is installed under the old name or the new one."""
+    return RENAMED[path][:2] if is_renamed(path) else (path, parameters)
+
+
+def add_old_names(paths: Iterable[str]) -> None:
+    """Defines those of these functions that are renamed under their old names, too."""
+    for path in filter(is_renamed, paths):
+        owner, name, _ = find(RENAMED[path].path)
+        setattr(owner, path.partition(":")[2], RENAMED[path].under_old_name(getattr(owner, name)))
