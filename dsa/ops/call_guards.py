@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from dsa.ops.torch_shortcuts import HAS_SHORTCUTS, TensorGuards
+from dsa.ops.torch_shortcuts import HAS_SHORTCUTS, TensorGuards, current_device
 
 Guard = Callable[..., bool]
 
@@ -55,7 +55,7 @@ def guard(arguments: tuple[Any, ...], in_place: Sequence[tuple[int, int]] = ()) 
         conditions.append(f"is_grad_enabled() is {torch.is_grad_enabled()}")
     device = next(iter(tensors.values())).device
     if device.type == "cuda":
-        names["current_device"] = torch._C._cuda_getDevice
+        names["current_device"] = current_device
         conditions.append(f"current_device() == {device.index}")
     parameters = ", ".join(f"a{i}" for i in range(len(arguments)))
     exec(f"def like({parameters}):\n    return {' and '.join(conditions)}", names)

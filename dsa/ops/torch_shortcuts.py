@@ -4,6 +4,7 @@
     empty_cuda       (sizes, strides, dtype): memory of the current GPU
     empty_cpu        the same of the host
     reinterpret      (tensor, sizes, strides, offset): memory of the tensor from so many elements behind its first
+    current_device   (): the index of the current GPU; None in a torch without CUDA
 
 They are private to torch. Where this torch lacks one, or one does something else, HAS_SHORTCUTS is False, calls take
 torch's public way, and a warning says so once.
@@ -22,7 +23,11 @@ def works(guards: ModuleType) -> bool:
         check = guards.TensorGuards(x, dynamic_dims_sizes=[[2, 3]], dynamic_dims_strides=[[3, 1]]).check
         empty, part = guards._empty_strided_cpu((2,), (1,), x.dtype), guards._reinterpret_tensor(x, (2,), (1,), 4)
         told_apart = check(x + 1) and not check(x.int()) and not check(x.T)
-        return told_apart and empty.shape == (2,) and part.tolist() == [4, 5] and callable(guards._empty_strided_cuda)
+        of_gpu = [guards._empty_strided_cuda]
+        if torch.version.cuda is not None:
+            of_gpu.append(torch._C._cuda_getDevice)
+        right = told_apart and empty.shape == (2,) and part.tolist() == [4, 5]
+        return right and all(map(callable, of_gpu))
     except (AttributeError, TypeError, RuntimeError):
         return False
 
@@ -37,10 +42,11 @@ HAS_SHORTCUTS = works(guards)
 if HAS_SHORTCUTS:
     TensorGuards, reinterpret = guards.TensorGuards, guards._reinterpret_tensor
     empty_cpu, empty_cuda = guards._empty_strided_cpu, guards._empty_strided_cuda
+    current_device = getattr(torch._C, "_cuda_getDevice", None)
 else:
-    TensorGuards = empty_cpu = empty_cuda = reinterpret = None
+    TensorGuards = empty_cpu = empty_cuda = reinterpret = current_device = None
     warnings.warn(
-        f"dsa: torch {torch.__version__} lacks private functions that 2.11 to 2.14 have: each call of an op costs the "
+        f"dsa: torch {torch.__version__} lacks private functions that 2.11 to 2.15 have: each call of an op costs the "
         "host some microseconds more",
         stacklevel=2,
     )

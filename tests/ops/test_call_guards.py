@@ -22,11 +22,12 @@ CALLS = [
     *[([X], 1), ([X, X], 1), (None, X), (1, X)],
 ]
 
-pytestmark = pytest.mark.skipif(not HAS_SHORTCUTS, reason="a torch whose guards are not known")
+LATER = tuple(map(int, torch.__version__.split(".")[:2])) > (2, 15)
+pytestmark = pytest.mark.skipif(LATER and not HAS_SHORTCUTS, reason="a torch whose guards are not known")
 
 
 def test_the_tested_versions_have_guards():
-    assert HAS_SHORTCUTS or tuple(map(int, torch.__version__.split(".")[:2])) > (2, 14)
+    assert HAS_SHORTCUTS
 
 
 @pytest.mark.parametrize(
@@ -37,6 +38,13 @@ def test_a_torch_without_the_shortcuts_is_named_once(lacking, monkeypatch):
     with pytest.warns(UserWarning, match=re.escape(f"dsa: torch {torch.__version__} lacks")) as warned:
         found = runpy.run_path(torch_shortcuts.__file__)
     assert len(warned) == 1 and not found["HAS_SHORTCUTS"] and found["empty_cpu"] is None
+
+
+def test_a_torch_with_cuda_needs_the_current_device(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.delattr(torch._C, "_cuda_getDevice", raising=False)
+    with pytest.warns(UserWarning, match="lacks private functions"):
+        assert not runpy.run_path(torch_shortcuts.__file__)["HAS_SHORTCUTS"]
 
 
 @pytest.mark.parametrize("call", CALLS)

@@ -77,7 +77,8 @@ def test_kinds_of_generation(models, tokens):
         message = "requires a cache that can be cropped"
     for options in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": copy.deepcopy(models.theirs)}):
         refused(message, models.ours.generate, **ids, **options)
-    refused("got DynamicCache with offloading", models.ours.generate, **ids, cache_implementation="offloaded")
+    if torch.version.cuda is None or torch.cuda.is_available():  # transformers makes a stream of the GPU
+        refused("got DynamicCache with offloading", models.ours.generate, **ids, cache_implementation="offloaded")
 
 
 def test_offloaded_weights(models, tokens):
