@@ -23,10 +23,10 @@ from types import ModuleType
 import torch
 
 from dsa_bench.harness.calls import Call
-from dsa_bench.peers.package import Library, Peers
+from dsa_bench.peers.package import Library, Peers, launch_programmatically
 
-NEW = Library("deepgemm 2.8.1", ("vllm.third_party.deep_gemm",))
-OLD = Library("deepgemm", ("deep_gemm",))
+NEW = Library("deepgemm 2.8.1", ("vllm.third_party.deep_gemm",), launch_programmatically)
+OLD = Library("deepgemm", ("deep_gemm",), launch_programmatically)
 BUILDS = (NEW, OLD)  # the newest first
 ALIGNMENT = 128  # of a group's first row
 _PROCESSES = 16

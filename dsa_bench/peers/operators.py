@@ -10,7 +10,7 @@ from types import ModuleType
 import torch
 
 from dsa_bench.harness.calls import Call
-from dsa_bench.peers.package import Operators, Peers
+from dsa_bench.peers.package import Operators, Peers, into
 
 VLLM = Operators("vllm", "vllm", ("_C_stable_libtorch.abi3.so",))
 SGLANG = Operators("sglang", "sgl_kernel", ("sm90/common_ops.abi3.so",))
@@ -33,13 +33,13 @@ def _cast_buffers(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _cast_vllm(module: ModuleType, x, use_ue8m0: bool) -> Call:
     out = _cast_buffers(x)
     arguments = (x, *out, 128, 1e-4, -448.0, 448.0, use_ue8m0, False, False)
-    return partial(_into, out, partial(torch.ops._C.per_token_group_fp8_quant, *arguments))
+    return partial(into, out, partial(torch.ops._C.per_token_group_fp8_quant, *arguments))
 
 
 def _cast_sglang(module: ModuleType, x, use_ue8m0: bool) -> Call:
     out = _cast_buffers(x)
     arguments = (x, *out, 128, 1e-4, -448.0, 448.0, use_ue8m0)
-    return partial(_into, out, partial(torch.ops.sgl_kernel.sgl_per_token_group_quant_8bit, *arguments))
+    return partial(into, out, partial(torch.ops.sgl_kernel.sgl_per_token_group_quant_8bit, *arguments))
 
 
 def merge(inputs: Iterable[tuple[list[torch.Tensor], list[torch.Tensor]]]) -> Peers:
@@ -55,15 +55,10 @@ def _merge_vllm(module: ModuleType, outs, lses) -> Call:
     out, lse = torch.empty_like(a), torch.empty_like(turned[0])
     # None: all tokens have both branches.
     call = partial(torch.ops._C.merge_attn_states, out, lse, a, turned[0], b, turned[1], None)
-    return partial(_into, (out, lse.T), call)
+    return partial(into, (out, lse.T), call)
 
 
 def _merge_sglang(module: ModuleType, outs, lses) -> Call:
     (a, b), (log_a, log_b) = outs, lses
     out, lse = torch.empty_like(a), torch.empty_like(log_a)
-    return partial(_into, (out, lse), partial(torch.ops.sgl_kernel.merge_state_v2, a, log_a, b, log_b, out, lse))
-
-
-def _into(out: object, call: Call) -> object:
-    call()
-    return out
+    return partial(into, (out, lse), partial(torch.ops.sgl_kernel.merge_state_v2, a, log_a, b, log_b, out, lse))

@@ -3,6 +3,7 @@
 What each asserts is what the library's own host code checks on Hopper.
 """
 
+import functools
 import types
 from collections.abc import Callable
 
@@ -15,6 +16,8 @@ from dsa import (
     fp8_mqa_logits,
     fp8_paged_mqa_logits,
     get_paged_mqa_logits_metadata,
+    hyper_collapse,
+    hyper_expand,
     merge_attention,
     per_token_cast_to_fp8,
     topk_indices,
@@ -161,6 +164,7 @@ def _masked(a, b, d, masked_m, expected_m):
 
 def _products(module: types.ModuleType) -> types.ModuleType:
     module.get_num_sms = lambda: SMS
+    module.set_pdl = functools.partial(setattr, module, "pdl")
     module.get_paged_mqa_logits_metadata, module.get_mn_major_tma_aligned_tensor = _plan, _column_major
     module.fp8_gemm_nt, module.m_grouped_fp8_gemm_nt_contiguous = _gemm, _contiguous
     return module
@@ -203,9 +207,53 @@ def deep_gemm_2_8() -> types.ModuleType:
         _check_paged(q, cache, weights, lengths, table, plan, (1, 2, 4))
         return _paged(q, cache, weights, lengths, table, columns)
 
+    def prenorm(a, b, d, sqr_sum, num_splits=None):
+        (splits, tokens, outputs), channels = d.shape, b.shape[1]
+        assert module.pdl is True and a.dtype == torch.bfloat16 and b.dtype == d.dtype == sqr_sum.dtype == torch.float32
+        assert a.shape == (tokens, channels) and b.shape == (outputs, channels) and channels % 64 == 0
+        assert outputs <= 32 and outputs % 8 == 0 and sqr_sum.shape == (splits, tokens) and num_splits == splits
+        for part, (x, w) in enumerate(zip(a.float().tensor_split(splits, 1), b.tensor_split(splits, 1))):
+            d[part], sqr_sum[part] = x @ w.T, x.square().sum(1)
+
     module.fp8_fp4_mqa_logits, module.fp8_fp4_paged_mqa_logits = scores, paged
-    module.m_grouped_fp8_gemm_nt_masked = _masked
+    module.m_grouped_fp8_gemm_nt_masked, module.tf32_hc_prenorm_gemm = _masked, prenorm
     return module
+
+
+def tile_kernels() -> types.ModuleType:
+    module = types.ModuleType("tile_kernels")
+    module.set_pdl = functools.partial(setattr, module, "pdl")
+
+    def collapse(products, squares, scale, base, streams, post, comb, x, *numbers, n_splits=16):
+        *numbers, splits = numbers
+        tokens, n, channels = streams.shape
+        assert module.pdl is True and numbers == [1e-6, 1e-6, 1e-6, 2.0, 20] and splits == len(products) == len(squares)
+        assert (post.shape, comb.shape, x.shape) == ((tokens, n), (tokens, n * n), (tokens, channels))
+        torch.testing.assert_close(squares.sum(0), streams.float().square().sum((1, 2)))
+        for target, found in zip((x, post, comb), hyper_collapse(streams, products.sum(0), base, scale)):
+            target.copy_(found.view_as(target))
+
+    def expand(y, streams, post, comb, out):
+        batch, tokens, n, channels = streams.shape
+        assert module.pdl is True and channels % 128 == 0 and y.shape == (batch, tokens, channels)
+        assert post.shape == (batch, tokens, n, 1) and comb.shape == (batch, tokens, n, n)
+        out[0] = hyper_expand(y[0], streams[0], post[0, :, :, 0], comb[0])
+
+    module.mhc = types.SimpleNamespace(mhc_pre_big_fuse_fwd=collapse, mhc_post_fwd=expand)
+    return module
+
+
+def deepselect() -> types.SimpleNamespace:
+    """TokenSpeed's port, of the file that is loaded by itself."""
+
+    def topk(scores, ends, topk, *, capacity, cluster_size, indices):
+        assert scores.stride(1) == 1 and scores.stride(0) % 4 == 0 and scores.data_ptr() % 16 == 0
+        assert ends.shape == (len(scores),) and ends.dtype == indices.dtype == INT and ends.is_contiguous()
+        assert 1 <= topk <= capacity == 2048 and cluster_size == 4 and indices.shape == (len(scores), topk)
+        indices.copy_(_topk(scores, ends, topk))
+
+    choices = {"capacity_for": lambda topk: 2048, "choose_cluster_size": lambda rows, width, capacity, sms: 4}
+    return types.SimpleNamespace(deepselect_topk=topk, **choices)
 
 
 def vllm_operators() -> types.SimpleNamespace:
