@@ -1,4 +1,5 @@
-"""The new streams and their projection, beside the two kernels one after the other."""
+"""The new streams and their projection, beside tile-kernels' expansion and DeepGEMM's projection, which leaves partial
+sums, and for scale our two kernels one after the other."""
 
 from functools import cache, partial
 
@@ -6,11 +7,14 @@ import torch
 
 import dsa
 from dsa.testing import copy_bandwidth
+from dsa_bench.elementwise.hyper_mix import OUTPUTS, matrix
+from dsa_bench.harness.agreement import agree
 from dsa_bench.harness.case import Case
+from dsa_bench.peers import hyper_connections as peers
 
 # tokens, channels of a stream; more than 4 tokens are the two kernels
 SHAPES = [(tokens, d) for d in (4096, 7168) for tokens in (4096, 128, 32, 8, 4, 2, 1)]
-OUTPUTS = 24
+PROBED = [(128, 4096)]
 _FRESH_BYTES = 400e6  # of inputs in a graph: more than the L2 cache holds
 _ceiling = cache(copy_bandwidth)
 
@@ -19,6 +23,12 @@ def _apart(*given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     *rest, parts = given
     new = dsa.hyper_expand(*rest)
     return new, dsa.hyper_mix(new, parts)
+
+
+def _agree(theirs: tuple[torch.Tensor, torch.Tensor], ours: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Their second tensor is partial sums."""
+    new, products = theirs
+    agree((new, products.sum(0)), ours)
 
 
 def case(tokens: int, d: int) -> Case:
@@ -31,6 +41,7 @@ def case(tokens: int, d: int) -> Case:
         )
         for _ in range(min(64, max(2, int(_FRESH_BYTES / size))))
     ]
+    found = peers.expand_and_project((*rest, matrix(parts)) for *rest, parts in inputs)
 
     def figure(ms: float) -> str:
         rate = size / (ms * 1e-3)
@@ -42,5 +53,7 @@ def case(tokens: int, d: int) -> Case:
     calls = {
         "dsa": [partial(dsa.hyper_expand_mix, *i) for i in inputs],
         "apart": [partial(_apart, *i) for i in inputs],
+        **found.calls,
     }
-    return Case(f"{tokens} tokens, D {d}", calls, figure, check, graph=True, yardsticks=frozenset({"apart"}))
+    options = {"yardsticks": frozenset({"apart"}), "failed": found.failed, "agree": _agree}
+    return Case(f"{tokens} tokens, D {d}", calls, figure, check, graph=True, **options)

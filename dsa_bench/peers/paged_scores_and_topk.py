@@ -1,5 +1,5 @@
-"""Index scores over pages and selection as engines decode: DeepGEMM's scores, their plan made beforehand, and vLLM's or
-SGLang's top-k of them."""
+"""Index scores over pages and selection as engines decode: DeepGEMM's scores, their plan made beforehand, and another
+library's top-k of them."""
 
 from collections.abc import Iterable
 from functools import partial

@@ -12,9 +12,17 @@ import torch
 import dsa
 from dsa_bench.harness import case as cases
 from dsa_bench.harness.calls import reason
-from dsa_bench.peers import cudnn, deep_gemm, flash_mla, marlin, operators
+from dsa_bench.peers import cudnn, deep_gemm, flash_mla, hyper_connections, marlin, operators, topk
 
-LIBRARIES = (*flash_mla.BUILDS, *deep_gemm.BUILDS, *operators.BUILDS, marlin.MARLIN, cudnn.CUDNN)
+LIBRARIES = (
+    *flash_mla.BUILDS,
+    *deep_gemm.BUILDS,
+    *operators.BUILDS,
+    marlin.MARLIN,
+    topk.DEEPSELECT,
+    hyper_connections.TILE,
+    cudnn.CUDNN,
+)
 
 
 def probed() -> dict[str, list[tuple]]:

@@ -1,5 +1,5 @@
-"""Index scores and selection as an engine runs them: DeepGEMM's scores of some queries at a time, and vLLM's or
-SGLang's top-k of them, into the rows of one result."""
+"""Index scores and selection as an engine runs them: DeepGEMM's scores of some queries at a time, and another
+library's top-k of them, into the rows of one result."""
 
 from functools import partial
 from types import ModuleType

@@ -1,6 +1,11 @@
-"""Top-k of vLLM and SGLang: by themselves, behind index scores, and in whole passes.
+"""Top-k of vLLM, SGLang and TokenSpeed: by themselves, behind index scores, and in whole passes.
 
 They select from rows whose keys begin with the first column, in any order, and write to a tensor that they are given.
+
+TokenSpeed's is its CuTe DSL port of DeepSelect for Hopper. Facts: scores fp32, their rows at multiples of 16 bytes,
+lengths and indices int32, k up to 2048. A row of at most k keys yields all of them in order, then -1. It also writes
+the selected scores. Ties are broken arbitrarily and always alike; a NaN is never selected. A row is split over a
+cluster of up to 8 CTAs, and each of the 11 pairs of capacity and cluster size is compiled at its first call.
 """
 
 from collections.abc import Callable, Iterable
@@ -9,15 +14,19 @@ from types import ModuleType
 
 import torch
 
+import dsa
 from dsa_bench.harness.calls import Call
 from dsa_bench.peers.operators import SGLANG, VLLM
-from dsa_bench.peers.package import Operators, Peers
+from dsa_bench.peers.package import Operators, Peers, SourceFile
 
 SELECTED = (512, 1024, 2048)  # keys that vLLM's cooperative and persistent top-k select
 COOPERATIVE_ROWS = 64  # at most
 WORKSPACE_BYTES = 1 << 20  # of these two, which find it as they have left it
 SIDE_BY_SIDE = ("vllm persistent", "vllm cooperative")  # take rows that lie so, and no others
 _SGLANG_K = 2048  # what SGLang's top-k selects
+DEEPSELECT = SourceFile("deepselect", "tokenspeed_kernel", "ops/attention/dsa/_cute_dsl/deep_select.py")
+_DEEPSELECT_K = 2048  # at most
+Selector = Operators | SourceFile
 TopK = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]  # scores, lengths, out
 Make = Callable[[torch.Tensor], TopK]  # of lengths, at most as many of which a call has
 
@@ -32,15 +41,20 @@ def select(inputs: Iterable[tuple[torch.Tensor, torch.Tensor, int]]) -> Peers:
     return peers
 
 
-def those_for(rows: int, k: int) -> dict[str, tuple[Operators, Make]]:
+def those_for(rows: int, k: int) -> dict[str, tuple[Selector, Make]]:
     """{name: (library, what makes a call)} of all that take so many rows and select k."""
-    found: dict[str, tuple[Operators, Make]] = {"vllm prefill": (VLLM, _prefill), "vllm decode": (VLLM, _decode)}
+    found: dict[str, tuple[Selector, Make]] = {
+        "vllm prefill": (VLLM, _prefill),
+        "vllm decode": (VLLM, _decode),
+    }
     if k in SELECTED:
         found["vllm persistent"] = VLLM, partial(_with_workspace, "persistent_topk")
         if rows <= COOPERATIVE_ROWS:
             found["vllm cooperative"] = VLLM, partial(_with_workspace, "cooperative_topk")
     if k == _SGLANG_K:
         found["sglang"] = SGLANG, _sglang
+    if k <= _DEEPSELECT_K:
+        found[DEEPSELECT.name] = DEEPSELECT, _deepselect
     return found
 
 
@@ -83,5 +97,17 @@ def _with_workspace(operator: str, lengths: torch.Tensor) -> TopK:
 def _sglang(lengths: torch.Tensor) -> TopK:
     def topk(scores: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor) -> None:
         torch.ops.sgl_kernel.fast_topk(scores, out, lengths, None)
+
+    return topk
+
+
+def _deepselect(lengths: torch.Tensor) -> TopK:
+    module, sms = DEEPSELECT.load(), dsa.num_sms(lengths.device)
+
+    def topk(scores: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor) -> None:
+        k = out.shape[1]
+        capacity = module.capacity_for(k)
+        ctas = module.choose_cluster_size(*scores.shape, capacity, sms)
+        module.deepselect_topk(scores, lengths, k, capacity=capacity, cluster_size=ctas, indices=out)
 
     return topk

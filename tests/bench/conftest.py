@@ -10,10 +10,11 @@ import torch
 
 import dsa
 from dsa_bench.harness import case
+from dsa_bench.peers import package, topk
 from tests.bench import marlin_stub, peer_stubs
 
 MODULES = ("flash_mla", "vllm", "vllm.third_party.flashmla.flash_mla_interface", "vllm.third_party.deep_gemm")
-MODULES += ("deep_gemm", "sgl_kernel", "cudnn")
+MODULES += ("deep_gemm", "sgl_kernel", "cudnn", "tile_kernels", "tokenspeed_kernel")
 # Where the wheels have them, and which of torch.ops they give.
 SHARED_LIBRARIES = {
     "vllm/_C_stable_libtorch.abi3.so": "_C",
@@ -37,14 +38,17 @@ def installed(monkeypatch, no_peers, tmp_path) -> Path:
     for activation in (marlin_stub.silu_and_mul, marlin_stub.silu_and_mul_with_clamp):
         setattr(operators["_C"], activation.__name__, activation)
     folder = tmp_path / "installed"
-    for file in SHARED_LIBRARIES:
+    selector = folder / topk.DEEPSELECT.package / topk.DEEPSELECT.file
+    executed, stub = package._executed, peer_stubs.deepselect()
+    monkeypatch.setattr(package, "_executed", lambda path: stub if path == selector else executed(path))
+    for file in (*SHARED_LIBRARIES, selector):
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         (folder / file).touch()
-    for package in ("vllm", "sgl_kernel"):
-        module = types.ModuleType(package)
-        module.__spec__ = importlib.machinery.ModuleSpec(package, None, is_package=True)
-        module.__spec__.submodule_search_locations = module.__path__ = [str(folder / package)]
-        monkeypatch.setitem(sys.modules, package, module)
+    for name in ("vllm", "sgl_kernel", "tokenspeed_kernel"):
+        module = types.ModuleType(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        module.__spec__.submodule_search_locations = module.__path__ = [str(folder / name)]
+        monkeypatch.setitem(sys.modules, name, module)
 
     def load_library(path):
         namespace = SHARED_LIBRARIES[str(Path(path).relative_to(folder))]
@@ -63,6 +67,7 @@ def peers(monkeypatch, installed):
         "deep_gemm": peer_stubs.deep_gemm(),
         "vllm.third_party.deep_gemm": peer_stubs.deep_gemm_2_8(),
         "cudnn": peer_stubs.cudnn(),
+        "tile_kernels": peer_stubs.tile_kernels(),
     }
     for name, stub in stubs.items():
         monkeypatch.setitem(sys.modules, name, stub)
@@ -75,6 +80,10 @@ def peers(monkeypatch, installed):
 def on_cpu(monkeypatch):
     """Cases are built and called on the CPU, with as few inputs as they can have."""
     monkeypatch.setattr(dsa, "num_sms", lambda device: peer_stubs.SMS)
+    product = torch.mm  # which has no out_dtype on a CPU
+    monkeypatch.setattr(
+        torch, "mm", lambda a, b, out_dtype=None: product(*(x.to(out_dtype or x.dtype) for x in (a, b)))
+    )
     for op in case.benchmarks():
         module = case.load(op)
         for name in ("_FRESH_BYTES", "_PLANS"):

@@ -15,7 +15,7 @@ SHAPES = {
         *((1, 4, *kind) for kind in ((512, 4, "v4"), (512, 128, "v4"), (128, 4, "index"))),
     ],
     "expert_routing": [(8, 256, 8, 8, 4, "sigmoid"), (8, 256, 6, 1, 1, "sqrtsoftplus")],
-    "hyper_connections": [(op, 4, 256) for op in ("collapse", "expand", "head")],
+    "hyper_connections": [(op, 4, 256) for op in ("collapse", "expand", "head", "mix and collapse")],
     "hyper_mix": [(4, 256)],
     "indexer_inputs": [(128, "keys")],
     "indexer_topk": [(2, 64, 8, 32, 16)],
@@ -45,10 +45,6 @@ def small(monkeypatch, no_peers, on_cpu):
         monkeypatch.setattr(cases.load(op), "_FRESH_BYTES", 2 * size)
     for op in ("slot_mapping", "window_indices"):
         monkeypatch.setattr(cases.load(op), "_FRESH", 1)
-    product = torch.mm  # which has no out_dtype on a CPU
-    monkeypatch.setattr(
-        torch, "mm", lambda a, b, out_dtype=None: product(*(x.to(out_dtype or x.dtype) for x in (a, b)))
-    )
 
 
 @pytest.mark.parametrize("op", SHAPES)

@@ -13,7 +13,7 @@ from dsa_bench.harness import calls
 from dsa_bench.harness import case as cases
 from dsa_bench.harness.agreement import agree, agree_attention
 from dsa_bench.peers import deep_gemm, marlin, operators, probe, scores_and_topk, topk
-from dsa_bench.peers.package import Library, Operators, Peers
+from dsa_bench.peers.package import Library, Operators, Peers, SourceFile
 
 NEW, OLD = "vllm.third_party.deep_gemm", "deep_gemm"
 PAGE = Path(__file__).parents[2] / "docs/peers.md"
@@ -27,12 +27,15 @@ SHAPES = {
     "fp8_mqa_logits": [(16, 64, 32, 32, True), (16, 64, 64, 64, False)],
     "fp8_fp4_gemm_nt": [(6, 256, 256, 4, 2)],
     "grouped_fp8_gemm_swiglu": [(6, 128, 256, 4, 2, 1.0)],
+    "hyper_connections": [(op, 70, 256) for op in ("collapse", "expand", "mix and collapse")],
+    "hyper_expand_mix": [(3, 256)],
+    "hyper_mix": [(70, 256)],
     "linear_layers": [(5, 192, 256), (600, 192, 256)],
     "fp8_paged_mqa_logits": [*((2, n, 100, 32) for n in (1, 2, 3, 4)), (2, 4, 100, 32, "float16"), (4, 1, 0, 32)],
     "indexer_select": [
         (40, 2500, 32, 32, 2048, "normal"),
         (16, 64, 64, 64, 8, "plateau"),
-        (9, 70, 32, 32, 3, "ascending"),
+        (9, 72, 32, 32, 3, "ascending"),
     ],
     "merge_attention": [(8, 2, 2, False)],
     "paged_indexer_select": [(2, 2500, 1, 64, 2048), (70, 100, 2, 32, 30), (2, 100, 4, 64, 30)],
@@ -41,7 +44,7 @@ SHAPES = {
     "window_attention_cast": [(20, 64, 8, 0)],
     "topk_indices": [(4, 2500, "normal", 2048), (4, 2500, "indexer", 2048), (70, 200, "plateau", 16)],
 }
-TOPK = ("vllm prefill", "vllm decode", "vllm persistent", "vllm cooperative", "sglang")
+TOPK = ("vllm prefill", "vllm decode", "vllm persistent", "vllm cooperative", "sglang", "deepselect")
 EVERYONE = {
     "flash_mla_sparse_fwd": {
         *("sgl-flash-mla", "flashmla"),
@@ -61,6 +64,9 @@ EVERYONE = {
     "linear_layers": {"deepgemm 2.8.1", "cuBLASLt"},
     "fp8_mqa_logits": {"deepgemm 2.8.1, not cleaned", "deepgemm 2.8.1", "deepgemm", "cuDNN-FE"},
     "fp8_paged_mqa_logits": {"deepgemm 2.8.1", "deepgemm"},
+    "hyper_connections": {"tile-kernels", "deepgemm 2.8.1, tile-kernels"},
+    "hyper_expand_mix": {"deepgemm 2.8.1, tile-kernels"},
+    "hyper_mix": {"deepgemm 2.8.1, TF32"},
     "indexer_select": {f"deepgemm 2.8.1, {name}" for name in TOPK},
     "merge_attention": {"vllm", "sglang"},
     "paged_indexer_select": {f"deepgemm 2.8.1, {name}" for name in TOPK},
@@ -133,7 +139,8 @@ def test_every_peer_of_the_ops_that_run_on_a_cpu_is_called_here():
 def test_without_peers_there_is_nothing_to_report(no_peers, small, capsys, monkeypatch):
     probe_only(monkeypatch, {"fp8_mqa_logits": [(16, 64, 32, 32, True)]})
     assert probe.main() == 0
-    names = ["sgl-flash-mla", "flashmla", "deepgemm 2.8.1", "deepgemm", "vllm", "sglang", "marlin", "cuDNN-FE"]
+    names = ["sgl-flash-mla", "flashmla", "deepgemm 2.8.1", "deepgemm", "vllm", "sglang", "marlin"]
+    names += ["deepselect", "tile-kernels", "cuDNN-FE"]
     assert capsys.readouterr().out.splitlines() == [f"{name}: not installed" for name in names]
 
 
@@ -234,6 +241,18 @@ def test_operators_without_one_of_their_files_are_not_installed(library, file, s
         assert (other.load() is None) == (file in files)
 
 
+def test_a_source_file_is_executed_once_and_without_its_package(monkeypatch, tmp_path):
+    folder = tmp_path / "an_engine"
+    (folder / "ops").mkdir(parents=True)
+    (folder / "__init__.py").write_text("raise RuntimeError('imported')")
+    (folder / "ops/select.py").write_text("selected = object()")
+    monkeypatch.syspath_prepend(tmp_path)
+    file = SourceFile("it", "an_engine", "ops/select.py")
+    assert file.load().selected is file.load().selected and "an_engine" not in sys.modules
+    assert SourceFile("it", "an_engine", "ops/absent.py").load() is None
+    assert SourceFile("it", "absent_engine", "ops/select.py").load() is None
+
+
 def test_operators_of_no_package_are_not_installed(monkeypatch, tmp_path, asked):
     (tmp_path / "a_module.py").touch()
     (tmp_path / "operators.so").touch()
@@ -263,11 +282,13 @@ def test_a_shared_library_that_cannot_be_loaded_fails_with_the_reason(stripped, 
 
 
 ENGINES = {"vllm": "vllm/_C_stable_libtorch.abi3.so", "sglang": "sgl_kernel/sm90/common_ops.abi3.so"}
+DEEPSELECT = f"{topk.DEEPSELECT.package}/{topk.DEEPSELECT.file}"
 
 
 @pytest.mark.parametrize("broken", [False, True])
 @pytest.mark.parametrize(("gone", "there"), [("vllm", "sglang"), ("sglang", "vllm")])
 def test_either_engines_operators_do_without_the_others(gone, there, broken, peers, installed, monkeypatch):
+    (installed / DEEPSELECT).unlink()
     if broken:
         load = torch.ops.load_library
 
@@ -293,12 +314,12 @@ def test_either_engines_operators_do_without_the_others(gone, there, broken, pee
         assert bool(its.failed) == broken, name
 
 
-def test_scores_and_topk_are_no_peer_without_either_library(peers, installed, monkeypatch):
+def test_scores_and_topk_are_no_peer_without_either_of_the_two(peers, installed, monkeypatch):
     arguments = (torch.zeros(1, 1, 1), (torch.zeros(1, 1), torch.zeros(1)), *[torch.zeros(1)] * 3, 2048)
-    for file in ENGINES.values():
+    for file in (*ENGINES.values(), DEEPSELECT):
         (installed / file).unlink()
     assert scores_and_topk.select(*arguments) == Peers()
-    for file in ENGINES.values():
+    for file in (*ENGINES.values(), DEEPSELECT):
         (installed / file).touch()
     monkeypatch.setitem(sys.modules, NEW, None)
     assert scores_and_topk.select(*arguments) == Peers()
@@ -307,7 +328,7 @@ def test_scores_and_topk_are_no_peer_without_either_library(peers, installed, mo
 def test_the_page_has_every_library_file_and_op():
     page = PAGE.read_text()
     files = {file for library in probe.LIBRARIES if isinstance(library, Operators) for file in library.files}
-    for name in {library.name for library in probe.LIBRARIES} | files | probe.probed().keys():
+    for name in {library.name for library in probe.LIBRARIES} | files | {DEEPSELECT} | probe.probed().keys():
         assert name in page, name
 
 

@@ -1,0 +1,127 @@
+"""Hyper-connections: DeepGEMM's projection, and tile-kernels' collapse and expansion.
+
+vLLM and SGLang run V4's as these two or copies of them. Facts, on Hopper:
+- `tf32_hc_prenorm_gemm` multiplies bf16 streams with an fp32 matrix in TF32, which keeps 11 bits of each weight where
+  ours keeps 24. It also sums the streams' squares. Both results are partial sums of `splits` parts of the channels
+- `mhc_pre_big_fuse_fwd` adds the parts and takes the squares' sums, which our collapse computes itself. A kernel is
+  compiled for each number of channels and of splits
+- all of D a multiple of 128; tilelang compiles at a first call, 4 s a kernel, and caches it in TILELANG_CACHE_DIR
+"""
+
+from collections.abc import Iterable
+from functools import partial
+from types import ModuleType
+
+import torch
+
+import dsa
+from dsa_bench.harness.calls import Call
+from dsa_bench.peers import deep_gemm
+from dsa_bench.peers.package import Library, Peers, into, launch_programmatically
+
+TILE = Library("tile-kernels", ("tile_kernels",), launch_programmatically)
+BOTH = f"{deep_gemm.NEW.name}, {TILE.name}"
+_EPS, _POST, _ITERATIONS = 1e-6, 2.0, 20  # those of our ops
+_ROWS, _CHANNELS = 64, 64  # of a tile of the projection
+_LEAST_TILES = 4  # a split has
+Inputs = Iterable[tuple[torch.Tensor, ...]]
+Sums = tuple[torch.Tensor, torch.Tensor]
+
+
+def project(inputs: Inputs) -> Peers:
+    """Sums of (streams [T, n, D], matrix fp32 [C, n D]): partial products [splits, T, C] and squares [splits, T]."""
+    peers = Peers()
+    peers.add(deep_gemm.NEW, _project, inputs, f"{deep_gemm.NEW.name}, TF32")
+    return peers
+
+
+def collapse(inputs: Inputs) -> Peers:
+    """(x, post, comb) of (streams, mix, base, scale). The squares are summed outside the timing."""
+    peers = Peers()
+    peers.add(TILE, _collapse_alone, inputs)
+    return peers
+
+
+def expand(inputs: Inputs) -> Peers:
+    """The new streams of (y, streams, post, comb)."""
+    peers = Peers()
+    peers.add(TILE, _expand, inputs)
+    return peers
+
+
+def project_and_collapse(inputs: Inputs) -> Peers:
+    """(x, post, comb) of (streams, matrix, base, scale)."""
+    peers = Peers()
+    peers.add(TILE, _project_and_collapse, inputs, BOTH, needs=(deep_gemm.NEW,))
+    return peers
+
+
+def expand_and_project(inputs: Inputs) -> Peers:
+    """(new streams, partial products) of (y, streams, post, comb, matrix)."""
+    peers = Peers()
+    peers.add(TILE, _expand_and_project, inputs, BOTH, needs=(deep_gemm.NEW,))
+    return peers
+
+
+def _project(module: ModuleType, streams: torch.Tensor, matrix: torch.Tensor) -> Call:
+    return partial(into, *_projection(module, streams, matrix))
+
+
+def _projection(module: ModuleType, streams: torch.Tensor, matrix: torch.Tensor) -> tuple[Sums, Call]:
+    """The sums, and the call that writes them, with as many splits as vLLM takes for V4."""
+    tokens, channels = len(streams), matrix.shape[1]
+    fill = dsa.num_sms(streams.device) // -(-tokens // _ROWS)
+    splits = max(1, min(fill, -(-channels // _CHANNELS) // _LEAST_TILES))
+    products = torch.empty(splits, tokens, len(matrix), device=streams.device)
+    squares = torch.empty(splits, tokens, device=streams.device)
+    arguments = (streams.flatten(1), matrix, products, squares, splits)
+    return (products, squares), partial(module.tf32_hc_prenorm_gemm, *arguments)
+
+
+def _collapse_alone(module: ModuleType, streams, mix, base, scale) -> Call:
+    squares = streams.float().square().sum((1, 2))
+    return _collapse(module, streams, (mix[None], squares[None]), base, scale)
+
+
+def _collapse(module: ModuleType, streams: torch.Tensor, sums: Sums, base, scale) -> Call:
+    tokens, n, channels = streams.shape
+    x = torch.empty(tokens, channels, dtype=streams.dtype, device=streams.device)
+    post, comb = (torch.empty(tokens, size, device=streams.device) for size in (n, n * n))
+    tensors = (*sums, scale, base, streams, post, comb, x)
+    numbers = (_EPS, _EPS, _EPS, _POST, _ITERATIONS, len(sums[0]))
+    call = partial(module.mhc.mhc_pre_big_fuse_fwd, *tensors, *numbers)
+    return partial(into, (x, post, comb.view(tokens, n, n)), call)
+
+
+def _expand(module: ModuleType, y, streams, post, comb) -> Call:
+    return partial(into, *_expansion(module, y, streams, post, comb))
+
+
+def _expansion(module: ModuleType, y, streams, post, comb) -> tuple[torch.Tensor, Call]:
+    """The new streams, and the call that writes them."""
+    out = torch.empty_like(streams)
+    batch_of_one = (y[None], streams[None], post[None, ..., None], comb[None], out[None])
+    return out, partial(module.mhc.mhc_post_fwd, *batch_of_one)
+
+
+def _project_and_collapse(module: ModuleType, streams, matrix, base, scale) -> Call:
+    sums, project = _projection(deep_gemm.NEW.load(), streams, matrix)
+    collapse = _collapse(module, streams, sums, base, scale)
+
+    def call() -> object:
+        project()
+        return collapse()
+
+    return call
+
+
+def _expand_and_project(module: ModuleType, y, streams, post, comb, matrix) -> Call:
+    new, expand = _expansion(module, y, streams, post, comb)
+    (products, _), project = _projection(deep_gemm.NEW.load(), new, matrix)
+
+    def call() -> tuple[torch.Tensor, torch.Tensor]:
+        expand()
+        project()
+        return new, products
+
+    return call
