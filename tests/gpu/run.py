@@ -48,7 +48,16 @@ COMMIT = r"[0-9a-f]{12,40}(-changed)?"
 BEGUN = "its benchmark has not run to its end"  # why such an entry is unverified
 # The distributions in which the peers are: with others a row says something else. cuBLASLt and torch's attention come
 # with torch.
-PEERS = ("nvidia-cudnn-frontend", "sgl-deep-gemm", "sgl-flash-mla", "sglang-kernel", "vllm")
+PEERS = (
+    "nvidia-cudnn-frontend",
+    "sgl-deep-gemm",
+    "sgl-flash-mla",
+    "sglang-kernel",
+    "tile-kernels",
+    "tilelang",
+    "tokenspeed-kernel",
+    "vllm",
+)
 NO_MEMORY = "out of memory", "CUBLAS_STATUS_ALLOC_FAILED"
 MEMCHECK = ("compute-sanitizer", "--tool", "memcheck", "--target-processes", "all", "--error-exitcode", "99")
 
