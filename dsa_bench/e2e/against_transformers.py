@@ -99,12 +99,14 @@ def _prompt(model: torch.nn.Module, ids: torch.Tensor) -> list[float]:
 
 
 def _steps(model: torch.nn.Module, ids: torch.Tensor, tokens: int) -> list[float]:
+    from dsa_layers.hf.paged_layer import CACHE
+
     cache = None
     for first in range(0, tokens, CHUNK):
         chunk = ids[:, first : min(first + CHUNK, tokens)]
-        cache = model(chunk, past_key_values=cache, use_cache=True).past_key_values
+        cache = getattr(model(chunk, **{CACHE: cache}, use_cache=True), CACHE)
     columns = ids[:, tokens : tokens + 1 + STEPS].split(1, dim=1)
-    return [_ms(partial(model, token, past_key_values=cache), ids.device) for token in columns][1:]
+    return [_ms(partial(model, token, **{CACHE: cache}), ids.device) for token in columns][1:]
 
 
 def _measured(run: Callable[[], list[float]], device: torch.device) -> Measured:

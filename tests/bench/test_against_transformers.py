@@ -1,10 +1,13 @@
 """The comparison with transformers' eager attention, in small and on a CPU."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from dsa_bench.e2e import against_transformers as comparison
 from dsa_bench.e2e.against_transformers import Measured, Row
+from dsa_layers.hf.paged_layer import CACHE
 
 SMALL = {
     "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 32,
@@ -32,10 +35,10 @@ def test_what_is_timed():
     calls = []
 
     class Model(torch.nn.Module):
-        def forward(self, ids, past_key_values=None, use_cache=None):
-            calls.append((ids.shape[1], past_key_values, use_cache))
-            self.past_key_values = (past_key_values or 0) + ids.shape[1]
-            return self
+        def forward(self, ids, use_cache=None, **arguments):
+            cache = arguments.get(CACHE)
+            calls.append((ids.shape[1], cache, use_cache))
+            return SimpleNamespace(**{CACHE: (cache or 0) + ids.shape[1]})
 
     ids = torch.zeros(1, 2000, dtype=torch.int64)
     assert len(comparison._prompt(Model(), ids[:, :900])) == comparison.REPEATS
