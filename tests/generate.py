@@ -1,5 +1,5 @@
-"""Write what is made from the code: the public names in dsa/__init__.py and dsa/reference/__init__.py, docs/ops.md,
-docs/status.md, the README's table, the costs in docs/indexer-training.md.
+"""Write what is made from the code and the GPU receipt: the public names in dsa/__init__.py and
+dsa/reference/__init__.py, docs/ops.md, and the tables of all documents.
 
 usage: python -m tests.generate
 
@@ -13,7 +13,7 @@ import re
 
 import dsa.ops
 from dsa.backends import ARCH_NAMES, KERNELS
-from tests.gpu import headlines, status_table, training_tables
+from tests.gpu import status_table, tables
 from tests.public_names import BACKENDS, ROOT, ops_of, public_names, references
 
 INIT, OPS = ROOT / "dsa" / "__init__.py", ROOT / "docs" / "ops.md"
@@ -91,9 +91,8 @@ def main() -> None:
     REFERENCES.write_text(reference_init())
     importlib.reload(dsa)  # with the new names
     OPS.write_text(ops())
-    status_table.PATH.write_text(status_table.renewed(status_table.PATH.read_text()))
-    for document in (headlines, training_tables):
-        document.PATH.write_text(document.inserted(document.PATH.read_text()))
+    status_table.PATH.write_text(status_table.dated(status_table.PATH.read_text()))
+    tables.main()
 
 
 if __name__ == "__main__":

@@ -7,8 +7,7 @@ import pytest
 
 from dsa import backends
 from dsa.ops import op_module
-from dsa_bench.e2e import accuracy_document, document, drafts_document, million_document, parallel_document
-from tests.gpu import headlines, receipt, receipt_rows, status_table
+from tests.gpu import pictures, receipt, receipt_rows, status_table, tables
 from tests.kernels import machine_code
 
 # An arch of which a complete receipt has every entry.
@@ -143,34 +142,19 @@ def test_a_run_that_was_cut_off_says_so(entries):
     assert receipt.needed(receipt.load(), ARCH) == ["e2e"] or TODAY + receipt.MAX_AGE < datetime.date.today()
 
 
-def test_the_status_table_says_what_is_stale(entries, monkeypatch):
+def test_the_status_table_says_what_is_stale(entries, monkeypatch, tmp_path):
     run = {"commit": "0" * 12, "device": "1 x GPU", "torch": "2", "dsl": "4", "tests": 3, "failed": 0, "skipped": 0}
     for entry in entries.values():
         entry.update(run, bench=[])
     entries["rms_norm"].update(kernels="another", bench=[{"shape": "1 x 512", "figure": "1 us"}])
-    text = f"As of {TODAY + datetime.timedelta(days=31)}.\n{status_table.BEGIN}\n{status_table.END}"
-    rows = status_table.inserted(text).splitlines()
+    page = tmp_path / "status.md"
+    page.write_text(f"As of {TODAY + datetime.timedelta(days=31)}.")
+    monkeypatch.setattr(status_table, "PATH", page)
+    rows = status_table.tables().splitlines()
     (row,) = [line for line in rows if line.startswith("| `rms_norm` |")]
     assert "| unverified: the machine code of its kernels has changed |" in row
     assert "| before: 2026-11-28, 000000000 |" in row
     assert sum("unverified: it ran more than 30 days ago" in line for line in rows) == len(receipt.WHOLES)
-
-
-@pytest.mark.parametrize(
-    ("name", "generated", "path"),
-    [
-        ("e2e", document, "docs/e2e.md"),
-        ("parallel", parallel_document, "docs/parallel.md"),
-        ("million", million_document, "docs/million.md"),
-        ("drafts", drafts_document, "docs/drafter.md"),
-        ("accuracy", accuracy_document, "docs/change-the-indexer.md"),
-    ],
-    ids=("e2e", "parallel", "million", "drafts", "accuracy"),
-)
-def test_tables_of_models_are_generated(name, generated, path):
-    entry, text = receipt.load()[ARCH][name], (receipt.ROOT / path).read_text()
-    run = f"run `python -m {generated.__name__} tests/gpu/receipt.json {path} {ARCH}`"
-    assert generated.inserted(text, entry) == text, run
 
 
 def test_several_gpus_has_the_ops_tests_and_parallel_the_models():
@@ -181,27 +165,15 @@ def test_several_gpus_has_the_ops_tests_and_parallel_the_models():
 
 
 def test_the_readme_speaks_of_the_arch_on_which_most_is_measured(monkeypatch):
-    row = {"model": "V3.2", "ratio": 2.0, "figure": "1 us", "peer": "a peer"}
-    rows = [row | {"shape": shape} for _, _, shape in headlines.ROWS]
-    entries = {name: {"unverified": None, "bench": [row]} for (_, name, _), row in zip(headlines.ROWS, rows)}
-    unrun = {name: {"unverified": "has not run"} for name in entries}
-    monkeypatch.setattr(receipt, "judged", lambda: {"sm_100": entries, "sm_90": unrun})
-    assert headlines.table().count("2.00 (a peer); 2.00 to 2.00 over 1 shapes (the same)") == len(rows)
-    data = {"sm_100": {"rms_norm": {"unverified": "has not run"}}, "sm_90": {**entries, "e2e": unrun["e2e"]}}
-    monkeypatch.setattr(receipt, "judged", lambda: data)
-    text = headlines.table()
-    assert text.count("(a peer)") == len(rows) - 1 and text.endswith("not yet run on this code: has not run | |")
-
-
-def test_the_peers_behind_a_range_are_those_of_its_ratios(monkeypatch):
-    """And the one behind the first figure is that of its shape."""
-    (_, name, shape), *_ = headlines.ROWS
-    row = {"shape": shape, "ratio": 1.5, "figure": "1 us", "peer": "a peer"}
-    rows = [row, row | {"shape": "b", "ratio": 1.1, "peer": "another, padded"}]
-    rows.append(row | {"shape": "c, float16 accumulators", "ratio": 3.0, "peer": "a third"})
-    monkeypatch.setattr(receipt, "judged", lambda: {ARCH: {name: {"unverified": None, "bench": rows}}})
-    over = "1.50 (a peer); 1.10 to 1.50 over 2 shapes (a peer; another, padded)"
-    assert f"| {over}; float16 accumulators beside float32 ones: 3.00 |" in headlines.table()
+    row = {"ratio": 2.0, "figure": "1 GB/s", "ms": 1.0, "peer": "a peer", "peer_ms": 2.0}
+    named = {name: (what, shape) for what, name, shape in tables.HEADLINES}
+    entries = {n: {"unverified": None, "bench": [row | {"shape": shape}]} for n, (_, shape) in named.items()}
+    stale = {name: {"unverified": "has not run"} for name in entries}
+    monkeypatch.setattr(receipt, "judged", lambda: {"sm_100": entries, "sm_90": stale})
+    lines = tables.headlines().splitlines()[2:]
+    assert [line.count("| 1.000 ms, 1 GB/s | 2.000 ms, a peer | **2.00** |") for line in lines] == [1] * len(named)
+    monkeypatch.setattr(receipt, "judged", lambda: {"sm_90": stale})
+    assert all(line.endswith("| not measured |  |  |  |") for line in tables.headlines().splitlines()[2:])
 
 
 DETERMINISTIC = {"shape": "a, deterministic", "ratio": 0.5, "figure": "2 us", "peer": "a peer"}
@@ -210,9 +182,8 @@ DETERMINISTIC = {"shape": "a, deterministic", "ratio": 0.5, "figure": "2 us", "p
 def test_a_deterministic_variant_is_in_no_range_of_peers_that_are_not():
     rows = [DETERMINISTIC | {"shape": "a", "ratio": 1.1}, DETERMINISTIC, DETERMINISTIC | {"ratio": None, "peer": None}]
     assert receipt_rows.compared(rows) == rows[:1]
-    assert receipt_rows.other_kinds(rows) == "; deterministic beside one that is not: 0.50"
     alike = DETERMINISTIC | {"peer": "a peer deterministic"}
-    assert receipt_rows.compared([alike]) == [alike] and receipt_rows.other_kinds([alike]) == ""
+    assert receipt_rows.compared([alike]) == [alike]
 
 
 def test_scores_of_another_precision_and_a_plan_are_in_no_range():
@@ -221,9 +192,6 @@ def test_scores_of_another_precision_and_a_plan_are_in_no_range():
     alike, half, plan = (row | {"shape": shape} for shape in shapes)
     both, alone = half | {"peer": "a peer, float16 accumulators"}, half | {"ratio": None, "peer": None}
     assert receipt_rows.compared([alike, half, plan, both, alone]) == [alike, both]
-    kinds = receipt_rows.other_kinds([alike, half, plan, both, alone])
-    assert kinds == "; float16 accumulators beside float32 ones: 1.10; the plan alone: 1.10"
-    assert receipt_rows.OTHER_KINDS.keys() <= headlines.MARKS.keys()
 
 
 def test_a_pass_that_waits_for_the_host_is_in_no_range():
@@ -239,7 +207,6 @@ def test_a_pass_that_waits_for_the_host_is_in_no_range():
     }
     ours, theirs = row | {"ms": 9.4, "ratio": 0.96}, row | {"peer_ms": 20.0, "ratio": 2.5}
     assert receipt_rows.compared([row, ours, theirs, row | {"peer_parts": None}]) == [row, row | {"peer_parts": None}]
-    assert receipt_rows.other_kinds([row, ours, theirs]) == "; where a pass waits for the host: 0.96, 2.50"
 
 
 def test_a_pass_says_how_many_layers_it_has():
@@ -252,13 +219,12 @@ def test_a_pass_says_how_many_layers_it_has():
         assert receipt_rows.shape_of(name, own) == row["shape"]
 
 
-def test_the_picture_marks_what_is_not_of_this_code_and_not_alike(monkeypatch, tmp_path):
-    entry = {"unverified": None, "device": "a GPU", "bench": [DETERMINISTIC | {"shape": "a"}]}
-    earlier, alone = entry | {"unverified": "has not run"}, entry | {"bench": []}
-    entries = {"topk_indices": entry, "fp8_gemm_nt": earlier, "merge_attention": alone, "rotary": entry}
+def test_the_picture_leaves_out_what_is_not_alike(monkeypatch, tmp_path):
+    entry = {"unverified": None, "device": "a GPU", "bench": [DETERMINISTIC | {"shape": "a"}, DETERMINISTIC]}
+    entries = {"topk_indices": entry, "fp8_gemm_nt": entry | {"unverified": "has not run"}}
     monkeypatch.setattr(receipt, "judged", lambda: {ARCH: entries | {"e2e": {"unverified": "has not run"}}})
-    path = tmp_path / "picture.png"
-    assert headlines.write_picture(path) == ["today's code", "earlier code: today's is unverified"]
-    entry["bench"].append(DETERMINISTIC)
-    assert headlines.write_picture(path)[-1] == "deterministic beside one that is not"
-    assert path.read_bytes().startswith(b"\x89PNG")
+    drawn = []
+    monkeypatch.setattr("matplotlib.axes.Axes.plot", lambda *given, **how: drawn.append((given[1], how)))
+    pictures.write_speed_ups(tmp_path / "picture.png")
+    dots = [(x, how["markerfacecolor"]) for x, how in drawn if "markerfacecolor" in how]
+    assert dots == [([0.5], "none"), ([0.5], pictures.COLOR)]

@@ -4,11 +4,11 @@ The folder, and what is missing above it, is created with mode 0700. It is used 
 its group nor others may write to it. Then only this user can add, rename or replace what is in it.
 
 Whoever may rename the folder itself could put another one in its place. A folder above it that everyone may write to is
-therefore accepted only with the sticky bit, as /tmp has it, which lets nobody rename what is not theirs. The owner and
-the group of the folders above may still do so at any moment, such as the user whose HOME root has kept. So a file is
-opened once, and the DSL, which opens files by their paths, gets the path of the descriptor: what was checked is what is
-loaded, and what is written goes into the file that was created. Links on the way are followed once, before anything is
-checked.
+therefore accepted only with the sticky bit, as /tmp has it, which lets nobody rename what is not theirs. The owner or
+the group of a parent folder can still rename it at any time, e.g. the user whose HOME root keeps under sudo. So a file
+is opened once, and the DSL, which opens files by their paths, gets the path of the descriptor: what was checked is what
+is loaded, and what is written goes into the file that was created. Links on the way are followed once, before anything
+is checked.
 """
 
 import os

@@ -3,13 +3,12 @@
 usage: python -m dsa_bench.e2e.latency [--models MODEL...] [--prompt N] [--sequences N] [--context N] [--chunks N...]
                                        [--steps N] [--device DEVICE] [--compile]
 
-Prints a line of JSON for each model and size of a chunk (`rows`), with the place and the date; `latency_document`
-makes a table of such lines. Each runs twice, and the second time counts: in the first one decoding passes are captured.
-Kernels are compiled before, in parallel; --compile does that alone, also where there is no GPU.
+Prints a line of JSON for each model and size of a chunk (`rows`). Each runs twice, and the second time counts: in the
+first one decoding passes are captured. Kernels are compiled before, in parallel; --compile does that alone, also where
+there is no GPU.
 """
 
 import argparse
-import datetime
 import gc
 import json
 import statistics
@@ -158,14 +157,25 @@ def _work(chunk: int, sizes: Sizes) -> list[tuple[tuple[int, int], ...]]:
     return [*found, tuple(of_pass)] if of_pass else found
 
 
-def _place(device: torch.device) -> dict[str, str]:
-    """Where the rows are measured, and when."""
-    found = {"device": device.type, "date": datetime.date.today().isoformat(), "torch": torch.__version__, "dsl": ""}
-    if device.type == "cuda":
-        import cutlass
-
-        found |= {"device": torch.cuda.get_device_name(device), "dsl": cutlass.__version__}
-    return found
+def compiled_rows(
+    names: Sequence[str] = tuple(STACKS),
+    chunks: Sequence[int] = CHUNKS,
+    sizes: Sizes = Sizes(),
+    device: torch.device | str = "cuda",
+) -> Iterator[Row]:
+    """The rows of all models, with "shape", "model" and "figure", once their kernels are compiled in parallel."""
+    tell = seconds_told()
+    if torch.device(device).type == "cuda":
+        compile_ahead(partial(asked, names, chunks, sizes), tell)
+    for name in names:
+        model = stack(name, device)
+        tell(f"{name}: drawn")
+        for row in rows(model, chunks, sizes):
+            tell(f"{name}, chunks of {row['prefill_chunk']}: {row['ms']:.1f} ms, {row['first_token_s']:.2f} s")
+            shape = f"{name}, chunks of {row['prefill_chunk']}"
+            yield {"shape": shape, "model": name} | row | {"figure": f"{row['ms']:.1f} ms between tokens"}
+        del model
+        free()
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -189,21 +199,11 @@ def main(arguments: Sequence[str]) -> int:
         except ValueError as error:
             parser.error(f"--{error}")
     sizes = Sizes(**{name: getattr(args, name) for name in vars(Sizes())})
-    tell = seconds_told()
-    tell("modules are imported")
-    if on_gpu or args.compile:
-        compile_ahead(partial(asked, args.models, args.chunks, sizes), tell)
     if args.compile:
+        compile_ahead(partial(asked, args.models, args.chunks, sizes), seconds_told())
         return 0
-    place = _place(device)
-    for name in args.models:
-        model = stack(name, device)
-        tell(f"{name}: drawn")
-        for row in rows(model, args.chunks, sizes):
-            print(json.dumps({"model": name} | row | place), flush=True)
-            tell(f"{name}, chunks of {row['prefill_chunk']}: {row['ms']:.1f} ms, {row['first_token_s']:.2f} s")
-        del model
-        free()
+    for row in compiled_rows(args.models, args.chunks, sizes, device):
+        print(json.dumps(row), flush=True)
     return 0
 
 

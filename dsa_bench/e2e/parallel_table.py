@@ -1,6 +1,5 @@
 """Rows of models on several GPUs as printed lines."""
 
-from dsa_bench.e2e import bars
 from dsa_bench.e2e.parallel_rows import Row
 
 
@@ -16,4 +15,4 @@ def line(row: Row) -> str:
     if row["efficiency"] is None:
         return text
     text += f"{row['collectives']:13.1%}{row['efficiency']:12.2f}{row['speedup']:10.2f}"
-    return text + "".join(f"; {name} is to be {bar}" for name, bar in bars.missed(row).items())
+    return text

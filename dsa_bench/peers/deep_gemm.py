@@ -210,7 +210,7 @@ def _compile_grouped(
 ) -> None:
     ends = routed(rows, experts, top_k, device)
     operands = _unset((rows * top_k,), channels, 1, device), _unset((experts, columns), channels, 128, device)
-    for library in builds:  # one after the other: each has its own rows with padding
+    for library in builds:  # one library at a time to limit memory: each makes its own padded rows
         _call_all(grouped_product(*operands, ends, [library]), device)
     del operands
     if device == "cuda":

@@ -71,7 +71,8 @@ def _of(op: str, shape: tuple) -> Iterator[tuple[str, str, str, str]]:
 
 
 def main(ops: Sequence[str] = ()) -> int:
-    """Prints a line for each; 1 if something is wrong."""
+    """Probe the peers of these ops (default: all) and print a line per peer and case. Return 1 if a library cannot be
+    imported, or a peer fails or disagrees."""
     if unknown := set(ops) - probed().keys():
         raise ValueError(f"ops: must be of {', '.join(probed())}, got {', '.join(sorted(unknown))}")
     wrong = 0

@@ -66,7 +66,8 @@ def _creator(create: Callable[[Any], Any], family: str, ops: frozenset[str]) -> 
 
 
 def _serve(runner: Any, family: str, ops: frozenset[str]) -> bool:
-    """Looks everything up, compiles and installs. False, with one line that says why, where something is in the way."""
+    """Check SGLang, compile the kernels and install the hooks. If anything is missing, log one warning and return
+    False."""
     try:
         if reason := backends.why_no_kernels():
             raise layouts.Unsupported(reason)

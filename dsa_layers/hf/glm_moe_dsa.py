@@ -28,7 +28,7 @@ class FP8GlmMoeDsaIndexer(SparseGlmMoeDsaIndexer):
 
 
 class SparseGlmMoeDsaAttention(SparseMLAInPlace, theirs.GlmMoeDsaAttention, DSAAttention):
-    """Layers hand on what the last one with an indexer selected in the place of transformers' indices."""
+    """Passes the Selection of the last layer with an indexer where transformers passes top-k indices."""
 
     original = theirs.GlmMoeDsaAttention
 

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dsa_bench.e2e import drafts, latency_document, million, parallel
-from tests.bench.documents import DOCUMENTS, ENTRIES, MEASURED, PLACE, files
+from dsa_bench.e2e import drafts, million, parallel
 
 DOCS = Path(__file__).parents[2] / "docs"
 RECEIPT = Path(__file__).parents[1] / "gpu" / "receipt.json"
@@ -53,48 +52,3 @@ def test_a_line_a_row(command, arguments, asked, capsys, monkeypatch):
     assert [json.loads(line) for line in out.splitlines()] == ROWS and "compiled" in err
     assert given == [(["V4-Flash"], *asked)]
     assert command.main(["--compile"]) == 0 and len(given) == 1
-
-
-@pytest.mark.parametrize(
-    ("page", "module"), [*((f"{name}.md", module) for name, module in DOCUMENTS.items()), ("e2e.md", latency_document)]
-)
-def test_the_documents_marks_are_there(page, module):
-    text = (DOCS / page).read_text(encoding="utf-8")
-    assert text.count(module.BEGIN) == text.count(module.END) == 1
-
-
-@pytest.mark.parametrize("name", DOCUMENTS)
-def test_what_is_not_measured_is_said_to_be(name, tmp_path):
-    module, entry = DOCUMENTS[name], ENTRIES[name]
-    receipt, doc = files(tmp_path, {entry: NOT_RUN}, f"{module.BEGIN}{module.END}")
-    module.main(receipt, doc)
-    assert (
-        f"{module.BEGIN}\n\nNothing is measured on this code: has not run on a GPU.\n\n{module.END}" in doc.read_text()
-    )
-    assert {path.name for path in tmp_path.iterdir()} == {receipt.name, doc.name}  # and no picture
-    with pytest.raises(ValueError, match="entry: must have rows"):
-        module.generated({"unverified": None, "bench": []})
-    with pytest.raises(ValueError, match="text: must have the lines"):
-        module.inserted("no marks", NOT_RUN)
-
-
-@pytest.mark.parametrize("name", DOCUMENTS)
-def test_of_several_archs_the_documents_is_named(name, tmp_path):
-    module, entry = DOCUMENTS[name], ENTRIES[name]
-    receipt, doc = files(tmp_path, {}, f"{module.BEGIN}{module.END}")
-    archs = {arch: {entry: {"unverified": f"{arch} has not run"}} for arch in ("sm_90", "sm_100")}
-    receipt.write_text(json.dumps(archs | {"sm_120": {}}))
-    module.main(receipt, doc, "sm_100")
-    assert "sm_100 has not run" in doc.read_text()
-    for arch in (None, "sm_120"):
-        with pytest.raises(ValueError, match=f"arch: must be one of sm_90, sm_100, .* got {arch}"):
-            module.main(receipt, doc, arch)
-
-
-@pytest.mark.parametrize("name", DOCUMENTS)
-def test_rows_of_earlier_code_stay(name):
-    """And the document says so, in the line that has their commit."""
-    rows = json.loads(RECEIPT.read_text(encoding="utf-8"))["sm_90"][ENTRIES[name]]["bench"]
-    entry = PLACE | {"bench": rows}
-    now, earlier = (DOCUMENTS[name].generated(entry | {"unverified": why}) for why in (None, "changed since"))
-    assert earlier == now.replace(MEASURED, f"{MEASURED} Today's code is unverified: changed since.", 1) != now

@@ -7,7 +7,7 @@ import torch
 
 import dsa
 from dsa_bench.e2e import draft_runs, drafts
-from dsa_bench.e2e.draft_gain import gain, missed, tokens_a_round
+from dsa_bench.e2e.draft_gain import gain, tokens_a_round
 from dsa_bench.e2e.draft_runs import DraftedDecoding
 from dsa_bench.e2e.drafts import shape
 from dsa_bench.e2e.full_depth import Depths, depths, first_layers, full_depth, layers_of
@@ -16,7 +16,6 @@ from dsa_bench.e2e.stacks import STACKS, published_layers, skeleton, stack, with
 from dsa_layers.generation.draft_step import DraftStep
 from dsa_layers.layers.experts import Experts
 from dsa_layers.layers.moe import MoE
-from tests.bench.documents import MEASURED, written
 from tests.bench.small_stacks import FEWER, SMALL
 
 CONTEXT, COPY, DRAFT_MS = 300, 2e12, 3.0
@@ -202,21 +201,6 @@ def test_gain():
     assert gain(10.0, 10.0, 0.0, 2, 1.0) == 3.0
 
 
-@pytest.mark.parametrize(
-    ("count", "k", "figures", "bars"),
-    [
-        (1, 1, (1.2, 1.1), {}),
-        (1, 1, (1.19, 1.11), {"gain": 1.2, "over_bytes": 1.1}),
-        (32, 1, (1.34, 1.0), {"gain": 1.35}),
-        (128, 1, (1.59, 1.0), {"gain": 1.6}),
-        (128, 2, (1.1, 1.2), {"over_bytes": 1.1}),
-        (16, 1, (0.9, 1.0), {}),
-    ],
-)
-def test_what_misses_a_bar(count, k, figures, bars):
-    assert missed({"sequences": count, "drafts": k, **dict(zip(("gain", "over_bytes"), figures))}) == bars
-
-
 @pytest.mark.parametrize("name", STACKS)
 def test_a_stack_with_a_drafter(name):
     """Its other weights are those of the stack without, and drafts follow from what it is given."""
@@ -239,30 +223,3 @@ def test_a_stack_with_a_drafter(name):
 def test_kernels_that_are_asked_for():
     functions = {variant.function for variant in drafts.asked(["V3.2"], [4])}
     assert {"compile_fp8_paged_mqa_logits", "compile_route_to_experts"} < functions
-
-
-def row(model, count, k, figures):
-    plain = {"ms": 10.0, "bytes": 2e10, "touched": 8.0, "depths": [0.5, 0.7, 1.1]}
-    verify = {"ms": 14.004, "bytes": 3e10, "touched": 15.6, "depths": [0.5, 0.8, 1.4]}
-    found = {"shape": shape(model, count, k), "model": model, "run": shape(model, count, k).removeprefix(f"{model} ")}
-    found |= {"sequences": count, "drafts": k, "layers": 61, "plain": plain, "verify": verify, "draft_ms": 0.5}
-    found |= {"copy": 3e12, "of_copy": [0.667, 0.714], "tokens_a_round": 1.85, "ms": 14.5, "tokens/s": 127.6}
-    return found | dict(zip(("gain", "over_bytes"), figures))
-
-
-ROWS = [row("V3.2", 1, 1, (1.28, 0.93)), row("V3.2", 1, 2, (1.3, 1.15)), row("V4-Flash", 8, 1, (1.1, 1.0))]
-
-
-def test_the_document_is_written_from_an_entry(tmp_path):
-    lines = written("drafter", ROWS, tmp_path)
-    head = next(line for line in lines if line.startswith("| sequences"))
-    cells = "| 1 | 1 | 10.00 | 14.00 | 0.50 | 8, then 16 | 1.50x | 0.93 | 67% | 71% | 128 | 1.28 |"
-    assert cells.count("|") == head.count("|")
-    assert sum(line.startswith("- ") for line in lines) == 2
-    assert {
-        f"{MEASURED} A copy reads and writes 3000 GB/s.",
-        "### V3.2, 61 layers, computed",
-        cells,
-        "- decode 1 x 4096, 2 drafts: is to take 1.1 of its bytes' time, takes 1.150.",
-        "- decode 8 x 4096, 1 draft: is to gain 1.2 and gains 1.100.",
-    } <= {*lines}

@@ -13,7 +13,7 @@ from dsa.reference.mla import mha_varlen_fwd as reference
 from dsa.testing import calc_diff
 from dsa_bench.e2e import peer_experts, peer_fp4_experts, plot, report, stacks, table
 from dsa_bench.e2e import peers as peer_ops
-from dsa_bench.e2e.parts import GLUE, PARTS
+from dsa_bench.e2e.parts import PARTS
 from dsa_bench.e2e.peer_experts import Slots, padded
 from dsa_bench.e2e.runs import Run, decode, prefill
 from dsa_layers.batch.decode_batch import DecodeBatch
@@ -23,7 +23,6 @@ from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.attention_form import HeadSizes
 from dsa_layers.layers.experts import Experts
 from tests.bench import peer_stubs
-from tests.bench.documents import MEASURED, written
 from tests.bench.small_stacks import FEWER, SMALL
 
 PARTS_MS = dict(zip(PARTS, (0.5, 0.25, 2.0, 4.0, 0.25)))
@@ -55,32 +54,6 @@ def test_bars_are_cut():
     assert plot.widths(PARTS_MS | {"MoE": 700.0}, 7.0) == pytest.approx(
         [1 / 14, 1 / 28, 2 / 7, plot.LONGEST - 11 / 28, 0]
     )
-
-
-def test_the_document_is_written_from_an_entry(tmp_path):
-    faster = BESIDE | {"run": "decode 1 x 4096", "ratio": 0.9, "parts": PARTS_MS | {"indexer": 0.0}}
-    faster["peer_parts"] = BESIDE["peer_parts"] | {GLUE: 0.8}
-    prompt = BESIDE | {"run": "prefill 4096", "ratio": 1.1, "failed": {"sgl-flash-mla": "failed: no libcuda"}}
-    other = ALONE | {"model": "V4-Flash", "failed": {"the pass": "failed: no"}}
-    waiting = BESIDE | {"run": "prefill 512", "ratio": 2.0, "peer_ms": 16.0}
-    lines = written("e2e", [prompt, BESIDE, faster, waiting, other], tmp_path)
-    assert all(line.count("|") == 14 for line in lines if line.startswith("|"))
-    assert lines.index("## V3.2") < lines.index("## V4-Flash")
-    assert any(line.startswith("| prefill 512 |") and "| 2.00 (host) |" in line for line in lines)
-    assert {
-        MEASURED,
-        "| decode 8 x 4096 | 8.00 | 1000 | 0.500 | 0.250 | 2.000 | 4.000 | 0.250 | 1.25 |  | 1.00 | 4.00 | 1.00 |",
-        "| decode 1 x 4096 | 8.00 | 1000 | 0.000 | 0.250 | 2.000 | 4.000 | 0.250 | 0.90 | 1.15 |  | 4.00 | 1.00 |",
-        "| decode 8 x 4096 | 8.00 | 1000 | 0.500 | 0.250 | 2.000 | 4.000 | 0.250 |  |  |  |  |  |",
-        "- With the peers' kernels a prompt takes 1.10 times as long as with ours.",
-        "- With the peers' kernels a decoding step takes 0.90 to 1.25 times as long as with ours.",
-        "- Without glue it would be 1.15 to 1.15 times.",
-        "- prefill 512 (host) is not among them: no kernel ran for 1.0 ms of its pass with our kernels, and for 8.2 ms "
-        "with the peers'.",
-        "- The peers are deepgemm 2.8.1, vllm.",
-        "- Not beside ours: sgl-flash-mla in prefill 4096, failed: no libcuda.",
-        "- Not beside ours: the pass, failed: no.",
-    } <= {*lines}
 
 
 def current():

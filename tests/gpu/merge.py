@@ -4,7 +4,7 @@ usage: python -m tests.gpu.merge RECEIPT...
 
 The result is the union of all rows. Of rows for one entry the newest counts, and of one day the one that is there
 already; a row that failed, is unfinished or is stale is left out and named. Then `python -m tests.generate` and
-`python -m tests.gpu.headlines` write what follows.
+`python -m tests.gpu.pictures` write what follows.
 """
 
 import argparse

@@ -67,13 +67,14 @@ HOT = (
     "topk_indices",
 )
 WHOLES = {
-    "accuracy": Whole("errors of passes with trained weights: `python -m dsa_bench.e2e.accuracy`", INFERENCE),
+    "accuracy": Whole("accuracy of passes with trained weights: `python -m dsa_bench.e2e.accuracy`", INFERENCE),
     "drafts": Whole("decoding with drafts: `python -m dsa_bench.e2e.drafts`", INFERENCE),
     "e2e": Whole("whole passes: `dsa bench e2e`", INFERENCE),
     "fuzz": Whole("all ops: mutated calls", EVERY_FAMILY),
     "generation": Whole("generation: `dsa_layers.Generator`", INFERENCE),
     "host": Whole("a call's time on the host: `dsa bench host`", EVERY_FAMILY),
     "hostile_contents": Whole("all ops: hostile index contents under compute-sanitizer", EVERY_FAMILY),
+    "latency": Whole("a long prompt among sequences that decode: `python -m dsa_bench.e2e.latency`", INFERENCE),
     "million": Whole("contexts of a million tokens: `python -m dsa_bench.e2e.million`", INFERENCE),
     "oldest_dsl": Whole("hot ops on the oldest CuTe DSL that is supported"),
     "parallel": Whole("models over two GPUs: `python -m dsa_bench.e2e.parallel`", (*INFERENCE, "parallel")),
@@ -279,7 +280,7 @@ def needed(data: Entries, arch: str) -> list[str]:
 
 def has_figures(name: str) -> bool:
     """Whether an entry has rows of a benchmark."""
-    return name in ("accuracy", "host", *ROW_BY_ROW) or name in benchmarks()
+    return name in ("accuracy", "host", "latency", *ROW_BY_ROW) or name in benchmarks()
 
 
 def module_of(path: Path) -> str:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dsa_bench.e2e.document import waits_for_host
 from dsa_bench.e2e.stacks import LONG_STACKS, STACKS
 from dsa_layers.families.published import published_config
 from tests.gpu import receipt
@@ -25,18 +24,22 @@ def _is_ours_alone(words: str) -> Callable[[Row], bool]:
     return lambda row: words in row["shape"] and words not in row["peer"]
 
 
-# What ratios are not among the `compared`. A plan is made once for many calls of the op, whose shapes the others are.
-OTHER_KINDS: dict[str, Callable[[Row], bool]] = {
-    "deterministic beside one that is not": _is_ours_alone("deterministic"),
-    "float16 accumulators beside float32 ones": _is_ours_alone("float16 accumulators"),
-    "the plan alone": lambda row: row["shape"].startswith("the plan"),
-    "where a pass waits for the host": waits_for_host,
-}
+def _waits_for_host(row: Row) -> bool:
+    """Whether a pass leaves the GPU idle for more than a quarter of its time, with our kernels or the peers'."""
+    if not row.get("peer_parts"):
+        return False
+    filled = sum(row["parts"].values()) / row["ms"], sum(row["peer_parts"].values()) / row["peer_ms"]
+    return min(filled) < 0.75
 
 
-def other_kind(row: Row) -> str | None:
-    """Which of OTHER_KINDS a row with a peer's time is, if any."""
-    return next((kind for kind, is_one in OTHER_KINDS.items() if is_one(row)), None)
+# Rows that do not compare like with like: a deterministic kernel with one that is not, fp16 accumulators with fp32, a
+# plan that is made once for many calls, a pass that the host holds up.
+OTHER_KINDS: tuple[Callable[[Row], bool], ...] = (
+    _is_ours_alone("deterministic"),
+    _is_ours_alone("float16 accumulators"),
+    lambda row: row["shape"].startswith("the plan"),
+    _waits_for_host,
+)
 
 
 def beside_peers(rows: Sequence[Row]) -> list[Row]:
@@ -45,16 +48,7 @@ def beside_peers(rows: Sequence[Row]) -> list[Row]:
 
 def compared(rows: Sequence[Row]) -> list[Row]:
     """The rows with the time of a peer that does the same, where the GPU is what is timed."""
-    return [row for row in beside_peers(rows) if other_kind(row) is None]
-
-
-def other_kinds(rows: Sequence[Row]) -> str:
-    """The speed-ups that are not among the `compared`, to stand behind their range."""
-    found: dict[str, list[str]] = {kind: [] for kind in OTHER_KINDS}
-    for row in beside_peers(rows):
-        if kind := other_kind(row):
-            found[kind].append(f"{row['ratio']:.2f}")
-    return "".join(f"; {kind}: {', '.join(ratios)}" for kind, ratios in found.items() if ratios)
+    return [row for row in beside_peers(rows) if not any(is_one(row) for is_one in OTHER_KINDS)]
 
 
 def names_of(rows: Sequence[Row], other: str = "peer") -> str:

@@ -247,6 +247,10 @@ def rows_of(name: str, done: Sequence[dict]) -> Iterator[dict]:
         from dsa_bench.e2e import accuracy
 
         yield from accuracy.rows([SHIPPED_MODEL, Path(os.environ[TRAINED_MODEL])])
+    elif name == "latency":
+        from dsa_bench.e2e import latency
+
+        yield from latency.compiled_rows()
     elif name == "host":
         from dsa_bench.harness import host
 

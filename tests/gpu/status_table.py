@@ -8,11 +8,10 @@ from typing import Any
 from dsa.backends import ARCH_NAMES, KERNELS, archs
 from dsa.ops import op_modules
 from tests.gpu import receipt
-from tests.gpu.receipt_rows import compared, names_of, other_kinds, shape_of
+from tests.gpu.receipt_rows import compared, names_of, shape_of
 from tests.public_names import ops_of
 
 PATH = receipt.ROOT / "docs" / "status.md"
-BEGIN, END = "<!-- status table: python -m tests.generate -->", "<!-- end of status table -->"
 AS_OF = r"As of (\d{4}-\d\d-\d\d)"
 HEAD = """\
 | entry: functions | runs | tests on a GPU | figure | speed-up over the best peer | over plain PyTorch | run |
@@ -44,7 +43,7 @@ def _row(name: str, arch: str, entry: dict[str, Any] | None) -> str:
     if entry["unverified"]:  # figures of the code that it ran on
         tests, run = f"unverified: {entry['unverified']}", f"before: {run}"
     speed_ups = (
-        _speed_up(compared(rows), "peer", "ratio") + other_kinds(rows),
+        _speed_up(compared(rows), "peer", "ratio"),
         _speed_up(rows, "baseline", "baseline_ratio"),
     )
     return f"{what} | {' | '.join((tests, figure, *speed_ups, run))} |"
@@ -77,11 +76,9 @@ def _speed_up(rows: list[dict[str, Any]], name: str, ratio: str) -> str:
     return f"{min(ratios):.2f} to {max(ratios):.2f} ({names_of(rows, name)})"
 
 
-def inserted(text: str) -> str:
-    """The document's text with the tables of today's receipt, as of the date that the text names."""
-    today = datetime.date.fromisoformat(re.search(AS_OF, text)[1])
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
+def tables() -> str:
+    """A table per arch, judged on the date that the page names."""
+    today = datetime.date.fromisoformat(re.search(AS_OF, PATH.read_text(encoding="utf-8"))[1])
     parts = []
     judged = receipt.judged(today)
     for arch in sorted({*archs(), *judged}):
@@ -89,10 +86,10 @@ def inserted(text: str) -> str:
         measured = [entry for entry in entries.values() if "device" in entry]
         places = sorted({f"{e['device']}, torch {e['torch']}, CuTe DSL {e['dsl']}" for e in measured})
         where = f"Measured on {'; '.join(places)}." if places else "Nothing is measured."
-        parts.append(f"## {arch} ({ARCH_NAMES.get(arch, '')})\n\n{table(arch, entries)}\n\n{where}\n")
-    return f"{before}{BEGIN}\n{chr(10).join(parts)}{END}{after}"
+        parts.append(f"## {arch} ({ARCH_NAMES.get(arch, '')})\n\n{table(arch, entries)}\n\n{where}")
+    return "\n\n".join(parts)
 
 
-def renewed(text: str) -> str:
-    """The document's text as of today."""
-    return inserted(re.sub(AS_OF, f"As of {receipt.now().date()}", text))
+def dated(text: str) -> str:
+    """The page as of today."""
+    return re.sub(AS_OF, f"As of {receipt.now().date()}", text)

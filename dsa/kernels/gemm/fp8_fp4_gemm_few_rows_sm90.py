@@ -66,7 +66,7 @@ from dsa.runtime.compile_cache import cached, compile_sm90
 
 BLOCKS = 4  # of GROUP channels a stage
 STEPS = GROUP // 32  # wgmma a block
-BOX = 128  # bytes of codes a row and TMA box: 256 channels
+BOX = 128  # bytes per row of a TMA box: 256 FP4 channels
 BOXES = BLOCKS * GROUP // 2 // BOX
 SCALE_BYTES = 16  # of a row and stage: four e8m0 bytes a block, or one fp32
 OWN_ROWS = 16  # of weights, of a warp

@@ -341,7 +341,7 @@ def tile_of(x, row, shape: cutlass.Constexpr):
 
 
 def _operands():
-    """a, a_scale, b, b_scale_32, b_scale and ends of unknown extents."""
+    """Fake operands with dynamic sizes: a, a_scale, b, b_scale_32, b_scale, ends."""
     rows, columns, matrices, blocks = cute.sym_int(), cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=SCALES)
     a = fake(Float8E4M3FN, (rows, cute.sym_int()), (*strides(1, 16), 1))
     a_scale = fake(Float32, (rows, blocks), (*strides(1, SCALES), 1))

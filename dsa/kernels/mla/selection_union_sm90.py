@@ -40,7 +40,7 @@ from dsa.runtime.compile_cache import cached, compile_sm90
 THREADS, WARPS = 512, 16
 TABLE_WORDS = 16384
 SAMPLE = 32
-# A sampled union may exceed its share by so much, in hundredths, before the group is given up.
+# Upper limit of a sampled union, in percent of its share of MOST_UNION; above it the queries are computed one by one.
 SLACK = 110
 UNROLL = 4
 

@@ -199,7 +199,7 @@ def compile_one_shot_sum(dtype: str, ranks: int):
 
 
 def fake_memory(ranks: int) -> tuple[cute.Tensor, list[cute.Tensor], cute.Tensor]:
-    """The memory of a sum, that of each rank, and the turns."""
+    """Fake tensors: this rank's receive buffer, all ranks' buffers, `turns` (sum number, CTA count, give-up flag)."""
     places = cute.sym_int()
     shape, stride = (HALVES, ranks, places, 4), (cute.sym_int64(divisibility=4), cute.sym_int64(divisibility=4), 4, 1)
     memory, *memories = (fake(Int32, shape, stride) for _ in range(1 + ranks))

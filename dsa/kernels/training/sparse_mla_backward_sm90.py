@@ -486,7 +486,7 @@ class SparseMlaBackwardSm90:
             cute.nvgpu.warpgroup.wait_group(0)
             if const_expr((first + self.strip) % CHUNK == 0):
                 with cute.arch.elect_one():
-                    if last:  # inside of elect_one this is the arrival's predicate; outside it would be a branch
+                    if last:  # inside elect_one this becomes the arrive's predicate; outside it would be a branch
                         arrive(pipelines.q_chunk(first // CHUNK).consumer_barrier(q_state(count)))
             self.add_columns(acc, first, targets, odd)
 

@@ -1,4 +1,4 @@
-"""Warming up calls every adapter that a model needs, with shapes that choose every kernel that its batches choose."""
+"""`warm_up` calls every adapter that a model needs, with shapes that select every kernel its batches can use."""
 
 import pytest
 import torch

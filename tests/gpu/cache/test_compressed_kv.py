@@ -152,7 +152,7 @@ def test_many_sequences(kind, record_error):
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_extremes(kind):
-    """One slot takes all the weight, by so much that the powers of the others are 0; and equal ones."""
+    """One token's gate is so large that all other softmax weights underflow to 0: the entry is that token's."""
     case = Case(kind, torch.float32, 1)
     kv, gate, *rest = case.tokens([2 * case.m])
     gate[:] = 0

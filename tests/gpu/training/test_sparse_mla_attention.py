@@ -56,8 +56,11 @@ def rounded_reference(q, kv, indices, scale, d_v, sink=None):
 
 
 def rounding_of_delta(out, q, dout):
-    """How far gradients may be off for the rounding of out, of which delta = out . dout is: what is left where a
-    gradient cancels, as with all weight on one key. A few times what random errors of half an ulp give."""
+    """Absolute tolerances of dq, dkv and dsink: delta = out . dout uses the rounded out.
+
+    This error remains where a gradient cancels, as with all weight on one key. The tolerances are a few times what
+    random errors of half an ulp give.
+    """
     if dout is None:
         return {}
     out, dout, q = (x.double().norm(dim=-1) for x in (out, dout, q))

@@ -1,5 +1,5 @@
-"""Every shipped variant of the FP8 product, and of that with SwiGLU, compiles to sm_90a: FP8 wgmma, TMA or gathering
-copies, an atomic where work tiles are drawn, no spills, room in shared memory; and the choice among them."""
+"""SASS of every FP8 GEMM variant, plain and with SwiGLU: FP8 wgmma, TMA or cp.async gathers, an atomic for dynamic
+scheduling, no spills, shared memory that fits. Also the choice of a config by shape."""
 
 import itertools
 

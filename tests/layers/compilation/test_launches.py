@@ -19,7 +19,7 @@ from tests.layers.compilation.configs import published
 AS_LOADED = {"dtype": None, "dequantize": False, "kv_cache": None, "widen_experts": False}
 # (Sequences, tokens of each) of a pass: with one token what decoding has without drafts, else a token and its drafts.
 PASSES = [*((n, 1) for n in (1, 16, 64, 128, 256)), *((n, next_n) for next_n in (2, 4) for n in (16, 64, 128))]
-# Of a layer of each kind, in the order in which the model has them, for so many tokens of all sequences.
+# Most launches of a layer of each kind, in the order of the model, by the tokens of all sequences.
 TOKENS = 1, 16, 32, 64, 128, 256, 512
 MOST = {
     "deepseek_v32": {
@@ -38,10 +38,9 @@ MOST = {
         "ratio 4": (32, 33, 33, 33, 36, 36, 36),
     },
 }
-# Of a step beside its layers: embedding, what layers share (angles, slots, counts), and what makes logits; without and
-# with drafts.
+# Most launches of a step outside its layers (embedding, angles, slots, counts, logits): without drafts, with drafts.
 MOST_BESIDE = {"deepseek_v32": (9, 11), "glm_5_2": (9, 11), "deepseek_v4_flash": (21, 28)}
-# Of what makes 1, 2 and 3 drafts, of so many sequences.
+# Most launches that make 1, 2 and 3 drafts, by the number of sequences.
 DRAFTING = 1, 16, 64, 128
 MOST_OF_DRAFTS = {
     "deepseek_v32": ((52, 53, 56, 56), (94, 96, 99, 102), (136, 137, 142, 148)),

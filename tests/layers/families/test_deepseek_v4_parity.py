@@ -42,7 +42,7 @@ class TestDeepseekV4(ParityTests):
 
 
 def test_another_schedule_of_layers(tmp_path):
-    """Only windows and heavy compression, plain rope, every layer's experts routed, two streams."""
+    """Layers with ratio 128 or a window only, default rope, no hashed layers, two streams."""
     changes = {
         "compress_ratios": [128, 0, 128], "num_hidden_layers": 3, "num_hash_layers": 0, "hc_mult": 2,
         "rope_parameters": {"rope_type": "default"}, "compress_rope_theta": 5e4, "routed_scaling_factor": 0.7,

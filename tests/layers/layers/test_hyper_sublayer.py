@@ -125,8 +125,8 @@ class Flipped(HyperConnection):
 
 @torch.no_grad()
 @pytest.mark.parametrize("replaced", ["class", "collapse", "expand", "project"])
-def test_hyper_connections_of_others_are_asked_for_what_they_give(replaced, on_gpu):
-    """A subclass, or one whose functions are replaced."""
+def test_a_block_calls_the_methods_of_a_custom_hyper_connection(replaced, on_gpu):
+    """A HyperConnection subclass, or one with replaced methods, is never passed over for the fused kernels."""
     model, x = block(), streams()
     plain, hc = formula(model, x), model.hc_ffn
     if replaced == "class":

@@ -210,8 +210,8 @@ def test_fp8_experts_are_swiglus():
 @pytest.mark.parametrize("fp4", [False, True])
 @pytest.mark.parametrize("use_ue8m0", [False, True])
 def test_the_rows_of_one_token_are_its_cast(fp4, use_ue8m0, monkeypatch):
-    """Of one token nothing is cast behind the router: bit by bit what casting its rows gives, with a part's experts,
-    too."""
+    """With one token, routed experts reuse the caller's cast. The output has the bits that casting the expert rows
+    gives, also where this rank has only some of the experts."""
     torch.manual_seed(3)
     moe = MoE(128, 256, GroupedSigmoidRouter(128, 6, 3), fp8=True, fp4_experts=fp4, use_ue8m0=use_ue8m0)
     x = torch.randn(1, 128)

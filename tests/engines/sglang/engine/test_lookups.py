@@ -12,7 +12,7 @@ from tests.engines.sglang.engine.process import module, paths_of
 
 
 def test_loading_plugins_imports_no_backend(loaded):
-    """In SGLang's other processes the plugin costs next to nothing."""
+    """SGLang loads plugins in every process: in those without a model this must import no attention backend."""
     assert not {seams.BACKEND, seams.V4_BACKEND, seams.V4_MODEL, seams.FLASH_MLA} & loaded
     creators = module(plugin.REGISTRY).ATTENTION_BACKENDS
     assert {name: creators[name].dsa_family for name in plugin.FAMILIES} == plugin.FAMILIES

@@ -1,0 +1,288 @@
+"""The tables of the documents, from the GPU receipt.
+
+A page has a place for a table: the lines `<!-- table NAME -->` and `<!-- end of NAME -->`. TABLES has what stands
+between them. To add a table, name its columns here and put these two lines into a page.
+
+usage: python -m tests.generate
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from dsa_bench.e2e.computed import computed
+from dsa_bench.e2e.parts import GLUE, PARTS
+from tests.gpu import markdown, receipt, status_table
+from tests.gpu.markdown import Column, Row
+from tests.gpu.receipt_rows import main_entries
+
+PAGES = (receipt.ROOT / "README.md", *sorted((receipt.ROOT / "docs").rglob("*.md")))
+Columns = Mapping[str, Column]
+
+
+def main() -> None:
+    """Write every table into its pages."""
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        page.write_text(inserted(text), encoding="utf-8")
+
+
+def inserted(text: str) -> str:
+    """A page with today's tables. KeyError for a place whose table does not exist."""
+    for name in markdown.names(text):
+        text = markdown.inserted(text, name, TABLES[name]())
+    return text
+
+
+def of_entry(name: str, body: Callable[[list[Row]], str]) -> str:
+    """Where and when an entry was measured, and what `body` makes of its rows."""
+    entry = main_entries().get(name, {"unverified": "no entry"})
+    if not entry.get("bench"):
+        return f"Not measured on this code: {entry['unverified']}."
+    return f"{place(entry)}\n\n{body(entry['bench'])}"
+
+
+def place(entry: Mapping[str, Any]) -> str:
+    where = f"{entry['device']}, torch {entry['torch']}, CuTe DSL {entry['dsl']}"
+    text = f"Measured on {where}, on {entry['date']}, commit {entry['commit']}."
+    if entry.get("unverified"):
+        text += f" Not yet repeated on today's code: {entry['unverified']}."
+    return text
+
+
+def per(field: str, columns: Columns, rows: list[Row]) -> str:
+    """A table with a heading for each value of the field."""
+    values = dict.fromkeys(row[field] for row in rows)
+    parts = (f"**{value}**\n\n{markdown.table([r for r in rows if r[field] == value], columns)}" for value in values)
+    return "\n\n".join(parts)
+
+
+def milliseconds(ms: float) -> str:
+    return f"{ms:#.3g}".rstrip(".")
+
+
+# The README: what is computed, entry, shape.
+HEADLINES = (
+    ("Index scores, FP8", "fp8_mqa_logits", "4096 x 32768, H 64, D 128, causal, cleaned"),
+    ("Top-k, exact and deterministic", "topk_indices", "4096 x 8192, k 2048, normal scores"),
+    ("Sparse MLA, prefill", "flash_mla_sparse_fwd", "4096 queries, 32768 keys, d 576, 128 heads, k 2048"),
+    ("Sparse MLA, decode, FP8 cache", "flash_mla_with_kvcache_sparse", "B 128, 128 heads, s_q 2, k 2048, 32768 keys"),
+    ("Sparse MLA, backward", "sparse_mla_attention", "8192 queries, d 576, 128 heads, k 2048"),
+)
+
+
+def headlines() -> str:
+    """One line per op of HEADLINES, at one shape."""
+    entries = main_entries()
+    found = []
+    for what, name, shape in HEADLINES:
+        entry = entries.get(name, {})
+        rows = [row for row in entry.get("bench", ()) if row["shape"] == shape]
+        for row in rows:
+            of = f" (commit {entry['commit'][:9]})" if entry["unverified"] else ""
+            found.append(row | {"what": what, "of": of})
+        if not rows:
+            found.append({"what": what, "shape": "not measured"})
+    columns = {
+        "op": "{what}",
+        "shape": "{shape}",
+        "ours": "{ms:.3f} ms, {figure}{of}",
+        "best peer": "{peer_ms:.3f} ms, {peer}",
+        "speed-up": "**{ratio:.2f}**",
+    }
+    return markdown.table(found, columns)
+
+
+def _part_of_peers(part: str) -> Column:
+    def ratio(row: Row) -> str:
+        if row["ratio"] is None or not row["parts"][part]:
+            return ""
+        return f"{row['peer_parts'][part] / row['parts'][part]:.2f}"
+
+    return ratio
+
+
+def _without_glue(row: Row) -> str:
+    """The speed-up over the peers' pass without what only hands tensors over to them."""
+    if row["ratio"] is None or GLUE not in row["peer_parts"]:
+        return ""
+    return f"{(row['peer_ms'] - row['peer_parts'][GLUE]) / row['ms']:.2f}"
+
+
+E2E: Columns = {
+    "run": "{run}",
+    "ms": "{ms:.2f}",
+    "tokens/s": "{tokens/s:.0f}",
+    **{part: f"{{parts[{part}]:.3f}}" for part in PARTS},
+    "speed-up": "{ratio:.2f}",
+    "without glue": _without_glue,
+    **{f"{part}: speed-up": _part_of_peers(part) for part in ("indexer", "top-k", "attention")},
+}
+_GB: Columns = {"GB": lambda row: f"{row['memory'] / 1e9:.1f}"}
+_PARTS_MS: Columns = {f"{part}, ms": f"{{parts[{part}]:.3f}}" for part in PARTS}
+PROMPTS: Columns = {
+    "prompt": "{tokens}",
+    "s": lambda row: f"{row['ms'] / 1e3:.2f}",
+    "tokens/s": "{tokens/s:.0f}",
+    **_GB,
+    "workspace, MiB": lambda row: f"{row['workspace'] / 2**20:.0f}",
+    "last pass, ms": "{pass_ms:.1f}",
+    **_PARTS_MS,
+}
+STEPS: Columns = {"sequences": "{tokens}", "ms": "{ms:.2f}", "tokens/s": "{tokens/s:.0f}", **_GB, **_PARTS_MS}
+DRAFTS: Columns = {
+    "sequences": "{sequences}",
+    "drafts": "{drafts}",
+    "plain, ms": "{plain[ms]:.2f}",
+    "verifying, ms": "{verify[ms]:.2f}",
+    "drafter, ms": "{draft_ms:.2f}",
+    "experts with tokens": "{plain[touched]:.0f}, then {verify[touched]:.0f}",
+    "bytes of verifying": lambda row: f"{row['verify']['bytes'] / row['plain']['bytes']:.2f}x",
+    "its time over that": "{over_bytes:.2f}",
+    "of copy": "{of_copy[0]:.0%}, {of_copy[1]:.0%}",
+    "tokens/s": "{tokens/s:.0f}",
+    "gain": "{gain:.2f}",
+}
+PARALLEL: Columns = {
+    "GPUs": "{gpus}",
+    "layers": "{layers} of {published_layers}",
+    "run": "{run}",
+    "ms": "{ms:.2f}",
+    "tokens/s": "{tokens/s:.0f}",
+    "GB a GPU": _GB["GB"],
+    "in collectives": "{collectives:.0%}",
+    "silent, ms": "{shard_ms:.2f}",
+    "efficiency": "{efficiency:.2f}",
+    "one GPU, ms": "{one_gpu_ms:.2f}",
+    "speed-up": "{speedup:.2f}",
+}
+COMPUTED: Columns = {
+    "GPUs": "{gpus}",
+    "layers measured": "{layers} of {published_layers}",
+    "run": "{run}",
+    "silent, ms": "{shard_ms:.2f}",
+    "GB a GPU": _GB["GB"],
+    "all layers, ms, computed": "{all_ms:.1f}",
+    "tokens/s, computed": "{rate:.0f}",
+}
+
+
+def _interval(field: str, form: str) -> Column:
+    def text(row: Row) -> str:
+        if not row.get(field):
+            return ""
+        mean, low, high = (form.format(value) for value in row[field])
+        return f"{mean} ({low} to {high})"
+
+    return text
+
+
+ACCURACY: Columns = {
+    "kernels": "{kernels}",
+    "loss": "{loss:.4f}",
+    "loss - reference loss": _interval("loss_difference", "{:+.5f}"),
+    "error": _interval("error", "{:.3%}"),
+    "KL": _interval("divergence", "{:.2e}"),
+    "top-1 agreement": "{same_first:.2%}",
+    "error / peers' error": lambda row: _interval("over_peers", "{:.3f}")(row) or row["figure"].partition("failed")[1],
+}
+
+
+def _parallel(rows: list[Row]) -> str:
+    return per("model", PARALLEL, [row for row in rows if "efficiency" in row])
+
+
+def _parallel_computed(rows: list[Row]) -> str:
+    """From one GPU's part, measured alone, and what fewer GPUs say to each other (`dsa_bench.e2e.computed`)."""
+    measured, silent = ([row for row in rows if ("efficiency" in row) is is_whole] for is_whole in (True, False))
+    found = []
+    for row in silent:
+        ms = computed(row, measured)
+        found.append(dict(row) | {"all_ms": ms, "rate": row["tokens"] / ms * 1e3 if ms else None})
+    return per("model", COMPUTED, found)
+
+
+def _million(rows: list[Row], steps: bool) -> str:
+    return per("model", STEPS if steps else PROMPTS, [row for row in rows if (row["workspace"] is None) is steps])
+
+
+def _joined(rows: list[Row], *keys: str) -> Iterator[dict[str, Any]]:
+    """Rows whose shape is "PASS, KEY" become one row for each key: {"shape": KEY, PASS: row}."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        which, shape = row["shape"].split(", ", 1)
+        found.setdefault(shape, {"shape": shape})[which] = row
+    yield from found.values()
+
+
+def _yardstick(row: Row) -> float:
+    """Milliseconds of the only one that a row has."""
+    (found,) = row["yardsticks"].values()
+    return found["ms"]
+
+
+def _pass_ms(name: str) -> Column:
+    return lambda row: milliseconds(row[name]["ms"]) if name in row else ""
+
+
+def _over_yardstick(name: str) -> Column:
+    return lambda row: f"{row[name]['ms'] / _yardstick(row[name]):.2f}" if name in row else ""
+
+
+WARMUP: Columns = {
+    "target, sequences x tokens, heads of q k/v": "{shape}",
+    "forward with gradients, ms": _pass_ms("forward"),
+    "over FA2's forward": _over_yardstick("forward"),
+    "backward, ms": _pass_ms("backward"),
+    "with weights that differ, ms": _pass_ms("weighted backward"),
+    "figure": "{forward[figure]}",
+}
+ATTENTION: Columns = {
+    "backward pass": "{shape}",
+    "ms": lambda row: milliseconds(row["ms"]),
+    "rate": "{figure}",
+    "the peer's ms": lambda row: milliseconds(row["peer_ms"]) if row["peer_ms"] else "",
+    "speed-up": "{ratio:.2f}",
+}
+LOSS: Columns = {
+    "shape": "{shape}",
+    "forward, ms": _pass_ms("forward"),
+    "over attention's forward": _over_yardstick("forward"),
+    "backward, ms": _pass_ms("backward"),
+    "deterministic backward, ms": _pass_ms("deterministic backward"),
+}
+LATENCY: Columns = {
+    "model": "{model}",
+    "chunk": "{prefill_chunk}",
+    "ms between tokens, median": "{ms:.1f}",
+    "largest": "{ms_max:.1f}",
+    "without the prompt, median": "{alone_ms:.1f}",
+    "without it, largest": "{alone_ms_max:.1f}",
+    "prompt's first token, s": "{first_token_s:.2f}",
+}
+
+TABLES: dict[str, Callable[[], str]] = {
+    "headlines": headlines,
+    "status": status_table.tables,
+    "e2e": partial(of_entry, "e2e", partial(per, "model", E2E)),
+    "parallel": partial(of_entry, "parallel", _parallel),
+    "parallel_computed": partial(of_entry, "parallel", _parallel_computed),
+    "million_prompts": partial(of_entry, "million", partial(_million, steps=False)),
+    "million_steps": partial(of_entry, "million", partial(_million, steps=True)),
+    "drafts": partial(of_entry, "drafts", partial(per, "model", DRAFTS)),
+    "latency": partial(of_entry, "latency", lambda rows: markdown.table(rows, LATENCY)),
+    "accuracy": partial(of_entry, "accuracy", partial(per, "model", ACCURACY)),
+    "indexer_warmup_attention": partial(
+        of_entry, "indexer_warmup_attention", lambda rows: markdown.table([*_joined(rows)], WARMUP)
+    ),
+    "sparse_mla_attention": partial(of_entry, "sparse_mla_attention", lambda rows: markdown.table(rows, ATTENTION)),
+    "sparse_indexer_loss": partial(
+        of_entry, "sparse_indexer_loss", lambda rows: markdown.table([*_joined(rows)], LOSS)
+    ),
+}
+
+
+def page_of(name: str) -> Path:
+    """The page with the place of a table."""
+    return next(page for page in PAGES if name in markdown.names(page.read_text(encoding="utf-8")))
