@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()
 PAGES = [
     *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").glob("**/*.md")),
 ]
 
 
@@ -77,8 +77,8 @@ def test_every_link_leads_somewhere(page):
 
 def test_every_page_is_linked():
     """From the README and from the architecture page, but for that page itself."""
-    pages = {path.name for path in (ROOT / "docs").glob("*.md")}
-    assert pages <= set(re.findall(r"\(docs/([\w-]+\.md)[)#]", TEXT))
+    pages = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("**/*.md")}
+    assert pages <= set(re.findall(r"\((docs/[\w/-]+\.md)[)#]", TEXT))
     how_tos = {"embed-attention.md", "change-the-indexer.md", "add-a-family.md", "add-an-arch.md"}
     assert how_tos <= set(re.findall(r"\(([\w-]+\.md)[)#]", (ROOT / "docs" / "architecture.md").read_text()))
 
