@@ -18,7 +18,8 @@ from dsa_bench.peers import flash_mla
 
 # Of a selection, the share of keys that is not the same for all neighbours, and of these the share that is another's
 # for the next: as the two layers of a small model select that was shipped. The union of 4 and of 8 neighbours is then
-# 1.38 and 1.57 selections, or 2.17 and 3.10 (docs/kernel-notes.md); those of today's are 1.46 and 1.90, 2.11 and 3.11.
+# 1.38 and 1.57 selections, or 2.17 and 3.10 (docs/explanation/kernels.md); those of today's are 1.46 and 1.90, 2.11 and
+# 3.11.
 OVERLAPS = {"layer 0": (0.22, 0.75), "layer 1": (0.525, 0.86)}
 NEIGHBOURS = 64
 # keys, d, heads, selected keys; queries, whose overlap

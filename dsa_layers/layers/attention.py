@@ -40,8 +40,8 @@ MOST_READ = 192 << 20
 
 def most_read(heads: int) -> int:
     """The same of so many heads: twice as much of so few that neighbouring queries share the keys that they select,
-    which they do in 16 bits alone. Derived from measured parts and not measured (docs/kernel-notes.md, "A million
-    tokens")."""
+    which they do in 16 bits alone. Derived from measured parts and not measured (docs/explanation/kernels.md,
+    "Sparse MLA, FP8 caches")."""
     return 2 * MOST_READ if heads <= max(GROUP_SIZES) else MOST_READ
 
 

@@ -15,8 +15,8 @@ from dsa.reference.indexer.index_scores import index_scores
 from dsa_layers.layers.score_accumulators import SCORE_ACCUMULATORS
 
 WORKSPACE = 260 << 20  # bytes of scores at a time: of 64 tokens and a million keys
-# Keys and tokens from which on half scores are selected as they are computed, which is faster there (docs/kernel-notes,
-# "Scores and selection in one"), and bytes that it takes of a token.
+# Keys and tokens from which on half scores are selected as they are computed, which is faster there (docs/explanation/
+# kernels.md, "Fused selection"), and bytes that it takes of a token.
 FUSED_KEYS, FUSED_TOKENS, FUSED_BYTES = 65536, 1024, 33 << 10
 ROW_PADDING = 512  # numbers, at most, behind a row of scores
 Keys = torch.Tensor | tuple[torch.Tensor, torch.Tensor]

@@ -132,7 +132,7 @@ def compile_per_token_cast_to_fp8(
 
 def choose_config(dtype: str, elements: int) -> CastConfig:
     """The shipped configuration. Short inputs spread over more CTAs, long ones keep 64 bytes of loads in flight a
-    thread (measured: docs/kernel-notes.md)."""
+    thread (measured: docs/explanation/kernels.md)."""
     return CastConfig(groups=1 if dtype == "float32" or elements < SHORT_INPUT else 2)
 
 

@@ -11,7 +11,7 @@ Plan
   keys for each consumer warpgroup. The consumer warpgroups take the key tiles in turns.
 - Mainloop: a tile's epilogue (quad reduction, scale, mask, store) and the wait for the next keys run under the next
   tile's wgmma: only the sums over heads stand between two of them. Ordering the consumer warpgroups by named barriers
-  (ping-pong) gained nothing: wgmma and the sums compete for the register file (docs/kernel-notes.md).
+  (ping-pong) gained nothing: wgmma and the sums compete for the register file (docs/explanation/kernels.md).
 - Half scores: with fp16 accumulators the consumer warpgroups first bring a block's queries into fp16's range, in shared
   memory, and its weights with them; the sums over heads take two heads an instruction (half_scores.py).
 - Scheduler: static persistent. A work tile is a block of queries by a chunk of keys. Key tiles outside the union of the
@@ -475,7 +475,7 @@ def compile_fp8_mqa_logits(
 
 def choose_config(heads: int, dim: int, half: bool = False) -> MqaLogitsConfig:
     """The measured winner. Fewer heads mean more queries a tile, whose ranges and reductions need registers and time:
-    smaller tiles, and a third warpgroup (docs/kernel-notes.md)."""
+    smaller tiles, and a third warpgroup (docs/explanation/kernels.md)."""
     if half and heads >= 32 and dim == 128:
         return HALF_CONFIG
     return tuned(MqaLogitsConfig, "fp8_mqa_logits", "sm_90", f"heads {heads}, dim {dim}")

@@ -23,7 +23,8 @@ Shared memory: barriers, valid masks, WorkTileInfo, SEQUENCES x N x (D + 4 or, o
 STAGES x 64 x (D + 4).
 Registers: N / 2 accumulators and N / 4 weights a consumer thread, half as many of half scores.
 Roofline: memory, 132 bytes a key at D 128: about 450 clocks a tile and multiprocessor. Tensor cores 2 N clocks and
-sums, which half scores hide, about N + 60 (docs/kernel-notes.md): memory up to N = 128, arithmetic beyond.
+sums, which half scores hide, about N + 60 (docs/explanation/kernels.md): memory up to N = 128, arithmetic
+beyond.
 """
 
 from collections.abc import Callable
