@@ -181,6 +181,11 @@ class Pipeline:
         cute.arch.mbarrier_wait(self.producer_barrier(state, part), state.phase)
 
     @cute.jit
+    def is_full(self, state: PipelineState, part=0):
+        """Whether a part of the stage is full, without waiting."""
+        return cute.arch.mbarrier_test_wait(self.producer_barrier(state, part), state.phase)
+
+    @cute.jit
     def consumer_release(self, state: PipelineState):
         """Arrive: this warp has read the stage. An elected lane's work."""
         with cute.arch.elect_one():

@@ -110,8 +110,7 @@ class TopkGather(KvStages):
         A lane's arrival at the last v chunk's barrier comes after all copies that the lane has started before
         (cp.async.mbarrier.arrive), so this barrier stands for the tile. The rope ring's barrier also covers the mask.
         """
-        barrier = pipeline.v.producer_barrier(last.v, K_PER_V - 1)
-        loaded = cute.arch.mbarrier_test_wait(barrier, last.v.phase)
+        loaded = pipeline.v.is_full(last.v, K_PER_V - 1)
         if loaded:
             pipeline.rope.consumer_wait(last.rope)
             self.fence()
