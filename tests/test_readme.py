@@ -41,7 +41,8 @@ def test_the_three_examples():
 def test_the_tiny_checkpoints(tmp_path, monkeypatch, capsys):
     """The commands on them, but for the number of tokens."""
     monkeypatch.chdir(tmp_path)
-    commands = [shlex.split(line, comments=True)[1:] for line in re.findall(r"^dsa \w+ \.tiny.*", TEXT, re.M)]
+    text = (ROOT / "docs" / "cli.md").read_text()
+    commands = [shlex.split(line, comments=True)[1:] for line in re.findall(r"^dsa \w+ \.tiny.*", text, re.M)]
     assert [command[0] for command in commands] == ["tiny", "generate"] * 3
     for command in commands:
         short = ["--max-tokens", "2", "--device", "cpu"] if command[0] == "generate" else []

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 INSIDE = ("docs/add-a-family.md",)
 DOCUMENTS = [
     path
-    for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.py"))
+    for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.py"))
     if str(path.relative_to(ROOT)) not in INSIDE
 ]
 
