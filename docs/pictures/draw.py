@@ -1,0 +1,17 @@
+"""Write every picture of this folder: python docs/pictures/draw.py [FOLDER]."""
+
+import sys
+from pathlib import Path
+
+import mla_forms
+
+PICTURES = (mla_forms,)
+
+
+def main(folder: Path) -> None:
+    for picture in PICTURES:
+        (folder / f"{picture.__name__}.svg").write_text(picture.draw().svg(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent)
