@@ -4,8 +4,9 @@ import sys
 from pathlib import Path
 
 import mla_forms
+import v32_layer
 
-PICTURES = (mla_forms,)
+PICTURES = (mla_forms, v32_layer)
 
 
 def main(folder: Path) -> None:
