@@ -4,9 +4,11 @@ import sys
 from pathlib import Path
 
 import mla_forms
+import v4_keys
+import v4_layer
 import v32_layer
 
-PICTURES = (mla_forms, v32_layer)
+PICTURES = (mla_forms, v32_layer, v4_layer, v4_keys)
 
 
 def main(folder: Path) -> None:
