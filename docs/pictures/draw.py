@@ -4,11 +4,12 @@ import sys
 from pathlib import Path
 
 import mla_forms
+import sparse_prefill_warps
 import v4_keys
 import v4_layer
 import v32_layer
 
-PICTURES = (mla_forms, v32_layer, v4_layer, v4_keys)
+PICTURES = (mla_forms, v32_layer, v4_layer, v4_keys, sparse_prefill_warps)
 
 
 def main(folder: Path) -> None:
