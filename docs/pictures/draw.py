@@ -3,13 +3,14 @@
 import sys
 from pathlib import Path
 
+import cache_bytes
 import mla_forms
 import sparse_prefill_warps
 import v4_keys
 import v4_layer
 import v32_layer
 
-PICTURES = (mla_forms, v32_layer, v4_layer, v4_keys, sparse_prefill_warps)
+PICTURES = (mla_forms, v32_layer, v4_layer, v4_keys, sparse_prefill_warps, cache_bytes)
 
 
 def main(folder: Path) -> None:
