@@ -19,7 +19,8 @@ class SortedList:
         self._items = sorted(items)
 
 '''
-PROMPTS = [BEGINNING + f"    def {method}" for method in ("__len__(self", "__iter__(self", "add(self, item", "pop(self")]
+METHODS = ("__len__(self", "__iter__(self", "add(self, item", "pop(self")
+PROMPTS = [f"{BEGINNING}    def {method}" for method in METHODS]
 
 
 def main() -> None:
