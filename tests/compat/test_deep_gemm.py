@@ -378,3 +378,17 @@ def test_what_is_refused():
     with pytest.raises(TypeError, match=r"^a: must be a pair \(e4m3 values, fp32 scales\), got Tensor"):
         nt(a[0], one, d)
     assert not d.any() and not f32.any()
+
+
+def test_a_gradient_that_overlaps_what_it_is_made_of_is_refused():
+    values, memory = torch.ones(8, 256).to(torch.float8_e4m3fn), torch.ones(8, 4)
+    operands = (values, memory[:, :2]), (values, memory[:, 2:])
+    for d in (memory.view(-1)[:1].expand(8, 8), torch.as_strided(memory, (8, 8), (0, 1))):
+        with pytest.raises(ValueError, match=r"d: "):
+            deep_gemm.fp8_gemm_nt(*operands, d, recipe=(1, 1, 128))
+    whole = torch.zeros(12, 8)
+    with pytest.raises(ValueError, match="c: must be d itself or share no memory with d"):
+        deep_gemm.fp8_gemm_nt(*operands, whole[:8], c=whole[4:], recipe=(1, 1, 128))
+    square = torch.ones(64).view(8, 8)
+    with pytest.raises(ValueError, match=r"d: is written, must not share memory with a\[1\]"):
+        deep_gemm.fp8_gemm_nt((values, square[:, :2]), operands[1], square, recipe=(1, 1, 128))

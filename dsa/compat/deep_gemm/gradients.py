@@ -55,7 +55,7 @@ def k_grouped_fp8_gemm_nt_contiguous(
     check_tensor("grouped_layout", grouped_layout, INT32, (groups,), "d")
     _check_flat("a", q, s, rows, channels)
     _check_flat("b", w, ws, columns, channels)
-    _check_destination(d, c, q)
+    _check_destination(d, c, {"a[0]": q, "a[1]": s, "b[0]": w, "b[1]": ws})
     check_same_device(("a[0]", q), **{"a[1]": s, "b[0]": w, "b[1]": ws, "grouped_layout": grouped_layout})
     backends.note_reference_only("compat.deep_gemm.k_grouped_fp8_gemm_nt_contiguous", d)
     _start_from(d, c)
@@ -77,7 +77,7 @@ def write_gradient(d: torch.Tensor, c: torch.Tensor | None, a: Scaled, b: Scaled
     check_tensor("a[1]", s, _FP32, (len(q), blocks), "a[0]")
     check_tensor("b[1]", ws, _FP32, (len(w), blocks), "b[0]")
     check_tensor("d", d, _FP32, (len(q), len(w)), "a[0] and b[0]")
-    _check_destination(d, c, q)
+    _check_destination(d, c, {"a[0]": q, "a[1]": s, "b[0]": w, "b[1]": ws})
     check_same_device(("a[0]", q), **{"a[1]": s, "b[0]": w, "b[1]": ws})
     backends.note_reference_only("compat.deep_gemm.fp8_fp4_gemm_nt with recipe (1, 1, 128)", d)
     _start_from(d, c)
@@ -119,8 +119,28 @@ def _check_flat(name: str, values: torch.Tensor, scales: torch.Tensor, rows: int
     check_tensor(f"{name}[1]", scales, _FP32, (rows, channels // BLOCK), "d and ks_cpu")
 
 
-def _check_destination(d: torch.Tensor, c: torch.Tensor | None, q: torch.Tensor) -> None:
+def _check_destination(d: torch.Tensor, c: torch.Tensor | None, operands: dict[str, torch.Tensor]) -> None:
+    """d is written before the operands are read, so it must not overlap them. It may be c."""
+    q = operands["a[0]"]
     check_result(d, q)
+    for name, x in operands.items():
+        if _overlap(d, x):
+            raise ValueError(f"d: is written, must not share memory with {name}, got overlapping tensors")
     if c is not None:
         check_tensor("c", c, _FP32, tuple(d.shape), "d")
         check_same_device(("a[0]", q), c=c)
+        if c.data_ptr() != d.data_ptr() and _overlap(d, c):
+            raise ValueError("c: must be d itself or share no memory with d, got overlapping tensors")
+
+
+def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether the ranges of addresses from the first to the last number of two tensors meet."""
+    if x.is_meta or y.is_meta or not x.numel() or not y.numel():
+        return False
+    (begin, end), (first, last) = map(_range, (x, y))
+    return begin < last and first < end
+
+
+def _range(x: torch.Tensor) -> tuple[int, int]:
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
