@@ -128,7 +128,7 @@ def key_of(family: str) -> str:
     digest = hashlib.sha256(OPTIONS.encode())
     for folder in (FAMILIES / family, SHARED):
         for path in sorted(folder.rglob("*.py")):
-            lines = code_lines(path.read_text(encoding="utf-8"))
+            lines = code_lines(path.read_text(encoding="utf-8-sig"))
             digest.update("\n".join([f"{path.relative_to(folder)} {len(lines)}", *lines]).encode())
     return digest.hexdigest()[:16]
 

@@ -113,9 +113,17 @@ def test_variants_that_exchange_their_code_are_changed():
 
 
 def test_comments_and_docstrings_do_not_count_in_a_source():
-    function = 'def f(x):  # one\n    """Two."""\n\n    # three\n    return f"{x} # four"\n'
-    source = f'{function}\n\nclass A:\n    """Five."""\n    x = 1\n'
+    function = 'def f(x):  # one\n    """Two.\n    """\n    # three\n    return f"{x} # four"\n'
+    source = f'{function}class A:\n    """Five."""\n    x = 1'
     assert code_lines(source) == ["def f(x):", '    return f"{x} # four"', "class A:", "    x = 1"]
+
+
+BESIDE_STRINGS = ['class A(int): "doc"', '"""doc"""; x = 64', 's = "\u2028"\nT = 64 + 64\nK = 1', 's = """\n\n a \n"""']
+
+
+@pytest.mark.parametrize("source", [*BESIDE_STRINGS, "\fx = 1\ny = 2"])
+def test_code_beside_a_docstring_and_lines_of_strings_count(source):
+    assert "\n".join(code_lines(source)) == source
 
 
 def test_the_compilers_options_count(monkeypatch):
