@@ -31,7 +31,7 @@ from pathlib import Path
 
 import tokenizers
 import torch
-from indexer_training import report
+from indexer_training import report, small_model
 from indexer_training.corpus import Corpus, spread
 from indexer_training.measure import acceptance, held_out_loss, recall
 from indexer_training.small_model import build, fields, save
@@ -41,7 +41,6 @@ from indexer_training.text import Text, read_text
 from indexer_training.vocabulary import BEGIN, BYTES, tokenizer_config, train_tokenizer
 
 from dsa_layers import Ranks, load_model, options
-from dsa_layers.errors import ConfigError
 from dsa_layers.families.precision import check_device
 from dsa_layers.parallel.environment import started_ranks
 from dsa_layers.parallel.process_group import agreed, join
@@ -192,7 +191,7 @@ def _seconds(text: str) -> float:
 def _fields(text: str) -> dict[str, object]:
     try:
         fields = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise argparse.ArgumentTypeError(f"must be a JSON object, got {text[:60]!r}: {error}") from None
     if not isinstance(fields, dict):
         raise argparse.ArgumentTypeError(f"must be a JSON object, got {text[:60]!r}")
@@ -201,7 +200,7 @@ def _fields(text: str) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("out", type=Path, metavar="OUT", help="directory for the checkpoint, losses and tables")
+    parser.add_argument("out", type=options.path, metavar="OUT", help="directory for the checkpoint, losses and tables")
     for name, kind, what in (
         ("seconds", _seconds, "of each stage at most"),
         ("steps", options.positive, "of each stage at most"),
@@ -237,6 +236,10 @@ def main() -> None:
         parser.error(f"--vocab: must be at least {BYTES}, the bytes and the token that begins a file, got {args.vocab}")
     if args.out.exists() and not args.out.is_dir():
         parser.error(f"OUT: must be a directory, got {args.out}")
+    try:
+        small_model.check(args.config, Plan.length)
+    except ValueError as error:
+        parser.error(f"--config: {error}")
     ranks, device = ALONE, args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         check_device(device)
@@ -245,12 +248,12 @@ def main() -> None:
     if started_ranks() is not None:
         ranks, own = join(device)
         device = str(own)
-    args.out.mkdir(parents=True, exist_ok=True)
-    stages = {name: tuple(getattr(args, name)) for name in ("seconds", "steps", "batch")}
     try:
-        run(args.out, Plan(**stages, vocab=args.vocab, fields=args.config), device, read_text(), ranks)
-    except ConfigError as error:
-        parser.error(f"--config: {error}")
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"OUT: {error.filename}: {error.strerror}")
+    stages = {name: tuple(getattr(args, name)) for name in ("seconds", "steps", "batch")}
+    run(args.out, Plan(**stages, vocab=args.vocab, fields=args.config), device, read_text(), ranks)
     if ranks.rank == 0:
         print((args.out / "table.md").read_text())
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 
 import train_indexer  # noqa: E402
-from indexer_training import report  # noqa: E402
+from indexer_training import report, small_model  # noqa: E402
 from indexer_training.corpus import Corpus, draw, pieces, spread  # noqa: E402
 from indexer_training.measure import acceptance, held_out_loss, recall  # noqa: E402
 from indexer_training.optimizer import Optimizer  # noqa: E402
@@ -362,3 +362,18 @@ def test_a_report_of_nothing(tmp_path):
     for arguments in ([], [str(tmp_path)]):
         done = subprocess.run([sys.executable, str(script), *arguments], capture_output=True, text=True)
         assert done.returncode == 1 and done.stderr.startswith("usage: ") and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"index_topk": 65}, "index_topk: must be at most the 64 tokens of a sequence, got 65"),
+        ({"vocab_size": 3}, "vocab_size: is set by the example"),
+        ({"hidden_size": 100}, "field 'hidden_size' is 100; accepted: a multiple of 128"),
+        ({"index_n_heads": "a"}, "field 'index_n_heads' is 'a'"),
+    ],
+)
+def test_fields_that_cannot_be_trained_are_refused_before(changes, problem):
+    small_model.check({"index_topk": 64}, 64)
+    with pytest.raises(ValueError, match=problem):
+        small_model.check(changes, 64)

@@ -11,11 +11,12 @@ from torch import nn
 
 from dsa_layers import Precision, read_config, save_fp8_checkpoint
 from dsa_layers.checkpoint import SINGLE_NAME
+from dsa_layers.checkpoint.checks import check_quantised_sizes
 from dsa_layers.families.deepseek_v32.model import DeepseekV32ForCausalLM
 from dsa_layers.families.published import published_config
 from dsa_layers.families.sparse_mla.drafter import SparseMLADrafter
 
-from .vocabulary import BEGIN
+from .vocabulary import BEGIN, BYTES
 
 # With 512 tokens 3.94 MB: 3.1 in FP8 blocks; embedding, head, and the projection in front of the drafter's block are
 # 0.79 in BF16. What kernels depend on is the published model's: latents of 512, rope of 64 channels, values of 128.
@@ -53,6 +54,26 @@ def fields(changes: dict[str, object], *, quantized: bool) -> dict[str, object]:
     merged["num_key_value_heads"] = merged["num_attention_heads"]
     left_out = _LEFT_OUT if quantized else (*_LEFT_OUT, "quantization_config")
     return {name: value for name, value in merged.items() if name not in left_out}
+
+
+# The example sets these itself, or needs them as they are.
+_FIXED = ("max_position_embeddings", "num_key_value_heads", "num_nextn_predict_layers", "quantization_config")
+_FIXED += ("rope_scaling", "vocab_size")
+
+
+def check(changes: dict[str, object], length: int) -> None:
+    """Raises ValueError for fields with which training would fail later. length: tokens of a sequence."""
+    for name in _FIXED:
+        if name in changes:
+            raise ValueError(f"{name}: is set by the example; other fields of config.json are accepted")
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "config.json"
+        sizes = {"vocab_size": 2 * BYTES, "max_position_embeddings": length}
+        path.write_text(json.dumps(fields(changes | sizes, quantized=True)))
+        config = read_config(directory)
+        check_quantised_sizes(config, Precision.of(config), path)
+    if config.index_topk > length:
+        raise ValueError(f"index_topk: must be at most the {length} tokens of a sequence, got {config.index_topk}")
 
 
 def build(changes: dict[str, object], dtype: torch.dtype) -> DeepseekV32ForCausalLM:
