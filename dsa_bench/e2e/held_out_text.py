@@ -4,7 +4,7 @@ import json
 import sys
 import sysconfig
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from dsa_layers import Tokenizer
 
@@ -16,12 +16,14 @@ def held_out_sequences(checkpoint: Path, tokenizer: Tokenizer, length: int) -> l
     this Python. Raises ValueError for a checkpoint without such a list, and where less than a sequence is found.
     """
     begin = tokenizer.bos_token_id
+    if begin is None:
+        raise ValueError(f"checkpoint: the tokenizer of {checkpoint} must have a BOS token, got none")
     tokens: list[int] = []
     for path in held_out_files(checkpoint):
         tokens += [begin, *tokenizer.encode(path.read_text(encoding="utf-8", errors="replace"), add_bos=False)]
     sequences = [[begin, *tokens[i : i + length]] for i in range(0, len(tokens) - length + 1, length)]
     if not sequences:
-        raise ValueError(f"checkpoint: its held-out files have {len(tokens)} tokens here; needed: {length}")
+        raise ValueError(f"checkpoint: {checkpoint}'s held-out files have {len(tokens)} tokens here; needed: {length}")
     return sequences
 
 
@@ -31,9 +33,13 @@ def held_out_files(checkpoint: Path) -> Iterator[Path]:
     try:
         data = json.loads(metrics.read_text(encoding="utf-8"))["data"]
         names = [name for source in (data, *data["packages"]) for name in source["held_out_files"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        if any(not isinstance(name, str) or not PurePosixPath(name).suffix == ".py" for name in names):
+            raise ValueError("names of Python files are accepted")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         problem = f"{type(error).__name__}: {error}"
         raise ValueError(f"checkpoint: {metrics} must list held-out files, got {problem}") from None
+    if wrong := [name for name in names if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts]:
+        raise ValueError(f"checkpoint: {metrics} must list files within a library, got {wrong[0][:200]!r}")
     places = [Path(sysconfig.get_path("stdlib")), *map(Path, sys.path)]
     for name in names:
         found = next((place / name for place in places if (place / name).is_file()), None)

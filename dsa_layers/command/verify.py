@@ -3,6 +3,7 @@
 import argparse
 import hashlib
 import json
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -66,6 +67,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(args: argparse.Namespace) -> int:
+    options.check_output("--report", args.report)
     text = read_text_file("--text", args.text)
     if on_gpus.starts_ranks(args):
         return on_gpus.start_ranks(args)
@@ -80,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     report.add("checkpoint", _checkpoint(loaded) | {"load_seconds": round(seconds, 1)})
     sound = _verify(loaded, text, args.prefill_chunk, report)
     if ranks is None or ranks.rank == 0:
-        args.report.write_text(json.dumps(report.parts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        args.report.write_text(report.text(), encoding="utf-8")
         say(f"{args.report} is written. Please attach it to an issue: nobody else tests published weights.")
     return 0 if sound else 1
 
@@ -91,11 +93,23 @@ class _Report:
     def __init__(self) -> None:
         self.parts: dict[str, Any] = {}
 
+    def text(self) -> str:
+        """JSON, in which a number that is not finite is a string: "nan"."""
+        return json.dumps(_finite(self.parts), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
     def add(self, name: str, found: dict[str, Any]) -> None:
         self.parts[name] = found
         shown = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in found.items()}
         hidden = ("tokens_of_prompts", "versions", "config_sha256")
         print(f"{name}: {', '.join(f'{key} {value}' for key, value in shown.items() if key not in hidden)}", flush=True)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(x) for key, x in value.items()}
+    if isinstance(value, list):
+        return [_finite(x) for x in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _verify(loaded: LoadedModel, text: str, chunk: int, report: _Report) -> bool:

@@ -11,6 +11,7 @@ from dsa_layers.generation.draws import RandomStream, draw, draw_of_likeliest
 
 # Sequences on a GPU: a draw takes ten times the memory of their logits. On a CPU a single one stays in its caches.
 _AT_ONCE = 8
+MOST_SEQUENCES = 16384  # of one prompt, as in vLLM
 _LEAST_REPETITION = 1e-3  # a far smaller one would make logits infinite
 
 
@@ -65,7 +66,7 @@ class SamplingParams:
             "top_p": number("top_p", self.top_p),
             "seed": self.seed if self.seed is None else integer("seed", self.seed),
             "stop": _stop_strings(self.stop),
-            "n": integer("n", self.n, at_least=1),
+            "n": integer("n", self.n, at_least=1, at_most=MOST_SEQUENCES),
             "min_p": number("min_p", self.min_p),
             "repetition_penalty": number("repetition_penalty", self.repetition_penalty),
             "presence_penalty": number("presence_penalty", self.presence_penalty),

@@ -141,7 +141,7 @@ class PagedLayer(CacheLayerMixin):
 
 def cache_of(cache: Any, options: Mapping[str, Any]) -> Any:
     """The cache of an attention layer's call. transformers gives it as `cache`, before 5.24 as `past_key_values`."""
-    return options.get("past_key_values", cache)
+    return cache if cache is not None else options.get("past_key_values")
 
 
 def layer_of(cache: Any, index: int, storage: Storage, x: torch.Tensor) -> PagedLayer:
