@@ -50,7 +50,7 @@ _FILES = (
 
 def check_quantization(path: Path, fields: Mapping[str, Any]) -> None:
     """Raises ConfigError, of one line, for a config.json at `path`, of these fields, whose weights another tool has
-    quantised, or where a file beside it says so: ModelOpt's hf_quant_config.json."""
+    quantised, or where a file in its folder says so: ModelOpt's hf_quant_config.json."""
     quantization = fields.get("quantization_config")
     mlx = fields.get("quantization")
     if isinstance(mlx, dict) and "group_size" in mlx:
@@ -60,12 +60,12 @@ def check_quantization(path: Path, fields: Mapping[str, Any]) -> None:
         if isinstance(method, str) and method in _METHODS:
             what = f"field 'quantization_config.quant_method' is {shown(method)}: {_METHODS[method]}"
             raise _refused(f"{path}: {what}{_details(quantization)}")
-    beside = path.parent / "hf_quant_config.json"
-    if path.name == "config.json" and is_there(beside):
-        told = read_json_object(beside, ConfigError, _MAX_BYTES).get("quantization")
+    sibling = path.parent / "hf_quant_config.json"
+    if path.name == "config.json" and is_there(sibling):
+        told = read_json_object(sibling, ConfigError, _MAX_BYTES).get("quantization")
         algorithm = told.get("quant_algo") if isinstance(told, dict) else None
         if algorithm is not None:  # null where the cache alone is quantised
-            raise _refused(f"{beside}: field 'quantization.quant_algo' is {shown(algorithm)}: NVIDIA ModelOpt")
+            raise _refused(f"{sibling}: field 'quantization.quant_algo' is {shown(algorithm)}: NVIDIA ModelOpt")
 
 
 def found_instead(directory: Path) -> str:

@@ -51,7 +51,7 @@ def test_speed_ups_of_a_pass_are_the_peers_time_over_ours():
 def test_passes_of_one_shape_share_a_line():
     yardstick = {"yardsticks": {"FA2": {"ms": 0.5}}}
     rows = [{"shape": "forward, a, b", "ms": 1.0} | yardstick, {"shape": "backward, a, b", "ms": 3.0}]
-    (row,) = tables._joined([*rows])
+    (row,) = tables._joined(rows)
     cells = [markdown.cell(row, column) for column in tables.LOSS.values()]
     assert cells == ["a, b", "1.00", "2.00", "3.00", ""]
 

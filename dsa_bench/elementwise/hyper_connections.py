@@ -1,5 +1,5 @@
-"""The hyper-connections' kernels beside tile-kernels' and the formulas in PyTorch; the collapse also together with its
-projection, beside DeepGEMM's projection and tile-kernels' collapse."""
+"""The kernels of hyper-connections against tile-kernels and the formulas in PyTorch; also projection and collapse
+together, against DeepGEMM's projection with tile-kernels' collapse."""
 
 from functools import cache, partial
 

@@ -1,5 +1,5 @@
-"""The new streams and their projection, beside tile-kernels' expansion and DeepGEMM's projection, which leaves partial
-sums, and for scale our two kernels one after the other."""
+"""Expansion and projection in one kernel, against tile-kernels' expansion with DeepGEMM's projection, which leaves
+partial sums, and against our two separate kernels."""
 
 from functools import cache, partial
 

@@ -1,5 +1,5 @@
-"""The streams' projection beside DeepGEMM's in TF32, and one product with the parts of the matrix in cuBLAS, whose
-parts are then added.
+"""The projection of the streams, against DeepGEMM's in TF32 and against one cuBLAS product with the parts of the
+matrix, which are then added.
 
 DeepGEMM's rounds each weight to 11 bits, leaves partial sums of the channels to the next kernel, and sums the streams'
 squares, which our collapse does.

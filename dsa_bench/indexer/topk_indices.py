@@ -1,4 +1,4 @@
-"""Top-k selection: bytes of scores a second, beside vLLM's, SGLang's, TokenSpeed's and cuDNN-frontend's, and torch's.
+"""Top-k selection in bytes of scores per second, against vLLM, SGLang, TokenSpeed, cuDNN-frontend and torch.
 
 The peers promise no order among equal scores, and leave their indices in any order; ours are exact and ascending. All
 of them write into a tensor that is there, as engines have it. Rows of index scores are padded, as `fp8_mqa_logits`

@@ -1,4 +1,4 @@
-"""Top-k of vLLM, SGLang and TokenSpeed: by themselves, behind index scores, and in whole passes.
+"""Top-k of vLLM, SGLang and TokenSpeed: alone, after index scores, and in whole passes.
 
 They select from rows whose keys begin with the first column, in any order, and write to a tensor that they are given.
 

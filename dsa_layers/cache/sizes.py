@@ -17,8 +17,8 @@ class MakesCache(Protocol):
 
 @dataclass(frozen=True)
 class CacheSizes:
-    """Bytes of a page of `page_size` tokens, and of a sequence's state slot, in the caches of a model and its drafter,
-    which have the same pages and slots: of memory, in which V4's pages have room behind their bytes."""
+    """Bytes of memory per page of `page_size` tokens and per state slot of a sequence, over the caches of a model and
+    its drafter, which share pages and slots. V4's pages are padded, and the padding counts."""
 
     page: int
     slot: int

@@ -46,15 +46,19 @@ def save_fp8_checkpoint(model: CheckpointModel, directory: str | PathLike[str], 
     manifest = family(config.model_type).manifest(config)
     scales = scales_of(manifest)
     made_with_weight = set(scales.values())
-    tensors = {}
+    tensors, stored_at = {}, set()
     for stored in manifest:
         if stored in made_with_weight:
             continue
         name, shape = model.name_of(stored), shape_of_values(stored, manifest)
         if name not in floats or tuple(floats[name].shape) != shape:
             got = list(floats[name].shape) if name in floats else "none"
-            raise ValueError(f"fields: {stored} has shape {list(shape)}, the model's {got}")
+            hint = "" if name in floats or model.drafter else "; num_nextn_predict_layers must be 0 without a drafter"
+            raise ValueError(f"fields: {stored} has shape {list(shape)}, the model's {got}{hint}")
         value = floats[name].detach().cpu()
+        if value.data_ptr() in stored_at:  # a drafter shares the embedding and the head; a file does not
+            value = value.clone()
+        stored_at.add(value.data_ptr())
         tensors |= as_published(stored, value, manifest, scales, use_ue8m0=use_ue8m0)
     directory.mkdir(parents=True, exist_ok=True)
     save_file(tensors, directory / SINGLE_NAME, metadata={"format": "pt"})

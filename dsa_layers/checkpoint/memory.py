@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
-# Of a device's memory what weights and caches may have: activations, scores, kernels, CUDA, NCCL and copies take the
-# rest.
+# Fraction of a device's memory for weights and caches. The rest is for activations, scores, kernels, CUDA, NCCL and
+# copies.
 SHARE = 0.9
 _TOTALS = Path("/proc/meminfo")
 _LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container

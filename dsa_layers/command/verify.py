@@ -72,10 +72,11 @@ def run(args: argparse.Namespace) -> int:
     if on_gpus.starts_ranks(args):
         return on_gpus.start_ranks(args)
     ranks = on_gpus.join_ranks(args)
+    args.draft = int(_has_drafter(args))
     on_gpus.check_memory(args, ranks)
     began = time.perf_counter()
     with on_gpus.errors_of_options():
-        loaded = load(args, ranks)
+        loaded = load(args, ranks, drafter=args.draft > 0)
     seconds = time.perf_counter() - began
     report = _Report()
     report.add("machine", _machine(loaded, 1 if ranks is None else ranks.size))
@@ -140,6 +141,23 @@ def _verify(loaded: LoadedModel, text: str, chunk: int, report: _Report) -> bool
     return not tensors.not_finite and generated["same_twice"]
 
 
+def _has_drafter(args: argparse.Namespace) -> bool:
+    """Whether the checkpoint holds a multi-token-prediction layer that can be loaded: its tensors are checked too."""
+    from dsa_layers.checkpoint import Checkpoint
+    from dsa_layers.checkpoint.loading import unfilled_model
+    from dsa_layers.families.config import read_config
+    from dsa_layers.families.precision import Precision
+    from dsa_layers.hub import checkpoint_directory
+
+    try:
+        directory = checkpoint_directory(args.checkpoint)
+        config = read_config(directory)
+        unfilled_model(config, Precision.of(config), Checkpoint(directory))
+    except ValueError:  # loading says what is wrong with a checkpoint
+        return False
+    return True
+
+
 def _machine(loaded: LoadedModel, gpus: int) -> dict[str, Any]:
     import torch
 
@@ -160,6 +178,7 @@ def _checkpoint(loaded: LoadedModel) -> dict[str, Any]:
         "bytes": sum(path.stat().st_size for path in files),
         "config_sha256": hashlib.sha256((loaded.checkpoint / "config.json").read_bytes()).hexdigest(),
         "dequantized": loaded.dequantized,
+        "drafter": loaded.model.drafter is not None,
     }
 
 

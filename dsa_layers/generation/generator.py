@@ -164,7 +164,7 @@ class Generator:
             return min(most, -(-CPU_CACHE_TOKENS // self._page_size))
         capacity = min(most, self._room(self._max_sequences))
         if capacity < 1:
-            raise ValueError(f"cache_tokens: the memory of {self.device} has no room for a cache beside the model")
+            raise ValueError(f"cache_tokens: the memory of {self.device} has no room for the model and a cache")
         return capacity
 
     def _room(self, sequences: int) -> int:
@@ -184,12 +184,12 @@ class Generator:
         return self._pages(1)
 
     def _pages(self, tokens: int) -> int:
-        """Of a sequence of so many tokens and its drafts."""
+        """The pages of a sequence with this many tokens and its drafts."""
         return -(-(tokens + self._drafts) // self._page_size)
 
     def _allocate(self, capacity: int) -> None:
-        """A cache of so many pages, and what works on it, in place of an earlier one."""
-        # Each sequence has a page or more. Beside these a state slot and pages for its tokens are DecodeStep's own.
+        """Replace the cache by one of `capacity` pages, with the objects that work on it."""
+        # Each sequence has at least one page. DecodeStep has a state slot and pages of its own for padding sequences.
         most = min(self._max_sequences, capacity)
         copied = most if self._copies_states else 0
         pages, slots = capacity + self._own_pages, most + copied + 1

@@ -22,7 +22,7 @@ class SequenceMemory:
         return self._cache.allocator.free
 
     def pages(self, tokens: int) -> int:
-        """Of a sequence of so many tokens, and drafts behind its last but one."""
+        """The pages of a sequence with this many tokens, with drafts after the last but one."""
         return -(-(tokens + self._drafts) // self._cache.page_size)
 
     def start(self, s: RunningSequence, running: Sequence[RunningSequence]) -> bool:

@@ -6,9 +6,8 @@ between them. To add a table, name its columns here and put these two lines into
 usage: python -m tests.generate
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from dsa_bench.e2e.computed import computed
@@ -179,13 +178,13 @@ def _interval(field: str, form: str) -> Column:
 
 
 ACCURACY: Columns = {
-    "kernels": "{kernels}",
+    "kernels": lambda row: row["kernels"] if "error" in row else f"{row['kernels']}: {row['figure']}",
     "loss": "{loss:.4f}",
     "loss - reference loss": _interval("loss_difference", "{:+.5f}"),
     "error": _interval("error", "{:.3%}"),
     "KL": _interval("divergence", "{:.2e}"),
     "top-1 agreement": "{same_first:.2%}",
-    "error / peers' error": lambda row: _interval("over_peers", "{:.3f}")(row) or row["figure"].partition("failed")[1],
+    "error / peers' error": _interval("over_peers", "{:.3f}"),
 }
 
 
@@ -207,13 +206,13 @@ def _million(rows: list[Row], steps: bool) -> str:
     return per("model", STEPS if steps else PROMPTS, [row for row in rows if (row["workspace"] is None) is steps])
 
 
-def _joined(rows: list[Row], *keys: str) -> Iterator[dict[str, Any]]:
+def _joined(rows: list[Row]) -> list[dict[str, Any]]:
     """Rows whose shape is "PASS, KEY" become one row for each key: {"shape": KEY, PASS: row}."""
     found: dict[str, dict[str, Any]] = {}
     for row in rows:
         which, shape = row["shape"].split(", ", 1)
         found.setdefault(shape, {"shape": shape})[which] = row
-    yield from found.values()
+    return [*found.values()]
 
 
 def _yardstick(row: Row) -> float:
@@ -274,15 +273,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "latency": partial(of_entry, "latency", lambda rows: markdown.table(rows, LATENCY)),
     "accuracy": partial(of_entry, "accuracy", partial(per, "model", ACCURACY)),
     "indexer_warmup_attention": partial(
-        of_entry, "indexer_warmup_attention", lambda rows: markdown.table([*_joined(rows)], WARMUP)
+        of_entry, "indexer_warmup_attention", lambda rows: markdown.table(_joined(rows), WARMUP)
     ),
     "sparse_mla_attention": partial(of_entry, "sparse_mla_attention", lambda rows: markdown.table(rows, ATTENTION)),
-    "sparse_indexer_loss": partial(
-        of_entry, "sparse_indexer_loss", lambda rows: markdown.table([*_joined(rows)], LOSS)
-    ),
+    "sparse_indexer_loss": partial(of_entry, "sparse_indexer_loss", lambda rows: markdown.table(_joined(rows), LOSS)),
 }
-
-
-def page_of(name: str) -> Path:
-    """The page with the place of a table."""
-    return next(page for page in PAGES if name in markdown.names(page.read_text(encoding="utf-8")))

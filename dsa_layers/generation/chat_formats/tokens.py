@@ -6,5 +6,5 @@ LATEST_REMINDER = "<｜latest_reminder｜>"
 THINK, END_THINK = "<think>", "</think>"
 DSML = "｜DSML｜"
 
-# Of all formats: a tokenizer without them is not made for a conversation.
+# Tokens that every format needs: a tokenizer without them is not made for conversations.
 NEEDED = (BOS, EOS, USER, ASSISTANT)

@@ -72,7 +72,7 @@ def test_the_chat_template_is_the_default(checkpoint, greedy, capsys):
 
 
 def test_chat_options_change_the_prompt(checkpoint, monkeypatch):
-    """Of a checkpoint with a chat format: values are JSON."""
+    """The checkpoint has a chat format; values are JSON."""
     prompts = []
     monkeypatch.setattr(Tokenizer, "encode", lambda self, text: prompts.append(text) or [1])
     for options in ([], ["--chat-option", "thinking=false", "--chat-option", "enable_thinking=true"]):

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from dsa_layers import SHIPPED_MODEL
 from dsa_layers.command import verify as command
 from dsa_layers.command.main import main
 from dsa_layers.evaluation.verification import Difference
@@ -44,6 +45,27 @@ def test_a_tensor_with_nan_is_named(checkpoint, tmp_path):
     changed(checkpoint, tmp_path, lambda tensors: tensors["model.norm.weight"][3].fill_(math.nan))
     code, report = verify(tmp_path, tmp_path)
     assert code == 1 and report["tensors"]["not_finite"] == ["model.norm.weight"]
+
+
+@pytest.mark.slow
+def test_nan_in_the_drafter_is_named(tmp_path):
+    nan = "model.layers.2.eh_proj.weight"
+    changed(SHIPPED_MODEL, tmp_path, lambda tensors: tensors[nan][0, 0].fill_(math.nan))
+    code, report = verify(tmp_path, tmp_path)
+    assert code == 1 and report["checkpoint"]["drafter"]
+    assert [name for name in report["tensors"]["not_finite"] if "eh_proj" in name]
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_loading(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(command, "load", None)
+    assert main(["verify", "--report", str(tmp_path / "missing" / "x.json")]) == 2
+    assert capsys.readouterr().err.startswith("dsa verify: --report: there is no directory")
+
+
+def test_a_report_with_nan_is_json():
+    report = command._Report()
+    report.add("text", {"loss": math.nan, "rates": [1.0, math.inf]})
+    assert json.loads(report.text(), parse_constant=pytest.fail) == {"text": {"loss": "nan", "rates": [1.0, "inf"]}}
 
 
 def test_a_text_of_one_token_is_refused(checkpoint, tmp_path, capsys):

@@ -40,7 +40,7 @@ def test_a_cpus_cache_grows_for_a_long_prompt(monkeypatch, caplog):
 
 
 def test_a_gpus_cache_is_what_is_left(monkeypatch):
-    """Of memory, up to the contexts of all sequences; all ranks have the least."""
+    """The memory decides, up to the contexts of all sequences; all ranks take the smallest number."""
     model = RememberingModel()
     model.config.max_position_embeddings = 4096
     generator = Generator(model, page_size=4, cache_tokens=64, max_sequences=8)
