@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dsa_layers.families.config import read_config
     from dsa_layers.families.precision import Precision
     from dsa_layers.generation.generator import Generator
-    from dsa_layers.generation.results import Completion
+    from dsa_layers.generation.results import Completion, TokenEvent
     from dsa_layers.generation.sampling import SamplingParams
     from dsa_layers.generation.tokenizer import Tokenizer
     from dsa_layers.layers.attention import DSAAttention
@@ -44,6 +44,7 @@ __all__ = [
     "RotaryEmbedding",
     "SamplingParams",
     "SequenceBatch",
+    "TokenEvent",
     "Tokenizer",
     "TrainedAttention",
     "load_model",
@@ -71,6 +72,7 @@ _MODULES = {
     "RotaryEmbedding": "dsa_layers.layers.rope",
     "SamplingParams": "dsa_layers.generation.sampling",
     "SequenceBatch": "dsa_layers.batch.sequence_batch",
+    "TokenEvent": "dsa_layers.generation.results",
     "Tokenizer": "dsa_layers.generation.tokenizer",
     "TrainedAttention": "dsa_layers.layers.trained_attention",
     "load_model": "dsa_layers.checkpoint.loading",

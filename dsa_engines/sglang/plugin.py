@@ -96,12 +96,13 @@ def _install(family: str, ops: frozenset[str]) -> None:
     """Puts the hooks in place. Raises NotFound where SGLang did not put all of them there."""
     registry, kind = find(seams.HOOK_REGISTRY).value, find(seams.HOOK_TYPE).value
     hooks = seams.hooks_of(family, ops)
-    renamed.add_old_names(hooks)
+    added = renamed.add_old_names(hooks)
     before = {path: find(path).value for path in hooks}
     for path, hook in hooks.items():
         registry.register(path.replace(":", "."), _while_serving(hook, family), kind.AROUND)
     registry.apply_hooks()
     if left := [path for path in hooks if find(path).value is before[path]]:
+        renamed.remove_old_names(added)
         raise NotFound(f"SGLang's HookRegistry did not replace {', '.join(left)}")
 
 

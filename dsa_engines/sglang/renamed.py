@@ -93,8 +93,17 @@ def installed(path: str, parameters: Sequence[str]) -> tuple[str, Sequence[str]]
     return RENAMED[path][:2] if is_renamed(path) else (path, parameters)
 
 
-def add_old_names(paths: Iterable[str]) -> None:
-    """Defines those of these functions that are renamed under their old names, too."""
-    for path in filter(is_renamed, paths):
+def add_old_names(paths: Iterable[str]) -> list[str]:
+    """Define the renamed ones of these functions under their old names, too, and return their paths."""
+    added = [*filter(is_renamed, paths)]
+    for path in added:
         owner, name, _ = find(RENAMED[path].path)
         setattr(owner, path.partition(":")[2], RENAMED[path].under_old_name(getattr(owner, name)))
+    return added
+
+
+def remove_old_names(paths: Iterable[str]) -> None:
+    """Undo add_old_names."""
+    for path in paths:
+        owner, name, _ = find(path)
+        delattr(owner, name)

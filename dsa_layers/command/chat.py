@@ -92,7 +92,7 @@ class _Chat:
     def run(self) -> int:
         """The exit code. Raises KeyboardInterrupt for the second Ctrl-C at a prompt."""
         for line in _lines():
-            command, _, rest = line.partition(" ")
+            command, *rest = re.split(r"\s+", line.rstrip(), maxsplit=1)
             if command == "/exit":
                 break
             elif command == "/help":
@@ -100,7 +100,7 @@ class _Chat:
             elif command == "/reset":
                 self._conversation.messages.clear()
             elif command == "/system":
-                self._conversation.system = rest.strip()
+                self._conversation.system = "".join(rest).strip()
             elif command.startswith("/") and not rest:
                 say(f"{command}: is no command; /help lists them")
             else:

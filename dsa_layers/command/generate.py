@@ -93,6 +93,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.raw and args.chat_option:
         raise ValueError("--chat-option: must not be given with --raw, which sends prompts as they are")
+    if args.logprobs is not None and not args.json:
+        raise ValueError("--logprobs: needs --json, in whose events the log-probabilities are")
     starts_ranks = on_gpus.starts_ranks(args)
     if args.batch_invariant:
         _check_invariant(args)

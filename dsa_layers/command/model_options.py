@@ -126,6 +126,8 @@ def load(args: argparse.Namespace, ranks: "Ranks | None" = None, *, drafter: boo
         raise ValueError(f"{args.checkpoint}: is a file; a checkpoint is the directory of config.json and safetensors")
     if not checkpoint.is_dir():
         raise ValueError(f"{args.checkpoint}: no such directory; a checkpoint holds config.json and safetensors")
+    if not any(checkpoint.iterdir()):
+        raise ValueError(f"{args.checkpoint}: is empty; a checkpoint holds config.json, tokenizer.json and safetensors")
     device = chosen_device(args)
     on_gpu = torch.device(device).type == "cuda"
     backend = _backend(device, on_gpu)

@@ -112,14 +112,20 @@ class IndexerStage:
         whose mean over the ranks is the average over all tokens. What passes without gradients gave is forgotten when
         the next `with` begins.
 
-        RuntimeError if there was no pass. Inside of the `with` and with gradients enabled also if a pass ran without
-        them, as those under torch.no_grad() and those of activations checkpointed with use_reentrant=True do, and
-        indexers are to learn; what these passes gave is dropped then.
+        Raises RuntimeError if there was no pass. Inside the `with` and with gradients enabled, also if no parameter of
+        the indexers requires gradients, or if a pass ran without gradients, as passes under torch.no_grad() and of
+        activations checkpointed with use_reentrant=True do; the losses of these passes are dropped then.
         """
         if not self._kls:
             raise RuntimeError("loss: no pass since the last call")
-        learns = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
-        if learns and self._without_gradients and self._before:
+        gradients, learns = torch.is_grad_enabled(), any(p.requires_grad for p in self.parameters())
+        if gradients and self._before and not learns and not self._without_gradients:
+            self._forget()
+            raise RuntimeError(
+                "loss: no parameter of the indexers requires gradients: load the model with trainable=True, or take "
+                "the loss under torch.no_grad() to evaluate"
+            )
+        if gradients and learns and self._without_gradients and self._before:
             self._forget()
             raise RuntimeError(
                 "loss: a pass since the last call ran without gradients, and no indexer learns from it: checkpoint "

@@ -354,6 +354,13 @@ def test_what_is_refused():
         (lambda: contiguous(a, b, d, rows, **by_rows), r"recipe: must be \(1, 128, 128\) on"),
         (lambda: contiguous(a, b, d, rows, expected_m_for_psum_layout=1), "expected_m_for_psum_layout: must be None"),
         (lambda: deep_gemm.transform_sf_into_required_layout(a[1], 8, 128, (1, 32)), r"recipe: must be \(1, 128\) or"),
+        (lambda: nt(a, one, d, recipe=5), "recipe: must be a tuple of ints or None, got int"),
+        (lambda: nt(a, one, d, recipe=(1, 128.0, 128)), r"recipe: must be a tuple of ints or None, got \(1, 128.0, 128"),
+        (lambda: nt(a, one, d, recipe_b="128"), "recipe_b: must be a tuple of ints or None, got str"),
+        (lambda: contiguous(a, b, d, rows, use_psum_layout=1), "use_psum_layout: must be True or False, got int"),
+        (lambda: deep_gemm.transform_sf_into_required_layout(a[1], 8, 128, None), r"recipe: must be .* got None"),
+        (lambda: deep_gemm.transform_sf_into_required_layout(a[1], 8, 128, (1, 128), "2"), "num_groups: must be an int"),
+        (lambda: deep_gemm.get_tma_aligned_size(1, 3), "element_size: must divide 16, got 3"),
         (lambda: nt((packed, a[1]), one, d), r"a\[0\]: dtype must be float8_e4m3fn, got int8"),
         (lambda: nt((a[0], a[1].int()), one, d), r"a\[1\]: dtype must be float32, got int32"),
         (lambda: nt((a[0], a[1][:4]), one, d), r"a\[1\]: shape must be \[8, 1\], got \[4, 1\]"),
@@ -373,7 +380,7 @@ def test_what_is_refused():
         (lambda: masked(a, b, wide, rows[:2], 1), r"a\[0\]: shape must be \[E, max M"),
         (lambda: masked(many, one, wide, rows[:2], 1), r"b\[0\]: shape must be \[2"),
     ]:
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((TypeError, ValueError), match=message):
             call()
     with pytest.raises(TypeError, match=r"^a: must be a pair \(e4m3 values, fp32 scales\), got Tensor"):
         nt(a[0], one, d)

@@ -33,6 +33,8 @@ def find_recipe(
     recipe    three numbers, or None
     recipe_a  without recipe: (rows, channels) of a, given together with recipe_b of b. None: the first of accepted
     """
+    recipe = as_recipe("recipe", recipe)
+    recipe_a, recipe_b = as_recipe("recipe_a", recipe_a), as_recipe("recipe_b", recipe_b)
     if recipe is None and recipe_a is None and recipe_b is None:
         return accepted[0]
     if recipe is None:
@@ -41,16 +43,27 @@ def find_recipe(
         return recipe_a[0], *recipe_b
     for name, value in (("recipe_a", recipe_a), ("recipe_b", recipe_b)):
         if value is not None:
-            raise ValueError(f"{name}: must be None with recipe, got {tuple(value)}")
+            raise ValueError(f"{name}: must be None with recipe, got {value}")
     _check_recipe("recipe", recipe, accepted)
-    return tuple(recipe)
+    return recipe
 
 
-def _check_recipe(name: str, value: Recipe, accepted: Sequence[tuple[int, ...]], with_what: str = "") -> None:
-    got = None if value is None else tuple(value)
-    if got not in accepted:
+def as_recipe(name: str, value: object) -> tuple[int, ...] | None:
+    """Return a recipe as a tuple. Raises TypeError for what is neither None nor a list or tuple of ints."""
+    if value is None:
+        return None
+    if not isinstance(value, (list, tuple)) or not all(type(number) is int for number in value):
+        got = value if isinstance(value, (list, tuple)) else type(value).__name__
+        raise TypeError(f"{name}: must be a tuple of ints or None, got {got}")
+    return tuple(value)
+
+
+def _check_recipe(
+    name: str, value: tuple[int, ...] | None, accepted: Sequence[tuple[int, ...]], with_what: str = ""
+) -> None:
+    if value not in accepted:
         choices = " or ".join(map(str, accepted))
-        raise ValueError(f"{name}: must be {choices}{with_what and ' ' + with_what} on Hopper, got {got}")
+        raise ValueError(f"{name}: must be {choices}{with_what and ' ' + with_what} on Hopper, got {value}")
 
 
 def refuse(**arguments: object) -> None:

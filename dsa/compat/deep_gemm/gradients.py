@@ -13,7 +13,7 @@ import torch
 from dsa import backends
 from dsa.compat.deep_gemm.arguments import ROW_SCALES, check_result, find_recipe, operands, refuse
 from dsa.ops.gemm.fp8_gemm_nt import Scaled
-from dsa.reference.checks import E4M3, INT32, check_int, check_same_device, check_tensor, shape_of
+from dsa.reference.checks import E4M3, INT32, check_flag, check_int, check_same_device, check_tensor, shape_of
 
 BLOCK = 128
 
@@ -47,6 +47,7 @@ def k_grouped_fp8_gemm_nt_contiguous(
     (q, s), (w, ws) = operands(a, b)
     refuse(epilogue=epilogue)
     find_recipe(recipe, None, None, (ROW_SCALES,))
+    check_flag("use_psum_layout", use_psum_layout)
     if use_psum_layout:
         raise ValueError(f"use_psum_layout: must be False on Hopper, got {use_psum_layout}")
     check_tensor("d", d, _FP32, ("G", "M", "N"))

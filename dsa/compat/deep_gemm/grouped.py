@@ -8,7 +8,7 @@ from dsa.compat.deep_gemm.layout import get_mk_alignment_for_contiguous_layout
 from dsa.compat.deep_gemm.product import write
 from dsa.ops.gemm import fp8_gemm_nt as bridge
 from dsa.ops.gemm.fp8_gemm_nt import Scaled
-from dsa.reference.checks import E4M3, FLOATS, INT32, check_int, check_same_device, check_tensor
+from dsa.reference.checks import E4M3, FLOATS, INT32, check_flag, check_int, check_same_device, check_tensor
 
 
 def m_grouped_fp8_fp4_gemm_nt_contiguous(
@@ -47,6 +47,7 @@ def m_grouped_fp8_fp4_gemm_nt_contiguous(
     (q, s), (w, ws) = operands(a, b)
     refuse(epilogue=epilogue)
     find_recipe(recipe, recipe_a, recipe_b)
+    check_flag("use_psum_layout", use_psum_layout)
     check_tensor("a[0]", q, E4M3, ("M", "K"))
     check_tensor("b[0]", w, E4M3, ("E", "N", "K"))
     check_tensor("d", d, FLOATS, (len(q), w.shape[1]), "a[0] and b[0]")

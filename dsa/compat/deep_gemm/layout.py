@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from dsa.reference.checks import check_int, check_tensor, shape_of
+from dsa.compat.deep_gemm.arguments import as_recipe
+from dsa.reference.checks import check_flag, check_int, check_tensor, shape_of
 
 HOPPER_ALIGNMENT = 128
 
@@ -34,6 +35,8 @@ def get_tma_aligned_size(x: int, element_size: int) -> int:
     """Round x elements of element_size bytes up to a multiple of 16 bytes."""
     check_int("x", x, 0)
     check_int("element_size", element_size, 1, 16)
+    if 16 % element_size:
+        raise ValueError(f"element_size: must divide 16, got {element_size}")
     return -(-x * element_size // 16) * 16 // element_size
 
 
@@ -75,18 +78,19 @@ def transform_sf_into_required_layout(
     """
     check_int("mn", mn, 0)
     check_int("k", k, 0)
-    rows = _rows_per_scale(tuple(recipe), is_sfa)
+    if num_groups is not None:
+        check_int("num_groups", num_groups, 0)
+    if is_sfa is not None:
+        check_flag("is_sfa", is_sfa)
+    rows = _rows_per_scale(as_recipe("recipe", recipe), is_sfa)
     groups = () if num_groups is None else (num_groups,)
     check_tensor("sf", sf, (torch.float32,), (*groups, -(-mn // rows), -(-k // 128)), "mn, k, recipe and num_groups")
     return get_mn_major_tma_aligned_tensor(sf) if rows == 1 else sf
 
 
-def _rows_per_scale(recipe: tuple[int, ...], is_sfa: bool | None) -> int:
-    if is_sfa is None:
-        accepted, rows = [(1, 128), (128, 128)], recipe[:1]
-    else:
-        accepted, rows = [(1, 128, 128), (1, 1, 128)], recipe[:1] if is_sfa else recipe[1:2]
+def _rows_per_scale(recipe: tuple[int, ...] | None, is_sfa: bool | None) -> int:
+    accepted = [(1, 128), (128, 128)] if is_sfa is None else [(1, 128, 128), (1, 1, 128)]
     if recipe not in accepted:
         given = "without is_sfa" if is_sfa is None else "with is_sfa"
         raise ValueError(f"recipe: must be {accepted[0]} or {accepted[1]} {given} on Hopper, got {recipe}")
-    return rows[0]
+    return recipe[1] if is_sfa is False else recipe[0]

@@ -426,3 +426,11 @@ def test_hooks_do_nothing_unless_all_are_there(engine, caplog):
     ]
     for replaced in engine.replaced():
         assert plugin.find(replaced).value() == "SGLang's own"
+
+
+def test_old_names_do_not_stay_where_hooks_are_missing(engine, caplog):
+    rename_scores(engine)
+    engine.skipped.add(f"{seams.CLASS}._forward_flashmla_kv".replace(":", "."))
+    engine.serve("dsa")
+    assert "did not replace" in declined(caplog)[0]
+    assert [path for path in renamed.RENAMED if not renamed.is_renamed(path)] == []

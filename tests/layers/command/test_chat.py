@@ -75,7 +75,7 @@ def test_tiny_checkpoints_reply_and_reuse_the_conversation(tiny_checkpoint, chat
 
 def test_messages_and_commands_make_the_prompts(checkpoint, chat, replies, capsys):
     prompts = replies(["because", "</th", "ink>A1"], ["A2"], ["A3"], ["A4"])
-    lines = ["Q1\n", "/system S\n", "/help\n", "/nothing\n", "Q2\n", "/reset\n", "/usr/bin ?\n", "/exit\n", "Q9\n"]
+    lines = ["Q1\n", "/system\tS \n", "/help\n", "/nothing\n", "Q2\n", "/reset\n", "/usr/bin ?\n", "/exit\n", "Q9\n"]
     assert chat(checkpoint, lines, "--chat-option", "enable_thinking=true", "--system", "T") == 0
     assert prompts == [
         f"{BOS}T{USER}Q1{ASSISTANT}<think>",

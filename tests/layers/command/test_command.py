@@ -33,6 +33,7 @@ MANY_JOBS = f"--jobs: must be at most {4 * os.cpu_count()}, 4 for each of {os.cp
         (["generate", "x", "--prompt", "y", "--temperature", "hot"], "--temperature: must be a number, got 'hot'"),
         (["generate", "x", "--prompt", "y", "--kv-cache", "int4"], "--kv-cache: invalid choice: 'int4'"),
         (["generate", "", "--prompt", "y"], "checkpoint: must not be empty"),
+        (["generate", "--prompt", "y", "--logprobs", "1"], "--logprobs: needs --json"),
         (["check", "more"], "unrecognized arguments: more"),
         (["bench"], "required: op"),
         (["tune", "x", "--jobs", "0"], "--jobs: must be at least 1, got 0"),

@@ -137,6 +137,7 @@ def test_positions(models, tokens):
         cache = DynamicCache(config=models.ours.config)
         with torch.no_grad():
             models.ours(tokens[:, :10], **{CACHE: cache})
+        refused("position_ids: must be at least 0", models.ours, tokens, None, torch.arange(-3, 67)[None])
         late = {CACHE: cache, "position_ids": torch.tensor([[12]])}
         refused("position_ids: must be consecutive", models.ours, tokens[:, 10:11], **late)
     else:

@@ -161,6 +161,17 @@ def test_a_share_for_a_drafter_that_is_left_out(checkpoint):
                     model.drafter(share.own(tokens[1:]), states, share)
 
 
+def test_indexers_without_gradients_are_evaluated_alone():
+    model, (tokens, batch) = Small(6).requires_grad_(False), inputs()
+    with IndexerStage(model, "sparse") as stage:
+        model(tokens, batch)
+        with pytest.raises(RuntimeError, match=r"loss: no parameter of the indexers requires .* trainable=True"):
+            stage.loss()
+        model(tokens, batch)
+        with torch.no_grad():
+            assert stage.loss() > 0
+
+
 def test_what_deepseek_v4_lacks():
     sizes = {"dim": 32, "q_lora_rank": 16, "o_groups": 2, "o_lora_rank": 16}
     compressors = [Compressor(32, 32, 4, overlap=True) for _ in range(2)]
