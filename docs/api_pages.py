@@ -37,7 +37,8 @@ def _signature(name: str, value: Any) -> str:
     """On one line, or a parameter a line where that is too long."""
     if getattr(value, "_is_protocol", False):
         return f"```py\nclass {name}(Protocol)\n```"
-    text = str(inspect.signature(value))
+    found = inspect.signature(value)
+    text = str(found.replace(parameters=[p for p in found.parameters.values() if not p.name.startswith("_")]))
     for pattern, short in SHORT.items():
         text = re.sub(pattern, short, text)
     if len(name + text) > 100:

@@ -85,7 +85,8 @@ functions.
 def layers() -> str:
     """LAYERS: the public names of `dsa_layers`, with the public methods of classes."""
     names = [name for name in dsa_layers.__all__ if callable(getattr(dsa_layers, name))]
-    head = _LAYERS_HEAD + "".join(f"- [`{name}`](#{name.lower()})\n" for name in names)
+    summaries = {name: _first_sentence(inspect.getdoc(getattr(dsa_layers, name))) for name in names}
+    head = _LAYERS_HEAD + "".join(f"- [`{name}`](#{name.lower()}): {about}\n" for name, about in summaries.items())
     return "\n".join([head, *(class_section(name, getattr(dsa_layers, name), LAYERS.parent) for name in names)])
 
 
@@ -109,7 +110,7 @@ def _families() -> dict[str, dict[str, str]]:
 
 def _first_sentence(doc: str) -> str:
     first = doc.split("\n\n")[0].replace("\n", " ").replace("|", "\\|")
-    return re.split(r"\.\s+(?=[A-Z])", first)[0].rstrip(".:")
+    return re.split(r"(?<=\S)\.\s+(?=[A-Za-z])", first)[0].rstrip(".:")
 
 
 def main() -> None:
