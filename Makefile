@@ -6,12 +6,14 @@
 # make test-machine: the tests that could depend on the CPU's instructions, on signals or on how processes start.
 # make wheel: build dist/ from the last commit: a wheel and a source distribution, with all compiled kernels, of which
 # those take seconds each that are not cached; or with those of MODULES alone.
+# make docs: the pages of docs/ as a site in build/site.
 # make test-wheel: build them, install each into an environment of its own, and run the commands there.
 PYTHON ?= python3
 BIN := .venv/bin
 OLDEST := .venv-oldest
+DOCS := .venv-docs
 
-.PHONY: demo test test-all test-machine test-oldest test-wheel wheel lint format clean
+.PHONY: demo test test-all test-machine test-oldest test-wheel wheel docs lint format clean
 .DELETE_ON_ERROR:
 
 # torch first and pinned: a plain requirement takes a CPU wheel that lies on disk; a range would take the newest CUDA build.
@@ -79,6 +81,17 @@ test-wheel: wheel
 	$(INSTALLED) $(PIP_INSTALL) --force-reinstall --no-deps dist/*.tar.gz
 	$(INSTALLED) -I tests/check_installed.py
 
+# The requirements of the extra alone: the pages are built without dsa and torch.
+EXTRA := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])
+$(DOCS)/installed: pyproject.toml
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -c '$(EXTRA)' | xargs $(DOCS)/bin/python $(PIP_INSTALL)
+	touch $@
+
+docs: $(DOCS)/installed
+	rm -rf build/site
+	$(DOCS)/bin/python -m sphinx --quiet --fail-on-warning --keep-going --fresh-env -d build/doctrees docs build/site
+
 lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -88,4 +101,4 @@ format: .venv/installed
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv $(OLDEST) .tiny* build dist *.egg-info
+	rm -rf .venv $(OLDEST) $(DOCS) .tiny* build dist *.egg-info

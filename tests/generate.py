@@ -1,5 +1,5 @@
 """Write what is made from the code and the GPU receipt: the public names in dsa/__init__.py and
-dsa/reference/__init__.py, docs/ops.md, and the tables of all documents.
+dsa/reference/__init__.py, docs/reference/ops/, docs/reference/layers.md, and the tables of all documents.
 
 usage: python -m tests.generate
 
@@ -10,13 +10,17 @@ is in no list that somebody keeps by hand. tests/test_generated.py fails where a
 import importlib
 import inspect
 import re
+from pathlib import Path
 
 import dsa.ops
+import dsa_layers
+from docs.api_pages import class_section, section
 from dsa.backends import ARCH_NAMES, KERNELS
 from tests.gpu import status_table, tables
 from tests.public_names import BACKENDS, ROOT, ops_of, public_names, references
 
-INIT, OPS = ROOT / "dsa" / "__init__.py", ROOT / "docs" / "ops.md"
+INIT, OPS = ROOT / "dsa" / "__init__.py", ROOT / "docs" / "reference" / "ops"
+LAYERS = ROOT / "docs" / "reference" / "layers.md"
 REFERENCES = ROOT / "dsa" / "reference" / "__init__.py"
 
 
@@ -47,28 +51,51 @@ def _import(module: str, names: list[str]) -> str:
     return f"from {module} import (\n" + "".join(f"    {name},\n" for name in names) + ")\n"
 
 
-def ops() -> str:
-    """docs/ops.md: every public function with its signature and its docstring, family by family."""
-    rows, parts = [], []
+def ops() -> dict[Path, str]:
+    """The pages of OPS: index.md with a line for every public function, and a page a family with the docstrings."""
+    lists, tables, pages = [], [], {}
     for family, files in _families().items():
-        parts.append(f"## {family}\n\n{inspect.getdoc(importlib.import_module(f'dsa.ops.{family}'))}\n")
+        about = inspect.getdoc(importlib.import_module(f"dsa.ops.{family}"))
+        lists.append(f"- [{family}]({family}.md): {about}")
+        tables.append(f"## {family}\n\n| op | file | what it computes | kernels |\n|---|---|---|---|")
+        parts = [f"# {family}\n\n{about}\n"]
         for name in sorted(files):
             function = getattr(dsa, name)
-            doc = inspect.getdoc(function) or ""
             kernels = ", ".join(f"{arch} ({ARCH_NAMES.get(arch, '')})" for arch in KERNELS.get(name, {})) or "PyTorch"
-            rows.append(f"| [`{name}`](#{name}) | `{family}/{files[name]}` | {_first_sentence(doc)} | {kernels} |")
-            signature = str(inspect.signature(function)).replace("torch.Tensor", "Tensor")
-            parts.append(f"### {name}\n\n```text\ndsa.{name}{signature}\n\n{doc}\n```\n")
-    table = "\n".join(["| op | file | what it computes | kernels |", "|---|---|---|---|", *rows])
-    return f"{_HEAD}\n{table}\n\n{chr(10).join(parts)}"
+            what = _first_sentence(inspect.getdoc(function) or "")
+            tables[-1] += f"\n| [`{name}`]({family}.md#{name}) | `{family}/{files[name]}` | {what} | {kernels} |"
+            parts.append(section(f"## {name}", f"dsa.{name}", function, OPS))
+        pages[OPS / f"{family}.md"] = "\n".join(parts)
+    return {OPS / "index.md": "\n\n".join([_OPS_HEAD + "\n".join(lists), *tables]) + "\n"} | pages
 
 
-_HEAD = """\
+_OPS_HEAD = """\
 # Ops
 
-Every public function of `dsa`, from its docstring; `python -m tests.generate` writes this page. An op without a kernel
-for the GPU at hand runs its PyTorch reference; so does every op on a CPU. A file is FAMILY/OP of
-[architecture.md](architecture.md#one-rule-for-where-things-are); `dsa bench OP` measures its functions.
+Every public function of `dsa`, from its docstring; `python -m tests.generate` writes these pages. An op without a
+kernel for the GPU at hand runs its PyTorch reference; so does every op on a CPU. A file is FAMILY/OP of
+[architecture.md](../../explanation/architecture.md#one-rule-for-where-things-are); `dsa bench OP` measures its
+functions.
+
+## Families
+
+"""
+
+
+def layers() -> str:
+    """LAYERS: the public names of `dsa_layers`, with the public methods of classes."""
+    names = [name for name in dsa_layers.__all__ if callable(getattr(dsa_layers, name))]
+    summaries = {name: _first_sentence(inspect.getdoc(getattr(dsa_layers, name))) for name in names}
+    head = _LAYERS_HEAD + "".join(f"- [`{name}`](#{name.lower()}): {about}\n" for name, about in summaries.items())
+    return "\n".join([head, *(class_section(name, getattr(dsa_layers, name), LAYERS.parent) for name in names)])
+
+
+_LAYERS_HEAD = """\
+# Layers
+
+The public names of `dsa_layers`, from their docstrings; `python -m tests.generate` writes this page. `SHIPPED_MODEL` is
+the path of the checkpoint of a small model of Python source that comes with dsa.
+
 """
 
 
@@ -83,14 +110,15 @@ def _families() -> dict[str, dict[str, str]]:
 
 def _first_sentence(doc: str) -> str:
     first = doc.split("\n\n")[0].replace("\n", " ").replace("|", "\\|")
-    return re.split(r"\.\s+(?=[A-Z])", first)[0].rstrip(".:")
+    return re.split(r"(?<=\S)\.\s+(?=[A-Za-z])", first)[0].rstrip(".:")
 
 
 def main() -> None:
     INIT.write_text(init())
     REFERENCES.write_text(reference_init())
     importlib.reload(dsa)  # with the new names
-    OPS.write_text(ops())
+    for page, text in {**ops(), LAYERS: layers()}.items():
+        page.write_text(text)
     status_table.PATH.write_text(status_table.dated(status_table.PATH.read_text()))
     tables.main()
 

@@ -1,4 +1,4 @@
-"""docs/architecture.md shows how an op is added: what it shows works, in a copy of this project, with no other edit."""
+"""docs/how-to/add-an-op.md adds an op: its example works in a copy of this project, with no other edit."""
 
 import ast
 import os
@@ -25,7 +25,7 @@ for arch, entries in data.items():
 receipt.save(data)
 """
 BLOCKS = re.findall(
-    r"^```python (file|append)=(\S+)\n(.*?)^```", (ROOT / "docs/architecture.md").read_text(), re.S | re.M
+    r"^```python (file|append)=(\S+)\n(.*?)^```", (ROOT / "docs/how-to/add-an-op.md").read_text(), re.S | re.M
 )
 
 
@@ -115,8 +115,8 @@ def test_it_is_where_ops_are_looked_for(project):
     assert "scale_rows" in run(project, "-c", "from dsa import reference; print(reference.__all__)")
     help_of_bench = "from dsa_layers.command.main import main; main(['bench', '--help'])"
     assert "scale_rows" in run(project, "-c", help_of_bench)
-    assert "### scale_rows" in (project / "docs/ops.md").read_text()
-    assert "| `scale_rows` | kernel | not run |" in (project / "docs/status.md").read_text()
+    assert "## scale_rows" in (project / "docs/reference/ops/elementwise.md").read_text()
+    assert "| `scale_rows` | kernel | not run |" in (project / "docs/reference/status.md").read_text()
 
 
 def test_rows_of_other_ops_stay_verified(project):

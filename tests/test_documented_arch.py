@@ -1,5 +1,5 @@
-"""docs/add-an-arch.md shows a kernel for another arch: in a copy of this project with its file and its row, it compiles
-for that arch, documents name it, and what was measured on the other arch stays valid."""
+"""docs/how-to/add-a-gpu.md shows a kernel for another arch: in a copy of this project with its file and its row, it
+compiles for that arch, documents name it, and what was measured on the other arch stays valid."""
 
 import os
 import re
@@ -13,7 +13,7 @@ from tests.project_copy import RECORDED, copy_project
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
-TEXT = (ROOT / "docs" / "add-an-arch.md").read_text()
+TEXT = (ROOT / "docs" / "how-to" / "add-a-gpu.md").read_text()
 FILES = re.findall(r"^```python file=(\S+)\n(.*?)^```", TEXT, re.S | re.M)
 (ROW,) = re.findall(r"^    kernels=\{.*\},$", TEXT, re.M)
 OP = "dsa/ops/elementwise/rms_norm.py"
@@ -109,7 +109,7 @@ def test_the_other_archs_entries_stay_valid(extended, digests_before):
 
 
 def test_documents_name_the_arch(extended):
-    assert "sm_90 (Hopper), sm_100 (Blackwell)" in (extended / "docs/ops.md").read_text()
-    status = (extended / "docs/status.md").read_text()
+    assert "sm_90 (Hopper), sm_100 (Blackwell)" in (extended / "docs/reference/ops/index.md").read_text()
+    status = (extended / "docs/reference/status.md").read_text()
     (table,) = re.findall(r"^## sm_100 \(Blackwell\)\n(.*?)^## ", status, re.S | re.M)
     assert "\n| `rms_norm` | kernel | not run |" in table and "Nothing is measured." in table

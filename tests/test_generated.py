@@ -26,8 +26,9 @@ def test_references():
     assert public_names.all_ops() <= set(reference.__all__)
 
 
-def test_ops_page():
-    assert generate.OPS.read_text() == generate.ops(), STALE
+def test_api_pages():
+    pages = {path: path.read_text() for path in generate.OPS.glob("*.md")}
+    assert pages == generate.ops() and generate.LAYERS.read_text() == generate.layers(), STALE
 
 
 @pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)

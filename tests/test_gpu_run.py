@@ -224,7 +224,7 @@ def test_the_oldest_dsls_entry_is_gone_on_with(monkeypatch, tmp_path):
 
 def test_the_peers_whose_versions_are_on_record_are_those_that_are_installed():
     (line,) = re.findall(
-        r"^pip install --no-deps ((?:.*\\\n)*.*)$", (run.receipt.ROOT / "docs/peers.md").read_text(), re.M
+        r"^pip install --no-deps ((?:.*\\\n)*.*)$", (run.receipt.ROOT / "docs/reference/peers.md").read_text(), re.M
     )
     assert sorted(re.findall(r"([\w-]+)==", line)) == [*run.PEERS]
 

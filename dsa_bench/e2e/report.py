@@ -32,7 +32,8 @@ PROMPT_REPEATS, STEP_REPEATS = 10, 20
 Row = dict[str, Any]
 
 # What a run took on an H200, in ms: of a prompt, for a token and for the square of its number; of a step, for one
-# sequence more and for all together (docs/e2e.md). And in seconds what a model and a run take beside the passes.
+# sequence more and for all together (docs/explanation/performance.md). And in seconds what a model and a run take
+# beside the passes.
 _PROMPT_MS = {"V3.2": (1.2e-2, 2.9e-8), "V4-Flash": (7.3e-3, 3.4e-9), "GLM-5": (1.0e-2, 2.0e-8)}
 _STEP_MS = {"V3.2": (0.08, 2.5), "V4-Flash": (0.06, 2.5), "GLM-5": (0.08, 2.5)}
 _MODEL_SECONDS, _RUN_SECONDS = 60.0, 4.0

@@ -2,8 +2,8 @@
 
 `adapters` are SGLang's calls as functions of tensors; `hooks` take the place of SGLang's functions and call them;
 `seams` says which hook takes the place of which function; `renamed` which functions newer libraries have under other
-names; `layouts` which models and caches are served; `warm_up` compiles; `plugin` puts it together. docs/engines.md says
-how to use it.
+names; `layouts` which models and caches are served; `warm_up` compiles; `plugin` puts it together.
+docs/reference/engines.md says how to use it.
 """
 
 from dsa_engines.sglang.plugin import register

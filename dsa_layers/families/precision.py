@@ -15,7 +15,9 @@ _LISTED = "torch.bfloat16, torch.float16 or torch.float32"
 
 @dataclass(frozen=True)
 class Precision:
-    """dtype      of activations, and of every weight that is not FP8
+    """The dtypes that a model stores and computes in.
+
+    dtype         of activations, and of every weight that is not FP8
     fp8_linear    True: FP8 weights stay FP8 and activations are quantised for them; False: dequantised at load
     fp8_indexer   True: index queries and keys go through Hadamard and e4m3, as the model was trained
     kv_cache      "fp8": latents are cached in 656 bytes a token (V4: 584), rounded to e4m3; "model": in `dtype`

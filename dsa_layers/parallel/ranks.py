@@ -23,7 +23,9 @@ SHARED_SUM_ROWS = 16
 
 @dataclass(frozen=True)
 class Ranks:
-    """rank: this process's, from 0; size: how many there are; group: None without one.
+    """The processes that hold parts of a model.
+
+    rank: this process's, from 0; size: how many there are; group: None without one.
     shares_rows: whether each has a share of many rows between layers, and selects for these alone.
     Raises TypeError or ValueError, without a group, for a rank that is none of them."""
 

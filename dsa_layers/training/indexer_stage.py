@@ -19,9 +19,7 @@ class IndexerStage:
     """A context in which passes of a model train its indexers; it collects the indexers' losses. Passes take no cache.
 
         import torch
-        from dsa_layers import SHIPPED_MODEL, SequenceBatch, load_model
-        from dsa_layers.training.indexer_stage import IndexerStage
-        from dsa_layers.training.next_tokens import next_tokens
+        from dsa_layers import SHIPPED_MODEL, IndexerStage, SequenceBatch, load_model, next_tokens
 
         model = load_model(SHIPPED_MODEL, dequantize=True, trainable=True)
         device = next(model.parameters()).device

@@ -1,6 +1,6 @@
 """The tokens: bytes, a token that comes before a file and ends one, and pairs of tokens that are frequent in the text.
 
-Within 4 MB a vocabulary of 512 does better than bytes alone: see docs/indexer-training.md.
+Within 4 MB a vocabulary of 512 does better than bytes alone: see docs/how-to/train-an-indexer.md.
 """
 
 import json

@@ -16,7 +16,7 @@ from dsa_bench.peers import deep_gemm, marlin, operators, probe, scores_and_topk
 from dsa_bench.peers.package import Library, Operators, Peers, SourceFile
 
 NEW, OLD = "vllm.third_party.deep_gemm", "deep_gemm"
-PAGE = Path(__file__).parents[2] / "docs/peers.md"
+PAGE = Path(__file__).parents[2] / "docs/reference/peers.md"
 
 # Small enough for a CPU; every peer and every kind of argument.
 SHAPES = {

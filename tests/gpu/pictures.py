@@ -9,7 +9,7 @@ from dsa_bench.e2e import million_plot, parallel_plot, plot
 from tests.gpu import receipt
 from tests.gpu.receipt_rows import compared, main_entries
 
-FOLDER = receipt.ROOT / "docs"
+FOLDER = receipt.ROOT / "docs" / "pictures"
 # The entries of the README's picture, as it names them.
 SPEED_UPS = {
     "flash_mla_with_kvcache": "dense MLA decode",

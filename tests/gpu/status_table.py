@@ -1,4 +1,4 @@
-"""The tables of docs/status.md, one per arch, generated from the GPU receipt."""
+"""The tables of docs/reference/status.md, one per arch, generated from the GPU receipt."""
 
 import datetime
 import re
@@ -11,7 +11,7 @@ from tests.gpu import receipt
 from tests.gpu.receipt_rows import compared, names_of, shape_of
 from tests.public_names import ops_of
 
-PATH = receipt.ROOT / "docs" / "status.md"
+PATH = receipt.ROOT / "docs" / "reference" / "status.md"
 AS_OF = r"As of (\d{4}-\d\d-\d\d)"
 HEAD = """\
 | entry: functions | runs | tests on a GPU | figure | speed-up over the best peer | over plain PyTorch | run |

@@ -11,7 +11,7 @@ import pytest
 
 from tests.documents import ROOT, python_blocks
 
-README, COMMANDS = ((ROOT / page).read_text() for page in ("README.md", "docs/cli.md"))
+README, COMMANDS = ((ROOT / page).read_text() for page in ("README.md", "docs/reference/cli.md"))
 
 
 def dsa_command(line, directory):

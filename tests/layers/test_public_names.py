@@ -10,7 +10,7 @@ import dsa_layers
 
 ROOT = Path(__file__).parents[2]
 # These pages change the package itself.
-INSIDE = ("docs/add-a-family.md",)
+INSIDE = ("docs/how-to/add-a-family.md",)
 DOCUMENTS = [
     path
     for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.py"))

@@ -124,5 +124,5 @@ def test_the_text_of_the_comparison_is_held_out():
 def test_the_documents_have_its_figures():
     """As examples/indexer_training/report.py writes them."""
     table = CARD.partition("Held-out language loss")[2]
-    assert table and table in (ROOT / "docs" / "indexer-training.md").read_text("utf-8")
-    assert (ROOT / "docs" / "indexer-training.png").exists()
+    assert table and table in (ROOT / "docs" / "how-to" / "train-an-indexer.md").read_text("utf-8")
+    assert (ROOT / "docs" / "pictures" / "indexer-training.png").exists()

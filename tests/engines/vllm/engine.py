@@ -1,5 +1,5 @@
 """vLLM itself on a CPU, from the .py files of its wheel: the plugin in place, and in PyTorch what vLLM has as kernels
-around those that the plugin replaces. docs/engines.md says how to get the files."""
+around those that the plugin replaces. docs/reference/engines.md says how to get the files."""
 
 import importlib.util
 import types

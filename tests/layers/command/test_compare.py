@@ -56,14 +56,14 @@ def test_sparse_attention_beside_dense_on_the_shipped_text(capsys):
 
 
 def test_the_table(monkeypatch, capsys):
-    """Its columns stand beneath their names, as in the example of docs/cli.md."""
+    """Its columns stand beneath their names, as in the example of docs/reference/cli.md."""
     monkeypatch.chdir(SHIPPED_MODEL.parent)
     assert compare("--length", 200, "--max-tokens", 500) == 0
     captured = capsys.readouterr()
     lines = captured.out.splitlines()
     assert captured.err == "" and lines[1] == f"{SHIPPED_MODEL.name}/held_out.txt: 2 x 200 tokens"
     head, *rows = lines[3:7]
-    assert head in (Path(__file__).parents[3] / "docs" / "cli.md").read_text().splitlines()
+    assert head in (Path(__file__).parents[3] / "docs" / "reference" / "cli.md").read_text().splitlines()
     ends = [match.end() for match in re.finditer(r"loss|perplexity|keys read a token|of context|seconds", head)]
     read = sum(min(n, 128) for n in range(1, 201)) / 200
     selected = [f"{read:.1f}", f"{read / 100.5:.0%}"]

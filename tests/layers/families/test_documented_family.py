@@ -1,5 +1,5 @@
-"""docs/add-a-family.md shows a family: in a copy of the package with its files, and with no other edit, its checkpoints
-are written, read and continued, and the tests that hold for every family hold for it."""
+"""docs/how-to/add-a-family.md shows a family: in a copy of the package with its files, and with no other edit, its
+checkpoints are written, read and continued, and the tests that hold for every family hold for it."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-TEXT = (ROOT / "docs" / "add-a-family.md").read_text()
+TEXT = (ROOT / "docs" / "how-to" / "add-a-family.md").read_text()
 FILES = dict(re.findall(r"^```python file=(\S+)\n(.*?)^```", TEXT, re.S | re.M))
 
 

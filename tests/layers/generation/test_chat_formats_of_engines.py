@@ -1,6 +1,7 @@
 """Our chat formats equal the encoders that engines took over from DeepSeek's releases.
 
-Skipped unless DSA_SGLANG_FILES (docs/engines.md) or the path has folders with the .py files of SGLang, and of vLLM.
+Skipped unless DSA_SGLANG_FILES (docs/reference/engines.md) or the path has folders with the .py files of SGLang, and of
+vLLM.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""What docs/embed-attention.md says of its example: an engine's pages, tables and lengths around one layer."""
+"""What docs/how-to/embed-attention.md says of its example: an engine's pages, tables and lengths around one layer."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-TEXT = (Path(__file__).parents[3] / "docs" / "embed-attention.md").read_text()
+TEXT = (Path(__file__).parents[3] / "docs" / "how-to" / "embed-attention.md").read_text()
 (EXAMPLE,) = [block for block in re.findall(r"^```python\n(.*?)^```", TEXT, re.S | re.M) if "def decode(" in block]
 
 

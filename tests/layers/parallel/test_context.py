@@ -122,7 +122,7 @@ def warmup_under_fsdp2(ranks):
 
 def documented_loop(ranks):
     """The document's loop, with sharded parameters, has the losses of one rank."""
-    text = (Path(__file__).parents[3] / "docs" / "indexer-training.md").read_text()
+    text = (Path(__file__).parents[3] / "docs" / "how-to" / "train-an-indexer.md").read_text()
     (code,) = re.findall(r"## On several GPUs\n.*?```python\n(.*?)```", text, re.S)
     alone, shared = {}, {}
     exec(code, alone)

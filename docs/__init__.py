@@ -1,0 +1,1 @@
+"""The documents, and what makes pages and pictures of them."""
