@@ -15,7 +15,7 @@ from pathlib import Path
 import dsa.ops
 import dsa_layers
 from docs.api_pages import class_section, section
-from dsa.backends import ARCH_NAMES, KERNELS
+from dsa.runtime.backends import ARCH_NAMES, KERNELS
 from tests.gpu import status_table, tables
 from tests.public_names import BACKENDS, ROOT, ops_of, public_names, references
 
@@ -28,7 +28,7 @@ def init() -> str:
     """dsa/__init__.py: its head stays, imports and `__all__` are made."""
     text = INIT.read_text()
     head, version = text[: text.index("from dsa.")], next(s for s in text.splitlines() if s.startswith("__version__"))
-    return _names(head, {"dsa.backends": list(BACKENDS)} | public_names(), f"{version}\n\n")
+    return _names(head, {"dsa.runtime.backends": list(BACKENDS)} | public_names(), f"{version}\n\n")
 
 
 def reference_init() -> str:

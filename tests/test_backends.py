@@ -7,8 +7,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dsa
-from dsa import backends
 from dsa.ops.elementwise import _rms_norm_gradient
+from dsa.runtime import backends
 
 
 class _OnCuda(torch.Tensor):

@@ -62,7 +62,7 @@ def test_it_compiles_for_that_arch(extended):
 import importlib
 
 import dsa
-from dsa import backends
+from dsa.runtime import backends
 from dsa.runtime.compile_cache import cubin
 from dsa.runtime.sass import disassemble
 
@@ -87,7 +87,7 @@ import warnings
 
 import torch
 
-from dsa import backends
+from dsa.runtime import backends
 from dsa.ops.elementwise._rms_norm_gradient import has_kernel
 
 class OnBlackwell(torch.Tensor):

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from dsa import backends
 from dsa.ops import op_module
+from dsa.runtime import backends
 from tests.gpu import pictures, receipt, receipt_rows, status_table, tables
 from tests.kernels import machine_code
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 import dsa
-from dsa import backends
+from dsa.runtime import backends
 from dsa.testing import calc_diff, copy_bandwidth, fp8_gemm_rate
 from dsa_bench.harness import agreement
 from dsa_bench.harness.case import Call, Case

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from dsa import backends
 from dsa.ops import op_module
-from dsa.ops.declaration import OPS, forget_calls
+from dsa.runtime import backends
+from dsa.runtime.op import OPS, forget_calls
 from dsa.testing import bench
 from dsa_bench.harness.benchmarks import tunable
 from dsa_bench.harness.case import Call, Case, load

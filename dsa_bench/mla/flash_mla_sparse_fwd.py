@@ -8,9 +8,9 @@ from functools import cache, partial
 import torch
 
 import dsa
-from dsa import backends
 from dsa.kernels.mla.query_group_limits import GROUP_SIZES
 from dsa.ops.mla._sparse_attention import KERNELS, Results, Selection, attend
+from dsa.runtime import backends
 from dsa.testing import assert_close, bf16_gemm_rate
 from dsa_bench.harness.agreement import agree_attention
 from dsa_bench.harness.case import Call, Case

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 import torch
 
 import dsa
-from dsa import backends
 from dsa.ops import op_module
+from dsa.runtime import backends
 from dsa.self_test import SELF_TESTS
 
 _PACKAGES = ("dsa-kernels", "torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-python", "safetensors", "tokenizers")

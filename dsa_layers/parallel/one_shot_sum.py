@@ -6,10 +6,10 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from dsa import backends
 from dsa.kernels.moe.limits import CHANNEL_MULTIPLE
 from dsa.kernels.parallel.limits import DTYPES, HALVES, PART, RANKS
-from dsa.ops.declaration import Kernels
+from dsa.runtime import backends
+from dsa.runtime.op import Kernels
 from dsa_layers.parallel.symmetric_memory import allocate, made_by_all, share
 
 KERNELS = Kernels("sums over GPUs", {"sm_90": "dsa.kernels.parallel.one_shot_sum_sm90"})

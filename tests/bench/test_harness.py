@@ -9,13 +9,13 @@ import types
 import pytest
 import torch
 
-from dsa import backends
 from dsa.cute import tuning
 from dsa.kernels.cache import indexer_cache_sm90
 from dsa.kernels.gemm import fp8_gemm_choice, fp8_gemm_config, fp8_gemm_few_rows_config, fp8_gemm_few_rows_sm90
 from dsa.kernels.indexer import fp8_mqa_logits_sm90, fp8_paged_mqa_logits_sm90
-from dsa.ops.declaration import OPS, Kernels
 from dsa.ops.gemm import fp8_gemm_nt as fp8_gemm_nt_op
+from dsa.runtime import backends
+from dsa.runtime.op import OPS, Kernels
 from dsa_bench.gemm import _published_layers
 from dsa_bench.harness import case, host, plot, profile, table, tune
 from dsa_bench.harness.benchmarks import tunable

@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from dsa import ops
-from dsa.backends import KERNELS
 from dsa.ops import op_modules
+from dsa.runtime.backends import KERNELS
 from dsa_bench.harness.benchmarks import benchmarks
 from tests.kernels import machine_code
 from tests.ops import launched_arguments

@@ -5,8 +5,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from dsa.backends import ARCH_NAMES, KERNELS, archs
 from dsa.ops import op_modules
+from dsa.runtime.backends import ARCH_NAMES, KERNELS, archs
 from tests.gpu import receipt
 from tests.gpu.receipt_rows import compared, names_of, shape_of
 from tests.public_names import ops_of

@@ -9,9 +9,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsa.ops import call_guards, recording, torch_shortcuts
-from dsa.ops.call_guards import guard
-from dsa.ops.known_calls import KnownCalls, signature
-from dsa.ops.torch_shortcuts import HAS_SHORTCUTS
+from dsa.runtime.call_guards import guard
+from dsa.runtime.known_calls import KnownCalls, signature
+from dsa.runtime.torch_shortcuts import HAS_SHORTCUTS
 
 X = torch.zeros(4, 8)
 UNALIGNED = torch.zeros(33)[1:].view(4, 8)
@@ -122,7 +122,7 @@ def test_arguments_that_begin_together_or_not():
 
 def test_guards_of_a_signature_and_of_a_shape_are_few(monkeypatch):
     made = []
-    monkeypatch.setattr("dsa.ops.known_calls.guard", lambda *call: made.append(call) or call_guards.guard(*call))
+    monkeypatch.setattr("dsa.runtime.known_calls.guard", lambda *call: made.append(call) or call_guards.guard(*call))
     known = KnownCalls()
     for i in range(20):
         call = signature(X, i)

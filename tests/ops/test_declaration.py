@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import dsa
-from dsa import backends
 from dsa.ops import declaration
-from dsa.ops.declaration import Kernels, op, rows_of
-from dsa.ops.known_calls import REPEATS
 from dsa.reference.arguments import F32, ROWS, Arguments, Flag, Number, Tensor
+from dsa.runtime import backends
+from dsa.runtime.known_calls import REPEATS
+from dsa.runtime.op import Kernels, op, rows_of
 
 KERNELS = "dsa.kernels.elementwise.made_up_sm90"
 checked = []

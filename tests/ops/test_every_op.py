@@ -12,7 +12,7 @@ from torch import library
 
 import dsa
 from dsa import backends, reference
-from dsa.ops.declaration import OPS, Op
+from dsa.runtime.op import OPS, Op
 from tests.valid_calls import CALLS, ValidCall
 from tests.valid_calls.description import same_bits
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from dsa.ops.recording import NotedKernels, record
+from dsa.runtime.recording import NotedKernels, record
 
 X, Y = torch.arange(24.0).view(4, 6), torch.arange(24.0).view(4, 6) + 100
 
@@ -237,7 +237,7 @@ def test_a_recording_does_not_import_what_compiles():
     """torch.compile takes seconds to import, which a process's first call would wait for."""
     code = (
         "import sys, torch\n"
-        "from dsa.ops.recording import record\n"
+        "from dsa.runtime.recording import record\n"
         "record(lambda x: x.new_empty(3) + x[:, 0].sum(), (torch.ones(2, 3),))\n"
         "sys.exit('torch._dynamo' in sys.modules)"
     )

@@ -2,7 +2,6 @@
 
 import torch
 
-from dsa import backends
 from dsa.compat.deep_gemm.arguments import (
     BLOCK_SCALES,
     ROW_SCALES,
@@ -14,10 +13,11 @@ from dsa.compat.deep_gemm.arguments import (
 )
 from dsa.compat.deep_gemm.gradients import write_gradient
 from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops.declaration import Op
 from dsa.ops.gemm import fp8_gemm_nt as bridge
 from dsa.ops.gemm.fp8_gemm_nt import Scaled
 from dsa.reference.checks import E4M3, FLOATS, check_tensor
+from dsa.runtime import backends
+from dsa.runtime.op import Op
 
 
 def fp8_fp4_gemm_nt(

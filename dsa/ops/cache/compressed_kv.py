@@ -10,8 +10,8 @@ from dsa.kernels.cache.limits import COMPRESSED_DTYPES, COMPRESSED_KINDS, ROPE_C
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import check_page_size, dtype_name, pages_as_rows
 from dsa.ops.cache._kv_rows import cache_rows, check_cache, layout_name, slot_words
-from dsa.ops.declaration import op
 from dsa.reference.cache import compressed_kv as reference
+from dsa.runtime.op import op
 
 __all__ = ["compress_kv", "write_compressed_kv"]
 

@@ -9,8 +9,8 @@ import torch
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops.cache._kv_rows import cache_rows, check_cache, layout_name, slot_words
-from dsa.ops.declaration import op
 from dsa.reference.cache import kv_cache as reference
+from dsa.runtime.op import op
 
 __all__ = ["make_v4_cache", "read_kv_cache", "write_kv_cache"]
 

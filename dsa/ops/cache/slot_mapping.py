@@ -7,8 +7,8 @@ from types import ModuleType
 import torch
 
 from dsa.kernels.cache.limits import MAX_MAPPED
-from dsa.ops.declaration import op
 from dsa.reference.cache import slot_mapping as reference
+from dsa.runtime.op import op
 
 __all__ = ["slot_mapping"]
 

@@ -6,13 +6,13 @@ from types import ModuleType
 
 import torch
 
-from dsa import backends
 from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE
 from dsa.kernels.elementwise.rms_norm_gradient_limits import MAX_NORM_GRADIENT_CHANNELS, MAX_NORM_GRADIENT_ROWS
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name, with_dims
-from dsa.ops.declaration import op
 from dsa.reference.elementwise import rms_norm as reference
+from dsa.runtime import backends
+from dsa.runtime.op import op
 
 _MAX_CHANNELS = {getattr(torch, name): channels for name, channels in MAX_NORM_GRADIENT_CHANNELS.items()}
 

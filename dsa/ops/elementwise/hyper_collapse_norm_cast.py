@@ -10,8 +10,8 @@ from dsa.kernels.elementwise.hyper_fusion_limits import HYPER_NORM_TILES
 from dsa.kernels.elementwise.limits import HYPER_STREAMS, MAX_HYPER_CHANNELS
 from dsa.kernels.gemm.limits import GROUP
 from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops.declaration import op
 from dsa.reference.elementwise import hyper_collapse_norm_cast as reference
+from dsa.runtime.op import op
 
 __all__ = ["hyper_collapse_norm_cast_to_fp8"]
 

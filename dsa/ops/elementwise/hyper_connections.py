@@ -9,8 +9,8 @@ import torch
 from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, HYPER_STREAMS, HYPER_TILES, MAX_HYPER_CHANNELS
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
-from dsa.ops.declaration import op
 from dsa.reference.elementwise import hyper_connections as reference
+from dsa.runtime.op import op
 
 __all__ = ["hyper_collapse", "hyper_expand", "hyper_head"]
 

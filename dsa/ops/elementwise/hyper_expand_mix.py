@@ -8,9 +8,9 @@ import torch
 
 from dsa.kernels.elementwise.hyper_fusion_limits import EXPAND_MIX_TOKENS, MAX_EXPAND_MIX_OUTPUTS
 from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops.declaration import op
 from dsa.ops.elementwise import hyper_connections, hyper_mix
 from dsa.reference.elementwise import hyper_expand_mix as reference
+from dsa.runtime.op import op
 
 __all__ = ["hyper_expand_mix"]
 

@@ -6,7 +6,6 @@ from types import ModuleType
 
 import torch
 
-from dsa import backends
 from dsa.kernels.elementwise.limits import (
     CHANNEL_MULTIPLE,
     MAX_MIX_OUTPUTS,
@@ -20,8 +19,9 @@ from dsa.kernels.elementwise.limits import (
     MIX_ROWS,
 )
 from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops.declaration import op
 from dsa.reference.elementwise import hyper_mix as reference
+from dsa.runtime import backends
+from dsa.runtime.op import op
 
 __all__ = ["hyper_mix"]
 

@@ -10,8 +10,8 @@ from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, MAX_NORM_ROWS
 from dsa.kernels.elementwise.rms_norm_rotary_limits import MAX_NORM_ROTARY_CHANNELS
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
-from dsa.ops.declaration import op
 from dsa.reference.elementwise import rms_norm_rotary as reference
+from dsa.runtime.op import op
 
 __all__ = ["rms_norm_rotary"]
 

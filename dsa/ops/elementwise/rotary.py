@@ -9,9 +9,9 @@ import torch
 from dsa.kernels.elementwise.limits import MAX_ROTARY_GROUPS, ROTARY_PAIRS
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name, unit_inner
-from dsa.ops.declaration import op, wants_gradient
 from dsa.reference.checks import check_updatable
 from dsa.reference.elementwise import rotary as reference
+from dsa.runtime.op import op, wants_gradient
 
 __all__ = ["apply_rotary"]
 

@@ -7,15 +7,15 @@ from types import ModuleType
 
 import torch
 
-from dsa import backends
 from dsa.kernels.gemm import limits
 from dsa.ops._kernel_arguments import dtype_name
-from dsa.ops.declaration import Kernels, op, rows_of
 from dsa.ops.gemm import fp8_gemm_nt as fp8
 from dsa.ops.gemm.fp8_gemm_nt import Scaled
 from dsa.reference.gemm import fp4_cast
 from dsa.reference.gemm import fp8_fp4_gemm_nt as reference
 from dsa.reference.gemm.fp8_gemm_nt import pair
+from dsa.runtime import backends
+from dsa.runtime.op import Kernels, op, rows_of
 
 __all__ = ["fp4_block_scales", "grouped_fp8_fp4_gemm_nt", "widen_fp4"]
 

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dsa import backends
 from dsa.kernels.gemm import limits
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops._tma_rows import tma_rows
-from dsa.ops.declaration import Kernels, op, rows_of
 from dsa.reference.gemm import fp8_cast
 from dsa.reference.gemm import fp8_gemm_nt as reference
+from dsa.runtime import backends
+from dsa.runtime.op import Kernels, op, rows_of
 
 if TYPE_CHECKING:
     from dsa.kernels.gemm.fp8_gemm_choice import Tile

@@ -6,10 +6,8 @@ from types import ModuleType
 
 import torch
 
-from dsa import backends
 from dsa.kernels.gemm.limits import GROUP
 from dsa.ops._kernel_arguments import dtype_name
-from dsa.ops.declaration import Kernels, op, rows_of
 from dsa.ops.gemm import fp8_fp4_gemm_nt as fp4
 from dsa.ops.gemm import fp8_gemm_nt as fp8
 from dsa.ops.gemm import swiglu_cast_to_fp8 as cast
@@ -18,6 +16,8 @@ from dsa.ops.gemm.fp8_gemm_nt import Scaled
 from dsa.reference.gemm import grouped_fp8_gemm_swiglu as reference
 from dsa.reference.gemm.fp8_fp4_gemm_nt import fp4_weight
 from dsa.reference.gemm.fp8_gemm_nt import pair
+from dsa.runtime import backends
+from dsa.runtime.op import Kernels, op, rows_of
 
 __all__ = ["grouped_fp8_fp4_gemm_swiglu", "grouped_fp8_gemm_swiglu"]
 

@@ -9,8 +9,8 @@ import torch
 from dsa.kernels.gemm.linear_fp32_limits import CHANNEL_MULTIPLE, MAX_ROWS, MAX_TOKENS, choose_config
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
-from dsa.ops.declaration import op
 from dsa.reference.gemm import linear_fp32 as reference
+from dsa.runtime.op import op
 
 __all__ = ["linear_fp32"]
 

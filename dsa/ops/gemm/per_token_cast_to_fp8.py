@@ -9,8 +9,8 @@ import torch
 from dsa.kernels.gemm.limits import GROUP
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name, with_dims
-from dsa.ops.declaration import op
 from dsa.reference.gemm import fp8_cast as reference
+from dsa.runtime.op import op
 
 __all__ = ["per_token_cast_to_fp8"]
 

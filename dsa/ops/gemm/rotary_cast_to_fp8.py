@@ -10,8 +10,8 @@ from dsa.kernels.gemm.limits import GROUP
 from dsa.kernels.gemm.rotary_cast_limits import ROTARY_MULTIPLE
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
-from dsa.ops.declaration import op
 from dsa.reference.gemm import rotary_cast_to_fp8 as reference
+from dsa.runtime.op import op
 
 __all__ = ["rotary_cast_to_fp8"]
 

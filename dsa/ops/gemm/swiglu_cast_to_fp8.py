@@ -6,12 +6,12 @@ from types import ModuleType
 
 import torch
 
-from dsa import backends
 from dsa.kernels.gemm.limits import GROUP, SWIGLU_MULTIPLE
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name, with_dims
-from dsa.ops.declaration import op
 from dsa.reference.gemm import swiglu_cast_to_fp8 as reference
+from dsa.runtime import backends
+from dsa.runtime.op import op
 
 __all__ = ["swiglu_cast_to_fp8"]
 
@@ -78,7 +78,7 @@ def cast_of_matrices(
     gate, up = gate_up.chunk(2, -1)
     ctas = kernels.RESIDENT * backends.num_sms(gate.device)
     if gate.numel() <= ctas * kernels.GROUPS_PER_CTA * GROUP or not len(ends):
-        return _swiglu_cast_to_fp8.launch(kernels, gate, up, use_ue8m0, limit)
+        return _swiglu_cast_to_fp8.launch_on(gate.device, gate, up, use_ue8m0, limit)
     q, scale = _results(gate)
     launch = _matrices_kernel(kernels, gate.dtype, use_ue8m0, limit is not None)
     launch(gate, up, q, scale, None if limit is None else float(limit), ends.contiguous(), ctas)

@@ -18,10 +18,10 @@ from dsa.kernels.mla.limits import (
 )
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name, unit_inner
-from dsa.ops.declaration import op
 from dsa.ops.mla._sparse_attention import DTYPES, of_caller
 from dsa.reference.checks import check_updatable
 from dsa.reference.mla import flash_mla_with_kvcache as reference
+from dsa.runtime.op import op
 
 SHORT = 4  # tiles of a part, on an average, up to which decoding is short
 # Rows of queries from which few CTAs combine what is short, and parts of a sequence up to which they do: more take too

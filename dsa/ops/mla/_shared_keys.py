@@ -7,10 +7,8 @@ from types import ModuleType
 
 import torch
 
-from dsa import backends
 from dsa.kernels.mla.query_group_limits import GROUP_SIZES, MOST_UNION
 from dsa.ops._kernel_arguments import dtype_name
-from dsa.ops.declaration import Kernels
 from dsa.ops.mla._sparse_attention import (
     Results,
     Selection,
@@ -19,6 +17,8 @@ from dsa.ops.mla._sparse_attention import (
     no_partial,
     sink_arguments,
 )
+from dsa.runtime import backends
+from dsa.runtime.op import Kernels
 
 KERNELS = Kernels(
     "sparse attention to shared keys",

@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import torch
 
-from dsa import backends
 from dsa.kernels.mla import limits
 from dsa.kernels.mla.limits import HEAD_DIM_V, SPARSE_HEAD_DIMS, SWAP_AB_HEADS, TILE_M, TILE_N
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name, unit_inner
-from dsa.ops.declaration import Kernels, op, rows_of
 from dsa.reference.checks import INT_MAX
+from dsa.runtime import backends
+from dsa.runtime.op import Kernels, op, rows_of
 
 DTYPES = tuple(getattr(torch, name) for name in limits.DTYPES)
 # Declares an op that calls `attend`, which takes the modules in this order.

@@ -5,7 +5,6 @@ from types import ModuleType
 import torch
 
 from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops.declaration import rows_of
 from dsa.ops.mla import _shared_keys as shared_keys
 from dsa.ops.mla._sparse_attention import (
     KERNELS,
@@ -19,6 +18,7 @@ from dsa.ops.mla._sparse_attention import (
 )
 from dsa.reference.checks import check_apart, check_updatable
 from dsa.reference.mla import flash_mla_sparse_fwd as reference
+from dsa.runtime.op import rows_of
 
 __all__ = ["flash_mla_sparse_fwd"]
 

@@ -9,8 +9,8 @@ import torch
 from dsa.kernels.mla.limits import MAX_BRANCHES, MAX_MERGE_ROWS, MERGE_CHANNEL_MULTIPLE
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name, with_dims
-from dsa.ops.declaration import op
 from dsa.reference.mla import merge_attention as reference
+from dsa.runtime.op import op
 
 __all__ = ["merge_attention"]
 

@@ -7,12 +7,12 @@ from types import ModuleType
 
 import torch
 
-from dsa import backends
 from dsa.kernels.mla.mha_limits import MHA_DIMS, ROPE_DIMS
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops._tma_rows import tma_rows
-from dsa.ops.declaration import Kernels, op, rows_of
 from dsa.reference.mla import mha_varlen_fwd as reference
+from dsa.runtime import backends
+from dsa.runtime.op import Kernels, op, rows_of
 
 __all__ = ["mha_varlen_fwd"]
 

@@ -6,8 +6,8 @@ from types import ModuleType
 
 import torch
 
-from dsa.ops.declaration import op
 from dsa.reference.mla import selection_bits as reference
+from dsa.runtime.op import op
 
 __all__ = ["selection_bits"]
 

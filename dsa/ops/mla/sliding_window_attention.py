@@ -249,8 +249,8 @@ def _sliding_window_decode(
     columns = window_decode.columns_of(window, block_table, cache)
     lists = (block_table, cache_seqlens, q.shape[1], cache.shape[1], columns)
     slots = window_lists._window_slots.launch_on(q.device, *lists)
-    decode = _sparse_decode._sparse_mla_decode.launch
-    return decode(kernels, q, cache, slots, None, None, None, None, d_v, softmax_scale, attn_sink, False)
+    options = None, None, None, None, d_v, softmax_scale, attn_sink, False
+    return _sparse_decode._sparse_mla_decode.launch_on(q.device, q, cache, slots, *options)
 
 
 def _attend(

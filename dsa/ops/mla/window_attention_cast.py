@@ -7,11 +7,9 @@ from types import ModuleType
 
 import torch
 
-from dsa import backends
 from dsa.kernels.gemm.limits import GROUP
 from dsa.kernels.mla.limits import HEAD_DIM_V, ROTATED_BACK, TILE_M
 from dsa.ops._kernel_arguments import dtype_name
-from dsa.ops.declaration import op
 from dsa.ops.mla._sparse_attention import (
     DTYPES,
     Selection,
@@ -24,6 +22,8 @@ from dsa.ops.mla._sparse_attention import (
 )
 from dsa.ops.mla._window_selections import window_selections
 from dsa.reference.mla import window_attention_cast as reference
+from dsa.runtime import backends
+from dsa.runtime.op import op
 
 __all__ = ["window_attention_cast_to_fp8"]
 

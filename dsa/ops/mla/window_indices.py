@@ -7,8 +7,8 @@ from types import ModuleType
 import torch
 
 from dsa.kernels.mla.limits import MAX_WINDOW
-from dsa.ops.declaration import op
 from dsa.reference.mla import window_indices as reference
+from dsa.runtime.op import op
 
 __all__ = ["window_indices", "window_slots"]
 

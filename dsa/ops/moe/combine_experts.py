@@ -9,8 +9,8 @@ import torch
 from dsa.kernels.moe.limits import CHANNEL_MULTIPLE, COMBINE_CTA_BYTES, MAX_COMBINE_ROWS
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
-from dsa.ops.declaration import op
 from dsa.reference.moe import combine_experts as reference
+from dsa.runtime.op import op
 
 __all__ = ["combine_experts"]
 

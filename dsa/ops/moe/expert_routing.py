@@ -8,8 +8,8 @@ import torch
 
 from dsa.kernels.moe.limits import MAX_EXPERTS, MAX_GROUPS, MAX_SORT_ENTRIES, MAX_SORT_EXPERTS, MAX_TOP_K
 from dsa.ops._kernel_arguments import dtype_name
-from dsa.ops.declaration import op
 from dsa.reference.moe import expert_routing as reference
+from dsa.runtime.op import op
 
 __all__ = ["moe_gate", "sort_by_expert"]
 

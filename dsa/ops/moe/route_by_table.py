@@ -16,9 +16,9 @@ from dsa.kernels.moe.route_to_experts_limits import (
 )
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
-from dsa.ops.declaration import op
 from dsa.reference.moe import route_by_table as reference
 from dsa.reference.moe.route_to_experts import own_count
+from dsa.runtime.op import op
 
 __all__ = ["route_by_table"]
 

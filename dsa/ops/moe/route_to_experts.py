@@ -16,8 +16,8 @@ from dsa.kernels.moe.route_to_experts_limits import (
 )
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
-from dsa.ops.declaration import op
 from dsa.reference.moe import route_to_experts as reference
+from dsa.runtime.op import op
 
 __all__ = ["route_to_experts"]
 

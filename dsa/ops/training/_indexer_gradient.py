@@ -19,9 +19,9 @@ from types import ModuleType
 
 import torch
 
-from dsa import backends
 from dsa.kernels.training.limits import K_TILE, MAX_Q_TILES, Q_TILE
-from dsa.ops.declaration import Kernels
+from dsa.runtime import backends
+from dsa.runtime.op import Kernels
 
 SCORES = Kernels("index_scores", {"sm_90": "dsa.kernels.training.indexer_scores_sm90"})
 QUERY_GRAD = Kernels("index_query_grad", {"sm_90": "dsa.kernels.training.indexer_query_grad_sm90"})

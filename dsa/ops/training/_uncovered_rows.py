@@ -7,8 +7,8 @@ from types import ModuleType
 
 import torch
 
-from dsa import backends
-from dsa.ops.declaration import Kernels
+from dsa.runtime import backends
+from dsa.runtime.op import Kernels
 
 KERNELS = Kernels("fill_uncovered", {"sm_90": "dsa.kernels.training.uncovered_rows_sm90"})
 MOST = 2**31 - 1

@@ -15,10 +15,10 @@ from types import ModuleType
 
 import torch
 
-from dsa import backends
 from dsa.kernels.training.limits import PER_HEAD_KEY_TILE, PER_HEAD_KEY_WARPS
-from dsa.ops.declaration import Kernels
 from dsa.ops.training._uncovered_rows import fill_uncovered
+from dsa.runtime import backends
+from dsa.runtime.op import Kernels
 
 KERNELS = Kernels(
     "per_head",

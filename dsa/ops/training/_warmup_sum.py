@@ -8,13 +8,13 @@ from types import ModuleType
 
 import torch
 
-from dsa import backends
 from dsa.kernels.training.limits import INDEX_CHANNELS, INDEX_HEADS, K_TILE, MAX_INDEX_HEADS, Q_TILE, Q_TILE_FIELDS
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops._tma_rows import tma_rows
-from dsa.ops.declaration import Kernels
 from dsa.ops.training._indexer_gradient import active_shape, index_key_grad, index_query_grad, index_scores
 from dsa.ops.training._packed_attention import Sequences
+from dsa.runtime import backends
+from dsa.runtime.op import Kernels
 
 PLAN = Kernels("make_plan", {"sm_90": "dsa.kernels.training.q_tile_plan_sm90"})
 LOSSES = Kernels(

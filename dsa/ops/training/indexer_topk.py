@@ -5,7 +5,6 @@ from types import ModuleType
 import torch
 
 from dsa.kernels.training.limits import K_TILE, Q_TILE
-from dsa.ops.declaration import op, rows_of
 from dsa.ops.indexer.topk_indices import MAX_K, topk_indices
 from dsa.ops.training._indexer_gradient import SCORES, active_shape, index_scores
 from dsa.ops.training._warmup_sum import (
@@ -18,6 +17,7 @@ from dsa.ops.training._warmup_sum import (
     make_plan,
 )
 from dsa.reference.training import indexer_topk as reference
+from dsa.runtime.op import op, rows_of
 
 __all__ = ["indexer_topk"]
 

@@ -7,7 +7,6 @@ import torch
 
 from dsa.kernels.training.limits import DENSE_CHANNELS
 from dsa.ops._tma_rows import tma_rows
-from dsa.ops.declaration import op, rows_of
 from dsa.ops.mla import mha_varlen_fwd
 from dsa.ops.training import _indexer_gradient, _uncovered_rows, _warmup_per_head, _warmup_sum
 from dsa.ops.training._packed_attention import ABSORBED, Sequences, attention_backward, attention_forward
@@ -24,6 +23,7 @@ from dsa.ops.training._warmup_sum import (
     workspace,
 )
 from dsa.reference.training import indexer_warmup_attention as reference
+from dsa.runtime.op import op, rows_of
 
 __all__ = ["indexer_warmup_attention"]
 

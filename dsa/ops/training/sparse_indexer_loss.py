@@ -7,7 +7,6 @@ from types import ModuleType
 
 import torch
 
-from dsa import backends
 from dsa.kernels.training.limits import (
     INDEX_CHANNELS,
     MAX_INDEX_HEADS,
@@ -18,10 +17,11 @@ from dsa.kernels.training.limits import (
     SPARSE_KEY_TILE,
 )
 from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops.declaration import op
 from dsa.ops.mla._sparse_attention import inner_contiguous
 from dsa.ops.mla.flash_mla_sparse_fwd import flash_mla_sparse_fwd
 from dsa.reference.training import sparse_indexer_loss as reference
+from dsa.runtime import backends
+from dsa.runtime.op import op
 
 __all__ = ["sparse_indexer_loss"]
 

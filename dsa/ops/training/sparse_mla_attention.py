@@ -7,7 +7,6 @@ from types import ModuleType
 
 import torch
 
-from dsa import backends
 from dsa.kernels.training.limits import (
     MLA_CHANNELS,
     MLA_V_CHANNELS,
@@ -17,10 +16,11 @@ from dsa.kernels.training.limits import (
 )
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops._tma_rows import tma_rows
-from dsa.ops.declaration import op
 from dsa.ops.mla._sparse_attention import inner_contiguous
 from dsa.ops.mla.flash_mla_sparse_fwd import flash_mla_sparse_fwd
 from dsa.reference.training import sparse_mla_attention as reference
+from dsa.runtime import backends
+from dsa.runtime.op import op
 
 __all__ = ["sparse_mla_attention"]
 

@@ -8,9 +8,9 @@ import torch
 import dsa
 from dsa.kernels.indexer import topk_config
 from dsa.kernels.indexer.topk_candidates import SAMPLE
-from dsa.ops.declaration import forget_calls
 from dsa.ops.indexer import topk_indices as bridge
 from dsa.reference import topk_indices as reference
+from dsa.runtime.op import forget_calls
 from dsa.testing import poison_free_memory
 from tests.gpu.op_checks import assert_compiles, assert_runs_have_the_same_bits, replays
 

@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 
-from dsa import backends
 from dsa.kernels.mla.query_group_limits import MEMBER_SHIFT, MOST_UNION
-from dsa.ops.known_calls import KnownCalls
 from dsa.ops.mla import _shared_keys as shared
 from dsa.ops.mla import flash_mla_sparse_fwd as bridge
+from dsa.runtime import backends
+from dsa.runtime.known_calls import KnownCalls
 from dsa.testing import assert_close
 from tests.gpu.attention import BF16, INF, KINDS, NAN, assert_writes_a_part, distinct, int32, normal, spoiled
 from tests.gpu.mla.test_flash_mla_sparse_fwd import LSE_TOLERANCE, TOLERANCE, check, run

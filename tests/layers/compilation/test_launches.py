@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dsa.ops import asked_variants
+from dsa.runtime import asked_variants
 from dsa_layers.batch.decode_inputs import DecodeInputs
 from dsa_layers.compilation.passes import META, without_memory
 from dsa_layers.compilation.variants import precisions

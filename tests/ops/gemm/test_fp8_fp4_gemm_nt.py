@@ -73,7 +73,7 @@ def test_nothing_to_multiply_has_any_columns(matrices, channels, count, launches
 
 def test_casts_of_weights_are_pytorch():
     """On any device, and whatever the backend."""
-    assert not {"fp4_block_scales", "widen_fp4"} & dsa.backends.KERNELS.keys()
+    assert not {"fp4_block_scales", "widen_fp4"} & dsa.runtime.backends.KERNELS.keys()
     _, (packed, scale, block_scale) = operands()
     q, again = dsa.widen_fp4(packed, scale)
     assert torch.equal(again, block_scale) and q.shape == (3, 256, 384)

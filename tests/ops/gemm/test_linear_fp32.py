@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import dsa
-from dsa import backends
 from dsa.cute import few_rows_product, slices
 from dsa.cute.few_rows_product import ROUND
 from dsa.kernels.gemm import linear_fp32_sm90 as kernels
@@ -18,6 +17,7 @@ from dsa.kernels.gemm.linear_fp32_limits import (
     choose_config,
 )
 from dsa.ops.gemm import linear_fp32 as op
+from dsa.runtime import backends
 
 
 def inputs(tokens=7, channels=64, rows=32, dtype=torch.bfloat16):

@@ -133,7 +133,7 @@ def test_a_plan_remembers_the_call(named_launches):
 
 def test_a_dtype_without_a_kernel_is_compiled_whole(monkeypatch):
     """The reference is traced; nothing asks the tensors of the trace for an address."""
-    monkeypatch.setattr(dsa.backends, "_warned", {"flash_mla_sparse_fwd", "flash_mla_sparse_fwd in float32"})
+    monkeypatch.setattr(dsa.runtime.backends, "_warned", {"flash_mla_sparse_fwd", "flash_mla_sparse_fwd in float32"})
     q, kv, indices = torch.randn(2, 4, 576), torch.randn(9, 1, 576), torch.randint(0, 9, (2, 1, 4), dtype=torch.int32)
 
     def attend(q, kv, indices):

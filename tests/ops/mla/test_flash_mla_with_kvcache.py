@@ -7,10 +7,10 @@ import torch
 
 import dsa
 from dsa.kernels.mla.limits import HEAD_DIM, HEAD_DIM_V
-from dsa.ops.known_calls import KnownCalls
 from dsa.ops.mla import _dense_decode
 from dsa.ops.mla import flash_mla_with_kvcache as op
 from dsa.reference.mla import mla_metadata
+from dsa.runtime.known_calls import KnownCalls
 
 DECODE, PLAN = torch.ops.dsa.dense_mla_decode, torch.ops.dsa.mla_metadata
 D, D_V = HEAD_DIM, HEAD_DIM_V

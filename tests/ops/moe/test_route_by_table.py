@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import dsa
-from dsa import backends
 from dsa.kernels.moe import route_by_table_sm90 as kernels
 from dsa.kernels.moe.route_to_experts_limits import DTYPES, FEW_TOKENS, MAX_TOKENS, TILE_TOKENS
 from dsa.ops.moe import route_by_table as op
+from dsa.runtime import backends
 
 
 def inputs(tokens=7, channels=64, experts=32, top_k=3, dtype=torch.bfloat16):

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import dsa
-from dsa import backends
 from dsa.kernels.moe import route_to_experts_sm90 as kernels
 from dsa.kernels.moe.route_to_experts_limits import DTYPES, FEW_TOKENS, MAX_TOKENS, TILE_TOKENS
 from dsa.ops.moe import route_to_experts as op
+from dsa.runtime import backends
 
 OPTIONS = {"scores": "sigmoid", "n_group": 4, "topk_group": 2, "normalise": True, "scale": 2.5}
 
