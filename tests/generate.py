@@ -15,7 +15,7 @@ from pathlib import Path
 import dsa.ops
 import dsa_layers
 from docs.api_pages import class_section, section
-from dsa.runtime.backends import ARCH_NAMES, KERNELS
+from dsa.runtime.backends import ARCH_NAMES, ARCHS
 from tests.gpu import status_table, tables
 from tests.public_names import BACKENDS, ROOT, ops_of, public_names, references
 
@@ -61,7 +61,7 @@ def ops() -> dict[Path, str]:
         parts = [f"# {family}\n\n{about}\n"]
         for name in sorted(files):
             function = getattr(dsa, name)
-            kernels = ", ".join(f"{arch} ({ARCH_NAMES.get(arch, '')})" for arch in KERNELS.get(name, {})) or "PyTorch"
+            kernels = ", ".join(f"{arch} ({ARCH_NAMES.get(arch, '')})" for arch in ARCHS.get(name, ())) or "PyTorch"
             what = _first_sentence(inspect.getdoc(function) or "")
             tables[-1] += f"\n| [`{name}`]({family}.md#{name}) | `{family}/{files[name]}` | {what} | {kernels} |"
             parts.append(section(f"## {name}", f"dsa.{name}", function, OPS))

@@ -49,7 +49,7 @@ def _has_kernel(op: str) -> bool:
     """Whether one of the op's functions has a kernel for the current GPU."""
     arch = backends.arch_of(torch.device("cuda", torch.cuda.current_device()))
     functions = importlib.import_module(op_module(op)).__all__
-    return any(arch in backends.KERNELS.get(function, ()) for function in functions)
+    return any(arch in backends.ARCHS.get(function, ()) for function in functions)
 
 
 def _cache_state() -> str:

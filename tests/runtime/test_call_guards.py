@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dsa.ops import call_guards, recording, torch_shortcuts
+from dsa.runtime import call_guards, recording, torch_shortcuts
 from dsa.runtime.call_guards import guard
 from dsa.runtime.known_calls import KnownCalls, signature
 from dsa.runtime.torch_shortcuts import HAS_SHORTCUTS
@@ -148,12 +148,11 @@ def test_without_shortcuts_calls_are_recorded_by_public_functions(monkeypatch):
     monkeypatch.setattr(call_guards, "HAS_SHORTCUTS", False)
     monkeypatch.setattr(recording, "HAS_SHORTCUTS", False)
     assert guard((X,)) is None
-    kernels = recording.NotedKernels(type(recording)("made_up"))
-    kernels.module.compile_add = lambda: lambda out, x: out.copy_(x).add_(1)
+    add = recording.noted(lambda out, x: out.copy_(x).add_(1))
 
     def call(x):
         out = torch.empty_like(x)
-        kernels.compile_add()(out[1:], x[1:])
+        add(out[1:], x[1:])
         return out
 
     _, steps = recording.record(call, (X,))
