@@ -279,13 +279,15 @@ def op(
         declared.kernels = kernels and Kernels("", kernels)  # LEGACY
         declared.on(HOPPER)(launch)
         OPS[name] = declared
+        kept = [signature.parameters[argument] for argument in arguments.specs]
         if not autograd:
-            kept = [signature.parameters[argument] for argument in arguments.specs]
             declared.register(signature.replace(parameters=kept))
         if outputs:
             OPS[f"{name}_out"] = declared.into
             rest = _rest(typing.get_args(signature.return_annotation) or (signature.return_annotation,), len(outputs))
-            declared.into.register(signature.replace(return_annotation=tuple[*rest] if type(rest) is tuple else rest))
+            given = [signature.parameters[name].replace(annotation=torch.Tensor) for name in outputs]
+            returns = tuple[*rest] if type(rest) is tuple else rest
+            declared.into.register(signature.replace(parameters=[*kept, *given], return_annotation=returns))
         return declared
 
     return declare
