@@ -7,7 +7,6 @@ import torch
 
 from dsa.kernels.training.limits import DENSE_CHANNELS
 from dsa.ops._tma_rows import tma_rows
-from dsa.ops.mla import mha_varlen_fwd
 from dsa.ops.training import _indexer_gradient, _uncovered_rows, _warmup_per_head, _warmup_sum
 from dsa.ops.training._packed_attention import ABSORBED, Sequences, attention_backward, attention_forward
 from dsa.ops.training._uncovered_rows import fill_uncovered
@@ -236,7 +235,7 @@ def _check_limits(
     arguments=reference.INDEXER_WARMUP_ATTENTION,
     reference=reference.indexer_warmup_attention,
     kernels=rows_of(
-        *(mha_varlen_fwd.KERNELS, _uncovered_rows.KERNELS, _warmup_per_head.KERNELS),
+        *(_uncovered_rows.KERNELS, _warmup_per_head.KERNELS),
         *(_warmup_sum.PLAN, _warmup_sum.LOSSES),
         *(_indexer_gradient.SCORES, _indexer_gradient.QUERY_GRAD, _indexer_gradient.KEY_GRAD),
     ),
