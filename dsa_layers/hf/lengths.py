@@ -123,8 +123,8 @@ class TokenLengths:
                 "as checkpointed ones, have none; got others. Several sequences in a row need use_cache=False"
             )
         offsets = [0] * self.batch_size
-        if consecutive and (positions < 0).any():
-            raise ValueError(f"position_ids: must be at least 0 in models that compress tokens, got {int(positions.min())}")
+        if consecutive and (first := int(positions.min())) < 0:
+            raise ValueError(f"position_ids: must be at least 0 in models that compress tokens, got {first}")
         if consecutive and not (layer is None and self._separate):
             held = [layer.position_offsets[b] if layer is not None and layer.lens[b] else None for b in present]
             for b, offset in zip(present, _position_offsets(positions, batch, held)):

@@ -60,8 +60,8 @@ def test_options_win_over_what_the_checkpoint_says(given):
 
 
 def test_vllms_parameters_reach_the_generator_and_what_is_wrong_goes_by_the_option(given, capsys):
-    options = "--min-p 0.1 --repetition-penalty 1.2 --presence-penalty 0.5 --frequency-penalty -1 --logprobs 2 --json".split()
-    assert shipped("--prompt", "x", *options, "--n", "3") == 0
+    options = "--min-p 0.1 --repetition-penalty 1.2 --presence-penalty 0.5 --frequency-penalty -1 --n 3".split()
+    assert shipped("--prompt", "x", *options, "--logprobs", "2", "--json") == 0
     ((_, own),) = given
     assert (own.n, own.min_p, own.repetition_penalty, own.logprobs) == (3, 0.1, 1.2, 2)
     assert (own.presence_penalty, own.frequency_penalty) == (0.5, -1)
