@@ -1,4 +1,4 @@
-"""The site of these pages: `make docs`."""
+"""Sphinx configuration of the site: `make docs` builds it."""
 
 import re
 import tomllib
@@ -19,22 +19,26 @@ html_show_copyright = html_copy_source = False
 
 
 def add_toctrees(app, page, source):
-    """The lists of an index page are its tables of contents, each with its heading as caption."""
-    for caption, entries in re.findall(r"^## (.*)\n\n((?:- .*\n)+)", source[0], re.M) if page.endswith("index") else ():
-        pages = "\n".join(re.findall(r"^- \[.*?\]\((.*?)\.md\)", entries, re.M))
+    """Make each list of an index page a table of contents: its heading is the caption, its links are the titles."""
+    if not page.endswith("index"):
+        return
+    for caption, entries in re.findall(r"^## (.*)\n\n((?:- .*\n)+)", source[0], re.M):
+        links = re.findall(r"^- \[(.*?)\]\((.*?)\.md\)", entries, re.M)
+        pages = "\n".join(f"{title} <{target}>" for title, target in links)
         source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{pages}\n```\n"
 
 
 def link_files(app, page, source):
-    """Links to files that are no pages lead to the repository, or where it has no address to copies in the site."""
+    """Link files outside docs/ to the repository, or to a copy in the site while pyproject.toml has no repository."""
 
     def link(found):
-        path = (app.srcdir / page).parent.joinpath(found[2]).resolve()
+        text, target = found.groups()
+        path = (app.srcdir / page).parent.joinpath(target).resolve()
         if path.is_relative_to(app.srcdir):
             return found[0]
         if REPOSITORY:
-            return f"[{found[1]}]({REPOSITORY}/blob/main/{path.relative_to(ROOT)})"
-        return f"{{download}}`{found[1].replace('`', '')} <{found[2]}>`"
+            return f"[{text}]({REPOSITORY}/blob/main/{path.relative_to(ROOT)})"
+        return f"{{download}}`{text.replace('`', '')} <{target}>`"
 
     source[0] = re.sub(r"\[([^][]*)\]\((\.\./[^)#\s]*)\)", link, source[0])
 

@@ -1,10 +1,12 @@
-"""Write what is made from the code and the GPU receipt: the public names in dsa/__init__.py and
-dsa/reference/__init__.py, docs/reference/ops/, docs/reference/layers.md, and the tables of all documents.
+"""Write the files that are generated from the code and the GPU receipt.
 
 usage: python -m tests.generate
 
-A bridge says in `__all__` which names it gives to dsa; its ops' declarations say which kernels there are. So a new op
-is in no list that somebody keeps by hand. tests/test_generated.py fails where a file is not what this writes.
+- dsa/__init__.py and dsa/reference/__init__.py: the public names, from the `__all__` of the modules of dsa.ops
+- docs/reference/ops/ and docs/reference/layers.md: signatures and docstrings
+- the tables of all documents (tests/gpu/tables.py)
+
+No list of ops is kept by hand. tests/test_generated.py fails where a file differs from what this writes.
 """
 
 import importlib
@@ -14,8 +16,8 @@ from pathlib import Path
 
 import dsa.ops
 import dsa_layers
-from docs.api_pages import class_section, section
 from dsa.runtime.backends import ARCH_NAMES, ARCHS
+from tests.api_pages import section, section_with_members
 from tests.gpu import status_table, tables
 from tests.public_names import BACKENDS, ROOT, ops_of, public_names, references
 
@@ -25,14 +27,14 @@ REFERENCES = ROOT / "dsa" / "reference" / "__init__.py"
 
 
 def init() -> str:
-    """dsa/__init__.py: its head stays, imports and `__all__` are made."""
+    """dsa/__init__.py: imports and `__all__` are generated; the docstring above them stays."""
     text = INIT.read_text()
     head, version = text[: text.index("from dsa.")], next(s for s in text.splitlines() if s.startswith("__version__"))
-    return _names(head, {"dsa.runtime.backends": list(BACKENDS)} | public_names(), f"{version}\n\n")
+    return _names(head, {"dsa.backends": list(BACKENDS)} | public_names(), f"{version}\n\n")
 
 
 def reference_init() -> str:
-    """dsa/reference/__init__.py in the same way."""
+    """dsa/reference/__init__.py, likewise."""
     text = REFERENCES.read_text()
     return _names(text[: text.index("from dsa.")], references())
 
@@ -52,30 +54,33 @@ def _import(module: str, names: list[str]) -> str:
 
 
 def ops() -> dict[Path, str]:
-    """The pages of OPS: index.md with a line for every public function, and a page a family with the docstrings."""
-    lists, tables, pages = [], [], {}
+    """The pages of OPS: index.md with a table per family, and a page per family with the docstrings.
+
+    A family's docstring is "TITLE: what its ops are."."""
+    families, tables, pages = [], [], {}
     for family, files in _families().items():
-        about = inspect.getdoc(importlib.import_module(f"dsa.ops.{family}"))
-        lists.append(f"- [{family}]({family}.md): {about}")
-        tables.append(f"## {family}\n\n| op | file | what it computes | kernels |\n|---|---|---|---|")
-        parts = [f"# {family}\n\n{about}\n"]
+        title, about = inspect.getdoc(importlib.import_module(f"dsa.ops.{family}")).split(": ")
+        families.append(f"- [{title}]({family}.md): {about}")
+        rows, sections = [], []
         for name in sorted(files):
             function = getattr(dsa, name)
             kernels = ", ".join(f"{arch} ({ARCH_NAMES.get(arch, '')})" for arch in ARCHS.get(name, ())) or "PyTorch"
             what = _first_sentence(inspect.getdoc(function) or "")
-            tables[-1] += f"\n| [`{name}`]({family}.md#{name}) | `{family}/{files[name]}` | {what} | {kernels} |"
-            parts.append(section(f"## {name}", f"dsa.{name}", function, OPS))
-        pages[OPS / f"{family}.md"] = "\n".join(parts)
-    return {OPS / "index.md": "\n\n".join([_OPS_HEAD + "\n".join(lists), *tables]) + "\n"} | pages
+            rows.append(f"| [`{name}`]({family}.md#{name}) | `{family}/{files[name]}` | {what} | {kernels} |")
+            sections.append(section(f"## {name}", f"dsa.{name}", function, OPS))
+        tables.append("\n".join([f"## {title}", "", *_OPS_COLUMNS, *rows]))
+        pages[OPS / f"{family}.md"] = "\n".join([f"# {title}\n\nFamily `{family}`: {about}\n", *sections])
+    return {OPS / "index.md": "\n\n".join([_OPS_HEAD + "\n".join(families), *tables]) + "\n"} | pages
 
 
+_OPS_COLUMNS = "| op | file | what it computes | kernels |", "|---|---|---|---|"
 _OPS_HEAD = """\
 # Ops
 
-Every public function of `dsa`, from its docstring; `python -m tests.generate` writes these pages. An op without a
-kernel for the GPU at hand runs its PyTorch reference; so does every op on a CPU. A file is FAMILY/OP of
-[architecture.md](../../explanation/architecture.md#one-rule-for-where-things-are); `dsa bench OP` measures its
-functions.
+Every public function of `dsa`; `python -m tests.generate` writes these pages from the docstrings. The last column names
+the GPUs that have a kernel. Elsewhere, a CPU included, an op runs its PyTorch reference. The file is
+`dsa/ops/FAMILY/OP.py`: [architecture.md](../../explanation/architecture.md#where-the-files-of-an-op-are) lists the
+other files of the op, and `dsa bench OP` measures its functions.
 
 ## Families
 
@@ -83,24 +88,24 @@ functions.
 
 
 def layers() -> str:
-    """LAYERS: the public names of `dsa_layers`, with the public methods of classes."""
+    """The page LAYERS: the public names of `dsa_layers`, with the public methods of classes."""
     names = [name for name in dsa_layers.__all__ if callable(getattr(dsa_layers, name))]
     summaries = {name: _first_sentence(inspect.getdoc(getattr(dsa_layers, name))) for name in names}
     head = _LAYERS_HEAD + "".join(f"- [`{name}`](#{name.lower()}): {about}\n" for name, about in summaries.items())
-    return "\n".join([head, *(class_section(name, getattr(dsa_layers, name), LAYERS.parent) for name in names)])
+    return "\n".join([head, *(section_with_members(name, getattr(dsa_layers, name), LAYERS.parent) for name in names)])
 
 
 _LAYERS_HEAD = """\
 # Layers
 
-The public names of `dsa_layers`, from their docstrings; `python -m tests.generate` writes this page. `SHIPPED_MODEL` is
-the path of the checkpoint of a small model of Python source that comes with dsa.
+The public names of `dsa_layers`; `python -m tests.generate` writes this page from the docstrings. `SHIPPED_MODEL` is
+the path of the small checkpoint that comes with dsa, a model of Python source.
 
 """
 
 
 def _families() -> dict[str, dict[str, str]]:
-    """{family: {function: the name of its bridge's file}}."""
+    """{family: {public function: name of its file in dsa/ops/FAMILY}}."""
     found: dict[str, dict[str, str]] = {}
     for module in public_names():
         _, _, family, file = module.split(".")

@@ -185,7 +185,9 @@ def kernels_digest(name: str, arch: str) -> str:
 def kernels_of(name: str, arch: str) -> set[str]:
     """The modules of an entry's kernels, without their packages."""
     functions = functions_of(name)
-    found = {module for op in modules_of(name) for module in imported_kernels(op)}
+    imported = {module for op in modules_of(name) for module in imported_kernels(op)}
+    other_archs = re.compile(rf"_sm(?!{arch.removeprefix('sm_')}$)\d+$")
+    found = {module for module in imported if not other_archs.search(module)}
     if name in WHOLES and "parallel" in WHOLES[name].families:  # its kernels are no op's
         found |= {compile_function.__module__ for compile_function, _ in machine_code.shipped("parallel").values()}
     launched = (variant for function in functions for call in _launches(function, arch) for variant, _ in call)

@@ -1,1 +1,1 @@
-"""The paged caches: writers, readers and the compressor."""
+"""Paged caches: writers, readers, slots and the compressor."""

@@ -1,1 +1,1 @@
-"""Norm, rotary embedding and hyper connections."""
+"""Norms, rope, hyper connections: single ops, and fusions with each other and with casts."""

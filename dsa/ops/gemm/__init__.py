@@ -1,1 +1,1 @@
-"""FP8 products and casts."""
+"""FP8 and FP4 GEMM: quantised products, casts, and small products in fp32."""

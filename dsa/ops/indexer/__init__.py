@@ -1,1 +1,1 @@
-"""The lightning indexer: scores, top-k selection and their inputs."""
+"""Lightning indexer: scores, top-k selection and their inputs."""

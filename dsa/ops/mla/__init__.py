@@ -1,1 +1,1 @@
-"""Multi-head latent attention, dense and sparse, its windows and merges."""
+"""Latent attention: dense, sparse and windowed attention, merges, and products with kv_b."""

@@ -1,1 +1,1 @@
-"""Mixtures of experts: router, gate, sort and combination."""
+"""Mixture of experts: router, gate, row order and the experts' sum."""

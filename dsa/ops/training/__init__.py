@@ -1,1 +1,1 @@
-"""The indexer's training: warm-up, sparse stage and their gradients."""
+"""Indexer training: losses and gradients of the warm-up and of the sparse stage."""

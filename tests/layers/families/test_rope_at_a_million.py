@@ -9,7 +9,7 @@ from dsa_bench.e2e.stacks import skeleton
 from dsa_layers.families.rotary import make_rotary
 
 TOKENS = 2**20
-# The most that cos or sin is off among the last 8192 positions, as docs/explanation/million.md has it: of the
+# The most that cos or sin is off among the last 8192 positions, as docs/explanation/performance.md has it: of the
 # angle's rounding, by half of 2^-4 at most, and the frequency's, by up to 1.7e-7 of it, a million times.
 MOST = {"V3.2": [0.040], "GLM-5": [0.038], "GLM-5.2": [0.052], "V4-Flash": [0.040, 0.056]}
 

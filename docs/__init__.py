@@ -1,1 +1,0 @@
-"""The documents, and what makes pages and pictures of them."""

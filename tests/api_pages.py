@@ -1,0 +1,78 @@
+"""Functions and classes as Markdown: a heading, a link to the source, the signature and the docstring."""
+
+import inspect
+import os
+import re
+from functools import cached_property
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+from tests.public_names import ROOT
+
+# How a signature is shortened: {pattern: replacement}.
+SHORTER = {
+    r"\b(?:[a-z_]\w*\.)+(?=[A-Z])": "",  # the module of a class
+    r"<[^<>]+>": "...",  # a default that has no literal
+    r": '([^']*)'": r": \1",  # an annotation in quotes
+    r" -> None$": "",
+}
+CODE = r"(`[^`]*`)"
+MARKUP = r"(\*(?! )|(?<! )\*|<(?=[\w/!])|(?<!\w)_|_(?!\w)|(?<=\])\()"  # what Markdown would read as its own
+LINE_MARKUP = r"^(?=[-+#>|] |\d+[.)] )"
+# A paragraph that keeps its lines: a formula, an indented line or columns.
+VERBATIM = r"\A\S[^.:;]{,60} = |^ |\S  +\S"
+NEW_PARAGRAPH = r"(?<=[.:])\n(?=(Returns|Raises|On Hopper|Source)\b)"
+
+
+def section(heading: str, name: str, value: Any, folder: Path) -> str:
+    """A function or class, for a page in `folder`. `name` begins its signature."""
+    file = Path(inspect.getsourcefile(inspect.unwrap(value))).relative_to(ROOT)
+    source = f"Source: [{file}]({os.path.relpath(ROOT / file, folder)})"
+    return "\n\n".join([heading, source, _signature(name, value), _docstring(value)]) + "\n"
+
+
+def section_with_members(name: str, value: Any, folder: Path) -> str:
+    """A public name of dsa_layers: a function, or a class with its public methods and documented properties."""
+    parts = [section(f"## {name}", f"dsa_layers.{name}", value, folder)]
+    if inspect.isclass(value):
+        members = {member: _member(value, member) for member in vars(value) if not member.startswith("_")}
+        parts += [f"### {name}.{member}\n\n{text}\n" for member, text in members.items() if text]
+    return "\n".join(parts)
+
+
+def _member(owner: type, name: str) -> str:
+    """The text of a method, or of a property with a docstring; "" for other members."""
+    member = vars(owner)[name]
+    if isinstance(member, FunctionType | classmethod):
+        return "\n\n".join(filter(None, [_signature(name, getattr(owner, name)), _docstring(member)]))
+    return _docstring(member) if isinstance(member, property | cached_property) else ""
+
+
+def _signature(name: str, value: Any) -> str:
+    """On one line, or with a line per parameter where that is too long."""
+    if getattr(value, "_is_protocol", False):
+        return f"```py\nclass {name}(Protocol)\n```"
+    found = inspect.signature(value)
+    public = [parameter for parameter in found.parameters.values() if not parameter.name.startswith("_")]
+    text = str(found.replace(parameters=public))
+    for pattern, replacement in SHORTER.items():
+        text = re.sub(pattern, replacement, text)
+    if len(name + text) > 100:
+        parameters, result = re.fullmatch(r"\((.*)\)( -> .*)?", text).groups("")
+        lines = re.sub(r", (?=\w+: |\*)", ",\n    ", parameters)
+        text = f"(\n    {lines},\n){result}"
+    return f"```py\n{name}{text}\n```"
+
+
+def _docstring(value: Any) -> str:
+    """Prose as Markdown paragraphs; formulas, columns and examples in blocks."""
+    text = re.sub(NEW_PARAGRAPH, "\n\n", inspect.cleandoc(value.__doc__ or ""))
+    return "\n\n".join(_paragraph(paragraph) for paragraph in text.split("\n\n"))
+
+
+def _paragraph(text: str) -> str:
+    if re.search(VERBATIM, text, re.M):
+        return f"```text\n{text}\n```"
+    text = re.sub(f"{CODE}|{MARKUP}", lambda found: found[1] or "\\" + found[2], text)
+    return re.sub(LINE_MARKUP, r"\\", text, flags=re.M)
