@@ -64,7 +64,7 @@ def model_variants(
             for _ in passes(model, cache, drafts):
                 pass
             if gpus in RANKS:
-                compiled_sums(arch, gpus)
+                compiled_sums(gpus)
         found |= asked
     return sorted(with_all_tiles(found), key=repr)
 

@@ -62,7 +62,7 @@ def m_grouped_fp8_fp4_gemm_nt_contiguous(
         return
     ends = _aligned(grouped_layout, len(q)) if use_psum_layout else _ends(grouped_layout, len(w))
     if backends.runs_kernel(op.public, q):
-        write(op, d, q, s, w, ws, ends.contiguous(), expected_rows=expected)
+        write(d, q, s, w, ws, ends.contiguous(), expected_rows=expected)
     else:
         _check_groups(grouped_layout, len(q) if use_psum_layout else len(w) - 1, use_psum_layout)
         ends[-1] = len(q)  # the reference would fill rows of no group with NaN
@@ -115,7 +115,7 @@ def m_grouped_fp8_fp4_gemm_nt_masked(
         s, ws = bridge.aligned_scales(s), bridge.aligned_scales(ws)
         for e in range(len(q)):
             one = slice(e, e + 1)
-            write(op, d[e], q[e], s[e], w[one], ws[one], masked_m[one], expected_rows=min(expected_m, q.shape[1]))
+            write(d[e], q[e], s[e], w[one], ws[one], masked_m[one], expected_rows=min(expected_m, q.shape[1]))
         return
     for e, rows in enumerate(masked_m.clamp(0, q.shape[1]).tolist()):
         d[e, :rows] = bridge._fp8_gemm_nt.reference(q[e, :rows], s[e, :rows], w[e], ws[e], d.dtype)
