@@ -2,7 +2,7 @@
 then its indexers alone, then sparse.
 
 usage: python examples/train_indexer.py OUT [--seconds DENSE WARMUP SPARSE] [--steps DENSE WARMUP SPARSE]
-           [--batch DENSE WARMUP SPARSE] [--vocab N] [--config JSON] [--device cuda]
+           [--batch DENSE WARMUP SPARSE] [--vocab N] [--held-out N] [--config JSON] [--device cuda]
        torchrun --nproc-per-node N examples/train_indexer.py OUT ...
 
 The text is Python: the standard library on this machine (PSF licence), and the packages that are installed beside it
@@ -48,10 +48,10 @@ from dsa_layers.parallel.process_group import agreed, join
 # How the model writes best; generation_config.json.
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_p": 0.95}
 
-# Of each held-out text: bytes that every loss in the tables is of, and sequences that stages look at while they run and
-# that acceptance, and recall of the library's, are measured on.
-LOSS_BYTES, FEW_SEQUENCES = 2**18, 16
-# In each of these, behind which drafts are compared.
+# Sequences of each held-out text that a running stage measures its loss on, and that acceptance is measured on. Recall
+# is measured on those of the library.
+FEW_SEQUENCES = 16
+# Positions in each of these sequences after which drafts are compared.
 POSITIONS = 64
 
 
@@ -69,10 +69,11 @@ def run(out: Path, plan: Plan, device: str, text: Text, ranks: Ranks = ALONE) ->
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
     model = build(changes, dtype).to(device)
     top_k, train = model.config.index_topk, corpus.train.to(device)
-    held_out = {name: corpus.first_pieces(name, plan.length, LOSS_BYTES).to(device) for name in corpus.held_out}
+    held_out = {name: corpus.first_pieces(name, plan.length, plan.held_out).to(device) for name in corpus.held_out}
     held_out = {name: tokens for name, tokens in held_out.items() if len(tokens)}
     sizes = {name: corpus.bytes_in(tokens) for name, tokens in held_out.items()}
-    few = torch.cat([spread(tokens, FEW_SEQUENCES) for tokens in held_out.values()])
+    few_of = {name: spread(tokens, FEW_SEQUENCES) for name, tokens in held_out.items()}
+    few = torch.cat([*few_of.values()])
     few_size = corpus.bytes_in(few)
     losses, watched, recalls, times = {}, {}, {}, {}
     metrics: dict[str, object] = {
@@ -96,6 +97,10 @@ def run(out: Path, plan: Plan, device: str, text: Text, ranks: Ranks = ALONE) ->
         sources = f"the library and {len(text.facts['packages'])} packages"
         print(f"{len(train) / 1e6:.1f}M tokens of {sources}; {time.perf_counter() - began:.0f} s", flush=True)
 
+    def announce(when: str, size: int) -> None:
+        if ranks.rank == 0:
+            print(f"{when}: measuring on {size} bytes of held-out text", flush=True)
+
     def nats_a_byte(model: torch.nn.Module, name: str, keys: int) -> float:
         tokens = held_out[name]
         return held_out_loss(model, tokens, keys) * (tokens.numel() - len(tokens)) / sizes[name]
@@ -104,7 +109,8 @@ def run(out: Path, plan: Plan, device: str, text: Text, ranks: Ranks = ALONE) ->
         keys = plan.length if name == "dense" else top_k
         points = watched[name] = []
 
-        def watch(step: int, keys: int = keys, points: list = points) -> float:
+        def watch(step: int, name: str = name, keys: int = keys, points: list = points) -> float:
+            announce(f"{name}, step {step}", few_size)
             loss = held_out_loss(model, few, keys) * (few.numel() - len(few)) / few_size
             points.append((step, loss))
             return loss
@@ -113,11 +119,12 @@ def run(out: Path, plan: Plan, device: str, text: Text, ranks: Ranks = ALONE) ->
         if ranks.rank > 0:
             continue
         rows += of_stage
+        announce(f"{name}, end", sum(sizes.values()))
         for files in held_out:
             own = losses.setdefault(files, {})
             own[f"{name}, all keys"] = nats_a_byte(model, files, plan.length)
             own[f"{name}, top-k"] = nats_a_byte(model, files, top_k)
-        recalls[name] = vars(recall(model, few[:FEW_SEQUENCES], top_k, dense=name != "sparse"))
+        recalls[name] = vars(recall(model, few_of["library"], top_k, dense=name != "sparse"))
         write_checkpoint(model, tokenizer, text, out / "model", fields(changes, quantized=True))
         quantised = load_model(out / "model", device=device, drafter=True, progress=False)
         for files in held_out:
@@ -223,6 +230,13 @@ def main() -> None:
         help=f"tokens of the vocabulary, at least {BYTES} (default: %(default)s)",
     )
     parser.add_argument(
+        "--held-out",
+        type=options.positive,
+        default=Plan.held_out,
+        metavar="N",
+        help="bytes of each held-out text that losses are measured on, at least one sequence (default: %(default)s)",
+    )
+    parser.add_argument(
         "--config",
         type=_fields,
         default={},
@@ -253,7 +267,8 @@ def main() -> None:
     except OSError as error:
         parser.error(f"OUT: {error.filename}: {error.strerror}")
     stages = {name: tuple(getattr(args, name)) for name in ("seconds", "steps", "batch")}
-    run(args.out, Plan(**stages, vocab=args.vocab, fields=args.config), device, read_text(), ranks)
+    plan = Plan(**stages, vocab=args.vocab, held_out=args.held_out, fields=args.config)
+    run(args.out, plan, device, read_text(), ranks)
     if ranks.rank == 0:
         print((args.out / "table.md").read_text())
 

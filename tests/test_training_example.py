@@ -31,7 +31,16 @@ from tests.tiny_training import measure_little, text_of, write_corpus  # noqa: E
 
 SMALL = {"index_topk": 32, "hidden_size": 128, "intermediate_size": 128, "n_routed_experts": 2}
 WITH_VOCAB = SMALL | {"vocab_size": 300}
-PLAN = Plan((12, 4, 4), rates=(1e-2, 3e-3, 3e-4), batch=(2, 2, 2), every=(6, 2, 2), length=64, vocab=300, fields=SMALL)
+PLAN = Plan(
+    (12, 4, 4),
+    rates=(1e-2, 3e-3, 3e-4),
+    batch=(2, 2, 2),
+    every=(6, 2, 2),
+    length=64,
+    vocab=300,
+    held_out=400,
+    fields=SMALL,
+)
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +98,7 @@ def test_tokens_and_bytes(corpus, text):
     assert int(corpus.bytes_of[tokens.long()].sum()) == len(held_out.encode())
     few = corpus.first_pieces("library", 10, 500)
     assert 500 - 10 * int(corpus.bytes_of.max()) < corpus.bytes_in(few) <= 500
+    assert len(corpus.first_pieces("library", 10, 1)) == 1
 
 
 def test_who_learns_when(corpus, model):
@@ -333,6 +343,7 @@ def test_export_refuses(model, tmp_path):
         (["OUT", "--device", "cuda"], "--device: got 'cuda', but torch sees no CUDA GPU"),
         (["OUT", "--steps", "0", "1", "1"], "argument --steps: must be at least 1, got 0"),
         (["OUT", "--batch", "1", "0", "1"], "argument --batch: must be at least 1, got 0"),
+        (["OUT", "--held-out", "0"], "argument --held-out: must be at least 1, got 0"),
         (["OUT", "--seconds", "-1", "1", "1"], "argument --seconds: must be a finite number above 0, got '-1'"),
     ],
 )
@@ -353,7 +364,7 @@ def test_help(monkeypatch, capsys):
         train_indexer.main()
     told = " ".join(capsys.readouterr().out.split())
     assert "trained as the paper trains: dense, then its indexers alone, then sparse." in told
-    assert told.count("(default: ") == 5
+    assert told.count("(default: ") == 6
     assert "--seconds DENSE WARMUP SPARSE of each stage at most (default: 450 40" in told
 
 

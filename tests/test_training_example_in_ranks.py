@@ -90,7 +90,7 @@ def test_two_ranks_have_the_losses_and_gradients_of_one(tokens):
 @pytest.mark.slow
 def test_the_command_trains_in_two_processes(root, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(SCRIPT), str(root), "out"]
-    options = ["--device", "cpu", "--steps", "2", "2", "2"]
+    options = ["--device", "cpu", "--steps", "2", "2", "2", "--config", json.dumps(FIELDS)]
     done = subprocess.run([*command, *options], cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Held-out language loss") == 1

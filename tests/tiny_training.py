@@ -28,6 +28,7 @@ class TinyPlan(Plan):
     every: tuple[int, int, int] = (4, 4, 4)
     length: int = 61
     vocab: int = 300
+    held_out: int = 400
     fields: dict[str, object] = field(default_factory=lambda: FIELDS)
 
 
@@ -62,7 +63,6 @@ def measure_little(set_attribute=setattr) -> None:
     """On a CPU measuring takes longer than training."""
     set_attribute(train_indexer, "FEW_SEQUENCES", 1)
     set_attribute(train_indexer, "POSITIONS", 8)
-    set_attribute(train_indexer, "LOSS_BYTES", 400)
     set_attribute(text, "SMALLEST_PACKAGE", 1000)
 
 

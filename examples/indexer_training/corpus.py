@@ -27,10 +27,10 @@ class Corpus:
         return cls(_tokens(text.train, tokenizer), held_out, torch.tensor(bytes_of_tokens(tokenizer)))
 
     def first_pieces(self, name: str, length: int, most_bytes: int) -> torch.Tensor:
-        """`pieces` of the beginning of a held-out text: of so many bytes, or of all if it has fewer."""
+        """`pieces` of the first `most_bytes` of a held-out text, and at least one of them if the text has one."""
         tokens = self.held_out[name]
         ends = self.bytes_of[tokens.long()].cumsum(0)
-        return pieces(tokens[: int((ends <= most_bytes).sum())], length)
+        return pieces(tokens[: max(length, int((ends <= most_bytes).sum()))], length)
 
     def bytes_in(self, sequences: torch.Tensor) -> int:
         """That the tokens behind the first of each of `sequences` [N, 1 + L] stand for."""

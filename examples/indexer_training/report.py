@@ -3,6 +3,9 @@
 usage: python examples/indexer_training/report.py OUT [DOCUMENT]
 
 Renews OUT's table.md, losses.png and model/README.md, and the tables in DOCUMENT.
+
+To ship another run, copy OUT/model over dsa_layers/stdlib_model and OUT/losses.png over
+docs/pictures/indexer-training.png. Then run this script with docs/how-to/train-an-indexer.md as DOCUMENT.
 """
 
 import csv

@@ -34,8 +34,9 @@ _WEIGHTS = {"dense": (1.0, _DRAFT_WEIGHTS[1], 0.0), "warmup": (0.0, 0.0, 1.0), "
 @dataclass
 class Plan:
     """Of each stage: the most steps and seconds, the highest learning rate, sequences a step, and the steps from one
-    look at the held-out text to the next; the tokens of a sequence and of the vocabulary; fields of the model's
-    configuration that differ from small_model.FIELDS.
+    look at the held-out text to the next; the tokens of a sequence and of the vocabulary; the bytes of each held-out
+    text that losses are measured on at a stage's end; fields of the model's configuration that differ from
+    small_model.FIELDS.
 
     The defaults are for one H200: seconds end every stage."""
 
@@ -46,6 +47,7 @@ class Plan:
     every: tuple[int, int, int] = (250, 250, 50)
     length: int = 2048
     vocab: int = 512
+    held_out: int = 2**18
     fields: dict[str, object] = field(default_factory=dict)
 
 

@@ -21,7 +21,9 @@ from indexer_training.vocabulary import train_tokenizer
 from tests.tiny_training import measure_little, text_of, write_corpus
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no Hopper kernel yet")
-PLAN = stages.Plan((24, 8, 8), rates=(1e-2, 3e-3, 3e-4), batch=(4, 2, 2), every=(8, 4, 4), length=256, vocab=300)
+PLAN = stages.Plan(
+    (24, 8, 8), rates=(1e-2, 3e-3, 3e-4), batch=(4, 2, 2), every=(8, 4, 4), length=256, vocab=300, held_out=4000
+)
 MODEL = {"vocab_size": PLAN.vocab, "max_position_embeddings": PLAN.length}
 
 
@@ -71,7 +73,6 @@ def test_a_captured_pass_is_the_same_as_it_is(text):
 
 def test_all_stages(text, tmp_path, monkeypatch):
     measure_little(monkeypatch.setattr)
-    monkeypatch.setattr(train_indexer, "LOSS_BYTES", 4000)  # sequences are longer than on a CPU
     metrics = train_indexer.run(tmp_path, PLAN, "cuda", text)
     rows = list(csv.DictReader((tmp_path / "losses.csv").open()))
     assert [row["stage"] for row in rows] == [name for name, n in zip(stages.STAGES, PLAN.steps) for _ in range(n)]

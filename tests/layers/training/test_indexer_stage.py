@@ -309,7 +309,7 @@ def test_a_pass_that_fails_leaves_nothing():
 def test_the_functions_of_the_documentation():
     """Its example runs as it stands there, and its losses train the indexer alone."""
     text = (Path(__file__).parents[3] / "docs" / "how-to" / "train-an-indexer.md").read_text()
-    (code,) = re.findall(r"own\n\n```python\n(.*?)```", text, re.S)
+    (code,) = re.findall(r"## In an attention of your own\n.*?```python\n(.*?)```", text, re.S)
     names = {}
     exec(code, names)
     torch.manual_seed(0)
