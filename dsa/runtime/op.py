@@ -234,7 +234,6 @@ def op(
     results: Callable[..., Any] | None = None,
     limits: Callable[..., None] | None = None,
     out: Mapping[str, Tensor] | None = None,
-    kernels: Any = None,  # LEGACY
     differentiable: bool = False,
     autograd: bool = False,
     dtypes: tuple[torch.dtype, ...] = (),
@@ -264,8 +263,6 @@ def op(
     outputs = dict(out or {})
 
     def declare(launch: Launch) -> Op:
-        if kernels is not None:  # LEGACY
-            launch = _legacy(launch, kernels)
         name = launch.__name__.removeprefix("_")
         found = arguments.taking(f"reference of {name}", reference)
         made = None if results is None else arguments.taking(f"results of {name}", results)
@@ -276,7 +273,6 @@ def op(
         signature = inspect.signature(launch)
         if outputs:
             declared.into = Op(f"{name}_out", every, *_writing(found, made, [*outputs]), check, False, *options[1:])
-        declared.kernels = kernels and Kernels("", kernels)  # LEGACY
         declared.on(HOPPER)(launch)
         OPS[name] = declared
         kept = [signature.parameters[argument] for argument in arguments.specs]
@@ -358,33 +354,3 @@ def _flat(arguments: tuple[Any, ...]) -> list[Any]:
     for x in arguments:
         found.extend(x) if isinstance(x, (list, tuple)) else found.append(x)
     return found
-
-
-# LEGACY, until every op imports its kernels itself.
-class Kernels:
-    def __init__(self, name, rows):
-        self.name, self.rows = name, dict(rows)
-
-    def modules(self, arch):
-        import importlib
-
-        row = self.rows[arch]
-        found = tuple(importlib.import_module(name) for name in ((row,) if isinstance(row, str) else row))
-        return found[0] if isinstance(row, str) else found
-
-
-def rows_of(*parts):
-    names = [part.rows["sm_90"] for part in parts]
-    return {"sm_90": tuple(n for row in names for n in ((row,) if isinstance(row, str) else row))}
-
-
-def _legacy(launch, rows):
-    modules = Kernels("", rows)
-    signature = inspect.signature(launch)
-    own = [*signature.parameters.values()][1:]
-
-    def call(*given):
-        return launch(modules.modules("sm_90"), *given)
-
-    call.__name__, call.__signature__ = launch.__name__, signature.replace(parameters=own)
-    return call
