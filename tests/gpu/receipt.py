@@ -30,7 +30,6 @@ from dsa import ops
 from dsa.ops import op_modules
 from dsa.runtime.backends import ARCHS
 from dsa_bench.harness.benchmarks import benchmarks
-from tests.imports import imports
 from tests.kernels import machine_code
 from tests.ops import launched_arguments
 from tests.public_names import ops_of
@@ -183,27 +182,16 @@ def kernels_digest(name: str, arch: str) -> str:
 
 
 def kernels_of(name: str, arch: str) -> set[str]:
-    """The modules of an entry's kernels, without their packages."""
-    functions = functions_of(name)
-    imported = {module for op in modules_of(name) for module in imported_kernels(op)}
-    other_archs = re.compile(rf"_sm(?!{arch.removeprefix('sm_')}$)\d+$")
-    found = {module for module in imported if not other_archs.search(module)}
+    """The modules of the kernels that an entry's functions launch over their cases, without their packages."""
+    found = {
+        variant.partition(".")[0]
+        for function in functions_of(name)
+        for call in _launches(function, arch)
+        for variant, _ in call
+    }
     if name in WHOLES and "parallel" in WHOLES[name].families:  # its kernels are no op's
-        found |= {compile_function.__module__ for compile_function, _ in machine_code.shipped("parallel").values()}
-    launched = (variant for function in functions for call in _launches(function, arch) for variant, _ in call)
-    return {module.rpartition(".")[2] for module in found} | {variant.partition(".")[0] for variant in launched}
-
-
-@functools.cache
-def imported_kernels(module: str) -> frozenset[str]:
-    """The modules of kernels that a file of dsa.ops imports, itself or by other files of dsa.ops."""
-    found: set[str] = set()
-    for name in imports(ROOT / f"{module.replace('.', '/')}.py"):
-        if name.startswith("dsa.kernels."):
-            found.add(name)
-        elif name.startswith("dsa.ops.") and name.count(".") == 3:
-            found |= imported_kernels(name)
-    return frozenset(found)
+        found |= {variant.partition(".")[0] for variant in machine_code.shipped("parallel")}
+    return found
 
 
 def launches_digest(name: str, arch: str) -> str:
@@ -235,30 +223,17 @@ def _digest(value: Any) -> str:
 @functools.cache
 def functions_of(name: str) -> list[str]:
     """The public functions of dsa that an entry is about."""
-    functions = {function for module in modules_of(name) for function in ops_of(module)}
-    words = _words_of_sources(name)
-    return sorted({f for f in functions if f in words} if words else functions)
-
-
-@functools.cache
-def modules_of(name: str) -> list[str]:
-    """The modules of dsa.ops that an entry is about."""
     if name in ("several_gpus", "oldest_dsl"):
-        return sorted({op_module(path.stem.removeprefix("test_")) for path in test_files(name)})
-    if name not in WHOLES:
-        return [op_module(name)]
-    words = _words_of_sources(name)
-    return [
-        module
-        for module in op_modules().values()
-        if module.split(".")[2] in WHOLES[name].families or words & {*ops_of(module)} & ARCHS.keys()
-    ]
-
-
-def _words_of_sources(name: str) -> set[str]:
-    sources = WHOLES[name].sources if name in WHOLES else ()
-    paths = [path for source in sources for path in (ROOT / source).rglob("*.py")]
-    return {word for path in paths for word in re.findall(r"\w+", path.read_text())}
+        modules = {op_module(path.stem.removeprefix("test_")) for path in test_files(name)}
+    elif name not in WHOLES:
+        modules = {op_module(name)}
+    else:
+        modules = {m for m in op_modules().values() if m.split(".")[2] in WHOLES[name].families}
+    found = {function for module in modules for function in ops_of(module)}
+    for source in WHOLES[name].sources if name in WHOLES else ():
+        words = {word for path in (ROOT / source).rglob("*.py") for word in re.findall(r"\w+", path.read_text())}
+        found |= words & ARCHS.keys()
+    return sorted(found)
 
 
 def op_module(name: str) -> str:
