@@ -30,7 +30,7 @@ def init() -> str:
     """dsa/__init__.py: imports and `__all__` are generated; the docstring above them stays."""
     text = INIT.read_text()
     head, version = text[: text.index("from dsa.")], next(s for s in text.splitlines() if s.startswith("__version__"))
-    return _names(head, {"dsa.backends": list(BACKENDS)} | public_names(), f"{version}\n\n")
+    return _names(head, public_names() | {"dsa.runtime.backends": list(BACKENDS)}, f"{version}\n\n")
 
 
 def reference_init() -> str:
