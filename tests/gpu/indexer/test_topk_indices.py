@@ -8,7 +8,6 @@ import torch
 import dsa
 from dsa.kernels.indexer import topk_config
 from dsa.kernels.indexer.topk_candidates import SAMPLE
-from dsa.ops.indexer import topk_indices as bridge
 from dsa.reference import topk_indices as reference
 from dsa.runtime.op import forget_calls
 from dsa.testing import poison_free_memory
@@ -29,7 +28,6 @@ def forced(patch, cfg):
         return cfg if fits and cfg.takes(k) else CHOOSE(rows, vectors, k, width, multiprocessors)
 
     patch.setattr(topk_config, "choose_config", choose)
-    bridge._kernel.cache_clear()
     forget_calls()
 
 
@@ -38,7 +36,6 @@ def config(request, monkeypatch):
     """Every variant in turn."""
     forced(monkeypatch, request.param)
     yield request.param
-    bridge._kernel.cache_clear()
     forget_calls()
 
 
