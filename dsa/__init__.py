@@ -3,7 +3,6 @@
 Importing this package imports torch only: no CuTe DSL, no CUDA initialisation.
 """
 
-from dsa.backends import backend, num_sms, use_backend
 from dsa.ops.cache.compressed_kv import compress_kv, write_compressed_kv
 from dsa.ops.cache.indexer_cache import read_indexer_cache, write_indexer_cache
 from dsa.ops.cache.kv_cache import make_v4_cache, read_kv_cache, write_kv_cache
@@ -53,6 +52,7 @@ from dsa.ops.training.indexer_topk import indexer_topk
 from dsa.ops.training.indexer_warmup_attention import indexer_warmup_attention
 from dsa.ops.training.sparse_indexer_loss import sparse_indexer_loss
 from dsa.ops.training.sparse_mla_attention import sparse_mla_attention
+from dsa.runtime.backends import backend, num_sms, use_backend
 
 __version__ = "0.1.0"
 

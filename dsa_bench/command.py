@@ -124,7 +124,7 @@ def _tune(args: argparse.Namespace) -> int:
 
 
 def _need_a_gpu(what: str) -> None:
-    from dsa import backends
+    from dsa.runtime import backends
 
     if reason := backends.why_no_kernels():
         raise ValueError(f"{what} needs a GPU with kernels: {reason}")

@@ -2,8 +2,8 @@
 
 import torch
 
-from dsa import backends
 from dsa.ops.mla._shared_keys import LEAST_INDICES, group_size
+from dsa.runtime import backends
 
 
 def grouped_prompt(heads: int, query_dim: int) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import dsa.ops
 import dsa_layers
-from dsa.backends import ARCH_NAMES, KERNELS
+from dsa.runtime.backends import ARCH_NAMES, ARCHS
 from tests.api_pages import section, section_with_members
 from tests.gpu import status_table, tables
 from tests.public_names import BACKENDS, ROOT, ops_of, public_names, references
@@ -30,7 +30,7 @@ def init() -> str:
     """dsa/__init__.py: imports and `__all__` are generated; the docstring above them stays."""
     text = INIT.read_text()
     head, version = text[: text.index("from dsa.")], next(s for s in text.splitlines() if s.startswith("__version__"))
-    return _names(head, {"dsa.backends": list(BACKENDS)} | public_names(), f"{version}\n\n")
+    return _names(head, public_names() | {"dsa.runtime.backends": list(BACKENDS)}, f"{version}\n\n")
 
 
 def reference_init() -> str:
@@ -64,7 +64,7 @@ def ops() -> dict[Path, str]:
         rows, sections = [], []
         for name in sorted(files):
             function = getattr(dsa, name)
-            kernels = ", ".join(f"{arch} ({ARCH_NAMES.get(arch, '')})" for arch in KERNELS.get(name, {})) or "PyTorch"
+            kernels = ", ".join(f"{arch} ({ARCH_NAMES.get(arch, '')})" for arch in ARCHS.get(name, ())) or "PyTorch"
             what = _first_sentence(inspect.getdoc(function) or "")
             rows.append(f"| [`{name}`]({family}.md#{name}) | `{family}/{files[name]}` | {what} | {kernels} |")
             sections.append(section(f"## {name}", f"dsa.{name}", function, OPS))

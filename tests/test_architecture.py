@@ -111,7 +111,9 @@ def test_nothing_else_misses_it(project):
 
 def test_it_is_where_ops_are_looked_for(project):
     assert run(project, "-c", "from dsa_bench.harness import case; print(case.load('scale_rows').SHAPES)")
-    assert "scale_rows" in run(project, "-c", "import dsa; print(dsa.__all__, dsa.backends.KERNELS['scale_rows'])")
+    assert "scale_rows" in run(
+        project, "-c", "import dsa; print(dsa.__all__, dsa.runtime.backends.ARCHS['scale_rows'])"
+    )
     assert "scale_rows" in run(project, "-c", "from dsa import reference; print(reference.__all__)")
     help_of_bench = "from dsa_layers.command.main import main; main(['bench', '--help'])"
     assert "scale_rows" in run(project, "-c", help_of_bench)

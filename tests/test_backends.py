@@ -7,8 +7,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dsa
-from dsa import backends
 from dsa.ops.elementwise import _rms_norm_gradient
+from dsa.runtime import backends
 
 
 class _OnCuda(torch.Tensor):
@@ -59,8 +59,7 @@ def test_each_tensors_gpu_decides(monkeypatch, current):
 
 
 def test_a_part_of_an_op_runs_on_the_archs_of_its_kernels(monkeypatch, hopper):
-    rows = backends.KERNELS["rms_norm"] | {"sm_100": "dsa.kernels.elementwise.rms_norm_sm100"}
-    monkeypatch.setitem(backends.KERNELS, "rms_norm", rows)
+    monkeypatch.setitem(backends.ARCHS, "rms_norm", ["sm_90", "sm_100"])
     monkeypatch.setattr(backends, "arch_of", lambda _: "sm_100")
     assert backends.runs_kernel("rms_norm", on_gpu())
     with pytest.warns(UserWarning, match=r"dsa\.rms_norm has no sm_100 kernel yet"):
@@ -92,7 +91,7 @@ def test_unknown_names_are_errors(monkeypatch):
 def test_an_op_without_a_kernel_for_this_gpu_or_dtype_says_so_once(monkeypatch, hopper):
     with pytest.warns(UserWarning, match=r"dsa\.some_op has no Hopper kernel yet"):
         backends.note_reference_only("some_op", on_gpu())
-    monkeypatch.setitem(backends.KERNELS, "another", {"sm_90": "a_module"})
+    monkeypatch.setitem(backends.ARCHS, "another", ["sm_90"])
     monkeypatch.setattr(backends, "arch_of", lambda _: "sm_100")
     with pytest.warns(UserWarning, match=r"dsa\.another has no sm_100 kernel yet"):
         assert not backends.runs_kernel("another", on_gpu())

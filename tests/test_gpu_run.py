@@ -137,7 +137,7 @@ def test_a_run_that_is_cut_off_is_gone_on_with(monkeypatch, tmp_path):
 
 def test_what_the_environment_must_not_choose(monkeypatch, capsys):
     """Other backends, fewer cases, a part of the tests; and a commit that nobody finds again."""
-    monkeypatch.setattr("dsa.backends.why_no_kernels", lambda: None)
+    monkeypatch.setattr("dsa.runtime.backends.why_no_kernels", lambda: None)
     for name in run.UNSET:
         monkeypatch.setenv(name, "reference")
     with pytest.raises(SystemExit):
@@ -200,8 +200,8 @@ class StoppedHere(Exception):
 def test_the_oldest_dsls_entry_is_gone_on_with(monkeypatch, tmp_path):
     """It is on record with that DSL, and not with the one of this process."""
     monkeypatch.setattr(run.receipt, "PATH", tmp_path / "receipt.json")
-    monkeypatch.setattr("dsa.backends.why_no_kernels", lambda: None)
-    monkeypatch.setattr("dsa.backends.arch_of", lambda device: "sm_90")
+    monkeypatch.setattr("dsa.runtime.backends.why_no_kernels", lambda: None)
+    monkeypatch.setattr("dsa.runtime.backends.arch_of", lambda device: "sm_90")
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
@@ -237,8 +237,8 @@ def test_without_entries_one_gpu_leaves_out_what_needs_two(gpus, monkeypatch):
         asked.extend(names)
         raise StoppedHere
 
-    monkeypatch.setattr("dsa.backends.why_no_kernels", lambda: None)
-    monkeypatch.setattr("dsa.backends.arch_of", lambda device: "sm_90")
+    monkeypatch.setattr("dsa.runtime.backends.why_no_kernels", lambda: None)
+    monkeypatch.setattr("dsa.runtime.backends.arch_of", lambda device: "sm_90")
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
@@ -273,8 +273,8 @@ def test_the_oldest_dsl_is_found_first(monkeypatch, tmp_path):
 
 
 def test_another_dsl_is_refused_in_the_oldest_ones_place(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr("dsa.backends.why_no_kernels", lambda: None)
-    monkeypatch.setattr("dsa.backends.arch_of", lambda device: "sm_90")
+    monkeypatch.setattr("dsa.runtime.backends.why_no_kernels", lambda: None)
+    monkeypatch.setattr("dsa.runtime.backends.arch_of", lambda device: "sm_90")
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
     monkeypatch.setenv("DSA_OLDEST_DSL", dsl(tmp_path, "4.9.9"))
     with pytest.raises(SystemExit):

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from dsa import backends
 from dsa.ops import op_module
+from dsa.runtime import backends
 from tests.gpu import pictures, receipt, receipt_rows, status_table, tables
 from tests.kernels import machine_code
 
@@ -56,16 +56,14 @@ def test_a_verified_entry_has_passed_and_has_its_figures(arch, name):
 
 
 def test_of_an_arch_only_the_ops_with_kernels_for_it_are_asked(monkeypatch):
-    rows = backends.KERNELS["rms_norm"] | {"sm_100": "dsa.kernels.elementwise.rms_norm_sm100"}
-    monkeypatch.setitem(backends.KERNELS, "rms_norm", rows)
+    monkeypatch.setitem(backends.ARCHS, "rms_norm", [ARCH, "sm_100"])
     assert receipt.asked(ARCH) == receipt.tested()
     assert receipt.asked("sm_100") == ["rms_norm"] and receipt.asked("sm_1") == []
     assert receipt.needed(receipt.load(), "sm_100") == ["rms_norm"]
     monkeypatch.setattr(status_table, "op_modules", lambda: {"rms_norm": op_module("rms_norm")})
     table = status_table.table("sm_100", {})
     assert "| `rms_norm` | kernel | not run |" in table and "`dsa bench e2e`" not in table
-    del rows[ARCH]
-    monkeypatch.setitem(backends.KERNELS, "rms_norm", rows)
+    monkeypatch.setitem(backends.ARCHS, "rms_norm", ["sm_100"])
     assert {*receipt.tested()} - {*receipt.asked(ARCH)} == {"rms_norm"}
 
 

@@ -16,7 +16,7 @@ The name of an Int that stands before is a word as well, for its value.
 
 import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -154,8 +154,8 @@ class Arguments:
 
     def __init__(self, *, rule: Callable[..., None] | None = None, first: tuple[str, ...] = (), **specs: Spec) -> None:
         self.specs, self.rule = specs, rule
-        self._check_rule = None if rule is None else self.taking("rule", rule)
         self.names = tuple(getattr(spec, "name", "") or name for name, spec in specs.items())
+        self._check_rule = None if rule is None else self.taking("rule", rule)
         self.written = tuple(name for name, spec in specs.items() if isinstance(spec, Tensor) and spec.written)
         with_shape = ((name, spec) for name, spec in specs.items() if isinstance(spec, (Tensor, Tensors)))
         self._shapes = {name: _Shapes(spec.shape) for name, spec in with_shape}
@@ -170,6 +170,11 @@ class Arguments:
         """The same for an op: without what is `mixed`."""
         specs = {k: replace(spec, mixed=False) if isinstance(spec, Tensor) else spec for k, spec in self.specs.items()}
         return Arguments(rule=self.rule, first=self._first, **specs)
+
+    def writing(self, outputs: Mapping[str, Tensor]) -> "Arguments":
+        """The same, with outputs of these specs that the caller gives."""
+        written = {name: replace(spec, written=True) for name, spec in outputs.items()}
+        return Arguments(rule=self.rule, first=self._first, **self.specs, **written)
 
     def check(self, *values: object) -> Sizes:
         """TypeError or ValueError for a wrong argument, by its name; else the sizes by their names."""
@@ -218,24 +223,33 @@ class Arguments:
                 spec.check(shown, values[i])
 
     def taking(self, what: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, to be called with all arguments in their order: it gets those that its parameters name.
+        """`function`, to be called with all arguments in their order: it gets those that its parameters name. A
+        parameter `a` gets the tuple of the arguments that errors call a[0], a[1], ...
 
         what  how the error calls the function; TypeError for a parameter that is no argument
         """
-        names, positions, keywords = list(self.specs), [], {}
+        places: dict[str, int | tuple[int, ...]] = {name: i for i, name in enumerate(self.specs)}
+        for i, shown in enumerate(self.names):
+            if shown.endswith("]"):
+                of = shown.partition("[")[0]
+                places[of] = (*places.get(of, ()), i)
+        positions, keywords = [], {}
         for name, parameter in inspect.signature(function).parameters.items():
-            if name not in names or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            if name not in places or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 got = parameter.replace(annotation=parameter.empty, default=parameter.empty)
-                raise TypeError(f"{what}: must take arguments by their names, {', '.join(names)}, got {got}")
+                raise TypeError(f"{what}: must take arguments by their names, {', '.join(self.specs)}, got {got}")
             if parameter.kind == parameter.KEYWORD_ONLY:
-                keywords[name] = names.index(name)
+                keywords[name] = places[name]
             else:
-                positions.append(names.index(name))
-        if positions == [*range(len(names))]:
+                positions.append(places[name])
+        if positions == [*range(len(self.specs))]:
             return function
 
         def call(*values: Any) -> Any:
-            return function(*[values[i] for i in positions], **{name: values[i] for name, i in keywords.items()})
+            def given(at: int | tuple[int, ...]) -> Any:
+                return values[at] if isinstance(at, int) else tuple(values[i] for i in at)
+
+            return function(*map(given, positions), **{name: given(at) for name, at in keywords.items()})
 
         return call
 

@@ -1,1 +1,1 @@
-"""What every kernel needs on the host: compilation, and its cache on disk."""
+"""What every op and kernel shares on the host: the op's record, recorded calls, backends, compilation and its cache."""

@@ -37,10 +37,13 @@ import cutlass
 import cutlass.cute as cute
 import tvm_ffi
 
+from dsa.runtime import variants
 from dsa.runtime.object_file import cubin_in, write_object_file
 from dsa.runtime.packed_kernels import name_of, packed_object
 from dsa.runtime.private_files import create_private_file, open_lock, open_private_file, path_of, private_folder
+from dsa.runtime.recording import noted
 from dsa.runtime.source_key import key_on_disk, source_key
+from dsa.runtime.variants import Kernel, Variant
 
 OPTIONS = "--enable-tvm-ffi --ptxas-options '--warn-on-spills --warning-as-error'"
 _ENTRY = "dsa_kernel"
@@ -89,18 +92,21 @@ def compile_sm90(function: Callable, *args: Any) -> Any:
 
 
 def cached(compile_function: Callable) -> Callable:
-    """Cache a compile function's results by its positional arguments, in memory and on disk."""
-    memory: dict[tuple, Any] = {}
+    """Cache a compile function's results by its positional arguments, in memory and on disk. Launches of a result are
+    steps of the call that is recorded meanwhile (`recording`)."""
+    memory: dict[tuple, Kernel] = {}
     source_key(compile_function.__module__)  # before anything else of the family can be edited
 
     @functools.wraps(compile_function)
-    def get(*args: Any) -> Any:
+    def get(*args: Any) -> Kernel:
+        if variants.stand_in is not None:
+            return variants.stand_in(Variant(compile_function.__module__, compile_function.__name__, args))
         kernel = memory.get(args)
         if kernel is not None:
             return kernel
         with _compile_lock:
             if args not in memory:
-                memory[args] = _load_or_compile(compile_function, args)
+                memory[args] = noted(_load_or_compile(compile_function, args))
             return memory[args]
 
     return get

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 import dsa
-from dsa import backends
+from dsa.runtime import backends
 from dsa_bench.e2e.held_out_text import held_out_sequences
 from dsa_bench.e2e.peers import Replaced, replacement
 from dsa_bench.harness.calls import reason

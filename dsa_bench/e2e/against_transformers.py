@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from dsa import backends
+from dsa.runtime import backends
 from dsa_layers import options
 
 TOKENS = (2048, 4096, 8192, 16384, 32768)

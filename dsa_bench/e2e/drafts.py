@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from dsa import backends
-from dsa.ops.asked_variants import Variant, asked_variants
+from dsa.runtime import backends
+from dsa.runtime.asked_variants import asked_variants
+from dsa.runtime.variants import Variant
 from dsa.testing import copy_bandwidth
 from dsa_bench.e2e.draft_gain import gain, tokens_a_round
 from dsa_bench.e2e.draft_runs import DraftedDecoding

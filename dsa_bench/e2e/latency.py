@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 
-from dsa import backends
-from dsa.ops.asked_variants import Variant, asked_variants
+from dsa.runtime import backends
+from dsa.runtime.asked_variants import asked_variants
+from dsa.runtime.variants import Variant
 from dsa_bench.e2e.parallel_kernels import compile_ahead
 from dsa_bench.e2e.parallel_rows import free, seconds_told
 from dsa_bench.e2e.stacks import STACKS, skeleton, stack

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
-from dsa import backends
+from dsa.runtime import backends
 from dsa_bench.e2e.clock import Clock
 from dsa_bench.e2e.parallel_cases import chosen, names
 from dsa_bench.e2e.parallel_kernels import prepare

@@ -4,8 +4,9 @@ each rank, they would take most of its time."""
 import os
 from collections.abc import Callable, Collection, Sequence
 
-from dsa.ops.asked_variants import Variant, asked_variants
+from dsa.runtime.asked_variants import asked_variants
 from dsa.runtime.private_files import private_folder
+from dsa.runtime.variants import Variant
 from dsa_bench.e2e.parallel_cases import CONTEXT, Case, chosen
 from dsa_bench.e2e.report import CHUNK
 from dsa_bench.e2e.silent import SilentRanks, without_collectives

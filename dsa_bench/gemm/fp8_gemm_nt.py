@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 import dsa
-from dsa import backends
+from dsa.runtime import backends
 from dsa.testing import calc_diff, copy_bandwidth, fp8_gemm_rate
 from dsa_bench.harness import agreement
 from dsa_bench.harness.case import Call, Case
@@ -103,13 +103,14 @@ def weights_like(b: "Scaled", rows: int) -> list["Scaled"]:
     return [b, *((b[0].view(torch.uint8).flip(0).view(b[0].dtype), b[1].clone()) for _ in range(count - 1))]
 
 
-def tuning(kernels: tuple[ModuleType, ModuleType]) -> "Tuning":
-    """Of one matrix: the published models' linear layers, at the numbers of rows that data is for."""
+def tuning() -> "Tuning":
+    """Search products with one matrix: the published models' linear layers, at the numbers of rows that data is for."""
     from dsa.kernels.gemm import fp8_gemm_choice as choice
+    from dsa.kernels.gemm import fp8_gemm_few_rows_sm90 as few
+    from dsa.kernels.gemm import fp8_gemm_sm90 as many
     from dsa_bench.gemm._published_layers import matrices
     from dsa_bench.harness.tune import Tuning, TuningClass
 
-    many, few = kernels
     multiprocessors = backends.num_sms("cuda" if torch.cuda.is_available() else "cpu")
     classes = {}
     for columns, channels in (FUSED, *matrices()):

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from dsa import backends
 from dsa.ops import op_module
-from dsa.ops.declaration import OPS, forget_calls
+from dsa.runtime import backends
+from dsa.runtime.op import OPS, forget_calls
 from dsa.testing import bench
 from dsa_bench.harness.benchmarks import tunable
 from dsa_bench.harness.case import Call, Case, load
@@ -73,8 +73,10 @@ def tune(op: str, output: Path | None = None, jobs: int | None = None) -> None:
     if not hasattr(module, "tuning"):
         raise ValueError(f"op: must be one of {', '.join(tunable())}, whose kernels have configurations, got {op!r}")
     gpu = torch.device("cuda", torch.cuda.current_device())
-    arch = backends.arch_of(gpu)
-    plan: Tuning = module.tuning(_modules(op, arch))
+    arch, there = backends.arch_of(gpu), OPS[op].launches
+    if arch not in there:
+        raise ValueError(f"{op}: has no {arch} kernel beside those for {', '.join(there)}")
+    plan: Tuning = module.tuning()
     candidates = {name: [c for c in plan.candidates if shapes.tries(c)] for name, shapes in plan.classes.items()}
     # Classes may share kernels.
     todo = {
@@ -109,12 +111,6 @@ def tune(op: str, output: Path | None = None, jobs: int | None = None) -> None:
         # Class by class: a search takes minutes, and what ends it early leaves what was found.
         tuning.write(op, {name: _winner(shapes, trials)}, note, path)
     print(f"wrote {path}")
-
-
-def _modules(op: str, arch: str) -> Any:
-    """Of the op's kernels, which processes that compile them can import by name."""
-    kernels = OPS[op].kernels.modules(arch)
-    return tuple(noted.module for noted in kernels) if isinstance(kernels, tuple) else kernels.module
 
 
 def _winner(shapes: TuningClass, trials: Sequence[Trial]) -> Any:
@@ -167,7 +163,7 @@ def _try_all(op: str, arch: str, shape_class: str, registers: dict[Any, str], ca
 
 
 def _under(op: str, arch: str, shape_class: str, config: Any, call: Call) -> Call:
-    """The call with this configuration on trial. The op's bridge must forget the kernels that it has at hand."""
+    """Return the call with this configuration on trial. What the op has chosen before and after is forgotten."""
     from dsa.cute import tuning
 
     caches = [x for x in vars(importlib.import_module(op_module(op))).values() if hasattr(x, "cache_clear")]

@@ -1,7 +1,6 @@
 """Index scores over contiguous keys: TFLOP/s on the pairs in range, beside DeepGEMM and cuDNN-frontend."""
 
 from functools import cache, partial
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,8 +79,9 @@ def _seen(ends: torch.Tensor, keys: int) -> torch.Tensor:
     return torch.arange(keys, device=ends.device) < ends[:, None]
 
 
-def tuning(kernels: ModuleType) -> "Tuning":
+def tuning() -> "Tuning":
     from dsa.cute.tuning import candidates
+    from dsa.kernels.indexer import fp8_mqa_logits_sm90 as kernel
     from dsa_bench.harness.tune import Tuning, TuningClass
 
     sizes = {
@@ -91,7 +91,7 @@ def tuning(kernels: ModuleType) -> "Tuning":
         8: [(8192, 8192)],
     }
     return Tuning(
-        dict.fromkeys(candidates(kernels.MqaLogitsConfig), kernels.compile_fp8_mqa_logits),
+        dict.fromkeys(candidates(kernel.MqaLogitsConfig), kernel.compile_fp8_mqa_logits),
         {
             f"heads {heads}, dim {dim}": TuningClass(
                 lambda config, heads=heads: config.fits(heads),

@@ -2,7 +2,6 @@
 beside fp32 ones too."""
 
 from functools import cache, partial
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -115,15 +114,15 @@ def case(batch: int, next_n: int, mean: int, heads: int, accumulators: str = "fl
     return Case(name, calls, figure, check, graph=True, failed=peers.failed, agree=agree, yardsticks=scale_of)
 
 
-def tuning(kernels: tuple[ModuleType, ModuleType]) -> "Tuning":
+def tuning() -> "Tuning":
     from dsa.cute.tuning import candidates
+    from dsa.kernels.indexer import fp8_paged_mqa_logits_sm90 as kernel
     from dsa_bench.harness.tune import Tuning, TuningClass
 
-    scores, _ = kernels
     # Several (heads, next_n) have the same number of columns: one stands for all.
     columns = {heads * next_n: (heads, next_n) for next_n in (4, 3, 2, 1) for heads in (8, 16, 32, 64)}
     return Tuning(
-        dict.fromkeys(candidates(scores.PagedMqaLogitsConfig), scores.compile_fp8_paged_mqa_logits),
+        dict.fromkeys(candidates(kernel.PagedMqaLogitsConfig), kernel.compile_fp8_paged_mqa_logits),
         {
             f"columns {n}": TuningClass(
                 lambda config, n=n: config.fits(n),

@@ -8,9 +8,8 @@ from functools import cache, partial
 import torch
 
 import dsa
-from dsa import backends
 from dsa.kernels.mla.query_group_limits import GROUP_SIZES
-from dsa.ops.mla._sparse_attention import KERNELS, Results, Selection, attend
+from dsa.ops.mla._sparse_attention import Results, Selection, attend
 from dsa.testing import assert_close, bf16_gemm_rate
 from dsa_bench.harness.agreement import agree_attention
 from dsa_bench.harness.case import Call, Case
@@ -69,11 +68,10 @@ def _one_by_one(
     q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Whatever the selections have in common."""
-    kernels = KERNELS.modules(backends.arch_of(q.device))
     statistics = (q.new_empty(q.shape[:2], dtype=torch.float32) for _ in range(2))
     results = q.new_empty(*q.shape[:2], D_V), *statistics
     out, max_logits, lse = results
-    attend(kernels, q, [Selection(kv, indices, None)], scale, None, Results(out, lse, max_logits), may_split=False)
+    attend(q, [Selection(kv, indices, None)], scale, None, Results(out, lse, max_logits), may_split=False)
     return results
 
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from dsa import backends
+from dsa.runtime import backends
 from dsa_bench.peers.probe import main
 
 if reason := backends.why_no_kernels():

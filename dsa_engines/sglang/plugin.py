@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from dsa import backends
+from dsa.runtime import backends
 from dsa_engines.replacements import NotFound, check_parameters, find
 from dsa_engines.sglang import layouts, renamed, seams
 from dsa_engines.sglang.warm_up import warm_up

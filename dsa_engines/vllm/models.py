@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from dsa import backends
 from dsa.kernels.indexer.limits import HEAD_DIMS, HEADS, MAX_K, NEXT_N
+from dsa.runtime import backends
 
 # model_type of the configuration -> the channels of a query of its sparse attention. Other models of vLLM share parts
 # of these models' code and have caches that dsa has no kernels for: DeepSeek-V4.1's keys of 528 and 288 bytes, the

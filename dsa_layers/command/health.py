@@ -11,8 +11,8 @@ from collections.abc import Iterable
 import torch
 
 import dsa
-from dsa import backends
 from dsa.ops import op_module
+from dsa.runtime import backends
 from dsa.self_test import SELF_TESTS
 
 _PACKAGES = ("dsa-kernels", "torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-python", "safetensors", "tokenizers")
@@ -49,7 +49,7 @@ def _has_kernel(op: str) -> bool:
     """Whether one of the op's functions has a kernel for the current GPU."""
     arch = backends.arch_of(torch.device("cuda", torch.cuda.current_device()))
     functions = importlib.import_module(op_module(op)).__all__
-    return any(arch in backends.KERNELS.get(function, ()) for function in functions)
+    return any(arch in backends.ARCHS.get(function, ()) for function in functions)
 
 
 def _cache_state() -> str:

@@ -160,7 +160,7 @@ def load(args: argparse.Namespace, ranks: "Ranks | None" = None, *, drafter: boo
 
 def _backend(device: str, on_gpu: bool) -> str:
     """That of the ops there. ValueError for a DSA_BACKEND that they would refuse, once output has begun."""
-    from dsa import backends
+    from dsa.runtime import backends
 
     backend = backends.backend()
     if backend == os.environ.get("DSA_BACKEND") == "cute":

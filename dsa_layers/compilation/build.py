@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from dsa.ops.asked_variants import Variant
+from dsa.runtime.variants import Variant
 
 
 def build(variants: Iterable[Variant], directory: Path, jobs: int) -> Iterator[tuple[Variant, bool]]:

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import dsa.kernels
-from dsa.ops.asked_variants import Variant
 from dsa.runtime.compile_cache import cache_dir, object_file, stem_of
 from dsa.runtime.packed_kernels import archive_of, read_archive, write_archive
+from dsa.runtime.variants import Variant
 from dsa_layers.compilation.build import build
 
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from dsa.ops.asked_variants import Variant, asked_variants
+from dsa.runtime.asked_variants import asked_variants
+from dsa.runtime.variants import Variant
 from dsa_layers.compilation.passes import passes, without_memory
 from dsa_layers.families.model import ModelConfig
 from dsa_layers.families.precision import Precision
@@ -63,7 +64,7 @@ def model_variants(
             for _ in passes(model, cache, drafts):
                 pass
             if gpus in RANKS:
-                compiled_sums(arch, gpus)
+                compiled_sums(gpus)
         found |= asked
     return sorted(with_all_tiles(found), key=repr)
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from dsa import backends
+from dsa.runtime import backends
 from dsa_layers.families.model import Model
 from dsa_layers.layers.attention import DSAAttention
 from dsa_layers.layers.fp8_up_projection import can_stay_stored

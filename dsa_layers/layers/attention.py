@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import dsa
-import dsa.backends
+import dsa.runtime.backends
 from dsa.kernels.mla.query_group_limits import GROUP_SIZES
 from dsa.reference.checks import check_number
 from dsa_layers.arguments import integer
@@ -531,7 +531,7 @@ class DSAAttention(SplitByTokens):
         """Whether attention runs as one kernel, whatever the lengths, and not as PyTorch: for inference alone."""
         channels = max(self.nope_dim + self.rope_dim, self.v_dim)
         taken = x.dtype in (torch.bfloat16, torch.float16) and channels <= MOST_CHANNELS
-        return taken and not torch.is_grad_enabled() and dsa.backends.runs_kernel("mha_varlen_fwd", x)
+        return taken and not torch.is_grad_enabled() and dsa.runtime.backends.runs_kernel("mha_varlen_fwd", x)
 
     def _multi_head(
         self,

@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 import dsa
-from dsa import backends
 from dsa.kernels.moe.limits import CHANNEL_MULTIPLE, COMBINE_DTYPES
+from dsa.runtime import backends
 from dsa_layers.layers.shares import Shares
 
 

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-import dsa.backends
+import dsa.runtime.backends
 from dsa_layers.layers.batch_invariance import has_any_rows
 from dsa_layers.layers.linear import BLOCK, BlockFP8Linear
 from dsa_layers.layers.norm_and_cast import watched
@@ -55,4 +55,4 @@ def can_stay_stored(layer: Projections) -> bool:
 
 
 def has_kernels(x: torch.Tensor) -> bool:
-    return dsa.backends.runs_kernel("mla_absorb_queries", x)
+    return dsa.runtime.backends.runs_kernel("mla_absorb_queries", x)

@@ -49,7 +49,7 @@ def _are_few(x: torch.Tensor, weight: torch.Tensor) -> bool:
     few = len(x) <= MAX_TOKENS and len(x) * len(weight) <= MOST_RESULTS
     if not few or not has_aligned_rows(x) or not has_aligned_rows(weight):
         return False
-    return not x.is_cuda or dsa.backends.runs_kernel("linear_fp32", x)
+    return not x.is_cuda or dsa.runtime.backends.runs_kernel("linear_fp32", x)
 
 
 def has_aligned_rows(x: torch.Tensor) -> bool:

@@ -88,4 +88,4 @@ def _takes(op: str, x: torch.Tensor, weight: torch.Tensor) -> bool:
     few = len(x) <= MAX_TOKENS and len(weight) <= MAX_EXPERTS and x.shape[1] % CHANNEL_MULTIPLE == 0
     if not few or not has_aligned_rows(x) or not has_aligned_rows(weight):
         return False
-    return not x.is_cuda or dsa.backends.runs_kernel(op, x)
+    return not x.is_cuda or dsa.runtime.backends.runs_kernel(op, x)

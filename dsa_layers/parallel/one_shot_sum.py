@@ -6,14 +6,11 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from dsa import backends
 from dsa.kernels.moe.limits import CHANNEL_MULTIPLE
 from dsa.kernels.parallel.limits import DTYPES, HALVES, PART, RANKS
-from dsa.ops.declaration import Kernels
+from dsa.runtime import backends
 from dsa_layers.parallel.symmetric_memory import allocate, made_by_all, share
 
-KERNELS = Kernels("sums over GPUs", {"sm_90": "dsa.kernels.parallel.one_shot_sum_sm90"})
-EXPERTS_KERNELS = Kernels("sums of experts over GPUs", {"sm_90": "dsa.kernels.parallel.experts_sum_sm90"})
 FEW = 128 << 10  # bytes of tokens up to which their experts are summed in the kernel of the sum over GPUs
 MEMORY = 32 << 20  # bytes of each GPU, in which parts have twice their size, from all GPUs and of two sums
 PATIENCE = 120 * 10**9  # cycles that a sum waits for a rank: a minute at 2 GHz
@@ -47,15 +44,16 @@ def most_bytes(ranks: int) -> int:
     return PART * _places(ranks)
 
 
-def compiled_sums(arch: str, ranks: int) -> dict[tuple, Callable[..., None]]:
-    """The kernels that so many ranks sum with, whichever comes first: (dtype,) sums parts, and (dtype, whether there is
-    a shared one) what experts computed."""
-    of_parts, of_experts = KERNELS.modules(arch), EXPERTS_KERNELS.modules(arch)
+def compiled_sums(ranks: int) -> dict[tuple, Callable[..., None]]:
+    """All kernels that so many ranks sum with: (dtype,) sums parts, (dtype, with a shared expert) sums experts."""
+    from dsa.kernels.parallel.experts_sum_sm90 import compile_experts_sum
+    from dsa.kernels.parallel.one_shot_sum_sm90 import compile_one_shot_sum
+
     found: dict[tuple, Callable[..., None]] = {}
     for dtype, name in _DTYPES.items():
-        found[(dtype,)] = of_parts.compile_one_shot_sum(name, ranks)
+        found[(dtype,)] = compile_one_shot_sum(name, ranks)
         for shared in (False, True):
-            found[dtype, shared] = of_experts.compile_experts_sum(name, ranks, shared)
+            found[dtype, shared] = compile_experts_sum(name, ranks, shared)
     return found
 
 
@@ -85,12 +83,13 @@ class OneShotSum:
     """
 
     def __init__(self, group: dist.ProcessGroup, memory: torch.Tensor) -> None:
+        from dsa.kernels.parallel.one_shot_sum_sm90 import choose_ctas
+
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
         self._memory = share(group, memory)
         self._turns = torch.zeros(3, dtype=torch.int32, device=memory.device)
-        arch, sms = backends.arch_of(memory.device), backends.num_sms(memory.device)
-        self._choose_ctas = functools.partial(KERNELS.modules(arch).choose_ctas, sms=sms)
-        self._kernels = compiled_sums(arch, self._ranks)
+        self._choose_ctas = functools.partial(choose_ctas, sms=backends.num_sms(memory.device))
+        self._kernels = compiled_sums(self._ranks)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: what it `takes`."""

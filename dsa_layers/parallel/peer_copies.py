@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from dsa import backends
+from dsa.runtime import backends
 from dsa_layers.parallel.copy_stream import CopyStream
 from dsa_layers.parallel.symmetric_memory import allocate, made_by_all, meet, share
 

@@ -71,7 +71,7 @@ def test_where_memory_ends():
 )
 def test_wrong_calls(arguments, missing, problem, monkeypatch, capsys):
     reason = "torch sees no CUDA GPU" if missing == "a GPU" else None
-    monkeypatch.setattr("dsa.backends.why_no_kernels", lambda: reason)
+    monkeypatch.setattr("dsa.runtime.backends.why_no_kernels", lambda: reason)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == missing else "there")
     with pytest.raises(SystemExit):
         comparison.main(arguments)

@@ -29,7 +29,7 @@ NOT_RUN = {"unverified": "has not run on a GPU"}
     ],
 )
 def test_wrong_calls(command, arguments, message, capsys, monkeypatch):
-    monkeypatch.setattr("dsa.backends.why_no_kernels", lambda: "no GPU")
+    monkeypatch.setattr("dsa.runtime.backends.why_no_kernels", lambda: "no GPU")
     with pytest.raises(SystemExit):
         command.main(arguments)
     assert message in capsys.readouterr().err
@@ -44,7 +44,7 @@ def test_wrong_calls(command, arguments, message, capsys, monkeypatch):
 )
 def test_a_line_a_row(command, arguments, asked, capsys, monkeypatch):
     given = []
-    monkeypatch.setattr("dsa.backends.why_no_kernels", lambda: None)
+    monkeypatch.setattr("dsa.runtime.backends.why_no_kernels", lambda: None)
     monkeypatch.setattr(command, "compile_ahead", lambda asked, tell: tell("compiled"))
     monkeypatch.setattr(command, "rows", lambda *given_, tell: given.append(given_) or iter(ROWS))
     assert command.main(["--models", "V4-Flash", *arguments]) == 0

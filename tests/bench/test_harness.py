@@ -5,17 +5,18 @@ import dataclasses
 import json
 import pickle
 import types
+from functools import partial
 
 import pytest
 import torch
 
-from dsa import backends
 from dsa.cute import tuning
 from dsa.kernels.cache import indexer_cache_sm90
-from dsa.kernels.gemm import fp8_gemm_choice, fp8_gemm_config, fp8_gemm_few_rows_config, fp8_gemm_few_rows_sm90
+from dsa.kernels.gemm import fp8_gemm_choice, fp8_gemm_config, fp8_gemm_few_rows_config
 from dsa.kernels.indexer import fp8_mqa_logits_sm90, fp8_paged_mqa_logits_sm90
-from dsa.ops.declaration import OPS, Kernels
 from dsa.ops.gemm import fp8_gemm_nt as fp8_gemm_nt_op
+from dsa.runtime import backends
+from dsa.runtime.op import OPS
 from dsa_bench.gemm import _published_layers
 from dsa_bench.harness import case, host, plot, profile, table, tune
 from dsa_bench.harness.benchmarks import tunable
@@ -235,12 +236,12 @@ def test_shipped_winners_are_candidates_that_fit(op, config_type, classes):
         winner = tuning.tuned(config_type, op, "sm_90", name)
         assert winner in everything and winner.fits(size)
     assert op in OPS and op in tunable()
-    assert case.load(op).tuning(OPS[op].kernels.modules("sm_90")).classes.keys() == classes.keys()
+    assert case.load(op).tuning().classes.keys() == classes.keys()
 
 
 @pytest.mark.slow
 def test_the_search_for_products_is_of_the_published_layers():
-    plan = case.load("fp8_gemm_nt").tuning(tune._modules("fp8_gemm_nt", "sm_90"))
+    plan = case.load("fp8_gemm_nt").tuning()
     shipped = tuning._data(tuning.path_of("fp8_gemm_nt", "sm_90"))
     assert "fp8_gemm_nt" in tunable() and shipped["winners"].keys() <= plan.classes.keys()
     assert len(plan.classes) == len(fp8_gemm_choice.ROWS) * (len(_published_layers.matrices()) + 1)
@@ -275,12 +276,11 @@ def test_data_is_of_one_gpu_and_of_classes_that_have_a_winner(tmp_path):
 
 
 @pytest.mark.parametrize("config", [fp8_gemm_few_rows_config.CONFIGS[0], fp8_gemm_config.ONE_MATRIX_CONFIGS[0]])
-def test_a_bridge_forgets_its_choice_for_a_trial(config):
-    few = fp8_gemm_few_rows_sm90
-    sizes = 64, 7168, 16384, 132
-    chosen = fp8_gemm_nt_op._config(few, *sizes)
-    call = tune._under("fp8_gemm_nt", "sm_90", "64 x 7168 x 16384", config, lambda: fp8_gemm_nt_op._config(few, *sizes))
-    assert call() == config != chosen and fp8_gemm_nt_op._config(few, *sizes) == chosen
+def test_an_op_forgets_its_choice_for_a_trial(config):
+    choose = partial(fp8_gemm_nt_op._choose_config, 64, 7168, 16384, 132)
+    chosen = choose()
+    call = tune._under("fp8_gemm_nt", "sm_90", "64 x 7168 x 16384", config, choose)
+    assert call() == config != chosen and choose() == chosen
 
 
 class Gpu:
@@ -297,7 +297,7 @@ class Gpu:
         monkeypatch.setattr(backends, "arch_of", lambda device: arch)
         monkeypatch.setattr(backends, "num_sms", lambda device: 78)
         monkeypatch.setattr(case.load(OP), "case", self.case)
-        monkeypatch.setattr(OPS[OP], "kernels", Kernels(OP, {arch: "dsa.kernels.indexer.fp8_mqa_logits_sm90"}))
+        monkeypatch.setattr(OPS[OP], "launches", {arch: OPS[OP].launches["sm_90"]})
         monkeypatch.setattr(tune, "_compile", compile_nothing)
         monkeypatch.setattr(tune.concurrent.futures, "ProcessPoolExecutor", InThisProcess)
 
@@ -353,8 +353,8 @@ def test_the_tuner_keeps_the_fastest_that_is_correct(monkeypatch, tmp_path, caps
     gpu = Gpu(monkeypatch, arch, tmp_path)
     whole = case.load(OP).tuning
 
-    def one_class(kernels):
-        plan = whole(kernels)
+    def one_class():
+        plan = whole()
         return dataclasses.replace(plan, classes={"heads 8, dim 128": plan.classes["heads 8, dim 128"]})
 
     monkeypatch.setattr(case.load(OP), "tuning", one_class)
@@ -403,7 +403,7 @@ def test_a_search_keeps_what_it_found_before_an_error(monkeypatch, tmp_path):
 def test_the_tuner_needs_a_kernel_for_the_gpu_at_hand(monkeypatch, tmp_path):
     Gpu(monkeypatch, "sm_90", tmp_path)
     monkeypatch.setattr(backends, "arch_of", lambda device: "sm_100")
-    with pytest.raises(ValueError, match=r"fp8_mqa_logits: has no sm_100 kernel beside .*\(sm_90\)"):
+    with pytest.raises(ValueError, match="fp8_mqa_logits: has no sm_100 kernel beside those for sm_90"):
         tune.tune(OP)
 
 

@@ -88,7 +88,7 @@ def test_figures(model, monkeypatch):
     ],
 )
 def test_wrong_calls(arguments, kernels, problem, capsys, monkeypatch):
-    monkeypatch.setattr("dsa.backends.why_no_kernels", lambda: kernels)
+    monkeypatch.setattr("dsa.runtime.backends.why_no_kernels", lambda: kernels)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(SystemExit):

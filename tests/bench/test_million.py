@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from dsa.ops.asked_variants import asked_variants
+from dsa.runtime.asked_variants import asked_variants
 from dsa_bench.e2e import long_prompt, million, million_plot
 from dsa_bench.e2e.million import prompt_shape, step_shape
 from dsa_bench.e2e.parts import PARTS

@@ -67,7 +67,7 @@ def test_processes_end_when_nobody_wants_the_rest(monkeypatch):
 
 
 def test_more_gpus_than_there_are(capsys, monkeypatch):
-    monkeypatch.setattr("dsa.backends.why_no_kernels", lambda: None)
+    monkeypatch.setattr("dsa.runtime.backends.why_no_kernels", lambda: None)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     with pytest.raises(SystemExit):
         parallel.main(["--gpus", "4"])

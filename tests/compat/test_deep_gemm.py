@@ -3,17 +3,16 @@
 import contextlib
 import inspect
 import random
-from functools import partial
 
 import pytest
 import torch
 
 import dsa
-from dsa import backends
 from dsa.compat import deep_gemm
 from dsa.compat.deep_gemm.grouped import _aligned, _ends
 from dsa.ops.gemm import fp8_gemm_nt as bridge
 from dsa.reference.gemm.fp8_cast import per_token_cast_to_fp8
+from dsa.runtime import backends, variants
 from dsa.testing import calc_diff
 
 BF16, E4M3, INT32 = torch.bfloat16, torch.float8_e4m3fn, torch.int32
@@ -224,14 +223,17 @@ def test_nothing_to_multiply():
 
 @pytest.fixture
 def launches(monkeypatch):
-    """What would be launched, (few rows, one matrix or many, arguments) each; the kernels' way without a GPU."""
+    """What would be launched, (NAME, variant, arguments) each for the variant of compile_NAME. Nothing runs."""
     found = []
+
+    def stand_in(variant):
+        name = variant.function.removeprefix("compile_")
+        return lambda *arguments: found.append((name, variant.arguments, arguments))
+
     monkeypatch.setattr(backends, "runs_kernel", lambda *_: True)
     monkeypatch.setattr(backends, "arch_of", lambda _: "sm_90")
     monkeypatch.setattr(backends, "on_device", lambda _: contextlib.nullcontext())
-    for kind, name in (("few", "_few_rows_kernel"), ("one", "_one_matrix_kernel"), ("many", "_kernel")):
-        note = partial(lambda kind, *arguments: found.append((kind, arguments)), kind)
-        monkeypatch.setattr(bridge, name, lambda *_, note=note: note)
+    monkeypatch.setattr(variants, "stand_in", stand_in)
     return found
 
 
@@ -244,8 +246,8 @@ def test_kernels_write_to_what_the_caller_gives(rows, launches):
     _, _, (q, s), (w, ws) = operands(rows, 264, 128, 3)
     d = torch.zeros(rows, 272, dtype=BF16)[:, :264]
     deep_gemm.fp8_gemm_nt((q, s), (w[0], ws[0]), d)
-    [(kind, one)] = launches
-    assert kind == ("few" if rows == 32 else "one")
+    [(name, _, one)] = launches
+    assert name == ("fp8_gemm_few_rows" if rows == 32 else "fp8_gemm")
     assert same(one[0], q) and same(one[2], w[0]) and same(one[4], d)
 
 
@@ -253,8 +255,8 @@ def test_kernels_write_groups_to_what_the_caller_gives(launches):
     _, _, (q, s), (w, ws) = operands(256, 264, 128, 3)
     d = torch.zeros(256, 272, dtype=BF16)[:, :264]
     deep_gemm.m_grouped_fp8_gemm_nt_contiguous((q, s), (w, ws), d, m_indices_of([100, 0, 120]))
-    [(kind, groups)] = launches
-    assert kind == "many" and same(groups[0], q) and same(groups[3], w.view(-1, 128)) and same(groups[6], d)
+    [(name, _, groups)] = launches
+    assert name == "grouped_fp8_gemm" and same(groups[0], q) and same(groups[3], w.view(-1, 128)) and same(groups[6], d)
     assert groups[5].tolist() == [128, 128, 256]
     # Rows are not gathered or weighted, and so few of them are not drawn.
     assert groups[2] is groups[7] is groups[8] is groups[9] is None
@@ -262,33 +264,38 @@ def test_kernels_write_groups_to_what_the_caller_gives(launches):
     q, s, d = (t.view(2, 128, -1) for t in (q, s, torch.zeros(256, 264, dtype=BF16)))
     masked = torch.tensor([5, 77], dtype=INT32)
     deep_gemm.m_grouped_fp8_gemm_nt_masked((q, s), (w[:2], ws[:2]), d, masked, 40)
-    assert [(kind, call[5].tolist()) for kind, call in launches] == [("many", [5]), ("many", [77])]
-    second = launches[1][1]
+    assert [name for name, *_ in launches] == ["grouped_fp8_gemm"] * 2
+    first, second = (call for *_, call in launches)
+    assert first[5].tolist() == [5] and second[5].tolist() == [77]
     assert same(second[0], q[1]) and same(second[3], w[1]) and same(second[6], d[1])
 
 
+@pytest.fixture
+def rows_chosen_for(launches, monkeypatch):
+    """The rows that tiles of grouped products are chosen for."""
+    found, choose = [], bridge._choose_grouped_config
+    monkeypatch.setattr(bridge, "_choose_grouped_config", lambda rows, *more: found.append(rows) or choose(rows, *more))
+    return found
+
+
 @pytest.mark.parametrize(("expected", "chosen_for"), [(1, 1), (40, 40), (128, 128), (1000, 128)])
-def test_tiles_of_masked_groups_are_chosen_for_the_expected_rows(expected, chosen_for, launches, monkeypatch):
+def test_tiles_of_masked_groups_are_chosen_for_the_expected_rows(expected, chosen_for, rows_chosen_for):
     """Of each group; all its rows where more are expected."""
-    sizes = []
-    monkeypatch.setattr(bridge, "_kernel", lambda _, dtype, rows, *more: sizes.append(rows) or (lambda *_: None))
     _, _, (q, s), b = operands(256, 264, 128, 2)
     d = torch.zeros(2, 128, 264, dtype=BF16)
     a = q.view(2, 128, -1), s.view(2, 128, -1)
     deep_gemm.m_grouped_fp8_gemm_nt_masked(a, b, d, torch.tensor([5, 77], dtype=INT32), expected)
-    assert sizes == [chosen_for] * 2
+    assert rows_chosen_for == [chosen_for] * 2
 
 
-def test_tiles_of_psum_groups_are_chosen_for_the_expected_rows(launches, monkeypatch):
-    sizes = []
-    monkeypatch.setattr(bridge, "_kernel", lambda _, dtype, rows, *more: sizes.append(rows) or (lambda *_: None))
+def test_tiles_of_psum_groups_are_chosen_for_the_expected_rows(rows_chosen_for):
     _, _, a, b = operands(256, 264, 128, 2)
     d, ends = torch.zeros(256, 264, dtype=BF16), torch.tensor([5, 133], dtype=INT32)
     for expected in (None, 40, 1000):
         deep_gemm.m_grouped_fp8_gemm_nt_contiguous(
             a, b, d, ends, use_psum_layout=True, expected_m_for_psum_layout=expected
         )
-    assert sizes == [256, 80, 256]
+    assert rows_chosen_for == [256, 80, 256]
 
 
 @pytest.mark.parametrize("kernels", [False, True])
@@ -309,7 +316,7 @@ def test_scales_of_masked_groups_are_aligned_once(launches):
     d = torch.zeros(3, 16, 256, dtype=BF16)
     a = q.view(3, 16, -1), column_major(s.view(3, 16, -1))
     deep_gemm.m_grouped_fp8_gemm_nt_masked(a, b, d, torch.full((3,), 16, dtype=INT32), 16)
-    scales, of_weights = ([call[place] for _, call in launches] for place in (1, 4))
+    scales, of_weights = ([call[place] for _, _, call in launches] for place in (1, 4))
     for e in range(3):
         assert torch.equal(scales[e][:, :3], s.view(3, 16, 3)[e]) and scales[e].shape == (16, 4)
         assert torch.equal(of_weights[e][:, :3, 0], b[1][e]) and of_weights[e].shape == (2, 4, 1)
@@ -322,7 +329,7 @@ def test_kernels_leave_a_result_that_they_cannot_write_to_a_copy(rows, launches)
     _, _, a, (w, ws) = operands(rows, 264, 128)
     d = torch.full((rows, 265), 3.0, dtype=BF16)[:, 1:]
     deep_gemm.fp8_gemm_nt(a, (w, ws), d)
-    out = launches[0][1][4]
+    out = launches[0][2][4]
     assert out.is_contiguous() and out.shape == d.shape
     assert (d == 3).all()  # with what was there where no row is written
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from dsa.ops.asked_variants import asked_variants
+from dsa.runtime.asked_variants import asked_variants
 from dsa_engines.grouped_prompts import grouped_prompt
 from dsa_engines.sglang import warm_up as sglang
 from dsa_engines.sglang.layouts import Model

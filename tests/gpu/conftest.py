@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsa import backends
+from dsa.runtime import backends
 
 FOLDER = Path(__file__).parent
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from dsa import backends
-from dsa.ops.declaration import forget_calls
+from dsa.runtime import backends
+from dsa.runtime.op import forget_calls
 
 
 def launched_ops(patch: pytest.MonkeyPatch) -> set[str]:

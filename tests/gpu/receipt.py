@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from dsa import ops
-from dsa.backends import KERNELS
 from dsa.ops import op_modules
+from dsa.runtime.backends import ARCHS
 from dsa_bench.harness.benchmarks import benchmarks
 from tests.kernels import machine_code
 from tests.ops import launched_arguments
@@ -182,14 +182,16 @@ def kernels_digest(name: str, arch: str) -> str:
 
 
 def kernels_of(name: str, arch: str) -> set[str]:
-    """The modules of an entry's kernels, without their packages."""
-    functions = functions_of(name)
-    rows = (KERNELS.get(function, {}).get(arch, ()) for function in functions)
-    found = {module for row in rows for module in ((row,) if isinstance(row, str) else row)}
+    """The modules of the kernels that an entry's functions launch over their cases, without their packages."""
+    found = {
+        variant.partition(".")[0]
+        for function in functions_of(name)
+        for call in _launches(function, arch)
+        for variant, _ in call
+    }
     if name in WHOLES and "parallel" in WHOLES[name].families:  # its kernels are no op's
-        found |= {compile_function.__module__ for compile_function, _ in machine_code.shipped("parallel").values()}
-    launched = (variant for function in functions for call in _launches(function, arch) for variant, _ in call)
-    return {module.rpartition(".")[2] for module in found} | {variant.partition(".")[0] for variant in launched}
+        found |= {variant.partition(".")[0] for variant in machine_code.shipped("parallel")}
+    return found
 
 
 def launches_digest(name: str, arch: str) -> str:
@@ -230,7 +232,7 @@ def functions_of(name: str) -> list[str]:
     found = {function for module in modules for function in ops_of(module)}
     for source in WHOLES[name].sources if name in WHOLES else ():
         words = {word for path in (ROOT / source).rglob("*.py") for word in re.findall(r"\w+", path.read_text())}
-        found |= words & KERNELS.keys()
+        found |= words & ARCHS.keys()
     return sorted(found)
 
 
@@ -267,7 +269,7 @@ def asked(arch: str) -> list[str]:
 
 def archs_by_op() -> dict[str, set[str]]:
     """{op: the archs for which one of its functions has kernels} of every op with kernels."""
-    rows = {op: [KERNELS.get(f, {}) for f in ops_of(module)] for op, module in op_modules().items()}
+    rows = {op: [ARCHS.get(f, ()) for f in ops_of(module)] for op, module in op_modules().items()}
     return {op: set().union(*archs) for op, archs in rows.items() if any(archs)}
 
 

@@ -358,7 +358,7 @@ def main(arguments: Sequence[str]) -> int:
     import cutlass
     import torch
 
-    from dsa import backends
+    from dsa.runtime import backends
     from dsa_bench.harness.table import print_table
 
     if reason := backends.why_no_kernels():

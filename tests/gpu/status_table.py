@@ -5,8 +5,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from dsa.backends import ARCH_NAMES, KERNELS, archs
 from dsa.ops import op_modules
+from dsa.runtime.backends import ARCH_NAMES, ARCHS, archs
 from tests.gpu import receipt
 from tests.gpu.receipt_rows import compared, names_of, shape_of
 from tests.public_names import ops_of
@@ -62,7 +62,7 @@ def _implementations(name: str, arch: str) -> str:
         return ""
     module = receipt.op_module(name)
     public = ops_of(module)
-    plain = [f"`{f}`" for f in public if arch not in KERNELS.get(f, ())]
+    plain = [f"`{f}`" for f in public if arch not in ARCHS.get(f, ())]
     if len(plain) == len(public):
         return "PyTorch"
     return "kernel" + (f"; PyTorch: {', '.join(plain)}" if plain else "")

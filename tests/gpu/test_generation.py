@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import dsa
+from dsa.kernels.indexer import topk_indices_sm90
 from dsa.kernels.indexer.limits import LENGTHS, PAGED
-from dsa.ops.indexer import topk_indices
 from dsa.ops.mla import flash_mla_with_kvcache
 from dsa.reference import topk_indices as reference
 from dsa.testing import assert_close, calc_diff
@@ -219,14 +219,14 @@ def test_where_greedy_tokens_part_from_the_references(family, weights, load_tiny
 def test_the_published_mode_runs_its_kernels(multi_head, checkpoint, monkeypatch):
     """FP8 throughout: prefill by chunks and decode, dense and sparse, score through the 132-byte pages and attend to
     what the 656-byte pages hold."""
-    options, kernel = set(), topk_indices._kernel
+    options, compiled = set(), topk_indices_sm90.compile_topk_indices
 
-    def topk_spy(*shape):
-        launch = kernel(*shape)
+    def topk_spy(*variant):
+        launch = compiled(*variant)
         return lambda *arguments: (options.add(arguments[-1]), launch(*arguments))
 
     launched = launched_ops(monkeypatch)
-    monkeypatch.setattr(topk_indices, "_kernel", topk_spy)
+    monkeypatch.setattr(topk_indices_sm90, "compile_topk_indices", topk_spy)
     monkeypatch.setattr(attention, "multi_head_is_faster", lambda *_: multi_head)
     model = load_model(checkpoint, device="cuda", progress=False)
     completions = Generator(model, cache_tokens=512, prefill_chunk=64).generate(PROMPTS, SamplingParams(8))

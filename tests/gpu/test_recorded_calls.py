@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from dsa.ops.declaration import OPS, forget_calls
-from dsa.ops.known_calls import REPEATS
+from dsa.runtime.known_calls import REPEATS
+from dsa.runtime.op import OPS, forget_calls
 from tests.valid_calls import CALLS
 from tests.valid_calls.description import Maker, same_bits
 

@@ -8,7 +8,7 @@ import torch
 from transformers import DynamicCache
 
 import dsa
-from dsa.ops.declaration import forget_calls
+from dsa.runtime.op import forget_calls
 from dsa.testing import calc_diff
 from dsa_layers.hf import accelerate
 from dsa_layers.hf.paged_layer import CACHE

@@ -1,32 +1,13 @@
 """What tests of bridges share: the kernels' way without a GPU."""
 
 import contextlib
-import importlib
-import pkgutil
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-import dsa.ops
-from dsa import backends
-
-BRIDGES = [name for _, name, is_package in pkgutil.walk_packages(dsa.ops.__path__, "dsa.ops.") if not is_package]
-CTAS = 99  # what kernels that say how many CTAs they run with say here
-
-
-class Kernel:
-    """A kernel that notes its launches. Where a bridge expects a kernel and its number of CTAs, it is both."""
-
-    def __init__(self, note: Callable[[tuple[Any, ...]], None]) -> None:
-        self.note = note
-
-    def __call__(self, *arguments: Any) -> None:
-        self.note(arguments)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter((self, CTAS))
+from dsa.runtime import backends, variants
+from dsa.runtime.variants import Kernel, Variant
 
 
 @pytest.fixture
@@ -41,8 +22,7 @@ def kernel_path(monkeypatch: pytest.MonkeyPatch) -> None:
 def named_launches(
     kernel_path: None, monkeypatch: pytest.MonkeyPatch
 ) -> list[tuple[str, tuple[Any, ...], tuple[Any, ...]]]:
-    """What ops would launch, (name, variant, arguments) each: NAME is from the function `_NAME_kernel` of a bridge,
-    which chooses the kernel; nothing runs."""
+    """What ops would launch, (NAME, variant, arguments) each, for the variant of compile_NAME; nothing runs."""
     found: list[tuple[str, tuple[Any, ...], tuple[Any, ...]]] = []
     _record(monkeypatch, lambda *launch: found.append(launch))
     return found
@@ -50,16 +30,16 @@ def named_launches(
 
 @pytest.fixture
 def launches(kernel_path: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[Any, ...], tuple[Any, ...]]]:
-    """What ops would launch, (variant, arguments) each; nothing runs."""
+    """What ops would launch, (variant, arguments) each: the arguments of the compile function, and those of the
+    kernel. Nothing runs."""
     found: list[tuple[tuple[Any, ...], tuple[Any, ...]]] = []
     _record(monkeypatch, lambda _, variant, arguments: found.append((variant, arguments)))
     return found
 
 
 def _record(monkeypatch: pytest.MonkeyPatch, note: Callable[..., None]) -> None:
-    def recorder(name: str) -> Callable[..., Kernel]:
-        return lambda kernels, *variant: Kernel(lambda arguments: note(name, variant, arguments))
+    def stand_in(variant: Variant) -> Kernel:
+        name = variant.function.removeprefix("compile_")
+        return lambda *arguments: note(name, variant.arguments, arguments)
 
-    for bridge in map(importlib.import_module, BRIDGES):
-        for function in filter(re.compile("_(.+_)?kernel").fullmatch, dir(bridge)):
-            monkeypatch.setattr(bridge, function, recorder(function.removesuffix("_kernel").removeprefix("_")))
+    monkeypatch.setattr(variants, "stand_in", stand_in)

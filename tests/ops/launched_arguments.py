@@ -22,12 +22,11 @@ from typing import Any
 import torch
 
 import dsa
-from dsa import backends
 from dsa.cute.fake_tensors import cute_dtype
 from dsa.ops._kernel_arguments import dtype_name
-from dsa.ops.declaration import OPS, forget_calls
-from dsa.ops.known_calls import REPEATS
-from dsa.runtime import compile_cache
+from dsa.runtime import backends, compile_cache
+from dsa.runtime.known_calls import REPEATS
+from dsa.runtime.op import OPS, forget_calls
 from tests.kernels import machine_code
 from tests.project_copy import ROOT
 from tests.valid_calls import CALLS

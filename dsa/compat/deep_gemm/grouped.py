@@ -2,13 +2,13 @@
 
 import torch
 
-from dsa import backends
 from dsa.compat.deep_gemm.arguments import Recipe, check_result, find_recipe, operands, refuse
 from dsa.compat.deep_gemm.layout import get_mk_alignment_for_contiguous_layout
 from dsa.compat.deep_gemm.product import write
 from dsa.ops.gemm import fp8_gemm_nt as bridge
 from dsa.ops.gemm.fp8_gemm_nt import Scaled
 from dsa.reference.checks import E4M3, FLOATS, INT32, check_flag, check_int, check_same_device, check_tensor
+from dsa.runtime import backends
 
 
 def m_grouped_fp8_fp4_gemm_nt_contiguous(
@@ -62,7 +62,7 @@ def m_grouped_fp8_fp4_gemm_nt_contiguous(
         return
     ends = _aligned(grouped_layout, len(q)) if use_psum_layout else _ends(grouped_layout, len(w))
     if backends.runs_kernel(op.public, q):
-        write(op, d, q, s, w, ws, ends.contiguous(), expected_rows=expected)
+        write(d, q, s, w, ws, ends.contiguous(), expected_rows=expected)
     else:
         _check_groups(grouped_layout, len(q) if use_psum_layout else len(w) - 1, use_psum_layout)
         ends[-1] = len(q)  # the reference would fill rows of no group with NaN
@@ -115,7 +115,7 @@ def m_grouped_fp8_fp4_gemm_nt_masked(
         s, ws = bridge.aligned_scales(s), bridge.aligned_scales(ws)
         for e in range(len(q)):
             one = slice(e, e + 1)
-            write(op, d[e], q[e], s[e], w[one], ws[one], masked_m[one], expected_rows=min(expected_m, q.shape[1]))
+            write(d[e], q[e], s[e], w[one], ws[one], masked_m[one], expected_rows=min(expected_m, q.shape[1]))
         return
     for e, rows in enumerate(masked_m.clamp(0, q.shape[1]).tolist()):
         d[e, :rows] = bridge._fp8_gemm_nt.reference(q[e, :rows], s[e, :rows], w[e], ws[e], d.dtype)

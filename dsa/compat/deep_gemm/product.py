@@ -2,7 +2,6 @@
 
 import torch
 
-from dsa import backends
 from dsa.compat.deep_gemm.arguments import (
     BLOCK_SCALES,
     ROW_SCALES,
@@ -14,10 +13,10 @@ from dsa.compat.deep_gemm.arguments import (
 )
 from dsa.compat.deep_gemm.gradients import write_gradient
 from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops.declaration import Op
 from dsa.ops.gemm import fp8_gemm_nt as bridge
 from dsa.ops.gemm.fp8_gemm_nt import Scaled
 from dsa.reference.checks import E4M3, FLOATS, check_tensor
+from dsa.runtime import backends
 
 
 def fp8_fp4_gemm_nt(
@@ -58,22 +57,28 @@ def fp8_fp4_gemm_nt(
     op.check(q, s, w, ws, d.dtype)
     check_result(d, q)
     if backends.runs_kernel(op.public, q):
-        write(op, d, q, s, w, ws)
+        write(d, q, s, w, ws)
     else:
         d.copy_(op.reference(q, s, w, ws, d.dtype))
 
 
-def write(op: Op, d: torch.Tensor, *arguments: torch.Tensor, expected_rows: int | None = None) -> None:
-    """d = the product of arguments, which are checked, by the op's kernels: q, s, w, ws and the ends of groups."""
-    kernels = op.kernels.modules(backends.arch_of(d.device))
+def write(
+    d: torch.Tensor,
+    q: torch.Tensor,
+    s: torch.Tensor,
+    w: torch.Tensor,
+    ws: torch.Tensor,
+    ends: torch.Tensor | None = None,
+    expected_rows: int | None = None,
+) -> None:
+    """Write the product of checked arguments to d: of one matrix, or of groups of rows that end at `ends`."""
     out = rows_at_16_bytes(d)
     # The copy starts with the values of d: kernels do not write rows that belong to no group.
     written = d.clone(memory_format=torch.contiguous_format) if out is None else out
-    q, s, w, ws, *ends = arguments
     with backends.on_device(d):
-        if ends:
-            bridge.write_grouped_product(kernels, q, s, w, ws, *ends, written, expected_rows=expected_rows)
+        if ends is None:
+            bridge.write_product(q, s, w, ws, written)
         else:
-            bridge.write_product(kernels, q, s, w, ws, written)
+            bridge.write_grouped_product(q, s, w, ws, ends, written, expected_rows=expected_rows)
     if out is None:
         d.copy_(written)

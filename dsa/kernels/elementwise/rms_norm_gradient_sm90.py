@@ -17,6 +17,7 @@ what CTAs of 256 threads hold.
 Roofline: memory, 3 D elements a row; about 9 instructions a channel.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -170,6 +171,7 @@ def compile_rms_norm_gradient(dtype: str, weighted: bool, config: NormConfig):
     )
 
 
+@functools.lru_cache(4096)
 def choose_gradient_config(dtype: str, channels: int) -> NormConfig:
     """The first that holds a row."""
     return next(config for config in GRADIENT_CONFIGS if channels <= max_channels(dtype, config))

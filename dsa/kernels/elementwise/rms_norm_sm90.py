@@ -23,6 +23,7 @@ Roofline: memory, 2 D elements a row, 2 more with a residual, D bytes more with 
 a fifth of what the issue slots take meanwhile.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -313,16 +314,19 @@ def max_channels(dtype: str, config: NormConfig = CONFIGS[-1]) -> int:
     return config.lanes * config.vectors * VECTOR_BITS // cute_dtype(dtype).width
 
 
+@functools.lru_cache(4096)
 def choose_config(dtype: str, channels: int) -> NormConfig:
     """The first that holds a row."""
     return next(config for config in CONFIGS if channels <= max_channels(dtype, config))
 
 
+@functools.lru_cache(4096)
 def choose_cast_config(dtype: str, channels: int) -> NormConfig:
     """The first that holds a row, of those with a cast."""
     return next(config for config in CAST_CONFIGS if channels <= max_channels(dtype, config))
 
 
+@functools.lru_cache(4096)
 def choose_rotary_config(dtype: str, channels: int) -> NormConfig:
     """The first that holds a row, of those with angles."""
     return next(config for config in ROTARY_CONFIGS if channels <= max_channels(dtype, config))

@@ -18,6 +18,7 @@ Registers: D accumulators, 32 of operands, 8 of w, 4 to 16 of dI, of 232 with tw
 Roofline: tensor cores, 256 clocks for 64 keys x 64 columns at D 128; beside them 62 instructions of a warp.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
@@ -442,6 +443,7 @@ def compile_indexer_key_grad(heads: int, dim: int, config: IndexerKeyGradConfig)
     )
 
 
+@functools.lru_cache(4096)
 def choose_config(heads: int, dim: int) -> IndexerKeyGradConfig:
     """As many stages as there is room for, 12 at most. Where a stage is small, more keys share its queries."""
     warpgroups = 3 if heads <= 16 and dim == 64 else 2

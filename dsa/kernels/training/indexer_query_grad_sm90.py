@@ -20,6 +20,7 @@ other warps.
 Roofline: tensor cores, 256 clocks for 64 rows x 64 keys at D 128; beside them 52 instructions of a warp.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -418,6 +419,7 @@ def compile_indexer_query_grad(heads: int, dim: int, config: IndexerQueryGradCon
     )
 
 
+@functools.lru_cache(4096)
 def choose_config(heads: int, dim: int) -> IndexerQueryGradConfig:
     """The measured winner: four warpgroups hide what lies between two wgmma best, if their registers suffice. As many
     stages as there is room for, 8 at most."""

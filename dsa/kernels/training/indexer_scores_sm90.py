@@ -18,6 +18,7 @@ Roofline: tensor cores, 1024 clocks for a tile of 64 x 256 x 128, and about one 
 three an accumulator: 400. Keys come from L2, 16 KB a tile; 12 bytes a (query, key) are written at 64 heads.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -300,6 +301,7 @@ def compile_indexer_scores(heads: int, dim: int, config: IndexerScoresConfig):
     )
 
 
+@functools.lru_cache(4096)
 def choose_config(heads: int, dim: int) -> IndexerScoresConfig:
     """Fewer heads mean more queries a tile, whose reductions need registers: smaller tiles, and a third warpgroup. As
     many stages as there is room for, 6 at most."""

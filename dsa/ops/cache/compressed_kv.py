@@ -1,17 +1,13 @@
 """DeepSeek-V4's compressor: every few tokens become one entry of the cache."""
 
-import functools
-from collections.abc import Callable
-from types import ModuleType
-
 import torch
 
 from dsa.kernels.cache.limits import COMPRESSED_DTYPES, COMPRESSED_KINDS, ROPE_CHANNELS
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import check_page_size, dtype_name, pages_as_rows
 from dsa.ops.cache._kv_rows import cache_rows, check_cache, layout_name, slot_words
-from dsa.ops.declaration import op
 from dsa.reference.cache import compressed_kv as reference
+from dsa.runtime.op import op
 
 __all__ = ["compress_kv", "write_compressed_kv"]
 
@@ -107,11 +103,9 @@ def _check_limits(
 @op(
     arguments=reference.WRITE_COMPRESSED_KV,
     reference=reference.write_compressed_kv,
-    kernels={"sm_90": "dsa.kernels.cache.compressed_kv_sm90"},
     limits=_check_limits,
 )
 def _write_compressed_kv(
-    kernels: ModuleType,
     kv: torch.Tensor,
     gate: torch.Tensor,
     ape: torch.Tensor,
@@ -127,17 +121,15 @@ def _write_compressed_kv(
     overlap: bool,
     eps: float,
 ) -> None:
+    from dsa.kernels.cache.compressed_kv_sm90 import compile_write_compressed_kv
+
     if starts.shape[0] and kv.shape[0]:  # without pages the state is written all the same
         d, m = norm_weight.shape[0], ape.shape[0]
         is_index = reference.is_index_cache(cache, d)
         pages = pages_as_rows(cache).unflatten(1, (-1, d + 4)) if is_index else cache_rows(cache)
         kv, gate, cos, sin = (rows_at_16_bytes(x) for x in (kv, gate, cos, sin))
-        _kernel(kernels, kv.dtype, d, m, overlap, "index" if is_index else layout_name(cache))(
+        layout = "index" if is_index else layout_name(cache)
+        compile_write_compressed_kv(dtype_name(kv.dtype), d, m, overlap, layout)(
             *(kv, gate, ape, norm_weight, cos, sin, pages, slot_words(slots), cu_seqlens, starts, state, state_slots),
             *(cache.shape[1], float(eps)),
         )
-
-
-@functools.cache
-def _kernel(kernels: ModuleType, dtype: torch.dtype, d: int, m: int, overlap: bool, layout: str) -> Callable[..., None]:
-    return kernels.compile_write_compressed_kv(dtype_name(dtype), d, m, overlap, layout)

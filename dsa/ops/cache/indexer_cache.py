@@ -1,16 +1,12 @@
 """Writing FP8 index keys into cache pages and reading them back."""
 
-import functools
-from collections.abc import Callable
-from types import ModuleType
-
 import torch
 
 from dsa.kernels.cache.limits import INDEX_HEAD_DIMS
 from dsa.ops._kernel_arguments import check_page_size, dtype_name, pages_as_rows
-from dsa.ops.declaration import op
 from dsa.reference.cache import indexer_cache as reference
-from dsa.reference.checks import check_apart, check_updatable
+from dsa.reference.checks import check_apart
+from dsa.runtime.op import op
 
 __all__ = ["read_indexer_cache", "write_indexer_cache"]
 
@@ -51,7 +47,7 @@ def read_indexer_cache(
             raise ValueError(f"{name}: must be given where {other} is, got None")
     check_apart("k", k, cache=cache, slots=slots, k_scale=k_scale)
     check_apart("k_scale", k_scale, cache=cache, slots=slots)
-    _read_indexer_cache_out(cache, slots, k, k_scale)
+    _read_indexer_cache.into(cache, slots, k, k_scale)
     return k, k_scale
 
 
@@ -64,14 +60,11 @@ def _check_limits(cache: torch.Tensor) -> None:
 @op(
     arguments=reference.WRITE_INDEXER_CACHE,
     reference=reference.write_indexer_cache,
-    kernels={"sm_90": "dsa.kernels.cache.indexer_cache_sm90"},
     limits=_check_limits,
 )
-def _write_indexer_cache(
-    kernels: ModuleType, k: torch.Tensor, k_scale: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
-) -> None:
+def _write_indexer_cache(k: torch.Tensor, k_scale: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
     if k.shape[0] and cache.shape[0]:
-        _launch(kernels, k, k_scale, cache, slots, True)
+        _launch(k, k_scale, cache, slots, write=True)
 
 
 def _read_results(cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,58 +76,27 @@ def _read_results(cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tenso
     arguments=reference.READ_INDEXER_CACHE,
     reference=reference.read_indexer_cache,
     results=_read_results,
-    kernels={"sm_90": "dsa.kernels.cache.indexer_cache_sm90"},
     limits=_check_limits,
+    out=reference.READ_OUT,
 )
 def _read_indexer_cache(
-    kernels: ModuleType, cache: torch.Tensor, slots: torch.Tensor
+    cache: torch.Tensor, slots: torch.Tensor, k: torch.Tensor | None, k_scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    k, k_scale = _read_results(cache, slots)
-    _read(kernels, cache, slots, k, k_scale)
-    return k, k_scale
-
-
-def _reference_out(cache: torch.Tensor, slots: torch.Tensor, k: torch.Tensor, k_scale: torch.Tensor) -> None:
-    check_updatable("k", k)
-    check_updatable("k_scale", k_scale)
-    keys, scales = reference.read_indexer_cache(cache, slots)
-    k.view(torch.uint8).copy_(keys.view(torch.uint8))
-    k_scale.copy_(scales)
-
-
-@op(
-    arguments=reference.READ_INDEXER_CACHE_OUT,
-    reference=_reference_out,
-    kernels={"sm_90": "dsa.kernels.cache.indexer_cache_sm90"},
-    limits=_check_limits,
-    public="read_indexer_cache",
-)
-def _read_indexer_cache_out(
-    kernels: ModuleType, cache: torch.Tensor, slots: torch.Tensor, k: torch.Tensor, k_scale: torch.Tensor
-) -> None:
-    """The same, written to `k` and `k_scale`."""
-    _read(kernels, cache, slots, k, k_scale)
-
-
-def _read(
-    kernels: ModuleType, cache: torch.Tensor, slots: torch.Tensor, k: torch.Tensor, k_scale: torch.Tensor
-) -> None:
+    if k is None or k_scale is None:
+        k, k_scale = _read_results(cache, slots)
     if cache.shape[0] == 0:
         k.view(torch.uint8).zero_()
         k_scale.zero_()
     elif slots.shape[0]:
-        _launch(kernels, k, k_scale, cache, slots, False)
+        _launch(k, k_scale, cache, slots, write=False)
+    return k, k_scale
 
 
-def _launch(
-    kernels: ModuleType, k: torch.Tensor, k_scale: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, write: bool
-) -> None:
+def _launch(k: torch.Tensor, k_scale: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, *, write: bool) -> None:
+    from dsa.kernels.cache.indexer_cache_sm90 import compile_indexer_cache
+
     rows = k.view(torch.uint8)
     if rows.shape[0] == 1:  # a single row's stride means nothing, and may be any number
         rows = rows.as_strided(rows.shape, (rows.shape[1], 1))
-    _kernel(kernels, k.shape[1], slots.dtype, write)(rows, k_scale, pages_as_rows(cache), slots, cache.shape[1])
-
-
-@functools.cache
-def _kernel(kernels: ModuleType, dim: int, slot_dtype: torch.dtype, write: bool) -> Callable[..., None]:
-    return kernels.compile_indexer_cache(dim, dtype_name(slot_dtype), write)
+    launch = compile_indexer_cache(k.shape[1], dtype_name(slots.dtype), write)
+    launch(rows, k_scale, pages_as_rows(cache), slots, cache.shape[1])

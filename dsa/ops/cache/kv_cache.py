@@ -1,16 +1,12 @@
 """Writing latents into cache pages and reading them back."""
 
-import functools
-from collections.abc import Callable
-from types import ModuleType
-
 import torch
 
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops.cache._kv_rows import cache_rows, check_cache, layout_name, slot_words
-from dsa.ops.declaration import op
 from dsa.reference.cache import kv_cache as reference
+from dsa.runtime.op import op
 
 __all__ = ["make_v4_cache", "read_kv_cache", "write_kv_cache"]
 
@@ -56,15 +52,14 @@ def read_kv_cache(cache: torch.Tensor, slots: torch.Tensor, *, dtype: torch.dtyp
 @op(
     arguments=reference.WRITE_KV_CACHE,
     reference=reference.write_kv_cache,
-    kernels={"sm_90": "dsa.kernels.cache.kv_cache_sm90"},
     limits=check_cache,
 )
-def _write_kv_cache(
-    kernels: ModuleType, kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, use_ue8m0: bool
-) -> None:
+def _write_kv_cache(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, use_ue8m0: bool) -> None:
+    from dsa.kernels.cache.kv_cache_sm90 import compile_write_kv_cache
+
     if kv.numel() and cache.numel():
         quantizes = cache.dtype in reference.BYTE_DTYPES
-        launch = _write_kernel(kernels, kv.dtype, layout_name(cache), quantizes and use_ue8m0)
+        launch = compile_write_kv_cache(dtype_name(kv.dtype), layout_name(cache), quantizes and use_ue8m0)
         launch(rows_at_16_bytes(kv), cache_rows(cache), slot_words(slots))
 
 
@@ -76,24 +71,15 @@ def _read_results(cache: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) 
     arguments=reference.READ_KV_CACHE,
     reference=reference.read_kv_cache,
     results=_read_results,
-    kernels={"sm_90": "dsa.kernels.cache.kv_cache_sm90"},
     limits=check_cache,
 )
-def _read_kv_cache(kernels: ModuleType, cache: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _read_kv_cache(cache: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    from dsa.kernels.cache.kv_cache_sm90 import compile_read_kv_cache
+
     out = _read_results(cache, slots, dtype)
     if not cache.numel():
         return out.zero_()
     if out.numel():
-        launch = _read_kernel(kernels, layout_name(cache), dtype)
+        launch = compile_read_kv_cache(layout_name(cache), dtype_name(dtype))
         launch(out.view(-1, out.shape[-1]), cache_rows(cache), slot_words(slots))
     return out
-
-
-@functools.cache
-def _write_kernel(kernels: ModuleType, dtype: torch.dtype, layout: str, use_ue8m0: bool) -> Callable[..., None]:
-    return kernels.compile_write_kv_cache(dtype_name(dtype), layout, use_ue8m0)
-
-
-@functools.cache
-def _read_kernel(kernels: ModuleType, layout: str, dtype: torch.dtype) -> Callable[..., None]:
-    return kernels.compile_read_kv_cache(layout, dtype_name(dtype))

@@ -1,18 +1,14 @@
 """Attention's latent projection into the cache in one pass: norm, rope, quantisation."""
 
-import functools
-from collections.abc import Callable
-from types import ModuleType
-
 import torch
 
 from dsa.kernels.cache.limits import LATENT_CHANNELS, NORM_CHANNELS, ROPE_CHANNELS
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops.cache._kv_rows import cache_rows, check_cache, layout_name, slot_words
-from dsa.ops.declaration import op
 from dsa.reference.cache import mla_cache_inputs as reference
 from dsa.reference.cache.kv_cache import BYTE_DTYPES
+from dsa.runtime.op import op
 
 __all__ = ["write_mla_cache"]
 
@@ -74,11 +70,9 @@ def _check_limits(kv: torch.Tensor, norm_weight: torch.Tensor, cos: torch.Tensor
 @op(
     arguments=reference.WRITE_MLA_CACHE,
     reference=reference.write_mla_cache,
-    kernels={"sm_90": "dsa.kernels.cache.kv_cache_sm90"},
     limits=_check_limits,
 )
 def _write_mla_cache(
-    kernels: ModuleType,
     kv: torch.Tensor,
     norm_weight: torch.Tensor,
     cos: torch.Tensor,
@@ -90,17 +84,14 @@ def _write_mla_cache(
     use_ue8m0: bool,
     out: torch.Tensor | None,
 ) -> None:
+    from dsa.kernels.cache.kv_cache_sm90 import compile_write_mla_cache
+
     if kv.shape[0] and (cache.shape[0] or out is not None):
         quantizes = cache.dtype in BYTE_DTYPES
-        launch = _kernel(kernels, kv.dtype, layout_name(cache), kv.shape[1], interleaved, quantizes and use_ue8m0)
+        launch = compile_write_mla_cache(
+            dtype_name(kv.dtype), layout_name(cache), kv.shape[1], interleaved, quantizes and use_ue8m0
+        )
         rows, pages, words = rows_at_16_bytes(kv), cache_rows(cache), slot_words(slots)
         # Where nothing is kept the kernel is given a tensor that it does not touch.
         kept = rows if out is None else rows_at_16_bytes(out)
         launch(rows, norm_weight, cos, sin, pages, words, kept, int(out is not None), float(eps))
-
-
-@functools.cache
-def _kernel(
-    kernels: ModuleType, dtype: torch.dtype, layout: str, channels: int, interleaved: bool, use_ue8m0: bool
-) -> Callable[..., None]:
-    return kernels.compile_write_mla_cache(dtype_name(dtype), layout, channels, interleaved, use_ue8m0)

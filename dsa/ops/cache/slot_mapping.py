@@ -1,14 +1,10 @@
 """Where the rows of packed tokens lie in a paged cache: the same for all layers of a pass."""
 
-import functools
-from collections.abc import Callable
-from types import ModuleType
-
 import torch
 
 from dsa.kernels.cache.limits import MAX_MAPPED
-from dsa.ops.declaration import op
 from dsa.reference.cache import slot_mapping as reference
+from dsa.runtime.op import op
 
 __all__ = ["slot_mapping"]
 
@@ -65,11 +61,9 @@ def _slots(block_table: torch.Tensor, num_tokens: int) -> torch.Tensor:
     arguments=reference.SLOT_MAPPING,
     reference=reference.slot_mapping,
     results=_slots,
-    kernels={"sm_90": "dsa.kernels.cache.slot_mapping_sm90"},
     limits=_check_limits,
 )
 def _slot_mapping(
-    kernels: ModuleType,
     block_table: torch.Tensor,
     cu_seqlens: torch.Tensor,
     cache_seqlens: torch.Tensor | None,
@@ -78,15 +72,12 @@ def _slot_mapping(
     ratio: int,
     ring: bool,
 ) -> torch.Tensor:
+    from dsa.kernels.cache.slot_mapping_sm90 import compile_slot_mapping
+
     slots = _slots(block_table, num_tokens)
     if block_table.numel() == 0:
         return slots.fill_(-1)
     if num_tokens:
-        launch = _kernel(kernels, cache_seqlens is not None, ring)
+        launch = compile_slot_mapping(cache_seqlens is not None, ring)
         launch(block_table, cu_seqlens, cache_seqlens, slots, page_size, ratio)
     return slots
-
-
-@functools.cache
-def _kernel(kernels: ModuleType, cached_tokens: bool, ring: bool) -> Callable[..., None]:
-    return kernels.compile_slot_mapping(cached_tokens, ring)

@@ -1,18 +1,14 @@
 """The gradients of `rms_norm` in one kernel and a sum."""
 
-import functools
-from collections.abc import Callable
-from types import ModuleType
-
 import torch
 
-from dsa import backends
 from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE
 from dsa.kernels.elementwise.rms_norm_gradient_limits import MAX_NORM_GRADIENT_CHANNELS, MAX_NORM_GRADIENT_ROWS
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name, with_dims
-from dsa.ops.declaration import op
 from dsa.reference.elementwise import rms_norm as reference
+from dsa.runtime import backends
+from dsa.runtime.op import op
 
 _MAX_CHANNELS = {getattr(torch, name): channels for name, channels in MAX_NORM_GRADIENT_CHANNELS.items()}
 
@@ -36,28 +32,24 @@ def _results(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     arguments=reference.RMS_NORM_GRADIENT,
     reference=reference.rms_norm_gradient,
     results=_results,
-    kernels={"sm_90": "dsa.kernels.elementwise.rms_norm_gradient_sm90"},
     public="rms_norm",
 )
 def _rms_norm_gradient(
-    kernels: ModuleType, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, eps: float
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """grad, x [..., D] -> (dx [..., D], dw [1, D] fp32, zeros where weight is None). Rows as `has_kernel` says."""
+    from dsa.kernels.elementwise import rms_norm_gradient_sm90 as kernel
+
     name, channels = dtype_name(x.dtype), x.shape[-1]
     rows, dx, _ = with_dims(rows_at_16_bytes(x), 3), *_results(x)
-    config = kernels.choose_gradient_config(name, channels)
-    ctas = kernels.choose_ctas(rows.shape[0] * rows.shape[1], config, backends.num_sms(x.device))
+    config = kernel.choose_gradient_config(name, channels)
+    ctas = kernel.choose_ctas(rows.shape[0] * rows.shape[1], config, backends.num_sms(x.device))
     parts = None
     if weight is not None:
         parts = x.new_empty(ctas * (config.threads // config.lanes), channels, dtype=torch.float32)
     grad = grad.contiguous()
     if rows_at_16_bytes(grad) is None:  # a part of a wider gradient, from any number on
         grad = grad.clone()
-    launch = _gradient_kernel(kernels, name, weight is not None, config)
+    launch = kernel.compile_rms_norm_gradient(name, weight is not None, config)
     launch(grad.view(rows.shape), rows, weight, dx.view(rows.shape), parts, float(eps), ctas)
     return dx, x.new_zeros(1, channels, dtype=torch.float32) if parts is None else parts.sum(0, keepdim=True)
-
-
-@functools.cache
-def _gradient_kernel(kernels: ModuleType, dtype: str, weighted: bool, config: object) -> Callable[..., None]:
-    return kernels.compile_rms_norm_gradient(dtype, weighted, config)

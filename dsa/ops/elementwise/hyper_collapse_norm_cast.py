@@ -1,17 +1,13 @@
 """What a sublayer reads of DeepSeek-V4's hyper-connections: the streams' collapse, its RMS norm and the FP8 cast."""
 
-import functools
-from collections.abc import Callable
-from types import ModuleType
-
 import torch
 
 from dsa.kernels.elementwise.hyper_fusion_limits import HYPER_NORM_TILES
 from dsa.kernels.elementwise.limits import HYPER_STREAMS, MAX_HYPER_CHANNELS
 from dsa.kernels.gemm.limits import GROUP
 from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops.declaration import op
 from dsa.reference.elementwise import hyper_collapse_norm_cast as reference
+from dsa.runtime.op import op
 
 __all__ = ["hyper_collapse_norm_cast_to_fp8"]
 
@@ -77,11 +73,9 @@ def _check_limits(streams: torch.Tensor) -> None:
     arguments=reference.HYPER_COLLAPSE_NORM_CAST_TO_FP8,
     reference=reference.hyper_collapse_norm_cast_to_fp8,
     results=_results,
-    kernels={"sm_90": "dsa.kernels.elementwise.hyper_collapse_norm_cast_sm90"},
     limits=_check_limits,
 )
 def _hyper_collapse_norm_cast_to_fp8(
-    kernels: ModuleType,
     streams: torch.Tensor,
     mix: torch.Tensor,
     base: torch.Tensor,
@@ -93,10 +87,12 @@ def _hyper_collapse_norm_cast_to_fp8(
     norm_eps: float,
     use_ue8m0: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    from dsa.kernels.elementwise.hyper_collapse_norm_cast_sm90 import compile_hyper_collapse_norm_cast
+
     y, q, q_scale, post, comb = _results(streams)
     if len(streams):
         rows, mix, base = (rows_at_16_bytes(t) for t in (streams, mix, base))
-        launch = _kernel(kernels, *_tile(streams.shape[2]), use_ue8m0)
+        launch = compile_hyper_collapse_norm_cast(*_tile(streams.shape[2]), use_ue8m0)
         given = rows, mix, base, scale, weight
         launch(
             *(*given, y, q, q_scale, post, comb.flatten(1)),
@@ -108,8 +104,3 @@ def _hyper_collapse_norm_cast_to_fp8(
 def _tile(channels: int) -> tuple[int, int, int]:
     """The first that holds a row."""
     return next(tile for tile in HYPER_NORM_TILES if channels <= tile[1] * tile[2] * _VECTOR)
-
-
-@functools.cache
-def _kernel(kernels: ModuleType, threads: int, lanes: int, vectors: int, use_ue8m0: bool) -> Callable[..., None]:
-    return kernels.compile_hyper_collapse_norm_cast(threads, lanes, vectors, use_ue8m0)

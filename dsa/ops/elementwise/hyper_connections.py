@@ -1,16 +1,12 @@
 """DeepSeek-V4's hyper-connections: residual streams to a sublayer's input, and its output back to the streams."""
 
-import functools
-from collections.abc import Callable
-from types import ModuleType
-
 import torch
 
 from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, HYPER_STREAMS, HYPER_TILES, MAX_HYPER_CHANNELS
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
-from dsa.ops.declaration import op
 from dsa.reference.elementwise import hyper_connections as reference
+from dsa.runtime.op import op
 
 __all__ = ["hyper_collapse", "hyper_expand", "hyper_head"]
 
@@ -137,12 +133,10 @@ def _check_collapse_limits(streams: torch.Tensor) -> None:
     arguments=reference.HYPER_COLLAPSE,
     reference=reference.hyper_collapse,
     results=_collapse_results,
-    kernels={"sm_90": "dsa.kernels.elementwise.hyper_connections_sm90"},
     limits=_check_collapse_limits,
     differentiable=True,
 )
 def _hyper_collapse(
-    kernels: ModuleType,
     streams: torch.Tensor,
     mix: torch.Tensor,
     base: torch.Tensor,
@@ -151,10 +145,12 @@ def _hyper_collapse(
     eps: float,
     hc_eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    from dsa.kernels.elementwise.hyper_connections_sm90 import compile_hyper_collapse
+
     x, post, comb = _collapse_results(streams)
     if x.shape[0]:
         rows, mix, base = (rows_at_16_bytes(t) for t in (streams, mix, base))
-        launch = _collapse_kernel(kernels, streams.dtype, *_tile(streams))
+        launch = compile_hyper_collapse(dtype_name(streams.dtype), *_tile(streams))
         launch(rows, mix, base, scale, x, post, comb.flatten(1), iterations, float(eps), float(hc_eps))
     return x, post, comb
 
@@ -163,17 +159,16 @@ def _hyper_collapse(
     arguments=reference.HYPER_EXPAND,
     reference=reference.hyper_expand,
     results=_expand_results,
-    kernels={"sm_90": "dsa.kernels.elementwise.hyper_connections_sm90"},
     limits=_check_limits,
     differentiable=True,
 )
-def _hyper_expand(
-    kernels: ModuleType, y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
-) -> torch.Tensor:
+def _hyper_expand(y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
+    from dsa.kernels.elementwise.hyper_connections_sm90 import compile_hyper_expand
+
     out = _expand_results(streams)
     if y.shape[0]:
         y, rows, post, weights = (rows_at_16_bytes(t) for t in (y, streams, post, comb.flatten(1)))
-        _expand_kernel(kernels, streams.dtype)(y, rows, post, weights, out)
+        compile_hyper_expand(dtype_name(streams.dtype))(y, rows, post, weights, out)
     return out
 
 
@@ -181,12 +176,10 @@ def _hyper_expand(
     arguments=reference.HYPER_HEAD,
     reference=reference.hyper_head,
     results=_head_results,
-    kernels={"sm_90": "dsa.kernels.elementwise.hyper_connections_sm90"},
     limits=_check_collapse_limits,
     differentiable=True,
 )
 def _hyper_head(
-    kernels: ModuleType,
     streams: torch.Tensor,
     mix: torch.Tensor,
     base: torch.Tensor,
@@ -194,10 +187,12 @@ def _hyper_head(
     eps: float,
     hc_eps: float,
 ) -> torch.Tensor:
+    from dsa.kernels.elementwise.hyper_connections_sm90 import compile_hyper_head
+
     x = _head_results(streams)
     if x.shape[0]:
         rows, mix, base = (rows_at_16_bytes(t) for t in (streams, mix, base))
-        launch = _head_kernel(kernels, streams.dtype, *_tile(streams))
+        launch = compile_hyper_head(dtype_name(streams.dtype), *_tile(streams))
         launch(rows, mix, base, scale, x, None, None, 1, float(eps), float(hc_eps))
     return x
 
@@ -212,18 +207,3 @@ def _tile(streams: torch.Tensor) -> tuple[int, int]:
         f"streams: the kernel takes D at most {HYPER_TILES[-1][0] * HYPER_TILES[-1][1] * width} of "
         f"{dtype_name(streams.dtype)}, got {streams.shape[2]}"
     )
-
-
-@functools.cache
-def _collapse_kernel(kernels: ModuleType, dtype: torch.dtype, threads: int, steps: int) -> Callable[..., None]:
-    return kernels.compile_hyper_collapse(dtype_name(dtype), threads, steps)
-
-
-@functools.cache
-def _head_kernel(kernels: ModuleType, dtype: torch.dtype, threads: int, steps: int) -> Callable[..., None]:
-    return kernels.compile_hyper_head(dtype_name(dtype), threads, steps)
-
-
-@functools.cache
-def _expand_kernel(kernels: ModuleType, dtype: torch.dtype) -> Callable[..., None]:
-    return kernels.compile_hyper_expand(dtype_name(dtype))

@@ -1,16 +1,12 @@
 """DeepSeek-V4's hyper-connections between two sublayers: the new streams, and their projection."""
 
-import functools
-from collections.abc import Callable
-from types import ModuleType
-
 import torch
 
 from dsa.kernels.elementwise.hyper_fusion_limits import EXPAND_MIX_TOKENS, MAX_EXPAND_MIX_OUTPUTS
 from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops.declaration import op
 from dsa.ops.elementwise import hyper_connections, hyper_mix
 from dsa.reference.elementwise import hyper_expand_mix as reference
+from dsa.runtime.op import op
 
 __all__ = ["hyper_expand_mix"]
 
@@ -52,25 +48,18 @@ def _check_limits(
     arguments=reference.HYPER_EXPAND_MIX,
     reference=reference.hyper_expand_mix,
     results=_results,
-    kernels={
-        "sm_90": (
-            "dsa.kernels.elementwise.hyper_expand_mix_sm90",
-            "dsa.kernels.elementwise.hyper_connections_sm90",
-            "dsa.kernels.elementwise.hyper_mix_sm90",
-            "dsa.kernels.elementwise.hyper_mix_few_tokens_sm90",
-        )
-    },
     limits=_check_limits,
     differentiable=True,
 )
 def _hyper_expand_mix(
-    kernels: tuple[ModuleType, ...],
     y: torch.Tensor,
     streams: torch.Tensor,
     post: torch.Tensor,
     comb: torch.Tensor,
     parts: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    from dsa.kernels.elementwise.hyper_expand_mix_sm90 import compile_hyper_expand_mix
+
     tokens = len(streams)
     if tokens > EXPAND_MIX_TOKENS[-1] or parts.shape[1] > MAX_EXPAND_MIX_OUTPUTS:
         new = hyper_connections._hyper_expand.launch_on(y.device, y, streams, post, comb)
@@ -78,10 +67,6 @@ def _hyper_expand_mix(
     new, mix = _results(streams, parts)
     if tokens:
         rows = [rows_at_16_bytes(t) for t in (y, streams, post, comb.flatten(1), parts)]
-        _kernel(kernels[0], next(most for most in EXPAND_MIX_TOKENS if tokens <= most))(*rows, new, mix)
+        launch = compile_hyper_expand_mix(next(most for most in EXPAND_MIX_TOKENS if tokens <= most))
+        launch(*rows, new, mix)
     return new, mix
-
-
-@functools.cache
-def _kernel(kernels: ModuleType, most: int) -> Callable[..., None]:
-    return kernels.compile_hyper_expand_mix(most)

@@ -1,12 +1,7 @@
 """DeepSeek-V4's hyper-connections: the projection of a token's residual streams, in fp32 from bf16 parts."""
 
-import functools
-from collections.abc import Callable
-from types import ModuleType
-
 import torch
 
-from dsa import backends
 from dsa.kernels.elementwise.limits import (
     CHANNEL_MULTIPLE,
     MAX_MIX_OUTPUTS,
@@ -20,8 +15,9 @@ from dsa.kernels.elementwise.limits import (
     MIX_ROWS,
 )
 from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops.declaration import op
 from dsa.reference.elementwise import hyper_mix as reference
+from dsa.runtime import backends
+from dsa.runtime.op import op
 
 __all__ = ["hyper_mix"]
 
@@ -76,13 +72,14 @@ def _check_limits(streams: torch.Tensor, parts: torch.Tensor) -> None:
     arguments=reference.HYPER_MIX,
     reference=reference.hyper_mix,
     results=_results,
-    kernels={"sm_90": ("dsa.kernels.elementwise.hyper_mix_sm90", "dsa.kernels.elementwise.hyper_mix_few_tokens_sm90")},
     limits=_check_limits,
     differentiable=True,
 )
-def _hyper_mix(kernels: tuple[ModuleType, ModuleType], streams: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
+def _hyper_mix(streams: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
+    from dsa.kernels.elementwise.hyper_mix_few_tokens_sm90 import compile_hyper_mix_few_tokens
+    from dsa.kernels.elementwise.hyper_mix_sm90 import compile_hyper_mix, compile_hyper_mix_persistent
+
     mix = _results(streams, parts)
-    many, few = kernels
     tokens, n, channels = streams.shape
     if not tokens:
         return mix
@@ -92,30 +89,15 @@ def _hyper_mix(kernels: tuple[ModuleType, ModuleType], streams: torch.Tensor, pa
     flat = streams.stride(0) > 0 and (n == 1 or streams.stride(1) == channels)
     if tokens <= FEW_TOKENS or not (wide and flat):
         rows = MIX_FEW_ROWS[tokens > MIX_FEW_ROWS[0]]
-        _few_tokens_kernel(few, rows)(streams, parts, mix)
+        compile_hyper_mix_few_tokens(rows)(streams, parts, mix)
         return mix
     streams, parts = streams.flatten(1), parts.flatten(0, 1)
     rows = next((rows for rows in MIX_ROWS if tokens <= CLUSTERS * rows), None)
     if rows is not None:
-        _many_tokens_kernel(many, rows)(streams, parts, mix)
+        compile_hyper_mix(rows)(streams, parts, mix)
     else:
         halves = mix.new_empty(MIX_HALVES, tokens, MIX_OUTPUTS)
         units = -(-tokens // MIX_PERSISTENT_ROWS) * MIX_HALVES
         ctas = min(backends.num_sms(mix.device), units)
-        _persistent_kernel(many, MIX_PERSISTENT_ROWS)(streams, parts, halves, mix, ctas)
+        compile_hyper_mix_persistent(MIX_PERSISTENT_ROWS)(streams, parts, halves, mix, ctas)
     return mix
-
-
-@functools.cache
-def _few_tokens_kernel(kernels: ModuleType, rows: int) -> Callable[..., None]:
-    return kernels.compile_hyper_mix_few_tokens(rows)
-
-
-@functools.cache
-def _many_tokens_kernel(kernels: ModuleType, rows: int) -> Callable[..., None]:
-    return kernels.compile_hyper_mix(rows)
-
-
-@functools.cache
-def _persistent_kernel(kernels: ModuleType, rows: int) -> Callable[..., None]:
-    return kernels.compile_hyper_mix_persistent(rows)

@@ -1,17 +1,13 @@
 """Root mean square norm, of the hidden state, of latents and of heads."""
 
-import functools
-from collections.abc import Callable
-from types import ModuleType
-
 import torch
 
 from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, MAX_NORM_CHANNELS, MAX_NORM_ROWS
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name, with_dims
-from dsa.ops.declaration import op, wants_gradient
 from dsa.ops.elementwise._rms_norm_gradient import has_kernel
 from dsa.reference.elementwise import rms_norm as reference
+from dsa.runtime.op import op, wants_gradient
 
 __all__ = ["rms_norm"]
 
@@ -62,23 +58,18 @@ def _check_limits(x: torch.Tensor) -> None:
     arguments=reference.RMS_NORM,
     reference=reference.rms_norm,
     results=_results,
-    kernels={"sm_90": "dsa.kernels.elementwise.rms_norm_sm90"},
     limits=_check_limits,
     differentiable=True,
 )
-def _rms_norm(kernels: ModuleType, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    from dsa.kernels.elementwise.rms_norm_sm90 import choose_config, compile_rms_norm
+
     out = _results(x)
     if out.numel():
-        rows = with_dims(rows_at_16_bytes(x), 3)
-        launch = _kernel(kernels, x.dtype, weight is not None, x.shape[-1])
+        rows, name = with_dims(rows_at_16_bytes(x), 3), dtype_name(x.dtype)
+        launch = compile_rms_norm(name, weight is not None, choose_config(name, x.shape[-1]))
         launch(rows, weight, out if out.dim() == 3 else out.view(rows.shape), float(eps))
     return out
-
-
-@functools.cache
-def _kernel(kernels: ModuleType, dtype: torch.dtype, weighted: bool, channels: int) -> Callable[..., None]:
-    name = dtype_name(dtype)
-    return kernels.compile_rms_norm(name, weighted, kernels.choose_config(name, channels))
 
 
 def _save(ctx, inputs: tuple, output: torch.Tensor) -> None:

@@ -1,17 +1,13 @@
 """Root mean square norm with the FP8 cast of its result, and in front of it the sum with a residual stream."""
 
-import functools
-from collections.abc import Callable
-from types import ModuleType
-
 import torch
 
 from dsa.kernels.elementwise.limits import MAX_NORM_CAST_CHANNELS, MAX_NORM_ROWS
 from dsa.kernels.gemm.limits import GROUP
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
-from dsa.ops.declaration import op
 from dsa.reference.elementwise import rms_norm_cast as reference
+from dsa.runtime.op import op
 
 __all__ = ["add_rms_norm_cast_to_fp8", "rms_norm_cast_to_fp8"]
 
@@ -79,15 +75,17 @@ def _check_limits(x: torch.Tensor) -> None:
     arguments=reference.RMS_NORM_CAST_TO_FP8,
     reference=reference.rms_norm_cast_to_fp8,
     results=_cast_results,
-    kernels={"sm_90": "dsa.kernels.elementwise.rms_norm_sm90"},
     limits=_check_limits,
 )
 def _rms_norm_cast_to_fp8(
-    kernels: ModuleType, x: torch.Tensor, weight: torch.Tensor, eps: float, use_ue8m0: bool
+    x: torch.Tensor, weight: torch.Tensor, eps: float, use_ue8m0: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    from dsa.kernels.elementwise.rms_norm_sm90 import choose_cast_config, compile_rms_norm_cast
+
     y, q, scale = _cast_results(x)
     if len(x):
-        launch = _kernel(kernels, x.dtype, False, use_ue8m0, x.shape[1])
+        name = dtype_name(x.dtype)
+        launch = compile_rms_norm_cast(name, False, use_ue8m0, choose_cast_config(name, x.shape[1]))
         launch(rows_at_16_bytes(x), None, weight, None, y, q, scale, float(eps))
     return y, q, scale
 
@@ -96,22 +94,16 @@ def _rms_norm_cast_to_fp8(
     arguments=reference.ADD_RMS_NORM_CAST_TO_FP8,
     reference=reference.add_rms_norm_cast_to_fp8,
     results=_sum_results,
-    kernels={"sm_90": "dsa.kernels.elementwise.rms_norm_sm90"},
     limits=_check_limits,
 )
 def _add_rms_norm_cast_to_fp8(
-    kernels: ModuleType, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, use_ue8m0: bool
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, use_ue8m0: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    from dsa.kernels.elementwise.rms_norm_sm90 import choose_cast_config, compile_rms_norm_cast
+
     total, y, q, scale = _sum_results(x)
     if len(x):
-        launch = _kernel(kernels, x.dtype, True, use_ue8m0, x.shape[1])
+        name = dtype_name(x.dtype)
+        launch = compile_rms_norm_cast(name, True, use_ue8m0, choose_cast_config(name, x.shape[1]))
         launch(rows_at_16_bytes(x), rows_at_16_bytes(residual), weight, total, y, q, scale, float(eps))
     return total, y, q, scale
-
-
-@functools.cache
-def _kernel(
-    kernels: ModuleType, dtype: torch.dtype, summed: bool, use_ue8m0: bool, channels: int
-) -> Callable[..., None]:
-    name = dtype_name(dtype)
-    return kernels.compile_rms_norm_cast(name, summed, use_ue8m0, kernels.choose_cast_config(name, channels))

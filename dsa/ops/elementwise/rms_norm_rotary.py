@@ -1,17 +1,13 @@
 """Root mean square norm of query heads, with rotary position embedding behind it."""
 
-import functools
-from collections.abc import Callable
-from types import ModuleType
-
 import torch
 
 from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, MAX_NORM_ROWS
 from dsa.kernels.elementwise.rms_norm_rotary_limits import MAX_NORM_ROTARY_CHANNELS
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
-from dsa.ops.declaration import op
 from dsa.reference.elementwise import rms_norm_rotary as reference
+from dsa.runtime.op import op
 
 __all__ = ["rms_norm_rotary"]
 
@@ -65,26 +61,21 @@ def _check_limits(x: torch.Tensor, cos: torch.Tensor) -> None:
     arguments=reference.RMS_NORM_ROTARY,
     reference=reference.rms_norm_rotary,
     results=_results,
-    kernels={"sm_90": "dsa.kernels.elementwise.rms_norm_sm90"},
     limits=_check_limits,
     differentiable=True,
 )
 def _rms_norm_rotary(
-    kernels: ModuleType,
     x: torch.Tensor,
     weight: torch.Tensor | None,
     cos: torch.Tensor,
     sin: torch.Tensor,
     eps: float,
 ) -> torch.Tensor:
+    from dsa.kernels.elementwise.rms_norm_sm90 import choose_rotary_config, compile_rms_norm_rotary
+
     out = _results(x)
     if out.numel():
-        launch = _kernel(kernels, x.dtype, weight is not None, x.shape[2])
+        name = dtype_name(x.dtype)
+        launch = compile_rms_norm_rotary(name, weight is not None, choose_rotary_config(name, x.shape[2]))
         launch(rows_at_16_bytes(x), weight, rows_at_16_bytes(cos), rows_at_16_bytes(sin), out, float(eps))
     return out
-
-
-@functools.cache
-def _kernel(kernels: ModuleType, dtype: torch.dtype, weighted: bool, channels: int) -> Callable[..., None]:
-    name = dtype_name(dtype)
-    return kernels.compile_rms_norm_rotary(name, weighted, kernels.choose_rotary_config(name, channels))

@@ -1,17 +1,12 @@
 """Rotary position embedding of queries, keys, or the attention's output."""
 
-import functools
-from collections.abc import Callable
-from types import ModuleType
-
 import torch
 
 from dsa.kernels.elementwise.limits import MAX_ROTARY_GROUPS, ROTARY_PAIRS
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name, unit_inner
-from dsa.ops.declaration import op, wants_gradient
-from dsa.reference.checks import check_updatable
 from dsa.reference.elementwise import rotary as reference
+from dsa.runtime.op import op, wants_gradient
 
 __all__ = ["apply_rotary"]
 
@@ -52,7 +47,7 @@ def apply_rotary(
     if out is not None:
         if wants_gradients:
             raise ValueError("out: must be None where gradients of x, cos, sin or out are asked for; use no_grad")
-        _apply_rotary_out(x, cos, sin, interleaved, dims, out)
+        _apply_rotary.into(x, cos, sin, interleaved, dims, out)
         return out
     if wants_gradients and (torch.compiler.is_compiling() or _apply_rotary.runs_kernel(x)):
         if wants_gradient(cos, sin):
@@ -65,89 +60,11 @@ def _results(x: torch.Tensor) -> torch.Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def _check_limits(x: torch.Tensor, cos: torch.Tensor) -> None:
-    _check_turned(x, x, cos)  # a new tensor has aligned rows wherever the kernel can have groups of 8 channels
-
-
-@op(
-    arguments=reference.ROTARY,
-    reference=reference.apply_rotary,
-    results=_results,
-    kernels={"sm_90": "dsa.kernels.elementwise.rotary_sm90"},
-    limits=_check_limits,
-)
-def _apply_rotary(
-    kernels: ModuleType, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, dims: str
-) -> torch.Tensor:
-    out = _results(x)
-    _launch(kernels, x, cos, sin, interleaved, dims, out)
-    return out
-
-
-def _reference_out(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, dims: str, out: torch.Tensor
-) -> None:
-    check_updatable("out", out)
-    out.copy_(reference.apply_rotary(x, cos, sin, interleaved=interleaved, dims=dims))
-
-
-def _check_out_limits(x: torch.Tensor, cos: torch.Tensor, dims: str, out: torch.Tensor) -> None:
-    x, out, _ = _turned(x, cos, dims, out)
-    _check_turned(x, out, cos)
-
-
-@op(
-    arguments=reference.ROTARY_OUT,
-    reference=_reference_out,
-    kernels={"sm_90": "dsa.kernels.elementwise.rotary_sm90"},
-    limits=_check_out_limits,
-    public="apply_rotary",
-)
-def _apply_rotary_out(
-    kernels: ModuleType,
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    interleaved: bool,
-    dims: str,
-    out: torch.Tensor,
-) -> None:
-    _launch(kernels, x, cos, sin, interleaved, dims, out)
-
-
-def _launch(
-    kernels: ModuleType,
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    interleaved: bool,
-    dims: str,
-    out: torch.Tensor,
-) -> None:
-    if not x.numel():
-        return
-    x, out, begin = _turned(x, cos, dims, out)
-    rows, target = _heads(x), _heads(out)
-    wide = _wide(rows, target, 2 * cos.shape[1])
-    if wide is not None:
-        rows, target = wide
-    channels = 2 * ROTARY_PAIRS if wide is not None else 2
-    angles = (_angles(a, wide is not None) for a in (cos, sin))
-    launch = _kernel(kernels, x.dtype, interleaved, wide is not None, x.numel().bit_length())
-    launch(rows, *angles, target, begin // channels)
-
-
-def _turned(x: torch.Tensor, cos: torch.Tensor, dims: str, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """What the kernel reads and writes of x and out, in place only the channels that turn, and the first of these."""
-    rotated = 2 * cos.shape[1]
-    begin = x.shape[-1] - rotated if dims == "last" else 0
-    if x.data_ptr() == out.data_ptr() and x.stride() == out.stride():
-        return x[..., begin : begin + rotated], out[..., begin : begin + rotated], 0
-    return x, out, begin
-
-
-def _check_turned(x: torch.Tensor, out: torch.Tensor, cos: torch.Tensor) -> None:
-    """x and out are what the kernel reads and writes."""
+def _check_limits(x: torch.Tensor, cos: torch.Tensor, dims: str, out: torch.Tensor | None) -> None:
+    if out is None:
+        out = x  # a new tensor has aligned rows wherever the kernel can have groups of 8 channels
+    else:
+        x, out, _ = _rotated_parts(x, cos, dims, out)
     rotated = 2 * cos.shape[1]
     if rotated == 0:
         raise ValueError(f"cos: the kernel rotates at least 2 channels, got shape {list(cos.shape)}")
@@ -159,6 +76,46 @@ def _check_turned(x: torch.Tensor, out: torch.Tensor, cos: torch.Tensor) -> None
             f"x: the kernel takes at most {MAX_ROTARY_GROUPS * channels} numbers in rows like these, got shape "
             f"{list(x.shape)}"
         )
+
+
+@op(
+    arguments=reference.ROTARY,
+    reference=reference.apply_rotary,
+    results=_results,
+    limits=_check_limits,
+    out=reference.OUT,
+)
+def _apply_rotary(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, dims: str, out: torch.Tensor | None
+) -> torch.Tensor:
+    from dsa.kernels.elementwise.rotary_sm90 import choose_config, compile_apply_rotary
+
+    result = _results(x) if out is None else out
+    if not x.numel():
+        return result
+    x, target, begin = _rotated_parts(x, cos, dims, result)
+    rows, target = _heads(x), _heads(target)
+    wide = _wide(rows, target, 2 * cos.shape[1])
+    if wide is not None:
+        rows, target = wide
+    channels = 2 * ROTARY_PAIRS if wide is not None else 2
+    angles = (_angles(a, wide is not None) for a in (cos, sin))
+    name = dtype_name(x.dtype)
+    launch = compile_apply_rotary(name, interleaved, choose_config(name, wide is not None, x.numel()))
+    launch(rows, *angles, target, begin // channels)
+    return result
+
+
+def _rotated_parts(
+    x: torch.Tensor, cos: torch.Tensor, dims: str, out: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """(the part of x that the kernel reads, the part of out that it writes, the first rotated channel of these). In
+    place, the parts are the rotated channels alone."""
+    rotated = 2 * cos.shape[1]
+    begin = x.shape[-1] - rotated if dims == "last" else 0
+    if x.data_ptr() == out.data_ptr() and x.stride() == out.stride():
+        return x[..., begin : begin + rotated], out[..., begin : begin + rotated], 0
+    return x, out, begin
 
 
 def _heads(x: torch.Tensor) -> torch.Tensor:
@@ -182,24 +139,16 @@ def _angles(x: torch.Tensor, wide: bool) -> torch.Tensor:
     return given
 
 
-@functools.cache
-def _kernel(
-    kernels: ModuleType, dtype: torch.dtype, interleaved: bool, wide: bool, size_bits: int
-) -> Callable[..., None]:
-    name = dtype_name(dtype)
-    return kernels.compile_apply_rotary(name, interleaved, kernels.choose_config(name, wide, 1 << (size_bits - 1)))
-
-
 def _save_angles(ctx, inputs: tuple, output: torch.Tensor) -> None:
     _, cos, sin, ctx.interleaved, ctx.dims = inputs
     ctx.save_for_backward(cos, sin)
 
 
-def _turn_back(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _rotate_back(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     cos, sin = ctx.saved_tensors
     # The registered op: it is traced too, and has this backward itself.
     back = torch.ops.dsa.apply_rotary(grad.contiguous(), cos, -sin, ctx.interleaved, ctx.dims)
     return back, None, None, None, None
 
 
-torch.library.register_autograd("dsa::apply_rotary", _turn_back, setup_context=_save_angles)
+torch.library.register_autograd("dsa::apply_rotary", _rotate_back, setup_context=_save_angles)

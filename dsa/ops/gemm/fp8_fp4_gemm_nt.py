@@ -2,20 +2,23 @@
 design."""
 
 import functools
-from collections.abc import Callable
-from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 
-from dsa import backends
 from dsa.kernels.gemm import limits
 from dsa.ops._kernel_arguments import dtype_name
-from dsa.ops.declaration import Kernels, op, rows_of
 from dsa.ops.gemm import fp8_gemm_nt as fp8
 from dsa.ops.gemm.fp8_gemm_nt import Scaled
 from dsa.reference.gemm import fp4_cast
 from dsa.reference.gemm import fp8_fp4_gemm_nt as reference
 from dsa.reference.gemm.fp8_gemm_nt import pair
+from dsa.runtime import backends
+from dsa.runtime.op import op
+
+if TYPE_CHECKING:
+    from dsa.kernels.gemm.fp8_fp4_gemm_config import Fp8Fp4GemmConfig
+    from dsa.kernels.gemm.fp8_fp4_gemm_few_rows_sm90 import Fp8Fp4GemmFewRowsConfig
 
 __all__ = ["fp4_block_scales", "grouped_fp8_fp4_gemm_nt", "widen_fp4"]
 
@@ -24,12 +27,8 @@ widen_fp4 = fp4_cast.widen_fp4
 
 FP4Weights = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
-PRODUCTS = Kernels(
-    "grouped_fp8_fp4_gemm_nt",
-    {"sm_90": ("dsa.kernels.gemm.fp8_fp4_gemm_sm90", "dsa.kernels.gemm.fp8_fp4_gemm_few_rows_sm90")},
-)
-# Of a matrix, on average, up to which the kernel that widens weights in registers is faster than the one that widens
-# them in shared memory, for many rows at a time. Either takes any number.
+# Up to so many rows per matrix on average, the kernel that widens weights in registers is faster than the one that
+# widens them in shared memory, for many rows at a time. Either takes any number.
 FEW_ROWS = 24
 
 
@@ -74,22 +73,6 @@ def grouped_fp8_fp4_gemm_nt(
     return _grouped_fp8_fp4_gemm_nt(*operands, ends, out_dtype, rows, weights, expected_rows)
 
 
-def _reference(
-    q: torch.Tensor,
-    s: torch.Tensor,
-    packed: torch.Tensor,
-    scale: torch.Tensor,
-    block_scale: torch.Tensor,
-    ends: torch.Tensor,
-    out_dtype: torch.dtype,
-    rows: torch.Tensor | None,
-    weights: torch.Tensor | None,
-    expected_rows: int | None,
-) -> torch.Tensor:
-    options = {"rows": rows, "weights": weights, "expected_rows": expected_rows}
-    return reference.grouped_fp8_fp4_gemm_nt((q, s), (packed, scale, block_scale), ends, out_dtype, **options)
-
-
 def _results(q: torch.Tensor, packed: torch.Tensor, out_dtype: torch.dtype, rows: torch.Tensor | None) -> torch.Tensor:
     return q.new_empty((len(q if rows is None else rows), packed.shape[1]), dtype=out_dtype)
 
@@ -113,13 +96,11 @@ def check_fp4_limits(q: torch.Tensor, packed: torch.Tensor, rows: torch.Tensor |
 
 @op(
     arguments=reference.GROUPED_FP8_FP4_GEMM_NT,
-    reference=_reference,
+    reference=reference.grouped_fp8_fp4_gemm_nt,
     results=_results,
-    kernels=rows_of(PRODUCTS),
     limits=check_fp4_limits,
 )
 def _grouped_fp8_fp4_gemm_nt(
-    kernels: tuple[ModuleType, ModuleType],
     q: torch.Tensor,
     s: torch.Tensor,
     packed: torch.Tensor,
@@ -131,29 +112,34 @@ def _grouped_fp8_fp4_gemm_nt(
     weights: torch.Tensor | None,
     expected_rows: int | None,
 ) -> torch.Tensor:
+    from dsa.kernels.gemm.fp8_fp4_gemm_few_rows_sm90 import compile_fp8_fp4_gemm_few_rows
+    from dsa.kernels.gemm.fp8_fp4_gemm_sm90 import compile_fp8_fp4_gemm
+
     out = _results(q, packed, out_dtype, rows)
     (matrices, columns), channels, count = packed.shape[:2], q.shape[1], len(out)
     if channels == 0 or len(q) == 0:
         out.zero_()
     if out.numel() == 0 or channels == 0 or matrices == 0 or len(q) == 0:
         return out
-    many, few = kernels
-    multiprocessors = backends.num_sms(q.device)
+    sms, dtype = backends.num_sms(q.device), dtype_name(out_dtype)
     codes = packed.view(torch.uint8).view(-1, channels // 2)
     factors = None if weights is None else weights.contiguous()
     expected = fp8.rows_to_choose_for(count, expected_rows)
     if expected <= FEW_ROWS * matrices and channels % limits.GROUP == 0:
-        launch, ctas = _few_rows_kernel(few, out_dtype, expected, columns, matrices, multiprocessors)
+        config = _choose_few_rows_config(expected, columns, matrices, sms)
+        launch = compile_fp8_fp4_gemm_few_rows(dtype, config)
         sources = q.new_empty(0, dtype=torch.int32) if rows is None else rows.contiguous()
         a = fp8.aligned_rows(q), fp8.aligned_scales(s), sources
         b = codes, _group_scales(scale), fp8.aligned_scales(block_scale)
-        launch(*a, *b, ends.contiguous(), s.new_empty(0) if factors is None else factors, out, ctas)
+        factors = s.new_empty(0) if factors is None else factors
+        launch(*a, *b, ends.contiguous(), factors, out, config.ctas(sms))
         return out
     q, s = fp8.copied_rows(q, s, rows)
-    launch = _kernel(many, out_dtype, expected, columns, channels, matrices, multiprocessors, weights is not None)
+    config = _choose_config(expected, columns, channels, matrices, sms)
+    launch = compile_fp8_fp4_gemm(dtype, config, weights is not None)
     a, b = (fp8.aligned_rows(q), fp8.aligned_scales(s)), (codes, _group_scales(scale).flatten(0, 1))
     of_blocks = fp8.aligned_scales(block_scale).permute(1, 2, 0)
-    launch(*a, *b, of_blocks, ends.contiguous(), out, factors, multiprocessors)
+    launch(*a, *b, of_blocks, ends.contiguous(), out, factors, sms)
     return out
 
 
@@ -164,25 +150,14 @@ def _group_scales(scale: torch.Tensor) -> torch.Tensor:
 
 
 @functools.lru_cache(4096)
-def _kernel(
-    kernels: ModuleType,
-    out_dtype: torch.dtype,
-    rows: int,
-    columns: int,
-    channels: int,
-    matrices: int,
-    multiprocessors: int,
-    weighted: bool,
-) -> Callable[..., None]:
-    config = kernels.choose_config(rows, columns, channels, matrices, multiprocessors)
-    return kernels.compile_fp8_fp4_gemm(dtype_name(out_dtype), config, weighted)
+def _choose_config(rows: int, columns: int, channels: int, matrices: int, sms: int) -> "Fp8Fp4GemmConfig":
+    from dsa.kernels.gemm.fp8_fp4_gemm_config import choose_config
+
+    return choose_config(rows, columns, channels, matrices, sms)
 
 
 @functools.lru_cache(4096)
-def _few_rows_kernel(
-    kernels: ModuleType, out_dtype: torch.dtype, rows: int, columns: int, matrices: int, multiprocessors: int
-) -> tuple[Callable[..., None], int]:
-    """The kernel, and how many CTAs it is launched with."""
-    config = kernels.choose_config(rows, columns, matrices, multiprocessors)
-    launch = kernels.compile_fp8_fp4_gemm_few_rows(dtype_name(out_dtype), config)
-    return launch, config.ctas(multiprocessors)
+def _choose_few_rows_config(rows: int, columns: int, matrices: int, sms: int) -> "Fp8Fp4GemmFewRowsConfig":
+    from dsa.kernels.gemm.fp8_fp4_gemm_few_rows_sm90 import choose_config
+
+    return choose_config(rows, columns, matrices, sms)

@@ -2,33 +2,30 @@
 
 import functools
 import math
-from collections.abc import Callable
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
 
-from dsa import backends
 from dsa.kernels.gemm import limits
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops._tma_rows import tma_rows
-from dsa.ops.declaration import Kernels, op, rows_of
 from dsa.reference.gemm import fp8_cast
 from dsa.reference.gemm import fp8_gemm_nt as reference
+from dsa.runtime import backends
+from dsa.runtime.op import op
 
 if TYPE_CHECKING:
     from dsa.kernels.gemm.fp8_gemm_choice import Tile
+    from dsa.kernels.gemm.fp8_gemm_config import Fp8GemmConfig
+    from dsa.kernels.gemm.fp8_gemm_few_rows_config import FewRowsConfig
 
 __all__ = ["dequantize_per_block", "fp8_gemm_nt", "grouped_fp8_gemm_nt", "per_block_cast_to_fp8"]
 
 per_block_cast_to_fp8 = fp8_cast.per_block_cast_to_fp8
 dequantize_per_block = fp8_cast.dequantize_per_block
 
-PRODUCTS = Kernels(
-    "grouped_fp8_gemm_nt", {"sm_90": ("dsa.kernels.gemm.fp8_gemm_sm90", "dsa.kernels.gemm.fp8_gemm_few_rows_sm90")}
-)
-# Rows of all matrices together, and of a matrix on average, up to which the kernel of few rows multiplies them.
+# The kernel for few rows multiplies several matrices with up to so many rows in all, or per matrix on average.
 FEW_ROWS, FEW_ROWS_OF_A_MATRIX = 64, 8
 
 Scaled = tuple[torch.Tensor, torch.Tensor]
@@ -96,29 +93,8 @@ def grouped_fp8_gemm_nt(
     )
 
 
-def _reference(
-    q: torch.Tensor, s: torch.Tensor, w: torch.Tensor, ws: torch.Tensor, out_dtype: torch.dtype
-) -> torch.Tensor:
-    return reference.fp8_gemm_nt((q, s), (w, ws), out_dtype)
-
-
 def _results(q: torch.Tensor, w: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
     return q.new_empty((*q.shape[:-1], len(w)), dtype=out_dtype)
-
-
-def _grouped_reference(
-    q: torch.Tensor,
-    s: torch.Tensor,
-    w: torch.Tensor,
-    ws: torch.Tensor,
-    ends: torch.Tensor,
-    out_dtype: torch.dtype,
-    rows: torch.Tensor | None,
-    weights: torch.Tensor | None,
-    expected_rows: int | None,
-) -> torch.Tensor:
-    options = {"rows": rows, "weights": weights, "expected_rows": expected_rows}
-    return reference.grouped_fp8_gemm_nt((q, s), (w, ws), ends, out_dtype, **options)
 
 
 def _grouped_results(
@@ -159,38 +135,30 @@ def check_grouped_limits(q: torch.Tensor, w: torch.Tensor, rows: torch.Tensor | 
 
 @op(
     arguments=reference.FP8_GEMM_NT,
-    reference=_reference,
+    reference=reference.fp8_gemm_nt,
     results=_results,
-    kernels=rows_of(PRODUCTS),
     limits=_check_limits,
 )
 def _fp8_gemm_nt(
-    kernels: tuple[ModuleType, ModuleType],
-    q: torch.Tensor,
-    s: torch.Tensor,
-    w: torch.Tensor,
-    ws: torch.Tensor,
-    out_dtype: torch.dtype,
+    q: torch.Tensor, s: torch.Tensor, w: torch.Tensor, ws: torch.Tensor, out_dtype: torch.dtype
 ) -> torch.Tensor:
     out = _results(q, w, out_dtype)
     if q.dim() == 2:
-        write_product(kernels, q, s, w, ws, out)
+        write_product(q, s, w, ws, out)
     else:
         rows = math.prod(q.shape[:-1])
         flat = (x.reshape(rows, x.shape[-1]) for x in (q, s))
-        write_product(kernels, *flat, w, ws, out.view(rows, len(w)))
+        write_product(*flat, w, ws, out.view(rows, len(w)))
     return out
 
 
 @op(
     arguments=reference.GROUPED_FP8_GEMM_NT,
-    reference=_grouped_reference,
+    reference=reference.grouped_fp8_gemm_nt,
     results=_grouped_results,
-    kernels=rows_of(PRODUCTS),
     limits=check_grouped_limits,
 )
 def _grouped_fp8_gemm_nt(
-    kernels: tuple[ModuleType, ModuleType],
     q: torch.Tensor,
     s: torch.Tensor,
     w: torch.Tensor,
@@ -202,36 +170,31 @@ def _grouped_fp8_gemm_nt(
     expected_rows: int | None,
 ) -> torch.Tensor:
     out = _grouped_results(q, w, out_dtype, rows)
-    write_grouped_product(kernels, q, s, w, ws, ends, out, rows, weights, expected_rows)
+    write_grouped_product(q, s, w, ws, ends, out, rows, weights, expected_rows)
     return out
 
 
-def write_product(
-    kernels: tuple[ModuleType, ModuleType],
-    q: torch.Tensor,
-    s: torch.Tensor,
-    w: torch.Tensor,
-    ws: torch.Tensor,
-    out: torch.Tensor,
-) -> None:
-    """out [M, N] = the product of q [M, K] and w [N, K], whose rows may be parts of longer ones."""
-    many, few = kernels
+def write_product(q: torch.Tensor, s: torch.Tensor, w: torch.Tensor, ws: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the product of q [M, K] and w [N, K], whose rows may be parts of longer ones, to out [M, N]."""
+    from dsa.kernels.gemm.fp8_gemm_few_rows_config import FewRowsConfig
+    from dsa.kernels.gemm.fp8_gemm_few_rows_sm90 import compile_fp8_gemm_few_rows
+    from dsa.kernels.gemm.fp8_gemm_sm90 import compile_fp8_gemm
+
     (rows, channels), columns = q.shape, len(w)
     if channels == 0:
         out.zero_()
     if out.numel() == 0 or channels == 0:
         return
-    multiprocessors = backends.num_sms(q.device)
+    sms, dtype = backends.num_sms(q.device), dtype_name(out.dtype)
     a, scales = (aligned_rows(q), aligned_scales(s)), aligned_scales(ws[None])
-    config = _config(few, rows, columns, channels, multiprocessors)
-    if isinstance(config, few.FewRowsConfig):
-        _few_rows_kernel(few, out.dtype, config)(*a, tma_rows(w), scales, out, multiprocessors)
+    config = _choose_config(rows, columns, channels, sms)
+    if isinstance(config, FewRowsConfig):
+        compile_fp8_gemm_few_rows(dtype, config)(*a, tma_rows(w), scales, out, sms)
     else:
-        _one_matrix_kernel(many, out.dtype, config)(*a, tma_rows(w), scales.permute(1, 2, 0), out, multiprocessors)
+        compile_fp8_gemm(dtype, config)(*a, tma_rows(w), scales.permute(1, 2, 0), out, sms)
 
 
 def write_grouped_product(
-    kernels: tuple[ModuleType, ModuleType],
     q: torch.Tensor,
     s: torch.Tensor,
     w: torch.Tensor,
@@ -242,30 +205,31 @@ def write_grouped_product(
     weights: torch.Tensor | None = None,
     expected_rows: int | None = None,
 ) -> None:
-    """out [M, N] = the products of q [M, K], or of its rows `rows`, with w [E, N, K], times weights [M]."""
+    """Write the products of q [M, K], or of its rows `rows`, with w [E, N, K], times weights [M], to out [M, N]."""
+    from dsa.kernels.gemm.fp8_gemm_few_rows_sm90 import compile_grouped_fp8_gemm_few_rows
+    from dsa.kernels.gemm.fp8_gemm_sm90 import compile_grouped_fp8_gemm
+
     (matrices, columns), channels, count = w.shape[:2], q.shape[1], len(out)
     if channels == 0 or len(q) == 0:
         out.zero_()
     if out.numel() == 0 or channels == 0 or matrices == 0 or len(q) == 0:
         return
-    many, few = kernels
-    multiprocessors = backends.num_sms(q.device)
+    sms, dtype = backends.num_sms(q.device), dtype_name(out.dtype)
     expected = rows_to_choose_for(count, expected_rows)
     if has_few_rows(expected, matrices, rows) and weights is None:
-        launch = _grouped_few_rows_kernel(few, out.dtype, expected, matrices)
+        launch = compile_grouped_fp8_gemm_few_rows(dtype, _choose_grouped_few_rows_config(expected, matrices))
         a, b = (aligned_rows(q), aligned_scales(s)), (w.view(-1, channels), aligned_scales(ws))
-        launch(*a, *b, out, ends.contiguous(), multiprocessors)
+        launch(*a, *b, out, ends.contiguous(), sms)
         return
-    q, s, rows = gathered_rows(many, q, s, rows, expected)
+    q, s, rows = gathered_rows(q, s, rows, expected)
     drawn = rows is None and draws(expected, matrices)
-    sizes = expected, columns, channels, matrices, multiprocessors
-    launch = _kernel(many, out.dtype, *sizes, rows is not None, weights is not None, drawn)
+    gathered, weighted = rows is not None, weights is not None
+    config = _choose_grouped_config(expected, columns, channels, matrices, sms, gathered, drawn)
+    launch = compile_grouped_fp8_gemm(dtype, config, gathered, weighted, drawn)
     counter = tile_counter(q, drawn)
     b = w.view(-1, channels), aligned_scales(ws).permute(1, 2, 0)
-    of_rows = None if weights is None else weights.contiguous()
-    launch(
-        aligned_rows(q), aligned_scales(s), rows, *b, ends.contiguous(), out, of_rows, None, counter, multiprocessors
-    )
+    of_rows = weights.contiguous() if weighted else None
+    launch(aligned_rows(q), aligned_scales(s), rows, *b, ends.contiguous(), out, of_rows, None, counter, sms)
 
 
 def rows_to_choose_for(count: int, expected_rows: int | None) -> int:
@@ -280,11 +244,15 @@ def has_few_rows(expected: int, matrices: int, rows: torch.Tensor | None) -> boo
 
 
 def gathered_rows(
-    kernels: ModuleType, q: torch.Tensor, s: torch.Tensor, rows: torch.Tensor | None, expected: int
+    q: torch.Tensor, s: torch.Tensor, rows: torch.Tensor | None, expected: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """(q, s, rows) as the kernel gets them: a copy where many rows are expected, since it gathers few rows faster and
-    many slower."""
-    if rows is None or expected <= kernels.GATHERED_ROWS:
+    """Return (q, s, rows) as the kernel gets them.
+
+    The kernel gathers few rows faster than a copy does, and many rows slower: then q and s are copies.
+    """
+    from dsa.kernels.gemm.fp8_gemm_config import GATHERED_ROWS
+
+    if rows is None or expected <= GATHERED_ROWS:
         return q, s, None if rows is None else rows.contiguous()
     return *copied_rows(q, s, rows), None
 
@@ -319,45 +287,27 @@ def aligned_scales(x: torch.Tensor) -> torch.Tensor:
 
 
 @functools.lru_cache(4096)
-def _kernel(
-    kernels: ModuleType,
-    out_dtype: torch.dtype,
-    rows: int,
-    columns: int,
-    channels: int,
-    matrices: int,
-    multiprocessors: int,
-    gathered: bool,
-    weighted: bool,
-    drawn: bool,
-) -> Callable[..., None]:
-    sizes = rows, columns, channels, matrices, multiprocessors
+def _choose_config(rows: int, columns: int, channels: int, sms: int) -> "Tile":
+    """Choose the CTA tile for a product with one matrix. Its type says which of the two kernels runs."""
+    from dsa.kernels.gemm.fp8_gemm_choice import choose_for_one_matrix
+
+    return choose_for_one_matrix(rows, columns, channels, sms)
+
+
+@functools.lru_cache(4096)
+def _choose_grouped_config(
+    rows: int, columns: int, channels: int, matrices: int, sms: int, gathered: bool, drawn: bool
+) -> "Fp8GemmConfig":
+    from dsa.kernels.gemm import fp8_gemm_config as configs
+
+    sizes = rows, columns, channels, matrices, sms
     if drawn:
-        config = kernels.choose_drawn_config(*sizes)
-    else:
-        config = kernels.choose_config(*sizes, kernels.GATHERING_CONFIGS if gathered else kernels.CONFIGS)
-    return kernels.compile_grouped_fp8_gemm(dtype_name(out_dtype), config, gathered, weighted, drawn)
+        return configs.choose_drawn_config(*sizes)
+    return configs.choose_config(*sizes, configs.GATHERING_CONFIGS if gathered else configs.CONFIGS)
 
 
 @functools.lru_cache(4096)
-def _config(few: ModuleType, rows: int, columns: int, channels: int, multiprocessors: int) -> "Tile":
-    """The tile of a product of one matrix, whose type says which kernel's it is."""
-    return few.choose_for_one_matrix(rows, columns, channels, multiprocessors)
+def _choose_grouped_few_rows_config(rows: int, matrices: int) -> "FewRowsConfig":
+    from dsa.kernels.gemm.fp8_gemm_few_rows_config import choose_grouped_config
 
-
-@functools.lru_cache(256)
-def _one_matrix_kernel(kernels: ModuleType, out_dtype: torch.dtype, config: "Tile") -> Callable[..., None]:
-    return kernels.compile_fp8_gemm(dtype_name(out_dtype), config)
-
-
-@functools.lru_cache(256)
-def _few_rows_kernel(kernels: ModuleType, out_dtype: torch.dtype, config: "Tile") -> Callable[..., None]:
-    return kernels.compile_fp8_gemm_few_rows(dtype_name(out_dtype), config)
-
-
-@functools.lru_cache(4096)
-def _grouped_few_rows_kernel(
-    kernels: ModuleType, out_dtype: torch.dtype, rows: int, matrices: int
-) -> Callable[..., None]:
-    config = kernels.choose_grouped_config(rows, matrices)
-    return kernels.compile_grouped_fp8_gemm_few_rows(dtype_name(out_dtype), config)
+    return choose_grouped_config(rows, matrices)

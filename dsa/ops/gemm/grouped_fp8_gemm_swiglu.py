@@ -1,15 +1,12 @@
 """The first half of a mixture's experts: gate and up projection in one grouped product, SwiGLU, and the cast to FP8."""
 
 import functools
-from collections.abc import Callable
-from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 
-from dsa import backends
 from dsa.kernels.gemm.limits import GROUP
 from dsa.ops._kernel_arguments import dtype_name
-from dsa.ops.declaration import Kernels, op, rows_of
 from dsa.ops.gemm import fp8_fp4_gemm_nt as fp4
 from dsa.ops.gemm import fp8_gemm_nt as fp8
 from dsa.ops.gemm import swiglu_cast_to_fp8 as cast
@@ -18,11 +15,13 @@ from dsa.ops.gemm.fp8_gemm_nt import Scaled
 from dsa.reference.gemm import grouped_fp8_gemm_swiglu as reference
 from dsa.reference.gemm.fp8_fp4_gemm_nt import fp4_weight
 from dsa.reference.gemm.fp8_gemm_nt import pair
+from dsa.runtime import backends
+from dsa.runtime.op import op
+
+if TYPE_CHECKING:
+    from dsa.kernels.gemm.fp8_gemm_config import Fp8GemmConfig
 
 __all__ = ["grouped_fp8_fp4_gemm_swiglu", "grouped_fp8_gemm_swiglu"]
-
-# What there is nothing to multiply of is cast on its own.
-CAST = Kernels("swiglu_cast_to_fp8", {"sm_90": "dsa.kernels.gemm.swiglu_cast_sm90"})
 
 
 def grouped_fp8_gemm_swiglu(
@@ -94,39 +93,6 @@ def grouped_fp8_fp4_gemm_swiglu(
     return _grouped_fp8_fp4_gemm_swiglu(*operands, ends, rows, limit, use_ue8m0, dtype, expected_rows)
 
 
-def _reference(
-    q: torch.Tensor,
-    s: torch.Tensor,
-    w: torch.Tensor,
-    ws: torch.Tensor,
-    ends: torch.Tensor,
-    rows: torch.Tensor | None,
-    limit: float | None,
-    use_ue8m0: bool,
-    dtype: torch.dtype,
-    expected_rows: int | None,
-) -> Scaled:
-    options = {"rows": rows, "limit": limit, "use_ue8m0": use_ue8m0, "dtype": dtype, "expected_rows": expected_rows}
-    return reference.grouped_fp8_gemm_swiglu((q, s), (w, ws), ends, **options)
-
-
-def _fp4_reference(
-    q: torch.Tensor,
-    s: torch.Tensor,
-    packed: torch.Tensor,
-    scale: torch.Tensor,
-    block_scale: torch.Tensor,
-    ends: torch.Tensor,
-    rows: torch.Tensor | None,
-    limit: float | None,
-    use_ue8m0: bool,
-    dtype: torch.dtype,
-    expected_rows: int | None,
-) -> Scaled:
-    options = {"rows": rows, "limit": limit, "use_ue8m0": use_ue8m0, "dtype": dtype, "expected_rows": expected_rows}
-    return reference.grouped_fp8_fp4_gemm_swiglu((q, s), (packed, scale, block_scale), ends, **options)
-
-
 def _results(q: torch.Tensor, w: torch.Tensor, rows: torch.Tensor | None) -> Scaled:
     count, inner = len(q if rows is None else rows), w.shape[1] // 2
     return q.new_empty(count, inner), q.new_empty(count, inner // GROUP, dtype=torch.float32)
@@ -138,13 +104,11 @@ def _fp4_results(q: torch.Tensor, packed: torch.Tensor, rows: torch.Tensor | Non
 
 @op(
     arguments=reference.GROUPED_FP8_GEMM_SWIGLU,
-    reference=_reference,
+    reference=reference.grouped_fp8_gemm_swiglu,
     results=_results,
-    kernels=rows_of(fp8.PRODUCTS, CAST),
     limits=fp8.check_grouped_limits,
 )
 def _grouped_fp8_gemm_swiglu(
-    kernels: tuple[ModuleType, ModuleType, ModuleType],
     q: torch.Tensor,
     s: torch.Tensor,
     w: torch.Tensor,
@@ -156,7 +120,8 @@ def _grouped_fp8_gemm_swiglu(
     dtype: torch.dtype,
     expected_rows: int | None,
 ) -> Scaled:
-    product, _, cast_kernels = kernels
+    from dsa.kernels.gemm.fp8_gemm_sm90 import compile_fp8_gemm_swiglu
+
     out, scale = _results(q, w, rows)
     (matrices, columns), channels, count = w.shape[:2], q.shape[1], len(out)
     if channels == 0 or matrices == 0 or len(q) == 0:
@@ -168,46 +133,34 @@ def _grouped_fp8_gemm_swiglu(
     if fp8.has_few_rows(expected, matrices, rows):
         # No matrix has enough rows for the time that the cast takes to matter, and its kernel reads weights faster.
         gate_up = fp8._grouped_fp8_gemm_nt.launch_on(q.device, q, s, w, ws, ends, dtype, None, None, expected)
-        return cast.cast_of_matrices(cast_kernels, gate_up, ends, use_ue8m0, limit)
-    q, s, rows = fp8.gathered_rows(product, q, s, rows, expected)
-    multiprocessors = backends.num_sms(q.device)
+        return cast.cast_of_matrices(gate_up, ends, use_ue8m0, limit)
+    q, s, rows = fp8.gathered_rows(q, s, rows, expected)
+    sms = backends.num_sms(q.device)
     drawn = rows is None and fp8.draws(expected, matrices)
-    sizes = expected, columns, channels, matrices, multiprocessors
-    launch = _kernel(product, dtype, use_ue8m0, limit is not None, *sizes, rows is not None, drawn)
+    config = _choose_config(expected, columns, channels, matrices, sms, drawn)
+    kind = dtype_name(dtype), use_ue8m0, limit is not None
+    launch = compile_fp8_gemm_swiglu(*kind, config, rows is not None, drawn)
     a = fp8.aligned_rows(q), fp8.aligned_scales(s), rows
     b = w.view(-1, channels), fp8.aligned_scales(ws).permute(1, 2, 0)
-    launch(*a, *b, ends.contiguous(), out, scale, limit, fp8.tile_counter(q, drawn), multiprocessors)
+    launch(*a, *b, ends.contiguous(), out, scale, limit, fp8.tile_counter(q, drawn), sms)
     return out, scale
 
 
 @functools.lru_cache(4096)
-def _kernel(
-    kernels: ModuleType,
-    dtype: torch.dtype,
-    use_ue8m0: bool,
-    limited: bool,
-    rows: int,
-    columns: int,
-    channels: int,
-    matrices: int,
-    multiprocessors: int,
-    gathered: bool,
-    drawn: bool,
-) -> Callable[..., None]:
-    configs = kernels.SWIGLU_CONFIGS[-1:] if drawn else kernels.SWIGLU_CONFIGS
-    config = kernels.choose_config(rows, columns, channels, matrices, multiprocessors, configs)
-    return kernels.compile_fp8_gemm_swiglu(dtype_name(dtype), use_ue8m0, limited, config, gathered, drawn)
+def _choose_config(rows: int, columns: int, channels: int, matrices: int, sms: int, drawn: bool) -> "Fp8GemmConfig":
+    from dsa.kernels.gemm.fp8_gemm_config import SWIGLU_CONFIGS, choose_config
+
+    configs = SWIGLU_CONFIGS[-1:] if drawn else SWIGLU_CONFIGS
+    return choose_config(rows, columns, channels, matrices, sms, configs)
 
 
 @op(
     arguments=reference.GROUPED_FP8_FP4_GEMM_SWIGLU,
-    reference=_fp4_reference,
+    reference=reference.grouped_fp8_fp4_gemm_swiglu,
     results=_fp4_results,
-    kernels=rows_of(fp4.PRODUCTS, CAST),
     limits=fp4.check_fp4_limits,
 )
 def _grouped_fp8_fp4_gemm_swiglu(
-    kernels: tuple[ModuleType, ModuleType, ModuleType],
     q: torch.Tensor,
     s: torch.Tensor,
     packed: torch.Tensor,
@@ -223,4 +176,4 @@ def _grouped_fp8_fp4_gemm_swiglu(
     # One kernel would widen 256 columns for 128 rows; two products of 128 columns for 256 rows and a cast are faster.
     operands = q, s, packed, scale, block_scale, ends, dtype, rows, None, expected_rows
     gate_up = fp4._grouped_fp8_fp4_gemm_nt.launch_on(q.device, *operands)
-    return cast.cast_of_matrices(kernels[-1], gate_up, ends, use_ue8m0, limit)
+    return cast.cast_of_matrices(gate_up, ends, use_ue8m0, limit)

@@ -1,16 +1,12 @@
 """Products of few tokens with a matrix of 16-bit numbers, with results in fp32."""
 
-import functools
-from collections.abc import Callable
-from types import ModuleType
-
 import torch
 
 from dsa.kernels.gemm.linear_fp32_limits import CHANNEL_MULTIPLE, MAX_ROWS, MAX_TOKENS, choose_config
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
-from dsa.ops.declaration import op
 from dsa.reference.gemm import linear_fp32 as reference
+from dsa.runtime.op import op
 
 __all__ = ["linear_fp32"]
 
@@ -51,22 +47,16 @@ def _check_limits(x: torch.Tensor, weight: torch.Tensor) -> None:
     arguments=reference.LINEAR_FP32,
     reference=reference.linear_fp32,
     results=_results,
-    kernels={"sm_90": "dsa.kernels.gemm.linear_fp32_sm90"},
     limits=_check_limits,
     differentiable=True,
 )
-def _linear_fp32(
-    kernels: ModuleType, x: torch.Tensor, weight: torch.Tensor, scale: float, scaled_from: int
-) -> torch.Tensor:
+def _linear_fp32(x: torch.Tensor, weight: torch.Tensor, scale: float, scaled_from: int) -> torch.Tensor:
+    from dsa.kernels.gemm.linear_fp32_sm90 import compile_linear_fp32
+
     y = _results(x, weight)
     if not x.shape[1]:
         return y.zero_()
     if y.numel():
-        launch = _kernel(kernels, x.dtype, choose_config(len(x), *weight.shape))
+        launch = compile_linear_fp32(dtype_name(x.dtype), choose_config(len(x), *weight.shape))
         launch(rows_at_16_bytes(x), rows_at_16_bytes(weight), y, float(scale), scaled_from)
     return y
-
-
-@functools.cache
-def _kernel(kernels: ModuleType, dtype: torch.dtype, config: tuple[int, int]) -> Callable[..., None]:
-    return kernels.compile_linear_fp32(dtype_name(dtype), config)

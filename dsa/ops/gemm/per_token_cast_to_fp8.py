@@ -1,16 +1,12 @@
 """FP8 cast with one scale per token and 128 channels, optionally behind the Hadamard transform."""
 
-import functools
-from collections.abc import Callable
-from types import ModuleType
-
 import torch
 
 from dsa.kernels.gemm.limits import GROUP
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name, with_dims
-from dsa.ops.declaration import op
 from dsa.reference.gemm import fp8_cast as reference
+from dsa.runtime.op import op
 
 __all__ = ["per_token_cast_to_fp8"]
 
@@ -53,27 +49,21 @@ def _check_limits(x: torch.Tensor, gran_k: int) -> None:
     arguments=reference.PER_TOKEN_CAST_TO_FP8,
     reference=reference.per_token_cast_to_fp8,
     results=_results,
-    kernels={"sm_90": "dsa.kernels.gemm.per_token_cast_to_fp8_sm90"},
     limits=_check_limits,
 )
 def _per_token_cast_to_fp8(
-    kernels: ModuleType, x: torch.Tensor, use_ue8m0: bool, gran_k: int, hadamard: bool
+    x: torch.Tensor, use_ue8m0: bool, gran_k: int, hadamard: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    from dsa.kernels.gemm import per_token_cast_to_fp8_sm90 as kernel
+
     q, scale = _results(x, gran_k)
     if x.numel():
         rows = rows_at_16_bytes(with_dims(x, 2))
-        launch = _kernel(kernels, x.dtype, use_ue8m0, hadamard, x.numel().bit_length())
+        dtype = dtype_name(x.dtype)
+        config = kernel.choose_config(dtype, x.numel())
+        launch = kernel.compile_per_token_cast_to_fp8(dtype, use_ue8m0, hadamard, config)
         if x.dim() == 2:
             launch(rows, None, q, scale)
         else:
             launch(rows, None, q.view(rows.shape), scale.view(rows.shape[0], -1))
     return q, scale
-
-
-@functools.cache
-def _kernel(
-    kernels: ModuleType, dtype: torch.dtype, use_ue8m0: bool, hadamard: bool, size_bits: int
-) -> Callable[..., None]:
-    name = dtype_name(dtype)
-    config = kernels.choose_config(name, 1 << (size_bits - 1))
-    return kernels.compile_per_token_cast_to_fp8(name, use_ue8m0, hadamard, config)

@@ -1,17 +1,13 @@
 """Heads rotated and cast to FP8, by groups of heads, for the product behind attention."""
 
-import functools
-from collections.abc import Callable
-from types import ModuleType
-
 import torch
 
 from dsa.kernels.gemm.limits import GROUP
 from dsa.kernels.gemm.rotary_cast_limits import ROTARY_MULTIPLE
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
-from dsa.ops.declaration import op
 from dsa.reference.gemm import rotary_cast_to_fp8 as reference
+from dsa.runtime.op import op
 
 __all__ = ["rotary_cast_to_fp8"]
 
@@ -59,23 +55,18 @@ def _check_limits(cos: torch.Tensor) -> None:
     arguments=reference.ROTARY_CAST_TO_FP8,
     reference=reference.rotary_cast_to_fp8,
     results=_results,
-    kernels={"sm_90": "dsa.kernels.gemm.rotary_cast_to_fp8_sm90"},
     limits=_check_limits,
 )
 def _rotary_cast_to_fp8(
-    kernels: ModuleType, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, groups: int, use_ue8m0: bool
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, groups: int, use_ue8m0: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    from dsa.kernels.gemm.rotary_cast_to_fp8_sm90 import compile_rotary_cast_to_fp8
+
     q, scale = _results(x, groups)
     if q.numel():
         tokens, heads, dim = x.shape
         places = (groups, tokens, heads // groups)
-        _kernel(kernels, x.dtype, use_ue8m0)(
-            *(rows_at_16_bytes(part) for part in (x, cos, sin)),
-            *(q.view(*places, dim), scale.view(*places, dim // GROUP)),
-        )
+        launch = compile_rotary_cast_to_fp8(dtype_name(x.dtype), use_ue8m0)
+        operands = (rows_at_16_bytes(part) for part in (x, cos, sin))
+        launch(*operands, q.view(*places, dim), scale.view(*places, dim // GROUP))
     return q, scale
-
-
-@functools.cache
-def _kernel(kernels: ModuleType, dtype: torch.dtype, use_ue8m0: bool) -> Callable[..., None]:
-    return kernels.compile_rotary_cast_to_fp8(dtype_name(dtype), use_ue8m0)

@@ -1,16 +1,12 @@
 """FP8 cast of tokens to the rows of the experts that they go to: no copy of the cast values by expert."""
 
-import functools
-from collections.abc import Callable
-from types import ModuleType
-
 import torch
 
 from dsa.kernels.gemm.limits import GROUP
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
-from dsa.ops.declaration import op
 from dsa.reference.gemm import scatter_cast_to_fp8 as reference
+from dsa.runtime.op import op
 
 __all__ = ["scatter_cast_to_fp8"]
 
@@ -45,20 +41,14 @@ def _results(x: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch
     arguments=reference.SCATTER_CAST_TO_FP8,
     reference=reference.scatter_cast_to_fp8,
     results=_results,
-    kernels={"sm_90": "dsa.kernels.gemm.per_token_cast_to_fp8_sm90"},
 )
-def _scatter_cast_to_fp8(
-    kernels: ModuleType, x: torch.Tensor, places: torch.Tensor, use_ue8m0: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _scatter_cast_to_fp8(x: torch.Tensor, places: torch.Tensor, use_ue8m0: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    from dsa.kernels.gemm import per_token_cast_to_fp8_sm90 as kernel
+
     q, scale = _results(x, places)
     if q.numel():
-        launch = _kernel(kernels, x.dtype, use_ue8m0, x.numel().bit_length())
+        dtype = dtype_name(x.dtype)
+        config = kernel.choose_config(dtype, x.numel())
+        launch = kernel.compile_per_token_cast_to_fp8(dtype, use_ue8m0, False, config, True)
         launch(rows_at_16_bytes(x), places.contiguous(), q, scale)
     return q, scale
-
-
-@functools.cache
-def _kernel(kernels: ModuleType, dtype: torch.dtype, use_ue8m0: bool, size_bits: int) -> Callable[..., None]:
-    name = dtype_name(dtype)
-    config = kernels.choose_config(name, 1 << (size_bits - 1))
-    return kernels.compile_per_token_cast_to_fp8(name, use_ue8m0, False, config, True)

@@ -1,17 +1,13 @@
 """SwiGLU whose result is cast to FP8 for the projection behind it."""
 
-import functools
-from collections.abc import Callable
-from types import ModuleType
-
 import torch
 
-from dsa import backends
 from dsa.kernels.gemm.limits import GROUP, SWIGLU_MULTIPLE
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name, with_dims
-from dsa.ops.declaration import op
 from dsa.reference.gemm import swiglu_cast_to_fp8 as reference
+from dsa.runtime import backends
+from dsa.runtime.op import op
 
 __all__ = ["swiglu_cast_to_fp8"]
 
@@ -54,44 +50,37 @@ def _check_limits(gate: torch.Tensor) -> None:
     arguments=reference.SWIGLU_CAST_TO_FP8,
     reference=reference.swiglu_cast_to_fp8,
     results=_results,
-    kernels={"sm_90": "dsa.kernels.gemm.swiglu_cast_sm90"},
     limits=_check_limits,
 )
 def _swiglu_cast_to_fp8(
-    kernels: ModuleType, gate: torch.Tensor, up: torch.Tensor, use_ue8m0: bool, limit: float | None
+    gate: torch.Tensor, up: torch.Tensor, use_ue8m0: bool, limit: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    from dsa.kernels.gemm.swiglu_cast_sm90 import compile_swiglu_cast
+
     q, scale = _results(gate)
     if gate.numel():
         channels = gate.shape[-1]
         operands = rows_at_16_bytes(with_dims(gate, 2)), rows_at_16_bytes(with_dims(up, 2))
         bound = None if limit is None else float(limit)
-        launch = _kernel(kernels, gate.dtype, use_ue8m0, limit is not None, channels % GROUP != 0)
+        launch = compile_swiglu_cast(dtype_name(gate.dtype), use_ue8m0, limit is not None, channels % GROUP != 0)
         launch(*operands, q.view(-1, channels), scale.view(-1, scale.shape[-1]), bound)
     return q, scale
 
 
 def cast_of_matrices(
-    kernels: ModuleType, gate_up: torch.Tensor, ends: torch.Tensor, use_ue8m0: bool, limit: float | None
+    gate_up: torch.Tensor, ends: torch.Tensor, use_ue8m0: bool, limit: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The cast of the halves of a grouped product [M, 2 I], I a multiple of 128. Rows from ends[E - 1] on, which are
-    nobody's, are left out where they would take time: where not all rows are cast at once."""
+    """Cast the halves of a grouped product [M, 2 I], I a multiple of 128.
+
+    Rows from ends[E - 1] on belong to no expert. They are skipped where the cast takes more than one wave of CTAs.
+    """
+    from dsa.kernels.gemm import swiglu_cast_sm90 as kernel
+
     gate, up = gate_up.chunk(2, -1)
-    ctas = kernels.RESIDENT * backends.num_sms(gate.device)
-    if gate.numel() <= ctas * kernels.GROUPS_PER_CTA * GROUP or not len(ends):
-        return _swiglu_cast_to_fp8.launch(kernels, gate, up, use_ue8m0, limit)
+    ctas = kernel.RESIDENT * backends.num_sms(gate.device)
+    if gate.numel() <= ctas * kernel.GROUPS_PER_CTA * GROUP or not len(ends):
+        return _swiglu_cast_to_fp8.launch_on(gate.device, gate, up, use_ue8m0, limit)
     q, scale = _results(gate)
-    launch = _matrices_kernel(kernels, gate.dtype, use_ue8m0, limit is not None)
+    launch = kernel.compile_swiglu_cast_of_matrices(dtype_name(gate.dtype), use_ue8m0, limit is not None)
     launch(gate, up, q, scale, None if limit is None else float(limit), ends.contiguous(), ctas)
     return q, scale
-
-
-@functools.cache
-def _matrices_kernel(kernels: ModuleType, dtype: torch.dtype, use_ue8m0: bool, limited: bool) -> Callable[..., None]:
-    return kernels.compile_swiglu_cast_of_matrices(dtype_name(dtype), use_ue8m0, limited)
-
-
-@functools.cache
-def _kernel(
-    kernels: ModuleType, dtype: torch.dtype, use_ue8m0: bool, limited: bool, ragged: bool
-) -> Callable[..., None]:
-    return kernels.compile_swiglu_cast(dtype_name(dtype), use_ue8m0, limited, ragged)

@@ -1,16 +1,12 @@
 """Scores of the lightning indexer over contiguous keys."""
 
-import functools
-from collections.abc import Callable
-from types import ModuleType
-
 import torch
 
-from dsa import backends
 from dsa.kernels.indexer.limits import HEAD_DIMS, HEADS, MAX_COLS
 from dsa.ops._kernel_arguments import dtype_name
-from dsa.ops.declaration import op
 from dsa.reference.indexer import fp8_mqa_logits as reference
+from dsa.runtime import backends
+from dsa.runtime.op import op
 
 __all__ = ["fp8_mqa_logits", "mqa_logits"]
 
@@ -57,23 +53,6 @@ def fp8_mqa_logits(
     return _fp8_mqa_logits(q, *reference.pair(kv), weights, *ranges, *options)
 
 
-def _reference(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    k_scale: torch.Tensor,
-    weights: torch.Tensor,
-    cu_seq_len_k_start: torch.Tensor,
-    cu_seq_len_k_end: torch.Tensor,
-    clean_logits: bool,
-    max_seqlen_k: int,
-    logits_dtype: torch.dtype,
-    accumulators: torch.dtype,
-) -> torch.Tensor:
-    ranges = cu_seq_len_k_start, cu_seq_len_k_end
-    options = clean_logits, max_seqlen_k, logits_dtype, accumulators
-    return reference.fp8_mqa_logits(q, (k, k_scale), weights, *ranges, *options)
-
-
 def _results(q: torch.Tensor, k: torch.Tensor, max_seqlen_k: int, logits_dtype: torch.dtype) -> torch.Tensor:
     columns, needed = reference.logits_columns(k.shape[0], max_seqlen_k)
     buffer = torch.empty(q.shape[0], reference.row_stride(needed, logits_dtype), dtype=logits_dtype, device=q.device)
@@ -93,13 +72,11 @@ def _check_limits(q: torch.Tensor, k: torch.Tensor, max_seqlen_k: int) -> None:
 
 @op(
     arguments=reference.FP8_MQA_LOGITS,
-    reference=_reference,
+    reference=reference.fp8_mqa_logits,
     results=_results,
-    kernels={"sm_90": "dsa.kernels.indexer.fp8_mqa_logits_sm90"},
     limits=_check_limits,
 )
 def _fp8_mqa_logits(
-    kernels: ModuleType,
     q: torch.Tensor,
     k: torch.Tensor,
     k_scale: torch.Tensor,
@@ -111,6 +88,8 @@ def _fp8_mqa_logits(
     logits_dtype: torch.dtype,
     accumulators: torch.dtype,
 ) -> torch.Tensor:
+    from dsa.kernels.indexer import fp8_mqa_logits_sm90 as kernel
+
     out = _results(q, k, max_seqlen_k, logits_dtype)
     queries, heads, dim = q.shape
     keys = k.shape[0]
@@ -120,26 +99,15 @@ def _fp8_mqa_logits(
         k = k.as_strided(k.shape, (dim, 1))
     sms = backends.num_sms(q.device)
     half = accumulators == torch.float16
-    chunk, work_tiles = _chunk(kernels, heads, dim, half, queries, keys, sms)
-    # Uncompressed, whole tiles of keys are written: into the buffer's padding, past the last key.
+    config = kernel.choose_config(heads, dim, half)
+    chunk, work_tiles = kernel.choose_chunk(queries, keys, config.columns // heads, sms)
+    # Without max_seqlen_k, whole tiles of keys are written, past the last key into the buffer's padding.
     columns = max_seqlen_k or -(-keys // 64) * 64
     whole = out.as_strided((queries, columns), out.stride())
     flat = q.view(queries * heads, dim)
-    launch = _kernel(kernels, heads, dim, logits_dtype, clean_logits, max_seqlen_k > 0, half)
+    launch = kernel.compile_fp8_mqa_logits(
+        heads, dim, dtype_name(logits_dtype), clean_logits, max_seqlen_k > 0, half, config
+    )
     ranges = cu_seq_len_k_start, cu_seq_len_k_end
     launch(flat, k, k_scale, weights, *ranges, whole, columns, chunk, min(work_tiles, sms))
     return out
-
-
-@functools.cache
-def _kernel(
-    kernels: ModuleType, heads: int, dim: int, dtype: torch.dtype, clean: bool, compressed: bool, half: bool
-) -> Callable[..., None]:
-    config = kernels.choose_config(heads, dim, half)
-    return kernels.compile_fp8_mqa_logits(heads, dim, dtype_name(dtype), clean, compressed, half, config)
-
-
-@functools.lru_cache(4096)
-def _chunk(kernels: ModuleType, heads: int, dim: int, half: bool, queries: int, keys: int, sms: int) -> tuple[int, int]:
-    """Key tiles of a work tile, and how many of these there are."""
-    return kernels.choose_chunk(queries, keys, kernels.choose_config(heads, dim, half).columns // heads, sms)

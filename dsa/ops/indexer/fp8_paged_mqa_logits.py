@@ -1,18 +1,14 @@
 """Scores of the lightning indexer over a paged key cache, and the plan that spreads them over the multiprocessors."""
 
-import functools
-from collections.abc import Callable
-from types import ModuleType
-
 import torch
 
-from dsa import backends
 from dsa.kernels.indexer.limits import HEAD_DIMS, HEADS, MAX_COLS, NEXT_N, PAGE_SIZES, SCHEDULE_SPLIT
 from dsa.ops._kernel_arguments import check_page_size, dtype_name, pages_as_rows
-from dsa.ops.declaration import op
 from dsa.reference.arguments import INNER, check_layout
 from dsa.reference.indexer import fp8_paged_mqa_logits as reference
 from dsa.reference.indexer.fp8_mqa_logits import row_stride
+from dsa.runtime import backends
+from dsa.runtime.op import op
 
 __all__ = ["fp8_paged_mqa_logits", "get_paged_mqa_logits_metadata"]
 
@@ -98,14 +94,13 @@ def _plan_results(context_lens: torch.Tensor, num_sms: int) -> torch.Tensor:
     arguments=reference.GET_PAGED_MQA_LOGITS_METADATA,
     reference=reference.get_paged_mqa_logits_metadata,
     results=_plan_results,
-    kernels={"sm_90": "dsa.kernels.indexer.paged_mqa_logits_metadata_sm90"},
     limits=_check_lengths,
 )
-def _get_paged_mqa_logits_metadata(
-    kernels: ModuleType, context_lens: torch.Tensor, block_kv: int, num_sms: int
-) -> torch.Tensor:
+def _get_paged_mqa_logits_metadata(context_lens: torch.Tensor, block_kv: int, num_sms: int) -> torch.Tensor:
+    from dsa.kernels.indexer.paged_mqa_logits_metadata_sm90 import compile_paged_mqa_logits_metadata
+
     plan = _plan_results(context_lens, num_sms)
-    _metadata_kernel(kernels)(_matrix(context_lens), plan)
+    compile_paged_mqa_logits_metadata()(_matrix(context_lens), plan)
     return plan
 
 
@@ -140,16 +135,9 @@ def check_inputs(q: torch.Tensor, kv_cache: torch.Tensor, context_lens: torch.Te
     arguments=reference.FP8_PAGED_MQA_LOGITS,
     reference=reference.fp8_paged_mqa_logits,
     results=_results,
-    kernels={
-        "sm_90": (
-            "dsa.kernels.indexer.fp8_paged_mqa_logits_sm90",
-            "dsa.kernels.indexer.paged_mqa_logits_metadata_sm90",
-        )
-    },
     limits=_check_limits,
 )
 def _fp8_paged_mqa_logits(
-    kernels: tuple[ModuleType, ModuleType],
     q: torch.Tensor,
     kv_cache: torch.Tensor,
     weights: torch.Tensor,
@@ -161,7 +149,8 @@ def _fp8_paged_mqa_logits(
     logits_dtype: torch.dtype,
     accumulators: torch.dtype,
 ) -> torch.Tensor:
-    scores, planner = kernels
+    from dsa.kernels.indexer import fp8_paged_mqa_logits_sm90 as kernel
+
     batch, next_n, heads, dim = q.shape
     page_size = kv_cache.shape[1]
     out = _results(q, max_context_len, logits_dtype)
@@ -169,29 +158,19 @@ def _fp8_paged_mqa_logits(
         return out.fill_(-torch.inf)
     lengths, weights = _matrix(context_lens), _aligned_rows(weights)
     if schedule_meta is None:
-        schedule_meta = _plan_results(context_lens, backends.num_sms(q.device))
-        _metadata_kernel(planner)(lengths, schedule_meta)
-    half = accumulators == torch.float16 and scores.bound_by_arithmetic(heads, next_n)
-    launch = _kernel(scores, heads, dim, next_n, page_size, logits_dtype, half)
+        sms = backends.num_sms(q.device)
+        schedule_meta = _get_paged_mqa_logits_metadata.launch_on(q.device, lengths, page_size, sms)
+    half = accumulators == torch.float16 and kernel.bound_by_arithmetic(heads, next_n)
+    launch = kernel.compile_fp8_paged_mqa_logits(
+        *(heads, dim, next_n, page_size, dtype_name(logits_dtype), half),
+        kernel.choose_config(heads, next_n, half),
+    )
     launch(
         *(q.view(-1, dim), pages_as_rows(kv_cache), weights, lengths, _matrix(block_table), schedule_meta, out),
         min(max_context_len, block_table.shape[1] * page_size),
         max_context_len if clean_logits else 0,
     )
     return out
-
-
-@functools.cache
-def _metadata_kernel(kernels: ModuleType) -> Callable[..., None]:
-    return kernels.compile_paged_mqa_logits_metadata()
-
-
-@functools.cache
-def _kernel(
-    kernels: ModuleType, heads: int, dim: int, next_n: int, page_size: int, dtype: torch.dtype, half: bool
-) -> Callable[..., None]:
-    config = kernels.choose_config(heads, next_n, half)
-    return kernels.compile_fp8_paged_mqa_logits(heads, dim, next_n, page_size, dtype_name(dtype), half, config)
 
 
 def _aligned_rows(weights: torch.Tensor) -> torch.Tensor:

@@ -1,15 +1,11 @@
 """The lightning indexer's projections to FP8 in one pass: queries for the scores, keys into the cache."""
 
-import functools
-from collections.abc import Callable
-from types import ModuleType
-
 import torch
 
 from dsa.kernels.indexer.limits import ROTATED
 from dsa.ops._kernel_arguments import check_page_size, dtype_name, pages_as_rows, unit_inner
-from dsa.ops.declaration import op
 from dsa.reference.indexer import indexer_inputs as reference
+from dsa.runtime.op import op
 
 __all__ = ["quantize_indexer_queries", "write_indexer_keys"]
 
@@ -97,11 +93,9 @@ def _check_rotated(cos: torch.Tensor) -> None:
     arguments=reference.QUANTIZE_INDEXER_QUERIES,
     reference=reference.quantize_indexer_queries,
     results=_query_results,
-    kernels={"sm_90": "dsa.kernels.indexer.indexer_inputs_sm90"},
     limits=_check_rotated,
 )
 def _quantize_indexer_queries(
-    kernels: ModuleType,
     q: torch.Tensor,
     weights: torch.Tensor,
     cos: torch.Tensor,
@@ -110,9 +104,13 @@ def _quantize_indexer_queries(
     dims: str,
     use_ue8m0: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    from dsa.kernels.indexer.indexer_inputs_sm90 import compile_quantize_indexer_queries
+
     q8, scaled = _query_results(q)
     if q8.numel():
-        launch = _query_kernel(kernels, q.dtype, 2 * cos.shape[1], interleaved, dims == "last", use_ue8m0)
+        launch = compile_quantize_indexer_queries(
+            dtype_name(q.dtype), 2 * cos.shape[1], interleaved, dims == "last", use_ue8m0
+        )
         angles = _angle_rows(cos), _angle_rows(sin)
         launch(_without_odd_strides(q), unit_inner(weights), *angles, q8, unit_inner(scaled))
     return q8, scaled
@@ -126,11 +124,9 @@ def _check_key_limits(cos: torch.Tensor, cache: torch.Tensor) -> None:
 @op(
     arguments=reference.WRITE_INDEXER_KEYS,
     reference=reference.write_indexer_keys,
-    kernels={"sm_90": "dsa.kernels.indexer.indexer_inputs_sm90"},
     limits=_check_key_limits,
 )
 def _write_indexer_keys(
-    kernels: ModuleType,
     k: torch.Tensor,
     norm_weight: torch.Tensor,
     norm_bias: torch.Tensor,
@@ -143,8 +139,11 @@ def _write_indexer_keys(
     dims: str,
     use_ue8m0: bool,
 ) -> None:
+    from dsa.kernels.indexer.indexer_inputs_sm90 import compile_write_indexer_keys
+
     if k.shape[0] and cache.shape[0]:
-        launch = _key_kernel(kernels, k.dtype, slots.dtype, 2 * cos.shape[1], interleaved, dims == "last", use_ue8m0)
+        names = dtype_name(k.dtype), dtype_name(slots.dtype)
+        launch = compile_write_indexer_keys(*names, 2 * cos.shape[1], interleaved, dims == "last", use_ue8m0)
         k, angles = _without_odd_strides(k), (_angle_rows(cos), _angle_rows(sin))
         launch(k, norm_weight, norm_bias, *angles, pages_as_rows(cache), slots, cache.shape[1], float(eps))
 
@@ -160,24 +159,3 @@ def _without_odd_strides(x: torch.Tensor) -> torch.Tensor:
     """x with a multiple of its row length as the stride of dimensions of size 1, which may have any."""
     strides = [s if n > 1 else x.shape[-1] for s, n in zip(x.stride()[:-1], x.shape[:-1])]
     return x if strides == list(x.stride()[:-1]) else x.as_strided(x.shape, (*strides, 1))
-
-
-@functools.cache
-def _query_kernel(
-    kernels: ModuleType, dtype: torch.dtype, rotated: int, interleaved: bool, last: bool, use_ue8m0: bool
-) -> Callable[..., None]:
-    return kernels.compile_quantize_indexer_queries(dtype_name(dtype), rotated, interleaved, last, use_ue8m0)
-
-
-@functools.cache
-def _key_kernel(
-    kernels: ModuleType,
-    dtype: torch.dtype,
-    slot_dtype: torch.dtype,
-    rotated: int,
-    interleaved: bool,
-    last: bool,
-    use_ue8m0: bool,
-) -> Callable[..., None]:
-    names = dtype_name(dtype), dtype_name(slot_dtype)
-    return kernels.compile_write_indexer_keys(*names, rotated, interleaved, last, use_ue8m0)

@@ -1,17 +1,15 @@
 """Lightning-indexer scores and the selection of the largest in one op, without the scores in memory."""
 
-from types import ModuleType
-
 import torch
 
-from dsa import backends
 from dsa.kernels.indexer.limits import HEAD_DIMS, HEADS, MAX_COLS, PAGED, ROW_TO_SEQ, VALUES
 from dsa.kernels.indexer.select_limits import MAX_SELECTED, TWO_OPS_KEYS
 from dsa.ops._kernel_arguments import unit_inner
-from dsa.ops.declaration import op
 from dsa.ops.indexer import fp8_mqa_logits, topk_indices
 from dsa.reference.indexer import indexer_select as reference
 from dsa.reference.indexer.fp8_mqa_logits import pair
+from dsa.runtime import backends
+from dsa.runtime.op import op
 
 __all__ = ["indexer_select"]
 
@@ -91,22 +89,9 @@ def _check_limits(q: torch.Tensor, k: torch.Tensor, top_k: int) -> None:
     arguments=reference.INDEXER_SELECT,
     reference=reference.indices_and_values,
     results=_results,
-    kernels={
-        "sm_90": (
-            "dsa.kernels.indexer.candidate_lists",
-            "dsa.kernels.indexer.candidate_scores_sm90",
-            "dsa.kernels.indexer.candidate_bounds_sm90",
-            "dsa.kernels.indexer.candidate_select_sm90",
-            "dsa.kernels.indexer.indexer_select_sm90",
-            "dsa.kernels.indexer.fp8_mqa_logits_sm90",
-            "dsa.kernels.indexer.topk_indices_sm90",
-            "dsa.kernels.indexer.topk_config",
-        )
-    },
     limits=_check_limits,
 )
 def _indexer_select(
-    kernels: tuple[ModuleType, ...],
     q: torch.Tensor,
     k: torch.Tensor,
     k_scale: torch.Tensor,
@@ -129,7 +114,7 @@ def _indexer_select(
     ranges = cu_seq_len_k_start, cu_seq_len_k_end
     if keys <= TWO_OPS_KEYS:
         paging = block_table, page_size, row_to_seq
-        _in_two(kernels[5:], q, k, k_scale, weights, *ranges, *paging, return_values, accumulators, indices, values)
+        _in_two(q, k, k_scale, weights, *ranges, *paging, return_values, accumulators, indices, values)
         return indices, values
     table = None if block_table is None else unit_inner(block_table)
     for begin in range(0, queries, MOST_QUERIES):
@@ -138,14 +123,13 @@ def _indexer_select(
         own = table if table is None or row_to_seq is not None else table[part]
         of_part = (x if x is None else x[part] for x in (row_to_seq, indices, values if return_values else None))
         _select(
-            *(kernels, q[part], k, k_scale, weights[part], cu_seq_len_k_start[part], cu_seq_len_k_end[part]),
+            *(q[part], k, k_scale, weights[part], cu_seq_len_k_start[part], cu_seq_len_k_end[part]),
             *(top_k, own, page_size, *of_part, accumulators == torch.float16),
         )
     return indices, values
 
 
 def _select(
-    kernels: tuple[ModuleType, ...],
     q: torch.Tensor,
     k: torch.Tensor,
     k_scale: torch.Tensor,
@@ -161,6 +145,10 @@ def _select(
     half: bool,
 ) -> None:
     """Of up to MOST_QUERIES queries, from lists of candidates."""
+    from dsa.kernels.indexer import candidate_lists as plan
+    from dsa.kernels.indexer import indexer_select_sm90 as exact
+    from dsa.kernels.indexer.candidate_select_sm90 import compile_candidate_select
+
     (queries, heads, dim), keys = q.shape, len(k)
     ranges = cu_seq_len_k_start, cu_seq_len_k_end
     options = 0 if values is None else VALUES
@@ -170,16 +158,14 @@ def _select(
         table, options = block_table, options | PAGED
         if row_to_seq is not None:
             sequences, options = row_to_seq, options | ROW_TO_SEQ
-    plan, _, _, candidate_select, exact, *_ = kernels
     scored = q.view(queries * heads, dim), k, k_scale, weights
     results = table, sequences, indices, weights if values is None else values
     ends = cu_seq_len_k_end
     if keys < plan.MAX_KEYS:
         lists = _lists(q.device, queries, plan.CAPACITY)
-        _list_candidates(kernels, scored, ranges, lists, heads, top_k, half)
+        _list_candidates(scored, ranges, lists, heads, top_k, half)
         ends = torch.empty(queries, dtype=torch.int32, device=q.device)
-        select = candidate_select.compile_candidate_select()
-        select(*ranges, *lists, ends, *results, keys, page_size or 1, options)
+        compile_candidate_select()(*ranges, *lists, ends, *results, keys, page_size or 1, options)
     else:  # rows without a key are not written
         indices.fill_(-1)
         if values is not None:
@@ -200,7 +186,6 @@ def _lists(device: torch.device, queries: int, capacity: int) -> Lists:
 
 
 def _list_candidates(
-    kernels: tuple[ModuleType, ...],
     scored: tuple[torch.Tensor, ...],
     ranges: tuple[torch.Tensor, torch.Tensor],
     lists: Lists,
@@ -209,7 +194,10 @@ def _list_candidates(
     half: bool,
 ) -> None:
     """Passes over the keys, and bounds in between."""
-    plan, scores, bounds, *_ = kernels
+    from dsa.kernels.indexer import candidate_lists as plan
+    from dsa.kernels.indexer import candidate_scores_sm90 as scores
+    from dsa.kernels.indexer.candidate_bounds_sm90 import compile_candidate_bounds
+
     q, k, queries = scored[0], scored[1], len(lists[0])
     config = scores.choose_config(heads, q.shape[1], half)
     block_q = config.columns // heads
@@ -223,13 +211,11 @@ def _list_candidates(
         keep = scores.compile_candidate_scores(heads, q.shape[1], first, half, config)
         keep(*scored, *ranges, *lists, log, 0 if first else before - log, ctas)
         if rank:
-            bound = bounds.compile_candidate_bounds(first)
-            bound(*ranges, *lists, len(k), block_q, log, rank)
+            compile_candidate_bounds(first)(*ranges, *lists, len(k), block_q, log, rank)
         before = log
 
 
 def _in_two(
-    kernels: tuple[ModuleType, ...],
     q: torch.Tensor,
     k: torch.Tensor,
     k_scale: torch.Tensor,
@@ -245,11 +231,10 @@ def _in_two(
     values: torch.Tensor,
 ) -> None:
     """Scores in memory and their top-k."""
-    of_scores, *of_topk = kernels
     starts, ends = (x.clamp(0, len(k)) for x in (cu_seq_len_k_start, cu_seq_len_k_end))
     options = False, len(k), torch.float32, accumulators
-    scores = fp8_mqa_logits._fp8_mqa_logits.launch(of_scores, q, k, k_scale, weights, starts, ends, *options)
+    scores = fp8_mqa_logits._fp8_mqa_logits.launch_on(q.device, q, k, k_scale, weights, starts, ends, *options)
     given = None, ends - starts, block_table, page_size, row_to_seq, False, return_values
-    topk_indices._select(tuple(of_topk), scores, *given, indices, values)
+    topk_indices.select(scores, *given, indices, values)
     if return_values:
         values.add_(0.0)  # no -0.0

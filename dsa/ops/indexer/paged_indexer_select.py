@@ -1,14 +1,12 @@
 """Lightning-indexer scores over a paged key cache and the selection of the largest in one call, for decoding."""
 
-from types import ModuleType
-
 import torch
 
 from dsa.kernels.indexer.limits import MAX_COLS, MAX_K
-from dsa.ops.declaration import op
 from dsa.ops.indexer import fp8_paged_mqa_logits as of_scores
 from dsa.ops.indexer import topk_indices as of_topk
 from dsa.reference.indexer import paged_indexer_select as reference
+from dsa.runtime.op import op
 
 __all__ = ["paged_indexer_select"]
 
@@ -107,18 +105,9 @@ def _visible_keys(context_lens: torch.Tensor, next_n: int) -> torch.Tensor:
     arguments=reference.PAGED_INDEXER_SELECT,
     reference=reference.indices_and_values,
     results=_results,
-    kernels={
-        "sm_90": (
-            "dsa.kernels.indexer.fp8_paged_mqa_logits_sm90",
-            "dsa.kernels.indexer.paged_mqa_logits_metadata_sm90",
-            "dsa.kernels.indexer.topk_indices_sm90",
-            "dsa.kernels.indexer.topk_config",
-        )
-    },
     limits=_check_limits,
 )
 def _paged_indexer_select(
-    kernels: tuple[ModuleType, ...],
     q: torch.Tensor,
     kv_cache: torch.Tensor,
     weights: torch.Tensor,
@@ -135,8 +124,8 @@ def _paged_indexer_select(
     columns = _columns(kv_cache, block_table, max_context_len)
     if batch == 0 or pages == 0 or columns == 0:
         return indices.fill_(-1), values.fill_(-torch.inf)
-    scores = of_scores._fp8_paged_mqa_logits.launch(
-        *(kernels[:2], q, kv_cache, weights, context_lens, block_table, None),
+    scores = of_scores._fp8_paged_mqa_logits.launch_on(
+        *(q.device, q, kv_cache, weights, context_lens, block_table, None),
         *(columns, False, torch.float32, accumulators),
     )
     paging: tuple[torch.Tensor | int | None, ...] = None, None, None
@@ -146,7 +135,7 @@ def _paged_indexer_select(
             rows = torch.arange(batch * next_n, dtype=torch.int32, device=q.device)
             paging = block_table, page_size, rows // next_n
     lengths = _visible_keys(context_lens, next_n)
-    of_topk._select(kernels[2:], scores, None, lengths, *paging, False, return_values, indices, values)
+    of_topk.select(scores, None, lengths, *paging, False, return_values, indices, values)
     if return_values:
         values.add_(0.0)  # no -0.0
     return indices, values

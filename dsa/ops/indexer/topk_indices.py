@@ -1,17 +1,15 @@
 """Exact, deterministic top-k selection."""
 
 import functools
-from collections.abc import Callable
-from types import ModuleType
 
 import torch
 
-from dsa import backends
 from dsa.kernels.indexer.limits import MAX_COLS, MAX_K
 from dsa.ops._kernel_arguments import dtype_name, unit_inner
-from dsa.ops.declaration import op
-from dsa.reference.checks import check_apart, check_updatable
+from dsa.reference.checks import check_apart
 from dsa.reference.indexer import topk_indices as reference
+from dsa.runtime import backends
+from dsa.runtime.op import op
 
 __all__ = ["topk_indices"]
 
@@ -69,14 +67,17 @@ def topk_indices(
     else:
         inputs = {"scores": scores, "starts": starts, "lengths": lengths}
         check_apart("out", out, **inputs, block_table=block_table, row_to_seq=row_to_seq)
-        indices, values = out, _topk_indices_out(*arguments, out)
+        indices, values = out, _topk_indices.into(*arguments, out)
     return (indices, values) if return_values else indices
 
 
 def _results(scores: torch.Tensor, k: int, return_values: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """(indices, values), the latter empty unless asked for."""
-    indices = torch.empty(scores.shape[0], k, dtype=torch.int32, device=scores.device)
-    return indices, _values(scores, k, return_values)
+    return _indices(scores, k), _values(scores, k, return_values)
+
+
+def _indices(scores: torch.Tensor, k: int) -> torch.Tensor:
+    return torch.empty(scores.shape[0], k, dtype=torch.int32, device=scores.device)
 
 
 def _values(scores: torch.Tensor, k: int, return_values: bool) -> torch.Tensor:
@@ -95,11 +96,10 @@ def _check_limits(scores: torch.Tensor, k: int) -> None:
     arguments=reference.TOPK_INDICES,
     reference=reference.indices_and_values,
     results=_results,
-    kernels={"sm_90": ("dsa.kernels.indexer.topk_indices_sm90", "dsa.kernels.indexer.topk_config")},
     limits=_check_limits,
+    out=reference.OUT,
 )
 def _topk_indices(
-    kernels: tuple[ModuleType, ModuleType],
     scores: torch.Tensor,
     k: int,
     starts: torch.Tensor | None,
@@ -109,62 +109,15 @@ def _topk_indices(
     row_to_seq: torch.Tensor | None,
     sorted: bool,
     return_values: bool,
+    out: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    indices, values = _results(scores, k, return_values)
-    rest = (starts, lengths, block_table, page_size, row_to_seq, sorted, return_values)
-    _select(kernels, scores, *rest, indices, values)
+    indices = _indices(scores, k) if out is None else unit_inner(out)
+    values = _values(scores, k, return_values)
+    select(scores, starts, lengths, block_table, page_size, row_to_seq, sorted, return_values, indices, values)
     return indices, values
 
 
-def _reference_out(
-    scores: torch.Tensor,
-    k: int,
-    starts: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-    page_size: int | None,
-    row_to_seq: torch.Tensor | None,
-    sorted: bool,
-    return_values: bool,
-    out: torch.Tensor,
-) -> torch.Tensor:
-    check_updatable("out", out)
-    rest = (starts, lengths, block_table, page_size, row_to_seq, sorted, return_values)
-    indices, values = reference.indices_and_values(scores, k, *rest)
-    out.copy_(indices)
-    return values
-
-
-@op(
-    arguments=reference.TOPK_INDICES_OUT,
-    reference=_reference_out,
-    results=_values,
-    kernels={"sm_90": ("dsa.kernels.indexer.topk_indices_sm90", "dsa.kernels.indexer.topk_config")},
-    limits=_check_limits,
-    public="topk_indices",
-)
-def _topk_indices_out(
-    kernels: tuple[ModuleType, ModuleType],
-    scores: torch.Tensor,
-    k: int,
-    starts: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-    page_size: int | None,
-    row_to_seq: torch.Tensor | None,
-    sorted: bool,
-    return_values: bool,
-    out: torch.Tensor,
-) -> torch.Tensor:
-    """The same, with the indices written to `out`: -> values."""
-    values = _values(scores, k, return_values)
-    rest = (starts, lengths, block_table, page_size, row_to_seq, sorted, return_values)
-    _select(kernels, scores, *rest, unit_inner(out), values)
-    return values
-
-
-def _select(
-    kernels: tuple[ModuleType, ModuleType],
+def select(
     scores: torch.Tensor,
     starts: torch.Tensor | None,
     lengths: torch.Tensor | None,
@@ -176,8 +129,11 @@ def _select(
     indices: torch.Tensor,
     values: torch.Tensor,
 ) -> None:
-    rows, cols = scores.shape
-    k = indices.shape[1]
+    """Launch the kernel for checked arguments; indices and values are written."""
+    from dsa.kernels.indexer.topk_config import choose_config
+    from dsa.kernels.indexer.topk_indices_sm90 import compile_topk_indices
+
+    (rows, cols), k = scores.shape, indices.shape[1]
     if cols == 0:
         indices.fill_(-1)
         values.fill_(-torch.inf)
@@ -191,7 +147,9 @@ def _select(
             | sorted << 4
             | return_values << 5
         )
-        _kernel(kernels, scores.dtype, rows, _vectors(scores), k, backends.num_sms(scores.device))(
+        dtype, sms = scores.dtype, backends.num_sms(scores.device)
+        config = choose_config(rows, _vectors(scores), k, 8 * dtype.itemsize, sms)
+        compile_topk_indices(dtype_name(dtype), config)(
             unit_inner(scores),
             no_integer if starts is None else starts,
             no_integer if lengths is None else lengths,
@@ -202,15 +160,6 @@ def _select(
             page_size or 1,
             options,
         )
-
-
-@functools.lru_cache(4096)
-def _kernel(
-    kernels: tuple[ModuleType, ModuleType], dtype: torch.dtype, rows: int, vectors: int, k: int, multiprocessors: int
-) -> Callable[..., None]:
-    kernel, configs = kernels
-    config = configs.choose_config(rows, vectors, k, 8 * dtype.itemsize, multiprocessors)
-    return kernel.compile_topk_indices(dtype_name(dtype), config)
 
 
 def _vectors(scores: torch.Tensor) -> int:

@@ -1,9 +1,6 @@
 """Dense MLA decoding: what `flash_mla_with_kvcache` does without indices, once its arguments are checked."""
 
-import functools
 import math
-from collections.abc import Callable
-from types import ModuleType
 
 import torch
 
@@ -18,14 +15,13 @@ from dsa.kernels.mla.limits import (
 )
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name, unit_inner
-from dsa.ops.declaration import op
-from dsa.ops.mla._sparse_attention import DTYPES, of_caller
-from dsa.reference.checks import check_updatable
+from dsa.ops.mla._sparse_attention import DTYPES, aligned, of_caller
 from dsa.reference.mla import flash_mla_with_kvcache as reference
+from dsa.runtime.op import op
 
-SHORT = 4  # tiles of a part, on an average, up to which decoding is short
-# Rows of queries from which few CTAs combine what is short, and parts of a sequence up to which they do: more take too
-# long one after the other.
+SHORT = 4  # decoding is short up to this many tiles per part, on average
+# Few CTAs combine short decoding with at least so many rows and at most so many splits per sequence: a CTA reads its
+# splits one after another.
 FEW_CTAS_ROWS, FEW_CTAS_SPLITS = 256, 16
 
 
@@ -55,78 +51,8 @@ def _check_limits(
         raise ValueError(f"tile_scheduler_metadata: the kernel takes 1 to {MAX_PARTS} parts, got {parts}")
 
 
-@op(
-    arguments=reference.DENSE_MLA_DECODE.strict(),
-    reference=reference.dense_mla_decode,
-    results=lambda q, head_dim_v: (q.new_empty(*q.shape[:3], head_dim_v), _allocate_lse(q)),
-    kernels={"sm_90": ("dsa.kernels.mla.mla_decode_sm90", "dsa.kernels.mla.mla_combine_sm90")},
-    limits=_check_limits,
-    dtypes=DTYPES,
-    public="flash_mla_with_kvcache",
-)
-def _dense_mla_decode(
-    kernels: tuple[ModuleType, ModuleType],
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    head_dim_v: int,
-    tile_scheduler_metadata: torch.Tensor | None,
-    num_splits: torch.Tensor | None,
-    softmax_scale: float,
-    causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `flash_mla_with_kvcache` does without indices. Without a plan: batch-invariant."""
-    out, lse = q.new_empty(*q.shape[:3], head_dim_v), _allocate_lse(q)
-    keys, plan = (k_cache, block_table, cache_seqlens), (tile_scheduler_metadata, num_splits)
-    _decode(kernels, q, *keys, *plan, softmax_scale, causal, out, lse)
-    return out, lse
-
-
-def _reference_out(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    head_dim_v: int,
-    softmax_scale: float,
-    causal: bool,
-    out: torch.Tensor,
-) -> torch.Tensor:
-    check_updatable("out", out)
-    keys = (k_cache, block_table, cache_seqlens)
-    given, lse = reference.dense_mla_decode(q, *keys, head_dim_v, softmax_scale, causal)
-    out.copy_(given)
-    return lse
-
-
-@op(
-    arguments=reference.DENSE_MLA_DECODE_OUT.strict(),
-    reference=_reference_out,
-    results=lambda q: _allocate_lse(q),
-    kernels={"sm_90": ("dsa.kernels.mla.mla_decode_sm90", "dsa.kernels.mla.mla_combine_sm90")},
-    limits=_check_limits,
-    dtypes=DTYPES,
-    public="flash_mla_with_kvcache",
-)
-def _dense_mla_decode_out(
-    kernels: tuple[ModuleType, ModuleType],
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    head_dim_v: int,
-    tile_scheduler_metadata: torch.Tensor | None,
-    num_splits: torch.Tensor | None,
-    softmax_scale: float,
-    causal: bool,
-    out: torch.Tensor,
-) -> torch.Tensor:
-    """The same, written to `out`: -> lse."""
-    lse = _allocate_lse(q)
-    keys, plan = (k_cache, block_table, cache_seqlens), (tile_scheduler_metadata, num_splits)
-    _decode(kernels, q, *keys, *plan, softmax_scale, causal, out, lse)
-    return lse
+def _allocate_out(q: torch.Tensor, head_dim_v: int) -> torch.Tensor:
+    return q.new_empty(*q.shape[:3], head_dim_v)
 
 
 def _allocate_lse(q: torch.Tensor) -> torch.Tensor:
@@ -134,28 +60,39 @@ def _allocate_lse(q: torch.Tensor) -> torch.Tensor:
     return q.new_empty(batch, h_q, s_q, dtype=torch.float32)
 
 
-def _decode(
-    kernels: tuple[ModuleType, ModuleType],
+@op(
+    arguments=reference.DENSE_MLA_DECODE.strict(),
+    reference=reference.dense_mla_decode,
+    results=lambda q, head_dim_v: (_allocate_out(q, head_dim_v), _allocate_lse(q)),
+    limits=_check_limits,
+    out=reference.OUT,
+    dtypes=DTYPES,
+    public="flash_mla_with_kvcache",
+)
+def _dense_mla_decode(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     block_table: torch.Tensor,
     cache_seqlens: torch.Tensor,
+    head_dim_v: int,
     tile_scheduler_metadata: torch.Tensor | None,
     num_splits: torch.Tensor | None,
     softmax_scale: float,
     causal: bool,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> None:
+    out: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Decode without indices; without a plan, batch-invariantly."""
+    from dsa.kernels.mla.mla_combine_sm90 import FEW, choose_config, compile_mla_combine
+    from dsa.kernels.mla.mla_decode_sm90 import cluster_of, compile_mla_decode
+
+    out = _allocate_out(q, head_dim_v) if out is None else out
+    lse = _allocate_lse(q)
     if 0 in (*q.shape[:3], len(k_cache), block_table.shape[1]):  # no query, or no key
-        out.zero_()
-        lse.fill_(torch.inf)
-        return
+        return out.zero_(), lse.fill_(torch.inf)
+
     batch, s_q, h_q, _ = q.shape
     page_size, kv_heads = k_cache.shape[1:3]
-    out = of_caller(out)
-    aligned = rows_at_16_bytes(q)
-    q = q.clone(memory_format=torch.contiguous_format) if aligned is None else aligned
+    q = aligned(q)
     k_cache = rows_at_16_bytes(k_cache)
     rows = s_q * h_q // kv_heads
     capacity = min(block_table.shape[1] * page_size, 2**31 - TILE_N)
@@ -166,27 +103,22 @@ def _decode(
     splits = batch * fixed_splits or 2 * plan.shape[0]
     out_partial = q.new_empty(splits, kv_heads, rows, HEAD_DIM_V, dtype=torch.float32)
     lse_partial = q.new_empty(splits, kv_heads, rows, dtype=torch.float32)
-    # Two CTAs read the same keys once, which does not pay for a few tiles.
+
+    # A cluster of two CTAs reads shared keys once, which does not pay for a few tiles.
     tiles = -(-capacity // TILE_N)
     short = not fixed_splits and batch * tiles <= SHORT * plan.shape[0]
-    decode = _decode_kernel(kernels[0], q.dtype, math.gcd(page_size, TILE_N), rows, short)
-    # What is batch-invariant is added up in an order that follows from a sequence's rows alone.
+    cluster = 1 if short else cluster_of(rows)
+    decode = compile_mla_decode(dtype_name(q.dtype), math.gcd(page_size, TILE_N), cluster)
+
+    # Batch-invariant decoding adds splits in an order that depends on one sequence's rows only.
     per_sequence, together = (MAX_FIXED_SPLITS, rows) if fixed_splits else (plan.shape[0] // batch, rows * batch)
     few = short and together >= FEW_CTAS_ROWS and min(per_sequence, tiles) <= FEW_CTAS_SPLITS
-    combine = _combine_kernel(kernels[1], q.dtype, per_sequence, together, few)
-    tensors = (cache_seqlens, plan, num_splits, out, lse, out_partial, lse_partial)
-    options = softmax_scale * math.log2(math.e), causal, capacity, fixed_splits
-    decode(q, k_cache, unit_inner(block_table), *tensors, *options)
+    config = FEW if few else choose_config(per_sequence, together)
+    combine = compile_mla_combine(dtype_name(q.dtype), config)
+
+    tensors = (cache_seqlens, plan, num_splits, of_caller(out), lse, out_partial, lse_partial)
+    scale = softmax_scale * math.log2(math.e)
+    decode(q, k_cache, unit_inner(block_table), *tensors, scale, causal, capacity, fixed_splits)
     if fixed_splits != 1:
         combine(*tensors, capacity, fixed_splits)
-
-
-@functools.cache
-def _decode_kernel(kernels: ModuleType, dtype: torch.dtype, box: int, rows: int, short: bool) -> Callable[..., None]:
-    return kernels.compile_mla_decode(dtype_name(dtype), box, 1 if short else kernels.cluster_of(rows))
-
-
-@functools.cache
-def _combine_kernel(kernels: ModuleType, dtype: torch.dtype, splits: int, rows: int, few: bool) -> Callable[..., None]:
-    config = kernels.FEW if few else kernels.choose_config(splits, rows)
-    return kernels.compile_mla_combine(dtype_name(dtype), config)
+    return out, lse

@@ -1,35 +1,19 @@
-"""The launch of sparse MLA attention, for prefill and decoding."""
+"""Launch sparse MLA attention, for prefill and decoding."""
 
 import functools
 import math
-from collections.abc import Callable
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
 
-from dsa import backends
 from dsa.kernels.mla import limits
 from dsa.kernels.mla.limits import HEAD_DIM_V, SPARSE_HEAD_DIMS, SWAP_AB_HEADS, TILE_M, TILE_N
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name, unit_inner
-from dsa.ops.declaration import Kernels, op, rows_of
 from dsa.reference.checks import INT_MAX
+from dsa.runtime import backends
 
 DTYPES = tuple(getattr(torch, name) for name in limits.DTYPES)
-# Declares an op that calls `attend`, which takes the modules in this order.
-KERNELS = Kernels(
-    "sparse attention",
-    {
-        "sm_90": (
-            "dsa.kernels.mla.sparse_mla_sm90",
-            "dsa.kernels.mla.sparse_mla_swap_ab_sm90",
-            "dsa.kernels.mla.sparse_mla_fp8_kv_sm90",
-            "dsa.kernels.mla.mla_combine_sm90",
-        )
-    },
-)
-sparse_op = functools.partial(op, kernels=rows_of(KERNELS), dtypes=DTYPES)
 # Of FP8 caches, by the heads of a CTA: about how long a tile takes, and what is spent besides where queries are split,
 # in microseconds on an H200. More heads share the work on a key's bytes; less leave smaller partial results.
 FP8_KV_TIMES = {16: (1.25, 8.0), 32: (1.5, 13.0), 64: (2.65, 20.0)}
@@ -58,7 +42,6 @@ class Results(NamedTuple):
 
 
 def attend(
-    kernels: tuple[ModuleType, ...],
     q: torch.Tensor,
     selections: list[Selection],
     scale: float,
@@ -70,7 +53,13 @@ def attend(
 
     may_split  a query may be split into several work tiles; how, depends on the number of queries. Not with max_logits
     """
+    from dsa.kernels.mla.mla_combine_sm90 import choose_config, compile_sparse_mla_combine
+    from dsa.kernels.mla.sparse_mla_fp8_kv_sm90 import compile_sparse_mla_fp8_kv
+    from dsa.kernels.mla.sparse_mla_sm90 import compile_sparse_mla
+    from dsa.kernels.mla.sparse_mla_swap_ab_sm90 import compile_sparse_mla_swap_ab
+
     queries, heads, dim = q.shape
+    dtype = dtype_name(q.dtype)
     q = aligned(q)
     tiles = sum(-(-s.indices.shape[-1] // TILE_N) for s in selections)
     fp8 = selections[0].cache.dtype == torch.uint8
@@ -83,9 +72,11 @@ def attend(
     out, lse, max_logits = results
     partial = _partial_results(2 * split_workers, heads, q.device) if split_workers else no_partial(heads, q.device)
     if fp8:
-        launch = _fp8_kv_kernel(kernels, dim, head_tile, len(selections))
+        launch = compile_sparse_mla_fp8_kv(dim, head_tile, len(selections))
+    elif head_tile < TILE_M:
+        launch = compile_sparse_mla_swap_ab(dtype, dim, head_tile, len(selections), max_logits is not None)
     else:
-        launch = _attend_kernel(kernels, q.dtype, dim, head_tile, len(selections), max_logits is not None)
+        launch = compile_sparse_mla(dtype, dim, len(selections), max_logits is not None)
     rows, s_q = (q.unsqueeze(1), out.shape[1]) if max_logits is None else (q, 1)
     launch(
         *(rows, *lists, *sinks, out, lse, *partial, max_logits),
@@ -93,7 +84,7 @@ def attend(
     )
     if split_workers:
         rest = queries - full_waves * workers
-        combine = _combine_kernel(kernels, q.dtype, split_workers // rest + 1, rest * heads)
+        combine = compile_sparse_mla_combine(dtype, choose_config(split_workers // rest + 1, rest * heads))
         combine(*sinks, out, lse, *partial, workers, full_waves, tiles, split_workers)
 
 
@@ -198,24 +189,3 @@ def no_partial(heads: int, device: torch.device) -> tuple[torch.Tensor, torch.Te
 def _absent(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """What the kernel gets, and does not read, for counts and a sink that are not given."""
     return tuple(torch.empty(1, dtype=dtype, device=device) for dtype in (torch.int32, torch.float32))
-
-
-@functools.cache
-def _attend_kernel(
-    kernels: tuple[ModuleType, ...], dtype: torch.dtype, dim: int, head_tile: int, lists: int, with_max_logits: bool
-) -> Callable[..., None]:
-    whole, swap_ab, _, _ = kernels
-    if head_tile < TILE_M:
-        return swap_ab.compile_sparse_mla_swap_ab(dtype_name(dtype), dim, head_tile, lists, with_max_logits)
-    return whole.compile_sparse_mla(dtype_name(dtype), dim, lists, with_max_logits)
-
-
-@functools.cache
-def _fp8_kv_kernel(kernels: tuple[ModuleType, ...], dim: int, head_tile: int, lists: int) -> Callable[..., None]:
-    return kernels[2].compile_sparse_mla_fp8_kv(dim, head_tile, lists)
-
-
-@functools.cache
-def _combine_kernel(kernels: tuple[ModuleType, ...], dtype: torch.dtype, splits: int, rows: int) -> Callable[..., None]:
-    *_, combine = kernels
-    return combine.compile_sparse_mla_combine(dtype_name(dtype), combine.choose_config(splits, rows))

@@ -1,30 +1,32 @@
 """Sparse MLA decoding: what `flash_mla_with_kvcache` does with indices, once its arguments are checked."""
 
-from types import ModuleType
-
 import torch
 
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops.mla._sparse_attention import (
+    DTYPES,
     Results,
     Selection,
     attend,
     check_limits,
     inner_contiguous,
     of_caller,
-    sparse_op,
 )
-from dsa.reference.checks import check_updatable
 from dsa.reference.mla import flash_mla_with_kvcache as reference
+from dsa.runtime.op import op
 
 
 def allocate(q: torch.Tensor, head_dim_v: int) -> tuple[torch.Tensor, torch.Tensor]:
     """out [B, s_q, h_q, head_dim_v] and lse."""
-    return q.new_empty(*q.shape[:3], head_dim_v), allocate_lse(q)
+    return _allocate_out(q, head_dim_v), _allocate_lse(q)
 
 
-def allocate_lse(q: torch.Tensor) -> torch.Tensor:
+def _allocate_out(q: torch.Tensor, head_dim_v: int) -> torch.Tensor:
+    return q.new_empty(*q.shape[:3], head_dim_v)
+
+
+def _allocate_lse(q: torch.Tensor) -> torch.Tensor:
     """[B, h_q, s_q], as a view of [B, s_q, h_q] has its numbers: FlashMLA's layout. By its strides, for a view would be
     another step of every call."""
     batch, s_q, h_q, _ = q.shape
@@ -45,15 +47,16 @@ def _check_limits(
         check_cache("extra_k_cache", extra_k_cache, q)
 
 
-@sparse_op(
+@op(
     arguments=reference.SPARSE_MLA_DECODE.strict(),
     reference=reference.sparse_mla_decode,
     results=allocate,
     limits=_check_limits,
+    out=reference.OUT,
+    dtypes=DTYPES,
     public="flash_mla_with_kvcache",
 )
 def _sparse_mla_decode(
-    kernels: tuple[ModuleType, ...],
     q: torch.Tensor,
     k_cache: torch.Tensor,
     indices: torch.Tensor,
@@ -65,87 +68,27 @@ def _sparse_mla_decode(
     softmax_scale: float,
     attn_sink: torch.Tensor | None,
     enable_batch_invariant: bool,
+    out: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `flash_mla_with_kvcache` does with indices."""
-    out, lse = allocate(q, head_dim_v)
-    lists = (k_cache, indices, topk_length), (extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
-    _decode(kernels, q, lists, softmax_scale, attn_sink, enable_batch_invariant, out, lse)
-    return out, lse
-
-
-def _reference_out(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    indices: torch.Tensor,
-    topk_length: torch.Tensor | None,
-    extra_k_cache: torch.Tensor | None,
-    extra_indices_in_kvcache: torch.Tensor | None,
-    extra_topk_length: torch.Tensor | None,
-    head_dim_v: int,
-    softmax_scale: float,
-    attn_sink: torch.Tensor | None,
-    out: torch.Tensor,
-) -> torch.Tensor:
-    check_updatable("out", out)
-    lists = (k_cache, indices, topk_length), (extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
-    given, lse = reference.sparse_mla_decode(q, *lists[0], *lists[1], head_dim_v, softmax_scale, attn_sink)
-    out.copy_(given)
-    return lse
-
-
-@sparse_op(
-    arguments=reference.SPARSE_MLA_DECODE_OUT.strict(),
-    reference=_reference_out,
-    results=lambda q: allocate_lse(q),
-    limits=_check_limits,
-    public="flash_mla_with_kvcache",
-)
-def _sparse_mla_decode_out(
-    kernels: tuple[ModuleType, ...],
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    indices: torch.Tensor,
-    topk_length: torch.Tensor | None,
-    extra_k_cache: torch.Tensor | None,
-    extra_indices_in_kvcache: torch.Tensor | None,
-    extra_topk_length: torch.Tensor | None,
-    head_dim_v: int,
-    softmax_scale: float,
-    attn_sink: torch.Tensor | None,
-    enable_batch_invariant: bool,
-    out: torch.Tensor,
-) -> torch.Tensor:
-    """The same, written to `out`: -> lse."""
-    lse = allocate_lse(q)
-    lists = (k_cache, indices, topk_length), (extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
-    _decode(kernels, q, lists, softmax_scale, attn_sink, enable_batch_invariant, out, lse)
-    return lse
-
-
-def _decode(
-    kernels: tuple[ModuleType, ...],
-    q: torch.Tensor,
-    lists: tuple[tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None], ...],
-    softmax_scale: float,
-    attn_sink: torch.Tensor | None,
-    enable_batch_invariant: bool,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> None:
-    """lists: (cache, indices, topk_length) of each, None of one that is not there."""
-    given = []
-    for cache, index, counts in lists:
+    """Decode with indices."""
+    out = _allocate_out(q, head_dim_v) if out is None else out
+    lse = _allocate_lse(q)
+    selections = []
+    for cache, index, counts in (
+        (k_cache, indices, topk_length),
+        (extra_k_cache, extra_indices_in_kvcache, extra_topk_length),
+    ):
         if cache is not None and 0 not in (cache.shape[0], cache.shape[1], index.shape[2]):
             cache = (_byte_pages(cache) if _is_bytes(cache) else rows_at_16_bytes(cache)).squeeze(2)
             counts = None if counts is None else inner_contiguous(counts)
-            given.append(Selection(cache, inner_contiguous(index.flatten(0, 1)), counts))
-    if 0 in q.shape[:3] or not given:
-        out.zero_()
-        lse.fill_(torch.inf)
-        return
+            selections.append(Selection(cache, inner_contiguous(index.flatten(0, 1)), counts))
+    if 0 in q.shape[:3] or not selections:
+        return out.zero_(), lse.fill_(torch.inf)
+
     results = Results(of_caller(out), lse, None)
     sink = None if attn_sink is None else inner_contiguous(attn_sink)
-    attend(kernels, q.flatten(0, 1), given, softmax_scale, sink, results, may_split=not enable_batch_invariant)
+    attend(q.flatten(0, 1), selections, softmax_scale, sink, results, may_split=not enable_batch_invariant)
+    return out, lse
 
 
 def check_cache(name: str, cache: torch.Tensor, q: torch.Tensor) -> None:

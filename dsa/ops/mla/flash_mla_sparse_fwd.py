@@ -1,24 +1,21 @@
 """Sparse MLA prefill: attention to selected keys of one contiguous latent array."""
 
-from types import ModuleType
-
 import torch
 
 from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops.declaration import rows_of
 from dsa.ops.mla import _shared_keys as shared_keys
 from dsa.ops.mla._sparse_attention import (
-    KERNELS,
+    DTYPES,
     Results,
     Selection,
     attend,
     check_limits,
     inner_contiguous,
     of_caller,
-    sparse_op,
 )
-from dsa.reference.checks import check_apart, check_updatable
+from dsa.reference.checks import check_apart
 from dsa.reference.mla import flash_mla_sparse_fwd as reference
+from dsa.runtime.op import op
 
 __all__ = ["flash_mla_sparse_fwd"]
 
@@ -70,11 +67,15 @@ def flash_mla_sparse_fwd(
     if out is None:
         return _sparse_mla_prefill(*arguments)
     check_apart("out", out, q=q, kv=kv)
-    return out, *_sparse_mla_prefill_out(*arguments, out)
+    return out, *_sparse_mla_prefill.into(*arguments, out)
 
 
 def _results(q: torch.Tensor, d_v: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return q.new_empty(*q.shape[:2], d_v), *_statistics(q)
+    return _allocate_out(q, d_v), *_statistics(q)
+
+
+def _allocate_out(q: torch.Tensor, d_v: int) -> torch.Tensor:
+    return q.new_empty(*q.shape[:2], d_v)
 
 
 def _statistics(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,16 +87,16 @@ def _check_limits(q: torch.Tensor, sm_scale: float, d_v: int) -> None:
     check_limits(q, ("d_v", d_v), ("sm_scale", sm_scale))
 
 
-@sparse_op(
-    kernels=rows_of(KERNELS, shared_keys.KERNELS),
+@op(
     arguments=reference.FLASH_MLA_SPARSE_FWD.strict(),
     reference=reference.flash_mla_sparse_fwd,
     results=_results,
     limits=_check_limits,
+    out=reference.OUT,
+    dtypes=DTYPES,
     public="flash_mla_sparse_fwd",
 )
 def _sparse_mla_prefill(
-    kernels: tuple[ModuleType, ...],
     q: torch.Tensor,
     kv: torch.Tensor,
     indices: torch.Tensor,
@@ -104,80 +105,19 @@ def _sparse_mla_prefill(
     attn_sink: torch.Tensor | None,
     topk_length: torch.Tensor | None,
     enable_batch_invariant: bool,
+    out: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    results = _results(q, d_v)
-    _attend(kernels, q, kv, indices, sm_scale, attn_sink, topk_length, enable_batch_invariant, *results)
-    return results
-
-
-def _reference_out(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    indices: torch.Tensor,
-    sm_scale: float,
-    d_v: int,
-    attn_sink: torch.Tensor | None,
-    topk_length: torch.Tensor | None,
-    enable_batch_invariant: bool,
-    out: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    check_updatable("out", out)
-    options = attn_sink, topk_length, enable_batch_invariant
-    given, *statistics = reference.flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v, *options)
-    out.copy_(given)
-    return tuple(statistics)
-
-
-@sparse_op(
-    kernels=rows_of(KERNELS, shared_keys.KERNELS),
-    arguments=reference.FLASH_MLA_SPARSE_FWD_OUT.strict(),
-    reference=_reference_out,
-    results=_statistics,
-    limits=_check_limits,
-    public="flash_mla_sparse_fwd",
-)
-def _sparse_mla_prefill_out(
-    kernels: tuple[ModuleType, ...],
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    indices: torch.Tensor,
-    sm_scale: float,
-    d_v: int,
-    attn_sink: torch.Tensor | None,
-    topk_length: torch.Tensor | None,
-    enable_batch_invariant: bool,
-    out: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same, written to `out`: -> max_logits, lse."""
-    statistics = _statistics(q)
-    _attend(kernels, q, kv, indices, sm_scale, attn_sink, topk_length, enable_batch_invariant, out, *statistics)
-    return statistics
-
-
-def _attend(
-    kernels: tuple[ModuleType, ...],
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    indices: torch.Tensor,
-    sm_scale: float,
-    attn_sink: torch.Tensor | None,
-    topk_length: torch.Tensor | None,
-    enable_batch_invariant: bool,
-    out: torch.Tensor,
-    max_logits: torch.Tensor,
-    lse: torch.Tensor,
-) -> None:
+    out = _allocate_out(q, d_v) if out is None else out
+    max_logits, lse = _statistics(q)
     if 0 in q.shape[:2] or 0 in (kv.shape[0], indices.shape[2]):
-        out.zero_()
-        max_logits.fill_(-torch.inf)
-        lse.fill_(torch.inf)
-        return
+        return out.zero_(), max_logits.fill_(-torch.inf), lse.fill_(torch.inf)
+
     counts = None if topk_length is None else inner_contiguous(topk_length)
     sink = None if attn_sink is None else inner_contiguous(attn_sink)
     selection = Selection(rows_at_16_bytes(kv), inner_contiguous(indices), counts)
     results = Results(of_caller(out), lse, max_logits)
-    of_queries, of_groups = kernels[: -shared_keys.MODULES], kernels[-shared_keys.MODULES :]
     if not enable_batch_invariant and shared_keys.may_share(q, selection):
-        shared_keys.attend_groups(of_groups, q, selection, sm_scale, sink, results)
+        shared_keys.attend_groups(q, selection, sm_scale, sink, results)
     else:
-        attend(of_queries, q, [selection], sm_scale, sink, results, may_split=False)
+        attend(q, [selection], sm_scale, sink, results, may_split=False)
+    return out, max_logits, lse

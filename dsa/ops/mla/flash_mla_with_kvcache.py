@@ -1,22 +1,19 @@
 """MLA decoding over a paged cache, dense or over selected keys, and its plan."""
 
-import functools
-from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
 
-from dsa import backends
 from dsa.kernels.mla.limits import MAX_BATCH, PLAN_COLUMNS, PLAN_NUMBERS, TILE_M, TILE_N
-from dsa.ops.declaration import Op, op
-from dsa.ops.mla._dense_decode import SHORT, _dense_mla_decode, _dense_mla_decode_out
+from dsa.ops.mla._dense_decode import SHORT, _dense_mla_decode
 from dsa.ops.mla._sparse_attention import DTYPES
-from dsa.ops.mla._sparse_decode import _sparse_mla_decode, _sparse_mla_decode_out
+from dsa.ops.mla._sparse_decode import _sparse_mla_decode
 from dsa.reference.checks import check_apart, shape_of
 from dsa.reference.mla import flash_mla_with_kvcache as reference
 from dsa.reference.mla import mla_metadata
 from dsa.reference.mla.mla_metadata import FlashMLASchedMeta, own_plan
+from dsa.runtime import backends
+from dsa.runtime.op import Op, op
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_with_kvcache", "get_mla_metadata"]
 
@@ -150,7 +147,7 @@ def flash_mla_with_kvcache(
         check_apart("out", out, q=q, k_cache=k_cache, extra_k_cache=extra_k_cache)
     if indices is not None:
         mla_metadata.check_plan_tensors(meta, num_splits, q)
-        decode = _sparse_mla_decode if out is None else _sparse_mla_decode_out
+        decode = _sparse_mla_decode if out is None else _sparse_mla_decode.into
         options = (head_dim_v, scale, attn_sink, enable_batch_invariant)
         sparse = (q, k_cache, indices, topk_length, *extra, *options, *written)
         if isinstance(meta, FlashMLASchedMeta):
@@ -159,7 +156,7 @@ def flash_mla_with_kvcache(
         return decode(*sparse) if out is None else (out, decode(*sparse))
     reference.check_unused(dict(zip(reference.SPARSE_ONLY, (attn_sink, topk_length, *extra))), "indices")
     dense, options = (q, k_cache, block_table, cache_seqlens, head_dim_v), (scale, causal, *written)
-    decode = _dense_mla_decode if out is None else _dense_mla_decode_out
+    decode = _dense_mla_decode if out is None else _dense_mla_decode.into
     if isinstance(meta, FlashMLASchedMeta):
         planned = enable_batch_invariant or meta.tile_scheduler_metadata is not None
         config = reference.config_of(q, causal, (k_cache, None))
@@ -254,27 +251,22 @@ def _check_plan_limits(cache_seqlens: torch.Tensor) -> None:
     arguments=mla_metadata.MLA_METADATA,
     reference=mla_metadata.plan_one_part,
     results=_plan_results,
-    kernels={"sm_90": "dsa.kernels.mla.mla_plan_sm90"},
     limits=_check_plan_limits,
     public="get_mla_metadata",
 )
 def _mla_metadata(
-    kernels: ModuleType,
     cache_seqlens: torch.Tensor,
     num_q_tokens_per_head_k: int,
     num_heads_k: int,
     most_keys: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    from dsa.kernels.mla.mla_plan_sm90 import compile_mla_plan
+
     parts, overhead = _parts(cache_seqlens, num_q_tokens_per_head_k, num_heads_k, most_keys)
     plan = cache_seqlens.new_empty(parts, PLAN_COLUMNS)
     num_splits = cache_seqlens.new_empty(len(cache_seqlens) + 1)
     if len(cache_seqlens) == 0:
         plan.fill_(-1)[:, PLAN_NUMBERS:].zero_()
         return plan, num_splits.zero_()
-    _plan_kernel(kernels)(cache_seqlens, plan, num_splits, overhead)
+    compile_mla_plan()(cache_seqlens, plan, num_splits, overhead)
     return plan, num_splits
-
-
-@functools.cache
-def _plan_kernel(kernels: ModuleType) -> Callable[..., None]:
-    return kernels.compile_mla_plan()

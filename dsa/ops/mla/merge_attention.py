@@ -1,16 +1,14 @@
 """The merge of attention branches with disjoint keys."""
 
-import functools
-from collections.abc import Callable, Sequence
-from types import ModuleType
+from collections.abc import Sequence
 
 import torch
 
 from dsa.kernels.mla.limits import MAX_BRANCHES, MAX_MERGE_ROWS, MERGE_CHANNEL_MULTIPLE
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name, with_dims
-from dsa.ops.declaration import op
 from dsa.reference.mla import merge_attention as reference
+from dsa.runtime.op import op
 
 __all__ = ["merge_attention"]
 
@@ -60,20 +58,16 @@ def _check_limits(outs: list[torch.Tensor]) -> None:
     arguments=reference.MERGE_ATTENTION,
     reference=reference.merge_attention,
     results=_results,
-    kernels={"sm_90": "dsa.kernels.mla.merge_attention_sm90"},
     limits=_check_limits,
 )
 def _merge_attention(
-    kernels: ModuleType, outs: list[torch.Tensor], lses: list[torch.Tensor], attn_sink: torch.Tensor | None
+    outs: list[torch.Tensor], lses: list[torch.Tensor], attn_sink: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    from dsa.kernels.mla.merge_attention_sm90 import compile_merge_attention
+
     out, lse = _results(outs)
     if out.numel():
         branches, logs = [with_dims(rows_at_16_bytes(x), 4) for x in outs], [with_dims(x, 3) for x in lses]
-        launch = _kernel(kernels, out.dtype, len(branches), attn_sink is not None)
+        launch = compile_merge_attention(dtype_name(out.dtype), len(branches), attn_sink is not None)
         launch(branches, logs, attn_sink, with_dims(out, 4), with_dims(lse, 3))
     return out, lse
-
-
-@functools.cache
-def _kernel(kernels: ModuleType, dtype: torch.dtype, branches: int, sink: bool) -> Callable[..., None]:
-    return kernels.compile_merge_attention(dtype_name(dtype), branches, sink)

@@ -1,22 +1,18 @@
 """Multi-head attention over packed sequences, over all keys or over those that are selected."""
 
-import functools
 import math
-from collections.abc import Callable
-from types import ModuleType
 
 import torch
 
-from dsa import backends
 from dsa.kernels.mla.mha_limits import MHA_DIMS, ROPE_DIMS
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops._tma_rows import tma_rows
-from dsa.ops.declaration import Kernels, op, rows_of
 from dsa.reference.mla import mha_varlen_fwd as reference
+from dsa.runtime import backends
+from dsa.runtime.op import op
 
 __all__ = ["mha_varlen_fwd"]
 
-KERNELS = Kernels("mha_varlen_fwd", {"sm_90": "dsa.kernels.mla.mha_varlen_fwd_sm90"})
 LOG2E = math.log2(math.e)
 L2_BYTES = 16 << 20  # of keys and values that are read at a time, so that they come from the L2 cache
 MOST_WORDS = 2**31 - 1  # of all queries' selections: their numbers are int32
@@ -94,13 +90,11 @@ def _dims(q: torch.Tensor, v: torch.Tensor) -> tuple[int, int] | None:
     arguments=reference.MHA_VARLEN_FWD,
     reference=reference.mha_varlen_fwd,
     results=_results,
-    kernels=rows_of(KERNELS),
     limits=_check_limits,
     differentiable=True,
     dtypes=(torch.bfloat16, torch.float16),
 )
 def _mha_varlen_fwd(
-    kernels: tuple[ModuleType],
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -113,6 +107,8 @@ def _mha_varlen_fwd(
     selected: torch.Tensor | None,
     dense_keys: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    from dsa.kernels.mla.mha_varlen_fwd_sm90 import CONFIGS, compile_mha_varlen_fwd
+
     out, lse = _results(q, v)
     if lse.numel() == 0:
         return out, lse
@@ -132,7 +128,8 @@ def _mha_varlen_fwd(
     group = max(1, min(kv_heads, L2_BYTES // key_bytes)) * (heads // kv_heads)
     counter = torch.zeros(1, dtype=torch.int32, device=q.device)
     rope = None if k_rope is None else tma_rows(k_rope[:, None])
-    launch = _kernel(kernels[0], q.dtype, dim, value_dim, 0 if rope is None else rope.shape[2], selected is not None)
+    rope_dim = 0 if rope is None else rope.shape[2]
+    launch = compile_mha_varlen_fwd(dtype_name(q.dtype), CONFIGS[dims], rope_dim, selected is not None)
     bits = None if selected is None else selected.contiguous()
     launch(
         *(tma_rows(q), tma_rows(k), rope, tma_rows(v)),
@@ -141,10 +138,3 @@ def _mha_varlen_fwd(
         *(softmax_scale * LOG2E, int(causal), group, backends.num_sms(q.device)),
     )
     return (results if exact else out.copy_(results[..., : out.shape[2]])), lse
-
-
-@functools.lru_cache(64)
-def _kernel(
-    kernels: ModuleType, dtype: torch.dtype, dim: int, value_dim: int, rope: int, selected: bool
-) -> Callable[..., None]:
-    return kernels.compile_mha_varlen_fwd(dtype_name(dtype), kernels.CONFIGS[dim, value_dim], rope, selected)

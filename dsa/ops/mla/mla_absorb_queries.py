@@ -1,17 +1,13 @@
 """Queries of the latents: MLA's W_UK, in FP8, absorbed into the queries, and their rope channels turned."""
 
-import functools
-from collections.abc import Callable
-from types import ModuleType
-
 import torch
 
 from dsa.kernels.mla.limits import HEAD_DIM, HEAD_DIM_V
 from dsa.kernels.mla.up_projection_limits import ABSORBED_NOPE, MAX_UP_PROJECTION_ROWS, UP_PROJECTION_ROWS
 from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops.declaration import op
 from dsa.reference.gemm.fp8_gemm_nt import pair
 from dsa.reference.mla import mla_absorb_queries as reference
+from dsa.runtime.op import op
 
 __all__ = ["mla_absorb_queries"]
 
@@ -45,17 +41,6 @@ def mla_absorb_queries(
     return _mla_absorb_queries(q_nope, q_pe, cos, sin, *pair("kv_b", kv_b))
 
 
-def _reference(
-    q_nope: torch.Tensor,
-    q_pe: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-) -> torch.Tensor:
-    return reference.mla_absorb_queries(q_nope, q_pe, cos, sin, (weight, weight_scale))
-
-
 def _results(q_nope: torch.Tensor, q_pe: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return q_nope.new_empty((*q_nope.shape[:2], weight.shape[1] + q_pe.shape[2]))
 
@@ -84,14 +69,12 @@ def check_kv_b(weight: torch.Tensor, heads: int) -> None:
 
 @op(
     arguments=reference.MLA_ABSORB_QUERIES,
-    reference=_reference,
+    reference=reference.mla_absorb_queries,
     results=_results,
-    kernels={"sm_90": "dsa.kernels.mla.mla_absorb_queries_sm90"},
     limits=_check_limits,
     dtypes=(torch.bfloat16,),
 )
 def _mla_absorb_queries(
-    kernels: ModuleType,
     q_nope: torch.Tensor,
     q_pe: torch.Tensor,
     cos: torch.Tensor,
@@ -99,13 +82,10 @@ def _mla_absorb_queries(
     weight: torch.Tensor,
     weight_scale: torch.Tensor,
 ) -> torch.Tensor:
+    from dsa.kernels.mla.mla_absorb_queries_sm90 import compile_mla_absorb_queries
+
     q = _results(q_nope, q_pe, weight)
     if q.numel():
-        launch = _kernel(kernels, q_nope.shape[2])
+        launch = compile_mla_absorb_queries(q_nope.shape[2])
         launch(rows_at_16_bytes(q_nope), rows_at_16_bytes(q_pe), cos, sin, weight, weight_scale, q)
     return q
-
-
-@functools.cache
-def _kernel(kernels: ModuleType, nope: int) -> Callable[..., None]:
-    return kernels.compile_mla_absorb_queries(nope)

@@ -1,17 +1,13 @@
 """Values of attended latents: MLA's W_UV, in FP8, applied to what a head attended to, and the result cast to FP8."""
 
-import functools
-from collections.abc import Callable
-from types import ModuleType
-
 import torch
 
 from dsa.kernels.mla.up_projection_limits import VALUE_GROUP
 from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops.declaration import op
 from dsa.ops.mla.mla_absorb_queries import check_kv_b
 from dsa.reference.gemm.fp8_gemm_nt import pair
 from dsa.reference.mla import mla_values_cast_to_fp8 as reference
+from dsa.runtime.op import op
 
 __all__ = ["mla_values_cast_to_fp8"]
 
@@ -42,12 +38,6 @@ def mla_values_cast_to_fp8(
     return _mla_values_cast_to_fp8(attended, *pair("kv_b", kv_b), v_dim, use_ue8m0)
 
 
-def _reference(
-    attended: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, v_dim: int, use_ue8m0: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return reference.mla_values_cast_to_fp8(attended, (weight, weight_scale), v_dim, use_ue8m0)
-
-
 def _results(attended: torch.Tensor, v_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, heads = attended.shape[:2]
     q = torch.empty((tokens, heads * v_dim), dtype=torch.float8_e4m3fn, device=attended.device)
@@ -60,26 +50,22 @@ def _check_limits(attended: torch.Tensor, weight: torch.Tensor) -> None:
 
 @op(
     arguments=reference.MLA_VALUES_CAST_TO_FP8,
-    reference=_reference,
+    reference=reference.mla_values_cast_to_fp8,
     results=_results,
-    kernels={"sm_90": "dsa.kernels.mla.mla_values_cast_to_fp8_sm90"},
     limits=_check_limits,
     dtypes=(torch.bfloat16,),
 )
 def _mla_values_cast_to_fp8(
-    kernels: ModuleType,
     attended: torch.Tensor,
     weight: torch.Tensor,
     weight_scale: torch.Tensor,
     v_dim: int,
     use_ue8m0: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    from dsa.kernels.mla.mla_values_cast_to_fp8_sm90 import compile_mla_values_cast_to_fp8
+
     q, scale = _results(attended, v_dim)
     if q.numel():
-        _kernel(kernels, use_ue8m0)(rows_at_16_bytes(attended), weight, weight_scale, q, scale)
+        launch = compile_mla_values_cast_to_fp8(use_ue8m0)
+        launch(rows_at_16_bytes(attended), weight, weight_scale, q, scale)
     return q, scale
-
-
-@functools.cache
-def _kernel(kernels: ModuleType, use_ue8m0: bool) -> Callable[..., None]:
-    return kernels.compile_mla_values_cast_to_fp8(use_ue8m0)

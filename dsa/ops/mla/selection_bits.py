@@ -1,13 +1,9 @@
 """Which keys are selected, a bit a key."""
 
-import functools
-from collections.abc import Callable
-from types import ModuleType
-
 import torch
 
-from dsa.ops.declaration import op
 from dsa.reference.mla import selection_bits as reference
+from dsa.runtime.op import op
 
 __all__ = ["selection_bits"]
 
@@ -37,17 +33,11 @@ def _results(indices: torch.Tensor, max_keys: int) -> torch.Tensor:
     arguments=reference.SELECTION_BITS,
     reference=reference.selection_bits,
     results=_results,
-    kernels={"sm_90": "dsa.kernels.mla.selection_bits_sm90"},
 )
-def _selection_bits(
-    kernels: ModuleType, indices: torch.Tensor, starts: torch.Tensor | None, max_keys: int
-) -> torch.Tensor:
+def _selection_bits(indices: torch.Tensor, starts: torch.Tensor | None, max_keys: int) -> torch.Tensor:
+    from dsa.kernels.mla.selection_bits_sm90 import compile_selection_bits
+
     bits = _results(indices, max_keys)
     if bits.numel():
-        _kernel(kernels, starts is not None)(indices, starts, bits, max_keys)
+        compile_selection_bits(starts is not None)(indices, starts, bits, max_keys)
     return bits
-
-
-@functools.cache
-def _kernel(kernels: ModuleType, with_starts: bool) -> Callable[..., None]:
-    return kernels.compile_selection_bits(with_starts)

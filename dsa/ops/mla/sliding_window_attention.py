@@ -1,17 +1,16 @@
 """Attention to the last keys of each sequence: of packed keys, also joined with selected ones, and of a cache."""
 
-from types import ModuleType
-
 import torch
 
 from dsa.ops.mla import _sparse_decode
 
 # The module: by name, its ops would count as this one's.
 from dsa.ops.mla import window_indices as window_lists
-from dsa.ops.mla._sparse_attention import Results, attend, check_limits, inner_contiguous, sparse_op
+from dsa.ops.mla._sparse_attention import DTYPES, Results, attend, check_limits, inner_contiguous
 from dsa.ops.mla._window_selections import Packed, Selected, window_selections
 from dsa.reference.mla import sliding_window_attention as reference
 from dsa.reference.mla import sliding_window_decode as window_decode
+from dsa.runtime.op import op
 
 __all__ = ["sliding_window_attention", "sliding_window_decode", "window_sparse_attention"]
 
@@ -165,14 +164,14 @@ def _check_limits(q: torch.Tensor, softmax_scale: float, d_v: int) -> None:
     check_limits(q, ("d_v", d_v), ("softmax_scale", softmax_scale))
 
 
-@sparse_op(
+@op(
     arguments=reference.SLIDING_WINDOW_ATTENTION.strict(),
     reference=reference.sliding_window_attention,
     results=_allocate,
     limits=_check_limits,
+    dtypes=DTYPES,
 )
 def _sliding_window_attention(
-    kernels: tuple[ModuleType, ...],
     q: torch.Tensor,
     kv: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
@@ -184,17 +183,17 @@ def _sliding_window_attention(
     indices: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     packed = (q, kv, cu_seqlens_q, cu_seqlens_k, window)
-    return _attend(kernels, packed, indices, None, softmax_scale, d_v, attn_sink)
+    return _attend(packed, indices, None, softmax_scale, d_v, attn_sink)
 
 
-@sparse_op(
+@op(
     arguments=reference.WINDOW_SPARSE_ATTENTION.strict(),
     reference=reference.window_sparse_attention,
     results=_allocate,
     limits=_check_limits,
+    dtypes=DTYPES,
 )
 def _window_sparse_attention(
-    kernels: tuple[ModuleType, ...],
     q: torch.Tensor,
     kv: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
@@ -210,7 +209,7 @@ def _window_sparse_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     packed = (q, kv, cu_seqlens_q, cu_seqlens_k, window)
     selected = (compressed, indices, topk_length)
-    return _attend(kernels, packed, window_indices, selected, softmax_scale, d_v, attn_sink)
+    return _attend(packed, window_indices, selected, softmax_scale, d_v, attn_sink)
 
 
 def _check_decode_limits(
@@ -228,14 +227,14 @@ def _check_decode_limits(
     window_lists._window_slots.limits(block_table, cache_seqlens, q.shape[1], page_size, columns)
 
 
-@sparse_op(
+@op(
     arguments=window_decode.SLIDING_WINDOW_DECODE.strict(),
     reference=window_decode.sliding_window_decode,
     results=lambda q, d_v: _sparse_decode.allocate(q, d_v),
     limits=_check_decode_limits,
+    dtypes=DTYPES,
 )
 def _sliding_window_decode(
-    kernels: tuple[ModuleType, ...],
     q: torch.Tensor,
     cache: torch.Tensor,
     block_table: torch.Tensor | None,
@@ -249,12 +248,11 @@ def _sliding_window_decode(
     columns = window_decode.columns_of(window, block_table, cache)
     lists = (block_table, cache_seqlens, q.shape[1], cache.shape[1], columns)
     slots = window_lists._window_slots.launch_on(q.device, *lists)
-    decode = _sparse_decode._sparse_mla_decode.launch
-    return decode(kernels, q, cache, slots, None, None, None, None, d_v, softmax_scale, attn_sink, False)
+    options = None, None, None, None, d_v, softmax_scale, attn_sink, False
+    return _sparse_decode._sparse_mla_decode.launch_on(q.device, q, cache, slots, *options)
 
 
 def _attend(
-    kernels: tuple[ModuleType, ...],
     packed: Packed,
     near: torch.Tensor | None,
     selected: Selected | None,
@@ -271,5 +269,5 @@ def _attend(
     if not selections:
         return out.zero_(), lse.fill_(torch.inf)
     sink = None if attn_sink is None else inner_contiguous(attn_sink)
-    attend(kernels, q, selections, scale, sink, Results(out.unsqueeze(1), lse.unsqueeze(2), None), may_split=False)
+    attend(q, selections, scale, sink, Results(out.unsqueeze(1), lse.unsqueeze(2), None), may_split=False)
     return out, lse

@@ -1,17 +1,12 @@
 """Attention over a sliding window and selected keys, rotated back and cast to FP8 for the product behind it."""
 
-import functools
 import math
-from collections.abc import Callable
-from types import ModuleType
 
 import torch
 
-from dsa import backends
 from dsa.kernels.gemm.limits import GROUP
 from dsa.kernels.mla.limits import HEAD_DIM_V, ROTATED_BACK, TILE_M
 from dsa.ops._kernel_arguments import dtype_name
-from dsa.ops.declaration import op
 from dsa.ops.mla._sparse_attention import (
     DTYPES,
     Selection,
@@ -24,6 +19,8 @@ from dsa.ops.mla._sparse_attention import (
 )
 from dsa.ops.mla._window_selections import window_selections
 from dsa.reference.mla import window_attention_cast as reference
+from dsa.runtime import backends
+from dsa.runtime.op import op
 
 __all__ = ["window_attention_cast_to_fp8"]
 
@@ -94,12 +91,10 @@ def _check_limits(q: torch.Tensor, cos: torch.Tensor, softmax_scale: float) -> N
     arguments=reference.WINDOW_ATTENTION_CAST_TO_FP8.strict(),
     reference=reference.window_attention_cast_to_fp8,
     results=_results,
-    kernels={"sm_90": "dsa.kernels.mla.sparse_mla_cast_sm90"},
     limits=_check_limits,
     dtypes=DTYPES,
 )
 def _window_attention_cast_to_fp8(
-    kernels: ModuleType,
     q: torch.Tensor,
     kv: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
@@ -116,6 +111,8 @@ def _window_attention_cast_to_fp8(
     window_indices: torch.Tensor | None,
     use_ue8m0: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    from dsa.kernels.mla.sparse_mla_cast_sm90 import compile_sparse_mla_cast
+
     out, scale = _results(q, groups)
     queries, heads, _ = q.shape
     if out.numel() == 0:
@@ -127,7 +124,7 @@ def _window_attention_cast_to_fp8(
         selections = [Selection(q.new_zeros(1, 1, HEAD_DIM_V), nothing, None)]
     sink = None if attn_sink is None else inner_contiguous(attn_sink)
     workers, full_waves, _ = stream_k(queries, -(-heads // TILE_M), 1, backends.num_sms(q.device), may_split=False)
-    launch = _kernel(kernels, q.dtype, len(selections), use_ue8m0)
+    launch = compile_sparse_mla_cast(dtype_name(q.dtype), len(selections), use_ue8m0)
     launch(
         *(aligned(q).unsqueeze(1), *list_arguments(selections, q.device), *sink_arguments(sink, q.device)),
         *(inner_contiguous(cos), inner_contiguous(sin)),
@@ -135,8 +132,3 @@ def _window_attention_cast_to_fp8(
         *(softmax_scale * math.log2(math.e), workers, full_waves),
     )
     return out, scale
-
-
-@functools.cache
-def _kernel(kernels: ModuleType, dtype: torch.dtype, lists: int, use_ue8m0: bool) -> Callable[..., None]:
-    return kernels.compile_sparse_mla_cast(dtype_name(dtype), lists, use_ue8m0)

@@ -1,14 +1,10 @@
 """The keys of a sliding window as lists for sparse attention: the same for all layers of a pass."""
 
-import functools
-from collections.abc import Callable
-from types import ModuleType
-
 import torch
 
 from dsa.kernels.mla.limits import MAX_WINDOW
-from dsa.ops.declaration import op
 from dsa.reference.mla import window_indices as reference
+from dsa.runtime.op import op
 
 __all__ = ["window_indices", "window_slots"]
 
@@ -79,15 +75,14 @@ def _indices(cu_seqlens_q: torch.Tensor, total_q: int, window: int) -> torch.Ten
     arguments=reference.WINDOW_INDICES,
     reference=reference.window_indices,
     results=_indices,
-    kernels={"sm_90": "dsa.kernels.mla.window_indices_sm90"},
     limits=lambda total_q, window: _check_sizes(total_q=total_q, window=window),
 )
-def _window_indices(
-    kernels: ModuleType, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, total_q: int, window: int
-) -> torch.Tensor:
+def _window_indices(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, total_q: int, window: int) -> torch.Tensor:
+    from dsa.kernels.mla.window_indices_sm90 import compile_window_indices
+
     indices = _indices(cu_seqlens_q, total_q, window)
     if total_q:
-        _indices_kernel(kernels)(cu_seqlens_q, cu_seqlens_k, indices)
+        compile_window_indices()(cu_seqlens_q, cu_seqlens_k, indices)
     return indices
 
 
@@ -103,30 +98,21 @@ def _check_slots_limits(cache_seqlens: torch.Tensor, s_q: int, page_size: int, w
     arguments=reference.WINDOW_SLOTS,
     reference=reference.window_slots,
     results=_slots,
-    kernels={"sm_90": "dsa.kernels.mla.window_indices_sm90"},
     limits=_check_slots_limits,
 )
 def _window_slots(
-    kernels: ModuleType,
     block_table: torch.Tensor | None,
     cache_seqlens: torch.Tensor,
     s_q: int,
     page_size: int,
     window: int,
 ) -> torch.Tensor:
+    from dsa.kernels.mla.window_indices_sm90 import compile_window_slots
+
     slots = _slots(cache_seqlens, s_q, window)
     if block_table is not None and block_table.shape[1] == 0:
         return slots.fill_(-1)
     if cache_seqlens.shape[0] * s_q:
-        _slots_kernel(kernels, block_table is None)(block_table, cache_seqlens, slots, page_size)
+        ring = block_table is None
+        compile_window_slots(ring)(block_table, cache_seqlens, slots, page_size)
     return slots
-
-
-@functools.cache
-def _indices_kernel(kernels: ModuleType) -> Callable[..., None]:
-    return kernels.compile_window_indices()
-
-
-@functools.cache
-def _slots_kernel(kernels: ModuleType, ring: bool) -> Callable[..., None]:
-    return kernels.compile_window_slots(ring)

@@ -1,16 +1,12 @@
 """The weighted sum of what a mixture's experts computed for each token."""
 
-import functools
-from collections.abc import Callable
-from types import ModuleType
-
 import torch
 
 from dsa.kernels.moe.limits import CHANNEL_MULTIPLE, COMBINE_CTA_BYTES, MAX_COMBINE_ROWS
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
-from dsa.ops.declaration import op
 from dsa.reference.moe import combine_experts as reference
+from dsa.runtime.op import op
 
 __all__ = ["combine_experts"]
 
@@ -66,30 +62,24 @@ def _check_limits(y: torch.Tensor, rows: torch.Tensor) -> None:
     arguments=reference.COMBINE_EXPERTS,
     reference=reference.combine_experts,
     results=_results,
-    kernels={"sm_90": "dsa.kernels.moe.combine_experts_sm90"},
     limits=_check_limits,
     differentiable=True,
 )
 def _combine_experts(
-    kernels: ModuleType,
     y: torch.Tensor,
     rows: torch.Tensor,
     weights: torch.Tensor | None,
     shared: torch.Tensor | None,
     residual: torch.Tensor | None,
 ) -> torch.Tensor:
-    # Nothing to sum: PyTorch's one or two kernels, and no tensor without memory goes to ours.
+    from dsa.kernels.moe.combine_experts_sm90 import compile_combine_experts
+
+    # Nothing to sum: PyTorch needs one or two kernels, and ours take no empty tensors.
     if y.numel() == 0 or rows.numel() == 0:
         return reference.combine_experts(y, rows, weights, shared, residual)
     out = _results(y, rows)
-    launch = _kernel(kernels, y.dtype, rows.dtype, weights is not None, shared is not None, residual is not None)
+    given = (x is not None for x in (weights, shared, residual))
+    launch = compile_combine_experts(dtype_name(y.dtype), dtype_name(rows.dtype), *given)
     added = (None if x is None else rows_at_16_bytes(x) for x in (shared, residual))
     launch(rows_at_16_bytes(y), rows, weights, *added, out)
     return out
-
-
-@functools.cache
-def _kernel(
-    kernels: ModuleType, dtype: torch.dtype, index_dtype: torch.dtype, weighted: bool, shared: bool, residual: bool
-) -> Callable[..., None]:
-    return kernels.compile_combine_experts(dtype_name(dtype), dtype_name(index_dtype), weighted, shared, residual)

@@ -1,15 +1,11 @@
 """The gate of a mixture of experts, and the sort of its entries by expert."""
 
-import functools
-from collections.abc import Callable
-from types import ModuleType
-
 import torch
 
 from dsa.kernels.moe.limits import MAX_EXPERTS, MAX_GROUPS, MAX_SORT_ENTRIES, MAX_SORT_EXPERTS, MAX_TOP_K
 from dsa.ops._kernel_arguments import dtype_name
-from dsa.ops.declaration import op
 from dsa.reference.moe import expert_routing as reference
+from dsa.runtime.op import op
 
 __all__ = ["moe_gate", "sort_by_expert"]
 
@@ -91,12 +87,10 @@ def _check_gate_limits(logits: torch.Tensor, top_k: int, n_group: int) -> None:
     arguments=reference.MOE_GATE,
     reference=reference.moe_gate,
     results=_gate_results,
-    kernels={"sm_90": "dsa.kernels.moe.moe_gate_sm90"},
     limits=_check_gate_limits,
     differentiable=True,
 )
 def _moe_gate(
-    kernels: ModuleType,
     logits: torch.Tensor,
     bias: torch.Tensor,
     top_k: int,
@@ -106,9 +100,11 @@ def _moe_gate(
     normalise: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    from dsa.kernels.moe.moe_gate_sm90 import compile_moe_gate
+
     experts, weights = _gate_results(logits, top_k)
     if len(logits):
-        launch = _gate_kernel(kernels, logits.shape[1], top_k, scores, n_group, topk_group, normalise)
+        launch = compile_moe_gate(logits.shape[1], top_k, scores, n_group, topk_group, normalise)
         rows = logits if logits.stride(-1) == 1 else logits.contiguous()
         launch(rows, bias.contiguous(), experts, weights, float(scale))
     return experts, weights
@@ -131,24 +127,14 @@ def _check_sort_limits(experts: torch.Tensor, count: int) -> None:
     arguments=reference.SORT_BY_EXPERT,
     reference=reference.sort_by_expert,
     results=_sort_results,
-    kernels={"sm_90": "dsa.kernels.moe.sort_by_expert_sm90"},
     limits=_check_sort_limits,
 )
-def _sort_by_expert(
-    kernels: ModuleType, experts: torch.Tensor, count: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _sort_by_expert(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    from dsa.kernels.moe.sort_by_expert_sm90 import compile_sort_by_expert
+
     order, rows, ends = _sort_results(experts, count)
     if experts.numel() == 0:
         return order, rows, ends.zero_()
-    _sort_kernel(kernels, experts.dtype)(experts.contiguous().view(-1), order, rows.view(-1), ends)
+    launch = compile_sort_by_expert(dtype_name(experts.dtype))
+    launch(experts.contiguous().view(-1), order, rows.view(-1), ends)
     return order, rows, ends
-
-
-@functools.cache
-def _gate_kernel(kernels: ModuleType, *variant: int | str | bool) -> Callable[..., None]:
-    return kernels.compile_moe_gate(*variant)
-
-
-@functools.cache
-def _sort_kernel(kernels: ModuleType, dtype: torch.dtype) -> Callable[..., None]:
-    return kernels.compile_sort_by_expert(dtype_name(dtype))

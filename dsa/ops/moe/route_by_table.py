@@ -1,8 +1,6 @@
 """Router and sort by expert of few tokens whose experts a table names."""
 
 import functools
-from collections.abc import Callable
-from types import ModuleType
 
 import torch
 
@@ -16,9 +14,9 @@ from dsa.kernels.moe.route_to_experts_limits import (
 )
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
-from dsa.ops.declaration import op
 from dsa.reference.moe import route_by_table as reference
 from dsa.reference.moe.route_to_experts import own_count
+from dsa.runtime.op import op
 
 __all__ = ["route_by_table"]
 
@@ -91,12 +89,10 @@ def _check_limits(x: torch.Tensor, weight: torch.Tensor, table: torch.Tensor) ->
     arguments=reference.ROUTE_BY_TABLE,
     reference=reference.route_by_table,
     results=_results,
-    kernels={"sm_90": "dsa.kernels.moe.route_by_table_sm90"},
     limits=_check_limits,
     differentiable=True,
 )
 def _route_by_table(
-    kernels: ModuleType,
     x: torch.Tensor,
     weight: torch.Tensor,
     table: torch.Tensor,
@@ -105,18 +101,15 @@ def _route_by_table(
     first_expert: int,
     count: int,
 ) -> Routed:
+    from dsa.kernels.moe.route_by_table_sm90 import compile_route_by_table
+
     experts, weights, order, rows, ends = results = _results(x, table, count)
     if not len(x):
         ends.zero_()
         return results
     tile = FEW_TOKENS if len(x) <= FEW_TOKENS else TILE_TOKENS
-    launch = _kernel(kernels, x.dtype, tile, len(weight), table.shape[1])
+    launch = compile_route_by_table(dtype_name(x.dtype), tile, len(weight), table.shape[1])
     logits = x.new_empty((len(x), len(weight)), dtype=torch.float32)
     operands = rows_at_16_bytes(x), rows_at_16_bytes(weight), table.contiguous(), tokens.contiguous(), logits
     launch(*operands, experts, weights, order, rows.view(-1), ends, first_expert, float(scale))
     return results
-
-
-@functools.cache
-def _kernel(kernels: ModuleType, dtype: torch.dtype, *variant: int) -> Callable[..., None]:
-    return kernels.compile_route_by_table(dtype_name(dtype), *variant)

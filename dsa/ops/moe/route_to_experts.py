@@ -1,8 +1,6 @@
 """Router, gate and sort by expert of a mixture of experts, for few tokens in one."""
 
 import functools
-from collections.abc import Callable
-from types import ModuleType
 
 import torch
 
@@ -16,8 +14,8 @@ from dsa.kernels.moe.route_to_experts_limits import (
 )
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
-from dsa.ops.declaration import op
 from dsa.reference.moe import route_to_experts as reference
+from dsa.runtime.op import op
 
 __all__ = ["route_to_experts"]
 
@@ -97,12 +95,10 @@ def _check_limits(x: torch.Tensor, weight: torch.Tensor, top_k: int, n_group: in
     arguments=reference.ROUTE_TO_EXPERTS,
     reference=reference.route_to_experts,
     results=_results,
-    kernels={"sm_90": "dsa.kernels.moe.route_to_experts_sm90"},
     limits=_check_limits,
     differentiable=True,
 )
 def _route_to_experts(
-    kernels: ModuleType,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor,
@@ -115,18 +111,17 @@ def _route_to_experts(
     first_expert: int,
     count: int,
 ) -> Routed:
+    from dsa.kernels.moe.route_to_experts_sm90 import compile_route_to_experts
+
     experts, weights, order, rows, ends = results = _results(x, top_k, count)
     if not len(x):
         ends.zero_()
         return results
     tile = FEW_TOKENS if len(x) <= FEW_TOKENS else TILE_TOKENS
-    launch = _kernel(kernels, x.dtype, tile, len(weight), top_k, scores, n_group, topk_group, normalise)
+    launch = compile_route_to_experts(
+        dtype_name(x.dtype), tile, len(weight), top_k, scores, n_group, topk_group, normalise
+    )
     logits = x.new_empty((len(x), len(weight)), dtype=torch.float32)
     operands = rows_at_16_bytes(x), rows_at_16_bytes(weight), bias.contiguous(), logits
     launch(*operands, experts, weights, order, rows.view(-1), ends, first_expert, float(scale))
     return results
-
-
-@functools.cache
-def _kernel(kernels: ModuleType, dtype: torch.dtype, *variant: int | str | bool) -> Callable[..., None]:
-    return kernels.compile_route_to_experts(dtype_name(dtype), *variant)

@@ -13,19 +13,10 @@ Nothing is checked here. Tensors are contiguous, at multiples of 16 bytes and on
 INDEX_CHANNELS.
 """
 
-import functools
-from collections.abc import Callable
-from types import ModuleType
-
 import torch
 
-from dsa import backends
 from dsa.kernels.training.limits import K_TILE, MAX_Q_TILES, Q_TILE
-from dsa.ops.declaration import Kernels
-
-SCORES = Kernels("index_scores", {"sm_90": "dsa.kernels.training.indexer_scores_sm90"})
-QUERY_GRAD = Kernels("index_query_grad", {"sm_90": "dsa.kernels.training.indexer_query_grad_sm90"})
-KEY_GRAD = Kernels("index_key_grad", {"sm_90": "dsa.kernels.training.indexer_key_grad_sm90"})
+from dsa.runtime import backends
 
 
 def active_shape(q_tiles: int, heads: int, key_tiles: int) -> tuple[int, int, int, int]:
@@ -48,10 +39,14 @@ def index_scores(
 
     Of a tile that a q tile has, scores of keys that a row does not see and of missing rows are anything.
     """
+    from dsa.kernels.training import indexer_scores_sm90 as kernel
+
     tokens, heads, dim = q_idx.shape
     if 0 in (tokens, len(minus_k_idx), len(q_tiles)):
         return
-    launch, work_tiles = _scores_kernel(SCORES.modules(backends.arch_of(q_idx.device)), heads, dim)
+    config = kernel.choose_config(heads, dim)
+    work_tiles = Q_TILE * heads // config.columns  # per q tile
+    launch = kernel.compile_indexer_scores(heads, dim, config)
     with backends.on_device(q_idx):
         ctas = min(backends.num_sms(q_idx.device), work_tiles * len(q_tiles))
         flat = q_idx.view(-1, dim), minus_k_idx, w, q_tiles, scores, active.view(torch.uint32)
@@ -74,6 +69,8 @@ def index_query_grad(
 
     q_idx, dq contiguous; k_idx bf16 [Tk, di]; w, dw fp32, contiguous.
     """
+    from dsa.kernels.training import indexer_query_grad_sm90 as kernel
+
     tokens, heads, dim = q_idx.shape
     if 0 in (tokens, len(q_tiles)):
         return
@@ -81,7 +78,9 @@ def index_query_grad(
         dq.zero_()
         dw.zero_()
         return
-    launch, work_tiles = _query_kernel(QUERY_GRAD.modules(backends.arch_of(q_idx.device)), heads, dim)
+    config = kernel.choose_config(heads, dim)
+    work_tiles = 2 * heads // config.column_blocks  # per q tile
+    launch = kernel.compile_indexer_query_grad(heads, dim, config)
     with backends.on_device(q_idx):
         ctas = min(backends.num_sms(q_idx.device), work_tiles * len(q_tiles))
         flat = q_idx.view(-1, dim), k_idx, w.view(-1), q_tiles, gradients_in(scores), active.view(torch.uint32)
@@ -100,14 +99,17 @@ def index_key_grad(
 
     q_idx contiguous; w [Tq, Hi] bf16, contiguous.
     """
+    from dsa.kernels.training import indexer_key_grad_sm90 as kernel
+
     tokens, heads, dim = q_idx.shape
     if 0 in (tokens, len(dk), len(q_tiles)):
         return
-    launch, keys = _key_kernel(KEY_GRAD.modules(backends.arch_of(q_idx.device)), heads, dim)
+    config = kernel.choose_config(heads, dim)
+    launch = kernel.compile_indexer_key_grad(heads, dim, config)
     with backends.on_device(q_idx):
         ctas = backends.num_sms(q_idx.device)
         flat, weights = q_idx.view(-1, dim), w.view(-1)
-        partial_sums = torch.empty(ctas, 2, keys, dim, dtype=torch.float32, device=q_idx.device)
+        partial_sums = torch.empty(ctas, 2, config.keys, dim, dtype=torch.float32, device=q_idx.device)
         fixup = torch.empty(ctas, 8, dtype=torch.int32, device=q_idx.device)
         di, words = gradients_in(scores), active.view(torch.uint32)
         for first in range(0, len(q_tiles), MAX_Q_TILES):
@@ -126,23 +128,3 @@ def gradients_in(scores: torch.Tensor) -> torch.Tensor:
     q_tile, key_tile, *_ = halves.stride()
     shape, strides = (*scores.shape[:2], 2, Q_TILE // 2, K_TILE), (q_tile, key_tile, Q_TILE * K_TILE, K_TILE, 1)
     return halves.as_strided(shape, strides)
-
-
-@functools.cache
-def _scores_kernel(kernels: ModuleType, heads: int, dim: int) -> tuple[Callable[..., None], int]:
-    """The launcher and the work tiles of a q tile."""
-    config = kernels.choose_config(heads, dim)
-    return kernels.compile_indexer_scores(heads, dim, config), Q_TILE * heads // config.columns
-
-
-@functools.cache
-def _query_kernel(kernels: ModuleType, heads: int, dim: int) -> tuple[Callable[..., None], int]:
-    config = kernels.choose_config(heads, dim)
-    return kernels.compile_indexer_query_grad(heads, dim, config), 2 * heads // config.column_blocks
-
-
-@functools.cache
-def _key_kernel(kernels: ModuleType, heads: int, dim: int) -> tuple[Callable[..., None], int]:
-    """The launcher and the keys of a key block."""
-    config = kernels.choose_config(heads, dim)
-    return kernels.compile_indexer_key_grad(heads, dim, config), config.keys

@@ -1,16 +1,11 @@
 """Rows of results over packed sequences that no sequence has: zeros, or what an empty row has."""
 
-import functools
 import math
-from collections.abc import Callable
-from types import ModuleType
 
 import torch
 
-from dsa import backends
-from dsa.ops.declaration import Kernels
+from dsa.runtime import backends
 
-KERNELS = Kernels("fill_uncovered", {"sm_90": "dsa.kernels.training.uncovered_rows_sm90"})
 MOST = 2**31 - 1
 
 
@@ -20,11 +15,12 @@ def fill_uncovered(bounds: torch.Tensor, *filled: tuple[torch.Tensor, float], mo
 
     bounds  int32 [B + 1], ascending from 0 to T at most: where sequences begin, and the last one's end
     """
+    from dsa.kernels.training.uncovered_rows_sm90 import INFINITY, ZERO, compile_uncovered_rows
+
     tensors = [words(x) for x, _ in filled]
     if 0 in (tensors[0].shape[0], max(x.numel() for x in tensors)):
         return
-    infinite = tuple(value == math.inf for _, value in filled)
-    launch = _kernel(KERNELS.modules(backends.arch_of(bounds.device)), infinite)
+    launch = compile_uncovered_rows(tuple(INFINITY if value == math.inf else ZERO for _, value in filled))
     with backends.on_device(bounds):
         launch(bounds, tensors, min(most, MOST), backends.num_sms(bounds.device))
 
@@ -34,8 +30,3 @@ def words(x: torch.Tensor) -> torch.Tensor:
     if x.dim() == 2:
         x = x.unsqueeze(1 if x.stride(1) == 1 else 2)
     return x.view(torch.int32)
-
-
-@functools.cache
-def _kernel(kernels: ModuleType, infinite: tuple[bool, ...]) -> Callable[..., None]:
-    return kernels.compile_uncovered_rows(tuple(kernels.INFINITY if x else kernels.ZERO for x in infinite))

@@ -9,27 +9,11 @@ Nothing is checked here. q, k, q_idx and k_idx are bf16, their rows at multiples
 of PER_HEAD_CHANNELS, di of INDEX_CHANNELS (the kernels' limits.py).
 """
 
-import functools
-from collections.abc import Callable
-from types import ModuleType
-
 import torch
 
-from dsa import backends
 from dsa.kernels.training.limits import PER_HEAD_KEY_TILE, PER_HEAD_KEY_WARPS
-from dsa.ops.declaration import Kernels
 from dsa.ops.training._uncovered_rows import fill_uncovered
-
-KERNELS = Kernels(
-    "per_head",
-    {
-        "sm_90": (
-            "dsa.kernels.training.per_head_kl_sm90",
-            "dsa.kernels.training.per_head_gradient_sm90",
-            "dsa.kernels.training.per_head_key_sum_sm90",
-        )
-    },
-)
+from dsa.runtime import backends
 
 # Heads that run through the q tiles together: a q tile's gradients wait for those of the q tile before, and rarely if
 # there are many; but what they add to should fit in the L2 cache.
@@ -48,13 +32,15 @@ def per_head_forward(
     softmax_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(kl [Tq, H], lse_idx [H, Tq]), fp32; w fp32 [Tq, H], lse fp32 [H, Tq] of the attention, +inf without keys."""
-    tokens, heads, _ = q.shape
+    from dsa.kernels.training.per_head_kl_sm90 import compile_per_head_kl
+
+    tokens, heads, dim = q.shape
     if 0 in (len(k), q.numel(), len(q_tiles)):
         return w.new_zeros(tokens, heads), w.new_full((heads, tokens), torch.inf)
     # Of queries in no q tile the former is 0, and nobody reads the latter.
     kl, lse_idx = w.new_zeros(tokens, heads), w.new_empty(heads, tokens)
     counter = torch.zeros(1, dtype=torch.int32, device=q.device)
-    launch, _, _ = _kernels(KERNELS.modules(backends.arch_of(q.device)), q.shape[2], q_idx.shape[2])
+    launch = compile_per_head_kl(dim, q_idx.shape[2])
     with backends.on_device(q):
         inputs = q, k, q_idx, k_idx[:, None], w, lse, q_tiles
         launch(*inputs, counter, kl, lse_idx, softmax_scale, _together(heads), backends.num_sms(q.device))
@@ -77,6 +63,9 @@ def per_head_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq_idx [Tq, H, di], dk_idx [Tk, di] in bf16, dw [Tq, H] in fp32) for g fp32 [Tq, H], the gradient of kl. The
     q tiles are those of cu_seqlens_*, which ascend inside the tensors."""
+    from dsa.kernels.training.per_head_gradient_sm90 import compile_per_head_gradient
+    from dsa.kernels.training.per_head_key_sum_sm90 import compile_per_head_key_sum
+
     (tokens, heads, dim), (keys, index_dim) = q.shape, k_idx.shape
     if 0 in (keys, q.numel(), len(q_tiles)):
         return torch.zeros_like(q_idx), torch.zeros_like(k_idx), torch.zeros_like(w)
@@ -85,7 +74,7 @@ def per_head_backward(
     dk_idx = k_idx.new_empty(keys, index_dim)
     zeros = torch.zeros(1 + heads * count * PER_HEAD_KEY_WARPS, dtype=torch.int32, device=q.device)
     parts = w.new_empty(heads, keys // PER_HEAD_KEY_TILE + batch, PER_HEAD_KEY_TILE * index_dim)
-    _, launch, launch_sum = _kernels(KERNELS.modules(backends.arch_of(q.device)), dim, index_dim)
+    launch, launch_sum = compile_per_head_gradient(dim, index_dim), compile_per_head_key_sum(index_dim)
     counter, done = zeros[:1], zeros[1:].view(heads, count, PER_HEAD_KEY_WARPS)
     together = _together(heads, keys // max(batch, 1) * index_dim * 4)
     with backends.on_device(q):
@@ -101,14 +90,3 @@ def _together(heads: int, bytes_of_head: int = 0) -> int:
     """A divisor of `heads`. bytes_of_head: a sequence's part of a head, which q tile after q tile adds to."""
     most = max(LEAST_TOGETHER, min(MOST_TOGETHER, CACHE_BYTES // max(bytes_of_head, 1)))
     return next(n for n in range(min(most, heads), 0, -1) if heads % n == 0)
-
-
-@functools.cache
-def _kernels(kernels: tuple[ModuleType, ...], dim: int, index_dim: int) -> tuple[Callable[..., None], ...]:
-    """The launchers of the loss, of its gradients and of the sum of the keys' gradients."""
-    kl, gradient, key_sum = kernels
-    return (
-        kl.compile_per_head_kl(dim, index_dim),
-        gradient.compile_per_head_gradient(dim, index_dim),
-        key_sum.compile_per_head_key_sum(index_dim),
-    )

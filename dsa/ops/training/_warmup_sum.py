@@ -1,25 +1,17 @@
 """The warm-up's loss against all heads together, and its gradients: launches, a chunk of queries after the other."""
 
-import functools
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 
-from dsa import backends
 from dsa.kernels.training.limits import INDEX_CHANNELS, INDEX_HEADS, K_TILE, MAX_INDEX_HEADS, Q_TILE, Q_TILE_FIELDS
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops._tma_rows import tma_rows
-from dsa.ops.declaration import Kernels
 from dsa.ops.training._indexer_gradient import active_shape, index_key_grad, index_query_grad, index_scores
 from dsa.ops.training._packed_attention import Sequences
+from dsa.runtime import backends
 
-PLAN = Kernels("make_plan", {"sm_90": "dsa.kernels.training.q_tile_plan_sm90"})
-LOSSES = Kernels(
-    "losses", {"sm_90": ("dsa.kernels.training.warmup_target_sm90", "dsa.kernels.training.warmup_rows_sm90")}
-)
 LEAST_WORKSPACE = 192 << 20  # bytes
 SHARE = 15 / 16
 
@@ -93,6 +85,9 @@ def losses(
 ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]]:
     """kl [Tq] and the gradients of sum_t upstream[t] kl[t]: of q_idx bf16, of w_idx and k_idx fp32. Of
     queries in no q tile the former two are not written. budget: bytes of the workspace, if a q tile has fewer."""
+    from dsa.kernels.training.warmup_rows_sm90 import compile_warmup_kl, compile_warmup_lse
+    from dsa.kernels.training.warmup_target_sm90 import compile_warmup_target
+
     heads, n = indexer.q.shape[1], plan.max_key_tiles
     fp32 = {"dtype": torch.float32, "device": q.device}
     kl = torch.zeros(len(q), **fp32)
@@ -107,7 +102,8 @@ def losses(
     active = torch.empty(active_shape(most, heads, n), dtype=torch.int32, device=q.device)
     kl_parts, lse_idx = torch.empty(most, n, Q_TILE, **fp32), torch.empty(len(q), **fp32)
     minus_k, rounded_w = -indexer.k, indexer.w.bfloat16()
-    target, rows, sums = _kernels(LOSSES.modules(backends.arch_of(q.device)), q.dtype, q.shape[2])
+    target = compile_warmup_target(dtype_name(q.dtype), q.shape[2])
+    rows, sums = compile_warmup_lse(), compile_warmup_kl()
     q, k = tma_rows(q), tma_rows(k)
     for chunk in chunks:
         own, size = plan.q_tiles[chunk], chunk.stop - chunk.start
@@ -138,6 +134,8 @@ def key_tiles_of(max_seqlen_k: int) -> int:
 def make_plan(sequences: Sequences, queries: int, keys: int, causal: bool) -> tuple[Plan, Sequences]:
     """The plan, and the sequences with bounds that ascend from 0 to `queries` or `keys` at most, whatever cu_seqlens
     hold: all that is read or written by them is inside the tensors."""
+    from dsa.kernels.training.q_tile_plan_sm90 import compile_q_tile_plan
+
     cu_seqlens_q, cu_seqlens_k, *longest = sequences
     max_key_tiles = key_tiles_of(longest[1])
     batch = len(cu_seqlens_q) - 1
@@ -147,20 +145,8 @@ def make_plan(sequences: Sequences, queries: int, keys: int, causal: bool) -> tu
     bounds = (torch.empty if batch else torch.zeros)(2, batch + 1, **ints)
     if count:
         before = torch.empty(batch, **ints)
-        launch = _plan_kernel(PLAN.modules(backends.arch_of(q_tiles.device)))
+        launch = compile_q_tile_plan()
         with backends.on_device(q_tiles):
             numbers = int(causal), queries, keys, max_key_tiles
             launch(cu_seqlens_q, cu_seqlens_k, bounds, before, q_tiles, key_tiles, *numbers)
     return Plan(q_tiles, key_tiles, max_key_tiles), (*bounds.unbind(), *longest)
-
-
-@functools.cache
-def _plan_kernel(kernels: ModuleType) -> Callable[..., None]:
-    return kernels.compile_q_tile_plan()
-
-
-@functools.cache
-def _kernels(kernels: tuple[ModuleType, ...], dtype: torch.dtype, dim: int) -> tuple[Callable[..., None], ...]:
-    """The launchers of the target, of the index scores' LSE and of the sum of the loss."""
-    target, rows = kernels
-    return target.compile_warmup_target(dtype_name(dtype), dim), rows.compile_warmup_lse(), rows.compile_warmup_kl()

@@ -1,16 +1,12 @@
 """What training's sparse stage attends to: each query's best keys by scores that are not quantised."""
 
-from types import ModuleType
-
 import torch
 
 from dsa.kernels.training.limits import K_TILE, Q_TILE
-from dsa.ops.declaration import op, rows_of
 from dsa.ops.indexer.topk_indices import MAX_K, topk_indices
-from dsa.ops.training._indexer_gradient import SCORES, active_shape, index_scores
+from dsa.ops.training._indexer_gradient import active_shape, index_scores
 from dsa.ops.training._warmup_sum import (
     LEAST_WORKSPACE,
-    PLAN,
     Indexer,
     Plan,
     check_index_channels,
@@ -18,6 +14,7 @@ from dsa.ops.training._warmup_sum import (
     make_plan,
 )
 from dsa.reference.training import indexer_topk as reference
+from dsa.runtime.op import op
 
 __all__ = ["indexer_topk"]
 
@@ -67,13 +64,11 @@ def _check_limits(q_idx: torch.Tensor, top_k: int) -> None:
 @op(
     arguments=reference.INDEXER_TOPK,
     reference=reference.indexer_topk,
-    kernels=rows_of(PLAN, SCORES),
     limits=_check_limits,
     autograd=True,
     dtypes=(torch.bfloat16,),
 )
 def _indexer_topk(
-    kernels: tuple[ModuleType, ...],
     q_idx: torch.Tensor,
     k_idx: torch.Tensor,
     w_idx: torch.Tensor,

@@ -1,15 +1,11 @@
 """The indexer's warm-up: dense attention, and the loss that makes the indexer follow it, with its gradients."""
 
-from types import ModuleType
 from typing import Any
 
 import torch
 
 from dsa.kernels.training.limits import DENSE_CHANNELS
 from dsa.ops._tma_rows import tma_rows
-from dsa.ops.declaration import op, rows_of
-from dsa.ops.mla import mha_varlen_fwd
-from dsa.ops.training import _indexer_gradient, _uncovered_rows, _warmup_per_head, _warmup_sum
 from dsa.ops.training._packed_attention import ABSORBED, Sequences, attention_backward, attention_forward
 from dsa.ops.training._uncovered_rows import fill_uncovered
 from dsa.ops.training._warmup_per_head import per_head_backward, per_head_forward
@@ -24,6 +20,7 @@ from dsa.ops.training._warmup_sum import (
     workspace,
 )
 from dsa.reference.training import indexer_warmup_attention as reference
+from dsa.runtime.op import op
 
 __all__ = ["indexer_warmup_attention"]
 
@@ -235,17 +232,11 @@ def _check_limits(
 @op(
     arguments=reference.INDEXER_WARMUP_ATTENTION,
     reference=reference.indexer_warmup_attention,
-    kernels=rows_of(
-        *(mha_varlen_fwd.KERNELS, _uncovered_rows.KERNELS, _warmup_per_head.KERNELS),
-        *(_warmup_sum.PLAN, _warmup_sum.LOSSES),
-        *(_indexer_gradient.SCORES, _indexer_gradient.QUERY_GRAD, _indexer_gradient.KEY_GRAD),
-    ),
     limits=_check_limits,
     autograd=True,
     dtypes=(torch.bfloat16,),
 )
 def _indexer_warmup_attention(
-    kernels: tuple[ModuleType, ...],
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,

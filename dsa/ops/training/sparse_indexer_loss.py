@@ -1,13 +1,9 @@
 """The sparse stage's loss of the indexer over selected keys, and its gradients."""
 
-import functools
 import math
-from collections.abc import Callable
-from types import ModuleType
 
 import torch
 
-from dsa import backends
 from dsa.kernels.training.limits import (
     INDEX_CHANNELS,
     MAX_INDEX_HEADS,
@@ -18,10 +14,11 @@ from dsa.kernels.training.limits import (
     SPARSE_KEY_TILE,
 )
 from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops.declaration import op
 from dsa.ops.mla._sparse_attention import inner_contiguous
 from dsa.ops.mla.flash_mla_sparse_fwd import flash_mla_sparse_fwd
 from dsa.reference.training import sparse_indexer_loss as reference
+from dsa.runtime import backends
+from dsa.runtime.op import op
 
 __all__ = ["sparse_indexer_loss"]
 
@@ -98,6 +95,8 @@ def forward(
     lse: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """kl [Tq] and its gradient to I, [Tq, K rounded up to a multiple of 64] in bf16."""
+    from dsa.kernels.training.sparse_indexer_target_sm90 import compile_sparse_indexer_target
+
     queries, width = len(q), -(-indices.shape[2] // SPARSE_KEY_TILE) * SPARSE_KEY_TILE
     kl = q.new_empty(queries, dtype=torch.float32)
     d_scores = q.new_empty(queries, width)
@@ -107,8 +106,8 @@ def forward(
         lse = flash_mla_sparse_fwd(q, kv, indices, softmax_scale)[2]
     else:
         lse = lse.float().T
-    kernels, _ = _sparse_indexer_loss.kernels.modules(backends.arch_of(q.device))
-    launch = _forward_kernel(kernels, q.shape[2], -(-q.shape[1] // SPARSE_HEAD_TILE), q_idx.shape[2])
+    row_tiles = -(-q.shape[1] // SPARSE_HEAD_TILE)
+    launch = compile_sparse_indexer_target(q.shape[2], row_tiles, q_idx.shape[2])
     with backends.on_device(q):
         launch(
             *(_rows(q), rows_at_16_bytes(kv[:, 0]), _rows(q_idx), rows_at_16_bytes(k_idx), w_idx.float()),
@@ -128,6 +127,8 @@ def backward(
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q_idx, k_idx and w_idx."""
+    from dsa.kernels.training.sparse_indexer_grad_sm90 import compile_sparse_indexer_grad
+
     queries = len(q_idx)
     if 0 in (q_idx.numel(), k_idx.numel(), d_scores.numel()):
         return torch.zeros_like(q_idx), torch.zeros_like(k_idx), torch.zeros_like(w_idx)
@@ -138,8 +139,7 @@ def backward(
     fixed_scale = inverse = None
     if deterministic:
         fixed_scale, inverse = _fixed_scale(q_idx, weights, grad, d_scores, indices.numel())
-    _, kernels = _sparse_indexer_loss.kernels.modules(backends.arch_of(q_idx.device))
-    launch = _backward_kernel(kernels, q_idx.shape[2], deterministic)
+    launch = compile_sparse_indexer_grad(q_idx.shape[2], deterministic)
     with backends.on_device(q_idx):
         launch(
             *(
@@ -200,18 +200,11 @@ def _check_limits(
 @op(
     arguments=reference.SPARSE_INDEXER_LOSS,
     reference=reference.sparse_indexer_loss,
-    kernels={
-        "sm_90": (
-            "dsa.kernels.training.sparse_indexer_target_sm90",
-            "dsa.kernels.training.sparse_indexer_grad_sm90",
-        )
-    },
     limits=_check_limits,
     autograd=True,
     dtypes=(torch.bfloat16,),
 )
 def _sparse_indexer_loss(
-    kernels: tuple[ModuleType, ...],
     q: torch.Tensor,
     kv: torch.Tensor,
     q_idx: torch.Tensor,
@@ -225,13 +218,3 @@ def _sparse_indexer_loss(
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     return _Loss.apply(q, kv, q_idx, k_idx, w_idx, indices, softmax_scale, lse, deterministic)
-
-
-@functools.cache
-def _forward_kernel(kernels: ModuleType, dim: int, row_tiles: int, index_dim: int) -> Callable[..., None]:
-    return kernels.compile_sparse_indexer_target(dim, row_tiles, index_dim)
-
-
-@functools.cache
-def _backward_kernel(kernels: ModuleType, index_dim: int, fixed_point: bool) -> Callable[..., None]:
-    return kernels.compile_sparse_indexer_grad(index_dim, fixed_point)

@@ -1,13 +1,9 @@
 """Sparse MLA attention over selected latents, with gradients: what the sparse stage of training attends by."""
 
-import functools
 import math
-from collections.abc import Callable
-from types import ModuleType
 
 import torch
 
-from dsa import backends
 from dsa.kernels.training.limits import (
     MLA_CHANNELS,
     MLA_V_CHANNELS,
@@ -17,10 +13,11 @@ from dsa.kernels.training.limits import (
 )
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops._tma_rows import tma_rows
-from dsa.ops.declaration import op
 from dsa.ops.mla._sparse_attention import inner_contiguous
 from dsa.ops.mla.flash_mla_sparse_fwd import flash_mla_sparse_fwd
 from dsa.reference.training import sparse_mla_attention as reference
+from dsa.runtime import backends
+from dsa.runtime.op import op
 
 __all__ = ["sparse_mla_attention"]
 
@@ -103,6 +100,9 @@ def gradients(
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """(dq, dkv, the sink's gradient or None) by the Hopper kernels. lse, dlse [Tq, H] fp32; others as of the op."""
+    from dsa.kernels.training import sparse_mla_backward_sums_sm90 as sum_kernels
+    from dsa.kernels.training.sparse_mla_backward_sm90 import compile_sparse_mla_backward
+
     tokens, heads, dim = q.shape
     keys, top_k = len(kv), indices.shape[2]
     dq, dkv = q.new_empty(q.shape), kv.new_empty(kv.shape)
@@ -116,14 +116,14 @@ def gradients(
     name, sms = dtype_name(q.dtype), backends.num_sms(q.device)
     scale = float(scale)
     scales = (scale, scale * math.log2(math.e))
-    kernels, sum_kernels = _sparse_mla_attention.kernels.modules(backends.arch_of(q.device))
     with backends.on_device(q):
-        _inputs_kernel(sum_kernels, name, sink is not None, dlse is not None)(
+        sum_kernels.compile_backward_inputs(name, sink is not None, dlse is not None)(
             *(out, dout, lse, None if dlse is None else dlse.float()),
             *(None if sink is None else sink.float(), scale, head_terms, shares),
         )
-        launch = _backward_kernel(kernels, name, dim, deterministic)
+        launch = compile_sparse_mla_backward(name, dim, deterministic)
         if deterministic:
+            sum_lists = sum_kernels.compile_sum_lists(dim)
             sums = q.new_zeros(keys, dim, dtype=torch.float32)
             most = -(-sms // head_tiles)  # queries at a time: a work tile for each multiprocessor
             found = q.new_empty(min(most, tokens) * head_tiles * key_tiles * SPARSE_KEY_TILE, dim, dtype=torch.float32)
@@ -134,14 +134,14 @@ def gradients(
                 of_part = q[part], rows, dout[part], head_terms[part], topk_indices[part], dq[part], found
                 launch(*of_part, counters[n], *scales, ctas)
                 order, bounds = _lists(topk_indices[part], keys, head_tiles * key_tiles * SPARSE_KEY_TILE)
-                _sum_kernel(sum_kernels, dim)(found, order, bounds, head_tiles, key_tiles * SPARSE_KEY_TILE, sums)
+                sum_lists(found, order, bounds, head_tiles, key_tiles * SPARSE_KEY_TILE, sums)
         else:
             ctas = min(sms, tokens * head_tiles)
             # Behind the keys a row for each CTA, to which it adds what is no key.
             sums = q.new_zeros(keys + ctas, dim, dtype=torch.float32)
             counter = torch.zeros(1, dtype=torch.int32, device=q.device)
             launch(q, rows, dout, head_terms, topk_indices, dq, sums, counter, *scales, ctas)
-        _reorder_kernel(sum_kernels, name, dim)(sums, dkv.squeeze(1))
+        sum_kernels.compile_reorder_sums(name, dim)(sums, dkv.squeeze(1))
     return dq, dkv, None if sink is None else shares.sum(0).to(sink.dtype)
 
 
@@ -168,18 +168,11 @@ def _check_limits(q: torch.Tensor, softmax_scale: float, d_v: int) -> None:
 @op(
     arguments=reference.SPARSE_MLA_ATTENTION,
     reference=reference.sparse_mla_attention,
-    kernels={
-        "sm_90": (
-            "dsa.kernels.training.sparse_mla_backward_sm90",
-            "dsa.kernels.training.sparse_mla_backward_sums_sm90",
-        )
-    },
     limits=_check_limits,
     autograd=True,
     dtypes=DTYPES,
 )
 def _sparse_mla_attention(
-    kernels: tuple[ModuleType, ...],
     q: torch.Tensor,
     kv: torch.Tensor,
     indices: torch.Tensor,
@@ -189,23 +182,3 @@ def _sparse_mla_attention(
     deterministic: bool | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return _SparseMlaAttention.apply(q, kv, indices, softmax_scale, d_v, attn_sink, deterministic)
-
-
-@functools.cache
-def _backward_kernel(kernels: ModuleType, dtype: str, dim: int, ordered: bool) -> Callable[..., None]:
-    return kernels.compile_sparse_mla_backward(dtype, dim, ordered)
-
-
-@functools.cache
-def _inputs_kernel(kernels: ModuleType, dtype: str, sink: bool, lse_grad: bool) -> Callable[..., None]:
-    return kernels.compile_backward_inputs(dtype, sink, lse_grad)
-
-
-@functools.cache
-def _reorder_kernel(kernels: ModuleType, dtype: str, dim: int) -> Callable[..., None]:
-    return kernels.compile_reorder_sums(dtype, dim)
-
-
-@functools.cache
-def _sum_kernel(kernels: ModuleType, dim: int) -> Callable[..., None]:
-    return kernels.compile_sum_lists(dim)

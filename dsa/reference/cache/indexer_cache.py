@@ -37,11 +37,7 @@ READ_INDEXER_CACHE = Arguments(
     cache=Tensor("pages P 1 D+4", BYTES, rule=check_index_cache, layout=PAGES),
     slots=Tensor("T", SLOTS, layout=CONTIGUOUS),
 )
-READ_INDEXER_CACHE_OUT = Arguments(
-    **READ_INDEXER_CACHE.specs,
-    k=Tensor("T D", E4M3, layout=ROWS, written=True),
-    k_scale=Tensor("T", F32, written=True),
-)
+READ_OUT = {"k": Tensor("T D", E4M3, layout=ROWS), "k_scale": Tensor("T", F32)}
 
 
 def write_indexer_cache(k: torch.Tensor, k_scale: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:

@@ -21,19 +21,15 @@ def _check_channels(x: torch.Tensor, cos: torch.Tensor) -> None:
     check_rotated("x", x, cos)
 
 
-_SPECS = {
-    "x": Tensor("T ... D", FLOATS, layout=INNER, merged=(1, -1)),
-    "cos": Tensor("T R/2", F32),
-    "sin": Tensor("T R/2", F32),
-    "interleaved": Flag(),
-    "dims": Choice(DIMS),
-}
-ROTARY = Arguments(rule=_check_channels, **_SPECS)
-ROTARY_OUT = Arguments(
+ROTARY = Arguments(
     rule=_check_channels,
-    **_SPECS,
-    out=Tensor("T ... D", FLOATS, like="x", layout=INNER, merged=(1, -1), written=True),
+    x=Tensor("T ... D", FLOATS, layout=INNER, merged=(1, -1)),
+    cos=Tensor("T R/2", F32),
+    sin=Tensor("T R/2", F32),
+    interleaved=Flag(),
+    dims=Choice(DIMS),
 )
+OUT = {"out": Tensor("T ... D", FLOATS, like="x", layout=INNER, merged=(1, -1))}
 
 
 @without_autocast

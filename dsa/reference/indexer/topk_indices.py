@@ -40,9 +40,7 @@ TOPK_INDICES = Arguments(
     sorted=Flag(),
     return_values=Flag(),
 )
-TOPK_INDICES_OUT = Arguments(
-    rule=_check_paging, **TOPK_INDICES.specs, out=Tensor("rows k", INT32, layout=INNER, written=True)
-)
+OUT = {"out": Tensor("rows k", INT32, layout=INNER)}
 
 
 def topk_indices(

@@ -17,11 +17,8 @@ FLASH_MLA_SPARSE_FWD = Arguments(
     topk_length=Tensor("s_q", INT32, optional=True),
     enable_batch_invariant=Flag(),
 )
-# What the caller has allocated: the heads of a query lie together, queries at any distance.
-FLASH_MLA_SPARSE_FWD_OUT = Arguments(
-    **FLASH_MLA_SPARSE_FWD.specs,
-    out=Tensor("s_q h_q d_v", FLOATS, like="q", layout=ROWS, merged=(1, 3), written=True),
-)
+# The heads of a query are contiguous; queries may be any distance apart.
+OUT = {"out": Tensor("s_q h_q d_v", FLOATS, like="q", layout=ROWS, merged=(1, 3))}
 
 
 @without_autocast

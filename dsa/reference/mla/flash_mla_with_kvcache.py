@@ -84,10 +84,8 @@ SPARSE_MLA_DECODE = Arguments(
     attn_sink=Tensor("h_q", F32, optional=True),
     enable_batch_invariant=Flag(),
 )
-# What the caller has allocated: the heads of a query lie together, queries at any distance.
-_OUT = Tensor("B s_q h_q head_dim_v", FLOATS, like="q", layout=ROWS, merged=(2, 4), written=True)
-DENSE_MLA_DECODE_OUT = Arguments(rule=_check_dense, **DENSE_MLA_DECODE.specs, out=_OUT)
-SPARSE_MLA_DECODE_OUT = Arguments(rule=_check_sparse, **SPARSE_MLA_DECODE.specs, out=_OUT)
+# Of dense and of sparse decoding. The heads of a query are contiguous; queries may be any distance apart.
+OUT = {"out": Tensor("B s_q h_q head_dim_v", FLOATS, like="q", layout=ROWS, merged=(2, 4))}
 
 
 @without_autocast

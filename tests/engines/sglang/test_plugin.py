@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dsa import backends
+from dsa.runtime import backends
 from dsa_engines import sglang
 from dsa_engines.sglang import plugin, renamed, seams, warm_up
 from tests.engines.sglang.test_hooks import BF16_POOL, FP8_POOL, OTHERS, pool_of

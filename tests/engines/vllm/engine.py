@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import dsa
-from dsa import backends
+from dsa.runtime import backends
 from dsa_engines.vllm import install, seams, warm_up
 from tests.engines.vllm import stand_in
 from tests.engines.vllm.configurations import V32, config

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import dsa_engines.vllm
-from dsa import backends
 from dsa.compat import deep_gemm
+from dsa.runtime import backends
 from dsa_engines.replacements import find
 from dsa_engines.vllm import adapters, install, register, seams, warm_up
 from tests.engines.vllm import stand_in

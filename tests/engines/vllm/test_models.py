@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dsa import backends
+from dsa.runtime import backends
 from dsa_engines.decoding_batches import decoding_batches
 from dsa_engines.vllm import models, warm_up
 from tests.engines.vllm.configurations import GLM, V4, V32, config

@@ -8,9 +8,8 @@ import torch
 import dsa
 from dsa.kernels.indexer import topk_config
 from dsa.kernels.indexer.topk_candidates import SAMPLE
-from dsa.ops.declaration import forget_calls
-from dsa.ops.indexer import topk_indices as bridge
 from dsa.reference import topk_indices as reference
+from dsa.runtime.op import forget_calls
 from dsa.testing import poison_free_memory
 from tests.gpu.op_checks import assert_compiles, assert_runs_have_the_same_bits, replays
 
@@ -29,7 +28,6 @@ def forced(patch, cfg):
         return cfg if fits and cfg.takes(k) else CHOOSE(rows, vectors, k, width, multiprocessors)
 
     patch.setattr(topk_config, "choose_config", choose)
-    bridge._kernel.cache_clear()
     forget_calls()
 
 
@@ -38,7 +36,6 @@ def config(request, monkeypatch):
     """Every variant in turn."""
     forced(monkeypatch, request.param)
     yield request.param
-    bridge._kernel.cache_clear()
     forget_calls()
 
 

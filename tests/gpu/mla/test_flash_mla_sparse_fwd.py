@@ -331,7 +331,7 @@ def test_tensors_on_another_gpu_than_the_current_one():
 
 def test_fp32_runs_the_reference_and_says_so():
     q, kv, indices = inputs(3, 8, 100, 64)
-    dsa.backends._warned.discard("flash_mla_sparse_fwd in float32")
+    dsa.runtime.backends._warned.discard("flash_mla_sparse_fwd in float32")
     with pytest.warns(UserWarning, match="in float32 has no Hopper kernel"):
         got = run(q.float(), kv.float(), indices)
     assert_same_bits(got, expected_of(q, kv, indices))

@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 
-from dsa import backends
 from dsa.kernels.mla.query_group_limits import MEMBER_SHIFT, MOST_UNION
-from dsa.ops.known_calls import KnownCalls
+from dsa.kernels.mla.selection_union_sm90 import compile_selection_union
 from dsa.ops.mla import _shared_keys as shared
 from dsa.ops.mla import flash_mla_sparse_fwd as bridge
+from dsa.runtime.known_calls import KnownCalls
 from dsa.testing import assert_close
 from tests.gpu.attention import BF16, INF, KINDS, NAN, assert_writes_a_part, distinct, int32, normal, spoiled
 from tests.gpu.mla.test_flash_mla_sparse_fwd import LSE_TOLERANCE, TOLERANCE, check, run
@@ -22,7 +22,7 @@ from tests.gpu.op_checks import among_nan, assert_runs_have_the_same_bits, asser
 def all_calls_may_share(monkeypatch):
     """Of any number of queries and indices. No call of another test is remembered here, nor of this one elsewhere."""
     monkeypatch.setattr(shared, "may_share", lambda *_: True)
-    for op in (bridge._sparse_mla_prefill, bridge._sparse_mla_prefill_out):
+    for op in (bridge._sparse_mla_prefill, bridge._sparse_mla_prefill.into):
         monkeypatch.setattr(op, "known", KnownCalls())
 
 
@@ -38,13 +38,13 @@ def inputs(s_q=61, heads=16, s_kv=3000, k=700, d=576, dtype=BF16, pool=1000):
 
 def union(indices, size, s_kv, lengths=None):
     """What the first kernel finds: (lists, their lengths, groups, queries by themselves)."""
-    (kernel, *_), (s_q, _, k) = shared.KERNELS.modules(backends.arch_of(indices.device)), indices.shape
+    s_q, _, k = indices.shape
     groups = -(-s_q // size)
     lists = int32([[[-1] * max(1, min(size * k * MOST_UNION[0] // MOST_UNION[1], s_kv))]] * groups)
     found, of_groups, of_queries, queued = (int32([-7] * n) for n in (groups, groups, s_q, 2))
     queued.zero_()
     counts = int32([0]) if lengths is None else lengths
-    kernel.compile_selection_union(size)(
+    compile_selection_union(size)(
         *(indices, counts, int(lengths is not None), s_kv, lists, found, queued, of_groups, of_queries)
     )
     together, alone = queued.tolist()

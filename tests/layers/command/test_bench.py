@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from dsa import backends
+from dsa.runtime import backends
 from dsa_bench.gemm import per_token_cast_to_fp8 as benchmark
 from dsa_bench.harness import case
 from dsa_bench.harness.benchmarks import benchmarks

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import dsa
-from dsa import backends
 from dsa.ops import op_modules
+from dsa.runtime import backends
 from dsa.self_test import SELF_TESTS
 from dsa_layers.command import health
 from dsa_layers.command.main import main

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from dsa.ops.asked_variants import Variant
+from dsa.runtime.variants import Variant
 from dsa_layers.command.main import main
 from dsa_layers.compilation import variants
 from dsa_layers.families.published import VENDORED

@@ -81,7 +81,7 @@ def test_weights_are_dequantised_on_a_cpu_alone(loaded, monkeypatch, checkpoint)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * 10**9))
-    monkeypatch.setattr("dsa.backends.why_no_kernels", lambda: "no GPU for this test")
+    monkeypatch.setattr("dsa.runtime.backends.why_no_kernels", lambda: "no GPU for this test")
     for device in ([], ["--device", "cpu"]):
         for option in ([], ["--dequantize"], ["--no-dequantize"]):
             assert main(["generate", str(checkpoint), "--prompt", "x", *device, *option]) == 2

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dsa.ops.asked_variants import asked_variants
+from dsa.runtime.asked_variants import asked_variants
 from dsa_layers.batch.decode_inputs import DecodeInputs
 from dsa_layers.cache.drafts import DRAFTS
 from dsa_layers.compilation.passes import META, without_memory

@@ -5,8 +5,8 @@ import os
 import pytest
 
 from dsa.kernels.moe.sort_by_expert_sm90 import compile_sort_by_expert
-from dsa.ops.asked_variants import Variant
 from dsa.runtime.compile_cache import fill
+from dsa.runtime.variants import Variant
 from dsa_layers.compilation import build as module
 from dsa_layers.compilation.build import build
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dsa.ops import asked_variants
+from dsa.runtime import asked_variants
 from dsa_layers.batch.decode_inputs import DecodeInputs
 from dsa_layers.compilation.passes import META, without_memory
 from dsa_layers.compilation.variants import precisions
@@ -85,25 +85,14 @@ class Twice(nn.Module):
 
 @pytest.fixture
 def launches(monkeypatch):
-    noted = asked_variants._NotedModule
-
-    class Counted(noted):
-        def __getattr__(self, name):
-            value = super().__getattr__(name)
-            if not name.startswith("compile_"):
-                return value
-
-            def compiled(*arguments):
-                value(*arguments)
-                return lambda *_: found.names.append(name.removeprefix("compile_"))
-
-            return compiled
+    def launch(variant, *arguments):
+        found.names.append(variant.function.removeprefix("compile_"))
 
     def product(*args, **kwargs):
         found.names.append("mm")
         return asked_variants._product(*args, **kwargs)
 
-    monkeypatch.setattr(asked_variants, "_NotedModule", Counted)
+    monkeypatch.setattr(asked_variants, "launch", launch)
     as_on_gpu = [(owner, name, product if name == "mm" else value) for owner, name, value in asked_variants._AS_ON_GPU]
     monkeypatch.setattr(asked_variants, "_AS_ON_GPU", as_on_gpu)
     with Launches() as found:

@@ -10,8 +10,9 @@ from torch.overrides import TorchFunctionMode
 
 import dsa
 from dsa.kernels.gemm import per_token_cast_to_fp8_sm90 as casts
-from dsa.ops.asked_variants import Variant, asked_variants
-from dsa.ops.declaration import OPS
+from dsa.runtime.asked_variants import asked_variants
+from dsa.runtime.op import OPS
+from dsa.runtime.variants import Variant
 from dsa_layers import Generator, SamplingParams, load_model
 from dsa_layers.compilation.passes import META, MOST_ROWS, decode, growing, prefill, without_memory
 from dsa_layers.compilation.variants import TILES, model_variants, precisions, with_all_tiles

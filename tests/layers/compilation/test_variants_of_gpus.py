@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch.distributed import _symmetric_memory
 
 from dsa.kernels.parallel.limits import DTYPES, RANKS
-from dsa.ops.asked_variants import Variant, asked_variants
+from dsa.runtime.asked_variants import asked_variants
+from dsa.runtime.variants import Variant
 from dsa_layers import Generator, SamplingParams, load_model
 from dsa_layers.compilation.passes import META, decode, without_memory
 from dsa_layers.compilation.variants import precisions

@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 
-from dsa import backends
-from dsa.ops.declaration import OPS, forget_calls
-from dsa.ops.known_calls import REPEATS
-from dsa.runtime import compile_cache
+from dsa.runtime import backends, compile_cache
+from dsa.runtime.known_calls import REPEATS
+from dsa.runtime.op import OPS, forget_calls
 from dsa_layers.cache.drafts import DRAFTS
 from dsa_layers.checkpoint.loading import load_model
 from dsa_layers.generation.decode_step import DecodeStep

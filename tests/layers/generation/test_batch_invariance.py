@@ -5,7 +5,7 @@ tests/layers/compilation/test_batch_invariant_passes.py."""
 import pytest
 import torch
 
-from dsa import backends
+from dsa.runtime import backends
 from dsa_layers.checkpoint.loading import load_model
 from dsa_layers.generation import generator as module
 from dsa_layers.generation.generator import Generator

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dsa.ops.asked_variants import asked_variants
+from dsa.runtime.asked_variants import asked_variants
 from dsa_layers.layers.embedding import Embedding
 
 

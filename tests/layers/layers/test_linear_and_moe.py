@@ -94,7 +94,7 @@ def test_other_fp32_products_are_pytorchs(x, weight, few):
 def test_fp32_products_of_a_gpu_without_the_kernel_are_pytorchs(few, monkeypatch):
     asked, products = [], []
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
-    monkeypatch.setattr(dsa.backends, "runs_kernel", lambda op, x: asked.append(op))
+    monkeypatch.setattr(dsa.runtime.backends, "runs_kernel", lambda op, x: asked.append(op))
     monkeypatch.setattr(torch, "mm", lambda x, w, out_dtype: products.append(out_dtype) or x.float() @ w.float())
     x, weight = bf16(9, 64), bf16(40, 64)
     torch.testing.assert_close(linear_fp32(x, weight, 0.5), x.float() @ weight.float().T * 0.5)

@@ -159,7 +159,7 @@ def test_a_gpu_without_the_kernel_goes_by_itself(monkeypatch):
     """For its reference widens the matrix at every call."""
     asked = []
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
-    monkeypatch.setattr(dsa.backends, "runs_kernel", lambda op, x: asked.append(op))
+    monkeypatch.setattr(dsa.runtime.backends, "runs_kernel", lambda op, x: asked.append(op))
     for router in (grouped_router(), table_router()):
         x, *tokens = given(router, 4)
         assert router.route(x, 0, 12, *tokens) is None

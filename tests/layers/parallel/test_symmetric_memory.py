@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _symmetric_memory
 
-from dsa import backends
+from dsa.runtime import backends
 from dsa_layers.generation.captured_step import CapturedStep
 from dsa_layers.parallel import one_shot_sum, peer_copies
 from tests.layers.parallel.processes import in_ranks

@@ -27,12 +27,14 @@ def test_is_the_ops_one_after_the_other(tokens):
     assert torch.equal(new, theirs[0]) and torch.equal(mix, theirs[1])
 
 
-@pytest.mark.parametrize(("tokens", "kernel"), [(5, "few_tokens"), (64, "few_tokens"), (300, "many_tokens")])
+@pytest.mark.parametrize(
+    ("tokens", "kernel"), [(5, "hyper_mix_few_tokens"), (64, "hyper_mix_few_tokens"), (300, "hyper_mix")]
+)
 def test_more_tokens(named_launches, tokens, kernel):
     """The two ops' kernels: the second reads what the first writes."""
     new, mix = dsa.hyper_expand_mix(**arguments(tokens))
     (expand, _, expanded), (name, _, mixed) = named_launches
-    assert (expand, name) == ("expand", kernel) and expanded[-1] is new and mixed[-1] is mix
+    assert (expand, name) == ("hyper_expand", kernel) and expanded[-1] is new and mixed[-1] is mix
     assert mixed[0].data_ptr() == new.data_ptr()
 
 
@@ -40,4 +42,4 @@ def test_more_outputs_than_a_grid_has(named_launches, monkeypatch):
     """Of few tokens, too, the two ops' kernels."""
     monkeypatch.setattr(hyper_expand_mix, "MAX_EXPAND_MIX_OUTPUTS", 23)
     dsa.hyper_expand_mix(**arguments(3))
-    assert [name for name, *_ in named_launches] == ["expand", "few_tokens"]
+    assert [name for name, *_ in named_launches] == ["hyper_expand", "hyper_mix_few_tokens"]

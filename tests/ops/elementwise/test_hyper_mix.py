@@ -16,20 +16,20 @@ def arguments(tokens=5, n=4, d=64, count=24):
 @pytest.mark.parametrize(
     ("tokens", "options", "kernel", "rows"),
     [
-        (1, {}, "few_tokens", 16),
-        (16, {}, "few_tokens", 16),
-        (17, {}, "few_tokens", 32),
-        (64, {}, "few_tokens", 32),
-        (65, {}, "many_tokens", 32),
-        (448, {}, "many_tokens", 32),
-        (449, {}, "many_tokens", 64),
-        (896, {}, "many_tokens", 64),
-        (897, {}, "many_tokens", 128),
-        (1792, {}, "many_tokens", 128),
-        (1793, {}, "persistent", 256),
-        (300, {"n": 1}, "many_tokens", 32),
-        (300, {"d": 72}, "few_tokens", 32),
-        (300, {"count": 4}, "few_tokens", 32),
+        (1, {}, "hyper_mix_few_tokens", 16),
+        (16, {}, "hyper_mix_few_tokens", 16),
+        (17, {}, "hyper_mix_few_tokens", 32),
+        (64, {}, "hyper_mix_few_tokens", 32),
+        (65, {}, "hyper_mix", 32),
+        (448, {}, "hyper_mix", 32),
+        (449, {}, "hyper_mix", 64),
+        (896, {}, "hyper_mix", 64),
+        (897, {}, "hyper_mix", 128),
+        (1792, {}, "hyper_mix", 128),
+        (1793, {}, "hyper_mix_persistent", 256),
+        (300, {"n": 1}, "hyper_mix", 32),
+        (300, {"d": 72}, "hyper_mix_few_tokens", 32),
+        (300, {"count": 4}, "hyper_mix_few_tokens", 32),
     ],
 )
 def test_tokens_choose_the_kernel(named_launches, tokens, options, kernel, rows):
@@ -37,7 +37,7 @@ def test_tokens_choose_the_kernel(named_launches, tokens, options, kernel, rows)
     dsa.hyper_mix(**arguments(tokens, **options))
     ((name, variant, (streams, parts, *_)),) = named_launches
     assert (name, variant) == (kernel, (rows,))
-    assert streams.dim() == (3 if kernel == "few_tokens" else 2) == parts.dim()
+    assert streams.dim() == (3 if kernel == "hyper_mix_few_tokens" else 2) == parts.dim()
 
 
 def test_streams_with_gaps(named_launches):
@@ -46,5 +46,5 @@ def test_streams_with_gaps(named_launches):
     for streams in (wide[:, :4], wide[:, :4, :64]):
         dsa.hyper_mix(streams, torch.randn(3, 24, 4 * streams.shape[2]).bfloat16())
     dsa.hyper_mix(wide[:1].expand(300, 6, 128), torch.randn(3, 24, 768).bfloat16())
-    assert [name for name, *_ in named_launches] == ["many_tokens", "few_tokens", "few_tokens"]
+    assert [name for name, *_ in named_launches] == ["hyper_mix", "hyper_mix_few_tokens", "hyper_mix_few_tokens"]
     assert [given[0].stride() for *_, given in named_launches] == [(768, 1), (768, 128, 1), (0, 128, 1)]

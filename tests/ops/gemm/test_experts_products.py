@@ -1,8 +1,6 @@
 """The bridges of experts' products, of FP8 and of FP4 weights, on the CPU: expected rows, shares of experts, and
 which kernels they launch."""
 
-import itertools
-
 import pytest
 import torch
 
@@ -151,14 +149,14 @@ def test_rows_of_swiglu_that_are_gathered_copied_and_drawn(named_launches):
 @pytest.mark.parametrize(
     "gathered, expected, name, chosen_for",
     [
-        (False, 0, "grouped_few_rows", 1),
-        (False, 64, "grouped_few_rows", 64),
-        (False, 65, "", 65),
-        (False, 1023, "", 1023),
-        (False, 1024, "", 1024),
-        (True, 0, "", 1),
-        (True, 4096, "", 4096),
-        (True, 4097, "", 4097),
+        (False, 0, "grouped_fp8_gemm_few_rows", 1),
+        (False, 64, "grouped_fp8_gemm_few_rows", 64),
+        (False, 65, "fp8_gemm_swiglu", 65),
+        (False, 1023, "fp8_gemm_swiglu", 1023),
+        (False, 1024, "fp8_gemm_swiglu", 1024),
+        (True, 0, "fp8_gemm_swiglu", 1),
+        (True, 4096, "fp8_gemm_swiglu", 4096),
+        (True, 4097, "fp8_gemm_swiglu", 4097),
     ],
 )
 def test_swiglus_kernels_are_chosen_for_the_expected_rows(gathered, expected, name, chosen_for, named_launches):
@@ -169,27 +167,31 @@ def test_swiglus_kernels_are_chosen_for_the_expected_rows(gathered, expected, na
         a, rows = (bytes_of(a[0])[rows].view(E4M3), a[1][rows]), None
     out, _ = dsa.grouped_fp8_gemm_swiglu(a, b, ends, rows=rows, expected_rows=expected)
     (kernel, variant, arguments), *more = named_launches
-    assert kernel == name and chosen_for in variant and 5000 not in variant and len(out) == 5000
-    if name:
-        assert variant == (torch.bfloat16, chosen_for, 2) and len(arguments[0]) == 5000 and len(more) == 1
+    assert kernel == name and len(out) == 5000
+    if name == "grouped_fp8_gemm_few_rows":
+        config = fp8._choose_grouped_few_rows_config(chosen_for, 2)
+        assert variant == ("bfloat16", config) and len(arguments[0]) == 5000 and len(more) == 1
         return
     keeps_rows = gathered and chosen_for <= 4096
-    assert variant[-2:] == (keeps_rows, not keeps_rows and chosen_for >= 1024) and not more
+    drawn = not keeps_rows and chosen_for >= 1024
+    config = swiglu._choose_config(chosen_for, 256, 384, 2, 132, drawn)
+    assert variant == ("bfloat16", True, False, config, keeps_rows, drawn) and not more
     assert (arguments[2] is not None) == keeps_rows and len(arguments[0]) == (5 if keeps_rows else 5000)
 
 
 @pytest.mark.parametrize("expected, chosen_for", [(None, 5000), (0, 1), (48, 48), (49, 49)])
 def test_swiglu_of_fp4_weights_passes_the_expected_rows_on(expected, chosen_for, named_launches):
     """Up to 24 of each of two weights to the kernel of few rows."""
-    launched = []
     a, b = operands("fp4", matrices=2)
     rows, ends = many(5000, 2)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fp4, "_few_rows_kernel", lambda _, *variant: (lambda *x: launched.append(variant), 99))
-        dsa.grouped_fp8_fp4_gemm_swiglu(a, b, ends, rows=rows, expected_rows=expected)
-    launched += [variant for name, variant, arguments in named_launches if len(arguments) == 9]
-    assert [variant[1] for variant in launched] == [chosen_for]
-    assert len(launched[0]) == (5 if chosen_for <= 48 else 7)  # the kernel of few rows does not ask for channels
+    dsa.grouped_fp8_fp4_gemm_swiglu(a, b, ends, rows=rows, expected_rows=expected)
+    name, variant, _ = named_launches[0]
+    if chosen_for <= 48:
+        config = fp4._choose_few_rows_config(chosen_for, 256, 2, 132)
+        assert (name, variant) == ("fp8_fp4_gemm_few_rows", ("bfloat16", config))
+    else:
+        config = fp4._choose_config(chosen_for, 256, 384, 2, 132)
+        assert (name, variant) == ("fp8_fp4_gemm", ("bfloat16", config, False))
 
 
 @pytest.mark.parametrize("name", ["grouped_fp8_gemm_swiglu", "grouped_fp8_fp4_gemm_swiglu"])
@@ -212,25 +214,28 @@ def test_without_weights_no_row_belongs_to_an_expert(named_launches):
     none = torch.zeros(0, dtype=torch.int32)
     out, scale = dsa.grouped_fp8_fp4_gemm_swiglu(a, tuple(x[:0] for x in b), none)
     assert out.shape == (30000, 128) and scale.shape == (30000, 1)
-    assert [name for name, _, _ in named_launches] == [""]
+    assert [name for name, _, _ in named_launches] == ["swiglu_cast"]
 
 
-def test_only_shipped_casts_are_asked_for(monkeypatch):
-    own = cast_kernels.compile_swiglu_cast_of_matrices
-    shipped = {arguments for function, arguments in cast_kernels.shipped_variants() if function is own}
-    monkeypatch.setattr(cast_kernels, "compile_swiglu_cast_of_matrices", lambda *arguments: arguments)
-    options = itertools.product((torch.bfloat16, torch.float16, torch.float32), (False, True), (False, True))
-    assert {cast._matrices_kernel.__wrapped__(cast_kernels, *option) for option in options} == shipped
+@pytest.mark.parametrize("limit", [None, 7.0])
+@pytest.mark.parametrize("use_ue8m0", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_only_shipped_casts_are_asked_for(dtype, use_ue8m0, limit, named_launches):
+    """Of more rows than are cast at once."""
+    compile_cast = cast_kernels.compile_swiglu_cast_of_matrices
+    cast.cast_of_matrices(torch.zeros(70000, 256, dtype=dtype), ENDS, use_ue8m0, limit)
+    [(name, variant, _)] = named_launches
+    assert name == "swiglu_cast_of_matrices" and (compile_cast, variant) in cast_kernels.shipped_variants()
 
 
 @pytest.mark.parametrize("matrices", [1, 2, 256, limits.MAX_MATRICES])
 @pytest.mark.parametrize("rows", [1, 24, 64, 65, 1024, 4096, 16384, 131072, limits.MAX_ROWS])
-def test_only_shipped_variants_are_asked_for(rows, matrices, monkeypatch):
-    shipped = [arguments for _, arguments in kernels.shipped_variants()]
-    monkeypatch.setattr(kernels, "compile_fp8_gemm_swiglu", lambda *arguments: arguments)
+def test_only_shipped_variants_are_asked_for(rows, matrices):
+    shipped = {arguments for _, arguments in kernels.shipped_variants()}
     for columns in (256, 4096):
         for channels in (128, 2048, 7168):
-            kind = torch.bfloat16, True, False, rows, columns, channels, matrices, 132
-            assert swiglu._kernel.__wrapped__(kernels, *kind, False, fp8.draws(rows, matrices)) in shipped
+            sizes = rows, columns, channels, matrices, 132
+            drawn = fp8.draws(rows, matrices)
+            assert ("bfloat16", True, False, swiglu._choose_config(*sizes, drawn), False, drawn) in shipped
             if rows <= kernels.GATHERED_ROWS:
-                assert swiglu._kernel.__wrapped__(kernels, *kind, True, False) in shipped
+                assert ("bfloat16", True, False, swiglu._choose_config(*sizes, False), True, False) in shipped

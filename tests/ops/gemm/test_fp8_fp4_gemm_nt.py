@@ -8,6 +8,7 @@ from dsa.kernels.gemm import fp8_fp4_gemm_few_rows_sm90 as few_rows_kernels
 from dsa.kernels.gemm import fp8_fp4_gemm_sm90 as kernels
 from dsa.kernels.gemm import limits
 from dsa.ops.gemm import fp8_fp4_gemm_nt as op
+from dsa.runtime import backends
 
 ENDS = torch.tensor([2, 2, 4], dtype=torch.int32)
 ROWS = torch.tensor([4, 0, 0, 3], dtype=torch.int32)
@@ -40,7 +41,12 @@ def test_kernel_and_tiles_are_chosen_for_the_expected_rows(expected, chosen_for,
     out = dsa.grouped_fp8_fp4_gemm_nt(a, b, ENDS, rows=rows, expected_rows=expected)
     few = chosen_for <= 72
     [(name, variant, arguments)] = named_launches
-    assert name == ("few_rows" if few else "") and variant[1] == chosen_for
+    if few:
+        config = op._choose_few_rows_config(chosen_for, 256, 3, 132)
+        assert (name, variant) == ("fp8_fp4_gemm_few_rows", ("bfloat16", config))
+    else:
+        config = op._choose_config(chosen_for, 256, 384, 3, 132)
+        assert (name, variant) == ("fp8_fp4_gemm", ("bfloat16", config, False))
     assert arguments[8 if few else 6] is out and len(out) == 5000
     assert arguments[2] is rows if few else len(arguments[0]) == 5000
 
@@ -56,7 +62,7 @@ def test_a_token_has_other_tiles_where_the_experts_are_split():
 def test_channels_of_no_whole_block_have_the_kernel_of_many_rows(named_launches):
     a, b = operands(channels=160)
     dsa.grouped_fp8_fp4_gemm_nt(a, b, ENDS, rows=ROWS)
-    assert [name for name, *_ in named_launches] == [""]
+    assert [name for name, *_ in named_launches] == ["fp8_fp4_gemm"]
 
 
 @pytest.mark.parametrize("matrices, channels, count", [(0, 64, 0), (0, 64, 5), (3, 0, 5), (3, 64, 0)])
@@ -73,7 +79,7 @@ def test_nothing_to_multiply_has_any_columns(matrices, channels, count, launches
 
 def test_casts_of_weights_are_pytorch():
     """On any device, and whatever the backend."""
-    assert not {"fp4_block_scales", "widen_fp4"} & dsa.backends.KERNELS.keys()
+    assert not {"fp4_block_scales", "widen_fp4"} & backends.ARCHS.keys()
     _, (packed, scale, block_scale) = operands()
     q, again = dsa.widen_fp4(packed, scale)
     assert torch.equal(again, block_scale) and q.shape == (3, 256, 384)
@@ -81,15 +87,10 @@ def test_casts_of_weights_are_pytorch():
 
 @pytest.mark.parametrize("matrices", [1, 2, 256, limits.MAX_MATRICES])
 @pytest.mark.parametrize("rows", [1, 24, 64, 65, 1024, 4096, 16384, 131072, limits.MAX_ROWS])
-def test_only_shipped_variants_are_asked_for(rows, matrices, monkeypatch):
-    shipped = [arguments for module in (kernels, few_rows_kernels) for _, arguments in module.shipped_variants()]
-    monkeypatch.setattr(kernels, "compile_fp8_fp4_gemm", lambda *arguments: arguments)
-    monkeypatch.setattr(few_rows_kernels, "compile_fp8_fp4_gemm_few_rows", lambda *arguments: arguments)
+def test_only_shipped_variants_are_asked_for(rows, matrices):
+    shipped = {arguments for module in (kernels, few_rows_kernels) for _, arguments in module.shipped_variants()}
     for columns in (8, 256, 4096):
         for channels in (128, 2048, 7168):
-            sizes = rows, columns, channels, matrices, 132
-            for weighted in (False, True):
-                assert op._kernel.__wrapped__(kernels, torch.float16, *sizes, weighted) in shipped
-        sizes = rows, columns, matrices, 132
-        launch, ctas = op._few_rows_kernel.__wrapped__(few_rows_kernels, torch.bfloat16, *sizes)
-        assert launch in shipped and ctas > 0
+            config = op._choose_config(rows, columns, channels, matrices, 132)
+            assert {("float16", config, weighted) for weighted in (False, True)} <= shipped
+        assert ("bfloat16", op._choose_few_rows_config(rows, columns, matrices, 132)) in shipped

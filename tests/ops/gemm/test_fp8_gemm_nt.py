@@ -1,5 +1,7 @@
 """The bridge of the scaled products, on the CPU: which kernel it launches, what it copies, and which variants ship."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -11,6 +13,8 @@ from dsa.kernels.gemm import limits
 from dsa.ops.gemm import fp8_gemm_nt as op
 
 E4M3 = torch.float8_e4m3fn
+FEW_ROWS, ONE_MATRIX = "fp8_gemm_few_rows", "fp8_gemm"
+GROUPED_FEW_ROWS, GROUPED = "grouped_fp8_gemm_few_rows", "grouped_fp8_gemm"
 # [N, K] of the published models' layers.
 LAYERS = (2112, 7168), (4096, 8192), (6144, 2048), (7168, 2048), (12288, 6144), (24576, 1536), (65536, 1536)
 
@@ -43,9 +47,9 @@ def test_leading_dimensions_are_rows(launches):
 @pytest.mark.parametrize(
     ("shape", "name"),
     [
-        *(((1, 8, 16), "few_rows"), ((32, 65536, 16), "few_rows"), ((64, 1544, 7168), "few_rows")),
-        *(((512, 504, 7168), "few_rows"), ((64, 65536, 16), "one_matrix"), ((512, 32768, 16), "one_matrix")),
-        *(((513, 8, 16), "one_matrix"), ((5000, 8, 16), "one_matrix")),
+        *(((1, 8, 16), FEW_ROWS), ((32, 65536, 16), FEW_ROWS), ((64, 1544, 7168), FEW_ROWS)),
+        *(((512, 504, 7168), FEW_ROWS), ((64, 65536, 16), ONE_MATRIX), ((512, 32768, 16), ONE_MATRIX)),
+        *(((513, 8, 16), ONE_MATRIX), ((5000, 8, 16), ONE_MATRIX)),
     ],
 )
 def test_which_kernel_gets_how_many_rows(shape, name, named_launches):
@@ -57,16 +61,16 @@ def test_which_kernel_gets_how_many_rows(shape, name, named_launches):
 @pytest.mark.parametrize(
     ("rows", "matrices", "options", "name"),
     [
-        (64, 2, {}, "grouped_few_rows"),
-        (65, 2, {}, ""),
-        (2048, 256, {}, "grouped_few_rows"),
-        (2049, 256, {}, ""),
-        (64, 1, {}, ""),
-        (64, 2, {"weights": torch.ones(64)}, ""),
-        (64, 2, {"rows": torch.arange(64, dtype=torch.int32)}, ""),
-        (4096, 2, {"expected_rows": 64}, "grouped_few_rows"),
-        (4096, 2, {"expected_rows": 65}, ""),
-        (4096, 1, {"expected_rows": 1}, ""),
+        (64, 2, {}, GROUPED_FEW_ROWS),
+        (65, 2, {}, GROUPED),
+        (2048, 256, {}, GROUPED_FEW_ROWS),
+        (2049, 256, {}, GROUPED),
+        (64, 1, {}, GROUPED),
+        (64, 2, {"weights": torch.ones(64)}, GROUPED),
+        (64, 2, {"rows": torch.arange(64, dtype=torch.int32)}, GROUPED),
+        (4096, 2, {"expected_rows": 64}, GROUPED_FEW_ROWS),
+        (4096, 2, {"expected_rows": 65}, GROUPED),
+        (4096, 1, {"expected_rows": 1}, GROUPED),
     ],
 )
 def test_which_kernel_gets_how_many_rows_of_matrices(rows, matrices, options, name, named_launches):
@@ -83,7 +87,8 @@ def test_rows_that_are_gathered_and_weighted(launches):
     for given in (None, weights):
         out = dsa.grouped_fp8_gemm_nt((q, s), b, ends, torch.float16, rows=rows, weights=given)
         variant, arguments = launches.pop()
-        assert variant == (torch.float16, 4, 136, 512, 3, 132, True, given is not None, False)
+        config = kernels.choose_config(4, 136, 512, 3, 132, kernels.GATHERING_CONFIGS)
+        assert variant == ("float16", config, True, given is not None, False)
         assert arguments[0] is q and arguments[1] is s and arguments[2] is rows and arguments[6] is out
         assert out.shape == (4, 136) and arguments[8] is arguments[9] is None
         assert arguments[7] is None if given is None else torch.equal(arguments[7], weights)
@@ -97,11 +102,11 @@ def test_more_rows_than_are_gathered_are_copied(rows_first, launches):
     ends = torch.tensor([100, len(rows) - 1], dtype=torch.int32)
     dsa.grouped_fp8_gemm_nt((q, s), b, ends, rows=rows[:-1])
     gathered, arguments = launches.pop()
-    assert gathered[6:] == (True, False, False) and same(arguments[2], rows) and arguments[9] is None
+    assert gathered[2:] == (True, False, False) and same(arguments[2], rows) and arguments[9] is None
     rows[:2] = torch.tensor(rows_first)
     dsa.grouped_fp8_gemm_nt((q, s), b, ends + 1, rows=rows)
     copied, arguments = launches.pop()
-    assert copied[1] == len(rows) and copied[6:] == (False, False, True) and arguments[2] is None
+    assert copied[2:] == (False, False, True) and arguments[2] is None
     # Rows that there are not are read from others.
     clamped = rows.clamp(0, 5)
     assert torch.equal(arguments[0].view(torch.uint8), q.view(torch.uint8)[clamped])
@@ -118,7 +123,7 @@ def test_work_tiles_are_drawn_from_a_counter(rows, matrices, drawn, launches):
     for _ in range(2):
         dsa.grouped_fp8_gemm_nt(a, b, ends)
     (variant, first), (_, second) = launches
-    assert variant[6:] == (False, False, drawn)
+    assert variant[2:] == (False, False, drawn)
     for counter in (first[9], second[9]):
         assert counter is None if not drawn else (counter.tolist() == [0] and counter.dtype == torch.int32)
     assert not drawn or first[9] is not second[9]
@@ -138,7 +143,8 @@ def test_tiles_are_chosen_for_the_expected_rows(gathered, expected, chosen_for, 
     [(variant, arguments)] = launches
     keeps_rows = gathered and chosen_for <= kernels.GATHERED_ROWS
     drawn = not keeps_rows and chosen_for >= 1024
-    assert variant == (torch.bfloat16, chosen_for, 8, 512, matrices, 132, keeps_rows, True, drawn)
+    config = op._choose_grouped_config(chosen_for, 8, 512, matrices, 132, keeps_rows, drawn)
+    assert variant == ("bfloat16", config, keeps_rows, True, drawn)
     assert (arguments[2] is rows) if keeps_rows else arguments[2] is None
     assert keeps_rows or len(arguments[0]) == count
     assert len(out) == count and arguments[6] is out and (arguments[9] is not None) == drawn
@@ -146,39 +152,29 @@ def test_tiles_are_chosen_for_the_expected_rows(gathered, expected, chosen_for, 
 
 @pytest.mark.parametrize("matrices", [1, 2, 256, limits.MAX_MATRICES])
 @pytest.mark.parametrize("gathered", [False, True])
-@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_only_shipped_variants_are_asked_for(out_dtype, gathered, matrices, monkeypatch):
-    shipped = [arguments for function, arguments in kernels.shipped_variants()
-               if function is kernels.compile_grouped_fp8_gemm]  # fmt: skip
-    monkeypatch.setattr(kernels, "compile_grouped_fp8_gemm", lambda *arguments: arguments)
+def test_only_shipped_variants_are_asked_for(gathered, matrices):
+    shipped = {arguments for function, arguments in kernels.shipped_variants()
+               if function is kernels.compile_grouped_fp8_gemm}  # fmt: skip
     for rows in (1, 7, 64, 65, 300, 1024, 4096, 16384, 131072, limits.MAX_ROWS):
         if gathered and rows > kernels.GATHERED_ROWS:
             continue
         drawn = not gathered and op.draws(rows, matrices)
         for columns, channels in ((8, 16), (136, 128), (2112, 7168), (24576, 1536)):
-            for weighted in (False, True):
-                sizes = rows, columns, channels, matrices, 132
-                assert op._kernel.__wrapped__(kernels, out_dtype, *sizes, gathered, weighted, drawn) in shipped
+            config = op._choose_grouped_config(rows, columns, channels, matrices, 132, gathered, drawn)
+            for dtype, weighted in itertools.product(limits.OUT_DTYPES, (False, True)):
+                assert (dtype, config, gathered, weighted, drawn) in shipped
 
 
-def test_of_one_matrix_all_that_is_shipped_is_asked_for(monkeypatch):
-    shipped = {arguments for function, arguments in kernels.shipped_variants() if function is kernels.compile_fp8_gemm}
-    shipped |= {
-        arguments
-        for function, arguments in few_rows_kernels.shipped_variants()
-        if function is few_rows_kernels.compile_fp8_gemm_few_rows
+def test_of_one_matrix_all_that_is_shipped_is_asked_for():
+    one_matrix = kernels.compile_fp8_gemm, few_rows_kernels.compile_fp8_gemm_few_rows
+    every = kernels.shipped_variants() + few_rows_kernels.shipped_variants()
+    asked = {
+        op._choose_config(rows, *sizes, 132)
+        for rows in (*choice.ROWS, 33, 300, limits.MAX_ROWS)
+        for sizes in (*LAYERS, (1536, 7168), (576, 7168), (7176, 16384), (8, 16), (136, 128))
     }
-    monkeypatch.setattr(kernels, "compile_fp8_gemm", lambda *arguments: arguments)
-    monkeypatch.setattr(few_rows_kernels, "compile_fp8_gemm_few_rows", lambda *arguments: arguments)
-    asked = set()
-    for rows in (*choice.ROWS, 33, 300, limits.MAX_ROWS):
-        for sizes in *LAYERS, (1536, 7168), (576, 7168), (7176, 16384), (8, 16), (136, 128):
-            config = op._config.__wrapped__(few_rows_kernels, rows, *sizes, 132)
-            few = isinstance(config, few_rows_kernels.FewRowsConfig)
-            get, module = (op._few_rows_kernel, few_rows_kernels) if few else (op._one_matrix_kernel, kernels)
-            for out_dtype in (torch.float32, torch.bfloat16, torch.float16):
-                asked.add(get.__wrapped__(module, out_dtype, config))
-    assert asked == shipped
+    shipped = {arguments for function, arguments in every if function in one_matrix}
+    assert {(dtype, config) for dtype in limits.OUT_DTYPES for config in asked} == shipped
 
 
 def test_rows_that_the_kernel_cannot_read_are_copied(launches):

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import dsa
-from dsa import backends
 from dsa.cute import few_rows_product, slices
 from dsa.cute.few_rows_product import ROUND
 from dsa.kernels.gemm import linear_fp32_sm90 as kernels
@@ -17,7 +16,9 @@ from dsa.kernels.gemm.linear_fp32_limits import (
     TILE_TOKENS,
     choose_config,
 )
+from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops.gemm import linear_fp32 as op
+from dsa.runtime import backends
 
 
 def inputs(tokens=7, channels=64, rows=32, dtype=torch.bfloat16):
@@ -44,7 +45,7 @@ def test_what_the_kernel_gets(tokens, rows, channels, config, dtype, launches):
     x, weight = inputs(tokens, channels, rows, dtype)
     y = dsa.linear_fp32(x, weight, 3, scaled_from=8)
     [(variant, (*tensors, scale, scaled_from))] = launches
-    assert variant == (dtype, config) and (scale, scaled_from) == (3.0, 8) and type(scale) is float
+    assert variant == (dtype_name(dtype), config) and (scale, scaled_from) == (3.0, 8) and type(scale) is float
     assert [t.data_ptr() for t in tensors] == [t.data_ptr() for t in (x, weight, y)]
     assert y.shape == (tokens, rows) and y.dtype == torch.float32
 
@@ -63,4 +64,4 @@ def test_the_choice_is_of_what_ships():
                 assert ctas == 8 or (tiles > CLUSTERS and channels >= LEAST_CHANNELS)
     shipped = {arguments for _, arguments in kernels.shipped_variants()}
     assert shipped == {(dtype, (tile, ctas)) for dtype in DTYPES for ctas, tile in ROUND}
-    assert backends.KERNELS["linear_fp32"] == {"sm_90": kernels.__name__} and op.__all__ == ["linear_fp32"]
+    assert backends.ARCHS["linear_fp32"] == ["sm_90"] and op.__all__ == ["linear_fp32"]

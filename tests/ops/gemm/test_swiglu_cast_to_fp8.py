@@ -5,14 +5,14 @@ import torch
 
 import dsa
 from dsa.kernels.gemm import swiglu_cast_sm90 as kernels
+from dsa.ops._kernel_arguments import dtype_name
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 def test_every_dtype_has_a_kernel():
     for dtype in DTYPES:
-        name = str(dtype).removeprefix("torch.")
-        assert (kernels.compile_swiglu_cast, (name, True, False, True)) in kernels.shipped_variants()
+        assert (kernels.compile_swiglu_cast, (dtype_name(dtype), True, False, True)) in kernels.shipped_variants()
 
 
 @pytest.mark.parametrize("limit", [None, 7])
@@ -23,7 +23,7 @@ def test_what_the_kernel_gets(dtype, channels, limit, launches):
     q, scale = dsa.swiglu_cast_to_fp8(*halves, False, limit=limit)
     assert q.shape == (2, 3, channels) and q.is_contiguous() and scale.shape == (2, 3, 2) and scale.is_contiguous()
     [(variant, (gate, up, q_rows, scale_rows, bound))] = launches
-    assert variant == (dtype, False, limit is not None, channels == 200) and bound == limit
+    assert variant == (dtype_name(dtype), False, limit is not None, channels == 200) and bound == limit
     for got, given in zip((gate, up), halves):
         assert got.shape == (6, channels) and got.stride() == (2 * channels, 1) and got.data_ptr() == given.data_ptr()
     assert q_rows.shape == (6, channels) and q_rows.data_ptr() == q.data_ptr()

@@ -58,7 +58,7 @@ def test_half_scores_only_where_arithmetic_bounds(heads, next_n, expected, launc
     arguments = inputs(next_n, heads)
     dsa.paged_indexer_select(*arguments, 100, 40, accumulators=torch.float16)
     dsa.paged_indexer_select(*arguments, 100, 40)
-    assert [variant[5] for variant, _ in launches if len(variant) == 6] == [expected, False]  # of scores
+    assert [variant[5] for variant, _ in launches if len(variant) == 7] == [expected, False]  # of scores
 
 
 def test_a_query_is_selected_from_what_it_sees(launches):

@@ -7,10 +7,11 @@ import torch
 
 import dsa
 from dsa.kernels.mla.limits import HEAD_DIM, HEAD_DIM_V
-from dsa.ops.known_calls import KnownCalls
-from dsa.ops.mla import _dense_decode
+from dsa.kernels.mla.mla_combine_sm90 import FEW
+from dsa.kernels.mla.mla_decode_sm90 import cluster_of
 from dsa.ops.mla import flash_mla_with_kvcache as op
 from dsa.reference.mla import mla_metadata
+from dsa.runtime.known_calls import KnownCalls
 
 DECODE, PLAN = torch.ops.dsa.dense_mla_decode, torch.ops.dsa.mla_metadata
 D, D_V = HEAD_DIM, HEAD_DIM_V
@@ -43,6 +44,9 @@ def wider(x, before, after):
 ANY_PLAN = (torch.zeros(7, 8, dtype=torch.int32), i32([0] * 4))
 
 
+PLANS, DECODES = "mla_plan", ["mla_decode", "mla_combine"]
+
+
 def names(named_launches):
     return [name for name, _, _ in named_launches]
 
@@ -58,7 +62,7 @@ def test_a_plan_is_made_once_and_remembered(named_launches):
     assert planned is lengths and plan is meta.tile_scheduler_metadata and num_splits is meta.num_splits
     assert layout(num_splits) == ((4,), (1,), torch.int32) and overhead == op.OVERHEAD_OF_SHORT
     decoded(*arguments, lengths + 1, meta)
-    assert names(named_launches) == ["plan", "decode", "combine", "decode", "combine"]
+    assert names(named_launches) == [PLANS, *DECODES, *DECODES]
     assert all(named_launches[i][2][4] is plan and named_launches[i][2][5] is num_splits for i in (1, 3))
     with pytest.raises(ValueError, match="tile_scheduler_metadata: was first used with"):
         decoded(*inputs(s_q=1), meta)
@@ -66,7 +70,7 @@ def test_a_plan_is_made_once_and_remembered(named_launches):
     for _ in range(2):
         decoded(*arguments, lengths)
     decoded(*arguments, lengths, *(old := dsa.get_mla_metadata(lengths, 8, 1)))
-    assert names(named_launches[5:]) == ["plan", "decode", "combine"] * 3
+    assert names(named_launches[5:]) == [PLANS, *DECODES] * 3
     assert all(x is y for x, y in zip(old, named_launches[-2][2][4:6], strict=True))
 
 
@@ -77,7 +81,7 @@ def test_a_plan_that_comes_with_a_graph_serves_that_graph_alone(named_launches, 
         monkeypatch.setattr(op, "capture_number", lambda _, capture=capture: capture)
         named_launches.clear()
         decoded(*arguments, meta)
-        assert names(named_launches) == ["plan"] * plans + ["decode", "combine"]
+        assert names(named_launches) == [PLANS] * plans + DECODES
         assert named_launches[-2][2][4] is meta.tile_scheduler_metadata and named_launches[-2][2][5] is meta.num_splits
 
 
@@ -90,8 +94,8 @@ def test_the_plan_has_as_many_parts_as_there_are_ctas_for_it(s_q, h_q, h_k, part
     (q, cache, _, lengths), rows = inputs(s_q, h_q, h_k), s_q * h_q // h_k
     arguments = q, cache, torch.zeros(3, 1000, dtype=torch.int32), lengths
     decoded(*arguments)
-    (_, _, (_, plan, _, overhead)), (_, key, got), _ = named_launches
-    assert layout(plan) == ((parts, 8), (8, 1), torch.int32) and key[2:] == (rows, False)
+    (_, _, (_, plan, _, overhead)), (_, variant, got), _ = named_launches
+    assert layout(plan) == ((parts, 8), (8, 1), torch.int32) and variant == ("bfloat16", 16, cluster_of(rows))
     assert overhead == (op.OVERHEAD_OF_LONG if parts > 3 else op.OVERHEAD)
     assert got[8].shape == (2 * parts, h_k, rows, D_V) and got[9].shape == (2 * parts, h_k, rows)
     assert got[8].dtype == got[9].dtype == torch.float32 and got[8].is_contiguous() and got[9].is_contiguous()
@@ -117,21 +121,21 @@ def test_plans_that_leave_sequences_whole(batch, heads, keys, whole, monkeypatch
 
 
 # Pages of 16 keys in the table of each of three sequences; parts, what beginning a sequence costs, whether a part has
-# few tiles, with 132 multiprocessors and one tile of rows.
-SHORT = [(1, 3, 0, True), (84, 63, 0, True), (92, 66, 0, True), (352, 66, 0, True), (356, 132, 5, True)]
-SHORT += [(704, 132, 5, True), (708, 132, 2, False)]
+# few tiles, with 132 SMs and two tiles of rows.
+SHORT = [(1, 3, 0, True), (40, 30, 0, True), (44, 33, 0, True), (176, 33, 0, True), (180, 66, 5, True)]
+SHORT += [(352, 66, 5, True), (356, 66, 2, False)]
 
 
 @pytest.mark.parametrize(("pages", "parts", "overhead", "short"), SHORT)
 def test_plans_of_short_sequences(pages, parts, overhead, short, named_launches):
-    """By the longest that the table has room for: a tile each up to half of the multiprocessors, then half of them, and
-    all; without clusters. A plan for nobody knows what is as ever."""
-    q, cache, _, lengths = inputs()
+    """The table's capacity decides: a part per tile up to half of the CTAs, then half of them, then all; no clusters
+    while a part has few tiles. A plan for unknown lengths has all parts."""
+    q, cache, _, lengths = inputs(h_q=64)
     decoded(q, cache, table := torch.zeros(3, pages, dtype=torch.int32), lengths)
     (_, _, (_, plan, _, cost)), (_, decode, _), _ = named_launches
-    assert (len(plan), cost, decode[3]) == (parts, overhead, short)
-    decoded(q, cache, table, lengths, *dsa.get_mla_metadata(lengths, 8, 1))
-    assert (len(named_launches[3][2][1]), named_launches[3][2][3]) == (132, op.OVERHEAD)
+    assert (len(plan), cost, decode[2]) == (parts, overhead, 1 if short else 2)
+    decoded(q, cache, table, lengths, *dsa.get_mla_metadata(lengths, 128, 1))
+    assert (len(named_launches[3][2][1]), named_launches[3][2][3]) == (66, op.OVERHEAD)
 
 
 # Heads, pages of 16 keys, parts of each of three sequences.
@@ -143,20 +147,7 @@ def test_few_ctas_combine_few_parts_of_many_rows(heads, pages, parts, few, named
     q, cache, _, lengths = inputs(1, heads, 1)
     decoded(q, cache, torch.zeros(3, pages, dtype=torch.int32), lengths)
     (_, _, (_, plan, *_)), _, (_, combine, _) = named_launches
-    assert (len(plan) // 3, combine[3]) == (parts, few)
-
-
-def test_variants_of_short_sequences(monkeypatch):
-    """No cluster, and few CTAs where they are asked for."""
-    from dsa.kernels.mla import mla_combine_sm90, mla_decode_sm90
-
-    for module, name in ((mla_decode_sm90, "compile_mla_decode"), (mla_combine_sm90, "compile_mla_combine")):
-        monkeypatch.setattr(module, name, lambda *variant: variant)
-    decode = [_dense_decode._decode_kernel.__wrapped__(mla_decode_sm90, torch.bfloat16, 64, 128, x) for x in (0, 1)]
-    assert decode == [("bfloat16", 64, 2), ("bfloat16", 64, 1)]
-    sizes = [(16, 256, True), (16, 256, False), (4, 256, False)]
-    configs = [_dense_decode._combine_kernel.__wrapped__(mla_combine_sm90, torch.bfloat16, *size)[1] for size in sizes]
-    assert configs == [mla_combine_sm90.FEW, mla_combine_sm90.SOME, mla_combine_sm90.FEW]
+    assert (len(plan) // 3, combine[1] == FEW) == (parts, few)
 
 
 SPLITS = [(1, 16, 1), (256, 16, 1), (257, 16, 2), (31, 4096, 31), (32, 4096, 32), (32, 4112, 32), (4, 2**30, 32)]
@@ -168,7 +159,7 @@ def test_batch_invariant_splits_follow_the_capacity(pages, page_size, splits, pl
     q, cache, _, lengths = inputs()
     cache, table = cache[:1, :1].expand(1, page_size, 1, D), torch.zeros(3, pages, dtype=torch.int32)
     decoded(q, cache, table, lengths, *plan, enable_batch_invariant=True)
-    assert names(named_launches) == ["decode", "combine"][: 1 + (splits > 1)]
+    assert names(named_launches) == DECODES[: 1 + (splits > 1)]
     got, capacity = named_launches[0][2], min(pages * page_size, 2**31 - 64)
     assert all(arguments[-2:] == (capacity, splits) for _, _, arguments in named_launches)
     assert got[8].shape == (3 * splits, 1, 8, D_V) and got[9].shape == (3 * splits, 1, 8)
@@ -181,8 +172,9 @@ def test_batch_invariant_kernels_do_not_depend_on_the_batch(named_launches):
     (q, cache, _, lengths), tables = inputs(h_q=64), torch.zeros(3, 5000, dtype=torch.int32)
     for batch, pages in ((1, 257), (3, 257), (3, 5000), (1, 5000)):
         decoded(q[:batch], cache, tables[:batch, :pages], lengths[:batch], enable_batch_invariant=True)
-    assert names(named_launches) == ["decode", "combine"] * 4
-    assert len({key for _, key, _ in named_launches[::2]}) == len({key for _, key, _ in named_launches[1::2]}) == 1
+    assert names(named_launches) == DECODES * 4
+    for launched in (named_launches[::2], named_launches[1::2]):
+        assert len({variant for _, variant, _ in launched}) == 1
 
 
 @pytest.mark.parametrize("style", ["old", "new", None, "batch-invariant"])
@@ -196,7 +188,7 @@ def test_nothing_to_attend_to(sizes, style, named_launches):
     assert out.shape == (batch, s_q, h_q, D_V) and out.dtype == q.dtype and out.eq(0).all()
     assert lse.shape == (batch, h_q, s_q) and lse.dtype == torch.float32 and lse.eq(math.inf).all()
     # A plan may be made where none is given: later calls can use it.
-    assert not named_launches or (names(named_launches) == ["plan"] and style in ("new", None) and batch)
+    assert not named_launches or (names(named_launches) == [PLANS] and style in ("new", None) and batch)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -227,7 +219,7 @@ def test_an_object_of_another_library(filled, named_launches):
     meta = Foreign(*theirs)
     for _ in range(2):
         decoded(*arguments, lengths, meta)
-    assert names(named_launches) == ["plan", "decode", "combine", "decode", "combine"]
+    assert names(named_launches) == [PLANS, *DECODES, *DECODES]
     plan = named_launches[0][2][1]
     assert all(named_launches[i][2][4] is plan for i in (1, 3)) and plan is not theirs[0]
     # Its own fields are as its own library left them.
@@ -264,7 +256,7 @@ def test_which_plans_the_kernel_makes(named_launches):
         dsa.get_mla_metadata(many, 16, 1)
     assert not named_launches
     dsa.get_mla_metadata(many[1:], 16, 1)
-    assert names(named_launches) == ["plan"] and named_launches[0][2][2].shape == (32769,)
+    assert names(named_launches) == [PLANS] and named_launches[0][2][2].shape == (32769,)
 
 
 def test_queries_are_copied_only_if_their_rows_are_not_aligned(named_launches):

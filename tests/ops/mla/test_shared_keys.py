@@ -51,7 +51,8 @@ def test_where_queries_may_share(named_launches, s_q, heads, k, s_kv, shares, in
         options = {} if invariant is None else {"enable_batch_invariant": invariant}
         dsa.flash_mla_sparse_fwd(*inputs(s_q, heads, k, s_kv), out=out, **options)
         names = [name for name, *_ in named_launches]
-        assert names == (["union", "groups", "queued"] if shares and not invariant else ["attend"])
+        grouped = ["selection_union", "sparse_mla_union", "sparse_mla_queued"]
+        assert names == (grouped if shares and not invariant else ["sparse_mla_swap_ab"])
 
 
 @pytest.mark.parametrize("size", GROUP_SIZES.values())
@@ -67,7 +68,7 @@ def test_what_is_launched(named_launches):
     lengths = torch.full((2050,), 100, dtype=torch.int32)
     out, max_logits, lse = dsa.flash_mla_sparse_fwd(q, kv, indices, scale, topk_length=lengths)
     (_, of_union, union), (_, of_groups, groups), (_, of_queued, queued) = named_launches
-    assert (of_union, of_groups, of_queued) == ((4,), (torch.bfloat16, 576, 4), (torch.bfloat16, 576))
+    assert (of_union, of_groups, of_queued) == ((4,), ("bfloat16", 576, 4), ("bfloat16", 576))
     index, counts, has_counts, keys, lists, found, numbers, group_queue, query_queue = union
     assert index.shape == indices.shape and counts.data_ptr() == lengths.data_ptr() and (has_counts, keys) == (1, 5000)
     # No more than all keys; 7 tenths of the indices of four queries.

@@ -9,8 +9,6 @@ import dsa
 from dsa import reference
 from dsa.kernels.mla.limits import TILE_N
 from dsa.ops.mla import _sparse_attention as launch
-from dsa.ops.mla import sliding_window_attention as op
-from dsa.ops.mla import window_indices as lists_op
 
 D_V, SCALE = 512, 0.05
 
@@ -59,30 +57,15 @@ def assert_same(got, expected):
         assert layout(x) == layout(y) and torch.equal(x, y)
 
 
-@pytest.fixture
-def launches(kernel_path, monkeypatch):
-    """What the bridges would launch, by name and arguments; nothing runs."""
-    found = []
-
-    def kernel(name):
-        return lambda *arguments, **options: found.append((name, (*arguments, *options.values())))
-
-    for bridge in (op, op._sparse_decode):
-        monkeypatch.setattr(bridge, "attend", lambda kernels, *rest, **options: kernel("attend")(*rest, **options))
-    monkeypatch.setattr(lists_op, "_indices_kernel", lambda kernels: kernel("indices"))
-    monkeypatch.setattr(lists_op, "_slots_kernel", lambda kernels, ring: kernel("ring" if ring else "pages"))
-    return found
-
-
-def test_no_more_columns_than_keys(launches):
+def test_no_more_columns_than_keys(named_launches):
     dsa.sliding_window_attention(*packed(window=10**9), SCALE)
-    assert launches[0][1][2].shape == (7, 20)
+    assert named_launches[0][2][2].shape == (7, 20)
 
 
-def test_decoding_lists_no_more_keys_than_a_table_has_room_for(launches):
+def test_decoding_lists_no_more_keys_than_a_table_has_room_for(named_launches):
     q, cache, table, lengths = decode_inputs("bfloat16", 576)
     dsa.sliding_window_decode(q, cache, table, lengths, 2**31 - 1, SCALE)
-    assert launches[0][1][2].shape == (3, 2, table.shape[1] * cache.shape[1])
+    assert named_launches[0][2][2].shape == (3, 2, table.shape[1] * cache.shape[1])
 
 
 @pytest.mark.parametrize("pages", [None, 0])
@@ -109,7 +92,7 @@ def test_the_docstring_says_which_windows_are_short():
     assert f"with windows of up to {SHORT_WINDOW} keys" in dsa.sliding_window_decode.__doc__
 
 
-def test_nothing_to_attend_to(launches):
+def test_nothing_to_attend_to(named_launches):
     q, kv, cu_q, cu_k, window = packed()
     compressed, indices = selected()
     for out, lse in (
@@ -121,13 +104,14 @@ def test_nothing_to_attend_to(launches):
         dsa.window_sparse_attention(q[:0], kv, cu_q, cu_k, window, compressed, indices[:0], SCALE),
     ):
         assert not out.any() and (lse == math.inf).all() and out.shape[:2] == lse.shape
-    assert not launches
+    assert not named_launches
     dsa.window_sparse_attention(q, kv[:0], cu_q, cu_k, window, compressed, indices, SCALE)
     for none in ((compressed[:0], indices), (compressed, indices[:, :0])):
         dsa.window_sparse_attention(q, kv, cu_q, cu_k, window, *none, SCALE)
-    caches = [selection.cache for name, (_, lists, *_) in launches if name == "attend" for selection in lists]
+    attended = [arguments for name, _, arguments in named_launches if name == "sparse_mla_swap_ab"]
+    caches = [cache for _, caches, *_ in attended for cache in caches]
     assert [cache.data_ptr() for cache in caches] == [compressed.data_ptr(), kv.data_ptr(), kv.data_ptr()]
-    launches.clear()
+    named_launches.clear()
     q, cache, table, lengths = decode_inputs()
     for arguments in (
         (q[:0], cache, table[:0], lengths[:0]),
@@ -136,20 +120,20 @@ def test_nothing_to_attend_to(launches):
     ):
         out, lse = decoded(*arguments)
         assert not out.any() and (lse == math.inf).all()
-    assert "attend" not in [name for name, _ in launches]
+    assert {name for name, _, _ in named_launches} <= {"window_slots"}
 
 
-def test_parts_of_larger_tensors_are_used_where_they_are(launches):
+def test_parts_of_larger_tensors_are_used_where_they_are(named_launches):
     q, kv, *rest = packed()
     wide = torch.nn.functional.pad(kv, (8, 56))[..., 8:520]
     dsa.sliding_window_attention(q, wide, *rest, SCALE)
-    _, [selection], *_ = launches[-1][1]
-    assert selection.cache.stride()[1:] == (576, 1) and selection.cache.data_ptr() == wide.data_ptr()
+    _, [keys], *_ = named_launches[-1][2]
+    assert keys.stride()[1:] == (576, 1) and keys.data_ptr() == wide.data_ptr()
     # The list and the sink are small, and copied.
     near = torch.zeros(7, 12, dtype=torch.int32)[:, ::2]
     dsa.sliding_window_attention(q, kv, *rest, SCALE, attn_sink=torch.randn(8)[::2], indices=near)
-    _, [selection], _, sink, *_ = launches[-1][1]
-    assert selection.indices.stride() == (6, 1) and sink.stride() == (1,)
+    _, _, [indices], _, _, sink, *_ = named_launches[-1][2]
+    assert indices.stride() == (6, 1) and sink.stride() == (1,)
 
 
 def test_the_reference_refuses_what_cu_seqlens_hold_and_the_kernel_does_not_look(request):
@@ -158,9 +142,9 @@ def test_the_reference_refuses_what_cu_seqlens_hold_and_the_kernel_does_not_look
     for cu_q, cu_k, name in ((bad, CU_K, "cu_seqlens_q"), (CU_Q, bad * 3, "cu_seqlens_k")):
         with pytest.raises(ValueError, match=f"{name}: must be non-decreasing numbers"):
             dsa.sliding_window_attention(q, kv, cu_q, cu_k, window, SCALE)
-    launches = request.getfixturevalue("launches")
+    named_launches = request.getfixturevalue("named_launches")
     dsa.sliding_window_attention(q, kv, bad, bad, window, SCALE)
-    assert [name for name, _ in launches] == ["indices", "attend"]
+    assert [name for name, _, _ in named_launches] == ["window_indices", "sparse_mla_swap_ab"]
 
 
 @pytest.mark.parametrize("dynamic", [None, True])

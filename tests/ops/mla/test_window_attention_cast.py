@@ -70,7 +70,7 @@ def test_the_window_alone_and_no_keys_at_all(named_launches):
     dsa.window_attention_cast_to_fp8(**given, window_indices=near)
     dsa.window_attention_cast_to_fp8(**(given | {"kv": given["kv"][:0]}))
     (_, variant, window), (_, of_none, nothing) = named_launches
-    assert variant == of_none == (torch.bfloat16, 1, True)
+    assert variant == of_none == ("bfloat16", 1, True)
     assert window[2][0] is near and (window[4], window[6]) == (0, 0)
     # One key, which nobody selects.
     assert nothing[1][0].shape == (1, 1, 512) and nothing[2][0].eq(-1).all() and nothing[2][0].shape == (T, 1)
@@ -81,6 +81,6 @@ def test_queries_of_any_strides_are_copied_where_they_must_be(named_launches):
     wide = torch.randn(T, H, 520).bfloat16()
     dsa.window_attention_cast_to_fp8(**(given | {"q": wide[..., :512]}))
     dsa.window_attention_cast_to_fp8(**(given | {"q": wide[..., 4:516]}))
-    used, copied = (launch[2][0] for launch in named_launches if launch[0] != "indices")
+    used, copied = (launch[2][0] for launch in named_launches if launch[0] != "window_indices")
     assert (used.stride(0), used.stride(2), used.data_ptr()) == (H * 520, 520, wide.data_ptr())
     assert copied.data_ptr() != wide[..., 4:].data_ptr() and torch.equal(copied[:, 0], wide[..., 4:516])

@@ -5,6 +5,7 @@ import torch
 
 import dsa
 from dsa.kernels.moe import combine_experts_sm90 as kernels
+from dsa.ops._kernel_arguments import dtype_name
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -16,8 +17,8 @@ def inputs(dtype=torch.bfloat16, index_dtype=torch.int32, k=3):
 
 def test_every_dtype_has_a_kernel():
     for dtype in DTYPES:
-        name = str(dtype).removeprefix("torch.")
-        assert (kernels.compile_combine_experts, (name, "int64", True, True, True)) in kernels.shipped_variants()
+        arguments = dtype_name(dtype), "int64", True, True, True
+        assert (kernels.compile_combine_experts, arguments) in kernels.shipped_variants()
 
 
 def test_gradients_come_from_the_formula(launches):
@@ -45,9 +46,10 @@ def test_what_the_kernel_gets(dtype, index_dtype, launches):
     dsa.combine_experts(y, rows, weights, None, shared)
     assert out.shape == (7, 24) and out.dtype == dtype and out.is_contiguous()
     [(variant, arguments), (plain, others), (unweighted, rest), (added, last)] = launches
-    assert variant == (dtype, index_dtype, True, True, False)
-    assert plain == (dtype, index_dtype, True, False, False) and others[3] is others[4] is None
-    assert unweighted == (dtype, index_dtype, False, True, False) and rest[2] is None and rest[3] is shared
-    assert added == (dtype, index_dtype, True, False, True) and last[3] is None and last[4] is shared
+    dtypes = dtype_name(dtype), dtype_name(index_dtype)
+    assert variant == (*dtypes, True, True, False)
+    assert plain == (*dtypes, True, False, False) and others[3] is others[4] is None
+    assert unweighted == (*dtypes, False, True, False) and rest[2] is None and rest[3] is shared
+    assert added == (*dtypes, True, False, True) and last[3] is None and last[4] is shared
     assert arguments[0].data_ptr() == wide.data_ptr() and arguments[0].stride() == (48, 1)
     assert arguments[1] is rows and arguments[2].stride() == (1, 7) and arguments[3] is shared and arguments[5] is out

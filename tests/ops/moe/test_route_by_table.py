@@ -4,10 +4,11 @@ import pytest
 import torch
 
 import dsa
-from dsa import backends
 from dsa.kernels.moe import route_by_table_sm90 as kernels
 from dsa.kernels.moe.route_to_experts_limits import DTYPES, FEW_TOKENS, MAX_TOKENS, TILE_TOKENS
+from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops.moe import route_by_table as op
+from dsa.runtime import backends
 
 
 def inputs(tokens=7, channels=64, experts=32, top_k=3, dtype=torch.bfloat16):
@@ -24,7 +25,7 @@ def inputs(tokens=7, channels=64, experts=32, top_k=3, dtype=torch.bfloat16):
 def test_tokens_choose_the_tile(tokens, tile, dtype, launches):
     dsa.route_by_table(*inputs(tokens, dtype=dtype))
     [(variant, _)] = launches
-    assert variant == (dtype, tile, 32, 3)
+    assert variant == (dtype_name(dtype), tile, 32, 3)
 
 
 def test_what_ships():
@@ -34,4 +35,4 @@ def test_what_ships():
     gates = {arguments[:2] for _, arguments in moe_gate_sm90.shipped_variants() if arguments[2] == "sqrtsoftplus"}
     shipped = {arguments for _, arguments in kernels.shipped_variants()}
     assert shipped == {(DTYPES[0], tile, *gate) for gate in gates for tile in (FEW_TOKENS, TILE_TOKENS)}
-    assert backends.KERNELS["route_by_table"] == {"sm_90": kernels.__name__} and op.__all__ == ["route_by_table"]
+    assert backends.ARCHS["route_by_table"] == ["sm_90"] and op.__all__ == ["route_by_table"]

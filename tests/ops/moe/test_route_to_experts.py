@@ -4,10 +4,11 @@ import pytest
 import torch
 
 import dsa
-from dsa import backends
 from dsa.kernels.moe import route_to_experts_sm90 as kernels
 from dsa.kernels.moe.route_to_experts_limits import DTYPES, FEW_TOKENS, MAX_TOKENS, TILE_TOKENS
+from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops.moe import route_to_experts as op
+from dsa.runtime import backends
 
 OPTIONS = {"scores": "sigmoid", "n_group": 4, "topk_group": 2, "normalise": True, "scale": 2.5}
 
@@ -24,7 +25,7 @@ def inputs(tokens=7, channels=64, experts=32, dtype=torch.bfloat16):
 def test_tokens_choose_the_tile(tokens, tile, dtype, launches):
     dsa.route_to_experts(*inputs(tokens, dtype=dtype), 3, **OPTIONS)
     [(variant, _)] = launches
-    assert variant == (dtype, tile, 32, 3, "sigmoid", 4, 2, True)
+    assert variant == (dtype_name(dtype), tile, 32, 3, "sigmoid", 4, 2, True)
 
 
 def test_what_ships():
@@ -34,5 +35,4 @@ def test_what_ships():
     gates = {arguments for _, arguments in moe_gate_sm90.shipped_variants()}
     shipped = {arguments for _, arguments in kernels.shipped_variants()}
     assert shipped == {(DTYPES[0], tile, *gate) for gate in gates for tile in (FEW_TOKENS, TILE_TOKENS)}
-    assert backends.KERNELS["route_to_experts"] == {"sm_90": kernels.__name__}
-    assert op.__all__ == ["route_to_experts"]
+    assert backends.ARCHS["route_to_experts"] == ["sm_90"] and op.__all__ == ["route_to_experts"]

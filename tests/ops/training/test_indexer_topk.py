@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import dsa
-from dsa import backends
 from dsa.ops.training import indexer_topk as op
+from dsa.runtime import backends
 
 LENGTHS = [(300, 300), (0, 5), (129, 400), (1, 1), (5, 0), (200, 70)]
 

@@ -9,6 +9,7 @@ import torch
 import dsa
 from dsa.kernels.training import sparse_indexer_grad_sm90, sparse_indexer_target_sm90
 from dsa.ops.training import sparse_indexer_loss as op
+from dsa.runtime import variants
 
 
 def inputs(queries=5, heads=20, d=576, keys=30, k=70, index_heads=8, di=64, dtype=torch.bfloat16):
@@ -20,28 +21,25 @@ def inputs(queries=5, heads=20, d=576, keys=30, k=70, index_heads=8, di=64, dtyp
 
 @pytest.fixture
 def launches(kernel_path, monkeypatch):
-    """The bridge goes the kernels' way; what it would launch is listed, not run: loss 1, gradients of ones."""
+    """The op goes the kernels' way; what it would launch is listed, not run: loss 1, gradients of ones."""
     found = []
 
-    def forward(kernels, *variant):
+    def stand_in(variant):
         def launch(*arguments):
-            found.append((variant, arguments))
-            arguments[7].fill_(1.0)
-            arguments[8].fill_(0.5)
+            found.append((variant.arguments, arguments))
+            if variant.function == "compile_sparse_indexer_target":
+                kl, d_scores = arguments[7:9]
+                kl.fill_(1.0)
+                d_scores.fill_(0.5)
+            else:
+                dq, dw, sums = arguments[7:10]
+                dq.fill_(1.0)
+                dw.fill_(1.0)
+                sums.fill_(2**40 if sums.dtype == torch.int64 else 1)
 
         return launch
 
-    def backward(kernels, *variant):
-        def launch(*arguments):
-            found.append((variant, arguments))
-            for x in arguments[7:9]:
-                x.fill_(1.0)
-            arguments[9].fill_(2**40 if arguments[9].dtype == torch.int64 else 1)
-
-        return launch
-
-    monkeypatch.setattr(op, "_forward_kernel", forward)
-    monkeypatch.setattr(op, "_backward_kernel", backward)
+    monkeypatch.setattr(variants, "stand_in", stand_in)
     monkeypatch.setattr(
         op, "flash_mla_sparse_fwd", lambda q, *_: (None, None, torch.full(q.shape[:2], 7.0)), raising=True
     )

@@ -43,10 +43,10 @@ def test_what_is_launched(launches, d, sink):
     assert [x.shape for x in gradients] == [x.shape for x in (q, kv, own) if x is not None]
     before, main, behind = launches
     assert (before[:2], behind[:2]) == (
-        ("inputs", ("bfloat16", sink, True)),
-        ("reorder", ("bfloat16", d)),
+        ("backward_inputs", ("bfloat16", sink, True)),
+        ("reorder_sums", ("bfloat16", d)),
     )
-    assert main[:2] == ("backward", ("bfloat16", d, False))
+    assert main[:2] == ("sparse_mla_backward", ("bfloat16", d, False))
     *_, dq, sums, counter, scale, scale_log2, ctas = main[2]
     assert dq.shape == q.shape and (scale, ctas) == (0.1, 3) and scale_log2 == pytest.approx(0.1 / 0.6931472)
     # A row for each CTA behind the keys'.
@@ -59,11 +59,11 @@ def test_deterministic_works_on_some_queries_at_a_time(launches):
     backward(q, kv, indices, sink, deterministic=True)
     names = [name for name, *_ in launches]
     # 132 multiprocessors, and two units a query.
-    assert names == ["inputs", *["backward", "sum"] * 3, "reorder"]
-    assert [len(arguments[0]) for name, _, arguments in launches if name == "backward"] == [66, 66, 18]
-    assert [variant for name, variant, _ in launches if name == "backward"] == [("bfloat16", 576, True)] * 3
+    assert names == ["backward_inputs", *["sparse_mla_backward", "sum_lists"] * 3, "reorder_sums"]
+    assert [len(arguments[0]) for name, _, arguments in launches if name == "sparse_mla_backward"] == [66, 66, 18]
+    assert [variant for name, variant, _ in launches if name == "sparse_mla_backward"] == [("bfloat16", 576, True)] * 3
     # Each launch counts its units from 0.
-    counters = [arguments[7] for name, _, arguments in launches if name == "backward"]
+    counters = [arguments[7] for name, _, arguments in launches if name == "sparse_mla_backward"]
     assert all(x.eq(0).all() for x in counters) and len({x.data_ptr() for x in counters}) == 3
 
 
@@ -75,7 +75,7 @@ def test_torch_may_ask_for_it(launches):
     finally:
         torch.use_deterministic_algorithms(False)
     backward(*inputs())
-    assert [variant[2] for name, variant, _ in launches if name == "backward"] == [True, False, False]
+    assert [variant[2] for name, variant, _ in launches if name == "sparse_mla_backward"] == [True, False, False]
 
 
 def test_lists_name_every_pick_of_a_key():

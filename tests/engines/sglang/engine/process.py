@@ -19,7 +19,7 @@ import transformers
 import tvm_ffi
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PretrainedConfig  # noqa: F401
 
-from dsa import backends
+from dsa.runtime import backends
 from dsa_engines.replacements import find
 from dsa_engines.sglang import plugin, renamed, seams, warm_up
 from tests.engines.sglang import batches

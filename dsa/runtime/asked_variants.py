@@ -2,23 +2,15 @@
 the kernels' way up to the launch, and nothing is compiled."""
 
 import contextlib
-import importlib
+import functools
 from collections.abc import Iterator
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from dsa import backends
-from dsa.ops.declaration import Kernels, forget_calls
-
-
-class Variant(NamedTuple):
-    """A compile function of a module of kernels, by their names, and its arguments."""
-
-    module: str
-    function: str
-    arguments: tuple[Any, ...]
+from dsa.runtime import backends, variants
+from dsa.runtime.op import forget_calls
+from dsa.runtime.variants import Kernel, Variant
 
 
 @contextlib.contextmanager
@@ -26,26 +18,19 @@ def asked_variants(arch: str) -> Iterator[dict[Variant, None]]:
     """Within the block, ops of tensors on the meta device do what they do on a GPU of this arch but for the launches.
     Gives the variants that they ask for, in the order in which they do; the dict grows as they run.
 
-    Of the whole process: nothing else may call ops meanwhile. ImportError where the DSL is not installed.
+    For the whole process: nothing else may call ops meanwhile. An op raises ImportError where the DSL is not installed.
     """
     found: dict[Variant, None] = {}
-    # Bridges keep the kernels of a module at hand. These modules are new ones, so that every kernel is asked for, and
-    # nobody finds one of them later.
-    modules: dict[str, _NotedModule] = {}
 
-    def modules_of(kernels: Kernels, arch: str) -> "_NotedModule | tuple[_NotedModule, ...]":
-        row = kernels.rows[arch]
-        names = (row,) if isinstance(row, str) else row
-        for name in names:
-            if name not in modules:
-                modules[name] = _NotedModule(importlib.import_module(name), found)
-        return modules[row] if isinstance(row, str) else tuple(modules[name] for name in names)
+    def note(variant: Variant) -> Kernel:
+        found[variant] = None
+        return functools.partial(launch, variant)
 
     forget_calls()
     try:
         with contextlib.ExitStack() as stack:
             for replacement in (
-                (Kernels, "modules", modules_of),
+                (variants, "stand_in", note),
                 (backends, "runs_kernel", lambda *_: True),
                 (backends, "arch_of", lambda _: arch),
                 (backends, "on_device", lambda _: contextlib.nullcontext()),
@@ -57,22 +42,8 @@ def asked_variants(arch: str) -> Iterator[dict[Variant, None]]:
         forget_calls()
 
 
-class _NotedModule:
-    """A module of kernels whose compile functions note their arguments and give what launches nothing."""
-
-    def __init__(self, module: ModuleType, found: dict[Variant, None]) -> None:
-        self._module, self._found = module, found
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._module, name)
-        if not name.startswith("compile_"):
-            return value
-
-        def compiled(*arguments: Any) -> Any:
-            self._found[Variant(self._module.__name__, name, arguments)] = None
-            return lambda *_: None
-
-        return compiled
+def launch(variant: Variant, *arguments: Any) -> None:
+    """In place of the variant's kernel: nothing."""
 
 
 # What tensors on the meta device answer within the block: that they are on a GPU, and no to what only their contents

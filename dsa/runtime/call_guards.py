@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from dsa.ops.torch_shortcuts import HAS_SHORTCUTS, TensorGuards, current_device
+from dsa.runtime.torch_shortcuts import HAS_SHORTCUTS, TensorGuards, current_device
 
 Guard = Callable[..., bool]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dsa.ops.call_guards import Guard, guard
+from dsa.runtime.call_guards import Guard, guard
 
 _MOST = 4096  # signatures
 _MOST_STEPS = 256  # of these with steps of their own

@@ -20,13 +20,12 @@ import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dsa.ops.torch_shortcuts import HAS_SHORTCUTS, empty_cpu, empty_cuda, reinterpret
+from dsa.runtime.torch_shortcuts import HAS_SHORTCUTS, empty_cpu, empty_cuda, reinterpret
 
 Kernel = Callable[..., None]
 _thread = threading.local()
@@ -43,20 +42,9 @@ _SHORTCUTS = {
 _UNSEEN = {torch.ops.aten._local_scalar_dense, torch.ops.aten.lift, torch.ops.aten.lift_fresh}
 
 
-class NotedKernels:
-    """A module of kernels whose compiled functions are noted when they are launched; all else is the module's."""
+def noted(kernel: Kernel) -> Kernel:
+    """The kernel, whose launches are steps of a call that is recorded meanwhile."""
 
-    def __init__(self, module: ModuleType) -> None:
-        self.module = module
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self.module, name)
-        if not name.startswith("compile_"):
-            return value
-        return lambda *variant: _noted(value(*variant))
-
-
-def _noted(kernel: Kernel) -> Kernel:
     def launch(*arguments: Any) -> None:
         kernel(*arguments)
         recording = getattr(_thread, "recording", None)

@@ -1,20 +1,16 @@
 """What follows from an op's declaration: the reference, the kernels, torch.library, gradients, remembered checks."""
 
-import sys
-import types
-
 import pytest
 import torch
 
 import dsa
-from dsa import backends
-from dsa.ops import declaration
-from dsa.ops.declaration import Kernels, op, rows_of
-from dsa.ops.known_calls import REPEATS
 from dsa.reference.arguments import F32, ROWS, Arguments, Flag, Number, Tensor
+from dsa.runtime import backends
+from dsa.runtime import op as declaration
+from dsa.runtime.known_calls import REPEATS
+from dsa.runtime.op import op
 
-KERNELS = "dsa.kernels.elementwise.made_up_sm90"
-checked = []
+checked, launched = [], []
 
 SCALE_ROWS = Arguments(
     rule=lambda x, negate: checked.append((x, negate)),
@@ -31,35 +27,39 @@ ADD_TO = Arguments(
 
 @pytest.fixture(scope="module", autouse=True)
 def ops():
-    """Two ops for these tests; their kernels are a module that notes what it is asked for."""
-    before = dict(declaration.OPS), dict(backends.KERNELS)
-    module = types.ModuleType(KERNELS)
-    module.calls = []
-    sys.modules[KERNELS] = module
+    """Three ops for these tests; their launches note what they get."""
+    tables = declaration.OPS, backends.ARCHS
+    before = [dict(table) for table in tables]
 
     @op(
         arguments=SCALE_ROWS,
         reference=_scaled,
         results=lambda x: torch.empty_like(x),
-        kernels={"sm_90": KERNELS},
         limits=_limits,
         differentiable=True,
     )
-    def _test_scale_rows(kernels, x: torch.Tensor, by: float, negate: bool) -> torch.Tensor:
-        kernels.calls.append((x, by, negate))
+    def _test_scale_rows(x: torch.Tensor, by: float, negate: bool) -> torch.Tensor:
+        launched.append((x, by, negate))
         return torch.full_like(x, 7.0)
 
-    @op(
-        arguments=ADD_TO,
-        reference=_add_to,
-        kernels={"sm_90": (KERNELS, KERNELS)},
-    )
-    def _test_add_to(kernels, x: torch.Tensor, out: torch.Tensor, copy: torch.Tensor | None) -> None:
-        assert [noted.module for noted in kernels] == [module, module]
+    @op(arguments=ADD_TO, reference=_add_to)
+    def _test_add_to(x: torch.Tensor, out: torch.Tensor, copy: torch.Tensor | None) -> None:
+        pass
 
-    yield {"scale": _test_scale_rows, "add": _test_add_to, "kernels": module}
-    del sys.modules[KERNELS]
-    for table, old in zip((declaration.OPS, backends.KERNELS), before):
+    @op(
+        arguments=Arguments(pair=Tensor("T", F32, name="a[0]"), other=Tensor("T", F32, name="a[1]")),
+        reference=lambda a: (a[0] + a[1], a[0] - a[1]),
+        results=lambda pair: (torch.empty_like(pair), torch.empty_like(pair)),
+        out={"total": Tensor("T", F32)},
+    )
+    def _test_sums(
+        pair: torch.Tensor, other: torch.Tensor, total: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total = torch.empty_like(pair) if total is None else total
+        return total.fill_(5), torch.full_like(pair, 6)
+
+    yield {"scale": _test_scale_rows, "add": _test_add_to, "sums": _test_sums}
+    for table, old in zip(tables, before):
         table.clear()
         table.update(old)
 
@@ -82,20 +82,20 @@ def _limits(x):
 @pytest.fixture(autouse=True)
 def forget(ops):
     checked.clear()
-    ops["kernels"].calls.clear()
+    launched.clear()
     declaration.forget_calls()
 
 
 def test_the_reference_runs_on_a_cpu(ops):
     x = torch.randn(3, 8)
     assert torch.equal(ops["scale"](x, 2.0, True), -2 * x)
-    assert not ops["kernels"].calls
+    assert not launched
 
 
 def test_the_kernels_of_the_gpu_run(ops, kernel_path):
     x = torch.randn(3, 8)
     assert (ops["scale"](x, 2.0, False) == 7).all()
-    [(got, by, negate)] = ops["kernels"].calls
+    [(got, by, negate)] = launched
     assert got is x and (by, negate) == (2.0, False)
     ops["add"](x, torch.zeros(3, 8), None)
 
@@ -103,7 +103,7 @@ def test_the_kernels_of_the_gpu_run(ops, kernel_path):
 def test_a_call_in_order_is_checked_once(ops, kernel_path):
     for _ in range(3):
         ops["scale"](torch.randn(3, 8), 2.0, False)
-    assert len(checked) == 1 and len(ops["kernels"].calls) == 3
+    assert len(checked) == 1 and len(launched) == 3
     others = [
         (torch.randn(4, 8), 2.0, False),
         (torch.randn(3, 16)[:, :8], 2.0, False),
@@ -133,8 +133,8 @@ def test_a_call_that_comes_again_is_recorded_once(ops, kernel_path, recorded):
     x = torch.randn(3, 8)
     for _ in range(REPEATS):
         assert (ops["scale"](x, 2.0, False) == 7).all()
-    assert len(recorded) == 1 and len(ops["kernels"].calls) == REPEATS
-    assert ops["scale"](x, 2.0, False) == "steps" and len(ops["kernels"].calls) == REPEATS
+    assert len(recorded) == 1 and len(launched) == REPEATS
+    assert ops["scale"](x, 2.0, False) == "steps" and len(launched) == REPEATS
     assert (ops["scale"](x, 3.0, False) == 7).all()  # another
     with dsa.use_backend("reference"):
         assert ops["scale"](x, 2.0, False) != "steps"
@@ -180,7 +180,7 @@ def test_a_call_out_of_order_is_refused_every_time(ops, kernel_path):
             ops["scale"](torch.zeros(2, 9)[:, :8], 2.0, False)
         with pytest.raises(TypeError, match="negate: must be True or False, got int"):
             ops["scale"](torch.zeros(2, 8), 2.0, 1)
-    assert not ops["kernels"].calls
+    assert not launched
 
 
 def test_limits_and_layouts_are_the_kernels_alone(ops):
@@ -204,10 +204,10 @@ def test_gradients_run_the_reference(ops, kernel_path):
     x = torch.randn(3, 8, requires_grad=True)
     y = ops["scale"](x, 3.0, False)
     y.sum().backward()
-    assert (x.grad == 3).all() and not ops["kernels"].calls
+    assert (x.grad == 3).all() and not launched
     with torch.no_grad():
         ops["scale"](x, 3.0, False)
-    assert len(ops["kernels"].calls) == 1
+    assert len(launched) == 1
 
 
 def test_it_is_one_node_of_a_compiled_graph(ops):
@@ -259,12 +259,11 @@ def doubling(ops):
     @op(
         arguments=Arguments(x=Tensor("T", (torch.float32, torch.float64))),
         reference=lambda x: 2 * x,
-        kernels={"sm_90": KERNELS},
         autograd=True,
         dtypes=(torch.float32,),
         public="test_add_to",
     )
-    def _test_double(kernels, x: torch.Tensor) -> torch.Tensor:
+    def _test_double(x: torch.Tensor) -> torch.Tensor:
         return Double.apply(x)
 
     return _test_double
@@ -294,7 +293,7 @@ def test_a_dtype_without_a_kernel_runs_the_reference_and_says_so(doubling, kerne
 
 
 def test_errors_and_the_table_say_the_public_functions_name(doubling):
-    assert backends.KERNELS["test_add_to"] == {"sm_90": KERNELS} and "test_double" not in backends.KERNELS
+    assert backends.ARCHS["test_add_to"] == ["sm_90"] and "test_double" not in backends.ARCHS
     with dsa.use_backend("cute"), pytest.raises(ValueError, match="test_add_to: backend 'cute' was asked for"):
         doubling(torch.ones(2))
 
@@ -304,7 +303,7 @@ def test_arguments_may_be_checked_before_a_call(ops, kernel_path):
         ops["scale"].check(torch.zeros(2, 72), 2.0, False)
     ops["scale"].check(torch.zeros(2, 8), 2.0, False)
     ops["scale"](torch.zeros(2, 8), 2.0, False)
-    assert len(checked) == 2 and len(ops["kernels"].calls) == 1
+    assert len(checked) == 2 and len(launched) == 1
 
 
 def test_functions_of_a_declaration_get_what_they_name(ops):
@@ -331,36 +330,47 @@ def test_a_function_that_names_no_argument_is_refused(changes, message):
     functions = {"reference": _scaled, "results": lambda x: x, "limits": None} | changes
     with pytest.raises(TypeError, match=message):
 
-        @op(arguments=SCALE_ROWS, kernels={"sm_90": KERNELS}, **functions)
-        def _test_wrong(kernels, x: torch.Tensor, by: float, negate: bool) -> torch.Tensor:
+        @op(arguments=SCALE_ROWS, **functions)
+        def _test_wrong(x: torch.Tensor, by: float, negate: bool) -> torch.Tensor:
             return x
 
-    assert "test_wrong" not in declaration.OPS and "test_wrong" not in backends.KERNELS
+    assert "test_wrong" not in declaration.OPS and "test_wrong" not in backends.ARCHS
 
 
 def test_a_launch_takes_all_arguments_in_their_order():
-    message = "_test_wrong: must take kernels, x, by, negate, got kernels, x, negate, by"
+    message = "_test_wrong: must take x, by, negate, got x, negate, by"
     with pytest.raises(TypeError, match=message):
 
-        @op(arguments=SCALE_ROWS, reference=_scaled, results=lambda x: x, kernels={"sm_90": KERNELS})
-        def _test_wrong(kernels, x: torch.Tensor, negate: bool, by: float) -> torch.Tensor:
+        @op(arguments=SCALE_ROWS, reference=_scaled, results=lambda x: x)
+        def _test_wrong(x: torch.Tensor, negate: bool, by: float) -> torch.Tensor:
             return x
 
 
-def test_kernels_are_found_by_arch(ops):
-    both = Kernels("both", {"sm_90": (KERNELS, KERNELS), "sm_100": "dsa.kernels.elementwise.made_up_sm100"})
-    assert [noted.module for noted in both.modules("sm_90")] == [ops["kernels"]] * 2
-    assert Kernels("one", {"sm_90": KERNELS}).modules("sm_90").module is ops["kernels"]
-    with pytest.raises(ValueError, match=rf"one: has no sm_100 kernel beside {KERNELS} \(sm_90\)"):
-        Kernels("one", {"sm_90": KERNELS}).modules("sm_100")
+def test_another_arch_has_a_launch_of_its_own(ops, kernel_path, monkeypatch):
+    @ops["scale"].on("sm_100")
+    def _test_scale_rows_sm100(x: torch.Tensor, by: float, negate: bool) -> torch.Tensor:
+        return torch.full_like(x, 8.0)
+
+    x = torch.randn(3, 8)
+    assert (ops["scale"](x, 2.0, False) == 7).all()
+    monkeypatch.setattr(backends, "arch_of", lambda _: "sm_100")
+    assert (ops["scale"](x, 2.0, False) == 8).all()
+    assert backends.ARCHS["test_scale_rows"] == ["sm_90", "sm_100"]
+    del ops["scale"].launches["sm_100"], backends.ARCHS["test_scale_rows"][1]
 
 
-def test_an_op_of_parts_has_the_archs_that_all_parts_have():
-    first, second = Kernels("first", {"sm_90": "a_sm90", "sm_100": "a_sm100"}), Kernels("second", {"sm_90": ("b", "c")})
-    assert rows_of(first, second) == {"sm_90": ("a_sm90", "b", "c")}
-    assert rows_of(first) == {"sm_90": ("a_sm90",), "sm_100": ("a_sm100",)}
-
-
-def test_modules_of_ops_of_one_public_function_are_one_row():
-    assert declaration._together("a", "a") == "a" and declaration._together((), ("a", "b")) == ("a", "b")
-    assert declaration._together(("a", "b"), ("b", "c")) == ("a", "b", "c")
+def test_outputs_of_the_caller(ops, request):
+    """By the reference and by the kernels; torch knows the op with the output as another one."""
+    x, y, total = torch.tensor([1.0, 2]), torch.tensor([3.0, 5]), torch.zeros(2)
+    sums = ops["sums"]
+    assert [found.tolist() for found in sums(x, y)] == [[4, 7], [-2, -3]]
+    assert sums.into(x, y, total).tolist() == [-2, -3] and total.tolist() == [4, 7]
+    with pytest.raises(ValueError, match=r"total: shape must be \[2\], got \[3\]"):
+        sums.into(x, y, torch.zeros(3))
+    with pytest.raises(ValueError, match="total: is written in place, must not require gradients"):
+        sums.into(x, y, torch.zeros(2, requires_grad=True))
+    torch.library.opcheck(torch.ops.dsa.test_sums, (x, y))
+    torch.library.opcheck(torch.ops.dsa.test_sums_out, (x, y, total))
+    request.getfixturevalue("kernel_path")
+    assert [found.tolist() for found in sums(x, y)] == [[5, 5], [6, 6]]
+    assert sums.into(x, y, total).tolist() == [6, 6] and total.tolist() == [5, 5]

@@ -1,6 +1,6 @@
 """Which implementation an op runs: "cute" (CuTe DSL kernels) or "reference" (plain PyTorch, on any device).
 
-KERNELS says for which GPUs an op has kernels. Without a choice by the user, tensors on such a GPU take the kernels and
+ARCHS says for which GPUs an op has kernels. Without a choice by the user, tensors on such a GPU take the kernels and
 all others the references. The environment variable DSA_BACKEND and `with use_backend(...)`, which goes before it, force
 one. Nothing falls back quietly: a shape that a kernel does not take is an error, and an op that has no kernel for a GPU
 for which others have one says so once, as a warning.
@@ -20,16 +20,15 @@ import torch
 from dsa.reference.checks import torch_device
 
 BACKENDS = ("cute", "reference")
-# The table of kernels: op -> arch -> the module or modules of its kernels. An op's row is part of its declaration
-# (dsa.ops.declaration), and an arch is a GPU's compute capability.
-KERNELS: dict[str, dict[str, str | tuple[str, ...]]] = {}
+# Public function -> the archs (compute capabilities of GPUs) for which one of its ops has kernels (dsa.runtime.op).
+ARCHS: dict[str, list[str]] = {}
 ARCH_NAMES = {"sm_90": "Hopper", "sm_100": "Blackwell", "sm_103": "Blackwell Ultra", "sm_120": "Blackwell RTX"}
 _override: contextvars.ContextVar[str | None] = contextvars.ContextVar("dsa_backend", default=None)
 
 
 def archs() -> list[str]:
     """The archs for which there are kernels."""
-    return sorted({arch for rows in KERNELS.values() for arch in rows})
+    return sorted({arch for archs in ARCHS.values() for arch in archs})
 
 
 def why_no_kernels(device: torch.device | None = None) -> str | None:
@@ -97,10 +96,10 @@ def allows_kernels() -> bool:
     return _chosen() != "reference"
 
 
-def runs_kernel(op: str, tensor: torch.Tensor, rows: Collection[str] = ()) -> bool:
+def runs_kernel(op: str, tensor: torch.Tensor, of_part: Collection[str] = ()) -> bool:
     """Whether `op` launches its kernel on `tensor`; ValueError when the kernels were asked for and cannot run.
 
-    rows  the archs of a part of the op that has kernels of its own; () for those of the whole op
+    of_part  the archs of a part of the op that has kernels of its own; () for those of the whole op
     """
     chosen, device = _chosen(), tensor.device
     if chosen == "reference" or (chosen is None and device.type != "cuda"):
@@ -109,7 +108,7 @@ def runs_kernel(op: str, tensor: torch.Tensor, rows: Collection[str] = ()) -> bo
         reason = why_no_kernels(device)
     else:
         reason = why_no_kernels() or f"the tensors are on {device}"
-    if reason is None and (arch := arch_of(device)) not in (there := rows or KERNELS.get(op) or archs()):
+    if reason is None and (arch := arch_of(device)) not in (there := of_part or ARCHS.get(op) or archs()):
         reason = f"the GPU is {arch}, and the op's kernels are for {_names(there)}"
         if chosen is None and op not in _warned:
             _warned.add(op)

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from dsa.ops.known_calls import KnownCalls, first_shape, signature
+from dsa.runtime.known_calls import KnownCalls, first_shape, signature
 
 X = torch.zeros(4, 8)
 

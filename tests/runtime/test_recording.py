@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from dsa.ops.recording import NotedKernels, record
+from dsa.runtime.recording import noted, record
 
 X, Y = torch.arange(24.0).view(4, 6), torch.arange(24.0).view(4, 6) + 100
 
@@ -32,10 +32,10 @@ def kernels():
                 for x in tensors:
                     x += sign * (by or 0)
 
-        return kernel
+        return noted(kernel)
 
-    module.compile_add, module.LIMIT = compile_add, 5
-    return NotedKernels(module)
+    module.compile_add = compile_add
+    return module
 
 
 def again(call, first, second):
@@ -114,7 +114,7 @@ def test_lists_numbers_and_what_is_not_given(kernels):
     def call(tensors, by, name):
         if name == "both":
             kernels.compile_add(1)([tensors[0], tensors[1][:2]], by)
-        return torch.cat(tensors) * kernels.LIMIT
+        return torch.cat(tensors) * 5
 
     firsts, seconds, thirds = ([x.clone(), y.clone()] for x, y in ((X, Y), (Y, X), (Y, X)))
     for by in (None, 7):
@@ -237,7 +237,7 @@ def test_a_recording_does_not_import_what_compiles():
     """torch.compile takes seconds to import, which a process's first call would wait for."""
     code = (
         "import sys, torch\n"
-        "from dsa.ops.recording import record\n"
+        "from dsa.runtime.recording import record\n"
         "record(lambda x: x.new_empty(3) + x[:, 0].sum(), (torch.ones(2, 3),))\n"
         "sys.exit('torch._dynamo' in sys.modules)"
     )

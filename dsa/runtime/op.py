@@ -1,27 +1,31 @@
-"""How an op is declared: once. Its eager path, its torch.library op and its fake follow from the declaration.
+"""An op's record: declared once. The eager path, the torch.library op and its fake follow from it.
 
     @op(
         arguments=reference.RMS_NORM,
         reference=reference.rms_norm,
         results=_results,
-        kernels={"sm_90": "dsa.kernels.elementwise.rms_norm_sm90"},
         limits=_check_limits,
         differentiable=True,
     )
-    def _rms_norm(kernels: ModuleType, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-        out = _results(x)
-        ...  # launch
+    def _rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+        from dsa.kernels.elementwise import rms_norm_sm90 as kernel
 
-The function that is decorated launches the kernels; its caller has checked the arguments. Its first parameter is the
-kernels' module, the others are the op's arguments, all of them, as the specs name and order them: tensors, numbers and
-strings in one flat list, which is what PyTorch's custom ops take. The other functions of a declaration name as
-parameters the arguments that they use, and get these. The public function in front of the op has its name, its keyword
-arguments and its docstring.
+        out = _results(x)
+        ...  # kernel.compile_rms_norm(...)(x, weight, out, eps)
+        return out
+
+The decorated function launches Hopper's kernels. It imports them itself, so that `import dsa` imports no compiler, and
+its caller has checked the arguments. `@_rms_norm.on("sm_100")` decorates the function that launches another arch's.
+Outputs that a caller may give are declared by `out`: the launch takes them last, as None where it allocates them, and
+returns them first. `_rms_norm.into(*arguments, out)` writes to them and returns the other results.
+Parameters are the op's arguments, all of them, as the specs name and order them: tensors, numbers and strings in one
+flat list, which is what PyTorch's custom ops take. `reference`, `results` and `limits` take those that they name. The
+public function has the op's name, keyword arguments and docstring.
 
 A call of the op
 - that asks for gradients, of an op that is `differentiable`, runs the reference, which is plain PyTorch;
 - under torch.compile is one node of the graph, `torch.ops.dsa.NAME`, whose fake is `arguments.check` and `results`;
-- else runs the kernels or the reference, as dsa.backends decides by the tensors' device and the table of kernels.
+- else runs the kernels or the reference, as dsa.runtime.backends decides by the tensors' device and the op's archs.
 
 An op that has gradients of its own is declared with `autograd`: it launches a torch.autograd.Function, and of such ops
 none is registered with torch. torch.compile breaks its graph there, so `fullgraph=True` does not take it.
@@ -32,89 +36,78 @@ remembered by all that these look at (`known_calls`), and one that comes again a
 its arguments and from nothing else.
 """
 
-import functools
-import importlib
 import inspect
-from collections.abc import Callable, Mapping
+import typing
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from dsa import backends
-from dsa.ops.known_calls import REPEATS, KnownCalls, first_shape, signature
-from dsa.ops.recording import NotedKernels, is_recording, record
-from dsa.reference.arguments import Arguments
+from dsa.reference.arguments import Arguments, Tensor
+from dsa.reference.checks import check_updatable
+from dsa.runtime import backends
+from dsa.runtime.known_calls import REPEATS, KnownCalls, first_shape, signature
+from dsa.runtime.recording import is_recording, record
 
 OPS: dict[str, "Op"] = {}
-Row = str | tuple[str, ...]
-
-
-class Kernels:
-    """Where the kernels of an op, or of a part of one, are.
-
-    name  what errors call them
-    rows  GPU arch -> the name of a module, or of several
-    """
-
-    def __init__(self, name: str, rows: Mapping[str, Row]) -> None:
-        self.name, self.rows = name, dict(rows)
-        self._modules: dict[str, NotedKernels | tuple[NotedKernels, ...]] = {}
-
-    def modules(self, arch: str) -> NotedKernels | tuple[NotedKernels, ...]:
-        """The kernels for an arch: what its row names, a module or a tuple of them."""
-        if arch not in self._modules:
-            if arch not in self.rows:
-                there = ", ".join(f"{name} ({other})" for other, row in self.rows.items() for name in _names(row))
-                raise ValueError(f"{self.name}: has no {arch} kernel beside {there}")
-            row = self.rows[arch]
-            modules = tuple(NotedKernels(importlib.import_module(name)) for name in _names(row))
-            self._modules[arch] = modules[0] if isinstance(row, str) else modules
-        return self._modules[arch]
-
-
-def rows_of(*parts: Kernels) -> dict[str, Row]:
-    """The rows of an op that launches these parts' kernels: of the archs that every part has kernels for."""
-    archs = [arch for arch in parts[0].rows if all(arch in part.rows for part in parts)]
-    return {arch: tuple(name for part in parts for name in _names(part.rows[arch])) for arch in archs}
+HOPPER = "sm_90"
+Launch = Callable[..., Any]
 
 
 class Op:
-    """A declared op, to be called with all of its arguments in their order."""
+    """A declared op, to be called with all of its arguments in their order.
+
+    into  the same op with its declared outputs as last arguments, which it writes to. It returns the other results
+    """
+
+    into: "Op"
 
     def __init__(
         self,
         name: str,
-        launch: Callable[..., Any],
         arguments: Arguments,
         reference: Callable[..., Any],
         results: Callable[..., Any] | None,
-        kernels: Mapping[str, Row],
         limits: Callable[..., None] | None,
         differentiable: bool,
         autograd: bool,
         dtypes: tuple[torch.dtype, ...],
         public: str,
     ) -> None:
-        names, accepted = [*inspect.signature(launch).parameters], ["kernels", *arguments.specs]
-        if names != accepted:
-            raise TypeError(f"_{name}: must take {', '.join(accepted)}, got {', '.join(names)}")
-        self.name, self.launch, self.arguments, self.public = name, launch, arguments, public or name
-        self.reference = arguments.taking(f"reference of {name}", reference)
-        self.results = None if results is None else arguments.taking(f"results of {name}", results)
-        self.limits = None if limits is None else arguments.taking(f"limits of {name}", limits)
+        """reference, results and limits take all arguments in their order."""
+        self.name, self.arguments, self.public = name, arguments, public
+        self.reference, self.results, self.limits = reference, results, limits
         self.differentiable, self.autograd, self.dtypes = differentiable, autograd, dtypes
-        self.kernels = Kernels(self.public, kernels)
-        table = backends.KERNELS.setdefault(self.public, {})
-        for arch, row in self.kernels.rows.items():
-            table[arch] = _together(table.get(arch, ()), row)
+        self.launches: dict[str, Launch] = {}
         self.known = KnownCalls()
         places = {argument: i for i, argument in enumerate(arguments.specs)}
         self._written = tuple(places[argument] for argument in arguments.written)
         # What is written may be the tensor that it is like, and limits may be others then.
         like = ((argument, arguments.specs[argument].like) for argument in arguments.written)
         self._in_place = tuple((places[argument], places[other]) for argument, other in like if other)
-        if not autograd:
-            self._register()
+
+    def on(self, arch: str) -> Callable[[Launch], Launch]:
+        """Decorates the function that launches the kernels for an arch, as "sm_100"."""
+
+        def keep(launch: Launch) -> Launch:
+            into: Op | None = getattr(self, "into", None)
+            names, accepted = [*inspect.signature(launch).parameters], [*(into or self).arguments.specs]
+            if names != accepted:
+                raise TypeError(f"{launch.__name__}: must take {', '.join(accepted)}, got {', '.join(names)}")
+            if into is None:
+                self._keep(arch, launch)
+            else:
+                outputs = len(accepted) - len(self.arguments.specs)
+                self._keep(arch, _with_none(launch, outputs))
+                into._keep(arch, lambda *given: _rest(launch(*given), outputs))
+            return launch
+
+        return keep
+
+    def _keep(self, arch: str, launch: Launch) -> None:
+        self.launches[arch] = launch
+        archs = backends.ARCHS.setdefault(self.public, [])
+        archs += [] if arch in archs else [arch]
 
     def __call__(self, *arguments: Any) -> Any:
         if not torch.compiler.is_compiling() and self.known.guarded and backends.allows_kernels():
@@ -147,7 +140,7 @@ class Op:
             return self.reference(*arguments)
         call = self._signature(arguments) if call is None else call
         self._check_for_kernels(call, arguments)
-        launch = functools.partial(self.launch_on, tensor.device)
+        launch = self.launches[backends.arch_of(tensor.device)]
         with backends.on_device(tensor):
             if self.autograd or is_recording() or self.known.count(call) != REPEATS:
                 return launch(*arguments)
@@ -162,7 +155,7 @@ class Op:
 
     def runs_kernel(self, tensor: torch.Tensor) -> bool:
         """Whether this op has kernels for the tensor's GPU, where its public function's other parts may have some."""
-        return backends.runs_kernel(self.public, tensor, self.kernels.rows)
+        return backends.runs_kernel(self.public, tensor, self.launches)
 
     def check(self, *arguments: Any) -> None:
         """Raises what a call with these would raise before anything is launched."""
@@ -175,7 +168,7 @@ class Op:
 
     def launch_on(self, device: torch.device, *arguments: Any) -> Any:
         """Launches the kernels for arguments that another op, which runs its own on this device, has checked."""
-        return self.launch(self.kernels.modules(backends.arch_of(device)), *arguments)
+        return self.launches[backends.arch_of(device)](*arguments)
 
     def _lacks_dtype(self, tensor: torch.Tensor | None) -> bool:
         """Whether no kernel takes the dtype of the op's first tensor."""
@@ -213,15 +206,16 @@ class Op:
         try:
             self.limits(*arguments)
         except ValueError as error:
-            archs = " and ".join(self.kernels.rows)
+            archs = " and ".join(self.launches)
             raise ValueError(f"{error} (kernels for {archs})") from None
 
-    def _register(self) -> None:
+    def register(self, signature: inspect.Signature) -> None:
+        """With torch, as an op of this signature."""
+
         def prototype() -> None:
             """Has the signature of the op."""
 
-        whole = inspect.signature(self.launch)
-        prototype.__signature__ = whole.replace(parameters=list(whole.parameters.values())[1:])
+        prototype.__signature__ = signature
         schema = torch.library.infer_schema(prototype, mutates_args=self.arguments.written)
         name, written = f"dsa::{self.name}", self.arguments.written
         torch.library.custom_op(name, self.run, mutates_args=written, schema=schema)
@@ -237,44 +231,94 @@ def op(
     *,
     arguments: Arguments,
     reference: Callable[..., Any],
-    kernels: Mapping[str, Row],
     results: Callable[..., Any] | None = None,
     limits: Callable[..., None] | None = None,
+    out: Mapping[str, Tensor] | None = None,
     differentiable: bool = False,
     autograd: bool = False,
     dtypes: tuple[torch.dtype, ...] = (),
     public: str = "",
-) -> Callable[[Callable[..., Any]], Op]:
-    """Declares the op NAME with the function `_NAME`, which launches its kernels.
+) -> Callable[[Launch], Op]:
+    """Declares the op NAME with the function `_NAME`, which launches its kernels for Hopper.
 
     `reference`, `results` and `limits` get the arguments that their parameters name. TypeError where a function names
     what is no argument, and where the launch does not take all of them.
 
     arguments       their specs
     reference       the same function in PyTorch
-    kernels         the op's rows in the table of kernels: arch -> module or modules, which the launch gets first
     results         allocates what the op returns; of meta tensors too. None for an op that writes to its arguments and
                     returns nothing, and for one with `autograd`
     limits          raises ValueError for arguments that the specs allow and the kernels do not take
-    differentiable  where a gradient is asked for, the reference runs
+    out             specs of the first results that a caller may give (`Op.into`). The launch takes them after the
+                    arguments, as None where it allocates them. torch knows this op as NAME_out
+    differentiable  where a gradient is asked for and the caller gives no output, the reference runs
     autograd        what is launched has gradients of its own
     dtypes          of the first tensor, those that the kernels take, if not all of its spec's: for the others the
                     reference runs, with a warning where the kernels would have run
-    public          the public function that the op is a part of, if that has another name: errors, warnings and the
-                    table of kernels say that name
+    public          the public function that the op is a part of, if that has another name: errors and warnings say
+                    that name
     """
     if results is None and not autograd and not arguments.written:
         raise TypeError("results: must be given for an op that returns something, got None")
+    outputs = dict(out or {})
 
-    def declare(launch: Callable[..., Any]) -> Op:
+    def declare(launch: Launch) -> Op:
         name = launch.__name__.removeprefix("_")
-        OPS[name] = Op(
-            *(name, launch, arguments, reference, results, kernels, limits),
-            *(differentiable, autograd, dtypes, public),
-        )
-        return OPS[name]
+        found = arguments.taking(f"reference of {name}", reference)
+        made = None if results is None else arguments.taking(f"results of {name}", results)
+        every = arguments.writing(outputs) if outputs else arguments
+        check = None if limits is None else every.taking(f"limits of {name}", limits)
+        options = differentiable, autograd, dtypes, public or name
+        declared = Op(name, arguments, found, made, _with_none(check, len(outputs)), *options)
+        signature = inspect.signature(launch)
+        if outputs:
+            declared.into = Op(f"{name}_out", every, *_writing(found, made, [*outputs]), check, False, *options[1:])
+        declared.on(HOPPER)(launch)
+        OPS[name] = declared
+        kept = [signature.parameters[argument] for argument in arguments.specs]
+        if not autograd:
+            declared.register(signature.replace(parameters=kept))
+        if outputs:
+            OPS[f"{name}_out"] = declared.into
+            rest = _rest(typing.get_args(signature.return_annotation) or (signature.return_annotation,), len(outputs))
+            given = [signature.parameters[name].replace(annotation=torch.Tensor) for name in outputs]
+            returns = tuple[*rest] if type(rest) is tuple else rest
+            declared.into.register(signature.replace(parameters=[*kept, *given], return_annotation=returns))
+        return declared
 
     return declare
+
+
+def _with_none(function: Callable[..., Any] | None, count: int) -> Callable[..., Any] | None:
+    """The function with None for so many outputs at the end."""
+    if function is None or not count:
+        return function
+    nothing = (None,) * count
+    return lambda *arguments: function(*arguments, *nothing)
+
+
+def _writing(
+    reference: Callable[..., Any], results: Callable[..., Any], names: Sequence[str]
+) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
+    """(reference, results) of an op to which the caller gives its first results, behind the arguments."""
+    count = len(names)
+
+    def write(*given: Any) -> Any:
+        arguments, outputs = given[:-count], given[-count:]
+        for name, output in zip(names, outputs):
+            check_updatable(name, output)
+        found = reference(*arguments)
+        for output, values in zip(outputs, found if isinstance(found, tuple) else (found,)):
+            output.copy_(values)
+        return _rest(found, count)
+
+    return write, lambda *given: _rest(results(*given[:-count]), count)
+
+
+def _rest(results: Any, count: int) -> Any:
+    """Results behind the first `count`: None, one, or a tuple of them."""
+    rest = results[count:] if isinstance(results, tuple) else ()
+    return rest if len(rest) > 1 else rest[0] if rest else None
 
 
 def forget_calls() -> None:
@@ -303,16 +347,6 @@ def _first_tensor(arguments: tuple[Any, ...]) -> torch.Tensor | None:
     if isinstance(first, torch.Tensor):
         return first
     return next((x for x in _flat(arguments) if isinstance(x, torch.Tensor)), None)
-
-
-def _names(row: Row) -> tuple[str, ...]:
-    return (row,) if isinstance(row, str) else row
-
-
-def _together(first: Row, second: Row) -> Row:
-    """A row of the table with the modules of two ops of a public function."""
-    found = tuple(dict.fromkeys((*_names(first), *_names(second))))
-    return found[0] if len(found) == 1 else found
 
 
 def _flat(arguments: tuple[Any, ...]) -> list[Any]:

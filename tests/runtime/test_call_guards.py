@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dsa.ops import call_guards, recording, torch_shortcuts
-from dsa.ops.call_guards import guard
-from dsa.ops.known_calls import KnownCalls, signature
-from dsa.ops.torch_shortcuts import HAS_SHORTCUTS
+from dsa.runtime import call_guards, recording, torch_shortcuts
+from dsa.runtime.call_guards import guard
+from dsa.runtime.known_calls import KnownCalls, signature
+from dsa.runtime.torch_shortcuts import HAS_SHORTCUTS
 
 X = torch.zeros(4, 8)
 UNALIGNED = torch.zeros(33)[1:].view(4, 8)
@@ -122,7 +122,7 @@ def test_arguments_that_begin_together_or_not():
 
 def test_guards_of_a_signature_and_of_a_shape_are_few(monkeypatch):
     made = []
-    monkeypatch.setattr("dsa.ops.known_calls.guard", lambda *call: made.append(call) or call_guards.guard(*call))
+    monkeypatch.setattr("dsa.runtime.known_calls.guard", lambda *call: made.append(call) or call_guards.guard(*call))
     known = KnownCalls()
     for i in range(20):
         call = signature(X, i)
@@ -148,12 +148,11 @@ def test_without_shortcuts_calls_are_recorded_by_public_functions(monkeypatch):
     monkeypatch.setattr(call_guards, "HAS_SHORTCUTS", False)
     monkeypatch.setattr(recording, "HAS_SHORTCUTS", False)
     assert guard((X,)) is None
-    kernels = recording.NotedKernels(type(recording)("made_up"))
-    kernels.module.compile_add = lambda: lambda out, x: out.copy_(x).add_(1)
+    add = recording.noted(lambda out, x: out.copy_(x).add_(1))
 
     def call(x):
         out = torch.empty_like(x)
-        kernels.compile_add()(out[1:], x[1:])
+        add(out[1:], x[1:])
         return out
 
     _, steps = recording.record(call, (X,))
