@@ -31,7 +31,7 @@ def test_parts_belong_to_their_op():
     modules = {name: receipt.op_module(name) for name in receipt.tested() if name not in receipt.WHOLES}
     parts = {name: module.rpartition(".")[2] for name, module in modules.items()}
     assert parts["flash_mla_with_kvcache_sparse"] == parts["flash_mla_with_kvcache"] == "flash_mla_with_kvcache"
-    assert parts["indexer_warmup_attention_per_head"] == "indexer_warmup_attention"
+    assert parts["indexer_warmup_attention_gradient"] == "indexer_warmup_attention"
     with pytest.raises(ValueError, match=r"op: must be one of .*, got 'nothing'"):
         receipt.op_module("nothing")
 

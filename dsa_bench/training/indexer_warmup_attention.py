@@ -13,28 +13,27 @@ from dsa.testing import assert_close
 from dsa_bench.harness.case import Call, Case
 
 SEQUENCE = 2048
-# heads, key heads, d, dv, index heads, di, target: the public operator's shape, MHA, V3.2's
+# heads, key heads, d, dv, index heads, di: the public operator's shape, MHA, V3.2's
 MODELS = [
-    (64, 1, 128, 128, 64, 64, "sum"),
-    (64, 1, 128, 128, 64, 64, "per_head"),
-    (16, 16, 128, 128, 16, 64, "sum"),
-    (128, 128, 128, 128, 64, 64, "sum"),
-    (128, 128, 192, 128, 64, 128, "sum"),
+    (64, 1, 128, 128, 64, 64),
+    (16, 16, 128, 128, 16, 64),
+    (128, 128, 128, 128, 64, 64),
+    (128, 128, 192, 128, 64, 128),
 ]
-PASSES = {"sum": ("forward", "backward", "weighted backward"), "per_head": ("forward", "backward")}
+PASSES = "forward", "backward", "weighted backward"
 # FA2's backward pass of 64 sequences of V3.2's would take more than the 80 GB of an H100.
 BACKWARD_AT_64 = MODELS[:-1]
 SHAPES = [
     (which, batch, *model)
     for batch in (4, 16, 64)
     for model in MODELS
-    for which in PASSES[model[-1]]
+    for which in PASSES
     if which == "forward" or batch < 64 or model in BACKWARD_AT_64
 ]
 
 
 class _Inputs:
-    def __init__(self, batch, heads, key_heads, d, dv, index_heads, di, target):
+    def __init__(self, batch, heads, key_heads, d, dv, index_heads, di):
         tokens = batch * SEQUENCE
 
         def normal(*shape: int) -> torch.Tensor:
@@ -48,11 +47,11 @@ class _Inputs:
         ]
         bounds = torch.arange(0, tokens + 1, SEQUENCE, device="cuda", dtype=torch.int32)
         self.sequences = bounds, bounds, SEQUENCE, SEQUENCE
-        self.scale, self.target = d**-0.5, target
+        self.scale = d**-0.5
 
     def ours(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         tensors = self.q, self.k, self.v, *self.indexer
-        return dsa.indexer_warmup_attention(*tensors, *self.sequences, self.scale, True, self.target)
+        return dsa.indexer_warmup_attention(*tensors, *self.sequences, self.scale, True)
 
     def bytes(self) -> int:
         return sum(x.numel() * x.element_size() for x in (self.q, self.k, self.v, *self.indexer))
@@ -79,9 +78,9 @@ def _extra_memory(inputs: _Inputs) -> float:
     return (torch.cuda.max_memory_allocated() - before) / inputs.bytes()
 
 
-def case(which: str, batch: int, *model: int | str) -> Case:
+def case(which: str, batch: int, *model: int) -> Case:
     inputs = _Inputs(batch, *model)
-    heads, key_heads, d, dv, index_heads, di, target = model
+    heads, key_heads, d, dv, index_heads, di = model
     memory = _extra_memory(inputs)
     fa2_forward, fa2_backward = inputs.fa2()
     pairs = batch * SEQUENCE * (SEQUENCE + 1) // 2
@@ -106,7 +105,7 @@ def case(which: str, batch: int, *model: int | str) -> Case:
         bounds = torch.tensor([0, SEQUENCE], device="cuda", dtype=torch.int32)
         tensors = [x[first].detach().float() for x in (inputs.q, inputs.k, inputs.v, *inputs.indexer)]
         learned = [x.requires_grad_() for x in tensors[3:]]
-        rest = bounds, bounds, SEQUENCE, SEQUENCE, inputs.scale, True, target
+        rest = bounds, bounds, SEQUENCE, SEQUENCE, inputs.scale, True
         expected = reference.indexer_warmup_attention(*tensors, *rest)
         if which == "forward":
             assert_close("kl", got[2][first].detach(), expected[2].detach(), abs_tol=1e-4, rel_tol=1e-3, cos_tol=1e-5)
@@ -115,7 +114,7 @@ def case(which: str, batch: int, *model: int | str) -> Case:
             assert_close("dq_idx", got[0][first].float(), dq, abs_tol=1e-1, rel_tol=0.05, cos_tol=1e-4)
 
     small = heads * index_heads <= 64 * 64
-    name = f"{which}, {target}, {batch} x {SEQUENCE}, {heads} heads of {d}/{dv}, {key_heads} of keys"
+    name = f"{which}, {batch} x {SEQUENCE}, {heads} heads of {d}/{dv}, {key_heads} of keys"
     name += f", index {index_heads} x {di}"
     known, attention = check if small and batch == 4 else None, frozenset({"FA2 forward", "FA2 backward"})
     return Case(name, calls, figure, known, graph=which == "forward", repeats=5, yardsticks=attention)

@@ -62,7 +62,7 @@ FLOATS = (
     *(2, 2**63, 10**30, 10**400),
 )
 NO_NUMBERS = (None, "1", [1], (), 1 + 2j, torch.float32, b"1")
-WORDS = ("first", "last", "sum", "per_head", "sigmoid", "sqrtsoftplus", "", "all", "cpu", "meta", "tpu", "cuda:99")
+WORDS = ("first", "last", "sigmoid", "sqrtsoftplus", "", "all", "cpu", "meta", "tpu", "cuda:99")
 STRANGE = (None, True, 3, 0.5, "x", [1, 2], (), {}, torch.float32, object)
 
 

@@ -232,7 +232,7 @@ def _over_yardstick(name: str) -> Column:
 
 
 WARMUP: Columns = {
-    "target, sequences x tokens, heads of q k/v": "{shape}",
+    "sequences x tokens, heads of q k/v": "{shape}",
     "forward with gradients, ms": _pass_ms("forward"),
     "over FA2's forward": _over_yardstick("forward"),
     "backward, ms": _pass_ms("backward"),

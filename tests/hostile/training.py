@@ -42,9 +42,7 @@ def packed_places(of_queries: Sequence, of_keys: Sequence) -> dict:
     return places
 
 
-def warmup(
-    device: str, which: int, target: str, dims: tuple[int, int], heads: int, index_heads: int, causal: bool
-) -> Prepared:
+def warmup(device: str, which: int, dims: tuple[int, int], heads: int, index_heads: int, causal: bool) -> Prepared:
     (dim, value_dim), absorbed = dims, dims == (576, 512)
     tq, tk, key_heads = sum(QUERIES), sum(KEYS), 1
     shapes = (tq, heads, dim), (tk, key_heads, dim), (tk, key_heads, value_dim)
@@ -52,13 +50,13 @@ def warmup(
     indexer = leaves(device, (tq, index_heads, 64), (tk, 64), (tq, index_heads))
     bounds = [torch.tensor(starts(x), dtype=torch.int32, device=device) for x in (QUERIES, KEYS)]
     upstream = [torch.randn(tq, heads, value_dim, device=device).to(BF16)]
-    upstream.append(torch.randn((tq, heads) if target == "per_head" else (tq,), device=device))
+    upstream.append(torch.randn(tq, device=device))
 
     def run(cu_seqlens: torch.Tensor) -> Results:
         own = [cu_seqlens if i == which else x for i, x in enumerate(bounds)]
         values = k[..., :value_dim] if absorbed else v
         out, lse, kl = dsa.indexer_warmup_attention(
-            q, k, values, *indexer, *own, max(QUERIES), max(KEYS), dim**-0.5, causal, target
+            q, k, values, *indexer, *own, max(QUERIES), max(KEYS), dim**-0.5, causal
         )
         inputs = [q, k, *([] if absorbed else [v]), *indexer]
         return with_gradients((out, kl, lse), upstream, inputs)
@@ -144,11 +142,9 @@ def _of(op: str, argument: str, variant: str, prepare, *rest) -> IndexArgument:
 
 
 WARMUPS = {
-    "sum 64": ("sum", (64, 64), 2, 8, True),
-    "sum 192": ("sum", (192, 128), 2, 16, True),
-    "sum absorbed": ("sum", (576, 512), 2, 8, False),
-    "per head 128": ("per_head", (128, 128), 2, 2, True),
-    "per head 192": ("per_head", (192, 128), 2, 2, False),
+    "64": ((64, 64), 2, 8, True),
+    "192": ((192, 128), 2, 16, True),
+    "absorbed": ((576, 512), 2, 8, False),
 }
 BOUNDS = ("cu_seqlens_q", "cu_seqlens_k")
 

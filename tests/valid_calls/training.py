@@ -46,19 +46,13 @@ def _(new: Maker):
 
 def _warmup(a):
     (tokens, heads, _), work = a["q"].shape, torch.float64 if a["q"].dtype == torch.float64 else F32
-    kl = (tokens, heads) if a["target"] == "per_head" else (tokens,)
-    return [((tokens, heads, a["v"].shape[2]), a["q"].dtype), ((heads, tokens), work), (kl, work)]
+    return [((tokens, heads, a["v"].shape[2]), a["q"].dtype), ((heads, tokens), work), ((tokens,), work)]
 
 
-def _add_warmup(target: str) -> None:
-    @valid(f"indexer_warmup_attention {target}", _warmup)
-    def _(new: Maker):
-        attention = {"q": new.bf16(5, 8, 64), "k": new.bf16(7, 2, 64), "v": new.bf16(7, 2, 64)}
-        return {**attention, **_indexer(new), **_packed(new), "softmax_scale": 0.125, "causal": True, "target": target}
-
-
-for _target in ("sum", "per_head"):
-    _add_warmup(_target)
+@valid("indexer_warmup_attention", _warmup)
+def _(new: Maker):
+    attention = {"q": new.bf16(5, 8, 64), "k": new.bf16(7, 2, 64), "v": new.bf16(7, 2, 64)}
+    return {**attention, **_indexer(new), **_packed(new), "softmax_scale": 0.125, "causal": True}
 
 
 @valid(

@@ -8,10 +8,6 @@ MLA_CHANNELS, MLA_V_CHANNELS = (576, 512), 512
 
 # The warm-up's loss against the sum of the heads: channels of the attention's heads.
 WARMUP_CHANNELS = 64, 128, 192, 576
-# The warm-up's loss of each head.
-PER_HEAD_CHANNELS = 64, 128, 192
-PER_HEAD_KEY_TILE = 64
-PER_HEAD_KEY_WARPS = 4  # that add to the gradient of a key tile, and publish each how far they are
 
 # The indexer's tensors: what its kernels take without padding.
 INDEX_HEADS, INDEX_CHANNELS = (8, 16, 32, 64), (64, 128)

@@ -6,31 +6,25 @@ The target is a constant: the indexer learns from its loss alone, and the attent
 
 import torch
 
-from dsa.reference.arguments import Arguments, Choice, Flag, Number, Tensor
+from dsa.reference.arguments import Arguments, Flag, Number, Tensor
 from dsa.reference.autocast import without_autocast
 from dsa.reference.checks import check_memory
 from dsa.reference.indexer.index_scores import index_scores
 from dsa.reference.training.masked_softmax import DTYPES, kl_divergence, masked_softmax, work_dtype
 from dsa.reference.training.packed_sequences import SEQUENCES, check_bounds, sequence_ranges
 
-TARGETS = ("sum", "per_head")
-
 
 def _check_heads_and_bounds(
     q: torch.Tensor,
     k: torch.Tensor,
-    q_idx: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
-    target: str,
 ) -> None:
     heads, key_heads = q.shape[1], k.shape[1]
     if heads == 0:  # their mean is what the indexer is to follow
         raise ValueError(f"q: must have at least one head, got shape {list(q.shape)}")
     if key_heads == 0 or heads % key_heads:
         raise ValueError(f"k: its {key_heads} heads must divide q's {heads}")
-    if target == "per_head" and q_idx.shape[1] != heads:
-        raise ValueError(f"q_idx: target 'per_head' needs q's {heads} heads, got {q_idx.shape[1]}")
     check_bounds(cu_seqlens_q, cu_seqlens_k, ("q", q), ("k", k))
 
 
@@ -45,7 +39,6 @@ INDEXER_WARMUP_ATTENTION = Arguments(
     **SEQUENCES,
     softmax_scale=Number(),
     causal=Flag(),
-    target=Choice(TARGETS),
 )
 
 
@@ -63,27 +56,25 @@ def indexer_warmup_attention(
     max_seqlen_k: int,
     softmax_scale: float,
     causal: bool = True,
-    target: str = "sum",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Attention of packed sequences, and how far the indexer's distribution is from it.
 
     A_h[t, s] = softmax_s(softmax_scale q_h[t] . k[s]);   out_h[t] = sum_s A_h[t, s] v[s]
     I[t, s] = sum_j w_idx[t, j] relu(q_idx_j[t] . k_idx[s])
-    "sum": kl[t] = KL(p[t] || softmax_s(I[t])), p[t] = sum_h A_h[t] divided by its sum over s: DeepSeek-V3.2's loss
-    "per_head": kl[t, h] = KL(A_h[t] || softmax_s(w_idx[t, h] relu(q_idx_h[t] . k_idx[s]))), for as many index heads
+    kl[t] = KL(p[t] || softmax_s(I[t])), p[t] = sum_h A_h[t] divided by its sum over s
 
-    Returns out [Tq, H, dv] in q's dtype, lse [H, Tq] (natural log) and kl [Tq] or [Tq, H]. A query without keys has out
-    0, lse +inf and kl 0. Gradients of out and lse reach q, k and v; those of kl reach q_idx, k_idx and w_idx only.
+    Returns out [Tq, H, dv] in q's dtype, lse [H, Tq] (natural log) and kl [Tq]. A query without keys has out 0, lse
+    +inf and kl 0. Gradients of out and lse reach q, k and v; those of kl reach q_idx, k_idx and w_idx only.
     Arguments as of `dsa.indexer_warmup_attention`.
-    Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1; "per_head" is tl-dsa-warmup-lightning-indexer's.
+    Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
     """
     tensors = (q, k, v, q_idx, k_idx, w_idx, cu_seqlens_q, cu_seqlens_k)
-    numbers = (max_seqlen_q, max_seqlen_k, softmax_scale, causal, target)
+    numbers = (max_seqlen_q, max_seqlen_k, softmax_scale, causal)
     INDEXER_WARMUP_ATTENTION.check(*tensors, *numbers)
     check_memory("q", q)
     work = work_dtype(q)
     outs, lses = [q.new_zeros(0, q.shape[1], v.shape[2])], [q.new_zeros(q.shape[1], 0, dtype=work)]
-    kls = [q.new_zeros((0,) if target == "sum" else (0, q.shape[1]), dtype=work)]
+    kls = [q.new_zeros(0, dtype=work)]
     for begin_q, end_q, begin_k, end_k in sequence_ranges(cu_seqlens_q, cu_seqlens_k, ("q", q), ("k", k)):
         queries, keys = slice(begin_q, end_q), slice(begin_k, end_k)
         m, n = end_q - begin_q, end_k - begin_k
@@ -96,10 +87,6 @@ def indexer_warmup_attention(
         weights, lse = masked_softmax(logits, visible)
         outs.append(torch.einsum("hts,shd->thd", weights, own_v))
         lses.append(lse)
-        if target == "sum":
-            scores = index_scores(q_idx[queries], k_idx[keys], w_idx[queries])
-            kls.append(kl_divergence(weights.detach().mean(0), scores, visible))
-        else:
-            scores = index_scores(q_idx[queries, :, None], k_idx[keys], w_idx[queries, :, None])
-            kls.append(kl_divergence(weights.detach(), scores.transpose(0, 1), visible).T)
+        scores = index_scores(q_idx[queries], k_idx[keys], w_idx[queries])
+        kls.append(kl_divergence(weights.detach().mean(0), scores, visible))
     return torch.cat(outs).to(q.dtype), torch.cat(lses, 1), torch.cat(kls)

@@ -28,26 +28,25 @@ def warmup_inputs(lengths_q, lengths_k, heads=4, key_heads=2, index_heads=3, d=5
     return tensors, (cu(*lengths_q), cu(*lengths_k), max(lengths_q), max(lengths_k), 0.5)
 
 
-@pytest.mark.parametrize(("target", "causal"), [("sum", True), ("per_head", False)])
-def test_warmup_gradients(target, causal):
+@pytest.mark.parametrize("causal", [True, False])
+def test_warmup_gradients(causal):
     tensors, rest = warmup_inputs([1, 2, 0, 3], [1, 3, 1, 2], heads=2, key_heads=1, index_heads=2, d=3, dv=3, di=3)
 
     def attention(*inputs):
-        out, lse, _ = indexer_warmup_attention(*inputs, *tensors[3:], *rest, causal, target)
+        out, lse, _ = indexer_warmup_attention(*inputs, *tensors[3:], *rest, causal)
         return out, lse.masked_fill(lse == torch.inf, 0.0)
 
     def loss(*inputs):
-        return indexer_warmup_attention(*tensors[:3], *inputs, *rest, causal, target)[2]
+        return indexer_warmup_attention(*tensors[:3], *inputs, *rest, causal)[2]
 
     assert torch.autograd.gradcheck(attention, tensors[:3])
     assert torch.autograd.gradcheck(loss, tensors[3:])
 
 
-@pytest.mark.parametrize("target", ["sum", "per_head"])
-def test_warmup_in_words(target):
+def test_warmup_in_words():
     """One query after the other, with loops over heads and the definition of KL."""
     (q, k, v, q_idx, k_idx, w_idx), rest = warmup_inputs([3, 2], [4, 2], index_heads=4)
-    out, lse, kl = indexer_warmup_attention(q, k, v, q_idx, k_idx, w_idx, *rest, True, target)
+    out, lse, kl = indexer_warmup_attention(q, k, v, q_idx, k_idx, w_idx, *rest, True)
     # The rows of each query's keys: of the first sequence 4, of the second 2.
     for t, seen in enumerate([slice(0, 2), slice(0, 3), slice(0, 4), slice(4, 5), slice(4, 6)]):
         heads = []
@@ -57,9 +56,8 @@ def test_warmup_in_words(target):
             assert torch.allclose(out[t, h], heads[-1] @ v[seen, h // 2])
             assert torch.allclose(lse[h, t], logits.logsumexp(0))
         scores = [w_idx[t, j] * (k_idx[seen] @ q_idx[t, j]).clamp(min=0) for j in range(4)]
-        pairs = zip(heads, scores) if target == "per_head" else [(sum(heads) / 4, sum(scores))]
-        expected = [(p * (p.log() - score.log_softmax(0))).sum() for p, score in pairs]
-        assert torch.allclose(kl[t].flatten(), torch.stack(expected))
+        p, score = sum(heads) / 4, sum(scores)
+        assert torch.allclose(kl[t], (p * (p.log() - score.log_softmax(0))).sum())
 
 
 def test_the_indexer_learns_from_the_loss_alone():
@@ -84,19 +82,16 @@ def test_warmup_edges():
     assert kl.isfinite().all() and (kl <= torch.arange(1, 5).log() + 1e-5).all() and kl[0] == 0
 
 
-@pytest.mark.parametrize("target", ["sum", "per_head"])
-def test_warmup_without_sequences(target):
+def test_warmup_without_sequences():
     tensors, _ = warmup_inputs([0], [0], index_heads=4)
     nothing = torch.zeros(1, dtype=torch.int32)
-    out, lse, kl = indexer_warmup_attention(*tensors, nothing, nothing, 0, 0, 0.5, True, target)
-    assert out.shape == (0, 4, 6) and lse.shape == (4, 0) and kl.shape == ((0,) if target == "sum" else (0, 4))
+    out, lse, kl = indexer_warmup_attention(*tensors, nothing, nothing, 0, 0, 0.5, True)
+    assert out.shape == (0, 4, 6) and lse.shape == (4, 0) and kl.shape == (0,)
 
 
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"target": "mean"}, "target: must be 'sum' or 'per_head', got 'mean'"),
-        ({"target": "per_head"}, "q_idx: target 'per_head' needs q's 4 heads, got 3"),
         ({"q": torch.zeros(4, 0, 5)}, r"q: must have at least one head, got shape \[4, 0, 5\]"),
         ({"k": torch.zeros(4, 3, 5)}, "v: shape must be|k: its 3 heads must divide q's 4"),
         ({"cu_seqlens_k": cu(3)}, r"cu_seqlens_k: must ascend from 0 to 4, got \[0, 3\]"),
