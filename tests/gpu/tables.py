@@ -14,7 +14,7 @@ from dsa_bench.e2e.computed import computed
 from dsa_bench.e2e.parts import GLUE, PARTS
 from tests.gpu import markdown, receipt, status_table
 from tests.gpu.markdown import Column, Row
-from tests.gpu.receipt_rows import main_entries
+from tests.gpu.receipt_rows import compared, main_entries
 
 PAGES = (receipt.ROOT / "README.md", *sorted((receipt.ROOT / "docs").rglob("*.md")))
 Columns = Mapping[str, Column]
@@ -80,7 +80,8 @@ def headlines() -> str:
         rows = [row for row in entry.get("bench", ()) if row["shape"] == shape]
         for row in rows:
             of = f" (commit {entry['commit'][:9]})" if entry["unverified"] else ""
-            found.append(row | {"what": what, "of": of})
+            ratios = [other["ratio"] for other in compared(entry["bench"]) if other["ratio"] is not None]
+            found.append(row | {"what": what, "of": of, "least": min(ratios), "most": max(ratios)})
         if not rows:
             found.append({"what": what, "shape": "not measured"})
     columns = {
@@ -89,6 +90,7 @@ def headlines() -> str:
         "ours": "{ms:.3f} ms, {figure}{of}",
         "best peer": "{peer_ms:.3f} ms, {peer}",
         "speed-up": "**{ratio:.2f}**",
+        "over all shapes": "{least:.2f} to {most:.2f}",
     }
     return markdown.table(found, columns)
 
