@@ -169,7 +169,7 @@ IN_FLOAT32 = [
     *("flash_mla_sparse_fwd", "flash_mla_with_kvcache dense", "flash_mla_with_kvcache sparse"),
     *("sliding_window_attention", "window_sparse_attention", "sliding_window_decode", "window_attention_cast_to_fp8"),
     *("mla_absorb_queries", "sparse_mla_attention", "sparse_indexer_loss", "indexer_topk"),
-    "indexer_warmup_attention sum",
+    "indexer_warmup_attention",
 ]
 
 
