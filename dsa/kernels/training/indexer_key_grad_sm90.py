@@ -8,7 +8,7 @@ Plan
   needs them has had them (active_bits.py); a shift, a byte permutation that spreads signs and an AND make two numbers
   of 16 bits; dI comes by a transposing ldmatrix, twice in a word; products with w round to bf16.
 - While a warpgroup makes one tile's operand, its other tile's wgmma runs, or another warpgroup's.
-- CTAs have even ranges of all (key block, column block) pairs (stream_k_scheduler.py). A key block that one CTA has
+- CTAs have even ranges of all (key block, column block) pairs (key_block_scheduler.py). A key block that one CTA has
   alone it adds to dk; of the others there are partial sums, which a second kernel, the fixup, adds in a fixed order.
 - One producer warp loads: q by TMA; w, dI and bits by bulk copies. Columns behind a span's last are of queries of
   another sequence: they are overwritten by zeros, as 0 * NaN would be NaN (zero_fill_pipeline.py).
@@ -38,6 +38,7 @@ from dsa.cute.pipeline import Pipeline, expect_bytes, start
 from dsa.cute.shared_memory import load_4, load_matrices, load_matrices_transposed, store_4
 from dsa.cute.sm90 import REGISTERS, SHARED_BYTES, WARP, WARPGROUP
 from dsa.kernels.training.active_bits import multiply_pairs, permute, word_place
+from dsa.kernels.training.key_block_scheduler import CtaRange, KeyBlockScheduler
 from dsa.kernels.training.limits import INDEX_CHANNELS, INDEX_HEADS, MAX_Q_TILES
 from dsa.kernels.training.q_tiles import (
     BIT_BYTES,
@@ -48,7 +49,6 @@ from dsa.kernels.training.q_tiles import (
     fake_q_tiles,
     gradients_of,
 )
-from dsa.kernels.training.stream_k_scheduler import CtaRange, StreamKScheduler
 from dsa.kernels.training.zero_fill_pipeline import ZeroFillPipeline, zero_fill_storage, zero_rows
 from dsa.runtime.compile_cache import cached, compile_sm90
 
@@ -118,7 +118,7 @@ class IndexerKeyGradSm90:
         self.keys, self.threads, self.consumer_warps = cfg.keys, cfg.threads, 4 * cfg.warpgroups
         self.q_bytes, self.w_bytes, self.di_bytes, self.active_bytes = cfg.stage_bytes(heads, dim)
         self.queries = COLUMN_BLOCK // heads  # of a column block
-        self.scheduler = StreamKScheduler(heads, cfg.keys)
+        self.scheduler = KeyBlockScheduler(heads, cfg.keys)
 
     @cute.jit
     def __call__(

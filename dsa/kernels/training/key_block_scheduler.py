@@ -1,14 +1,16 @@
-"""The stream-K scheduler of the key gradient, where a CTA keeps the sums of some keys and the queries pass by.
+"""The stream-K scheduler of the key gradient. A CTA accumulates the gradient of a block of keys over all queries that
+see them.
 
-A *span* is the q tiles of a launch that are of one sequence: neighbours, 128 queries each but for the last. Its flat
-(query, head) columns make blocks of 64, numbered from its first one. A *key block*, `width` keys, is seen by the span's
-column blocks from some number on to the last. All (key block, column block) pairs, key block after key block and span
-after span, are a line, of which every CTA has an even range, whatever the lengths. A work tile is what a CTA's range
-has of one key block's pairs. A key block whose pairs are divided gets partial sums: a CTA has two at most, of the key
-block that its range begins within and of the one that it ends within.
+- A *span* is one sequence's q tiles of a launch. They are adjacent and have 128 queries each, the last one fewer.
+- A *column block* is 64 of the span's flattened (query, head) pairs.
+- A *key block* is `width` keys. The span's column blocks from some number on see it.
+- The work is the list of all (key block, column block) pairs, ordered by span, then key block. Each CTA gets an equal
+  range of the list, whatever the lengths of the sequences are.
+- A work tile is the part of a CTA's range that belongs to one key block. A key block that several CTAs share gets
+  partial sums: at most two per CTA, at the beginning and at the end of its range.
 
-The StreamKScheduler of dsa/kernels/mla divides queries that all count as equally many tiles, and only those behind its
-full waves; here spans and key blocks have unequal numbers of pairs, and there are no full waves.
+The StreamKScheduler of dsa/kernels/mla is simpler: its queries all have the same number of tiles, and it splits only
+the queries after its full waves.
 """
 
 from typing import NamedTuple
@@ -24,8 +26,18 @@ from dsa.kernels.training.q_tiles import COLUMN_BLOCK, SEQUENCE, load_q_tile
 
 
 class Span(NamedTuple):
-    """first, end: its q tiles; columns: all of them; column_blocks: of these; visible: keys that its last query sees;
-    key_blocks: of these keys."""
+    """One sequence's q tiles of a launch.
+
+    first, end       the q tiles first to end - 1
+    first_q, first_k its first query and key
+    keys             the sequence's keys
+    seen             keys that its first query sees
+    step             how many more keys each query sees than the one before: 0 or 1
+    columns          (query, head) pairs
+    column_blocks    blocks of these
+    visible          keys that its last query sees
+    key_blocks       blocks of these
+    """
 
     first: Int32
     end: Int32
@@ -41,8 +53,12 @@ class Span(NamedTuple):
 
 
 class CtaRange(NamedTuple):
-    """What a CTA has of the line: the first q tile of the span that it begins in, where in the span's line it begins,
-    and how many pairs it has."""
+    """A CTA's range of the list of pairs.
+
+    first   the first q tile of the span in which the range begins
+    offset  where in the span's part of the list it begins
+    length  how many pairs it has
+    """
 
     first: Int32
     offset: Int32
@@ -50,8 +66,13 @@ class CtaRange(NamedTuple):
 
 
 class SchedulerState(NamedTuple):
-    """Where a CTA is: the first q tile of the span, the key block, the column block to go on with, -1 for the first
-    that sees the key block, and how many pairs its range still has."""
+    """The next work tile of a CTA.
+
+    first         the first q tile of its span
+    key_block     its key block
+    column_block  its first column block; -1: the first one that sees the key block
+    left          pairs that the range still has
+    """
 
     first: Int32
     key_block: Int32
@@ -65,7 +86,7 @@ class SchedulerState(NamedTuple):
 
 
 class WorkTileInfo(NamedTuple):
-    """The column blocks from `column_block` on and below `end`, of a span's key block."""
+    """The column blocks `column_block` to `end` - 1 of a key block of a span."""
 
     span: Span
     key_block: Int32
@@ -73,8 +94,8 @@ class WorkTileInfo(NamedTuple):
     end: Int32
 
 
-class StreamKScheduler:
-    """Of index heads `heads`, a power of two up to 64, and key blocks of `width` keys."""
+class KeyBlockScheduler:
+    """heads: index heads, a power of two up to 64. width: keys of a key block."""
 
     def __init__(self, heads: int, width: int):
         self.heads, self.width = heads, width
@@ -87,7 +108,7 @@ class StreamKScheduler:
 
     @cute.jit
     def load_span(self, q_tiles, first, lane) -> Span:
-        """The span whose first q tile is number `first`. A warp's work."""
+        """Load the span whose first q tile is `first`. Called by a whole warp."""
         count = q_tiles.shape[0]
         q_tile = load_q_tile(q_tiles, cutlass.min(first, count - 1))
         end, found = first, Int32(WARP)
@@ -96,7 +117,7 @@ class StreamKScheduler:
             same = Int32(0)
             if own < count:
                 same = Int32(1) if q_tiles[own, SEQUENCE] == q_tile.sequence else Int32(0)
-            # The lanes of this span come first.
+            # q tiles of this span are in the lowest lanes.
             found = cute.arch.popc(cute.arch.vote_ballot_sync(same == 1))
             end += found
         last = load_q_tile(q_tiles, cutlass.max(end - 1, 0))
@@ -122,9 +143,9 @@ class StreamKScheduler:
     def cta_range(
         self, q_tiles, before, sums, found, cta, ctas, tid, threads: cutlass.Constexpr, warp, lane
     ) -> CtaRange:
-        """The range of CTA number `cta`. All threads' work.
+        """Find the range of CTA `cta`. Called by all threads.
 
-        before  Int32, one for each q tile, sums [32], zeros, found [3] of shared memory
+        before, sums, found  Int32 in shared memory: one per q tile; [32] zeros; [3]
         """
         count = q_tiles.shape[0]
         total = Int32(0)
@@ -138,7 +159,7 @@ class StreamKScheduler:
                     column_blocks = cute.ceil_div(q_tile.rows * self.heads, COLUMN_BLOCK)
                     own = key_blocks * column_blocks
                     if key_blocks > 0:
-                        # Of the key blocks that a q tile sees, its first rows may not see the last.
+                        # The q tile's first rows may not see its last key block.
                         own -= self.first_column_block(q_tile.seen, q_tile.step, (key_blocks - 1) * self.width)
             ahead, of_all = block_exclusive_scan(own, sums, lane, warp)
             if index < count:
@@ -174,14 +195,14 @@ class StreamKScheduler:
 
     @cute.jit
     def first(self, q_tiles, own: CtaRange, lane) -> SchedulerState:
-        """A warp's work, as `work_tile` is."""
+        """The state before the first work tile. Called by a whole warp, like `work_tile`."""
         key_block, column_block = self.locate(self.load_span(q_tiles, own.first, lane), own.offset)
         return SchedulerState(own.first, key_block, column_block, own.length)
 
     @cute.jit
     def locate(self, span: Span, offset):
-        """(key block, column block) of a place in a span's line."""
-        # The key blocks that the span's first query sees count all column blocks.
+        """(key block, column block) of an offset in a span's part of the list."""
+        # All column blocks see the key blocks that the span's first query sees.
         whole = span.key_blocks
         if span.step > 0:
             whole = cutlass.min((cutlass.max(span.seen, 0) + self.width - 1) // self.width, span.key_blocks)
@@ -201,7 +222,7 @@ class StreamKScheduler:
 
     @cute.jit
     def work_tile(self, q_tiles, state: SchedulerState, lane) -> WorkTileInfo:
-        """The column blocks of a key block up to the last, or as many as the CTA's range still has."""
+        """The work tile of a state: the key block's column blocks to the last, or as many as the range still has."""
         span = self.load_span(q_tiles, state.first, lane)
         first_seen = self.first_column_block(span.seen, span.step, state.key_block * self.width)
         column_block = first_seen if state.column_block < 0 else state.column_block
@@ -211,7 +232,7 @@ class StreamKScheduler:
 
     @cute.jit
     def advance(self, q_tiles, state: SchedulerState, work_tile: WorkTileInfo) -> SchedulerState:
-        """The state behind a work tile."""
+        """The state after a work tile."""
         span, left = work_tile.span, state.left - (work_tile.end - work_tile.column_block)
         first, key_block = span.first, work_tile.key_block + 1
         if key_block >= span.key_blocks:
