@@ -91,6 +91,7 @@ $(DOCS)/installed: pyproject.toml
 docs: $(DOCS)/installed
 	rm -rf build/site
 	$(DOCS)/bin/python -m sphinx --quiet --fail-on-warning --keep-going --fresh-env -d build/doctrees docs build/site
+	@echo build/site/index.html
 
 lint: .venv/installed
 	$(BIN)/ruff check .
