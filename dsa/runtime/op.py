@@ -1,12 +1,6 @@
-"""An op's record: declared once. The eager path, the torch.library op and its fake follow from it.
+"""An op's record: declared once. The eager path, PyTorch's custom op and its fake follow from it.
 
-    @op(
-        arguments=reference.RMS_NORM,
-        reference=reference.rms_norm,
-        results=_results,
-        limits=_check_limits,
-        differentiable=True,
-    )
+    @op(arguments=reference.RMS_NORM, reference=reference.rms_norm, results=_results, limits=_check_limits)
     def _rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
         from dsa.kernels.elementwise import rms_norm_sm90 as kernel
 
@@ -27,13 +21,12 @@ A call of the op
 - under torch.compile is one node of the graph, `torch.ops.dsa.NAME`, whose fake is `arguments.check` and `results`;
 - else runs the kernels or the reference, as dsa.runtime.backends decides by the tensors' device and the op's archs.
 
-An op that has gradients of its own is declared with `autograd`: it launches a torch.autograd.Function, and of such ops
-none is registered with torch. torch.compile breaks its graph there, so `fullgraph=True` does not take it.
+An op with its own gradients is declared with `autograd`: it launches a torch.autograd.Function and is not registered
+with torch. torch.compile breaks its graph there and refuses `fullgraph=True`.
 
-Checks and the Python of a launch cost more than the kernel's launch, and decoding repeats itself: a call in order is
-remembered by all that these look at (`known_calls`), and one that comes again and again becomes the steps that it takes
-(`recording`), which one question in C++ finds (`call_guards`). So what a launch does may follow from the signature of
-its arguments and from nothing else.
+Checks and the Python of a launch cost more than the kernel's launch, and decoding repeats its calls. The op remembers
+the signature of a correct call (`known_calls`). A call that repeats is recorded as a list of steps (`recording`), which
+guards in C++ find again (`call_guards`). So a launch may depend on the signature of its arguments only.
 """
 
 import inspect
@@ -57,7 +50,7 @@ Launch = Callable[..., Any]
 class Op:
     """A declared op, to be called with all of its arguments in their order.
 
-    into  the same op with its declared outputs as last arguments, which it writes to. It returns the other results
+    into  the same op with its declared outputs as last arguments, which it writes to; it returns the other results
     """
 
     into: "Op"
@@ -140,7 +133,7 @@ class Op:
             return self.reference(*arguments)
         call = self._signature(arguments) if call is None else call
         self._check_for_kernels(call, arguments)
-        launch = self.launches[backends.arch_of(tensor.device)]
+        launch = self._launch_for(tensor.device)
         with backends.on_device(tensor):
             if self.autograd or is_recording() or self.known.count(call) != REPEATS:
                 return launch(*arguments)
@@ -168,7 +161,13 @@ class Op:
 
     def launch_on(self, device: torch.device, *arguments: Any) -> Any:
         """Launches the kernels for arguments that another op, which runs its own on this device, has checked."""
-        return self.launches[backends.arch_of(device)](*arguments)
+        return self._launch_for(device)(*arguments)
+
+    def _launch_for(self, device: torch.device) -> Launch:
+        arch = backends.arch_of(device)
+        if arch not in self.launches:
+            raise ValueError(f"{self.public}: has no {arch} kernel, only those for {', '.join(self.launches)}")
+        return self.launches[arch]
 
     def _lacks_dtype(self, tensor: torch.Tensor | None) -> bool:
         """Whether no kernel takes the dtype of the op's first tensor."""
@@ -300,7 +299,7 @@ def _with_none(function: Callable[..., Any] | None, count: int) -> Callable[...,
 def _writing(
     reference: Callable[..., Any], results: Callable[..., Any], names: Sequence[str]
 ) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
-    """(reference, results) of an op to which the caller gives its first results, behind the arguments."""
+    """(reference, results) of an op whose caller gives its first results as last arguments."""
     count = len(names)
 
     def write(*given: Any) -> Any:
@@ -316,7 +315,7 @@ def _writing(
 
 
 def _rest(results: Any, count: int) -> Any:
-    """Results behind the first `count`: None, one, or a tuple of them."""
+    """The results after the first `count`: None, one, or a tuple."""
     rest = results[count:] if isinstance(results, tuple) else ()
     return rest if len(rest) > 1 else rest[0] if rest else None
 

@@ -75,7 +75,7 @@ def tune(op: str, output: Path | None = None, jobs: int | None = None) -> None:
     gpu = torch.device("cuda", torch.cuda.current_device())
     arch, there = backends.arch_of(gpu), OPS[op].launches
     if arch not in there:
-        raise ValueError(f"{op}: has no {arch} kernel beside those for {', '.join(there)}")
+        raise ValueError(f"{op}: has no {arch} kernel, only those for {', '.join(there)}")
     plan: Tuning = module.tuning()
     candidates = {name: [c for c in plan.candidates if shapes.tries(c)] for name, shapes in plan.classes.items()}
     # Classes may share kernels.

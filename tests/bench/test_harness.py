@@ -403,7 +403,7 @@ def test_a_search_keeps_what_it_found_before_an_error(monkeypatch, tmp_path):
 def test_the_tuner_needs_a_kernel_for_the_gpu_at_hand(monkeypatch, tmp_path):
     Gpu(monkeypatch, "sm_90", tmp_path)
     monkeypatch.setattr(backends, "arch_of", lambda device: "sm_100")
-    with pytest.raises(ValueError, match="fp8_mqa_logits: has no sm_100 kernel beside those for sm_90"):
+    with pytest.raises(ValueError, match="fp8_mqa_logits: has no sm_100 kernel, only those for sm_90"):
         tune.tune(OP)
 
 

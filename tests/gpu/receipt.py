@@ -81,7 +81,7 @@ WHOLES = {
     "recorded_calls": Whole("all ops: calls whose steps are recorded", EVERY_FAMILY),
     "several_gpus": Whole("ops on a GPU that is not the current one"),
     "sglang_adapters": Whole(
-        "SGLang's plugin: its calls beside the kernels that SGLang calls", sources=("dsa_engines/sglang",)
+        "SGLang's plugin: its calls compared with the kernels that SGLang calls", sources=("dsa_engines/sglang",)
     ),
     "training_example": Whole("the training example: `examples/train_indexer.py`", EVERY_FAMILY),
     "transformers": Whole("transformers' models: `dsa_layers.hf`", EVERY_FAMILY),
@@ -89,7 +89,7 @@ WHOLES = {
         "the user's commands: `dsa check`, `dsa generate`, every Python block of the documents", EVERY_FAMILY
     ),
     "vllm_adapters": Whole(
-        "vLLM's plugin: its calls beside the kernels that vLLM calls", sources=("dsa_engines/vllm",)
+        "vLLM's plugin: its calls compared with the kernels that vLLM calls", sources=("dsa_engines/vllm",)
     ),
 }
 # Those of whole passes, whose benchmarks take minutes: their rows are written as they come.

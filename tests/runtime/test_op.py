@@ -355,6 +355,8 @@ def test_another_arch_has_a_launch_of_its_own(ops, kernel_path, monkeypatch):
     assert (ops["scale"](x, 2.0, False) == 7).all()
     monkeypatch.setattr(backends, "arch_of", lambda _: "sm_100")
     assert (ops["scale"](x, 2.0, False) == 8).all()
+    with pytest.raises(ValueError, match="test_sums: has no sm_100 kernel, only those for sm_90"):
+        ops["sums"].launch_on(x.device, x, x)
     assert backends.ARCHS["test_scale_rows"] == ["sm_90", "sm_100"]
     del ops["scale"].launches["sm_100"], backends.ARCHS["test_scale_rows"][1]
 
