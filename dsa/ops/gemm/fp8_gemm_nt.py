@@ -62,7 +62,7 @@ def grouped_fp8_gemm_nt(
     expected_rows: int | None = None,
 ) -> torch.Tensor:
     """`fp8_gemm_nt` of each row with one of E weights: rows before ends[0] with weight 0, ends[e - 1] to ends[e] - 1
-    with weight e. Rows from ends[E - 1] on are nobody's: no product is computed for them.
+    with weight e. Rows from ends[E - 1] on belong to no expert: no product is computed for them.
 
     a              (q [A, K] e4m3, s [A, ceil(K / 128)] fp32): the activations and their scales
     b              (w [E, N, K] e4m3, ws [E, ceil(N / 128), ceil(K / 128)] fp32): the weights and their scales
@@ -74,7 +74,7 @@ def grouped_fp8_gemm_nt(
     expected_rows  how many rows are expected before ends[E - 1], from 0 to M, which decides nothing but how fast they
                    are computed: the bits are the same whatever it is, and `ends` may say anything else. None: M
 
-    Returns [M, N]. A row's result depends on no other row. In nobody's rows the result is undefined: kernels do not
+    Returns [M, N]. A row's result depends on no other row. The result of rows of no expert is undefined: kernels do not
     write it, the reference fills it with NaN. What a, `rows` and `weights` hold there does not matter.
     Raises TypeError or ValueError for other types, dtypes, shapes and devices, and where the reference runs, for ends
     that do not ascend from at least 0 to at most M and for rows outside a that are a weight's. The kernel does not see
@@ -82,8 +82,8 @@ def grouped_fp8_gemm_nt(
     belong to no weight, and where rows[m] is outside a.
     On Hopper: no padding of rows and no host synchronisation; K and N as `fp8_gemm_nt` takes them, E up to 1024, E N
     below 2^31. The time is that of the weights' rows; the work tiles and the kernel, which change no bit, are chosen
-    for the expected rows. Up to 4096 of these the kernel gathers `rows` of a; of more a copy is made before, of
-    nobody's rows too, which is faster there. Up to 64 in all, or 8 a weight on average, have a kernel of their own,
+    for the expected rows. Up to 4096 of these the kernel gathers `rows` of a; of more a copy is made before, also
+    of the rows of no expert, which is faster there. Up to 64 in all, or 8 a weight on average, have a kernel of their own,
     without `rows` and `weights`.
     Source: DeepGEMM's `m_grouped_fp8_gemm_nt_contiguous`, which pads the rows of a group and takes an index for each
     row.

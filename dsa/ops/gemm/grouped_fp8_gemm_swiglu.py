@@ -50,8 +50,8 @@ def grouped_fp8_gemm_swiglu(
                    are computed: the bits are the same whatever it is, and `ends` may say anything else. None: M
 
     Returns q [M, I] float8_e4m3fn and scale [M, I / 128] float32, both contiguous: the activations of the down
-    projection. A row's result depends on no other row. Rows from ends[E - 1] on are nobody's, as in
-    `grouped_fp8_gemm_nt`: no product is computed for them, and q and scale are undefined there, in the reference NaN.
+    projection. A row's result depends on no other row. Rows from ends[E - 1] on belong to no
+    expert: no product is computed for them, and their q and scale are undefined (NaN in the reference).
     NaN and infinity as in `swiglu_cast_to_fp8`. Not differentiable.
     Raises TypeError or ValueError for other types, dtypes, shapes and devices, and for ends and rows as
     `grouped_fp8_gemm_nt` does, where the reference runs. Where the kernel runs, ends that do not ascend make rows
