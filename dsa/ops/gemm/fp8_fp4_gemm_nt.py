@@ -57,7 +57,8 @@ def grouped_fp8_fp4_gemm_nt(
                    are computed: the bits are the same whatever it is, and `ends` may say anything else. None: M
 
     Returns [M, N]. A row's result depends on no other row. Rows from ends[E - 1] on belong to no
-    expert: no product is computed for them, and their result is undefined, as in `grouped_fp8_gemm_nt`. The weights stay FP4:
+    expert: no product is computed for them, and their result is undefined, as in `grouped_fp8_gemm_nt`.
+    The weights stay FP4:
     they become e4m3 only where the tensor cores read them, with the powers of two between a group's scale and its
     block's in the values.
     Raises TypeError or ValueError for other types, dtypes, shapes and devices, and where the reference runs, for ends

@@ -83,8 +83,8 @@ def grouped_fp8_gemm_nt(
     On Hopper: no padding of rows and no host synchronisation; K and N as `fp8_gemm_nt` takes them, E up to 1024, E N
     below 2^31. The time is that of the weights' rows; the work tiles and the kernel, which change no bit, are chosen
     for the expected rows. Up to 4096 of these the kernel gathers `rows` of a; of more a copy is made before, also
-    of the rows of no expert, which is faster there. Up to 64 in all, or 8 a weight on average, have a kernel of their own,
-    without `rows` and `weights`.
+    of the rows of no expert, which is faster there. Up to 64 in all, or 8 a weight on average, have a kernel of their
+    own, without `rows` and `weights`.
     Source: DeepGEMM's `m_grouped_fp8_gemm_nt_contiguous`, which pads the rows of a group and takes an index for each
     row.
     """
