@@ -3,18 +3,21 @@
 usage: python examples/what_the_indexer_picks.py [PICTURE]        (with the extra `plot`; default: picked.png)
 """
 
-import sys
+import argparse
+from pathlib import Path
 
 import torch
 from torch.nn.functional import cross_entropy
 
-from dsa_layers import SHIPPED_MODEL, SequenceBatch, Tokenizer, load_model
+from dsa_layers import SHIPPED_MODEL, SequenceBatch, Tokenizer, load_model, options
 from dsa_layers.evaluation.selections import all_keys, latest_keys
 
 LENGTH = 1024
 
 
-def main(picture: str) -> None:
+def main(picture: Path) -> None:
+    import matplotlib.pyplot  # noqa: F401  # where it is missing, say so before anything is computed
+
     model, tokenizer = load_model(SHIPPED_MODEL, dequantize=True, progress=False), Tokenizer(SHIPPED_MODEL)
     device = next(model.parameters()).device
     text = (SHIPPED_MODEL / "held_out.txt").read_text(encoding="utf-8")  # the model was not trained on it
@@ -51,7 +54,7 @@ def record_selections(model: torch.nn.Module) -> dict[int, torch.Tensor]:
     return picked
 
 
-def draw(selected: dict[int, torch.Tensor], picture: str) -> None:
+def draw(selected: dict[int, torch.Tensor], picture: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -67,4 +70,11 @@ def draw(selected: dict[int, torch.Tensor], picture: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2] or ["picked.png"])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("picture", nargs="?", type=Path, default=Path("picked.png"), metavar="PICTURE")
+    chosen = parser.parse_args().picture
+    try:
+        options.check_output("PICTURE", chosen)
+    except ValueError as error:
+        parser.error(str(error))
+    main(chosen)

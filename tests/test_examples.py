@@ -28,3 +28,13 @@ def test_every_example_is_in_the_readme():
     scripts = {path.stem for path in (ROOT / "examples").glob("*.py")}
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert {name for name in scripts if f"examples/{name}.py" in text} == scripts == EXAMPLES.keys() | {"train_indexer"}
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"), [("--help", "usage: "), ("/nowhere/a.png", "PICTURE: there is no directory /nowhere")]
+)
+def test_the_picture_is_checked_first(argument, said, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["what_the_indexer_picks.py", argument])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(ROOT / "examples" / "what_the_indexer_picks.py"), run_name="__main__")
+    assert said in "".join(capsys.readouterr())

@@ -58,7 +58,7 @@ class SequenceBatch(TokenBatch):
 
     @classmethod
     def without_cache(cls, lens: Sequence[int], device: torch.device | str = "cpu") -> "SequenceBatch":
-        """Whole sequences of these lengths, all of whose tokens are new."""
+        """Whole sequences of these lengths, all of whose tokens are new. [] is the batch of a rank without work."""
         lens = positive("lens", lens)
         return cls.unchecked(query_lens=lens, key_lens=lens, device=torch_device("device", device))
 

@@ -74,14 +74,14 @@ def plan(
 
 def plans(
     config: ModelConfig, precision: Precision, most: int, drafted: Checkpoint | StoredNames | None = None
-) -> list[GpuPlan]:
-    """Of every number of GPUs up to `most` that the model can be split over."""
-    model, found = unfilled_model(config, precision, drafted), []
+) -> dict[int, GpuPlan | DoesNotDivide]:
+    """Of every number of GPUs up to `most`: the plan, or why the model cannot be split over so many."""
+    model, found = unfilled_model(config, precision, drafted), {}
     for gpus in range(1, most + 1):
         try:
-            found.append(_plan(model, gpus))
-        except DoesNotDivide:
-            continue
+            found[gpus] = _plan(model, gpus)
+        except DoesNotDivide as error:
+            found[gpus] = error
     return found
 
 

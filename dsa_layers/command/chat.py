@@ -72,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
     conversation = Conversation(
         (lambda messages: chat_prompt(args, tokenizer, messages)) if templated else None, system
     )
+    conversation.prompt("Hello")  # a wrong --chat-option ends the program here, and not each reply
     sizes = {"cache_tokens": args.cache_tokens, "prefill_chunk": args.prefill_chunk, "draft_tokens": args.draft}
     try:
         generator = Generator(loaded.model, tokenizer, prefix_cache=True, **sizes)

@@ -68,15 +68,22 @@ def run(args: argparse.Namespace) -> int:
     with on_gpus.errors_of_options():
         drafted = StoredNames.of(directory) if args.draft else None
         if args.gpus:
-            found = [plan(config, precision, args.gpus, drafted)]
+            found = {args.gpus: plan(config, precision, args.gpus, drafted)}
         else:
             found = plans(config, precision, MOST, drafted)
     drafters = " with the drafter's" if args.draft else ""
-    size = f"{found[0].whole / GB:.1f} GB of weights{drafters}"
-    print(f"{args.checkpoint}: {size}, {_cache(found[0])}; GPUs of {memory / GB:.0f} GB")
+    first = next(iter(found.values()))  # one GPU always holds a whole model
+    size = f"{first.whole / GB:.1f} GB of weights{drafters}"
+    print(f"{args.checkpoint}: {size}, {_cache(first)}; GPUs of {memory / GB:.0f} GB")
     print(f"{'GPUs':>4}  {'weights a GPU':>14}  " + ("in use" if args.cache_tokens else "context, tokens"))
-    fits = [_line(one, memory, args.cache_tokens, args.draft) for one in found]
-    return 0 if any(fits) else 1
+    fits = False
+    for gpus, one in found.items():
+        if isinstance(one, ValueError):
+            if gpus.bit_count() == 1:  # nobody expects others
+                print(f"{gpus:>4}  {str(one).removeprefix(f'gpus: {gpus} ')}")
+        elif _line(one, memory, args.cache_tokens, args.draft):
+            fits = True
+    return 0 if fits else 1
 
 
 def _cache(one: "GpuPlan") -> str:

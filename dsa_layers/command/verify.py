@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     sound = _verify(loaded, text, args.prefill_chunk, report)
     if ranks is None or ranks.rank == 0:
         args.report.write_text(report.text(), encoding="utf-8")
-        say(f"{args.report} is written. Please attach it to an issue: nobody else tests published weights.")
+        say(f"{args.report} is written. If these are published weights, please attach it to an issue of the project.")
     return 0 if sound else 1
 
 
@@ -135,6 +135,7 @@ def _verify(loaded: LoadedModel, text: str, chunk: int, report: _Report) -> bool
 
     prompts = [n for n in _PROMPT_LENGTHS if n < min(context, len(tokens) * 8)] or [min(context // 2, len(tokens))]
     many = tokens * (max(prompts) // len(tokens) + 1)
+    say("Measuring speed, each figure twice. This is the longest part, and takes minutes on a CPU ...")
     speed = Speed.of(model, many, prompts, _SEQUENCES, _STEPS)
     report.add("prompts, tokens/s", {f"{n} tokens": rate for n, rate in speed.prompts.items()})
     report.add("steps, tokens/s", {f"{n} sequences": rate for n, rate in speed.steps.items()})

@@ -1,12 +1,13 @@
 """Pack the compiled kernels that a wheel ships.
 
-usage: python -m dsa_layers.compilation.pack FOLDER [MODULE...]
+usage: python -m dsa_layers.compilation.pack FOLDER [MODULE...]        MODULE: dsa.kernels.FAMILY.NAME
 
 Compiles all shipped variants of all kernel modules, or of MODULE..., into the compile cache, where they are not there
 yet, and writes FOLDER/MODULE.tar.xz (`dsa.runtime.packed_kernels`). An archive that exists keeps its other objects, so
 that a run with another version of the DSL adds to it.
 """
 
+import argparse
 import importlib
 import os
 import pkgutil
@@ -46,11 +47,14 @@ def pack(folder: Path, modules: Sequence[str], jobs: int) -> Iterator[Path]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    if not arguments:
-        print(__doc__.strip(), file=sys.stderr)
-        return 2
-    folder, *modules = arguments
-    paths = list(pack(Path(folder), modules or kernel_modules(), len(os.sched_getaffinity(0))))
+    every = kernel_modules()
+    parser = argparse.ArgumentParser(prog="python -m dsa_layers.compilation.pack", description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    parser.add_argument("modules", nargs="*", metavar="MODULE", help="dsa.kernels.FAMILY.NAME (default: all)")
+    args = parser.parse_args(arguments)
+    if unknown := [name for name in args.modules if name not in every]:
+        parser.error(f"MODULE: must be a kernel module with shipped variants, got {unknown[0]}")
+    paths = list(pack(args.folder, args.modules or every, len(os.sched_getaffinity(0))))
     print(f"{len(paths)} archives, {sum(path.stat().st_size for path in paths) / 1e6:.1f} MB")
     return 0
 

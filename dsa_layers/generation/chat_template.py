@@ -25,24 +25,33 @@ class ChatTemplateError(ValueError):
     """A template that cannot be compiled or rendered, or that takes more than it may."""
 
 
+class UnknownVariable(ValueError):
+    """`name` is no variable that the template reads; `known` are those."""
+
+    def __init__(self, name: str, known: Sequence[str]) -> None:
+        super().__init__(f"{name}: is no variable that the template reads")
+        self.name, self.known = name, known
+
+
 class ChatTemplate:
     """The template `source`. Whether it compiles turns out when it is rendered."""
 
     def __init__(self, source: str) -> None:
         self._source = source
 
-    def render(self, variables: Mapping[str, Any]) -> str:
+    def render(self, variables: Mapping[str, Any], named: Sequence[str] = ()) -> str:
         """What the template makes of `variables`: strings, numbers, None, and sequences and mappings of them.
 
-        Raises ChatTemplateError if the template does not compile, refuses them or fails, and after half a second of
-        computing, at 200 MB of memory, or when the text has 2^19 characters more than 8 times what the variables have.
+        Raises UnknownVariable for a name of `named` that it does not read, and ChatTemplateError if it does not
+        compile, refuses the variables or fails, and after half a second of computing, at 200 MB of memory, or when the
+        text has 2^19 characters more than 8 times what the variables have.
         """
-        return _run(self._source, variables)
+        return _run({"source": self._source, "variables": variables, "named": [*named]})
 
 
-def _run(source: str, variables: Mapping[str, Any]) -> str:
+def _run(asked: Mapping[str, Any]) -> str:
     try:
-        request = json.dumps({"source": source, "variables": variables}, ensure_ascii=False, default=_plain)
+        request = json.dumps(asked, ensure_ascii=False, default=_plain)
     except (TypeError, ValueError, RecursionError) as error:
         raise ChatTemplateError(f"cannot be given its variables: {error}") from error
     if not sys.executable:
@@ -65,6 +74,8 @@ def _run(source: str, variables: Mapping[str, Any]) -> str:
         raise ChatTemplateError(f"its process ended with {process.returncode}: {''.join(last)}") from None
     if "error" in answer:
         raise ChatTemplateError(answer["error"])
+    if "unknown" in answer:
+        raise UnknownVariable(answer["unknown"], answer["known"])
     return answer["text"]
 
 

@@ -1,7 +1,8 @@
 """The process in which a chat template is compiled and rendered, within limits of the operating system.
 
 Run as a script by `chat_template`, with the folders of jinja2 and markupsafe as arguments and without the site's
-packages, so that it starts in 0.1 s. stdin: {"source", "variables"} in JSON; stdout: {"text"} or {"error"}.
+packages, so that it starts in 0.1 s. stdin: {"source", "variables", "named"} in JSON; stdout: {"text"}, {"error"}, or
+{"unknown", "known"}: a name in "named" that the template does not read, and the names that it does.
 """
 
 import json
@@ -26,7 +27,7 @@ def main() -> None:
     request = json.loads(sys.stdin.buffer.read().decode("utf-8", "surrogatepass"))
     _limit()
     try:
-        answer = {"text": _render(**request)}
+        answer = _render(**request)
     except MemoryError:
         answer = {"error": f"needs more than {MAX_MEMORY // 10**6} MB of memory"}
     except RecursionError:
@@ -51,9 +52,10 @@ def _limit() -> None:
     signal.setitimer(signal.ITIMER_PROF, MAX_CPU_SECONDS)
 
 
-def _render(source: str, variables: dict[str, Any]) -> str:
+def _render(source: str, variables: dict[str, Any], named: list[str]) -> dict[str, Any]:
     import jinja2
     from jinja2.ext import Extension
+    from jinja2.meta import find_undeclared_variables
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
@@ -80,6 +82,10 @@ def _render(source: str, variables: dict[str, Any]) -> str:
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = _strftime_now
+    if named:
+        known = find_undeclared_variables(environment.parse(source)) - environment.globals.keys()
+        if unknown := [name for name in named if name not in known]:
+            return {"unknown": unknown[0], "known": sorted(known)}
     template = environment.from_string(source)
     pieces, characters = [], 0
     most = MAX_CHARACTERS + _MAX_REPEATS * len(json.dumps(variables, ensure_ascii=False))
@@ -88,7 +94,7 @@ def _render(source: str, variables: dict[str, Any]) -> str:
         characters += len(piece)
         if characters > most:
             raise jinja2.TemplateError(f"writes more than {most} characters")
-    return "".join(pieces)
+    return {"text": "".join(pieces)}
 
 
 def _to_json(value: Any, **options: Any) -> str:

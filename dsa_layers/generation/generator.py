@@ -401,6 +401,10 @@ class Generator:
         for i, (ids, one) in enumerate(zip(encoded, params)):
             if len(ids) >= context:
                 raise ValueError(f"prompts[{i}]: has {len(ids)} tokens; the model's context holds {context}")
+            if (one.logprobs or 0) > self.model.config.vocab_size:
+                raise ValueError(
+                    f"logprobs: must be at most the vocabulary of {self.model.config.vocab_size}, got {one.logprobs}"
+                )
             if one.stop and self.tokenizer is None:
                 raise ValueError("params: stop strings need a tokenizer")
             limit = min(len(ids) + one.max_tokens, context)

@@ -15,7 +15,7 @@ import tokenizers
 from dsa_layers.arguments import instance, shown
 from dsa_layers.errors import TokenizerError
 from dsa_layers.generation.chat_formats import FORMATS, NEEDED, ChatFormat
-from dsa_layers.generation.chat_template import ChatTemplate, ChatTemplateError
+from dsa_layers.generation.chat_template import ChatTemplate, ChatTemplateError, UnknownVariable
 from dsa_layers.generation.stream_decoder import StreamDecoder
 from dsa_layers.generation.tokenizer_failures import tokenizer_failures
 from dsa_layers.hub import checkpoint_directory
@@ -151,11 +151,10 @@ class Tokenizer:
 
         add_generation_prompt ends it where the assistant's answer begins. The prompt begins with BOS, as text.
         tools: functions that the assistant may call, each {"type": "function", "function": {"name": ..., ...}}.
-        variables: those of the template, which ignores what it does not know. Of a format they are options: for
-        DeepSeek-V3.2 and V4 `thinking` or `enable_thinking`, and `drop_thinking`; for V4 `reasoning_effort` too
-        (`chat_formats`).
-        Raises TokenizerError if there is neither template nor format, if it refuses the messages or an option, or if a
-        template takes more than it may.
+        variables: those of the template. Of a format they are options: for DeepSeek-V3.2 and V4 `thinking` or
+        `enable_thinking`, and `drop_thinking`; for V4 `reasoning_effort` too (`chat_formats`).
+        Raises TokenizerError if there is neither template nor format, if it refuses the messages, if it does not
+        know a variable, or if a template takes more than it may.
         """
         if self._template is None and self._format is None:
             raise TokenizerError(
@@ -166,7 +165,7 @@ class Tokenizer:
             return self._format(messages, tools, variables, add_generation_prompt=add_generation_prompt)
         given = {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": tools}
         with self._template_failures():
-            return self._template.render({"documents": None, **self._special, **variables, **given})
+            return self._template.render({"documents": None, **self._special, **variables, **given}, [*variables])
 
     def _token_text(self, token_id: int) -> str | None:
         """The token as tokenizer.json has it; None for one that `decode` leaves out."""
@@ -186,6 +185,10 @@ class Tokenizer:
     def _template_failures(self) -> Iterator[None]:
         try:
             yield
+        except UnknownVariable as error:
+            given = {*self._special, "messages", "add_generation_prompt", "tools", "documents"}
+            accepted = ", ".join(sorted({*error.known} - given)) or "none"
+            raise TokenizerError(f"{error.name}: is no variable of the chat template; accepted: {accepted}") from None
         except ChatTemplateError as error:
             raise TokenizerError(f"{self._template_path}: chat template: {error}") from error
 

@@ -118,6 +118,7 @@ def test_a_message_that_cannot_be_answered_is_left_out(checkpoint, chat, capsys)
         ([], ["--gpus", "2"], "dsa chat: --gpus: must be 1 for dsa chat, got 2: Ctrl-C would"),
         ([], ["--chat-option", "x"], "argument --chat-option: must be NAME=VALUE, got 'x'"),
         ([], ["--chat-option", "messages=1"], "argument --chat-option: must be another name than messages"),
+        (["Q\n"], ["--chat-option", "thinkin=true"], "dsa chat: --chat-option: thinkin: is no option of this chat"),
         ([UnicodeDecodeError("utf-8", b"\xff", 0, 1, "")], [], "dsa chat: standard input: must be UTF-8, got other"),
     ],
 )

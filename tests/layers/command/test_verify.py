@@ -37,7 +37,7 @@ def test_the_report_has_every_part_and_no_path(checkpoint, tmp_path, capsys):
     assert all(rate > 0 for rate in report["prompts, tokens/s"].values())
     assert str(tmp_path) not in json.dumps(report) and str(checkpoint) not in json.dumps(report)
     said = capsys.readouterr()
-    assert "machine: device 1 x CPU" in said.out and "Please attach it to an issue" in said.err
+    assert "machine: device 1 x CPU" in said.out and "please attach it to an issue" in said.err
 
 
 @pytest.mark.slow

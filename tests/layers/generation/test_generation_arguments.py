@@ -169,3 +169,11 @@ def test_bad_options_of_a_model(checkpoint, monkeypatch, options, error, message
     monkeypatch.setattr("dsa_layers.checkpoint.loading.load_weights", None)
     with pytest.raises(error, match=message):
         load_model(checkpoint, progress=False, **options)
+
+
+def test_more_logprobs_than_tokens(model):
+    generator = Generator(model, cache_tokens=64)
+    with pytest.raises(ValueError, match="logprobs: must be at most the vocabulary of 2048, got 2049"):
+        generator.generate([[5]], SamplingParams(max_tokens=1, logprobs=2049))
+    (done,) = generator.generate([[5]], SamplingParams(max_tokens=1, logprobs=2048))
+    assert len(done.logprobs[0]) == 2048

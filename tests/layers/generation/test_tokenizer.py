@@ -136,3 +136,15 @@ def test_a_block_of_a_reply_is_rendered_as_by_transformers(tmp_path):
     )
     expected, _ = render_jinja_template(conversations=[MESSAGES], chat_template=template)
     assert [make(tmp_path, chat_template=template).apply_chat_template(MESSAGES)] == expected
+
+
+def test_a_misspelt_variable_of_a_template(tmp_path):
+    template = "{{ bos_token }}{% for m in messages %}{% set n = m.content %}{{ n if thinking else '' }}{% endfor %}"
+    tokenizer = make(tmp_path, chat_template=template)
+    assert tokenizer.apply_chat_template(MESSAGES, thinking=False) != tokenizer.apply_chat_template(
+        MESSAGES, thinking=True
+    )
+    with pytest.raises(TokenizerError, match=r"^thinkin: is no variable of the chat template; accepted: thinking$"):
+        tokenizer.apply_chat_template(MESSAGES, thinkin=True)
+    with pytest.raises(TokenizerError, match=r"accepted: none$"):
+        make(tmp_path, chat_template="{{ messages }}").apply_chat_template(MESSAGES, n=True)
