@@ -69,6 +69,8 @@ HEADLINES = (
     ("Sparse MLA, decode, FP8 cache", "flash_mla_with_kvcache_sparse", "B 128, 128 heads, s_q 2, k 2048, 32768 keys"),
     ("Sparse MLA, backward", "sparse_mla_attention", "8192 queries, d 576, 128 heads, k 2048"),
 )
+# Peers by their packages, where a benchmark names one of several kernels.
+PEERS = {"deepgemm": "sgl-deep-gemm", "vllm decode": "vLLM top-k", "cuDNN-FE": "cuDNN frontend"}
 
 
 def headlines() -> str:
@@ -81,7 +83,8 @@ def headlines() -> str:
         for row in rows:
             of = f" (commit {entry['commit'][:9]})" if entry["unverified"] else ""
             ratios = [other["ratio"] for other in compared(entry["bench"]) if other["ratio"] is not None]
-            found.append(row | {"what": what, "of": of, "least": min(ratios), "most": max(ratios)})
+            peer = {"peer": PEERS.get(row["peer"], row["peer"])}
+            found.append(row | peer | {"what": what, "of": of, "least": min(ratios), "most": max(ratios)})
         if not rows:
             found.append({"what": what, "shape": "not measured"})
     columns = {
