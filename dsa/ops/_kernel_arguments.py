@@ -2,7 +2,7 @@
 
 import torch
 
-from dsa.reference.checks import INT_MAX, MOST_SLOTS
+from dsa.runtime.checks import INT_MAX, MOST_SLOTS
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 import torch
 
-from dsa.reference.checks import torch_device
+from dsa.runtime.checks import torch_device
 
 BACKENDS = ("cute", "reference")
 # Public function -> the archs (compute capabilities of GPUs) for which one of its ops has kernels (dsa.runtime.op).

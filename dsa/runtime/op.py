@@ -36,9 +36,9 @@ from typing import Any
 
 import torch
 
-from dsa.reference.arguments import Arguments, Tensor
-from dsa.reference.checks import check_updatable
 from dsa.runtime import backends
+from dsa.runtime.arguments import Arguments, Tensor
+from dsa.runtime.checks import check_memory, check_updatable
 from dsa.runtime.known_calls import REPEATS, KnownCalls, first_shape, signature
 from dsa.runtime.recording import is_recording, record
 
@@ -108,7 +108,7 @@ class Op:
                 if like(*arguments):
                     return steps(*arguments)
         if self.differentiable and torch.is_grad_enabled() and wants_gradient(*arguments):
-            return self.reference(*arguments)
+            return self._run_reference(arguments)
         if torch.compiler.is_compiling() and not self.autograd and not self._lacks_dtype(_first_tensor(arguments)):
             self.arguments.check_ints_for_floats(*arguments)
             return getattr(torch.ops.dsa, self.name)(*arguments)
@@ -120,7 +120,7 @@ class Op:
         if self._lacks_dtype(tensor):
             self.arguments.check(*arguments)
             backends.note_reference_only(f"{self.public} in {str(tensor.dtype).removeprefix('torch.')}", tensor)
-            return self.reference(*arguments)
+            return self._run_reference(arguments)
         if self.known.steps and not is_recording():
             call = self._signature(arguments)
             steps = self.known.steps.get(call)
@@ -129,8 +129,7 @@ class Op:
                 with backends.on_device(tensor):
                     return steps(*arguments)
         if tensor is None or not self.runs_kernel(tensor):
-            self.arguments.check(*arguments)
-            return self.reference(*arguments)
+            return self._run_reference(arguments)
         call = self._signature(arguments) if call is None else call
         self._check_for_kernels(call, arguments)
         launch = self._launch_for(tensor.device)
@@ -145,6 +144,17 @@ class Op:
             if steps is not None:
                 self.known.keep(call, steps)
             return result
+
+    def _run_reference(self, arguments: tuple[Any, ...]) -> Any:
+        """Of tensors with memory, which torch may write to where the op does."""
+        self.arguments.check(*arguments)
+        named = [(name, x) for name, x in zip(self.arguments.names, arguments) if isinstance(x, torch.Tensor)]
+        for name, x in named[:1]:
+            check_memory(name, x)
+        for i in self._written:
+            if isinstance(arguments[i], torch.Tensor):
+                check_updatable(self.arguments.names[i], arguments[i])
+        return self.reference(*arguments)
 
     def runs_kernel(self, tensor: torch.Tensor) -> bool:
         """Whether this op has kernels for the tensor's GPU, where its public function's other parts may have some."""

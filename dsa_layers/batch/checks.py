@@ -6,7 +6,7 @@ from operator import le
 
 import torch
 
-from dsa.reference.checks import INT32, INT_MAX, check_tensor
+from dsa.runtime.checks import INT32, INT_MAX, check_tensor
 from dsa_layers.arguments import integer, shown
 
 

@@ -5,7 +5,7 @@ from functools import cached_property
 
 import torch
 
-from dsa.reference.checks import INT32, INT_MAX, check_tensor
+from dsa.runtime.checks import INT32, INT_MAX, check_tensor
 from dsa_layers.arguments import integer
 from dsa_layers.batch.checks import check_of_sequences
 from dsa_layers.batch.decode_layout import DecodeLayout

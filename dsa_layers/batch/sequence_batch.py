@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import torch
 
-from dsa.reference.checks import INT_MAX, torch_device
+from dsa.runtime.checks import INT_MAX, torch_device
 from dsa_layers.arguments import integer, shown
 from dsa_layers.batch import packing
 from dsa_layers.batch.checks import check_key_lens, check_of_sequences, distinct_slots, integers, positive

@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from dsa.reference.checks import MOST_SLOTS
+from dsa.runtime.checks import MOST_SLOTS
 from dsa_layers.arguments import integer, shown
 
 LATENT_FP8_BYTES = 656

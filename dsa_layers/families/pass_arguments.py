@@ -2,7 +2,7 @@
 
 import torch
 
-from dsa.reference.checks import check_tensor
+from dsa.runtime.checks import check_tensor
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.cache import Cache
 from dsa_layers.layers.pass_checks import check_batch

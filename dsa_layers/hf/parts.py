@@ -7,7 +7,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 import dsa
-from dsa.reference.checks import FLOATS
+from dsa.runtime.checks import FLOATS
 from dsa_layers.hf.lengths import NOT_OURS, TokenLengths, lengths_mask
 
 IMPLEMENTATION = "dsa"  # the name of what our layers take for a mask, and of nothing else

@@ -6,7 +6,7 @@ from torch import nn
 import dsa
 from dsa.kernels.gemm.linear_fp32_limits import CHANNEL_MULTIPLE, MAX_TOKENS
 from dsa.reference.autocast import without_autocast
-from dsa.reference.checks import FLOATS, check_dtype
+from dsa.runtime.checks import FLOATS, check_dtype
 from dsa_layers.arguments import flag
 from dsa_layers.layers.batch_invariance import has_any_rows
 

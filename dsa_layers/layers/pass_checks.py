@@ -2,7 +2,7 @@
 
 import torch
 
-from dsa.reference.checks import FLOATS, check_tensor
+from dsa.runtime.checks import FLOATS, check_tensor
 from dsa_layers.batch.token_batch import TokenBatch
 from dsa_layers.cache.compressed_kv_cache import EntryCache
 from dsa_layers.layers.linear import BlockFP8Linear, Linear

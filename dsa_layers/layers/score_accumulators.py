@@ -5,8 +5,8 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from dsa.reference.checks import check_dtype
 from dsa.reference.indexer.fp8_mqa_logits import ACCUMULATORS
+from dsa.runtime.checks import check_dtype
 from dsa_layers.arguments import instance
 
 # The default of every model: of `load_model`, of `dsa_layers.hf` and of layers by themselves. It says how Hopper

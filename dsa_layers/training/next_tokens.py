@@ -2,8 +2,8 @@
 
 import torch
 
-from dsa.reference.checks import INT32, check_tensor
 from dsa.reference.training.packed_sequences import boundaries
+from dsa.runtime.checks import INT32, check_tensor
 from dsa_layers.batch import packing
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.parallel.context import ContextBatch

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dsa.cases.case import same_bits, tensors_of
+from dsa.runtime.op import Op
 from tests.fuzz.changes import Change, Kind
-from tests.valid_calls.description import ValidCall, same_bits
+from tests.valid_calls import ValidCall
 
 SECONDS = {"cpu": 20, "cuda": 200}  # that a call may take: milliseconds, or what its kernels take to compile
 
@@ -21,7 +23,8 @@ def judge(call: ValidCall, arguments: dict[str, Any], changes: Mapping[str, Chan
     plain = {name: _plain(x) for name, x in arguments.items()}
     try:
         with _time_limit(SECONDS[device]):
-            found = call.run(arguments)
+            with _results_as_promised():
+                found = call.run(arguments)
             if device == "cuda":
                 torch.cuda.synchronize()
     except (ValueError, TypeError) as error:
@@ -33,25 +36,39 @@ def judge(call: ValidCall, arguments: dict[str, Any], changes: Mapping[str, Chan
         return f"{type(error).__name__}: {str(error)[:300]}"
     kinds = {x.kind for x in changes.values()}
     return (
-        _broken_promise(call, arguments, found)
+        _wrong_device(arguments, found)
         or _written(arguments, before, call.written)
         or (_not_the_same(call, plain, found, arguments, device) if kinds == {Kind.SAME} else None)
         or (_not_fully_written(call, plain) if Kind.OTHER not in kinds and device == "cpu" else None)
     )
 
 
-def _broken_promise(call: ValidCall, arguments: dict[str, Any], found: list[torch.Tensor]) -> str | None:
-    promised = call.promises(arguments)
-    got = [(tuple(x.shape), x.dtype) for x in found]
-    if len(got) != len(promised):
-        return f"returned {got}, promised {promised}"
-    for (shape, dtype), (own, own_dtype) in zip(promised, got):
-        if dtype != own_dtype or len(shape) != len(own) or any(m not in (None, n) for m, n in zip(shape, own)):
-            return f"returned {got}, promised {promised}"
+def _wrong_device(arguments: dict[str, Any], found: list[torch.Tensor]) -> str | None:
     devices = {x.device for _, x in _tensors(arguments)}
     if devices and any(x.device not in devices for x in found):
         return f"returned tensors on {[x.device for x in found]}"
     return None
+
+
+@contextmanager
+def _results_as_promised() -> Iterator[None]:
+    """AssertionError where an op returns other shapes or dtypes than its record allocates."""
+    run = Op.run
+
+    def checked(self: Op, *arguments: Any) -> Any:
+        found = run(self, *arguments)
+        got, promised = (
+            [(tuple(x.shape), x.dtype) for x in tensors_of(part)]
+            for part in (found, None if self.results is None else self.results(*arguments))
+        )
+        assert self.results is None or got == promised, f"{self.name}: returned {got}, promised {promised}"
+        return found
+
+    Op.run = checked
+    try:
+        yield
+    finally:
+        Op.run = run
 
 
 def _written(arguments: dict[str, Any], before: Mapping[tuple, torch.Tensor], allowed: tuple[str, ...]) -> str | None:

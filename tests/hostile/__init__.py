@@ -11,9 +11,13 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+
+from dsa.cases import CASES
+from dsa.cases.case import Case
 
 Results = Sequence[torch.Tensor]
 
@@ -122,4 +126,18 @@ def _same(name: str, got: torch.Tensor, right: torch.Tensor, exact: bool) -> Non
 def all_arguments() -> list[IndexArgument]:
     """Those of all families, whose modules import this one."""
     modules = [importlib.import_module(f"{__name__}.{name}") for _, name, _ in pkgutil.iter_modules(__path__)]
-    return [argument for module in modules for argument in getattr(module, "ARGUMENTS", ())]
+    old = [argument for module in modules for argument in getattr(module, "ARGUMENTS", ())]
+    return [*old, *(IndexArgument(c.name, name, partial(_of_case, c, name)) for c in CASES for name in c.hostile)]
+
+
+def _of_case(case: Case, name: str, device: str) -> Prepared:
+    hostile, argument = case.hostile[name], name.split()[0]
+    given = case.arguments(device, **hostile.sizes)
+
+    def run(changed: torch.Tensor) -> Results:
+        fresh = case.arguments(device, **hostile.sizes) if case.written else given
+        return case.results(fresh | {argument: changed})
+
+    valid = given[argument]
+    places = {str(place): (place, hostile.kept(given, place)) for place in hostile.places(valid)}
+    return Prepared(run, valid, places, hostile.exact)

@@ -12,8 +12,8 @@ from dsa.ops._kernel_arguments import (
     unit_inner,
     with_dims,
 )
-from dsa.reference.arguments import PAGES, check_layout
-from dsa.reference.checks import MOST_SLOTS
+from dsa.runtime.arguments import PAGES, check_layout
+from dsa.runtime.checks import MOST_SLOTS
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dsa.reference.arguments import (
+from dsa.runtime.arguments import (
     ALIGNED,
     CONTIGUOUS,
     F32,
@@ -21,7 +21,7 @@ from dsa.reference.arguments import (
     check_layout,
     check_mergeable,
 )
-from dsa.reference.checks import FLOATS
+from dsa.runtime.checks import FLOATS
 from tests.reference.common import assert_refused
 
 LINEAR = Arguments(

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import dsa
-from dsa.reference.arguments import F32, ROWS, Arguments, Flag, Number, Tensor
 from dsa.runtime import backends
 from dsa.runtime import op as declaration
+from dsa.runtime.arguments import F32, ROWS, Arguments, Flag, Number, Tensor
 from dsa.runtime.known_calls import REPEATS
 from dsa.runtime.op import op
 

@@ -8,10 +8,12 @@ arguments.
 import importlib
 import pkgutil
 
+from dsa.cases import CASES
+from dsa.cases.case import Case
 from tests.valid_calls.description import ValidCall
 
 __all__ = ["CALLS", "ValidCall"]
 
 
 _modules = [importlib.import_module(f"{__name__}.{name}") for _, name, _ in pkgutil.iter_modules(__path__)]
-CALLS: list[ValidCall] = [call for module in _modules for call in getattr(module, "CALLS", ())]
+CALLS: list[ValidCall | Case] = [*(call for module in _modules for call in getattr(module, "CALLS", ())), *CASES]

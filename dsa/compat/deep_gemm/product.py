@@ -15,8 +15,8 @@ from dsa.compat.deep_gemm.gradients import write_gradient
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops.gemm import fp8_gemm_nt as bridge
 from dsa.ops.gemm.fp8_gemm_nt import Scaled
-from dsa.reference.checks import E4M3, FLOATS, check_tensor
 from dsa.runtime import backends
+from dsa.runtime.checks import E4M3, FLOATS, check_tensor
 
 
 def fp8_fp4_gemm_nt(

@@ -5,7 +5,7 @@ import torch
 from dsa.kernels.cache.limits import INDEX_HEAD_DIMS
 from dsa.ops._kernel_arguments import check_page_size, dtype_name, pages_as_rows
 from dsa.reference.cache import indexer_cache as reference
-from dsa.reference.checks import check_apart
+from dsa.runtime.checks import check_apart
 from dsa.runtime.op import op
 
 __all__ = ["read_indexer_cache", "write_indexer_cache"]

@@ -4,10 +4,10 @@ import torch
 
 from dsa.kernels.indexer.limits import HEAD_DIMS, HEADS, MAX_COLS, NEXT_N, PAGE_SIZES, SCHEDULE_SPLIT
 from dsa.ops._kernel_arguments import check_page_size, dtype_name, pages_as_rows
-from dsa.reference.arguments import INNER, check_layout
 from dsa.reference.indexer import fp8_paged_mqa_logits as reference
 from dsa.reference.indexer.fp8_mqa_logits import row_stride
 from dsa.runtime import backends
+from dsa.runtime.arguments import INNER, check_layout
 from dsa.runtime.op import op
 
 __all__ = ["fp8_paged_mqa_logits", "get_paged_mqa_logits_metadata"]

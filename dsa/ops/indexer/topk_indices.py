@@ -6,9 +6,9 @@ import torch
 
 from dsa.kernels.indexer.limits import MAX_COLS, MAX_K
 from dsa.ops._kernel_arguments import dtype_name, unit_inner
-from dsa.reference.checks import check_apart
 from dsa.reference.indexer import topk_indices as reference
 from dsa.runtime import backends
+from dsa.runtime.checks import check_apart
 from dsa.runtime.op import op
 
 __all__ = ["topk_indices"]

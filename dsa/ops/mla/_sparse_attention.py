@@ -10,8 +10,8 @@ from dsa.kernels.mla import limits
 from dsa.kernels.mla.limits import HEAD_DIM_V, SPARSE_HEAD_DIMS, SWAP_AB_HEADS, TILE_M, TILE_N
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name, unit_inner
-from dsa.reference.checks import INT_MAX
 from dsa.runtime import backends
+from dsa.runtime.checks import INT_MAX
 
 DTYPES = tuple(getattr(torch, name) for name in limits.DTYPES)
 # Of FP8 caches, by the heads of a CTA: about how long a tile takes, and what is spent besides where queries are split,

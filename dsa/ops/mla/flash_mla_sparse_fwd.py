@@ -13,8 +13,8 @@ from dsa.ops.mla._sparse_attention import (
     inner_contiguous,
     of_caller,
 )
-from dsa.reference.checks import check_apart
 from dsa.reference.mla import flash_mla_sparse_fwd as reference
+from dsa.runtime.checks import check_apart
 from dsa.runtime.op import op
 
 __all__ = ["flash_mla_sparse_fwd"]

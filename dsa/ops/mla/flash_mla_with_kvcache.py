@@ -8,11 +8,11 @@ from dsa.kernels.mla.limits import MAX_BATCH, PLAN_COLUMNS, PLAN_NUMBERS, TILE_M
 from dsa.ops.mla._dense_decode import SHORT, _dense_mla_decode
 from dsa.ops.mla._sparse_attention import DTYPES
 from dsa.ops.mla._sparse_decode import _sparse_mla_decode
-from dsa.reference.checks import check_apart, shape_of
 from dsa.reference.mla import flash_mla_with_kvcache as reference
 from dsa.reference.mla import mla_metadata
 from dsa.reference.mla.mla_metadata import FlashMLASchedMeta, own_plan
 from dsa.runtime import backends
+from dsa.runtime.checks import check_apart, shape_of
 from dsa.runtime.op import Op, op
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_with_kvcache", "get_mla_metadata"]

@@ -6,9 +6,19 @@ from dsa.kernels.moe.limits import CHANNEL_MULTIPLE, COMBINE_CTA_BYTES, MAX_COMB
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.reference.moe import combine_experts as reference
+from dsa.runtime.arguments import F32, ROWS, Arguments, Tensor
+from dsa.runtime.checks import FLOATS
 from dsa.runtime.op import op
 
 __all__ = ["combine_experts"]
+
+COMBINE_EXPERTS = Arguments(
+    y=Tensor("M H", FLOATS, layout=ROWS),
+    rows=Tensor("T k", (torch.int32, torch.int64)),
+    weights=Tensor("T k", F32, optional=True),
+    shared=Tensor("T H", FLOATS, like="y", optional=True, layout=ROWS),
+    residual=Tensor("T H", FLOATS, like="y", optional=True, layout=ROWS),
+)
 
 
 def combine_experts(
@@ -59,7 +69,7 @@ def _check_limits(y: torch.Tensor, rows: torch.Tensor) -> None:
 
 
 @op(
-    arguments=reference.COMBINE_EXPERTS,
+    arguments=COMBINE_EXPERTS,
     reference=reference.combine_experts,
     results=_results,
     limits=_check_limits,

@@ -5,9 +5,40 @@ import torch
 from dsa.kernels.moe.limits import MAX_EXPERTS, MAX_GROUPS, MAX_SORT_ENTRIES, MAX_SORT_EXPERTS, MAX_TOP_K
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.reference.moe import expert_routing as reference
+from dsa.runtime.arguments import F32, Arguments, Choice, Flag, Int, Number, Tensor
 from dsa.runtime.op import op
 
 __all__ = ["moe_gate", "sort_by_expert"]
+
+SCORES = ("sigmoid", "sqrtsoftplus")
+
+
+def _check_groups(logits: torch.Tensor, top_k: int, n_group: int, topk_group: int) -> None:
+    experts = logits.shape[1]
+    if experts % n_group:
+        raise ValueError(f"n_group: must divide the {experts} experts of logits, got {n_group}")
+    if topk_group > n_group:
+        raise ValueError(f"topk_group: must be from 1 to n_group={n_group}, got {topk_group}")
+    most = topk_group * (experts // n_group)
+    if top_k > most:
+        raise ValueError(
+            f"top_k: must be from 1 to the {most} experts of logits in the topk_group={topk_group} of "
+            f"n_group={n_group} groups that stay, got {top_k}"
+        )
+
+
+MOE_GATE = Arguments(
+    rule=_check_groups,
+    logits=Tensor("T E", F32),
+    bias=Tensor("E", F32),
+    top_k=Int(),
+    scores=Choice(SCORES),
+    n_group=Int(),
+    topk_group=Int(),
+    normalise=Flag(),
+    scale=Number(),
+)
+SORT_BY_EXPERT = Arguments(experts=Tensor("...", (torch.int32, torch.int64)), count=Int())
 
 
 def moe_gate(
@@ -84,7 +115,7 @@ def _check_gate_limits(logits: torch.Tensor, top_k: int, n_group: int) -> None:
 
 
 @op(
-    arguments=reference.MOE_GATE,
+    arguments=MOE_GATE,
     reference=reference.moe_gate,
     results=_gate_results,
     limits=_check_gate_limits,
@@ -124,7 +155,7 @@ def _check_sort_limits(experts: torch.Tensor, count: int) -> None:
 
 
 @op(
-    arguments=reference.SORT_BY_EXPERT,
+    arguments=SORT_BY_EXPERT,
     reference=reference.sort_by_expert,
     results=_sort_results,
     limits=_check_sort_limits,

@@ -14,11 +14,34 @@ from dsa.kernels.moe.route_to_experts_limits import (
 )
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
+from dsa.ops.moe.route_to_experts import HALVES, own_count
 from dsa.reference.moe import route_by_table as reference
-from dsa.reference.moe.route_to_experts import own_count
+from dsa.runtime.arguments import ROWS, Arguments, Int, Number, Tensor
 from dsa.runtime.op import op
 
 __all__ = ["route_by_table"]
+
+INT64 = (torch.int64,)
+
+
+def _check_count(weight: torch.Tensor, first_expert: int, count: int) -> None:
+    experts = weight.shape[0]
+    if first_expert + count > experts:
+        raise ValueError(
+            f"count: must be at most {experts - first_expert}, the experts of weight from first_expert on, got {count}"
+        )
+
+
+ROUTE_BY_TABLE = Arguments(
+    rule=_check_count,
+    x=Tensor("T H", HALVES, layout=ROWS),
+    weight=Tensor("E H", HALVES, like="x", layout=ROWS),
+    table=Tensor("V K", INT64),
+    tokens=Tensor("T", INT64),
+    scale=Number(),
+    first_expert=Int(least=0),
+    count=Int(),
+)
 
 Routed = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -86,7 +109,7 @@ def _check_limits(x: torch.Tensor, weight: torch.Tensor, table: torch.Tensor) ->
 
 
 @op(
-    arguments=reference.ROUTE_BY_TABLE,
+    arguments=ROUTE_BY_TABLE,
     reference=reference.route_by_table,
     results=_results,
     limits=_check_limits,

@@ -14,10 +14,51 @@ from dsa.kernels.moe.route_to_experts_limits import (
 )
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
+from dsa.ops.moe.expert_routing import SCORES
 from dsa.reference.moe import route_to_experts as reference
+from dsa.runtime.arguments import F32, ROWS, Arguments, Choice, Flag, Int, Number, Tensor
+from dsa.runtime.checks import shape_of
 from dsa.runtime.op import op
 
 __all__ = ["route_to_experts"]
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def _check_numbers(
+    weight: torch.Tensor, top_k: int, n_group: int, topk_group: int, first_expert: int, count: int
+) -> None:
+    experts = weight.shape[0]
+    if experts % n_group:
+        raise ValueError(f"n_group: must divide the {experts} experts of weight, got {n_group}")
+    if topk_group > n_group:
+        raise ValueError(f"topk_group: must be from 1 to n_group={n_group}, got {topk_group}")
+    most = topk_group * (experts // n_group)
+    if top_k > most:
+        raise ValueError(
+            f"top_k: must be from 1 to the {most} experts of weight in the topk_group={topk_group} of "
+            f"n_group={n_group} groups that stay, got {top_k}"
+        )
+    if first_expert + count > experts:
+        raise ValueError(
+            f"count: must be at most {experts - first_expert}, the experts of weight from first_expert on, got {count}"
+        )
+
+
+ROUTE_TO_EXPERTS = Arguments(
+    rule=_check_numbers,
+    x=Tensor("T H", HALVES, layout=ROWS),
+    weight=Tensor("E H", HALVES, like="x", layout=ROWS),
+    bias=Tensor("E", F32),
+    top_k=Int(),
+    scores=Choice(SCORES),
+    n_group=Int(),
+    topk_group=Int(),
+    normalise=Flag(),
+    scale=Number(),
+    first_expert=Int(least=0),
+    count=Int(),
+)
 
 Routed = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -65,10 +106,18 @@ def route_to_experts(
     safe.
     Source: as of `moe_gate`.
     """
-    count = reference.own_count(weight, first_expert, count)
+    count = own_count(weight, first_expert, count)
     return _route_to_experts(
         *(x, weight, bias, top_k, scores, n_group, topk_group, normalise, scale, first_expert, count)
     )
+
+
+def own_count(weight: object, first_expert: object, count: int | None) -> int | None:
+    """All experts from `first_expert` on where count is None; None if one of these is wrong, as its check will say."""
+    shape = shape_of(weight)
+    if count is None and shape and isinstance(first_expert, (int, torch.SymInt)):
+        return shape[0] - first_expert
+    return count
 
 
 def _results(x: torch.Tensor, top_k: int, count: int) -> Routed:
@@ -92,7 +141,7 @@ def _check_limits(x: torch.Tensor, weight: torch.Tensor, top_k: int, n_group: in
 
 
 @op(
-    arguments=reference.ROUTE_TO_EXPERTS,
+    arguments=ROUTE_TO_EXPERTS,
     reference=reference.route_to_experts,
     results=_results,
     limits=_check_limits,

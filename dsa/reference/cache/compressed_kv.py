@@ -6,13 +6,13 @@ i - 1. The token that ends a block is the first to see its entry.
 
 import torch
 
-from dsa.reference.arguments import ALIGNED, CONTIGUOUS, F32, ROWS, Arguments, Flag, Number, Tensor
 from dsa.reference.autocast import without_autocast
 from dsa.reference.cache.indexer_cache import SLOTS, check_index_cache, check_writable_slots, write_indexer_cache
 from dsa.reference.cache.kv_cache import CACHE_DTYPES, check_kv_cache, page_layout, write_kv_cache
-from dsa.reference.checks import FLOATS, INT32, check_memory, check_updatable
 from dsa.reference.elementwise.rotary import apply_rotary, check_rotated
 from dsa.reference.gemm.fp8_cast import per_token_cast_to_fp8
+from dsa.runtime.arguments import ALIGNED, CONTIGUOUS, F32, ROWS, Arguments, Flag, Number, Tensor
+from dsa.runtime.checks import FLOATS, INT32, check_memory, check_updatable
 
 
 def _check_blocks(ape: torch.Tensor, state: torch.Tensor | None, overlap: bool) -> int:

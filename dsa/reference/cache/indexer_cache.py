@@ -7,8 +7,8 @@ itself is contiguous. Source: DeepGEMM's `kv_cache` of `fp8_paged_mqa_logits`.
 
 import torch
 
-from dsa.reference.arguments import CONTIGUOUS, F32, PAGES, ROWS, Arguments, Tensor
-from dsa.reference.checks import E4M3, check_memory, check_updatable
+from dsa.runtime.arguments import CONTIGUOUS, F32, PAGES, ROWS, Arguments, Tensor
+from dsa.runtime.checks import E4M3, check_memory, check_updatable
 
 BYTES = (torch.uint8,)
 SLOTS = (torch.int32, torch.int64)

@@ -13,11 +13,11 @@ Source: FlashMLA's FP8 caches.
 
 import torch
 
-from dsa.reference.arguments import CONTIGUOUS, PAGES, ROWS, Arguments, Dtype, Flag, Sizes, Tensor
 from dsa.reference.autocast import without_autocast
 from dsa.reference.cache.indexer_cache import SLOTS, check_writable_slots, split_slots
-from dsa.reference.checks import FLOATS, MOST_SLOTS, check_memory, check_positive, check_tensor, check_updatable
 from dsa.reference.gemm.fp8_cast import per_token_cast_to_fp8
+from dsa.runtime.arguments import CONTIGUOUS, PAGES, ROWS, Arguments, Dtype, Flag, Sizes, Tensor
+from dsa.runtime.checks import FLOATS, MOST_SLOTS, check_memory, check_positive, check_tensor, check_updatable
 
 V32_BYTES, V32_DIM, V32_NOPE, V32_GROUP = 656, 576, 512, 128
 V4_BYTES, V4_DIM, V4_NOPE, V4_GROUP = 584, 512, 448, 64

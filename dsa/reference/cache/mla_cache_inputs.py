@@ -2,7 +2,6 @@
 
 import torch
 
-from dsa.reference.arguments import CONTIGUOUS, F32, ROWS, Arguments, Flag, Number, Tensor
 from dsa.reference.autocast import without_autocast
 from dsa.reference.cache.indexer_cache import SLOTS
 from dsa.reference.cache.kv_cache import (
@@ -14,8 +13,9 @@ from dsa.reference.cache.kv_cache import (
     row_layout,
     write_kv_cache,
 )
-from dsa.reference.checks import FLOATS, check_memory, check_updatable
 from dsa.reference.elementwise.rotary import apply_rotary, check_rotated
+from dsa.runtime.arguments import CONTIGUOUS, F32, ROWS, Arguments, Flag, Number, Tensor
+from dsa.runtime.checks import FLOATS, check_memory, check_updatable
 
 
 def _check_inputs(

@@ -2,8 +2,8 @@
 
 import torch
 
-from dsa.reference.arguments import Arguments, Flag, Int, Tensor
-from dsa.reference.checks import INT32, INT_MAX, check_memory
+from dsa.runtime.arguments import Arguments, Flag, Int, Tensor
+from dsa.runtime.checks import INT32, INT_MAX, check_memory
 
 SLOT_MAPPING = Arguments(
     block_table=Tensor("B max_pages", INT32),

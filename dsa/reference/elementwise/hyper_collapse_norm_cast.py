@@ -2,11 +2,11 @@
 
 import torch
 
-from dsa.reference.arguments import ALIGNED, CONTIGUOUS, F32, ROWS, Arguments, Flag, Int, Number, Tensor
 from dsa.reference.autocast import without_autocast
-from dsa.reference.checks import check_memory
 from dsa.reference.elementwise.hyper_connections import MOST_ITERATIONS, hyper_collapse
 from dsa.reference.elementwise.rms_norm_cast import GROUP, rms_norm_cast_to_fp8
+from dsa.runtime.arguments import ALIGNED, CONTIGUOUS, F32, ROWS, Arguments, Flag, Int, Number, Tensor
+from dsa.runtime.checks import check_memory
 
 BF16 = (torch.bfloat16,)
 

@@ -2,9 +2,9 @@
 
 import torch
 
-from dsa.reference.arguments import ALIGNED, CONTIGUOUS, F32, ROWS, Arguments, Int, Number, Tensor
 from dsa.reference.autocast import without_autocast
-from dsa.reference.checks import FLOATS, check_memory
+from dsa.runtime.arguments import ALIGNED, CONTIGUOUS, F32, ROWS, Arguments, Int, Number, Tensor
+from dsa.runtime.checks import FLOATS, check_memory
 
 MOST_ITERATIONS = 1000  # of Sinkhorn, which has long converged
 

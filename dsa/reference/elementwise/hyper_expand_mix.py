@@ -2,11 +2,11 @@
 
 import torch
 
-from dsa.reference.arguments import ALIGNED, F32, ROWS, Arguments, Tensor
 from dsa.reference.autocast import without_autocast
-from dsa.reference.checks import check_memory
 from dsa.reference.elementwise.hyper_connections import hyper_expand
 from dsa.reference.elementwise.hyper_mix import BF16, check_sizes, hyper_mix
+from dsa.runtime.arguments import ALIGNED, F32, ROWS, Arguments, Tensor
+from dsa.runtime.checks import check_memory
 
 HYPER_EXPAND_MIX = Arguments(
     rule=check_sizes,

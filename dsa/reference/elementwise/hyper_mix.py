@@ -2,9 +2,9 @@
 
 import torch
 
-from dsa.reference.arguments import ALIGNED, ROWS, Arguments, Tensor
 from dsa.reference.autocast import without_autocast
-from dsa.reference.checks import check_memory
+from dsa.runtime.arguments import ALIGNED, ROWS, Arguments, Tensor
+from dsa.runtime.checks import check_memory
 
 BF16 = (torch.bfloat16,)
 

@@ -2,9 +2,9 @@
 
 import torch
 
-from dsa.reference.arguments import F32, ROWS, Arguments, Number, Tensor
 from dsa.reference.autocast import without_autocast
-from dsa.reference.checks import FLOATS, check_memory
+from dsa.runtime.arguments import F32, ROWS, Arguments, Number, Tensor
+from dsa.runtime.checks import FLOATS, check_memory
 
 RMS_NORM = Arguments(
     x=Tensor("... D", FLOATS, layout=ROWS, merged=(0, -2)),

@@ -2,11 +2,11 @@
 
 import torch
 
-from dsa.reference.arguments import F32, ROWS, Arguments, Number, Tensor
 from dsa.reference.autocast import without_autocast
-from dsa.reference.checks import FLOATS
 from dsa.reference.elementwise.rms_norm import rms_norm
 from dsa.reference.elementwise.rotary import apply_rotary, check_rotated
+from dsa.runtime.arguments import F32, ROWS, Arguments, Number, Tensor
+from dsa.runtime.checks import FLOATS
 
 
 def _check_channels(x: torch.Tensor, cos: torch.Tensor) -> None:

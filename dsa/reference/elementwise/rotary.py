@@ -2,9 +2,9 @@
 
 import torch
 
-from dsa.reference.arguments import F32, INNER, Arguments, Choice, Flag, Tensor
 from dsa.reference.autocast import without_autocast
-from dsa.reference.checks import FLOATS, check_memory
+from dsa.runtime.arguments import F32, INNER, Arguments, Choice, Flag, Tensor
+from dsa.runtime.checks import FLOATS, check_memory
 
 DIMS = ("first", "last")
 

@@ -8,9 +8,9 @@ go into the e4m3 values: nothing is rounded.
 
 import torch
 
-from dsa.reference.arguments import Arguments, Tensor
 from dsa.reference.autocast import without_autocast
-from dsa.reference.checks import check_memory
+from dsa.runtime.arguments import Arguments, Tensor
+from dsa.runtime.checks import check_memory
 
 GROUP = 32
 BLOCK = 128

@@ -11,10 +11,10 @@ Source: `act_quant` of DeepSeek-V3.2's inference code; DeepGEMM's `per_token_cas
 
 import torch
 
-from dsa.reference.arguments import ROWS, Arguments, Dtype, Flag, Int, Tensor
 from dsa.reference.autocast import without_autocast
-from dsa.reference.checks import E4M3, FLOATS, check_memory
 from dsa.reference.gemm.hadamard import hadamard_transform
+from dsa.runtime.arguments import ROWS, Arguments, Dtype, Flag, Int, Tensor
+from dsa.runtime.checks import E4M3, FLOATS, check_memory
 
 E4M3_MAX = 448.0
 AMAX_MIN = 1e-4

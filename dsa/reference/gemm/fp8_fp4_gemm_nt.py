@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 import torch
 
-from dsa.reference.arguments import ALIGNED, F32, Arguments, Dtype, Int, Tensor
 from dsa.reference.autocast import without_autocast
-from dsa.reference.checks import E4M3, FLOATS, INT32, check_memory
 from dsa.reference.gemm.fp4_cast import BYTES, E8M0, check_groups, widen_matrix
 from dsa.reference.gemm.fp8_gemm_nt import check_rows, pair, products_by_weight
+from dsa.runtime.arguments import ALIGNED, F32, Arguments, Dtype, Int, Tensor
+from dsa.runtime.checks import E4M3, FLOATS, INT32, check_memory
 
 OPERANDS = {
     "q": Tensor("A 2*C", E4M3, name="a[0]"),

@@ -5,9 +5,9 @@ from itertools import pairwise
 
 import torch
 
-from dsa.reference.arguments import ALIGNED, F32, ROWS, Arguments, Dtype, Int, Tensor
 from dsa.reference.autocast import without_autocast
-from dsa.reference.checks import E4M3, FLOATS, INT32, check_memory, check_pair
+from dsa.runtime.arguments import ALIGNED, F32, ROWS, Arguments, Dtype, Int, Tensor
+from dsa.runtime.checks import E4M3, FLOATS, INT32, check_memory, check_pair
 
 BLOCK = 128
 

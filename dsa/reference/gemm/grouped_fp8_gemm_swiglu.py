@@ -2,13 +2,13 @@
 
 import torch
 
-from dsa.reference.arguments import ALIGNED, F32, Arguments, Dtype, Flag, Int, Number, Tensor
 from dsa.reference.autocast import without_autocast
-from dsa.reference.checks import E4M3, FLOATS, INT32, check_memory
 from dsa.reference.gemm import fp8_fp4_gemm_nt as fp4
 from dsa.reference.gemm.fp4_cast import BYTES, check_groups
 from dsa.reference.gemm.fp8_gemm_nt import BLOCK, check_expected_rows, grouped_fp8_gemm_nt, pair
 from dsa.reference.gemm.swiglu_cast_to_fp8 import check_limit, swiglu_cast_to_fp8
+from dsa.runtime.arguments import ALIGNED, F32, Arguments, Dtype, Flag, Int, Number, Tensor
+from dsa.runtime.checks import E4M3, FLOATS, INT32, check_memory
 
 
 def _check_halves(name: str, weight: torch.Tensor) -> None:

@@ -2,9 +2,9 @@
 
 import torch
 
-from dsa.reference.arguments import ROWS, Arguments, Int, Number, Tensor
 from dsa.reference.autocast import without_autocast
-from dsa.reference.checks import check_memory
+from dsa.runtime.arguments import ROWS, Arguments, Int, Number, Tensor
+from dsa.runtime.checks import check_memory
 
 HALVES = (torch.bfloat16, torch.float16)
 

@@ -2,11 +2,11 @@
 
 import torch
 
-from dsa.reference.arguments import F32, ROWS, Arguments, Flag, Int, Tensor
 from dsa.reference.autocast import without_autocast
-from dsa.reference.checks import FLOATS, check_memory
 from dsa.reference.elementwise.rotary import apply_rotary, check_rotated
 from dsa.reference.gemm.fp8_cast import per_token_cast_to_fp8
+from dsa.runtime.arguments import F32, ROWS, Arguments, Flag, Int, Tensor
+from dsa.runtime.checks import FLOATS, check_memory
 
 GROUP = 128  # channels that share a scale
 

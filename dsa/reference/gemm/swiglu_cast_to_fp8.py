@@ -2,10 +2,10 @@
 
 import torch
 
-from dsa.reference.arguments import ROWS, Arguments, Flag, Number, Tensor
 from dsa.reference.autocast import without_autocast
-from dsa.reference.checks import FLOATS, check_memory
 from dsa.reference.gemm.fp8_cast import per_token_cast_to_fp8
+from dsa.runtime.arguments import ROWS, Arguments, Flag, Number, Tensor
+from dsa.runtime.checks import FLOATS, check_memory
 
 BLOCK = 128
 

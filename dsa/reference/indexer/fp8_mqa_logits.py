@@ -2,10 +2,10 @@
 
 import torch
 
-from dsa.reference.arguments import ALIGNED, F32, INNER, ROWS, Arguments, Dtype, Flag, Int, Tensor
 from dsa.reference.autocast import without_autocast
-from dsa.reference.checks import E4M3, FLOATS, INT32, check_memory, check_pair
 from dsa.reference.indexer.index_scores import index_scores
+from dsa.runtime.arguments import ALIGNED, F32, INNER, ROWS, Arguments, Dtype, Flag, Int, Tensor
+from dsa.runtime.checks import E4M3, FLOATS, INT32, check_memory, check_pair
 
 # Numbers in the largest [queries, H, keys] tensor: 128 MiB of fp32, and ReLU makes a second one.
 _CHUNK = 2**25

@@ -2,12 +2,12 @@
 
 import torch
 
-from dsa.reference.arguments import ALIGNED, CONTIGUOUS, F32, INNER, PAGES, Arguments, Dtype, Flag, Int, Tensor
 from dsa.reference.autocast import without_autocast
 from dsa.reference.cache.indexer_cache import BYTES, check_index_cache, read_indexer_cache
-from dsa.reference.checks import E4M3, INT32, check_memory
 from dsa.reference.indexer.fp8_mqa_logits import ACCUMULATORS, LOGITS_DTYPES, padded_logits
 from dsa.reference.indexer.index_scores import index_scores
+from dsa.runtime.arguments import ALIGNED, CONTIGUOUS, F32, INNER, PAGES, Arguments, Dtype, Flag, Int, Tensor
+from dsa.runtime.checks import E4M3, INT32, check_memory
 
 SPLIT_KV = 256
 MOST_SPLITS = 2**31 - 1  # of all sequences

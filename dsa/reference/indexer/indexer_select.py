@@ -2,11 +2,11 @@
 
 import torch
 
-from dsa.reference.arguments import INNER, Arguments, Dtype, Flag, Int, Tensor
 from dsa.reference.autocast import without_autocast
-from dsa.reference.checks import INT32
 from dsa.reference.indexer import topk_indices
 from dsa.reference.indexer.fp8_mqa_logits import ACCUMULATORS, FP8_MQA_LOGITS, fp8_mqa_logits, pair
+from dsa.runtime.arguments import INNER, Arguments, Dtype, Flag, Int, Tensor
+from dsa.runtime.checks import INT32
 
 # Scores at a time: 64 MiB.
 _CHUNK = 2**24

@@ -2,11 +2,11 @@
 
 import torch
 
-from dsa.reference.arguments import Arguments, Dtype, Flag, Int
 from dsa.reference.autocast import without_autocast
 from dsa.reference.indexer import topk_indices
 from dsa.reference.indexer.fp8_mqa_logits import ACCUMULATORS
 from dsa.reference.indexer.fp8_paged_mqa_logits import FP8_PAGED_MQA_LOGITS, fp8_paged_mqa_logits
+from dsa.runtime.arguments import Arguments, Dtype, Flag, Int
 
 # Scores at a time: 64 MiB.
 _CHUNK = 2**24

@@ -2,9 +2,9 @@
 
 import torch
 
-from dsa.reference.arguments import INNER, Arguments, Flag, Int, Tensor
 from dsa.reference.autocast import without_autocast
-from dsa.reference.checks import INT32, MOST_SLOTS, check_memory
+from dsa.runtime.arguments import INNER, Arguments, Flag, Int, Tensor
+from dsa.runtime.checks import INT32, MOST_SLOTS, check_memory
 
 # Scores sorted at a time: the sort's int64 indices take 8 bytes each.
 _CHUNK = 2**24

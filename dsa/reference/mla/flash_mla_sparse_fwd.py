@@ -2,10 +2,10 @@
 
 import torch
 
-from dsa.reference.arguments import F32, ROWS, Arguments, Flag, Int, Number, Tensor
 from dsa.reference.autocast import without_autocast
-from dsa.reference.checks import FLOATS, INT32, check_memory
 from dsa.reference.mla.softmax_attention import apply_sink, gather_attend
+from dsa.runtime.arguments import F32, ROWS, Arguments, Flag, Int, Number, Tensor
+from dsa.runtime.checks import FLOATS, INT32, check_memory
 
 FLASH_MLA_SPARSE_FWD = Arguments(
     q=Tensor("s_q h_q d", FLOATS),

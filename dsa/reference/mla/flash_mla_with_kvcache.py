@@ -4,12 +4,12 @@ import functools
 
 import torch
 
-from dsa.reference.arguments import CONTIGUOUS, F32, INNER, ROWS, Arguments, Flag, Int, Number, Tensor
 from dsa.reference.autocast import without_autocast
 from dsa.reference.cache.kv_cache import BYTE_DTYPES, cache_dim, page_layout, read_kv_cache
-from dsa.reference.checks import FLOATS, INT32, check_flag, check_memory, shape_of
 from dsa.reference.mla.mla_metadata import FlashMLASchedMeta, Plan, bind_plan, check_plan, check_plan_tensors, own_plan
 from dsa.reference.mla.softmax_attention import apply_sink, attend, queries_at_a_time
+from dsa.runtime.arguments import CONTIGUOUS, F32, INNER, ROWS, Arguments, Flag, Int, Number, Tensor
+from dsa.runtime.checks import FLOATS, INT32, check_flag, check_memory, shape_of
 
 
 def latent_cache(shape: str, **options: object) -> Tensor:

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import torch
 
-from dsa.reference.arguments import F32, ROWS, Arguments, Tensor, Tensors
 from dsa.reference.autocast import without_autocast
-from dsa.reference.checks import FLOATS, check_memory
 from dsa.reference.mla.softmax_attention import apply_sink
+from dsa.runtime.arguments import F32, ROWS, Arguments, Tensor, Tensors
+from dsa.runtime.checks import FLOATS, check_memory
 
 MERGE_ATTENTION = Arguments(
     outs=Tensors("... H d_v", FLOATS, count="branches", layout=ROWS, merged=(0, -3)),

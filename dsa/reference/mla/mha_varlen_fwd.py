@@ -4,10 +4,10 @@ import itertools
 
 import torch
 
-from dsa.reference.arguments import Arguments, Flag, Int, Number, Tensor
 from dsa.reference.autocast import without_autocast
-from dsa.reference.checks import FLOATS, INT32, check_memory
 from dsa.reference.mla.selection_bits import KEYS, WORDS, selected_keys
+from dsa.runtime.arguments import Arguments, Flag, Int, Number, Tensor
+from dsa.runtime.checks import FLOATS, INT32, check_memory
 
 _CHUNK = 2**26  # numbers in the largest tensor of scores: 256 MiB of fp32
 

@@ -2,12 +2,12 @@
 
 import torch
 
-from dsa.reference.arguments import ALIGNED, F32, INNER, ROWS, Arguments, Tensor
 from dsa.reference.autocast import without_autocast
-from dsa.reference.checks import E4M3, FLOATS, check_memory
 from dsa.reference.elementwise.rotary import apply_rotary
 from dsa.reference.gemm.fp8_cast import dequantize_per_block
 from dsa.reference.gemm.fp8_gemm_nt import pair
+from dsa.runtime.arguments import ALIGNED, F32, INNER, ROWS, Arguments, Tensor
+from dsa.runtime.checks import E4M3, FLOATS, check_memory
 
 KV_B = {
     "weight": Tensor("N L", E4M3, layout=ALIGNED, name="kv_b[0]"),

@@ -4,8 +4,8 @@ import dataclasses
 
 import torch
 
-from dsa.reference.arguments import Arguments, Int, Tensor
-from dsa.reference.checks import (
+from dsa.runtime.arguments import Arguments, Int, Tensor
+from dsa.runtime.checks import (
     INT32,
     check_flag,
     check_memory,

@@ -2,12 +2,12 @@
 
 import torch
 
-from dsa.reference.arguments import ROWS, Arguments, Flag, Int, Tensor
 from dsa.reference.autocast import without_autocast
-from dsa.reference.checks import FLOATS, check_memory
 from dsa.reference.gemm.fp8_cast import per_token_cast_to_fp8
 from dsa.reference.gemm.fp8_gemm_nt import pair
 from dsa.reference.mla.mla_absorb_queries import KV_B, by_head, check_heads
+from dsa.runtime.arguments import ROWS, Arguments, Flag, Int, Tensor
+from dsa.runtime.checks import FLOATS, check_memory
 
 GROUP = 128  # channels that share a scale
 

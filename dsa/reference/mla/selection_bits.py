@@ -2,8 +2,8 @@
 
 import torch
 
-from dsa.reference.arguments import Arguments, Int, Tensor
-from dsa.reference.checks import INT32, check_memory
+from dsa.runtime.arguments import Arguments, Int, Tensor
+from dsa.runtime.checks import INT32, check_memory
 
 KEYS, WORDS = 128, 4  # keys of a block, and the words of 32 bits that say which are selected
 

@@ -2,11 +2,11 @@
 
 import torch
 
-from dsa.reference.arguments import F32, ROWS, Arguments, Int, Number, Tensor
 from dsa.reference.autocast import without_autocast
-from dsa.reference.checks import FLOATS, INT32, check_memory
 from dsa.reference.mla.softmax_attention import apply_sink, gather_attend
 from dsa.reference.mla.window_indices import window_indices
+from dsa.runtime.arguments import F32, ROWS, Arguments, Int, Number, Tensor
+from dsa.runtime.checks import FLOATS, INT32, check_memory
 
 PACKED = {
     "q": Tensor("total_q H d", FLOATS),

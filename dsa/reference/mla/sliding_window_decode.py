@@ -2,10 +2,8 @@
 
 import torch
 
-from dsa.reference.arguments import F32, Arguments, Flag, Int, Number, Tensor
 from dsa.reference.autocast import without_autocast
 from dsa.reference.cache.kv_cache import page_layout
-from dsa.reference.checks import FLOATS, INT32, MOST_SLOTS, check_memory
 from dsa.reference.mla.flash_mla_with_kvcache import (
     check_latent_cache,
     check_layout_flag,
@@ -13,6 +11,8 @@ from dsa.reference.mla.flash_mla_with_kvcache import (
     sparse_mla_decode,
 )
 from dsa.reference.mla.window_indices import window_slots
+from dsa.runtime.arguments import F32, Arguments, Flag, Int, Number, Tensor
+from dsa.runtime.checks import FLOATS, INT32, MOST_SLOTS, check_memory
 
 
 def _check_cache(

@@ -2,9 +2,7 @@
 
 import torch
 
-from dsa.reference.arguments import F32, ROWS, Arguments, Flag, Int, Number, Tensor
 from dsa.reference.autocast import without_autocast
-from dsa.reference.checks import FLOATS, INT32, check_memory
 from dsa.reference.elementwise.rotary import apply_rotary, check_rotated
 from dsa.reference.gemm.fp8_cast import per_token_cast_to_fp8
 from dsa.reference.mla.sliding_window_attention import (
@@ -13,6 +11,8 @@ from dsa.reference.mla.sliding_window_attention import (
     sliding_window_attention,
     window_sparse_attention,
 )
+from dsa.runtime.arguments import F32, ROWS, Arguments, Flag, Int, Number, Tensor
+from dsa.runtime.checks import FLOATS, INT32, check_memory
 
 GROUP = 128  # channels that share a scale
 

@@ -2,8 +2,8 @@
 
 import torch
 
-from dsa.reference.arguments import Arguments, Int, Tensor
-from dsa.reference.checks import INT32, INT_MAX, MOST_SLOTS, check_memory
+from dsa.runtime.arguments import Arguments, Int, Tensor
+from dsa.runtime.checks import INT32, INT_MAX, MOST_SLOTS, check_memory
 
 
 def _check_ring(

@@ -2,17 +2,7 @@
 
 import torch
 
-from dsa.reference.arguments import F32, ROWS, Arguments, Tensor
 from dsa.reference.autocast import without_autocast
-from dsa.reference.checks import FLOATS, check_memory
-
-COMBINE_EXPERTS = Arguments(
-    y=Tensor("M H", FLOATS, layout=ROWS),
-    rows=Tensor("T k", (torch.int32, torch.int64)),
-    weights=Tensor("T k", F32, optional=True),
-    shared=Tensor("T H", FLOATS, like="y", optional=True, layout=ROWS),
-    residual=Tensor("T H", FLOATS, like="y", optional=True, layout=ROWS),
-)
 
 
 @without_autocast
@@ -30,8 +20,6 @@ def combine_experts(
     rows. Arguments as of `dsa.combine_experts`.
     Source: `MoE` of DeepSeek-V3.2's inference code.
     """
-    COMBINE_EXPERTS.check(y, rows, weights, shared, residual)
-    check_memory("y", y)
     valid = (rows >= 0) & (rows < len(y))
     # The absent ones read a row of zeros behind the others.
     padded = torch.cat((y, y.new_zeros(1, y.shape[1])))

@@ -2,41 +2,10 @@
 
 import torch
 
-from dsa.reference.arguments import F32, Arguments, Choice, Flag, Int, Number, Tensor
 from dsa.reference.autocast import without_autocast
-from dsa.reference.checks import check_memory
 
-SCORES = ("sigmoid", "sqrtsoftplus")
 # Added to the sum that weights are divided by, so that no sum is 0.
 LEAST_SUM = 1e-20
-
-
-def _check_groups(logits: torch.Tensor, top_k: int, n_group: int, topk_group: int) -> None:
-    experts = logits.shape[1]
-    if experts % n_group:
-        raise ValueError(f"n_group: must divide the {experts} experts of logits, got {n_group}")
-    if topk_group > n_group:
-        raise ValueError(f"topk_group: must be from 1 to n_group={n_group}, got {topk_group}")
-    most = topk_group * (experts // n_group)
-    if top_k > most:
-        raise ValueError(
-            f"top_k: must be from 1 to the {most} experts of logits in the topk_group={topk_group} of "
-            f"n_group={n_group} groups that stay, got {top_k}"
-        )
-
-
-MOE_GATE = Arguments(
-    rule=_check_groups,
-    logits=Tensor("T E", F32),
-    bias=Tensor("E", F32),
-    top_k=Int(),
-    scores=Choice(SCORES),
-    n_group=Int(),
-    topk_group=Int(),
-    normalise=Flag(),
-    scale=Number(),
-)
-SORT_BY_EXPERT = Arguments(experts=Tensor("...", (torch.int32, torch.int64)), count=Int())
 
 
 @without_autocast
@@ -64,8 +33,6 @@ def moe_gate(
     Source: `Gate` of DeepSeek-V3's inference code ("noaux_tc"), and of DeepSeek-V4's; the 1e-20 is transformers',
     in every family.
     """
-    MOE_GATE.check(logits, bias, top_k, scores, n_group, topk_group, normalise, scale)
-    check_memory("logits", logits)
     logits = logits.contiguous()  # the last bit of a sigmoid on a CPU depends on strides
     s = torch.sigmoid(logits) if scores == "sigmoid" else torch.nn.functional.softplus(logits).sqrt()
     choice = s + bias
@@ -90,8 +57,6 @@ def sort_by_expert(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, tor
 
     Arguments as of `dsa.sort_by_expert`.
     """
-    SORT_BY_EXPERT.check(experts, count)
-    check_memory("experts", experts)
     flat = experts.flatten()
     flat = torch.where((flat < 0) | (flat >= count), count, flat)
     order = flat.argsort(stable=True)

@@ -2,13 +2,13 @@
 
 import torch
 
-from dsa.reference.arguments import Arguments, Flag, Int, Tensor
 from dsa.reference.autocast import without_autocast
-from dsa.reference.checks import check_memory
 from dsa.reference.indexer.index_scores import index_scores
 from dsa.reference.indexer.topk_indices import topk_indices
 from dsa.reference.training.masked_softmax import DTYPES
 from dsa.reference.training.packed_sequences import SEQUENCES, check_bounds, sequence_ranges
+from dsa.runtime.arguments import Arguments, Flag, Int, Tensor
+from dsa.runtime.checks import check_memory
 
 
 def _check_bounds(

@@ -6,12 +6,12 @@ The target is a constant: the indexer learns from its loss alone, and the attent
 
 import torch
 
-from dsa.reference.arguments import Arguments, Flag, Number, Tensor
 from dsa.reference.autocast import without_autocast
-from dsa.reference.checks import check_memory
 from dsa.reference.indexer.index_scores import index_scores
 from dsa.reference.training.masked_softmax import DTYPES, kl_divergence, masked_softmax, work_dtype
 from dsa.reference.training.packed_sequences import SEQUENCES, check_bounds, sequence_ranges
+from dsa.runtime.arguments import Arguments, Flag, Number, Tensor
+from dsa.runtime.checks import check_memory
 
 
 def _check_heads_and_bounds(

@@ -5,7 +5,7 @@ Everything is computed in fp32, of float64 inputs in float64, and differentiable
 
 import torch
 
-from dsa.reference.checks import FLOATS
+from dsa.runtime.checks import FLOATS
 
 DTYPES = (*FLOATS, torch.float64)
 

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import torch
 
-from dsa.reference.arguments import Int, Tensor
-from dsa.reference.checks import INT32
+from dsa.runtime.arguments import Int, Tensor
+from dsa.runtime.checks import INT32
 
 SEQUENCES = {
     "cu_seqlens_q": Tensor("B+1", INT32),

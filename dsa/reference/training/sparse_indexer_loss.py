@@ -5,11 +5,11 @@ The target is a constant: the indexer learns from its loss alone, and the attent
 
 import torch
 
-from dsa.reference.arguments import ROWS, Arguments, Flag, Number, Tensor
 from dsa.reference.autocast import without_autocast
-from dsa.reference.checks import INT32, check_memory
 from dsa.reference.indexer.index_scores import index_scores
 from dsa.reference.training.masked_softmax import DTYPES, kl_divergence, masked_softmax, rows_of, selected, work_dtype
+from dsa.runtime.arguments import ROWS, Arguments, Flag, Number, Tensor
+from dsa.runtime.checks import INT32, check_memory
 
 SPARSE_INDEXER_LOSS = Arguments(
     q=Tensor("Tq H d", DTYPES),

@@ -2,11 +2,11 @@
 
 import torch
 
-from dsa.reference.arguments import ROWS, Arguments, Flag, Int, Number, Tensor
 from dsa.reference.autocast import without_autocast
-from dsa.reference.checks import INT32, check_memory
 from dsa.reference.mla.softmax_attention import apply_sink
 from dsa.reference.training.masked_softmax import DTYPES, masked_softmax, rows_of, selected, work_dtype
+from dsa.runtime.arguments import ROWS, Arguments, Flag, Int, Number, Tensor
+from dsa.runtime.checks import INT32, check_memory
 
 SPARSE_MLA_ATTENTION = Arguments(
     q=Tensor("Tq H d", DTYPES),

@@ -112,7 +112,7 @@ def without_experts_limit(result, arguments):
 
 
 def without_shared(result, arguments):
-    return result - arguments[3] if 3 in arguments else result
+    return result - arguments["shared"] if arguments["shared"] is not None else result
 
 
 def next_key(result, arguments):
@@ -135,7 +135,7 @@ def disturbed(key, dtype):
 # Damage of kinds that GENERAL below does not have: the self test that fails, the function that is wrong, and how.
 def reversed_order_of_many(result, arguments):
     """Entries of more tokens than one CTA sorts come in the opposite order."""
-    many = len(arguments[0]) > 8
+    many = len(arguments["x"]) > 8
     return (*result[:2], result[2].flip(0), *result[3:]) if many else result
 
 
@@ -221,7 +221,7 @@ def general():
         for function in ops_of(bridge):
             calls = [call for call in CALLS if call.op == function]
             # What an op without a valid call misses, tests of valid calls say; here it is taken to return one tensor.
-            for i in range(max((len(call.promises(call.arguments())) for call in calls), default=1)):
+            for i in range(max((len(call.run(call.arguments())) for call in calls), default=1)):
                 found[f"{function}, result {i}"] = (op, function, wrong_result(i))
             for name in sorted({name for call in calls for name in call.written}):
                 found[f"{function}, {name}"] = (op, function, wrong_argument(name))

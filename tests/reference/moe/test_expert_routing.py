@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import dsa
 from dsa.reference import moe_gate, sort_by_expert
 from tests.reference.common import assert_refused
 
@@ -76,7 +77,7 @@ def test_gate_gives_gradients():
     ],
 )
 def test_wrong_arguments_of_the_gate_are_named(change, message):
-    assert_refused(message, moe_gate, **{"logits": torch.zeros(2, 8), "bias": torch.zeros(8), "top_k": 2} | change)
+    assert_refused(message, dsa.moe_gate, **{"logits": torch.zeros(2, 8), "bias": torch.zeros(8), "top_k": 2} | change)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -114,5 +115,5 @@ def test_entries_without_an_expert_are_behind_all_others(experts, begin, count):
 def test_sort_of_nothing_and_errors():
     order, rows, ends = sort_by_expert(torch.empty(0, 2, dtype=torch.int64), 3)
     assert order.shape == (0,) and rows.shape == (0, 2) and ends.tolist() == [0, 0, 0]
-    assert_refused("experts: dtype must be int32 or int64, got float32", sort_by_expert, torch.zeros(3), 3)
-    assert_refused("count: must be at least 1, got 0", sort_by_expert, torch.zeros(3, dtype=torch.int32), 0)
+    assert_refused("experts: dtype must be int32 or int64, got float32", dsa.sort_by_expert, torch.zeros(3), 3)
+    assert_refused("count: must be at least 1, got 0", dsa.sort_by_expert, torch.zeros(3, dtype=torch.int32), 0)

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from dsa.reference.checks import (
+from dsa.runtime.checks import (
     INT_MAX,
     check_choice,
     check_dtype,
