@@ -4,7 +4,7 @@ bound. Scores have the bits of fp8_mqa_logits_sm90, whose wgmma, sums over heads
 Plan
 - A pass has the key tiles (candidate_tiles.py) that are multiples of `stride` and not of `stride` << `log_period`, of
   every block of queries. The first pass keeps all its scores as a sample, the others append candidates to lists.
-- Warp roles: consumer warpgroups as in fp8_mqa_logits_sm90, and a producer warp for each of them, so that their
+- Warp roles: consumer warpgroups as in fp8_mqa_logits_sm90 (score_mainloop.py), and a producer warp for each of them, so that their
   instructions, more than one producer's there, are not all issued by the first quarter of a multiprocessor. A key tile
   is loaded by four copies of 16 keys. The last warp of the producer warpgroup loads a block's queries and says which
   keys are its.
@@ -41,12 +41,10 @@ from dsa.cute.copies import tile_load
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream, strides
 from dsa.cute.pipeline import Mbarriers, Pipeline, pipeline_storage, start
-from dsa.cute.reductions import quad_reduce_scatter
 from dsa.cute.shared_memory import load_16
 from dsa.cute.sm90 import WARP, WARPGROUP, opaque
 from dsa.cute.wgmma import multiply
 from dsa.cute.work_tile import read_info, write_info
-from dsa.kernels.indexer import half_scores
 from dsa.kernels.indexer.candidate_blocks import (
     NO_BLOCK,
     PADDING,
@@ -64,7 +62,8 @@ from dsa.kernels.indexer.candidate_lists import CAPACITY, GROUP, LOG_GROUP, PART
 from dsa.kernels.indexer.candidate_tiles import NO_KEY, frame_of, tiles_of_pass
 from dsa.kernels.indexer.fp8_mqa_logits_sm90 import Q_STAGES, MqaLogitsConfig, Pipelines, choose_config
 from dsa.kernels.indexer.limits import HEAD_DIMS, HEADS
-from dsa.kernels.indexer.score_tile import TILE, head_sum, key_layout, query_layout, score_mma
+from dsa.kernels.indexer.score_mainloop import Scoring
+from dsa.kernels.indexer.score_tile import TILE, key_layout, query_layout, score_mma
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 REGISTERS = {2: (224, 56), 3: (152, 56)}  # as dsa.cute.sm90 has them; here the producer warps have more to do
@@ -352,19 +351,7 @@ class CandidateScoresSm90(PreparedBlocksSm90):
         self, k_scale, entries, strides, mma, sq, sk, blocks: Blocks, pipelines: Pipelines, tid, warp, lane
     ):
         """The mainloop of a consumer warpgroup."""
-        thr_mma = mma.get_slice(tid % WARPGROUP)
-        ra, rb = mma.make_fragment_A(thr_mma.partition_A(sk)), mma.make_fragment_B(thr_mma.partition_B(sq))
-        acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((TILE, self.n)), self.accumulators)
-        flat = cute.make_tensor(acc.iterator, cute.make_layout(self.n // 2))
-        sums, scales = cute.make_rmem_tensor((2 * self.block_q,), Float32), cute.make_rmem_tensor((2,), Float32)
-        w = cute.make_rmem_tensor((self.n // 4,), Float32)
-        unit = cute.make_rmem_tensor((self.lane_q,), Float32)  # what the scores of the lane's queries are counted in
-        if const_expr(self.half):
-            flat = cute.recast_tensor(flat, Uint32)
-            sums = cute.make_rmem_tensor((2 * self.block_q,), Uint32)
-            w = cute.make_rmem_tensor((self.n // 8,), Uint32)
-        sums.fill(0)
-        keys = k_scale.shape[0]
+        scoring = self.scoring(mma, sq, sk, tid)
         quad = lane % 4
         place = (warp % 4) * 16 + lane // 4  # of the first of the lane's two keys in a key tile
         # In registers of every lane: the compiler would compute them anew for every tile.
@@ -394,11 +381,11 @@ class CandidateScoresSm90(PreparedBlocksSm90):
                 low, high = (cute.arch.shuffle_sync(Int32(x), lane) for x in (pointer & 0xFFFFFFFF, pointer >> 32))
                 own.pointers[i] = (Int64(high) << 32) | Int64(Uint32(low))
                 if const_expr(self.half):
-                    unit[i] = blocks.units[mine, stage]
+                    scoring.unit[i] = blocks.units[mine, stage]
             at = blocks.weights + (stage * 4 + quad) * (self.weight_row * 4)
-            for j in cutlass.range_constexpr(cute.size(w) // 4):
+            for j in cutlass.range_constexpr(cute.size(scoring.w) // 4):
                 for c, word in enumerate(load_16(at + j * 16)):
-                    w[4 * j + c] = word if const_expr(self.half) else word.bitcast(Float32)
+                    scoring.w[4 * j + c] = word if const_expr(self.half) else word.bitcast(Float32)
             # The address of the first of the lane's queries' counters.
             counter = opaque(Int32(blocks.counters.iterator.toint()) + (stage * self.block_q + quad) * 4)
             base_key = ((tile.base + place // GROUP * tile.tiles) << LOG_GROUP) + place % GROUP
@@ -406,31 +393,24 @@ class CandidateScoresSm90(PreparedBlocksSm90):
             v, turn = self.first_tile(tile, turn, log_period)
             v = opaque(v)
             # No tile is without its epilogue yet: NaN is no candidate, and NO_KEY no key.
-            scales.fill(QUIET_NAN)
+            scoring.scales.fill(QUIET_NAN)
             key, pending = Int32(NO_KEY), Int32(0)
             if v < tile.end:
                 ring.consumer_wait(k_state)
             while v < tile.end:
                 done = k_state
-                multiply(mma, acc, ra, rb, ring.index(done), q_state.stage)
+                multiply(mma, scoring.acc, scoring.ra, scoring.rb, ring.index(done), q_state.stage)
                 # While it runs: the last tile's epilogue, this one's scales, and the next one's keys.
-                self.finish(sums, scales, unit, own, counter, entry_step, key, pending, place, quad)
+                self.finish(scoring, own, counter, entry_step, key, pending, place, quad)
                 key = base_key + v * step_keys
                 pending = v
-                for half in cutlass.range_constexpr(2):
-                    scales[half] = k_scale[cutlass.min(key + 8 * half, keys - 1)]
+                self.take_scales(scoring, k_scale, key)
                 k_state = ring.advance(k_state)
                 v = self.next_tile(v, period_mask, late)
                 if v < tile.end:
                     ring.consumer_wait(k_state)
-                cute.nvgpu.warpgroup.wait_group(0)
-                ring.consumer_release(done)
-                for t in cutlass.range_constexpr(self.block_q):
-                    if const_expr(self.half):
-                        sums[2 * t], sums[2 * t + 1] = half_scores.head_sum(flat, w, t, self.heads)
-                    else:
-                        sums[2 * t], sums[2 * t + 1] = head_sum(flat, w, t, self.heads)
-            self.finish(sums, scales, unit, own, counter, entry_step, key, pending, place, quad)
+                self.finish_tile(scoring, ring, done)
+            self.finish(scoring, own, counter, entry_step, key, pending, place, quad)
             cute.arch.sync_warp()  # all lanes have appended
             pipelines.q.consumer_release(q_state)
             q_state = pipelines.q.advance(q_state)
@@ -438,19 +418,10 @@ class CandidateScoresSm90(PreparedBlocksSm90):
             tile = read_info(WorkTileInfo, blocks.info, q_state.stage)
 
     @cute.jit
-    def finish(self, sums, scales, unit, own: OwnLists, counter, entry_step, key, v, place, quad):
-        """Add up the quads' sums over heads, give each lane its queries, scale, and keep the scores of `key` and
-        `key` + 8, which are of the pass's tile v."""
-        upper, odd = (quad & 2) != 0, (quad & 1) != 0
+    def finish(self, scoring: Scoring, own: OwnLists, counter, entry_step, key, v, place, quad):
+        """Keep the scores of `key` and `key` + 8, which are of the pass's tile v."""
         for i in cutlass.range_constexpr(self.lane_q):
-            values = []
-            for half in cutlass.range_constexpr(2):
-                of_quad = [sums[2 * (4 * i + j) + half] for j in range(4)]
-                if const_expr(self.half):
-                    value = quad_reduce_scatter(*(half_scores.pair_sum(x) for x in of_quad), upper, odd) * unit[i]
-                else:
-                    value = quad_reduce_scatter(*of_quad, upper, odd)
-                values.append(value * scales[half])
+            values = [self.score(scoring, i, half, quad) for half in range(2)]
             if const_expr(self.sample):
                 # NaN where the query does not see the key. A query past the end has no room for it.
                 if key < NO_KEY and own.counts[i] >= 0:

@@ -38,22 +38,19 @@ from dsa.cute.copies import tile_load
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.pipeline import Pipeline, pipeline_storage, start
-from dsa.cute.reductions import quad_reduce_scatter
-from dsa.cute.shared_memory import load_8
 from dsa.cute.sm90 import REGISTERS, SHARED_BYTES, WARP, WARPGROUP
 from dsa.cute.tuning import choices, tuned
 from dsa.cute.wgmma import multiply
 from dsa.cute.work_tile import static_persistent_scheduler
-from dsa.kernels.indexer import half_scores
 from dsa.kernels.indexer.candidate_tiles import key_range
 from dsa.kernels.indexer.limits import HEAD_DIMS, HEADS, LOGITS_DTYPES
-from dsa.kernels.indexer.score_tile import TILE, head_sum, key_layout, query_layout, registers_fit, score_mma
+from dsa.kernels.indexer.score_mainloop import ScoreMainloop, Scoring
+from dsa.kernels.indexer.score_tile import TILE, key_layout, query_layout, registers_fit, score_mma
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 FILL_THREADS = 96
 Q_STAGES = 2
 NO_KEY = 2**30
-RANGE_BARRIER = 1  # a block's queries are in fp16's range
 
 
 class ProducerWarp(IntEnum):
@@ -103,7 +100,7 @@ class MqaLogitsConfig:
 HALF_CONFIG = MqaLogitsConfig(256, 5, 3)
 
 
-class Fp8MqaLogitsSm90:
+class Fp8MqaLogitsSm90(ScoreMainloop):
     def __init__(
         self,
         heads: int,
@@ -313,19 +310,7 @@ class Fp8MqaLogitsSm90:
         self, k_scale, weights, starts, ends, out, chunk, mma, sq, sk, factors, pipelines: Pipelines, tid, warp, lane
     ):
         """The mainloop of a consumer warpgroup."""
-        thr_mma = mma.get_slice(tid % WARPGROUP)
-        ra, rb = mma.make_fragment_A(thr_mma.partition_A(sk)), mma.make_fragment_B(thr_mma.partition_B(sq))
-        acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((TILE, self.n)), self.accumulators)
-        flat = cute.make_tensor(acc.iterator, cute.make_layout(self.n // 2))
-        sums, scales = cute.make_rmem_tensor((2 * self.block_q,), Float32), cute.make_rmem_tensor((2,), Float32)
-        scales.fill(0.0)
-        w = cute.make_rmem_tensor((self.n // 4,), Float32)
-        unit = cute.make_rmem_tensor((self.lane_q,), Float32)  # what the scores of the lane's queries are counted in
-        if const_expr(self.half):
-            flat = cute.recast_tensor(flat, Uint32)
-            sums = cute.make_rmem_tensor((2 * self.block_q,), Uint32)
-            w = cute.make_rmem_tensor((self.n // 8,), Uint32)
-        sums.fill(0)
+        scoring = self.scoring(mma, sq, sk, tid)
         keys = k_scale.shape[0]
         queries = out.shape[0]
         quad = lane % 4
@@ -351,14 +336,7 @@ class Fp8MqaLogitsSm90:
                         if const_expr(self.compressed):
                             key_counts[i] = cutlass.min(key_counts[i], out.shape[1])
                 rows = [out[block * self.block_q + quad + 4 * i, None] for i in range(self.lane_q)]
-                if const_expr(self.half):
-                    self.prepare(sq, factors, weights, block, queries, pipelines.q, q_state, w, unit, tid, quad)
-                else:
-                    for j in cutlass.range_constexpr(self.n // 8):
-                        t = cutlass.min(block * self.block_q + j * 8 // self.heads, queries - 1)
-                        for c in cutlass.range_constexpr(2):
-                            w[2 * j + c] = weights[t, j * 8 % self.heads + quad * 2 + c] * 0.5
-                    pipelines.q.consumer_wait(q_state)
+                self.take_queries(scoring, sq, factors, weights, block, queries, pipelines.q, q_state, tid, quad)
                 tile += first
                 # No tile is without its epilogue yet: a key beyond every range.
                 key = Int32(NO_KEY)
@@ -366,68 +344,28 @@ class Fp8MqaLogitsSm90:
                     ring.consumer_wait(k_state)
                 while tile < last:
                     done = k_state
-                    multiply(mma, acc, ra, rb, ring.index(done), q_state.stage)
+                    multiply(mma, scoring.acc, scoring.ra, scoring.rb, ring.index(done), q_state.stage)
                     # While it runs: the last tile's epilogue, this one's scales, and the next one's keys.
-                    self.epilogue(sums, scales, unit, first_keys, key_counts, rows, key, quad)
+                    self.epilogue(scoring, first_keys, key_counts, rows, key, quad)
                     key = tile * TILE + row_key
-                    for half in cutlass.range_constexpr(2):
-                        scales[half] = k_scale[cutlass.min(key + 8 * half, keys - 1)]
+                    self.take_scales(scoring, k_scale, key)
                     k_state = ring.advance(k_state)
                     tile += self.groups
                     if tile < last:
                         ring.consumer_wait(k_state)
-                    cute.nvgpu.warpgroup.wait_group(0)
-                    ring.consumer_release(done)
-                    for t in cutlass.range_constexpr(self.block_q):
-                        if const_expr(self.half):
-                            sums[2 * t], sums[2 * t + 1] = half_scores.head_sum(flat, w, t, self.heads)
-                        else:
-                            sums[2 * t], sums[2 * t + 1] = head_sum(flat, w, t, self.heads)
-                self.epilogue(sums, scales, unit, first_keys, key_counts, rows, key, quad)
+                    self.finish_tile(scoring, ring, done)
+                self.epilogue(scoring, first_keys, key_counts, rows, key, quad)
                 tile -= last
                 pipelines.q.consumer_release(q_state)
                 q_state = pipelines.q.advance(q_state)
 
     @cute.jit
-    def prepare(self, sq, factors, weights, block, queries, pipeline: Pipeline, q_state, w, unit, tid, quad):
-        """Of half scores: wait for a block's queries, bring them into fp16's range, and the weights with them. All
-        consumer warpgroups come together in it."""
-        given = cute.make_rmem_tensor((self.n // 4,), Float32)
-        for j in cutlass.range_constexpr(self.n // 8):
-            t = cutlass.min(block * self.block_q + j * 8 // self.heads, queries - 1)
-            for c in cutlass.range_constexpr(2):
-                given[2 * j + c] = weights[t, j * 8 % self.heads + quad * 2 + c]
-        pipeline.consumer_wait(q_state)
-        own = factors + q_state.stage * (self.n * 4)
-        if tid < half_scores.THREADS:
-            at = Int32(sq.iterator.toint()) + q_state.stage * (self.n * self.dim)
-            half_scores.bring_into_range(at, own, self.n, self.dim, tid)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=RANGE_BARRIER, number_of_threads=self.groups * WARPGROUP)
-        steps = self.heads // 8
-        for i in cutlass.range_constexpr(self.block_q):
-            scaled = []
-            for j in cutlass.range_constexpr(i * steps, (i + 1) * steps):
-                powers = load_8(own + (j * 8 + quad * 2) * 4)
-                scaled.extend(given[2 * j + c] * powers[c].bitcast(Float32) for c in range(2))
-            pairs, scale = half_scores.pack_weights(scaled)
-            for j in cutlass.range_constexpr(steps):
-                w[i * steps + j] = pairs[j]
-            if quad == i % 4:
-                unit[i // 4] = scale
-
-    @cute.jit
-    def epilogue(self, sums, scales, unit, first_keys, key_counts, rows, key, quad):
-        """Add up the quads' sums over heads, give each lane its queries, scale, mask, store `key` and `key` + 8."""
-        upper, odd = (quad & 2) != 0, (quad & 1) != 0
+    def epilogue(self, scoring: Scoring, first_keys, key_counts, rows, key, quad):
+        """Store the scores of `key` and `key` + 8 for each of the lane's queries."""
         for i in cutlass.range_constexpr(self.lane_q):
             for half in cutlass.range_constexpr(2):
-                own = [sums[2 * (4 * i + j) + half] for j in range(4)]
-                if const_expr(self.half):
-                    value = quad_reduce_scatter(*(half_scores.pair_sum(x) for x in own), upper, odd) * unit[i]
-                else:
-                    value = quad_reduce_scatter(*own, upper, odd)
-                self.store(value * scales[half], first_keys[i], key_counts[i], rows[i], key + 8 * half)
+                value = self.score(scoring, i, half, quad)
+                self.store(value, first_keys[i], key_counts[i], rows[i], key + 8 * half)
 
     @cute.jit
     def store(self, value, first_key, key_count, row, key):

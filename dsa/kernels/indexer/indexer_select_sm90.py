@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint32
 from cutlass.memory import SmemAllocator
 
 from dsa.cute.copies import tile_load
@@ -43,15 +43,14 @@ from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream, strides
 from dsa.cute.limits import MAX_SLOTS
 from dsa.cute.pipeline import Pipeline, pipeline_storage, start
-from dsa.cute.reductions import quad_reduce_scatter
 from dsa.cute.sm90 import SHARED_BYTES, WARP, WARPGROUP
 from dsa.cute.wgmma import multiply
 from dsa.cute.work_tile import static_persistent_scheduler
-from dsa.kernels.indexer import half_scores
 from dsa.kernels.indexer.candidate_tiles import key_range
 from dsa.kernels.indexer.fp8_mqa_logits_sm90 import Fp8MqaLogitsSm90, MqaLogitsConfig
 from dsa.kernels.indexer.limits import HEAD_DIMS, HEADS, PAGED, ROW_TO_SEQ, VALUES
-from dsa.kernels.indexer.score_tile import TILE, head_sum, key_layout, query_layout, registers_fit, score_mma
+from dsa.kernels.indexer.score_mainloop import Scoring
+from dsa.kernels.indexer.score_tile import TILE, key_layout, query_layout, registers_fit, score_mma
 from dsa.kernels.indexer.select_limits import MAX_SELECTED
 from dsa.kernels.indexer.selection_list import DIGITS, LOWEST, SelectionList, number_of, order_of
 from dsa.runtime.compile_cache import cached, compile_sm90
@@ -267,19 +266,7 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
         lane,
     ):
         """The mainloop of a consumer warpgroup."""
-        thr_mma = mma.get_slice(tid % WARPGROUP)
-        ra, rb = mma.make_fragment_A(thr_mma.partition_A(sk)), mma.make_fragment_B(thr_mma.partition_B(sq))
-        acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((TILE, self.n)), self.accumulators)
-        flat = cute.make_tensor(acc.iterator, cute.make_layout(self.n // 2))
-        sums, scales = cute.make_rmem_tensor((2 * BLOCK_Q,), Float32), cute.make_rmem_tensor((2,), Float32)
-        scales.fill(0.0)
-        w = cute.make_rmem_tensor((self.n // 4,), Float32)
-        unit = cute.make_rmem_tensor((1,), Float32)  # what the scores of the lane's query are counted in
-        if const_expr(self.half):
-            flat = cute.recast_tensor(flat, Uint32)
-            sums = cute.make_rmem_tensor((2 * BLOCK_Q,), Uint32)
-            w = cute.make_rmem_tensor((self.n // 8,), Uint32)
-        sums.fill(0)
+        scoring = self.scoring(mma, sq, sk, tid)
         keys, queries = k_scale.shape[0], indices.shape[0]
         quad = lane % 4
         row_key = (warp % 4) * 16 + lane // 4
@@ -293,60 +280,38 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
         for index in cutlass.range(scheduler.first, self.work_tiles(keys, chunk, indices), scheduler.step, unroll=1):
             block, first, last, _ = self.work_tile(index, keys, chunk, indices, starts, ends, lane)
             if first < last:
-                if const_expr(self.half):
-                    self.prepare(sq, factors, weights, block, queries, pipelines.q, q_state, w, unit, tid, quad)
-                else:
-                    for j in cutlass.range_constexpr(self.n // 8):
-                        query = cutlass.min(block * BLOCK_Q + j * 8 // self.heads, queries - 1)
-                        for c in cutlass.range_constexpr(2):
-                            w[2 * j + c] = weights[query, j * 8 % self.heads + quad * 2 + c] * 0.5
-                    pipelines.q.consumer_wait(q_state)
+                self.take_queries(scoring, sq, factors, weights, block, queries, pipelines.q, q_state, tid, quad)
                 tile += first
                 pending = Int32(0)  # whether a tile is without its epilogue yet
                 if tile < last:
                     ring.consumer_wait(k_state)
                 while tile < last:
                     done = k_state
-                    multiply(mma, acc, ra, rb, ring.index(done), q_state.stage)
+                    multiply(mma, scoring.acc, scoring.ra, scoring.rb, ring.index(done), q_state.stage)
                     # While it runs: the last tile's epilogue, this one's scales, and the next one's keys.
                     if pending > 0:
-                        self.pass_on(sums, scales, unit, scores, score_ring, s_state, row_key, quad)
+                        self.pass_on(scoring, scores, score_ring, s_state, row_key, quad)
                         s_state = score_ring.advance(s_state)
                     pending = Int32(1)
-                    key = tile * TILE + row_key
-                    for half in cutlass.range_constexpr(2):
-                        scales[half] = k_scale[cutlass.min(key + 8 * half, keys - 1)]
+                    self.take_scales(scoring, k_scale, tile * TILE + row_key)
                     k_state = ring.advance(k_state)
                     tile += GROUPS
                     if tile < last:
                         ring.consumer_wait(k_state)
-                    cute.nvgpu.warpgroup.wait_group(0)
-                    ring.consumer_release(done)
-                    for t in cutlass.range_constexpr(BLOCK_Q):
-                        if const_expr(self.half):
-                            sums[2 * t], sums[2 * t + 1] = half_scores.head_sum(flat, w, t, self.heads)
-                        else:
-                            sums[2 * t], sums[2 * t + 1] = head_sum(flat, w, t, self.heads)
+                    self.finish_tile(scoring, ring, done)
                 if pending > 0:
-                    self.pass_on(sums, scales, unit, scores, score_ring, s_state, row_key, quad)
+                    self.pass_on(scoring, scores, score_ring, s_state, row_key, quad)
                     s_state = score_ring.advance(s_state)
                 tile -= last
                 pipelines.q.consumer_release(q_state)
                 q_state = pipelines.q.advance(q_state)
 
     @cute.jit
-    def pass_on(self, sums, scales, unit, scores, ring: Pipeline, state, row_key, quad):
-        """Add up the quads' sums over heads, which gives each lane its query, scale, and store: a warp's part of a
-        tile."""
-        upper, odd = (quad & 2) != 0, (quad & 1) != 0
+    def pass_on(self, scoring: Scoring, scores, ring: Pipeline, state, row_key, quad):
+        """Store a warp's part of a tile: the scores of each lane's query."""
         ring.producer_wait(state)
         for half in cutlass.range_constexpr(2):
-            of_quad = [sums[2 * j + half] for j in range(BLOCK_Q)]
-            if const_expr(self.half):
-                value = quad_reduce_scatter(*(half_scores.pair_sum(x) for x in of_quad), upper, odd) * unit[0]
-            else:
-                value = quad_reduce_scatter(*of_quad, upper, odd)
-            scores[row_key + 8 * half, quad, ring.index(state)] = value * scales[half]
+            scores[row_key + 8 * half, quad, ring.index(state)] = self.score(scoring, 0, half, quad)
         cute.arch.sync_warp()
         ring.producer_commit(state)
 
