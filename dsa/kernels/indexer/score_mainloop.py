@@ -57,28 +57,30 @@ class ScoreMainloop:
         ra, rb = mma.make_fragment_A(thr_mma.partition_A(sk)), mma.make_fragment_B(thr_mma.partition_B(sq))
         acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((TILE, self.n)), self.accumulators)
         flat = cute.make_tensor(acc.iterator, cute.make_layout(self.n // 2))
-        word, weights = Float32, self.n // 4
-        if self.half:
-            flat, word, weights = cute.recast_tensor(flat, Uint32), Uint32, self.n // 8
-        sums, scales = cute.make_rmem_tensor((2 * self.block_q,), word), cute.make_rmem_tensor((2,), Float32)
-        w, unit = cute.make_rmem_tensor((weights,), word), cute.make_rmem_tensor((self.lane_q,), Float32)
+        sums, scales = cute.make_rmem_tensor((2 * self.block_q,), Float32), cute.make_rmem_tensor((2,), Float32)
         scales.fill(0.0)
+        # The order of these, replaced ones included, decides which registers ptxas takes.
+        w = cute.make_rmem_tensor((self.n // 4,), Float32)
+        unit = cute.make_rmem_tensor((self.lane_q,), Float32)
+        if self.half:
+            flat = cute.recast_tensor(flat, Uint32)
+            sums = cute.make_rmem_tensor((2 * self.block_q,), Uint32)
+            w = cute.make_rmem_tensor((self.n // 8,), Uint32)
         sums.fill(0)
         return Scoring(acc, flat, ra, rb, sums, scales, w, unit)
 
-    @cute.jit
     def take_queries(
         self, scoring: Scoring, sq, factors, weights, block, queries, pipeline: Pipeline, q_state, tid, quad
     ):
         """Wait for a block's queries, and take its weights to registers."""
-        if const_expr(self.half):
+        if self.half:
             self.bring_into_range(scoring, sq, factors, weights, block, queries, pipeline, q_state, tid, quad)
-        else:
-            for j in cutlass.range_constexpr(self.n // 8):
-                t = cutlass.min(block * self.block_q + j * 8 // self.heads, queries - 1)
-                for c in cutlass.range_constexpr(2):
-                    scoring.w[2 * j + c] = weights[t, j * 8 % self.heads + quad * 2 + c] * 0.5
-            pipeline.consumer_wait(q_state)
+            return
+        for j in range(self.n // 8):
+            t = cutlass.min(block * self.block_q + j * 8 // self.heads, queries - 1)
+            for c in range(2):
+                scoring.w[2 * j + c] = weights[t, j * 8 % self.heads + quad * 2 + c] * 0.5
+        pipeline.consumer_wait(q_state)
 
     @cute.jit
     def bring_into_range(
