@@ -4,10 +4,10 @@ bound. Scores have the bits of fp8_mqa_logits_sm90, whose wgmma, sums over heads
 Plan
 - A pass has the key tiles (candidate_tiles.py) that are multiples of `stride` and not of `stride` << `log_period`, of
   every block of queries. The first pass keeps all its scores as a sample, the others append candidates to lists.
-- Warp roles: consumer warpgroups as in fp8_mqa_logits_sm90 (score_mainloop.py), and a producer warp for each of them, so that their
-  instructions, more than one producer's there, are not all issued by the first quarter of a multiprocessor. A key tile
-  is loaded by four copies of 16 keys. The last warp of the producer warpgroup loads a block's queries and says which
-  keys are its.
+- Warp roles: consumer warpgroups as in fp8_mqa_logits_sm90 (score_mainloop.py), and a producer warp for each of them,
+  so that their instructions, more than one producer's there, are not all issued by the first quarter of a
+  multiprocessor. A key tile is loaded by four copies of 16 keys. The last warp of the producer warpgroup loads a
+  block's queries and says which keys are its.
 - A block begins without a wait: while the consumers multiply the block before, each of the four producer warps prepares
   a quarter of its columns in shared memory, which brings queries into fp16's range and packs weights, and all that a
   consumer needs to know of the block is there.
