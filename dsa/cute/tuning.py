@@ -52,7 +52,8 @@ def path_of(op: str, arch: str) -> Path:
 
 @contextlib.contextmanager
 def trial(op: str, arch: str, shape_class: str, config: Any) -> Iterator[None]:
-    """Within the block, `tuned` and `measured` return this configuration. Recorded calls keep theirs: see `forget_calls`."""
+    """Within the block, `tuned` and `measured` return this configuration. Recorded calls keep theirs: see
+    `forget_calls`."""
     _trial[op, arch, shape_class] = config
     try:
         yield
