@@ -42,7 +42,7 @@ EXPAND_THREADS = 128
 
 class HyperCollapseSm90:
     """The collapse. Without post and comb, it is the model's head, which collapses four streams into one: mix and base
-    hold only pre's elements, and a CTA has one token, because there is no Sinkhorn latency to share."""
+    hold only pre's elements, and a CTA has one token, because the head has no Sinkhorn latency to share."""
 
     def __init__(self, dtype: type[cutlass.Numeric], threads: int, steps: int):
         self.dtype, self.threads, self.steps = dtype, threads, steps
