@@ -40,7 +40,7 @@ class DecodeState(NamedTuple):
 
     sequence  next sequence
     tile      its next tile
-    split     index of the next split of it
+    split     index of its next split
     last      last sequence of the part
     end_tile  tile where the part ends in its last sequence
     """

@@ -1,9 +1,8 @@
-"""The producer of sparse MLA attention over an FP8 cache: the load warpgroup, which gathers selected keys
-(top-k gather).
+"""The producer of sparse MLA attention over an FP8 cache: the load warpgroup (top-k gather).
 
-It gathers keys as FP8 bytes into a ring of whole tiles. One bulk copy loads a key. Issuing it costs the warp
-30 cycles, so the four warps gather 16 keys of a tile each. For an index that is no key the warp writes zeros,
-including a scale of zero, and clears the key's bit in the valid mask.
+It gathers selected keys as FP8 bytes into a ring of whole tiles. One bulk copy loads a key. Issuing it costs
+the warp 30 cycles, so the four warps gather 16 keys of a tile each. For an index that is no key the warp
+writes zeros, including a scale of zero, and clears the key's bit in the valid mask.
 
 Layout of a key
 - d = 576: 512 e4m3 | 4 fp32 scales, one per 128 channels | 64 bf16; 656 bytes.

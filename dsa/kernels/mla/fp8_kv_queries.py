@@ -54,8 +54,8 @@ class Fp8KvQueries(SwapAbScoreLoop):
         e4m3 keys is converted to f16, divided by a power of two so that its largest magnitude is about 2^14.
         Return that power of two.
 
-        A warp handles eight heads at a time, with four lanes per head: each word of the lanes is an 8 x 8
-        matrix. Two warpgroups take alternate chunks, as do two warps with the same heads.
+        A warp handles eight heads at a time, with four lanes per head. Word i of all lanes is an 8 x 8 matrix
+        for stmatrix. Two warpgroups take alternate chunks, as do two warps with the same heads.
         """
         rows, lane = heads.total - heads.first, opaque(thread.lane)
         chunk = thread.side * self.sharers + thread.warp // self.octets

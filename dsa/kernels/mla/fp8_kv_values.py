@@ -1,8 +1,8 @@
 """The output warpgroups for an FP8 cache, with swap A/B: O^T += V^T P^T, and the store of O.
 
 Each warpgroup has 256 channels x `head_tile` of O^T, and each of its warps 64 channels. A lane has channels 4
-(lane / 4) to 4 (lane / 4) + 3, and the four channels 32 further. Each of the four products of a warp has 16
-rows: its rows lane / 4 and lane / 4 + 8 are the next two of the lane's channels.
+(lane / 4) to 4 (lane / 4) + 3, and the four channels 32 further. The warp's four products have 16 rows each.
+Product j holds the lane's channels 2 j and 2 j + 1, of these eight, in its rows lane / 4 and lane / 4 + 8.
 
 A value is exact in f16. A value times its scale factor is rounded to f16 (ScaleTable in swap_ab_exchange.py).
 """

@@ -1,6 +1,6 @@
 """Limits of the MLA kernels as plain numbers and torch dtype names, for kernels, ops and tests."""
 
-DTYPES = ("bfloat16", "float16")  # of q, of a 16-bit cache and of out
+DTYPES = ("bfloat16", "float16")  # dtypes of q, of a 16-bit cache and of out
 
 # Absorbed MLA: the value is the first HEAD_DIM_V channels of the key. A key of HEAD_DIM has 64 rope channels
 # after them.

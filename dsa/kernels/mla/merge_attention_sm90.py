@@ -4,8 +4,8 @@ lse = log sum_i e^lse_i;  out = sum_i e^(lse_i - lse) out_i, times e^lse / (e^ls
 
 Work
 - A warp merges a row of D channels. A lane holds 16 bytes of every branch at a time, in registers from load
-  to store. Each branch is read once and the result is written once. A chunk is UNROLL such vectors per lane,
-  with up to 8 loads in flight.
+  to store. Each branch is read once and the result is written once. A chunk is `unroll` such vectors per
+  lane, with up to 8 loads in flight.
 - The first chunk loads while every lane of the row computes the weights redundantly: N exponentials cost
   less than passing weights on. Weights are relative to the largest LSE, so if only one branch has keys, its
   weight is exactly 1.

@@ -180,9 +180,7 @@ class MhaProducer:
 
 @cute.jit
 def blocks_of(atom: cute.CopyAtom, x: cute.Tensor, shared: cute.Tensor, row, head, shape: cutlass.Constexpr):
-    """Partition for a TMA load: shared memory [., stage], and the blocks [., n] of a head's rows from `row`
-    on.
-    """
+    """Partition for a TMA load: shared memory [., stage], and the blocks [., n] of a head's rows from `row` on."""
     blocks = cute.local_tile(cute.domain_offset((row, 0), x[None, None, head]), shape, (None, 0))
     return cute.nvgpu.cpasync.tma_partition(
         atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(blocks, 0, 2)

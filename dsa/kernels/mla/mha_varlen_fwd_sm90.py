@@ -462,9 +462,7 @@ class MhaVarlenFwdSm90:
         return rose
 
     def maxima(self, s, words):
-        """Return the highest score of each of the lane's two rows; with `selected`, of the keys whose bits
-        are set.
-        """
+        """Return the highest score of each of the lane's two rows; with `selected`, of the keys whose bits are set."""
         chains = [(), ()]
         for byte, r in itertools.product(range(self.cfg.keys // 32), range(2)):
             eight = [s[i] for i in places(byte, r)]
@@ -479,7 +477,7 @@ class MhaVarlenFwdSm90:
     def selected_powers(self, s, row_max, row_sum, scale, words, zero):
         """Compute P, 0 for unselected keys, and add it to row_sum.
 
-        `after` adds a data dependency through a zero that ptxas cannot prove. Without it ptxas keeps all
+        `after` adds a data dependency through a zero that ptxas cannot fold. Without it ptxas keeps all
         predicates live from the maxima on, and masks all scores before the first exponential.
         """
         own, before = cute.make_rmem_tensor((2,), Int32), cute.make_rmem_tensor((2,), Float32)
@@ -566,9 +564,10 @@ class MhaVarlenFwdSm90:
 
 @cached
 def compile_mha_varlen_fwd(dtype: str, config: MhaConfig, rope: int, selected: bool):
-    """Compile f(q [Tq, H, d], k [Tk, Hk, d - rope], k_rope [Tk, 1, rope] or None if rope is 0, v [Tk, Hk,
-    dv], cu_q [B + 1] int32, cu_k [B + 1] int32, out [Tq, H, dv], lse [H, Tq] fp32, bits [Tq, words] int32 if
-    `selected` or None, dense_keys or None, tile_counter [1] int32, scale * log2(e), causal, group, ctas).
+    """Compile f(q [Tq, H, d], k [Tk, Hk, d - rope], k_rope [Tk, 1, rope] or None if rope is 0, v
+    [Tk, Hk, dv], cu_q [B + 1] int32, cu_k [B + 1] int32, out [Tq, H, dv], lse [H, Tq] fp32, bits [Tq, words]
+    int32 if `selected` or None, dense_keys or None, tile_counter [1] int32, scale * log2(e), causal, group,
+    ctas).
 
     Tq, Tk > 0; scale > 0; tile_counter is 0. Rows of 16-bit tensors start at multiples of 16 bytes.
     bits: from selection_bits_sm90.py, wide enough for the longest sequence. A warpgroup whose rows see at

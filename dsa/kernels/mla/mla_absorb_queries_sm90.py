@@ -1,5 +1,6 @@
-"""Absorb W_UK into the queries of few tokens: q[t, h] = [q_nope[t, h] W_UK[h] | rope(q_pe[t, h])], with W_UK
-in FP8.
+"""Absorb W_UK, which is in FP8, into the queries of few tokens.
+
+q[t, h] = [q_nope[t, h] W_UK[h] | rope(q_pe[t, h])]
 
 - Tiles: a CTA computes 128 of the 512 latent channels of one head. A warp has 32 of the head's nope
   channels, which are rows of W_UK: a block of 32 x 128 weights with one scale. The 128 heads of V3.2 make 512

@@ -1,7 +1,8 @@
 """The consumer warpgroups of MLA attention without swap A/B (rows of Q are the M dimension): their mainloops.
 
-o[r] = softmax_j(scale * q[r] . k[j]) k[j, :512],  r one of TILE_M rows of one sequence and KV head; keys have
-576 or 512 channels
+o[r] = softmax_j(scale * q[r] . k[j]) k[j, :512],  r a row of one sequence and KV head
+
+A tile has TILE_M rows. Keys have 576 or 512 channels.
 
 Warp roles
 - Score (one warpgroup): S = Q K^T by wgmma, with the first chunks of Q in registers; online softmax in
@@ -14,9 +15,9 @@ Pipelines
 - During the softmax of a tile no S is in flight, and the tile's P does not exist yet. To keep the tensor
   cores busy, an output warpgroup delays half of the previous tile's O += P V until S of this tile is done.
 - P has two halves of the keys. The first half is passed on before the second half is computed.
-Registers: score + 2 x output + load = 512 per lane. Score has 32 of S and 16 per chunk of Q; output has 128
-of O. A wgmma with 256 columns needs 128 accumulators, which does not compile for 512 threads, so O += P V
-runs in v chunks of 128 columns.
+Registers: score + 2 x output + load = 512, the register file divided by 128. Score needs 32 for S and 16 per
+chunk of Q; output needs 128 for O. A wgmma with 256 columns needs 128 accumulators, which does not compile
+for 512 threads, so O += P V runs in v chunks of 128 columns.
 """
 
 from dataclasses import dataclass

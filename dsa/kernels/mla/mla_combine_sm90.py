@@ -1,7 +1,8 @@
 """Combine the partial results of split-KV: for dense MLA decoding and for sparse MLA attention.
 
-lse = log sum_i e^lse_i;  out = sum_i e^(lse_i - lse) out_i e^lse / (e^lse + e^sink),  over the splits i in
-ascending order
+lse = log sum_i e^lse_i;  out = sum_i e^(lse_i - lse) out_i e^lse / (e^lse + e^sink)
+
+The sums run over the splits i in ascending order.
 
 Work: a CTA computes `columns` of the 512 channels, of `rows` rows of one sequence (dense) or query (sparse)
 and KV head. Each row has `groups` warps, which take the splits round-robin. With more than one group, the
@@ -36,7 +37,7 @@ from dsa.kernels.mla.tile_scheduler import StreamKScheduler
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 WARPS = 8
-LSES = MAX_PARTS // WARP  # per lane
+LSES = MAX_PARTS // WARP  # LSEs per lane
 
 
 @dataclass(frozen=True)
@@ -362,8 +363,8 @@ def compile_mla_combine(dtype: str, config: MlaCombineConfig):
 
 @cached
 def compile_sparse_mla_combine(dtype: str, config: MlaCombineConfig):
-    """Compile f(sink [m], has_sink, out [T / s_q, s_q, h, 512], lse [T / s_q, h, s_q], out_partial [splits,
-    1, h, 512], lse_partial [splits, 1, h], workers, full_waves, tiles, split_workers).
+    """Compile f(sink [m], has_sink, out [T / s_q, s_q, h, 512], lse [T / s_q, h, s_q], out_partial
+    [splits, 1, h, 512], lse_partial [splits, 1, h], workers, full_waves, tiles, split_workers).
 
     Arguments are as in `SparseMlaKernel`; full_waves * workers < T.
     """

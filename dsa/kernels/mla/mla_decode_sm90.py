@@ -1,7 +1,8 @@
 """Dense MLA decoding over a paged latent cache, for any number of rows (query tokens x heads) per KV head.
 
-o[r] = softmax_j(scale * q[r] . k[j]) k[j, :512],  r a row of one sequence and KV head; q and k have 576
-channels
+o[r] = softmax_j(scale * q[r] . k[j]) k[j, :512],  r a row of one sequence and KV head
+
+q and k have 576 channels.
 
 Work: a CTA computes TILE_M rows. Its work tiles are sequences or splits of sequences (decode_scheduler.py),
 which it walks in tiles of TILE_N keys. If the number of row tiles is even, the two CTAs of a cluster have the
@@ -10,7 +11,7 @@ Warp roles: one score and two output warpgroups (mla_attention.py). One warp of 
 by TMA (paged_load.py). The score warpgroup loads Q itself (load_q.py).
 Pipelines: the load warp produces work tiles and keys; the score warpgroup produces P (mla_attention.py). The
 load warp announces a work tile's sequence before it knows the sequence's length, so that Q loads early.
-Split-KV: a work tile that is a whole sequence writes out and lse. A split writes a normalized partial result,
+Split-KV: a work tile that is a whole sequence writes out and lse. A split writes a normalised partial result,
 which mla_combine_sm90.py combines.
 Shared memory: the chunks of Q that are not in registers, two stages of P, and V_STAGES x 16 KiB + ROPE_STAGES
 x 8 KiB of keys, which is two and a half tiles.
@@ -267,8 +268,9 @@ class MlaDecodeSm90(MlaAttention):
 @cached
 def compile_mla_decode(dtype: str, box: int, cluster: int):
     """Compile f(q [B, s_q, h_q, 576], cache [pages, P, h_k, 576], block_table [B, max_pages], lengths [B],
-    plan [parts, 8], num_splits [B + 1], out [B, s_q, h_q, 512], lse [B, h_q, s_q], out_partial [splits, h_k,
-    rows, 512], lse_partial [splits, h_k, rows], scale * log2(e), causal, capacity, fixed_splits).
+    plan [parts, 8], num_splits [B + 1], out [B, s_q, h_q, 512], lse [B, h_q, s_q], out_partial
+    [splits, h_k, rows, 512], lse_partial [splits, h_k, rows], scale * log2(e), causal, capacity,
+    fixed_splits).
 
     B, s_q, pages, max_pages > 0; h_k divides h_q; P is a multiple of `box`; the number of row tiles is a
     multiple of `cluster`. Rows of q and of the cache start at multiples of 16 bytes.

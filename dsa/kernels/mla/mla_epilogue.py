@@ -1,7 +1,7 @@
 """The epilogue of MLA attention without swap A/B: write LSE and O.
 
 A work tile that covers all keys of its query or sequence writes the result. A split writes a partial result,
-normalized by the split's own sum, and the split's LSE, from which the combine kernels compute weights.
+normalised by the split's own sum, and the split's LSE, from which the combine kernels compute weights.
 """
 
 from dataclasses import dataclass

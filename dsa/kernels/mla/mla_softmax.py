@@ -67,8 +67,8 @@ class OnlineSoftmax:
         """Write P of a tile's masked scores to its stage, and the factor by which O must be multiplied first."""
         row_max, row_sum = state.row_max, state.row_sum
         p = cute.make_rmem_tensor((HALF,), Float32)
-        # Use row_max of the previous tiles. Recompute only if a row of the warp exceeds it by more than the
-        # threshold.
+        # First half of P, relative to row_max of the previous tiles. It is recomputed below only if a row of
+        # the warp exceeds row_max by more than the threshold.
         self.powers(p, scores, 0, row_max, scale)
         tile_max, rescale = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((2,), Float32)
         rescale.fill(1.0)

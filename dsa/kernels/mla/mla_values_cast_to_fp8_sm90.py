@@ -1,5 +1,6 @@
-"""Up-project attended latents of few tokens to values and cast them to FP8: y[t, h] = W_UV[h] attended[t, h],
-with W_UV in FP8.
+"""Project attended latents of few tokens to values with W_UV, which is in FP8, and cast them to FP8.
+
+y[t, h] = W_UV[h] attended[t, h]
 
 - Tiles: a CTA computes 128 value channels of a head, which are rows of W_UV and share a scale of the
   result. This is one head of V3.2 or half a head of GLM-5; both have 128 CTAs. Each of 16 warps has 32 rows x

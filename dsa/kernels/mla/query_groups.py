@@ -1,5 +1,4 @@
-"""Groups of neighbouring queries with few heads, which are computed together over the union of their selected
-keys.
+"""Groups of neighbouring queries with few heads, computed together over the union of their selected keys.
 
 The TILE_M rows of a group are its queries, one after the other. An entry of a group's list is a key and its
 members: one bit for each query of the group that has selected the key. An entry is above 0, so 0 marks no
@@ -78,7 +77,7 @@ class QueueScheduler:
 
 @dataclass(frozen=True)
 class GroupRows:
-    """The rows of a group: `size` queries with TILE_M / size rows each, of which the first rows are the heads."""
+    """The rows of a group: `size` queries with TILE_M / size rows each. A query's row i is its head i."""
 
     size: cutlass.Constexpr[int]
 

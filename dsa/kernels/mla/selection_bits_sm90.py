@@ -1,10 +1,11 @@
-"""Turn lists of selected keys into bits: key starts[t] + 128 b + 8 i + 2 c + j is bit 2 i + j of bits[t, 4 b
-+ c].
+"""Turn lists of selected keys into bit masks, one bit per key.
+
+Key starts[t] + 128 b + 8 i + 2 c + j is bit 2 i + j of bits[t, 4 b + c].
 
 A word holds what a lane needs for a row of 128 keys: the lane's columns of a wgmma accumulator are 8 i + 2 c
 + j, with c = lane % 4.
 
-Work: a CTA handles one query. It clears CHUNK words of shared memory, sets a bit by an atomic or for each
+Work: a CTA handles one query. It clears CHUNK words of shared memory, sets a bit with an atomicOr for each
 index that is a key of these words, and writes the words. It repeats this if there are more keys than CHUNK
 words cover.
 Warp roles: none, all warps do the same. Shared memory: CHUNK words.

@@ -1,15 +1,15 @@
-"""Find the groups of neighbouring queries that share enough keys, and the union of each group's selected
-keys.
+"""Find groups of neighbouring queries that share enough keys, and the union of a group's selected keys.
 
-lists[g, :lengths[g]]: key | members << MEMBER_SHIFT; bit m of members is set if query g * size + m has
-selected the key
+lists[g, :lengths[g]] = key | members << MEMBER_SHIFT
+
+Bit m of members is set if query g * size + m has selected the key.
 
 A group goes to the queue of single queries if its union exceeds MOST_UNION of the sum of its selections, or
 if a query lists a key twice. Otherwise it goes to the queue of groups.
 
 Work
 - A CTA handles one group. Its table in shared memory, TABLE_WORDS words, has `size` bits per key of a range
-  of keys: the key's members. Each index sets its query's bit by an atomic or.
+  of keys: the key's members. Each index sets its query's bit with an atomicOr.
 - Then every index whose query is the lowest member of its key becomes an entry, so that each key is listed
   once. A scan over the warps' counts gives the positions; a warp writes the entries of 32 indices at a time.
   Further ranges of keys take further rounds.

@@ -1,7 +1,8 @@
 """Sparse MLA attention over 16-bit keys of 512 channels, with the result rotated back and cast to FP8.
 
-o[t, h] = softmax_j(scale * q[t, h] . k[j]) k[j],  then R(-t) on the last 64 channels of o, then e4m3 with one
-scale per 128 channels
+o[t, h] = softmax_j(scale * q[t, h] . k[j]) k[j]
+
+The last 64 channels of o are rotated by R(-t). The result is e4m3 with one scale per 128 channels.
 
 This is sparse_mla_sm90.py with another epilogue (mla_cast_epilogue.py). Queries are never split.
 The result is grouped by heads, [G, T, h / G * 512]: the rows of the grouped GEMM that follows attention in

@@ -1,7 +1,8 @@
 """Sparse MLA decoding over selected latent keys of an FP8 cache, for any number of heads (swap A/B).
 
-o[t, h] = softmax_j(scale * q[t, h] . k[j]) k[j, :512],  j over the selected keys of query t; q and k have 576
-or 512 channels
+o[t, h] = softmax_j(scale * q[t, h] . k[j]) k[j, :512]
+
+The sum runs over the selected keys j of query t. q and k have 576 or 512 channels.
 
 Swap A/B: S^T = K Q^T and O^T += V^T P^T, so keys are the register operand of both products. A lane reads FP8
 bytes from shared memory and converts them in registers. No 16-bit copy of the keys is ever stored.
@@ -13,9 +14,11 @@ Warp roles
 - Output (two warpgroups): each accumulates 256 channels x `head_tile` of O^T (fp8_kv_values.py).
 - Score and output warpgroups both read the FP8 bytes.
 Precision: all products of e4m3 values are wgmmas of f16, in which e4m3 is exact; one instruction converts two
-values. Scales multiply S in fp32. They multiply V in f16, with the scale split into two f16 parts.
+values. Scales multiply S in fp32. They multiply V in f16: with 576 channels as a sum of two f16, with 512
+channels as a power of two.
 Shared memory: Q, two stages of P^T, STAGES tiles of FP8 bytes.
-Registers: the score, two output and load warpgroups have 512 per lane in total.
+Registers, summed over one thread per warpgroup: 512 for 64 heads, with four warpgroups; 472 and 480 for 16
+and 32 heads, with five.
 Constraints: limits.py; q in bf16; pages are contiguous and start at multiples of 16 bytes.
 Roofline: per tile of 64 heads, wgmma takes 2176 cycles. Shared memory takes 2140: it delivers 82 KiB of FP8
 bytes, 72 KiB of Q and 64 KiB of P^T, and receives 41 KiB and 8 KiB. DRAM takes 2300 cycles to deliver a tile

@@ -10,8 +10,8 @@ Two variants compute the items of a queue (query_groups.py), for up to 16 heads 
 Work: a CTA has `head_tile` heads. It walks the tiles of TILE_N keys of its queries, one query after the
 other.
 Scheduler: StreamKScheduler. Full waves of whole queries come first. The queries that do not fill another wave
-are split, and mla_combine_sm90.py combines the partial results. The CTAs of one query's head tiles are
-neighbours, so the L2 cache serves them the same keys.
+are split, and mla_combine_sm90.py combines the partial results. The CTAs of one query's head tiles have
+adjacent indices, so the L2 cache serves them the same keys.
 Warp roles: one or two score warpgroups, two output warpgroups, one load warpgroup, in this order.
 Pipelines: the load warpgroup produces work tiles, rows of Q and keys. The score warpgroups consume these and
 produce P. The output warpgroups consume work tiles, keys and P.
@@ -56,13 +56,15 @@ class Coord(NamedTuple):
 
 
 class SparseMlaKernel:
-    """f(q [T, 1, h, d], caches [pages, P, d], indices [T, K], counts [n], counted, sink [m], has_sink, out [T
-    / s_q, s_q, h, 512], lse [T / s_q, h, s_q], out_partial [splits, 1, h, 512], lse_partial [splits, 1, h],
-    max_logits [T, h] or None, scale * log2(e), s_q, workers, full_waves, split_workers).
+    """Sparse MLA attention.
+
+    f(q [T, 1, h, d], caches [pages, P, d], indices [T, K], counts [n], counted, sink [m], has_sink, out
+    [T / s_q, s_q, h, 512], lse [T / s_q, h, s_q], out_partial [splits, 1, h, 512], lse_partial
+    [splits, 1, h], max_logits [T, h] or None, scale * log2(e), s_q, workers, full_waves, split_workers).
 
     caches, indices and counts are lists, with one element per list of keys; T, h, pages > 0. With max_logits,
-    the layouts are those of prefill: q [T, h, d], one cache [s_kv, 1, d] with indices [T, 1, K], out [T, h,
-    512], lse [T, h].
+    the layouts are those of prefill: q [T, h, d], one cache [s_kv, 1, d] with indices [T, 1, K], out
+    [T, h, 512], lse [T, h].
 
     If bit i of `counted` is set, query t uses only the first counts[t // s_q] of its K indices in list i.
     Rows of q and of the caches start at multiples of 16 bytes. The queries after the first full_waves *

@@ -21,9 +21,11 @@ from dsa.runtime.compile_cache import cached, compile_sm90
 
 
 class SparseMlaQueuedSm90(SparseMlaSwapAbSm90):
-    """f(q [T, h, d], kv [s_kv, 1, d], indices [T, 1, K], counts [n], has_counts, sink [m], has_sink, out [T,
-    h, 512], lse [T, h], out_partial, lse_partial, max_logits [T, h], scale * log2(e), workers, queued [2],
-    queries [T]).
+    """Sparse MLA attention of a queue of queries.
+
+    f(q [T, h, d], kv [s_kv, 1, d], indices [T, 1, K], counts [n], has_counts, sink [m], has_sink, out
+    [T, h, 512], lse [T, h], out_partial, lse_partial, max_logits [T, h], scale * log2(e), workers, queued
+    [2], queries [T]).
 
     Arguments are as in `SparseMlaKernel` and `compile_selection_union`.
     """

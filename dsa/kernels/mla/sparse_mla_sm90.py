@@ -1,8 +1,9 @@
 """Sparse MLA attention over selected 16-bit latent keys, for prefill and decoding.
 
-o[t, h] = softmax_j(scale * q[t, h] . k[j]) k[j, :512],  j over the selected keys of query t; q and k have 576
-or 512 channels
-Each query has one or two lists of selected keys.
+o[t, h] = softmax_j(scale * q[t, h] . k[j]) k[j, :512]
+
+The sum runs over the selected keys j of query t. Each query has one or two lists of keys. q and k have 576 or
+512 channels.
 
 Work, warp roles, scheduler, launch: sparse_mla_kernel.py, with one score warpgroup and 64 heads per CTA.
 Consumers: mla_attention.py.

@@ -1,8 +1,9 @@
-"""Sparse MLA attention over selected 16-bit latent keys with up to 32 heads, for prefill and decoding (swap
-A/B).
+"""Sparse MLA attention over selected 16-bit latent keys with up to 32 heads, with swap A/B.
 
-o[t, h] = softmax_j(scale * q[t, h] . k[j]) k[j, :512],  j over the selected keys of query t; q and k have 576
-or 512 channels
+o[t, h] = softmax_j(scale * q[t, h] . k[j]) k[j, :512]
+
+The sum runs over the selected keys j of query t. q and k have 576 or 512 channels. The kernel serves prefill
+and decoding.
 
 This is sparse_mla_sm90.py with swap A/B: S^T = K Q^T and O^T += V^T P^T. Keys and channels are M of the
 wgmmas, heads are N (swap_ab_scores.py, swap_ab_values.py). The wgmmas of 16 heads take a quarter of the time

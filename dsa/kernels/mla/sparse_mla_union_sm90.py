@@ -1,9 +1,10 @@
 """Sparse MLA prefill for query groups: up to 16 heads, 16-bit keys, neighbouring queries that share keys.
 
-o[t, h] = softmax_j(scale * q[t, h] . k[j]) k[j, :512],  j over the selected keys of query t; q and k have 576
-or 512 channels
+o[t, h] = softmax_j(scale * q[t, h] . k[j]) k[j, :512]
 
-A queue lists the groups to compute.
+The sum runs over the selected keys j of query t. q and k have 576 or 512 channels. A queue lists the groups
+to compute.
+
 This is sparse_mla_sm90.py, except that M is the queries x heads of a group (query_groups.py), and that the
 keys are the union of the group's selections. Each key of the union is gathered once. The scores of queries
 that have not selected it are -inf (union_gather.py). A tile of 64 keys costs as much as it does for one query
@@ -150,8 +151,10 @@ class SparseMlaUnionAttention(SparseMlaAttention):
 
 
 class SparseMlaUnionSm90(SparseMlaSm90):
-    """f(q [T, h, d], kv [s_kv, 1, d], lists [g, 1, width], lengths [g], sink [m], has_sink, out [T, h, 512],
-    lse [T, h], out_partial, lse_partial, max_logits [T, h], scale * log2(e), workers, queued [2], groups [g],
+    """Sparse MLA attention of query groups.
+
+    f(q [T, h, d], kv [s_kv, 1, d], lists [g, 1, width], lengths [g], sink [m], has_sink, out [T, h, 512], lse
+    [T, h], out_partial, lse_partial, max_logits [T, h], scale * log2(e), workers, queued [2], groups [g],
     queries [T]).
 
     Arguments are as in `SparseMlaKernel` and `compile_selection_union`. A group has `size` queries; h <=

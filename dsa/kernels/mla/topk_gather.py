@@ -1,5 +1,4 @@
-"""The producer of sparse MLA attention: the load warpgroup, which gathers selected keys (top-k gather) into
-the stages.
+"""The producer of sparse MLA attention: the load warpgroup, which gathers selected keys (top-k gather).
 
 A query's tiles are its first list of keys in steps of 64, then its second list. The scheduler says which
 queries and tiles a CTA computes. For an index that is no key the load warpgroup writes zeros and clears the
@@ -72,8 +71,8 @@ class TopkGather(KvStages):
     def __init__(self, dtype: type[cutlass.Numeric], head_dim: int, v_stages: int, rope_stages: int):
         super().__init__(dtype, v_stages, rope_stages)
         self.head_dim, self.has_rope = head_dim, head_dim > HEAD_DIM_V
-        # A k chunk is full when all lanes' copies are complete. So is a rope part, once each warp has also
-        # written its valid mask.
+        # A k chunk is full when all lanes' copies are complete. A rope part also needs an arrival of each
+        # warp, after it has written its bits of the valid mask.
         self.v_producers, self.rope_producers = WARPGROUP, WARPGROUP + 4 if self.has_rope else 4
 
     @cute.jit

@@ -1,5 +1,6 @@
-"""Up-projections W_UK and W_UV of a head as operands of mma.sync: FP8 weights are 16 rows (M), tokens are 8
-columns (N).
+"""The up-projections W_UK and W_UV of a head as operands of mma.sync.
+
+FP8 weights are 16 rows (M), tokens are 8 columns (N).
 
 A weight becomes e4m3 * scale, rounded to fp32 and then to bf16, as `dequantize_per_block` computes it. The
 order of channels in a product is free, as long as weights and tokens agree. Both use their storage order.
@@ -28,7 +29,7 @@ def to_bf16(halves: Uint32, scale: Float32) -> Uint32:
 
 @cute.jit
 def zero_behind_loads(zeros: cute.Tensor, warp: Int32, lane: Int32) -> Uint32:
-    """Return a zero that ptxas cannot prove, read from shared memory after a CTA barrier.
+    """Return a zero that ptxas cannot fold, read from shared memory after a CTA barrier.
 
     ptxas moves no load over the barrier. Without it, ptxas would place loads after conversions that wait for
     the first loads.
@@ -43,7 +44,7 @@ def zero_behind_loads(zeros: cute.Tensor, warp: Int32, lane: Int32) -> Uint32:
 
 @cute.jit
 def behind(x: Float32, words, zero: Uint32) -> Float32:
-    """Return x, made dependent on `words` through a zero that ptxas cannot prove.
+    """Return x, made dependent on `words` through a zero that ptxas cannot fold.
 
     Without the dependency ptxas converts all weights to fp32 before it rounds any to bf16, which takes more
     registers than there are.

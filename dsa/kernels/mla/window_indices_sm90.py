@@ -1,7 +1,6 @@
 """List the keys of a sliding window for sparse attention: indices of packed keys, or slots of a cache.
 
-indices[t] = k0 + max(0, p - window + 1), ..., k0 + p;  slots[b, i] = the cache slots of these positions of
-sequence b
+indices[t] = k0 + max(0, p - window + 1), ..., k0 + p;  slots[b, i] = the slots of these positions
 
 Work
 - A warp handles one query. It finds the first and the last position, and its lanes write adjacent columns.
