@@ -468,7 +468,7 @@ class CandidateScoresSm90(PreparedBlocksSm90):
 
 @cached
 def compile_candidate_scores(heads: int, dim: int, sample: bool, half: bool, config: MqaLogitsConfig):
-    """sample: the first pass, which keeps all scores; half: fp16 accumulators (half_scores).
+    """sample: the first pass, which keeps all scores; half: fp16 accumulation (half_scores.py).
 
     -> f(q [S * H, D] e4m3, k [Skv, D] e4m3, k_scale [Skv], weights [S, H], starts [S], ends [S],
     entries [S, CAPACITY] int64, counts [S, 2] int32, bounds [S], log_stride, log_period, ctas); 0 < Skv < MAX_KEYS.

@@ -417,7 +417,7 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
 
 @cached
 def compile_indexer_select(heads: int, dim: int, half: bool, config: SelectConfig):
-    """half: fp16 accumulators (half_scores).
+    """half: fp16 accumulation (half_scores.py).
 
     -> f(q [S * H, D] e4m3, k [Skv, D] e4m3, k_scale [Skv], weights [S, H], starts [S], ends [S],
     block_table [B, pages], row_to_seq [S], indices [S, k] int32, values [S, k] fp32, page_size, options, ctas); S, Skv

@@ -1,5 +1,4 @@
-"""Tile of index scores: an FP8 wgmma of 64 keys by N columns (the heads of some queries), and the sum over the
-heads."""
+"""Tile of index scores: an FP8 wgmma of 64 keys by N columns (heads of queries), and the sum over the heads."""
 
 import cutlass
 import cutlass.cute as cute
