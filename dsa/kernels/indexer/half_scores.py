@@ -19,7 +19,7 @@ from cutlass import Float16, Float32, Int32, Uint32
 
 from dsa.cute.shared_memory import load_16, pack, store_4, store_16
 
-THREADS = 256  # that scale a tile of queries; the rows they cover at a time divide the tile's rows
+THREADS = 256  # threads that scale a tile's query rows; the rows per step divide the tile's rows
 VECTOR = 16  # numbers per lane of a row of queries
 # |q'|_1 * 448 stays below fp16's 65504. The margin of 1.5% covers rounding: q' to e4m3, the row's sum, products.
 ROW_SUM = 144.0
