@@ -22,7 +22,7 @@ from dsa.kernels.indexer.candidate_tiles import key_range
 from dsa.kernels.indexer.fp8_mqa_logits_sm90 import Fp8MqaLogitsSm90
 
 PRODUCER_WARPS = 4
-QUERY_WARP = PRODUCER_WARPS - 1  # number of the warp in the producer warpgroup that loads queries
+QUERY_WARP = PRODUCER_WARPS - 1  # index in the producer warpgroup of the warp that loads queries
 PADDING = 4  # words after a quad lane's weights, so that the four lanes of a quad access different banks
 NO_BLOCK = -1
 QUIET_NAN = float("nan")

@@ -10,8 +10,8 @@ Plan
 - Order: the CTA counts the selected candidates in 4096 buckets of keys, all equally wide, two in a word of the former
   digit counts. A scan finds where each bucket begins. Each key finds its rank by comparison with the others of its
   bucket.
-- A list does not determine the result if it overflowed, or if it has fewer than min(k, keys) entries, all above a
-  bound. The query's end then goes to `remaining`, for indexer_select_sm90. For all other queries, `remaining` is
+- A list does not determine the result if it overflowed, or if it has a bound above -inf and fewer than min(k, keys)
+  entries. The query's end then goes to `remaining`, for indexer_select_sm90. For all other queries, `remaining` is
   NOTHING_LEFT.
 Shared memory: 25 KiB.
 Registers: 16 candidates per thread, two registers each; four CTAs per SM.
