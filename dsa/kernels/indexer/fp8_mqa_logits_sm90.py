@@ -1,27 +1,27 @@
 """Lightning-indexer scores over contiguous keys: out[t, s] = kscale[s] * sum_h w[t, h] * relu(q[t, h] . k[s]).
 
 Plan
-- One wgmma tile has 64 keys as rows and N columns, the heads of N / H queries. A thread's accumulators of one key row
-  are heads of the same queries, so the sum over heads is fused multiply-adds in registers and a transposing shuffle
-  over the quad, which leaves every lane with a query of its own.
-- Warp roles: the consumer warpgroups (two of N = 256 for 64 heads, three of N = 128 for fewer) multiply; of the last
-  warpgroup one warp is the producer, and its three neighbours write the -inf of the columns that no query of the block
-  sees (clean_logits), so that they cost no pass of their own.
-- Pipelines: the producer loads by TMA, queries into a ring of two stages and keys into a ring of STAGES stages of 64
-  keys for each consumer warpgroup. The consumer warpgroups take the key tiles in turns.
-- Mainloop: a tile's epilogue (quad reduction, scale, mask, store) and the wait for the next keys run under the next
-  tile's wgmma: only the sums over heads stand between two of them. Ordering the consumer warpgroups by named barriers
+- A wgmma tile has 64 keys as rows and N columns, the heads of N / H queries. A thread's accumulators of one key row are
+  heads of the same queries. So the sum over heads takes fused multiply-adds in registers and then a transposing shuffle
+  over the quad. The shuffle leaves each lane of the quad with the scores of a different query.
+- Warp roles: the consumer warpgroups (two with N = 256 for 64 heads, three with N = 128 for fewer) multiply. In the
+  last warpgroup, one warp is the producer. The other three write -inf to the columns that no query of the block sees
+  (clean_logits), so that this takes no separate kernel.
+- Pipelines: the producer loads by TMA. Queries have a ring of two stages. Each consumer warpgroup has a ring of STAGES
+  stages of 64 keys. The consumer warpgroups take the key tiles in turns.
+- Mainloop: a tile's epilogue (quad reduction, scale, mask, store) and the wait for the next keys run during the next
+  tile's wgmma. Only the sums over heads run between two wgmmas. Ordering the consumer warpgroups by named barriers
   (ping-pong) gained nothing: wgmma and the sums compete for the register file (docs/explanation/kernels.md).
-- Half scores: with fp16 accumulators the consumer warpgroups first bring a block's queries into fp16's range, in shared
-  memory, and its weights with them; the sums over heads take two heads an instruction (half_scores.py).
+- fp16 accumulation: the consumer warpgroups first scale a block's queries into fp16's range, in shared memory, and
+  adjust the weights. The sums over heads then take two heads per instruction (half_scores.py).
 - Scheduler: static persistent. A work tile is a block of queries by a chunk of keys. Key tiles outside the union of the
-  block's ranges are skipped; within a tile the ranges of each query decide. All range arithmetic is signed.
+  block's ranges are skipped. Within a tile, each query's range is the mask. All range arithmetic is signed.
 Shared memory: barriers, 2 x N x D bytes of queries, GROUPS x STAGES x 64 x D of keys (at most 197 KiB).
-Registers: N / 2 accumulators and N / 4 weights a consumer thread, of 232 (two warpgroups) or 160, half as many of half
-scores; 40 or 32 for the others.
-Roofline: tensor cores, 512 clocks for a tile of 64 x 256 x 128; but every instruction beside it (two an accumulator:
-x + |x|, multiply-add) adds its issue clock, so about 830. Of half scores one is left, and three warpgroups hide it: an
-FP8 product's rate. Keys come from L2, 8 KB a tile.
+Registers: N / 2 accumulators and N / 4 weights per consumer thread, of 232 (two warpgroups) or 160; half as many with
+fp16 accumulation. The other threads have 40 or 32.
+Roofline: tensor cores, 512 cycles for a tile of 64 x 256 x 128. But each other instruction adds its issue cycle (two
+per accumulator: x + |x| and a multiply-add), so a tile takes about 830. With fp16 accumulation, one instruction per
+accumulator is left, and three warpgroups hide it: the rate of an FP8 GEMM. Keys come from L2, 8 KB per tile.
 """
 
 from collections.abc import Callable
@@ -54,21 +54,22 @@ NO_KEY = 2**30
 
 
 class ProducerWarp(IntEnum):
-    """Of the last warpgroup: the producer; from FILL on the warps that write -inf."""
+    """Warps of the last warpgroup. LOAD is the producer; the warps from FILL on write -inf."""
 
     LOAD = 0
     FILL = 1
 
 
 class Pipelines(NamedTuple):
-    """q: blocks of queries; k: key tiles of all consumer warpgroups' rings, of which `k.ring` gives one."""
+    """q: blocks of queries. k: key tiles in all consumer warpgroups' rings; `k.ring` is the ring of one warpgroup."""
 
     q: Pipeline
     k: Pipeline
 
 
 class WorkTileInfo(NamedTuple):
-    """block: of queries; first, end: key tiles of its chunk that one of its queries sees; chunk: the chunk's first."""
+    """block: the block of queries. first, end: range of the chunk's key tiles that covers the block's key ranges.
+    chunk: the chunk's first key tile."""
 
     block: Int32
     first: Int32
@@ -78,7 +79,7 @@ class WorkTileInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class MqaLogitsConfig:
-    """columns: N; stages: key tiles in flight for each warpgroup; groups: consumer warpgroups."""
+    """columns: N. stages: key tiles in flight per consumer warpgroup. groups: number of consumer warpgroups."""
 
     columns: int = choices(128, 256)
     stages: int = choices(2, 3, 4, 5, 6, 8)
@@ -89,14 +90,15 @@ class MqaLogitsConfig:
         return (self.groups + 1) * WARPGROUP
 
     def fits(self, heads: int, half: bool = False) -> bool:
-        """Whether the hardware takes it: registers, of half scores half as many; shared memory for 128 channels; four
-        queries a block at least."""
+        """Whether the hardware can run this: enough registers (fp16 accumulation takes half as many), enough shared
+        memory for 128 channels, and at least four queries per block."""
         shared = (Q_STAGES * self.columns + self.groups * self.stages * TILE) * 128 + 3 * 1024
         registers = registers_fit(self.columns // 2 if half else self.columns, self.groups)
         return registers and shared <= SHARED_BYTES and self.columns % (4 * heads) == 0
 
 
-# Of half scores of the published models' heads, whose accumulators leave room for a third warpgroup with wide tiles.
+# For fp16 accumulation with the head counts of published models. Its small accumulators leave room for a third
+# warpgroup with wide tiles.
 HALF_CONFIG = MqaLogitsConfig(256, 5, 3)
 
 
@@ -119,7 +121,7 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
         self.consumer_warps, self.threads = 4 * cfg.groups, cfg.threads
         self.consumer_registers, self.producer_registers = REGISTERS[cfg.groups]
         self.block_q = cfg.columns // heads
-        self.lane_q = self.block_q // 4  # queries that a lane stores: every fourth
+        self.lane_q = self.block_q // 4  # queries per lane, which stores every fourth one
 
     @cute.jit
     def __call__(
@@ -145,7 +147,7 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
         class Storage:
             k_pipeline: pipeline_storage(self.stages)
             q_pipeline: pipeline_storage(Q_STAGES)
-            # Of half scores: what the rows of queries were divided by.
+            # With fp16 accumulation: the powers of two that the query rows were divided by.
             factors: cute.struct.MemRange[Float32, self.n * Q_STAGES if self.half else 0]
             q: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(q_layout)], 1024]
             k: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(k_layout)], 1024]
@@ -222,9 +224,9 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
 
     @cute.jit
     def work_tile(self, index, keys, chunk, out, starts, ends, lane) -> WorkTileInfo:
-        """Work tile `index`. Later queries come first: in a causal batch they have the longest ranges. A chunk's blocks
-        come together: were a block's chunks neighbours, an even number of CTAs would give each CTA the same chunk of
-        every block."""
+        """Work tile `index`. Later queries come first: in a causal batch, they have the longest ranges. Neighbouring
+        work tiles are blocks of the same chunk. If they were chunks of the same block, an even number of CTAs would
+        give each CTA the same chunk of every block."""
         queries = out.shape[0]
         blocks = cute.ceil_div(queries, self.block_q)
         block = blocks - 1 - index % blocks
@@ -279,7 +281,7 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
 
     @cute.jit
     def fill(self, k_scale, starts, ends, out, fill_columns, chunk, thread, lane):
-        """-inf in the columns [0, fill_columns) that the consumer warps do not write."""
+        """Write -inf to those columns of [0, fill_columns) that the consumer warps do not write."""
         keys = k_scale.shape[0]
         scheduler = static_persistent_scheduler()
         width = 128 // self.out_dtype.width
@@ -295,7 +297,7 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
                 t = block * self.block_q + i
                 if t < out.shape[0]:
                     if const_expr(self.compressed):
-                        # Column j of row t is key starts[t] + j: everything from the row's length on is -inf.
+                        # Column j of row t is key starts[t] + j, so all columns from the row's length on are -inf.
                         _, length = key_range(starts, ends, t, keys)
                         for c in cutlass.range(cutlass.max(low, length) + thread, high, FILL_THREADS, unroll=1):
                             out[t, c] = minus[0]
@@ -318,8 +320,8 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
         scheduler = static_persistent_scheduler()
         ring = pipelines.k.ring(warp // 4, self.group_stages)
         q_state, k_state = start(), start()
-        # This warpgroup's next key tile, counted from the work tile's first. Tiles go to the warpgroups in turns over
-        # the whole life of the CTA: none has two more than another.
+        # This warpgroup's next key tile, relative to the work tile's first. The warpgroups take the tiles in turns over
+        # the CTA's whole life, so their counts differ by at most one.
         tile = warp // 4
 
         first_keys = cute.make_rmem_tensor((self.lane_q,), Int32)
@@ -338,14 +340,15 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
                 rows = [out[block * self.block_q + quad + 4 * i, None] for i in range(self.lane_q)]
                 self.take_queries(scoring, sq, factors, weights, block, queries, pipelines.q, q_state, tid, quad)
                 tile += first
-                # No tile is without its epilogue yet: a key beyond every range.
+                # No tile waits for its epilogue yet: NO_KEY is beyond every range.
                 key = Int32(NO_KEY)
                 if tile < last:
                     ring.consumer_wait(k_state)
                 while tile < last:
                     done = k_state
                     multiply(mma, scoring.acc, scoring.ra, scoring.rb, ring.index(done), q_state.stage)
-                    # While it runs: the last tile's epilogue, this one's scales, and the next one's keys.
+                    # During the wgmma: the previous tile's epilogue, this tile's scales, the wait for the next tile's
+                    # keys.
                     self.epilogue(scoring, first_keys, key_counts, rows, key, quad)
                     key = tile * TILE + row_key
                     self.take_scales(scoring, k_scale, key)
@@ -369,8 +372,8 @@ class Fp8MqaLogitsSm90(ScoreMainloop):
 
     @cute.jit
     def store(self, value, first_key, key_count, row, key):
-        """Write the score of `key`, -inf outside the query's range. A key_count below 0: there is no row; a key of
-        NO_KEY: there is no tile."""
+        """Write the score of `key`, or -inf outside the query's range. A key_count below 0 means that there is no row,
+        and a key of NO_KEY that there is no tile."""
         column = key - first_key
         inside = Uint32(column) < Uint32(cutlass.max(key_count, 0))
         if const_expr(self.compressed):
@@ -394,7 +397,7 @@ def compile_fp8_mqa_logits(
     half: bool,
     config: MqaLogitsConfig,
 ):
-    """half: fp16 accumulators (half_scores).
+    """half: fp16 accumulation (half_scores.py).
 
     -> f(q [S * H, D] e4m3, k [Skv, D] e4m3, k_scale [Skv], weights [S, H], starts [S], ends [S],
     out [S, columns], fill_columns, chunk, ctas); S, Skv > 0. Rows of out start at multiples of 16 bytes and hold
@@ -412,16 +415,16 @@ def compile_fp8_mqa_logits(
 
 
 def choose_config(heads: int, dim: int, half: bool = False) -> MqaLogitsConfig:
-    """The measured winner. Fewer heads mean more queries a tile, whose ranges and reductions need registers and time:
-    smaller tiles, and a third warpgroup (docs/explanation/kernels.md)."""
+    """The measured winner. With fewer heads, a tile has more queries, whose ranges and reductions take registers and
+    time. So these shapes have smaller tiles and a third warpgroup (docs/explanation/kernels.md)."""
     if half and heads >= 32 and dim == 128:
         return HALF_CONFIG
     return tuned(MqaLogitsConfig, "fp8_mqa_logits", "sm_90", f"heads {heads}, dim {dim}")
 
 
 def choose_chunk(queries: int, keys: int, block_q: int, sms: int) -> tuple[int, int]:
-    """Key tiles of a work tile, and the number of work tiles: all key tiles of a block of queries where these blocks
-    fill the GPU twice, else less."""
+    """(key tiles per work tile, number of work tiles). A work tile has all key tiles if the blocks of queries fill the
+    GPU twice, and fewer otherwise."""
     blocks = -(-queries // block_q)
     tiles = -(-keys // TILE)
     chunks = min(max(1, 2 * sms // blocks), max(1, tiles // 8))

@@ -1,10 +1,10 @@
-"""What a consumer warpgroup does in every kernel that scores contiguous keys: the wgmma of a key tile, the sums over
-heads, and the score of a lane's query from the sums of a quad.
+"""Mainloop parts that the kernels of scores over contiguous keys share: a consumer warpgroup's wgmma of a key tile, the
+sums over heads, and each lane's score from the sums of its quad.
 
-A kernel's own loop says which key tiles it takes and what becomes of their scores:
+Each kernel's own loop chooses the key tiles and uses their scores:
 
     multiply(mma, scoring.acc, scoring.ra, scoring.rb, ring.index(state), q_stage)
-    ...                                   # while it runs: the last tile's epilogue, the next tile
+    ...                                   # during the wgmma: the previous tile's epilogue, the choice of the next tile
     self.take_scales(scoring, k_scale, key)
     ...
     self.finish_tile(scoring, ring, state)
@@ -23,19 +23,19 @@ from dsa.cute.sm90 import WARPGROUP
 from dsa.kernels.indexer import half_scores
 from dsa.kernels.indexer.score_tile import TILE, head_sum
 
-RANGE_BARRIER = 1  # a block's queries are in fp16's range
+RANGE_BARRIER = 1  # named barrier: a block's queries are in fp16's range
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """What a consumer thread holds in registers. It has two keys of a tile, 8 apart.
+    """State of a consumer thread, in registers except for the operands. The thread has two keys of a tile, 8 apart.
 
-    acc, flat  its accumulators, as wgmma and as `head_sum` take them
-    ra, rb     the operands, in shared memory
-    sums       over the heads of its lane: [query][key], pairs of fp16 for half scores
+    acc, flat  its accumulators, in the shapes that wgmma and `head_sum` take
+    ra, rb     the wgmma operands, in shared memory
+    sums       over the lane's heads: [query][key]; pairs of fp16 with fp16 accumulation
     scales     of the two keys
-    w          weights of its columns, halved; pairs of fp16 for half scores
-    unit       the factor of the scores of the lane's queries, for half scores
+    w          weights of its columns: w / 2 in fp32, or pairs of fp16 with fp16 accumulation
+    unit       power of two that the scores of each query are multiplied by, with fp16 accumulation
     """
 
     acc: cute.Tensor
@@ -49,8 +49,8 @@ class Scoring:
 
 
 class ScoreMainloop:
-    """A kernel has heads, dim, half (fp16 accumulators), accumulators (their type), n (columns of a tile), groups
-    (consumer warpgroups), block_q (queries of a block) and lane_q (of these, a lane's)."""
+    """Base of the kernels. They set heads, dim, half (fp16 accumulation), accumulators (their type), n (columns per
+    tile), groups (consumer warpgroups), block_q (queries per block) and lane_q (queries per lane)."""
 
     def scoring(self, mma: cute.TiledMma, sq: cute.Tensor, sk: cute.Tensor, tid: Int32) -> Scoring:
         thr_mma = mma.get_slice(tid % WARPGROUP)
@@ -59,7 +59,7 @@ class ScoreMainloop:
         flat = cute.make_tensor(acc.iterator, cute.make_layout(self.n // 2))
         sums, scales = cute.make_rmem_tensor((2 * self.block_q,), Float32), cute.make_rmem_tensor((2,), Float32)
         scales.fill(0.0)
-        # The order of these, replaced ones included, decides which registers ptxas takes.
+        # The order of these allocations, including the replaced ones, affects ptxas's register allocation.
         w = cute.make_rmem_tensor((self.n // 4,), Float32)
         unit = cute.make_rmem_tensor((self.lane_q,), Float32)
         if self.half:
@@ -72,7 +72,7 @@ class ScoreMainloop:
     def take_queries(
         self, scoring: Scoring, sq, factors, weights, block, queries, pipeline: Pipeline, q_state, tid, quad
     ):
-        """Wait for a block's queries, and take its weights to registers."""
+        """Wait for a block's queries, and load its weights into registers."""
         if self.half:
             self.bring_into_range(scoring, sq, factors, weights, block, queries, pipeline, q_state, tid, quad)
             return
@@ -86,8 +86,8 @@ class ScoreMainloop:
     def bring_into_range(
         self, scoring: Scoring, sq, factors, weights, block, queries, pipeline: Pipeline, q_state, tid, quad
     ):
-        """For half scores: bring a block's queries into fp16's range, and the weights with them. All consumer
-        warpgroups meet in it."""
+        """With fp16 accumulation: scale a block's queries into fp16's range, and adjust the weights. All consumer
+        warpgroups synchronize in it."""
         given = cute.make_rmem_tensor((self.n // 4,), Float32)
         for j in cutlass.range_constexpr(self.n // 8):
             t = cutlass.min(block * self.block_q + j * 8 // self.heads, queries - 1)
@@ -114,7 +114,7 @@ class ScoreMainloop:
 
     @cute.jit
     def take_scales(self, scoring: Scoring, k_scale, key):
-        """Of `key` and `key` + 8."""
+        """Load the scales of `key` and `key` + 8."""
         keys = k_scale.shape[0]
         for half in cutlass.range_constexpr(2):
             scoring.scales[half] = k_scale[cutlass.min(key + 8 * half, keys - 1)]
@@ -133,7 +133,7 @@ class ScoreMainloop:
 
     @cute.jit
     def score(self, scoring: Scoring, i: cutlass.Constexpr, half: cutlass.Constexpr, quad):
-        """Of the lane's i-th query and of its first or second key: the quad's sums over heads, added up, scaled."""
+        """Score of the lane's i-th query and its first or second key: add up the quad's sums over heads, and scale."""
         upper, odd = (quad & 2) != 0, (quad & 1) != 0
         of_quad = [scoring.sums[2 * (4 * i + j) + half] for j in range(4)]
         if const_expr(self.half):
