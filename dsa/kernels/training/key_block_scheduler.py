@@ -1,9 +1,10 @@
 """The stream-K scheduler of the key gradient. A CTA accumulates the gradient of a block of keys over all queries that
 see them.
 
-- A *span* is one sequence's q tiles of a launch. They are adjacent and have 128 queries each, the last one fewer.
+- A *span* is one sequence's q tiles of a launch. They are adjacent and have 128 queries each; the last one may have
+  fewer.
 - A *column block* is 64 of the span's flattened (query, head) pairs.
-- A *key block* is `width` keys. The span's column blocks from some number on see it.
+- A *key block* is `width` keys. All column blocks from its first one (`first_column_block`) on see it.
 - The work is the list of all (key block, column block) pairs, ordered by span, then key block. Each CTA gets an equal
   range of the list, whatever the lengths of the sequences are.
 - A work tile is the part of a CTA's range that belongs to one key block. A key block that several CTAs share gets
@@ -117,7 +118,7 @@ class KeyBlockScheduler:
             same = Int32(0)
             if own < count:
                 same = Int32(1) if q_tiles[own, SEQUENCE] == q_tile.sequence else Int32(0)
-            # q tiles of this span are in the lowest lanes.
+            # The q tiles of this span are in the lowest lanes.
             found = cute.arch.popc(cute.arch.vote_ballot_sync(same == 1))
             end += found
         last = load_q_tile(q_tiles, cutlass.max(end - 1, 0))
@@ -143,9 +144,9 @@ class KeyBlockScheduler:
     def cta_range(
         self, q_tiles, before, sums, found, cta, ctas, tid, threads: cutlass.Constexpr, warp, lane
     ) -> CtaRange:
-        """Find the range of CTA `cta`. Called by all threads.
+        """Find the range of CTA `cta`. Called by all threads of the CTA.
 
-        before, sums, found  Int32 in shared memory: one per q tile; [32] zeros; [3]
+        before, sums, found  scratch in shared memory, Int32: one per q tile; [32], zeroed; at least [2]
         """
         count = q_tiles.shape[0]
         total = Int32(0)
