@@ -15,9 +15,11 @@ Plan
 - One producer warp loads q by TMA, and w, dI and bits by bulk copies. Columns after a span's last one are queries of
   another sequence. The producer overwrites them with zeros, because 0 * NaN is NaN (zero_fill_pipeline.py).
 Shared memory per stage: 64 x D x 2 bytes of q, 128 of w, 256 of dI per query and warpgroup, 1 KiB of bits per
-warpgroup. Registers at D = 64: D accumulators, 32 for operand A, 8 for w, 4 to 16 for dI, of 232 with two warpgroups or
-160 with three. Roofline: tensor cores, 256 cycles per 64 keys x 64 columns at D = 128. A warp issues 62 other
-instructions in that time.
+warpgroup.
+Registers at D = 64: D accumulators, 32 for operand A, 8 for w, 4 to 16 for dI, of 232 with two consumer warpgroups or
+160 with three.
+Roofline: tensor cores, 256 cycles per 64 keys x 64 columns at D = 128. A warp issues 62 other instructions in this
+time.
 """
 
 import functools

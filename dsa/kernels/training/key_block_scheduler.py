@@ -31,13 +31,13 @@ class Span(NamedTuple):
 
     first, end       the q tiles first to end - 1
     first_q, first_k its first query and key
-    keys             the sequence's keys
-    seen             keys that its first query sees
+    keys             number of the sequence's keys
+    seen             number of keys that its first query sees; may be negative
     step             how many more keys each query sees than the one before: 0 or 1
-    columns          (query, head) pairs
-    column_blocks    blocks of these
-    visible          keys that its last query sees
-    key_blocks       blocks of these
+    columns          number of (query, head) pairs
+    column_blocks    number of column blocks
+    visible          number of keys that its last query sees
+    key_blocks       number of key blocks up to `visible`
     """
 
     first: Int32
@@ -57,8 +57,8 @@ class CtaRange(NamedTuple):
     """A CTA's range of the list of pairs.
 
     first   the first q tile of the span in which the range begins
-    offset  where in the span's part of the list it begins
-    length  how many pairs it has
+    offset  first pair, counted in the span's part of the list
+    length  number of pairs
     """
 
     first: Int32
@@ -71,8 +71,8 @@ class SchedulerState(NamedTuple):
 
     first         the first q tile of its span
     key_block     its key block
-    column_block  its first column block; -1: the first one that sees the key block
-    left          pairs that the range still has
+    column_block  its first column block, or -1 for the first one that sees the key block
+    left          number of pairs left in the range
     """
 
     first: Int32
