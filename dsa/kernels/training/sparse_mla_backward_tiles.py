@@ -125,7 +125,7 @@ class BackwardPipelines:
         """Initialize the barriers. Called by one thread."""
         self.work_tiles.init(THREADS // WARP)
         self.q.init(CONSUMER_WARPS)
-        # Each producer thread arrives at each part of k. At the first part each warp also arrives for its key_rows.
+        # Each producer thread arrives at each part of k. At the first part each warp also arrives once for key_rows.
         Mbarriers(self.k.full, 1).init(WARPGROUP + 4)
         Mbarriers(self.k.full + 1, self.k.stages * self.k.parts - 1).init(WARPGROUP)
         Mbarriers(self.k.empty, self.k.stages).init(4)

@@ -106,5 +106,5 @@ def gather_chunk(target: Int32, sources, valid, chunk: cutlass.Constexpr, warp, 
     """Copy the lane's part of a chunk to shared memory at `target`, with zeros for invalid rows."""
     start = target + 2 * CHUNK * (warp * WARP_ROWS + (lane >> 3))
     for i in cutlass.range_constexpr(LANE_ROWS):
-        row = 4 * (i % 2) + (lane >> 3)  # of 8
+        row = 4 * (i % 2) + (lane >> 3)  # within the swizzle's 8 rows
         gather_16(start + 2 * (4 * i * CHUNK + ((lane & 7) ^ row) * 8), sources[i] + 2 * CHUNK * chunk, valid[i])
