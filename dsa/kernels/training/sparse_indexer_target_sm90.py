@@ -16,14 +16,15 @@ Plan
   the next query.
 - The producer warpgroup (sparse_indexer_target_producer.py) gathers 16 bytes per lane: keys into a pipeline of chunks,
   index keys into a pipeline of tiles. A query's q rows use the same pipelines, before its keys.
-- Exponents are shifted up by RAISED. The LSE may include a window and a sink, so that all of a head's keys lie far
-  below it. They count down to 2^(-126 - RAISED), e^-128.
+- Exponents are shifted up by RAISED. The LSE may include a window and a sink, so all of a head's keys may lie far below
+  it. Terms down to 2^(-126 - RAISED), e^-128, still count.
 Shared memory: stages of keys, index keys and sums; the chunks of Q that are not in registers; p and I of a query.
 Registers: ATTENTION_REGISTERS x 2 + INDEX_REGISTERS + PRODUCER_REGISTERS = 512 per lane of the four warpgroups.
-Constraints: bf16; 576 or 512 channels, up to 128 heads; up to 64 index heads of 64 or 128 channels; MAX_SPARSE_KEYS
-keys. Roofline: per tile of 128 heads x 576 and 64 index heads x 128, wgmma takes 2560 cycles and shared memory 2240.
-Measured 4190. With 64 heads, measured 3200, where attention's forward pass takes 3140 and gathers four fifths as much.
-The kernel takes 0.65 to 0.72 times the forward pass's time with 128 heads, 0.82 to 1.21 with 64.
+Constraints: bf16; 576 or 512 channels, up to 128 heads; up to 64 index heads of 64 or 128 channels; up to
+MAX_SPARSE_KEYS keys.
+Roofline: per tile of 128 heads x 576 and 64 index heads x 128, wgmma takes 2560 cycles and shared memory 2240.
+Measured: 4190. With 64 heads measured 3200, where attention's forward pass takes 3140 and gathers four fifths as
+much. The kernel takes 0.65 to 0.72 times the forward pass's time with 128 heads, 0.82 to 1.21 with 64.
 """
 
 from collections.abc import Callable

@@ -288,13 +288,13 @@ class WarmupTargetSm90:
                     less, at = self.load_lse(lse, at, h, heads)
                     states = self.multiply_chunks(accs[0], rq, rk, pipelines, states, h, group, heads)
                     self.add(sums, accs[0], less, scale)
-                number = opaque(number)  # recompute values derived from it, to save registers before
+                number = opaque(number)  # values derived from it are recomputed, to save registers
                 own = self.load_tile(scores, lse_idx, upstream, q_tiles, key_tiles, number, index, rows, own_row, lane)
             else:
                 states, less = self.add_overlapped(
                     sums, accs, lse, rq, rk, pipelines, states, rows, scale, group, heads
                 )
-                number = opaque(number)  # recompute values derived from it, to save registers before
+                number = opaque(number)  # values derived from it are recomputed, to save registers
                 own = self.load_tile(scores, lse_idx, upstream, q_tiles, key_tiles, number, index, rows, own_row, lane)
                 states = self.finish_product(pipelines, states, heads - 1 + (heads & 1), group, heads)
                 if heads & 1 == 0:
