@@ -8,9 +8,18 @@ from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name, with_dims
 from dsa.reference.elementwise import rms_norm as reference
 from dsa.runtime import backends
+from dsa.runtime.arguments import F32, ROWS, Arguments, Number, Tensor
+from dsa.runtime.checks import FLOATS
 from dsa.runtime.op import op
 
 _MAX_CHANNELS = {getattr(torch, name): channels for name, channels in MAX_NORM_GRADIENT_CHANNELS.items()}
+
+RMS_NORM_GRADIENT = Arguments(
+    grad=Tensor("... D", FLOATS),
+    x=Tensor("... D", FLOATS, layout=ROWS, merged=(0, -2)),
+    weight=Tensor("D", F32, optional=True, layout=ROWS),
+    eps=Number(least=0),
+)
 
 
 def has_kernel(x: torch.Tensor) -> bool:
@@ -29,7 +38,7 @@ def _results(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @op(
-    arguments=reference.RMS_NORM_GRADIENT,
+    arguments=RMS_NORM_GRADIENT,
     reference=reference.rms_norm_gradient,
     results=_results,
     public="rms_norm",

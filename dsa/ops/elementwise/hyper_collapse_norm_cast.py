@@ -6,13 +6,38 @@ from dsa.kernels.elementwise.hyper_fusion_limits import HYPER_NORM_TILES
 from dsa.kernels.elementwise.limits import HYPER_STREAMS, MAX_HYPER_CHANNELS
 from dsa.kernels.gemm.limits import GROUP
 from dsa.ops._aligned import rows_at_16_bytes
+from dsa.ops.elementwise.hyper_connections import MOST_ITERATIONS
+from dsa.ops.elementwise.hyper_mix import BF16
 from dsa.reference.elementwise import hyper_collapse_norm_cast as reference
+from dsa.runtime.arguments import ALIGNED, CONTIGUOUS, F32, ROWS, Arguments, Flag, Int, Number, Tensor
 from dsa.runtime.op import op
 
 __all__ = ["hyper_collapse_norm_cast_to_fp8"]
 
 _VECTOR = 8  # channels in 16 bytes
 MAX_CHANNELS = HYPER_NORM_TILES[-1][1] * HYPER_NORM_TILES[-1][2] * _VECTOR
+
+
+def _check_sizes(streams: torch.Tensor) -> None:
+    if streams.shape[1] == 0 or streams.shape[2] == 0 or streams.shape[2] % GROUP:
+        raise ValueError(
+            f"streams: must have at least one stream and D a multiple of {GROUP}, got shape {list(streams.shape)}"
+        )
+
+
+HYPER_COLLAPSE_NORM_CAST_TO_FP8 = Arguments(
+    rule=_check_sizes,
+    streams=Tensor("T n D", BF16, layout=ROWS),
+    mix=Tensor("T (2+n)*n", F32, layout=ALIGNED),
+    base=Tensor("(2+n)*n", F32, layout=ALIGNED),
+    scale=Tensor("3", F32, layout=CONTIGUOUS),
+    weight=Tensor("D", F32, layout=ROWS),
+    iterations=Int(most=MOST_ITERATIONS),
+    eps=Number(least=0),
+    hc_eps=Number(least=0),
+    norm_eps=Number(least=0),
+    use_ue8m0=Flag(),
+)
 
 
 def hyper_collapse_norm_cast_to_fp8(
@@ -70,7 +95,7 @@ def _check_limits(streams: torch.Tensor) -> None:
 
 
 @op(
-    arguments=reference.HYPER_COLLAPSE_NORM_CAST_TO_FP8,
+    arguments=HYPER_COLLAPSE_NORM_CAST_TO_FP8,
     reference=reference.hyper_collapse_norm_cast_to_fp8,
     results=_results,
     limits=_check_limits,

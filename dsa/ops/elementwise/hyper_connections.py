@@ -6,9 +6,46 @@ from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, HYPER_STREAMS, HYPE
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.reference.elementwise import hyper_connections as reference
+from dsa.runtime.arguments import ALIGNED, CONTIGUOUS, F32, ROWS, Arguments, Int, Number, Tensor
+from dsa.runtime.checks import FLOATS
 from dsa.runtime.op import op
 
 __all__ = ["hyper_collapse", "hyper_expand", "hyper_head"]
+
+MOST_ITERATIONS = 1000  # of Sinkhorn, which has long converged
+
+
+def check_streams(streams: torch.Tensor) -> None:
+    if 0 in streams.shape[1:]:
+        raise ValueError(f"streams: must have at least one stream and one channel, got shape {list(streams.shape)}")
+
+
+HYPER_COLLAPSE = Arguments(
+    rule=check_streams,
+    streams=Tensor("T n D", FLOATS, layout=ROWS),
+    mix=Tensor("T (2+n)*n", F32, layout=ALIGNED),
+    base=Tensor("(2+n)*n", F32, layout=ALIGNED),
+    scale=Tensor("3", F32, layout=CONTIGUOUS),
+    iterations=Int(most=MOST_ITERATIONS),
+    eps=Number(least=0),
+    hc_eps=Number(least=0),
+)
+HYPER_HEAD = Arguments(
+    rule=check_streams,
+    streams=Tensor("T n D", FLOATS, layout=ROWS),
+    mix=Tensor("T n", F32, layout=ALIGNED),
+    base=Tensor("n", F32, layout=ALIGNED),
+    scale=Tensor("1", F32, layout=CONTIGUOUS),
+    eps=Number(least=0),
+    hc_eps=Number(least=0),
+)
+HYPER_EXPAND = Arguments(
+    rule=check_streams,
+    y=Tensor("T D", FLOATS, layout=ROWS),
+    streams=Tensor("T n D", FLOATS, like="y", layout=ROWS),
+    post=Tensor("T n", F32, layout=ALIGNED),
+    comb=Tensor("T n n", F32, layout=ALIGNED),
+)
 
 
 def hyper_collapse(
@@ -130,7 +167,7 @@ def _check_collapse_limits(streams: torch.Tensor) -> None:
 
 
 @op(
-    arguments=reference.HYPER_COLLAPSE,
+    arguments=HYPER_COLLAPSE,
     reference=reference.hyper_collapse,
     results=_collapse_results,
     limits=_check_collapse_limits,
@@ -156,7 +193,7 @@ def _hyper_collapse(
 
 
 @op(
-    arguments=reference.HYPER_EXPAND,
+    arguments=HYPER_EXPAND,
     reference=reference.hyper_expand,
     results=_expand_results,
     limits=_check_limits,
@@ -173,7 +210,7 @@ def _hyper_expand(y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, co
 
 
 @op(
-    arguments=reference.HYPER_HEAD,
+    arguments=HYPER_HEAD,
     reference=reference.hyper_head,
     results=_head_results,
     limits=_check_collapse_limits,

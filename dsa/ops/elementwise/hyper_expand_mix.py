@@ -5,10 +5,21 @@ import torch
 from dsa.kernels.elementwise.hyper_fusion_limits import EXPAND_MIX_TOKENS, MAX_EXPAND_MIX_OUTPUTS
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops.elementwise import hyper_connections, hyper_mix
+from dsa.ops.elementwise.hyper_mix import BF16, check_sizes
 from dsa.reference.elementwise import hyper_expand_mix as reference
+from dsa.runtime.arguments import ALIGNED, F32, ROWS, Arguments, Tensor
 from dsa.runtime.op import op
 
 __all__ = ["hyper_expand_mix"]
+
+HYPER_EXPAND_MIX = Arguments(
+    rule=check_sizes,
+    y=Tensor("T D", BF16, layout=ROWS),
+    streams=Tensor("T n D", BF16, layout=ROWS),
+    post=Tensor("T n", F32, layout=ALIGNED),
+    comb=Tensor("T n n", F32, layout=ALIGNED),
+    parts=Tensor("3 C n*D", BF16, layout=ALIGNED),
+)
 
 
 def hyper_expand_mix(
@@ -45,7 +56,7 @@ def _check_limits(
 
 
 @op(
-    arguments=reference.HYPER_EXPAND_MIX,
+    arguments=HYPER_EXPAND_MIX,
     reference=reference.hyper_expand_mix,
     results=_results,
     limits=_check_limits,

@@ -15,14 +15,30 @@ from dsa.kernels.elementwise.limits import (
     MIX_ROWS,
 )
 from dsa.ops._aligned import rows_at_16_bytes
+from dsa.ops.elementwise.hyper_connections import check_streams
 from dsa.reference.elementwise import hyper_mix as reference
 from dsa.runtime import backends
+from dsa.runtime.arguments import ALIGNED, ROWS, Arguments, Tensor
 from dsa.runtime.op import op
 
 __all__ = ["hyper_mix"]
 
 FEW_TOKENS = 64  # up to so many the kernel for few is the faster one
 CLUSTERS = 14  # of 8 CTAs, that are on an H100 or H200 at the same time: more tiles than that take twice as long
+BF16 = (torch.bfloat16,)
+
+
+def check_sizes(streams: torch.Tensor, parts: torch.Tensor) -> None:
+    check_streams(streams)
+    if 0 in parts.shape:
+        raise ValueError(f"parts: must have at least one row, got shape {list(parts.shape)}")
+
+
+HYPER_MIX = Arguments(
+    rule=check_sizes,
+    streams=Tensor("T n D", BF16, layout=ROWS),
+    parts=Tensor("3 C n*D", BF16, layout=ALIGNED),
+)
 
 
 def hyper_mix(streams: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
@@ -69,7 +85,7 @@ def _check_limits(streams: torch.Tensor, parts: torch.Tensor) -> None:
 
 
 @op(
-    arguments=reference.HYPER_MIX,
+    arguments=HYPER_MIX,
     reference=reference.hyper_mix,
     results=_results,
     limits=_check_limits,

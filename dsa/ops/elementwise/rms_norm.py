@@ -7,11 +7,19 @@ from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name, with_dims
 from dsa.ops.elementwise._rms_norm_gradient import has_kernel
 from dsa.reference.elementwise import rms_norm as reference
+from dsa.runtime.arguments import F32, ROWS, Arguments, Number, Tensor
+from dsa.runtime.checks import FLOATS
 from dsa.runtime.op import op, wants_gradient
 
 __all__ = ["rms_norm"]
 
 _MAX_CHANNELS = {getattr(torch, name): channels for name, channels in MAX_NORM_CHANNELS.items()}
+
+RMS_NORM = Arguments(
+    x=Tensor("... D", FLOATS, layout=ROWS, merged=(0, -2)),
+    weight=Tensor("D", F32, optional=True, layout=ROWS),
+    eps=Number(least=0),
+)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float = 1e-6) -> torch.Tensor:
@@ -33,7 +41,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float = 1e-6) ->
     Source: arXiv 1910.07467; `RMSNorm` of DeepSeek-V3.2's inference code, and V4's norm of each query head.
     """
     if torch.is_grad_enabled() and wants_gradient(x, weight):
-        reference.RMS_NORM.check(x, weight, eps)
+        RMS_NORM.check(x, weight, eps)
         if has_kernel(x):
             return torch.ops.dsa.rms_norm(x, weight, eps)  # which has a gradient
     return _rms_norm(x, weight, eps)
@@ -55,7 +63,7 @@ def _check_limits(x: torch.Tensor) -> None:
 
 
 @op(
-    arguments=reference.RMS_NORM,
+    arguments=RMS_NORM,
     reference=reference.rms_norm,
     results=_results,
     limits=_check_limits,

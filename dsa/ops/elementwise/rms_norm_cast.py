@@ -7,11 +7,28 @@ from dsa.kernels.gemm.limits import GROUP
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.reference.elementwise import rms_norm_cast as reference
+from dsa.runtime.arguments import F32, ROWS, Arguments, Flag, Number, Tensor
+from dsa.runtime.checks import FLOATS
 from dsa.runtime.op import op
 
 __all__ = ["add_rms_norm_cast_to_fp8", "rms_norm_cast_to_fp8"]
 
 _MAX_CHANNELS = {getattr(torch, name): channels for name, channels in MAX_NORM_CAST_CHANNELS.items()}
+
+
+def _check_channels(x: torch.Tensor) -> None:
+    if x.shape[1] % GROUP:
+        raise ValueError(f"x: the last dimension must be a multiple of {GROUP}, got shape {list(x.shape)}")
+
+
+_REST = {"weight": Tensor("D", F32, layout=ROWS), "eps": Number(least=0), "use_ue8m0": Flag()}
+RMS_NORM_CAST_TO_FP8 = Arguments(rule=_check_channels, x=Tensor("T D", FLOATS, layout=ROWS), **_REST)
+ADD_RMS_NORM_CAST_TO_FP8 = Arguments(
+    rule=_check_channels,
+    x=Tensor("T D", FLOATS, layout=ROWS),
+    residual=Tensor("T D", FLOATS, like="x", layout=ROWS),
+    **_REST,
+)
 
 
 def rms_norm_cast_to_fp8(
@@ -72,7 +89,7 @@ def _check_limits(x: torch.Tensor) -> None:
 
 
 @op(
-    arguments=reference.RMS_NORM_CAST_TO_FP8,
+    arguments=RMS_NORM_CAST_TO_FP8,
     reference=reference.rms_norm_cast_to_fp8,
     results=_cast_results,
     limits=_check_limits,
@@ -91,7 +108,7 @@ def _rms_norm_cast_to_fp8(
 
 
 @op(
-    arguments=reference.ADD_RMS_NORM_CAST_TO_FP8,
+    arguments=ADD_RMS_NORM_CAST_TO_FP8,
     reference=reference.add_rms_norm_cast_to_fp8,
     results=_sum_results,
     limits=_check_limits,

@@ -6,12 +6,25 @@ from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, MAX_NORM_ROWS
 from dsa.kernels.elementwise.rms_norm_rotary_limits import MAX_NORM_ROTARY_CHANNELS
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
+from dsa.ops.elementwise.rotary import check_channels
 from dsa.reference.elementwise import rms_norm_rotary as reference
+from dsa.runtime.arguments import F32, ROWS, Arguments, Number, Tensor
+from dsa.runtime.checks import FLOATS
 from dsa.runtime.op import op
 
 __all__ = ["rms_norm_rotary"]
 
 _MAX_CHANNELS = {getattr(torch, name): channels for name, channels in MAX_NORM_ROTARY_CHANNELS.items()}
+
+
+RMS_NORM_ROTARY = Arguments(
+    rule=check_channels,
+    x=Tensor("T H D", FLOATS, layout=ROWS),
+    weight=Tensor("D", F32, optional=True, layout=ROWS),
+    cos=Tensor("T R/2", F32, layout=ROWS),
+    sin=Tensor("T R/2", F32, layout=ROWS),
+    eps=Number(least=0),
+)
 
 
 def rms_norm_rotary(
@@ -58,7 +71,7 @@ def _check_limits(x: torch.Tensor, cos: torch.Tensor) -> None:
 
 
 @op(
-    arguments=reference.RMS_NORM_ROTARY,
+    arguments=RMS_NORM_ROTARY,
     reference=reference.rms_norm_rotary,
     results=_results,
     limits=_check_limits,

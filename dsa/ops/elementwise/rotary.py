@@ -5,10 +5,28 @@ import torch
 from dsa.kernels.elementwise.limits import MAX_ROTARY_GROUPS, ROTARY_PAIRS
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name, unit_inner
+from dsa.ops.elementwise._rotated import DIMS, check_rotated
 from dsa.reference.elementwise import rotary as reference
+from dsa.runtime.arguments import F32, INNER, Arguments, Choice, Flag, Tensor
+from dsa.runtime.checks import FLOATS
 from dsa.runtime.op import op, wants_gradient
 
 __all__ = ["apply_rotary"]
+
+
+def check_channels(x: torch.Tensor, cos: torch.Tensor) -> None:
+    check_rotated("x", x, cos)
+
+
+ROTARY = Arguments(
+    rule=check_channels,
+    x=Tensor("T ... D", FLOATS, layout=INNER, merged=(1, -1)),
+    cos=Tensor("T R/2", F32),
+    sin=Tensor("T R/2", F32),
+    interleaved=Flag(),
+    dims=Choice(DIMS),
+)
+OUT = {"out": Tensor("T ... D", FLOATS, like="x", layout=INNER, merged=(1, -1))}
 
 
 def apply_rotary(
@@ -43,7 +61,7 @@ def apply_rotary(
     """
     wants_gradients = torch.is_grad_enabled() and wants_gradient(x, cos, sin, out)
     if wants_gradients:
-        reference.ROTARY.check(x, cos, sin, interleaved, dims)
+        ROTARY.check(x, cos, sin, interleaved, dims)
     if out is not None:
         if wants_gradients:
             raise ValueError("out: must be None where gradients of x, cos, sin or out are asked for; use no_grad")
@@ -79,11 +97,11 @@ def _check_limits(x: torch.Tensor, cos: torch.Tensor, dims: str, out: torch.Tens
 
 
 @op(
-    arguments=reference.ROTARY,
+    arguments=ROTARY,
     reference=reference.apply_rotary,
     results=_results,
     limits=_check_limits,
-    out=reference.OUT,
+    out=OUT,
 )
 def _apply_rotary(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, dims: str, out: torch.Tensor | None

@@ -3,43 +3,6 @@
 import torch
 
 from dsa.reference.autocast import without_autocast
-from dsa.runtime.arguments import ALIGNED, CONTIGUOUS, F32, ROWS, Arguments, Int, Number, Tensor
-from dsa.runtime.checks import FLOATS, check_memory
-
-MOST_ITERATIONS = 1000  # of Sinkhorn, which has long converged
-
-
-def _check_streams(streams: torch.Tensor) -> None:
-    if 0 in streams.shape[1:]:
-        raise ValueError(f"streams: must have at least one stream and one channel, got shape {list(streams.shape)}")
-
-
-HYPER_COLLAPSE = Arguments(
-    rule=_check_streams,
-    streams=Tensor("T n D", FLOATS, layout=ROWS),
-    mix=Tensor("T (2+n)*n", F32, layout=ALIGNED),
-    base=Tensor("(2+n)*n", F32, layout=ALIGNED),
-    scale=Tensor("3", F32, layout=CONTIGUOUS),
-    iterations=Int(most=MOST_ITERATIONS),
-    eps=Number(least=0),
-    hc_eps=Number(least=0),
-)
-HYPER_HEAD = Arguments(
-    rule=_check_streams,
-    streams=Tensor("T n D", FLOATS, layout=ROWS),
-    mix=Tensor("T n", F32, layout=ALIGNED),
-    base=Tensor("n", F32, layout=ALIGNED),
-    scale=Tensor("1", F32, layout=CONTIGUOUS),
-    eps=Number(least=0),
-    hc_eps=Number(least=0),
-)
-HYPER_EXPAND = Arguments(
-    rule=_check_streams,
-    y=Tensor("T D", FLOATS, layout=ROWS),
-    streams=Tensor("T n D", FLOATS, like="y", layout=ROWS),
-    post=Tensor("T n", F32, layout=ALIGNED),
-    comb=Tensor("T n n", F32, layout=ALIGNED),
-)
 
 
 @without_autocast
@@ -66,8 +29,6 @@ def hyper_collapse(
     Arguments as of `dsa.hyper_collapse`.
     Source: `hc_split_sinkhorn` of DeepSeek-V4's inference code; arXiv 2606.19348, section 2.2.
     """
-    HYPER_COLLAPSE.check(streams, mix, base, scale, iterations, eps, hc_eps)
-    check_memory("streams", streams)
     n = streams.shape[1]
     v = streams.flatten(1).float().contiguous()
     z = mix * torch.rsqrt(v.square().mean(-1, keepdim=True) + eps)
@@ -90,8 +51,6 @@ def hyper_expand(y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, com
 
     Gradients flow to every tensor. Arguments as of `dsa.hyper_expand`.
     """
-    HYPER_EXPAND.check(y, streams, post, comb)
-    check_memory("streams", streams)
     mixed = torch.einsum("tjk,tjd->tkd", comb, streams.float())
     return (post[..., None] * y.float()[:, None] + mixed).to(streams.dtype).contiguous()
 
@@ -110,8 +69,6 @@ def hyper_head(
 
     In fp32, and x is rounded once. Gradients flow to every tensor. Arguments as of `dsa.hyper_head`.
     """
-    HYPER_HEAD.check(streams, mix, base, scale, eps, hc_eps)
-    check_memory("streams", streams)
     v = streams.float()
     inverse = torch.rsqrt(v.flatten(1).square().mean(-1, keepdim=True) + eps)
     pre = torch.sigmoid(mix * inverse * scale + base) + hc_eps

@@ -4,18 +4,7 @@ import torch
 
 from dsa.reference.autocast import without_autocast
 from dsa.reference.elementwise.hyper_connections import hyper_expand
-from dsa.reference.elementwise.hyper_mix import BF16, check_sizes, hyper_mix
-from dsa.runtime.arguments import ALIGNED, F32, ROWS, Arguments, Tensor
-from dsa.runtime.checks import check_memory
-
-HYPER_EXPAND_MIX = Arguments(
-    rule=check_sizes,
-    y=Tensor("T D", BF16, layout=ROWS),
-    streams=Tensor("T n D", BF16, layout=ROWS),
-    post=Tensor("T n", F32, layout=ALIGNED),
-    comb=Tensor("T n n", F32, layout=ALIGNED),
-    parts=Tensor("3 C n*D", BF16, layout=ALIGNED),
-)
+from dsa.reference.elementwise.hyper_mix import hyper_mix
 
 
 @without_autocast
@@ -26,7 +15,5 @@ def hyper_expand_mix(
 
     Gradients flow to every tensor. Arguments as of `dsa.hyper_expand_mix`.
     """
-    HYPER_EXPAND_MIX.check(y, streams, post, comb, parts)
-    check_memory("streams", streams)
     new = hyper_expand(y, streams, post, comb)
     return new, hyper_mix(new, parts)

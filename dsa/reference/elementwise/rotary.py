@@ -2,34 +2,8 @@
 
 import torch
 
+from dsa.ops.elementwise._rotated import DIMS, check_rotated  # noqa: F401 - for specs that stand in other references
 from dsa.reference.autocast import without_autocast
-from dsa.runtime.arguments import F32, INNER, Arguments, Choice, Flag, Tensor
-from dsa.runtime.checks import FLOATS, check_memory
-
-DIMS = ("first", "last")
-
-
-def check_rotated(name: str, x: torch.Tensor, cos: torch.Tensor) -> None:
-    """x, the argument `name`, has the channels that cos turns."""
-    if 2 * cos.shape[1] > x.shape[-1]:
-        raise ValueError(
-            f"{name}: the last dimension must be at least {2 * cos.shape[1]} for these cos and sin, got {x.shape[-1]}"
-        )
-
-
-def _check_channels(x: torch.Tensor, cos: torch.Tensor) -> None:
-    check_rotated("x", x, cos)
-
-
-ROTARY = Arguments(
-    rule=_check_channels,
-    x=Tensor("T ... D", FLOATS, layout=INNER, merged=(1, -1)),
-    cos=Tensor("T R/2", F32),
-    sin=Tensor("T R/2", F32),
-    interleaved=Flag(),
-    dims=Choice(DIMS),
-)
-OUT = {"out": Tensor("T ... D", FLOATS, like="x", layout=INNER, merged=(1, -1))}
 
 
 @without_autocast
@@ -41,8 +15,6 @@ def apply_rotary(
     (a, b) -> (a cos - b sin, a sin + b cos) on the pairs (2i, 2i + 1) if `interleaved`, else (i, i + R / 2), in fp32,
     rounded once to x's dtype. Gradients flow to x, cos and sin. Arguments as of `dsa.apply_rotary`.
     """
-    ROTARY.check(x, cos, sin, interleaved, dims)
-    check_memory("x", x)
     rotated = 2 * cos.shape[-1]
     if rotated == 0:
         return x.clone(memory_format=torch.contiguous_format)

@@ -197,8 +197,8 @@ WRONG = {
     "merge, empty rows": ("merge_attention", "merge_attention", empty_rows(0, torch.nan)),
     "merge, lse of empty rows": ("merge_attention", "merge_attention", empty_rows(1, -torch.inf)),
     "merge without the sink": ("merge_attention", "merge_attention", without_sink),
-    "rotation": ("rotary", "apply_rotary", only_if("out", wrong_result(0), False)),
-    "norm": ("rms_norm", "rms_norm", only_if(1, wrong_result(0), None)),
+    "rotation": ("rotary", "apply_rotary", only_if("out", wrong_result(0), None)),
+    "norm": ("rms_norm", "rms_norm", only_if("weight", wrong_result(0), None)),
     "weighted norm": ("rms_norm", "rms_norm", larger_first_row),
 }
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from dsa import reference
+from dsa.cases.elementwise import rms_normed, rotated
 from tests.reference.common import assert_refused, i32
-from tests.reference.formulas import rms_normed, rotated
 
 M, D, R = 4, 8, 4
 

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
+from dsa.cases.elementwise import rms_normed, rotated
 from dsa.reference import make_v4_cache, read_kv_cache, write_kv_cache, write_mla_cache
 from tests.reference.common import assert_refused
-from tests.reference.formulas import rms_normed, rotated
 
 P = 4
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.nn.functional import layer_norm
 
+from dsa.cases.elementwise import rotated
 from dsa.reference import quantize_indexer_queries, read_indexer_cache, write_indexer_keys
 from tests.reference.common import assert_refused, assert_same_bits
-from tests.reference.formulas import rotated
 from tests.reference.gemm import e4m3
 
 D, P = 128, 4
