@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 import dsa
-from dsa.cases.case import BF16, Case, Given, Maker, Results
+from dsa.cases.case import BF16, F32, Case, Given, Maker, Results
 from dsa.testing import assert_close
 
 # Half a unit in the last place of a result; for fp32, the error of sums and of the inverse root.
@@ -35,10 +35,14 @@ def within(name: str, got: torch.Tensor, expected: torch.Tensor, allowed: torch.
     return error.nan_to_num(0.0).max().item() if error.numel() else 0.0
 
 
+def every_size(new: Maker, count: int) -> torch.Tensor:
+    """From 1e-3 to 1e3."""
+    return torch.logspace(-3, 3, count, dtype=F32, device=new.device)
+
+
 def rows_of_every_size(new: Maker, *shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
-    """Gaussian; the first row is about 1e-3 large and the last about 1e3."""
-    size = torch.logspace(-3, 3, math.prod(shape[:-1]), device=new.device)
-    return (new.f32(*shape) * size.view(*shape[:-1], 1)).to(dtype)
+    """Gaussian, with standard deviations from 1e-3 to 1e3."""
+    return (new.f32(*shape) * every_size(new, math.prod(shape[:-1])).view(*shape[:-1], 1)).to(dtype)
 
 
 # rms_norm, rms_norm_rotary, rms_norm_cast_to_fp8, add_rms_norm_cast_to_fp8
@@ -148,14 +152,13 @@ def rotated(
 
 
 def check_rotation(a: Given, found: Results) -> float:
-    """The reference's bits."""
-    in_place = found[0] is a["x"]
-    given = a["out"] if in_place else a["x"], a["cos"], a["sin"]
-    kind = {"interleaved": a["interleaved"], "dims": a["dims"]}
+    """The reference's bits. In place, `out` holds x as it was before the call."""
+    x = a["out"] if found[0] is a["x"] else a["x"]
+    given = {"x": x, "cos": a["cos"], "sin": a["sin"], "interleaved": a["interleaved"], "dims": a["dims"]}
     for got in found:
-        equal("out", [got], [dsa.reference.apply_rotary(*given, **kind)])
+        equal("out", [got], [dsa.reference.apply_rotary(**given)])
     rounding = ROUNDING[found[0].dtype]
-    return assert_close("out", found[0], rotated(*given, **kind), abs_tol=1e-6, rel_tol=rounding, cos_tol=5e-6)
+    return assert_close("out", found[0], rotated(**given), abs_tol=1e-6, rel_tol=rounding, cos_tol=5e-6)
 
 
 # hyper_collapse, hyper_head, hyper_expand
@@ -259,10 +262,10 @@ def expand_and_mix(new: Maker, tokens: int = 3, n: int = 4, channels: int = 16, 
 
 def check_expand_and_mix(a: Given, found: Results) -> float:
     """The bits of the two ops, one after the other."""
-    *rest, parts = a.values()
-    streams = dsa.hyper_expand(*rest)
-    equal("streams mix", found, (streams, dsa.hyper_mix(streams, parts)))
-    check_mix({"streams": streams, "parts": parts}, found[1:])
+    streams = dsa.hyper_expand(a["y"], a["streams"], a["post"], a["comb"])
+    projected = {"streams": streams, "parts": a["parts"]}
+    equal("streams mix", found, (streams, dsa.hyper_mix(**projected)))
+    check_mix(projected, found[1:])
     return check_expand(a, found[:1])
 
 
@@ -276,7 +279,7 @@ def sublayer(
     **options: float,
 ) -> Given:
     """Tokens of every size, and mix of the same size."""
-    a, size = collapse(new, tokens, n, channels, **options), torch.logspace(-3, 3, tokens, device=new.device)[:, None]
+    a, size = collapse(new, tokens, n, channels, **options), every_size(new, tokens)[:, None]
     sized = {"streams": (a["streams"] * size[..., None]).to(BF16), "mix": a["mix"] * size}
     return {**a, **sized, "weight": new.f32(channels), "norm_eps": norm_eps, "use_ue8m0": use_ue8m0}
 
@@ -318,7 +321,7 @@ CASES = [
     Case("hyper_collapse", collapse, check_collapse, {"tokens": 37, "channels": 264, "iterations": 20}),
     Case("hyper_expand", expand, check_expand, {"tokens": 37, "channels": 264}),
     Case("hyper_head", head, check_head, {"tokens": 37, "channels": 264}),
-    # One more token than the kernels without a second pass take; the fewer tokens have two kernels of their own.
+    # 1793 tokens run the kernel with a second pass, 300 the kernel without it, and 37 the kernel for few tokens.
     Case(
         "hyper_mix",
         mix,
@@ -332,7 +335,7 @@ CASES = [
         check_sublayer,
         {"tokens": 37, "channels": 640, "iterations": 20},
     ),
-    # Up to four tokens have a kernel of their own.
+    # Four tokens run the fused kernel, 40 the kernels of the two ops.
     Case(
         "hyper_expand_mix",
         expand_and_mix,

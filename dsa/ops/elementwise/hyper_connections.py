@@ -1,4 +1,4 @@
-"""DeepSeek-V4's hyper-connections: residual streams to a sublayer's input, and its output back to the streams."""
+"""DeepSeek-V4's hyper-connections: from residual streams to a sublayer's input, and from its output to new streams."""
 
 import torch
 
@@ -12,7 +12,7 @@ from dsa.runtime.op import op
 
 __all__ = ["hyper_collapse", "hyper_expand", "hyper_head"]
 
-MOST_ITERATIONS = 1000  # of Sinkhorn, which has long converged
+MOST_ITERATIONS = 1000  # Sinkhorn converges much earlier
 
 
 def check_streams(streams: torch.Tensor) -> None:
@@ -58,10 +58,10 @@ def hyper_collapse(
     eps: float = 1e-6,
     hc_eps: float = 1e-6,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x = sum_k pre_k X_k, and the weights by which `hyper_expand` makes the new streams.
+    """x = sum_k pre_k X_k, and the weights with which `hyper_expand` makes the new streams.
 
-    v is a token's n streams as one vector, z = mix / sqrt(mean(v^2) + eps), and z * scale + base are n numbers a, n
-    numbers b and a matrix c [n, n], of which
+    v is the vector of a token's n streams, z = mix / sqrt(mean(v^2) + eps), and z * scale + base holds n numbers a, n
+    numbers b and a matrix c [n, n]:
       pre  = sigmoid(a) + hc_eps
       post = 2 sigmoid(b)
       comb = Sinkhorn(softmax(c) + hc_eps), with the softmax over each row
@@ -70,18 +70,18 @@ def hyper_collapse(
     streams  X [T, n, D] fp32, bf16 or fp16
     mix      [T, (2 + n) n] fp32: a linear projection of v
     base     [(2 + n) n] fp32
-    scale    [3] fp32: of a, of b and of c
+    scale    [3] fp32: one for a, one for b and one for c
     iterations   from 1 to 1000
     eps, hc_eps  finite numbers, at least 0
 
     Returns x [T, D] in streams' dtype, post [T, n] and comb [T, n, n] fp32, contiguous. Everything is computed in fp32,
-    and x is rounded once. NaN and infinities stay in their token. Differentiable: where a gradient is asked for, the
+    and x is rounded once. NaN and infinities stay in their token. Differentiable: if a gradient is asked for, the
     formula runs in PyTorch.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
-    On Hopper: one kernel, n = 4, D a multiple of 8 and at most 16384 (fp32: 8192), T D at most 2^33 - 2^13, streams
-    with rows at multiples of 16 bytes, the other tensors contiguous. The kernel sums in another order than the
-    reference. Deterministic, and a token's result does not depend on the other tokens. CUDA-graph safe, no host
-    synchronisation, no workspace.
+    On Hopper: one kernel. n = 4; D a multiple of 8 and at most 16384 (fp32: 8192); T D at most 2^33 - 2^13; rows of
+    streams at multiples of 16 bytes; the other tensors contiguous. The kernel sums in another order than the reference.
+    Deterministic; a token's result does not depend on the other tokens. CUDA-graph safe, no host synchronisation, no
+    workspace.
     Source: `hc_split_sinkhorn` of DeepSeek-V4's inference code; arXiv 2606.19348, section 2.2.
     """
     return _hyper_collapse(streams, mix, base, scale, iterations, eps, hc_eps)
@@ -90,15 +90,15 @@ def hyper_collapse(
 def hyper_expand(y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
     """X'_k = post_k y + sum_j comb[j, k] X_j, in fp32, rounded once.
 
-    y        [T, D] of streams' dtype: the sublayer's output
+    y        [T, D] in streams' dtype: the sublayer's output
     streams  X [T, n, D] fp32, bf16 or fp16
     post     [T, n] fp32
     comb     [T, n, n] fp32
 
-    Returns X' [T, n, D] in streams' dtype, contiguous. Differentiable: where a gradient is asked for, the formula runs
-    in PyTorch. Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
-    On Hopper: one kernel, n = 4, D a multiple of 8, T D at most 2^33 - 2^13, y and streams with rows at multiples of 16
-    bytes, the other tensors contiguous. Deterministic. CUDA-graph safe, no host synchronisation, no workspace.
+    Returns X' [T, n, D] in streams' dtype, contiguous. Differentiable: if a gradient is asked for, the formula runs in
+    PyTorch. Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
+    On Hopper: one kernel. n = 4; D a multiple of 8; T D at most 2^33 - 2^13; rows of y and streams at multiples of 16
+    bytes; the other tensors contiguous. Deterministic. CUDA-graph safe, no host synchronisation, no workspace.
     Source: DeepSeek-V4's inference code; arXiv 2606.19348, section 2.2.
     """
     return _hyper_expand(y, streams, post, comb)
@@ -113,9 +113,9 @@ def hyper_head(
     eps: float = 1e-6,
     hc_eps: float = 1e-6,
 ) -> torch.Tensor:
-    """x = sum_k (sigmoid(mix_k scale / sqrt(mean(v^2) + eps) + base_k) + hc_eps) X_k: the streams to one, at the end.
+    """x = sum_k (sigmoid(mix_k scale / sqrt(mean(v^2) + eps) + base_k) + hc_eps) X_k, after the last layer.
 
-    v is a token's n streams as one vector: x is that of `hyper_collapse`.
+    v is the vector of a token's n streams. `hyper_collapse` computes the same x.
 
     streams  X [T, n, D] fp32, bf16 or fp16
     mix      [T, n] fp32: a linear projection of v
@@ -124,10 +124,10 @@ def hyper_head(
     eps, hc_eps  finite numbers, at least 0
 
     Returns x [T, D] in streams' dtype, contiguous. Everything is computed in fp32, and x is rounded once. NaN and
-    infinities stay in their token. Differentiable: where a gradient is asked for, the formula runs in PyTorch.
+    infinities stay in their token. Differentiable: if a gradient is asked for, the formula runs in PyTorch.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
-    On Hopper: one kernel, with the limits of `hyper_collapse`. Deterministic, and a token's result does not depend on
-    the other tokens. CUDA-graph safe, no host synchronisation, no workspace.
+    On Hopper: one kernel with the limits of `hyper_collapse`. Deterministic; a token's result does not depend on the
+    other tokens. CUDA-graph safe, no host synchronisation, no workspace.
     Source: DeepSeek-V4's inference code; arXiv 2606.19348, section 2.2.
     """
     return _hyper_head(streams, mix, base, scale, eps, hc_eps)
@@ -235,7 +235,7 @@ def _hyper_head(
 
 
 def _tile(streams: torch.Tensor) -> tuple[int, int]:
-    """The smallest CTA that has a token in its registers."""
+    """(threads, steps) of the smallest CTA whose registers hold a token."""
     width = 16 // streams.element_size()
     for threads, steps in HYPER_TILES:
         if streams.shape[2] <= threads * steps * width:

@@ -1,4 +1,4 @@
-"""Root mean square norm, of the hidden state, of latents and of heads."""
+"""Root mean square norm of hidden states, latents and heads."""
 
 import torch
 
@@ -29,21 +29,21 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float = 1e-6) ->
     weight  [D] fp32, or None for ones
     eps     added to the mean of the squares: a finite number, at least 0
 
-    Returns y, contiguous, of x's shape and dtype. A NaN makes its own row NaN, and a row's result does not depend on
-    the other rows. Differentiable in x and weight. On Hopper a kernel computes the gradients, for D up to 8192
-    (fp32: 4096) and rows as below, and these have no gradients of their own; else, and under torch.compile, the formula
-    runs in PyTorch where gradients are asked for.
+    Returns y, contiguous, in x's shape and dtype. A NaN makes its row NaN. A row's result does not depend on the other
+    rows. Differentiable in x and weight. On Hopper a kernel computes the gradients, for D up to 8192 (fp32: 4096) and
+    rows as below; these gradients have none. Otherwise, and under torch.compile, the formula runs in PyTorch if
+    gradients are asked for.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
-    On Hopper: one kernel that reads x once and writes y once; D a multiple of 8 up to 32768 (fp32: 16384), contiguous
-    channels, rows at any multiples of 16 bytes (of more than two dimensions before D, all but the last must be
-    mergeable into one). Deterministic; the kernel sums in another order than the reference, so that now and then a
-    value rounds to its neighbour. CUDA-graph safe, no host synchronisation.
+    On Hopper: one kernel that reads x once and writes y once. D a multiple of 8 up to 32768 (fp32: 16384); contiguous
+    channels; rows at any multiples of 16 bytes; if there are more than two dimensions before D, all but the last must
+    be mergeable into one. Deterministic. The kernel sums in another order than the reference, so a few values round to
+    a neighbour. CUDA-graph safe, no host synchronisation.
     Source: arXiv 1910.07467; `RMSNorm` of DeepSeek-V3.2's inference code, and V4's norm of each query head.
     """
     if torch.is_grad_enabled() and wants_gradient(x, weight):
         RMS_NORM.check(x, weight, eps)
         if has_kernel(x):
-            return torch.ops.dsa.rms_norm(x, weight, eps)  # which has a gradient
+            return torch.ops.dsa.rms_norm(x, weight, eps)  # the registered op has a gradient
     return _rms_norm(x, weight, eps)
 
 

@@ -1,4 +1,4 @@
-"""What a sublayer reads of DeepSeek-V4's hyper-connections: the streams' collapse, its RMS norm and the FP8 cast."""
+"""A sublayer's input from DeepSeek-V4's hyper-connections: the streams' collapse, its RMS norm and the FP8 cast."""
 
 import torch
 
@@ -22,7 +22,9 @@ def hyper_collapse_norm_cast_to_fp8(
     norm_eps: float = 1e-6,
     use_ue8m0: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(y, q, q_scale, post, comb): x, post and comb of `hyper_collapse`, and `rms_norm_cast_to_fp8` of x. Arguments as
-    of `dsa.hyper_collapse_norm_cast_to_fp8`."""
+    """x, post, comb = hyper_collapse(...), and then (y, q, q_scale) = rms_norm_cast_to_fp8(x, ...).
+
+    Returns (y, q, q_scale, post, comb). Arguments: see `dsa.hyper_collapse_norm_cast_to_fp8`.
+    """
     x, post, comb = hyper_collapse(streams, mix, base, scale, iterations=iterations, eps=eps, hc_eps=hc_eps)
     return (*rms_norm_cast_to_fp8(x, weight, norm_eps, use_ue8m0), post, comb)

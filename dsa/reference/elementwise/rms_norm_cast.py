@@ -1,4 +1,4 @@
-"""Root mean square norm and the FP8 cast of what it gives, optionally of a sum."""
+"""Root mean square norm and the FP8 cast of its result, optionally after adding a residual stream."""
 
 import torch
 
@@ -12,8 +12,10 @@ from dsa.reference.gemm.fp8_cast import per_token_cast_to_fp8
 def rms_norm_cast_to_fp8(
     x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, use_ue8m0: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(y, q, scale): y = rms_norm(x, weight, eps), and (q, scale) its cast. Arguments as of
-    `dsa.rms_norm_cast_to_fp8`."""
+    """y = rms_norm(x, weight, eps) and (q, scale) = per_token_cast_to_fp8(y, use_ue8m0): returns (y, q, scale).
+
+    Arguments: see `dsa.rms_norm_cast_to_fp8`.
+    """
     y = rms_norm(x, weight, eps)
     return (y, *per_token_cast_to_fp8(y, use_ue8m0))
 
@@ -23,7 +25,9 @@ def rms_norm_cast_to_fp8(
 def add_rms_norm_cast_to_fp8(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, use_ue8m0: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(total, y, q, scale): total = residual + x, rounded to their dtype, and `rms_norm_cast_to_fp8` of it. Arguments
-    as of `dsa.add_rms_norm_cast_to_fp8`."""
+    """total = residual + x, rounded to their dtype, and (y, q, scale) = rms_norm_cast_to_fp8(total, ...).
+
+    Returns (total, y, q, scale). Arguments: see `dsa.add_rms_norm_cast_to_fp8`.
+    """
     total = (residual + x).contiguous()
     return (total, *rms_norm_cast_to_fp8(total, weight, eps, use_ue8m0))

@@ -1,4 +1,4 @@
-"""Root mean square norm of heads, with rotary position embedding behind it."""
+"""Root mean square norm of heads, and then rotary position embedding."""
 
 import torch
 
@@ -11,6 +11,8 @@ from dsa.reference.elementwise.rotary import apply_rotary
 def rms_norm_rotary(
     x: torch.Tensor, weight: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, eps: float = 1e-6
 ) -> torch.Tensor:
-    """`rms_norm` over the last dimension, and `apply_rotary` of its last channels, pairs of neighbours. Arguments as of
-    `dsa.rms_norm_rotary`."""
+    """`rms_norm`, and then `apply_rotary` of the last channels, as pairs of neighbours.
+
+    Arguments: see `dsa.rms_norm_rotary`.
+    """
     return apply_rotary(rms_norm(x, weight, eps), cos, sin, interleaved=True, dims="last")

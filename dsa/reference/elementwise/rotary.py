@@ -1,4 +1,4 @@
-"""Rotary position embedding applied to queries or keys."""
+"""Rotary position embedding of queries, keys or attention outputs."""
 
 import torch
 
@@ -10,10 +10,10 @@ from dsa.reference.autocast import without_autocast
 def apply_rotary(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool, dims: str = "first"
 ) -> torch.Tensor:
-    """Rotate the first or last R = 2 * cos.shape[-1] dimensions of x; the others are copied.
+    """Rotate the first or last R = 2 * cos.shape[-1] channels of x; copy the others.
 
     (a, b) -> (a cos - b sin, a sin + b cos) on the pairs (2i, 2i + 1) if `interleaved`, else (i, i + R / 2), in fp32,
-    rounded once to x's dtype. Gradients flow to x, cos and sin. Arguments as of `dsa.apply_rotary`.
+    rounded once to x's dtype. Gradients flow to x, cos and sin. Arguments: see `dsa.apply_rotary`.
     """
     rotated = 2 * cos.shape[-1]
     if rotated == 0:
@@ -24,6 +24,6 @@ def apply_rotary(
     cos, sin = cos.view(shape), sin.view(shape)
     a, b = part.float().unflatten(-1, (-1, 2)).unbind(-1) if interleaved else part.float().chunk(2, -1)
     pair = (a * cos - b * sin, a * sin + b * cos)
-    turned = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
-    turned = turned.to(x.dtype)
-    return torch.cat((turned, rest) if dims == "first" else (rest, turned), -1)
+    new = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
+    new = new.to(x.dtype)
+    return torch.cat((new, rest) if dims == "first" else (rest, new), -1)
