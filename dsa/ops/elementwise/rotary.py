@@ -5,13 +5,23 @@ import torch
 from dsa.kernels.elementwise.limits import MAX_ROTARY_GROUPS, ROTARY_PAIRS
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name, unit_inner
-from dsa.ops.elementwise._rotated import DIMS, check_rotated
 from dsa.reference.elementwise import rotary as reference
 from dsa.runtime.arguments import F32, INNER, Arguments, Choice, Flag, Tensor
 from dsa.runtime.checks import FLOATS
 from dsa.runtime.op import op, wants_gradient
 
 __all__ = ["apply_rotary"]
+
+
+DIMS = ("first", "last")
+
+
+def check_rotated(name: str, x: torch.Tensor, cos: torch.Tensor) -> None:
+    """Raise ValueError where the argument `name` has fewer channels than cos and sin rotate."""
+    if 2 * cos.shape[1] > x.shape[-1]:
+        raise ValueError(
+            f"{name}: the last dimension must be at least {2 * cos.shape[1]} for these cos and sin, got {x.shape[-1]}"
+        )
 
 
 def check_channels(x: torch.Tensor, cos: torch.Tensor) -> None:

@@ -2,8 +2,18 @@
 
 import torch
 
-from dsa.ops.elementwise._rotated import DIMS, check_rotated  # noqa: F401 - for specs that stand in other references
 from dsa.reference.autocast import without_autocast
+
+# For specs that stand in other references. Ops import both from dsa.ops.elementwise.rotary.
+DIMS = ("first", "last")
+
+
+def check_rotated(name: str, x: torch.Tensor, cos: torch.Tensor) -> None:
+    """Raise ValueError where the argument `name` has fewer channels than cos and sin rotate."""
+    if 2 * cos.shape[1] > x.shape[-1]:
+        raise ValueError(
+            f"{name}: the last dimension must be at least {2 * cos.shape[1]} for these cos and sin, got {x.shape[-1]}"
+        )
 
 
 @without_autocast
