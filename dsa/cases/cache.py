@@ -47,8 +47,7 @@ def slot_numbers(cache: torch.Tensor, index: bool = False) -> torch.Tensor:
     elif width == 656:
         values, scales = raw[:, :512], raw[:, 512:528].contiguous().view(F32).double()
     else:
-        exponents = raw[:, 576:583].double()
-        values, scales = raw[:, :448], torch.exp2(exponents - 127).masked_fill(exponents == 255, math.nan)
+        values, scales = raw[:, :448], raw[:, 576:583].contiguous().view(torch.float8_e8m0fnu).float().double()
     numbers = values.view(E4M3).double().unflatten(1, (scales.shape[1], -1)) * scales[..., None]
     rope = raw[:, :0] if index else raw[:, 528:656] if width == 656 else raw[:, 448:576]
     return torch.cat((numbers.flatten(1), rope.contiguous().view(BF16).double()), 1)
@@ -484,8 +483,11 @@ def check_write_compressed(a: Given, found: Results) -> float:
 def check_quantised(name: str, got: torch.Tensor, expected: torch.Tensor) -> float:
     """Single numbers are rounded, but in no direction: of numbers that are not small the mean ratio is 1."""
     error = assert_close(name, got, expected, abs_tol=6e-2, rel_tol=0.075, cos_tol=2e-3)
+    if len(expected) < 10:
+        return error
     large = expected.abs() > expected.abs().max() / 20
-    if large.sum() > 1000 and abs((ratio := (got[large] / expected[large]).mean().item()) - 1) > 4e-3:
+    ratio = (got[large] / expected[large]).mean().item()
+    if abs(ratio - 1) > 4e-3:
         raise AssertionError(f"{name}: {ratio:.4f} times what it should be")
     return error
 
@@ -539,8 +541,10 @@ def mapped(a: Given) -> list[int]:
     lengths = lengths if a["cache_seqlens"] is None else a["cache_seqlens"].tolist()
 
     def slot(t: int, b: int) -> int:
+        if b < 0:
+            return -1
         position = lengths[b] - (bounds[b + 1] - t)
-        if b < 0 or position < 0 or lengths[b] > INT_MAX or (position + 1) % ratio:
+        if position < 0 or lengths[b] > INT_MAX or (position + 1) % ratio:
             return -1
         row, capacity = position // ratio, len(table[b]) * size
         if a["ring"]:
