@@ -2,8 +2,9 @@
 
 import torch
 
+from dsa.ops.cache._specs import BYTES, check_index_cache
 from dsa.reference.autocast import without_autocast
-from dsa.reference.cache.indexer_cache import BYTES, check_index_cache, read_indexer_cache
+from dsa.reference.cache.indexer_cache import read_indexer_cache
 from dsa.reference.indexer.fp8_mqa_logits import ACCUMULATORS, LOGITS_DTYPES, padded_logits
 from dsa.reference.indexer.index_scores import index_scores
 from dsa.runtime.arguments import ALIGNED, CONTIGUOUS, F32, INNER, PAGES, Arguments, Dtype, Flag, Int, Tensor

@@ -2,8 +2,9 @@
 
 import torch
 
+from dsa.ops.cache._specs import BYTES, SLOTS, check_index_cache
 from dsa.reference.autocast import without_autocast
-from dsa.reference.cache.indexer_cache import BYTES, SLOTS, check_index_cache, write_indexer_cache
+from dsa.reference.cache.indexer_cache import write_indexer_cache
 from dsa.reference.elementwise.rotary import DIMS, apply_rotary, check_rotated
 from dsa.reference.gemm.fp8_cast import per_token_cast_to_fp8
 from dsa.runtime.arguments import CONTIGUOUS, F32, INNER, PAGES, ROWS, Arguments, Choice, Flag, Number, Tensor
