@@ -324,12 +324,16 @@ def paged(
     page_size: int = 32,
     columns: int = 50,
     spare_pages: int = 3,
-    per_query: bool = False,
+    per_query: bool | None = None,
     num_sms: int = 2,
     exact: bool = False,
     **options: Any,
 ) -> Given:
-    """Sequences of these lengths, by default two. per_query: lengths are per query. num_sms: of the plan; 0: None."""
+    """Sequences of these lengths, by default two.
+
+    per_query  context_lens has lengths of queries. None: only in the default call
+    num_sms    of the plan; with 0 the op makes the plan
+    """
     if lengths:
         given = in_pages(new, lengths, next_n, heads, dim, page_size, spare_pages, exact)
         if per_query:
@@ -338,7 +342,7 @@ def paged(
             given["context_lens"] = counts
     else:
         tensors = {"q": new.e4m3(2, 2, 8, 32), "kv_cache": new.index_cache(3, 32, 32), "weights": new.f32(4, 8)}
-        counts = new.ints([[39, 40], [0, 1]] if per_query else [40, 1])
+        counts = new.ints([40, 1] if per_query is False else [[39, 40], [0, 1]])
         given = {**tensors, "context_lens": counts, "block_table": new.ints([[2, 0], [1, -1]])}
     plan = dsa.reference.get_paged_mqa_logits_metadata(given["context_lens"], page_size, num_sms) if num_sms else None
     options = {"clean_logits": True, "logits_dtype": F32, "accumulators": F16} | options
@@ -616,7 +620,6 @@ def of_pages(**sizes: Any) -> dict[str, Hostile]:
         "heads": 64,
         "dim": 128,
         "columns": 192,
-        "per_query": False,
         **sizes,
     }
     found = {
@@ -644,9 +647,7 @@ _PLANS = {
     for name, n in (("context_lens", 0), ("context_lens per query", 2))
 }
 _META = {
-    f"schedule_meta of {n}": Hostile(
-        nothing, plan_places, {**_LENGTHS, "next_n": n, "per_query": False, "num_sms": 7, "accumulators": F32}
-    )
+    f"schedule_meta of {n}": Hostile(nothing, plan_places, {**_LENGTHS, "next_n": n, "num_sms": 7, "accumulators": F32})
     for n in (1, 4)
 }
 CASES = [
@@ -689,9 +690,9 @@ CASES = [
     ),
     Case(
         "fp8_paged_mqa_logits",
-        partial(paged, per_query=True),
+        paged,
         check_paged,
-        {**_LENGTHS, "next_n": 4, "per_query": False, "num_sms": 132},
+        {**_LENGTHS, "next_n": 4, "num_sms": 132},
         hostile={**of_pages(num_sms=0, accumulators=F32), **_META},
     ),
     Case(
@@ -720,14 +721,14 @@ CASES = [
     ),
     Case(
         "paged_indexer_select",
-        partial(selecting_of_pages, per_query=True),
+        selecting_of_pages,
         check_select_of_pages,
         {**_LENGTHS, "next_n": 4, "top_k": 100},
         hostile=of_pages(top_k=33, slots=True, accumulators=F32),
     ),
     Case(
         "paged_indexer_select of slots",
-        partial(selecting_of_pages, top_k=9, slots=True, return_values=False, accumulators=F32),
+        partial(selecting_of_pages, per_query=False, top_k=9, slots=True, return_values=False, accumulators=F32),
         check_select_of_pages,
         {**_LENGTHS, "next_n": 2, "top_k": 100, "exact": True, "return_values": True},
     ),

@@ -14,7 +14,7 @@ PLAN, CASE = cases_of("fp8_paged_mqa_logits")
 
 
 def arguments(*lengths, columns=20):
-    sizes = {"lengths": lengths, "next_n": 1, "heads": 3, "dim": 8, "page_size": 8, "per_query": False}
+    sizes = {"lengths": lengths, "next_n": 1, "heads": 3, "dim": 8, "page_size": 8}
     return CASE.arguments(**sizes, columns=columns, num_sms=0)
 
 

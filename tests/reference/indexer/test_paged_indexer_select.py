@@ -22,7 +22,7 @@ LENGTHS = {
 
 def arguments(lengths=(80, 80, 80), next_n=2, **options):
     """Sums are exact, because a CPU may add those of few sequences in another order."""
-    sizes = {"lengths": lengths, "next_n": next_n, "page_size": PAGE, "per_query": False, "exact": True}
+    sizes = {"lengths": lengths, "next_n": next_n, "page_size": PAGE, "exact": True}
     given = CASE.arguments(**sizes, **options)
     return given | {"block_table": given["block_table"][:, :5]}
 
