@@ -37,15 +37,22 @@ def only_if(option, wrong, value=True):
 
 
 def swapped(result, arguments):
-    """The first two selected indices change places."""
-    return result[:, [1, 0, *range(2, result.shape[1])]]
+    """Swap the first two selected indices."""
+    indices, *values = result if isinstance(result, tuple) else (result,)
+    indices = indices[:, [1, 0, *range(2, indices.shape[1])]]
+    return (indices, *values) if values else indices
 
 
 def last_of_equals(result, arguments):
-    """Ties go to the highest index."""
-    scores, k = arguments[0], arguments[1]
-    selected = scores.shape[1] - 1 - scores.flip(1).sort(descending=True, stable=True).indices[:, :k]
-    return selected.sort().values.int()
+    """Ties go to the highest index of each row."""
+    scores, k, starts = (arguments[name] for name in ("scores", "k", "starts"))
+    column = torch.arange(scores.shape[1])
+    begins = torch.zeros(len(scores)) if starts is None else starts
+    ends = begins + arguments["lengths"]
+    there = (column >= begins[:, None]) & (column < ends[:, None])
+    descending = scores.masked_fill(~there, -torch.inf).flip(1).sort(descending=True, stable=True).indices
+    selected = (scores.shape[1] - 1 - descending[:, :k]).sort().values - begins[:, None].long()
+    return selected.int(), *result[1:]
 
 
 def unmasked(result, arguments):
@@ -233,7 +240,6 @@ GENERAL = general()
 UNNOTICED = {
     "get_mla_metadata, result 0": "a plan is the kernels' alone: references work without one",
     "get_mla_metadata, result 1": "a plan is the kernels' alone: references work without one",
-    "get_paged_mqa_logits_metadata, result 0": "a plan is the kernels' alone: references work without one",
 }
 
 
@@ -336,10 +342,10 @@ MISLED = {
         {},
     ),
     "experts' rows": ("grouped_fp8_gemm_swiglu", "grouped_fp8_gemm_swiglu", "rows", lambda rows: rows.flip(0), {}),
-    "logits, a key too few": ("fp8_mqa_logits", "fp8_mqa_logits", 4, one_less, {}),
-    "logits' weights": ("fp8_mqa_logits", "fp8_mqa_logits", 2, one_percent, {}),
-    "paged logits, a key too few": ("fp8_paged_mqa_logits", "fp8_paged_mqa_logits", 3, one_less, {}),
-    "selection of pages, a key too few": ("paged_indexer_select", "paged_indexer_select", 3, one_less, {}),
+    "logits, a key too few": ("fp8_mqa_logits", "fp8_mqa_logits", "cu_seq_len_k_end", one_less, {}),
+    "logits' weights": ("fp8_mqa_logits", "fp8_mqa_logits", "weights", one_percent, {}),
+    "paged logits, a key too few": ("fp8_paged_mqa_logits", "fp8_paged_mqa_logits", "context_lens", one_less, {}),
+    "selection of pages, a key too few": ("paged_indexer_select", "paged_indexer_select", "context_lens", one_less, {}),
     "warm-up's scale": ("indexer_warmup_attention", "indexer_warmup_attention", 10, one_percent, {}),
     "sparse loss, a key too few": ("sparse_indexer_loss", "sparse_indexer_loss", 5, without_first, {}),
     "sparse loss' scale": ("sparse_indexer_loss", "sparse_indexer_loss", 6, one_percent, {}),
