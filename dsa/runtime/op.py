@@ -1,6 +1,6 @@
 """An op's record: declared once. The eager path, PyTorch's custom op and its fake follow from it.
 
-    @op(arguments=reference.RMS_NORM, reference=reference.rms_norm, results=_results, limits=_check_limits)
+    @op(arguments=RMS_NORM, reference=reference.rms_norm, results=_results, limits=_check_limits)
     def _rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
         from dsa.kernels.elementwise import rms_norm_sm90 as kernel
 
