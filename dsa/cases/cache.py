@@ -67,7 +67,7 @@ def same(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def same_cache(found: torch.Tensor, expected: torch.Tensor, index: bool = False) -> None:
-    """Every byte in every slot, and one byte in all of the padding between pages."""
+    """AssertionError for another byte in a slot, and for padding between pages that is not all one byte."""
     same("slots", slot_bytes(found, index), slot_bytes(expected, index))
     padding = between_pages(found)
     if (padding != padding[:1, :1]).any():
@@ -75,7 +75,7 @@ def same_cache(found: torch.Tensor, expected: torch.Tensor, index: bool = False)
 
 
 def some_slots(new: Maker, tokens: int, capacity: int, dtype: torch.dtype = INT64, outside: bool = False) -> Any:
-    """Different slots, but -1 for the second token. outside: some more slots are outside the cache."""
+    """Different slots; the second token has slot -1. outside: the next tokens have slots outside the cache."""
     slots, numbers = new.order(1, capacity, tokens)[0], [-1]
     if outside:
         numbers += [capacity, -(2**31), INT_MAX]
@@ -197,14 +197,14 @@ def latent_rows(
 
 
 def written(a: Given, rows: torch.Tensor) -> torch.Tensor:
-    """The cache of the arguments after `write_kv_cache` of these rows, by the reference."""
+    """A copy of the cache into which the reference's `write_kv_cache` has written these rows."""
     cache = a["cache"].clone()
     dsa.reference.write_kv_cache(rows, cache, slots_inside(a["slots"], cache), a["use_ue8m0"])
     return cache
 
 
 def check_write_kv(a: Given, found: Results) -> float:
-    """The reference's bytes, and the rows within half a step of the cache's numbers."""
+    """The cache has the reference's bytes, and each number is within half a step of the row's."""
     same_cache(found[0], written(a, a["kv"]))
     slots = slots_inside(a["slots"], a["cache"])
     x, got = a["kv"][slots >= 0], slot_numbers(found[0])[slots[slots >= 0]]
@@ -231,7 +231,7 @@ def latent_slots(
     dtype: torch.dtype = BF16,
     slot_dtype: torch.dtype = INT64,
 ) -> Given:
-    """shape: of the slots."""
+    """shape: the shape of the slots; some of them are outside the cache."""
     if not shape:
         pages, page_size, slots = 3, 16, new.ints([[7, -1], [40, 3]], INT64)
     else:
@@ -241,7 +241,7 @@ def latent_slots(
 
 
 def check_read_kv(a: Given, found: Results) -> float:
-    """Numbers rounded to fp32, and from there to the dtype."""
+    """Numbers are rounded to fp32, then to the dtype."""
     slots = slots_inside(a["slots"], a["cache"])
     expected = slot_numbers(a["cache"]).float()[slots].masked_fill(slots[..., None] < 0, 0.0)
     if not found[0].is_contiguous():
@@ -266,13 +266,13 @@ def projection(
     kept: bool = True,
     **options: object,
 ) -> Given:
-    """kept: with `out`."""
+    """kept: whether the call has `out`."""
     d = d or CHANNELS[layout]
     if tokens is None:
         tokens, pages, page_size, slots = 4, 3, 16, new.ints([7, -1, 40, 0], INT64)
     else:
         slots = some_slots(new, tokens, pages * page_size, slot_dtype, outside)
-    kv = rows_of_all_sizes(new, tokens, d, -12, 7).to(dtype)  # the least have squares near eps
+    kv = rows_of_all_sizes(new, tokens, d, -12, 7).to(dtype)  # the smallest rows have squares near eps
     given = {"kv": kv, "norm_weight": 1 + new.f32(512), **new.angles(tokens)}
     given |= {"cache": latent_cache(new, layout, d, pages, page_size), "slots": slots}
     given |= {"eps": 1e-6, "interleaved": True, "use_ue8m0": True, **options}
@@ -280,14 +280,14 @@ def projection(
 
 
 def unrounded(a: Given) -> torch.Tensor:
-    """The rows before a cache rounds them: `out` of the op with a float cache, here of no pages."""
+    """The rows before a cache rounds them: `out` of the op with a float cache, here one without pages."""
     out, d = torch.full_like(a["kv"], math.nan), a["kv"].shape[1]
     cache = torch.empty(0, 1, 1, d, dtype=F32, device=out.device)
     dsa.write_mla_cache(**a | {"cache": cache, "slots": torch.full_like(a["slots"], -1), "out": out})
     return out
 
 
-def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = True) -> torch.Tensor:
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = True) -> torch.Tensor:
     """float64 x [T, d] with its last R channels rotated as complex numbers; cos and sin [T, R / 2]."""
     still, part = x.split((x.shape[1] - 2 * cos.shape[1], 2 * cos.shape[1]), 1)
     a, b = part.unflatten(1, (-1, 2)).unbind(2) if interleaved else part.chunk(2, 1)
@@ -301,17 +301,17 @@ def normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def check_projected(a: Given, rows: torch.Tensor) -> float:
-    """Rows before a cache rounds them. Norm and rope each round to the dtype. Another order of the norm's sum may round
-    a number to its neighbour; this is rare."""
+    """Checks rows before a cache rounds them. Norm and rope each round to the dtype. The order of the norm's sum may
+    round a number to its neighbour, but rarely."""
     kv, n, (cos, sin) = a["kv"], len(a["norm_weight"]), (a["cos"], a["sin"])
     if n + 2 * cos.shape[1] <= kv.shape[1]:  # the norm leaves the rotated channels alone
         options = {"interleaved": a["interleaved"], "dims": "last"}
         same("rope channels", rows[:, n:], dsa.reference.apply_rotary(kv[:, n:], cos, sin, **options))
     latent = normed(kv[:, :n], a["norm_weight"], a["eps"]).to(kv.dtype)
-    expected = turned(torch.cat((latent, kv[:, n:]), 1).double(), cos, sin, a["interleaved"])
+    expected = rotated(torch.cat((latent, kv[:, n:]), 1).double(), cos, sin, a["interleaved"])
     size = expected.abs()
     rope = size[:, -2 * cos.shape[1] :]
-    rope[:] = rope.amax(1, keepdim=True)  # a sum of two products, each of which may be a step off
+    rope[:] = rope.amax(1, keepdim=True)  # rope adds two products, and each may be a step off
     error, info = (rows.double() - expected).abs(), torch.finfo(kv.dtype)
     if not (error <= 4 * info.eps * (size + info.smallest_normal)).all():
         raise AssertionError(f"rows: off by up to {(error / size).nan_to_num(0.0).max() / info.eps:.3g} eps")
@@ -323,7 +323,7 @@ def check_projected(a: Given, rows: torch.Tensor) -> float:
 
 
 def as_kept(a: Given, rows: torch.Tensor) -> torch.Tensor:
-    """The rows as `out` has them: a byte cache rounds them."""
+    """`out` for these rows: a byte cache rounds them."""
     if a["cache"].element_size() > 1:
         return rows
     page = torch.zeros(1, max(len(rows), 1), 1, a["cache"].shape[3], dtype=torch.uint8, device=rows.device)
@@ -332,7 +332,7 @@ def as_kept(a: Given, rows: torch.Tensor) -> torch.Tensor:
 
 
 def check_write_mla(a: Given, found: Results) -> float:
-    """The rows against the formula; the cache and `out` against the rows, bit for bit."""
+    """The rows follow the formula; the cache and `out` have exactly the bits of these rows."""
     rows = unrounded(a)
     error = check_projected(a, rows)
     same_cache(found[0], written(a, rows))
@@ -403,7 +403,7 @@ def compressed(a: Given) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check_state(a: Given, state: torch.Tensor) -> None:
-    """The last rows of each sequence are those of its new tokens; all others stay as they are."""
+    """The new tokens are in their rows of the state; all other rows stay as they are."""
     expected, n, m = a["state"].clone(), a["state"].shape[1], len(a["ape"])
     sequences = zip(a["starts"].tolist(), pairwise(a["cu_seqlens"].tolist()), a["state_slots"].tolist())
     for start, (low, high), slot in sequences:
@@ -453,8 +453,7 @@ def hadamard(channels: int) -> torch.Tensor:
 
 
 def check_write_compressed(a: Given, found: Results) -> float:
-    """Entries against the reference, both rounded, and against the formula. The state and all other slots bit for
-    bit."""
+    """Entries agree with the reference, both rounded, and with the formula. The state and all other slots are exact."""
     (cache, state), d = found, len(a["norm_weight"])
     index = cache.dtype == torch.uint8 and cache.shape[3] == d + 4
     check_state(a, state)
@@ -473,15 +472,15 @@ def check_write_compressed(a: Given, found: Results) -> float:
     expected = slot_numbers(by_reference["cache"], index)[slots]
     # A number may round to its neighbour: an eighth away in e4m3.
     rel = 1 / 8 if cache.element_size() == 1 else 2.01 / 128
-    assert_close("entries beside the reference", got, expected, abs_tol=2e-2, rel_tol=rel, cos_tol=2e-5)
-    rows = turned(normed(entries[kept], a["norm_weight"], a["eps"]), a["cos"][tokens], a["sin"][tokens])
+    assert_close("entries against the reference", got, expected, abs_tol=2e-2, rel_tol=rel, cos_tol=2e-5)
+    rows = rotated(normed(entries[kept], a["norm_weight"], a["eps"]), a["cos"][tokens], a["sin"][tokens])
     if cache.element_size() > 1:
         return assert_close("entries", got, rows, abs_tol=1e-3, rel_tol=2.01 / 128, cos_tol=1e-5)
     return check_quantised("entries", got, rows @ hadamard(d).to(rows.device) if index else rows)
 
 
 def check_quantised(name: str, got: torch.Tensor, expected: torch.Tensor) -> float:
-    """Single numbers are rounded, but in no direction: of numbers that are not small the mean ratio is 1."""
+    """Rounding has no direction: the mean ratio of numbers that are not small is 1."""
     error = assert_close(name, got, expected, abs_tol=6e-2, rel_tol=0.075, cos_tol=2e-3)
     if len(expected) < 10:
         return error
@@ -511,17 +510,12 @@ def keys(
     pages: int = 7,
     **options: Any,
 ) -> Given:
-    """sequences of up to `most` new tokens from token `first` on, every fifth without any, each after up to `earlier`
-    cached tokens; pages, some of them missing, per sequence. By default two sequences."""
+    """sequences: each has up to `most` new tokens after up to `earlier` cached ones; every fifth has no new token. The
+    first begins at token `first`. pages: per sequence, some of them missing. By default two sequences."""
     table, cached, kind_options = KEYS[kind]
     if not sequences:
-        cached = None if cached is None else new.ints(cached)
-        return {
-            "block_table": new.ints(table),
-            "cu_seqlens": new.ints([0, 3, 4]),
-            "cache_seqlens": cached,
-            **kind_options,
-        }
+        given = {"block_table": new.ints(table), "cu_seqlens": new.ints([0, 3, 4])}
+        return {**given, "cache_seqlens": None if cached is None else new.ints(cached), **kind_options}
     lengths = new.below(most + 1, sequences)
     lengths[1::5] = 0
     bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).add(first).to(INT32)
@@ -536,7 +530,8 @@ def mapped(a: Given) -> list[int]:
     owners = [-1] * a["num_tokens"]
     for b in sorted(range(len(table)), key=bounds.__getitem__):  # a later beginning takes the tokens
         low, high = (min(max(x, 0), len(owners)) for x in bounds[b : b + 2])
-        owners[low:high] = [b] * (high - low) if low < high else owners[low:high]
+        if low < high:
+            owners[low:high] = [b] * (high - low)
     lengths = [high - low for low, high in pairwise(bounds)]
     lengths = lengths if a["cache_seqlens"] is None else a["cache_seqlens"].tolist()
 
@@ -567,7 +562,7 @@ def check_mapped(a: Given, found: Results) -> float:
 
 
 def other_slots(given: Given, slots: Iterable[int], states: Iterable[int] = (), index: bool = False) -> Kept:
-    """All bytes of the written cache outside these slots, its padding, and the second result outside these states."""
+    """Keeps all bytes of the cache outside these slots, the padding, and the second result outside these states."""
     wrong = [slot for slot in slots if slot >= 0]
 
     def kept(results: Results) -> Results:
@@ -581,12 +576,12 @@ def other_slots(given: Given, slots: Iterable[int], states: Iterable[int] = (), 
 
 
 def other_tokens(given: Given, place: tuple[int], index: bool = False) -> Kept:
-    """All but the slot of one token. What is kept beside the cache does not depend on slots."""
+    """Keeps all but the slot of one token. `out` and the state do not depend on slots."""
     return other_slots(given, [int(given["slots"][place])], index=index)
 
 
 def other_sequences(wrong: Sequence[int], given: Given, place: tuple[int], index: bool = False) -> Kept:
-    """All but the entries and states of the sequences at these distances from the place."""
+    """Keeps all but the entries and states of the sequences at these distances from the place."""
     bounds, state_slots = given["cu_seqlens"].tolist(), given["state_slots"].tolist()
     sequences = [place[0] + i for i in wrong if 0 <= place[0] + i < len(state_slots)]
     slots = [slot for b in sequences for slot in given["slots"][bounds[b] : bounds[b + 1]].tolist()]
@@ -594,7 +589,7 @@ def other_sequences(wrong: Sequence[int], given: Given, place: tuple[int], index
 
 
 def mapped_elsewhere(wrong: Sequence[int], given: Given, place: tuple[int, ...]) -> Kept:
-    """The slots of all other sequences' tokens. A wrong boundary may give a sequence the tokens after the last one."""
+    """Keeps the slots of all other sequences. A wrong boundary may give a sequence the tokens after the last one."""
     bounds, sequences = given["cu_seqlens"].tolist(), len(given["block_table"])
     of_wrong = {t for i in wrong if 0 <= (b := place[0] + i) < sequences for t in range(bounds[b], bounds[b + 1])}
     others = [t for t in range(min(given["num_tokens"], bounds[-1])) if t not in of_wrong]
@@ -626,8 +621,8 @@ def hostile_sequences(layout: str, **sizes: Any) -> dict[str, Hostile]:
     """Hostile slots, boundaries, starts and state slots of `write_compressed_kv`."""
     index = layout == "index"
     options = {"layout": layout, "pages": 3, "lengths": (13, 0, 270, 5, 9), "starts": (2, 7, 120, 0, 3), **sizes}
-    own, beside = (partial(other_sequences, x, index=index) for x in ((0,), (-1, 0)))
-    found = {"cu_seqlens": Hostile(beside, every), "starts": Hostile(own, ends), "state_slots": Hostile(own, ends)}
+    own, adjacent = (partial(other_sequences, x, index=index) for x in ((0,), (-1, 0)))
+    found = {"cu_seqlens": Hostile(adjacent, every), "starts": Hostile(own, ends), "state_slots": Hostile(own, ends)}
     found["slots"] = Hostile(partial(other_tokens, index=index), ending_slots)
     return {f"{name} {layout}": Hostile(x.kept, x.places, options) for name, x in found.items()}
 
@@ -635,8 +630,8 @@ def hostile_sequences(layout: str, **sizes: Any) -> dict[str, Hostile]:
 def hostile_keys(kind: str, *names: str, **sizes: Any) -> dict[str, Hostile]:
     """Hostile numbers in these arguments of `slot_mapping`, with rows of one token and of three."""
     sizes = {"kind": kind, "sequences": 5, "most": 12, "earlier": 12, "pages": 8, "page_size": 4, **sizes}
-    own, beside = partial(mapped_elsewhere, (0,)), partial(mapped_elsewhere, (-1, 0))
-    which = {"block_table": (own, first_column), "cu_seqlens": (beside, every), "cache_seqlens": (own, ends)}
+    own, adjacent = partial(mapped_elsewhere, (0,)), partial(mapped_elsewhere, (-1, 0))
+    which = {"block_table": (own, first_column), "cu_seqlens": (adjacent, every), "cache_seqlens": (own, ends)}
     what = " of rings" if sizes.get("ring") else ""
     return {f"{x}{what} ratio {r}": Hostile(*which[x], {**sizes, "ratio": r}) for x in names for r in (1, 3)}
 
