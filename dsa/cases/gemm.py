@@ -516,7 +516,7 @@ def hostile_experts(**shape: int) -> dict[str, Hostile]:
 
 
 _PRODUCTS = {"columns": 256, "weighted": False}
-_EXPERTS = {"sizes": (3, 0, 70, 1, 9), "tokens": 40, "channels": 400}
+_EXPERTS = {"sizes": (3, 0, 70, 1, 9), "tokens": 9, "channels": 400}
 CASES = [
     Case("per_token_cast_to_fp8", token_cast, check_token_cast, {"shape": (33, 384)}),
     Case(
