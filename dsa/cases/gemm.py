@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from functools import partial, reduce
+from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
@@ -13,8 +13,15 @@ from dsa.testing import calc_diff
 
 BLOCK = 128
 BYTE = torch.uint8
-HADAMARD = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.double, device="cpu")
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def sylvester(n: int, device: str | torch.device = "cpu") -> torch.Tensor:
+    """The Hadamard matrix H[i, j] = (-1)^popcount(i & j), n a power of two, in float64."""
+    h = torch.ones(1, 1, dtype=torch.double, device=device)
+    while len(h) < n:
+        h = torch.cat((torch.cat((h, h), 1), torch.cat((h, -h), 1)))
+    return h
 
 
 def blocks(n: int) -> int:
@@ -108,8 +115,7 @@ def check_token_cast(a: Given, found: Results) -> float:
         groups = x.unflatten(-1, (-1, group))
         transformed = dsa.reference.hadamard_transform(groups).flatten(-2)
         check_bits("q scale", found, dsa.per_token_cast_to_fp8(transformed, use_ue8m0, group))
-        matrix = reduce(torch.kron, [HADAMARD] * int(math.log2(group))).to(x.device) / group**0.5
-        right = (groups.double() @ matrix).flatten(-2)
+        right = (groups.double() @ sylvester(group, x.device) / group**0.5).flatten(-2)
     # Sums of the transform have the rounding errors of fp32, of the size of the largest number.
     check_cast("q", found, right, use_ue8m0, x.dtype if a["hadamard"] else F32, (1, group))
     return 0.0

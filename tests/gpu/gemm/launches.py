@@ -25,24 +25,27 @@ def tile_counter(is_dynamic):
 def write_few(config, a, b, out):
     """One matrix by the small-M kernel."""
     (q, s), (w, ws) = a, b
-    launch = few_rows_kernels.compile_fp8_gemm_few_rows(dtype_name(out.dtype), config)
-    launch(q, fp8.aligned_scales(s), w, fp8.aligned_scales(ws[None]), out, dsa.num_sms(out.device))
+    few_rows_kernels.compile_fp8_gemm_few_rows(dtype_name(out.dtype), config)(
+        q, fp8.aligned_scales(s), w, fp8.aligned_scales(ws[None]), out, dsa.num_sms(out.device)
+    )
 
 
 def write_one(config, a, b, out, ctas=None):
     """One matrix by the kernel of many rows."""
     (q, s), (w, ws) = a, b
-    scales = fp8.aligned_scales(s), fp8.aligned_scales(ws[None]).permute(1, 2, 0)
-    launch = kernels.compile_fp8_gemm(dtype_name(out.dtype), config)
-    launch(q, scales[0], w, scales[1], out, ctas or dsa.num_sms(q.device))
+    scales = fp8.aligned_scales(ws[None]).permute(1, 2, 0)
+    kernels.compile_fp8_gemm(dtype_name(out.dtype), config)(
+        q, fp8.aligned_scales(s), w, scales, out, ctas or dsa.num_sms(q.device)
+    )
 
 
 def write_few_grouped(config, a, b, ends, out, ctas=None):
     """Several matrices by the small-M kernel."""
     (q, s), (w, ws) = a, b
-    launch = few_rows_kernels.compile_grouped_fp8_gemm_few_rows(dtype_name(out.dtype), config)
-    scales = fp8.aligned_scales(s), fp8.aligned_scales(ws)
-    launch(q, scales[0], w.view(-1, w.shape[-1]), scales[1], out, ends, ctas or dsa.num_sms(out.device))
+    few_rows_kernels.compile_grouped_fp8_gemm_few_rows(dtype_name(out.dtype), config)(
+        *(q, fp8.aligned_scales(s), w.view(-1, w.shape[-1]), fp8.aligned_scales(ws), out, ends),
+        ctas or dsa.num_sms(out.device),
+    )
 
 
 def write_grouped(config, a, b, ends, out, rows=None, weights=None, is_dynamic=False, ctas=None):

@@ -76,8 +76,8 @@ def test_ends_of_the_scale_range():
     packed[0, 7, :16] = 0
     scale.view(torch.uint8)[0, 7, 0], scale.view(torch.uint8)[1] = 254, 0
     b, ends = (packed, scale, dsa.fp4_block_scales(packed, scale)), hostile.ends_of([20, 44])
-    got = dsa.grouped_fp8_fp4_gemm_nt(a, b, ends, torch.float32)
-    assert torch.equal(got, dsa.grouped_fp8_gemm_nt(a, dsa.widen_fp4(packed, scale), ends, torch.float32))
+    expected = dsa.grouped_fp8_gemm_nt(a, dsa.widen_fp4(packed, scale), ends, torch.float32)
+    assert torch.equal(dsa.grouped_fp8_fp4_gemm_nt(a, b, ends, torch.float32), expected)
 
 
 @pytest.mark.parametrize("count", [60, 300])
@@ -132,8 +132,7 @@ def test_only_the_rows_of_matrices_are_written(ends, rows_of, count, out_dtype):
 
 @pytest.mark.parametrize("wrong", hostile.ROWS)
 def test_numbers_of_rows_outside_change_no_other_row(wrong):
-    sizes = {"sizes": [70, 0, 130], "tokens": 90, "columns": 136, "channels": 256}
-    given = CASE.arguments("cuda", **sizes, weighted=False)
+    given = CASE.arguments("cuda", sizes=[70, 0, 130], tokens=90, columns=136, channels=256, weighted=False)
     CASE.check(given, CASE.run(given))
     a, b, ends, rows = (given[name] for name in ("a", "b", "ends", "rows"))
     run = partial(dsa.grouped_fp8_fp4_gemm_nt, a, b, ends, rows=rows)

@@ -10,7 +10,6 @@ import dsa
 from dsa.cases import cases_of
 from dsa.kernels.gemm import fp8_gemm_few_rows_sm90 as few_rows_kernels
 from dsa.kernels.gemm import fp8_gemm_sm90 as kernels
-from dsa.ops.gemm import fp8_gemm_nt as op
 from dsa.testing import poison_free_memory
 from tests.gpu.gemm import hostile
 from tests.gpu.gemm.launches import write_few, write_few_grouped, write_grouped, write_one
@@ -78,35 +77,6 @@ def first_rows(a, rows):
     return a[0][:rows], a[1][:rows]
 
 
-@by_dtype
-@pytest.mark.parametrize(("columns", "channels"), [(136, 7168), (392, 400), (8, 8192), (64, 16)])
-def test_every_tile_of_few_rows_gives_the_same_bits(columns, channels, out_dtype):
-    a, b = operands(200, columns, channels)
-    expected = dsa.fp8_gemm_nt(a, b, out_dtype)
-    for config in few_rows_kernels.CONFIGS:
-        for rows in {1, config.rows // 2 + 1, config.rows, config.rows + 1, 200}:
-            hostile.check_written(partial(write_few, config, first_rows(a, rows), b), expected[:rows])
-
-
-@by_dtype
-@pytest.mark.parametrize(("columns", "channels"), [(136, 7168), (392, 400), (8, 8192), (576, 1152), (64, 16)])
-def test_every_tile_of_one_matrix_gives_the_same_bits(columns, channels, out_dtype):
-    """Tiles begin anywhere in a block of columns with one scale, and end after the last column and row. No memory
-    around the result is written."""
-    a, b = operands(520, columns, channels)
-    expected = dsa.fp8_gemm_nt(a, b, out_dtype)
-    for config in kernels.ONE_MATRIX_CONFIGS:
-        high = config.rows
-        for rows in {1, 17, 63, 64, 65, high - 1, high, high + 1, high + 70, 2 * high, 520}:
-            poison_free_memory(mebibytes=1)
-            guarded = torch.full((rows + 2, columns + 8), 7.0, dtype=out_dtype, device="cuda")
-            out = guarded[1:-1, :columns]
-            write_one(config, first_rows(a, rows), b, out)
-            assert torch.equal(out, expected[:rows]), (config, rows)
-            out.fill_(7.0)
-            assert guarded.eq(7).all(), (config, rows)
-
-
 def columns_of_a_wider_one(b, before, after):
     """The same weight and scales as columns of wider ones. The columns around are NaN: blocks of 128 before, channels
     after."""
@@ -118,6 +88,40 @@ def columns_of_a_wider_one(b, before, after):
     own_scales.copy_(ws)
     assert not own.is_contiguous()
     return own, own_scales
+
+
+def alone_and_wider(b):
+    """The same weight alone and as columns of a wider one, of which every kernel reads the same bits."""
+    return b, columns_of_a_wider_one(b, 4, 512)
+
+
+@by_dtype
+@pytest.mark.parametrize(("columns", "channels"), [(136, 7168), (392, 400), (392, 1024), (8, 8192), (64, 16)])
+def test_every_tile_of_few_rows_gives_the_same_bits(columns, channels, out_dtype):
+    a, b = operands(200, columns, channels)
+    expected = dsa.fp8_gemm_nt(a, b, out_dtype)
+    for config, weight in itertools.product(few_rows_kernels.CONFIGS, alone_and_wider(b)):
+        for rows in {1, config.rows // 2 + 1, config.rows, config.rows + 1, 200}:
+            hostile.check_written(partial(write_few, config, first_rows(a, rows), weight), expected[:rows])
+
+
+@by_dtype
+@pytest.mark.parametrize(("columns", "channels"), [(136, 7168), (392, 400), (8, 8192), (576, 1152), (64, 16)])
+def test_every_tile_of_one_matrix_gives_the_same_bits(columns, channels, out_dtype):
+    """Tiles begin anywhere in a block of columns with one scale, and end after the last column and row. No memory
+    around the result is written."""
+    a, b = operands(520, columns, channels)
+    expected = dsa.fp8_gemm_nt(a, b, out_dtype)
+    for config, weight in itertools.product(kernels.ONE_MATRIX_CONFIGS, alone_and_wider(b)):
+        high = config.rows
+        for rows in {1, 17, 63, 64, 65, high - 1, high, high + 1, high + 70, 2 * high, 520}:
+            poison_free_memory(mebibytes=1)
+            guarded = torch.full((rows + 2, columns + 8), 7.0, dtype=out_dtype, device="cuda")
+            out = guarded[1:-1, :columns]
+            write_one(config, first_rows(a, rows), weight, out)
+            assert torch.equal(out, expected[:rows]), (config, rows)
+            out.fill_(7.0)
+            assert guarded.eq(7).all(), (config, rows)
 
 
 # [N, K] of a GPU's columns: V3.2's output projection on 4 and 8 GPUs, V4-Flash's on 2, shared experts on 8 and 2.
@@ -139,18 +143,6 @@ def test_columns_of_a_wider_weight(columns, channels, before, after, out_dtype):
         for i in range(12 if rows in (1, 600) else 1):
             poison_free_memory(mebibytes=1)
             assert torch.equal(dsa.fp8_gemm_nt(first, parts[i % 2], out_dtype), expected), (rows, i)
-
-
-@pytest.mark.parametrize(("columns", "channels"), [(392, 1024), (136, 400), (576, 512)])
-def test_every_tile_reads_columns_of_a_wider_weight(columns, channels):
-    a, b = operands(300, columns, channels)
-    part = columns_of_a_wider_one(b, 4, 512)
-    assert op.aligned_scales(part[1][None]).data_ptr() == part[1].data_ptr()
-    expected = dsa.fp8_gemm_nt(a, b)
-    writers = [partial(write_one, config) for config in kernels.ONE_MATRIX_CONFIGS]
-    writers += [partial(write_few, config) for config in few_rows_kernels.CONFIGS]
-    for write in writers:
-        hostile.check_written(partial(write, a, part), expected)
 
 
 def test_strides():

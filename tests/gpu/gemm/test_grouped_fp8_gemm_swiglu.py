@@ -118,15 +118,16 @@ def test_expected_rows_and_unused_rows_change_no_bit(sizes, unused, inner, limit
     hostile.check_expected_rows(case.function(), a, b, sizes, unused, weighted=False, limit=limit)
 
 
-@pytest.mark.parametrize(("fp4", "count", "inner"), [(False, 300, 128), (False, 2000, 128), (True, 2000, 2048)])
-def test_graph_replay_with_fewer_rows(fp4, count, inner):
+@pytest.mark.parametrize(
+    ("case", "count", "inner"), [(FP8, 300, 128), (FP8, 2000, 128), (FP4, 2000, 2048)], ids=["few", "many", "FP4"]
+)
+def test_graph_replay_with_fewer_rows(case, count, inner):
     """The kernel with SwiGLU; dynamic scheduling, whose counter each replay zeroes; a product and a cast."""
-    case = FP4 if fp4 else FP8
     a, b = hostile.operands(case, count, 4, inner=inner, channels=256)
-    wide = dsa.widen_fp4(*b[:2]) if fp4 else b
+    wide = dsa.widen_fp4(*b[:2]) if case is FP4 else b
 
     def expected_of(own, sizes):
         return product_and_cast(own, wide, hostile.ends_of(sizes))
 
     # A graph of FP4 weights has the product in its memory, maybe where the unused rows of the results are.
-    hostile.check_replays_with_fewer_rows(case.function(), a, b, expected_of, keeps_unused=not fp4)
+    hostile.check_replays_with_fewer_rows(case.function(), a, b, expected_of, keeps_unused=case is FP8)

@@ -94,12 +94,9 @@ def test_what_is_not_finite_stays_in_its_token(tokens, rows):
 def test_graph_of_twenty_calls_in_a_row(tokens, rows):
     """Each call waits for the call before, whose memory is reused, like the layers of a model."""
     given = integers(tokens, rows, 4096)
-    operands = given["x"], given["weight"]
-
-    def renew():
-        return torch.randint_like(operands[0], -2, 3), operands[1]
-
-    for found in replays(lambda *pair: [dsa.linear_fp32(*pair) for _ in range(20)], operands, renew, times=5):
+    x, weight = given["x"], given["weight"]
+    layers, renew = lambda *x: [dsa.linear_fp32(*x) for _ in range(20)], lambda: (torch.randint_like(x, -2, 3), weight)
+    for found in replays(layers, (x, weight), renew, times=5):
         expected = linear_sums(given).float()
         assert all(torch.equal(each, expected) for each in found)
 

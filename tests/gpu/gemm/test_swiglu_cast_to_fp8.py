@@ -100,8 +100,8 @@ def test_rows_before_the_last_end(dtype, channels, use_ue8m0, limit):
     """The cast of grouped products writes no row from the last end on; an end outside ends nothing. By any number of
     CTAs."""
     rows = 700
-    sizes = {"shape": (rows, channels), "dtype": dtype, "halves": True}
-    given = CASE.arguments("cuda", **sizes, use_ue8m0=use_ue8m0, limit=limit)
+    options = {"dtype": dtype, "use_ue8m0": use_ue8m0, "limit": limit, "halves": True}
+    given = CASE.arguments("cuda", shape=(rows, channels), **options)
     expected = CASE.run(given)
     launch = kernels.compile_swiglu_cast_of_matrices(dtype_name(dtype), use_ue8m0, limit is not None)
     lasts = [(0, 0), (1, 1), (16, 16), (333, 333), (699, 699), (700, 700), (701, 700), (-1, 700)]

@@ -7,26 +7,11 @@ import torch
 
 import dsa
 from dsa.cases import cases_of
-from dsa.reference import fp4_block_scales, grouped_fp8_fp4_gemm_nt
 from dsa.reference.gemm import fp8_fp4_gemm_nt as module
 from tests.reference.common import assert_refused, i32
-from tests.reference.gemm.fp4 import e8m0, pack, random_codes
+from tests.reference.gemm.fp4 import e8m0
 
 CASE, *_ = cases_of("fp8_fp4_gemm_nt")
-
-
-def operands(columns=140, channels=160, experts=3, tokens=7):
-    """a, b as codes and exponents, and ends of so many rows as there are tokens."""
-    torch.manual_seed(0)
-    a = torch.randn(tokens, channels).to(torch.float8_e4m3fn), torch.rand(tokens, -(-channels // 128)) + 0.1
-    codes = random_codes(experts, columns, channels)
-    exponents = torch.randint(-14, 1, (experts, columns, channels // 32))
-    return a, (codes, exponents), i32([2, 2, tokens])
-
-
-def fp4_weight(codes, exponents):
-    packed, scale = pack(codes), e8m0(exponents)
-    return packed, scale, fp4_block_scales(packed, scale)
 
 
 @pytest.mark.parametrize(("columns", "channels"), [(128, 128), (140, 160), (8, 32), (256, 320)])
@@ -48,25 +33,22 @@ def test_only_weights_with_rows_are_widened(monkeypatch):
     seen = []
     right = module.widen_matrix
     monkeypatch.setattr(module, "widen_matrix", lambda p, s, place: (seen.append(place), right(p, s, place))[1])
-    a, b, ends = operands()
-    grouped_fp8_fp4_gemm_nt(a, fp4_weight(*b), ends)
+    CASE.run(CASE.arguments(sizes=[2, 0, 5]))
     assert seen == [(0,), (2,)]
 
 
 def test_weights_that_fp8_cannot_hold():
-    a, (codes, exponents), ends = operands()
-    packed, scale, block_scale = fp4_weight(codes, exponents)
-    wide = block_scale.clone()
+    given = CASE.arguments(sizes=[2, 0, 5], columns=140)
+    packed, scale, block_scale = given["b"]
+    wide, nan = block_scale.clone(), scale.clone()
     wide[2, 1, 0] *= 2
     message = f"b[2]: must be fp4_block_scales(b[0], b[1]), {block_scale[2, 1, 0].item()} at [2, 1, 0], got"
-    assert_refused(re.escape(message), grouped_fp8_fp4_gemm_nt, a, (packed, scale, wide), ends)
-    none = scale.clone()
-    none.view(torch.uint8)[2, 5, 1] = 255
-    message = r"b: scale\[2, 5, 1\] is NaN"
-    assert_refused(message, grouped_fp8_fp4_gemm_nt, a, (packed, none, block_scale), ends)
-    exponents[2, 130, 4], codes[2, 130, 128:] = -40, 1
+    assert_refused(re.escape(message), CASE.run, given | {"b": (packed, scale, wide)})
+    nan.view(torch.uint8)[2, 5, 1] = 255
+    assert_refused(r"b: scale\[2, 5, 1\] is NaN", CASE.run, given | {"b": (packed, nan, block_scale)})
+    scale.view(torch.uint8)[2, 130, 4], packed[2, 130, 64:] = 127 - 40, 0x11
     message = r"b: block \[2, 1, 1\] of 128 x 128: its groups' scales go from 2\^-40"
-    assert_refused(message, grouped_fp8_fp4_gemm_nt, a, (pack(codes), e8m0(exponents), block_scale), ends)
+    assert_refused(message, CASE.run, given)
 
 
 Q, S = torch.zeros(7, 160).to(torch.float8_e4m3fn), torch.ones(7, 2)

@@ -11,9 +11,9 @@ from tests.reference.common import assert_refused
 (CASE,) = cases_of("linear_fp32")
 
 
-def inputs(tokens=5, channels=64, rows=12, dtype=torch.bfloat16):
-    torch.manual_seed(tokens)
-    return torch.randn(tokens, channels).to(dtype), torch.randn(rows, channels).to(dtype)
+def inputs(tokens=5):
+    given = CASE.arguments(tokens=tokens, rows=12)
+    return given["x"], given["weight"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
