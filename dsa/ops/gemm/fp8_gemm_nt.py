@@ -284,11 +284,11 @@ def write_grouped_product(
         launch(*a, *b, out, ends.contiguous(), sms)
         return
     q, s, rows = gathered_rows(q, s, rows, expected)
-    drawn = rows is None and draws(expected, matrices)
+    is_dynamic = rows is None and schedules_dynamically(expected, matrices)
     gathered, weighted = rows is not None, weights is not None
-    config = _choose_grouped_config(expected, columns, channels, matrices, sms, gathered, drawn)
-    launch = compile_grouped_fp8_gemm(dtype, config, gathered, weighted, drawn)
-    counter = tile_counter(q, drawn)
+    config = _choose_grouped_config(expected, columns, channels, matrices, sms, gathered, is_dynamic)
+    launch = compile_grouped_fp8_gemm(dtype, config, gathered, weighted, is_dynamic)
+    counter = tile_counter(q, is_dynamic)
     b = w.view(-1, channels), aligned_scales(ws).permute(1, 2, 0)
     of_rows = weights.contiguous() if weighted else None
     launch(aligned_rows(q), aligned_scales(s), rows, *b, ends.contiguous(), out, of_rows, None, counter, sms)
@@ -326,14 +326,14 @@ def copied_rows(q: torch.Tensor, s: torch.Tensor, rows: torch.Tensor | None) -> 
     return q.view(torch.uint8)[rows].view(q.dtype), s[rows]
 
 
-def draws(rows: int, matrices: int) -> bool:
+def schedules_dynamically(rows: int, matrices: int) -> bool:
     """Whether work tiles are scheduled dynamically: tiles of several matrices take different times."""
     return matrices > 1 and rows >= max(limits.DRAWN_ROWS, limits.DRAWN_ROWS_OF_A_MATRIX * matrices)
 
 
-def tile_counter(like: torch.Tensor, drawn: bool) -> torch.Tensor | None:
+def tile_counter(like: torch.Tensor, is_dynamic: bool) -> torch.Tensor | None:
     """Return a zeroed counter of work tiles for dynamic scheduling, else None."""
-    return torch.zeros(1, dtype=torch.int32, device=like.device) if drawn else None
+    return torch.zeros(1, dtype=torch.int32, device=like.device) if is_dynamic else None
 
 
 def aligned_rows(q: torch.Tensor) -> torch.Tensor:
@@ -357,12 +357,12 @@ def _choose_config(rows: int, columns: int, channels: int, sms: int) -> "Tile":
 
 @functools.lru_cache(4096)
 def _choose_grouped_config(
-    rows: int, columns: int, channels: int, matrices: int, sms: int, gathered: bool, drawn: bool
+    rows: int, columns: int, channels: int, matrices: int, sms: int, gathered: bool, is_dynamic: bool
 ) -> "Fp8GemmConfig":
     from dsa.kernels.gemm import fp8_gemm_config as configs
 
     sizes = rows, columns, channels, matrices, sms
-    if drawn:
+    if is_dynamic:
         return configs.choose_drawn_config(*sizes)
     return configs.choose_config(*sizes, configs.GATHERING_CONFIGS if gathered else configs.CONFIGS)
 

@@ -179,21 +179,23 @@ def _grouped_fp8_gemm_swiglu(
         return cast.cast_of_matrices(gate_up, ends, use_ue8m0, limit)
     q, s, rows = fp8.gathered_rows(q, s, rows, expected)
     sms = backends.num_sms(q.device)
-    drawn = rows is None and fp8.draws(expected, matrices)
-    config = _choose_config(expected, columns, channels, matrices, sms, drawn)
+    is_dynamic = rows is None and fp8.schedules_dynamically(expected, matrices)
+    config = _choose_config(expected, columns, channels, matrices, sms, is_dynamic)
     kind = dtype_name(dtype), use_ue8m0, limit is not None
-    launch = compile_fp8_gemm_swiglu(*kind, config, rows is not None, drawn)
+    launch = compile_fp8_gemm_swiglu(*kind, config, rows is not None, is_dynamic)
     a = fp8.aligned_rows(q), fp8.aligned_scales(s), rows
     b = w.view(-1, channels), fp8.aligned_scales(ws).permute(1, 2, 0)
-    launch(*a, *b, ends.contiguous(), out, scale, limit, fp8.tile_counter(q, drawn), sms)
+    launch(*a, *b, ends.contiguous(), out, scale, limit, fp8.tile_counter(q, is_dynamic), sms)
     return out, scale
 
 
 @functools.lru_cache(4096)
-def _choose_config(rows: int, columns: int, channels: int, matrices: int, sms: int, drawn: bool) -> "Fp8GemmConfig":
+def _choose_config(
+    rows: int, columns: int, channels: int, matrices: int, sms: int, is_dynamic: bool
+) -> "Fp8GemmConfig":
     from dsa.kernels.gemm.fp8_gemm_config import SWIGLU_CONFIGS, choose_config
 
-    configs = SWIGLU_CONFIGS[-1:] if drawn else SWIGLU_CONFIGS
+    configs = SWIGLU_CONFIGS[-1:] if is_dynamic else SWIGLU_CONFIGS
     return choose_config(rows, columns, channels, matrices, sms, configs)
 
 

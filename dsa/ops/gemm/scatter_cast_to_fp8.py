@@ -28,7 +28,7 @@ SCATTER_CAST_TO_FP8 = Arguments(
 def scatter_cast_to_fp8(
     x: torch.Tensor, places: torch.Tensor, use_ue8m0: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`per_token_cast_to_fp8(x, use_ue8m0)`; each token is cast once and stored k times, in the rows of its experts.
+    """`per_token_cast_to_fp8(x, use_ue8m0)`; each token is cast once and stored k times, for its experts.
 
     x          [T, K] bf16, fp16 or fp32, K a multiple of 128
     places     int32 [T, k]: token t goes to the rows places[t, 0] to places[t, k - 1] of the results; numbers outside

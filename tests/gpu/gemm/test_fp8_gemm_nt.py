@@ -91,7 +91,7 @@ def columns_of_a_wider_one(b, before, after):
 
 
 def alone_and_wider(b):
-    """The same weight alone and as columns of a wider one, of which every kernel reads the same bits."""
+    """A weight, and the same weight as columns of a wider one."""
     return b, columns_of_a_wider_one(b, 4, 512)
 
 

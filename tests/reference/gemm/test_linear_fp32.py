@@ -23,7 +23,7 @@ def test_against_float64(scale, scaled_from, tokens, dtype):
     CASE.verify(tokens=tokens, channels=64, rows=12, dtype=dtype, scale=scale, scaled_from=scaled_from)
 
 
-def test_bits_whatever_the_strides():
+def test_bits_do_not_depend_on_strides():
     x, weight = inputs(4)
     assert torch.equal(linear_fp32(x.T.contiguous().T, weight.T.contiguous().T), linear_fp32(x, weight))
 
