@@ -110,12 +110,11 @@ def without_sink(result, arguments):
 
 
 def without_limit(result, arguments):
-    gate, up = arguments[0], arguments[1]
-    return reference.swiglu_cast_to_fp8(gate, up)
+    return reference.swiglu_cast_to_fp8(**arguments | {"limit": None})
 
 
 def without_experts_limit(result, arguments):
-    return reference.grouped_fp8_gemm_swiglu(*(arguments[i] for i in range(3)), rows=arguments["rows"])
+    return reference.grouped_fp8_gemm_swiglu(**arguments | {"limit": None})
 
 
 def without_shared(result, arguments):
@@ -282,6 +281,10 @@ def one_percent_in_a_block(pair):
     return pair[0], scale
 
 
+def first_end_off_by(count):
+    return lambda ends: ends + count * (ends == ends[0]).int()
+
+
 def without_last_block(pair):
     q = pair[0].clone()
     q[:, -128:] = 0
@@ -330,17 +333,11 @@ MISLED = {
         *("window_attention_cast", "window_attention_cast_to_fp8", 11, lambda sink: sink.roll(1)),
         {},
     ),
-    "product, a block's scale": ("fp8_gemm_nt", "fp8_gemm_nt", 0, one_percent_in_a_block, {}),
-    "product, without the last block": ("fp8_gemm_nt", "fp8_gemm_nt", 0, without_last_block, {}),
-    "grouped product, a block's scale": ("fp8_gemm_nt", "grouped_fp8_gemm_nt", 0, one_percent_in_a_block, {}),
-    "grouped product, a row off": ("fp8_gemm_nt", "grouped_fp8_gemm_nt", 2, lambda ends: ends - (ends == 2).int(), {}),
-    "FP4 product, a row off": (
-        "fp8_fp4_gemm_nt",
-        "grouped_fp8_fp4_gemm_nt",
-        2,
-        lambda ends: ends + (ends == 1).int(),
-        {},
-    ),
+    "product, a block's scale": ("fp8_gemm_nt", "fp8_gemm_nt", "a", one_percent_in_a_block, {}),
+    "product, without the last block": ("fp8_gemm_nt", "fp8_gemm_nt", "a", without_last_block, {}),
+    "grouped product, a block's scale": ("fp8_gemm_nt", "grouped_fp8_gemm_nt", "a", one_percent_in_a_block, {}),
+    "grouped product, a row off": ("fp8_gemm_nt", "grouped_fp8_gemm_nt", "ends", first_end_off_by(-1), {}),
+    "FP4 product, a row off": ("fp8_fp4_gemm_nt", "grouped_fp8_fp4_gemm_nt", "ends", first_end_off_by(1), {}),
     "experts' rows": ("grouped_fp8_gemm_swiglu", "grouped_fp8_gemm_swiglu", "rows", lambda rows: rows.flip(0), {}),
     "logits, a key too few": ("fp8_mqa_logits", "fp8_mqa_logits", "cu_seq_len_k_end", one_less, {}),
     "logits' weights": ("fp8_mqa_logits", "fp8_mqa_logits", "weights", one_percent, {}),
