@@ -7,8 +7,8 @@ from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import check_page_size, dtype_name, pages_as_rows
 from dsa.ops.cache._kv_rows import cache_rows, check_cache, layout_name, slot_words
 from dsa.ops.cache._specs import CACHE_DTYPES, SLOTS, check_index_cache, check_kv_cache, page_layout
-from dsa.reference.cache import compressed_kv as reference
 from dsa.ops.elementwise.rotary import check_rotated
+from dsa.reference.cache import compressed_kv as reference
 from dsa.runtime.arguments import ALIGNED, CONTIGUOUS, F32, ROWS, Arguments, Flag, Number, Tensor
 from dsa.runtime.checks import FLOATS, INT32, check_memory, check_updatable
 from dsa.runtime.op import op

@@ -7,9 +7,9 @@ from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops.cache._kv_rows import cache_rows, check_cache, layout_name, slot_words
 from dsa.ops.cache._specs import CACHE_DTYPES, SLOTS, check_kv_cache, check_scales, row_layout
+from dsa.ops.elementwise.rotary import check_rotated
 from dsa.reference.cache import mla_cache_inputs as reference
 from dsa.reference.cache.kv_cache import BYTE_DTYPES
-from dsa.ops.elementwise.rotary import check_rotated
 from dsa.runtime.arguments import CONTIGUOUS, F32, ROWS, Arguments, Flag, Number, Tensor
 from dsa.runtime.checks import FLOATS
 from dsa.runtime.op import op
