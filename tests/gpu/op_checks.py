@@ -10,8 +10,8 @@ from dsa.testing import poisoned
 
 
 def flat(results: Any) -> list[torch.Tensor]:
-    """The tensors of what an op takes or returns: of one tensor, of None, or of tuples of these."""
-    if results is None:
+    """The tensors of what an op takes or returns: of one tensor, of tuples of these, or of options, which have none."""
+    if results is None or isinstance(results, (int, float, str, torch.dtype)):
         return []
     if isinstance(results, torch.Tensor):
         return [results]

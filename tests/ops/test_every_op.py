@@ -22,11 +22,8 @@ by_call = pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
 OUTPUTS = {"out", "k", "k_scale"}
 # With gradients from kernels, which tests of these ops look at.
 OWN_GRADIENTS = ("rms_norm", "apply_rotary")
-# Plain PyTorch that looks at contents, and ops with gradients that torch.compile does not see.
-NOT_ONE_GRAPH = {
-    *("compress_kv", "fp4_block_scales", "widen_fp4", "mqa_logits"),
-    *(name for name, op in OPS.items() if op.autograd),
-}
+# Plain PyTorch that looks at contents.
+NOT_ONE_GRAPH = {"compress_kv", "fp4_block_scales", "widen_fp4", "mqa_logits"}
 
 
 def same(got: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
@@ -78,7 +75,7 @@ def registered(call: ValidCall, arguments: dict[str, Any], monkeypatch: pytest.M
     with monkeypatch.context() as patch:
         patch.setattr(Op, "run", noted)
         call.run(arguments)
-    return [(op, own) for op, own in found if not op.autograd]
+    return found
 
 
 def in_another_order(x: Any) -> Any:

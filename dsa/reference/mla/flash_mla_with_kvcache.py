@@ -4,8 +4,9 @@ import functools
 
 import torch
 
+from dsa.ops.cache._specs import cache_dim, page_layout
 from dsa.reference.autocast import without_autocast
-from dsa.reference.cache.kv_cache import BYTE_DTYPES, cache_dim, page_layout, read_kv_cache
+from dsa.reference.cache.kv_cache import BYTE_DTYPES, read_kv_cache
 from dsa.reference.mla.mla_metadata import FlashMLASchedMeta, Plan, bind_plan, check_plan, check_plan_tensors, own_plan
 from dsa.reference.mla.softmax_attention import apply_sink, attend, queries_at_a_time
 from dsa.runtime.arguments import CONTIGUOUS, F32, INNER, ROWS, Arguments, Flag, Int, Number, Tensor

@@ -2,8 +2,8 @@
 
 import torch
 
+from dsa.ops.cache._specs import page_layout
 from dsa.reference.autocast import without_autocast
-from dsa.reference.cache.kv_cache import page_layout
 from dsa.reference.mla.flash_mla_with_kvcache import (
     check_latent_cache,
     check_layout_flag,

@@ -37,15 +37,22 @@ def only_if(option, wrong, value=True):
 
 
 def swapped(result, arguments):
-    """The first two selected indices change places."""
-    return result[:, [1, 0, *range(2, result.shape[1])]]
+    """Swap the first two selected indices."""
+    indices, *values = result if isinstance(result, tuple) else (result,)
+    indices = indices[:, [1, 0, *range(2, indices.shape[1])]]
+    return (indices, *values) if values else indices
 
 
 def last_of_equals(result, arguments):
-    """Ties go to the highest index."""
-    scores, k = arguments[0], arguments[1]
-    selected = scores.shape[1] - 1 - scores.flip(1).sort(descending=True, stable=True).indices[:, :k]
-    return selected.sort().values.int()
+    """Ties go to the highest index of each row."""
+    scores, k, starts = (arguments[name] for name in ("scores", "k", "starts"))
+    column = torch.arange(scores.shape[1])
+    begins = torch.zeros(len(scores)) if starts is None else starts
+    ends = begins + arguments["lengths"]
+    there = (column >= begins[:, None]) & (column < ends[:, None])
+    descending = scores.masked_fill(~there, -torch.inf).flip(1).sort(descending=True, stable=True).indices
+    selected = (scores.shape[1] - 1 - descending[:, :k]).sort().values - begins[:, None].long()
+    return selected.int(), *result[1:]
 
 
 def unmasked(result, arguments):
@@ -165,10 +172,10 @@ WRONG = {
     "experts' sum without the shared one": ("combine_experts", "combine_experts", without_shared),
     "logits' mask": ("fp8_mqa_logits", "fp8_mqa_logits", unmasked),
     "paged logits' mask": ("fp8_paged_mqa_logits", "fp8_paged_mqa_logits", unmasked),
-    "cached latents": ("mla_cache_inputs", "write_mla_cache", disturbed(4, torch.bfloat16)),
-    "cached FP8 latents": ("mla_cache_inputs", "write_mla_cache", disturbed(4, torch.uint8)),
-    "compressed entries": ("compressed_kv", "write_compressed_kv", disturbed(6, torch.bfloat16)),
-    "compressed FP8 entries": ("compressed_kv", "write_compressed_kv", disturbed(6, torch.uint8)),
+    "cached latents": ("mla_cache_inputs", "write_mla_cache", disturbed("cache", torch.bfloat16)),
+    "cached FP8 latents": ("mla_cache_inputs", "write_mla_cache", disturbed("cache", torch.uint8)),
+    "compressed entries": ("compressed_kv", "write_compressed_kv", disturbed("cache", torch.bfloat16)),
+    "compressed FP8 entries": ("compressed_kv", "write_compressed_kv", disturbed("cache", torch.uint8)),
     "top-k order": ("topk_indices", "topk_indices", swapped),
     "top-k ties": ("topk_indices", "topk_indices", last_of_equals),
     "dense decode": (
@@ -196,8 +203,8 @@ WRONG = {
     "merge, empty rows": ("merge_attention", "merge_attention", empty_rows(0, torch.nan)),
     "merge, lse of empty rows": ("merge_attention", "merge_attention", empty_rows(1, -torch.inf)),
     "merge without the sink": ("merge_attention", "merge_attention", without_sink),
-    "rotation": ("rotary", "apply_rotary", only_if("out", wrong_result(0), False)),
-    "norm": ("rms_norm", "rms_norm", only_if(1, wrong_result(0), None)),
+    "rotation": ("rotary", "apply_rotary", only_if("out", wrong_result(0), None)),
+    "norm": ("rms_norm", "rms_norm", only_if("weight", wrong_result(0), None)),
     "weighted norm": ("rms_norm", "rms_norm", larger_first_row),
 }
 
@@ -232,7 +239,6 @@ GENERAL = general()
 UNNOTICED = {
     "get_mla_metadata, result 0": "a plan is the kernels' alone: references work without one",
     "get_mla_metadata, result 1": "a plan is the kernels' alone: references work without one",
-    "get_paged_mqa_logits_metadata, result 0": "a plan is the kernels' alone: references work without one",
 }
 
 
@@ -333,10 +339,10 @@ MISLED = {
     "grouped product, a row off": ("fp8_gemm_nt", "grouped_fp8_gemm_nt", "ends", first_end_off_by(-1), {}),
     "FP4 product, a row off": ("fp8_fp4_gemm_nt", "grouped_fp8_fp4_gemm_nt", "ends", first_end_off_by(1), {}),
     "experts' rows": ("grouped_fp8_gemm_swiglu", "grouped_fp8_gemm_swiglu", "rows", lambda rows: rows.flip(0), {}),
-    "logits, a key too few": ("fp8_mqa_logits", "fp8_mqa_logits", 4, one_less, {}),
-    "logits' weights": ("fp8_mqa_logits", "fp8_mqa_logits", 2, one_percent, {}),
-    "paged logits, a key too few": ("fp8_paged_mqa_logits", "fp8_paged_mqa_logits", 3, one_less, {}),
-    "selection of pages, a key too few": ("paged_indexer_select", "paged_indexer_select", 3, one_less, {}),
+    "logits, a key too few": ("fp8_mqa_logits", "fp8_mqa_logits", "cu_seq_len_k_end", one_less, {}),
+    "logits' weights": ("fp8_mqa_logits", "fp8_mqa_logits", "weights", one_percent, {}),
+    "paged logits, a key too few": ("fp8_paged_mqa_logits", "fp8_paged_mqa_logits", "context_lens", one_less, {}),
+    "selection of pages, a key too few": ("paged_indexer_select", "paged_indexer_select", "context_lens", one_less, {}),
     "warm-up's scale": ("indexer_warmup_attention", "indexer_warmup_attention", 10, one_percent, {}),
     "sparse loss, a key too few": ("sparse_indexer_loss", "sparse_indexer_loss", 5, without_first, {}),
     "sparse loss' scale": ("sparse_indexer_loss", "sparse_indexer_loss", 6, one_percent, {}),

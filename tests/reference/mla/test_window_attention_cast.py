@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from dsa.cases.elementwise import rotated
 from dsa.reference.mla import window_attention_cast as reference
 from tests.reference.common import assert_same_bits
-from tests.reference.formulas import rotated
 from tests.reference.mla.attention_oracle import attend_rows
 
 T, H, D, WINDOW, GROUPS = 7, 4, 256, 3, 2
