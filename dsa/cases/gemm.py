@@ -107,7 +107,7 @@ def token_cast(
 def check_token_cast(a: Given, found: Results) -> float:
     """The bits of the reference, and float64. With the Hadamard transform also the bits of the plain cast of Hx."""
     x, group, use_ue8m0 = a["x"], a["gran_k"], a["use_ue8m0"]
-    # With ue8m0 a GPU has the bits of a CPU; without, PyTorch divides otherwise on a GPU, like the kernel.
+    # With ue8m0 a GPU gives the bits of a CPU. Without, PyTorch multiplies by 1 / 448 on a GPU, like the kernel.
     expected = dsa.reference.per_token_cast_to_fp8(**a | {"x": x.cpu() if use_ue8m0 else x})
     check_bits("q scale", [y.cpu() for y in found], [y.cpu() for y in expected])
     right = x.double()
@@ -116,7 +116,6 @@ def check_token_cast(a: Given, found: Results) -> float:
         transformed = dsa.reference.hadamard_transform(groups).flatten(-2)
         check_bits("q scale", found, dsa.per_token_cast_to_fp8(transformed, use_ue8m0, group))
         right = (groups.double() @ sylvester(group, x.device) / group**0.5).flatten(-2)
-    # Sums of the transform have the rounding errors of fp32, of the size of the largest number.
     check_cast("q", found, right, use_ue8m0, x.dtype if a["hadamard"] else F32, (1, group))
     return 0.0
 
@@ -435,7 +434,7 @@ def check_fp4_product(a: Given, found: Results) -> float:
 
 
 def check_experts_swiglu(a: Given, found: Results) -> float:
-    """The bits of the product and then `swiglu_cast_to_fp8`, each of which is right."""
+    """The bits of the product and then `swiglu_cast_to_fp8`; float64 for both."""
     used, b = a["ends"][-1], a["b"] if len(a["b"]) == 2 else dsa.widen_fp4(*a["b"][:2])
     gate_up = dsa.grouped_fp8_gemm_nt(a["a"], b, a["ends"], a["dtype"], rows=a["rows"])
     check_product(a, [gate_up])
