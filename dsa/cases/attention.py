@@ -1,12 +1,14 @@
-"""Attention in float64, how far kernels may be from it, and the numbers, lists and caches that attention is tried on."""
+"""Attention in float64, how far kernels may be from it, and what cases of attention share: numbers, lists, caches,
+packed sequences, and places of hostile numbers."""
 
-from collections.abc import Mapping
-from typing import NamedTuple
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 import dsa
-from dsa.cases.case import BF16, F32, Maker, Results
+from dsa.cases.case import BF16, F32, PER_ROW, Given, Hostile, Kept, Maker, Results
 from dsa.testing import assert_close, poisoned
 
 FP16, INF = torch.float16, torch.inf
@@ -46,9 +48,12 @@ def attend(
     scale: float,
     sink: torch.Tensor | None = None,
 ) -> Attended:
-    """softmax_j(scale * q . k_j) v_j over the j where visible [T, N]. q [T, H, d], keys [N, Hk, d], values [N, Hk, dv];
-    or keys and values [T, N, Hk, ...], if each query has its own. N at least 1. Query head h has key head h // (H / Hk).
-    sink [H]: out is scaled by e^lse / (e^lse + e^sink)."""
+    """softmax_j(scale * q . k_j) v_j over the j where visible [T, N], N at least 1.
+
+    q     [T, H, d]. Query head h has key head h // (H / Hk)
+    keys  [N, Hk, d], and values [N, Hk, dv]; or both [T, N, Hk, ...], if each query has its own
+    sink  [H]: out is scaled by e^lse / (e^lse + e^sink)
+    """
     own = "t" if keys.dim() == 4 else ""
     logits = torch.einsum(f"tkgd,{own}nkd->tkgn", q.double().unflatten(1, (keys.shape[-2], -1)), keys.double()) * scale
     logits = logits.masked_fill(~visible[:, None, None], -INF)
@@ -102,6 +107,12 @@ def check_attended(found: Results, expected: Results, tolerances: tuple[Mapping[
             raise AssertionError(f"lse or max_logits: expected fp32, got {x.dtype}")
         assert_close("lse or max_logits", x, right, **tolerances[1])
     return error
+
+
+def by_sequence(attended: Attended, q: torch.Tensor) -> Results:
+    """out [B, s_q, H, d_v] and lse [B, H, s_q] of rows [B * s_q]."""
+    out, lse = (x.unflatten(0, q.shape[:2]) for x in attended[:2])
+    return out, lse.transpose(1, 2)
 
 
 # Numbers and lists.
@@ -178,3 +189,58 @@ def all_rows(cache: torch.Tensor) -> torch.Tensor:
     """fp32 [slots, d]"""
     slots = torch.arange(cache.shape[0] * cache.shape[1], device=cache.device)
     return dsa.reference.read_kv_cache(cache, slots)
+
+
+# Packed sequences.
+
+# Queries and keys of sequences: empty, whole, chunks, without queries, without keys, with fewer keys than queries.
+SEQUENCES = ((0, 0), (1, 1), (50, 50), (0, 30), (17, 300), (3, 0), (130, 130), (5, 2), (1, 900))
+# For hostile bounds: longer than a tile of 128 queries, without queries, with queries that see no key, a short one.
+FEW_SEQUENCES = ((130, 140), (0, 4), (7, 3), (5, 70))
+
+
+def bounds(new: Maker, sequences: Sequence[tuple[int, int]]) -> dict[str, torch.Tensor]:
+    ends = ([0, *itertools.accumulate(x)] for x in zip(*sequences))
+    return dict(zip(("cu_seqlens_q", "cu_seqlens_k"), map(new.ints, ends)))
+
+
+# What hostile numbers do not concern.
+
+
+def corners(x: torch.Tensor) -> list[Any]:
+    """The first and the last number of the first and of the last row."""
+    rows, last = (0, len(x) - 1), tuple(n - 1 for n in x.shape[1:])
+    return list(dict.fromkeys((row, *column) for row in rows for column in ((0,) * len(last), last)))
+
+
+def everywhere(x: torch.Tensor) -> list[Any]:
+    return list(range(len(x)))
+
+
+def plan_numbers(x: torch.Tensor) -> list[Any]:
+    return [(0, column) for column in range(6)] if x.dim() == 2 else everywhere(x)
+
+
+def other_sequences(given: Given, place: int) -> Kept:
+    """A bound concerns the queries of the sequences before and after it."""
+    bounds = given["cu_seqlens_q"].tolist()
+    spans = [span for b, span in enumerate(itertools.pairwise(bounds)) if b not in (place - 1, place)]
+    rows = [row for first, end in spans for row in range(first, end)]
+    return lambda results: [x[rows] for x in results]
+
+
+def by_query(kept: Callable[[Given, Any], Kept]) -> Callable[[Given, Any], Kept]:
+    """Of out [T, H, d] and lse [H, T]."""
+    return lambda given, place: lambda results: kept(given, place)([results[0], results[1].T])
+
+
+IN_ROWS, BOUNDS = Hostile(PER_ROW.kept, corners), Hostile(other_sequences, everywhere)
+
+
+def with_sizes(hostile: Hostile, names: Sequence[str], variants: dict[str, Given]) -> dict[str, Hostile]:
+    """The arguments of these names in calls of several sizes."""
+    return {
+        f"{name} {variant}".strip(): Hostile(hostile.kept, hostile.places, sizes, hostile.exact)
+        for variant, sizes in variants.items()
+        for name in names
+    }
