@@ -2,7 +2,7 @@
 packed sequences, and places of hostile numbers."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -217,21 +217,12 @@ def everywhere(x: torch.Tensor) -> list[Any]:
     return list(range(len(x)))
 
 
-def plan_numbers(x: torch.Tensor) -> list[Any]:
-    return [(0, column) for column in range(6)] if x.dim() == 2 else everywhere(x)
-
-
 def other_sequences(given: Given, place: int) -> Kept:
     """A bound concerns the queries of the sequences before and after it."""
     bounds = given["cu_seqlens_q"].tolist()
     spans = [span for b, span in enumerate(itertools.pairwise(bounds)) if b not in (place - 1, place)]
     rows = [row for first, end in spans for row in range(first, end)]
     return lambda results: [x[rows] for x in results]
-
-
-def by_query(kept: Callable[[Given, Any], Kept]) -> Callable[[Given, Any], Kept]:
-    """Of out [T, H, d] and lse [H, T]."""
-    return lambda given, place: lambda results: kept(given, place)([results[0], results[1].T])
 
 
 IN_ROWS, BOUNDS = Hostile(PER_ROW.kept, corners), Hostile(other_sequences, everywhere)

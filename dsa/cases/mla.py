@@ -335,8 +335,9 @@ def metadata(new: Maker, lengths: Sequence[int] = (20, 0), rows: int = 4, kv_hea
 
 
 def plan_cuts(lengths: Sequence[int], plan: torch.Tensor, splits: torch.Tensor) -> list[list[tuple[int, int]]]:
-    """For each sequence the tiles [first, end) of 64 keys that parts compute, in the parts' order. Every tile belongs to
-    one part, and splits are numbered."""
+    """For each sequence the tiles [first, end) of 64 keys that parts compute, in the parts' order.
+
+    AssertionError where a tile belongs to no part or to two, and where splits have wrong numbers."""
     tiles, rows = [-(-max(n, 0) // 64) for n in lengths], plan.tolist()
     cuts: list[list[tuple[int, int]]] = [[] for _ in lengths]
     for first, tile, last, end, index, *_ in rows:
@@ -612,6 +613,16 @@ def check_values(a: Given, found: Results) -> float:
 
 
 # Hostile contents.
+
+
+def plan_numbers(x: torch.Tensor) -> list[Any]:
+    return [(0, column) for column in range(6)] if x.dim() == 2 else everywhere(x)
+
+
+def by_query(kept: Callable[[Given, Any], Kept]) -> Callable[[Given, Any], Kept]:
+    """Of out [T, H, d] and lse [H, T]."""
+    return lambda given, place: lambda results: kept(given, place)([results[0], results[1].T])
+
 
 # Dense decoding without keys that are NaN. A plan for other lengths cuts every sequence elsewhere, so that its softmax
 # weights round otherwise, those of a page that the block table names three times all alike: by up to 1.2e-3 in bf16,

@@ -180,8 +180,7 @@ WRONG = {
     "ring's slots": ("window_indices", "window_slots", only_if("block_table", next_key, None)),
     "window lse": ("sliding_window_attention", "sliding_window_attention", shifted_lse(1)),
     "window in a ring": (
-        "sliding_window_attention",
-        "sliding_window_decode",
+        *("sliding_window_attention", "sliding_window_decode"),
         only_if("block_table", wrong_result(0), None),
     ),
     "window in a cache, lse": ("sliding_window_attention", "sliding_window_decode", shifted_lse(1)),
@@ -278,10 +277,7 @@ DENSE, SPARSE = {"indices": None}, {"is_fp8_kvcache": True}
 # What fails: the self test, the function, which of its arguments it gets wrong and how, and in which calls.
 MISLED = {
     "dense decode, a key too few": (
-        "flash_mla_with_kvcache",
-        "flash_mla_with_kvcache",
-        "cache_seqlens",
-        one_less,
+        *("flash_mla_with_kvcache", "flash_mla_with_kvcache", "cache_seqlens", one_less),
         DENSE,
     ),
     "dense decode, without the last tile": (
@@ -307,10 +303,7 @@ MISLED = {
     "window's scale": ("sliding_window_attention", "sliding_window_attention", "softmax_scale", one_percent, {}),
     "window in a cache, a key too few": ("sliding_window_attention", "sliding_window_decode", "window", one_less, {}),
     "window and selected, a key too few": (
-        "sliding_window_attention",
-        "window_sparse_attention",
-        "indices",
-        without_first,
+        *("sliding_window_attention", "window_sparse_attention", "indices", without_first),
         {},
     ),
     "window with a cast, a key too few": (
