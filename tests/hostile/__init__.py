@@ -21,8 +21,8 @@ from dsa.cases.case import Case
 
 Results = Sequence[torch.Tensor]
 
-# Ops that are PyTorch by design on every device and read their integers on the host.
-IN_PYTORCH = ("compress_kv",)
+# Ops that run in PyTorch on every device and read contents on the host.
+IN_PYTORCH = ("compress_kv", "fp4_block_scales", "widen_fp4")
 
 
 @dataclass(frozen=True)
