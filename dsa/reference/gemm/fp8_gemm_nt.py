@@ -5,7 +5,6 @@ from itertools import pairwise
 
 import torch
 
-from dsa.ops.gemm._operands import pair  # noqa: F401 - for dsa.ops.mla and dsa.reference.mla
 from dsa.reference.autocast import without_autocast
 
 BLOCK = 128
