@@ -1,53 +1,128 @@
-"""A benchmark case: one shape of one op, ours and the peers' calls over the same inputs."""
+"""A benchmark case: one shape of one op, ours and the peers' calls over the same inputs.
+
+What the modules of ops share is here too: `fresh` makes inputs that exceed the L2 cache, `over` (calls.py) the calls
+over them, and `bytes_rate` and `flop_rate` the figure of a case that bytes or FLOP bound.
+"""
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from dsa.testing import bench
+from dsa.testing import bench, bf16_gemm_rate, copy_bandwidth, fp8_gemm_rate
 from dsa_bench.harness.agreement import agree
 from dsa_bench.harness.benchmarks import benchmarks
-from dsa_bench.harness.calls import Call, reason
+from dsa_bench.harness.calls import Call, Peers, reason
 
 OURS = "dsa"
+Figure = Callable[[float], str]
+Input = TypeVar("Input")
+# Measured once per process, when a figure first needs them.
+copy, bf16_gemm, fp8_gemm = cache(copy_bandwidth), cache(bf16_gemm_rate), cache(fp8_gemm_rate)
 
 
-@dataclass(frozen=True)
+def copies(size: float, least: int = 2, most: int = 64, total: float = 400e6) -> int:
+    """How many inputs of `size` bytes a graph reads in turn, so that each call finds its input outside the L2 cache: as
+    many as have `total` bytes, within bounds."""
+    return min(most, max(least, int(total / size)))
+
+
+def fresh(size: float, make: Callable[[], Input], **bounds: float) -> list[Input]:
+    """So many inputs (`copies`)."""
+    return [make() for _ in range(copies(size, **bounds))]
+
+
+def fresh_matrices(rows: int, columns: int) -> list[tuple[torch.Tensor]]:
+    """bf16 matrices, as arguments of a call, which together exceed the L2 cache."""
+    count = int(200e6 / (2 * rows * columns))
+    return [((torch.randn(rows, columns, device="cuda") / 40).bfloat16(),) for _ in range(count)]
+
+
+def bytes_rate(size: float, us: bool = True) -> Figure:
+    """Bytes per second and their share of a copy's; us: also microseconds."""
+
+    def figure(ms: float) -> str:
+        rate = size / (ms * 1e-3)
+        return f"{_us(ms) if us else ''}{rate / 1e9:.0f} GB/s, {rate / copy():.0%} of copy"
+
+    return figure
+
+
+def flop_rate(flops: float, ceiling: Callable[[], float]) -> Figure:
+    """FLOP per second and their share of the ceiling, `bf16_gemm` or `fp8_gemm`."""
+    name = "bf16" if ceiling is bf16_gemm else "FP8"
+
+    def figure(ms: float) -> str:
+        rate = flops / (ms * 1e-3)
+        return f"{rate / 1e12:.0f} TFLOP/s, {rate / ceiling():.0%} of {name} GEMM"
+
+    return figure
+
+
+def nearer_rate(size: float, flops: float) -> Figure:
+    """`bytes_rate` or `flop_rate` of bf16, whichever is nearer its ceiling."""
+
+    def figure(ms: float) -> str:
+        compute_bound = flops / bf16_gemm() > size / copy()
+        return (flop_rate(flops, bf16_gemm) if compute_bound else bytes_rate(size, us=False))(ms)
+
+    return figure
+
+
+def plain_rate(size: float, flops: float = 0, of: str = "") -> Figure:
+    """Microseconds and bytes per second; with `flops` also these, and bytes in TB/s."""
+
+    def figure(ms: float) -> str:
+        seconds = ms * 1e-3
+        if flops:
+            return f"{_us(ms)}{flops / seconds / 1e12:.0f} TFLOP/s, {size / seconds / 1e12:.2f} TB/s"
+        return f"{_us(ms)}{size / seconds / 1e9:.0f} GB/s{of}"
+
+    return figure
+
+
+def _us(ms: float) -> str:
+    return f"{ms * 1e3:.1f} us, "
+
+
+@dataclass
 class Case:
     """name       the shape in words
-    calls      "dsa" and others -> calls over different inputs, which are rotated
-    figure     milliseconds of ours -> the rate or bandwidth in words
-    check      raises AssertionError if this result of ours on the first input is wrong; None: not checked
+    calls      "dsa" and others -> calls over different inputs, which are rotated. Those of `peers` are added
+    figure     our milliseconds -> the rate or bandwidth in words
+    peers      other libraries' kernels for the same function, some followed by our cast
     graph      time CUDA graph replays, for calls below 100 us
     repeats    how often each is timed
-    baselines  of the others, the same function in plain PyTorch, which may end in ops of ours: a cast, a rotation, a
-               sort, a write; the rest are peers: other libraries' kernels for the same function, some with our cast
-    yardsticks of the others, what is not compared with ours: what to expect at best, or another way to the same end,
-               such as kernels of ours one after the other
-    flops      name -> FLOP of its call, if they are not those of ours: rates are then what to compare, and its own is
-               in the table
-    failed     peers that are installed and have no call -> why
-    agree      raises AssertionError if the result of a peer or a baseline on the first input, the first argument, is
-               not ours, the second
-    reference  whether ours on the first input can be called with the backend "reference" too
+    baselines  names of calls of the same function in plain PyTorch, which may end in our ops: a cast, a rotation, a
+               sort, a write
+    yardsticks names of calls that are not compared with ours: a lower bound, or another way to the same result, such as
+               our kernels one after the other
+    flops      name -> FLOP of its call, where they differ from ours: then rates are comparable, and the table shows its
+               rate
+    agree      agree(theirs, ours) raises AssertionError where the first results of a peer or baseline and of ours
+    differ reference  whether the backend "reference" takes our first call, too check      check(ours) raises
+    AssertionError where our first result is wrong: for the tuner
     """
 
     name: str
     calls: Mapping[str, Sequence[Call]]
-    figure: Callable[[float], str]
-    check: Callable[[Any], None] | None = None
+    figure: Figure
+    peers: Peers = field(default_factory=Peers)
     graph: bool = False
     repeats: int = 20
     baselines: frozenset[str] = frozenset()
     yardsticks: frozenset[str] = frozenset()
     flops: Mapping[str, float] = field(default_factory=dict)
-    failed: Mapping[str, str] = field(default_factory=dict)
     agree: Callable[[Any, Any], None] = agree
     reference: bool = True
+    check: Callable[[Any], None] | None = None
+
+    def __post_init__(self) -> None:
+        self.calls = {**self.calls, **self.peers.calls}
 
     def row(self) -> dict[str, Any]:
         """{"shape", "ms", "figure", "peers", "peer", "peer_ms", "ratio", "baselines", "baseline", "baseline_ms",
@@ -78,7 +153,7 @@ class Case:
     def tried(self, expected: object = None) -> dict[str, str]:
         """{name: why not} of all that cannot stand beside ours: `failed`, what raises, also as a graph if graphs are
         timed, and peers and baselines whose result is not `expected`, by default ours."""
-        why = dict(self.failed)
+        why = dict(self.peers.failed)
         for name in self.calls:
             if name == OURS or name in self.yardsticks:
                 continue

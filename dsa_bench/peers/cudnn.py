@@ -6,8 +6,8 @@ from types import ModuleType
 
 import torch
 
-from dsa_bench.harness.calls import Call
-from dsa_bench.peers.package import Library, Peers
+from dsa_bench.harness.calls import Call, Peers
+from dsa_bench.peers.package import Library
 
 CUDNN = Library("cuDNN-FE", ("cudnn",))
 

@@ -22,8 +22,8 @@ from types import ModuleType
 
 import torch
 
-from dsa_bench.harness.calls import Call
-from dsa_bench.peers.package import Library, Peers, launch_programmatically
+from dsa_bench.harness.calls import Call, Peers
+from dsa_bench.peers.package import Library, launch_programmatically
 
 NEW = Library("deepgemm 2.8.1", ("vllm.third_party.deep_gemm",), launch_programmatically)
 OLD = Library("deepgemm", ("deep_gemm",), launch_programmatically)
@@ -221,6 +221,11 @@ def routed(rows: int, experts: int, top_k: int, device: str = "cuda") -> torch.T
     """int32 [experts]: the ends of each expert's rows, of so many that each go to `top_k` experts at random."""
     chosen = torch.rand(rows, experts, device=device).argsort(-1)[:, :top_k].flatten()
     return torch.bincount(chosen, minlength=experts).cumsum(0).to(torch.int32)
+
+
+def used(ends: torch.Tensor) -> int:
+    """How many experts have rows."""
+    return int((ends.diff(prepend=ends.new_zeros(1)) > 0).sum())
 
 
 def _unset(shape: tuple[int, ...], channels: int, block: int, device: str) -> Scaled:

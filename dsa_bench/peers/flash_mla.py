@@ -11,8 +11,8 @@ from types import ModuleType
 
 import torch
 
-from dsa_bench.harness.calls import Call
-from dsa_bench.peers.package import Library, Peers
+from dsa_bench.harness.calls import Call, Peers
+from dsa_bench.peers.package import Library
 
 SGL = Library("sgl-flash-mla", ("flash_mla",))
 VLLM = Library("flashmla", ("vllm.third_party.flashmla.flash_mla_interface",))

@@ -15,9 +15,9 @@ from types import ModuleType
 import torch
 
 import dsa
-from dsa_bench.harness.calls import Call
+from dsa_bench.harness.calls import Call, Peers, into
 from dsa_bench.peers import deep_gemm
-from dsa_bench.peers.package import Library, Peers, into, launch_programmatically
+from dsa_bench.peers.package import Library, launch_programmatically
 
 TILE = Library("tile-kernels", ("tile_kernels",), launch_programmatically)
 BOTH = f"{deep_gemm.NEW.name}, {TILE.name}"

@@ -9,8 +9,8 @@ from types import ModuleType
 
 import torch
 
-from dsa_bench.harness.calls import Call
-from dsa_bench.peers.package import Operators, Peers, into
+from dsa_bench.harness.calls import Call, Peers, into
+from dsa_bench.peers.package import Operators
 
 VLLM = Operators("vllm", "vllm", ("_C_stable_libtorch.abi3.so",))
 SGLANG = Operators("sglang", "sgl_kernel", ("sm90/common_ops.abi3.so",))

@@ -7,9 +7,8 @@ from types import ModuleType
 
 import torch
 
-from dsa_bench.harness.calls import Call
+from dsa_bench.harness.calls import Call, Peers
 from dsa_bench.peers import deep_gemm, topk
-from dsa_bench.peers.package import Peers
 
 
 def select(inputs: Iterable[tuple], k: int) -> Peers:

@@ -6,9 +6,8 @@ from types import ModuleType
 
 import torch
 
-from dsa_bench.harness.calls import Call
+from dsa_bench.harness.calls import Call, Peers
 from dsa_bench.peers import deep_gemm, topk
-from dsa_bench.peers.package import Peers
 
 SCORES = 4 << 30  # bytes of scores at a time: no engine has room for more, and most have for less
 

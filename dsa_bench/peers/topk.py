@@ -15,9 +15,9 @@ from types import ModuleType
 import torch
 
 import dsa
-from dsa_bench.harness.calls import Call
+from dsa_bench.harness.calls import Call, Peers
 from dsa_bench.peers.operators import SGLANG, VLLM
-from dsa_bench.peers.package import Operators, Peers, SourceFile
+from dsa_bench.peers.package import Operators, SourceFile
 
 SELECTED = (512, 1024, 2048)  # keys that vLLM's cooperative and persistent top-k select
 COOPERATIVE_ROWS = 64  # at most

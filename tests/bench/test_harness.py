@@ -20,6 +20,7 @@ from dsa.runtime.op import OPS
 from dsa_bench.gemm import _published_layers
 from dsa_bench.harness import case, host, plot, profile, table, tune
 from dsa_bench.harness.benchmarks import tunable
+from dsa_bench.harness.calls import Peers
 from dsa_bench.harness.table import print_table
 
 OP = "fp8_mqa_logits"  # that is tuned
@@ -42,10 +43,10 @@ def timed(monkeypatch):
     return takes
 
 
-def a_case(*names, **options):
+def a_case(*names, failed=None, **options):
     """Everyone's result is 0, 1, ..., 9."""
     calls = {name: [lambda: torch.arange(10.0)] for name in ("dsa", *names)}
-    return case.Case("shape", calls, lambda ms: f"{ms} ms", **options)
+    return case.Case("shape", calls, lambda ms: f"{ms} ms", Peers(failed=failed or {}), **options)
 
 
 def test_a_row_tells_peers_baselines_and_yardsticks_apart(timed):
@@ -314,7 +315,7 @@ class Gpu:
             if wrong:
                 raise AssertionError("calc_diff 1")
 
-        return case.Case("shape", {"dsa": [self.call]}, lambda ms: f"{ms:.2f}", check)
+        return case.Case("shape", {"dsa": [self.call]}, lambda ms: f"{ms:.2f}", check=check)
 
     def bench(self, calls, **options):
         for config, (call,) in calls.items():

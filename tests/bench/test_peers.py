@@ -11,9 +11,10 @@ import torch
 import dsa
 from dsa_bench.harness import calls
 from dsa_bench.harness import case as cases
-from dsa_bench.harness.agreement import agree, agree_attention
+from dsa_bench.harness.agreement import agree, agree_attention, agree_selected
+from dsa_bench.harness.calls import Peers
 from dsa_bench.peers import deep_gemm, marlin, operators, probe, scores_and_topk, topk
-from dsa_bench.peers.package import Library, Operators, Peers, SourceFile
+from dsa_bench.peers.package import Library, Operators, SourceFile
 
 NEW, OLD = "vllm.third_party.deep_gemm", "deep_gemm"
 PAGE = Path(__file__).parents[2] / "docs/reference/peers.md"
@@ -404,7 +405,7 @@ def test_a_top_k_that_takes_contiguous_scores_gets_them(peers):
 
 def test_selections_agree_up_to_ties_and_a_few_keys():
     scores = torch.randn(3, 400).relu()
-    compare = functools.partial(cases.load("topk_indices")._agree, scores)
+    compare = functools.partial(agree_selected, keys=400, scores=scores)
     order = scores.argsort(1, descending=True)
     ours = order[:, :100].int()
     compare({0: ours.flip(1)}, ours)
