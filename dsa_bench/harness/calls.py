@@ -44,29 +44,26 @@ class Peers:
     failed: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, makes: Mapping[Loadable, Callable[..., Call]], inputs: Iterable[tuple], name: str = "{}") -> "Peers":
-        """The calls that each library's function makes (`add`). name: in which {} stands for the library's."""
+    def of(
+        cls,
+        makes: Mapping[Loadable, Callable[..., Call]],
+        inputs: Iterable[tuple],
+        name: str = "{}",
+        needs: Sequence[Loadable] = (),
+    ) -> "Peers":
+        """`make(module, *input)` for every input and every library that is installed.
+
+        name: in which {} stands for the library's. needs: further libraries that must be installed.
+        """
         found, inputs = cls(), list(inputs)
         for library, make in makes.items():
-            found.add(library, make, inputs, name.format(library.name))
+            own = name.format(library.name)
+            try:
+                if all((module := one.load()) is not None for one in (*needs, library)):
+                    found.calls[own] = [make(module, *given) for given in inputs]
+            except Exception as error:  # a peer may raise anything, and must not end the other peers' run
+                found.failed[own] = f"failed: {reason(error)}"
         return found
-
-    def add(
-        self,
-        library: Loadable,
-        make: Callable[..., Call],
-        inputs: Iterable[tuple],
-        name: str = "",
-        needs: Sequence[Loadable] = (),
-    ) -> None:
-        """Add `make(module, *input)` for every input, if the library is installed. name: by default the library's.
-        needs: further libraries that must be installed."""
-        name = name or library.name
-        try:
-            if all((module := one.load()) is not None for one in (*needs, library)):
-                self.calls[name] = [make(module, *given) for given in inputs]
-        except Exception as error:  # a peer may raise anything, and must not end the other peers' run
-            self.failed[name] = f"failed: {reason(error)}"
 
     def __or__(self, other: "Peers") -> "Peers":
         return Peers(self.calls | other.calls, self.failed | other.failed)

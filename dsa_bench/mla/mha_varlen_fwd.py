@@ -57,7 +57,7 @@ def case(sequences: int, keys: int, new: int, heads: int, d: int, dv: int, selec
     peers = Peers()
     if new == keys:
         by_sequence = [x.view(sequences, keys, *x.shape[1:]).transpose(1, 2) for x in (q, k, v)]
-        peers.add(CUDNN, _cudnn, [(*by_sequence, scale)])
+        peers = Peers.of({CUDNN: _cudnn}, [(*by_sequence, scale)])
     if not selecting:
         return Case(name, {"dsa": [partial(dsa.mha_varlen_fwd, *arguments)]}, figure, peers, **others)
 

@@ -31,17 +31,15 @@ BUILDS = (NEW, OLD)  # the newest first
 ALIGNMENT = 128  # of a group's first row
 _PROCESSES = 16
 _GROUPED_MEMORY = 0.8  # of the GPU's free memory, for compiling processes with all groups' weights
-_ROWS_MEMORY = 5 << 30  # of such a process, beside the weights
+_ROWS_MEMORY = 5 << 30  # of such a process, in addition to the weights
 Scaled = tuple[torch.Tensor, torch.Tensor]
 
 
 def mqa_logits(q: torch.Tensor, kv: Scaled, weights, starts, ends, clean: bool) -> Peers:
     """`fp8_mqa_logits` of both; starts must be 0, so that compressed rows are rows of all keys. 2.8.1 never cleans."""
-    peers = Peers()
     inputs = [(q, kv, weights, starts, ends)]
-    peers.add(NEW, new_mqa_logits, inputs, f"{NEW.name}, not cleaned" if clean else NEW.name)
-    peers.add(OLD, partial(_old_mqa_logits, clean), inputs)
-    return peers
+    new = Peers.of({NEW: new_mqa_logits}, inputs, "{}, not cleaned" if clean else "{}")
+    return new | Peers.of({OLD: partial(_old_mqa_logits, clean)}, inputs)
 
 
 def new_mqa_logits(module: ModuleType, q, kv, weights, starts, ends) -> Call:
@@ -54,13 +52,11 @@ def _old_mqa_logits(clean: bool, module: ModuleType, q, kv, weights, starts, end
 
 def paged_mqa_logits(inputs: Iterable[tuple]) -> Peers:
     """`fp8_paged_mqa_logits` of (q, pages, weights, lengths [B], block_table, columns), with plans made beforehand."""
-    inputs, peers = list(inputs), Peers()
+    inputs = list(inputs)
     next_n = inputs[0][0].shape[1]
-    if next_n in (1, 2, 4):
-        peers.add(NEW, _new_paged_mqa_logits, inputs)
-    if next_n in (1, 2):
-        peers.add(OLD, _old_paged_mqa_logits, inputs)
-    return peers
+    takes = {NEW: (1, 2, 4), OLD: (1, 2)}
+    makes = {NEW: _new_paged_mqa_logits, OLD: _old_paged_mqa_logits}
+    return Peers.of({library: make for library, make in makes.items() if next_n in takes[library]}, inputs)
 
 
 def _new_paged_mqa_logits(module: ModuleType, q, pages, weights, lengths, table, columns) -> Call:
@@ -88,10 +84,7 @@ def new_plan(module: ModuleType, visible: torch.Tensor, page: int, sms: int) -> 
 
 def plans(lengths: torch.Tensor, page: int, copies: int) -> Peers:
     """The plan of paged scores, one query a sequence, so many times."""
-    peers = Peers()
-    for library in BUILDS:
-        peers.add(library, _plan, [(lengths[:, None].contiguous(), page)] * copies)
-    return peers
+    return Peers.of(dict.fromkeys(BUILDS, _plan), [(lengths[:, None].contiguous(), page)] * copies)
 
 
 def _plan(module: ModuleType, visible: torch.Tensor, page: int) -> Call:
@@ -100,10 +93,7 @@ def _plan(module: ModuleType, visible: torch.Tensor, page: int) -> Call:
 
 def product(a: Scaled, weights: Sequence[Scaled], builds: Sequence[Library] = BUILDS) -> Peers:
     """`fp8_gemm_nt` with each of the weights: results are (out, None)."""
-    peers = Peers()
-    for library in builds:
-        peers.add(library, _product, [(a, b) for b in weights])
-    return peers
+    return Peers.of(dict.fromkeys(builds, _product), [(a, b) for b in weights])
 
 
 def _product(module: ModuleType, a: Scaled, b: Scaled) -> Call:
@@ -115,17 +105,19 @@ def _product(module: ModuleType, a: Scaled, b: Scaled) -> Call:
 def grouped_product(a: Scaled, b: Scaled, ends: torch.Tensor, builds: Sequence[Library] = BUILDS) -> Peers:
     """`m_grouped_fp8_gemm_nt_contiguous`, and of few rows 2.8.1's masked product too. Results are (out, the rows of out
     that are ours)."""
-    peers, inputs = Peers(), [(a, b, ends)]
-    for library in builds:
-        peers.add(library, _contiguous, inputs)
-    most = int(ends.diff(prepend=ends.new_zeros(1)).max())
-    if NEW in builds and most <= ALIGNMENT:
-        peers.add(NEW, _masked, inputs, f"{NEW.name}, masked")
+    peers = Peers.of(dict.fromkeys(builds, _contiguous), [(a, b, ends)])
+    if NEW in builds and int(_sizes(ends).max()) <= ALIGNMENT:
+        peers |= Peers.of({NEW: _masked}, [(a, b, ends)], "{}, masked")
     return peers
 
 
+def _sizes(ends: torch.Tensor) -> torch.Tensor:
+    """Rows of each group."""
+    return ends.diff(prepend=ends.new_zeros(1))
+
+
 def _contiguous(module: ModuleType, a: Scaled, b: Scaled, ends: torch.Tensor) -> Call:
-    sizes = ends.diff(prepend=ends.new_zeros(1))
+    sizes = _sizes(ends)
     padded = (sizes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
     groups = torch.repeat_interleave(torch.arange(len(ends), device=ends.device, dtype=torch.int32), padded)
     rows = _places(ends, padded.cumsum(0) - padded)
@@ -137,7 +129,7 @@ def _contiguous(module: ModuleType, a: Scaled, b: Scaled, ends: torch.Tensor) ->
 
 def _masked(module: ModuleType, a: Scaled, b: Scaled, ends: torch.Tensor) -> Call:
     count = len(ends)
-    sizes = ends.diff(prepend=ends.new_zeros(1)).to(torch.int32)
+    sizes = _sizes(ends).to(torch.int32)
     rows = _places(ends, torch.arange(count, device=ends.device) * ALIGNMENT)
     q, s = (x.unflatten(0, (count, ALIGNMENT)) for x in _spread(a, rows, count * ALIGNMENT))
     out = torch.empty(count, ALIGNMENT, b[0].shape[1], dtype=torch.bfloat16, device=q.device)
@@ -147,14 +139,14 @@ def _masked(module: ModuleType, a: Scaled, b: Scaled, ends: torch.Tensor) -> Cal
 
 
 def _places(ends: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    """Where our rows, one group after the other, lie if the groups begin at `starts`."""
-    sizes = ends.diff(prepend=ends.new_zeros(1))
+    """The index of each of our rows if the groups begin at `starts`."""
+    sizes = _sizes(ends)
     moved = torch.repeat_interleave(starts - (ends - sizes), sizes)
     return torch.arange(len(moved), device=ends.device) + moved
 
 
 def _spread(a: Scaled, rows: torch.Tensor, count: int) -> Scaled:
-    """Rows and their scales at these places of `count`, others 0 and 1."""
+    """Rows and their scales at these indices of `count`, other rows 0 and scales 1."""
     q = torch.zeros(count, a[0].shape[1], dtype=torch.uint8, device=a[0].device)
     q[rows] = a[0].view(torch.uint8)
     s = torch.ones(count, a[1].shape[1], device=a[1].device)
@@ -225,7 +217,7 @@ def routed(rows: int, experts: int, top_k: int, device: str = "cuda") -> torch.T
 
 def used(ends: torch.Tensor) -> int:
     """How many experts have rows."""
-    return int((ends.diff(prepend=ends.new_zeros(1)) > 0).sum())
+    return int((_sizes(ends) > 0).sum())
 
 
 def _unset(shape: tuple[int, ...], channels: int, block: int, device: str) -> Scaled:

@@ -22,7 +22,7 @@ def select(inputs: Iterable[tuple], k: int) -> Peers:
         return peers
     pairs = [(one, deep_gemm.visible_keys(given[3], q.shape[1]).flatten()) for one, given in zip(scores, inputs)]
     for name, (library, make) in topk.those_for(q.shape[0] * q.shape[1], k).items():
-        peers.add(library, partial(_both, make, k), pairs, f"{deep_gemm.NEW.name}, {name}")
+        peers |= Peers.of({library: partial(_both, make, k)}, pairs, f"{deep_gemm.NEW.name}, {name}")
     return peers
 
 

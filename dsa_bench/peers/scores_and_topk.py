@@ -16,8 +16,8 @@ def select(q, kv, weights, starts, ends, k: int) -> Peers:
     """Indices [S, k] of all queries, in any order; starts must be 0."""
     peers, inputs = Peers(), [(q, kv, weights, starts, ends, k)]
     for name, (library, make) in topk.those_for(min(len(q), _queries(kv)), k).items():
-        needs = (library,)
-        peers.add(deep_gemm.NEW, partial(_in_parts, make), inputs, f"{deep_gemm.NEW.name}, {name}", needs)
+        of_both = f"{deep_gemm.NEW.name}, {name}"
+        peers |= Peers.of({deep_gemm.NEW: partial(_in_parts, make)}, inputs, of_both, needs=(library,))
     return peers
 
 

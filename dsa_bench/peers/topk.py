@@ -37,7 +37,7 @@ def select(inputs: Iterable[tuple[torch.Tensor, torch.Tensor, int]]) -> Peers:
     scores, _, k = inputs[0]
     for name, (library, make) in those_for(len(scores), k).items():
         given = [(x.contiguous(), *rest) for x, *rest in inputs] if name in SIDE_BY_SIDE else inputs
-        peers.add(library, partial(_into_own, make), given, name)
+        peers |= Peers.of({library: partial(_into_own, make)}, given, name)
     return peers
 
 

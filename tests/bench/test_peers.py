@@ -176,9 +176,8 @@ def test_a_broken_library_is_not_taken_for_a_missing_one(monkeypatch, tmp_path, 
     (tmp_path / "broken_peer.py").write_text("raise OSError('libcuda.so.1: no such file')")
     (tmp_path / "needy_peer.py").write_text("import a_module_that_nobody_has")
     monkeypatch.syspath_prepend(tmp_path)
-    peers = Peers()
-    for name in ("broken_peer", "needy_peer", "absent_peer", "absent_peer.inside"):
-        peers.add(Library(name, (name,)), lambda module: pytest.fail("called"), [()])
+    names = ("broken_peer", "needy_peer", "absent_peer", "absent_peer.inside")
+    peers = Peers.of({Library(name, (name,)): lambda module: pytest.fail("called") for name in names}, [()])
     assert peers.calls == {}
     assert peers.failed == {
         "broken_peer": "failed: libcuda.so.1: no such file",
@@ -265,8 +264,7 @@ def test_operators_of_no_package_are_not_installed(monkeypatch, tmp_path, asked)
 
 def test_a_shared_library_that_cannot_be_loaded_fails_with_the_reason(stripped, monkeypatch):
     """torch's own message is that the file could not be loaded."""
-    peers = Peers()
-    peers.add(operators.SGLANG, lambda module: pytest.fail("called"), [()])
+    peers = Peers.of({operators.SGLANG: lambda module: pytest.fail("called")}, [()])
     file = str(stripped / "sgl_kernel/sm90/common_ops.abi3.so")
     assert peers.calls == {} and "Could not" not in peers.failed["sglang"]
     assert peers.failed["sglang"].startswith("failed: ") and file in peers.failed["sglang"]
@@ -278,7 +276,7 @@ def test_a_shared_library_that_cannot_be_loaded_fails_with_the_reason(stripped, 
             raise OSError(f"Could not load this library: {path}") from error
 
     monkeypatch.setattr(torch.ops, "load_library", load_library)
-    peers.add(operators.VLLM, lambda module: pytest.fail("called"), [()])
+    peers = Peers.of({operators.VLLM: lambda module: pytest.fail("called")}, [()])
     assert peers.failed["vllm"] == "failed: libcuda.so.1: cannot open shared object file"
 
 
