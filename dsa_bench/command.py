@@ -103,7 +103,7 @@ def _bench_e2e(args: argparse.Namespace) -> int:
     if args.csv:
         table.write_csv(rows, args.csv)
     if args.png:
-        plot.write_png(rows, args.png)
+        plot.write_passes(rows, args.png)
     return 0
 
 

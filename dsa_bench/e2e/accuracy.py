@@ -18,16 +18,14 @@ replacement (paired bootstrap).
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import dsa
-from dsa.runtime import backends
+from dsa_bench.e2e.command import Row, need_a_gpu, print_rows
 from dsa_bench.e2e.held_out_text import held_out_sequences
 from dsa_bench.e2e.peers import Replaced, replacement
 from dsa_bench.harness.calls import reason
@@ -39,7 +37,6 @@ from dsa_layers.layers.score_accumulators import set_score_accumulators
 RESAMPLES = 10_000
 PEERS = "peers"
 KERNELS = {"ours, fp16 accumulators": torch.float16, "ours, fp32 accumulators": torch.float32}
-Row = dict[str, Any]
 Interval = list[float]  # mean, and both ends of its 95% interval
 
 
@@ -141,11 +138,9 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m dsa_bench.e2e.accuracy", description=__doc__.splitlines()[0])
     parser.add_argument("checkpoints", nargs="*", type=Path, default=[SHIPPED_MODEL], metavar="CHECKPOINT")
     args = parser.parse_args(arguments)
-    if why := backends.why_no_kernels():
-        parser.error(f"a benchmark needs a GPU with kernels: {why}")
+    need_a_gpu(parser)
     try:
-        for row in rows(args.checkpoints):
-            print(json.dumps(row), flush=True)
+        print_rows(rows(args.checkpoints))
     except ValueError as error:
         parser.error(str(error))
     return 0

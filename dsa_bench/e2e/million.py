@@ -1,44 +1,87 @@
-"""Contexts of up to a million tokens on one GPU: a prompt, pass by pass, and decoding behind it.
+"""Contexts of up to a million tokens on one GPU: a prompt, pass by pass, and decoding after it.
 
-usage: python -m dsa_bench.e2e.million [--models MODEL...] [--tokens N...] [--sequences N...] [--compile]
+usage: python -m dsa_bench.e2e.million [--models MODEL...] [--compile]
 
-Prints a line of JSON for each row (`rows`); how long each step takes goes to the standard error. Kernels are compiled
-before, in parallel; --compile does that alone, also where there is no GPU.
+Prints a line of JSON for each row (`rows`); the time of each step goes to the standard error. Kernels are compiled
+before, in parallel; --compile does only that, also where there is no GPU.
 """
 
-import argparse
-import json
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from dsa.runtime import backends
-from dsa.runtime.asked_variants import asked_variants
 from dsa.runtime.variants import Variant
-from dsa_bench.e2e.long_prompt import LongPrompt, Watch
-from dsa_bench.e2e.parallel_kernels import compile_ahead
-from dsa_bench.e2e.parallel_rows import free, seconds_told
+from dsa.testing import bench
+from dsa_bench.e2e.command import Row, Tell, asked_of, compiled, free, in_order, parser, quiet, run
 from dsa_bench.e2e.parts import gpu_ms
 from dsa_bench.e2e.report import CHUNK
-from dsa_bench.e2e.runs import decode, milliseconds
+from dsa_bench.e2e.runs import decode
 from dsa_bench.e2e.stacks import LONG_STACKS, skeleton, stack
-from dsa_layers import options
+from dsa_layers.batch.prefill import Chunk, prefill_batch
+from dsa_layers.cache.cache import Cache
 from dsa_layers.compilation import passes
-from dsa_layers.compilation.variants import with_all_tiles
-from dsa_layers.families.model import CheckpointModel
-from dsa_layers.layers import joint_linear
+from dsa_layers.families.model import CheckpointModel, Model
 
 LENGTHS = (131072, 262144, 524288, 1048576)
 SEQUENCES = (1, 2, 4, 8, 16, 32)
 STEP_REPEATS = 20
-SHORT = 2  # the pass whose memory is that of activations: it selects, and has few keys
-RESERVE = 4 << 30  # bytes that a step takes beside weights and caches, and more
-WARM = 8  # every so many passes run once before they are timed: kernels that lengths ask for are loaded then
-Row = dict[str, Any]
-Tell = Callable[[str], None]
+SHORT = 2  # the pass whose memory is activations: it selects, and has few keys
+RESERVE = 4 << 30  # bytes, more than a step takes without weights and caches
+WARM = 8  # every so many passes run once before the timing, which loads the kernels that lengths ask for
+
+
+class LongPrompt:
+    """A prompt of so many tokens and its cache. Each pass computes `chunk` of them, the last pass the rest."""
+
+    def __init__(self, model: Model, tokens: int, chunk: int) -> None:
+        self._model, self.tokens, self.chunk = model, tokens, chunk
+        self._device = next(model.parameters()).device
+        self._pages = range(-(-tokens // model.page_size))
+        self.cache = model.make_cache(len(self._pages), device=self._device, state_slots=1)
+
+    @torch.inference_mode()
+    def compute(self, begin: int) -> torch.Tensor:
+        """The pass over the tokens from `begin` on, after those before. Logits of its last token."""
+        end = min(begin + self.chunk, self.tokens)
+        batch = prefill_batch([Chunk(end - begin, begin, self._pages, 0)], self.cache.page_size, self._device)
+        tokens = torch.arange(begin, end, device=self._device) % self._model.config.vocab_size
+        return self._model(tokens, batch, self.cache)
+
+
+class Watch:
+    """The GPU's clock, and the memory that tensors take there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def mark(self) -> Any:
+        """An event on the GPU's clock: when all earlier launches are done."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def ms(self, begin: Any, end: Any) -> float:
+        """Milliseconds between two marks, once the GPU has passed the second."""
+        end.synchronize()
+        return begin.elapsed_time(end)
+
+    def held(self) -> int:
+        """Bytes that tensors take now."""
+        return torch.cuda.memory_allocated(self.device)
+
+    def free(self) -> int:
+        """Bytes that the GPU has left."""
+        return torch.cuda.mem_get_info(self.device)[0]
+
+    def forget_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def peak(self) -> int:
+        """Bytes that tensors took at most since `forget_peak`."""
+        return torch.cuda.max_memory_allocated(self.device)
 
 
 def prompt_shape(model: str, tokens: int) -> str:
@@ -55,23 +98,22 @@ def rows(
     sequences: Sequence[int] = SEQUENCES,
     done: Collection[str] = (),
     device: torch.device | str = "cuda",
-    tell: Tell = lambda step: None,
+    tell: Tell = quiet,
 ) -> Iterator[Row]:
-    """Of prompts {"shape", "model", "run", "tokens", "ms", "tokens/s", "figure", "pass_ms", "parts", "memory",
-    "workspace"}, and of decoding steps behind contexts of the longest length the same with None for the last one. done:
-    shapes that are left out, as an earlier run has them.
+    """{"shape", "model", "run", "tokens", "ms", "tokens/s", "figure", "pass_ms", "parts", "memory", "workspace"} of
+    prompts, and of decoding steps after the longest context, whose workspace is None. done: shapes of an earlier run,
+    which are left out.
 
-    A prompt's passes do not depend on what comes behind it: all lengths are of the longest one's passes, each up to its
-    own last pass.
+    A prompt's passes do not depend on later tokens: only the longest one is computed, and each length is its passes up
+    to there.
     ms         of all passes on the GPU's clock; of a step as one CUDA graph
     pass_ms    of the last pass; of a step, ms
-    parts      {part: ms} of kernels alone in the last pass, which runs once more for that
-    memory     bytes that tensors, weights and cache among them, took at most
-    workspace  bytes that a pass took at most beside weights and cache, less those of the pass that is the SHORT-th:
-               what a long context adds to them
+    parts      {part: ms} of the kernels in the last pass, which runs once more for this
+    memory     peak bytes of tensors, weights and cache included
+    workspace  peak bytes of a pass without weights and cache, less those of the SHORT-th pass: what a long context adds
 
-    Sequences that decode have random numbers in their caches. What these are decides which keys are selected, not
-    how many; how many sequences there are is bounded by memory, and the rows of more than fit are left out.
+    Caches of decoding sequences hold random numbers, which decide which keys are selected, not how many. Rows whose
+    sequences do not fit in memory are left out.
     """
     for name in names:
         prompts = [n for n in sorted(lengths) if prompt_shape(name, n) not in done]
@@ -127,13 +169,13 @@ def _step(name: str, model: CheckpointModel, count: int, context: int, watch: Wa
     torch.manual_seed(0)
     watch.forget_peak()
     pages = count * -(-context // model.page_size)
-    # Before anything is captured, which memory that is not there would end.
+    # Checked before the capture, which running out of memory would break.
     if model.make_cache(pages, device="meta", state_slots=count).nbytes + RESERVE > watch.free():
         return None
     try:
-        run = decode(model, count, context)
-        ms = milliseconds(run.timed, STEP_REPEATS)
-        parts = gpu_ms(model, run.launched)
+        step = decode(model, count, context)
+        ms = bench({"step": step.timed}, repeats=STEP_REPEATS)["step"]
+        parts = gpu_ms(model, step.launched)
     except torch.OutOfMemoryError:
         return None
     row = _row(name, step_shape(name, count, context), count, ms)
@@ -147,66 +189,39 @@ def _row(name: str, shape: str, tokens: int, ms: float) -> Row:
 
 
 def asked(
-    names: Sequence[str] = tuple(LONG_STACKS),
-    lengths: Sequence[int] = LENGTHS,
-    sequences: Sequence[int] = SEQUENCES,
-    arch: str = "sm_90",
+    names: Sequence[str] = tuple(LONG_STACKS), lengths: Sequence[int] = LENGTHS, sequences: Sequence[int] = SEQUENCES
 ) -> list[Variant]:
-    """The kernels that the rows ask for; sorted."""
+    """The kernels that the rows ask for, sorted."""
     context = max(lengths)
     prompts = [(CHUNK, begin) for begin in range(0, context, CHUNK)]
-    found = (asked_by(skeleton(name), prompts, sequences, context, arch) for name in names)
-    return sorted({variant for own in found for variant in own}, key=repr)
+    return in_order(asked_by(skeleton(name), prompts, sequences, context) for name in names)
 
 
 def asked_by(
-    model: CheckpointModel, prompts: Sequence[tuple[int, int]], sequences: Sequence[int], context: int, arch: str
-) -> list[Variant]:
+    model: CheckpointModel, prompts: Sequence[tuple[int, int]], sequences: Sequence[int], context: int
+) -> set[Variant]:
     """Those that a model on the meta device asks for: in passes over (new, earlier) tokens of a prompt, and in steps of
-    so many sequences behind `context` tokens; sorted."""
-    model.init_buffers(passes.META)
-    joint_linear.join(model)
-    count = max(sequences, default=1)
-    pages = count * -(-context // model.page_size)
-    cache = model.eval().make_cache(pages, model.page_size, passes.META, state_slots=count)
-    with asked_variants(arch) as found:
+    so many sequences after `context` tokens."""
+
+    def all_passes(model: CheckpointModel, cache: Cache) -> None:
         for prompt in prompts:
             passes.prefill(model, cache, [prompt])
         for count in sequences:
             passes.decode(model, cache, count, context)
-    return sorted(with_all_tiles(found), key=repr)
+
+    most, page = max(sequences, default=1), model.page_size
+    return asked_of(model, most * -(-context // page) * page, most, all_passes)
 
 
 def compiled_rows(done: Collection[str] = ()) -> Iterator[Row]:
-    """All rows, once their kernels are compiled in parallel: one after the other, in the passes that are timed, they
-    would take most of the time. done: as of `rows`."""
-    tell = seconds_told()
-    compile_ahead(asked, tell)
-    yield from rows(done=done, tell=tell)
+    """All rows, once their kernels are compiled in parallel. done: as in `rows`."""
+    return compiled(asked, partial(rows, done=done))
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m dsa_bench.e2e.million", description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", choices=[*LONG_STACKS], default=[*LONG_STACKS], help="default: all")
-    for option, default, what in (("tokens", LENGTHS, "of a prompt"), ("sequences", SEQUENCES, "that decode")):
-        listed = " ".join(map(str, default))
-        parser.add_argument(
-            f"--{option}", nargs="+", type=options.positive, default=default, metavar="N", help=f"{what}: {listed}"
-        )
-    parser.add_argument("--compile", action="store_true", help="compile the kernels alone, which needs no GPU")
-    args = parser.parse_args(arguments)
-    if wrong := [n for n in args.tokens if n % CHUNK or n < SHORT * CHUNK]:
-        parser.error(f"--tokens: must be multiples of {CHUNK}, at least {SHORT * CHUNK}, got {wrong[0]}")
-    if not args.compile and (reason := backends.why_no_kernels()):
-        parser.error(f"a benchmark needs a GPU with kernels: {reason}")
-    tell = seconds_told()
-    tell("modules are imported")
-    compile_ahead(partial(asked, args.models, args.tokens, args.sequences), tell)
-    if args.compile:
-        return 0
-    for row in rows(args.models, args.tokens, args.sequences, tell=tell):
-        print(json.dumps(row), flush=True)
-    return 0
+    options = parser("million", __doc__, LONG_STACKS)
+    args = options.parse_args(arguments)
+    return run(options, args.compile, partial(asked, args.models), partial(rows, args.models))
 
 
 if __name__ == "__main__":

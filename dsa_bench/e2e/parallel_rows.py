@@ -1,20 +1,18 @@
 """The rows of models on several GPUs: what each rank does for them. All ranks make the same calls in the same order."""
 
-import gc
-import time
 import zlib
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from dsa_bench.e2e import collectives
 from dsa_bench.e2e.clock import Clock, Launching
+from dsa_bench.e2e.command import Row, Tell, free, quiet
 from dsa_bench.e2e.parallel_cases import Case, chosen
 from dsa_bench.e2e.silent import without_collectives
 from dsa_bench.e2e.stacks import STACKS, published_layers, skeleton, stack, with_layers
-from dsa_bench.e2e.trace import events_of
+from dsa_bench.e2e.trace import collectives_share, events_of
 from dsa_layers.checkpoint.gpu_plan import plan
 from dsa_layers.families.model import CheckpointModel
 from dsa_layers.parallel.cuts import cuts_of
@@ -23,8 +21,6 @@ from dsa_layers.parallel.ranks import ALONE, Ranks
 # Of a GPU's free memory for activations, scores, graphs and compiled kernels: passes over 8192 tokens take about half.
 RESERVE = 10 * 10**9
 MOST_COMPARED = 16  # layers on one GPU beside the same split: what a pass has beside its layers is little then
-Row = dict[str, Any]
-Tell = Callable[[str], None]
 
 
 def shape(model: str, case: str, gpus: int) -> str:
@@ -38,7 +34,7 @@ def rank_rows(
     runs: Collection[str] | None = None,
     layers: int | None = None,
     done: Collection[str] = (),
-    tell: Tell = lambda step: None,
+    tell: Tell = quiet,
 ) -> Iterator[Row]:
     """{"shape", "model", "run", "gpus", "layers", "published_layers", "tokens", "ms", "tokens/s", "figure", "memory",
     "collectives", "shard_ms", "efficiency", "few_layers", "few_ms", "one_gpu_ms", "speedup"} of all cases, or of `runs`
@@ -173,7 +169,7 @@ def _together(model: CheckpointModel, case: Case, clock: Clock, tell: Tell) -> R
     row = {"ms": times.max(0).values.median().item(), "memory": clock.peak(), "collectives": None}
     _check_same(logits[0], case, clock)
     if case.repeats:
-        row["collectives"] = collectives.share(events_of(lambda: (clock.meet(), call()), host=False))
+        row["collectives"] = collectives_share(events_of(lambda: (clock.meet(), call()), host=False))
     return row
 
 
@@ -181,23 +177,3 @@ def _check_same(logits: torch.Tensor, case: Case, clock: Clock) -> None:
     found = clock.everyones(zlib.crc32(logits.cpu().contiguous().view(torch.uint8).numpy()))
     if len({*found}) > 1:
         raise RuntimeError(f"{case.name}: ranks have computed other logits, with checksums {found}")
-
-
-def seconds_told() -> Tell:
-    """Tells each step with the seconds since the one before, on the standard error."""
-    import sys
-
-    last = time.monotonic()
-
-    def tell(step: str) -> None:
-        nonlocal last
-        now = time.monotonic()
-        print(f"{now - last:6.1f} s  {step}", file=sys.stderr, flush=True)
-        last = now
-
-    return tell
-
-
-def free() -> None:
-    gc.collect()
-    torch.cuda.empty_cache()

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dsa.testing import bench
 from dsa_bench.e2e.cache_contents import fill
 from dsa_layers.batch.prefill import Chunk, prefill_batch
 from dsa_layers.families.model import Model
@@ -17,7 +16,7 @@ SPARE = 4  # pages and state slots, of which each way to launch a step takes one
 
 @dataclass
 class Cached:
-    """A sequence all of whose tokens but the last are in the cache."""
+    """A sequence with all tokens except the last in the cache."""
 
     pages: list[int]
     state_slot: int
@@ -31,9 +30,9 @@ class Cached:
 
 @dataclass(frozen=True)
 class Run:
-    """What is timed, and the same where every kernel is launched by Python, so that its part is known. Both return the
-    logits. again: the same over the same cache, which computes once more what a run keeps of its first call, as a graph
-    is: for other kernels."""
+    """timed: the run. launched: the same with every kernel launched by Python, so that its part is known. Both return
+    the logits. again: the same run over the same cache, without what the first call left, such as a graph: for other
+    kernels."""
 
     timed: Call
     launched: Call
@@ -41,8 +40,8 @@ class Run:
 
 
 def prefill(model: Model, count: int, tokens: int, chunk: int) -> Run:
-    """`count` prompts of so many tokens each, into a cache of their own: in passes over `chunk` tokens, which begin and
-    end within a prompt where it is cut, as engines fill them."""
+    """`count` prompts of so many tokens each, in passes over `chunk` tokens, which cut prompts where a pass is full, as
+    engines do."""
     device = next(model.parameters()).device
     each = -(-tokens // model.page_size)
     cache = model.make_cache(count * each, device=device, state_slots=count)
@@ -63,14 +62,14 @@ def prefill(model: Model, count: int, tokens: int, chunk: int) -> Run:
 
 
 def _chunk(prompt: int, tokens: int, pages: int, begin: int, end: int) -> Chunk:
-    """What a pass over the tokens from `begin` to `end` of all prompts, one after another, computes of one of them."""
+    """The part of one prompt in a pass over the tokens from `begin` to `end` of all prompts, one after another."""
     first = prompt * tokens
     cached, until = max(begin - first, 0), min(end - first, tokens)
     return Chunk(until - cached, cached, range(prompt * pages, (prompt + 1) * pages), prompt)
 
 
 def decode(model: Model, count: int, context: int) -> Run:
-    """A token for each of so many sequences of `context` tokens, whose caches hold random numbers; as a graph."""
+    """A token for each of `count` sequences of `context` tokens, whose caches hold random numbers; as a graph."""
     device = next(model.parameters()).device
     each = -(-context // model.page_size)
     cache = model.make_cache(count * each + SPARE, device=device, state_slots=count + SPARE)
@@ -83,8 +82,3 @@ def decode(model: Model, count: int, context: int) -> Run:
         return Run(lambda: graph(sequences), lambda: python(sequences), made)
 
     return made()
-
-
-def milliseconds(run: Call, repeats: int = 5) -> float:
-    """The median of its time on the GPU's clock."""
-    return bench({"run": run}, repeats=repeats)["run"]

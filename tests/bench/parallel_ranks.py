@@ -88,7 +88,7 @@ def rows(ranks, options):
 def rows_of_a_part(ranks, options):
     """The rows of one of two, which this process is alone."""
     make_small()
-    return [*one_of_many.rows(HostClock(ALONE), 2, **options)]
+    return [*one_of_many.rows(2, clock=HostClock(ALONE), **options)]
 
 
 def rows_of_other_weights(ranks, options):

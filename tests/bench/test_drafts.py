@@ -7,9 +7,8 @@ import torch
 
 import dsa
 from dsa_bench.e2e import draft_runs, drafts
-from dsa_bench.e2e.draft_gain import gain, tokens_a_round
 from dsa_bench.e2e.draft_runs import DraftedDecoding
-from dsa_bench.e2e.drafts import shape
+from dsa_bench.e2e.drafts import gain, shape, tokens_a_round
 from dsa_bench.e2e.full_depth import Depths, depths, first_layers, full_depth, layers_of
 from dsa_bench.e2e.pass_bytes import cached_bytes, experts_touched, pass_bytes
 from dsa_bench.e2e.stacks import STACKS, published_layers, skeleton, stack, with_layers

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dsa.runtime.asked_variants import asked_variants
-from dsa_bench.e2e import long_prompt, million, million_plot
+from dsa_bench.e2e import million, plot
 from dsa_bench.e2e.million import prompt_shape, step_shape
 from dsa_bench.e2e.parts import PARTS
 from dsa_bench.e2e.runs import prefill
@@ -24,7 +24,7 @@ LENGTHS, SEQUENCES, CHUNK = (192, 96), (1, 3, 5), 32
 PARTS_MS = dict(zip(PARTS, (1.0, 0.5, 2.0, 4.0, 0.5)))
 
 
-class HostWatch(long_prompt.Watch):
+class HostWatch(million.Watch):
     """A pass takes a byte more than the one before it, beside 100 that are held."""
 
     passes = 0
@@ -61,14 +61,15 @@ def small(monkeypatch):
         assert call().isfinite().all()
         return PARTS_MS
 
-    def milliseconds(call, repeats):
+    def bench(calls, repeats):
         assert repeats == million.STEP_REPEATS
+        ((name, call),) = calls.items()
         if len(call()) > 3:
             raise torch.OutOfMemoryError
-        return 0.5
+        return {name: 0.5}
 
     monkeypatch.setattr(million, "gpu_ms", gpu_ms)
-    monkeypatch.setattr(million, "milliseconds", milliseconds)
+    monkeypatch.setattr(million, "bench", bench)
 
 
 @pytest.mark.slow
@@ -108,7 +109,7 @@ def test_caches_that_do_not_fit_are_not_made(small, monkeypatch):
 def test_passes_are_those_of_a_prompt(name):
     """The last one's logits are those of the prompt in one piece."""
     model = stack(name, "cpu", **SMALL, **FEWER[name])
-    prompt = long_prompt.LongPrompt(model, 150, 64)
+    prompt = million.LongPrompt(model, 150, 64)
     for begin in (0, 64, 128):
         logits = prompt.compute(begin)
     assert torch.equal(logits, prefill(model, 1, 150, 64).timed())
@@ -174,5 +175,5 @@ ROWS = [
 
 
 def test_a_picture_of_a_prompt_alone(tmp_path):
-    million_plot.write_png(ROWS[:1], tmp_path / "rows.png")
+    plot.write_million(ROWS[:1], tmp_path / "rows.png")
     assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
