@@ -64,12 +64,16 @@ def rows(
         theirs = differences.get(PEERS)
         peers_errors = _values(theirs, "error") if isinstance(theirs, list) else None
         for name, found in differences.items():
-            row = {"shape": f"{label}: {name}", "model": label, "kernels": name}
-            row |= {"sequences": len(sequences), "tokens": len(sequences) * length}
-            if isinstance(found, str):
-                yield row | {"figure": f"failed: {found}"}
-                continue
-            yield row | _figures(found, peers_errors if name in KERNELS else None)
+            figures = {"figure": f"failed: {found}"}
+            if not isinstance(found, str):
+                figures = _figures(found, peers_errors if name in KERNELS else None)
+            yield {
+                "shape": f"{label}: {name}",
+                "model": label,
+                "kernels": name,
+                "sequences": len(sequences),
+                "tokens": len(sequences) * length,
+            } | figures
 
 
 def _differences(

@@ -6,10 +6,8 @@ from typing import Any
 import torch
 
 from dsa.testing import bench
-from dsa_bench.e2e.cache_contents import fill
-from dsa_bench.e2e.full_depth import first_layers
-from dsa_bench.e2e.pass_bytes import experts_touched
-from dsa_bench.e2e.runs import Cached
+from dsa_bench.e2e.full_depth import experts_touched, first_layers
+from dsa_bench.e2e.runs import Cached, fill
 from dsa_layers.families.model import CheckpointModel
 from dsa_layers.generation.captured_step import CapturedStep
 from dsa_layers.generation.decode_step import DecodeStep

@@ -17,8 +17,7 @@ from dsa.runtime.variants import Variant
 from dsa.testing import copy_bandwidth
 from dsa_bench.e2e.command import Row, Tell, asked_of, compiled, free, in_order, parser, quiet, run
 from dsa_bench.e2e.draft_runs import DraftedDecoding
-from dsa_bench.e2e.full_depth import Depths, depths, first_layers, full_depth
-from dsa_bench.e2e.pass_bytes import cached_bytes, pass_bytes
+from dsa_bench.e2e.full_depth import Depths, cached_bytes, depths, first_layers, full_depth, pass_bytes
 from dsa_bench.e2e.stacks import STACKS, published_layers, skeleton, stack
 from dsa_layers.cache.cache import Cache
 from dsa_layers.compilation import passes
@@ -115,16 +114,27 @@ def _measured(name: str, model: CheckpointModel, count: int, drafts: int) -> tup
 
 
 def _row(name: str, count: int, drafts: int, plain: _Pass, verify: _Pass, draft_ms: float, copy: float) -> Row:
-    this = shape(name, count, drafts)
-    row = {"shape": this, "model": name, "run": this.removeprefix(f"{name} "), "sequences": count, "drafts": drafts}
-    row |= {"layers": published_layers(name), "draft_ms": draft_ms, "copy": copy}
-    row |= {kind: vars(own) | {"depths": list(own.depths)} for kind, own in (("plain", plain), ("verify", verify))}
-    row["of_copy"] = [own.bytes / copy * 1e3 / own.ms for own in (plain, verify)]
-    row["over_bytes"] = verify.ms / plain.ms / (verify.bytes / plain.bytes)
-    row |= {"tokens_a_round": tokens_a_round(drafts), "ms": verify.ms + draft_ms}
-    row["gain"] = gain(plain.ms, verify.ms, draft_ms, drafts)
-    row["tokens/s"] = count * row["tokens_a_round"] / row["ms"] * 1e3
-    return row | {"figure": f"{row['gain']:.2f}x the tokens/s without drafts"}
+    this, ms, per_round = shape(name, count, drafts), verify.ms + draft_ms, tokens_a_round(drafts)
+    gained = gain(plain.ms, verify.ms, draft_ms, drafts)
+    return {
+        "shape": this,
+        "model": name,
+        "run": this.removeprefix(f"{name} "),
+        "sequences": count,
+        "drafts": drafts,
+        "layers": published_layers(name),
+        "draft_ms": draft_ms,
+        "copy": copy,
+        "plain": vars(plain) | {"depths": list(plain.depths)},
+        "verify": vars(verify) | {"depths": list(verify.depths)},
+        "of_copy": [own.bytes / copy * 1e3 / own.ms for own in (plain, verify)],
+        "over_bytes": verify.ms / plain.ms / (verify.bytes / plain.bytes),
+        "tokens_a_round": per_round,
+        "ms": ms,
+        "gain": gained,
+        "tokens/s": count * per_round / ms * 1e3,
+        "figure": f"{gained:.2f}x the tokens/s without drafts",
+    }
 
 
 def asked(names: Sequence[str] = tuple(STACKS), sequences: Sequence[int] = SEQUENCES) -> list[Variant]:

@@ -98,9 +98,14 @@ def _timed(
     gaps = [(first, (second - first) * 1e3) for own in others for first, second in pairwise(own)]
     among = [ms for first, ms in gaps if begin < first < end]
     alone = [ms for first, ms in gaps if first > end]
-    row = {"prefill_chunk": generator.prefill_chunk, "ms": statistics.median(among), "ms_max": max(among)}
-    row |= {"alone_ms": statistics.median(alone), "alone_ms_max": max(alone)}
-    return row | {"first_token_s": end - begin}
+    return {
+        "prefill_chunk": generator.prefill_chunk,
+        "ms": statistics.median(among),
+        "ms_max": max(among),
+        "alone_ms": statistics.median(alone),
+        "alone_ms_max": max(alone),
+        "first_token_s": end - begin,
+    }
 
 
 def asked(

@@ -9,12 +9,12 @@ before, in parallel; --compile does only that, also where there is no GPU.
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
 from dsa.runtime.variants import Variant
 from dsa.testing import bench
+from dsa_bench.e2e.clock import Clock
 from dsa_bench.e2e.command import Row, Tell, asked_of, compiled, free, in_order, parser, quiet, run
 from dsa_bench.e2e.parts import gpu_ms
 from dsa_bench.e2e.report import CHUNK
@@ -24,6 +24,7 @@ from dsa_layers.batch.prefill import Chunk, prefill_batch
 from dsa_layers.cache.cache import Cache
 from dsa_layers.compilation import passes
 from dsa_layers.families.model import CheckpointModel, Model
+from dsa_layers.parallel.ranks import ALONE
 
 LENGTHS = (131072, 262144, 524288, 1048576)
 SEQUENCES = (1, 2, 4, 8, 16, 32)
@@ -51,39 +52,6 @@ class LongPrompt:
         return self._model(tokens, batch, self.cache)
 
 
-class Watch:
-    """The GPU's clock, and the memory that tensors take there."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def mark(self) -> Any:
-        """An event on the GPU's clock: when all earlier launches are done."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def ms(self, begin: Any, end: Any) -> float:
-        """Milliseconds between two marks, once the GPU has passed the second."""
-        end.synchronize()
-        return begin.elapsed_time(end)
-
-    def held(self) -> int:
-        """Bytes that tensors take now."""
-        return torch.cuda.memory_allocated(self.device)
-
-    def free(self) -> int:
-        """Bytes that the GPU has left."""
-        return torch.cuda.mem_get_info(self.device)[0]
-
-    def forget_peak(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self.device)
-
-    def peak(self) -> int:
-        """Bytes that tensors took at most since `forget_peak`."""
-        return torch.cuda.max_memory_allocated(self.device)
-
-
 def prompt_shape(model: str, tokens: int) -> str:
     return f"{model} prompt {tokens}"
 
@@ -98,6 +66,7 @@ def rows(
     sequences: Sequence[int] = SEQUENCES,
     done: Collection[str] = (),
     device: torch.device | str = "cuda",
+    clock: Clock | None = None,
     tell: Tell = quiet,
 ) -> Iterator[Row]:
     """{"shape", "model", "run", "tokens", "ms", "tokens/s", "figure", "pass_ms", "parts", "memory", "workspace"} of
@@ -121,13 +90,13 @@ def rows(
         if not prompts and not counts:
             continue
         model = stack(name, device)
-        watch = Watch(torch.device(device))
+        clock = clock or Clock(ALONE, torch.device(device))
         tell(f"{name}: drawn")
         if prompts:
-            yield from _prompts(name, model, prompts, watch, tell)
+            yield from _prompts(name, model, prompts, clock, tell)
             free()
         for count in counts:
-            row = _step(name, model, count, max(lengths), watch)
+            row = _step(name, model, count, max(lengths), clock)
             free()
             if row is None:
                 tell(f"{name}: no memory for {count} sequences")
@@ -138,7 +107,7 @@ def rows(
         free()
 
 
-def _prompts(name: str, model: CheckpointModel, lengths: Sequence[int], watch: Watch, tell: Tell) -> Iterator[Row]:
+def _prompts(name: str, model: CheckpointModel, lengths: Sequence[int], clock: Clock, tell: Tell) -> Iterator[Row]:
     prompt = LongPrompt(model, max(lengths), CHUNK)
     begins = range(0, prompt.tokens, CHUNK)
     for begin in {*begins[:SHORT], *begins[::WARM], begins[-1]}:
@@ -146,31 +115,34 @@ def _prompts(name: str, model: CheckpointModel, lengths: Sequence[int], watch: W
     tell(f"{name}: every {WARM}th pass has run once")
     marks, memory, needed = [], 0, []
     for begin in begins:
-        held = watch.held()
-        watch.forget_peak()
-        started = watch.mark()
+        held = clock.held()
+        clock.forget_peak()
+        started = clock.mark()
         prompt.compute(begin)
-        marks.append((started, watch.mark()))
-        memory = max(memory, watch.peak())
-        needed.append(watch.peak() - held)
+        marks.append((started, clock.mark()))
+        memory = max(memory, clock.peak())
+        needed.append(clock.peak() - held)
         tokens = begin + CHUNK
         if tokens not in lengths:
             continue
-        times = [watch.ms(*pair) for pair in marks]
-        row = _row(name, prompt_shape(name, tokens), tokens, sum(times))
-        row |= {"pass_ms": times[-1], "parts": gpu_ms(model, lambda begin=begin: prompt.compute(begin))}
-        workspace = max(needed[SHORT - 1 :]) - needed[SHORT - 1]
-        tell(f"{row['shape']}: {row['ms'] / 1000:.2f} s")
-        yield row | {"memory": memory, "workspace": workspace}
+        times = [clock.ms(*pair) for pair in marks]
+        shape = prompt_shape(name, tokens)
+        tell(f"{shape}: {sum(times) / 1000:.2f} s")
+        yield _row(name, shape, tokens, sum(times)) | {
+            "pass_ms": times[-1],
+            "parts": gpu_ms(model, lambda begin=begin: prompt.compute(begin)),
+            "memory": memory,
+            "workspace": max(needed[SHORT - 1 :]) - needed[SHORT - 1],
+        }
 
 
-def _step(name: str, model: CheckpointModel, count: int, context: int, watch: Watch) -> Row | None:
+def _step(name: str, model: CheckpointModel, count: int, context: int, clock: Clock) -> Row | None:
     """None where memory does not suffice."""
     torch.manual_seed(0)
-    watch.forget_peak()
+    clock.forget_peak()
     pages = count * -(-context // model.page_size)
     # Checked before the capture, which running out of memory would break.
-    if model.make_cache(pages, device="meta", state_slots=count).nbytes + RESERVE > watch.free():
+    if model.make_cache(pages, device="meta", state_slots=count).nbytes + RESERVE > clock.free():
         return None
     try:
         step = decode(model, count, context)
@@ -179,13 +151,20 @@ def _step(name: str, model: CheckpointModel, count: int, context: int, watch: Wa
     except torch.OutOfMemoryError:
         return None
     row = _row(name, step_shape(name, count, context), count, ms)
-    return row | {"pass_ms": ms, "parts": parts, "memory": watch.peak(), "workspace": None}
+    return row | {"pass_ms": ms, "parts": parts, "memory": clock.peak(), "workspace": None}
 
 
 def _row(name: str, shape: str, tokens: int, ms: float) -> Row:
     rate = tokens / ms * 1e3
-    row = {"shape": shape, "model": name, "run": shape.removeprefix(f"{name} "), "tokens": tokens, "ms": ms}
-    return row | {"tokens/s": rate, "figure": f"{rate:.0f} tokens/s"}
+    return {
+        "shape": shape,
+        "model": name,
+        "run": shape.removeprefix(f"{name} "),
+        "tokens": tokens,
+        "ms": ms,
+        "tokens/s": rate,
+        "figure": f"{rate:.0f} tokens/s",
+    }
 
 
 def asked(

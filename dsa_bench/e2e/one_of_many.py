@@ -52,12 +52,21 @@ def rows(
         for case in todo:
             clock.forget_peak()
             with without_collectives(model, ranks):
-                times, launching = timed(model, case, clock)
-            ms = times.median().item()
-            tell(f"{name} {case.name}, {most} layers, one of {gpus}: {ms:.2f} ms, {launching}")
-            row = {"shape": shape(name, case.name, gpus), "model": name, "run": case.name, "gpus": gpus}
-            row |= {"layers": most, "published_layers": published_layers(name), "tokens": case.tokens}
-            yield row | {"shard_ms": ms, "memory": clock.peak(), "ms": ms, "figure": f"{ms:.2f} ms in silence"}
+                ms = timed(model, case, clock).median().item()
+            tell(f"{name} {case.name}, {most} layers, one of {gpus}: {ms:.2f} ms")
+            yield {
+                "shape": shape(name, case.name, gpus),
+                "model": name,
+                "run": case.name,
+                "gpus": gpus,
+                "layers": most,
+                "published_layers": published_layers(name),
+                "tokens": case.tokens,
+                "shard_ms": ms,
+                "memory": clock.peak(),
+                "ms": ms,
+                "figure": f"{ms:.2f} ms in silence",
+            }
         del model
         free()
 

@@ -6,7 +6,7 @@ absorbed form, which is the only one that FlashMLA has; prompts all of whose key
 third of the absorbed form's multiply-adds, by PyTorch: cuDNN's kernel where a pass has whole prompts of one length,
 FlashAttention 2 for others. In V4's prefill the window's keys
 and the compressed entries are put into one tensor for FlashMLA, where an engine has them. Experts are on DeepGEMM's
-grouped products (peer_experts.py), and FP4 experts of decoding on vLLM's Marlin (peer_fp4_experts.py). No peer selects
+grouped products (peer_experts.py), and FP4 experts of decoding on vLLM's Marlin. No peer selects
 as it scores, so scores and top-k are two ops for any number of keys and of sequences. Cache writers and all else stay
 ours; what is done to hand over to a library what an engine has in the library's layout is announced as glue (`parts`).
 """
@@ -25,7 +25,6 @@ from torch.nn.functional import scaled_dot_product_attention
 import dsa
 from dsa_bench.e2e import peer_experts
 from dsa_bench.e2e.parts import glue
-from dsa_bench.e2e.peer_fp4_experts import forward_on_marlin
 from dsa_bench.e2e.peer_slots import to_slots
 from dsa_bench.harness.calls import reason
 from dsa_bench.peers import deep_gemm, flash_mla, marlin, operators, topk
@@ -87,7 +86,7 @@ def replacement() -> Replaced:
         forward = peer_experts.forward_on(module, forward)
         replaced.ops["Experts"] = library.name
     if _newest((marlin.MARLIN,), replaced.failed)[0] is not None:
-        forward, replaced.ops["FP4 experts"] = forward_on_marlin(forward), "vllm"
+        forward, replaced.ops["FP4 experts"] = peer_experts.forward_on_marlin(forward), "vllm"
     values.append((Experts, "forward", forward))
     selects = _newest((operators.VLLM,), replaced.failed)[0] is not None
     if selects:

@@ -5,12 +5,17 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dsa_bench.e2e.cache_contents import fill
+import dsa
 from dsa_layers.batch.prefill import Chunk, prefill_batch
+from dsa_layers.cache.cache import Cache
+from dsa_layers.cache.kv_cache import LATENT_FP8_BYTES
 from dsa_layers.families.model import Model
 from dsa_layers.generation.decode_step import DecodeStep
 
 Call = Callable[[], torch.Tensor]
+_V4_BYTES = 584
+_TOKENS = 2**15  # at a time
+_STATE = 2**-8  # std of unfinished blocks' projections: small next to a token's
 SPARE = 4  # pages and state slots, of which each way to launch a step takes one
 
 
@@ -82,3 +87,34 @@ def decode(model: Model, count: int, context: int) -> Run:
         return Run(lambda: graph(sequences), lambda: python(sequences), made)
 
     return made()
+
+
+@torch.inference_mode()
+def fill(cache: Cache) -> None:
+    """Fill a cache that no pass has computed with normal numbers, stored as the layers store theirs.
+
+    The selected keys follow from them, and the time of a selection depends on the spread of scores: with normal keys it
+    is a prompt's, and no two are equal; keys of a few bit patterns would bunch.
+    """
+    states = {id(tensor) for tensor in cache.state_tensors() if tensor.dtype == torch.float32}
+    for tensor in cache.tensors():
+        if id(tensor) in states:
+            tensor.normal_(std=_STATE)
+        elif tensor.dtype == torch.uint8:
+            _fill_bytes(tensor.flatten(0, -4))
+        else:
+            tensor.normal_()
+
+
+def _fill_bytes(pages: torch.Tensor) -> None:
+    """pages [pages, P, 1, bytes]: latents of 656 or 584 bytes, otherwise index keys with a scale of 4 bytes."""
+    slots, width, device = len(pages) * pages.shape[1], pages.shape[3], pages.device
+    channels = {LATENT_FP8_BYTES: 576, _V4_BYTES: 512}.get(width)
+    for begin in range(0, slots, _TOKENS):
+        slots_now = torch.arange(begin, min(begin + _TOKENS, slots), device=device)
+        rows = torch.randn(len(slots_now), channels or width - 4, dtype=torch.bfloat16, device=device)
+        if channels is None:
+            keys, scales = dsa.per_token_cast_to_fp8(rows, True)
+            dsa.write_indexer_cache(keys, scales[:, 0], pages, slots_now)
+        else:
+            dsa.write_kv_cache(rows, pages, slots_now)

@@ -1,6 +1,7 @@
 """Rows as printed lines, of a stack also as CSV."""
 
 import csv
+from collections.abc import Iterable
 from pathlib import Path
 
 from dsa_bench.e2e.command import Row
@@ -24,6 +25,16 @@ def line(row: Row) -> str:
         if row["parts"][part] > 0 and part in ("indexer", "top-k", "attention")
     )
     return f"{text}{row['ratio']:.2f} ({ratios}; {', '.join(row['peers'])}){failed}"
+
+
+def printed(rows: Iterable[Row]) -> list[Row]:
+    """The rows, each of which is printed as soon as it is there."""
+    print(head())
+    found = []
+    for row in rows:
+        print(line(row), flush=True)
+        found.append(row)
+    return found
 
 
 def write_csv(rows: list[Row], path: Path) -> None:

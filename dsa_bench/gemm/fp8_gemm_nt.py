@@ -4,7 +4,6 @@ cuBLASLt."""
 from collections.abc import Sequence
 from functools import partial
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,12 +13,9 @@ from dsa.testing import calc_diff
 from dsa_bench.harness import agreement
 from dsa_bench.harness.calls import Call, Peers
 from dsa_bench.harness.case import Case, copy, fp8_gemm
+from dsa_bench.harness.tune import Tuning, TuningClass
 from dsa_bench.peers import deep_gemm
 from dsa_bench.peers.package import Library
-
-if TYPE_CHECKING:
-    from dsa.ops.gemm.fp8_gemm_nt import Scaled
-    from dsa_bench.harness.tune import Tuning
 
 # rows, columns, channels; experts and how many of them a row goes to, or None
 # The first is the one that the status table shows.
@@ -70,10 +66,10 @@ FRESH_BYTES, MOST_WEIGHTS = 300_000_000, 24  # of weights in a graph: more than 
 CUBLAS = Library("cuBLASLt", ("torch",))
 
 
-def cublas(a: "Scaled", weights: Sequence["Scaled"]) -> Peers:
+def cublas(a: deep_gemm.Scaled, weights: Sequence[deep_gemm.Scaled]) -> Peers:
     """torch's block-scaled product with each of the weights, where this build of it has one."""
 
-    def make(module: ModuleType, a: "Scaled", b: "Scaled") -> Call:
+    def make(module: ModuleType, a: deep_gemm.Scaled, b: deep_gemm.Scaled) -> Call:
         columns = a[1].t().contiguous().t()
         return partial(module._scaled_mm, a[0], b[0].t(), columns, b[1].t(), out_dtype=torch.bfloat16)
 
@@ -93,7 +89,7 @@ def prepare() -> None:
     deep_gemm.compile_grouped_products(shape for shape in SHAPES if shape[3] is not None)
 
 
-def weights_like(b: "Scaled", rows: int) -> list["Scaled"]:
+def weights_like(b: deep_gemm.Scaled, rows: int) -> list[deep_gemm.Scaled]:
     """b, and for few rows, whose calls are shorter than a graph's start, others of its size: so many that none is in
     the L2 cache when its turn comes, but for weights of which MOST_WEIGHTS fit into it."""
     if rows > SHORT:
@@ -102,13 +98,12 @@ def weights_like(b: "Scaled", rows: int) -> list["Scaled"]:
     return [b, *((b[0].view(torch.uint8).flip(0).view(b[0].dtype), b[1].clone()) for _ in range(count - 1))]
 
 
-def tuning() -> "Tuning":
+def tuning() -> Tuning:
     """Search products with one matrix: the published models' linear layers, at the numbers of rows that data is for."""
     from dsa.kernels.gemm import fp8_gemm_choice as choice
     from dsa.kernels.gemm import fp8_gemm_few_rows_sm90 as few
     from dsa.kernels.gemm import fp8_gemm_sm90 as many
     from dsa_bench.gemm._published_layers import matrices
-    from dsa_bench.harness.tune import Tuning, TuningClass
 
     multiprocessors = backends.num_sms("cuda" if torch.cuda.is_available() else "cpu")
     classes = {}

@@ -5,10 +5,10 @@ over them, and `bytes_rate` and `flop_rate` the figure of a case that bytes or F
 """
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -125,41 +125,23 @@ class Case:
         self.calls = {**self.calls, **self.peers.calls}
 
     def row(self) -> dict[str, Any]:
-        """{"shape", "ms", "figure", "peers", "peer", "peer_ms", "ratio", "baselines", "baseline", "baseline_ms",
-        "baseline_ratio", "yardsticks", "failed"}.
-
-        peers, baselines, yardsticks: {name: {"ms", "ratio"}}, ratio = its ms / ours, so above 1 ours is faster in the
-        same run; one of `flops` also has its "tflops", TFLOP/s. peer, peer_ms, ratio: of the fastest peer, or None;
-        baseline, baseline_ms, baseline_ratio: of the fastest baseline. failed: {name: why it was not timed}, which
-        holds every peer that is installed and takes the shape, and every baseline, that raises or computes something
-        else.
-        """
+        """The case's figures (`row`), timed in this process."""
         failed = self.tried()
         calls = {name: calls for name, calls in self.calls.items() if name not in failed}
         times = bench(calls, repeats=self.repeats, graph=self.graph)
-        ours = times.pop(OURS)
-        kinds: dict[str, dict[str, dict[str, float]]] = {"peers": {}, "baselines": {}, "yardsticks": {}}
-        for name, ms in times.items():
-            kind = "baselines" if name in self.baselines else "yardsticks" if name in self.yardsticks else "peers"
-            kinds[kind][name] = {"ms": round(ms, 5), "ratio": round(ms / ours, 3)}
-            if name in self.flops:
-                kinds[kind][name]["tflops"] = round(self.flops[name] / (ms * 1e-3) / 1e12, 1)
-        row = {"shape": self.name, "ms": round(ours, 5), "figure": self.figure(ours), **kinds, "failed": failed}
-        peer, peer_ms, ratio = _fastest(kinds["peers"])
-        baseline, baseline_ms, baseline_ratio = _fastest(kinds["baselines"])
-        row |= {"peer": peer, "peer_ms": peer_ms, "ratio": ratio}
-        return row | {"baseline": baseline, "baseline_ms": baseline_ms, "baseline_ratio": baseline_ratio}
+        kinds = {"baselines": self.baselines, "yardsticks": self.yardsticks}
+        return row(self.name, times, self.figure, failed, kinds, self.flops)
 
     def tried(self, expected: object = None) -> dict[str, str]:
-        """{name: why not} of all that cannot stand beside ours: `failed`, what raises, also as a graph if graphs are
-        timed, and peers and baselines whose result is not `expected`, by default ours."""
+        """{name: why not} of all that cannot be compared with ours: peers without a call, calls that raise, also as a
+        graph if graphs are timed, and peers and baselines whose result is not `expected`, by default ours."""
         why = dict(self.peers.failed)
         for name in self.calls:
             if name == OURS or name in self.yardsticks:
                 continue
             try:
                 got = _made(self.calls[name], self.graph)
-            except Exception as error:  # a peer may say no in any way, and must not end the others' run
+            except Exception as error:  # a peer may raise anything, and must not end the others' run
                 why[name] = f"failed: {reason(error)}"
                 continue
             if expected is None:
@@ -173,7 +155,7 @@ class Case:
 
 
 def _made(calls: Sequence[Call], graph: bool) -> object:
-    """The first call's result. Makes all of them, and captures the first if graphs are timed."""
+    """Make all calls, capture the first if graphs are timed, and return the first's result."""
     result = calls[0]()
     for call in calls[1:]:
         call()
@@ -185,12 +167,36 @@ def _made(calls: Sequence[Call], graph: bool) -> object:
     return result
 
 
-def _fastest(others: Mapping[str, Mapping[str, float]]) -> tuple[str | None, float | None, float | None]:
-    """(name, ms, ratio) of the fastest, or None."""
-    if not others:
-        return None, None, None
-    name = min(others, key=lambda name: others[name]["ms"])
-    return name, others[name]["ms"], others[name]["ratio"]
+def row(
+    shape: str,
+    times: Mapping[str, float],
+    figure: Figure,
+    failed: Mapping[str, str] = MappingProxyType({}),
+    kinds: Mapping[str, Collection[str]] = MappingProxyType({}),
+    flops: Mapping[str, float] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """{"shape", "ms", "figure", "peers", "peer", "peer_ms", "ratio", "baselines", "baseline", "baseline_ms",
+    "baseline_ratio", "yardsticks", "failed"} of milliseconds by name.
+
+    peers, baselines, yardsticks: {name: {"ms", "ratio"}}, ratio = its ms / ours: above 1 ours is faster. One with
+    `flops` also has "tflops", TFLOP/s. peer, peer_ms, ratio: of the fastest peer, or None; baseline, baseline_ms,
+    baseline_ratio: of the fastest baseline. failed: {name: why it was not timed} of every peer that is installed and
+    takes the shape, and every baseline, that raises or computes something else.
+    """
+    ours = times[OURS]
+    others: dict[str, dict[str, dict[str, float]]] = {"peers": {}, "baselines": {}, "yardsticks": {}}
+    for name, ms in times.items():
+        if name == OURS:
+            continue
+        kind = next((kind for kind, names in kinds.items() if name in names), "peers")
+        others[kind][name] = {"ms": round(ms, 5), "ratio": round(ms / ours, 3)}
+        if name in flops:
+            others[kind][name]["tflops"] = round(flops[name] / (ms * 1e-3) / 1e12, 1)
+    found = {"shape": shape, "ms": round(ours, 5), "figure": figure(ours), **others, "failed": dict(failed)}
+    for kind, prefix in (("peer", ""), ("baseline", "baseline_")):
+        best = min(others[f"{kind}s"].items(), key=lambda other: other[1]["ms"], default=(None, {}))
+        found |= {kind: best[0], f"{kind}_ms": best[1].get("ms"), f"{prefix}ratio": best[1].get("ratio")}
+    return found
 
 
 def load(op: str) -> ModuleType:

@@ -1,7 +1,7 @@
 """Index scores over contiguous keys: TFLOP/s on the pairs in range, compared with DeepGEMM and cuDNN-frontend."""
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -9,10 +9,8 @@ import dsa
 from dsa.testing import calc_diff
 from dsa_bench.harness import agreement
 from dsa_bench.harness.case import Case, flop_rate, fp8_gemm
+from dsa_bench.harness.tune import Tuning, TuningClass
 from dsa_bench.peers import cudnn, deep_gemm
-
-if TYPE_CHECKING:
-    from dsa_bench.harness.tune import Tuning
 
 # queries, keys, heads, head dimension, whether pairs out of range become -inf, accumulators; causal
 SHAPES = [
@@ -70,10 +68,9 @@ def _seen(ends: torch.Tensor, keys: int) -> torch.Tensor:
     return torch.arange(keys, device=ends.device) < ends[:, None]
 
 
-def tuning() -> "Tuning":
+def tuning() -> Tuning:
     from dsa.cute.tuning import candidates
     from dsa.kernels.indexer import fp8_mqa_logits_sm90 as kernel
-    from dsa_bench.harness.tune import Tuning, TuningClass
 
     sizes = {
         64: [(2048, 8192), (4096, 32768)],

@@ -2,7 +2,7 @@
 accumulators also compared with fp32 ones."""
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -11,10 +11,8 @@ from dsa.testing import calc_diff
 from dsa_bench.harness import agreement
 from dsa_bench.harness.calls import Call
 from dsa_bench.harness.case import Case, bytes_rate, fresh
+from dsa_bench.harness.tune import Tuning, TuningClass
 from dsa_bench.peers import deep_gemm
-
-if TYPE_CHECKING:
-    from dsa_bench.harness.tune import Tuning
 
 # batch, queries a sequence, mean context, heads, accumulators; a context of 0: the plan alone
 SHAPES = [
@@ -43,10 +41,9 @@ _PLANS = 8  # in a graph
 _FP32 = "dsa, float32 accumulators"
 
 
-def _inputs(batch: int, next_n: int, mean: int, heads: int) -> tuple[Any, ...]:
-    low, high = (mean, mean + 1) if batch == 1 else (int(0.7 * mean), int(1.3 * mean))
-    lengths = torch.randint(low, high, (batch,), dtype=torch.int32)
-    used = -(-lengths // PAGE)
+def paged_inputs(lengths: torch.Tensor, next_n: int, heads: int) -> tuple[Any, ...]:
+    """(q, cache, weights, lengths, block table) of sequences with so many keys, int32 [B] on the CPU."""
+    batch, used = len(lengths), -(-lengths // PAGE)
     pages, width = int(used.sum()), int(used.max())
     keys = torch.randn(pages, PAGE * DIM, device="cuda").to(torch.float8_e4m3fn).view(torch.uint8)
     scales = (torch.rand(pages, PAGE, device="cuda") + 0.5).view(torch.uint8)
@@ -55,7 +52,13 @@ def _inputs(batch: int, next_n: int, mean: int, heads: int) -> tuple[Any, ...]:
     table[torch.arange(width) < used[:, None]] = torch.randperm(pages, dtype=torch.int32)
     q = torch.randn(batch, next_n, heads, DIM, device="cuda").to(torch.float8_e4m3fn)
     weights = torch.randn(batch * next_n, heads, device="cuda")
-    return q, cache, weights, lengths.cuda(), table.cuda(), int(lengths.max())
+    return q, cache, weights, lengths.cuda(), table.cuda()
+
+
+def _inputs(batch: int, next_n: int, mean: int, heads: int) -> tuple[Any, ...]:
+    low, high = (mean, mean + 1) if batch == 1 else (int(0.7 * mean), int(1.3 * mean))
+    lengths = torch.randint(low, high, (batch,), dtype=torch.int32)
+    return *paged_inputs(lengths, next_n, heads), int(lengths.max())
 
 
 def _call(accumulators: str, q, cache, weights, lengths, table, columns) -> Call:
@@ -109,10 +112,9 @@ def case(batch: int, next_n: int, mean: int, heads: int, accumulators: str = "fl
     return Case(name, calls, figure, deep_gemm.paged_mqa_logits(inputs), **others)
 
 
-def tuning() -> "Tuning":
+def tuning() -> Tuning:
     from dsa.cute.tuning import candidates
     from dsa.kernels.indexer import fp8_paged_mqa_logits_sm90 as kernel
-    from dsa_bench.harness.tune import Tuning, TuningClass
 
     # One (heads, next_n) for each number of columns.
     columns = {heads * next_n: (heads, next_n) for next_n in (4, 3, 2, 1) for heads in (8, 16, 32, 64)}

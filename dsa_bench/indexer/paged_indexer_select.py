@@ -13,7 +13,8 @@ import torch
 import dsa
 from dsa_bench.harness.agreement import agree_selected
 from dsa_bench.harness.case import Case, bytes_rate, fresh
-from dsa_bench.peers import paged_scores_and_topk
+from dsa_bench.indexer.fp8_paged_mqa_logits import DIM, paged_inputs
+from dsa_bench.peers import scores_and_topk
 
 # sequences, keys of each, queries a sequence, heads, k
 SHAPES = [
@@ -23,27 +24,12 @@ SHAPES = [
     *((batch, 32768, 1, 64, 512) for batch in (1, 8)),
 ]
 PROBED = [(2, 4096, 1, 64, 2048), (2, 4096, 2, 64, 2048), (4, 4096, 4, 32, 512)]
-DIM, PAGE = 128, 64
-Inputs = tuple[Any, ...]
-
-
-def _inputs(batch: int, keys: int, next_n: int, heads: int) -> Inputs:
-    """q, cache, weights, lengths, block table."""
-    width = -(-keys // PAGE)
-    pages = batch * width
-    values = torch.randn(pages, PAGE * DIM, device="cuda").to(torch.float8_e4m3fn).view(torch.uint8)
-    scales = (torch.rand(pages, PAGE, device="cuda") + 0.5).view(torch.uint8)
-    cache = torch.cat((values, scales), 1).view(pages, PAGE, 1, DIM + 4)
-    table = torch.randperm(pages, dtype=torch.int32).view(batch, width).cuda()
-    q = torch.randn(batch, next_n, heads, DIM, device="cuda").to(torch.float8_e4m3fn)
-    weights = torch.randn(batch * next_n, heads, device="cuda")
-    lengths = torch.full((batch,), keys, dtype=torch.int32, device="cuda")
-    return q, cache, weights, lengths, table
 
 
 def case(batch: int, keys: int, next_n: int, heads: int, k: int) -> Case:
     size = batch * keys * (DIM + 4)
-    inputs = fresh(size, partial(_inputs, batch, keys, next_n, heads), most=128, total=128 << 20)
+    lengths = torch.full((batch,), keys, dtype=torch.int32)
+    inputs = fresh(size, partial(paged_inputs, lengths, next_n, heads), most=128, total=128 << 20)
     calls = {"dsa": [partial(dsa.paged_indexer_select, *i, keys, k, slots=True) for i in inputs]}
 
     def agree(got: Any, ours: torch.Tensor) -> None:
@@ -51,5 +37,5 @@ def case(batch: int, keys: int, next_n: int, heads: int, k: int) -> Case:
         agree_selected(got, dsa.paged_indexer_select(*inputs[0], keys, k), keys)
 
     name = f"{batch} x {keys}, next_n {next_n}, H {heads}, D {DIM}, k {k}"
-    peers = paged_scores_and_topk.select([(*i, keys) for i in inputs], k)
+    peers = scores_and_topk.select_paged([(*i, keys) for i in inputs], k)
     return Case(name, calls, bytes_rate(size), peers, graph=True, agree=agree)

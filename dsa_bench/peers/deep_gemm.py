@@ -15,6 +15,7 @@ Facts, on Hopper:
 """
 
 import concurrent.futures
+import contextlib
 import multiprocessing
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -106,18 +107,18 @@ def grouped_product(a: Scaled, b: Scaled, ends: torch.Tensor, builds: Sequence[L
     """`m_grouped_fp8_gemm_nt_contiguous`, and of few rows 2.8.1's masked product too. Results are (out, the rows of out
     that are ours)."""
     peers = Peers.of(dict.fromkeys(builds, _contiguous), [(a, b, ends)])
-    if NEW in builds and int(_sizes(ends).max()) <= ALIGNMENT:
+    if NEW in builds and int(sizes_of(ends).max()) <= ALIGNMENT:
         peers |= Peers.of({NEW: _masked}, [(a, b, ends)], "{}, masked")
     return peers
 
 
-def _sizes(ends: torch.Tensor) -> torch.Tensor:
+def sizes_of(ends: torch.Tensor) -> torch.Tensor:
     """Rows of each group."""
     return ends.diff(prepend=ends.new_zeros(1))
 
 
 def _contiguous(module: ModuleType, a: Scaled, b: Scaled, ends: torch.Tensor) -> Call:
-    sizes = _sizes(ends)
+    sizes = sizes_of(ends)
     padded = (sizes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
     groups = torch.repeat_interleave(torch.arange(len(ends), device=ends.device, dtype=torch.int32), padded)
     rows = _places(ends, padded.cumsum(0) - padded)
@@ -129,7 +130,7 @@ def _contiguous(module: ModuleType, a: Scaled, b: Scaled, ends: torch.Tensor) ->
 
 def _masked(module: ModuleType, a: Scaled, b: Scaled, ends: torch.Tensor) -> Call:
     count = len(ends)
-    sizes = _sizes(ends).to(torch.int32)
+    sizes = sizes_of(ends).to(torch.int32)
     rows = _places(ends, torch.arange(count, device=ends.device) * ALIGNMENT)
     q, s = (x.unflatten(0, (count, ALIGNMENT)) for x in _spread(a, rows, count * ALIGNMENT))
     out = torch.empty(count, ALIGNMENT, b[0].shape[1], dtype=torch.bfloat16, device=q.device)
@@ -140,7 +141,7 @@ def _masked(module: ModuleType, a: Scaled, b: Scaled, ends: torch.Tensor) -> Cal
 
 def _places(ends: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
     """The index of each of our rows if the groups begin at `starts`."""
-    sizes = _sizes(ends)
+    sizes = sizes_of(ends)
     moved = torch.repeat_interleave(starts - (ends - sizes), sizes)
     return torch.arange(len(moved), device=ends.device) + moved
 
@@ -162,17 +163,17 @@ def _into(out: torch.Tensor, rows: torch.Tensor | None, call: Call) -> tuple[tor
 def compile_products(
     shapes: Iterable[tuple[int, int, int]], device: str = "cuda", builds: Sequence[Library] = BUILDS
 ) -> None:
-    """Lets nvcc compile the products of these (rows, columns, channels), in parallel processes: one after the other
-    they take seconds each. What fails here fails again where it is reported."""
-    # By rows first: matrices of different sizes share no kernel, and those that do are not compiled at once.
+    """Let nvcc compile the products of these (rows, columns, channels) in parallel processes: each takes seconds. What
+    fails here fails again in the benchmark, which reports it."""
+    # By rows first: matrices of different sizes share no kernel, so that no two processes compile the same one.
     _in_processes(_compile, [(*shape, device, builds) for shape in sorted(set(shapes))], _PROCESSES, builds)
 
 
 def compile_grouped_products(
     shapes: Iterable[tuple[int, int, int, int, int]], device: str = "cuda", builds: Sequence[Library] = BUILDS
 ) -> None:
-    """The same of grouped products of these (rows, columns, channels, experts, top k), rows before they are routed.
-    Each process holds the weights of all groups: there are as many as have room."""
+    """The same for grouped products of these (rows, columns, channels, experts, top k), rows before routing. Each
+    process holds the weights of all groups, and the GPU's memory bounds the number of processes."""
     shapes, processes = sorted(set(shapes)), _PROCESSES
     if device == "cuda" and shapes and torch.cuda.is_available():
         largest = max(columns * channels * experts for _, columns, channels, experts, _ in shapes)
@@ -184,12 +185,19 @@ def compile_grouped_products(
 def _in_processes(
     function: Callable[..., None], arguments: Sequence[tuple], processes: int, builds: Sequence[Library]
 ) -> None:
-    if not arguments or all(_quiet(library.load) is None for library in builds):
+    if not arguments or not any(map(_is_there, builds)):
         return
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(min(processes, len(arguments)), mp_context=context) as pool:
         for future in [pool.submit(function, *one) for one in arguments]:
-            _quiet(future.result)
+            with contextlib.suppress(Exception):
+                future.result()
+
+
+def _is_there(library: Library) -> bool:
+    with contextlib.suppress(Exception):
+        return library.load() is not None
+    return False
 
 
 def _compile(rows: int, columns: int, channels: int, device: str, builds: Sequence[Library] = BUILDS) -> None:
@@ -217,7 +225,7 @@ def routed(rows: int, experts: int, top_k: int, device: str = "cuda") -> torch.T
 
 def used(ends: torch.Tensor) -> int:
     """How many experts have rows."""
-    return int((_sizes(ends) > 0).sum())
+    return int((sizes_of(ends) > 0).sum())
 
 
 def _unset(shape: tuple[int, ...], channels: int, block: int, device: str) -> Scaled:
@@ -228,13 +236,7 @@ def _unset(shape: tuple[int, ...], channels: int, block: int, device: str) -> Sc
 
 def _call_all(peers: Peers, device: str) -> None:
     for calls in peers.calls.values():
-        _quiet(calls[0])
+        with contextlib.suppress(Exception):
+            calls[0]()
     if device == "cuda":
         torch.cuda.synchronize()
-
-
-def _quiet(call: Call) -> object:
-    try:
-        return call()
-    except Exception:
-        return None

@@ -9,8 +9,16 @@ import dsa
 from dsa_bench.e2e import draft_runs, drafts
 from dsa_bench.e2e.draft_runs import DraftedDecoding
 from dsa_bench.e2e.drafts import gain, shape, tokens_a_round
-from dsa_bench.e2e.full_depth import Depths, depths, first_layers, full_depth, layers_of
-from dsa_bench.e2e.pass_bytes import cached_bytes, experts_touched, pass_bytes
+from dsa_bench.e2e.full_depth import (
+    Depths,
+    cached_bytes,
+    depths,
+    experts_touched,
+    first_layers,
+    full_depth,
+    layers_of,
+    pass_bytes,
+)
 from dsa_bench.e2e.stacks import STACKS, published_layers, skeleton, stack, with_layers
 from dsa_layers.generation.draft_step import DraftStep
 from dsa_layers.layers.experts import Experts

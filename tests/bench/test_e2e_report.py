@@ -11,7 +11,7 @@ import torch
 import dsa
 from dsa.reference.mla import mha_varlen_fwd as reference
 from dsa.testing import calc_diff
-from dsa_bench.e2e import peer_experts, peer_fp4_experts, plot, report, stacks, table
+from dsa_bench.e2e import peer_experts, plot, report, stacks, table
 from dsa_bench.e2e import peers as peer_ops
 from dsa_bench.e2e.parts import PARTS
 from dsa_bench.e2e.peer_experts import Slots, padded
@@ -288,7 +288,7 @@ def test_whole_passes(name, either_build, monkeypatch):
     monkeypatch.setattr(DSAAttention, "_has_multi_head_kernel", lambda self, x: True)
     monkeypatch.setattr(dsa, "num_sms", lambda device: peer_stubs.SMS)
     monkeypatch.setattr(peer_experts, "LEAST_TOKENS", 100)
-    monkeypatch.setattr(peer_fp4_experts, "LEAST_WIDENED", 100)
+    monkeypatch.setattr(peer_experts, "LEAST_WIDENED", 100)
     own = {"num_attention_heads": 64, "index_topk": 128} | ({"num_key_value_heads": 64} if name == "V3.2" else {})
     model = stacks.stack(name, "cpu", **SMALL, **FEWER[name] | own)
     # The first prompts are longer than what is selected, and the second of them is cut.
@@ -310,7 +310,7 @@ def test_experts_of_prompts(limit, fp4, either_build, monkeypatch):
         experts(*arguments)
         assert not calls  # few
         monkeypatch.setattr(peer_experts, "LEAST_TOKENS", 90)
-        monkeypatch.setattr(peer_fp4_experts, "LEAST_WIDENED", 90)
+        monkeypatch.setattr(peer_experts, "LEAST_WIDENED", 90)
         got = experts(*arguments)
     assert len(calls) == 1 and calc_diff(got, expected) < 1e-4
 

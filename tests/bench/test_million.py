@@ -9,6 +9,7 @@ import torch
 
 from dsa.runtime.asked_variants import asked_variants
 from dsa_bench.e2e import million, plot
+from dsa_bench.e2e.clock import Clock
 from dsa_bench.e2e.million import prompt_shape, step_shape
 from dsa_bench.e2e.parts import PARTS
 from dsa_bench.e2e.runs import prefill
@@ -24,8 +25,8 @@ LENGTHS, SEQUENCES, CHUNK = (192, 96), (1, 3, 5), 32
 PARTS_MS = dict(zip(PARTS, (1.0, 0.5, 2.0, 4.0, 0.5)))
 
 
-class HostWatch(million.Watch):
-    """A pass takes a byte more than the one before it, beside 100 that are held."""
+class HostClock(Clock):
+    """A pass takes a byte more than the one before it, in addition to 100 that are held."""
 
     passes = 0
 
@@ -55,7 +56,7 @@ def small(monkeypatch):
         monkeypatch.setitem(LONG_STACKS, name, (file, fields | SMALL | FEWER[name]))
     monkeypatch.setattr("dsa_bench.e2e.stacks.STACKS", {})
     monkeypatch.setattr(million, "CHUNK", CHUNK)
-    monkeypatch.setattr(million, "Watch", HostWatch)
+    monkeypatch.setattr(million, "Clock", HostClock)
 
     def gpu_ms(model, call):
         assert call().isfinite().all()
@@ -100,7 +101,7 @@ def test_caches_that_do_not_fit_are_not_made(small, monkeypatch):
     """With room for those of one sequence and not of three, whose step is not even tried."""
     model = stack("GLM-5.2", "cpu")
     bytes_ = model.make_cache(3 * 3, device="meta", state_slots=3).nbytes
-    monkeypatch.setattr(HostWatch, "free", lambda watch: million.RESERVE + bytes_ - 1)
+    monkeypatch.setattr(HostClock, "free", lambda clock: million.RESERVE + bytes_ - 1)
     rows = million.rows(["GLM-5.2"], [192], SEQUENCES, [prompt_shape("GLM-5.2", 192)], "cpu")
     assert [row["run"] for row in rows] == ["decode 1 x 192"]
 
