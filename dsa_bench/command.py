@@ -17,12 +17,12 @@ Writer = Callable[[list[dict[str, Any]], Path], None]
 
 
 def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    bench = commands.add_parser("bench", help="time an op beside its peers (needs a GPU with kernels)")
+    bench = commands.add_parser("bench", help="time an op and its peers (needs a GPU with kernels)")
     bench.set_defaults(run=_bench)
     bench.add_argument(
         "op",
-        help="e2e: layers of V3.2, V4-Flash and GLM-5 with their real sizes, by part; host: what a call of each op "
-        "takes of the host; or one of the ops " + ", ".join(benchmarks()),
+        help="e2e: layers of V3.2, V4-Flash and GLM-5 with their real sizes, by part; host: host time per call "
+        "of each op; or one of the ops " + ", ".join(benchmarks()),
     )
     bench.add_argument("--csv", type=options.path, help="also write the rows to this file")
     bench.add_argument("--png", type=options.path, help="also draw the rows into this file (needs matplotlib)")

@@ -29,7 +29,7 @@ def in_turn(events: Sequence[Event]) -> Iterator[tuple[Event, float]]:
 
 
 def events_of(call: Callable[[], object], *, host: bool = True) -> list[Event]:
-    """host: with the operators and ranges of the host, which are most of a long pass's events."""
+    """host: also the host's operators and ranges, which are most of a long pass's events."""
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if host else [ProfilerActivity.CUDA]
     with profile(activities=activities) as recorded:
         call()
@@ -49,7 +49,7 @@ def collectives_share(events: Sequence[Event]) -> float:
     begin = next((i + 1 for i, (event, _) in enumerate(work) if _is_collective(event)), len(work))
     whole = sum(us for _, us in work[begin:])
     if not whole:
-        raise ValueError(f"events: must have kernels behind a collective, got {len(work)} in {len(events)} events")
+        raise ValueError(f"events: must have kernels after a collective, got {len(work)} in {len(events)} events")
     # From the same start, without the collectives.
     others = [work[begin - 1][0], *(event for event, _ in work[begin:] if not _is_collective(event))]
     computing = sum(us for _, us in list(in_turn(others))[1:])

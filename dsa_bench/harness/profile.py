@@ -1,6 +1,6 @@
-"""Where an op's time goes: the torch profiler's table, and what ncu says the multiprocessors were busy with.
+"""Where an op's time goes: the torch profiler's table, and the shares of peak that ncu measures.
 
-`python -m dsa_bench.harness.profile OP` calls the op's first case a few times: what ncu looks at.
+`python -m dsa_bench.harness.profile OP` calls the op's first case a few times, for ncu.
 """
 
 import csv
@@ -13,7 +13,7 @@ import torch
 from dsa_bench.harness.case import Case, load
 
 CALLS = 3
-# What a kernel may be limited by, as a share of its peak.
+# Possible bottlenecks of a kernel, as shares of peak.
 METRICS = {
     "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active": "tensor pipe",
     "sm__inst_issued.avg.pct_of_peak_sustained_active": "issue slots",
@@ -30,7 +30,7 @@ def both_tables(op: str) -> str:
 
 
 def torch_table(case: Case) -> str:
-    """The torch profiler's table of a few calls: kernels, copies and the host's part."""
+    """The torch profiler's table of a few calls: kernels, copies and host."""
     case.calls["dsa"][0]()
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]

@@ -31,7 +31,7 @@ def test_rows(monkeypatch):
 
 
 def test_what_is_timed():
-    """All tokens of a prompt, and single tokens behind so many."""
+    """All tokens of a prompt, and single tokens after so many."""
     calls = []
 
     class Model(torch.nn.Module):

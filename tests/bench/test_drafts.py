@@ -1,4 +1,4 @@
-"""The benchmark of decoding with drafts: small stacks on a CPU, with a clock of its own; and what it computes of it."""
+"""The benchmark of decoding with drafts: small stacks on a CPU with a fake clock, and the computed figures."""
 
 import json
 
@@ -96,7 +96,7 @@ def test_rows(clock, monkeypatch):
 @pytest.mark.parametrize("name", STACKS)
 def test_what_is_timed_are_passes_of_generation(name, clock, monkeypatch):
     """Over the last token and the drafts of each sequence, no two of them alike, up to the same length as without
-    drafts; and the drafter's passes behind them."""
+    drafts; and the drafter's passes after them."""
     model = small_stack(name)
     seen, drafted = [], []
     states, draft = model.states, DraftStep._run
@@ -123,7 +123,7 @@ def test_what_is_timed_are_passes_of_generation(name, clock, monkeypatch):
 
 @pytest.mark.parametrize("name", STACKS)
 def test_a_stack_without_its_last_layers(name):
-    """It ends where they began, down to embedding and head; behind the block it has them again."""
+    """It ends where they began, down to embedding and head; after the block it has them again."""
     model = small_stack(name)
     before, logits = [*layers_of(model)], []
     run = DraftedDecoding(model, 2, CONTEXT, 0)

@@ -152,7 +152,7 @@ def test_tables_and_pictures_have_everyone(timed, tmp_path, capsys):
 
 
 def test_a_calls_time_on_the_host(monkeypatch):
-    """Of a small shape where there is one, without what is no peer: calls take turns, a block each. The clock is one
+    """Of a small shape where there is one, and only of peers: calls take turns, a block each. The clock is one
     that calls set forward: they take 1 and 3 ms."""
     called = []
 

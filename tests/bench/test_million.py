@@ -90,7 +90,7 @@ def test_rows(small):
         assert row["figure"] == f"{row['tokens/s']:.0f} tokens/s"
     first, second, step, _ = rows[:4]
     assert 0 < first["pass_ms"] < first["ms"] < second["ms"] and step["ms"] == step["pass_ms"] == 0.5
-    # Behind the second pass, of which none is counted, the third takes a byte more, and the sixth four.
+    # After the second pass, of which none is counted, the third takes a byte more, and the sixth four.
     assert [row["workspace"] for row in (first, second, step)] == [1, 4, None]
     assert [row["memory"] for row in (first, second)] == [1003, 1006]
     assert "V4-Flash: no memory for 5 sequences" in told

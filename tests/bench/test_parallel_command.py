@@ -25,7 +25,7 @@ ROWS = [ROW, ONCE, ROW | {"model": "V3.2", "layers": 20, "published_layers": 61}
 
 @pytest.mark.slow
 def test_the_command_prints_rows_and_a_table():
-    """Which processes of its own compute; it says what they are doing meanwhile."""
+    """Its processes compute the rows, and it prints their progress."""
     call = [*parallel_command.COMMAND, "--models", "GLM-5", "--runs", "prefill 40", "--layers", "3"]
     done = subprocess.run(call, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr

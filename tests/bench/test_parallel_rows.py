@@ -106,7 +106,7 @@ def test_kernels_that_are_asked_for():
 
 
 def test_long_passes_of_a_part_ask_for_kernels_of_all_heads():
-    """A cast behind attention, which 32 heads and fewer have not."""
+    """A cast after attention, which 32 heads and fewer do not have."""
     functions = {}
     for way in WAYS:
         with split_by(way):
@@ -121,7 +121,7 @@ def kernel(name, ts, ms, kind="kernel"):
 
 
 def test_the_share_of_collectives():
-    """Of what comes behind the collective at which ranks begin together."""
+    """Counted after the collective at which ranks begin together."""
     sum_kernel = "kernel_cutlass_kernel_dsakernelsparallelone_shot_sum_sm90OneShotSumSm90_object_at__tensorptrbf16"
     events = [
         *(kernel("fill", 0, 50.0), kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL(args)", 1, 90.0)),
@@ -130,16 +130,20 @@ def test_the_share_of_collectives():
         *(kernel("nccl:all_reduce", 70, 99.0, "cpu_op"), {"cat": "cuda_runtime", "name": "cudaLaunchKernel"}),
     ]
     assert collectives_share(events) == collectives_share(events[::-1]) == 3 / 10
-    # What is computed beside them is none of theirs, whichever of the two begins and ends first.
-    beside = [kernel("ncclDevKernel_SendRecv(args)", 80, 2000.0), kernel("gemm", 79, 2000.0), kernel("gemm", 81, 500.0)]
-    assert collectives_share([*events, *beside]) == 503 / 3010
+    # Computation at the same time does not count as collectives, whichever begins and ends first.
+    meanwhile = [
+        kernel("ncclDevKernel_SendRecv(args)", 80, 2000.0),
+        kernel("gemm", 79, 2000.0),
+        kernel("gemm", 81, 500.0),
+    ]
+    assert collectives_share([*events, *meanwhile]) == 503 / 3010
     # The wait for others' copies, in which there are none, or own ones.
     copies = [kernel("Memcpy PtoP (Device -> Device)", 90, 4000.0, "gpu_memcpy"), kernel("gemm", 91, 2000.0)]
     waits = [kernel("void c10d::symmetric_memory::wait_signal_kernel(unsigned int**)", 93, 1500.0)]
     copied = kernel("Memcpy DtoD (Device -> Device)", 95, 500.0, "gpu_memcpy")
     experts = kernel("kernel_cutlass_kernel_dsakernelsparallelexperts_sum_sm90ExpertsSumSm90_object_at_", 97, 500.0)
     assert collectives_share([*events, *copies, *waits, copied, experts]) == (3 + 3000) / (10 + 5500)
-    with pytest.raises(ValueError, match="events: must have kernels behind a collective, got 1 in 2 events"):
+    with pytest.raises(ValueError, match="events: must have kernels after a collective, got 1 in 2 events"):
         collectives_share([kernel("gemm", 0, 1.0), {"cat": "cpu_op", "name": "nccl", "ts": 0, "dur": 1}])
 
 

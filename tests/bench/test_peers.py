@@ -345,7 +345,7 @@ def differs(compare, got, ours, message="differs by"):
 def test_agreement_is_loose_but_no_more():
     ours = torch.randn(100, 6, 8)
     agree(ours + 1e-3 * torch.randn_like(ours), ours)
-    agree((torch.cat((ours, ours), 1), "lse"), (ours, "other"))  # padded behind ours
+    agree((torch.cat((ours, ours), 1), "lse"), (ours, "other"))  # padded at the end
     for got in (ours.roll(1, 2), ours * 1.1, torch.where(ours > 2, torch.nan, ours)):
         differs(agree, got, ours)
     differs(agree, ours[:, :, :4], ours, r"differs: shape \[100, 6, 4\], where ours is \[100, 6, 8\]")
