@@ -9,7 +9,7 @@ import dsa
 from dsa.cases import cases_of
 from dsa.cases.indexer import require_two_paged_ops
 from dsa.testing import poison_free_memory
-from tests.gpu.op_checks import assert_runs_have_the_same_bits, captured, far_apart
+from tests.gpu.op_checks import captured, far_apart
 
 CASE = cases_of("paged_indexer_select")[0]
 FP32, FP16 = torch.float32, torch.float16
@@ -163,8 +163,3 @@ def test_a_graph_takes_new_lengths_keys_and_pages(length):
             given[name].copy_(new[name])
         graph.replay()
         require_two_paged_ops(given, got)
-
-
-def test_runs_are_identical():
-    given = arguments([5000, 1, 0, 777, 60000], 2, top_k=2048)
-    assert_runs_have_the_same_bits(dsa.paged_indexer_select, **given)

@@ -12,7 +12,7 @@ from dsa.kernels.indexer import topk_config
 from dsa.kernels.indexer.topk_candidates import SAMPLE
 from dsa.runtime.op import forget_calls
 from dsa.testing import poison_free_memory
-from tests.gpu.op_checks import assert_runs_have_the_same_bits, replays
+from tests.gpu.op_checks import replays
 
 CASE, _, INTO = cases_of("topk_indices")
 INF, NAN = math.inf, math.nan
@@ -213,11 +213,6 @@ def test_slots(config):
     own = torch.arange(rows * pages, dtype=torch.int32, device="cuda").view(rows, pages)
     check(scores, 512, block_table=own, page_size=64)
     check(scores, 512, block_table=table.T.contiguous()[:6], page_size=64, starts=i32([0, 5, 10, 0, 3, 1]))
-
-
-def test_runs_are_identical():
-    scores = torch.randn(200, 70000, device="cuda").mul(20).round()
-    assert_runs_have_the_same_bits(dsa.topk_indices, scores, 2048, return_values=True)
 
 
 def test_beyond_two_to_the_31():
