@@ -189,8 +189,7 @@ def check_scores(got: torch.Tensor, expected: torch.Tensor, terms: torch.Tensor,
 
 
 def scores(q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor) -> Results:
-    """Compute sum_h weights[t, h] * relu(q[t, h] . k[s]) and its terms, sum_h |weights[t, h]| * (|q[t, h]| . |k[s]|), in
-    float64."""
+    """Compute scores sum_h weights[t, h] * relu(q[t, h] . k[s]) in float64, and the same of magnitudes."""
     k, chunk = k.double(), max(1, 2**26 // max(1, q.shape[1] * len(k)))
     parts = [
         ((w[:, None] @ (x @ k.T).relu())[:, 0], (w.abs()[:, None] @ (x.abs() @ k.abs().T))[:, 0])
