@@ -32,7 +32,7 @@ F16, INF = torch.float16, torch.inf
 
 
 def require(right: bool | torch.Tensor, message: str) -> None:
-    """AssertionError with the message unless all of `right` is true."""
+    """Raise AssertionError with this message unless all of `right` is true."""
     if not (right.all() if isinstance(right, torch.Tensor) else right):
         raise AssertionError(message)
 
@@ -62,7 +62,7 @@ def keys(
     slot_dtype: torch.dtype = INT32,
     **options: Any,
 ) -> Given:
-    """By default three tokens. Else every seventh token has no slot, and the cache's bytes are NaN."""
+    """Make three tokens by default. Else every seventh token has no slot, and the cache holds NaN."""
     options = {"eps": 1e-6, "interleaved": True, "dims": "last", "use_ue8m0": True} | options
     norm = {"norm_weight": new.f32(128), "norm_bias": new.f32(128)}
     if tokens is None:
@@ -76,7 +76,7 @@ def keys(
 
 
 def transformed(x: torch.Tensor, a: Given) -> torch.Tensor:
-    """H128 rope(x) in float64, with two roundings to x's dtype."""
+    """Compute H128 rope(x) in float64, and round to x's dtype after rope and after H128."""
     channels, interleaved = 2 * a["cos"].shape[1], a["interleaved"]
     out, angles = x.double(), torch.complex(a["cos"].double(), a["sin"].double())
     part = out[..., :channels] if a["dims"] == "first" else out[..., 128 - channels :]
@@ -90,7 +90,7 @@ def transformed(x: torch.Tensor, a: Given) -> torch.Tensor:
 
 
 def check_cast(q: torch.Tensor, scale: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype, use_ue8m0: bool) -> float:
-    """q [..., 128] and scale [...] are the FP8 cast of `rows`, up to the last bit of `dtype` and sums in fp32."""
+    """Check that q [..., 128] and scale [...] are the FP8 cast of `rows`, up to the last bit of `dtype` and of fp32."""
     eps = torch.finfo(dtype).eps + 1e-6
     exact = rows.abs().amax(-1).clamp(min=1e-4) / 448
     if use_ue8m0:  # near a power of two either of two is right
@@ -106,7 +106,7 @@ def check_cast(q: torch.Tensor, scale: torch.Tensor, rows: torch.Tensor, dtype: 
 
 
 def check_queries(a: Given, found: Results) -> float:
-    """Against the reference bit for bit, and against float64."""
+    """Compare with the reference bit for bit, and with float64."""
     for name, got, right in zip(("q", "weights"), found, dsa.reference.quantize_indexer_queries(**a), strict=True):
         require(got.is_contiguous() and same_bits(got, right), f"{name}: not the reference's bits")
     q, weights = found
@@ -115,15 +115,15 @@ def check_queries(a: Given, found: Results) -> float:
 
 
 def by_slot(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bytes of an index cache's values [slots, D] and scales [slots, 4]."""
+    """Return the bytes of an index cache: values [slots, D] and scales [slots, 4]."""
     page_size, dim = cache.shape[1], cache.shape[3] - 4
     raw = cache.flatten(1)
     return raw[:, : page_size * dim].reshape(-1, dim), raw[:, page_size * dim :].reshape(-1, 4)
 
 
 def check_keys(a: Given, found: Results) -> float:
-    """Against float64, and against the reference. Few bytes differ from the reference's, because the kernel sums in
-    another order. Other slots keep their bytes."""
+    """Compare with float64 and with the reference. The kernel sums in another order, so a few bytes may differ from the
+    reference. Slots without a token keep their bytes."""
     (cache,), before, slots = found, a["cache"], a["slots"].long()
     there = (slots >= 0) & (slots < before.shape[0] * before.shape[1])
     expected = before.clone()
@@ -137,15 +137,15 @@ def check_keys(a: Given, found: Results) -> float:
     for now, then in zip(by_slot(cache), by_slot(before)):
         require_same("other slots of the cache", now[others], then[others])
     values, scales = (x[slots[there]] for x in by_slot(cache))
-    x = a["k"].double()
-    normed = (x - x.mean(1, keepdim=True)) / (x.var(1, correction=0, keepdim=True) + a["eps"]).sqrt()
+    x = a["k"].double() - a["k"].double().mean(1, keepdim=True)
+    normed = x / (x.square().mean(1, keepdim=True) + a["eps"]).sqrt()
     normed = (normed * a["norm_weight"].double() + a["norm_bias"].double()).to(a["k"].dtype)
     rows, scale = transformed(normed, a)[there], scales.view(F32)[:, 0].double()
     return check_cast(values.view(E4M3), scale, rows, a["k"].dtype, a["use_ue8m0"])
 
 
 def other_slots(given: Given, place: tuple[int, ...]) -> Kept:
-    """A slot concerns its own bytes of the cache."""
+    """Keep the bytes of all slots but the one at `place`."""
     kept = torch.arange(given["cache"].shape[0] * given["cache"].shape[1], device=given["slots"].device)
     kept = kept != given["slots"][place]
     return lambda results: [x[kept] for x in by_slot(results[0])]
@@ -171,8 +171,13 @@ RANGES = ("cu_seq_len_k_start", "cu_seq_len_k_end")
 
 
 def check_scores(got: torch.Tensor, expected: torch.Tensor, terms: torch.Tensor, of_terms: float) -> float:
-    """Every score is as near to the expected one as its terms allow, -inf is where it is expected, and calc_diff, which
-    is returned, is small. terms: sums of magnitudes, at least where scores are finite."""
+    """Check that scores are within their bounds, that -inf is where it is expected, and that calc_diff is small.
+
+    terms     sums of the terms' magnitudes, at least where scores are finite
+    of_terms  the bound of a score, per term
+
+    Returns calc_diff.
+    """
     diff = calc_diff(got, expected)
     require(diff < MOST_DIFF[got.dtype], f"scores: calc_diff {diff:.3g} is above {MOST_DIFF[got.dtype]}")
     seen = expected != -INF
@@ -184,7 +189,7 @@ def check_scores(got: torch.Tensor, expected: torch.Tensor, terms: torch.Tensor,
 
 
 def scores(q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor) -> Results:
-    """sum_h weights[t, h] * relu(q[t, h] . k[s]) and sum_h |weights[t, h]| * (|q[t, h]| . |k[s]|), in float64."""
+    """Compute scores sum_h weights[t, h] * relu(q[t, h] . k[s]) in float64, and the same of magnitudes."""
     k, chunk = k.double(), max(1, 2**26 // max(1, q.shape[1] * len(k)))
     parts = [
         ((w[:, None] @ (x @ k.T).relu())[:, 0], (w.abs()[:, None] @ (x.abs() @ k.abs().T))[:, 0])
@@ -194,8 +199,8 @@ def scores(q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor) -> Results:
 
 
 def scored(new: Maker, queries: int, keys: int, heads: int, dim: int, exact: bool) -> Given:
-    """q, kv and weights: random numbers, or small integers whose sums are exact. Of those every key is there twice, so
-    that scores tie."""
+    """Make q, kv and weights of random numbers, or `exact`: of small integers, whose sums are exact. Then every key is
+    there twice, so that scores tie."""
     if not exact:
         kv = new.e4m3(keys, dim), new.positive(keys)
         return {"q": new.e4m3(queries, heads, dim), "kv": kv, "weights": new.f32(queries, heads)}
@@ -206,7 +211,7 @@ def scored(new: Maker, queries: int, keys: int, heads: int, dim: int, exact: boo
 
 
 def ranges(new: Maker, queries: int, keys: int, window: int) -> Given:
-    """Causal ranges of at most `window` keys. Without a window random ones: unordered, empty, and outside the keys."""
+    """Make causal ranges of `window` keys, or random ranges: unordered, some empty, some outside the keys."""
     if not queries:
         return dict(zip(RANGES, (new.ints([0, 2, 5]), new.ints([7, 5, 5]))))
     if window:
@@ -228,7 +233,7 @@ def contiguous(
     exact: bool = False,
     **options: Any,
 ) -> Given:
-    """By default three queries."""
+    """Make three queries by default."""
     options = {"clean_logits": True, "max_seqlen_k": 0, "logits_dtype": F32, "accumulators": F16} | options
     return {**scored(new, queries or 3, keys, heads, dim, exact), **ranges(new, queries, keys, window), **options}
 
@@ -240,7 +245,7 @@ def unquantised(new: Maker, dtype: torch.dtype = BF16, **sizes: Any) -> Given:
 
 
 def clipped(a: Given, keys: int) -> list[torch.Tensor]:
-    """Both bounds of the ranges."""
+    """Return both bounds of the ranges, clipped to the keys."""
     return [a[name].long().clamp(0, keys) for name in RANGES]
 
 
@@ -257,7 +262,7 @@ def check_logits(a: Given, found: Results) -> float:
 
 
 def check_matrix(a: Given, got: torch.Tensor, expected: torch.Tensor, terms: torch.Tensor) -> float:
-    """Scores of a kernel, whose rows start at multiples of 1024 bytes."""
+    """Check scores of a kernel: their rows start at multiples of 1024 bytes."""
     require(got.dtype == a["logits_dtype"], f"logits: dtype {got.dtype}")
     require(got.stride(0) * got.element_size() % 1024 == 0 and got.stride(1) == 1, f"logits: strides {got.stride()}")
     if not a["clean_logits"]:
@@ -276,7 +281,7 @@ def check_unquantised(a: Given, found: Results) -> float:
 
 
 def planned(new: Maker, batch: int = 0, next_n: int = 0, block_kv: int = 32, num_sms: int = 5) -> Given:
-    """Lengths per sequence, or with next_n per query. Some are 0 or negative. By default two sequences."""
+    """Make lengths of sequences, or with next_n of queries; some are 0 or negative. By default two sequences."""
     if not batch:
         return {"context_lens": new.ints([70, 0]), "block_kv": block_kv, "num_sms": num_sms}
     shape = (batch, next_n) if next_n else (batch,)
@@ -285,13 +290,13 @@ def planned(new: Maker, batch: int = 0, next_n: int = 0, block_kv: int = 32, num
 
 
 def check_plan(a: Given, found: Results) -> float:
-    """Each SM begins after the splits of those before it, and at a split that exists, or past all sequences."""
+    """Check that each SM begins after the previous SMs' splits, at a split that exists or past all sequences."""
     (plan,), lengths, sms = found, a["context_lens"].long().clamp(min=0), a["num_sms"]
     lengths = lengths if lengths.dim() == 1 else lengths.amax(1)
     splits = ((lengths + 255) // 256).clamp(max=(2**31 - 1) // max(1, len(lengths)))
     total = splits.sum()
     share = (total // sms).repeat(sms) + (torch.arange(sms, device=plan.device) >= sms - total % sms)
-    first = torch.cat((share[:0], share.new_zeros(1), share.cumsum(0)))
+    first = torch.cat((share.new_zeros(1), share.cumsum(0)))
     require(plan.dtype == INT32 and plan.shape == (sms + 1, 2), "plan: shape or dtype is wrong")
     sequence, split = plan.long().unbind(1)
     require((sequence >= 0) & (sequence <= len(lengths)), "plan: no such sequence")
@@ -303,7 +308,7 @@ def check_plan(a: Given, found: Results) -> float:
 
 
 def in_order(given: Given, place: tuple[int, ...]) -> Kept:
-    """Whatever the lengths, the plan stays in order and among the sequences."""
+    """Keep that the plan is in order and names sequences that exist."""
 
     def kept(results: Results) -> Results:
         sequences, splits = results[0].long().unbind(1)
@@ -329,7 +334,7 @@ def paged(
     exact: bool = False,
     **options: Any,
 ) -> Given:
-    """Sequences of these lengths, by default two.
+    """Make sequences of these lengths, by default two.
 
     per_query  context_lens has lengths of queries. None: only in the default call
     num_sms    of the plan; with 0 the op makes the plan
@@ -352,8 +357,8 @@ def paged(
 def in_pages(
     new: Maker, lengths: Sequence[int], next_n: int, heads: int, dim: int, page_size: int, spare_pages: int, exact: bool
 ) -> Given:
-    """Keys in random pages of a cache, whose other bytes are NaN. The rest of the table is garbage, up to a last column
-    that no sequence uses."""
+    """Put keys in random pages of a cache, whose other bytes are NaN. Unused entries of the table, among them its last
+    column, are garbage."""
     batch, used = len(lengths), [-(-n // page_size) for n in lengths]
     width, pages = max([*used, 1]) + 1, sum(used) + spare_pages
     garbage = new.ints([-1, 10**8, -(2**31), 2**31 - 1]).repeat(batch * width)
@@ -370,7 +375,7 @@ def in_pages(
 
 
 def visible(a: Given) -> torch.Tensor:
-    """How many keys each query sees, [B, next_n]."""
+    """Return how many keys each query sees, [B, next_n]."""
     lengths, next_n = a["context_lens"].long(), a["q"].shape[1]
     if lengths.dim() == 1:
         lengths = lengths[:, None] + torch.arange(1 - next_n, 1, device=lengths.device)
@@ -378,7 +383,7 @@ def visible(a: Given) -> torch.Tensor:
 
 
 def paged_scores(a: Given) -> torch.Tensor:
-    """Scores and their terms [2, B * next_n, columns] in float64: -inf past a query's keys, and without a page."""
+    """Compute scores and terms [2, B * next_n, columns] in float64: -inf past a query's keys and without a page."""
     q, cache, counts, columns = a["q"], a["kv_cache"], visible(a), a["max_context_len"]
     (batch, next_n, _, dim), (pages, page_size) = q.shape, cache.shape[:2]
     raw, of_keys = cache.flatten(1), page_size * dim
@@ -401,7 +406,7 @@ def check_paged(a: Given, found: Results) -> float:
 
 
 def other_sequences(given: Given, place: tuple[int, ...]) -> Kept:
-    """A number concerns the queries of its sequence."""
+    """Keep the rows of all sequences but the one at `place`."""
     batch = len(given["q"])
     others = [b for b in range(batch) if b != place[0]]
     return lambda results: [x.unflatten(0, (batch, -1))[others] for x in results]
@@ -421,7 +426,7 @@ def candidates(
     into: bool = False,
     **options: Any,
 ) -> Given:
-    """Ragged rows of scores with ties; by default three rows."""
+    """Make ragged rows of scores with ties; by default three rows."""
     first, lengths = new.ints([0, 5, 2]), new.ints([20, 3, 9])
     paging = table_of(new, rows, cols, page_size)
     if rows:
@@ -443,7 +448,7 @@ def candidates(
 
 
 def table_of(new: Maker, rows: int, cols: int, page_size: int | None) -> Given:
-    """A block table of two sequences, with pages for every column; by default of two pages, for three rows."""
+    """Make a block table of two sequences, with a page for every column; by default two pages, for three rows."""
     if page_size is None:
         return {"block_table": None, "page_size": None, "row_to_seq": None}
     table, row_to_seq = new.ints([[2, 0], [1, -1]]), new.ints([0, 1, 1])
@@ -463,7 +468,7 @@ def selected(
     row_to_seq: torch.Tensor | None = None,
     sorted: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(indices, values) by one stable sort in float64: -inf is above what is no candidate."""
+    """Return (indices, values) by a stable sort in float64, which puts -inf before columns that are no candidates."""
     (rows, cols), column = scores.shape, torch.arange(scores.shape[1], device=scores.device)
     first = column.new_zeros(rows, 1) if starts is None else starts.long()[:, None]
     count = cols - first if lengths is None else lengths.long()[:, None]
@@ -485,7 +490,7 @@ def selected(
 def slots_of(
     indices: torch.Tensor, table: torch.Tensor, page_size: int, row_to_seq: torch.Tensor | None
 ) -> torch.Tensor:
-    """-1 for an index without a page, without a sequence, or whose slot is no int32."""
+    """Map indices to slots: -1 without a page, without a sequence, or for a slot of 2^31 or more."""
     (sequences, pages), page = table.shape, indices.clamp(min=0) // page_size
     own = torch.arange(len(indices), device=table.device) if row_to_seq is None else row_to_seq.long()
     known = (indices >= 0) & (page < pages) & ((own >= 0) & (own < sequences))[:, None]
@@ -495,7 +500,7 @@ def slots_of(
 
 
 def check_topk(a: Given, found: Results) -> float:
-    """Exactly the indices, and values that are equal."""
+    """Check for equal indices and values."""
     indices, values = selected(**{name: x for name, x in a.items() if name not in ("return_values", "out")})
     require_same("indices", found[0], indices)
     if a["return_values"]:
@@ -506,7 +511,7 @@ def check_topk(a: Given, found: Results) -> float:
 
 
 def other_tables(given: Given, place: tuple[int, ...]) -> Kept:
-    """A page concerns the rows of its sequence."""
+    """Keep the rows of all sequences but the one of the table's row at `place`."""
     others = given["row_to_seq"] != place[0]
     return lambda results: [x[others] for x in results]
 
@@ -530,14 +535,14 @@ def selecting(
 
 
 def of_scores(a: Given) -> Given:
-    """The arguments of `fp8_mqa_logits`, with ranges inside the keys."""
+    """Return the arguments of `fp8_mqa_logits`, with ranges inside the keys."""
     scored = {name: a[name] for name in ("q", "kv", "weights", "accumulators")}
     options = {"clean_logits": True, "max_seqlen_k": 0, "logits_dtype": F32}
     return {**scored, **dict(zip(RANGES, (x.int() for x in clipped(a, len(a["kv"][0]))))), **options}
 
 
 def require_selected(a: Given, found: Results, **given: Any) -> None:
-    """The bits of `topk_indices`, but for the sign of a zero."""
+    """Check for the bits of `topk_indices`, with 0.0 for -0.0."""
     indices, values = selected(k=a["top_k"], **given)
     require_same("indices", found[0], indices)
     if a["return_values"]:
@@ -545,7 +550,7 @@ def require_selected(a: Given, found: Results, **given: Any) -> None:
 
 
 def require_two_ops(a: Given, found: Results) -> None:
-    """By definition the op is `fp8_mqa_logits` and a selection, bit for bit."""
+    """Check for the bits of `fp8_mqa_logits` and a selection, which define the op."""
     scored = of_scores(a)
     first, last = (scored[name] for name in RANGES)
     table = {name: a[name] for name in ("block_table", "page_size", "row_to_seq")}
@@ -567,7 +572,7 @@ def selecting_of_pages(
 
 
 def of_paged_scores(a: Given) -> Given:
-    """The arguments of `fp8_paged_mqa_logits`, of no more columns than the table has keys."""
+    """Return the arguments of `fp8_paged_mqa_logits`, with at most as many columns as the table has keys."""
     columns = min(a["max_context_len"], a["block_table"].shape[1] * a["kv_cache"].shape[1])
     names = "q", "kv_cache", "weights", "context_lens", "block_table", "accumulators"
     options = {"schedule_meta": None, "max_context_len": columns, "clean_logits": True, "logits_dtype": F32}
@@ -575,7 +580,7 @@ def of_paged_scores(a: Given) -> Given:
 
 
 def require_two_paged_ops(a: Given, found: Results) -> None:
-    """By definition the op is `fp8_paged_mqa_logits` and a selection, bit for bit."""
+    """Check for the bits of `fp8_paged_mqa_logits` and a selection, which define the op."""
     batch, next_n = a["q"].shape[:2]
     table = {}
     if a["slots"]:
@@ -598,7 +603,7 @@ def first_column(x: torch.Tensor) -> list[Any]:
 
 
 def two_pages(table: torch.Tensor) -> list[Any]:
-    """A page of the first sequence, and the last page of the second."""
+    """Return the places of a page of the first sequence and of the last page of the second."""
     return [(0, 1), (1, table.shape[1] - 1)]
 
 
@@ -607,13 +612,13 @@ def plan_places(plan: torch.Tensor) -> list[Any]:
 
 
 def per_row(names: Sequence[str], more: str = "", **sizes: Any) -> dict[str, Hostile]:
-    """Hostile contents of arguments with a number per row, or of the block table of two sequences."""
+    """Make hostile contents of arguments with a number per row, or of the block table of two sequences."""
     kinds = {"block_table": (other_tables, two_pages)}
     return {f"{x} {more}".strip(): Hostile(*kinds.get(x, (PER_ROW.kept, ends)), sizes) for x in names}
 
 
 def of_pages(**sizes: Any) -> dict[str, Hostile]:
-    """Hostile contents of lengths and pages, with one query per sequence and with four, and with lengths of queries."""
+    """Make hostile contents of lengths and pages: one query per sequence, four, and lengths of queries."""
     sizes = {
         "lengths": (130, 70, 5, 190),
         "page_size": 64,
