@@ -6,9 +6,10 @@ from functools import partial
 import torch
 
 import dsa
-from tests.hostile import IndexArgument, Prepared, Results, training
+from tests.hostile import IndexArgument, Prepared, Results
+from tests.hostile import packed as training
+from tests.hostile.packed import BF16, packed_places, starts
 from tests.hostile.places import int32, own_row, rows_but
-from tests.hostile.training import BF16, packed_places, starts
 from tests.hostile.unconcerned import everything, nothing, others, rows
 
 SCALE = 0.05
