@@ -305,8 +305,8 @@ MISLED = {
     "prefill, keys off by one": ("flash_mla_sparse_fwd", "flash_mla_sparse_fwd", "indices", shifted, {}),
     "prefill, a key too few": ("flash_mla_sparse_fwd", "flash_mla_sparse_fwd", "indices", without_first, {}),
     "prefill, without the last tile": ("flash_mla_sparse_fwd", "flash_mla_sparse_fwd", "indices", without_last(32), {}),
-    "training's scale": ("sparse_mla_attention", "sparse_mla_attention", 3, one_percent, {}),
-    "training, a key too few": ("sparse_mla_attention", "sparse_mla_attention", 2, without_first, {}),
+    "training's scale": ("sparse_mla_attention", "sparse_mla_attention", "softmax_scale", one_percent, {}),
+    "training, a key too few": ("sparse_mla_attention", "sparse_mla_attention", "indices", without_first, {}),
     "window, a key too few": ("sliding_window_attention", "sliding_window_attention", "window", one_less, {}),
     "window's scale": ("sliding_window_attention", "sliding_window_attention", "softmax_scale", one_percent, {}),
     "window in a cache, a key too few": ("sliding_window_attention", "sliding_window_decode", "window", one_less, {}),
@@ -339,9 +339,9 @@ MISLED = {
     "logits' weights": ("fp8_mqa_logits", "fp8_mqa_logits", "weights", one_percent, {}),
     "paged logits, a key too few": ("fp8_paged_mqa_logits", "fp8_paged_mqa_logits", "context_lens", one_less, {}),
     "selection of pages, a key too few": ("paged_indexer_select", "paged_indexer_select", "context_lens", one_less, {}),
-    "warm-up's scale": ("indexer_warmup_attention", "indexer_warmup_attention", 10, one_percent, {}),
-    "sparse loss, a key too few": ("sparse_indexer_loss", "sparse_indexer_loss", 5, without_first, {}),
-    "sparse loss' scale": ("sparse_indexer_loss", "sparse_indexer_loss", 6, one_percent, {}),
+    "warm-up's scale": ("indexer_warmup_attention", "indexer_warmup_attention", "softmax_scale", one_percent, {}),
+    "sparse loss, a key too few": ("sparse_indexer_loss", "sparse_indexer_loss", "indices", without_first, {}),
+    "sparse loss' scale": ("sparse_indexer_loss", "sparse_indexer_loss", "softmax_scale", one_percent, {}),
 }
 
 
