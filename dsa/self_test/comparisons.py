@@ -7,25 +7,11 @@ Tolerances are those of the ops' contracts, for kernels on a GPU as for referenc
 A result that is 1% too large, a key too many or a tile too few is outside of all of them.
 """
 
-from collections.abc import Iterable
-
 import torch
 
 from dsa.testing import assert_close, calc_diff
 
 D, D_V, H = 576, 512, 16
-
-
-def attention(q: torch.Tensor, kv: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q [H, D], kv [N, D] -> out [H, D_V], lse [H] and size [H, D_V] = sum_j p_j |v_j|, in float64."""
-    logits, v = q.double() @ kv.double().T * scale, kv.double()[:, :D_V]
-    p = logits.softmax(-1)
-    return p @ v, logits.logsumexp(-1), p @ v.abs()
-
-
-def rows(parts: Iterable[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
-    """The results of `attention` for several queries, stacked."""
-    return [torch.stack(part) for part in zip(*parts)]
 
 
 def check_attention(name: str, got: torch.Tensor, expected: torch.Tensor, size: torch.Tensor, cos_tol: float) -> None:

@@ -91,7 +91,7 @@ def _allocate_lse(q: torch.Tensor) -> torch.Tensor:
 
 
 @op(
-    arguments=DENSE_MLA_DECODE.strict(),
+    arguments=DENSE_MLA_DECODE,
     reference=reference.dense_mla_decode,
     results=lambda q, head_dim_v: (_allocate_out(q, head_dim_v), _allocate_lse(q)),
     limits=_check_limits,

@@ -13,7 +13,7 @@ OUT = {"out": Tensor("B s_q h_q head_dim_v", FLOATS, like="q", layout=ROWS, merg
 
 def latent_cache(shape: str, **options: object) -> Tensor:
     """The spec of a paged cache beside queries q: in their dtype, or bytes."""
-    return Tensor(shape, (*FLOATS, *BYTE_DTYPES), like="q", besides=BYTE_DTYPES, mixed=True, **options)
+    return Tensor(shape, (*FLOATS, *BYTE_DTYPES), like="q", besides=BYTE_DTYPES, **options)
 
 
 def check_latent_cache(name: str, cache: torch.Tensor, q: torch.Tensor) -> None:

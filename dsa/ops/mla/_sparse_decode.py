@@ -85,7 +85,7 @@ def _check_limits(
 
 
 @op(
-    arguments=SPARSE_MLA_DECODE.strict(),
+    arguments=SPARSE_MLA_DECODE,
     reference=reference.sparse_mla_decode,
     results=allocate,
     limits=_check_limits,

@@ -12,7 +12,7 @@ from dsa.runtime.checks import FLOATS, INT32
 
 PACKED = {
     "q": Tensor("total_q H d", FLOATS),
-    "kv": Tensor("total_k 1 d", FLOATS, like="q", mixed=True, layout=ROWS),
+    "kv": Tensor("total_k 1 d", FLOATS, like="q", layout=ROWS),
     "cu_seqlens_q": Tensor("B+1", INT32),
     "cu_seqlens_k": Tensor("B+1", INT32),
     "window": Int(),

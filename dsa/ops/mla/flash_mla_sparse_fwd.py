@@ -22,7 +22,7 @@ __all__ = ["flash_mla_sparse_fwd"]
 
 FLASH_MLA_SPARSE_FWD = Arguments(
     q=Tensor("s_q h_q d", FLOATS),
-    kv=Tensor("s_kv 1 d", FLOATS, like="q", mixed=True, layout=ROWS),
+    kv=Tensor("s_kv 1 d", FLOATS, like="q", layout=ROWS),
     indices=Tensor("s_q 1 K", INT32),
     sm_scale=Number(),
     d_v=Int(most="d"),
@@ -102,7 +102,7 @@ def _check_limits(q: torch.Tensor, sm_scale: float, d_v: int) -> None:
 
 
 @op(
-    arguments=FLASH_MLA_SPARSE_FWD.strict(),
+    arguments=FLASH_MLA_SPARSE_FWD,
     reference=reference.flash_mla_sparse_fwd,
     results=_results,
     limits=_check_limits,

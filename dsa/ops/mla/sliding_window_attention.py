@@ -21,7 +21,7 @@ __all__ = ["sliding_window_attention", "sliding_window_decode", "window_sparse_a
 SLIDING_WINDOW_ATTENTION = Arguments(**PACKED, **SOFTMAX, indices=WINDOW_LIST)
 WINDOW_SPARSE_ATTENTION = Arguments(
     **PACKED,
-    compressed=Tensor("n 1 d", FLOATS, like="q", mixed=True, layout=ROWS),
+    compressed=Tensor("n 1 d", FLOATS, like="q", layout=ROWS),
     indices=Tensor("total_q K", INT32),
     **SOFTMAX,
     topk_length=Tensor("total_q", INT32, optional=True),
@@ -208,7 +208,7 @@ def _check_limits(q: torch.Tensor, softmax_scale: float, d_v: int) -> None:
 
 
 @op(
-    arguments=SLIDING_WINDOW_ATTENTION.strict(),
+    arguments=SLIDING_WINDOW_ATTENTION,
     reference=reference.sliding_window_attention,
     results=_allocate,
     limits=_check_limits,
@@ -230,7 +230,7 @@ def _sliding_window_attention(
 
 
 @op(
-    arguments=WINDOW_SPARSE_ATTENTION.strict(),
+    arguments=WINDOW_SPARSE_ATTENTION,
     reference=reference.window_sparse_attention,
     results=_allocate,
     limits=_check_limits,
@@ -271,7 +271,7 @@ def _check_decode_limits(
 
 
 @op(
-    arguments=SLIDING_WINDOW_DECODE.strict(),
+    arguments=SLIDING_WINDOW_DECODE,
     reference=window_decode.sliding_window_decode,
     results=lambda q, d_v: _sparse_decode.allocate(q, d_v),
     limits=_check_decode_limits,

@@ -51,7 +51,7 @@ def _check(
 WINDOW_ATTENTION_CAST_TO_FP8 = Arguments(
     rule=_check,
     **PACKED,
-    compressed=Tensor("n 1 d", FLOATS, like="q", mixed=True, optional=True, layout=ROWS),
+    compressed=Tensor("n 1 d", FLOATS, like="q", optional=True, layout=ROWS),
     indices=Tensor("total_q K", INT32, optional=True),
     cos=Tensor("total_q R/2", F32),
     sin=Tensor("total_q R/2", F32),
@@ -127,7 +127,7 @@ def _check_limits(q: torch.Tensor, cos: torch.Tensor, softmax_scale: float) -> N
 
 
 @op(
-    arguments=WINDOW_ATTENTION_CAST_TO_FP8.strict(),
+    arguments=WINDOW_ATTENTION_CAST_TO_FP8,
     reference=reference.window_attention_cast_to_fp8,
     results=_results,
     limits=_check_limits,
