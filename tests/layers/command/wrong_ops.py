@@ -6,9 +6,9 @@ import torch
 
 import dsa
 from dsa import reference
+from dsa.cases import CASES
 from dsa.ops import op_modules
 from tests.public_names import ops_of
-from tests.valid_calls import CALLS
 
 
 def damaged(x):
@@ -218,7 +218,7 @@ def general():
     found = {}
     for op, bridge in op_modules().items():
         for function in ops_of(bridge):
-            calls = [call for call in CALLS if call.op == function]
+            calls = [call for call in CASES if call.op == function]
             # What an op without a valid call misses, tests of valid calls say; here it is taken to return one tensor.
             for i in range(max((len(call.run(call.arguments())) for call in calls), default=1)):
                 found[f"{function}, result {i}"] = (op, function, wrong_result(i))

@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dsa
 from dsa.runtime.op import OPS
-from tests.valid_calls import CALLS
+from dsa.cases import CASES
 
-CALL = {call.name: call for call in CALLS}
+CALL = {call.name: call for call in CASES}
 # The arguments that gradients reach, and which results have gradients.
 GRADIENTS = {
     "sparse_mla_attention": (("q", "kv", "attn_sink"), (0, 1)),
