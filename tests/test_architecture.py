@@ -130,11 +130,10 @@ def test_rows_of_other_ops_stay_verified(project):
     assert stale == receipt.WHOLES.keys() - without_it
 
 
-def test_a_floor_that_is_missing_is_noticed(project):
-    """The op without a valid call, as an example of a test that says what is missing."""
-    path = project / "tests/valid_calls/elementwise.py"
+def test_a_case_that_is_missing_is_noticed(project):
+    path = project / "dsa/cases/elementwise.py"
     whole = path.read_text()
-    path.write_text(whole.replace('@valid("scale_rows"', '@valid("rms_norm"'))
+    path.write_text(whole.replace('Case("scale_rows"', 'Case("rms_norm"'))
     try:
         with pytest.raises(AssertionError, match="scale_rows"):
             test = "tests/ops/test_torch_defaults.py::test_every_op_has_a_call_with_all_of_its_arguments"
