@@ -7,6 +7,18 @@ from dsa.ops._aligned import rows_at_16_bytes
 # The module: by name, its ops would count as those of who imports this.
 from dsa.ops.mla import window_indices as window_lists
 from dsa.ops.mla._sparse_attention import Selection, inner_contiguous
+from dsa.runtime.arguments import F32, ROWS, Int, Number, Tensor
+from dsa.runtime.checks import FLOATS, INT32
+
+PACKED = {
+    "q": Tensor("total_q H d", FLOATS),
+    "kv": Tensor("total_k 1 d", FLOATS, like="q", layout=ROWS),
+    "cu_seqlens_q": Tensor("B+1", INT32),
+    "cu_seqlens_k": Tensor("B+1", INT32),
+    "window": Int(),
+}
+SOFTMAX = {"softmax_scale": Number(), "d_v": Int(most="d"), "attn_sink": Tensor("H", F32, optional=True)}
+WINDOW_LIST = Tensor("total_q window", INT32, optional=True)
 
 Packed = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]
 Selected = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]

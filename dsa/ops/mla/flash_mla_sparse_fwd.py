@@ -14,10 +14,24 @@ from dsa.ops.mla._sparse_attention import (
     of_caller,
 )
 from dsa.reference.mla import flash_mla_sparse_fwd as reference
-from dsa.runtime.checks import check_apart
+from dsa.runtime.arguments import F32, ROWS, Arguments, Flag, Int, Number, Tensor
+from dsa.runtime.checks import FLOATS, INT32, check_apart
 from dsa.runtime.op import op
 
 __all__ = ["flash_mla_sparse_fwd"]
+
+FLASH_MLA_SPARSE_FWD = Arguments(
+    q=Tensor("s_q h_q d", FLOATS),
+    kv=Tensor("s_kv 1 d", FLOATS, like="q", layout=ROWS),
+    indices=Tensor("s_q 1 K", INT32),
+    sm_scale=Number(),
+    d_v=Int(most="d"),
+    attn_sink=Tensor("h_q", F32, optional=True),
+    topk_length=Tensor("s_q", INT32, optional=True),
+    enable_batch_invariant=Flag(),
+)
+# The heads of a query are contiguous; queries may be any distance apart.
+OUT = {"out": Tensor("s_q h_q d_v", FLOATS, like="q", layout=ROWS, merged=(1, 3))}
 
 
 def flash_mla_sparse_fwd(
@@ -88,11 +102,11 @@ def _check_limits(q: torch.Tensor, sm_scale: float, d_v: int) -> None:
 
 
 @op(
-    arguments=reference.FLASH_MLA_SPARSE_FWD.strict(),
+    arguments=FLASH_MLA_SPARSE_FWD,
     reference=reference.flash_mla_sparse_fwd,
     results=_results,
     limits=_check_limits,
-    out=reference.OUT,
+    out=OUT,
     dtypes=DTYPES,
     public="flash_mla_sparse_fwd",
 )

@@ -1,18 +1,27 @@
 """MLA decoding over a paged cache, dense or over selected keys, and its plan."""
 
+import functools
 from typing import Any
 
 import torch
 
 from dsa.kernels.mla.limits import MAX_BATCH, PLAN_COLUMNS, PLAN_NUMBERS, TILE_M, TILE_N
 from dsa.ops.mla._dense_decode import SHORT, _dense_mla_decode
+from dsa.ops.mla._latent_caches import check_layout_flag, check_unused
+from dsa.ops.mla._plans import (
+    MLA_METADATA,
+    Plan,
+    bind_plan,
+    check_plan,
+    check_plan_tensors,
+    metadata_request,
+    own_plan,
+)
 from dsa.ops.mla._sparse_attention import DTYPES
 from dsa.ops.mla._sparse_decode import _sparse_mla_decode
-from dsa.reference.mla import flash_mla_with_kvcache as reference
-from dsa.reference.mla import mla_metadata
-from dsa.reference.mla.mla_metadata import FlashMLASchedMeta, own_plan
+from dsa.reference.mla.mla_metadata import FlashMLASchedMeta, plan_one_part
 from dsa.runtime import backends
-from dsa.runtime.checks import check_apart, shape_of
+from dsa.runtime.checks import check_apart, check_flag, check_memory, shape_of
 from dsa.runtime.op import Op, op
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_with_kvcache", "get_mla_metadata"]
@@ -22,6 +31,7 @@ __all__ = ["FlashMLASchedMeta", "flash_mla_with_kvcache", "get_mla_metadata"]
 OVERHEAD, OVERHEAD_OF_LONG, OVERHEAD_OF_SHORT = 5, 2, 0
 # Tiles of a part up to which half of the multiprocessors do better: what combines is there beside them.
 HALVED = 2
+_SPARSE_ONLY = ("attn_sink", "topk_length", "extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
 
 
 def get_mla_metadata(*args, **kwargs) -> tuple[FlashMLASchedMeta, None] | tuple[torch.Tensor, torch.Tensor]:
@@ -55,10 +65,13 @@ def get_mla_metadata(*args, **kwargs) -> tuple[FlashMLASchedMeta, None] | tuple[
     """
     if not args and not kwargs:
         return FlashMLASchedMeta(), None
-    request = mla_metadata.metadata_request(*args, **kwargs)
-    if request.topk is not None:
-        return mla_metadata.get_mla_metadata(*args, **kwargs)
-    return _mla_metadata(request.cache_seqlens, request.num_q_tokens_per_head_k, request.num_heads_k, 0)
+    request = metadata_request(*args, **kwargs)
+    arguments = (request.cache_seqlens, request.num_q_tokens_per_head_k, request.num_heads_k, 0)
+    if request.topk is None:
+        return _mla_metadata(*arguments)
+    MLA_METADATA.check(*arguments)
+    check_memory("cache_seqlens", request.cache_seqlens)
+    return plan_one_part(request.cache_seqlens)
 
 
 def flash_mla_with_kvcache(
@@ -138,36 +151,86 @@ def flash_mla_with_kvcache(
     """
     meta = own_plan(tile_scheduler_metadata)
     extra = (extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
-    reference.check_options(
-        k_cache, extra_k_cache, indices, (meta, num_splits), causal, is_fp8_kvcache, enable_batch_invariant
-    )
-    scale = reference.scale_of(q, softmax_scale)
+    _check_options(k_cache, extra_k_cache, indices, (meta, num_splits), causal, is_fp8_kvcache, enable_batch_invariant)
+    scale = _scale_of(q, softmax_scale)
     written = () if out is None else (out,)
     if out is not None:
         check_apart("out", out, q=q, k_cache=k_cache, extra_k_cache=extra_k_cache)
     if indices is not None:
-        mla_metadata.check_plan_tensors(meta, num_splits, q)
+        check_plan_tensors(meta, num_splits, q)
         decode = _sparse_mla_decode if out is None else _sparse_mla_decode.into
         options = (head_dim_v, scale, attn_sink, enable_batch_invariant)
         sparse = (q, k_cache, indices, topk_length, *extra, *options, *written)
         if isinstance(meta, FlashMLASchedMeta):
-            config = reference.config_of(q, causal, (k_cache, indices), extra[:2])
+            config = _config_of(q, causal, (k_cache, indices), extra[:2])
             _bind(meta, config, decode, sparse, planned=True)
         return decode(*sparse) if out is None else (out, decode(*sparse))
-    reference.check_unused(dict(zip(reference.SPARSE_ONLY, (attn_sink, topk_length, *extra))), "indices")
+    check_unused(dict(zip(_SPARSE_ONLY, (attn_sink, topk_length, *extra))), "indices")
     dense, options = (q, k_cache, block_table, cache_seqlens, head_dim_v), (scale, causal, *written)
     decode = _dense_mla_decode if out is None else _dense_mla_decode.into
     if isinstance(meta, FlashMLASchedMeta):
         planned = enable_batch_invariant or meta.tile_scheduler_metadata is not None
-        config = reference.config_of(q, causal, (k_cache, None))
+        config = _config_of(q, causal, (k_cache, None))
         _bind(meta, config, decode, (*dense, None, None, *options), planned)
     if enable_batch_invariant:
-        mla_metadata.check_plan_tensors(meta, num_splits, q)
+        check_plan_tensors(meta, num_splits, q)
         plan = (None, None)
     else:
         plan = (meta, num_splits) if isinstance(meta, torch.Tensor) else _plan_of(meta, *dense[:4])
     found = decode(*dense, *plan, *options)
     return found if out is None else (out, found)
+
+
+def _check_options(
+    k_cache: torch.Tensor,
+    extra_k_cache: torch.Tensor | None,
+    indices: torch.Tensor | None,
+    plan: tuple[Plan, torch.Tensor | None],
+    causal: bool,
+    is_fp8_kvcache: bool,
+    enable_batch_invariant: bool,
+) -> None:
+    """What `flash_mla_with_kvcache` asks of arguments that dense and sparse decoding themselves do not have."""
+    check_flag("causal", causal)
+    check_flag("enable_batch_invariant", enable_batch_invariant)
+    if causal and indices is not None:
+        raise ValueError("causal: must be False with indices, got True")
+    check_layout_flag("k_cache", k_cache, is_fp8_kvcache)
+    if indices is not None and extra_k_cache is not None:
+        check_layout_flag("extra_k_cache", extra_k_cache, is_fp8_kvcache)
+    check_plan(*plan)
+
+
+def _scale_of(q: torch.Tensor, softmax_scale: float | None) -> float:
+    """softmax_scale, or what None stands for; of a q that checks will refuse, anything."""
+    if softmax_scale is not None:
+        return softmax_scale
+    shape = shape_of(q)
+    return shape[-1] ** -0.5 if shape and shape[-1] else 1.0
+
+
+def _config_of(
+    q: torch.Tensor, causal: bool, *selections: tuple[torch.Tensor | None, torch.Tensor | None]
+) -> dict[str, object]:
+    """What a plan remembers of a call: caches and indices, or None for dense decoding's. Tensors are not checked. To be
+    read only, for calls of the same shapes get the same one."""
+    shapes = tuple((shape_of(cache), shape_of(indices)) for cache, indices in selections)
+    config = _config if torch.compiler.is_compiling() else _known_config  # Dynamo warns of caches
+    return config(shape_of(q), causal, shapes)
+
+
+def _config(
+    q: tuple[int, ...], causal: bool, selections: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+) -> dict[str, object]:
+    """Of shapes, () of what is no tensor."""
+    config = {"q": q, "k_cache": selections[0][0][1:], "causal": causal}
+    sparse = [(cache, indices) for cache, indices in selections if cache and indices]
+    if sparse:
+        config["selections"] = [(*cache[1:2], *indices[2:]) for cache, indices in sparse]
+    return config
+
+
+_known_config = functools.lru_cache(256)(_config)
 
 
 def _bind(
@@ -178,7 +241,7 @@ def _bind(
         return
     other = meta.have_initialized and meta.config != config
     (decode.arguments if other else decode).check(*arguments)
-    mla_metadata.bind_plan(meta, config)
+    bind_plan(meta, config)
 
 
 def _plan_of(
@@ -248,8 +311,8 @@ def _check_plan_limits(cache_seqlens: torch.Tensor) -> None:
 
 
 @op(
-    arguments=mla_metadata.MLA_METADATA,
-    reference=mla_metadata.plan_one_part,
+    arguments=MLA_METADATA,
+    reference=plan_one_part,
     results=_plan_results,
     limits=_check_plan_limits,
     public="get_mla_metadata",

@@ -8,7 +8,10 @@ from dsa.kernels.mla.mha_limits import MHA_DIMS, ROPE_DIMS
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops._tma_rows import tma_rows
 from dsa.reference.mla import mha_varlen_fwd as reference
+from dsa.reference.mla.selection_bits import KEYS, WORDS
 from dsa.runtime import backends
+from dsa.runtime.arguments import Arguments, Flag, Int, Number, Tensor
+from dsa.runtime.checks import FLOATS, INT32
 from dsa.runtime.op import op
 
 __all__ = ["mha_varlen_fwd"]
@@ -16,6 +19,46 @@ __all__ = ["mha_varlen_fwd"]
 LOG2E = math.log2(math.e)
 L2_BYTES = 16 << 20  # of keys and values that are read at a time, so that they come from the L2 cache
 MOST_WORDS = 2**31 - 1  # of all queries' selections: their numbers are int32
+
+
+def _check(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    k_rope: torch.Tensor | None,
+    softmax_scale: float,
+    max_seqlen_k: int,
+    selected: torch.Tensor | None,
+) -> None:
+    apart = 0 if k_rope is None else k_rope.shape[1]
+    if k.shape[2] + apart != q.shape[2]:
+        behind = " and no k_rope" if k_rope is None else f" and {apart} in k_rope"
+        raise ValueError(f"k: must have q's {q.shape[2]} channels, got {k.shape[2]}{behind}")
+    if k.shape[1] == 0 or q.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(f"q: heads must be a multiple of k's {k.shape[1]}, at least as many, got {q.shape[1]}")
+    if not softmax_scale > 0:
+        raise ValueError(f"softmax_scale: must be above 0, got {softmax_scale}")
+    words = -(-max_seqlen_k // KEYS) * WORDS
+    if selected is not None and (selected.shape[1] < words or selected.shape[1] % WORDS):
+        raise ValueError(
+            f"selected: must have a multiple of {WORDS} words a query, at least {words} of "
+            f"max_seqlen_k={max_seqlen_k} keys, got {selected.shape[1]}"
+        )
+
+
+MHA_VARLEN_FWD = Arguments(
+    rule=_check,
+    q=Tensor("Tq H d", FLOATS),
+    k=Tensor("Tk Hk dk", FLOATS, like="q"),
+    v=Tensor("Tk Hk dv", FLOATS, like="q"),
+    cu_seqlens_q=Tensor("B+1", INT32),
+    cu_seqlens_k=Tensor("B+1", INT32),
+    max_seqlen_k=Int(least=0),
+    softmax_scale=Number(),
+    causal=Flag(),
+    k_rope=Tensor("Tk dr", FLOATS, like="q", optional=True),
+    selected=Tensor("Tq words", INT32, optional=True),
+    dense_keys=Int(least=0),
+)
 
 
 def mha_varlen_fwd(
@@ -87,7 +130,7 @@ def _dims(q: torch.Tensor, v: torch.Tensor) -> tuple[int, int] | None:
 
 
 @op(
-    arguments=reference.MHA_VARLEN_FWD,
+    arguments=MHA_VARLEN_FWD,
     reference=reference.mha_varlen_fwd,
     results=_results,
     limits=_check_limits,

@@ -5,11 +5,44 @@ import torch
 from dsa.kernels.mla.limits import HEAD_DIM, HEAD_DIM_V
 from dsa.kernels.mla.up_projection_limits import ABSORBED_NOPE, MAX_UP_PROJECTION_ROWS, UP_PROJECTION_ROWS
 from dsa.ops._aligned import rows_at_16_bytes
-from dsa.reference.gemm.fp8_gemm_nt import pair
+from dsa.ops.gemm._operands import pair
 from dsa.reference.mla import mla_absorb_queries as reference
+from dsa.runtime.arguments import ALIGNED, F32, INNER, ROWS, Arguments, Tensor
+from dsa.runtime.checks import E4M3, FLOATS
 from dsa.runtime.op import op
 
 __all__ = ["mla_absorb_queries"]
+
+KV_B = {
+    "weight": Tensor("N L", E4M3, layout=ALIGNED, name="kv_b[0]"),
+    "weight_scale": Tensor("ceil(N/128) ceil(L/128)", F32, layout=INNER, name="kv_b[1]"),
+}
+
+
+def check_heads(weight: torch.Tensor, heads: int, least: int, named: str) -> None:
+    """The rows of kv_b belong to the so many heads of the argument that is named, each of which has as many, at least
+    so many."""
+    rows = len(weight)
+    if rows % heads if heads else rows:
+        raise ValueError(f"kv_b[0]: rows must be a multiple of the {heads} heads of {named}, got {rows}")
+    if heads and rows // heads < least:
+        raise ValueError(f"kv_b[0]: must have at least {least} rows a head, got {rows} for {heads} heads")
+
+
+def _check(q_nope: torch.Tensor, q_pe: torch.Tensor, cos: torch.Tensor, weight: torch.Tensor) -> None:
+    if q_pe.shape[2] != 2 * cos.shape[1]:
+        raise ValueError(f"q_pe: must have twice as many channels as cos, {2 * cos.shape[1]}, got {q_pe.shape[2]}")
+    check_heads(weight, *q_nope.shape[1:], "q_nope")
+
+
+MLA_ABSORB_QUERIES = Arguments(
+    rule=_check,
+    q_nope=Tensor("T H nope", FLOATS, layout=ROWS),
+    q_pe=Tensor("T H R", FLOATS, like="q_nope", layout=ROWS),
+    cos=Tensor("T R/2", F32, layout=INNER),
+    sin=Tensor("T R/2", F32, layout=INNER),
+    **KV_B,
+)
 
 
 def mla_absorb_queries(
@@ -68,7 +101,7 @@ def check_kv_b(weight: torch.Tensor, heads: int) -> None:
 
 
 @op(
-    arguments=reference.MLA_ABSORB_QUERIES,
+    arguments=MLA_ABSORB_QUERIES,
     reference=reference.mla_absorb_queries,
     results=_results,
     limits=_check_limits,

@@ -7,6 +7,7 @@ import torch
 from dsa.kernels.gemm.limits import GROUP
 from dsa.kernels.mla.limits import HEAD_DIM_V, ROTATED_BACK, TILE_M
 from dsa.ops._kernel_arguments import dtype_name
+from dsa.ops.elementwise.rotary import check_rotated
 from dsa.ops.mla._sparse_attention import (
     DTYPES,
     Selection,
@@ -17,12 +18,50 @@ from dsa.ops.mla._sparse_attention import (
     sink_arguments,
     stream_k,
 )
-from dsa.ops.mla._window_selections import window_selections
+from dsa.ops.mla._window_selections import PACKED, WINDOW_LIST, window_selections
 from dsa.reference.mla import window_attention_cast as reference
 from dsa.runtime import backends
+from dsa.runtime.arguments import F32, ROWS, Arguments, Flag, Int, Number, Tensor
+from dsa.runtime.checks import FLOATS, INT32
 from dsa.runtime.op import op
 
 __all__ = ["window_attention_cast_to_fp8"]
+
+
+def _check(
+    q: torch.Tensor,
+    compressed: torch.Tensor | None,
+    indices: torch.Tensor | None,
+    cos: torch.Tensor,
+    groups: int,
+    topk_length: torch.Tensor | None,
+) -> None:
+    if q.shape[2] % GROUP:
+        raise ValueError(f"q: the last dimension must be a multiple of {GROUP}, got shape {list(q.shape)}")
+    if q.shape[1] % groups:
+        raise ValueError(f"groups: must divide the {q.shape[1]} heads of q, got {groups}")
+    check_rotated("q", q, cos)
+    if (compressed is None) != (indices is None):
+        given, missing = ("compressed", "indices") if indices is None else ("indices", "compressed")
+        raise ValueError(f"{missing}: must be given with {given}, got None")
+    if topk_length is not None and indices is None:
+        raise ValueError("indices: must be given with topk_length, got None")
+
+
+WINDOW_ATTENTION_CAST_TO_FP8 = Arguments(
+    rule=_check,
+    **PACKED,
+    compressed=Tensor("n 1 d", FLOATS, like="q", optional=True, layout=ROWS),
+    indices=Tensor("total_q K", INT32, optional=True),
+    cos=Tensor("total_q R/2", F32),
+    sin=Tensor("total_q R/2", F32),
+    groups=Int(),
+    softmax_scale=Number(),
+    attn_sink=Tensor("H", F32, optional=True),
+    topk_length=Tensor("total_q", INT32, optional=True),
+    window_indices=WINDOW_LIST,
+    use_ue8m0=Flag(),
+)
 
 
 def window_attention_cast_to_fp8(
@@ -88,7 +127,7 @@ def _check_limits(q: torch.Tensor, cos: torch.Tensor, softmax_scale: float) -> N
 
 
 @op(
-    arguments=reference.WINDOW_ATTENTION_CAST_TO_FP8.strict(),
+    arguments=WINDOW_ATTENTION_CAST_TO_FP8,
     reference=reference.window_attention_cast_to_fp8,
     results=_results,
     limits=_check_limits,

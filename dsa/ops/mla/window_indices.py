@@ -4,9 +4,46 @@ import torch
 
 from dsa.kernels.mla.limits import MAX_WINDOW
 from dsa.reference.mla import window_indices as reference
+from dsa.runtime.arguments import Arguments, Int, Tensor
+from dsa.runtime.checks import INT32, MOST_SLOTS
 from dsa.runtime.op import op
 
 __all__ = ["window_indices", "window_slots"]
+
+
+def _check_ring(
+    block_table: torch.Tensor | None, cache_seqlens: torch.Tensor, s_q: int, page_size: int, window: int
+) -> None:
+    if block_table is not None:
+        return
+    if page_size < window + s_q - 1:
+        raise ValueError(
+            f"page_size: a ring must hold window + s_q - 1 = {window + s_q - 1} keys without a block_table, "
+            f"got {page_size}"
+        )
+    batch = cache_seqlens.shape[0]
+    if batch * page_size > MOST_SLOTS:
+        raise ValueError(
+            f"page_size: the rings of cache_seqlens' {batch} sequences must have at most 2^31 slots together, got "
+            f"{page_size} each"
+        )
+
+
+WINDOW_INDICES = Arguments(
+    cu_seqlens_q=Tensor("B+1", INT32),
+    cu_seqlens_k=Tensor("B+1", INT32),
+    total_q=Int(least=0),
+    window=Int(),
+)
+WINDOW_SLOTS = Arguments(
+    rule=_check_ring,
+    first=("cache_seqlens",),
+    block_table=Tensor("B max_pages", INT32, optional=True),
+    cache_seqlens=Tensor("B", INT32),
+    s_q=Int(least=0),
+    page_size=Int(),
+    window=Int(),
+)
 
 
 def window_indices(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, total_q: int, window: int) -> torch.Tensor:
@@ -72,7 +109,7 @@ def _indices(cu_seqlens_q: torch.Tensor, total_q: int, window: int) -> torch.Ten
 
 
 @op(
-    arguments=reference.WINDOW_INDICES,
+    arguments=WINDOW_INDICES,
     reference=reference.window_indices,
     results=_indices,
     limits=lambda total_q, window: _check_sizes(total_q=total_q, window=window),
@@ -95,7 +132,7 @@ def _check_slots_limits(cache_seqlens: torch.Tensor, s_q: int, page_size: int, w
 
 
 @op(
-    arguments=reference.WINDOW_SLOTS,
+    arguments=WINDOW_SLOTS,
     reference=reference.window_slots,
     results=_slots,
     limits=_check_slots_limits,

@@ -2,16 +2,7 @@
 
 import torch
 
-from dsa.runtime.arguments import Arguments, Int, Tensor
-from dsa.runtime.checks import INT32, check_memory
-
 KEYS, WORDS = 128, 4  # keys of a block, and the words of 32 bits that say which are selected
-
-SELECTION_BITS = Arguments(
-    indices=Tensor("T k", INT32, layout="the last dimension contiguous"),
-    starts=Tensor("T", INT32, optional=True),
-    max_keys=Int(least=0),
-)
 
 
 def selection_bits(indices: torch.Tensor, starts: torch.Tensor | None, max_keys: int) -> torch.Tensor:
@@ -19,8 +10,6 @@ def selection_bits(indices: torch.Tensor, starts: torch.Tensor | None, max_keys:
 
     Arguments as of `dsa.selection_bits`.
     """
-    SELECTION_BITS.check(indices, starts, max_keys)
-    check_memory("indices", indices)
     blocks = -(-max_keys // KEYS)
     key = indices.long() if starts is None else indices.long() - starts.long()[:, None]
     there = (indices >= 0) & (key >= 0) & (key < max_keys)
