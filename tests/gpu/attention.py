@@ -1,6 +1,7 @@
 """What tests of attention kernels share: checked calls, indices that are no keys, parts of larger tensors."""
 
 import math
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ import torch
 from dsa.cases import CASES
 from dsa.cases.case import Case, Given, Maker
 from dsa.testing import poison_free_memory
-from tests.gpu.op_checks import assert_same_bits
+from tests.gpu.op_checks import assert_same_bits, captured
 
 D_V = 512
 INF, NAN = math.inf, math.nan
@@ -34,6 +35,18 @@ def checked(case: Case, given: Given, record_error: Any = None) -> list[torch.Te
     if record_error:
         record_error(error)
     return found
+
+
+def replayed(call: Callable[[], Any], given: Given, renewals: Iterable[Given]) -> Iterator[Any]:
+    """The results of a captured call that reads the tensors of `given`, after each replay with those of a renewal."""
+    graph, found = captured(call)
+    for new in renewals:
+        for name, x in given.items():
+            if isinstance(x, torch.Tensor):
+                x.copy_(new[name])
+        graph.replay()
+        torch.cuda.synchronize()
+        yield found
 
 
 def int32(values: Any) -> torch.Tensor:
