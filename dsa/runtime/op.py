@@ -1,6 +1,6 @@
 """An op's record: declared once. The eager path, PyTorch's custom op and its fake follow from it.
 
-    @op(arguments=reference.RMS_NORM, reference=reference.rms_norm, results=_results, limits=_check_limits)
+    @op(arguments=RMS_NORM, reference=reference.rms_norm, results=_results, limits=_check_limits)
     def _rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
         from dsa.kernels.elementwise import rms_norm_sm90 as kernel
 
@@ -21,18 +21,20 @@ A call of the op
 - under torch.compile is one node of the graph, `torch.ops.dsa.NAME`, whose fake is `arguments.check` and `results`;
 - else runs the kernels or the reference, as dsa.runtime.backends decides by the tensors' device and the op's archs.
 
-An op with its own gradients is declared with `autograd`: it launches a torch.autograd.Function and is not registered
-with torch. torch.compile breaks its graph there and refuses `fullgraph=True`.
+An op whose kernels have a backward pass declares it as `gradient`. An eager call that runs kernels is then a
+torch.autograd.Function, and `torch.ops.dsa.NAME` has the same backward pass by torch.library.register_autograd. The
+backward pass runs another op, which has no gradient: a second backward pass raises an error.
 
 Checks and the Python of a launch cost more than the kernel's launch, and decoding repeats its calls. The op remembers
 the signature of a correct call (`known_calls`). A call that repeats is recorded as a list of steps (`recording`), which
-guards in C++ find again (`call_guards`). So a launch may depend on the signature of its arguments only.
+guards in C++ find again (`call_guards`). So a launch may depend on the signature of its arguments only. A launch that
+depends on more is declared `recorded=False`.
 """
 
 import inspect
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,6 +47,19 @@ from dsa.runtime.recording import is_recording, record
 OPS: dict[str, "Op"] = {}
 HOPPER = "sm_90"
 Launch = Callable[..., Any]
+
+
+class Gradient(NamedTuple):
+    """An op's backward pass.
+
+    save      save(ctx, arguments, results) runs after the forward pass and keeps on ctx what the backward pass needs
+    backward  backward(ctx, run, *gradients) returns a gradient or None for each argument. `gradients` are those of the
+              results, None for a result that nothing depends on. run(op, *arguments) runs the op that computes the
+              gradients; its first argument is a tensor
+    """
+
+    save: Callable[..., None]
+    backward: Callable[..., tuple[torch.Tensor | None, ...]]
 
 
 class Op:
@@ -63,14 +78,16 @@ class Op:
         results: Callable[..., Any] | None,
         limits: Callable[..., None] | None,
         differentiable: bool,
-        autograd: bool,
+        gradient: Gradient | None,
+        recorded: bool,
         dtypes: tuple[torch.dtype, ...],
         public: str,
     ) -> None:
         """reference, results and limits take all arguments in their order."""
         self.name, self.arguments, self.public = name, arguments, public
         self.reference, self.results, self.limits = reference, results, limits
-        self.differentiable, self.autograd, self.dtypes = differentiable, autograd, dtypes
+        self.differentiable, self.gradient, self.recorded, self.dtypes = differentiable, gradient, recorded, dtypes
+        self._with_gradient = None if gradient is None else _autograd_function(self).apply
         self.launches: dict[str, Launch] = {}
         self.known = KnownCalls()
         places = {argument: i for i, argument in enumerate(arguments.specs)}
@@ -109,7 +126,7 @@ class Op:
                     return steps(*arguments)
         if self.differentiable and torch.is_grad_enabled() and wants_gradient(*arguments):
             return self._run_reference(arguments)
-        if torch.compiler.is_compiling() and not self.autograd and not self._lacks_dtype(_first_tensor(arguments)):
+        if torch.compiler.is_compiling() and (self.gradient or not self._lacks_dtype(_first_tensor(arguments))):
             self.arguments.check_ints_for_floats(*arguments)
             return getattr(torch.ops.dsa, self.name)(*arguments)
         return self.run(*arguments)
@@ -133,8 +150,10 @@ class Op:
         call = self._signature(arguments) if call is None else call
         self._check_for_kernels(call, arguments)
         launch = self._launch_for(tensor.device)
+        if self._with_gradient is not None and torch.is_grad_enabled():
+            launch = self._with_gradient
         with backends.on_device(tensor):
-            if self.autograd or is_recording() or self.known.count(call) != REPEATS:
+            if not self.recorded or is_recording() or self.known.count(call) != REPEATS:
                 return launch(*arguments)
             try:
                 result, steps = record(launch, arguments)
@@ -188,16 +207,11 @@ class Op:
 
     def _check_for_kernels(self, call: tuple, arguments: tuple[Any, ...]) -> None:
         """call: their signature."""
-        if not call:
-            self._check_all(arguments)
-        elif call not in self.known:
+        if call not in self.known:
             self._check_all(arguments)
             self.known.remember(call)
 
     def _signature(self, arguments: tuple[Any, ...]) -> tuple:
-        """() for a call that is compiled: what was in order before means nothing to it."""
-        if self.autograd and torch.compiler.is_compiling():
-            return ()
         call = signature(*arguments)
         if not self._written:
             return call
@@ -237,6 +251,41 @@ class Op:
             return None if self.results is None else self.results(*arguments)
 
         torch.library.register_fake(name, fake)
+        if self.gradient is not None:
+            torch.library.register_autograd(name, self._backward, setup_context=self._setup_context)
+
+    def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.set_materialize_grads(False)
+        self.gradient.save(ctx, inputs, output)
+
+    def _backward(self, ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return self.gradient.backward(ctx, _torch_op, *gradients)
+
+
+def _autograd_function(op: Op) -> type[torch.autograd.Function]:
+    """Launches the kernels of both passes directly, which takes less time on the host than torch's dispatcher."""
+    save, differentiate = op.gradient
+
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        results = _launch(op, *arguments)
+        ctx.set_materialize_grads(False)
+        save(ctx, arguments, results)
+        return results
+
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        # Where the gradients are to have gradients, torch's op has an error for the second backward pass.
+        return differentiate(ctx, _torch_op if torch.is_grad_enabled() else _launch, *gradients)
+
+    functions = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(op.name, (torch.autograd.Function,), functions)
+
+
+def _launch(op: Op, *arguments: Any) -> Any:
+    return op.launch_on(arguments[0].device, *arguments)
+
+
+def _torch_op(op: Op, *arguments: Any) -> Any:
+    return getattr(torch.ops.dsa, op.name)(*arguments)
 
 
 def op(
@@ -247,7 +296,8 @@ def op(
     limits: Callable[..., None] | None = None,
     out: Mapping[str, Tensor] | None = None,
     differentiable: bool = False,
-    autograd: bool = False,
+    gradient: Gradient | None = None,
+    recorded: bool = True,
     dtypes: tuple[torch.dtype, ...] = (),
     public: str = "",
 ) -> Callable[[Launch], Op]:
@@ -259,18 +309,20 @@ def op(
     arguments       their specs
     reference       the same function in PyTorch
     results         allocates what the op returns; of meta tensors too. None for an op that writes to its arguments and
-                    returns nothing, and for one with `autograd`
+                    returns nothing
     limits          raises ValueError for arguments that the specs allow and the kernels do not take
     out             specs of the first results that a caller may give (`Op.into`). The launch takes them after the
                     arguments, as None where it allocates them. torch knows this op as NAME_out
     differentiable  where a gradient is asked for and the caller gives no output, the reference runs
-    autograd        what is launched has gradients of its own
+    gradient        the kernels' backward pass. Where an eager call runs the reference, autograd follows the reference
+    recorded        False where the launch depends on more than the signature of its arguments, such as torch's
+                    settings: its steps are not recorded
     dtypes          of the first tensor, those that the kernels take, if not all of its spec's: for the others the
                     reference runs, with a warning where the kernels would have run
     public          the public function that the op is a part of, if that has another name: errors and warnings say
                     that name
     """
-    if results is None and not autograd and not arguments.written:
+    if results is None and not arguments.written:
         raise TypeError("results: must be given for an op that returns something, got None")
     outputs = dict(out or {})
 
@@ -280,16 +332,16 @@ def op(
         made = None if results is None else arguments.taking(f"results of {name}", results)
         every = arguments.writing(outputs) if outputs else arguments
         check = None if limits is None else every.taking(f"limits of {name}", limits)
-        options = differentiable, autograd, dtypes, public or name
-        declared = Op(name, arguments, found, made, _with_none(check, len(outputs)), *options)
+        options = recorded, dtypes, public or name
+        of_call = found, made, _with_none(check, len(outputs)), differentiable, gradient
+        declared = Op(name, arguments, *of_call, *options)
         signature = inspect.signature(launch)
         if outputs:
-            declared.into = Op(f"{name}_out", every, *_writing(found, made, [*outputs]), check, False, *options[1:])
+            declared.into = Op(f"{name}_out", every, *_writing(found, made, [*outputs]), check, False, None, *options)
         declared.on(HOPPER)(launch)
         OPS[name] = declared
         kept = [signature.parameters[argument] for argument in arguments.specs]
-        if not autograd:
-            declared.register(signature.replace(parameters=kept))
+        declared.register(signature.replace(parameters=kept))
         if outputs:
             OPS[f"{name}_out"] = declared.into
             rest = _rest(typing.get_args(signature.return_annotation) or (signature.return_annotation,), len(outputs))

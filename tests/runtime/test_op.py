@@ -8,7 +8,7 @@ from dsa.runtime import backends
 from dsa.runtime import op as declaration
 from dsa.runtime.arguments import F32, ROWS, Arguments, Flag, Number, Tensor
 from dsa.runtime.known_calls import REPEATS
-from dsa.runtime.op import op
+from dsa.runtime.op import Gradient, op
 
 checked, launched = [], []
 
@@ -245,26 +245,25 @@ def test_another_gpu_has_no_kernel(ops, monkeypatch):
 
 @pytest.fixture(scope="module")
 def doubling(ops):
-    """An op of a public function of another name, with gradients of its own; its kernels take float32 alone."""
+    """An op of a public function of another name, whose kernels have a backward pass. They take float32 alone."""
+    arguments = Arguments(x=Tensor("T", (torch.float32, torch.float64)))
 
-    class Double(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return 2 * x
-
-        @staticmethod
-        def backward(ctx, grad):
-            return 20 * grad
+    @op(arguments=arguments, reference=lambda x: 2 * x, results=lambda x: torch.empty_like(x), public="test_add_to")
+    def _test_double_gradient(x: torch.Tensor) -> torch.Tensor:
+        return 20 * x
 
     @op(
-        arguments=Arguments(x=Tensor("T", (torch.float32, torch.float64))),
+        arguments=arguments,
         reference=lambda x: 2 * x,
-        autograd=True,
+        results=lambda x: torch.empty_like(x),
+        gradient=Gradient(lambda *_: None, lambda ctx, run, grad: (run(_test_double_gradient, grad),)),
+        recorded=False,
         dtypes=(torch.float32,),
         public="test_add_to",
     )
     def _test_double(x: torch.Tensor) -> torch.Tensor:
-        return Double.apply(x)
+        launched.append(x)
+        return 2 * x
 
     return _test_double
 
@@ -273,13 +272,30 @@ def gradient(call, x):
     return torch.autograd.grad(call(x).sum(), x)[0].tolist()
 
 
-def test_an_op_with_gradients_of_its_own(doubling, request):
+@pytest.mark.parametrize("kernels", [False, True])
+def test_an_op_with_a_backward_pass(doubling, kernels, request):
     x = torch.ones(2, requires_grad=True)
-    assert gradient(doubling, x) == [2, 2]
-    request.getfixturevalue("kernel_path")
-    assert gradient(doubling, x) == [20, 20]
-    assert gradient(torch.compile(doubling, fullgraph=True, backend="aot_eager"), x) == [20, 20]
-    assert not hasattr(torch.ops.dsa, "test_double")
+    if kernels:
+        request.getfixturevalue("kernel_path")
+    assert gradient(doubling, x) == [20, 20] if kernels else [2, 2]
+    assert gradient(torch.ops.dsa.test_double, x) == [20, 20] if kernels else [2, 2]
+    assert gradient(torch.compile(doubling, fullgraph=True, backend="aot_eager"), x) == [20, 20] if kernels else [2, 2]
+    with torch.no_grad():
+        assert not doubling(x).requires_grad
+
+
+def test_a_second_backward_pass_is_an_error(doubling, kernel_path):
+    x = torch.ones(2, requires_grad=True)
+    for call in (doubling, torch.ops.dsa.test_double):
+        (grad,) = torch.autograd.grad(call(x).square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match=r"backward through dsa\.test_double_gradient\.default but no autograd"):
+            grad.sum().backward()
+
+
+def test_an_op_that_is_not_recorded_launches_every_time(doubling, kernel_path):
+    for _ in range(REPEATS + 2):
+        doubling(torch.ones(2))
+    assert len(launched) == REPEATS + 2 and not doubling.known.steps
 
 
 def test_a_dtype_without_a_kernel_runs_the_reference_and_says_so(doubling, kernel_path, monkeypatch):

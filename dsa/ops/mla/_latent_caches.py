@@ -2,7 +2,8 @@
 
 import torch
 
-from dsa.reference.cache.kv_cache import BYTE_DTYPES, cache_dim
+from dsa.ops.cache._specs import cache_dim
+from dsa.reference.cache.kv_cache import BYTE_DTYPES
 from dsa.runtime.arguments import ROWS, Tensor
 from dsa.runtime.checks import FLOATS, check_flag
 

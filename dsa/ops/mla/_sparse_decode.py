@@ -4,6 +4,7 @@ import torch
 
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
+from dsa.ops.cache._specs import page_layout
 from dsa.ops.mla._latent_caches import OUT, check_latent_cache, check_unused, latent_cache
 from dsa.ops.mla._sparse_attention import (
     DTYPES,
@@ -14,7 +15,6 @@ from dsa.ops.mla._sparse_attention import (
     inner_contiguous,
     of_caller,
 )
-from dsa.reference.cache.kv_cache import page_layout
 from dsa.reference.mla import flash_mla_with_kvcache as reference
 from dsa.runtime.arguments import F32, Arguments, Flag, Int, Number, Tensor
 from dsa.runtime.checks import FLOATS, INT32

@@ -5,7 +5,7 @@ import torch
 from dsa.kernels.mla.limits import HEAD_DIM, HEAD_DIM_V
 from dsa.kernels.mla.up_projection_limits import ABSORBED_NOPE, MAX_UP_PROJECTION_ROWS, UP_PROJECTION_ROWS
 from dsa.ops._aligned import rows_at_16_bytes
-from dsa.reference.gemm.fp8_gemm_nt import pair
+from dsa.ops.gemm._operands import pair
 from dsa.reference.mla import mla_absorb_queries as reference
 from dsa.runtime.arguments import ALIGNED, F32, INNER, ROWS, Arguments, Tensor
 from dsa.runtime.checks import E4M3, FLOATS

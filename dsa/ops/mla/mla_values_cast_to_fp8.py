@@ -4,8 +4,8 @@ import torch
 
 from dsa.kernels.mla.up_projection_limits import VALUE_GROUP
 from dsa.ops._aligned import rows_at_16_bytes
+from dsa.ops.gemm._operands import pair
 from dsa.ops.mla.mla_absorb_queries import KV_B, check_heads, check_kv_b
-from dsa.reference.gemm.fp8_gemm_nt import pair
 from dsa.reference.mla import mla_values_cast_to_fp8 as reference
 from dsa.runtime.arguments import ROWS, Arguments, Flag, Int, Tensor
 from dsa.runtime.checks import FLOATS

@@ -2,6 +2,7 @@
 
 import torch
 
+from dsa.ops.cache._specs import page_layout
 from dsa.ops.mla import _sparse_decode
 
 # The module: by name, its ops would count as this one's.
@@ -9,7 +10,6 @@ from dsa.ops.mla import window_indices as window_lists
 from dsa.ops.mla._latent_caches import check_latent_cache, check_layout_flag, latent_cache
 from dsa.ops.mla._sparse_attention import DTYPES, Results, attend, check_limits, inner_contiguous
 from dsa.ops.mla._window_selections import PACKED, SOFTMAX, WINDOW_LIST, Packed, Selected, window_selections
-from dsa.reference.cache.kv_cache import page_layout
 from dsa.reference.mla import sliding_window_attention as reference
 from dsa.reference.mla import sliding_window_decode as window_decode
 from dsa.runtime.arguments import F32, ROWS, Arguments, Flag, Int, Number, Tensor

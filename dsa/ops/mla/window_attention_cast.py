@@ -7,6 +7,7 @@ import torch
 from dsa.kernels.gemm.limits import GROUP
 from dsa.kernels.mla.limits import HEAD_DIM_V, ROTATED_BACK, TILE_M
 from dsa.ops._kernel_arguments import dtype_name
+from dsa.ops.elementwise.rotary import check_rotated
 from dsa.ops.mla._sparse_attention import (
     DTYPES,
     Selection,
@@ -18,7 +19,6 @@ from dsa.ops.mla._sparse_attention import (
     stream_k,
 )
 from dsa.ops.mla._window_selections import PACKED, WINDOW_LIST, window_selections
-from dsa.reference.elementwise.rotary import check_rotated
 from dsa.reference.mla import window_attention_cast as reference
 from dsa.runtime import backends
 from dsa.runtime.arguments import F32, ROWS, Arguments, Flag, Int, Number, Tensor

@@ -99,7 +99,7 @@ def flash_backward(
     sequence, and of a sequence what is behind its longest length, it does not write."""
     cu_seqlens_q, cu_seqlens_k, longest_q, longest_k = sequences
     if 0 in (len(q), len(k), len(cu_seqlens_q) - 1):
-        return tuple(torch.zeros_like(x) for x in (q, k, v))
+        return torch.zeros_like(q), torch.zeros_like(k), empty_values_gradient(q, v).zero_()
     dq, dk, dv = _flash_backward(grad, q, k, v, out, lse, sequences, scale, causal)
     fill_uncovered(cu_seqlens_q, (dq, 0.0), most=longest_q)
     fill_uncovered(cu_seqlens_k, (dk, 0.0), (dv, 0.0), most=longest_k)
@@ -130,7 +130,12 @@ def _flash_backward(
         dq[:, own], dk_part, dv_part = _flash_backward_of_heads(of_heads, sequences, scale, causal)
         dk[:, shared] += dk_part
         dv[:, shared] += dv_part
-    return dq, dk.to(k.dtype), dv.to(v.dtype)
+    return dq, dk.to(k.dtype), empty_values_gradient(q, v).copy_(dv)
+
+
+def empty_values_gradient(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """As flash attention returns it: values are padded to q's channels."""
+    return v.new_empty(*v.shape[:2], q.shape[2])[..., : v.shape[2]]
 
 
 def _heads_together(heads: int, group: int, numbers: int) -> int:

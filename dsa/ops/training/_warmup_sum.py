@@ -52,12 +52,17 @@ class Indexer:
 
     @classmethod
     def of(cls, q_idx: torch.Tensor, k_idx: torch.Tensor, w_idx: torch.Tensor) -> "Indexer":
-        missing = next(heads for heads in INDEX_HEADS if heads >= q_idx.shape[1]) - q_idx.shape[1]
+        missing = padded_heads(q_idx.shape[1]) - q_idx.shape[1]
         q, w = q_idx, w_idx.float()
         if missing:
             q = torch.nn.functional.pad(q, (0, 0, 0, missing))
             w = torch.nn.functional.pad(w, (0, missing))
         return cls(*(tma_rows(x.contiguous()) for x in (q, k_idx, w)))
+
+
+def padded_heads(heads: int) -> int:
+    """The fewest index heads, at least so many, that the kernels take without padding."""
+    return next((found for found in INDEX_HEADS if found >= heads), heads)
 
 
 def check_index_channels(q_idx: torch.Tensor) -> None:
@@ -131,22 +136,28 @@ def key_tiles_of(max_seqlen_k: int) -> int:
     return max(1, -(-max_seqlen_k // K_TILE))
 
 
-def make_plan(sequences: Sequences, queries: int, keys: int, causal: bool) -> tuple[Plan, Sequences]:
-    """The plan, and the sequences with bounds that ascend from 0 to `queries` or `keys` at most, whatever cu_seqlens
-    hold: all that is read or written by them is inside the tensors."""
+def make_plan(sequences: Sequences, queries: int, keys: int, causal: bool) -> tuple[Plan, torch.Tensor]:
+    """The plan, and cu_seqlens_q and cu_seqlens_k [2, B + 1] whose bounds ascend from 0 to `queries` or `keys` at most,
+    whatever the given ones hold: every row that they name is inside the tensors."""
     from dsa.kernels.training.q_tile_plan_sm90 import compile_q_tile_plan
 
     cu_seqlens_q, cu_seqlens_k, *longest = sequences
-    max_key_tiles = key_tiles_of(longest[1])
+    max_key_tiles, batch = key_tiles_of(longest[1]), len(cu_seqlens_q) - 1
+    plan = Plan(*empty_plan(cu_seqlens_q, queries), max_key_tiles)
+    ints = {"dtype": torch.int32, "device": cu_seqlens_q.device}
+    bounds = (torch.empty if batch else torch.zeros)(2, batch + 1, **ints)
+    if len(plan.q_tiles):
+        before = torch.empty(batch, **ints)
+        launch = compile_q_tile_plan()
+        with backends.on_device(plan.q_tiles):
+            numbers = int(causal), queries, keys, max_key_tiles
+            launch(cu_seqlens_q, cu_seqlens_k, bounds, before, plan.q_tiles, plan.key_tiles, *numbers)
+    return plan, bounds
+
+
+def empty_plan(cu_seqlens_q: torch.Tensor, queries: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """q_tiles and key_tiles of a `Plan`, not written yet."""
     batch = len(cu_seqlens_q) - 1
     count = queries // Q_TILE + batch if batch else 0
     ints = {"dtype": torch.int32, "device": cu_seqlens_q.device}
-    q_tiles, key_tiles = torch.empty(count, Q_TILE_FIELDS, **ints), torch.empty(count + 1, **ints)
-    bounds = (torch.empty if batch else torch.zeros)(2, batch + 1, **ints)
-    if count:
-        before = torch.empty(batch, **ints)
-        launch = compile_q_tile_plan()
-        with backends.on_device(q_tiles):
-            numbers = int(causal), queries, keys, max_key_tiles
-            launch(cu_seqlens_q, cu_seqlens_k, bounds, before, q_tiles, key_tiles, *numbers)
-    return Plan(q_tiles, key_tiles, max_key_tiles), (*bounds.unbind(), *longest)
+    return torch.empty(count, Q_TILE_FIELDS, **ints), torch.empty(count + 1, **ints)

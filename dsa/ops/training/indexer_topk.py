@@ -13,10 +13,28 @@ from dsa.ops.training._warmup_sum import (
     check_index_heads,
     make_plan,
 )
+from dsa.ops.training.sparse_mla_attention import DTYPES
 from dsa.reference.training import indexer_topk as reference
+from dsa.runtime.arguments import Arguments, Flag, Int, Tensor
+from dsa.runtime.checks import INT32
 from dsa.runtime.op import op
 
 __all__ = ["indexer_topk"]
+
+SEQUENCES = {
+    "cu_seqlens_q": Tensor("B+1", INT32),
+    "cu_seqlens_k": Tensor("B+1", INT32),
+    "max_seqlen_q": Int(least=0),
+    "max_seqlen_k": Int(least=0),
+}
+INDEXER_TOPK = Arguments(
+    q_idx=Tensor("Tq Hi di", DTYPES),
+    k_idx=Tensor("Tk di", DTYPES, like="q_idx"),
+    w_idx=Tensor("Tq Hi", DTYPES, like="q_idx", besides=(torch.float32,)),
+    top_k=Int(),
+    **SEQUENCES,
+    causal=Flag(),
+)
 
 
 def indexer_topk(
@@ -61,11 +79,16 @@ def _check_limits(q_idx: torch.Tensor, top_k: int) -> None:
         raise ValueError(f"top_k: the kernel takes up to {MAX_K}, got {top_k}")
 
 
+def _results(q_idx: torch.Tensor, top_k: int) -> torch.Tensor:
+    return q_idx.new_empty(len(q_idx), 1, top_k, dtype=torch.int32)
+
+
 @op(
-    arguments=reference.INDEXER_TOPK,
+    arguments=INDEXER_TOPK,
     reference=reference.indexer_topk,
+    results=_results,
     limits=_check_limits,
-    autograd=True,
+    recorded=False,
     dtypes=(torch.bfloat16,),
 )
 def _indexer_topk(

@@ -1,28 +1,95 @@
 """The indexer's warm-up: dense attention, and the loss that makes the indexer follow it, with its gradients."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from dsa.kernels.training.limits import DENSE_CHANNELS
-from dsa.ops.training._packed_attention import ABSORBED, Sequences, attention_backward, attention_forward
+from dsa.ops.training._packed_attention import (
+    ABSORBED,
+    attention_backward,
+    attention_forward,
+    empty_values_gradient,
+)
 from dsa.ops.training._uncovered_rows import fill_uncovered
 from dsa.ops.training._warmup_sum import (
     Indexer,
     Plan,
     check_index_channels,
     check_index_heads,
+    empty_plan,
     key_tiles_of,
     losses,
     make_plan,
+    padded_heads,
     workspace,
 )
+from dsa.ops.training.indexer_topk import SEQUENCES
+from dsa.ops.training.sparse_mla_attention import DTYPES
 from dsa.reference.training import indexer_warmup_attention as reference
-from dsa.runtime.op import op
+from dsa.runtime.arguments import F32, Arguments, Flag, Int, Number, Tensor
+from dsa.runtime.checks import INT32
+from dsa.runtime.op import Gradient, op, wants_gradient
 
 __all__ = ["indexer_warmup_attention"]
 
 CHANNELS = *DENSE_CHANNELS, ABSORBED
+
+
+def _check_heads(q: torch.Tensor, k: torch.Tensor) -> None:
+    heads, key_heads = q.shape[1], k.shape[1]
+    if heads == 0:  # their mean is what the indexer is to follow
+        raise ValueError(f"q: must have at least one head, got shape {list(q.shape)}")
+    if key_heads == 0 or heads % key_heads:
+        raise ValueError(f"k: its {key_heads} heads must divide q's {heads}")
+
+
+_ATTENTION = {
+    "q": Tensor("Tq H d", DTYPES),
+    "k": Tensor("Tk Hk d", DTYPES, like="q"),
+    "v": Tensor("Tk Hk dv", DTYPES, like="q"),
+}
+_INDEXER = {
+    "q_idx": Tensor("Tq Hi di", DTYPES, like="q"),
+    "k_idx": Tensor("Tk di", DTYPES, like="q_idx"),
+    "w_idx": Tensor("Tq Hi", DTYPES, like="q_idx", besides=F32),
+}
+_KIND = {"softmax_scale": Number(), "causal": Flag()}
+INDEXER_WARMUP_ATTENTION = Arguments(
+    rule=_check_heads,
+    **_ATTENTION,
+    **_INDEXER,
+    **SEQUENCES,
+    **_KIND,
+    keep=Flag(),
+)
+_BOUNDS = {"bounds": Tensor("2 B+1", INT32), "max_seqlen_q": Int(least=0), "max_seqlen_k": Int(least=0)}
+WARMUP_ATTENTION_GRADIENT = Arguments(
+    **_ATTENTION,
+    grad=Tensor("Tq H dv", DTYPES),
+    out=Tensor("Tq H dv", DTYPES, like="q"),
+    lse=Tensor("H Tq", DTYPES),
+    **_BOUNDS,
+    **_KIND,
+)
+WARMUP_LOSS_GRADIENT = Arguments(
+    **_ATTENTION,
+    **_INDEXER,
+    grad=Tensor("Tq", DTYPES),
+    lse=Tensor("H Tq", DTYPES),
+    dq=Tensor("Tq padded di", DTYPES, like="q_idx"),
+    dk=Tensor("Tk di", F32),
+    dw=Tensor("Tq padded", F32),
+    q_tiles=Tensor("S 8", INT32),
+    key_tiles=Tensor("S+1", INT32),
+    **_BOUNDS,
+    **_KIND,
+    of_keys=Flag(),
+)
+T = torch.Tensor
+Three = tuple[T, T, T]
+Results = tuple[T, T, T, T, T, T, T, T, T]
 
 
 def indexer_warmup_attention(
@@ -73,72 +140,126 @@ def indexer_warmup_attention(
     each multiprocessor. CUDA-graph safe, no host synchronisation.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
     """
-    tensors = q, k, v, q_idx, k_idx, w_idx, cu_seqlens_q, cu_seqlens_k
-    return _indexer_warmup_attention(*tensors, max_seqlen_q, max_seqlen_k, softmax_scale, causal)
+    keep = torch.is_grad_enabled() and wants_gradient(q_idx, k_idx, w_idx)
+    sequences = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    out, lse, kl, *_ = _indexer_warmup_attention(
+        *(q, k, v, q_idx, k_idx, w_idx), *sequences, *(softmax_scale, causal, keep)
+    )
+    return out, lse, kl
 
 
-class _Warmup(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        q_idx: torch.Tensor,
-        k_idx: torch.Tensor,
-        w_idx: torch.Tensor,
-        sequences: Sequences,
-        scale: float,
-        causal: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        ctx.set_materialize_grads(False)
-        ctx.rest = sequences[2:], scale, causal
-        plan, sequences = make_plan(sequences, len(q), len(k), causal)  # with bounds that are inside the tensors
-        out, lse = attention_forward(q, k, v, sequences, scale, causal)
-        ctx.mark_non_differentiable(lse)
-        bounds = sequences[:2]
-        wants = any(ctx.needs_input_grad[3:6])
-        ones = q.new_ones(len(q), dtype=torch.float32)
-        indexer = Indexer.of(q_idx, k_idx, w_idx)
+def _check_view(k: torch.Tensor, v: torch.Tensor) -> None:
+    """Absorbed values are a part of the keys. The signature of a call does not say whose memory v is."""
+    if (k.shape[2], v.shape[2]) == ABSORBED:
+        if len(v) and (v.data_ptr() != k.data_ptr() or v.stride(0) != k.stride(0)):
+            raise ValueError(f"v: the kernel takes k[..., :{ABSORBED[1]}] for keys of {ABSORBED[0]} channels")
+
+
+def _attention_gradient_results(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Three:
+    """With the strides of PyTorch's flash attention. Absorbed, k's gradient includes v's, and v's is empty."""
+    if (q.shape[2], v.shape[2]) == ABSORBED:
+        return torch.empty_like(q), k.new_empty(k.shape), v.new_empty(0)
+    return torch.empty_like(q), torch.empty_like(k), empty_values_gradient(q, v)
+
+
+def _reference_attention_gradient(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    grad: torch.Tensor,
+    out: torch.Tensor,
+    bounds: torch.Tensor,
+    softmax_scale: float,
+    causal: bool,
+) -> Three:
+    _check_view(k, v)
+    found = reference.warmup_attention_gradient(grad, q, k, v, out, bounds, softmax_scale, causal)
+    dq, dk, dv = _attention_gradient_results(q, k, v)
+    dq.copy_(found[0])
+    dk.copy_(found[1])
+    if dv.dim() == 1:
+        dk[..., : v.shape[2]] += found[2]
+    else:
+        dv.copy_(found[2])
+    return dq, dk, dv
+
+
+@op(
+    arguments=WARMUP_ATTENTION_GRADIENT,
+    reference=_reference_attention_gradient,
+    results=_attention_gradient_results,
+    recorded=False,
+    public="indexer_warmup_attention",
+)
+def _indexer_warmup_attention_gradient(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    grad: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    bounds: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    causal: bool,
+) -> Three:
+    """Gradients of q, k and v for the gradient of out."""
+    sequences = *bounds.unbind(), max_seqlen_q, max_seqlen_k
+    dq, dk, dv = attention_backward(grad, q, k, v, out, lse, sequences, float(softmax_scale), causal)
+    return dq, dk, v.new_empty(0) if dv is None else dv
+
+
+def _loss_gradient_results(q_idx: torch.Tensor, k_idx: torch.Tensor, w_idx: torch.Tensor) -> Three:
+    return tuple(x.new_empty(x.shape) for x in (q_idx, k_idx, w_idx))
+
+
+@op(
+    arguments=WARMUP_LOSS_GRADIENT,
+    reference=reference.warmup_loss_gradient,
+    results=_loss_gradient_results,
+    recorded=False,
+    public="indexer_warmup_attention",
+)
+def _indexer_warmup_loss_gradient(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_idx: torch.Tensor,
+    k_idx: torch.Tensor,
+    w_idx: torch.Tensor,
+    grad: torch.Tensor,
+    lse: torch.Tensor,
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dw: torch.Tensor,
+    q_tiles: torch.Tensor,
+    key_tiles: torch.Tensor,
+    bounds: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    causal: bool,
+    of_keys: bool,
+) -> Three:
+    """Gradients of q_idx, k_idx and w_idx for the gradient of kl. dq, dk and dw are those for ones, with padded heads,
+    as the forward pass keeps them. Without `of_keys` that of k_idx is not wanted and anything."""
+    heads = q_idx.shape[1]
+    dq_idx = _scaled(dq[:, :heads], grad[:, None, None], q_idx.dtype)
+    dw_idx = _scaled(dw[:, :heads], grad[:, None], w_idx.dtype)
+    if not len(q):
+        return dq_idx, k_idx.new_zeros(k_idx.shape), dw_idx
+    # The kept sum over tokens of weight 1 is right for equal weights, which `kl.sum()` gives.
+    dk_idx = _scaled(dk, grad[0], k_idx.dtype)
+    if of_keys and grad.stride(0) != 0:
+        # Only the device knows whether they differ. A plan of no work costs the launches alone.
+        differ = (grad != grad[0]).any()
+        plan = Plan(q_tiles, key_tiles, key_tiles_of(max_seqlen_k)).only_if(differ)
+        indexer, upstream = Indexer.of(q_idx, k_idx, w_idx), grad.float().contiguous()
         budget = workspace(q, k, v, q_idx, k_idx, w_idx)
-        kl, grads = losses(q, k, lse, scale, indexer, plan, ones, budget, wants, wants)
-        if wants:
-            dq, dw, _ = grads
-            fill_uncovered(bounds[0], (dq, 0.0), (dw, 0.0))
-        saved = q, k, v, q_idx, k_idx, w_idx, out, lse, *bounds, plan.q_tiles, plan.key_tiles
-        ctx.save_for_backward(*saved, *(grads if wants else ()))
-        return out, lse, kl
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(
-        ctx: Any, grad_out: torch.Tensor | None, _: None, grad_kl: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, q_idx, k_idx, w_idx, out, lse, *bounds, q_tiles, key_tiles = ctx.saved_tensors[:12]
-        longest, scale, causal = ctx.rest
-        of_attention = None, None, None
-        if grad_out is not None and any(ctx.needs_input_grad[:3]):
-            of_attention = attention_backward(grad_out, q, k, v, out, lse, (*bounds, *longest), scale, causal)
-        dq_idx = dk_idx = dw_idx = None
-        if grad_kl is not None and any(ctx.needs_input_grad[3:6]) and len(q):
-            dq, dw, dk = ctx.saved_tensors[12:]
-            heads = q_idx.shape[1]
-            if ctx.needs_input_grad[3]:
-                dq_idx = _scaled(dq[:, :heads], grad_kl[:, None, None], q_idx.dtype)
-            if ctx.needs_input_grad[5]:
-                dw_idx = _scaled(dw[:, :heads], grad_kl[:, None], w_idx.dtype)
-            if ctx.needs_input_grad[4]:
-                # What was kept is the sum over tokens of weight 1: right for equal weights, as `kl.sum()` gives them.
-                dk_idx = _scaled(dk, grad_kl[0], k_idx.dtype)
-                if grad_kl.stride(0) != 0:
-                    # Whether they differ only the device knows. A plan of no work costs the launches alone.
-                    differ = (grad_kl != grad_kl[0]).any()
-                    plan = Plan(q_tiles, key_tiles, key_tiles_of(longest[1])).only_if(differ)
-                    indexer, upstream = Indexer.of(q_idx, k_idx, w_idx), grad_kl.float().contiguous()
-                    budget = workspace(q, k, v, q_idx, k_idx, w_idx)
-                    _, again = losses(q, k, lse, scale, indexer, plan, upstream, budget, False, True)
-                    dk_idx = torch.where(differ, again[2].to(k_idx.dtype), dk_idx)
-        return *of_attention, dq_idx, dk_idx, dw_idx, None, None, None
+        _, again = losses(q, k, lse, float(softmax_scale), indexer, plan, upstream, budget, False, True)
+        dk_idx = torch.where(differ, again[2].to(k_idx.dtype), dk_idx)
+    return dq_idx, dk_idx, dw_idx
 
 
 def _scaled(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -161,11 +282,89 @@ def _check_limits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_idx: torc
             raise ValueError(f"k: the kernel takes one head of {ABSORBED[0]} channels, got {k.shape[1]}")
 
 
+def _save(ctx: Any, arguments: tuple[Any, ...], results: tuple[torch.Tensor, ...]) -> None:
+    *tensors, _, _, max_seqlen_q, max_seqlen_k, scale, causal, _ = arguments
+    out, lse, _, *kept = results
+    ctx.numbers = max_seqlen_q, max_seqlen_k, scale, causal
+    ctx.mark_non_differentiable(lse, *kept)
+    ctx.save_for_backward(*tensors, out, lse, *kept)
+
+
+def _backward(
+    ctx: Any, run: Callable[..., Any], grad_out: torch.Tensor | None, _: None, grad_kl: torch.Tensor | None, *__: None
+) -> tuple[torch.Tensor | None, ...]:
+    q, k, v, q_idx, k_idx, w_idx, out, lse, *kept, bounds = ctx.saved_tensors
+    of_attention = of_indexer = None, None, None
+    if grad_out is not None and any(ctx.needs_input_grad[:3]):
+        saved = q, k, v, grad_out, out, lse, bounds
+        *of_attention, dv = run(_indexer_warmup_attention_gradient, *saved, *ctx.numbers)
+        of_attention = *of_attention, dv if dv.dim() == v.dim() else None
+    wanted = ctx.needs_input_grad[3:6]
+    if grad_kl is not None and any(wanted):
+        saved = q, k, v, q_idx, k_idx, w_idx, grad_kl, lse, *kept, bounds
+        found = run(_indexer_warmup_loss_gradient, *saved, *ctx.numbers, wanted[1])
+        of_indexer = (x if own else None for x, own in zip(found, wanted))
+    return *of_attention, *of_indexer, None, None, None, None, None, None, None
+
+
+def _results(
+    q: torch.Tensor,
+    v: torch.Tensor,
+    q_idx: torch.Tensor,
+    k_idx: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    keep: bool,
+) -> Results:
+    tokens, heads = q.shape[:2]
+    work = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out, lse = q.new_empty(tokens, heads, v.shape[2]), q.new_empty(heads, tokens, dtype=work)
+    kl, kept = q.new_empty(tokens, dtype=work), _kept(q_idx, k_idx, keep)
+    bounds = cu_seqlens_q.new_empty(2, len(cu_seqlens_q))
+    return out, lse, kl, *kept, *empty_plan(cu_seqlens_q, tokens), bounds
+
+
+def _kept(q_idx: torch.Tensor, k_idx: torch.Tensor, keep: bool) -> Three:
+    """Gradients of q_idx, with padded heads, of k_idx and of w_idx; empty unless they are kept."""
+    if not keep:
+        return q_idx.new_empty(0), *(q_idx.new_empty(0, dtype=torch.float32) for _ in range(2))
+    tokens, heads, channels = q_idx.shape
+    heads = padded_heads(heads)
+    fp32 = {"dtype": torch.float32, "device": q_idx.device}
+    dk, dw = torch.empty(k_idx.shape, **fp32), torch.empty(tokens, heads, **fp32)
+    return q_idx.new_empty(tokens, heads, channels), dk, dw
+
+
+def _reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_idx: torch.Tensor,
+    k_idx: torch.Tensor,
+    w_idx: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    causal: bool,
+    keep: bool,
+) -> Results:
+    """What the kernels keep is zeros: the reference's gradients need the boundaries alone."""
+    sequences = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    out, lse, kl = reference.indexer_warmup_attention(
+        *(q, k, v, q_idx, k_idx, w_idx), *sequences, *(softmax_scale, causal)
+    )
+    kept = (x.zero_() for x in _results(q, v, q_idx, k_idx, cu_seqlens_q, keep)[3:-1])
+    return out.contiguous(), lse, kl, *kept, torch.stack((cu_seqlens_q, cu_seqlens_k))
+
+
 @op(
-    arguments=reference.INDEXER_WARMUP_ATTENTION,
-    reference=reference.indexer_warmup_attention,
+    arguments=INDEXER_WARMUP_ATTENTION,
+    reference=_reference,
+    results=_results,
     limits=_check_limits,
-    autograd=True,
+    gradient=Gradient(_save, _backward),
+    recorded=False,
     dtypes=(torch.bfloat16,),
 )
 def _indexer_warmup_attention(
@@ -181,10 +380,23 @@ def _indexer_warmup_attention(
     max_seqlen_k: int,
     softmax_scale: float,
     causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    # Whose memory v is, a remembered call does not say.
-    if (q.shape[2], v.shape[2]) == ABSORBED:
-        if len(v) and (v.data_ptr() != k.data_ptr() or v.stride(0) != k.stride(0)):
-            raise ValueError(f"v: the kernel takes k[..., :{ABSORBED[1]}] for keys of {ABSORBED[0]} channels")
-    sequences = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), max_seqlen_q, max_seqlen_k
-    return _Warmup.apply(q, k, v, q_idx, k_idx, w_idx, sequences, float(softmax_scale), causal)
+    keep: bool,
+) -> Results:
+    """out, lse, kl, and for the backward pass: dq, dk, dw (`_kept`), q_tiles, key_tiles (`Plan`), bounds [2, B + 1].
+
+    keep  whether the gradients of q_idx, k_idx and w_idx are computed, for upstream gradients of 1
+    """
+    _check_view(k, v)
+    scale, longest = float(softmax_scale), (max_seqlen_q, max_seqlen_k)
+    sequences = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), *longest
+    plan, bounds = make_plan(sequences, len(q), len(k), causal)
+    bound_q, bound_k = bounds.unbind()  # inside the tensors
+    out, lse = attention_forward(q, k, v, (bound_q, bound_k, *longest), scale, causal)
+    ones = q.new_ones(len(q), dtype=torch.float32)
+    indexer, budget = Indexer.of(q_idx, k_idx, w_idx), workspace(q, k, v, q_idx, k_idx, w_idx)
+    kl, (dq, dw, dk) = losses(q, k, lse, scale, indexer, plan, ones, budget, keep, keep)
+    if keep:
+        fill_uncovered(bound_q, (dq, 0.0), (dw, 0.0))
+    else:
+        dq, dk, dw = _kept(q_idx, k_idx, keep)
+    return out, lse, kl, dq, dk, dw, plan.q_tiles, plan.key_tiles, bounds

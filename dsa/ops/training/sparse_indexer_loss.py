@@ -1,6 +1,8 @@
 """The sparse stage's loss of the indexer over selected keys, and its gradients."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -16,11 +18,35 @@ from dsa.kernels.training.limits import (
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops.mla._sparse_attention import inner_contiguous
 from dsa.ops.mla.flash_mla_sparse_fwd import flash_mla_sparse_fwd
+from dsa.ops.training.sparse_mla_attention import DTYPES
 from dsa.reference.training import sparse_indexer_loss as reference
 from dsa.runtime import backends
-from dsa.runtime.op import op
+from dsa.runtime.arguments import ROWS, Arguments, Flag, Number, Tensor
+from dsa.runtime.checks import INT32
+from dsa.runtime.op import Gradient, op
 
 __all__ = ["sparse_indexer_loss"]
+
+_INDEXER = {
+    "q_idx": Tensor("Tq Hi di", DTYPES),
+    "k_idx": Tensor("Tk di", DTYPES, like="q_idx", layout=ROWS),
+    "w_idx": Tensor("Tq Hi", DTYPES, like="q_idx", besides=(torch.float32,)),
+    "indices": Tensor("Tq 1 K", INT32),
+}
+SPARSE_INDEXER_LOSS = Arguments(
+    q=Tensor("Tq H d", DTYPES),
+    kv=Tensor("Tk 1 d", DTYPES, like="q", layout=ROWS),
+    **_INDEXER | {"q_idx": Tensor("Tq Hi di", DTYPES, like="q")},
+    softmax_scale=Number(),
+    lse=Tensor("H Tq", DTYPES, optional=True),
+    deterministic=Flag(optional=True),
+)
+SPARSE_INDEXER_LOSS_GRADIENT = Arguments(
+    **_INDEXER,
+    grad=Tensor("Tq", DTYPES),
+    d_scores=Tensor("Tq width", DTYPES, like="q_idx"),
+    deterministic=Flag(),
+)
 
 # Sums of fixed-point gradients, 64-bit integers, stay below 2^62, and their scale is a normal number of fp32.
 SUM_BITS, SCALE_BITS = 62, 126
@@ -66,96 +92,8 @@ def sparse_indexer_loss(
     synchronisation.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
     """
-    return _sparse_indexer_loss(q, kv, q_idx, k_idx, w_idx, indices, softmax_scale, lse, deterministic)
-
-
-class _Loss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, kv, q_idx, k_idx, w_idx, indices, softmax_scale, lse, deterministic):
-        kl, d_scores = forward(q, kv, q_idx, k_idx, w_idx, indices, softmax_scale, lse)
-        ctx.save_for_backward(q_idx, k_idx, w_idx, indices, d_scores)
-        ctx.deterministic = deterministic
-        return kl
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
-        dq, dk, dw = backward(grad, *ctx.saved_tensors, ctx.deterministic)
-        return None, None, dq, dk, dw, None, None, None, None
-
-
-def forward(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    q_idx: torch.Tensor,
-    k_idx: torch.Tensor,
-    w_idx: torch.Tensor,
-    indices: torch.Tensor,
-    softmax_scale: float,
-    lse: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """kl [Tq] and its gradient to I, [Tq, K rounded up to a multiple of 64] in bf16."""
-    from dsa.kernels.training.sparse_indexer_target_sm90 import compile_sparse_indexer_target
-
-    queries, width = len(q), -(-indices.shape[2] // SPARSE_KEY_TILE) * SPARSE_KEY_TILE
-    kl = q.new_empty(queries, dtype=torch.float32)
-    d_scores = q.new_empty(queries, width)
-    if 0 in (q.numel(), kv.numel(), q_idx.numel(), width):
-        return kl.zero_(), d_scores.zero_()
-    if lse is None:
-        lse = flash_mla_sparse_fwd(q, kv, indices, softmax_scale)[2]
-    else:
-        lse = lse.float().T
-    row_tiles = -(-q.shape[1] // SPARSE_HEAD_TILE)
-    launch = compile_sparse_indexer_target(q.shape[2], row_tiles, q_idx.shape[2])
-    with backends.on_device(q):
-        launch(
-            *(_rows(q), rows_at_16_bytes(kv[:, 0]), _rows(q_idx), rows_at_16_bytes(k_idx), w_idx.float()),
-            *(inner_contiguous(indices[:, 0]), lse, kl, d_scores),
-            *(softmax_scale * math.log2(math.e), min(queries, backends.num_sms(q.device))),
-        )
-    return kl, d_scores
-
-
-def backward(
-    grad: torch.Tensor,
-    q_idx: torch.Tensor,
-    k_idx: torch.Tensor,
-    w_idx: torch.Tensor,
-    indices: torch.Tensor,
-    d_scores: torch.Tensor,
-    deterministic: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q_idx, k_idx and w_idx."""
-    from dsa.kernels.training.sparse_indexer_grad_sm90 import compile_sparse_indexer_grad
-
-    queries = len(q_idx)
-    if 0 in (q_idx.numel(), k_idx.numel(), d_scores.numel()):
-        return torch.zeros_like(q_idx), torch.zeros_like(k_idx), torch.zeros_like(w_idx)
-    weights, grad = w_idx.float(), grad.float()
-    dq = torch.empty(q_idx.shape, dtype=q_idx.dtype, device=q_idx.device)
-    dw = torch.empty(w_idx.shape, dtype=torch.float32, device=q_idx.device)
-    sums = torch.zeros(k_idx.shape, dtype=torch.int64 if deterministic else torch.float32, device=q_idx.device)
-    fixed_scale = inverse = None
-    if deterministic:
-        fixed_scale, inverse = _fixed_scale(q_idx, weights, grad, d_scores, indices.numel())
-    launch = compile_sparse_indexer_grad(q_idx.shape[2], deterministic)
-    with backends.on_device(q_idx):
-        launch(
-            *(
-                _rows(q_idx),
-                rows_at_16_bytes(k_idx),
-                weights,
-                inner_contiguous(indices[:, 0]),
-                d_scores,
-                grad,
-                fixed_scale,
-            ),
-            *(dq, dw, sums),
-            min(queries, backends.num_sms(q_idx.device)),
-        )
-    dk = sums if inverse is None else sums.double() * inverse
-    return dq, dk.to(k_idx.dtype), dw.to(w_idx.dtype)
+    kl, _ = _sparse_indexer_loss(q, kv, q_idx, k_idx, w_idx, indices, softmax_scale, lse, deterministic)
+    return kl
 
 
 def _fixed_scale(
@@ -197,11 +135,105 @@ def _check_limits(
         raise ValueError(f"softmax_scale: must be a finite number, without lse above 0, got {softmax_scale}")
 
 
+def _gradient_results(
+    q_idx: torch.Tensor, k_idx: torch.Tensor, w_idx: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return tuple(x.new_empty(x.shape) for x in (q_idx, k_idx, w_idx))
+
+
 @op(
-    arguments=reference.SPARSE_INDEXER_LOSS,
-    reference=reference.sparse_indexer_loss,
+    arguments=SPARSE_INDEXER_LOSS_GRADIENT,
+    reference=reference.sparse_indexer_loss_gradient,
+    results=_gradient_results,
+    recorded=False,
+    public="sparse_indexer_loss",
+)
+def _sparse_indexer_loss_gradient(
+    q_idx: torch.Tensor,
+    k_idx: torch.Tensor,
+    w_idx: torch.Tensor,
+    indices: torch.Tensor,
+    grad: torch.Tensor,
+    d_scores: torch.Tensor,
+    deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q_idx, k_idx and w_idx for the gradient of kl. d_scores: as the forward pass returns it."""
+    from dsa.kernels.training.sparse_indexer_grad_sm90 import compile_sparse_indexer_grad
+
+    queries = len(q_idx)
+    if 0 in (q_idx.numel(), k_idx.numel(), d_scores.numel()):
+        return tuple(x.zero_() for x in _gradient_results(q_idx, k_idx, w_idx))
+    weights, grad = w_idx.float(), grad.float()
+    dq = torch.empty(q_idx.shape, dtype=q_idx.dtype, device=q_idx.device)
+    dw = torch.empty(w_idx.shape, dtype=torch.float32, device=q_idx.device)
+    sums = torch.zeros(k_idx.shape, dtype=torch.int64 if deterministic else torch.float32, device=q_idx.device)
+    fixed_scale = inverse = None
+    if deterministic:
+        fixed_scale, inverse = _fixed_scale(q_idx, weights, grad, d_scores, indices.numel())
+    launch = compile_sparse_indexer_grad(q_idx.shape[2], deterministic)
+    with backends.on_device(q_idx):
+        launch(
+            *(
+                _rows(q_idx),
+                rows_at_16_bytes(k_idx),
+                weights,
+                inner_contiguous(indices[:, 0]),
+                d_scores,
+                grad,
+                fixed_scale,
+            ),
+            *(dq, dw, sums),
+            min(queries, backends.num_sms(q_idx.device)),
+        )
+    dk = sums if inverse is None else sums.double() * inverse
+    return dq, dk.to(k_idx.dtype), dw.to(w_idx.dtype)
+
+
+def _save(ctx: Any, arguments: tuple[Any, ...], results: tuple[torch.Tensor, torch.Tensor]) -> None:
+    _, _, q_idx, k_idx, w_idx, indices, _, _, deterministic = arguments
+    _, d_scores = results
+    ctx.deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+    ctx.mark_non_differentiable(d_scores)
+    ctx.save_for_backward(q_idx, k_idx, w_idx, indices, d_scores)
+
+
+def _backward(ctx: Any, run: Callable[..., Any], grad: torch.Tensor | None, _: None) -> tuple[torch.Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 9
+    *indexer, d_scores = ctx.saved_tensors
+    dq, dk, dw = run(_sparse_indexer_loss_gradient, *indexer, grad, d_scores, ctx.deterministic)
+    return None, None, dq, dk, dw, None, None, None, None
+
+
+def _results(q: torch.Tensor, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """kl [Tq], and its gradient to I: [Tq, K rounded up to a multiple of 64] in q's dtype."""
+    width = -(-indices.shape[2] // SPARSE_KEY_TILE) * SPARSE_KEY_TILE
+    kl_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty(len(q), dtype=kl_dtype), q.new_empty(len(q), width)
+
+
+def _reference(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    q_idx: torch.Tensor,
+    k_idx: torch.Tensor,
+    w_idx: torch.Tensor,
+    indices: torch.Tensor,
+    softmax_scale: float,
+    lse: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    kl, d_scores = reference.loss_and_score_gradient(q, kv, q_idx, k_idx, w_idx, indices, softmax_scale, lse)
+    padding = -indices.shape[2] % SPARSE_KEY_TILE
+    return kl, torch.nn.functional.pad(d_scores, (0, padding)).to(q.dtype)
+
+
+@op(
+    arguments=SPARSE_INDEXER_LOSS,
+    reference=_reference,
+    results=_results,
     limits=_check_limits,
-    autograd=True,
+    gradient=Gradient(_save, _backward),
+    recorded=False,
     dtypes=(torch.bfloat16,),
 )
 def _sparse_indexer_loss(
@@ -214,7 +246,22 @@ def _sparse_indexer_loss(
     softmax_scale: float,
     lse: torch.Tensor | None,
     deterministic: bool | None,
-) -> torch.Tensor:
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-    return _Loss.apply(q, kv, q_idx, k_idx, w_idx, indices, softmax_scale, lse, deterministic)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from dsa.kernels.training.sparse_indexer_target_sm90 import compile_sparse_indexer_target
+
+    queries, (kl, d_scores) = len(q), _results(q, indices)
+    if 0 in (q.numel(), kv.numel(), q_idx.numel(), d_scores.shape[1]):
+        return kl.zero_(), d_scores.zero_()
+    if lse is None:
+        lse = flash_mla_sparse_fwd(q, kv, indices, softmax_scale)[2]
+    else:
+        lse = lse.float().T
+    row_tiles = -(-q.shape[1] // SPARSE_HEAD_TILE)
+    launch = compile_sparse_indexer_target(q.shape[2], row_tiles, q_idx.shape[2])
+    with backends.on_device(q):
+        launch(
+            *(_rows(q), rows_at_16_bytes(kv[:, 0]), _rows(q_idx), rows_at_16_bytes(k_idx), w_idx.float()),
+            *(inner_contiguous(indices[:, 0]), lse, kl, d_scores),
+            *(softmax_scale * math.log2(math.e), min(queries, backends.num_sms(q.device))),
+        )
+    return kl, d_scores

@@ -1,6 +1,8 @@
 """Sparse MLA attention over selected latents, with gradients: what the sparse stage of training attends by."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -17,11 +19,35 @@ from dsa.ops.mla._sparse_attention import inner_contiguous
 from dsa.ops.mla.flash_mla_sparse_fwd import flash_mla_sparse_fwd
 from dsa.reference.training import sparse_mla_attention as reference
 from dsa.runtime import backends
-from dsa.runtime.op import op
+from dsa.runtime.arguments import ROWS, Arguments, Flag, Int, Number, Tensor
+from dsa.runtime.checks import FLOATS, INT32
+from dsa.runtime.op import Gradient, op
 
 __all__ = ["sparse_mla_attention"]
 
-DTYPES = tuple(getattr(torch, name) for name in SPARSE_DTYPES)
+DTYPES = (*FLOATS, torch.float64)
+KERNEL_DTYPES = tuple(getattr(torch, name) for name in SPARSE_DTYPES)
+_TENSORS = {
+    "q": Tensor("Tq H d", DTYPES),
+    "kv": Tensor("Tk 1 d", DTYPES, like="q", layout=ROWS),
+    "indices": Tensor("Tq 1 K", INT32),
+    "softmax_scale": Number(),
+}
+SPARSE_MLA_ATTENTION = Arguments(
+    **_TENSORS,
+    d_v=Int(most="d"),
+    attn_sink=Tensor("H", DTYPES, optional=True),
+    deterministic=Flag(optional=True),
+)
+SPARSE_MLA_ATTENTION_GRADIENT = Arguments(
+    **_TENSORS,
+    attn_sink=Tensor("H", DTYPES, optional=True),
+    out=Tensor("Tq H dv", DTYPES, like="q"),
+    lse=Tensor("H Tq", DTYPES),
+    grad_out=Tensor("Tq H dv", DTYPES, optional=True),
+    grad_lse=Tensor("H Tq", DTYPES, optional=True),
+    deterministic=Flag(optional=True),
+)
 
 
 def sparse_mla_attention(
@@ -61,30 +87,6 @@ def sparse_mla_attention(
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
     """
     return _sparse_mla_attention(q, kv, indices, softmax_scale, d_v, attn_sink, deterministic)
-
-
-class _SparseMlaAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, kv, indices, scale, d_v, attn_sink, deterministic):
-        sink = None if attn_sink is None else attn_sink.float()
-        out, _, lse = flash_mla_sparse_fwd(q, kv, indices, scale, d_v, sink)
-        ctx.save_for_backward(q, kv, indices, attn_sink, out, lse)
-        ctx.scale, ctx.deterministic = scale, deterministic
-        ctx.set_materialize_grads(False)
-        return out, lse.T
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dout, dlse):
-        q, kv, indices, sink, out, lse = ctx.saved_tensors
-        if dout is None and dlse is None:
-            return (None,) * 7
-        deterministic = ctx.deterministic
-        if deterministic is None:
-            deterministic = torch.are_deterministic_algorithms_enabled()
-        dlse = None if dlse is None else dlse.T
-        dq, dkv, dsink = gradients(q, kv, indices, ctx.scale, sink, out, lse, dout, dlse, deterministic)
-        return dq, dkv, None, None, None, dsink, None
 
 
 def gradients(
@@ -165,12 +167,104 @@ def _check_limits(q: torch.Tensor, softmax_scale: float, d_v: int) -> None:
         raise ValueError(f"softmax_scale: the kernel takes a positive number, got {softmax_scale}")
 
 
+def _gradient_results(
+    q: torch.Tensor, kv: torch.Tensor, attn_sink: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    sinks = (0, q.dtype) if attn_sink is None else (len(attn_sink), attn_sink.dtype)
+    return q.new_empty(q.shape), kv.new_empty(kv.shape), q.new_empty(sinks[0], dtype=sinks[1])
+
+
+def _reference_gradient(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    softmax_scale: float,
+    attn_sink: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    grad_out: torch.Tensor | None,
+    grad_lse: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    tensors = q, kv, indices, softmax_scale, attn_sink, out, lse, grad_out, grad_lse
+    return _all_tensors(q, *reference.sparse_mla_attention_gradient(*tensors))
+
+
 @op(
-    arguments=reference.SPARSE_MLA_ATTENTION,
-    reference=reference.sparse_mla_attention,
+    arguments=SPARSE_MLA_ATTENTION_GRADIENT,
+    reference=_reference_gradient,
+    results=_gradient_results,
+    recorded=False,
+    public="sparse_mla_attention",
+)
+def _sparse_mla_attention_gradient(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    softmax_scale: float,
+    attn_sink: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    grad_out: torch.Tensor | None,
+    grad_lse: torch.Tensor | None,
+    deterministic: bool | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, kv and attn_sink, which is empty without a sink."""
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    grad_lse = None if grad_lse is None else grad_lse.T
+    of_forward = q, kv, indices, softmax_scale, attn_sink, out, lse.T
+    return _all_tensors(q, *gradients(*of_forward, grad_out, grad_lse, deterministic))
+
+
+def _all_tensors(
+    q: torch.Tensor, dq: torch.Tensor, dkv: torch.Tensor, dsink: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """An op of torch returns no None."""
+    return dq, dkv, q.new_empty(0) if dsink is None else dsink
+
+
+def _save(ctx: Any, arguments: tuple[Any, ...], results: tuple[torch.Tensor, torch.Tensor]) -> None:
+    q, kv, indices, ctx.scale, _, sink, ctx.deterministic = arguments
+    ctx.save_for_backward(q, kv, indices, sink, *results)
+
+
+def _backward(
+    ctx: Any, run: Callable[..., Any], grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
+    if grad_out is None and grad_lse is None:
+        return (None,) * 7
+    q, kv, indices, sink, out, lse = ctx.saved_tensors
+    of_forward = q, kv, indices, ctx.scale, sink, out, lse
+    dq, dkv, dsink = run(_sparse_mla_attention_gradient, *of_forward, grad_out, grad_lse, ctx.deterministic)
+    return dq, dkv, None, None, None, None if sink is None else dsink, None
+
+
+def _results(q: torch.Tensor, d_v: int) -> tuple[torch.Tensor, torch.Tensor]:
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty(*q.shape[:2], d_v), q.new_empty(q.shape[:2], dtype=lse_dtype).T
+
+
+def _reference(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    softmax_scale: float,
+    d_v: int,
+    attn_sink: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """With the strides of `_results`."""
+    out, lse = reference.sparse_mla_attention(q, kv, indices, softmax_scale, d_v, attn_sink)
+    return out.contiguous(), lse.T.contiguous().T
+
+
+@op(
+    arguments=SPARSE_MLA_ATTENTION,
+    reference=_reference,
+    results=_results,
     limits=_check_limits,
-    autograd=True,
-    dtypes=DTYPES,
+    gradient=Gradient(_save, _backward),
+    recorded=False,
+    dtypes=KERNEL_DTYPES,
 )
 def _sparse_mla_attention(
     q: torch.Tensor,
@@ -181,4 +275,6 @@ def _sparse_mla_attention(
     attn_sink: torch.Tensor | None,
     deterministic: bool | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _SparseMlaAttention.apply(q, kv, indices, softmax_scale, d_v, attn_sink, deterministic)
+    sink = None if attn_sink is None else attn_sink.float()
+    out, _, lse = flash_mla_sparse_fwd(q, kv, indices, softmax_scale, d_v, sink)
+    return out, lse.T

@@ -1,45 +1,56 @@
-"""The warm-up, in which DeepSeek Sparse Attention's indexer begins to learn: dense attention, and the loss by which the
-indexer's scores over all keys follow it.
+"""The warm-up, in which the indexer begins to learn: dense attention, and a loss that makes the indexer follow it.
 
 The target is a constant: the indexer learns from its loss alone, and the attention from the language model's alone.
 """
+
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
 from dsa.reference.autocast import without_autocast
 from dsa.reference.indexer.index_scores import index_scores
-from dsa.reference.training.masked_softmax import DTYPES, kl_divergence, masked_softmax, work_dtype
-from dsa.reference.training.packed_sequences import SEQUENCES, check_bounds, sequence_ranges
-from dsa.runtime.arguments import Arguments, Flag, Number, Tensor
-from dsa.runtime.checks import check_memory
+from dsa.reference.training.masked_softmax import (
+    index_scores_gradient,
+    kl_divergence,
+    kl_gradient,
+    masked_softmax,
+    work_dtype,
+)
+from dsa.reference.training.packed_sequences import sequence_ranges
 
 
-def _check_heads_and_bounds(
+class _Sequence(NamedTuple):
+    """Rows of the queries and of the keys of a sequence, which keys a query sees, and logits [H, Tq, Tk]."""
+
+    queries: slice
+    keys: slice
+    visible: torch.Tensor
+    logits: torch.Tensor
+
+
+def _sequences(
     q: torch.Tensor,
     k: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
-) -> None:
-    heads, key_heads = q.shape[1], k.shape[1]
-    if heads == 0:  # their mean is what the indexer is to follow
-        raise ValueError(f"q: must have at least one head, got shape {list(q.shape)}")
-    if key_heads == 0 or heads % key_heads:
-        raise ValueError(f"k: its {key_heads} heads must divide q's {heads}")
-    check_bounds(cu_seqlens_q, cu_seqlens_k, ("q", q), ("k", k))
+    softmax_scale: float,
+    causal: bool,
+) -> Iterator[_Sequence]:
+    for begin_q, end_q, begin_k, end_k in sequence_ranges(cu_seqlens_q, cu_seqlens_k, ("q", q), ("k", k)):
+        queries, keys = slice(begin_q, end_q), slice(begin_k, end_k)
+        m, n = end_q - begin_q, end_k - begin_k
+        visible = torch.ones(m, n, dtype=torch.bool, device=q.device)
+        if causal:
+            visible = visible.tril(n - m)
+        of_heads = _of_heads(k[keys], q.shape[1])
+        logits = softmax_scale * torch.einsum("thd,shd->hts", q[queries].to(of_heads.dtype).contiguous(), of_heads)
+        yield _Sequence(queries, keys, visible, logits)
 
 
-INDEXER_WARMUP_ATTENTION = Arguments(
-    rule=_check_heads_and_bounds,
-    q=Tensor("Tq H d", DTYPES),
-    k=Tensor("Tk Hk d", DTYPES, like="q"),
-    v=Tensor("Tk Hk dv", DTYPES, like="q"),
-    q_idx=Tensor("Tq Hi di", DTYPES, like="q"),
-    k_idx=Tensor("Tk di", DTYPES, like="q_idx"),
-    w_idx=Tensor("Tq Hi", DTYPES, like="q_idx", besides=(torch.float32,)),
-    **SEQUENCES,
-    softmax_scale=Number(),
-    causal=Flag(),
-)
+def _of_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """x [T, Hk, d] -> [T, H, d]: each head's own keys or values, in fp32 or float64."""
+    return x.to(work_dtype(x)).repeat_interleave(heads // x.shape[1], 1)
 
 
 @without_autocast
@@ -68,25 +79,67 @@ def indexer_warmup_attention(
     Arguments as of `dsa.indexer_warmup_attention`.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
     """
-    tensors = (q, k, v, q_idx, k_idx, w_idx, cu_seqlens_q, cu_seqlens_k)
-    numbers = (max_seqlen_q, max_seqlen_k, softmax_scale, causal)
-    INDEXER_WARMUP_ATTENTION.check(*tensors, *numbers)
-    check_memory("q", q)
     work = work_dtype(q)
     outs, lses = [q.new_zeros(0, q.shape[1], v.shape[2])], [q.new_zeros(q.shape[1], 0, dtype=work)]
     kls = [q.new_zeros(0, dtype=work)]
-    for begin_q, end_q, begin_k, end_k in sequence_ranges(cu_seqlens_q, cu_seqlens_k, ("q", q), ("k", k)):
-        queries, keys = slice(begin_q, end_q), slice(begin_k, end_k)
-        m, n = end_q - begin_q, end_k - begin_k
-        visible = torch.ones(m, n, dtype=torch.bool, device=q.device)
-        if causal:
-            visible = visible.tril(n - m)
-        repeat = q.shape[1] // k.shape[1]
-        own_k, own_v = (x[keys].to(work).repeat_interleave(repeat, 1) for x in (k, v))
-        logits = softmax_scale * torch.einsum("thd,shd->hts", q[queries].to(work).contiguous(), own_k)
+    for queries, keys, visible, logits in _sequences(q, k, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal):
         weights, lse = masked_softmax(logits, visible)
-        outs.append(torch.einsum("hts,shd->thd", weights, own_v))
+        outs.append(torch.einsum("hts,shd->thd", weights, _of_heads(v[keys], q.shape[1])))
         lses.append(lse)
         scores = index_scores(q_idx[queries], k_idx[keys], w_idx[queries])
         kls.append(kl_divergence(weights.detach().mean(0), scores, visible))
     return torch.cat(outs).to(q.dtype), torch.cat(lses, 1), torch.cat(kls)
+
+
+@without_autocast
+def warmup_attention_gradient(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    bounds: torch.Tensor,
+    softmax_scale: float,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k and v for the gradient of out. bounds: cu_seqlens_q and cu_seqlens_k, [2, B + 1].
+
+    With g = grad: dlogits = A (g . v - g . out); dq = softmax_scale dlogits k, dk = softmax_scale dlogits^T q and
+    dv = A^T g, the latter two summed over the heads that share a key.
+    """
+    work, heads, key_heads = work_dtype(q), q.shape[1], k.shape[1]
+    dq, dk, dv = (torch.zeros_like(x, dtype=work) for x in (q, k, v))
+    for queries, keys, visible, logits in _sequences(q, k, *bounds, softmax_scale, causal):
+        weights, _ = masked_softmax(logits, visible)
+        g, own_q = grad[queries].to(work), q[queries].to(work)
+        delta = (g * out[queries].to(work)).sum(-1).T
+        of_weights = torch.einsum("thd,shd->hts", g, _of_heads(v[keys], heads))
+        of_logits = softmax_scale * weights * (of_weights - delta[..., None])
+        dq[queries] = torch.einsum("hts,shd->thd", of_logits, _of_heads(k[keys], heads))
+        dk[keys] = torch.einsum("hts,thd->shd", of_logits, own_q).unflatten(1, (key_heads, -1)).sum(2)
+        dv[keys] = torch.einsum("hts,thd->shd", weights, g).unflatten(1, (key_heads, -1)).sum(2)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+@without_autocast
+def warmup_loss_gradient(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_idx: torch.Tensor,
+    k_idx: torch.Tensor,
+    w_idx: torch.Tensor,
+    bounds: torch.Tensor,
+    softmax_scale: float,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q_idx, k_idx and w_idx for the gradient of kl [Tq]. bounds: cu_seqlens_q and cu_seqlens_k,
+    [2, B + 1]."""
+    work = work_dtype(q)
+    dq, dk, dw = (torch.zeros_like(x, dtype=work) for x in (q_idx, k_idx, w_idx))
+    for queries, keys, visible, logits in _sequences(q, k, *bounds, softmax_scale, causal):
+        p = masked_softmax(logits, visible)[0].mean(0)
+        of_indexer = q_idx[queries], k_idx[keys], w_idx[queries]
+        of_scores = grad[queries, None].to(work) * kl_gradient(p, index_scores(*of_indexer), visible)
+        dq[queries], dk[keys], dw[queries] = index_scores_gradient(of_scores, *of_indexer)
+    return dq.to(q_idx.dtype), dk.to(k_idx.dtype), dw.to(w_idx.dtype)

@@ -1,13 +1,9 @@
-"""What the references of training share: softmax and KL over the keys that a query sees, and rows that indices name.
+"""Shared parts of the training references: softmax and KL over the keys that a query sees, and their gradients.
 
-Everything is computed in fp32, of float64 inputs in float64, and differentiable.
+Everything is computed in fp32, of float64 inputs in float64. All but the gradients is differentiable.
 """
 
 import torch
-
-from dsa.runtime.checks import FLOATS
-
-DTYPES = (*FLOATS, torch.float64)
 
 
 def work_dtype(x: torch.Tensor) -> torch.dtype:
@@ -16,9 +12,9 @@ def work_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 def masked_softmax(logits: torch.Tensor, visible: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Over the visible of the last dimension, zeros elsewhere; and the LSE, +inf where nothing is visible."""
+    """(softmax, LSE) over the visible keys in the last dimension. Other keys have weight 0; no key has LSE +inf."""
     some = visible.any(-1)
-    # What is nowhere visible is left as it is: a row of -inf has a gradient of NaN.
+    # Rows without a visible key keep their logits: a row of -inf has a gradient of NaN.
     masked = logits.masked_fill(~visible & some[..., None], -torch.inf)
     weights = masked.softmax(-1).masked_fill(~some[..., None], 0.0)
     if logits.shape[-1] == 0:
@@ -27,7 +23,7 @@ def masked_softmax(logits: torch.Tensor, visible: torch.Tensor) -> tuple[torch.T
 
 
 def kl_divergence(p: torch.Tensor, scores: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """KL(p || softmax(scores)) over the visible of the last dimension; 0 where nothing is."""
+    """KL(p || softmax(scores)) over the visible keys in the last dimension; 0 where none is visible."""
     if scores.shape[-1] == 0:
         return scores.sum(-1)
     some = visible.any(-1)
@@ -35,13 +31,38 @@ def kl_divergence(p: torch.Tensor, scores: torch.Tensor, visible: torch.Tensor) 
     return (torch.special.xlogy(p, p) - p * log_q).sum(-1)
 
 
+def kl_gradient(p: torch.Tensor, scores: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """The gradient of `kl_divergence` to the scores: softmax(scores) sum(p) - p."""
+    return masked_softmax(scores, visible)[0] * p.sum(-1, keepdim=True) - p
+
+
+def index_scores_gradient(
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k and weights for the gradient [T, N] of `index_scores(q, k, weights)`, in its dtype.
+
+    q [T, H, D], k [N, D] or [T, N, D], weights [T, H]
+    """
+    q, k, weights = (x.to(grad.dtype).contiguous() for x in (q, k, weights))
+    products = q @ k.mT
+    of_products = grad[:, None] * weights[..., None] * (products > 0)
+    of_k = torch.einsum("thn,thd->tnd" if k.dim() == 3 else "thn,thd->nd", of_products, q)
+    return of_products @ k, of_k, (torch.relu(products) @ grad[..., None]).squeeze(-1)
+
+
 def selected(indices: torch.Tensor, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rows [Tq, K], `keys` where there is none, and where there are)."""
+    """(row numbers [Tq, K], which are valid) of indices [Tq, 1, K]. An index that names no key has the row `keys`."""
     index = indices[:, 0].long()
     valid = (index >= 0) & (index < keys)
     return index.masked_fill(~valid, keys), valid
 
 
 def rows_of(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Rows of x, and zeros for the one behind its last."""
+    """Rows of x; the row len(x) is zeros."""
     return torch.nn.functional.pad(x, (0, 0, 0, 1))[index]
+
+
+def sum_of_rows(rows: torch.Tensor, index: torch.Tensor, count: int) -> torch.Tensor:
+    """[count, D]: the sums of rows [Tq, K, D] by their row numbers. Row number `count` is dropped."""
+    sums = rows.new_zeros(count + 1, rows.shape[-1])
+    return sums.index_add_(0, index.flatten(), rows.flatten(0, 1))[:count]

@@ -1,22 +1,10 @@
-"""The sparse stage's attention: to the keys that the indexer selected, with gradients."""
+"""Attention of the sparse stage: to the keys that the indexer selected, with gradients."""
 
 import torch
 
 from dsa.reference.autocast import without_autocast
 from dsa.reference.mla.softmax_attention import apply_sink
-from dsa.reference.training.masked_softmax import DTYPES, masked_softmax, rows_of, selected, work_dtype
-from dsa.runtime.arguments import ROWS, Arguments, Flag, Int, Number, Tensor
-from dsa.runtime.checks import INT32, check_memory
-
-SPARSE_MLA_ATTENTION = Arguments(
-    q=Tensor("Tq H d", DTYPES),
-    kv=Tensor("Tk 1 d", DTYPES, like="q", layout=ROWS),
-    indices=Tensor("Tq 1 K", INT32),
-    softmax_scale=Number(),
-    d_v=Int(most="d"),
-    attn_sink=Tensor("H", DTYPES, optional=True),
-    deterministic=Flag(optional=True),
-)
+from dsa.reference.training.masked_softmax import masked_softmax, rows_of, selected, sum_of_rows, work_dtype
 
 
 @without_autocast
@@ -35,14 +23,58 @@ def sparse_mla_attention(
     attn_sink. Arguments as of `dsa.sparse_mla_attention`; `deterministic` is for the kernels.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
     """
-    SPARSE_MLA_ATTENTION.check(q, kv, indices, softmax_scale, d_v, attn_sink, deterministic)
-    check_memory("q", q)
-    work = work_dtype(q)
     index, valid = selected(indices, len(kv))
-    rows = rows_of(kv[:, 0].to(work), index)
-    logits = softmax_scale * torch.einsum("thd,tjd->htj", q.to(work).contiguous(), rows)
+    rows, logits = _logits(q, kv, index, softmax_scale)
     weights, lse = masked_softmax(logits, valid)
     out = torch.einsum("htj,tjd->thd", weights, rows[..., :d_v])
     if attn_sink is not None:
-        out = apply_sink(out, lse.T, attn_sink.to(work))
+        out = apply_sink(out, lse.T, attn_sink.to(out.dtype))
     return out.to(q.dtype), lse
+
+
+@without_autocast
+def sparse_mla_attention_gradient(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    softmax_scale: float,
+    attn_sink: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    grad_out: torch.Tensor | None,
+    grad_lse: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Gradients of q, kv and attn_sink for those of out and lse.
+
+    With A = exp(logits - lse), f = e^lse / (e^lse + e^sink), g = grad_out, delta = g . out:
+    dA = A (f (g . v - delta) + grad_lse) is the gradient of the logits, and that of the sink is -sum_t (1 - f) delta.
+    """
+    work, d_v = work_dtype(q), out.shape[2]
+    index, valid = selected(indices, len(kv))
+    rows, logits = _logits(q, kv, index, softmax_scale)
+    lse = lse.to(work).masked_fill(lse == torch.inf, 0.0)
+    weights = (logits - lse[..., None]).exp().masked_fill(~valid, 0.0)
+    grad = torch.zeros_like(out, dtype=work) if grad_out is None else grad_out.to(work)
+    delta = (grad * out.to(work)).sum(-1).T
+    share, dsink = torch.ones_like(delta), None
+    if attn_sink is not None:
+        over_sink = lse - attn_sink.to(work)[:, None]
+        share = torch.sigmoid(over_sink)
+        dsink = (-torch.sigmoid(-over_sink) * delta).sum(1).to(attn_sink.dtype)
+    of_weights = share[..., None] * (torch.einsum("thd,tjd->htj", grad, rows[..., :d_v]) - delta[..., None])
+    if grad_lse is not None:
+        of_weights = of_weights + grad_lse.to(work)[..., None]
+    of_logits = softmax_scale * weights * of_weights
+    of_rows = torch.einsum("htj,thd->tjd", of_logits, q.to(work))
+    of_rows[..., :d_v] += torch.einsum("htj,thd->tjd", weights * share[..., None], grad)
+    dq = torch.einsum("htj,tjd->thd", of_logits, rows)
+    dkv = sum_of_rows(of_rows, index, len(kv))[:, None]
+    return dq.to(q.dtype).contiguous(), dkv.to(kv.dtype), dsink
+
+
+def _logits(
+    q: torch.Tensor, kv: torch.Tensor, index: torch.Tensor, softmax_scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows of kv [Tq, K, d], logits [H, Tq, K])."""
+    rows = rows_of(kv[:, 0].to(work_dtype(q)), index)
+    return rows, softmax_scale * torch.einsum("thd,tjd->htj", q.to(rows.dtype).contiguous(), rows)

@@ -1,20 +1,127 @@
-"""An op with gradients of its own under torch.compile, whose graphs end before it and go on behind it."""
+"""Ops with gradients under torch.compile: one graph, and the results and gradients of eager calls."""
 
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 import torch
+from torch import library
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import dsa
+from dsa.runtime.op import OPS
+from dsa.cases import CASES
+
+CALL = {call.name: call for call in CASES}
+# The arguments that gradients reach, and which results have gradients.
+GRADIENTS = {
+    "sparse_mla_attention": (("q", "kv", "attn_sink"), (0, 1)),
+    "sparse_indexer_loss": (("q_idx", "k_idx", "w_idx"), (0,)),
+    "indexer_warmup_attention": (("q", "k", "v", "q_idx", "k_idx", "w_idx"), (0, 2)),
+}
+by_op = pytest.mark.parametrize("name", GRADIENTS)
+Function = Callable[..., Any]
 
 
-def test_a_compiled_function_has_the_same_results_and_gradients():
-    torch.manual_seed(0)
-    inputs = [torch.randn(shape, requires_grad=True) for shape in ((5, 3, 8), (7, 1, 8))]
-    indices = torch.randint(-1, 7, (5, 1, 4), dtype=torch.int32)
+def trained(name: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+    """Arguments of a call. Those that gradients reach are leaves."""
+    given = {
+        key: x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype == torch.bfloat16 else x
+        for key, x in CALL[name].arguments().items()
+    }
+    for argument in GRADIENTS[name][0]:
+        given[argument].requires_grad_()
+    return given
 
-    def loss(q, kv):
-        out, lse = dsa.sparse_mla_attention(2 * q, kv, indices, 0.3, 4)
-        return out.square().sum() + lse.sin().sum()
 
-    expected, got = loss(*inputs), torch.compile(loss, backend="eager")(*inputs)
+def with_gradients(function: Function, name: str, given: dict[str, Any], **options: bool) -> list[torch.Tensor]:
+    leaves, differentiable = GRADIENTS[name]
+    found = function(**given)
+    found = [found[i] for i in differentiable] if isinstance(found, tuple) else [found]
+    upstream = [torch.arange(x.numel()).view(x.shape).sin().to(x.dtype) for x in found]
+    return [*found, *torch.autograd.grad(found, [given[leaf] for leaf in leaves], upstream, **options)]
+
+
+def assert_equal_gradients(function: Function, name: str, dtype: torch.dtype, tolerance: float) -> None:
+    expected = with_gradients(CALL[name].function(), name, trained(name, dtype))
+    for got, right in zip(with_gradients(function, name, trained(name, dtype)), expected, strict=True):
+        assert got.dtype == right.dtype
+        torch.testing.assert_close(got, right, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.02)]
+)
+@by_op
+def test_one_graph_has_the_results_and_gradients_of_eager_calls(name, dtype, tolerance, backend):
+    torch._dynamo.reset()
+    compiled = torch.compile(CALL[name].function(), fullgraph=True, backend=backend)
+    assert_equal_gradients(compiled, name, dtype, tolerance)
+
+
+def test_one_graph_of_the_sparse_stage():
+    """A query's keys are those that the indexer selects."""
+    torch._dynamo.reset()
+    given = trained("sparse_indexer_loss", torch.float32)
+    leaves = [given[name].requires_grad_() for name in ("q", "kv", "q_idx", "k_idx", "w_idx")]
+    bounds = [torch.tensor([0, n], dtype=torch.int32) for n in (5, 7)]
+
+    def loss(q, kv, q_idx, k_idx, w_idx):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            indexer = [x.bfloat16() for x in (q_idx, k_idx, w_idx)]
+        q, kv = q.bfloat16() * 2, kv.bfloat16()
+        indices = dsa.indexer_topk(*indexer, 3, *bounds, 5, 7)
+        out, lse = dsa.sparse_mla_attention(q, kv, indices, 0.04, 512)
+        kl = dsa.sparse_indexer_loss(q.detach(), kv.detach(), *indexer, indices, 0.04, lse.detach())
+        return out.float().square().sum() + kl.sum()
+
+    expected, got = loss(*leaves), torch.compile(loss, fullgraph=True, backend="aot_eager")(*leaves)
     torch.testing.assert_close(got, expected)
-    for a, b in zip(*(torch.autograd.grad(x, inputs) for x in (got, expected))):
-        torch.testing.assert_close(a, b)
+    for a, b in zip(*(torch.autograd.grad(x, leaves) for x in (got, expected)), strict=True):
+        torch.testing.assert_close(a, b, atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@by_op
+def test_a_second_backward_pass_is_an_error(name, compiled, launches):
+    function = CALL[name].function()
+    if compiled:
+        torch._dynamo.reset()
+        function = torch.compile(function, fullgraph=True, backend="eager")
+    given = trained(name)
+    leaf = given["q" if name == "sparse_mla_attention" else "q_idx"]
+    found = function(**given)
+    last = found[-1] if isinstance(found, tuple) else found
+    (gradient,) = torch.autograd.grad(last.sum(), leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"Trying to backward through dsa\..*gradient.*no autograd formula"):
+        torch.autograd.grad(gradient.sum(), leaf)
+
+
+class Called(TorchDispatchMode):
+    """Notes the ops of dsa that torch calls, with their arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func.namespace == "dsa":
+            self.found.append((func, tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in args)))
+        return func(*args, **kwargs or {})
+
+
+@by_op
+def test_torch_knows_the_op_and_its_gradients(name, monkeypatch):
+    """Shapes, strides and dtypes: what is traced is what runs."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with Called() as called:
+        with_gradients(CALL[name].function(), name, trained(name))
+    monkeypatch.undo()
+    assert len(called.found) == (3 if name == "indexer_warmup_attention" else 2)
+    for op, own in called.found:
+        library.opcheck(op, own)
+
+
+def test_only_ops_with_kernels_for_gradients_declare_them():
+    assert {op.name for op in OPS.values() if op.gradient is not None} == {*GRADIENTS}
