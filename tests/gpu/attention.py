@@ -54,14 +54,14 @@ def int32(values: Any) -> torch.Tensor:
 
 
 def no_keys(n: int) -> torch.Tensor:
-    """Every kind of index that is no row of n."""
+    """Every kind of index outside [0, n)."""
     return int32([-1, n, -(2**31), 2**31 - 1, n + 1, -2])
 
 
-def spoiled(indices: torch.Tensor, n: int, share: float) -> torch.Tensor:
-    """The indices, a share of them replaced by such as are no rows of n."""
+def spoiled(indices: torch.Tensor, n: int, fraction: float) -> torch.Tensor:
+    """The indices, a fraction of them replaced by indices outside [0, n)."""
     bad = no_keys(n)[torch.randint(6, indices.shape, device="cuda")]
-    return torch.where(torch.rand(indices.shape, device="cuda") < share, bad, indices)
+    return torch.where(torch.rand(indices.shape, device="cuda") < fraction, bad, indices)
 
 
 def starts(lengths: list[int]) -> torch.Tensor:

@@ -90,7 +90,7 @@ def test_many_sequences_are_right(layout, heads, record_error):
 @pytest.mark.parametrize("heads", [16, 64, 128])
 @few_layouts
 def test_splits_are_right(layout, heads, record_error):
-    """One sequence or two with as many keys as keep every multiprocessor busy, evenly and not."""
+    """One sequence or two with as many keys as keep every SM busy, evenly and not."""
     verify(record_error, layout, 1, 1, heads, 20_001, 25_000)
     given = inputs(layout, 2, 1, heads, 9000, 10_000, extra=(5000, 64))
     counts = {"topk_length": int32([9000, 40]), "extra_topk_length": int32([3, 4000])}

@@ -57,7 +57,7 @@ def test_window_and_selected_are_right(window, d, n, k, record_error):
 @pytest.mark.parametrize("length", [131, 133, 3000])
 @by_op
 def test_a_chunk_is_right(case, length, heads, record_error):
-    """About as many queries as multiprocessors, and more; V4's numbers."""
+    """About as many queries as SMs, and more; V4's numbers."""
     sizes = {"entries": 1250, "top_k": 512} if case is JOINED else {}
     poison_free_memory(mebibytes=64)
     given = inputs(case, sequences=((length, length + 5000),), heads=heads, **sizes)
