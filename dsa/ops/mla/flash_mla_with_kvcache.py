@@ -46,20 +46,19 @@ def get_mla_metadata(*args, **kwargs) -> tuple[FlashMLASchedMeta, None] | tuple[
       num_q_tokens_per_head_k  s_q * h_q / h_k
       num_heads_k              h_k
       topk                     None, or how many keys every query selects
-    A row of tile_scheduler_metadata is the work of one part of the GPU. Its numbers are: the first sequence; the tile
-    of 64 keys of that sequence where the work begins; the last sequence; the tile of that sequence where the work ends
-    (2^30: its end, whatever its length is then); how many splits of the first sequence other parts have before this
-    one; in row i the i-th sequence that is split, or -1; and two unused numbers, 0. num_splits[b] counts the splits of
-    those sequences before b that are split.
+    A row of tile_scheduler_metadata describes the work of one part of the GPU: the first sequence; its tile of 64 keys
+    where the work begins; the last sequence; its tile where the work ends (2^30: at the end of the sequence, whatever
+    its length is then); how many splits of the first sequence earlier parts have; in row i the i-th sequence that is
+    split, or -1; and two unused zeros. num_splits[b] counts the splits of the split sequences before b.
 
-    A plan only says where long sequences are cut. A plan for other lengths of as many sequences gives the right result,
-    too, with its work less evenly spread. So a plan that was made outside a CUDA graph serves all replays of the graph,
-    and one that is made inside follows the lengths. That one has its numbers when the graph is replayed: a call outside
-    of the graph with the same FlashMLASchedMeta, or in another graph, makes a plan of its own. The first call's stream
-    makes the plan: another stream must wait for that call before one on it uses the object, or it may read numbers that
-    are no plan. Such numbers make no kernel read or write outside its tensors, but sequences may be left out, and their
-    results are then unspecified. In the new style, and without a plan, the block table says how many keys there are at
-    most, and few keys are cut into fewer parts than in the old style: results of the two differ in rounding then.
+    A plan only says where long sequences are cut. A plan for other lengths of as many sequences gives right results,
+    too, with its work less evenly spread. So a plan that was made outside a CUDA graph serves all replays of the graph.
+    A plan that is made inside a graph follows the lengths, and has its numbers once the graph is replayed: a call
+    outside the graph with the same FlashMLASchedMeta, or in another graph, makes its own plan. The stream of the first
+    call makes the plan. A call on another stream must wait for it, or it may read numbers that are not a plan yet: no
+    kernel reads or writes outside its tensors then, but results are unspecified. In the new style, and without a plan,
+    the block table bounds the number of keys, and few keys are cut into fewer parts than in the old style: results of
+    the two styles differ in rounding then.
     On Hopper: one kernel, no host synchronisation.
     Raises TypeError or ValueError for other types, dtypes and shapes. Source: FlashMLA's function of this name.
     """
