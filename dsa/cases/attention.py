@@ -91,7 +91,7 @@ def attend_lists(
 
 
 def valid(indices: torch.Tensor, n: int, counts: torch.Tensor | None = None) -> torch.Tensor:
-    """int64: the indices [..., K], -1 for each that is no row of n or stands after the first counts [...]."""
+    """int64: the indices [..., K], with -1 for those outside [0, n) and those after the first counts [...]."""
     there = (indices >= 0) & (indices < n)
     if counts is not None:
         there &= torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
@@ -119,25 +119,25 @@ def by_sequence(attended: Attended, q: torch.Tensor) -> Results:
 
 
 def small(new: Maker, *shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
-    """About 0.1, at most 1: so large values are, whose errors the absolute tolerances are for."""
+    """About 0.1, at most 1: the size of values that the absolute tolerances are meant for."""
     return (new.f32(*shape) / 10).clamp(-1, 1).to(dtype)
 
 
 def no_keys(new: Maker, n: int) -> torch.Tensor:
-    """Every kind of index that is no row of n."""
+    """Every kind of index outside [0, n)."""
     return new.ints([-1, n, -(2**31), 2**31 - 1, n + 1, -2])
 
 
 def spoiled(new: Maker, indices: torch.Tensor, n: int, fraction: float) -> torch.Tensor:
-    """The indices, this fraction of them replaced by such as are no rows of n."""
+    """The indices, this fraction of them replaced by indices outside [0, n)."""
     bad = no_keys(new, n)[new.below(6, *indices.shape).long()]
     replaced = torch.rand(indices.shape, generator=new.generator, device=new.device) < fraction
     return torch.where(replaced, bad, indices)
 
 
 def some_rows(new: Maker, queries: int, n: int, k: int, invalid: float = 0.0) -> torch.Tensor:
-    """int32 [queries, k]: rows of n for each query, in any order; none twice, if there are enough. `invalid`: the
-    fraction that are no rows."""
+    """int32 [queries, k]: rows below n for each query, in any order, different ones if there are enough. `invalid`: the
+    fraction that is replaced by indices outside [0, n)."""
     rows = new.order(queries, n, k) if k <= n else new.below(max(n, 1), queries, k)
     return spoiled(new, rows.int(), n, invalid)
 

@@ -1,6 +1,7 @@
 """What tests of attention kernels share: checked calls, indices that are no keys, parts of larger tensors."""
 
 import math
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ import torch
 from dsa.cases import CASES
 from dsa.cases.case import Case, Given, Maker
 from dsa.testing import poison_free_memory
-from tests.gpu.op_checks import assert_same_bits
+from tests.gpu.op_checks import assert_same_bits, captured
 
 D_V = 512
 INF, NAN = math.inf, math.nan
@@ -36,19 +37,31 @@ def checked(case: Case, given: Given, record_error: Any = None) -> list[torch.Te
     return found
 
 
+def replayed(call: Callable[[], Any], given: Given, renewals: Iterable[Given]) -> Iterator[Any]:
+    """The results of a captured call that reads the tensors of `given`, after each replay with those of a renewal."""
+    graph, found = captured(call)
+    for new in renewals:
+        for name, x in given.items():
+            if isinstance(x, torch.Tensor):
+                x.copy_(new[name])
+        graph.replay()
+        torch.cuda.synchronize()
+        yield found
+
+
 def int32(values: Any) -> torch.Tensor:
     return torch.as_tensor(values, dtype=torch.int32, device="cuda")
 
 
 def no_keys(n: int) -> torch.Tensor:
-    """Every kind of index that is no row of n."""
+    """Every kind of index outside [0, n)."""
     return int32([-1, n, -(2**31), 2**31 - 1, n + 1, -2])
 
 
-def spoiled(indices: torch.Tensor, n: int, share: float) -> torch.Tensor:
-    """The indices, a share of them replaced by such as are no rows of n."""
+def spoiled(indices: torch.Tensor, n: int, fraction: float) -> torch.Tensor:
+    """The indices, a fraction of them replaced by indices outside [0, n)."""
     bad = no_keys(n)[torch.randint(6, indices.shape, device="cuda")]
-    return torch.where(torch.rand(indices.shape, device="cuda") < share, bad, indices)
+    return torch.where(torch.rand(indices.shape, device="cuda") < fraction, bad, indices)
 
 
 def starts(lengths: list[int]) -> torch.Tensor:

@@ -12,12 +12,12 @@ OUT = {"out": Tensor("B s_q h_q head_dim_v", FLOATS, like="q", layout=ROWS, merg
 
 
 def latent_cache(shape: str, **options: object) -> Tensor:
-    """The spec of a paged cache beside queries q: in their dtype, or bytes."""
+    """The spec of a paged cache for queries q: in their dtype, or bytes."""
     return Tensor(shape, (*FLOATS, *BYTE_DTYPES), like="q", besides=BYTE_DTYPES, **options)
 
 
 def check_latent_cache(name: str, cache: torch.Tensor, q: torch.Tensor) -> None:
-    """What the spec cannot say: its rows stand for as many numbers as queries have."""
+    """Checks that specs cannot express: a row of the cache has as many numbers as a query."""
     heads = cache.shape[2]
     if heads == 0:
         raise ValueError(f"{name}: must have at least one head, got shape {list(cache.shape)}")
@@ -29,7 +29,7 @@ def check_latent_cache(name: str, cache: torch.Tensor, q: torch.Tensor) -> None:
 
 
 def check_layout_flag(name: str, cache: object, is_fp8_kvcache: bool) -> None:
-    """The flag says whether a cache has bytes."""
+    """is_fp8_kvcache must be True for a cache of bytes and False for others."""
     check_flag("is_fp8_kvcache", is_fp8_kvcache)
     if isinstance(cache, torch.Tensor) and is_fp8_kvcache != (cache.dtype in BYTE_DTYPES):
         accepted = "uint8, int8 or float8_e4m3fn" if is_fp8_kvcache else "float32, bfloat16 or float16"

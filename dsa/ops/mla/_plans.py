@@ -18,10 +18,10 @@ Plan = FlashMLASchedMeta | torch.Tensor | None
 
 
 def own_plan(tile_scheduler_metadata: object) -> Plan:
-    """The plan that an argument stands for: of an object of another library's class with the fields of
-    FlashMLASchedMeta, the one that is kept in it.
+    """The plan that an argument stands for. An object of another library's class with the fields of FlashMLASchedMeta
+    holds our plan in another attribute.
 
-    The object's own fields are neither read nor written: what FlashMLA has put there is a plan with other columns.
+    Its own fields are neither read nor written: FlashMLA's plan there has other columns.
     """
     meta = tile_scheduler_metadata
     if meta is None or isinstance(meta, (FlashMLASchedMeta, torch.Tensor, type)):
@@ -59,7 +59,7 @@ def metadata_request(
     is_fp8_kvcache: bool = False,
     topk: int | None = None,
 ) -> MetadataRequest:
-    """The request, its last three arguments checked; of these num_heads_q and is_fp8_kvcache change nothing."""
+    """The request with its last three arguments checked. num_heads_q and is_fp8_kvcache change nothing."""
     if num_heads_q is not None:
         check_positive("num_heads_q", num_heads_q)
     check_flag("is_fp8_kvcache", is_fp8_kvcache)
@@ -69,7 +69,7 @@ def metadata_request(
 
 
 def check_plan(tile_scheduler_metadata: Plan, num_splits: torch.Tensor | None) -> None:
-    """The plan is of a type that `get_mla_metadata` gives."""
+    """The plan must be of a type that `get_mla_metadata` returns."""
     meta = tile_scheduler_metadata
     if meta is None:
         if num_splits is not None:
@@ -89,12 +89,12 @@ def check_plan(tile_scheduler_metadata: Plan, num_splits: torch.Tensor | None) -
 
 
 def _named(meta: object) -> str:
-    """The class itself has the fields, too."""
+    """The type of a wrong plan; the class FlashMLASchedMeta itself has the fields, too."""
     return f"the class {meta.__name__}" if isinstance(meta, type) else type(meta).__name__
 
 
 def check_plan_tensors(meta: Plan, num_splits: torch.Tensor | None, q: torch.Tensor) -> None:
-    """A plan of the old style is one for q's sequences. For sparse decoding, which does not look at it."""
+    """Check that a plan of the old style has q's sequences. For sparse decoding, which does not read it."""
     if isinstance(meta, torch.Tensor) and (shape := shape_of(q)):
         check_tensor("tile_scheduler_metadata", meta, INT32, ("num_sm_parts", 8))
         check_tensor("num_splits", num_splits, INT32, (shape[0] + 1,), "q and tile_scheduler_metadata")
@@ -102,7 +102,7 @@ def check_plan_tensors(meta: Plan, num_splits: torch.Tensor | None, q: torch.Ten
 
 
 def bind_plan(meta: Plan, config: dict[str, object]) -> None:
-    """A call with these shapes is being made: the plan remembers the first one's, and others have the same."""
+    """Remember the shapes of the plan's first call; ValueError for later calls with others."""
     if not isinstance(meta, FlashMLASchedMeta):
         return
     if meta.have_initialized and meta.config != config:

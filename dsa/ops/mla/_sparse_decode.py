@@ -64,8 +64,8 @@ def _allocate_out(q: torch.Tensor, head_dim_v: int) -> torch.Tensor:
 
 
 def _allocate_lse(q: torch.Tensor) -> torch.Tensor:
-    """[B, h_q, s_q], as a view of [B, s_q, h_q] has its numbers: FlashMLA's layout. By its strides, for a view would be
-    another step of every call."""
+    """[B, h_q, s_q] with the strides of a view of [B, s_q, h_q]: FlashMLA's layout. A view would be one more
+    step of every call."""
     batch, s_q, h_q, _ = q.shape
     width = max(h_q, 1)
     return q.new_empty_strided((batch, h_q, s_q), (max(s_q, 1) * width, 1, width), dtype=torch.float32)
@@ -129,7 +129,7 @@ def _sparse_mla_decode(
 
 
 def check_cache(name: str, cache: torch.Tensor, q: torch.Tensor) -> None:
-    """Of a cache that the reference takes, what the kernels do not."""
+    """ValueError for a cache that the reference takes and the kernels do not."""
     if _is_bytes(cache) and q.dtype != torch.bfloat16:
         raise ValueError(f"q: the kernel takes bfloat16 with a byte cache, got {dtype_name(q.dtype)}")
 
@@ -139,7 +139,7 @@ def _is_bytes(cache: torch.Tensor) -> bool:
 
 
 def _byte_pages(cache: torch.Tensor) -> torch.Tensor:
-    """The cache with the strides that the kernel is told; those of dimensions of one element mean nothing."""
+    """The cache with the strides that the kernel expects: those of dimensions of size 1 are replaced."""
     pages, page_size, _, width = cache.shape
     stride = cache.stride(0) if pages > 1 else page_size * width + -page_size * width % 16
     return cache.view(torch.uint8).as_strided(cache.shape, (stride, width, width, 1))

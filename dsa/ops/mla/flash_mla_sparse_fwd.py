@@ -68,13 +68,13 @@ def flash_mla_sparse_fwd(
     On Hopper: d = 576 or 512 with d_v = 512, any number of heads without padding (multiples of 64 fill the tensor
     cores), any K and s_kv, any strides of q, rows of kv at multiples of 16 bytes, sm_scale above 0. Logits and sums are
     fp32; softmax weights are rounded to q's dtype before the values are multiplied by them. CUDA-graph safe, no host
-    synchronisation. Deterministic. Mostly one kernel without workspace, and a query's result does not depend on the
-    others, bit for bit. Without enable_batch_invariant, with at most 16 heads, many indices (2^22, and groups for all
-    multiprocessors) and s_kv up to 2^21, queries 8 g to 8 g + 7, or of more than 8 heads 4 g to 4 g + 3, are a group,
-    computed together if their selections have enough in common and none names a key twice: the order of a query's sums
-    then follows from the selections of its group, and where a query is in its group from its number in the call.
-    Workspace: 2.8 bytes for each of a call's indices, of 65536 queries of 2048 keys 376 MB. No gradients on Hopper,
-    whatever q or kv asks for: `sparse_mla_attention` has them.
+    synchronisation. Deterministic. No gradients on Hopper: `sparse_mla_attention` has them.
+    Mostly one kernel without workspace; then a query's result does not depend on the others, bit for bit. Calls with at
+    most 16 heads, at least 2^22 indices, groups for all SMs and s_kv up to 2^21 group neighbouring queries, unless
+    enable_batch_invariant is True: queries 8 g to 8 g + 7 with up to 8 heads, 4 g to 4 g + 3 with more. A group whose
+    selections have enough keys in common, none of them twice in a query, is computed together. The order of a query's
+    sums then depends on the selections of its group, and its group on its number in the call. Workspace of such calls:
+    2.8 bytes per index, 376 MB for 65536 queries of 2048 keys.
     Source: FlashMLA's function of this name, which takes 64 and 128 heads and K in multiples of 128.
     """
     arguments = (q, kv, indices, sm_scale, d_v, attn_sink, topk_length, enable_batch_invariant)

@@ -26,10 +26,10 @@ from dsa.runtime.op import Op, op
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_with_kvcache", "get_mla_metadata"]
 
-# What beginning a sequence costs, in tiles: where nobody knows how many there are, where parts have HALVED to SHORT of
-# them, and where they have more and that leaves sequences whole; where it does not; and where they have fewer.
+# Fixed cost per sequence, in tiles: by default (unknown lengths, HALVED to SHORT tiles per part, or sequences that stay
+# whole); for longer sequences that are cut; for fewer than HALVED tiles per part.
 OVERHEAD, OVERHEAD_OF_LONG, OVERHEAD_OF_SHORT = 5, 2, 0
-# Tiles of a part up to which half of the multiprocessors do better: what combines is there beside them.
+# Up to so many tiles per part, half of the SMs are faster: the others run the combine kernel.
 HALVED = 2
 _SPARSE_ONLY = ("attn_sink", "topk_length", "extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
 
@@ -46,20 +46,19 @@ def get_mla_metadata(*args, **kwargs) -> tuple[FlashMLASchedMeta, None] | tuple[
       num_q_tokens_per_head_k  s_q * h_q / h_k
       num_heads_k              h_k
       topk                     None, or how many keys every query selects
-    A row of tile_scheduler_metadata is the work of one part of the GPU. Its numbers are: the first sequence; the tile
-    of 64 keys of that sequence where the work begins; the last sequence; the tile of that sequence where the work ends
-    (2^30: its end, whatever its length is then); how many splits of the first sequence other parts have before this
-    one; in row i the i-th sequence that is split, or -1; and two unused numbers, 0. num_splits[b] counts the splits of
-    those sequences before b that are split.
+    A row of tile_scheduler_metadata describes the work of one part of the GPU: the first sequence; its tile of 64 keys
+    where the work begins; the last sequence; its tile where the work ends (2^30: at the end of the sequence, whatever
+    its length is then); how many splits of the first sequence earlier parts have; in row i the i-th sequence that is
+    split, or -1; and two unused zeros. num_splits[b] counts the splits of the split sequences before b.
 
-    A plan only says where long sequences are cut. A plan for other lengths of as many sequences gives the right result,
-    too, with its work less evenly spread. So a plan that was made outside a CUDA graph serves all replays of the graph,
-    and one that is made inside follows the lengths. That one has its numbers when the graph is replayed: a call outside
-    of the graph with the same FlashMLASchedMeta, or in another graph, makes a plan of its own. The first call's stream
-    makes the plan: another stream must wait for that call before one on it uses the object, or it may read numbers that
-    are no plan. Such numbers make no kernel read or write outside its tensors, but sequences may be left out, and their
-    results are then unspecified. In the new style, and without a plan, the block table says how many keys there are at
-    most, and few keys are cut into fewer parts than in the old style: results of the two differ in rounding then.
+    A plan only says where long sequences are cut. A plan for other lengths of as many sequences gives right results,
+    too, with its work less evenly spread. So a plan that was made outside a CUDA graph serves all replays of the graph.
+    A plan that is made inside a graph follows the lengths, and has its numbers once the graph is replayed: a call
+    outside the graph with the same FlashMLASchedMeta, or in another graph, makes its own plan. The stream of the first
+    call makes the plan. A call on another stream must wait for it, or it may read numbers that are not a plan yet: no
+    kernel reads or writes outside its tensors then, but results are unspecified. In the new style, and without a plan,
+    the block table bounds the number of keys, and few keys are cut into fewer parts than in the old style: results of
+    the two styles differ in rounding then.
     On Hopper: one kernel, no host synchronisation.
     Raises TypeError or ValueError for other types, dtypes and shapes. Source: FlashMLA's function of this name.
     """
@@ -143,9 +142,9 @@ def flash_mla_with_kvcache(
     size, keys at multiples of 16 bytes; or, with bf16 q, a cache of bytes whose pages are each contiguous and start at
     multiples of 16 bytes. Of a cache of bytes, e4m3 numbers go into the logits exactly and are multiplied by the fp32
     scales in fp32; as values they are multiplied by their scale and rounded to fp16's 11 bits. Where a group's scale
-    is below 2^-20 of the key's largest scale, up to 2^-22 of the largest scale is lost besides.
+    is below 2^-20 of the key's largest scale, up to 2^-22 of the largest scale is lost as well.
     No gradients on Hopper, whatever q or a cache asks for. Deterministic. CUDA-graph safe with new lengths and indices,
-    no host synchronisation. The workspace is at most two partial results for each multiprocessor, or in dense decoding
+    no host synchronisation. The workspace is at most two partial results per SM, or in dense decoding
     with enable_batch_invariant one for each sequence and split.
     Source: FlashMLA's function of this name, which takes fewer caches, head counts and combinations.
     """
@@ -190,7 +189,7 @@ def _check_options(
     is_fp8_kvcache: bool,
     enable_batch_invariant: bool,
 ) -> None:
-    """What `flash_mla_with_kvcache` asks of arguments that dense and sparse decoding themselves do not have."""
+    """Check the arguments that the ops of dense and sparse decoding do not have."""
     check_flag("causal", causal)
     check_flag("enable_batch_invariant", enable_batch_invariant)
     if causal and indices is not None:
@@ -202,7 +201,7 @@ def _check_options(
 
 
 def _scale_of(q: torch.Tensor, softmax_scale: float | None) -> float:
-    """softmax_scale, or what None stands for; of a q that checks will refuse, anything."""
+    """softmax_scale, or its default; any number for a q that the checks will refuse."""
     if softmax_scale is not None:
         return softmax_scale
     shape = shape_of(q)
@@ -212,8 +211,8 @@ def _scale_of(q: torch.Tensor, softmax_scale: float | None) -> float:
 def _config_of(
     q: torch.Tensor, causal: bool, *selections: tuple[torch.Tensor | None, torch.Tensor | None]
 ) -> dict[str, object]:
-    """What a plan remembers of a call: caches and indices, or None for dense decoding's. Tensors are not checked. To be
-    read only, for calls of the same shapes get the same one."""
+    """What a plan remembers of a call: shapes of q and of (cache, indices) pairs; indices are None in dense decoding.
+    Tensors are not checked. Calls of the same shapes share one dict, which is read only."""
     shapes = tuple((shape_of(cache), shape_of(indices)) for cache, indices in selections)
     config = _config if torch.compiler.is_compiling() else _known_config  # Dynamo warns of caches
     return config(shape_of(q), causal, shapes)
@@ -222,7 +221,7 @@ def _config_of(
 def _config(
     q: tuple[int, ...], causal: bool, selections: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 ) -> dict[str, object]:
-    """Of shapes, () of what is no tensor."""
+    """`_config_of` shapes; () stands for what is not a tensor."""
     config = {"q": q, "k_cache": selections[0][0][1:], "causal": causal}
     sparse = [(cache, indices) for cache, indices in selections if cache and indices]
     if sparse:
@@ -236,7 +235,7 @@ _known_config = functools.lru_cache(256)(_config)
 def _bind(
     meta: FlashMLASchedMeta, config: dict[str, object], decode: Op, arguments: tuple[Any, ...], planned: bool
 ) -> None:
-    """The plan is bound to the call's shapes. A call that is wrong must not leave these or a plan behind."""
+    """Bind the plan to the call's shapes. A wrong call raises first, so that it changes nothing in the plan."""
     if planned and meta.config == config:
         return
     other = meta.have_initialized and meta.config != config
@@ -251,8 +250,8 @@ def _plan_of(
     block_table: torch.Tensor,
     cache_seqlens: torch.Tensor,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """What the object remembers, or a plan, which it then remembers. None of tensors that decoding will refuse, and
-    where there is nothing to plan."""
+    """The plan that the object holds, or a new plan, which it then holds. None for tensors that decoding will refuse,
+    and if there is nothing to plan."""
     if meta is not None and meta.tile_scheduler_metadata is not None:
         if meta.capture is None or meta.capture == capture_number(q):
             return meta.tile_scheduler_metadata, meta.num_splits
@@ -270,8 +269,7 @@ def _plan_of(
 
 
 def capture_number(x: torch.Tensor) -> int | None:
-    """Of the graph that the current stream, on which x is used, is being captured into, as the CUDA runtime counts
-    captures; None: into none."""
+    """The CUDA runtime's number of the graph that the current stream is being captured into; None: no capture."""
     if not x.is_cuda or not torch.cuda.is_current_stream_capturing():
         return None
     from cuda.bindings import runtime  # comes with the kernels' DSL
@@ -283,7 +281,7 @@ def capture_number(x: torch.Tensor) -> int | None:
 
 
 def _parts(cache_seqlens: torch.Tensor, rows: int, kv_heads: int, most_keys: int) -> tuple[int, int]:
-    """(parts, what beginning a sequence costs) of a plan. most_keys: what a sequence has at most; 0: nobody knows."""
+    """(parts, fixed cost per sequence) of a plan. most_keys: the most keys of a sequence; 0: unknown."""
     parts = max(1, backends.num_sms(cache_seqlens.device) // (kv_heads * -(-rows // TILE_M)))
     tiles = len(cache_seqlens) * -(-most_keys // TILE_N)
     if tiles == 0:

@@ -17,8 +17,8 @@ from dsa.runtime.op import op
 __all__ = ["mha_varlen_fwd"]
 
 LOG2E = math.log2(math.e)
-L2_BYTES = 16 << 20  # of keys and values that are read at a time, so that they come from the L2 cache
-MOST_WORDS = 2**31 - 1  # of all queries' selections: their numbers are int32
+L2_BYTES = 16 << 20  # keys and values of the heads that run at the same time, so that they stay in the L2 cache
+MOST_WORDS = 2**31 - 1  # words of all queries' selections: int32 offsets
 
 
 def _check(
@@ -98,7 +98,7 @@ def mha_varlen_fwd(
     On Hopper: (d, dv) = (64, 64), (128, 128), (192, 128) as DeepSeek-V3.2 has it, or (256, 256) as GLM-5, of these two
     with k_rope of 64 channels; what lies between is padded. Any strides, with a copy where rows are at no multiples of
     16 bytes; fewer than 2^31 words of `selected`. Logits and sums are fp32; softmax weights are rounded to q's dtype
-    before the values are multiplied by them. One kernel, behind a zeroed counter.
+    before the values are multiplied by them. One kernel, and one that zeroes a counter.
     Deterministic, and a query's result does not depend on the others, bit for bit. CUDA-graph safe, no host
     synchronisation.
     Source: FlashAttention's `flash_attn_varlen_func`; the selection is DeepSeek-V3.2's.
@@ -125,7 +125,7 @@ def _check_limits(q: torch.Tensor, v: torch.Tensor, selected: torch.Tensor | Non
 
 
 def _dims(q: torch.Tensor, v: torch.Tensor) -> tuple[int, int] | None:
-    """The channels of the kernel that takes these: the same, or the next more."""
+    """(d, dv) of the kernel to run: the smallest that fits; None: too many channels."""
     return next((dims for dims in MHA_DIMS if q.shape[2] <= dims[0] and v.shape[2] <= dims[1]), None)
 
 

@@ -1,4 +1,4 @@
-"""Queries of the latents: MLA's W_UK, in FP8, absorbed into the queries, and their rope channels turned."""
+"""Queries of the latents: MLA's W_UK, in FP8, absorbed into the queries, and their rope channels rotated."""
 
 import torch
 
@@ -20,8 +20,7 @@ KV_B = {
 
 
 def check_heads(weight: torch.Tensor, heads: int, least: int, named: str) -> None:
-    """The rows of kv_b belong to the so many heads of the argument that is named, each of which has as many, at least
-    so many."""
+    """The rows of kv_b must be a multiple of the heads of the argument `named`, at least `least` per head."""
     rows = len(weight)
     if rows % heads if heads else rows:
         raise ValueError(f"kv_b[0]: rows must be a multiple of the {heads} heads of {named}, got {rows}")
@@ -54,9 +53,9 @@ def mla_absorb_queries(
 ) -> torch.Tensor:
     """q[t, h] = [sum_d q_nope[t, h, d] W_UK[h][d] | rope(q_pe[t, h])]: the queries of the latents and of the rope keys.
 
-    W_UK[h] are the first rows of head h in kv_b: as many as q_nope has channels; W_UV[h] are behind them. A weight is
+    W_UK[h] are the first rows of head h in kv_b, as many as q_nope has channels; W_UV[h] come after them. A weight is
     e4m3 * scale, rounded to q_nope's dtype, as `dequantize_per_block` gives it; products are summed in fp32 and rounded
-    once. Rope turns pairs of neighbours (2i, 2i + 1), as `apply_rotary(interleaved=True)` does, bit for bit.
+    once. Rope rotates pairs of neighbours (2i, 2i + 1), as `apply_rotary(interleaved=True)` does, bit for bit.
 
     q_nope    [T, H, nope] bf16 (fp16, fp32), such as a part of q's channels
     q_pe      [T, H, R] of q_nope's dtype
@@ -88,7 +87,7 @@ def _check_limits(q_nope: torch.Tensor, q_pe: torch.Tensor, weight: torch.Tensor
 
 
 def check_kv_b(weight: torch.Tensor, heads: int) -> None:
-    """What the kernels that multiply with a part of kv_b do not take."""
+    """ValueError for a kv_b that the kernels do not take."""
     if weight.shape[1] != HEAD_DIM_V:
         raise ValueError(f"kv_b[0]: the kernel takes {HEAD_DIM_V} columns, got shape {list(weight.shape)}")
     if len(weight) > MAX_UP_PROJECTION_ROWS:

@@ -26,7 +26,7 @@ def selection_bits(indices: torch.Tensor, starts: torch.Tensor | None, max_keys:
     max_keys  keys of the longest sequence, at least 0
 
     Returns int32 [T, 4 * ceil(max_keys / 128)], contiguous: what `mha_varlen_fwd` takes as `selected`. A word has the
-    bits of 32 keys that a thread of its kernel has in a block of 128.
+    bits of the 32 keys of a block of 128 that one thread of that kernel computes.
     Raises TypeError or ValueError for other types, dtypes, shapes and devices.
     On Hopper: one kernel, rows of indices contiguous. Deterministic. CUDA-graph safe, no host synchronisation.
     """

@@ -5,7 +5,7 @@ import torch
 from dsa.ops.cache._specs import page_layout
 from dsa.ops.mla import _sparse_decode
 
-# The module: by name, its ops would count as this one's.
+# The module, not its names: ops imported by name would count as ops of this module.
 from dsa.ops.mla import window_indices as window_lists
 from dsa.ops.mla._latent_caches import check_latent_cache, check_layout_flag, latent_cache
 from dsa.ops.mla._sparse_attention import DTYPES, Results, attend, check_limits, inner_contiguous

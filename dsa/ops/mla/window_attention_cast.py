@@ -1,4 +1,4 @@
-"""Attention over a sliding window and selected keys, rotated back and cast to FP8 for the product behind it."""
+"""Attention over a sliding window and selected keys, rotated back and cast to FP8 for the next product."""
 
 import math
 
@@ -84,7 +84,7 @@ def window_attention_cast_to_fp8(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """y[g * T + t] = FP8 of R(-t) o[t, h], h of group g, with o = `window_sparse_attention`: what V4's wo_a reads.
 
-    o is attention over t's window and its selected entries, rounded to q's dtype. R(-t) turns the last R channels of
+    o is attention over t's window and its selected entries, rounded to q's dtype. R(-t) rotates the last R channels of
     each head back, pairs of neighbours (a, b) -> (a cos + b sin, b cos - a sin) in fp32, rounded to q's dtype. Then
     each 128 channels get a scale as by `per_token_cast_to_fp8`. A group's rows lie together, T of them, each with the
     channels of its heads: the activations of `grouped_fp8_gemm_nt` with ends T, 2 T, up to groups * T.
@@ -94,7 +94,7 @@ def window_attention_cast_to_fp8(
     kv, cu_seqlens_q, cu_seqlens_k, window, softmax_scale, attn_sink, window_indices
                   as of `window_sparse_attention`; a value is its whole key
     compressed, indices, topk_length  likewise, or None: attention to the window alone
-    cos, sin      [T, R / 2] fp32, the angles by which keys at the tokens' positions are turned; R at most d
+    cos, sin      [T, R / 2] fp32, the angles by which keys at the tokens' positions are rotated; R at most d
     groups        of as many neighbouring heads each; divides H
     use_ue8m0     True: a scale is the next power of two at or above max(amax, 1e-4) / 448; False: that number itself
 
@@ -158,7 +158,7 @@ def _window_attention_cast_to_fp8(
         return out, scale
     selected = None if compressed is None else (compressed, indices, topk_length)
     selections = window_selections((q, kv, cu_seqlens_q, cu_seqlens_k, window), window_indices, selected)
-    if not selections:  # no key at all: one that nobody selects
+    if not selections:  # no keys at all: pass one that no query selects
         nothing = torch.full((queries, 1), -1, dtype=torch.int32, device=q.device)
         selections = [Selection(q.new_zeros(1, 1, HEAD_DIM_V), nothing, None)]
     sink = None if attn_sink is None else inner_contiguous(attn_sink)

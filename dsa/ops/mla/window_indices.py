@@ -59,10 +59,10 @@ def window_indices(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, total
     window        keys that a query sees at most, itself included; at least 1
 
     Returns [total_q, window] int32, contiguous: rows of keys as `sliding_window_attention` sees them, ascending, with
-    -1 behind the last one. Each index is below the largest number in cu_seqlens_k, and so an int32. Boundaries that
+    -1 after the last one. Each index is below the largest number in cu_seqlens_k, and so an int32. Boundaries that
     decrease or lie outside are no error: a query belongs to that sequence with queries which begins last before it, if
-    the sequence ends behind it. A boundary below 0 or beyond total_q thus changes only the lists of the sequences
-    beside it; an index is still -1 or at least 0, and no memory but that of the arguments is read.
+    the sequence ends after it. A boundary below 0 or beyond total_q thus changes only the lists of the sequences
+    before and after it; an index is still -1 or at least 0, and no memory but that of the arguments is read.
     Raises TypeError or ValueError for other types, dtypes, shapes and devices.
     On Hopper: one kernel, any strides, total_q and window up to 2^30. Deterministic. CUDA-graph safe with new
     cu_seqlens, no host synchronisation, no workspace.
@@ -87,7 +87,7 @@ def window_slots(
     window         keys that a query sees at most, itself included; at least 1
 
     Returns [B, s_q, window] int32, contiguous: `flash_mla_with_kvcache`'s indices, from the lowest position to the
-    highest, with -1 behind the last key. A key is -1, too, if its page is negative or outside the table or if its slot
+    highest, with -1 after the last key. A key is -1, too, if its page is negative or outside the table or if its slot
     is 2^31 or more, which is no int32.
     Raises TypeError or ValueError for other types, dtypes, shapes, sizes and devices, also for a ring of more than 2^31
     slots.

@@ -1,4 +1,4 @@
-"""Queries of the latents: MLA's W_UK, in FP8, absorbed into the queries, and their rope channels turned."""
+"""Queries of the latents: MLA's W_UK, in FP8, absorbed into the queries, and their rope channels rotated."""
 
 import torch
 
@@ -10,8 +10,7 @@ from dsa.reference.gemm.fp8_cast import dequantize_per_block
 def by_head(
     weight: torch.Tensor, weight_scale: torch.Tensor, heads: int, dtype: torch.dtype, least: int
 ) -> torch.Tensor:
-    """kv_b [H, N, L] in `dtype`, contiguous, so that sums do not depend on how weights lie. least: N where there are no
-    heads."""
+    """kv_b [H, N, L] in `dtype`, contiguous, so that sums do not depend on the weights' strides. least: N if H is 0."""
     rows = len(weight) // heads if heads else least
     return dequantize_per_block(weight.contiguous(), weight_scale, dtype).view(heads, rows, weight.shape[1])
 

@@ -1,4 +1,4 @@
-"""Plans of MLA decoding: how FlashMLA's callers ask for one, in its old and in its new calling style."""
+"""Plans of MLA decoding, in FlashMLA's old and new calling style."""
 
 import dataclasses
 
@@ -11,8 +11,8 @@ _TO_THE_END = 2**30
 class FlashMLASchedMeta:
     """What `flash_mla_with_kvcache` remembers of its first call. Later calls must have the same `config`.
 
-    capture  of a plan whose numbers come with a CUDA graph's replay, which it was made in: that graph's number while it
-             is captured. None: they are there
+    capture  the number of the CUDA graph in whose capture the plan was made: a replay fills in its numbers. None: the
+             plan was made outside of captures
     """
 
     have_initialized: bool = False
@@ -34,8 +34,8 @@ def get_mla_metadata(*args, **kwargs) -> tuple[FlashMLASchedMeta, None] | tuple[
 
 
 def plan_one_part(cache_seqlens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The reference's plan: one part, no sequence split. Its numbers are filled in on the device, for a copy of the
-    host's would make the host wait."""
+    """The reference's plan: one part, no sequence split. Its numbers are filled in on the device: a copy from the host
+    would make the host wait."""
     batch = cache_seqlens.shape[0]
     metadata = torch.zeros(1, 8, dtype=torch.int32, device=cache_seqlens.device)
     for column, number in ((2, batch - 1), (3, _TO_THE_END), (5, -1)):

@@ -67,7 +67,7 @@ def window_sparse_attention(
     counts = indices.shape[1] if topk_length is None else topk_length[:, None]
     selected = (indices >= 0) & (indices < compressed.shape[0])
     selected &= torch.arange(indices.shape[1], device=q.device) < counts
-    # All keys in one array, the window's first: what names none of these must not name one of the others.
+    # All keys in one array, the window's first. An index beyond the window's keys must not name a selected key.
     near = torch.where(near < kv.shape[0], near, -1)
     index = torch.cat((near.long(), torch.where(selected, indices.long() + kv.shape[0], -1)), dim=1)
     keys = torch.cat((kv.float(), compressed.float())).squeeze(1)

@@ -35,5 +35,5 @@ def sliding_window_decode(
 
 
 def columns_of(window: int, block_table: torch.Tensor | None, cache: torch.Tensor) -> int:
-    """The window, or the keys that fit a sequence's row of block_table: memory is asked for no more."""
+    """The window, at most the keys of a row of block_table, so that huge windows need little memory."""
     return window if block_table is None else min(window, max(1, block_table.shape[1] * cache.shape[1]))

@@ -11,7 +11,7 @@ def window_indices(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, total
     i, and a query with p < 0 sees no key.
 
     Of boundaries in any order, a query belongs to that sequence with queries which begins last before it, if the
-    sequence ends behind it. Arguments as of `dsa.window_indices`.
+    sequence ends after it. Arguments as of `dsa.window_indices`.
     Source: DeepSeek-V4 (arXiv 2606.19348), the window branch.
     """
     q_starts, k_starts = cu_seqlens_q.long(), cu_seqlens_k.long()
@@ -47,7 +47,7 @@ def window_slots(
     if block_table is None:
         page = torch.arange(batch, device=device)[:, None, None]
     else:
-        # A page of -1 behind the others stands for what is outside the table.
+        # A page of -1 after the others stands for what is outside the table.
         table = torch.nn.functional.pad(block_table.long(), (0, 1), value=-1)
         place = (position // page_size).clamp(max=block_table.shape[1])
         page = table.gather(1, place.flatten(1)).view(place.shape)

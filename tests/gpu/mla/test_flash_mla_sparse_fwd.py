@@ -49,7 +49,7 @@ SIZES = [
 @pytest.mark.parametrize(("d", "dtype"), KINDS, ids=str)
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: "-".join(map(str, sizes.values())))
 def test_heads_and_chunks_are_right(sizes, d, dtype, record_error):
-    """Fewer queries than multiprocessors, about as many, and more, with all the keys that V3.2 selects."""
+    """Fewer queries than SMs, about as many, and more, with all the keys that V3.2 selects."""
     poison_free_memory(mebibytes=64)
     record_error(CASE.verify("cuda", **PLAIN | sizes, d=d, dtype=dtype))
 
@@ -204,7 +204,7 @@ def test_one_key_gives_its_value_exactly(heads, d, dtype):
 
 @pytest.mark.parametrize("d", [576, 512])
 def test_strides_change_no_bit(d):
-    """q, kv and indices as parts of larger tensors, which hold NaN and other keys beside them."""
+    """q, kv and indices as parts of larger tensors, which hold NaN and other keys around them."""
     given = inputs(20, 32, 600, 333, d=d, sink=True, counted=True)
     expected, (q, kv, indices) = checked(CASE, given), (given[name] for name in ("q", "kv", "indices"))
     small = {name: twice(given[name], given[name] + 1) for name in ("attn_sink", "topk_length")}

@@ -1,5 +1,7 @@
 """Dense MLA decoding on the GPU: lengths, pages, splits and plans of every kind, its users' troubles, graphs."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from dsa.cases.mla import old_plan, plan_cuts
 from dsa.kernels.mla.mla_plan_sm90 import compile_mla_plan
 from dsa.ops.mla.flash_mla_with_kvcache import OVERHEAD, _mla_metadata, _parts
 from dsa.testing import poison_free_memory, poisoned
-from tests.gpu.attention import BF16, D_V, FP16, NAN, assert_writes_a_part, case_of, checked, int32, twice
+from tests.gpu.attention import BF16, D_V, FP16, NAN, assert_writes_a_part, case_of, checked, int32, replayed, twice
 from tests.gpu.op_checks import among_nan, assert_runs_have_the_same_bits, assert_same_bits, captured
 
 CASE = case_of("flash_mla_with_kvcache dense")
@@ -47,17 +49,13 @@ def test_pages_of_any_size_are_right(page, heads, dtype, record_error):
     verify(record_error, [*BOUNDARIES, 3333], 2, heads, page=page, dtype=dtype, causal=True)
 
 
-@pytest.mark.parametrize("heads", [64, 128])
+SPLIT = [[1], [64], [130], [100_000], [40_000, 3], [2048] * 9, [777] * 300, [0] * 5, [20_000] * 70]
+
+
 @pytest.mark.parametrize("invariant", [False, True])
-@pytest.mark.parametrize(
-    "lengths", [[1], [64], [130], [100_000], [40_000, 3], [2048] * 9, [777] * 300, [0] * 5, [20_000] * 70]
-)
-def test_splits_are_right(lengths, invariant, heads, record_error):
+@pytest.mark.parametrize(("lengths", "heads"), [*product(SPLIT, (64, 128)), ([i * 77 % 200 for i in range(5000)], 8)])
+def test_splits_and_many_sequences_are_right(lengths, heads, invariant, record_error):
     verify(record_error, lengths, 1, heads, invariant=invariant)
-
-
-def test_many_sequences_are_right(record_error):
-    verify(record_error, torch.randint(0, 200, (5000,)).tolist(), 1, 8)
 
 
 def test_a_million_tokens_are_right(record_error):
@@ -204,11 +202,8 @@ def test_a_graph_of_short_sequences_is_replayed_for_long_and_empty_ones(heads, i
         plan = {"tile_scheduler_metadata": dsa.get_mla_metadata()[0]} if style == "planned in the graph" else {}
         return CASE.run(given | plan)
 
-    graph, found = captured(call)
-    for new in lengths:
-        given["cache_seqlens"].copy_(int32(new))
-        graph.replay()
-        torch.cuda.synchronize()
+    tensors = {"cache_seqlens": given["cache_seqlens"]}
+    for found in replayed(call, tensors, ({"cache_seqlens": int32(new)} for new in lengths)):
         CASE.check(given, found)
         assert whole[:, :, :4].isnan().all() and whole[:, :, -4:].isnan().all()
 

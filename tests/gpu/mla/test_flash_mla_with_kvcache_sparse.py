@@ -17,11 +17,12 @@ from tests.gpu.attention import (
     int32,
     maker,
     no_keys,
+    replayed,
     spoiled,
     twice,
 )
 from tests.gpu.mla.caches import FEW_LAYOUTS, slots_of, v4_planes, with_gaps
-from tests.gpu.op_checks import among_nan, assert_same_bits, captured
+from tests.gpu.op_checks import among_nan, assert_same_bits
 
 CASE = case_of("flash_mla_with_kvcache v32")
 PLAIN = {"sink": False, "counted": False, "extra": None, "invalid": 0.05, "page": 64}
@@ -89,7 +90,7 @@ def test_many_sequences_are_right(layout, heads, record_error):
 @pytest.mark.parametrize("heads", [16, 64, 128])
 @few_layouts
 def test_splits_are_right(layout, heads, record_error):
-    """One sequence or two with as many keys as keep every multiprocessor busy, evenly and not."""
+    """One sequence or two with as many keys as keep every SM busy, evenly and not."""
     verify(record_error, layout, 1, 1, heads, 20_001, 25_000)
     given = inputs(layout, 2, 1, heads, 9000, 10_000, extra=(5000, 64))
     counts = {"topk_length": int32([9000, 40]), "extra_topk_length": int32([3, 4000])}
@@ -443,13 +444,7 @@ def test_a_graph_takes_new_data(layout, batch, heads, into, style, record_error)
         meta = dsa.get_mla_metadata()[0] if style == "planned in the graph" else before
         return CASE.run(given | options | {"tile_scheduler_metadata": meta})
 
-    graph, found = captured(call)
-    for seed, bounds in enumerate([(0, 1), (-5, 900), (700, 701), (0, 70)], 1):
-        new = fresh(seed, *bounds)
-        for name, x in given.items():
-            if isinstance(x, torch.Tensor):
-                x.copy_(new[name])
-        graph.replay()
-        torch.cuda.synchronize()
+    bounds = [(0, 1), (-5, 900), (700, 701), (0, 70)]
+    for found in replayed(call, given, (fresh(seed, *x) for seed, x in enumerate(bounds, 1))):
         record_error(CASE.check(given, found))
         assert whole[:, :, :4].isnan().all() and whole[:, :, -4:].isnan().all()

@@ -5,8 +5,8 @@ import torch
 
 import dsa
 from dsa.testing import poison_free_memory
-from tests.gpu.attention import BF16, D_V, INF, KINDS, NAN, case_of, checked, int32, twice
-from tests.gpu.op_checks import among_nan, assert_same_bits, captured
+from tests.gpu.attention import BF16, D_V, INF, KINDS, NAN, case_of, checked, int32, replayed, twice
+from tests.gpu.op_checks import among_nan, assert_same_bits
 
 ALONE, JOINED, DECODE = map(case_of, ("sliding_window_attention", "window_sparse_attention", "sliding_window_decode"))
 BOTH = [ALONE, JOINED]
@@ -57,7 +57,7 @@ def test_window_and_selected_are_right(window, d, n, k, record_error):
 @pytest.mark.parametrize("length", [131, 133, 3000])
 @by_op
 def test_a_chunk_is_right(case, length, heads, record_error):
-    """About as many queries as multiprocessors, and more; V4's numbers."""
+    """About as many queries as SMs, and more; V4's numbers."""
     sizes = {"entries": 1250, "top_k": 512} if case is JOINED else {}
     poison_free_memory(mebibytes=64)
     given = inputs(case, sequences=((length, length + 5000),), heads=heads, **sizes)
@@ -175,18 +175,6 @@ def test_decoding_is_sparse_attention_to_the_windows_slots(layout, window, s_q, 
     assert_same_bits(checked(DECODE, given, record_error), expected)
 
 
-def replayed(case, given, renewals, record_error):
-    """A captured call is right for the tensors of each renewal."""
-    graph, found = captured(case.run, given)
-    for new in renewals:
-        for name, x in given.items():
-            if isinstance(x, torch.Tensor):
-                x.copy_(new[name])
-        graph.replay()
-        torch.cuda.synchronize()
-        record_error(case.check(given, found))
-
-
 @pytest.mark.parametrize("heads", [16, 128])
 @by_op
 def test_a_graph_takes_new_bounds(case, heads, record_error):
@@ -196,7 +184,9 @@ def test_a_graph_takes_new_bounds(case, heads, record_error):
         bounds = (int32(torch.randint(0, most + 1, (9,)).sort().values) for most in (queries, keys))
         return inputs(case, sequences=((198, 898),), heads=heads, window=100, seed=seed) | dict(zip(BOUNDS, bounds))
 
-    replayed(case, fresh(0, 0, 0), (fresh(seed) for seed in range(1, 5)), record_error)
+    given = fresh(0, 0, 0)
+    for found in replayed(lambda: case.run(given), given, map(fresh, range(1, 5))):
+        record_error(case.check(given, found))
 
 
 @pytest.mark.parametrize("ring", [False, True])
@@ -211,5 +201,6 @@ def test_decoding_in_a_graph_takes_new_lengths(layout, batch, heads, ring, recor
         lengths = (999, *torch.randint(low, high, (batch,)).tolist())
         return inputs(DECODE, lengths=lengths, seed=high, **sizes)
 
-    bounds = [(0, 1), (0, 5), (90, 110), (0, 1000)]
-    replayed(DECODE, fresh(0, 1), (fresh(*x) for x in bounds), record_error)
+    given, bounds = fresh(0, 1), [(0, 1), (0, 5), (90, 110), (0, 1000)]
+    for found in replayed(lambda: DECODE.run(given), given, (fresh(*x) for x in bounds)):
+        record_error(DECODE.check(given, found))

@@ -79,7 +79,7 @@ def test_few_heads_differ_by_the_order_of_sums(heads):
 @pytest.mark.parametrize("heads", [64, 128])
 @pytest.mark.parametrize("length", [131, 133, 3000])
 def test_a_chunk_has_the_same_bits(length, heads):
-    """About as many queries as multiprocessors, and more; V4's numbers."""
+    """About as many queries as SMs, and more; V4's numbers."""
     given = inputs(heads, 8, [(length, length + 5000)], entries=1250, top_k=512)
     near = dsa.window_indices(given["cu_seqlens_q"], given["cu_seqlens_k"], len(given["q"]), WINDOW)
     check(given)

@@ -1,16 +1,15 @@
-"""The lists of windows on the GPU: of packed keys, pages and rings, exactly the reference's whatever these hold."""
+"""The lists of windows on the GPU: of packed keys, pages and rings, whatever these hold."""
 
 import pytest
 import torch
 
 import dsa
-from dsa.reference.mla import window_indices as reference
 from dsa.testing import poison_free_memory
 from tests.gpu.attention import case_of, checked, int32
 
 INT_MAX, INT_MIN = 2**31 - 1, -(2**31)
 GARBAGE = [INT_MIN, INT_MAX, -1, 0, 1, 7, 1000, INT_MIN + 1, INT_MAX - 1, 2**30]
-INDICES = case_of("window_indices")
+INDICES, SLOTS = case_of("window_indices"), case_of("window_slots")
 WINDOWS = [1, 7, 32, 33, 128, 130, 1000]
 LENGTHS = [0, 1, 2, 3, 5, 47, 48, 49, 63, 64, 65, 127, 128, 129, 500, 1001, 3000, -3, INT_MIN, INT_MAX]
 
@@ -25,23 +24,17 @@ def garbage(*shape):
     return torch.tensor(GARBAGE)[torch.randint(len(GARBAGE), shape)].int()
 
 
-def check(name, tensors, shape, *numbers):
-    """dsa's function of this name gives what the reference gives on the CPU."""
+def check_indices(cu_q, cu_k, total_q, window):
+    """Of any bounds."""
     poison_free_memory(mebibytes=64)
-    got = getattr(dsa, name)(*(None if x is None else x.cuda() for x in tensors), *numbers)
-    assert got.dtype == torch.int32 and got.is_contiguous() and got.shape == shape
-    expected = getattr(reference, name)(*(None if x is None else x.cpu() for x in tensors), *numbers)
-    assert torch.equal(got.cpu(), expected)
+    got = dsa.window_indices(cu_q.cuda(), cu_k.cuda(), total_q, window)
+    assert torch.equal(got.cpu(), dsa.reference.window_indices(cu_q, cu_k, total_q, window))
     return got
 
 
-def check_indices(cu_q, cu_k, total_q, window):
-    return check("window_indices", (cu_q, cu_k), (total_q, window), total_q, window)
-
-
 def check_slots(table, lengths, s_q, page_size, window):
-    lengths = torch.as_tensor(lengths, dtype=torch.int32)
-    return check("window_slots", (table, lengths), (len(lengths), s_q, window), s_q, page_size, window)
+    keys = {"block_table": table if table is None else table.cuda(), "cache_seqlens": int32(lengths)}
+    return checked(SLOTS, {**keys, "s_q": s_q, "page_size": page_size, "window": window})[0]
 
 
 @pytest.mark.parametrize("window", WINDOWS)

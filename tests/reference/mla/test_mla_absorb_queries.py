@@ -18,7 +18,7 @@ def test_dtypes_are_right(dtype):
 
 
 def test_the_weight_is_rounded_before_it_is_multiplied():
-    """A scale of 1 + 2^-10 is lost in bf16 beside a weight of 1."""
+    """A weight of 1 with a scale of 1 + 2^-10 is 1 in bf16."""
     kv_b = torch.ones(2, 128).to(torch.float8_e4m3fn), torch.full((1, 1), 1 + 2**-10)
     q_nope, q_pe, angles = torch.ones(1, 1, 1), torch.zeros(1, 1, 0), torch.zeros(1, 0)
     for dtype, expected in ((torch.bfloat16, 1.0), (torch.float32, 1 + 2**-10)):
