@@ -9,8 +9,8 @@ from torch import library
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dsa
-from dsa.runtime.op import OPS
 from dsa.cases import CASES
+from dsa.runtime.op import OPS
 
 CALL = {call.name: call for call in CASES}
 # The arguments that gradients reach, and which results have gradients.
