@@ -168,14 +168,14 @@ def check_attention(a: Given, found: Results, of: tuple[int, ...] = (0, 1), most
     """
     exact, rough = with_leaves(a, F64), with_leaves(a)
     with torch.enable_grad():
-        expected, beside = attended(exact), attended(rough, a["q"].dtype)
+        expected, rounded = attended(exact), attended(rough, a["q"].dtype)
     names = ("out", "lse", *leaves_of(exact))
     noises = delta_noise(a, found[0]) if 0 in of else {}
     expected += gradients_of([expected[i] for i in of], exact)
-    beside += gradients_of([beside[i] for i in of], rough)
+    rounded += gradients_of([rounded[i] for i in of], rough)
     assert_close("lse", found[1], expected[1].detach(), abs_tol=1e-5, rel_tol=8.01 / 65536)
     errors = []
-    for name, got, right, other in zip(names, found, expected, beside, strict=True):
+    for name, got, right, other in zip(names, found, expected, rounded, strict=True):
         if name == "lse":
             continue
         if not got.isfinite().all():
@@ -397,15 +397,15 @@ def check_warmup(a: Given, found: Results) -> float:
     most 1e-2. Attention's gradients are at most 2e-2 away."""
     exact, rough = with_leaves(a, F64), with_leaves(a)
     with torch.enable_grad():
-        expected, beside = warmed_up(exact), warmed_up(rough)
+        expected, rounded = warmed_up(exact), warmed_up(rough)
     expected += gradients_of([expected[0], expected[2]], exact)
-    beside += gradients_of([beside[0], beside[2]], rough)
+    rounded += gradients_of([rounded[0], rounded[2]], rough)
     names = ("out", "lse", "kl", *leaves_of(exact))
     check_distance("out", found[0], expected[0], 4e-3)
     assert_close("lse", found[1], expected[1], abs_tol=2e-5, rel_tol=1e-5)
     assert_close("kl", found[2], expected[2].detach(), abs_tol=2e-5, rel_tol=1e-4, cos_tol=1e-4)
     errors = []
-    for name, got, right, other in [*zip(names, found, expected, beside, strict=True)][2:]:
+    for name, got, right, other in [*zip(names, found, expected, rounded, strict=True)][2:]:
         most = 2e-2 if name in "qkv" else min(1e-2, max(2 * distance(other, right), 1e-6))
         errors.append(check_distance(name, got, right, most))
     return max(errors)

@@ -204,7 +204,7 @@ def test_nan_of_a_key_without_attention(index):
     with torch.no_grad():
         given["q"].fill_(4.0)
         given["k"].zero_()
-        given["k"][0] = 4.0  # a logit of 181 beside zeros
+        given["k"][0] = 4.0  # a logit of 181, others 0
         given["k_idx"][50] = torch.nan
     _, _, kl, dq, dk, dw = CASE.results(given)
     assert kl[:50].isfinite().all() and kl[50:].isnan().all()
