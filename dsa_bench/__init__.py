@@ -2,6 +2,6 @@
 
 A module whose kernel has tile configurations also has `tuning()`, which lists them, and `dsa tune` searches them.
 
-A module whose cases have peers also has PROBED: small shapes with all of the peers' functions, and every kind of
+A module whose cases have peers also has PROBED: small shapes that cover all of the peers' functions and every kind of
 argument that their calls depend on. `python -m dsa_bench.peers` calls these.
 """

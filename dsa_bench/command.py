@@ -1,20 +1,28 @@
-"""`dsa bench` and `dsa tune`: time ops beside their peers, and search their tile configurations."""
+"""`dsa bench` and `dsa tune`: time ops and their peers, and search tile configurations."""
 
 import argparse
 import importlib.util
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 from dsa_bench.harness.benchmarks import benchmarks, tunable
 from dsa_layers import options
 from dsa_layers.arguments import shown
 
+# Benchmarks of no single op, and why they have no profile.
+WHOLES = {"e2e": "e2e splits every row by part", "host": "host times calls, not kernels"}
+Writer = Callable[[list[dict[str, Any]], Path], None]
+
 
 def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    bench = commands.add_parser("bench", help="time an op beside its peers (needs a GPU with kernels)")
+    bench = commands.add_parser("bench", help="time an op and its peers (needs a GPU with kernels)")
     bench.set_defaults(run=_bench)
     bench.add_argument(
         "op",
-        help="e2e: layers of V3.2, V4-Flash and GLM-5 with their real sizes, by part; host: what a call of each op "
-        "takes of the host; or one of the ops " + ", ".join(benchmarks()),
+        help="e2e: layers of V3.2, V4-Flash and GLM-5 with their real sizes, by part; host: host time per call "
+        "of each op; or one of the ops " + ", ".join(benchmarks()),
     )
     bench.add_argument("--csv", type=options.path, help="also write the rows to this file")
     bench.add_argument("--png", type=options.path, help="also draw the rows into this file (needs matplotlib)")
@@ -39,47 +47,32 @@ def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 
 def _bench(args: argparse.Namespace) -> int:
-    if args.op in WHOLES:
-        return WHOLES[args.op](args)
-    if args.op not in benchmarks():
+    if args.op not in (*WHOLES, *benchmarks()):
         raise ValueError(f"op: must be {', '.join(WHOLES)} or one of {', '.join(benchmarks())}, got {shown(args.op)}")
-    from dsa_bench.harness import case, plot, profile, table
-
-    module = case.load(args.op)
     _check_outputs(args)
     _need_a_gpu("a benchmark")
     if args.profile:
-        first = module.case(*module.SHAPES[0])
-        print(f"{args.op}: {first.name}\n{profile.torch_table(first)}\n{profile.ncu_table(args.op)}")
-        return 0
-    rows = case.run(args.op)
-    table.print_table(args.op, rows)
-    if hasattr(module, "summary"):
-        print(module.summary(rows))
-    if args.csv:
-        table.write_csv(rows, args.csv)
-    if args.png:
-        plot.write_png(args.op, rows, args.png)
-    return 0
+        from dsa_bench.harness import profile
 
+        print(profile.both_tables(args.op))
+    elif args.op == "e2e":
+        from dsa_bench.e2e import plot, report, table
 
-def _bench_host(args: argparse.Namespace) -> int:
-    from dsa_bench.harness import host, plot, table
+        _write(args, table.printed(report.rows()), table.write_csv, plot.write_passes)
+    else:
+        from dsa_bench.harness import case, host, plot, table
 
-    if args.profile:
-        raise ValueError("--profile: is for one op; host times calls, not kernels")
-    _check_outputs(args)
-    _need_a_gpu("a benchmark")
-    rows = [*host.rows()]
-    table.print_table("host", rows)
-    if args.csv:
-        table.write_csv(rows, args.csv)
-    if args.png:
-        plot.write_png("host", rows, args.png)
+        rows = [*host.rows()] if args.op == "host" else case.run(args.op)
+        table.print_table(args.op, rows)
+        if args.op == "linear_layers":
+            print(case.load(args.op).summary(rows))
+        _write(args, rows, table.write_csv, partial(plot.write_png, args.op))
     return 0
 
 
 def _check_outputs(args: argparse.Namespace) -> None:
+    if args.profile and args.op in WHOLES:
+        raise ValueError(f"--profile: is for one op; {WHOLES[args.op]}")
     if args.profile and (args.csv or args.png):
         raise ValueError("--profile: prints where the time goes; it writes no --csv and no --png")
     options.check_output("--csv", args.csv)
@@ -88,27 +81,11 @@ def _check_outputs(args: argparse.Namespace) -> None:
         raise ValueError("--png: needs matplotlib: pip install matplotlib")
 
 
-def _bench_e2e(args: argparse.Namespace) -> int:
-    from dsa_bench.e2e import plot, report, table
-
-    if args.profile:
-        raise ValueError("--profile: is for one op; e2e splits every row by part")
-    _check_outputs(args)
-    _need_a_gpu("a benchmark")
-    print(table.head())
-    rows = []
-    for row in report.rows():
-        print(table.line(row), flush=True)
-        rows.append(row)
+def _write(args: argparse.Namespace, rows: list[dict[str, Any]], csv: Writer, png: Writer) -> None:
     if args.csv:
-        table.write_csv(rows, args.csv)
+        csv(rows, args.csv)
     if args.png:
-        plot.write_png(rows, args.png)
-    return 0
-
-
-# Of no single op.
-WHOLES = {"e2e": _bench_e2e, "host": _bench_host}
+        png(rows, args.png)
 
 
 def _tune(args: argparse.Namespace) -> int:

@@ -63,7 +63,7 @@ def test_the_example_is_on_every_floor():
         "dsa/kernels/elementwise/scale_rows_sm90.py",
         "dsa/ops/elementwise/scale_rows.py",
         "dsa_bench/elementwise/scale_rows.py",
-        *(f"tests/{floor}/elementwise/test_scale_rows.py" for floor in ("reference", "ops", "kernels", "gpu")),
+        *(f"tests/{floor}/elementwise/test_scale_rows.py" for floor in ("ops", "kernels", "gpu")),
     }
 
 
@@ -73,20 +73,21 @@ def test_it_passes_the_lint_with_which_make_test_begins(project):
 
 
 def test_its_own_tests_pass(project):
-    floors = ("reference", "ops", "kernels", "gpu")
+    floors = ("ops", "kernels", "gpu")
     printed = run(
         *(project, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
         *(f"tests/{floor}/elementwise/test_scale_rows.py" for floor in floors),
     )
-    assert re.match(r"\.{8,}s\s", printed), printed  # one of the GPU's says why they do not run here
+    assert re.match(r"\.{4,}s\s", printed), printed  # one of the GPU's says why they do not run here
 
 
-# What goes through all ops: receipts, self tests and what they notice, what is generated, imports and valid calls. The
+# What goes through all ops: receipts, checks and what they notice, what is generated, imports and cases. The
 # cases of other ops are as they were.
 EVERYTHING = (
     *("tests/test_receipt.py", "tests/layers/command/test_check.py", "tests/test_generated.py"),
     *("tests/test_imports.py", "tests/ops/test_tensor_kinds.py"),
-    *("tests/test_valid_calls.py", "tests/reference/test_exports.py", "tests/ops/test_torch_defaults.py"),
+    *("tests/test_cases.py", "tests/reference/test_exports.py", "tests/ops/test_torch_defaults.py"),
+    "tests/reference/test_every_reference.py",
 )
 WITHOUT_OTHERS = """
 import re
@@ -129,11 +130,10 @@ def test_rows_of_other_ops_stay_verified(project):
     assert stale == receipt.WHOLES.keys() - without_it
 
 
-def test_a_floor_that_is_missing_is_noticed(project):
-    """The op without a valid call, as an example of a test that says what is missing."""
-    path = project / "tests/valid_calls/elementwise.py"
+def test_a_case_that_is_missing_is_noticed(project):
+    path = project / "dsa/cases/elementwise.py"
     whole = path.read_text()
-    path.write_text(whole.replace('@valid("scale_rows"', '@valid("rms_norm"'))
+    path.write_text(whole.replace('Case("scale_rows"', 'Case("rms_norm"'))
     try:
         with pytest.raises(AssertionError, match="scale_rows"):
             test = "tests/ops/test_torch_defaults.py::test_every_op_has_a_call_with_all_of_its_arguments"

@@ -131,7 +131,7 @@ def test_kernels_wait_and_arrive_by_pipelines():
     assert found == {}
 
 
-MOST_LINES, FEWEST_LINES = 600, 30
+MOST_LINES, FEWEST_LINES = 620, 30
 # Files of fewer lines, and why they are files. Packages and limits.py are what they are.
 SHORT = {
     "dsa/cute/dependent_launch.py": "an act of its own, of every kernel",

@@ -26,4 +26,4 @@ def check_op(op: str, device: str, seed: int = 0) -> None:
     """AssertionError where a result of one of the op's cases is not right."""
     for case in cases_of(op):
         if case.check is not None:
-            case.verify(device, seed)
+            case.verify_all(device, seed)

@@ -95,6 +95,7 @@ class Case:
     check    (arguments, results) -> the largest error; AssertionError where a result is not right. None where another
              case of the op checks what this one computes
     sizes    for `check` and GPU tests: every kind of row, the kernel's tiles and what is left over
+    more     other sizes for `check`, in addition to `sizes`: options and sizes that have kernels of their own
     written  arguments that are written in place
     hostile  those that hold indices, lengths or bounds, by name; more words tell several of one apart
     ordered  whether runs give the same bits
@@ -104,6 +105,7 @@ class Case:
     make: Callable[..., Given]
     check: Callable[[Given, Results], float] | None = None
     sizes: Mapping[str, Any] = field(default_factory=dict)
+    more: tuple[Mapping[str, Any], ...] = ()
     written: tuple[str, ...] = ()
     hostile: Mapping[str, Hostile] = field(default_factory=dict)
     ordered: bool = True
@@ -129,10 +131,17 @@ class Case:
 
     def verify(self, device: str = "cpu", seed: int = 0, **sizes: Any) -> float:
         """The largest error of a call; AssertionError where a result is not right. sizes: beside those of the case."""
-        arguments = self.arguments(device, seed, **{**self.sizes, **sizes})
+        return self.check_call(self.arguments(device, seed, **{**self.sizes, **sizes}))
+
+    def check_call(self, arguments: Given) -> float:
+        """The largest error of a call with these arguments."""
         before = {name: arguments[name].clone() for name in self.written if arguments[name] is not None}
         results = self.results(arguments)
         return self.check(arguments | before, results)
+
+    def verify_all(self, device: str = "cpu", seed: int = 0) -> float:
+        """The largest error of a call with `sizes` and of one for each of `more`."""
+        return max(self.verify(device, seed, **sizes) for sizes in ({}, *self.more))
 
     def index_arguments(self) -> set[str]:
         """Those whose contents are indices, lengths or bounds: all of its tensors of integers but for bytes and what is

@@ -1,4 +1,4 @@
-"""Asynchronous copies from global to shared memory: tiles by TMA, and rows at addresses that only the kernel knows.
+"""Asynchronous copies from global to shared memory: tiles by TMA, and gathered rows.
 
 `gather_16` and `gather_8` are cp.async, which writes through PTX's generic proxy; wgmma reads shared memory through the
 async proxy. An mbarrier does not order the two proxies, so a fence.proxy.async must come between the write and the
@@ -13,7 +13,8 @@ EVICT_FIRST = 0x12F0000000000000  # the encoding of the L2 policy for what is re
 
 
 def tile_load(x: cute.Tensor, layout: cute.ComposedLayout, shape: tuple[int, int]) -> tuple[cute.CopyAtom, cute.Tensor]:
-    """The TMA load of a block [shape] of x into one stage of `layout`, and x as it takes it."""
+    """The TMA copy atom that loads a block [shape] of x into one stage of `layout`, and the tensor that it takes for
+    x."""
     load = cute.nvgpu.cpasync.CopyBulkTensorTileG2SOp()
     info = cute.nvgpu.cpasync.make_tiled_tma_atom(load, x, cute.slice_(layout, (None, None, 0)), shape)
     return info[0], info[1]
@@ -21,7 +22,8 @@ def tile_load(x: cute.Tensor, layout: cute.ComposedLayout, shape: tuple[int, int
 
 @cute.jit
 def bulk_load(target: cute.Pointer, source: cute.Pointer, size: Int32, barrier: cute.Pointer):
-    """Copy `size` bytes, a multiple of 16 between addresses of 16 bytes; the barrier counts them. One thread's work."""
+    """Copy `size` bytes, a multiple of 16, between addresses aligned to 16 bytes; `barrier` counts them. Called by one
+    thread."""
     cute.arch.inline_ptx(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [{$r0}], [{$r1}], {$r2}, "
         "[{$r3}], {$r4};",
@@ -37,7 +39,7 @@ def bulk_load(target: cute.Pointer, source: cute.Pointer, size: Int32, barrier: 
 
 @cute.jit
 def gather_16(target: Int32, source: Int64, valid: Boolean):
-    """Copy 16 bytes from the address `source`; where `valid` is False, write zeros and read nothing."""
+    """Copy 16 bytes from the address `source`; if not `valid`, write zeros and read nothing."""
     size = Int32(16) if valid else Int32(0)
     cute.arch.inline_ptx(
         "cp.async.cg.shared.global.L2::256B [{$r0}], [{$r1}], 16, {$r2};",
@@ -47,7 +49,7 @@ def gather_16(target: Int32, source: Int64, valid: Boolean):
 
 @cute.jit
 def gather_8(target: Int32, source: Int64, valid: Boolean):
-    """Copy 8 bytes from the address `source`; where `valid` is False, write zeros and read nothing."""
+    """Copy 8 bytes from the address `source`; if not `valid`, write zeros and read nothing."""
     size = Int32(8) if valid else Int32(0)
     cute.arch.inline_ptx(
         "cp.async.ca.shared.global [{$r0}], [{$r1}], 8, {$r2};",
@@ -57,7 +59,8 @@ def gather_8(target: Int32, source: Int64, valid: Boolean):
 
 @cute.jit
 def bulk_gather(target: Int32, source: Int64, size: Int32, barrier: cute.Pointer):
-    """Copy `size` bytes, a multiple of 16 between addresses of 16 bytes; the barrier counts them. Each lane's own."""
+    """Copy `size` bytes, a multiple of 16, between addresses aligned to 16 bytes; `barrier` counts them. Each lane
+    copies its own bytes."""
     cute.arch.inline_ptx(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
         read_only_args=[target, source, size, Int32(barrier.toint())],
@@ -66,7 +69,7 @@ def bulk_gather(target: Int32, source: Int64, size: Int32, barrier: cute.Pointer
 
 @cute.jit
 def arrive_when_gathered(barrier: cute.Pointer):
-    """Arrive at the barrier when all that this lane has asked for is there: one of the arrivals it was made for."""
+    """Arrive at the barrier once this lane's earlier gathers are complete. Counts as one of its expected arrivals."""
     cute.arch.inline_ptx(
         "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [{$r0}];", read_only_args=[Int32(barrier.toint())]
     )

@@ -1,4 +1,4 @@
-"""Stand-ins for tensors and streams, which kernels are compiled with: no GPU and no memory is needed for it."""
+"""Stand-ins for tensors and streams: kernels are compiled with them, without a GPU and without memory."""
 
 import cutlass
 import cutlass.cute as cute
@@ -15,19 +15,19 @@ _BY_NAME = {
 
 
 def cute_dtype(name: str) -> type[cutlass.Numeric]:
-    """The DSL's type for a torch dtype's name without the `torch.` in front."""
+    """The DSL's type for the name of a torch dtype without `torch.`."""
     return _BY_NAME[name]
 
 
 def fake(dtype: type[cutlass.Numeric], shape: tuple, stride: tuple, align: int = 16) -> cute.Tensor:
-    """A tensor at a multiple of `align` bytes. Extents and strides are ints, or symbols (cute.sym_int and sym_int64),
-    which the compiled kernel takes at any value. Offsets have 64 bits if a stride is a symbol of 64 bits; where all
-    strides are ints they have 32, so that such a tensor must have less than 2^31 elements, whatever its extents are."""
+    """A tensor aligned to `align` bytes. Extents and strides are ints or symbols (cute.sym_int, cute.sym_int64); the
+    compiled kernel takes any value for a symbol. Offsets are 64-bit if a stride is a 64-bit symbol. If all strides are
+    ints, offsets are 32-bit, and the tensor must have less than 2^31 elements."""
     return cute.runtime.make_fake_tensor(dtype, shape, stride, assumed_align=align)
 
 
 def strides(count: int, divisibility: int = 1) -> tuple:
-    """So many strides of 64 bits, of any value that is a multiple of `divisibility` elements."""
+    """`count` 64-bit symbols for strides, multiples of `divisibility` elements."""
     return tuple(cute.sym_int64(divisibility=divisibility) for _ in range(count))
 
 

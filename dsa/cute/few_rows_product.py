@@ -1,25 +1,25 @@
-"""A product of few tokens with a matrix of 16-bit numbers, in fp32: y[t, o] = scale sum_k weight[o, k] x[t, k].
+"""A small-M product with a 16-bit matrix, accumulated in fp32: y[t, o] = scale sum_k weight[o, k] x[t, k].
 
 Plan
-- 16 rows of the matrix, those of the mma, and a tile of 8, 16 or 32 tokens are a cluster's or a CTA's. Steps of 32
-  channels are divided into 64 slices, and these into 8 groups. Few tiles are clusters of 8 CTAs, a group each, whose 8
-  warps have a slice each: all of the GPU shares the bytes of a small matrix. Many tiles, which fill the GPU by
-  themselves, are a CTA each, whose 8 warps have a group each.
-- A warp reads its channels of both operands straight to registers, 16 bytes of a row a lane, which are the operands of
-  two mma instructions as they are: which channels meet in an instruction does not matter as long as both agree. All
-  loads of a round are in flight before its first product.
-- A slice is one chain of mma instructions from zero on. The slices of a group are added in their order: by the warp
-  that has them all, or in shared memory. The groups are added in their order, those of a cluster by the owner of the
-  result, to which they are sent. So the bits of a result follow from its two rows alone, whatever the tile, the other
-  tokens, the other rows, and whether a cluster or a CTA has it.
-- Before it waits for the kernel in front, a warp asks for its channels of the matrix to be brought to the L2 cache. It
-  does not read them: that may be what the kernel in front writes. Where all CTAs are resident all bytes are then on
-  their way at once, however many rounds read them.
-Shared memory: 512 x tokens bytes, of a cluster 64 x tokens more.
-Constraints: channels a multiple of 32, without a cluster of 2048 at least; rows of 16-byte alignment. Rows that do not
-exist are the last one over again.
-Roofline: memory, the matrix once a tile of tokens, from L2 but for the first; for each tile the tokens once every 16
-rows. Latency: launch, one round of loads up to 8192 channels of a cluster, three barriers.
+- A work tile is 16 rows of the matrix (M of the mma) by 8, 16 or 32 tokens. The k-steps of 32 channels are divided into
+  64 slices, and the slices into 8 groups. If there are few work tiles, each is computed by a cluster of 8 CTAs: a CTA
+  takes a group, and each of its 8 warps a slice, so that the whole GPU shares the bytes of a small matrix. If there are
+  enough work tiles to fill the GPU, each is computed by one CTA, and each of its 8 warps takes a group.
+- A warp loads its channels of both operands straight into registers, 16 bytes of a row per lane. These registers are
+  the operands of two mma instructions: the order of channels within a k-step does not matter as long as both operands
+  have the same one. All loads of a round are in flight before its first mma.
+- A slice is one chain of mma instructions that starts at zero. The slices of a group are added in order, by the warp
+  that has them all or in shared memory. The groups are added in order, too; in a cluster each CTA receives the partial
+  sums of the results that it owns. So the bits of a result depend only on its row of x and its row of the matrix, not
+  on the tile, the other tokens and rows, or on whether a cluster or a CTA computes it.
+- Before a warp waits for the previous kernel, it prefetches its channels of the matrix to L2. It does not load them,
+  since the previous kernel may write the matrix. If all CTAs are resident, all bytes are requested at once, however
+  many rounds read them.
+Shared memory: 512 x tokens bytes, and 64 x tokens more in a cluster.
+Constraints: channels a multiple of 32, and at least 2048 without a cluster; rows aligned to 16 bytes. Rows past the end
+repeat the last row.
+Roofline: memory. The matrix is read once per tile of tokens (from L2 after the first), the tokens once per 16 rows.
+Latency: launch, one round of loads for up to 8192 channels in a cluster, three barriers.
 """
 
 import cutlass
@@ -32,11 +32,11 @@ from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.slices import SLICES, slice_start
 from dsa.cute.sm90 import WARP
 
-ROWS = 16  # of the matrix: those of an mma
+ROWS = 16  # of the matrix, per mma
 OCTET = 8  # columns of an mma
 STEP = 32  # channels of two mma instructions
 VECTOR, WORDS = 8, 4  # channels and words of 16 bytes
-CTAS = 8  # of a cluster
+CTAS = 8  # per cluster
 WARPS = 8
 THREADS = WARPS * WARP
 # (CTAs, tokens of a tile) -> steps whose loads are in flight at once: two CTAs a multiprocessor have room for them.
@@ -111,7 +111,7 @@ class FewRowsProduct:
 
     @cute.jit
     def prefetch(self, weight, column, first, end, lane):
-        """Ask for the channels of a warp of the rows of the matrix, one a lane."""
+        """Prefetch a warp's channels of the matrix to L2, one row per lane."""
         row = column * ROWS + lane
         if lane < ROWS and row < weight.shape[0] and first < end:
             source = weight[row, None].iterator.toint() + Int64(first) * (2 * STEP)
@@ -119,8 +119,8 @@ class FewRowsProduct:
 
     @cute.jit
     def multiply(self, x, weight, tile, column, index, first, end, nothing, warp, lane) -> cute.Tensor:
-        """The sum of a warp's slices, from number `index` on, as a lane has it: [2 neighbouring tokens, half of the
-        rows, octet of tokens]."""
+        """The sum of a warp's slices, from slice `index` on, in the layout of the accumulators: [2 neighbouring tokens,
+        half of the rows, octet of tokens]."""
         place, quad = lane // 4, lane % 4
         acc = cute.make_rmem_tensor((2, 2, self.octets), Float32)
         acc.fill(0.0)
@@ -144,8 +144,8 @@ class FewRowsProduct:
                         token = cutlass.min(tile * self.tokens + octet * OCTET + place, x.shape[0] - 1)
                         source = cute.local_tile(x[token, None], (VECTOR,), (at,))
                         cute.autovec_copy(cute.recast_tensor(source, Uint32), v[None, octet, i])
-            # The compiler would put loads behind products that wait for the first ones. It moves none over a barrier,
-            # and no product before it that needs a number read behind it: a zero, from where this warp has put it.
+            # Keep all loads before the first mma: the compiler would move loads after mma instructions that wait for
+            # earlier loads. It moves no load across this barrier, and every mma needs the zero that is read after it.
             cute.arch.barrier(barrier_id=1 + warp, number_of_threads=WARP)
             acc.store(acc.load() + nothing[0])
             for i in cutlass.range_constexpr(self.round):
@@ -162,7 +162,7 @@ class FewRowsProduct:
 
     @cute.jit
     def multiply_add(self, acc: cute.Tensor, w: cute.Tensor, v: cute.Tensor, word: cutlass.Constexpr):
-        """acc += 16 rows x 16 channels times 16 channels x 8 tokens, of the operands' words `word` and behind it."""
+        """acc += (16 rows x 16 channels) (16 channels x 8 tokens), from the operands' words `word` and `word` + 1."""
         kind = "bf16" if const_expr(self.dtype is BFloat16) else "f16"
         given = [w[word, 0], w[word, 1], w[word + 1, 0], w[word + 1, 1], v[word], v[word + 1]]
         made = cute.arch.inline_ptx(
@@ -178,7 +178,7 @@ class FewRowsProduct:
 
     @cute.jit
     def send(self, received: cute.Tensor, rank: Int32, pair: Int32, low: Float32, high: Float32):
-        """Two numbers of this CTA's group to the CTA that owns them."""
+        """Send two partial sums of this CTA's group to the CTA that owns the results."""
         owned = received.shape[1]
         numbers = cute.make_rmem_tensor((2,), Float32)
         numbers[0], numbers[1] = low, high
@@ -187,7 +187,7 @@ class FewRowsProduct:
 
     @cute.jit
     def store(self, y: cute.Tensor, tile, column, pair, totals, scale: Float32, scaled_from: Int32):
-        """The results of two neighbouring tokens, of those that there are."""
+        """Store the results of two neighbouring tokens, as far as they exist."""
         row, token = column * ROWS + pair % ROWS, tile * self.tokens + pair // ROWS * 2
         factor = scale if row >= scaled_from else Float32(1.0)
         for i in cutlass.range_constexpr(2):
@@ -197,7 +197,7 @@ class FewRowsProduct:
 
 @cute.jit
 def in_order(parts: cute.Tensor):
-    """The sums of parts [2, n] from zero on, in their order."""
+    """The two sums over n of parts [2, n], added in order from zero."""
     values = cute.make_rmem_tensor(parts.shape, Float32)
     for i in cutlass.range_constexpr(parts.shape[1]):
         cute.autovec_copy(parts[None, i], values[None, i])

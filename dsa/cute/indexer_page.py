@@ -9,8 +9,8 @@ from dsa.cute.limits import MAX_SLOTS
 
 @cute.jit
 def find_slot(cache: cute.Tensor, slot, page_size: Int32, divisor: cute.FastDivmodDivisorV2):
-    """(whether the slot is in the cache, its page, its offset in the page). cache [pages, bytes] of at most MAX_SLOTS
-    slots, or those beyond count as outside; a slot outside gives the cache's first."""
+    """(whether the slot is in the cache, its page, its offset in the page). cache [pages, bytes]. Slots from MAX_SLOTS
+    on count as outside. For a slot outside, page and offset are those of slot 0."""
     slots = cutlass.min(Int64(cache.shape[0]) * page_size, Int64(MAX_SLOTS))
     exists = Int64(slot) >= 0 and Int64(slot) < slots
     place = Int32(0)
@@ -29,6 +29,6 @@ def page_planes(
     values = cute.make_tensor(
         cute.recast_ptr(start, dtype=value_type), cute.make_layout((page_size, dim), stride=(dim, 1))
     )
-    # D is a multiple of 16 bytes, and so is P * D.
+    # D is a multiple of 16 bytes, so P * D is, too.
     behind = (start + page_size * dim).align(16)
     return values, cute.make_tensor(cute.recast_ptr(behind, dtype=Float32), cute.make_layout(page_size))

@@ -1,4 +1,4 @@
-"""Products that are rounded before they are added, as the references compute them on their own."""
+"""Products that are rounded before they are added, as in the references."""
 
 import cutlass.cute as cute
 from cutlass import Float32
@@ -6,7 +6,7 @@ from cutlass import Float32
 
 @cute.jit
 def multiply_rounded(a: Float32, b: Float32) -> Float32:
-    """a * b, rounded to fp32: ptxas does not fuse it with the addition behind it."""
+    """a * b, rounded to fp32: ptxas does not fuse it with a following addition."""
     return cute.arch.inline_ptx("mul.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
 
 

@@ -1,4 +1,4 @@
-"""The slices of a sum whose order does not depend on how the work is divided: see the kernels that use them."""
+"""Split-K slices with a fixed order of summation, however the work is divided (few_rows_product.py)."""
 
 import cutlass.cute as cute
 from cutlass import Int32
@@ -8,5 +8,5 @@ SLICES = 64
 
 @cute.jit
 def slice_start(index: Int32, steps: Int32) -> Int32:
-    """The first step of a slice."""
+    """The first k-step of slice `index` of `steps`."""
     return index * (steps // SLICES) + index * (steps % SLICES) // SLICES

@@ -1,7 +1,7 @@
 """The tile counter of a dynamic persistent scheduler: int32 [1] in global memory, 0 before the launch.
 
-CTAs draw the numbers of their work tiles from it as they become free, so that a CTA whose multiprocessor gets less of
-the memory's bandwidth has fewer. Which CTA has a work tile changes no result.
+A CTA that becomes free takes the next work tile from it, so that a CTA on an SM with less memory bandwidth computes
+fewer tiles. No result depends on which CTA computes a tile.
 """
 
 import cutlass.cute as cute
@@ -12,7 +12,7 @@ from dsa.cute.fake_tensors import fake
 
 @cute.jit
 def draw(tile_counter: cute.Tensor, lane):
-    """The next number, which no other warp gets. A warp's work; all lanes have it."""
+    """The next tile index, different for each call. Called by one warp; returned to all lanes."""
     number = Int32(0)
     if lane == 0:
         number = cute.arch.atomic_add(tile_counter.iterator, Int32(1), sem="relaxed", scope="gpu")

@@ -1,8 +1,8 @@
 """Tile configurations: what may be tried, and the measured winners, which ship as data.
 
 A configuration is a frozen dataclass; its fields can say with `choices` what may be tried. `dsa tune OP` times the
-candidates and writes dsa/tuned/ARCH/OP.json: the winner of each class of shapes, which `tuned` reads. Of an op that has
-models beside its data there is only what these do not find by themselves, and `measured` reads it.
+candidates and writes dsa/tuned/ARCH/OP.json: the winner per class of shapes, which `tuned` reads. An op with a cost
+model stores only the classes where the model does not find the winner; `measured` reads these.
 """
 
 import contextlib
@@ -37,8 +37,8 @@ def tuned(config_type: type[Config], op: str, arch: str, shape_class: str) -> Co
 
 
 def measured(op: str, arch: str, shape_class: str, multiprocessors: int) -> Any:
-    """The same of an op that has models beside its data: the configuration on trial, or the fields of the class's
-    winner; None where none was written, or for a GPU with more or fewer multiprocessors. An H100 has an H200's."""
+    """For an op with a cost model: the configuration on trial, or the fields of the class's winner. None if none was
+    written, or for a GPU with another number of SMs; H100 and H200 have the same."""
     if (on_trial := _trial.get((op, arch, shape_class))) is not None:
         return on_trial
     data = _data(path_of(op, arch))
@@ -52,8 +52,8 @@ def path_of(op: str, arch: str) -> Path:
 
 @contextlib.contextmanager
 def trial(op: str, arch: str, shape_class: str, config: Any) -> Iterator[None]:
-    """Within the block, `tuned` and `measured` give this configuration. The op's bridge must not have the kernel at
-    hand already."""
+    """Within the block, `tuned` and `measured` return this configuration. Recorded calls keep theirs: see
+    `forget_calls`."""
     _trial[op, arch, shape_class] = config
     try:
         yield
@@ -62,8 +62,8 @@ def trial(op: str, arch: str, shape_class: str, config: Any) -> Iterator[None]:
 
 
 def write(op: str, winners: dict[str, Any], note: dict[str, str | int], path: Path) -> None:
-    """Write {class: configuration} as the op's data, without those that are None; classes that were not searched stay
-    as they are, unless they were searched on a GPU with more or fewer multiprocessors."""
+    """Write {class: configuration} to the op's data, and drop classes that map to None. Classes that are not given
+    stay, unless they were measured on a GPU with another number of SMs."""
     before = json.loads(path.read_text()) if path.exists() else {}
     old = before.get("winners", {})
     if "multiprocessors" in before and before["multiprocessors"] != note["multiprocessors"]:

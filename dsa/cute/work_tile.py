@@ -1,27 +1,26 @@
-"""Work-tile schedulers of persistent kernels: which parts of the result a CTA computes, one after the other.
+"""Work-tile schedulers of persistent kernels: which parts of the result a CTA computes, and in which order.
 
-A work tile is what a CTA computes between two questions to its scheduler. Tiles are numbered, and a scheduler gives
-numbers; what a number means, its WorkTileInfo (a NamedTuple or frozen dataclass of Int32: coordinates, bounds, a number
-of mainloop steps), is found by the kernel's method `work_tile(index, ...)`. There are three schedulers; kernels name
-them and their parts so:
+A scheduler gives a CTA the index of its next work tile. The kernel's method `work_tile(index, ...)` turns the index
+into a WorkTileInfo, a NamedTuple or frozen dataclass of Int32: coordinates, bounds, the number of mainloop steps. There
+are three schedulers. Kernels use these names for them and their parts:
 
-- static persistent: CTA i takes the tiles i, i + CTAs, i + 2 CTAs and so on. `StaticPersistentScheduler` below is for
-  all families. All warps of a CTA know the order and may walk it by themselves.
-- stream-K: the mainloop steps of all tiles, one after the other, are a line of which every CTA has an even part, so a
-  tile may be split between neighbours, and each writes a partial result. Full waves: as many whole tiles as all CTAs
-  take at once may come first, so that only the tiles behind them are split.
-- dynamic persistent: a CTA draws its next tile from a tile counter in global memory (tile_counter.py) when it is free.
+- static persistent: CTA i takes the tiles i, i + CTAs, i + 2 CTAs and so on. `StaticPersistentScheduler` below serves
+  all families. Every warp can compute the order, so none has to pass it on.
+- stream-K: the mainloop steps of all tiles form one sequence, which is divided evenly among the CTAs. A tile may be
+  split between neighbouring CTAs, which then write partial results. Full waves of whole tiles may come first, so that
+  only the tiles after them are split.
+- dynamic persistent: a CTA that becomes free takes its next tile from a counter in global memory (tile_counter.py).
 
-How tiles are split differs between families, so the schedulers of the last two kinds are with their kernels. They have
-these methods, in so far as they need them: `first()`, the CTA's first tile; `advance(tile)`, the one behind it;
-`work_tile(index)`, its WorkTileInfo; `is_valid`, a field or property of it, False behind the last.
+How tiles are split differs between families, so stream-K and dynamic schedulers are defined next to their kernels. They
+have those of these methods that they need: `first()`, the CTA's first tile; `advance(tile)`, the next one;
+`work_tile(index)`, its WorkTileInfo; `is_valid`, a field or property of the WorkTileInfo, False after the last tile.
 
     scheduler = static_persistent_scheduler()
     for index in cutlass.range(scheduler.first, rows * columns, scheduler.step, unroll=1):
         tile = self.work_tile(index, columns)                  # -> WorkTileInfo(row, column)
 
-Where one warp alone knows or draws the CTA's next work tile, it passes the WorkTileInfo, a NamedTuple of Int32, to the
-others through a WorkTilePipeline, a ring of two stages in shared memory:
+If only one warp determines the CTA's next work tile, it passes the WorkTileInfo, a NamedTuple of Int32, to the other
+warps through a WorkTilePipeline, a ring of two stages in shared memory:
 
     class Storage:                                             # a @cute.struct, the CTA's shared memory
         work_tiles: work_tile_storage(WorkTileInfo)
@@ -37,7 +36,7 @@ others through a WorkTilePipeline, a ring of two stages in shared memory:
                                                                    state = work_tiles.release(state)
                                                                    work_tile = work_tiles.current(state)
 
-What tells that there is no work tile left is the kernel's choice, a field with a value that no work tile has.
+Each kernel chooses how to mark the end: a field with a value that no work tile has.
 """
 
 from dataclasses import dataclass
@@ -61,14 +60,14 @@ class StaticPersistentScheduler(NamedTuple):
 
 @cute.jit
 def static_persistent_scheduler() -> StaticPersistentScheduler:
-    """Of a grid of one dimension."""
+    """For a one-dimensional grid."""
     cta, _, _ = cute.arch.block_idx()
     ctas, _, _ = cute.arch.grid_dim()
     return StaticPersistentScheduler(cta, ctas)
 
 
 def _words(info_type: type) -> int:
-    """Of a stage: its fields begin at 16 bytes, so that they are read and written several at a time."""
+    """Words per stage. Stages are aligned to 16 bytes, so that fields are read and written as vectors."""
     return -(-len(info_type._fields) // 4) * 4
 
 
@@ -85,7 +84,7 @@ def work_tile_storage(info_type: type) -> type:
 
 @dataclass(frozen=True)
 class WorkTilePipeline:
-    """info: the fields of `info_type`, a NamedTuple of Int32, of each stage [fields, stages]."""
+    """info [fields, stages]: the fields of `info_type`, a NamedTuple of Int32, per stage."""
 
     pipeline: Pipeline
     info: cute.Tensor
@@ -93,25 +92,25 @@ class WorkTilePipeline:
 
     @staticmethod
     def of(storage, info_type: type) -> "WorkTilePipeline":
-        """Of what `work_tile_storage(info_type)` has reserved."""
+        """Uses the memory that `work_tile_storage(info_type)` reserved."""
         layout = cute.make_layout((len(info_type._fields), INFO_STAGES), stride=(1, _words(info_type)))
         info = storage.info.get_tensor(layout)
         return WorkTilePipeline(Pipeline.of(storage.barriers, INFO_STAGES), info, info_type)
 
     @cute.jit
     def init(self, consumers: cutlass.Constexpr):
-        """Make the barriers; so many warps read each work tile. One thread's work."""
+        """Initialise the barriers; `consumers` warps read each work tile. Called by one thread."""
         self.pipeline.init(consumers)
 
     @cute.jit
     def publish(self, state: PipelineState, info) -> PipelineState:
-        """Pass a work tile on. A warp's work. -> the state behind it."""
+        """Pass a work tile on. Called by one warp. Returns the next state."""
         self.pipeline.producer_wait(state)
         return self.commit(state, info)
 
     @cute.jit
     def commit(self, state: PipelineState, info) -> PipelineState:
-        """The same behind a wait for the empty stage."""
+        """Like `publish`, after the caller has waited for the empty stage."""
         with cute.arch.elect_one():
             write_info(self.info, state.stage, info)
             arrive(self.pipeline.producer_barrier(state))
@@ -119,18 +118,18 @@ class WorkTilePipeline:
 
     @cute.jit
     def current(self, state: PipelineState):
-        """Wait for the next work tile. -> its info_type."""
+        """Wait for the next work tile and return its WorkTileInfo."""
         self.pipeline.consumer_wait(state)
         return self.read(state)
 
     @cute.jit
     def read(self, state: PipelineState):
-        """The same again, where registers should not hold it until then."""
+        """Read the current work tile again, to save registers."""
         return read_info(self.info_type, self.info, state.stage)
 
     @cute.jit
     def release(self, state: PipelineState) -> PipelineState:
-        """This warp has read the work tile. -> the state behind it."""
+        """Release the work tile, which this warp has read. Returns the next state."""
         cute.arch.sync_warp()
         self.pipeline.consumer_release(state)
         return self.pipeline.advance(state)
@@ -138,12 +137,12 @@ class WorkTilePipeline:
 
 @cute.jit
 def write_info(memory: cute.Tensor, stage: Int32, info):
-    """A WorkTileInfo to a stage of memory [fields, stages]. One thread's work."""
+    """Write a WorkTileInfo to a stage of memory [fields, stages]. Called by one thread."""
     for i in cutlass.range_constexpr(len(info)):
         memory[i, stage] = info[i]
 
 
 @cute.jit
 def read_info(info_type: cutlass.Constexpr, memory: cute.Tensor, stage: Int32):
-    """The WorkTileInfo that is there."""
+    """Read the WorkTileInfo of a stage."""
     return info_type(*[memory[i, stage] for i in range(len(info_type._fields))])

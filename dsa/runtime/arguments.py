@@ -56,7 +56,6 @@ class Tensor:
     dtypes    that it may have
     like      the argument whose dtype it must have
     besides   those of `dtypes` that it may have instead
-    mixed     any of `dtypes` will do where `like` is float32, which no kernel has: for references, not for ops
     optional  may be None
     layout    ANY, INNER, ROWS, CONTIGUOUS, ALIGNED or PAGES: what the kernels ask of its memory. Or a function of the
               tensor, whose dtype and shape are right, that returns one of these
@@ -71,7 +70,6 @@ class Tensor:
     dtypes: tuple[torch.dtype, ...]
     like: str = ""
     besides: tuple[torch.dtype, ...] = ()
-    mixed: bool = False
     optional: bool = False
     layout: Layout = ANY
     merged: tuple[int, int] = (0, 0)
@@ -165,11 +163,6 @@ class Arguments:
         self._rows = [(i, names[i], specs[names[i]], self.names[i], self._shapes.get(names[i])) for i in in_order]
         self._first = first
         self._numbers = tuple(i for i, spec in enumerate(specs.values()) if isinstance(spec, Number))
-
-    def strict(self) -> "Arguments":
-        """The same for an op: without what is `mixed`."""
-        specs = {k: replace(spec, mixed=False) if isinstance(spec, Tensor) else spec for k, spec in self.specs.items()}
-        return Arguments(rule=self.rule, first=self._first, **specs)
 
     def writing(self, outputs: Mapping[str, Tensor]) -> "Arguments":
         """The same, with outputs of these specs that the caller gives."""
@@ -446,7 +439,7 @@ def _check_list(
 
 def _check_like(name: str, spec: Tensor, value: torch.Tensor, like: str, other: torch.Tensor) -> None:
     """A tensor's dtype beside that of the one that it must be like."""
-    if value.dtype == other.dtype or value.dtype in spec.besides or (spec.mixed and other.dtype == torch.float32):
+    if value.dtype == other.dtype or value.dtype in spec.besides:
         return
     besides = [dtype for dtype in spec.besides if dtype != other.dtype]
     if not besides:

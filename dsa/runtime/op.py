@@ -1,6 +1,6 @@
 """An op's record: declared once. The eager path, PyTorch's custom op and its fake follow from it.
 
-    @op(arguments=reference.RMS_NORM, reference=reference.rms_norm, results=_results, limits=_check_limits)
+    @op(arguments=RMS_NORM, reference=reference.rms_norm, results=_results, limits=_check_limits)
     def _rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
         from dsa.kernels.elementwise import rms_norm_sm90 as kernel
 
@@ -167,8 +167,11 @@ class Op:
     def _run_reference(self, arguments: tuple[Any, ...]) -> Any:
         """Of tensors with memory, which torch may write to where the op does."""
         self.arguments.check(*arguments)
-        named = [(name, x) for name, x in zip(self.arguments.names, arguments) if isinstance(x, torch.Tensor)]
-        for name, x in named[:1]:
+        named = [
+            (f"{name}[0]", x[0]) if isinstance(x, list) and x else (name, x)
+            for name, x in zip(self.arguments.names, arguments)
+        ]
+        for name, x in [(name, x) for name, x in named if isinstance(x, torch.Tensor)][:1]:
             check_memory(name, x)
         for i in self._written:
             if isinstance(arguments[i], torch.Tensor):

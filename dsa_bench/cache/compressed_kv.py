@@ -1,13 +1,13 @@
-"""The compressor in one kernel, beside separate operations (torch's pooling, norm and rope, then our write)."""
+"""The compressor in one kernel, compared with separate operations (torch's pooling, norm and rope, then our write)."""
 
-from functools import cache, partial
+from functools import partial
 
 import torch
 
 import dsa
-from dsa.testing import copy_bandwidth
 from dsa_bench.harness.agreement import agree
-from dsa_bench.harness.case import Call, Case
+from dsa_bench.harness.calls import Call
+from dsa_bench.harness.case import Case, bytes_rate, fresh
 
 # new tokens of each sequence, sequences; channels, tokens of a block, the cache's layout
 SHAPES = [
@@ -22,8 +22,6 @@ SHAPES = [
     (1, 1, 128, 4, "index"),
 ]
 PAGE, EARLIER = 64, 1023
-_FRESH_BYTES = 400e6  # of inputs in a graph: more than the L2 cache holds
-_ceiling = cache(copy_bandwidth)
 
 
 def _pages(count: int, d: int, layout: str) -> torch.Tensor:
@@ -43,7 +41,7 @@ def _calls(tokens: int, sequences: int, d: int, m: int, layout: str) -> tuple[Ca
     ends = torch.arange(start, start + tokens).repeat(sequences).cuda() % m == m - 1
     slots = torch.where(ends, ends.cumsum(0) - 1, -1)
     pages = -(-int(ends.sum()) // PAGE)
-    own, apart = (_pages(pages, d, layout) for _ in range(2))  # one for each: what is in them is compared
+    own, apart = (_pages(pages, d, layout) for _ in range(2))  # each writes to its own, as their contents are compared
     cu = torch.arange(0, total + 1, tokens, dtype=torch.int32, device="cuda")
     starts = torch.full((sequences,), start, dtype=torch.int32, device="cuda")
     state = torch.randn(sequences, n, 2, c, device="cuda")
@@ -84,13 +82,7 @@ def case(tokens: int, sequences: int, d: int, m: int, layout: str) -> Case:
     c = 2 * d if m == 4 else d
     read = tokens * sequences * 2 * c * 4 if tokens > 1 else sequences * (2 * m if m == 4 else m) * 2 * d * 4
     size = read + tokens * sequences // (m if tokens > 1 else 1) * (584 if layout == "v4" else d + 4)
-    count = min(16, max(2, int(_FRESH_BYTES / size)))
-    ours, separate = map(list, zip(*(_calls(tokens, sequences, d, m, layout) for _ in range(count))))
-
-    def figure(ms: float) -> str:
-        rate = size / (ms * 1e-3)
-        return f"{ms * 1e3:.1f} us, {rate / 1e9:.0f} GB/s, {rate / _ceiling():.0%} of copy"
-
+    ours, separate = map(list, zip(*fresh(size, partial(_calls, tokens, sequences, d, m, layout), most=16)))
     name = f"{sequences} x {tokens} tokens, {d} channels of {m}, {layout}"
     calls, baselines = {"dsa": ours, "separate": separate}, frozenset({"separate"})
 
@@ -101,4 +93,4 @@ def case(tokens: int, sequences: int, d: int, m: int, layout: str) -> Case:
         read = dsa.read_indexer_cache if layout == "index" else partial(dsa.read_kv_cache, dtype=torch.bfloat16)
         agree(*(read(pages, slots) for pages in (theirs, own)))
 
-    return Case(name, calls, figure, graph=True, baselines=baselines, agree=agree_on_pages)
+    return Case(name, calls, bytes_rate(size), graph=True, baselines=baselines, agree=agree_on_pages)

@@ -18,16 +18,14 @@ replacement (paired bootstrap).
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import dsa
-from dsa.runtime import backends
+from dsa_bench.e2e.command import Row, need_a_gpu, print_rows
 from dsa_bench.e2e.held_out_text import held_out_sequences
 from dsa_bench.e2e.peers import Replaced, replacement
 from dsa_bench.harness.calls import reason
@@ -39,7 +37,6 @@ from dsa_layers.layers.score_accumulators import set_score_accumulators
 RESAMPLES = 10_000
 PEERS = "peers"
 KERNELS = {"ours, fp16 accumulators": torch.float16, "ours, fp32 accumulators": torch.float32}
-Row = dict[str, Any]
 Interval = list[float]  # mean, and both ends of its 95% interval
 
 
@@ -67,12 +64,16 @@ def rows(
         theirs = differences.get(PEERS)
         peers_errors = _values(theirs, "error") if isinstance(theirs, list) else None
         for name, found in differences.items():
-            row = {"shape": f"{label}: {name}", "model": label, "kernels": name}
-            row |= {"sequences": len(sequences), "tokens": len(sequences) * length}
-            if isinstance(found, str):
-                yield row | {"figure": f"failed: {found}"}
-                continue
-            yield row | _figures(found, peers_errors if name in KERNELS else None)
+            figures = {"figure": f"failed: {found}"}
+            if not isinstance(found, str):
+                figures = _figures(found, peers_errors if name in KERNELS else None)
+            yield {
+                "shape": f"{label}: {name}",
+                "model": label,
+                "kernels": name,
+                "sequences": len(sequences),
+                "tokens": len(sequences) * length,
+            } | figures
 
 
 def _differences(
@@ -141,11 +142,9 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m dsa_bench.e2e.accuracy", description=__doc__.splitlines()[0])
     parser.add_argument("checkpoints", nargs="*", type=Path, default=[SHIPPED_MODEL], metavar="CHECKPOINT")
     args = parser.parse_args(arguments)
-    if why := backends.why_no_kernels():
-        parser.error(f"a benchmark needs a GPU with kernels: {why}")
+    need_a_gpu(parser)
     try:
-        for row in rows(args.checkpoints):
-            print(json.dumps(row), flush=True)
+        print_rows(rows(args.checkpoints))
     except ValueError as error:
         parser.error(str(error))
     return 0

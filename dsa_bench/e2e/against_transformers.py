@@ -1,10 +1,10 @@
-"""transformers' DeepSeek-V3.2 with its eager attention, and the same layers on dsa's ops: time, memory, and where eager
-attention ends, whose scores and masks take memory by the square of the length.
+"""transformers' DeepSeek-V3.2 with eager attention, and the same layers on dsa's ops: time, memory, and the length at
+which eager attention runs out of memory, as its scores and masks grow with the square of the length.
 
 usage: python -m dsa_bench.e2e.against_transformers [--layers N] [--tokens N...]
 
 The layers are the model's first ones, which have dense MLPs, with their real sizes and random weights in bf16. A prompt
-is one pass without a cache; a decoding step is one token behind so many, which both models have read in chunks.
+is one pass without a cache; a decoding step is one token after so many, which both models read in chunks.
 """
 
 import argparse
@@ -20,30 +20,31 @@ from typing import Any
 
 import torch
 
-from dsa.runtime import backends
+from dsa_bench.e2e.command import need_a_gpu
 from dsa_layers import options
 
 TOKENS = (2048, 4096, 8192, 16384, 32768)
-CHUNK = 512  # tokens: eager attention has memory for them at any of these lengths
+CHUNK = 512  # tokens, which fit in memory with eager attention at all of these lengths
 REPEATS, STEPS = 3, 8
 
 
 @dataclass(frozen=True)
-class Measured:
-    """ms: the median; None where memory did not suffice. gib: the most memory, beside the model's own."""
-
-    ms: float | None
-    gib: float
-
-
-@dataclass(frozen=True)
 class Row:
-    """way: "eager", "dsa" or "dsa, FP8 index scores"; run: "prompt" or "step"."""
+    """way: "eager", "dsa" or "dsa, FP8 index scores". run: "prompt" or "step". ms: the median; None where memory did
+    not suffice. gib: peak memory without the model."""
 
     way: str
     run: str
     tokens: int
-    measured: Measured
+    ms: float | None
+    gib: float
+
+    def text(self, eager: "Row | None" = None) -> str:
+        """In words. eager: what to compare with."""
+        if self.ms is None:
+            return "out of memory"
+        ratio = "" if eager in (None, self) or eager.ms is None else f", {eager.ms / self.ms:.2f}x"
+        return f"{self.ms:.2f} ms, {self.gib:.1f} GiB{ratio}"
 
 
 def make_model(layers: int, device: str, **changes: Any) -> torch.nn.Module:
@@ -57,7 +58,7 @@ def make_model(layers: int, device: str, **changes: Any) -> torch.nn.Module:
 
 @torch.no_grad()
 def rows(model: torch.nn.Module, lengths: Sequence[int]) -> Iterator[Row]:
-    """The model ends on dsa's ops."""
+    """The model runs on dsa's ops afterwards."""
     from dsa_layers.hf import accelerate
 
     ways: dict[str, Callable[[], Any]] = {
@@ -70,32 +71,25 @@ def rows(model: torch.nn.Module, lengths: Sequence[int]) -> Iterator[Row]:
     for way, begin in ways.items():
         begin()
         for tokens in lengths:
-            yield Row(way, "prompt", tokens, _measured(partial(_prompt, model, ids[:, :tokens]), device))
+            yield Row(way, "prompt", tokens, *_measured(partial(_prompt, model, ids[:, :tokens]), device))
         for tokens in lengths:
-            yield Row(way, "step", tokens, _measured(partial(_steps, model, ids, tokens), device))
+            yield Row(way, "step", tokens, *_measured(partial(_steps, model, ids, tokens), device))
 
 
 def table(found: Sequence[Row]) -> str:
-    """A line a run and length: each way's time and memory, and how much faster than eager attention it is."""
+    """A line per run and length: each way's time and memory, and its speed-up over eager attention."""
     ways = [*dict.fromkeys(row.way for row in found)]
     lines = [f"{'':<8}{'tokens':>8}" + "".join(f"{way:>36}" for way in ways)]
     for run, tokens in dict.fromkeys((row.run, row.tokens) for row in found):
-        own = {row.way: row.measured for row in found if (row.run, row.tokens) == (run, tokens)}
-        cells = "".join(f"{_cell(measured, own[ways[0]]):>36}" for measured in own.values())
+        eager, *others = (row for row in found if (row.run, row.tokens) == (run, tokens))
+        cells = "".join(f"{row.text(eager):>36}" for row in (eager, *others))
         lines.append(f"{run:<8}{tokens:>8}{cells}")
     return "\n".join(lines)
 
 
-def _cell(measured: Measured, eager: Measured) -> str:
-    if measured.ms is None:
-        return "out of memory"
-    ratio = "" if eager is measured or eager.ms is None else f", {eager.ms / measured.ms:.2f}x"
-    return f"{measured.ms:.2f} ms, {measured.gib:.1f} GiB{ratio}"
-
-
 def _prompt(model: torch.nn.Module, ids: torch.Tensor) -> list[float]:
     times = [_ms(partial(model, ids, use_cache=False), ids.device) for _ in range(1 + REPEATS)]
-    return times[1:]  # in the first one kernels compile
+    return times[1:]  # the first one compiles kernels
 
 
 def _steps(model: torch.nn.Module, ids: torch.Tensor, tokens: int) -> list[float]:
@@ -109,18 +103,22 @@ def _steps(model: torch.nn.Module, ids: torch.Tensor, tokens: int) -> list[float
     return [_ms(partial(model, token, **{CACHE: cache}), ids.device) for token in columns][1:]
 
 
-def _measured(run: Callable[[], list[float]], device: torch.device) -> Measured:
-    on_gpu = device.type == "cuda"
+def _measured(run: Callable[[], list[float]], device: torch.device) -> tuple[float | None, float]:
+    """Median milliseconds, and GiB."""
     gc.collect()
-    if on_gpu:
+    if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
+    before = _peak(device)
     try:
         ms = statistics.median(run())
     except torch.OutOfMemoryError:
         ms = None
-    return Measured(ms, (torch.cuda.max_memory_allocated(device) - before) / 2**30 if on_gpu else 0.0)
+    return ms, (_peak(device) - before) / 2**30
+
+
+def _peak(device: torch.device) -> int:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
 def _ms(call: Callable[[], Any], device: torch.device) -> float:
@@ -138,14 +136,13 @@ def main(arguments: Sequence[str]) -> int:
     lengths = " ".join(map(str, TOKENS))
     parser.add_argument("--tokens", type=options.positive, nargs="+", default=TOKENS, help=f"default: {lengths}")
     args = parser.parse_args(arguments)
-    if reason := backends.why_no_kernels():
-        parser.error(f"a benchmark needs a GPU with kernels: {reason}")
+    need_a_gpu(parser)
     if importlib.util.find_spec("transformers") is None:
         parser.error("the benchmark needs transformers: pip install transformers")
     found = []
     for row in rows(make_model(args.layers, "cuda"), args.tokens):
         found.append(row)
-        print(f"{row.way}: {row.run} of {row.tokens} tokens: {_cell(row.measured, row.measured)}", flush=True)
+        print(f"{row.way}: {row.run} of {row.tokens} tokens: {row.text()}", flush=True)
     print(f"\n{args.layers} layers of DeepSeek-V3.2, bf16, {torch.cuda.get_device_name()}\n{table(found)}")
     return 0
 

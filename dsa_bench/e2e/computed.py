@@ -1,5 +1,5 @@
-"""What all layers of a model take on more GPUs than there are, from what was measured: one GPU's part of it in silence,
-and what fewer GPUs say to each other."""
+"""The time of all layers of a model on more GPUs than there are, from measurements: one GPU's part without collectives,
+and the collectives of fewer GPUs."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What is timed of decoding with drafts: the passes of a round at any depth, and the drafter's."""
+"""The timed passes of decoding with drafts: of a round at any depth, and of the drafter."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,24 +6,22 @@ from typing import Any
 import torch
 
 from dsa.testing import bench
-from dsa_bench.e2e.cache_contents import fill
-from dsa_bench.e2e.full_depth import first_layers
-from dsa_bench.e2e.pass_bytes import experts_touched
-from dsa_bench.e2e.runs import Cached
+from dsa_bench.e2e.full_depth import experts_touched, first_layers
+from dsa_bench.e2e.runs import Cached, fill
 from dsa_layers.families.model import CheckpointModel
 from dsa_layers.generation.captured_step import CapturedStep
 from dsa_layers.generation.decode_step import DecodeStep
 from dsa_layers.generation.draft_step import DraftStep
 
 REPEATS = 20
-SPARE = 1  # a page and a state slot for sequences that would fill up a batch
+SPARE = 1  # page and state slot for padding sequences
 
 
 class DraftedDecoding:
-    """`count` sequences of `context` tokens, the last `drafts` of them guesses, behind caches of random numbers. No
-    two tokens that a pass computes are the same.
+    """`count` sequences of `context` tokens, the last `drafts` of them guesses, over caches of random numbers. All
+    tokens of a pass differ.
 
-    touched: of each mixture of experts, how many of them get tokens in a pass. The pass has run once.
+    touched: how many experts of each mixture get tokens in a pass. The pass has run once.
     """
 
     def __init__(self, model: CheckpointModel, count: int, context: int, drafts: int) -> None:
@@ -42,13 +40,13 @@ class DraftedDecoding:
         self._states = results[1] if drafts else None
 
     def pass_ms(self, layers: int) -> float:
-        """Of a pass of the first `layers` layers over each sequence's last token and its drafts."""
+        """A pass of the first `layers` layers over each sequence's last token and its drafts."""
         with first_layers(self._model, layers):
             return _graph_ms(self._step.again)
 
     def drafting_ms(self) -> float:
-        """Of the drafter's passes behind one that has taken all drafts, and a token more: its layer and the head for
-        each of as many new drafts."""
+        """The drafter's passes after a pass that accepted all drafts, and one token more: its layer and the head for
+        each new draft."""
         arguments = self._model.drafter, self._cache, self._drafts, self._step.padding, self._device
         step = _DraftsAgain(*arguments, capture=False)
         fill(step.cache)
@@ -58,7 +56,7 @@ class DraftedDecoding:
 
 
 class _Again(CapturedStep[Any]):
-    """A step whose pass can run again with the inputs that it had: by itself, without what the host does before it."""
+    """A step whose pass can run again with the same inputs, without the host's work before it."""
 
     def _run(self, inputs: Any) -> Any:
         self._inputs = inputs
@@ -78,5 +76,5 @@ class _DraftsAgain(_Again, DraftStep):
 
 
 def _graph_ms(call: Callable[[], Any]) -> float:
-    """Of a call that is captured as generation does it; the median on the GPU's clock."""
+    """The median time of a call that is captured as in generation."""
     return bench({"call": call}, repeats=REPEATS, graph=True)["call"]

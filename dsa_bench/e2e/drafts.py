@@ -1,42 +1,41 @@
 """What drafts gain in decoding: a plain step, a pass that verifies K drafts, and the drafter's passes.
 
-usage: python -m dsa_bench.e2e.drafts [--models MODEL...] [--sequences N...] [--compile]
+usage: python -m dsa_bench.e2e.drafts [--models MODEL...] [--compile]
 
-Prints a line of JSON for each row (`rows`); how long each step takes goes to the standard error. Kernels are compiled
-before, in parallel; --compile does that alone, also where there is no GPU.
+Prints a line of JSON for each row (`rows`); the time of each step goes to the standard error. Kernels are compiled
+before, in parallel; --compile does only that, also where there is no GPU.
 """
 
-import argparse
-import json
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
-from dsa.runtime import backends
-from dsa.runtime.asked_variants import asked_variants
 from dsa.runtime.variants import Variant
 from dsa.testing import copy_bandwidth
-from dsa_bench.e2e.draft_gain import gain, tokens_a_round
+from dsa_bench.e2e.command import Row, Tell, asked_of, compiled, free, in_order, parser, quiet, run
 from dsa_bench.e2e.draft_runs import DraftedDecoding
-from dsa_bench.e2e.full_depth import Depths, depths, first_layers, full_depth
-from dsa_bench.e2e.parallel_kernels import compile_ahead
-from dsa_bench.e2e.parallel_rows import free, seconds_told
-from dsa_bench.e2e.pass_bytes import cached_bytes, pass_bytes
+from dsa_bench.e2e.full_depth import Depths, cached_bytes, depths, first_layers, full_depth, pass_bytes
 from dsa_bench.e2e.stacks import STACKS, published_layers, skeleton, stack
-from dsa_layers import options
+from dsa_layers.cache.cache import Cache
 from dsa_layers.compilation import passes
-from dsa_layers.compilation.variants import with_all_tiles
 from dsa_layers.families.model import CheckpointModel
-from dsa_layers.layers import joint_linear
 
+ACCEPTANCE = 0.85  # of a draft after accepted ones; the papers report 85 to 90% of first drafts
 SEQUENCES, CONTEXT = (1, 8, 32, 128), 4096
 DRAFTS = {"V3.2": (1, 2, 3), "V4-Flash": (1,), "GLM-5": (1,)}
-Row = dict[str, Any]
-Tell = Callable[[str], None]
+
+
+def tokens_a_round(drafts: int, acceptance: float = ACCEPTANCE) -> float:
+    """1 + p + ... + p^K: a draft counts where all before it are accepted."""
+    return sum(acceptance**i for i in range(drafts + 1))
+
+
+def gain(plain_ms: float, verify_ms: float, draft_ms: float, drafts: int, acceptance: float = ACCEPTANCE) -> float:
+    """(tokens per round / (verify + draft)) / (1 / plain): the tokens/s over those without drafts."""
+    return tokens_a_round(drafts, acceptance) * plain_ms / (verify_ms + draft_ms)
 
 
 def shape(model: str, count: int, drafts: int) -> str:
@@ -48,26 +47,25 @@ def rows(
     sequences: Sequence[int] = SEQUENCES,
     done: Collection[str] = (),
     device: torch.device | str = "cuda",
-    tell: Tell = lambda step: None,
+    tell: Tell = quiet,
 ) -> Iterator[Row]:
     """{"shape", "model", "run", "sequences", "drafts", "layers", "plain", "verify", "draft_ms", "copy", "of_copy",
-    "over_bytes", "tokens_a_round", "gain", "ms", "tokens/s", "figure"} of all models, numbers of sequences behind 4096
-    tokens and numbers of drafts. done: shapes that are left out, as an earlier run has them.
+    "over_bytes", "tokens_a_round", "gain", "ms", "tokens/s", "figure"} of all models, numbers of sequences after 4096
+    tokens and numbers of drafts. done: shapes of an earlier run, which are left out.
 
-    layers          of the published model, for all of which all figures are computed (`full_depth`)
-    plain, verify   {"ms", "bytes", "touched", "depths"} of a pass over a token of each sequence, and over that and its
-                    drafts: touched is how many experts get tokens, the mean over mixtures; depths are the
-                    milliseconds that were measured, of the stack without layers, with its first one, and whole
-    draft_ms        of the drafter's passes of a round, which was measured: it has one layer
+    layers          of the published model; all figures are computed for all of them (`full_depth`)
+    plain, verify   {"ms", "bytes", "touched", "depths"} of a pass over one token of each sequence, and over this token
+                    and the drafts. touched: how many experts get tokens, the mean over mixtures. depths: the measured
+                    milliseconds of the stack without layers, with its first one, and whole
+    draft_ms        of the drafter's passes per round, measured: the drafter has one layer
     copy            bytes per second that a copy reads and writes
-    of_copy         of a plain pass and a verifying one, the time that a copy's rate makes of its bytes over its own
-    over_bytes      how many times as much time as a plain pass a verifying one takes, over how many times as many
-                    bytes it reads
+    of_copy         for a plain pass and a verifying one, the time of copying its bytes over its time
+    over_bytes      a verifying pass's time over a plain one's, over the same ratio of their bytes
     tokens_a_round  with simulated acceptance: random weights accept nothing
     ms              of a round: verifying pass and drafter
     gain            tokens/s over those of plain passes (`draft_gain`)
 
-    Times are of the GPU. Neither choosing tokens of logits nor what the host does between passes is in them.
+    Times are the GPU's. They include neither sampling nor the host's work between passes.
     """
     copy = None
     for name in names:
@@ -94,7 +92,7 @@ def rows(
 
 @dataclass(frozen=True)
 class _Pass:
-    """Of all published layers; depths: the milliseconds that this is computed of."""
+    """For all published layers. depths: the milliseconds that ms is computed from."""
 
     ms: float
     bytes: float
@@ -103,7 +101,7 @@ class _Pass:
 
 
 def _measured(name: str, model: CheckpointModel, count: int, drafts: int) -> tuple[_Pass, float | None]:
-    """A pass over a token and `drafts` drafts of each sequence; and milliseconds of the drafter, if there are some."""
+    """A pass over a token and `drafts` drafts of each sequence; and the drafter's milliseconds, if there are drafts."""
     run = DraftedDecoding(model, count, CONTEXT, drafts)
     ms = Depths(*map(run.pass_ms, depths(model)))
     cached, read = cached_bytes(model, count, CONTEXT), []
@@ -116,69 +114,53 @@ def _measured(name: str, model: CheckpointModel, count: int, drafts: int) -> tup
 
 
 def _row(name: str, count: int, drafts: int, plain: _Pass, verify: _Pass, draft_ms: float, copy: float) -> Row:
-    this = shape(name, count, drafts)
-    row = {"shape": this, "model": name, "run": this.removeprefix(f"{name} "), "sequences": count, "drafts": drafts}
-    row |= {"layers": published_layers(name), "draft_ms": draft_ms, "copy": copy}
-    row |= {kind: vars(own) | {"depths": list(own.depths)} for kind, own in (("plain", plain), ("verify", verify))}
-    row["of_copy"] = [own.bytes / copy * 1e3 / own.ms for own in (plain, verify)]
-    row["over_bytes"] = verify.ms / plain.ms / (verify.bytes / plain.bytes)
-    row |= {"tokens_a_round": tokens_a_round(drafts), "ms": verify.ms + draft_ms}
-    row["gain"] = gain(plain.ms, verify.ms, draft_ms, drafts)
-    row["tokens/s"] = count * row["tokens_a_round"] / row["ms"] * 1e3
-    return row | {"figure": f"{row['gain']:.2f}x the tokens/s without drafts"}
+    this, ms, per_round = shape(name, count, drafts), verify.ms + draft_ms, tokens_a_round(drafts)
+    gained = gain(plain.ms, verify.ms, draft_ms, drafts)
+    return {
+        "shape": this,
+        "model": name,
+        "run": this.removeprefix(f"{name} "),
+        "sequences": count,
+        "drafts": drafts,
+        "layers": published_layers(name),
+        "draft_ms": draft_ms,
+        "copy": copy,
+        "plain": vars(plain) | {"depths": list(plain.depths)},
+        "verify": vars(verify) | {"depths": list(verify.depths)},
+        "of_copy": [own.bytes / copy * 1e3 / own.ms for own in (plain, verify)],
+        "over_bytes": verify.ms / plain.ms / (verify.bytes / plain.bytes),
+        "tokens_a_round": per_round,
+        "ms": ms,
+        "gain": gained,
+        "tokens/s": count * per_round / ms * 1e3,
+        "figure": f"{gained:.2f}x the tokens/s without drafts",
+    }
 
 
-def asked(
-    names: Sequence[str] = tuple(STACKS), sequences: Sequence[int] = SEQUENCES, arch: str = "sm_90"
-) -> list[Variant]:
-    """The kernels that the rows ask for; sorted."""
-    found: dict[Variant, None] = {}
-    for name in names:
-        model = skeleton(name, drafter=True)
-        model.init_buffers(passes.META)
-        joint_linear.join(model)
-        pages = max(sequences) * -(-CONTEXT // model.page_size)
-        cache = model.eval().make_cache(pages, model.page_size, passes.META, state_slots=max(sequences))
-        with asked_variants(arch) as own:
-            for count in sequences:
-                for drafts in (0, *DRAFTS[name]):
-                    passes.decode(model, cache, count, CONTEXT, drafts)
-        found |= own
-    return sorted(with_all_tiles(found), key=repr)
+def asked(names: Sequence[str] = tuple(STACKS), sequences: Sequence[int] = SEQUENCES) -> list[Variant]:
+    """The kernels that the rows ask for, sorted."""
+
+    def steps(drafts: Sequence[int], model: CheckpointModel, cache: Cache) -> None:
+        for count in sequences:
+            for number in drafts:
+                passes.decode(model, cache, count, CONTEXT, number)
+
+    most = max(sequences)
+    return in_order(
+        asked_of(skeleton(name, drafter=True), most * CONTEXT, most, partial(steps, (0, *DRAFTS[name])))
+        for name in names
+    )
 
 
 def compiled_rows(done: Collection[str] = ()) -> Iterator[Row]:
-    """All rows, once their kernels are compiled in parallel. done: as of `rows`."""
-    tell = seconds_told()
-    compile_ahead(asked, tell)
-    yield from rows(done=done, tell=tell)
+    """All rows, once their kernels are compiled in parallel. done: as in `rows`."""
+    return compiled(asked, partial(rows, done=done))
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m dsa_bench.e2e.drafts", description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", choices=[*STACKS], default=[*STACKS], help="default: all")
-    parser.add_argument(
-        "--sequences",
-        nargs="+",
-        type=options.positive,
-        default=SEQUENCES,
-        metavar="N",
-        help=f"that decode: {' '.join(map(str, SEQUENCES))}",
-    )
-    parser.add_argument("--compile", action="store_true", help="compile the kernels alone, which needs no GPU")
-    args = parser.parse_args(arguments)
-    if wrong := [n for n in args.sequences if n & (n - 1)]:
-        parser.error(f"--sequences: must be powers of two, which generation fills them up to, got {wrong[0]}")
-    if not args.compile and (reason := backends.why_no_kernels()):
-        parser.error(f"a benchmark needs a GPU with kernels: {reason}")
-    tell = seconds_told()
-    tell("modules are imported")
-    compile_ahead(partial(asked, args.models, args.sequences), tell)
-    if args.compile:
-        return 0
-    for row in rows(args.models, args.sequences, tell=tell):
-        print(json.dumps(row), flush=True)
-    return 0
+    options = parser("drafts", __doc__, STACKS)
+    args = options.parse_args(arguments)
+    return run(options, args.compile, partial(asked, args.models), partial(rows, args.models))
 
 
 if __name__ == "__main__":

@@ -1,30 +1,26 @@
-"""The rows of models on several GPUs: what each rank does for them. All ranks make the same calls in the same order."""
+"""The rows of models on several GPUs: each rank's work. All ranks make the same calls in the same order."""
 
-import gc
-import time
 import zlib
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from dsa_bench.e2e import collectives
-from dsa_bench.e2e.clock import Clock, Launching
+from dsa_bench.e2e.clock import Clock
+from dsa_bench.e2e.command import Row, Tell, free, quiet
 from dsa_bench.e2e.parallel_cases import Case, chosen
 from dsa_bench.e2e.silent import without_collectives
 from dsa_bench.e2e.stacks import STACKS, published_layers, skeleton, stack, with_layers
-from dsa_bench.e2e.trace import events_of
+from dsa_bench.e2e.trace import collectives_share, events_of
 from dsa_layers.checkpoint.gpu_plan import plan
 from dsa_layers.families.model import CheckpointModel
 from dsa_layers.parallel.cuts import cuts_of
 from dsa_layers.parallel.ranks import ALONE, Ranks
 
-# Of a GPU's free memory for activations, scores, graphs and compiled kernels: passes over 8192 tokens take about half.
+# Free memory of a GPU for activations, scores, graphs and kernels: passes over 8192 tokens take about half of it.
 RESERVE = 10 * 10**9
-MOST_COMPARED = 16  # layers on one GPU beside the same split: what a pass has beside its layers is little then
-Row = dict[str, Any]
-Tell = Callable[[str], None]
+MOST_COMPARED = 16  # layers compared on one GPU and split: enough that the rest of a pass is small
 
 
 def shape(model: str, case: str, gpus: int) -> str:
@@ -38,20 +34,19 @@ def rank_rows(
     runs: Collection[str] | None = None,
     layers: int | None = None,
     done: Collection[str] = (),
-    tell: Tell = lambda step: None,
+    tell: Tell = quiet,
 ) -> Iterator[Row]:
     """{"shape", "model", "run", "gpus", "layers", "published_layers", "tokens", "ms", "tokens/s", "figure", "memory",
     "collectives", "shard_ms", "efficiency", "few_layers", "few_ms", "one_gpu_ms", "speedup"} of all cases, or of `runs`
-    by their names; the last seven are None of a prompt that is computed once.
+    by their names; the last seven are None for a prompt that is computed once.
 
     layers      of the split model; None: as many as fit into the GPUs' memory with the caches of all cases
-    ms          of a pass, a decoding step as one CUDA graph; of several GPUs the slowest counts, here and below
-    memory      bytes that tensors, weights among them, took at most on a GPU
+    ms          of a pass, a decoding step as one CUDA graph; the slowest GPU counts, here and below
+    memory      peak bytes of tensors on a GPU, weights included
     collectives share of the kernels' time on the first GPU that is data from other GPUs and the wait for them
-    shard_ms    the same pass of the same parts with nothing said between GPUs (`without_collectives`), and efficiency
-                is shard_ms / ms
+    shard_ms    the same pass of the same parts without collectives (`without_collectives`); efficiency is shard_ms / ms
     few_layers  as many as fit on one GPU, up to MOST_COMPARED: one_gpu_ms on the first GPU alone, few_ms split over
-                all, and speedup is one_gpu_ms / few_ms
+                all; speedup is one_gpu_ms / few_ms
     """
     for name in models:
         todo = chosen(name, runs, lambda case, name=name: shape(name, case, ranks.size) in done)
@@ -67,7 +62,7 @@ def layers_that_fit(name: str, gpus: int, memory: int, tokens: int) -> int:
         model = skeleton(name, **with_layers(name, layers))
         return plan(model.config, model.precision, gpus).bytes(tokens) + RESERVE
 
-    # Of fewer than three layers no kind of them could be left out.
+    # At least three layers: one of each kind.
     most = published_layers(name)
     found = bisect_right(range(3, most + 1), memory, key=needed) + 2
     if found < 3:
@@ -89,33 +84,40 @@ def _of_model(
     for own, found in ((ALONE, one_gpu), (ranks, few_ms)) if compared else ():
         model = drawn(name, own, clock, tell, **with_layers(name, few))
         for case in compared:
-            times, launching = timed(model, case, clock)
-            # One GPU is one: that others compute the same beside it is of no matter.
+            times = timed(model, case, clock)
+            # On one GPU the first one counts, whatever others compute at the same time.
             found[case.name] = (times.max(0).values if own.size > 1 else times[0]).median().item()
-            tell(f"{name} {case.name}, {few} layers on {own.size}: {found[case.name]:.2f} ms, {launching}")
+            tell(f"{name} {case.name}, {few} layers on {own.size}: {found[case.name]:.2f} ms")
         del model
         free()
     if layers is None:
         layers = layers_that_fit(name, ranks.size, clock.free(), max(case.held for case in todo))
     model = drawn(name, ranks, clock, tell, **with_layers(name, layers))
     for case in todo:
-        row = _measured(model, case, ranks, clock, tell)
-        tell(f"{name} {case.name}, {layers} layers on {ranks.size}: {row['ms']:.2f} ms, shard {row['shard_ms']}")
-        row |= {"shape": shape(name, case.name, ranks.size), "model": name, "run": case.name, "gpus": ranks.size}
-        row |= {"layers": layers, "published_layers": published_layers(name), "tokens": case.tokens}
-        rate = case.tokens / row["ms"] * 1e3
-        row |= {"tokens/s": rate, "figure": f"{rate:.0f} tokens/s"}
-        row |= dict.fromkeys(("few_layers", "few_ms", "one_gpu_ms", "speedup"))
-        if case.repeats:
-            row |= {"few_layers": few, "few_ms": few_ms[case.name], "one_gpu_ms": one_gpu[case.name]}
-            row["speedup"] = one_gpu[case.name] / few_ms[case.name]
-        yield row
+        measured = _measured(model, case, ranks, clock)
+        ms, one, split = measured["ms"], one_gpu.get(case.name), few_ms.get(case.name)
+        tell(f"{name} {case.name}, {layers} layers on {ranks.size}: {ms:.2f} ms, shard {measured['shard_ms']}")
+        yield measured | {
+            "shape": shape(name, case.name, ranks.size),
+            "model": name,
+            "run": case.name,
+            "gpus": ranks.size,
+            "layers": layers,
+            "published_layers": published_layers(name),
+            "tokens": case.tokens,
+            "tokens/s": case.tokens / ms * 1e3,
+            "figure": f"{case.tokens / ms * 1e3:.0f} tokens/s",
+            "few_layers": few if case.repeats else None,
+            "few_ms": split,
+            "one_gpu_ms": one,
+            "speedup": one / split if case.repeats else None,
+        }
     del model
     free()
 
 
 def drawn(name: str, own: Ranks, clock: Clock, tell: Tell, **fields: Any) -> CheckpointModel:
-    """This rank's part of a stack; what no rank shares is the same on all."""
+    """This rank's part of a stack; RuntimeError unless the tensors that every rank has whole are equal."""
     model = stack(name, clock.device, ranks=own, **fields)
     cut = cuts_of(skeleton(name, **fields), own.size, blocks=True)
     whole = {key: _sum_of_bytes(x) for key, x in model.state_dict().items() if key not in cut}
@@ -133,34 +135,30 @@ def _sum_of_bytes(x: torch.Tensor) -> int:
     return sum(int(piece.sum(dtype=torch.int64)) for piece in pieces)
 
 
-def timed(model: CheckpointModel, case: Case, clock: Clock) -> tuple[torch.Tensor, Launching]:
-    """Its times, and what one more call of it does on the host, behind the first."""
+def timed(model: CheckpointModel, case: Case, clock: Clock) -> torch.Tensor:
+    """Milliseconds [ranks, repeats] of a case, after a first call."""
     torch.manual_seed(0)
     run = case.make(model)
     run.timed()
-    launching = clock.launching(run.timed)
     times = clock.times(run.timed, case.repeats)
     del run
     free()
-    return times, launching
+    return times
 
 
-def _measured(model: CheckpointModel, case: Case, ranks: Ranks, clock: Clock, tell: Tell) -> Row:
-    row = _together(model, case, clock, tell)
+def _measured(model: CheckpointModel, case: Case, ranks: Ranks, clock: Clock) -> Row:
+    row = _together(model, case, clock)
     free()
-    row |= dict.fromkeys(("shard_ms", "efficiency"))
-    if case.repeats:
-        with without_collectives(model, ranks):
-            times, launching = timed(model, case, clock)
-        tell(f"{case.name} in silence: {launching}")
-        row["shard_ms"] = times.max(0).values.median().item()
-        row["efficiency"] = row["shard_ms"] / row["ms"]
-    return row
+    if not case.repeats:
+        return row
+    with without_collectives(model, ranks):
+        shard_ms = timed(model, case, clock).max(0).values.median().item()
+    return row | {"shard_ms": shard_ms, "efficiency": shard_ms / row["ms"]}
 
 
-def _together(model: CheckpointModel, case: Case, clock: Clock, tell: Tell) -> Row:
+def _together(model: CheckpointModel, case: Case, clock: Clock) -> Row:
     clock.forget_peak()
-    torch.manual_seed(0)  # caches of all ranks begin with the same bytes
+    torch.manual_seed(0)  # the caches of all ranks begin with the same bytes
     run, logits = case.make(model), []
 
     def call() -> None:
@@ -168,12 +166,11 @@ def _together(model: CheckpointModel, case: Case, clock: Clock, tell: Tell) -> R
 
     if case.repeats:
         call()
-        tell(f"{case.name}: {clock.launching(call)}")
-    times = clock.times(call, max(case.repeats, 1))
-    row = {"ms": times.max(0).values.median().item(), "memory": clock.peak(), "collectives": None}
+    ms = clock.times(call, max(case.repeats, 1)).max(0).values.median().item()
+    row = {"ms": ms, "memory": clock.peak(), "collectives": None, "shard_ms": None, "efficiency": None}
     _check_same(logits[0], case, clock)
     if case.repeats:
-        row["collectives"] = collectives.share(events_of(lambda: (clock.meet(), call()), host=False))
+        row["collectives"] = collectives_share(events_of(lambda: (clock.meet(), call()), host=False))
     return row
 
 
@@ -181,23 +178,3 @@ def _check_same(logits: torch.Tensor, case: Case, clock: Clock) -> None:
     found = clock.everyones(zlib.crc32(logits.cpu().contiguous().view(torch.uint8).numpy()))
     if len({*found}) > 1:
         raise RuntimeError(f"{case.name}: ranks have computed other logits, with checksums {found}")
-
-
-def seconds_told() -> Tell:
-    """Tells each step with the seconds since the one before, on the standard error."""
-    import sys
-
-    last = time.monotonic()
-
-    def tell(step: str) -> None:
-        nonlocal last
-        now = time.monotonic()
-        print(f"{now - last:6.1f} s  {step}", file=sys.stderr, flush=True)
-        last = now
-
-    return tell
-
-
-def free() -> None:
-    gc.collect()
-    torch.cuda.empty_cache()

@@ -1,9 +1,9 @@
 """GPU time by part of a model: indexer, top-k, attention, MoE and the rest.
 
-While a profiler runs, modules and ops announce themselves by named ranges on the host; a kernel belongs to the
-innermost range around its launch. Times are of kernels alone: what the host adds between them is in none, and a
-kernel's begins where the one in front ends (`trace.in_turn`). The products that an indexer shares with its attention
-layer are the attention's; a selection in one launch with its scores is the indexer's, and no top-k.
+While a profiler runs, modules and ops open named ranges on the host; a kernel belongs to the innermost range around its
+launch. Times are only of kernels, without the gaps between them, and a kernel's starts where the previous one ends
+(`trace.in_turn`). The products that an indexer shares with its attention layer count as attention; a selection in one
+launch with its scores counts as indexer, not as top-k.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from dsa_layers.layers.indexer import LightningIndexer
 from dsa_layers.layers.moe import MoE
 
 REST = "rest"
-GLUE = "glue"  # of passes on the peers' kernels, where it is no part of PARTS
+GLUE = "glue"  # of passes on the peers' kernels, not in PARTS
 PARTS = ("indexer", "top-k", "attention", "MoE", REST)
 MODULES = {
     DSAAttention: "attention",
@@ -36,7 +36,7 @@ _PREFIX = "part: "
 
 
 def glue() -> AbstractContextManager[None]:
-    """Around what is done only because a benchmark hands tensors of ours to the peers' kernels."""
+    """A range around work that is needed only to hand our tensors to the peers' kernels."""
     return record_function(_PREFIX + GLUE)
 
 
@@ -65,7 +65,7 @@ def by_part(events: list[dict[str, Any]]) -> dict[str, float]:
         ts = launched.get(event["args"]["correlation"])
         if ts is None:
             raise ValueError(f"{event['name']}: the trace has no launch of this kernel")
-        # Ranges are nested: of those that began before it, the last that has not ended is the innermost.
+        # Ranges are nested: the last one that began before and has not ended is the innermost.
         around = (name for _, end, name in reversed(ranges[: bisect_right(starts, ts)]) if ts <= end)
         part = next(around, REST)
         total[part] = total.get(part, 0.0) + us / 1000
@@ -74,7 +74,7 @@ def by_part(events: list[dict[str, Any]]) -> dict[str, float]:
 
 @contextlib.contextmanager
 def _announced(model: nn.Module) -> Iterator[None]:
-    """Modules and the selection announce their parts."""
+    """Within the block modules and the selection open ranges."""
 
     def announced(part: str, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
@@ -88,7 +88,7 @@ def _announced(model: nn.Module) -> Iterator[None]:
     indexers = [module for module in model.modules() if isinstance(module, LightningIndexer | CompressedIndexer)]
     for indexer in indexers:
         indexer.select = announced("indexer", indexer.select)
-    # No hooks: a module with hooks is given no casts.
+    # No hooks: a module with hooks takes no casts.
     forwards = {kind: kind.forward for kind in MODULES}
     for kind, part in MODULES.items():
         kind.forward = announced(part, forwards[kind])

@@ -1,10 +1,14 @@
-"""The routed experts of a pass on DeepGEMM's grouped products, as engines run them.
+"""The routed experts of a pass on DeepGEMM's grouped products and on vLLM's Marlin, as engines run them.
 
-In a prompt's pass, and in a step of very few tokens, an expert's rows begin at a multiple of 128: a token's rows are
-cast once and gathered to their places, between which there are others that mean nothing, and behind all of them whole
-tiles of no expert. In a step of more tokens each expert has room for as many rows and a count of them (the masked
-product). On Hopper DeepGEMM multiplies no FP4: such weights are in FP8 there, widened without loss when they are first
-asked for; those of steps are on Marlin (peer_fp4_experts.py).
+In a prompt's pass, and in a step of very few tokens, each expert's rows begin at a multiple of 128: tokens are cast
+once and gathered, with padding between the experts' rows, and tiles of no expert at the end. In a step of more tokens
+each expert has a fixed number of rows and a count (the masked product). On Hopper DeepGEMM multiplies no FP4: such
+weights are widened to FP8 without loss when they are first needed.
+
+FP4 experts of a decoding step are on Marlin, as in engines that run DeepSeek-V4-Flash on Hopper: it multiplies bf16
+activations by the FP4 weights. Its layout is a second copy of 3.4 GB per layer of V4-Flash, made when it is first
+needed; the weights widened to FP8, 6.4 GB per layer, are freed then, as five layers with all three copies take 66 GB.
+Later prompts widen them again. The shared expert's output is added by a separate kernel, as in vLLM.
 """
 
 import weakref
@@ -16,22 +20,27 @@ import torch
 
 import dsa
 from dsa_bench.e2e.parts import glue
-from dsa_bench.peers.deep_gemm import ALIGNMENT, Scaled
+from dsa_bench.peers import marlin
+from dsa_bench.peers.deep_gemm import ALIGNMENT, Scaled, sizes_of
 from dsa_layers.layers.experts import Experts
 
 Forward = Callable[..., torch.Tensor]
 LEAST_TOKENS = 512  # of a prompt's pass
-# Of a step whose experts are masked: 64 tokens of V3.2's first product took 1.71 ms so and 2.08 with rows side by side,
-# one token 0.096 and 0.077.
+# Tokens from which on a step takes the masked product: of V3.2's gate and up, 64 tokens took 1.71 ms with it and 2.08
+# without, one token 0.096 and 0.077.
 LEAST_MASKED = 4
 MOST_MASKED = ALIGNMENT
 PROJECTIONS = ("gate_up_proj", "down_proj")
+# Tokens from which on FP4 weights are widened. Engines run prompts on Marlin, too, with bf16 products; FP8 products
+# have twice the rate, which counts where experts have many rows. A step's time is that of its weights' bytes.
+LEAST_WIDENED = 512
+_packed: "weakref.WeakKeyDictionary[Experts, tuple[marlin.Packed, ...]]" = weakref.WeakKeyDictionary()
 _widened: "weakref.WeakKeyDictionary[Experts, dict[str, Scaled]]" = weakref.WeakKeyDictionary()
 
 
 class Layout(NamedTuple):
     """places int32 [T, k]: each token's rows; sources int64 [M]: the token of each row; groups int32 [M]: its expert,
-    -1 behind the last."""
+    -1 after the last."""
 
     places: torch.Tensor
     sources: torch.Tensor
@@ -39,14 +48,14 @@ class Layout(NamedTuple):
 
 
 def padded(experts: torch.Tensor, count: int) -> Layout:
-    """Where the rows of experts [T, k] are. M follows from T and k alone: nothing waits for the GPU."""
+    """The layout of the rows of experts [T, k]. M follows from T and k, so that nothing waits for the GPU."""
     _, rows, ends = dsa.sort_by_expert(experts, count)
     with glue():
         return _layout(experts, count, rows, ends)
 
 
 def _layout(experts: torch.Tensor, count: int, rows: torch.Tensor, ends: torch.Tensor) -> Layout:
-    sizes = ends.diff(prepend=ends.new_zeros(1))
+    sizes = sizes_of(ends)
     bounds = ((sizes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT).cumsum(0)
     moved = bounds.roll(1).index_fill(0, bounds.new_zeros(1), 0) - (ends - sizes)
     places = rows + moved[experts]
@@ -60,7 +69,7 @@ def _layout(experts: torch.Tensor, count: int, rows: torch.Tensor, ends: torch.T
 
 class Slots(NamedTuple):
     """Each expert has MOST_MASKED rows. places int64 [T, k]: each token's rows; slots int64 [T, k]: the same within the
-    expert's; sizes int32 [E]: how many of an expert's rows mean something."""
+    expert; sizes int32 [E]: how many rows of an expert are used."""
 
     places: torch.Tensor
     slots: torch.Tensor
@@ -70,7 +79,7 @@ class Slots(NamedTuple):
     def of(cls, experts: torch.Tensor, count: int) -> "Slots":
         _, rows, ends = dsa.sort_by_expert(experts, count)
         with glue():
-            sizes = ends.diff(prepend=ends.new_zeros(1))
+            sizes = sizes_of(ends)
             slots = rows.long() - (ends - sizes)[experts]
             return cls(experts * MOST_MASKED + slots, slots, sizes.int())
 
@@ -96,7 +105,7 @@ def weight_of(experts: Experts, name: str) -> Scaled:
 
 
 def forget(experts: Experts) -> None:
-    """Gives up FP4 weights in FP8, if there are any."""
+    """Free the FP4 weights in FP8, if there are any."""
     _widened.pop(experts, None)
 
 
@@ -126,13 +135,13 @@ def _steps_on(module: ModuleType, experts: Experts, tokens: int) -> bool:
 
 
 def _contiguous(module: ModuleType, layer: Experts, x: torch.Tensor, experts: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """(the experts' rows, where in them each token's are)."""
+    """(the experts' rows, each token's places in them)."""
     layout = padded(experts, len(layer.down_proj))
 
     def product(q: torch.Tensor, scale: torch.Tensor, name: str) -> torch.Tensor:
         weight = weight_of(layer, name)
         out = torch.empty(len(q), weight[0].shape[1], dtype=x.dtype, device=x.device)
-        with glue():  # engines' casts write scales so
+        with glue():  # engines' casts write this layout
             scale = module.get_mn_major_tma_aligned_tensor(scale)
         module.m_grouped_fp8_gemm_nt_contiguous((q, scale), weight, out, layout.groups)
         return out
@@ -145,7 +154,7 @@ def _contiguous(module: ModuleType, layer: Experts, x: torch.Tensor, experts: to
 
 
 def _masked(module: ModuleType, layer: Experts, x: torch.Tensor, experts: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The same of few tokens."""
+    """The same with the masked product."""
     slots = Slots.of(experts, len(layer.down_proj))
     expected = max(1, -(-experts.numel() // len(layer.down_proj)))
 
@@ -162,3 +171,34 @@ def _masked(module: ModuleType, layer: Experts, x: torch.Tensor, experts: torch.
     h, scale = dsa.swiglu_cast_to_fp8(*rows.chunk(2, -1), layer.use_ue8m0, limit=layer.limit)
     k = experts.shape[1]
     return product(h.unflatten(0, (-1, k)), scale.unflatten(0, (-1, k)), "down_proj"), slots.places.int()
+
+
+@torch.no_grad()
+def packed(experts: Experts) -> tuple[marlin.Packed, ...]:
+    """The layer's gate_up_proj and down_proj for Marlin."""
+    if experts not in _packed:
+        forget(experts)
+        names = PROJECTIONS
+        _packed[experts] = tuple(marlin.pack(getattr(experts, n), getattr(experts, f"{n}_scale_inv")) for n in names)
+    return _packed[experts]
+
+
+def forward_on_marlin(others: Forward) -> Forward:
+    """`Experts.forward` on FP4 weights; others: the forward on all else."""
+
+    def forward(
+        self: Experts,
+        x: torch.Tensor,
+        experts: torch.Tensor,
+        weights: torch.Tensor,
+        shared: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if not self.fp4 or len(x) >= LEAST_WIDENED or x.dtype != torch.bfloat16:
+            return others(self, x, experts, weights, shared, residual)
+        out = marlin.experts_sum(x, experts, weights, *packed(self), self.limit)
+        for more in (shared, residual):
+            out = out if more is None else more + out
+        return out
+
+    return forward

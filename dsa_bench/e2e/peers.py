@@ -1,14 +1,13 @@
-"""A model's layers on the peers' kernels: while this lasts, the ops are theirs where they can be imported.
+"""A model's layers on the peers' kernels: replaces our ops by those that can be imported.
 
-DeepGEMM gives the index scores and the FP8 linear layers, vLLM the top-k, FlashMLA the attention to selected keys, each
-in the newest build that is installed: what engines run DeepSeek-V3.2 with. So selected keys are attended to in the
-absorbed form, which is the only one that FlashMLA has; prompts all of whose keys count take the multi-head form, a
-third of the absorbed form's multiply-adds, by PyTorch: cuDNN's kernel where a pass has whole prompts of one length,
-FlashAttention 2 for others. In V4's prefill the window's keys
-and the compressed entries are put into one tensor for FlashMLA, where an engine has them. Experts are on DeepGEMM's
-grouped products (peer_experts.py), and FP4 experts of decoding on vLLM's Marlin (peer_fp4_experts.py). No peer selects
-as it scores, so scores and top-k are two ops for any number of keys and of sequences. Cache writers and all else stay
-ours; what is done to hand over to a library what an engine has in the library's layout is announced as glue (`parts`).
+DeepGEMM computes the index scores and the FP8 linear layers, vLLM the top-k, FlashMLA the attention to selected keys,
+each in the newest build that is installed, as in engines that run DeepSeek-V3.2. FlashMLA has only the absorbed form of
+attention to selected keys. Dense prompts take the multi-head form, a third of the absorbed form's multiply-adds, by
+PyTorch: cuDNN's kernel where a pass has whole prompts of one length, FlashAttention 2 otherwise. In V4's prefill the
+window's keys and the compressed entries are put into one tensor for FlashMLA, where an engine has them. Experts are on
+DeepGEMM's grouped products (peer_experts.py), and FP4 experts of decoding on vLLM's Marlin. No peer selects as it
+scores, so scores and top-k are two ops for any number of keys and of sequences. Cache writers and all else stay ours;
+what is done to hand over to a library what an engine has in the library's layout is announced as glue (`parts`).
 """
 
 import contextlib
@@ -25,7 +24,6 @@ from torch.nn.functional import scaled_dot_product_attention
 import dsa
 from dsa_bench.e2e import peer_experts
 from dsa_bench.e2e.parts import glue
-from dsa_bench.e2e.peer_fp4_experts import forward_on_marlin
 from dsa_bench.e2e.peer_slots import to_slots
 from dsa_bench.harness.calls import reason
 from dsa_bench.peers import deep_gemm, flash_mla, marlin, operators, topk
@@ -36,13 +34,13 @@ from dsa_layers.layers.experts import Experts
 
 Op = Callable[..., Any]
 _NEVER = 2**31  # keys: more than any op takes
-_PERSISTENT_COLUMNS = 65536  # of a prompt's scores from which on the persistent one is faster than the one for prompts
+_PERSISTENT_COLUMNS = 65536  # from which on the persistent top-k is faster than the one for prompts
 _flash_attention = torch.ops.aten._flash_attention_forward
 
 
 @dataclass
 class Replaced:
-    """ops: the replaced ops -> the library that they are from. failed: libraries that could not be imported -> why."""
+    """ops: the replaced ops -> their library. failed: libraries that could not be imported -> why."""
 
     ops: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
@@ -54,7 +52,7 @@ class Replaced:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """While this lasts, models run on them."""
+        """Within the block models run on the peers' ops."""
         ours = [(owner, name, getattr(owner, name)) for owner, name, _ in self._values]
         try:
             for owner, name, value in self._values:
@@ -67,14 +65,14 @@ class Replaced:
 
 @contextlib.contextmanager
 def peer_kernels() -> Iterator[Replaced]:
-    """Tells what is replaced: nothing, if no peer can be imported."""
+    """Replace ops within the block, and return which: none, if no peer can be imported."""
     replaced = replacement()
     with replaced.in_place():
         yield replaced
 
 
 def replacement() -> Replaced:
-    """What can be imported, not yet in its place."""
+    """The peers' ops that can be imported. `in_place` replaces ours by them."""
     replaced = Replaced()
     values, forward = replaced._values, Experts.forward
     for builds, ops in _GROUPS:
@@ -87,7 +85,7 @@ def replacement() -> Replaced:
         forward = peer_experts.forward_on(module, forward)
         replaced.ops["Experts"] = library.name
     if _newest((marlin.MARLIN,), replaced.failed)[0] is not None:
-        forward, replaced.ops["FP4 experts"] = forward_on_marlin(forward), "vllm"
+        forward, replaced.ops["FP4 experts"] = peer_experts.forward_on_marlin(forward), "vllm"
     values.append((Experts, "forward", forward))
     selects = _newest((operators.VLLM,), replaced.failed)[0] is not None
     if selects:
@@ -117,7 +115,7 @@ def _newest(
 
 def _scores(library: Library, module: ModuleType, ours: Op) -> Op:
     def scores(q, kv, weights, starts, ends, clean_logits=False, max_seqlen_k=0, accumulators=None):
-        # The selection must know where in a row its first key is: rows of 2.8.1 begin with it.
+        # The selection needs the column of a row's first key: in 2.8.1's rows it is the first one.
         if library == deep_gemm.OLD:
             found = module.fp8_mqa_logits(q, kv, weights, starts, ends, clean_logits)
             found.begins, found.at_zero = starts, False
@@ -156,7 +154,7 @@ def _linear(library: Library, module: ModuleType, ours: Op) -> Op:
 
 
 def _selection(theirs: "_TopK | None", ours: Op) -> Op:
-    """vLLM's, or else ours, over scores of either build of DeepGEMM or of ours."""
+    """vLLM's or our selection, from scores of either build of DeepGEMM or ours."""
 
     def select(scores, k, *, lengths, starts=None, **paging):
         starts = getattr(scores, "begins", starts)
@@ -169,8 +167,8 @@ def _selection(theirs: "_TopK | None", ours: Op) -> Op:
 
 
 class _TopK:
-    """vLLM's, of which it has several: the one that `dsa bench topk_indices` has as the fastest. Two of them take rows
-    that lie side by side and whose keys begin with the first column, and memory that they find as they have left it."""
+    """The fastest of vLLM's top-k kernels, by `dsa bench topk_indices`. Two of them take only contiguous rows with keys
+    from the first column on, and a workspace that they must find as they left it."""
 
     def __init__(self) -> None:
         self._workspaces: dict[torch.device, torch.Tensor] = {}
@@ -196,7 +194,7 @@ class _TopK:
         return out
 
     def _workspace(self, device: torch.device) -> torch.Tensor:
-        """Not one that a graph has made: that memory is the graph's."""
+        """Not kept where a graph captures it, as the memory is then the graph's."""
         if device not in self._workspaces:
             made = torch.zeros(topk.WORKSPACE_BYTES, dtype=torch.uint8, device=device)
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -206,8 +204,8 @@ class _TopK:
 
 
 def _multi_head(q, k, v, cu_q, cu_k, most_keys, scale, causal=True, *, k_rope=None, **selection):
-    """Over all keys. Whole prompts of one length by cuDNN's kernel; others by FlashAttention 2, in the form that it has
-    them in: whole, and of one width with the values. PyTorch has no other that takes prompts of several lengths."""
+    """Attention to all keys: whole prompts of one length by cuDNN's kernel, others by FlashAttention 2, with values
+    padded to the keys' width. PyTorch has no other kernel for prompts of several lengths."""
     if k_rope is not None:
         k = torch.cat((k, k_rope[:, None].expand(-1, k.shape[1], -1)), -1)
     sequences = len(cu_q) - 1
@@ -222,14 +220,14 @@ def _multi_head(q, k, v, cu_q, cu_k, most_keys, scale, causal=True, *, k_rope=No
 
 
 def _one_length(q, k, v, causal: bool, scale: float) -> torch.Tensor:
-    """[B, H, S, .]; not of PyTorch's own choice on a GPU, which is FlashAttention 2."""
+    """[B, H, S, .]. PyTorch would choose FlashAttention 2 on a GPU."""
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, *([] if q.is_cuda else [SDPBackend.MATH])]):
         return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
 
 
 def _prefill(library: Library, module: ModuleType, ours: Op) -> Op:
     def attend(*arguments, topk_length=None):
-        """Engines have -1 for keys that are not there, and no counts."""
+        """Engines mark missing keys by -1, and have no counts."""
         return module.flash_mla_sparse_fwd(*arguments, **flash_mla.OPTIONS[library])
 
     return attend
@@ -259,7 +257,7 @@ def _window_sparse(library: Library, module: ModuleType, ours: Op) -> Op:
 
 
 def _window_cast(library: Library, module: ModuleType, ours: Op) -> Op:
-    """As an engine has it: attention, rotation and cast one after the other, of which the last two are ours."""
+    """As in engines: attention, rotation and cast one after the other. The last two are ours."""
     window, window_sparse = _window(library, module, ours), _window_sparse(library, module, ours)
 
     def attend(*arguments, topk_length=None, window_indices, use_ue8m0=True):
@@ -278,13 +276,13 @@ def _window_cast(library: Library, module: ModuleType, ours: Op) -> Op:
     return attend
 
 
-@lru_cache(1)  # of all layers of a pass
+@lru_cache(1)  # shared by the layers of a pass
 def _group_places(tokens: int, groups: int, device: torch.device) -> torch.Tensor:
     return GroupRows.of(tokens, groups, device).to_groups
 
 
 def _lists(indices: torch.Tensor) -> torch.Tensor:
-    """With -1 up to a length that FlashMLA takes."""
+    """Pad with -1 to a length that FlashMLA takes."""
     return torch.nn.functional.pad(indices, (0, -indices.shape[1] % 128), value=-1)
 
 
@@ -295,7 +293,7 @@ def _decode(library: Library, module: ModuleType, ours: Op) -> Op:
         if options.get("indices") is None:
             return ours(q, cache, table, lengths, d_v, plan, num_splits, **options)
         plan = _plan_of(plans, module, q, cache, options)
-        # Counts are no option of pages of 656 bytes; what is behind them is -1.
+        # Pages of 656 bytes take no counts; entries after the count are -1.
         options = {name: x for name, x in options.items() if not name.endswith("topk_length")}
         options |= flash_mla.OPTIONS[library]
         return module.flash_mla_with_kvcache(q, cache, None, None, d_v, plan, None, **options)
@@ -304,8 +302,8 @@ def _decode(library: Library, module: ModuleType, ours: Op) -> Op:
 
 
 def _plan_of(plans: dict[tuple, Any], module: ModuleType, q: torch.Tensor, cache: torch.Tensor, options: dict) -> Any:
-    """Of a call over selected keys a plan depends on shapes alone: the first such call makes it, not one in a graph,
-    whose memory is the graph's."""
+    """The plan of a call over selected keys, which depends only on shapes. The first such call makes it, outside
+    graphs, whose memory it must not be."""
     tensors = (cache, options["indices"], options.get("extra_k_cache"), options.get("extra_indices_in_kvcache"))
     key = (q.shape, *(None if x is None else x.shape[1:] for x in tensors))
     if key in plans:

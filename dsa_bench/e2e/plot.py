@@ -1,61 +1,128 @@
-"""Rows of a stack as a picture: where the time goes, ours above the peers'."""
+"""Rows of whole passes as pictures: where the time goes by part, how it grows with the context, several GPUs."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from dsa_bench.e2e.command import Row
 from dsa_bench.e2e.parts import PARTS
-from dsa_bench.e2e.report import Row
+from dsa_bench.harness.plot import pyplot, save
 
-LONGEST = 2.5  # bars are cut there
+LONGEST = 2.5  # bars of `write_passes` are cut there
+COMPARED = {"efficiency": "efficiency: silent / talking", "speedup": "speed-up: one GPU / all"}
 
 
-def write_png(rows: list[Row], path: Path) -> None:
-    """One axis a model. Bars are of the kernels' time in units of ours, stacked by part; the peers' below ours."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise RuntimeError("the picture needs matplotlib: pip install matplotlib") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    most = max(sum(row["model"] == model for row in rows) for model in models)
-    figure, axes = pyplot.subplots(
-        1, len(models), figsize=(8 * len(models), 1.5 + 0.4 * most), layout="constrained", squeeze=False
-    )
-    for axis, model in zip(axes[0], models):
-        shown = [row for row in rows if row["model"] == model]
+def write_passes(rows: Sequence[Row], path: Path) -> None:
+    """An axis per model. Bars are the kernels' time in units of ours, stacked by part; the peers' are below ours."""
+    by_model = _by(rows, "model")
+    size = (8 * len(by_model), 1.5 + 0.4 * max(map(len, by_model.values())))
+    figure, axes = _axes(1, len(by_model), size)
+    for axis, (model, shown) in zip(axes[0], by_model.items()):
         for place, row in enumerate(shown):
             whole = sum(row["parts"].values())
-            _bar(axis, place - 0.2, row["parts"], whole, 1.0)
-            if row["peer_parts"]:
-                _bar(axis, place + 0.2, row["peer_parts"], whole, 0.5)
-            longest = max(sum(widths(parts, whole)) for parts in (row["parts"], row["peer_parts"] or row["parts"]))
-            axis.text(
-                longest + 0.02, place, f"{row['ms']:.4g} ms, {row['tokens/s']:.0f} tokens/s", fontsize=7, va="center"
-            )
-        axis.set_yticks(range(len(shown)), [row["run"] for row in shown], fontsize=8)
-        axis.invert_yaxis()
+            theirs = row["peer_parts"] or {}
+            _stack(axis, place - 0.2, widths(row["parts"], whole), 1.0)
+            if theirs:
+                _stack(axis, place + 0.2, widths(theirs, whole), 0.5)
+            longest = max(sum(widths(parts, whole)) for parts in (row["parts"], theirs or row["parts"]))
+            text = f"{row['ms']:.4g} ms, {row['tokens/s']:.0f} tokens/s"
+            axis.text(longest + 0.02, place, text, fontsize=7, va="center")
+        _runs(axis, shown)
         axis.set_title(model)
         axis.margins(x=0.3)
         axis.set_xlabel(f"kernels' time / ours, cut at {LONGEST}; paler: with the peers' kernels")
-    handles = [pyplot.Rectangle((0, 0), 1, 1, color=f"C{i}") for i in range(len(PARTS))]
-    figure.legend(handles, PARTS, fontsize=9, loc="outside lower center", ncols=len(PARTS))
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    _save(figure, PARTS, path)
 
 
-def _bar(axis, place: float, parts: dict[str, float], whole: float, alpha: float) -> None:
-    left = 0.0
-    for i, width in enumerate(widths(parts, whole)):
-        axis.barh(place, width, 0.36, left, color=f"C{i}", alpha=alpha)
-        left += width
+def write_parallel(rows: Sequence[Row], path: Path) -> None:
+    """A line of axes per number of GPUs, an axis per model, and two bars per run (COMPARED): the time of parts without
+    collectives over the time with them, and one GPU's time over that of all. Rows without a comparison are left out."""
+    compared = [row for row in rows if row.get("efficiency") is not None]
+    by_gpus, models = _by(compared, "gpus"), list(_by(compared, "model"))
+    most = max(len(of_model) for of_gpus in by_gpus.values() for of_model in _by(of_gpus, "model").values())
+    size = (6 * len(models), 0.5 + (1 + 0.45 * most) * len(by_gpus))
+    figure, axes = _axes(len(by_gpus), len(models), size)
+    for line, gpus in zip(axes, sorted(by_gpus)):
+        for axis, model in zip(line, models):
+            shown = [row for row in by_gpus[gpus] if row["model"] == model]
+            for place, row in enumerate(shown):
+                for i, name in enumerate(COMPARED):
+                    at = place - 0.2 + 0.4 * i
+                    axis.barh(at, row[name], 0.36, color=f"C{i}")
+                    axis.text(row[name] + 0.02, at, f"{row[name]:.2f}", fontsize=7, va="center")
+            _runs(axis, shown)
+            axis.axvline(1.0, color="#444444", linewidth=1)
+            axis.set_title(f"{model}, {gpus} GPUs")
+            axis.margins(x=0.1)
+    _save(figure, COMPARED.values(), path)
 
 
-def widths(parts: dict[str, float], whole: float) -> list[float]:
-    """Of each of PARTS in units of `whole`, until they reach LONGEST together: a part that is out of all proportion, as
-    one with what a first call prepares, must not make the other bars too short to be seen."""
+def write_million(rows: Sequence[Row], path: Path) -> None:
+    """A column per model. Above, the last pass of each prompt by part, over its tokens; below, a decoding step by part,
+    over the number of sequences."""
+    by_model = _by(rows, "model")
+    figure, axes = _axes(2, len(by_model), (6 * len(by_model), 8))
+    for column, (model, of_model) in enumerate(by_model.items()):
+        above, below = axes[:, column]
+        prompts, steps = ([row for row in of_model if (row["workspace"] is None) is step] for step in (False, True))
+        _columns(above, prompts, [f"{row['tokens'] // 1024}K" for row in prompts])
+        above.set_title(f"{model}, one prompt: the last pass of 8192 tokens")
+        above.set_xlabel("tokens of the prompt")
+        _columns(below, steps, [str(row["tokens"]) for row in steps])
+        below.set_title(f"{model}, one decoding step")
+        below.set_xlabel("sequences")
+    _save(figure, PARTS, path)
+
+
+def widths(parts: Mapping[str, float], whole: float) -> list[float]:
+    """The parts in units of `whole`, until they reach LONGEST together: one part out of all proportion, such as one
+    with the preparation of a first call, must not make the other bars too short to see."""
     found, left = [], LONGEST
     for part in PARTS:
         found.append(min(parts[part] / whole, left))
         left -= found[-1]
     return found
+
+
+def _by(rows: Sequence[Row], name: str) -> dict[Any, list[Row]]:
+    found: dict[Any, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row[name], []).append(row)
+    return found
+
+
+def _axes(lines: int, columns: int, size: tuple[float, float]) -> Any:
+    return pyplot().subplots(lines, columns, figsize=size, layout="constrained", squeeze=False)
+
+
+def _runs(axis: Any, rows: Sequence[Row]) -> None:
+    axis.set_yticks(range(len(rows)), [row["run"] for row in rows], fontsize=8)
+    axis.invert_yaxis()
+
+
+def _stack(axis: Any, place: float, lengths: Sequence[float], alpha: float) -> None:
+    """A bar of parts to the right."""
+    left = 0.0
+    for i, width in enumerate(lengths):
+        axis.barh(place, width, 0.36, left, color=f"C{i}", alpha=alpha)
+        left += width
+
+
+def _columns(axis: Any, rows: Sequence[Row], names: Sequence[str]) -> None:
+    """A column of parts per row, with the time of the whole run above it."""
+    for place, row in enumerate(rows):
+        top = 0.0
+        for i, part in enumerate(PARTS):
+            axis.bar(place, row["parts"][part], 0.7, top, color=f"C{i}")
+            top += row["parts"][part]
+        text = f"{row['ms'] / 1000:.2f} s in all" if row["workspace"] is not None else f"{row['ms']:.2f} ms"
+        axis.text(place, top, text, fontsize=8, ha="center", va="bottom")
+    axis.set_xticks(range(len(rows)), names)
+    axis.margins(y=0.1)
+    axis.set_ylabel("kernels' time, ms")
+
+
+def _save(figure: Any, labels: Sequence[str], path: Path) -> None:
+    handles = [pyplot().Rectangle((0, 0), 1, 1, color=f"C{i}") for i in range(len(labels))]
+    figure.legend(handles, labels, fontsize=9, loc="outside lower center", ncols=len(labels))
+    save(figure, path)

@@ -1,13 +1,12 @@
-"""The rows of a stack: prompts and decoding steps, their time by part, and the peers' time beside it."""
+"""The rows of a stack: prompts and decoding steps, their time by part, and the time with the peers' kernels."""
 
-import gc
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
 from dsa.testing import bench, calc_diff
+from dsa_bench.e2e.command import Row, free
 from dsa_bench.e2e.parts import gpu_ms
 from dsa_bench.e2e.peers import replacement
 from dsa_bench.e2e.runs import Model, Run, decode, prefill
@@ -15,28 +14,18 @@ from dsa_bench.e2e.stacks import STACKS, linear_shapes, stack
 from dsa_bench.harness.calls import reason
 from dsa_bench.peers.deep_gemm import compile_products
 
-# Prompts by their tokens, all of which are computed; and sequences by the tokens that they already have.
+# Prompts as (count, tokens); decoding sequences as (count, tokens that they already have).
 PROMPTS = (
     *((64, 512), (16, 2000), (256, 100), (4, 3000)),
     *((1, tokens) for tokens in (4096, 8192, 16384, 65536, 131072)),
 )
 COUNTS, CONTEXTS = (1, 8, 32, 128), (4096, 32768, 131072)
 STEPS = tuple((count, context) for context in CONTEXTS for count in COUNTS)
-# A part of these where a GPU is there for minutes: `rows(**SHORT)`.
-SHORT = {"prompts": PROMPTS[:-2], "steps": tuple(step for step in STEPS if step[1] <= 32768)}
 CHUNK = 8192
-LONG, LONG_REPEATS = 40000, 3  # tokens of all prompts from which on they are timed less often
-MOST_DIFFERENCE = 0.3  # logits of other numbers have 1; one token whose experts are others has had 0.1
-# A pass of milliseconds is over soon: of a few of them, one disturbance of the host may be most.
+LONG, LONG_REPEATS = 40000, 3  # prompts of more tokens in all are timed less often
+MOST_DIFFERENCE = 0.3  # unrelated logits have 1; one token with other experts had 0.1
+# Passes take milliseconds: with few repeats one disturbance of the host would dominate.
 PROMPT_REPEATS, STEP_REPEATS = 10, 20
-Row = dict[str, Any]
-
-# What a run took on an H200, in ms: of a prompt, for a token and for the square of its number; of a step, for one
-# sequence more and for all together (docs/explanation/performance.md). And in seconds what a model and a run take
-# beside the passes.
-_PROMPT_MS = {"V3.2": (1.2e-2, 2.9e-8), "V4-Flash": (7.3e-3, 3.4e-9), "GLM-5": (1.0e-2, 2.0e-8)}
-_STEP_MS = {"V3.2": (0.08, 2.5), "V4-Flash": (0.06, 2.5), "GLM-5": (0.08, 2.5)}
-_MODEL_SECONDS, _RUN_SECONDS = 60.0, 4.0
 
 
 def rows(
@@ -48,14 +37,14 @@ def rows(
     """{"shape", "model", "run", "tokens", "ms", "tokens/s", "figure", "parts", "peer", "peers", "peer_ms", "ratio",
     "peer_parts", "difference", "failed"} of all prompts and steps; shapes are named like "V3.2 prefill 4096", "V4-Flash
     prefill 64 x 512" and "GLM-5 decode 8 x 4096". A run that does not fit the GPU's memory is left out.
-    `estimated_seconds` tells what a choice takes. done: shapes that are left out, as an earlier run has them.
+    done: shapes of an earlier run, which are left out.
 
     ms          on the GPU's clock, of a decoding step as one graph
     parts       {part: ms} of kernels alone
     peer_ms, peer_parts, ratio  of the same pass with the peers' kernels, ratio = peer_ms / ms; None without peers
     peers, peer the libraries that these are from, as a list and in words
     difference  `calc_diff` of their logits and ours, which ties in selections and routing make large without any error.
-                A peers' pass of MOST_DIFFERENCE or more, or of NaN, is among the failed
+                A peers' pass with MOST_DIFFERENCE or more, or with NaN, counts as failed
     failed      {what: why} of libraries that are installed and could not be used
     """
     for name in names:
@@ -68,32 +57,11 @@ def rows(
         for run, tokens, make, repeats in runs:
             yield from _measured(name, run, tokens, model, partial(make, model), repeats)
         del model
-        _free()
-
-
-def estimated_seconds(
-    names: Sequence[str] = tuple(STACKS),
-    prompts: Sequence[tuple[int, int]] = PROMPTS,
-    steps: Sequence[tuple[int, int]] = STEPS,
-) -> float:
-    """About how long `rows` takes of these on an H200, with peers; compiling beforehand is not in it."""
-    seconds = 0.0
-    for name in names:
-        of_token, of_square = _PROMPT_MS[name]
-        of_prompts = [(_repeats(count * n), count * (n * of_token + n**2 * of_square)) for count, n in prompts]
-        of_steps = [(STEP_REPEATS, _STEP_MS[name][1] + n * _STEP_MS[name][0]) for n, _ in steps]
-        # Each is run at most twice before it is timed, twice without counting, and once in the profiler.
-        passes = sum((repeats + 5) * ms for repeats, ms in (*of_prompts, *of_steps))
-        seconds += _MODEL_SECONDS + 2 * (passes / 1000 + _RUN_SECONDS * (len(prompts) + len(steps)))
-    return seconds
-
-
-def _repeats(tokens: int) -> int:
-    return PROMPT_REPEATS if tokens <= LONG else LONG_REPEATS
+        free()
 
 
 def _row_counts(prompts: Sequence[tuple[int, int]], steps: Sequence[tuple[int, int]]) -> set[int]:
-    """Rows of the linear layers' products, but for those of kv_b_proj, which are a pass's keys."""
+    """Rows of the linear layers' products, except kv_b_proj's, which are a pass's keys."""
     tokens = [count * n for count, n in prompts]
     return {min(n, CHUNK) for n in tokens} | {n % CHUNK for n in tokens} - {0} | {count for count, _ in steps}
 
@@ -104,17 +72,10 @@ def _runs(
     """(run, its tokens, what makes it of a model, repeats)."""
     for count, each in prompts:
         tokens, run = count * each, f"prefill {each}" if count == 1 else f"prefill {count} x {each}"
-        yield run, tokens, partial(_prompts, count, each), _repeats(tokens)
+        repeats = PROMPT_REPEATS if tokens <= LONG else LONG_REPEATS
+        yield run, tokens, partial(prefill, count=count, tokens=each, chunk=CHUNK), repeats
     for count, context in steps:
-        yield f"decode {count} x {context}", count, partial(_step, count, context), STEP_REPEATS
-
-
-def _prompts(count: int, tokens: int, model: Model) -> Run:
-    return prefill(model, count, tokens, CHUNK)
-
-
-def _step(count: int, context: int, model: Model) -> Run:
-    return decode(model, count, context)
+        yield f"decode {count} x {context}", count, partial(decode, count=count, context=context), STEP_REPEATS
 
 
 def _measured(name: str, run: str, tokens: int, model: Model, make: Callable[[], Run], repeats: int) -> Iterator[Row]:
@@ -125,7 +86,7 @@ def _measured(name: str, run: str, tokens: int, model: Model, make: Callable[[],
     except torch.OutOfMemoryError:
         return
     finally:
-        _free()
+        free()
     ms = beside.pop("ms")
     rate = tokens / ms * 1e3
     row = {"shape": f"{name} {run}", "model": name, "run": run, "tokens": tokens, "ms": ms, "tokens/s": rate}
@@ -133,7 +94,7 @@ def _measured(name: str, run: str, tokens: int, model: Model, make: Callable[[],
 
 
 def _beside(model: Model, ours: Run, repeats: int) -> Row:
-    """Times of both by turns, so that clocks and heat fall on both alike."""
+    """Time both in turns, so that clocks and heat affect both alike."""
     row: Row = dict.fromkeys(("peer", "peer_ms", "ratio", "peer_parts", "difference"))
     replaced, logits = replacement(), []
     row |= {"peers": [], "failed": replaced.failed}
@@ -146,12 +107,12 @@ def _beside(model: Model, ours: Run, repeats: int) -> Row:
 
         try:
             with replaced.in_place():
-                theirs.launched()  # what is compiled, or laid out for good
-                theirs.timed()  # what is captured
+                theirs.launched()  # compiles, and lays out weights
+                theirs.timed()  # captures
                 peer_parts = gpu_ms(model, lambda: logits.append(theirs.launched()))
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # a peer may say no in any way, and must not end the other runs
+        except Exception as error:  # a peer may raise anything, and must not end the other runs
             row["failed"] = {**replaced.failed, "the pass": f"failed: {reason(error)}"}
         else:
             row |= bench({"ms": ours.timed, "peer_ms": timed}, repeats=repeats)
@@ -166,15 +127,10 @@ def _beside(model: Model, ours: Run, repeats: int) -> Row:
 
 
 def _judged(row: Row, theirs: torch.Tensor, ours: torch.Tensor) -> Row:
-    """Of a pass whose logits are something else there is no time."""
+    """Drop the time of a pass with other logits."""
     difference = calc_diff(theirs, ours)
     if difference < MOST_DIFFERENCE:
         return {"difference": difference}
     found = f"failed: its logits differ by {difference:.3g}, where ties make at most {MOST_DIFFERENCE}"
     none = dict.fromkeys(("peer", "peer_ms", "ratio", "peer_parts", "difference"))
     return none | {"peers": [], "failed": {**row["failed"], "the pass": found}}
-
-
-def _free() -> None:
-    gc.collect()
-    torch.cuda.empty_cache()

@@ -5,19 +5,23 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dsa.testing import bench
-from dsa_bench.e2e.cache_contents import fill
+import dsa
 from dsa_layers.batch.prefill import Chunk, prefill_batch
+from dsa_layers.cache.cache import Cache
+from dsa_layers.cache.kv_cache import LATENT_FP8_BYTES
 from dsa_layers.families.model import Model
 from dsa_layers.generation.decode_step import DecodeStep
 
 Call = Callable[[], torch.Tensor]
+_V4_BYTES = 584
+_TOKENS = 2**15  # at a time
+_STATE = 2**-8  # std of unfinished blocks' projections: small next to a token's
 SPARE = 4  # pages and state slots, of which each way to launch a step takes one
 
 
 @dataclass
 class Cached:
-    """A sequence all of whose tokens but the last are in the cache."""
+    """A sequence with all tokens except the last in the cache."""
 
     pages: list[int]
     state_slot: int
@@ -31,9 +35,9 @@ class Cached:
 
 @dataclass(frozen=True)
 class Run:
-    """What is timed, and the same where every kernel is launched by Python, so that its part is known. Both return the
-    logits. again: the same over the same cache, which computes once more what a run keeps of its first call, as a graph
-    is: for other kernels."""
+    """timed: the run. launched: the same with every kernel launched by Python, so that its part is known. Both return
+    the logits. again: the same run over the same cache, without what the first call left, such as a graph: for other
+    kernels."""
 
     timed: Call
     launched: Call
@@ -41,8 +45,8 @@ class Run:
 
 
 def prefill(model: Model, count: int, tokens: int, chunk: int) -> Run:
-    """`count` prompts of so many tokens each, into a cache of their own: in passes over `chunk` tokens, which begin and
-    end within a prompt where it is cut, as engines fill them."""
+    """`count` prompts of so many tokens each, in passes over `chunk` tokens, which cut prompts where a pass is full, as
+    engines do."""
     device = next(model.parameters()).device
     each = -(-tokens // model.page_size)
     cache = model.make_cache(count * each, device=device, state_slots=count)
@@ -63,14 +67,14 @@ def prefill(model: Model, count: int, tokens: int, chunk: int) -> Run:
 
 
 def _chunk(prompt: int, tokens: int, pages: int, begin: int, end: int) -> Chunk:
-    """What a pass over the tokens from `begin` to `end` of all prompts, one after another, computes of one of them."""
+    """The part of one prompt in a pass over the tokens from `begin` to `end` of all prompts, one after another."""
     first = prompt * tokens
     cached, until = max(begin - first, 0), min(end - first, tokens)
     return Chunk(until - cached, cached, range(prompt * pages, (prompt + 1) * pages), prompt)
 
 
 def decode(model: Model, count: int, context: int) -> Run:
-    """A token for each of so many sequences of `context` tokens, whose caches hold random numbers; as a graph."""
+    """A token for each of `count` sequences of `context` tokens, whose caches hold random numbers; as a graph."""
     device = next(model.parameters()).device
     each = -(-context // model.page_size)
     cache = model.make_cache(count * each + SPARE, device=device, state_slots=count + SPARE)
@@ -85,6 +89,32 @@ def decode(model: Model, count: int, context: int) -> Run:
     return made()
 
 
-def milliseconds(run: Call, repeats: int = 5) -> float:
-    """The median of its time on the GPU's clock."""
-    return bench({"run": run}, repeats=repeats)["run"]
+@torch.inference_mode()
+def fill(cache: Cache) -> None:
+    """Fill a cache that no pass has computed with normal numbers, stored as the layers store theirs.
+
+    The selected keys follow from them, and the time of a selection depends on the spread of scores: with normal keys it
+    is a prompt's, and no two are equal; keys of a few bit patterns would bunch.
+    """
+    states = {id(tensor) for tensor in cache.state_tensors() if tensor.dtype == torch.float32}
+    for tensor in cache.tensors():
+        if id(tensor) in states:
+            tensor.normal_(std=_STATE)
+        elif tensor.dtype == torch.uint8:
+            _fill_bytes(tensor.flatten(0, -4))
+        else:
+            tensor.normal_()
+
+
+def _fill_bytes(pages: torch.Tensor) -> None:
+    """pages [pages, P, 1, bytes]: latents of 656 or 584 bytes, otherwise index keys with a scale of 4 bytes."""
+    slots, width, device = len(pages) * pages.shape[1], pages.shape[3], pages.device
+    channels = {LATENT_FP8_BYTES: 576, _V4_BYTES: 512}.get(width)
+    for begin in range(0, slots, _TOKENS):
+        slots_now = torch.arange(begin, min(begin + _TOKENS, slots), device=device)
+        rows = torch.randn(len(slots_now), channels or width - 4, dtype=torch.bfloat16, device=device)
+        if channels is None:
+            keys, scales = dsa.per_token_cast_to_fp8(rows, True)
+            dsa.write_indexer_cache(keys, scales[:, 0], pages, slots_now)
+        else:
+            dsa.write_kv_cache(rows, pages, slots_now)

@@ -1,10 +1,9 @@
-"""A rank's part of a model without the other ranks: the same work, and nothing is said.
+"""A rank's part of a model without the other ranks: the same computation without communication.
 
-What is left out is what goes between ranks, the wait for it, and the addition of what came. Rows lie on the rank as
-they do among others, whole or a share of them, so it computes all that it computes there. What it would be told it
-takes from what it has: rows of its own in the place of other ranks' rows, and of a sum its own part. So the numbers
-are of no model, but they are finite, and as different from each other as a model's; experts are chosen among all, and
-the rank has those of its number.
+Left out are transfers between ranks, the wait for them, and the addition of received values. The rank has the same rows
+as among others, whole or a share of them, and computes the same. It substitutes its rows for other ranks' rows, and its
+part for a sum. The results belong to no real model, but they are finite and as varied as a model's; experts are chosen
+among all, and the rank computes those that it has.
 """
 
 import contextlib
@@ -20,7 +19,7 @@ from dsa_layers.parallel.rows import SharedRows
 
 
 class SilentRanks(Ranks):
-    """One of several ranks, with no others there."""
+    """One of several ranks, without the others."""
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -31,11 +30,11 @@ class SilentRanks(Ranks):
 
 @contextlib.contextmanager
 def without_collectives(model: nn.Module, ranks: Ranks) -> Iterator[None]:
-    """Within the block passes of the model, which is the part of `ranks` (`split`), say nothing to others. Of the whole
+    """Within the block passes of the model, the part of `ranks` (`split`), do not communicate. This affects the whole
     process: no other split model may run meanwhile."""
     silent = SilentRanks(ranks.rank, ranks.size, shares_rows=ranks.shares_rows)
     told = [(module, module.ranks) for module in model.modules() if hasattr(module, "ranks")]
-    # Other ranks' tokens have no rows here: all rows would be zero of a rank that has none of a pass's tokens.
+    # Other ranks' tokens have no rows here: a rank with none of a pass's tokens would have only zeros.
     embeddings = [module for module in model.modules() if isinstance(module, Embedding)]
     hooks = [module.register_forward_pre_hook(_own_tokens) for module in embeddings]
     said = {name: getattr(SharedRows, name) for name in ("gather", "begin_gather", "sum", "begin_sum")}
@@ -60,8 +59,8 @@ def _own_tokens(embedding: Embedding, arguments: tuple[torch.Tensor]) -> tuple[t
 
 
 def _own_rows_for_all(rows: SharedRows, *own: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """In the place of `gather`: each of the rank's two pieces again and again over its half of the rows. So what a
-    token is said to select are keys of a token that is about as far from the beginning."""
+    """Replaces `gather`: repeats each of the rank's two pieces over its half of the rows, so that a token gets the
+    selection of a token at a similar position."""
     middle = rows.count // 2
     whole = tuple(x.new_empty(rows.count, *x.shape[1:]) for x in own)
     for x, y in zip(own, whole):

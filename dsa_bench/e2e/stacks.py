@@ -20,7 +20,7 @@ from dsa_layers.layers.linear import BlockFP8Linear
 from dsa_layers.parallel.ranks import ALONE, Ranks
 from dsa_layers.parallel.split import copy_own_parts, split
 
-# What the configuration of an FP8 release has beside that of the bf16 one.
+# What an FP8 release adds to the configuration of the bf16 one.
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 # The pinned configuration, and the fields in which the stack differs from it.
 STACKS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -34,7 +34,7 @@ STACKS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_hidden_layers": 4, "first_k_dense_replace": 1, "quantization_config": FP8},
     ),
 }
-# Those of which a prompt of a million tokens is computed (`million.py`). GLM-5.2 has a layer that selects, and three
+# The stacks of prompts of a million tokens (`million.py`). GLM-5.2 has a layer that selects, and three
 # that attend to what it has selected: in the published model 21 of 78 select.
 LONG_STACKS: dict[str, tuple[str, dict[str, Any]]] = {
     "V4-Flash": STACKS["V4-Flash"],
@@ -69,7 +69,7 @@ def skeleton(name: str, *, widen_experts: bool = False, drafter: bool = False, *
 
 
 def linear_shapes(model: torch.nn.Module) -> list[tuple[int, int]]:
-    """(columns, channels) of the FP8 linear layers' products, of which some have several layers."""
+    """(columns, channels) of the FP8 linear layers' products, some of which join several layers."""
     joint = [layers for layers in map(joint_linear.joint_layers, model.modules()) if layers]
     every = {layer for layer in model.modules() if isinstance(layer, BlockFP8Linear)}
     alone = every.difference(*joint)
@@ -112,8 +112,8 @@ def stack(
     drafter: bool = False,
     **changes: Any,
 ) -> CheckpointModel:
-    """The same with weights, drawn on `device`: of several ranks this one's part. What every rank has whole is the same
-    on all of them, and the parts differ."""
+    """The same with random weights on `device`; of several ranks this one's part. Tensors that every rank has whole are
+    equal on all ranks, and parts differ."""
     model = skeleton(name, widen_experts=widen_experts, drafter=drafter, **changes)
     cuts = split(model, ranks, blocks=True)
     model.to_empty(device=device)
@@ -129,10 +129,10 @@ def stack(
 
 
 def _draw(name: str, values: torch.Tensor, columns: int, config: Any, generator: torch.Generator) -> None:
-    """Of unit gain, so that activations stay of order 1 from layer to layer. columns: of the whole tensor, of which
-    these may be a part."""
+    """Random values of unit gain, so that activations stay of order 1 from layer to layer. columns: of the whole
+    tensor, of which these may be a part."""
     if values.dtype == torch.float8_e4m3fn:
-        # Any sign, exponents for 1/4 to 1, any fraction: bytes at random, since nothing draws FP8.
+        # Any sign, exponents for 1/4 to 1, any fraction, as random bytes: torch has no random FP8.
         bits = values.view(torch.uint8).random_(0, 32, generator=generator)
         bits.add_(bits & 0x10, alpha=7).add_(0x28)
     elif values.dtype == torch.int8:  # FP4: any two values

@@ -1,17 +1,16 @@
-"""The kernels of hyper-connections against tile-kernels and the formulas in PyTorch; also projection and collapse
-together, against DeepGEMM's projection with tile-kernels' collapse."""
+"""The kernels of hyper-connections, compared with tile-kernels and the formulas in PyTorch; also projection and
+collapse together, compared with DeepGEMM's projection followed by tile-kernels' collapse."""
 
-from functools import cache, partial
+from functools import partial
 
 import torch
 
 import dsa
 from dsa import reference
-from dsa.testing import copy_bandwidth
 from dsa_bench.elementwise.hyper_mix import OUTPUTS, matrix, product
-from dsa_bench.harness.case import Call, Case
+from dsa_bench.harness.calls import Peers, over
+from dsa_bench.harness.case import Case, bytes_rate, fresh
 from dsa_bench.peers import hyper_connections as peers
-from dsa_bench.peers.package import Peers
 
 # op, tokens, channels of a stream
 SHAPES = [(op, tokens, d) for d in (4096, 7168) for tokens in (16384, 4096, 128, 1) for op in ("collapse", "expand")]
@@ -24,8 +23,6 @@ _SIZES = {  # per token: rows of D bf16 channels and fp32 numbers that are read 
     "head": (5, 4),
     "mix and collapse": (9, 2 * OUTPUTS + 20),
 }
-_FRESH_BYTES = 400e6  # of inputs in a graph: more than the L2 cache holds
-_ceiling = cache(copy_bandwidth)
 Inputs = tuple[torch.Tensor, ...]
 
 
@@ -42,14 +39,6 @@ def _inputs(op: str, tokens: int, d: int) -> Inputs:
     return y, streams, *(torch.rand(tokens, *s, device="cuda") for s in ((4,), (4, 4)))
 
 
-def _calls(op: str, inputs: Inputs) -> tuple[Call, Call]:
-    """Ours, and the formula in PyTorch."""
-    if op == "mix and collapse":
-        return partial(_mix_and_collapse, *inputs), partial(_product_and_collapse, *inputs)
-    name = f"hyper_{op}"
-    return partial(getattr(dsa, name), *inputs), partial(getattr(reference, name), *inputs)
-
-
 def _mix_and_collapse(streams: torch.Tensor, parts: torch.Tensor, *rest: torch.Tensor) -> Inputs:
     return dsa.hyper_collapse(streams, dsa.hyper_mix(streams, parts), *rest)
 
@@ -58,25 +47,23 @@ def _product_and_collapse(streams: torch.Tensor, parts: torch.Tensor, *rest: tor
     return reference.hyper_collapse(streams, product(streams, parts), *rest)
 
 
-def _peers(op: str, inputs: list[Inputs]) -> Peers:
-    if op == "head":
-        return Peers()
-    if op == "mix and collapse":
-        return peers.project_and_collapse((x, matrix(parts), *rest) for x, parts, *rest in inputs)
-    return peers.collapse(inputs) if op == "collapse" else peers.expand(inputs)
+def _project_and_collapse(inputs: list[Inputs]) -> Peers:
+    return peers.project_and_collapse((streams, matrix(parts), *rest) for streams, parts, *rest in inputs)
+
+
+_OPS = {  # ours, the formula in PyTorch, the peers
+    "collapse": (dsa.hyper_collapse, reference.hyper_collapse, peers.collapse),
+    "expand": (dsa.hyper_expand, reference.hyper_expand, peers.expand),
+    "head": (dsa.hyper_head, reference.hyper_head, lambda inputs: Peers()),
+    "mix and collapse": (_mix_and_collapse, _product_and_collapse, _project_and_collapse),
+}
 
 
 def case(op: str, tokens: int, d: int) -> Case:
     rows, numbers = _SIZES[op]
     size = tokens * (2 * d * rows + 4 * numbers)
-    inputs = [_inputs(op, tokens, d) for _ in range(min(64, max(2, int(_FRESH_BYTES / size))))]
-    ours, torchs = map(list, zip(*(_calls(op, one) for one in inputs)))
-    found = _peers(op, inputs)
-
-    def figure(ms: float) -> str:
-        rate = size / (ms * 1e-3)
-        return f"{ms * 1e3:.1f} us, {rate / 1e9:.0f} GB/s, {rate / _ceiling():.0%} of copy"
-
-    calls, baselines = {"dsa": ours, "torch": torchs, **found.calls}, frozenset({"torch"})
-    name = f"{op} of {tokens} tokens, D {d}, bf16"
-    return Case(name, calls, figure, graph=True, baselines=baselines, failed=found.failed)
+    inputs = fresh(size, partial(_inputs, op, tokens, d))
+    ours, formula, of_peers = _OPS[op]
+    calls = over(inputs, {"dsa": ours, "torch": formula})
+    name, baselines = f"{op} of {tokens} tokens, D {d}, bf16", frozenset({"torch"})
+    return Case(name, calls, bytes_rate(size), of_peers(inputs), graph=True, baselines=baselines)

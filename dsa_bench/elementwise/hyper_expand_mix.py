@@ -1,22 +1,18 @@
-"""Expansion and projection in one kernel, against tile-kernels' expansion with DeepGEMM's projection, which leaves
-partial sums, and against our two separate kernels."""
-
-from functools import cache, partial
+"""Expansion and projection in one kernel, compared with tile-kernels' expansion followed by DeepGEMM's projection,
+which leaves partial sums, and with our two separate kernels."""
 
 import torch
 
 import dsa
-from dsa.testing import copy_bandwidth
 from dsa_bench.elementwise.hyper_mix import OUTPUTS, matrix
 from dsa_bench.harness.agreement import agree
-from dsa_bench.harness.case import Case
+from dsa_bench.harness.calls import over
+from dsa_bench.harness.case import Case, bytes_rate, fresh
 from dsa_bench.peers import hyper_connections as peers
 
 # tokens, channels of a stream; more than 4 tokens are the two kernels
 SHAPES = [(tokens, d) for d in (4096, 7168) for tokens in (4096, 128, 32, 8, 4, 2, 1)]
 PROBED = [(128, 4096)]
-_FRESH_BYTES = 400e6  # of inputs in a graph: more than the L2 cache holds
-_ceiling = cache(copy_bandwidth)
 
 
 def _apart(*given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -32,28 +28,14 @@ def _agree(theirs: tuple[torch.Tensor, torch.Tensor], ours: tuple[torch.Tensor, 
 
 
 def case(tokens: int, d: int) -> Case:
+    def one() -> tuple[torch.Tensor, ...]:
+        y, streams = (torch.randn(tokens, *s, d, device="cuda").bfloat16() for s in ((), (4,)))
+        post, comb = (torch.rand(tokens, *s, device="cuda") for s in ((4,), (4, 4)))
+        return y, streams, post, comb, torch.randn(3, OUTPUTS, 4 * d, device="cuda").bfloat16()
+
     size = 2 * d * (9 * tokens + 3 * 4 * OUTPUTS) + 4 * tokens * (20 + OUTPUTS)
-    inputs = [
-        (
-            *(torch.randn(tokens, *s, d, device="cuda").bfloat16() for s in ((), (4,))),
-            *(torch.rand(tokens, *s, device="cuda") for s in ((4,), (4, 4))),
-            torch.randn(3, OUTPUTS, 4 * d, device="cuda").bfloat16(),
-        )
-        for _ in range(min(64, max(2, int(_FRESH_BYTES / size))))
-    ]
+    inputs = fresh(size, one)
     found = peers.expand_and_project((*rest, matrix(parts)) for *rest, parts in inputs)
-
-    def figure(ms: float) -> str:
-        rate = size / (ms * 1e-3)
-        return f"{ms * 1e3:.1f} us, {rate / 1e9:.0f} GB/s, {rate / _ceiling():.0%} of copy"
-
-    def check(got: tuple[torch.Tensor, torch.Tensor]) -> None:
-        assert all(torch.equal(g, e) for g, e in zip(got, _apart(*inputs[0]), strict=True))
-
-    calls = {
-        "dsa": [partial(dsa.hyper_expand_mix, *i) for i in inputs],
-        "apart": [partial(_apart, *i) for i in inputs],
-        **found.calls,
-    }
-    options = {"yardsticks": frozenset({"apart"}), "failed": found.failed, "agree": _agree}
-    return Case(f"{tokens} tokens, D {d}", calls, figure, check, graph=True, **options)
+    calls = over(inputs, {"dsa": dsa.hyper_expand_mix, "apart": _apart})
+    options = {"graph": True, "yardsticks": frozenset({"apart"}), "agree": _agree}
+    return Case(f"{tokens} tokens, D {d}", calls, bytes_rate(size), found, **options)

@@ -1,14 +1,14 @@
-"""The RMS norm: bytes a second and the share of the copy bandwidth, beside PyTorch's own and the formula."""
+"""The RMS norm: bytes per second and their share of the copy bandwidth, compared with PyTorch's own and the formula."""
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 
 import torch
 
 import dsa
 from dsa.reference.elementwise import rms_norm as reference
-from dsa.testing import assert_close, copy_bandwidth
-from dsa_bench.harness.case import Case
+from dsa_bench.harness.calls import over
+from dsa_bench.harness.case import Case, bytes_rate, fresh
 
 # Rows, channels, with weights, with gradients. V3.2's hidden state, its query latent and V4's query heads (64 a token);
 # with gradients V3.2's two, and a small model's.
@@ -21,51 +21,31 @@ SHAPES = [
     *((rows, channels, True, True) for rows, channels in ((16384, 7168), (16384, 1536), (65536, 256))),
 ]
 EPS = 1e-6
-_FRESH_BYTES = 400e6  # of inputs in a graph: more than the L2 cache holds
-_ceiling = cache(copy_bandwidth)
+
+
+def _torch_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
 
 
 def case(rows: int, channels: int, weighted: bool, gradients: bool = False) -> Case:
+    def one() -> tuple[torch.Tensor, torch.Tensor | None]:
+        x = torch.randn(rows, channels, device="cuda").bfloat16().requires_grad_(gradients)
+        return x, torch.randn(channels, device="cuda").requires_grad_(gradients) if weighted else None
+
     size = (5 if gradients else 2) * 2 * rows * channels + (4 * channels if weighted else 0)
-    inputs = [
-        (
-            torch.randn(rows, channels, device="cuda").bfloat16().requires_grad_(gradients),
-            torch.randn(channels, device="cuda").requires_grad_(gradients) if weighted else None,
-        )
-        for _ in range(min(64, max(2, int(_FRESH_BYTES / size))))
-    ]
+    inputs = fresh(size, one)
     grad = torch.randn(rows, channels, device="cuda").bfloat16() if gradients else None
 
-    def figure(ms: float) -> str:
-        rate = size / (ms * 1e-3)
-        return f"{ms * 1e3:.1f} us, {rate / 1e9:.0f} GB/s, {rate / _ceiling():.0%} of copy"
-
     def call(norm: Callable[..., torch.Tensor], x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        """y; or the gradient of x, and with it those of the weights."""
-        y = norm(x, weight)
+        """y; or the gradient of x, with which that of the weights is computed, too."""
+        y = norm(x, weight, EPS)
         return torch.autograd.grad(y, (x, weight), grad)[0] if gradients else y
-
-    def check(got: torch.Tensor) -> None:
-        expected = call(formula, *inputs[0])
-        assert_close("y", got, expected, abs_tol=1e-3 if gradients else 1e-6, rel_tol=2.01 / 256, cos_tol=5e-6)
-
-    def own(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        return dsa.rms_norm(x, weight, EPS)
-
-    def formula(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        return reference.rms_norm(x, weight, EPS)
-
-    def torch_norm(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        return torch.nn.functional.rms_norm(x, (channels,), weight, EPS)
 
     # PyTorch's weights have the type of x.
     narrow = [
         (x, None if weight is None else weight.detach().to(x.dtype).requires_grad_(gradients)) for x, weight in inputs
     ]
-    calls = {
-        name: [partial(call, norm, *i) for i in given]
-        for name, norm, given in (("dsa", own, inputs), ("torch", torch_norm, narrow), ("formula", formula, inputs))
-    }
-    words = f"{', weights' if weighted else ''}{', gradients' if gradients else ''}"
-    baselines = frozenset({"torch", "formula"})
-    return Case(f"{rows} x {channels} bf16{words}", calls, figure, check, graph=True, baselines=baselines)
+    calls = over(inputs, {"dsa": partial(call, dsa.rms_norm), "formula": partial(call, reference.rms_norm)})
+    calls |= over(narrow, {"torch": partial(call, _torch_norm)})
+    name = f"{rows} x {channels} bf16{', weights' if weighted else ''}{', gradients' if gradients else ''}"
+    return Case(name, calls, bytes_rate(size), graph=True, baselines=frozenset({"torch", "formula"}))

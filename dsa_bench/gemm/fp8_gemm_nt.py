@@ -1,23 +1,21 @@
-"""FP8 products: TFLOP/s and bytes, one matrix and the experts of a mixture, beside DeepGEMM's builds and cuBLASLt."""
+"""FP8 products: TFLOP/s and bytes, one matrix and the experts of a mixture, compared with DeepGEMM's builds and
+cuBLASLt."""
 
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import partial
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 import torch
 
 import dsa
 from dsa.runtime import backends
-from dsa.testing import calc_diff, copy_bandwidth, fp8_gemm_rate
+from dsa.testing import calc_diff
 from dsa_bench.harness import agreement
-from dsa_bench.harness.case import Call, Case
+from dsa_bench.harness.calls import Call, Peers
+from dsa_bench.harness.case import Case, copy, fp8_gemm
+from dsa_bench.harness.tune import Tuning, TuningClass
 from dsa_bench.peers import deep_gemm
-from dsa_bench.peers.package import Library, Peers
-
-if TYPE_CHECKING:
-    from dsa.ops.gemm.fp8_gemm_nt import Scaled
-    from dsa_bench.harness.tune import Tuning
+from dsa_bench.peers.package import Library
 
 # rows, columns, channels; experts and how many of them a row goes to, or None
 # The first is the one that the status table shows.
@@ -66,19 +64,16 @@ PROBED = [(128, 2112, 1536, None, None), (1, 2112, 1536, None, None), (256, 1024
 SHORT = 512  # rows up to which a product takes microseconds
 FRESH_BYTES, MOST_WEIGHTS = 300_000_000, 24  # of weights in a graph: more than the L2 cache holds
 CUBLAS = Library("cuBLASLt", ("torch",))
-_tensor_ceiling, _memory_ceiling = cache(fp8_gemm_rate), cache(copy_bandwidth)
 
 
-def cublas(a: "Scaled", weights: Sequence["Scaled"]) -> Peers:
+def cublas(a: deep_gemm.Scaled, weights: Sequence[deep_gemm.Scaled]) -> Peers:
     """torch's block-scaled product with each of the weights, where this build of it has one."""
 
-    def make(module: ModuleType, a: "Scaled", b: "Scaled") -> Call:
+    def make(module: ModuleType, a: deep_gemm.Scaled, b: deep_gemm.Scaled) -> Call:
         columns = a[1].t().contiguous().t()
         return partial(module._scaled_mm, a[0], b[0].t(), columns, b[1].t(), out_dtype=torch.bfloat16)
 
-    peers = Peers()
-    peers.add(CUBLAS, make, [(a, b) for b in weights])
-    return peers
+    return Peers.of({CUBLAS: make}, [(a, b) for b in weights])
 
 
 def agree_on_some(got: torch.Tensor | tuple[torch.Tensor, torch.Tensor | None], ours: torch.Tensor) -> None:
@@ -94,7 +89,7 @@ def prepare() -> None:
     deep_gemm.compile_grouped_products(shape for shape in SHAPES if shape[3] is not None)
 
 
-def weights_like(b: "Scaled", rows: int) -> list["Scaled"]:
+def weights_like(b: deep_gemm.Scaled, rows: int) -> list[deep_gemm.Scaled]:
     """b, and for few rows, whose calls are shorter than a graph's start, others of its size: so many that none is in
     the L2 cache when its turn comes, but for weights of which MOST_WEIGHTS fit into it."""
     if rows > SHORT:
@@ -103,13 +98,12 @@ def weights_like(b: "Scaled", rows: int) -> list["Scaled"]:
     return [b, *((b[0].view(torch.uint8).flip(0).view(b[0].dtype), b[1].clone()) for _ in range(count - 1))]
 
 
-def tuning() -> "Tuning":
+def tuning() -> Tuning:
     """Search products with one matrix: the published models' linear layers, at the numbers of rows that data is for."""
     from dsa.kernels.gemm import fp8_gemm_choice as choice
     from dsa.kernels.gemm import fp8_gemm_few_rows_sm90 as few
     from dsa.kernels.gemm import fp8_gemm_sm90 as many
     from dsa_bench.gemm._published_layers import matrices
-    from dsa_bench.harness.tune import Tuning, TuningClass
 
     multiprocessors = backends.num_sms("cuda" if torch.cuda.is_available() else "cpu")
     classes = {}
@@ -134,15 +128,13 @@ def case(rows: int, columns: int, channels: int, experts: int | None, top_k: int
     # Bytes at random, but no NaN: as many numbers as these take long to draw.
     w = torch.randint(0, 127, (*lead, columns, channels), dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
     b = w, torch.rand(*lead, -(-columns // 128), blocks, device="cuda") + 0.5
-    used = 1 if ends is None else int((ends.diff(prepend=ends.new_zeros(1)) > 0).sum())
+    used = 1 if ends is None else deep_gemm.used(ends)
     flop = 2 * m * columns * channels
     size = used * columns * channels + m * (channels + 2 * columns)
 
     def figure(ms: float) -> str:
         seconds = ms * 1e-3
-        shares = (
-            f"{flop / seconds / _tensor_ceiling():.0%} of FP8 GEMM, {size / seconds / _memory_ceiling():.0%} of copy"
-        )
+        shares = f"{flop / seconds / fp8_gemm():.0%} of FP8 GEMM, {size / seconds / copy():.0%} of copy"
         return f"{flop / seconds / 1e12:.0f} TFLOP/s, {size / seconds / 1e12:.2f} TB/s; {shares}"
 
     arguments = (a, b) if ends is None else (a, b, ends)
@@ -156,13 +148,10 @@ def case(rows: int, columns: int, channels: int, experts: int | None, top_k: int
 
     if ends is None:
         weights = weights_like(b, rows)
-        every = [deep_gemm.product(a, weights), cublas(a, weights)]
-        calls: dict[str, list[Call]] = {"dsa": [partial(product, a, other) for other in weights]}
+        peers = deep_gemm.product(a, weights) | cublas(a, weights)
+        calls = {"dsa": [partial(product, a, other) for other in weights]}
     else:
-        every, calls = [deep_gemm.grouped_product(a, b, ends)], {"dsa": [partial(product, *arguments)]}
-    failed: dict[str, str] = {}
-    for peers in every:
-        calls |= peers.calls
-        failed |= peers.failed
+        peers, calls = deep_gemm.grouped_product(a, b, ends), {"dsa": [partial(product, *arguments)]}
     name = f"{rows} x {columns} x {channels}" + ("" if experts is None else f", {top_k} of {experts} experts")
-    return Case(name, calls, figure, check, graph=rows <= SHORT, repeats=15, failed=failed, agree=agree_on_some)
+    others = {"agree": agree_on_some, "check": check}
+    return Case(name, calls, figure, peers, graph=rows <= SHORT, repeats=15, **others)

@@ -1,14 +1,13 @@
-"""Gate and up products of experts that end in SwiGLU and the cast, beside DeepGEMM's product and our cast; for scale
-our three kernels one after the other."""
+"""Gate and up products of experts that end in SwiGLU and the cast, compared with DeepGEMM's product and our cast, and
+with our three kernels one after the other."""
 
 from functools import partial
 
 import torch
 
 import dsa
-from dsa.testing import calc_diff
 from dsa_bench.harness.agreement import agree, some
-from dsa_bench.harness.case import Call, Case
+from dsa_bench.harness.case import Case, plain_rate
 from dsa_bench.peers import deep_gemm
 
 # tokens, inner channels (half of the product's columns), channels, experts, how many a token goes to, limit
@@ -49,39 +48,27 @@ def case(tokens: int, inner: int, channels: int, experts: int, top_k: int, limit
     def _cast(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return dsa.swiglu_cast_to_fp8(*gate_up.chunk(2, -1), limit=limit)
 
-    def with_cast(product: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        out, places = product()
+    def with_cast(product: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        out, places = product
         return *_cast(out), places
 
-    calls: dict[str, list[Call]] = {
+    calls = {
         "dsa": [partial(dsa.grouped_fp8_gemm_swiglu, (q, s), b, ends, rows=rows, limit=limit)],
         _THREE: [separate],
     }
-    # DeepGEMM's rows are those of the experts already, with padding, which is cast too.
-    peers = deep_gemm.grouped_product(gathered(), b, ends)
-    calls |= {f"{name}, our cast": [partial(with_cast, call) for call in made] for name, made in peers.calls.items()}
-    used = int((ends.diff(prepend=ends.new_zeros(1)) > 0).sum())
+    # DeepGEMM gets the experts' rows, with padding, which is cast too.
+    peers = deep_gemm.grouped_product(gathered(), b, ends).renamed("{}, our cast").then(with_cast)
     flop = 2 * len(rows) * 2 * inner * channels
-    size = used * 2 * inner * channels + tokens * channels + len(rows) * inner
-
-    def figure(ms: float) -> str:
-        return f"{ms * 1e3:.1f} us, {flop / (ms * 1e-3) / 1e12:.0f} TFLOP/s, {size / (ms * 1e-3) / 1e12:.2f} TB/s"
-
-    def check(got: tuple[torch.Tensor, torch.Tensor]) -> None:
-        back, expected = (x.float() * scale.repeat_interleave(128, -1) for x, scale in (got, separate()))
-        # A sum that rounds to another bf16, and so a value that moves to the next e4m3.
-        if not (diff := calc_diff(back, expected)) < 1e-4:
-            raise AssertionError(f"calc_diff {diff:.2g}")
+    size = deep_gemm.used(ends) * 2 * inner * channels + tokens * channels + len(rows) * inner
 
     bound = "" if limit is None else f", limit {limit:g}"
     name = f"{tokens} x {2 * inner} x {channels}, {top_k} of {experts} experts{bound}"
-    failed = {f"{name}, our cast": why for name, why in peers.failed.items()}
-    others = {"yardsticks": frozenset({_THREE}), "failed": failed, "agree": _agree}
-    return Case(name, calls, figure, check, graph=tokens <= _SHORT, repeats=15, **others)
+    figure, others = plain_rate(size, flop), {"yardsticks": frozenset({_THREE}), "agree": _agree}
+    return Case(name, calls, figure, peers, graph=tokens <= _SHORT, repeats=15, **others)
 
 
 def _agree(theirs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], ours: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Between theirs there is padding: the third tensor is where our rows are."""
+    """Theirs has padding between the rows: the third tensor is where our rows are."""
     q, scale, places = theirs
     rows = some(len(ours[0]))
     values = q.view(torch.uint8)[places[rows]].view(q.dtype)  # rows of e4m3 cannot be gathered

@@ -1,4 +1,5 @@
-"""FP8 products of all linear layers of the published models, at few rows and many, beside DeepGEMM 2.8.1 and cuBLASLt.
+"""FP8 products of all linear layers of the published models, at few rows and many, compared with DeepGEMM 2.8.1
+and cuBLASLt.
 
 `fp8_gemm_nt` has a choice of these shapes, and its figures are in the receipt; these are in no receipt. The sizes are
 those of the models that the pinned configurations make, the layers that `fp8_gemm_nt` multiplies: V4's `wo_a` is a
@@ -15,7 +16,7 @@ import torch
 import dsa
 from dsa_bench.gemm._published_layers import matrices
 from dsa_bench.gemm.fp8_gemm_nt import SHORT, agree_on_some, cublas, weights_like
-from dsa_bench.harness.case import Call, Case
+from dsa_bench.harness.case import Case, plain_rate
 from dsa_bench.peers import deep_gemm
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 8192, 16384)
@@ -25,12 +26,12 @@ _PEERS = (deep_gemm.NEW,)
 
 @cache
 def shapes() -> list[tuple[int, int, int]]:
-    """(rows, columns, channels), a matrix' rows one after the other."""
+    """(rows, columns, channels), by matrix."""
     return [(rows, *shape) for shape in matrices() for rows in ROWS]
 
 
 def __getattr__(name: str) -> Any:
-    """SHAPES: the models are made when somebody asks."""
+    """SHAPES, lazily: the models have to be made for them."""
     if name == "SHAPES":
         return shapes()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -44,39 +45,30 @@ def case(rows: int, columns: int, channels: int) -> Case:
     q, s = _activations(channels)
     a, weights = (q[:rows], s[:rows]), _weights(columns, channels)
     weights = weights if rows <= SHORT else weights[:1]
-    calls: dict[str, list[Call]] = {"dsa": [partial(dsa.fp8_gemm_nt, a, b) for b in weights]}
-    failed: dict[str, str] = {}
-    for peers in (deep_gemm.product(a, weights, _PEERS), cublas(a, weights)):
-        calls |= peers.calls
-        failed |= peers.failed
-    size = columns * channels + rows * (channels + 2 * columns)
-
-    def figure(ms: float) -> str:
-        rate = 2 * rows * columns * channels / (ms * 1e-3)
-        return f"{ms * 1e3:.1f} us, {rate / 1e12:.0f} TFLOP/s, {size / (ms * 1e-3) / 1e12:.2f} TB/s"
-
-    name = f"{rows} x {columns} x {channels}"
-    short = rows <= SHORT
-    return Case(name, calls, figure, graph=short, repeats=7 if short else 4, failed=failed, agree=agree_on_some)
+    calls = {"dsa": [partial(dsa.fp8_gemm_nt, a, b) for b in weights]}
+    peers = deep_gemm.product(a, weights, _PEERS) | cublas(a, weights)
+    figure = plain_rate(columns * channels + rows * (channels + 2 * columns), 2 * rows * columns * channels)
+    name, short = f"{rows} x {columns} x {channels}", rows <= SHORT
+    return Case(name, calls, figure, peers, graph=short, repeats=7 if short else 4, agree=agree_on_some)
 
 
 @lru_cache(1)
 def _activations(channels: int) -> deep_gemm.Scaled:
-    """As many rows as are asked for at most."""
+    """As many rows as any shape has."""
     q = torch.randn(max(ROWS), channels, device="cuda").to(torch.float8_e4m3fn)
     return q, torch.rand(max(ROWS), -(-channels // 128), device="cuda") + 0.5
 
 
 @lru_cache(1)
 def _weights(columns: int, channels: int) -> list[deep_gemm.Scaled]:
-    """As many as few rows are timed with."""
+    """As many as small-M products are timed with."""
     # Bytes at random, but no NaN.
     w = torch.randint(0, 127, (columns, channels), dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
     return weights_like((w, torch.rand(-(-columns // 128), -(-channels // 128), device="cuda") + 0.5), rows=1)
 
 
 def summary(rows: Iterable[dict[str, Any]]) -> str:
-    """Of the rows with peers: by their number of rows how many times as fast as the best peer ours is."""
+    """The speed-up over the best peer, by the number of rows."""
     ratios: dict[str, list[float]] = {}
     for row in rows:
         if row["ratio"] is not None:

@@ -1,12 +1,12 @@
-"""SwiGLU with a cast: bytes a second and their share of a copy's, beside PyTorch's formula and our cast."""
+"""SwiGLU with a cast: bytes per second and their share of a copy's, compared with PyTorch's formula and our cast."""
 
-from functools import cache, partial
+from functools import partial
 
 import torch
 
 import dsa
-from dsa.testing import copy_bandwidth
-from dsa_bench.harness.case import Case
+from dsa_bench.harness.calls import over
+from dsa_bench.harness.case import Case, bytes_rate, fresh
 
 # rows, channels, power-of-two scales, limit: V3.2's 8 and V4-Flash's 6 experts of 4096, 128 and 1 tokens, the shared
 # expert's rows and those of a dense layer
@@ -21,11 +21,9 @@ SHAPES = [
     (8, 2048, True, None),
     (6, 2048, True, 10.0),
 ]
-_FRESH_BYTES = 400e6  # of inputs in a graph: more than the L2 cache holds
-_ceiling = cache(copy_bandwidth)
 
 
-def _separate(gate: torch.Tensor, up: torch.Tensor, use_ue8m0: bool, limit: float | None) -> object:
+def _separate(gate: torch.Tensor, up: torch.Tensor, use_ue8m0: bool, *, limit: float | None) -> object:
     g, u = gate.float(), up.float()
     if limit is not None:
         g, u = g.clamp(max=limit), u.clamp(-limit, limit)
@@ -33,25 +31,12 @@ def _separate(gate: torch.Tensor, up: torch.Tensor, use_ue8m0: bool, limit: floa
 
 
 def case(rows: int, channels: int, use_ue8m0: bool, limit: float | None) -> Case:
+    def one() -> tuple[torch.Tensor, torch.Tensor, bool]:
+        return *torch.randn(rows, 2 * channels, device="cuda").bfloat16().chunk(2, -1), use_ue8m0
+
     size = rows * channels * (4 + 1 + 4 / 128)
-    count = min(64, max(2, int(_FRESH_BYTES / size)))
-    inputs = [torch.randn(rows, 2 * channels, device="cuda").bfloat16().chunk(2, -1) for _ in range(count)]
-    calls = {
-        "dsa": [partial(dsa.swiglu_cast_to_fp8, *halves, use_ue8m0, limit=limit) for halves in inputs],
-        "torch": [partial(_separate, *halves, use_ue8m0, limit) for halves in inputs],
-    }
-
-    def figure(ms: float) -> str:
-        rate = size / (ms * 1e-3)
-        return f"{ms * 1e3:.1f} us, {rate / 1e9:.0f} GB/s, {rate / _ceiling():.0%} of copy"
-
-    def check(got: tuple[torch.Tensor, torch.Tensor]) -> None:
-        back, expected = (
-            q.float() * s.repeat_interleave(128, -1) for q, s in (got, _separate(*inputs[0], use_ue8m0, limit))
-        )
-        # A value that the last bit of silu moves to the next e4m3, or a scale to the next power of two.
-        torch.testing.assert_close(back, expected, rtol=0.13, atol=1e-2)
-
+    functions = {"dsa": partial(dsa.swiglu_cast_to_fp8, limit=limit), "torch": partial(_separate, limit=limit)}
     bound = "" if limit is None else f", limit {limit:g}"
     name = f"{rows} x {channels} bf16, {'ue8m0' if use_ue8m0 else 'fp32'}{bound}"
-    return Case(name, calls, figure, check, graph=True, baselines=frozenset({"torch"}))
+    calls = over(fresh(size, one), functions)
+    return Case(name, calls, bytes_rate(size), graph=True, baselines=frozenset({"torch"}))

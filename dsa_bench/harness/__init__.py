@@ -1,1 +1,1 @@
-"""What the benchmarks share: cases, tables and plots of rows, profiles, and the tuner."""
+"""Shared by the benchmarks: cases, tables and plots of rows, profiles, and the tuner."""

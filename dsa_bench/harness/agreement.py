@@ -1,4 +1,4 @@
-"""Whether a peer's result is ours, loosely: a kernel that computes something else is no peer."""
+"""Whether a peer's result agrees loosely with ours. A kernel that computes something else is not a peer."""
 
 import math
 from collections.abc import Mapping
@@ -8,12 +8,13 @@ import torch
 
 from dsa.testing import calc_diff
 
-ROWS = 64  # of a result that are compared
+ROWS = 64  # compared per result
+RECALL = 0.98  # of our selected keys that a peer must have selected
 TOLERANCE = 1e-3  # of `calc_diff`: roundings give 1e-5, another key or scale 0.01 and more
 
 
 def first(result: Any) -> torch.Tensor:
-    """A result's first tensor: the output beside which others have LSEs and the like."""
+    """A result's first tensor: the output, before LSEs and the like."""
     return result if isinstance(result, torch.Tensor) else result[0]
 
 
@@ -25,8 +26,8 @@ def some(rows: int) -> slice:
 def agree(got: Any, ours: Any) -> None:
     """Raises AssertionError unless all tensors that both give agree on some of their rows.
 
-    A peer may have added padding behind ours in any dimension. Of a cast, e4m3 values and fp32 scales, the products are
-    compared: a scale may round to another power of two.
+    A peer may have padding at the end of any dimension. A cast, e4m3 values and fp32 scales, is compared by the
+    products: a scale may round to another power of two.
     """
     pairs = [_rows(*pair) for pair in zip(_tensors(got), _tensors(ours))]
     if not pairs:
@@ -39,7 +40,7 @@ def agree(got: Any, ours: Any) -> None:
 
 
 def agree_attention(got: Any, ours: Any) -> None:
-    """Raises AssertionError unless the outputs agree, and the LSEs, the last tensors, where both have them with ours'
+    """Raises AssertionError unless the outputs agree, and the LSEs, the last tensors, where both have them in the same
     dimensions. A peer's LSE may be to the base 2."""
     (out, *rest), (own, *own_rest) = _tensors(got), _tensors(ours)
     agree(out, own)
@@ -56,9 +57,31 @@ def agree_attention(got: Any, ours: Any) -> None:
 
 
 def close(got: torch.Tensor, ours: torch.Tensor, tolerance: float = TOLERANCE) -> None:
-    """Raises AssertionError unless calc_diff is below the tolerance and what is not finite is equal."""
+    """Raises AssertionError unless calc_diff is below the tolerance and non-finite entries are equal."""
     if not (diff := calc_diff(got, ours)) < tolerance:
         raise AssertionError(f"differs by {diff:.2g}")
+
+
+def agree_selected(
+    got: Any, ours: torch.Tensor, keys: int, scores: torch.Tensor | None = None, least: float = RECALL
+) -> None:
+    """Raises AssertionError unless each row of `got` has as many different keys as ours, of 0 to `keys` - 1, and at
+    least the share `least` of them are ours, in any order; or, with the scores [rows, keys], score at least as high as
+    our lowest: peers break ties arbitrarily, and some compare fewer bits."""
+    rows = some(len(ours))
+    selected, own = first(got)[rows].long(), ours[rows].long()
+    if selected.shape != own.shape or not ((selected >= 0) & (selected < keys)).all():
+        raise AssertionError(f"differs: not {own.shape[1]} keys of each row")
+    if (selected.sort(1).values.diff(dim=1) == 0).any():
+        raise AssertionError("differs: a key is there twice")
+    if scores is None:
+        both = torch.cat((selected, own), 1).sort(1).values
+        recall, what = (both.diff(dim=1) == 0).sum().item() / own.numel(), "ours"
+    else:
+        lowest = scores[rows].gather(1, own).amin(1, keepdim=True)
+        recall, what = (scores[rows].gather(1, selected) >= lowest).float().mean().item(), "as high as ours"
+    if recall < least:
+        raise AssertionError(f"differs: {recall:.1%} of the keys are {what}")
 
 
 def _tensors(result: Any) -> list[torch.Tensor]:
@@ -73,7 +96,7 @@ def _covers(got: torch.Tensor, ours: torch.Tensor) -> bool:
 
 
 def _rows(got: torch.Tensor, ours: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Some rows of both, without a peer's padding."""
+    """Some rows of both, without the peer's padding."""
     if not _covers(got, ours):
         raise AssertionError(f"differs: shape {list(got.shape)}, where ours is {list(ours.shape)}")
     rows = some(len(ours))
@@ -81,5 +104,5 @@ def _rows(got: torch.Tensor, ours: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 
 
 def _numbers(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """fp32 [*scales.shape, group]: each scale is that of as many neighbouring channels."""
+    """fp32 [*scales.shape, group]: each scale belongs to equally many neighbouring channels."""
     return values.float().reshape(*scales.shape, -1) * scales.float()[..., None]

@@ -1,90 +1,147 @@
-"""A benchmark case: one shape of one op, ours and the peers' calls over the same inputs."""
+"""A benchmark case: one shape of one op, ours and the peers' calls over the same inputs.
+
+What the modules of ops share is here too: `fresh` makes inputs that exceed the L2 cache, `over` (calls.py) the calls
+over them, and `bytes_rate` and `flop_rate` the figure of a case that bytes or FLOP bound.
+"""
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
-from typing import Any
+from functools import cache
+from types import MappingProxyType, ModuleType
+from typing import Any, TypeVar
 
 import torch
 
-from dsa.testing import bench
+from dsa.testing import bench, bf16_gemm_rate, copy_bandwidth, fp8_gemm_rate
 from dsa_bench.harness.agreement import agree
 from dsa_bench.harness.benchmarks import benchmarks
-from dsa_bench.harness.calls import Call, reason
+from dsa_bench.harness.calls import Call, Peers, reason
 
 OURS = "dsa"
+Figure = Callable[[float], str]
+Input = TypeVar("Input")
+# Measured once per process, when a figure first needs them.
+copy, bf16_gemm, fp8_gemm = cache(copy_bandwidth), cache(bf16_gemm_rate), cache(fp8_gemm_rate)
 
 
-@dataclass(frozen=True)
+def copies(size: float, least: int = 2, most: int = 64, total: float = 400e6) -> int:
+    """How many inputs of `size` bytes a graph reads in turn, so that each call finds its input outside the L2 cache: as
+    many as have `total` bytes, within bounds."""
+    return min(most, max(least, int(total / size)))
+
+
+def fresh(size: float, make: Callable[[], Input], **bounds: float) -> list[Input]:
+    """So many inputs (`copies`)."""
+    return [make() for _ in range(copies(size, **bounds))]
+
+
+def fresh_matrices(rows: int, columns: int) -> list[tuple[torch.Tensor]]:
+    """bf16 matrices, as arguments of a call, which together exceed the L2 cache."""
+    count = int(200e6 / (2 * rows * columns))
+    return [((torch.randn(rows, columns, device="cuda") / 40).bfloat16(),) for _ in range(count)]
+
+
+def bytes_rate(size: float, us: bool = True) -> Figure:
+    """Bytes per second and their share of a copy's; us: also microseconds."""
+
+    def figure(ms: float) -> str:
+        rate = size / (ms * 1e-3)
+        return f"{_us(ms) if us else ''}{rate / 1e9:.0f} GB/s, {rate / copy():.0%} of copy"
+
+    return figure
+
+
+def flop_rate(flops: float, ceiling: Callable[[], float]) -> Figure:
+    """FLOP per second and their share of the ceiling, `bf16_gemm` or `fp8_gemm`."""
+    name = "bf16" if ceiling is bf16_gemm else "FP8"
+
+    def figure(ms: float) -> str:
+        rate = flops / (ms * 1e-3)
+        return f"{rate / 1e12:.0f} TFLOP/s, {rate / ceiling():.0%} of {name} GEMM"
+
+    return figure
+
+
+def nearer_rate(size: float, flops: float) -> Figure:
+    """`bytes_rate` or `flop_rate` of bf16, whichever is nearer its ceiling."""
+
+    def figure(ms: float) -> str:
+        compute_bound = flops / bf16_gemm() > size / copy()
+        return (flop_rate(flops, bf16_gemm) if compute_bound else bytes_rate(size, us=False))(ms)
+
+    return figure
+
+
+def plain_rate(size: float, flops: float = 0, of: str = "") -> Figure:
+    """Microseconds and bytes per second; with `flops` also these, and bytes in TB/s."""
+
+    def figure(ms: float) -> str:
+        seconds = ms * 1e-3
+        if flops:
+            return f"{_us(ms)}{flops / seconds / 1e12:.0f} TFLOP/s, {size / seconds / 1e12:.2f} TB/s"
+        return f"{_us(ms)}{size / seconds / 1e9:.0f} GB/s{of}"
+
+    return figure
+
+
+def _us(ms: float) -> str:
+    return f"{ms * 1e3:.1f} us, "
+
+
+@dataclass
 class Case:
     """name       the shape in words
-    calls      "dsa" and others -> calls over different inputs, which are rotated
-    figure     milliseconds of ours -> the rate or bandwidth in words
-    check      raises AssertionError if this result of ours on the first input is wrong; None: not checked
+    calls      "dsa" and others -> calls over different inputs, which are rotated. Those of `peers` are added
+    figure     our milliseconds -> the rate or bandwidth in words
+    peers      other libraries' kernels for the same function, some followed by our cast
     graph      time CUDA graph replays, for calls below 100 us
     repeats    how often each is timed
-    baselines  of the others, the same function in plain PyTorch, which may end in ops of ours: a cast, a rotation, a
-               sort, a write; the rest are peers: other libraries' kernels for the same function, some with our cast
-    yardsticks of the others, what is not compared with ours: what to expect at best, or another way to the same end,
-               such as kernels of ours one after the other
-    flops      name -> FLOP of its call, if they are not those of ours: rates are then what to compare, and its own is
-               in the table
-    failed     peers that are installed and have no call -> why
-    agree      raises AssertionError if the result of a peer or a baseline on the first input, the first argument, is
-               not ours, the second
-    reference  whether ours on the first input can be called with the backend "reference" too
+    baselines  names of calls of the same function in plain PyTorch, which may end in our ops: a cast, a rotation, a
+               sort, a write
+    yardsticks names of calls that are not compared with ours: a lower bound, or another way to the same result, such as
+               our kernels one after the other
+    flops      name -> FLOP of its call, where they differ from ours: then rates are comparable, and the table shows its
+               rate
+    agree      agree(theirs, ours) raises AssertionError where the first results of a peer or baseline and of ours
+    differ reference  whether the backend "reference" takes our first call, too check      check(ours) raises
+    AssertionError where our first result is wrong: for the tuner
     """
 
     name: str
     calls: Mapping[str, Sequence[Call]]
-    figure: Callable[[float], str]
-    check: Callable[[Any], None] | None = None
+    figure: Figure
+    peers: Peers = field(default_factory=Peers)
     graph: bool = False
     repeats: int = 20
     baselines: frozenset[str] = frozenset()
     yardsticks: frozenset[str] = frozenset()
     flops: Mapping[str, float] = field(default_factory=dict)
-    failed: Mapping[str, str] = field(default_factory=dict)
     agree: Callable[[Any, Any], None] = agree
     reference: bool = True
+    check: Callable[[Any], None] | None = None
+
+    def __post_init__(self) -> None:
+        self.calls = {**self.calls, **self.peers.calls}
 
     def row(self) -> dict[str, Any]:
-        """{"shape", "ms", "figure", "peers", "peer", "peer_ms", "ratio", "baselines", "baseline", "baseline_ms",
-        "baseline_ratio", "yardsticks", "failed"}.
-
-        peers, baselines, yardsticks: {name: {"ms", "ratio"}}, ratio = its ms / ours, so above 1 ours is faster in the
-        same run; one of `flops` also has its "tflops", TFLOP/s. peer, peer_ms, ratio: of the fastest peer, or None;
-        baseline, baseline_ms, baseline_ratio: of the fastest baseline. failed: {name: why it was not timed}, which
-        holds every peer that is installed and takes the shape, and every baseline, that raises or computes something
-        else.
-        """
+        """The case's figures (`row`), timed in this process."""
         failed = self.tried()
         calls = {name: calls for name, calls in self.calls.items() if name not in failed}
         times = bench(calls, repeats=self.repeats, graph=self.graph)
-        ours = times.pop(OURS)
-        kinds: dict[str, dict[str, dict[str, float]]] = {"peers": {}, "baselines": {}, "yardsticks": {}}
-        for name, ms in times.items():
-            kind = "baselines" if name in self.baselines else "yardsticks" if name in self.yardsticks else "peers"
-            kinds[kind][name] = {"ms": round(ms, 5), "ratio": round(ms / ours, 3)}
-            if name in self.flops:
-                kinds[kind][name]["tflops"] = round(self.flops[name] / (ms * 1e-3) / 1e12, 1)
-        row = {"shape": self.name, "ms": round(ours, 5), "figure": self.figure(ours), **kinds, "failed": failed}
-        peer, peer_ms, ratio = _fastest(kinds["peers"])
-        baseline, baseline_ms, baseline_ratio = _fastest(kinds["baselines"])
-        row |= {"peer": peer, "peer_ms": peer_ms, "ratio": ratio}
-        return row | {"baseline": baseline, "baseline_ms": baseline_ms, "baseline_ratio": baseline_ratio}
+        kinds = {"baselines": self.baselines, "yardsticks": self.yardsticks}
+        return row(self.name, times, self.figure, failed, kinds, self.flops)
 
     def tried(self, expected: object = None) -> dict[str, str]:
-        """{name: why not} of all that cannot stand beside ours: `failed`, what raises, also as a graph if graphs are
-        timed, and peers and baselines whose result is not `expected`, by default ours."""
-        why = dict(self.failed)
+        """{name: why not} of all that cannot be compared with ours: peers without a call, calls that raise, also as a
+        graph if graphs are timed, and peers and baselines whose result is not `expected`, by default ours."""
+        why = dict(self.peers.failed)
         for name in self.calls:
             if name == OURS or name in self.yardsticks:
                 continue
             try:
                 got = _made(self.calls[name], self.graph)
-            except Exception as error:  # a peer may say no in any way, and must not end the others' run
+            except Exception as error:  # a peer may raise anything, and must not end the others' run
                 why[name] = f"failed: {reason(error)}"
                 continue
             if expected is None:
@@ -98,7 +155,7 @@ class Case:
 
 
 def _made(calls: Sequence[Call], graph: bool) -> object:
-    """The first call's result. Makes all of them, and captures the first if graphs are timed."""
+    """Make all calls, capture the first if graphs are timed, and return the first's result."""
     result = calls[0]()
     for call in calls[1:]:
         call()
@@ -110,12 +167,36 @@ def _made(calls: Sequence[Call], graph: bool) -> object:
     return result
 
 
-def _fastest(others: Mapping[str, Mapping[str, float]]) -> tuple[str | None, float | None, float | None]:
-    """(name, ms, ratio) of the fastest, or None."""
-    if not others:
-        return None, None, None
-    name = min(others, key=lambda name: others[name]["ms"])
-    return name, others[name]["ms"], others[name]["ratio"]
+def row(
+    shape: str,
+    times: Mapping[str, float],
+    figure: Figure,
+    failed: Mapping[str, str] = MappingProxyType({}),
+    kinds: Mapping[str, Collection[str]] = MappingProxyType({}),
+    flops: Mapping[str, float] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """{"shape", "ms", "figure", "peers", "peer", "peer_ms", "ratio", "baselines", "baseline", "baseline_ms",
+    "baseline_ratio", "yardsticks", "failed"} of milliseconds by name.
+
+    peers, baselines, yardsticks: {name: {"ms", "ratio"}}, ratio = its ms / ours: above 1 ours is faster. One with
+    `flops` also has "tflops", TFLOP/s. peer, peer_ms, ratio: of the fastest peer, or None; baseline, baseline_ms,
+    baseline_ratio: of the fastest baseline. failed: {name: why it was not timed} of every peer that is installed and
+    takes the shape, and every baseline, that raises or computes something else.
+    """
+    ours = times[OURS]
+    others: dict[str, dict[str, dict[str, float]]] = {"peers": {}, "baselines": {}, "yardsticks": {}}
+    for name, ms in times.items():
+        if name == OURS:
+            continue
+        kind = next((kind for kind, names in kinds.items() if name in names), "peers")
+        others[kind][name] = {"ms": round(ms, 5), "ratio": round(ms / ours, 3)}
+        if name in flops:
+            others[kind][name]["tflops"] = round(flops[name] / (ms * 1e-3) / 1e12, 1)
+    found = {"shape": shape, "ms": round(ours, 5), "figure": figure(ours), **others, "failed": dict(failed)}
+    for kind, prefix in (("peer", ""), ("baseline", "baseline_")):
+        best = min(others[f"{kind}s"].items(), key=lambda other: other[1]["ms"], default=(None, {}))
+        found |= {kind: best[0], f"{kind}_ms": best[1].get("ms"), f"{prefix}ratio": best[1].get("ratio")}
+    return found
 
 
 def load(op: str) -> ModuleType:

@@ -1,21 +1,31 @@
-"""Rows of a benchmark as a picture: milliseconds a shape, ours beside the peers and plain PyTorch."""
+"""Rows of a benchmark as a picture: milliseconds per shape, of ours, the peers and plain PyTorch."""
 
+import importlib
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from dsa_bench.harness import table
 
 
-def write_png(name: str, rows: list[dict[str, Any]], path: Path) -> None:
+def pyplot() -> ModuleType:
+    """matplotlib's, for files; RuntimeError where it is not installed."""
     try:
         import matplotlib
     except ImportError:
-        raise RuntimeError("--png needs matplotlib: pip install matplotlib") from None
+        raise RuntimeError("a picture needs matplotlib: pip install matplotlib") from None
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    return importlib.import_module("matplotlib.pyplot")
 
+
+def save(figure: Any, path: Path) -> None:
+    figure.savefig(path, dpi=150)
+    pyplot().close(figure)
+
+
+def write_png(name: str, rows: list[dict[str, Any]], path: Path) -> None:
     names = ["dsa", *(name for name in table.everyone(rows) if any(table.of(r, name) for r in rows))]
-    figure, axes = pyplot.subplots(figsize=(9, 1.2 + 0.5 * len(rows)), layout="constrained")
+    figure, axes = pyplot().subplots(figsize=(9, 1.2 + 0.5 * len(rows)), layout="constrained")
     height = 0.8 / len(names)
     for i, who in enumerate(names):
         times = [r["ms"] if who == "dsa" else table.of(r, who).get("ms", 0) for r in rows]
@@ -30,5 +40,4 @@ def write_png(name: str, rows: list[dict[str, Any]], path: Path) -> None:
     axes.set_xlabel("milliseconds, shorter is faster")
     axes.set_title(name)
     axes.legend()
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    save(figure, path)

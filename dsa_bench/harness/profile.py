@@ -1,6 +1,6 @@
-"""Where an op's time goes: the torch profiler's table, and what ncu says the multiprocessors were busy with.
+"""Where an op's time goes: the torch profiler's table, and the shares of peak that ncu measures.
 
-`python -m dsa_bench.harness.profile OP` calls the op's first case a few times: what ncu looks at.
+`python -m dsa_bench.harness.profile OP` calls the op's first case a few times, for ncu.
 """
 
 import csv
@@ -13,7 +13,7 @@ import torch
 from dsa_bench.harness.case import Case, load
 
 CALLS = 3
-# What a kernel may be limited by, as a share of its peak.
+# Possible bottlenecks of a kernel, as shares of peak.
 METRICS = {
     "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active": "tensor pipe",
     "sm__inst_issued.avg.pct_of_peak_sustained_active": "issue slots",
@@ -22,17 +22,28 @@ METRICS = {
 }
 
 
+def both_tables(op: str) -> str:
+    """Both tables of an op's first case."""
+    module = load(op)
+    first = module.case(*module.SHAPES[0])
+    return f"{op}: {first.name}\n{torch_table(first)}\n{ncu_table(op)}"
+
+
 def torch_table(case: Case) -> str:
-    """The torch profiler's table of a few calls: kernels, copies and the host's part."""
-    calls = case.calls["dsa"]
-    calls[0]()
+    """The torch profiler's table of a few calls: kernels, copies and host."""
+    case.calls["dsa"][0]()
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
-        for i in range(CALLS):
-            calls[i % len(calls)]()
-        torch.cuda.synchronize()
+        _call(case)
     return profile.key_averages().table(sort_by="cuda_time_total", row_limit=12, max_name_column_width=60)
+
+
+def _call(case: Case) -> None:
+    calls = case.calls["dsa"]
+    for i in range(CALLS):
+        calls[i % len(calls)]()
+    torch.cuda.synchronize()
 
 
 def ncu_table(op: str) -> str:
@@ -71,10 +82,7 @@ def _number(text: str) -> float | None:
 
 def main(op: str) -> None:
     module = load(op)
-    calls = module.case(*module.SHAPES[0]).calls["dsa"]
-    for i in range(CALLS):
-        calls[i % len(calls)]()
-    torch.cuda.synchronize()
+    _call(module.case(*module.SHAPES[0]))
 
 
 if __name__ == "__main__":

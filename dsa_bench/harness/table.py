@@ -15,7 +15,7 @@ def print_table(name: str, rows: list[dict[str, Any]]) -> None:
 
 
 def _others(row: dict[str, Any]) -> Iterator[str]:
-    """Peers, then what is plain PyTorch, then what only gives the scale, then what could not be timed."""
+    """Peers, then plain PyTorch, then yardsticks, then what could not be timed."""
     for kind, label in KINDS.items():
         if row[kind]:
             yield label + "; ".join(f"{name} {_figures(p)}" for name, p in row[kind].items())
@@ -31,19 +31,19 @@ def _figures(other: dict[str, float]) -> str:
 
 
 def everyone(rows: list[dict[str, Any]]) -> list[str]:
-    """Who stands beside ours in some row, peers first."""
+    """The names that any row compares with ours, peers first."""
     kinds = [list(row[kind]) for kind in KINDS for row in rows]
     return list(dict.fromkeys(name for names in [*kinds, *(row["failed"] for row in rows)] for name in names))
 
 
 def of(row: dict[str, Any], name: str) -> dict[str, float]:
-    """Figures of one beside ours; empty where it was not timed."""
+    """The figures of one name; empty where it was not timed."""
     return next((row[kind][name] for kind in KINDS if name in row[kind]), {})
 
 
 def write_csv(rows: list[dict[str, Any]], path: Path) -> None:
-    """One line a shape; two columns for each peer, baseline and yardstick. One that was not timed has the reason, or
-    nothing where it was not asked."""
+    """A line per shape, and two columns per peer, baseline and yardstick: empty for one that was not tried, and with
+    the reason for one that failed."""
     names = everyone(rows)
     with path.open("w", newline="") as handle:
         writer = csv.writer(handle)

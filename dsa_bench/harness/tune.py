@@ -19,7 +19,7 @@ from dsa.testing import bench
 from dsa_bench.harness.benchmarks import tunable
 from dsa_bench.harness.case import Call, Case, load
 
-WORTH = 1.01  # times as long as the fastest: what data is written for
+WORTH = 1.01  # data is written where the model's choice takes more than this times the fastest
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,7 @@ class TuningClass:
 
 @dataclass(frozen=True)
 class Tuning:
-    """What the tuner asks of an op: all configurations, each with the function that compiles it, and classes of
-    shapes."""
+    """An op's search space: all configurations, each with the function that compiles it, and classes of shapes."""
 
     candidates: dict[Any, Callable[..., Any]]
     classes: dict[str, TuningClass]
@@ -47,7 +46,7 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Trial:
-    """A configuration's outcome on a class: milliseconds of each shape, or why there are none."""
+    """A configuration's outcome on a class: milliseconds for each shape, or the failure."""
 
     config: Any
     registers: str
@@ -87,7 +86,7 @@ def tune(op: str, output: Path | None = None, jobs: int | None = None) -> None:
     }
     jobs = jobs or len(os.sched_getaffinity(0))
     print(f"{op}: compiling {len(todo)} kernels in {jobs} processes")
-    # Fresh processes: the DSL compiles in one thread, and CUDA does not survive a fork.
+    # Spawned: the DSL compiles in one thread, and CUDA does not survive a fork.
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
         work = {arguments: pool.submit(_compile, plan.candidates[arguments[-1]], arguments) for arguments in todo}
@@ -108,20 +107,20 @@ def tune(op: str, output: Path | None = None, jobs: int | None = None) -> None:
         print_trials(name, [case.name for case in cases], trials)
         if not trials or not trials[0].ms:
             raise RuntimeError(f"{op}: no configuration of class {name!r} is correct")
-        # Class by class: a search takes minutes, and what ends it early leaves what was found.
+        # After each class: a search takes minutes, and keeps its results when it is interrupted.
         tuning.write(op, {name: _winner(shapes, trials)}, note, path)
     print(f"wrote {path}")
 
 
 def _winner(shapes: TuningClass, trials: Sequence[Trial]) -> Any:
-    """The fastest, or None where what a model chooses is as fast: data is for where the model is wrong."""
+    """The fastest, or None where the modelled choice is as fast, so that no data is needed."""
     modelled = next((trial for trial in trials if trial.config == shapes.modelled and trial.ms), None)
     within = modelled is not None and modelled.score <= WORTH ** len(modelled.ms) * trials[0].score
     return None if within else trials[0].config
 
 
 def _compile(compile_function: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
-    """Compile into the cache; the registers of a thread at launch, or "fails" and the reason's last line."""
+    """Compile into the cache. Registers per thread at launch, or "fails" and the reason's last line."""
     from dsa.runtime.compile_cache import cubin
     from dsa.runtime.sass import disassemble
 
@@ -130,15 +129,15 @@ def _compile(compile_function: Callable[..., Any], arguments: tuple[Any, ...]) -
         return str(disassemble(cubin(compile_function, *arguments)).registers)
     except FileNotFoundError:  # no disassembler: the registers stay unknown
         return "-"
-    except Exception as error:  # whatever the compiler says of one candidate must not end the search
+    except Exception as error:  # one candidate's error must not end the search
         return f"fails: {str(error).strip().splitlines()[-1][:80]}"
 
 
 def _try_all(op: str, arch: str, shape_class: str, registers: dict[Any, str], cases: Sequence[Case]) -> list[Trial]:
-    """Check every configuration on every case; then time those that are correct, in turns, so that clocks and heat fall
-    on all alike."""
+    """Check every configuration on every case, then time the correct ones in turns, so that clocks and heat affect all
+    alike."""
     failures = {config: outcome for config, outcome in registers.items() if outcome.startswith("fails")}
-    # Of each case: a reference takes many times as long as a comparison with what it has found to be correct.
+    # Per case: comparing with a result known to be correct is much faster than the reference.
     correct_results: list[list[torch.Tensor]] = [[] for _ in cases]
     for config in registers.keys() - failures.keys():
         try:
@@ -163,7 +162,7 @@ def _try_all(op: str, arch: str, shape_class: str, registers: dict[Any, str], ca
 
 
 def _under(op: str, arch: str, shape_class: str, config: Any, call: Call) -> Call:
-    """Return the call with this configuration on trial. What the op has chosen before and after is forgotten."""
+    """The call with this configuration. The op's cached choices are cleared before and after."""
     from dsa.cute import tuning
 
     caches = [x for x in vars(importlib.import_module(op_module(op))).values() if hasattr(x, "cache_clear")]

@@ -1,18 +1,16 @@
-"""Index scores over contiguous keys: TFLOP/s on the pairs in range, beside DeepGEMM and cuDNN-frontend."""
+"""Index scores over contiguous keys: TFLOP/s on the pairs in range, compared with DeepGEMM and cuDNN-frontend."""
 
-from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import torch
 
 import dsa
-from dsa.testing import calc_diff, fp8_gemm_rate
+from dsa.testing import calc_diff
 from dsa_bench.harness import agreement
-from dsa_bench.harness.case import Call, Case
+from dsa_bench.harness.case import Case, flop_rate, fp8_gemm
+from dsa_bench.harness.tune import Tuning, TuningClass
 from dsa_bench.peers import cudnn, deep_gemm
-
-if TYPE_CHECKING:
-    from dsa_bench.harness.tune import Tuning
 
 # queries, keys, heads, head dimension, whether pairs out of range become -inf, accumulators; causal
 SHAPES = [
@@ -33,7 +31,6 @@ PROBED = [
     (512, 4096, 32, 64, False, "float32"),
     (512, 4096, 64, 128, False, "float16"),
 ]
-_ceiling = cache(fp8_gemm_rate)
 
 
 def case(queries: int, keys: int, heads: int, dim: int, clean: bool = True, accumulators: str = "float32") -> Case:
@@ -46,11 +43,7 @@ def case(queries: int, keys: int, heads: int, dim: int, clean: bool = True, accu
     flop = 2 * int((ends - starts).sum()) * heads * dim
     options = {"clean_logits": clean, "accumulators": getattr(torch, accumulators)}
     scores = partial(dsa.fp8_mqa_logits, *arguments, **options)
-    both = [deep_gemm.mqa_logits(*arguments, clean), cudnn.indexer_scores(q, kv, weights)]
-
-    def figure(ms: float) -> str:
-        rate = flop / (ms * 1e-3)
-        return f"{rate / 1e12:.0f} TFLOP/s, {rate / _ceiling():.0%} of FP8 GEMM"
+    peers = deep_gemm.mqa_logits(*arguments, clean) | cudnn.indexer_scores(q, kv, weights)
 
     def check(got: torch.Tensor) -> None:
         with dsa.use_backend("reference"):
@@ -60,29 +53,24 @@ def case(queries: int, keys: int, heads: int, dim: int, clean: bool = True, accu
             raise AssertionError(f"calc_diff {diff:.2g}")
 
     def agree(got: Any, ours: torch.Tensor) -> None:
-        """On the pairs in range: cuDNN's rows see a key more, and DeepGEMM 2.8.1 leaves the others as they were."""
+        """On the pairs in range: cuDNN's rows see one key more, and DeepGEMM 2.8.1 does not write the others."""
         rows = agreement.some(queries)
         seen = _seen(ends[rows], keys)
         agreement.close(agreement.first(got).reshape(queries, keys)[rows][seen], ours[rows][seen])
 
-    calls: dict[str, list[Call]] = {"dsa": [scores]}
-    failed: dict[str, str] = {}
-    for peers in both:
-        calls |= peers.calls
-        failed |= peers.failed
     name = f"{queries} x {keys}, H {heads}, D {dim}, causal, {'cleaned' if clean else 'not cleaned'}"
     name += "" if accumulators == "float32" else f", {accumulators} accumulators"
-    return Case(name, calls, figure, check, repeats=15, failed=failed, agree=agree)
+    others = {"repeats": 15, "agree": agree, "check": check}
+    return Case(name, {"dsa": [scores]}, flop_rate(flop, fp8_gemm), peers, **others)
 
 
 def _seen(ends: torch.Tensor, keys: int) -> torch.Tensor:
     return torch.arange(keys, device=ends.device) < ends[:, None]
 
 
-def tuning() -> "Tuning":
+def tuning() -> Tuning:
     from dsa.cute.tuning import candidates
     from dsa.kernels.indexer import fp8_mqa_logits_sm90 as kernel
-    from dsa_bench.harness.tune import Tuning, TuningClass
 
     sizes = {
         64: [(2048, 8192), (4096, 32768)],

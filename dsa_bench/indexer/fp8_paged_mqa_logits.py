@@ -1,19 +1,18 @@
-"""Index scores over paged keys: bytes a second, beside both builds of DeepGEMM; and the plan. With fp16 accumulators,
-beside fp32 ones too."""
+"""Index scores over paged keys: bytes per second, compared with both builds of DeepGEMM; and the plan. With fp16
+accumulators also compared with fp32 ones."""
 
-from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import torch
 
 import dsa
-from dsa.testing import calc_diff, copy_bandwidth
+from dsa.testing import calc_diff
 from dsa_bench.harness import agreement
-from dsa_bench.harness.case import Call, Case
+from dsa_bench.harness.calls import Call
+from dsa_bench.harness.case import Case, bytes_rate, fresh
+from dsa_bench.harness.tune import Tuning, TuningClass
 from dsa_bench.peers import deep_gemm
-
-if TYPE_CHECKING:
-    from dsa_bench.harness.tune import Tuning
 
 # batch, queries a sequence, mean context, heads, accumulators; a context of 0: the plan alone
 SHAPES = [
@@ -39,15 +38,12 @@ PROBED = [
 ]
 DIM, PAGE = 128, 64
 _PLANS = 8  # in a graph
-_FRESH_BYTES = 128 << 20  # of inputs in a graph: more than the L2 cache holds
 _FP32 = "dsa, float32 accumulators"
-_ceiling = cache(copy_bandwidth)
 
 
-def _inputs(batch: int, next_n: int, mean: int, heads: int) -> tuple[Any, ...]:
-    low, high = (mean, mean + 1) if batch == 1 else (int(0.7 * mean), int(1.3 * mean))
-    lengths = torch.randint(low, high, (batch,), dtype=torch.int32)
-    used = -(-lengths // PAGE)
+def paged_inputs(lengths: torch.Tensor, next_n: int, heads: int) -> tuple[Any, ...]:
+    """(q, cache, weights, lengths, block table) of sequences with so many keys, int32 [B] on the CPU."""
+    batch, used = len(lengths), -(-lengths // PAGE)
     pages, width = int(used.sum()), int(used.max())
     keys = torch.randn(pages, PAGE * DIM, device="cuda").to(torch.float8_e4m3fn).view(torch.uint8)
     scales = (torch.rand(pages, PAGE, device="cuda") + 0.5).view(torch.uint8)
@@ -56,7 +52,13 @@ def _inputs(batch: int, next_n: int, mean: int, heads: int) -> tuple[Any, ...]:
     table[torch.arange(width) < used[:, None]] = torch.randperm(pages, dtype=torch.int32)
     q = torch.randn(batch, next_n, heads, DIM, device="cuda").to(torch.float8_e4m3fn)
     weights = torch.randn(batch * next_n, heads, device="cuda")
-    return q, cache, weights, lengths.cuda(), table.cuda(), int(lengths.max())
+    return q, cache, weights, lengths.cuda(), table.cuda()
+
+
+def _inputs(batch: int, next_n: int, mean: int, heads: int) -> tuple[Any, ...]:
+    low, high = (mean, mean + 1) if batch == 1 else (int(0.7 * mean), int(1.3 * mean))
+    lengths = torch.randint(low, high, (batch,), dtype=torch.int32)
+    return *paged_inputs(lengths, next_n, heads), int(lengths.max())
 
 
 def _call(accumulators: str, q, cache, weights, lengths, table, columns) -> Call:
@@ -71,30 +73,26 @@ def _plan_case(batch: int) -> Case:
     ours = partial(dsa.get_paged_mqa_logits_metadata, lengths, PAGE, dsa.num_sms("cuda"))
 
     def agree(got: torch.Tensor, ours: torch.Tensor) -> None:
-        """Work is split in other places: a part of the GPU has a row in all of them."""
+        """Each splits the work differently; all plans have a row per SM."""
         if got.shape != ours.shape:
             raise AssertionError(f"differs: shape {list(got.shape)}, where ours is {list(ours.shape)}")
 
-    calls = {"dsa": [ours] * _PLANS, **peers.calls}
-    figure = lambda ms: f"{ms * 1e3:.1f} us"  # noqa: E731
-    return Case(f"the plan, B {batch}", calls, figure, graph=True, failed=peers.failed, agree=agree)
+    options = {"graph": True, "agree": agree}
+    return Case(f"the plan, B {batch}", {"dsa": [ours] * _PLANS}, lambda ms: f"{ms * 1e3:.1f} us", peers, **options)
 
 
 def case(batch: int, next_n: int, mean: int, heads: int, accumulators: str = "float32") -> Case:
     if mean == 0:
         return _plan_case(batch)
-    inputs = [_inputs(batch, next_n, mean, heads) for _ in range(max(2, _FRESH_BYTES // (batch * mean * (DIM + 4))))]
-    peers = deep_gemm.paged_mqa_logits(inputs)
-    calls: dict[str, list[Call]] = {"dsa": [_call(accumulators, *i) for i in inputs], **peers.calls}
+    size = batch * mean * (DIM + 4)
+    inputs = fresh(size, partial(_inputs, batch, next_n, mean, heads), most=1 << 16, total=128 << 20)
+    calls = {"dsa": [_call(accumulators, *i) for i in inputs]}
     name = f"B {batch}, next_n {next_n}, mean context {mean}, H {heads}, D {DIM}"
     if accumulators != "float32":
         name += f", {accumulators} accumulators"
         calls[_FP32] = [_call("float32", *i) for i in inputs]
-    keys = sum(int(i[3].sum()) for i in inputs) / len(inputs)
-
-    def figure(ms: float) -> str:
-        rate = keys * (DIM + 4 + 4 * next_n) / (ms * 1e-3)
-        return f"{rate / 1e9:.0f} GB/s, {rate / _ceiling():.0%} of copy"
+    keys = sum(int(lengths.sum()) for *_, lengths, _, _ in inputs) / len(inputs)
+    figure = bytes_rate(keys * (DIM + 4 + 4 * next_n), us=False)
 
     def check(got: torch.Tensor) -> None:
         with dsa.use_backend("reference"):
@@ -110,16 +108,15 @@ def case(batch: int, next_n: int, mean: int, heads: int, accumulators: str = "fl
         seen = torch.arange(columns, device=ours.device) < visible[:, None]
         agreement.close(got[rows][seen], ours[rows][seen])
 
-    scale_of = frozenset({_FP32} & calls.keys())
-    return Case(name, calls, figure, check, graph=True, failed=peers.failed, agree=agree, yardsticks=scale_of)
+    others = {"graph": True, "yardsticks": frozenset({_FP32}), "agree": agree, "check": check}
+    return Case(name, calls, figure, deep_gemm.paged_mqa_logits(inputs), **others)
 
 
-def tuning() -> "Tuning":
+def tuning() -> Tuning:
     from dsa.cute.tuning import candidates
     from dsa.kernels.indexer import fp8_paged_mqa_logits_sm90 as kernel
-    from dsa_bench.harness.tune import Tuning, TuningClass
 
-    # Several (heads, next_n) have the same number of columns: one stands for all.
+    # One (heads, next_n) for each number of columns.
     columns = {heads * next_n: (heads, next_n) for next_n in (4, 3, 2, 1) for heads in (8, 16, 32, 64)}
     return Tuning(
         dict.fromkeys(candidates(kernel.PagedMqaLogitsConfig), kernel.compile_fp8_paged_mqa_logits),

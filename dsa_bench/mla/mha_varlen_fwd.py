@@ -1,19 +1,22 @@
-"""Multi-head attention over packed sequences, of all causal keys and of 2048 selected ones, beside cuDNN's over all
-keys; and, as a yardstick, absorbed attention over the selected keys."""
+"""Multi-head attention over packed sequences, to all causal keys and to 2048 selected ones, compared with cuDNN's to
+all keys; a yardstick is absorbed attention to the selected keys."""
 
-from functools import cache, partial
+from functools import partial
+from types import ModuleType
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import dsa
-from dsa.testing import assert_close, bf16_gemm_rate
 from dsa_bench.harness.agreement import agree
-from dsa_bench.harness.case import Call, Case
+from dsa_bench.harness.calls import Call, Peers
+from dsa_bench.harness.case import Case, bf16_gemm, flop_rate
+from dsa_bench.peers.package import Library
 
 V32, GLM5 = (128, 192, 128), (64, 256, 256)
 TOP_K = 2048
+CUDNN, ABSORBED = Library("cuDNN", ("torch",)), "absorbed, 2048 keys"
 # sequences, tokens of each, of which new; heads, d, dv; whether keys are selected
 SHAPES = [
     *((*sizes, *V32, selecting) for sizes in ((1, 4096, 4096), (1, 8192, 8192)) for selecting in (False, True)),
@@ -23,13 +26,19 @@ SHAPES = [
     *((1, 8192, 8192, *GLM5, selecting) for selecting in (False, True)),
     (64, 512, 512, *GLM5, False),
 ]
-_ceiling = cache(bf16_gemm_rate)
 
 
-def _cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """q, k, v [B, H, S, .]: all sequences are of the same length, and all of their tokens are new."""
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+
+
+def _cudnn(module: ModuleType, *arguments: torch.Tensor | float) -> Call:
+    """q, k, v [B, H, S, .]: all sequences have the same length, and all their tokens are new. Raises RuntimeError where
+    this build of torch does not have it."""
+    call = partial(_attend, *arguments)
+    call()
+    return call
 
 
 def case(sequences: int, keys: int, new: int, heads: int, d: int, dv: int, selecting: bool) -> Case:
@@ -40,58 +49,37 @@ def case(sequences: int, keys: int, new: int, heads: int, d: int, dv: int, selec
     q, k, v = normal(queries, heads, d), normal(rows, heads, d), normal(rows, heads, dv)
     cu_q, cu_k = (torch.arange(0, n + 1, each, device="cuda").int() for n, each in ((queries, new), (rows, keys)))
     visible = (keys - new + 1 + torch.arange(new, device="cuda")).repeat(sequences).int()
-    pairs = int(visible.sum())
-    options = {}
-    if selecting:
-        starts = torch.arange(sequences, device="cuda").repeat_interleave(new).int() * keys
-        indices = _selected(visible, keys)
-        bits = dsa.selection_bits(torch.where(indices < 0, indices, indices + starts[:, None]), starts, keys)
-        options = {"selected": bits, "dense_keys": TOP_K}
-    calls: dict[str, list[Call]] = {"dsa": [partial(dsa.mha_varlen_fwd, q, k, v, cu_q, cu_k, keys, scale, **options)]}
-    failed, yardsticks = {}, set()
-    if new == keys:
-        by_sequence = [x.view(sequences, keys, *x.shape[1:]).transpose(1, 2) for x in (q, k, v)]
-        try:
-            _cudnn(*by_sequence, scale)
-            calls["cuDNN"] = [partial(_cudnn, *by_sequence, scale)]
-        except RuntimeError as error:
-            failed["cuDNN"] = str(error).splitlines()[0]
-    if selecting and (heads, d, dv) == V32:
-        absorbed, latents = normal(queries, heads, 576), normal(rows, 1, 576)
-        lists = torch.where(indices < 0, indices, indices + starts[:, None])[:, None]
-        arguments = absorbed, latents, lists, scale, 512, None, (indices >= 0).sum(-1).int()
-        calls["absorbed, 2048 keys"] = [partial(dsa.flash_mla_sparse_fwd, *arguments)]
-        yardsticks.add("absorbed, 2048 keys")
-    if selecting:
-        yardsticks.add("cuDNN")
-
-    def figure(ms: float) -> str:
-        rate = 2 * pairs * heads * (d + dv) / (ms * 1e-3)
-        return f"{rate / 1e12:.0f} TFLOP/s, {rate / _ceiling():.0%} of bf16 GEMM"
-
-    def check(got: tuple[torch.Tensor, torch.Tensor]) -> None:
-        few = slice(queries - 64, queries)
-        of_last = torch.tensor([0, 64], device="cuda").int(), torch.tensor([0, keys], device="cuda").int()
-        own = {"selected": options["selected"][few]} if selecting else {}
-        with dsa.use_backend("reference"):
-            tensors = q[few].float(), k[-keys:].float(), v[-keys:].float()
-            expected, lse = dsa.mha_varlen_fwd(*tensors, *of_last, keys, scale, **own)
-        assert_close("out", got[0][few], expected, abs_tol=2e-3, rel_tol=2e-2, cos_tol=2e-5)
-        assert_close("lse", got[1][:, few], lse, abs_tol=1e-3, rel_tol=1e-5)
-
+    arguments = q, k, v, cu_q, cu_k, keys, scale
+    others = {"yardsticks": frozenset({ABSORBED, CUDNN.name} if selecting else ()), "agree": _agree}
     name = f"{sequences} x {keys}" + (f", last {new}" if new < keys else "")
     name += f", {heads} heads of {d}/{dv}" + (f", {TOP_K} keys selected" if selecting else "")
-    others = {"failed": failed, "yardsticks": frozenset(yardsticks & calls.keys()), "agree": _agree}
-    return Case(name, calls, figure, check, **others)
+    figure = flop_rate(2 * int(visible.sum()) * heads * (d + dv), bf16_gemm)
+    peers = Peers()
+    if new == keys:
+        by_sequence = [x.view(sequences, keys, *x.shape[1:]).transpose(1, 2) for x in (q, k, v)]
+        peers = Peers.of({CUDNN: _cudnn}, [(*by_sequence, scale)])
+    if not selecting:
+        return Case(name, {"dsa": [partial(dsa.mha_varlen_fwd, *arguments)]}, figure, peers, **others)
+
+    starts = torch.arange(sequences, device="cuda").repeat_interleave(new).int() * keys
+    indices = _selected(visible, keys)
+    lists = torch.where(indices < 0, indices, indices + starts[:, None])
+    bits = dsa.selection_bits(lists, starts, keys)
+    calls = {"dsa": [partial(dsa.mha_varlen_fwd, *arguments, selected=bits, dense_keys=TOP_K)]}
+    if (heads, d, dv) == V32:
+        absorbed, latents = normal(queries, heads, 576), normal(rows, 1, 576)
+        attended = absorbed, latents, lists[:, None], scale, 512, None, (indices >= 0).sum(-1).int()
+        calls[ABSORBED] = [partial(dsa.flash_mla_sparse_fwd, *attended)]
+    return Case(name, calls, figure, peers, **others)
 
 
 def _agree(theirs: torch.Tensor, ours: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """cuDNN's result has a dimension of sequences, and its heads in front of the tokens."""
+    """cuDNN's result has a dimension of sequences, and heads before tokens."""
     agree(theirs.transpose(1, 2).flatten(0, 1), ours)
 
 
 def _selected(visible: torch.Tensor, keys: int) -> torch.Tensor:
-    """int32 [T, TOP_K]: keys at random among those that a query sees, all of them where they are fewer; then -1."""
+    """int32 [T, TOP_K]: random keys among those that a query sees, all of them where there are fewer; then -1."""
     chunks = []
     for count in visible.split(1024):
         scores = torch.rand(len(count), max(keys, TOP_K), device="cuda")

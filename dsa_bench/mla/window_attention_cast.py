@@ -1,14 +1,14 @@
-"""V4's attention in prefill with its result turned back and cast to FP8, beside attention, rotation and cast one after
-the other, by our ops and with FlashMLA's attention."""
+"""V4's attention in prefill with its result rotated back and cast to FP8, compared with attention, rotation and cast
+one after the other, by our ops and with FlashMLA's attention."""
 
-from collections.abc import Callable
-from functools import cache, partial
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 import dsa
-from dsa.testing import bf16_gemm_rate, calc_diff
-from dsa_bench.harness.case import Call, Case
+from dsa.testing import calc_diff
+from dsa_bench.harness.case import Case, bf16_gemm, flop_rate
 from dsa_bench.peers import flash_mla
 
 # tokens, heads, groups, selected entries: V4-Flash's layers and V4-Pro's
@@ -16,7 +16,6 @@ SHAPES = [(4096, 64, 8, 512), (4096, 128, 16, 512), (16384, 64, 8, 512), (4096, 
 PROBED = [(512, 64, 8, 128)]
 D, WINDOW, ROTATED = 512, 128, 64
 Cast = tuple[torch.Tensor, torch.Tensor]
-_gemm = cache(bf16_gemm_rate)
 
 
 def case(tokens: int, heads: int, groups: int, selected: int) -> Case:
@@ -36,45 +35,29 @@ def case(tokens: int, heads: int, groups: int, selected: int) -> Case:
         pairs += tokens * selected
     places = torch.arange(tokens * groups, device="cuda").int().view(groups, tokens).T.reshape(-1, 1)
 
-    def turned_and_cast(out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def rotate_and_cast(results: Sequence[torch.Tensor]) -> Cast:
+        out = results[0]
         dsa.apply_rotary(out, cos, back, interleaved=True, dims="last", out=out)
         return dsa.scatter_cast_to_fp8(out.view(tokens * groups, -1), places)
 
-    def apart() -> tuple[torch.Tensor, torch.Tensor]:
+    packed = q, kv, ends, ends, WINDOW
+
+    def apart() -> Cast:
         if compressed is None:
-            out, _ = dsa.sliding_window_attention(q, kv, ends, ends, WINDOW, D**-0.5, indices=near)
-        else:
-            out, _ = dsa.window_sparse_attention(
-                *(q, kv, ends, ends, WINDOW, compressed, indices, D**-0.5), window_indices=near
-            )
-        return turned_and_cast(out)
+            return rotate_and_cast(dsa.sliding_window_attention(*packed, D**-0.5, indices=near))
+        return rotate_and_cast(dsa.window_sparse_attention(*packed, compressed, indices, D**-0.5, window_indices=near))
 
-    def figure(ms: float) -> str:
-        rate = 2 * pairs * heads * 2 * D / (ms * 1e-3)
-        return f"{rate / 1e12:.0f} TFLOP/s, {rate / _gemm():.0%} of bf16 GEMM"
-
-    def check(got: tuple[torch.Tensor, torch.Tensor]) -> None:
-        assert all(torch.equal(g.view(torch.uint8), e.view(torch.uint8)) for g, e in zip(got, apart(), strict=True))
-
-    fused = partial(
-        *(dsa.window_attention_cast_to_fp8, q, kv, ends, ends, WINDOW, compressed, indices, cos, sin, groups, D**-0.5),
-        window_indices=near,
-    )
-    peers = flash_mla.sparse_prefill([(q, keys, lists[:, None], D**-0.5)])
-    theirs = {name: [partial(_then, call, turned_and_cast) for call in calls] for name, calls in peers.calls.items()}
-    calls = {"dsa": [fused], "apart": [apart], **theirs}
+    arguments = *packed, compressed, indices, cos, sin, groups, D**-0.5
+    calls = {"dsa": [partial(dsa.window_attention_cast_to_fp8, *arguments, window_indices=near)], "apart": [apart]}
+    peers = flash_mla.sparse_prefill([(q, keys, lists[:, None], D**-0.5)]).then(rotate_and_cast)
     name = f"{tokens} tokens, {heads} heads in {groups} groups, window {WINDOW}, {selected or 'none'} selected"
-    others = {"yardsticks": frozenset({"apart"}), "failed": peers.failed, "agree": _agree}
-    return Case(name, calls, figure, check, repeats=15, **others)
-
-
-def _then(call: Call, rest: Callable[[torch.Tensor], Cast]) -> Cast:
-    return rest(call()[0])
+    others = {"yardsticks": frozenset({"apart"}), "agree": _agree}
+    return Case(name, calls, flop_rate(2 * pairs * heads * 2 * D, bf16_gemm), peers, repeats=15, **others)
 
 
 def _agree(theirs: Cast, ours: Cast) -> None:
-    """Sums in another order end in another bf16 now and then, by up to 2^-7 of the largest values, and so in the next
-    number of e4m3, or with the next power of two as the scale."""
+    """Another order of sums may round to another bf16, off by up to 2^-7 of the largest values, and so to the next e4m3
+    number, or change the scale to the next power of two."""
     values = [q.float().unflatten(1, (-1, 128)) * scale[..., None] for q, scale in (theirs, ours)]
     step = torch.maximum(theirs[1], ours[1])[..., None]
     assert ((values[0] - values[1]).abs() <= values[1].abs() / 7 + step * 4).all()

@@ -1,20 +1,17 @@
-"""The lists of windows beside the same by plain torch operations: bytes written a second."""
+"""The lists of windows, compared with plain torch operations: bytes written per second."""
 
-from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 
 import torch
 
 import dsa
 from dsa.reference.mla import window_indices as reference
-from dsa.testing import copy_bandwidth
-from dsa_bench.harness.case import Call, Case
+from dsa_bench.harness.calls import over
+from dsa_bench.harness.case import Case, bytes_rate, fresh
 
 # what; queries of a prefill chunk in 16 sequences, or sequences of a decode batch
 SHAPES = [("indices", 16384), ("indices", 4096), ("pages", 1024), ("pages", 64), ("rings", 64)]
 WINDOW, PAGE, MAX_PAGES, SEQUENCES = 128, 64, 512, 16
-_FRESH = 16  # inputs in a graph
-_ceiling = cache(copy_bandwidth)
 
 
 def _arguments(what: str, count: int) -> tuple:
@@ -30,17 +27,8 @@ def _arguments(what: str, count: int) -> tuple:
 
 def case(what: str, count: int) -> Case:
     name = "window_indices" if what == "indices" else "window_slots"
-    inputs = [_arguments(what, count) for _ in range(_FRESH)]
-    functions: dict[str, Callable[..., torch.Tensor]] = {"dsa": getattr(dsa, name), "torch": getattr(reference, name)}
-    calls: dict[str, list[Call]] = {who: [partial(f, *i) for i in inputs] for who, f in functions.items()}
-
-    def figure(ms: float) -> str:
-        rate = 4 * count * WINDOW / (ms * 1e-3)
-        return f"{ms * 1e3:.1f} us, {rate / 1e9:.0f} GB/s, {rate / _ceiling():.0%} of copy"
-
-    def check(got: torch.Tensor) -> None:
-        if not torch.equal(got, functions["torch"](*inputs[0])):
-            raise AssertionError("not the reference's list")
-
-    baselines = frozenset({"torch"})
-    return Case(f"{what} of {count}, window {WINDOW}", calls, figure, check, graph=True, baselines=baselines)
+    size = 4 * count * WINDOW
+    inputs = fresh(size, partial(_arguments, what, count), most=16)
+    calls = over(inputs, {"dsa": getattr(dsa, name), "torch": getattr(reference, name)})
+    shape, baselines = f"{what} of {count}, window {WINDOW}", frozenset({"torch"})
+    return Case(shape, calls, bytes_rate(size), graph=True, baselines=baselines)

@@ -1,11 +1,11 @@
-"""The gate and the sort by expert, beside the same in PyTorch."""
+"""The gate and the sort by expert, compared with the same in PyTorch."""
 
 from functools import partial
 
 import torch
 
 import dsa
-from dsa_bench.harness.case import Call, Case
+from dsa_bench.harness.case import Case
 
 # tokens, experts, top_k, groups, groups that stay, scores; "sort" sorts the chosen experts instead
 SHAPES = [
@@ -20,7 +20,7 @@ def case(tokens: int, experts: int, top_k: int, groups: int, stay: int, scores: 
     bias = torch.randn(experts, device="cuda")
     kind = "sigmoid" if scores == "sort" else scores
     gate = partial(dsa.moe_gate, logits, bias, top_k, scores=kind, n_group=groups, topk_group=stay)
-    call: Call = gate if scores != "sort" else partial(dsa.sort_by_expert, gate()[0], experts)
+    call = gate if scores != "sort" else partial(dsa.sort_by_expert, gate()[0], experts)
 
     def in_torch() -> object:
         with dsa.use_backend("reference"):
@@ -30,9 +30,5 @@ def case(tokens: int, experts: int, top_k: int, groups: int, stay: int, scores: 
     if scores != "sort":  # whose reference counts with a synchronisation
         calls["torch"] = [in_torch] * 8
 
-    def check(got: tuple[torch.Tensor, ...]) -> None:
-        if scores == "sort" and not all(torch.equal(a, b) for a, b in zip(got, in_torch())):
-            raise AssertionError("not the reference's order")
-
     name = f"{tokens} tokens, {top_k} of {experts} experts, {scores}"
-    return Case(name, calls, lambda ms: f"{ms * 1e3:.1f} us", check, graph=True, baselines=frozenset({"torch"}))
+    return Case(name, calls, lambda ms: f"{ms * 1e3:.1f} us", graph=True, baselines=frozenset({"torch"}))

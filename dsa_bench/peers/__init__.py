@@ -1,4 +1,4 @@
-"""The other libraries' kernels that benchmarks stand beside: how each is imported, called and compared with ours.
+"""Other libraries' kernels for comparison: how each is imported, called and compared with ours.
 
-A peer computes the same function. `python -m dsa_bench.peers` calls every one of them once and says which agree.
+A peer computes the same function. `python -m dsa_bench.peers` calls each once and prints which agree.
 """

@@ -6,17 +6,15 @@ from types import ModuleType
 
 import torch
 
-from dsa_bench.harness.calls import Call
-from dsa_bench.peers.package import Library, Peers
+from dsa_bench.harness.calls import Call, Peers
+from dsa_bench.peers.package import Library
 
 CUDNN = Library("cuDNN-FE", ("cudnn",))
 
 
 def indexer_scores(q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], weights: torch.Tensor) -> Peers:
-    """Causal scores of the last len(q) of len(kv[0]) tokens, cleaned: a row sees one key more than the row before."""
-    peers = Peers()
-    peers.add(CUDNN, _indexer_scores, [(q, kv, weights)])
-    return peers
+    """Causal scores of the last len(q) of len(kv[0]) tokens, cleaned: a row sees one key more than the previous one."""
+    return Peers.of({CUDNN: _indexer_scores}, [(q, kv, weights)])
 
 
 def _indexer_scores(module: ModuleType, q, kv, weights) -> Call:
@@ -29,7 +27,7 @@ def _indexer_scores(module: ModuleType, q, kv, weights) -> Call:
         ratio=1,
         qhead_per_kv_head=heads,
         precision="fp8",
-        # Its queries have scales of their own, and its keys are causal from the offset on.
+        # Queries have their own scales here, and keys are causal from the offset on.
         q_scale=torch.ones(1, tokens, heads, device=q.device),
         k_scale=kv[1][None, :, None],
         q_causal_offsets=torch.full((1,), len(kv[0]) - tokens, dtype=torch.int32, device=q.device),
@@ -38,11 +36,9 @@ def _indexer_scores(module: ModuleType, q, kv, weights) -> Call:
 
 def topk(inputs: Iterable[tuple[torch.Tensor, torch.Tensor, int]]) -> Peers:
     """Indices of (scores, lengths, k), with arbitrary ties and with ties to the lowest index."""
-    inputs, peers = list(inputs), Peers()
-    for deterministic in (False, True):
-        name = f"{CUDNN.name}{' deterministic' if deterministic else ''}"
-        peers.add(CUDNN, partial(_topk, deterministic), inputs, name)
-    return peers
+    inputs = list(inputs)
+    arbitrary = Peers.of({CUDNN: partial(_topk, False)}, inputs)
+    return arbitrary | Peers.of({CUDNN: partial(_topk, True)}, inputs, "{} deterministic")
 
 
 def _topk(deterministic: bool, module: ModuleType, scores, lengths, k: int) -> Call:
@@ -51,10 +47,8 @@ def _topk(deterministic: bool, module: ModuleType, scores, lengths, k: int) -> C
 
 def attention_backward(q, kv, indices, scale: float, sink, out, lse, dout) -> Peers:
     """(dq, dkv, dsink) of sparse attention."""
-    peers = Peers()
     tensors = (q, kv.squeeze(1), out, dout, lse, sink, indices.squeeze(1))
-    peers.add(CUDNN, partial(_attention_backward, scale), [tensors])
-    return peers
+    return Peers.of({CUDNN: partial(_attention_backward, scale)}, [tensors])
 
 
 def _attention_backward(scale: float, module: ModuleType, *tensors: torch.Tensor) -> Call:

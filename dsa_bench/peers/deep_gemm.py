@@ -15,6 +15,7 @@ Facts, on Hopper:
 """
 
 import concurrent.futures
+import contextlib
 import multiprocessing
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -22,8 +23,8 @@ from types import ModuleType
 
 import torch
 
-from dsa_bench.harness.calls import Call
-from dsa_bench.peers.package import Library, Peers, launch_programmatically
+from dsa_bench.harness.calls import Call, Peers
+from dsa_bench.peers.package import Library, launch_programmatically
 
 NEW = Library("deepgemm 2.8.1", ("vllm.third_party.deep_gemm",), launch_programmatically)
 OLD = Library("deepgemm", ("deep_gemm",), launch_programmatically)
@@ -31,17 +32,15 @@ BUILDS = (NEW, OLD)  # the newest first
 ALIGNMENT = 128  # of a group's first row
 _PROCESSES = 16
 _GROUPED_MEMORY = 0.8  # of the GPU's free memory, for compiling processes with all groups' weights
-_ROWS_MEMORY = 5 << 30  # of such a process, beside the weights
+_ROWS_MEMORY = 5 << 30  # of such a process, in addition to the weights
 Scaled = tuple[torch.Tensor, torch.Tensor]
 
 
 def mqa_logits(q: torch.Tensor, kv: Scaled, weights, starts, ends, clean: bool) -> Peers:
     """`fp8_mqa_logits` of both; starts must be 0, so that compressed rows are rows of all keys. 2.8.1 never cleans."""
-    peers = Peers()
     inputs = [(q, kv, weights, starts, ends)]
-    peers.add(NEW, new_mqa_logits, inputs, f"{NEW.name}, not cleaned" if clean else NEW.name)
-    peers.add(OLD, partial(_old_mqa_logits, clean), inputs)
-    return peers
+    new = Peers.of({NEW: new_mqa_logits}, inputs, "{}, not cleaned" if clean else "{}")
+    return new | Peers.of({OLD: partial(_old_mqa_logits, clean)}, inputs)
 
 
 def new_mqa_logits(module: ModuleType, q, kv, weights, starts, ends) -> Call:
@@ -54,13 +53,11 @@ def _old_mqa_logits(clean: bool, module: ModuleType, q, kv, weights, starts, end
 
 def paged_mqa_logits(inputs: Iterable[tuple]) -> Peers:
     """`fp8_paged_mqa_logits` of (q, pages, weights, lengths [B], block_table, columns), with plans made beforehand."""
-    inputs, peers = list(inputs), Peers()
+    inputs = list(inputs)
     next_n = inputs[0][0].shape[1]
-    if next_n in (1, 2, 4):
-        peers.add(NEW, _new_paged_mqa_logits, inputs)
-    if next_n in (1, 2):
-        peers.add(OLD, _old_paged_mqa_logits, inputs)
-    return peers
+    takes = {NEW: (1, 2, 4), OLD: (1, 2)}
+    makes = {NEW: _new_paged_mqa_logits, OLD: _old_paged_mqa_logits}
+    return Peers.of({library: make for library, make in makes.items() if next_n in takes[library]}, inputs)
 
 
 def _new_paged_mqa_logits(module: ModuleType, q, pages, weights, lengths, table, columns) -> Call:
@@ -88,10 +85,7 @@ def new_plan(module: ModuleType, visible: torch.Tensor, page: int, sms: int) -> 
 
 def plans(lengths: torch.Tensor, page: int, copies: int) -> Peers:
     """The plan of paged scores, one query a sequence, so many times."""
-    peers = Peers()
-    for library in BUILDS:
-        peers.add(library, _plan, [(lengths[:, None].contiguous(), page)] * copies)
-    return peers
+    return Peers.of(dict.fromkeys(BUILDS, _plan), [(lengths[:, None].contiguous(), page)] * copies)
 
 
 def _plan(module: ModuleType, visible: torch.Tensor, page: int) -> Call:
@@ -100,10 +94,7 @@ def _plan(module: ModuleType, visible: torch.Tensor, page: int) -> Call:
 
 def product(a: Scaled, weights: Sequence[Scaled], builds: Sequence[Library] = BUILDS) -> Peers:
     """`fp8_gemm_nt` with each of the weights: results are (out, None)."""
-    peers = Peers()
-    for library in builds:
-        peers.add(library, _product, [(a, b) for b in weights])
-    return peers
+    return Peers.of(dict.fromkeys(builds, _product), [(a, b) for b in weights])
 
 
 def _product(module: ModuleType, a: Scaled, b: Scaled) -> Call:
@@ -115,17 +106,19 @@ def _product(module: ModuleType, a: Scaled, b: Scaled) -> Call:
 def grouped_product(a: Scaled, b: Scaled, ends: torch.Tensor, builds: Sequence[Library] = BUILDS) -> Peers:
     """`m_grouped_fp8_gemm_nt_contiguous`, and of few rows 2.8.1's masked product too. Results are (out, the rows of out
     that are ours)."""
-    peers, inputs = Peers(), [(a, b, ends)]
-    for library in builds:
-        peers.add(library, _contiguous, inputs)
-    most = int(ends.diff(prepend=ends.new_zeros(1)).max())
-    if NEW in builds and most <= ALIGNMENT:
-        peers.add(NEW, _masked, inputs, f"{NEW.name}, masked")
+    peers = Peers.of(dict.fromkeys(builds, _contiguous), [(a, b, ends)])
+    if NEW in builds and int(sizes_of(ends).max()) <= ALIGNMENT:
+        peers |= Peers.of({NEW: _masked}, [(a, b, ends)], "{}, masked")
     return peers
 
 
+def sizes_of(ends: torch.Tensor) -> torch.Tensor:
+    """Rows of each group."""
+    return ends.diff(prepend=ends.new_zeros(1))
+
+
 def _contiguous(module: ModuleType, a: Scaled, b: Scaled, ends: torch.Tensor) -> Call:
-    sizes = ends.diff(prepend=ends.new_zeros(1))
+    sizes = sizes_of(ends)
     padded = (sizes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
     groups = torch.repeat_interleave(torch.arange(len(ends), device=ends.device, dtype=torch.int32), padded)
     rows = _places(ends, padded.cumsum(0) - padded)
@@ -137,7 +130,7 @@ def _contiguous(module: ModuleType, a: Scaled, b: Scaled, ends: torch.Tensor) ->
 
 def _masked(module: ModuleType, a: Scaled, b: Scaled, ends: torch.Tensor) -> Call:
     count = len(ends)
-    sizes = ends.diff(prepend=ends.new_zeros(1)).to(torch.int32)
+    sizes = sizes_of(ends).to(torch.int32)
     rows = _places(ends, torch.arange(count, device=ends.device) * ALIGNMENT)
     q, s = (x.unflatten(0, (count, ALIGNMENT)) for x in _spread(a, rows, count * ALIGNMENT))
     out = torch.empty(count, ALIGNMENT, b[0].shape[1], dtype=torch.bfloat16, device=q.device)
@@ -147,14 +140,14 @@ def _masked(module: ModuleType, a: Scaled, b: Scaled, ends: torch.Tensor) -> Cal
 
 
 def _places(ends: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    """Where our rows, one group after the other, lie if the groups begin at `starts`."""
-    sizes = ends.diff(prepend=ends.new_zeros(1))
+    """The index of each of our rows if the groups begin at `starts`."""
+    sizes = sizes_of(ends)
     moved = torch.repeat_interleave(starts - (ends - sizes), sizes)
     return torch.arange(len(moved), device=ends.device) + moved
 
 
 def _spread(a: Scaled, rows: torch.Tensor, count: int) -> Scaled:
-    """Rows and their scales at these places of `count`, others 0 and 1."""
+    """Rows and their scales at these indices of `count`, other rows 0 and scales 1."""
     q = torch.zeros(count, a[0].shape[1], dtype=torch.uint8, device=a[0].device)
     q[rows] = a[0].view(torch.uint8)
     s = torch.ones(count, a[1].shape[1], device=a[1].device)
@@ -170,17 +163,17 @@ def _into(out: torch.Tensor, rows: torch.Tensor | None, call: Call) -> tuple[tor
 def compile_products(
     shapes: Iterable[tuple[int, int, int]], device: str = "cuda", builds: Sequence[Library] = BUILDS
 ) -> None:
-    """Lets nvcc compile the products of these (rows, columns, channels), in parallel processes: one after the other
-    they take seconds each. What fails here fails again where it is reported."""
-    # By rows first: matrices of different sizes share no kernel, and those that do are not compiled at once.
+    """Let nvcc compile the products of these (rows, columns, channels) in parallel processes: each takes seconds. What
+    fails here fails again in the benchmark, which reports it."""
+    # By rows first: matrices of different sizes share no kernel, so that no two processes compile the same one.
     _in_processes(_compile, [(*shape, device, builds) for shape in sorted(set(shapes))], _PROCESSES, builds)
 
 
 def compile_grouped_products(
     shapes: Iterable[tuple[int, int, int, int, int]], device: str = "cuda", builds: Sequence[Library] = BUILDS
 ) -> None:
-    """The same of grouped products of these (rows, columns, channels, experts, top k), rows before they are routed.
-    Each process holds the weights of all groups: there are as many as have room."""
+    """The same for grouped products of these (rows, columns, channels, experts, top k), rows before routing. Each
+    process holds the weights of all groups, and the GPU's memory bounds the number of processes."""
     shapes, processes = sorted(set(shapes)), _PROCESSES
     if device == "cuda" and shapes and torch.cuda.is_available():
         largest = max(columns * channels * experts for _, columns, channels, experts, _ in shapes)
@@ -192,12 +185,19 @@ def compile_grouped_products(
 def _in_processes(
     function: Callable[..., None], arguments: Sequence[tuple], processes: int, builds: Sequence[Library]
 ) -> None:
-    if not arguments or all(_quiet(library.load) is None for library in builds):
+    if not arguments or not any(map(_is_there, builds)):
         return
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(min(processes, len(arguments)), mp_context=context) as pool:
         for future in [pool.submit(function, *one) for one in arguments]:
-            _quiet(future.result)
+            with contextlib.suppress(Exception):
+                future.result()
+
+
+def _is_there(library: Library) -> bool:
+    with contextlib.suppress(Exception):
+        return library.load() is not None
+    return False
 
 
 def _compile(rows: int, columns: int, channels: int, device: str, builds: Sequence[Library] = BUILDS) -> None:
@@ -223,6 +223,11 @@ def routed(rows: int, experts: int, top_k: int, device: str = "cuda") -> torch.T
     return torch.bincount(chosen, minlength=experts).cumsum(0).to(torch.int32)
 
 
+def used(ends: torch.Tensor) -> int:
+    """How many experts have rows."""
+    return int((sizes_of(ends) > 0).sum())
+
+
 def _unset(shape: tuple[int, ...], channels: int, block: int, device: str) -> Scaled:
     """Values [*shape, channels] without a number set, and a scale of 1 for `block` rows and 128 channels."""
     q = torch.empty(*shape, channels, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
@@ -231,13 +236,7 @@ def _unset(shape: tuple[int, ...], channels: int, block: int, device: str) -> Sc
 
 def _call_all(peers: Peers, device: str) -> None:
     for calls in peers.calls.values():
-        _quiet(calls[0])
+        with contextlib.suppress(Exception):
+            calls[0]()
     if device == "cuda":
         torch.cuda.synchronize()
-
-
-def _quiet(call: Call) -> object:
-    try:
-        return call()
-    except Exception:
-        return None

@@ -5,58 +5,51 @@ prefill also 8, 16 and 32; indices in multiples of 128 in prefill and of 64 in d
 call that gets one. SGLang's prefill returns a list. Other head counts are padded to 64 before the timing.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import ModuleType
 
 import torch
 
-from dsa_bench.harness.calls import Call
-from dsa_bench.peers.package import Library, Peers
+from dsa_bench.harness.calls import Call, Peers
+from dsa_bench.peers.package import Library
 
 SGL = Library("sgl-flash-mla", ("flash_mla",))
 VLLM = Library("flashmla", ("vllm.third_party.flashmla.flash_mla_interface",))
 BUILDS = (SGL, VLLM)  # the newest first
 OPTIONS = {SGL: {"use_legacy": True}, VLLM: {}}
-FEW_HEADS = (8, 16, 32)  # that vLLM's prefill takes as they are
+FEW_HEADS = (8, 16, 32)  # that vLLM's prefill takes without padding
 D_V = 512
 Inputs = tuple[torch.Tensor, ...]
 
 
 def sparse_prefill(inputs: Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]]) -> Peers:
     """`flash_mla_sparse_fwd` of (q [tokens, heads, d], kv, indices, scale)."""
-    inputs, peers = list(inputs), Peers()
+    inputs = list(inputs)
     heads = inputs[0][0].shape[1]
-    for library in BUILDS:
-        peers.add(library, partial(_sparse_prefill, library), [_padded(i, 1) for i in inputs], _name(library, heads))
-    if heads in FEW_HEADS:
-        peers.add(VLLM, partial(_sparse_prefill, VLLM), inputs)
-    return peers
+    peers = _both(_sparse_prefill, [_padded(i, 1) for i in inputs], heads)
+    return peers | Peers.of({VLLM: partial(_sparse_prefill, VLLM)}, inputs) if heads in FEW_HEADS else peers
 
 
 def dense_decode(inputs: Iterable[Inputs]) -> Peers:
     """`flash_mla_with_kvcache` of (q [B, s_q, heads, d], pages, block_table, lengths), causal."""
-    inputs, peers = list(inputs), Peers()
-    for library in BUILDS:
-        peers.add(library, partial(_dense_decode, library), inputs)
-    return peers
+    return _both(_dense_decode, inputs)
 
 
 def sparse_decode(inputs: Iterable[Inputs]) -> Peers:
     """`flash_mla_with_kvcache` of (q [B, s_q, heads, d], pages of bytes, indices)."""
-    inputs, peers = list(inputs), Peers()
-    heads = inputs[0][0].shape[2]
-    for library in BUILDS:
-        peers.add(library, partial(_sparse_decode, library), [_padded(i, 2) for i in inputs], _name(library, heads))
-    return peers
+    inputs = list(inputs)
+    return _both(_sparse_decode, [_padded(i, 2) for i in inputs], inputs[0][0].shape[2])
 
 
-def _name(library: Library, heads: int) -> str:
-    return f"{library.name}, padded to 64" if heads % 64 else library.name
+def _both(make: Callable[..., Call], inputs: Iterable[Inputs], heads: int = 64) -> Peers:
+    """The calls of both builds. heads: before padding."""
+    makes = {library: partial(make, library) for library in BUILDS}
+    return Peers.of(makes, inputs, "{}, padded to 64" if heads % 64 else "{}")
 
 
 def _padded(inputs: Sequence, dim: int) -> tuple:
-    """The queries with heads added up to a multiple of 64."""
+    """Pad the queries' heads to a multiple of 64."""
     q, *rest = inputs
     return torch.nn.functional.pad(q, (0, 0, 0, -q.shape[dim] % 64)), *rest
 

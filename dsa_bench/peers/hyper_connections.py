@@ -15,9 +15,9 @@ from types import ModuleType
 import torch
 
 import dsa
-from dsa_bench.harness.calls import Call
+from dsa_bench.harness.calls import Call, Peers, into
 from dsa_bench.peers import deep_gemm
-from dsa_bench.peers.package import Library, Peers, into, launch_programmatically
+from dsa_bench.peers.package import Library, launch_programmatically
 
 TILE = Library("tile-kernels", ("tile_kernels",), launch_programmatically)
 BOTH = f"{deep_gemm.NEW.name}, {TILE.name}"
@@ -30,37 +30,27 @@ Sums = tuple[torch.Tensor, torch.Tensor]
 
 def project(inputs: Inputs) -> Peers:
     """Sums of (streams [T, n, D], matrix fp32 [C, n D]): partial products [splits, T, C] and squares [splits, T]."""
-    peers = Peers()
-    peers.add(deep_gemm.NEW, _project, inputs, f"{deep_gemm.NEW.name}, TF32")
-    return peers
+    return Peers.of({deep_gemm.NEW: _project}, inputs, "{}, TF32")
 
 
 def collapse(inputs: Inputs) -> Peers:
     """(x, post, comb) of (streams, mix, base, scale). The squares are summed outside the timing."""
-    peers = Peers()
-    peers.add(TILE, _collapse_alone, inputs)
-    return peers
+    return Peers.of({TILE: _collapse_alone}, inputs)
 
 
 def expand(inputs: Inputs) -> Peers:
     """The new streams of (y, streams, post, comb)."""
-    peers = Peers()
-    peers.add(TILE, _expand, inputs)
-    return peers
+    return Peers.of({TILE: _expand}, inputs)
 
 
 def project_and_collapse(inputs: Inputs) -> Peers:
     """(x, post, comb) of (streams, matrix, base, scale)."""
-    peers = Peers()
-    peers.add(TILE, _project_and_collapse, inputs, BOTH, needs=(deep_gemm.NEW,))
-    return peers
+    return Peers.of({TILE: _project_and_collapse}, inputs, BOTH, needs=(deep_gemm.NEW,))
 
 
 def expand_and_project(inputs: Inputs) -> Peers:
     """(new streams, partial products) of (y, streams, post, comb, matrix)."""
-    peers = Peers()
-    peers.add(TILE, _expand_and_project, inputs, BOTH, needs=(deep_gemm.NEW,))
-    return peers
+    return Peers.of({TILE: _expand_and_project}, inputs, BOTH, needs=(deep_gemm.NEW,))
 
 
 def _project(module: ModuleType, streams: torch.Tensor, matrix: torch.Tensor) -> Call:

@@ -12,7 +12,7 @@ Facts:
   scale of 2^-127 counts as 0
 - moe_align_block_size sorts the T k rows by expert, an expert's beginning at a multiple of a block's rows, which are 8,
   16, 32, 48 or 64: the fewest of which an expert's share is less than 0.9 blocks. A row is its place among the T k, T k
-  where there is none; behind the last block nothing counts. All sizes follow from T and k alone
+  where there is none; entries after the last block do not count. All sizes follow from T and k alone
 - moe_wna16_marlin_gemm multiplies row r of the result with row r / top_k of the activations, writes [T k, N] in the
   order of tokens, not of experts, and multiplies by the router's weights before it rounds, if it is told to. The type
   of the weights is an integer made of the type's fields. N is a multiple of 64 and K of 128, or N of 128 and K of 64.

@@ -1,6 +1,6 @@
 """Operators of vLLM (`torch.ops._C`) and SGLang (`torch.ops.sgl_kernel`): the FP8 cast, the merge of branches.
 
-They write to tensors that they are given; a call returns these. Either engine's may be installed without the other's.
+They write to given tensors; a call returns these. Either engine may be installed without the other.
 """
 
 from collections.abc import Iterable
@@ -9,8 +9,8 @@ from types import ModuleType
 
 import torch
 
-from dsa_bench.harness.calls import Call
-from dsa_bench.peers.package import Operators, Peers, into
+from dsa_bench.harness.calls import Call, Peers, into
+from dsa_bench.peers.package import Operators
 
 VLLM = Operators("vllm", "vllm", ("_C_stable_libtorch.abi3.so",))
 SGLANG = Operators("sglang", "sgl_kernel", ("sm90/common_ops.abi3.so",))
@@ -19,10 +19,7 @@ BUILDS = (VLLM, SGLANG)
 
 def cast(inputs: Iterable[tuple[torch.Tensor, bool]]) -> Peers:
     """(e4m3, scales of 128 channels) of (x, whether scales are powers of two)."""
-    inputs, peers = list(inputs), Peers()
-    peers.add(VLLM, _cast_vllm, inputs)
-    peers.add(SGLANG, _cast_sglang, inputs)
-    return peers
+    return Peers.of({VLLM: _cast_vllm, SGLANG: _cast_sglang}, inputs)
 
 
 def _cast_buffers(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,17 +41,14 @@ def _cast_sglang(module: ModuleType, x, use_ue8m0: bool) -> Call:
 
 def merge(inputs: Iterable[tuple[list[torch.Tensor], list[torch.Tensor]]]) -> Peers:
     """(out, lse [tokens, heads]) of two branches; vLLM's LSEs are [heads, tokens]."""
-    inputs, peers = list(inputs), Peers()
-    peers.add(VLLM, _merge_vllm, inputs)
-    peers.add(SGLANG, _merge_sglang, inputs)
-    return peers
+    return Peers.of({VLLM: _merge_vllm, SGLANG: _merge_sglang}, inputs)
 
 
 def _merge_vllm(module: ModuleType, outs, lses) -> Call:
-    (a, b), turned = outs, [x.T.contiguous() for x in lses]
-    out, lse = torch.empty_like(a), torch.empty_like(turned[0])
+    (a, b), (log_a, log_b) = outs, [x.T.contiguous() for x in lses]
+    out, lse = torch.empty_like(a), torch.empty_like(log_a)
     # None: all tokens have both branches.
-    call = partial(torch.ops._C.merge_attn_states, out, lse, a, turned[0], b, turned[1], None)
+    call = partial(torch.ops._C.merge_attn_states, out, lse, a, log_a, b, log_b, None)
     return partial(into, (out, lse.T), call)
 
 

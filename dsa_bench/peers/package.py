@@ -2,14 +2,12 @@
 
 import functools
 import importlib.util
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
 import torch
-
-from dsa_bench.harness.calls import Call, reason
 
 
 @dataclass(frozen=True)
@@ -99,34 +97,3 @@ def _executed(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def into(out: object, call: Call) -> object:
-    """The result of a call that writes to given tensors."""
-    call()
-    return out
-
-
-@dataclass
-class Peers:
-    """calls: name -> the calls over a case's inputs. failed: name -> why an installed peer has none."""
-
-    calls: dict[str, list[Call]] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
-
-    def add(
-        self,
-        library: Library | SourceFile | Operators,
-        make: Callable[..., Call],
-        inputs: Iterable[tuple],
-        name: str = "",
-        needs: Sequence[Library | SourceFile | Operators] = (),
-    ) -> None:
-        """Adds `make(module, *input)` of every input, if the library is installed. name: the library's, if empty.
-        needs: libraries that must be installed, too."""
-        name = name or library.name
-        try:
-            if all((module := one.load()) is not None for one in (*needs, library)):
-                self.calls[name] = [make(module, *one) for one in inputs]
-        except Exception as error:  # a peer may say no in any way, and must not end the others' run
-            self.failed[name] = f"failed: {reason(error)}"

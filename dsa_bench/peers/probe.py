@@ -1,7 +1,7 @@
-"""Every peer once: does its call run, and does it compute what the reference computes?
+"""Call every peer once: does it run, and does it agree with the reference?
 
-The cases are the benchmarks' own, of the small shapes that they list as PROBED, so what is called here is what is timed
-there. Libraries that are not installed are named first.
+The cases are the benchmarks', with the small shapes that they list as PROBED, so the same calls run here and there.
+Libraries that are not installed are named first.
 """
 
 import gc
@@ -50,7 +50,7 @@ def outcomes(ops: Iterable[str] = ()) -> Iterator[tuple[str, str, str, str]]:
         for shape in shapes[op]:
             try:
                 yield from _of(op, shape)
-            except Exception as error:  # of ours, or of what makes the inputs: the other cases are probed all the same
+            except Exception as error:  # of ours, or of the inputs: the other cases go on
                 yield op, str(shape), cases.OURS, f"failed: {reason(error)}"
             gc.collect()
             if torch.cuda.is_available():

@@ -1,6 +1,6 @@
 """Top-k of vLLM, SGLang and TokenSpeed: alone, after index scores, and in whole passes.
 
-They select from rows whose keys begin with the first column, in any order, and write to a tensor that they are given.
+They select from rows whose keys begin at the first column, in any order, and write to a given tensor.
 
 TokenSpeed's is its CuTe DSL port of DeepSelect for Hopper. Facts: scores fp32, their rows at multiples of 16 bytes,
 lengths and indices int32, k up to 2048. A row of at most k keys yields all of them in order, then -1. It also writes
@@ -15,34 +15,35 @@ from types import ModuleType
 import torch
 
 import dsa
-from dsa_bench.harness.calls import Call
+from dsa_bench.harness.calls import Call, Peers
 from dsa_bench.peers.operators import SGLANG, VLLM
-from dsa_bench.peers.package import Operators, Peers, SourceFile
+from dsa_bench.peers.package import Operators, SourceFile
 
 SELECTED = (512, 1024, 2048)  # keys that vLLM's cooperative and persistent top-k select
 COOPERATIVE_ROWS = 64  # at most
-WORKSPACE_BYTES = 1 << 20  # of these two, which find it as they have left it
-SIDE_BY_SIDE = ("vllm persistent", "vllm cooperative")  # take rows that lie so, and no others
+WORKSPACE_BYTES = 1 << 20  # of these two, which must find it as they left it
+SIDE_BY_SIDE = ("vllm persistent", "vllm cooperative")  # take only contiguous rows
 _SGLANG_K = 2048  # what SGLang's top-k selects
 DEEPSELECT = SourceFile("deepselect", "tokenspeed_kernel", "ops/attention/dsa/_cute_dsl/deep_select.py")
 _DEEPSELECT_K = 2048  # at most
 Selector = Operators | SourceFile
 TopK = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]  # scores, lengths, out
-Make = Callable[[torch.Tensor], TopK]  # of lengths, at most as many of which a call has
+Make = Callable[[torch.Tensor], TopK]  # of lengths, for calls with at most as many rows
 
 
 def select(inputs: Iterable[tuple[torch.Tensor, torch.Tensor, int]]) -> Peers:
-    """Indices of (scores, lengths, k). Rows that do not lie side by side are copied beforehand where they must."""
+    """Indices of (scores, lengths, k). Rows that are not contiguous are copied beforehand for libraries that need
+    it."""
     inputs, peers = list(inputs), Peers()
     scores, _, k = inputs[0]
     for name, (library, make) in those_for(len(scores), k).items():
         given = [(x.contiguous(), *rest) for x, *rest in inputs] if name in SIDE_BY_SIDE else inputs
-        peers.add(library, partial(_into_own, make), given, name)
+        peers |= Peers.of({library: partial(_into_own, make)}, given, name)
     return peers
 
 
 def those_for(rows: int, k: int) -> dict[str, tuple[Selector, Make]]:
-    """{name: (library, what makes a call)} of all that take so many rows and select k."""
+    """{name: (library, function that makes a call)} of all that take so many rows and k."""
     found: dict[str, tuple[Selector, Make]] = {
         "vllm prefill": (VLLM, _prefill),
         "vllm decode": (VLLM, _decode),

@@ -1,4 +1,4 @@
-"""Training's selection: unquantised scores and top-k, beside the same by PyTorch a sequence at a time."""
+"""Training's selection: unquantised scores and top-k, compared with PyTorch a sequence at a time."""
 
 from functools import partial
 
@@ -24,15 +24,8 @@ def case(batch: int, length: int, heads: int, dim: int, top_k: int) -> Case:
     def figure(ms: float) -> str:
         return f"{flops / (ms * 1e-3) / 1e12:.0f} TFLOP/s of visible pairs"
 
-    def check(got: torch.Tensor) -> None:
-        first = bounds[:2]
-        own = reference.indexer_topk(q[:length], k[:length], w[:length], top_k, first, first, length, length)
-        if not torch.equal(got[:length], own):
-            raise AssertionError("other keys than the reference's")
-
     calls = {"dsa": [partial(dsa.indexer_topk, *arguments)]}
-    if heads * length <= 64 * 2048:  # what the formula's products of all heads fit in memory for
+    if heads * length <= 64 * 2048:  # as many as the products of all heads fit in memory for
         calls["formula"] = [partial(reference.indexer_topk, *arguments)]
     name = f"{batch} x {length}, index {heads} x {dim}, top {top_k}"
-    known = check if "formula" in calls else None
-    return Case(name, calls, figure, known, repeats=5, baselines=frozenset({"formula"}))
+    return Case(name, calls, figure, repeats=5, baselines=frozenset({"formula"}))

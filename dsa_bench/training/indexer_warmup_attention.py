@@ -1,6 +1,6 @@
-"""The warm-up of the indexer, on the scale of PyTorch's flash attention (FA2), which is a part of it: attention, loss
-and the indexer's gradients beside FA2's forward, as CUDA graphs; the backward pass of the loss beside FA2's, of its sum
-and, "weighted", of a sum with weights that differ. Ratios are FA2's time / ours."""
+"""The warm-up of the indexer; the yardstick is PyTorch's flash attention (FA2), which is a part of it. Forward:
+attention, loss and the indexer's gradients, and FA2's forward, as CUDA graphs. Backward: the loss's backward pass, and
+FA2's; of the loss's sum or, "weighted", of a sum with different weights. Ratios are FA2's time / ours."""
 
 from functools import partial
 
@@ -8,9 +8,8 @@ import torch
 
 import dsa
 from dsa.ops.training._packed_attention import flash_backward
-from dsa.reference.training import indexer_warmup_attention as reference
-from dsa.testing import assert_close
-from dsa_bench.harness.case import Call, Case
+from dsa_bench.harness.calls import Call
+from dsa_bench.harness.case import Case
 
 SEQUENCE = 2048
 # heads, key heads, d, dv, index heads, di: the public operator's shape, MHA, V3.2's
@@ -21,7 +20,7 @@ MODELS = [
     (128, 128, 192, 128, 64, 128),
 ]
 PASSES = "forward", "backward", "weighted backward"
-# FA2's backward pass of 64 sequences of V3.2's would take more than the 80 GB of an H100.
+# With V3.2's heads FA2's backward pass over 64 sequences needs more than the 80 GB of an H100.
 BACKWARD_AT_64 = MODELS[:-1]
 SHAPES = [
     (which, batch, *model)
@@ -57,20 +56,20 @@ class _Inputs:
         return sum(x.numel() * x.element_size() for x in (self.q, self.k, self.v, *self.indexer))
 
     def fa2(self) -> tuple[Call, Call]:
-        """FA2's forward and backward, with values of as many channels as keys."""
+        """FA2's forward and backward, with values padded to the keys' channels."""
         v = torch.nn.functional.pad(self.v, (0, self.q.shape[2] - self.v.shape[2]))
         flags = {"scale": self.scale}
         forward = partial(
             torch.ops.aten._flash_attention_forward, self.q, self.k, v, *self.sequences, 0.0, True, False, **flags
         )
         out, lse, *_ = forward()
-        # The result is its own gradient: another tensor of this size would be too much for 80 GB.
+        # The result stands for its gradient: another tensor of this size would not fit in 80 GB.
         tensors = out, self.q, self.k, v, out, lse, self.sequences, self.scale, True
         return forward, partial(flash_backward, *tensors)
 
 
 def _extra_memory(inputs: _Inputs) -> float:
-    """The most that forward and backward take beside the inputs, as a share of these."""
+    """The peak memory of forward and backward without the inputs, as a share of these."""
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -85,7 +84,7 @@ def case(which: str, batch: int, *model: int) -> Case:
     fa2_forward, fa2_backward = inputs.fa2()
     pairs = batch * SEQUENCE * (SEQUENCE + 1) // 2
     if which == "forward":
-        calls: dict[str, list[Call]] = {"dsa": [inputs.ours], "FA2 forward": [fa2_forward]}
+        calls = {"dsa": [inputs.ours], "FA2 forward": [fa2_forward]}
     else:
         kl = inputs.ours()[2]
         weights = torch.ones_like(kl) if which == "backward" else torch.rand_like(kl)
@@ -100,21 +99,7 @@ def case(which: str, batch: int, *model: int) -> Case:
         rate = 2 * pairs * (heads * (2 * d + dv) + 3 * index_heads * di) / (ms * 1e-3)
         return f"{rate / 1e12:.0f} TFLOP/s, {memory:.2f} of the inputs' memory"
 
-    def check(got: tuple[torch.Tensor, ...]) -> None:
-        first = slice(0, SEQUENCE)
-        bounds = torch.tensor([0, SEQUENCE], device="cuda", dtype=torch.int32)
-        tensors = [x[first].detach().float() for x in (inputs.q, inputs.k, inputs.v, *inputs.indexer)]
-        learned = [x.requires_grad_() for x in tensors[3:]]
-        rest = bounds, bounds, SEQUENCE, SEQUENCE, inputs.scale, True
-        expected = reference.indexer_warmup_attention(*tensors, *rest)
-        if which == "forward":
-            assert_close("kl", got[2][first].detach(), expected[2].detach(), abs_tol=1e-4, rel_tol=1e-3, cos_tol=1e-5)
-        else:
-            dq = torch.autograd.grad((expected[2] * weights[first]).sum(), learned[0])[0]
-            assert_close("dq_idx", got[0][first].float(), dq, abs_tol=1e-1, rel_tol=0.05, cos_tol=1e-4)
-
-    small = heads * index_heads <= 64 * 64
     name = f"{which}, {batch} x {SEQUENCE}, {heads} heads of {d}/{dv}, {key_heads} of keys"
     name += f", index {index_heads} x {di}"
-    known, attention = check if small and batch == 4 else None, frozenset({"FA2 forward", "FA2 backward"})
-    return Case(name, calls, figure, known, graph=which == "forward", repeats=5, yardsticks=attention)
+    others = {"repeats": 5, "yardsticks": frozenset({"FA2 forward", "FA2 backward"})}
+    return Case(name, calls, figure, graph=which == "forward", **others)

@@ -2,7 +2,8 @@
 
 import torch
 
-from dsa.reference.gemm.fp4_cast import E2M1, FP4_WEIGHT, GROUP, LOWEST_EXPONENT, e2m1_groups, powers_of_two
+from dsa.ops.gemm.fp8_fp4_gemm_nt import FP4_WEIGHT
+from dsa.reference.gemm.fp4_cast import E2M1, GROUP, LOWEST_EXPONENT, e2m1_groups, powers_of_two
 
 __all__ = ["GROUP", "dequantize_fp4", "quantize_fp4"]
 

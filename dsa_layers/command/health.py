@@ -11,9 +11,9 @@ from collections.abc import Iterable
 import torch
 
 import dsa
-from dsa.ops import op_module
+from dsa.cases import check_op
+from dsa.ops import op_module, op_modules
 from dsa.runtime import backends
-from dsa.self_test import SELF_TESTS
 
 _PACKAGES = ("dsa-kernels", "torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-python", "safetensors", "tokenizers")
 
@@ -29,7 +29,7 @@ def check(seeds: int = 1) -> bool:
     print(f"backend: {dsa.backend()}" + (f" ({reason})" if reason else ""))
     print(f"compile cache: {_cache_state()}")
     device = "cuda" if on_gpu else "cpu"
-    passed = [_run(name, device, seeds) for name in SELF_TESTS]
+    passed = [_run(name, device, seeds) for name in op_modules()]
     print(f"{sum(passed)} of {len(passed)} ops passed")
     return all(passed)
 
@@ -79,11 +79,10 @@ def _run(name: str, device: str, seeds: int) -> bool:
     started = time.perf_counter()
     outcome = "ok"
     for seed in range(seeds):
-        torch.manual_seed(seed)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # about ops without a kernel: the column below says it
-                SELF_TESTS[name](device)
+                check_op(name, device, seed)
         except Exception as error:
             outcome = f"FAILED{f' with seed {seed}' if seed else ''}: {type(error).__name__}: {error}"
             break

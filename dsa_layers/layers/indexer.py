@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import dsa
-from dsa.reference.indexer.fp8_mqa_logits import ACCUMULATORS
+from dsa.ops.indexer.fp8_mqa_logits import ACCUMULATORS
 from dsa.runtime.checks import check_choice, check_dtype, check_same_dtype
 from dsa_layers.arguments import flag, integer
 from dsa_layers.batch.rows import ALL_ROWS, Rows

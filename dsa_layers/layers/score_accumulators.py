@@ -5,7 +5,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from dsa.reference.indexer.fp8_mqa_logits import ACCUMULATORS
+from dsa.ops.indexer.fp8_mqa_logits import ACCUMULATORS
 from dsa.runtime.checks import check_dtype
 from dsa_layers.arguments import instance
 

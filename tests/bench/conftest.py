@@ -76,6 +76,10 @@ def peers(monkeypatch, installed):
     return stubs
 
 
+def two_matrices(rows, columns):
+    return [(torch.randn(rows, columns, dtype=torch.bfloat16) / 40,) for _ in range(2)]
+
+
 @pytest.fixture
 def on_cpu(monkeypatch):
     """Cases are built and called on the CPU, with as few inputs as they can have."""
@@ -84,10 +88,9 @@ def on_cpu(monkeypatch):
     monkeypatch.setattr(
         torch, "mm", lambda a, b, out_dtype=None: product(*(x.to(out_dtype or x.dtype) for x in (a, b)))
     )
-    for op in case.benchmarks():
-        module = case.load(op)
-        for name in ("_FRESH_BYTES", "_PLANS"):
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, 1)
+    for module in (case, *map(case.load, case.benchmarks())):
+        monkeypatch.setattr(module, "copies", lambda size, least=2, **bounds: least, raising=False)
+        monkeypatch.setattr(module, "fresh_matrices", two_matrices, raising=False)
+        monkeypatch.setattr(module, "_PLANS", 1, raising=False)
     with peer_stubs.OnCpu():
         yield

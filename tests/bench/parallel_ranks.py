@@ -24,24 +24,14 @@ class HostClock(Clock):
     """Stands for the GPUs' clocks and memory."""
 
     def __init__(self, ranks):
-        self._ranks, self.device, self._met = ranks, torch.device("cpu"), torch.zeros(1)
-        self._questions = 0
+        super().__init__(ranks, torch.device("cpu"))
+        self._scratch = torch.zeros(1)
 
-    def times(self, call, repeats):
-        found = []
-        for _ in range(repeats):
-            self.meet()
-            started = time.perf_counter()
-            call()
-            found.append(1000 * (time.perf_counter() - started))
-        return torch.tensor(self.everyones(found))
+    def mark(self):
+        return time.perf_counter()
 
-    def wait(self):
-        pass
-
-    def asked(self):
-        self._questions += 1  # with each the first rank's memory grows by one, and the second's by two
-        return self._questions * (1 + self._ranks.rank), 0
+    def ms(self, begin, end):
+        return 1000 * (end - begin)
 
     def forget_peak(self):
         pass
@@ -88,7 +78,7 @@ def rows(ranks, options):
 def rows_of_a_part(ranks, options):
     """The rows of one of two, which this process is alone."""
     make_small()
-    return [*one_of_many.rows(HostClock(ALONE), 2, **options)]
+    return [*one_of_many.rows(2, clock=HostClock(ALONE), **options)]
 
 
 def rows_of_other_weights(ranks, options):
@@ -139,12 +129,14 @@ def clock_of_stubs(ranks, _):
             done.append("record")
             self.at = len(done)
 
+        def synchronize(self):
+            done.append("synchronize")
+
         def elapsed_time(self, later):
             return (later.at - self.at) * (1.0 + ranks.rank)
 
     for name, stub in {
         "Event": Event,
-        "synchronize": lambda: done.append("synchronize"),
         "max_memory_allocated": lambda device: (300 << 20) + ranks.rank,
         "mem_get_info": lambda device: (1000 - ranks.rank, 2000),
         "reset_peak_memory_stats": lambda device: done.append("reset"),

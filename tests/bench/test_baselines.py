@@ -33,22 +33,12 @@ SHAPES = {
     "topk_indices": [(4, 300, "indexer", 16)],
     "window_indices": [("indices", 8), ("slots", 4)],
 }
-# The products' own files divide these bytes by a matrix'.
-MATRICES = {"linear_fp32": 2 * 64 * 512, "route_by_table": 2 * 256 * 256}
 WRITERS = {"compressed_kv": (1, 4, 512, 4, "v4"), "indexer_inputs": (128, "keys"), "kv_cache": (128, "write", "V4")}
 WRITERS["mla_cache_inputs"] = (128, "V3.2", False)
 
 
-@pytest.fixture
-def small(monkeypatch, no_peers, on_cpu):
-    for op, size in MATRICES.items():
-        monkeypatch.setattr(cases.load(op), "_FRESH_BYTES", 2 * size)
-    for op in ("slot_mapping", "window_indices"):
-        monkeypatch.setattr(cases.load(op), "_FRESH", 1)
-
-
 @pytest.mark.parametrize("op", SHAPES)
-def test_baselines_agree_with_ours(op, small):
+def test_baselines_agree_with_ours(op, no_peers, on_cpu):
     for shape in SHAPES[op]:
         torch.manual_seed(0)
         case = cases.load(op).case(*shape)
@@ -56,7 +46,7 @@ def test_baselines_agree_with_ours(op, small):
 
 
 @pytest.mark.parametrize("op", WRITERS)
-def test_of_a_write_the_caches_are_compared(op, small):
+def test_of_a_write_the_caches_are_compared(op, no_peers, on_cpu):
     """A baseline that writes nothing is found."""
     case = cases.load(op).case(*WRITERS[op])
     (name,) = case.baselines

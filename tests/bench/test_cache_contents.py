@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import dsa
-from dsa_bench.e2e.cache_contents import fill
+from dsa_bench.e2e.runs import fill
 from dsa_bench.e2e.stacks import stack
 from dsa_layers.cache.kv_cache import PagedKVCache
 from tests.bench.small_stacks import FEWER, SMALL

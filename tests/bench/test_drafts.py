@@ -1,4 +1,4 @@
-"""The benchmark of decoding with drafts: small stacks on a CPU, with a clock of its own; and what it computes of it."""
+"""The benchmark of decoding with drafts: small stacks on a CPU with a fake clock, and the computed figures."""
 
 import json
 
@@ -7,11 +7,18 @@ import torch
 
 import dsa
 from dsa_bench.e2e import draft_runs, drafts
-from dsa_bench.e2e.draft_gain import gain, tokens_a_round
 from dsa_bench.e2e.draft_runs import DraftedDecoding
-from dsa_bench.e2e.drafts import shape
-from dsa_bench.e2e.full_depth import Depths, depths, first_layers, full_depth, layers_of
-from dsa_bench.e2e.pass_bytes import cached_bytes, experts_touched, pass_bytes
+from dsa_bench.e2e.drafts import gain, shape, tokens_a_round
+from dsa_bench.e2e.full_depth import (
+    Depths,
+    cached_bytes,
+    depths,
+    experts_touched,
+    first_layers,
+    full_depth,
+    layers_of,
+    pass_bytes,
+)
 from dsa_bench.e2e.stacks import STACKS, published_layers, skeleton, stack, with_layers
 from dsa_layers.generation.draft_step import DraftStep
 from dsa_layers.layers.experts import Experts
@@ -89,7 +96,7 @@ def test_rows(clock, monkeypatch):
 @pytest.mark.parametrize("name", STACKS)
 def test_what_is_timed_are_passes_of_generation(name, clock, monkeypatch):
     """Over the last token and the drafts of each sequence, no two of them alike, up to the same length as without
-    drafts; and the drafter's passes behind them."""
+    drafts; and the drafter's passes after them."""
     model = small_stack(name)
     seen, drafted = [], []
     states, draft = model.states, DraftStep._run
@@ -116,7 +123,7 @@ def test_what_is_timed_are_passes_of_generation(name, clock, monkeypatch):
 
 @pytest.mark.parametrize("name", STACKS)
 def test_a_stack_without_its_last_layers(name):
-    """It ends where they began, down to embedding and head; behind the block it has them again."""
+    """It ends where they began, down to embedding and head; after the block it has them again."""
     model = small_stack(name)
     before, logits = [*layers_of(model)], []
     run = DraftedDecoding(model, 2, CONTEXT, 0)

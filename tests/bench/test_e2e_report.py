@@ -11,7 +11,7 @@ import torch
 import dsa
 from dsa.reference.mla import mha_varlen_fwd as reference
 from dsa.testing import calc_diff
-from dsa_bench.e2e import peer_experts, peer_fp4_experts, plot, report, stacks, table
+from dsa_bench.e2e import peer_experts, plot, report, stacks, table
 from dsa_bench.e2e import peers as peer_ops
 from dsa_bench.e2e.parts import PARTS
 from dsa_bench.e2e.peer_experts import Slots, padded
@@ -45,7 +45,7 @@ def test_csv_and_picture(tmp_path):
     alone, beside = csv.DictReader((tmp_path / "rows.csv").open())
     assert float(beside["peers' top-k ms"]) == 1.0 and alone["peers' top-k ms"] == alone["peers' ms"] == ""
     assert float(alone["MoE ms"]) == 4.0 and float(alone["tokens/s"]) == 1000.0
-    plot.write_png([ALONE, BESIDE, BESIDE | {"model": "V4-Flash"}], tmp_path / "rows.png")
+    plot.write_passes([ALONE, BESIDE, BESIDE | {"model": "V4-Flash"}], tmp_path / "rows.png")
     assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -288,7 +288,7 @@ def test_whole_passes(name, either_build, monkeypatch):
     monkeypatch.setattr(DSAAttention, "_has_multi_head_kernel", lambda self, x: True)
     monkeypatch.setattr(dsa, "num_sms", lambda device: peer_stubs.SMS)
     monkeypatch.setattr(peer_experts, "LEAST_TOKENS", 100)
-    monkeypatch.setattr(peer_fp4_experts, "LEAST_WIDENED", 100)
+    monkeypatch.setattr(peer_experts, "LEAST_WIDENED", 100)
     own = {"num_attention_heads": 64, "index_topk": 128} | ({"num_key_value_heads": 64} if name == "V3.2" else {})
     model = stacks.stack(name, "cpu", **SMALL, **FEWER[name] | own)
     # The first prompts are longer than what is selected, and the second of them is cut.
@@ -310,7 +310,7 @@ def test_experts_of_prompts(limit, fp4, either_build, monkeypatch):
         experts(*arguments)
         assert not calls  # few
         monkeypatch.setattr(peer_experts, "LEAST_TOKENS", 90)
-        monkeypatch.setattr(peer_fp4_experts, "LEAST_WIDENED", 90)
+        monkeypatch.setattr(peer_experts, "LEAST_WIDENED", 90)
         got = experts(*arguments)
     assert len(calls) == 1 and calc_diff(got, expected) < 1e-4
 
@@ -474,10 +474,7 @@ def test_a_peer_that_fails_ends_no_other_run(monkeypatch, peers):
     ]
 
 
-def test_a_choice_of_runs_and_what_it_takes():
-    assert report.SHORT["prompts"][-1] == (1, 16384) and {n for _, n in report.SHORT["steps"]} == {4096, 32768}
-    assert 0 < report.estimated_seconds(["V3.2"], [(1, 4096)], []) < report.estimated_seconds(**report.SHORT)
-    assert report.estimated_seconds(**report.SHORT) < report.estimated_seconds() < 1200
+def test_products_are_compiled_for_full_passes_and_their_rest():
     assert report._row_counts([(1, 4096), (2, 8192), (4, 3000)], [(8, 1)]) == {4096, 8192, 3808, 8}
 
 

@@ -20,6 +20,7 @@ from dsa.runtime.op import OPS
 from dsa_bench.gemm import _published_layers
 from dsa_bench.harness import case, host, plot, profile, table, tune
 from dsa_bench.harness.benchmarks import tunable
+from dsa_bench.harness.calls import Peers
 from dsa_bench.harness.table import print_table
 
 OP = "fp8_mqa_logits"  # that is tuned
@@ -42,10 +43,10 @@ def timed(monkeypatch):
     return takes
 
 
-def a_case(*names, **options):
+def a_case(*names, failed=None, **options):
     """Everyone's result is 0, 1, ..., 9."""
     calls = {name: [lambda: torch.arange(10.0)] for name in ("dsa", *names)}
-    return case.Case("shape", calls, lambda ms: f"{ms} ms", **options)
+    return case.Case("shape", calls, lambda ms: f"{ms} ms", Peers(failed=failed or {}), **options)
 
 
 def test_a_row_tells_peers_baselines_and_yardsticks_apart(timed):
@@ -151,7 +152,7 @@ def test_tables_and_pictures_have_everyone(timed, tmp_path, capsys):
 
 
 def test_a_calls_time_on_the_host(monkeypatch):
-    """Of a small shape where there is one, without what is no peer: calls take turns, a block each. The clock is one
+    """Of a small shape where there is one, and only of peers: calls take turns, a block each. The clock is one
     that calls set forward: they take 1 and 3 ms."""
     called = []
 
@@ -314,7 +315,7 @@ class Gpu:
             if wrong:
                 raise AssertionError("calc_diff 1")
 
-        return case.Case("shape", {"dsa": [self.call]}, lambda ms: f"{ms:.2f}", check)
+        return case.Case("shape", {"dsa": [self.call]}, lambda ms: f"{ms:.2f}", check=check)
 
     def bench(self, calls, **options):
         for config, (call,) in calls.items():

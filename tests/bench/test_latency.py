@@ -4,7 +4,6 @@ import json
 from functools import partial
 
 import pytest
-import torch
 
 from dsa_bench.e2e import latency
 from dsa_bench.e2e.stacks import STACKS, skeleton, stack
@@ -19,7 +18,7 @@ def model():
 
 
 @pytest.mark.slow
-def test_rows(capsys, monkeypatch):
+def test_rows(monkeypatch):
     """Of the second of two runs, after which the cache is free; of all models by default."""
     seen, timed = [], latency._timed
 
@@ -29,9 +28,8 @@ def test_rows(capsys, monkeypatch):
 
     monkeypatch.setattr(latency, "_timed", noted)
     monkeypatch.setattr(latency, "stack", lambda name, device: stack(name, device, **SMALL, **FEWER[name]))
-    sizes = ["--prompt", "20", "--sequences", "2", "--context", "3", "--steps", "2", "--chunks", "10"]
-    assert latency.main(["--device", "cpu", *sizes]) == 0
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    rows = list(latency.rows(chunks=[10], sizes=latency.Sizes(20, 2, 3, 2), device="cpu"))
+    assert json.loads(json.dumps(rows)) == rows
     for name, row in zip(STACKS, rows, strict=True):
         sizes = {"model": name, "prompt": 20, "sequences": 2, "context": 3, "prefill_chunk": 10}
         shown = {"shape": f"{name}, chunks of 10", "figure": f"{row['ms']:.1f} ms between tokens"}
@@ -42,12 +40,9 @@ def test_rows(capsys, monkeypatch):
         assert first is second and first.cache.state_slots.free == 3 and (warm, steps) == (1, 2)
 
 
-def test_kernels_are_compiled_before(capsys, monkeypatch):
+def test_kernels_that_are_asked_for(monkeypatch):
     monkeypatch.setattr(latency, "skeleton", lambda name: skeleton(name, **SMALL, **FEWER[name]))
-    asked = []
-    monkeypatch.setattr(latency, "compile_ahead", lambda make, tell: asked.extend(make()))
-    assert latency.main(["--compile", "--models", "V4-Flash", "--chunks", "512", "--prompt", "4096"]) == 0
-    assert not capsys.readouterr().out
+    asked = latency.asked(["V4-Flash"], [512], latency.Sizes(prompt=4096))
     assert {"dsa.kernels.mla", "dsa.kernels.indexer", "dsa.kernels.moe"} <= {v.module.rpartition(".")[0] for v in asked}
 
 
@@ -77,20 +72,3 @@ def test_figures(model, monkeypatch):
         **{"ms": 12e3, "ms_max": 12e3, "alone_ms": 2e3, "alone_ms_max": 2e3},
         "first_token_s": 3 * 10 + 3 * 2.0,
     }
-
-
-@pytest.mark.parametrize(
-    ("arguments", "kernels", "problem"),
-    [
-        (["--prompt", "30"], "no GPU", "a benchmark needs a GPU with kernels: no GPU"),
-        (["--device", "foo"], None, "--device: must be cpu, cuda or cuda:N, got 'foo'"),
-        (["--device", "cuda:2"], None, "--device: got 'cuda:2', but torch sees 2 GPUs"),
-    ],
-)
-def test_wrong_calls(arguments, kernels, problem, capsys, monkeypatch):
-    monkeypatch.setattr("dsa.runtime.backends.why_no_kernels", lambda: kernels)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(SystemExit):
-        latency.main(arguments)
-    assert capsys.readouterr().err.endswith(f"error: {problem}\n")

@@ -5,7 +5,7 @@ import torch
 
 import dsa
 from dsa.testing import calc_diff
-from dsa_bench.e2e import peer_experts, peer_fp4_experts
+from dsa_bench.e2e import peer_experts
 from dsa_bench.e2e import peers as peer_ops
 from dsa_bench.e2e.peer_experts import weight_of
 from dsa_bench.peers import marlin
@@ -82,7 +82,7 @@ def experts():
 
 def test_decoding_is_on_marlin_and_prompts_are_not(peers, experts, monkeypatch):
     """FP8 activations there and bf16 here make all the difference."""
-    monkeypatch.setattr(peer_fp4_experts, "LEAST_WIDENED", 90)
+    monkeypatch.setattr(peer_experts, "LEAST_WIDENED", 90)
     monkeypatch.setattr(peer_experts, "LEAST_TOKENS", 90)
     calls, products = [], marlin.experts_sum
     monkeypatch.setattr(marlin, "experts_sum", lambda x, *rest: calls.append(len(x)) or products(x, *rest))

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from dsa.runtime.asked_variants import asked_variants
-from dsa_bench.e2e import long_prompt, million, million_plot
+from dsa_bench.e2e import million, plot
+from dsa_bench.e2e.clock import Clock
 from dsa_bench.e2e.million import prompt_shape, step_shape
 from dsa_bench.e2e.parts import PARTS
 from dsa_bench.e2e.runs import prefill
@@ -24,8 +25,8 @@ LENGTHS, SEQUENCES, CHUNK = (192, 96), (1, 3, 5), 32
 PARTS_MS = dict(zip(PARTS, (1.0, 0.5, 2.0, 4.0, 0.5)))
 
 
-class HostWatch(long_prompt.Watch):
-    """A pass takes a byte more than the one before it, beside 100 that are held."""
+class HostClock(Clock):
+    """A pass takes a byte more than the one before it, in addition to 100 that are held."""
 
     passes = 0
 
@@ -55,20 +56,21 @@ def small(monkeypatch):
         monkeypatch.setitem(LONG_STACKS, name, (file, fields | SMALL | FEWER[name]))
     monkeypatch.setattr("dsa_bench.e2e.stacks.STACKS", {})
     monkeypatch.setattr(million, "CHUNK", CHUNK)
-    monkeypatch.setattr(million, "Watch", HostWatch)
+    monkeypatch.setattr(million, "Clock", HostClock)
 
     def gpu_ms(model, call):
         assert call().isfinite().all()
         return PARTS_MS
 
-    def milliseconds(call, repeats):
+    def bench(calls, repeats):
         assert repeats == million.STEP_REPEATS
+        ((name, call),) = calls.items()
         if len(call()) > 3:
             raise torch.OutOfMemoryError
-        return 0.5
+        return {name: 0.5}
 
     monkeypatch.setattr(million, "gpu_ms", gpu_ms)
-    monkeypatch.setattr(million, "milliseconds", milliseconds)
+    monkeypatch.setattr(million, "bench", bench)
 
 
 @pytest.mark.slow
@@ -88,7 +90,7 @@ def test_rows(small):
         assert row["figure"] == f"{row['tokens/s']:.0f} tokens/s"
     first, second, step, _ = rows[:4]
     assert 0 < first["pass_ms"] < first["ms"] < second["ms"] and step["ms"] == step["pass_ms"] == 0.5
-    # Behind the second pass, of which none is counted, the third takes a byte more, and the sixth four.
+    # After the second pass, of which none is counted, the third takes a byte more, and the sixth four.
     assert [row["workspace"] for row in (first, second, step)] == [1, 4, None]
     assert [row["memory"] for row in (first, second)] == [1003, 1006]
     assert "V4-Flash: no memory for 5 sequences" in told
@@ -99,7 +101,7 @@ def test_caches_that_do_not_fit_are_not_made(small, monkeypatch):
     """With room for those of one sequence and not of three, whose step is not even tried."""
     model = stack("GLM-5.2", "cpu")
     bytes_ = model.make_cache(3 * 3, device="meta", state_slots=3).nbytes
-    monkeypatch.setattr(HostWatch, "free", lambda watch: million.RESERVE + bytes_ - 1)
+    monkeypatch.setattr(HostClock, "free", lambda clock: million.RESERVE + bytes_ - 1)
     rows = million.rows(["GLM-5.2"], [192], SEQUENCES, [prompt_shape("GLM-5.2", 192)], "cpu")
     assert [row["run"] for row in rows] == ["decode 1 x 192"]
 
@@ -108,7 +110,7 @@ def test_caches_that_do_not_fit_are_not_made(small, monkeypatch):
 def test_passes_are_those_of_a_prompt(name):
     """The last one's logits are those of the prompt in one piece."""
     model = stack(name, "cpu", **SMALL, **FEWER[name])
-    prompt = long_prompt.LongPrompt(model, 150, 64)
+    prompt = million.LongPrompt(model, 150, 64)
     for begin in (0, 64, 128):
         logits = prompt.compute(begin)
     assert torch.equal(logits, prefill(model, 1, 150, 64).timed())
@@ -174,5 +176,5 @@ ROWS = [
 
 
 def test_a_picture_of_a_prompt_alone(tmp_path):
-    million_plot.write_png(ROWS[:1], tmp_path / "rows.png")
+    plot.write_million(ROWS[:1], tmp_path / "rows.png")
     assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from dsa_bench.e2e import parallel, parallel_plot, parallel_table
+from dsa_bench.e2e import parallel, plot, table
 from dsa_bench.e2e.computed import computed
 from dsa_bench.e2e.parallel_rows import shape
 from tests.bench import parallel_command
@@ -25,13 +25,13 @@ ROWS = [ROW, ONCE, ROW | {"model": "V3.2", "layers": 20, "published_layers": 61}
 
 @pytest.mark.slow
 def test_the_command_prints_rows_and_a_table():
-    """Which processes of its own compute; it says what they are doing meanwhile."""
+    """Its processes compute the rows, and it prints their progress."""
     call = [*parallel_command.COMMAND, "--models", "GLM-5", "--runs", "prefill 40", "--layers", "3"]
     done = subprocess.run(call, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     row, head, line = done.stdout.splitlines()
     assert json.loads(row)["shape"] == shape("GLM-5", "prefill 40", 2) and json.loads(row)["layers"] == 3
-    assert [head, line] == [parallel_table.head(), parallel_table.line(json.loads(row))]
+    assert [head, line] == [table.parallel_head(), table.parallel_line(json.loads(row))]
     assert " s  compiled" in done.stderr and "GLM-5, 3 layers on 2: drawn" in done.stderr
 
 
@@ -39,10 +39,8 @@ def test_the_command_prints_rows_and_a_table():
 def test_all_rows(there, expected, monkeypatch):
     """Of two GPUs, of one of eight, and of four, where there are as many; what is done is left out everywhere."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: there)
-    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
-    monkeypatch.setattr(parallel, "Clock", lambda ranks, device: ranks.size)
     monkeypatch.setattr(parallel, "rows", lambda gpus, done: iter([(gpus, done)]))
-    monkeypatch.setattr(parallel.one_of_many, "rows", lambda clock, done: iter([(8 * clock, done)]))
+    monkeypatch.setattr(parallel.one_of_many, "rows", lambda done: iter([(8, done)]))
     assert list(parallel.all_rows(["a"])) == [(gpus, ["a"]) for gpus in expected]
 
 
@@ -75,10 +73,10 @@ def test_more_gpus_than_there_are(capsys, monkeypatch):
 
 
 def test_lines():
-    assert parallel_table.line(ROW).split()[:4] == ["V4-Flash", "43", "of", "43"]
-    assert parallel_table.line(ROW).endswith("12.5%        0.88      1.10")
-    assert parallel_table.line(ONCE).endswith("80.0") and "30 of 43" in parallel_table.line(ONCE)
-    assert len(parallel_table.head()) == len(parallel_table.line(ROW))
+    assert table.parallel_line(ROW).split()[:4] == ["V4-Flash", "43", "of", "43"]
+    assert table.parallel_line(ROW).endswith("12.5%        0.88      1.10")
+    assert table.parallel_line(ONCE).endswith("80.0") and "30 of 43" in table.parallel_line(ONCE)
+    assert len(table.parallel_head()) == len(table.parallel_line(ROW))
 
 
 SILENT = {"shape": "V3.2 decode 1 x 8192, one of 8 GPUs", "model": "V3.2", "run": "decode 1 x 8192", "gpus": 8}
@@ -103,5 +101,5 @@ def test_more_gpus_than_there_are_are_computed():
 
 
 def test_the_picture_needs_comparisons_alone(tmp_path):
-    parallel_plot.write_png([ROW, ONCE, ROW | {"model": "V3.2"}], tmp_path / "rows.png")
+    plot.write_parallel([ROW, ONCE, ROW | {"model": "V3.2"}], tmp_path / "rows.png")
     assert (tmp_path / "rows.png").stat().st_size > 1000

@@ -21,7 +21,7 @@ def launch(correlation, ts, kind="cuda_runtime"):
 
 
 def kernel(correlation, ms, kind="kernel"):
-    """Those of higher correlations begin behind."""
+    """Kernels of higher correlations begin later."""
     ts = 10**6 * correlation
     return {"cat": kind, "name": "k", "ts": ts, "dur": 1000 * ms, "args": {"correlation": correlation}}
 

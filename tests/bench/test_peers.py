@@ -11,9 +11,10 @@ import torch
 import dsa
 from dsa_bench.harness import calls
 from dsa_bench.harness import case as cases
-from dsa_bench.harness.agreement import agree, agree_attention
+from dsa_bench.harness.agreement import agree, agree_attention, agree_selected
+from dsa_bench.harness.calls import Peers
 from dsa_bench.peers import deep_gemm, marlin, operators, probe, scores_and_topk, topk
-from dsa_bench.peers.package import Library, Operators, Peers, SourceFile
+from dsa_bench.peers.package import Library, Operators, SourceFile
 
 NEW, OLD = "vllm.third_party.deep_gemm", "deep_gemm"
 PAGE = Path(__file__).parents[2] / "docs/reference/peers.md"
@@ -175,9 +176,8 @@ def test_a_broken_library_is_not_taken_for_a_missing_one(monkeypatch, tmp_path, 
     (tmp_path / "broken_peer.py").write_text("raise OSError('libcuda.so.1: no such file')")
     (tmp_path / "needy_peer.py").write_text("import a_module_that_nobody_has")
     monkeypatch.syspath_prepend(tmp_path)
-    peers = Peers()
-    for name in ("broken_peer", "needy_peer", "absent_peer", "absent_peer.inside"):
-        peers.add(Library(name, (name,)), lambda module: pytest.fail("called"), [()])
+    names = ("broken_peer", "needy_peer", "absent_peer", "absent_peer.inside")
+    peers = Peers.of({Library(name, (name,)): lambda module: pytest.fail("called") for name in names}, [()])
     assert peers.calls == {}
     assert peers.failed == {
         "broken_peer": "failed: libcuda.so.1: no such file",
@@ -264,8 +264,7 @@ def test_operators_of_no_package_are_not_installed(monkeypatch, tmp_path, asked)
 
 def test_a_shared_library_that_cannot_be_loaded_fails_with_the_reason(stripped, monkeypatch):
     """torch's own message is that the file could not be loaded."""
-    peers = Peers()
-    peers.add(operators.SGLANG, lambda module: pytest.fail("called"), [()])
+    peers = Peers.of({operators.SGLANG: lambda module: pytest.fail("called")}, [()])
     file = str(stripped / "sgl_kernel/sm90/common_ops.abi3.so")
     assert peers.calls == {} and "Could not" not in peers.failed["sglang"]
     assert peers.failed["sglang"].startswith("failed: ") and file in peers.failed["sglang"]
@@ -277,7 +276,7 @@ def test_a_shared_library_that_cannot_be_loaded_fails_with_the_reason(stripped, 
             raise OSError(f"Could not load this library: {path}") from error
 
     monkeypatch.setattr(torch.ops, "load_library", load_library)
-    peers.add(operators.VLLM, lambda module: pytest.fail("called"), [()])
+    peers = Peers.of({operators.VLLM: lambda module: pytest.fail("called")}, [()])
     assert peers.failed["vllm"] == "failed: libcuda.so.1: cannot open shared object file"
 
 
@@ -346,7 +345,7 @@ def differs(compare, got, ours, message="differs by"):
 def test_agreement_is_loose_but_no_more():
     ours = torch.randn(100, 6, 8)
     agree(ours + 1e-3 * torch.randn_like(ours), ours)
-    agree((torch.cat((ours, ours), 1), "lse"), (ours, "other"))  # padded behind ours
+    agree((torch.cat((ours, ours), 1), "lse"), (ours, "other"))  # padded at the end
     for got in (ours.roll(1, 2), ours * 1.1, torch.where(ours > 2, torch.nan, ours)):
         differs(agree, got, ours)
     differs(agree, ours[:, :, :4], ours, r"differs: shape \[100, 6, 4\], where ours is \[100, 6, 8\]")
@@ -404,7 +403,7 @@ def test_a_top_k_that_takes_contiguous_scores_gets_them(peers):
 
 def test_selections_agree_up_to_ties_and_a_few_keys():
     scores = torch.randn(3, 400).relu()
-    compare = functools.partial(cases.load("topk_indices")._agree, scores)
+    compare = functools.partial(agree_selected, keys=400, scores=scores)
     order = scores.argsort(1, descending=True)
     ours = order[:, :100].int()
     compare({0: ours.flip(1)}, ours)

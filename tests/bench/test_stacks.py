@@ -42,7 +42,7 @@ def test_every_kind_of_layer_in_little_enough_for_one_gpu(name):
 
 
 def test_prompts_fill_passes(monkeypatch):
-    """They are cut where a pass is full, and go on in the next, behind what is cached of them."""
+    """They are cut where a pass is full, and go on in the next, after their cached tokens."""
     passes = []
     batch = runs.prefill_batch
     monkeypatch.setattr(runs, "prefill_batch", lambda chunks, *rest: passes.append(chunks) or batch(chunks, *rest))

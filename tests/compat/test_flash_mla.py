@@ -7,18 +7,24 @@ import pytest
 import torch
 
 import dsa
+from dsa.cases.attention import attend_lists
 from dsa.compat import flash_mla
 from dsa.reference.cache import kv_cache
 from dsa.testing import assert_close
 from tests.reference.common import assert_refused, i32
-from tests.reference.mla.attention_oracle import attend
 
 BF16, INT32, D_V = torch.bfloat16, torch.int32, 512
 
 
+def attend(q, keys, scale, sink=None):
+    """In float64: out [h, d_v], lse [h] and largest logits [h] of a query [h, d] over keys [n, d]."""
+    found = attend_lists(q[None], keys, torch.arange(len(keys))[None], scale, D_V, sink)
+    return [x[0] for x in found[:3]]
+
+
 def assert_attention(got, q, keys, scale, sink=None, abs_tol=8e-4):
     """(out [h, d_v], lse [h]) of one query are those of float64."""
-    out, lse, _ = attend(q, keys, scale, D_V, sink)
+    out, lse, _ = attend(q, keys, scale, sink)
     assert_close("out", got[0], out, abs_tol=abs_tol, rel_tol=3.01 / 128, cos_tol=7e-6)
     assert_close("lse", got[1], lse, abs_tol=1e-6, rel_tol=8.01 / 65536)
 
@@ -107,7 +113,7 @@ def test_sparse_prefill(d, have_attn_sink, have_topk_length, is_all_indices_inva
         listed = indices[t, 0, : top_k if lengths is None else lengths[t]]
         keys = kv[listed[(listed >= 0) & (listed < s_kv)].long(), 0]
         assert_attention((got[0][t], got[2][t]), q[t], keys, 0.5, sink)
-        assert_close("max_logits", got[1][t], attend(q[t], keys, 0.5, D_V)[2], abs_tol=1e-6, rel_tol=2.01 / 65536)
+        assert_close("max_logits", got[1][t], attend(q[t], keys, 0.5)[2], abs_tol=1e-6, rel_tol=2.01 / 65536)
     log2 = flash_mla.flash_mla_sparse_fwd(q, kv, indices, 0.5, D_V, sink, lengths, return_log2_lse=True)
     assert torch.equal(log2[0], got[0])
     for x, y in zip(log2[1:], got[1:], strict=True):

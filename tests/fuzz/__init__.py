@@ -11,9 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from dsa.cases import CASES
+from dsa.cases.case import Case
 from tests.fuzz.changes import Change, change
 from tests.fuzz.judge import judge
-from tests.valid_calls import CALLS, ValidCall
 
 SEED = int(os.environ.get("DSA_FUZZ_SEED", "20"))
 
@@ -26,8 +27,8 @@ def numbers(shard: int, shards: int, count: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Case:
-    call: ValidCall
+class Mutation:
+    call: Case
     arguments: dict[str, Any]
     changes: dict[str, Change]  # by argument
 
@@ -35,20 +36,20 @@ class Case:
         return f"{self.call.name} with " + ", ".join(f"{name}: {x.what}" for name, x in self.changes.items())
 
 
-def make_case(number: int, device: str) -> Case:
+def make_mutation(number: int, device: str) -> Mutation:
     rng = random.Random(f"{SEED}/{number}")
-    call = rng.choice(CALLS)
+    call = rng.choice(CASES)
     arguments = call.arguments(device)
     names = rng.sample([*arguments], min(len(arguments), rng.choice((1, 1, 2, 3))))
     changes = {name: change(rng, arguments[name], device) for name in names}
-    return Case(call, {**arguments, **{name: x.value for name, x in changes.items()}}, changes)
+    return Mutation(call, {**arguments, **{name: x.value for name, x in changes.items()}}, changes)
 
 
 def failures(wanted: Iterable[int], device: str) -> list[str]:
     """What is wrong with the cases of these numbers, one line each."""
     found = []
     for number in wanted:
-        case = make_case(number, device)
+        case = make_mutation(number, device)
         problem = judge(case.call, case.arguments, case.changes, device)
         if problem:
             found.append(f"DSA_FUZZ_SEED={SEED} DSA_FUZZ_CASE={number}: {case}: {problem}")

@@ -9,15 +9,14 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dsa.cases.case import same_bits, tensors_of
+from dsa.cases.case import Case, same_bits, tensors_of
 from dsa.runtime.op import Op
 from tests.fuzz.changes import Change, Kind
-from tests.valid_calls import ValidCall
 
 SECONDS = {"cpu": 20, "cuda": 200}  # that a call may take: milliseconds, or what its kernels take to compile
 
 
-def judge(call: ValidCall, arguments: dict[str, Any], changes: Mapping[str, Change], device: str) -> str | None:
+def judge(call: Case, arguments: dict[str, Any], changes: Mapping[str, Change], device: str) -> str | None:
     """What is wrong, if anything."""
     before = {path: _bits(x) for path, x in _tensors(arguments)}
     plain = {name: _plain(x) for name, x in arguments.items()}
@@ -79,7 +78,7 @@ def _written(arguments: dict[str, Any], before: Mapping[tuple, torch.Tensor], al
 
 
 def _not_the_same(
-    call: ValidCall, plain: dict[str, Any], found: list[torch.Tensor], arguments: dict[str, Any], device: str
+    call: Case, plain: dict[str, Any], found: list[torch.Tensor], arguments: dict[str, Any], device: str
 ) -> str | None:
     """Strides, requires_grad and the type of a sequence change no bit; on a GPU, gradients are PyTorch's business."""
     if device == "cuda" and any(x.requires_grad for _, x in _tensors(arguments)):
@@ -91,7 +90,7 @@ def _not_the_same(
     return None
 
 
-def _not_fully_written(call: ValidCall, plain: dict[str, Any]) -> str | None:
+def _not_fully_written(call: Case, plain: dict[str, Any]) -> str | None:
     """What memory holds where it is allocated reaches no result."""
     pairs = []
     for byte in (0x55, 0xFF):

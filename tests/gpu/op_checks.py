@@ -10,11 +10,11 @@ from dsa.testing import poisoned
 
 
 def flat(results: Any) -> list[torch.Tensor]:
-    """The tensors of what an op takes or returns: of one tensor, of None, or of tuples of these."""
-    if results is None:
-        return []
+    """The tensors of what an op takes or returns: of one, or of lists and tuples of tensors, numbers and None."""
     if isinstance(results, torch.Tensor):
         return [results]
+    if not isinstance(results, (list, tuple)):
+        return []
     return [x for part in results for x in flat(part)]
 
 

@@ -5,7 +5,7 @@ usage: python -m tests.gpu.pictures
 
 from pathlib import Path
 
-from dsa_bench.e2e import million_plot, parallel_plot, plot
+from dsa_bench.e2e import plot
 from tests.gpu import receipt
 from tests.gpu.receipt_rows import compared, main_entries
 
@@ -31,9 +31,9 @@ COLOR = "#1f6f8b"
 def main() -> None:
     entries = main_entries()
     write_speed_ups(FOLDER / "speed-up.png")
-    plot.write_png(entries["e2e"]["bench"], FOLDER / "e2e.png")
-    parallel_plot.write_png(entries["parallel"]["bench"], FOLDER / "parallel.png")
-    million_plot.write_png(entries["million"]["bench"], FOLDER / "million.png")
+    plot.write_passes(entries["e2e"]["bench"], FOLDER / "e2e.png")
+    plot.write_parallel(entries["parallel"]["bench"], FOLDER / "parallel.png")
+    plot.write_million(entries["million"]["bench"], FOLDER / "million.png")
 
 
 def write_speed_ups(path: Path) -> None:

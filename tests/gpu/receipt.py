@@ -70,6 +70,7 @@ WHOLES = {
     "accuracy": Whole("accuracy of passes with trained weights: `python -m dsa_bench.e2e.accuracy`", INFERENCE),
     "drafts": Whole("decoding with drafts: `python -m dsa_bench.e2e.drafts`", INFERENCE),
     "e2e": Whole("whole passes: `dsa bench e2e`", INFERENCE),
+    "every_case": Whole("all ops: right, repeatable, in graphs, on streams, compiled: `dsa.cases`", EVERY_FAMILY),
     "fuzz": Whole("all ops: mutated calls", EVERY_FAMILY),
     "generation": Whole("generation: `dsa_layers.Generator`", INFERENCE),
     "host": Whole("a call's time on the host: `dsa bench host`", EVERY_FAMILY),
@@ -79,7 +80,7 @@ WHOLES = {
     "oldest_dsl": Whole("hot ops on the oldest CuTe DSL that is supported"),
     "parallel": Whole("models over two GPUs: `python -m dsa_bench.e2e.parallel`", (*INFERENCE, "parallel")),
     "recorded_calls": Whole("all ops: calls whose steps are recorded", EVERY_FAMILY),
-    "several_gpus": Whole("ops on a GPU that is not the current one"),
+    "several_gpus": Whole("ops on a GPU that is not the current one", EVERY_FAMILY),
     "sglang_adapters": Whole(
         "SGLang's plugin: its calls compared with the kernels that SGLang calls", sources=("dsa_engines/sglang",)
     ),
@@ -223,7 +224,7 @@ def _digest(value: Any) -> str:
 @functools.cache
 def functions_of(name: str) -> list[str]:
     """The public functions of dsa that an entry is about."""
-    if name in ("several_gpus", "oldest_dsl"):
+    if name == "oldest_dsl":
         modules = {op_module(path.stem.removeprefix("test_")) for path in test_files(name)}
     elif name not in WHOLES:
         modules = {op_module(name)}

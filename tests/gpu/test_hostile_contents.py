@@ -5,9 +5,9 @@ The receipt's run puts this file under compute-sanitizer's memcheck: alone it on
 
 import pytest
 
-from tests import hostile
+from tests.hostile import ARGUMENTS, check
 
 
-@pytest.mark.parametrize("argument", hostile.all_arguments(), ids=str)
-def test_on_the_kernels(argument):
-    assert hostile.check(argument, "cuda") > 10
+@pytest.mark.parametrize("case, name", ARGUMENTS, ids=[f"{case.name}-{name}" for case, name in ARGUMENTS])
+def test_on_the_kernels(case, name):
+    assert check(case, name, "cuda") > 10

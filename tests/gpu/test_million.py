@@ -9,8 +9,8 @@ import torch
 import dsa
 from dsa.testing import calc_diff, poison_free_memory
 from dsa_bench.e2e import million
-from dsa_bench.e2e.long_prompt import LongPrompt
-from dsa_bench.e2e.parallel_kernels import compile_ahead
+from dsa_bench.e2e.command import compile_ahead, quiet
+from dsa_bench.e2e.million import LongPrompt
 from dsa_bench.e2e.stacks import skeleton, stack
 from dsa_layers.families.rotary import make_rotary
 from dsa_layers.layers.attention import most_read
@@ -26,8 +26,8 @@ def small_stack(name):
     """With its kernels compiled in parallel before: one after the other, in the passes, they would take minutes."""
     sizes = SMALL | FEWER[name]
     prompts = [(8192, begin) for begin in range(0, TOKENS, 2**17)] + [(8192, TOKENS - 8192), (300, TOKENS - 300)]
-    asked = partial(million.asked_by, skeleton(name, **sizes), prompts, [1], TOKENS, "sm_90")
-    compile_ahead(asked, lambda step: None)
+    asked = partial(million.asked_by, skeleton(name, **sizes), prompts, [1], TOKENS)
+    compile_ahead(asked, quiet)
     return stack(name, "cuda", **sizes)
 
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from dsa.cases import CASES
+from dsa.cases.case import Maker, same_bits
 from dsa.runtime.known_calls import REPEATS
 from dsa.runtime.op import OPS, forget_calls
-from tests.valid_calls import CALLS
-from tests.valid_calls.description import Maker, same_bits
 
 
 def arguments(call, seed):
@@ -20,7 +20,7 @@ def results(call, seed):
     return call.results(arguments(call, seed))
 
 
-@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
+@pytest.mark.parametrize("call", CASES, ids=lambda call: call.name)
 def test_recorded_calls_give_the_same_bits(call):
     seeds = range(REPEATS + 4)
     expected = []
@@ -36,7 +36,7 @@ def test_recorded_calls_give_the_same_bits(call):
 
 def test_recorded_calls_run_in_a_graph_and_on_another_stream():
     forget_calls()
-    call = next(call for call in CALLS if call.name == "rms_norm")
+    call = next(call for call in CASES if call.name == "rms_norm")
     for seed in range(REPEATS):
         results(call, seed)
     given = arguments(call, 1)

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 
 import dsa
+from dsa.cases import CASES
+from dsa.cases.case import Case, Maker
 from dsa.cute.fake_tensors import cute_dtype
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.runtime import backends, compile_cache
@@ -29,8 +31,6 @@ from dsa.runtime.known_calls import REPEATS
 from dsa.runtime.op import OPS, forget_calls
 from tests.kernels import machine_code
 from tests.project_copy import ROOT
-from tests.valid_calls import CALLS
-from tests.valid_calls.description import Maker, ValidCall
 
 ARCH = "sm_90"
 
@@ -141,7 +141,7 @@ def larger_calls() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], obj
         return q[None], cache.view(1, 64, 1, 576), None, None, 512, None, None, None, False, False, indices
 
     yield "flash_mla_with_kvcache of a long list", decoded, lambda given: dsa.flash_mla_with_kvcache(*given)
-    for call in CALLS:
+    for call in CASES:
         if call.op in GRADIENTS:
             yield f"{call.name} and gradients", call.arguments, partial(_gradients, call)
         if call.op == "sparse_mla_attention":
@@ -159,7 +159,7 @@ GRADIENTS = {
 }
 
 
-def _gradients(call: ValidCall, given: dict[str, Any]) -> object:
+def _gradients(call: Case, given: dict[str, Any]) -> object:
     """The gradients of the sum of a call's results."""
     inputs = [given[name].requires_grad_() for name in GRADIENTS[call.op]]
     results = [x.float().sum() for x in call.run(given) if x.requires_grad]
@@ -237,7 +237,7 @@ def main() -> None:
     backends.runs_kernel = lambda *_: True
     backends.arch_of = lambda _: ARCH
     backends.on_device = lambda _: contextlib.nullcontext()
-    calls = [(call.name, call.arguments, call.run) for call in CALLS]
+    calls = [(call.name, call.arguments, call.run) for call in CASES]
     for name[0], arguments, run in (*calls, *larger_calls()):
         forget_calls()
         # Nothing has run: an op that goes on with its kernel's numbers finds any.

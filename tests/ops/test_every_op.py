@@ -12,12 +12,12 @@ from torch import library
 
 import dsa
 from dsa import reference
+from dsa.cases import CASES
+from dsa.cases.case import Case, same_bits
 from dsa.runtime import backends
 from dsa.runtime.op import OPS, Op
-from tests.valid_calls import CALLS, ValidCall
-from tests.valid_calls.description import same_bits
 
-by_call = pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
+by_call = pytest.mark.parametrize("call", CASES, ids=lambda call: call.name)
 # They write tensors that their callers have, where the references of the same name return new ones.
 OUTPUTS = {"out", "k", "k_scale"}
 # With gradients from kernels, which tests of these ops look at.
@@ -49,13 +49,13 @@ def test_without_a_gpu_the_references_bits_come_back(call):
 
 
 def test_ops_have_the_parameters_and_defaults_of_their_references():
-    for name in {call.op for call in CALLS}:
+    for name in {call.op for call in CASES}:
         ours, theirs = (inspect.signature(getattr(module, name)).parameters for module in (dsa, reference))
         assert {*ours} - {*theirs} <= OUTPUTS and not {*theirs} - {*ours}, name
         assert {key: ours[key].default for key in theirs} == {key: x.default for key, x in theirs.items()}, name
 
 
-@pytest.mark.parametrize("call", [x for x in CALLS if x.op in backends.ARCHS], ids=lambda call: call.name)
+@pytest.mark.parametrize("call", [x for x in CASES if x.op in backends.ARCHS], ids=lambda call: call.name)
 def test_a_backend_that_cannot_run_is_an_error(call):
     arguments = call.arguments()
     # Dense decoding makes its plan first.
@@ -64,7 +64,7 @@ def test_a_backend_that_cannot_run_is_an_error(call):
         call.run(arguments)
 
 
-def registered(call: ValidCall, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[tuple[Op, tuple]]:
+def registered(call: Case, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[tuple[Op, tuple]]:
     """The ops that torch knows of which a call runs, with their arguments."""
     found, run = [], Op.run
 
@@ -103,10 +103,10 @@ def test_torch_knows_what_an_op_returns_and_writes(call, monkeypatch):
             library.opcheck(getattr(torch.ops.dsa, op.name).default, own, test_utils=tests)
 
 
-FIRST = {call.op: call for call in reversed(CALLS)}
+FIRST = {call.op: call for call in reversed(CASES)}
 ONE_GRAPH = [
     pytest.param(call, id=call.name, marks=[] if FIRST[call.op] is call else [pytest.mark.slow])
-    for call in CALLS
+    for call in CASES
     if call.op not in NOT_ONE_GRAPH
 ]
 
@@ -129,7 +129,7 @@ def real(arguments: dict[str, Any]) -> list[str]:
 
 
 SELECTING = {"bias"}  # what decides which experts a token has, and not how much they count
-DIFFERENTIABLE = [call for call in CALLS if call.op in OPS and OPS[call.op].differentiable]
+DIFFERENTIABLE = [call for call in CASES if call.op in OPS and OPS[call.op].differentiable]
 
 
 @pytest.mark.parametrize("call", [x for x in DIFFERENTIABLE if x.op not in OWN_GRADIENTS], ids=lambda call: call.name)
@@ -152,7 +152,7 @@ def test_what_is_cast_has_no_gradient(op, request):
         request.getfixturevalue("launches")
 
 
-@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
+@pytest.mark.parametrize("call", CASES, ids=lambda call: call.name)
 def test_tensors_elsewhere_are_refused_by_name(call):
     """All but the first, of whose device the others must be."""
     tensors = [name for name, x in call.arguments().items() if isinstance(x, torch.Tensor)]
@@ -173,7 +173,7 @@ IN_FLOAT32 = [
 @pytest.mark.parametrize("name", IN_FLOAT32)
 def test_a_dtype_without_kernels_runs_the_reference_and_says_so_where_there_is_a_gpu(name, request, monkeypatch):
     monkeypatch.setattr(backends, "_warned", set())
-    call = next(call for call in CALLS if call.name == name)
+    call = next(call for call in CASES if call.name == name)
     arguments = call.arguments()
     arguments |= {key: arguments[key].float() for key in real(arguments)}
     with warnings.catch_warnings():

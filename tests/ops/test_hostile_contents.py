@@ -2,19 +2,19 @@
 
 import pytest
 
-from tests import hostile
+from tests.hostile import ARGUMENTS, check
 
 
 def arguments():
     """All of them: variants of a call differ in its kernels more than in its reference, and the first of each op's
     argument says most."""
     seen = set()
-    for argument in hostile.all_arguments():
-        key = argument.op.split()[0], argument.argument.split()[0]
-        yield pytest.param(argument, id=str(argument), marks=[pytest.mark.slow] if key in seen else [])
+    for case, name in ARGUMENTS:
+        key = case.op, name.split()[0]
+        yield pytest.param(case, name, id=f"{case.name}-{name}", marks=[pytest.mark.slow] if key in seen else [])
         seen.add(key)
 
 
-@pytest.mark.parametrize("argument", [*arguments()])
-def test_on_the_references(argument):
-    assert hostile.check(argument, "cpu") > 10
+@pytest.mark.parametrize("case, name", [*arguments()])
+def test_on_the_references(case, name):
+    assert check(case, name, "cpu") > 10

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import dsa
-from tests.valid_calls import CALLS
+from dsa.cases import CASES
 
 TOO_LARGE = (2**63, 2**64, 2**70, -(2**63) - 1, 2**1100)
 LARGEST = (2**63 - 1, -(2**63))
@@ -17,7 +17,7 @@ def floats(call):
     return [p.name for p in parameters if "float" in str(p.annotation).replace("dtype", "")]
 
 
-ARGUMENTS = [(call, name) for call in CALLS for name in floats(call)]
+ARGUMENTS = [(call, name) for call in CASES for name in floats(call)]
 by_name = pytest.mark.parametrize(("call", "name"), ARGUMENTS, ids=[f"{call.name}-{name}" for call, name in ARGUMENTS])
 
 

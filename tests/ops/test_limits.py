@@ -2,10 +2,10 @@
 
 import pytest
 
+from dsa.cases import CASES
 from tests.ops.limits import LIMITS
-from tests.valid_calls import CALLS
 
-BY_NAME = {call.name: call for call in CALLS}
+BY_NAME = {call.name: call for call in CASES}
 
 
 @pytest.mark.parametrize(("name", "changes", "message"), LIMITS, ids=[f"{name}-{text}" for name, _, text in LIMITS])

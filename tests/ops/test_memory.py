@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tests.valid_calls import CALLS
+from dsa.cases import CASES
 
 
 class Refused(NamedTuple):
@@ -124,7 +124,7 @@ def parts(arguments: dict[str, Any]) -> Iterator[tuple[str, str, int | None, tor
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("call", [call for call in CALLS if call.name in REFUSED], ids=lambda call: call.name)
+@pytest.mark.parametrize("call", [call for call in CASES if call.name in REFUSED], ids=lambda call: call.name)
 def test_what_kernels_do_not_read_is_refused_and_nothing_else(call, way, launches):
     asked = REFUSED[call.name]
     refusing = " ".join(getattr(asked, field) for field in WAYS[way]).split()
@@ -141,7 +141,7 @@ def test_what_kernels_do_not_read_is_refused_and_nothing_else(call, way, launche
             call.run(arguments)
 
 
-@pytest.mark.parametrize("call", [call for call in CALLS if call.name in REFUSED], ids=lambda call: call.name)
+@pytest.mark.parametrize("call", [call for call in CASES if call.name in REFUSED], ids=lambda call: call.name)
 def test_rows_that_kernels_can_read_are_not_copied(call, launches):
     """Of a wider tensor, a multiple of 16 bytes from one to the next; some kernels take no such rows."""
     for called, name, _, x in parts(call.arguments()):
@@ -190,7 +190,7 @@ def single(x: Any) -> Any:
     return odd.as_strided(odd.shape, strides)
 
 
-@pytest.mark.parametrize("call", [call for call in CALLS if call.name in SINGLE], ids=lambda call: call.name)
+@pytest.mark.parametrize("call", [call for call in CASES if call.name in SINGLE], ids=lambda call: call.name)
 def test_strides_of_single_elements_mean_nothing(call, launches):
     """What a kernel reads 16 bytes at a time is given to it with strides that say so."""
     arguments = call.arguments()

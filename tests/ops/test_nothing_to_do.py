@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.valid_calls import CALLS
-from tests.valid_calls.description import same_bits
+from dsa.cases import CASES
+from dsa.cases.case import same_bits
 
 # Call; along which dimension which arguments are empty; and other values.
 NO_BOUNDS = {"cu_seqlens_q": torch.zeros(3, dtype=torch.int32), "cu_seqlens_k": torch.zeros(3, dtype=torch.int32)}
@@ -143,7 +143,7 @@ def without(value: Any, dim: int) -> Any:
 
 @pytest.mark.parametrize(("name", "empty", "changes"), EMPTY, ids=[f"{name}-{empty}" for name, empty, _ in EMPTY])
 def test_nothing_to_compute_launches_nothing(name, empty, changes, request):
-    call = next(call for call in CALLS if call.name == name)
+    call = next(call for call in CASES if call.name == name)
     with_kernels, without_kernels = call.arguments(), call.arguments()
     for given in (with_kernels, without_kernels):
         given |= changes

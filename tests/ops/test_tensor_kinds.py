@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import dsa
-from tests.valid_calls import CALLS
-from tests.valid_calls.description import same_bits
+from dsa.cases import CASES
+from dsa.cases.case import same_bits
 
 
 def _rows(x: torch.Tensor, layout: torch.layout) -> torch.Tensor:
@@ -43,7 +43,7 @@ def replaced(value: Any, place: int | None, x: torch.Tensor) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's, that it may change these tensors
-@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
+@pytest.mark.parametrize("call", CASES, ids=lambda call: call.name)
 def test_only_dense_tensors(call):
     tried = 0
     for name, value in call.arguments().items():
@@ -59,7 +59,7 @@ def test_only_dense_tensors(call):
     assert tried or call.op == "make_v4_cache"  # which takes none
 
 
-@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
+@pytest.mark.parametrize("call", CASES, ids=lambda call: call.name)
 def test_tensors_of_inference_mode(call):
     """They are read everywhere, and written in inference mode alone: then before anything else is."""
     expected = call.results(call.arguments())

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import dsa
+from dsa.cases import CASES
+from dsa.cases.case import same_bits
 from tests.public_names import all_ops
-from tests.valid_calls import CALLS
-from tests.valid_calls.description import same_bits
 
 
 @contextlib.contextmanager
@@ -32,26 +32,15 @@ DEFAULTS = {
 
 
 def test_every_op_has_a_call_with_all_of_its_arguments():
-    assert {call.op for call in CALLS} == all_ops()
-    for call in CALLS:
+    assert {call.op for call in CASES} == all_ops()
+    for call in CASES:
         parameters = inspect.signature(getattr(dsa, call.op)).parameters
         if call.op != "get_mla_metadata":  # whose signature is that of its two styles
             assert set(call.arguments()) == set(parameters), call.name
 
 
-@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
-def test_calls_are_valid_and_keep_their_promises(call):
-    arguments = call.arguments()
-    found = [(tuple(x.shape), x.dtype) for x in call.run(arguments)]
-    promised = [
-        (tuple(n if m is None else m for m, n in zip(shape, got[0])), dtype)
-        for (shape, dtype), got in zip(call.promises(arguments), found, strict=True)
-    ]
-    assert found == promised
-
-
 @pytest.mark.parametrize("default", DEFAULTS)
-@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
+@pytest.mark.parametrize("call", CASES, ids=lambda call: call.name)
 def test_results_do_not_follow_the_default(call, default):
     expected, arguments = call.results(call.arguments()), call.arguments()
     with DEFAULTS[default]():

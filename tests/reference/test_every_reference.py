@@ -10,4 +10,4 @@ CHECKED = [case for case in CASES if case.check is not None]
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("case", CHECKED, ids=lambda case: case.name)
 def test_a_reference_is_right(case, seed):
-    case.verify("cpu", seed)
+    case.verify_all("cpu", seed)

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
+from dsa.ops.gemm.fp8_fp4_gemm_nt import BYTES
 from dsa.ops.gemm.fp8_gemm_nt import Scaled
-from dsa.reference.gemm.fp4_cast import BYTES
 from dsa.runtime.checks import check_pair, check_same_device, check_writable
 
 Recipe = Sequence[int] | None

@@ -1,26 +1,29 @@
-"""DeepSeek-V4's compressor: blocks of tokens to entries, softmax, norm, rope and rounding included, and its state.
+"""DeepSeek-V4's compressor: turns blocks of tokens into cache entries (softmax, norm, RoPE, rounding), updates state.
 
 Plan
-- A thread has four channels of a few neighbouring tokens of an entry, a part: it asks for both projections of all of
-  them before it needs the first, so that an entry costs one round trip to memory. Whether a token is among the new
-  ones or in the state changes an address, and no branch waits for what another has asked for.
-- A part is folded into maxima, sums and weighted sums. The parts of an entry, in groups of threads, meet in shared
-  memory, where they are merged in the order of the tokens: an entry's bits do not depend on the pass that ends it.
-- Entries of 8 tokens: two parts, the two blocks, in one CTA. Entries of 128 tokens are 256 KiB, more than one
-  multiprocessor reads quickly: a cluster of 8 CTAs has 64 channels each, which are one scale's, in eight groups that
-  take turns twice. Only their sums of squares go from CTA to CTA.
-- The epilogue is the first warps': norm, rope within a thread, and rounding as the cache has it. 16 lanes find the
-  scale of 64 channels, and a warp makes the Hadamard transform. What it needs from memory is asked for with the tokens.
-  The other warps write the new tokens to the state meanwhile.
-- A work tile is an entry. The first work tile of a sequence is its first two entries, for those alone are made of
-  tokens in the state, which this CTA, or cluster by channels, then overwrites with the new ones. A CTA finds the
-  sequence of its work tile by a scan over all sequences. There are as many CTAs as sequences in order can ask for;
-  where boundaries are wrong and sequences overlap, a CTA takes several work tiles (static persistent).
-Shared memory: the WorkTileInfo, the number of work tiles, 2 x 8 sums of squares, groups x 3 x the CTA's channels.
-Constraints: m = 4 with overlap and d of 512 or 128, m = 128 without and d = 512; rope turns 64 channels in neighbouring
-pairs; rows at multiples of 16 bytes.
-Roofline: memory, two projections of a token read once (of overlapping blocks one half each). Of a single token,
-latency: launch, a sequence's numbers, its tokens, two barriers.
+- A thread has four channels of a part, which is a few neighbouring tokens of an entry. It issues the loads of both
+  projections of all these tokens before it needs the first value, so an entry costs one round trip to memory. Whether a
+  token is new or in the state only decides where its values are loaded from, and no branch waits for an earlier load.
+- A part is reduced to maxima, sums and weighted sums. Groups of threads have the parts of an entry. They exchange them
+  through shared memory and merge them in the order of the tokens, so an entry's bits do not depend on the pass that
+  completes it.
+- An entry of 8 tokens has two parts, one per block, in one CTA. An entry of 128 tokens is 256 KiB, more than one SM
+  reads quickly. A cluster of 8 CTAs shares it, with 64 channels per CTA, which is one scale group, and eight groups of
+  threads that process two parts each. The CTAs exchange only their sums of squares.
+- The first warps run the epilogue: norm, RoPE within a thread, and rounding to the cache's format. 16 lanes find the
+  scale of 64 channels, and a warp computes the Hadamard transform. The epilogue's operands are loaded together with the
+  tokens. Meanwhile, the other warps write the new tokens to the state.
+- A work tile is an entry, but the first work tile of a sequence is its first two entries. Only these two use tokens in
+  the state, and the same CTA then overwrites the state with the new tokens (in a cluster, each CTA its channels). A CTA
+  finds the sequence of its work tile by a scan over all sequences. The grid has enough CTAs for all work tiles of
+  disjoint sequences. If boundaries are wrong and sequences overlap, a CTA processes several work tiles (static
+  persistent).
+Shared memory: the WorkTileInfo, the number of work tiles, 2 x 8 sums of squares, and 3 numbers per channel of the CTA
+and group of threads.
+Constraints: m = 4 with overlap and d = 512 or 128, or m = 128 without overlap and d = 512. RoPE rotates 64 channels in
+neighbouring pairs. Rows at multiples of 16 bytes.
+Roofline: memory, both projections of each token read once (with overlap, each of a token's two entries reads half of
+its channels). Single token: latency of the launch, a sequence's numbers, its tokens and two barriers.
 """
 
 from collections.abc import Callable
@@ -42,16 +45,17 @@ from dsa.kernels.cache.kv_row import Fp8Row, quantize_group
 from dsa.kernels.cache.limits import COMPRESSED_DTYPES, COMPRESSED_KINDS, FLOAT_DTYPES, ROPE_CHANNELS
 from dsa.runtime.compile_cache import cached, compile_sm90
 
-CHANNELS = 4  # of a thread
-SQUARES = 8  # of an entry, at most: a warp's or a slice's
-KEPT_AT_ONCE = 2  # vectors of a thread on their way to the state
+CHANNELS = 4  # per thread
+SQUARES = 8  # the most sums per entry: one per warp, or one per CTA of a cluster
+KEPT_AT_ONCE = 2  # vectors per thread in flight to the state
 MAX_POSITIONS = 2**31 - 512  # per sequence: two blocks after the last position still fit an int32
-MAX_WORK_TILES = 2**30  # over all sequences: only sequences that overlap in the cache could have more
+MAX_WORK_TILES = 2**30  # over all sequences; only overlapping sequences could have more
 
 
 class WorkTileInfo(NamedTuple):
-    """number: the work tile's among its sequence's, -1 if there is none; low, length: the sequence's first new
-    token and how many there are; start: tokens before them."""
+    """number: index of the work tile in its sequence, or -1 if there is none. low, length: the sequence's first new
+    token and its number of new tokens. start: number of tokens before them. state_slot: the sequence's slot in the
+    state."""
 
     number: Int32
     low: Int32
@@ -61,22 +65,22 @@ class WorkTileInfo(NamedTuple):
 
 
 class WriteCompressedKvSm90:
-    """dtype: of the projections; layout: a float dtype, "v4" or, for 128 channels, "index"."""
+    """dtype: of the projections. layout: a float dtype, "v4" or, for 128 channels, "index"."""
 
     def __init__(self, dtype: type[cutlass.Numeric], dim: int, ratio: int, overlap: bool, layout: str):
         self.dim, self.ratio, self.overlap, self.layout = dim, ratio, overlap, layout
-        self.tokens = 2 * ratio if overlap else ratio  # of an entry
+        self.tokens = 2 * ratio if overlap else ratio  # per entry
         self.slices, self.groups, self.part = (1, 2, ratio) if overlap else (8, 8, 8)
-        self.width = dim // self.slices  # channels of a CTA
+        self.width = dim // self.slices  # channels per CTA
         self.row_threads = self.width // CHANNELS
         self.threads = self.row_threads * self.groups
-        # Half a warp has a slice: the other half does the same again, and stores nothing.
+        # With 64 channels per CTA, half a warp runs the epilogue. The other half repeats its work and stores nothing.
         self.epilogue_threads = max(self.row_threads, WARP)
         self.squares = self.slices if self.slices > 1 else self.row_threads // WARP
         self.row = Fp8Row("v4", CHANNELS)
         self.launch_options = {}
         if dim == 512:
-            # CTAs of a multiprocessor, at least. Three of two blocks leave a thread 80 registers, enough with fp32.
+            # Minimum CTAs per SM. With entries of two blocks, three CTAs leave a thread 80 registers: enough for fp32.
             least = 2 if self.slices == 1 and dtype is not Float32 else 3
             self.launch_options = {"min_blocks_per_mp": least, "preferred_smem_carveout": 20}
         if self.slices > 1:
@@ -152,7 +156,7 @@ class WriteCompressedKvSm90:
             cute.arch.cluster_arrive_relaxed()
         wait_for_prerequisite_grids()
         if const_expr(self.slices > 1):
-            # All CTAs run, and may be written to.
+            # All CTAs of the cluster have started, so their shared memory may be written to.
             cute.arch.cluster_wait()
         rank, turn = scheduler.first % self.slices, Int32(0)
         index = scheduler.first // self.slices
@@ -178,19 +182,20 @@ class WriteCompressedKvSm90:
                     )
                     turn = 1 - turn
                 if number == 0:
-                    # All have read what is overwritten now: an entry's parts met behind that. Without an entry the
-                    # warps of the epilogue have nothing else to do.
+                    # All threads have read the state before the barriers of `entry`, so it may be overwritten now. If
+                    # there was no entry, the epilogue's warps take part.
                     keeper = Int32(self.epilogue_threads if end > begin else 0)
                     self.keep(kv, gate, ape, state, low, start, length, state_slot, state_rows, rank, tid, keeper)
             index += scheduler.step // self.slices
             if index < total:
-                # All have read the WorkTileInfo, which is written anew now.
+                # All threads must have read the WorkTileInfo before it is overwritten.
                 cute.arch.sync_threads()
 
     @cute.jit
     def bounds(self, cu_seqlens: cute.Tensor, starts: cute.Tensor, sequence, tokens):
-        """(first new token, how many, tokens before) of a sequence; inside the tensors, whatever the arguments say. One
-        whose boundaries decrease or are outside has no new tokens, so that it takes none of the others'."""
+        """-> (first new token, number of new tokens, number of tokens before them) of a sequence. Accesses stay inside
+        the tensors whatever the arguments say. A sequence whose boundaries decrease or lie outside has no new tokens,
+        so it takes none from other sequences."""
         low, high, start = cu_seqlens[sequence], cu_seqlens[sequence + 1], starts[sequence]
         length = Int32(0) if low < 0 or low > high or high > tokens else high - low
         return low, length, cutlass.max(cutlass.min(start, MAX_POSITIONS - tokens), 0)
@@ -208,17 +213,17 @@ class WriteCompressedKvSm90:
         index,
         lane,
     ):
-        """Write the WorkTileInfo of work tile `index` of all to `found`, with a number of -1 if there are fewer, and
-        how many there are to `totals`. Sequences without a state slot are left out. A warp's work."""
+        """Write the WorkTileInfo of work tile `index` to `found`, with number = -1 if there are fewer work tiles, and
+        the number of all work tiles to `totals`. Sequences without a valid state slot have none. Called by one warp."""
         if lane == 0:
-            found[0, 0] = Int32(-1)  # stays if no lane finds it
+            found[0, 0] = Int32(-1)  # stays if no lane finds the work tile
         cute.arch.sync_warp()
         before = Int32(0)
         for chunk in cutlass.range(0, starts.shape[0], WARP, unroll=1):
             b = chunk + lane
             tiles, low, length, start, state_slot = [Int32(0) for _ in range(5)]
             if b < starts.shape[0]:
-                # All four numbers are asked for before any of them is waited for.
+                # All four loads are issued before the first value is used.
                 state_slot = state_slots[b]
                 low, length, start = self.bounds(cu_seqlens, starts, b, tokens)
                 if state_slot >= 0 and state_slot < slot_count:
@@ -257,10 +262,10 @@ class WriteCompressedKvSm90:
         turn,
         tid,
     ):
-        """Entry `number` of a sequence whose new tokens are those from row `low` and position `start` on. turn: 0 and 1
-        for one entry of a CTA after the other."""
+        """Compute and store entry `number` of a sequence, whose new tokens begin at row `low` and position `start`.
+        turn: alternates between 0 and 1 over the entries of a CTA."""
         group, own = tid // self.row_threads, tid % self.row_threads
-        at = rank * self.row_threads + own  # of the entry's vectors of CHANNELS
+        at = rank * self.row_threads + own  # index of this thread's vector of CHANNELS in the entry
         token = low + ((number + 1) * self.ratio - 1 - start)
         gain = cute.make_rmem_tensor((CHANNELS,), Float32)
         angle = cute.make_rmem_tensor((CHANNELS // 2, 2), Float32)
@@ -295,8 +300,8 @@ class WriteCompressedKvSm90:
         if tid < self.epilogue_threads:
             self.merge(parts, acc, own)
             self.share_square(acc, squares[None, turn], rank, tid)
-        # What is behind this has been read by all when an entry's parts are written there: parts of the next one, and
-        # squares of the one behind that.
+        # After this barrier all threads have read `parts`, so the next entry may overwrite them. Squares are read after
+        # it. The next entry uses the other buffer, and its barriers protect this one from the entry after the next.
         if const_expr(self.slices > 1):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
@@ -310,27 +315,27 @@ class WriteCompressedKvSm90:
 
     @cute.jit
     def ask(self, weight, cos, sin, slots, gain, angle, slot, token, tokens, at):
-        """What the epilogue needs of memory, for the entry of a token."""
+        """Load the epilogue's operands for the entry that `token` ends."""
         cute.autovec_copy(cute.local_tile(weight, (CHANNELS,), (at,)), gain)
         turned = at - (self.dim - ROPE_CHANNELS) // CHANNELS
         if turned >= 0:
             for n, numbers in enumerate((cos, sin)):
                 source = cute.local_tile(numbers[token, None], (CHANNELS // 2,), (turned,))
                 cute.autovec_copy(source, angle[None, n])
-        # The words of int64, or one of int32 twice.
+        # The two words of an int64 slot, or an int32 slot twice.
         words = 2 if slots.shape[0] != tokens else 1
         slot[0], slot[1] = slots[words * token], slots[words * (token + 1) - 1]
 
     @cute.jit
     def read(self, kv, gate, ape, state, k, z, bias, first, number, low, start, state_slot, state_rows, at):
-        """Ask for KV and Z of a part, the entry's tokens from `first` on; Z of new ones lacks `bias`. Tokens before the
-        sequence's first have no weight."""
+        """Load KV and Z of a part, the entry's tokens from `first` on. Z of new tokens still lacks `bias`, which is
+        loaded separately. Tokens before the sequence's first one have no weight."""
         k.fill(0.0)
         z.fill(-3e38)
         bias.fill(0.0)
         position, column = number * self.ratio + first, at
         if const_expr(self.overlap):
-            # The first part is the block before.
+            # The first part is the previous block.
             position -= self.ratio
             column = at + first // self.ratio * self.row_threads
         if position >= 0:
@@ -351,7 +356,7 @@ class WriteCompressedKvSm90:
                         copy_vector(before, numbers[None, j])
                     new[n] += stride[n]
                 if is_new:
-                    # A block's tokens have the rows of ape in order.
+                    # Token i of a block uses row i of ape.
                     source = ape[(first + j) % self.ratio, None]
                     cute.autovec_copy(cute.local_tile(source, (CHANNELS,), (column,)), bias[None, j])
                 kept += 1
@@ -365,7 +370,7 @@ class WriteCompressedKvSm90:
 
     @cute.jit
     def merge(self, parts, acc, own):
-        """The entry's channels of a thread, of all parts."""
+        """Merge all parts of the entry into this thread's channels, acc."""
         found = cute.make_rmem_tensor((CHANNELS, 3, self.groups), Float32)
         for g in cutlass.range_constexpr(self.groups):
             for n in cutlass.range_constexpr(3):
@@ -383,7 +388,7 @@ class WriteCompressedKvSm90:
 
     @cute.jit
     def share_square(self, v, squares, rank, tid):
-        """A warp's sum of squares to its place; of a slice to that of all CTAs."""
+        """Store the warp's sum of squares; in a cluster, store it to all CTAs through DSMEM."""
         square = Float32(0.0)
         for i in cutlass.range_constexpr(CHANNELS):
             square = cute.math.fma(v[i], v[i], square)
@@ -398,7 +403,8 @@ class WriteCompressedKvSm90:
 
     @cute.jit
     def store(self, v, square, gain, angle, slot, cache, slots, kv, page_size, divisor, eps, at, tid):
-        """Norm, rope and rounding of the row of which a thread has v; to the slot of the token that ends the block."""
+        """Apply norm, RoPE and rounding to this thread's channels v, and store them to the slot of the token that ends
+        the block."""
         inverse = cute.math.rsqrt(square * Float32(1 / self.dim) + eps)
         for i in cutlass.range_constexpr(CHANNELS):
             v[i] = v[i] * inverse * gain[i]
@@ -423,7 +429,7 @@ class WriteCompressedKvSm90:
                 if at == 0:
                     scales[offset] = scale
         elif const_expr(self.layout == "v4"):
-            # The rope's lanes quantise, too, so that all take part in the shuffles; what comes of it is not stored.
+            # RoPE's lanes quantise, too, because shuffles need all lanes. Their results are not stored.
             step = cute.make_rmem_tensor((CHANNELS,), Float32)
             step.store(v.load())
             scale = quantize_group(step, 16, True)
@@ -443,16 +449,16 @@ class WriteCompressedKvSm90:
 
     @cute.jit
     def put(self, v: cute.Tensor, row: cute.Tensor, at):
-        """v as the row's numbers, from CHANNELS * at on."""
+        """Store v, converted to the row's dtype, from channel CHANNELS * at on."""
         out = cute.make_rmem_tensor((CHANNELS,), row.element_type)
         out.store(v.load().to(row.element_type))
         cute.autovec_copy(out, cute.local_tile(row, (CHANNELS,), (at,)))
 
     @cute.jit
     def keep(self, kv, gate, ape, state, low, start, length, state_slot, state_rows, rank, tid, keeper):
-        """The new tokens' projections to the state, the last ones if they are more than it has rows. The work of the
-        threads from `keeper` on."""
-        vectors = self.row_threads * (2 if self.overlap else 1)  # of a token, this CTA's
+        """Write the new tokens' projections to the state. If there are more tokens than the state has rows, write only
+        the last ones. Done by the threads from `keeper` on."""
+        vectors = self.row_threads * (2 if self.overlap else 1)  # per token in this CTA
         first, step = cutlass.max(length - state.shape[1], 0), self.threads - keeper
         total = (length - first) * vectors
         if tid >= keeper:
@@ -460,7 +466,7 @@ class WriteCompressedKvSm90:
                 numbers, weights = [cute.make_rmem_tensor((CHANNELS, KEPT_AT_ONCE), kv.element_type) for _ in range(2)]
                 bias = cute.make_rmem_tensor((CHANNELS, KEPT_AT_ONCE), Float32)
                 for u in cutlass.range_constexpr(KEPT_AT_ONCE):
-                    # Past the end: the last one again, and nothing is stored.
+                    # Threads past the end load the last vector again and store nothing.
                     i = cutlass.min(begin + u * step, total - 1)
                     row, at = first + i // vectors, rank * vectors + i % vectors
                     sources = kv[low + row, None], gate[low + row, None], ape[(start + row) % self.ratio, None]
@@ -480,13 +486,13 @@ class WriteCompressedKvSm90:
 
 @cute.jit
 def vector_of(row: cute.Tensor, at):
-    """The address of CHANNELS numbers of a row."""
+    """The address of vector `at` of CHANNELS numbers in a row."""
     return Int64(cute.local_tile(row, (CHANNELS,), (at,)).iterator.toint())
 
 
 @cute.jit
 def copy_vector(address, target: cute.Tensor):
-    """CHANNELS numbers from there."""
+    """Load CHANNELS numbers from an address."""
     kind = target.element_type
     pointer = cute.make_ptr(kind, address, cute.AddressSpace.gmem, assumed_align=CHANNELS * kind.width // 8)
     cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(CHANNELS)), target)
@@ -494,7 +500,7 @@ def copy_vector(address, target: cute.Tensor):
 
 @cute.jit
 def exp2(x: Float32) -> Float32:
-    """2^x, 0 below 2^-126."""
+    """2^x, or 0 if the result is below 2^-126."""
     return cute.math.exp2(x, fastmath=True)
 
 
@@ -504,7 +510,7 @@ def compile_write_compressed_kv(dtype: str, dim: int, ratio: int, overlap: bool,
     int64 [2 T], cu_seqlens [B + 1], starts [B] int32, state [S, n, 2, c] fp32 with n at least the tokens of an entry,
     state_slots [B] int32, page_size, eps); B > 0.
 
-    cache: [pages, P, d] of the dtype `layout`; "v4", [pages, P, 576] bytes, scales behind a page's rows; "index",
+    cache: [pages, P, d] of the dtype `layout`; "v4", [pages, P, 576] bytes, scales after a page's rows; "index",
     [pages, P, 132]. Rows, pages and the state start at multiples of 16 bytes."""
     element, channels = cute_dtype(dtype), 2 * dim if overlap else dim
     tokens, sequences = cute.sym_int(), cute.sym_int()
@@ -514,7 +520,7 @@ def compile_write_compressed_kv(dtype: str, dim: int, ratio: int, overlap: bool,
     kind, width = (
         (cute_dtype(layout), dim) if layout in FLOAT_DTYPES else (Uint8, dim + 4 if layout == "index" else 576)
     )
-    # Index pages are values and then scales: their rows only count.
+    # Index pages hold all values and then all scales. Their row dimension gives only the page size.
     page = strides(1, 128 // kind.width)
     row = (dim + 4,) if layout == "index" else strides(1, 128 // kind.width)
     return compile_sm90(

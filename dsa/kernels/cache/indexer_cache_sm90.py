@@ -1,10 +1,11 @@
-"""The indexer's keys between rows and cache pages: read_indexer_cache gathers, write_indexer_cache scatters.
+"""The indexer's keys: read_indexer_cache gathers rows from cache pages, write_indexer_cache scatters rows to them.
 
 Plan
-- D / 16 lanes a token, 16 bytes each, one of them also the scale; a token's page and offset by a precomputed divisor.
+- D / 16 lanes per token copy 16 bytes each, and one of them also copies the scale. A precomputed divisor gives a
+  token's page and offset.
 - A slot outside the cache reads as zero and is not written.
 Shared memory: none. Constraints: D a multiple of 16, rows and pages at multiples of 16 bytes.
-Roofline: memory, 2 (D + 4) + 8 bytes a token.
+Roofline: memory, 2 (D + 4) + 8 bytes per token.
 """
 
 from collections.abc import Callable
@@ -80,8 +81,8 @@ class IndexerCacheSm90:
 
 @cached
 def compile_indexer_cache(dim: int, slot_dtype: str, write: bool):
-    """-> f(k [T, D] uint8, k_scale [T] fp32, cache [pages, bytes] uint8, slots [T], page_size); T, pages > 0. `write`
-    copies k to the cache, else the cache to k. Rows and pages start at multiples of 16 bytes."""
+    """-> f(k [T, D] uint8, k_scale [T] fp32, cache [pages, bytes] uint8, slots [T], page_size); T, pages > 0. With
+    `write`, k is copied to the cache, otherwise the cache to k. Rows and pages start at multiples of 16 bytes."""
     tokens = cute.sym_int()
     k = fake(Uint8, (tokens, dim), (*strides(1, BYTES), 1))
     k_scale = fake(Float32, (tokens,), strides(1), 4)

@@ -1,18 +1,18 @@
-"""Rows of the paged MLA cache: written, read, and written straight from their projection (norm, rope, quantisation).
+"""Rows of the paged MLA cache: write rows, read rows, and write rows from their projection (norm, RoPE, quantisation).
 
 Plan
-- A warp a token, in registers from the loads to the stores; kv_row.py says which channels a lane holds. All
-  loads are contiguous over the warp, and none waits for another, but for those of what a slot points at.
-- FP8 rows: a group's amax is a shuffle tree; the roundings are the references', so the bits are, too.
-- RMSNorm is one shuffle tree. Rope on neighbouring pairs stays in a lane; on halves it exchanges with the lane 16 away.
-  Norm and rope each round to the projection's type, as the separate operations do.
-- Float rows are copied and converted, any number of channels: 4 vectors a lane in flight.
+- One warp per token. A row is in registers from the loads to the stores; kv_row.py says which channels a lane holds.
+  All loads are contiguous over the warp. None waits for another, except those whose address depends on a slot.
+- FP8 rows: a shuffle tree gives a group's amax. The roundings are those of the references, so the bits are equal.
+- RMSNorm takes one shuffle tree. RoPE on interleaved pairs stays within a lane; on halves, a lane exchanges with the
+  lane 16 away. Norm and RoPE each round to the projection's dtype, as the separate ops do.
+- Float rows are copied and converted, with any number of channels: 4 vectors per lane in flight.
 - A slot outside the cache is not written, and reads as zeros.
-Shared memory: none. Constraints: rows at multiples of 16 bytes; float rows of a multiple of 8 channels.
-Roofline: memory. Bytes a token from or to bf16, slots aside: 1808 (V3.2), 1608 (V4), 2304 (bf16, 576 channels); the
-projection's angles are 256 more. At the copy bandwidth a warp has about 390 issue slots for 1808 bytes. It needs 180 to
-write and 140 to read V3.2's layout, 340 from the projection, 50 more to keep the rows as reading would give them, and
-110 more for scales that are no powers of two.
+Shared memory: none. Constraints: rows at multiples of 16 bytes; channels of float rows a multiple of 8.
+Roofline: memory. Bytes per token with bf16 rows, not counting slots: 1808 (V3.2), 1608 (V4), 2304 (bf16, 576 channels);
+with the projection, 256 more for the angles. At the copy bandwidth, a warp has about 390 issue slots per 1808 bytes.
+For V3.2's layout it needs 180 to write, 140 to read and 340 to write from the projection. It needs 50 more to also
+return the rows as a read would give them, and 110 more for scales that are not powers of two.
 """
 
 from collections.abc import Callable
@@ -44,13 +44,13 @@ UNROLL = 4
 
 
 def _vector(*types: type[cutlass.Numeric]) -> int:
-    """Numbers of the widest of the types in 16 bytes."""
+    """Elements of the widest of the types in 16 bytes."""
     return 128 // max(t.width for t in types)
 
 
 @cute.jit
 def _my_token():
-    """(this warp's token, the lane)"""
+    """-> (this warp's token, the lane)."""
     tid, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     wait_for_prerequisite_grids()
@@ -58,8 +58,8 @@ def _my_token():
 
 
 def _launch(kernel, tokens: Int32, stream) -> None:
-    """A warp a token. With a bound on the CTAs, the lowest, ptxas issues all loads first; without one it saves
-    registers, and loads in four rounds."""
+    """Launch one warp per token. With a minimum of CTAs per SM, even of 1, ptxas issues all loads first. Without one it
+    saves registers and loads in four rounds."""
     kernel.launch(
         grid=(cute.ceil_div(tokens, WARPS), 1, 1),
         block=(WARPS * WARP, 1, 1),
@@ -71,7 +71,7 @@ def _launch(kernel, tokens: Int32, stream) -> None:
 
 @cute.jit
 def _convert(v: cute.Tensor, dtype: cutlass.Constexpr):
-    """v in another type, through fp32; in the same type, bit for bit."""
+    """v converted to another dtype through fp32, or v itself if the dtype is the same."""
     if const_expr(v.element_type is dtype):
         return v
     out = cute.make_rmem_tensor(v.shape, dtype)
@@ -80,7 +80,7 @@ def _convert(v: cute.Tensor, dtype: cutlass.Constexpr):
 
 
 class FloatRowsSm90:
-    """Rows of floats to a cache of floats (`write`) or from one."""
+    """Copy float rows to a float cache (`write`) or from it."""
 
     def __init__(self, row_type: type[cutlass.Numeric], cache_type: type[cutlass.Numeric], write: bool):
         self.write, self.vector = write, _vector(row_type, cache_type)
@@ -99,7 +99,8 @@ class FloatRowsSm90:
             if const_expr(self.write):
                 for first in cutlass.range(0, vectors, WARP * UNROLL, unroll=1):
                     self.load(rows[t, None], part, first + lane, vectors)
-                    # Found only now, so that the row's loads do not wait for the slot's, and none is put behind it.
+                    # The slot is loaded after the row, so that the row's loads do not wait for it. The barrier keeps
+                    # the compiler from moving them after it.
                     cute.arch.sync_warp()
                     exists, page, offset = find_row(cache, slots, t, rows.shape[0], divisor)
                     if exists:
@@ -143,7 +144,7 @@ class WriteFp8RowsSm90:
             self.row.load(kv[t, None], raw, lane)
             cute.autovec_copy(self.row.pair(kv[t, None], lane), raw_pair)
             exists, page, offset = find_row(cache, slots, t, kv.shape[0], divisor)
-            # Without this the compiler loads the pair only where it is needed: behind the slot.
+            # Otherwise the compiler moves the pair's load to its first use, after the slot's load.
             cute.arch.sync_warp()
             v, pair = _convert(raw, Float32), _convert(raw_pair, Float32)
             out = cute.make_rmem_tensor(v.shape, Float8E4M3FN)
@@ -186,7 +187,8 @@ class ReadFp8RowsSm90:
 
 
 class WriteMlaCacheSm90:
-    """layout: the cache's float type or FP8 layout. channels: 576, the norm before the rope; 512, over everything."""
+    """layout: the cache's float dtype or FP8 layout. channels: 576 if the norm covers only the channels before RoPE's,
+    512 if it covers all."""
 
     def __init__(self, row_type: type[cutlass.Numeric], layout: str, channels: int, interleaved: bool, use_ue8m0: bool):
         self.quantizes = layout in FP8_LAYOUTS
@@ -271,7 +273,7 @@ class WriteMlaCacheSm90:
                     cute.autovec_copy(_convert(pair, cache.element_type), self.row.pair(target, lane))
             if keep != 0:
                 if const_expr(self.quantizes):
-                    # What reading the row gives.
+                    # The values that a read of the row gives.
                     self.row.dequantize(out, scales, v)
                     round_to(pair, BFloat16)
                 self.row.store(_convert(v, kv.element_type), rows[t, None], lane)
@@ -279,7 +281,7 @@ class WriteMlaCacheSm90:
 
     @cute.jit
     def angles(self, row: cute.Tensor, lane: Int32):
-        """The cosines, or sines, of this lane's two channels."""
+        """The cosines (or sines) of this lane's two channels."""
         out = cute.make_rmem_tensor((1 if self.interleaved else 2,), Float32)
         for i in cutlass.range_constexpr(cute.size(out)):
             out[i] = row[lane if self.interleaved else lane % (WARP // 2) * 2 + i]
@@ -287,7 +289,7 @@ class WriteMlaCacheSm90:
 
     @cute.jit
     def turn(self, pair: cute.Tensor, cos: cute.Tensor, sin: cute.Tensor, lane: Int32):
-        """Rope on this lane's two channels."""
+        """Apply RoPE to this lane's two channels."""
         if const_expr(self.interleaved):
             a, b = pair[0], pair[1]
             pair[0], pair[1] = rotate_pair(a, b, cos[0], sin[0])
@@ -300,12 +302,12 @@ class WriteMlaCacheSm90:
 
 
 def _rows(dtype: type[cutlass.Numeric], *shape) -> cute.Tensor:
-    """[..., channels], each row at a multiple of 16 bytes."""
+    """A fake tensor [..., channels], whose rows start at multiples of 16 bytes."""
     return fake(dtype, shape, (*strides(len(shape) - 1, 128 // dtype.width), 1))
 
 
 def _cache(layout: str, channels) -> cute.Tensor:
-    """[pages, P, channels] of floats; [pages, P, bytes of a row] of a FP8 layout."""
+    """A fake cache: [pages, P, channels] of floats, or [pages, P, bytes per row] of an FP8 layout."""
     sizes = cute.sym_int(), cute.sym_int()
     if layout in FP8_LAYOUTS:
         return _rows(Uint8, *sizes, 656 if layout == "v32" else 576)
@@ -317,7 +319,7 @@ def _slots() -> cute.Tensor:
 
 
 def _channels(layout: str) -> Any:
-    """Of a row: fixed by a FP8 layout, any multiple of 8 for floats."""
+    """Channels of a row: fixed by an FP8 layout, any multiple of 8 for floats."""
     return {"v32": 576, "v4": 512}.get(layout) or cute.sym_int(divisibility=CHANNEL_MULTIPLE)
 
 
@@ -325,7 +327,7 @@ def _channels(layout: str) -> Any:
 def compile_write_kv_cache(dtype: str, layout: str, use_ue8m0: bool):
     """-> f(kv [T, d] dtype, cache [pages, P, row], slots [T] int32 or [2 T], the words of int64); T, pages > 0.
 
-    layout: a float dtype; "v32", row = 656 bytes; or "v4", row = 576 bytes, a page's scales behind its P rows. Rows and
+    layout: a float dtype; "v32", row = 656 bytes; or "v4", row = 576 bytes, a page's scales after its P rows. Rows and
     pages start at multiples of 16 bytes. use_ue8m0 is False for floats."""
     element, channels = cute_dtype(dtype), _channels(layout)
     if layout in FP8_LAYOUTS:
@@ -339,7 +341,7 @@ def compile_write_kv_cache(dtype: str, layout: str, use_ue8m0: bool):
 
 @cached
 def compile_read_kv_cache(layout: str, dtype: str):
-    """-> f(rows [T, d] dtype, cache, slots), as `compile_write_kv_cache` has them."""
+    """-> f(rows [T, d] dtype, cache, slots), as in `compile_write_kv_cache`."""
     element, channels = cute_dtype(dtype), _channels(layout)
     if layout in FP8_LAYOUTS:
         kernel = ReadFp8RowsSm90(layout, element)
@@ -353,7 +355,7 @@ def compile_read_kv_cache(layout: str, dtype: str):
 @cached
 def compile_write_mla_cache(dtype: str, layout: str, channels: int, interleaved: bool, use_ue8m0: bool):
     """-> f(kv [T, channels] dtype, weight [512] fp32, cos, sin [T, 32] fp32, cache, slots, rows [T, channels] dtype,
-    keep, eps); T > 0. cache and slots as `compile_write_kv_cache` has them; rows is written if keep is not 0."""
+    keep, eps); T > 0. cache and slots as in `compile_write_kv_cache`; rows is written if keep is not 0."""
     element = cute_dtype(dtype)
     tokens = cute.sym_int()
     weight = fake(Float32, (NORM_CHANNELS,), (1,))

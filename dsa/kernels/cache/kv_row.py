@@ -1,9 +1,9 @@
-"""A row of the paged MLA cache: where a page keeps its parts, and how a warp holds it in registers.
+"""A row of the paged MLA cache: where a page stores its parts, and how a warp holds it in registers.
 
-A row is N channels, 512 or 448, and behind them 64 that rope turns. Of the former a lane holds V consecutive ones, 16
-bytes of the caller's numbers, and the V that lie 32 V farther, and so on; of the latter two neighbours, which are a
-pair of interleaved rope. So every access of a warp is to consecutive bytes, and channels that share a scale are in the
-same step of neighbouring lanes.
+A row has N channels (512 or 448), followed by the 64 channels that RoPE rotates. Of the N channels, a lane holds V
+consecutive ones per step, 16 bytes in the caller's dtype, and steps are 32 V channels apart. Of the 64, a lane holds
+two neighbours, which are a pair of interleaved RoPE. So every access of a warp covers consecutive bytes, and channels
+that share a scale are in neighbouring lanes of the same step.
 """
 
 import cutlass
@@ -18,8 +18,9 @@ from dsa.kernels.cache.limits import ROPE_CHANNELS
 
 @cute.jit
 def find_row(cache: cute.Tensor, slots: cute.Tensor, t: Int32, tokens: Int32, divisor: cute.FastDivmodDivisorV2):
-    """(whether token t's slot is in the cache, its page, its offset in the page); a slot outside gives the first row.
-    cache [pages, P, ...]; slots [tokens] int32, or the words of int64, [2 * tokens]."""
+    """-> (whether token t's slot is in the cache, its page, its offset in the page). For a slot outside, page and
+    offset are those of the first row. cache [pages, P, ...]; slots [tokens] int32, or [2 * tokens], the words of
+    int64."""
     wide = slots.shape[0] != tokens
     at = 2 * t if wide else t
     low = slots[at]
@@ -30,7 +31,7 @@ def find_row(cache: cute.Tensor, slots: cute.Tensor, t: Int32, tokens: Int32, di
 
 
 class WarpRow:
-    """A row with `nope` channels before the rope, `vector` of them a lane and step."""
+    """A row with `nope` channels before the RoPE channels. A lane holds `vector` of them per step."""
 
     def __init__(self, nope: int, vector: int):
         self.nope, self.vector = nope, vector
@@ -38,12 +39,12 @@ class WarpRow:
         self.steps = -(-self.vectors // WARP)
 
     def fragments(self, dtype: type[cutlass.Numeric]) -> tuple[cute.Tensor, cute.Tensor]:
-        """Registers for the channels before the rope, [V, steps], and for the pair of the rope part."""
+        """Registers for the channels before RoPE's, [V, steps], and for the RoPE pair."""
         return cute.make_rmem_tensor((self.vector, self.steps), dtype), cute.make_rmem_tensor((2,), dtype)
 
     @cute.jit
     def load(self, row: cute.Tensor, v: cute.Tensor, lane: Int32):
-        """The channels before the rope; zeros where the last step has none for this lane."""
+        """Load the channels before RoPE's. Zeros if the last step has none for this lane."""
         if const_expr(self.vectors % WARP != 0):
             v.fill(0)
         for j in cutlass.range_constexpr(self.steps):
@@ -58,25 +59,26 @@ class WarpRow:
 
     @cute.jit
     def pair(self, row: cute.Tensor, lane: Int32):
-        """This lane's two rope channels of a row of floats, in place."""
+        """View this lane's two RoPE channels of a float row."""
         return cute.local_tile(row, (2,), (self.nope // 2 + lane,))
 
 
 class Fp8Row(WarpRow):
-    """A row of an FP8 layout: `nope` channels in e4m3, of which 128 (V3.2) or 64 share a scale, and 64 in bf16.
+    """A row of an FP8 layout: `nope` channels in e4m3, with a scale per 128 (V3.2) or 64 (V4), and 64 in bf16.
 
-    V3.2: values, 4 fp32 scales, rope in 656 bytes. V4: values and rope in 576 bytes; behind all rows of a page 8 bytes
-    for each: 7 ue8m0 scales and a zero.
+    V3.2: values, 4 fp32 scales and RoPE channels in 656 bytes. V4: values and RoPE channels in 576 bytes; after all
+    rows of a page come 8 bytes per row, 7 ue8m0 scales and a zero.
     """
 
     def __init__(self, layout: str, vector: int):
         self.is_v4 = layout == "v4"
         super().__init__(448 if self.is_v4 else 512, vector)
-        self.lanes = (64 if self.is_v4 else 128) // vector  # that hold a group
+        self.lanes = (64 if self.is_v4 else 128) // vector  # lanes that hold a group
 
     @cute.jit
     def parts(self, cache: cute.Tensor, page: Int32, offset: Int32):
-        """(values [N], scales [4] fp32 or [8] ue8m0, rope [64]) in place. cache [pages, P, 656 or 576] uint8."""
+        """-> views of a row: (values [N], scales [4] fp32 or [8] ue8m0, RoPE channels [64]). cache [pages, P, 656 or
+        576] uint8."""
         row = cache[page, offset, None].iterator.align(16)
         values = cute.make_tensor(cute.recast_ptr(row, dtype=Float8E4M3FN), cute.make_layout(self.nope))
         if const_expr(self.is_v4):
@@ -94,14 +96,14 @@ class Fp8Row(WarpRow):
 
     @cute.jit
     def quantize(self, v: cute.Tensor, out: cute.Tensor, scales: cute.Tensor, use_ue8m0: cutlass.Constexpr):
-        """fp32 v to e4m3 out, both [V, steps], and each step's scale."""
+        """Quantise v (fp32) to out (e4m3), both [V, steps], and write each step's scale to scales."""
         for j in cutlass.range_constexpr(self.steps):
             scales[j] = quantize_group(v[None, j], self.lanes, use_ue8m0)
         out.store(v.load().to(Float8E4M3FN))
 
     @cute.jit
     def dequantize(self, values: cute.Tensor, scales: cute.Tensor, v: cute.Tensor):
-        """e4m3 values [V, steps] times their steps' scales, to fp32 v."""
+        """v (fp32) = values (e4m3, [V, steps]) times the scales of their steps."""
         v.store(values.load().to(Float32))
         for j in cutlass.range_constexpr(self.steps):
             for i in cutlass.range_constexpr(self.vector):
@@ -118,7 +120,7 @@ class Fp8Row(WarpRow):
         offset: Int32,
         lane: Int32,
     ):
-        """Store what `quantize` gave and the fp32 pair of the rope part."""
+        """Store the results of `quantize`, and the fp32 RoPE pair as bf16."""
         values, places, rope = self.parts(cache, page, offset)
         self.store(out, values, lane)
         for j in cutlass.range_constexpr(self.steps):
@@ -136,14 +138,14 @@ class Fp8Row(WarpRow):
     @cute.jit
     def scale(self, places: cute.Tensor, j: cutlass.Constexpr, lane: Int32) -> Float32:
         """The scale of this lane's channels of step j."""
-        # V4's last step has fewer channels than lanes: those without one read the pad.
+        # V4's last step has fewer vectors than lanes. Lanes without a vector read the padding byte.
         found = places[(j * WARP + lane) // self.lanes]
         if const_expr(not self.is_v4):
             return found
-        exponent = Uint32(found)  # first: the compiler takes a Uint8 for never equal to 255
+        exponent = Uint32(found)  # converted first: the compiler treats a Uint8 as never equal to 255
         bits = exponent << 23
         if exponent == 0:
-            bits = Uint32(1 << 22)  # 2^-127 has no exponent of its own
+            bits = Uint32(1 << 22)  # 2^-127 is subnormal in fp32
         if exponent == 255:
             bits = Uint32(0x7FC00000)
         return bits.bitcast(Float32)
@@ -151,8 +153,8 @@ class Fp8Row(WarpRow):
 
 @cute.jit
 def quantize_group(v: cute.Tensor, lanes: cutlass.Constexpr, use_ue8m0: cutlass.Constexpr) -> Float32:
-    """v <- v * (1 / scale), and the scale of what `lanes` lanes hold: amax / 448, amax at least 1e-4, or the power of
-    two above. NaN stays."""
+    """v <- v * (1 / scale). Returns the scale of the group that `lanes` lanes hold: amax / 448, with amax at least
+    1e-4, or the next power of two. NaN propagates."""
     amax = Float32(AMAX_MIN)
     for i in cutlass.range_constexpr(cute.size(v)):
         amax = cute.arch.fmax(amax, cute.math.absf(v[i]), nan=True)

@@ -1,19 +1,19 @@
-"""Where the rows of packed tokens lie in a paged cache.
+"""The slots of packed tokens in a paged cache.
 
-slots[t] = block_table[b, r // page_size] * page_size + r % page_size, of token t's row r in sequence b
+slots[t] = block_table[b, r // page_size] * page_size + r % page_size, where r is the row of token t in sequence b
 
-Work
-- A thread has a token. All threads look for their tokens' sequences among the same boundaries, so that a load serves a
-  warp and comes from the L1 cache.
-- Of more than AT_ONCE sequences a CTA's threads first check together that the boundaries ascend. If they do, each
-  thread finds its sequence by binary search. If not, each compares with all sequences: a single wrong boundary would
-  mislead a binary search for tokens of other sequences, too.
-- Positions are found in 64 bits, so that no content of cu_seqlens or cache_seqlens, whatever it is, overflows. One that
-  has a slot is an int32; slots are 64 bits.
-Warp roles: none, all threads do the same. Shared memory: none. Constraints: at most MAX_MAPPED tokens, rows of a page
-and tokens of a row.
-Launch: programmatic.
-Roofline: memory, 8 bytes a token; at what decoding asks for, latency.
+Plan
+- One thread per token. All threads search the same boundaries for their tokens' sequences, so a load serves a whole
+  warp and hits L1.
+- With more than AT_ONCE sequences, the threads of a CTA first check together that the boundaries ascend. If so, each
+  thread finds its sequence by binary search. Otherwise each thread compares with all sequences, because a single wrong
+  boundary would mislead a binary search for tokens of other sequences, too.
+- Positions are computed in 64 bits, so that no content of cu_seqlens or cache_seqlens overflows. A position that has a
+  slot fits int32; slots have 64 bits.
+Warp roles: none, all threads do the same. Shared memory: none. Constraints: at most MAX_MAPPED tokens, rows per page
+and tokens per row.
+Launch: programmatic dependent launch.
+Roofline: memory, 8 bytes per token; latency at the sizes of decode.
 """
 
 from collections.abc import Callable
@@ -28,14 +28,14 @@ from dsa.cute.fake_tensors import fake, fake_stream, strides
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 THREADS = 128
-AT_ONCE = 16  # boundaries whose loads do not wait for each other
-PAIRS = 4  # of boundaries whose loads do not wait for each other
+AT_ONCE = 16  # boundaries whose loads are in flight together
+PAIRS = 4  # pairs of boundaries whose loads are in flight together
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
 
 
 class SlotMappingSm90:
-    """`cached_tokens`: tokens are the last of cache_seqlens, else they are all of their sequences.
-    `ring`: pages hold the last rows."""
+    """cached_tokens: the tokens are the last ones of a sequence of cache_seqlens tokens; otherwise they are all of it.
+    ring: a sequence's pages are a ring that holds its last rows."""
 
     def __init__(self, cached_tokens: bool, ring: bool):
         self.cached_tokens, self.ring = cached_tokens, ring
@@ -101,7 +101,8 @@ class SlotMappingSm90:
 
     @cute.jit
     def ascends(self, starts: cute.Tensor, tid):
-        """Whether no boundary is below the one before, of more than AT_ONCE sequences. All threads' work."""
+        """Whether no boundary is below the previous one. False without a check for at most AT_ONCE sequences. Called by
+        all threads of the CTA."""
         count, ordered = starts.shape[0] - 1, Boolean(False)
         if count > AT_ONCE:
             ordered = Boolean(True)
@@ -124,7 +125,7 @@ class SlotMappingSm90:
 
     @cute.jit
     def search(self, starts: cute.Tensor, t):
-        """The sequence of token t, or -1, where boundaries ascend: the last that does not begin behind it."""
+        """The sequence of token t, or -1, if boundaries ascend: the last sequence that begins at t or before."""
         low, high = Int32(-1), starts.shape[0] - 1
         while low + 1 < high:
             middle = (low + high) >> 1
@@ -136,8 +137,8 @@ class SlotMappingSm90:
 
     @cute.jit
     def scan(self, starts: cute.Tensor, t):
-        """The sequence of token t, or -1: of those that have it, the one that begins last. So wrong boundaries take no
-        tokens from sequences behind them."""
+        """The sequence of token t, or -1. If several sequences contain t, the one that begins last. So wrong boundaries
+        take no tokens from later sequences."""
         own, begins, low = Int32(-1), Int32(LOWEST), starts[0]
         count = starts.shape[0] - 1
         ends = cute.make_rmem_tensor((AT_ONCE,), Int32)
@@ -145,7 +146,7 @@ class SlotMappingSm90:
             for i in cutlass.range_constexpr(AT_ONCE):
                 ends[i] = starts[cutlass.min(first + i + 1, count)]
             for i in cutlass.range_constexpr(AT_ONCE):
-                # Behind the last sequence the last boundary is read again: between the two is no token.
+                # Past the last sequence, the last boundary is read again, which makes empty sequences.
                 better = low <= t and t < ends[i] and low >= begins
                 own, begins = first + i if better else own, low if better else begins
                 low = ends[i]
@@ -159,7 +160,7 @@ def _int32(*shape):
 @cached
 def compile_slot_mapping(cached_tokens: bool, ring: bool):
     """-> f(block_table [B, max_pages], cu_seqlens [B + 1], cache_seqlens [B] or, without cached_tokens, None, slots [T]
-    int64, contiguous, page_size, ratio); all others int32; B, max_pages > 0, T, page_size and ratio from 1 to
+    int64, contiguous, page_size, ratio); all but slots are int32; B, max_pages > 0, T, page_size and ratio from 1 to
     MAX_MAPPED."""
     batch, stream = cute.sym_int(), fake_stream()
     lengths = _int32(batch) if cached_tokens else None

@@ -1,9 +1,9 @@
-"""The arithmetic that several kernels of the hyper-connections have in common, so that all of them give the same bits.
+"""Arithmetic shared by the hyper-connection kernels, so that all of them give the same bits.
 
-Sinkhorn keeps the matrix A as it was and two scalings: comb = r_i A_ij c_j. Its sum over a row is r_i (A c)_i, so a
-step is four products, an addition and a reciprocal for each r_i: less than dividing 16 numbers, and the roundings of
-the steps do not add up. The four sums of a step go side by side: one after the other, as the compiler leaves what is
-written so, a step takes twice as long.
+Sinkhorn normalisation leaves the matrix A unchanged and updates two vectors of factors: comb_ij = r_i A_ij c_j. The sum
+of row i is r_i (A c)_i. So a step costs four products, an addition and a reciprocal per factor. That is less than
+dividing 16 numbers, and the rounding errors of the steps do not add up. `_balance` interleaves the four sums of a step.
+If they were written one after the other, the compiler would keep that order, and a step would take twice as long.
 """
 
 import cutlass
@@ -13,8 +13,8 @@ from cutlass import BFloat16, Float32, Uint32, const_expr
 from dsa.cute.sm90 import LOG2E
 from dsa.kernels.elementwise.limits import HYPER_STREAMS
 
-COUNT = (2 + HYPER_STREAMS) * HYPER_STREAMS  # numbers of a token in mix
-WORDS = 4  # of 16 bytes
+COUNT = (2 + HYPER_STREAMS) * HYPER_STREAMS  # elements of mix per token: 4 of pre, 4 of post, 16 of comb
+WORDS = 4  # 32-bit words in 16 bytes
 
 
 @cute.jit
@@ -24,11 +24,11 @@ def sigmoid(z: Float32) -> Float32:
 
 @cute.jit
 def numbers_of(word: Uint32, dtype: cutlass.Constexpr) -> cute.Tensor:
-    """The one or two numbers of a word, in fp32."""
+    """The one or two elements of `dtype` in a 32-bit word, as fp32."""
     packed = 32 // dtype.width
     own, v = [cute.make_rmem_tensor((packed,), kind) for kind in (dtype, Float32)]
     if const_expr(dtype is BFloat16):
-        # By hand: the compiler takes three instructions for the two.
+        # Two instructions by hand. The compiler needs three.
         v[0], v[1] = (word << 16).bitcast(Float32), (word & Uint32(0xFFFF0000)).bitcast(Float32)
     else:
         cute.recast_tensor(own, Uint32)[0] = word
@@ -38,7 +38,7 @@ def numbers_of(word: Uint32, dtype: cutlass.Constexpr) -> cute.Tensor:
 
 @cute.jit
 def new_stream(y: cute.Tensor, streams: cute.Tensor, given: Float32, weights: cute.Tensor) -> cute.Tensor:
-    """given y + sum_j weights[j] X_j in fp32, of neighbouring channels: y [width], streams X [width, 4]."""
+    """given * y + sum_j weights[j] X_j in fp32 for consecutive channels. y [width], streams X [width, 4]."""
     acc = cute.make_rmem_tensor((cute.size(y),), Float32)
     for i in cutlass.range_constexpr(cute.size(y)):
         acc[i] = given * y[i].to(Float32)
@@ -49,7 +49,8 @@ def new_stream(y: cute.Tensor, streams: cute.Tensor, given: Float32, weights: cu
 
 @cute.jit
 def post_and_comb(mix: cute.Tensor, base: cute.Tensor, scale: cute.Tensor, inverse, iterations, hc_eps):
-    """-> (post [4], comb [16]) of a token, a thread's work. mix [24]: the token's; inverse: of its root mean square."""
+    """-> (post [4], comb [16]) of one token, computed by one thread. mix [24]: the token's row. inverse: 1 / its root
+    mean square."""
     given = _logits(mix, base, 1, inverse * scale[1])
     for k in cutlass.range_constexpr(HYPER_STREAMS):
         given[k] = Float32(2.0) * sigmoid(given[k])
@@ -81,7 +82,7 @@ def post_and_comb(mix: cute.Tensor, base: cute.Tensor, scale: cute.Tensor, inver
 
 @cute.jit
 def _logits(mix: cute.Tensor, base: cute.Tensor, part: cutlass.Constexpr, factor) -> cute.Tensor:
-    """Four neighbouring numbers of a token, scaled and with their base."""
+    """factor * mix + base for the four consecutive elements 4 * part, ..., 4 * part + 3."""
     z, bias = [cute.make_rmem_tensor((HYPER_STREAMS,), Float32) for _ in range(2)]
     cute.autovec_copy(cute.local_tile(mix, (HYPER_STREAMS,), (part,)), z)
     cute.autovec_copy(cute.local_tile(base, (HYPER_STREAMS,), (part,)), bias)
@@ -91,7 +92,8 @@ def _logits(mix: cute.Tensor, base: cute.Tensor, part: cutlass.Constexpr, factor
 
 @cute.jit
 def _balance(a: cute.Tensor, across: cute.Tensor, scales: cute.Tensor, of_columns: cutlass.Constexpr, hc_eps):
-    """Divide the columns, or the rows, whose scalings are `scales`, by their sums + hc_eps."""
+    """Update the factors `scales` of the columns (or rows), so that each is divided by its sum + hc_eps. across: the
+    factors of the other dimension."""
     totals = cute.make_rmem_tensor((HYPER_STREAMS,), Float32)
     totals.fill(0.0)
     for m in cutlass.range_constexpr(HYPER_STREAMS):

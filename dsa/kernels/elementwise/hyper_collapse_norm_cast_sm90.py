@@ -1,22 +1,22 @@
-"""What a sublayer reads of hyper-connections: the streams' collapse, its RMS norm and the FP8 cast of that.
+"""The input of a sublayer from hyper-connections: the collapse of the streams, its RMS norm, and the norm's FP8 cast.
 
 Plan
-- A CTA has a token at a time. A thread holds its vectors of 16 bytes of all four streams in registers: for the mean
-  square, for x, and, of x as it was rounded, for the norm and its cast. x itself is not stored.
-- Threads and vectors are those of the norm by itself (`rms_norm_sm90`), whose sum is in its order so. The mean square
-  is in the order of `hyper_connections_sm90`, which has one to four times as many threads for a token: a thread adds
-  up what each of these `shares` threads would.
-- A warp of its own makes post and comb, a token a lane. It has loaded what it needs by the time that the mean square
-  is there, and Sinkhorn's chain of reciprocals, 39 steps of four, then takes longer than x, norm and cast, which the
-  others make meanwhile.
-- The norm's weights are loaded behind its sum, when no streams are in registers any more: Sinkhorn leaves the time.
-  Before it waits for the kernel in front, the first CTA asks for weights, base and scale to be brought to the L2 cache:
-  in decoding nobody has read them since the last step.
-- Of many tokens a CTA has up to MAX_TOKENS, so that the time of Sinkhorn is spent once for them.
-Shared memory: two sums of each warp and token. Constraints: bf16, four streams, D a multiple of 128 and at most
-`max_channels`, rows at multiples of 16 bytes.
-Roofline: memory, 11 D bytes a token. Of few tokens, latency: memory, the sum over the CTA, and 40 reciprocals one after
-the other.
+- A CTA processes one token at a time. A thread loads its 16-byte vectors of all four streams into registers, and uses
+  them for the mean square and for x. Norm and cast use x, rounded to bf16, from registers. x itself is not stored.
+- The norm assigns vectors to threads as the separate kernel `rms_norm_sm90` does, so it adds up in the same order. The
+  mean square is added up in the order of `hyper_connections_sm90`, which has `shares` (2 or 4) times the threads per
+  token. Each thread here computes the sums of `shares` threads of that kernel, one after the other.
+- One extra warp computes post and comb, one token per lane. It loads its operands before the mean square is ready.
+  Then Sinkhorn's chain of reciprocals, 39 steps of four, takes longer than x, norm and cast, which the other warps
+  compute in the meantime.
+- Threads load the norm's weights after the norm's sum, when the streams no longer occupy registers. Sinkhorn hides the
+  latency. Before it waits for the previous kernel, the first CTA prefetches weights, base and scale to L2: in decode,
+  the previous step was the last to read them.
+- With many tokens, a CTA has up to MAX_TOKENS of them, and Sinkhorn's latency is paid once for all.
+Shared memory: per token, shares + 1 sums per warp and 8 numbers for pre.
+Constraints: bf16, four streams, D a multiple of 128 and at most lanes x vectors x 8, rows at multiples of 16 bytes.
+Roofline: memory, 11 D bytes per token. Few tokens: latency of memory, of the sum over the CTA and of 40 dependent
+reciprocals.
 """
 
 from collections.abc import Callable
@@ -39,13 +39,14 @@ from dsa.kernels.elementwise.limits import HYPER_STREAMS
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 VECTOR = 8  # channels in 16 bytes
-MAX_TOKENS = 4  # of a CTA
-CTAS = 1024  # before they have more than one token: about two waves
+MAX_TOKENS = 4  # per CTA
+CTAS = 1024  # with more tokens than this, CTAs get several: about two waves
 STREAMS_BARRIER, NORM_BARRIER = 1, 2
 
 
 class HyperCollapseNormCastSm90:
-    """threads: of the collapse by itself; lanes, vectors: of the norm by itself; use_ue8m0: of the cast's scales."""
+    """threads: per CTA of the separate collapse kernel. lanes, vectors: threads per row and vectors per thread of the
+    separate norm kernel. use_ue8m0: whether the cast's scales are powers of two."""
 
     def __init__(self, threads: int, lanes: int, vectors: int, use_ue8m0: bool):
         self.lanes, self.vectors, self.use_ue8m0 = lanes, vectors, use_ue8m0
@@ -132,8 +133,8 @@ class HyperCollapseNormCastSm90:
                 mix, base, scale, logits, squares, post, comb, first, count, iterations, of_streams, eps, hc_eps
             )
         else:
-            zero = Uint32(together >> 8)  # which the compiler does not know
-            # What follows from the thread's number costs registers where it is kept for later.
+            zero = Uint32(together >> 8)  # always 0, which the compiler cannot know
+            # opaque: values computed from tid would otherwise stay in registers across tokens.
             for i in cutlass.range(count, unroll=1):
                 x = self.collapse(
                     *(streams, logits[None, i], squares[None, i], first + i, of_streams, zero, eps, hc_eps, opaque(tid))
@@ -142,8 +143,8 @@ class HyperCollapseNormCastSm90:
 
     @cute.jit
     def mixing(self, mix, base, scale, logits, squares, post, comb, first, count, iterations, of_streams, eps, hc_eps):
-        """post and comb of the CTA's tokens, a lane's work each; and what the other warps need of mix and base, so that
-        they load nothing but streams: the scaled numbers of pre and their base, of each token."""
+        """Compute post and comb of the CTA's tokens, one token per lane. For the other warps, which load only streams,
+        write pre's scaled elements of mix and its base to `logits`."""
         lane = cute.arch.lane_idx()
         own = cutlass.min(lane, count - 1)
         numbers, bias = [cute.make_rmem_tensor((COUNT,), Float32) for _ in range(2)]
@@ -165,7 +166,8 @@ class HyperCollapseNormCastSm90:
 
     @cute.jit
     def inverse(self, squares, of_streams, eps):
-        """1 / sqrt(mean(v^2) + eps), of the sums of the collapse's warps: pairs, pairs of pairs, ..."""
+        """1 / sqrt(mean(v^2) + eps). The sums of the collapse kernel's warps are added as a tree: pairs, pairs of
+        pairs, ..."""
         values = cute.make_rmem_tensor((self.all_warps,), Float32)
         cute.autovec_copy(squares, values)
         for log in cutlass.range_constexpr(self.all_warps.bit_length() - 1):
@@ -175,8 +177,8 @@ class HyperCollapseNormCastSm90:
 
     @cute.jit
     def collapse(self, streams, logits, squares, t, of_streams, zero, eps, hc_eps, tid) -> cute.Tensor:
-        """x of token t, as this thread has it: words [4, vectors]. logits: as `mixing` puts them there, when all are at
-        the barrier."""
+        """-> this thread's elements of x of token t, as words [4, vectors]. `mixing` has written logits when the
+        barrier completes."""
         filled = streams.shape[2] // VECTOR
         words = cute.make_rmem_tensor((WORDS, HYPER_STREAMS, self.vectors), Uint32)
         words.fill(0)
@@ -211,8 +213,8 @@ class HyperCollapseNormCastSm90:
             out.fill(0.0)
             for w in cutlass.range_constexpr(WORDS):
                 for k in cutlass.range_constexpr(HYPER_STREAMS):
-                    # `zero` makes the number another to the compiler, or it keeps all of them as fp32 over the barrier,
-                    # in twice the registers.
+                    # XOR with `zero` forces a second conversion. Otherwise the compiler keeps the fp32 values across
+                    # the barrier, in twice the registers.
                     v = numbers_of(words[w, k, n] ^ zero, BFloat16)
                     for i in cutlass.range_constexpr(2):
                         out[2 * w + i] = cute.math.fma(pre[k], v[i], out[2 * w + i])
@@ -223,7 +225,7 @@ class HyperCollapseNormCastSm90:
 
     @cute.jit
     def norm_and_cast(self, x, weight, y, q, q_scale, sums, t, of_row, eps, tid):
-        """The norm of token t, and its cast."""
+        """Store the norm of token t and its FP8 cast."""
         filled = weight.shape[0] // VECTOR
         square = Float32(0.0)
         for n in cutlass.range_constexpr(self.vectors):
@@ -259,7 +261,7 @@ class HyperCollapseNormCastSm90:
 
     @cute.jit
     def sum_of_row(self, x: Float32, sums: cute.Tensor, tid: Int32) -> Float32:
-        """The sum over the row's threads, the same bits in all of them."""
+        """The sum over the row's threads, with the same bits in every thread."""
         total = warp_reduce_sum(x)
         if const_expr(self.warps > 1):
             if tid % WARP == 0:
@@ -277,7 +279,7 @@ class HyperCollapseNormCastSm90:
 def compile_hyper_collapse_norm_cast(threads: int, lanes: int, vectors: int, use_ue8m0: bool):
     """-> f(streams [T, 4, D] bf16, mix [T, 24], base [24], scale [3], weight [D] fp32, y [T, D] bf16, q [T, D] e4m3,
     q_scale [T, D / 128], post [T, 4], comb [T, 16] fp32, iterations, eps, hc_eps, norm_eps); T, iterations > 0, D a
-    multiple of 128 and at most lanes * vectors vectors of 16 bytes. Rows start at multiples of 16 bytes."""
+    multiple of 128 and at most lanes * vectors 16-byte vectors. Rows start at multiples of 16 bytes."""
     tokens, channels, groups = cute.sym_int(), cute.sym_int(divisibility=GROUP), cute.sym_int()
 
     def rows(element: type[cutlass.Numeric], shape: tuple) -> cute.Tensor:

@@ -1,17 +1,20 @@
-"""DeepSeek-V4's hyper-connections: four residual streams to a sublayer's input, and its output back to the streams.
+"""DeepSeek-V4's hyper-connections: collapse four residual streams into a sublayer's input, and expand its output back.
 
 Plan, collapse
-- A CTA has a token at a time: its threads hold all four streams in registers, 16 bytes a load, and use them twice: for
-  the mean square, whose parts of the warps meet in shared memory, and for the weighted sum. So streams are read once.
-- pre is four numbers, which every four lanes compute for themselves as soon as they have the mean square. post and comb
-  are the business of one warp at the end, a token a lane: a CTA of a long input has up to MAX_TOKENS tokens, so that
-  the time of Sinkhorn's chain of divisions, over a microsecond, is spent once for them.
+- A CTA processes one token at a time. Its threads load all four streams into registers, 16 bytes per load, and use them
+  twice: for the mean square, whose sums per warp are added through shared memory, and for the weighted sum. So streams
+  are read once.
+- pre has four elements. When the mean square is ready, each lane computes element lane % 4, and every warp shares the
+  four by shuffles.
+- At the end, one warp computes post and comb, one token per lane. With a long input, a CTA has up to MAX_TOKENS tokens,
+  so that the latency of Sinkhorn's chain of divisions, over a microsecond, is paid once for all.
 Plan, expand
-- A thread has 16 bytes of a token's output and of its four streams, and makes 16 bytes of each new one.
-Shared memory: a sum of each warp and token in collapse. Constraints: four streams, D a multiple of 8 and at most 2048
-vectors of 16 bytes in collapse, rows at multiples of 16 bytes.
-Roofline: memory, 5 D numbers a token in collapse and 9 D in expand. Of few tokens, latency: memory, the sum over the
-CTA, and 40 reciprocals one after the other.
+- A thread loads 16 bytes of a token's output and of its four streams, and computes 16 bytes of each new stream.
+Shared memory: in collapse, one sum per warp and token, and one scale per token.
+Constraints: four streams, D a multiple of 8, rows at multiples of 16 bytes; in collapse, D at most 2048 vectors of 16
+bytes.
+Roofline: memory, 5 D elements per token in collapse and 9 D in expand. Few tokens: latency of memory, of the sum over
+the CTA and of 40 dependent reciprocals.
 """
 
 from collections.abc import Callable
@@ -30,20 +33,21 @@ from dsa.kernels.elementwise.hyper_arithmetic import COUNT, WORDS, new_stream, n
 from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, DTYPES, HYPER_STREAMS, HYPER_TILES
 from dsa.runtime.compile_cache import cached, compile_sm90
 
-MAX_TOKENS = 4  # of a CTA of collapse
-CTAS = 1024  # of collapse, before they have more than one token: about two waves
-SHARED_MEMORY_PERCENT = 10  # of an SM's memory, which the DSL would ask a driver for: far more than collapse needs
+MAX_TOKENS = 4  # per CTA of collapse
+CTAS = 1024  # of collapse; with more tokens than this, CTAs get several: about two waves
+# Shared-memory carveout in percent, far more than collapse needs. Without it, the DSL asks a driver for the SM's limit.
+SHARED_MEMORY_PERCENT = 10
 EXPAND_THREADS = 128
 
 
 class HyperCollapseSm90:
-    """Without post and comb it is the model's head, which makes one stream of four: mix and base are pre's alone, and a
-    CTA has a token, since nothing is left to do for several together."""
+    """The collapse. Without post and comb, it is the model's head, which collapses four streams into one: mix and base
+    hold only pre's elements, and a CTA has one token, because the head has no Sinkhorn latency to share."""
 
     def __init__(self, dtype: type[cutlass.Numeric], threads: int, steps: int):
         self.dtype, self.threads, self.steps = dtype, threads, steps
         self.width, self.packed, self.warps = 128 // dtype.width, 32 // dtype.width, threads // WARP
-        # So many on an SM that a thread with 8 vectors, which are 32 registers, has 64 of them, and one with 16, 128.
+        # CTAs per SM: a thread with 8 vectors, which take 32 registers, gets 64 registers, one with 16 gets 128.
         self.ctas = 2048 // (threads * steps)
 
     @cute.jit
@@ -108,9 +112,9 @@ class HyperCollapseSm90:
             self.collapse(streams, mix, base, scale, x, sums[None, 0], first, share, zero, eps, hc_eps, tid)
         else:
             i = Int32(0)
-            # Compared with what all threads have in common: a count would take a register of each.
+            # These bounds are uniform over the CTA. A token count would take a register in each thread.
             while i < together and first + i < streams.shape[0]:
-                # What follows from the thread's number costs registers if it is kept from one token to the next.
+                # opaque: values computed from tid would otherwise stay in registers across tokens.
                 own = opaque(tid)
                 inverse = self.collapse(
                     streams, mix, base, scale, x, sums[None, i], first + i, share, zero, eps, hc_eps, own
@@ -127,10 +131,10 @@ class HyperCollapseSm90:
 
     @cute.jit
     def collapse(self, streams, mix, base, scale, x, sums, t, share, zero, eps, hc_eps, tid):
-        """x of token t -> 1 / sqrt(mean(v^2) + eps). Every warp puts its sum of squares into `sums`; no two tokens of a
-        CTA share one, so that a barrier a token is enough."""
+        """Store x of token t, and return 1 / sqrt(mean(v^2) + eps). Each warp writes its sum of squares to `sums`.
+        Every token of a CTA has its own sums, so one barrier per token is enough."""
         vectors = streams.shape[2] // self.width
-        # As words: numbers of 16 bits, some of which may not have been loaded, would take a register each.
+        # As 32-bit words, because 16-bit elements that are loaded conditionally would take a register each.
         words = cute.make_rmem_tensor((WORDS, HYPER_STREAMS, self.steps), Uint32)
         words.fill(0)
         for s in cutlass.range_constexpr(self.steps):
@@ -164,8 +168,8 @@ class HyperCollapseSm90:
             out.fill(0.0)
             for n in cutlass.range_constexpr(WORDS):
                 for k in cutlass.range_constexpr(HYPER_STREAMS):
-                    # `zero` makes the number another to the compiler, or it keeps all of them as fp32 over the barrier,
-                    # in twice the registers.
+                    # XOR with `zero` forces a second conversion. Otherwise the compiler keeps the fp32 values across
+                    # the barrier, in twice the registers.
                     v = numbers_of(words[n, k, s] ^ zero, self.dtype)
                     for i in cutlass.range_constexpr(self.packed):
                         at = n * self.packed + i
@@ -228,14 +232,14 @@ class HyperExpandSm90:
 
 
 def _rows(element: type[cutlass.Numeric], shape: tuple, align: int = 16) -> cute.Tensor:
-    """A tensor of rows that start at multiples of `align` bytes, with 64-bit strides."""
+    """A fake tensor with 64-bit strides, whose rows start at multiples of `align` bytes."""
     return fake(element, shape, (*strides(len(shape) - 1, 8 * align // element.width), 1), align)
 
 
 @cached
 def compile_hyper_collapse(dtype: str, threads: int, steps: int):
     """-> f(streams [T, 4, D] dtype, mix [T, 24], base [24], scale [3] fp32, x [T, D] dtype, post [T, 4], comb [T, 16]
-    fp32, iterations, eps, hc_eps); T, iterations > 0, D at most threads * steps vectors of 16 bytes. Rows start at
+    fp32, iterations, eps, hc_eps); T, iterations > 0, D at most threads * steps 16-byte vectors. Rows start at
     multiples of 16 bytes."""
     element, tokens, channels = cute_dtype(dtype), cute.sym_int(), cute.sym_int(divisibility=CHANNEL_MULTIPLE)
     return compile_sm90(
@@ -255,7 +259,7 @@ def compile_hyper_collapse(dtype: str, threads: int, steps: int):
 @cached
 def compile_hyper_head(dtype: str, threads: int, steps: int):
     """-> f(streams [T, 4, D] dtype, mix [T, 4], base [4], scale [1] fp32, x [T, D] dtype, None, None, 1, eps, hc_eps);
-    T > 0, D at most threads * steps vectors of 16 bytes. Rows start at multiples of 16 bytes."""
+    T > 0, D at most threads * steps 16-byte vectors. Rows start at multiples of 16 bytes."""
     element, tokens, channels = cute_dtype(dtype), cute.sym_int(), cute.sym_int(divisibility=CHANNEL_MULTIPLE)
     return compile_sm90(
         HyperCollapseSm90(element, threads, steps),

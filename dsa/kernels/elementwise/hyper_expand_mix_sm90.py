@@ -1,21 +1,20 @@
-"""DeepSeek-V4's hyper-connections between two sublayers, of few tokens: the new streams, and their projection.
+"""DeepSeek-V4's hyper-connections between two sublayers, for few tokens: the new streams and their projection.
 
 Plan
-- That of `hyper_mix_few_tokens_sm90`: a cluster of 8 CTAs has some of the outputs, the 64 slices of the channels are
-  its 64 warps', and the sums go the same way, so that the bits are the same. Tokens are at most 8, the upper half of an
-  mma; its lower half is zeros.
-- A warp makes its slice of the new streams: 256 channels at a time, a lane 8 of them, of each token. They go to shared
-  memory, where the warp, and nobody else, reads them as operands. Clusters of other outputs make the same; those of
-  the first one store them.
-- A cluster has 2 outputs, so that 24 of them are 96 CTAs': of one token the time is that of the bytes of the matrix,
-  which a multiprocessor takes in at 90 KB a microsecond. The other 6 columns of an mma are these two again.
-- The matrix comes by asynchronous copies, in flight while the new streams are made, and takes no registers: these are
-  for the loads of several tokens. Before it waits for the kernel in front, a warp asks for its slice of the matrix to
-  be brought to the L2 cache.
-Shared memory: new streams, 4 KB a token; matrix, 25 KB; slices and groups as there.
+- As in `hyper_mix_few_tokens_sm90`, a cluster of 8 CTAs computes some of the outputs, its 64 warps take the 64 slices
+  of the channels, and the sums are added in the same order, so that the bits are equal. There are at most 8 tokens.
+  They fill the upper half of an mma; the lower half is zeros.
+- A warp computes its slice of the new streams, 256 channels at a time, with 8 channels per lane and token. It writes
+  them to shared memory, and only the same warp reads them back as mma operands. All clusters compute the same new
+  streams, and the cluster with the first outputs stores them.
+- A cluster has 2 outputs, so that 24 outputs occupy 96 CTAs. With one token, the time is that of loading the matrix,
+  which an SM does at 90 KB per microsecond. The other 6 columns of an mma repeat these two outputs.
+- The matrix arrives by cp.async while the new streams are computed. It takes no registers, which the loads of several
+  tokens need. Before it waits for the previous kernel, a warp prefetches its slice of the matrix to L2.
+Shared memory: new streams, 4 KB per token; matrix, 25 KB; slices and groups as in `hyper_mix_few_tokens_sm90`.
 Constraints: four streams, D a multiple of 8, 16-byte rows.
-Roofline: memory, the matrix once. Latency: launch, a round of loads, two barriers. Each token adds 20 KB that every CTA
-reads and 100 instructions of every lane.
+Roofline: memory, the matrix once. Latency: launch, one round of loads, two barriers. Each token adds 20 KB that every
+CTA reads, and 100 instructions per lane.
 """
 
 from collections.abc import Callable
@@ -50,15 +49,15 @@ from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, HYPER_STREAMS
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 AT_ONCE = 4  # tokens whose loads are in flight together
-OWN_OUTPUTS = 2  # of a cluster
-TOGETHER = 4  # blocks of a round: a lane has a vector of them
+OWN_OUTPUTS = 2  # per cluster
+TOGETHER = 4  # blocks per iteration: one vector per lane
 THREADS = GROUP_SLICES * WARP
-PAIRS = 4 * 8  # of numbers of a lane, 4 of a token
-ROW = TOGETHER * BLOCK + VECTOR  # of a token in shared memory: quarters of a warp read all banks
+PAIRS = 4 * 8  # of neighbouring mma columns: 4 per token, 8 tokens
+ROW = TOGETHER * BLOCK + VECTOR  # elements per token in shared memory, padded so that a quarter-warp reads all banks
 
 
 class HyperExpandMixSm90:
-    """most: tokens, 8 or fewer."""
+    """most: the most tokens that the kernel takes, at most 8."""
 
     def __init__(self, most: int):
         self.most, self.at_once = most, min(most, AT_ONCE)
@@ -155,8 +154,8 @@ class HyperExpandMixSm90:
 
     @cute.jit
     def send(self, received, barrier, rank, pair, group):
-        """Two numbers of this CTA's group to the CTA that owns them, whose barrier counts them. No barrier of the
-        cluster, which would wait until the new streams have got to the L2 cache."""
+        """Send two sums of this CTA's group to the CTA that owns them, and count their bytes at its mbarrier. A cluster
+        barrier would also wait until the new streams have reached L2."""
         owned = received.shape[1]
         there = cute.arch.map_dsmem_ptr(received[None, pair % owned, rank].iterator, pair // owned)
         counted = cute.arch.map_dsmem_ptr(barrier, pair // owned)
@@ -170,8 +169,8 @@ class HyperExpandMixSm90:
 
     @cute.jit
     def channel(self, channels, begin, end, lane):
-        """-> (the stream and the number in it of this lane's vector, of the blocks from `begin` on; whether there is
-        such a vector)."""
+        """-> (the stream of this lane's vector in the blocks from `begin` on, the vector's index in the stream, whether
+        the vector exists)."""
         of_stream = cute.ceil_div(channels, BLOCK)
         block = begin + lane // (BLOCK // VECTOR)
         stream = Int32(0)
@@ -182,7 +181,7 @@ class HyperExpandMixSm90:
 
     @cute.jit
     def multiply(self, y, streams, post, comb, parts, new, kept, matrix, zero, column, first, end, warp, lane):
-        """-> a slice's products, as a lane has them: two neighbouring places of outputs, of a token."""
+        """-> this lane's sums of a slice: two neighbouring mma columns of one token."""
         tokens, channels = streams.shape[0], streams.shape[2]
         place, quad = octet_row(lane // 4), lane % 4
         row, output = cutlass.min(place, tokens - 1), place % OWN_OUTPUTS
@@ -202,9 +201,9 @@ class HyperExpandMixSm90:
             cute.arch.cp_async_commit_group()
             for t in cutlass.range(0, tokens, self.at_once, unroll=1):
                 raw, weights = self.load(y, streams, post, comb, t, stream, at, exists)
-                # The compiler would put loads behind products that wait for the first ones. It moves none over a
-                # barrier, and no product before it that needs a number read behind it: a zero, from where this warp has
-                # put it.
+                # All loads must be issued before the first product waits for its operands, but the compiler would
+                # move some after it. It moves no load across a barrier. It also keeps a product after the barrier if
+                # the product needs a value that is read there: a zero that this warp wrote to shared memory.
                 cute.arch.barrier(barrier_id=1 + warp, number_of_threads=WARP)
                 for i in cutlass.range_constexpr(self.at_once):
                     words = cute.recast_tensor(raw[None, HYPER_STREAMS, i], Uint32)
@@ -226,16 +225,16 @@ class HyperExpandMixSm90:
 
     @cute.jit
     def operand(self, row: cute.Tensor, at: Int32) -> cute.Tensor:
-        """The words of a vector in shared memory."""
+        """Load vector `at` of a row in shared memory, as words."""
         words = cute.make_rmem_tensor((WORDS,), Uint32)
         cute.autovec_copy(cute.recast_tensor(cute.local_tile(row, (VECTOR,), (at,)), Uint32), words)
         return words
 
     @cute.jit
     def load(self, y, streams, post, comb, first, stream, at, exists: Boolean):
-        """-> (the old streams and y at this lane's vector [8, 5, tokens], and by what they go into its new stream
-        [5, tokens]), of some tokens from `first` on; those that do not exist are the last one over again. Zeros where
-        there is no vector."""
+        """-> (the old streams and y at this lane's vector [8, 5, tokens], their weights in the new stream [5, tokens])
+        of `at_once` tokens from `first` on. Tokens past the end repeat the last one. Zeros if the vector does not
+        exist."""
         raw = cute.make_rmem_tensor((VECTOR, HYPER_STREAMS + 1, self.at_once), BFloat16)
         weights = cute.make_rmem_tensor((HYPER_STREAMS + 1, self.at_once), Float32)
         raw.fill(0.0)
@@ -252,7 +251,7 @@ class HyperExpandMixSm90:
 
     @cute.jit
     def expand(self, raw, weights, new, kept, first: Int32, stream, at, stores: Boolean, lane):
-        """Makes the new streams at this lane's vector, of these tokens."""
+        """Write the new stream at this lane's vector for these tokens to `kept` and, if `stores`, to `new`."""
         for i in cutlass.range_constexpr(self.at_once):
             t = cutlass.min(first + i, new.shape[0] - 1)
             acc = new_stream(
@@ -268,7 +267,7 @@ class HyperExpandMixSm90:
 @cached
 def compile_hyper_expand_mix(most: int):
     """-> f(y [T, D], streams [T, 4, D] bf16, post [T, 4], comb [T, 16] fp32, parts [3, C, 4 D], new [T, 4, D] bf16, mix
-    [T, C] fp32); T from 1 to `most`, C, D > 0. Rows of all but mix start at multiples of 16 bytes."""
+    [T, C] fp32); T from 1 to `most`, C, D > 0. Rows of all tensors but mix start at multiples of 16 bytes."""
     tokens, count = cute.sym_int(), cute.sym_int()
     channels, width = (cute.sym_int(divisibility=CHANNEL_MULTIPLE) for _ in range(2))
 

@@ -1,19 +1,20 @@
 """The projection of DeepSeek-V4's hyper-connections, for few tokens or a narrow matrix:
-mix[t, c] = sum_k (high + middle + low)[c, k] v[t, k], v a token's streams as one vector.
+mix[t, c] = sum_k (high + middle + low)[c, k] v[t, k], where v[t] is the concatenation of token t's streams.
 
 Plan
-- A cluster of 8 CTAs has 16 or 32 tokens and 8 outputs, of which a matrix of 24 has three: for one token 24 CTAs share
-  the bytes of the matrix. The 64 slices of the channels are the cluster's 64 warps'.
-- A warp reads its slice of tokens and matrix straight to registers, 16 bytes a lane, which are the operands of two mma
-  instructions as they are: nothing goes through shared memory. Several blocks of 64 channels are in flight at once.
-- The slices of a CTA meet in shared memory. Their sum, the CTA's group, goes to the owners of the results in the
-  cluster, 1/8 of the tokens each, which add the 8 groups and store.
-- Before it waits for the kernel in front, a warp asks for its slice of the matrix to be brought to the L2 cache. It
-  does not read it: that may be what the kernel in front writes.
-Shared memory: slices, 256 x rows bytes; groups received, 32 x rows bytes.
-Constraints: D a multiple of 8, 16-byte rows. Tokens that do not exist are the last one over again.
-Roofline: memory, the matrix once for every 16 or 32 tokens, from L2 but for the first. Of few tokens, latency: launch,
-one or two rounds of loads, two barriers.
+- A cluster of 8 CTAs computes 8 outputs of 16 or 32 tokens. A matrix of 24 outputs takes three clusters, so with one
+  token 24 CTAs share the bytes of the matrix. The 64 warps of a cluster take the 64 slices of the channels.
+- A warp loads its slice of tokens and matrix directly into registers, 16 bytes per lane. These bytes are the operands
+  of two mma instructions without any rearrangement, so they do not go through shared memory. Several blocks of 64
+  channels are in flight at once.
+- The slices of a CTA are added through shared memory. The CTA sends their sum, its group, to the CTAs of the cluster
+  that own the results, 1/8 of the tokens each. The owners add the 8 groups and store.
+- Before it waits for the previous kernel, a warp prefetches its slice of the matrix to L2. It does not load it, because
+  the previous kernel may still be writing it.
+Shared memory: slices, 256 x rows bytes; received groups, 32 x rows bytes.
+Constraints: D a multiple of 8, 16-byte rows. Tokens past the end repeat the last one.
+Roofline: memory, the matrix once per 16 or 32 tokens, from L2 except for the first time. Few tokens: latency of the
+launch, one or two rounds of loads and two barriers.
 """
 
 from collections.abc import Callable
@@ -45,15 +46,15 @@ from dsa.kernels.elementwise.hyper_mix_sums import (
 from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, MIX_FEW_ROWS
 from dsa.runtime.compile_cache import cached, compile_sm90
 
-WORDS = 4  # of 16 bytes
-HALVES = BLOCK // (4 * VECTOR)  # loads of a lane in a row of a block
+WORDS = 4  # 32-bit words in 16 bytes
+HALVES = BLOCK // (4 * VECTOR)  # loads per lane and row of a block
 THREADS = GROUP_SLICES * WARP
 
 
 class HyperMixFewTokensSm90:
     def __init__(self, rows: int):
         self.rows, self.octets = rows, rows // 8
-        self.together = 64 // rows  # blocks in flight: 160 registers of 16 tokens, 112 of 32
+        self.together = 64 // rows  # blocks in flight: 160 registers with 16 tokens, 112 with 32
         self.pairs = 4 * rows
 
     @cute.jit
@@ -117,7 +118,7 @@ class HyperMixFewTokensSm90:
 
     @cute.jit
     def multiply(self, streams, parts, tile, column, first, end, nothing, warp, lane) -> cute.Tensor:
-        """A slice's products, as a lane has them: [2 neighbouring places of outputs, octet of tokens]."""
+        """-> this lane's sums of a slice: [2 neighbouring mma columns, octet of tokens]."""
         of_stream, vectors = cute.ceil_div(streams.shape[2], BLOCK), streams.shape[2] // VECTOR
         place, quad = octet_row(lane // 4), lane % 4
         output = cutlass.min(column * OUTPUTS + place, parts.shape[1] - 1)
@@ -141,8 +142,9 @@ class HyperMixFewTokensSm90:
                             token = cutlass.min(tile * self.rows + octet * 8 + place, streams.shape[0] - 1)
                             source = cute.local_tile(streams[token, k, None], (VECTOR,), (at,))
                             cute.autovec_copy(cute.recast_tensor(source, Uint32), v[None, octet, half, i])
-            # The compiler would put loads behind products that wait for the first ones. It moves none over a barrier,
-            # and no product before it that needs a number read behind it: a zero, from where this warp has put it.
+            # All loads must be issued before the first product waits for its operands, but the compiler would move some
+            # after it. It moves no load across a barrier. It also keeps a product after the barrier if the product
+            # needs a value that is read there: a zero that this warp wrote to shared memory.
             cute.arch.barrier(barrier_id=1 + warp, number_of_threads=WARP)
             acc.store(acc.load() + nothing[0])
             for i in cutlass.range_constexpr(self.together):

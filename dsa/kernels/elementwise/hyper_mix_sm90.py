@@ -1,25 +1,27 @@
-"""The projection of DeepSeek-V4's hyper-connections, for more than a hundred tokens: mix[t, c] = sum_k (high + middle +
-low)[c, k] v[t, k], v a token's streams as one vector; 24 outputs.
+"""The projection of DeepSeek-V4's hyper-connections, for more than a hundred tokens and 24 outputs:
+mix[t, c] = sum_k (high + middle + low)[c, k] v[t, k], where v[t] is the concatenation of token t's streams.
 
 Plan
-- A tile of 32 to 256 tokens has all of their outputs. Of 32 to 128 tokens, a cluster of 8 CTAs has a tile, and each CTA
-  a group of 8 of the 64 slices of the channels. Of 256, persistent CTAs without clusters, which would leave SMs empty,
-  go from half a group of a tile to the next one, and a second kernel adds what they write to memory.
-- Warp roles: 8 consumer warps, with 32 tokens each and all three parts of the 24 outputs; of tiles of less than 256
-  tokens several warps have the same tokens and different slices. A producer warp loads by TMA.
-- Pipeline: a ring of stages, each a block of 64 channels of the tokens and of the 72 rows of the matrix; successive
-  stages are those of the warps' different slices. A warp reads the operands of the next half of a block before it
-  multiplies those that it has: reading and multiplying take about the same time.
-- mma from registers, and not wgmma: the sums are then those of the kernel for few tokens, bit for bit. A lane reads 16
-  bytes of a row, the operands of two of them.
-- Slices of different warps meet in shared memory, where each thread adds those of its pairs of numbers.
-- Epilogue in a cluster: a lane sends its sums, the CTA's group, to the owners of the results, 1/8 of the tokens each,
-  which add the 8 groups and store.
-Shared memory: barriers; stages x (rows + 72) x 128 bytes; slices, 24 KB, of 64 and 128 tokens (of 32, where the streams
-have been); in a cluster the groups received, 96 x rows bytes.
-Constraints: the streams of a token one behind the other, channels a multiple of 64 and rows of 16-byte alignment.
-Roofline: memory, 2 n D bytes a token; the matrix is read from L2 once for every tile. Of 256 tokens and 64 channels, an
-SM has 1600 clocks in that time, mma instructions 900 to 1150 (576 of 16 x 8 x 16), shared memory 1150.
+- A tile has 32 to 256 tokens and all outputs. With 32 to 128 tokens, a cluster of 8 CTAs computes a tile, and each CTA
+  adds up a group, 8 of the 64 slices of the channels. With 256 tokens, CTAs are persistent and have no clusters, which
+  would leave SMs empty. A work unit is then half a group of a tile, and a second kernel adds the sums that the units
+  write to global memory.
+- Warp roles: 8 consumer warps, each with 32 tokens and all three parts of the 24 outputs. In tiles of less than 256
+  tokens, several warps have the same tokens and different slices. One producer warp loads by TMA.
+- Pipeline: a ring of stages. A stage is a block of 64 channels of the tokens and of the 72 matrix rows. Successive
+  stages belong to the warps' different slices. A warp reads the operands of the next half block before it multiplies
+  the current one, because reading and multiplying take about the same time.
+- mma from registers instead of wgmma, so that the sums have the bits of the kernel for few tokens. A lane reads 16
+  bytes of a row, the operands of two mma instructions.
+- Slices of different warps are exchanged through shared memory, where each thread adds up its pairs of numbers.
+- Epilogue in a cluster: each lane sends its sums of the CTA's group to the CTAs that own the results, 1/8 of the tokens
+  each. The owners add the 8 groups and store.
+Shared memory: barriers; stages x (rows + 72) x 128 bytes; slices, 24 KB with 64 and 128 tokens (with 32, they reuse the
+stages of the streams); in a cluster, the received groups, 96 x rows bytes.
+Constraints: a token's streams are contiguous, their channels a multiple of 64, and rows are aligned to 16 bytes.
+Roofline: memory, 2 n D bytes per token. The matrix is read from L2 once per tile. An SM's share of the memory bandwidth
+loads 64 channels of 256 tokens in 1600 cycles. In that time, mma takes 900 to 1150 cycles (576 instructions of
+16 x 8 x 16), and shared memory 1150.
 """
 
 from collections.abc import Callable
@@ -71,9 +73,9 @@ ROW_BYTES = BLOCK * 2
 MATRIX_ROWS = PARTS * MIX_OUTPUTS
 OUTPUT_OCTETS, MATRIX_OCTETS = MIX_OUTPUTS // OUTPUTS, MATRIX_ROWS // 8
 TOKEN_PAIRS = 4 * OUTPUT_OCTETS
-WORDS = 4  # of 16 bytes
+WORDS = 4  # 32-bit words in 16 bytes
 STAGES = {32: 16, 64: 8, 128: 6, 256: 4}
-SUM_TOKENS = 16  # of a CTA of the second kernel
+SUM_TOKENS = 16  # per CTA of the second kernel
 
 
 class HyperMixSm90:
@@ -84,14 +86,14 @@ class HyperMixSm90:
         self.token_warps = rows // WARP_TOKENS
         self.slice_warps = CONSUMER_WARPS // self.token_warps
         self.unit_slices = GROUP_SLICES if self.clustered else HALF_SLICES
-        self.units = SLICES // self.unit_slices  # of a tile
-        self.rounds = max(1, HALF_SLICES // self.slice_warps)  # of all warps with their slices, in half a group
-        self.halves = self.unit_slices // (self.rounds * self.slice_warps)  # that are not of the same round
+        self.units = SLICES // self.unit_slices  # per tile
+        self.rounds = max(1, HALF_SLICES // self.slice_warps)  # per half group, in which each warp computes one slice
+        self.halves = self.unit_slices // (self.rounds * self.slice_warps)  # half groups, or 1 if a round covers both
         self.pairs = rows * TOKEN_PAIRS
-        self.own_pairs = -(-self.pairs // CONSUMERS)  # of a thread
+        self.own_pairs = -(-self.pairs // CONSUMERS)  # per thread
         self.received_numbers = 2 * self.pairs if self.clustered else 0
-        # Where a CTA has one round, a warp's slice takes the place of the tokens of its first stage: nobody else reads
-        # that one, and nothing is loaded to it any more.
+        # With one round per CTA, a warp writes its slice over the tokens of its first stage. No other warp reads that
+        # stage, and the producer loads nothing into it any more.
         self.exchange_in_stages = self.clustered and self.halves * self.rounds == 1
         apart = self.slice_warps > 1 and not self.exchange_in_stages
         self.exchanged_numbers = 2 * self.pairs * self.slice_warps if apart else 0
@@ -104,7 +106,7 @@ class HyperMixSm90:
     def launch(self, streams: cute.Tensor, parts: cute.Tensor, out: cute.Tensor, ctas, cluster: cutlass.Constexpr,
                stream):  # fmt: skip
         v_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (self.rows, 8, BLOCK), BFloat16, self.stages)
-        # The DSL has no layout for 72 rows, and aborts where a composed one of several stages is sliced.
+        # The DSL has no shared-memory layout for 72 rows, and aborts if a composed layout of several stages is sliced.
         w_layout = cute.make_layout((MATRIX_ROWS, BLOCK), stride=(BLOCK, 1))
         w_one = cute.make_composed_layout(v_layout.inner, 0, w_layout)
         v_atom, v_tma = tile_load(streams, v_layout, (self.rows, BLOCK))
@@ -182,7 +184,7 @@ class HyperMixSm90:
         return storage.received.get_tensor(cute.make_layout((2, self.pairs // CTAS, CTAS)))
 
     def exchange(self, storage) -> cute.Tensor:
-        """[2, pairs, warps with different slices]."""
+        """The buffer for the warps' slices: [2, pairs, warps with different slices]."""
         shape = 2, self.pairs, self.slice_warps
         if not self.exchange_in_stages:
             return storage.exchange.get_tensor(cute.make_layout(shape))
@@ -191,22 +193,23 @@ class HyperMixSm90:
 
     @cute.jit
     def tiles_of(self, atom, shared: cute.Tensor, x: cute.Tensor, shape: cutlass.Constexpr):
-        """What a TMA load of x copies: -> its places in shared memory, and blocks [shape], by row and column."""
+        """TMA partitions of x -> (stages in shared memory, blocks [shape] in global memory by row and column)."""
         blocks = cute.local_tile(x, shape, (None, None))
         grouped = cute.group_modes(shared, 0, 2), cute.group_modes(blocks, 0, 2)
         return cute.nvgpu.cpasync.tma_partition(atom, 0, cute.make_layout(1), *grouped)
 
     @cute.jit
     def work(self, tokens, blocks):
-        """-> the first unit of this CTA, their end, and the step from one to the next; blocks of the longest slice."""
+        """-> (this CTA's first unit, the end of all units, the step between units, the blocks of the longest slice)."""
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         return cta, cute.ceil_div(tokens, self.rows) * self.units, ctas, cute.ceil_div(blocks, SLICES)
 
     @cute.jit
     def load_blocks(self, pipeline: Pipeline, v_copy, w_copy, tokens, blocks):
-        """The producer. A slice that has no more blocks gets the one behind the last, which are zeros. After all blocks
-        each warp may read one more stage, whatever is there: it does not use it."""
+        """The producer warp. A slice that is shorter than the longest one is padded with the block past the end, which
+        TMA fills with zeros. After its last block, a consumer warp reads one more stage and does not use it. The
+        producer signals these stages without loading them."""
         v_atom, v_shared, v = v_copy
         w_atom, w_shared, w = w_copy
         first, end, step, longest = self.work(tokens, blocks)
@@ -232,11 +235,11 @@ class HyperMixSm90:
 
     @cute.jit
     def multiply(self, storage, pipeline: Pipeline, out: cute.Tensor, tokens, blocks, warp, tid):
-        """A consumer warp's work."""
+        """The consumer warps. Per unit: the mainloop, and then the sums to their owners (in a cluster) or to memory."""
         lane = tid % WARP
         place, quad = octet_row(lane // 4), lane % 4
         token_warp, slice_warp = warp % self.token_warps, warp // self.token_warps
-        # Rows are 128 bytes, of which 16 are where their number, exclusive or that of the row in its eight, says.
+        # The 128-byte swizzle: 16-byte chunk i of a row is at chunk i ^ (row % 8).
         columns = [((quad + 4 * half) ^ place) * 16 for half in range(2)]
         v_rows = Int32(storage.v.data_ptr().toint()) + (token_warp * WARP_TOKENS + place) * ROW_BYTES
         w_rows = Int32(storage.w.data_ptr().toint()) + place * ROW_BYTES
@@ -278,7 +281,7 @@ class HyperMixSm90:
 
     @cute.jit
     def read(self, operands: cutlass.Constexpr, v: Int32, w: Int32):
-        """16 bytes of a row in each of the octets of the tokens and of the matrix."""
+        """Read 16 bytes of one row per octet of tokens and of matrix rows."""
         for tensor, address in zip(operands, (v, w)):
             for octet in cutlass.range_constexpr(tensor.shape[1]):
                 own = load_16(address + octet * 8 * ROW_BYTES)
@@ -287,7 +290,7 @@ class HyperMixSm90:
 
     @cute.jit
     def multiply_half(self, acc: cute.Tensor, operands: cutlass.Constexpr):
-        """The products of half a block."""
+        """Multiply half a block and add the products to acc."""
         v, w = operands
         for pair in cutlass.range_constexpr(0, WORDS, 2):
             for j in cutlass.range_constexpr(MATRIX_OCTETS):
@@ -296,13 +299,13 @@ class HyperMixSm90:
 
     @cute.jit
     def add_slices(self, storage, group: cute.Tensor, half_group: cute.Tensor, acc: cute.Tensor, warp, tid):
-        """Add the slices of a round to what this thread has of half a group, and the first half, if a round has both,
-        to the group."""
+        """Add a round's slices to this thread's sums of half a group. If the round covers both halves, it
+        moves the first half to the group before it adds the second."""
         lane, exchange, slice_warp = tid % WARP, None, warp // self.token_warps
         if const_expr(self.slice_warps > 1):
             exchange = self.exchange(storage)
             if const_expr(not self.exchange_in_stages):
-                self.sync_consumers()  # all have read the last round's
+                self.sync_consumers()  # all threads have read the previous round's slices
         for octet in cutlass.range_constexpr(OCTETS):
             for j in cutlass.range_constexpr(OUTPUT_OCTETS):
                 numbers = cute.make_rmem_tensor((2,), Float32)
@@ -331,7 +334,7 @@ class HyperMixSm90:
 
     @cute.jit
     def token_of(self, warp, lane, octet: cutlass.Constexpr):
-        """The token in the tile of a lane's numbers of an octet."""
+        """The token, as an index in the tile, of this lane's numbers in an octet."""
         return warp % self.token_warps * WARP_TOKENS + octet * 8 + octet_row(lane // 4)
 
     @cute.jit
@@ -340,7 +343,7 @@ class HyperMixSm90:
 
     @cute.jit
     def send_group(self, received: cute.Tensor, group: cute.Tensor, tid):
-        """This thread's numbers of the CTA's group to the owners of the results."""
+        """Send this thread's sums of the CTA's group to the CTAs that own the results."""
         cta, _, _ = cute.arch.block_idx()
         for i in cutlass.range_constexpr(self.own_pairs):
             pair = tid + i * CONSUMERS
@@ -364,7 +367,7 @@ class HyperMixPersistentSm90(HyperMixSm90):
 
     @cute.jit
     def store_half(self, halves: cute.Tensor, half: cute.Tensor, unit, tokens, warp, tid):
-        """This thread's numbers of half a group to memory."""
+        """Store this thread's sums of half a group to global memory."""
         lane = tid % WARP
         for octet in cutlass.range_constexpr(OCTETS):
             token = unit // self.units * self.rows + self.token_of(warp, lane, octet)
@@ -375,7 +378,7 @@ class HyperMixPersistentSm90(HyperMixSm90):
 
     @cute.kernel
     def add_halves(self, halves: cute.Tensor, out: cute.Tensor):
-        """The second kernel: a thread adds the halves of a pair of numbers, and then the groups."""
+        """The second kernel. For a pair of outputs, a thread adds the two halves of each group, and then the groups."""
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         token, place = cta * SUM_TOKENS + tid // TOKEN_PAIRS, tid % TOKEN_PAIRS
@@ -399,7 +402,8 @@ def compile_hyper_mix(rows: int):
 
 @cached
 def compile_hyper_mix_persistent(rows: int):
-    """-> f(streams, parts, halves [16, T, 24] fp32, mix, CTAs); the others as above, and the halves overwritten."""
+    """-> f(streams, parts, halves [16, T, 24] fp32, mix, CTAs). halves is scratch; the other arguments are those of
+    `compile_hyper_mix`."""
     halves = fake(Float32, (MIX_HALVES, cute.sym_int(), MIX_OUTPUTS), (*strides(2, 4), 1))
     return compile_sm90(HyperMixPersistentSm90(rows), *_operands(), halves, _result(), Int32(1), fake_stream())
 

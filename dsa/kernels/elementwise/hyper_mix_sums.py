@@ -1,16 +1,17 @@
-"""What the two kernels of hyper_mix have in common: the order of a sum, so that both give a token the same bits.
+"""The order of summation that the kernels of hyper_mix share, so that all of them give a token the same bits.
 
-The channels of all streams are blocks of 64; what a stream lacks of its last one counts as zeros. SLICES slices divide
-the blocks. A slice is one chain of mma instructions of 16 channels for each of the three parts, from zero on, and then
+The channels of each stream are divided into blocks of 64; a partial last block is padded with zeros. SLICES slices
+divide the blocks. For each of the three parts, a slice is one chain of mma instructions of 16 channels, which starts
+from zero. Then
   slice = high + (middle + low)
-HALF_SLICES slices, in their order from zero on, are half a group, its two halves are a group, and the result is the sum
-of the CTAS groups in their order from zero on. The CTAs of a cluster have a group each and send it to the owners of the
-results, which add them: each owns as many of the pairs of numbers that one lane has.
+HALF_SLICES slices, added in order from zero, are half a group. Two halves are a group. The result is the sum of the
+CTAS groups, in order from zero. Each CTA of a cluster has one group, and sends it to the CTAs that own the results,
+which add the groups. A pair is two neighbouring mma columns of one lane. All CTAs own the same number of pairs.
 
-An mma wants two pairs of neighbouring channels of each lane. A lane has 16 bytes, four pairs, of a row: the first two
-are its share of one mma, the others of the next. Which channels meet in an mma does not matter as long as streams and
-matrix agree, and both are read in this way.
-Rows are read in an order, `octet_row`, in which the lanes of a quarter of a warp read all banks of shared memory.
+An mma takes two pairs of neighbouring channels from each lane. A lane loads 16 bytes of a row, which are four pairs:
+the first two are for one mma, the last two for the next. The order of channels in an mma does not matter as long as
+streams and matrix agree, and both are loaded in this way. Rows are read in the order `octet_row`, in which a
+quarter-warp reads all banks of shared memory.
 """
 
 import cutlass
@@ -24,21 +25,21 @@ PARTS = 3
 OUTPUTS = 8  # columns of an mma
 BLOCK = 64  # channels
 VECTOR = 8  # channels in 16 bytes
-CTAS = 8  # of a cluster
+CTAS = 8  # per cluster
 GROUP_SLICES = SLICES // CTAS
 HALF_SLICES = GROUP_SLICES // 2
 
 
 @cute.jit
 def octet_row(i: Int32) -> Int32:
-    """The row, or column, of eight that has place i of an mma: 0, 4, 1, 5, 2, 6, 3, 7."""
+    """The row (or column) of eight at position i of an mma: 0, 4, 1, 5, 2, 6, 3, 7."""
     return (i >> 1) | ((i & 1) << 2)
 
 
 @cute.jit
 def prefetch_slice(parts: cute.Tensor, channels, column, outputs: cutlass.Constexpr, first, end, lane):
-    """Ask for a slice of the matrix's rows, the blocks from `first` to `end`, one row a lane: those of the `outputs`
-    outputs that are number `column` of such."""
+    """Prefetch a slice of the matrix to L2: blocks `first` to `end` of the rows of `outputs` outputs from
+    column * outputs on, in all three parts. One row per lane."""
     part, row = lane // outputs, column * outputs + lane % outputs
     if part < PARTS and row < parts.shape[1] and first < end:
         of_stream = cute.ceil_div(channels, BLOCK)
@@ -52,12 +53,12 @@ def prefetch_slice(parts: cute.Tensor, channels, column, outputs: cutlass.Conste
 def multiply_add(
     acc: cute.Tensor, upper: cute.Tensor, lower: cute.Tensor, matrix: cute.Tensor, pair: cutlass.Constexpr
 ):
-    """acc += 16 tokens x 16 channels times 16 channels x 8 outputs.
+    """acc += (16 tokens x 16 channels) times (16 channels x 8 outputs).
 
-    acc           four numbers: two neighbouring places of outputs in the upper and in the lower eight tokens
+    acc           two neighbouring columns of a token of the upper eight, then of one of the lower eight
     upper, lower  this lane's 16 bytes of a token of the upper and of the lower eight
-    matrix        those of an output
-    pair          0 or 2: the first of their two words that count
+    matrix        this lane's 16 bytes of an output
+    pair          0 or 2: the first of the two words of each that this mma multiplies
     """
     given = [upper[pair], lower[pair], upper[pair + 1], lower[pair + 1], matrix[pair], matrix[pair + 1]]
     made = cute.arch.inline_ptx(
@@ -79,7 +80,7 @@ def multiply_add(
 
 @cute.jit
 def send(received: cute.Tensor, rank: Int32, pair: Int32, low: Float32, high: Float32):
-    """Two numbers of this CTA's group to the CTA that owns them. received: [2, owned pairs, CTAS], of every CTA."""
+    """Send two sums of this CTA's group to the CTA that owns them. received: [2, owned pairs, CTAS] in each CTA."""
     owned = received.shape[1]
     numbers = cute.make_rmem_tensor((2,), Float32)
     numbers[0], numbers[1] = low, high
@@ -90,10 +91,10 @@ def send(received: cute.Tensor, rank: Int32, pair: Int32, low: Float32, high: Fl
 @cute.jit
 def add_groups(received: cute.Tensor, out: cute.Tensor, rank: Int32, first_token: Int32, first_output: Int32,
                octets: cutlass.Constexpr, tid: Int32, threads: cutlass.Constexpr):  # fmt: skip
-    """Add the groups of the pairs that this CTA owns, and store them.
+    """Add the groups of the pairs that this CTA owns, and store the results.
 
-    A token has 4 pairs of each of the `octets` eights of outputs; first_token and first_output are those of pair 0 of
-    the cluster. All `threads` threads take part.
+    A token has 4 pairs per octet of outputs. first_token and first_output belong to the cluster's pair 0. All `threads`
+    threads call this.
     """
     owned = received.shape[1]
     for at in cutlass.range(tid, owned, threads, unroll=1):
@@ -106,7 +107,7 @@ def add_groups(received: cute.Tensor, out: cute.Tensor, rank: Int32, first_token
 
 @cute.jit
 def store_sums(groups: cute.Tensor, out: cute.Tensor, token: Int32, first_output: Int32, place: Int32):
-    """The sums of the groups [2, CTAS] of pair number `place` of a token to their outputs, if there are such."""
+    """Add the groups [2, CTAS] of pair `place` of a token, and store the two results whose outputs exist."""
     for i in cutlass.range_constexpr(2):
         total = Float32(0.0)
         for group in cutlass.range_constexpr(CTAS):

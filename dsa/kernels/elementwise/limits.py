@@ -1,25 +1,27 @@
-"""What the elementwise kernels take, in plain numbers and names of torch dtypes; read by kernels, bridges and tests."""
+"""Limits of the elementwise kernels, as plain numbers and names of torch dtypes, for kernels, ops and tests."""
 
 DTYPES = ("bfloat16", "float16", "float32")
-CHANNEL_MULTIPLE = 8  # of the norm and of the hyper-connections
+CHANNEL_MULTIPLE = 8  # for the norm and the hyper-connections
 
 # RMSNorm.
 MAX_NORM_CHANNELS = {"bfloat16": 32768, "float16": 32768, "float32": 16384}
 MAX_NORM_ROWS = 2**31 - 32
-MAX_NORM_CAST_CHANNELS = {"bfloat16": 16384, "float16": 16384, "float32": 8192}  # of the norm with a cast
+MAX_NORM_CAST_CHANNELS = {"bfloat16": 16384, "float16": 16384, "float32": 8192}  # norm with a cast
 
-# Rope: pairs of channels that a thread turns at a time, if rows start at multiples of 16 bytes; one pair else.
+# RoPE: pairs of channels per group if rows start at multiples of 16 bytes. Otherwise a group is one pair.
 ROTARY_PAIRS = 4
-MAX_ROTARY_GROUPS = 2**31 - 512  # of so many pairs, in all rows
+MAX_ROTARY_GROUPS = 2**31 - 512  # over all rows
 
 # Hyper-connections.
 HYPER_STREAMS = 4
-# Collapse: threads of a CTA, and vectors of 16 bytes that each has of a stream.
+# Collapse: (threads per CTA, 16-byte vectors per thread and stream).
 HYPER_TILES = ((128, 2), (256, 2), (512, 2), (512, 4))
-MAX_HYPER_CHANNELS = 2**33 - 2**13  # of all tokens: a kernel counts their vectors, at least 4 channels each, in 31 bits
-# The projection of the streams: tokens of a cluster in the kernel for few tokens, and in the other one, which takes a
-# matrix of MIX_OUTPUTS outputs and streams of blocks of MIX_BLOCK channels; tokens of a tile of its persistent CTAs,
-# and how many sums of a token and an output they leave to be added.
+MAX_HYPER_CHANNELS = 2**33 - 2**13  # T D: a kernel counts vectors of at least 4 channels in 31 bits
+# The projection of the streams.
+# - MIX_FEW_ROWS: tokens per cluster of the kernel for few tokens.
+# - MIX_ROWS: tokens per cluster of the other kernel. It takes MIX_OUTPUTS outputs, and channels in blocks of MIX_BLOCK.
+# - MIX_PERSISTENT_ROWS: tokens per tile of that kernel's persistent CTAs.
+# - MIX_HALVES: sums per token and output that the persistent CTAs leave to a second kernel.
 MIX_FEW_ROWS = (16, 32)
 MIX_ROWS = (32, 64, 128)
 MIX_PERSISTENT_ROWS = 256

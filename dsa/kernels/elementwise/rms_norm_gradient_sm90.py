@@ -1,20 +1,21 @@
-"""Gradients of the root mean square norm of rows, y = x r w with r = 1 / sqrt(mean(x^2) + eps).
+"""Gradients of RMSNorm over rows, y = x r w with r = 1 / sqrt(mean(x^2) + eps).
 
     dx = r (g w - x r^2 mean(g w x)),    dw = sum over rows of g x r
 
 Plan
-- A row belongs to `lanes` threads, a part of a warp or several of them, as in `rms_norm_sm90`: each holds up to
-  `vectors` vectors of 16 bytes of x, of g and, as fp32, of the weights and of its share of dw, in registers. One read
-  of x and g, one write of dx.
-- CTAs are persistent: the threads of a row take every n-th one, n the rows that all CTAs have at a time, with as many
-  turns for all, since shuffles want whole warps. Past the end it is the last row again, and nothing comes of it.
-- Both sums of a row, of x^2 and of g w x, go through one shuffle tree, and from warp to warp through shared memory, of
-  which turns use two halves by turns: one barrier a row.
-- What a thread has of dw it adds up in fp32 over its rows, in their order, and writes once: [parts, D], whose sum over
-  the parts is dw. So the bits are the same each time on the same number of multiprocessors.
-Shared memory: four numbers a warp. Constraints: rows at multiples of 16 bytes, D a multiple of a vector and at most
+- `lanes` threads process a row, a part of a warp or several warps, as in `rms_norm_sm90`. Each holds in registers up to
+  `vectors` 16-byte vectors of x, of g and, in fp32, of the weights and of its part of dw. One read of x and g, one
+  write of dx.
+- CTAs are persistent: the threads of a row take every n-th row, where n is the number of rows that all CTAs process at
+  a time. All threads run the same number of iterations, because shuffles need whole warps. Past the end, threads load
+  the last row again and discard its results.
+- Both sums of a row, of x^2 and of g w x, go through one shuffle tree, and between warps through shared memory.
+  Iterations alternate between two buffers there, so one barrier per row is enough.
+- A thread accumulates its part of dw in fp32 over its rows, in order, and writes it once to parts [P, D]. The sum of
+  the P parts is dw. So the bits are the same each time with the same number of SMs.
+Shared memory: four numbers per warp. Constraints: rows at multiples of 16 bytes, D a multiple of a vector and at most
 what CTAs of 256 threads hold.
-Roofline: memory, 3 D elements a row; about 9 instructions a channel.
+Roofline: memory, 3 D elements per row; about 9 instructions per channel.
 """
 
 import functools
@@ -40,7 +41,7 @@ from dsa.kernels.elementwise.rms_norm_sm90 import (
 )
 from dsa.runtime.compile_cache import cached, compile_sm90
 
-# Those whose threads have registers for all of that.
+# Configurations whose threads have enough registers for x, g, weights and dw.
 GRADIENT_CONFIGS = tuple(config for config in CONFIGS if config.threads <= 256 and config.vectors <= MAX_EARLY)
 
 
@@ -49,7 +50,7 @@ class RmsNormGradientSm90:
         self.width = VECTOR_BITS // dtype.width
         self.lanes, self.vectors, self.threads = config.lanes, config.vectors, config.threads
         self.rows_of_cta = config.threads // config.lanes
-        self.warps = max(1, config.lanes // WARP)  # of a row
+        self.warps = max(1, config.lanes // WARP)  # per row
 
     @cute.jit
     def __call__(
@@ -138,7 +139,7 @@ class RmsNormGradientSm90:
 
     @cute.jit
     def sums_of_row(self, x: Float32, y: Float32, sums: cute.Tensor, tid: Int32, half: Int32):
-        """Both sums over the row's threads, the same bits in all of them."""
+        """Both sums over the row's threads, with the same bits in every thread."""
         for log in cutlass.range_constexpr(min(self.lanes, WARP).bit_length() - 1):
             x += cute.arch.shuffle_sync_bfly(x, offset=1 << log)
             y += cute.arch.shuffle_sync_bfly(y, offset=1 << log)
@@ -157,8 +158,8 @@ class RmsNormGradientSm90:
 @cached
 def compile_rms_norm_gradient(dtype: str, weighted: bool, config: NormConfig):
     """-> f(grad, x [A, B, D] dtype, weight [D] fp32 or None, dx [A, B, D], parts [P, D] fp32 or None without a weight,
-    eps, ctas); P the rows that so many CTAs have at a time, 0 < A * B < 2^31 - 2^20, D a multiple of 8 up to
-    `max_channels(dtype, config)`. Rows start at multiples of 16 bytes."""
+    eps, ctas); P is the number of rows that `ctas` CTAs process at a time, 0 < A * B < 2^31 - 2^20, D a multiple of 8
+    up to `max_channels(dtype, config)`. Rows start at multiples of 16 bytes."""
     element = cute_dtype(dtype)
     width = VECTOR_BITS // element.width
     outer, dim = [cute.sym_int() for _ in range(2)], cute.sym_int(divisibility=CHANNEL_MULTIPLE)
@@ -173,12 +174,12 @@ def compile_rms_norm_gradient(dtype: str, weighted: bool, config: NormConfig):
 
 @functools.lru_cache(4096)
 def choose_gradient_config(dtype: str, channels: int) -> NormConfig:
-    """The first that holds a row."""
+    """The first configuration that holds a row."""
     return next(config for config in GRADIENT_CONFIGS if channels <= max_channels(dtype, config))
 
 
 def choose_ctas(rows: int, config: NormConfig, sms: int) -> int:
-    """A few waves' worth of threads at once, of which each has many rows where there are many."""
+    """At most 1024 threads per SM. With many rows, each thread then processes several."""
     return min(-(-rows // (config.threads // config.lanes)), sms * max(1, 1024 // config.threads))
 
 

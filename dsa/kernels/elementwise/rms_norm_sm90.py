@@ -1,26 +1,27 @@
-"""Root mean square norm of rows: y = x / sqrt(mean(x^2) + eps) * weight; optionally of a sum of two, cast to FP8, or
-rotated.
+"""RMSNorm of rows: y = x / sqrt(mean(x^2) + eps) * weight. Optionally, x is the sum of two inputs, y is also cast to
+FP8, or y is rotated (RoPE).
 
 Plan
-- A row belongs to `lanes` threads, a part of a warp or several of them, 16 bytes at a time: thread i has the vectors i,
+- `lanes` threads process a row, a part of a warp or several warps, in vectors of 16 bytes. Thread i has the vectors i,
   i + lanes, ..., up to `vectors` of them, in registers from the load to the store. One read of the row, one write.
-- All loads of a thread, those of the weights too, go out before the sum needs the first: a single row costs one round
-  trip to memory. Only the longest rows, without registers for both, take the weights one by one behind the sum. Rows
-  that follow on a multiprocessor find the weights in L1.
-- With a residual, x is first replaced by residual + x, rounded to their dtype, which is stored as well.
-- With a cast, a group of 128 channels is in neighbouring lanes of one warp, which find its largest value and its scale
-  by shuffles from y as it was rounded: exactly what `per_token_cast_to_fp8_sm90` makes of y.
-- Rotated: the angles of a thread's vectors are asked for with its row. Pairs are neighbours, so both are in the thread.
-  y is rounded in front of the rotation and behind it: exactly what `rotary_sm90` makes of y.
-- Squares are added in a fixed order, in the thread, a shuffle tree in the warp, then warp by warp through shared
-  memory, which every thread adds up alike: the same bits each time, and a row's do not depend on the other rows.
-- Vectors past the row's end are not loaded, and count as zeros. Rows are [A, B, D] of any strides, found by a
-  precomputed divisor and with 64-bit offsets.
-Shared memory: a number a warp. Constraints: rows at multiples of 16 bytes, D a multiple of a vector and at most
-`max_channels`; with a cast, D a multiple of 128 and rows of at least a warp; rotated, R a multiple of a vector and D at
-most what a warp holds.
-Roofline: memory, 2 D elements a row, 2 more with a residual, D bytes more with a cast; about 5 instructions a channel,
-a fifth of what the issue slots take meanwhile.
+- A thread issues all loads, including those of the weights, before the sum needs the first value. So a single row costs
+  one round trip to memory. Only the longest rows leave no registers for the weights, which are then loaded one vector
+  at a time after the sum. Later rows on the same SM find the weights in L1.
+- With a residual, x is first replaced by residual + x, rounded to their dtype. This sum is also stored.
+- With a cast, a group of 128 channels is in neighbouring lanes of one warp. They find its amax and its scale by
+  shuffles from the rounded y, so the result is exactly `per_token_cast_to_fp8_sm90` of y.
+- With RoPE, a thread loads the angles of its vectors together with its row. Pairs are neighbouring channels, so a
+  thread has both. y is rounded before and after the rotation, so the result is exactly `rotary_sm90` of y.
+- Squares are added in a fixed order: in the thread, by a shuffle tree in the warp, and then warp by warp through shared
+  memory, where all threads add the same numbers in the same order. So the bits are the same each time, and a row's bits
+  do not depend on other rows.
+- Vectors past the row's end are not loaded and count as zeros. Rows are [A, B, D] with any strides: a precomputed
+  divisor gives a row's two indices, and offsets have 64 bits.
+Shared memory: one number per warp. Constraints: rows at multiples of 16 bytes, D a multiple of a vector and at most
+`max_channels`. With a cast, D is a multiple of 128 and a row has at least a warp. With RoPE, R is a multiple of a
+vector and D at most what a warp holds.
+Roofline: memory, 2 D elements per row, 2 D more with a residual, D bytes more with a cast; about 5 instructions per
+channel, a fifth of the issue slots in that time.
 """
 
 import functools
@@ -42,12 +43,12 @@ from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, DTYPES
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 VECTOR_BITS = 128
-MAX_EARLY = 4  # vectors of a thread whose weights fit beside them
+MAX_EARLY = 4  # up to this many vectors per thread, the weights fit in registers as well
 
 
 @dataclass(frozen=True)
 class NormConfig:
-    """lanes: threads of a row; vectors: of 16 bytes a thread holds at most; threads: of a CTA."""
+    """lanes: threads per row. vectors: the most 16-byte vectors per thread. threads: per CTA."""
 
     lanes: int
     vectors: int
@@ -65,16 +66,16 @@ CONFIGS = (
     NormConfig(512, 4, 512),
     NormConfig(512, 8, 512),
 )
-# Those whose groups of 128 channels are a warp's, with registers for both.
+# Configurations for the cast: a group of 128 channels lies in one warp, and the weights fit in registers.
 CAST_CONFIGS = tuple(config for config in CONFIGS if config.lanes >= WARP and config.vectors <= MAX_EARLY)
-# Those with registers for angles, too.
+# Configurations for RoPE: their threads have registers for the angles as well.
 ROTARY_CONFIGS = tuple(config for config in CONFIGS if config.lanes <= WARP)
 
 
 @cute.jit
 def load_vectors(source: cute.Tensor, values: cute.Tensor, lane: Int32, lanes: cutlass.Constexpr, filled: Int32):
-    """A thread's vectors of a row of `filled`, every `lanes`-th from number `lane` on, to values [width, vectors];
-    those past the row's end stay."""
+    """Load a thread's vectors `lane`, lane + lanes, ... of a row of `filled` vectors into values [width, vectors].
+    Values past the row's end are left as they are."""
     for n in cutlass.range_constexpr(values.shape[1]):
         at = lane + n * lanes
         if at < filled:
@@ -82,13 +83,13 @@ def load_vectors(source: cute.Tensor, values: cute.Tensor, lane: Int32, lanes: c
 
 
 class RmsNormSm90:
-    """use_ue8m0: of the cast's scales."""
+    """use_ue8m0: whether the cast's scales are powers of two."""
 
     def __init__(self, dtype: type[cutlass.Numeric], config: NormConfig, use_ue8m0: bool = True):
         self.width = VECTOR_BITS // dtype.width
         self.lanes, self.vectors, self.threads = config.lanes, config.vectors, config.threads
         self.rows_of_cta = config.threads // config.lanes
-        self.warps = config.lanes // WARP  # of a row; 0 for a part of one
+        self.warps = config.lanes // WARP  # per row; 0 if a row has less than a warp
         self.early = config.vectors <= MAX_EARLY
         self.use_ue8m0 = use_ue8m0
 
@@ -126,7 +127,7 @@ class RmsNormSm90:
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         lane, row = tid % self.lanes, block * self.rows_of_cta + tid // self.lanes
-        # Past the end: the last row again, and nothing is stored.
+        # Threads past the end load the last row again and store nothing.
         a, b = divmod(cutlass.min(row, rows - 1), inner)
         filled = x.shape[2] // self.width
         wait_for_prerequisite_grids()
@@ -142,7 +143,7 @@ class RmsNormSm90:
         if const_expr(weight is not None and self.early):
             load_vectors(weight, gain, lane, self.lanes, filled)
         if const_expr(cos is not None):
-            # The first vector that turns, and the angles of this thread's.
+            # The first vector that RoPE rotates, and the angles of this thread's vectors.
             turning = filled - 2 * cos.shape[1] // self.width
             c, s = [cute.make_rmem_tensor((self.width // 2, self.vectors), Float32) for _ in range(2)]
             for n in cutlass.range_constexpr(self.vectors):
@@ -200,7 +201,7 @@ class RmsNormSm90:
 
     @cute.jit
     def sum_of_row(self, x: Float32, tid: Int32) -> Float32:
-        """The sum over the row's threads, the same bits in all of them."""
+        """The sum over the row's threads, with the same bits in every thread."""
         for log in cutlass.range_constexpr(min(self.lanes, WARP).bit_length() - 1):
             x += cute.arch.shuffle_sync_bfly(x, offset=1 << log)
         if const_expr(self.warps > 1):
@@ -217,7 +218,7 @@ class RmsNormSm90:
 
 
 class RmsNormRotarySm90(RmsNormSm90):
-    """Of heads [T, H, D]."""
+    """RMSNorm and RoPE of heads [T, H, D]."""
 
     @cute.jit
     def __call__(
@@ -234,7 +235,7 @@ class RmsNormRotarySm90(RmsNormSm90):
 
 
 class RmsNormCastSm90(RmsNormSm90):
-    """Of rows [T, D]."""
+    """RMSNorm and FP8 cast of rows [T, D], optionally of a sum of two."""
 
     @cute.jit
     def __call__(
@@ -257,7 +258,7 @@ class RmsNormCastSm90(RmsNormSm90):
 
 @cute.jit
 def three_dims(x: cute.Tensor) -> cute.Tensor:
-    """[T, D] as [1, T, D]."""
+    """View [T, D] as [1, T, D]."""
     return cute.make_tensor(x.iterator, cute.prepend(x.layout, cute.make_layout(1, stride=0)))
 
 
@@ -277,8 +278,8 @@ def compile_rms_norm(dtype: str, weighted: bool, config: NormConfig):
 @cached
 def compile_rms_norm_rotary(dtype: str, weighted: bool, config: NormConfig):
     """-> f(x [T, H, D] dtype, weight [D] fp32 or None, cos, sin [T, R / 2] fp32, out [T, H, D], eps); 0 < T * H <
-    2^31 - 16, D a multiple of 8 up to `max_channels(dtype, config)`, R one up to D. Rows start at multiples of 16
-    bytes."""
+    2^31 - 16, D a multiple of 8 up to `max_channels(dtype, config)`, R a multiple of 8 up to D. Rows start at multiples
+    of 16 bytes."""
     element = cute_dtype(dtype)
     width = VECTOR_BITS // element.width
     tokens, heads, dim = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=CHANNEL_MULTIPLE)
@@ -310,25 +311,25 @@ def compile_rms_norm_cast(dtype: str, summed: bool, use_ue8m0: bool, config: Nor
 
 
 def max_channels(dtype: str, config: NormConfig = CONFIGS[-1]) -> int:
-    """Of a row."""
+    """The most channels of a row that a configuration holds."""
     return config.lanes * config.vectors * VECTOR_BITS // cute_dtype(dtype).width
 
 
 @functools.lru_cache(4096)
 def choose_config(dtype: str, channels: int) -> NormConfig:
-    """The first that holds a row."""
+    """The first configuration that holds a row."""
     return next(config for config in CONFIGS if channels <= max_channels(dtype, config))
 
 
 @functools.lru_cache(4096)
 def choose_cast_config(dtype: str, channels: int) -> NormConfig:
-    """The first that holds a row, of those with a cast."""
+    """The first configuration for the cast that holds a row."""
     return next(config for config in CAST_CONFIGS if channels <= max_channels(dtype, config))
 
 
 @functools.lru_cache(4096)
 def choose_rotary_config(dtype: str, channels: int) -> NormConfig:
-    """The first that holds a row, of those with angles."""
+    """The first configuration for RoPE that holds a row."""
     return next(config for config in ROTARY_CONFIGS if channels <= max_channels(dtype, config))
 
 

@@ -1,16 +1,18 @@
-"""Rotary position embedding of queries or keys, out of place or in place.
+"""Rotary position embedding (RoPE) of queries or keys, out of place or in place.
 
 Plan
-- A group is 2P channels of a row, P pairs where they turn: neighbours are one vector, halves are two of P channels. It
-  is in one thread's registers from the load to the store, so a row may be turned where it is.
-- The rows' other channels are copied in the same groups: a row's groups are one range, of which `begin` and the angles'
-  length tell the turning ones. The row is found by precomputed divisors; 64-bit offsets.
-- Products are rounded before they are added, as the reference does: the results are its bits.
-- P is 4: 16 bytes of x (bf16), of cos and of sin. Where rows or lengths are no multiples of it, P is 1: any memory that
-  holds the rows. A thread has `groups` groups, with all loads of x first; angles hit the L2 cache, or L1: heads share.
+- A group is 2P channels of a row. Among the rotated channels, a group is P pairs: pairs of neighbours are one vector,
+  pairs across the two halves are two vectors of P channels. A group is in one thread's registers from the load to the
+  store, so a row can be rotated in place.
+- The row's other channels are copied in groups of the same size. All groups of a row are one range, and `begin` and the
+  number of angles say which of them are rotated. Precomputed divisors give a group's row, and offsets have 64 bits.
+- Products are rounded before they are added, as in the reference, so the bits are equal.
+- P is 4: 16 bytes of x (bf16), of cos and of sin. If rows or lengths are not multiples of that, P is 1, which takes any
+  alignment. A thread has `groups` groups and issues all loads of x first. Angles are read from L2, or from L1, because
+  heads share them.
 Shared memory: none. Constraints: D even, last dimensions contiguous.
-Roofline: memory, 2 D elements a row; about 5 instructions a turned channel. Few tokens are a launch and one round trip
-to memory.
+Roofline: memory, 2 D elements per row; about 5 instructions per rotated channel. Few tokens: latency of a launch and
+one round trip to memory.
 """
 
 from collections.abc import Callable
@@ -32,7 +34,7 @@ LONG_INPUT = 1 << 24  # elements
 
 @dataclass(frozen=True)
 class RotaryConfig:
-    """pairs: P of a group; groups: of a thread; threads: of a CTA."""
+    """pairs: P, pairs per group. groups: per thread. threads: per CTA."""
 
     pairs: int = ROTARY_PAIRS
     groups: int = 1
@@ -43,7 +45,7 @@ class ApplyRotarySm90:
     def __init__(self, interleaved: bool, config: RotaryConfig):
         self.interleaved = interleaved
         self.pairs, self.groups, self.threads = config.pairs, config.groups, config.threads
-        # A group's vectors: (first pair member, second) of halves, or both in one.
+        # Vectors per group: one with both channels of each pair, or one per half.
         self.vectors, self.width = (1, 2 * self.pairs) if interleaved else (2, self.pairs)
 
     @cute.jit
@@ -79,7 +81,7 @@ class ApplyRotarySm90:
         raw = cute.make_rmem_tensor((self.width, self.vectors, self.groups), x.element_type)
         places = [None] * self.groups
         for u in cutlass.range_constexpr(self.groups):
-            # Past the end: the last group again, and nothing is stored.
+            # Threads past the end load the last group again and store nothing.
             row, group = divmod(cutlass.min(first + u * self.threads, total - 1), row_groups)
             t, h = divmod(row, heads)
             group -= begin
@@ -100,7 +102,7 @@ class ApplyRotarySm90:
 
     @cute.jit
     def vectors_of(self, group: Int32, turns: cutlass.Boolean, begin: Int32, turning: Int32):
-        """Where in the row a group's vectors are, in vectors."""
+        """The indices of a group's vectors in the row."""
         if const_expr(self.interleaved):
             places = (begin + group,)
         else:
@@ -129,9 +131,9 @@ class ApplyRotarySm90:
 def compile_apply_rotary(dtype: str, interleaved: bool, config: RotaryConfig):
     """-> f(x [T, H, D] dtype, cos, sin [T, R / 2] fp32, out [T, H, D], begin); T * H > 0, R from 2 to D, D even.
 
-    begin  channels in front of those that turn, in groups of 2P channels
-    out may be x. T * H * D / 2P and a CTA's groups are together below 2^31. With P of 4: D and R are multiples of 8,
-    and all rows start at multiples of 16 bytes.
+    begin  number of groups of 2P channels before the rotated ones
+    out may be x. T * H * D / 2P plus a CTA's groups must be below 2^31. If P is 4, D and R must be multiples of 8, and
+    all rows must start at multiples of 16 bytes.
     """
     element = cute_dtype(dtype)
     wide = config.pairs == ROTARY_PAIRS
@@ -147,7 +149,8 @@ def compile_apply_rotary(dtype: str, interleaved: bool, config: RotaryConfig):
 
 
 def choose_config(dtype: str, wide: bool, elements: int) -> RotaryConfig:
-    """The shipped configuration. Short inputs spread over more CTAs, long ones of 2 bytes keep 32 bytes in flight."""
+    """The shipped configuration. Short inputs spread over more CTAs; with long 16-bit inputs, a thread keeps 32
+    bytes in flight."""
     if not wide:
         return RotaryConfig(pairs=1)
     return RotaryConfig(groups=2 if dtype != "float32" and elements >= LONG_INPUT else 1)

@@ -1,5 +1,5 @@
-"""The work tile of FP8 products of a few rows: 32 or 64 columns of the result, which are the rows of the wgmma, by 8 to
-64 rows. What both of its kernels have in common."""
+"""The work tile of the small-M FP8 products: 32 or 64 columns of the result, which are the rows of the wgmma (swap
+A/B), by 8 to 64 rows. Both small-M FP8 kernels share these functions."""
 
 import cutlass
 import cutlass.cute as cute
@@ -15,14 +15,14 @@ THREADS = WARPGROUP + WARP
 
 
 def operand_layouts(rows: int, blocks: int) -> tuple[cute.ComposedLayout, cute.ComposedLayout]:
-    """The shared memory of `blocks` blocks of a and of b."""
+    """The shared-memory layouts of `blocks` blocks of a and of b."""
     tile = (COLUMNS, rows, GROUP)
     a_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, blocks)
     return a_layout, sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, blocks)
 
 
 def tiles_of(atom: cute.CopyAtom, shared: cute.Tensor, x: cute.Tensor, shape: tuple[int, int], row):
-    """What a TMA load of x copies: -> its stages in shared memory, and blocks [shape] of x from row `row` on."""
+    """Partition a TMA load of x. -> its stages in shared memory, and the blocks [shape] of x from row `row` on."""
     blocks = cute.local_tile(cute.domain_offset((row, 0), x), shape, (0, None))
     one = cute.make_layout(1)
     return cute.nvgpu.cpasync.tma_partition(
@@ -31,7 +31,7 @@ def tiles_of(atom: cute.CopyAtom, shared: cute.Tensor, x: cute.Tensor, shape: tu
 
 
 def fragments(rows: int, together: int, sb: cute.Tensor, sa: cute.Tensor):
-    """-> the wgmma, accumulators of `together` blocks, and its operands, b and a."""
+    """-> the wgmma, accumulators for `together` blocks, and the operands b and a as fragments."""
     major = cute.nvgpu.OperandMajorMode.K
     mma = sm90.make_trivial_tiled_mma(Float8E4M3FN, Float8E4M3FN, major, major, Float32, (1, 1, 1), (COLUMNS, rows))
     thr_mma = mma.get_slice(0)
@@ -42,8 +42,8 @@ def fragments(rows: int, together: int, sb: cute.Tensor, sa: cute.Tensor):
 
 @cute.jit
 def prefetch_blocks(atom, source: cute.Tensor, first, end, step, span: cutlass.Constexpr):
-    """Ask for the `span` blocks of the groups first, first + step and so on below `end`: they will be in the L2 cache.
-    A warp's work."""
+    """Prefetch the `span` blocks of each of the groups first, first + step and so on below `end` to L2. Called by one
+    warp."""
     for group in cutlass.range(first, end, step, unroll=1):
         for i in cutlass.range_constexpr(span):
             cute.prefetch(atom, source[None, span * group + i])

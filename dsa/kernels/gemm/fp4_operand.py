@@ -1,17 +1,19 @@
-"""FP4 weights (e2m1) as e4m3 operands of wgmma, in registers or on their way to shared memory.
+"""FP4 weights (e2m1) as e4m3 operands of wgmma: widened in registers, or on the way to shared memory.
 
-A byte has two e2m1 codes, the even channel's in its low nibble, and 32 channels of a row share a scale, a power of two
-as an e8m0 byte. Times the powers of two between its own scale and that of its block of 128 x 128, the block scale, an
-e2m1 number is an e4m3 number exactly: relative exponents go from -8 to 6, since the block scale is 2^-6 times its
-largest group's scale. So a group's eight magnitudes are a table of eight bytes, and a byte permutation looks four up at
-a time. Tables for all relative exponents are a line of shared memory, one under its exponent modulo 16: 8 bytes in
-banks of their own, read without conflicts. Zeros are zeros in every table, so a group of zeros may have any scale.
+A byte has two e2m1 codes, that of the even channel in the low nibble. 32 channels of a row share a scale, a power of
+two stored as an e8m0 byte. Each block of 128 x 128 has a block scale, also a power of two. An e2m1 number, multiplied
+by the ratio of its group's scale to the block scale, is exactly an e4m3 number if the exponent of the ratio is from -8
+to 6. It is at most 6, since the block scale is 2^-6 times the largest scale of its groups. Exponents below -8 are not
+supported: they would wrap around to other tables. A group's eight magnitudes, multiplied by this ratio, form a table of
+eight bytes, and a byte permutation looks four of them up at a time. The tables for all exponents fill one line of
+shared memory, 128 bytes; a table's index is its exponent modulo 16. Each table has 8 bytes in banks of its own, so
+reads do not conflict. Zero is zero in every table, so a group of zeros may have any scale.
 
-A lane of wgmma's operand in registers has, of 32 channels, numbers 4 q to 4 q + 3 and 16 + 4 q to 19 + 4 q, q being
-lane % 4. Eight neighbouring channels are one word of FP4, though, and a word a lane is what ldmatrix gives. So lane q
-takes the channels 8 q to 8 q + 7 in their place, and the other operand's channels are put in the same order, words of
-four: 0, 2, 4, 6, 1, 3, 5, 7 (`ordered_place`). The tensor cores align all 32 products of an instruction and add them at
-once, so the sum's bits are those of the plain order.
+For an operand in registers wgmma expects, of each 32 channels, channels 4 q to 4 q + 3 and 16 + 4 q to 19 + 4 q in a
+lane, where q = lane % 4. But eight neighbouring channels are one word of FP4, and ldmatrix gives each lane one word. So
+lane q holds channels 8 q to 8 q + 7 instead, and the channels of the other operand are permuted in the same way: its
+words, of four channels each, are in the order 0, 2, 4, 6, 1, 3, 5, 7 (`ordered_place`). The tensor cores align all 32
+products of an instruction and add them at once, so the sum has the same bits as in the plain order.
 """
 
 import cutlass
@@ -20,15 +22,16 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 from dsa.cute.shared_memory import load_8, store_4
 
-TABLE_BYTES = 128  # of all tables, at a multiple of 8
-_MAGNITUDES = 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0  # of e2m1, by code
+TABLE_BYTES = 128  # of all tables; aligned to 8 bytes
+_MAGNITUDES = 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0  # of e2m1, indexed by code
 _TABLES, _BYTES = 16, 8
-_LOWEST = -8  # relative exponent
+_LOWEST = -8  # the smallest relative exponent
 
 
 @cute.jit
 def write_tables(tables: Int32, lane):
-    """The tables, at the address `tables` in shared memory: a warp's work, whose first 16 lanes write one each."""
+    """Write the tables to shared memory at the address `tables`. Called by one warp; each of its first 16 lanes writes
+    one table."""
     if lane < _TABLES:
         exponent = ((lane - _LOWEST) & (_TABLES - 1)) + _LOWEST
         factor = (Uint32(exponent + 127) << 23).bitcast(Float32)
@@ -39,9 +42,10 @@ def write_tables(tables: Int32, lane):
 
 @cute.jit
 def table_places(scales: Uint32, block_scale: Float32) -> Uint32:
-    """Where the tables of the four groups of a row's 128 channels begin, a byte each.
+    """The offsets of the tables of a row's four groups of 32 channels, one byte each.
 
-    scales: their four e8m0 bytes; block_scale: a power of two. Whatever the bytes say, the places are inside.
+    scales       the groups' e8m0 bytes, four in a word; any bytes give offsets inside the tables
+    block_scale  a power of two
     """
     base = (0 - (block_scale.bitcast(Uint32) >> 23) & (_TABLES - 1)) * Uint32(0x08080808)
     return (((scales << 3) & Uint32(0x78787878)) + base) & Uint32(0x78787878)
@@ -49,9 +53,11 @@ def table_places(scales: Uint32, block_scale: Float32) -> Uint32:
 
 @cute.jit
 def table_places_of_blocks(words, group, block_scales) -> Uint32:
-    """The same of one group of a row's in four blocks, `group` the same in each.
+    """The offsets of the tables of one group of a row in four consecutive blocks, one byte each. `group` is the index
+    within a block.
 
-    words: the blocks' e8m0 bytes, four groups each, [4]; block_scales: their powers of two, [4].
+    words         the e8m0 bytes of the blocks, four groups each, [4]
+    block_scales  the scales of the blocks, powers of two, [4]
     """
     chosen = group | ((group + 4) << 4)
     pairs = [select_bytes(words[2 * i], words[2 * i + 1], chosen) for i in range(2)]
@@ -65,7 +71,7 @@ def table_places_of_blocks(words, group, block_scales) -> Uint32:
 
 @cute.jit
 def select_bytes(low: Uint32, high: Uint32, selector: Int32) -> Uint32:
-    """A byte of the eight for each of four nibbles of the selector."""
+    """One of the eight bytes for each of the selector's four lowest nibbles."""
     return cute.arch.inline_ptx(
         "prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Uint32], read_only_args=[low, high, selector]
     )
@@ -73,7 +79,8 @@ def select_bytes(low: Uint32, high: Uint32, selector: Int32) -> Uint32:
 
 @cute.jit
 def load_table(tables: Int32, places: Uint32, group: cutlass.Constexpr):
-    """The magnitudes of codes 0 to 3 and 4 to 7 of a group of `table_places`, as e4m3 bytes."""
+    """The table of group `group` of `table_places`: the magnitudes of codes 0 to 3 and of codes 4 to 7, as e4m3
+    bytes."""
     place = cute.arch.inline_ptx(
         f"prmt.b32 {{$w0}}, {{$r0}}, 0, {0x4440 + group};", write_only_types=[Int32], read_only_args=[places]
     )
@@ -82,10 +89,10 @@ def load_table(tables: Int32, places: Uint32, group: cutlass.Constexpr):
 
 @cute.jit
 def widen(codes: Uint32, low: Uint32, high: Uint32):
-    """Eight neighbouring e2m1 codes by their table (`load_table`) -> two words of four e4m3 numbers.
+    """Eight neighbouring e2m1 codes and their table (`load_table`) -> two words of four e4m3 numbers.
 
-    Nine instructions: the magnitudes' codes are selectors of byte permutations; the signs are brought to the tops of
-    their bytes, those of even channels by a shift.
+    This takes nine instructions. The codes' magnitude bits are the selectors of byte permutations. The sign bits are
+    moved to the tops of their bytes, those of the even channels by a shift.
     """
     return cute.arch.inline_ptx(
         "{{ .reg .b32 m, n, e, s, t; and.b32 m, {$r0}, 0x77777777; shr.b32 n, m, 16; shl.b32 e, {$r0}, 4; "
@@ -98,13 +105,13 @@ def widen(codes: Uint32, low: Uint32, high: Uint32):
 
 
 def ordered_place(word):
-    """Where word number `word` of a row of e4m3 numbers, four channels each, stands in the order that `widen` gives."""
+    """The position of word `word` of a row of e4m3 numbers, four channels each, in the channel order of `widen`."""
     return word // 8 * 8 + word % 2 * 4 + word % 8 // 2
 
 
 @cute.jit
 def gather_4(target: Int32, source: Int64, valid: Boolean):
-    """Copy 4 bytes from the address `source`; where `valid` is False, write zeros and read nothing."""
+    """Copy 4 bytes from the address `source` asynchronously. If `valid` is False, write zeros and read nothing."""
     size = Int32(4) if valid else Int32(0)
     cute.arch.inline_ptx(
         "cp.async.ca.shared.global [{$r0}], [{$r1}], 4, {$r2};",
@@ -114,7 +121,7 @@ def gather_4(target: Int32, source: Int64, valid: Boolean):
 
 @cute.jit
 def _four_e4m3(a: Float32, b: Float32, c: Float32, d: Float32) -> Uint32:
-    """Rounded, the first in the lowest byte."""
+    """Four numbers rounded to e4m3, the first in the lowest byte."""
     return cute.arch.inline_ptx(
         "{{ .reg .b16 x, y; cvt.rn.satfinite.e4m3x2.f32 x, {$r1}, {$r0}; "
         "cvt.rn.satfinite.e4m3x2.f32 y, {$r3}, {$r2}; mov.b32 {$w0}, {x, y}; }}",

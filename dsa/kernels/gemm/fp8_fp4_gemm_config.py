@@ -1,4 +1,4 @@
-"""Tile configurations of the product with FP4 weights for many rows, and which of them a shape gets."""
+"""Tile configurations of the large-M product with FP4 weights, and the choice of one for a shape."""
 
 from dataclasses import dataclass
 
@@ -18,15 +18,15 @@ from dsa.kernels.gemm.limits import GROUP
 
 @dataclass(frozen=True)
 class Fp8Fp4GemmConfig(Fp8GemmConfig):
-    """As the FP8 product's, of 128 columns."""
+    """The fields are those of the FP8 product; `columns` is 128."""
 
     @property
     def threads(self) -> int:
-        """Those of the consumers, of the converters and of the producer."""
+        """The threads of the consumers, the converters and the producer."""
         return (self.groups + 2) * WARPGROUP
 
     def fits(self) -> bool:
-        """Whether shared memory holds it."""
+        """Whether the configuration fits into shared memory."""
         loaded = self.stages * (self.rows + self.columns) * GROUP
         scales = self.scale_slots * ((self.rows + self.columns) * SCALES * 4 + 256)
         staged = 4 * self.groups * self.chunks * CHUNK_BYTES
@@ -35,19 +35,20 @@ class Fp8Fp4GemmConfig(Fp8GemmConfig):
 
 
 CONFIGS = (Fp8Fp4GemmConfig(1, 1, 128, 8, 2), Fp8Fp4GemmConfig(2, 1, 128, 5, 2), Fp8Fp4GemmConfig(2, 2, 128, 4, 1))
-# Clocks of a block beside its products; of 128 columns that are widened, and those of them in which shared memory moves
-# codes, tables and e4m3 numbers.
+# The cost model. BLOCK_CLOCKS: overhead of a block, in cycles. WIDEN_CLOCKS: cycles to widen 128 columns of a block.
+# WIDEN_MOVES: cycles in which shared memory moves the codes, tables and e4m3 numbers of a block.
 BLOCK_CLOCKS, WIDEN_CLOCKS, WIDEN_MOVES = 120, 450, 224
 
 
 def choose_config(rows: int, columns: int, channels: int, matrices: int, multiprocessors: int) -> Fp8Fp4GemmConfig:
-    """For `rows` in all: what takes the fewest clocks."""
+    """The configuration with the fewest modelled cycles for `rows` rows of all matrices together."""
     return of_fewest_clocks(CONFIGS, tile_clocks, rows, columns, channels, matrices, multiprocessors)
 
 
 def tile_clocks(config: Fp8Fp4GemmConfig, rows: int, blocks: int) -> float:
-    """Of a work tile with so many rows, as the FP8 product's: the tensor cores and the multiply-adds, or shared memory,
-    or a warpgroup alone; or the converters."""
+    """Modelled cycles of a work tile with `rows` rows. The slowest of these determines the time of a block, as in the
+    FP8 product: the tensor cores with the multiply-adds, shared memory, the latency of one warpgroup, or the
+    converters."""
     units = -(-rows // 64)
     multiplied = units * config.columns * 2 + units * config.columns // 2
     moved = units * (64 + config.columns) + config.rows + config.columns // 2 + WIDEN_MOVES

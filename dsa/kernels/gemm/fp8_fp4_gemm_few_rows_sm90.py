@@ -1,34 +1,35 @@
-"""Grouped product of FP8 activations with FP4 weights, for few rows a weight (decoding):
+"""Grouped product of FP8 activations with FP4 weights, for few rows per weight matrix (decode):
 out[m, n] = w[m] * sum_g (sum_{k in block g} a[rows[m], k] b8[e, n, k]) * a_scale[rows[m], g] * b_scale[e, n // 128, g],
-e the matrix of row m, b8 = e2m1[e, n, k] * 2^(e8m0[e, n, k // 32] - 127) / b_scale[e, n // 128, k // 128], which e4m3
-holds exactly. The bits are those of the FP8 product with b8.
+where e is the matrix of row m and b8 = e2m1[e, n, k] * 2^(e8m0[e, n, k // 32] - 127) / b_scale[e, n // 128, k // 128].
+e4m3 holds b8 exactly. The result has the bits of the FP8 product with b8.
 
 Plan
-- Weights are the rows of the wgmma, m64 nT k32, and T rows of the product its columns. A consumer warpgroup owns 64
-  weights; its lanes read FP4 by ldmatrix, widen it in registers (fp4_operand.py) and multiply from there: only FP4
-  goes through shared memory.
-- Warp roles: the producer warpgroup's first warp loads weights, codes by TMA and their scales by cp.async, and waits
-  for nothing else; its other three gather the rows of activations and their scales. One or two consumer warpgroups;
-  with one, two or three CTAs share a multiprocessor. The weights' warp alone finds work tiles, and passes them on.
-- Pipeline: one ring of STAGES stages of 512 channels, four blocks: codes (two boxes of 256 channels, 128 bytes a row),
-  e8m0 scales (16 bytes a row), activations (T x 128 bytes a block) and the scales of activations and blocks (16 bytes a
-  row). It runs on over work tile after work tile. 100 to 170 KB of FP4 are on their way.
-- Mainloop: per block of 128 channels four wgmma into accumulators of its own, T / 2 registers. The next block is
-  widened while they run: behind the fourth block of a stage the first one of the next, also if that is of the next work
-  tile. So wgmma's latency, the wait for a stage and its fence stand beside arithmetic. Then the products are scaled and
-  added in fp32 in their order.
-- Activations' words are copied in the order in which lanes have the weights' channels, 4 bytes a copy: few rows make
-  few copies. Rows beyond the matrix's end are not copied: they are columns of their own, which nobody stores. Channels
-  beyond K are zeros.
-- Epilogue: 16-bit results are transposed by stmatrix, 16 rows of weights a warp, and stored 32 bytes in a row.
-- Scheduler: static persistent. The work tiles of a matrix come together, and its tiles of rows innermost: a tile of
-  weights comes from memory once. Neighbouring CTAs have neighbouring weights.
-Shared memory: barriers, prefix sums, tables, T x 32 bytes a consumer warp for results, and the ring.
-Registers: 64 of widened weights, or 32 where four blocks do not fit, 2 T of accumulators and T / 2 sums a consumer
-thread; see REGISTERS.
-Instructions: 18 a lane and 8 weights in all; 10 are the ALU's, which issues 2 a clock and multiprocessor: 320 clocks a
-block of 128 x 128.
-Roofline: memory, 8.5 KB a block of 128 x 128: 480 clocks or more at 4.2 TB/s.
+- Weight rows are M of the wgmma, m64 nT k32, and T rows of the product are N (swap A/B). A consumer warpgroup owns 64
+  weight rows. Its lanes read FP4 by ldmatrix, widen it in registers (fp4_operand.py) and multiply from registers, so
+  only FP4 passes through shared memory.
+- Warp roles: a producer warpgroup, and one or two consumer warpgroups. With one consumer warpgroup, two or three CTAs
+  share an SM. The first producer warp finds the work tiles and passes them on. It loads the weights, codes by TMA and
+  scales by cp.async, and waits only for empty stages. The other three producer warps gather the rows of activations and
+  their scales.
+- Pipeline: one ring of STAGES stages of 512 channels, which are four blocks. A stage has codes (two boxes of 256
+  channels, 128 bytes per row), e8m0 scales (16 bytes per row), activations (T x 128 bytes per block), and the scales of
+  activations and blocks (16 bytes per row). The ring continues across work tiles. 100 to 170 KB of FP4 are in flight.
+- Mainloop: per block of 128 channels, four wgmma into accumulators of its own, T / 2 registers. The next block is
+  widened while they run. After the fourth block of a stage, that is the first block of the next stage, even if it
+  belongs to the next work tile. So arithmetic hides the latency of wgmma, the wait for a stage and its fence. Then the
+  products are scaled and added in fp32 in order.
+- Activations are copied in words of 4 bytes, in the order in which lanes hold the weights' channels; with few rows
+  these are few copies. Rows past the matrix's end are not copied. They are separate columns of the wgmma, and their
+  results are not stored. Channels beyond K are zeros.
+- Epilogue: stmatrix transposes 16-bit results, 16 weight rows per warp, which are then stored 32 bytes per row.
+- Scheduler: static persistent. The work tiles of a matrix are consecutive, with its tiles of rows innermost, so a tile
+  of weights is read from memory once. Neighbouring CTAs have neighbouring weights.
+Shared memory: barriers, prefix sums, tables, T x 32 bytes per consumer warp for results, and the ring.
+Registers: per consumer thread 64 for widened weights, or 32 where four blocks do not fit; 2 T accumulators; T / 2 sums.
+See REGISTERS.
+Instructions: 18 per lane and 8 weights. 10 of them use the ALU, which issues 2 per cycle and SM: 320 cycles per block
+of 128 x 128.
+Roofline: memory, 8.5 KB per block of 128 x 128: 480 cycles or more at 4.2 TB/s.
 """
 
 import math
@@ -64,22 +65,27 @@ from dsa.kernels.gemm.limits import GROUP, OUT_DTYPES
 from dsa.kernels.gemm.turned_tile import store_turned
 from dsa.runtime.compile_cache import cached, compile_sm90
 
-BLOCKS = 4  # of GROUP channels a stage
-STEPS = GROUP // 32  # wgmma a block
+BLOCKS = 4  # of GROUP channels per stage
+STEPS = GROUP // 32  # wgmma per block
 BOX = 128  # bytes per row of a TMA box: 256 FP4 channels
 BOXES = BLOCKS * GROUP // 2 // BOX
-SCALE_BYTES = 16  # of a row and stage: four e8m0 bytes a block, or one fp32
-OWN_ROWS = 16  # of weights, of a warp
+SCALE_BYTES = 16  # per row and stage: four e8m0 bytes per block, or one fp32 per block
+OWN_ROWS = 16  # weight rows per warp
 GATHER_WARPS = 3
-INFO_BYTES = 64  # of the ring of work tiles
-# Registers of consumers' and of producers' threads, by consumer warpgroups and CTAs a multiprocessor.
+INFO_BYTES = 64  # for the ring of work tiles
+# (consumer warpgroups, CTAs per SM) -> registers of a consumer thread and of a producer thread.
 REGISTERS = {(1, 2): (208, 48), (1, 3): (120, 40), (2, 1): (232, 40)}
 
 
 @dataclass(frozen=True)
 class Fp8Fp4GemmFewRowsConfig:
-    """groups: consumer warpgroups, of 64 weights each; rows: of the product, 8, 16 or 32; stages: of 512 channels;
-    resident: CTAs a multiprocessor."""
+    """A work tile and its pipeline.
+
+    groups    consumer warpgroups, with 64 weight rows each
+    rows      of the product: 8, 16 or 32
+    stages    of the ring, 512 channels each
+    resident  CTAs per SM
+    """
 
     groups: int
     rows: int
@@ -88,7 +94,7 @@ class Fp8Fp4GemmFewRowsConfig:
 
     @property
     def columns(self) -> int:
-        """Weights of a work tile."""
+        """Weight rows of a work tile, which are columns of the result."""
         return 64 * self.groups
 
     @property
@@ -96,18 +102,19 @@ class Fp8Fp4GemmFewRowsConfig:
         return (self.groups + 1) * WARPGROUP
 
     def ctas(self, multiprocessors: int) -> int:
-        """What a launch is given: all that are resident at once."""
+        """The grid of a launch: all CTAs that are resident at once."""
         return self.resident * multiprocessors
 
     def fits(self) -> bool:
-        """Whether shared memory holds it; each resident CTA takes 1 KiB more."""
+        """Whether the configuration fits into shared memory; each resident CTA takes 1 KiB more than it requests."""
         stage = self.columns * (BOXES * BOX + SCALE_BYTES) + self.rows * BLOCKS * GROUP + (self.rows + 1) * SCALE_BYTES
         barriers = 16 * self.stages + 16 + INFO_BYTES
         others = 4 * (PREFIX_SUMS + 32) + TABLE_BYTES + barriers + self.groups * WARPGROUP * self.rows + 1024
         return self.stages * stage + others <= (SHARED_BYTES + 1024) // self.resident - 1024
 
 
-# A token's few work tiles are shared out best by three small CTAs a multiprocessor; of many, two warpgroups are faster.
+# Three small CTAs per SM balance the few work tiles of a single token best. With many work tiles, two consumer
+# warpgroups are faster.
 CONFIGS = (
     *(Fp8Fp4GemmFewRowsConfig(1, *sizes) for sizes in ((8, 3, 3), (16, 4, 2), (32, 3, 2))),
     *(Fp8Fp4GemmFewRowsConfig(2, *sizes, 1) for sizes in ((8, 5), (16, 5), (32, 4))),
@@ -115,7 +122,7 @@ CONFIGS = (
 
 
 class Ring(NamedTuple):
-    """Addresses of the stages' parts in shared memory."""
+    """Addresses of the parts of the ring in shared memory, at stage 0."""
 
     codes: Int32
     scales: Int32
@@ -124,8 +131,11 @@ class Ring(NamedTuple):
 
 
 class StageScales(NamedTuple):
-    """Of a stage, in registers. of_rows: the e8m0 bytes of a lane's two rows of weights, [2, 4] words; of_blocks: the
-    scales of its blocks, [4] as bits."""
+    """The scales of a stage, in registers.
+
+    of_rows    the e8m0 bytes of a lane's two weight rows, [2, 4] words
+    of_blocks  the scales of its blocks as bits, [4]
+    """
 
     of_rows: cute.Tensor
     of_blocks: cute.Tensor
@@ -136,7 +146,7 @@ class Fp8Fp4GemmFewRowsSm90:
         self.out_dtype, self.cfg = out_dtype, cfg
         self.rows, self.columns, self.stages = cfg.rows, cfg.columns, cfg.stages
         self.consumer_warps, self.threads = 4 * cfg.groups, cfg.threads
-        # Of widened blocks: those of a stage, if there are registers for so many.
+        # Buffers of widened blocks: one per block of a stage if there are enough registers.
         self.buffers = BLOCKS if cfg.resident <= 2 and cfg.rows <= 16 else 2
 
     @cute.jit
@@ -219,7 +229,7 @@ class Fp8Fp4GemmFewRowsSm90:
         if warp == self.consumer_warps:
             cute.nvgpu.cpasync.prefetch_descriptor(b_atom)
         if tid == 0:
-            # The announcement of the codes' bytes, and a lane each for what it copies.
+            # Arrivals: one that announces the bytes of the codes, and one per lane for the lane's copies.
             pipeline.init(consumers=self.consumer_warps, producers=1 + (1 + GATHER_WARPS) * WARP)
             work_tiles.init(consumers=self.consumer_warps + GATHER_WARPS)
         cute.arch.mbarrier_init_fence()
@@ -261,8 +271,8 @@ class Fp8Fp4GemmFewRowsSm90:
         work_tiles: WorkTilePipeline,
         lane,
     ):
-        """The warp that loads the weights' codes and scales, and the blocks' scales; it tells the others where work
-        tiles are."""
+        """The warp that loads the codes and scales of the weights, and the scales of the blocks. It passes the work
+        tiles on to the other warps."""
         scheduler = static_persistent_scheduler()
         state, told, e = start(), start(), Int32(0)
         columns = b_scale_32.shape[1]
@@ -275,7 +285,7 @@ class Fp8Fp4GemmFewRowsSm90:
             tbs, tbg = cute.nvgpu.cpasync.tma_partition(
                 b_atom, 0, cute.make_layout(1), cute.group_modes(sb, 0, 2), cute.group_modes(gb, 0, 2)
             )
-            # What lies beyond the columns is not stored: it may have any scale, as zeros.
+            # Weight rows past the last column are not stored. Their scales may have any value; zeros are written.
             of_rows = b_scale_32[e, cutlass.min(column + lane, columns - 1), None].iterator.toint()
             of_block = b_scale[e, column // GROUP, None].iterator.toint()
             for group in cutlass.range(b_scale.shape[2] // BLOCKS, unroll=1):
@@ -308,7 +318,8 @@ class Fp8Fp4GemmFewRowsSm90:
         number: Int32,
         lane,
     ):
-        """Gathering warp `number`: every third row of activations, a word a lane; the first one their scales, too."""
+        """Gathering warp `number`: copies every third row of activations, one word per lane. Warp 0 also copies the
+        scales of all rows."""
         scheduler = static_persistent_scheduler()
         state, told = start(), start()
         sources, channels = a.shape
@@ -322,7 +333,7 @@ class Fp8Fp4GemmFewRowsSm90:
             own = cutlass.min(row + lane, end - 1)
             if rows.shape[0] > 0:
                 own = rows[own]
-            # Whatever `rows` says, what is read is there.
+            # Clamp the index, so that any value in `rows` reads memory of a.
             own = cutlass.max(cutlass.min(own, sources - 1), 0)
             own_scales = a_scale[own, None].iterator.toint()
             for group in cutlass.range(a_scale.shape[1] // BLOCKS, unroll=1):
@@ -358,7 +369,7 @@ class Fp8Fp4GemmFewRowsSm90:
         warp,
         lane,
     ):
-        """The mainloop of a consumer warp, of whose warpgroup all take the same way."""
+        """The mainloop of a consumer warp. All warps of a warpgroup take the same branches."""
         major, registers = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.warpgroup.OperandSource.RMEM
         mma = sm90.make_trivial_tiled_mma(
             *(Float8E4M3FN, Float8E4M3FN, major, major, Float32, (1, 1, 1), (64, self.rows), registers)
@@ -387,7 +398,7 @@ class Fp8Fp4GemmFewRowsSm90:
                 for i in cutlass.range_constexpr(self.rows // 4):
                     factors[i] = weights[cutlass.min(row + i // 2 * 8 + own_row + i % 2, end - 1)]
             for group in cutlass.range(groups, unroll=1):
-                # Behind the last stage of all, its first block is widened once more, in vain.
+                # After the very last stage, that stage's first block is widened again; the result is not used.
                 following = pipeline.advance(state)
                 is_last = group == groups - 1 and index + scheduler.step >= total
                 following = PipelineState(
@@ -419,8 +430,8 @@ class Fp8Fp4GemmFewRowsSm90:
         warp,
         lane,
     ):
-        """Add up a stage's four blocks, of which the first is widened; and widen the first one of the stage behind it,
-        and load its scales."""
+        """Multiply and add the four blocks of a stage, the first of which is widened already. Load the scales of the
+        following stage, and widen its first block."""
         row_scales = ring.row_scales + state.stage * ((self.rows + 1) * SCALE_BYTES)
         of_blocks = [scales.of_blocks[block].bitcast(Float32) for block in range(BLOCKS)]
         for block in cutlass.range_constexpr(BLOCKS):
@@ -437,7 +448,7 @@ class Fp8Fp4GemmFewRowsSm90:
                 ]
                 self.await_stage(scales, ring, pipeline, following, warp, lane)
             if const_expr(block >= self.buffers - 1):
-                # The block that was in the next buffer before.
+                # Wait for the wgmma that read the next buffer.
                 cute.nvgpu.warpgroup.wait_group(self.buffers - 1)
             at, after = (following, 0) if block == BLOCKS - 1 else (state, block + 1)
             self.widen_block(after, widened[after % self.buffers], scales, ring, tables, at, warp, lane)
@@ -454,7 +465,7 @@ class Fp8Fp4GemmFewRowsSm90:
     def await_stage(self, scales: StageScales, ring: Ring, pipeline: Pipeline, state: PipelineState, warp, lane):
         """Wait for a stage, and load its scales."""
         pipeline.consumer_wait(state)
-        # Activations were not written by TMA; wgmma reads them through the other proxy.
+        # Warps wrote the activations with cp.async, and wgmma reads them through the async proxy.
         cute.arch.fence_proxy("async.shared", space="cta")
         of_blocks = load_16(ring.row_scales + (state.stage * (self.rows + 1) + self.rows) * SCALE_BYTES)
         first = state.stage * self.columns + warp * OWN_ROWS
@@ -477,8 +488,8 @@ class Fp8Fp4GemmFewRowsSm90:
         warp,
         lane,
     ):
-        """A stage's block, as the lanes of a warpgroup have it for wgmma."""
-        # Matrices of ldmatrix: 16 rows' chunk of 16 bytes, then their next one.
+        """Widen a block of a stage to wgmma's register layout."""
+        # The matrices of ldmatrix: 16-byte vector i of 16 rows, then vector i + 1 of these rows.
         own = ring.codes + (state.stage * (BOXES * self.columns) + warp * OWN_ROWS + lane % OWN_ROWS) * BOX
         chunk = (lane // OWN_ROWS) ^ (lane % 8)
         of_block = scales.of_blocks[block].bitcast(Float32)
@@ -495,13 +506,13 @@ class Fp8Fp4GemmFewRowsSm90:
 
 @cached
 def compile_fp8_fp4_gemm_few_rows(out_dtype: str, config: Fp8Fp4GemmFewRowsConfig):
-    """-> f(a [T, K] e4m3, a_scale [T, G] fp32, rows [M] int32, or [0] where row m of the product is a's row m, b
-    [E * N, K / 2] uint8, b_scale_32 [E, N, 4 G] uint8, b_scale [E, ceil(N / 128), G] fp32, ends [E] int32 ascending,
-    weights [M] fp32, or [0] for none, out [M, N], ctas).
+    """-> f(a [T, K] e4m3, a_scale [T, G] fp32, rows [M] int32, or [0] if row m of the product is row m of a, b [E * N,
+    K / 2] uint8, b_scale_32 [E, N, 4 G] uint8, b_scale [E, ceil(N / 128), G] fp32, ends [E] int32 ascending, weights
+    [M] fp32, or [0] for none, out [M, N], ctas).
 
-    E up to 1024, T and M up to 2^27, all > 0; K is a multiple of 128, N of 8; G is K / 128, rounded up to a multiple of
-    4 with finite scales, and any bytes in b_scale_32; rows of all but the vectors start at multiples of 16 bytes. ctas:
-    config.ctas(multiprocessors).
+    E up to 1024, T and M up to 2^27, all > 0. K is a multiple of 128, N of 8. G is K / 128, rounded up to a multiple of
+    4 with finite scales and any bytes in b_scale_32. Rows of all tensors except the vectors are aligned to 16 bytes.
+    ctas: config.ctas(multiprocessors).
     """
     sources, rows, columns, channels, matrices = (cute.sym_int() for _ in range(5))
     blocks = cute.sym_int(divisibility=BLOCKS)
@@ -523,12 +534,12 @@ def compile_fp8_fp4_gemm_few_rows(out_dtype: str, config: Fp8Fp4GemmFewRowsConfi
 
 
 def choose_config(rows: int, columns: int, matrices: int, multiprocessors: int) -> Fp8Fp4GemmFewRowsConfig:
-    """For `rows` in all: what the busiest multiprocessor loads the fewest bytes with, however many channels all work
-    tiles have."""
+    """The configuration with which the busiest SM loads the fewest bytes, for `rows` rows of all matrices together. The
+    number of channels does not matter, since it is the same for all work tiles."""
 
     def loaded(config: Fp8Fp4GemmFewRowsConfig) -> float:
         tiles = matrices * expected_tiles(rows, matrices, config.rows) * -(-columns // config.columns)
-        # A block's codes and e8m0 bytes, and its activations.
+        # Bytes of a block: codes, e8m0 scales, and activations.
         return math.ceil(tiles / multiprocessors) * (config.columns * (GROUP // 2 + 4) + config.rows * GROUP)
 
     return min(CONFIGS, key=loaded)

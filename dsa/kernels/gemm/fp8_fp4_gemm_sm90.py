@@ -1,32 +1,33 @@
-"""Grouped product of FP8 activations with FP4 weights, for many rows a weight (prefill):
+"""Grouped product of FP8 activations with FP4 weights, for many rows per weight matrix (prefill):
 out[m, n] = weights[m] * sum_g (sum_{k in block g} a[m, k] b8[e, n, k]) * a_scale[m, g] * b_scale[e, n // 128, g],
-e the matrix of row m, b8 = e2m1[e, n, k] * 2^(e8m0[e, n, k // 32] - 127) / b_scale[e, n // 128, k // 128], which e4m3
-holds exactly. The bits are those of the FP8 product with b8.
+where e is the matrix of row m and b8 = e2m1[e, n, k] * 2^(e8m0[e, n, k // 32] - 127) / b_scale[e, n // 128, k // 128].
+e4m3 holds b8 exactly. The result has the bits of the FP8 product with b8.
 
 Plan
-- The FP8 product (fp8_gemm_sm90.py) with a warpgroup more, the converters: they widen a stage's FP4 to e4m3 before the
-  consumers multiply it. Work tiles, the mainloop, its order of sums and the epilogues are that kernel's.
-- Warp roles: one or two consumer warpgroups, of 64 rows a wave; the converters, four warps; a producer warp, which
-  finds the work tiles, passes them on and loads by TMA. The producer is no converter: together with two consumer
-  warpgroups of 216 registers there are 56 for converters and 24 for the producer, and a warp that is both would need
+- This is the FP8 product (fp8_gemm_sm90.py) with an additional warpgroup, the converters, which widen a stage's FP4 to
+  e4m3 before the consumers multiply it. Work tiles, mainloop, order of sums and epilogues are those of that kernel.
+- Warp roles: one or two consumer warpgroups, with 64 rows per wave; four converter warps; a producer warp, which finds
+  the work tiles, passes them on and loads by TMA. The producer is a separate warpgroup because of registers: with two
+  consumer warpgroups of 216 there are 56 for converters and 24 for the producer, and a warp with both roles would need
   more than 56.
-- Pipeline: one ring of STAGES stages of 128 channels. Each has two barriers that its data pass: `loaded` counts TMA's
-  bytes, `widened` the converter warps. Consumers wait for both and release the stage once.
-- Widening is in place: a converter warp owns 32 of each 128 rows of b, 4 KiB of e4m3 in a stage, into whose first
-  2 KiB TMA writes their codes. It goes from the last rows to the first, and has read the codes of all when it comes to
-  those that lie where codes are: it needs no memory beside the stage and waits for no other warp.
-- A lane's 16 bytes of codes are a row's 32 channels that share an e8m0 scale: one table (fp4_operand.py) for four
-  words. Eight lanes read 128 bytes in a row, and write two rows' 16 bytes of other channels, with TMA's swizzle in
-  banks of their own.
-- Scales of all kinds come for four blocks at a time, with the first of them. Converters make places of tables of them
-  before they release that one to the consumers, whose own release lets the next ones come.
-- Scheduler: static persistent. Drawn tiles are no faster here, where the converters set the pace.
-Shared memory: as the FP8 product's, STAGES x (64 GROUPS WAVES + COLUMNS) x 128 bytes and results; 16 bytes of e8m0
-scales a row of b and slot, and tables.
-Registers: see REGISTERS; consumers have 64 accumulators and 64 or 128 sums.
-Instructions of a converter lane and block of 128 x 128: 180, of which 150 are the ALU's, which takes 300 clocks.
-Roofline: the tensor cores and the multiply-adds, 1280 clocks a block of 256 x 128; shared memory, 128 bytes a clock, is
-busy as long: 768 clocks with wgmma, 320 with TMA and 224 with converters.
+- Pipeline: one ring of STAGES stages of 128 channels. Data pass two barriers per stage: `loaded` counts the bytes of
+  TMA, `widened` the converter warps. Consumers wait for both, and release the stage once.
+- Widening is in place. A converter warp owns 32 of each 128 rows of b, which are 4 KiB of e4m3 in a stage; TMA writes
+  their codes to the first 2 KiB. The warp widens the last rows first. When it overwrites the codes of the first rows,
+  it has read all of them already. So it needs no further memory and waits for no other warp.
+- The 16 bytes of codes that a lane reads are 32 channels of a row, which share an e8m0 scale: one table
+  (fp4_operand.py) serves four words. Eight lanes read 128 consecutive bytes. Their 16-byte stores go to two rows, and
+  TMA's swizzle puts them into different banks.
+- All kinds of scales are loaded for four blocks at a time, with the first of the four. Converters compute the offsets
+  of the tables from them before they pass that block on to the consumers. So when the consumers release that block, the
+  slot of the scales is free, too.
+- Scheduler: static persistent. Dynamic scheduling is no faster here, since the converters set the pace.
+Shared memory: as for the FP8 product, STAGES x (64 GROUPS WAVES + COLUMNS) x 128 bytes, and results; also 16 bytes of
+e8m0 scales per row of b and slot, and tables.
+Registers: see REGISTERS; a consumer has 64 accumulators and 64 or 128 sums.
+Instructions: 180 per converter lane and block of 128 x 128. 150 of them use the ALU, which takes 300 cycles.
+Roofline: the tensor cores and the multiply-adds, 1280 cycles per block of 256 x 128. Shared memory, 128 bytes per
+cycle, is busy for about as long: 768 cycles with wgmma, 320 with TMA and 224 with converters.
 """
 
 import itertools
@@ -65,43 +66,43 @@ from dsa.kernels.gemm.result_epilogue import LateResultEpilogue, ResultEpilogue
 from dsa.kernels.gemm.tile_indices import TileIndices
 from dsa.runtime.compile_cache import cached, compile_sm90
 
-CODE_BYTES = GROUP // 2  # of a row and block
+CODE_BYTES = GROUP // 2  # per row and block
 CONVERTERS = 4  # warps
-OWN_ROWS = 32  # of b, of a converter warp
+OWN_ROWS = 32  # of b per converter warp
 OWN_BYTES = OWN_ROWS * GROUP
-UNITS = CODE_BYTES // 16  # groups of 32 channels of a row
-UNIT_ROWS = WARP // UNITS  # that a warp reads at a time
-# By the number of consumer warpgroups: registers of the threads of consumers, of converters and of the producer's
-# warpgroup; what a launch of all of them gives to a thread, redistributed.
+UNITS = CODE_BYTES // 16  # groups of 32 channels per row and block
+UNIT_ROWS = WARP // UNITS  # rows that a warp reads at a time
+# Consumer warpgroups -> registers of a consumer thread, a converter thread and a thread of the producer's warpgroup.
+# They redistribute the registers that the launch gives to all threads.
 REGISTERS = {1: (240, 104, 40), 2: (216, 56, 24)}
 
 
 @dataclass(frozen=True)
 class WidenedPipeline:
-    """What consumers see of a ring whose stages are loaded and then widened."""
+    """The consumers' view of a ring whose stages are loaded and then widened."""
 
     loaded: Pipeline
     widened: Mbarriers
 
     @cute.jit
     def consumer_wait(self, state: PipelineState):
-        """Wait until the stage is loaded and widened: who widens it says nothing of the other matrix's bytes."""
+        """Wait until the stage is loaded and widened. The `widened` barrier alone does not cover the bytes of a."""
         self.loaded.consumer_wait(state)
         self.widened.wait(state.phase, state.stage)
 
     @cute.jit
     def consumer_release(self, state: PipelineState):
-        """Arrive: this warp has read the stage. An elected lane's work."""
+        """Arrive after this warp read the stage. One elected lane does it."""
         self.loaded.consumer_release(state)
 
     @cute.jit
     def advance(self, state: PipelineState) -> PipelineState:
-        """The stage behind `state`."""
+        """The next state."""
         return self.loaded.advance(state)
 
 
 class Fp8Fp4GemmSm90(Fp8GemmSm90):
-    """Of work tiles of 128 columns. epilogue: what becomes of the sums."""
+    """Work tiles have 128 columns. epilogue: computes results from the sums, and stores them."""
 
     def __init__(self, config: Fp8Fp4GemmConfig, epilogue: ResultEpilogue):
         super().__init__(config, False, epilogue)
@@ -126,12 +127,12 @@ class Fp8Fp4GemmSm90(Fp8GemmSm90):
         a_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, self.stages)
         b_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, self.stages)
         slots = self.config.scale_slots
-        # A converter warp's codes, at the beginning of its part of a stage.
+        # The codes of a converter warp are at the beginning of the warp's part of a stage.
         boxes = CONVERTERS * self.stages
         codes_layout = cute.make_layout((OWN_ROWS, CODE_BYTES, boxes), stride=(CODE_BYTES, 1, OWN_BYTES))
         as_layout = cute.make_layout((self.rows, SCALES, slots), stride=(SCALES, 1, self.rows * SCALES))
         es_layout = cute.make_layout((GROUP, SCALE_BYTES, slots), stride=(SCALE_BYTES, 1, GROUP * SCALE_BYTES))
-        # A slot begins at 128 bytes, as TMA wants it.
+        # Slots are aligned to 128 bytes, as TMA requires.
         bs_layout = cute.make_layout((1, SCALES, SCALE_BLOCKS * slots), stride=(SCALES, 1, 32))
         loads = [
             tile_load(a, a_layout, (self.rows, GROUP)),
@@ -273,7 +274,7 @@ class Fp8Fp4GemmSm90(Fp8GemmSm90):
                     state = pipeline.advance(state)
                 slot = 0 if slot == self.config.scale_slots - 1 else slot + 1
                 if group == 0:
-                    # While stages are full: the next tile's first loads will not wait for its number.
+                    # Find the next tile while the stages are full, so that its first loads do not wait for it.
                     index = indices.behind(index, lane)
                     following = tiles.at(index, e, total, lane)
             info = following
@@ -283,12 +284,12 @@ class Fp8Fp4GemmSm90(Fp8GemmSm90):
     def widen_stages(
         self, memory, tables, blocks, pipeline: Pipeline, widened: Mbarriers, work_tiles: WorkTilePipeline, number, lane
     ):
-        """Converter warp `number`: its rows of each stage, in place."""
+        """Converter warp `number`: widens its rows of each stage in place."""
         codes, scales, block_scales = memory
         row, unit = lane // UNITS, lane % UNITS
         own = codes + number * OWN_BYTES
         read_at = own + lane * 16
-        # The unit's first 16 bytes of e4m3 and, beside them, the other ones.
+        # The first 16 of the unit's 32 bytes of e4m3; with the swizzle the others are at this address ^ 16.
         write_at = own + row * GROUP + ((2 * unit) ^ row) * 16
         scales += (number * OWN_ROWS + row) * SCALE_BYTES
         state, tile_state, slot = start(), start(), Int32(0)
@@ -309,13 +310,13 @@ class Fp8Fp4GemmSm90(Fp8GemmSm90):
                         if const_expr(j > 0):
                             words, table = self.read_unit(read_at + offset, tables, places, j - 1, i)
                         if const_expr(j == 1):
-                            # Units 1 and 0 are written to where codes are, which all lanes have read.
+                            # Units 1 and 0 overwrite the codes, which all lanes must have read.
                             cute.arch.sync_warp()
                         wide = [word for eight in own_words for word in widen(eight, *own_table)]
                         target = write_at + offset + j * UNIT_ROWS * GROUP
                         store_16(target, wide[:4])
                         store_16(target ^ 16, wide[4:])
-                    # wgmma reads through the other proxy.
+                    # wgmma reads through the async proxy.
                     cute.arch.fence_proxy("async.shared", space="cta")
                     cute.arch.sync_warp()
                     widened.arrive(state.stage)
@@ -328,7 +329,7 @@ class Fp8Fp4GemmSm90(Fp8GemmSm90):
         return load_16(address + j * (WARP * 16)), load_table(tables, places[j], block)
 
     def places(self, scales, block_scales, unit):
-        """Of the tables of this lane's rows, for SCALES blocks."""
+        """The offsets of the tables of this lane's rows for SCALES blocks."""
         of_blocks = load_floats(block_scales)
         rows = [j * UNIT_ROWS for j in range(UNITS)]
         return [table_places_of_blocks(load_16(scales + r * SCALE_BYTES), unit, of_blocks) for r in rows]
@@ -336,7 +337,7 @@ class Fp8Fp4GemmSm90(Fp8GemmSm90):
 
 @cute.jit
 def tile_of(x, row, shape: cutlass.Constexpr):
-    """The tiles of x's rows from `row` on, one after another."""
+    """The tiles of x's rows from `row` on, one after another along the channels."""
     return cute.local_tile(cute.domain_offset((row, 0), x), shape, (0, None))
 
 
@@ -354,12 +355,13 @@ def _operands():
 
 @cached
 def compile_fp8_fp4_gemm(out_dtype: str, config: Fp8Fp4GemmConfig, weighted: bool = False):
-    """-> f(a [M, K] e4m3, a_scale [M, G] fp32, b [E * N, K / 2] uint8, b_scale_32 [E * N, 4 G] uint8, b_scale
-    [ceil(N / 128), G, E] fp32, ends [E] int32 ascending, out [M, N], weights [M] fp32 if `weighted` or None, ctas).
+    """-> f(a [M, K] e4m3, a_scale [M, G] fp32, b [E * N, K / 2] uint8, b_scale_32 [E * N, 4 G] uint8, b_scale [ceil(N /
+    128), G, E] fp32, ends [E] int32 ascending, out [M, N], weights [M] fp32 if `weighted` or None, ctas).
 
-    E up to 1024, M up to 2^27, all > 0. K is a multiple of 32, N of 8; G is ceil(K / 128), rounded up to a multiple of
-    4 with finite scales, and any bytes in b_scale_32; rows of all but ends and weights start at multiples of 16
-    bytes."""
+    E up to 1024, M up to 2^27, all > 0. K is a multiple of 32, N of 8. G is ceil(K / 128), rounded up to a multiple of
+    4 with finite scales and any bytes in b_scale_32. Rows of all tensors except ends and weights are aligned to 16
+    bytes.
+    """
     out_type = cute_dtype(out_dtype)
     rows = cute.sym_int()
     out = fake(out_type, (rows, cute.sym_int()), (*strides(1, 128 // out_type.width), 1))

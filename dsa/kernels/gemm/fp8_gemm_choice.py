@@ -1,11 +1,13 @@
-"""Which kernel multiplies one matrix, and by which work tiles: what was measured to be fastest, else models of time.
+"""The choice of kernel and work tile for a product with one matrix: the measured winner if there is one, else the cost
+models' choice.
 
-Every tile of both kernels gives the same bits, so any of them may be taken. The models' tile takes 1% longer than the
-fastest on average and 17% at worst. dsa/tuned has the fastest tile of those shapes of published models at which a
-search found the models' to take more than 1% longer; a shape that is not there was not searched, or the models are
-right. Such data is of a GPU with so many multiprocessors; others get what the models say.
-A search is at some numbers of rows. Its tile is for fewer rows, too, down to the next such number, as far as the models
-do not say that it is worse there: work tiles whose last rows are few can take three times as long.
+All tiles of both kernels give the same bits, so any of them may be chosen. The tile that the models choose takes 1%
+longer than the fastest on average, and 17% longer at worst. dsa/tuned holds the fastest tile of those shapes of
+published models for which a search found the models' tile more than 1% slower. For shapes that are not in dsa/tuned,
+either no search was made or the models are right. The data is valid for GPUs with the same number of SMs; others use
+the models.
+A search covers the numbers of rows in ROWS. Its tile also serves smaller numbers of rows, down to the next entry of
+ROWS, unless the models say that it is worse there: work tiles with few rows at the end can take three times as long.
 """
 
 from bisect import bisect_left
@@ -16,15 +18,15 @@ from dsa.kernels.gemm.fp8_gemm_config import Fp8GemmConfig
 from dsa.kernels.gemm.fp8_gemm_few_rows_config import FewRowsConfig
 
 Tile = FewRowsConfig | Fp8GemmConfig
-# At which a search is.
+# The numbers of rows that are searched.
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192, 16384)
-LAUNCH = 2.8  # microseconds, which the models leave out
-OWN_ROWS, MAX_ROWS = 32, 512  # up to which the models give all to the kernel of few rows, and up to which some
-WORSE = 1.05  # times as long, against the models' tile, as at the rows of the search
+LAUNCH = 2.8  # microseconds; the models exclude it
+OWN_ROWS, MAX_ROWS = 32, 512  # the small-M kernel is always chosen up to the first, and may be chosen up to the second
+WORSE = 1.05  # accepted slowdown against the models' tile, relative to that at the searched number of rows
 
 
 def choose_for_one_matrix(rows: int, columns: int, channels: int, multiprocessors: int) -> Tile:
-    """The tile of a product of `rows` x channels and columns x channels; its type says whose it is."""
+    """The tile of a product of [rows, channels] and [columns, channels]. Its type determines the kernel."""
     chosen = modelled(rows, columns, channels, multiprocessors)
     if rows > ROWS[-1]:
         return chosen
@@ -39,23 +41,23 @@ def choose_for_one_matrix(rows: int, columns: int, channels: int, multiprocessor
 
 
 def _times(tile: Tile, other: Tile, *sizes: int) -> float:
-    """How many times as long as the other's the models say that the tile takes."""
+    """The ratio of the modelled times of `tile` and `other`."""
     return (microseconds(tile, *sizes) + LAUNCH) / (microseconds(other, *sizes) + LAUNCH)
 
 
 def class_rows(rows: int) -> int:
-    """At which number of rows, of those up to ROWS[-1], a search is for so many."""
+    """The smallest searched number of rows that is at least `rows`, for `rows` up to ROWS[-1]."""
     return ROWS[bisect_left(ROWS, rows)]
 
 
 def shape_class(rows: int, columns: int, channels: int) -> str:
-    """What a product of up to ROWS[-1] rows is searched as."""
+    """The key of a product's class in dsa/tuned; `rows` is at most ROWS[-1]."""
     return f"{class_rows(rows)} x {columns} x {channels}"
 
 
 def modelled(rows: int, columns: int, channels: int, multiprocessors: int) -> Tile:
-    """What takes the shortest time, as the kernels' models have it: of few rows the one kernel, since the other's tiles
-    are of 64, of many the other."""
+    """The tile with the shortest modelled time. For few rows it is always a tile of the small-M kernel, since the other
+    kernel's tiles have 64 rows or more; for many rows it is always one of the other kernel."""
     sizes = rows, columns, channels, multiprocessors
     if rows > MAX_ROWS:
         return fp8_gemm_config.choose_one_config(*sizes)
@@ -67,7 +69,7 @@ def modelled(rows: int, columns: int, channels: int, multiprocessors: int) -> Ti
 
 
 def microseconds(config: Tile, rows: int, columns: int, channels: int, multiprocessors: int) -> float:
-    """What the models say, without the launch."""
+    """The modelled time without the launch."""
     model = fp8_gemm_config.microseconds_of_one
     if isinstance(config, FewRowsConfig):
         model = fp8_gemm_few_rows_config.microseconds
@@ -75,7 +77,8 @@ def microseconds(config: Tile, rows: int, columns: int, channels: int, multiproc
 
 
 def may_win(rows: int, columns: int, channels: int, multiprocessors: int, config: Tile) -> bool:
-    """Whether a search has to try it: the models would have to be wrong by half for others."""
+    """Whether a search has to try this tile. Tiles are skipped if they could win only if the models were wrong by
+    half."""
     sizes = rows, columns, channels, multiprocessors
     if isinstance(config, FewRowsConfig):
         possible = rows <= MAX_ROWS and fp8_gemm_few_rows_config.can_run(config, *sizes)

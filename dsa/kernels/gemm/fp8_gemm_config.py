@@ -1,4 +1,4 @@
-"""Tile configurations of the FP8 product kernel, and which of them a shape gets."""
+"""Tile configurations of the FP8 product kernel, and the choice of one for a shape."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,14 +11,20 @@ from dsa.kernels.gemm.limits import GROUP
 
 SCALES = 4  # blocks of channels whose scales are loaded at a time
 WARP_ROWS = 16
-# A warp's results on their way out: chunks of 16 rows of 128 bytes, which are so many columns of 16 bits.
+# A chunk of a warp's 16-bit results in shared memory: 16 rows of 128 bytes, which are 64 columns.
 CHUNK, CHUNK_BYTES = 64, WARP_ROWS * 128
 
 
 @dataclass(frozen=True)
 class Fp8GemmConfig:
-    """groups: consumer warpgroups; waves: so many times 64 rows has each of them, one after the other; columns: of a
-    work tile; stages: blocks of 128 channels in flight; chunks: of results that a warp has shared memory for."""
+    """A work tile and its pipeline.
+
+    groups   consumer warpgroups
+    waves    a warpgroup multiplies this many times 64 rows, one after the other
+    columns  of a work tile
+    stages   of the ring, each a block of 128 channels
+    chunks   of results that a warp has shared memory for
+    """
 
     groups: int
     waves: int
@@ -32,17 +38,18 @@ class Fp8GemmConfig:
 
     @property
     def has_room(self) -> bool:
-        """Whether a warp has shared memory for all of its 16-bit results, in whole chunks, which TMA stores then."""
+        """Whether a warp has shared memory for all of its 16-bit results, in whole chunks. TMA then stores them."""
         return self.chunks * CHUNK >= self.columns * self.waves and self.columns % CHUNK == 0
 
     @property
     def piece(self) -> int:
-        """Columns from a multiple of as many on: they share a scale, wherever the work tile begins."""
+        """The width of a piece: columns that start at a multiple of it share a scale, wherever the work tile begins."""
         return math.gcd(self.columns, CHUNK)
 
     @property
     def together(self) -> int:
-        """Blocks of channels multiplied before the first of them is added: what hides a narrow tile's latency."""
+        """Blocks of channels that are multiplied before the first of them is added. This hides the latency of a narrow
+        tile."""
         return max(1, 128 // self.columns) if self.waves == 1 else 1
 
     @property
@@ -51,11 +58,12 @@ class Fp8GemmConfig:
 
     @property
     def scale_slots(self) -> int:
-        """A group of SCALES blocks is read before the first of them is released."""
+        """Slots for the scales of SCALES blocks each. Consumers read a slot before they release the first of its
+        blocks, so a slot for every SCALES stages is enough."""
         return -(-self.stages // SCALES)
 
     def fits(self) -> bool:
-        """Whether shared memory holds it."""
+        """Whether the configuration fits into shared memory."""
         loaded = self.stages * (self.rows + self.columns) * GROUP
         scales = self.scale_slots * (self.rows * SCALES * 4 + 256)
         staged = 4 * self.groups * self.chunks * CHUNK_BYTES
@@ -73,7 +81,7 @@ CONFIGS = (
     Fp8GemmConfig(2, 1, 192, 4, 3),
     Fp8GemmConfig(2, 2, 128, 4, 1),
 )
-# For one matrix. Widths between those of the others fill multiprocessors that these leave idle.
+# For one matrix. The additional widths use SMs that the others would leave idle.
 ONE_MATRIX_CONFIGS = (
     Fp8GemmConfig(1, 1, 48, 13, 1),
     CONFIGS[0],
@@ -84,28 +92,28 @@ ONE_MATRIX_CONFIGS = (
     Fp8GemmConfig(2, 1, 96, 6, 2),
     *CONFIGS[3:],
 )
-# With SwiGLU the columns are those of gate and of up, half of each.
+# For SwiGLU, half of the columns are of gate and half of up.
 SWIGLU_CONFIGS = (Fp8GemmConfig(1, 1, 256, 5, 1), Fp8GemmConfig(2, 1, 256, 4, 1))
-# What warps gather rows for: these have registers for as many.
+# Configurations whose producer warps have enough registers to gather rows.
 GATHERING_CONFIGS = (CONFIGS[1], CONFIGS[3])
-# With at most this many rows in the result the kernel gathers the rows of a itself, which costs a quarter of its time
-# when the tensor cores are busy. Rows of larger results are copied before the launch.
+# Up to this many rows in the result, the kernel gathers the rows of a itself. This costs a quarter of its time when the
+# tensor cores are busy, so the rows of larger results are copied before the launch.
 GATHERED_ROWS = 4096
-# Of these work tiles can be drawn.
+# Configurations with a dynamic scheduler.
 DRAWN_CONFIGS = CONFIGS[3:]
-# Of these, those whose work tiles of few rows are turned (turned_tile.py), as those of SwiGLU are.
+# Of DRAWN_CONFIGS, those that swap A/B for work tiles with few rows (turned_tile.py). SwiGLU tiles do so, too.
 TURNED_CONFIGS = (CONFIGS[3], CONFIGS[5])
-TURNED_COUNTS = (16, 32)  # rows of a that a turned wgmma multiplies, as its columns
-TURNED_ROWS = TURNED_COUNTS[-1]  # of a turned work tile, at most
-# Clocks of a work tile beside its blocks of channels, where TMA stores its results and where warps do; of a block
-# beside its products. Measured on an H200.
+TURNED_COUNTS = (16, 32)  # rows of a per wgmma with swapped operands, as N
+TURNED_ROWS = TURNED_COUNTS[-1]  # maximum rows of a work tile with swapped operands
+# The cost model, in cycles, measured on an H200. Overhead of a work tile if TMA stores its results, and if warps do;
+# overhead of a block of channels.
 TMA_STORE_CLOCKS, STORE_CLOCKS, BLOCK_CLOCKS = 2100, 4400, 150
-TURNED_CLOCKS = 300  # of a block of a turned work tile at least
-# One matrix' products of up to MODEL_ROWS rows have a model of their own, measured on an H200, whose blocks take no
-# BLOCK_CLOCKS. Clocks a microsecond; bytes a microsecond from memory, and by what part these take longer for each part
-# of the multiprocessors that loads nothing. Microseconds of a work tile's end, and results that TMA and that warps
-# store in one; microseconds more of a block whose part of b no other work tile reads, and of a block that one of two
-# warpgroups multiplies alone.
+TURNED_CLOCKS = 300  # least cycles of a block of a work tile with swapped operands
+# The model of products with one matrix and up to MODEL_ROWS rows, measured on an H200; it does not use BLOCK_CLOCKS.
+# CLOCKS: cycles per microsecond. MEMORY_RATE: bytes per microsecond from memory. IDLE: relative slowdown of memory per
+# fraction of idle SMs. TILE_END: microseconds at the end of a work tile. TMA_STORE_RATE, STORE_RATE: results per
+# microsecond that TMA and warps store in one work tile. UNSHARED: additional microseconds of a block whose part of b no
+# other work tile reads. ALONE: least microseconds of a block that only one of two warpgroups multiplies.
 MODEL_ROWS = 1024
 CLOCKS, MEMORY_RATE, IDLE = 1980.0, 3.9e6, 0.185
 TILE_END, TMA_STORE_RATE, STORE_RATE, UNSHARED, ALONE = 0.15, 33e3, 26e3, 0.039, 0.55
@@ -119,19 +127,20 @@ def choose_config(
     multiprocessors: int,
     configs: tuple[Fp8GemmConfig, ...] = CONFIGS,
 ) -> Fp8GemmConfig:
-    """For `rows` in all: what takes the fewest clocks. One warpgroup has to do for matrices of up to 64 rows."""
+    """The configuration with the fewest modelled cycles for `rows` rows of all matrices together. For matrices with at
+    most 64 rows on average, only configurations with one consumer warpgroup are considered."""
     few = rows <= 64 * max(min(rows, matrices), 1)
     narrow = [config for config in configs if config.groups == 1] if few else []
     return of_fewest_clocks(narrow or configs, tile_clocks, rows, columns, channels, matrices, multiprocessors)
 
 
 def choose_drawn_config(rows: int, columns: int, channels: int, matrices: int, multiprocessors: int) -> Fp8GemmConfig:
-    """The same of work tiles that are drawn."""
+    """`choose_config` for a dynamic scheduler."""
     return of_fewest_clocks(DRAWN_CONFIGS, drawn_tile_clocks, rows, columns, channels, matrices, multiprocessors)
 
 
 def choose_one_config(rows: int, columns: int, channels: int, multiprocessors: int) -> Fp8GemmConfig:
-    """For one matrix: what takes the shortest time."""
+    """The configuration with the shortest modelled time for one matrix."""
     if rows > MODEL_ROWS:
         return of_fewest_clocks(ONE_MATRIX_CONFIGS, tile_clocks, rows, columns, channels, 1, multiprocessors)
     return min(
@@ -140,16 +149,16 @@ def choose_one_config(rows: int, columns: int, channels: int, multiprocessors: i
 
 
 def microseconds_of_one(config: Fp8GemmConfig, rows: int, columns: int, channels: int, multiprocessors: int) -> float:
-    """Of one matrix' product, without the launch: the rounds of work tiles that a multiprocessor computes, or what
-    memory takes, which the fourth powers let pass for each other where they are about as long."""
+    """The modelled time of a product with one matrix, without the launch: that of an SM's work tiles in whole waves, or
+    that of memory traffic. The fourth powers make the transition between the two smooth."""
     blocks, down = -(-channels // GROUP), -(-rows // config.rows)
     tiles = down * -(-columns // config.columns)
     rounds = -(-tiles // multiprocessors)
     high = min(rows, config.rows)
     block = tile_block_clocks(config, high) / CLOCKS + (UNSHARED if down == 1 else 0)
     if config.groups == 2 and 0 < rows % config.rows <= 64:
-        # The last tiles of rows have a warpgroup without any: they take their share of the rounds, or all of a single
-        # one.
+        # In the last tiles of rows, one warpgroup has no rows. These tiles are a part of the waves, or the whole of a
+        # single wave.
         block += max(ALONE - block, 0) / min(down, rounds)
     stored = high * config.columns / (TMA_STORE_RATE if config.has_room else STORE_RATE)
     busy = rounds * (TILE_END + stored + blocks * block)
@@ -167,8 +176,8 @@ def of_fewest_clocks(
     matrices: int,
     multiprocessors: int,
 ) -> Config:
-    """One of `configs`, where a work tile of so many rows and blocks takes tile_clocks(config, rows, blocks). One
-    matrix's tiles are dealt out in whole rounds; those of several even out, and their rows are taken for random numbers
+    """One of `configs`, where tile_clocks(config, rows, blocks) models a work tile. The tiles of one matrix run in
+    whole waves. With several matrices the loads of the SMs even out; the rows of a matrix are assumed to vary randomly
     about the mean."""
     blocks = -(-channels // GROUP)
     used = max(min(rows, matrices), 1)
@@ -188,7 +197,7 @@ def of_fewest_clocks(
 def _clocks_of_one(
     tile_clocks: TileClocks[Config], config: Config, rows: int, columns: int, blocks: int, multiprocessors: int
 ) -> float:
-    """Of one matrix' product."""
+    """Modelled cycles of a product with one matrix."""
     across = -(-columns // config.columns)
     rounds = -(-across * -(-rows // config.rows) // multiprocessors)
     longest = rounds * tile_clocks(config, min(rows, config.rows), blocks)
@@ -196,14 +205,14 @@ def _clocks_of_one(
 
 
 def _clocks_of_column(tile_clocks: TileClocks[Config], config: Config, rows: int, blocks: int) -> float:
-    """Of the tiles that have the same columns, one after the other."""
+    """Modelled cycles of the tiles with the same columns, one after the other."""
     full, left = divmod(rows, config.rows)
     return full * tile_clocks(config, config.rows, blocks) + (tile_clocks(config, left, blocks) if left else 0)
 
 
 def drawn_tile_clocks(config: Fp8GemmConfig, rows: int, blocks: int) -> float:
-    """Of a work tile that is drawn, and that is turned if it has few rows: of these the time is what shared memory
-    takes, or a warpgroup's waiting."""
+    """`tile_clocks` for a dynamic scheduler. Tiles with few rows swap A/B: they take the time of shared memory, or the
+    latency of a warpgroup."""
     if rows > TURNED_ROWS or config not in TURNED_CONFIGS:
         return tile_clocks(config, rows, blocks)
     moved = config.groups * (64 + rows) + 64 + config.columns
@@ -211,15 +220,16 @@ def drawn_tile_clocks(config: Fp8GemmConfig, rows: int, blocks: int) -> float:
 
 
 def tile_clocks(config: Fp8GemmConfig, rows: int, blocks: int) -> float:
-    """Of a work tile with so many rows."""
+    """Modelled cycles of a work tile with `rows` rows."""
     stored = TMA_STORE_CLOCKS if config.waves == 1 else STORE_CLOCKS
     return stored + blocks * (BLOCK_CLOCKS + tile_block_clocks(config, rows))
 
 
 def tile_block_clocks(config: Fp8GemmConfig, rows: int) -> int:
-    """Of a block of 128 channels: what the tensor cores and the multiply-adds take, which keep each other from the
-    registers; or shared memory, which moves 128 bytes a clock: what TMA writes, and what every wgmma reads, its 64 rows
-    and its columns. A warpgroup alone waits for each product of its own."""
+    """Modelled cycles of a block of 128 channels, without overhead: the slowest of three. (1) The tensor cores plus the
+    multiply-adds, which compete for the registers. (2) Shared memory, which moves 128 bytes per cycle: what TMA writes,
+    and the 64 rows and all columns that each wgmma reads. (3) The latency of one warpgroup, which waits for each of its
+    products."""
     units = -(-rows // 64)
     multiplied = units * config.columns * 2 + units * config.columns // 2
     moved = units * (64 + config.columns) + config.rows + config.columns

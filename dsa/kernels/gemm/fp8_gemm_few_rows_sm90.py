@@ -1,31 +1,33 @@
-"""Products of a few rows with a block-scaled FP8 matrix, or with several, e the matrix of row m:
+"""Small-M products with one block-scaled FP8 matrix, or with several, where e is the matrix of row m:
 out[m, n] = sum_g (sum_{k in block g} a[m, k] b[e, n, k]) * a_scale[m, g] * b_scale[e, n // 128, g].
 
 Plan
-- The matrix's rows are those of the wgmma (its operands are swapped): 64 columns of the result by 8 to 64 rows. So one
-  row costs an eighth of the products, shared memory and registers that it costs in `fp8_gemm_sm90`, whose rows are the
-  64 of a wgmma. The order of a sum is the same there, and so are the bits.
-- Work tiles are of 64 columns, or of 32, whose wgmma have 32 rows of nothing, where these fill more SMs. More rows than
-  a tile has make more tiles, which are next to each other, so that b comes from memory once. Their heights are what
-  fills the SMs, since a block of channels takes as long as its rows are many: its wgmma, and then the multiply-adds.
-- Warp roles: one consumer warpgroup, and one warp that is the producer, which loads everything by TMA. 160 threads have
-  registers enough without moving any between them.
-- Pipeline: a ring of stages, each SCALES blocks of 128 channels of a and of b with their scales, that runs on over work
-  tile after work tile. It is as deep as shared memory allows.
-- Mainloop: the wgmma of a stage's blocks are issued one behind the other, each block's into accumulators of its own,
-  and the scales are read while they run. Then the blocks are scaled and added in their order. One block at a time the
-  latency of wgmma, of the wait and of the scales would be that of every block.
-- Before it waits for the kernel in front, a CTA asks for as much of b as its ring holds to be brought to the L2 cache.
-  It does not read it: that may be what the kernel in front writes. Of several matrices it does not know yet which.
-- Epilogue: accumulators have the result transposed. 16-bit results are turned by stmatrix, a warp's 16 columns at a
-  time, and stored 32 bytes in a row. A warp stores fp32 results at once, as eight lanes have 32 bytes of a row.
-- Scheduler: static persistent. Of several matrices the work tiles are found by prefix sums (grouped_tiles.py).
-- A matrix of few columns has fewer work tiles than there are SMs: its channels may be split, see
-  `fp8_gemm_split_channels_sm90`. fp8_gemm_few_rows_config.py says when.
-Shared memory: barriers, 32 bytes a row and warp for results, stages x SCALES x ((64 + rows) x 128 + 4 x (rows + 1)).
-Registers: SCALES x rows / 2 accumulators, rows / 2 sums and rows scales a consumer thread.
-Roofline: memory, b once; else the mainloop, about 80 clocks and 3.4 for each row of the tile a block of channels; or,
-with 8 rows, what an SM can load, (64 + rows) x 128 bytes a block at about 75 bytes a clock.
+- The matrix's rows are M of the wgmma (swap A/B): a work tile is 64 columns of the result by 8 to 64 rows. So a single
+  row takes an eighth of the products, shared memory and registers that it takes in `fp8_gemm_sm90`, where rows are M of
+  the wgmma. The order of a sum is the same as there, and so are the bits.
+- Work tiles have 64 columns. Tiles of 32 columns are used where they occupy more SMs; half of the rows of their wgmma
+  are then unused. Rows beyond one tile's make more tiles, which are neighbours, so that b is read from memory once. The
+  height of the tiles is chosen to occupy the SMs, since a block of channels takes time proportional to its rows: first
+  its wgmma, then the multiply-adds.
+- Warp roles: one consumer warpgroup, and one producer warp that loads everything by TMA. 160 threads have enough
+  registers without setmaxnreg.
+- Pipeline: a ring of stages, each with SCALES blocks of 128 channels of a and of b, and their scales. It continues
+  across work tiles, and is as deep as shared memory allows.
+- Mainloop: the wgmma of all blocks of a stage are issued back to back, each block into accumulators of its own, and the
+  scales are read while they run. Then the blocks are scaled and added in order. With one block at a time, every block
+  would pay for the latency of wgmma, of the wait and of the scales.
+- Before a CTA waits for the previous kernel, it prefetches as much of b to L2 as its ring holds. It does not read b,
+  since the previous kernel may write it. Grouped products skip the prefetch, because the matrix is not known yet.
+- Epilogue: the accumulators hold the transposed result. stmatrix transposes 16-bit results, 16 columns per warp, which
+  are then stored 32 bytes per row. fp32 results are stored from registers, since eight lanes have 32 bytes of a row.
+- Scheduler: static persistent. Grouped products find their work tiles by prefix sums (grouped_tiles.py).
+- A matrix with few columns has fewer work tiles than there are SMs. Its channels may be split, see
+  `fp8_gemm_split_channels_sm90`; fp8_gemm_few_rows_config.py decides.
+Shared memory: barriers; 32 bytes per row and warp for results; stages x SCALES x ((64 + rows) x 128 + 4 x (rows + 1))
+bytes.
+Registers: SCALES x rows / 2 accumulators, rows / 2 sums and `rows` scales per consumer thread.
+Roofline: memory, b once. Otherwise the mainloop: about 80 cycles per block of channels, and 3.4 more per row of the
+tile. With 8 rows, the load bandwidth of an SM: (64 + rows) x 128 bytes per block at about 75 bytes per cycle.
 """
 
 from collections.abc import Callable
@@ -84,7 +86,7 @@ class GroupedFp8GemmFewRowsSm90:
         a_layout, b_layout = operand_layouts(self.rows, SCALES * self.stages)
         s_layout = cute.make_layout((self.rows, SCALES, self.stages), stride=(SCALES, 1, self.rows * SCALES))
         a_atom, a_tma = tile_load(a, a_layout, (self.rows, GROUP))
-        # The rows of a wgmma beyond a tile of 32 columns are never loaded.
+        # With 32 columns, the other rows of a wgmma are never loaded.
         b_atom, b_tma = tile_load(b, self.loaded(b_layout), (self.columns, GROUP))
         s_atom, s_tma = tile_load(a_scale, s_layout, (self.rows, SCALES))
 
@@ -164,18 +166,18 @@ class GroupedFp8GemmFewRowsSm90:
             self.consume(out, tiles, total, groups, sa, sb, ss, s_of_b, pipeline, staged, warp, lane)
 
     def loaded(self, b_layout):
-        """The layout of what a load of b fills: the first rows of a stage's block."""
+        """The layout that one load of b fills: the first rows of a block in a stage."""
         if self.columns == COLUMNS:
             return b_layout
         return sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (self.rows, self.columns, GROUP), Float8E4M3FN, 1)
 
     def filled(self, sb: cute.Tensor) -> cute.Tensor:
-        """What loads of b fill of the ring's blocks."""
+        """The part of the ring's blocks that loads of b fill."""
         return cute.local_tile(sb, (self.columns, GROUP, SCALES * self.stages), (0, 0, 0))
 
     @cute.jit
     def prefetch(self, b_atom, mb, tiles: OneMatrixTiles, groups, sb, lane):
-        """Ask for what the ring will hold first of b. The producer warp's work."""
+        """Prefetch the first blocks of b to L2, as many as the ring holds. Called by the producer warp."""
         column = tiles.rows_first(static_persistent_scheduler().first, Int32(0), lane).column
         _, tbg = tiles_of(b_atom, self.filled(sb), mb, (self.columns, GROUP), column)
         prefetch_blocks(b_atom, tbg, 0, cutlass.min(groups, self.stages), 1, SCALES)
@@ -190,7 +192,7 @@ class GroupedFp8GemmFewRowsSm90:
         state, e = start(), Int32(0)
         matrix_rows = mb.shape[0] // b_scale.shape[0]
         for index in cutlass.range(scheduler.first, total, scheduler.step, unroll=1):
-            # Neighbours have the same columns: b comes from memory once.
+            # Neighbouring tiles have the same columns, so b is read from memory once.
             e, row, _, column = tiles.rows_first(index, e, lane)
             tas, tag = tiles_of(a_atom, sa, ma, (self.rows, GROUP), row)
             tss, tsg = tiles_of(s_atom, ss, ms, (self.rows, SCALES), row)
@@ -219,8 +221,8 @@ class GroupedFp8GemmFewRowsSm90:
             for _ in cutlass.range(groups, unroll=1):
                 pipeline.consumer_wait(state)
                 for i in cutlass.range_constexpr(SCALES):
-                    # Hidden, so that each block's descriptors are computed by themselves: as offsets from the first
-                    # block's they are in vector registers, and four moves before every wgmma.
+                    # `opaque` makes the compiler compute each block's descriptors separately. If it derives them from
+                    # the first block's, they are in vector registers, and every wgmma needs four moves before it.
                     block = opaque(SCALES * state.stage + i)
                     multiply(mma, acc[i], rb, ra, block, block)
                 scales = self.scales(ss, s_of_b, state, lane)
@@ -230,14 +232,14 @@ class GroupedFp8GemmFewRowsSm90:
                 cute.arch.sync_warp()
                 pipeline.consumer_release(state)
                 state = pipeline.advance(state)
-            # The products of warps beyond a tile of 32 columns are nobody's.
+            # With 32 columns, two of the warps have no results.
             if warp * 16 < self.columns:
                 store_turned(sums, out, row, cutlass.min(row + self.rows, end), column + warp * 16, staged, lane)
 
     @cute.jit
     def scales(self, ss, s_of_b, state: PipelineState, lane):
-        """The products of the scales of this thread's rows, rows / 8 pairs, and the columns', of the stage's blocks:
-        [SCALES] of each row."""
+        """The scales of this stage's blocks: scales of this thread's rows, rows / 8 pairs, times those of the columns.
+        [SCALES] for each row."""
         of_columns = cute.make_rmem_tensor((SCALES,), Float32)
         cute.autovec_copy(s_of_b[None, state.stage], of_columns)
         scales = [cute.make_rmem_tensor((SCALES,), Float32) for _ in range(self.rows // 4)]
@@ -249,7 +251,7 @@ class GroupedFp8GemmFewRowsSm90:
 
 
 class Fp8GemmFewRowsSm90(GroupedFp8GemmFewRowsSm90):
-    """Of one matrix."""
+    """The product with one matrix."""
 
     grouped = False
 
@@ -262,7 +264,8 @@ class Fp8GemmFewRowsSm90(GroupedFp8GemmFewRowsSm90):
 
 @cute.jit
 def add_scaled(sums, acc, scales, block: cutlass.Constexpr):
-    """sums += acc, scaled. Four accumulators are two rows of one column, and of the column 8 further on."""
+    """sums += acc, scaled. Four consecutive accumulators are two rows in one column, then the same rows in the column 8
+    further on."""
     products = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
     for i in cutlass.range_constexpr(cute.size(acc)):
         sums[i] += products[i] * scales[i // 4 * 2 + i % 2][block]
@@ -283,9 +286,11 @@ def fake_operands(out_dtype: str, matrices: Any = 1) -> tuple[cute.Tensor, ...]:
 
 @cached
 def compile_fp8_gemm_few_rows(out_dtype: str, config: FewRowsConfig):
-    """-> f(a [M, K] e4m3, a_scale [M, G], b [N, K] e4m3, b_scale [1, ceil(N / 128), G], out [M, N], ctas); M, N, K >
-    0. K is a multiple of 16, N of 8; G is ceil(K / 128), rounded up to a multiple of 4 with finite scales, and if the
-    config splits channels at most 64; rows start at multiples of 16 bytes."""
+    """-> f(a [M, K] e4m3, a_scale [M, G], b [N, K] e4m3, b_scale [1, ceil(N / 128), G], out [M, N], ctas).
+
+    M, N, K > 0; K is a multiple of 16, N of 8. G is ceil(K / 128), rounded up to a multiple of 4 with finite scales,
+    and at most 64 with split-K. Rows are aligned to 16 bytes.
+    """
     split = Fp8GemmSplitChannelsSm90(cute_dtype(out_dtype), config) if config.ctas > 1 else None
     return compile_sm90(split or Fp8GemmFewRowsSm90(config), *fake_operands(out_dtype), Int32(1), fake_stream())
 
@@ -293,7 +298,7 @@ def compile_fp8_gemm_few_rows(out_dtype: str, config: FewRowsConfig):
 @cached
 def compile_grouped_fp8_gemm_few_rows(out_dtype: str, config: FewRowsConfig):
     """-> f(a [M, K], a_scale [M, G], b [E * N, K], b_scale [E, ceil(N / 128), G], out [M, N], ends [E] int32 ascending,
-    ctas): as `compile_fp8_gemm_few_rows`; E up to 1024."""
+    ctas), with the rules of `compile_fp8_gemm_few_rows`; E up to 1024."""
     kernel = GroupedFp8GemmFewRowsSm90(config)
     matrices = cute.sym_int()
     ends = fake(Int32, (matrices,), (1,), 4)

@@ -1,36 +1,37 @@
-"""Products of block-scaled FP8 matrices, one or a group of them, e the matrix of row m and r = rows[m]:
+"""Products with one block-scaled FP8 matrix or several, where e is the matrix of row m and r = rows[m]:
 out[m, n] = weights[m] * sum_g (sum_{k in block g} a[r, k] b[e, n, k]) * a_scale[r, g] * b_scale[e, n // 128, g].
-Instead of sums, SwiGLU of them can be what is stored, cast to FP8 (swiglu_epilogue.py).
+With the SwiGLU epilogue the kernel stores SwiGLU of the sums, cast to FP8, instead of the sums (swiglu_epilogue.py).
 
 Plan
-- Work tiles have rows of one matrix only (grouped_tiles.py), found behind a count of all matrices' tiles: 0.6 us before
-  the first load, which a product of one matrix alone does without. What a tile loads beyond them is not stored, and a
-  warpgroup whose 64 rows all lie beyond them multiplies nothing. Where work tiles are drawn, those of up to 32 rows are
-  multiplied with turned operands (turned_tile.py), and of a no more is loaded than 64 rows that have some.
-- Warp roles: a producer warpgroup, whose first warp finds the work tiles, passes them on and loads by TMA. Where `rows`
-  says which rows of a are meant, TMA loads b alone, and all four warps gather a by 16 bytes a lane. A consumer
-  warpgroup owns 64 rows of a work tile.
-- Pipeline: a ring of STAGES stages, each a block of 128 channels of a and of b, that runs on over work tile after work
-  tile. Scales come with every fourth block, for four: a row's scales lie in a line of their own, so one block's alone
-  would be a fourth of a sector.
-- Mainloop: per block of 128 channels four wgmma into fresh accumulators, whose products are scaled and added in fp32
-  while another warpgroup has the tensor cores. The tensor cores' own sum keeps about 14 bits: 128 channels are what may
-  be left to it.
-- Many rows get work tiles of 256 x 128 or 128 x 192: a warpgroup has registers for the sums of 128 x 128 and the
-  products of 64 x 128, so it multiplies its 128 rows in two waves. SwiGLU's work tiles are of 128 rows and 128 columns
-  of gate and of up, two parts, one after the other. Few rows get narrow work tiles: enough of them to keep all SMs
-  loading weights; of 48, 96 and 192 columns some have two blocks' scales. The order of a sum is the same in all.
-- Epilogue: 16-bit results go through shared memory (result_epilogue.py): where a warp has room for all of its 16 rows,
-  from there by TMA, while the next work tile is multiplied already; else, as of 256 x 128, whose room is the stages',
-  by the warps themselves.
-- Scheduler: static persistent; dynamic for several matrices of many rows, since their work tiles take different times
+- A work tile has rows of one matrix only (grouped_tiles.py). Finding it requires counting the tiles of all matrices
+  first, 0.6 us before the first load; a product with one matrix skips that. Rows that a tile loads beyond its matrix
+  are not stored, and a warpgroup whose 64 rows all lie beyond it multiplies nothing. With dynamic scheduling, tiles of
+  up to 32 rows swap A/B (turned_tile.py), and only those boxes of 64 rows of a are loaded that have rows of the matrix.
+- Warp roles: a producer warpgroup, whose first warp finds the work tiles, passes them on and loads by TMA. If `rows`
+  selects the rows of a, TMA loads only b, and all four producer warps gather a, 16 bytes per lane. A consumer warpgroup
+  owns 64 rows of a work tile, or of each wave of it.
+- Pipeline: a ring of STAGES stages, each a block of 128 channels of a and of b, that continues across work tiles.
+  Scales are loaded for four blocks at a time, with every fourth block: they are contiguous per row, and a single
+  block's scale would be a quarter of a sector.
+- Mainloop: per block of 128 channels, four wgmma into fresh accumulators. Their products are scaled and added in fp32
+  while another warpgroup uses the tensor cores. The tensor cores' accumulation keeps about 14 bits, so it is limited to
+  128 channels.
+- For many rows, work tiles are 256 x 128 or 128 x 192. A warpgroup has registers for the sums of 128 x 128 and the
+  products of 64 x 128, so it multiplies its 128 rows in two waves. With SwiGLU a work tile is 128 rows by 128 columns
+  of gate and of up: two parts, one after the other. For few rows, work tiles are narrow, so that there are enough of
+  them to keep all SMs loading weights; 48-, 96- and 192-wide tiles may straddle two scale blocks. The order of a sum is
+  the same for all tiles.
+- Epilogue: 16-bit results pass through shared memory (result_epilogue.py). If a warp has room for all of its 16 rows,
+  TMA stores them while the next work tile is multiplied. Otherwise, as for 256 x 128, whose stages take that room, the
+  warps store them.
+- Scheduler: static persistent. Dynamic for several matrices with many rows, since their work tiles take different times
   (tile_indices.py).
-Shared memory: barriers, prefix sums of several matrices, scales; a consumer warp's results, 2 KiB for 64 columns;
-STAGES x (64 GROUPS + COLUMNS) x 128 bytes.
-Registers: COLUMNS / 2 sums a wave and 64 to 96 accumulators a consumer thread, of 240; 24 for the others. Warps that
-gather need 40, which leaves 232 to two consumer warpgroups; one leaves them 56.
-Roofline: for many rows the tensor cores, and the registers that they share with the multiply-adds: 1024 + 256 clocks a
-block of 128 x 256, of which shared memory, 128 bytes a clock, is busy 1152. For few rows memory: b once.
+Shared memory: barriers; prefix sums with several matrices; scales; per consumer warp 2 KiB of results per 64 columns;
+STAGES x (64 GROUPS WAVES + COLUMNS) x 128 bytes.
+Registers: of 240 per consumer thread, COLUMNS / 2 sums per wave and 64 to 96 accumulators; 24 per producer thread.
+Warps that gather need 40, which leaves 232 with two consumer warpgroups; with one, they have 56.
+Roofline: for many rows the tensor cores and the multiply-adds, which compete for the registers: 1024 + 256 cycles per
+block of 128 x 256, of which shared memory (128 bytes per cycle) is busy for 1152. For few rows memory: b once.
 """
 
 import itertools
@@ -78,15 +79,16 @@ from dsa.kernels.gemm.turned_tile import load_floats, turned_blocks
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 SCALE_BYTES = 4 * SCALES
-# Scales of b's rows 0 to 127 of a work tile, and of those from 128 on.
+# Scale blocks of b that a work tile reads: its first column's and the next one; with SwiGLU, gate's and up's.
 SCALE_BLOCKS = 2
 LOADING_REGISTERS = 240, 24
-VECTORS = GROUP // 16  # lanes that gather a row's block
-BOX_ROWS = 64  # of a, that are loaded together where some are left out
+VECTORS = GROUP // 16  # lanes that gather one block of a row
+BOX_ROWS = 64  # rows of a per TMA load if boxes without rows are skipped
 
 
 class Fp8GemmSm90:
-    """epilogue: what becomes of the sums."""
+    """epilogue: computes results from the sums, and stores them. gathered: `rows` selects the rows of a. turned: work
+    tiles with few rows swap A/B."""
 
     def __init__(
         self, config: Fp8GemmConfig, gathered: bool, epilogue: ResultEpilogue | SwigluEpilogue, turned: bool = False
@@ -97,12 +99,12 @@ class Fp8GemmSm90:
         self.width = self.columns // self.parts
         self.piece = config.piece
         self.consumer_warps = 4 * config.groups
-        # Rows of a that TMA loads at a time. Where work tiles with few rows are turned, it loads those that there are.
+        # Rows of a per TMA load. If tiles with few rows swap A/B, only boxes that have rows are loaded.
         self.box_rows = BOX_ROWS if turned else self.rows
         self.boxes = self.rows // self.box_rows
         self.registers = LOADING_REGISTERS
         if gathered:
-            # One consumer warpgroup leaves enough for warps that gather.
+            # One consumer warpgroup leaves enough registers to the warps that gather.
             self.registers = REGISTERS[2] if config.groups == 2 else (240, 56)
 
     @cute.jit
@@ -127,9 +129,9 @@ class Fp8GemmSm90:
         b_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, self.stages)
         slots = self.config.scale_slots
         as_layout = cute.make_layout((self.rows, SCALES, slots), stride=(SCALES, 1, self.rows * SCALES))
-        # A slot begins at 128 bytes, as TMA wants it.
+        # Slots are aligned to 128 bytes, as TMA requires.
         bs_layout = cute.make_layout((1, SCALES, SCALE_BLOCKS * slots), stride=(SCALES, 1, 32))
-        # A stage has b's rows of each part, one part after the other.
+        # A stage has the rows of b of each part, one part after the other.
         b_box = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (self.rows, self.width, GROUP), Float8E4M3FN, 1)
         loads = [tile_load(b, b_box, (self.width, GROUP)), tile_load(b_scale, bs_layout, (1, SCALES))]
         if const_expr(not self.gathered):
@@ -253,7 +255,7 @@ class Fp8GemmSm90:
                     part(a_atom, box, rows_from(ma, info.row + j * self.box_rows, self.box_rows))
                     for j, box in enumerate(boxes)
                 ]
-                # The boxes that have rows.
+                # The number of boxes that have rows.
                 used = Int32(1)
                 if const_expr(self.turned):
                     used = cutlass.min(cute.ceil_div(info.end - info.row, self.box_rows), self.boxes)
@@ -262,7 +264,7 @@ class Fp8GemmSm90:
                     sas,
                     cute.local_tile(cute.domain_offset((info.row, 0), mas), (self.rows, SCALES), (0, None)),
                 )
-            following = info  # which a gathering warp has no registers to know before its last loads
+            following = info  # a gathering warp lacks the registers to find the next tile before its last loads
             for group in cutlass.range(blocks // SCALES, unroll=1):
                 for i in cutlass.range_constexpr(SCALES):
                     block = group * SCALES + i
@@ -295,7 +297,7 @@ class Fp8GemmSm90:
                 slot = 0 if slot == self.config.scale_slots - 1 else slot + 1
                 if const_expr(not self.gathered):
                     if group == 0:
-                        # While stages are full: the next tile's first loads will not wait for its number.
+                        # Find the next tile while the stages are full, so that its first loads do not wait for it.
                         index = indices.behind(index, lane)
                         following = tiles.at(index, e, total, lane)
             if const_expr(self.gathered):
@@ -306,7 +308,7 @@ class Fp8GemmSm90:
 
     @cute.jit
     def gather_only(self, gather, blocks, sa, sas, pipeline: Pipeline, work_tiles: WorkTilePipeline):
-        """The other warps of the producer warpgroup, where rows are gathered."""
+        """The other warps of the producer warpgroup if rows are gathered."""
         state, tile_state, slot = start(), start(), Int32(0)
         info = work_tiles.current(tile_state)
         while info.end > 0:
@@ -323,8 +325,8 @@ class Fp8GemmSm90:
 
     @cute.jit
     def sources(self, gather, info: WorkTileInfo):
-        """The rows of a that this thread gathers, -1 where there is none: of every 16th row of the tile, from number
-        thread / 8 on, and of row `thread`, whose scales are its."""
+        """The rows of a that this thread gathers, -1 for none: every 16th row of the tile from row thread / 8 on, and
+        last row `thread`, whose scales it gathers."""
         a, _, rows, thread = gather
         found = []
         for i in cutlass.range_constexpr(self.rows // 16 + 1):
@@ -332,14 +334,15 @@ class Fp8GemmSm90:
             source = Int32(-1)
             if row < info.end:
                 source = rows[row]
-                # What `rows` says of no row of a is not read.
+                # Indices past the rows of a are ignored.
                 source = source if source < a.shape[0] else Int32(-1)
             found.append(source)
         return found
 
     @cute.jit
     def gather_block(self, gather, sources, sa, sas, block, group, scales: cutlass.Constexpr, slot, stage):
-        """Copy this thread's part of a block of channels, and of its scales if they begin there."""
+        """Copy this thread's part of a block of channels and, with the first block of a group, its part of the
+        scales."""
         a, a_scale, _, thread = gather
         vector, first = thread % VECTORS, thread // VECTORS
         channel = block * GROUP + vector * 16
@@ -364,7 +367,7 @@ class Fp8GemmSm90:
         """A consumer warpgroup."""
         sa, sas, sb, sbs = memory
         mma = self.tiled_mma()
-        # The same number in all threads of the warpgroup, and known to be: its descriptors are uniform registers.
+        # Warp-uniform for the compiler, so that the wgmma descriptors are in uniform registers.
         group = cute.arch.make_warp_uniform(warp // 4)
         thr_mma = mma.get_slice(group * WARPGROUP)
         high = 64 * self.groups
@@ -374,7 +377,7 @@ class Fp8GemmSm90:
         rb = [mma.make_fragment_B(thr_mma.partition_B(part)) for part in parts]
         shape = thr_mma.partition_shape_C((high, self.width))
         acc = [cute.make_rmem_tensor(shape, Float32) for _ in range(self.config.together)]
-        # Of one product after the other: of each wave, or of each part.
+        # One tensor per product: per wave, or per part.
         sums = [cute.make_rmem_tensor((self.width // 2,), Float32) for _ in range(self.waves * self.parts)]
         operands = acc, ra, rb
         scales = sas.iterator.toint() + (warp * WARP_ROWS + (lane >> 2)) * SCALE_BYTES, sbs.iterator.toint()
@@ -401,7 +404,7 @@ class Fp8GemmSm90:
 
     @cute.jit
     def tile(self, info, results, stores, own, blocks, staged, pipeline: Pipeline, state, slot, group, warp, lane):
-        """A work tile. -> the state and the slot behind it."""
+        """Compute a work tile. -> the pipeline state and scale slot after it."""
         operands, sums, scales = own
         high = 64 * self.groups
         behind = self.epilogue.pieces_behind(info.column)
@@ -432,7 +435,7 @@ class Fp8GemmSm90:
 
     @cute.jit
     def turned_tile(self, info, results, memory, blocks, staged, pipeline: Pipeline, state, slot, group, warp, lane):
-        """One of few rows, its operands turned. -> the state and the slot behind it."""
+        """Compute a work tile with few rows with swapped operands. -> the pipeline state and scale slot after it."""
         sa, sas, sb, sbs = memory
         count = info.end - info.row
         operands = sa, sb, group
@@ -449,7 +452,7 @@ class Fp8GemmSm90:
         return state, slot
 
     def tiled_mma(self):
-        """A new one for each branch of the kernel, since `multiply` changes it."""
+        """A new TiledMma for each branch of the kernel, since `multiply` changes it."""
         major = cute.nvgpu.OperandMajorMode.K
         return sm90.make_trivial_tiled_mma(
             *(Float8E4M3FN, Float8E4M3FN, major, major, Float32, (self.groups, 1, 1), (64, self.width))
@@ -457,11 +460,12 @@ class Fp8GemmSm90:
 
     @cute.jit
     def four_blocks(self, products: cutlass.Constexpr, operands, sums, scales, behind, pipeline: Pipeline, state, slot):
-        """Add SCALES blocks of channels to the sums of the first `products`. -> the state and the slot behind them."""
+        """Add SCALES blocks of channels to the sums of the first `products` products. -> the pipeline state and scale
+        slot after them."""
         acc, ra, rb = operands
         mma = self.tiled_mma()
         together = self.config.together
-        # Of each product: which rows of a it has, and which part of b.
+        # For each product: its wave of rows of a, and its part of b.
         pairs = [(i // self.parts, i % self.parts) for i in range(products)]
         of_rows, of_columns = None, None
         for first in cutlass.range_constexpr(0, SCALES, together):
@@ -469,7 +473,7 @@ class Fp8GemmSm90:
             for i in cutlass.range_constexpr(together):
                 pipeline.consumer_wait(state)
                 if const_expr(self.gathered):
-                    # Rows of a were not written by TMA; wgmma reads them through the other proxy.
+                    # Warps wrote the rows of a with cp.async, and wgmma reads them through the async proxy.
                     cute.arch.fence_proxy("async.shared", space="cta")
                 if const_expr(first + i == 0):
                     at = scales[0] + slot * (self.rows * SCALE_BYTES)
@@ -488,7 +492,7 @@ class Fp8GemmSm90:
                     cute.nvgpu.warpgroup.wait_group(together - 1 - i)
                     if const_expr(product == products - 1):
                         if const_expr(first + i == 0):
-                            # All lanes have read the scales, whose slot is free with this stage.
+                            # All lanes have read the scales; releasing this stage also frees their slot.
                             cute.arch.sync_warp()
                         pipeline.consumer_release(states[i])
                     half_piece = self.piece // 2
@@ -510,13 +514,13 @@ class Fp8GemmOneMatrixSm90(Fp8GemmSm90):
 
 @cute.jit
 def add_scaled(sums, first: cutlass.Constexpr, products, of_row: Float32, of_row_8: Float32):
-    """sums[first + i] += products[i], scaled: pairs of columns of a row and of the row 8 below it take turns."""
+    """sums[first + i] += products[i], scaled. Pairs of columns alternate between a row and the row 8 below it."""
     for i in cutlass.range_constexpr(cute.size(products)):
         sums[first + i] += products[i] * (of_row_8 if i // 2 % 2 else of_row)
 
 
 def _operands(gathered: bool, matrices: Any):
-    """a, a_scale, rows, b and b_scale of unknown extents."""
+    """a, a_scale, rows, b and b_scale with dynamic sizes."""
     channels, blocks, rows = cute.sym_int(), cute.sym_int(divisibility=SCALES), cute.sym_int()
     a = fake(Float8E4M3FN, (rows, channels), (*strides(1, 16), 1))
     a_scale = fake(Float32, (rows, blocks), (*strides(1, SCALES), 1))
@@ -528,15 +532,15 @@ def _operands(gathered: bool, matrices: Any):
 
 
 def _grouped_operands(gathered: bool):
-    """The same, and ends."""
+    """The tensors of `_operands` for several matrices, and ends."""
     matrices = cute.sym_int()
     return *_operands(gathered, matrices), fake(Int32, (matrices,), (1,), 4)
 
 
 @cached
 def compile_fp8_gemm(out_dtype: str, config: Fp8GemmConfig):
-    """-> f(a [M, K] e4m3, a_scale [M, G], b [N, K] e4m3, b_scale [ceil(N / 128), G, 1], out [M, N], ctas): as
-    `compile_grouped_fp8_gemm` of one matrix, whose rows are all."""
+    """-> f(a [M, K] e4m3, a_scale [M, G], b [N, K] e4m3, b_scale [ceil(N / 128), G, 1], out [M, N], ctas), with the
+    rules of `compile_grouped_fp8_gemm` for one matrix that has all rows."""
     out_type = cute_dtype(out_dtype)
     out = fake(out_type, (cute.sym_int(), cute.sym_int()), (*strides(1, 128 // out_type.width), 1))
     a, a_scale, _, b, b_scale = _operands(gathered=False, matrices=1)
@@ -548,10 +552,14 @@ def compile_fp8_gemm(out_dtype: str, config: Fp8GemmConfig):
 def compile_grouped_fp8_gemm(
     out_dtype: str, config: Fp8GemmConfig, gathered: bool = False, weighted: bool = False, dynamic: bool = False
 ):
-    """-> f(a [A, K] e4m3, a_scale [A, G], rows [M] int32 if `gathered` or None, b [E * N, K] e4m3, b_scale
-    [ceil(N / 128), G, E], ends [E] int32 ascending, out [M, N], weights [M] if `weighted` or None, None, ctas); E up to
-    1024, M up to 2^27; M, N, K > 0; A = M unless gathered. K is a multiple of 16, N of 8; G is ceil(K / 128), rounded
-    up to a multiple of 4 with finite scales; rows of all but ends, rows and weights start at multiples of 16 bytes."""
+    """-> f(a [A, K] e4m3, a_scale [A, G], rows [M] int32 if `gathered` or None, b [E * N, K] e4m3, b_scale [ceil(N /
+    128), G, E], ends [E] int32 ascending, out [M, N], weights [M] if `weighted` or None, None, counter if `dynamic` or
+    None, ctas).
+
+    E up to 1024, M up to 2^27; M, N, K > 0; A = M unless gathered. K is a multiple of 16, N of 8. G is ceil(K / 128),
+    rounded up to a multiple of 4 with finite scales. Rows of all tensors except ends, rows and weights are aligned to
+    16 bytes.
+    """
     out_type = cute_dtype(out_dtype)
     out_rows = cute.sym_int()
     out = fake(out_type, (out_rows, cute.sym_int()), (*strides(1, 128 // out_type.width), 1))
@@ -568,7 +576,8 @@ def compile_fp8_gemm_swiglu(
     dtype: str, use_ue8m0: bool, limited: bool, config: Fp8GemmConfig, gathered: bool = False, dynamic: bool = False
 ):
     """-> f(a, a_scale, rows, b [E * 2 I, K], b_scale [2 I / 128, G, E], ends, q [M, I] e4m3, scale [M, I / 128], limit
-    if `limited` or None, ctas): as `compile_grouped_fp8_gemm`, I a multiple of 128."""
+    if `limited` or None, counter if `dynamic` or None, ctas), with the rules of `compile_grouped_fp8_gemm`; I is a
+    multiple of 128."""
     rows = cute.sym_int()
     q = fake(Float8E4M3FN, (rows, cute.sym_int(divisibility=GROUP)), (*strides(1, GROUP), 1))
     scale = fake(Float32, (rows, cute.sym_int()), (*strides(1), 1), 4)
@@ -579,8 +588,8 @@ def compile_fp8_gemm_swiglu(
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
-    """Every compile function and its arguments that the ops can ask for: (gathered, weighted, dynamic), of which rows
-    are gathered or tiles are drawn."""
+    """Every compile function and its arguments that the ops can ask for. Variants of grouped products are (config,
+    gathered, weighted, dynamic)."""
     one = [(compile_fp8_gemm, (dtype, config)) for dtype in OUT_DTYPES for config in ONE_MATRIX_CONFIGS]
     both = (False, True)
     plain = [(config, False, weighted, False) for config in CONFIGS for weighted in both]

@@ -1,25 +1,26 @@
-"""Products of a few rows with a narrow block-scaled FP8 matrix, whose channels a cluster of CTAs splits:
+"""Split-K product of a few rows with a narrow block-scaled FP8 matrix. A cluster of CTAs splits the channels:
 out[m, n] = sum_g (sum_{k in block g} a[m, k] b[n, k]) * a_scale[m, g] * b_scale[n // 128, g].
 
 Plan
-- A matrix of few columns has fewer work tiles than there are SMs. So the CTAs of a cluster take turns with the blocks
-  of channels of one work tile of 64 columns. A sum must not depend on how many they are: none adds up its own blocks.
-  It sends their products to the CTA that owns the result, which scales and adds those of all blocks in their order. The
-  bits are those of the other kernels.
-- CTA i of a cluster of C owns columns 64 / C * i and so on of the work tile: as the rows of the wgmma these are whole
-  accumulators of a thread, in pairs of rows of the result.
-- Warp roles: a consumer warpgroup multiplies, one warp is the producer, which loads by TMA. The first consumer warp
-  loads the scales of all blocks before it begins.
-- Pipeline: a ring of stages, each SPLIT_SPAN blocks of 128 channels of a and of b. A CTA has few blocks, so that most
-  of them are in flight at once. Two barriers of the cluster: all CTAs run, before the first product is sent; all
-  products are there.
-- Before it waits for the kernel in front, a CTA asks for its blocks of b to be brought to the L2 cache. It does not
-  read them: they may be what the kernel in front writes.
-- Epilogue: a warp adds and stores slabs of 8 columns and 8 rows, a lane one column of two rows.
-- Scheduler: a cluster for each work tile.
-Shared memory: barriers; stages x SPLIT_SPAN x (64 + rows) x 128 bytes; products received, MAX_SPLIT_BLOCKS x 256 x
-rows / C bytes; scales, (rows + 1) x (MAX_SPLIT_BLOCKS + 4) x 4 bytes.
-Roofline: memory, b once; then a fixed part: launch, the latency of one load, two barriers of the cluster, the sums.
+- A matrix with few columns has fewer work tiles than there are SMs. So a cluster computes each work tile of 64 columns,
+  and its CTAs take turns with the groups of SPLIT_SPAN blocks of channels. The bits of a sum must not depend on the
+  size of the cluster, so no CTA adds up its own blocks. Each CTA sends the products of each block to the CTA that owns
+  the result. The owner scales the products of all blocks and adds them in order. The bits are those of the other
+  kernels.
+- In a cluster of C CTAs, CTA i owns the 64 / C columns of the work tile from column 64 / C * i on. Columns are the rows
+  of the wgmma (swap A/B), so a thread sends whole accumulators, as pairs of neighbouring rows of the result.
+- Warp roles: a consumer warpgroup multiplies; a producer warp loads by TMA. The first consumer warp loads the scales of
+  all blocks before its mainloop.
+- Pipeline: a ring of stages, each with SPLIT_SPAN blocks of 128 channels of a and of b. A CTA has few blocks, so most
+  of them are in flight at once. There are two cluster barriers: one before the first product is sent, when all CTAs
+  run, and one when all products have arrived.
+- Before a CTA waits for the previous kernel, it prefetches its blocks of b to L2. It does not read them, since the
+  previous kernel may write them.
+- Epilogue: a warp adds and stores slabs of 8 columns by 8 rows. A lane has one column of two rows.
+- Scheduler: one cluster per work tile.
+Shared memory: barriers; stages x SPLIT_SPAN x (64 + rows) x 128 bytes of operands; MAX_SPLIT_BLOCKS x 256 x rows / C
+bytes of received products; (rows + 1) x (MAX_SPLIT_BLOCKS + 4) x 4 bytes of scales.
+Roofline: memory, b once; then a fixed part: launch, the latency of one load, two cluster barriers, and the sums.
 """
 
 import cutlass
@@ -44,13 +45,13 @@ from dsa.kernels.gemm.fp8_gemm_few_rows_config import (
 )
 from dsa.kernels.gemm.limits import GROUP
 
-SCALE_STRIDE = MAX_SPLIT_BLOCKS + 4  # scales of a row: 8 rows' are then in different banks
+SCALE_STRIDE = MAX_SPLIT_BLOCKS + 4  # distance of the scales of two rows: it puts 8 rows into different banks
 
 
 class Fp8GemmSplitChannelsSm90:
     def __init__(self, out_dtype: type[cutlass.Numeric], cfg: FewRowsConfig):
         self.out_dtype, self.rows, self.stages, self.ctas = out_dtype, cfg.rows, cfg.stages, cfg.ctas
-        self.owned = 8 // cfg.ctas  # of the work tile's 8 times 8 columns
+        self.owned = 8 // cfg.ctas  # column octets of this CTA, of the work tile's eight
         self.slabs = self.owned * cfg.rows // 8
 
     @cute.jit
@@ -104,7 +105,7 @@ class Fp8GemmSplitChannelsSm90:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         cta, _, _ = cute.arch.block_idx()
-        # Neighbouring clusters have the same columns: b comes from memory once.
+        # Neighbouring clusters have the same columns, so b is read from memory once.
         rank, of_rows = cta % self.ctas, cute.ceil_div(out.shape[0], self.rows)
         index, down = cta // self.ctas // of_rows, cta // self.ctas % of_rows
         storage = SmemAllocator().allocate(self.storage)
@@ -112,7 +113,7 @@ class Fp8GemmSplitChannelsSm90:
         scales_loaded = Mbarriers(storage.scales_loaded.data_ptr(), 1)
         sa = storage.a.get_tensor(a_layout.outer, swizzle=a_layout.inner)
         sb = storage.b.get_tensor(b_layout.outer, swizzle=b_layout.inner)
-        # The last row has the columns' scales.
+        # The last row holds the scales of b.
         scales = storage.scales.get_tensor(
             cute.make_layout((self.rows + 1, MAX_SPLIT_BLOCKS), stride=(SCALE_STRIDE, 1))
         )
@@ -162,7 +163,7 @@ class Fp8GemmSplitChannelsSm90:
 
     @cute.jit
     def load_scales(self, a_scale, first_row, of_columns, scales, loaded: Mbarriers, lane):
-        """Copy the scales of the tile's rows and of the columns. A warp's work."""
+        """Load the scales of the tile's rows and columns. Called by one warp."""
         rows, size = cutlass.min(self.rows, a_scale.shape[0] - first_row), a_scale.shape[1] * 4
         with cute.arch.elect_one():
             expect_bytes(loaded.barrier(), (rows + 1) * size)
@@ -174,9 +175,10 @@ class Fp8GemmSplitChannelsSm90:
 
     @cute.jit
     def multiply_blocks(self, rank, groups, sa, sb, products, pipeline: Pipeline, warp, lane):
-        """The mainloop of the consumer warpgroup: multiply this CTA's blocks, and send the products to their owners."""
+        """The mainloop of the consumer warpgroup: multiply this CTA's blocks and send the products to their owners."""
         mma, acc, rb, ra = fragments(self.rows, SPLIT_SPAN, sb, sa)
-        # A thread has two times 8 columns of the work tile, and one pair of each 8 rows.
+        # A warp has two octets of the work tile's columns. Of every 8 rows, a thread has one pair of rows in one column
+        # of each octet.
         targets = []
         for half in cutlass.range_constexpr(2):
             eight = 2 * warp + half
@@ -199,7 +201,7 @@ class Fp8GemmSplitChannelsSm90:
 
     @cute.jit
     def add_blocks(self, blocks, products, scales, out, first_row, column, slab, lane):
-        """Add a slab's blocks in their order, and store it. first_row, column: this CTA's first."""
+        """Add the blocks of a slab in order, and store the sums. first_row, column: the first ones of this CTA."""
         row, at = slab % (self.rows // 8) * 8 + lane % 4 * 2, column + slab // (self.rows // 8) * 8 + lane // 4
         sums = [Float32(0.0) for _ in range(2)]
         of = [cute.make_rmem_tensor((SCALES,), Float32) for _ in range(3)]

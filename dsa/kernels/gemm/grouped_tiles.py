@@ -1,13 +1,14 @@
-"""Work tiles of a grouped product: rows of one matrix each, found on the device.
+"""Work tiles of a grouped product, found on the device. A tile has rows of one matrix only.
 
-Rows lie one matrix's after another's, and `ends` says where each one's end: no row is padded, and no host reads a
-length. Rows behind the last matrix's, if there are such, are in no work tile: tiles are counted by matrix, and what a
-tile stores ends where its matrix does. So without rows of any matrix there is no tile, and every CTA ends at once.
+The rows of the matrices lie one after the other, and `ends` says where the rows of each matrix end. No row is padded,
+and the host reads no length. Rows after the last matrix's rows belong to no work tile: tiles are counted per matrix,
+and what a tile stores ends with the rows of its matrix. If no matrix has rows, there is no tile and every CTA exits at
+once.
 
-The tiles of a matrix come together, in bands of BAND rows: so what is multiplied at a time is of about as many rows as
-columns, and the L2 cache holds what several tiles read. Within a band the rows are innermost, if there is one matrix.
-Of several, the columns are: a matrix of a few tiles of rows has a last one of few rows, and the scheduler, which deals
-tiles out in turn, would give these to every second CTA.
+The tiles of a matrix are consecutive, in bands of BAND rows. So the tiles that run at the same time cover about as many
+rows as columns, and the L2 cache holds what several of them read. With one matrix, rows are innermost within a band.
+With several matrices, columns are innermost: a matrix with few tiles of rows has a last one with few rows, and with
+rows innermost a static scheduler would give these short tiles to every second CTA.
 A warp finds the matrix of a work tile by comparing 32 prefix sums at a time.
 """
 
@@ -24,13 +25,18 @@ from dsa.kernels.gemm.limits import MAX_MATRICES
 
 MAX_TILES = 2**30
 BAND = 2048
-# Tiles of rows before each matrix; behind the last one those of all, 32 times.
+# The number of tiles of rows before each matrix. After the last matrix, the total 32 times.
 PREFIX_SUMS = MAX_MATRICES + 32
 
 
 class WorkTileInfo(NamedTuple):
-    """matrix: its number; row, column: the first of the work tile; end: of the matrix's rows. An end of 0: no tile is
-    left."""
+    """A work tile. An `end` of 0 means that no tile is left.
+
+    matrix  its index
+    row     the tile's first row
+    end     the end of the matrix's rows
+    column  the tile's first column
+    """
 
     matrix: Int32
     row: Int32
@@ -44,8 +50,15 @@ class WorkTileInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupedTiles:
-    """ends [matrices]; rows: of the result, the matrices' and those behind them; across: tiles of columns; prefix
-    [PREFIX_SUMS] in shared memory; height, width: rows and columns of a tile."""
+    """The tiles of several matrices.
+
+    ends    [matrices]
+    rows    of the result, including those after the last matrix
+    across  tiles of columns
+    prefix  [PREFIX_SUMS] in shared memory
+    height  rows of a tile
+    width   columns of a tile
+    """
 
     ends: cute.Tensor
     rows: Int32
@@ -60,10 +73,12 @@ class GroupedTiles:
 
     @cute.jit
     def count(self, sums, threads: cutlass.Constexpr, tid, lane, warp) -> Int32:
-        """Fill in the prefix sums. -> the tiles of all matrices. Work of all threads of the CTA; sums: 32 Int32 of
-        shared memory, zero beyond the CTA's warps."""
+        """Fill the prefix sums. -> the number of tiles of all matrices. Called by all threads of the CTA.
+
+        sums  32 Int32 of shared memory, zero beyond the CTA's warps
+        """
         matrices = self.ends.shape[0]
-        # Matrices that overlap, as ends that decrease make them, could have more tiles than an int32 holds.
+        # Decreasing ends make matrices overlap. Their tiles could then overflow an int32, so the sums are clamped.
         most = MAX_TILES // self.across
         total = Int32(0)
         for first in cutlass.range(0, matrices, threads, unroll=1):
@@ -84,8 +99,9 @@ class GroupedTiles:
 
     @cute.jit
     def bounds(self, e):
-        """Where the rows of matrix e begin and end; inside the rows that there are, whatever `ends` says. If its ends
-        decrease or are outside it has none, and takes none of the others'; the last may end beyond the rows."""
+        """The begin and end of the rows of matrix e, within the rows of the result for any `ends`. A matrix with
+        decreasing ends or ends out of range has no rows, and the rows of other matrices do not change. The last
+        matrix's end may exceed the rows; it is clamped."""
         begin, end = Int32(0), self.ends[e]
         if e > 0:
             begin = self.ends[e - 1]
@@ -97,18 +113,19 @@ class GroupedTiles:
 
     @cute.jit
     def matrix_of(self, index, e, lane) -> Int32:
-        """The matrix of work tile `index`, one of those that there are, not before e."""
+        """The matrix of work tile `index`, which must exist. The search starts at matrix e, which must not be after
+        it."""
         steps = Int32(32)
         while steps == 32:
-            # Whether the tile lies behind the beginning of each of the next 32 matrices.
+            # Whether each of the next 32 matrices begins at this tile or before it.
             steps = cute.arch.popc(cute.arch.vote_ballot_sync(self.prefix[e + 1 + lane] * self.across <= index))
             e += steps
         return e
 
     @cute.jit
     def rows_first(self, index, e, lane) -> WorkTileInfo:
-        """Work tile `index`, one of those that there are, whose matrix is not before e: tiles of the same columns are
-        neighbours, in one band."""
+        """Work tile `index`, which must exist and whose matrix is not before e, with rows innermost and without bands:
+        tiles of the same columns are neighbours."""
         e = self.matrix_of(index, e, lane)
         begin, end = self.bounds(e)
         down = cute.ceil_div(end - begin, self.height)
@@ -117,7 +134,7 @@ class GroupedTiles:
 
     @cute.jit
     def at(self, index, e, total, lane) -> WorkTileInfo:
-        """Work tile `index` of `total`, whose matrix is not before e; the last WorkTileInfo, if there is none."""
+        """Work tile `index` of `total`, whose matrix is not before e. If there is none, the last WorkTileInfo."""
         row, end, column = Int32(0), Int32(0), Int32(0)
         if index < total:
             e = self.matrix_of(index, e, lane)
@@ -138,7 +155,7 @@ class GroupedTiles:
 
 @dataclass(frozen=True)
 class OneMatrixTiles:
-    """The same of a single matrix, all of whose `rows` are its: there is nothing to read or to count."""
+    """The tiles of a single matrix that has all `rows`. There is nothing to read or to count."""
 
     rows: Int32
     across: Int32
@@ -149,18 +166,18 @@ class OneMatrixTiles:
 
     @cute.jit
     def count(self) -> Int32:
-        """The tiles that there are."""
+        """The number of tiles."""
         return cute.ceil_div(self.rows, self.height) * self.across
 
     @cute.jit
     def rows_first(self, index, e, lane) -> WorkTileInfo:
-        """Work tile `index`: tiles of the same columns are neighbours."""
+        """Work tile `index`, with rows innermost: tiles of the same columns are neighbours."""
         down = cute.ceil_div(self.rows, self.height)
         return WorkTileInfo(e, index % down * self.height, self.rows, index // down * self.width)
 
     @cute.jit
     def at(self, index, e, total, lane) -> WorkTileInfo:
-        """Work tile `index` of `total`; the last WorkTileInfo, if there is none."""
+        """Work tile `index` of `total`. If there is none, the last WorkTileInfo."""
         row, end, column = Int32(0), Int32(0), Int32(0)
         if index < total:
             end = self.rows
@@ -174,7 +191,8 @@ class OneMatrixTiles:
 
 
 def expected_tiles(rows: int, matrices: int, each: int) -> float:
-    """Of `each` rows, that a matrix has if `rows` find theirs at random: the sum over j of P(more than j * each)."""
+    """The expected number of tiles of `each` rows per matrix, if each of `rows` rows has a random matrix: the sum over
+    j of P(a matrix has more than j * each rows)."""
     mean = rows / matrices
     if matrices == 1 or mean > 8 * each:
         return math.ceil(mean / each)

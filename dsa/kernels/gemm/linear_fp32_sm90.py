@@ -1,7 +1,7 @@
-"""Products of few tokens with a matrix of 16-bit numbers, with results in fp32.
+"""Small-M products with a matrix of 16-bit numbers, with fp32 results.
 
-Plan: the product of few rows (dsa/cute/few_rows_product.py), of which a tile is a cluster's or a CTA's
-(linear_fp32_limits.py).
+Plan: the small-M product of dsa/cute/few_rows_product.py. A cluster or a CTA computes a tile, see
+linear_fp32_limits.py.
 """
 
 from collections.abc import Callable
@@ -29,9 +29,11 @@ class LinearFP32Sm90:
 
 @cached
 def compile_linear_fp32(dtype: str, config: tuple[int, int]):
-    """-> f(x [T, I], weight [O, I], y fp32 [T, O], scale, scaled_from); T, O > 0, I a multiple of 32, with one CTA a
-    tile of 2048 at least; rows of x and weight at multiples of 16 bytes, y contiguous. config: tokens and CTAs of a
-    tile."""
+    """-> f(x [T, I], weight [O, I], y fp32 [T, O], scale, scaled_from).
+
+    config: tokens and CTAs of a tile. T, O > 0; I is a multiple of 32, and at least 2048 with one CTA per tile. Rows of
+    x and weight are aligned to 16 bytes; y is contiguous.
+    """
     element, tokens, rows = cute_dtype(dtype), cute.sym_int(), cute.sym_int()
     channels = cute.sym_int(divisibility=CHANNEL_MULTIPLE)
 

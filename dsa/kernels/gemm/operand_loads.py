@@ -1,4 +1,4 @@
-"""What the many-row products load of their operands, as TMA sees it."""
+"""Views of the operands for the TMA loads of the large-M products."""
 
 import cutlass
 import cutlass.cute as cute
@@ -19,13 +19,13 @@ def rows_from(x, row, height: cutlass.Constexpr):
 
 @cute.jit
 def scales_from(x, block, e):
-    """Those of a block of b's rows, SCALES blocks of channels at a time."""
+    """The scales of block `block` of b's rows in matrix e, SCALES blocks of channels at a time."""
     return cute.local_tile(cute.domain_offset((block, 0, e), x)[None, None, 0], (1, SCALES), (0, None))
 
 
 @cute.jit
 def part(atom, shared, tensor):
-    """(stages, blocks) of a TMA load."""
+    """Partition a TMA load. -> its stages in shared memory, and the blocks of the tensor."""
     one = cute.make_layout(1)
     return cute.nvgpu.cpasync.tma_partition(
         *(atom, 0, one, cute.group_modes(shared, 0, 2), cute.group_modes(tensor, 0, 2))

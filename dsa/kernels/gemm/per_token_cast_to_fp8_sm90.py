@@ -1,16 +1,19 @@
 """Cast to FP8 e4m3 with one scale per token and 128 channels, optionally after a 128-point Hadamard transform.
 
 Plan
-- A group of 128 channels belongs to 128 / V lanes of one warp, each with V consecutive channels in registers.
-- A thread serves U groups: it issues the loads of all of them first, so that enough bytes are in flight to fill HBM.
-- The Hadamard butterflies of strides below V stay in registers, the rest are one shuffle an element and stride. The
-  order of the strides and the fp32 arithmetic are the reference's, so results agree bit for bit.
-- amax is a shuffle tree with NaN-propagating maxima; the reference's rule for scales, NaN and infinity holds as it is.
-- Group g of the [T, K / 128] grid is row g // (K / 128), by a precomputed divisor. Rows may be strided, 64-bit offsets.
-- Scattered: a token's group is stored at every row of the results that the token is to have.
-Shared memory: none. Constraints: K a multiple of 128, innermost stride 1, rows aligned to 16 bytes.
-Roofline: memory. Per channel 2 bytes in (bf16), 1 + 4 / 128 out; about 6 instructions an element (8 with fp32 scales),
-which leaves the issue slots half idle at the copy bandwidth.
+- A group of 128 channels belongs to 128 / V lanes of one warp. Each lane has V consecutive channels in registers.
+- A thread serves U groups. It issues the loads of all of them first, so that enough bytes are in flight to saturate
+  HBM.
+- Hadamard butterflies with strides below V stay in registers. The others take one shuffle per element and stride. The
+  order of the strides and the fp32 arithmetic are those of the reference, so results agree bit for bit.
+- amax is a tree of shuffles with NaN-propagating maxima. Scales, NaN and infinity follow the reference's rules exactly.
+- Group g of the [T, K / 128] grid is in row g // (K / 128), computed with a precomputed divisor. Rows may be strided;
+  offsets have 64 bits.
+- Scattered: each group of a token is stored in every row of the results that `places` lists for the token.
+Shared memory: none.
+Constraints: K a multiple of 128, innermost stride 1, rows aligned to 16 bytes.
+Roofline: memory. Per channel 2 bytes are read (bf16), and 1 + 4 / 128 written. About 6 instructions per element (8 with
+fp32 scales) leave half of the issue slots idle at copy bandwidth.
 """
 
 from collections.abc import Callable
@@ -32,7 +35,7 @@ SHORT_INPUT = 1 << 24  # elements
 
 @dataclass(frozen=True)
 class CastConfig:
-    """threads: per CTA; channels: V, 8 or 16 a thread; groups: U, how many groups a thread serves."""
+    """threads: per CTA; channels: V, 8 or 16 per thread; groups: U, the groups per thread."""
 
     threads: int = 128
     channels: int = 16
@@ -81,7 +84,7 @@ class PerTokenCastToFp8Sm90:
         rows = [None] * self.unroll
         cols = [None] * self.unroll
         for u in cutlass.range_constexpr(self.unroll):
-            # Past the end: read the last group again, and store nothing.
+            # Past the end, read the last group again and store nothing.
             group = cutlass.min(first + u * self.groups_per_pass, total - 1)
             rows[u], cols[u] = divmod(group, row_groups)
             source = cute.local_tile(x, (1, self.channels), (rows[u], cols[u] * self.lanes + lane))
@@ -107,7 +110,7 @@ class PerTokenCastToFp8Sm90:
 
     @cute.jit
     def store(self, out, s, q, scale, row, col, lane):
-        """A group's values, of this lane, and its scale."""
+        """Store this lane's values of a group, and the group's scale."""
         target = cute.local_tile(q, (1, self.channels), (row, col * self.lanes + lane))
         cute.autovec_copy(out, target[0, None])
         if lane == 0:
@@ -118,8 +121,8 @@ class PerTokenCastToFp8Sm90:
 def compile_per_token_cast_to_fp8(
     dtype: str, use_ue8m0: bool, hadamard: bool, config: CastConfig, scattered: bool = False
 ):
-    """-> f(x [T, K] dtype, row stride a multiple of 16 bytes; places int32 [T, k], or None unless `scattered`; q [T, K]
-    e4m3; scale [T, K / 128] fp32, both of any number of rows if scattered), T * K > 0."""
+    """-> f(x [T, K] dtype, places int32 [T, k] if `scattered` or None, q [T, K] e4m3, scale [T, K / 128] fp32); T * K >
+    0. The row stride of x is a multiple of 16 bytes. If `scattered`, q and scale may have any number of rows."""
     element = cute_dtype(dtype)
     rows, cols, groups = cute.sym_int(), cute.sym_int(divisibility=GROUP), cute.sym_int()
     x = fake(element, (rows, cols), (*strides(1, 128 // element.width), 1))
@@ -131,8 +134,8 @@ def compile_per_token_cast_to_fp8(
 
 
 def choose_config(dtype: str, elements: int) -> CastConfig:
-    """The shipped configuration. Short inputs spread over more CTAs, long ones keep 64 bytes of loads in flight a
-    thread (measured: docs/explanation/kernels.md)."""
+    """The shipped configuration. Short inputs use more CTAs. Long ones keep 64 bytes of loads in flight per thread
+    (measured: docs/explanation/kernels.md)."""
     return CastConfig(groups=1 if dtype == "float32" or elements < SHORT_INPUT else 2)
 
 

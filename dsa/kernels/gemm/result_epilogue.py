@@ -1,10 +1,11 @@
-"""What becomes of a product's sums: rounded once and stored, multiplied by their row's weight if there are weights.
+"""The epilogue of a product: multiplies the sums by the weight of their row, if there are weights, rounds them once and
+stores them.
 
-16-bit results of a warp, 16 rows, go to its part of shared memory in chunks of 64 columns, 128 bytes a row, the last
-one of which may be a part: the 16 bytes c of row r lie where c ^ (r % 8) would, as TMA reads them. Where there is room
-for all of a warp's chunks, TMA stores those all of whose rows are the work tile's, and they are written again a work
-tile later. Others are stored by the warp, 128 bytes a row. fp32 results are stored in pairs of columns: 32 bytes in a
-row.
+A warp writes its 16-bit results, 16 rows, to its part of shared memory in chunks of 64 columns, 128 bytes per row; the
+last chunk may be narrower. The layout is TMA's 128-byte swizzle: the 16-byte vector c of row r lies at c ^ (r % 8). If
+a warp has shared memory for all of its chunks, TMA stores those chunks whose 16 rows all belong to the work tile; their
+memory is written again one work tile later. Other chunks are stored by the warp, 128 bytes per row. fp32 results are
+stored from registers as pairs of columns, 32 consecutive bytes per row.
 """
 
 import cutlass
@@ -34,18 +35,20 @@ class ResultEpilogue:
     parts = 1
 
     def columns_of_parts(self, column, b_rows):
-        """Where b's rows of a work tile begin."""
+        """The first rows of b of the work tile, one per part."""
         return (column,)
 
     def scale_blocks(self, column, b_rows):
-        """The numbers of their blocks of 128 rows."""
+        """The indices of the blocks of 128 rows of b that have the work tile's scales."""
         return column // GROUP, column // GROUP + 1
 
     @cute.jit
     def pieces_behind(self, column):
-        """Of each piece of a work tile's columns behind the first, whether it lies behind the block of the first."""
+        """For each piece of a work tile's columns after the first: whether it lies in a later scale block than the
+        first piece."""
         before = column // self.piece % self.pieces
-        # The second one, if the first is its block's last; the third, if it is the last or the last but one; and so on.
+        # The second piece does if the first is the last of its block; the third, if the first is the last or the last
+        # but one; and so on.
         return [before == self.pieces - 1, *[before >= self.pieces - j for j in range(2, self.tile_pieces)]]
 
     @cute.jit
@@ -57,7 +60,7 @@ class ResultEpilogue:
         return of
 
     def tma_stores(self, results):
-        """What TMA needs to store a chunk."""
+        """The TMA atom, tensor and layout for the store of a chunk. None if warps store the results."""
         if const_expr(not self.by_tma):
             return None
         layout = sm90.make_smem_layout_epi(self.out_dtype, LayoutEnum.ROW_MAJOR, (WARP_ROWS, CHUNK), 1)
@@ -69,7 +72,7 @@ class ResultEpilogue:
 
     @cute.jit
     def store(self, sums, results, stores, info, row, staged, lane):
-        """The sums of a warp's 16 rows from `row` on."""
+        """Store the sums of a warp's 16 rows from `row` on."""
         out, weights, _ = results
         sums = sums[0]
         if const_expr(self.weighted):
@@ -103,7 +106,7 @@ class ResultEpilogue:
 
     @cute.jit
     def store_turned(self, sums, results, info, staged, warp, lane):
-        """The turned sums of a warp's 16 columns."""
+        """Store the transposed sums of a warp's 16 columns."""
         out, weights, _ = results
         sums = sums[0]
         if const_expr(self.weighted):
@@ -119,18 +122,18 @@ class ResultEpilogue:
 
     @cute.jit
     def finish(self):
-        """Before the CTA ends, and its shared memory with it."""
+        """Wait until TMA has read shared memory, before the CTA exits."""
         if const_expr(self.by_tma):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
     def stage(self, sums, staged, chunk: cutlass.Constexpr, place: cutlass.Constexpr, lane):
-        """A chunk of the sums to place number `place`."""
+        """Write chunk `chunk` of the sums to slot `place` of shared memory."""
         own = lane % WARP_ROWS
         for pair in cutlass.range_constexpr(min(4, (self.tile_columns - CHUNK * chunk) // 16)):
             places = [32 * chunk + 8 * pair + 2 * i for i in range(4)]
             words = [pack(sums[i], sums[i + 1], self.out_dtype) for i in places]
-            # Lanes 0 to 15 have the rows of the even 16 bytes, the others those of the odd ones.
+            # Lanes 0 to 15 address the rows of the even 16-byte vectors, lanes 16 to 31 those of the odd ones.
             vector = (2 * pair + lane // WARP_ROWS) ^ (own % 8)
             store_matrices(staged + place * CHUNK_BYTES + own * 128 + vector * 16, words)
 
@@ -156,7 +159,7 @@ class ResultEpilogue:
 
     @cute.jit
     def store_rows(self, out, row, end, column, staged, chunk: cutlass.Constexpr, place: cutlass.Constexpr, lane):
-        """A chunk's rows before `end`, 16 bytes a lane."""
+        """Store the rows of a chunk that are before `end`, 16 bytes per lane."""
         eight = cute.make_rmem_tensor((4,), Uint32)
         for i in cutlass.range_constexpr(0, WARP_ROWS * 8, 32):
             r, vector = (i + lane) // 8, (i + lane) % 8
@@ -173,7 +176,7 @@ class ResultEpilogue:
 
     @cute.jit
     def store_pairs(self, sums, out, row, end, column):
-        """The sums of rows `row` and `row` + 8, in pairs of columns 8 apart."""
+        """Store the sums of rows `row` and `row` + 8 as pairs of columns. The pairs of a lane are 8 columns apart."""
         pair = cute.make_rmem_tensor((2,), self.out_dtype)
         for half in cutlass.range_constexpr(2):
             if row + 8 * half < end:
@@ -186,14 +189,15 @@ class ResultEpilogue:
 
 
 class LateResultEpilogue(ResultEpilogue):
-    """One that finds its addresses when it stores: kept from tile to tile, they would take registers of the sums."""
+    """Computes its addresses when it stores. If they were kept across work tiles, they would take registers that the
+    sums need."""
 
     @cute.jit
     def store(self, sums, results, stores, info, row, staged, lane):
-        """The sums of a warp's 16 rows from `row` on."""
+        """Store the sums of a warp's 16 rows from `row` on."""
         ResultEpilogue.store(self, sums, results, stores, info, row, opaque(staged), opaque(lane))
 
     @cute.jit
     def store_turned(self, sums, results, info, staged, warp, lane):
-        """The turned sums of a warp's 16 columns."""
+        """Store the transposed sums of a warp's 16 columns."""
         ResultEpilogue.store_turned(self, sums, results, info, opaque(staged), opaque(warp), opaque(lane))

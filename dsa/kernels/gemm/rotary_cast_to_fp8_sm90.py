@@ -1,13 +1,17 @@
-"""Heads rotated and cast to FP8 e4m3 with a scale for 128 channels, each group of heads in rows of its own.
+"""Rotary embedding of heads and their cast to FP8 e4m3 with one scale per 128 channels. Each group of heads is stored
+in rows of its own.
 
 Plan
-- 128 channels of a head belong to 16 lanes of one warp, eight consecutive ones each, in registers from the load to the
-  store. Pairs are neighbours, so both are in a lane; its angles are asked for with its channels.
-- What turns is rounded to x's dtype before the cast, products before they are added: exactly what `rotary_sm90` and
-  `per_token_cast_to_fp8_sm90` make one after the other.
-- The token, head and group of heads are found by precomputed divisors, with 64-bit offsets.
-Shared memory: none. Constraints: d a multiple of 128, R of 8, rows at multiples of 16 bytes.
-Roofline: memory, per channel 2 bytes in (bf16), 1 + 4 / 128 out. Few tokens are a launch and one round trip to memory.
+- 128 channels of a head belong to 16 lanes of one warp, eight consecutive channels each. They stay in registers from
+  the load to the store. Both channels of a rotary pair are neighbours, so a lane has both. It loads its angles together
+  with its channels.
+- Rotated channels are rounded to x's dtype before the cast, and products are rounded before they are added. So the bits
+  are those of `rotary_sm90` followed by `per_token_cast_to_fp8_sm90`.
+- The token, head and group of heads are computed with precomputed divisors; offsets have 64 bits.
+Shared memory: none.
+Constraints: d a multiple of 128, R of 8, rows aligned to 16 bytes.
+Roofline: memory. Per channel 2 bytes are read (bf16), and 1 + 4 / 128 written. For few tokens: the launch and one round
+trip to memory.
 """
 
 from collections.abc import Callable
@@ -25,7 +29,7 @@ from dsa.kernels.gemm.limits import CAST_DTYPES
 from dsa.kernels.gemm.rotary_cast_limits import ROTARY_MULTIPLE
 from dsa.runtime.compile_cache import cached, compile_sm90
 
-CHANNELS = ROTARY_MULTIPLE  # of a lane
+CHANNELS = ROTARY_MULTIPLE  # per lane
 LANES = GROUP // CHANNELS
 THREADS = 128
 
@@ -59,7 +63,7 @@ class RotaryCastToFp8Sm90:
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         lane, index = tid % LANES, cta * (THREADS // LANES) + tid // LANES
-        # Past the end: the last channels again, and nothing is stored.
+        # Past the end, compute the last channels again and store nothing.
         row, block = divmod(cutlass.min(index, total - 1), blocks)
         t, h = divmod(row, heads)
         group, of_group = divmod(h, group_heads)
@@ -90,9 +94,11 @@ class RotaryCastToFp8Sm90:
 
 @cached
 def compile_rotary_cast_to_fp8(dtype: str, use_ue8m0: bool):
-    """-> f(x [T, H, d] dtype, cos, sin [T, R / 2] fp32, q [G, T, H / G, d] e4m3, scale [G, T, H / G, d / 128] fp32);
-    T * H > 0, d a multiple of 128, R of 8, from 8 to d. T * H * d / 128 and a CTA's are together below 2^31. Rows start
-    at multiples of 16 bytes, those of q of 8."""
+    """-> f(x [T, H, d] dtype, cos, sin [T, R / 2] fp32, q [G, T, H / G, d] e4m3, scale [G, T, H / G, d / 128] fp32).
+
+    T * H > 0; d is a multiple of 128, R a multiple of 8 from 8 to d. T * H * d / 128, plus the groups of 128 channels
+    of a CTA, is below 2^31. Rows are aligned to 16 bytes, those of q to 8 bytes.
+    """
     element = cute_dtype(dtype)
     tokens, heads, dim = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=GROUP)
     half = cute.sym_int(divisibility=ROTARY_MULTIPLE // 2)

@@ -1,8 +1,8 @@
-"""SwiGLU of two fp32 numbers: one formula for the cast on its own and for the products that end in it.
+"""SwiGLU of two fp32 numbers. The separate cast and the products with a SwiGLU epilogue share this formula.
 
-It is computed as gate * (1 / (1 + exp(-gate))) * up with the approximate reciprocal, which is within 2^-20 of the exact
-value, or within 1e-36 * max(|up|, 1): exp(-gate) overflows to infinity for gates below -88, whose reciprocal is 0. What
-both kernels round to a 16-bit type are then the same bits, whichever of them an expert goes through.
+It is computed as gate * (1 / (1 + exp(-gate))) * up with the approximate reciprocal. The result is within 2^-20 of the
+exact value, or within 1e-36 * max(|up|, 1): for gates below -88 exp(-gate) overflows to infinity, whose reciprocal is
+0. Both kernels round it to a 16-bit type and get the same bits, whichever of them computes an expert.
 """
 
 import cutlass
@@ -14,7 +14,7 @@ from cutlass import Float32
 def swiglu(gate: Float32, up: Float32, limit: Float32 | None) -> Float32:
     """silu(gate) * up.
 
-    limit  gate is first clamped to at most that, up from -limit to limit; NaN stays. None: no clamp
+    limit  clamp gate to at most limit, and up to [-limit, limit], first; NaN stays NaN. None: no clamp
     """
     g, u = gate, up
     if cutlass.const_expr(limit is not None):

@@ -4,18 +4,21 @@ h = silu(gate) * up, rounded to the operands' dtype;   scale = max(amax(|h|), 1e
 
 Plan
 - A group of 128 channels belongs to 8 lanes of one warp, each with 16 consecutive channels of gate and of up. The
-  compiler may put the loads of the last of them behind the arithmetic of the first: 32 bytes in flight a thread at the
-  least, which at 40 registers (1536 threads a multiprocessor) is 48 KiB, twice what fills HBM.
-- exp is the accurate one (2 ulp in fp32, one MUFU instruction), the division a reciprocal (1 ulp) and a product: h is
-  within 2^-20 of its exact value before it is rounded. From there on the arithmetic is the cast's, bit for bit.
-- NaN passes the limits, as PyTorch's clamp has it; silu(-inf) is NaN, as -inf * 0 is.
-- Group g of the [T, ceil(I / 128)] grid is row g // ceil(I / 128), by a precomputed divisor. Rows may be strided.
-- A last block that ends early is a variant of its own: vectors of 8 channels, absent ones are zeros and not stored.
-- Rows of several matrices, of which those behind the last one's are nobody's, are a variant: as many CTAs as there is
-  room for read where the rows end, and take turns with the groups before that.
-Shared memory: none. Constraints: I a multiple of 8, innermost stride 1, rows of gate and up aligned to 16 bytes.
-Roofline: memory. Per channel of h 4 bytes in (bf16), 1 + 4 / 128 out; about 25 instructions, of the 34 that a
-multiprocessor issues in the time of these bytes.
+  compiler may move the last loads after the arithmetic on the first. So at least 32 bytes per thread are in flight.
+  With 40 registers (1536 threads per SM) this is 48 KiB per SM, twice what saturates HBM.
+- exp is the accurate one (2 ulp in fp32, one MUFU instruction). The division is a reciprocal (1 ulp) and a product. h
+  is within 2^-20 of its exact value before it is rounded. After that the arithmetic is the cast's, bit for bit.
+- NaN passes the limits, as in PyTorch's clamp. silu(-inf) is NaN, as -inf * 0 is.
+- Group g of the [T, ceil(I / 128)] grid is in row g // ceil(I / 128), computed with a precomputed divisor. Rows may be
+  strided.
+- A partial last block of channels has a variant of the kernel with vectors of 8 channels. Channels past the end are
+  zeros and are not stored.
+- A grouped product's rows have another variant, since the rows after the last matrix's rows are unused. Its grid has
+  the CTAs that are resident at once. They read where the rows end, and process the groups before that in turn.
+Shared memory: none.
+Constraints: I a multiple of 8, innermost stride 1, rows of gate and up aligned to 16 bytes.
+Roofline: memory. Per channel of h 4 bytes are read (bf16), and 1 + 4 / 128 written. About 25 instructions per channel;
+an SM issues 34 in the time of these bytes.
 """
 
 import itertools
@@ -34,10 +37,10 @@ from dsa.kernels.gemm.swiglu import swiglu
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 THREADS = 128
-CHANNELS = 16  # of a lane
+CHANNELS = 16  # per lane
 LANES = GROUP // CHANNELS
 GROUPS_PER_CTA = THREADS // LANES
-RESIDENT = 10  # CTAs that a multiprocessor has room for, with 48 registers a thread
+RESIDENT = 10  # CTAs per SM, with 48 registers per thread
 
 
 class SwigluCastSm90:
@@ -81,8 +84,8 @@ class SwigluCastSm90:
 
     @cute.jit
     def cast(self, gate, up, q, scale, limit, row_groups, group, total, lane):
-        """One of `total` groups, of which this lane has CHANNELS channels."""
-        # Past the end: compute the last group again, as the shuffles need all lanes, and store nothing.
+        """Compute one of `total` groups, of which this lane has CHANNELS channels."""
+        # Past the end, compute the last group again, since the shuffles need all lanes, and store nothing.
         row, col = divmod(cutlass.min(group, total - 1), row_groups)
         channel = col * GROUP + lane * CHANNELS
 
@@ -105,7 +108,7 @@ class SwigluCastSm90:
 
     @cute.jit
     def read(self, target: cute.Tensor, source: cute.Tensor, channel: Int32):
-        """A lane's channels from `channel` on; zeros for those beyond the row."""
+        """Read a lane's channels from `channel` on; zeros for those past the end of the row."""
         if const_expr(self.ragged):
             target.fill(0.0)
         for i in cutlass.range_constexpr(CHANNELS // self.width):
@@ -119,7 +122,7 @@ class SwigluCastSm90:
 
     @cute.jit
     def write(self, source: cute.Tensor, target: cute.Tensor, channel: Int32):
-        """The counterpart of `read`."""
+        """Write a lane's channels from `channel` on, except those past the end of the row."""
         for i in cutlass.range_constexpr(CHANNELS // self.width):
             own = cute.local_tile(source, (self.width,), (i,))
             place = cute.local_tile(target, (self.width,), (channel // self.width + i,))
@@ -164,7 +167,7 @@ class SwigluCastOfMatricesSm90(SwigluCastSm90):
         ctas, _, _ = cute.arch.grid_dim()
         wait_for_prerequisite_grids()
         end = ends[ends.shape[0] - 1]
-        # A number that no rows end at says nothing of the other matrices' rows.
+        # An end out of range says nothing about the other matrices' rows, so all rows are computed.
         if end < 0 or end > scale.shape[0]:
             end = scale.shape[0]
         total = end * scale.shape[1]
@@ -184,17 +187,17 @@ def _operands(dtype: str, limited: bool, multiple: int):
 
 @cached
 def compile_swiglu_cast(dtype: str, use_ue8m0: bool, limited: bool, ragged: bool):
-    """-> f(gate [T, I] dtype and up, row strides multiples of 16 bytes; q [T, I] e4m3; scale [T, ceil(I / 128)] fp32;
-    limit, None unless `limited`), T * I > 0; I a multiple of 128, of 8 if `ragged`."""
+    """-> f(gate [T, I] dtype, up [T, I] dtype, q [T, I] e4m3, scale [T, ceil(I / 128)] fp32, limit if `limited` or
+    None); T * I > 0. I is a multiple of 128, or of 8 if `ragged`; the row strides of gate and up are multiples of 16
+    bytes."""
     operands = _operands(dtype, limited, SWIGLU_MULTIPLE if ragged else GROUP)
     return compile_sm90(SwigluCastSm90(use_ue8m0, ragged), *operands, fake_stream())
 
 
 @cached
 def compile_swiglu_cast_of_matrices(dtype: str, use_ue8m0: bool, limited: bool):
-    """-> f(gate, up, q, scale, limit, ends [E] int32 ascending, ctas): as `compile_swiglu_cast`, I a multiple of 128,
-    of the rows before ends[E - 1]; of all of them, if that is no number of rows. E > 0; ctas: RESIDENT a
-    multiprocessor."""
+    """-> f(gate, up, q, scale, limit, ends [E] int32 ascending, ctas): `compile_swiglu_cast` of the rows before ends[E
+    - 1], or of all rows if ends[E - 1] is out of range. I is a multiple of 128, E > 0; ctas: RESIDENT per SM."""
     ends = fake(Int32, (cute.sym_int(),), (1,), 4)
     kernel = SwigluCastOfMatricesSm90(use_ue8m0, ragged=False)
     return compile_sm90(kernel, *_operands(dtype, limited, GROUP), ends, Int32(1), fake_stream())

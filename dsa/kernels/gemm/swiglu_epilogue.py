@@ -1,13 +1,13 @@
-"""What becomes of the sums of an expert's first product: h = silu(gate) * up, cast to FP8, a scale per 128 channels.
+"""The epilogue of an expert's first product: h = silu(gate) * up, cast to FP8 with one scale per 128 channels.
 
-A work tile has 128 channels of h: its part 0 are the 128 columns of gate, its part 1 those of up, which lie behind all
-of gate's. gate and up are rounded to `dtype` first, and so is h, so that the bytes are those of the product and
-`swiglu_cast_to_fp8` one after the other. A quad has a row's 128 channels, 32 a lane. The bytes of a warp's 16 rows go
-through its part of shared memory, 128 bytes a row: the 16 bytes c of row r lie where c ^ (r % 8) would.
+A work tile has 128 channels of h. Part 0 has the 128 columns of gate; part 1 has those of up, which follow all columns
+of gate in b. gate, up and then h are rounded to `dtype`, so that the bytes are those of the product followed by
+`swiglu_cast_to_fp8`. A quad of lanes has the 128 channels of a row, 32 per lane. The bytes of a warp's 16 rows pass
+through its part of shared memory, 128 bytes per row, with the 16-byte vector c of row r at c ^ (r % 8).
 
-A turned work tile (turned_tile.py) has the channels of a row in all eight warps, 16 each. They tell each other a row's
-maximum through shared memory, and then lay its bytes there, in the order as above; each warp stores four rows at a
-time. Barriers of the consumer warps stand between.
+In a work tile with swapped operands (turned_tile.py), the channels of a row are spread over all eight warps, 16 each.
+The warps exchange the maximum of each row through shared memory. Then they write its bytes there, in the layout above,
+and each warp stores four rows at a time. Barriers of the consumer warps separate these steps.
 """
 
 import cutlass
@@ -19,8 +19,8 @@ from dsa.cute.shared_memory import load_4, load_16, store_4
 from dsa.kernels.gemm.fp8_gemm_config import CHUNK_BYTES, TURNED_ROWS, WARP_ROWS
 from dsa.kernels.gemm.swiglu import swiglu
 
-OWN = GROUP // 4  # channels of a row that a lane has
-WARPS = 8  # whose shared memory turned work tiles take
+OWN = GROUP // 4  # channels of a row per lane
+WARPS = 8  # whose shared memory a work tile with swapped operands uses
 
 
 class SwigluEpilogue:
@@ -32,11 +32,11 @@ class SwigluEpilogue:
         self.dtype, self.use_ue8m0 = dtype, use_ue8m0
 
     def columns_of_parts(self, column, b_rows):
-        """Where b's rows of each part begin: gate's, up's."""
+        """The first rows of b of each part: gate, up."""
         return column, b_rows // 2 + column
 
     def scale_blocks(self, column, b_rows):
-        """The numbers of their blocks of 128 rows."""
+        """The indices of the blocks of 128 rows of b that have the scales of each part."""
         return column // GROUP, (b_rows // 2 + column) // GROUP
 
     def pieces_behind(self, column):
@@ -51,7 +51,7 @@ class SwigluEpilogue:
 
     @cute.jit
     def store(self, sums, results, stores, info, row, staged, lane):
-        """A warp's 16 rows from `row` on."""
+        """Store a warp's 16 rows from `row` on."""
         q, scale, limit = results
         for half in cutlass.range_constexpr(2):
             operands = cute.make_rmem_tensor((2 * OWN,), Float32)
@@ -68,7 +68,7 @@ class SwigluEpilogue:
             if lane % 4 == 0 and row + r < info.end:
                 scale[row + r, info.column // GROUP] = own_scale
             for i in cutlass.range_constexpr(0, OWN, 2):
-                # Columns 4 i + 2 (lane % 4) and the next: in the 16 bytes number i / 4.
+                # Columns 4 i + 2 (lane % 4) and the next one, which are in the 16-byte vector i / 4.
                 at = r * GROUP + ((i // 4) ^ (r % 8)) * 16 + i // 2 % 2 * 8 + lane % 4 * 2
                 store_pair(Int32(staged + at), h[i], h[i + 1])
         cute.arch.sync_warp()
@@ -77,8 +77,8 @@ class SwigluEpilogue:
 
     @cute.jit
     def store_rows(self, q, first, count: cutlass.Constexpr, row, end, column, staged, lane):
-        """`count` rows, a multiple of 4, from number `first` on of those that lie at `staged`, whose first is `row`, as
-        far as they are before `end`: 16 bytes a lane."""
+        """Store `count` rows, a multiple of 4, of those that lie at `staged`, from number `first` on, if they are
+        before `end`. The first row at `staged` is row `row` of q. 16 bytes per lane."""
         bytes_of = cute.make_rmem_tensor((4,), Uint32)
         for i in cutlass.range_constexpr(0, count * 8, 32):
             r, vector = first + (i + lane) // 8, lane % 8
@@ -91,8 +91,8 @@ class SwigluEpilogue:
 
     @cute.jit
     def store_turned(self, sums, results, info, staged, warp, lane):
-        """The turned sums of gate and up: of 16 channels of the warp's, and all rows of the work tile. A row's maximum
-        and its bytes pass through the shared memory of all warps."""
+        """Store the transposed sums of gate and up, which are 16 channels per warp of all rows of the work tile. The
+        maxima and bytes of the rows pass through the shared memory of all warps."""
         q, scale, limit = results
         count = cute.size(sums[0])
         for part in cutlass.range_constexpr(2):
@@ -104,8 +104,8 @@ class SwigluEpilogue:
         everyones = staged - warp * CHUNK_BYTES
         maxima = everyones + TURNED_ROWS * GROUP
         rows = [j // 2 * 8 + lane % 4 * 2 + j % 2 for j in range(count // 2)]
-        of_row = [j // 2 * 4 + j % 2 for j in range(count // 2)]  # the first of a row's two channels
-        # Of few channels a warp can come here while another one still stores the last work tile.
+        of_row = [j // 2 * 4 + j % 2 for j in range(count // 2)]  # index of the first of a row's two channels
+        # With few channels of K, a warp can get here while another warp still stores the previous work tile.
         self.wait_for_all()
         for j in cutlass.range_constexpr(count // 2):
             amax = cute.arch.fmax(cute.math.absf(h[of_row[j]]), cute.math.absf(h[of_row[j] + 2]), nan=True)
@@ -125,7 +125,7 @@ class SwigluEpilogue:
             for i in cutlass.range_constexpr(0, 4, 2):
                 h[of_row[j] + i] = h[of_row[j] + i] * reciprocal
         for i in cutlass.range_constexpr(0, count, 2):
-            # Two rows of a channel.
+            # Sums i and i + 1 are two rows of one channel.
             channel = warp * WARP_ROWS + lane // 4 + i // 2 % 2 * 8
             places = []
             for r in (rows[i // 4 * 2], rows[i // 4 * 2 + 1]):
@@ -133,7 +133,7 @@ class SwigluEpilogue:
             store_bytes(*places, h[i], h[i + 1])
         self.wait_for_all()
         for first in cutlass.range_constexpr(0, 2 * count, WARPS * 4):
-            # Four rows a warp.
+            # Each warp stores four rows.
             own = first + warp * 4
             if own < 2 * count:
                 self.store_rows(q, own, 4, info.row, info.end, info.column, everyones, lane)
@@ -141,17 +141,17 @@ class SwigluEpilogue:
 
     @cute.jit
     def wait_for_all(self):
-        """The consumer warps wait for each other."""
+        """Barrier of all consumer warps."""
         cute.arch.barrier(barrier_id=1, number_of_threads=32 * WARPS)
 
     @cute.jit
     def finish(self):
-        """Nothing is left to do before the CTA ends."""
+        """Nothing to do: no TMA store is in flight."""
 
 
 @cute.jit
 def store_bytes(low_address: Int32, high_address: Int32, low: Float32, high: Float32):
-    """Two numbers, rounded to e4m3, as a byte each."""
+    """Store two numbers, rounded to e4m3, as one byte each."""
     cute.arch.inline_ptx(
         "{ .reg .b16 pair, upper; cvt.rn.satfinite.e4m3x2.f32 pair, {$r3}, {$r2}; shr.u16 upper, pair, 8; "
         "st.shared.b8 [{$r0}], pair; st.shared.b8 [{$r1}], upper; }",

@@ -1,8 +1,9 @@
-"""Which work tile comes next: of a static persistent scheduler, or of a dynamic one.
+"""The order of a CTA's work tiles: static persistent or dynamic scheduling.
 
-Where work tiles take different times, as those of matrices with few rows do, CTAs that take tiles at fixed distances
-drift apart, and what tiles of the same weights read is no longer in the L2 cache for the second one. So they draw: each
-takes the next tile when it is free, and tiles that are neighbours are computed at the same time.
+With static scheduling CTAs take tiles at a fixed distance. If work tiles take different times, as those of matrices
+with few rows do, the CTAs drift apart. Weights that several tiles read are then no longer in the L2 cache when the
+second tile reads them. With dynamic scheduling a CTA takes the next tile when it becomes free, so neighbouring tiles
+are computed at the same time.
 """
 
 from dataclasses import dataclass
@@ -17,8 +18,12 @@ from dsa.cute.work_tile import static_persistent_scheduler
 
 @dataclass(frozen=True)
 class TileIndices:
-    """first: the CTA's first tile; step: how many CTAs there are. counter: a tile counter, of those behind each CTA's
-    first; None: static."""
+    """The tile indices of a CTA.
+
+    first    its first tile
+    step     the number of CTAs
+    counter  a tile counter for the tiles after the first tile of each CTA. None: static
+    """
 
     first: Int32
     step: Int32
@@ -31,7 +36,7 @@ class TileIndices:
 
     @cute.jit
     def behind(self, index, lane) -> Int32:
-        """The tile behind tile `index` of this CTA. A warp's work; all lanes have it."""
+        """The tile after tile `index` of this CTA. Called by one warp; returned to all lanes."""
         number = index + self.step
         if cutlass.const_expr(self.counter is not None):
             number = self.step + draw(self.counter, lane)

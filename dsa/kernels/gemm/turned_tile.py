@@ -1,11 +1,13 @@
-"""Work tiles of few rows with turned operands: a matrix's rows are those of the wgmma, and the rows of a its columns.
+"""Work tiles with few rows and swapped operands (swap A/B): rows of the weight matrix b are M of the wgmma, rows of a
+are N.
 
-The last work tile of a matrix has what rows are left. Of 1 to 32 of them a wgmma would multiply 64 all the same, and
-one warpgroup alone would do it. Turned, each of two warpgroups takes 64 of the matrix's 128 rows of a part, by 16 or 32
-rows of a. A sum has the same order and the same bits. Both operands lie in shared memory as they do otherwise; what is
-loaded differs in the number of a's rows alone. More rows take no less time so, since two warpgroups read more of shared
-memory.
-Sums are transposed: four of a thread's are two rows (of a) of one column, and of the column 8 further on.
+The last work tile of a matrix has the rows that are left. For 1 to 32 rows a plain wgmma would still multiply 64 rows,
+and one warpgroup would do all the work. With swapped operands, each of two warpgroups multiplies 64 of the 128 rows of
+a part of b by 16 or 32 rows of a. The order of a sum is the same, and so are the bits. Both operands have the same
+layout in shared memory as otherwise; only the number of loaded rows of a differs. For more than 32 rows, swapping saves
+no time, since two warpgroups read more of shared memory.
+Sums are transposed: four consecutive sums of a thread are two rows of a in one column of the result, then the same rows
+in the column 8 further on.
 """
 
 import cutlass
@@ -20,7 +22,7 @@ from dsa.cute.wgmma import multiply
 from dsa.kernels.gemm.fp8_gemm_config import SCALES
 from dsa.kernels.gemm.limits import GROUP
 
-GROUPS = 2  # warpgroups, 64 columns of each part of a work tile each
+GROUPS = 2  # warpgroups; each has 64 columns of each part of a work tile
 SCALE_BYTES = 4 * SCALES
 
 
@@ -28,11 +30,12 @@ SCALE_BYTES = 4 * SCALES
 def turned_blocks(
     count: cutlass.Constexpr, sums, operands, scales, blocks, slots: cutlass.Constexpr, pipeline: Pipeline, state, slot
 ):
-    """Fill `sums`, of each part of a work tile of up to `count` rows. -> the state and the slot behind its blocks.
+    """Compute `sums`, one tensor per part, of a work tile of up to `count` rows. -> the pipeline state and scale slot
+    after its blocks.
 
-    operands  a, b [rows, 128, stages] in shared memory, and the number of this warpgroup
-    scales    addresses of this lane's first row's and of the first part's in a slot, bytes of a slot of each, bytes
-              from one part to the next
+    operands  a, b [rows, 128, stages] in shared memory, and the index of this warpgroup
+    scales    the addresses of the scales in the first slot, of this lane's first row and of the first part; the bytes
+              per slot of each; the bytes from one part to the next
     """
     sa, sb, group = operands
     stages = sb.shape[2]
@@ -63,7 +66,7 @@ def turned_blocks(
                 cute.nvgpu.warpgroup.wait_group(len(sums) - 1 - part)
                 if const_expr(part == len(sums) - 1):
                     if const_expr(i == 0):
-                        # All lanes have read the scales, whose slot is free with this stage.
+                        # All lanes have read the scales; releasing this stage also frees their slot.
                         cute.arch.sync_warp()
                     pipeline.consumer_release(state)
                 products = cute.make_tensor(acc[part].iterator, cute.make_layout(cute.size(acc[part])))
@@ -82,8 +85,8 @@ def load_floats(address):
 
 @cute.jit
 def store_turned(sums, out, row, end, column, staged, lane):
-    """A warp's 16 columns from `column` on of the rows from `row` to `end`: through its part of shared memory, 32 bytes
-    a row, if they are of 16 bits, else straight from registers."""
+    """Store the transposed sums of a warp's 16 columns from `column` on, for the rows from `row` to `end`. 16-bit
+    results pass through the warp's part of shared memory, 32 bytes per row; fp32 results are stored from registers."""
     if const_expr(out.element_type.width == 16):
         _store_16_bits(sums, out, row, end, column, staged, lane)
     else:
@@ -98,7 +101,7 @@ def _store_16_bits(sums, out, row, end, column, staged, lane):
     count = cute.size(sums) * 2
     matrices = min(4, count // 4)
     for first in cutlass.range_constexpr(0, count // 4, matrices):
-        # Matrix i of 8 rows and 8 columns: rows from i / 2 * 8 on, columns from i % 2 * 8 on.
+        # Matrix i has 8 rows from i / 2 * 8 on, and 8 columns from i % 2 * 8 on.
         words = [pack(sums[2 * i], sums[2 * i + 1], out.element_type) for i in range(first, first + matrices)]
         matrix = first + lane // 8 % matrices
         store_transposed(staged + (matrix // 2 * 8 + lane % 8) * 32 + matrix % 2 * 16, words)

@@ -1,9 +1,9 @@
-"""A block of queries of the passes that keep candidates, prepared in shared memory while the block before it is
-multiplied: so the consumers begin it without a wait.
+"""Preparation of the next block of queries in shared memory, for the passes that keep candidates.
 
-The queries come by TMA. Each of the four producer warps brings a quarter of the rows into fp16's range, of half scores,
-and packs their weights as the consumers' lanes have them. One of them, which knows the work tiles, says which keys are
-the block's, gives the queries' ranges and bounds, and opens and closes their lists.
+The consumers score the previous block meanwhile, and so begin each block without a wait. The queries arrive by TMA.
+Each of the four producer warps prepares a quarter of the block's columns. With fp16 accumulation, it scales the query
+rows into fp16's range. It also packs the weights in the layout of the consumers' lanes. One of the four warps computes
+the work tiles, writes the queries' key ranges and bounds, and opens and closes their lists.
 """
 
 from dataclasses import dataclass
@@ -22,14 +22,15 @@ from dsa.kernels.indexer.candidate_tiles import key_range
 from dsa.kernels.indexer.fp8_mqa_logits_sm90 import Fp8MqaLogitsSm90
 
 PRODUCER_WARPS = 4
-QUERY_WARP = PRODUCER_WARPS - 1  # of the producer warpgroup, the one that loads queries
-PADDING = 4  # words behind the weights of a lane of a quad, so that those of a quad meet in no bank
+QUERY_WARP = PRODUCER_WARPS - 1  # index in the producer warpgroup of the warp that loads queries
+PADDING = 4  # words after a quad lane's weights, so that the four lanes of a quad access different banks
 NO_BLOCK = -1
 QUIET_NAN = float("nan")
 
 
 class Ranges(NamedTuple):
-    """What all roles know of the keys: the queries' ranges, how many keys, and which tiles are the pass's."""
+    """starts, ends: the queries' key ranges. keys: number of keys. log_stride, log_period: the pass has the key tiles
+    that are multiples of 1 << log_stride but not of 1 << (log_stride + log_period)."""
 
     starts: cute.Tensor
     ends: cute.Tensor
@@ -39,7 +40,8 @@ class Ranges(NamedTuple):
 
 
 class Lists(NamedTuple):
-    """entries [queries, CAPACITY] of (score, key); counts [queries, 2] from either end; bounds [queries]."""
+    """entries [queries, CAPACITY]: (score, key). counts [queries, 2]: numbers of entries at the front and at the back.
+    bounds [queries]."""
 
     entries: cute.Tensor
     counts: cute.Tensor
@@ -47,8 +49,8 @@ class Lists(NamedTuple):
 
 
 class WorkTileInfo(NamedTuple):
-    """block: of queries; base, tiles: its Frame; first, end: which of the pass's tiles, none behind the last work tile;
-    back: whether the CTA appends from the lists' end."""
+    """block: the block of queries, or NO_BLOCK after the last work tile. base, tiles: its Frame. first, end: its range
+    of the pass's tiles. back: whether the CTA appends from the lists' end."""
 
     block: Int32
     base: Int32
@@ -62,10 +64,11 @@ class WorkTileInfo(NamedTuple):
 class Blocks:
     """Shared memory of the blocks in flight, indexed by the stage of the queries.
 
-    Each stage holds the fields of a WorkTileInfo (`info`) and, per query, its bound, the range of its keys, the length
-    of its list and what its scores are counted in. A query that does not exist has a count below 0. A stage also holds
-    the addresses of the query rows' factors and, per lane of a quad, the addresses of the weights of its columns. The
-    barrier `ready` says that all of this is written; the queries' full barrier covers only info and ranges."""
+    Each stage holds the fields of a WorkTileInfo (`info`) and, per query, its bound, its key range (first_keys,
+    counts), the length of its list (counters) and the power of two that its scores are multiplied by (units). A query
+    past the end has a count below 0. `factors` is the address of the query rows' factors. `weights` is the address of
+    the packed weights, a row per quad lane. The queries' full barrier covers info, bounds, ranges and counters. The
+    barrier `ready` covers all of it."""
 
     info: cute.Tensor
     bounds: cute.Tensor
@@ -79,17 +82,17 @@ class Blocks:
 
 
 class PreparedBlocksSm90(Fp8MqaLogitsSm90):
-    """What a kernel of such a pass does for its next block."""
+    """What the producer warps of a candidate pass do for the next block."""
 
-    sample: bool  # whether it is the first pass, which has no lists
-    weight_row: int  # words of a lane of a quad: pairs of half scores, or a weight each
+    sample: bool  # whether this is the first pass, which has no lists
+    weight_row: int  # words per quad lane: each holds a pair of fp16 weights (fp16 accumulation) or an fp32 weight
 
     @cute.jit
     def open_block(self, tile: WorkTileInfo, ranges: Ranges, lists: Lists, blocks: Blocks, stage: Int32, lane):
-        """What the other warps know of a block: where it goes on in its lists, too."""
+        """Write what the other warps need to know about a block, including the current lengths of its lists."""
         if lane < self.block_q:
             query = tile.block * self.block_q + lane
-            # Of a query past the end: a bound that nothing reaches.
+            # For a query past the end: NaN, a bound that no score reaches.
             bound, first_key, keys, listed = Float32(QUIET_NAN), Int32(0), Int32(-1), Int32(0)
             if query < ranges.starts.shape[0]:
                 first_key, keys = key_range(ranges.starts, ranges.ends, query, ranges.keys)
@@ -105,23 +108,23 @@ class PreparedBlocksSm90(Fp8MqaLogitsSm90):
 
     @cute.jit
     def close_lists(self, lists: Lists, blocks: Blocks, stage: Int32, lane):
-        """How many there are behind the work tile that was in this stage, if one was."""
+        """Write back the list lengths of this stage's previous work tile, if there was one."""
         if const_expr(not self.sample):
             block, back = blocks.info[0, stage], blocks.info[5, stage]
             query = block * self.block_q + lane
             if block != NO_BLOCK and lane < self.block_q and query < lists.bounds.shape[0]:
                 lists.counts[query, back] = blocks.counters[lane, stage]
-            cute.arch.sync_warp()  # before it is written again
+            cute.arch.sync_warp()  # before the stage is overwritten
 
     @cute.jit
     def prepare_part(
         self, block: Int32, weights: cute.Tensor, sq: cute.Tensor, blocks: Blocks, stage: Int32, part: Int32, lane
     ):
-        """A producer warp's quarter of a block's columns, whose queries are there: bring them into fp16's range, and
-        pack their weights."""
+        """Prepare a producer warp's quarter of a block's columns, after its queries have arrived: with fp16
+        accumulation, scale the queries into fp16's range; pack the weights."""
         rows = self.n // PRODUCER_WARPS
         factors = blocks.factors + (stage * self.n + part * rows) * 4
-        # A lane has two heads, which are a pair; where there are fewer, some have the same ones.
+        # Each lane has a pair of heads. If there are fewer pairs than lanes, several lanes have the same pair.
         own = lane % (rows // 2)
         pair = part * (rows // 2) + own
         query, head = 2 * pair // self.heads, 2 * pair % self.heads
@@ -140,7 +143,7 @@ class PreparedBlocksSm90(Fp8MqaLogitsSm90):
             most = cute.arch.fmax(cute.math.absf(a), cute.math.absf(b))
             for log in cutlass.range_constexpr((self.heads // 2).bit_length() - 1):
                 most = cute.arch.fmax(most, cute.arch.shuffle_sync_bfly(most, offset=1 << log))
-            # The largest of the query goes with them: all its heads are divided by the same.
+            # Include the query's largest weight, so that all its heads are divided by the same power of two.
             pairs, unit = half_scores.pack_weights([a, b, most, most])
             store_4(to + pair // 4 * 4, pairs[0])
             blocks.units[query, stage] = unit

@@ -1,18 +1,20 @@
-"""Bounds of the next pass of scores, from those that a query has so far: its sample, or its list of candidates.
+"""Bound of each query for the next pass of scores, computed from its sample or its list of candidates.
 
 Plan
-- A CTA a query. What there is comes into registers; the `rank`-th largest (candidate_rank.py), or a number a little
-  below it that is not below the bound that there was, is the new bound, and what is not below it the list, from the
-  front.
-- Of a sample the digits of maxima are counted, each of up to six scores of different tiles, and only those from the
-  least on that every thread has one of: so one pass does, over a sixth of the numbers. Where a query sees little of the
-  sample, or a higher rank is asked for, digits of all are counted.
-- A row that fits the list needs no bound: -inf. A list that overflowed gets one that nothing reaches, and stays too
-  long.
-- The order of a list is any.
-Shared memory: 8 KiB of digit counts, and a little; 32 KiB of what stays of a sample.
-Registers: 24 scores of a sample a thread, of 48, five CTAs a multiprocessor; or 16 entries of a list, of 64, four CTAs.
-Roofline: none; up to 24 KB a query of a sample, and 7 thousand instructions of a warp.
+- One CTA per query. The CTA loads the query's scores into registers. The new bound is the `rank`-th largest score
+  (candidate_rank.py) or a number slightly below it, but not below the old bound. The scores that are not below the new
+  bound become the list, stored from the front.
+- For a sample, the CTA counts digits of maxima, each over up to six scores of different tiles. Every thread has at
+  least one maximum that is not below the least of the threads' largest maxima, so the digits start there. One pass over
+  a sixth of the numbers is then enough. If a query sees little of the sample, or if the rank exceeds the number of
+  threads, the CTA counts digits of all scores.
+- A row that fits the list needs no bound: -inf. A list that overflowed gets a bound of NaN, which no score reaches, and
+  keeps a length above its capacity.
+- The order of a list's entries is unspecified.
+Shared memory: 8 KiB of digit counts and a few sums; 32 KiB for the kept scores of a sample.
+Registers: 24 scores of a sample per thread, within 48 registers, five CTAs per SM; or 16 entries of a list, within 64
+registers, four CTAs per SM.
+Roofline: none; up to 24 KB per query of a sample, and 7 thousand warp instructions.
 """
 
 from collections.abc import Callable
@@ -34,9 +36,9 @@ from dsa.kernels.indexer.candidate_tiles import Frame, frame_of, key_range, tile
 from dsa.kernels.indexer.selection_list import number_of, order_of
 from dsa.runtime.compile_cache import cached, compile_sm90
 
-SAMPLE_THREADS, SAMPLE_CTAS = 256, 5  # of a CTA, and of a multiprocessor
+SAMPLE_THREADS, SAMPLE_CTAS = 256, 5  # threads per CTA, CTAs per SM
 LIST_THREADS, LIST_CTAS = 256, 4
-VECTOR = 4  # scores of a sample that are read at a time
+VECTOR = 4  # scores of a sample per load
 MINUS_INFINITY, NAN = float("-inf"), float("nan")
 
 
@@ -44,8 +46,8 @@ class CandidateBoundsSm90:
     def __init__(self, sample: bool):
         self.sample = sample
         self.threads, self.ctas = (SAMPLE_THREADS, SAMPLE_CTAS) if sample else (LIST_THREADS, LIST_CTAS)
-        self.own = -(-(SAMPLES if sample else CAPACITY) // self.threads)  # numbers of a thread
-        assert BATCH % VECTOR == 0  # a batch of a sample begins with a vector
+        self.own = -(-(SAMPLES if sample else CAPACITY) // self.threads)  # numbers per thread
+        assert BATCH % VECTOR == 0  # every batch of a sample begins with a new vector
 
     @cute.jit
     def __call__(
@@ -109,17 +111,17 @@ class CandidateBoundsSm90:
                 count = Int32(0)
             load_candidates(entries, query, front, count, Int32(0), orders, own_keys, tid, self.threads)
             searched = bound > MINUS_INFINITY and count > rank
-            count = from_warp(count, tid)  # from here on, which of the warp's registers hold none
-        cute.arch.sync_threads()  # all is read before anything is written
+            count = from_warp(count, tid)  # from here on relative to this warp, whose later batches are empty
+        cute.arch.sync_threads()  # all threads have read the list before any thread overwrites it
 
         low = order_of(bound)
         if searched:
-            # Digits begin at the bound that there was: the list does not have what is below it.
+            # The digits start at the old bound, because the list has no score below it.
             found = low
             if const_expr(self.sample):
                 if rank <= self.threads:
                     found = self.bound_of_maxima(orders, low, rank, memory, tid)
-            # Of a sample: a higher rank, or a query that sees so little of it that there are few maxima.
+            # A list, or a sample with a higher rank or with too few maxima, because the query sees little of it.
             if found == low:
                 found = memory.find(orders, count, low, rank, rank >> 4, 0, tid, self.threads).low
             low = found
@@ -139,14 +141,15 @@ class CandidateBoundsSm90:
                             store_entry(entries, query, place, number_of(orders[i]), own_keys[i])
                             place += 1
         if tid == 0:
-            # Nothing is appended any more to a list that is too long already.
+            # A bound of NaN stops further appends to a list that overflowed.
             bounds[query] = Float32(NAN) if overflow > 0 else number_of(low)
             counts[query, 0] = Int32(CAPACITY + 1) if overflow > 0 else total
             counts[query, 1] = Int32(0)
 
     @cute.jit
     def load_sample(self, entries: cute.Tensor, query, count: Int32, orders: cute.Tensor, tid):
-        """The orders of what the first pass has kept, which is NaN where the query does not see the key."""
+        """Load the scores that the first pass has kept, as orders. They are NaN where the query does not see the
+        key."""
         sample = cute.make_tensor(
             cute.recast_ptr(entries[query, None].iterator, dtype=Float32), cute.make_layout(2 * CAPACITY)
         )
@@ -162,15 +165,18 @@ class CandidateBoundsSm90:
 
     @cute.jit
     def bound_of_maxima(self, orders: cute.Tensor, low: Int32, rank: Int32, memory: RankMemory, tid) -> Int32:
-        """About the rank-th largest of the sample, and no more: that of the maxima of what a thread has in the same
-        place of its vectors, which are of different tiles. They are a sixth as many, and hardly ever are two of the
-        largest few in a hundred in one of them. `low` where there are fewer maxima."""
+        """Find a number that is at most the rank-th largest of the sample, and close to it. -> `low` if there are fewer
+        maxima than `rank`.
+
+        The search runs over maxima. Each is the maximum of the scores at the same position of all vectors of a thread,
+        which belong to different tiles. There are a sixth as many maxima as scores, and two of the largest few percent
+        of the scores hardly ever share a maximum."""
         maxima = cute.make_rmem_tensor((VECTOR,), Int32)
         for j in cutlass.range_constexpr(VECTOR):
             maxima[j] = orders[j]
             for i in cutlass.range_constexpr(VECTOR + j, self.own, VECTOR):
                 maxima[j] = cutlass.max(maxima[j], orders[i])
-        # A thread has one at least that is not below the least of the threads' largest.
+        # Every thread has at least one maximum that is not below the least of the threads' largest maxima.
         largest = cutlass.max(cutlass.max(maxima[0], maxima[1]), cutlass.max(maxima[2], maxima[3]))
         least = cute.arch.warp_redux_sync(largest, "min")
         if tid % WARP == 0:
@@ -185,8 +191,8 @@ class CandidateBoundsSm90:
     def store_sample(
         self, entries, query, frame: Frame, log_stride: Int32, orders, count, low, place, total, kept: cute.Tensor, tid
     ):
-        """Store what is not below `low`, a thread's from `place` on, by way of `kept` in shared memory: that is little,
-        and its keys are computed by as many threads."""
+        """Store the scores that are not below `low`, this thread's from entry `place` on. They go through `kept` in
+        shared memory: they are few, and all threads then share the computation of their keys."""
         for base in cutlass.range_constexpr(0, self.own, BATCH):
             if base * self.threads < count:
                 for i in cutlass.range_constexpr(base, base + BATCH):
@@ -204,16 +210,16 @@ class CandidateBoundsSm90:
 
     @cute.jit
     def first_of_vector(self, tid, vector: cutlass.Constexpr) -> Int32:
-        """Which of the sample's scores a thread's vector begins with."""
+        """Index of the sample's score that this thread's vector begins with."""
         return (tid + vector * self.threads) * VECTOR
 
 
 @cached
 def compile_candidate_bounds(sample: bool):
-    """sample: of the scores that the first pass has kept.
+    """sample: whether the input is the sample of the first pass, or else lists of candidates.
 
     -> f(starts [S], ends [S], entries [S, CAPACITY] int64, counts [S, 2] int32, bounds [S], keys, block_q, log_stride,
-    rank); S > 0. block_q and log_stride are those of the pass in front."""
+    rank); S > 0. block_q and log_stride are those of the pass before."""
     queries = cute.sym_int()
     starts, ends = fake(Int32, (queries,), (1,), 4), fake(Int32, (queries,), (1,), 4)
     numbers = (Int32(1),) * 4

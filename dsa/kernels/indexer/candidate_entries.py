@@ -1,5 +1,8 @@
-"""Lists of candidates in global memory: entries [queries, CAPACITY] of 8 bytes, a score and its key; counts
-[queries, 2], how many there are from the front and from the back; bounds [queries]."""
+"""Lists of candidates in global memory.
+
+entries [queries, CAPACITY]: 8 bytes each, a score and its key. counts [queries, 2]: numbers of entries at the front and
+at the back. bounds [queries].
+"""
 
 import cutlass
 import cutlass.cute as cute
@@ -13,7 +16,7 @@ from dsa.kernels.indexer.selection_list import LOWEST, order_of
 
 @cute.jit
 def load_entry(entries: cute.Tensor, query, place):
-    """(score, key)"""
+    """Load one entry. -> (score, key)"""
     return cute.arch.inline_ptx(
         "ld.global.v2.b32 {" + "{$w0}, {$w1}" + "}, [{$r0}];",
         write_only_types=[Float32, Int32],
@@ -33,8 +36,10 @@ def load_candidates(
     tid,
     threads: cutlass.Constexpr,
 ):
-    """A query's list of `count`, `front` of them from the front, into the registers of a CTA: orders of the scores,
-    LOWEST where there is none, and keys counted from the first."""
+    """Load a query's list of `count` entries, `front` of them from the front, into the registers of a CTA.
+
+    orders    of the scores; LOWEST where there is no entry
+    own_keys  relative to first_key"""
     first = Int64((entries[query, None].iterator + tid).toint())
     for base in cutlass.range_constexpr(0, cute.size(orders), BATCH):
         scores = cute.make_rmem_tensor((BATCH,), Float32)
@@ -45,7 +50,7 @@ def load_candidates(
                 for i in cutlass.range_constexpr(BATCH):
                     scores[i], own_keys[base + i] = _load_if_below(first, tid, count, (base + i) * threads)
             else:
-                for i in cutlass.range_constexpr(BATCH):  # without a branch in between
+                for i in cutlass.range_constexpr(BATCH):  # no branch between the loads, so that they overlap
                     place = cutlass.min(tid + (base + i) * threads, count - 1)
                     at = place if place < front else CAPACITY - 1 - (place - front)
                     scores[i], own_keys[base + i] = load_entry(entries, query, at)
@@ -58,14 +63,14 @@ def load_candidates(
 
 @cute.jit
 def from_warp(count: Int32, tid) -> Int32:
-    """How many of `count` numbers, which threads take by turns, are those of this warp's first thread and behind it."""
+    """How many of `count` items are left from this warp's first thread on, if thread i takes item i of every round."""
     return count - tid // WARP * WARP
 
 
 @cute.jit
 def _load_if_below(first: Int64, tid, count: Int32, ahead: cutlass.Constexpr):
-    """(score, key) of the entry `ahead` behind the one at `first`, whose place is tid; NaN, and a key behind all, if
-    there is none. Without a branch."""
+    """Load entry tid + `ahead`, where `first` is the address of entry tid, without a branch. -> (score, key); NaN and
+    the largest int32 if the entry is at or past `count`."""
     return cute.arch.inline_ptx(
         "{{ .reg .pred p; .reg .b32 a, s, k; "
         f"add.s32 a, {{$r1}}, {ahead}; setp.lt.s32 p, a, {{$r2}}; "
@@ -86,6 +91,6 @@ def store_entry(entries: cute.Tensor, query, place, score: Float32, key: Int32):
 
 
 def fake_lists(queries) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
-    """Stand-ins for the lists of so many queries."""
+    """Fake tensors for the lists of this many queries."""
     entries = fake(Int64, (queries, CAPACITY), (CAPACITY, 1))
     return entries, fake(Int32, (queries, 2), (2, 1)), fake(Float32, (queries,), (1,))

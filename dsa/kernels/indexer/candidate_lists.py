@@ -1,9 +1,9 @@
-"""The candidates of the selection: lists of a query's keys whose scores are not below a bound, how long these are, and
-which parts of the keys give the bounds. In plain numbers, read by kernels and bridge.
+"""Sizes and schedule of the candidate passes: capacity of the lists, strides of the passes, ranks of the bounds.
 
-Passes over a part of the key tiles each: every `strides[0]`-th, then every `strides[1]`-th but for those, and so on, at
-last all others. Behind a pass the scores seen so far are a sample of all, and their r-th largest is a bound for the
-next one.
+Each query has a list of the keys whose scores are not below its bound. Each pass scores a part of the key tiles. The
+first pass takes every `strides[0]`-th tile, the second every `strides[1]`-th tile except those already scored, and so
+on. The last pass takes all remaining tiles. After each pass, the scores so far are a sample of all scores, and their
+r-th largest is a bound for the next pass. Kernels and the bridge read these plain numbers.
 """
 
 import functools
@@ -11,22 +11,22 @@ import itertools
 import math
 
 LOG_TILE, LOG_GROUP = 6, 4
-TILE, GROUP = 1 << LOG_TILE, 1 << LOG_GROUP  # keys of a tile, and of a copy: at least the 16 of a warp
+TILE, GROUP = 1 << LOG_TILE, 1 << LOG_GROUP  # keys per tile, and per copy: at least the 16 of a warp
 PARTS = TILE // GROUP
-CAPACITY = 4080  # candidates of a query, 8 bytes each: with what else there is of it less than 32 KiB
-BATCH = 4  # of a thread's candidates in registers, which are passed over together where there are none
-SAMPLE_TILES = 96  # scores of as many tiles are kept for the first bound
+CAPACITY = 4080  # candidates per query, 8 bytes each: with the query's other data, less than 32 KiB
+BATCH = 4  # candidates per thread that a loop skips together if the warp has none of them
+SAMPLE_TILES = 96  # the first pass keeps the scores of at most this many tiles
 SAMPLES = SAMPLE_TILES * TILE
-FINAL_STRIDE = 4  # a quarter of the keys gives the last bound
-MOST_RATIO = 64  # of the strides of two passes
+FINAL_STRIDE = 4  # the last bound comes from a quarter of the keys
+MOST_RATIO = 64  # between the strides of consecutive passes
 LOG_MAX_KEYS = 28
-MAX_KEYS = 1 << LOG_MAX_KEYS  # products of tiles and CTAs are int32
-NOTHING_LEFT = -(2**31)  # the end of a query's keys that has its result
+MAX_KEYS = 1 << LOG_MAX_KEYS  # so that products of tiles and CTAs fit an int32
+NOTHING_LEFT = -(2**31)  # in `remaining`: the query's result is complete
 
 
 def pass_strides(keys: int) -> tuple[int, ...]:
-    """Of all passes, the last of which is 1."""
-    tiles = -(-(-(-keys // GROUP) + 1) // PARTS)  # at most: a first group may begin before the first key
+    """Strides of all passes. The last stride is 1."""
+    tiles = -(-(-(-keys // GROUP) + 1) // PARTS)  # upper bound: the first group may begin before the first key
     strides = [FINAL_STRIDE]
     while -(-tiles // strides[0]) > SAMPLE_TILES:
         fits = 1 << (-(-tiles // SAMPLE_TILES) - 1).bit_length()
@@ -36,11 +36,11 @@ def pass_strides(keys: int) -> tuple[int, ...]:
 
 @functools.lru_cache(4096)
 def bound_ranks(k: int, strides: tuple[int, ...]) -> tuple[int, ...]:
-    """Behind each pass but the last, the rank of the bound from the top of what was seen.
+    """For each pass but the last, the rank (1: the largest) of the next pass's bound among the scores so far.
 
-    The k-th largest of all keys is expected at rank e = k / stride of the sample, give or take sqrt(e). The bound of
-    the last pass is halfway between k candidates and as many as there is room for, or at 8 deviations; those before are
-    at 7, and at most at what fills 0.6 of the list in the next pass."""
+    The k-th largest of all keys is expected at rank e = k / stride of the sample, with a standard deviation of sqrt(e).
+    The last pass's bound aims halfway between k candidates and a full list, or at e + 8 deviations, whichever is less.
+    The earlier bounds aim at e + 7 deviations, but at most at the rank that fills 0.6 of the list in the next pass."""
     ranks = []
     for stride, following in itertools.pairwise(strides):
         expected = k / stride
@@ -53,6 +53,6 @@ def bound_ranks(k: int, strides: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def choose_ctas(queries: int, block_q: int, sms: int) -> int:
-    """Of a pass: at most two of them share a block of queries."""
+    """Number of CTAs of a pass. At most two CTAs share a block of queries."""
     blocks = -(-queries // block_q)
     return 2 * blocks if 2 * blocks <= sms else min(blocks, sms)

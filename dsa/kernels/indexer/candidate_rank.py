@@ -1,8 +1,9 @@
-"""The r-th largest of the numbers that a CTA's threads hold in registers, by counting digits in shared memory.
+"""Find the r-th largest of the numbers in a CTA's registers by counting digits in shared memory.
 
-A number is kept as its order (selection_list.py); a register that holds none is LOWEST. What lies between a lower bound
-of the orders and the largest is divided into up to 2048 digits, all as wide; a scan from the largest finds the digit of
-the r-th, whose orders are divided next, until they are few, or one. Orders have 32 bits, so three times do for any.
+A number is kept as its order, an integer that sorts like the number (selection_list.py). An empty register holds
+LOWEST. The range from a lower bound to the largest order is divided into up to 2048 digits of equal width. A scan from
+the largest digit finds the digit of the r-th number. That digit's orders are divided next, until the digit holds few
+numbers or is a single order. Orders have 32 bits, so three passes are enough for any input.
 """
 
 from dataclasses import dataclass
@@ -21,8 +22,8 @@ assert BINS == 1 << LOG_DIGITS
 
 
 class RankFound(NamedTuple):
-    """The orders from `low` on, 1 << shift of them, are of one digit, which `inside` of the numbers have; the one that
-    is looked for is the `rank`-th largest of these."""
+    """A digit: the orders [low, low + (1 << shift)). `inside` of the numbers have it. The number that is looked for is
+    the `rank`-th largest of these."""
 
     low: Int32
     shift: Int32
@@ -32,7 +33,8 @@ class RankFound(NamedTuple):
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Shared memory: digits, whose counts are zero before a search and behind it; largest [32], of warps."""
+    """Shared memory. digits: the digit counts, zero before and after a search. largest [32]: each warp's largest
+    order."""
 
     digits: SelectMemory
     largest: cute.Tensor
@@ -53,22 +55,25 @@ class RankMemory:
         tid,
         threads: cutlass.Constexpr,
     ) -> RankFound:
-        """A digit that has the rank-th largest of all orders (1: the largest), or `low` where there are fewer: of no
-        more than rank + slack numbers with what is above it, or of no more than `few`, or of one order.
+        """Find a digit that holds the rank-th largest of all orders (1: the largest). If there are fewer numbers, the
+        result begins at `low`.
 
-        orders  of each thread, LOWEST where it holds no number: of a batch from register b on, none of the warp's if
-                `count` is at most b * threads
-        low     -inf's order or more, and at most that of any number
+        The search ends at a digit in one of three cases. The digit and all higher ones hold at most rank + slack
+        numbers; or the digit holds at most `few` numbers; or the digit is a single order.
+
+        orders  per thread, LOWEST where it holds no number. If `count` is at most b * threads, this warp's registers
+                from b on hold no number; b is the first register of a batch
+        low     at least the order of -inf, and at most the order of any number
         rank    at least 1
-        `digits.clear` may come right before; begins and ends with a barrier
+        The caller may call `digits.clear` right before. Begins and ends with a barrier.
         """
         assert cute.size(orders) % BATCH == 0
         span, inside = self.span(orders, count, low, tid, threads), Int32(0)
         shift = cutlass.max(32 - LOG_DIGITS - Int32(cute.arch.clz(span)), 0)
         searching = Int32(1)
         while searching > 0:
-            # What has another digit of those before is further from `low` than `span`; so is what is no number, by 2^23
-            # or more, where a digit is 2^21 orders at most.
+            # Unsigned, an order outside the current range is further from `low` than `span`, and goes to bin BINS. So
+            # does an empty register: it is at least 2^23 beyond `span`, and a digit has at most 2^21 orders.
             last = span >> Uint32(shift)
             for base in cutlass.range_constexpr(0, cute.size(orders), BATCH):
                 if base * threads < count:
@@ -92,7 +97,7 @@ class RankMemory:
 
     @cute.jit
     def span(self, orders: cute.Tensor, count: Int32, low: Int32, tid, threads: cutlass.Constexpr) -> Uint32:
-        """How far from `low` the largest order is. Ends behind a barrier."""
+        """Distance of the largest order from `low`. Contains a barrier."""
         largest = low
         for base in cutlass.range_constexpr(0, cute.size(orders), BATCH):
             if base * threads < count:

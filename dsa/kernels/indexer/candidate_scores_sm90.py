@@ -1,31 +1,34 @@
-"""Lightning-indexer scores of a part of the key tiles, of which a query's candidates are kept: what is not below its
-bound. Scores have the bits of fp8_mqa_logits_sm90, whose wgmma, sums over heads and roles these are.
+"""Lightning-indexer scores of a part of the key tiles. Each query keeps its candidates: scores not below its bound.
+
+The scores are bitwise those of fp8_mqa_logits_sm90; wgmma, sums over heads and warp roles are the same.
 
 Plan
-- A pass has the key tiles (candidate_tiles.py) that are multiples of `stride` and not of `stride` << `log_period`, of
-  every block of queries. The first pass keeps all its scores as a sample, the others append candidates to lists.
-- Warp roles: consumer warpgroups as in fp8_mqa_logits_sm90, and a producer warp for each of them, so that their
-  instructions, more than one producer's there, are not all issued by the first quarter of a multiprocessor. A key tile
-  is loaded by four copies of 16 keys. The last warp of the producer warpgroup loads a block's queries and says which
-  keys are its.
-- A block begins without a wait: while the consumers multiply the block before, each of the four producer warps prepares
-  a quarter of its columns in shared memory, which brings queries into fp16's range and packs weights, and all that a
-  consumer needs to know of the block is there.
-- Mainloop: as there; the epilogue of a candidate pass multiplies by the key's scale and compares with the bound of the
-  lane's query. One vote for both keys of a lane decides whether the warp has anything to append; only then it looks at
-  ranges.
-- Lists: a query's keys of a pass belong to one CTA, or to two, of which one appends from the front of the list and the
-  other from its end. So places are handed out by a counter in shared memory, 100 clocks instead of the 700 of a global
-  one, in the shadow of the next tile's wgmma. Their order is any; what a list holds is not, unless it overflows.
-- Scheduler: static persistent over blocks of queries, later ones first, all but the last one to two blocks a CTA, which
-  all CTAs share evenly: of B blocks each CTA computes B / CTAs. The CTAs' order turns over from one block to the next,
-  since a causal batch gives the later block more keys.
-Shared memory: barriers, the queries and keys of fp8_mqa_logits_sm90, and of each of two blocks its weights, ranges,
+- In every block of queries, a pass has the key tiles (candidate_tiles.py) that are multiples of `stride` and not of
+  `stride` << `log_period`. The first pass keeps all its scores as a sample. The others append candidates to lists.
+- Warp roles: consumer warpgroups as in fp8_mqa_logits_sm90 (score_mainloop.py), and a producer warp for each of them. A
+  producer executes more instructions than the single one there. With several producer warps, the first quarter of an SM
+  does not have to issue them all. Four copies of 16 keys load a key tile. The last warp of the producer warpgroup loads
+  a block's queries and computes their key ranges.
+- Prologue: a block begins without a wait. While the consumers score the previous block, each of the four producer warps
+  prepares a quarter of the block's columns in shared memory (candidate_blocks.py). With fp16 accumulation, it scales
+  queries into fp16's range; it packs weights. Shared memory then has all that a consumer needs to know about the block.
+- Mainloop: as in fp8_mqa_logits_sm90. The epilogue of a candidate pass multiplies by the key's scale and compares with
+  the bound of the lane's query. One vote for both keys of a lane decides whether the warp has anything to append. Only
+  then does the warp check the key ranges.
+- Lists: in a pass, one CTA or two process all keys of a query. One CTA appends from the front of the list, the other
+  from its end. So a counter in shared memory assigns the entries. It takes 100 cycles instead of the 700 of a counter
+  in global memory, during the next tile's wgmma. The order of the entries is unspecified. The set of entries is
+  deterministic unless the list overflows.
+- Scheduler: static persistent over blocks of queries, later ones first. A CTA gets whole blocks at first. All CTAs
+  share the last one to two blocks per CTA evenly, so with B blocks each CTA computes B / CTAs. The order of the CTAs
+  reverses from one block to the next, because a causal batch gives the later block more keys.
+Shared memory: barriers, the queries and keys of fp8_mqa_logits_sm90, and for each of two blocks its weights, ranges,
 bounds and counters.
-Registers: as fp8_mqa_logits_sm90, but for 8 of a consumer thread, which the producers have instead: 24 each, or 16.
-Roofline: that of the scores. With 64 heads a key tile has 2 instructions less than in fp8_mqa_logits_sm90 of half
-scores, 12 more of fp32 ones, and 24 for a warp that appends, which is 2 of 3 tiles at 128K keys and k = 2048, and 1 of
-4 at 512K.
+Registers: 8 fewer per consumer thread than in fp8_mqa_logits_sm90. The producer threads have them instead: 16 more each
+with two consumer warpgroups, 24 with three.
+Roofline: that of the scores. With 64 heads, a key tile has 2 instructions fewer than in fp8_mqa_logits_sm90 with fp16
+accumulation, and 12 more with fp32. A warp that appends has 24 more. It appends in 2 of 3 tiles at 128K keys and
+k = 2048, and in 1 of 4 at 512K.
 """
 
 from collections.abc import Callable
@@ -41,12 +44,10 @@ from dsa.cute.copies import tile_load
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream, strides
 from dsa.cute.pipeline import Mbarriers, Pipeline, pipeline_storage, start
-from dsa.cute.reductions import quad_reduce_scatter
 from dsa.cute.shared_memory import load_16
 from dsa.cute.sm90 import WARP, WARPGROUP, opaque
 from dsa.cute.wgmma import multiply
 from dsa.cute.work_tile import read_info, write_info
-from dsa.kernels.indexer import half_scores
 from dsa.kernels.indexer.candidate_blocks import (
     NO_BLOCK,
     PADDING,
@@ -64,15 +65,18 @@ from dsa.kernels.indexer.candidate_lists import CAPACITY, GROUP, LOG_GROUP, PART
 from dsa.kernels.indexer.candidate_tiles import NO_KEY, frame_of, tiles_of_pass
 from dsa.kernels.indexer.fp8_mqa_logits_sm90 import Q_STAGES, MqaLogitsConfig, Pipelines, choose_config
 from dsa.kernels.indexer.limits import HEAD_DIMS, HEADS
-from dsa.kernels.indexer.score_tile import TILE, head_sum, key_layout, query_layout, score_mma
+from dsa.kernels.indexer.score_mainloop import Scoring
+from dsa.kernels.indexer.score_tile import TILE, key_layout, query_layout, score_mma
 from dsa.runtime.compile_cache import cached, compile_sm90
 
-REGISTERS = {2: (224, 56), 3: (152, 56)}  # as dsa.cute.sm90 has them; here the producer warps have more to do
+# Consumer, producer. Not those of dsa.cute.sm90, because the producer warps do more here.
+REGISTERS = {2: (224, 56), 3: (152, 56)}
 
 
 class Shares(NamedTuple):
-    """A CTA's work tiles: `whole` blocks of queries, then pieces of the last `line` blocks, from number `piece` on. All
-    CTAs have as much of these blocks: [begin, end) in CTAs-ths of a block."""
+    """A CTA's `count` work tiles: `whole` blocks of queries, then pieces of the remaining blocks, which all CTAs share
+    evenly. The CTA's part of the remaining blocks is [begin, end), in units of 1 / CTAs of a block. `piece` is the
+    first of them that it has a part of."""
 
     whole: Int32
     piece: Int32
@@ -83,7 +87,7 @@ class Shares(NamedTuple):
 
 @dataclass(frozen=True)
 class OwnLists:
-    """Of a lane's queries: bounds, ranges of keys, and the address of the list's entry where the CTA begins."""
+    """Lists of a lane's queries: bounds, key ranges, and the address of the entry where the CTA begins to append."""
 
     bounds: cute.Tensor
     first_keys: cute.Tensor
@@ -121,7 +125,7 @@ class CandidateScoresSm90(PreparedBlocksSm90):
         stream,
     ):
         k_layout = key_layout(TILE, self.n, self.dim, self.stages)
-        # The same bytes by groups.
+        # The same bytes as groups of 16 keys.
         group_layout = key_layout(GROUP, self.n, self.dim, self.stages * PARTS)
         q_layout = query_layout(self.n, self.dim, Q_STAGES)
         k_atom, k_tma = tile_load(k, group_layout, (GROUP, self.dim))
@@ -139,7 +143,7 @@ class CandidateScoresSm90(PreparedBlocksSm90):
             counters: cute.struct.MemRange[Int32, self.stage_q]
             units: cute.struct.MemRange[Float32, self.stage_q]
             weights: cute.struct.Align[cute.struct.MemRange[Uint32, 4 * self.weight_row * Q_STAGES], 16]
-            # Of half scores: what the rows of queries were divided by.
+            # With fp16 accumulation: the powers of two that the query rows were divided by.
             factors: cute.struct.MemRange[Float32, self.n * Q_STAGES if self.half else 0]
             q: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(q_layout)], 1024]
             k: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(k_layout)], 1024]
@@ -228,7 +232,7 @@ class CandidateScoresSm90(PreparedBlocksSm90):
 
     @cute.jit
     def work_tile_of(self, number, shares: Shares, ranges: Ranges, bounds: cute.Tensor, lane) -> WorkTileInfo:
-        """The CTA's work tile `number`. Later queries come first: in a causal batch they have the longest ranges."""
+        """The CTA's work tile `number`. Later queries come first: in a causal batch, they have the longest ranges."""
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         blocks = cute.ceil_div(ranges.starts.shape[0], self.block_q)
@@ -246,7 +250,7 @@ class CandidateScoresSm90(PreparedBlocksSm90):
         first = (periods * low // ctas) << ranges.log_period
         end = cutlass.min((periods * high // ctas) << ranges.log_period, tiles)
         if const_expr(not self.sample):
-            # A block whose lists have all overflowed has no work: nothing reaches bounds of NaN.
+            # A block whose lists have all overflowed has no work: no score reaches a bound of NaN.
             query, waits = block * self.block_q + lane, False
             if lane < self.block_q and query < bounds.shape[0]:
                 waits = bounds[query] == bounds[query]
@@ -258,7 +262,8 @@ class CandidateScoresSm90(PreparedBlocksSm90):
     def load_queries(
         self, q_atom, mq, weights, ranges: Ranges, lists: Lists, sq, blocks: Blocks, pipelines: Pipelines, lane
     ):
-        """The producer of the queries, which knows the work tiles and opens and closes their lists."""
+        """The producer of the queries: it computes the work tiles, loads their queries, and opens and closes their
+        lists."""
         gq = cute.local_tile(mq, (self.n, self.dim), (None, 0))
         tqs, tqg = cute.nvgpu.cpasync.tma_partition(
             q_atom, 0, cute.make_layout(1), cute.group_modes(sq, 0, 2), cute.group_modes(gq, 0, 2)
@@ -295,7 +300,8 @@ class CandidateScoresSm90(PreparedBlocksSm90):
     def load_keys(
         self, k_atom, mk, weights, log_stride, log_period, sq, sgroups, blocks: Blocks, pipelines: Pipelines, part, lane
     ):
-        """The producer of a consumer warpgroup's key tiles, or of none."""
+        """The producer of a consumer warpgroup's key tiles. With two warpgroups, one warp has none and only prepares
+        blocks."""
         gk = cute.local_tile(mk, (GROUP, self.dim), (None, 0))
         tks, tkg = cute.nvgpu.cpasync.tma_partition(
             k_atom, 0, cute.make_layout(1), cute.group_modes(sgroups, 0, 2), cute.group_modes(gk, 0, 2)
@@ -326,9 +332,8 @@ class CandidateScoresSm90(PreparedBlocksSm90):
 
     @cute.jit
     def first_tile(self, tile: WorkTileInfo, turn, log_period):
-        """(which of the pass's tiles is the work tile's first of the warpgroup whose turn is `turn`, its turn in the
-        next work tile): the warpgroups take turns over the whole life of the CTA, and none has two more than
-        another."""
+        """(index in the pass of the first tile of the warpgroup whose turn is `turn`, its turn in the next work tile).
+        The warpgroups take the tiles in turns over the CTA's whole life, so their counts differ by at most one."""
         v, count = tile.first + turn, tile.end - tile.first
         if const_expr(not self.sample):
             v += 1
@@ -340,7 +345,7 @@ class CandidateScoresSm90(PreparedBlocksSm90):
 
     @cute.jit
     def next_tile(self, v, period_mask, late):
-        """The pass's tile `groups` behind v: multiples of the period are left out. A period is longer than that."""
+        """The pass's tile `groups` after v, without the multiples of the period. A period is longer than `groups`."""
         following = v + self.groups
         if const_expr(not self.sample):
             if (v & period_mask) >= late:
@@ -352,22 +357,10 @@ class CandidateScoresSm90(PreparedBlocksSm90):
         self, k_scale, entries, strides, mma, sq, sk, blocks: Blocks, pipelines: Pipelines, tid, warp, lane
     ):
         """The mainloop of a consumer warpgroup."""
-        thr_mma = mma.get_slice(tid % WARPGROUP)
-        ra, rb = mma.make_fragment_A(thr_mma.partition_A(sk)), mma.make_fragment_B(thr_mma.partition_B(sq))
-        acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((TILE, self.n)), self.accumulators)
-        flat = cute.make_tensor(acc.iterator, cute.make_layout(self.n // 2))
-        sums, scales = cute.make_rmem_tensor((2 * self.block_q,), Float32), cute.make_rmem_tensor((2,), Float32)
-        w = cute.make_rmem_tensor((self.n // 4,), Float32)
-        unit = cute.make_rmem_tensor((self.lane_q,), Float32)  # what the scores of the lane's queries are counted in
-        if const_expr(self.half):
-            flat = cute.recast_tensor(flat, Uint32)
-            sums = cute.make_rmem_tensor((2 * self.block_q,), Uint32)
-            w = cute.make_rmem_tensor((self.n // 8,), Uint32)
-        sums.fill(0)
-        keys = k_scale.shape[0]
+        scoring = self.scoring(mma, sq, sk, tid)
         quad = lane % 4
-        place = (warp % 4) * 16 + lane // 4  # of the first of the lane's two keys in a key tile
-        # In registers of every lane: the compiler would compute them anew for every tile.
+        place = (warp % 4) * 16 + lane // 4  # position in a key tile of the lane's first key
+        # `opaque` keeps these in registers. Otherwise, the compiler would recompute them for every tile.
         log_stride, log_period = strides
         period = Int32(1) << log_period
         period_mask, late = opaque(period - 1), opaque(period - self.groups)
@@ -389,70 +382,54 @@ class CandidateScoresSm90(PreparedBlocksSm90):
                 first_entry = entries[tile.block * self.block_q + mine, None].iterator
                 if const_expr(not self.sample):
                     first_entry += tile.back * (CAPACITY - 1)
-                # Through a shuffle, or the compiler would compute it anew for every entry.
+                # The shuffle keeps the compiler from recomputing the address for every entry.
                 pointer = Int64(first_entry.toint())
                 low, high = (cute.arch.shuffle_sync(Int32(x), lane) for x in (pointer & 0xFFFFFFFF, pointer >> 32))
                 own.pointers[i] = (Int64(high) << 32) | Int64(Uint32(low))
                 if const_expr(self.half):
-                    unit[i] = blocks.units[mine, stage]
+                    scoring.unit[i] = blocks.units[mine, stage]
             at = blocks.weights + (stage * 4 + quad) * (self.weight_row * 4)
-            for j in cutlass.range_constexpr(cute.size(w) // 4):
+            for j in cutlass.range_constexpr(cute.size(scoring.w) // 4):
                 for c, word in enumerate(load_16(at + j * 16)):
-                    w[4 * j + c] = word if const_expr(self.half) else word.bitcast(Float32)
-            # The address of the first of the lane's queries' counters.
+                    scoring.w[4 * j + c] = word if const_expr(self.half) else word.bitcast(Float32)
+            # The address of the counter of the lane's first query.
             counter = opaque(Int32(blocks.counters.iterator.toint()) + (stage * self.block_q + quad) * 4)
             base_key = ((tile.base + place // GROUP * tile.tiles) << LOG_GROUP) + place % GROUP
             entry_step = opaque(8 - 16 * tile.back)
             v, turn = self.first_tile(tile, turn, log_period)
             v = opaque(v)
-            # No tile is without its epilogue yet: NaN is no candidate, and NO_KEY no key.
-            scales.fill(QUIET_NAN)
+            # No tile waits for its epilogue yet: a score of NaN is never a candidate, and NO_KEY is not a key.
+            scoring.scales.fill(QUIET_NAN)
             key, pending = Int32(NO_KEY), Int32(0)
             if v < tile.end:
                 ring.consumer_wait(k_state)
             while v < tile.end:
                 done = k_state
-                multiply(mma, acc, ra, rb, ring.index(done), q_state.stage)
-                # While it runs: the last tile's epilogue, this one's scales, and the next one's keys.
-                self.finish(sums, scales, unit, own, counter, entry_step, key, pending, place, quad)
+                multiply(mma, scoring.acc, scoring.ra, scoring.rb, ring.index(done), q_state.stage)
+                # During the wgmma: the previous tile's epilogue, this tile's scales, the wait for the next tile's keys.
+                self.finish(scoring, own, counter, entry_step, key, pending, place, quad)
                 key = base_key + v * step_keys
                 pending = v
-                for half in cutlass.range_constexpr(2):
-                    scales[half] = k_scale[cutlass.min(key + 8 * half, keys - 1)]
+                self.take_scales(scoring, k_scale, key)
                 k_state = ring.advance(k_state)
                 v = self.next_tile(v, period_mask, late)
                 if v < tile.end:
                     ring.consumer_wait(k_state)
-                cute.nvgpu.warpgroup.wait_group(0)
-                ring.consumer_release(done)
-                for t in cutlass.range_constexpr(self.block_q):
-                    if const_expr(self.half):
-                        sums[2 * t], sums[2 * t + 1] = half_scores.head_sum(flat, w, t, self.heads)
-                    else:
-                        sums[2 * t], sums[2 * t + 1] = head_sum(flat, w, t, self.heads)
-            self.finish(sums, scales, unit, own, counter, entry_step, key, pending, place, quad)
-            cute.arch.sync_warp()  # all lanes have appended
+                self.finish_tile(scoring, ring, done)
+            self.finish(scoring, own, counter, entry_step, key, pending, place, quad)
+            cute.arch.sync_warp()  # all lanes have appended before the stage is released
             pipelines.q.consumer_release(q_state)
             q_state = pipelines.q.advance(q_state)
             pipelines.q.consumer_wait(q_state)
             tile = read_info(WorkTileInfo, blocks.info, q_state.stage)
 
     @cute.jit
-    def finish(self, sums, scales, unit, own: OwnLists, counter, entry_step, key, v, place, quad):
-        """Add up the quads' sums over heads, give each lane its queries, scale, and keep the scores of `key` and
-        `key` + 8, which are of the pass's tile v."""
-        upper, odd = (quad & 2) != 0, (quad & 1) != 0
+    def finish(self, scoring: Scoring, own: OwnLists, counter, entry_step, key, v, place, quad):
+        """Keep the scores of `key` and `key` + 8, which belong to the pass's tile v."""
         for i in cutlass.range_constexpr(self.lane_q):
-            values = []
-            for half in cutlass.range_constexpr(2):
-                of_quad = [sums[2 * (4 * i + j) + half] for j in range(4)]
-                if const_expr(self.half):
-                    value = quad_reduce_scatter(*(half_scores.pair_sum(x) for x in of_quad), upper, odd) * unit[i]
-                else:
-                    value = quad_reduce_scatter(*of_quad, upper, odd)
-                values.append(value * scales[half])
+            values = [self.score(scoring, i, half, quad) for half in range(2)]
             if const_expr(self.sample):
-                # NaN where the query does not see the key. A query past the end has no room for it.
+                # NaN where the query does not see the key. A query past the end has no row of entries.
                 if key < NO_KEY and own.counts[i] >= 0:
                     for half in cutlass.range_constexpr(2):
                         inside = Uint32(key + 8 * half - own.first_keys[i]) < Uint32(own.counts[i])
@@ -471,8 +448,8 @@ class CandidateScoresSm90(PreparedBlocksSm90):
 
     @cute.jit
     def append(self, values, taken, key, counter: Int32, pointer: Int64, entry_step):
-        """A lane's scores of `key` and `key` + 8, as far as they are taken, to its query's list, if there is room.
-        Counted together: an atomic's latency is most of what appending takes."""
+        """Append those of a lane's scores of `key` and `key` + 8 that are taken to its query's list, while there is
+        room. One atomic counts both, because its latency is most of the cost of an append."""
         if taken[0] + taken[1] > 0:
             at = cute.arch.inline_ptx(
                 "atom.relaxed.cta.shared::cta.add.u32 {$w0}, [{$r0}], {$r1};",
@@ -491,12 +468,12 @@ class CandidateScoresSm90(PreparedBlocksSm90):
 
 @cached
 def compile_candidate_scores(heads: int, dim: int, sample: bool, half: bool, config: MqaLogitsConfig):
-    """sample: the first pass, which keeps all scores; half: fp16 accumulators (half_scores).
+    """sample: the first pass, which keeps all scores; half: fp16 accumulation (half_scores.py).
 
     -> f(q [S * H, D] e4m3, k [Skv, D] e4m3, k_scale [Skv], weights [S, H], starts [S], ends [S],
-    entries [S, CAPACITY] int64, counts [S, 2] int32, bounds [S], log_stride, log_period, ctas); 0 < Skv < MAX_KEYS, and
-    ctas of choose_ctas. A period has more tiles than there are consumer warpgroups; a sample's log_period is 0, and it
-    leaves counts and bounds alone."""
+    entries [S, CAPACITY] int64, counts [S, 2] int32, bounds [S], log_stride, log_period, ctas); 0 < Skv < MAX_KEYS.
+    ctas comes from choose_ctas. A period has more tiles than there are consumer warpgroups. For a sample, log_period is
+    0, and counts and bounds are not used."""
     queries, keys = cute.sym_int(), cute.sym_int()
     q = fake(Float8E4M3FN, (cute.sym_int(), dim), (dim, 1))
     k = fake(Float8E4M3FN, (keys, dim), (*strides(1, 16), 1))

@@ -1,17 +1,21 @@
-"""The k largest of a query's candidates, of equal scores the lowest keys, in ascending order of the keys; and which
-queries have none that can be told from their list.
+"""Select the k largest of a query's candidates, in ascending order of the keys. Among equal scores, the lowest keys
+win.
+
+The kernel also reports the queries whose list does not determine the result.
 
 Plan
-- A CTA a query, the list in registers. candidate_rank.py finds a digit of the k-th largest score; of the few that share
-  it each is ranked by a warp, of equal scores by their keys. Where there are many they are equal, and the highest key
-  of those that are needed is searched bit by bit.
-- Order: the selected are counted in 4096 buckets of keys, all as wide, two in a word of what counted digits; a scan
-  says where each bucket begins, and every key counts those of its bucket that are on the wrong side of it.
-- A list that is too long, or has fewer than min(k, keys) of those above a bound, says nothing: the query's end goes to
-  `remaining`, for indexer_select_sm90. All others have NOTHING_LEFT there.
+- One CTA per query, with the list in registers. candidate_rank.py finds a digit that holds the k-th largest score. If
+  few candidates share that digit, a warp ranks each of them, equal scores by their keys. If many share it, their scores
+  are equal, and a search bit by bit finds the highest key that is needed.
+- Order: the CTA counts the selected candidates in 4096 buckets of keys, all equally wide, two in a word of the former
+  digit counts. A scan finds where each bucket begins. Each key finds its rank by comparison with the others of its
+  bucket.
+- A list does not determine the result if it overflowed, or if it has a bound above -inf and fewer than min(k, keys)
+  entries. The query's end then goes to `remaining`, for indexer_select_sm90. For all other queries, `remaining` is
+  NOTHING_LEFT.
 Shared memory: 25 KiB.
-Registers: 16 candidates a thread, two registers each; four CTAs a multiprocessor.
-Roofline: none; 22 KB a query and about 10 thousand instructions of a warp.
+Registers: 16 candidates per thread, two registers each; four CTAs per SM.
+Roofline: none; 22 KB per query, and about 10 thousand warp instructions.
 """
 
 from collections.abc import Callable
@@ -38,11 +42,11 @@ from dsa.kernels.indexer.select_limits import MAX_SELECTED
 from dsa.kernels.indexer.selection_list import HIGHEST, LOWEST, number_of, order_of
 from dsa.runtime.compile_cache import cached, compile_sm90
 
-THREADS, CTAS = 256, 4  # of a CTA, and of a multiprocessor
-OWN = -(-CAPACITY // THREADS)  # candidates of a thread
+THREADS, CTAS = 256, 4  # threads per CTA, CTAs per SM
+OWN = -(-CAPACITY // THREADS)  # candidates per thread
 LOG_BUCKETS = 12
-OWN_WORDS = (1 << LOG_BUCKETS) // 2 // THREADS  # of two buckets each
-assert (1 << LOG_BUCKETS) // 2 <= BINS  # they are where the counts are
+OWN_WORDS = (1 << LOG_BUCKETS) // 2 // THREADS  # per thread, with two buckets each
+assert (1 << LOG_BUCKETS) // 2 <= BINS  # the buckets reuse the memory of the digit counts
 FEW = WARP
 NO_KEY = -1
 MINUS_INFINITY = float("-inf")
@@ -50,9 +54,10 @@ MINUS_INFINITY = float("-inf")
 
 @dataclass(frozen=True)
 class Memory:
-    """Shared memory. rank: its counts are buckets later; few: orders and keys [2, FEW] of a digit's candidates, and how
-    many are there [1]; last [2]: the order and the key of the last of them that is needed; keys, orders [MAX_SELECTED]:
-    of the selected, by bucket, and of the keys what is none before the first and behind the last."""
+    """Shared memory. rank: memory of the search, whose digit counts later are buckets. few [2, FEW]: orders and keys of
+    a digit's candidates. few_count [1]: number of these. last [2]: order and key of the last of these that is selected.
+    keys, orders [MAX_SELECTED]: the selected candidates by bucket; keys has NO_KEY before the first and after the
+    last."""
 
     rank: RankMemory
     few: cute.Tensor
@@ -75,7 +80,7 @@ class Memory:
 
 @cute.jit
 def is_selected(order: Int32, key: Int32, floor: Int32, last: Int32):
-    """Whether a candidate is one of those that `CandidateSelectSm90.cut` leaves."""
+    """Whether a candidate is selected, given the result of `CandidateSelectSm90.cut`."""
     return order > floor or (order == floor and key <= last)
 
 
@@ -147,7 +152,7 @@ class CandidateSelectSm90:
         if not unknown:
             orders, own_keys = cute.make_rmem_tensor((OWN,), Int32), cute.make_rmem_tensor((OWN,), Int32)
             load_candidates(entries, query, front, count, first_key, orders, own_keys, tid, THREADS)
-            # Selected are orders above `floor`, and those that equal it with keys up to `last`.
+            # Selected: orders above `floor`, and orders equal to `floor` with keys up to `last`.
             floor, last = Int32(LOWEST), Int32(-1)
             if count > k:
                 least = order_of(bounds[query])
@@ -184,7 +189,8 @@ class CandidateSelectSm90:
                 known = Int32(sequence >= 0 and sequence < block_table.shape[0] and last_page >= 0)
             for p in cutlass.range(tid, selected, THREADS, unroll=1):
                 index = memory.keys[1 + p]
-                # Those of its bucket lie around it: larger ones before it count, and smaller ones behind it.
+                # The bucket's other keys are next to it. Larger keys before it lower its rank, smaller ones after it
+                # raise it.
                 rank, at, other = p, p, memory.keys[p]
                 while other >> shift == index >> shift:
                     if other > index:
@@ -220,8 +226,8 @@ class CandidateSelectSm90:
 
     @cute.jit
     def cut(self, found: RankFound, orders: cute.Tensor, own_keys: cute.Tensor, count: Int32, memory: Memory, tid):
-        """(floor, last): the `found.rank` best of the digit's candidates are those above `floor`, and with keys up to
-        `last` those that equal it."""
+        """(floor, last): the `found.rank` best of the digit's candidates are those with orders above `floor`, and those
+        with orders equal to `floor` and keys up to `last`."""
         floor, last = found.low, Int32(HIGHEST)
         if found.inside > found.rank:
             if found.inside <= FEW:
@@ -232,7 +238,7 @@ class CandidateSelectSm90:
                                 at = cute.arch.atomic_add(memory.few_count.iterator, Int32(1), scope="cta")
                                 memory.few[0, at], memory.few[1, at] = orders[i], own_keys[i]
                 cute.arch.sync_threads()
-                # A warp asks of one of them, or two, how many are better.
+                # Each warp takes every 8th of them and counts the better ones.
                 lane = tid % WARP
                 order, key = memory.few[0, lane], memory.few[1, lane]
                 for i in cutlass.range(tid // WARP, found.inside, THREADS // WARP, unroll=1):
@@ -248,8 +254,8 @@ class CandidateSelectSm90:
 
     @cute.jit
     def last_of_equal(self, orders: cute.Tensor, own_keys: cute.Tensor, found: RankFound, memory: Memory, tid) -> Int32:
-        """The `found.rank`-th lowest key of those whose order is `found.low`: the largest number below which there are
-        fewer keys."""
+        """The `found.rank`-th lowest key of the candidates whose order is `found.low`: the largest number with fewer
+        than `found.rank` of these keys below it."""
         last = Int32(0)
         for step in cutlass.range(LOG_MAX_KEYS, unroll=1):
             trial = last | (Int32(1) << (LOG_MAX_KEYS - 1 - step))
@@ -265,14 +271,14 @@ class CandidateSelectSm90:
 
     @cute.jit
     def add_to_bucket(self, buckets: cute.Tensor, bucket: Int32) -> Int32:
-        """-> the bucket's number before."""
+        """Increment the bucket's count. -> the count before."""
         half = (bucket & 1) << 4
         word = cute.arch.atomic_add(buckets.iterator + (bucket >> 1), Int32(1) << half, scope="cta")
         return (word >> half) & 0xFFFF
 
     @cute.jit
     def begin_buckets(self, memory: SelectMemory, tid) -> Int32:
-        """Turn the buckets' counts into where each begins. -> the sum of all."""
+        """Turn the buckets' counts into their start positions. -> the sum of all counts."""
         words = cute.make_rmem_tensor((OWN_WORDS,), Int32)
         own = cute.local_tile(memory.counts, (OWN_WORDS,), (tid,))
         cute.autovec_copy(own, words)
@@ -292,7 +298,7 @@ class CandidateSelectSm90:
 def compile_candidate_select():
     """-> f(starts [S], ends [S], entries [S, CAPACITY] int64, counts [S, 2] int32, bounds [S], remaining [S] int32,
     block_table [B, pages], row_to_seq [S], indices [S, k] int32, values [S, k] fp32, keys, page_size, options); S > 0,
-    0 < keys < MAX_KEYS, 0 < k <= MAX_SELECTED. `options` says which of the tensors are given."""
+    0 < keys < MAX_KEYS, 0 < k <= MAX_SELECTED. The bits of `options` say which tensors are given."""
     queries, k = cute.sym_int(), cute.sym_int()
     starts, ends = fake(Int32, (queries,), (1,), 4), fake(Int32, (queries,), (1,), 4)
     remaining = fake(Int32, (queries,), (1,), 4)

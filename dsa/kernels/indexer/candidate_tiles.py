@@ -1,9 +1,9 @@
-"""Which keys make up a key tile where any part of the tiles must be a fair sample of all keys.
+"""Key tiles of the candidate passes, built so that a regular subset of the tiles is a fair sample of all keys.
 
-The keys that a block of queries sees, from the least key of a range to the last, are groups of 16 neighbours, and the
-groups are four parts of `tiles` groups each. Tile r has the r-th group of every part, one for each warp of a warpgroup:
-key (base + part * tiles + r) * 16 + i. So every S-th tile has every S-th group of all parts, a fairer sample than tiles
-of 64 neighbours, and four copies load a tile.
+The keys that a block of queries sees, from the smallest start to the largest end, are divided into groups of 16
+neighbours. The groups form four parts of `tiles` groups each. Tile r has the r-th group of every part, one for each
+warp of a warpgroup: key (base + part * tiles + r) * 16 + i. So every S-th tile has every S-th group of all parts. That
+is a fairer sample than tiles of 64 neighbours would give. Four copies load a tile.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ NO_KEY = 2**30
 
 
 class Frame(NamedTuple):
-    """base: the first group of a block's keys; tiles: as many as its key tiles."""
+    """base: the first group of a block's keys. tiles: number of its key tiles, and of groups per part."""
 
     base: Int32
     tiles: Int32
@@ -26,8 +26,8 @@ class Frame(NamedTuple):
 
 @cute.jit
 def key_range(starts, ends, query, keys):
-    """(the first key that the query sees, how many keys), inside the keys whatever the ranges say. Both ends are
-    clipped before they are subtracted: the difference of any two int32 may be none."""
+    """(first key that the query sees, number of keys), clipped to the existing keys. Both ends are clipped before the
+    subtraction, because the difference of two int32 may overflow."""
     start = cutlass.min(cutlass.max(starts[query], 0), keys)
     end = cutlass.min(cutlass.max(ends[query], start), keys)
     return start, end - start
@@ -35,7 +35,7 @@ def key_range(starts, ends, query, keys):
 
 @cute.jit
 def frame_of(block, block_q, starts, ends, keys, lane) -> Frame:
-    """Of a block of `block_q` queries. A warp's work."""
+    """Frame of a block of `block_q` queries. The whole warp calls this."""
     low, high = Int32(NO_KEY), Int32(0)
     query = block * block_q + lane
     if lane < block_q and query < starts.shape[0]:
@@ -51,5 +51,5 @@ def frame_of(block, block_q, starts, ends, keys, lane) -> Frame:
 
 @cute.jit
 def tiles_of_pass(frame: Frame, log_stride):
-    """How many of the tiles are every 2^log_stride-th."""
+    """Number of tiles if every 2^log_stride-th one counts, from the first on."""
     return (frame.tiles + (Int32(1) << log_stride) - 1) >> log_stride

@@ -1,27 +1,27 @@
 """Lightning-indexer scores over contiguous keys: out[t, s] = kscale[s] * sum_h w[t, h] * relu(q[t, h] . k[s]).
 
 Plan
-- One wgmma tile has 64 keys as rows and N columns, the heads of N / H queries. A thread's accumulators of one key row
-  are heads of the same queries, so the sum over heads is fused multiply-adds in registers and a transposing shuffle
-  over the quad, which leaves every lane with a query of its own.
-- Warp roles: the consumer warpgroups (two of N = 256 for 64 heads, three of N = 128 for fewer) multiply; of the last
-  warpgroup one warp is the producer, and its three neighbours write the -inf of the columns that no query of the block
-  sees (clean_logits), so that they cost no pass of their own.
-- Pipelines: the producer loads by TMA, queries into a ring of two stages and keys into a ring of STAGES stages of 64
-  keys for each consumer warpgroup. The consumer warpgroups take the key tiles in turns.
-- Mainloop: a tile's epilogue (quad reduction, scale, mask, store) and the wait for the next keys run under the next
-  tile's wgmma: only the sums over heads stand between two of them. Ordering the consumer warpgroups by named barriers
+- A wgmma tile has 64 keys as rows and N columns, the heads of N / H queries. A thread's accumulators of one key row are
+  heads of the same queries. So the sum over heads takes fused multiply-adds in registers and then a transposing shuffle
+  over the quad. The shuffle leaves each lane of the quad with the scores of a different query.
+- Warp roles: the consumer warpgroups (two with N = 256 for 64 heads, three with N = 128 for fewer) multiply. In the
+  last warpgroup, one warp is the producer. The other three write -inf to the columns that no query of the block sees
+  (clean_logits), so that this takes no separate kernel.
+- Pipelines: the producer loads by TMA. Queries have a ring of two stages. Each consumer warpgroup has a ring of STAGES
+  stages of 64 keys. The consumer warpgroups take the key tiles in turns.
+- Mainloop: a tile's epilogue (quad reduction, scale, mask, store) and the wait for the next keys run during the next
+  tile's wgmma. Only the sums over heads run between two wgmmas. Ordering the consumer warpgroups by named barriers
   (ping-pong) gained nothing: wgmma and the sums compete for the register file (docs/explanation/kernels.md).
-- Half scores: with fp16 accumulators the consumer warpgroups first bring a block's queries into fp16's range, in shared
-  memory, and its weights with them; the sums over heads take two heads an instruction (half_scores.py).
+- fp16 accumulation: the consumer warpgroups first scale a block's queries into fp16's range, in shared memory, and
+  adjust the weights. The sums over heads then take two heads per instruction (half_scores.py).
 - Scheduler: static persistent. A work tile is a block of queries by a chunk of keys. Key tiles outside the union of the
-  block's ranges are skipped; within a tile the ranges of each query decide. All range arithmetic is signed.
+  block's ranges are skipped. Within a tile, each query's range is the mask. All range arithmetic is signed.
 Shared memory: barriers, 2 x N x D bytes of queries, GROUPS x STAGES x 64 x D of keys (at most 197 KiB).
-Registers: N / 2 accumulators and N / 4 weights a consumer thread, of 232 (two warpgroups) or 160, half as many of half
-scores; 40 or 32 for the others.
-Roofline: tensor cores, 512 clocks for a tile of 64 x 256 x 128; but every instruction beside it (two an accumulator:
-x + |x|, multiply-add) adds its issue clock, so about 830. Of half scores one is left, and three warpgroups hide it: an
-FP8 product's rate. Keys come from L2, 8 KB a tile.
+Registers: N / 2 accumulators and N / 4 weights per consumer thread, of 232 (two warpgroups) or 160; half as many with
+fp16 accumulation. The other threads have 40 or 32.
+Roofline: tensor cores, 512 cycles for a tile of 64 x 256 x 128. But each other instruction adds its issue cycle (two
+per accumulator: x + |x| and a multiply-add), so a tile takes about 830. With fp16 accumulation, one instruction per
+accumulator is left, and three warpgroups hide it: the rate of an FP8 GEMM. Keys come from L2, 8 KB per tile.
 """
 
 from collections.abc import Callable
@@ -38,40 +38,38 @@ from dsa.cute.copies import tile_load
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.pipeline import Pipeline, pipeline_storage, start
-from dsa.cute.reductions import quad_reduce_scatter
-from dsa.cute.shared_memory import load_8
 from dsa.cute.sm90 import REGISTERS, SHARED_BYTES, WARP, WARPGROUP
 from dsa.cute.tuning import choices, tuned
 from dsa.cute.wgmma import multiply
 from dsa.cute.work_tile import static_persistent_scheduler
-from dsa.kernels.indexer import half_scores
 from dsa.kernels.indexer.candidate_tiles import key_range
 from dsa.kernels.indexer.limits import HEAD_DIMS, HEADS, LOGITS_DTYPES
-from dsa.kernels.indexer.score_tile import TILE, head_sum, key_layout, query_layout, registers_fit, score_mma
+from dsa.kernels.indexer.score_mainloop import ScoreMainloop, Scoring
+from dsa.kernels.indexer.score_tile import TILE, key_layout, query_layout, registers_fit, score_mma
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 FILL_THREADS = 96
 Q_STAGES = 2
 NO_KEY = 2**30
-RANGE_BARRIER = 1  # a block's queries are in fp16's range
 
 
 class ProducerWarp(IntEnum):
-    """Of the last warpgroup: the producer; from FILL on the warps that write -inf."""
+    """Warps of the last warpgroup. LOAD is the producer; the warps from FILL on write -inf."""
 
     LOAD = 0
     FILL = 1
 
 
 class Pipelines(NamedTuple):
-    """q: blocks of queries; k: key tiles of all consumer warpgroups' rings, of which `k.ring` gives one."""
+    """q: blocks of queries. k: key tiles in all consumer warpgroups' rings; `k.ring` is the ring of one warpgroup."""
 
     q: Pipeline
     k: Pipeline
 
 
 class WorkTileInfo(NamedTuple):
-    """block: of queries; first, end: key tiles of its chunk that one of its queries sees; chunk: the chunk's first."""
+    """block: the block of queries. first, end: range of the chunk's key tiles that covers the block's key ranges.
+    chunk: the chunk's first key tile."""
 
     block: Int32
     first: Int32
@@ -81,7 +79,7 @@ class WorkTileInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class MqaLogitsConfig:
-    """columns: N; stages: key tiles in flight for each warpgroup; groups: consumer warpgroups."""
+    """columns: N. stages: key tiles in flight per consumer warpgroup. groups: number of consumer warpgroups."""
 
     columns: int = choices(128, 256)
     stages: int = choices(2, 3, 4, 5, 6, 8)
@@ -92,18 +90,19 @@ class MqaLogitsConfig:
         return (self.groups + 1) * WARPGROUP
 
     def fits(self, heads: int, half: bool = False) -> bool:
-        """Whether the hardware takes it: registers, of half scores half as many; shared memory for 128 channels; four
-        queries a block at least."""
+        """Whether the hardware can run this: enough registers (fp16 accumulation takes half as many), enough shared
+        memory for 128 channels, and at least four queries per block."""
         shared = (Q_STAGES * self.columns + self.groups * self.stages * TILE) * 128 + 3 * 1024
         registers = registers_fit(self.columns // 2 if half else self.columns, self.groups)
         return registers and shared <= SHARED_BYTES and self.columns % (4 * heads) == 0
 
 
-# Of half scores of the published models' heads, whose accumulators leave room for a third warpgroup with wide tiles.
+# For fp16 accumulation with the head counts of published models. Its small accumulators leave room for a third
+# warpgroup with wide tiles.
 HALF_CONFIG = MqaLogitsConfig(256, 5, 3)
 
 
-class Fp8MqaLogitsSm90:
+class Fp8MqaLogitsSm90(ScoreMainloop):
     def __init__(
         self,
         heads: int,
@@ -122,7 +121,7 @@ class Fp8MqaLogitsSm90:
         self.consumer_warps, self.threads = 4 * cfg.groups, cfg.threads
         self.consumer_registers, self.producer_registers = REGISTERS[cfg.groups]
         self.block_q = cfg.columns // heads
-        self.lane_q = self.block_q // 4  # queries that a lane stores: every fourth
+        self.lane_q = self.block_q // 4  # queries per lane, which stores every fourth one
 
     @cute.jit
     def __call__(
@@ -148,7 +147,7 @@ class Fp8MqaLogitsSm90:
         class Storage:
             k_pipeline: pipeline_storage(self.stages)
             q_pipeline: pipeline_storage(Q_STAGES)
-            # Of half scores: what the rows of queries were divided by.
+            # With fp16 accumulation: the powers of two that the query rows were divided by.
             factors: cute.struct.MemRange[Float32, self.n * Q_STAGES if self.half else 0]
             q: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(q_layout)], 1024]
             k: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(k_layout)], 1024]
@@ -225,9 +224,9 @@ class Fp8MqaLogitsSm90:
 
     @cute.jit
     def work_tile(self, index, keys, chunk, out, starts, ends, lane) -> WorkTileInfo:
-        """Work tile `index`. Later queries come first: in a causal batch they have the longest ranges. A chunk's blocks
-        come together: were a block's chunks neighbours, an even number of CTAs would give each CTA the same chunk of
-        every block."""
+        """Work tile `index`. Later queries come first: in a causal batch, they have the longest ranges. Neighbouring
+        work tiles are blocks of the same chunk. If they were chunks of the same block, an even number of CTAs would
+        give each CTA the same chunk of every block."""
         queries = out.shape[0]
         blocks = cute.ceil_div(queries, self.block_q)
         block = blocks - 1 - index % blocks
@@ -282,7 +281,7 @@ class Fp8MqaLogitsSm90:
 
     @cute.jit
     def fill(self, k_scale, starts, ends, out, fill_columns, chunk, thread, lane):
-        """-inf in the columns [0, fill_columns) that the consumer warps do not write."""
+        """Write -inf to those columns of [0, fill_columns) that the consumer warps do not write."""
         keys = k_scale.shape[0]
         scheduler = static_persistent_scheduler()
         width = 128 // self.out_dtype.width
@@ -298,7 +297,7 @@ class Fp8MqaLogitsSm90:
                 t = block * self.block_q + i
                 if t < out.shape[0]:
                     if const_expr(self.compressed):
-                        # Column j of row t is key starts[t] + j: everything from the row's length on is -inf.
+                        # Column j of row t is key starts[t] + j, so all columns from the row's length on are -inf.
                         _, length = key_range(starts, ends, t, keys)
                         for c in cutlass.range(cutlass.max(low, length) + thread, high, FILL_THREADS, unroll=1):
                             out[t, c] = minus[0]
@@ -313,19 +312,7 @@ class Fp8MqaLogitsSm90:
         self, k_scale, weights, starts, ends, out, chunk, mma, sq, sk, factors, pipelines: Pipelines, tid, warp, lane
     ):
         """The mainloop of a consumer warpgroup."""
-        thr_mma = mma.get_slice(tid % WARPGROUP)
-        ra, rb = mma.make_fragment_A(thr_mma.partition_A(sk)), mma.make_fragment_B(thr_mma.partition_B(sq))
-        acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((TILE, self.n)), self.accumulators)
-        flat = cute.make_tensor(acc.iterator, cute.make_layout(self.n // 2))
-        sums, scales = cute.make_rmem_tensor((2 * self.block_q,), Float32), cute.make_rmem_tensor((2,), Float32)
-        scales.fill(0.0)
-        w = cute.make_rmem_tensor((self.n // 4,), Float32)
-        unit = cute.make_rmem_tensor((self.lane_q,), Float32)  # what the scores of the lane's queries are counted in
-        if const_expr(self.half):
-            flat = cute.recast_tensor(flat, Uint32)
-            sums = cute.make_rmem_tensor((2 * self.block_q,), Uint32)
-            w = cute.make_rmem_tensor((self.n // 8,), Uint32)
-        sums.fill(0)
+        scoring = self.scoring(mma, sq, sk, tid)
         keys = k_scale.shape[0]
         queries = out.shape[0]
         quad = lane % 4
@@ -333,8 +320,8 @@ class Fp8MqaLogitsSm90:
         scheduler = static_persistent_scheduler()
         ring = pipelines.k.ring(warp // 4, self.group_stages)
         q_state, k_state = start(), start()
-        # This warpgroup's next key tile, counted from the work tile's first. Tiles go to the warpgroups in turns over
-        # the whole life of the CTA: none has two more than another.
+        # This warpgroup's next key tile, relative to the work tile's first. The warpgroups take the tiles in turns over
+        # the CTA's whole life, so their counts differ by at most one.
         tile = warp // 4
 
         first_keys = cute.make_rmem_tensor((self.lane_q,), Int32)
@@ -351,88 +338,42 @@ class Fp8MqaLogitsSm90:
                         if const_expr(self.compressed):
                             key_counts[i] = cutlass.min(key_counts[i], out.shape[1])
                 rows = [out[block * self.block_q + quad + 4 * i, None] for i in range(self.lane_q)]
-                if const_expr(self.half):
-                    self.prepare(sq, factors, weights, block, queries, pipelines.q, q_state, w, unit, tid, quad)
-                else:
-                    for j in cutlass.range_constexpr(self.n // 8):
-                        t = cutlass.min(block * self.block_q + j * 8 // self.heads, queries - 1)
-                        for c in cutlass.range_constexpr(2):
-                            w[2 * j + c] = weights[t, j * 8 % self.heads + quad * 2 + c] * 0.5
-                    pipelines.q.consumer_wait(q_state)
+                self.take_queries(scoring, sq, factors, weights, block, queries, pipelines.q, q_state, tid, quad)
                 tile += first
-                # No tile is without its epilogue yet: a key beyond every range.
+                # No tile waits for its epilogue yet: NO_KEY is beyond every range.
                 key = Int32(NO_KEY)
                 if tile < last:
                     ring.consumer_wait(k_state)
                 while tile < last:
                     done = k_state
-                    multiply(mma, acc, ra, rb, ring.index(done), q_state.stage)
-                    # While it runs: the last tile's epilogue, this one's scales, and the next one's keys.
-                    self.epilogue(sums, scales, unit, first_keys, key_counts, rows, key, quad)
+                    multiply(mma, scoring.acc, scoring.ra, scoring.rb, ring.index(done), q_state.stage)
+                    # During the wgmma: the previous tile's epilogue, this tile's scales, the wait for the next tile's
+                    # keys.
+                    self.epilogue(scoring, first_keys, key_counts, rows, key, quad)
                     key = tile * TILE + row_key
-                    for half in cutlass.range_constexpr(2):
-                        scales[half] = k_scale[cutlass.min(key + 8 * half, keys - 1)]
+                    self.take_scales(scoring, k_scale, key)
                     k_state = ring.advance(k_state)
                     tile += self.groups
                     if tile < last:
                         ring.consumer_wait(k_state)
-                    cute.nvgpu.warpgroup.wait_group(0)
-                    ring.consumer_release(done)
-                    for t in cutlass.range_constexpr(self.block_q):
-                        if const_expr(self.half):
-                            sums[2 * t], sums[2 * t + 1] = half_scores.head_sum(flat, w, t, self.heads)
-                        else:
-                            sums[2 * t], sums[2 * t + 1] = head_sum(flat, w, t, self.heads)
-                self.epilogue(sums, scales, unit, first_keys, key_counts, rows, key, quad)
+                    self.finish_tile(scoring, ring, done)
+                self.epilogue(scoring, first_keys, key_counts, rows, key, quad)
                 tile -= last
                 pipelines.q.consumer_release(q_state)
                 q_state = pipelines.q.advance(q_state)
 
     @cute.jit
-    def prepare(self, sq, factors, weights, block, queries, pipeline: Pipeline, q_state, w, unit, tid, quad):
-        """Of half scores: wait for a block's queries, bring them into fp16's range, and the weights with them. All
-        consumer warpgroups come together in it."""
-        given = cute.make_rmem_tensor((self.n // 4,), Float32)
-        for j in cutlass.range_constexpr(self.n // 8):
-            t = cutlass.min(block * self.block_q + j * 8 // self.heads, queries - 1)
-            for c in cutlass.range_constexpr(2):
-                given[2 * j + c] = weights[t, j * 8 % self.heads + quad * 2 + c]
-        pipeline.consumer_wait(q_state)
-        own = factors + q_state.stage * (self.n * 4)
-        if tid < half_scores.THREADS:
-            at = Int32(sq.iterator.toint()) + q_state.stage * (self.n * self.dim)
-            half_scores.bring_into_range(at, own, self.n, self.dim, tid)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=RANGE_BARRIER, number_of_threads=self.groups * WARPGROUP)
-        steps = self.heads // 8
-        for i in cutlass.range_constexpr(self.block_q):
-            scaled = []
-            for j in cutlass.range_constexpr(i * steps, (i + 1) * steps):
-                powers = load_8(own + (j * 8 + quad * 2) * 4)
-                scaled.extend(given[2 * j + c] * powers[c].bitcast(Float32) for c in range(2))
-            pairs, scale = half_scores.pack_weights(scaled)
-            for j in cutlass.range_constexpr(steps):
-                w[i * steps + j] = pairs[j]
-            if quad == i % 4:
-                unit[i // 4] = scale
-
-    @cute.jit
-    def epilogue(self, sums, scales, unit, first_keys, key_counts, rows, key, quad):
-        """Add up the quads' sums over heads, give each lane its queries, scale, mask, store `key` and `key` + 8."""
-        upper, odd = (quad & 2) != 0, (quad & 1) != 0
+    def epilogue(self, scoring: Scoring, first_keys, key_counts, rows, key, quad):
+        """Store the scores of `key` and `key` + 8 for each of the lane's queries."""
         for i in cutlass.range_constexpr(self.lane_q):
             for half in cutlass.range_constexpr(2):
-                own = [sums[2 * (4 * i + j) + half] for j in range(4)]
-                if const_expr(self.half):
-                    value = quad_reduce_scatter(*(half_scores.pair_sum(x) for x in own), upper, odd) * unit[i]
-                else:
-                    value = quad_reduce_scatter(*own, upper, odd)
-                self.store(value * scales[half], first_keys[i], key_counts[i], rows[i], key + 8 * half)
+                value = self.score(scoring, i, half, quad)
+                self.store(value, first_keys[i], key_counts[i], rows[i], key + 8 * half)
 
     @cute.jit
     def store(self, value, first_key, key_count, row, key):
-        """Write the score of `key`, -inf outside the query's range. A key_count below 0: there is no row; a key of
-        NO_KEY: there is no tile."""
+        """Write the score of `key`, or -inf outside the query's range. A key_count below 0 means that there is no row,
+        and a key of NO_KEY that there is no tile."""
         column = key - first_key
         inside = Uint32(column) < Uint32(cutlass.max(key_count, 0))
         if const_expr(self.compressed):
@@ -456,7 +397,7 @@ def compile_fp8_mqa_logits(
     half: bool,
     config: MqaLogitsConfig,
 ):
-    """half: fp16 accumulators (half_scores).
+    """half: fp16 accumulation (half_scores.py).
 
     -> f(q [S * H, D] e4m3, k [Skv, D] e4m3, k_scale [Skv], weights [S, H], starts [S], ends [S],
     out [S, columns], fill_columns, chunk, ctas); S, Skv > 0. Rows of out start at multiples of 16 bytes and hold
@@ -474,16 +415,16 @@ def compile_fp8_mqa_logits(
 
 
 def choose_config(heads: int, dim: int, half: bool = False) -> MqaLogitsConfig:
-    """The measured winner. Fewer heads mean more queries a tile, whose ranges and reductions need registers and time:
-    smaller tiles, and a third warpgroup (docs/explanation/kernels.md)."""
+    """The measured winner. With fewer heads, a tile has more queries, whose ranges and reductions take registers and
+    time. So these shapes have smaller tiles and a third warpgroup (docs/explanation/kernels.md)."""
     if half and heads >= 32 and dim == 128:
         return HALF_CONFIG
     return tuned(MqaLogitsConfig, "fp8_mqa_logits", "sm_90", f"heads {heads}, dim {dim}")
 
 
 def choose_chunk(queries: int, keys: int, block_q: int, sms: int) -> tuple[int, int]:
-    """Key tiles of a work tile, and the number of work tiles: all key tiles of a block of queries where these blocks
-    fill the GPU twice, else less."""
+    """(key tiles per work tile, number of work tiles). A work tile has all key tiles if the blocks of queries fill the
+    GPU twice, and fewer otherwise."""
     blocks = -(-queries // block_q)
     tiles = -(-keys // TILE)
     chunks = min(max(1, 2 * sms // blocks), max(1, tiles // 8))

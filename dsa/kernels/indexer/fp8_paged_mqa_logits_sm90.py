@@ -3,28 +3,29 @@
 out[b n + i, s] = kscale[b, s] * sum_h w[b n + i, h] * relu(q[b, i, h] . k[b, s])
 
 Plan
-- A wgmma tile has 64 keys as rows and the N = next_n * H (query, head) pairs of one sequence as columns: the keys are
-  read once for all its queries, and the sum over heads stays in registers but for a shuffle over the quad.
-- Scheduler: stream-K. A CTA has one row of the schedule: a run of 256-key splits that begins in one sequence and ends
-  in another. A work tile is the run's part of one sequence.
-- Warp roles: the consumer warpgroups take the key tiles of a work tile in turns. Each has a producer warp of its own in
-  the last warpgroup; with one for all, a ring that is full would hold up the others. The first producer also loads a
-  work tile's queries by TMA and its weights by bulk copy, and writes its WorkTileInfo. The last warpgroup, done,
-  writes -inf behind the last tile of every row (clean_logits).
-- Pipelines: queries, weights and WorkTileInfo in a ring of SEQUENCES stages; keys and scales in a ring of STAGES stages
-  for each consumer warpgroup. Lengths and page numbers are read 32 at a time, so that their latency shows once. A page
-  outside the cache is not read, and its keys score -inf: the valid mask of a stage has a bit for each page that is.
-- The consumers learn of a work tile from its WorkTileInfo; one without key tiles ends them. A tile's epilogue (quad
-  reduction, scale, mask, store) runs under the next tile's wgmma.
-- Half scores, of more than 128 columns: with fp16 accumulators the consumer warpgroups first bring a work tile's
-  queries into fp16's range, in shared memory, and its weights with them (half_scores.py). They come together for that
-  once a work tile; the producers go on meanwhile.
-Shared memory: barriers, valid masks, WorkTileInfo, SEQUENCES x N x (D + 4 or, of half scores, 8) bytes, GROUPS x
-STAGES x 64 x (D + 4).
-Registers: N / 2 accumulators and N / 4 weights a consumer thread, half as many of half scores.
-Roofline: memory, 132 bytes a key at D 128: about 450 clocks a tile and multiprocessor. Tensor cores 2 N clocks and
-sums, which half scores hide, about N + 60 (docs/explanation/kernels.md): memory up to N = 128, arithmetic
-beyond.
+- A wgmma tile has 64 keys as rows. Its columns are the N = next_n * H (query, head) pairs of one sequence. So the keys
+  are read once for all queries, and the sum over heads stays in registers except for a shuffle over the quad.
+- Scheduler: stream-K. A CTA has one row of the schedule: a run of 256-key splits, which may begin in one sequence and
+  end in another. A work tile is the run's part of one sequence.
+- Warp roles: the consumer warpgroups take a work tile's key tiles in turns. Each has its own producer warp in the last
+  warpgroup: with a single producer, one full ring would delay the other warpgroups. The first producer also loads a
+  work tile's queries by TMA and its weights by bulk copy, and writes its WorkTileInfo. After its loads, the last
+  warpgroup writes -inf after the last tile of every row (clean_logits).
+- Pipelines: queries, weights and WorkTileInfo have a ring of SEQUENCES stages. Keys and scales have a ring of STAGES
+  stages per consumer warpgroup. Lengths and page numbers are read 32 at a time, which exposes their latency once per
+  32. A page outside the cache is not read, and its keys score -inf. A stage's valid mask has a bit for each page
+  inside.
+- Mainloop: the consumers read a work tile's WorkTileInfo, and one without key tiles ends the loop. A tile's epilogue
+  (quad reduction, scale, mask, store) runs during the next tile's wgmma.
+- fp16 accumulation, for more than 128 columns: the consumer warpgroups first scale a work tile's queries into fp16's
+  range, in shared memory, and adjust its weights (half_scores.py). They synchronize for that once per work tile. The
+  producers continue meanwhile.
+Shared memory: barriers, valid masks, WorkTileInfo, SEQUENCES x N x (D + 4, or D + 8 with fp16 accumulation) bytes,
+GROUPS x STAGES x 64 x (D + 4).
+Registers: N / 2 accumulators and N / 4 weights per consumer thread; half as many with fp16 accumulation.
+Roofline: memory, 132 bytes per key at D = 128: about 450 cycles per tile and SM. The tensor cores take 2 N cycles. The
+sums take about N + 60 more, which fp16 accumulation hides (docs/explanation/kernels.md). So memory is the limit up to
+N = 128, and arithmetic beyond.
 """
 
 from collections.abc import Callable
@@ -47,11 +48,11 @@ from dsa.kernels.indexer.paged_score_tiles import NO_KEY, PagedScoreTiles, Pipel
 from dsa.kernels.indexer.score_tile import TILE, score_mma
 from dsa.runtime.compile_cache import cached, compile_sm90
 
-FILL_BYTES = 8192  # of a row, a work tile of the warps that write -inf
+FILL_BYTES = 8192  # of a row: work tile of the warps that write -inf
 
 
 class WorkTileInfo(NamedTuple):
-    """first_tile: of the sequence's key tiles; tiles: how many there are, 0 behind the last work tile."""
+    """first_tile: the first of the sequence's key tiles. tiles: number of key tiles, 0 after the last work tile."""
 
     sequence: Int32
     first_tile: Int32
@@ -59,21 +60,22 @@ class WorkTileInfo(NamedTuple):
 
     @staticmethod
     def last() -> "WorkTileInfo":
-        """Behind the last work tile."""
+        """The WorkTileInfo after the last work tile."""
         return WorkTileInfo(Int32(0), Int32(0), Int32(0))
 
 
 @dataclass(frozen=True)
 class WorkTileMemory:
-    """What the consumers know of a work tile, in the stage of its queries: info, the fields of its WorkTileInfo
-    [fields, stages]; visible_keys, of each of the sequence's queries [next_n, stages]. A stage's lie together."""
+    """What the consumers need to know about a work tile, in the stage of its queries. info [fields, stages]: the fields
+    of its WorkTileInfo. visible_keys [next_n, stages]: number of keys that each query of the sequence sees. A stage's
+    numbers are contiguous."""
 
     info: cute.Tensor
     visible_keys: cute.Tensor
 
     @staticmethod
     def numbers(next_n: int) -> int:
-        """Of a stage: a multiple of 16 bytes, so that several go to and from registers at once."""
+        """Numbers per stage: a multiple of 16 bytes, so that vector instructions can access them."""
         return cute.round_up(len(WorkTileInfo._fields) + next_n, 4)
 
     @staticmethod
@@ -118,13 +120,13 @@ class Fp8PagedMqaLogitsSm90(PagedScoreTiles):
         class Storage:
             k_pipeline: pipeline_storage(self.stages)
             q_pipeline: pipeline_storage(self.sequences)
-            # Of a key tile: one bit for each of its pages that is in the cache.
+            # Per key tile: one bit for each of its pages that is in the cache.
             valid_pages: cute.struct.MemRange[Uint32, self.stages]
             work_tiles: cute.struct.Align[
                 cute.struct.MemRange[Int32, WorkTileMemory.numbers(self.next_n) * self.sequences], 16
             ]
             weights: cute.struct.Align[cute.struct.MemRange[Float32, self.n * self.sequences], 128]
-            # Of half scores: the powers of two that the rows of queries were divided by.
+            # With fp16 accumulation: the powers of two that the query rows were divided by.
             powers: cute.struct.MemRange[Float32, self.n * self.sequences if self.half else 0]
             scales: cute.struct.Align[cute.struct.MemRange[Float32, TILE * self.stages], 128]
             q: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(q_layout)], 1024]
@@ -187,8 +189,8 @@ class Fp8PagedMqaLogitsSm90(PagedScoreTiles):
         wait_for_prerequisite_grids()
         first, last = (Int32(0), Int32(0)), (Int32(0), Int32(0))
         if warp >= self.consumer_warps:
-            # The loaders' chain of dependent loads (schedule, lengths and page numbers, keys) is what a short call
-            # waits for: its first link overlaps the barrier, and the lengths come to L2 meanwhile.
+            # A short call waits for the producers' chain of dependent loads: schedule, then lengths and page numbers,
+            # then keys. So the schedule is loaded before the barrier, and the lengths are prefetched into L2.
             cta, _, _ = cute.arch.block_idx()
             first, last = (schedule[cta, 0], schedule[cta, 1]), (schedule[cta + 1, 0], schedule[cta + 1, 1])
             if warp == self.consumer_warps and lane * 32 < lengths.shape[0]:
@@ -223,7 +225,7 @@ class Fp8PagedMqaLogitsSm90(PagedScoreTiles):
 
     @cute.jit
     def tile_of_split(self, split):
-        """The first tile of a split of the schedule, clipped so that the product is an int32."""
+        """First key tile of a split of the schedule, clipped so that the product fits an int32."""
         return cutlass.max(cutlass.min(split, NO_KEY // SCHEDULE_SPLIT), 0) * (SCHEDULE_SPLIT // TILE)
 
     @cute.jit
@@ -255,13 +257,13 @@ class Fp8PagedMqaLogitsSm90(PagedScoreTiles):
         weights_atom = self.weights_copy()
         copies = self.key_copies(k_atom, mk, cache, spages, valid_pages, scales, pipelines, group)
         batch = lengths.shape[0]
-        # A schedule of other lengths, or no schedule at all, must not lead outside the block table.
+        # A schedule for other lengths, or an uninitialized one, must not lead outside the block table.
         first_seq, first_tile = cutlass.max(begins[0], 0), self.tile_of_split(begins[1])
         last_seq, end_tile = cutlass.max(cutlass.min(ends[0], batch), -1), self.tile_of_split(ends[1])
         stop = cutlass.min(last_seq + 1, batch)
         q_state, k_state = start(), start()
         tile = group
-        # The first page numbers are asked for together with the first lengths.
+        # The first page numbers are loaded together with the first lengths.
         first_pages = Int32(-1)
         if first_seq < batch:
             first_pages = self.page_numbers(block_table, first_seq, first_tile + tile, lane)
@@ -314,7 +316,7 @@ class Fp8PagedMqaLogitsSm90(PagedScoreTiles):
 
     @cute.jit
     def fill(self, lengths, out, capacity, fill_columns, thread):
-        """-inf in the columns [0, fill_columns) behind the last tile of every row."""
+        """Write -inf to the columns after the last tile of every row, up to fill_columns."""
         width = 128 // self.out_dtype.width
         chunk = FILL_BYTES * 8 // self.out_dtype.width
         minus = cute.make_rmem_tensor((width,), self.out_dtype)
@@ -340,8 +342,8 @@ class Fp8PagedMqaLogitsSm90(PagedScoreTiles):
         """The mainloop of a consumer warpgroup."""
         scoring = self.scoring(mma, sq, sk, valid_pages, scales, pipelines, tid, warp, lane)
         q_state, k_state = start(), start()
-        # This warpgroup's next key tile, counted from the work tile's first. Tiles go to the warpgroups in turns over
-        # the whole life of the CTA: none has two more than another.
+        # This warpgroup's next key tile, relative to the work tile's first. The warpgroups take the tiles in turns over
+        # the CTA's whole life, so their counts differ by at most one.
         tile, tiles = warp // 4, Int32(1)
         while tiles > 0:
             pipelines.q.consumer_wait(q_state)
@@ -362,7 +364,7 @@ class Fp8PagedMqaLogitsSm90(PagedScoreTiles):
 def compile_fp8_paged_mqa_logits(
     heads: int, dim: int, next_n: int, page_size: int, out_dtype: str, half: bool, config: PagedMqaLogitsConfig
 ):
-    """half: fp16 accumulators (half_scores).
+    """half: fp16 accumulation (half_scores.py).
 
     -> f(q [B * next_n * H, D] e4m3, cache [pages, P * (D + 4)] uint8, weights [B * next_n, H], lengths [B, 1 or
     next_n], block_table [B, max_pages], schedule [CTAs + 1, 2], out [B * next_n, columns], capacity, fill_columns);

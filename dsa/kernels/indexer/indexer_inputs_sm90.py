@@ -1,15 +1,16 @@
-"""The indexer's queries and keys from their projections to FP8: norm (keys), rope, Hadamard, quantisation, store.
+"""The indexer's queries and keys from their projections to FP8: norm (keys), RoPE, Hadamard, quantisation, store.
 
 Plan
-- A vector of 128 channels belongs to 8 lanes with 16 consecutive channels each, in registers from the load to the
-  store: one read of the projection, one write of a byte a channel.
-- LayerNorm is two shuffle trees (mean, then the centred square). Rope on neighbouring pairs stays in a lane; on halves
-  it exchanges with the lane R / 32 away. Each step rounds to the projection's type, as the separate operations do.
-- Queries: a vector is a head of a token, and its scale multiplies the head's weight. Keys: a vector is a token, and
-  goes to its slot's page, values first and scales behind; a slot outside the cache is skipped.
+- 8 lanes process a vector of 128 channels, with 16 consecutive channels per lane. The channels stay in registers from
+  the load to the store: the projection is read once, and one byte per channel is written.
+- LayerNorm is two shuffle trees (mean, then the centred square). RoPE on neighbouring pairs stays within a lane. RoPE
+  on halves exchanges with the lane R / 32 away. Each step rounds to the projection's type, as separate operations
+  would.
+- Queries: a vector is a head of a token, and its scale multiplies the head's weight. Keys: a vector is a token. It is
+  written to the page of its slot, whose values come first and whose scales follow. A slot outside the cache is skipped.
 Shared memory: none. Constraints: 128 channels, R of 32, 64 or 128, rows at multiples of 16 bytes.
-Roofline: memory, 3 bytes a channel (bf16), but about 32 instructions a channel fill the issue slots first: 57% of the
-copy bandwidth for long inputs. Keys are few, and cost a launch.
+Roofline: memory, 3 bytes per channel (bf16). But about 32 instructions per channel fill the issue slots first: 57% of
+the copy bandwidth for long inputs. Keys are few, so their cost is that of a launch.
 """
 
 from collections.abc import Callable
@@ -34,7 +35,8 @@ VECTORS = THREADS // LANES
 
 
 class Rope(NamedTuple):
-    """rotated: R; interleaved: pairs are neighbours, else halves; last: R are the last channels, else the first."""
+    """rotated: R. interleaved: whether neighbouring channels form a pair, or else channels R / 2 apart. last: whether
+    the last R channels are rotated, or else the first."""
 
     rotated: int
     interleaved: bool
@@ -109,7 +111,7 @@ class QuantizeIndexerQueriesSm90:
         lane = tid % LANES
         vector = block * VECTORS + tid // LANES
         wait_for_prerequisite_grids()
-        # Past the end: the last vector again, and nothing is stored.
+        # Vectors past the end read the last vector and store nothing.
         t, h = divmod(cutlass.min(vector, total - 1), heads)
         raw = cute.make_rmem_tensor((CHANNELS,), q.element_type)
         cute.autovec_copy(cute.local_tile(q[t, h, None], (CHANNELS,), (lane,)), raw)
@@ -218,7 +220,7 @@ def _angles(tokens, rotated: int):
 @cached
 def compile_quantize_indexer_queries(dtype: str, rotated: int, interleaved: bool, last: bool, use_ue8m0: bool):
     """-> f(q [T, H, 128] dtype, weights [T, H] fp32, cos, sin [T, R / 2] fp32, q8 [T, H, 128] e4m3, scaled [T, H]);
-    T * H > 0. q's rows and those of cos and sin start at multiples of 16 bytes."""
+    T * H > 0. Rows of q, cos and sin start at multiples of 16 bytes."""
     element = cute_dtype(dtype)
     aligned = 128 // element.width
     tokens, heads = cute.sym_int(), cute.sym_int()

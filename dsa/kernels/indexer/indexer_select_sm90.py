@@ -1,31 +1,32 @@
-"""Lightning-indexer scores over contiguous keys and the selection of the k largest of each query, in one kernel:
-topk_indices(fp8_mqa_logits(...)), bit by bit but for the sign of a zero, without the scores in memory.
+"""Lightning-indexer scores over contiguous keys and the selection of each query's k largest, in one kernel.
 
-For the queries whose lists of candidates (candidate_select_sm90.py) say nothing, and for all where there are too many
-keys for these. A query without keys is not written, and work tiles of such queries end at once.
+The result is bitwise that of topk_indices(fp8_mqa_logits(...)) except for the sign of a zero. The scores do not go
+through global memory. The kernel serves the queries whose list of candidates does not determine the result
+(candidate_select_sm90.py), and all queries if there are too many keys for such lists. For a query without keys it
+writes nothing, and a work tile of such queries ends at once.
 
 Plan
-- Scores are computed as in fp8_mqa_logits_sm90, whose producer, wgmma, sums over heads and work tiles these are. A work
-  tile is a block of four queries by all keys that one of them sees.
-- Warp roles: two consumer warpgroups multiply, and pass a key tile's scores on through shared memory. Of the last
-  warpgroup one warp is the producer; each of two others selects for two queries (SelectionList): it appends the keys
-  whose scores are above a bound to the query's list, and cuts a list that is full, which raises the bound. Most keys
-  are below it soon: of 128K keys in random order about 12 thousand are appended for k = 2048, and a list is cut ten
-  times. Scores that ascend are all appended: slower, never wrong.
-- Pipelines: queries, one stage, since a block of queries lasts for hundreds of key tiles; keys, a ring of `stages` for
-  each consumer warpgroup, which take the key tiles in turns; scores, a ring of `score_stages` for each as well, which
-  lets the consumers go on while lists are cut. The selecting warps see the key tiles in their order, so that of equal
-  scores the lowest key is first in every list.
+- Producer, wgmma, sums over heads and work tiles are those of fp8_mqa_logits_sm90. A work tile is a block of four
+  queries by all keys that one of them sees.
+- Warp roles: two consumer warpgroups multiply, and pass a key tile's scores on through shared memory. In the last
+  warpgroup, one warp is the producer, and two others each select for two queries (selection_list.py). A selecting warp
+  appends keys with scores above a bound to the query's list. When the list is full, the warp cuts it, which raises the
+  bound. Soon most keys are below the bound: of 128K keys in random order, about 12 thousand are appended for k = 2048,
+  and a list is cut ten times. Ascending scores are all appended, which is slower but correct.
+- Pipelines: queries have one stage, because a block of queries lasts for hundreds of key tiles. Each consumer warpgroup
+  has a ring of `stages` key tiles and a ring of `score_stages` tiles of scores. The latter lets the consumers continue
+  while lists are cut. The consumer warpgroups take the key tiles in turns. The selecting warps read the tiles in
+  ascending order, so that among equal scores the lowest key is first in every list.
 - Mainloop: as in fp8_mqa_logits_sm90; the epilogue is a store to shared memory.
 - Scheduler: static persistent; later queries come first.
-- Results are written from the lists, which are in the order of the keys.
+- Output: written from the lists, which are sorted by key.
 Shared memory: barriers; N x D bytes of queries, GROUPS x stages x 64 x D of keys, GROUPS x score_stages x 4 x 72
-scores, four lists of `capacity` (order, key), 1 KiB of counts a selecting warp; at most 215 KiB.
+scores, four lists of `capacity` (order, key), 1 KiB of counts per selecting warp; at most 215 KiB.
 Registers: as fp8_mqa_logits_sm90 with two consumer warpgroups.
 Constraints: k up to capacity - 1024, so that a cut list has room for nearly half as many keys as it keeps.
-Roofline: that of the scores with 64 heads. A selecting warp takes some 300 clocks a key tile of its two queries and
-about 6 us for a cut, while the other warps multiply, 830 clocks a tile; with fewer heads a tile has fewer columns here
-than in fp8_mqa_logits_sm90, and the selection takes as long.
+Roofline: that of the scores with 64 heads. A selecting warp takes some 300 cycles per key tile for its two queries and
+about 6 us per cut. Meanwhile, the other warps multiply, 830 cycles per tile. With fewer heads, a tile has fewer columns
+than in fp8_mqa_logits_sm90, and the selection takes as long as the scores.
 """
 
 from collections.abc import Callable
@@ -35,7 +36,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint32
 from cutlass.memory import SmemAllocator
 
 from dsa.cute.copies import tile_load
@@ -43,38 +44,38 @@ from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream, strides
 from dsa.cute.limits import MAX_SLOTS
 from dsa.cute.pipeline import Pipeline, pipeline_storage, start
-from dsa.cute.reductions import quad_reduce_scatter
 from dsa.cute.sm90 import SHARED_BYTES, WARP, WARPGROUP
 from dsa.cute.wgmma import multiply
 from dsa.cute.work_tile import static_persistent_scheduler
-from dsa.kernels.indexer import half_scores
 from dsa.kernels.indexer.candidate_tiles import key_range
 from dsa.kernels.indexer.fp8_mqa_logits_sm90 import Fp8MqaLogitsSm90, MqaLogitsConfig
 from dsa.kernels.indexer.limits import HEAD_DIMS, HEADS, PAGED, ROW_TO_SEQ, VALUES
-from dsa.kernels.indexer.score_tile import TILE, head_sum, key_layout, query_layout, registers_fit, score_mma
+from dsa.kernels.indexer.score_mainloop import Scoring
+from dsa.kernels.indexer.score_tile import TILE, key_layout, query_layout, registers_fit, score_mma
 from dsa.kernels.indexer.select_limits import MAX_SELECTED
 from dsa.kernels.indexer.selection_list import DIGITS, LOWEST, SelectionList, number_of, order_of
 from dsa.runtime.compile_cache import cached, compile_sm90
 
-BLOCK_Q = 4  # queries of a work tile
+BLOCK_Q = 4  # queries per work tile
 GROUPS = 2  # consumer warpgroups
 SELECTING_WARPS = 2
 OWN_QUERIES = BLOCK_Q // SELECTING_WARPS
 CAPACITY = MAX_SELECTED + 1024
-HALVES = TILE // WARP  # of a tile, of which a lane has a score each
-SLACK = 64  # entries that a cut may leave beyond k
-SCORE_ROW = TILE + 8  # numbers between two queries' scores: a warp's stores then meet in no bank
+HALVES = TILE // WARP  # of a tile: a lane has one score of each
+SLACK = 64  # entries beyond k that a cut may keep
+SCORE_ROW = TILE + 8  # numbers between two queries' scores, so that a warp's stores have no bank conflicts
 
 
 class ProducerWarp(IntEnum):
-    """Of the last warpgroup: the producer; from SELECT on those that select."""
+    """Warps of the last warpgroup. LOAD is the producer; the warps from SELECT on select."""
 
     LOAD = 0
     SELECT = 1
 
 
 class Pipelines(NamedTuple):
-    """q: blocks of queries; k: key tiles of all consumer warpgroups' rings; scores: theirs, by the same turns."""
+    """q: blocks of queries. k: key tiles in all consumer warpgroups' rings. scores: the tiles' scores, in rings by the
+    same turns."""
 
     q: Pipeline
     k: Pipeline
@@ -83,19 +84,20 @@ class Pipelines(NamedTuple):
 
 @dataclass(frozen=True)
 class SelectConfig:
-    """stages: key tiles in flight for each consumer warpgroup; score_stages: tiles of scores of each."""
+    """stages: key tiles in flight per consumer warpgroup. score_stages: tiles of scores in flight per consumer
+    warpgroup."""
 
     stages: int = 3
     score_stages: int = 12
 
     def shared_bytes(self, heads: int, dim: int) -> int:
-        """What a CTA takes, with room for alignment."""
+        """Shared memory of a CTA, with room for alignment."""
         scores = GROUPS * self.score_stages * BLOCK_Q * SCORE_ROW * 4
         lists = BLOCK_Q * CAPACITY * 8 + SELECTING_WARPS * (DIGITS + 4) * 4
         return (BLOCK_Q * heads + GROUPS * self.stages * TILE) * dim + scores + lists + 3 * 1024
 
     def fits(self, heads: int, dim: int) -> bool:
-        """Whether the hardware takes it."""
+        """Whether the hardware can run this."""
         return registers_fit(BLOCK_Q * heads, GROUPS) and self.shared_bytes(heads, dim) <= SHARED_BYTES
 
 
@@ -137,7 +139,7 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
             k_pipeline: pipeline_storage(self.stages)
             q_pipeline: pipeline_storage(1)
             score_pipeline: pipeline_storage(score_stages)
-            # Of half scores: what the rows of queries were divided by.
+            # With fp16 accumulation: the powers of two that the query rows were divided by.
             factors: cute.struct.MemRange[Float32, self.n if self.half else 0]
             q: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(q_layout)], 1024]
             k: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, cute.cosize(k_layout)], 1024]
@@ -267,19 +269,7 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
         lane,
     ):
         """The mainloop of a consumer warpgroup."""
-        thr_mma = mma.get_slice(tid % WARPGROUP)
-        ra, rb = mma.make_fragment_A(thr_mma.partition_A(sk)), mma.make_fragment_B(thr_mma.partition_B(sq))
-        acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((TILE, self.n)), self.accumulators)
-        flat = cute.make_tensor(acc.iterator, cute.make_layout(self.n // 2))
-        sums, scales = cute.make_rmem_tensor((2 * BLOCK_Q,), Float32), cute.make_rmem_tensor((2,), Float32)
-        scales.fill(0.0)
-        w = cute.make_rmem_tensor((self.n // 4,), Float32)
-        unit = cute.make_rmem_tensor((1,), Float32)  # what the scores of the lane's query are counted in
-        if const_expr(self.half):
-            flat = cute.recast_tensor(flat, Uint32)
-            sums = cute.make_rmem_tensor((2 * BLOCK_Q,), Uint32)
-            w = cute.make_rmem_tensor((self.n // 8,), Uint32)
-        sums.fill(0)
+        scoring = self.scoring(mma, sq, sk, tid)
         keys, queries = k_scale.shape[0], indices.shape[0]
         quad = lane % 4
         row_key = (warp % 4) * 16 + lane // 4
@@ -287,66 +277,45 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
         ring = pipelines.k.ring(warp // 4, self.group_stages)
         score_ring = pipelines.scores.ring(warp // 4, self.score_stages)
         q_state, k_state, s_state = start(), start(), start()
-        # This warpgroup's next key tile, counted from the work tile's first: the warpgroups take turns over the whole
-        # life of the CTA.
+        # This warpgroup's next key tile, relative to the work tile's first. The warpgroups take the tiles in turns over
+        # the CTA's whole life.
         tile = warp // 4
         for index in cutlass.range(scheduler.first, self.work_tiles(keys, chunk, indices), scheduler.step, unroll=1):
             block, first, last, _ = self.work_tile(index, keys, chunk, indices, starts, ends, lane)
             if first < last:
-                if const_expr(self.half):
-                    self.prepare(sq, factors, weights, block, queries, pipelines.q, q_state, w, unit, tid, quad)
-                else:
-                    for j in cutlass.range_constexpr(self.n // 8):
-                        query = cutlass.min(block * BLOCK_Q + j * 8 // self.heads, queries - 1)
-                        for c in cutlass.range_constexpr(2):
-                            w[2 * j + c] = weights[query, j * 8 % self.heads + quad * 2 + c] * 0.5
-                    pipelines.q.consumer_wait(q_state)
+                self.take_queries(scoring, sq, factors, weights, block, queries, pipelines.q, q_state, tid, quad)
                 tile += first
-                pending = Int32(0)  # whether a tile is without its epilogue yet
+                pending = Int32(0)  # whether a tile waits for its epilogue
                 if tile < last:
                     ring.consumer_wait(k_state)
                 while tile < last:
                     done = k_state
-                    multiply(mma, acc, ra, rb, ring.index(done), q_state.stage)
-                    # While it runs: the last tile's epilogue, this one's scales, and the next one's keys.
+                    multiply(mma, scoring.acc, scoring.ra, scoring.rb, ring.index(done), q_state.stage)
+                    # During the wgmma: the previous tile's epilogue, this tile's scales, the wait for the next
+                    # tile's keys.
                     if pending > 0:
-                        self.pass_on(sums, scales, unit, scores, score_ring, s_state, row_key, quad)
+                        self.pass_on(scoring, scores, score_ring, s_state, row_key, quad)
                         s_state = score_ring.advance(s_state)
                     pending = Int32(1)
-                    key = tile * TILE + row_key
-                    for half in cutlass.range_constexpr(2):
-                        scales[half] = k_scale[cutlass.min(key + 8 * half, keys - 1)]
+                    self.take_scales(scoring, k_scale, tile * TILE + row_key)
                     k_state = ring.advance(k_state)
                     tile += GROUPS
                     if tile < last:
                         ring.consumer_wait(k_state)
-                    cute.nvgpu.warpgroup.wait_group(0)
-                    ring.consumer_release(done)
-                    for t in cutlass.range_constexpr(BLOCK_Q):
-                        if const_expr(self.half):
-                            sums[2 * t], sums[2 * t + 1] = half_scores.head_sum(flat, w, t, self.heads)
-                        else:
-                            sums[2 * t], sums[2 * t + 1] = head_sum(flat, w, t, self.heads)
+                    self.finish_tile(scoring, ring, done)
                 if pending > 0:
-                    self.pass_on(sums, scales, unit, scores, score_ring, s_state, row_key, quad)
+                    self.pass_on(scoring, scores, score_ring, s_state, row_key, quad)
                     s_state = score_ring.advance(s_state)
                 tile -= last
                 pipelines.q.consumer_release(q_state)
                 q_state = pipelines.q.advance(q_state)
 
     @cute.jit
-    def pass_on(self, sums, scales, unit, scores, ring: Pipeline, state, row_key, quad):
-        """Add up the quads' sums over heads, which gives each lane its query, scale, and store: a warp's part of a
-        tile."""
-        upper, odd = (quad & 2) != 0, (quad & 1) != 0
+    def pass_on(self, scoring: Scoring, scores, ring: Pipeline, state, row_key, quad):
+        """Store a warp's part of a tile's scores in shared memory, each lane those of its query."""
         ring.producer_wait(state)
         for half in cutlass.range_constexpr(2):
-            of_quad = [sums[2 * j + half] for j in range(BLOCK_Q)]
-            if const_expr(self.half):
-                value = quad_reduce_scatter(*(half_scores.pair_sum(x) for x in of_quad), upper, odd) * unit[0]
-            else:
-                value = quad_reduce_scatter(*of_quad, upper, odd)
-            scores[row_key + 8 * half, quad, ring.index(state)] = value * scales[half]
+            scores[row_key + 8 * half, quad, ring.index(state)] = self.score(scoring, 0, half, quad)
         cute.arch.sync_warp()
         ring.producer_commit(state)
 
@@ -367,7 +336,7 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
         number,
         lane,
     ):
-        """The work of a selecting warp, for the queries of the lists."""
+        """The mainloop of a selecting warp, which fills the lists of its queries."""
         first_keys, key_counts, counts, floors = (cute.make_rmem_tensor((OWN_QUERIES,), Int32) for _ in range(4))
         own = cute.make_rmem_tensor((HALVES, OWN_QUERIES), Float32)
         k = indices.shape[1]
@@ -383,7 +352,7 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
             for tile in cutlass.range(first, last, unroll=1):
                 ring = pipelines.scores.ring(group, self.score_stages)
                 ring.consumer_wait(state)
-                # All before the first of them is stored: the compiler moves no load over a store.
+                # All loads come before the first append, because the compiler moves no load across a store.
                 for i in cutlass.range_constexpr(OWN_QUERIES):
                     for half in cutlass.range_constexpr(HALVES):
                         own[half, i] = scores[lane + WARP * half, number * OWN_QUERIES + i, ring.index(state)]
@@ -412,7 +381,7 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
 
     @cute.jit
     def store(self, found: SelectionList, count, query, first_key, indices, values, paging, options, lane):
-        """A query's results: positions from its first key on, or slots, and the scores."""
+        """Write a query's results: key positions relative to its first key, or cache slots, and the scores."""
         known = Int32(0)
         if options & PAGED:
             known = self.to_slots(found, count, query, first_key, paging, options, lane)
@@ -431,8 +400,8 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
 
     @cute.jit
     def to_slots(self, found: SelectionList, count, query, first_key, paging, options, lane) -> Int32:
-        """Turn the list's keys into cache slots of the query's sequence, -1 where the table has none. -> 1; 0 where
-        there is no such sequence, and the keys are as before."""
+        """Replace the list's keys by cache slots of the query's sequence, or -1 where the block table has none. -> 1,
+        or 0 if the sequence does not exist; the keys then stay as they were."""
         block_table, row_to_seq, divisor, page_size = paging
         sequence, last = query, block_table.shape[1] - 1
         if options & ROW_TO_SEQ:
@@ -440,7 +409,7 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
         known = Int32(sequence >= 0 and sequence < block_table.shape[0] and last >= 0)
         if known > 0:
             for i in cutlass.range(lane, count, WARP, unroll=4):
-                # No branch around the load, so that several are under way.
+                # No branch around the load, so that several loads overlap.
                 index = found.keys[i] - first_key
                 page, offset = divmod(index, divisor)
                 physical = block_table[sequence, cutlass.min(page, last)]
@@ -452,11 +421,12 @@ class IndexerSelectSm90(Fp8MqaLogitsSm90):
 
 @cached
 def compile_indexer_select(heads: int, dim: int, half: bool, config: SelectConfig):
-    """half: fp16 accumulators (half_scores).
+    """half: fp16 accumulation (half_scores.py).
 
     -> f(q [S * H, D] e4m3, k [Skv, D] e4m3, k_scale [Skv], weights [S, H], starts [S], ends [S],
     block_table [B, pages], row_to_seq [S], indices [S, k] int32, values [S, k] fp32, page_size, options, ctas); S, Skv
-    > 0, 0 < k <= MAX_SELECTED. `options` says which of the tensors are given; the others may be of any size."""
+    > 0, 0 < k <= MAX_SELECTED. The bits of `options` say which tensors are given; the others may have any
+    size."""
     queries, keys, k = (cute.sym_int() for _ in range(3))
     q = fake(Float8E4M3FN, (cute.sym_int(), dim), (dim, 1))
     of_keys = fake(Float8E4M3FN, (keys, dim), (*strides(1, 16), 1))
@@ -475,7 +445,7 @@ def compile_indexer_select(heads: int, dim: int, half: bool, config: SelectConfi
 
 
 def work_tiles(queries: int) -> int:
-    """Blocks of queries."""
+    """Number of blocks of queries."""
     return -(-queries // BLOCK_Q)
 
 

@@ -1,18 +1,18 @@
-"""What the indexer's kernels take, in plain numbers and names of torch dtypes; read by kernels, bridges and tests."""
+"""Shapes and dtypes of the indexer's kernels, as plain numbers and torch dtype names for kernels, bridges and tests."""
 
-# Scores: of queries and keys in FP8.
+# Scores of FP8 queries and keys.
 HEADS, HEAD_DIMS = (8, 16, 32, 64), (32, 64, 128)
 LOGITS_DTYPES = ("float32", "bfloat16")
-NEXT_N = (1, 2, 3, 4)  # query tokens of a sequence, of scores over a paged cache
-PAGE_SIZES = (32, 64)  # of that cache
-SCHEDULE_SPLIT = 256  # keys of a split of its schedule
+NEXT_N = (1, 2, 3, 4)  # query tokens per sequence, for scores over a paged cache
+PAGE_SIZES = (32, 64)  # of the paged cache
+SCHEDULE_SPLIT = 256  # keys per split of the paged scores' schedule
 
-# Inputs: from their projections to FP8.
+# Inputs: queries and keys, from their projections to FP8.
 INPUT_DTYPES = ("bfloat16", "float16", "float32")
-ROTATED = (32, 64, 128)  # channels that rope turns
+ROTATED = (32, 64, 128)  # channels that RoPE rotates
 
 # Top-k.
-TOPK_DTYPES = ("float32", "bfloat16")  # of scores
+TOPK_DTYPES = ("float32", "bfloat16")  # of the scores
 MAX_K, MAX_COLS = 4096, 2**30
-# What the caller gives, as bits of the kernel's argument `options`.
+# Bits of the kernels' argument `options`: which tensors and options the caller gives.
 STARTS, LENGTHS, PAGED, ROW_TO_SEQ, BY_VALUE, VALUES = (1 << i for i in range(6))

@@ -1,13 +1,13 @@
-"""The schedule of the paged index scores (stream-K): which splits of 256 keys each multiprocessor works on.
+"""Schedule of the paged index scores (stream-K): the splits of 256 keys that each SM processes.
 
 Plan
-- One CTA. All threads sum the sequences' splits; then, 1024 sequences at a time, a scan over warps and one over their
-  sums gives where each sequence's splits end.
-- Boundary i of the schedule is a split number known from the total; thread i finds the sequence that holds it by binary
-  search over the scanned ends, once its 1024 sequences are there.
-- A sequence has at most (2^31 - 1) / B splits, so that no sum of them wraps: the scores do not depend on it, because
-  a sequence is worked on to its end by the multiprocessor that begins the next one.
-Shared memory: 1024 ends and 32 sums. Constraints: none on the number of sequences or multiprocessors.
+- One CTA. All threads sum the sequences' splits. Then the CTA takes 1024 sequences at a time: a scan gives the number
+  of splits up to the end of each sequence.
+- Boundary i of the schedule is a split number, computed from the total. Thread i finds the sequence that contains it by
+  binary search over the scanned ends, when the CTA reaches that sequence's 1024.
+- A sequence counts at most (2^31 - 1) / B splits, so that no sum overflows. This does not change the scores: the SM
+  that begins the next sequence first processes this one to its end.
+Shared memory: 1024 ends and 32 sums. Constraints: none on the number of sequences or SMs.
 Roofline: latency, a few microseconds.
 """
 
@@ -65,10 +65,10 @@ class PagedMqaLogitsMetadataSm90:
             ends[tid] = earlier + own
             cute.arch.sync_threads()
             for i in cutlass.range(tid, boundaries, THREADS, unroll=1):
-                # The last `longer` multiprocessors have one split more. Relative to these sequences:
+                # The last `longer` SMs have one split more. The boundary's split, relative to these sequences:
                 first = i * each + cutlass.max(i - (sms - longer), 0) - before
                 if first >= 0 and first < here:
-                    # The first sequence that ends beyond the boundary: sequences without work are passed over.
+                    # The first sequence that ends after the boundary. Sequences without splits are skipped.
                     found = Int32(0)
                     for step in cutlass.range_constexpr(10):
                         half = found + (THREADS >> (step + 1))
@@ -88,16 +88,17 @@ class PagedMqaLogitsMetadataSm90:
 
     @cute.jit
     def splits(self, lengths, b, most):
+        """Number of splits of sequence b, at most `most`."""
         longest = Int32(0)
         for i in cutlass.range(lengths.shape[1], unroll=1):
             longest = cutlass.max(longest, lengths[b, i])
-        # Not (longest + 255) // 256, which a length near 2^31 would wrap.
+        # (longest + 255) // 256 would overflow for lengths near 2^31.
         return cutlass.min(longest // SCHEDULE_SPLIT + cutlass.min(longest % SCHEDULE_SPLIT, 1), most)
 
 
 @cached
 def compile_paged_mqa_logits_metadata():
-    """-> f(lengths [B, any] int32, schedule [multiprocessors + 1, 2] int32)."""
+    """-> f(lengths [B, any] int32, schedule [SMs + 1, 2] int32)."""
     lengths = fake(Int32, (cute.sym_int(), cute.sym_int()), (*strides(1), 1), 4)
     schedule = fake(Int32, (cute.sym_int(), 2), (2, 1), 4)
     return compile_sm90(PagedMqaLogitsMetadataSm90(), lengths, schedule, fake_stream())

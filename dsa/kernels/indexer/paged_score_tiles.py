@@ -1,7 +1,7 @@
 """Index scores of key tiles from a paged cache: the loads and products of fp8_paged_mqa_logits_sm90.py.
 
-A producer warp loads the tiles of a consumer warpgroup, page by page, and the warpgroup scores them against a
-sequence's queries: a wgmma tile has 64 keys as rows and the N = next_n * H (query, head) pairs as columns.
+A producer warp loads the tiles of a consumer warpgroup page by page. The warpgroup scores them against a sequence's
+queries. A wgmma tile has 64 keys as rows and N = next_n * H columns, the (query, head) pairs.
 """
 
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ from dsa.kernels.indexer import half_scores
 from dsa.kernels.indexer.score_tile import TILE, head_sum, key_layout, quad_pair, query_layout
 
 NO_KEY = 2**30
-RANGE_BARRIER = 1  # a work tile's queries are in fp16's range
+RANGE_BARRIER = 1  # named barrier: a work tile's queries are in fp16's range
 
 
 class Pipelines(NamedTuple):
-    """q: queries, weights and WorkTileInfo; k: keys and scales of all consumer warpgroups' rings, of which `k.ring`
-    gives one."""
+    """q: queries, weights and WorkTileInfo. k: keys and scales in all consumer warpgroups' rings; `k.ring` is the ring
+    of one warpgroup."""
 
     q: Pipeline
     k: Pipeline
@@ -34,8 +34,8 @@ class Pipelines(NamedTuple):
 
 @dataclass(frozen=True)
 class KeyCopies:
-    """What a producer warp loads key tiles by, into its ring: the copies of a page's keys and of its scales, from and
-    to; valid_pages of each stage."""
+    """What a producer warp needs to load key tiles into its ring: copy atom, source and target for a page's keys and
+    for its scales. valid_pages: the valid mask of each stage."""
 
     k_atom: cute.CopyAtom
     tkg: cute.Tensor
@@ -49,8 +49,8 @@ class KeyCopies:
 
 @dataclass(frozen=True)
 class Scoring:
-    """What a consumer thread scores key tiles by: the product's operands and accumulators, in registers weights and
-    what the epilogue has of the last tile, in shared memory scales and valid_pages of each stage."""
+    """State of a consumer thread. In registers: accumulators, weights, and what the epilogue needs of the previous
+    tile. In shared memory: the wgmma operands, and the scales and valid_pages of each stage."""
 
     acc: cute.Tensor
     flat: cute.Tensor
@@ -58,8 +58,8 @@ class Scoring:
     rb: cute.Tensor
     w: cute.Tensor
     sums: cute.Tensor
-    unit: cute.Tensor  # what the scores of the lane's rows are counted in
-    limits: cute.Tensor  # keys that each of the lane's rows sees
+    unit: cute.Tensor  # with fp16 accumulation: power of two that a row's scores are multiplied by
+    limits: cute.Tensor  # number of keys that each of the lane's rows sees
     scales: cute.Tensor
     valid_pages: cute.Tensor
     ring: Pipeline
@@ -69,7 +69,8 @@ class Scoring:
 
 
 class PagedScoreTiles:
-    """groups: consumer warpgroups; stages: key tiles in flight for each; sequences: stages of queries."""
+    """groups: number of consumer warpgroups. stages: key tiles in flight per warpgroup. sequences: stages of
+    queries."""
 
     def __init__(
         self,
@@ -93,12 +94,13 @@ class PagedScoreTiles:
         self.consumer_registers, self.producer_registers = REGISTERS[groups]
         self.n = next_n * heads
         self.pages_a_tile = TILE // page_size
-        self.lane_rows = (next_n + 1) // 2  # rows of the result that a lane stores to
+        self.lane_rows = (next_n + 1) // 2  # rows of the output that a lane stores to
 
     def loads(self, q: cute.Tensor, cache: cute.Tensor):
-        """TMA of queries and of pages' keys, and their shared memory's layouts: of queries, of tiles, of pages."""
+        """TMA atoms and tensors of queries and of pages' keys, and shared-memory layouts of queries, key tiles and
+        pages."""
         k_layout = key_layout(TILE, self.n, self.dim, self.stages)
-        # The same bytes by pages.
+        # The same bytes as pages.
         page_layout = key_layout(self.page, self.n, self.dim, self.stages * self.pages_a_tile)
         q_layout = query_layout(self.n, self.dim, self.sequences)
         pages, page_stride = cache.shape[0], cache.stride[0]
@@ -112,9 +114,10 @@ class PagedScoreTiles:
 
     @cute.jit
     def visible_keys(self, lengths, sequence, row: cutlass.Constexpr, capacity):
-        """How many keys row `row` of a sequence sees. One length a sequence belongs to its last row."""
+        """Number of keys that row `row` of a sequence sees. With one length per sequence, it is that of the last
+        row."""
         columns = lengths.shape[1]
-        # Not below 0 before the subtraction, which would make the lowest int32 a large number.
+        # Clip to 0 before the subtraction, which would overflow for the lowest int32.
         length = cutlass.max(lengths[sequence, cutlass.min(row, columns - 1)], 0)
         if columns < self.next_n:
             length += row + 1 - self.next_n
@@ -122,7 +125,7 @@ class PagedScoreTiles:
 
     @cute.jit
     def page_numbers(self, block_table, sequence, tile, lane):
-        """Of the pages of 32 / pages_a_tile tiles of a warpgroup, from `tile` on, one a lane."""
+        """Page numbers of a warpgroup's next 32 / pages_a_tile tiles, from `tile` on, one per lane."""
         index = (tile + lane // self.pages_a_tile * self.groups) * self.pages_a_tile + lane % self.pages_a_tile
         page = Int32(-1)
         if index < block_table.shape[1]:
@@ -130,7 +133,7 @@ class PagedScoreTiles:
         return page
 
     def query_copies(self, q_atom, mq, sq):
-        """The queries of each stage, and in global memory those of each sequence."""
+        """TMA partitions: the queries of each stage, and in global memory those of each sequence."""
         gq = cute.local_tile(mq, (self.n, self.dim), (None, 0))
         one = cute.make_layout(1)
         return cute.nvgpu.cpasync.tma_partition(q_atom, 0, one, cute.group_modes(sq, 0, 2), cute.group_modes(gq, 0, 2))
@@ -155,18 +158,18 @@ class PagedScoreTiles:
 
     @cute.jit
     def load_queries(self, q_atom, tqg, tqs, weights_atom, weights, sweights, sequence, stage, barrier):
-        """Of a sequence, to a stage: n (dim + 4) bytes."""
+        """Load a sequence's queries and weights into a stage: n (dim + 4) bytes."""
         cute.copy(q_atom, tqg[None, sequence], tqs[None, stage], tma_bar_ptr=barrier)
-        with cute.arch.elect_one():  # a bulk copy, unlike TMA, runs once for every lane that reaches it
+        with cute.arch.elect_one():  # unlike a TMA copy, a bulk copy runs once per lane that reaches it
             for i in cutlass.range_constexpr(self.next_n):
                 row = weights[sequence * self.next_n + i, None]
                 cute.copy(weights_atom, row, sweights[None, i, stage], mbar_ptr=barrier)
 
     @cute.jit
     def load_tiles(self, copies: KeyCopies, block_table, sequence, first, tiles, tile, page_numbers, k_state, lane):
-        """A warpgroup's key tiles tile, tile + groups and so on of a work tile of `tiles` from the sequence's tile
-        `first` on. page_numbers: of the first of them. -> (its next tile, counted from behind this work tile, state)
-        """
+        """Load a warpgroup's key tiles tile, tile + groups, ... of a work tile. The work tile has `tiles` tiles, from
+        the sequence's tile `first` on. page_numbers: of the first tiles to load, one per lane. -> (the warpgroup's next
+        tile, relative to the end of this work tile; state)"""
         ring, at, page_bytes = copies.ring, Int32(0), self.page * (self.dim + 4)
         pages = copies.gscales.shape[1]
         while tile < tiles:
@@ -214,20 +217,21 @@ class PagedScoreTiles:
         sums.fill(0)
         ss = cute.make_tensor(scales.iterator, cute.make_layout((TILE, self.stages)))
         quad = lane % 4
-        # A lane stores one key of each of its rows: after the transposition lanes 2 and 3 of a quad have the upper half
-        # of the keys, odd lanes the second query of a pair. Without a second query they have a copy of the first.
+        # A lane stores one key of each of its rows. After the transposing reduction, lanes 2 and 3 of a quad have the
+        # upper 8 of 16 keys, and odd lanes have the second query of a pair. Without a second query, they have a copy of
+        # the first.
         key_in_tile = (warp % 4) * 16 + lane // 4 + 8 * (quad // 2)
         ring = pipelines.k.ring(warp // 4, self.group_stages)
         operands = acc, flat, ra, rb, w, sums, unit, limits, ss, valid_pages
         return Scoring(*operands, ring, key_in_tile, key_in_tile // self.page, quad)
 
     def lane_row(self, i: int, scoring: Scoring) -> Int32:
-        """The i-th of the sequence's rows that the lane stores to."""
+        """The i-th of the sequence's rows that this lane stores to."""
         return cutlass.min(2 * i + scoring.quad % 2, self.next_n - 1)
 
     @cute.jit
     def take_weights(self, scoring: Scoring, sq, sweights, powers, stage, tid):
-        """A work tile's weights to registers."""
+        """Load a work tile's weights into registers."""
         sw = cute.make_tensor(sweights.iterator, cute.make_layout((self.n, self.sequences)))
         if const_expr(self.half):
             self.prepare(sq, sw, powers, stage, scoring.w, scoring.unit, tid, scoring.quad)
@@ -238,22 +242,22 @@ class PagedScoreTiles:
 
     @cute.jit
     def score_tiles(self, mma, scoring: Scoring, rows, q_stage, first, tiles, tile, k_state):
-        """A warpgroup's key tiles tile, tile + groups and so on of a work tile of `tiles` from the sequence's tile
-        `first` on. rows: where the scores of the lane's rows go. -> (its next tile, counted from behind this work tile,
-        state)"""
+        """Score a warpgroup's key tiles tile, tile + groups, ... of a work tile. The work tile has `tiles` tiles, from
+        the sequence's tile `first` on. rows: output of the lane's rows. -> (the warpgroup's next tile, relative to the
+        end of this work tile; state)"""
         ring, sums, key_in_tile = scoring.ring, scoring.sums, scoring.key_in_tile
-        # No tile is without its epilogue yet: a key that is stored nowhere.
+        # No tile waits for its epilogue yet: NO_KEY is not stored.
         scale, masked_key, key = Float32(0.0), Int32(NO_KEY), Int32(NO_KEY)
         if tile < tiles:
             ring.consumer_wait(k_state)
         while tile < tiles:
             done, stage = k_state, ring.index(k_state)
             multiply(mma, scoring.acc, scoring.ra, scoring.rb, stage, q_stage)
-            # While it runs: the last tile's epilogue, and what this one's needs.
+            # During the wgmma: the previous tile's epilogue, and what this tile's epilogue needs.
             self.epilogue(scoring, scale, masked_key, rows, key)
             scale = scoring.scales[key_in_tile, stage]
             key = (first + tile) * TILE + key_in_tile
-            # A key that no row sees is as if beyond every limit.
+            # A key on an invalid page is masked like a key beyond every limit.
             valid = (scoring.valid_pages[stage] >> scoring.own_page) & 1 != 0
             masked_key = key if valid else Int32(NO_KEY)
             k_state = ring.advance(k_state)
@@ -269,8 +273,8 @@ class PagedScoreTiles:
 
     @cute.jit
     def prepare(self, sq, sw, powers, stage, w, unit, tid, quad):
-        """Of half scores: bring a work tile's queries into fp16's range, and the weights with them. All consumer
-        warpgroups come together in it."""
+        """With fp16 accumulation: scale a work tile's queries into fp16's range, and adjust the weights. All consumer
+        warpgroups synchronize in it."""
         own = powers + stage * (self.n * 4)
         if tid < half_scores.THREADS:
             at = Int32(sq.iterator.toint()) + stage * (self.n * self.dim)
@@ -287,7 +291,8 @@ class PagedScoreTiles:
             pairs, scale = half_scores.pack_weights(scaled)
             for j in cutlass.range_constexpr(steps):
                 w[i * steps + j] = pairs[j]
-            # The rows that `consume` gives to even and odd lanes; without a second query odd lanes have the first's.
+            # As in `lane_row`: even and odd lanes have different rows. Without a second query, odd lanes have the
+            # first.
             if const_expr(i % 2 == 0):
                 unit[i // 2] = scale
             elif quad % 2 == 1:
@@ -295,7 +300,8 @@ class PagedScoreTiles:
 
     @cute.jit
     def epilogue(self, scoring: Scoring, scale, masked_key, rows, key):
-        """Add up the quads' sums over heads, give each lane a key of its rows, scale, mask, store; NO_KEY: no tile."""
+        """Add up the quads' sums over heads, so that each lane has one key of each of its rows; scale, mask, store. A
+        key of NO_KEY means that there is no tile."""
         quad = scoring.quad
         upper, odd = (quad & 2) != 0, (quad & 1) != 0
         for i in cutlass.range_constexpr(self.lane_rows):

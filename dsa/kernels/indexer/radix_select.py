@@ -1,9 +1,9 @@
-"""The r-th largest of a list of numbers in shared memory, exactly, by counting digits.
+"""Find the r-th largest of a list of numbers in shared memory, exactly, by counting digits.
 
-An fp32 number's bits, from the first, are a number in a system of digits: 11 bits (sign, exponent, 2 of the mantissa),
-11 and 10. A pass counts the first digits of all; a scan from the largest finds the digit of the r-th; the next pass
-counts the second digits of the numbers between this digit's smallest and largest; and so on, until the r-th and all
-that are not less than a bound are as many. Two passes do for most lists, three for any. bf16 numbers count as fp32.
+The bits of an fp32 number are three digits: 11 bits (sign, exponent, 2 of the mantissa), 11 bits and 10 bits. The first
+pass counts the first digits of all numbers. A scan from the largest finds the digit of the r-th number. The next pass
+counts the second digits of the numbers that have this first digit, and so on. The passes end when exactly r numbers are
+not less than a bound. Two passes suffice for most lists, three for any list. bf16 numbers count as fp32.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ MINUS_INFINITY = 0xFF800000
 
 @dataclass(frozen=True)
 class SelectMemory:
-    """Shared memory: counts [BINS and a little] and sums [2, 32], zero at first, and found [4]."""
+    """Shared memory: counts [BINS + 4] and sums [2, 32], which begin as zeros, and found [4]."""
 
     counts: cute.Tensor
     sums: cute.Tensor
@@ -58,13 +58,14 @@ def from_bits(bits: Uint32) -> Float32:
 
 @cute.jit
 def _canonical(x: Float32) -> Uint32:
-    """The bits of x; of 0.0 for -0.0, and all but the sign for any NaN."""
+    """Bits of x, with -0.0 as 0.0 and any NaN as 0x7FFFFFFF."""
     return cute.arch.inline_ptx("add.f32 {$w0}, {$r0}, 0f00000000;", write_only_types=[Uint32], read_only_args=[x])
 
 
 @cute.jit
 def _count(bits: Uint32, shift: Int32, first: Uint32, counts: cute.Pointer):
-    """Count the digit (bits >> shift) - first. What is no digit goes behind them: cheaper than a branch a number."""
+    """Count the digit (bits >> shift) - first. Values that are no digit go to bin BINS, which is cheaper than a
+    branch."""
     cute.arch.inline_ptx(
         "{{ .reg .b32 d; shr.u32 d, {$r0}, {$r1}; sub.u32 d, d, {$r2}; "
         f"min.u32 d, d, {BINS}; "
@@ -75,7 +76,7 @@ def _count(bits: Uint32, shift: Int32, first: Uint32, counts: cute.Pointer):
 
 @cute.jit
 def next_above(x: Float32) -> Float32:
-    """The least number above x, which is not -0.0; NaN, which nothing reaches, above infinity."""
+    """Least number above x, which must not be -0.0. Above infinity it is NaN, which no number reaches."""
     bits = bits_of(x)
     return from_bits(bits - 1 if Int32(bits) < 0 else bits + 1)
 
@@ -100,17 +101,17 @@ def find_digit(
     threads: cutlass.Constexpr,
     first_pass: cutlass.Constexpr,
 ):
-    """(The digit of the number of this rank (1: the largest), its rank within the digit, how many have this digit,
-    whether there are as many as its rank.)
+    """(digit of the number of this rank (1: the largest), its rank within the digit, how many numbers have this digit,
+    whether at least `rank` numbers are counted)
 
-    Position p of the order from the largest is digit p ^ flip. Begins and ends with a barrier; zeroes the counts.
+    Position p from the largest is digit p ^ flip. Begins and ends with a barrier, and zeroes the counts.
     """
     own = BINS // threads
     first = tid * own
     width = min(own, 4)
     vectors = own // width
     at = (first ^ flip) // own * vectors
-    # Neighbours that read 32 bytes each begin with different halves, or they would meet in the same banks.
+    # With 32 bytes per thread, every second group of four threads begins with the other half: no bank conflicts.
     turn = (tid >> 2) & 1 if vectors == 2 else 0
     mine = cute.make_rmem_tensor((width,), Int32)
     total = Int32(0)
@@ -120,7 +121,7 @@ def find_digit(
         for j in cutlass.range_constexpr(width):
             total += mine[j]
     if const_expr(first_pass):
-        if tid == 0:  # the first position is that of NaN
+        if tid == 0:  # the first position is that of NaN, which does not count
             total -= memory.counts[flip]
             memory.counts[flip] = Int32(0)
     before, all_counted = block_exclusive_scan(total, memory.sums[0, None], tid % WARP, tid // WARP)
@@ -143,7 +144,7 @@ def find_digit(
 
 @cute.jit
 def _least(prefix: Uint32, shift: Int32) -> Float32:
-    """The least number whose bits begin with the 32 - shift bits of prefix."""
+    """Least number whose bits begin with the 32 - shift bits of prefix."""
     low = prefix << Uint32(shift)
     if Int32(low) < 0:
         low = cutlass.min(low + ((Uint32(1) << Uint32(shift)) - 1), Uint32(MINUS_INFINITY))
@@ -160,13 +161,14 @@ def find_floor(
     tid,
     threads: cutlass.Constexpr,
 ):
-    """-> (floor, equal, excess): rank + excess of the numbers are floor or more.
+    """-> (floor, equal, excess): rank + excess of the numbers are at least floor.
 
-    excess is 0, or at most `slack` where that saves work; or, if more numbers than needed equal the one of this rank,
-    it is that number, and `equal` of those equal to it are needed.
+    excess is 0, or at most `slack` if that saves a pass. A larger excess means that more numbers than needed equal the
+    number of this rank. Then floor is that number, and `equal` of the numbers equal to it are needed.
 
-    numbers  fp32 or bf16 in shared memory, behind a barrier; NaN is never taken
-    vectors  16-byte vectors of it; rank, at least 1, is at most the numbers in them
+    numbers  fp32 or bf16 in shared memory, written before a barrier; NaN is never taken
+    vectors  number of 16-byte vectors in it
+    rank     at least 1, and at most the number of numbers in the vectors
     """
     width = VECTOR_BYTES * 8 // numbers.element_type.width
     for i in cutlass.range(tid, vectors, threads, unroll=2):
@@ -174,11 +176,11 @@ def find_floor(
         for j in cutlass.range_constexpr(width):
             digit = Int32(_canonical(x[j]) >> 21)
             cute.arch.atomic_add(memory.counts.iterator + digit, Int32(1), scope="cta")
-    # The positive numbers come first, the largest bits leading; the negative ones follow, the smallest leading.
+    # From the largest number on: positive numbers by descending bits, then negative ones by ascending bits.
     flip = Int32(1023) if tid * (BINS // threads) < 1024 else Int32(0)
     prefix, rank, inside, enough = find_digit(rank, flip, memory, tid, threads, True)
     shift = Int32(21)
-    if not enough:  # on account of NaN: all others are taken
+    if not enough:  # too many numbers are NaN: all others are taken
         prefix, inside = Uint32(MINUS_INFINITY >> 21), rank
     while shift > 0 and inside - rank > slack:
         digits = cutlass.min(shift, 11)
@@ -200,10 +202,10 @@ def find_floor(
 def mask_from(
     numbers: cute.Tensor, vectors: Int32, own: Int32, floor: Float32, tid, unroll: cutlass.Constexpr = 2
 ) -> Uint32:
-    """Bit j: number tid * own * width + j of the list, of the first `vectors` vectors, is floor or more.
+    """Bit j: whether number tid * own * width + j in the first `vectors` vectors of the list is at least floor.
 
-    own  vectors a thread, together at most 32 numbers. Each thread has an order of its vectors in which eight
-    neighbours read from different banks
+    own  vectors per thread, together at most 32 numbers. Each thread reads its vectors in an order in which eight
+         neighbouring threads access different banks
     """
     width = VECTOR_BYTES * 8 // numbers.element_type.width
     begin, end = tid * own, cutlass.max(vectors - 1, 0)
@@ -217,7 +219,7 @@ def mask_from(
             if x[j] >= floor:
                 part |= Uint32(1 << j)
         mask |= part << Uint32(v * width)
-    # Beyond the end it read the last vector again.
+    # Clear the bits past the end, where the loop read the last vector again.
     exist = cutlass.min(vectors - begin, own) * width
     if exist <= 0:
         mask = Uint32(0)
@@ -228,7 +230,7 @@ def mask_from(
 
 @cute.jit
 def lowest_bits(mask: Uint32, keep: Int32) -> Uint32:
-    """The lowest `keep` bits of those set."""
+    """The lowest `keep` of the set bits."""
     for _ in cutlass.range(Int32(cute.arch.popc(mask)) - keep, unroll=1):
         mask ^= Uint32(1) << Uint32(cute.arch.bfind(mask))
     return mask

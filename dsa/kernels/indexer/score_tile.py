@@ -1,4 +1,4 @@
-"""An index-score tile: an FP8 wgmma product of 64 keys by N columns (heads of queries), and the sum over the heads."""
+"""Tile of index scores: an FP8 wgmma of 64 keys by N columns (heads of queries), and the sum over the heads."""
 
 import cutlass
 import cutlass.cute as cute
@@ -12,8 +12,8 @@ TILE = 64  # keys
 
 
 def registers_fit(columns: int, groups: int) -> bool:
-    """Whether a thread of `groups` consumer warpgroups can hold its accumulators, its weights and two dozen other
-    numbers."""
+    """Whether a thread of `groups` consumer warpgroups has registers for its accumulators, its weights and two dozen
+    other numbers."""
     return columns // 2 + columns // 4 + 24 <= REGISTERS[groups][0]
 
 
@@ -24,7 +24,8 @@ def score_mma(columns: int, accumulators: type[cutlass.Numeric] = Float32) -> cu
 
 
 def key_layout(rows: int, columns: int, dim: int, stages: int) -> cute.ComposedLayout:
-    """Shared memory of `stages` blocks of keys [rows, dim]; rows lie one after the other, whatever the block."""
+    """Shared memory of `stages` blocks of keys [rows, dim]. Rows are consecutive in memory, whatever the size of a
+    block."""
     return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (rows, columns, dim), Float8E4M3FN, stages)
 
 
@@ -35,7 +36,7 @@ def query_layout(columns: int, dim: int, stages: int) -> cute.ComposedLayout:
 
 @cute.jit
 def head_sum(acc, weights, query: cutlass.Constexpr, heads: cutlass.Constexpr):
-    """Halves of sum_h w[h] relu(acc[key, query * heads + h]) over this lane's heads: [keys row, keys row + 8].
+    """sum_h w[h] relu(acc[key, query * heads + h]) over this lane's heads, for the keys [row, row + 8].
 
     acc      this thread's accumulators, flat: [column / 8][key half][2 neighbouring columns]
     weights  w / 2 of this lane's columns, flat: [column / 8][2]
@@ -45,8 +46,8 @@ def head_sum(acc, weights, query: cutlass.Constexpr, heads: cutlass.Constexpr):
         column = query * (heads // 8) + j
         for c in cutlass.range_constexpr(2):
             for half in cutlass.range_constexpr(2):
-                # x + |x| = 2 relu(x), exactly; w is halved. It runs on the FMA pipe, at twice the rate of a maximum,
-                # and passes NaN on.
+                # x + |x| = 2 relu(x) exactly, and w is halved. The addition runs on the FMA pipe, at twice the rate of
+                # a maximum, and propagates NaN.
                 x = acc[4 * column + 2 * half + c]
                 sums[half] = cute.math.fma(x + cute.math.absf(x), weights[2 * column + c], sums[half])
     return sums
@@ -54,8 +55,8 @@ def head_sum(acc, weights, query: cutlass.Constexpr, heads: cutlass.Constexpr):
 
 @cute.jit
 def quad_pair(a, b, upper):
-    """The sum over a quad of a in its lanes 0 and 1, of b in lanes 2 and 3: two shuffles, added in the same order as
-    `quad_reduce_scatter` does."""
+    """Sum over a quad: of a in its lanes 0 and 1, of b in its lanes 2 and 3. It takes two shuffles, and adds in the
+    same order as `quad_reduce_scatter`."""
     keep = b if upper else a
     send = a if upper else b
     value = keep + cute.arch.shuffle_sync_bfly(send, offset=2)

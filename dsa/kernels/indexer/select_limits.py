@@ -1,4 +1,4 @@
-"""What the kernels of scores and selection take, beside what limits.py says of scores."""
+"""Limits of the kernels that score and select, in addition to those in limits.py."""
 
 MAX_SELECTED = 2048  # k
-TWO_OPS_KEYS = 8192  # up to which the scores of a query take no more memory than a list
+TWO_OPS_KEYS = 8192  # up to this many keys, a query's scores take no more memory than a list

@@ -1,10 +1,12 @@
-"""A query's best keys so far, in shared memory: a list that one warp fills, and cuts to the k best when it is full.
+"""List of a query's best keys so far, in shared memory. One warp fills it, and cuts it to the k best when it is full.
 
-A key's score is kept as an integer of the same order. Keys are appended in their order, and cutting keeps it: of equal
-scores the first in the list is the lowest key, which wins. So what is left of any number of keys is exactly the k
-largest scores, of equal ones those of the lowest keys, in the order of the keys, whatever the scores are.
-Cutting finds the k-th largest digit by digit: 8 bits of what lies between the least and the largest, then 8 bits more
-of what has the same digit, until those that share it are few enough to keep them all, or are equal.
+A key's score is kept as its order, an integer that sorts like the score. Keys are appended in ascending order, and a
+cut preserves that order. So among equal scores, the first in the list is the lowest key, which wins. Whatever the
+scores are, the list ends up with exactly the k largest, those with the lowest keys among equal ones, sorted by key.
+
+A cut finds the k-th largest order digit by digit. It divides the range from the least to the largest order into digits
+of 8 bits, then the orders that share the k-th one's digit by 8 bits more, and so on. It ends when few enough entries
+share the digit to keep them all, or when they are equal.
 """
 
 from dataclasses import dataclass
@@ -18,14 +20,14 @@ from dsa.cute.sm90 import WARP
 
 DIGIT_BITS = 8
 DIGITS = 1 << DIGIT_BITS
-LOWEST = -(2**31)  # below the order of -inf: everything but NaN is above it
+LOWEST = -(2**31)  # order of NaN, below that of -inf
 HIGHEST = 2**31 - 1
-AHEAD = 4  # entries that a lane reads at a time
+AHEAD = 4  # entries per lane that are read at a time
 
 
 @dataclass(frozen=True)
 class SelectionList:
-    """Shared memory of one warp: orders and keys [capacity], counts [DIGITS + 4], the last of which nobody reads."""
+    """Shared memory of one warp: orders and keys [capacity], counts [DIGITS + 4], of which only DIGITS are read."""
 
     orders: cute.Tensor
     keys: cute.Tensor
@@ -33,7 +35,7 @@ class SelectionList:
 
     @cute.jit
     def append(self, order: Int32, key: Int32, taken, count: Int32, lane: Int32) -> Int32:
-        """Append the keys of the lanes whose `taken` is true, in the order of the lanes. -> the list's length."""
+        """Append the keys of the lanes whose `taken` is true, in lane order. -> the list's length."""
         mask = cute.arch.vote_ballot_sync(taken)
         if taken:
             at = count + cute.arch.popc(mask & ((1 << lane) - 1))
@@ -43,12 +45,12 @@ class SelectionList:
 
     @cute.jit
     def cut(self, count: Int32, k: Int32, slack: Int32, lane: Int32):
-        """Keep the k best of `count` > k entries and up to `slack` more. -> (how many, an order that a later key must
-        be above to be one of the k best)."""
+        """Keep the k best of `count` > k entries and up to `slack` more. -> (number of entries, the order that a later
+        key must exceed to be one of the k best)."""
         cute.arch.sync_warp()
         low, high = self.bounds(count, lane)
         shift = cutlass.max(32 - DIGIT_BITS - Int32(cute.arch.clz(Uint32(high) - Uint32(low))), 0)
-        # Of the entries from `low` on, as many as `digits` of 1 << shift each: the one of rank `rank` from the top.
+        # Invariant: the k-th best entry has rank `rank` from the top among orders [low, low + (digits << shift)).
         rank, digits, excess = k, Int32(DIGITS), slack + 1
         while excess > slack and digits > 0:
             self.count_digits(count, low, shift, digits, lane)
@@ -60,14 +62,14 @@ class SelectionList:
             digits = Int32(1) << (shift - narrower) if shift > 0 else Int32(0)
             if excess > slack:
                 shift = narrower
-        # Entries that share the last digit stay; where they are equal, the first of them.
+        # Entries that share the last digit stay. If they are equal, only the first `rank` of them stay.
         equal = digits == 0
         count = self.keep(count, low, rank if equal else Int32(HIGHEST), lane)
         return count, low if equal else low - 1
 
     @cute.jit
     def bounds(self, count: Int32, lane: Int32):
-        """(the least order of the entries, the largest)"""
+        """(least order of the entries, largest order)"""
         least, largest = Int32(HIGHEST), Int32(LOWEST)
         for first in cutlass.range(0, count, WARP * AHEAD, unroll=1):
             for i in cutlass.range_constexpr(AHEAD):
@@ -77,8 +79,7 @@ class SelectionList:
 
     @cute.jit
     def count_digits(self, count: Int32, low: Int32, shift: Int32, digits: Int32, lane: Int32):
-        """counts[d] = how many entries are from low + (d << shift) on and below the next one, for the digits there
-        are."""
+        """counts[d] = number of entries with orders in [low + (d << shift), low + (d + 1 << shift)), for d < digits."""
         zero = cute.make_rmem_tensor((4,), Int32)
         zero.fill(0)
         for i in cutlass.range_constexpr(DIGITS // 4 // WARP):
@@ -86,13 +87,13 @@ class SelectionList:
         cute.arch.sync_warp()
         order = cute.make_rmem_tensor((AHEAD,), Int32)
         for first in cutlass.range(0, count, WARP * AHEAD, unroll=1):
-            # All before the first is counted: the compiler moves no load over that.
+            # All loads come before the first atomic, because the compiler moves no load across one.
             for i in cutlass.range_constexpr(AHEAD):
                 order[i] = self.orders[cutlass.min(first + WARP * i + lane, count - 1)]
             for i in cutlass.range_constexpr(AHEAD):
                 at = first + WARP * i + lane
                 above = (Uint32(order[i]) - Uint32(low)) >> Uint32(shift)
-                # What has no digit, or is no entry, goes behind them: cheaper than a branch.
+                # Orders without a digit and missing entries go to bin DIGITS, which is cheaper than a branch.
                 digit = Int32(above) if at < count and above < Uint32(digits) else Int32(DIGITS)
                 cute.arch.inline_ptx(
                     "red.shared::cta.add.u32 [{$r0}], 1;",
@@ -102,8 +103,8 @@ class SelectionList:
 
     @cute.jit
     def find(self, rank: Int32, lane: Int32):
-        """(the digit of the entry of this rank from the top, how many entries have higher digits, how many this
-        one)"""
+        """(digit of the entry of this rank from the top, number of entries with higher digits, number with this
+        digit)"""
         own = DIGITS // WARP
         mine = cute.make_rmem_tensor((own,), Int32)
         cute.autovec_copy(cute.local_tile(self.counts, (own,), (lane,)), mine)
@@ -118,15 +119,15 @@ class SelectionList:
             if above < rank and rank <= above + mine[i]:
                 digit, higher, inside = lane * own + i, above, mine[i]
             above += mine[i]
-        # One lane has found it; the others say -1.
+        # One lane has found it; the others have -1.
         digit = cute.arch.warp_redux_sync(digit, "max")
         return digit, cute.arch.warp_redux_sync(higher, "max"), cute.arch.warp_redux_sync(inside, "max")
 
     @cute.jit
     def keep(self, count: Int32, low: Int32, equals: Int32, lane: Int32) -> Int32:
-        """Keep the entries above `low` and the first `equals` of those that equal it, in their order. -> how many.
+        """Keep the entries above `low` and the first `equals` of those that equal it, in their order. -> number kept.
 
-        In place: what is kept never passes what is read, and all lanes have read before any writes."""
+        In place: no write passes the reads, because all lanes read a round of entries before any lane writes."""
         kept, same = Int32(0), Int32(0)
         order, key = cute.make_rmem_tensor((AHEAD,), Int32), cute.make_rmem_tensor((AHEAD,), Int32)
         for first in cutlass.range(0, count, WARP * AHEAD, unroll=1):
@@ -148,7 +149,7 @@ class SelectionList:
 
 @cute.jit
 def order_of(x: Float32) -> Int32:
-    """An integer that is in the order of the numbers: zeros are equal, NaN is LOWEST."""
+    """An integer that sorts like the numbers. Both zeros have the same order, and NaN has LOWEST."""
     bits = cute.arch.inline_ptx("add.f32 {$w0}, {$r0}, 0f00000000;", write_only_types=[Int32], read_only_args=[x])
     order = bits ^ ((bits >> 31) & HIGHEST)
     return order if x == x else Int32(LOWEST)
@@ -156,6 +157,6 @@ def order_of(x: Float32) -> Int32:
 
 @cute.jit
 def number_of(order: Int32) -> Float32:
-    """The number of that order."""
+    """The number that has this order."""
     bits = order ^ ((order >> 31) & HIGHEST)
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits])

@@ -1,8 +1,8 @@
-"""The candidates of a row that is too long for shared memory: what is not below a threshold, in the order of columns.
+"""Candidates of a row that is too long for shared memory: the scores not below a threshold, in the order of columns.
 
-The threshold is found in a sample of the row, and the tiles of the row are then read through a pipeline of bulk copies.
-A list that is full is cut to its k largest. With a cluster a row, each CTA lists a part of it, and the first one gets
-all lists. The plan of the kernel (topk_indices_sm90.py) says why the result is exact.
+The threshold is found in a sample of the row. The tiles of the row are then read through a pipeline of bulk copies. A
+full list is cut to its k largest. With a cluster per row, each CTA lists a part of the row, and the first CTA gets all
+lists. The kernel's plan (topk_indices_sm90.py) explains why the result is exact.
 """
 
 from dataclasses import dataclass
@@ -26,15 +26,15 @@ from dsa.kernels.indexer.topk_config import TopkConfig
 from dsa.kernels.indexer.topk_row import Row, load_row
 
 MINUS_INFINITY, NAN = Float32(float("-inf")), Float32(float("nan"))
-ITEMS_AT_ONCE = 4  # candidates that a thread looks at, at a time, in cutting a list
-SAMPLE = 4096  # numbers at most; any list has room for them
-MARGIN = 4.5  # standard deviations of independent numbers
-MAX_ATTEMPTS = 3  # of reading a row: two with a threshold, one without
+ITEMS_AT_ONCE = 4  # candidates per thread and round when a list is cut
+SAMPLE = 4096  # most numbers in a sample; any list has room for them
+MARGIN = 4.5  # in standard deviations, for independent numbers
+MAX_ATTEMPTS = 3  # to read a row: two with a threshold, one without
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """A resident row, or a list of candidates: scores, and for a list their columns, counted from lo."""
+    """A resident row, or a list of candidates: the scores and, for a list, their columns, relative to lo."""
 
     scores: cute.Tensor
     columns: cute.Tensor
@@ -60,10 +60,11 @@ class CandidateCollector:
         list_sizes: cute.Tensor,
         tid,
     ):
-        """List the row's candidates; those of a cluster in its first CTA. -> how many. NaN follows up to a vector.
+        """List the row's candidates, for a cluster in its first CTA. -> number of candidates. NaN pads the list to a
+        whole vector.
 
-        loaded: a barrier for each stage of `tiles`. That a stage is empty is known without one: the scan over a tile's
-        counts brings all threads together."""
+        loaded: a full barrier for each stage of `tiles`. Empty barriers are not needed, because the scan over a tile's
+        counts synchronizes all threads."""
         lane, warp = tid % WARP, tid // WARP
         each = (row.vectors + self.cluster - 1) // self.cluster
         first = cutlass.min(rank * each, row.vectors)
@@ -73,7 +74,7 @@ class CandidateCollector:
         state, attempt = start(), Int32(0)
         while attempt < MAX_ATTEMPTS:
             sampled = row.n > self.capacity and attempt < MAX_ATTEMPTS - 1
-            # The sample's few loads first: they would wait long behind those of the tiles.
+            # Issue the sample's few loads first. After the tiles' loads, they would wait long.
             if sampled:
                 self.load_sample(row, candidates.scores, tid)
             if tid == 0:
@@ -97,11 +98,11 @@ class CandidateCollector:
                 before, found = block_exclusive_scan(here, memory.sums[t & 1, None], lane, warp)
                 last = self.stages - 1
                 if tid == 0 and t > 0 and t + last < number_of_tiles:
-                    # All are done with the tile before: the next one that is not loaded yet takes its stage.
+                    # All threads are done with the previous tile: load the next missing tile into its stage.
                     stage_before = last if state.stage == 0 else state.stage - 1
                     self.load_tile(row, first, behind, t + last, stage_before, tiles, loaded)
                 while count + found > self.capacity:
-                    # Fill the list, cut it, and go on with what is left of the tile.
+                    # Fill the list, cut it, and continue with the rest of the tile.
                     fits = cutlass.max(cutlass.min(self.capacity - count - before, here), 0)
                     these = lowest_bits(mask, fits)
                     self.append(tile, place, column, these, count + before, candidates)
@@ -128,7 +129,7 @@ class CandidateCollector:
 
     @cute.jit
     def fill_vector(self, candidates: Candidates, count, tid):
-        """NaN behind a list, up to a whole vector. Begins and ends with a barrier."""
+        """Pad a list with NaN to a whole vector. Begins and ends with a barrier."""
         cute.arch.sync_threads()
         if tid < (0 - count) & (self.width - 1):
             candidates.scores[count + tid] = self.dtype(float("nan"))
@@ -142,7 +143,7 @@ class CandidateCollector:
 
     @cute.jit
     def load_sample(self, row: Row, target: cute.Tensor, tid):
-        """Copy pairs of vectors from all over the row to `target`. They arrive some time later."""
+        """Start asynchronous copies of pairs of vectors from all over the row to `target`."""
         whole = 1 if row.ahead > 0 else 0
         pairs = ((row.n + row.ahead) // self.width - whole) // 2
         samples = self.samples(row.n)
@@ -155,12 +156,12 @@ class CandidateCollector:
 
     @cute.jit
     def samples(self, n) -> Int32:
-        """How many vectors are sampled of n numbers."""
+        """Number of vectors to sample from n numbers."""
         return cutlass.min(n // 16, SAMPLE) // (2 * self.width) * 2
 
     @cute.jit
     def find_threshold(self, n, k, attempt, numbers: cute.Tensor, memory: SelectMemory, tid) -> Float32:
-        """A number that is likely to be a little below the row's k-th largest, and far below it in a second attempt. A
+        """A number that is likely to be slightly below the row's k-th largest, or far below it in a second attempt. A
         few more candidates than needed do not hurt."""
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
@@ -173,7 +174,7 @@ class CandidateCollector:
 
     @cute.jit
     def append(self, tile: cute.Tensor, place, column, mask: Uint32, at, candidates: Candidates):
-        """Copy the numbers place + j of the tile whose bit j is set to the list, from entry `at` on."""
+        """For each set bit j of the mask, copy number place + j of the tile to the list, from entry `at` on."""
         entry = at + Int32(cute.arch.popc(mask))
         while mask != 0:
             j = Int32(cute.arch.bfind(mask))
@@ -184,21 +185,21 @@ class CandidateCollector:
 
     @cute.jit
     def cut(self, candidates: Candidates, count, k, memory: SelectMemory, tid) -> Float32:
-        """Keep the k largest of the list, in order. -> what those that follow must reach.
+        """Keep the k largest of the list, in order. -> the least number that later candidates must reach.
 
-        In place, a few entries a thread at a time: those kept never pass those read. Begins and ends with a barrier.
+        In place, a few entries per thread at a time: no write passes the reads. Begins and ends with a barrier.
         """
         self.fill_vector(candidates, count, tid)
         length = (count + self.width - 1) // self.width
         floor, equal, excess = find_floor(candidates.scores, length, k, Int32(0), memory, tid, self.threads)
-        limit = equal if excess > 0 else self.capacity  # of those that equal the floor
+        limit = equal if excess > 0 else self.capacity  # most entries to keep that equal the floor
         above = next_above(floor)
         kept, equals = Int32(0), Int32(0)
         x = cute.make_rmem_tensor((ITEMS_AT_ONCE,), Float32)
         column = cute.make_rmem_tensor((ITEMS_AT_ONCE,), Int32)
         for base in cutlass.range(0, count, ITEMS_AT_ONCE * self.threads, unroll=1):
             i = base + ITEMS_AT_ONCE * tid
-            here = Int32(0)  # two counts in one scan
+            here = Int32(0)  # two counts in one scan: above the floor, and equal to it in the upper 16 bits
             for j in cutlass.range_constexpr(ITEMS_AT_ONCE):
                 x[j] = NAN
                 if i + j < count:
@@ -223,7 +224,8 @@ class CandidateCollector:
 
     @cute.jit
     def all_list_sizes(self, list_sizes: cute.Tensor, place, count, tid):
-        """(entries of all the cluster's lists, those of CTA lane % cluster's). Each place serves once."""
+        """(entries of all lists of the cluster, entries of CTA lane % cluster's list). Each `place` can be used only
+        once."""
         if tid == 0:
             list_sizes[place] = count
         cute.arch.cluster_arrive()
@@ -247,7 +249,7 @@ class CandidateCollector:
         rank,
         tid,
     ):
-        """Append the other CTAs' lists to the first one's, in their order. -> its entries. Ends with a barrier."""
+        """Append the other CTAs' lists to the first CTA's, in order. -> its number of entries. Ends with a barrier."""
         if total <= self.capacity:
             before = cute.arch.warp_redux_sync(list_size if tid % WARP < rank else Int32(0), "add")
             if rank > 0:
@@ -256,7 +258,7 @@ class CandidateCollector:
             cute.arch.cluster_wait()
             count = total
         else:
-            # Too many: one CTA after the other, each list cut to k, of which two fit.
+            # Too many entries: append one CTA's list after the other, each cut to k. Two such lists fit.
             if count > k:
                 self.cut(candidates, count, k, memory, tid)
                 count = k
@@ -280,7 +282,7 @@ class CandidateCollector:
 
     @cute.jit
     def copy_list(self, candidates: Candidates, count, at, tid):
-        """Write this CTA's list into that of the cluster's first one, from entry `at` on."""
+        """Write this CTA's list into that of the cluster's first CTA, from entry `at` on."""
         number_at = cute.arch.map_dsmem_ptr(candidates.scores.iterator, 0).toint()
         column_at = cute.arch.map_dsmem_ptr(candidates.columns.iterator, 0).toint()
         size = self.dtype.width // 8
@@ -302,7 +304,8 @@ class CandidateCollector:
 
 @cute.jit
 def async_load_16(target: cute.Pointer, source: cute.Pointer):
-    """Copy 16 bytes between addresses of 16 bytes; `cp_async_wait_group(0)` and a barrier wait for the whole CTA's."""
+    """Start to copy 16 bytes between 16-byte aligned addresses. `cp_async_wait_group(0)` and a barrier wait for the
+    copies of the whole CTA."""
     cute.arch.inline_ptx(
         "cp.async.cg.shared.global [{$r0}], [{$r1}], 16; cp.async.commit_group;",
         read_only_args=[Int32(target.toint()), Int64(source.toint())],

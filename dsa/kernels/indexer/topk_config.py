@@ -1,14 +1,14 @@
-"""Variants of the top-k kernel, and which one is launched for which shape."""
+"""Variants of the top-k kernel, and the choice among them for each shape."""
 
 from dataclasses import dataclass
 
-BITS = 32  # numbers of a row or list that a thread has bits for
+BITS = 32  # numbers of a row or list per thread: one bit of its mask each
 
 
 @dataclass(frozen=True)
 class TopkConfig:
-    """threads of a CTA; capacity: entries of its list; tile: numbers a thread has of a tile, 0: rows are resident;
-    stages: tiles; cluster: CTAs a row."""
+    """threads: per CTA. capacity: entries of a CTA's list. tile: numbers per thread in a tile, or 0 if all rows are
+    resident. stages: tiles in flight. cluster: CTAs per row."""
 
     threads: int
     capacity: int
@@ -17,7 +17,7 @@ class TopkConfig:
     cluster: int = 1
 
     def resident_vectors(self, width: int) -> int:
-        """The longest resident row of numbers of `width` bits, in the 16-byte vectors that it touches."""
+        """Number of 16-byte vectors that the longest resident row touches, for numbers of `width` bits."""
         return min(self.threads * BITS * width // 128, self.capacity // 2) if self.cluster == 1 else 0
 
     def takes(self, k: int) -> bool:
@@ -26,13 +26,13 @@ class TopkConfig:
 
 RESIDENT = (TopkConfig(256, 4096), TopkConfig(512, 8192))
 STREAMING = (TopkConfig(256, 4096, 32, 2), TopkConfig(512, 8192, 16, 2))
-# Few rows: eight, four, two CTAs a row, one.
+# For few rows: eight, four, two or one CTAs per row.
 CLUSTERS = (*(TopkConfig(512, 8192, 16, 3, c) for c in (8, 4, 2)), TopkConfig(1024, 8192, 8, 3))
 CONFIGS = RESIDENT + STREAMING + CLUSTERS
 
 
 def choose_config(rows: int, vectors: int, k: int, width: int, multiprocessors: int) -> TopkConfig:
-    """For scores of `width` bits whose rows touch up to `vectors` vectors of 16 bytes, as measured."""
+    """The measured winner for scores of `width` bits whose rows touch up to `vectors` vectors of 16 bytes."""
     if rows > multiprocessors:
         candidates = RESIDENT + STREAMING
     elif vectors <= 2048:

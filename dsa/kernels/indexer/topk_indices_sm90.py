@@ -3,28 +3,28 @@
 out[r] = the columns of the k largest of scores[r, lo : hi], of equal ones the lowest, in ascending order
 
 Plan
-- A CTA a row. A row that fits comes into shared memory by one bulk copy and is selected from there ("resident").
-- A longer row streams through a pipeline of tiles in shared memory, which one thread fills by bulk copies
-  (topk_candidates.py). Scores that are not below a threshold are appended, with their columns and in order, to a list
-  of candidates. The threshold is found in a sample of every 16th number or less (pairs of vectors at jittered
-  positions: 32 bytes), as its (r + 4.5 sqrt r)-th largest, r the expected rank of the k-th: about 1.4 k candidates are
-  left. A list that is full is cut to its k largest, and what follows must be above the least of these: its columns are
-  higher. If fewer than k are left, the threshold was too high, and the row is read again with a lower one, and then
-  without. So the result is exact for any input, and an unlucky one takes longer. A row that fits the list needs no
-  threshold.
-- Few rows: a cluster a row. Each CTA lists a part of the row, with the same threshold, and writes its list behind that
-  of the CTAs before it into the shared memory of the first one, which goes on alone.
+- One CTA per row. A row that fits into shared memory arrives by one bulk copy and is selected from there ("resident").
+- Streaming: a longer row goes through a pipeline of tiles in shared memory, which one thread fills by bulk copies
+  (topk_candidates.py). Scores that are not below a threshold are appended to a list of candidates, with their columns
+  and in order. A row that fits the list needs no threshold.
+- Threshold: it is found in a sample of at most every 16th number (pairs of vectors at jittered positions: 32 bytes). It
+  is the sample's (r + 4.5 sqrt r)-th largest, where r is the expected rank of the k-th. About 1.4 k candidates remain.
+- Exactness: a full list is cut to its k largest. Later scores must then exceed the least of these, because their
+  columns are higher. If fewer than k candidates remain, the threshold was too high. The row is then read again with a
+  lower threshold, and finally without one. So the result is exact for any input, and only the time depends on luck.
+- Few rows: a cluster per row. Each CTA lists a part of the row, with the same threshold. It appends its list to those
+  of the earlier CTAs, in the shared memory of the first CTA. The first CTA then continues alone.
 - Selection (radix_select.py): two or three passes that count digits find the k-th largest of the row or list.
-- Order: a thread owns up to 32 neighbours of the list and has a bit for each that is selected. A scan over the threads'
-  bit counts says where its columns go. Tiles are appended to the list in the same way.
-- By value: the selected are sorted by (value, column) behind that, bitonically.
+- Order: a thread owns up to 32 neighbouring numbers of the list and has a bit for each that is selected. A scan over
+  the threads' bit counts gives the positions of its columns. Tiles are appended to the list in the same way.
+- By value: a bitonic sort then orders the selected by (value, column).
 Shared memory: 8 CAPACITY bytes for the row or the list (values, then columns), the tiles, 8 KiB of digit counts.
-Constraints: a row's columns next to each other, rows anywhere (the ends of a row that are not at multiples of 16 bytes
-are copied one by one); k at most CAPACITY where rows are resident, else half of it.
-Launch: programmatic, so that the preparations run under the end of the kernel before.
-Roofline: memory, one read of the scores: 80% of the copy bandwidth at 128K columns, where 14 instructions a number are
-executed. At 32K they are 20 and at 8K 34 (what a row costs anyway is shared by fewer), and 60% of the issue slots and
-of the shared memory's cycles are used.
+Constraints: a row's columns are contiguous. Rows may start anywhere: the ends that are not at multiples of 16 bytes are
+copied number by number. k is at most CAPACITY if rows are resident, and at most half of it otherwise.
+Launch: programmatic, so that the prologue overlaps the end of the previous kernel.
+Roofline: memory, one read of the scores: 80% of the copy bandwidth at 128K columns, where a number takes 14
+instructions. A number takes 20 instructions at 32K columns and 34 at 8K, because fewer numbers share a row's fixed
+cost. Then 60% of the issue slots and of the shared-memory cycles are used.
 """
 
 from collections.abc import Callable
@@ -176,7 +176,7 @@ class TopkIndicesSm90:
 
     @cute.jit
     def store(self, out: cute.Tensor, columns: cute.Tensor, found, to_index, tid):
-        """out[i] = columns[i] + to_index, by 16 bytes where out allows that."""
+        """out[i] = columns[i] + to_index, with 16-byte stores if out is aligned."""
         whole = Int32(0)
         if Int32(out.iterator.toint()) & 15 == 0:
             whole = found // 4
@@ -194,14 +194,15 @@ class TopkIndicesSm90:
     def select(
         self, row: Row, candidates: Candidates, columns: cute.Tensor, length, k, resident, memory: SelectMemory, tid
     ):
-        """Put the columns of the k largest of the row or list, `length` vectors, to `columns` in order. -> how many."""
+        """Write the columns of the k largest of the row or list, `length` vectors, to `columns` in order. -> their
+        number."""
         floor, equal, excess = MINUS_INFINITY, Int32(0), Int32(0)
         if length * self.width > k:
             floor, equal, excess = find_floor(candidates.scores, length, k, Int32(0), memory, tid, self.threads)
         own = (length + self.threads - 1) // self.threads
         mask = mask_from(candidates.scores, length, own, floor, tid, 4 if self.cfg.tile == 0 else 2)
         if excess > 0:
-            # More than needed equal the least: the first of them.
+            # More numbers than needed equal the k-th largest: take the first of them.
             above = mask_from(candidates.scores, length, own, next_above(floor), tid)
             equals = mask ^ above
             here = Int32(cute.arch.popc(equals))
@@ -209,7 +210,7 @@ class TopkIndicesSm90:
             mask = above | lowest_bits(equals, cutlass.max(cutlass.min(equal - before, here), 0))
         here = Int32(cute.arch.popc(mask))
         before, found = block_exclusive_scan(here, memory.sums[0, None], tid % WARP, tid // WARP)
-        # All have their bits, and the numbers are no longer needed: the columns go to their place.
+        # All threads have their bits, and the numbers are no longer needed: the columns may overwrite them.
         at = before + here
         place = tid * own * self.width
         while mask != 0:
@@ -226,10 +227,10 @@ class TopkIndicesSm90:
 
     @cute.jit
     def sort(self, row: Row, columns: cute.Tensor, count, tid):
-        """Put the columns columns[:count] in the order of their numbers, the largest first, equal ones by column."""
+        """Sort columns[:count] by their numbers, the largest first, and by column among equal ones."""
         log = 32 - Int32(cute.arch.clz(Uint32(cutlass.max(count, 1) - 1)))
         size = 1 << log
-        # Keys ascend where numbers descend; what fills up to a power of two comes last.
+        # Sort keys ascend as numbers descend. The padding to a power of two comes last.
         for i in cutlass.range(tid, size, self.threads, unroll=2):
             key = Int32(2**31 - 1)
             if i < count:
@@ -266,12 +267,12 @@ class TopkIndicesSm90:
         page_size,
         tid,
     ):
-        """Turn the columns columns[:found] into the sequence's cache slots, or -1. Each thread has its own."""
+        """Replace columns[:found] by the sequence's cache slots, or -1. Each thread replaces its own columns."""
         last = block_table.shape[1] - 1
         known = sequence >= 0 and sequence < block_table.shape[0] and last >= 0
         if known:
             for i in cutlass.range(tid, found, self.threads, unroll=4):
-                # A start far below 0 makes the sum wrap. No branch around the load, so that several are under way.
+                # A start far below 0 makes the sum overflow. No branch around the load, so that several loads overlap.
                 index = columns[i] + to_index
                 page, offset = divmod(cutlass.max(index, 0), divisor)
                 physical = block_table[sequence, cutlass.min(page, last)]
@@ -286,8 +287,8 @@ class TopkIndicesSm90:
 @cached
 def compile_topk_indices(dtype: str, cfg: TopkConfig):
     """-> f(scores [rows, cols] dtype, starts, lengths [rows], block_table [B, pages], row_to_seq [rows],
-    indices [rows, k] int32, values [rows, k] fp32, page_size, options); rows, cols, k > 0 and cfg takes k. `options`
-    says which of the tensors are given; the others may be of any size."""
+    indices [rows, k] int32, values [rows, k] fp32, page_size, options); rows, cols, k > 0 and cfg takes k. The bits
+    of `options` say which tensors are given; the others may have any size."""
     element = cute_dtype(dtype)
     rows, k = cute.sym_int(), cute.sym_int()
     scores = fake(element, (rows, cute.sym_int()), (*strides(1), 1), element.width // 8)

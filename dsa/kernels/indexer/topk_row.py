@@ -1,4 +1,4 @@
-"""A row of scores that the top-k selects from: where it lies, and its bulk load into shared memory."""
+"""A row of scores that the top-k selects from: its location, and its bulk load into shared memory."""
 
 from dataclasses import dataclass
 
@@ -14,8 +14,8 @@ from dsa.kernels.indexer.radix_select import VECTOR_BYTES
 
 @dataclass(frozen=True)
 class Row:
-    """scores [cols] of the matrix's row, of which [lo, lo + n) count. They touch `vectors` vectors of 16 bytes, of
-    which the first begins `ahead` numbers before lo."""
+    """scores [cols]: the matrix row. The selection uses its columns [lo, lo + n). These touch `vectors` vectors of 16
+    bytes, the first of which begins `ahead` numbers before lo."""
 
     scores: cute.Tensor
     lo: Int32
@@ -25,13 +25,13 @@ class Row:
 
 
 def vector_width(scores: cute.Tensor) -> int:
-    """Numbers of a 16-byte vector."""
+    """Numbers per 16-byte vector."""
     return VECTOR_BYTES * 8 // scores.element_type.width
 
 
 @cute.jit
 def find_row(scores: cute.Tensor, starts: cute.Tensor, lengths: cute.Tensor, index: Int32, options: Int32):
-    """(the row's start, the row). Columns outside the matrix are no numbers of it."""
+    """(the row's start, the row). The row excludes columns outside the matrix."""
     start, cols = Int32(0), scores.shape[1]
     if options & STARTS:
         start = starts[index]
@@ -48,9 +48,9 @@ def find_row(scores: cute.Tensor, starts: cute.Tensor, lengths: cute.Tensor, ind
 
 @cute.jit
 def load_row(row: Row, first, behind, target: cute.Tensor, barrier: cute.Pointer):
-    """Start loading the row's vectors [first, behind) to `target`: two arrivals. One thread's work.
+    """Start to load the row's vectors [first, behind) into `target`. One thread calls this; it arrives twice.
 
-    The row's first and last vector, where they hold numbers of others, are copied one by one, with NaN for those.
+    A first or last vector that also contains numbers outside the row is copied number by number, with NaN for those.
     """
     width = vector_width(row.scores)
     cute.arch.fence_proxy("async.shared", space="cta")

@@ -1,1 +1,1 @@
-"""CuTe DSL kernels of multi-head latent attention, dense and sparse, its windows and merges."""
+"""CuTe DSL kernels of multi-head latent attention: dense, sparse, sliding windows, merges."""

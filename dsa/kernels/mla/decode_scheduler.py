@@ -1,8 +1,10 @@
-"""Which work tiles a part of the GPU has in dense MLA decoding: from the plan that mla_plan_sm90.py makes, or by splits
-of fixed lengths in batch-invariant decoding.
+"""The work-tile scheduler of dense MLA decoding.
 
-A part is as many CTAs as there are tiles of rows. It has a range of sequences, of which the first and the last may be
-split between parts.
+Work tiles come from the plan of mla_plan_sm90.py, or, in batch-invariant decoding, from splits of fixed
+lengths.
+
+A part is a unit of work for one CTA per row tile. It covers a range of sequences. Its first and last sequence
+may be split between parts.
 """
 
 from dataclasses import dataclass
@@ -15,25 +17,33 @@ from cutlass import Boolean, Int32
 
 from dsa.kernels.mla.limits import FIXED_SPLIT_TILES, MAX_FIXED_SPLITS, TILE_N
 
-TO_THE_END = 2**30  # the END_TILE of a part whose last sequence is not split there
+TO_THE_END = 2**30  # END_TILE of a part that runs to the end of its last sequence
 MAX_TILES = 2**31 // TILE_N
 
 
 class PlanColumn(IntEnum):
-    """A plan is int32 [parts, 8]. Row i is part i, but for SPLIT_SEQUENCE: the i-th sequence that is split, or -1.
-    Two numbers are 0."""
+    """Columns of a plan, int32 [parts, 8]. The last two columns are 0.
+
+    Row i describes part i, except for SPLIT_SEQUENCE: the i-th split sequence, or -1.
+    """
 
     FIRST_SEQUENCE = 0
     FIRST_TILE = 1
     LAST_SEQUENCE = 2
     END_TILE = 3
-    FIRST_SPLIT = 4  # splits of the first sequence before this part
+    FIRST_SPLIT = 4  # index of this part's split of the first sequence
     SPLIT_SEQUENCE = 5
 
 
 class DecodeState(NamedTuple):
-    """The sequence that comes next, the tile and the split of it that are next, the part's last sequence and the tile
-    where it ends there."""
+    """Position in a part.
+
+    sequence  next sequence
+    tile      its next tile
+    split     index of its next split
+    last      last sequence of the part
+    end_tile  tile where the part ends in its last sequence
+    """
 
     sequence: Int32
     tile: Int32
@@ -48,11 +58,14 @@ class DecodeState(NamedTuple):
 
 @dataclass(frozen=True)
 class DecodeScheduler:
-    """lengths [B], plan [parts, 8] and num_splits [B + 1], as the kernels have them
+    """Finds the work tiles of a part.
 
-    capacity      keys that the block table has room for
-    fixed_splits  0: the plan says which work tiles there are. Else: part i has split i % fixed_splits of sequence
-                  i // fixed_splits, whose number of splits depends on its length alone
+    lengths       [B]
+    plan          [parts, 8]
+    num_splits    [B + 1]
+    capacity      keys that a row of the block table has room for
+    fixed_splits  0: work tiles come from the plan. Otherwise part i is split i % fixed_splits of sequence i
+                  // fixed_splits, and the number of splits of a sequence depends only on its length
     """
 
     lengths: cute.Tensor
@@ -63,6 +76,7 @@ class DecodeScheduler:
 
     @cute.jit
     def first(self, part) -> DecodeState:
+        """Return the state before the part's first work tile."""
         sequence, tile, split, last, end_tile = Int32(0), Int32(0), Int32(0), Int32(-1), Int32(TO_THE_END)
         if self.fixed_splits > 0:
             sequence, split = part // self.fixed_splits, part % self.fixed_splits
@@ -71,20 +85,24 @@ class DecodeScheduler:
             sequence, tile = self.plan[part, PlanColumn.FIRST_SEQUENCE], self.plan[part, PlanColumn.FIRST_TILE]
             split = self.plan[part, PlanColumn.FIRST_SPLIT]
             last, end_tile = self.plan[part, PlanColumn.LAST_SEQUENCE], self.plan[part, PlanColumn.END_TILE]
-            # A plan of another batch, or no plan at all, must not lead outside the tensors.
+            # A plan of another batch, or garbage, must not cause accesses outside the tensors.
             sequence, split = cutlass.max(sequence, 0), cutlass.max(split, 0)
             tile = cutlass.min(cutlass.max(tile, 0), MAX_TILES)
         return DecodeState(sequence, tile, split, cutlass.min(last, self.lengths.shape[0] - 1), end_tile)
 
     @cute.jit
     def guess(self, state: DecodeState):
-        """Where the next work tile probably begins; known before the sequence's length."""
+        """Return the tile where the next work tile probably begins. It is known before the sequence's length."""
         return state.tile + state.split * FIXED_SPLIT_TILES if self.fixed_splits > 0 else state.tile
 
     @cute.jit
     def work_tile(self, state: DecodeState, tiles, part, partials):
-        """(first tile, the one behind the last, split_idx, whether there is none) of the next work tile; tiles: of the
-        sequence; partials: how many partial results there is room for."""
+        """Return (first tile, end tile, split_idx, whether there is no work tile) of the next work tile.
+
+        tiles     tiles of the sequence
+        part      index of the part
+        partials  capacity of the partial results
+        """
         first, end, split_idx, empty = Int32(0), tiles, Int32(-1), False
         if self.fixed_splits > 0:
             each = cutlass.max(FIXED_SPLIT_TILES, (tiles + MAX_FIXED_SPLITS - 1) // MAX_FIXED_SPLITS)

@@ -1,4 +1,4 @@
-"""Conversions of an FP8 cache's numbers, e4m3 and bf16, to the f16 operands of the products."""
+"""Conversions from an FP8 cache's e4m3 and bf16 values to the f16 operands of wgmma."""
 
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32
@@ -6,7 +6,7 @@ from cutlass import Boolean, Float32, Int32, Uint32
 
 @cute.jit
 def four_halves(word: Uint32):
-    """Four e4m3 numbers as two words of two f16, exactly."""
+    """Convert four e4m3 values to two words of two f16, exactly."""
     return cute.arch.inline_ptx(
         "{{ .reg .b16 l, h; mov.b32 {l, h}, {$r0}; cvt.rn.f16x2.e4m3x2 {$w0}, l; cvt.rn.f16x2.e4m3x2 {$w1}, h; }}",
         write_only_types=[Uint32, Uint32],
@@ -16,7 +16,7 @@ def four_halves(word: Uint32):
 
 @cute.jit
 def larger_bf16(a: Uint32, b: Uint32) -> Uint32:
-    """Of each of two pairs of bf16 the larger magnitude, with any sign; NaN is none."""
+    """Return the larger magnitude of each of two pairs of bf16, with arbitrary sign; NaN is ignored."""
     return cute.arch.inline_ptx(
         "{{ .reg .b32 x, y; mov.b32 x, {$r0}; mov.b32 y, {$r1}; max.xorsign.abs.bf16x2 {$w0}, x, y; }}",
         write_only_types=[Uint32],
@@ -26,7 +26,7 @@ def larger_bf16(a: Uint32, b: Uint32) -> Uint32:
 
 @cute.jit
 def times_to_f16(word: Uint32, low_factor: Float32, high_factor: Float32) -> Uint32:
-    """Two bf16 numbers times a factor each, to f16."""
+    """Multiply two bf16 values by a factor each, and convert them to f16."""
     low, high = (word << 16).bitcast(Float32) * low_factor, (word & Uint32(0xFFFF0000)).bitcast(Float32) * high_factor
     return cute.arch.inline_ptx(
         "cvt.rn.f16x2.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[high, low]
@@ -35,8 +35,10 @@ def times_to_f16(word: Uint32, low_factor: Float32, high_factor: Float32) -> Uin
 
 @cute.jit
 def halves_of_two(low: Uint32, high: Uint32):
-    """Four e4m3 numbers of each of two keys as f16, exactly: of each number a word, the first key's below the
-    second's."""
+    """Convert four e4m3 values of each of two keys to f16, exactly.
+
+    Return one word per value, with the first key in the lower half.
+    """
     return cute.arch.inline_ptx(
         "{{ .reg .b16 p, q, r, s; .reg .b32 m, n; "
         "prmt.b32 m, {$r0}, {$r1}, 0x5140; prmt.b32 n, {$r0}, {$r1}, 0x7362; "
@@ -50,7 +52,7 @@ def halves_of_two(low: Uint32, high: Uint32):
 
 @cute.jit
 def times(word: Uint32, factors: Uint32) -> Uint32:
-    """Two f16 numbers times two others."""
+    """Multiply two f16 values by two factors."""
     return cute.arch.inline_ptx(
         "mul.rn.f16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[word, factors]
     )
@@ -58,7 +60,7 @@ def times(word: Uint32, factors: Uint32) -> Uint32:
 
 @cute.jit
 def times_split(word: Uint32, high: Uint32, low: Uint32) -> Uint32:
-    """Two f16 numbers times two others that are sums of two f16."""
+    """Multiply two f16 values by two factors, each of which is the sum of two f16."""
     return cute.arch.inline_ptx(
         "{{ .reg .b32 x; mul.rn.f16x2 x, {$r0}, {$r2}; fma.rn.f16x2 {$w0}, {$r0}, {$r1}, x; }}",
         write_only_types=[Uint32],
@@ -68,7 +70,7 @@ def times_split(word: Uint32, high: Uint32, low: Uint32) -> Uint32:
 
 @cute.jit
 def store_split(address: Int32, x: Float32):
-    """x in shared memory as a sum of two f16, of which the second lies 4 bytes further."""
+    """Store x as a sum of two f16, 4 bytes apart."""
     cute.arch.inline_ptx(
         "{{ .reg .b16 a, b; .reg .f32 y; cvt.rn.f16.f32 a, {$r1}; cvt.f32.f16 y, a; sub.f32 y, {$r1}, y; "
         "cvt.rn.f16.f32 b, y; st.shared.b16 [{$r0}], a; st.shared.b16 [{$r0} + 4], b; }}",
@@ -78,7 +80,7 @@ def store_split(address: Int32, x: Float32):
 
 @cute.jit
 def store_half(address: Int32, x: Float32, as_bf16: Boolean):
-    """x in shared memory, as f16 or as the bf16 that its upper half is."""
+    """Store x as f16, or as bf16 by its upper 16 bits."""
     cute.arch.inline_ptx(
         "{{ .reg .b16 a, b, c; .reg .pred p; cvt.rn.f16.f32 a, {$r1}; mov.b32 {b, c}, {$r1}; setp.ne.s32 p, {$r2}, 0; "
         "selp.b16 a, c, a, p; st.shared.b16 [{$r0}], a; }}",
@@ -88,7 +90,7 @@ def store_half(address: Int32, x: Float32, as_bf16: Boolean):
 
 @cute.jit
 def interleave(low: Uint32, high: Uint32):
-    """Of two words of two 16-bit numbers: the word of the first ones, and that of the second ones."""
+    """From two words of two 16-bit values, return the word of the lower values and the word of the upper values."""
     return cute.arch.inline_ptx(
         "prmt.b32 {$w0}, {$r0}, {$r1}, 0x5410; prmt.b32 {$w1}, {$r0}, {$r1}, 0x7632;",
         write_only_types=[Uint32, Uint32],
@@ -98,7 +100,7 @@ def interleave(low: Uint32, high: Uint32):
 
 @cute.jit
 def ue8m0_scale(exponent: Uint32) -> Float32:
-    """2^(exponent - 127); NaN for 255."""
+    """Return 2^(exponent - 127), or NaN for 255."""
     bits = exponent << 23
     if exponent == 0:
         bits = Uint32(0x00400000)

@@ -1,14 +1,15 @@
-"""The producer of sparse MLA attention over an FP8 cache: the load warpgroup, which gathers selected keys (top-k
-gather) as the bytes that they are into a ring of whole tiles.
+"""The producer of sparse MLA attention over an FP8 cache: the load warpgroup (top-k gather).
 
-A key comes whole, by one bulk copy, which costs the warp that asks for it 30 clocks: four warps have 16 keys of a tile
-each. Where there is no key the warp writes zeros, whose scale is zero, too, and the key's bit of the valid
-mask is 0.
+It gathers selected keys as FP8 bytes into a ring of whole tiles. One bulk copy loads a key. Issuing it costs
+the warp 30 cycles, so the four warps gather 16 keys of a tile each. For an index that is no key the warp
+writes zeros, including a scale of zero, and clears the key's bit in the valid mask.
 
-Layouts, d = 576: 512 e4m3 | 4 fp32 scales, of 128 each | 64 bf16, 656 bytes a key. d = 512: of a page P x (448 e4m3 |
-64 bf16), then P x 8 bytes: 7 ue8m0 scales, of 64 each, which lie behind the tile's keys here, too. Keys are `pitch`
-bytes apart, an odd multiple of 16 whose double is 8 banks and whose fourfold is 16: what is read together, channels of
-two keys apart or of four, lies in different banks.
+Layout of a key
+- d = 576: 512 e4m3 | 4 fp32 scales, one per 128 channels | 64 bf16; 656 bytes.
+- d = 512: a page has P x (448 e4m3 | 64 bf16), then P x 8 bytes with 7 ue8m0 scales, one per 64 channels.
+  In a stage the scales also follow the tile's keys.
+Bank conflicts: keys are `pitch` bytes apart in a stage, an odd multiple of 16. Keys two apart differ by 8
+banks, keys four apart by 16. So the channels that a warp reads together are in different banks.
 """
 
 from dataclasses import dataclass
@@ -25,14 +26,16 @@ from dsa.kernels.mla.limits import FP8_KV_BYTES, HEAD_DIM, TILE_N
 from dsa.kernels.mla.tile_scheduler import WorkTileInfo
 from dsa.kernels.mla.topk_gather import WARP_KEYS, Selection, TopkGather
 
-V32_BYTES, V4_ROW = FP8_KV_BYTES[HEAD_DIM], 576  # of d = 512 without its scales
+V32_BYTES, V4_ROW = FP8_KV_BYTES[HEAD_DIM], 576  # bytes of a key; for d = 512 without its scales
 
 
 @dataclass(frozen=True)
 class Fp8KvPipeline:
-    """kv          the ring of tiles
-    valid_mask  [4, stages]: 16 bits for as many keys of the tile: which exist
-    work        the work tiles
+    """The ring of tiles, and the data that the load warps pass with it.
+
+    kv          ring of tiles
+    valid_mask  [4, stages]: one bit per key of the tile, 16 bits per word: which keys exist
+    work        work tiles
     """
 
     kv: Pipeline
@@ -40,23 +43,27 @@ class Fp8KvPipeline:
     work: WorkTilePipeline
 
     def start(self) -> PipelineState:
-        """Before the first tile."""
+        """Return the state before the first tile."""
         return start()
 
 
 class Fp8TopkGather(TopkGather):
-    """Keys of `head_dim` channels, 576 or 512, in a ring of `stages` tiles; queries of `head_tile` heads; the score
-    warpgroups take the tiles in turns, the two output warpgroups all of them."""
+    """Gather keys of `head_dim` channels, 576 or 512, into a ring of `stages` tiles.
+
+    head_tile         heads of a query
+    score_warpgroups  number of score warpgroups, which take the tiles in turns; both output warpgroups read
+                      all tiles
+    """
 
     def __init__(self, head_dim: int, head_tile: int, stages: int, score_warpgroups: int):
         super().__init__(BFloat16, head_dim, stages, stages)
         self.head_tile, self.stages, self.score_warpgroups = head_tile, stages, score_warpgroups
-        # A query's rows come before its keys, through the same stages.
-        self.q_rows = min(head_tile, TILE_N // 2)  # of a stage
+        # Q comes before the keys, through the same stages.
+        self.q_rows = min(head_tile, TILE_N // 2)  # rows of Q per stage
         self.q_stages = head_tile // self.q_rows
-        self.q_pitch = 2 * head_dim + 16  # so that what is read together of two rows lies in different banks
+        self.q_pitch = 2 * head_dim + 16  # so that the rows that a warp reads together are in different banks
         self.row_bytes, self.pitch = (V32_BYTES, V32_BYTES) if self.has_rope else (V4_ROW, V4_ROW + 16)
-        # Behind the keys of a stage.
+        # Offset of the scales, after the keys of a stage.
         self.scales = TILE_N * self.pitch
         self.stage_bytes = self.scales + (0 if self.has_rope else TILE_N * 8)
 
@@ -78,8 +85,10 @@ class Fp8TopkGather(TopkGather):
 
     @cute.jit
     def init(self, pipeline: Fp8KvPipeline, consumers: cutlass.Constexpr):
-        """Make the barriers: four warps fill a stage of keys and twelve read it; `consumers` warps read work tiles. One
-        thread's work."""
+        """Initialize the barriers; called by one thread.
+
+        Four warps fill a stage of keys and twelve warps read it. `consumers` warps read work tiles.
+        """
         pipeline.kv.init(consumers=12, producers=4)
         pipeline.work.init(consumers)
 
@@ -91,7 +100,7 @@ class Fp8TopkGather(TopkGather):
 
     @cute.jit
     def scales_of(self, selection: Selection, page, offset):
-        """Where a key's scales begin, if they are not behind its numbers."""
+        """Return the address of a key's scales, if they do not follow the key's values."""
         if const_expr(self.has_rope):
             return selection.cache.iterator.toint()
         start = selection.cache[page, 0, None].iterator.toint()
@@ -99,7 +108,7 @@ class Fp8TopkGather(TopkGather):
 
     @cute.jit
     def prefetch_q(self, q, query, first_row, warp, lane):
-        """The next query's rows will be in the L2 cache when its turn comes."""
+        """Prefetch the next query's rows into the L2 cache."""
         own = warp * WARP_KEYS + lane
         if lane < WARP_KEYS and own < self.head_tile and first_row + own < q.shape[2]:
             prefetch_to_l2(Int64(q[query, 0, first_row + own, None].iterator.toint()), Int32(2 * self.head_dim))
@@ -119,26 +128,31 @@ class Fp8TopkGather(TopkGather):
         lane,
         state: PipelineState,
     ) -> PipelineState:
-        """The query's rows and then the work tile's keys go to the stages at `raw`. Rows that are none are left out.
-        -> the state behind them."""
+        """Load the query's rows and then the work tile's keys into the stages at `raw`. Return the state
+        after them.
+
+        Rows of Q that do not exist are not loaded.
+        """
         query, first = info.batch_idx, info.first_tile
         own = warp * WARP_KEYS + lane % WARP_KEYS
         index = self.index_of(lists, counts, ends, query, first, own)
-        # Of a CTA's first query, whose stages are all empty, no key is asked for twice; of a later one that begins
-        # where the ring does, its first keys are not asked for before their stage is empty.
+        # Whether to prefetch the first keys below. For the CTA's first query all stages are empty, and a
+        # prefetch would only request its keys twice. A later query that also begins at stage 0 in phase 0
+        # goes without the prefetch.
         begun = state.stage + state.phase > 0
         for i in cutlass.range_constexpr(self.q_stages):
             pipeline.kv.producer_wait(state)
             self.load_rows(q, query, first_row + i * self.q_rows, raw, pipeline.kv, state, warp, lane)
             state = pipeline.kv.advance(state)
-        # The first keys' stage is a tile's until its values have been added: they come to the L2 cache meanwhile.
+        # The stage of the first keys may still hold an earlier tile whose values are in use. Prefetch the
+        # keys into the L2 cache in the meantime.
         if begun:
             source, _, valid = self.locate(lists, ends, first, index)
             if valid and lane < WARP_KEYS:
                 prefetch_to_l2(source, Int32(self.row_bytes))
         for tile in cutlass.range(first, first + info.tiles, unroll=1):
             source, scales, valid = self.locate(lists, ends, tile, index)
-            # The next tile's indices are on their way while these keys are asked for.
+            # Load the next tile's indices while this tile's keys are requested.
             index = self.index_of(lists, counts, ends, query, tile + 1, own)
             mask = Uint32(cute.arch.vote_ballot_sync(valid)) & 0xFFFF
             target = raw + state.stage * self.stage_bytes
@@ -163,7 +177,7 @@ class Fp8TopkGather(TopkGather):
 
     @cute.jit
     def load_rows(self, q, query, first_row, raw: Int32, pipeline: Pipeline, state: PipelineState, warp, lane):
-        """A stage's rows of a query, from first_row on."""
+        """Load one stage's rows of a query, from first_row on."""
         each = self.q_rows // 4
         row = warp * each + lane
         valid = lane < each and first_row + row < q.shape[2]
@@ -177,7 +191,7 @@ class Fp8TopkGather(TopkGather):
 
     @cute.jit
     def clear(self, target: Int32, mask: Uint32, lane):
-        """Zeros where the warp's keys are to be that do not exist, of which `mask` says which."""
+        """Zero-fill the warp's keys that do not exist, which have a 0 in `mask`."""
         zeros = [Uint32(0)] * 4
         for key in cutlass.range(WARP_KEYS, unroll=1):
             if (mask >> key) & 1 == 0:
@@ -185,5 +199,5 @@ class Fp8TopkGather(TopkGather):
                     place = 16 * (lane + 32 * i)
                     if place < self.row_bytes:
                         store_16(target + key * self.pitch + place, zeros)
-        # Bulk copies may write to the same place later.
+        # Order these writes before later bulk copies to the same addresses.
         cute.arch.fence_proxy("async.shared", space="cta")

@@ -1,7 +1,8 @@
-"""Queries of attention over an FP8 cache: from the stages of keys in which they come to their own memory.
+"""Q for attention over an FP8 cache: from the key stages in which it arrives to its own memory.
 
-What is multiplied with e4m3 keys is f16, divided by a power of two so that the largest is about 2^14. Which channels
-the products' 16 of a step are is free, if keys and queries agree: they are in the order in which a lane reads a key's.
+The part of Q that multiplies e4m3 keys is stored as f16, divided by a power of two so that its largest
+magnitude is about 2^14. The order of channels in a wgmma step of 16 is free, as long as keys and Q agree. Q
+is stored in the order in which a lane reads a key's channels.
 """
 
 import cutlass
@@ -18,19 +19,20 @@ from dsa.kernels.mla.swap_ab_exchange import HeadRange, SwapAbExchange, Thread
 from dsa.kernels.mla.swap_ab_score_loop import SwapAbScoreLoop
 from dsa.kernels.mla.swap_ab_softmax import power_of_two
 
-AHEAD = 1  # how many parts of a chunk are read before one is stored, which the compiler leaves in this order
+AHEAD = 1  # loads in flight ahead of the stores; the compiler keeps this order
 
 
 class Fp8KvQueries(SwapAbScoreLoop):
-    """`head_tile` heads of a query, 16, 32 or 64, and keys in `kv`."""
+    """Q of `head_tile` heads of a query, 16, 32 or 64, for keys in `kv`."""
 
     def __init__(self, kv: Fp8TopkGather, head_tile: int):
         super().__init__(head_tile, kv.score_warpgroups, Float16, key_exponents=True)
         self.kv, self.head_dim, self.q_stages = kv, kv.head_dim, kv.q_stages
-        # Chunks of 64 channels of a key that are e4m3; one more is bf16, and of 512 channels part of the value.
+        # e4m3 chunks of 64 channels per key. One more chunk is bf16; for 512 channels it is part of the
+        # value.
         self.fp8_chunks = self.head_dim // K_CHUNK - 1
-        # Of a warpgroup's four warps: so many octets of heads, and warps that share an octet; every so many chunks are
-        # a warp's, in so many turns.
+        # How a warpgroup's four warps share Q: octets of heads at a time, warps per octet, distance between a
+        # warp's chunks, chunks per warp.
         self.octets = min(head_tile // 8, 4)
         self.sharers = 4 // self.octets
         self.stride = kv.score_warpgroups * self.sharers
@@ -46,17 +48,20 @@ class Fp8KvQueries(SwapAbScoreLoop):
         heads: HeadRange,
         thread: Thread,
     ) -> Float32:
-        """A work tile's queries from the stages in which they came to their own memory, zeros behind the last
-        head; of each chunk in the order in which lanes have the keys'. What is multiplied with e4m3 goes to f16,
-        divided by a power of two, so that the largest is about 2^14. -> that power.
+        """Copy a work tile's Q from its stages to its own memory, with zeros after the last head.
 
-        A warp has eight heads at a time, of which four lanes have one each: an 8 x 8 matrix for each of their words. Of
-        two warpgroups each takes every other chunk; so do two warps with the same heads."""
+        Each chunk is stored in the order in which lanes read the keys' channels. The part that multiplies
+        e4m3 keys is converted to f16, divided by a power of two so that its largest magnitude is about 2^14.
+        Return that power of two.
+
+        A warp handles eight heads at a time, with four lanes per head. Word i of all lanes is an 8 x 8 matrix
+        for stmatrix. Two warpgroups take alternate chunks, as do two warps with the same heads.
+        """
         rows, lane = heads.total - heads.first, opaque(thread.lane)
         chunk = thread.side * self.sharers + thread.warp // self.octets
-        first = thread.warp % self.octets * 8  # of the warp's heads; 32 more of the next ones
+        first = thread.warp % self.octets * 8  # first of the warp's heads; the next eight are 32 further
         own, sources = first + (lane >> 2), []
-        by_word = [Uint32(0)] * 4  # for a shorter chain of instructions
+        by_word = [Uint32(0)] * 4  # four running maxima, for a shorter dependency chain
         for i in cutlass.range_constexpr(self.kv.q_stages):
             state = state_at(ring + i, self.kv.stages)
             pipeline.kv.consumer_wait(state)
@@ -78,7 +83,7 @@ class Fp8KvQueries(SwapAbScoreLoop):
         exponent = Int32(cutlass.max(largest & 0x7FFF, (largest >> 16) & 0x7FFF)) >> 7
         exponent = cutlass.max(cutlass.min(exponent - 127 - 14, 100), -100)
         power, inverse = power_of_two(exponent), power_of_two(-exponent)
-        # Lane 8 i + r gives the address of row r of matrix i: vector i of that head's 128 bytes of a chunk.
+        # Lane 8 i + r addresses row r of matrix i: vector i of that head's 128 bytes of a chunk.
         row = lane & 7
         target = Int32(exchange.q.iterator.toint()) + 2 * K_CHUNK * (first + row) + 16 * ((lane >> 3) ^ row)
         parts = [(i, n) for i in range(self.kv.q_stages) for n in range(self.turns)]
@@ -109,9 +114,12 @@ class Fp8KvQueries(SwapAbScoreLoop):
 
     @cute.jit
     def read_q(self, source, chunk, lane):
-        """A lane's 8 words of a chunk of a head: vector v of the products' operand has word v of each of the head's
-        four lanes. Of e4m3 channels 16 t to 16 t + 15, of bf16 8 t to 8 t + 7 of each half, t = lane % 4. Of a chunk
-        that the head does not have, what lies there."""
+        """Return a lane's 8 words of a chunk of a head. Vector v of the wgmma operand is word v of the head's
+        four lanes.
+
+        With t = lane % 4, these are channels 16 t to 16 t + 15 of an e4m3 chunk, and channels 8 t to 8 t + 7
+        of each half of the bf16 chunk. For a chunk past the last one the words are garbage.
+        """
         of_bf16 = chunk == self.fp8_chunks
         start = source + 2 * K_CHUNK * chunk + (lane & 3) * (Int32(16) if of_bf16 else Int32(32))
         return [*load_16(start), *load_16(start + (Int32(64) if of_bf16 else Int32(16)))]

@@ -1,8 +1,9 @@
-"""The score warpgroups of attention over an FP8 cache, which take tiles in turns: S^T = K Q^T, softmax, P^T.
+"""The score warpgroups for an FP8 cache, with swap A/B: S^T = K Q^T, softmax, P^T.
 
-What e4m3 has is exact in f16, so a group of channels with one scale is a product of f16 of its own, which the scale
-then multiplies in fp32. Of a key's e4m3 numbers a lane reads 16 channels at once, and Q is in that order
-(fp8_kv_queries.py). P has the power of two of its key's scales (ScaleTable in swap_ab_exchange.py).
+The warpgroups take tiles in turns. e4m3 values are exact in f16. So a group of channels with one scale is a
+separate f16 product, which the scale multiplies in fp32. A lane reads 16 consecutive e4m3 channels of a key
+at once, and Q is stored in the matching order (fp8_kv_queries.py). P is multiplied by the power of two of its
+key's scales (ScaleTable in swap_ab_exchange.py).
 """
 
 from dataclasses import dataclass
@@ -32,13 +33,13 @@ from dsa.kernels.mla.swap_ab_exchange import (
 )
 from dsa.kernels.mla.swap_ab_softmax import power_of_two, spread_key
 
-# Exponents of a key's largest scale that P can have: the sums of P without it stay in fp32's range.
+# Range of a key's exponent in P. It keeps row_sum, which does not include the exponent, in fp32's range.
 LEAST_POWER, MOST_POWER = -64, 110
 
 
 @dataclass(frozen=True)
 class QkMmas:
-    """S^T = K Q^T with keys in bf16 and in f16."""
+    """Tiled MMAs of S^T = K Q^T, with keys in bf16 and in f16."""
 
     bf16: cute.TiledMma
     f16: cute.TiledMma
@@ -54,8 +55,12 @@ class QkFragments(NamedTuple):
 
 @dataclass(frozen=True)
 class ScoreOperands:
-    """The products and their operands; their accumulators, of all groups, also flat, and of one group; the address of
-    the stages."""
+    """Tiled MMAs, operands and accumulators of the scores.
+
+    acc   accumulator over all groups; `scores` is the same, flat
+    sums  accumulator of one group
+    raw   address of the stages
+    """
 
     mmas: QkMmas
     fragments: QkFragments
@@ -66,11 +71,11 @@ class ScoreOperands:
 
 
 class Fp8KvScores(Fp8KvQueries):
-    """Keys in `kv` and `head_tile` heads of a query, 16, 32 or 64."""
+    """Scores for keys in `kv` and `head_tile` heads of a query, 16, 32 or 64."""
 
     def __init__(self, kv: Fp8TopkGather, head_tile: int):
         super().__init__(kv, head_tile)
-        self.group_chunks = 2 if kv.has_rope else 1  # of a group with one scale
+        self.group_chunks = 2 if kv.has_rope else 1  # chunks per group with one scale
         self.table = ScaleTable(self.head_dim)
 
     def tiled_mmas(self) -> QkMmas:
@@ -96,7 +101,7 @@ class Fp8KvScores(Fp8KvQueries):
         scale,
         thread: Thread,
     ):
-        """A score warpgroup: all work tiles of this CTA."""
+        """Run a score warpgroup: all work tiles of this CTA."""
         thr, thr_f16 = mmas.bf16.get_slice(thread.tid), mmas.f16.get_slice(thread.tid)
         fragments = QkFragments(
             mmas.bf16.make_fragment_B(thr.partition_B(exchange.q)),
@@ -136,8 +141,11 @@ class Fp8KvScores(Fp8KvQueries):
 
     @cute.jit
     def multiply(self, operands: ScoreOperands, keys, power, thread: Thread):
-        """acc = K Q^T of the tile whose bytes are at `keys`: the chunk of bf16 first, then each group of e4m3 with a
-        scale of its own. -> of a lane's two keys the largest magnitude of its bf16 numbers, as bits of two bf16."""
+        """Compute acc = K Q^T of the tile whose bytes are at `keys`.
+
+        The bf16 chunk comes first, then the e4m3 groups, each with its scale. Return, for each of the lane's
+        two keys, the largest magnitude of its bf16 values, as the bits of two bf16.
+        """
         mmas, fragments, acc, sums = operands.mmas, operands.fragments, operands.acc, operands.sums
         k_rmem = fragments.k_rmem
         pitch, lane = self.kv.pitch, opaque(thread.lane)
@@ -152,7 +160,7 @@ class Fp8KvScores(Fp8KvQueries):
                 scales.append([word.bitcast(Float32) * power for word in load_16(first + 8 * r * pitch + HEAD_DIM_V)])
         chunks = [self.fp8_chunks, *range(self.fp8_chunks)]
         largest = [Uint32(0), Uint32(0)]
-        # A key's next chunk is on its way while the other key's is converted.
+        # Load one key's next chunk while the other key's chunk is converted.
         read = [self.read_chunk(first, r, chunks[0], lane) for r in range(2)]
         for n, b in enumerate(chunks):
             if const_expr(n >= 2):
@@ -188,22 +196,23 @@ class Fp8KvScores(Fp8KvQueries):
 
     @cute.jit
     def add_group(self, acc, sums, keys, scales, power, group: cutlass.Constexpr, warp, lane):
-        """acc += sums of a group times the keys' scales."""
+        """Add sums of a group, times the keys' scales, to acc."""
         for r in cutlass.range_constexpr(2):
             scale = Float32(1.0)
             if const_expr(self.kv.has_rope):
                 scale = scales[r][group]
             else:
                 place = keys + self.kv.scales + (warp * 16 + 8 * r + spread_key(lane >> 2)) * 8 + group
-                # Byte 0, 2^-127, is 0 here: of 448 channels of at most 448 that drops 2^-109 of the largest |q|, which
-                # no logit shows. Byte 255, NaN, is infinity here: `share_scales` gives such a key NaN.
+                # Byte 0 means 2^-127 but gives 0 here. With 448 channels of at most 448 this drops 2^-109 of
+                # the largest |q|, which does not show in a logit. Byte 255 means NaN but gives infinity here;
+                # `share_scales` sets such a key to NaN.
                 scale = (load_byte(place) << 23).bitcast(Float32) * power
             for i in cutlass.range_constexpr(self.columns):
                 at = i // 2 * 4 + 2 * r + i % 2
                 acc[at] = cute.math.fma(sums[at], scale, acc[at])
 
     def read_chunk(self, first, r: int, chunk: int, lane) -> list:
-        """What a lane has of a chunk of one of its two keys, as words: of e4m3 16 channels, of bf16 twice 8."""
+        """Return a lane's words of a chunk of key r of its two: 16 e4m3 channels, or twice 8 bf16 channels."""
         row = first + 8 * r * self.kv.pitch + (lane & 3) * 16
         if chunk < self.fp8_chunks:
             return [*load_16(row + K_CHUNK * chunk)]
@@ -212,8 +221,11 @@ class Fp8KvScores(Fp8KvQueries):
 
     @cute.jit
     def share_scales(self, keys, exchange: SwapAbExchange, p_stage, largest, thread: Thread):
-        """The scales of the tile whose bytes are at `keys`, for V, to the table of P's stage `p_stage`. -> exponents
-        of a lane's two keys; and as numbers, NaN if a scale is."""
+        """Write the scale factors for V to the table of P's stage `p_stage`, for the tile whose bytes are at
+        `keys`.
+
+        Return the exponents of the lane's two keys, and the same as Float32, NaN if a scale is NaN.
+        """
         lane, table = opaque(thread.lane), exchange.scale_tables + p_stage * SCALE_TABLE_BYTES
         t, powers, exponents = lane & 3, [], []
         for r in cutlass.range_constexpr(2):
@@ -224,7 +236,7 @@ class Fp8KvScores(Fp8KvQueries):
             else:
                 low, high = load_8(keys + self.kv.scales + key * 8)
                 own, second = (low >> Uint32(8 * t)) & 255, (high >> Uint32(8 * t)) & 255
-                # Numbers of bf16 may be as large as e4m3's with a scale 2^9 below them.
+                # A bf16 value counts as an e4m3 value, which is below 2^9, with a scale 2^9 times smaller.
                 rope = (Int32(cutlass.max(largest[r] & 0x7FFF, (largest[r] >> 16) & 0x7FFF)) >> 7) - 9
                 most = cutlass.max(Int32(own), rope)
                 if t < 3:

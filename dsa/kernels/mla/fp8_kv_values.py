@@ -1,8 +1,10 @@
-"""The output warpgroups of attention over an FP8 cache: O^T += V^T P^T, and O^T to its place.
+"""The output warpgroups for an FP8 cache, with swap A/B: O^T += V^T P^T, and the store of O.
 
-Each has 256 channels x `head_tile` of O^T, a warp of it 64 channels, of which a lane has four from 4 (lane / 4) on, and
-those 32 further: rows lane / 4 and 8 further of the four products are the first two of these, the next two, and so on.
-A key's number is exact in f16, and times its scale is rounded to f16 (ScaleTable in swap_ab_exchange.py).
+Each warpgroup has 256 channels x `head_tile` of O^T, and each of its warps 64 channels. A lane has channels 4
+(lane / 4) to 4 (lane / 4) + 3, and the four channels 32 further. The warp's four products have 16 rows each.
+Product j holds the lane's channels 2 j and 2 j + 1, of these eight, in its rows lane / 4 and lane / 4 + 8.
+
+A value is exact in f16. A value times its scale factor is rounded to f16 (ScaleTable in swap_ab_exchange.py).
 """
 
 from dataclasses import dataclass
@@ -24,13 +26,18 @@ from dsa.kernels.mla.swap_ab_exchange import SCALE_TABLE_BYTES, HeadRange, Scale
 from dsa.kernels.mla.swap_ab_output_loop import SwapAbOutputLoop
 from dsa.kernels.mla.tile_scheduler import WorkTileInfo
 
-LAST_CHUNK = ROPE_CHUNK - 1  # of the value; of 512 channels it is bf16
+LAST_CHUNK = ROPE_CHUNK - 1  # last chunk of the value; bf16 if keys have 512 channels
 
 
 @dataclass(frozen=True)
 class ValueOperands:
-    """The product; P^T and a lane's V^T as its operands; its accumulators, also as one, flat; the address of the
-    stages."""
+    """Tiled MMA, operands and accumulators of O^T.
+
+    rp      P^T as a wgmma operand
+    v_rmem  a lane's part of V^T as a wgmma operand
+    accs    accumulators; `flat` is the same memory, flat
+    raw     address of the stages
+    """
 
     mma: cute.TiledMma
     rp: cute.Tensor
@@ -41,13 +48,13 @@ class ValueOperands:
 
 
 class Fp8KvValues(SwapAbOutputLoop):
-    """Keys in `kv` and `head_tile` heads of a query, 16, 32 or 64."""
+    """Output for keys in `kv` and `head_tile` heads of a query, 16, 32 or 64."""
 
     def __init__(self, kv: Fp8TopkGather, head_tile: int):
         super().__init__(head_tile)
         self.kv = kv
         self.table = ScaleTable(kv.head_dim)
-        # Of more heads there are no registers to read ahead, or to keep what is needed again.
+        # With more heads there are no registers left to load ahead.
         self.ahead = kv.has_rope and head_tile < 32
 
     def tiled_mma(self) -> cute.TiledMma:
@@ -67,10 +74,10 @@ class Fp8KvValues(SwapAbOutputLoop):
         group,
         thread: Thread,
     ):
-        """An output warpgroup: its half of the channels, all work tiles of this CTA."""
+        """Run an output warpgroup: its half of the channels, all work tiles of this CTA."""
         thr = mma.get_slice(thread.tid)
         rp = mma.make_fragment_B(thr.partition_B(exchange.p))
-        # Of 16 keys, two products; twice.
+        # Operands of two products of 16 keys, twice.
         v_rmem = cute.make_rmem_tensor((*thr.partition_shape_A((TILE_N, K16)), 2, 2), Float16)
         flat = cute.make_rmem_tensor((2 * self.head_tile,), Float32)
         of_product = cute.make_layout(thr.partition_shape_C((TILE_N, self.head_tile)))
@@ -82,14 +89,14 @@ class Fp8KvValues(SwapAbOutputLoop):
     @cute.jit
     def skip_q(self, pipeline: Fp8KvPipeline, state: PipelineState) -> PipelineState:
         for _ in cutlass.range_constexpr(self.kv.q_stages):
-            # A wait must not leave out a phase.
+            # Wait for every phase: a parity wait must not skip one.
             pipeline.kv.consumer_wait(state)
             pipeline.kv.consumer_release(state)
             state = pipeline.kv.advance(state)
         return state
 
     def chunk_of(self, thread: Thread):
-        """Which chunk of 64 channels of the value is a warp's."""
+        """Return which 64-channel chunk of the value the warp has."""
         return thread.side * 4 + thread.warp
 
     @cute.jit
@@ -140,12 +147,12 @@ class Fp8KvValues(SwapAbOutputLoop):
 
     @cute.jit
     def write_rows(self, operands: ValueOperands, exchange: SwapAbExchange, rows, heads: HeadRange, thread: Thread):
-        """To `rows`, a query's, which lie together: from the lane's first on at constant distances."""
+        """Write O to a query's `rows`, which are contiguous, at constant offsets from the lane's first element."""
         lane = opaque(thread.lane)
         channel, first = self.chunk_of(thread) * K_CHUNK + (lane >> 2) * 4, heads.first + self.head_of(0, lane)
         own = cute.local_tile(rows, (1, 4), (first, channel // 4))
         inverses = Int32(exchange.inverse.iterator.toint()) + 4 * self.head_of(0, lane)
-        # All before the first branch, behind which each would be waited for.
+        # Load all factors before the first branch; after it each load would be waited for separately.
         pairs = [load_8(inverses + 4 * self.head_of(c, 0)) for c in range(0, self.columns, 2)]
         for c in cutlass.range_constexpr(self.columns):
             further, inverse = self.head_of(c, 0), pairs[c // 2][c % 2].bitcast(Float32)
@@ -157,9 +164,13 @@ class Fp8KvValues(SwapAbOutputLoop):
 
     @cute.jit
     def add(self, operands: ValueOperands, first, scales, numbers, p_stage, chunk, lane):
-        """Start O^T += V^T P^T of the tile whose bytes and scales for the lane begin at `first` and `scales`; numbers:
-        the first of them, if they are read ahead. They have been read when this returns."""
-        # [channel of two, keys of two halves, product of two, which of the two operands]
+        """Issue O^T += V^T P^T of a tile, and return once its bytes have been read.
+
+        first    address of the tile's bytes for the lane
+        scales   address of the tile's scale factors for the lane
+        numbers  the first values, if they are loaded ahead
+        """
+        # [channel of two, half of the keys, product of two, which of the two operands]
         words = cute.make_tensor(
             cute.recast_ptr(operands.v_rmem.iterator, dtype=Uint32), cute.make_layout((2, 2, 2, 2))
         )
@@ -183,20 +194,20 @@ class Fp8KvValues(SwapAbOutputLoop):
                 self.start_products(operands, p_stage, s, half)
 
     def row(self, i: int, s: int) -> int:
-        """Where the i-th of a lane's four of 16 keys lies, from its first key on."""
+        """Return the offset of the i-th of a lane's four keys in step s of 16 keys, from the lane's first key."""
         return (16 * s + i % 2 + i // 2 * 8) * self.kv.pitch
 
     def numbers_of(self, first, s: int, half: int) -> list:
-        """Four channels of each of a lane's four of 16 keys."""
+        """Return four channels of each of a lane's four keys in step s of 16 keys."""
         return [load_4(first + self.row(i, s) + 32 * half) for i in range(4)]
 
     def factors_of(self, scales, s: int) -> list:
-        """What each two of a lane's four keys are multiplied by."""
+        """Return the scale factors of each pair of a lane's four keys."""
         return [self.table.pair(scales, 8 * s + 4 * k) for k in range(2)]
 
     @cute.jit
     def from_bytes(self, words, numbers, factors, s: cutlass.Constexpr, half: cutlass.Constexpr):
-        """Operands of two products of 16 keys."""
+        """Make the operands of two products of 16 keys from e4m3 values."""
         if const_expr(s > 0):
             cute.nvgpu.warpgroup.wait_group(1)
         for k in cutlass.range_constexpr(2):
@@ -209,7 +220,7 @@ class Fp8KvValues(SwapAbOutputLoop):
 
     @cute.jit
     def from_numbers(self, words, first, scales, s: cutlass.Constexpr, half: cutlass.Constexpr):
-        """The same, of channels in bf16."""
+        """Make the operands of two products of 16 keys from bf16 values."""
         numbers = [load_8(first + self.row(i, s) + 64 * half) for i in range(4)]
         if const_expr(s > 0):
             cute.nvgpu.warpgroup.wait_group(1)
@@ -223,7 +234,7 @@ class Fp8KvValues(SwapAbOutputLoop):
 
     @cute.jit
     def start_products(self, operands: ValueOperands, p_stage, s: cutlass.Constexpr, half: cutlass.Constexpr):
-        """Two of the four products, of 16 keys."""
+        """Issue two of the four products, for 16 keys."""
         cute.nvgpu.warpgroup.fence()
         for j in cutlass.range_constexpr(2):
             acc, v = operands.accs[2 * half + j], operands.v_rmem[None, None, 0, j, half]
@@ -232,7 +243,7 @@ class Fp8KvValues(SwapAbOutputLoop):
 
     @cute.jit
     def store(self, four, part):
-        """Four neighbours of a row, as bf16 or fp32."""
+        """Store four adjacent channels of a row, as bf16 or fp32."""
         if const_expr(part.element_type is BFloat16):
             words = cute.make_rmem_tensor((2,), Uint32)
             words[0], words[1] = pack(four[0], four[1], BFloat16), pack(four[2], four[3], BFloat16)

@@ -1,4 +1,4 @@
-"""The queries of dense MLA decoding: TILE_M rows of 576 channels, from global memory to registers and shared memory."""
+"""Load Q of dense MLA decoding: TILE_M rows of 576 channels, from global memory to registers and shared memory."""
 
 import cutlass
 import cutlass.cute as cute
@@ -12,16 +12,17 @@ from dsa.kernels.mla.mla_tiles import K_CHUNK
 
 @cute.jit
 def start_q_load(q, sq, q_rmem, order: cutlass.Constexpr, sequence, heads, rows, first_row, kv_head, warp, lane):
-    """Start loading rows first_row to first_row + TILE_M - 1 of the `rows` of a sequence and KV head; zeros beyond the
-    last.
+    """Start loading rows first_row to first_row + TILE_M - 1 of a sequence and KV head; zeros after row
+    `rows` - 1.
 
-    order   the k chunks as they are used: the first go to registers, the others to shared memory
-    q_rmem  [a lane's part of a 64 x 16 operand of wgmma, K_CHUNK / 16, chunks]: the registers, loaded when they are
-    read
-    sq      [64, channels, 1]: the shared memory, complete after `cp_async_wait_group(0)` and a barrier
-    A warpgroup's work, after a barrier of its warps: PTX does not say which rows of Q a warp's part of a wgmma reads,
-    so all warps must have waited for the products with the queries before. It should come before the first keys are
-    asked for: behind them the queries wait long.
+    order   the k chunks in the order of use; the first ones go to registers, the rest to shared memory
+    q_rmem  [a lane's part of a 64 x 16 wgmma operand, K_CHUNK / 16, chunks]: registers, loaded when first
+            read
+    sq      [64, channels, 1]: shared memory, complete after `cp_async_wait_group(0)` and a barrier
+
+    Called by a warpgroup, after a barrier of its warps: PTX does not say which rows of Q a warp reads in its
+    part of a wgmma, so all warps must be done with the previous Q. Call it before the first keys are
+    requested; otherwise the loads of Q wait for those of the keys.
     """
     lane = opaque(lane)
     in_registers = cute.size(q_rmem, mode=[cute.rank(q_rmem) - 1])
@@ -32,7 +33,8 @@ def start_q_load(q, sq, q_rmem, order: cutlass.Constexpr, sequence, heads, rows,
         for n in cutlass.range_constexpr(in_registers, len(order)):
             place = target + ((n - in_registers) * TILE_M * K_CHUNK + swizzled(row, lane % 8))
             _load_16_or_zeros(place, source + order[n] * K_CHUNK, first_row + row < rows)
-    # Of 16 channels a lane has the pairs number lane % 4 and 4 further, of its row and of the row 8 further.
+    # Of each 16 channels a lane holds channel pairs lane % 4 and lane % 4 + 4, of its row and of the row 8
+    # further.
     words = cute.make_tensor(
         cute.recast_ptr(q_rmem.iterator, dtype=Uint32), cute.make_layout((2, 2, K_CHUNK // 16, in_registers))
     )
@@ -53,14 +55,14 @@ def start_q_load(q, sq, q_rmem, order: cutlass.Constexpr, sequence, heads, rows,
 
 @cute.jit
 def _row(q, sequence, heads, rows, row, kv_head):
-    """The address of a row, of the last one if there are less."""
+    """Return the address of a row, or of the last row if `row` is past it."""
     inside = cutlass.min(row, rows - 1)
     return q[sequence, inside // heads, kv_head * heads + inside % heads, None].iterator
 
 
 @cute.jit
 def _load_16_or_zeros(target: cute.Pointer, source: cute.Pointer, valid: Boolean):
-    """Copy 16 bytes between addresses of 16 bytes; where `valid` is False, write zeros and read nothing."""
+    """Copy 16 bytes between 16-byte-aligned addresses; if `valid` is False, write zeros and read nothing."""
     size = Int32(16) if valid else Int32(0)
     cute.arch.inline_ptx(
         "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2}; cp.async.commit_group;",

@@ -1,19 +1,22 @@
-"""Attention branches with disjoint keys, merged: the end of window + compressed, or of context + new tokens.
+"""Merge attention branches over disjoint keys: window and compressed keys, or context and new tokens.
 
-lse = log sum_i e^lse_i;   out = sum_i e^(lse_i - lse) out_i, times e^lse / (e^lse + e^sink) with a sink
+lse = log sum_i e^lse_i;  out = sum_i e^(lse_i - lse) out_i, times e^lse / (e^lse + e^sink) with a sink
 
 Work
-- A row of D channels belongs to a warp, and of every branch 16 bytes at a time to a lane, in registers from the load to
-  the store: one read of each branch, one write. A chunk is UNROLL such vectors a lane, up to 8 loads in flight.
-- The first chunk is on its way while the weights are found, by every lane of the row alike: N exponentials cost less
-  than handing weights on. They are relative to the largest LSE: a branch that alone has keys has exactly 1.
-- An empty branch (an infinity for its LSE) is loaded with the others, as its LSE comes no sooner than its out, and
-  replaced by zeros: it may be NaN.
-- Tensors are [A, B, H, D] of any strides, as decoding has its LSEs [B, H, s_q]: coordinates by precomputed divisors and
-  64-bit offsets, which a warp's row needs once.
-Warp roles: none, all warps do the same. Shared memory: none. Constraints: 1 to MAX_BRANCHES branches of one dtype,
-rows at multiples of 16 bytes.
-Roofline: memory, (N + 1) * D elements a row.
+- A warp merges a row of D channels. A lane holds 16 bytes of every branch at a time, in registers from load
+  to store. Each branch is read once and the result is written once. A chunk is `unroll` such vectors per
+  lane, with up to 8 loads in flight.
+- The first chunk loads while every lane of the row computes the weights redundantly: N exponentials cost
+  less than passing weights on. Weights are relative to the largest LSE, so if only one branch has keys, its
+  weight is exactly 1.
+- An empty branch (infinite LSE) is loaded like the others, because its LSE arrives no sooner than its out.
+  Its values are then replaced by zeros, as they may be NaN.
+- Tensors are [A, B, H, D] with any strides, since decoding stores its LSEs as [B, H, s_q]. Coordinates use
+  precomputed divisors and 64-bit offsets, computed once per row.
+Warp roles: none, all warps do the same. Shared memory: none.
+Constraints: 1 to MAX_BRANCHES branches of one dtype; rows start at multiples of 16 bytes.
+Launch: programmatic dependent launch.
+Roofline: memory, (N + 1) * D elements per row.
 """
 
 from collections.abc import Callable
@@ -35,7 +38,7 @@ INFINITY = float("inf")
 
 
 def unroll_of(width: int, branches: int) -> int:
-    """Vectors of a lane and branch in a chunk: what 512 channels need, 8 at most with those of the other branches."""
+    """Return the vectors per lane and branch in a chunk: enough for 512 channels, at most 8 over all branches."""
     return 4 if width == 4 and branches <= 2 else 2
 
 
@@ -102,8 +105,9 @@ class MergeAttentionSm90:
 
     @cute.jit
     def read(self, raw, outs, a, b, h, start, vectors):
+        """Load a chunk of all branches."""
         for u in cutlass.range_constexpr(self.unroll):
-            # Past the end: the last vector again.
+            # Past the end, load the last vector again.
             vector = cutlass.min(start + WARP * u, vectors - 1)
             for n in cutlass.range_constexpr(self.branches):
                 source = cute.local_tile(outs[n][a, b, h, None], (self.width,), (vector,))
@@ -111,7 +115,7 @@ class MergeAttentionSm90:
 
     @cute.jit
     def weigh(self, weights, logs, sink):
-        """Each branch's share of the row, 0 if it is empty; its LSE is then -inf. Returns the LSE of all."""
+        """Set each branch's weight in the row; an empty branch gets weight 0 and LSE -inf. Return the merged LSE."""
         max_lse, lse_sum = -Float32(INFINITY), Float32(0.0)
         for n in cutlass.range_constexpr(self.branches):
             logs[n] = -Float32(INFINITY) if logs[n] == INFINITY else logs[n]
@@ -120,7 +124,7 @@ class MergeAttentionSm90:
         for n in cutlass.range_constexpr(self.branches):
             weights[n] = cute.math.exp(logs[n] - relative)
             lse_sum += weights[n]
-        # Without branches around them, or the sink would be loaded only here.
+        # Keep this free of branches, or the sink would be loaded only here.
         whole, factor = relative + cute.math.log(lse_sum), lse_sum
         if const_expr(sink is not None):
             factor *= Float32(1.0) + cute.math.exp(sink - whole)
@@ -131,7 +135,7 @@ class MergeAttentionSm90:
 
     @cute.jit
     def add(self, raw, logs, weights):
-        """The weighted sum of a vector's branches."""
+        """Return the weighted sum of a vector over the branches."""
         acc = cute.make_rmem_tensor((self.width,), Float32)
         acc.fill(0.0)
         for n in cutlass.range_constexpr(self.branches):
@@ -149,8 +153,11 @@ class MergeAttentionSm90:
 
 @cached
 def compile_merge_attention(dtype: str, branches: int, sink: bool):
-    """-> f(outs, `branches` of [A, B, H, D] dtype, lses, as many of [A, B, H] fp32, attn_sink [H] fp32 or None, out
-    [A, B, H, D], lse [A, B, H]); A * B * H from 1 to 2^31 - 8, D > 0. Rows of D start at multiples of 16 bytes."""
+    """Compile f(outs, lses, attn_sink [H] fp32 or None, out [A, B, H, D], lse [A, B, H]).
+
+    outs and lses are lists of `branches` tensors: [A, B, H, D] in dtype and [A, B, H] in fp32. A * B * H is 1
+    to 2^31 - 8; D > 0. Rows of D start at multiples of 16 bytes.
+    """
     element = cute_dtype(dtype)
     width = VECTOR_BITS // element.width
     outer, dim = [cute.sym_int() for _ in range(3)], cute.sym_int(divisibility=MERGE_CHANNEL_MULTIPLE)
@@ -172,7 +179,7 @@ def compile_merge_attention(dtype: str, branches: int, sink: bool):
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
-    """Every compile function and its arguments that the op can ask for."""
+    """Return every (compile function, arguments) that the op can ask for."""
     return [
         (compile_merge_attention, (dtype, branches, sink))
         for dtype in MERGE_DTYPES

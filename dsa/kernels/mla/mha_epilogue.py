@@ -1,7 +1,7 @@
-"""The end of a work tile of multi-head attention: LSE, and O through shared memory to the result.
+"""The epilogue of multi-head attention: write LSE, and write O through shared memory.
 
-A warp has 16 rows. They go out OUT_COLUMNS channels at a time, so that each row is stored 128 bytes in a row; chunk c
-of 16 bytes of row r lies where c ^ (r % 8) would, and no two lanes want the same banks.
+A warp has 16 rows. It stages OUT_COLUMNS channels of them at a time, so that each row is stored as 128
+contiguous bytes. The 16-byte chunk c of row r is at position c ^ (r % 8), which avoids bank conflicts.
 """
 
 from dataclasses import dataclass
@@ -14,13 +14,16 @@ from dsa.cute.shared_memory import load_16, pack, store_matrices
 from dsa.cute.sm90 import LN2, opaque
 from dsa.kernels.mla.mha_scheduler import WorkTileInfo
 
-OUT_ROWS, OUT_COLUMNS = 16, 64  # results of a warp on their way out
+OUT_ROWS, OUT_COLUMNS = 16, 64  # rows and channels that a warp stages at a time
 
 
 @dataclass(frozen=True)
 class MhaEpilogue:
-    """out in `dtype`, value_dim channels a head. few_registers: what follows of the lane is not to be kept in them
-    through the mainloop."""
+    """Write `value_dim` channels per head in `dtype`.
+
+    few_registers  recompute values derived from the lane here, instead of keeping them in registers through
+                   the mainloop
+    """
 
     dtype: type[cutlass.Numeric]
     value_dim: int
@@ -40,8 +43,11 @@ class MhaEpilogue:
         warp: Int32,
         lane: Int32,
     ):
-        """Results of a warp's rows. staged: where the warp's part of shared memory begins; own_row: the lane's first
-        row."""
+        """Write LSE and O of the warp's rows.
+
+        staged   address of the warp's staging buffer in shared memory
+        own_row  the lane's first row; its second row is 8 further
+        """
         query, row_count, head = work_tile.query, work_tile.row_count, work_tile.head
         if const_expr(self.few_registers):
             lane = opaque(lane)
@@ -60,7 +66,7 @@ class MhaEpilogue:
             for pair in cutlass.range_constexpr(OUT_COLUMNS // 16):
                 columns = [first // 2 + 8 * pair + 2 * i for i in range(4)]
                 words = [pack(o[i] * inverse[i // 2 % 2], o[i + 1] * inverse[i // 2 % 2], self.dtype) for i in columns]
-                # Lanes 0 to 15 have the rows of the even chunk, the others those of the odd one.
+                # Lanes 0 to 15 address the rows of the even chunk, lanes 16 to 31 those of the odd chunk.
                 store_matrices(staged + own * 128 + ((2 * pair + lane // OUT_ROWS) ^ (own % 8)) * 16, words)
             cute.arch.sync_warp()
             for i in cutlass.range_constexpr(0, OUT_ROWS * OUT_COLUMNS // 8, 32):

@@ -1,5 +1,7 @@
-"""The producer warps of dense attention, and the shared memory that they fill. One loads queries, keys and values by
-TMA, one puts zeros over the values that belong to no key of the sequence."""
+"""The producer warps of dense attention, and the shared memory that they fill.
+
+The LOAD warp loads Q, K and V by TMA. The CLEAR warp zero-fills the V rows past the end of a sequence.
+"""
 
 from dataclasses import dataclass
 
@@ -12,13 +14,15 @@ from dsa.cute.shared_memory import store_16
 from dsa.cute.work_tile import WorkTilePipeline
 from dsa.kernels.mla.mha_scheduler import WorkTileInfo
 
-STAGES = 2  # of keys, and of values
+STAGES = 2  # of K and of V
 
 
 @dataclass(frozen=True)
 class Loads:
-    """TMA loads of queries, keys and values, and of the keys' rope channels where these are apart: atoms, and the
-    tensors [tokens, channels, heads] as they take them."""
+    """TMA atoms of Q, K and V, and the tensors [tokens, channels, heads] that they load.
+
+    `rope` and `mrope` load the rope channels of the keys where these are in a tensor of their own.
+    """
 
     q: cute.CopyAtom
     mq: cute.Tensor
@@ -32,7 +36,7 @@ class Loads:
 
 @dataclass(frozen=True)
 class SharedTensors:
-    """q [rows, d, stage], k [keys, d, stage], v [keys, dv, stage]."""
+    """Stages in shared memory: q [rows, d, stage], k [keys, d, stage], v [keys, dv, stage]."""
 
     q: cute.Tensor
     k: cute.Tensor
@@ -41,11 +45,17 @@ class SharedTensors:
 
 @dataclass(frozen=True)
 class MhaPipelines:
-    """q: of work tiles' queries; k, v: of blocks of keys and of values; work_tiles: of what is known of work tiles.
-    v_loaded, of each stage of v: the block is there, but not yet the zeros over its rows that belong to no key.
+    """The pipelines of a CTA.
 
-    Each role makes them in its own branch of the kernel: made before it, they would hold their addresses in
-    registers."""
+    q           Q of a work tile
+    k, v        a block of K, a block of V
+    v_loaded    one mbarrier per stage of v: the TMA load is complete, but CLEAR has not zero-filled the rows
+                past the sequence yet
+    work_tiles  WorkTileInfo
+
+    Each warp role builds them inside its branch of the kernel. Built before the branches, they would keep
+    their addresses in registers.
+    """
 
     q: Pipeline
     k: Pipeline
@@ -55,7 +65,7 @@ class MhaPipelines:
 
     @staticmethod
     def of(storage, q_stages: int) -> "MhaPipelines":
-        """Of the kernel's shared memory."""
+        """Return the pipelines whose barriers are in the kernel's shared memory."""
         return MhaPipelines(
             Pipeline.of(storage.q_barriers, q_stages),
             Pipeline.of(storage.k_barriers, STAGES),
@@ -66,7 +76,7 @@ class MhaPipelines:
 
     @cute.jit
     def init(self, consumer_warps: cutlass.Constexpr):
-        """One thread's work. Work tiles are read by the two producer warps, too, that do not schedule."""
+        """Initialize the barriers; called by one thread. LOAD and CLEAR also read work tiles, hence + 2."""
         for pipeline in (self.q, self.k, self.v):
             pipeline.init(consumer_warps)
         self.v_loaded.init(1)
@@ -74,9 +84,11 @@ class MhaPipelines:
 
 
 class MhaProducer:
-    """Tiles of `rows` queries of `dim` numbers of `width` bytes, `q_stages` of them; blocks of `keys` keys, and of
-    values of `value_dim` numbers. rope: how many of a key's numbers, the last ones, are the same for all heads and
-    loaded apart."""
+    """Load Q tiles of `rows` x `dim` into `q_stages` stages, and blocks of `keys` keys and values.
+
+    width  bytes per element
+    rope   number of a key's last channels that all heads share and that are loaded from a tensor of their own
+    """
 
     def __init__(self, rows: int, keys: int, dim: int, value_dim: int, width: int, q_stages: int, rope: int):
         self.rows, self.keys, self.dim, self.value_dim = rows, keys, dim, value_dim
@@ -84,7 +96,7 @@ class MhaProducer:
 
     @cute.jit
     def load(self, storage, loads: Loads, shared: SharedTensors):
-        """The loading warp: all work tiles of this CTA."""
+        """Run the LOAD warp: all work tiles of this CTA."""
         q_bytes, k_bytes = self.rows * self.dim * self.width, self.keys * self.dim * self.width
         v_bytes = self.keys * self.value_dim * self.width
         pipelines = MhaPipelines.of(storage, self.q_stages)
@@ -130,10 +142,13 @@ class MhaProducer:
 
     @cute.jit
     def clear(self, storage, shared: SharedTensors, lane):
-        """The clearing warp: zeros over the rows of the last block of values that no key of the sequence has, as
-        0 * NaN is NaN."""
+        """Run the CLEAR warp: zero-fill the rows of the last V block that are past the sequence's end.
+
+        P is 0 in these rows, but 0 * NaN is NaN.
+        """
         pipelines = MhaPipelines.of(storage, self.q_stages)
-        # count: of blocks so far; phases: a bit for each stage, as not every block is cleared.
+        # count: V blocks so far. phases: one phase bit per stage of v_loaded, since not every block needs
+        # clearing.
         tile_state, blocks, count, phases = start(), Int32(1), Int32(0), Int32(0)
         while blocks > 0:
             work_tile = pipelines.work_tiles.current(tile_state)
@@ -152,8 +167,10 @@ class MhaProducer:
 
     @cute.jit
     def clear_values(self, values: cute.Tensor, stage, first, lane):
-        """Zeros over the rows from `first` on of a stage of values [keys, value_dim, stage], which lie in blocks of 64
-        columns, a row's 128 bytes of a block after another's. A warp's work."""
+        """Zero-fill rows `first` and above of a V stage; called by a warp.
+
+        A stage is stored as blocks of 64 columns, in which a row has 128 contiguous bytes.
+        """
         zero = Uint32(0)
         start = Int32(values.iterator.toint()) + stage * (self.keys * self.value_dim * 2)
         for block in cutlass.range_constexpr(self.value_dim // 64):
@@ -163,7 +180,7 @@ class MhaProducer:
 
 @cute.jit
 def blocks_of(atom: cute.CopyAtom, x: cute.Tensor, shared: cute.Tensor, row, head, shape: cutlass.Constexpr):
-    """Shared memory [., stage] and the blocks [., n] of a head's rows from `row` on, as the TMA load takes them."""
+    """Partition for a TMA load: shared memory [., stage], and the blocks [., n] of a head's rows from `row` on."""
     blocks = cute.local_tile(cute.domain_offset((row, 0), x[None, None, head]), shape, (None, 0))
     return cute.nvgpu.cpasync.tma_partition(
         atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(blocks, 0, 2)

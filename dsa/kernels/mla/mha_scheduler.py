@@ -1,9 +1,11 @@
-"""The dynamic persistent scheduler of dense attention over sequences that lie one after another.
+"""The dynamic persistent scheduler of dense attention over packed (varlen) sequences.
 
-A work tile is some query rows of a head, with the blocks of keys that one of them sees. Work tiles are numbered:
-sequence after sequence, group of heads after group, from the last rows, which see the most keys, to the first, and a
-group's heads innermost. CTAs draw numbers from a tile counter in global memory as they become free. One warp of a CTA
-draws, and passes what the others need to know in a pipeline of two stages in shared memory.
+A work tile is a tile of query rows of one head, with all KV blocks that any of these rows sees. Work tiles
+are numbered sequence by sequence and, in a sequence, by groups of heads. In a group, row tiles run from the
+last rows, which see the most keys, to the first, and heads vary fastest.
+
+A CTA that becomes free takes the next number from a tile counter in global memory. One warp per CTA fetches
+numbers and publishes each WorkTileInfo to the other warps through a two-stage pipeline in shared memory.
 """
 
 from dataclasses import dataclass
@@ -21,10 +23,17 @@ from dsa.cute.work_tile import WorkTilePipeline
 
 
 class WorkTileInfo(NamedTuple):
-    """blocks: of keys, none behind the last work tile; query: its first; row_count: rows from there to the sequence's
-    end; head, kv_head: its own, and that of its keys; key, key_count: the sequence's first key, and how many there are;
-    first: how many keys the work tile's first row sees (further rows one more each, up to all); value_rows: how many
-    rows of the last block of values are the sequence's."""
+    """What the other warps need to know of a work tile.
+
+    blocks         KV blocks; 0 after the last work tile
+    query          the first query row
+    row_count      query rows from `query` to the end of the sequence
+    head, kv_head  query head, and the KV head that it reads
+    key            first key of the sequence
+    key_count      keys of the sequence
+    first          keys that the first query row sees; each further row sees one more, up to key_count
+    value_rows     valid V rows from the start of the last block on; rows beyond them must be zero-filled
+    """
 
     blocks: Int32
     query: Int32
@@ -38,19 +47,22 @@ class WorkTileInfo(NamedTuple):
 
     @staticmethod
     def last() -> "WorkTileInfo":
-        """What comes behind the last work tile."""
+        """Return the end marker, published after the last work tile."""
         return WorkTileInfo(*(Int32(0) for _ in WorkTileInfo._fields))
 
 
 @dataclass(frozen=True)
 class MhaScheduler:
-    """
-    cu_q, cu_k    [B + 1] int32
-    tile_counter  [1] int32, 0 at first
-    heads, group, ratio, causal: query heads, those of a group, those of a KV head, and whether rows see only the keys
-    up to their own place, counted from the end
-    queries, kv_rows: how many rows there are of queries and of keys
-    rows, keys    of a work tile, and of a block
+    """Finds the work tiles of a CTA.
+
+    cu_q, cu_k        [B + 1] int32
+    tile_counter      [1] int32, 0 at launch
+    heads             query heads
+    group             query heads per group
+    ratio             query heads per KV head
+    causal            > 0: a row sees keys up to its position, with queries aligned to the end of the keys
+    queries, kv_rows  total rows of Q and of K
+    rows, keys        query rows of a work tile, keys of a block
     """
 
     cu_q: cute.Tensor
@@ -67,14 +79,14 @@ class MhaScheduler:
 
     @cute.jit
     def run(self, work_tiles: WorkTilePipeline, lane):
-        """Pass on what is to be known of this CTA's work tiles, one after the other. A warp's work."""
+        """Publish this CTA's work tiles, one after the other; called by a warp."""
         index, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         batch = self.cu_q.shape[0] - 1
         state, more = start(), Int32(1)
         sequence, before = Int32(0), Int32(0)
         while more > 0:
-            # A CTA's numbers ascend: the sequence is not before that of the last work tile.
+            # A CTA's work-tile numbers increase, so the search resumes at the last work tile's sequence.
             passed = Int32(WARP)
             while passed == WARP:
                 other = sequence + lane
@@ -97,7 +109,7 @@ class MhaScheduler:
 
     @cute.jit
     def work_tile(self, sequence, local) -> WorkTileInfo:
-        """Work tile number `local` of a sequence."""
+        """Return work tile number `local` of a sequence."""
         query, queries = span(self.cu_q, sequence, self.queries)
         key, keys = span(self.cu_k, sequence, self.kv_rows)
         tiles = (queries + self.rows - 1) // self.rows
@@ -111,7 +123,7 @@ class MhaScheduler:
         if self.causal > 0:
             first = row + keys - queries + 1
             seen = cutlass.min(keys, first + cutlass.min(count, self.rows) - 1)
-        # Where no row sees a key there is a block all the same, of which all is masked.
+        # A work tile whose rows see no key still gets one block, which is fully masked.
         blocks = cutlass.max((seen + self.keys - 1) // self.keys, 1)
         value_rows = keys - (blocks - 1) * self.keys
         if seen <= 0:
@@ -131,8 +143,11 @@ class MhaScheduler:
 
 @cute.jit
 def span(bounds: cute.Tensor, sequence, rows: Int32):
-    """(the first row, how many) of a sequence; none, if its bounds are not inside the rows that there are, or decrease:
-    it then takes none of another sequence's."""
+    """Return (first row, number of rows) of a sequence.
+
+    A sequence whose bounds decrease or exceed `rows` counts as empty, so that it never touches rows of other
+    sequences.
+    """
     first, end = bounds[sequence], bounds[sequence + 1]
     if first < 0 or end < first or end > rows:
         first, end = Int32(0), Int32(0)

@@ -1,25 +1,38 @@
-"""Attention over sequences that lie one after another, with the LSE of its softmax:
-out[t, h] = sum_j softmax_j(scale * q[t, h] . k[j, h']) v[j, h'], h' = h // (H / Hk), over the keys j that query t sees,
-and where a selection is given, of these over the selected ones.
+"""Multi-head attention forward over packed (varlen) sequences, with LSE.
 
-Plan
-- A work tile is ROWS query rows of one head; each consumer warpgroup has 64 of them. Its mainloop walks the blocks of
-  keys from the last to the first: what the mask cuts comes at once.
-- While a block's softmax is computed the tensor cores have the product of the block before with its values, behind that
-  of the next block's scores: both are started together, by the consumer warpgroups in turns. The last product with
-  values is started with the next work tile's first scores, so that there is no gap.
-- row_max may lag behind the true maximum by RESCALE_THRESHOLD, 2^8 in powers: sums are rescaled only when they must be.
-- Three producer warps (mha_producer.py): one loads by TMA, into pipelines of queries, keys and values. One schedules
-  (mha_scheduler.py): heads of a group, whose keys the L2 cache holds, have their work tiles taken together, the longest
-  first. One puts zeros over the values behind the sequence's last, as 0 * NaN is NaN.
-- Selection: a bit a key (selection_bits_sm90.py). A lane's 32 keys of a row of 128 are one word, asked for among the
-  powers of the block before. Its bits become predicates seven at a time, for maxima and for powers (mha_selection.py).
-- In the epilogue (mha_epilogue.py) results go through shared memory, to be stored 128 bytes in a row.
-Shared memory: Q_STAGES x ROWS x D, two blocks of 128 keys (D = 256: 64) and values, 2 KiB a consumer warp, barriers.
-Registers: of 128 keys 64 scores and 32 pairs of powers, and DV / 2 sums a consumer thread, of 240 (two warpgroups) or
-160 (three). Of D = 192 queries go there, too (q_rmem): wgmma reads less shared memory, and their stage is soon free.
-Roofline: power. 4096 FLOP a clock and SM, and an H200 falls to 1.5 GHz at it, as for cuBLAS, of which 90% is reached.
-Shared memory is busy 112 of 128 bytes a clock meanwhile (D = DV = 128).
+out[t, h] = sum_j softmax_j(scale * q[t, h] . k[j, h']) v[j, h'],  h' = h // (H / Hk)
+
+The sum runs over the keys j that query t sees. With a selection, it runs over the selected ones of these.
+
+Warp roles
+- Two or three consumer warpgroups. Each computes 64 query rows of the work tile, for one head.
+- Three producer warps. LOAD loads Q, K and V by TMA (mha_producer.py). SCHEDULE fetches work tiles
+  (mha_scheduler.py). CLEAR zero-fills the V rows past the end of a sequence, because 0 * NaN is NaN.
+Scheduler: dynamic persistent. The heads of a group have adjacent work tiles, so that their K and V stay in
+the L2 cache. The longest work tiles of a group come first.
+Pipelines: Q, K, V and work tiles, from the producer warps to the consumer warpgroups.
+Mainloop
+- A consumer warpgroup walks the KV blocks from last to first, so that the blocks that need a mask come
+  first.
+- It issues S = Q K^T of a block together with O += P V of the previous block. The softmax of the block
+  overlaps with that O += P V.
+- Consumer warpgroups issue their wgmmas in turns, ordered by named barriers.
+- The last O += P V of a work tile is issued together with the first S = Q K^T of the next work tile, so
+  that the tensor cores do not idle in between.
+- row_max may lag behind the true maximum by RESCALE_THRESHOLD in log2, a factor of 2^8. O and row_sum are
+  rescaled only when the lag is larger.
+Selection: one bit per key (selection_bits_sm90.py). A lane holds 32 keys of a row of 128, which is one word.
+The word of the next block is loaded between the exponentials of the current block. The bits become
+predicates, seven at a time, for the maxima and the exponentials (mha_selection.py).
+Epilogue: O goes through shared memory, so that rows are stored 128 contiguous bytes at a time
+(mha_epilogue.py).
+Shared memory: q_stages x rows x D of Q, two stages of 128 keys (64 for D = 256) and of their values, 2 KiB
+per consumer warp for the epilogue, barriers.
+Registers per consumer thread, for 128 keys: 64 of S, 32 of P, DV / 2 of O. The budget is 240 with two
+consumer warpgroups and 160 with three. For D = 192, Q is in registers too (q_rmem): wgmma then reads less
+shared memory, and the stage of Q is released early.
+Roofline: power. At 4096 FLOP per cycle and SM an H200 drops to 1.5 GHz. cuBLAS has the same limit, and this
+kernel reaches 90% of its rate. Shared memory is busy for 112 of 128 bytes per cycle (D = DV = 128).
 """
 
 import itertools
@@ -50,13 +63,13 @@ from dsa.kernels.mla.mha_scheduler import MhaScheduler, WorkTileInfo
 from dsa.kernels.mla.mha_selection import after, bit_mask, load_word, low_bits, max_all, max_selected, places
 from dsa.runtime.compile_cache import cached, compile_sm90
 
-REGISTERS = {2: (240, 24), 3: (160, 32)}  # by consumer warpgroups: of their threads and of the producers'
-RESCALE_THRESHOLD = 8.0  # the most, in powers of two, that a power may exceed 1 by
-NOTHING = -3e38  # finite, so that a difference to it is no NaN
+REGISTERS = {2: (240, 24), 3: (160, 32)}  # per consumer warpgroup count: (consumer, producer) registers per thread
+RESCALE_THRESHOLD = 8.0  # largest lag of row_max behind the true maximum, in log2
+NOTHING = -3e38  # initial row_max; finite, so that s - row_max is never inf - inf = NaN
 
 
 class ProducerRole(IntEnum):
-    """The warps behind the consumers'."""
+    """The producer warps, numbered from the first warp after the consumer warps."""
 
     LOAD = 0
     SCHEDULE = 1
@@ -64,15 +77,21 @@ class ProducerRole(IntEnum):
 
 
 class Barrier(IntEnum):
-    """Named barriers: a consumer warpgroup's turn on the tensor cores."""
+    """Named barriers. TURN + i lets consumer warpgroup i issue its wgmmas."""
 
-    TURN = 1  # + the warpgroup's number
+    TURN = 1  # + the warpgroup's index
 
 
 @dataclass(frozen=True)
 class MhaConfig:
-    """dim, value_dim: of a head; keys: of a block; warpgroups: of consumers, 64 rows each; q_stages: work tiles whose
-    queries are in shared memory at a time; q_rmem: from there they go to registers."""
+    """Tile shape and pipeline of a variant.
+
+    dim, value_dim  channels of a head: D of Q and K, DV of V
+    keys            keys per KV block
+    warpgroups      consumer warpgroups, 64 query rows each
+    q_stages        work tiles whose Q is in shared memory at a time
+    q_rmem          whether consumers copy Q from shared memory to registers
+    """
 
     dim: int
     value_dim: int
@@ -90,7 +109,7 @@ class MhaConfig:
         return (self.warpgroups + 1) * WARPGROUP
 
     def fits(self) -> bool:
-        """Whether shared memory holds it."""
+        """Whether the variant fits in shared memory."""
         queries = self.q_stages * self.rows * self.dim
         loaded = STAGES * self.keys * (self.dim + self.value_dim)
         staged = 4 * self.warpgroups * OUT_ROWS * OUT_COLUMNS
@@ -225,7 +244,7 @@ class MhaVarlenFwdSm90:
             self.consume(storage, out, lse, (bits, dense_keys), scale, shared, tid, warp, lane)
 
     def part_of_keys(self, channels: int) -> cute.ComposedLayout:
-        """So many channels of a block of keys, a multiple of 64, in shared memory."""
+        """Return the shared-memory layout of `channels` channels of a KV block, a multiple of 64."""
         shape = self.rows, self.cfg.keys, channels
         return sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, shape, self.dtype, STAGES)
 
@@ -254,7 +273,7 @@ class MhaVarlenFwdSm90:
 
     @cute.jit
     def consume(self, storage, out, lse, selection, scale, shared: SharedTensors, tid, warp, lane):
-        """The mainloop of a consumer warpgroup: its 64 rows of every work tile of this CTA."""
+        """Run a consumer warpgroup: its 64 rows of every work tile of this CTA."""
         cfg = self.cfg
         score_mma, value_mma = self.score_mma(), self.value_mma()
         score_thr, value_thr = score_mma.get_slice(tid), value_mma.get_slice(tid)
@@ -280,7 +299,7 @@ class MhaVarlenFwdSm90:
         pipelines = MhaPipelines.of(storage, cfg.q_stages)
         queries, keys, values, work_tiles = pipelines.q, pipelines.k, pipelines.v, pipelines.work_tiles
         staged = storage.out.data_ptr().toint() + warp * (OUT_ROWS * OUT_COLUMNS * 2)
-        # The prologue: the first work tile's first scores.
+        # Prologue: S = Q K^T of the first work tile's first block.
         if warpgroup == cfg.warpgroups - 1:
             self.pass_turn(warpgroup)
         tile_state, q_state, k_state, v_state = start(), start(), start(), start()
@@ -296,7 +315,7 @@ class MhaVarlenFwdSm90:
         self.issue_scores(scores, rq, rk, q_state.stage, k_state.stage)
         cute.nvgpu.warpgroup.wait_group(0)
         while blocks > 0:
-            # This work tile's first scores are there.
+            # S of this work tile's first block is complete.
             keys.consumer_release(k_state)
             k_state = keys.advance(k_state)
             if cfg.q_rmem or blocks == 1:
@@ -315,7 +334,7 @@ class MhaVarlenFwdSm90:
             if const_expr(self.selected):
                 self.load_words(words, addresses, known, key - self.cfg.keys)
             self.pack_powers(s, p)
-            # The mainloop: a block's scores and the product of the block before with its values.
+            # Mainloop: S of a block, and O += P V of the previous block.
             for _ in cutlass.range(blocks - 1, unroll=1):
                 key -= self.cfg.keys
                 keys.consumer_wait(k_state)
@@ -333,10 +352,11 @@ class MhaVarlenFwdSm90:
                 if const_expr(not self.selected):
                     self.cut_scores(s, clear, key, work_tiles, tile_state, own_row, lane)
                 rose = self.softmax(s, row_max, row_sum, factor, key, scale, words)
-                # The next block's, among the powers, where they cost no time.
+                # Load the next block's words between the exponentials, where the load costs no time.
                 if const_expr(self.selected):
                     self.load_words(words, addresses, known, key - self.cfg.keys)
-                # A wait of its own for each case: in front of the branch it would be moved before most powers.
+                # Wait inside each branch: ptxas would hoist a wait before the branch above most of the
+                # exponentials.
                 if rose:
                     cute.nvgpu.warpgroup.wait_group(0)
                     for i in cutlass.range_constexpr(self.value_dim // 2):
@@ -346,7 +366,7 @@ class MhaVarlenFwdSm90:
                 values.consumer_release(v_state)
                 v_state = values.advance(v_state)
                 self.pack_powers(s, p)
-            # The last product with values, and the next work tile's first scores.
+            # The last O += P V, and S of the next work tile's first block.
             last = tile_state
             tile_state = work_tiles.pipeline.advance(tile_state)
             blocks = work_tiles.current(tile_state).blocks
@@ -359,7 +379,7 @@ class MhaVarlenFwdSm90:
                 self.load_words(words, addresses, known, (blocks - 1) * self.cfg.keys)
             self.load_q(rq, shared.q, q_state.stage, warp, lane)
             self.take_turn(warpgroup)
-            # Behind the last work tile these are scores of what happens to be there, which nobody reads.
+            # After the last work tile this computes S from stale shared memory. No one reads that S.
             self.issue_products(scores, rq, rk, q_state, k_state, value_mma, sums, powers, rv, values, v_state)
             self.pass_turn(warpgroup)
             cute.nvgpu.warpgroup.wait_group(0)
@@ -370,16 +390,18 @@ class MhaVarlenFwdSm90:
 
     @cute.jit
     def take_turn(self, warpgroup):
+        """Wait until this warpgroup may issue its wgmmas."""
         cute.arch.barrier(barrier_id=Barrier.TURN + warpgroup, number_of_threads=2 * WARPGROUP)
 
     @cute.jit
     def pass_turn(self, warpgroup):
+        """Let the next warpgroup issue its wgmmas."""
         following = 0 if warpgroup == self.cfg.warpgroups - 1 else warpgroup + 1
         cute.arch.barrier_arrive(barrier_id=Barrier.TURN + following, number_of_threads=2 * WARPGROUP)
 
     @cute.jit
     def load_q(self, rq, sq, stage, warp, lane):
-        """A warp's 16 rows of a work tile's queries to registers, if that is where they are used."""
+        """Load the warp's 16 rows of Q from shared memory to registers, if `q_rmem`."""
         if const_expr(self.cfg.q_rmem):
             words = cute.make_tensor(cute.recast_ptr(rq.iterator, dtype=Uint32), cute.make_layout((4, self.dim // 16)))
             row = warp * 16 + lane % 16
@@ -391,7 +413,7 @@ class MhaVarlenFwdSm90:
 
     @cute.jit
     def issue_products(self, scores, rq, rk, q_state, k_state, value_mma, sums, powers, rv, values: Pipeline, v_state):
-        """Start the scores of `k_state`, and when its values are there, the product of `v_state`."""
+        """Issue S = Q K^T of stage `k_state`, wait for V of stage `v_state`, and issue O += P V."""
         cute.nvgpu.warpgroup.fence()
         self.issue_scores(scores, rq, rk, q_state.stage, k_state.stage)
         values.consumer_wait(v_state)
@@ -399,7 +421,7 @@ class MhaVarlenFwdSm90:
 
     @cute.jit
     def issue_scores(self, scores, rq, rk, q_stage, k_stage):
-        mma = self.score_mma()  # what is set inside a loop cannot be used behind it
+        mma = self.score_mma()  # a local copy, because a field set inside a loop is unusable after it
         for step in cutlass.range_constexpr(self.dim // 16):
             mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, step > 0)
             place = (None, None, step) if self.cfg.q_rmem else (None, None, step, q_stage)
@@ -414,8 +436,11 @@ class MhaVarlenFwdSm90:
 
     @cute.jit
     def softmax(self, s, row_max, row_sum, factor, key, scale, words):
-        """Scores of the keys from `key` on to powers. -> whether `factor` is to be applied to the sums before. words:
-        with `selected`, which of these keys count in the lane's two rows."""
+        """Turn the scores of a block, whose first key is `key`, into P, and update row_max and row_sum.
+
+        Return whether O must be multiplied by `factor`. With `selected`, `words` has the selection bits of
+        the lane's two rows.
+        """
         new_max = [value * scale for value in self.maxima(s, words)]
         factor.fill(1.0)
         rose = cute.arch.vote_any_sync(
@@ -437,7 +462,7 @@ class MhaVarlenFwdSm90:
         return rose
 
     def maxima(self, s, words):
-        """-> the highest score of each of the lane's two rows, with `selected` of those whose bits are set."""
+        """Return the highest score of each of the lane's two rows; with `selected`, of the keys whose bits are set."""
         chains = [(), ()]
         for byte, r in itertools.product(range(self.cfg.keys // 32), range(2)):
             eight = [s[i] for i in places(byte, r)]
@@ -450,12 +475,16 @@ class MhaVarlenFwdSm90:
 
     @cute.jit
     def selected_powers(self, s, row_max, row_sum, scale, words, zero):
-        """Powers, 0 where a key is not selected, and their sums. `after`, with a zero that ptxas does not know, keeps
-        it from holding all predicates since the maxima, and from masking all scores before the first power."""
+        """Compute P, 0 for unselected keys, and add it to row_sum.
+
+        `after` adds a data dependency through a zero that ptxas cannot fold. Without it ptxas keeps all
+        predicates live from the maxima on, and masks all scores before the first exponential.
+        """
         own, before = cute.make_rmem_tensor((2,), Int32), cute.make_rmem_tensor((2,), Float32)
         for byte in cutlass.range_constexpr(self.cfg.keys // 32):
             for r in cutlass.range_constexpr(2):
-                # The maximum, the row's first power, then its sum of two bytes ago.
+                # Byte 0 depends on the maximum, byte 1 on the row's first exponential, byte b on the row sum
+                # through byte b - 2.
                 ready = row_max[r] if byte == 0 else s[2 * r] if byte == 1 else before[r]
                 own[r] = after(words[r] if byte == 0 else own[r], ready, zero)
                 before[r] = row_sum[r]
@@ -469,7 +498,10 @@ class MhaVarlenFwdSm90:
 
     @cute.jit
     def cut_scores(self, s, clear, key, work_tiles, tile_state, own_row, lane):
-        """Scores of keys that the lane's rows do not see are -inf. clear: the keys that all of the warpgroup see."""
+        """Set the scores of keys that the lane's rows do not see to -inf.
+
+        All rows of the warpgroup see the first `clear` keys, so blocks below `clear` need no mask.
+        """
         if key + self.cfg.keys > clear:
             seen = self.seen_keys(work_tiles, tile_state, own_row, lane)
             for i in cutlass.range_constexpr(self.cfg.keys // 2):
@@ -478,7 +510,7 @@ class MhaVarlenFwdSm90:
 
     @cute.jit
     def cut_words(self, words, clear, key, work_tiles, tile_state, own_row, lane):
-        """The same of words: bits of keys that the lane's rows do not see are 0."""
+        """As `cut_scores`, for selection words: clear the bits of keys that the lane's rows do not see."""
         if key + self.cfg.keys > clear:
             seen = self.seen_keys(work_tiles, tile_state, own_row, lane)
             for r in cutlass.range_constexpr(2):
@@ -487,18 +519,25 @@ class MhaVarlenFwdSm90:
 
     @cute.jit
     def seen_keys(self, work_tiles, tile_state, own_row, lane):
-        """-> how many keys each of the lane's rows sees, less its first column: read again, since registers are few."""
+        """Return how many keys each of the lane's two rows sees, minus the lane's first column.
+
+        The work tile is read again from shared memory to save registers.
+        """
         work_tile = work_tiles.read(tile_state)
         seen = [cutlass.min(work_tile.key_count, work_tile.first + own_row + 8 * r) for r in range(2)]
         return [count - 2 * (lane & 3) for count in seen]
 
     @cute.jit
     def find_words(self, addresses, selection, work_tile: WorkTileInfo, own_row, warpgroup, lane) -> Int32:
-        """The addresses of the lane's first words, of its two rows. -> how many keys are to be looked up: none, if all
-        rows of the warpgroup see so few that all of them are selected, else as many as there are words of."""
+        """Set `addresses` to the lane's first selection word of each of its two rows.
+
+        Return for how many keys `load_words` must read the words. This is 0 if every row of the warpgroup
+        sees at most `dense_keys` keys, since all of them are selected then. Otherwise it is the number of
+        keys that have words.
+        """
         bits, dense_keys = selection
         for r in cutlass.range_constexpr(2):
-            # Rows behind the work tile's have the words of its last.
+            # Rows past the end of the work tile use the words of its last row.
             row = work_tile.query + cutlass.min(own_row + 8 * r, work_tile.row_count - 1)
             addresses[r] = bits.iterator.toint() + (Int64(row) * bits.shape[1] + (lane & 3)) * 4
         most = cutlass.min(work_tile.key_count, work_tile.first + 64 * warpgroup + 63)
@@ -507,7 +546,10 @@ class MhaVarlenFwdSm90:
 
     @cute.jit
     def load_words(self, words, addresses, known, key):
-        """Which of the block's keys from `key` on are selected in the lane's two rows: all, unless 0 <= key < known."""
+        """Load the selection words of the block that begins at `key`, for the lane's two rows.
+
+        All bits are set unless 0 <= key < known.
+        """
         place = Uint32(key) // SELECTION_KEYS * (4 * SELECTION_WORDS)
         if const_expr(self.cfg.keys < SELECTION_KEYS):
             place += Uint32(key) % SELECTION_KEYS // 32
@@ -522,11 +564,16 @@ class MhaVarlenFwdSm90:
 
 @cached
 def compile_mha_varlen_fwd(dtype: str, config: MhaConfig, rope: int, selected: bool):
-    """-> f(q [Tq, H, d], k [Tk, Hk, d - rope], k_rope [Tk, 1, rope] or None if rope is 0, v [Tk, Hk, dv], cu_q [B + 1]
-    int32, cu_k [B + 1] int32, out [Tq, H, dv], lse [H, Tq] fp32, bits [Tq, words] int32 if `selected` or None,
-    dense_keys or None, tile_counter [1] int32 of 0, scale * log2(e), causal, group, ctas); Tq, Tk > 0, scale > 0. Rows
-    of 16 bits start at multiples of 16 bytes. bits: selection_bits_sm90.py's, for the longest sequence; not read where
-    a warpgroup's rows see at most dense_keys. group: heads, by H / Hk, whose work tiles are taken together."""
+    """Compile f(q [Tq, H, d], k [Tk, Hk, d - rope], k_rope [Tk, 1, rope] or None if rope is 0, v
+    [Tk, Hk, dv], cu_q [B + 1] int32, cu_k [B + 1] int32, out [Tq, H, dv], lse [H, Tq] fp32, bits [Tq, words]
+    int32 if `selected` or None, dense_keys or None, tile_counter [1] int32, scale * log2(e), causal, group,
+    ctas).
+
+    Tq, Tk > 0; scale > 0; tile_counter is 0. Rows of 16-bit tensors start at multiples of 16 bytes.
+    bits: from selection_bits_sm90.py, wide enough for the longest sequence. A warpgroup whose rows see at
+    most dense_keys keys does not read it.
+    group: number of query heads, a multiple of H / Hk, whose work tiles are scheduled together.
+    """
     kind = cute_dtype(dtype)
     queries, keys, heads, kv_heads, batch = (cute.sym_int() for _ in range(5))
 
@@ -549,7 +596,7 @@ def compile_mha_varlen_fwd(dtype: str, config: MhaConfig, rope: int, selected: b
     )
 
 
-# By (d, dv).
+# Keyed by (d, dv).
 CONFIGS = {
     (64, 64): MhaConfig(64, 64, keys=128, warpgroups=3, q_stages=2, q_rmem=False),
     (128, 128): MhaConfig(128, 128, keys=128, warpgroups=2, q_stages=2, q_rmem=False),
@@ -559,7 +606,7 @@ CONFIGS = {
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
-    """Every compile function and its arguments that the ops can ask for."""
+    """Return every (compile function, arguments) that the ops can ask for."""
     ropes = {config: {0, ROPE_DIMS.get(dims, 0)} for dims, config in CONFIGS.items()}
     kinds = [(config, rope) for config in ropes for rope in sorted(ropes[config])]
     every = itertools.product(MHA_DTYPES, kinds, (False, True))

@@ -1,23 +1,28 @@
-"""Queries of the latents, for few tokens: q[t, h] = [W_UK[h] applied to q_nope[t, h] | rope of q_pe[t, h]].
+"""Absorb W_UK, which is in FP8, into the queries of few tokens.
 
-Plan
-- A CTA has a head and 128 of its 512 latent channels. Its warps divide the head's nope channels, rows of W_UK: 32 each,
-  a block of 32 x 128 weights, with one scale. V3.2's 128 heads are 512 CTAs, four a multiprocessor, all at once.
-- A warp reads its block once, straight to registers, 4 KiB, all in flight together: a lane 16 neighbouring latent
-  channels of 8 rows, so that four rows of an instruction are whole lines. Bytes of two rows are interleaved into the
-  pairs of channels that an mma multiplies, and scaled and rounded to bf16 (up_projection.py).
-- Tokens come in octets, the columns of the mma. A lane has 16 latent channels of two tokens then; the warps' sums meet
-  in shared memory and are added in their order. So the bits of a token follow from its own numbers alone.
-- The octets' sums lie in two buffers by turns: one barrier an octet. The next octet's queries are read behind the
-  products of the one before.
-- Rope: of a head's four CTAs the one of a token's number has its pairs, a warp a token, a pair a lane, while weights
-  are on their way.
-- Before it waits for the kernel in front, a CTA asks for its share of W_UK[h], which is one piece of memory, to be
-  brought to the L2 cache.
+q[t, h] = [q_nope[t, h] W_UK[h] | rope(q_pe[t, h])]
+
+- Tiles: a CTA computes 128 of the 512 latent channels of one head. A warp has 32 of the head's nope
+  channels, which are rows of W_UK: a block of 32 x 128 weights with one scale. The 128 heads of V3.2 make 512
+  CTAs, four per SM, in one wave.
+- Weights: a warp reads its 4 KiB block once, straight to registers, with all loads in flight together. A
+  lane loads 16 adjacent latent channels of 8 rows, so that the four rows of an instruction are whole cache
+  lines. Bytes of two rows are interleaved into the channel pairs of an mma, scaled and rounded to bf16
+  (up_projection.py).
+- Products: tokens are N of the mma, eight (an octet) at a time. A lane then has 16 latent channels of two
+  tokens. The warps' sums are added in a fixed order through shared memory. So the bits of a token do not
+  depend on the other tokens.
+- Pipeline: the sums of octets alternate between two buffers, which takes one barrier per octet. The queries
+  of the next octet are loaded after the products of the current one are issued.
+- Rope: of a head's four CTAs, CTA c rotates the tokens t with t % 4 = c, one token per warp and one pair
+  per lane, while the weights load.
+- Launch: programmatic dependent launch. Before it waits for the previous kernel, a CTA prefetches its
+  quarter of W_UK[h], which is contiguous, into the L2 cache.
 Shared memory: two buffers of (nope / 32) x 4736 bytes.
-Registers: 32 of weights as they come, 64 as they are multiplied, 32 of sums.
-Constraints: 512 latent and 64 rope channels, nope channels and rows of a head multiples of 32.
-Roofline: memory, W_UK once: 8.4 MB for V3.2, 2.8 us at 3 TB/s, of which a part is on its way before the wait.
+Registers: 32 of FP8 weights, 64 of bf16 weights, 32 of sums.
+Constraints: 512 latent and 64 rope channels; nope channels and rows per head are multiples of 32.
+Roofline: memory, W_UK once. For V3.2 this is 8.4 MB, 2.8 us at 3 TB/s, part of which is prefetched before the
+wait.
 """
 
 from collections.abc import Callable
@@ -51,13 +56,13 @@ from dsa.kernels.mla.up_projection import (
 from dsa.kernels.mla.up_projection_limits import ABSORBED_NOPE
 from dsa.runtime.compile_cache import cached, compile_sm90
 
-COLUMNS = HEAD_DIM_V // BLOCK  # CTAs of a head
-ROWS = 32  # of weights, of a warp
-OWN_ROWS = ROWS // 4  # of a lane
-PAIRS = (HEAD_DIM - HEAD_DIM_V) // 2  # that rope turns
-READERS = OCTET // 2  # warps that add the slices' sums of two tokens each
-# A slice's sums of an octet: those of two tokens together, 16 channels in a row, moved apart so that eight lanes' 16
-# bytes are in all banks.
+COLUMNS = HEAD_DIM_V // BLOCK  # CTAs per head
+ROWS = 32  # rows of weights per warp
+OWN_ROWS = ROWS // 4  # rows of weights per lane
+PAIRS = (HEAD_DIM - HEAD_DIM_V) // 2  # rope pairs per head
+READERS = OCTET // 2  # warps that add the slices' sums, two tokens each
+# Layout of a slice's (warp's) sums of an octet: pairs of tokens, with 16 channels of both contiguous. The
+# padding puts the 16-byte accesses of eight lanes in all banks.
 CHUNK = 2 * VECTOR + 4
 OF_PAIR = BLOCK // VECTOR * CHUNK + 8
 OF_SLICE = READERS * OF_PAIR
@@ -137,15 +142,18 @@ class MlaAbsorbQueriesSm90:
                 self.store(slices, q, head, column, octet * OCTET + 2 * warp, lane)
 
     def layouts(self):
-        """Shared memory as sums are written, [4 numbers of an mma, mma, lane / 4, pair of tokens, slice, buffer], and
-        as they are read, [2 tokens of 4 channels, 4, chunk of 16 channels, pair, slice, buffer]."""
+        """Return the layouts of the sums in shared memory as they are written and as they are read.
+
+        written  [4 elements of an mma, mma, lane / 4, pair of tokens, slice, buffer]
+        read     [2 tokens of 4 channels, 4, chunk of 16 channels, pair of tokens, slice, buffer]
+        """
         outer = (CHUNK, OF_PAIR, OF_SLICE, self.slices * OF_SLICE)
         shape = (BLOCK // VECTOR, READERS, self.slices, 2)
         return [cute.make_layout((*s, *shape), stride=(1, s[0], *outer)) for s in ((4, 2 * WORDS), (8, 4))]
 
     @cute.jit
     def prefetch(self, weight, first, column, warp, lane):
-        """Ask for a quarter of the head's rows, a part a warp."""
+        """Prefetch a quarter of the head's rows into the L2 cache, an equal part per warp."""
         rows = ROWS // COLUMNS
         if lane == 0:
             source = weight[first + (column * self.slices + warp) * rows, None].iterator.toint()
@@ -153,12 +161,13 @@ class MlaAbsorbQueriesSm90:
 
     @cute.jit
     def load(self, q_nope, head, octet, queries, warp, lane):
-        """A token's channels of this lane's rows. Tokens that do not exist are the last one over again."""
+        """Load a token's channels for this lane's rows. Tokens past the end repeat the last one."""
         token = cutlass.min(octet * OCTET + lane // 4, q_nope.shape[0] - 1)
         load_words(q_nope[token, head, None], (warp * ROWS + lane % 4 * OWN_ROWS) // BF16_VECTOR, queries)
 
     @cute.jit
     def rotate(self, q_pe, cos, sin, q, head, column, warp, lane):
+        """Rotate q_pe of the CTA's tokens and write it to q."""
         for token in cutlass.range(column + COLUMNS * warp, q.shape[0], COLUMNS * self.slices, unroll=1):
             pair = cute.make_rmem_tensor((2,), BFloat16)
             cute.autovec_copy(cute.local_tile(q_pe[token, head, None], (2,), (lane,)), pair)
@@ -168,7 +177,7 @@ class MlaAbsorbQueriesSm90:
 
     @cute.jit
     def convert(self, raw, scale, zero) -> cute.Tensor:
-        """Operands of the mma of latent channels 2i and 2i + 1 of this lane, and of four of its rows: [4, i, step]."""
+        """Return the mma operands [4, i, step] of this lane's latent channels 2i and 2i + 1 and four of its rows."""
         weights = cute.make_rmem_tensor((4, 2 * WORDS, 2), Uint32)
         for step in cutlass.range_constexpr(2):
             for word in cutlass.range_constexpr(WORDS):
@@ -183,7 +192,7 @@ class MlaAbsorbQueriesSm90:
 
     @cute.jit
     def store(self, slices, q, head, column, token, lane):
-        """Two tokens' results of four latent channels a lane."""
+        """Store four latent channels per lane of two tokens."""
         total = cute.make_rmem_tensor((8,), Float32)
         in_order(slices, total)
         out = cute.make_rmem_tensor((4,), BFloat16)
@@ -197,10 +206,12 @@ class MlaAbsorbQueriesSm90:
 
 @cached
 def compile_mla_absorb_queries(nope: int):
-    """-> f(q_nope [T, H, nope] bf16, q_pe [T, H, 64] bf16, cos, sin [T, 32] fp32, weight [H * R, 512] e4m3,
-    weight_scale [ceil(H * R / 128), 4] fp32, q [T, H, 576] bf16); T, H > 0, R a multiple of 32 that is at least nope;
-    weight is
-    contiguous, and rows of all but the fp32 tensors start at multiples of 16 bytes."""
+    """Compile f(q_nope [T, H, nope] bf16, q_pe [T, H, 64] bf16, cos, sin [T, 32] fp32, weight [H * R, 512]
+    e4m3, weight_scale [ceil(H * R / 128), 4] fp32, q [T, H, 576] bf16).
+
+    T, H > 0; R is a multiple of 32 and at least nope. weight is contiguous. Rows of all but the fp32 tensors
+    start at multiples of 16 bytes.
+    """
     tokens, heads, rows = (cute.sym_int() for _ in range(3))
     q_nope, q_pe, q = (fake(BFloat16, (tokens, heads, n), (*strides(2, 8), 1)) for n in (nope, 2 * PAIRS, HEAD_DIM))
     cos, sin = (fake(Float32, (tokens, PAIRS), (*strides(1), 1), 4) for _ in range(2))
@@ -211,5 +222,5 @@ def compile_mla_absorb_queries(nope: int):
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
-    """Every compile function and its arguments that the op can ask for."""
+    """Return every (compile function, arguments) that the op can ask for."""
     return [(compile_mla_absorb_queries, (nope,)) for nope in ABSORBED_NOPE]

@@ -1,20 +1,23 @@
-"""Attention over tiles of latent keys, rows of Q as rows of the products: the mainloops of its consumer warpgroups.
+"""The consumer warpgroups of MLA attention without swap A/B (rows of Q are the M dimension): their mainloops.
 
-o[r] = softmax_j(scale * q[r] . k[j]) k[j, :512], TILE_M rows r of one sequence and KV head, keys of 576 or 512 channels
+o[r] = softmax_j(scale * q[r] . k[j]) k[j, :512],  r a row of one sequence and KV head
+
+A tile has TILE_M rows. Keys have 576 or 512 channels.
 
 Warp roles
-- Score (one warpgroup): S = Q K^T by wgmma, the first chunks of Q in registers; online softmax in registers
-  (mla_softmax.py); P in 16 bits to shared memory.
-- Output (two warpgroups): each has 64 x 256 of O += P V, and writes it out (mla_epilogue.py).
-- Load (one warpgroup): the producer of the keys (paged_load.py, topk_gather.py).
-Pipeline
-- Rings: work tiles, v chunks and rope parts from the load to the score and output warps (mla_tiles.py); P from the
-  score to the output warps (mla_exchange.py).
-- While a tile's softmax is computed, no scores are under way, and its P is not there yet. So that the tensor cores have
-  work then, half of the last tile's O += P V waits until this tile has been scored. Also P comes in two halves of the
-  keys, the first before the second's powers are computed.
-Registers: score + 2 x output + load = 512 a lane: 32 scores and 16 a chunk of Q; 128 of O. A wgmma of 256 columns, with
-its 128 accumulators, cannot be compiled for 512 threads: O += P V is in v chunks of 128.
+- Score (one warpgroup): S = Q K^T by wgmma, with the first chunks of Q in registers; online softmax in
+  registers (mla_softmax.py); P in 16 bits to shared memory.
+- Output (two warpgroups): each accumulates 64 x 256 of O += P V and writes it (mla_epilogue.py).
+- Load (one warpgroup): the producer of keys (paged_load.py, topk_gather.py).
+Pipelines
+- Work tiles, v chunks and rope parts, from the load warps to the score and output warps (mla_tiles.py).
+- P, from the score warps to the output warps (mla_exchange.py).
+- During the softmax of a tile no S is in flight, and the tile's P does not exist yet. To keep the tensor
+  cores busy, an output warpgroup delays half of the previous tile's O += P V until S of this tile is done.
+- P has two halves of the keys. The first half is passed on before the second half is computed.
+Registers: score + 2 x output + load = 512, the register file divided by 128. Score needs 32 for S and 16 per
+chunk of Q; output needs 128 for O. A wgmma with 256 columns needs 128 accumulators, which does not compile
+for 512 threads, so O += P V runs in v chunks of 128 columns.
 """
 
 from dataclasses import dataclass
@@ -64,7 +67,7 @@ class NamedBarrier(IntEnum):
 
 
 class RoleRegisters(NamedTuple):
-    """Registers of a thread."""
+    """Registers per thread of each role."""
 
     score: int
     output: int
@@ -78,7 +81,7 @@ Q_RMEM_CHUNKS = 5  # chunks of Q in registers
 
 @dataclass(frozen=True)
 class TiledMmas:
-    """S = Q K^T with Q in shared memory (qk) and in registers (qk_rmem), and O += P V."""
+    """S = Q K^T with Q in shared memory (qk) and in registers (qk_rmem), and O += P V (pv)."""
 
     qk: cute.TiledMma
     qk_rmem: cute.TiledMma
@@ -87,8 +90,7 @@ class TiledMmas:
 
 @dataclass(frozen=True)
 class MlaOperands:
-    """The products, and the layouts of Q, of the v chunks and of the rope parts: what the host makes and a kernel is
-    given."""
+    """Tiled MMAs, and the layouts of Q, of v chunks and of rope parts. The host builds them for the kernel."""
 
     mmas: TiledMmas
     q_layout: cute.ComposedLayout
@@ -98,8 +100,13 @@ class MlaOperands:
 
 @dataclass(frozen=True)
 class MlaShared:
-    """A CTA's shared memory: barriers, what the warpgroups exchange, the chunks of Q that are not in registers,
-    keys."""
+    """A CTA's shared memory.
+
+    pipeline  pipelines of work tiles and keys
+    exchange  P and other data that score warpgroups pass to output warpgroups
+    q         the chunks of Q that are not in registers
+    kv        stages of keys
+    """
 
     pipeline: KvPipeline
     exchange: Exchange
@@ -108,12 +115,14 @@ class MlaShared:
 
 
 class MlaAttention:
-    """Keys of `head_dim` channels, 576 or 512, in `kv`; `epilogue` writes the results.
+    """Attention over keys of `head_dim` channels, 576 or 512, in the stages `kv`; `epilogue` writes the
+    results.
 
-    A kernel says how the queries come (`prefetch_q`, `load_q`), and which keys a row sees (`prologue`, `apply_mask`).
+    A kernel overrides how Q is loaded (`prefetch_q`, `load_q`) and which keys a row sees (`prologue`,
+    `apply_mask`).
     """
 
-    q_in_ring = False  # a work tile's queries come through the rings, as a tile of its own before the keys'
+    q_in_ring = False  # whether Q comes through the key stages, as one tile before the keys
 
     def __init__(self, kv: KvStages, head_dim: int, epilogue: Epilogue):
         self.dtype, self.kv = kv.dtype, kv
@@ -141,7 +150,7 @@ class MlaAttention:
         return MlaOperands(self.tiled_mmas(), self.q_layout(), self.kv.v_layout(), self.kv.rope_layout())
 
     def operand_storage(self) -> type:
-        """The shared memory of the queries and keys."""
+        """Return the struct of Q and keys in shared memory."""
 
         @cute.struct
         class OperandStorage:
@@ -151,7 +160,7 @@ class MlaAttention:
         return OperandStorage
 
     def shared(self, storage, operands: MlaOperands) -> MlaShared:
-        """Of a struct with the members pipeline, exchange and operands."""
+        """Return the shared memory of a struct with members pipeline, exchange and operands."""
         return MlaShared(
             self.kv.pipeline(storage.pipeline),
             self.exchange_memory.exchange(storage.exchange),
@@ -161,17 +170,19 @@ class MlaAttention:
 
     @cute.jit
     def prefetch_q(self, q, shared: MlaShared, q_rmem, work_state: PipelineState, q_tile: QTile, warp, lane):
-        """Start loading the queries of the next work tile, where they are known before the rest of it."""
+        """Start loading Q of the next work tile, if it is known before the rest of the work tile."""
 
     @cute.jit
     def load_q(self, shared: MlaShared, q_rmem, state: KvState, warp, lane) -> KvState:
-        """The work tile's queries to registers and shared memory. -> the state behind them, if they came by the
-        rings."""
+        """Load the work tile's Q into registers and shared memory.
+
+        Return the state after Q's stages, if Q comes through the key stages.
+        """
         raise NotImplementedError
 
     @cute.jit
     def prologue(self, softmax: SoftmaxState, work: WorkTileInfo, q_tile: QTile, tile_row):
-        """What the rows of a lane, tile_row and 8 further, see of a work tile: for `apply_mask`."""
+        """Prepare `apply_mask`: which keys of a work tile the lane's rows, tile_row and tile_row + 8, see."""
 
     @cute.jit
     def apply_mask(
@@ -186,7 +197,7 @@ class MlaAttention:
         tid,
         lane,
     ):
-        """Set the scores of keys, the first of which is number `key`, that a row does not see to minus infinity."""
+        """Set the scores of keys that a row does not see to -inf. `key`: the first key of the tile."""
         raise NotImplementedError
 
     @cute.jit
@@ -202,7 +213,7 @@ class MlaAttention:
         warp,
         lane,
     ):
-        """The score warpgroup: all work tiles of this CTA."""
+        """Run the score warpgroup: all work tiles of this CTA."""
         pipeline, exchange = shared.pipeline, shared.exchange
         thr = mmas.qk.get_slice(tid)
         rq = mmas.qk.make_fragment_A(thr.partition_A(shared.q))
@@ -212,7 +223,7 @@ class MlaAttention:
         q_rmem = cute.make_rmem_tensor((*q_shape, Q_RMEM_CHUNKS), self.dtype)
         acc = cute.make_rmem_tensor(thr.partition_shape_C((TILE_M, TILE_N)), Float32)
         scores = cute.make_tensor(acc.iterator, cute.make_layout(TILE_N // 2))
-        tile_row = warp * 16 + lane // 4  # and 8 further
+        tile_row = warp * 16 + lane // 4  # the lane's second row is 8 further
         softmax = SoftmaxState.make()
         state, p_state, end_state = pipeline.start(), start(), start()
         work_state, batch_idx = start(), Int32(0)
@@ -248,7 +259,7 @@ class MlaAttention:
 
     @cute.jit
     def start_scores(self, acc, mmas: TiledMmas, q_rmem, rq, rk, rr, pipeline: KvPipeline, state: KvState) -> KvState:
-        """Start acc = Q K^T of the next tile, as its parts arrive. -> the state behind the tile."""
+        """Issue acc = Q K^T of the next tile, as the tile's parts arrive. Return the state after the tile."""
         cute.nvgpu.warpgroup.fence()
         loaded = self.kv.tile_is_loaded(pipeline, KvState(pipeline.v.skip(state.v, V_CHUNKS - 1), state.rope))
         for n, chunk in enumerate(self.order):
@@ -287,7 +298,7 @@ class MlaAttention:
         lane,
         side,
     ):
-        """Output warpgroup number `side`: its half of the channels, all work tiles of this CTA."""
+        """Run output warpgroup `side`: its half of the channels, all work tiles of this CTA."""
         pipeline, exchange, v = shared.pipeline, shared.exchange, shared.kv.v
         thr = mma.get_slice(tid)
         values = cute.make_tensor(v.iterator, cute.select(v.layout, mode=[1, 0, 2]))
@@ -321,7 +332,7 @@ class MlaAttention:
                         if const_expr(half == 1):
                             scored_phase ^= 1
                             if n < tiles - 1:
-                                exchange.scored.wait(scored_phase)  # of the next tile
+                                exchange.scored.wait(scored_phase)  # S of the next tile is done
                         for step in cutlass.range_constexpr(TILE_N // K16):
                             if const_expr(half == 0 and step == TILE_N // 32):
                                 exchange.p_pipeline.consumer_wait(p_state, 1)
@@ -372,8 +383,12 @@ class MlaAttention:
         warp,
         lane,
     ):
-        """A work tile that is no split to the results, by way of the P that both warpgroups have read. row, rows: the
-        lane's first row, and its two rows as far as there are any."""
+        """Store O of a work tile that is not a split.
+
+        O is staged in the memory of stage `p_stage` of P, after both output warpgroups have read that stage.
+        row   the lane's first row
+        rows  the lane's two rows, clamped to the last row
+        """
         coords = [q_tile.coord(batch_idx, rows[r]) for r in range(2)]
         staging = cute.recast_ptr(exchange.p.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
         staging += p_stage * (TILE_M * TILE_N) + (side * 4 + warp) * 16 * STAGED

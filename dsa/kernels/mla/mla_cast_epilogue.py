@@ -1,12 +1,14 @@
-"""The end of a work tile whose result is cast to FP8 for the product behind it: O, rotated back, in e4m3 with scales.
+"""The epilogue of MLA attention that casts O to FP8 for the next GEMM: O, rotated back, in e4m3 with scales.
 
-O is rounded to q's dtype, as `Epilogue` stores it; its last 64 channels are turned back by the query's angle and
-rounded again; each 128 channels of a row get a scale. These are the bits of the result, `apply_rotary` by the negative
-angle and `per_token_cast_to_fp8` one after the other, without the result in 16 bits in memory, written and read.
+O is rounded to q's dtype, as `Epilogue` stores it. Its last 64 channels are rotated by the negative angle of
+the query and rounded again. Every 128 channels of a row get a scale. The bits equal those of storing the
+result, `apply_rotary` by the negative angle and `per_token_cast_to_fp8`, but no 16-bit result goes through
+memory.
 
-A quad has a row; of 128 channels a lane has 32, pairs that are 8 channels apart. The output warpgroup of the second
-half has all channels that turn, and a pair is in one lane. 64 channels of a warp's 16 rows go out by way of 1 KiB of
-P's memory, 64 bytes a row: the 16 bytes c of row r lie where c ^ (r / 2 % 4) would.
+The four lanes of a quad hold a row. A lane has 32 of each 128 channels, as pairs 8 channels apart. The output
+warpgroup of the second half has all rotated channels, and both channels of a rotation pair are in one lane.
+Each step stages 64 channels of a warp's 16 rows in 1 KiB of P's memory, 64 bytes per row. The 16-byte chunk c
+of row r is at position c ^ (r / 2 % 4).
 """
 
 from dataclasses import dataclass
@@ -22,15 +24,21 @@ from dsa.cute.shared_memory import load_16
 from dsa.kernels.mla.limits import ROTATED_BACK
 from dsa.kernels.mla.mla_epilogue import HALF_V, Epilogue
 
-OWN = GROUP // 4  # channels of a row's scale that a lane has
-ROW_BYTES = 64  # of a row that go through shared memory at a time
-TURNING = ROTATED_BACK // 4  # numbers of a row that a lane has of those that turn
+OWN = GROUP // 4  # channels per lane of a group of GROUP channels that share a scale
+ROW_BYTES = 64  # bytes of a row that are staged in shared memory at a time
+TURNING = ROTATED_BACK // 4  # rotated channels of a row per lane
 
 
 @dataclass(frozen=True)
 class CastResults:
-    """out [G, T, h / G, 512] e4m3, scale [G, T, h / G, 4], cos, sin [T, 32], and h / G to divide by; sink as in
-    `Results`. There are no splits, and no LSE is kept."""
+    """The outputs of a kernel with this epilogue, which has no splits and writes no LSE.
+
+    out          [G, T, h / G, 512] e4m3
+    scale        [G, T, h / G, 4]
+    cos, sin     [T, 32]
+    group_heads  h / G as a divisor
+    sink         as in `Results`
+    """
 
     out: cute.Tensor
     scale: cute.Tensor
@@ -43,7 +51,7 @@ class CastResults:
 
 
 class CastEpilogue(Epilogue):
-    """Attention in `dtype`."""
+    """Cast O, which attention has in `dtype`, to e4m3."""
 
     def __init__(self, dtype: type[cutlass.Numeric], use_ue8m0: bool):
         super().__init__(dtype)
@@ -79,8 +87,11 @@ class CastEpilogue(Epilogue):
 
     @cute.jit
     def quantize(self, acc, results: CastResults, coords, rows, side, lane):
-        """acc <- acc / scale, and the scales. A quad has four groups of channels, two of each row: each of its lanes
-        finds the scale of one, since a division takes many registers."""
+        """Divide acc by its scales, and write the scales.
+
+        A quad has four groups of channels, two per row. Each of the four lanes computes the scale of one
+        group, because a division takes many registers.
+        """
         groups = cute.make_layout((2, OWN // 2), stride=(1, 4))
         own = [cute.make_tensor(acc.iterator + (2 * OWN * (n % 2) + 2 * (n // 2)), groups) for n in range(4)]
         maxima = [amax_of(own[n], OWN) for n in range(4)]
@@ -99,19 +110,19 @@ class CastEpilogue(Epilogue):
 
     @cute.jit
     def channels_of(self, x, results: CastResults, coord):
-        """What out or scale has of a row of attention's results."""
+        """Return the slice of out or scale that belongs to a row of attention's result."""
         token, _, head = coord
         group, of_group = divmod(head, results.group_heads)
         return x[group, token, of_group, None]
 
     @cute.jit
     def staged_bytes(self, row, vector):
-        """Where 16 bytes are in the 16 rows of ROW_BYTES."""
+        """Return the offset of a 16-byte chunk among 16 rows of ROW_BYTES."""
         return row * ROW_BYTES + (vector ^ (row // 2 % 4)) * 16
 
     @cute.jit
     def turn_back(self, acc, results: CastResults, token, lane):
-        """The last ROTATED_BACK channels, of the second half: pairs of neighbours. All rows are of one token."""
+        """Rotate back the last ROTATED_BACK channels, which are pairs of neighbours. All rows belong to one token."""
         turning = cute.make_tensor(acc.iterator + (HALF_V // 2 - 2 * TURNING), cute.make_layout(2 * TURNING))
         for i in cutlass.range_constexpr(TURNING // 2):
             pair = 4 * i + lane % 4

@@ -1,17 +1,21 @@
-"""The partial results of splits, combined: the end of MLA decoding over split sequences and of sparse MLA attention
-over split queries.
+"""Combine the partial results of split-KV: for dense MLA decoding and for sparse MLA attention.
 
-lse = log sum_i e^lse_i;   out = sum_i e^(lse_i - lse) out_i e^lse / (e^lse + e^sink) over the splits i, in their order
+lse = log sum_i e^lse_i;  out = sum_i e^(lse_i - lse) out_i e^lse / (e^lse + e^sink)
 
-Work: a CTA has `rows` rows of one sequence or query and KV head, and `columns` of the 512 channels. Its warps are
-`groups` for each row, which take the splits in turns; with more than one, their sums are added in shared memory, in
-order. A warp reads its row's LSEs, while the first partial results are on their way.
-Which splits there are: dense decoding has them from its plan, of which CTA row i looks for the i-th split sequence, or
-from fixed lengths: then CTA row i has sequence i. Sparse attention has them from its StreamKScheduler.
+The sums run over the splits i in ascending order.
+
+Work: a CTA computes `columns` of the 512 channels, of `rows` rows of one sequence (dense) or query (sparse)
+and KV head. Each row has `groups` warps, which take the splits round-robin. With more than one group, the
+groups' sums are added in order in shared memory. A warp reads its row's LSEs while the first partial results
+are in flight.
+Splits: for dense decoding they come from the plan, where the i-th group of CTAs handles the i-th split
+sequence, or have fixed lengths, where it handles sequence i. Sparse attention finds them with its
+StreamKScheduler.
 Warp roles: none, all warps do the same.
-Launch: programmatic, behind the attention kernel: the CTAs of sequences that were not split end at once.
-Shared memory: a row's sums of every group, and its weights. Constraints: at most MAX_PARTS splits.
-Roofline: memory (L2), 2 KiB a row and split.
+Launch: programmatic dependent launch after the attention kernel. CTAs of sequences that are not split exit at
+once.
+Shared memory: sums of each row and group, and weights of each row. Constraints: at most MAX_PARTS splits.
+Roofline: L2 bandwidth, 2 KiB per row and split.
 """
 
 from collections.abc import Callable
@@ -33,50 +37,54 @@ from dsa.kernels.mla.tile_scheduler import StreamKScheduler
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 WARPS = 8
-LSES = MAX_PARTS // WARP  # of a lane
+LSES = MAX_PARTS // WARP  # LSEs per lane
 
 
 @dataclass(frozen=True)
 class MlaCombineConfig:
-    """groups: warps that share a row's splits; columns: channels of a CTA."""
+    """Tile shape of a variant.
+
+    groups   warps per row, which share its splits
+    columns  channels per CTA
+    """
 
     groups: int
     columns: int
 
 
 class Shared(NamedTuple):
-    """sums [columns, groups, rows], weights [MAX_PARTS, WARPS]"""
+    """Shared memory: sums [columns, groups, rows], weights [MAX_PARTS, WARPS]."""
 
     sums: cute.Tensor
     weights: cute.Tensor
 
 
 class SplitCombine:
-    """What combining has in common wherever the splits come from."""
+    """The part of combining that does not depend on where the splits come from."""
 
     def __init__(self, dtype: type[cutlass.Numeric], cfg: MlaCombineConfig):
         self.dtype, self.groups, self.columns = dtype, cfg.groups, cfg.columns
         self.rows = WARPS // cfg.groups
-        self.vectors = cfg.columns // 128  # of 4 channels, a lane
-        self.unroll = 16 // self.vectors  # splits at a time
+        self.vectors = cfg.columns // 128  # vectors of 4 channels per lane
+        self.unroll = 16 // self.vectors  # splits in flight
 
     @cute.jit
     def coord(self, out, batch_idx, row, kv_head, kv_heads):
-        """(sequence, query, head) of a row, in the results."""
+        """Return (sequence, query, head) of a row in the results."""
         raise NotImplementedError
 
     @cute.jit
     def split_idx(self, first, split):
-        """Which partial result a split is."""
+        """Return the index of a split's partial result."""
         raise NotImplementedError
 
     def row_blocks(self, rows):
-        """CTAs for all rows and channels of a sequence or query and KV head."""
+        """Return the number of CTAs for all rows and channels of a sequence or query and KV head."""
         return (rows + self.rows - 1) // self.rows * (HEAD_DIM_V // self.columns)
 
     @cute.jit
     def block_coord(self, block, row_blocks, warp):
-        """(number of the sequence or query, the warp's row, the CTA's first channel)"""
+        """Return (index of the sequence or query, the warp's row, the CTA's first channel)."""
         blocks = HEAD_DIM_V // self.columns
         number, place = block // row_blocks, block % row_blocks
         row = place // blocks * self.rows + warp // self.groups
@@ -106,13 +114,15 @@ class SplitCombine:
         warp,
         lane,
     ):
-        """Combine splits first to first + splits - 1 of a row. sink: of the row, in powers of e; minus infinity:
-        none."""
+        """Combine splits first to first + splits - 1 of a row.
+
+        sink: the row's attention sink as a natural logarithm; -inf if it has none.
+        """
         rows, group = lse_partial.shape[2], warp % self.groups
         inside = cutlass.min(row, rows - 1)
         values = cute.make_rmem_tensor((4, self.vectors, self.unroll), Float32)
         values.fill(0.0)
-        # The first partial results are on their way while the weights are found.
+        # Load the first partial results while the weights are computed.
         self.read(values, out_partial, kv_head, inside, column, first, group, splits, lane)
         lses = cute.make_rmem_tensor((LSES,), Float32)
         max_lse, row_sum = -Float32(float("inf")), Float32(0.0)
@@ -173,7 +183,7 @@ class SplitCombine:
 
     @cute.jit
     def read(self, values, out_partial, kv_head, row, column, first, start, splits, lane):
-        """Splits start, start + groups and so on."""
+        """Load splits start, start + groups and so on."""
         for u in cutlass.range_constexpr(self.unroll):
             split = start + u * self.groups
             if split < splits:
@@ -184,7 +194,7 @@ class SplitCombine:
 
 
 class MlaCombineSm90(SplitCombine):
-    """Of split sequences of dense decoding."""
+    """Combine split sequences of dense decoding."""
 
     @cute.jit
     def coord(self, out, batch_idx, row, kv_head, kv_heads):
@@ -241,7 +251,7 @@ class MlaCombineSm90(SplitCombine):
         warp, lane = tid // WARP, tid % WARP
         number, row, column = self.block_coord(block, row_blocks, warp)
         shared = self.allocate()
-        # The plan may be from the kernel before the last, which the last has waited for.
+        # The plan may come from two launches ago; the attention kernel before this one has waited for it.
         wait_for_prerequisite_grids()
         sequence, first, splits = number, Int32(0), Int32(0)
         if fixed_splits > 0:
@@ -262,7 +272,7 @@ class MlaCombineSm90(SplitCombine):
 
 
 class SparseMlaCombineSm90(SplitCombine):
-    """Of split queries of sparse attention."""
+    """Combine split queries of sparse attention."""
 
     @cute.jit
     def coord(self, out, batch_idx, row, kv_head, kv_heads):
@@ -315,7 +325,7 @@ class SparseMlaCombineSm90(SplitCombine):
         number, row, column = self.block_coord(block, row_blocks, warp)
         shared = self.allocate()
         wait_for_prerequisite_grids()
-        # The workers that have the query's first tile and its last.
+        # The workers with the query's first and last tile.
         first = scheduler.worker_of(number * scheduler.tiles)
         splits = scheduler.worker_of((number + 1) * scheduler.tiles - 1) - first + 1
         query = scheduler.first_split() + number
@@ -332,8 +342,9 @@ class SparseMlaCombineSm90(SplitCombine):
 
 @cached
 def compile_mla_combine(dtype: str, config: MlaCombineConfig):
-    """-> f(lengths [B], plan [parts, 8], num_splits [B + 1], out [B, s_q, h_q, 512], lse [B, h_q, s_q], out_partial
-    [splits, h_k, rows, 512], lse_partial [splits, h_k, rows], capacity, fixed_splits)"""
+    """Compile f(lengths [B], plan [parts, 8], num_splits [B + 1], out [B, s_q, h_q, 512], lse [B, h_q, s_q],
+    out_partial [splits, h_k, rows, 512], lse_partial [splits, h_k, rows], capacity, fixed_splits).
+    """
     kind = cute_dtype(dtype)
     batch, queries, heads, kv_heads, splits, rows = (cute.sym_int() for _ in range(6))
     return compile_sm90(
@@ -352,9 +363,11 @@ def compile_mla_combine(dtype: str, config: MlaCombineConfig):
 
 @cached
 def compile_sparse_mla_combine(dtype: str, config: MlaCombineConfig):
-    """-> f(sink [m], has_sink, out [T / s_q, s_q, h, 512], lse [T / s_q, h, s_q], out_partial [splits, 1, h, 512],
-    lse_partial [splits, 1, h], workers, full_waves, tiles, split_workers), as `SparseMlaKernel`; full_waves * workers
-    < T"""
+    """Compile f(sink [m], has_sink, out [T / s_q, s_q, h, 512], lse [T / s_q, h, s_q], out_partial
+    [splits, 1, h, 512], lse_partial [splits, 1, h], workers, full_waves, tiles, split_workers).
+
+    Arguments are as in `SparseMlaKernel`; full_waves * workers < T.
+    """
     kind = cute_dtype(dtype)
     return compile_sm90(
         SparseMlaCombineSm90(kind, config),
@@ -369,15 +382,18 @@ FEW, SOME, MANY = MlaCombineConfig(1, HEAD_DIM_V), MlaCombineConfig(4, 256), Mla
 
 
 def choose_config(splits: int, rows: int) -> MlaCombineConfig:
-    """`splits`: what a sequence has of them, at a guess; `rows`: of all sequences together. About two CTAs a
-    multiprocessor are best."""
+    """Choose the configuration that gives about two CTAs per SM, which is fastest.
+
+    splits  estimated splits of a sequence
+    rows    rows of all sequences together
+    """
     if splits < 8 or rows > 512:
         return FEW
     return MANY if rows <= 64 else SOME
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
-    """Every compile function and its arguments that the ops can ask for."""
+    """Return every (compile function, arguments) that the ops can ask for."""
     return [
         (compile_function, (dtype, config))
         for compile_function in (compile_mla_combine, compile_sparse_mla_combine)

@@ -1,23 +1,27 @@
-"""Dense MLA decoding over a paged latent cache, for any number of rows (query tokens x heads) a KV head.
+"""Dense MLA decoding over a paged latent cache, for any number of rows (query tokens x heads) per KV head.
 
-o[r] = softmax_j(scale * q[r] . k[j]) k[j, :512], rows r of one sequence and KV head; q and k of 576 channels
+o[r] = softmax_j(scale * q[r] . k[j]) k[j, :512],  r a row of one sequence and KV head
 
-Work: a CTA has TILE_M rows and runs through the tiles of TILE_N keys of its work tiles, which are sequences or splits
-of them: decode_scheduler.py says which. With an even number of row tiles, the two CTAs of a cluster have the same
-keys: each loads half of every tile, into the shared memory of both.
-Warp roles: one score and two output warpgroups (mla_attention.py); of the load warpgroup one warp loads, by TMA
-(paged_load.py). The score warpgroup loads the queries itself (load_q.py).
-Pipeline: the load warp is the producer of work tiles and keys, the score warpgroup of P: mla_attention.py. A work
-tile's sequence is announced before its length is known, so that the queries are loaded meanwhile.
-Results: a work tile that is a whole sequence writes out and lse; splits write partial results, normalised, for
-mla_combine_sm90.py.
-Shared memory: the chunks of Q that are not in registers, two stages of P, V_STAGES x 16 KiB + ROPE_STAGES x 8 KiB of
-keys: two and a half tiles.
-Launch: programmatic; the combining kernel follows so, too.
-Constraints: limits.py; `box` divides the page size; rows of q and of the cache start at multiples of 16 bytes.
-Roofline: of a tile wgmma takes 2176 clocks. Shared memory delivers 72 KiB of K and 32 of Q for scores, 64 of V and 32
-of P for O, takes in 72 of keys and 8 of P: 2240 clocks. Memory delivers a tile in 4000 clocks, to all multiprocessors
-at once. One row tile is bound by memory, more are bound by arithmetic, and by power: 80 to 86% of the bf16 GEMM's rate.
+q and k have 576 channels.
+
+Work: a CTA computes TILE_M rows. Its work tiles are sequences or splits of sequences (decode_scheduler.py),
+which it walks in tiles of TILE_N keys. If the number of row tiles is even, the two CTAs of a cluster have the
+same keys: each loads half of every tile and multicasts it to both.
+Warp roles: one score and two output warpgroups (mla_attention.py). One warp of the load warpgroup loads keys
+by TMA (paged_load.py). The score warpgroup loads Q itself (load_q.py).
+Pipelines: the load warp produces work tiles and keys; the score warpgroup produces P (mla_attention.py). The
+load warp announces a work tile's sequence before it knows the sequence's length, so that Q loads early.
+Split-KV: a work tile that is a whole sequence writes out and lse. A split writes a normalised partial result,
+which mla_combine_sm90.py combines.
+Shared memory: the chunks of Q that are not in registers, two stages of P, and V_STAGES x 16 KiB + ROPE_STAGES
+x 8 KiB of keys, which is two and a half tiles.
+Launch: programmatic dependent launch, as is the launch of the combine kernel.
+Constraints: limits.py; `box` divides the page size; rows of q and of the cache start at multiples of 16
+bytes.
+Roofline: wgmma takes 2176 cycles per tile. Shared memory takes 2240: it delivers 72 KiB of K and 32 KiB of Q
+for S, 64 KiB of V and 32 KiB of P for O, and receives 72 KiB of keys and 8 KiB of P. DRAM takes 4000 cycles
+to deliver one tile to every SM. One row tile is memory-bound. More row tiles are bound by compute and power,
+at 80 to 86% of the bf16 GEMM rate.
 """
 
 from collections.abc import Callable
@@ -57,8 +61,13 @@ V_STAGES, ROPE_STAGES = 10, 2
 
 @dataclass(frozen=True)
 class DecodeQTile:
-    """Rows first_row to first_row + TILE_M - 1 of the `rows` of a KV head: of `queries` query tokens with `heads` heads
-    each."""
+    """Rows first_row to first_row + TILE_M - 1 of a KV head.
+
+    queries  query tokens of a sequence
+    heads    query heads per KV head
+    rows     queries x heads
+    causal   > 0: the last query sees `WorkTileInfo.seen` keys, each earlier query one key less
+    """
 
     queries: Int32
     heads: Int32
@@ -69,7 +78,7 @@ class DecodeQTile:
 
     @cute.jit
     def coord(self, sequence, row):
-        """(sequence, query, head) of a row, in the results."""
+        """Return (sequence, query, head) of a row in the results."""
         return sequence, row // self.heads, self.kv_head * self.heads + row % self.heads
 
     def has_row(self, _, row):
@@ -78,7 +87,11 @@ class DecodeQTile:
 
 
 class MlaDecodeSm90(MlaAttention):
-    """`box` keys lie in the same page; `cluster` CTAs share the keys."""
+    """Dense MLA decoding.
+
+    box      keys per TMA box; they are in one page
+    cluster  CTAs of a cluster, which share the keys
+    """
 
     def __init__(self, dtype: type[cutlass.Numeric], box: int, cluster: int):
         super().__init__(PagedLoad(dtype, box, V_STAGES, ROPE_STAGES, cluster), HEAD_DIM, Epilogue(dtype))
@@ -162,7 +175,7 @@ class MlaDecodeSm90(MlaAttention):
         if warp == WarpRole.LOAD:
             cute.nvgpu.cpasync.prefetch_descriptor(atom)
         if tid == 0:
-            self.kv.init(shared.pipeline, consumers=WarpRole.LOAD)  # all warps before
+            self.kv.init(shared.pipeline, consumers=WarpRole.LOAD)  # all warps before the load warp
             shared.exchange.init()
         cute.arch.mbarrier_init_fence()
         if const_expr(self.cluster > 1):
@@ -196,7 +209,7 @@ class MlaDecodeSm90(MlaAttention):
                 results, operands.mmas.pv, shared, q_tile, tid % WARPGROUP, warp % 4, lane, warp // 4 - 1
             )
         if const_expr(self.cluster > 1):
-            # The other CTA may still write to this one's shared memory.
+            # The peer CTA may still write to this CTA's shared memory.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
 
@@ -204,7 +217,7 @@ class MlaDecodeSm90(MlaAttention):
     def prefetch_q(self, q, shared: MlaShared, q_rmem, work_state: PipelineState, q_tile: DecodeQTile, warp, lane):
         sequence = shared.pipeline.work.announced(work_state)
         if sequence >= 0:
-            # All warps have multiplied with the queries before.
+            # All warps must be done with the previous work tile's Q.
             cute.arch.barrier(barrier_id=NamedBarrier.SCORE, number_of_threads=WARPGROUP)
             start_q_load(
                 *(q, shared.q, q_rmem, self.order, sequence, q_tile.heads, q_tile.rows, q_tile.first_row),
@@ -254,16 +267,19 @@ class MlaDecodeSm90(MlaAttention):
 
 @cached
 def compile_mla_decode(dtype: str, box: int, cluster: int):
-    """-> f(q [B, s_q, h_q, 576], cache [pages, P, h_k, 576], block_table [B, max_pages], lengths [B], plan [parts, 8],
-    num_splits [B + 1], out [B, s_q, h_q, 512], lse [B, h_q, s_q], out_partial [splits, h_k, rows, 512], lse_partial
-    [splits, h_k, rows], scale * log2(e), causal, capacity, fixed_splits); B, s_q, pages, max_pages > 0; h_k divides
-    h_q, P is a multiple of `box`, the row tiles are one of `cluster`; rows of q and cache start at multiples of 16
-    bytes."""
+    """Compile f(q [B, s_q, h_q, 576], cache [pages, P, h_k, 576], block_table [B, max_pages], lengths [B],
+    plan [parts, 8], num_splits [B + 1], out [B, s_q, h_q, 512], lse [B, h_q, s_q], out_partial
+    [splits, h_k, rows, 512], lse_partial [splits, h_k, rows], scale * log2(e), causal, capacity,
+    fixed_splits).
+
+    B, s_q, pages, max_pages > 0; h_k divides h_q; P is a multiple of `box`; the number of row tiles is a
+    multiple of `cluster`. Rows of q and of the cache start at multiples of 16 bytes.
+    """
     return compile_sm90(MlaDecodeSm90(cute_dtype(dtype), box, cluster), *decode_arguments(dtype))
 
 
 def decode_arguments(dtype: str) -> tuple:
-    """Fake arguments of a decoding kernel."""
+    """Return the fake arguments of a decoding kernel."""
     kind = cute_dtype(dtype)
     batch, queries, heads, kv_heads, splits = (cute.sym_int() for _ in range(5))
     rows = cute.sym_int()
@@ -284,12 +300,12 @@ def decode_arguments(dtype: str) -> tuple:
 
 
 def cluster_of(rows: int) -> int:
-    """CTAs that share the keys; `rows`: query tokens x heads of a KV head."""
+    """Return the cluster size for `rows` (query tokens x heads) of a KV head: 2 if the number of row tiles is even."""
     return 2 if -(-rows // TILE_M) % 2 == 0 else 1
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
-    """Every compile function and its arguments that the op can ask for."""
+    """Return every (compile function, arguments) that the op can ask for."""
     return [
         (compile_mla_decode, (dtype, box, cluster)) for dtype in DTYPES for box in (16, 32, 64) for cluster in (1, 2)
     ]

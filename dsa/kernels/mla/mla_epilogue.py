@@ -1,7 +1,7 @@
-"""The end of a work tile where rows of Q are rows of the products: LSE, and O to the result or to a partial result.
+"""The epilogue of MLA attention without swap A/B: write LSE and O.
 
-A work tile that is all of its query's or sequence's keys writes its result; a split writes a partial result, which is
-normalised by its own sum, and its LSE: the combine kernels weigh them.
+A work tile that covers all keys of its query or sequence writes the result. A split writes a partial result,
+normalised by the split's own sum, and the split's LSE, from which the combine kernels compute weights.
 """
 
 from dataclasses import dataclass
@@ -18,15 +18,21 @@ from dsa.kernels.mla.mla_exchange import Exchange
 from dsa.kernels.mla.mla_softmax import SoftmaxState
 from dsa.kernels.mla.tile_scheduler import WorkTileInfo
 
-HALF_V = HEAD_DIM_V // 2  # channels of an output warpgroup
-STAGED = 32  # channels of a row that go through shared memory at a time
+HALF_V = HEAD_DIM_V // 2  # channels per output warpgroup
+STAGED = 32  # channels of a row that are staged in shared memory at a time
 
 
 @dataclass(frozen=True)
 class Results:
-    """out [B, s_q, h_q, 512], lse [B, h_q, s_q], out_partial [splits, h_k, rows, 512], lse_partial [splits, h_k, rows];
-    and where a kernel has them: max_logits [B, h_q] of s_q 1, if no work tile is a split; and in shared memory the
-    sinks of the CTA's rows, in powers of two."""
+    """The outputs of a kernel, and the sinks in shared memory.
+
+    out          [B, s_q, h_q, 512]
+    lse          [B, h_q, s_q]
+    out_partial  [splits, h_k, rows, 512]
+    lse_partial  [splits, h_k, rows]
+    max_logits   [B, h_q], only with s_q = 1 and without splits
+    sink         in shared memory: the attention sinks of the CTA's rows, in log2
+    """
 
     out: cute.Tensor
     lse: cute.Tensor
@@ -44,14 +50,14 @@ class QTile(Protocol):
     kv_head: Int32
 
     def coord(self, batch_idx: Int32, row: Int32) -> tuple:
-        """(sequence, query, head) of a row of a work tile, in the results."""
+        """Return (sequence, query, head) in the results, of a row of a work tile."""
 
     def has_row(self, batch_idx: Int32, row: Int32) -> cutlass.Boolean:
         """Whether a work tile has the row."""
 
 
 class Epilogue:
-    """out in `dtype`; with_max_logits: write them, too."""
+    """Write O in `dtype`; `with_max_logits` also writes the maximum logits."""
 
     def __init__(self, dtype: type[cutlass.Numeric], with_max_logits: bool = False):
         self.dtype, self.with_max_logits = dtype, with_max_logits
@@ -68,7 +74,7 @@ class Epilogue:
         tile_row,
         lane,
     ):
-        """LSE and the like of row `tile_row` of the tile, the lane's r-th, and what O is to be multiplied by."""
+        """Write LSE of row `tile_row`, the lane's r-th row, and pass the row's factor of O to the output warpgroups."""
         row = opaque(q_tile.first_row + tile_row)
         row_sum = state.whole_sum(r)
         inverse, lse = Float32(0.0), Float32(float("inf"))
@@ -95,9 +101,12 @@ class Epilogue:
 
     @cute.jit
     def store(self, acc, upper, lower, results: Results, coords, rows, staging, side, lane):
-        """16 rows of a half of the channels to the result, by way of 1 KiB of P's memory. upper, lower: what the lane's
-        two rows are multiplied by; coords: (sequence, query, head) of these; `rows`: from the lane's first row to the
-        last one."""
+        """Write 16 rows x 256 channels of O, staged in 1 KiB of P's memory.
+
+        upper, lower  factors of the lane's two rows
+        coords        (sequence, query, head) of the two rows
+        rows          valid rows from the lane's first row on
+        """
         targets = [results.out[*coord, None] for coord in coords]
         vector = cute.make_rmem_tensor((8,), self.dtype)
         for i in cutlass.range_constexpr(HALF_V // STAGED):
@@ -120,12 +129,12 @@ class Epilogue:
 
     @cute.jit
     def staged(self, row, vector):
-        """Where 8 numbers are in the 16 rows of STAGED, swizzled against bank conflicts."""
+        """Return the offset of a vector of 8 elements among 16 rows of STAGED, swizzled against bank conflicts."""
         return row * STAGED + (vector ^ (row // 2 % 4)) * 8
 
     @cute.jit
     def store_partial(self, acc, upper, lower, targets, rows, side, lane):
-        """16 rows of a half of the channels to a partial result, in fp32."""
+        """Write 16 rows x 256 channels to a partial result, in fp32."""
         pair = cute.make_rmem_tensor((2,), Float32)
         for i in cutlass.range_constexpr(HALF_V // 8):
             for r in cutlass.range_constexpr(2):

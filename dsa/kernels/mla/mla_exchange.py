@@ -1,5 +1,4 @@
-"""What the score and the output warpgroups share where rows of Q are rows of the products: P, rescale factors,
-barriers."""
+"""What score warpgroups pass to output warpgroups without swap A/B: P, rescale factors, barriers."""
 
 from dataclasses import dataclass
 
@@ -17,12 +16,15 @@ P_STAGES, P_PARTS = 2, 2
 
 @dataclass(frozen=True)
 class Exchange:
-    """p         [TILE_M, TILE_N, P_STAGES]
-    p_pipeline  its barriers; each half of a stage's keys is a part of its own
-    rescale     [TILE_M, P_STAGES]: what the rows of O are multiplied by before a tile; there with the first half of P
-    scored      a barrier: the scores of another tile are there
-    inverse     [TILE_M]: what O is multiplied by at the end of a work tile
-    end         of inverse: one stage
+    """Shared memory between the score and output warpgroups.
+
+    p           [TILE_M, TILE_N, P_STAGES]
+    p_pipeline  pipeline of p, with one full barrier per half of a stage's keys
+    rescale     [TILE_M, P_STAGES]: factors for the rows of O, to apply before a tile; written before the
+                first half of P
+    scored      mbarrier: S of one more tile is done
+    inverse     [TILE_M]: factors for the rows of O at the end of a work tile
+    end         pipeline of inverse, one stage
     """
 
     p: cute.Tensor
@@ -34,14 +36,14 @@ class Exchange:
 
     @cute.jit
     def init(self):
-        """Make the barriers: four score warps tell eight output warps. One thread's work."""
+        """Initialize the barriers; called by one thread. Four score warps signal eight output warps."""
         self.p_pipeline.init(consumers=8, producers=4)
         self.scored.init(4)
         self.end.init(consumers=8, producers=4)
 
 
 class ExchangeMemory:
-    """The shared memory of an Exchange, with P in `dtype`."""
+    """The layout of an Exchange in shared memory, with P in `dtype`."""
 
     def __init__(self, dtype: type[cutlass.Numeric]):
         self.dtype = dtype

@@ -1,9 +1,10 @@
-"""Online softmax of a 64 x 64 tile of scores in registers: row_max, row_sum, and P in 16 bits to shared memory.
+"""Online softmax of a 64 x 64 tile of S in registers: row_max, row_sum, and P in 16 bits to shared memory.
 
-- The maximum that P is relative to may lag behind the true one by a factor of 2^RESCALE_THRESHOLD: O is rescaled only
-  where it must be, and powers are computed without waiting for the tile's maximum.
-- P comes in two halves of the keys, the first before the second's powers are computed.
-A lane has two rows, lane / 4 and 8 further of its warp's 16, and of each the columns lane % 4 * 2 and 1 further of 8.
+- row_max may lag behind the true maximum by a factor of 2^RESCALE_THRESHOLD. So O is rescaled only when the
+  lag is larger, and the exponentials need not wait for the tile's maximum.
+- P has two halves of the keys. The first half is passed on before the second half is computed.
+A lane holds rows lane / 4 and lane / 4 + 8 of its warp's 16. Of every 8 columns it holds lane % 4 * 2 and the
+next one.
 """
 
 from dataclasses import dataclass
@@ -17,19 +18,19 @@ from dsa.cute.shared_memory import pack, store_matrices, swizzled
 from dsa.kernels.mla.limits import TILE_M, TILE_N
 from dsa.kernels.mla.mla_exchange import P_PARTS, Exchange
 
-RESCALE_THRESHOLD = 8.0  # the most, in powers of two, that P may exceed 1 by
-NO_MAX = -3e38  # the row_max of no score yet; finite, so that a difference to it is no NaN
-HALF = TILE_N // 4  # of a lane: scores of half the keys
+RESCALE_THRESHOLD = 8.0  # largest lag of row_max behind the true maximum, in log2
+NO_MAX = -3e38  # initial row_max; finite, so that s - row_max is never inf - inf = NaN
+HALF = TILE_N // 4  # scores per lane in one half of the keys
 
 
 @dataclass(frozen=True)
 class SoftmaxState:
-    """Of a lane's two rows.
+    """Softmax state of a lane's two rows.
 
-    limits      how many keys they see, where a mask needs it
-    row_max     the maximum that P is relative to, in powers of two; NO_MAX while there is none
+    limits      keys that each row sees, where a mask needs it
+    row_max     the maximum that P is relative to, in log2; NO_MAX before the first score
     row_sum     the lane's part of the sum of P
-    max_logits  the true maximum, in powers of two
+    max_logits  the true maximum, in log2
     """
 
     limits: cute.Tensor
@@ -43,30 +44,31 @@ class SoftmaxState:
 
     @cute.jit
     def reset(self):
-        """Before the first tile of a work tile."""
+        """Reset the state before the first tile of a work tile."""
         self.row_max.fill(NO_MAX)
         self.row_sum.fill(0.0)
         self.max_logits.fill(-float("inf"))
 
     @cute.jit
     def whole_sum(self, r: cutlass.Constexpr):
-        """The sum of P over the row's four lanes."""
+        """Return the sum of P over the row's four lanes."""
         row_sum = self.row_sum[r] + cute.arch.shuffle_sync_bfly(self.row_sum[r], offset=1)
         return row_sum + cute.arch.shuffle_sync_bfly(row_sum, offset=2)
 
 
 class OnlineSoftmax:
-    """P in `dtype`; with_max_logits: keep the true maxima, too."""
+    """Online softmax with P in `dtype`; `with_max_logits` also tracks the true maxima."""
 
     def __init__(self, dtype: type[cutlass.Numeric], with_max_logits: bool):
         self.dtype, self.with_max_logits = dtype, with_max_logits
 
     @cute.jit
     def run(self, scores, state: SoftmaxState, exchange: Exchange, p_state: PipelineState, scale, warp, lane):
-        """P of a tile's masked scores to its stage, with what O must be multiplied by before."""
+        """Write P of a tile's masked scores to its stage, and the factor by which O must be multiplied first."""
         row_max, row_sum = state.row_max, state.row_sum
         p = cute.make_rmem_tensor((HALF,), Float32)
-        # Relative to the maximum so far; computed again only where a row of the warp has risen above the threshold.
+        # First half of P, relative to row_max of the previous tiles. It is recomputed below only if a row of
+        # the warp exceeds row_max by more than the threshold.
         self.powers(p, scores, 0, row_max, scale)
         tile_max, rescale = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((2,), Float32)
         rescale.fill(1.0)
@@ -108,7 +110,7 @@ class OnlineSoftmax:
 
     @cute.jit
     def powers(self, p, scores, half: cutlass.Constexpr, row_max, scale):
-        """p = 2^(scale * scores - row_max) of half of the keys."""
+        """Compute p = 2^(scale * scores - row_max) for one half of the keys."""
         for i in cutlass.range_constexpr(HALF):
             score = scores[half * HALF + i]
             p[i] = cute.math.exp2(cute.math.fma(score, scale, -row_max[i // 2 % 2]), fastmath=True)

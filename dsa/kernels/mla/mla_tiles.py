@@ -1,9 +1,9 @@
-"""Tiles of latent keys in shared memory: their parts, and the rings of stages that they go through.
+"""Tiles of latent keys in shared memory: their parts, and the rings of stages that hold them.
 
-A tile is TILE_N keys. A key is four v chunks of 128 channels, which are the value too, and, of HEAD_DIM channels, 64
-rope channels. The v chunks and the rope parts have a ring each, so that a tile of which only a part fits is loaded
-that far. A v chunk is two k chunks of 64 channels: rows of 128 bytes, which the swizzle works on and the scores'
-products take.
+A tile has TILE_N keys. A key has four v chunks of 128 channels, which are also its value. A key of HEAD_DIM
+channels also has 64 rope channels, its rope part. v chunks and rope parts have separate rings, so that a tile
+can be loaded in part while the rest does not fit yet. A v chunk is two k chunks of 64 channels. A k chunk has
+rows of 128 bytes, the swizzle width, and is the unit of S = Q K^T.
 """
 
 from dataclasses import dataclass
@@ -22,16 +22,17 @@ from dsa.kernels.mla.tile_scheduler import WorkTileInfo
 
 K_CHUNK, V_CHUNK = 64, 128  # channels
 K_PER_V, V_CHUNKS = V_CHUNK // K_CHUNK, HEAD_DIM_V // V_CHUNK
-ROPE_CHUNK = HEAD_DIM_V // K_CHUNK  # the k chunk behind the value's
-# The order in which a tile's v chunks are loaded and scored: what the output warpgroups need first comes first.
+ROPE_CHUNK = HEAD_DIM_V // K_CHUNK  # index of the rope part among the k chunks
+# The order in which a tile's v chunks are loaded and scored. The chunks that output warpgroups read first
+# come first.
 V_CHUNK_ORDER = (0, 2, 1, 3)
-ROPE_AFTER = 2  # v chunks
+ROPE_AFTER = 2  # v chunks before the rope part
 MASK_WORDS = 4
-K16 = 16  # the depth of a wgmma instruction of 16-bit numbers
+K16 = 16  # K of a wgmma instruction with 16-bit operands
 
 
 def k_chunk_order(head_dim: int) -> list[int]:
-    """The k chunks in the order in which a key's v chunks come, and its rope part if it has one."""
+    """Return the k chunks in the load order of a key's v chunks, including the rope part if it has one."""
     order = [v_chunk * K_PER_V + c for v_chunk in V_CHUNK_ORDER for c in range(K_PER_V)]
     if head_dim > HEAD_DIM_V:
         order.insert(ROPE_AFTER * K_PER_V, ROPE_CHUNK)
@@ -39,7 +40,7 @@ def k_chunk_order(head_dim: int) -> list[int]:
 
 
 class KvState(NamedTuple):
-    """Where a thread is in the rings of v chunks and of rope parts."""
+    """A thread's position in the rings of v chunks and of rope parts."""
 
     v: PipelineState
     rope: PipelineState
@@ -47,13 +48,14 @@ class KvState(NamedTuple):
 
 @dataclass(frozen=True)
 class KvPipeline:
-    """The rings' barriers, and what the load warps tell the others.
+    """The rings' barriers, and the data that the load warps pass with them.
 
-    v           of v chunks; each of a stage's k chunks is a part of its own
-    rope        of rope parts; keys without one use the ring for their valid mask alone
-    valid_mask  [MASK_WORDS, rope stages]: which keys of the tile exist. Paged loads: a bit of the first word for each
-                box; top-k gathers: 16 bits of each word for as many keys; where queries share keys, MASK_WORDS for each
-    work        the work tiles
+    v           ring of v chunks; each stage has one full barrier per k chunk
+    rope        ring of rope parts; keys without rope use it for the valid mask only
+    valid_mask  [MASK_WORDS, rope stages]: which keys of the tile exist. Paged loads use one bit per box in
+                the first word. Top-k gathers use 16 bits per word, one per key. Query groups have MASK_WORDS
+                words per query
+    work        work tiles
     """
 
     v: Pipeline
@@ -62,7 +64,7 @@ class KvPipeline:
     work: WorkTilePipeline
 
     def start(self) -> KvState:
-        """Before the first stages."""
+        """Return the state before the first stages."""
         return KvState(start(), start())
 
     def advance_v(self, state: KvState) -> KvState:
@@ -81,25 +83,28 @@ class KvTensors:
 
 
 class KvStages:
-    """The rings of a CTA: `v_stages` of v chunks, `rope_stages` of rope parts. `cluster` CTAs load into each other's
-    shared memory. So many arrivals as `v_producers` and `rope_producers` fill a k chunk or a rope part."""
+    """The rings of a CTA: `v_stages` stages of v chunks and `rope_stages` of rope parts.
+
+    cluster                      CTAs that load into each other's shared memory
+    v_producers, rope_producers  arrivals that fill a k chunk, a rope part
+    """
 
     has_rope = True
-    masks = 1  # valid masks of a tile
+    masks = 1  # valid masks per tile
     v_producers, rope_producers = 1, 1
 
     def __init__(self, dtype: type[cutlass.Numeric], v_stages: int, rope_stages: int, cluster: int = 1):
         self.dtype, self.v_stages, self.rope_stages, self.cluster = dtype, v_stages, rope_stages, cluster
 
     def v_layout(self) -> cute.ComposedLayout:
-        """[keys, channels, stage]"""
+        """Return the layout [keys, channels, stage]."""
         return sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (TILE_N, TILE_N, V_CHUNK), self.dtype, self.v_stages)
 
     def rope_layout(self) -> cute.ComposedLayout:
         return sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (TILE_N, TILE_N, K_CHUNK), self.dtype, self.rope_stages)
 
     def storage(self) -> type:
-        """The shared memory of a KvPipeline."""
+        """Return the struct of a KvPipeline in shared memory."""
 
         @cute.struct
         class PipelineStorage:
@@ -125,7 +130,7 @@ class KvStages:
         return WorkTilePipeline.of(storage, WorkTileInfo)
 
     def tensor_storage(self) -> type:
-        """The shared memory of the stages. Keys of 512 channels have no rope part."""
+        """Return the struct of the stages in shared memory. Keys of 512 channels have no rope part."""
         rope_size = cute.cosize(self.rope_layout()) if self.has_rope else 8
 
         @cute.struct
@@ -143,24 +148,32 @@ class KvStages:
 
     @cute.jit
     def init(self, pipeline: KvPipeline, consumers: cutlass.Constexpr):
-        """Make the barriers: four warps of every CTA of the cluster empty a stage, and `consumers` warps read work
-        tiles. One thread's work."""
+        """Initialize the barriers; called by one thread.
+
+        Four warps of every CTA of the cluster release a stage, and `consumers` warps read work tiles.
+        """
         pipeline.v.init(4 * self.cluster, self.v_producers)
         pipeline.rope.init(4 * self.cluster, self.rope_producers)
         pipeline.work.init(consumers)
 
     def tile_is_loaded(self, pipeline: KvPipeline, last: KvState) -> cutlass.Boolean | bool:
-        """Whether a tile has arrived whole, so that its chunks need no wait; last: its last v chunk and its rope part.
-        Always False here: TMA fills each chunk's barrier alone, and the chunk is visible to wgmma after the wait."""
+        """Whether the whole tile has arrived, so that its chunks need no wait. last: its last v chunk and
+        rope part.
+
+        Always False here: TMA completes each chunk's barrier separately, and the chunk is visible to wgmma
+        after the wait.
+        """
         return False
 
     @cute.jit
     def fence(self):
-        """Make the keys that this thread has waited for visible to wgmma. TMA writes through wgmma's own proxy."""
+        """Make keys that this thread has waited for visible to wgmma. A no-op here: TMA writes through the
+        async proxy.
+        """
 
     @cute.jit
     def release(self, pipeline: Pipeline, state: PipelineState):
-        """This warp has read a stage of keys: tell all CTAs that load into it. An elected lane's work."""
+        """Release a stage of keys, in all CTAs that load into it; called by a warp, of which one lane arrives."""
         if const_expr(self.cluster == 1):
             pipeline.consumer_release(state)
         else:

@@ -1,21 +1,28 @@
-"""Values of a head from its attended latents, cast to FP8, for few tokens: y[t, h] = W_UV[h] attended[t, h].
+"""Project attended latents of few tokens to values with W_UV, which is in FP8, and cast them to FP8.
 
-Plan
-- A CTA has 128 value channels of a head, rows of W_UV, which share a scale of the result: one head of V3.2, half a head
-  of GLM-5, 128 CTAs of both. 16 warps have 32 rows x 128 latent channels each, with one scale.
-- A warp reads its block once, straight to registers, 4 KiB, all in flight together: 16 bytes of a row are the channels
-  of four mma as they lie, scaled and rounded to bf16 (up_projection.py).
-- Tokens come in octets, the columns of the mma. The sums of the four quarters of latent channels meet in shared memory
-  and are added in their order. So the bits of a token follow from its own numbers alone.
-- Each of eight warps has a token then, four channels a lane: y is rounded to bf16 and cast as `per_token_cast_to_fp8`
-  does it. The warps' halves take octets by turns, and so do two buffers: one barrier an octet, and the next octet's
-  products go on beside the cast. Its latents are read behind the products of the one before.
-- Before it waits for the kernel in front, a CTA asks for its rows, which are one piece of memory, to be brought to the
-  L2 cache.
+y[t, h] = W_UV[h] attended[t, h]
+
+- Tiles: a CTA computes 128 value channels of a head, which are rows of W_UV and share a scale of the
+  result. This is one head of V3.2 or half a head of GLM-5; both have 128 CTAs. Each of 16 warps has 32 rows x
+  128 latent channels, with one scale.
+- Weights: a warp reads its 4 KiB block once, straight to registers, with all loads in flight together. 16
+  bytes of a row are the channels of four mma in storage order; they are scaled and rounded to bf16
+  (up_projection.py).
+- Products: tokens are N of the mma, eight (an octet) at a time. The sums of the four quarters of the latent
+  channels are added in a fixed order through shared memory. So the bits of a token do not depend on the other
+  tokens.
+- Epilogue: each of eight warps has one token, four channels per lane. It rounds y to bf16 and casts it like
+  `per_token_cast_to_fp8`. The two halves of the warps take alternate octets.
+- Pipeline: octets also alternate between two buffers, which takes one barrier per octet. The products of
+  the next octet overlap with the cast. The latents of the next octet are loaded after the products of the
+  current one are issued.
+- Launch: programmatic dependent launch. Before it waits for the previous kernel, a CTA prefetches its rows
+  of W_UV, which are contiguous, into the L2 cache.
 Shared memory: two buffers of 16.5 KiB.
-Registers: 32 of weights as they come, 64 as they are multiplied, 16 of latents, 8 of sums.
-Constraints: 512 latent channels, value channels multiples of 128, rows of a head of 32.
-Roofline: memory, W_UV once: 8.4 MB for V3.2, 2.8 us at 3 TB/s, of which a part is on its way before the wait.
+Registers: 32 of FP8 weights, 64 of bf16 weights, 16 of latents, 8 of sums.
+Constraints: 512 latent channels; value channels are multiples of 128, rows per head of 32.
+Roofline: memory, W_UV once. For V3.2 this is 8.4 MB, 2.8 us at 3 TB/s, part of which is prefetched before the
+wait.
 """
 
 from collections.abc import Callable
@@ -48,13 +55,13 @@ from dsa.kernels.mla.up_projection import (
 )
 from dsa.runtime.compile_cache import cached, compile_sm90
 
-QUARTERS = HEAD_DIM_V // BLOCK  # of the latent channels
-ROWS = 32  # of weights, of a warp
-TILES = ROWS // 16  # mma rows
-STEPS = BLOCK // (4 * VECTOR)  # loads of a row by the four lanes that share it
+QUARTERS = HEAD_DIM_V // BLOCK  # quarters of the latent channels
+ROWS = 32  # rows of weights per warp
+TILES = ROWS // 16  # mma tiles of 16 rows per warp
+STEPS = BLOCK // (4 * VECTOR)  # 16-byte loads per row by each of the four lanes that share the row
 WARPS = QUARTERS * (GROUP // ROWS)
 THREADS = WARPS * WARP
-OF_TOKEN = GROUP + 4  # a token's sums of a quarter, moved apart so that a warp's stores are in all banks
+OF_TOKEN = GROUP + 4  # a token's sums of a quarter, padded so that a warp's stores are in all banks
 OF_QUARTER = OCTET * OF_TOKEN
 
 
@@ -147,8 +154,7 @@ class MlaValuesCastToFp8Sm90:
 
     @cute.jit
     def load(self, attended, head, octet, latents, quarter, lane):
-        """A token's latent channels that this lane has of a row. Tokens that do not exist are the last one over
-        again."""
+        """Load a token's latent channels for this lane. Tokens past the end repeat the last one."""
         token = cutlass.min(octet * OCTET + lane // 4, attended.shape[0] - 1)
         for step in cutlass.range_constexpr(STEPS):
             for i in cutlass.range_constexpr(2):
@@ -157,7 +163,7 @@ class MlaValuesCastToFp8Sm90:
 
     @cute.jit
     def convert(self, raw, factor, zero) -> cute.Tensor:
-        """Operands of the mma: [4, word, step, tile]."""
+        """Return the mma operands [4, word, step, tile] of the weights."""
         weights = cute.make_rmem_tensor((4, WORDS, STEPS, TILES), Uint32)
         for tile in cutlass.range_constexpr(TILES):
             for step in cutlass.range_constexpr(STEPS):
@@ -171,7 +177,7 @@ class MlaValuesCastToFp8Sm90:
 
     @cute.jit
     def store(self, quarters, values, scale, token, group, lane):
-        """A token's 128 channels, four a lane, and their scale."""
+        """Store a token's 128 channels, four per lane, and their scale."""
         y = cute.make_rmem_tensor((4,), Float32)
         in_order(quarters, y)
         round_to(y, BFloat16)
@@ -185,9 +191,12 @@ class MlaValuesCastToFp8Sm90:
 
 @cached
 def compile_mla_values_cast_to_fp8(use_ue8m0: bool):
-    """-> f(attended [T, H, 512] bf16, weight [H * R, 512] e4m3, weight_scale [ceil(H * R / 128), 4] fp32, values
-    [T, H * V] e4m3, scale [T, H * V / 128] fp32); T, H > 0, V a multiple of 128, R a multiple of 32 that is at least V;
-    weight is contiguous, and rows of all but the fp32 tensors start at multiples of 16 bytes."""
+    """Compile f(attended [T, H, 512] bf16, weight [H * R, 512] e4m3, weight_scale [ceil(H * R / 128), 4]
+    fp32, values [T, H * V] e4m3, scale [T, H * V / 128] fp32).
+
+    T, H > 0; V is a multiple of 128; R is a multiple of 32 and at least V. weight is contiguous. Rows of all
+    but the fp32 tensors start at multiples of 16 bytes.
+    """
     tokens, heads = cute.sym_int(), cute.sym_int()
     attended = fake(BFloat16, (tokens, heads, HEAD_DIM_V), (*strides(2, 8), 1))
     weight = fake(Float8E4M3FN, (cute.sym_int(), HEAD_DIM_V), (HEAD_DIM_V, 1))
@@ -199,5 +208,5 @@ def compile_mla_values_cast_to_fp8(use_ue8m0: bool):
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
-    """Every compile function and its arguments that the op can ask for."""
+    """Return every (compile function, arguments) that the op can ask for."""
     return [(compile_mla_values_cast_to_fp8, (use_ue8m0,)) for use_ue8m0 in (True, False)]

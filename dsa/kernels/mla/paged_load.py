@@ -1,6 +1,6 @@
-"""The producer of dense MLA decoding: the warp that finds its CTA's work tiles and loads their keys by TMA.
+"""The producer of dense MLA decoding: one warp that finds its CTA's work tiles and loads their keys by TMA.
 
-A work tile is some consecutive tiles of one sequence; decode_scheduler.py says which.
+A work tile is a range of consecutive tiles of one sequence (decode_scheduler.py).
 """
 
 from dataclasses import dataclass
@@ -31,14 +31,14 @@ from dsa.kernels.mla.tile_scheduler import AnnouncedWorkTilePipeline, WorkTileIn
 
 @dataclass(frozen=True)
 class Pages:
-    """block_table [B, max_pages], and how many boxes a page has, to divide by."""
+    """The block table [B, max_pages], and the number of TMA boxes per page as a divisor."""
 
     block_table: cute.Tensor
     boxes: cute.FastDivmodDivisorV2
 
     @cute.jit
     def find(self, sequence, box):
-        """(page, box in the page) of a box of keys; -1 if the block table does not have it."""
+        """Return (page, box in the page) of a box of keys; page is -1 if the block table does not cover the box."""
         number, place = divmod(box, self.boxes)
         page = Int32(-1)
         if number < self.block_table.shape[1]:
@@ -47,7 +47,11 @@ class Pages:
 
 
 class PagedLoad(KvStages):
-    """Tiles of consecutive keys by TMA. `box` keys, 16, 32 or 64, lie in the same page; a cluster shares the loads."""
+    """Load tiles of consecutive keys by TMA.
+
+    box      keys per TMA box, 16, 32 or 64; they are in one page
+    cluster  CTAs that share the loads by multicast
+    """
 
     def __init__(self, dtype: type[cutlass.Numeric], box: int, v_stages: int, rope_stages: int, cluster: int = 1):
         super().__init__(dtype, v_stages, rope_stages, cluster)
@@ -60,12 +64,12 @@ class PagedLoad(KvStages):
         return AnnouncedWorkTilePipeline.of(storage)
 
     def box_layout(self, k_chunks: int) -> cute.ComposedLayout:
-        """The same memory by boxes [box, K_CHUNK], those of a k chunk one after the other."""
+        """Return the layout of the stages as boxes [box, K_CHUNK], where a k chunk's boxes are contiguous."""
         shape = (self.box, self.box, K_CHUNK)
         return sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, shape, self.dtype, k_chunks * self.boxes)
 
     def load_atom(self, cache: cute.Tensor) -> tuple[cute.CopyAtom, cute.Tensor]:
-        """The TMA load of a box, and the cache [pages, P, h_k, 576] as it takes it, [P, 576, h_k, pages]."""
+        """Return the TMA atom of a box, and the cache [pages, P, h_k, 576] as [P, 576, h_k, pages] for TMA."""
         keys = cute.make_tensor(cache.iterator, cute.select(cache.layout, mode=[1, 3, 2, 0]))
         load = cute.nvgpu.cpasync.CopyBulkTensorTileG2SOp()
         if const_expr(self.cluster > 1):
@@ -90,7 +94,7 @@ class PagedLoad(KvStages):
         lane,
         partials,
     ):
-        """The load warp: all work tiles of part number `part`, and the end."""
+        """Run the load warp: all work tiles of part `part`, then the end marker."""
         gk = cute.local_tile(mk, (self.box, K_CHUNK), (None, None, kv_head, None))
         one = cute.make_layout(1)
         source = cute.group_modes(gk, 0, 2)
@@ -101,12 +105,12 @@ class PagedLoad(KvStages):
         while work.is_valid:
             if scheduler.fixed_splits == 0:
                 pipeline.work.announce(work_state, work.sequence)
-            # The first page numbers are asked for together with the length, where the work tile probably begins.
+            # Load the first page numbers together with the length, from where the work tile probably begins.
             guess = scheduler.guess(work)
             page, place = pages.find(work.sequence, guess * self.boxes + lane)
             seen = scheduler.lengths[work.sequence]
             length = cutlass.max(cutlass.min(seen, scheduler.capacity), 0)
-            # An empty sequence has a tile, without keys: so every work tile that is a whole sequence has one.
+            # An empty sequence gets one tile without keys, so that its work tile writes results.
             tiles = cutlass.max((length + TILE_N - 1) // TILE_N, 1)
             first, end, split_idx, empty = scheduler.work_tile(work, tiles, part, partials)
             if not empty:
@@ -141,7 +145,10 @@ class PagedLoad(KvStages):
         lane,
         state: KvState,
     ) -> KvState:
-        """Load the work tile's keys. page, place: of the lane's box, of the first 32. -> the state behind them."""
+        """Load the work tile's keys. Return the state after them.
+
+        page, place: of the lane's box, for the first 32 boxes.
+        """
         first, length = info.first_tile, info.length
         next_box = Int32(0)
         for tile in cutlass.range(info.tiles, unroll=1):
@@ -152,7 +159,7 @@ class PagedLoad(KvStages):
             for i in cutlass.range_constexpr(self.boxes):
                 number = cute.arch.shuffle_sync(page, next_box + i)
                 if number < 0 or number >= num_pages or (first + tile) * TILE_N + i * self.box >= length:
-                    number = Int32(num_pages)  # TMA reads nothing there and writes zeros
+                    number = Int32(num_pages)  # out of bounds, so TMA writes zeros
                 else:
                     mask |= 1 << i
                 boxes.append((number, cute.arch.shuffle_sync(place, next_box + i)))
@@ -163,7 +170,7 @@ class PagedLoad(KvStages):
                     for c in cutlass.range_constexpr(K_PER_V):
                         expect_bytes(pipeline.v.producer_barrier(state.v, c), TILE_N * K_CHUNK * 2)
                 for c in cutlass.range_constexpr(K_PER_V // self.cluster):
-                    # With a cluster, the CTAs load the k chunks in turns, each for all.
+                    # In a cluster the CTAs take the k chunks in turns and multicast them.
                     k_chunk = c
                     if const_expr(self.cluster > 1):
                         k_chunk = c * self.cluster + rank
@@ -204,9 +211,10 @@ class PagedLoad(KvStages):
 
 @cute.jit
 def zero_rows(v: cute.Pointer, first, stages: cutlass.Constexpr, valid, thread):
-    """Clear the rows [valid, TILE_N) of a tile's value, in the stages from `first` on of `stages`. 128 threads' work.
+    """Zero-fill rows [valid, TILE_N) of a tile's value; called by 128 threads.
 
-    Values of keys that are not the sequence's would be multiplied by zero, and may be NaN.
+    first, stages: the tile's first v stage, and the size of the ring of v stages. The rows are keys past the
+    end of the sequence. Their P is 0, but the values may be NaN, and 0 * NaN is NaN.
     """
     zeros = cute.make_rmem_tensor((8,), v.dtype)
     zeros.fill(0.0)

@@ -1,8 +1,10 @@
-"""Groups of neighbouring queries of few heads, which are attended to together: TILE_M rows, of a group's queries one
-after the other, over the union of the keys that they select.
+"""Groups of neighbouring queries with few heads, computed together over the union of their selected keys.
 
-An entry of a group's list is a key and its members, a bit for each query of the group that has selected it: above 0,
-so 0 is no entry. Two queues say who computes what: of groups, and of the queries whose selections share too little.
+The TILE_M rows of a group are its queries, one after the other. An entry of a group's list is a key and its
+members: one bit for each query of the group that has selected the key. An entry is above 0, so 0 marks no
+entry.
+
+There are two queues of work: one of groups, and one of single queries that share too few keys.
 """
 
 from dataclasses import dataclass
@@ -18,7 +20,11 @@ from dsa.kernels.mla.tile_scheduler import SchedulerState
 
 @dataclass(frozen=True)
 class Queue:
-    """The first count[place] of `items` are to be computed, in any order. counts [2]: of groups, then of queries."""
+    """The first counts[place] of `items` are to be computed, in any order.
+
+    counts  [2]: of groups, then of single queries
+    place   which of the two this queue is
+    """
 
     items: cute.Tensor
     counts: cute.Tensor
@@ -26,7 +32,7 @@ class Queue:
 
     @cute.jit
     def add(self, first, count):
-        """The numbers from `first` on. One thread's work."""
+        """Append the numbers first to first + count - 1; called by one thread."""
         place = cute.arch.atomic_add(self.counts.iterator + self.place, Int32(count), sem="relaxed", scope="gpu")
         for i in cutlass.range(count, unroll=1):
             self.items[place + i] = first + i
@@ -34,8 +40,12 @@ class Queue:
 
 @dataclass(frozen=True)
 class QueueScheduler:
-    """What worker number `worker` of `workers` does of a queue: items worker, worker + workers and so on, each whole.
-    A state's `query` is an item, its `wave` the place in the queue. queries: more than all items."""
+    """The work of worker `worker` of `workers` in a queue: items worker, worker + workers and so on, never
+    split.
+
+    A state's `query` is an item and its `wave` a position in the queue. queries: an exclusive upper bound of
+    the items.
+    """
 
     worker: Int32
     workers: Int32
@@ -45,6 +55,7 @@ class QueueScheduler:
 
     @cute.jit
     def at(self, place: Int32) -> SchedulerState:
+        """Return the state at a position of the queue."""
         is_valid, item = place < self.count, Int32(0)
         if is_valid:
             item = self.items[place]
@@ -55,28 +66,28 @@ class QueueScheduler:
         return self.at(self.worker)
 
     def locate(self, state: SchedulerState):
-        """(item, its first tile)."""
+        """Return (item, its first tile)."""
         return state.query, Int32(0)
 
     @cute.jit
     def advance(self, state: SchedulerState, query, tile, query_tiles):
-        """As `StreamKScheduler.advance`: all tiles, no split."""
+        """As `StreamKScheduler.advance`, with all tiles of the item and no split."""
         return Int32(0), query_tiles, Int32(-1), self.at(state.wave + self.workers)
 
 
 @dataclass(frozen=True)
 class GroupRows:
-    """The rows of a group: `size` queries of TILE_M / size rows each, of which the first `heads` are heads."""
+    """The rows of a group: `size` queries with TILE_M / size rows each. A query's row i is its head i."""
 
     size: cutlass.Constexpr[int]
 
     @property
     def each(self) -> int:
-        """Rows of a query."""
+        """Rows per query."""
         return TILE_M // self.size
 
     def member(self, row):
-        """The query of the group that a row is of."""
+        """Return the index, in the group, of a row's query."""
         return row // self.each
 
     def head(self, row):

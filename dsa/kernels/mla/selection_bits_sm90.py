@@ -1,13 +1,16 @@
-"""Which keys are selected, a bit a key. Key starts[t] + 128 b + 8 i + 2 c + j is bit 2 i + j of bits[t, 4 b + c].
+"""Turn lists of selected keys into bit masks, one bit per key.
 
-A word has what a lane needs of 128 keys: its columns of a wgmma's accumulators are 8 i + 2 c + j, c = lane % 4.
+Key starts[t] + 128 b + 8 i + 2 c + j is bit 2 i + j of bits[t, 4 b + c].
 
-Work
-- A CTA has a query: it clears CHUNK words of shared memory, sets a bit for each index of the query's list that is one
-  of their keys, by an atomic or, and writes the words. More keys than a chunk has take another round.
+A word holds what a lane needs for a row of 128 keys: the lane's columns of a wgmma accumulator are 8 i + 2 c
++ j, with c = lane % 4.
+
+Work: a CTA handles one query. It clears CHUNK words of shared memory, sets a bit with an atomicOr for each
+index that is a key of these words, and writes the words. It repeats this if there are more keys than CHUNK
+words cover.
 Warp roles: none, all warps do the same. Shared memory: CHUNK words.
-Launch: programmatic.
-Roofline: memory, 4 bytes an index and a bit a key.
+Launch: programmatic dependent launch.
+Roofline: memory, 4 bytes per index and one bit per key.
 """
 
 from collections.abc import Callable
@@ -24,7 +27,7 @@ from dsa.kernels.mla.mha_limits import SELECTION_KEYS, SELECTION_WORDS
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 THREADS = 256
-CHUNK = 8192  # words: 262144 keys
+CHUNK = 8192  # words, which cover 262144 keys
 UNROLL = 4
 
 
@@ -64,14 +67,16 @@ class SelectionBitsSm90:
 
 @cute.jit
 def set_bits(address: Int32, word: Int32):
-    """Set those bits of the word in shared memory, whatever other threads set."""
+    """Set the bits of `word` in a word of shared memory, atomically."""
     cute.arch.inline_ptx("red.shared.or.b32 [{$r0}], {$r1};", read_only_args=[Int32(address), word])
 
 
 @cached
 def compile_selection_bits(with_starts: bool):
-    """-> f(indices [T, k], starts [T] or None, bits [T, 4 * ceil(max_keys / 128)], max_keys), all int32, rows of
-    indices and of bits contiguous; T, max_keys > 0."""
+    """Compile f(indices [T, k], starts [T] or None, bits [T, 4 * ceil(max_keys / 128)], max_keys), all int32.
+
+    Rows of indices and of bits are contiguous; T, max_keys > 0.
+    """
     queries = cute.sym_int()
     indices = fake(Int32, (queries, cute.sym_int()), (*strides(1), 1), 4)
     bits = fake(Int32, (queries, cute.sym_int(divisibility=4)), (*strides(1, 4), 1), 16)
@@ -80,5 +85,5 @@ def compile_selection_bits(with_starts: bool):
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
-    """Every compile function and its arguments that the op can ask for."""
+    """Return every (compile function, arguments) that the op can ask for."""
     return [(compile_selection_bits, (with_starts,)) for with_starts in (True, False)]

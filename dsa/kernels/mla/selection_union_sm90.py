@@ -1,24 +1,29 @@
-"""The union of the keys that a group of neighbouring queries selects, where it is so much less than their sum that the
-group is attended to as one.
+"""Find groups of neighbouring queries that share enough keys, and the union of a group's selected keys.
 
-lists[g, :lengths[g]]: key | members << MEMBER_SHIFT, bit m of the members: query g * size + m has selected the key
+lists[g, :lengths[g]] = key | members << MEMBER_SHIFT
 
-A group whose union is more than MOST_UNION of the sum, or in which a query names a key twice, goes to the queue of
-queries, the others to that of groups.
+Bit m of members is set if query g * size + m has selected the key.
+
+A group goes to the queue of single queries if its union exceeds MOST_UNION of the sum of its selections, or
+if a query lists a key twice. Otherwise it goes to the queue of groups.
 
 Work
-- A CTA has a group, and in shared memory a table of TABLE_BYTES with `size` bits for a key: the members of a range of
-  keys. An index sets its query's bit by an atomic or. Then each index whose query is the lowest member of its key is
-  an entry of the list, so that every key is named once: by the warps' sums, a warp's 32 indices at a time. Keys beyond
-  the table's range take another round.
-- Before that the keys that are multiples of SAMPLE are counted in the same way. Selections that share too little are
-  known by them, at the price of reading their indices. Where the sample is wrong, it costs time alone: a selection of
-  multiples of SAMPLE alone seems SAMPLE times as wide and is never grouped, and one without any is counted in full.
-- A round reads all indices three times, whether or not it has any of the keys, and the sample's table ends with the
-  keys of SAMPLE rounds. So the op looks for groups among 2^21 keys at most (`dsa.ops.mla._shared_keys`).
-Order of a list: by ranges of keys, then by the warps that read the indices: it follows from the group's selections.
-Warp roles: none, all warps do the same. Launch: programmatic.
-Roofline: memory, 4 bytes an index; 4096 queries of 2048 keys 13 us. Where groups are computed as such 6000 clocks each.
+- A CTA handles one group. Its table in shared memory, TABLE_WORDS words, has `size` bits per key of a range
+  of keys: the key's members. Each index sets its query's bit with an atomicOr.
+- Then every index whose query is the lowest member of its key becomes an entry, so that each key is listed
+  once. A scan over the warps' counts gives the positions; a warp writes the entries of 32 indices at a time.
+  Further ranges of keys take further rounds.
+- Before that, the CTA counts the keys that are multiples of SAMPLE in the same way. This rejects groups
+  that share too little for the price of reading their indices. A wrong estimate costs only time. A group that
+  selects only multiples of SAMPLE looks SAMPLE times as large and is never grouped. A group that selects none
+  of them is counted in full.
+- A round reads all indices three times, even if none is in its range. The table of the sample covers the
+  keys of SAMPLE rounds. So the op groups queries only among at most 2^21 keys (`dsa.ops.mla._shared_keys`).
+Order of a list: by range of keys, then by the warp that reads the index. It depends only on the group's
+selections.
+Warp roles: none, all warps do the same. Launch: programmatic dependent launch.
+Roofline: memory, 4 bytes per index. 4096 queries with 2048 keys take 13 us; groups that are computed as one
+add 6000 cycles each.
 """
 
 from collections.abc import Callable
@@ -40,16 +45,20 @@ from dsa.runtime.compile_cache import cached, compile_sm90
 THREADS, WARPS = 512, 16
 TABLE_WORDS = 16384
 SAMPLE = 32
-# Upper limit of a sampled union, in percent of its share of MOST_UNION; above it the queries are computed one by one.
+# Upper limit of a sampled union, in percent of its share of MOST_UNION. Above it the queries are computed one
+# by one.
 SLACK = 110
 UNROLL = 4
 
 
 @dataclass(frozen=True)
 class Memory:
-    """table  [TABLE_WORDS], of `size` bits a key
-    sums     [32], zero beyond the CTA's warps
-    found    [3]: keys that count, different keys of the sample or of the ranges so far, keys that a query names twice
+    """Shared memory.
+
+    table  [TABLE_WORDS]: `size` bits per key
+    sums   [32]: counts per warp, 0 past the CTA's warps
+    found  [3]: valid indices, distinct keys of the sample or of the ranges so far, keys that a query lists
+           twice
     """
 
     table: cute.Tensor
@@ -63,7 +72,7 @@ class SelectionUnionSm90:
     def __init__(self, size: int):
         self.size = size
         self.per_word = 32 // size
-        self.range = TABLE_WORDS * self.per_word  # keys of a round
+        self.range = TABLE_WORDS * self.per_word  # keys per round
 
     @cute.jit
     def __call__(
@@ -155,7 +164,7 @@ class SelectionUnionSm90:
 
     @cute.jit
     def clear(self, memory: Memory, keys, tid):
-        """The table's words for so many keys."""
+        """Clear the part of the table that `keys` keys use."""
         words = cutlass.min((keys + self.per_word - 1) // self.per_word, TABLE_WORDS)
         zeros = cute.make_rmem_tensor((4,), Int32)
         zeros.fill(0)
@@ -164,7 +173,7 @@ class SelectionUnionSm90:
 
     @cute.jit
     def place(self, key, keys, first, sample: cutlass.Constexpr):
-        """(word, shift) of a key in the table, and whether it is there."""
+        """Return (word, shift) of a key in the table, and whether the table covers the key."""
         at = key - first
         inside = key >= 0 and key < keys and at >= 0 and at < self.range
         if const_expr(sample):
@@ -174,7 +183,7 @@ class SelectionUnionSm90:
 
     @cute.jit
     def insert(self, indices, ends, first_query, keys, first, memory: Memory, warp, lane, sample: cutlass.Constexpr):
-        """Set the members' bits of the keys from `first` on, or of the sample, and count."""
+        """Set the members' bits of the keys from `first` on, or of the sample, and update `found`."""
         selected, different, repeated = Int32(0), Int32(0), Int32(0)
         for m in cutlass.range_constexpr(self.size):
             for i in cutlass.range(warp * 32 + lane, ends[m], THREADS, unroll=UNROLL):
@@ -201,7 +210,7 @@ class SelectionUnionSm90:
 
     @cute.jit
     def entry(self, indices, query, m: cutlass.Constexpr, i, end, keys, first, memory: Memory):
-        """(the entry that index i of the group's m-th query is, whether it is one)."""
+        """Return (entry of index i of the group's m-th query, whether the index becomes an entry)."""
         key, is_entry = Int32(-1), cutlass.Boolean(False)
         if i < end:
             key = indices[query, 0, i]
@@ -214,7 +223,7 @@ class SelectionUnionSm90:
 
     @cute.jit
     def append(self, lists, indices, ends, first_query, keys, first, group, length, memory: Memory, warp, lane):
-        """Entries for the keys from `first` on, behind `length` of them. -> how many."""
+        """Append entries of the keys from `first` on to the `length` entries before. Return how many were added."""
         own = Int32(0)
         for m in cutlass.range_constexpr(self.size):
             for i in cutlass.range(warp * 32 + lane, ends[m], THREADS, unroll=UNROLL):
@@ -236,10 +245,14 @@ class SelectionUnionSm90:
 
 @cached
 def compile_selection_union(size: int):
-    """-> f(indices [T, 1, K], counts [T] or [1], has_counts, keys, lists [g, 1, width], lengths [g], queued [2], groups
-    [g], queries [T]), all int32, g = ceil(T / size); queued: zeros, which become how many are in either queue; lists:
-    as wide as the least share of size * K that is given up, or less where the keys are less; keys below
-    2^MEMBER_SHIFT. T, K, keys > 0."""
+    """Compile f(indices [T, 1, K], counts [T] or [1], has_counts, keys, lists [g, 1, width], lengths [g],
+    queued [2], groups [g], queries [T]), all int32, with g = ceil(T / size).
+
+    queued: zeros, which become the lengths of the two queues.
+    width: the longest list of a group that is computed as one, MOST_UNION of size * K, or `keys` if that is
+    less.
+    T, K > 0; 0 < keys < 2^MEMBER_SHIFT.
+    """
     tokens, groups = cute.sym_int(), cute.sym_int()
     indices = fake(Int32, (tokens, 1, cute.sym_int()), (*strides(2), 1), 4)
     lists = fake(Int32, (groups, 1, cute.sym_int()), (*strides(2), 1), 4)
@@ -251,5 +264,5 @@ def compile_selection_union(size: int):
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
-    """Every compile function and its arguments that the op can ask for."""
+    """Return every (compile function, arguments) that the op can ask for."""
     return [(compile_selection_union, (size,)) for size in sorted(GROUP_SIZES.values())]

@@ -1,4 +1,4 @@
-"""What the kernels of sparse MLA attention are called with: lists of keys, and results, whole and partial."""
+"""Arguments of the sparse MLA kernels: lists of keys, and results, whole and partial."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ from dsa.kernels.mla.topk_gather import Selection
 
 @cute.jit
 def selections(caches, indices, counts, counted: Int32):
-    """The lists; bit i of counted: of list i not all indices count."""
+    """Return the lists of keys; bit i of `counted` says whether list i uses its counts."""
     found = []
     for i, cache in enumerate(caches):
         page_size = cute.fast_divmod_create_divisor_v2(cache.shape[1])
@@ -23,23 +23,27 @@ def selections(caches, indices, counts, counted: Int32):
 
 @cute.jit
 def of_prefill(q, kv, indices, out, lse):
-    """Arguments as prefill has them, q [T, h, d], kv [s_kv, 1, d], indices [T, 1, K], out [T, h, 512] and lse [T, h],
-    as the kernel reads them: a query a sequence, and all keys in one page."""
+    """Return prefill's q [T, h, d], kv [s_kv, 1, d], indices [T, 1, K], out [T, h, 512] and lse [T, h] in the
+    kernel's layouts: one query per sequence, and all keys in one page.
+    """
     q, out = (rearranged(x, (0, 3, 1, 2)) for x in (q, out))
     return q, [rearranged(kv, (1, 0, 2))], [rearranged(indices, (0, 2))], out, rearranged(lse, (0, 1, 2))
 
 
 @cute.jit
 def rearranged(x, modes):
-    """x with its dimensions in that order; those that it does not have are of one element."""
+    """Return x with its dimensions in the order `modes`; dimensions that x lacks have size 1."""
     return cute.make_tensor(x.iterator, cute.select(cute.append_ones(x.layout, 4), mode=list(modes)))
 
 
 def fake_arguments(
     dtype: type[cutlass.Numeric], head_dim: int, lists: int, cache: Callable[[], cute.Tensor], with_max_logits: bool
 ) -> tuple:
-    """All arguments of a kernel of sparse MLA attention: see `SparseMlaKernel`; cache() makes a cache. with_max_logits:
-    those of prefill."""
+    """Return the fake arguments of a sparse MLA kernel (see `SparseMlaKernel`).
+
+    cache            makes a fake cache
+    with_max_logits  use the layouts of prefill
+    """
     queries, heads, width = cute.sym_int(), cute.sym_int(), cute.sym_int()
     counts, sink = [fake(Int32, (cute.sym_int(),), (1,), 4) for _ in range(lists)], fake_sink()
     numbers = *(Float32(0.0), Int32(0), Int32(0), Int32(0), Int32(0)), fake_stream()
@@ -59,24 +63,25 @@ def fake_arguments(
 
 
 def queued_arguments(dtype: type[cutlass.Numeric], head_dim: int) -> tuple[tuple, tuple]:
-    """Those of prefill in two parts, each in its order: (q to has_sink, out to max_logits)."""
+    """Return the fake arguments of prefill in two parts: (q to has_sink, out to max_logits)."""
     arguments = fake_arguments(dtype, head_dim, 1, lambda: None, with_max_logits=True)
     return arguments[:7], arguments[7:12]
 
 
 def fake_cache(dtype: type[cutlass.Numeric], head_dim: int) -> cute.Tensor:
-    """[pages, P, d] in 16 bits; keys start at multiples of 16 bytes."""
+    """Return a fake 16-bit cache [pages, P, d]; keys start at multiples of 16 bytes."""
     return fake(dtype, (cute.sym_int(), cute.sym_int(), head_dim), (*strides(2, 8), 1))
 
 
 def fake_sink() -> tuple:
-    """sink [m], has_sink."""
+    """Return sink [m] and has_sink."""
     return fake(Float32, (cute.sym_int(),), (1,), 4), Int32(0)
 
 
 def fake_results(dtype: type[cutlass.Numeric], heads) -> tuple:
-    """out [T / s_q, s_q, h, 512], lse [T / s_q, h, s_q], out_partial [splits, 1, h, 512], lse_partial [splits, 1,
-    h]."""
+    """Return out [T / s_q, s_q, h, 512], lse [T / s_q, h, s_q], out_partial [splits, 1, h, 512] and
+    lse_partial [splits, 1, h].
+    """
     batch, group, splits = (cute.sym_int() for _ in range(3))
     return (
         fake(dtype, (batch, group, heads, HEAD_DIM_V), (*strides(2, 8), HEAD_DIM_V, 1)),

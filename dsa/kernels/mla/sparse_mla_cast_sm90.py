@@ -1,12 +1,14 @@
-"""Sparse MLA attention over keys of 512 channels in 16 bits, whose result is rotated back and cast to FP8.
+"""Sparse MLA attention over 16-bit keys of 512 channels, with the result rotated back and cast to FP8.
 
-o[t, h] = softmax_j(scale * q[t, h] . k[j]) k[j], of its last 64 channels R(-t) o; in e4m3, a scale per 128 channels
+o[t, h] = softmax_j(scale * q[t, h] . k[j]) k[j]
 
-Everything but the end of a work tile: sparse_mla_sm90.py; the end: mla_cast_epilogue.py. Queries are never split.
-Results are in groups of heads, [G, T, h / G * 512]: rows of the grouped product that DeepSeek-V4 has behind its
-attention.
-Roofline: as without the cast. The end of a work tile has 500 instructions more a lane, and half the bytes to write: of
-128 heads and 640 keys 33 KiB a query for 64, and a pass over these less.
+The last 64 channels of o are rotated by R(-t). The result is e4m3 with one scale per 128 channels.
+
+This is sparse_mla_sm90.py with another epilogue (mla_cast_epilogue.py). Queries are never split.
+The result is grouped by heads, [G, T, h / G * 512]: the rows of the grouped GEMM that follows attention in
+DeepSeek-V4.
+Roofline: as without the cast. The epilogue has 500 more instructions per lane and writes half the bytes: 33
+KiB instead of 64 KiB per query and 64 heads. The separate pass that would read and cast the result is gone.
 """
 
 from collections.abc import Callable
@@ -54,9 +56,12 @@ class SparseMlaCastSm90(SparseMlaSm90):
 
 @cached
 def compile_sparse_mla_cast(dtype: str, lists: int, use_ue8m0: bool):
-    """-> f(q [T, 1, h, 512], caches [pages, P, 512], indices [T, K], counts [T], counted, sink [m], has_sink, cos, sin
-    [T, 32], out [G, T, h / G, 512] e4m3, scale [G, T, h / G, 4], scale * log2(e), workers, full_waves): as
-    `SparseMlaKernel`; all queries are in full_waves * workers."""
+    """Compile f(q [T, 1, h, 512], caches [pages, P, 512], indices [T, K], counts [T], counted, sink [m],
+    has_sink, cos, sin [T, 32], out [G, T, h / G, 512] e4m3, scale [G, T, h / G, 4], scale * log2(e), workers,
+    full_waves).
+
+    Arguments are as in `SparseMlaKernel`; full_waves * workers covers all queries.
+    """
     kind = cute_dtype(dtype)
     queries, heads, groups, group_heads = (cute.sym_int() for _ in range(4))
     return compile_sm90(
@@ -74,7 +79,7 @@ def compile_sparse_mla_cast(dtype: str, lists: int, use_ue8m0: bool):
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
-    """Every compile function and its arguments that the op can ask for."""
+    """Return every (compile function, arguments) that the op can ask for."""
     return [
         (compile_sparse_mla_cast, (dtype, lists, use_ue8m0))
         for dtype in DTYPES

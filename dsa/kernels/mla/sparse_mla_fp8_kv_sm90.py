@@ -1,20 +1,28 @@
-"""Sparse MLA attention over selected latent keys of an FP8 cache: decoding, any number of heads.
+"""Sparse MLA decoding over selected latent keys of an FP8 cache, for any number of heads (swap A/B).
 
-o[t, h] = softmax_j(scale * q[t, h] . k[j]) k[j, :512] over the keys j of query t; q and k of 576 or 512 channels
+o[t, h] = softmax_j(scale * q[t, h] . k[j]) k[j, :512]
 
-A and B are swapped: keys are the rows of both products, heads their columns: S^T = K Q^T, O^T += V^T P^T. So keys are
-operands in registers, and go there from bytes by way of nothing else: no copy of them in 16 bits is ever stored.
-Work, launch: sparse_mla_kernel.py; 16, 32 or 64 heads a CTA.
-Warp roles: the load warpgroup gathers the bytes (fp8_kv_gather.py); one or two score warpgroups (fp8_kv_scores.py) have
-S^T of 64 keys by wgmma, Q in shared memory, softmax, P^T to shared memory; two output warpgroups (fp8_kv_values.py)
-have 256 channels x `head_tile` of O^T each. Score and output warpgroups all read the bytes.
-All products of e4m3 are of f16, in which it is exact: two numbers are converted by one instruction. Scores are
-multiplied by the scales in fp32; values are, in f16, by the scale in two parts.
-Shared memory: Q, two stages of P^T, STAGES tiles of bytes.
-Registers: the score, two output and the load warpgroup have 512 a lane together.
-Constraints: limits.py; q in bf16, pages contiguous and at multiples of 16 bytes.
-Roofline: of a tile of 64 heads wgmma takes 2176 clocks; shared memory delivers 82 KiB of bytes, 72 of Q, 64 of P^T and
-takes in 41 and 8: 2140 clocks. Memory delivers a tile to all multiprocessors at once in 2300 clocks.
+The sum runs over the selected keys j of query t. q and k have 576 or 512 channels.
+
+Swap A/B: S^T = K Q^T and O^T += V^T P^T, so keys are the register operand of both products. A lane reads FP8
+bytes from shared memory and converts them in registers. No 16-bit copy of the keys is ever stored.
+Work, scheduler, launch: sparse_mla_kernel.py; 16, 32 or 64 heads per CTA.
+Warp roles
+- Load (one warpgroup): gathers the FP8 bytes (fp8_kv_gather.py).
+- Score (one or two warpgroups): S^T of 64 keys by wgmma with Q in shared memory, softmax, P^T to shared
+  memory (fp8_kv_scores.py).
+- Output (two warpgroups): each accumulates 256 channels x `head_tile` of O^T (fp8_kv_values.py).
+- Score and output warpgroups both read the FP8 bytes.
+Precision: all products of e4m3 values are wgmmas of f16, in which e4m3 is exact; one instruction converts two
+values. Scales multiply S in fp32. They multiply V in f16: with 576 channels as a sum of two f16, with 512
+channels as a power of two.
+Shared memory: Q, two stages of P^T, STAGES tiles of FP8 bytes.
+Registers, summed over one thread per warpgroup: 512 for 64 heads, with four warpgroups; 472 and 480 for 16
+and 32 heads, with five.
+Constraints: limits.py; q in bf16; pages are contiguous and start at multiples of 16 bytes.
+Roofline: per tile of 64 heads, wgmma takes 2176 cycles. Shared memory takes 2140: it delivers 82 KiB of FP8
+bytes, 72 KiB of Q and 64 KiB of P^T, and receives 41 KiB and 8 KiB. DRAM takes 2300 cycles to deliver a tile
+to every SM.
 """
 
 from collections.abc import Callable
@@ -36,15 +44,15 @@ from dsa.kernels.mla.sparse_mla_kernel import Coord, SparseMlaKernel
 from dsa.kernels.mla.swap_ab_exchange import HeadRange, SwapAbExchange, SwapAbExchangeMemory, Thread
 from dsa.runtime.compile_cache import cached, compile_sm90
 
-# By the heads of a CTA.
+# Keyed by the heads per CTA.
 SCORE_WARPGROUPS = {16: 2, 32: 2, 64: 1}
 REGISTERS = {16: RoleRegisters(104, 104, 56), 32: RoleRegisters(104, 120, 32), 64: RoleRegisters(136, 176, 24)}
-STAGES = {16: 4, 32: 4, 64: 3}  # tiles of bytes
+STAGES = {16: 4, 32: 4, 64: 3}  # tiles of FP8 bytes
 
 
 @dataclass(frozen=True)
 class Operands:
-    """The products, and the layouts of Q and of P^T."""
+    """Tiled MMAs, and the layouts of Q and P^T."""
 
     qk: QkMmas
     pv: cute.TiledMma
@@ -54,7 +62,10 @@ class Operands:
 
 @dataclass(frozen=True)
 class Shared:
-    """kv: the address of the tiles of bytes."""
+    """A CTA's shared memory.
+
+    kv  address of the tiles of FP8 bytes
+    """
 
     pipeline: Fp8KvPipeline
     exchange: SwapAbExchange
@@ -62,7 +73,7 @@ class Shared:
 
 
 class SparseMlaFp8KvSm90(SparseMlaKernel):
-    """Keys of `head_dim` channels; `head_tile` heads of a CTA."""
+    """Sparse MLA over FP8 keys of `head_dim` channels, with `head_tile` heads per CTA."""
 
     def __init__(self, head_dim: int, head_tile: int):
         score_warpgroups = SCORE_WARPGROUPS[head_tile]
@@ -107,8 +118,10 @@ class SparseMlaFp8KvSm90(SparseMlaKernel):
 
 @cached
 def compile_sparse_mla_fp8_kv(head_dim: int, head_tile: int, lists: int):
-    """-> f, see `SparseMlaKernel`, with q and out in bf16 and caches [pages, P, 656 | 584] of bytes; pages are
-    contiguous; max_logits: None."""
+    """Compile f, see `SparseMlaKernel`, with q and out in bf16 and caches [pages, P, 656 | 584] of bytes.
+
+    Pages are contiguous; max_logits is None.
+    """
     width = FP8_KV_BYTES[head_dim]
 
     def cache():
@@ -119,7 +132,7 @@ def compile_sparse_mla_fp8_kv(head_dim: int, head_tile: int, lists: int):
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
-    """Every compile function and its arguments that the op can ask for."""
+    """Return every (compile function, arguments) that the op can ask for."""
     return [
         (compile_sparse_mla_fp8_kv, (head_dim, head_tile, lists))
         for head_dim in SPARSE_HEAD_DIMS

@@ -1,20 +1,21 @@
-"""The skeleton of the sparse MLA kernels: launch, shared memory, work tiles, warp roles. Variants fill it in.
+"""The skeleton of the sparse MLA kernels: launch, shared memory, work tiles, warp roles. Variants:
 
-- sparse_mla_sm90.py: keys in 16 bits, 64 heads a CTA, heads as the rows of the products
-- sparse_mla_swap_ab_sm90.py: keys in 16 bits, up to 32 heads, heads as the columns of the products (A and B swapped)
-- sparse_mla_fp8_kv_sm90.py: keys in FP8, 16, 32 or 64 heads a CTA, heads as columns
-And two that compute what is in a queue (query_groups.py), for up to 16 heads in 16 bits:
-- sparse_mla_union_sm90.py: groups of queries over the union of their keys, heads and queries as rows
-- sparse_mla_queued_sm90.py: queries by themselves, heads as columns
+- sparse_mla_sm90.py: 16-bit keys, 64 heads per CTA
+- sparse_mla_swap_ab_sm90.py: 16-bit keys, up to 32 heads, swap A/B (heads are N of the wgmmas)
+- sparse_mla_fp8_kv_sm90.py: FP8 keys, 16, 32 or 64 heads per CTA, swap A/B
+Two variants compute the items of a queue (query_groups.py), for up to 16 heads and 16-bit keys:
+- sparse_mla_union_sm90.py: groups of queries over the union of their keys; M is queries x heads
+- sparse_mla_queued_sm90.py: single queries, swap A/B
 
-Work: a CTA has `head_tile` heads and runs through the tiles of TILE_N keys of its queries, query after query, as the
-StreamKScheduler says: full waves of whole queries; what is too little for another wave is split, and the partial
-results are combined by mla_combine_sm90.py. The CTAs of a query's other heads are neighbours: the L2 cache
-serves them the same keys.
+Work: a CTA has `head_tile` heads. It walks the tiles of TILE_N keys of its queries, one query after the
+other.
+Scheduler: StreamKScheduler. Full waves of whole queries come first. The queries that do not fill another wave
+are split, and mla_combine_sm90.py combines the partial results. The CTAs of one query's head tiles have
+adjacent indices, so the L2 cache serves them the same keys.
 Warp roles: one or two score warpgroups, two output warpgroups, one load warpgroup, in this order.
-Pipeline: the load warpgroup is the producer of work tiles, of the queries' rows and of the keys, the score warpgroups
-of P; the score and output warpgroups consume.
-Launch: programmatic.
+Pipelines: the load warpgroup produces work tiles, rows of Q and keys. The score warpgroups consume these and
+produce P. The output warpgroups consume work tiles, keys and P.
+Launch: programmatic dependent launch.
 """
 
 from dataclasses import replace
@@ -39,8 +40,12 @@ from dsa.kernels.mla.topk_gather import Selection, TopkGather
 
 
 class Coord(NamedTuple):
-    """A thread's place in its CTA: tid, warp and lane; the first of the CTA's heads of `heads`; and what `thread`
-    gives."""
+    """A thread's position in its CTA.
+
+    first_head  first head of the CTA
+    heads       heads of a query
+    thread      the result of `SparseMlaKernel.thread`
+    """
 
     tid: Int32
     warp: Int32
@@ -51,18 +56,25 @@ class Coord(NamedTuple):
 
 
 class SparseMlaKernel:
-    """f(q [T, 1, h, d], caches [pages, P, d], indices [T, K], counts [n], counted, sink [m], has_sink, out
-    [T / s_q, s_q, h, 512], lse [T / s_q, h, s_q], out_partial [splits, 1, h, 512], lse_partial [splits, 1, h],
-    max_logits [T, h] or None, scale * log2(e), s_q, workers, full_waves, split_workers); caches, indices and counts
-    are lists; T, h, pages > 0. With max_logits: q [T, h, d], one cache [s_kv, 1, d], its indices [T, 1, K], out
+    """Sparse MLA attention.
+
+    f(q [T, 1, h, d], caches [pages, P, d], indices [T, K], counts [n], counted, sink [m], has_sink, out
+    [T / s_q, s_q, h, 512], lse [T / s_q, h, s_q], out_partial [splits, 1, h, 512], lse_partial
+    [splits, 1, h], max_logits [T, h] or None, scale * log2(e), s_q, workers, full_waves, split_workers).
+
+    caches, indices and counts are lists, with one element per list of keys; T, h, pages > 0. With max_logits,
+    the layouts are those of prefill: q [T, h, d], one cache [s_kv, 1, d] with indices [T, 1, K], out
     [T, h, 512], lse [T, h].
 
-    Query t has counts[t // s_q] keys of its K in list i if bit i of `counted` is set. Rows of q and of the caches start
-    at multiples of 16 bytes. Queries behind full_waves * workers are split, with 2 * split_workers partial results
-    (StreamKScheduler); with max_logits none may be.
+    If bit i of `counted` is set, query t uses only the first counts[t // s_q] of its K indices in list i.
+    Rows of q and of the caches start at multiples of 16 bytes. The queries after the first full_waves *
+    workers are split, with 2 * split_workers partial results (StreamKScheduler). With max_logits no query may
+    be split.
 
-    kv: the keys' stages and how they are loaded; exchange_memory: what the score and output warpgroups share.
-    all_heads: a CTA has all heads of a query. A variant has the methods below.
+    kv               stages of keys, and how they are loaded
+    exchange_memory  what the score warpgroups pass to the output warpgroups
+    all_heads        whether a CTA has all heads of a query
+    A variant overrides the methods below.
     """
 
     all_heads = False
@@ -77,37 +89,39 @@ class SparseMlaKernel:
     ):
         self.kv, self.exchange_memory = kv, exchange_memory
         self.head_tile, self.score_warpgroups, self.registers = head_tile, score_warpgroups, registers
-        # The first warp of a role; before the first load warp are the consumers.
+        # The first warp of a role; consumer warps come before the load warps.
         self.output_warp = 4 * score_warpgroups
         self.load_warp = self.output_warp + 8
 
     def operand_storage(self) -> type:
-        """The shared memory of the queries and keys."""
+        """Return the struct of Q and keys in shared memory."""
         raise NotImplementedError
 
     def operands(self) -> Any:
-        """The products and layouts, which the host makes and the kernel is given."""
+        """Return tiled MMAs and layouts, which the host builds for the kernel."""
         raise NotImplementedError
 
     def shared(self, storage, operands) -> Any:
-        """The shared memory as the roles use it. It has a `pipeline` and an `exchange`, and the keys' stages, `kv`."""
+        """Return the shared memory that the roles use. It has `pipeline`, `exchange` and `kv`, the stages of keys."""
         raise NotImplementedError
 
     def head_of_row(self, row, first_head):
-        """The head that row `row` of a CTA's is."""
+        """Return the head of row `row` of the CTA."""
         return first_head + row
 
     def thread(self, warp, lane) -> Thread | None:
-        """The thread's place in its role, for a variant that finds it before the roles part: then it is in uniform
-        registers. Elsewhere it is None, and the roles find it."""
+        """Return the thread's position in its role, or None if the roles compute it.
+
+        Computed here, before the roles branch, the position is in uniform registers.
+        """
         return None
 
     def score(self, q, results: Results, shared, operands, group, scale, coord: Coord) -> None:
-        """A score warpgroup."""
+        """Run a score warpgroup."""
         raise NotImplementedError
 
     def output(self, results: Results, shared, operands, group, coord: Coord) -> None:
-        """An output warpgroup."""
+        """Run an output warpgroup."""
         raise NotImplementedError
 
     @cute.jit
@@ -156,8 +170,11 @@ class SparseMlaKernel:
         queue: Queue | None = None,
         items: Int32 | None = None,
     ):
-        """Of arguments as the kernel reads them. queue: what is computed, if not all queries; items: more than all of
-        its numbers."""
+        """Launch with arguments in the kernel's layouts.
+
+        queue  what to compute, if not all queries
+        items  an upper bound, exclusive, of the numbers in the queue
+        """
 
         @cute.struct
         class Storage:

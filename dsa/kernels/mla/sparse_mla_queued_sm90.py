@@ -1,8 +1,7 @@
-"""Sparse MLA attention over selected latent keys in 16 bits, few heads: prefill with up to 16 heads, of the queries
-that a queue has.
+"""Sparse MLA prefill with up to 16 heads over selected 16-bit keys, for a queue of single queries.
 
-As sparse_mla_swap_ab_sm90.py, which this is but for which queries are computed: those whose selections have too little
-in common with their neighbours', and those that sparse_mla_union_sm90.py could not do.
+This is sparse_mla_swap_ab_sm90.py, except that a queue says which queries to compute: those that share too
+few keys with their neighbours, and those that sparse_mla_union_sm90.py could not compute.
 """
 
 from collections.abc import Callable
@@ -22,9 +21,14 @@ from dsa.runtime.compile_cache import cached, compile_sm90
 
 
 class SparseMlaQueuedSm90(SparseMlaSwapAbSm90):
-    """f(q [T, h, d], kv [s_kv, 1, d], indices [T, 1, K], counts [n], has_counts, sink [m], has_sink, out [T, h, 512],
-    lse [T, h], out_partial, lse_partial, max_logits [T, h], scale * log2(e), workers, queued [2], queries [T]), as
-    `SparseMlaKernel` and `compile_selection_union` have them."""
+    """Sparse MLA attention of a queue of queries.
+
+    f(q [T, h, d], kv [s_kv, 1, d], indices [T, 1, K], counts [n], has_counts, sink [m], has_sink, out
+    [T, h, 512], lse [T, h], out_partial, lse_partial, max_logits [T, h], scale * log2(e), workers, queued
+    [2], queries [T]).
+
+    Arguments are as in `SparseMlaKernel` and `compile_selection_union`.
+    """
 
     @cute.jit
     def __call__(
@@ -57,7 +61,7 @@ class SparseMlaQueuedSm90(SparseMlaSwapAbSm90):
 
 @cached
 def compile_sparse_mla_queued(dtype: str, head_dim: int):
-    """-> f, see `SparseMlaQueuedSm90`, for h <= 16."""
+    """Compile f, see `SparseMlaQueuedSm90`, for h <= 16."""
     kind = cute_dtype(dtype)
     (q, [kv], [indices], [counts], counted, *sinks), results = queued_arguments(kind, head_dim)
     queued, queries = (fake(Int32, (n,), (1,), 4) for n in (2, q.shape[0]))
@@ -69,5 +73,5 @@ def compile_sparse_mla_queued(dtype: str, head_dim: int):
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
-    """Every compile function and its arguments that the op can ask for."""
+    """Return every (compile function, arguments) that the op can ask for."""
     return [(compile_sparse_mla_queued, (dtype, head_dim)) for head_dim in SPARSE_HEAD_DIMS for dtype in DTYPES]

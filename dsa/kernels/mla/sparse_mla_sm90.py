@@ -1,17 +1,21 @@
-"""Sparse MLA attention over selected latent keys in 16 bits, for prefill and decoding: every query has its own list of
-keys, or two.
+"""Sparse MLA attention over selected 16-bit latent keys, for prefill and decoding.
 
-o[t, h] = softmax_j(scale * q[t, h] . k[j]) k[j, :512] over the keys j of query t; q and k of 576 or 512 channels
+o[t, h] = softmax_j(scale * q[t, h] . k[j]) k[j, :512]
 
-Work, warp roles, launch: sparse_mla_kernel.py; one score warpgroup, 64 heads a CTA. The consumers: mla_attention.py.
-Producer: the load warpgroup gathers 16 bytes a lane by cp.async, a tile's indices while the tile before is asked for
-(topk_gather.py). Where there is no key it writes zeros, and says so by a bit; such a score is minus infinity. A query's
-own rows come by the same rings, as a tile before its keys: loads do not wait for the end of a query.
-Shared memory: the chunks of Q that are not in registers, two stages of P, a ring of v chunks of 16 KiB and one of rope
-parts: two and a half tiles.
+The sum runs over the selected keys j of query t. Each query has one or two lists of keys. q and k have 576 or
+512 channels.
+
+Work, warp roles, scheduler, launch: sparse_mla_kernel.py, with one score warpgroup and 64 heads per CTA.
+Consumers: mla_attention.py.
+Producer: the load warpgroup gathers keys by cp.async, 16 bytes per lane. It loads a tile's indices while it
+requests the keys of the previous tile (topk_gather.py). For an index that is no key it writes zeros and
+clears a bit of the valid mask, so that the score becomes -inf. Q comes through the same stages, as one tile
+before the query's keys, so that loads do not stall between queries.
+Shared memory: the chunks of Q that are not in registers, two stages of P, a ring of 16 KiB v chunks and a
+ring of rope parts, which hold two and a half tiles.
 Constraints: limits.py; rows of q and keys start at multiples of 16 bytes.
-Roofline: of a tile of 576 channels wgmma takes 2176 clocks, of 512 2048. The L2 cache delivers a tile, 72 KiB to every
-multiprocessor, in about 1700 to 3000 clocks, depending on how much of it comes from memory.
+Roofline: wgmma takes 2176 cycles per tile of 576 channels, and 2048 for 512. The L2 cache takes about 1700 to
+3000 cycles to deliver a tile, 72 KiB, to every SM, depending on how much of it comes from DRAM.
 """
 
 from collections.abc import Callable
@@ -42,7 +46,10 @@ ROPE_STAGES = 2
 
 @dataclass(frozen=True)
 class SparseQTile:
-    """Heads first_row to first_row + TILE_M - 1 of the `rows` of a query; queries: of a sequence, to divide by."""
+    """Heads first_row to first_row + TILE_M - 1 of the `rows` heads of a query.
+
+    queries  queries per sequence, as a divisor
+    """
 
     queries: cute.FastDivmodDivisorV2
     rows: Int32
@@ -51,7 +58,7 @@ class SparseQTile:
 
     @cute.jit
     def coord(self, query, row):
-        """(sequence, query of the sequence, head) of a row, in the results."""
+        """Return (sequence, query of the sequence, head) of a row in the results."""
         return *divmod(query, self.queries), row
 
     def has_row(self, _, row):
@@ -60,13 +67,13 @@ class SparseQTile:
 
 
 class SparseMlaAttention(MlaAttention):
-    """Queries that come by the rings, and keys by the bits of the valid mask."""
+    """MLA attention whose Q comes through the key stages, and whose keys are masked by the valid mask."""
 
     q_in_ring = True
 
     @cute.jit
     def load_q(self, shared: MlaShared, q_rmem, state: KvState, warp, lane) -> KvState:
-        """They came as a tile of keys does, row by row."""
+        """Copy Q, which came row by row as a tile of keys does, from its stages to registers and shared memory."""
         pipeline = shared.pipeline
         words = cute.make_tensor(
             cute.recast_ptr(q_rmem.iterator, dtype=Uint32), cute.make_layout((4, K_CHUNK // K16, Q_RMEM_CHUNKS))
@@ -75,8 +82,9 @@ class SparseMlaAttention(MlaAttention):
         vector = cute.make_rmem_tensor((8,), self.dtype)
         for n, chunk in enumerate(self.order):
             if const_expr(n == Q_RMEM_CHUNKS):
-                # All warps have multiplied with the rows before: PTX does not say which rows a warp's part of a wgmma
-                # reads, and nothing else makes a warp wait for the other warps' last tile of the query before.
+                # Wait until all warps are done with the previous Q. PTX does not say which rows a warp reads
+                # in its part of a wgmma, and no other barrier waits for the other warps' last tile of the
+                # previous query.
                 cute.arch.barrier(barrier_id=NamedBarrier.SCORE, number_of_threads=WARPGROUP)
             stages, place = shared.kv.v, state.v.stage * K_PER_V + chunk % K_PER_V
             if const_expr(chunk < ROPE_CHUNK):
@@ -121,25 +129,25 @@ class SparseMlaAttention(MlaAttention):
         cute.autovec_copy(shared.pipeline.valid_mask[None, state.rope.stage], mask)
         if mask[0] & mask[1] & mask[2] & mask[3] != 0xFFFF:
             for i in cutlass.range_constexpr(TILE_N // 2):
-                column = i // 4 % 2 * 8 + lane % 4 * 2 + i % 2  # of 16
+                column = i // 4 % 2 * 8 + lane % 4 * 2 + i % 2  # among 16 keys
                 if (mask[i // 8] >> column) & 1 == 0:
                     scores[i] = -cutlass.Float32(float("inf"))
 
 
 class SparseMlaSm90(SparseMlaKernel):
-    """Keys of `head_dim` channels, 576 or 512, in the dtype of the epilogue."""
+    """Sparse MLA over keys of `head_dim` channels, 576 or 512, in the dtype of the epilogue."""
 
     def __init__(self, head_dim: int, epilogue: Epilogue):
         self.attention = self.make_attention(head_dim, epilogue)
         super().__init__(self.attention.kv, self.attention.exchange_memory, TILE_M, 1, REGISTERS)
 
     def make_attention(self, head_dim: int, epilogue: Epilogue) -> SparseMlaAttention:
-        """The consumers, with the keys' stages."""
+        """Return the consumers, with the stages of keys."""
         kv = TopkGather(epilogue.dtype, head_dim, V_STAGES[head_dim], ROPE_STAGES)
         return SparseMlaAttention(kv, head_dim, epilogue)
 
     def q_tile(self, results: Results, group, coord: Coord) -> QTile:
-        """The CTA's rows."""
+        """Return the CTA's rows."""
         return SparseQTile(group, coord.heads, coord.first_head)
 
     def operand_storage(self) -> type:
@@ -169,7 +177,7 @@ class SparseMlaSm90(SparseMlaKernel):
 
 @cached
 def compile_sparse_mla(dtype: str, head_dim: int, lists: int, with_max_logits: bool):
-    """-> f, see `SparseMlaKernel`, for any number of heads; max_logits: None unless with_max_logits."""
+    """Compile f, see `SparseMlaKernel`, for any number of heads; max_logits is None unless with_max_logits."""
     kind = cute_dtype(dtype)
     return compile_sm90(
         SparseMlaSm90(head_dim, Epilogue(kind, with_max_logits)),
@@ -178,7 +186,7 @@ def compile_sparse_mla(dtype: str, head_dim: int, lists: int, with_max_logits: b
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
-    """Every compile function and its arguments that the ops can ask for."""
+    """Return every (compile function, arguments) that the ops can ask for."""
     return [
         (compile_sparse_mla, (dtype, head_dim, lists, with_max_logits))
         for head_dim in SPARSE_HEAD_DIMS

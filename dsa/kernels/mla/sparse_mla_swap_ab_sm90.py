@@ -1,16 +1,22 @@
-"""Sparse MLA attention over selected latent keys in 16 bits, few heads: prefill and decoding with up to 32 heads.
+"""Sparse MLA attention over selected 16-bit latent keys with up to 32 heads, with swap A/B.
 
-o[t, h] = softmax_j(scale * q[t, h] . k[j]) k[j, :512] over the keys j of query t; q and k of 576 or 512 channels
+o[t, h] = softmax_j(scale * q[t, h] . k[j]) k[j, :512]
 
-As sparse_mla_sm90.py, but with A and B swapped: heads are the columns of the products, and keys and channels their rows
-(swap_ab_scores.py, swap_ab_values.py): 16 heads take a quarter of the products' time of 64.
-Work, launch: sparse_mla_kernel.py; a CTA has all heads of a query.
-Warp roles: two score warpgroups, which take the tiles in turns, two output warpgroups, a load warpgroup
+The sum runs over the selected keys j of query t. q and k have 576 or 512 channels. The kernel serves prefill
+and decoding.
+
+This is sparse_mla_sm90.py with swap A/B: S^T = K Q^T and O^T += V^T P^T. Keys and channels are M of the
+wgmmas, heads are N (swap_ab_scores.py, swap_ab_values.py). The wgmmas of 16 heads take a quarter of the time
+of 64 heads.
+Work, scheduler, launch: sparse_mla_kernel.py; a CTA has all heads of a query.
+Warp roles: two score warpgroups, which take the tiles in turns, two output warpgroups, and a load warpgroup
 (topk_gather.py).
-Shared memory: Q, two stages of P^T, a ring of v chunks of 16 KiB and one of rope parts: two to three tiles.
+Shared memory: Q, two stages of P^T, a ring of 16 KiB v chunks and a ring of rope parts, which hold two to
+three tiles.
 Constraints: limits.py; rows of q and keys start at multiples of 16 bytes.
-Roofline: of a tile of 576 channels shared memory takes in 72 KiB and gives 136 to the products, with 32 of Q and P for
-16 heads: 1920 clocks. The L2 cache delivers a tile to every multiprocessor in 1850 (measured by plain loads).
+Roofline: shared memory. Per tile of 576 channels it receives 72 KiB and delivers 136 KiB of keys and, for 16
+heads, 32 KiB of Q and P to the wgmmas: 1920 cycles. The L2 cache takes 1850 cycles to deliver a tile to every
+SM (measured with plain loads).
 """
 
 from collections.abc import Callable
@@ -40,7 +46,7 @@ REGISTERS = RoleRegisters(96, 112, 64)
 
 @dataclass(frozen=True)
 class Operands:
-    """The products, and the layouts of Q, of P^T, of the v chunks and of the rope parts."""
+    """Tiled MMAs, and the layouts of Q, P^T, v chunks and rope parts."""
 
     qk: cute.TiledMma
     pv: cute.TiledMma
@@ -52,7 +58,10 @@ class Operands:
 
 @dataclass(frozen=True)
 class Shared:
-    """staging: 16 x head_tile numbers for each output warp."""
+    """A CTA's shared memory.
+
+    staging  16 x head_tile elements for each output warp
+    """
 
     pipeline: KvPipeline
     exchange: SwapAbExchange
@@ -61,7 +70,10 @@ class Shared:
 
 
 class SparseMlaSwapAbSm90(SparseMlaKernel):
-    """Keys of `head_dim` channels; `head_tile` heads, 16 or 32; with_max_logits: write them, too."""
+    """Sparse MLA over keys of `head_dim` channels, with `head_tile` heads, 16 or 32, per CTA.
+
+    with_max_logits: also write the maximum logits.
+    """
 
     all_heads = True
 
@@ -114,7 +126,7 @@ class SparseMlaSwapAbSm90(SparseMlaKernel):
 
 @cached
 def compile_sparse_mla_swap_ab(dtype: str, head_dim: int, head_tile: int, lists: int, with_max_logits: bool):
-    """-> f, see `SparseMlaKernel`, for h <= head_tile, 16 or 32; max_logits: None unless with_max_logits."""
+    """Compile f, see `SparseMlaKernel`, for h <= head_tile, 16 or 32; max_logits is None unless with_max_logits."""
     kind = cute_dtype(dtype)
     return compile_sm90(
         SparseMlaSwapAbSm90(kind, head_dim, head_tile, with_max_logits),
@@ -123,7 +135,7 @@ def compile_sparse_mla_swap_ab(dtype: str, head_dim: int, head_tile: int, lists:
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
-    """Every compile function and its arguments that the ops can ask for."""
+    """Return every (compile function, arguments) that the ops can ask for."""
     return [
         (compile_sparse_mla_swap_ab, (dtype, head_dim, head_tile, lists, with_max_logits))
         for head_dim in SPARSE_HEAD_DIMS

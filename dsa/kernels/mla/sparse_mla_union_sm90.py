@@ -1,15 +1,19 @@
-"""Sparse MLA attention over selected latent keys in 16 bits where neighbouring queries of few heads share keys: prefill
-with up to 16 heads, of the groups of queries that a queue has.
+"""Sparse MLA prefill for query groups: up to 16 heads, 16-bit keys, neighbouring queries that share keys.
 
-o[t, h] = softmax_j(scale * q[t, h] . k[j]) k[j, :512] over the keys j of query t; q and k of 576 or 512 channels
+o[t, h] = softmax_j(scale * q[t, h] . k[j]) k[j, :512]
 
-As sparse_mla_sm90.py, but the rows of the products are those of a group of queries (query_groups.py), and the keys the
-union of what they select: each is gathered once, and scores of queries that have not selected it are minus infinity
-(union_gather.py). A tile of 64 keys takes what it takes of 64 heads.
-Where the sum of a row is no number or infinite, a key that another query selects may have made it so: 0 times such a
-value is no number. Then the group goes to the queue of queries, which are computed after it, each by itself.
+The sum runs over the selected keys j of query t. q and k have 576 or 512 channels. A queue lists the groups
+to compute.
+
+This is sparse_mla_sm90.py, except that M is the queries x heads of a group (query_groups.py), and that the
+keys are the union of the group's selections. Each key of the union is gathered once. The scores of queries
+that have not selected it are -inf (union_gather.py). A tile of 64 keys costs as much as it does for one query
+with 64 heads.
+Fallback: if O of a group has a NaN or infinity, a key that only another query of the group has selected may
+have caused it, since 0 * NaN and 0 * inf are NaN. The group's queries then go to the queue of single queries,
+which sparse_mla_queued_sm90.py computes afterwards.
 Constraints: limits.py; rows of q and keys start at multiples of 16 bytes.
-Roofline: as sparse_mla_sm90.py, of the union's tiles.
+Roofline: as sparse_mla_sm90.py, for the tiles of the union.
 """
 
 from collections.abc import Callable
@@ -40,8 +44,11 @@ from dsa.runtime.compile_cache import cached, compile_sm90
 
 @dataclass(frozen=True)
 class GroupResults(Results):
-    """Also, of the groups, the lengths of their lists, and where the queries of one that is to be computed otherwise
-    go."""
+    """Results of groups.
+
+    lengths  lengths of the groups' lists
+    queries  the queue for queries of a group that must be recomputed one by one
+    """
 
     lengths: cute.Tensor | None = None
     queries: Queue | None = None
@@ -49,7 +56,7 @@ class GroupResults(Results):
 
 @dataclass(frozen=True)
 class GroupQTile:
-    """The rows of a group of the `queries`, with `heads` heads each."""
+    """The rows of a query group, out of `queries` queries with `heads` heads each."""
 
     group_rows: GroupRows
     queries: Int32
@@ -60,18 +67,18 @@ class GroupQTile:
 
     @cute.jit
     def coord(self, group, row):
-        """(query, 0, head) of a row, in the results."""
+        """Return (query, 0, head) of a row in the results."""
         return group * self.group_rows.size + self.group_rows.member(row), Int32(0), self.group_rows.head(row)
 
     @cute.jit
     def has_row(self, group, row):
-        """Whether a group has the row."""
+        """Whether the group has the row."""
         query, _, head = self.coord(group, row)
         return query < self.queries and head < self.heads
 
 
 class SparseMlaUnionAttention(SparseMlaAttention):
-    """Groups of queries."""
+    """MLA attention of query groups: each query has its own valid mask."""
 
     @cute.jit
     def apply_mask(
@@ -91,13 +98,13 @@ class SparseMlaUnionAttention(SparseMlaAttention):
         tile_row = tid // 32 * 16 + lane // 4
         for r in cutlass.range_constexpr(2):
             member = q_tile.group_rows.member(tile_row + 8 * r)
-            # Rows 8 apart are of one query where a query has 16 rows.
+            # Rows 8 apart belong to one query if a query has 16 rows.
             if const_expr(r == 0 or q_tile.group_rows.each == 8):
                 cute.autovec_copy(masks[None, member, state.rope.stage], mask)
                 for i in cutlass.range_constexpr(MASK_WORDS):
                     mask[i] >>= Uint32(lane % 4 * 2)
             for i in cutlass.range_constexpr(TILE_N // 4):
-                column = i // 2 % 2 * 8 + i % 2  # of 16, behind the lane's first
+                column = i // 2 % 2 * 8 + i % 2  # among 16 keys, relative to the lane's first
                 if (mask[i // 4] >> column) & 1 == 0:
                     scores[i // 2 * 4 + 2 * r + i % 2] = -Float32(float("inf"))
 
@@ -121,7 +128,7 @@ class SparseMlaUnionAttention(SparseMlaAttention):
         warp,
         lane,
     ):
-        """As of a query; and where a sum is no number or infinite, the group's queries to their queue."""
+        """Store O of a group. If O has a NaN or infinity, add the group's queries to the queue of single queries."""
         zero = Float32(0.0)
         for i in cutlass.range_constexpr(HALF_V // 2):
             zero = cute.math.fma(acc[i], Float32(0.0), zero)
@@ -144,10 +151,15 @@ class SparseMlaUnionAttention(SparseMlaAttention):
 
 
 class SparseMlaUnionSm90(SparseMlaSm90):
-    """f(q [T, h, d], kv [s_kv, 1, d], lists [g, 1, width], lengths [g], sink [m], has_sink, out [T, h, 512],
-    lse [T, h], out_partial, lse_partial, max_logits [T, h], scale * log2(e), workers, queued [2], groups [g],
-    queries [T]), as `SparseMlaKernel` and `compile_selection_union` have them; groups of `size` queries, h <= TILE_M /
-    size."""
+    """Sparse MLA attention of query groups.
+
+    f(q [T, h, d], kv [s_kv, 1, d], lists [g, 1, width], lengths [g], sink [m], has_sink, out [T, h, 512], lse
+    [T, h], out_partial, lse_partial, max_logits [T, h], scale * log2(e), workers, queued [2], groups [g],
+    queries [T]).
+
+    Arguments are as in `SparseMlaKernel` and `compile_selection_union`. A group has `size` queries; h <=
+    TILE_M / size.
+    """
 
     all_heads = True
 
@@ -198,7 +210,7 @@ class SparseMlaUnionSm90(SparseMlaSm90):
 
 @cached
 def compile_sparse_mla_union(dtype: str, head_dim: int, size: int):
-    """-> f, see `SparseMlaUnionSm90`."""
+    """Compile f, see `SparseMlaUnionSm90`."""
     kind = cute_dtype(dtype)
     (q, [kv], _, _, _, *sinks), results = queued_arguments(kind, head_dim)
     groups = cute.sym_int()
@@ -212,7 +224,7 @@ def compile_sparse_mla_union(dtype: str, head_dim: int, size: int):
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
-    """Every compile function and its arguments that the op can ask for."""
+    """Return every (compile function, arguments) that the op can ask for."""
     return [
         (compile_sparse_mla_union, (dtype, head_dim, size))
         for head_dim in SPARSE_HEAD_DIMS

@@ -1,5 +1,7 @@
-"""What the score and output warpgroups share where heads are the columns of the products (A and B swapped): S^T = K
-Q^T, O^T = V^T P^T; and of FP8 caches the scales of a tile's keys, as the products with P take them."""
+"""What score warpgroups pass to output warpgroups with swap A/B: S^T = K Q^T, O^T = V^T P^T.
+
+For FP8 caches this includes the scales of a tile's keys, in the layout that the products with P^T need.
+"""
 
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -18,11 +20,11 @@ from dsa.kernels.mla.limits import HEAD_DIM_V, TILE_N
 P_STAGES = 2
 OUTPUT_WARPS = 8
 SCALE_TABLE_BYTES = 1024
-F16_ROOM = 6  # f16 has room for e4m3 times 2^7: the largest scale of a key is below 2 after division by its power
+F16_ROOM = 6  # log2: e4m3 times 2^7 fits in f16, and a key's largest scale is below 2 after division by 2^e
 
 
 class NamedBarrier(IntEnum):
-    """SCORE: of all score warpgroups; the others are one for each score warpgroup."""
+    """Named barriers. SCORE is for all score warpgroups; the others have one barrier per score warpgroup."""
 
     SCORE = 1
     SCORE_WARPGROUP = 2
@@ -31,7 +33,7 @@ class NamedBarrier(IntEnum):
 
 @dataclass(frozen=True)
 class HeadRange:
-    """A CTA's heads: from number `first` on, of a query's `total`."""
+    """A CTA's heads: from head `first` on, out of a query's `total`."""
 
     first: Int32
     total: Int32
@@ -39,7 +41,7 @@ class HeadRange:
 
 @dataclass(frozen=True)
 class Thread:
-    """Which warpgroup of its role, warp of four, lane; and so the thread."""
+    """A thread's position in its role: warpgroup, warp of the warpgroup, and lane."""
 
     side: Int32
     warp: Int32
@@ -52,20 +54,25 @@ class Thread:
 
 @dataclass(frozen=True)
 class SwapAbExchange:
-    """q             Q [heads, channels]
-    p             P^T [heads, TILE_N, P_STAGES], and p_pipeline, its barriers
-    rescale       [heads, P_STAGES]: what the columns of O^T are multiplied by before a tile, if `rescaled` is not 0
-    rescaled      [P_STAGES]
-    inverse       [heads]: what O^T is multiplied by at the end of a work tile; `end` is its pipeline of one stage
-    order         barriers, one a stage: each score warpgroup's turn to look at the maxima and change them
-    by_warp       [heads, score warps]: their columns' maxima, or sums
-    row_max       [heads]: what P is relative to, in powers of two (NO_MAX while there is none)
-    row_sum       [4, score threads, heads / 16]: of each, the sums of its columns over its keys
+    """Shared memory between the score and output warpgroups.
 
-    Of FP8 caches also:
+    q           Q [heads, channels]
+    p           P^T [heads, TILE_N, P_STAGES]
+    p_pipeline  pipeline of p
+    rescale     [heads, P_STAGES]: factors for the columns of O^T, to apply before a tile if `rescaled` is not
+                0
+    rescaled    [P_STAGES]
+    inverse     [heads]: factors for the columns of O^T at the end of a work tile
+    end         pipeline of inverse, one stage
+    order       mbarriers, one per stage: let the score warpgroups read and update row_max in turns
+    by_warp     [heads, score warps]: maxima or sums of the warps' columns
+    row_max     [heads]: the maximum that P is relative to, in log2; NO_MAX before the first score
+    row_sum     [4, score threads, heads / 16]: each thread's sums of its columns over its keys
+
+    For FP8 caches only:
     q_f16         the memory of Q as f16
     scale_tables  address of P_STAGES ScaleTables
-    q_largest     [score warps]: the largest magnitude of their part of Q, as bits of bf16
+    q_largest     [score warps]: largest magnitude in a warp's part of Q, as bf16 bits
     """
 
     q: cute.Tensor
@@ -85,7 +92,7 @@ class SwapAbExchange:
 
     @cute.jit
     def init(self):
-        """Make the barriers. One thread's work. A tile has one score warpgroup."""
+        """Initialize the barriers; called by one thread. Each tile of P^T is written by one score warpgroup."""
         self.p_pipeline.init(consumers=OUTPUT_WARPS, producers=4)
         self.order.init(4)
         self.end.init(consumers=OUTPUT_WARPS, producers=4)
@@ -94,9 +101,12 @@ class SwapAbExchange:
 
 
 class SwapAbExchangeMemory:
-    """The shared memory of it, for `head_tile` heads of a query of `head_dim` channels and so many score warpgroups.
+    """The layout of a SwapAbExchange in shared memory.
 
-    dtype  of Q and P; None: an FP8 cache, with Q in bf16 and f16, and P in f16
+    dtype             of Q and P; None for an FP8 cache, with Q in bf16 and f16 and P in f16
+    head_dim          channels of a query
+    head_tile         heads per CTA
+    score_warpgroups  number of score warpgroups
     """
 
     def __init__(self, dtype: type[cutlass.Numeric] | None, head_dim: int, head_tile: int, score_warpgroups: int):
@@ -106,7 +116,7 @@ class SwapAbExchangeMemory:
         self.row_sum_shape = (4, WARPGROUP * score_warpgroups, head_tile // 16)
 
     def layouts(self) -> tuple[cute.ComposedLayout, cute.ComposedLayout]:
-        """Of Q and P^T, as operands of the products."""
+        """Return the layouts of Q and P^T as wgmma operands."""
         return (
             sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (TILE_N, self.head_tile, self.head_dim), self.dtype, 1),
             sm90.make_smem_layout_b(LayoutEnum.COL_MAJOR, (TILE_N, self.head_tile, TILE_N), self.p_dtype, P_STAGES),
@@ -161,13 +171,16 @@ class SwapAbExchangeMemory:
 
 
 class ScaleTable:
-    """What the numbers of a tile's keys are multiplied by for V, which is f16: their scales divided by 2^(e -
-    F16_ROOM), e the exponent of the key's largest, so that the products use f16's range; P has the key's 2^e. Two keys
-    are side by side, as the products' operands have them.
+    """The factors that turn a tile's FP8 values into V in f16.
 
-    d = 576: [4 groups, 32 pairs of keys, 2, 2 keys] f16: the scale rounded, and what the rounding left out.
-    d = 512: [8 blocks, 32 pairs, 2 keys] f16, of powers of two; of the last block, which is bf16, 2^(F16_ROOM - e) as
-    bf16. So a group whose scale is below 2^-20 of the key's largest loses accuracy: up to 2^-22 of that largest scale.
+    A factor is a value's scale divided by 2^(e - F16_ROOM), where e is the exponent of the key's largest
+    scale. This uses the range of f16. P is multiplied by the key's 2^e instead. The factors of two keys are
+    adjacent, as in the wgmma operand.
+
+    d = 576: [4 groups, 32 pairs of keys, 2, 2 keys] f16: the rounded factor, and the rounding error.
+    d = 512: [8 blocks, 32 pairs of keys, 2 keys] f16, powers of two. The last block is bf16 values, and its
+    factor 2^(F16_ROOM - e) is stored as bf16. A group whose scale is below 2^-20 of the key's largest scale
+    loses accuracy, up to 2^-22 of that largest scale.
     """
 
     def __init__(self, head_dim: int):
@@ -176,15 +189,15 @@ class ScaleTable:
         self.each = TILE_N // 2 * self.entry
 
     def place(self, table: Int32, group, key):
-        """Where the scale of a key for a group, or block, is; 4 bytes further, what the rounding left out."""
+        """Return the address of a key's factor for a group or block. The rounding error is 4 bytes further."""
         return table + group * self.each + key // 2 * self.entry + key % 2 * 2
 
     def of_block(self, table: Int32, block) -> Int32:
-        """Where the scales for a block of 64 channels begin."""
+        """Return the address of the factors of a block of 64 channels."""
         return table + (block // 2 if self.split else block) * self.each
 
     def pair(self, start: Int32, pair) -> list:
-        """Words of the two keys' scales: what was rounded, and what that left out if it did."""
+        """Return the word with the factors of two keys, and the word with their rounding errors if there are any."""
         if self.split:
             return list(load_8(start + pair * self.entry))
         return [load_4(start + pair * self.entry)]

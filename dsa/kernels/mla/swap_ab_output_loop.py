@@ -1,5 +1,6 @@
-"""The mainloop of the output warpgroups with A and B swapped, of 16-bit and of FP8 keys: O^T += V^T P^T over the tiles
-of every work tile. Each of the two warpgroups has 256 channels x `head_tile` of O^T.
+"""The mainloop of the output warpgroups with swap A/B, for 16-bit and FP8 keys: O^T += V^T P^T.
+
+It runs over the tiles of every work tile. Each of the two warpgroups has 256 channels x `head_tile` of O^T.
 """
 
 import cutlass
@@ -13,20 +14,23 @@ from dsa.kernels.mla.tile_scheduler import WorkTileInfo
 
 
 class SwapAbOutputLoop:
-    """`head_tile` heads, 16, 32 or 64: four products of 64 channels of O^T.
+    """The loop for `head_tile` heads, 16, 32 or 64. O^T is four accumulators of 64 channels.
 
-    A kernel says how a tile is multiplied (`skip_q`, `add_tile`) and how O^T is written (`write`).
+    A kernel overrides how Q's stages are skipped (`skip_q`), how a tile is multiplied (`add_tile`) and how
+    O^T is written (`write`).
     """
 
     def __init__(self, head_tile: int):
-        self.head_tile, self.columns = head_tile, head_tile // 4  # columns of a lane
+        self.head_tile, self.columns = head_tile, head_tile // 4  # columns (heads) per lane
 
     def element(self, column: int, j: int) -> int:
-        """Where a lane has the j-th of its eight channels of a column: two of each product."""
+        """Return the index, in a lane's accumulators, of the j-th of its eight channels of a column: two per
+        accumulator.
+        """
         return j // 2 * (self.head_tile // 2) + column // 2 * 4 + j % 2 * 2 + column % 2
 
     def head_of(self, column: int, lane):
-        """Which of the CTA's heads a lane's column is."""
+        """Return which of the CTA's heads a lane's column is."""
         return column // 2 * 8 + (lane & 3) * 2 + column % 2
 
     @cute.jit
@@ -40,14 +44,14 @@ class SwapAbOutputLoop:
 
     @cute.jit
     def skip_q(self, pipeline, state: PipelineState) -> PipelineState:
-        """The state of the ring behind the stages with a work tile's queries, which are not for this warpgroup."""
+        """Return the ring state after the stages with a work tile's Q, which this warpgroup does not read."""
         raise NotImplementedError
 
     @cute.jit
     def add_tile(
         self, operands, pipeline, exchange: SwapAbExchange, state: PipelineState, tile_count, thread: Thread
     ) -> PipelineState:
-        """O^T += V^T P^T of the next tile, behind tile_count tiles of P. -> the state behind it."""
+        """Compute O^T += V^T P^T of the next tile, after tile_count tiles of P. Return the state after it."""
         raise NotImplementedError
 
     @cute.jit
@@ -61,7 +65,7 @@ class SwapAbOutputLoop:
         group,
         thread: Thread,
     ):
-        """O^T times `inverse` to the result, or of a split to its partial result."""
+        """Write O^T times `inverse` to the result, or to the partial result of a split."""
         raise NotImplementedError
 
     @cute.jit
@@ -77,8 +81,11 @@ class SwapAbOutputLoop:
         group,
         thread: Thread,
     ):
-        """An output warpgroup: its half of the channels, all work tiles of this CTA. acc: a lane's part of O^T, flat;
-        state: where the warpgroup begins in the ring of keys."""
+        """Run an output warpgroup: its half of the channels, all work tiles of this CTA.
+
+        acc    a lane's part of O^T, flat
+        state  the warpgroup's first state in the ring of keys
+        """
         work_count, tile_count, batch_idx = Int32(0), Int32(0), Int32(0)
         while batch_idx >= 0:
             work_state = state_at_of_two(work_count)

@@ -1,5 +1,6 @@
-"""The mainloop of the score warpgroups with A and B swapped, of 16-bit and of FP8 keys: work tiles, and their tiles of
-keys in turns between the warpgroups.
+"""The mainloop of the score warpgroups with swap A/B, for 16-bit and FP8 keys.
+
+It runs over work tiles. The warpgroups take the tiles of keys in turns.
 """
 
 from typing import Any
@@ -15,14 +16,16 @@ from dsa.kernels.mla.swap_ab_softmax import SwapAbSoftmax
 
 
 class SwapAbScoreLoop(SwapAbSoftmax):
-    """A kernel says how queries come (`load_q`) and how a tile is scored (`score_tile`)."""
+    """The loop. A kernel overrides how Q is loaded (`load_q`) and how a tile is scored (`score_tile`)."""
 
-    q_stages = 1  # of the ring of tiles, for the queries of a work tile
+    q_stages = 1  # stages of the ring that a work tile's Q takes
 
     @cute.jit
     def load_q(self, operands, pipeline, exchange: SwapAbExchange, ring, heads: HeadRange, thread: Thread) -> Any:
-        """The work tile's queries, which came as tile number `ring`, to their own memory. -> what `score_tile` needs to
-        know about them."""
+        """Copy the work tile's Q, which came as tile `ring` of the ring, to its own memory.
+
+        Return what `score_tile` needs to know of Q.
+        """
         raise NotImplementedError
 
     @cute.jit
@@ -39,7 +42,10 @@ class SwapAbScoreLoop(SwapAbSoftmax):
         scale,
         thread: Thread,
     ):
-        """P^T of tile number `tile` of the work tile. ring, tile_count: tiles of the ring and of P before these."""
+        """Compute P^T of tile `tile` of the work tile.
+
+        ring, tile_count: the position in the ring and in P of the work tile's first tile.
+        """
         raise NotImplementedError
 
     @cute.jit
@@ -54,11 +60,11 @@ class SwapAbScoreLoop(SwapAbSoftmax):
         scale,
         thread: Thread,
     ):
-        """A score warpgroup: all work tiles of this CTA."""
+        """Run a score warpgroup: all work tiles of this CTA."""
         max_logits = None
         if const_expr(self.with_max_logits):
             max_logits = cute.make_rmem_tensor((self.columns,), Float32)
-        # Tiles of the ring, work tiles and tiles of P so far.
+        # Counts so far: tiles of the ring, work tiles, tiles of P.
         ring, work_count, tile_count, batch_idx = Int32(0), Int32(0), Int32(0), Int32(0)
         while batch_idx >= 0:
             work_state = state_at_of_two(work_count)
@@ -66,7 +72,7 @@ class SwapAbScoreLoop(SwapAbSoftmax):
             pipeline.work.release(work_state)
             batch_idx = work.batch_idx
             if batch_idx >= 0:
-                # All have multiplied with the queries before.
+                # Wait until all score warpgroups are done with the previous Q.
                 self.sync_score()
                 q_power = self.load_q(operands, pipeline, exchange, ring, heads, thread)
                 ring += self.q_stages

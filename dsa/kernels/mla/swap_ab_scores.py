@@ -1,5 +1,6 @@
-"""The score warpgroups of attention of few heads over latent keys in 16 bits, which take tiles in turns: S^T = K Q^T,
-softmax, P^T. Keys are the rows of the products, as they lie in shared memory, and heads their columns.
+"""The score warpgroups with swap A/B and 16-bit latent keys: S^T = K Q^T, softmax, P^T.
+
+The warpgroups take tiles in turns. Keys are M of the wgmmas, straight from shared memory; heads are N.
 """
 
 from dataclasses import dataclass
@@ -34,7 +35,12 @@ SCORE_WARPGROUPS = 2
 
 @dataclass(frozen=True)
 class ScoreOperands:
-    """The product; v chunks, rope parts and Q as its operands; its accumulator, whole and flat; the stages."""
+    """Tiled MMA, operands and accumulator of the scores.
+
+    rk, rr, rq  v chunks, rope parts and Q as wgmma operands
+    acc         accumulator; `scores` is the same, flat
+    tensors     the stages of keys
+    """
 
     mma: cute.TiledMma
     rk: cute.Tensor
@@ -46,7 +52,7 @@ class ScoreOperands:
 
 
 class SwapAbScores(SwapAbScoreLoop):
-    """Keys in `kv`, `head_tile` heads, 16 or 32; with_max_logits: write them, too."""
+    """Scores for keys in `kv` and `head_tile` heads, 16 or 32; `with_max_logits` also writes the maximum logits."""
 
     def __init__(self, kv: TopkGather, head_tile: int, with_max_logits: bool):
         super().__init__(head_tile, SCORE_WARPGROUPS, kv.dtype, key_exponents=False, with_max_logits=with_max_logits)
@@ -69,7 +75,7 @@ class SwapAbScores(SwapAbScoreLoop):
         scale,
         thread: Thread,
     ):
-        """A score warpgroup: all work tiles of this CTA."""
+        """Run a score warpgroup: all work tiles of this CTA."""
         thr = mma.get_slice(thread.tid)
         rk, rr = [mma.make_fragment_A(thr.partition_A(stages)) for stages in (tensors.v, tensors.rope)]
         rq = mma.make_fragment_B(thr.partition_B(exchange.q))
@@ -111,7 +117,7 @@ class SwapAbScores(SwapAbScoreLoop):
         heads: HeadRange,
         thread: Thread,
     ) -> None:
-        """They came as keys do, as tile number `ring`, row by row: k chunks go to their memory as they are."""
+        """Copy Q, which came row by row as tile `ring` of the ring, to its own memory, one k chunk after the other."""
         rope = state_at(ring, self.kv.rope_stages)
         vector = cute.make_rmem_tensor((8,), self.dtype)
         target = cute.recast_ptr(exchange.q.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
@@ -125,7 +131,7 @@ class SwapAbScores(SwapAbScoreLoop):
                 pipeline.rope.consumer_wait(rope)
             source = cute.recast_ptr(stages.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
             source += place * (TILE_N * K_CHUNK)
-            # Rows of 128 bytes: a vector for each of 16 or 32 rows x 8.
+            # Rows have 128 bytes: 8 vectors for each of 16 or 32 rows.
             here = self.number(thread) * 8
             if here < self.head_tile * K_CHUNK:
                 cute.autovec_copy(cute.make_tensor(source + here, cute.make_layout(8)), vector)
@@ -138,12 +144,12 @@ class SwapAbScores(SwapAbScoreLoop):
             self.kv.release(pipeline.rope, rope)
 
     def v_chunk_of(self, n: int) -> int:
-        """Of the k chunk that comes as number n the v chunk, in the order in which they come."""
+        """Return the v chunk, counted in load order, of the k chunk that is n-th in load order."""
         return sum(chunk < ROPE_CHUNK for chunk in self.order[:n]) // K_PER_V
 
     @cute.jit
     def start_scores(self, operands: ScoreOperands, pipeline: KvPipeline, ring):
-        """Start acc = K Q^T of tile number `ring`, as its parts arrive."""
+        """Issue acc = K Q^T of tile `ring` of the ring, as the tile's parts arrive."""
         mma, acc = operands.mma, operands.acc
         rope = state_at(ring, self.kv.rope_stages)
         last = state_at(ring * V_CHUNKS + V_CHUNKS - 1, self.kv.v_stages)

@@ -1,8 +1,9 @@
-"""Online softmax of scores whose columns are heads (A and B swapped): S^T of 64 keys to P^T, for the score warpgroups.
+"""Online softmax with swap A/B, for the score warpgroups: S^T of 64 keys x heads to P^T.
 
-P is relative to a maximum that may lag behind the true one by a factor of 2^RESCALE_THRESHOLD: a barrier asks all lanes
-whether it does by more; only then is the maximum of the columns, which lie in all warps, found. Of two score
-warpgroups, one looks at the maxima after the other, in the order of the tiles, and both have sums of their own.
+P is relative to row_max, which may lag behind the true maximum by a factor of 2^RESCALE_THRESHOLD. A barrier
+with an or-reduction tells whether the lag of any column is larger. Only then are the columns' true maxima
+computed, which takes an exchange between the warps. With two score warpgroups, the warpgroups read and update
+row_max in turns, in the order of the tiles. Each warpgroup has its own row_sum.
 """
 
 import operator
@@ -21,14 +22,14 @@ from dsa.kernels.mla.mla_softmax import NO_MAX, RESCALE_THRESHOLD
 from dsa.kernels.mla.swap_ab_exchange import F16_ROOM, HeadRange, NamedBarrier, SwapAbExchange, Thread
 from dsa.kernels.mla.tile_scheduler import WorkTileInfo
 
-# Of FP8 caches P is at most 2^(RESCALE_THRESHOLD + RAISED), which f16 has, so that what is 2^-31 of the largest is more
-# than 0.
+# For FP8 caches P is scaled up by 2^RAISED. P is at most 2^(RESCALE_THRESHOLD + RAISED), which fits in f16,
+# and a weight of 2^-31 of the largest does not underflow to 0.
 RAISED = 7.0
 
 
 @cute.jit
 def vote_any(condition: Boolean, barrier_id: Int32, threads: cutlass.Constexpr):
-    """Whether the condition holds for any of the threads, which all wait for each other."""
+    """Return whether the condition holds for any of the barrier's threads. All of them wait for each other."""
     own = Int32(1) if condition else Int32(0)
     found = cute.arch.inline_ptx(
         "{{ .reg .pred p, q; setp.ne.s32 q, {$r0}, 0; "
@@ -42,22 +43,27 @@ def vote_any(condition: Boolean, barrier_id: Int32, threads: cutlass.Constexpr):
 
 @cute.jit
 def power_of_two(exponent: Int32) -> Float32:
+    """Return 2^exponent."""
     return ((exponent + 127) << 23).bitcast(Float32)
 
 
 @cute.jit
 def spread_key(row):
-    """Which key of eight is row `row` of the products: neighbours four apart, so that they lie in different banks."""
+    """Return which of eight keys is row `row` of the wgmmas.
+
+    Neighbouring rows are keys four apart, which are in different banks.
+    """
     return (row >> 1) + ((row & 1) << 2)
 
 
 class SwapAbSoftmax:
-    """`head_tile` heads of a query, 16, 32 or 64, and so many score warpgroups.
+    """Softmax for `head_tile` heads of a query, 16, 32 or 64.
 
-    p_dtype          of P
-    key_exponents    keys come with a power of two each, which P is multiplied by and which its sums are without; then
-                     eight keys are in the order of `spread_key`, and O is divided by 2^F16_ROOM, too
-    with_max_logits  write them, too
+    score_warpgroups  number of score warpgroups
+    p_dtype           of P
+    key_exponents     whether each key comes with a power of two, which multiplies P but not row_sum. Then
+                      each eight keys are in the order of `spread_key`, and O is also divided by 2^F16_ROOM
+    with_max_logits   also write the maximum logits
     """
 
     def __init__(
@@ -70,18 +76,18 @@ class SwapAbSoftmax:
     ):
         self.head_tile, self.score_warpgroups, self.p_dtype = head_tile, score_warpgroups, p_dtype
         self.key_exponents, self.with_max_logits = key_exponents, with_max_logits
-        self.columns = head_tile // 4  # of a lane
+        self.columns = head_tile // 4  # columns (heads) per lane
         self.raised = RAISED if key_exponents else 0.0
 
     @cute.jit
     def key_of(self, row):
-        """Which key of eight is row `row` of the products."""
+        """Return which of eight keys is row `row` of the wgmmas."""
         if const_expr(self.key_exponents):
             row = spread_key(row)
         return row
 
     def number(self, thread: Thread):
-        """Of the thread, among those of the score warpgroups."""
+        """Return the thread's index among those of the score warpgroups."""
         return thread.side * WARPGROUP + thread.tid
 
     def sync_warpgroup(self, thread: Thread):
@@ -92,7 +98,7 @@ class SwapAbSoftmax:
 
     @cute.jit
     def prologue(self, exchange: SwapAbExchange, thread: Thread):
-        """Of a work tile. To be followed by `sync_score`."""
+        """Reset row_max and row_sum for a work tile. The caller must call `sync_score` afterwards."""
         zeros = cute.make_rmem_tensor((4,), Float32)
         zeros.fill(0.0)
         if thread.side == 0 and thread.tid < self.head_tile:
@@ -113,10 +119,14 @@ class SwapAbSoftmax:
         p_state: PipelineState,
         thread: Thread,
     ):
-        """P^T of a tile's scores to shared memory, and what O^T must be multiplied by before.
+        """Write P^T of a tile's scores to shared memory, and the factors by which O^T must be multiplied
+        first.
 
-        valid_mask: a bit for each of the warp's keys; p_state: of P; powers: of the lane's two keys, if they have any,
-        and exponents, the same as numbers; max_logits: of the lane's columns the highest of its scores, if wanted
+        valid_mask  a bit for each of the warp's keys
+        powers      exponents of the lane's two keys, if `key_exponents`
+        exponents   the same as Float32, NaN if a key's scale is
+        max_logits  running maxima of the lane's columns, if `with_max_logits`
+        p_state     state of P
         """
         stage = p_state.stage
         lane, number = opaque(thread.lane), opaque(self.number(thread))
@@ -124,7 +134,7 @@ class SwapAbSoftmax:
             exchange.row_max.iterator + (lane & 3) * 2, cute.make_layout((2, self.head_tile // 8), stride=(1, 8))
         )
         pair = cute.make_rmem_tensor((2,), Float32)
-        # In place: in powers of two, with the key's own.
+        # In place: convert the scores to log2, including the key's exponent.
         for r in cutlass.range_constexpr(2):
             for i in cutlass.range_constexpr(self.columns):
                 at = i // 2 * 4 + 2 * r + i % 2
@@ -141,7 +151,7 @@ class SwapAbSoftmax:
                 at = c // 2 * 4 + c % 2
                 max_logits[c] = cute.arch.fmax(max_logits[c], cute.arch.fmax(scores[at], scores[at + 2]))
         if const_expr(self.score_warpgroups > 1):
-            # The first has the first turn.
+            # Warpgroup 0 goes first.
             exchange.order.wait(p_state.phase ^ 1 ^ thread.side, stage)
             self.rescale_row_sum(exchange, stage ^ 1, thread)
         excess = -Float32(float("inf"))
@@ -166,7 +176,7 @@ class SwapAbSoftmax:
             cute.arch.sync_warp()
             exchange.order.arrive(stage ^ 1)
         start = Int32(exchange.p.iterator.toint()) + stage * (2 * TILE_N * self.head_tile)
-        # Lane 8 i + r gives the address of row r of matrix i: two of keys, then two of heads.
+        # Lane 8 i + r addresses row r of matrix i; the matrices are 2 x 2, keys first, then heads.
         key = thread.warp * 16 + (lane & 8) + self.key_of(lane & 7)
         row_sum = cute.make_rmem_tensor((4,), Float32)
         without = [power_of_two(-power) for power in powers] if self.key_exponents else [Float32(1.0)] * 2
@@ -190,7 +200,7 @@ class SwapAbSoftmax:
 
     @cute.jit
     def rescale_row_sum(self, exchange: SwapAbExchange, stage, thread: Thread):
-        """The thread's sums as the tile of P's stage changed row_max, if it did."""
+        """Rescale the thread's sums if the tile in stage `stage` of P changed row_max."""
         lane, number = opaque(thread.lane), opaque(self.number(thread))
         if exchange.rescaled[stage] != 0:
             row_sum = cute.make_rmem_tensor((4,), Float32)
@@ -202,7 +212,7 @@ class SwapAbSoftmax:
 
     @cute.jit
     def raise_row_max(self, scores, exchange: SwapAbExchange, stage, thread: Thread):
-        """The true maxima of the columns where they exceed row_max by too much, and the rescale factors."""
+        """Set row_max to the true maxima of the columns where it lags too much, and write the rescale factors."""
         tid, column_max = opaque(thread.tid), []
         for c in cutlass.range_constexpr(self.columns):
             column_max.append(cute.arch.fmax(scores[c // 2 * 4 + c % 2], scores[c // 2 * 4 + 2 + c % 2]))
@@ -232,13 +242,15 @@ class SwapAbSoftmax:
         max_logits,
         thread: Thread,
     ):
-        """LSE of the work tile's heads, and what O^T is multiplied by. tile_count: tiles that have been scored;
-        end_state: of `inverse`."""
+        """Write LSE of the work tile's heads, and the factors for O^T.
+
+        tile_count: tiles scored so far; end_state: state of `inverse`.
+        """
         tid, number = opaque(thread.tid), self.number(thread)
         if const_expr(self.score_warpgroups > 1):
             self.sync_score()
             if (tile_count & 1) == thread.side:
-                # The last tile was the other's.
+                # The other warpgroup scored the last tile.
                 self.rescale_row_sum(exchange, thread.side ^ 1, thread)
         sums = cute.make_rmem_tensor((4, self.columns // 4), Float32)
         for j in cutlass.range_constexpr(self.columns // 4):
@@ -248,7 +260,8 @@ class SwapAbSoftmax:
         if thread.side == 0:
             exchange.end.producer_wait(end_state)
             if tid < self.head_tile:
-                # The warps of the work tile's first tile first: the sum shall not depend on what was before it.
+                # Start with the warps that scored the work tile's first tile, so that the order of the sum
+                # does not depend on earlier work tiles.
                 turned = 4 * (tile_count - work.tiles & self.score_warpgroups - 1)
                 row_sum = exchange.by_warp[tid, turned]
                 for w in cutlass.range_constexpr(1, 4 * self.score_warpgroups):
@@ -273,7 +286,7 @@ class SwapAbSoftmax:
             cute.arch.sync_warp()
             exchange.end.producer_commit(end_state)
         if const_expr(self.with_max_logits):
-            # The sums have been read.
+            # by_warp is reused: wait until its sums have been read.
             self.sync_score()
             self.over_warp(exchange, [max_logits[c] for c in range(self.columns)], cute.arch.fmax, thread)
             self.sync_score()
@@ -285,8 +298,10 @@ class SwapAbSoftmax:
 
     @cute.jit
     def over_warp(self, exchange: SwapAbExchange, values: list, combine: Callable, thread: Thread):
-        """The warp's sums or maxima of its lanes' values of columns, to `by_warp`. Of all columns at once: one after
-        the other, each would wait for three exchanges."""
+        """Reduce the lanes' column values over the warp, and write the results to `by_warp`.
+
+        All columns are reduced together. One after the other, each would wait for three shuffles.
+        """
         lane = opaque(thread.lane)
         for log in cutlass.range_constexpr(2, 5):
             others = [cute.arch.shuffle_sync_bfly(value, offset=1 << log) for value in values]

@@ -1,7 +1,7 @@
-"""The output warpgroups of attention of few heads over latent keys in 16 bits: O^T += V^T P^T, and O^T to its place.
+"""The output warpgroups with swap A/B and 16-bit latent keys: O^T += V^T P^T, and the store of O.
 
-A lane has channels lane / 4 and 8 further of a warp's 16 of each 64; the result goes through shared memory, which turns
-it.
+Of each 64 channels a warp has 16, of which a lane has channels lane / 4 and lane / 4 + 8. O^T is transposed
+through shared memory.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,12 @@ from dsa.kernels.mla.tile_scheduler import WorkTileInfo
 
 @dataclass(frozen=True)
 class ValueOperands:
-    """The product; V^T and P^T as its operands; its accumulators, also as one, flat; shared memory for the result."""
+    """Tiled MMA, operands and accumulators of O^T.
+
+    rv, rp   V^T and P^T as wgmma operands
+    accs     accumulators; `flat` is the same memory, flat
+    staging  shared memory to transpose O^T
+    """
 
     mma: cute.TiledMma
     rv: cute.Tensor
@@ -35,7 +40,7 @@ class ValueOperands:
 
 
 class SwapAbValues(SwapAbOutputLoop):
-    """Keys in `kv`, `head_tile` heads, 16 or 32."""
+    """Output for keys in `kv` and `head_tile` heads, 16 or 32."""
 
     def __init__(self, kv: KvStages, head_tile: int):
         super().__init__(head_tile)
@@ -58,7 +63,7 @@ class SwapAbValues(SwapAbOutputLoop):
         group,
         thread: Thread,
     ):
-        """An output warpgroup: its half of the channels, all work tiles of this CTA."""
+        """Run an output warpgroup: its half of the channels, all work tiles of this CTA."""
         thr = mma.get_slice(thread.tid)
         values = cute.make_tensor(v.iterator, cute.select(v.layout, mode=[1, 0, 2]))
         rv = mma.make_fragment_A(thr.partition_A(values))
@@ -85,7 +90,7 @@ class SwapAbValues(SwapAbOutputLoop):
         tile_count,
         thread: Thread,
     ) -> PipelineState:
-        """state: of the warpgroup's first v chunk of the tile."""
+        """As in `SwapAbOutputLoop`; `state` is at the warpgroup's first v chunk of the tile."""
         p_state = state_at_of_two(tile_count)
         exchange.p_pipeline.consumer_wait(p_state)
         self.rescale(operands.flat, exchange, p_state.stage, thread.lane)
@@ -141,13 +146,13 @@ class SwapAbValues(SwapAbOutputLoop):
 
     @cute.jit
     def store(self, flat, out, sequence, query, heads: HeadRange, staging: cute.Pointer, thread: Thread):
-        """By way of `head_tile` x 16 numbers of a warp's own shared memory."""
+        """Store O through `head_tile` x 16 elements of the warp's shared memory."""
         lane, warp = opaque(thread.lane), thread.side * 4 + thread.warp
         own = staging + warp * (self.head_tile * 16)
         vector = cute.make_rmem_tensor((8,), self.dtype)
         for product in cutlass.range_constexpr(4):
             for n in cutlass.range_constexpr(self.head_tile // 16):
-                # Matrices of 8 channels x 8 heads: two of channels, then two of heads.
+                # Matrices of 8 channels x 8 heads, 2 x 2: channels first, then heads.
                 words = []
                 for i in cutlass.range_constexpr(4):
                     column, j = 4 * n + i // 2 * 2, 2 * product + i % 2

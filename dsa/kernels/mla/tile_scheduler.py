@@ -1,9 +1,9 @@
-"""Which work tiles a CTA computes, and what its load warps tell the other warps about them.
+"""Work tiles of MLA attention: WorkTileInfo, its pipeline, and the stream-K scheduler.
 
-A work tile is what a CTA does of one query (sparse) or of one sequence (dense): some consecutive tiles of TILE_N keys.
-The load warps find the work tiles, by a plan or by a StreamKScheduler, and pass them on through a WorkTilePipeline. A
-work tile that is not all of its query's or sequence's keys is a split, and writes a partial result, which is combined
-later.
+A work tile is a range of consecutive tiles of TILE_N keys, of one query (sparse) or one sequence (dense). The
+load warps find work tiles from a plan or a StreamKScheduler and publish them to the other warps through a
+WorkTilePipeline. A work tile that does not cover all keys of its query or sequence is a split. It writes a
+partial result, which a combine kernel combines later.
 """
 
 from dataclasses import dataclass
@@ -18,12 +18,14 @@ from dsa.cute.work_tile import INFO_STAGES, WorkTilePipeline, work_tile_storage
 
 
 class WorkTileInfo(NamedTuple):
-    """batch_idx   the sequence or query; negative: there are no more work tiles
-    first_tile  the first tile of keys
-    tiles       how many there are
-    split_idx   the partial result to write; negative: the work tile is not a split
+    """What the other warps need to know of a work tile.
+
+    batch_idx   sequence or query; negative after the last work tile
+    first_tile  first tile of keys
+    tiles       number of tiles
+    split_idx   index of the partial result to write; negative if the work tile is not a split
     length      keys of the sequence (dense)
-    seen        keys that the sequence's last query may see (dense)
+    seen        keys that the last query of the sequence may see (dense)
     """
 
     batch_idx: Int32
@@ -35,12 +37,12 @@ class WorkTileInfo(NamedTuple):
 
     @staticmethod
     def last() -> "WorkTileInfo":
-        """There are no more work tiles."""
+        """Return the end marker, published after the last work tile."""
         return WorkTileInfo(Int32(-1), Int32(0), Int32(0), Int32(-1), Int32(0), Int32(0))
 
 
 def announced_work_tile_storage() -> type:
-    """The shared memory of an AnnouncedWorkTilePipeline: a field of a @cute.struct."""
+    """Return the struct of an AnnouncedWorkTilePipeline, for a field of a @cute.struct."""
 
     @cute.struct
     class AnnouncedWorkTileStorage:
@@ -53,10 +55,9 @@ def announced_work_tile_storage() -> type:
 
 @dataclass(frozen=True)
 class AnnouncedWorkTilePipeline(WorkTilePipeline):
-    """A WorkTilePipeline whose producer announces each work tile's batch_idx before it knows the rest, so that the
-    queries are loaded meanwhile.
+    """A WorkTilePipeline whose producer announces batch_idx before the rest, so that Q loads early.
 
-    batch_known  one barrier a stage: its batch_idx is there
+    batch_known  one mbarrier per stage: batch_idx is written
     batch_idx    [stages]
     """
 
@@ -65,7 +66,7 @@ class AnnouncedWorkTilePipeline(WorkTilePipeline):
 
     @staticmethod
     def of(storage) -> "AnnouncedWorkTilePipeline":
-        """Of what `announced_work_tile_storage` has reserved."""
+        """Return the pipeline in the memory of `announced_work_tile_storage`."""
         work_tiles = WorkTilePipeline.of(storage.work_tiles, WorkTileInfo)
         return AnnouncedWorkTilePipeline(
             *(work_tiles.pipeline, work_tiles.info, WorkTileInfo),
@@ -75,13 +76,13 @@ class AnnouncedWorkTilePipeline(WorkTilePipeline):
 
     @cute.jit
     def init(self, consumers: cutlass.Constexpr):
-        """Make the barriers; so many warps read each work tile. One thread's work."""
+        """Initialize the barriers; called by one thread. `consumers` warps read each work tile."""
         self.batch_known.init(1)
         self.pipeline.init(consumers)
 
     @cute.jit
     def announce(self, state: PipelineState, batch_idx):
-        """Wait for an empty stage and say whose the next work tile is. A warp's work, which `commit` follows."""
+        """Wait for an empty stage and publish the next work tile's batch_idx; called by a warp, before `commit`."""
         self.pipeline.producer_wait(state)
         with cute.arch.elect_one():
             self.batch_idx[state.stage] = batch_idx
@@ -89,14 +90,21 @@ class AnnouncedWorkTilePipeline(WorkTilePipeline):
 
     @cute.jit
     def announced(self, state: PipelineState):
-        """Whose the next work tile is."""
+        """Wait for and return the next work tile's batch_idx."""
         self.batch_known.wait(state.phase, state.stage)
         return self.batch_idx[state.stage]
 
 
 class SchedulerState(NamedTuple):
-    """Where a worker is: the query and the wave that come next, the first tile there, and how many of the split tiles
-    are left for it; is_valid: whether there is any work."""
+    """Position of a worker.
+
+    query     next query of the full waves
+    wave      next wave
+    tile      the worker's first split tile, counted over all split queries; once split work has begun, the
+              first tile of `query`
+    left      split tiles left for this worker
+    is_valid  whether there is any work left
+    """
 
     query: Int32
     wave: Int32
@@ -107,15 +115,18 @@ class SchedulerState(NamedTuple):
 
 @dataclass(frozen=True)
 class StreamKScheduler:
-    """Stream-K over queries of equally many tiles, with full waves: what worker number `worker` of `workers` does. The
-    training family's StreamKScheduler differs in that its line is of spans of unequal lengths, all of which it splits.
+    """Stream-K over queries with equally many tiles, after full waves: the work of worker `worker` of
+    `workers`.
 
-    In each of `full_waves` waves a worker has one whole query: worker, worker + workers and so on. The tiles of the
-    queries behind these waves, if there are any, are split: the first `split_workers` workers have an even share of
-    them each, counted as if every query had `tiles`; split_workers is no more than there are tiles.
+    In each of `full_waves` waves a worker computes one whole query: worker, worker + workers and so on. The
+    tiles of the remaining queries are divided evenly among the first `split_workers` workers, as if every
+    query had `tiles` tiles. split_workers is at most the number of these tiles.
 
-    So a query may be split. Of a worker's splits of one query, which are two at most, the one with the query's first
-    tile has the partial result 2 * worker + 1, the other 2 * worker.
+    So a query may be split between workers. A worker has at most two splits. The one with its query's first
+    tile is partial result 2 * worker + 1, the other one 2 * worker.
+
+    The training family's StreamKScheduler differs: it splits all of its work, which consists of spans of
+    unequal lengths.
     """
 
     worker: Int32
@@ -126,25 +137,26 @@ class StreamKScheduler:
     split_workers: Int32
 
     def first_split(self):
-        """The first query behind the full waves."""
+        """Return the first query after the full waves."""
         return self.full_waves * self.workers
 
     def split_tiles(self):
-        """Tiles of all queries from there on."""
+        """Return the number of tiles of all queries after the full waves."""
         return (self.queries - self.full_waves * self.workers) * self.tiles
 
     @cute.jit
     def split_begin(self, worker: Int32):
-        """The first of a worker's split tiles."""
+        """Return the first of a worker's split tiles."""
         return cutlass.min(worker, self.split_workers) * self.split_tiles() // self.split_workers
 
     @cute.jit
     def worker_of(self, tile: Int32):
-        """The worker that has this split tile."""
+        """Return the worker that computes this split tile."""
         return ((tile + 1) * self.split_workers - 1) // self.split_tiles()
 
     @cute.jit
     def first(self) -> SchedulerState:
+        """Return the state before the worker's first work tile."""
         query, wave, tile, left = self.worker, Int32(0), Int32(0), Int32(0)
         if self.first_split() < self.queries:
             tile = self.split_begin(self.worker)
@@ -154,7 +166,7 @@ class StreamKScheduler:
 
     @cute.jit
     def locate(self, state: SchedulerState):
-        """(query, its first tile) of the next work tile."""
+        """Return (query, its first tile) of the next work tile."""
         query, tile = state.query, state.tile
         if state.wave == self.full_waves:
             query, tile = self.first_split() + tile // self.tiles, tile % self.tiles
@@ -162,8 +174,11 @@ class StreamKScheduler:
 
     @cute.jit
     def advance(self, state: SchedulerState, query, tile, query_tiles):
-        """The work tile at (query, tile) of a query that has `query_tiles`: its first tile, the one behind its last,
-        its split_idx, and the state behind it, whose query is the next one unless `is_valid` is False."""
+        """Return (first tile, end tile, split_idx, next state) of the work tile at (query, tile).
+
+        query_tiles: number of tiles that the query really has. The next state's `query` is a guess where
+        split work begins; `locate` finds the real one.
+        """
         first, end, split_idx, following = Int32(0), query_tiles, Int32(-1), query + self.workers
         wave, left = state.wave, state.left
         if wave >= self.full_waves:

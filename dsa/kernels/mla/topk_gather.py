@@ -1,13 +1,14 @@
-"""The producer of sparse MLA attention: the load warpgroup, which gathers selected keys (top-k gather) into the rings.
+"""The producer of sparse MLA attention: the load warpgroup, which gathers selected keys (top-k gather).
 
-A query's tiles are its first list of keys, 64 by 64, then its second list. Which queries and tiles are a CTA's, the
-scheduler says. Where there is no key, zeros are written and the key's bit of the valid mask is 0.
+A query's tiles are its first list of keys in steps of 64, then its second list. The scheduler says which
+queries and tiles a CTA computes. For an index that is no key the load warpgroup writes zeros and clears the
+key's bit in the valid mask.
 
-cp.async writes through the generic proxy, and wgmma reads through the async proxy. An mbarrier does not order the two:
-PTX asks for a fence.proxy.async between the write and the read. The score warpgroups execute it: once per tile if the
-whole tile has arrived (`TopkGather.tile_is_loaded`), otherwise after the wait for each chunk (`TopkGather.fence`). The
-output warpgroups read the same chunks without a fence of their own: they wait for P, and the score warpgroup fences P
-after it has waited for all chunks of the tile.
+cp.async writes through the generic proxy, and wgmma reads through the async proxy. An mbarrier does not order
+the two: PTX requires a fence.proxy.async between the write and the read. The score warpgroups execute the
+fence: once per tile if the whole tile has arrived (`TopkGather.tile_is_loaded`), otherwise after the wait for
+each chunk (`TopkGather.fence`). The output warpgroups read the same chunks without a fence of their own: they
+wait for P, and the score warpgroup fences P after it has waited for all chunks of the tile.
 """
 
 from dataclasses import dataclass
@@ -34,13 +35,19 @@ from dsa.kernels.mla.mla_tiles import (
 from dsa.kernels.mla.query_groups import QueueScheduler
 from dsa.kernels.mla.tile_scheduler import StreamKScheduler, WorkTileInfo
 
-WARP_KEYS = TILE_N // 4  # that a warp gathers of a tile
+WARP_KEYS = TILE_N // 4  # keys of a tile that a warp gathers
 
 
 @dataclass(frozen=True)
 class Selection:
-    """A list of keys for each query. indices [T, K], negative or beyond the cache: no key; counts [T / group] how many
-    of them count, if has_counts > 0; cache [pages, P, d], of page_size P keys a page."""
+    """A list of keys for each query.
+
+    cache       [pages, P, d]
+    indices     [T, K]; an index that is negative or beyond the cache is no key
+    counts      [T / group]: how many of the K indices are used, if has_counts > 0
+    has_counts  whether `counts` is used
+    page_size   P as a divisor
+    """
 
     cache: cute.Tensor
     indices: cute.Tensor
@@ -50,7 +57,7 @@ class Selection:
 
     @cute.jit
     def count(self, query: Int32, group: cute.FastDivmodDivisorV2):
-        """How many of the query's indices count."""
+        """Return how many of the query's indices are used."""
         count = self.indices.shape[1]
         if self.has_counts > 0:
             sequence, _ = divmod(query, group)
@@ -59,12 +66,13 @@ class Selection:
 
 
 class TopkGather(KvStages):
-    """Keys of `head_dim` channels, 576 or 512, as they are attended to. 16 bytes a lane, 8 lanes a key."""
+    """Gather keys of `head_dim` channels, 576 or 512. A lane copies 16 bytes, and 8 lanes share a key."""
 
     def __init__(self, dtype: type[cutlass.Numeric], head_dim: int, v_stages: int, rope_stages: int):
         super().__init__(dtype, v_stages, rope_stages)
         self.head_dim, self.has_rope = head_dim, head_dim > HEAD_DIM_V
-        # A k chunk is there when all lanes have it; so is a rope part, and each warp has written its valid mask.
+        # A k chunk is full when all lanes' copies are complete. A rope part also needs an arrival of each
+        # warp, after it has written its bits of the valid mask.
         self.v_producers, self.rope_producers = WARPGROUP, WARPGROUP + 4 if self.has_rope else 4
 
     @cute.jit
@@ -80,8 +88,11 @@ class TopkGather(KvStages):
         warp,
         lane,
     ):
-        """The load warpgroup: all work tiles of this CTA, and the end. lists: one Selection or two; memory, pipeline:
-        the stages and their barriers."""
+        """Run the load warpgroup: all work tiles of this CTA, then the end marker.
+
+        lists             one Selection or two
+        memory, pipeline  the stages and their barriers
+        """
         kv_state, work_state = pipeline.start(), start()
         work = scheduler.first()
         while work.is_valid:
@@ -89,7 +100,7 @@ class TopkGather(KvStages):
             counts = [selection.count(query, group) for selection in lists]
             ends = [(count + TILE_N - 1) // TILE_N for count in counts]
             query_tiles = ends[0] if const_expr(len(lists) == 1) else ends[0] + ends[1]
-            # A query without keys has a tile of none: so every work tile that is a whole query has one.
+            # A query without keys gets one tile without keys, so that its work tile writes results.
             query_tiles = cutlass.max(query_tiles, 1)
             first, end, split_idx, work = scheduler.advance(work, query, tile, query_tiles)
             if work.is_valid and work.query < scheduler.queries:
@@ -105,10 +116,11 @@ class TopkGather(KvStages):
 
     @cute.jit
     def tile_is_loaded(self, pipeline: KvPipeline, last: KvState) -> Boolean:
-        """Whether a tile has arrived whole; if so, fence it. last: its last v chunk and its rope part.
+        """Whether the whole tile has arrived; if so, fence it. last: its last v chunk and its rope part.
 
         A lane's arrival at the last v chunk's barrier comes after all copies that the lane has started before
-        (cp.async.mbarrier.arrive), so this barrier stands for the tile. The rope ring's barrier also covers the mask.
+        (cp.async.mbarrier.arrive), so this barrier stands for the tile. The rope ring's barrier also covers
+        the mask.
         """
         loaded = pipeline.v.is_full(last.v, K_PER_V - 1)
         if loaded:
@@ -122,20 +134,20 @@ class TopkGather(KvStages):
 
     @cute.jit
     def prefetch_q(self, q, query, first_row, warp, lane):
-        """The next query's rows will be in the L2 cache when its turn comes."""
+        """Prefetch the next query's rows into the L2 cache."""
         address, valid = self.locate_row(q, query, first_row, warp, lane)
         if lane < WARP_KEYS and valid:
             prefetch_to_l2(address, Int32(2 * self.head_dim))
 
     @cute.jit
     def locate_row(self, q, query, first_row, warp, lane):
-        """(address, whether there is such a row) of row lane % 16 of those that this warp gathers of a query."""
+        """Return (address, whether the row exists) of row lane % 16 of the rows of Q that this warp gathers."""
         row = first_row + warp * WARP_KEYS + lane % WARP_KEYS
         return q[query, 0, cutlass.min(row, q.shape[2] - 1), None].iterator.toint(), row < q.shape[2]
 
     @cute.jit
     def index_of(self, lists, counts, ends, query, tile, key):
-        """The index of a tile's key; -1: there is none."""
+        """Return the index of a tile's key, or -1 past the end of the list."""
         place = tile * TILE_N + key
         index = Int32(-1)
         if place < counts[0]:
@@ -149,7 +161,7 @@ class TopkGather(KvStages):
 
     @cute.jit
     def locate(self, lists, ends, tile, index):
-        """(address, its scales' address, whether it is there) of a tile's key of this index."""
+        """Return (address, address of the scales, whether the key exists) of the tile's key with this index."""
         address, scales, valid = self.find(lists[0], index)
         if const_expr(len(lists) == 2):
             if tile >= ends[0]:
@@ -158,6 +170,7 @@ class TopkGather(KvStages):
 
     @cute.jit
     def find(self, selection: Selection, index):
+        """As `locate`, in one list."""
         page, offset = divmod(cutlass.max(index, 0), selection.page_size)
         valid = index >= 0 and page < selection.cache.shape[0]
         address = Int64(selection.cache.iterator.toint())
@@ -169,17 +182,20 @@ class TopkGather(KvStages):
 
     @cute.jit
     def address_of(self, selection: Selection, page, offset):
-        """Where a key begins."""
+        """Return the address of a key."""
         return selection.cache[page, offset, None].iterator.toint()
 
     @cute.jit
     def scales_of(self, selection: Selection, page, offset):
-        """Where its scales begin, if it has any."""
+        """Return the address of a key's scales, if it has any."""
         return selection.cache.iterator.toint()
 
     @cute.jit
     def spread(self, address: Int64, mask: Uint32, lane):
-        """From an address of each key, those of 8 lanes a key, 16 bytes apart: (addresses, which keys exist), four."""
+        """From one address per key, make the addresses for 8 lanes per key, 16 bytes apart.
+
+        Return (addresses, whether the keys exist), for the four keys of a lane.
+        """
         sources, valid = [], []
         low, high = Int32(address & 0xFFFFFFFF), Int32(address >> 32)
         for i in cutlass.range_constexpr(WARP_KEYS // 4):
@@ -204,8 +220,9 @@ class TopkGather(KvStages):
         lane,
         state: KvState,
     ) -> KvState:
-        """The query's rows from first_row on go through the stages as a tile, then the work tile's keys. -> the state
-        behind them."""
+        """Load the query's rows from first_row on as one tile, then the work tile's keys. Return the state
+        after them.
+        """
         query, first = info.batch_idx, info.first_tile
         own = warp * WARP_KEYS + lane % WARP_KEYS
         index = self.index_of(lists, counts, ends, query, first, own)
@@ -215,7 +232,7 @@ class TopkGather(KvStages):
             if tile >= first:
                 address, _, valid = self.locate(lists, ends, tile, index)
                 own_index = index
-                # The next tile's indices are on their way while these keys are asked for.
+                # Load the next tile's indices while this tile's keys are requested.
                 index = self.index_of(lists, counts, ends, query, tile + 1, own)
             mask = Uint32(cute.arch.vote_ballot_sync(valid)) & 0xFFFF
             sources, keep = self.spread(address, mask, lane)
@@ -239,21 +256,24 @@ class TopkGather(KvStages):
 
     @cute.jit
     def selected(self, mask: Uint32, index: Int32, lane):
-        """What `write_selected` says of this warp's keys; mask: which exist; index: of the lane's."""
+        """Return the bits of this warp's keys for `write_selected`.
+
+        mask: which of the keys exist; index: the index of the lane's key.
+        """
         return mask
 
     @cute.jit
     def write_selected(self, pipeline: KvPipeline, selected: Uint32, warp, lane, state: KvState):
-        """To the valid mask."""
+        """Write the bits to the valid mask."""
         with cute.arch.elect_one():
             pipeline.valid_mask[warp, state.rope.stage] = selected
 
     @cute.jit
     def gather(self, stages, place, sources, keep, k_chunk: cutlass.Constexpr, warp, lane):
-        """A k chunk of this warp's keys, to k chunk number `place` of a ring."""
+        """Gather a k chunk of this warp's keys into k chunk `place` of a ring."""
         target = Int32(stages.iterator.toint()) + 2 * K_CHUNK * (place * TILE_N + warp * WARP_KEYS + lane // 8)
         for i in cutlass.range_constexpr(WARP_KEYS // 4):
-            row = 4 * (i % 2) + lane // 8  # of 8
+            row = 4 * (i % 2) + lane // 8  # among 8 rows, the swizzle's period
             gather_16(
                 target + 2 * (4 * i * K_CHUNK + (lane % 8 ^ row) * 8), sources[i] + 2 * K_CHUNK * k_chunk, keep[i]
             )

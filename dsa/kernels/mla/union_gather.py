@@ -1,8 +1,7 @@
-"""The producer of sparse MLA attention where neighbouring queries share keys: a group's queries as the rows of a tile,
-then the keys of its list, each with the queries that have selected it.
+"""The producer of sparse MLA attention for query groups: a group's Q as one tile, then the keys of its list.
 
-As topk_gather.py, but for what an index is: an entry of query_groups.py. The valid mask of a tile has MASK_WORDS words
-for each query of the group.
+This is topk_gather.py, except that an index is an entry of query_groups.py, a key with the queries that have
+selected it. The valid mask of a tile has MASK_WORDS words per query of the group.
 """
 
 import cutlass
@@ -17,7 +16,7 @@ from dsa.kernels.mla.topk_gather import WARP_KEYS, Selection, TopkGather
 
 
 class UnionGather(TopkGather):
-    """Groups of `size` queries."""
+    """Gather for groups of `size` queries."""
 
     def __init__(self, dtype: type[cutlass.Numeric], head_dim: int, v_stages: int, rope_stages: int, size: int):
         assert size in GROUP_SIZES.values()
@@ -26,7 +25,7 @@ class UnionGather(TopkGather):
 
     @cute.jit
     def locate_row(self, q, query, first_row, warp, lane):
-        """As of a query; `query` is the number of a group."""
+        """As `TopkGather.locate_row`; `query` is the number of a group."""
         row = warp * WARP_KEYS + lane % WARP_KEYS
         token, head = query * self.rows.size + self.rows.member(row), self.rows.head(row)
         valid = token < q.shape[0] and head < q.shape[2]
@@ -35,7 +34,7 @@ class UnionGather(TopkGather):
 
     @cute.jit
     def index_of(self, lists, counts, ends, query, tile, key):
-        """The entry of a tile's key; 0: there is none."""
+        """Return the list entry of a tile's key, or 0 past the end of the list."""
         place = tile * TILE_N + key
         entry = Int32(0)
         if place < counts[0]:
@@ -49,7 +48,7 @@ class UnionGather(TopkGather):
 
     @cute.jit
     def selected(self, mask: Uint32, index: Int32, lane):
-        """In lane m < size the keys that the group's m-th query has selected."""
+        """Return, in lane m < size, the bits of the keys that the group's m-th query has selected."""
         own = Uint32(0)
         for m in cutlass.range_constexpr(self.rows.size):
             of_member = Uint32(cute.arch.vote_ballot_sync((entry_members(index) >> m) & 1 != 0)) & 0xFFFF

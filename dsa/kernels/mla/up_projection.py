@@ -1,22 +1,24 @@
-"""The up-projections W_UK and W_UV of a head as operands of mma.sync: FP8 weights are 16 rows, tokens 8 columns.
+"""The up-projections W_UK and W_UV of a head as operands of mma.sync.
 
-A weight becomes e4m3 * scale, rounded to fp32 and then to bf16: what `dequantize_per_block` gives. Which channels meet
-in a product does not matter as long as weights and tokens agree, so both are used in the order in which they lie.
+FP8 weights are 16 rows (M), tokens are 8 columns (N).
+
+A weight becomes e4m3 * scale, rounded to fp32 and then to bf16, as `dequantize_per_block` computes it. The
+order of channels in a product is free, as long as weights and tokens agree. Both use their storage order.
 """
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-OCTET = 8  # tokens: columns of an mma
+OCTET = 8  # tokens per octet: columns of an mma
 BLOCK = 128  # rows and columns of weights that share a scale
-VECTOR, WORDS = 16, 4  # weights and words of 16 bytes
-BF16_VECTOR = 8  # 16-bit numbers of 16 bytes
+VECTOR, WORDS = 16, 4  # FP8 weights and 32-bit words in 16 bytes
+BF16_VECTOR = 8  # 16-bit elements in 16 bytes
 
 
 @cute.jit
 def to_bf16(halves: Uint32, scale: Float32) -> Uint32:
-    """Two f16 numbers times the scale, rounded to fp32 and to bf16."""
+    """Multiply two f16 values by the scale, rounding to fp32 and then to bf16."""
     return cute.arch.inline_ptx(
         "{{ .reg .b16 l, h; .reg .f32 x, y; mov.b32 {l, h}, {$r0}; cvt.f32.f16 x, l; cvt.f32.f16 y, h; "
         "mul.rn.f32 x, x, {$r1}; mul.rn.f32 y, y, {$r1}; cvt.rn.bf16x2.f32 {$w0}, y, x; }}",
@@ -27,10 +29,12 @@ def to_bf16(halves: Uint32, scale: Float32) -> Uint32:
 
 @cute.jit
 def zero_behind_loads(zeros: cute.Tensor, warp: Int32, lane: Int32) -> Uint32:
-    """A zero of which ptxas does not know, read behind a barrier of the CTA, over which it moves no load. By itself it
-    would put loads behind conversions that wait for the first ones.
+    """Return a zero that ptxas cannot fold, read from shared memory after a CTA barrier.
 
-    zeros: a word of shared memory for each warp
+    ptxas moves no load over the barrier. Without it, ptxas would place loads after conversions that wait for
+    the first loads.
+
+    zeros: one word of shared memory per warp
     """
     if lane == 0:
         zeros[warp] = Uint32(0)
@@ -40,8 +44,11 @@ def zero_behind_loads(zeros: cute.Tensor, warp: Int32, lane: Int32) -> Uint32:
 
 @cute.jit
 def behind(x: Float32, words, zero: Uint32) -> Float32:
-    """x, but not before some words are there, by a zero of which ptxas does not know. By itself it converts all weights
-    to fp32 before it rounds any to bf16, which takes more registers than there are."""
+    """Return x, made dependent on `words` through a zero that ptxas cannot fold.
+
+    Without the dependency ptxas converts all weights to fp32 before it rounds any to bf16, which takes more
+    registers than there are.
+    """
     of_all = zero
     for word in words:
         of_all &= word
@@ -50,10 +57,10 @@ def behind(x: Float32, words, zero: Uint32) -> Float32:
 
 @cute.jit
 def multiply_add(acc: cute.Tensor, weights: cute.Tensor, low: Uint32, high: Uint32):
-    """acc += 16 rows of weights x 16 channels times 16 channels x 8 tokens.
+    """Compute acc += 16 rows of weights x 16 channels times 16 channels x 8 tokens.
 
-    acc        [4]: two neighbouring tokens of a row of the first eight, and of the one of the second eight
-    weights    [4] words of two channels: a first row's, a second row's, and of both the next two channels
+    acc        [4]: two adjacent tokens of a row among the first eight rows, and of the row 8 further
+    weights    [4] words of two channels: the first row, the second row, then both rows' next two channels
     low, high  a token's words of the same channels
     """
     given = [weights[0], weights[1], weights[2], weights[3], low, high]
@@ -70,14 +77,14 @@ def multiply_add(acc: cute.Tensor, weights: cute.Tensor, low: Uint32, high: Uint
 
 @cute.jit
 def load_words(row: cute.Tensor, place, target: cute.Tensor):
-    """16 bytes of a row, numbered by `place`, to four words."""
+    """Load the 16 bytes number `place` of a row into four words."""
     source = cute.local_tile(row, (128 // row.element_type.width,), (place,))
     cute.autovec_copy(cute.recast_tensor(source, Uint32), target)
 
 
 @cute.jit
 def in_order(slices: cute.Tensor, sums: cute.Tensor):
-    """sums [n] = the sums of slices [n, number of slices], from zero on, in their order."""
+    """Compute sums [n] from slices [n, number of slices], adding the slices in order, starting from zero."""
     values = cute.make_rmem_tensor(slices.shape, Float32)
     for i in cutlass.range_constexpr(slices.shape[1]):
         cute.autovec_copy(slices[None, i], values[None, i])

@@ -1,6 +1,6 @@
-"""What the products with kv_b in FP8 take; free of CUTLASS, so that ops can check without it."""
+"""Limits of the products with kv_b in FP8. Free of CUTLASS, so that ops can check without importing it."""
 
-ABSORBED_NOPE = (128, 192)  # channels of a head's queries in front of rope, where W_UK is FP8: V3.2's, GLM-5's
-UP_PROJECTION_ROWS = 32  # of kv_b: a head has a multiple of them
-MAX_UP_PROJECTION_ROWS = 2**22 - 1  # of kv_b: places in it are int32
+ABSORBED_NOPE = (128, 192)  # non-rope channels of a head's q where W_UK is FP8: V3.2, GLM-5
+UP_PROJECTION_ROWS = 32  # rows of kv_b per head are a multiple of this
+MAX_UP_PROJECTION_ROWS = 2**22 - 1  # largest number of rows of kv_b, so that offsets fit in int32
 VALUE_GROUP = 128  # channels of a head's values that share a scale

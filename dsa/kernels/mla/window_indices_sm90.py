@@ -1,20 +1,20 @@
-"""The keys of a sliding window as lists for sparse attention: indices of packed keys, and slots of a cache.
+"""List the keys of a sliding window for sparse attention: indices of packed keys, or slots of a cache.
 
-indices[t] = k0 + max(0, p - window + 1), ..., k0 + p     slots[b, i] = where these positions of sequence b lie
+indices[t] = k0 + max(0, p - window + 1), ..., k0 + p;  slots[b, i] = the slots of these positions
 
 Work
-- A warp has a query: it finds the first and the last position, and its lanes write neighbouring columns.
-- The sequence of a packed query is found by comparing the query with all boundaries, 32 at a time, which come from the
-  L1 cache. A binary search would compare with fewer of them where there are hundreds, but a single wrong boundary would
-  mislead it for queries of other sequences, too.
-- A page's number is loaded for each key, without a branch around it, so that several loads are under way; neighbours
-  are mostly in the same page. A ring has no table: page b is sequence b's.
-- Positions are found in 64 bits, so that no content of cu_seqlens or cache_seqlens, whatever it is, overflows. A slot
-  is too: one that int32 cannot hold is -1.
-Warp roles: none, all warps do the same. Shared memory: none. Constraints: at most MAX_WINDOW queries, columns and keys
-of a page; rings of 2^31 slots together.
-Launch: programmatic.
-Roofline: memory, 4 bytes an entry; at what decoding asks for, latency.
+- A warp handles one query. It finds the first and the last position, and its lanes write adjacent columns.
+- To find the sequence of a packed query, the warp compares the query with all boundaries, 32 at a time,
+  from the L1 cache. With hundreds of boundaries a binary search would compare fewer of them. But one wrong
+  boundary would mislead it for queries of other sequences, too.
+- Each key's page number is loaded without a branch, so that several loads are in flight. Adjacent keys are
+  mostly in the same page. A ring has no block table: page b belongs to sequence b.
+- Positions and slots use 64 bits, so that no content of cu_seqlens or cache_seqlens overflows. A slot that
+  does not fit in int32 becomes -1.
+Warp roles: none, all warps do the same. Shared memory: none.
+Constraints: at most MAX_WINDOW queries, columns and keys per page; rings with at most 2^31 slots in total.
+Launch: programmatic dependent launch.
+Roofline: memory, 4 bytes per entry; latency at decoding sizes.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ LOWEST = -(2**31)
 
 @cute.jit
 def _my_query():
-    """(this warp's query, the lane)"""
+    """Wait for the previous kernel. Return (this warp's query, the lane)."""
     tid, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     wait_for_prerequisite_grids()
@@ -50,7 +50,7 @@ def _launch(kernel, queries: Int32, stream) -> None:
 
 @cute.jit
 def _seen(lowest: Int64, last: Int64, window: Int32):
-    """(the first, how many) of the positions up to `last` that a query sees, none of them below `lowest` or 0."""
+    """Return (first, count) of the positions up to `last` in the window, none below `lowest` or 0."""
     first = cutlass.max(cutlass.max(last - window + 1, lowest), Int64(0))
     count = cutlass.max(last - first + 1, Int64(0))
     return Int32(first), Int32(count)
@@ -76,8 +76,11 @@ class WindowIndicesSm90:
 
     @cute.jit
     def sequence(self, q_starts: cute.Tensor, t, lane):
-        """The sequence of query t, or -1: of those that have queries, the one that begins last of those that do not
-        begin behind t, if it does not end before. So wrong boundaries take no queries from sequences behind them."""
+        """Return the sequence of query t, or -1.
+
+        Among the non-empty sequences that begin at or before t, this is the one that begins last, provided
+        that it ends after t. So wrong boundaries of one sequence take no queries from the sequences after it.
+        """
         own, begins = Int32(-1), Int32(LOWEST)
         for b in cutlass.range(lane, q_starts.shape[0] - 1, WARP, unroll=UNROLL):
             low, high = q_starts[b], q_starts[b + 1]
@@ -89,7 +92,7 @@ class WindowIndicesSm90:
 
 
 class WindowSlotsSm90:
-    """`ring`: sequence b has page b; there is no table."""
+    """`ring`: page b belongs to sequence b, and there is no block table."""
 
     def __init__(self, ring: bool):
         self.ring = ring
@@ -128,8 +131,8 @@ class WindowSlotsSm90:
 
     @cute.jit
     def slot(self, block_table, b, first, count, column, pages, page_size):
-        """Where the window's key number `column` lies, or -1."""
-        # Behind the last key: that one again, or 0.
+        """Return the cache slot of the window's key number `column`, or -1."""
+        # Past the last key, use the last key's position again, or 0 if there is no key.
         position = first + cutlass.min(column, cutlass.max(count - 1, 0))
         place, offset = divmod(position, pages)
         page, exists = b, column < count
@@ -148,8 +151,11 @@ def _int32(*shape, contiguous=False):
 
 @cached
 def compile_window_indices():
-    """-> f(cu_seqlens_q [B + 1], cu_seqlens_k [B + 1], indices [T, window], contiguous); all int32; T, window from 1 to
-    MAX_WINDOW, B >= 0."""
+    """Compile f(cu_seqlens_q [B + 1], cu_seqlens_k [B + 1], indices [T, window]), all int32, indices
+    contiguous.
+
+    T and window are 1 to MAX_WINDOW; B >= 0.
+    """
     boundaries, stream = cute.sym_int(), fake_stream()
     indices = _int32(cute.sym_int(), cute.sym_int(), contiguous=True)
     return compile_sm90(WindowIndicesSm90(), _int32(boundaries), _int32(boundaries), indices, stream)
@@ -157,9 +163,12 @@ def compile_window_indices():
 
 @cached
 def compile_window_slots(ring: bool):
-    """-> f(block_table [B, max_pages], of a ring None, cache_seqlens [B], slots [B, s_q, window], contiguous,
-    page_size); all int32; B, s_q, max_pages > 0, B * s_q, window and page_size from 1 to MAX_WINDOW, and of a ring
-    B * page_size up to 2^31."""
+    """Compile f(block_table [B, max_pages] or None for a ring, cache_seqlens [B], slots [B, s_q, window],
+    page_size), all int32, slots contiguous.
+
+    B, s_q, max_pages > 0; B * s_q, window and page_size are 1 to MAX_WINDOW. For a ring B * page_size is at
+    most 2^31.
+    """
     batch, stream = cute.sym_int(), fake_stream()
     table = None if ring else _int32(batch, cute.sym_int())
     slots = _int32(batch, cute.sym_int(), cute.sym_int(), contiguous=True)
@@ -167,5 +176,5 @@ def compile_window_slots(ring: bool):
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
-    """Every compile function and its arguments that the ops can ask for."""
+    """Return every (compile function, arguments) that the ops can ask for."""
     return [(compile_window_indices, ()), *((compile_window_slots, (ring,)) for ring in (False, True))]

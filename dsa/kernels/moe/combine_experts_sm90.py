@@ -1,22 +1,20 @@
-"""The weighted sum of the rows that a token's experts computed, and of the shared expert's row.
+"""The weighted sum of the rows that a token's experts computed, plus the shared expert's row.
 
-out[t] = round(sum_j weights[t, j] * y[rows[t, j]] + shared[t]), or without weights, which then are 1; with a residual,
-out[t] = round(residual[t] + that)
+out[t] = round(sum_j weights[t, j] * y[rows[t, j]] + shared[t]). Without weights, each is 1. With a residual,
+out[t] = round(residual[t] + that sum).
 
 Plan
-- A thread owns 16 bytes of a token's channels, from the first load to the store: no exchange between threads. A CTA has
-  THREADS such vectors of one token; decoding's few tokens spread over ceil(H / (THREADS * channels of a vector)) CTAs
-  each.
-- BATCH rows are asked for at once, after their numbers and weights, which all threads read alike: 128 bytes in flight a
-  thread, by asynchronous copies to the thread's own part of shared memory. Loads to registers would not stay together:
-  the compiler waits for each of them rather than spend registers on several. Copies of absent rows write zeros and read
-  nothing, so that k need not be a multiple of BATCH. More rows than BATCH are further turns.
-- shared's and residual's vectors are on their way from the start.
-- Products are rounded and then added, in the order of j and shared last, so the result is the reference's bit for bit.
+- A thread computes one 16-byte vector of a token's channels, so threads exchange nothing. A CTA has THREADS vectors of
+  one token; a token has ceil(H / (THREADS * channels per vector)) CTAs, so that a few tokens fill more SMs.
+- All threads read the token's row indices and weights. Then a thread issues BATCH rows' copies at once, 128 bytes in
+  flight, by cp.async into its own part of shared memory. Plain loads would not stay together: the compiler waits for
+  each of them rather than spend registers on several. Copies of absent rows write zeros and read nothing, so k need not
+  be a multiple of BATCH. More than BATCH rows take further rounds.
+- The vectors of shared and residual are loaded at the start.
+- Products are rounded and then added in the order of j, shared last, so the result has the reference's bits.
 Shared memory: BATCH * THREADS * 16 bytes, 16 KiB. Constraints: H a multiple of 8, innermost stride 1, rows aligned to
-16 bytes.
-Roofline: memory, (k + 1) H elements a token, one more with shared and with residual; 9 instructions an element of y, of
-the 13 that a multiprocessor issues in the time of its 2 bytes.
+16 bytes. Roofline: memory, (k + 1) H elements per token, plus H each for shared and residual. An element of y takes 9
+instructions; an SM issues 13 in the time that memory needs for its 2 bytes.
 """
 
 from collections.abc import Callable
@@ -107,7 +105,7 @@ class CombineExpertsSm90:
 
     @cute.jit
     def add_rows(self, acc, y, rows, weights, gathered, token, first, vector):
-        """acc += the products of the token's rows `first` to `first` + BATCH - 1, as far as there are such."""
+        """acc += the products of the token's rows `first` to `first` + BATCH - 1, as far as they exist."""
         row_bytes = Int64(y.stride[0]) * (self.dtype.width // 8)
         start = y.iterator.toint() + Int64(vector) * VECTOR_BYTES
         numbers = cute.make_rmem_tensor((BATCH,), rows.element_type)
@@ -120,9 +118,9 @@ class CombineExpertsSm90:
                     factors[j] = weights[token, first + j]
         for j in cutlass.range_constexpr(BATCH):
             valid = numbers[j] >= 0 and numbers[j] < y.shape[0]
-            # An absent row counts as zero whatever its weight, which may be infinite.
+            # An absent row counts as zero, even if its weight is infinite.
             factors[j] = factors[j] if valid else Float32(0.0)
-            # Nor is its address formed: y's first row stands for it.
+            # Its address is not computed either: use that of y's first row.
             row = Int64(numbers[j]) if valid else Int64(0)
             gather_16(gathered + j * (THREADS * VECTOR_BYTES), start + row * row_bytes, valid)
         cute.arch.cp_async_commit_group()
@@ -143,9 +141,8 @@ class CombineExpertsSm90:
 @cached
 def compile_combine_experts(dtype: str, index_dtype: str, weighted: bool, shared: bool, residual: bool):
     """-> f(y [M, H] dtype, rows [T, k] index_dtype, weights [T, k] fp32 or None, shared and residual [T, H] dtype or
-    None, out [T, H]).
-    T, H and M are from 1 to 2^31 - 1, and so is T * ceil(H / (THREADS * channels of 16 bytes)). Rows of H start at
-    multiples of 16 bytes."""
+    None, out [T, H]). T, H, M and T * ceil(H / (THREADS * channels in 16 bytes)) are from 1 to 2^31 - 1. Rows of H
+    elements are aligned to 16 bytes."""
     element = cute_dtype(dtype)
     sources, tokens, top_k, channels = cute.sym_int(), cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=8)
 

@@ -1,10 +1,10 @@
-"""The order of few tokens' entries by expert, in a CTA or a cluster: the last part of kernels that choose experts.
+"""Sort a few tokens' (token, expert) entries by expert, in a CTA or a cluster: the last part of the routing kernels.
 
-A warp a token has its experts, an entry a lane. Each entry becomes a key: its expert's number among this process's
-above its own number, so that keys are in the order of the result and no two are equal. It goes to the shared memory of
-every CTA. Behind one barrier all CTAs have all keys. The row of an entry is how many keys are below its own, and the
-rows of an expert end behind those below the next expert's keys: warps count for BATCH of these questions at a time,
-each lane among every 32nd key.
+A warp has a token's experts, one entry per lane. Each entry becomes a key: the local index of its expert in the high
+bits, the entry's index in the low bits. So keys sort as the result does, and no two are equal. Each warp sends its keys
+to the shared memory of every CTA, and after one barrier every CTA has all keys. The row of an entry is the number of
+smaller keys. The rows of an expert end at the number of keys below the next expert's. A warp counts for BATCH entries
+or experts at a time; each lane counts every 32nd key.
 """
 
 import cutlass
@@ -16,13 +16,13 @@ from dsa.kernels.moe.moe_gate_sm90 import LAST
 from dsa.kernels.moe.route_to_experts_limits import FEW_TOKENS, MAX_TOKENS
 
 WARPS = 16
-CTAS = 8  # of a cluster: twice as many warps as there are tokens, for what is counted
+CTAS = 8  # per cluster: twice as many warps as tokens, for the counting
 BATCH = 4
 ENTRY_BITS = 16  # of a key
 
 
 class EntryOrder:
-    """ctas: of the kernel, 1 for few tokens. places: of keys in shared memory, Int32."""
+    """ctas: of the kernel, 1 for few tokens. places: how many keys shared memory holds, Int32."""
 
     def __init__(self, top_k: int, few: bool):
         self.top_k, self.ctas = top_k, 1 if few else CTAS
@@ -30,7 +30,7 @@ class EntryOrder:
 
     @cute.jit
     def fill_up(self, keys: cute.Tensor, entries: Int32, tid: Int32):
-        """Keys behind the last entry's, up to whole warps, are above all others."""
+        """Pad the keys up to whole warps with the largest key."""
         if tid < WARP and entries + tid < cute.ceil_div(entries, WARP) * WARP:
             keys[entries + tid] = Int32(LAST)
 
@@ -38,7 +38,7 @@ class EntryOrder:
     def write(
         self, keys: cute.Tensor, order: cute.Tensor, rows: cute.Tensor, ends: cute.Tensor, entries, rank, warp, lane
     ):
-        """Behind the sends of all warps."""
+        """Write the results. Called after all warps have sent their keys."""
         if const_expr(self.ctas > 1):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
@@ -50,7 +50,7 @@ class EntryOrder:
 
     @cute.jit
     def send(self, keys: cute.Tensor, own: Int32, count: Int32, entry: Int32):
-        """The key of an entry to all CTAs. own: its expert's number among the `count` of this process."""
+        """Send an entry's key to all CTAs. own: the local index of its expert, one of this process's `count`."""
         group = own if own >= 0 and own < count else count
         key = (group << ENTRY_BITS) | entry
         if const_expr(self.ctas == 1):
@@ -64,7 +64,7 @@ class EntryOrder:
 
     @cute.jit
     def answer(self, keys: cute.Tensor, order, rows, ends, begin: Int32, entries: Int32, lane):
-        """The questions from number `begin` on: entries, then experts. A warp's work."""
+        """Count for BATCH entries, or after these for experts, from index `begin` on. Called by one warp."""
         count = ends.shape[0]
         bounds = cute.make_rmem_tensor((BATCH,), Int32)
         below = cute.make_rmem_tensor((BATCH,), Int32)

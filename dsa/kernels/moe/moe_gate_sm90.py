@@ -1,12 +1,12 @@
 """The gate of a mixture of experts: scores, the best groups, the best experts in them, and their weights.
 
 Plan
-- A warp a token; lane l has the experts l, l + 32, ...: their scores, and as signed integers of the same order what
-  they are chosen by. The best of a warp is then one instruction (redux), and its lowest number among equals another.
-- A group's two best, group after group; every lane then knows which groups stay. Then the best expert, top_k times,
-  each taken out once it is selected. Lane k keeps the k-th.
+- One warp per token. Lane l has the experts l, l + 32, ...: their scores, and the biased scores as signed integers of
+  the same order. So one redux instruction finds the warp's best expert, and a second one the lowest index among equals.
+- The warp finds the two best experts of each group, and every lane then knows which groups stay. Then it finds the best
+  expert top_k times, and removes each one that is selected. Lane k keeps the k-th.
 Shared memory: none. Registers: 2 ceil(E / 32) and a dozen. Constraints: E up to 1024, top_k and n_group up to 32.
-Roofline: latency, about 60 instructions a selected expert; 4 E bytes a token.
+Roofline: latency, about 60 instructions per selected expert; 4 E bytes per token.
 """
 
 from collections.abc import Callable
@@ -22,9 +22,9 @@ from dsa.cute.sm90 import WARP
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 WARPS = 4
-LOWEST = -(2**31)  # below the order of -inf: no candidate
+LOWEST = -(2**31)  # below the integer of -inf: not a candidate
 LAST = 2**31 - 1
-LEAST_SUM = 1e-20  # added to the sum that weights are divided by, so that no sum is 0
+LEAST_SUM = 1e-20  # added to the sum that weights are divided by, so that it is never 0
 
 
 class MoeGateSm90:
@@ -76,7 +76,7 @@ class MoeGateSm90:
             result = 1.0 / (1.0 + cute.math.exp(-x))
         else:
             u = cute.math.exp(x)
-            # log(1 + u): of a small u the sum would keep few bits.
+            # log1p(u): for a small u, 1 + u would keep few of its bits.
             small = u * (1.0 - u * (1 / 2 - u * (1 / 3 - u * (1 / 4 - u * (1 / 5 - u * (1 / 6))))))
             softplus = small if u < 0.1 else cute.math.log(1.0 + u)
             result = cute.math.sqrt(x if x > 20.0 else softplus)
@@ -84,7 +84,7 @@ class MoeGateSm90:
 
     @cute.jit
     def keep_best_groups(self, order, lane):
-        """Experts of other groups are as -inf."""
+        """Set the experts of all other groups to -inf."""
         of_group = cute.make_rmem_tensor((self.n_group,), Int32)
         for g in cutlass.range_constexpr(self.n_group):
             best, second = Int32(LOWEST), Int32(LOWEST)
@@ -98,7 +98,7 @@ class MoeGateSm90:
             total = number_of(first)
             if const_expr(self.group > 1):
                 holders = cute.arch.vote_ballot_sync(best == first)
-                # One of them is that first; what it has besides is its second.
+                # The lane with the group's best expert uses its own second best.
                 mine = holders & ((1 << lane) - 1) == 0 and best == first
                 total += number_of(cute.arch.warp_redux_sync(second if mine else best, "max"))
             of_group[g] = order_of(total)
@@ -145,7 +145,7 @@ class MoeGateSm90:
 
     @cute.jit
     def factor(self, own_score: Float32, scale: Float32) -> Float32:
-        """What a token's scores are multiplied by, of which each lane has one or 0."""
+        """The factor from a token's chosen scores to its weights. Each lane has one chosen score, or 0."""
         result = scale
         if const_expr(self.normalise):
             result = scale / (cute.arch.warp_reduction_sum(own_score) + Float32(LEAST_SUM))
@@ -154,7 +154,7 @@ class MoeGateSm90:
 
 @cute.jit
 def order_of(x: Float32) -> Int32:
-    """An integer that is in the order of the numbers: zeros are equal, NaN is above all."""
+    """An integer with the same order as x: both zeros are equal, NaN is the largest."""
     bits = cute.arch.inline_ptx("add.f32 {$w0}, {$r0}, 0f00000000;", write_only_types=[Int32], read_only_args=[x])
     bits = bits if x == x else Int32(LAST)
     return bits ^ ((bits >> 31) & LAST)
@@ -162,7 +162,7 @@ def order_of(x: Float32) -> Int32:
 
 @cute.jit
 def number_of(order: Int32) -> Float32:
-    """The number of that order."""
+    """The inverse of `order_of`."""
     bits = order ^ ((order >> 31) & LAST)
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits])
 
@@ -185,7 +185,7 @@ def compile_moe_gate(experts: int, top_k: int, scores: str, n_group: int, topk_g
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
-    """The published models'; others compile when they are asked for."""
+    """The gates of the published models. Others compile at their first call."""
     return [
         (compile_moe_gate, (256, 8, "sigmoid", 8, 4, True)),  # V3.2
         (compile_moe_gate, (256, 8, "sigmoid", 1, 1, True)),  # GLM-5

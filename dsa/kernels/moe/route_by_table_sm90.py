@@ -1,13 +1,13 @@
-"""Router and sort of few tokens whose experts a table names: of x [T, H], a matrix [E, H] and a table [V, top_k] the
-weights of each token's experts, and the order of (token, expert) entries by expert.
+"""Router and sort for a few tokens whose experts a table lists. From x [T, H], a matrix [E, H] and a table [V, top_k]:
+the weights of each token's experts, and the order of (token, expert) entries by expert.
 
 Plan
-- The two kernels of route_to_experts_sm90.py, of which the second does not choose. A warp a token, an expert a lane:
-  the lane reads its place of the token's row of the table, then that expert's logit alone. Scores and weights are by
-  the gate's code, with its bits; then entry_order.py.
-- A token that has no row, or an expert that there is not, is no expert: -1, of weight 0.
-Shared memory: 4 bytes an entry. Constraints: E up to 512, top_k up to 32, T up to 64, channels a multiple of 32.
-Roofline: of the logits memory, the matrix once; then latency, of three loads of which each waits for the one before.
+- The two kernels of route_to_experts_sm90.py, but the second one reads the experts instead of choosing them. One warp
+  per token, one expert per lane: a lane reads its column of the token's row of the table, then that expert's logit.
+  Scores and weights use the gate's code and have its bits. Then entry_order.py sorts.
+- Tokens without a row in the table, and numbers that are not an expert, give expert -1 with weight 0.
+Shared memory: 4 bytes per entry. Constraints: E up to 512, top_k up to 32, T up to 64, channels a multiple of 32.
+Roofline: logits: memory, the matrix once. The rest: latency of three dependent loads.
 """
 
 from collections.abc import Callable
@@ -102,14 +102,14 @@ class RouteByTableSm90:
         if const_expr(self.entries.ctas > 1):
             cute.arch.cluster_wait()
         if token < tokens and lane < self.gate.top_k:
-            # Of no expert no subtraction may make one.
+            # Keep -1: subtracting the first expert must not turn it into a valid index.
             own = e - first if e >= 0 else Int32(-1)
             self.entries.send(keys, own, count, token * self.gate.top_k + lane)
         self.entries.write(keys, order, rows, ends, entries, rank, warp, lane)
 
     @cute.jit
     def named(self, table: cute.Tensor, token_id: Int64, lane: Int32) -> Int32:
-        """The expert at a place of a token's row of the table, -1 for none."""
+        """The expert in column `lane` of a token's row of the table; -1 if it is none."""
         e = Int32(-1)
         if token_id >= 0 and token_id < table.shape[0]:
             number = table[token_id, lane]
@@ -123,7 +123,7 @@ def compile_route_by_table(dtype: str, tile_tokens: int, experts: int, top_k: in
     """-> f(x [T, H], weight [E, H], table int64 [V, top_k], token_ids int64 [T], logits fp32 [T, E], experts int64
     [T, top_k], weights fp32 [T, top_k], order int32 [T top_k], rows int32 [T top_k], ends int32 [count], first, scale);
     0 < T, up to FEW_TOKENS with tiles of so many, else up to MAX_TOKENS; H a multiple of 32, count > 0, rows of x and
-    weight at multiples of 16 bytes, all others contiguous. Writes the logits and what stands behind them."""
+    weight aligned to 16 bytes, all others contiguous. Writes the logits and the arguments from experts to ends."""
     element, tokens, channels = cute_dtype(dtype), cute.sym_int(), cute.sym_int(divisibility=CHANNEL_MULTIPLE)
     entries = cute.sym_int()
 
@@ -144,7 +144,7 @@ def compile_route_by_table(dtype: str, tile_tokens: int, experts: int, top_k: in
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
-    """The published models'; others compile when they are asked for."""
+    """The gates of the published models. Others compile at their first call."""
     experts = 256, 384  # V4-Flash's and V4-Pro's
     return [
         (compile_route_by_table, ("bfloat16", tokens, count, 6))

@@ -1,10 +1,10 @@
-"""Entries in the order of their experts: a counting sort that keeps the order within an expert.
+"""Sort entries by expert: a stable counting sort.
 
 Plan
-- A CTA an expert, and one more for entries whose expert is none; a warp of it has a part of the entries. It reads them
-  twice: first it counts those of lower experts and its own, then it places its own behind all that come before. No CTA
-  waits for another.
-Shared memory: two numbers a warp. Roofline: L2, 8 (E + 1) N bytes at int32; few entries: two latencies.
+- One CTA per expert, and one for entries without an expert. Each warp of a CTA has a part of the entries, and reads it
+  twice. First it counts the entries of lower experts and those of the CTA's expert; then it writes the latter to their
+  rows. No CTA waits for another.
+Shared memory: two numbers per warp. Roofline: L2, 8 (E + 1) N bytes for int32; for few entries, two latencies.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from dsa.cute.sm90 import WARP
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 WARPS = 8
-AHEAD = 8  # loads of a lane on their way at a time
+AHEAD = 8  # loads in flight per lane
 
 
 class SortByExpertSm90:
@@ -77,7 +77,7 @@ class SortByExpertSm90:
 
     @cute.jit
     def read(self, experts, count, first, end):
-        """The experts of entries first + 32 i: `count` for none, above it from `end` on."""
+        """The experts of entries first + 32 i: `count` for an entry without an expert, more than that from `end` on."""
         found = cute.make_rmem_tensor((AHEAD,), Int32)
         raw = cute.make_rmem_tensor((AHEAD,), experts.element_type)
         for i in cutlass.range_constexpr(AHEAD):

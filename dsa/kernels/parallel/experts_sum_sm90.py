@@ -1,17 +1,17 @@
-"""The sum over GPUs of what the experts of few tokens computed: each GPU's weighted sum of its own experts' rows, as
-combine_experts_sm90.py has it, is the part that one_shot_sum_sm90.py sends and adds up:
-out[t] = round(sum over the GPUs, in their order, of round(sum_j weights[t, j] * y[rows[t, j]] + shared[t]))
+"""All-reduce of the experts' sums of a few tokens. Each GPU computes the weighted sum of its own experts' rows, as
+combine_experts_sm90.py does, and one_shot_sum_sm90.py sends and adds these sums:
+out[t] = round(sum over the ranks, in order, of round(sum_j weights[t, j] * y[rows[t, j]] + shared[t]))
 
 Plan
-- The sum's, but that a thread makes its 8 bytes of the own part where the sum loads them. One kernel fewer, and the
-  part does not pass through memory.
-- BATCH rows' bytes are asked for at once, behind their numbers and weights, by asynchronous copies to the thread's own
-  part of shared memory: of plain loads ptxas uses the first before it asks for the next. Copies of absent rows write
-  zeros and read nothing. More rows than BATCH are further turns.
-- Products are rounded and added in the order of j, shared last: the part has combine_experts_sm90.py's bits.
-Constraints: the sum's; H a multiple of 8, innermost stride 1, rows aligned to 16 bytes.
+- As one_shot_sum_sm90.py, but a thread computes its 8 bytes of this rank's part instead of loading them. This saves a
+  kernel, and the part does not pass through memory.
+- A thread reads the row indices and weights, then issues BATCH rows' copies at once by cp.async into its own part of
+  shared memory. Plain loads would not stay together: ptxas uses the first before it issues the next. Copies of absent
+  rows write zeros and read nothing. More than BATCH rows take further rounds.
+- Products are rounded and added in the order of j, shared last, so the part has the bits of combine_experts_sm90.py.
+Constraints: as one_shot_sum_sm90.py; H a multiple of 8, innermost stride 1, rows aligned to 16 bytes.
 Shared memory: BATCH * THREADS * 8 bytes, 16 KiB.
-Roofline: the sum's, and the latency of a row's number, which comes before its bytes.
+Roofline: as one_shot_sum_sm90.py, plus the latency of the row indices.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ BATCH = 8  # rows at a time
 
 
 class ExpertsPart(NamedTuple):
-    """What a GPU's part is made of: y [M, H], rows [T, k], weights [T, k], and shared [T, H] or None."""
+    """The inputs of this rank's part: y [M, H], rows [T, k], weights [T, k], and shared [T, H] or None."""
 
     y: cute.Tensor
     rows: cute.Tensor
@@ -94,7 +94,7 @@ class ExpertsSumSm90(OneShotSumSm90):
                     factors[j] = weights[token, first + j]
             for j in cutlass.range_constexpr(BATCH):
                 valid = numbers[j] >= 0 and numbers[j] < y.shape[0]
-                # An absent row counts as zero whatever its weight, which may be infinite; nor is its address formed.
+                # An absent row counts as zero, even if its weight is infinite. Its address is not computed.
                 factors[j] = factors[j] if valid else Float32(0.0)
                 row = Int64(numbers[j]) if valid else Int64(0)
                 gather_8(scratch + j * (THREADS * PART), start + row * row_bytes, valid)
@@ -131,7 +131,7 @@ def compile_experts_sum(dtype: str, ranks: int, shared: bool):
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
-    """Every compile function and its arguments that sums can ask for."""
+    """Every compile function and its arguments that the sums over GPUs can ask for."""
     return [
         (compile_experts_sum, (dtype, ranks, shared)) for dtype in DTYPES for ranks in RANKS for shared in (False, True)
     ]

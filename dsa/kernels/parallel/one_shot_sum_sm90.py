@@ -1,25 +1,25 @@
-"""The sum of several GPUs' tensors: each GPU writes its part into all GPUs' memory, and adds up what comes to its own.
+"""One-shot all-reduce (sum): each GPU writes its part into every GPU's memory, and adds up the parts that it receives.
 
 Plan
-- A part is cut into 8 bytes, which travel as 16: four bytes and the turn, the number of the sum, and once more. A GPU
-  writes and another one reads 8 bytes at once, so whoever finds the turn beside four bytes has these four. Nothing else
-  says that a part is there: one way over NVLink is all that a sum waits for, and there is no barrier.
-- Memory is of two halves, which sums take in turn. A GPU that writes to a half again has had, in the sum between, a
-  word of every other one, which each has sent when its last sum in that half was over. So no part is overwritten while
-  it is read.
-- A thread writes all that it has of its own part to all GPUs, its own one included, and then adds up the parts of the
-  same places, in fp32 and in the order of the ranks, rounded once. So all GPUs have the same bits.
-- The turn is in memory, so that a CUDA graph has a new one each time: all threads read it at first, and the last CTA
-  that has read it sets it, while parts are on their way: the kernel ends behind its last store.
-- A thread's next 8 bytes are loaded before they are sent, the first ones beside the turn.
-- A thread stops waiting after `patience` cycles: the other GPU's process may have died. It writes which rank it waited
-  for to `lost`, the address of memory of the host, and sets turns[2], by which all other threads and all later sums
-  stop waiting at their next look. The result of such a sum is undefined.
-Constraints: all ranks make the same sums in the same order, one at a time. Turns are 32 bits: after 2^32 sums one is
-taken for the sum of 2^32 before, of which nothing is left but in places that no sum has reached since.
+- 8 bytes of a part travel as a packet of 16: four bytes and the turn, twice. The turn is the number of the sum. GPUs
+  write and read 8 bytes atomically, so a reader that finds the current turn next to four bytes has valid data. There is
+  no other signal and no barrier: a sum waits for one trip over NVLink only.
+- Consecutive sums alternate between two buffers. Before a GPU writes to a buffer again, it has received, in the sum
+  between, a word from every other GPU, which each sent after it had finished its last sum in that buffer. So no part is
+  overwritten while it is read.
+- A thread writes its bytes of this rank's part to all GPUs, including its own. Then it adds the parts at the same
+  places in fp32, in the order of the ranks, and rounds once. So all GPUs get the same bits.
+- The turn is in device memory, so that each replay of a CUDA graph has a new one. All threads read it first. The last
+  CTA that has read it increments it while packets are in flight, because the kernel ends after its last store.
+- A thread loads its next 8 bytes before it sends the current ones, and the first ones together with the turn.
+- A thread stops waiting after `patience` cycles, since another GPU's process may have died. It writes the rank that it
+  waited for to `lost`, an address in host memory, and sets turns[2]. All other threads and all later sums then stop
+  waiting as well. The result of such a sum is undefined.
+Constraints: all ranks make the same sums in the same order, one at a time. Turns have 32 bits: 2^32 sums later a turn
+repeats, which is wrong only at places that no sum has written since.
 Shared memory: none. Registers: few.
-Roofline: of little, the latency of a load, of NVLink and of a load; of much, NVLink with twice a part's bytes to each
-other GPU.
+Roofline: small tensors: latency of a load, NVLink and a load. Large ones: NVLink, twice the part's bytes to each other
+GPU.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ THREADS = 256
 
 
 def choose_ctas(places: int, sms: int) -> int:
-    """A thread a place, of no more CTAs than can run at once: each waits for what others have to send."""
+    """One thread per place, but no more CTAs than can be resident at once, because threads wait for other ranks."""
     return min(-(-places // THREADS), sms)
 
 
@@ -54,8 +54,8 @@ class Patience(NamedTuple):
     """How long a thread waits for a part.
 
     cycles  of the SM's clock
-    gave_up the address of turns[2]: not 0 where a thread of this GPU has stopped waiting
-    lost    the address of the host's memory: 1 + the rank that a thread has stopped waiting for
+    gave_up the address of turns[2]: not 0 if a thread of this GPU has stopped waiting
+    lost    an address in host memory: 1 + the rank that a thread has stopped waiting for
     """
 
     cycles: Int64
@@ -65,7 +65,7 @@ class Patience(NamedTuple):
 
 @cute.jit
 def _look(address: Int64, turn: Uint32, gave_up: Int64):
-    """The two words that lie there, whether they have this turn, and whether another thread has stopped waiting."""
+    """The packet's two words, whether they have this turn, and whether another thread has stopped waiting."""
     first, one, second, other, stopped = cute.arch.inline_ptx(
         "ld.volatile.global.v4.b32 {" + "{$w0}, {$w1}, {$w2}, {$w3}" + "}, [{$r0}]; "
         "ld.volatile.global.b32 {$w4}, [{$r1}];",
@@ -77,7 +77,7 @@ def _look(address: Int64, turn: Uint32, gave_up: Int64):
 
 @cute.jit
 def _receive(address: Int64, turn: Uint32, rank: cutlass.Constexpr, patience: Patience):
-    """The two words of a rank that lie there with this turn, as soon as they do; any words after the patience."""
+    """Wait for a rank's packet of this turn, and return its two words. After `patience`, any words."""
     began = cute.arch.clock64()
     first, second, arrived, stopped = _look(address, turn, patience.gave_up)
     while not (arrived or stopped):
@@ -178,12 +178,12 @@ class OneShotSumSm90:
 
     @cute.jit
     def scratch(self, tid: Int32) -> Int32:
-        """A thread's address of shared memory for `load`."""
+        """This thread's shared-memory address for `load`."""
         return Int32(0)
 
     @cute.jit
     def load(self, source, i: Int32, part: cute.Tensor, scratch: Int32):
-        """What lies at place i of this GPU's part."""
+        """Load place i of this rank's part."""
         cute.autovec_copy(cute.local_tile(source.x, (self.width,), (i,)), part)
 
 
@@ -212,5 +212,5 @@ def fake_numbers() -> tuple[Int32, Int32, Int64, Int64]:
 
 
 def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
-    """Every compile function and its arguments that sums can ask for."""
+    """Every compile function and its arguments that the sums over GPUs can ask for."""
     return [(compile_one_shot_sum, (dtype, ranks)) for dtype in DTYPES for ranks in RANKS]

@@ -1,1 +1,1 @@
-"""CuTe DSL kernels of the indexer's training: warm-up, sparse stage and their gradients."""
+"""CuTe DSL kernels that train the indexer: the warm-up stage, the sparse stage and their gradients."""

@@ -1,7 +1,7 @@
-"""Sums of fp32 numbers in global memory: reductions from registers in the L2 cache, plain stores, and turns by which
-warps of several CTAs add one after another, always in the same order.
+"""Sums in global memory: reductions in the L2 cache, plain stores, and a published counter by which warps of several
+CTAs add one after another in a fixed order.
 
-Addresses are Int64: kernels compute them from indices, and offsets pass 32 bits.
+Addresses are Int64: kernels compute them from indices, and offsets exceed 32 bits.
 """
 
 import cutlass.cute as cute
@@ -10,7 +10,8 @@ from cutlass import Float32, Int32, Int64
 
 @cute.jit
 def add_4(target: Int64, values):
-    """Add four numbers to those at `target`, a multiple of 16. The L2 cache adds, in no order; nobody waits for it."""
+    """Add four numbers to those at `target`, a multiple of 16. The L2 cache adds in no fixed order, and the warp does
+    not wait for it."""
     cute.arch.inline_ptx(
         "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {" + "{$r1}, {$r2}, {$r3}, {$r4}" + "};",
         read_only_args=[target, *values],
@@ -28,8 +29,8 @@ def store_4(target: Int64, values):
 
 @cute.jit
 def add_fixed(target: Int64, value: Float32):
-    """Add a number, rounded to an integer, to the 64-bit integer at `target`. Integer sums do not depend on the order
-    of their terms."""
+    """Round a number to an integer and add it to the 64-bit integer at `target`. An integer sum does not depend on the
+    order of its terms."""
     cute.arch.inline_ptx(
         "{ .reg .s64 rounded; cvt.rni.s64.f32 rounded, {$r1}; red.global.add.u64 [{$r0}], rounded; }",
         read_only_args=[target, value],
@@ -38,7 +39,8 @@ def add_fixed(target: Int64, value: Float32):
 
 @cute.jit
 def publish(target: cute.Pointer, count: Int32):
-    """Store `count`: whoever reads it with `await_count` sees all that this warp has added before. A warp's work."""
+    """Store `count` with release semantics: a warp that reads it with `await_count` sees all earlier additions of this
+    warp. Called by a whole warp."""
     cute.arch.sync_warp()
     with cute.arch.elect_one():
         cute.arch.fence_acq_rel_gpu()
@@ -49,7 +51,7 @@ def publish(target: cute.Pointer, count: Int32):
 
 @cute.jit
 def await_count(source: cute.Pointer, known: Int32, count: Int32):
-    """Wait until at least `count` has been published. `known` is what was read last; returns what is read now."""
+    """Wait until at least `count` has been published. `known` is the value last read. -> the value read now."""
     while known < count:
         known = cute.arch.inline_ptx(
             "ld.acquire.gpu.global.s32 {$w0}, [{$r0}];",

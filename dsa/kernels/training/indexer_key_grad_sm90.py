@@ -1,21 +1,25 @@
 """Gradient of the indexer's keys: dk[j] += sum_{t,h} dI[t, j] [q_h[t] . k[j] > 0] w[t, h] q_h[t], fp32, deterministic.
 
 Plan
-- Keys are the rows of a product whose inner dimension are the flat (query, head) columns, 64 at a time. A consumer
-  warpgroup has the sums of 128 keys, two tiles of 64 x D, in registers; the queries pass by through shared memory, read
-  by all warpgroups as the operand B, with the channels as columns.
-- The operand A, dI w where a head is active, is made in registers. The bits of q . k are stored as the very lane that
-  needs them has had them (active_bits.py); a shift, a byte permutation that spreads signs and an AND make two numbers
-  of 16 bits; dI comes by a transposing ldmatrix, twice in a word; products with w round to bf16.
-- While a warpgroup makes one tile's operand, its other tile's wgmma runs, or another warpgroup's.
-- CTAs have even ranges of all (key block, column block) pairs (key_block_scheduler.py). A key block that one CTA has
-  alone it adds to dk; of the others there are partial sums, which a second kernel, the fixup, adds in a fixed order.
-- One producer warp loads: q by TMA; w, dI and bits by bulk copies. Columns behind a span's last are of queries of
-  another sequence: they are overwritten by zeros, as 0 * NaN would be NaN (zero_fill_pipeline.py).
-Shared memory: STAGES of 64 x D x 2 bytes of q, 128 of w, 256 a query and warpgroup of dI, 1 KiB a warpgroup of bits.
-Registers: D accumulators, 32 of operands, 8 of w, 4 to 16 of dI, of 232 with two warpgroups,
-160 with three, at D 64.
-Roofline: tensor cores, 256 clocks for 64 keys x 64 columns at D 128; beside them 62 instructions of a warp.
+- GEMM: M is keys, N is channels, K is the flat (query, head) columns, 64 per stage. A consumer warpgroup keeps the
+  sums of 128 keys, two tiles of 64 x D, in registers. It streams the queries through shared memory as operand B, which
+  all warpgroups share.
+- Operand A is dI w where a head is active and 0 elsewhere, computed in registers. The scores kernel stored each word
+  of active bits in the accumulator layout (active_bits.py), so a lane loads only the bits of its elements. A shift, a
+  byte permutation that replicates signs, and an AND mask two bf16 numbers. A transposing ldmatrix loads dI, with each
+  number in both halves of a word. Products with w are rounded to bf16.
+- While a warpgroup computes one tile's operand A, the wgmma of its other tile or of another warpgroup runs.
+- Each CTA gets an equal range of all (key block, column block) pairs (key_block_scheduler.py, stream-K). A CTA adds a
+  key block that only it has directly to dk. For shared key blocks it writes partial sums, and a second kernel, the
+  fixup, adds them in a fixed order.
+- One producer warp loads q by TMA, and w, dI and bits by bulk copies. Columns after a span's last one are queries of
+  another sequence. The producer overwrites them with zeros, because 0 * NaN is NaN (zero_fill_pipeline.py).
+Shared memory per stage: 64 x D x 2 bytes of q, 128 of w, 256 of dI per query and warpgroup, 1 KiB of bits per
+warpgroup.
+Registers at D = 64: D accumulators, 32 for operand A, 8 for w, 4 to 16 for dI, of 232 with two consumer warpgroups or
+160 with three.
+Roofline: tensor cores, 256 cycles per 64 keys x 64 columns at D = 128. A warp issues 62 other instructions in this
+time.
 """
 
 import functools
@@ -52,14 +56,17 @@ from dsa.kernels.training.q_tiles import (
 from dsa.kernels.training.zero_fill_pipeline import ZeroFillPipeline, zero_fill_storage, zero_rows
 from dsa.runtime.compile_cache import cached, compile_sm90
 
-TILE = 2 * KEY_BLOCK  # keys of a warpgroup
+TILE = 2 * KEY_BLOCK  # keys per warpgroup
 FIXUP_THREADS = 256
 
 
 class Fixup(IntEnum):
-    """Which number about a CTA's partial sums is where: whether there are some of the key block that its range ends
-    within (TAIL), that block's first key and how many keys it has; whether there are some of the block that its range
-    begins within (HEAD), and whether that block ends in it."""
+    """Words of a CTA's row of `fixup`, which describe its partial sums.
+
+    TAIL: 1 if the CTA has partial sums of the key block in which its range ends. TAIL_KEY, TAIL_KEYS: the block's first
+    key and number of keys. HEAD: 1 if the CTA has partial sums of the key block in which its range begins. HEAD_ENDS: 1
+    if this block's last pair is in the range.
+    """
 
     TAIL = 0
     TAIL_KEY = 1
@@ -73,7 +80,7 @@ FIXUP_WORDS = 8
 
 @dataclass(frozen=True)
 class IndexerKeyGradConfig:
-    """warpgroups: of consumers; stages: of 64 columns."""
+    """warpgroups: number of consumer warpgroups. stages: of 64 columns each."""
 
     warpgroups: int
     stages: int
@@ -87,7 +94,7 @@ class IndexerKeyGradConfig:
         return (self.warpgroups + 1) * WARPGROUP
 
     def stage_bytes(self, heads: int, dim: int) -> tuple[int, int, int, int]:
-        """Of q, w, dI and bits."""
+        """Bytes of q, w, dI and bits per stage."""
         di = self.warpgroups * (COLUMN_BLOCK // heads) * TILE * 2
         return COLUMN_BLOCK * dim * 2, COLUMN_BLOCK * 2, di, self.warpgroups * 2 * BIT_BYTES
 
@@ -96,7 +103,7 @@ class IndexerKeyGradConfig:
 
 
 class Stages(NamedTuple):
-    """Where the stages of queries, of weights, of dI and of active bits begin."""
+    """First stage of the queries, the weights, dI and the active bits in shared memory."""
 
     q: cute.Pointer
     w: cute.Pointer
@@ -105,7 +112,7 @@ class Stages(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """Where a lane's operands are in the first stage: its weights, dI and active bits."""
+    """Shared-memory addresses of a lane's weights, dI and active bits in the first stage."""
 
     w: Int32
     di: Int32
@@ -117,7 +124,7 @@ class IndexerKeyGradSm90:
         self.heads, self.dim, self.cfg, self.warpgroups, self.stages = heads, dim, cfg, cfg.warpgroups, cfg.stages
         self.keys, self.threads, self.consumer_warps = cfg.keys, cfg.threads, 4 * cfg.warpgroups
         self.q_bytes, self.w_bytes, self.di_bytes, self.active_bytes = cfg.stage_bytes(heads, dim)
-        self.queries = COLUMN_BLOCK // heads  # of a column block
+        self.queries = COLUMN_BLOCK // heads  # per column block
         self.scheduler = KeyBlockScheduler(heads, cfg.keys)
 
     @cute.jit
@@ -213,7 +220,7 @@ class IndexerKeyGradSm90:
 
     @cute.jit
     def tiles_seen(self, span, key_block, column_block):
-        """How many of a key block's tiles of 128 keys a column block of a span sees."""
+        """Number of a key block's tiles of 128 keys that a span's column block sees."""
         count = Int32(0)
         for tile in cutlass.range_constexpr(self.warpgroups):
             key = key_block * self.keys + tile * TILE
@@ -225,7 +232,7 @@ class IndexerKeyGradSm90:
     def produce(
         self, q_atom, mq, w, q_tiles, di, active, sq, stages: Stages, columns: ZeroFillPipeline, own: CtaRange, lane
     ):
-        """The producer warp."""
+        """The producer warp: load the stages of every work tile of this CTA."""
         one = cute.make_layout(1)
         state, landed_phase = start(), Int32(0)
         next_tile = self.scheduler.first(q_tiles, own, lane)
@@ -262,7 +269,7 @@ class IndexerKeyGradSm90:
                         bulk_load(target, source, tiles * (2 * BIT_BYTES), barrier)
                 cute.copy(q_atom, tqg[None, at], tqs[None, state.stage], tma_bar_ptr=barrier)
                 if there < COLUMN_BLOCK:
-                    # The last columns are another sequence's.
+                    # The last columns belong to another sequence.
                     landed_phase = columns.wait_landed(landed_phase)
                     block_start = Int32(stages.q.toint()) + state.stage * self.q_bytes
                     zero_rows(block_start, there, COLUMN_BLOCK, self.dim * 2, lane)
@@ -287,7 +294,8 @@ class IndexerKeyGradSm90:
         flats = [cute.make_tensor(x.iterator, cute.make_layout(self.dim // 2)) for x in accs]
         mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
         tile = warp // 4
-        # Of a matrix that this lane names a row of: the tile's 64 keys and the half of 16, or query and half.
+        # Each lane gives ldmatrix one row address. Lane / 8 is the matrix: lane bit 3 selects the half of 16 keys; bit
+        # 4 selects the tile of 64 keys, or the query if a column block has several.
         own_warp = warp % 4
         w_at = Int32(stages.w.toint()) + (lane >> 3) * 16
         di_at = Int32(stages.di.toint()) + tile * (self.queries * TILE * 2) + own_warp * 32 + ((lane >> 3) & 1) * 16
@@ -306,7 +314,7 @@ class IndexerKeyGradSm90:
             for acc in flats:
                 acc.fill(0.0)
             key = key_block * self.keys + tile * TILE
-            # The column blocks from which on the first, the second 64 of the keys are seen.
+            # The first column block that sees the warpgroup's first tile of 64 keys, and the second one.
             seen_from, both_from = self.seen_from(span, key, end), self.seen_from(span, key + KEY_BLOCK, end)
             for at in cutlass.range(column_block, end, unroll=1):
                 columns.consumer_wait(state)
@@ -344,16 +352,16 @@ class IndexerKeyGradSm90:
 
     @cute.jit
     def seen_from(self, span, key, end):
-        """The first column block that sees a key; `end` if none does."""
+        """The first column block that sees a key, or `end` if none does."""
         return self.scheduler.first_column_block(span.seen, span.step, key) if key < span.visible else end
 
     @cute.jit
     def add(self, blocks: cutlass.Constexpr, mma, accs, operands, words, rb, stage, at: Lane):
-        """Add the products of a stage's columns to this warpgroup's first tile, or to both."""
+        """Accumulate a stage's columns into the warpgroup's first tile (blocks = 1) or into both (2)."""
         w_here, di_here = at.w + stage * self.w_bytes, at.di + stage * self.di_bytes
         word_here = at.active + stage * self.active_bytes
-        # All addresses of a matrix's rows are the same 16 bytes: lane l gets pair l % 4 of these 8 numbers, or of a
-        # transposed matrix number l / 4, twice.
+        # All row addresses of a matrix are the same 16 bytes. So lane l gets pair l % 4 of these 8 numbers, or, with
+        # the transposing load, number l / 4 twice.
         w = [*load_matrices(w_here), *load_matrices(w_here + 64)]
         if const_expr(self.queries == 1):
             doubled = load_matrices_transposed(di_here)
@@ -381,7 +389,8 @@ class IndexerKeyGradSm90:
 
     @cute.jit
     def store(self, flat, half: cutlass.Constexpr, row, add: cutlass.Constexpr, lane):
-        """The epilogue of a key block: a row's sums, in pairs of columns 8 apart, or what is there and they."""
+        """The epilogue of a key block: store a row's sums, pairs of columns 8 apart. add: add the row's old values
+        first."""
         pairs = cute.local_tile(row, (2,), (None,))
         pair = cute.make_rmem_tensor((2,), Float32)
         for j in cutlass.range_constexpr(self.dim // 8):
@@ -402,7 +411,8 @@ class IndexerKeyGradSm90:
 
     @cute.kernel
     def add_partial_sums(self, dk: cute.Tensor, partial_sums: cute.Tensor, fixup: cute.Tensor):
-        """Add up the partial sums of the key block that CTA x ends within: its own, then those of the CTAs behind."""
+        """The fixup. CTA x adds the partial sums of the key block in which range x ends: those of range x, then those
+        of the following ranges up to the block's end."""
         tid, _, _ = cute.arch.thread_idx()
         cta, part, _ = cute.arch.block_idx()
         index = part * FIXUP_THREADS + tid
@@ -445,7 +455,7 @@ def compile_indexer_key_grad(heads: int, dim: int, config: IndexerKeyGradConfig)
 
 @functools.lru_cache(4096)
 def choose_config(heads: int, dim: int) -> IndexerKeyGradConfig:
-    """As many stages as there is room for, 12 at most. Where a stage is small, more keys share its queries."""
+    """As many stages as fit, at most 12. If a stage is small, a third warpgroup shares its queries."""
     warpgroups = 3 if heads <= 16 and dim == 64 else 2
     configs = [IndexerKeyGradConfig(warpgroups, stages) for stages in range(2, 13)]
     return max((c for c in configs if c.shared(heads, dim) <= SHARED_BYTES), key=lambda config: config.stages)

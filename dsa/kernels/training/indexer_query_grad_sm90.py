@@ -2,22 +2,23 @@
 dq_h[t] = w[t, h] g_h[t] in bf16 and dw[t, h] = q_h[t] . g_h[t] in fp32.
 
 Plan
-- Rows of a product are flat (query, head) pairs, 64 at a time: a column block of the scores. Its inner dimension are
-  keys, its columns channels. A consumer warpgroup has the sums of BLOCKS such blocks in registers, BLOCKS x 64 x D,
-  while all keys that they see pass by through shared memory, 128 at a time, read by all warpgroups as the operand B.
-- The operand A, dI where a head is active, is made in registers. A lane reads the words of bits of two neighbouring
-  keys (active_bits.py), takes the bytes of its row out of both, and spreads signs to masks of 16 bits; pairs of dI, the
-  same for all heads of a query, come by ldmatrix.
-- While a warpgroup makes one block's operand, its other block's wgmma runs, or another warpgroup's.
-- A work tile's own q waits in shared memory, put there by each warp for its rows in the prologue, for dw; dq leaves by
-  the same way in the epilogue. dw needs no products again, as sum_j dI relu(q . k) = q . g.
-- One producer warp loads k by TMA, dI and bits by bulk copies. Keys behind a sequence's last are another's: they are
-  overwritten by zeros, as 0 * NaN would be NaN (zero_fill_pipeline.py).
-- Persistent CTAs; a work tile is the queries of all warpgroups' blocks (q_tile_scheduler.py).
-Shared memory: STAGES of 128 x D x 2 bytes of k, 256 a query of dI, 1 KiB a block of bits; 128 x D a block for q and dq.
-Registers: BLOCKS x D / 2 sums, BLOCKS x 16 of operands, 8 or 16 of dI, of 232 (two warpgroups) or 112; 40 or 32 for the
-other warps.
-Roofline: tensor cores, 256 clocks for 64 rows x 64 keys at D 128; beside them 52 instructions of a warp.
+- GEMM: M is flat (query, head) pairs, in blocks of 64 (the column blocks of the scores), N is channels, K is keys. A
+  consumer warpgroup keeps the sums of BLOCKS blocks, BLOCKS x 64 x D, in registers. It streams all keys that the
+  blocks see through shared memory, 128 per stage, as operand B, which all warpgroups share.
+- Operand A is dI where a head is active and 0 elsewhere, computed in registers. A lane loads the words of bits of two
+  neighbouring keys (active_bits.py), selects its row's bytes from both, and expands the signs to masks of 16 bits.
+  ldmatrix loads pairs of dI, which are the same for all heads of a query.
+- While a warpgroup computes one block's operand A, the wgmma of its other block or of another warpgroup runs.
+- In the prologue of a work tile each warp copies its rows of q to shared memory, for dw. In the epilogue dq leaves
+  through the same memory. dw needs no second product, since sum_j dI relu(q . k) = q . g.
+- One producer warp loads k by TMA, and dI and bits by bulk copies. Keys after a sequence's last one belong to another
+  sequence. The producer overwrites them with zeros, because 0 * NaN is NaN (zero_fill_pipeline.py).
+- Persistent CTAs with dynamic scheduling. A work tile is the queries of all warpgroups' blocks (q_tile_scheduler.py).
+Shared memory per stage: 128 x D x 2 bytes of k, 256 of dI per query, 1 KiB of bits per block. 128 x D bytes per block
+for q and dq.
+Registers: BLOCKS x D / 2 sums, BLOCKS x 16 for operand A, 8 or 16 for dI, of 232 with two consumer warpgroups or 112
+with four. The producer warpgroup has 40 or 32.
+Roofline: tensor cores, 256 cycles per 64 rows x 64 keys at D = 128. A warp issues 52 other instructions in that time.
 """
 
 import functools
@@ -55,12 +56,13 @@ from dsa.kernels.training.q_tiles import (
 from dsa.kernels.training.zero_fill_pipeline import ZeroFillPipeline, zero_fill_storage, zero_rows
 from dsa.runtime.compile_cache import cached, compile_sm90
 
-ROWS = 16  # of a warp
+ROWS = 16  # per warp
 
 
 @dataclass(frozen=True)
 class IndexerQueryGradConfig:
-    """warpgroups: of consumers; blocks: of 64 (query, head) rows of each; stages: of 128 keys."""
+    """warpgroups: number of consumer warpgroups. blocks: of 64 (query, head) rows, per warpgroup. stages: of 128 keys
+    each."""
 
     warpgroups: int
     blocks: int
@@ -68,7 +70,7 @@ class IndexerQueryGradConfig:
 
     @property
     def column_blocks(self) -> int:
-        """Blocks of 64 (query, head) pairs of a work tile."""
+        """Blocks of 64 (query, head) pairs per work tile."""
         return self.warpgroups * self.blocks
 
     @property
@@ -76,7 +78,7 @@ class IndexerQueryGradConfig:
         return (self.warpgroups + 1) * WARPGROUP
 
     def stage_bytes(self, heads: int, dim: int) -> tuple[int, int, int]:
-        """Of k, dI and bits."""
+        """Bytes of k, dI and bits per stage."""
         queries = self.column_blocks * COLUMN_BLOCK // heads
         return K_TILE * dim * 2, queries * K_TILE * 2, self.column_blocks * 2 * BIT_BYTES
 
@@ -86,7 +88,7 @@ class IndexerQueryGradConfig:
 
 
 class Stages(NamedTuple):
-    """Where the stages of keys, of dI and of active bits begin."""
+    """First stage of the keys, dI and the active bits in shared memory."""
 
     k: cute.Pointer
     di: cute.Pointer
@@ -100,8 +102,8 @@ class IndexerQueryGradSm90:
         self.k_bytes, self.di_bytes, self.active_bytes = cfg.stage_bytes(heads, dim)
         self.block_q = cfg.column_blocks * COLUMN_BLOCK // heads
         self.scheduler = QTileScheduler(self.block_q)
-        self.chunks = dim // 8  # of 16 bytes of a row
-        self.staged = ROWS * dim * 2  # bytes of a warp's rows of a block
+        self.chunks = dim // 8  # of 16 bytes, per row
+        self.staged = ROWS * dim * 2  # bytes of a warp's rows, per block
 
     @cute.jit
     def __call__(
@@ -197,7 +199,7 @@ class IndexerQueryGradSm90:
         keys: ZeroFillPipeline,
         lane,
     ):
-        """The producer warp."""
+        """The producer warp: take work tiles and load their stages."""
         one = cute.make_layout(1)
         state, work_state, landed_phase = start(), start(), Int32(0)
         number = Int32(0)
@@ -225,7 +227,7 @@ class IndexerQueryGradSm90:
                             bulk_load(target, source, Int32(2 * BIT_BYTES), barrier)
                     cute.copy(k_atom, tkg[None, tile], tks[None, state.stage], tma_bar_ptr=barrier)
                     if there < K_TILE:
-                        # The last keys are another sequence's.
+                        # The last keys belong to another sequence.
                         landed_phase = keys.wait_landed(landed_phase)
                         tile_start = Int32(stages.k.toint()) + state.stage * self.k_bytes
                         zero_rows(tile_start, there, K_TILE, self.dim * 2, lane)
@@ -262,12 +264,13 @@ class IndexerQueryGradSm90:
         weights = cute.make_rmem_tensor((2 * self.blocks,), Float32)
         mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
         own_warp, side = warp % 4, warp // 4
-        # Of the work tile's rows: the first of this warp, in the first of its blocks.
+        # This warp's first row in the work tile, in the warpgroup's first block.
         own = side * (self.blocks * COLUMN_BLOCK) + own_warp * ROWS
         di_at = Int32(stages.di.toint()) + own // self.heads * (K_TILE * 2) + (lane >> 3) * 16
         word_at = Int32(stages.active.toint()) + side * (self.blocks * 2 * BIT_BYTES)
         word_at += (lane & 3) * 32 + (lane >> 3) * 8
-        # The bytes of two keys' words that have this lane's columns, and where in a byte the warp's are.
+        # The permutation selects the bytes with this lane's columns from two keys' words. The shift moves the warp's
+        # bits to the top of each byte.
         taken = Uint32(0x6420) + Uint32(0x1111) * Uint32((lane >> 2) & 1)
         shift = Uint32(2 * own_warp)
         state, work_state = start(), start()
@@ -300,13 +303,13 @@ class IndexerQueryGradSm90:
 
     @cute.jit
     def add(self, mma, accs, operands, words, rb, stage, b: cutlass.Constexpr, di_here, word_here, taken, shift):
-        """Add the products with 64 keys of a stage to this warpgroup's blocks."""
+        """Accumulate 64 keys of a stage into this warpgroup's blocks."""
         halves = 2 if self.heads < 16 else 1
         for i in cutlass.range_constexpr(self.blocks):
             own = words[i]
             pairs = []
             for half in cutlass.range_constexpr(halves):
-                # All addresses of a matrix's rows are the same 16 bytes: lane l gets pair l % 4 of these 8 numbers.
+                # All row addresses of a matrix are the same 16 bytes, so lane l gets pair l % 4 of these 8 numbers.
                 address = di_here + (i * COLUMN_BLOCK + 8 * half) // self.heads * (K_TILE * 2)
                 pairs.append([*load_matrices(address), *load_matrices(address + 64)])
             for step in cutlass.range_constexpr(KEY_BLOCK // 16):
@@ -326,17 +329,19 @@ class IndexerQueryGradSm90:
 
     @cute.jit
     def place(self, row, chunk):
-        """Where the 16 bytes number `chunk` of a row of 16 are, in bytes: eight rows' in different banks."""
+        """Byte offset of chunk `chunk`, 16 bytes, of a warp's row. The swizzle puts a chunk of eight rows in different
+        banks."""
         return row * (self.dim * 2) + (chunk ^ (row & 7)) * 16
 
     @cute.jit
     def own_place(self, first: cutlass.Constexpr, lane):
-        """The same of a lane's 16 bytes, number first + lane of all rows'."""
+        """Byte offset of chunk first + lane, counted over all rows."""
         return self.place(first // self.chunks + lane // self.chunks, lane % self.chunks)
 
     @cute.jit
     def load_q(self, q, flat_row, end, staged, lane):
-        """Start loading this warp's rows of q, zeros where there is none: 16 heads of a query, or 8 of two."""
+        """Start loading this warp's rows of q, with zeros for missing rows: 16 heads of one query, or 8 heads of
+        two."""
         source = Int64(q[flat_row, None].iterator.toint()) + lane * 16
         for i in cutlass.range_constexpr(self.blocks):
             for first in cutlass.range_constexpr(0, ROWS * self.chunks, 32):
@@ -349,7 +354,7 @@ class IndexerQueryGradSm90:
 
     @cute.jit
     def epilogue(self, flats, weights, dq, dw, flat_row, end, staged, lane):
-        """dw and dq of this warp's rows."""
+        """Store dw and dq of this warp's rows."""
         for i in cutlass.range_constexpr(self.blocks):
             if flat_row + i * COLUMN_BLOCK < end:
                 self.store_block(flats[i], weights, dq, dw, i, flat_row, end, staged, lane)
@@ -391,7 +396,7 @@ class IndexerQueryGradSm90:
 
 @cute.jit
 def store_global_16(target: cute.Pointer, words):
-    """Four words to the 16 bytes at a multiple of 16."""
+    """Store four words at an address that is a multiple of 16."""
     cute.arch.inline_ptx(
         "st.global.v4.b32 [{$r0}], {" + "{$r1}, {$r2}, {$r3}, {$r4}" + "};",
         read_only_args=[Int64(target.toint()), *words],
@@ -406,10 +411,10 @@ def as_float(bits: Uint32) -> Float32:
 @cached
 def compile_indexer_query_grad(heads: int, dim: int, config: IndexerQueryGradConfig):
     """-> f(q [Tq * H, D] bf16, k [Tk, D] bf16, w [Tq * H] fp32, q_tiles [S, 8], di bf16 [S, N, 2, 64, 128],
-    active uint32 [S, 2 H, 2 N, 128], dq [Tq * H, D] bf16, dw [Tq * H] fp32, tile_counter int32 [1] of 0, ctas); rows of
-    q, k and dq begin at multiples of 16 bytes."""
+    active uint32 [S, 2 H, 2 N, 128], dq [Tq * H, D] bf16, dw [Tq * H] fp32, tile_counter int32 [1] initially 0, ctas).
+    Rows of q, k and dq begin at multiples of 16 bytes."""
     rows = cute.sym_int()
-    # Offsets in q may pass 32 bits.
+    # Offsets in q may exceed 32 bits.
     q, k, dq = (fake(BFloat16, (n, dim), (cute.sym_int64(divisibility=8), 1)) for n in (rows, cute.sym_int(), rows))
     w, dw = (fake(Float32, (rows,), (1,), 4) for _ in range(2))
     return compile_sm90(
@@ -421,8 +426,8 @@ def compile_indexer_query_grad(heads: int, dim: int, config: IndexerQueryGradCon
 
 @functools.lru_cache(4096)
 def choose_config(heads: int, dim: int) -> IndexerQueryGradConfig:
-    """The measured winner: four warpgroups hide what lies between two wgmma best, if their registers suffice. As many
-    stages as there is room for, 8 at most."""
+    """The fastest measured configuration. Four warpgroups best hide the work between two wgmma, if their registers
+    suffice. As many stages as fit, at most 8."""
     warpgroups, blocks = (2, 2) if dim == 128 else (4, 1)
     configs = [IndexerQueryGradConfig(warpgroups, blocks, stages) for stages in range(2, 9)]
     return max((c for c in configs if c.shared(heads, dim) <= SHARED_BYTES), key=lambda config: config.stages)

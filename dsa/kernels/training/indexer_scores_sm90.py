@@ -1,21 +1,22 @@
-"""Lightning-indexer scores in training: scores[t, j] = sum_h w[t, h] relu(q_h[t] . k[j]), all bf16 but w, in fp32, and
-one bit for each (query, head, key): whether q_h[t] . k[j] > 0, which is all that the gradients need of the products.
+"""Lightning-indexer scores in training: scores[t, j] = sum_h w[t, h] relu(q_h[t] . k[j]) in fp32, from bf16 q and k and
+fp32 w. Also one active bit per (query, head, key): whether q_h[t] . k[j] > 0, all that the gradients need of the
+product.
 
 Plan
-- As the FP8 scores of inference: rows of a wgmma tile are 64 keys, its N columns the heads of N / H queries, so that
-  the sum over heads is multiply-adds in registers and a reduce-scatter over the quad. Consumer warpgroups take the
-  key tiles in turns; a tile's epilogue runs under the next tile's wgmma.
-- Keys come with their sign turned. The accumulators hold -q . k, whose sign bit is set where a head is active, not for
-  a product of 0: a funnel shift an accumulator collects 32 of them to a word (active_bits.py).
-- One producer warp loads by TMA: queries double-buffered, keys through a ring of 64-key stages for each consumer
-  warpgroup.
-- Persistent CTAs; a work tile is N / H queries of a q tile with all keys that one of them sees (q_tile_scheduler.py).
-  What lies in a tile beyond a query's keys, or in the work tile beyond its rows, is written as it comes, or not at all.
+- Like the FP8 scores of inference: the M rows of a wgmma tile are 64 keys, its N columns the heads of N / H queries. So
+  the sum over heads is FMAs in registers and a reduce-scatter over the quad. Consumer warpgroups alternate key tiles,
+  and a tile's epilogue overlaps the next tile's wgmma.
+- The keys arrive negated, so the accumulators hold -q . k. Their sign bit is 1 exactly for an active head, and 0 for a
+  product of 0. One funnel shift per accumulator packs 32 sign bits into a word (active_bits.py).
+- One producer warp loads by TMA: double-buffered queries, and one ring of 64-key stages per consumer warpgroup.
+- Persistent CTAs with dynamic scheduling. A work tile is N / H queries of a q tile with all keys that at least one of
+  them sees (q_tile_scheduler.py). Elements after a query's last visible key or after the q tile's last row are
+  undefined: readers mask them.
 Shared memory: 2 x N x D x 2 bytes of queries, WARPGROUPS x STAGES x 64 x D x 2 of keys, barriers (at most 225 KiB).
-Registers: N / 2 accumulators and N / 4 weights a consumer thread, of 232 (two warpgroups) or 160; 40 or 32 for the
-others.
-Roofline: tensor cores, 1024 clocks for a tile of 64 x 256 x 128, and about one clock for each instruction beside them,
-three an accumulator: 400. Keys come from L2, 16 KB a tile; 12 bytes a (query, key) are written at 64 heads.
+Registers: N / 2 accumulators and N / 4 weights per consumer thread, of 232 (two warpgroups) or 160 (three). The
+producer warpgroup has 40 or 32.
+Roofline: tensor cores, 1024 cycles per tile of 64 x 256 x 128. The other instructions, three per accumulator, add about
+one cycle each: 400. Keys come from L2, 16 KB per tile. With 64 heads, 12 bytes per (query, key) are written.
 """
 
 import functools
@@ -49,7 +50,8 @@ Q_STAGES = 2
 
 
 class Pipelines(NamedTuple):
-    """q: of work tiles' queries; k: of all consumer warpgroups' rings of keys, of which `k.ring` gives one."""
+    """q: queries of a work tile. k: stages of keys for all consumer warpgroups; `k.ring` selects one warpgroup's
+    ring."""
 
     q: Pipeline
     k: Pipeline
@@ -57,7 +59,7 @@ class Pipelines(NamedTuple):
 
 @dataclass(frozen=True)
 class IndexerScoresConfig:
-    """columns: N; warpgroups: of consumers; stages: key tiles in flight for each of them."""
+    """columns: N. warpgroups: number of consumer warpgroups. stages: key tiles in flight per warpgroup."""
 
     columns: int
     warpgroups: int
@@ -76,7 +78,7 @@ class IndexerScoresSm90:
         self.heads, self.dim, self.cfg = heads, dim, cfg
         self.n, self.warpgroups = cfg.columns, cfg.warpgroups
         self.stages = cfg.warpgroups * cfg.stages
-        self.consumer_warps = 4 * cfg.warpgroups  # the producer is the warp behind them
+        self.consumer_warps = 4 * cfg.warpgroups  # the next warp is the producer
         self.block_q = cfg.columns // heads
         self.scheduler = QTileScheduler(self.block_q)
         self.words = cfg.columns // COLUMN_BLOCK
@@ -174,7 +176,7 @@ class IndexerScoresSm90:
         pipelines: Pipelines,
         lane,
     ):
-        """The producer warp."""
+        """The producer warp: take work tiles, load their queries and keys."""
         one = cute.make_layout(1)
         q_state, k_state, work_state = start(), start(), start()
         warpgroup, number = Int32(0), Int32(0)
@@ -211,7 +213,7 @@ class IndexerScoresSm90:
     def consume(
         self, weights, scores, active, mma, work_tiles: WorkTilePipeline, sq, sk, pipelines: Pipelines, tid, warp, lane
     ):
-        """The mainloop of a consumer warpgroup: scores and active bits of its key tiles."""
+        """The mainloop of a consumer warpgroup: compute the scores and active bits of its key tiles."""
         thr_mma = mma.get_slice(tid % WARPGROUP)
         ra, rb = mma.make_fragment_A(thr_mma.partition_A(sk)), mma.make_fragment_B(thr_mma.partition_B(sq))
         acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((KEY_BLOCK, self.n)), Float32)
@@ -226,7 +228,7 @@ class IndexerScoresSm90:
         own_key = (warp % 4) * 16 + (lane >> 2)
         own_word = (warp % 4) * 32 + word_place(lane)
         q_state, k_state, work_state = start(), start(), start()
-        # Tiles go to the warpgroups in turns over the whole life of the CTA: none has two more than another.
+        # The warpgroups alternate tiles across work tiles, so their numbers of tiles differ by at most one.
         mine = warp // 4
         number = Int32(0)
         while number >= 0:
@@ -234,7 +236,8 @@ class IndexerScoresSm90:
             work_state = work_tiles.release(work_state)
             number, row, tiles = work_tile.q_tile, work_tile.row, cute.ceil_div(work_tile.visible, KEY_BLOCK)
             if number >= 0 and tiles > 0:
-                # A lane's scores: of every fourth query and of both keys, or of two queries it has one and a key.
+                # A lane stores the scores of every fourth query, for both of its keys. With two queries per tile, it
+                # stores one query's score of one key.
                 own_scores = scores[number, None, row + quad, own_key].iterator
                 if const_expr(self.block_q == 2):
                     own_scores = scores[number, None, row + (quad >> 1), own_key + 8 * (quad & 1)].iterator
@@ -251,7 +254,7 @@ class IndexerScoresSm90:
                 while mine < tiles:
                     current = k_state
                     multiply(mma, acc, ra, rb, k.index(current), q_state.stage)
-                    # While it runs: the epilogue of the last tile, and the wait for the next one's keys.
+                    # Overlap wgmma with the previous tile's epilogue and the wait for the next tile's keys.
                     self.epilogue(sums, words, own_scores, own_active, word_stride, unfinished, quad)
                     unfinished = mine
                     k_state = k.advance(k_state)
@@ -271,8 +274,8 @@ class IndexerScoresSm90:
 
     @cute.jit
     def epilogue(self, sums, words, own_scores, own_active, word_stride, tile, quad):
-        """Store a tile's words; add up the quads' sums over heads, give each lane its queries, store them. There may be
-        no tile: -1."""
+        """Store a tile's words of bits. Reduce-scatter the sums over heads across the quad and store each lane's
+        scores. tile: -1 if there is none."""
         upper, odd = (quad & 2) != 0, (quad & 1) != 0
         if tile >= 0:
             for block in cutlass.range_constexpr(self.words):
@@ -290,8 +293,8 @@ class IndexerScoresSm90:
 @cached
 def compile_indexer_scores(heads: int, dim: int, config: IndexerScoresConfig):
     """-> f(q [Tq * H, D] bf16, minus_k [Tk, D] bf16, w [Tq, H], q_tiles [S, 8], scores [S, N, 128, 128],
-    active uint32 [S, 2 H, 2 N, 128], tile_counter int32 [1] of 0, ctas); Tq, Tk, S, N > 0. Rows of q and minus_k begin
-    at multiples of 16 bytes."""
+    active uint32 [S, 2 H, 2 N, 128], tile_counter int32 [1] initially 0, ctas). Tq, Tk, S, N > 0. Rows of q and minus_k
+    begin at multiples of 16 bytes."""
     return compile_sm90(
         IndexerScoresSm90(heads, dim, config),
         fake(BFloat16, (cute.sym_int(), dim), (dim, 1)),
@@ -303,8 +306,8 @@ def compile_indexer_scores(heads: int, dim: int, config: IndexerScoresConfig):
 
 @functools.lru_cache(4096)
 def choose_config(heads: int, dim: int) -> IndexerScoresConfig:
-    """Fewer heads mean more queries a tile, whose reductions need registers: smaller tiles, and a third warpgroup. As
-    many stages as there is room for, 6 at most."""
+    """With fewer heads a tile has more queries, and their reductions need registers. So tiles are smaller, and there is
+    a third warpgroup. As many stages as fit, at most 6."""
     columns, warpgroups = (256, 2) if heads == 64 else (128, 3)
     configs = [IndexerScoresConfig(columns, warpgroups, stages) for stages in range(1, 7)]
     return max((c for c in configs if c.shared(dim) <= SHARED_BYTES), key=lambda config: config.stages)

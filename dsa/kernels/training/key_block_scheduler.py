@@ -1,9 +1,10 @@
 """The stream-K scheduler of the key gradient. A CTA accumulates the gradient of a block of keys over all queries that
 see them.
 
-- A *span* is one sequence's q tiles of a launch. They are adjacent and have 128 queries each, the last one fewer.
+- A *span* is one sequence's q tiles of a launch. They are adjacent and have 128 queries each; the last one may have
+  fewer.
 - A *column block* is 64 of the span's flattened (query, head) pairs.
-- A *key block* is `width` keys. The span's column blocks from some number on see it.
+- A *key block* is `width` keys. All column blocks from its first one (`first_column_block`) on see it.
 - The work is the list of all (key block, column block) pairs, ordered by span, then key block. Each CTA gets an equal
   range of the list, whatever the lengths of the sequences are.
 - A work tile is the part of a CTA's range that belongs to one key block. A key block that several CTAs share gets
@@ -30,13 +31,13 @@ class Span(NamedTuple):
 
     first, end       the q tiles first to end - 1
     first_q, first_k its first query and key
-    keys             the sequence's keys
-    seen             keys that its first query sees
+    keys             number of the sequence's keys
+    seen             number of keys that its first query sees; may be negative
     step             how many more keys each query sees than the one before: 0 or 1
-    columns          (query, head) pairs
-    column_blocks    blocks of these
-    visible          keys that its last query sees
-    key_blocks       blocks of these
+    columns          number of (query, head) pairs
+    column_blocks    number of column blocks
+    visible          number of keys that its last query sees
+    key_blocks       number of key blocks up to `visible`
     """
 
     first: Int32
@@ -56,8 +57,8 @@ class CtaRange(NamedTuple):
     """A CTA's range of the list of pairs.
 
     first   the first q tile of the span in which the range begins
-    offset  where in the span's part of the list it begins
-    length  how many pairs it has
+    offset  first pair, counted in the span's part of the list
+    length  number of pairs
     """
 
     first: Int32
@@ -70,8 +71,8 @@ class SchedulerState(NamedTuple):
 
     first         the first q tile of its span
     key_block     its key block
-    column_block  its first column block; -1: the first one that sees the key block
-    left          pairs that the range still has
+    column_block  its first column block, or -1 for the first one that sees the key block
+    left          number of pairs left in the range
     """
 
     first: Int32
@@ -117,7 +118,7 @@ class KeyBlockScheduler:
             same = Int32(0)
             if own < count:
                 same = Int32(1) if q_tiles[own, SEQUENCE] == q_tile.sequence else Int32(0)
-            # q tiles of this span are in the lowest lanes.
+            # The q tiles of this span are in the lowest lanes.
             found = cute.arch.popc(cute.arch.vote_ballot_sync(same == 1))
             end += found
         last = load_q_tile(q_tiles, cutlass.max(end - 1, 0))
@@ -143,9 +144,9 @@ class KeyBlockScheduler:
     def cta_range(
         self, q_tiles, before, sums, found, cta, ctas, tid, threads: cutlass.Constexpr, warp, lane
     ) -> CtaRange:
-        """Find the range of CTA `cta`. Called by all threads.
+        """Find the range of CTA `cta`. Called by all threads of the CTA.
 
-        before, sums, found  Int32 in shared memory: one per q tile; [32] zeros; [3]
+        before, sums, found  scratch in shared memory, Int32: one per q tile; [32], zeroed; at least [2]
         """
         count = q_tiles.shape[0]
         total = Int32(0)

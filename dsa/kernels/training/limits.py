@@ -1,23 +1,23 @@
-"""What the training kernels take. Plain numbers: kernels, bridges and tests read them from here."""
+"""Shapes and dtypes that the training kernels accept. Kernels, bridges and tests import these plain numbers."""
 
-# Dense attention's forward pass: (channels of queries and keys, channels of values) of a head.
+# Dense attention's forward pass: (query and key channels, value channels) per head.
 DENSE_CHANNELS = (64, 64), (128, 128), (192, 128)
 
-# Absorbed (MLA) keys, of which the first MLA_V_CHANNELS numbers are the value.
+# Absorbed (MLA) keys: the first MLA_V_CHANNELS channels are the value.
 MLA_CHANNELS, MLA_V_CHANNELS = (576, 512), 512
 
-# The warm-up's loss against the sum of the heads: channels of the attention's heads.
+# The warm-up loss, whose target is attention summed over heads: channels per attention head.
 WARMUP_CHANNELS = 64, 128, 192, 576
 
-# The indexer's tensors: what its kernels take without padding.
+# The indexer's tensors: sizes that its kernels accept without padding.
 INDEX_HEADS, INDEX_CHANNELS = (8, 16, 32, 64), (64, 128)
 MAX_INDEX_HEADS = max(INDEX_HEADS)
-Q_TILE = 128  # queries of a q tile
-K_TILE = 128  # keys of a tile of scores
+Q_TILE = 128  # queries per q tile
+K_TILE = 128  # keys per score tile
 Q_TILE_FIELDS = 8
-MAX_Q_TILES = 1024  # that one launch of the key gradient takes
+MAX_Q_TILES = 1024  # per launch of the key gradient
 
-# The sparse stage: keys of a query, and heads, that are multiplied together.
+# The sparse stage: selected keys and heads per CTA tile.
 SPARSE_DTYPES = "bfloat16", "float16"
 SPARSE_KEY_TILE, SPARSE_HEAD_TILE = 64, 64
-MAX_SPARSE_HEADS, MAX_SPARSE_KEYS = 128, 2048  # of the loss; attention's gradients take any number
+MAX_SPARSE_HEADS, MAX_SPARSE_KEYS = 128, 2048  # for the loss; attention's gradients accept any number

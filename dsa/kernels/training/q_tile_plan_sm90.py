@@ -1,11 +1,11 @@
-"""Packed sequences cut into q tiles of 128 queries, on the device: what the kernels of the indexer's warm-up go by.
+"""Splits ragged sequences into q tiles of 128 queries on the device, for the kernels of the indexer's warm-up.
 
 Plan
-- One CTA. Of cu_seqlens, whatever they hold, it makes `bounds`, which ascend inside the tensors and which the other
-  kernels of these ops trust: a number outside the tensor counts as the one before it, and so does one that is below an
-  earlier one. A number outside changes only the two sequences that it is between.
-- The threads scan the sequences' counts of q tiles; then each looks its q tiles up, by halving, and they scan the q
-  tiles' counts of key tiles.
+- One CTA. It sanitizes cu_seqlens into `bounds`, which ascend within the tensors, so the other kernels need no checks.
+  An entry outside the tensor or below an earlier entry is replaced by the entry before it. An entry outside the tensor
+  changes only the two sequences that it separates.
+- The threads scan the sequences' numbers of q tiles. Then each thread finds the sequence of its q tile by binary
+  search, and the threads scan the q tiles' numbers of key tiles.
 Constraints: any number of sequences. Roofline: latency, 2 us for four sequences of 2048.
 """
 
@@ -106,7 +106,7 @@ class QTilePlanSm90:
 
     @cute.jit
     def ascend(self, cu_seqlens, bounds, end, maxima, tid, lane, warp):
-        """bounds[i]: the highest number of cu_seqlens up to number i that is from 0 to `end`; 0 if there is none."""
+        """Set bounds[i] to the highest of cu_seqlens[0] to cu_seqlens[i] that is in [0, end], or to 0 if none is."""
         highest, count = Int32(0), bounds.shape[0]
         for base in cutlass.range(0, count, THREADS, unroll=1):
             own = Int32(0)
@@ -122,7 +122,7 @@ class QTilePlanSm90:
 
     @cute.jit
     def q_tile(self, bounds, number, sequence, first_number, causal, most) -> QTile:
-        """Q tile `number`, of a sequence whose first one is number `first_number`."""
+        """Q tile `number` of a sequence whose first q tile is `first_number`."""
         begin, end = bounds[0, sequence], bounds[0, sequence + 1]
         first_key, end_key = bounds[1, sequence], bounds[1, sequence + 1]
         own_keys = end_key - first_key
@@ -138,10 +138,10 @@ class QTilePlanSm90:
 
 @cute.jit
 def block_inclusive_max(own, maxima: cute.Tensor, lane, warp):
-    """-> (the maximum of `own`, at least 0, over the threads up to and with this one, the maximum over all threads of
-    the CTA). One barrier.
+    """-> (the maximum of 0 and of `own` over the threads up to this one, the maximum over all threads of the CTA). One
+    barrier.
 
-    maxima  as `sums` of `block_exclusive_scan`
+    maxima  scratch, like `sums` of `block_exclusive_scan`
     """
     scanned = own
     for log in cutlass.range_constexpr(5):
@@ -160,7 +160,8 @@ def block_inclusive_max(own, maxima: cute.Tensor, lane, warp):
 def compile_q_tile_plan():
     """-> f(cu_queries [B + 1], cu_keys [B + 1], bounds [2, B + 1], before [B], q_tiles [S, 8], key_tiles [S + 1],
     causal, queries, keys, most); int32, contiguous; B > 0, S at least queries // 128 + B. bounds: of queries and of
-    keys; before: q tiles of the sequences before; key_tiles: those of the q tiles before, `most` of a q tile at most.
+    keys. before: number of q tiles in the earlier sequences. key_tiles: number of key tiles in the earlier q tiles.
+    most: maximum of key tiles per q tile.
     """
     batch, bounds = cute.sym_int(), cute.sym_int()
 

@@ -1,9 +1,9 @@
-"""The dynamic persistent scheduler of the indexer's kernels that go by queries: a work tile is some neighbouring
-queries of a q tile, with all keys that one of them sees.
+"""The dynamic persistent scheduler of the indexer's query-major kernels. A work tile is a few neighbouring queries of a
+q tile with all keys that at least one of them sees.
 
-CTAs draw work tiles from a tile counter (dsa.cute.tile_counter). Later queries come first: in a causal batch they see
-the most keys, so that short work tiles come last and all CTAs end together. A CTA's producer warp draws, and passes the
-WorkTileInfo to the consumers by a WorkTilePipeline.
+CTAs take work tiles from a tile counter (dsa.cute.tile_counter). Later queries come first: in a causal batch they see
+the most keys, so the short work tiles come last and all CTAs end at about the same time. A CTA's producer warp takes
+the work tile and passes its WorkTileInfo to the consumers through a WorkTilePipeline.
 """
 
 from typing import NamedTuple
@@ -20,8 +20,8 @@ from dsa.kernels.training.q_tiles import ROWS, load_q_tile
 
 
 class WorkTileInfo(NamedTuple):
-    """q_tile: its number, -1 behind the last work tile; row: the work tile's first, of the q tile; first_q, rows: the
-    q tile's; visible: how many keys the work tile's last query sees."""
+    """q_tile: index of the q tile, or -1 if no work tile is left. row: the work tile's first row in the q tile.
+    first_q, rows: fields of the q tile. visible: number of keys that the work tile's last query sees."""
 
     q_tile: Int32
     row: Int32
@@ -31,15 +31,15 @@ class WorkTileInfo(NamedTuple):
 
 
 class QTileScheduler:
-    """Of work tiles of `queries` queries, a divisor of 128."""
+    """queries: per work tile, a divisor of 128."""
 
     def __init__(self, queries: int):
         self.queries, self.work_tiles_a_q_tile = queries, Q_TILE // queries
 
     @cute.jit
     def advance(self, work_tiles: WorkTilePipeline, tile_counter, q_tiles, state: PipelineState, lane):
-        """Draw the next work tile that has rows, and pass it on to the consumers. The producer warp's work.
-        -> (the q tile's number, -1 if there is no work tile left; the q tile; the first row; the next state)."""
+        """Take the next work tile that has rows, and pass it to the consumers. Called by the producer warp.
+        -> (index of the q tile, -1 if no work tile is left; the q tile; the first row; the next state)."""
         count = q_tiles.shape[0]
         number, row, found = Int32(-1), Int32(0), Int32(0)
         while found == 0:

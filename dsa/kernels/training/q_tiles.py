@@ -1,11 +1,11 @@
-"""Q tiles: 128 consecutive queries of a sequence, as the kernels of the indexer's training take them.
+"""Q tiles: 128 consecutive queries of a sequence, the unit of work of the kernels that train the indexer.
 
-`q_tiles` int32 [S, 8], a row a q tile: first_q, rows, first_k, keys, seen, step, key_tiles, sequence. Row i of a q tile
-sees the keys j < clamp(seen + step * i, 0, keys) of its sequence, which begins at key first_k. Its scores are in tiles
-of 128 keys, key_tiles of them. A q tile with rows 0 is unused.
+`q_tiles` is int32 [S, 8], one row per q tile: first_q, rows, first_k, keys, seen, step, key_tiles, sequence. The q
+tile's sequence begins at key first_k, and row i sees its keys j < clamp(seen + step * i, 0, keys). The scores of a q
+tile are stored as key_tiles tiles of 128 keys. A q tile with rows = 0 is unused.
 
-The gradients' kernels take a q tile's flat (query, head) columns in blocks of 64, and a score tile's keys in blocks of
-64, too.
+The gradient kernels split a q tile's flat (query, head) columns into blocks of 64, and a score tile's keys into two
+blocks of 64.
 """
 
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from dsa.kernels.training.limits import K_TILE, Q_TILE, Q_TILE_FIELDS
 
 COLUMN_BLOCK = 64  # (query, head) columns
 KEY_BLOCK = 64  # keys
-BIT_BYTES = 4 * WARPGROUP  # of the active bits of a key block x a column block
+BIT_BYTES = 4 * WARPGROUP  # of active bits per (key block, column block)
 
 
 class QTile(NamedTuple):
@@ -37,18 +37,19 @@ class QTile(NamedTuple):
 
     @staticmethod
     def unused() -> "QTile":
-        """A q tile of no sequence, without rows."""
+        """A q tile without rows, in no sequence."""
         return QTile(*[Int32(0)] * (Q_TILE_FIELDS - 1), Int32(-1))
 
     @cute.jit
     def visible(self, row):
-        """How many keys a row sees in the tiles that the q tile has: too few if the sequence is too long."""
+        """Number of keys that a row sees in the q tile's key tiles. It is too low if the sequence is longer than the
+        caller's maximum, which limits key_tiles."""
         there = cutlass.min(self.keys, self.key_tiles * K_TILE)
         return cutlass.max(cutlass.min(self.seen + self.step * row, there), 0)
 
     @cute.jit
     def visible_to(self, row, count):
-        """How many keys the rows `row` to `row` + count - 1 see, those of them that there are."""
+        """Number of keys that the last valid one of the rows `row` to `row` + count - 1 sees; 0 if none is valid."""
         last = cutlass.min(row + count, self.rows) - 1
         result = Int32(0)
         if last >= row:
@@ -74,18 +75,19 @@ def store_q_tile(q_tiles: cute.Tensor, index: Int32, q_tile: QTile):
 
 @cute.jit
 def gradients_of(di: cute.Tensor, q_tile, key_tile, row):
-    """Where dI of a tile's rows from `row` on begins. Rows follow on one another up to the 64th, and from it on."""
+    """Pointer to dI of row `row` of a tile. Rows 0 to 63 are contiguous, and so are rows 64 to 127."""
     return di[q_tile, key_tile, row >> 6, row & 63, None].iterator
 
 
 def fake_q_tiles(count=None) -> cute.Tensor:
-    """int32 [S, 8]; count: S, if other tensors have as many."""
+    """int32 [S, 8]. count: the symbol of S, if other tensors share it."""
     count = cute.sym_int() if count is None else count
     return fake(Int32, (count, Q_TILE_FIELDS), (Q_TILE_FIELDS, 1))
 
 
 def fake_tiles(dtype: type[cutlass.Numeric], *of_a_tile: int) -> cute.Tensor:
-    """[S, N, *of_a_tile], for each q tile and 128 keys: contiguous but for the q tiles, whose tiles may be fewer."""
+    """[S, N, *of_a_tile], one entry per q tile and 128 keys. Contiguous except for S: a view may have fewer tiles per q
+    tile."""
     inner = [1]
     for extent in of_a_tile[::-1]:
         inner.insert(0, inner[0] * extent)
@@ -99,14 +101,15 @@ def fake_scores() -> cute.Tensor:
 
 
 def fake_gradients() -> cute.Tensor:
-    """dI, bf16 [S, N, 2, 64, 128], each 64 rows where the scores of these rows were."""
+    """dI, bf16 [S, N, 2, 64, 128]. It overwrites the scores: each 64 rows begin where the scores of these rows
+    began."""
     half = Q_TILE * K_TILE
     shape = cute.sym_int(), cute.sym_int(), 2, Q_TILE // 2, K_TILE
     return fake(BFloat16, shape, (cute.sym_int64(divisibility=2 * half), 2 * half, half, K_TILE, 1))
 
 
 def fake_active(heads: int) -> cute.Tensor:
-    """Active bits (active_bits.py), uint32 [S, 2 H, 2 N, 128], a word for each thread of a warpgroup."""
+    """Active bits (active_bits.py), uint32 [S, 2 H, 2 N, 128], one word per thread of a warpgroup."""
     shape = cute.sym_int(), Q_TILE * heads // COLUMN_BLOCK, cute.sym_int(), WARPGROUP
     outer = [cute.sym_int64(divisibility=WARPGROUP) for _ in range(2)]
     return fake(Uint32, shape, (*outer, WARPGROUP, 1))

@@ -4,20 +4,23 @@ With d[t, j] = g[t] d_scores[t, j] and a = 1 where q_i[t] . k[j] > 0, else 0:
 G_i[t] = sum_j d a k[j];  dq_i[t] = w[t, i] G_i[t];  dw[t, i] = q_i[t] . G_i[t];  dk[j] += sum_i d a w[t, i] q_i[t]
 
 Plan
-- A CTA takes whole queries in turns (static persistent), and runs through tiles of 64 of a query's keys. The producer
-  warpgroup gathers them with their d_scores, 16 bytes a lane, in a pipeline of tiles. All other data is a query's: q
-  and w.
-- The query warpgroup multiplies heads by keys, keeps d_scores where the product is positive, as an operand in
-  registers, and adds up G over the query's tiles.
-- Two key warpgroups, tiles in turns, multiply keys by heads: the same in the other orientation costs less than turning
-  the operand. The second product, with g w q in bf16 of their own memory, is a tile's dk, added to global memory from
-  registers: the columns of g w q are in such an order that a lane has four neighbouring channels.
-- `fixed_point`: dk is in 64-bit integers, multiples of a power of two, whose sum depends on no order. Two neighbouring
-  columns of a quad's lanes then are four channels apart, so that four lanes have four neighbours.
-Shared memory: KEY_STAGES tiles of keys, two queries, two of g w q.
+- A work tile is a query (static persistent scheduler). A CTA iterates over tiles of 64 of the query's selected keys.
+  The producer warpgroup gathers the keys and their d_scores, 16 bytes per lane, into a pipeline of tiles. A query's q
+  and w stay for all of its tiles.
+- The query warpgroup multiplies heads x keys. Where the product is positive it keeps d_scores as operand A in
+  registers, and it accumulates G over the query's tiles.
+- Two key warpgroups alternate tiles and multiply keys x heads. Repeating the product in this orientation costs less
+  than transposing the operand. The second product, with g w q in bf16 from the warpgroup's buffer, is a tile's dk. The
+  warpgroup adds it to global memory from registers. The columns of g w q are permuted so that a lane holds four
+  neighbouring channels.
+- `fixed_point`: dk is accumulated in 64-bit integers, multiples of a power of two, so the sum does not depend on the
+  order. A lane's two neighbouring columns are then four channels apart, so a quad's four lanes hold four neighbouring
+  channels.
+Shared memory: KEY_STAGES tiles of keys, two queries, two buffers of g w q.
 Constraints: bf16; up to 64 heads of 64 or 128 channels.
-Roofline: 1024 clocks of wgmma a tile of 64 heads x 128; its additions, 32 KiB, are 2650 at the 2.8 TB/s of
-them that peers' times suggest. Measured 2650 (2048 of 8192 keys; 2.3 TB/s at 65536); integers 2.6 to 3.1 times as long.
+Roofline: L2 reductions. wgmma takes 1024 cycles per tile of 64 heads x 128 channels. The reductions of dk, 32 KiB per
+tile, take 2650 cycles at 2.8 TB/s, the rate that the peers' times suggest. Measured: 2650 with 2048 selected of 8192
+keys, and 2.3 TB/s with 65536 keys. Integers take 2.6 to 3.1 times as long.
 """
 
 from collections.abc import Callable
@@ -63,7 +66,7 @@ STEPS = TILE // 16
 
 
 class WarpRole(IntEnum):
-    """The first warp of each role: one warpgroup, two and one."""
+    """The first warp of each role. The roles have one, two and one warpgroups."""
 
     QUERY_GRADIENT = 0
     KEY_GRADIENT = 4
@@ -71,14 +74,14 @@ class WarpRole(IntEnum):
 
 
 class Barrier(IntEnum):
-    """Named barriers: of a key warpgroup's threads."""
+    """Named barriers, one per key warpgroup."""
 
     KEY_GRADIENT = 1  # + the key warpgroup's number
 
 
 @dataclass(frozen=True)
 class Pipelines:
-    """keys: tiles of keys and their d_scores; queries: their heads' rows."""
+    """keys: tiles of keys and their d_scores. queries: the q rows of a query's heads."""
 
     keys: Pipeline
     queries: Pipeline
@@ -130,7 +133,7 @@ class SparseIndexerGradSm90:
         make, types = sm90.make_trivial_tiled_mma, (BFloat16, BFloat16)
         scores_mma = make(*types, k_major, k_major, Float32, one, (TILE, TILE))
         rmem_mma = make(*types, k_major, k_major, Float32, one, (TILE, TILE), registers)
-        # Of each role its own: what one sets, another must not find.
+        # One TiledMma per role: a role's ACCUMULATE setting must not leak into another role.
         query_mma, key_mma = (
             make(*types, k_major, mn_major, Float32, one, (TILE, self.channels), registers) for _ in range(2)
         )
@@ -185,7 +188,7 @@ class SparseIndexerGradSm90:
         d_scores = storage.d_scores.get_tensor(cute.make_layout((TILE, KEY_STAGES)))
         shared = SharedTensors(d_scores, keys, queries)
         if tid == 0:
-            # Lanes that gather fill a stage, warps empty it.
+            # Each producer lane arrives for its copies; consumers arrive once per warp.
             pipelines.keys.init(CONSUMER_WARPS, WARPGROUP)
             pipelines.queries.init(CONSUMER_WARPS, WARPGROUP)
         cute.arch.mbarrier_init_fence()
@@ -207,7 +210,7 @@ class SparseIndexerGradSm90:
 
     @cute.jit
     def produce(self, inputs: Inputs, pipelines: Pipelines, shared: SharedTensors, schedule: QuerySchedule, warp, lane):
-        """The producer warpgroup."""
+        """The producer warpgroup: gather q, keys and d_scores of every query of this CTA."""
         keys_start, queries_start = Int32(shared.keys.iterator.toint()), Int32(shared.queries.iterator.toint())
         scores_start = Int32(shared.d_scores.iterator.toint())
         rows = own_rows(warp, lane)
@@ -220,12 +223,12 @@ class SparseIndexerGradSm90:
                 gather_chunk(target, sources, valid, chunk, warp, lane)
             arrive_when_gathered(pipelines.queries.producer_barrier(query_state))
             query_state = pipelines.queries.advance(query_state)
-            # A tile's d_scores are 8 lanes' 16 bytes.
+            # A tile's d_scores are 128 bytes: 8 lanes copy 16 bytes each.
             scores = Int64(inputs.d_scores[query, None].iterator.toint()) + lane * 16
             found = selected(inputs.indices[query, None], Int32(0), rows, inputs.k.shape[0])
             for tile in cutlass.range(schedule.key_tiles, unroll=1):
                 sources, valid = key_rows(inputs.k, found, lane)
-                # The next tile's indices are on their way while these keys are asked for.
+                # Prefetch the next tile's indices while this tile's keys are gathered.
                 found = selected(inputs.indices[query, None], (tile + 1) * TILE, rows, inputs.k.shape[0])
                 pipelines.keys.producer_wait(key_state)
                 if warp == 0 and lane < 8:
@@ -239,7 +242,7 @@ class SparseIndexerGradSm90:
 
     @cute.jit
     def where_positive(self, word: Uint32, low: Float32, high: Float32):
-        """Both halves of a word, or zeros where the products are not positive."""
+        """Keep each half of a word whose product is positive, and zero the other."""
         keep = Uint32(0)
         if low > 0.0:
             keep = Uint32(0xFFFF)
@@ -261,7 +264,7 @@ class SparseIndexerGradSm90:
         warp,
         lane,
     ):
-        """The mainloop of the query warpgroup: dq and dw."""
+        """The mainloop of the query warpgroup: compute dq and dw."""
         tid = warp * 32 + lane
         thr, sum_thr = rmem_mma.get_slice(tid), sum_mma.get_slice(tid)
         rk = rmem_mma.make_fragment_B(thr.partition_B(shared.keys))
@@ -320,7 +323,7 @@ class SparseIndexerGradSm90:
 
     @cute.jit
     def epilogue(self, inputs: Inputs, dq, dw, q_rmem, sums, query, warp, lane):
-        """From a query's G its dq and dw: a lane has the same of G and of q."""
+        """Compute a query's dq and dw from G. A lane holds the same elements of G and q."""
         halves = cute.make_tensor(q_rmem.iterator, cute.make_layout((2, 2, 2, self.channels // 16)))
         scale = inputs.g[query]
         for r in cutlass.range_constexpr(2):
@@ -362,7 +365,7 @@ class SparseIndexerGradSm90:
         warp,
         lane,
     ):
-        """The mainloop of a key warpgroup, number `side`: dk of every second tile."""
+        """The mainloop of key warpgroup `side`: compute dk of every second tile."""
         tid = warp * 32 + lane
         thr, sum_thr = scores_mma.get_slice(tid), sum_mma.get_slice(tid)
         rk = scores_mma.make_fragment_A(thr.partition_A(shared.keys))
@@ -385,7 +388,7 @@ class SparseIndexerGradSm90:
         key_state, query_state = start(), start()
         for query in cutlass.range(schedule.first, schedule.queries, schedule.step, unroll=1):
             pipelines.queries.consumer_wait(query_state)
-            # All warps have multiplied with the query before.
+            # Wait until all warps have finished the products with the previous query's g w q.
             cute.arch.barrier(barrier_id=Barrier.KEY_GRADIENT + side, number_of_threads=WARPGROUP)
             self.weigh(inputs, shared.queries, weighted, query, query_state.stage, side, tid)
             cute.arch.fence_proxy("async.shared", space="cta")
@@ -425,18 +428,19 @@ class SparseIndexerGradSm90:
 
     @cute.jit
     def skip_tile(self, pipeline: Pipeline, state: PipelineState) -> PipelineState:
-        """A tile of the other key warpgroup's: all wait for every stage, so that phases are not mistaken."""
+        """Skip a tile of the other key warpgroup. Every warp waits for every stage, so that it cannot confuse two
+        phases."""
         pipeline.consumer_wait(state)
         pipeline.consumer_release(state)
         return pipeline.advance(state)
 
     @cute.jit
     def weigh(self, inputs: Inputs, queries, weighted, query, stage, side, tid):
-        """g w q to the warpgroup's own memory, columns in the order in which lanes shall have them."""
+        """Write g w q to the warpgroup's buffer, with the columns permuted for `add`."""
         source = Int32(queries.iterator.toint()) + stage * (self.chunks * CHUNK_BYTES)
         target = Int32(weighted.iterator.toint()) + side * (self.chunks * CHUNK_BYTES)
         for i in cutlass.range_constexpr(2):
-            row, column = i * (TILE // 2) + (tid >> 2), (tid & 3) * 2  # of vectors of 8 channels: two
+            row, column = i * (TILE // 2) + (tid >> 2), (tid & 3) * 2  # the first of two vectors of 8 channels
             weight = Float32(0.0)
             if row < inputs.q.shape[1]:
                 weight = inputs.w[query, row] * inputs.g[query]
@@ -449,16 +453,16 @@ class SparseIndexerGradSm90:
                         values.append((word & Uint32(0xFFFF0000)).bitcast(Float32) * weight)
                 for h in cutlass.range_constexpr(2):
                     if const_expr(self.fixed_point):
-                        # Of eight channels, 4 e + lane is column 2 lane + e.
+                        # Within 8 channels, channel 4 e + lane goes to column 2 lane + e.
                         words = [pack(values[8 * h + n], values[8 * h + 4 + n], BFloat16) for n in range(4)]
                     else:
-                        # Of sixteen channels, 4 lane + 2 h + e is column 8 h + 2 lane + e.
+                        # Within 16 channels, channel 4 lane + 2 h + e goes to column 8 h + 2 lane + e.
                         words = [pack(values[4 * n + 2 * h], values[4 * n + 2 * h + 1], BFloat16) for n in range(4)]
                     store_16(target + places[h], words)
 
     @cute.jit
     def add(self, dk, sums, found, multiple, lane):
-        """A tile's rows to dk."""
+        """Add a tile's rows to dk in global memory."""
         start, stride = Int64(dk.iterator.toint()), Int64(dk.stride[0]) * (dk.element_type.width // 8)
         for r in cutlass.range_constexpr(2):
             if found[r] >= 0:
@@ -480,8 +484,8 @@ def compile_sparse_indexer_grad(channels: int, fixed_point: bool):
     or None, dq [T, H, di], dw [T, H] fp32, dk [Tk, di], ctas); q, k, d_scores and dq bf16, rows at multiples of 16
     bytes
 
-    dk is fp32, or with `fixed_point` int64 in multiples of 1 / fixed_scale; it is added to. H up to 64, K from 1, K' is
-    K rounded up to a multiple of 64. d_scores are 0 where there is no key.
+    The kernel adds to dk, which is fp32, or with `fixed_point` int64 in multiples of 1 / fixed_scale. H is at most 64
+    and K at least 1. K' is K rounded up to a multiple of 64. d_scores must be 0 for invalid indices.
     """
     queries, heads, keys = (cute.sym_int() for _ in range(3))
 

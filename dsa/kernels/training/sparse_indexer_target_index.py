@@ -1,5 +1,6 @@
-"""The index warpgroup of the sparse stage's target kernel: the indexer's scores of every tile, the attention's sums,
-and at a query's end both distributions, the loss and its gradient to the scores."""
+"""The index warpgroup of the sparse stage's target kernel. It computes the indexer's scores of every tile and adds up
+the attention's sums. After a query's last tile it computes both distributions, the loss and its gradient to the
+scores."""
 
 import cutlass
 import cutlass.cute as cute
@@ -20,7 +21,7 @@ from dsa.kernels.training.sparse_indexer_target_tiles import (
 )
 from dsa.kernels.training.topk_gather import CHUNK, TILE, QuerySchedule, selected, wait_for_wgmma
 
-NOTHING = -3e38  # finite, so that a difference to it is no NaN
+NOTHING = -3e38  # finite, so that NOTHING - NOTHING is not NaN
 SMALLEST = 2.0**-126
 INFINITY = float("inf")
 
@@ -31,7 +32,7 @@ def exp(x: Float32):
 
 
 class IndexWarpgroup:
-    """Index rows of `index_chunks` chunks; sums of `row_tiles` times 64 heads."""
+    """index_chunks: chunks per index row. row_tiles: the attention has `row_tiles` x 64 heads."""
 
     def __init__(self, index_chunks: int, row_tiles: int):
         self.index_chunks, self.row_tiles = index_chunks, row_tiles
@@ -50,7 +51,7 @@ class IndexWarpgroup:
         warp,
         lane,
     ):
-        """All queries of this CTA."""
+        """Process all queries of this CTA."""
         tid = warp * 32 + lane
         thr = mma.get_slice(tid)
         rk = mma.make_fragment_B(thr.partition_B(index))
@@ -77,7 +78,8 @@ class IndexWarpgroup:
             cute.arch.sync_warp()
             pipelines.index.consumer_release(state)
             state = pipelines.index.advance(state)
-            # Of the column: of the target's warps the sum, of the others the highest score and the sum relative to it.
+            # Warps 0 and 1 keep the target's sum of their column. Warps 2 and 3 keep the highest score and the sum of
+            # exponentials relative to it.
             row_sum, row_max = Float32(0.0), Float32(NOTHING)
             for tile in cutlass.range(schedule.key_tiles, unroll=1):
                 valid = selected(inputs.indices[query, None], tile * TILE, [column], inputs.kv.shape[0])[0] >= 0
@@ -122,11 +124,11 @@ class IndexWarpgroup:
 
     @cute.jit
     def sum_heads(self, flat, weights, shared: SharedTensors, stage, warp, lane):
-        """Sums over the warp's heads of a tile's weighted scores, to shared memory."""
+        """Sum a tile's weighted scores over the warp's heads, and store the sums to shared memory."""
         values = []
         for i in cutlass.range_constexpr(TILE // 4):
             at = i // 2 * 4 + i % 2
-            # x + |x| = 2 relu(x), exactly; weights are halved. NaN passes.
+            # x + |x| is exactly 2 relu(x), and the weights are halved. NaN propagates.
             upper, lower = (x + cute.math.absf(x) for x in (flat[at], flat[at + 2]))
             values.append(cute.math.fma(lower, weights[1], upper * weights[0]))
         sums = cute.make_rmem_tensor((2,), Float32)
@@ -135,13 +137,13 @@ class IndexWarpgroup:
 
     @cute.jit
     def epilogue(self, shared: SharedTensors, kl, d_scores, query, tiles, row_sum, row_max, warp, lane):
-        """The query's distributions, its KL and d_scores; `row_sum`, `row_max`: of a column, as its warp has them."""
+        """Compute the query's distributions, KL and d_scores. row_sum, row_max: the thread's results for its column."""
         tid = warp * 32 + lane
         for log in cutlass.range_constexpr(5):
             other_max = cute.arch.shuffle_sync_bfly(row_max, offset=1 << log)
             other = cute.arch.shuffle_sync_bfly(row_sum, offset=1 << log)
             higher = cute.arch.fmax(row_max, other_max)
-            # Of the target all maxima are the same.
+            # In the target's warps all maxima are NOTHING, so the factors are 1.
             row_sum = row_sum * exp(row_max - higher) + other * exp(other_max - higher)
             row_max = higher
         shared.parts[2 * warp], shared.parts[2 * warp + 1] = row_sum, row_max
@@ -150,7 +152,7 @@ class IndexWarpgroup:
         row_max = cute.arch.fmax(shared.parts[5], shared.parts[7])
         row_sum = shared.parts[4] * exp(shared.parts[5] - row_max)
         row_sum += shared.parts[6] * exp(shared.parts[7] - row_max)
-        # Without mass there is nothing to learn.
+        # A target without mass gives a loss and gradients of 0.
         inverse, lse = Float32(0.0), Float32(INFINITY)
         if not mass == 0.0:
             inverse, lse = 1.0 / mass, row_max + cute.math.log2(row_sum) * LN2
@@ -167,14 +169,15 @@ class IndexWarpgroup:
                 p, log_student = target[i] * inverse, scores[i] - lse
                 kept[i] = exp(log_student) - p
                 term = p * (cute.math.log2(p, fastmath=True) * LN2 - log_student)
-                # Below it log2 has no logarithm; NaN counts.
+                # log2 takes p below SMALLEST for 0. NaN is not below it and enters the loss.
                 loss += Float32(0.0) if p < SMALLEST else term
             stored[0], stored[1] = pack(kept[0], kept[1], BFloat16), pack(kept[2], kept[3], BFloat16)
             cute.autovec_copy(stored, cute.local_tile(words, (2,), (at,)))
         for log in cutlass.range_constexpr(5):
             loss += cute.arch.shuffle_sync_bfly(loss, offset=1 << log)
         shared.parts[8 + warp] = loss
-        # Behind it the next query's first tile may be written: its own barrier comes before that of these parts.
+        # After this barrier the next query's first tile may overwrite target and scores. The parts are safe: they are
+        # written after that tile's barrier, which thread 0 reaches only after it has read them.
         cute.arch.barrier(barrier_id=Barrier.INDEX, number_of_threads=WARPGROUP)
         if tid == 0:
             kl[query] = (shared.parts[8] + shared.parts[9]) + (shared.parts[10] + shared.parts[11])

@@ -1,5 +1,5 @@
-"""The producer warpgroup of the sparse stage's target kernel: a query's own rows, then its keys, by the same
-pipelines."""
+"""The producer warpgroup of the sparse stage's target kernel. It loads a query's q rows and then its keys, through the
+same pipelines."""
 
 import cutlass
 import cutlass.cute as cute
@@ -21,14 +21,14 @@ from dsa.kernels.training.topk_gather import (
 
 
 class TargetProducer:
-    """Gathers rows of `chunks` chunks, `row_tiles` times 64 heads, and index rows of `index_chunks`."""
+    """chunks: per row of q and kv. row_tiles: q has `row_tiles` x 64 heads. index_chunks: per index row."""
 
     def __init__(self, chunks: int, row_tiles: int, index_chunks: int):
         self.chunks, self.row_tiles, self.index_chunks = chunks, row_tiles, index_chunks
 
     @cute.jit
     def run(self, inputs: Inputs, pipelines: Pipelines, keys, index, schedule: QuerySchedule, warp, lane):
-        """All queries of this CTA. keys, index: shared memory of the chunks and of the index tiles."""
+        """Load all queries of this CTA. keys, index: the stages of chunks and of index tiles in shared memory."""
         keys_start, index_start = Int32(keys.iterator.toint()), Int32(index.iterator.toint())
         count = inputs.kv.shape[0]
         rows = own_rows(warp, lane)
@@ -43,7 +43,7 @@ class TargetProducer:
             for tile in cutlass.range(schedule.key_tiles, unroll=1):
                 sources, valid = key_rows(inputs.kv, found, lane)
                 index_sources, _ = key_rows(inputs.k_idx, found, lane)
-                # The next tile's indices are on their way while these keys are asked for.
+                # Prefetch the next tile's indices while this tile's keys are gathered.
                 found = selected(inputs.indices[query, None], (tile + 1) * TILE, rows, count)
                 key_state = self.load_chunks(pipelines.keys, keys_start, sources, valid, key_state, warp, lane)
                 index_state = self.load_index(

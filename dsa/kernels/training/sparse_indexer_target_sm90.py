@@ -1,28 +1,30 @@
-"""The sparse stage's indexer loss: KL of the attention's and the indexer's distributions over each query's keys.
+"""The sparse stage's indexer loss: the KL divergence of the attention's and the indexer's distributions over each
+query's selected keys.
 
-p[j] = sum_h exp(scale q_h . kv[j] - lse_h), over its sum;  I[j] = sum_i w_i relu(q_idx_i . k_idx[j])
+p[j] = sum_h exp(scale q_h . kv[j] - lse_h), normalised over j;  I[j] = sum_i w_i relu(q_idx_i . k_idx[j])
 kl = sum_j p[j] log(p[j] / softmax(I)[j]);  d_scores[j] = softmax(I)[j] - p[j], for j of a query's selected keys
 
 Plan
-- A CTA takes whole queries in turns (static persistent), and runs through tiles of 64 of a query's keys. Rows of the
-  products are heads, so that each lane has the LSEs and weights of its two rows as numbers; Q is in registers
-  (RMEM_CHUNKS chunks of 64 channels, the rest in shared memory), and only keys are read from shared memory.
-- Two attention warpgroups have the attention's heads: 64 each and every tile, or, if there are no more than 64, all
-  heads and tiles in turns. While one takes exponentials the other multiplies. Their sums over a warp's 16 heads go to
-  the index warpgroup by a pipeline.
-- The index warpgroup (sparse_indexer_target_index.py) has the indexer's scores of every tile, adds up the others' sums,
-  and at a query's end normalises, reduces and stores, while the next query is already multiplied.
-- The producer warpgroup (sparse_indexer_target_producer.py) gathers, 16 bytes a lane: keys in a pipeline of chunks,
-  index keys in a pipeline of tiles. A query's own rows come by the same pipelines before its keys.
-- Exponents are raised by RAISED: heads whose keys all lie far below their LSE (of a window and a sink as well) still
-  count down to 2^(-126 - RAISED), e^-128.
-Shared memory: stages, the chunks of Q that are not in registers, the stages of sums, p and I of a query.
-Registers: ATTENTION_REGISTERS x 2 + INDEX_REGISTERS + PRODUCER_REGISTERS = 512 a lane.
-Constraints: bf16; 576 or 512 channels, up to 128 heads; up to 64 index heads of 64 or 128 channels; MAX_SPARSE_KEYS
-keys.
-Roofline: of a tile of 128 heads x 576 and 64 index heads x 128 wgmma takes 2560 clocks, shared memory 2240. Measured
-4190, and 3200 of 64 heads, where attention's forward takes 3140 and gathers four fifths as much: 0.65 to 0.72 of that
-forward's time with 128 heads, 0.82 to 1.21 with 64.
+- A work tile is a query (static persistent scheduler). A CTA iterates over tiles of 64 of the query's keys. The
+  products' rows are heads, so each lane keeps the LSEs and weights of its two rows in registers. Q stays in registers
+  (RMEM_CHUNKS chunks of 64 channels) and in shared memory (the other chunks). Operand B is the keys, in shared memory.
+- Two attention warpgroups. With more than 64 heads, each has 64 heads and every tile. With at most 64, each has all
+  heads and they alternate tiles. One computes exponentials while the other multiplies. They pass sums over a warp's 16
+  heads to the index warpgroup through a pipeline.
+- The index warpgroup (sparse_indexer_target_index.py) computes the indexer's scores of every tile and adds up the
+  attention's sums. After a query's last tile it normalises, reduces and stores, while the attention warpgroups start
+  the next query.
+- The producer warpgroup (sparse_indexer_target_producer.py) gathers 16 bytes per lane: keys into a pipeline of chunks,
+  index keys into a pipeline of tiles. A query's q rows use the same pipelines, before its keys.
+- Exponents are shifted up by RAISED. The LSE may include a window and a sink, so all of a head's keys may lie far below
+  it. Terms down to 2^(-126 - RAISED), e^-128, still count.
+Shared memory: stages of keys, index keys and sums; the chunks of Q that are not in registers; p and I of a query.
+Registers: ATTENTION_REGISTERS x 2 + INDEX_REGISTERS + PRODUCER_REGISTERS = 512 per lane of the four warpgroups.
+Constraints: bf16; 576 or 512 channels, up to 128 heads; up to 64 index heads of 64 or 128 channels; up to
+MAX_SPARSE_KEYS keys.
+Roofline: per tile of 128 heads x 576 and 64 index heads x 128, wgmma takes 2560 cycles and shared memory 2240.
+Measured: 4190. With 64 heads measured 3200, where attention's forward pass takes 3140 and gathers four fifths as
+much. The kernel takes 0.65 to 0.72 times the forward pass's time with 128 heads, 0.82 to 1.21 with 64.
 """
 
 from collections.abc import Callable
@@ -63,14 +65,14 @@ from dsa.kernels.training.topk_gather import CHUNK, TILE, QuerySchedule, chunk_l
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 ATTENTION_REGISTERS, INDEX_REGISTERS, PRODUCER_REGISTERS = 176, 112, 48
-RMEM_CHUNKS = 7  # of Q
-KEY_STAGES = {576: 17, 512: 19}  # of chunks of keys, by the keys' channels
-RELEASE_GROUP = 3  # chunks are multiplied before those before them are released
-RAISED = 60.0  # powers of two: 2^60 x 128 heads x MAX_SPARSE_KEYS is finite
+RMEM_CHUNKS = 7  # chunks of Q in registers
+KEY_STAGES = {576: 17, 512: 19}  # chunks of keys, per number of channels
+RELEASE_GROUP = 3  # chunks per wgmma group; a group's stages are released while the next group runs
+RAISED = 60.0  # in powers of two; 2^60 x 128 heads x MAX_SPARSE_KEYS is finite
 
 
 class SparseIndexerTargetSm90:
-    """Keys of `channels` numbers, `row_tiles` (1 or 2) times 64 heads; index keys of `index_channels`."""
+    """channels: per key. row_tiles: 1 or 2, for up to 64 or 128 heads. index_channels: per index key."""
 
     def __init__(self, channels: int, row_tiles: int, index_channels: int):
         self.channels, self.row_tiles, self.index_channels = channels, row_tiles, index_channels
@@ -156,7 +158,7 @@ class SparseIndexerTargetSm90:
             storage.parts.get_tensor(cute.make_layout(12)),
         )
         if tid == 0:
-            # Lanes that gather fill a stage, warps empty it.
+            # Each producer lane arrives for its copies; consumers arrive once per warp.
             pipelines.keys.init(ATTENTION_WARPS, WARPGROUP)
             pipelines.index.init(INDEX_WARPS, WARPGROUP)
             pipelines.sums.init(INDEX_WARPS, 4 * self.row_tiles)
@@ -194,7 +196,7 @@ class SparseIndexerTargetSm90:
         warp,
         lane,
     ):
-        """The mainloop of an attention warpgroup, number `side`: sums over heads of exponentials."""
+        """The mainloop of attention warpgroup `side`: compute exponentials and sum them over heads."""
         tid = warp * 32 + lane
         thr = smem_mma.get_slice(tid)
         q_smem = smem_mma.make_fragment_A(thr.partition_A(sq))
@@ -214,8 +216,8 @@ class SparseIndexerTargetSm90:
                 offsets[r] = -Float32(float("inf"))
                 if head < inputs.q.shape[1]:
                     offsets[r] = RAISED - inputs.lse[query, head] * LOG2E
-            # All warps have multiplied with the query before: PTX does not say which rows a warp's part of a wgmma
-            # reads.
+            # Wait until all warps have finished the previous query's products before Q is overwritten: PTX does not
+            # say which rows of shared memory a warp's part of a wgmma reads.
             cute.arch.barrier(barrier_id=Barrier.ATTENTION + side, number_of_threads=WARPGROUP)
             for part in cutlass.range_constexpr(self.row_tiles):
                 state = self.load_q(pipelines.keys, q_rmem, keys, sq, state, part, side, warp, lane)
@@ -239,7 +241,8 @@ class SparseIndexerTargetSm90:
     def load_q(
         self, pipeline: Pipeline, q_rmem, keys, sq, state: PipelineState, part: cutlass.Constexpr, side, warp, lane
     ) -> PipelineState:
-        """64 rows of the query, if they are this warpgroup's, to registers and shared memory."""
+        """Consume 64 rows of the query from the pipeline. If they are this warpgroup's, keep them in registers and
+        shared memory."""
         words = cute.make_tensor(
             cute.recast_ptr(q_rmem.iterator, dtype=Uint32), cute.make_layout((4, STEPS, RMEM_CHUNKS))
         )
@@ -265,7 +268,8 @@ class SparseIndexerTargetSm90:
 
     @cute.jit
     def skip_tile(self, pipeline: Pipeline, state: PipelineState) -> PipelineState:
-        """A tile of the other warpgroup's: all wait for every stage, so that phases are not taken for each other."""
+        """Skip a tile of the other warpgroup. Every warp waits for every stage, so that it cannot confuse two
+        phases."""
         for _ in cutlass.range_constexpr(self.chunks):
             pipeline.consumer_wait(state)
             pipeline.consumer_release(state)
@@ -274,7 +278,8 @@ class SparseIndexerTargetSm90:
 
     @cute.jit
     def multiply(self, acc, mmas, queries, rk, pipeline: Pipeline, state: PipelineState, side) -> PipelineState:
-        """acc = Q K^T of the next tile, as its chunks arrive; each group's stages are released behind the next one."""
+        """acc = Q K^T of the next tile, chunk by chunk. A group's stages are released after the next group is
+        issued."""
         (smem_mma, rmem_mma), (q_smem, q_rmem) = mmas, queries
         released = state
         cute.nvgpu.warpgroup.fence()
@@ -301,7 +306,7 @@ class SparseIndexerTargetSm90:
 
     @cute.jit
     def release_chunks(self, pipeline: Pipeline, state: PipelineState, count: cutlass.Constexpr) -> PipelineState:
-        """Release `count` stages from `state` on. -> the state behind them."""
+        """Release `count` stages from `state` on. -> the state after them."""
         for _ in cutlass.range_constexpr(count):
             pipeline.consumer_release(state)
             state = pipeline.advance(state)
@@ -309,7 +314,7 @@ class SparseIndexerTargetSm90:
 
     @cute.jit
     def sum_heads(self, flat, offsets, pipelines: Pipelines, shared: SharedTensors, scale, tile, warp, lane):
-        """Sums over the warp's heads of exponentials, to a stage of sums: of the tile number `tile` of all."""
+        """Sum a tile's exponentials over the warp's heads, and pass the sums on. tile: counted over all queries."""
         values = []
         for i in cutlass.range_constexpr(TILE // 4):
             at = i // 2 * 4 + i % 2
@@ -328,7 +333,7 @@ class SparseIndexerTargetSm90:
 @cached
 def compile_sparse_indexer_target(channels: int, row_tiles: int, index_channels: int):
     """-> f(q [T, H, d], kv [Tk, d], q_idx [T, Hi, di], k_idx [Tk, di], w_idx [T, Hi] fp32, indices [T, K], lse [T, H]
-    fp32, kl [T] fp32, d_scores [T, K'], scale * log2(e), ctas); all else bf16
+    fp32, kl [T] fp32, d_scores [T, K'], scale * log2(e), ctas); all others bf16
 
     H up to 64 * row_tiles, Hi up to 64, K from 1 to MAX_SPARSE_KEYS; K' is K rounded up to a multiple of 64, and all of
     d_scores is written. Rows of q, kv, q_idx and k_idx start at multiples of 16 bytes.

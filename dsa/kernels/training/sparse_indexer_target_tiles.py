@@ -1,4 +1,5 @@
-"""What the roles of the sparse stage's target kernel share: its inputs, shared memory, pipelines and small steps."""
+"""Definitions that the roles of the sparse stage's target kernel share: inputs, shared memory, pipelines and
+helpers."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -13,13 +14,13 @@ from dsa.cute.sm90 import WARPGROUP
 from dsa.kernels.training.topk_gather import CHUNK
 
 THREADS = 4 * WARPGROUP
-STEPS = CHUNK // 16  # of wgmma in a chunk
+STEPS = CHUNK // 16  # wgmma instructions per chunk
 INDEX_STAGES, SUM_STAGES = 2, 4
 ATTENTION_WARPS, INDEX_WARPS = 8, 4
 
 
 class WarpRole(IntEnum):
-    """The first warp of each role: two warpgroups, one and one."""
+    """The first warp of each role. The roles have two, one and one warpgroups."""
 
     ATTENTION = 0
     INDEX = ATTENTION_WARPS
@@ -27,7 +28,7 @@ class WarpRole(IntEnum):
 
 
 class Barrier(IntEnum):
-    """Named barriers, each of one warpgroup's threads."""
+    """Named barriers, one per warpgroup."""
 
     INDEX = 1
     ATTENTION = 2  # + the attention warpgroup's number
@@ -35,7 +36,7 @@ class Barrier(IntEnum):
 
 @dataclass(frozen=True)
 class Pipelines:
-    """keys: chunks of rows; index: tiles of index rows; sums: of the attention's exponentials of a tile."""
+    """keys: chunks of q or kv rows. index: tiles of index rows. sums: the attention's sums of exponentials per tile."""
 
     keys: Pipeline
     index: Pipeline
@@ -45,10 +46,10 @@ class Pipelines:
 @dataclass(frozen=True)
 class SharedTensors:
     """
-    sums            [64 keys, 8 warps, SUM_STAGES]: a tile's sums of exponentials over the heads of each attention warp
-    own_sums        [64 keys, 4 warps, 2]: of the index scores
-    target, scores  [MAX_SPARSE_KEYS]: p before its normalisation, and I
-    parts           [12]: what the index warps tell each other in a query's epilogue
+    sums            [64 keys, 8 warps, SUM_STAGES]: a tile's sums of exponentials over each attention warp's heads
+    own_sums        [64 keys, 4 warps, 2]: a tile's weighted scores, summed over each index warp's heads
+    target, scores  [MAX_SPARSE_KEYS]: p before normalisation, and I
+    parts           [12]: partial results that the index warps exchange in a query's epilogue
     """
 
     sums: cute.Tensor
@@ -72,13 +73,13 @@ class Inputs:
 
 
 def sums_state(tile: Int32) -> PipelineState:
-    """Of the sums of the key tile number `tile` of all that the CTA has had."""
+    """State of the pipeline of sums at key tile `tile`, counted over all queries of the CTA."""
     return PipelineState(tile & (SUM_STAGES - 1), (tile >> SUM_STAGES.bit_length() - 1) & 1)
 
 
 @cute.jit
 def load_q_rmem(words, chunk: cutlass.Constexpr, source: cute.Pointer, warp, lane):
-    """A chunk of 64 rows in shared memory to a warp's registers, as the first operand: words [4, STEPS, chunks]."""
+    """Load a warp's part of a chunk of 64 rows from shared memory as operand A: words [4, STEPS, chunks]."""
     for step in cutlass.range_constexpr(STEPS):
         address = source + swizzled(warp * 16 + (lane & 15), 2 * step + (lane >> 4))
         for i, word in enumerate(load_matrices(Int32(address.toint()))):
@@ -89,8 +90,8 @@ def load_q_rmem(words, chunk: cutlass.Constexpr, source: cute.Pointer, warp, lan
 def sum_rows(values, lane):
     """Sums over a warp's 16 rows of a wgmma accumulator tile of 64 columns.
 
-    values[2 j + e]: what the lane has for column 8 j + 2 (lane % 4) + e. -> the sums over the lanes with the same
-    columns, of columns 2 lane and 2 lane + 1. Fourteen shuffles: each step halves the columns that a lane still has.
+    values[2 j + e]: the lane's value of column 8 j + 2 (lane % 4) + e. -> the sums of columns 2 lane and 2 lane + 1. A
+    reduce-scatter of 14 shuffles: each step halves the number of columns per lane.
     """
     for log in cutlass.range_constexpr(4, 1, -1):
         upper = (lane >> log) & 1 != 0

@@ -1,5 +1,5 @@
-"""The producer warpgroup of the sparse MLA backward kernel: it draws work tiles, loads their queries by TMA, and
-gathers their keys, 16 bytes a lane, wherever the indices say that they lie."""
+"""The producer warpgroup of the sparse MLA backward kernel. It takes work tiles, loads their Q and dO by TMA, and
+gathers their selected keys, 16 bytes per lane."""
 
 import cutlass
 import cutlass.cute as cute
@@ -30,7 +30,7 @@ from dsa.kernels.training.sparse_mla_backward_tiles import (
     work_tile_state,
 )
 
-WARP_KEYS = TILE // 4  # of a tile, that a warp gathers
+WARP_KEYS = TILE // 4  # keys of a tile per warp
 
 
 class BackwardProducer:
@@ -49,8 +49,8 @@ class BackwardProducer:
         warp,
         lane,
     ):
-        """All work tiles of this CTA. atoms, sources: TMA loads of q and dout, and what they load from; inputs: q, kv,
-        dout, head_terms, indices, tile_counter."""
+        """Load all work tiles of this CTA. atoms, sources: TMA atoms and tensors of q and dout. inputs: q, kv, dout,
+        head_terms, indices, tile_counter."""
         q, kv, dout, head_terms, indices, tile_counter = inputs
         work_tiles = pipelines.work_tiles
         count = Int32(0)
@@ -64,7 +64,7 @@ class BackwardProducer:
                 row = index if valid else Int32(-1)
                 address = kv[cutlass.max(row, 0), None].iterator.toint()
                 valid_mask = Uint32(cute.arch.vote_ballot_sync(valid)) & 0xFFFF
-                # The next tile's indices are on their way while these keys are asked for.
+                # Prefetch the next tile's indices while this tile's keys are gathered.
                 own = opaque(lane) & (WARP_KEYS - 1)
                 index = self.index_of(indices, query, (tile + 1) * TILE + warp * WARP_KEYS + own)
                 for half in cutlass.range_constexpr(2):
@@ -78,7 +78,7 @@ class BackwardProducer:
                 if warp == 0:
                     if tile == 0:
                         self.load_q(atoms, sources, head_terms, scheduler, shared, pipelines, count)
-                    # Late, so that a slow CTA does not draw what another one could begin sooner.
+                    # Late, so that a slow CTA does not take a work tile that another CTA could begin sooner.
                     if tile == (3 * scheduler.key_tiles) >> 2:
                         following = scheduler.advance(tile_counter, lane)
                         work_tiles.publish(work_tile_state(next_work_tile(count)), following)
@@ -90,7 +90,7 @@ class BackwardProducer:
 
     @cute.jit
     def prefetch_q(self, q, dout, scheduler: TileScheduler, number, warp, lane):
-        """Bring a work tile's rows of q and dout to the L2 cache before they are asked for."""
+        """Prefetch a work tile's rows of q and dout into the L2 cache."""
         query, first = scheduler.coordinates(number)
         head = first + (warp & 1) * 32 + lane
         if query < q.shape[0] and head < q.shape[1]:
@@ -101,7 +101,7 @@ class BackwardProducer:
 
     @cute.jit
     def index_of(self, indices, query, place):
-        """A query's index number `place`, -1 behind the last."""
+        """Entry `place` of a query's list of indices, -1 after the last one."""
         index = Int32(-1)
         if place < indices.shape[1]:
             index = indices[query, place]
@@ -118,8 +118,8 @@ class BackwardProducer:
         pipelines: BackwardPipelines,
         count,
     ):
-        """Q, dO and the terms of 64 heads, a chunk as soon as the last query's is done with. Heads beyond the last are
-        zeros, and have terms that give p = 0."""
+        """Load Q, dO and the terms of 64 heads, each chunk as soon as the consumers release the previous work tile's.
+        Heads after the last one are zeros, and their terms give P = 0."""
         query, first = scheduler.coordinates(pipelines.work_tiles.read(work_tile_state(count)).number)
         state = q_state(count)
         one, strip_width = cute.make_layout(1), self.cfg.strip
@@ -157,8 +157,8 @@ class BackwardProducer:
         warp,
         lane,
     ):
-        """Half of the channels of this warp's 16 keys, 16 bytes a lane, 8 lanes a key. address: of key lane % 16;
-        valid_mask: a bit for each of the 16 keys."""
+        """Gather half of the channels of this warp's 16 keys, 16 bytes per lane, 8 lanes per key. address: of key
+        lane % 16. valid_mask: one bit per key."""
         low, high = Int32(address & 0xFFFFFFFF), Int32(address >> 32)
         own, vector = warp * WARP_KEYS + (lane >> 3), lane & 7
         sources, valid = [], []
@@ -176,7 +176,7 @@ class BackwardProducer:
                 gather_16(target, sources[i] + 2 * CHUNK * chunk, valid[i])
             arrive_when_gathered(pipeline.producer_barrier(state, part))
         if const_expr(self.cfg.rope):
-            # Rows of 64 bytes: four lanes a key, and so half of the lanes' keys at a time.
+            # Rows have 64 bytes, four lanes per key, so 8 of the 16 keys at a time.
             start = Int32(shared.k_rope.iterator.toint()) + half * (2 * TILE * ROPE_HALF)
             for i in cutlass.range_constexpr(WARP_KEYS // 8):
                 key = 8 * i + (lane >> 2)

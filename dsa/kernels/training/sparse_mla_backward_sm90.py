@@ -3,35 +3,39 @@
 P[h, j] = exp(scale * q[h] . k[j] - l[h])          dS[h, j] = P[h, j] * (scale * (dO[h] . k[j, :512]) + e[h])
 dQ[h] = sum_j dS[h, j] k[j]                        dKV[j] = sum_h dS[h, j] q[h] + P[h, j] dO[h]
 
-of a query and the keys j of its list; l and e, in which are the attention sink and the gradient of lse, come from
-sparse_mla_backward_sums_sm90.py, which also turns the sums of dKV into the result.
+for a query and its selected keys j. l and e include the attention sink and the gradient of lse. They come from
+sparse_mla_backward_sums_sm90.py, which also converts the sums of dKV to the result.
 
 Warp roles
-- Two consumer warpgroups own the key tiles in turns. The producer warpgroup gathers keys, loads Q and dO by TMA, and
-  draws work tiles (sparse_mla_backward_producer.py). A work tile is 64 heads of a query, with all of its keys.
-- The scheduler is dynamic and persistent: a CTA draws its next work tile from a tile counter while it still works on
-  one. Reductions into the L2 cache are not equally fast from all multiprocessors, and with equal shares the fastest
-  ones are through 5% before the slowest.
+- Two consumer warpgroups alternate key tiles: each tile has an owner. The producer warpgroup gathers keys, loads Q and
+  dO by TMA, and takes work tiles (sparse_mla_backward_producer.py). A work tile is 64 heads of a query with all of its
+  keys.
+- The scheduler is dynamic and persistent: a CTA takes its next work tile from a tile counter while it still works on
+  one. L2 reductions are not equally fast from all SMs. With a static schedule the fastest SMs finish 5% before the
+  slowest.
 Pipeline
-- Q and dO of a work tile stay in shared memory, beside one tile of 64 keys.
-- The owner of a key tile has its keys as rows: S^T = K Q^T and dP^T = K dO^T, so that P^T lies in its registers as the
-  operand of dKV = P^T dO + dS^T Q. dS goes through shared memory to both consumers: each keeps half of the channels of
-  dQ += dS K in registers, for the whole query.
-- Then the keys are released and the next tile's are gathered, while the owner multiplies a strip of dKV's channels at a
-  time and adds it to global memory by vector reductions from registers; the other consumer computes the next tile's
-  scores meanwhile.
-- Behind a query's last key tile each chunk of Q and dO is released as soon as its dKV is multiplied, so that the other
-  consumer computes the scores of the next query's first tile meanwhile.
+- Q and dO of a work tile stay in shared memory, together with one tile of 64 keys.
+- The owner of a key tile has keys as rows: S^T = K Q^T and dP^T = K dO^T. So P^T lies in its registers as operand A of
+  dKV = P^T dO + dS^T Q. dS goes through shared memory to both consumers. Each keeps half of the channels of dQ += dS K
+  in registers for the whole work tile.
+- Then the consumers release the keys, and the producer gathers the next tile. Meanwhile, the owner computes one strip
+  of dKV's channels at a time and adds it to global memory by vector reductions from registers. The other consumer
+  computes the next tile's scores.
+- In a query's last key tile, each chunk of Q and dO is released as soon as its dKV is computed. So the other consumer
+  can start the scores of the next query's first tile.
 Sums of dKV
-- They are in fp32, in the order in which a thread holds them: of 16 neighbours, lane q of four has 2q, 2q + 1, 2q + 8,
-  2q + 9, which it adds as 16 bytes. `ordered` stores them to rows of their own instead, to be summed in order.
-- Vector reductions are fastest on whole lines of 128 bytes: lanes exchange numbers, so that eight of them have a line.
-- A row for which there is no key is zeros in shared memory, has P = 0, and is added to a row behind the keys.
-Shared memory: Q 72 KiB, dO 64, K 72, dS of each owner 8, where dQ is staged at the end (d 576).
-Registers: 144 of dQ, 16 each of P^T, dS^T and dKV in a consumer thread, of 232; or 32 of S and 16 of dP, which comes in
-parts (d 576). 128 of dQ, 16 of P^T and 32 of dKV, or 32 each of S and dP (d 512).
-Roofline: reductions, 144 KiB a tile of 576 channels: 8800 clocks at the 3.8 TB/s that the L2 cache adds (it stores
-4.6 TB/s). wgmma takes 5504, its operands about 6000 of shared memory.
+- The sums are in fp32, in the threads' register order: of 16 consecutive numbers, lane q of four holds 2q, 2q + 1,
+  2q + 8, 2q + 9, which it adds as 16 bytes. `ordered` stores them to separate rows instead, which are later summed in
+  order.
+- Vector reductions are fastest on whole lines of 128 bytes. So lanes exchange numbers until eight lanes hold a line.
+- An invalid index gives a row of zeros in shared memory and P = 0. Its dKV is added to the CTA's padding row after the
+  keys.
+Shared memory at d = 576: Q 72 KiB, dO 64, K 72, dS 8 per owner. The epilogue stages dQ in the dS.
+Registers per consumer thread, of 232:
+- d = 576: 144 for dQ, plus 16 each for P^T, dS^T and dKV, or plus 32 for S and 16 for dP, which is computed in parts.
+- d = 512: 128 for dQ, plus 16 for P^T and 32 for dKV, or plus 32 each for S and dP.
+Roofline: L2 reductions, 144 KiB per tile of 576 channels: 8800 cycles at 3.8 TB/s, the rate at which the L2 cache adds
+(it stores 4.6 TB/s). wgmma takes 5504 cycles, the reads of its operands in shared memory about 6000.
 """
 
 from collections.abc import Callable
@@ -81,7 +85,7 @@ from dsa.kernels.training.topk_gather import wait_for_wgmma
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
-STAGED_CHANNELS = 32  # of dQ that a warp stages at a time
+STAGED_CHANNELS = 32  # channels of dQ that a warp stages at a time
 K_MAJOR, MN_MAJOR = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.MN
 
 
@@ -91,7 +95,8 @@ class SparseMlaBackwardSm90:
         self.rope, self.dp_parts, self.strip = cfg.rope, cfg.dp_parts, cfg.strip
 
     def product(self, a_major, b_major, columns: int, source=cute.nvgpu.warpgroup.OperandSource.SMEM) -> cute.TiledMma:
-        """64 rows x columns. To be made where it is used: what a loop or branch has set cannot be used behind it."""
+        """A product of 64 rows x columns. Make it where it is used: a TiledMma that is set inside a loop or branch
+        cannot be used after it."""
         return sm90.make_trivial_tiled_mma(
             self.dtype, self.dtype, a_major, b_major, Float32, (1, 1, 1), (TILE, columns), source
         )
@@ -100,11 +105,11 @@ class SparseMlaBackwardSm90:
         return self.product(K_MAJOR, MN_MAJOR, columns, cute.nvgpu.warpgroup.OperandSource.RMEM)
 
     def chunks_layout(self, columns: int, count: int) -> cute.ComposedLayout:
-        """[64, columns, count], rows of `columns` numbers."""
+        """[64, columns, count], with rows of `columns` elements."""
         return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (64, 64, columns), self.dtype, count)
 
     def load_atom(self, x: cute.Tensor, layout: cute.ComposedLayout):
-        """The TMA load of 64 heads x a strip, and x [T, H, d] as it takes it, [H, d, T]."""
+        """-> (the TMA atom that loads 64 heads x a strip of x [T, H, d], its TMA tensor [H, d, T])."""
         turned = cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 2, 0]))
         load = cute.nvgpu.cpasync.CopyBulkTensorTileG2SOp()
         layout = cute.slice_(layout, (None, None, 0))
@@ -228,7 +233,7 @@ class SparseMlaBackwardSm90:
         lane,
         side,
     ):
-        """The mainloop of a consumer warpgroup, number `side`: all work tiles of this CTA."""
+        """The mainloop of consumer warpgroup `side`, over all work tiles of this CTA."""
         flat = cute.make_rmem_tensor((HALF // 2,), Float32)
         flat_rope = cute.make_rmem_tensor((ROPE_HALF // 2,), Float32)
         p_shape = self.dkv_product(CHUNK).get_slice(tid).partition_shape_A((TILE, HEADS))
@@ -241,7 +246,7 @@ class SparseMlaBackwardSm90:
                 for chunk in self.cfg.query_chunks:
                     pipelines.q_chunk(chunk).consumer_wait(q_state(count))
             for tile in cutlass.range(scheduler.key_tiles, unroll=1):
-                # Tiles belong to the two in turns, over the whole life of the CTA.
+                # The two consumers alternate key tiles, also across work tiles.
                 p, ds = (cute.make_rmem_tensor(p_shape, self.dtype) for _ in range(2))
                 if (count & 1) == side:
                     self.score(p, ds, scale, scale_log2, shared, pipelines, count, tile, tid, warp, lane, side)
@@ -255,7 +260,7 @@ class SparseMlaBackwardSm90:
                     self.add_dkv(p, ds, dkv, keys, place, shared, pipelines, count, last, tid, warp, lane, side)
                 count = next_key_tile(count)
             if (count & 1) != side:
-                # This warpgroup had the last tile: dQ overwrites its dS only after all warpgroups have read it.
+                # This warpgroup owned the last tile. dQ may overwrite its dS only after both consumers have read it.
                 for half in cutlass.range_constexpr(2):
                     pipelines.k_half(half).producer_wait(k_state(count))
             else:
@@ -283,21 +288,22 @@ class SparseMlaBackwardSm90:
         lane,
         side,
     ):
-        """P^T of a tile, in 16 bits, to p, an operand in registers; dS to shared memory and, if there is a rope part,
-        dS^T to ds."""
+        """Compute P^T of a tile in 16 bits into p, an operand in registers. Store dS to shared memory and, with a rope
+        part, dS^T into ds."""
         mma = self.product(K_MAJOR, K_MAJOR, HEADS)
         thr = mma.get_slice(tid)
         rk, rq = mma.make_fragment_A(thr.partition_A(shared.k)), mma.make_fragment_B(thr.partition_B(shared.q))
         rk_rope = mma.make_fragment_A(thr.partition_A(shared.k_rope))
         s = cute.make_rmem_tensor(thr.partition_shape_C((TILE, HEADS)), Float32)
         flat_s = cute.make_tensor(s.iterator, cute.make_layout(HEADS // 2))
-        # Of addresses that it knows ptxas would keep all chunks' descriptors in registers, those of S for dP.
+        # If ptxas knew the addresses, it would keep the descriptors of all chunks in registers from S until dP. The
+        # opaque zero prevents that.
         zero = opaque(count & 1) >> 1
         for half in cutlass.range_constexpr(2):
             for part in cutlass.range_constexpr(self.cfg.k_parts):
                 is_rope = part == HALF_CHUNKS
                 chunk = CHUNKS if is_rope else half * HALF_CHUNKS + part
-                if const_expr(not is_rope or half == 0):  # both halves of the keys' rope part are for one chunk of Q
+                if const_expr(not is_rope or half == 0):  # both halves of the keys' rope part use one chunk of Q
                     if tile == 0:
                         pipelines.q_chunk(chunk).consumer_wait(q_state(count))
                 wait_for_wgmma(pipelines.k_half(half), k_state(count), part)
@@ -320,7 +326,7 @@ class SparseMlaBackwardSm90:
                     cute.gemm(mma, s, a, b, s)
         cute.nvgpu.warpgroup.commit_group()
 
-        # dP in parts of the heads: there are not registers enough for all of it beside S and dQ with a rope part.
+        # Compute dP in parts, by heads: with a rope part, S and dQ leave too few registers for all of dP.
         heads = HEADS // self.dp_parts
         part_mma = self.product(K_MAJOR, K_MAJOR, heads)
         thr_part = part_mma.get_slice(tid)
@@ -372,7 +378,7 @@ class SparseMlaBackwardSm90:
 
     @cute.jit
     def issue_dp(self, mma, dp, rv, shared: SharedTensors, thr, count, part: cutlass.Constexpr):
-        """Start dP^T = K dO^T of a part of the heads."""
+        """Issue dP^T = K dO^T for a part of the heads."""
         heads = HEADS // self.dp_parts
         rows = cute.local_tile(shared.do, (heads, self.strip, VALUE // self.strip), (part, 0, 0))
         rdo = mma.make_fragment_B(thr.partition_B(rows))
@@ -385,12 +391,12 @@ class SparseMlaBackwardSm90:
         cute.nvgpu.warpgroup.commit_group()
 
     def step_of(self, fragment, zero, channel: int):
-        """Of an operand in strips: the 16 channels from `channel` on."""
+        """The 16 channels from `channel` on of an operand that is stored in strips."""
         return fragment[None, None, channel % self.strip // 16, zero + channel // self.strip]
 
     @cute.jit
     def head_terms_of(self, shared: SharedTensors, j: cutlass.Constexpr, lane):
-        """lse / ln 2 and e of a lane's two heads of eight, in turns."""
+        """l / ln 2 and e of the lane's first head among heads 8 j to 8 j + 7, then of its second one."""
         return cute.arch.inline_ptx(
             "ld.shared.v4.f32 {" + "{$w0}, {$w1}, {$w2}, {$w3}" + "}, [{$r0}];",
             write_only_types=[Float32] * 4,
@@ -399,7 +405,7 @@ class SparseMlaBackwardSm90:
 
     @cute.jit
     def add_dq(self, flat, flat_rope, shared: SharedTensors, pipelines: BackwardPipelines, count, tid, side):
-        """dQ += dS K, this warpgroup's half of the channels; then these keys are done with."""
+        """dQ += dS K for this warpgroup's half of the channels. Then release this half of the keys."""
         mma, rope = self.product(MN_MAJOR, MN_MAJOR, HALF), self.product(MN_MAJOR, MN_MAJOR, ROPE_HALF)
         thr, thr_rope = mma.get_slice(tid), rope.get_slice(tid)
         turned_ds = cute.make_tensor(shared.ds.iterator, cute.select(shared.ds.layout, mode=[1, 0, 2]))
@@ -441,10 +447,10 @@ class SparseMlaBackwardSm90:
         lane,
         side,
     ):
-        """dKV of a tile's keys += P^T dO + dS^T Q. place: of the tile among all, for rows of its own. last: of the
-        query's, after which its Q and dO make room for the next one's."""
+        """dKV += P^T dO + dS^T Q for a tile's keys. place: index of the tile among all, for `ordered`. last: whether it
+        is the query's last tile, which releases Q and dO."""
         lane = opaque(lane)
-        # Lanes l and l ^ 4 have neighbouring rows, and add to both of them together: 128 bytes of each.
+        # Lanes l and l ^ 4 hold neighbouring rows. The eight lanes of both quads add to one row at a time, 128 bytes.
         odd = (lane >> 2) & 1
         pair = warp * 16 + (lane >> 3) * 2
         start, stride = Int64(dkv.iterator.toint()) + ((lane & 3) * 16), 4 * self.channels
@@ -457,9 +463,9 @@ class SparseMlaBackwardSm90:
                     number = Int64(place) * TILE + (pair + 8 * r + i)
                 else:
                     row = shared.key_rows[pair + 8 * r + i, stage]
-                    # Behind the keys, each CTA has a row for those that there are not.
+                    # Invalid keys add to the CTA's padding row after the keys.
                     number = Int64(row if row >= 0 else keys + block)
-                # Of a row's 32 numbers, the lane adds its own row's first half and the other row's second one.
+                # The lane adds the first half of 32 numbers of its own row, and the second half of the other row's.
                 targets.append(start + (number * stride + (odd ^ i) * 64))
         with_p = with_ds = self.dkv_product(self.strip)
         if const_expr(not self.rope):
@@ -470,7 +476,7 @@ class SparseMlaBackwardSm90:
         rds = with_ds.make_fragment_A(thr.partition_A(shared.ds)) if not self.rope else None
         acc = cute.make_rmem_tensor(thr.partition_shape_C((TILE, self.strip)), Float32)
         zero = opaque(stage) >> 2
-        # The rope part first: its chunk of Q is the first that is scored of the next query.
+        # The rope part first: the producer reloads the chunks of Q and dO in this order (`query_chunks`).
         for first in [*range(VALUE, self.channels, self.strip), *range(0, VALUE, self.strip)]:
             strip, valued = zero + first // self.strip, first < VALUE
             cute.nvgpu.warpgroup.fence()
@@ -492,7 +498,7 @@ class SparseMlaBackwardSm90:
 
     @cute.jit
     def add_columns(self, acc, first: cutlass.Constexpr, targets, odd):
-        """Add a strip to channels `first` on of the lane's rows and their neighbours."""
+        """Add a strip, channels `first` and on, to the lane's rows and their neighbours."""
         flat = cute.make_tensor(acc.iterator, cute.make_layout(self.strip // 2))
         for line in cutlass.range_constexpr(self.strip // 32):
             for r in cutlass.range_constexpr(2):
@@ -512,9 +518,9 @@ class SparseMlaBackwardSm90:
 
     @cute.jit
     def store_dq(self, flat, flat_rope, dq, query, first, shared: SharedTensors, side, warp, lane):
-        """The epilogue: this warp's 16 heads of its half of the channels, by way of 1 KiB of shared memory, where dS of
-        its own keys was: another warp may still be multiplying with its keys' dS for dKV, or be at the next query's
-        already."""
+        """The epilogue: store dQ of this warp's 16 heads and its half of the channels. The warp stages dQ in 1 KiB of
+        shared memory, its keys' rows of its warpgroup's dS. It leaves other rows alone: another warp may still
+        multiply with its rows for dKV, or already compute the next query's."""
         staging = cute.recast_ptr(shared.ds.iterator, cute.make_swizzle(0, 4, 3), dtype=self.dtype)
         lane, warp = opaque(lane), opaque(warp)
         staging += side * (TILE * HEADS) + warp * (16 * HEADS)
@@ -543,14 +549,14 @@ class SparseMlaBackwardSm90:
 
     @cute.jit
     def staged_place(self, row, vector):
-        """Where the 8 numbers number `vector` of a row are, in 16 rows of 32."""
+        """Offset of vector `vector`, 8 elements, in a row of the 16 x 32 staging buffer."""
         return row * STAGED_CHANNELS + (vector ^ ((row >> 1) & 3)) * 8
 
 
 @cached
 def compile_sparse_mla_backward(dtype: str, channels: int, ordered: bool):
     """-> f(q [T, H, d], kv [Tk, d], dout [T, H, 512], head_terms [T, ceil(H / 64), 128], indices [T, K], dq [T, H, d],
-    dkv [Tk + ctas, d] fp32, tile_counter [1] int32, 0 at first, scale, scale / ln 2, ctas)."""
+    dkv [Tk + ctas, d] fp32, tile_counter [1] int32, initially 0, scale, scale / ln 2, ctas)."""
     kind = cute_dtype(dtype)
     queries, heads = cute.sym_int(), cute.sym_int()
 

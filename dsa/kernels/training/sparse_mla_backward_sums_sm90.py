@@ -1,17 +1,18 @@
-"""What comes before and behind the gradients of sparse MLA attention (sparse_mla_backward_sm90.py).
+"""Kernels before and after the gradients of sparse MLA attention (sparse_mla_backward_sm90.py).
 
-Before: delta[t, h] = out[t, h] . dout[t, h], and of it the terms that the softmax's gradient needs of a head:
+Before: delta[t, h] = out[t, h] . dout[t, h], and from delta the two terms per head that the softmax's gradient needs:
     share = e^lse / (e^lse + e^sink)             l = lse - log share              e = scale * (dlse / share - delta)
     dsink[t, h] = (share - 1) * delta            which the caller sums over t
-Behind: dKV's sums in fp32, in the order in which threads hold them, to 16 bits; or, one CTA a key, its rows of a list
-added up in the list's order.
+After: one kernel converts dKV's fp32 sums, stored in the threads' register order, to 16 bits. With `ordered`, a kernel
+with one CTA per key first adds up the key's list of rows in the list's order.
 
 Plan
-- delta: a warp a head, 16 channels a lane. Heads that fill up the last 64 get l = inf, so that they count nothing; so
-  do those without keys.
-- A share below 2^-64 is taken for 2^-64: P, which is share * exp(z - lse), is then off by less than that, and dlse /
-  share stays a number.
-- Of 16 numbers of dKV in a row, quarter q holds channels 2q, 2q + 1, 2q + 8, 2q + 9: a thread has 16 and reorders them.
+- delta: one warp per head, 16 channels per lane. Heads that pad the last block of 64 get l = inf, so they contribute
+  nothing. Heads without keys get l = inf, too.
+- A share below 2^-64 is replaced by 2^-64. Then dlse / share stays finite, and P, which is share * exp(z - lse), has an
+  error below 2^-64.
+- Of 16 consecutive numbers of dKV, quarter q holds channels 2q, 2q + 1, 2q + 8, 2q + 9. A thread loads 16 numbers and
+  reorders them.
 Roofline: memory: out and dout once; dKV's sums once; a list's rows once.
 """
 
@@ -29,12 +30,12 @@ from dsa.cute.sm90 import LOG2E, WARP
 from dsa.kernels.training.limits import MLA_CHANNELS, MLA_V_CHANNELS, SPARSE_DTYPES, SPARSE_HEAD_TILE
 from dsa.runtime.compile_cache import cached, compile_sm90
 
-HEADS = SPARSE_HEAD_TILE  # of a block of terms
+HEADS = SPARSE_HEAD_TILE  # per block of terms
 VALUE = MLA_V_CHANNELS
 WARPS = 8
-REORDERED = 16  # channels that a thread reorders
+REORDERED = 16  # channels per thread
 LEAST_SHARE = 2.0**-64
-PREFETCHED = 4  # rows of a list that a thread asks for at once
+PREFETCHED = 4  # rows of a list in flight per thread
 
 
 class BackwardInputsSm90:
@@ -81,7 +82,7 @@ class BackwardInputsSm90:
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         lane = tid & (WARP - 1)
-        # The number of warps is a multiple of 64, and so of a CTA's: all have a head.
+        # The warp count is a multiple of 64 and so of WARPS: every warp has a head.
         query, head = divmod(block * WARPS + (tid >> 5), padded)
         own = cutlass.min(head, out.shape[1] - 1)
         wait_for_prerequisite_grids()
@@ -96,7 +97,7 @@ class BackwardInputsSm90:
         if lane == 0:
             result, slope, of_sink = Float32(float("inf")), Float32(0.0), Float32(0.0)
             value = lse[query, own]
-            # Not so for infinities of both signs, and for NaN.
+            # False for NaN and both infinities: such a head keeps l = inf and contributes nothing.
             if head < out.shape[1] and cute.math.absf(value) < Float32(float("inf")):
                 share = Float32(1.0)
                 if const_expr(self.sink):
@@ -196,7 +197,7 @@ class SumListsSm90:
 @cached
 def compile_backward_inputs(dtype: str, sink: bool, lse_grad: bool):
     """-> f(out [T, H, 512], dout [T, H, 512], lse [T, H], dlse [T, H] or None, sink [H] or None, scale, head_terms
-    [T, ceil(H / 64), 128], dsink [T, H] or None): l / ln 2 and e of a head, in turns."""
+    [T, ceil(H / 64), 128], dsink [T, H] or None). head_terms: pairs of l / ln 2 and e, one per head."""
     kind = cute_dtype(dtype)
     queries, heads = cute.sym_int(), cute.sym_int()
 
@@ -218,7 +219,7 @@ def compile_backward_inputs(dtype: str, sink: bool, lse_grad: bool):
 
 
 def _fake_sums(channels: int):
-    """With a stride of 64 bits: lists of 28,000 keys and more have parts of 2^31 numbers."""
+    """[rows, d] with a 64-bit stride: lists of 28,000 keys or more make parts of at least 2^31 numbers."""
     return fake(Float32, (cute.sym_int(), channels), (*strides(1, 4), 1), 16)
 
 
@@ -232,8 +233,8 @@ def compile_reorder_sums(dtype: str, channels: int):
 @cached
 def compile_sum_lists(channels: int):
     """-> f(rows [R, d] fp32, order [n] int32, bounds [Tk + 1] int32, blocks, stride, sums [at least Tk, d]): sums[k] +=
-    rows[order[i] + b * stride] over bounds[k] <= i < bounds[k + 1] and b < blocks, in this order but for PREFETCHED
-    neighbours, whose blocks come one after the other."""
+    rows[order[i] + b * stride] over bounds[k] <= i < bounds[k + 1] and b < blocks. The order of the sum is fixed:
+    groups of PREFETCHED values of i, then b, then i within the group."""
     order, bounds = (fake(Int32, (cute.sym_int(),), (1,), 4) for _ in range(2))
     return compile_sm90(
         *(SumListsSm90(channels), _fake_sums(channels), order, bounds, Int32(1), Int32(0), _fake_sums(channels)),

@@ -1,6 +1,6 @@
-"""What the roles of the sparse MLA backward kernel share: its sizes, shared memory, pipelines and the tile scheduler.
+"""Definitions that the roles of the sparse MLA backward kernel share: sizes, shared memory, pipelines, tile scheduler.
 
-A work tile is 64 heads of a query, with all of the query's keys, which come in tiles of 64.
+A work tile is 64 heads of a query with all of the query's keys, in tiles of 64 keys.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ HEAD_TERM_BYTES = HEADS * 8
 
 
 class WarpRole(IntEnum):
-    """The first warp of each role. Two consumer warpgroups own the key tiles in turns; a producer warpgroup gathers."""
+    """The first warp of each role. Two consumer warpgroups alternate key tiles; a producer warpgroup gathers."""
 
     CONSUMER = 0
     PRODUCER = CONSUMER_WARPS
@@ -37,7 +37,7 @@ class WarpRole(IntEnum):
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """Keys of `channels` numbers; `ordered`: the parts of dKV are stored to rows of their own, not added."""
+    """channels: per key. ordered: store each part of dKV to a separate row instead of adding it."""
 
     dtype: type[cutlass.Numeric]
     channels: int
@@ -49,34 +49,40 @@ class BackwardConfig:
 
     @property
     def dp_parts(self) -> int:
-        """In how many parts of the heads dP is computed: with a rope part, registers do not suffice for all of it."""
+        """Number of parts, by heads, in which dP is computed. With a rope part, registers do not suffice for all of
+        dP."""
         return 2 if self.rope else 1
 
     @property
     def strip(self) -> int:
-        """Channels of dKV that are multiplied at a time: 64, or 32 with dS^T for it in registers, too. With a rope part
-        the latter takes 8% less time, without it 5% more."""
+        """Channels of dKV per product: 64, or 32 with dS^T also in registers. The latter takes 8% less time with a rope
+        part and 5% more without it."""
         return 32 if self.rope else 64
 
     @property
     def query_chunks(self) -> list[int]:
-        """The chunks of Q and dO in the order in which a query's last key tile is through with them; CHUNKS is the
-        rope part of Q."""
+        """The chunks of Q and dO in the order in which a query's last key tile releases them. CHUNKS is the rope part
+        of Q."""
         return [*([CHUNKS] if self.rope else []), *range(CHUNKS)]
 
     @property
     def k_parts(self) -> int:
-        """Of a half of a key tile's channels, in the order in which they arrive and are multiplied: HALF_CHUNKS chunks,
-        and then a half of the rope part, which is number HALF_CHUNKS."""
+        """Number of parts in half of a key tile's channels. In the order of arrival and use: HALF_CHUNKS chunks, then
+        half of the rope part as part HALF_CHUNKS."""
         return HALF_CHUNKS + (1 if self.rope else 0)
 
 
 @dataclass(frozen=True)
 class SharedTensors:
-    """k: chunks of 64 channels [64, 64, 8], its rope part k_rope [64, 32, 2]; k_half [64, 256, 2] is the same memory as
-    k. q, do: strips [64, 64, 8], or of 32 channels with q's rope part behind the others [64, 32, 18 and 16]. ds [keys,
-    heads, 2]: of each consumer warpgroup's tiles. head_terms: the address of l / ln 2 and e of each head. key_rows [64,
-    KEY_ROW_STAGES]: the row of kv of each of a tile's keys, -1 for none."""
+    """
+    k           [64, 64, 8]: chunks of 64 channels
+    k_rope      [64, 32, 2]: the rope part of k
+    k_half      [64, 256, 2]: the same memory as k
+    q, do       [64, 64, 8]: strips of 64 channels; with a rope part [64, 32, 18] and [64, 32, 16], q's rope part last
+    ds          [keys, heads, 2]: dS of each consumer warpgroup's tile
+    head_terms  address of l / ln 2 and e of each head
+    key_rows    [64, KEY_ROW_STAGES]: row in kv of each key of a tile, -1 if it is invalid
+    """
 
     k: cute.Tensor
     k_rope: cute.Tensor
@@ -89,15 +95,15 @@ class SharedTensors:
 
 
 class WorkTileInfo(NamedTuple):
-    """number: of the work tile; behind the last one, as many as there are or more."""
+    """number: index of the work tile. After the last work tile it is at least the number of work tiles."""
 
     number: Int32
 
 
 @dataclass(frozen=True)
 class BackwardPipelines:
-    """q: of each chunk of Q and dO, and of Q's rope part, a ring of one stage. k: of each half of a key tile's channels
-    a ring of one stage, which arrives in `k_parts` parts. ds_full: dS of a key tile is in shared memory."""
+    """q: a one-stage ring per chunk of Q and dO, and one for Q's rope part. k: a one-stage ring per half of a key
+    tile's channels, which arrives in `k_parts` parts. ds_full: signals that a key tile's dS is in shared memory."""
 
     work_tiles: WorkTilePipeline
     q: Pipeline
@@ -106,7 +112,7 @@ class BackwardPipelines:
 
     @staticmethod
     def of(storage, cfg: BackwardConfig) -> "BackwardPipelines":
-        """Of the kernel's shared memory."""
+        """Make the pipelines on the kernel's shared memory."""
         return BackwardPipelines(
             WorkTilePipeline.of(storage.work_tiles, WorkTileInfo),
             Pipeline.of(storage.q_barriers, len(cfg.query_chunks)),
@@ -116,18 +122,17 @@ class BackwardPipelines:
 
     @cute.jit
     def init(self):
-        """One thread's work."""
+        """Initialize the barriers. Called by one thread."""
         self.work_tiles.init(THREADS // WARP)
         self.q.init(CONSUMER_WARPS)
-        # Each thread that gathers arrives at each part of k. With the first part its warp also says which keys there
-        # are.
+        # Each producer thread arrives at each part of k. At the first part each warp also arrives once for key_rows.
         Mbarriers(self.k.full, 1).init(WARPGROUP + 4)
         Mbarriers(self.k.full + 1, self.k.stages * self.k.parts - 1).init(WARPGROUP)
         Mbarriers(self.k.empty, self.k.stages).init(4)
         self.ds_full.init(4)
 
     def q_chunk(self, chunk: int) -> Pipeline:
-        """The ring of a chunk of Q and dO; CHUNKS is the rope part of Q."""
+        """The ring of a chunk of Q and dO. CHUNKS is the rope part of Q."""
         return self.q.ring(chunk, 1)
 
     def k_half(self, half: int | Int32) -> Pipeline:
@@ -135,8 +140,8 @@ class BackwardPipelines:
         return self.k.ring(half, 1)
 
 
-# A role's `count` has the number of its work tiles so far and, in the lowest two bits, that of its key tiles so far,
-# over the whole life of the CTA: one register for both. These are the states of the pipelines at a count.
+# Each role keeps one register `count`: its number of work tiles so far and, in the lowest two bits, its number of key
+# tiles so far, modulo 4. The functions below give the pipeline states at a count.
 
 
 def work_tile_state(count: Int32) -> PipelineState:
@@ -161,10 +166,10 @@ def next_work_tile(count: Int32) -> Int32:
 
 @dataclass(frozen=True)
 class TileScheduler:
-    """A dynamic persistent scheduler: each CTA begins with the work tile of its own number, and draws the next one
-    from a tile counter in global memory while it works. Its producer passes the number on in a WorkTilePipeline.
+    """A dynamic persistent scheduler. A CTA's first work tile is its block index. While it works on a tile, its
+    producer takes the next one from a tile counter in global memory and passes the index on in a WorkTilePipeline.
 
-    work_tiles, key_tiles: how many there are, of all queries and of one query; head_tiles: blocks of 64 heads
+    work_tiles: number over all queries. key_tiles: number per query. head_tiles: blocks of 64 heads per query.
     """
 
     work_tiles: Int32
@@ -180,7 +185,7 @@ class TileScheduler:
 
     @cute.jit
     def advance(self, tile_counter: cute.Tensor, lane) -> WorkTileInfo:
-        """Draw the next work tile. A warp's work."""
+        """Take the next work tile. Called by a whole warp."""
         return WorkTileInfo(self.ctas + draw(tile_counter, lane))
 
     @cute.jit

@@ -1,12 +1,12 @@
-"""Tiles of 64 rows in shared memory, as wgmma reads them, of rows of global memory wherever they lie; and the order in
-which a CTA of the sparse stage takes queries and their tiles of keys.
+"""Gather of rows in global memory into tiles of 64 rows in shared memory for wgmma, and the schedule of queries of the
+sparse stage.
 
-A tile is chunks of 64 channels, [64 rows, 128 bytes] each, with the swizzle of 128 bytes. A producer warpgroup gathers,
-16 bytes a lane: a warp 16 rows, of which a lane has four, number 4 i + lane / 8, and of each 16 bytes of every chunk.
+A tile is a list of chunks of 64 channels, [64 rows, 128 bytes] each, with the 128-byte swizzle. A producer warpgroup
+gathers it, 16 rows per warp. A lane copies 16 bytes of every chunk of four rows, 4 i + lane / 8.
 
-cp.async writes through the generic proxy, and wgmma reads through the async proxy: PTX asks for a fence.proxy.async
-between the two. Consumers execute the fence after they wait for a stage (`wait_for_wgmma`), so that the producer need
-not wait for its own copies.
+cp.async writes through the generic proxy, and wgmma reads through the async proxy. PTX requires a fence.proxy.async
+between the two. The consumers execute the fence after they wait for a stage (`wait_for_wgmma`), so the producer does
+not wait for its copies.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,8 @@ LANE_ROWS = WARP_ROWS // 4
 
 @dataclass(frozen=True)
 class QuerySchedule:
-    """This CTA's queries, its work tiles, are first, first + step and so on below `queries`; key_tiles: of each."""
+    """The CTA's work tiles are the queries first, first + step, ... below `queries`. key_tiles: tiles of selected keys
+    per query."""
 
     first: Int32
     step: Int32
@@ -40,7 +41,7 @@ class QuerySchedule:
 
     @staticmethod
     def of(scheduler: StaticPersistentScheduler, q: cute.Tensor, indices: cute.Tensor) -> "QuerySchedule":
-        """Of q [T, H, d] and indices [T, K]."""
+        """Make the schedule for q [T, H, d] and indices [T, K]."""
         return QuerySchedule(scheduler.first, scheduler.step, q.shape[0], (indices.shape[1] + TILE - 1) // TILE)
 
 
@@ -51,20 +52,20 @@ def chunk_layout(dtype: type[cutlass.Numeric], stages: int) -> cute.ComposedLayo
 
 @cute.jit
 def wait_for_wgmma(pipeline: Pipeline, state: PipelineState, part=0):
-    """Wait until wgmma can read a part of a stage that cp.async has written. Every lane's work."""
+    """Wait until wgmma can read a part of a stage that cp.async has written. Called by every lane."""
     pipeline.consumer_wait(state, part)
     cute.arch.fence_proxy("async.shared", space="cta")
 
 
 @cute.jit
 def own_rows(warp, lane):
-    """The rows of a tile that a lane has a part of."""
+    """The rows of a tile that a lane copies parts of."""
     return [warp * WARP_ROWS + 4 * i + (lane >> 3) for i in range(LANE_ROWS)]
 
 
 @cute.jit
 def selected(indices: cute.Tensor, first, rows, keys):
-    """What the lane's rows select, indices[first + row]; -1 where that is no key."""
+    """The keys that a lane's rows select, indices[first + row]; -1 if the index is out of range."""
     found = []
     for row in rows:
         index = Int32(-1)
@@ -78,7 +79,7 @@ def selected(indices: cute.Tensor, first, rows, keys):
 
 @cute.jit
 def head_rows(x: cute.Tensor, query, first: cutlass.Constexpr, rows, lane):
-    """As `row_addresses`, of the heads `first` + rows of a query of x [T, H, d], 16-bit numbers."""
+    """`row_addresses` of heads first + rows of a query of x [T, H, d], a 16-bit dtype."""
     heads = []
     for row in rows:
         head = first + row
@@ -89,21 +90,21 @@ def head_rows(x: cute.Tensor, query, first: cutlass.Constexpr, rows, lane):
 
 @cute.jit
 def key_rows(x: cute.Tensor, indices, lane):
-    """As `row_addresses`, of the rows `indices` of x [Tk, d], 16-bit numbers."""
+    """`row_addresses` of the rows `indices` of x [Tk, d], a 16-bit dtype."""
     return row_addresses(Int64(x.iterator.toint()), 2 * Int64(x.stride[0]), indices, lane)
 
 
 @cute.jit
 def row_addresses(start: Int64, stride: Int64, rows, lane):
-    """Where the lane's parts of rows begin, and the valid mask: rows below 0 are none."""
+    """-> (address of the lane's 16 bytes in each row, valid mask). Negative rows are invalid."""
     sources = [start + cutlass.max(row, 0) * stride + (lane & 7) * 16 for row in rows]
     return sources, [row >= 0 for row in rows]
 
 
 @cute.jit
 def gather_chunk(target: Int32, sources, valid, chunk: cutlass.Constexpr, warp, lane):
-    """The lane's part of a chunk, to the memory at `target`; zeros where there is no row."""
+    """Copy the lane's part of a chunk to shared memory at `target`, with zeros for invalid rows."""
     start = target + 2 * CHUNK * (warp * WARP_ROWS + (lane >> 3))
     for i in cutlass.range_constexpr(LANE_ROWS):
-        row = 4 * (i % 2) + (lane >> 3)  # of 8
+        row = 4 * (i % 2) + (lane >> 3)  # within the swizzle's 8 rows
         gather_16(start + 2 * (4 * i * CHUNK + ((lane & 7) ^ row) * 8), sources[i] + 2 * CHUNK * chunk, valid[i])

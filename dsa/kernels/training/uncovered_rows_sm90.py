@@ -1,10 +1,10 @@
-"""Rows of packed sequences' results that no kernel has written, because no sequence has them: set to one number.
+"""Fills the rows of ragged results that belong to no sequence, which the other kernels do not write, with a constant.
 
 Plan
-- `bounds` ascend from 0 to the number of rows at most (q_tile_plan_sm90.py). Rows before the first and behind the last
-  are no sequence's: all warps take them in turns. Of a sequence also the rows behind its first `most` may be missing:
-  each warp looks at WARP sequences at a time, and sets what is missing of these.
-- Nearly always there is nothing to do, and every warp ends after two loads or four.
+- `bounds` ascend within the rows of the tensors (q_tile_plan_sm90.py). Rows before the first and after the last bound
+  belong to no sequence, and all warps share them. A sequence's rows after its first `most` are missing, too: each warp
+  checks 32 sequences at a time and fills their missing rows.
+- Usually no row is missing, and every warp ends after two to four loads.
 Roofline: latency, 2 us.
 """
 
@@ -21,11 +21,11 @@ from dsa.cute.sm90 import WARP
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 WARPS = 8
-ZERO, INFINITY = 0, 0x7F800000  # as words: of any dtype, and of fp32
+ZERO, INFINITY = 0, 0x7F800000  # bit patterns: 0 of any dtype, infinity of fp32
 
 
 class UncoveredRowsSm90:
-    """values: of each tensor the word that its rows are filled with."""
+    """values: per tensor, the 32-bit word that fills its rows."""
 
     def __init__(self, values: tuple[int, ...]):
         self.values = values
@@ -56,7 +56,7 @@ class UncoveredRowsSm90:
 
     @cute.jit
     def fill(self, tensors, begin, end, step, lane):
-        """The rows begin, begin + step and so on below `end`. A warp's work."""
+        """Fill the rows begin, begin + step, ... below `end`. Called by a whole warp."""
         for row in cutlass.range(begin, end, step, unroll=1):
             for tensor, value in zip(tensors, self.values):
                 _, heads, words = tensor.shape
@@ -66,7 +66,8 @@ class UncoveredRowsSm90:
 
 @cached
 def compile_uncovered_rows(values: tuple[int, ...]):
-    """-> f(bounds [B + 1], tensors, `values` of [T, H, W], most, ctas); int32, B >= 0, W contiguous."""
+    """-> f(bounds [B + 1], tensors, most, ctas). tensors: a list of [T, H, W], one per entry of `values`. All int32, B
+    >= 0, W contiguous."""
     rows = cute.sym_int()
     tensors = [fake(Int32, (rows, cute.sym_int(), cute.sym_int()), (*strides(2), 1), 4) for _ in values]
     bounds = fake(Int32, (cute.sym_int(),), (1,), 4)

@@ -1,9 +1,11 @@
-"""What the warm-up needs of whole rows of scores: lse_I[t] = ln sum_s exp(I[t, s]), and kl[t], the sum of its parts.
+"""Row reductions of the warm-up: lse_I[t] = ln sum_s exp(I[t, s]) over the scores, and kl[t], the sum of its parts per
+key tile.
 
 Plan
-- LSE: a warp a row, four keys a lane and tile, each lane its own maximum until the end. KL: a thread a row. Sums are in
-  the order of the keys.
-Roofline: memory; 4 bytes a (query, key) pair.
+- LSE: one warp per row. A lane reads four keys per tile and keeps a maximum and a sum of its keys, merged after the
+  last tile.
+- KL: one thread per row. It adds the parts in the order of the keys.
+Roofline: memory, 4 bytes per (query, key) pair.
 """
 
 from collections.abc import Callable
@@ -22,7 +24,7 @@ from dsa.kernels.training.q_tiles import fake_q_tiles, fake_scores, fake_tiles, 
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 WARPS = 8
-NOTHING = -3e38  # finite, so that a difference to it is no NaN
+NOTHING = -3e38  # finite, so that NOTHING - NOTHING is not NaN
 
 
 class WarmupLseSm90:
@@ -56,7 +58,7 @@ class WarmupLseSm90:
                 row_sum *= cute.math.exp2(row_max - new_max, fastmath=True)
                 for i in cutlass.range_constexpr(4):
                     power = cute.math.exp2(values[i] - new_max, fastmath=True)
-                    # NaN, which the maximum passes over, counts: its row has no LSE then.
+                    # fmax ignores NaN, but this comparison is false for NaN. So NaN enters the sum and the LSE is NaN.
                     row_sum += Float32(0.0) if values[i] <= NOTHING else power
                 row_max = new_max
             new_max = row_max
@@ -66,7 +68,7 @@ class WarmupLseSm90:
             row_sum = warp_reduce_sum(row_sum)
             if lane == 0:
                 lse = (new_max + cute.math.log2(row_sum)) * LN2
-                # Of a sequence that is longer than was said, scores are missing.
+                # If the sequence is longer than the caller's maximum, some of its scores do not exist.
                 missing = limit > scores.shape[1] * K_TILE
                 lse_idx[q_tile.first_q + row] = Float32(float("nan")) if missing else lse
 

@@ -1,23 +1,25 @@
-"""The warm-up's target and loss: what the heads attend to together, beside the indexer's distribution.
+"""The warm-up's target and loss. The target is the attention's mean distribution over its heads; the loss compares the
+indexer's distribution with it.
 
-p[t, s] = mean_h exp(scale q_h[t] . k[s] - lse_h[t]);   kl[t] = sum_s p (ln p - (I - lse_I))
+p[t, s] = mean_h exp(scale q_h[t] . k[s] - lse_h);   kl[t] = sum_s p (ln p - (I - lse_I))
 dI[t, s] = g[t] (exp(I - lse_I) - p)
 
 Plan
-- A work tile has the 128 queries of a q tile and 128 keys; CTAs take those that exist in turns (static persistent). Per
-  head: S = Q K^T by wgmma, then its powers are added up in registers. Nothing of a head is kept.
-- Up to 128 channels: two accumulators. While a head's powers are computed, the next one's product is under way, and
-  another warpgroup's. 192 and 576 channels: one, in chunks of 64 channels, beside the other warpgroup's powers.
-- One producer warp loads by TMA: Q of every head, K once for all heads that share it. It also asks for the tile's
-  scores, which the epilogue needs, to be brought to the L2 cache; the consumers load them beside the last head's
-  product.
-- What a row must not see is taken out in the epilogue, of the sum: whatever lies there, it meets nothing else.
-- dI replaces the scores in place, in bf16, a warpgroup's 64 rows those of the same rows: it reads all of them before it
-  writes any, and begins the next tile while the other one is still at this one.
-Constraints: bf16; STAGES has the numbers of channels. Any number of heads.
+- A work tile is the 128 queries of a q tile x 128 keys (static persistent scheduler over the existing tiles). Per head,
+  wgmma computes S = Q K^T, and the consumers add its exponentials to sums in registers. Nothing else of a head is kept.
+- Up to 128 channels: two accumulators. A head's exponentials overlap the next head's wgmma and the other warpgroup's.
+  192 and 576 channels: one accumulator, in chunks of 64 channels. Its wgmma overlaps the other warpgroup's
+  exponentials.
+- One producer warp loads by TMA: Q of every head, and K once for all heads that share it. It also prefetches the tile's
+  scores into the L2 cache for the epilogue. With up to 128 channels the consumers load them during the last head's
+  wgmma.
+- The epilogue masks the sums of pairs that a row must not see, so garbage never mixes with valid values.
+- dI replaces the scores in place, in bf16. A warpgroup's 64 rows of dI use the memory of the same rows' scores. The
+  warpgroup reads all of them before it writes any, so it need not wait for the other warpgroup.
+Constraints: bf16; the channels per head are the keys of STAGES. Any number of heads.
 Shared memory: 192 or 208 KiB of stages. Registers: 64 sums and 2 x 64 accumulators of 240.
-Roofline: of a head of 128 channels wgmma takes 1024 clocks, the powers 1024 of the special function units; measured
-1750 to 1900.
+Roofline: per head of 128 channels, wgmma takes 1024 cycles and the exponentials 1024 cycles of the MUFU; measured 1750
+to 1900.
 """
 
 from collections.abc import Callable
@@ -44,14 +46,14 @@ from dsa.runtime.compile_cache import cached, compile_sm90
 
 
 class Stages(NamedTuple):
-    """Channels of a stage, and how many stages queries and keys have."""
+    """Channels per stage, and the numbers of stages of queries and keys."""
 
     channels: int
     queries: int
     keys: int
 
 
-# By the heads' channels. Keys of 576 channels are there once.
+# Per number of channels of a head. Keys of 576 channels fill their nine stages once.
 STAGES = {64: Stages(64, 8, 5), 128: Stages(128, 3, 3), 192: Stages(64, 7, 6), 576: Stages(64, 4, 9)}
 CONSUMER_WARPS, THREADS = 8, 3 * WARPGROUP
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
@@ -59,34 +61,34 @@ TINY = 1.2e-38
 
 
 class WarpRole(IntEnum):
-    """The first warp of each role: two consumer warpgroups, and the producer warp behind them."""
+    """The first warp of each role: two consumer warpgroups, then the producer warp."""
 
     CONSUMER = 0
     PRODUCER = CONSUMER_WARPS
 
 
 class Barrier(IntEnum):
-    """Named barriers: a consumer warpgroup, number 0 or 1, has read its scores."""
+    """Named barriers. SCORES_READ: a consumer warpgroup, 0 or 1, has read its scores."""
 
     SCORES_READ = 1  # + the warpgroup's number
 
 
 class WorkTileInfo(NamedTuple):
-    """q_tile: its number; key_tile: which tile of its keys."""
+    """q_tile: index of the q tile. key_tile: index among its key tiles."""
 
     q_tile: Int32
     key_tile: Int32
 
 
 class Pipelines(NamedTuple):
-    """q: chunks of each head's queries; k: of the keys, once for all heads that share them."""
+    """q: chunks of each head's queries. k: chunks of the keys, once for all heads that share them."""
 
     q: Pipeline
     k: Pipeline
 
 
 class States(NamedTuple):
-    """Where a consumer is in the stages of Q, and of the first chunk of K that its head has."""
+    """Pipeline states of a consumer: its next chunk of Q, and the first chunk of its head's K."""
 
     q: PipelineState
     k: PipelineState
@@ -118,7 +120,7 @@ class WarmupTargetSm90:
         tile = (Q_TILE, K_TILE, self.chunk)
         q_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, self.dtype, self.query_stages)
         k_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, self.dtype, self.key_stages)
-        # Heads last: a tile is of rows and channels.
+        # Heads last: tiles are rows x channels.
         q, k = (cute.make_tensor(x.iterator, cute.select(x.layout, mode=[0, 2, 1])) for x in (q, k))
         q_atom, q_tma = tile_load(q, q_layout, (Q_TILE, self.chunk))
         k_atom, k_tma = tile_load(k, k_layout, (K_TILE, self.chunk))
@@ -189,7 +191,7 @@ class WarmupTargetSm90:
 
     @cute.jit
     def work_tile(self, index, q_tile, key_tiles, lane) -> WorkTileInfo:
-        """Work tile `index`, whose q tile is not before `q_tile`."""
+        """Find work tile `index`, from q tile `q_tile` on. Called by a whole warp."""
         count = key_tiles.shape[0] - 1
         steps = Int32(WARP)
         while steps == WARP:
@@ -202,7 +204,7 @@ class WarmupTargetSm90:
     def produce(
         self, q_atom, mq, k_atom, mk, q_tiles, key_tiles, scores, group, heads, sq, sk, pipelines: Pipelines, lane
     ):
-        """The producer warp."""
+        """The producer warp: load Q and K of every work tile of this CTA."""
         one = cute.make_layout(1)
         scheduler = static_persistent_scheduler()
         size = Q_TILE * self.chunk * self.dtype.width // 8
@@ -263,7 +265,8 @@ class WarmupTargetSm90:
         lane,
     ):
         mma = self.tiled_mma()
-        # The same for all of a warpgroup, and known to be: operands' addresses are then uniform.
+        # The slice is the same for the whole warpgroup. The compiler must know it to make the operands' addresses
+        # uniform.
         thr = mma.get_slice(cute.arch.make_warp_uniform(warp // 4) * WARPGROUP)
         rq = mma.make_fragment_A(thr.partition_A(sq))
         rk = mma.make_fragment_B(thr.partition_B(sk))
@@ -285,13 +288,13 @@ class WarmupTargetSm90:
                     less, at = self.load_lse(lse, at, h, heads)
                     states = self.multiply_chunks(accs[0], rq, rk, pipelines, states, h, group, heads)
                     self.add(sums, accs[0], less, scale)
-                number = opaque(number)  # what follows from it is found again: registers are short in between
+                number = opaque(number)  # values derived from it are recomputed, to save registers
                 own = self.load_tile(scores, lse_idx, upstream, q_tiles, key_tiles, number, index, rows, own_row, lane)
             else:
                 states, less = self.add_overlapped(
                     sums, accs, lse, rq, rk, pipelines, states, rows, scale, group, heads
                 )
-                number = opaque(number)  # what follows from it is found again: registers are short in between
+                number = opaque(number)  # values derived from it are recomputed, to save registers
                 own = self.load_tile(scores, lse_idx, upstream, q_tiles, key_tiles, number, index, rows, own_row, lane)
                 states = self.finish_product(pipelines, states, heads - 1 + (heads & 1), group, heads)
                 if heads & 1 == 0:
@@ -300,8 +303,8 @@ class WarmupTargetSm90:
 
     @cute.jit
     def add_overlapped(self, sums, accs, lse, rq, rk, pipelines, states, rows, scale, group, heads):
-        """All heads but the last, one's powers beside the next one's product. An odd number of them is padded. What is
-        left: the last product is under way; its LSE is returned."""
+        """Process all heads but the last. A head's exponentials overlap the next head's product. An odd number of heads
+        is padded to an even one. The last product is still in flight at the end. -> (states, the last head's LSE)."""
         padded = heads + (heads & 1)
         less, at = self.load_lse(lse, rows, Int32(0), heads)
         self.ready(pipelines, states)
@@ -311,7 +314,7 @@ class WarmupTargetSm90:
         for h in cutlass.range(0, padded - 2, 2, unroll=1):
             for i in cutlass.range_constexpr(2):
                 self.multiply(accs[1 - i], rq, rk, states)
-                # A head ahead: the load's latency is longer than a product.
+                # One head ahead, because the load takes longer than a product.
                 ahead, at = self.load_lse(lse, at, h + i + 1, heads)
                 self.add(sums, accs[i], less, scale)
                 less = ahead
@@ -324,8 +327,8 @@ class WarmupTargetSm90:
 
     @cute.jit
     def load_tile(self, scores, lse_idx, upstream, q_tiles, key_tiles, number, index, rows, own_row, lane):
-        """What the epilogue needs: where dI goes, q tile and key tile, pairs of scores [2, 16, 2 (row)], and of both
-        rows their LSE, g, and how many of the tile's keys they see."""
+        """Load the epilogue's inputs. -> ((pointer for dI, q tile, key tile), pairs of scores [2, 16, 2 rows], lse_I of
+        the two rows, their g, the number of the tile's keys that they see)."""
         key_tile = index - key_tiles[number]
         of_tile = scores[number, key_tile, None, None]
         pairs = cute.make_rmem_tensor((2, K_TILE // 8, 2), Float32)
@@ -333,8 +336,8 @@ class WarmupTargetSm90:
             for j in cutlass.range_constexpr(K_TILE // 8):
                 place = (own_row + 8 * r) * K_TILE + 8 * j + lane % 4 * 2
                 pairs[0, j, r], pairs[1, j, r] = load_pair(of_tile.iterator + place)
-        # The warpgroup has read: what is written lies where others' scores were. Also, no load is put off until it is
-        # needed, as what else the rows need is loaded behind the barrier.
+        # Wait until the whole warpgroup has read its scores, because its dI overwrites them. The barrier also keeps the
+        # compiler from sinking these loads to their uses. The rows' other inputs are loaded after it.
         cute.arch.barrier(barrier_id=Barrier.SCORES_READ + (opaque(own_row) >> 6), number_of_threads=WARPGROUP)
         q_tile = load_q_tile(q_tiles, number)
         limits = []
@@ -343,24 +346,24 @@ class WarmupTargetSm90:
             limit = cutlass.min(q_tile.seen + q_tile.step * row, q_tile.keys) - key_tile * K_TILE
             limits.append(limit if row < q_tile.rows else Int32(0))
         numbers = [lse_idx[rows[r]] for r in range(2)], [upstream[rows[r]] for r in range(2)]
-        # Where dI of row 0 would lie if all rows' followed on these of the warpgroup's.
+        # Pointer to which `row` rows of dI are added. The warpgroup's 64 rows of dI begin where their scores began.
         target = of_tile.iterator + (opaque(own_row) >> 6) * (Q_TILE * K_TILE // 4)
         return (target, number, key_tile), pairs, *numbers, limits
 
     @cute.jit
     def ready(self, pipelines: Pipelines, states: States):
-        """Wait for a head's rows."""
+        """Wait for a head's Q and K."""
         pipelines.q.consumer_wait(states.q)
         pipelines.k.consumer_wait(states.k)
 
     @cute.jit
     def multiply(self, acc, rq, rk, states: States):
-        """Start a head's product."""
-        mma = self.tiled_mma()  # one that is set inside of a loop cannot be used behind it
+        """Issue a head's product."""
+        mma = self.tiled_mma()  # one that is set inside a loop cannot be used after it
         q_stage, k_stage = states.q.stage, states.k.stage
         cute.nvgpu.warpgroup.fence()
         for step in cutlass.range_constexpr(self.chunk // 16):
-            if const_expr(step % 4 == 0):  # descriptors of a few steps at a time: all of them would be spilled
+            if const_expr(step % 4 == 0):  # limits the live descriptors: all of them would spill
                 q_stage, k_stage = opaque(q_stage), opaque(k_stage)
             mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, step > 0)
             cute.gemm(mma, acc, rq[None, None, step, q_stage], rk[None, None, step, k_stage], acc)
@@ -368,12 +371,12 @@ class WarmupTargetSm90:
 
     @cute.jit
     def finish_product(self, pipelines: Pipelines, states: States, h, group, heads) -> States:
-        """Wait for the product of head h, and release what it has read, the keys if the next head has others."""
+        """Wait for the product of head h and release its Q, and its K if the next head uses another one."""
         q_state, k_state = states
         cute.nvgpu.warpgroup.wait_group(0)
         pipelines.q.consumer_release(q_state)
         q_state = pipelines.q.advance(q_state)
-        # A padding head has the keys of the last one.
+        # A padding head uses the last head's keys.
         last = h == heads - 1 + (heads & 1)
         if h < heads - 1:
             last = h // group != (h + 1) // group
@@ -384,7 +387,7 @@ class WarmupTargetSm90:
 
     @cute.jit
     def multiply_chunks(self, acc, rq, rk, pipelines: Pipelines, states: States, h, group, heads) -> States:
-        """The product of a head whose rows do not fit: a chunk behind the other, and wait."""
+        """Compute the product of a head with several chunks, chunk by chunk, and wait for it."""
         mma = self.tiled_mma()
         q_state, k_state = states
         last = h == heads - 1
@@ -416,14 +419,14 @@ class WarmupTargetSm90:
 
     @cute.jit
     def load_lse(self, lse, at, h, heads):
-        """The LSE of head h at the places `at`, and the next head's places, or again these of the last one."""
+        """-> (the LSEs of head h at the offsets `at`, the offsets of the next head). The last head's offsets repeat."""
         step = lse.shape[1] if h < heads - 1 else 0
         flat = cute.make_tensor(lse.iterator, cute.make_layout(cute.size(lse)))
         return [flat[place] for place in at], [place + step for place in at]
 
     @cute.jit
     def add(self, sums, acc, less, scale):
-        """sums += exp(scale S - lse) of a head."""
+        """sums += exp(scale S - lse) for one head."""
         more = [x * -LOG2E for x in less]
         flat = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
         for i in cutlass.range_constexpr(K_TILE // 2):
@@ -431,7 +434,7 @@ class WarmupTargetSm90:
 
     @cute.jit
     def epilogue(self, sums, own, kl_parts, heads, own_row, lane):
-        """The loss of a tile's rows, and the scores' gradient in their place."""
+        """Store the loss of a tile's rows, and overwrite the scores with their gradient."""
         share = 1.0 / Float32(heads)
         (place, number, key_tile), pairs, lse_idx, upstream, limits = own
         target = cute.recast_ptr(place, dtype=Uint32)
@@ -447,7 +450,7 @@ class WarmupTargetSm90:
                     term = p * (cute.math.log2(p, fastmath=True) * LN2 - over)
                     visible = 8 * j + lane % 4 * 2 + c < limit
                     both.append(d if visible else Float32(0.0))
-                    # The logarithm takes the smallest numbers for 0; NaN is not one of them.
+                    # log2 takes p below TINY for 0. NaN is not below it and enters the loss.
                     nothing = p < TINY or not visible
                     kl += Float32(0.0) if nothing else term
                 (target + (row * (K_TILE // 2) + 4 * j + lane % 4)).store(pack(both[0], both[1], BFloat16))
@@ -459,7 +462,8 @@ class WarmupTargetSm90:
 
 @cute.jit
 def add_power(total: Float32, x: Float32, scale: Float32, more: Float32):
-    """total + 2^(x * scale + more). The compiler does not move it behind a wait for a wgmma that it is to overlap."""
+    """total + 2^(x * scale + more). In inline PTX, because the compiler does not move it after the wait for the wgmma
+    that it overlaps."""
     return cute.arch.inline_ptx(
         "{ .reg .f32 e; fma.rn.ftz.f32 e, {$r1}, {$r2}, {$r3}; ex2.approx.ftz.f32 e, e; add.ftz.f32 {$w0}, {$r0}, e; }",
         write_only_types=[Float32],
@@ -469,7 +473,7 @@ def add_power(total: Float32, x: Float32, scale: Float32, more: Float32):
 
 @cute.jit
 def load_pair(address):
-    """Two neighbouring numbers."""
+    """Load two neighbouring numbers."""
     return cute.arch.inline_ptx(
         "ld.global.v2.f32 {{$w0}, {$w1}}, [{$r0}];",
         write_only_types=[Float32, Float32],
@@ -480,7 +484,8 @@ def load_pair(address):
 @cached
 def compile_warmup_target(dtype: str, dim: int):
     """-> f(q [Tq, H, d], k [Tk, Hk, d], lse [H, Tq], lse_idx [Tq], upstream [Tq], q_tiles [S, 8], key_tiles [S + 1],
-    scores [S, N, 128, 128], kl_parts [S, N, 128], scale, H / Hk, ctas); numbers fp32 unless they are q's and k's."""
+    scores [S, N, 128, 128], kl_parts [S, N, 128], scale, H / Hk, ctas). All but q and k are fp32; q_tiles and key_tiles
+    are int32."""
     kind = cute_dtype(dtype)
     queries = cute.sym_int()
 

@@ -1,9 +1,9 @@
-"""A pipeline whose producer puts zeros where a copy has brought rows of the next sequence.
+"""A pipeline whose producer overwrites rows of the next sequence with zeros.
 
-TMA and bulk copies bring whole tiles, so the tile at a sequence's end has rows that belong to another sequence. Their
-factors in the product are 0, but 0 * NaN is NaN. A copy of a whole tile signals the consumers, as in any pipeline. A
-copy of a partial one signals the producer, by the barrier `landed`; the producer overwrites the rows and then signals
-the consumers itself:
+TMA and bulk copies load whole tiles, so the last tile of a sequence contains rows of another sequence. Their factors in
+the product are 0, but 0 * NaN is NaN. A copy of a whole tile signals the consumers, as in any pipeline. A copy of a
+partial tile signals the producer through the barrier `landed`. The producer overwrites the rows and then signals the
+consumers itself:
 
     pipeline.ring.producer_wait(state)
     barrier = pipeline.copy_barrier(state, is_whole)             # counts the bytes of all copies to the stage
@@ -14,7 +14,7 @@ the consumers itself:
         pipeline.commit(state)
     state = pipeline.ring.advance(state)
 
-Consumers need the `ring` alone.
+Consumers use only `ring`.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from cutlass import Boolean, Int32, Int64, Uint32
 from dsa.cute.pipeline import Mbarriers, Pipeline, PipelineState
 from dsa.cute.shared_memory import store_4
 
-SWIZZLE_BYTES = 128  # of a row, side by side in shared memory
+SWIZZLE_BYTES = 128  # of a row, contiguous in shared memory
 
 
 def zero_fill_storage(stages: int) -> type:
@@ -42,38 +42,38 @@ def zero_fill_storage(stages: int) -> type:
 
 @dataclass(frozen=True)
 class ZeroFillPipeline:
-    """ring: what the consumers wait for and release; landed: the barrier that the producer waits for, behind the ring's
-    full ones, so that a number tells which barrier counts a copy's bytes."""
+    """ring: the pipeline of the consumers. landed: the barrier on which the producer waits. It is stored after the
+    ring's full barriers, so an index selects the barrier that counts a copy's bytes."""
 
     ring: Pipeline
     landed: Mbarriers
 
     @staticmethod
     def of(storage, stages: int) -> "ZeroFillPipeline":
-        """Of what `zero_fill_storage(stages)` has reserved."""
+        """Make the pipeline on a field of type `zero_fill_storage(stages)`."""
         full = storage.full.data_ptr()
         return ZeroFillPipeline(Pipeline(full, storage.empty.data_ptr(), stages, Int32(0)), Mbarriers(full + stages, 1))
 
     @cute.jit
     def init(self, consumers: cutlass.Constexpr):
-        """Make the barriers; so many warps release a stage. One thread's work."""
+        """Initialize the barriers. consumers: warps that release a stage. Called by one thread."""
         self.ring.init(consumers)
         self.landed.init(1)
 
     @cute.jit
     def copy_barrier(self, state: PipelineState, is_whole: Boolean) -> cute.Pointer:
-        """What counts the bytes of the copies to a stage."""
+        """The barrier that counts the bytes of the copies to a stage."""
         return self.ring.full + (state.stage if is_whole else self.ring.stages)
 
     @cute.jit
     def wait_landed(self, phase: Int32) -> Int32:
-        """Wait until the copies to a partial stage are there. -> the phase of the next such wait."""
+        """Wait until the copies to a partial stage have arrived. -> the phase of the next such wait."""
         self.landed.wait(phase)
         return phase ^ 1
 
     @cute.jit
     def commit(self, state: PipelineState):
-        """What the producer warp has written to a stage is there, too."""
+        """Signal the consumers that the producer warp's writes to a stage are complete."""
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         self.ring.producer_commit(state)
@@ -81,8 +81,8 @@ class ZeroFillPipeline:
 
 @cute.jit
 def zero_rows(tile: Int32, first, rows: cutlass.Constexpr, row_bytes: cutlass.Constexpr, lane):
-    """The last of a tile's `rows` rows, from `first` on, become 0: rows of `row_bytes` bytes at the address `tile` of
-    shared memory, in the layout of TMA's swizzle of 128 bytes. A warp's work."""
+    """Zero the rows `first` to `rows` - 1 of a tile. tile: its address in shared memory, with rows of `row_bytes` bytes
+    in TMA's 128-byte swizzle. Called by a whole warp."""
     for row in cutlass.range(first, rows, unroll=1):
         for part in cutlass.range_constexpr(row_bytes // SWIZZLE_BYTES):
             store_4(tile + part * (rows * SWIZZLE_BYTES) + row * SWIZZLE_BYTES + 4 * lane, Uint32(0))

@@ -1,4 +1,4 @@
-"""The MLA cache and its slots as the kernels take them."""
+"""The MLA cache and slots in the form that the kernels take."""
 
 import torch
 
@@ -16,7 +16,7 @@ def layout_name(cache: torch.Tensor) -> str:
 
 
 def check_cache(cache: torch.Tensor) -> None:
-    """ValueError for a cache that the kernels do not take: `cache_rows` of it."""
+    """ValueError for a cache that the kernels do not take."""
     if cache.dtype not in BYTE_DTYPES and cache.shape[3] % CHANNEL_MULTIPLE:
         raise ValueError(
             f"cache: the kernel takes float rows of a multiple of {CHANNEL_MULTIPLE} channels, got {cache.shape[3]}"
@@ -28,7 +28,7 @@ def check_cache(cache: torch.Tensor) -> None:
 
 
 def cache_rows(cache: torch.Tensor) -> torch.Tensor:
-    """[pages, P, row]: floats, or bytes as uint8; of a V4 cache the rows, which the page's scales follow."""
+    """[pages, P, row]: floats, or bytes as uint8. A V4 page has its scales after these rows."""
     if cache.dtype in BYTE_DTYPES:
         cache = cache.view(torch.uint8)
         if is_v4(cache):
@@ -38,5 +38,5 @@ def cache_rows(cache: torch.Tensor) -> torch.Tensor:
 
 
 def slot_words(slots: torch.Tensor) -> torch.Tensor:
-    """Contiguous slots in a row; int64 as pairs of int32."""
+    """Contiguous slots in one dimension; an int64 is a pair of int32."""
     return unit_inner(slots.view(-1)).view(torch.int32)

@@ -1,4 +1,4 @@
-"""DeepSeek-V4's compressor: every few tokens become one entry of the cache."""
+"""DeepSeek-V4's compressor: every m tokens become one entry of the cache."""
 
 import torch
 
@@ -6,12 +6,136 @@ from dsa.kernels.cache.limits import COMPRESSED_DTYPES, COMPRESSED_KINDS, ROPE_C
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import check_page_size, dtype_name, pages_as_rows
 from dsa.ops.cache._kv_rows import cache_rows, check_cache, layout_name, slot_words
+from dsa.ops.cache._specs import CACHE_DTYPES, SLOTS, check_index_cache, check_kv_cache, page_layout
+from dsa.ops.elementwise.rotary import check_rotated
 from dsa.reference.cache import compressed_kv as reference
+from dsa.runtime.arguments import ALIGNED, CONTIGUOUS, F32, ROWS, Arguments, Flag, Number, Tensor
+from dsa.runtime.checks import FLOATS, INT32, check_memory, check_updatable
 from dsa.runtime.op import op
 
 __all__ = ["compress_kv", "write_compressed_kv"]
 
-compress_kv = reference.compress_kv
+
+def _check_blocks(ape: torch.Tensor, state: torch.Tensor | None, overlap: bool) -> int:
+    """ValueError for blocks without tokens or channels, and for a state with too few rows. Returns d."""
+    m, c = ape.shape
+    if m == 0 or c == 0 or (overlap and c % 2):
+        raise ValueError(
+            f"ape: must have rows and kv's channels, with overlap an even number, got shape {list(ape.shape)}"
+        )
+    least = 2 * m if overlap else m
+    if state is not None and state.shape[1] < least:
+        raise ValueError(
+            f"state: shape must be [S, n, 2, {c}] with n at least {least}, got {list(state.shape)} (sizes as of kv, "
+            "ape and overlap)"
+        )
+    return c // 2 if overlap else c
+
+
+def _check_compress(
+    ape: torch.Tensor, state: torch.Tensor | None, state_slots: torch.Tensor | None, overlap: bool
+) -> None:
+    _check_blocks(ape, state, overlap)
+    if (state is None) != (state_slots is None):
+        raise ValueError("state, state_slots: must be given together, got one of them")
+
+
+def _check_write(
+    kv: torch.Tensor,
+    ape: torch.Tensor,
+    norm_weight: torch.Tensor,
+    cos: torch.Tensor,
+    cache: torch.Tensor,
+    state: torch.Tensor,
+    overlap: bool,
+) -> None:
+    d = _check_blocks(ape, state, overlap)
+    if norm_weight.shape[0] != d:
+        raise ValueError(
+            f"norm_weight: shape must be [{d}], got {list(norm_weight.shape)} (sizes as of kv and overlap)"
+        )
+    check_rotated("kv", kv[:, :d], cos)
+    if reference.is_index_cache(cache, d):
+        check_index_cache("cache", cache)
+        if d & (d - 1):
+            raise ValueError(f"cache: an index cache has a power of two channels an entry, kv gives {d}")
+    elif (cached := check_kv_cache("cache", cache)["d"]) != d:
+        raise ValueError(f"cache: must have entries of {d} channels, got {cached} (sizes as of kv and overlap)")
+
+
+_PROJECTIONS = {
+    "kv": Tensor("T c", FLOATS, layout=ROWS),
+    "gate": Tensor("T c", FLOATS, like="kv", layout=ROWS),
+    "ape": Tensor("m c", F32, layout=ALIGNED),
+}
+_SEQUENCES = {
+    "cu_seqlens": Tensor("B+1", INT32, layout=CONTIGUOUS),
+    "starts": Tensor("B", INT32, layout=CONTIGUOUS),
+}
+COMPRESS_KV = Arguments(
+    rule=_check_compress,
+    **_PROJECTIONS,
+    **_SEQUENCES,
+    state=Tensor("S n 2 c", F32, optional=True, written=True),
+    state_slots=Tensor("B", INT32, optional=True),
+    overlap=Flag(),
+)
+WRITE_COMPRESSED_KV = Arguments(
+    rule=_check_write,
+    **_PROJECTIONS,
+    norm_weight=Tensor("d", F32, layout=ALIGNED),
+    cos=Tensor("T R/2", F32, layout=ROWS),
+    sin=Tensor("T R/2", F32, layout=ROWS),
+    cache=Tensor("pages P 1 bytes", CACHE_DTYPES, layout=page_layout, written=True),
+    slots=Tensor("T", SLOTS, layout=CONTIGUOUS),
+    **_SEQUENCES,
+    state=Tensor("S n 2 c", F32, layout=ALIGNED, written=True),
+    state_slots=Tensor("B", INT32, layout=CONTIGUOUS),
+    overlap=Flag(),
+    eps=Number(least=0),
+)
+
+
+def compress_kv(
+    kv: torch.Tensor,
+    gate: torch.Tensor,
+    ape: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    starts: torch.Tensor,
+    state: torch.Tensor | None = None,
+    state_slots: torch.Tensor | None = None,
+    *,
+    overlap: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """C[i, c] = sum_j softmax_j(Z[j, c]) KV[j, c] over the tokens j of entry i; Z = gate + ape[position mod m].
+
+    A block is m tokens of a sequence, and block i ends with entry i. Without overlap an entry is made of the m tokens
+    of its block with all their channels, d = c. With overlap it is made of two blocks, d = c / 2: block i - 1 gives the
+    first d channels of its tokens, block i the last d channels of its tokens. Entry 0 is made of block 0 alone.
+
+    kv, gate    [T, c] fp32, bf16 or fp16, both of one dtype: projections of new tokens, the sequences one after another
+    ape         [m, c] fp32
+    cu_seqlens  [B + 1] int32, from at least 0 to at most T, not decreasing: sequence b has the tokens cu_seqlens[b] up
+                to cu_seqlens[b + 1]
+    starts      [B] int32, at least 0: how many tokens of each sequence came before the new ones; `state` has the last
+                n of these
+    state       [S, n, 2, c] fp32, n at least m, or 2 m with overlap: a sequence's state slot has KV and Z of the token
+                at position p in row p mod n; the op writes those of the new tokens. None: all sequences begin here.
+                With K - 1 more rows, a sequence can continue from any of its last K tokens and forget the later ones
+    state_slots [B] int32: the slot of each sequence in `state`, from 0 to S - 1. Sequences that share a slot, as
+                padding may, overwrite each other's state
+    overlap     whether an entry is made of two blocks
+
+    Returns (entries [N, d] fp32, tokens [N] int64, the new tokens that end their blocks, ascending). Differentiable in
+    kv, gate and ape. Raises TypeError or ValueError for other types, dtypes, shapes, devices and integers, before
+    anything is written.
+    Source: DeepSeek-V4 (arXiv 2606.19348), section 2.3, and `Compressor` of its inference code.
+    """
+    COMPRESS_KV.check(kv, gate, ape, cu_seqlens, starts, state, state_slots, overlap)
+    check_memory("kv", kv)
+    if state is not None:
+        check_updatable("state", state)
+    return reference.compress_kv(kv, gate, ape, cu_seqlens, starts, state, state_slots, overlap=overlap)
 
 
 def write_compressed_kv(
@@ -34,27 +158,27 @@ def write_compressed_kv(
     """Writes rope(RMSNorm(C)) of every entry that a new token ends into that token's slot of the cache, in place.
 
     C[i, c] = sum_j softmax_j(Z[j, c]) KV[j, c] over the tokens j of entry i; Z = gate + ape[position mod m]. A block is
-    m tokens of a sequence, and block i ends with entry i. Without overlap the entry is made of the m tokens of its
-    block with all their channels, d = c. With overlap it is made of two blocks, d = c / 2: block i - 1 gives the first
-    d channels of its tokens, block i the last d channels of its own, and entry 0 is made of block 0 alone.
+    m tokens of a sequence, and block i ends with entry i. Without overlap an entry is made of the m tokens of its block
+    with all their channels, d = c. With overlap it is made of two blocks, d = c / 2: block i - 1 gives the first d
+    channels of its tokens, block i the last d channels of its tokens. Entry 0 is made of block 0 alone.
 
     kv, gate     [T, c] fp32, bf16 or fp16: projections of new tokens, the sequences one after another
     ape          [m, c] fp32
     norm_weight  [d] fp32
     cos, sin     [T, R / 2] fp32: the row of a token that ends block i is for position i m; the rows of other tokens
                  are not used. Rope rotates the last R channels in pairs (2i, 2i + 1)
-    cache        of entries, [pages, P, 1, d | 584] as `write_kv_cache` has it, or [pages, P, 1, d + 4] bytes as
-                 `write_indexer_cache` has it: then entries pass the Hadamard transform and are rounded to e4m3 with a
-                 power-of-two scale each
-    slots        [T] int32 or int64: page * P + offset for a token that ends a block, or -1, which skips its entry; for
-                 all other tokens -1
+    cache        [pages, P, 1, d | 584] in a layout of `write_kv_cache`, or [pages, P, 1, d + 4] bytes in the layout of
+                 `write_indexer_cache`: then entries pass the Hadamard transform and are rounded to e4m3 with one
+                 power-of-two scale per entry
+    slots        [T] int32 or int64: page * P + offset for a token that ends a block, or -1 to skip the entry; -1 for
+                 all other tokens
     cu_seqlens   [B + 1] int32, from at least 0 to at most T, not decreasing: sequence b has the tokens cu_seqlens[b] up
                  to cu_seqlens[b + 1]
     starts       [B] int32, at least 0, and starts + T below 2^31 - 512: how many tokens of each sequence came before
                  the new ones; `state` has the last n of these
-    state        [S, n, 2, c] fp32, n at least m, or 2 m with overlap: a sequence's state slot has KV and Z of its token
-                 at position p in row p mod n; those of the new tokens are written. With K - 1 rows more than that, a
-                 sequence can go on from any of its last K tokens: those behind are forgotten
+    state        [S, n, 2, c] fp32, n at least m, or 2 m with overlap: a sequence's state slot has KV and Z of the token
+                 at position p in row p mod n; the op writes those of the new tokens. With K - 1 more rows, a sequence
+                 can continue from any of its last K tokens and forget the later ones
     state_slots  [B] int32: the slot of each sequence in `state`, from 0 to S - 1. Sequences that share a slot, as
                  padding may, overwrite each other's state
     overlap      whether an entry is made of two blocks
@@ -62,14 +186,14 @@ def write_compressed_kv(
 
     Sum, norm and rope are fp32; an entry is rounded once, to kv's dtype. This op is not differentiable; `compress_kv`
     is. Raises TypeError or ValueError for other types, dtypes, shapes and strides. The reference also raises for slots
-    below -1 or beyond the cache and for cu_seqlens, starts and state_slots other than these. The kernel does not see
-    these in time: it skips entries with such slots and sequences with such state slots, takes a sequence whose
-    boundaries decrease or are outside for one without new tokens, and writes unspecified entries for a sequence with
-    such a start; everything else is as it would be without them.
+    below -1 or beyond the cache and for other cu_seqlens, starts and state_slots. The kernel cannot raise for these: it
+    skips entries with such slots and sequences with such state slots, writes nothing for a sequence whose boundaries
+    decrease or lie outside, and writes unspecified entries for a sequence with such a start. All other entries and
+    states are right.
     On Hopper: one kernel; kv fp32 or bf16; d = 512 with m = 4 and overlap or m = 128 without, into floats or 584 bytes,
     and d = 128 with m = 4 and overlap, into bf16 or 132 bytes; R = 64; rows and pages at multiples of 16 bytes. The
-    kernel sums in another order than the reference, so that now and then a number rounds to its neighbour.
-    Deterministic. CUDA-graph safe with new lengths and slots, no host synchronisation, no workspace.
+    kernel sums in another order than the reference, so a number occasionally rounds to its neighbour. Deterministic.
+    CUDA-graph safe with new lengths and slots, no host synchronisation, no workspace.
     Source: DeepSeek-V4 (arXiv 2606.19348), section 2.3, and `Compressor` of its inference code.
     """
     _write_compressed_kv(
@@ -101,7 +225,7 @@ def _check_limits(
 
 
 @op(
-    arguments=reference.WRITE_COMPRESSED_KV,
+    arguments=WRITE_COMPRESSED_KV,
     reference=reference.write_compressed_kv,
     limits=_check_limits,
 )

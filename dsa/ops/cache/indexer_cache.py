@@ -4,11 +4,26 @@ import torch
 
 from dsa.kernels.cache.limits import INDEX_HEAD_DIMS
 from dsa.ops._kernel_arguments import check_page_size, dtype_name, pages_as_rows
+from dsa.ops.cache._specs import BYTES, SLOTS, check_index_cache
 from dsa.reference.cache import indexer_cache as reference
-from dsa.runtime.checks import check_apart
+from dsa.runtime.arguments import CONTIGUOUS, F32, PAGES, ROWS, Arguments, Tensor
+from dsa.runtime.checks import E4M3, check_apart
 from dsa.runtime.op import op
 
 __all__ = ["read_indexer_cache", "write_indexer_cache"]
+
+WRITE_INDEXER_CACHE = Arguments(
+    first=("cache",),
+    k=Tensor("T D", E4M3, layout=ROWS),
+    k_scale=Tensor("T", F32),
+    cache=Tensor("pages P 1 D+4", BYTES, rule=check_index_cache, layout=PAGES, written=True),
+    slots=Tensor("T", SLOTS, layout=CONTIGUOUS),
+)
+READ_INDEXER_CACHE = Arguments(
+    cache=Tensor("pages P 1 D+4", BYTES, rule=check_index_cache, layout=PAGES),
+    slots=Tensor("T", SLOTS, layout=CONTIGUOUS),
+)
+READ_OUT = {"k": Tensor("T D", E4M3, layout=ROWS), "k_scale": Tensor("T", F32)}
 
 
 def write_indexer_cache(k: torch.Tensor, k_scale: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
@@ -16,7 +31,7 @@ def write_indexer_cache(k: torch.Tensor, k_scale: torch.Tensor, cache: torch.Ten
 
     k        [T, D] float8_e4m3fn
     k_scale  [T] fp32
-    cache    [pages, P, 1, D + 4] uint8: the P x D values of a page, then its P fp32 scales; pages any distance apart
+    cache    [pages, P, 1, D + 4] uint8: each page has P x D values, then P fp32 scales; pages any distance apart
     slots    [T] int32 or int64; -1 skips the token. Two tokens must not share a slot
 
     Every other byte of the cache stays as it is. Raises TypeError or ValueError for other types, dtypes, shapes and
@@ -30,15 +45,15 @@ def write_indexer_cache(k: torch.Tensor, k_scale: torch.Tensor, cache: torch.Ten
 def read_indexer_cache(
     cache: torch.Tensor, slots: torch.Tensor, k: torch.Tensor | None = None, k_scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(k [T, D] float8_e4m3fn, k_scale [T] fp32): the keys in `slots` and their scales.
+    """Returns the keys in `slots` and their scales: (k [T, D] float8_e4m3fn, k_scale [T] fp32).
 
     cache       [pages, P, 1, D + 4] uint8, as `write_indexer_cache` leaves it
     slots       [T] int32 or int64, page * P + offset; -1 or any slot outside the cache gives key 0 and scale 0
-    k, k_scale  None: results are new and contiguous. Or both: tensors of these shapes and dtypes to write to, which may
-                not begin where another argument does; every number of them is written, and nothing between their rows
+    k, k_scale  None: the results are new and contiguous. Or two tensors of these shapes and dtypes: the results are
+                written to them, and nothing between their rows. They must not begin at the address of another argument
 
     Raises TypeError or ValueError for other types, dtypes, shapes and strides.
-    On Hopper it takes what `write_indexer_cache` takes.
+    On Hopper: the same caches as `write_indexer_cache`.
     """
     if k is None and k_scale is None:
         return _read_indexer_cache(cache, slots)
@@ -58,7 +73,7 @@ def _check_limits(cache: torch.Tensor) -> None:
 
 
 @op(
-    arguments=reference.WRITE_INDEXER_CACHE,
+    arguments=WRITE_INDEXER_CACHE,
     reference=reference.write_indexer_cache,
     limits=_check_limits,
 )
@@ -73,11 +88,11 @@ def _read_results(cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tenso
 
 
 @op(
-    arguments=reference.READ_INDEXER_CACHE,
+    arguments=READ_INDEXER_CACHE,
     reference=reference.read_indexer_cache,
     results=_read_results,
     limits=_check_limits,
-    out=reference.READ_OUT,
+    out=READ_OUT,
 )
 def _read_indexer_cache(
     cache: torch.Tensor, slots: torch.Tensor, k: torch.Tensor | None, k_scale: torch.Tensor | None
@@ -96,7 +111,7 @@ def _launch(k: torch.Tensor, k_scale: torch.Tensor, cache: torch.Tensor, slots: 
     from dsa.kernels.cache.indexer_cache_sm90 import compile_indexer_cache
 
     rows = k.view(torch.uint8)
-    if rows.shape[0] == 1:  # a single row's stride means nothing, and may be any number
+    if rows.shape[0] == 1:  # a single row may have any stride
         rows = rows.as_strided(rows.shape, (rows.shape[1], 1))
     launch = compile_indexer_cache(k.shape[1], dtype_name(slots.dtype), write)
     launch(rows, k_scale, pages_as_rows(cache), slots, cache.shape[1])

@@ -5,12 +5,50 @@ import torch
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops.cache._kv_rows import cache_rows, check_cache, layout_name, slot_words
+from dsa.ops.cache._specs import CACHE_DTYPES, SLOTS, check_kv_cache, check_scales, row_layout
 from dsa.reference.cache import kv_cache as reference
+from dsa.runtime.arguments import CONTIGUOUS, ROWS, Arguments, Dtype, Flag, Tensor
+from dsa.runtime.checks import FLOATS, MOST_SLOTS, check_positive
 from dsa.runtime.op import op
 
 __all__ = ["make_v4_cache", "read_kv_cache", "write_kv_cache"]
 
-make_v4_cache = reference.make_v4_cache
+WRITE_KV_CACHE = Arguments(
+    rule=check_scales,
+    first=("cache",),
+    kv=Tensor("T d", FLOATS, layout=ROWS),
+    cache=Tensor("pages P 1 d", CACHE_DTYPES, rule=check_kv_cache, layout=row_layout, written=True),
+    slots=Tensor("T", SLOTS, layout=CONTIGUOUS),
+    use_ue8m0=Flag(),
+)
+READ_KV_CACHE = Arguments(
+    cache=Tensor("pages P 1 d", CACHE_DTYPES, rule=check_kv_cache, layout=row_layout),
+    slots=Tensor("...", SLOTS, layout=CONTIGUOUS),
+    dtype=Dtype(FLOATS),
+)
+
+
+def make_v4_cache(pages: int, page_size: int, device: torch.device | str | None = None) -> torch.Tensor:
+    """A zeroed V4 cache [pages, page_size, 1, 584] uint8 whose page stride is padded to a multiple of 576 bytes.
+
+    At most 2^31 slots. Raises TypeError or ValueError for other numbers, and for a device that torch does not have.
+    """
+    check_positive("pages", pages)
+    check_positive("page_size", page_size)
+    if pages * page_size > MOST_SLOTS:
+        raise ValueError(f"pages: must be at most 2^31 slots, got {pages} of page_size {page_size}")
+    _check_device(device)
+    return reference.make_v4_cache(pages, page_size, device)
+
+
+def _check_device(device: object) -> None:
+    """TypeError or ValueError for a device on which torch cannot allocate."""
+    if device is not None and not isinstance(device, (str, torch.device)):
+        raise TypeError(f"device: must be a torch.device, its name or None, got {type(device).__name__}")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # without CUDA torch asserts
+        raise ValueError(f"device: torch has no {device!r} here: {str(error).splitlines()[0]}") from None
 
 
 def write_kv_cache(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, use_ue8m0: bool = True) -> None:
@@ -21,36 +59,37 @@ def write_kv_cache(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, u
                [pages, P, 1, 656] (V3.2, d = 576): per token 512 e4m3 | 4 fp32 scales | 64 bf16
                [pages, P, 1, 584] (V4, d = 512), each page contiguous: P x (448 e4m3 | 64 bf16), then P x 8 bytes: 7
                ue8m0 scales and a pad
-    slots      [T] int32 or int64; -1 skips the token. Two tokens must not share a slot, and kv no memory with the cache
-    use_ue8m0  for V3.2, with a scale for 128 channels: True rounds max(amax, 1e-4) / 448 up to a power of two, False
-               takes that number as it is. V4 stores powers of two only, a scale for 64 channels: False is refused. A
-               float cache has no scales
+    slots      [T] int32 or int64; -1 skips the token. Two tokens must not share a slot. kv and the cache must not share
+               memory
+    use_ue8m0  V3.2 has a scale per 128 channels. True: max(amax, 1e-4) / 448, rounded up to a power of two. False: that
+               number itself. V4 has a scale per 64 channels, always a power of two, and refuses False. A float cache
+               has no scales
 
     A scale multiplies: value = e4m3 * scale. Rope channels are rounded to bf16, and all channels of a float cache to
-    its dtype. NaN in a group makes the group's values and its scale NaN. V4's pad byte is written 0; every other byte
-    of the cache stays as it is. Not differentiable. Raises TypeError or ValueError for other types, dtypes, shapes and
-    strides. For a slot below -1 or beyond the cache the reference raises ValueError; the kernel skips the token.
-    On Hopper: one kernel, which writes exactly the reference's bits on that GPU; rows and V4's pages at multiples of 16
+    the cache's dtype. NaN in a group makes the group's values and scale NaN. V4's pad byte is written 0; every other
+    byte of the cache stays as it is. Not differentiable. Raises TypeError or ValueError for other types, dtypes, shapes
+    and strides. For a slot below -1 or beyond the cache the reference raises ValueError; the kernel skips the token.
+    On Hopper: one kernel with exactly the bits of the reference on the same GPU; rows and V4's pages at multiples of 16
     bytes, float rows of a multiple of 8 channels. CUDA-graph safe, no host synchronisation. Source: FlashMLA's caches.
     """
     _write_kv_cache(kv, cache, slots, use_ue8m0)
 
 
 def read_kv_cache(cache: torch.Tensor, slots: torch.Tensor, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The rows in `slots`: [..., d] in `dtype`, contiguous; value = e4m3 * scale of a byte cache.
+    """Returns the rows in `slots`: [..., d] in `dtype`, contiguous; value = e4m3 * scale for a byte cache.
 
     cache  [pages, P, 1, d | 656 | 584], as `write_kv_cache` leaves it; V3.2's fp32 scales multiply in full precision
     slots  [...] int32 or int64, page * P + offset, contiguous; -1 or any slot outside the cache gives zeros
-    dtype  float32, or bfloat16 or float16: rounded once, from fp32
+    dtype  float32, bfloat16 or float16; the latter two are rounded once, from fp32
 
     Raises TypeError or ValueError for other types, dtypes, shapes and strides.
-    On Hopper it takes what `write_kv_cache` takes.
+    On Hopper: the same caches as `write_kv_cache`.
     """
     return _read_kv_cache(cache, slots, dtype)
 
 
 @op(
-    arguments=reference.WRITE_KV_CACHE,
+    arguments=WRITE_KV_CACHE,
     reference=reference.write_kv_cache,
     limits=check_cache,
 )
@@ -68,7 +107,7 @@ def _read_results(cache: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) 
 
 
 @op(
-    arguments=reference.READ_KV_CACHE,
+    arguments=READ_KV_CACHE,
     reference=reference.read_kv_cache,
     results=_read_results,
     limits=check_cache,

@@ -1,4 +1,4 @@
-"""Attention's latent projection into the cache in one pass: norm, rope, quantisation."""
+"""Norm, rope and quantisation of attention's latent projection into the cache, in one pass."""
 
 import torch
 
@@ -6,11 +6,41 @@ from dsa.kernels.cache.limits import LATENT_CHANNELS, NORM_CHANNELS, ROPE_CHANNE
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops.cache._kv_rows import cache_rows, check_cache, layout_name, slot_words
+from dsa.ops.cache._specs import CACHE_DTYPES, SLOTS, check_kv_cache, check_scales, row_layout
+from dsa.ops.elementwise.rotary import check_rotated
 from dsa.reference.cache import mla_cache_inputs as reference
 from dsa.reference.cache.kv_cache import BYTE_DTYPES
+from dsa.runtime.arguments import CONTIGUOUS, F32, ROWS, Arguments, Flag, Number, Tensor
+from dsa.runtime.checks import FLOATS
 from dsa.runtime.op import op
 
 __all__ = ["write_mla_cache"]
+
+
+def _check_inputs(
+    kv: torch.Tensor, norm_weight: torch.Tensor, cos: torch.Tensor, cache: torch.Tensor, use_ue8m0: bool
+) -> None:
+    d = kv.shape[1]
+    if not 1 <= norm_weight.shape[0] <= d:
+        raise ValueError(f"norm_weight: must have 1 to {d} channels, as kv has them, got {norm_weight.shape[0]}")
+    check_rotated("kv", kv, cos)
+    check_scales(cache, use_ue8m0)
+
+
+WRITE_MLA_CACHE = Arguments(
+    rule=_check_inputs,
+    first=("cache",),
+    kv=Tensor("T d", FLOATS, layout=ROWS),
+    norm_weight=Tensor("N", F32, layout=ROWS),
+    cos=Tensor("T R/2", F32),
+    sin=Tensor("T R/2", F32),
+    cache=Tensor("pages P 1 d", CACHE_DTYPES, rule=check_kv_cache, layout=row_layout, written=True),
+    slots=Tensor("T", SLOTS, layout=CONTIGUOUS),
+    eps=Number(least=0),
+    interleaved=Flag(),
+    use_ue8m0=Flag(),
+    out=Tensor("T d", FLOATS, like="kv", optional=True, written=True, layout=ROWS),
+)
 
 
 def write_mla_cache(
@@ -29,28 +59,27 @@ def write_mla_cache(
     """Writes rope(RMSNorm(kv)) into token t's slot slots[t] = page * P + offset, in place.
 
     RMSNorm(x) = x / sqrt(mean(x^2) + eps) * norm_weight on the first N channels, then rope on the last R channels. The
-    two may overlap: in V3.2 kv is the latent (N = 512) with the rope key (R = 64) behind it; in V4 N = d = 512.
+    two may overlap: in V3.2 kv is the latent (N = 512) followed by the rope key (R = 64); in V4 N = d = 512.
 
     kv           [T, d] bf16, fp16 or fp32, last dimension contiguous: the projection
     norm_weight  [N] fp32, N at most d
-    cos, sin     [T, R / 2] fp32, R at most d: of the tokens' positions
-    cache        [pages, P, 1, d | 656 | 584], as `write_kv_cache` has it
+    cos, sin     [T, R / 2] fp32, R at most d, for the tokens' positions
+    cache        [pages, P, 1, d | 656 | 584], in a layout of `write_kv_cache`
     slots        [T] int32 or int64; -1 skips the token. Two tokens must not share a slot
     eps          added to the mean of the squares: a finite number, at least 0
     interleaved  True: rope rotates the pairs (2i, 2i + 1); False: (i, i + R / 2)
-    use_ue8m0    as `write_kv_cache` takes it
-    out          [T, d] in kv's dtype, last dimension contiguous, or None: gets the rows of all tokens, of skipped ones
-                 too. If the cache is of bytes, as `read_kv_cache` gives them in kv's dtype once they are written, bit
-                 for bit; if it is of floats, as they are before the cache rounds them. Must not overlap kv or the
-                 cache
+    use_ue8m0    the same as in `write_kv_cache`
+    out          [T, d] in kv's dtype, last dimension contiguous, or None: gets the rows of all tokens, also of skipped
+                 tokens. With a byte cache: the bits that `read_kv_cache` returns in kv's dtype after the write. With a
+                 float cache: the rows before the cache rounds them. Must not overlap kv or the cache
 
-    Norm and rope each round to kv's dtype, as the separate operations do; the cache then stores what `write_kv_cache`
-    would store of these rows. Every other byte of the cache stays as it is. Not differentiable. Raises TypeError or
+    Norm and rope each round to kv's dtype, as the separate operations do; the cache then stores these rows as
+    `write_kv_cache` does. Every other byte of the cache stays as it is. Not differentiable. Raises TypeError or
     ValueError for other types, dtypes, shapes and strides. For a slot below -1 or beyond the cache the reference raises
     ValueError; the kernel skips the token.
     On Hopper: one kernel, d 576 or 512, N 512, R 64; rows of kv and out, rows or V4's pages of the cache and
-    norm_weight at multiples of 16 bytes. The kernel sums the squares in another order than the reference, so that now
-    and then a value rounds to its neighbour. CUDA-graph safe, no host synchronisation.
+    norm_weight at multiples of 16 bytes. The kernel sums the squares in another order than the reference, so a value
+    occasionally rounds to its neighbour. CUDA-graph safe, no host synchronisation.
     Source: `MLA.forward` of DeepSeek-V3.2's inference code, and of V4's.
     """
     _write_mla_cache(kv, norm_weight, cos, sin, cache, slots, eps, interleaved, use_ue8m0, out)
@@ -68,7 +97,7 @@ def _check_limits(kv: torch.Tensor, norm_weight: torch.Tensor, cos: torch.Tensor
 
 
 @op(
-    arguments=reference.WRITE_MLA_CACHE,
+    arguments=WRITE_MLA_CACHE,
     reference=reference.write_mla_cache,
     limits=_check_limits,
 )
@@ -92,6 +121,6 @@ def _write_mla_cache(
             dtype_name(kv.dtype), layout_name(cache), kv.shape[1], interleaved, quantizes and use_ue8m0
         )
         rows, pages, words = rows_at_16_bytes(kv), cache_rows(cache), slot_words(slots)
-        # Where nothing is kept the kernel is given a tensor that it does not touch.
+        # Without `out` the kernel gets a tensor that it does not touch.
         kept = rows if out is None else rows_at_16_bytes(out)
         launch(rows, norm_weight, cos, sin, pages, words, kept, int(out is not None), float(eps))

@@ -1,12 +1,24 @@
-"""Where the rows of packed tokens lie in a paged cache: the same for all layers of a pass."""
+"""Where the rows of packed tokens lie in a paged cache, for all layers of a pass."""
 
 import torch
 
 from dsa.kernels.cache.limits import MAX_MAPPED
 from dsa.reference.cache import slot_mapping as reference
+from dsa.runtime.arguments import Arguments, Flag, Int, Tensor
+from dsa.runtime.checks import INT32
 from dsa.runtime.op import op
 
 __all__ = ["slot_mapping"]
+
+SLOT_MAPPING = Arguments(
+    block_table=Tensor("B max_pages", INT32),
+    cu_seqlens=Tensor("B+1", INT32),
+    cache_seqlens=Tensor("B", INT32, optional=True),
+    num_tokens=Int(least=0),
+    page_size=Int(),
+    ratio=Int(),
+    ring=Flag(),
+)
 
 
 def slot_mapping(
@@ -21,24 +33,24 @@ def slot_mapping(
 ) -> torch.Tensor:
     """slots[t] = block_table[b, r // page_size] * page_size + r % page_size: where token t's row r lies in a cache.
 
-    Token t = cu_seqlens[b] + i is number i of the n tokens of sequence b. They are the last of its cached tokens, so
-    that its position is p = cache_seqlens[b] - n + i. A row is a token, r = p, or `ratio` of them, r = p // ratio.
+    Token t = cu_seqlens[b] + i is number i of the n new tokens of sequence b. The new tokens are the last of the
+    sequence's cached tokens, so the position is p = cache_seqlens[b] - n + i. A row is `ratio` tokens: r = p // ratio.
 
     block_table    [B, max_pages] int32: physical pages of each sequence
     cu_seqlens     [B + 1] int32, not decreasing: sequence b has the tokens cu_seqlens[b] up to cu_seqlens[b + 1]
-    cache_seqlens  [B] int32, tokens per sequence, these own included; None: there are no others, and p = i
-    num_tokens     T, how many tokens there are, at least 0; those of no sequence have no slot
+    cache_seqlens  [B] int32: cached tokens per sequence, with the new ones. None: all tokens are new, and p = i
+    num_tokens     T, the number of tokens, at least 0; a token of no sequence has no slot
     page_size      rows per page, at least 1
-    ratio          tokens per row, at least 1: a compressed entry goes where the token that ends it says, the one with
-                   (p + 1) % ratio == 0; the others have no slot
-    ring           a sequence's pages are a ring of R = max_pages * page_size rows, which holds its last R rows: r mod R
-                   takes the place of r, and rows that later ones of the cached tokens overwrite have no slot
+    ratio          tokens per row, at least 1. The token that ends a row, (p + 1) % ratio == 0, has the row's slot; the
+                   others have no slot
+    ring           the pages of a sequence are a ring of R = max_pages * page_size rows, which holds the last R rows:
+                   r mod R takes the place of r. A row that a later cached token overwrites has no slot
 
-    Returns [num_tokens] int64, contiguous: slots as `write_kv_cache` and `read_kv_cache` take them, and -1 for a token
-    that has none. It has none, too, if its position or its page is negative, its page outside the table, or its
-    sequence longer than 2^31 - 1 tokens. Boundaries that decrease or lie outside are no error: of sequences that
-    overlap, a token belongs to the one that begins last. A boundary below 0 or beyond num_tokens thus changes only the
-    slots of the sequences beside it.
+    Returns [num_tokens] int64, contiguous: slots for `write_kv_cache` and `read_kv_cache`, and -1 for a token without a
+    slot. A token also has no slot if its position or page is negative, if its page is outside the table, or if its
+    sequence is longer than 2^31 - 1 tokens. Boundaries that decrease or lie outside raise no error: if sequences
+    overlap, a token belongs to the one that begins last. A boundary below 0 or beyond num_tokens changes only the slots
+    of the two sequences that it separates.
     Raises TypeError or ValueError for other types, dtypes, shapes, sizes and devices.
     On Hopper: one kernel, any strides; num_tokens, page_size and ratio up to 2^30. Deterministic. CUDA-graph safe with
     new tables, boundaries and lengths, no host synchronisation, no workspace.
@@ -58,7 +70,7 @@ def _slots(block_table: torch.Tensor, num_tokens: int) -> torch.Tensor:
 
 
 @op(
-    arguments=reference.SLOT_MAPPING,
+    arguments=SLOT_MAPPING,
     reference=reference.slot_mapping,
     results=_slots,
     limits=_check_limits,

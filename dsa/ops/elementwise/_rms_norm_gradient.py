@@ -8,13 +8,22 @@ from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name, with_dims
 from dsa.reference.elementwise import rms_norm as reference
 from dsa.runtime import backends
+from dsa.runtime.arguments import F32, ROWS, Arguments, Number, Tensor
+from dsa.runtime.checks import FLOATS
 from dsa.runtime.op import op
 
 _MAX_CHANNELS = {getattr(torch, name): channels for name, channels in MAX_NORM_GRADIENT_CHANNELS.items()}
 
+RMS_NORM_GRADIENT = Arguments(
+    grad=Tensor("... D", FLOATS),
+    x=Tensor("... D", FLOATS, layout=ROWS, merged=(0, -2)),
+    weight=Tensor("D", F32, optional=True, layout=ROWS),
+    eps=Number(least=0),
+)
+
 
 def has_kernel(x: torch.Tensor) -> bool:
-    """Whether the gradients of these rows are a kernel's: neither traced, nor of rows that it does not take."""
+    """Whether a kernel computes the gradients of x: it takes such rows, and nothing is traced."""
     if torch.compiler.is_compiling() or x.dim() == 0 or not _rms_norm_gradient.runs_kernel(x):
         return False
     channels = x.shape[-1]
@@ -29,7 +38,7 @@ def _results(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @op(
-    arguments=reference.RMS_NORM_GRADIENT,
+    arguments=RMS_NORM_GRADIENT,
     reference=reference.rms_norm_gradient,
     results=_results,
     public="rms_norm",
@@ -37,7 +46,7 @@ def _results(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _rms_norm_gradient(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """grad, x [..., D] -> (dx [..., D], dw [1, D] fp32, zeros where weight is None). Rows as `has_kernel` says."""
+    """grad, x [..., D] -> (dx [..., D], dw [1, D] fp32: zeros if weight is None), for x that `has_kernel` accepts."""
     from dsa.kernels.elementwise import rms_norm_gradient_sm90 as kernel
 
     name, channels = dtype_name(x.dtype), x.shape[-1]
@@ -48,7 +57,7 @@ def _rms_norm_gradient(
     if weight is not None:
         parts = x.new_empty(ctas * (config.threads // config.lanes), channels, dtype=torch.float32)
     grad = grad.contiguous()
-    if rows_at_16_bytes(grad) is None:  # a part of a wider gradient, from any number on
+    if rows_at_16_bytes(grad) is None:  # a part of a wider gradient may begin at any number
         grad = grad.clone()
     launch = kernel.compile_rms_norm_gradient(name, weight is not None, config)
     launch(grad.view(rows.shape), rows, weight, dx.view(rows.shape), parts, float(eps), ctas)

@@ -1,4 +1,4 @@
-"""What a sublayer reads of DeepSeek-V4's hyper-connections: the streams' collapse, its RMS norm and the FP8 cast."""
+"""A sublayer's input from DeepSeek-V4's hyper-connections: the streams' collapse, its RMS norm and the FP8 cast."""
 
 import torch
 
@@ -6,13 +6,38 @@ from dsa.kernels.elementwise.hyper_fusion_limits import HYPER_NORM_TILES
 from dsa.kernels.elementwise.limits import HYPER_STREAMS, MAX_HYPER_CHANNELS
 from dsa.kernels.gemm.limits import GROUP
 from dsa.ops._aligned import rows_at_16_bytes
+from dsa.ops.elementwise.hyper_connections import MOST_ITERATIONS
+from dsa.ops.elementwise.hyper_mix import BF16
 from dsa.reference.elementwise import hyper_collapse_norm_cast as reference
+from dsa.runtime.arguments import ALIGNED, CONTIGUOUS, F32, ROWS, Arguments, Flag, Int, Number, Tensor
 from dsa.runtime.op import op
 
 __all__ = ["hyper_collapse_norm_cast_to_fp8"]
 
 _VECTOR = 8  # channels in 16 bytes
 MAX_CHANNELS = HYPER_NORM_TILES[-1][1] * HYPER_NORM_TILES[-1][2] * _VECTOR
+
+
+def _check_sizes(streams: torch.Tensor) -> None:
+    if streams.shape[1] == 0 or streams.shape[2] == 0 or streams.shape[2] % GROUP:
+        raise ValueError(
+            f"streams: must have at least one stream and D a multiple of {GROUP}, got shape {list(streams.shape)}"
+        )
+
+
+HYPER_COLLAPSE_NORM_CAST_TO_FP8 = Arguments(
+    rule=_check_sizes,
+    streams=Tensor("T n D", BF16, layout=ROWS),
+    mix=Tensor("T (2+n)*n", F32, layout=ALIGNED),
+    base=Tensor("(2+n)*n", F32, layout=ALIGNED),
+    scale=Tensor("3", F32, layout=CONTIGUOUS),
+    weight=Tensor("D", F32, layout=ROWS),
+    iterations=Int(most=MOST_ITERATIONS),
+    eps=Number(least=0),
+    hc_eps=Number(least=0),
+    norm_eps=Number(least=0),
+    use_ue8m0=Flag(),
+)
 
 
 def hyper_collapse_norm_cast_to_fp8(
@@ -28,21 +53,20 @@ def hyper_collapse_norm_cast_to_fp8(
     norm_eps: float = 1e-6,
     use_ue8m0: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """y = norm(x) and its cast to FP8, x being `dsa.hyper_collapse`'s, and the weights by which `hyper_expand` goes on.
+    """x, post, comb = hyper_collapse(streams, ...), and then y, q, q_scale = rms_norm_cast_to_fp8(x, weight, ...).
 
     streams  X [T, n, D] bf16, D a multiple of 128
-    mix, base, scale, iterations, eps, hc_eps  as of `dsa.hyper_collapse`
+    mix, base, scale, iterations, eps, hc_eps  see `dsa.hyper_collapse`
     weight   [D] fp32
-    norm_eps, use_ue8m0  as eps and use_ue8m0 of `dsa.rms_norm_cast_to_fp8`
+    norm_eps, use_ue8m0  eps and use_ue8m0 of `dsa.rms_norm_cast_to_fp8`
 
-    Returns (y [T, D] bf16, q [T, D] float8_e4m3fn, q_scale [T, D / 128], post [T, n], comb [T, n, n] fp32), contiguous:
-    post and comb of `dsa.hyper_collapse`, and `dsa.rms_norm_cast_to_fp8` of its x, bit for bit. x itself is not
-    returned: what a sublayer reads is y. Not differentiable.
-    Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
-    On Hopper: one kernel, n = 4, D at most 8192, T D at most 2^33 - 2^13, streams with rows at multiples of 16 bytes,
-    the other tensors contiguous. Deterministic, and a token's results do not depend on the other tokens. CUDA-graph
-    safe, no host synchronisation, no workspace.
-    Source: as of these two functions.
+    Returns (y [T, D] bf16, q [T, D] float8_e4m3fn, q_scale [T, D / 128], post [T, n], comb [T, n, n] fp32), contiguous,
+    with the bits of the two functions. x is not returned: a sublayer reads y. `hyper_expand` takes post and comb. Not
+    differentiable. Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
+    On Hopper: one kernel. n = 4; D at most 8192; T D at most 2^33 - 2^13; rows of streams at multiples of 16 bytes; the
+    other tensors contiguous. Deterministic; a token's results do not depend on the other tokens. CUDA-graph safe, no
+    host synchronisation, no workspace.
+    Source: see these two functions.
     """
     return _hyper_collapse_norm_cast_to_fp8(
         streams, mix, base, scale, weight, iterations, eps, hc_eps, norm_eps, use_ue8m0
@@ -70,7 +94,7 @@ def _check_limits(streams: torch.Tensor) -> None:
 
 
 @op(
-    arguments=reference.HYPER_COLLAPSE_NORM_CAST_TO_FP8,
+    arguments=HYPER_COLLAPSE_NORM_CAST_TO_FP8,
     reference=reference.hyper_collapse_norm_cast_to_fp8,
     results=_results,
     limits=_check_limits,
@@ -102,5 +126,5 @@ def _hyper_collapse_norm_cast_to_fp8(
 
 
 def _tile(channels: int) -> tuple[int, int, int]:
-    """The first that holds a row."""
+    """The smallest tile that holds a row."""
     return next(tile for tile in HYPER_NORM_TILES if channels <= tile[1] * tile[2] * _VECTOR)

@@ -1,4 +1,4 @@
-"""DeepSeek-V4's hyper-connections: residual streams to a sublayer's input, and its output back to the streams."""
+"""DeepSeek-V4's hyper-connections: from residual streams to a sublayer's input, and from its output to new streams."""
 
 import torch
 
@@ -6,9 +6,46 @@ from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, HYPER_STREAMS, HYPE
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.reference.elementwise import hyper_connections as reference
+from dsa.runtime.arguments import ALIGNED, CONTIGUOUS, F32, ROWS, Arguments, Int, Number, Tensor
+from dsa.runtime.checks import FLOATS
 from dsa.runtime.op import op
 
 __all__ = ["hyper_collapse", "hyper_expand", "hyper_head"]
+
+MOST_ITERATIONS = 1000  # Sinkhorn converges much earlier
+
+
+def check_streams(streams: torch.Tensor) -> None:
+    if 0 in streams.shape[1:]:
+        raise ValueError(f"streams: must have at least one stream and one channel, got shape {list(streams.shape)}")
+
+
+HYPER_COLLAPSE = Arguments(
+    rule=check_streams,
+    streams=Tensor("T n D", FLOATS, layout=ROWS),
+    mix=Tensor("T (2+n)*n", F32, layout=ALIGNED),
+    base=Tensor("(2+n)*n", F32, layout=ALIGNED),
+    scale=Tensor("3", F32, layout=CONTIGUOUS),
+    iterations=Int(most=MOST_ITERATIONS),
+    eps=Number(least=0),
+    hc_eps=Number(least=0),
+)
+HYPER_HEAD = Arguments(
+    rule=check_streams,
+    streams=Tensor("T n D", FLOATS, layout=ROWS),
+    mix=Tensor("T n", F32, layout=ALIGNED),
+    base=Tensor("n", F32, layout=ALIGNED),
+    scale=Tensor("1", F32, layout=CONTIGUOUS),
+    eps=Number(least=0),
+    hc_eps=Number(least=0),
+)
+HYPER_EXPAND = Arguments(
+    rule=check_streams,
+    y=Tensor("T D", FLOATS, layout=ROWS),
+    streams=Tensor("T n D", FLOATS, like="y", layout=ROWS),
+    post=Tensor("T n", F32, layout=ALIGNED),
+    comb=Tensor("T n n", F32, layout=ALIGNED),
+)
 
 
 def hyper_collapse(
@@ -21,10 +58,10 @@ def hyper_collapse(
     eps: float = 1e-6,
     hc_eps: float = 1e-6,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x = sum_k pre_k X_k, and the weights by which `hyper_expand` makes the new streams.
+    """x = sum_k pre_k X_k, and the weights with which `hyper_expand` makes the new streams.
 
-    v is a token's n streams as one vector, z = mix / sqrt(mean(v^2) + eps), and z * scale + base are n numbers a, n
-    numbers b and a matrix c [n, n], of which
+    v is the vector of a token's n streams, z = mix / sqrt(mean(v^2) + eps), and z * scale + base holds n numbers a, n
+    numbers b and a matrix c [n, n]:
       pre  = sigmoid(a) + hc_eps
       post = 2 sigmoid(b)
       comb = Sinkhorn(softmax(c) + hc_eps), with the softmax over each row
@@ -33,18 +70,18 @@ def hyper_collapse(
     streams  X [T, n, D] fp32, bf16 or fp16
     mix      [T, (2 + n) n] fp32: a linear projection of v
     base     [(2 + n) n] fp32
-    scale    [3] fp32: of a, of b and of c
+    scale    [3] fp32: one for a, one for b and one for c
     iterations   from 1 to 1000
     eps, hc_eps  finite numbers, at least 0
 
     Returns x [T, D] in streams' dtype, post [T, n] and comb [T, n, n] fp32, contiguous. Everything is computed in fp32,
-    and x is rounded once. NaN and infinities stay in their token. Differentiable: where a gradient is asked for, the
+    and x is rounded once. NaN and infinities stay in their token. Differentiable: if a gradient is asked for, the
     formula runs in PyTorch.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
-    On Hopper: one kernel, n = 4, D a multiple of 8 and at most 16384 (fp32: 8192), T D at most 2^33 - 2^13, streams
-    with rows at multiples of 16 bytes, the other tensors contiguous. The kernel sums in another order than the
-    reference. Deterministic, and a token's result does not depend on the other tokens. CUDA-graph safe, no host
-    synchronisation, no workspace.
+    On Hopper: one kernel. n = 4; D a multiple of 8 and at most 16384 (fp32: 8192); T D at most 2^33 - 2^13; rows of
+    streams at multiples of 16 bytes; the other tensors contiguous. The kernel sums in another order than the reference.
+    Deterministic; a token's result does not depend on the other tokens. CUDA-graph safe, no host synchronisation, no
+    workspace.
     Source: `hc_split_sinkhorn` of DeepSeek-V4's inference code; arXiv 2606.19348, section 2.2.
     """
     return _hyper_collapse(streams, mix, base, scale, iterations, eps, hc_eps)
@@ -53,15 +90,15 @@ def hyper_collapse(
 def hyper_expand(y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
     """X'_k = post_k y + sum_j comb[j, k] X_j, in fp32, rounded once.
 
-    y        [T, D] of streams' dtype: the sublayer's output
+    y        [T, D] in streams' dtype: the sublayer's output
     streams  X [T, n, D] fp32, bf16 or fp16
     post     [T, n] fp32
     comb     [T, n, n] fp32
 
-    Returns X' [T, n, D] in streams' dtype, contiguous. Differentiable: where a gradient is asked for, the formula runs
-    in PyTorch. Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
-    On Hopper: one kernel, n = 4, D a multiple of 8, T D at most 2^33 - 2^13, y and streams with rows at multiples of 16
-    bytes, the other tensors contiguous. Deterministic. CUDA-graph safe, no host synchronisation, no workspace.
+    Returns X' [T, n, D] in streams' dtype, contiguous. Differentiable: if a gradient is asked for, the formula runs in
+    PyTorch. Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
+    On Hopper: one kernel. n = 4; D a multiple of 8; T D at most 2^33 - 2^13; rows of y and streams at multiples of 16
+    bytes; the other tensors contiguous. Deterministic. CUDA-graph safe, no host synchronisation, no workspace.
     Source: DeepSeek-V4's inference code; arXiv 2606.19348, section 2.2.
     """
     return _hyper_expand(y, streams, post, comb)
@@ -76,9 +113,9 @@ def hyper_head(
     eps: float = 1e-6,
     hc_eps: float = 1e-6,
 ) -> torch.Tensor:
-    """x = sum_k (sigmoid(mix_k scale / sqrt(mean(v^2) + eps) + base_k) + hc_eps) X_k: the streams to one, at the end.
+    """x = sum_k (sigmoid(mix_k scale / sqrt(mean(v^2) + eps) + base_k) + hc_eps) X_k, after the last layer.
 
-    v is a token's n streams as one vector: x is that of `hyper_collapse`.
+    v is the vector of a token's n streams. `hyper_collapse` computes the same x.
 
     streams  X [T, n, D] fp32, bf16 or fp16
     mix      [T, n] fp32: a linear projection of v
@@ -87,10 +124,10 @@ def hyper_head(
     eps, hc_eps  finite numbers, at least 0
 
     Returns x [T, D] in streams' dtype, contiguous. Everything is computed in fp32, and x is rounded once. NaN and
-    infinities stay in their token. Differentiable: where a gradient is asked for, the formula runs in PyTorch.
+    infinities stay in their token. Differentiable: if a gradient is asked for, the formula runs in PyTorch.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
-    On Hopper: one kernel, with the limits of `hyper_collapse`. Deterministic, and a token's result does not depend on
-    the other tokens. CUDA-graph safe, no host synchronisation, no workspace.
+    On Hopper: one kernel with the limits of `hyper_collapse`. Deterministic; a token's result does not depend on the
+    other tokens. CUDA-graph safe, no host synchronisation, no workspace.
     Source: DeepSeek-V4's inference code; arXiv 2606.19348, section 2.2.
     """
     return _hyper_head(streams, mix, base, scale, eps, hc_eps)
@@ -130,7 +167,7 @@ def _check_collapse_limits(streams: torch.Tensor) -> None:
 
 
 @op(
-    arguments=reference.HYPER_COLLAPSE,
+    arguments=HYPER_COLLAPSE,
     reference=reference.hyper_collapse,
     results=_collapse_results,
     limits=_check_collapse_limits,
@@ -156,7 +193,7 @@ def _hyper_collapse(
 
 
 @op(
-    arguments=reference.HYPER_EXPAND,
+    arguments=HYPER_EXPAND,
     reference=reference.hyper_expand,
     results=_expand_results,
     limits=_check_limits,
@@ -173,7 +210,7 @@ def _hyper_expand(y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, co
 
 
 @op(
-    arguments=reference.HYPER_HEAD,
+    arguments=HYPER_HEAD,
     reference=reference.hyper_head,
     results=_head_results,
     limits=_check_collapse_limits,
@@ -198,7 +235,7 @@ def _hyper_head(
 
 
 def _tile(streams: torch.Tensor) -> tuple[int, int]:
-    """The smallest CTA that has a token in its registers."""
+    """(threads, steps) of the smallest CTA whose registers hold a token."""
     width = 16 // streams.element_size()
     for threads, steps in HYPER_TILES:
         if streams.shape[2] <= threads * steps * width:

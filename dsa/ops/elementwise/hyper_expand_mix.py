@@ -1,32 +1,44 @@
-"""DeepSeek-V4's hyper-connections between two sublayers: the new streams, and their projection."""
+"""DeepSeek-V4's hyper-connections between two sublayers: the new streams and their projection."""
 
 import torch
 
 from dsa.kernels.elementwise.hyper_fusion_limits import EXPAND_MIX_TOKENS, MAX_EXPAND_MIX_OUTPUTS
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops.elementwise import hyper_connections, hyper_mix
+from dsa.ops.elementwise.hyper_mix import BF16, check_sizes
 from dsa.reference.elementwise import hyper_expand_mix as reference
+from dsa.runtime.arguments import ALIGNED, F32, ROWS, Arguments, Tensor
 from dsa.runtime.op import op
 
 __all__ = ["hyper_expand_mix"]
+
+HYPER_EXPAND_MIX = Arguments(
+    rule=check_sizes,
+    y=Tensor("T D", BF16, layout=ROWS),
+    streams=Tensor("T n D", BF16, layout=ROWS),
+    post=Tensor("T n", F32, layout=ALIGNED),
+    comb=Tensor("T n n", F32, layout=ALIGNED),
+    parts=Tensor("3 C n*D", BF16, layout=ALIGNED),
+)
 
 
 def hyper_expand_mix(
     y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor, parts: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """X' = the new streams of `dsa.hyper_expand`, and mix, their projection by `dsa.hyper_mix`.
+    """The new streams X' = `dsa.hyper_expand(y, streams, post, comb)`, and mix = `dsa.hyper_mix(X', parts)`.
 
     y        [T, D] bf16: a sublayer's output
     streams  X [T, n, D] bf16
     post     [T, n] fp32
     comb     [T, n, n] fp32
-    parts    [3, C, n D] bf16: of the matrix of the sublayer that comes next
+    parts    [3, C, n D] bf16: the matrix of the next sublayer
 
-    Returns (X' [T, n, D] bf16, mix [T, C] fp32), contiguous: the bits of the two functions one after the other.
-    Differentiable: where a gradient is asked for, the formula runs in PyTorch.
+    Returns (X' [T, n, D] bf16, mix [T, C] fp32), contiguous, with the bits of the two functions.
+    Differentiable: if a gradient is asked for, the formula runs in PyTorch.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
-    On Hopper: one kernel up to 4 tokens, and the kernels of the two functions, whose limits it has, for more.
-    Deterministic, and a token's results do not depend on the other tokens. CUDA-graph safe, no host synchronisation.
+    On Hopper: one kernel up to 4 tokens, and the kernels of the two functions for more. The limits are those of the two
+    functions. Deterministic; a token's results do not depend on the other tokens. CUDA-graph safe, no host
+    synchronisation.
     Source: DeepSeek-V4's inference code; arXiv 2606.19348, section 2.2.
     """
     return _hyper_expand_mix(y, streams, post, comb, parts)
@@ -45,7 +57,7 @@ def _check_limits(
 
 
 @op(
-    arguments=reference.HYPER_EXPAND_MIX,
+    arguments=HYPER_EXPAND_MIX,
     reference=reference.hyper_expand_mix,
     results=_results,
     limits=_check_limits,

@@ -1,4 +1,4 @@
-"""DeepSeek-V4's hyper-connections: the projection of a token's residual streams, in fp32 from bf16 parts."""
+"""DeepSeek-V4's hyper-connections: the fp32 projection of a token's residual streams, by a matrix of bf16 parts."""
 
 import torch
 
@@ -15,36 +15,52 @@ from dsa.kernels.elementwise.limits import (
     MIX_ROWS,
 )
 from dsa.ops._aligned import rows_at_16_bytes
+from dsa.ops.elementwise.hyper_connections import check_streams
 from dsa.reference.elementwise import hyper_mix as reference
 from dsa.runtime import backends
+from dsa.runtime.arguments import ALIGNED, ROWS, Arguments, Tensor
 from dsa.runtime.op import op
 
 __all__ = ["hyper_mix"]
 
-FEW_TOKENS = 64  # up to so many the kernel for few is the faster one
-CLUSTERS = 14  # of 8 CTAs, that are on an H100 or H200 at the same time: more tiles than that take twice as long
+FEW_TOKENS = 64  # the kernel for few tokens is the faster one up to here
+CLUSTERS = 14  # clusters of 8 CTAs that an H100 or H200 runs at a time: more tiles take twice as long
+BF16 = (torch.bfloat16,)
+
+
+def check_sizes(streams: torch.Tensor, parts: torch.Tensor) -> None:
+    check_streams(streams)
+    if 0 in parts.shape:
+        raise ValueError(f"parts: must have at least one row, got shape {list(parts.shape)}")
+
+
+HYPER_MIX = Arguments(
+    rule=check_sizes,
+    streams=Tensor("T n D", BF16, layout=ROWS),
+    parts=Tensor("3 C n*D", BF16, layout=ALIGNED),
+)
 
 
 def hyper_mix(streams: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
-    """mix[t, c] = sum_k W[c, k] v[t, k] in fp32: what `hyper_collapse` takes.
+    """mix[t, c] = sum_k W[c, k] v[t, k] in fp32, for `hyper_collapse`.
 
-    v is a token's n streams as one vector, and W the sum of three bf16 matrices. Any fp32 matrix is such a sum to 2^-24
-    of each number, but for numbers that bf16 cannot hold (above 3.39e38): high = bf16(W), middle = bf16(W - high),
-    low = bf16(W - high - middle). Their products with bf16 numbers are exact in fp32.
+    v is the vector of a token's n streams. W is the sum of three bf16 matrices: high = bf16(W), middle =
+    bf16(W - high), low = bf16(W - high - middle). This sum holds any fp32 number up to 3.39e38, bf16's largest, to
+    2^-24 of its size. The products of the parts with bf16 numbers are exact in fp32.
 
     streams  X [T, n, D] bf16
     parts    [3, C, n D] bf16: high, middle, low
 
-    Returns mix [T, C] fp32, contiguous. NaN and infinities stay in their token. Differentiable: where a gradient is
-    asked for, the formula runs in PyTorch.
+    Returns mix [T, C] fp32, contiguous. NaN and infinities stay in their token. Differentiable: if a gradient is asked
+    for, the formula runs in PyTorch.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
-    On Hopper: one kernel, D a multiple of 8, n D at most 2^30, C at most 524280, T at most 2^31 - 512, streams with
-    rows at multiples of 16 bytes, parts contiguous. It sums in another order than the reference, in the tensor cores,
-    which cut where others round: of n D = 16384, 1.4e-8 of sum_k |W[c, k] v[t, k]| was the largest error measured.
-    More than 1792 tokens take a second kernel and 1.5 KB a token for the time of the call. More than 64 tokens are
-    fastest with C = 24, D a multiple of 64, the streams of a token one behind the other and a stride of T above 0.
-    Others take the kernel for few tokens, with the same bits.
-    Deterministic, and a token's result does not depend on the other tokens. CUDA-graph safe, no host synchronisation.
+    On Hopper: one kernel. D a multiple of 8; n D at most 2^30; C at most 524280; T at most 2^31 - 512; rows of streams
+    at multiples of 16 bytes; parts contiguous. It sums in another order than the reference, in tensor cores, which
+    truncate. The largest measured error for n D = 16384 is 1.4e-8 of sum_k |W[c, k] v[t, k]|.
+    More than 1792 tokens take a second kernel and a workspace of 1.5 KB per token. More than 64 tokens are fastest with
+    C = 24, D a multiple of 64, contiguous streams in each token and a stride of T above 0; otherwise the kernel for few
+    tokens runs, with the same bits.
+    Deterministic; a token's result does not depend on the other tokens. CUDA-graph safe, no host synchronisation.
     Source: DeepSeek-V4's inference code; arXiv 2606.19348, section 2.2.
     """
     return _hyper_mix(streams, parts)
@@ -69,7 +85,7 @@ def _check_limits(streams: torch.Tensor, parts: torch.Tensor) -> None:
 
 
 @op(
-    arguments=reference.HYPER_MIX,
+    arguments=HYPER_MIX,
     reference=reference.hyper_mix,
     results=_results,
     limits=_check_limits,
@@ -84,7 +100,7 @@ def _hyper_mix(streams: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
     if not tokens:
         return mix
     streams, parts = rows_at_16_bytes(streams), rows_at_16_bytes(parts)
-    # Which kernel runs is a matter of time: the bits are the same.
+    # All kernels give the same bits; the fastest one runs.
     wide = parts.shape[1] == MIX_OUTPUTS and channels % MIX_BLOCK == 0
     flat = streams.stride(0) > 0 and (n == 1 or streams.stride(1) == channels)
     if tokens <= FEW_TOKENS or not (wide and flat):

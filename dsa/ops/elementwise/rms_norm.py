@@ -1,4 +1,4 @@
-"""Root mean square norm, of the hidden state, of latents and of heads."""
+"""Root mean square norm of hidden states, latents and heads."""
 
 import torch
 
@@ -7,11 +7,19 @@ from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name, with_dims
 from dsa.ops.elementwise._rms_norm_gradient import has_kernel
 from dsa.reference.elementwise import rms_norm as reference
+from dsa.runtime.arguments import F32, ROWS, Arguments, Number, Tensor
+from dsa.runtime.checks import FLOATS
 from dsa.runtime.op import op, wants_gradient
 
 __all__ = ["rms_norm"]
 
 _MAX_CHANNELS = {getattr(torch, name): channels for name, channels in MAX_NORM_CHANNELS.items()}
+
+RMS_NORM = Arguments(
+    x=Tensor("... D", FLOATS, layout=ROWS, merged=(0, -2)),
+    weight=Tensor("D", F32, optional=True, layout=ROWS),
+    eps=Number(least=0),
+)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float = 1e-6) -> torch.Tensor:
@@ -21,21 +29,21 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float = 1e-6) ->
     weight  [D] fp32, or None for ones
     eps     added to the mean of the squares: a finite number, at least 0
 
-    Returns y, contiguous, of x's shape and dtype. A NaN makes its own row NaN, and a row's result does not depend on
-    the other rows. Differentiable in x and weight. On Hopper a kernel computes the gradients, for D up to 8192
-    (fp32: 4096) and rows as below, and these have no gradients of their own; else, and under torch.compile, the formula
-    runs in PyTorch where gradients are asked for.
+    Returns y, contiguous, in x's shape and dtype. A NaN makes its row NaN. A row's result does not depend on the other
+    rows. Differentiable in x and weight. On Hopper a kernel computes the gradients, for D up to 8192 (fp32: 4096) and
+    rows as below; these gradients have none. Otherwise, and under torch.compile, the formula runs in PyTorch if
+    gradients are asked for.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
-    On Hopper: one kernel that reads x once and writes y once; D a multiple of 8 up to 32768 (fp32: 16384), contiguous
-    channels, rows at any multiples of 16 bytes (of more than two dimensions before D, all but the last must be
-    mergeable into one). Deterministic; the kernel sums in another order than the reference, so that now and then a
-    value rounds to its neighbour. CUDA-graph safe, no host synchronisation.
+    On Hopper: one kernel that reads x once and writes y once. D a multiple of 8 up to 32768 (fp32: 16384); contiguous
+    channels; rows at any multiples of 16 bytes; if there are more than two dimensions before D, all but the last must
+    be mergeable into one. Deterministic. The kernel sums in another order than the reference, so a few values round to
+    a neighbour. CUDA-graph safe, no host synchronisation.
     Source: arXiv 1910.07467; `RMSNorm` of DeepSeek-V3.2's inference code, and V4's norm of each query head.
     """
     if torch.is_grad_enabled() and wants_gradient(x, weight):
-        reference.RMS_NORM.check(x, weight, eps)
+        RMS_NORM.check(x, weight, eps)
         if has_kernel(x):
-            return torch.ops.dsa.rms_norm(x, weight, eps)  # which has a gradient
+            return torch.ops.dsa.rms_norm(x, weight, eps)  # the registered op has a gradient
     return _rms_norm(x, weight, eps)
 
 
@@ -55,7 +63,7 @@ def _check_limits(x: torch.Tensor) -> None:
 
 
 @op(
-    arguments=reference.RMS_NORM,
+    arguments=RMS_NORM,
     reference=reference.rms_norm,
     results=_results,
     limits=_check_limits,

@@ -1,4 +1,4 @@
-"""Root mean square norm with the FP8 cast of its result, and in front of it the sum with a residual stream."""
+"""Root mean square norm and the FP8 cast of its result, optionally after adding a residual stream."""
 
 import torch
 
@@ -7,6 +7,8 @@ from dsa.kernels.gemm.limits import GROUP
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.reference.elementwise import rms_norm_cast as reference
+from dsa.runtime.arguments import F32, ROWS, Arguments, Flag, Number, Tensor
+from dsa.runtime.checks import FLOATS
 from dsa.runtime.op import op
 
 __all__ = ["add_rms_norm_cast_to_fp8", "rms_norm_cast_to_fp8"]
@@ -14,23 +16,37 @@ __all__ = ["add_rms_norm_cast_to_fp8", "rms_norm_cast_to_fp8"]
 _MAX_CHANNELS = {getattr(torch, name): channels for name, channels in MAX_NORM_CAST_CHANNELS.items()}
 
 
+def _check_channels(x: torch.Tensor) -> None:
+    if x.shape[1] % GROUP:
+        raise ValueError(f"x: the last dimension must be a multiple of {GROUP}, got shape {list(x.shape)}")
+
+
+_REST = {"weight": Tensor("D", F32, layout=ROWS), "eps": Number(least=0), "use_ue8m0": Flag()}
+RMS_NORM_CAST_TO_FP8 = Arguments(rule=_check_channels, x=Tensor("T D", FLOATS, layout=ROWS), **_REST)
+ADD_RMS_NORM_CAST_TO_FP8 = Arguments(
+    rule=_check_channels,
+    x=Tensor("T D", FLOATS, layout=ROWS),
+    residual=Tensor("T D", FLOATS, like="x", layout=ROWS),
+    **_REST,
+)
+
+
 def rms_norm_cast_to_fp8(
     x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, use_ue8m0: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension, rounded to x's dtype, and its cast to FP8.
+    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension, rounded to x's dtype, and y cast to FP8.
 
     x          [T, D] bf16, fp16 or fp32, D a multiple of 128
     weight     [D] fp32
     eps        added to the mean of the squares: a finite number, at least 0
     use_ue8m0  True: scales are powers of two
 
-    Returns (y [T, D] in x's dtype, q [T, D] float8_e4m3fn, scale [T, D / 128] fp32), contiguous: `dsa.rms_norm` and, of
-    its result, `dsa.per_token_cast_to_fp8`, bit for bit from D = 256 on, for layers that read both. Not differentiable.
-    Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
-    On Hopper: one kernel that reads x once, D up to 16384 (fp32: 8192), contiguous channels, rows at any multiples of
-    16 bytes. Deterministic, and a row's results do not depend on the other rows. CUDA-graph safe, no host
-    synchronisation.
-    Source: as of these two functions.
+    Returns (y [T, D] in x's dtype, q [T, D] float8_e4m3fn, scale [T, D / 128] fp32), contiguous, for layers that read y
+    and its cast. From D = 256 on the bits are those of `dsa.rms_norm` and then `dsa.per_token_cast_to_fp8`. Not
+    differentiable. Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
+    On Hopper: one kernel that reads x once. D up to 16384 (fp32: 8192); contiguous channels; rows at any multiples of
+    16 bytes. Deterministic; a row's results do not depend on the other rows. CUDA-graph safe, no host synchronisation.
+    Source: see these two functions.
     """
     return _rms_norm_cast_to_fp8(x, weight, eps, use_ue8m0)
 
@@ -38,14 +54,14 @@ def rms_norm_cast_to_fp8(
 def add_rms_norm_cast_to_fp8(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, use_ue8m0: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """total = residual + x, rounded to their dtype, and of it what `dsa.rms_norm_cast_to_fp8` gives.
+    """total = residual + x, rounded to their dtype, and `dsa.rms_norm_cast_to_fp8` of total.
 
     x          [T, D] bf16, fp16 or fp32, D a multiple of 128: a layer's result
-    residual   [T, D] of x's dtype: the stream that it is added to
-    weight, eps, use_ue8m0  as of `dsa.rms_norm_cast_to_fp8`
+    residual   [T, D] in x's dtype: the stream to which x is added
+    weight, eps, use_ue8m0  see `dsa.rms_norm_cast_to_fp8`
 
     Returns (total [T, D], y [T, D], q [T, D] float8_e4m3fn, scale [T, D / 128] fp32), contiguous, total and y in x's
-    dtype. All else as of `dsa.rms_norm_cast_to_fp8`; x and residual are read once.
+    dtype. x and residual are read once. For everything else see `dsa.rms_norm_cast_to_fp8`.
     """
     return _add_rms_norm_cast_to_fp8(x, residual, weight, eps, use_ue8m0)
 
@@ -72,7 +88,7 @@ def _check_limits(x: torch.Tensor) -> None:
 
 
 @op(
-    arguments=reference.RMS_NORM_CAST_TO_FP8,
+    arguments=RMS_NORM_CAST_TO_FP8,
     reference=reference.rms_norm_cast_to_fp8,
     results=_cast_results,
     limits=_check_limits,
@@ -91,7 +107,7 @@ def _rms_norm_cast_to_fp8(
 
 
 @op(
-    arguments=reference.ADD_RMS_NORM_CAST_TO_FP8,
+    arguments=ADD_RMS_NORM_CAST_TO_FP8,
     reference=reference.add_rms_norm_cast_to_fp8,
     results=_sum_results,
     limits=_check_limits,

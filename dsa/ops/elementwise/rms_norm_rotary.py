@@ -1,4 +1,4 @@
-"""Root mean square norm of query heads, with rotary position embedding behind it."""
+"""Root mean square norm of query heads, and then rotary position embedding."""
 
 import torch
 
@@ -6,7 +6,10 @@ from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, MAX_NORM_ROWS
 from dsa.kernels.elementwise.rms_norm_rotary_limits import MAX_NORM_ROTARY_CHANNELS
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
+from dsa.ops.elementwise.rotary import check_channels
 from dsa.reference.elementwise import rms_norm_rotary as reference
+from dsa.runtime.arguments import F32, ROWS, Arguments, Number, Tensor
+from dsa.runtime.checks import FLOATS
 from dsa.runtime.op import op
 
 __all__ = ["rms_norm_rotary"]
@@ -14,26 +17,36 @@ __all__ = ["rms_norm_rotary"]
 _MAX_CHANNELS = {getattr(torch, name): channels for name, channels in MAX_NORM_ROTARY_CHANNELS.items()}
 
 
+RMS_NORM_ROTARY = Arguments(
+    rule=check_channels,
+    x=Tensor("T H D", FLOATS, layout=ROWS),
+    weight=Tensor("D", F32, optional=True, layout=ROWS),
+    cos=Tensor("T R/2", F32, layout=ROWS),
+    sin=Tensor("T R/2", F32, layout=ROWS),
+    eps=Number(least=0),
+)
+
+
 def rms_norm_rotary(
     x: torch.Tensor, weight: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, eps: float = 1e-6
 ) -> torch.Tensor:
     """y[t, h] = R(t) (x[t, h] / sqrt(mean(x[t, h]^2) + eps) * weight): V4's norm of each query head, and its rope.
 
-    The norm is fp32, and its result rounded to x's dtype. R(t) rotates the last R channels of that, pairs of neighbours
-    (a, b) -> (a cos - b sin, a sin + b cos) in fp32, and rounds again.
+    The norm is computed in fp32 and rounded to x's dtype. Then R(t) rotates the last R channels, as pairs of neighbours
+    (a, b) -> (a cos - b sin, a sin + b cos), in fp32, and rounds again.
 
     x         [T, H, D] bf16, fp16 or fp32
     weight    [D] fp32, or None for ones
-    cos, sin  [T, R / 2] fp32, R at most D: of the tokens' positions
+    cos, sin  [T, R / 2] fp32, R at most D, for the tokens' positions
     eps       added to the mean of the squares: a finite number, at least 0
 
-    Returns y, contiguous, of x's shape and dtype. Differentiable: where gradients are asked for, the formula runs in
+    Returns y, contiguous, in x's shape and dtype. Differentiable: if gradients are asked for, the formula runs in
     PyTorch. Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
-    On Hopper: one kernel that reads x once and writes y once; D a multiple of 8 up to 1024 (fp32: 512), R a multiple of
-    8, contiguous channels, rows of x, cos and sin at any multiples of 16 bytes. The bits are those of `dsa.rms_norm`
-    and `dsa.apply_rotary` one after the other. Deterministic, and a row's result does not depend on the other rows.
-    CUDA-graph safe, no host synchronisation.
-    Source: `Attention` of DeepSeek-V4's inference code, behind wq_b.
+    On Hopper: one kernel that reads x once and writes y once. D a multiple of 8 up to 1024 (fp32: 512); R a multiple of
+    8; contiguous channels; rows of x, cos and sin at any multiples of 16 bytes. The bits are those of `dsa.rms_norm`
+    and then `dsa.apply_rotary`. Deterministic; a row's result does not depend on the other rows. CUDA-graph safe, no
+    host synchronisation.
+    Source: `Attention` of DeepSeek-V4's inference code, after wq_b.
     """
     return _rms_norm_rotary(x, weight, cos, sin, eps)
 
@@ -58,7 +71,7 @@ def _check_limits(x: torch.Tensor, cos: torch.Tensor) -> None:
 
 
 @op(
-    arguments=reference.RMS_NORM_ROTARY,
+    arguments=RMS_NORM_ROTARY,
     reference=reference.rms_norm_rotary,
     results=_results,
     limits=_check_limits,

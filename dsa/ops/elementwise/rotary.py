@@ -1,4 +1,4 @@
-"""Rotary position embedding of queries, keys, or the attention's output."""
+"""Rotary position embedding of queries, keys or attention outputs."""
 
 import torch
 
@@ -6,9 +6,37 @@ from dsa.kernels.elementwise.limits import MAX_ROTARY_GROUPS, ROTARY_PAIRS
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name, unit_inner
 from dsa.reference.elementwise import rotary as reference
+from dsa.runtime.arguments import F32, INNER, Arguments, Choice, Flag, Tensor
+from dsa.runtime.checks import FLOATS
 from dsa.runtime.op import op, wants_gradient
 
 __all__ = ["apply_rotary"]
+
+
+DIMS = ("first", "last")
+
+
+def check_rotated(name: str, x: torch.Tensor, cos: torch.Tensor) -> None:
+    """Raise ValueError where the argument `name` has fewer channels than cos and sin rotate."""
+    if 2 * cos.shape[1] > x.shape[-1]:
+        raise ValueError(
+            f"{name}: the last dimension must be at least {2 * cos.shape[1]} for these cos and sin, got {x.shape[-1]}"
+        )
+
+
+def check_channels(x: torch.Tensor, cos: torch.Tensor) -> None:
+    check_rotated("x", x, cos)
+
+
+ROTARY = Arguments(
+    rule=check_channels,
+    x=Tensor("T ... D", FLOATS, layout=INNER, merged=(1, -1)),
+    cos=Tensor("T R/2", F32),
+    sin=Tensor("T R/2", F32),
+    interleaved=Flag(),
+    dims=Choice(DIMS),
+)
+OUT = {"out": Tensor("T ... D", FLOATS, like="x", layout=INNER, merged=(1, -1))}
 
 
 def apply_rotary(
@@ -20,30 +48,30 @@ def apply_rotary(
     dims: str = "first",
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Rotate the first or last R = 2 * cos.shape[-1] dimensions of x; the others are copied.
+    """Rotate the first or last R = 2 * cos.shape[-1] channels of x; copy the others.
 
     (a, b) -> (a cos - b sin, a sin + b cos) on pairs of channels, in fp32, rounded once to x's dtype.
 
     x            [T, ..., D] bf16, fp16 or fp32
-    cos, sin     [T, R / 2] fp32, R at most D: of the tokens' positions. With -sin in place of sin the op rotates back
-    interleaved  True: the pairs are (2i, 2i + 1); False: (i, i + R / 2). No check can tell which one a model means, and
-                 the other one gives wrong numbers: DeepSeek-V3.2 has True in MLA and False in the indexer
-    dims         whether the "first" or the "last" R channels are rotated
-    out          None, or a tensor of x's shape, dtype and device to write to, its rows at any stride, such as a part of
-                 a wider tensor. It may be x itself, whose other channels are then not touched. If x and out share
-                 memory in any other way, what that memory holds afterwards is undefined
+    cos, sin     [T, R / 2] fp32, R at most D, for the tokens' positions. With -sin for sin the op rotates back
+    interleaved  True: the pairs are (2i, 2i + 1); False: (i, i + R / 2). It must be what the model was trained with:
+                 DeepSeek-V3.2 has True in MLA and False in the indexer. No check notices a wrong one
+    dims         which R channels are rotated: the "first" or the "last"
+    out          None, or the tensor to write to, with x's shape, dtype and device and rows at any stride, such as a
+                 part of a wider tensor. It may be x itself; its other channels are not touched then. If out overlaps x
+                 in any other way, the result is undefined
 
-    Returns out, or a new contiguous tensor. Differentiable in x where out is None: its gradient is rotated back.
-    Raises TypeError or ValueError for other types, dtypes and shapes, and for an out where gradients are asked for.
-    On Hopper: one kernel, exactly the reference's bits. R at least 2, D even (in place any D), last dimensions of x and
-    out contiguous, all dimensions between T and D mergeable into one. Rows at multiples of 16 bytes with R and D
-    multiples of 8 are fast, others are read one channel at a time; cos and sin are copied where the kernel cannot read
-    them as they lie. Gradients of cos and sin are the reference's only. CUDA-graph safe, no host synchronisation.
+    Returns out, or a new contiguous tensor. Differentiable in x if out is None: the gradient is rotated back.
+    Raises TypeError or ValueError for other types, dtypes and shapes, and for an out if gradients are asked for.
+    On Hopper: one kernel with exactly the reference's bits. R at least 2; D even (in place any D); last dimensions of x
+    and out contiguous; all dimensions between T and D mergeable into one. Fast for rows at multiples of 16 bytes with R
+    and D multiples of 8; other rows are read one channel at a time. cos and sin are copied if the kernel cannot read
+    their layout. Only the reference has gradients of cos and sin. CUDA-graph safe, no host synchronisation.
     Source: RoFormer (arXiv 2104.09864); `apply_rotary_emb` of DeepSeek-V3.2's and V4's inference code.
     """
     wants_gradients = torch.is_grad_enabled() and wants_gradient(x, cos, sin, out)
     if wants_gradients:
-        reference.ROTARY.check(x, cos, sin, interleaved, dims)
+        ROTARY.check(x, cos, sin, interleaved, dims)
     if out is not None:
         if wants_gradients:
             raise ValueError("out: must be None where gradients of x, cos, sin or out are asked for; use no_grad")
@@ -52,7 +80,7 @@ def apply_rotary(
     if wants_gradients and (torch.compiler.is_compiling() or _apply_rotary.runs_kernel(x)):
         if wants_gradient(cos, sin):
             raise ValueError("cos: the gradients of cos and sin are the reference's only; use dsa.use_backend")
-        return torch.ops.dsa.apply_rotary(x, cos, sin, interleaved, dims)  # which has a gradient
+        return torch.ops.dsa.apply_rotary(x, cos, sin, interleaved, dims)  # the registered op has a gradient
     return _apply_rotary(x, cos, sin, interleaved, dims)
 
 
@@ -62,7 +90,7 @@ def _results(x: torch.Tensor) -> torch.Tensor:
 
 def _check_limits(x: torch.Tensor, cos: torch.Tensor, dims: str, out: torch.Tensor | None) -> None:
     if out is None:
-        out = x  # a new tensor has aligned rows wherever the kernel can have groups of 8 channels
+        out = x  # a new tensor has aligned rows whenever the kernel can read groups of 8 channels
     else:
         x, out, _ = _rotated_parts(x, cos, dims, out)
     rotated = 2 * cos.shape[1]
@@ -79,11 +107,11 @@ def _check_limits(x: torch.Tensor, cos: torch.Tensor, dims: str, out: torch.Tens
 
 
 @op(
-    arguments=reference.ROTARY,
+    arguments=ROTARY,
     reference=reference.apply_rotary,
     results=_results,
     limits=_check_limits,
-    out=reference.OUT,
+    out=OUT,
 )
 def _apply_rotary(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, dims: str, out: torch.Tensor | None
@@ -109,8 +137,8 @@ def _apply_rotary(
 def _rotated_parts(
     x: torch.Tensor, cos: torch.Tensor, dims: str, out: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """(the part of x that the kernel reads, the part of out that it writes, the first rotated channel of these). In
-    place, the parts are the rotated channels alone."""
+    """(what the kernel reads of x, what it writes of out, the first rotated channel of the two). In place, the kernel
+    gets the rotated channels alone."""
     rotated = 2 * cos.shape[1]
     begin = x.shape[-1] - rotated if dims == "last" else 0
     if x.data_ptr() == out.data_ptr() and x.stride() == out.stride():
@@ -124,7 +152,7 @@ def _heads(x: torch.Tensor) -> torch.Tensor:
 
 
 def _wide(x: torch.Tensor, out: torch.Tensor, rotated: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Both as the kernel for groups of 8 channels reads them, None where it cannot."""
+    """x and out as the kernel for groups of 8 channels takes them, or None if it cannot."""
     if x.shape[-1] % (2 * ROTARY_PAIRS) or rotated % (2 * ROTARY_PAIRS):
         return None
     x, out = rows_at_16_bytes(x), rows_at_16_bytes(out)
@@ -132,7 +160,7 @@ def _wide(x: torch.Tensor, out: torch.Tensor, rotated: int) -> tuple[torch.Tenso
 
 
 def _angles(x: torch.Tensor, wide: bool) -> torch.Tensor:
-    """cos or sin as the kernel reads it; copied where that needs another layout, being small."""
+    """cos or sin in a layout that the kernel reads; another layout is copied, which is cheap."""
     given = rows_at_16_bytes(x) if wide else unit_inner(x)
     if given is None or given.stride(1) != 1:
         return x.clone(memory_format=torch.contiguous_format)
@@ -146,7 +174,7 @@ def _save_angles(ctx, inputs: tuple, output: torch.Tensor) -> None:
 
 def _rotate_back(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     cos, sin = ctx.saved_tensors
-    # The registered op: it is traced too, and has this backward itself.
+    # The registered op can be traced and has this backward, too.
     back = torch.ops.dsa.apply_rotary(grad.contiguous(), cos, -sin, ctx.interleaved, ctx.dims)
     return back, None, None, None, None
 

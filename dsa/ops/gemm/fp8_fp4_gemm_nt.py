@@ -1,5 +1,5 @@
-"""Grouped matrix products of FP8 activations and FP4 weights, and what is made of FP4 weights, which is PyTorch by
-design."""
+"""Grouped products of FP8 activations and FP4 weights, and casts of FP4 weights. The casts run in PyTorch on every
+device."""
 
 import functools
 from typing import TYPE_CHECKING
@@ -9,11 +9,13 @@ import torch
 from dsa.kernels.gemm import limits
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops.gemm import fp8_gemm_nt as fp8
+from dsa.ops.gemm._operands import check_rows, fp4_weight, pair
 from dsa.ops.gemm.fp8_gemm_nt import Scaled
 from dsa.reference.gemm import fp4_cast
 from dsa.reference.gemm import fp8_fp4_gemm_nt as reference
-from dsa.reference.gemm.fp8_gemm_nt import pair
 from dsa.runtime import backends
+from dsa.runtime.arguments import ALIGNED, F32, Arguments, Dtype, Int, Tensor
+from dsa.runtime.checks import E4M3, FLOATS, INT32, check_memory
 from dsa.runtime.op import op
 
 if TYPE_CHECKING:
@@ -22,14 +24,77 @@ if TYPE_CHECKING:
 
 __all__ = ["fp4_block_scales", "grouped_fp8_fp4_gemm_nt", "widen_fp4"]
 
-fp4_block_scales = fp4_cast.fp4_block_scales
-widen_fp4 = fp4_cast.widen_fp4
+BYTES = (torch.int8, torch.uint8)
+E8M0 = (torch.float8_e8m0fnu,)
 
 FP4Weights = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
-# Up to so many rows per matrix on average, the kernel that widens weights in registers is faster than the one that
-# widens them in shared memory, for many rows at a time. Either takes any number.
+# Up to this many rows per matrix on average, the kernel that widens weights in registers is faster than the kernel that
+# widens them in shared memory. Both take any number of rows.
 FEW_ROWS = 24
+
+
+def check_groups(name: str, packed: torch.Tensor) -> None:
+    """Rule of packed weights: the channels are whole groups."""
+    channels = 2 * packed.shape[-1]
+    if channels % fp4_cast.GROUP:
+        raise ValueError(
+            f"{name}: must have a multiple of {fp4_cast.GROUP} channels, two a byte, got {channels} channels"
+        )
+
+
+FP4_WEIGHT = Arguments(
+    packed=Tensor("... N C", BYTES, rule=check_groups),
+    scale=Tensor("... N ceil(C/16)", E8M0),
+)
+OPERANDS = {
+    "q": Tensor("A 2*C", E4M3, name="a[0]"),
+    "s": Tensor("A ceil(C/64)", F32, name="a[1]"),
+    "packed": Tensor("E N C", BYTES, layout=ALIGNED, name="b[0]", rule=check_groups),
+    "scale": Tensor("E N ceil(C/16)", E8M0, layout=ALIGNED, name="b[1]"),
+    "block_scale": Tensor("E ceil(N/128) ceil(C/64)", F32, name="b[2]"),
+}
+GROUPED_FP8_FP4_GEMM_NT = Arguments(
+    rule=check_rows,
+    first=("packed", "scale", "block_scale"),
+    **OPERANDS,
+    ends=Tensor("E", INT32),
+    out_dtype=Dtype(FLOATS),
+    rows=Tensor("M", INT32, optional=True),
+    weights=Tensor("M", F32, optional=True),
+    expected_rows=Int(least=0, optional=True),
+)
+
+
+def fp4_block_scales(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The FP8 scale of each 128 x 128 block of an FP4 weight: 2^-6 times the largest scale of the block's groups.
+
+    packed  [..., N, K / 2] int8 or uint8: two e2m1 codes a byte, the low nibble the even channel; K a multiple of 32
+    scale   [..., N, K / 32] float8_e8m0fnu: one scale per 32 channels of a row
+
+    Groups of zeros are ignored; a block with nothing else gets 2^-126, the lowest scale. Returns
+    [..., ceil(N / 128), ceil(K / 128)] fp32: the scale of `widen_fp4`, and the block_scale of
+    `grouped_fp8_fp4_gemm_nt`. The last blocks of rows and channels may be smaller.
+    Raises TypeError or ValueError for other types, dtypes and shapes, for a NaN scale, and for a block that e4m3 cannot
+    hold with one scale: the scales of the groups differ by more than 2^14 and the smaller groups hold the smallest
+    values. The message names the block and the spread.
+    """
+    return widen_fp4(packed, scale)[1]
+
+
+def widen_fp4(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """An FP4 weight in FP8, exactly: q * s = e2m1 * scale, where s is 2^-6 times the largest scale of a block's groups.
+
+    packed  [..., N, K / 2] int8 or uint8: two e2m1 codes a byte, the low nibble the even channel; K a multiple of 32
+    scale   [..., N, K / 32] float8_e8m0fnu: one scale per 32 channels of a row
+
+    Returns q [..., N, K] float8_e4m3fn and s [..., ceil(N / 128), ceil(K / 128)] fp32, the `fp4_block_scales`: a weight
+    for `fp8_gemm_nt` and `grouped_fp8_gemm_nt`.
+    Raises TypeError or ValueError like `fp4_block_scales`.
+    """
+    FP4_WEIGHT.check(packed, scale)
+    check_memory("packed", packed)
+    return fp4_cast.widen_fp4(packed, scale)
 
 
 def grouped_fp8_fp4_gemm_nt(
@@ -42,35 +107,33 @@ def grouped_fp8_fp4_gemm_nt(
     weights: torch.Tensor | None = None,
     expected_rows: int | None = None,
 ) -> torch.Tensor:
-    """`grouped_fp8_gemm_nt` with FP4 weights: bit by bit the product of the weights that `widen_fp4` makes of them.
+    """`grouped_fp8_gemm_nt` with FP4 weights: the same bits as with the weights that `widen_fp4` returns.
 
-    a              (q [A, K] e4m3, s [A, ceil(K / 128)] fp32): the activations and their scales
+    a              (q [A, K] e4m3, s [A, ceil(K / 128)] fp32): activations and their scales
     b              (packed [E, N, K / 2] int8 or uint8, scale [E, N, K / 32] float8_e8m0fnu, block_scale
                    [E, ceil(N / 128), ceil(K / 128)] fp32): two e2m1 codes a byte, the low nibble the even channel;
-                   the scale of 32 channels of a row; `fp4_block_scales(packed, scale)`. K is a multiple of 32
-    ends           int32 [E], ascending from at least 0 to at most M; a weight may have no rows, and all of them none
+                   one scale per 32 channels of a row; `fp4_block_scales(packed, scale)`. K is a multiple of 32
+    ends           int32 [E], ascending from at least 0 to at most M; any weight may have no rows, also all of them
     out_dtype      float32, bfloat16 or float16
-    rows           int32 [M]: row m of the product is of row rows[m] of a, from 0 to A - 1; the same one may stand
-                   several times. None: the rows of a as they are, M = A
+    rows           int32 [M]: row m of the product uses row rows[m] of a, from 0 to A - 1; a row may be used several
+                   times. None: the rows of a in order, M = A
     weights        fp32 [M]: out[m] = round(sums[m] * weights[m]), the product in fp32; None: 1
-    expected_rows  how many rows are expected before ends[E - 1], from 0 to M, which decides nothing but how fast they
-                   are computed: the bits are the same whatever it is, and `ends` may say anything else. None: M
+    expected_rows  number of rows expected before ends[E - 1], from 0 to M. It changes the speed and no bit of the
+                   result, and `ends` may have another number. None: M
 
-    Returns [M, N]. A row's result depends on no other row. Rows from ends[E - 1] on belong to no
-    expert: no product is computed for them, and their result is undefined, as in `grouped_fp8_gemm_nt`.
-    The weights stay FP4:
-    they become e4m3 only where the tensor cores read them, with the powers of two between a group's scale and its
-    block's in the values.
-    Raises TypeError or ValueError for other types, dtypes, shapes and devices, and where the reference runs, for ends
-    and rows as `grouped_fp8_gemm_nt` does, and for block scales other than those of `fp4_block_scales`, which refuses
+    Returns [M, N]. A row's result depends on no other row. Rows from ends[E - 1] on belong to no expert: no product is
+    computed for them, and their result is undefined, as in `grouped_fp8_gemm_nt`. The weights stay FP4 in memory. The
+    kernel widens them to e4m3 for the tensor cores: the values take up the ratio of a group's scale to the block's.
+    Raises TypeError or ValueError for other types, dtypes, shapes and devices. The reference also raises ValueError for
+    ends and rows like `grouped_fp8_gemm_nt`, and for block scales other than those of `fp4_block_scales`, which refuses
     blocks that e4m3 cannot hold. With other block scales the kernel's result is undefined.
-    On Hopper: K a multiple of 32 and N of 8, E up to 1024, E N below 2^31, packed and scale contiguous from multiples
-    of 16 bytes on; no host synchronisation. Every call copies the scales, those of the weights too, unless K is a
-    multiple of 512. Kernel and work tiles are chosen for the expected rows: up to 24 a weight, on average, have a
-    kernel of their own if K is a multiple of 128; of others a copy of `rows` of a is made before.
-    Source: the experts of DeepSeek-V4's checkpoints, and its inference code.
+    On Hopper: K a multiple of 32, N a multiple of 8, E up to 1024, E N below 2^31; packed and scale contiguous, from a
+    multiple of 16 bytes on; no host synchronisation. Every call copies the scales of a and b unless K is a multiple of
+    512. Kernel and work tiles are chosen for the expected rows: up to 24 per weight on average run in a small-M kernel
+    if K is a multiple of 128. For the others the call first copies `rows` of a.
+    Source: the experts of DeepSeek-V4's checkpoints, and DeepSeek-V4's inference code.
     """
-    operands = *pair("a", a), *reference.fp4_weight("b", b)
+    operands = *pair("a", a), *fp4_weight("b", b)
     return _grouped_fp8_fp4_gemm_nt(*operands, ends, out_dtype, rows, weights, expected_rows)
 
 
@@ -79,7 +142,7 @@ def _results(q: torch.Tensor, packed: torch.Tensor, out_dtype: torch.dtype, rows
 
 
 def check_fp4_limits(q: torch.Tensor, packed: torch.Tensor, rows: torch.Tensor | None) -> None:
-    """What the kernels do not take, of FP4 weights."""
+    """Limits of the kernels of FP4 weights."""
     count = len(q if rows is None else rows)
     if len(packed) > limits.MAX_MATRICES:
         raise ValueError(f"b[0]: the kernel takes at most {limits.MAX_MATRICES} weights, got {len(packed)}")
@@ -96,7 +159,7 @@ def check_fp4_limits(q: torch.Tensor, packed: torch.Tensor, rows: torch.Tensor |
 
 
 @op(
-    arguments=reference.GROUPED_FP8_FP4_GEMM_NT,
+    arguments=GROUPED_FP8_FP4_GEMM_NT,
     reference=reference.grouped_fp8_fp4_gemm_nt,
     results=_results,
     limits=check_fp4_limits,
@@ -145,7 +208,7 @@ def _grouped_fp8_fp4_gemm_nt(
 
 
 def _group_scales(scale: torch.Tensor) -> torch.Tensor:
-    """e8m0 scales [E, N, K / 32] as the kernels take them: bytes, so many a row that they are multiples of 16."""
+    """Return e8m0 scales [E, N, K / 32] as bytes, each row padded to a multiple of 16 bytes."""
     codes = scale.view(torch.uint8)
     return torch.nn.functional.pad(codes, (0, -codes.shape[-1] % 16)) if codes.shape[-1] % 16 else codes
 

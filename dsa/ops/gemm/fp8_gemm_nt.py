@@ -1,4 +1,4 @@
-"""Matrix products of block-scaled FP8 operands, and the casts of weights, which are PyTorch by design."""
+"""Products of block-scaled FP8 matrices, and casts of weights. The casts run in PyTorch on every device."""
 
 import functools
 import math
@@ -10,9 +10,12 @@ from dsa.kernels.gemm import limits
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops._tma_rows import tma_rows
+from dsa.ops.gemm._operands import check_rows, pair
 from dsa.reference.gemm import fp8_cast
 from dsa.reference.gemm import fp8_gemm_nt as reference
 from dsa.runtime import backends
+from dsa.runtime.arguments import ALIGNED, F32, ROWS, Arguments, Dtype, Flag, Int, Tensor
+from dsa.runtime.checks import E4M3, FLOATS, INT32, check_memory
 from dsa.runtime.op import op
 
 if TYPE_CHECKING:
@@ -22,33 +25,95 @@ if TYPE_CHECKING:
 
 __all__ = ["dequantize_per_block", "fp8_gemm_nt", "grouped_fp8_gemm_nt", "per_block_cast_to_fp8"]
 
-per_block_cast_to_fp8 = fp8_cast.per_block_cast_to_fp8
-dequantize_per_block = fp8_cast.dequantize_per_block
-
-# The kernel for few rows multiplies several matrices with up to so many rows in all, or per matrix on average.
+# Largest number of rows for the small-M kernel of grouped products: in all, and per matrix on average.
 FEW_ROWS, FEW_ROWS_OF_A_MATRIX = 64, 8
 
 Scaled = tuple[torch.Tensor, torch.Tensor]
+
+FP8_GEMM_NT = Arguments(
+    first=("w", "ws"),
+    q=Tensor("... K", E4M3, name="a[0]"),
+    s=Tensor("... ceil(K/128)", F32, name="a[1]"),
+    w=Tensor("N K", E4M3, layout=ROWS, name="b[0]"),
+    ws=Tensor("ceil(N/128) ceil(K/128)", F32, name="b[1]"),
+    out_dtype=Dtype(FLOATS),
+)
+GROUPED_FP8_GEMM_NT = Arguments(
+    rule=check_rows,
+    first=("w", "ws"),
+    q=Tensor("A K", E4M3, name="a[0]"),
+    s=Tensor("A ceil(K/128)", F32, name="a[1]"),
+    w=Tensor("E N K", E4M3, layout=ALIGNED, name="b[0]"),
+    ws=Tensor("E ceil(N/128) ceil(K/128)", F32, name="b[1]"),
+    ends=Tensor("E", INT32),
+    out_dtype=Dtype(FLOATS),
+    rows=Tensor("M", INT32, optional=True),
+    weights=Tensor("M", F32, optional=True),
+    expected_rows=Int(least=0, optional=True),
+)
+PER_BLOCK_CAST_TO_FP8 = Arguments(w=Tensor("O I", FLOATS), use_ue8m0=Flag(), block=Int())
+DEQUANTIZE_PER_BLOCK = Arguments(
+    first=("block",),
+    q=Tensor("O I", E4M3),
+    scale=Tensor("ceil(O/block) ceil(I/block)", (torch.float32, torch.float8_e8m0fnu)),
+    dtype=Dtype((*FLOATS, torch.float64)),
+    block=Int(),
+)
+
+
+def per_block_cast_to_fp8(
+    w: torch.Tensor, use_ue8m0: bool = True, block: int = 128
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q = round_to_e4m3(w * (1 / scale)), scale = max(amax(|w|), 1e-4) / 448 over each block x block tile of a weight.
+
+    w          [O, I] fp32, bf16 or fp16
+    use_ue8m0  True: scale is the next power of two at or above that number
+    block      rows and columns of a tile; the last tiles may be smaller
+
+    Returns q [O, I] e4m3 and scale [ceil(O / block), ceil(I / block)] fp32; w ~ q * scale (the scale multiplies).
+    Raises TypeError or ValueError for other types, dtypes and shapes.
+    """
+    PER_BLOCK_CAST_TO_FP8.check(w, use_ue8m0, block)
+    check_memory("w", w)
+    return fp8_cast.per_block_cast_to_fp8(w, use_ue8m0, block)
+
+
+def dequantize_per_block(
+    q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float32, block: int = 128
+) -> torch.Tensor:
+    """w[i, j] = q[i, j] * scale[i // block, j // block], computed in fp32 and rounded to `dtype`.
+
+    q      [O, I] e4m3
+    scale  [ceil(O / block), ceil(I / block)] fp32 or e8m0
+    dtype  dtype of the result: fp32, bf16, fp16 or float64
+    block  rows and columns of a tile; the last tiles may be smaller
+
+    Returns [O, I] in `dtype`. `per_block_cast_to_fp8` makes such q and scale.
+    Raises TypeError or ValueError for other types, dtypes and shapes.
+    """
+    DEQUANTIZE_PER_BLOCK.check(q, scale, dtype, block)
+    check_memory("q", q)
+    return fp8_cast.dequantize_per_block(q, scale, dtype, block)
 
 
 def fp8_gemm_nt(a: Scaled, b: Scaled, out_dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """y[m, n] = sum_g (sum_{k in block g} q[m, k] w[n, k]) * s[m, g] * ws[n // 128, g], g over blocks of 128 channels.
 
-    a          (q [..., M, K] e4m3, s [..., M, ceil(K / 128)] fp32): the activations and their scales
-    b          (w [N, K] e4m3, ws [ceil(N / 128), ceil(K / 128)] fp32): the weight, row-major, and its scales; both may
-               be columns of wider ones
+    a          (q [..., M, K] e4m3, s [..., M, ceil(K / 128)] fp32): activations and their scales
+    b          (w [N, K] e4m3, ws [ceil(N / 128), ceil(K / 128)] fp32): row-major weight and its scales; both may be
+               columns of wider tensors
     out_dtype  float32, bfloat16 or float16
 
-    Returns [..., M, N]. Scales are any fp32 numbers, and multiply. N and K need not be multiples of 128: the last block
-    is then smaller. A row's result depends on no other row. Without rows the result is empty, without channels zero.
+    Returns [..., M, N]. Scales are any fp32 numbers, and multiply. N and K may be any numbers: the last block may be
+    smaller than 128. A row's result depends on no other row. Without rows the result is empty, without channels zero.
     Raises TypeError or ValueError for other types, dtypes, shapes and devices.
-    On Hopper: one kernel, which reads w where it is, at any distance of its rows that is a multiple of 16 bytes, and
-    the scales likewise; behind a copy of these where ceil(K / 128) is no multiple of 4, or their rows begin elsewhere.
-    K a multiple of 16, N of 8 and below 2^31. Within a block the tensor cores sum with about 14 bits; the blocks are
-    added in their order in fp32. Deterministic. CUDA-graph safe, no host synchronisation.
+    On Hopper: one kernel, K a multiple of 16, N a multiple of 8 and below 2^31. The kernel reads w in place if its rows
+    start at multiples of 16 bytes. It reads the scales in place if their rows do and ceil(K / 128) is a multiple of 4;
+    else the call copies them. Within a block the tensor cores sum with about 14 bits; blocks are added in order in
+    fp32. Deterministic. CUDA-graph safe, no host synchronisation.
     Source: DeepGEMM's `fp8_gemm_nt`, and `fp8_gemm` of DeepSeek-V3.2's inference code.
     """
-    return _fp8_gemm_nt(*reference.pair("a", a), *reference.pair("b", b), out_dtype)
+    return _fp8_gemm_nt(*pair("a", a), *pair("b", b), out_dtype)
 
 
 def grouped_fp8_gemm_nt(
@@ -64,33 +129,30 @@ def grouped_fp8_gemm_nt(
     """`fp8_gemm_nt` of each row with one of E weights: rows before ends[0] with weight 0, ends[e - 1] to ends[e] - 1
     with weight e. Rows from ends[E - 1] on belong to no expert: no product is computed for them.
 
-    a              (q [A, K] e4m3, s [A, ceil(K / 128)] fp32): the activations and their scales
-    b              (w [E, N, K] e4m3, ws [E, ceil(N / 128), ceil(K / 128)] fp32): the weights and their scales
-    ends           int32 [E], ascending from at least 0 to at most M; a weight may have no rows, and all of them none
+    a              (q [A, K] e4m3, s [A, ceil(K / 128)] fp32): activations and their scales
+    b              (w [E, N, K] e4m3, ws [E, ceil(N / 128), ceil(K / 128)] fp32): weights and their scales
+    ends           int32 [E], ascending from at least 0 to at most M; any weight may have no rows, also all of them
     out_dtype      float32, bfloat16 or float16
-    rows           int32 [M]: row m of the product is of row rows[m] of a, from 0 to A - 1; the same one may stand
-                   several times. None: the rows of a as they are, M = A
+    rows           int32 [M]: row m of the product uses row rows[m] of a, from 0 to A - 1; a row may be used several
+                   times. None: the rows of a in order, M = A
     weights        fp32 [M]: out[m] = round(sums[m] * weights[m]), the product in fp32; None: 1
-    expected_rows  how many rows are expected before ends[E - 1], from 0 to M, which decides nothing but how fast they
-                   are computed: the bits are the same whatever it is, and `ends` may say anything else. None: M
+    expected_rows  number of rows expected before ends[E - 1], from 0 to M. It changes the speed and no bit of the
+                   result, and `ends` may have another number. None: M
 
     Returns [M, N]. A row's result depends on no other row. The result of rows of no expert is undefined: kernels do not
     write it, the reference fills it with NaN. What a, `rows` and `weights` hold there does not matter.
-    Raises TypeError or ValueError for other types, dtypes, shapes and devices, and where the reference runs, for ends
-    that do not ascend from at least 0 to at most M and for rows outside a that are a weight's. The kernel does not see
-    these in time: a weight whose ends decrease or are outside has no rows, and the result is undefined in rows that
-    belong to no weight, and where rows[m] is outside a.
-    On Hopper: no padding of rows and no host synchronisation; K and N as `fp8_gemm_nt` takes them, E up to 1024, E N
-    below 2^31. The time is that of the weights' rows; the work tiles and the kernel, which change no bit, are chosen
-    for the expected rows. Up to 4096 of these the kernel gathers `rows` of a; of more a copy is made before, also
-    of the rows of no expert, which is faster there. Up to 64 in all, or 8 a weight on average, have a kernel of their
-    own, without `rows` and `weights`.
-    Source: DeepGEMM's `m_grouped_fp8_gemm_nt_contiguous`, which pads the rows of a group and takes an index for each
-    row.
+    Raises TypeError or ValueError for other types, dtypes, shapes and devices. The reference also raises ValueError for
+    ends that do not ascend from at least 0 to at most M, and for an expert's row outside a. The kernel cannot raise
+    these errors: a weight has no rows if its end is before the previous end or outside the rows. The result is then
+    undefined in rows that belong to no weight, and where rows[m] is outside a.
+    On Hopper: no padding of rows and no host synchronisation; K and N as for `fp8_gemm_nt`, E up to 1024, E N below
+    2^31. The time depends on the experts' rows alone. Kernel and work tiles are chosen for the expected rows, and
+    change no bit. Up to 4096 expected rows, the kernel gathers `rows` of a; for more the call first copies these rows,
+    which is faster, also those of no expert. Without `rows` and `weights`, up to 64 expected rows in all, or 8 per
+    weight on average, run in a small-M kernel.
+    Source: DeepGEMM's `m_grouped_fp8_gemm_nt_contiguous`, which pads the rows of a group and takes an index per row.
     """
-    return _grouped_fp8_gemm_nt(
-        *reference.pair("a", a), *reference.pair("b", b), ends, out_dtype, rows, weights, expected_rows
-    )
+    return _grouped_fp8_gemm_nt(*pair("a", a), *pair("b", b), ends, out_dtype, rows, weights, expected_rows)
 
 
 def _results(q: torch.Tensor, w: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
@@ -118,14 +180,14 @@ def _check_limits(q: torch.Tensor, w: torch.Tensor) -> None:
 
 
 def check_columns(w: torch.Tensor) -> None:
-    """w [.., N, K] has no more columns of products than the kernels count, of all matrices."""
+    """Limit of the kernels: the rows of all matrices of w [.., N, K] together."""
     columns = math.prod(w.shape[:-1])
     if columns > limits.MAX_COLUMNS:
         raise ValueError(f"b[0]: the kernel takes at most {limits.MAX_COLUMNS} rows of all weights, got {columns}")
 
 
 def check_grouped_limits(q: torch.Tensor, w: torch.Tensor, rows: torch.Tensor | None) -> None:
-    """What the kernels do not take, of grouped products."""
+    """Limits of the grouped kernels."""
     if len(w) > limits.MAX_MATRICES:
         raise ValueError(f"b[0]: the kernel takes at most {limits.MAX_MATRICES} weights, got {len(w)}")
     _check_limits(q, w)
@@ -134,7 +196,7 @@ def check_grouped_limits(q: torch.Tensor, w: torch.Tensor, rows: torch.Tensor | 
 
 
 @op(
-    arguments=reference.FP8_GEMM_NT,
+    arguments=FP8_GEMM_NT,
     reference=reference.fp8_gemm_nt,
     results=_results,
     limits=_check_limits,
@@ -153,7 +215,7 @@ def _fp8_gemm_nt(
 
 
 @op(
-    arguments=reference.GROUPED_FP8_GEMM_NT,
+    arguments=GROUPED_FP8_GEMM_NT,
     reference=reference.grouped_fp8_gemm_nt,
     results=_grouped_results,
     limits=check_grouped_limits,
@@ -175,7 +237,7 @@ def _grouped_fp8_gemm_nt(
 
 
 def write_product(q: torch.Tensor, s: torch.Tensor, w: torch.Tensor, ws: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the product of q [M, K] and w [N, K], whose rows may be parts of longer ones, to out [M, N]."""
+    """Write the product of q [M, K] and w [N, K] to out [M, N]. Rows of q and w may be parts of longer rows."""
     from dsa.kernels.gemm.fp8_gemm_few_rows_config import FewRowsConfig
     from dsa.kernels.gemm.fp8_gemm_few_rows_sm90 import compile_fp8_gemm_few_rows
     from dsa.kernels.gemm.fp8_gemm_sm90 import compile_fp8_gemm
@@ -205,7 +267,7 @@ def write_grouped_product(
     weights: torch.Tensor | None = None,
     expected_rows: int | None = None,
 ) -> None:
-    """Write the products of q [M, K], or of its rows `rows`, with w [E, N, K], times weights [M], to out [M, N]."""
+    """Write the products of q [M, K], or of the rows `rows` of q, with w [E, N, K], times weights [M], to out."""
     from dsa.kernels.gemm.fp8_gemm_few_rows_sm90 import compile_grouped_fp8_gemm_few_rows
     from dsa.kernels.gemm.fp8_gemm_sm90 import compile_grouped_fp8_gemm
 
@@ -222,33 +284,32 @@ def write_grouped_product(
         launch(*a, *b, out, ends.contiguous(), sms)
         return
     q, s, rows = gathered_rows(q, s, rows, expected)
-    drawn = rows is None and draws(expected, matrices)
+    is_dynamic = rows is None and schedules_dynamically(expected, matrices)
     gathered, weighted = rows is not None, weights is not None
-    config = _choose_grouped_config(expected, columns, channels, matrices, sms, gathered, drawn)
-    launch = compile_grouped_fp8_gemm(dtype, config, gathered, weighted, drawn)
-    counter = tile_counter(q, drawn)
+    config = _choose_grouped_config(expected, columns, channels, matrices, sms, gathered, is_dynamic)
+    launch = compile_grouped_fp8_gemm(dtype, config, gathered, weighted, is_dynamic)
+    counter = tile_counter(q, is_dynamic)
     b = w.view(-1, channels), aligned_scales(ws).permute(1, 2, 0)
     of_rows = weights.contiguous() if weighted else None
     launch(aligned_rows(q), aligned_scales(s), rows, *b, ends.contiguous(), out, of_rows, None, counter, sms)
 
 
 def rows_to_choose_for(count: int, expected_rows: int | None) -> int:
-    """Of `count` rows, those for which kernels and work tiles are chosen. All of them take any number of rows."""
+    """Return the number of rows to choose kernel and work tiles for. All of them take any number of rows."""
     return count if expected_rows is None else max(expected_rows, 1)
 
 
 def has_few_rows(expected: int, matrices: int, rows: torch.Tensor | None) -> bool:
-    """Whether so many rows of several matrices are so few that weights are all that is loaded; rows: what is
-    gathered."""
+    """Whether the small-M kernel of grouped products takes the call: loading the weights then takes all the time."""
     return matrices > 1 and expected <= max(FEW_ROWS, FEW_ROWS_OF_A_MATRIX * matrices) and rows is None
 
 
 def gathered_rows(
     q: torch.Tensor, s: torch.Tensor, rows: torch.Tensor | None, expected: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return (q, s, rows) as the kernel gets them.
+    """Return (q, s, rows) for the kernel.
 
-    The kernel gathers few rows faster than a copy does, and many rows slower: then q and s are copies.
+    The kernel gathers few rows faster than a copy does. Many rows are copied first, and rows is then None.
     """
     from dsa.kernels.gemm.fp8_gemm_config import GATHERED_ROWS
 
@@ -258,37 +319,37 @@ def gathered_rows(
 
 
 def copied_rows(q: torch.Tensor, s: torch.Tensor, rows: torch.Tensor | None) -> Scaled:
-    """q and s of these rows. Rows that there are not are read from others; their results are undefined."""
+    """Copy these rows of q and s. A number outside q is clamped: the result of this row is undefined."""
     if rows is None:
         return q, s
     rows = rows.clamp(0, len(q) - 1)
     return q.view(torch.uint8)[rows].view(q.dtype), s[rows]
 
 
-def draws(rows: int, matrices: int) -> bool:
-    """Whether CTAs draw their work tiles: of several matrices these take different times, if each has several."""
+def schedules_dynamically(rows: int, matrices: int) -> bool:
+    """Whether work tiles are scheduled dynamically: tiles of several matrices take different times."""
     return matrices > 1 and rows >= max(limits.DRAWN_ROWS, limits.DRAWN_ROWS_OF_A_MATRIX * matrices)
 
 
-def tile_counter(like: torch.Tensor, drawn: bool) -> torch.Tensor | None:
-    """What they draw from."""
-    return torch.zeros(1, dtype=torch.int32, device=like.device) if drawn else None
+def tile_counter(like: torch.Tensor, is_dynamic: bool) -> torch.Tensor | None:
+    """Return a zeroed counter of work tiles for dynamic scheduling, else None."""
+    return torch.zeros(1, dtype=torch.int32, device=like.device) if is_dynamic else None
 
 
 def aligned_rows(q: torch.Tensor) -> torch.Tensor:
-    """q [M, K] with its rows at multiples of 16 bytes."""
+    """Return q [M, K] with rows at multiples of 16 bytes; copies where needed."""
     aligned = rows_at_16_bytes(q)
     return q.clone(memory_format=torch.contiguous_format) if aligned is None else aligned
 
 
 def aligned_scales(x: torch.Tensor) -> torch.Tensor:
-    """x [..., G] as the kernel takes it: rows at multiples of 16 bytes, G a multiple of 4."""
+    """Return scales x [..., G] with rows at multiples of 16 bytes and G a multiple of 4; pads or copies if needed."""
     return torch.nn.functional.pad(x, (0, -x.shape[-1] % 4)) if x.shape[-1] % 4 else tma_rows(x)
 
 
 @functools.lru_cache(4096)
 def _choose_config(rows: int, columns: int, channels: int, sms: int) -> "Tile":
-    """Choose the CTA tile for a product with one matrix. Its type says which of the two kernels runs."""
+    """Choose the CTA tile for a product with one matrix. The tile's type selects one of the two kernels."""
     from dsa.kernels.gemm.fp8_gemm_choice import choose_for_one_matrix
 
     return choose_for_one_matrix(rows, columns, channels, sms)
@@ -296,12 +357,12 @@ def _choose_config(rows: int, columns: int, channels: int, sms: int) -> "Tile":
 
 @functools.lru_cache(4096)
 def _choose_grouped_config(
-    rows: int, columns: int, channels: int, matrices: int, sms: int, gathered: bool, drawn: bool
+    rows: int, columns: int, channels: int, matrices: int, sms: int, gathered: bool, is_dynamic: bool
 ) -> "Fp8GemmConfig":
     from dsa.kernels.gemm import fp8_gemm_config as configs
 
     sizes = rows, columns, channels, matrices, sms
-    if drawn:
+    if is_dynamic:
         return configs.choose_drawn_config(*sizes)
     return configs.choose_config(*sizes, configs.GATHERING_CONFIGS if gathered else configs.CONFIGS)
 

@@ -10,18 +10,61 @@ from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops.gemm import fp8_fp4_gemm_nt as fp4
 from dsa.ops.gemm import fp8_gemm_nt as fp8
 from dsa.ops.gemm import swiglu_cast_to_fp8 as cast
+from dsa.ops.gemm._operands import check_expected_rows, fp4_weight, pair
 from dsa.ops.gemm.fp8_fp4_gemm_nt import FP4Weights
 from dsa.ops.gemm.fp8_gemm_nt import Scaled
 from dsa.reference.gemm import grouped_fp8_gemm_swiglu as reference
-from dsa.reference.gemm.fp8_fp4_gemm_nt import fp4_weight
-from dsa.reference.gemm.fp8_gemm_nt import pair
 from dsa.runtime import backends
+from dsa.runtime.arguments import ALIGNED, F32, Arguments, Dtype, Flag, Int, Number, Tensor
+from dsa.runtime.checks import E4M3, FLOATS, INT32
 from dsa.runtime.op import op
 
 if TYPE_CHECKING:
     from dsa.kernels.gemm.fp8_gemm_config import Fp8GemmConfig
 
 __all__ = ["grouped_fp8_fp4_gemm_swiglu", "grouped_fp8_gemm_swiglu"]
+
+
+def _check_halves(name: str, weight: torch.Tensor) -> None:
+    if weight.shape[1] % (2 * GROUP):
+        raise ValueError(
+            f"{name}: must have 2 I rows, of gate and up, with I a multiple of {GROUP}, got N={weight.shape[1]}"
+        )
+
+
+def _check_packed(name: str, packed: torch.Tensor) -> None:
+    fp4.check_groups(name, packed)
+    _check_halves(name, packed)
+
+
+def _check_options(q: torch.Tensor, rows: torch.Tensor | None, limit: float | None, expected_rows: int | None) -> None:
+    cast.check_limit(limit)
+    check_expected_rows(q, rows, expected_rows)
+
+
+_OPTIONS = {
+    "ends": Tensor("E", INT32),
+    "rows": Tensor("M", INT32, optional=True),
+    "limit": Number(optional=True),
+    "use_ue8m0": Flag(),
+    "dtype": Dtype(FLOATS),
+    "expected_rows": Int(least=0, optional=True),
+}
+GROUPED_FP8_GEMM_SWIGLU = Arguments(
+    rule=_check_options,
+    first=("w", "ws"),
+    q=Tensor("A K", E4M3, name="a[0]"),
+    s=Tensor("A ceil(K/128)", F32, name="a[1]"),
+    w=Tensor("E N K", E4M3, layout=ALIGNED, name="b[0]", rule=_check_halves),
+    ws=Tensor("E ceil(N/128) ceil(K/128)", F32, name="b[1]"),
+    **_OPTIONS,
+)
+GROUPED_FP8_FP4_GEMM_SWIGLU = Arguments(
+    rule=_check_options,
+    first=("packed", "scale", "block_scale"),
+    **{**fp4.OPERANDS, "packed": Tensor("E N C", fp4.BYTES, layout=ALIGNED, name="b[0]", rule=_check_packed)},
+    **_OPTIONS,
+)
 
 
 def grouped_fp8_gemm_swiglu(
@@ -37,27 +80,27 @@ def grouped_fp8_gemm_swiglu(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`swiglu_cast_to_fp8` of the halves, gate and up, of `grouped_fp8_gemm_nt(a, b, ends, dtype, rows=rows)`.
 
-    a              (q [A, K] e4m3, s [A, ceil(K / 128)] fp32): the activations and their scales
-    b              (w [E, 2 I, K] e4m3, ws [E, 2 I / 128, ceil(K / 128)] fp32): the weights, the rows of the gate
-                   projection before those of the up projection, and their scales; I is a multiple of 128
-    ends           int32 [E], ascending from at least 0 to at most M: where the rows of each weight end; it may have
-                   none
-    rows           int32 [M]: row m of the result is of row rows[m] of a, from 0 to A - 1; None: the rows of a, M = A
+    a              (q [A, K] e4m3, s [A, ceil(K / 128)] fp32): activations and their scales
+    b              (w [E, 2 I, K] e4m3, ws [E, 2 I / 128, ceil(K / 128)] fp32): weights and their scales; the rows of
+                   the gate projection, then those of the up projection; I is a multiple of 128
+    ends           int32 [E], ascending from at least 0 to at most M: where the rows of each weight end; any weight may
+                   have no rows
+    rows           int32 [M]: row m of the result uses row rows[m] of a, from 0 to A - 1; None: the rows of a, M = A
     limit          a finite number above 0: gate is clamped to at most limit, up to -limit to limit. None: no clamp
     use_ue8m0      True: a scale is the next power of two at or above max(amax, 1e-4) / 448; False: that number itself
-    dtype          float32, bfloat16 or float16: what gate and up are rounded to, and their SwiGLU
-    expected_rows  how many rows are expected before ends[E - 1], from 0 to M, which decides nothing but how fast they
-                   are computed: the bits are the same whatever it is, and `ends` may say anything else. None: M
+    dtype          float32, bfloat16 or float16: gate, up and their SwiGLU are rounded to it
+    expected_rows  number of rows expected before ends[E - 1], from 0 to M. It changes the speed and no bit of the
+                   result, and `ends` may have another number. None: M
 
     Returns q [M, I] float8_e4m3fn and scale [M, I / 128] float32, both contiguous: the activations of the down
-    projection. A row's result depends on no other row. Rows from ends[E - 1] on belong to no
-    expert: no product is computed for them, and their q and scale are undefined (NaN in the reference).
+    projection. A row's result depends on no other row. Rows from ends[E - 1] on belong to no expert: no product is
+    computed for them, and their q and scale are undefined (NaN in the reference).
     NaN and infinity as in `swiglu_cast_to_fp8`. Not differentiable.
-    Raises TypeError or ValueError for other types, dtypes, shapes and devices, and for ends and rows as
-    `grouped_fp8_gemm_nt` does, where the reference runs. Where the kernel runs, ends that do not ascend make rows
-    undefined from ends[E - 1] on, too.
-    On Hopper: K and E as `grouped_fp8_gemm_nt` takes them; the SwiGLU within the bounds of `swiglu_cast_to_fp8`. Rows
-    that have a kernel of their own there are multiplied by that and cast by another, which is faster for so few.
+    Raises TypeError or ValueError for other types, dtypes, shapes and devices. The reference also raises ValueError for
+    ends and rows like `grouped_fp8_gemm_nt`. With the kernel, ends that do not ascend also make rows from ends[E - 1]
+    on undefined.
+    On Hopper: K and E as for `grouped_fp8_gemm_nt`; the SwiGLU within the bounds of `swiglu_cast_to_fp8`. Calls with so
+    few rows that `grouped_fp8_gemm_nt` runs the small-M kernel run this kernel and a cast, which is faster.
     CUDA-graph safe, no host synchronisation.
     Source: `Expert` of DeepSeek-V3.2's inference code, the limit from DeepSeek-V4's.
     """
@@ -76,18 +119,18 @@ def grouped_fp8_fp4_gemm_swiglu(
     dtype: torch.dtype = torch.bfloat16,
     expected_rows: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`grouped_fp8_gemm_swiglu` with FP4 weights: bit by bit that of the weights that `widen_fp4` makes of them.
+    """`grouped_fp8_gemm_swiglu` with FP4 weights: the same bits as with the weights that `widen_fp4` returns.
 
     b  (packed [E, 2 I, K / 2] int8 or uint8, scale [E, 2 I, K / 32] float8_e8m0fnu, block_scale
-       [E, 2 I / 128, ceil(K / 128)] fp32) as `grouped_fp8_fp4_gemm_nt` takes them, the rows of the gate projection
-       before those of the up projection; I is a multiple of 128, K of 32
+       [E, 2 I / 128, ceil(K / 128)] fp32) as in `grouped_fp8_fp4_gemm_nt`; the rows of the gate projection, then those
+       of the up projection; I is a multiple of 128, K a multiple of 32
 
     The other arguments and the results are those of `grouped_fp8_gemm_swiglu`.
-    Raises TypeError or ValueError as that does, and for FP4 weights as `grouped_fp8_fp4_gemm_nt` does.
-    On Hopper: packed and scale contiguous from multiples of 16 bytes on; every call copies the scales, those of the
-    weights too, unless K is a multiple of 512, and few rows have a kernel of their own if K is a multiple of 128.
+    Raises TypeError or ValueError like `grouped_fp8_gemm_swiglu`, and for FP4 weights like `grouped_fp8_fp4_gemm_nt`.
+    On Hopper: packed and scale contiguous, from a multiple of 16 bytes on. Every call copies the scales of a and b
+    unless K is a multiple of 512. Few rows run in a small-M kernel if K is a multiple of 128.
     CUDA-graph safe, no host synchronisation.
-    Source: the experts of DeepSeek-V4's checkpoints, and its inference code.
+    Source: the experts of DeepSeek-V4's checkpoints, and DeepSeek-V4's inference code.
     """
     operands = *pair("a", a), *fp4_weight("b", b)
     return _grouped_fp8_fp4_gemm_swiglu(*operands, ends, rows, limit, use_ue8m0, dtype, expected_rows)
@@ -103,7 +146,7 @@ def _fp4_results(q: torch.Tensor, packed: torch.Tensor, rows: torch.Tensor | Non
 
 
 @op(
-    arguments=reference.GROUPED_FP8_GEMM_SWIGLU,
+    arguments=GROUPED_FP8_GEMM_SWIGLU,
     reference=reference.grouped_fp8_gemm_swiglu,
     results=_results,
     limits=fp8.check_grouped_limits,
@@ -131,31 +174,33 @@ def _grouped_fp8_gemm_swiglu(
         return out, scale
     expected = fp8.rows_to_choose_for(count, expected_rows)
     if fp8.has_few_rows(expected, matrices, rows):
-        # No matrix has enough rows for the time that the cast takes to matter, and its kernel reads weights faster.
+        # Loading the weights takes all the time, which the small-M kernel does faster. The cast takes hardly any.
         gate_up = fp8._grouped_fp8_gemm_nt.launch_on(q.device, q, s, w, ws, ends, dtype, None, None, expected)
         return cast.cast_of_matrices(gate_up, ends, use_ue8m0, limit)
     q, s, rows = fp8.gathered_rows(q, s, rows, expected)
     sms = backends.num_sms(q.device)
-    drawn = rows is None and fp8.draws(expected, matrices)
-    config = _choose_config(expected, columns, channels, matrices, sms, drawn)
+    is_dynamic = rows is None and fp8.schedules_dynamically(expected, matrices)
+    config = _choose_config(expected, columns, channels, matrices, sms, is_dynamic)
     kind = dtype_name(dtype), use_ue8m0, limit is not None
-    launch = compile_fp8_gemm_swiglu(*kind, config, rows is not None, drawn)
+    launch = compile_fp8_gemm_swiglu(*kind, config, rows is not None, is_dynamic)
     a = fp8.aligned_rows(q), fp8.aligned_scales(s), rows
     b = w.view(-1, channels), fp8.aligned_scales(ws).permute(1, 2, 0)
-    launch(*a, *b, ends.contiguous(), out, scale, limit, fp8.tile_counter(q, drawn), sms)
+    launch(*a, *b, ends.contiguous(), out, scale, limit, fp8.tile_counter(q, is_dynamic), sms)
     return out, scale
 
 
 @functools.lru_cache(4096)
-def _choose_config(rows: int, columns: int, channels: int, matrices: int, sms: int, drawn: bool) -> "Fp8GemmConfig":
+def _choose_config(
+    rows: int, columns: int, channels: int, matrices: int, sms: int, is_dynamic: bool
+) -> "Fp8GemmConfig":
     from dsa.kernels.gemm.fp8_gemm_config import SWIGLU_CONFIGS, choose_config
 
-    configs = SWIGLU_CONFIGS[-1:] if drawn else SWIGLU_CONFIGS
+    configs = SWIGLU_CONFIGS[-1:] if is_dynamic else SWIGLU_CONFIGS
     return choose_config(rows, columns, channels, matrices, sms, configs)
 
 
 @op(
-    arguments=reference.GROUPED_FP8_FP4_GEMM_SWIGLU,
+    arguments=GROUPED_FP8_FP4_GEMM_SWIGLU,
     reference=reference.grouped_fp8_fp4_gemm_swiglu,
     results=_fp4_results,
     limits=fp4.check_fp4_limits,
@@ -173,7 +218,7 @@ def _grouped_fp8_fp4_gemm_swiglu(
     dtype: torch.dtype,
     expected_rows: int | None,
 ) -> Scaled:
-    # One kernel would widen 256 columns for 128 rows; two products of 128 columns for 256 rows and a cast are faster.
+    # A fused kernel widens 256 columns per 128 rows; a product with 128 columns per 256 rows and a cast are faster.
     operands = q, s, packed, scale, block_scale, ends, dtype, rows, None, expected_rows
     gate_up = fp4._grouped_fp8_fp4_gemm_nt.launch_on(q.device, *operands)
     return cast.cast_of_matrices(gate_up, ends, use_ue8m0, limit)

@@ -1,4 +1,4 @@
-"""Products of few tokens with a matrix of 16-bit numbers, with results in fp32."""
+"""Product of few tokens and a 16-bit matrix, with fp32 results."""
 
 import torch
 
@@ -6,9 +6,26 @@ from dsa.kernels.gemm.linear_fp32_limits import CHANNEL_MULTIPLE, MAX_ROWS, MAX_
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.reference.gemm import linear_fp32 as reference
+from dsa.runtime.arguments import ROWS, Arguments, Int, Number, Tensor
 from dsa.runtime.op import op
 
 __all__ = ["linear_fp32"]
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def _check_scaled(weight: torch.Tensor, scaled_from: int) -> None:
+    if scaled_from > weight.shape[0]:
+        raise ValueError(f"scaled_from: must be from 0 to the {weight.shape[0]} rows of weight, got {scaled_from}")
+
+
+LINEAR_FP32 = Arguments(
+    rule=_check_scaled,
+    x=Tensor("T I", HALVES, layout=ROWS),
+    weight=Tensor("O I", HALVES, like="x", layout=ROWS),
+    scale=Number(),
+    scaled_from=Int(least=0),
+)
 
 
 def linear_fp32(x: torch.Tensor, weight: torch.Tensor, scale: float = 1.0, *, scaled_from: int = 0) -> torch.Tensor:
@@ -16,15 +33,15 @@ def linear_fp32(x: torch.Tensor, weight: torch.Tensor, scale: float = 1.0, *, sc
 
     x            [T, I] bf16 or fp16
     weight       W [O, I] of x's dtype
-    scale        multiplies the sums: a finite number
-    scaled_from  the first row of W whose sums it multiplies, for matrices of several layers one behind the other
+    scale        a finite number that multiplies the sums
+    scaled_from  first row of W whose sums `scale` multiplies, for the matrices of several layers in one W
 
-    Returns y fp32 [T, O], contiguous. Differentiable in x and weight: where gradients are asked for, the formula runs
-    in PyTorch. Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
+    Returns y fp32 [T, O], contiguous. Differentiable in x and weight: if a gradient is needed, the formula runs in
+    PyTorch. Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
     On Hopper: one kernel, T up to 64, O up to 2^20 - 16, I a multiple of 32, rows of x and weight at multiples of 16
-    bytes. W is read once for every 32 tokens: it is for few of them, and from about T O = 50000 results on
-    `torch.mm(x, weight.T, out_dtype=torch.float32)` is likely to be faster. Sums are in the tensor cores and in an
-    order of their own, which depends on I alone: a row of y has the same bits whatever T, and a column whatever O.
+    bytes. The kernel reads W once per 32 tokens and is meant for few tokens: from about T O = 50000 results on,
+    `torch.mm(x, weight.T, out_dtype=torch.float32)` is likely to be faster. The tensor cores sum in an order that
+    depends on I alone: a row of y has the same bits for any T, a column of y for any O.
     Deterministic. CUDA-graph safe.
     """
     return _linear_fp32(x, weight, scale, scaled_from)
@@ -44,7 +61,7 @@ def _check_limits(x: torch.Tensor, weight: torch.Tensor) -> None:
 
 
 @op(
-    arguments=reference.LINEAR_FP32,
+    arguments=LINEAR_FP32,
     reference=reference.linear_fp32,
     results=_results,
     limits=_check_limits,

@@ -1,4 +1,4 @@
-"""FP8 cast with one scale per token and 128 channels, optionally behind the Hadamard transform."""
+"""FP8 cast with one scale per token and 128 channels, optionally after the Hadamard transform."""
 
 import torch
 
@@ -6,9 +6,27 @@ from dsa.kernels.gemm.limits import GROUP
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name, with_dims
 from dsa.reference.gemm import fp8_cast as reference
+from dsa.runtime.arguments import ROWS, Arguments, Flag, Int, Tensor
+from dsa.runtime.checks import FLOATS
 from dsa.runtime.op import op
 
 __all__ = ["per_token_cast_to_fp8"]
+
+
+def _check_groups(x: torch.Tensor, gran_k: int, hadamard: bool) -> None:
+    if x.shape[-1] % gran_k:
+        raise ValueError(f"x: the last dimension must be a multiple of gran_k={gran_k}, got {x.shape[-1]}")
+    if hadamard and gran_k & (gran_k - 1):
+        raise ValueError(f"gran_k: must be a power of two with hadamard, got {gran_k}")
+
+
+PER_TOKEN_CAST_TO_FP8 = Arguments(
+    rule=_check_groups,
+    x=Tensor("... K", FLOATS, layout=ROWS, merged=(0, -1)),
+    use_ue8m0=Flag(),
+    gran_k=Int(),
+    hadamard=Flag(),
+)
 
 
 def per_token_cast_to_fp8(
@@ -19,17 +37,17 @@ def per_token_cast_to_fp8(
     x          [..., K] bf16, fp16 or fp32, K a multiple of gran_k
     use_ue8m0  True: scale is the next power of two at or above max(amax(|x|), 1e-4) / 448; False: that number itself
     gran_k     channels per scale
-    hadamard   True: x is first replaced, in each group of gran_k channels, by H x / sqrt(gran_k), rounded to x's dtype
-               (H the Sylvester matrix), as the lightning indexer does before it quantises its queries and keys
+    hadamard   True: first replace each group of gran_k channels by H x / sqrt(gran_k), rounded to x's dtype (H the
+               Sylvester matrix), as the lightning indexer does for queries and keys
 
     Returns q [..., K] float8_e4m3fn and scale [..., K / gran_k] float32, both contiguous; x ~ q * scale (the scale
     multiplies). NaN in a group makes its scale and values NaN; infinity makes the scale infinite. Not differentiable.
     Empty x gives empty results. Raises ValueError or TypeError for any other dtype, K, stride, gran_k or flag.
-    The bytes are those of DeepGEMM's function on the same device, except in groups with NaN or infinity. PyTorch
-    divides by 448 on a CPU and multiplies by 1 / 448 on a GPU, so that without ue8m0 a scale's last bit may differ
-    between the two devices.
-    On Hopper: one kernel, gran_k 128, any number of tokens, contiguous channels, rows with one stride, any multiple of
-    16 bytes; exactly the reference's bits on that GPU. CUDA-graph safe, no host synchronisation.
+    The bytes equal those of DeepGEMM's function on the same device, except in groups with NaN or infinity. PyTorch
+    divides by 448 on a CPU and multiplies by 1 / 448 on a GPU: without ue8m0 a scale's last bit may differ between the
+    two.
+    On Hopper: one kernel, gran_k 128, any number of tokens, contiguous channels, rows with one stride that is a
+    multiple of 16 bytes; the same bits as the reference on this GPU. CUDA-graph safe, no host synchronisation.
     Source: DeepGEMM's function of this name and `act_quant` / `rotate_activation` of DeepSeek-V3.2's inference code.
     """
     return _per_token_cast_to_fp8(x, use_ue8m0, gran_k, hadamard)
@@ -46,7 +64,7 @@ def _check_limits(x: torch.Tensor, gran_k: int) -> None:
 
 
 @op(
-    arguments=reference.PER_TOKEN_CAST_TO_FP8,
+    arguments=PER_TOKEN_CAST_TO_FP8,
     reference=reference.per_token_cast_to_fp8,
     results=_results,
     limits=_check_limits,

@@ -1,4 +1,4 @@
-"""Heads rotated and cast to FP8, by groups of heads, for the product behind attention."""
+"""Rotation of heads and FP8 cast by groups of heads, for the product after attention."""
 
 import torch
 
@@ -6,32 +6,53 @@ from dsa.kernels.gemm.limits import GROUP
 from dsa.kernels.gemm.rotary_cast_limits import ROTARY_MULTIPLE
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
+from dsa.ops.elementwise.rotary import check_rotated
 from dsa.reference.gemm import rotary_cast_to_fp8 as reference
+from dsa.runtime.arguments import F32, ROWS, Arguments, Flag, Int, Tensor
+from dsa.runtime.checks import FLOATS
 from dsa.runtime.op import op
 
 __all__ = ["rotary_cast_to_fp8"]
 
 
+def _check_heads(x: torch.Tensor, cos: torch.Tensor, groups: int) -> None:
+    if x.shape[2] % GROUP:
+        raise ValueError(f"x: the last dimension must be a multiple of {GROUP}, got shape {list(x.shape)}")
+    if x.shape[1] % groups:
+        raise ValueError(f"groups: must divide the {x.shape[1]} heads of x, got {groups}")
+    check_rotated("x", x, cos)
+
+
+ROTARY_CAST_TO_FP8 = Arguments(
+    rule=_check_heads,
+    x=Tensor("T H d", FLOATS, layout=ROWS),
+    cos=Tensor("T R/2", F32, layout=ROWS),
+    sin=Tensor("T R/2", F32, layout=ROWS),
+    groups=Int(),
+    use_ue8m0=Flag(),
+)
+
+
 def rotary_cast_to_fp8(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, groups: int, use_ue8m0: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """y[g * T + t] = FP8 of R(t) x[t, h], h of group g: what a grouped product reads of attention's results.
+    """y[g * T + t] = FP8 of R(t) x[t, h] for the heads h of group g: attention's result as input of a grouped product.
 
     R(t) rotates the last R channels of each head, pairs of neighbours (a, b) -> (a cos - b sin, a sin + b cos) in fp32,
-    rounded to x's dtype. Then each 128 channels get a scale as by `per_token_cast_to_fp8`. A group's rows lie together,
-    T of them, each with the channels of its heads: the activations of `grouped_fp8_gemm_nt` with ends T, 2 T, up to
-    groups * T.
+    rounded to x's dtype. Then each 128 channels get a scale as in `per_token_cast_to_fp8`. The T rows of a group are
+    adjacent, each with the channels of the group's heads: the activations of `grouped_fp8_gemm_nt` with ends T, 2 T, up
+    to groups * T.
 
     x          [T, H, d] bf16, fp16 or fp32, d a multiple of 128
-    cos, sin   [T, R / 2] fp32, R at most d: of the tokens' positions. With -sin in place of sin heads are rotated back
-    groups     of as many neighbouring heads each; divides H
+    cos, sin   [T, R / 2] fp32, R at most d, of the tokens' positions. -sin instead of sin rotates heads back
+    groups     number of groups of H / groups neighbouring heads; divides H
     use_ue8m0  True: a scale is the next power of two at or above max(amax, 1e-4) / 448; False: that number itself
 
     Returns q [groups * T, H / groups * d] float8_e4m3fn and scale [groups * T, H / groups * d / 128] fp32, contiguous.
     Not differentiable. Without tokens the results are empty. Raises TypeError or ValueError for other types, dtypes,
     shapes, strides and devices.
     On Hopper: one kernel, R a multiple of 8, contiguous channels, rows of x, cos and sin at multiples of 16 bytes; the
-    bits are those of `apply_rotary` and of the cast one after the other. CUDA-graph safe, no host synchronisation.
+    same bits as `apply_rotary` and then the cast. CUDA-graph safe, no host synchronisation.
     Source: `Attention` of DeepSeek-V4's inference code, between attention and wo_a.
     """
     return _rotary_cast_to_fp8(x, cos, sin, groups, use_ue8m0)
@@ -52,7 +73,7 @@ def _check_limits(cos: torch.Tensor) -> None:
 
 
 @op(
-    arguments=reference.ROTARY_CAST_TO_FP8,
+    arguments=ROTARY_CAST_TO_FP8,
     reference=reference.rotary_cast_to_fp8,
     results=_results,
     limits=_check_limits,

@@ -1,4 +1,4 @@
-"""FP8 cast of tokens to the rows of the experts that they go to: no copy of the cast values by expert."""
+"""FP8 cast of tokens straight to the rows of their experts, without a copy of the cast values by expert."""
 
 import torch
 
@@ -6,26 +6,40 @@ from dsa.kernels.gemm.limits import GROUP
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.reference.gemm import scatter_cast_to_fp8 as reference
+from dsa.runtime.arguments import ROWS, Arguments, Flag, Tensor
+from dsa.runtime.checks import FLOATS, INT32
 from dsa.runtime.op import op
 
 __all__ = ["scatter_cast_to_fp8"]
 
 
+def _check_channels(name: str, x: torch.Tensor) -> None:
+    if x.shape[1] % GROUP:
+        raise ValueError(f"{name}: K must be a multiple of {GROUP}, got shape {list(x.shape)}")
+
+
+SCATTER_CAST_TO_FP8 = Arguments(
+    x=Tensor("T K", FLOATS, layout=ROWS, rule=_check_channels),
+    places=Tensor("T k", INT32),
+    use_ue8m0=Flag(),
+)
+
+
 def scatter_cast_to_fp8(
     x: torch.Tensor, places: torch.Tensor, use_ue8m0: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`per_token_cast_to_fp8(x, use_ue8m0)`, each token cast once and stored k times: where its experts' rows are.
+    """`per_token_cast_to_fp8(x, use_ue8m0)`; each token is cast once and stored k times, for its experts.
 
     x          [T, K] bf16, fp16 or fp32, K a multiple of 128
-    places     int32 [T, k]: token t goes to the rows places[t, 0] to places[t, k - 1] of the results; a number outside
-               [0, T * k) is none. `sort_by_expert` gives them, as its `rows`
+    places     int32 [T, k]: token t goes to the rows places[t, 0] to places[t, k - 1] of the results; numbers outside
+               [0, T * k) are ignored. The `rows` of `sort_by_expert` are such places
     use_ue8m0  True: a scale is the next power of two at or above max(amax(|x|), 1e-4) / 448; False: that number itself
 
     Returns q [T * k, K] float8_e4m3fn and scale [T * k, K / 128] float32, both contiguous: the activations of
-    `grouped_fp8_gemm_swiglu`. What a kernel returns in rows that no token goes to is undefined, and of several tokens
-    for a row one is stored. Not differentiable. Without tokens or channels the results are empty.
+    `grouped_fp8_gemm_swiglu`. A kernel leaves rows without a token undefined. If several tokens go to one row, one of
+    them is stored. Not differentiable. Without tokens or channels the results are empty.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
-    On Hopper: one kernel, contiguous channels, rows at multiples of 16 bytes; exactly the cast's bits on that GPU.
+    On Hopper: one kernel, contiguous channels, rows at multiples of 16 bytes; the same bits as the cast on this GPU.
     CUDA-graph safe, no host synchronisation.
     """
     return _scatter_cast_to_fp8(x, places, use_ue8m0)
@@ -38,7 +52,7 @@ def _results(x: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 @op(
-    arguments=reference.SCATTER_CAST_TO_FP8,
+    arguments=SCATTER_CAST_TO_FP8,
     reference=reference.scatter_cast_to_fp8,
     results=_results,
 )

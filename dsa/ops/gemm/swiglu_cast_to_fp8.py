@@ -1,4 +1,4 @@
-"""SwiGLU whose result is cast to FP8 for the projection behind it."""
+"""SwiGLU and the FP8 cast of the result, for the down projection."""
 
 import torch
 
@@ -7,9 +7,26 @@ from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name, with_dims
 from dsa.reference.gemm import swiglu_cast_to_fp8 as reference
 from dsa.runtime import backends
+from dsa.runtime.arguments import ROWS, Arguments, Flag, Number, Tensor
+from dsa.runtime.checks import FLOATS
 from dsa.runtime.op import op
 
 __all__ = ["swiglu_cast_to_fp8"]
+
+
+def check_limit(limit: float | None) -> None:
+    """Rule of SwiGLU's clamp."""
+    if limit is not None and limit <= 0:
+        raise ValueError(f"limit: must be positive or None, got {limit}")
+
+
+SWIGLU_CAST_TO_FP8 = Arguments(
+    rule=check_limit,
+    gate=Tensor("... I", FLOATS, layout=ROWS, merged=(0, -1)),
+    up=Tensor("... I", FLOATS, like="gate", layout=ROWS, merged=(0, -1)),
+    use_ue8m0=Flag(),
+    limit=Number(optional=True),
+)
 
 
 def swiglu_cast_to_fp8(
@@ -17,7 +34,7 @@ def swiglu_cast_to_fp8(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q = round_to_e4m3(h * (1 / scale)) of h = silu(gate) * up: `per_token_cast_to_fp8(h, use_ue8m0)` in one pass.
 
-    gate, up   [..., I] bf16, fp16 or fp32, both of one dtype; they may be the halves of a [..., 2 I] tensor
+    gate, up   [..., I] bf16, fp16 or fp32, of the same dtype; they may be the halves of a [..., 2 I] tensor
     use_ue8m0  True: scale is the next power of two at or above max(amax(|h|), 1e-4) / 448; False: that number itself
     limit      a finite number above 0: gate is first clamped to at most limit, up to -limit to limit. None: no clamp
 
@@ -27,8 +44,8 @@ def swiglu_cast_to_fp8(
     silu(-inf) is NaN. Not differentiable. Without rows or channels the results are empty.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides, devices and limits.
     On Hopper: one kernel, I a multiple of 8, contiguous channels and rows at multiples of 16 bytes (the dimensions
-    before the last mergeable into one). Before h is rounded, its fp32 value is within 2^-20 of the exact one, or
-    within 1e-36 * max(|up|, 1); of the rounded h, q and scale are exactly the cast's bits on that GPU. CUDA-graph safe,
+    before the last mergeable into one). The fp32 value of h is within 2^-20 of the exact one, or within
+    1e-36 * max(|up|, 1). After h is rounded, q and scale have the same bits as the cast on this GPU. CUDA-graph safe,
     no host synchronisation.
     Source: `Expert` and `act_quant` of DeepSeek-V3.2's inference code, the limit from DeepSeek-V4's.
     """
@@ -47,7 +64,7 @@ def _check_limits(gate: torch.Tensor) -> None:
 
 
 @op(
-    arguments=reference.SWIGLU_CAST_TO_FP8,
+    arguments=SWIGLU_CAST_TO_FP8,
     reference=reference.swiglu_cast_to_fp8,
     results=_results,
     limits=_check_limits,
@@ -72,7 +89,7 @@ def cast_of_matrices(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cast the halves of a grouped product [M, 2 I], I a multiple of 128.
 
-    Rows from ends[E - 1] on belong to no expert. They are skipped where the cast takes more than one wave of CTAs.
+    Rows from ends[E - 1] on belong to no expert. The cast skips them if it takes more than one wave of CTAs.
     """
     from dsa.kernels.gemm import swiglu_cast_sm90 as kernel
 

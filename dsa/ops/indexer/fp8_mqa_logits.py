@@ -6,11 +6,31 @@ from dsa.kernels.indexer.limits import HEAD_DIMS, HEADS, MAX_COLS
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.reference.indexer import fp8_mqa_logits as reference
 from dsa.runtime import backends
+from dsa.runtime.arguments import ALIGNED, F32, INNER, ROWS, Arguments, Dtype, Flag, Int, Tensor
+from dsa.runtime.checks import E4M3, FLOATS, INT32, check_memory, check_pair
 from dsa.runtime.op import op
 
 __all__ = ["fp8_mqa_logits", "mqa_logits"]
 
-mqa_logits = reference.mqa_logits  # unquantised: for parity and research, in PyTorch by design
+LOGITS_DTYPES = (torch.float32, torch.bfloat16)
+ACCUMULATORS = (torch.float32, torch.float16)
+
+_PER_QUERY = {
+    "weights": Tensor("S H", F32, layout=INNER),
+    "cu_seq_len_k_start": Tensor("S", INT32, layout=INNER),
+    "cu_seq_len_k_end": Tensor("S", INT32, layout=INNER),
+}
+FP8_MQA_LOGITS = Arguments(
+    q=Tensor("S H D", E4M3, layout=ALIGNED),
+    k=Tensor("Skv D", E4M3, layout=ROWS, name="kv[0]"),
+    k_scale=Tensor("Skv", F32, layout=INNER, name="kv[1]"),
+    **_PER_QUERY,
+    clean_logits=Flag(),
+    max_seqlen_k=Int(least=0),
+    logits_dtype=Dtype(LOGITS_DTYPES),
+    accumulators=Dtype(ACCUMULATORS),
+)
+MQA_LOGITS = Arguments(q=Tensor("S H D", FLOATS), k=Tensor("Skv D", FLOATS), **_PER_QUERY)
 
 
 def fp8_mqa_logits(
@@ -26,23 +46,23 @@ def fp8_mqa_logits(
 ) -> torch.Tensor:
     """I[t, s] = k_scale[s] * sum_h weights[t, h] * relu(q[t, h] . k[s]) for ks[t] <= s < ke[t].
 
-    q                   [S, H, D] float8_e4m3fn, contiguous; its scale belongs in `weights`
+    q                   [S, H, D] float8_e4m3fn, contiguous; multiply its scale into `weights`
     kv                  (k [Skv, D] float8_e4m3fn, k_scale [Skv] fp32)
     weights             [S, H] fp32, any row stride, may be negative
     cu_seq_len_k_start  [S] int32, ks: the first key that query t sees
-    cu_seq_len_k_end    [S] int32, ke: one past the last. With ke <= ks query t sees no key; both are clipped to
-                        [0, Skv]. The ranges of the queries may lie in any order, apart or overlapping
+    cu_seq_len_k_end    [S] int32, ke: one past the last key. If ke <= ks, query t sees no key. Both are clipped to
+                        [0, Skv]. Ranges may overlap, and may come in any order
     clean_logits        True: positions outside [ks, ke) are -inf. False: they are unspecified
-    max_seqlen_k        0: the result is [S, Skv]. Above 0 it is [S, max_seqlen_k], and column j stands for key
-                        ks[t] + j; keys that do not fit are left out
+    max_seqlen_k        0: the result is [S, Skv]. Above 0: it is [S, max_seqlen_k], column j is key ks[t] + j, and keys
+                        that do not fit are left out
     logits_dtype        torch.float32 or torch.bfloat16: the sum is fp32, rounded once
-    accumulators        torch.float32, or torch.float16, for speed on Hopper: the products q . k and sums over 8
-                        heads are fp16 then, scaled so that none overflows with weights below 2^113, and scores are
-                        off by about 5e-4 of their root mean square. A key whose products are all negative, by more
-                        than they are off, scores exactly 0
+    accumulators        torch.float32, or torch.float16 for speed on Hopper: then the products q . k and sums over 8
+                        heads are fp16, scaled so that none overflows if weights are below 2^113. Scores are off by
+                        about 5e-4 of their root mean square. A key scores exactly 0 if all its products are negative by
+                        more than their error
 
     Returns a view of a buffer whose rows start at multiples of 1024 bytes. NaN in a key reaches only that key's column.
-    Without queries the result is empty, without keys it is empty or -inf. Raises TypeError or ValueError for other
+    Without queries the result is empty; without keys it is empty or -inf. Raises TypeError or ValueError for other
     types, dtypes and shapes.
     On Hopper: H in {8, 16, 32, 64}, D in {32, 64, 128}; rows of k 16-byte aligned; less than 2^30 keys and columns.
     Deterministic, CUDA-graph safe with new ranges, no host synchronisation. Not differentiable.
@@ -50,7 +70,38 @@ def fp8_mqa_logits(
     """
     ranges = (cu_seq_len_k_start, cu_seq_len_k_end)
     options = clean_logits, max_seqlen_k, logits_dtype, accumulators
-    return _fp8_mqa_logits(q, *reference.pair(kv), weights, *ranges, *options)
+    return _fp8_mqa_logits(q, *pair(kv), weights, *ranges, *options)
+
+
+def pair(kv: object) -> tuple:
+    """Return the keys and their scales."""
+    return check_pair("kv", kv, "(e4m3 keys, fp32 scales)")
+
+
+def mqa_logits(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    weights: torch.Tensor,
+    cu_seq_len_k_start: torch.Tensor,
+    cu_seq_len_k_end: torch.Tensor,
+) -> torch.Tensor:
+    """I[t, s] = sum_h weights[t, h] * relu(q[t, h] . k[s]) for ks[t] <= s < ke[t], -inf elsewhere.
+
+    `fp8_mqa_logits` without quantisation, for parity and research. It runs in PyTorch on every device.
+
+    q                   [S, H, D] fp32, bf16 or fp16
+    k                   [Skv, D] fp32, bf16 or fp16
+    weights             [S, H] fp32, may be negative
+    cu_seq_len_k_start  [S] int32, ks: the first key that query t sees
+    cu_seq_len_k_end    [S] int32, ke: one past the last key. If ke <= ks, query t sees no key. Both are clipped to
+                        [0, Skv]
+
+    Returns [S, Skv] fp32, differentiable in q, k and weights. Raises TypeError or ValueError for other types, dtypes
+    and shapes. Source: DeepSeek-V3.2 (arXiv 2512.02556), equation 1.
+    """
+    MQA_LOGITS.check(q, k, weights, cu_seq_len_k_start, cu_seq_len_k_end)
+    check_memory("q", q)
+    return reference.mqa_logits(q, k, weights, cu_seq_len_k_start, cu_seq_len_k_end)
 
 
 def _results(q: torch.Tensor, k: torch.Tensor, max_seqlen_k: int, logits_dtype: torch.dtype) -> torch.Tensor:
@@ -71,7 +122,7 @@ def _check_limits(q: torch.Tensor, k: torch.Tensor, max_seqlen_k: int) -> None:
 
 
 @op(
-    arguments=reference.FP8_MQA_LOGITS,
+    arguments=FP8_MQA_LOGITS,
     reference=reference.fp8_mqa_logits,
     results=_results,
     limits=_check_limits,
@@ -95,13 +146,13 @@ def _fp8_mqa_logits(
     keys = k.shape[0]
     if queries == 0 or keys == 0:
         return out.fill_(-torch.inf)
-    if keys == 1:  # a single row's stride means nothing, and may be any number
+    if keys == 1:  # torch allows any stride for a single row
         k = k.as_strided(k.shape, (dim, 1))
     sms = backends.num_sms(q.device)
     half = accumulators == torch.float16
     config = kernel.choose_config(heads, dim, half)
     chunk, work_tiles = kernel.choose_chunk(queries, keys, config.columns // heads, sms)
-    # Without max_seqlen_k, whole tiles of keys are written, past the last key into the buffer's padding.
+    # Without max_seqlen_k the kernel writes whole tiles of keys: the last one ends in the buffer's padding.
     columns = max_seqlen_k or -(-keys // 64) * 64
     whole = out.as_strided((queries, columns), out.stride())
     flat = q.view(queries * heads, dim)

@@ -1,33 +1,75 @@
-"""Scores of the lightning indexer over a paged key cache, and the plan that spreads them over the multiprocessors."""
+"""Scores of the lightning indexer over a paged key cache, and the plan that divides them among SMs."""
 
 import torch
 
 from dsa.kernels.indexer.limits import HEAD_DIMS, HEADS, MAX_COLS, NEXT_N, PAGE_SIZES, SCHEDULE_SPLIT
 from dsa.ops._kernel_arguments import check_page_size, dtype_name, pages_as_rows
+from dsa.ops.cache._specs import BYTES, check_index_cache
+from dsa.ops.indexer.fp8_mqa_logits import ACCUMULATORS, LOGITS_DTYPES
 from dsa.reference.indexer import fp8_paged_mqa_logits as reference
 from dsa.reference.indexer.fp8_mqa_logits import row_stride
 from dsa.runtime import backends
-from dsa.runtime.arguments import INNER, check_layout
+from dsa.runtime.arguments import (
+    ALIGNED,
+    CONTIGUOUS,
+    F32,
+    INNER,
+    PAGES,
+    Arguments,
+    Dtype,
+    Flag,
+    Int,
+    Tensor,
+    check_layout,
+)
+from dsa.runtime.checks import E4M3, INT32
 from dsa.runtime.op import op
 
 __all__ = ["fp8_paged_mqa_logits", "get_paged_mqa_logits_metadata"]
 
 
+def _check_page_divides_split(block_kv: int) -> None:
+    if SCHEDULE_SPLIT % block_kv:
+        raise ValueError(f"block_kv: must be a divisor of {SCHEDULE_SPLIT}, got {block_kv}")
+
+
+def _check_plan(name: str, plan: torch.Tensor) -> None:
+    if plan.shape[0] < 2:
+        raise ValueError(f"{name}: must have at least 2 rows, got shape {list(plan.shape)}")
+
+
+GET_PAGED_MQA_LOGITS_METADATA = Arguments(
+    rule=_check_page_divides_split, context_lens=Tensor("B | B next_n", INT32), block_kv=Int(), num_sms=Int()
+)
+FP8_PAGED_MQA_LOGITS = Arguments(
+    q=Tensor("B next_n H D", E4M3, layout=ALIGNED),
+    kv_cache=Tensor("pages P 1 D+4", BYTES, rule=check_index_cache, layout=PAGES),
+    weights=Tensor("B*next_n H", F32, layout=INNER),
+    context_lens=Tensor("B | B next_n", INT32),
+    block_table=Tensor("B max_pages", INT32, layout=INNER),
+    schedule_meta=Tensor("SMs+1 2", INT32, optional=True, layout=CONTIGUOUS, rule=_check_plan),
+    max_context_len=Int(),
+    clean_logits=Flag(),
+    logits_dtype=Dtype(LOGITS_DTYPES),
+    accumulators=Dtype(ACCUMULATORS),
+)
+
+
 def get_paged_mqa_logits_metadata(context_lens: torch.Tensor, block_kv: int, num_sms: int) -> torch.Tensor:
-    """The plan of `fp8_paged_mqa_logits`: SM i works from boundary i up to, not including, boundary i + 1.
+    """The plan of `fp8_paged_mqa_logits`: SM i works from boundary i to boundary i + 1, which it excludes.
 
-    context_lens  [B] or [B, next_n] int32, keys per sequence or per query; a sequence is as long as its longest query
+    context_lens  [B] or [B, next_n] int32, keys per sequence or per query. A sequence is as long as its longest query
     block_kv      page size, a divisor of 256
-    num_sms       how many SMs share the work; `dsa.num_sms(device)` is how many the GPU has
+    num_sms       how many SMs share the work; `dsa.num_sms(device)` is the GPU's number
 
-    Returns [num_sms + 1, 2] int32. The work is cut into splits of 256 keys: those of sequence 0, then of sequence 1 and
-    so on, ceil(length / 256) for each and none for an empty sequence. Row i is (sequence, split), the first split of
-    SM i. Every SM gets total // num_sms splits, and the last total % num_sms SMs get one more. The last row is (B, 0);
-    without any work all rows are. All queries of a sequence share its splits. A sequence counts for at most
-    (2^31 - 1) // B splits, so that their total is an int32.
+    Returns [num_sms + 1, 2] int32. The work is divided into splits of 256 keys: those of sequence 0 come first, then
+    those of sequence 1, and so on. A sequence has ceil(length / 256) splits, and its queries share them. Row i is
+    (sequence, split), the first split of SM i. Every SM gets total // num_sms splits, and the last total % num_sms SMs
+    get one more. The last row is (B, 0); without work all rows are. A sequence counts for at most (2^31 - 1) // B
+    splits, so that their total is an int32.
     Raises TypeError or ValueError for other types, dtypes and shapes.
-    On Hopper: one kernel, no host synchronisation. Captured in a CUDA graph with the scores, it plans anew at every
-    replay. Source: DeepGEMM's function of this name, whose plan for next_n <= 2 this is.
+    On Hopper: one kernel, no host synchronisation. In a CUDA graph with the scores it plans again at every replay.
+    Source: DeepGEMM's function of this name; this is its plan for next_n <= 2.
     """
     return _get_paged_mqa_logits_metadata(context_lens, block_kv, num_sms)
 
@@ -46,32 +88,33 @@ def fp8_paged_mqa_logits(
 ) -> torch.Tensor:
     """I[b * next_n + i, s] = k_scale[b, s] * sum_h weights[b * next_n + i, h] * relu(q[b, i, h] . k[b, s]).
 
-    q                [B, next_n, H, D] float8_e4m3fn, contiguous; its scale belongs in `weights`
+    q                [B, next_n, H, D] float8_e4m3fn, contiguous; multiply its scale into `weights`
     kv_cache         [pages, P, 1, D + 4] uint8: P x D e4m3 and then P fp32 scales per page (`write_indexer_cache`);
-                     pages may lie any multiple of 16 bytes apart, and the cache may exceed 2^31 bytes
+                     pages any multiple of 16 bytes apart. The cache may exceed 2^31 bytes
     weights          [B * next_n, H] fp32, any row stride, may be negative
-    context_lens     [B] int32: row i sees the first context_lens[b] - next_n + i + 1 keys, so that the last row sees
-                     all of them; or [B, next_n] int32: row i sees the first context_lens[b, i] keys. May be 0
+    context_lens     [B] int32: row i sees the first context_lens[b] - next_n + i + 1 keys, so the last row sees all of
+                     them; or [B, next_n] int32: row i sees the first context_lens[b, i] keys. May be 0
     block_table      [B, max_pages] int32: key s is at offset s % P of page block_table[b, s // P]. Entries past a
-                     row's keys mean nothing; a page outside the cache is not read
+                     row's keys are ignored; a page outside the cache is not read
     schedule_meta    [SMs + 1, 2] int32, contiguous, from `get_paged_mqa_logits_metadata` for these lengths; or None:
-                     the op plans itself. The scores do not depend on the number of SMs. A plan for other lengths, or
-                     numbers that are no plan, may leave scores unwritten, but nothing outside the result is written
-    max_context_len  columns of the result; keys beyond them are left out
+                     the op makes the plan. The scores do not depend on the number of SMs. With a plan for
+                     other lengths, or with arbitrary numbers, scores may stay unwritten, but the op writes nothing
+                     outside the result
+    max_context_len  columns of the result; keys past them are left out
     clean_logits     True: columns past a row's keys are -inf. False: they are unspecified
     logits_dtype     torch.float32 or torch.bfloat16: the sum is fp32, rounded once
-    accumulators     torch.float32, or torch.float16, for speed on Hopper where next_n H > 128: the products q . k and
-                     sums over 8 heads are fp16 then, scaled so that none overflows with weights below 2^113, and scores
-                     are off by about 5e-4 of their root mean square. A key whose products are all negative, by more
-                     than they are off, scores exactly 0. Elsewhere the scores are those of torch.float32, which take no
-                     longer
+    accumulators     torch.float32, or torch.float16 for speed on Hopper if next_n H > 128: then the products q . k and
+                     sums over 8 heads are fp16, scaled so that none overflows if weights are below 2^113. Scores are
+                     off by about 5e-4 of their root mean square. A key scores exactly 0 if all its products are
+                     negative by more than their error. With next_n H <= 128, torch.float16 gives the scores of
+                     torch.float32, which is as fast
 
     Returns [B * next_n, max_context_len], a view of a buffer whose rows start at multiples of 1024 bytes. A key whose
-    page is not in the table or not in the cache gives -inf. NaN in a key reaches only that key's column.
+    page is outside the table or the cache gives -inf. NaN in a key reaches only that key's column.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
     On Hopper: H in {8, 16, 32, 64}, D in {32, 64, 128}, next_n in {1, 2, 3, 4}, P in {32, 64}, less than 2^30 columns.
-    Deterministic, and a sequence's scores do not depend on its batch. CUDA-graph safe with new lengths if the plan is
-    made in the graph, no host synchronisation. Not differentiable.
+    Deterministic; a sequence's scores do not depend on the batch. CUDA-graph safe with new lengths if the plan is made
+    in the graph, no host synchronisation. Not differentiable.
     Source: DeepGEMM's function of this name.
     """
     return _fp8_paged_mqa_logits(
@@ -81,7 +124,7 @@ def fp8_paged_mqa_logits(
 
 
 def _check_lengths(context_lens: torch.Tensor) -> None:
-    """They are a vector, of any stride, or a matrix whose rows are contiguous."""
+    """Lengths are a vector of any stride, or a matrix of contiguous rows."""
     if context_lens.dim() == 2:
         check_layout("context_lens", context_lens, INNER)
 
@@ -91,7 +134,7 @@ def _plan_results(context_lens: torch.Tensor, num_sms: int) -> torch.Tensor:
 
 
 @op(
-    arguments=reference.GET_PAGED_MQA_LOGITS_METADATA,
+    arguments=GET_PAGED_MQA_LOGITS_METADATA,
     reference=reference.get_paged_mqa_logits_metadata,
     results=_plan_results,
     limits=_check_lengths,
@@ -117,7 +160,7 @@ def _check_limits(q: torch.Tensor, kv_cache: torch.Tensor, context_lens: torch.T
 
 
 def check_inputs(q: torch.Tensor, kv_cache: torch.Tensor, context_lens: torch.Tensor) -> None:
-    """What the kernels of the scores take."""
+    """Raise ValueError for sizes that the kernels of the scores do not take."""
     _, next_n, heads, dim = q.shape
     for name, what, value, accepted in (
         ("q", "heads", heads, HEADS),
@@ -132,7 +175,7 @@ def check_inputs(q: torch.Tensor, kv_cache: torch.Tensor, context_lens: torch.Te
 
 
 @op(
-    arguments=reference.FP8_PAGED_MQA_LOGITS,
+    arguments=FP8_PAGED_MQA_LOGITS,
     reference=reference.fp8_paged_mqa_logits,
     results=_results,
     limits=_check_limits,
@@ -174,7 +217,7 @@ def _fp8_paged_mqa_logits(
 
 
 def _aligned_rows(weights: torch.Tensor) -> torch.Tensor:
-    """Weights whose rows start at multiples of 16 bytes."""
+    """Return weights whose rows start at multiples of 16 bytes."""
     weights = _matrix(weights)
     if weights.data_ptr() % 16 or weights.stride(0) % 4:
         weights = weights.clone(memory_format=torch.contiguous_format)
@@ -182,7 +225,7 @@ def _aligned_rows(weights: torch.Tensor) -> torch.Tensor:
 
 
 def _matrix(x: torch.Tensor) -> torch.Tensor:
-    """x as a matrix whose rows are contiguous; a vector is one column."""
+    """Return x as a matrix with contiguous rows; a vector becomes one column."""
     if x.dim() == 2 and x.shape[1] != 1:
         return x
-    return x.as_strided((x.shape[0], 1), (x.stride(0), 1))  # a single column's stride may be any number
+    return x.as_strided((x.shape[0], 1), (x.stride(0), 1))  # torch allows any stride for a single column

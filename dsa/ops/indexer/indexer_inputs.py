@@ -1,13 +1,49 @@
-"""The lightning indexer's projections to FP8 in one pass: queries for the scores, keys into the cache."""
+"""The lightning indexer's projections to FP8 in one kernel each: queries for the scores, keys into the cache."""
 
 import torch
 
 from dsa.kernels.indexer.limits import ROTATED
 from dsa.ops._kernel_arguments import check_page_size, dtype_name, pages_as_rows, unit_inner
+from dsa.ops.cache._specs import BYTES, SLOTS, check_index_cache
+from dsa.ops.elementwise.rotary import DIMS, check_rotated
 from dsa.reference.indexer import indexer_inputs as reference
+from dsa.runtime.arguments import CONTIGUOUS, F32, INNER, PAGES, ROWS, Arguments, Choice, Flag, Number, Tensor
+from dsa.runtime.checks import FLOATS
 from dsa.runtime.op import op
 
 __all__ = ["quantize_indexer_queries", "write_indexer_keys"]
+
+
+def _check_queries(q: torch.Tensor, cos: torch.Tensor) -> None:
+    check_rotated("q", q, cos)
+
+
+def _check_keys(k: torch.Tensor, cos: torch.Tensor) -> None:
+    check_rotated("k", k, cos)
+
+
+_OPTIONS = {"interleaved": Flag(), "dims": Choice(DIMS), "use_ue8m0": Flag()}
+QUANTIZE_INDEXER_QUERIES = Arguments(
+    rule=_check_queries,
+    q=Tensor("T H 128", FLOATS, layout=ROWS),
+    weights=Tensor("T H", F32, layout=INNER),
+    cos=Tensor("T R/2", F32),
+    sin=Tensor("T R/2", F32),
+    **_OPTIONS,
+)
+WRITE_INDEXER_KEYS = Arguments(
+    rule=_check_keys,
+    first=("cache",),
+    k=Tensor("T 128", FLOATS, layout=ROWS),
+    norm_weight=Tensor("128", F32, layout=ROWS),
+    norm_bias=Tensor("128", F32, layout=ROWS),
+    cos=Tensor("T R/2", F32),
+    sin=Tensor("T R/2", F32),
+    cache=Tensor("pages P 1 132", BYTES, rule=check_index_cache, layout=PAGES, written=True),
+    slots=Tensor("T", SLOTS, layout=CONTIGUOUS),
+    eps=Number(least=0),
+    **_OPTIONS,
+)
 
 
 def quantize_indexer_queries(
@@ -20,22 +56,23 @@ def quantize_indexer_queries(
     dims: str = "first",
     use_ue8m0: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q8, s = FP8(H128 rope(q)) with one scale s per token and head, which goes into the head's weight: w8 = weights s.
+    """q8, s = FP8(H128 rope(q)), with one scale s per token and head, which multiplies the weight: w8 = weights s.
 
-    H128 is the Hadamard transform of 128 channels, FP8 the cast `per_token_cast_to_fp8`.
+    H128 is the Hadamard transform of 128 channels, and FP8 is the cast `per_token_cast_to_fp8`.
 
     q            [T, H, 128] bf16, fp16 or fp32: the query projection, last dimension contiguous
     weights      [T, H] fp32
-    cos, sin     [T, R / 2] fp32, R at most 128: of the tokens' positions
+    cos, sin     [T, R / 2] fp32, R at most 128: of the angles at the tokens' positions
     interleaved  True: rope rotates the pairs (2i, 2i + 1); False: (i, i + R / 2)
     dims         whether rope rotates the "first" or the "last" R channels
     use_ue8m0    whether scales are powers of two
 
-    Returns q8 [T, H, 128] float8_e4m3fn and w8 [T, H] fp32, contiguous: sum_h w8 relu(q8 . k) is the score of k, as
-    `fp8_mqa_logits` computes it. Rope and Hadamard transform each round to q's dtype. Not differentiable.
+    Returns q8 [T, H, 128] float8_e4m3fn and w8 [T, H] fp32, both contiguous. sum_h w8 relu(q8 . k) is the score of k in
+    `fp8_mqa_logits`. Rope and Hadamard each round to q's dtype. Not differentiable.
     Raises TypeError or ValueError for other types, dtypes and shapes.
-    On Hopper: one kernel, R in {32, 64, 128}, rows at multiples of 16 bytes; exactly the reference's bits on that GPU.
-    CUDA-graph safe, no host synchronisation. Source: `Indexer.forward` of DeepSeek-V3.2's inference code.
+    On Hopper: one kernel, R in {32, 64, 128}, rows at multiples of 16 bytes. It gives the bits of the reference on the
+    same GPU. CUDA-graph safe, no host synchronisation.
+    Source: `Indexer.forward` of DeepSeek-V3.2's inference code.
     """
     return _quantize_indexer_queries(q, weights, cos, sin, interleaved, dims, use_ue8m0)
 
@@ -54,26 +91,26 @@ def write_indexer_keys(
     dims: str = "first",
     use_ue8m0: bool = True,
 ) -> None:
-    """Writes FP8(H128 rope(LayerNorm(k))) and its scale into token t's slot slots[t] = page * P + offset, in place.
+    """Write FP8(H128 rope(LayerNorm(k))) and its scale to token t's slot slots[t] = page * P + offset, in place.
 
-    H128 is the Hadamard transform of 128 channels, FP8 the cast `per_token_cast_to_fp8`.
+    H128 is the Hadamard transform of 128 channels, and FP8 is the cast `per_token_cast_to_fp8`.
 
     k            [T, 128] bf16, fp16 or fp32: the key projection, last dimension contiguous
-    norm_weight  [128] fp32: the LayerNorm's, over the 128 channels
-    norm_bias    [128] fp32: the LayerNorm's
-    cos, sin     [T, R / 2] fp32, R at most 128: of the tokens' positions
-    cache        [pages, P, 1, 132] uint8, as `write_indexer_cache` has it
+    norm_weight  [128] fp32: weight of the LayerNorm over the 128 channels
+    norm_bias    [128] fp32: bias of the LayerNorm
+    cos, sin     [T, R / 2] fp32, R at most 128: of the angles at the tokens' positions
+    cache        [pages, P, 1, 132] uint8, in the layout of `write_indexer_cache`
     slots        [T] int32 or int64; -1 skips the token. Two tokens must not share a slot
     eps          added to the variance: a finite number, at least 0
     interleaved  True: rope rotates the pairs (2i, 2i + 1); False: (i, i + R / 2)
     dims         whether rope rotates the "first" or the "last" R channels
     use_ue8m0    whether scales are powers of two
 
-    LayerNorm, rope and Hadamard transform each round to k's dtype. Every other byte of the cache stays as it is. Raises
-    TypeError or ValueError for other types, dtypes and shapes. For a slot below -1 or beyond the cache the reference
-    raises ValueError; the kernel skips the token.
-    On Hopper: one kernel, R in {32, 64, 128}, rows and pages at multiples of 16 bytes. The kernel sums the LayerNorm in
-    another order than the reference, so that now and then a value rounds to its neighbour. CUDA-graph safe, no host
+    LayerNorm, rope and Hadamard each round to k's dtype. No other byte of the cache changes. Raises TypeError or
+    ValueError for other types, dtypes and shapes. For a slot below -1 or beyond the cache the reference raises
+    ValueError, and the kernel skips the token.
+    On Hopper: one kernel, R in {32, 64, 128}, rows and pages at multiples of 16 bytes. The kernel and the reference sum
+    the LayerNorm in different orders, so a few values round to a neighbouring number. CUDA-graph safe, no host
     synchronisation. Source: `Indexer.forward` of DeepSeek-V3.2's inference code.
     """
     _write_indexer_keys(k, norm_weight, norm_bias, cos, sin, cache, slots, eps, interleaved, dims, use_ue8m0)
@@ -84,16 +121,16 @@ def _query_results(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return q8, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
 
 
-def _check_rotated(cos: torch.Tensor) -> None:
+def _check_limits(cos: torch.Tensor) -> None:
     if 2 * cos.shape[1] not in ROTATED:
         raise ValueError(f"cos: the kernel rotates R {ROTATED} channels, got {2 * cos.shape[1]}")
 
 
 @op(
-    arguments=reference.QUANTIZE_INDEXER_QUERIES,
+    arguments=QUANTIZE_INDEXER_QUERIES,
     reference=reference.quantize_indexer_queries,
     results=_query_results,
-    limits=_check_rotated,
+    limits=_check_limits,
 )
 def _quantize_indexer_queries(
     q: torch.Tensor,
@@ -117,12 +154,12 @@ def _quantize_indexer_queries(
 
 
 def _check_key_limits(cos: torch.Tensor, cache: torch.Tensor) -> None:
-    _check_rotated(cos)
+    _check_limits(cos)
     check_page_size("cache", cache)
 
 
 @op(
-    arguments=reference.WRITE_INDEXER_KEYS,
+    arguments=WRITE_INDEXER_KEYS,
     reference=reference.write_indexer_keys,
     limits=_check_key_limits,
 )
@@ -149,13 +186,13 @@ def _write_indexer_keys(
 
 
 def _angle_rows(x: torch.Tensor) -> torch.Tensor:
-    """cos or sin with rows at multiples of 16 bytes; copied where they are not, being small."""
+    """Return cos or sin with rows at multiples of 16 bytes: a copy, which is small, if they are not."""
     if x.stride(1) != 1 or x.stride(0) % 4 or x.data_ptr() % 16:
         return x.clone(memory_format=torch.contiguous_format)
     return x
 
 
 def _without_odd_strides(x: torch.Tensor) -> torch.Tensor:
-    """x with a multiple of its row length as the stride of dimensions of size 1, which may have any."""
+    """Return x with its row length as the stride of dimensions of size 1, for which torch allows any stride."""
     strides = [s if n > 1 else x.shape[-1] for s, n in zip(x.stride()[:-1], x.shape[:-1])]
     return x if strides == list(x.stride()[:-1]) else x.as_strided(x.shape, (*strides, 1))

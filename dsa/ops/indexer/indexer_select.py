@@ -1,4 +1,4 @@
-"""Lightning-indexer scores and the selection of the largest in one op, without the scores in memory."""
+"""Lightning-indexer scores and the selection of the largest in one op, which does not store the scores."""
 
 import torch
 
@@ -7,13 +7,35 @@ from dsa.kernels.indexer.select_limits import MAX_SELECTED, TWO_OPS_KEYS
 from dsa.ops._kernel_arguments import unit_inner
 from dsa.ops.indexer import fp8_mqa_logits, topk_indices
 from dsa.reference.indexer import indexer_select as reference
-from dsa.reference.indexer.fp8_mqa_logits import pair
 from dsa.runtime import backends
+from dsa.runtime.arguments import INNER, Arguments, Dtype, Flag, Int, Tensor
+from dsa.runtime.checks import INT32
 from dsa.runtime.op import op
 
 __all__ = ["indexer_select"]
 
-MOST_QUERIES = 2**19  # of a launch: where the lists of more begin is no 32-bit number
+MOST_QUERIES = 2**19  # per launch, so that offsets of lists fit in 32 bits
+
+
+def _check_paging(
+    q: torch.Tensor, block_table: torch.Tensor | None, page_size: int | None, row_to_seq: torch.Tensor | None
+) -> None:
+    """Each query has a row of scores."""
+    topk_indices.check_paging(q, block_table, page_size, row_to_seq)
+
+
+INDEXER_SELECT = Arguments(
+    rule=_check_paging,
+    **{name: fp8_mqa_logits.FP8_MQA_LOGITS.specs[name] for name in ("q", "k", "k_scale", "weights")},
+    cu_seq_len_k_start=Tensor("S", INT32, layout=INNER),
+    cu_seq_len_k_end=Tensor("S", INT32, layout=INNER),
+    top_k=Int(),
+    block_table=Tensor("B max_pages", INT32, optional=True, layout=INNER),
+    page_size=Int(optional=True),
+    row_to_seq=Tensor("S", INT32, optional=True),
+    return_values=Flag(),
+    accumulators=Dtype(fp8_mqa_logits.ACCUMULATORS),
+)
 
 
 def indexer_select(
@@ -30,45 +52,47 @@ def indexer_select(
     return_values: bool = False,
     accumulators: torch.dtype = torch.float32,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """The top_k keys of the largest scores I[t, s] = k_scale[s] * sum_h weights[t, h] * relu(q[t, h] . k[s]) among
-    ks[t] <= s < ke[t], for every query t; of equal scores the lowest keys.
+    """The top_k keys with the largest scores I[t, s] = k_scale[s] * sum_h weights[t, h] * relu(q[t, h] . k[s]) among
+    ks[t] <= s < ke[t], for every query t; ties go to the lowest key.
 
-    q                   [S, H, D] float8_e4m3fn, contiguous; its scale belongs in `weights`
+    q                   [S, H, D] float8_e4m3fn, contiguous; multiply its scale into `weights`
     kv                  (k [Skv, D] float8_e4m3fn, k_scale [Skv] fp32)
     weights             [S, H] fp32, any row stride, may be negative
     cu_seq_len_k_start  [S] int32, ks: the first key that query t sees
-    cu_seq_len_k_end    [S] int32, ke: one past the last. With ke <= ks query t sees no key; both are clipped to
+    cu_seq_len_k_end    [S] int32, ke: one past the last key. If ke <= ks, query t sees no key. Both are clipped to
                         [0, Skv]
     top_k               how many to select, at least 1, possibly more than there are keys
-    block_table         [B, max_pages] int32, turns an index into a cache slot: block_table[b, index // page_size] *
+    block_table         [B, max_pages] int32, maps an index to a cache slot: block_table[b, index // page_size] *
                         page_size + index % page_size, b = row_to_seq[t]
     page_size           keys per page, given with block_table
     row_to_seq          [S] int32, the query's sequence; query t belongs to sequence t if None
     return_values       True: also return the selected keys' scores
-    accumulators        torch.float32, or torch.float16 for the half scores of `fp8_mqa_logits`
+    accumulators        torch.float32, or torch.float16 for the fp16 accumulation of `fp8_mqa_logits`
 
-    Returns indices [S, top_k] int32, and with return_values also values [S, top_k] fp32: bit by bit what
-    `topk_indices(fp8_mqa_logits(q, kv, weights, ks, ke), top_k, starts=ks, lengths=ke - ks, ...)` gives for ks and ke
-    as they are clipped. Indices ascend and count from the first key that the query sees; queries that see fewer than
-    top_k keys end in -1, where values are -inf. A value that is zero is 0.0. A NaN score is never selected. With
-    block_table an index becomes -1 where `topk_indices` says so.
-    Exact for any input: a query's result does not depend on the other queries, on the machine or on the run. The time
-    does: plateaus take longest. Raises TypeError or ValueError for other types, dtypes and shapes.
-    On Hopper: the two ops up to 8192 keys, and beyond that a list of candidates for each query, with what a sample of
-    the keys says of the k-th largest score; a workspace of at most 33 KiB a query in either case, with lists of 2^19
-    queries at a time. A query whose list overflows or was given too high a bound, as on a plateau of equal scores, is
-    selected by a second pass over its keys. H in {8, 16, 32, 64}, D in {32, 64, 128}, top_k up to 2048, less than 2^30
-    keys; rows of k 16-byte aligned. At most two multiprocessors share a block of four queries, so it pays from about a
-    thousand queries on. CUDA-graph safe with new ranges, no host synchronisation. Not differentiable.
+    Returns indices [S, top_k] int32, and with return_values also values [S, top_k] fp32: the bits of
+    `topk_indices(fp8_mqa_logits(q, kv, weights, ks, ke), top_k, starts=ks, lengths=ke - ks, ...)` for the clipped ks
+    and ke. Indices ascend and count from the first key that the query sees. Queries that see fewer than top_k keys end
+    in -1, where values are -inf. A value of zero is 0.0. A NaN score is never selected. With block_table an index
+    becomes -1 under the conditions of `topk_indices`.
+    Exact for any input: a query's result does not depend on other queries, on the machine or on the run. Its time does:
+    plateaus of equal scores take longest. Raises TypeError or ValueError for other types, dtypes and shapes.
+    On Hopper: up to 8192 keys the two ops run. For more keys each query has a list of candidates, and a sample of the
+    keys bounds the k-th largest score. The workspace is at most 33 KiB per query; lists are for 2^19 queries at a time.
+    If a list overflows or its bound was too high, as on a plateau of equal scores, a second pass over the query's keys
+    selects. H in {8, 16, 32, 64}, D in {32, 64, 128}, top_k up to 2048, less than 2^30 keys; rows of k 16-byte aligned.
+    At most two SMs share a block of four queries, so the op pays off from about a thousand queries on. CUDA-graph safe
+    with new ranges, no host synchronisation. Not differentiable.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), equation 1, and its top-k selection.
     """
     options = top_k, block_table, page_size, row_to_seq, return_values, accumulators
-    indices, values = _indexer_select(q, *pair(kv), weights, cu_seq_len_k_start, cu_seq_len_k_end, *options)
+    indices, values = _indexer_select(
+        q, *fp8_mqa_logits.pair(kv), weights, cu_seq_len_k_start, cu_seq_len_k_end, *options
+    )
     return (indices, values) if return_values else indices
 
 
 def _results(q: torch.Tensor, top_k: int, return_values: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """(indices, values), the latter empty unless asked for."""
+    """Allocate (indices, values); values are empty without return_values."""
     indices = torch.empty(len(q), top_k, dtype=torch.int32, device=q.device)
     shape = (len(q), top_k) if return_values else (0, 0)
     return indices, torch.empty(shape, dtype=torch.float32, device=q.device)
@@ -86,7 +110,7 @@ def _check_limits(q: torch.Tensor, k: torch.Tensor, top_k: int) -> None:
 
 
 @op(
-    arguments=reference.INDEXER_SELECT,
+    arguments=INDEXER_SELECT,
     reference=reference.indices_and_values,
     results=_results,
     limits=_check_limits,
@@ -109,7 +133,7 @@ def _indexer_select(
     queries, keys, dim = len(q), len(k), q.shape[2]
     if queries == 0 or keys == 0:
         return indices.fill_(-1), values.fill_(-torch.inf)
-    if keys == 1:  # a single row's stride means nothing, and may be any number
+    if keys == 1:  # torch allows any stride for a single row
         k = k.as_strided(k.shape, (dim, 1))
     ranges = cu_seq_len_k_start, cu_seq_len_k_end
     if keys <= TWO_OPS_KEYS:
@@ -119,7 +143,7 @@ def _indexer_select(
     table = None if block_table is None else unit_inner(block_table)
     for begin in range(0, queries, MOST_QUERIES):
         part = slice(begin, begin + MOST_QUERIES)
-        # Without row_to_seq, queries and rows of the table are numbered alike.
+        # Without row_to_seq query t uses row t of the table.
         own = table if table is None or row_to_seq is not None else table[part]
         of_part = (x if x is None else x[part] for x in (row_to_seq, indices, values if return_values else None))
         _select(
@@ -144,7 +168,7 @@ def _select(
     values: torch.Tensor | None,
     half: bool,
 ) -> None:
-    """Of up to MOST_QUERIES queries, from lists of candidates."""
+    """Select from lists of candidates for up to MOST_QUERIES queries."""
     from dsa.kernels.indexer import candidate_lists as plan
     from dsa.kernels.indexer import indexer_select_sm90 as exact
     from dsa.kernels.indexer.candidate_select_sm90 import compile_candidate_select
@@ -152,7 +176,7 @@ def _select(
     (queries, heads, dim), keys = q.shape, len(k)
     ranges = cu_seq_len_k_start, cu_seq_len_k_end
     options = 0 if values is None else VALUES
-    # What is not given is not read: any tensor of its kind stands for it.
+    # The kernels do not read what is not given: any tensor of the same kind is a placeholder.
     table, sequences = indices, cu_seq_len_k_start
     if block_table is not None:
         table, options = block_table, options | PAGED
@@ -166,7 +190,7 @@ def _select(
         _list_candidates(scored, ranges, lists, heads, top_k, half)
         ends = torch.empty(queries, dtype=torch.int32, device=q.device)
         compile_candidate_select()(*ranges, *lists, ends, *results, keys, page_size or 1, options)
-    else:  # rows without a key are not written
+    else:  # the kernel does not write rows without a key
         indices.fill_(-1)
         if values is not None:
             values.fill_(-torch.inf)
@@ -179,7 +203,7 @@ Lists = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _lists(device: torch.device, queries: int, capacity: int) -> Lists:
-    """Workspace: entries, of 8 bytes each, counts and bounds."""
+    """Allocate the workspace: entries of 8 bytes, counts and bounds."""
     entries = torch.empty(queries, capacity, dtype=torch.int64, device=device)
     counts = torch.empty(queries, 2, dtype=torch.int32, device=device)
     return entries, counts, torch.empty(queries, dtype=torch.float32, device=device)
@@ -193,7 +217,7 @@ def _list_candidates(
     top_k: int,
     half: bool,
 ) -> None:
-    """Passes over the keys, and bounds in between."""
+    """Launch the passes over the keys, and between them the kernels that bound the k-th largest score."""
     from dsa.kernels.indexer import candidate_lists as plan
     from dsa.kernels.indexer import candidate_scores_sm90 as scores
     from dsa.kernels.indexer.candidate_bounds_sm90 import compile_candidate_bounds
@@ -230,7 +254,7 @@ def _in_two(
     indices: torch.Tensor,
     values: torch.Tensor,
 ) -> None:
-    """Scores in memory and their top-k."""
+    """Store the scores and select from them."""
     starts, ends = (x.clamp(0, len(k)) for x in (cu_seq_len_k_start, cu_seq_len_k_end))
     options = False, len(k), torch.float32, accumulators
     scores = fp8_mqa_logits._fp8_mqa_logits.launch_on(q.device, q, k, k_scale, weights, starts, ends, *options)

@@ -1,4 +1,4 @@
-"""Lightning-indexer scores over a paged key cache and the selection of the largest in one call, for decoding."""
+"""Lightning-indexer scores over a paged key cache and the selection of the largest in one op, for decoding."""
 
 import torch
 
@@ -6,9 +6,19 @@ from dsa.kernels.indexer.limits import MAX_COLS, MAX_K
 from dsa.ops.indexer import fp8_paged_mqa_logits as of_scores
 from dsa.ops.indexer import topk_indices as of_topk
 from dsa.reference.indexer import paged_indexer_select as reference
+from dsa.runtime.arguments import Arguments, Dtype, Flag, Int
 from dsa.runtime.op import op
 
 __all__ = ["paged_indexer_select"]
+
+_SCORES = ("q", "kv_cache", "weights", "context_lens", "block_table", "max_context_len")
+PAGED_INDEXER_SELECT = Arguments(
+    **{name: of_scores.FP8_PAGED_MQA_LOGITS.specs[name] for name in _SCORES},
+    top_k=Int(),
+    slots=Flag(),
+    return_values=Flag(),
+    accumulators=Dtype(of_scores.ACCUMULATORS),
+)
 
 
 def paged_indexer_select(
@@ -24,37 +34,38 @@ def paged_indexer_select(
     return_values: bool = False,
     accumulators: torch.dtype = torch.float32,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """The top_k keys of the largest scores I[b * next_n + i, s] = k_scale[b, s] * sum_h weights[b * next_n + i, h] *
-    relu(q[b, i, h] . k[b, s]) among those that query i of sequence b sees; of equal scores the lowest keys.
+    """The top_k keys with the largest scores I[b * next_n + i, s] = k_scale[b, s] * sum_h weights[b * next_n + i, h] *
+    relu(q[b, i, h] . k[b, s]) among those that query i of sequence b sees; ties go to the lowest key.
 
-    q                [B, next_n, H, D] float8_e4m3fn, contiguous; its scale belongs in `weights`
+    q                [B, next_n, H, D] float8_e4m3fn, contiguous; multiply its scale into `weights`
     kv_cache         [pages, P, 1, D + 4] uint8: P x D e4m3 and then P fp32 scales per page (`write_indexer_cache`);
-                     pages may lie any multiple of 16 bytes apart, and the cache may exceed 2^31 bytes
+                     pages any multiple of 16 bytes apart. The cache may exceed 2^31 bytes
     weights          [B * next_n, H] fp32, any row stride, may be negative
-    context_lens     [B] int32: query i sees the first context_lens[b] - next_n + i + 1 keys, so that the last one sees
-                     all of them; or [B, next_n] int32: query i sees the first context_lens[b, i] keys. May be 0; what
-                     a query sees is clipped to [0, min(max_context_len, max_pages * P)]
+    context_lens     [B] int32: query i sees the first context_lens[b] - next_n + i + 1 keys, so the last query sees all
+                     of them; or [B, next_n] int32: query i sees the first context_lens[b, i] keys. May be 0. The number
+                     of keys that a query sees is clipped to [0, min(max_context_len, max_pages * P)]
     block_table      [B, max_pages] int32: key s is at offset s % P of page block_table[b, s // P]. Entries past a
-                     query's keys mean nothing; a page outside the cache is not read
-    max_context_len  keys beyond them are left out
+                     query's keys are ignored; a page outside the cache is not read
+    max_context_len  keys past this position are left out
     top_k            how many to select, at least 1, possibly more than there are keys
-    slots            True: in place of key s its slot in the cache, block_table[b, s // P] * P + s % P
+    slots            True: return the key's slot in the cache, block_table[b, s // P] * P + s % P, not its position s
     return_values    True: also return the selected keys' scores
-    accumulators     torch.float32, or torch.float16 for the half scores of `fp8_paged_mqa_logits`
+    accumulators     torch.float32, or torch.float16 for the fp16 accumulation of `fp8_paged_mqa_logits`
 
-    Returns indices [B * next_n, top_k] int32, and with return_values also values [B * next_n, top_k] fp32: bit by bit
-    what `topk_indices(fp8_paged_mqa_logits(q, kv_cache, weights, context_lens, block_table, None, max_context_len),
-    top_k, lengths=L, ...)` gives for L as it is clipped. Keys ascend; queries that see fewer than top_k keys end in -1,
-    where values are -inf. A value that is zero is 0.0. A NaN score is never selected. A key whose page is not in the
-    cache scores -inf, and is selected where too few others are there; but of a cache without pages none is. With slots
-    an index becomes -1, and its value -inf, where `topk_indices` says so: for a negative page, or a slot of 2^31 or
-    more.
-    Exact for any input: a query's result does not depend on the other queries, on the machine or on the run.
+    Returns indices [B * next_n, top_k] int32, and with return_values also values [B * next_n, top_k] fp32: the bits of
+    `topk_indices(fp8_paged_mqa_logits(q, kv_cache, weights, context_lens, block_table, None, max_context_len), top_k,
+    lengths=L, ...)` for the clipped L. Positions ascend. Queries that see fewer than top_k keys end in -1, where values
+    are -inf. A value of zero is 0.0. A NaN score is never selected. A key whose page is outside the cache scores -inf,
+    and is selected if fewer than top_k keys score more; but a cache without pages has no key to select. With slots an
+    index becomes -1, and its value -inf, under the conditions of `topk_indices`: for a negative page, or a slot of 2^31
+    or more.
+    Exact for any input: a query's result does not depend on other queries, on the machine or on the run.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
-    On Hopper: the kernels of both ops. The scores take 4 bytes a query and key for min(max_context_len, max_pages * P)
-    keys until the call ends. H in {8, 16, 32, 64}, D in {32, 64, 128}, next_n in {1, 2, 3, 4}, P in {32, 64}, top_k up
-    to 4096, less than 2^30 keys. CUDA-graph safe with new lengths and keys, no host synchronisation. The op plans the
-    scores itself; layers that share lengths save that by calling the two ops with one plan. Not differentiable.
+    On Hopper: the kernels of both ops. During the call the scores take 4 bytes per query and key, for
+    min(max_context_len, max_pages * P) keys. H in {8, 16, 32, 64}, D in {32, 64, 128}, next_n in {1, 2, 3, 4}, P in
+    {32, 64}, top_k up to 4096, less than 2^30 keys. CUDA-graph safe with new lengths and keys, no host synchronisation.
+    The op makes the plan of the scores; layers with the same lengths can share one plan by calling the two ops instead.
+    Not differentiable.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), equation 1, and its top-k selection.
     """
     indices, values = _paged_indexer_select(
@@ -65,7 +76,7 @@ def paged_indexer_select(
 
 
 def _results(q: torch.Tensor, top_k: int, return_values: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """(indices, values), the latter empty unless asked for."""
+    """Allocate (indices, values); values are empty without return_values."""
     queries = q.shape[0] * q.shape[1]
     indices = torch.empty(queries, top_k, dtype=torch.int32, device=q.device)
     shape = (queries, top_k) if return_values else (0, 0)
@@ -73,7 +84,7 @@ def _results(q: torch.Tensor, top_k: int, return_values: bool) -> tuple[torch.Te
 
 
 def _columns(kv_cache: torch.Tensor, block_table: torch.Tensor, max_context_len: int) -> int:
-    """How many keys a query may see."""
+    """Return how many keys a query may see."""
     return min(max_context_len, block_table.shape[1] * kv_cache.shape[1])
 
 
@@ -93,16 +104,16 @@ def _check_limits(
 
 
 def _visible_keys(context_lens: torch.Tensor, next_n: int) -> torch.Tensor:
-    """How many keys each query sees, [B * next_n] int32, not above what is given: the selection clips it."""
+    """Return how many keys each query sees, [B * next_n] int32. The selection clips these numbers."""
     if context_lens.dim() == 2 or next_n == 1:
         return context_lens.reshape(-1)
-    # Not below 0 before the subtraction, which would make the lowest int32 a large number.
+    # Clamp before the subtraction: the lowest int32 would wrap to a large number.
     earlier = torch.arange(1 - next_n, 1, dtype=torch.int32, device=context_lens.device)
     return (context_lens.clamp(min=0)[:, None] + earlier).reshape(-1)
 
 
 @op(
-    arguments=reference.PAGED_INDEXER_SELECT,
+    arguments=PAGED_INDEXER_SELECT,
     reference=reference.indices_and_values,
     results=_results,
     limits=_check_limits,

@@ -8,10 +8,44 @@ from dsa.kernels.indexer.limits import MAX_COLS, MAX_K
 from dsa.ops._kernel_arguments import dtype_name, unit_inner
 from dsa.reference.indexer import topk_indices as reference
 from dsa.runtime import backends
-from dsa.runtime.checks import check_apart
+from dsa.runtime.arguments import INNER, Arguments, Flag, Int, Tensor
+from dsa.runtime.checks import INT32, check_apart
 from dsa.runtime.op import op
 
 __all__ = ["topk_indices"]
+
+
+def check_paging(
+    scores: torch.Tensor, block_table: torch.Tensor | None, page_size: int | None, row_to_seq: torch.Tensor | None
+) -> None:
+    """Raise ValueError if block_table, page_size and row_to_seq do not go together. scores: any tensor of its rows."""
+    rows = scores.shape[0]
+    if block_table is None:
+        for name, value in (("page_size", page_size), ("row_to_seq", row_to_seq)):
+            if value is not None:
+                raise ValueError(f"{name}: must be None without block_table, got {type(value).__name__}")
+    elif page_size is None:
+        raise ValueError("page_size: must be given with block_table, got None")
+    elif row_to_seq is None and block_table.shape[0] < rows:
+        raise ValueError(
+            f"block_table: must have a row for each of the {rows} rows of scores unless row_to_seq is given, "
+            f"got {list(block_table.shape)}"
+        )
+
+
+TOPK_INDICES = Arguments(
+    rule=check_paging,
+    scores=Tensor("rows cols", (torch.float32, torch.bfloat16), layout=INNER),
+    k=Int(),
+    starts=Tensor("rows", INT32, optional=True),
+    lengths=Tensor("rows", INT32, optional=True),
+    block_table=Tensor("B max_pages", INT32, optional=True, layout=INNER),
+    page_size=Int(optional=True),
+    row_to_seq=Tensor("rows", INT32, optional=True),
+    sorted=Flag(),
+    return_values=Flag(),
+)
+OUT = {"out": Tensor("rows k", INT32, layout=INNER)}
 
 
 def topk_indices(
@@ -27,39 +61,37 @@ def topk_indices(
     return_values: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """The k largest of scores[r, starts[r] : starts[r] + lengths[r]] for every row r; of equal ones the lowest index.
+    """The k largest of scores[r, starts[r] : starts[r] + lengths[r]] for every row r; ties go to the lowest index.
 
-    scores         [rows, cols] fp32 or bf16, rows any distance apart
+    scores         [rows, cols] fp32 or bf16, any row stride
     k              how many to pick, at least 1, possibly more than cols
     starts         [rows] int32, the row's first column; 0 if None
-    lengths        [rows] int32, how many candidates the row has; cols - starts if None. Columns outside [0, cols) are
-                   no candidates
-    block_table    [B, max_pages] int32, turns an index into a cache slot: block_table[b, index // page_size] *
-                   page_size + index % page_size, b = row_to_seq[r]
+    lengths        [rows] int32, the row's number of candidates; cols - starts if None. Columns outside [0, cols) are no
+                   candidates
+    block_table    [B, max_pages] int32, maps an index to a cache slot: block_table[b, index // page_size] * page_size +
+                   index % page_size, b = row_to_seq[r]
     page_size      tokens per page, given with block_table
     row_to_seq     [rows] int32, the row's sequence; row r belongs to sequence r if None
     sorted         True: by value, largest first, ties by index. False: by index, smallest first
     return_values  True: also return the picked scores
-    out            None, or a tensor [rows, k] int32 of scores's device to write the indices to, rows any distance
-                   apart, as in a part of a wider buffer. Every number of it is written, -1 where there is no index, and
-                   nothing between its rows is. It may not begin where an input does, and if it shares memory with one
-                   otherwise, what that memory holds is undefined
+    out            None, or a tensor [rows, k] int32 on the device of scores, any row stride: the op writes the indices
+                   to it, with -1 for missing ones, and nothing between its rows. It must not begin at the address of an
+                   input. If it overlaps an input elsewhere, the contents of the overlap are undefined
 
-    Returns indices [rows, k] int32, out if that was given, and with return_values also values [rows, k] fp32. An index
-    is relative to the row's start: 0 is column starts[r], as in vLLM's and SGLang's prefill top-k; add starts[r] for
-    the column. Rows with fewer than k candidates end in -1, and values are -inf where the index is -1. Of equal scores
-    the lowest index is picked; -0.0 equals 0.0; -inf is a score like any other, the lowest; NaN is never picked, so
-    that a row with NaN may have fewer than k indices. With block_table, an index becomes -1 if its page is negative or
-    outside the table, if its slot is 2^31 or more, or if row_to_seq names no sequence for the row; the slots of the
-    others stay in the order that their indices had.
-    In prefill, give starts and lengths of each query's keys; in decoding lengths alone; in speculative decoding, with
-    next_n rows a sequence, lengths of each row and row_to_seq = r // next_n.
+    Returns indices [rows, k] int32, which is out if that was given, and with return_values also values [rows, k] fp32.
+    An index is relative to the row's start, as in vLLM's and SGLang's prefill top-k: 0 is column starts[r]. Rows with
+    fewer than k candidates end in -1, and values are -inf where the index is -1. -0.0 equals 0.0. -inf is the lowest
+    score and may be picked. NaN is never picked, so a row with NaN may have fewer than k indices. With block_table, an
+    index becomes -1 if its page is negative or outside the table, if its slot is 2^31 or more, or if row_to_seq names
+    no sequence for the row. The other slots stay in the order of their indices.
+    In prefill, give starts and lengths of each query's keys; in decoding give lengths; in speculative decoding, with
+    next_n rows per sequence, give lengths of each row and row_to_seq = r // next_n.
 
-    Exact for any input: a row's result does not depend on the other rows, on the machine or on the run.
+    Exact for any input: a row's result does not depend on other rows, on the machine or on the run.
     Raises TypeError or ValueError for other types, dtypes and shapes.
     On Hopper: one kernel that reads the scores once; k up to 4096, cols below 2^30, the last dimensions of scores,
     block_table and out contiguous. CUDA-graph safe with new lengths, no host synchronisation, no workspace.
-    Source: the contract of vLLM's top_k_per_row_prefill / _decode and SGLang's fast_topk, with an order of ties.
+    Source: the contract of vLLM's top_k_per_row_prefill / _decode and SGLang's fast_topk, plus the order of ties.
     """
     arguments = (scores, k, starts, lengths, block_table, page_size, row_to_seq, sorted, return_values)
     if out is None:
@@ -72,7 +104,7 @@ def topk_indices(
 
 
 def _results(scores: torch.Tensor, k: int, return_values: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """(indices, values), the latter empty unless asked for."""
+    """Allocate (indices, values); values are empty without return_values."""
     return _indices(scores, k), _values(scores, k, return_values)
 
 
@@ -93,11 +125,11 @@ def _check_limits(scores: torch.Tensor, k: int) -> None:
 
 
 @op(
-    arguments=reference.TOPK_INDICES,
+    arguments=TOPK_INDICES,
     reference=reference.indices_and_values,
     results=_results,
     limits=_check_limits,
-    out=reference.OUT,
+    out=OUT,
 )
 def _topk_indices(
     scores: torch.Tensor,
@@ -129,7 +161,7 @@ def select(
     indices: torch.Tensor,
     values: torch.Tensor,
 ) -> None:
-    """Launch the kernel for checked arguments; indices and values are written."""
+    """Launch the kernel for checked arguments. It writes to indices and values."""
     from dsa.kernels.indexer.topk_config import choose_config
     from dsa.kernels.indexer.topk_indices_sm90 import compile_topk_indices
 
@@ -163,7 +195,7 @@ def select(
 
 
 def _vectors(scores: torch.Tensor) -> int:
-    """The most 16-byte vectors that a row touches."""
+    """Return the most 16-byte vectors that a row overlaps."""
     size = scores.element_size()
     unaligned = scores.data_ptr() % 16 or (scores.stride(0) * size % 16 and scores.shape[0] > 1)
     return (scores.shape[1] * size + (15 + 16 if unaligned else 15)) // 16
@@ -171,6 +203,6 @@ def _vectors(scores: torch.Tensor) -> int:
 
 @functools.cache
 def _absent(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What the kernel gets, and does not read, for tensors that are not given."""
+    """Return placeholders for tensors that are not given. The kernel does not read them."""
     integers = torch.empty(1, 1, dtype=torch.int32, device=device)
     return integers[0], integers, torch.empty(1, 1, dtype=torch.float32, device=device)

@@ -15,14 +15,44 @@ from dsa.kernels.mla.limits import (
 )
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name, unit_inner
+from dsa.ops.mla._latent_caches import OUT, check_latent_cache, latent_cache
+from dsa.ops.mla._plans import check_plan
 from dsa.ops.mla._sparse_attention import DTYPES, aligned, of_caller
 from dsa.reference.mla import flash_mla_with_kvcache as reference
+from dsa.runtime.arguments import CONTIGUOUS, INNER, ROWS, Arguments, Flag, Int, Number, Tensor
+from dsa.runtime.checks import FLOATS, INT32
 from dsa.runtime.op import op
 
 SHORT = 4  # decoding is short up to this many tiles per part, on average
 # Few CTAs combine short decoding with at least so many rows and at most so many splits per sequence: a CTA reads its
 # splits one after another.
 FEW_CTAS_ROWS, FEW_CTAS_SPLITS = 256, 16
+
+
+def _check_dense(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    tile_scheduler_metadata: torch.Tensor | None,
+    num_splits: torch.Tensor | None,
+) -> None:
+    check_latent_cache("k_cache", k_cache, q)
+    if q.shape[2] % k_cache.shape[2]:
+        raise ValueError(f"k_cache: its h_k heads must divide q's h_q = {q.shape[2]}, got h_k = {k_cache.shape[2]}")
+    check_plan(tile_scheduler_metadata, num_splits)
+
+
+DENSE_MLA_DECODE = Arguments(
+    rule=_check_dense,
+    q=Tensor("B s_q h_q d", FLOATS),
+    k_cache=latent_cache("pages P h_k row", layout=ROWS),
+    block_table=Tensor("B max_pages", INT32, layout=INNER),
+    cache_seqlens=Tensor("B", INT32),
+    head_dim_v=Int(most="d"),
+    tile_scheduler_metadata=Tensor("num_sm_parts 8", INT32, optional=True, layout=CONTIGUOUS),
+    num_splits=Tensor("B+1", INT32, optional=True, layout=CONTIGUOUS),
+    softmax_scale=Number(),
+    causal=Flag(),
+)
 
 
 def _check_limits(
@@ -61,11 +91,11 @@ def _allocate_lse(q: torch.Tensor) -> torch.Tensor:
 
 
 @op(
-    arguments=reference.DENSE_MLA_DECODE.strict(),
+    arguments=DENSE_MLA_DECODE,
     reference=reference.dense_mla_decode,
     results=lambda q, head_dim_v: (_allocate_out(q, head_dim_v), _allocate_lse(q)),
     limits=_check_limits,
-    out=reference.OUT,
+    out=OUT,
     dtypes=DTYPES,
     public="flash_mla_with_kvcache",
 )

@@ -16,18 +16,18 @@ from dsa.ops.mla._sparse_attention import (
 )
 from dsa.runtime import backends
 
-# Indices of a call from which on it is worth looking at what they have in common. That takes 15 us where it is little;
-# attention to so many keys takes 600.
+# The fewest indices for which grouping is tried. Where queries share few keys the attempt costs 15 us, and attention to
+# so many keys takes 600 us.
 LEAST_INDICES = 2**22
-# Keys of a call up to which it is. A group's list takes a round over its indices for each 65536 or 131072 keys that
-# there are, whether it selects any of them or not: of a whole pool of pages that would take longer than groups save.
-# And a group of 8 has no sample of the keys beyond.
+# The most keys for which grouping is tried. Building a group's list takes a pass over its indices for each 65536 or
+# 131072 keys of the cache, selected or not: for a whole pool of pages that takes longer than groups save. A group of 8
+# has no sample of keys beyond.
 MOST_KEYS = 2**21
 
 
 def may_share(q: torch.Tensor, selection: Selection) -> bool:
-    """Whether groups of queries are looked at: of few heads, enough of them for all multiprocessors, over not too many
-    keys. What they have in common only the GPU knows."""
+    """Whether to try groups: few heads, enough groups for all SMs, not too many keys. Only the GPU knows which keys
+    queries share."""
     queries, heads, _ = q.shape
     size = group_size(heads)
     return (
@@ -39,7 +39,7 @@ def may_share(q: torch.Tensor, selection: Selection) -> bool:
 
 
 def group_size(heads: int) -> int:
-    """Queries of a group; 0: there are none of so many heads."""
+    """Queries per group for this number of heads; 0: no groups."""
     return next((size for most, size in GROUP_SIZES.items() if heads <= most), 0)
 
 
@@ -52,8 +52,8 @@ def attend_groups(
 ) -> None:
     """q [T, h, d] over a selection, for up to 16 heads, with max_logits; T, h, K and s_kv above 0.
 
-    The first kernel finds the groups to be computed as such, which the second does, and the queries to be computed by
-    themselves, which the third does."""
+    The first kernel decides which groups to compute together. The second computes these groups, the third the other
+    queries one by one."""
     from dsa.kernels.mla.selection_union_sm90 import compile_selection_union
     from dsa.kernels.mla.sparse_mla_queued_sm90 import compile_sparse_mla_queued
     from dsa.kernels.mla.sparse_mla_union_sm90 import compile_sparse_mla_union
@@ -63,7 +63,7 @@ def attend_groups(
     size, num_sms = group_size(heads), backends.num_sms(q.device)
     q, groups = aligned(q), -(-queries // size)
     [cache], [indices], [counts], counted = list_arguments([selection], q.device)
-    # The longest list of a group that is computed as such.
+    # The longest list of a group that is computed together.
     width = max(1, min(size * indices.shape[2] * MOST_UNION[0] // MOST_UNION[1], cache.shape[0]))
 
     def int32(*shape: int) -> torch.Tensor:

@@ -14,13 +14,13 @@ from dsa.runtime import backends
 from dsa.runtime.checks import INT_MAX
 
 DTYPES = tuple(getattr(torch, name) for name in limits.DTYPES)
-# Of FP8 caches, by the heads of a CTA: about how long a tile takes, and what is spent besides where queries are split,
-# in microseconds on an H200. More heads share the work on a key's bytes; less leave smaller partial results.
+# For FP8 caches, by heads per CTA: microseconds per tile on an H200, and fixed overhead with split queries. With more
+# heads a CTA converts a key's bytes for more heads; with fewer heads partial results are smaller.
 FP8_KV_TIMES = {16: (1.25, 8.0), 32: (1.5, 13.0), 64: (2.65, 20.0)}
-WHOLE = 5.0  # what is spent besides where they are not
-SPLIT_COST = 3  # what splitting queries costs, in tiles
-LEAST_TILES = 2  # that a worker should have of split queries
-SHORT_LIST_HEADS = 32  # at most, of a CTA whose queries have lists that are too short to be split
+WHOLE = 5.0  # fixed overhead without split queries, in microseconds
+SPLIT_COST = 3  # cost of splitting queries, in tiles
+LEAST_TILES = 2  # tiles per worker of split queries
+SHORT_LIST_HEADS = 32  # most heads per CTA for lists that are too short to be split
 
 
 class Selection(NamedTuple):
@@ -51,7 +51,7 @@ def attend(
 ) -> None:
     """q [T, h, d] over one or two selections; T, h, K and the caches' sizes above 0.
 
-    may_split  a query may be split into several work tiles; how, depends on the number of queries. Not with max_logits
+    may_split  a query may be split into several work tiles, by the number of queries; not with max_logits
     """
     from dsa.kernels.mla.mla_combine_sm90 import choose_config, compile_sparse_mla_combine
     from dsa.kernels.mla.sparse_mla_fp8_kv_sm90 import compile_sparse_mla_fp8_kv
@@ -95,8 +95,7 @@ def aligned(q: torch.Tensor) -> torch.Tensor:
 
 
 def of_caller(out: torch.Tensor) -> torch.Tensor:
-    """out [..., h, 512], which the caller has allocated, with strides that kernels take where those of dimensions of a
-    single element mean nothing."""
+    """The caller's out [..., h, 512] with strides that kernels accept: those of dimensions of size 1 are replaced."""
     out = rows_at_16_bytes(out)
     if out.stride(-2) == HEAD_DIM_V:
         return out
@@ -123,8 +122,10 @@ def sink_arguments(sink: torch.Tensor | None, device: torch.device) -> tuple[tor
 
 
 def stream_k(queries: int, head_tiles: int, tiles: int, num_sms: int, may_split: bool) -> tuple[int, int, int]:
-    """(workers, full_waves, split_workers) of the StreamKScheduler: so many CTAs for each tile of heads have whole
-    queries so many times; the queries behind these are split evenly between the first split_workers of them."""
+    """(workers, full_waves, split_workers) of the StreamKScheduler.
+
+    For each tile of heads there are `workers` CTAs. Each computes full_waves whole queries; the remaining queries are
+    split evenly among the first split_workers CTAs."""
     workers = max(1, num_sms // head_tiles)
     full_waves, rest = divmod(queries, workers)
     split_workers = min(workers, rest * tiles // LEAST_TILES)
@@ -135,18 +136,20 @@ def stream_k(queries: int, head_tiles: int, tiles: int, num_sms: int, may_split:
 
 
 def fp8_kv_head_tile(queries: int, heads: int, tiles: int, num_sms: int, may_split: bool) -> int:
-    """Heads of a CTA, of FP8 caches: what takes least by the measured times; but where queries are never split, what
-    the number of heads says, so that a result does not depend on the other queries. Of short lists, as of windows, it
-    does not either: they are not split, and 16 and 32 heads of a CTA give the same bits."""
+    """Heads per CTA for FP8 caches: the fastest by the measured times.
+
+    If queries may not be split, the number of heads alone decides, so that a result does not depend on the other
+    queries. The same holds for short lists, such as windows: they are not split, and 16 and 32 heads per CTA give the
+    same bits."""
 
     def time(head_tile: int) -> float:
-        (of_tile, besides), head_tiles = FP8_KV_TIMES[head_tile], -(-heads // head_tile)
+        (of_tile, overhead), head_tiles = FP8_KV_TIMES[head_tile], -(-heads // head_tile)
         workers, full_waves, split_workers = stream_k(queries, head_tiles, tiles, num_sms, may_split)
-        turns = -(-head_tiles // num_sms)  # more than one where there are more tiles of heads than multiprocessors
+        turns = -(-head_tiles // num_sms)  # above 1 for more tiles of heads than SMs
         if not split_workers:
             return WHOLE + turns * full_waves * tiles * of_tile
         split_tiles = -(-(queries - full_waves * workers) * tiles // split_workers)
-        return besides + turns * (full_waves * tiles + split_tiles) * of_tile
+        return overhead + turns * (full_waves * tiles + split_tiles) * of_tile
 
     most = next((head_tile for head_tile in FP8_KV_TIMES if heads <= head_tile), max(FP8_KV_TIMES))
     if not may_split:
@@ -157,12 +160,12 @@ def fp8_kv_head_tile(queries: int, heads: int, tiles: int, num_sms: int, may_spl
 
 
 def inner_contiguous(x: torch.Tensor) -> torch.Tensor:
-    """x, copied if its last dimension is not contiguous; it is small."""
+    """x, a small tensor, copied if its last dimension is not contiguous."""
     return unit_inner(x) if x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous()
 
 
 def check_limits(q: torch.Tensor, value_dim: tuple[str, int], scale: tuple[str, float]) -> None:
-    """What the kernels take of queries [..., d] and of two numbers, which come with their names."""
+    """ValueError for queries [..., d], or a named value dim or scale, that the kernels do not take."""
     if q.shape[-1] not in SPARSE_HEAD_DIMS:
         dims = " or ".join(map(str, SPARSE_HEAD_DIMS))
         raise ValueError(f"q: the kernel takes d = {dims}, got shape {list(q.shape)}")
@@ -181,11 +184,11 @@ def _partial_results(splits: int, heads: int, device: torch.device) -> tuple[tor
 
 @functools.cache
 def no_partial(heads: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the kernel gets, and does not touch, where no query is split."""
+    """Placeholders for partial results if no query is split. The kernel does not touch them."""
     return _partial_results(1, heads, device)
 
 
 @functools.cache
 def _absent(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the kernel gets, and does not read, for counts and a sink that are not given."""
+    """Placeholders for counts and a sink that are not given. The kernel does not read them."""
     return tuple(torch.empty(1, dtype=dtype, device=device) for dtype in (torch.int32, torch.float32))

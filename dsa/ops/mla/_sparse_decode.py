@@ -4,6 +4,8 @@ import torch
 
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
+from dsa.ops.cache._specs import page_layout
+from dsa.ops.mla._latent_caches import OUT, check_latent_cache, check_unused, latent_cache
 from dsa.ops.mla._sparse_attention import (
     DTYPES,
     Results,
@@ -14,7 +16,42 @@ from dsa.ops.mla._sparse_attention import (
     of_caller,
 )
 from dsa.reference.mla import flash_mla_with_kvcache as reference
+from dsa.runtime.arguments import F32, Arguments, Flag, Int, Number, Tensor
+from dsa.runtime.checks import FLOATS, INT32
 from dsa.runtime.op import op
+
+
+def _check_sparse(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    extra_k_cache: torch.Tensor | None,
+    extra_indices_in_kvcache: torch.Tensor | None,
+    extra_topk_length: torch.Tensor | None,
+) -> None:
+    check_latent_cache("k_cache", k_cache, q)
+    if extra_k_cache is None:
+        unused = {"extra_indices_in_kvcache": extra_indices_in_kvcache, "extra_topk_length": extra_topk_length}
+        check_unused(unused, "extra_k_cache")
+        return
+    check_latent_cache("extra_k_cache", extra_k_cache, q)
+    if extra_indices_in_kvcache is None:
+        raise TypeError("extra_indices_in_kvcache: must be a torch.Tensor, got NoneType")
+
+
+SPARSE_MLA_DECODE = Arguments(
+    rule=_check_sparse,
+    q=Tensor("B s_q h_q d", FLOATS),
+    k_cache=latent_cache("pages P 1 row", layout=page_layout),
+    indices=Tensor("B s_q K", INT32),
+    topk_length=Tensor("B", INT32, optional=True),
+    extra_k_cache=latent_cache("extra_pages extra_P 1 extra_row", layout=page_layout, optional=True),
+    extra_indices_in_kvcache=Tensor("B s_q extra_K", INT32, optional=True),
+    extra_topk_length=Tensor("B", INT32, optional=True),
+    head_dim_v=Int(most="d"),
+    softmax_scale=Number(),
+    attn_sink=Tensor("h_q", F32, optional=True),
+    enable_batch_invariant=Flag(),
+)
 
 
 def allocate(q: torch.Tensor, head_dim_v: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -27,8 +64,8 @@ def _allocate_out(q: torch.Tensor, head_dim_v: int) -> torch.Tensor:
 
 
 def _allocate_lse(q: torch.Tensor) -> torch.Tensor:
-    """[B, h_q, s_q], as a view of [B, s_q, h_q] has its numbers: FlashMLA's layout. By its strides, for a view would be
-    another step of every call."""
+    """[B, h_q, s_q] with the strides of a view of [B, s_q, h_q]: FlashMLA's layout. A view would be one more
+    step of every call."""
     batch, s_q, h_q, _ = q.shape
     width = max(h_q, 1)
     return q.new_empty_strided((batch, h_q, s_q), (max(s_q, 1) * width, 1, width), dtype=torch.float32)
@@ -48,11 +85,11 @@ def _check_limits(
 
 
 @op(
-    arguments=reference.SPARSE_MLA_DECODE.strict(),
+    arguments=SPARSE_MLA_DECODE,
     reference=reference.sparse_mla_decode,
     results=allocate,
     limits=_check_limits,
-    out=reference.OUT,
+    out=OUT,
     dtypes=DTYPES,
     public="flash_mla_with_kvcache",
 )
@@ -92,7 +129,7 @@ def _sparse_mla_decode(
 
 
 def check_cache(name: str, cache: torch.Tensor, q: torch.Tensor) -> None:
-    """Of a cache that the reference takes, what the kernels do not."""
+    """ValueError for a cache that the reference takes and the kernels do not."""
     if _is_bytes(cache) and q.dtype != torch.bfloat16:
         raise ValueError(f"q: the kernel takes bfloat16 with a byte cache, got {dtype_name(q.dtype)}")
 
@@ -102,7 +139,7 @@ def _is_bytes(cache: torch.Tensor) -> bool:
 
 
 def _byte_pages(cache: torch.Tensor) -> torch.Tensor:
-    """The cache with the strides that the kernel is told; those of dimensions of one element mean nothing."""
+    """The cache with the strides that the kernel expects: those of dimensions of size 1 are replaced."""
     pages, page_size, _, width = cache.shape
     stride = cache.stride(0) if pages > 1 else page_size * width + -page_size * width % 16
     return cache.view(torch.uint8).as_strided(cache.shape, (stride, width, width, 1))

@@ -1,20 +1,35 @@
-"""The keys of attention over windows as selections: the window's, and those selected beside it."""
+"""The keys of attention over windows as selections: the window's keys, and other selected keys."""
 
 import torch
 
 from dsa.ops._aligned import rows_at_16_bytes
 
-# The module: by name, its ops would count as those of who imports this.
+# The module, not its names: ops imported by name would count as ops of the importing module.
 from dsa.ops.mla import window_indices as window_lists
 from dsa.ops.mla._sparse_attention import Selection, inner_contiguous
+from dsa.runtime.arguments import F32, ROWS, Int, Number, Tensor
+from dsa.runtime.checks import FLOATS, INT32
+
+PACKED = {
+    "q": Tensor("total_q H d", FLOATS),
+    "kv": Tensor("total_k 1 d", FLOATS, like="q", layout=ROWS),
+    "cu_seqlens_q": Tensor("B+1", INT32),
+    "cu_seqlens_k": Tensor("B+1", INT32),
+    "window": Int(),
+}
+SOFTMAX = {"softmax_scale": Number(), "d_v": Int(most="d"), "attn_sink": Tensor("H", F32, optional=True)}
+WINDOW_LIST = Tensor("total_q window", INT32, optional=True)
 
 Packed = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]
 Selected = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 def window_selections(packed: Packed, near: torch.Tensor | None, selected: Selected | None) -> list[Selection]:
-    """Of checked arguments: packed, the queries, keys, their cu_seqlens and the window; near, the window's rows of the
-    keys, if the caller has them; selected, other keys, their rows for each query, and how many of these count."""
+    """Selections of checked arguments.
+
+    packed    queries, keys, both cu_seqlens, window
+    near      the window's lists of rows of the keys, or None: made here
+    selected  other keys, each query's rows of them, and how many of these count; or None"""
     q, kv, cu_seqlens_q, cu_seqlens_k, window = packed
     selections = []
     if kv.shape[0]:

@@ -14,10 +14,24 @@ from dsa.ops.mla._sparse_attention import (
     of_caller,
 )
 from dsa.reference.mla import flash_mla_sparse_fwd as reference
-from dsa.runtime.checks import check_apart
+from dsa.runtime.arguments import F32, ROWS, Arguments, Flag, Int, Number, Tensor
+from dsa.runtime.checks import FLOATS, INT32, check_apart
 from dsa.runtime.op import op
 
 __all__ = ["flash_mla_sparse_fwd"]
+
+FLASH_MLA_SPARSE_FWD = Arguments(
+    q=Tensor("s_q h_q d", FLOATS),
+    kv=Tensor("s_kv 1 d", FLOATS, like="q", layout=ROWS),
+    indices=Tensor("s_q 1 K", INT32),
+    sm_scale=Number(),
+    d_v=Int(most="d"),
+    attn_sink=Tensor("h_q", F32, optional=True),
+    topk_length=Tensor("s_q", INT32, optional=True),
+    enable_batch_invariant=Flag(),
+)
+# The heads of a query are contiguous; queries may be any distance apart.
+OUT = {"out": Tensor("s_q h_q d_v", FLOATS, like="q", layout=ROWS, merged=(1, 3))}
 
 
 def flash_mla_sparse_fwd(
@@ -54,13 +68,13 @@ def flash_mla_sparse_fwd(
     On Hopper: d = 576 or 512 with d_v = 512, any number of heads without padding (multiples of 64 fill the tensor
     cores), any K and s_kv, any strides of q, rows of kv at multiples of 16 bytes, sm_scale above 0. Logits and sums are
     fp32; softmax weights are rounded to q's dtype before the values are multiplied by them. CUDA-graph safe, no host
-    synchronisation. Deterministic. Mostly one kernel without workspace, and a query's result does not depend on the
-    others, bit for bit. Without enable_batch_invariant, with at most 16 heads, many indices (2^22, and groups for all
-    multiprocessors) and s_kv up to 2^21, queries 8 g to 8 g + 7, or of more than 8 heads 4 g to 4 g + 3, are a group,
-    computed together if their selections have enough in common and none names a key twice: the order of a query's sums
-    then follows from the selections of its group, and where a query is in its group from its number in the call.
-    Workspace: 2.8 bytes for each of a call's indices, of 65536 queries of 2048 keys 376 MB. No gradients on Hopper,
-    whatever q or kv asks for: `sparse_mla_attention` has them.
+    synchronisation. Deterministic. No gradients on Hopper: `sparse_mla_attention` has them.
+    Mostly one kernel without workspace; then a query's result does not depend on the others, bit for bit. Calls with at
+    most 16 heads, at least 2^22 indices, groups for all SMs and s_kv up to 2^21 group neighbouring queries, unless
+    enable_batch_invariant is True: queries 8 g to 8 g + 7 with up to 8 heads, 4 g to 4 g + 3 with more. A group whose
+    selections have enough keys in common, none of them twice in a query, is computed together. The order of a query's
+    sums then depends on the selections of its group, and its group on its number in the call. Workspace of such calls:
+    2.8 bytes per index, 376 MB for 65536 queries of 2048 keys.
     Source: FlashMLA's function of this name, which takes 64 and 128 heads and K in multiples of 128.
     """
     arguments = (q, kv, indices, sm_scale, d_v, attn_sink, topk_length, enable_batch_invariant)
@@ -88,11 +102,11 @@ def _check_limits(q: torch.Tensor, sm_scale: float, d_v: int) -> None:
 
 
 @op(
-    arguments=reference.FLASH_MLA_SPARSE_FWD.strict(),
+    arguments=FLASH_MLA_SPARSE_FWD,
     reference=reference.flash_mla_sparse_fwd,
     results=_results,
     limits=_check_limits,
-    out=reference.OUT,
+    out=OUT,
     dtypes=DTYPES,
     public="flash_mla_sparse_fwd",
 )

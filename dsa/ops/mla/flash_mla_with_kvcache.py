@@ -1,27 +1,37 @@
 """MLA decoding over a paged cache, dense or over selected keys, and its plan."""
 
+import functools
 from typing import Any
 
 import torch
 
 from dsa.kernels.mla.limits import MAX_BATCH, PLAN_COLUMNS, PLAN_NUMBERS, TILE_M, TILE_N
 from dsa.ops.mla._dense_decode import SHORT, _dense_mla_decode
+from dsa.ops.mla._latent_caches import check_layout_flag, check_unused
+from dsa.ops.mla._plans import (
+    MLA_METADATA,
+    Plan,
+    bind_plan,
+    check_plan,
+    check_plan_tensors,
+    metadata_request,
+    own_plan,
+)
 from dsa.ops.mla._sparse_attention import DTYPES
 from dsa.ops.mla._sparse_decode import _sparse_mla_decode
-from dsa.reference.mla import flash_mla_with_kvcache as reference
-from dsa.reference.mla import mla_metadata
-from dsa.reference.mla.mla_metadata import FlashMLASchedMeta, own_plan
+from dsa.reference.mla.mla_metadata import FlashMLASchedMeta, plan_one_part
 from dsa.runtime import backends
-from dsa.runtime.checks import check_apart, shape_of
+from dsa.runtime.checks import check_apart, check_flag, check_memory, shape_of
 from dsa.runtime.op import Op, op
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_with_kvcache", "get_mla_metadata"]
 
-# What beginning a sequence costs, in tiles: where nobody knows how many there are, where parts have HALVED to SHORT of
-# them, and where they have more and that leaves sequences whole; where it does not; and where they have fewer.
+# Fixed cost per sequence, in tiles: by default (unknown lengths, HALVED to SHORT tiles per part, or sequences that stay
+# whole); for longer sequences that are cut; for fewer than HALVED tiles per part.
 OVERHEAD, OVERHEAD_OF_LONG, OVERHEAD_OF_SHORT = 5, 2, 0
-# Tiles of a part up to which half of the multiprocessors do better: what combines is there beside them.
+# Up to so many tiles per part, half of the SMs are faster: the others run the combine kernel.
 HALVED = 2
+_SPARSE_ONLY = ("attn_sink", "topk_length", "extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
 
 
 def get_mla_metadata(*args, **kwargs) -> tuple[FlashMLASchedMeta, None] | tuple[torch.Tensor, torch.Tensor]:
@@ -36,29 +46,31 @@ def get_mla_metadata(*args, **kwargs) -> tuple[FlashMLASchedMeta, None] | tuple[
       num_q_tokens_per_head_k  s_q * h_q / h_k
       num_heads_k              h_k
       topk                     None, or how many keys every query selects
-    A row of tile_scheduler_metadata is the work of one part of the GPU. Its numbers are: the first sequence; the tile
-    of 64 keys of that sequence where the work begins; the last sequence; the tile of that sequence where the work ends
-    (2^30: its end, whatever its length is then); how many splits of the first sequence other parts have before this
-    one; in row i the i-th sequence that is split, or -1; and two unused numbers, 0. num_splits[b] counts the splits of
-    those sequences before b that are split.
+    A row of tile_scheduler_metadata describes the work of one part of the GPU: the first sequence; its tile of 64 keys
+    where the work begins; the last sequence; its tile where the work ends (2^30: at the end of the sequence, whatever
+    its length is then); how many splits of the first sequence earlier parts have; in row i the i-th sequence that is
+    split, or -1; and two unused zeros. num_splits[b] counts the splits of the split sequences before b.
 
-    A plan only says where long sequences are cut. A plan for other lengths of as many sequences gives the right result,
-    too, with its work less evenly spread. So a plan that was made outside a CUDA graph serves all replays of the graph,
-    and one that is made inside follows the lengths. That one has its numbers when the graph is replayed: a call outside
-    of the graph with the same FlashMLASchedMeta, or in another graph, makes a plan of its own. The first call's stream
-    makes the plan: another stream must wait for that call before one on it uses the object, or it may read numbers that
-    are no plan. Such numbers make no kernel read or write outside its tensors, but sequences may be left out, and their
-    results are then unspecified. In the new style, and without a plan, the block table says how many keys there are at
-    most, and few keys are cut into fewer parts than in the old style: results of the two differ in rounding then.
+    A plan only says where long sequences are cut. A plan for other lengths of as many sequences gives right results,
+    too, with its work less evenly spread. So a plan that was made outside a CUDA graph serves all replays of the graph.
+    A plan that is made inside a graph follows the lengths, and has its numbers once the graph is replayed: a call
+    outside the graph with the same FlashMLASchedMeta, or in another graph, makes its own plan. The stream of the first
+    call makes the plan. A call on another stream must wait for it, or it may read numbers that are not a plan yet: no
+    kernel reads or writes outside its tensors then, but results are unspecified. In the new style, and without a plan,
+    the block table bounds the number of keys, and few keys are cut into fewer parts than in the old style: results of
+    the two styles differ in rounding then.
     On Hopper: one kernel, no host synchronisation.
     Raises TypeError or ValueError for other types, dtypes and shapes. Source: FlashMLA's function of this name.
     """
     if not args and not kwargs:
         return FlashMLASchedMeta(), None
-    request = mla_metadata.metadata_request(*args, **kwargs)
-    if request.topk is not None:
-        return mla_metadata.get_mla_metadata(*args, **kwargs)
-    return _mla_metadata(request.cache_seqlens, request.num_q_tokens_per_head_k, request.num_heads_k, 0)
+    request = metadata_request(*args, **kwargs)
+    arguments = (request.cache_seqlens, request.num_q_tokens_per_head_k, request.num_heads_k, 0)
+    if request.topk is None:
+        return _mla_metadata(*arguments)
+    MLA_METADATA.check(*arguments)
+    check_memory("cache_seqlens", request.cache_seqlens)
+    return plan_one_part(request.cache_seqlens)
 
 
 def flash_mla_with_kvcache(
@@ -130,39 +142,37 @@ def flash_mla_with_kvcache(
     size, keys at multiples of 16 bytes; or, with bf16 q, a cache of bytes whose pages are each contiguous and start at
     multiples of 16 bytes. Of a cache of bytes, e4m3 numbers go into the logits exactly and are multiplied by the fp32
     scales in fp32; as values they are multiplied by their scale and rounded to fp16's 11 bits. Where a group's scale
-    is below 2^-20 of the key's largest scale, up to 2^-22 of the largest scale is lost besides.
+    is below 2^-20 of the key's largest scale, up to 2^-22 of the largest scale is lost as well.
     No gradients on Hopper, whatever q or a cache asks for. Deterministic. CUDA-graph safe with new lengths and indices,
-    no host synchronisation. The workspace is at most two partial results for each multiprocessor, or in dense decoding
+    no host synchronisation. The workspace is at most two partial results per SM, or in dense decoding
     with enable_batch_invariant one for each sequence and split.
     Source: FlashMLA's function of this name, which takes fewer caches, head counts and combinations.
     """
     meta = own_plan(tile_scheduler_metadata)
     extra = (extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
-    reference.check_options(
-        k_cache, extra_k_cache, indices, (meta, num_splits), causal, is_fp8_kvcache, enable_batch_invariant
-    )
-    scale = reference.scale_of(q, softmax_scale)
+    _check_options(k_cache, extra_k_cache, indices, (meta, num_splits), causal, is_fp8_kvcache, enable_batch_invariant)
+    scale = _scale_of(q, softmax_scale)
     written = () if out is None else (out,)
     if out is not None:
         check_apart("out", out, q=q, k_cache=k_cache, extra_k_cache=extra_k_cache)
     if indices is not None:
-        mla_metadata.check_plan_tensors(meta, num_splits, q)
+        check_plan_tensors(meta, num_splits, q)
         decode = _sparse_mla_decode if out is None else _sparse_mla_decode.into
         options = (head_dim_v, scale, attn_sink, enable_batch_invariant)
         sparse = (q, k_cache, indices, topk_length, *extra, *options, *written)
         if isinstance(meta, FlashMLASchedMeta):
-            config = reference.config_of(q, causal, (k_cache, indices), extra[:2])
+            config = _config_of(q, causal, (k_cache, indices), extra[:2])
             _bind(meta, config, decode, sparse, planned=True)
         return decode(*sparse) if out is None else (out, decode(*sparse))
-    reference.check_unused(dict(zip(reference.SPARSE_ONLY, (attn_sink, topk_length, *extra))), "indices")
+    check_unused(dict(zip(_SPARSE_ONLY, (attn_sink, topk_length, *extra))), "indices")
     dense, options = (q, k_cache, block_table, cache_seqlens, head_dim_v), (scale, causal, *written)
     decode = _dense_mla_decode if out is None else _dense_mla_decode.into
     if isinstance(meta, FlashMLASchedMeta):
         planned = enable_batch_invariant or meta.tile_scheduler_metadata is not None
-        config = reference.config_of(q, causal, (k_cache, None))
+        config = _config_of(q, causal, (k_cache, None))
         _bind(meta, config, decode, (*dense, None, None, *options), planned)
     if enable_batch_invariant:
-        mla_metadata.check_plan_tensors(meta, num_splits, q)
+        check_plan_tensors(meta, num_splits, q)
         plan = (None, None)
     else:
         plan = (meta, num_splits) if isinstance(meta, torch.Tensor) else _plan_of(meta, *dense[:4])
@@ -170,15 +180,67 @@ def flash_mla_with_kvcache(
     return found if out is None else (out, found)
 
 
+def _check_options(
+    k_cache: torch.Tensor,
+    extra_k_cache: torch.Tensor | None,
+    indices: torch.Tensor | None,
+    plan: tuple[Plan, torch.Tensor | None],
+    causal: bool,
+    is_fp8_kvcache: bool,
+    enable_batch_invariant: bool,
+) -> None:
+    """Check the arguments that the ops of dense and sparse decoding do not have."""
+    check_flag("causal", causal)
+    check_flag("enable_batch_invariant", enable_batch_invariant)
+    if causal and indices is not None:
+        raise ValueError("causal: must be False with indices, got True")
+    check_layout_flag("k_cache", k_cache, is_fp8_kvcache)
+    if indices is not None and extra_k_cache is not None:
+        check_layout_flag("extra_k_cache", extra_k_cache, is_fp8_kvcache)
+    check_plan(*plan)
+
+
+def _scale_of(q: torch.Tensor, softmax_scale: float | None) -> float:
+    """softmax_scale, or its default; any number for a q that the checks will refuse."""
+    if softmax_scale is not None:
+        return softmax_scale
+    shape = shape_of(q)
+    return shape[-1] ** -0.5 if shape and shape[-1] else 1.0
+
+
+def _config_of(
+    q: torch.Tensor, causal: bool, *selections: tuple[torch.Tensor | None, torch.Tensor | None]
+) -> dict[str, object]:
+    """What a plan remembers of a call: shapes of q and of (cache, indices) pairs; indices are None in dense decoding.
+    Tensors are not checked. Calls of the same shapes share one dict, which is read only."""
+    shapes = tuple((shape_of(cache), shape_of(indices)) for cache, indices in selections)
+    config = _config if torch.compiler.is_compiling() else _known_config  # Dynamo warns of caches
+    return config(shape_of(q), causal, shapes)
+
+
+def _config(
+    q: tuple[int, ...], causal: bool, selections: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+) -> dict[str, object]:
+    """`_config_of` shapes; () stands for what is not a tensor."""
+    config = {"q": q, "k_cache": selections[0][0][1:], "causal": causal}
+    sparse = [(cache, indices) for cache, indices in selections if cache and indices]
+    if sparse:
+        config["selections"] = [(*cache[1:2], *indices[2:]) for cache, indices in sparse]
+    return config
+
+
+_known_config = functools.lru_cache(256)(_config)
+
+
 def _bind(
     meta: FlashMLASchedMeta, config: dict[str, object], decode: Op, arguments: tuple[Any, ...], planned: bool
 ) -> None:
-    """The plan is bound to the call's shapes. A call that is wrong must not leave these or a plan behind."""
+    """Bind the plan to the call's shapes. A wrong call raises first, so that it changes nothing in the plan."""
     if planned and meta.config == config:
         return
     other = meta.have_initialized and meta.config != config
     (decode.arguments if other else decode).check(*arguments)
-    mla_metadata.bind_plan(meta, config)
+    bind_plan(meta, config)
 
 
 def _plan_of(
@@ -188,8 +250,8 @@ def _plan_of(
     block_table: torch.Tensor,
     cache_seqlens: torch.Tensor,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """What the object remembers, or a plan, which it then remembers. None of tensors that decoding will refuse, and
-    where there is nothing to plan."""
+    """The plan that the object holds, or a new plan, which it then holds. None for tensors that decoding will refuse,
+    and if there is nothing to plan."""
     if meta is not None and meta.tile_scheduler_metadata is not None:
         if meta.capture is None or meta.capture == capture_number(q):
             return meta.tile_scheduler_metadata, meta.num_splits
@@ -207,8 +269,7 @@ def _plan_of(
 
 
 def capture_number(x: torch.Tensor) -> int | None:
-    """Of the graph that the current stream, on which x is used, is being captured into, as the CUDA runtime counts
-    captures; None: into none."""
+    """The CUDA runtime's number of the graph that the current stream is being captured into; None: no capture."""
     if not x.is_cuda or not torch.cuda.is_current_stream_capturing():
         return None
     from cuda.bindings import runtime  # comes with the kernels' DSL
@@ -220,7 +281,7 @@ def capture_number(x: torch.Tensor) -> int | None:
 
 
 def _parts(cache_seqlens: torch.Tensor, rows: int, kv_heads: int, most_keys: int) -> tuple[int, int]:
-    """(parts, what beginning a sequence costs) of a plan. most_keys: what a sequence has at most; 0: nobody knows."""
+    """(parts, fixed cost per sequence) of a plan. most_keys: the most keys of a sequence; 0: unknown."""
     parts = max(1, backends.num_sms(cache_seqlens.device) // (kv_heads * -(-rows // TILE_M)))
     tiles = len(cache_seqlens) * -(-most_keys // TILE_N)
     if tiles == 0:
@@ -248,8 +309,8 @@ def _check_plan_limits(cache_seqlens: torch.Tensor) -> None:
 
 
 @op(
-    arguments=mla_metadata.MLA_METADATA,
-    reference=mla_metadata.plan_one_part,
+    arguments=MLA_METADATA,
+    reference=plan_one_part,
     results=_plan_results,
     limits=_check_plan_limits,
     public="get_mla_metadata",

@@ -8,9 +8,17 @@ from dsa.kernels.mla.limits import MAX_BRANCHES, MAX_MERGE_ROWS, MERGE_CHANNEL_M
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name, with_dims
 from dsa.reference.mla import merge_attention as reference
+from dsa.runtime.arguments import F32, ROWS, Arguments, Tensor, Tensors
+from dsa.runtime.checks import FLOATS
 from dsa.runtime.op import op
 
 __all__ = ["merge_attention"]
+
+MERGE_ATTENTION = Arguments(
+    outs=Tensors("... H d_v", FLOATS, count="branches", layout=ROWS, merged=(0, -3)),
+    lses=Tensors("... H", F32, count="branches", merged=(0, -2)),
+    attn_sink=Tensor("H", F32, optional=True),
+)
 
 
 def merge_attention(
@@ -33,7 +41,14 @@ def merge_attention(
     must be mergeable into one). Deterministic. CUDA-graph safe, no host synchronisation, no workspace.
     Source: DeepSeek-V4 (arXiv 2606.19348), one softmax over window and compressed keys.
     """
-    return _merge_attention(reference.list_of(outs), reference.list_of(lses), attn_sink)
+    return _merge_attention(_list_of(outs), _list_of(lses), attn_sink)
+
+
+def _list_of(branches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Branches in a list, if they are in a tuple or stacked in a tensor; what is neither, as it is."""
+    if isinstance(branches, torch.Tensor) and branches.layout is torch.strided and not branches.is_nested:
+        return list(branches.unbind()) if branches.dim() else branches
+    return list(branches) if isinstance(branches, tuple) else branches
 
 
 def _results(outs: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,7 +70,7 @@ def _check_limits(outs: list[torch.Tensor]) -> None:
 
 
 @op(
-    arguments=reference.MERGE_ATTENTION,
+    arguments=MERGE_ATTENTION,
     reference=reference.merge_attention,
     results=_results,
     limits=_check_limits,

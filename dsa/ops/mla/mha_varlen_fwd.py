@@ -8,14 +8,57 @@ from dsa.kernels.mla.mha_limits import MHA_DIMS, ROPE_DIMS
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops._tma_rows import tma_rows
 from dsa.reference.mla import mha_varlen_fwd as reference
+from dsa.reference.mla.selection_bits import KEYS, WORDS
 from dsa.runtime import backends
+from dsa.runtime.arguments import Arguments, Flag, Int, Number, Tensor
+from dsa.runtime.checks import FLOATS, INT32
 from dsa.runtime.op import op
 
 __all__ = ["mha_varlen_fwd"]
 
 LOG2E = math.log2(math.e)
-L2_BYTES = 16 << 20  # of keys and values that are read at a time, so that they come from the L2 cache
-MOST_WORDS = 2**31 - 1  # of all queries' selections: their numbers are int32
+L2_BYTES = 16 << 20  # keys and values of the heads that run at the same time, so that they stay in the L2 cache
+MOST_WORDS = 2**31 - 1  # words of all queries' selections: int32 offsets
+
+
+def _check(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    k_rope: torch.Tensor | None,
+    softmax_scale: float,
+    max_seqlen_k: int,
+    selected: torch.Tensor | None,
+) -> None:
+    apart = 0 if k_rope is None else k_rope.shape[1]
+    if k.shape[2] + apart != q.shape[2]:
+        behind = " and no k_rope" if k_rope is None else f" and {apart} in k_rope"
+        raise ValueError(f"k: must have q's {q.shape[2]} channels, got {k.shape[2]}{behind}")
+    if k.shape[1] == 0 or q.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(f"q: heads must be a multiple of k's {k.shape[1]}, at least as many, got {q.shape[1]}")
+    if not softmax_scale > 0:
+        raise ValueError(f"softmax_scale: must be above 0, got {softmax_scale}")
+    words = -(-max_seqlen_k // KEYS) * WORDS
+    if selected is not None and (selected.shape[1] < words or selected.shape[1] % WORDS):
+        raise ValueError(
+            f"selected: must have a multiple of {WORDS} words a query, at least {words} of "
+            f"max_seqlen_k={max_seqlen_k} keys, got {selected.shape[1]}"
+        )
+
+
+MHA_VARLEN_FWD = Arguments(
+    rule=_check,
+    q=Tensor("Tq H d", FLOATS),
+    k=Tensor("Tk Hk dk", FLOATS, like="q"),
+    v=Tensor("Tk Hk dv", FLOATS, like="q"),
+    cu_seqlens_q=Tensor("B+1", INT32),
+    cu_seqlens_k=Tensor("B+1", INT32),
+    max_seqlen_k=Int(least=0),
+    softmax_scale=Number(),
+    causal=Flag(),
+    k_rope=Tensor("Tk dr", FLOATS, like="q", optional=True),
+    selected=Tensor("Tq words", INT32, optional=True),
+    dense_keys=Int(least=0),
+)
 
 
 def mha_varlen_fwd(
@@ -55,7 +98,7 @@ def mha_varlen_fwd(
     On Hopper: (d, dv) = (64, 64), (128, 128), (192, 128) as DeepSeek-V3.2 has it, or (256, 256) as GLM-5, of these two
     with k_rope of 64 channels; what lies between is padded. Any strides, with a copy where rows are at no multiples of
     16 bytes; fewer than 2^31 words of `selected`. Logits and sums are fp32; softmax weights are rounded to q's dtype
-    before the values are multiplied by them. One kernel, behind a zeroed counter.
+    before the values are multiplied by them. One kernel, and one that zeroes a counter.
     Deterministic, and a query's result does not depend on the others, bit for bit. CUDA-graph safe, no host
     synchronisation.
     Source: FlashAttention's `flash_attn_varlen_func`; the selection is DeepSeek-V3.2's.
@@ -82,12 +125,12 @@ def _check_limits(q: torch.Tensor, v: torch.Tensor, selected: torch.Tensor | Non
 
 
 def _dims(q: torch.Tensor, v: torch.Tensor) -> tuple[int, int] | None:
-    """The channels of the kernel that takes these: the same, or the next more."""
+    """(d, dv) of the kernel to run: the smallest that fits; None: too many channels."""
     return next((dims for dims in MHA_DIMS if q.shape[2] <= dims[0] and v.shape[2] <= dims[1]), None)
 
 
 @op(
-    arguments=reference.MHA_VARLEN_FWD,
+    arguments=MHA_VARLEN_FWD,
     reference=reference.mha_varlen_fwd,
     results=_results,
     limits=_check_limits,

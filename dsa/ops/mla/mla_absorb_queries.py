@@ -1,15 +1,47 @@
-"""Queries of the latents: MLA's W_UK, in FP8, absorbed into the queries, and their rope channels turned."""
+"""Queries of the latents: MLA's W_UK, in FP8, absorbed into the queries, and their rope channels rotated."""
 
 import torch
 
 from dsa.kernels.mla.limits import HEAD_DIM, HEAD_DIM_V
 from dsa.kernels.mla.up_projection_limits import ABSORBED_NOPE, MAX_UP_PROJECTION_ROWS, UP_PROJECTION_ROWS
 from dsa.ops._aligned import rows_at_16_bytes
-from dsa.reference.gemm.fp8_gemm_nt import pair
+from dsa.ops.gemm._operands import pair
 from dsa.reference.mla import mla_absorb_queries as reference
+from dsa.runtime.arguments import ALIGNED, F32, INNER, ROWS, Arguments, Tensor
+from dsa.runtime.checks import E4M3, FLOATS
 from dsa.runtime.op import op
 
 __all__ = ["mla_absorb_queries"]
+
+KV_B = {
+    "weight": Tensor("N L", E4M3, layout=ALIGNED, name="kv_b[0]"),
+    "weight_scale": Tensor("ceil(N/128) ceil(L/128)", F32, layout=INNER, name="kv_b[1]"),
+}
+
+
+def check_heads(weight: torch.Tensor, heads: int, least: int, named: str) -> None:
+    """The rows of kv_b must be a multiple of the heads of the argument `named`, at least `least` per head."""
+    rows = len(weight)
+    if rows % heads if heads else rows:
+        raise ValueError(f"kv_b[0]: rows must be a multiple of the {heads} heads of {named}, got {rows}")
+    if heads and rows // heads < least:
+        raise ValueError(f"kv_b[0]: must have at least {least} rows a head, got {rows} for {heads} heads")
+
+
+def _check(q_nope: torch.Tensor, q_pe: torch.Tensor, cos: torch.Tensor, weight: torch.Tensor) -> None:
+    if q_pe.shape[2] != 2 * cos.shape[1]:
+        raise ValueError(f"q_pe: must have twice as many channels as cos, {2 * cos.shape[1]}, got {q_pe.shape[2]}")
+    check_heads(weight, *q_nope.shape[1:], "q_nope")
+
+
+MLA_ABSORB_QUERIES = Arguments(
+    rule=_check,
+    q_nope=Tensor("T H nope", FLOATS, layout=ROWS),
+    q_pe=Tensor("T H R", FLOATS, like="q_nope", layout=ROWS),
+    cos=Tensor("T R/2", F32, layout=INNER),
+    sin=Tensor("T R/2", F32, layout=INNER),
+    **KV_B,
+)
 
 
 def mla_absorb_queries(
@@ -21,9 +53,9 @@ def mla_absorb_queries(
 ) -> torch.Tensor:
     """q[t, h] = [sum_d q_nope[t, h, d] W_UK[h][d] | rope(q_pe[t, h])]: the queries of the latents and of the rope keys.
 
-    W_UK[h] are the first rows of head h in kv_b: as many as q_nope has channels; W_UV[h] are behind them. A weight is
+    W_UK[h] are the first rows of head h in kv_b, as many as q_nope has channels; W_UV[h] come after them. A weight is
     e4m3 * scale, rounded to q_nope's dtype, as `dequantize_per_block` gives it; products are summed in fp32 and rounded
-    once. Rope turns pairs of neighbours (2i, 2i + 1), as `apply_rotary(interleaved=True)` does, bit for bit.
+    once. Rope rotates pairs of neighbours (2i, 2i + 1), as `apply_rotary(interleaved=True)` does, bit for bit.
 
     q_nope    [T, H, nope] bf16 (fp16, fp32), such as a part of q's channels
     q_pe      [T, H, R] of q_nope's dtype
@@ -55,7 +87,7 @@ def _check_limits(q_nope: torch.Tensor, q_pe: torch.Tensor, weight: torch.Tensor
 
 
 def check_kv_b(weight: torch.Tensor, heads: int) -> None:
-    """What the kernels that multiply with a part of kv_b do not take."""
+    """ValueError for a kv_b that the kernels do not take."""
     if weight.shape[1] != HEAD_DIM_V:
         raise ValueError(f"kv_b[0]: the kernel takes {HEAD_DIM_V} columns, got shape {list(weight.shape)}")
     if len(weight) > MAX_UP_PROJECTION_ROWS:
@@ -68,7 +100,7 @@ def check_kv_b(weight: torch.Tensor, heads: int) -> None:
 
 
 @op(
-    arguments=reference.MLA_ABSORB_QUERIES,
+    arguments=MLA_ABSORB_QUERIES,
     reference=reference.mla_absorb_queries,
     results=_results,
     limits=_check_limits,

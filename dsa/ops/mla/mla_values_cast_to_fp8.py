@@ -4,12 +4,29 @@ import torch
 
 from dsa.kernels.mla.up_projection_limits import VALUE_GROUP
 from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops.mla.mla_absorb_queries import check_kv_b
-from dsa.reference.gemm.fp8_gemm_nt import pair
+from dsa.ops.gemm._operands import pair
+from dsa.ops.mla.mla_absorb_queries import KV_B, check_heads, check_kv_b
 from dsa.reference.mla import mla_values_cast_to_fp8 as reference
+from dsa.runtime.arguments import ROWS, Arguments, Flag, Int, Tensor
+from dsa.runtime.checks import FLOATS
 from dsa.runtime.op import op
 
 __all__ = ["mla_values_cast_to_fp8"]
+
+
+def _check(attended: torch.Tensor, weight: torch.Tensor, v_dim: int) -> None:
+    if v_dim % VALUE_GROUP:
+        raise ValueError(f"v_dim: must be a multiple of {VALUE_GROUP}, got {v_dim}")
+    check_heads(weight, attended.shape[1], v_dim, "attended")
+
+
+MLA_VALUES_CAST_TO_FP8 = Arguments(
+    rule=_check,
+    attended=Tensor("T H L", FLOATS, layout=ROWS),
+    **KV_B,
+    v_dim=Int(),
+    use_ue8m0=Flag(),
+)
 
 
 def mla_values_cast_to_fp8(
@@ -49,7 +66,7 @@ def _check_limits(attended: torch.Tensor, weight: torch.Tensor) -> None:
 
 
 @op(
-    arguments=reference.MLA_VALUES_CAST_TO_FP8,
+    arguments=MLA_VALUES_CAST_TO_FP8,
     reference=reference.mla_values_cast_to_fp8,
     results=_results,
     limits=_check_limits,

@@ -3,9 +3,17 @@
 import torch
 
 from dsa.reference.mla import selection_bits as reference
+from dsa.runtime.arguments import Arguments, Int, Tensor
+from dsa.runtime.checks import INT32
 from dsa.runtime.op import op
 
 __all__ = ["selection_bits"]
+
+SELECTION_BITS = Arguments(
+    indices=Tensor("T k", INT32, layout="the last dimension contiguous"),
+    starts=Tensor("T", INT32, optional=True),
+    max_keys=Int(least=0),
+)
 
 
 def selection_bits(indices: torch.Tensor, starts: torch.Tensor | None, max_keys: int) -> torch.Tensor:
@@ -18,7 +26,7 @@ def selection_bits(indices: torch.Tensor, starts: torch.Tensor | None, max_keys:
     max_keys  keys of the longest sequence, at least 0
 
     Returns int32 [T, 4 * ceil(max_keys / 128)], contiguous: what `mha_varlen_fwd` takes as `selected`. A word has the
-    bits of 32 keys that a thread of its kernel has in a block of 128.
+    bits of the 32 keys of a block of 128 that one thread of that kernel computes.
     Raises TypeError or ValueError for other types, dtypes, shapes and devices.
     On Hopper: one kernel, rows of indices contiguous. Deterministic. CUDA-graph safe, no host synchronisation.
     """
@@ -30,7 +38,7 @@ def _results(indices: torch.Tensor, max_keys: int) -> torch.Tensor:
 
 
 @op(
-    arguments=reference.SELECTION_BITS,
+    arguments=SELECTION_BITS,
     reference=reference.selection_bits,
     results=_results,
 )

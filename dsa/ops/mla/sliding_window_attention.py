@@ -2,17 +2,60 @@
 
 import torch
 
+from dsa.ops.cache._specs import page_layout
 from dsa.ops.mla import _sparse_decode
 
-# The module: by name, its ops would count as this one's.
+# The module, not its names: ops imported by name would count as ops of this module.
 from dsa.ops.mla import window_indices as window_lists
+from dsa.ops.mla._latent_caches import check_latent_cache, check_layout_flag, latent_cache
 from dsa.ops.mla._sparse_attention import DTYPES, Results, attend, check_limits, inner_contiguous
-from dsa.ops.mla._window_selections import Packed, Selected, window_selections
+from dsa.ops.mla._window_selections import PACKED, SOFTMAX, WINDOW_LIST, Packed, Selected, window_selections
 from dsa.reference.mla import sliding_window_attention as reference
 from dsa.reference.mla import sliding_window_decode as window_decode
+from dsa.runtime.arguments import F32, ROWS, Arguments, Flag, Int, Number, Tensor
+from dsa.runtime.checks import FLOATS, INT32, MOST_SLOTS
 from dsa.runtime.op import op
 
 __all__ = ["sliding_window_attention", "sliding_window_decode", "window_sparse_attention"]
+
+SLIDING_WINDOW_ATTENTION = Arguments(**PACKED, **SOFTMAX, indices=WINDOW_LIST)
+WINDOW_SPARSE_ATTENTION = Arguments(
+    **PACKED,
+    compressed=Tensor("n 1 d", FLOATS, like="q", layout=ROWS),
+    indices=Tensor("total_q K", INT32),
+    **SOFTMAX,
+    topk_length=Tensor("total_q", INT32, optional=True),
+    window_indices=WINDOW_LIST,
+)
+
+
+def _check_cache(
+    q: torch.Tensor, cache: torch.Tensor, block_table: torch.Tensor | None, window: int, is_fp8_kvcache: bool
+) -> None:
+    check_layout_flag("cache", cache, is_fp8_kvcache)
+    check_latent_cache("cache", cache, q)
+    batch, s_q, *_ = q.shape
+    if cache.shape[0] * cache.shape[1] > MOST_SLOTS:
+        raise ValueError(f"cache: must have at most 2^31 slots, got {cache.shape[0]} pages of {cache.shape[1]}")
+    if block_table is None and (cache.shape[0] < batch or cache.shape[1] < window + s_q - 1):
+        raise ValueError(
+            f"cache: must have a page of at least window + s_q - 1 = {window + s_q - 1} keys for each of {batch} "
+            f"sequences without a block_table, got {cache.shape[0]} pages of {cache.shape[1]} (sizes as of q)"
+        )
+
+
+SLIDING_WINDOW_DECODE = Arguments(
+    rule=_check_cache,
+    q=Tensor("B s_q H d", FLOATS),
+    cache=latent_cache("pages P 1 row", layout=page_layout),
+    block_table=Tensor("B max_pages", INT32, optional=True),
+    cache_seqlens=Tensor("B", INT32),
+    window=Int(),
+    softmax_scale=Number(),
+    d_v=Int(most="d"),
+    attn_sink=Tensor("H", F32, optional=True),
+    is_fp8_kvcache=Flag(),
+)
 
 
 def sliding_window_attention(
@@ -165,7 +208,7 @@ def _check_limits(q: torch.Tensor, softmax_scale: float, d_v: int) -> None:
 
 
 @op(
-    arguments=reference.SLIDING_WINDOW_ATTENTION.strict(),
+    arguments=SLIDING_WINDOW_ATTENTION,
     reference=reference.sliding_window_attention,
     results=_allocate,
     limits=_check_limits,
@@ -187,7 +230,7 @@ def _sliding_window_attention(
 
 
 @op(
-    arguments=reference.WINDOW_SPARSE_ATTENTION.strict(),
+    arguments=WINDOW_SPARSE_ATTENTION,
     reference=reference.window_sparse_attention,
     results=_allocate,
     limits=_check_limits,
@@ -228,7 +271,7 @@ def _check_decode_limits(
 
 
 @op(
-    arguments=window_decode.SLIDING_WINDOW_DECODE.strict(),
+    arguments=SLIDING_WINDOW_DECODE,
     reference=window_decode.sliding_window_decode,
     results=lambda q, d_v: _sparse_decode.allocate(q, d_v),
     limits=_check_decode_limits,

@@ -1,4 +1,4 @@
-"""Attention over a sliding window and selected keys, rotated back and cast to FP8 for the product behind it."""
+"""Attention over a sliding window and selected keys, rotated back and cast to FP8 for the next product."""
 
 import math
 
@@ -7,6 +7,7 @@ import torch
 from dsa.kernels.gemm.limits import GROUP
 from dsa.kernels.mla.limits import HEAD_DIM_V, ROTATED_BACK, TILE_M
 from dsa.ops._kernel_arguments import dtype_name
+from dsa.ops.elementwise.rotary import check_rotated
 from dsa.ops.mla._sparse_attention import (
     DTYPES,
     Selection,
@@ -17,12 +18,50 @@ from dsa.ops.mla._sparse_attention import (
     sink_arguments,
     stream_k,
 )
-from dsa.ops.mla._window_selections import window_selections
+from dsa.ops.mla._window_selections import PACKED, WINDOW_LIST, window_selections
 from dsa.reference.mla import window_attention_cast as reference
 from dsa.runtime import backends
+from dsa.runtime.arguments import F32, ROWS, Arguments, Flag, Int, Number, Tensor
+from dsa.runtime.checks import FLOATS, INT32
 from dsa.runtime.op import op
 
 __all__ = ["window_attention_cast_to_fp8"]
+
+
+def _check(
+    q: torch.Tensor,
+    compressed: torch.Tensor | None,
+    indices: torch.Tensor | None,
+    cos: torch.Tensor,
+    groups: int,
+    topk_length: torch.Tensor | None,
+) -> None:
+    if q.shape[2] % GROUP:
+        raise ValueError(f"q: the last dimension must be a multiple of {GROUP}, got shape {list(q.shape)}")
+    if q.shape[1] % groups:
+        raise ValueError(f"groups: must divide the {q.shape[1]} heads of q, got {groups}")
+    check_rotated("q", q, cos)
+    if (compressed is None) != (indices is None):
+        given, missing = ("compressed", "indices") if indices is None else ("indices", "compressed")
+        raise ValueError(f"{missing}: must be given with {given}, got None")
+    if topk_length is not None and indices is None:
+        raise ValueError("indices: must be given with topk_length, got None")
+
+
+WINDOW_ATTENTION_CAST_TO_FP8 = Arguments(
+    rule=_check,
+    **PACKED,
+    compressed=Tensor("n 1 d", FLOATS, like="q", optional=True, layout=ROWS),
+    indices=Tensor("total_q K", INT32, optional=True),
+    cos=Tensor("total_q R/2", F32),
+    sin=Tensor("total_q R/2", F32),
+    groups=Int(),
+    softmax_scale=Number(),
+    attn_sink=Tensor("H", F32, optional=True),
+    topk_length=Tensor("total_q", INT32, optional=True),
+    window_indices=WINDOW_LIST,
+    use_ue8m0=Flag(),
+)
 
 
 def window_attention_cast_to_fp8(
@@ -45,7 +84,7 @@ def window_attention_cast_to_fp8(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """y[g * T + t] = FP8 of R(-t) o[t, h], h of group g, with o = `window_sparse_attention`: what V4's wo_a reads.
 
-    o is attention over t's window and its selected entries, rounded to q's dtype. R(-t) turns the last R channels of
+    o is attention over t's window and its selected entries, rounded to q's dtype. R(-t) rotates the last R channels of
     each head back, pairs of neighbours (a, b) -> (a cos + b sin, b cos - a sin) in fp32, rounded to q's dtype. Then
     each 128 channels get a scale as by `per_token_cast_to_fp8`. A group's rows lie together, T of them, each with the
     channels of its heads: the activations of `grouped_fp8_gemm_nt` with ends T, 2 T, up to groups * T.
@@ -55,7 +94,7 @@ def window_attention_cast_to_fp8(
     kv, cu_seqlens_q, cu_seqlens_k, window, softmax_scale, attn_sink, window_indices
                   as of `window_sparse_attention`; a value is its whole key
     compressed, indices, topk_length  likewise, or None: attention to the window alone
-    cos, sin      [T, R / 2] fp32, the angles by which keys at the tokens' positions are turned; R at most d
+    cos, sin      [T, R / 2] fp32, the angles by which keys at the tokens' positions are rotated; R at most d
     groups        of as many neighbouring heads each; divides H
     use_ue8m0     True: a scale is the next power of two at or above max(amax, 1e-4) / 448; False: that number itself
 
@@ -88,7 +127,7 @@ def _check_limits(q: torch.Tensor, cos: torch.Tensor, softmax_scale: float) -> N
 
 
 @op(
-    arguments=reference.WINDOW_ATTENTION_CAST_TO_FP8.strict(),
+    arguments=WINDOW_ATTENTION_CAST_TO_FP8,
     reference=reference.window_attention_cast_to_fp8,
     results=_results,
     limits=_check_limits,
@@ -119,7 +158,7 @@ def _window_attention_cast_to_fp8(
         return out, scale
     selected = None if compressed is None else (compressed, indices, topk_length)
     selections = window_selections((q, kv, cu_seqlens_q, cu_seqlens_k, window), window_indices, selected)
-    if not selections:  # no key at all: one that nobody selects
+    if not selections:  # no keys at all: pass one that no query selects
         nothing = torch.full((queries, 1), -1, dtype=torch.int32, device=q.device)
         selections = [Selection(q.new_zeros(1, 1, HEAD_DIM_V), nothing, None)]
     sink = None if attn_sink is None else inner_contiguous(attn_sink)

@@ -4,9 +4,46 @@ import torch
 
 from dsa.kernels.mla.limits import MAX_WINDOW
 from dsa.reference.mla import window_indices as reference
+from dsa.runtime.arguments import Arguments, Int, Tensor
+from dsa.runtime.checks import INT32, MOST_SLOTS
 from dsa.runtime.op import op
 
 __all__ = ["window_indices", "window_slots"]
+
+
+def _check_ring(
+    block_table: torch.Tensor | None, cache_seqlens: torch.Tensor, s_q: int, page_size: int, window: int
+) -> None:
+    if block_table is not None:
+        return
+    if page_size < window + s_q - 1:
+        raise ValueError(
+            f"page_size: a ring must hold window + s_q - 1 = {window + s_q - 1} keys without a block_table, "
+            f"got {page_size}"
+        )
+    batch = cache_seqlens.shape[0]
+    if batch * page_size > MOST_SLOTS:
+        raise ValueError(
+            f"page_size: the rings of cache_seqlens' {batch} sequences must have at most 2^31 slots together, got "
+            f"{page_size} each"
+        )
+
+
+WINDOW_INDICES = Arguments(
+    cu_seqlens_q=Tensor("B+1", INT32),
+    cu_seqlens_k=Tensor("B+1", INT32),
+    total_q=Int(least=0),
+    window=Int(),
+)
+WINDOW_SLOTS = Arguments(
+    rule=_check_ring,
+    first=("cache_seqlens",),
+    block_table=Tensor("B max_pages", INT32, optional=True),
+    cache_seqlens=Tensor("B", INT32),
+    s_q=Int(least=0),
+    page_size=Int(),
+    window=Int(),
+)
 
 
 def window_indices(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, total_q: int, window: int) -> torch.Tensor:
@@ -22,10 +59,10 @@ def window_indices(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, total
     window        keys that a query sees at most, itself included; at least 1
 
     Returns [total_q, window] int32, contiguous: rows of keys as `sliding_window_attention` sees them, ascending, with
-    -1 behind the last one. Each index is below the largest number in cu_seqlens_k, and so an int32. Boundaries that
+    -1 after the last one. Each index is below the largest number in cu_seqlens_k, and so an int32. Boundaries that
     decrease or lie outside are no error: a query belongs to that sequence with queries which begins last before it, if
-    the sequence ends behind it. A boundary below 0 or beyond total_q thus changes only the lists of the sequences
-    beside it; an index is still -1 or at least 0, and no memory but that of the arguments is read.
+    the sequence ends after it. A boundary below 0 or beyond total_q thus changes only the lists of the sequences
+    before and after it; an index is still -1 or at least 0, and no memory but that of the arguments is read.
     Raises TypeError or ValueError for other types, dtypes, shapes and devices.
     On Hopper: one kernel, any strides, total_q and window up to 2^30. Deterministic. CUDA-graph safe with new
     cu_seqlens, no host synchronisation, no workspace.
@@ -50,7 +87,7 @@ def window_slots(
     window         keys that a query sees at most, itself included; at least 1
 
     Returns [B, s_q, window] int32, contiguous: `flash_mla_with_kvcache`'s indices, from the lowest position to the
-    highest, with -1 behind the last key. A key is -1, too, if its page is negative or outside the table or if its slot
+    highest, with -1 after the last key. A key is -1, too, if its page is negative or outside the table or if its slot
     is 2^31 or more, which is no int32.
     Raises TypeError or ValueError for other types, dtypes, shapes, sizes and devices, also for a ring of more than 2^31
     slots.
@@ -72,7 +109,7 @@ def _indices(cu_seqlens_q: torch.Tensor, total_q: int, window: int) -> torch.Ten
 
 
 @op(
-    arguments=reference.WINDOW_INDICES,
+    arguments=WINDOW_INDICES,
     reference=reference.window_indices,
     results=_indices,
     limits=lambda total_q, window: _check_sizes(total_q=total_q, window=window),
@@ -95,7 +132,7 @@ def _check_slots_limits(cache_seqlens: torch.Tensor, s_q: int, page_size: int, w
 
 
 @op(
-    arguments=reference.WINDOW_SLOTS,
+    arguments=WINDOW_SLOTS,
     reference=reference.window_slots,
     results=_slots,
     limits=_check_slots_limits,

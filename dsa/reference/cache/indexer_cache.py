@@ -7,48 +7,13 @@ itself is contiguous. Source: DeepGEMM's `kv_cache` of `fp8_paged_mqa_logits`.
 
 import torch
 
-from dsa.runtime.arguments import CONTIGUOUS, F32, PAGES, ROWS, Arguments, Tensor
-from dsa.runtime.checks import E4M3, check_memory, check_updatable
-
-BYTES = (torch.uint8,)
-SLOTS = (torch.int32, torch.int64)
-
-
-def check_index_cache(name: str, cache: torch.Tensor) -> None:
-    """A cache of such bytes has pages and keys, and its pages are contiguous."""
-    page_size, width = cache.shape[1], cache.shape[3]
-    if width <= 4 or page_size == 0:
-        raise ValueError(f"{name}: shape must be [pages, P >= 1, 1, D + 4 >= 5], got {list(cache.shape)}")
-    if (page_size > 1 and cache.stride(1) != width) or cache.stride(3) != 1:
-        raise ValueError(
-            f"{name}: every page must be contiguous (strides [any, {width}, any, 1]), got strides "
-            f"{list(cache.stride())}"
-        )
-
-
-WRITE_INDEXER_CACHE = Arguments(
-    first=("cache",),
-    k=Tensor("T D", E4M3, layout=ROWS),
-    k_scale=Tensor("T", F32),
-    cache=Tensor("pages P 1 D+4", BYTES, rule=check_index_cache, layout=PAGES, written=True),
-    slots=Tensor("T", SLOTS, layout=CONTIGUOUS),
-)
-READ_INDEXER_CACHE = Arguments(
-    cache=Tensor("pages P 1 D+4", BYTES, rule=check_index_cache, layout=PAGES),
-    slots=Tensor("T", SLOTS, layout=CONTIGUOUS),
-)
-READ_OUT = {"k": Tensor("T D", E4M3, layout=ROWS), "k_scale": Tensor("T", F32)}
-
 
 def write_indexer_cache(k: torch.Tensor, k_scale: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
     """Writes token t's key and scale into slot slots[t] = page * P + offset, in place.
 
-    Every other byte of the cache stays as it is. Raises ValueError for a slot below -1 or beyond the cache, too.
+    Every other byte of the cache stays as it is. Raises ValueError for a slot below -1 or beyond the cache.
     Arguments as of `dsa.write_indexer_cache`.
     """
-    WRITE_INDEXER_CACHE.check(k, k_scale, cache, slots)
-    check_memory("cache", cache)
-    check_updatable("cache", cache)
     values, scales = _planes(cache)
     capacity = cache.shape[0] * cache.shape[1]
     check_writable_slots(slots, capacity)
@@ -63,8 +28,6 @@ def read_indexer_cache(cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.
 
     Arguments as of `dsa.read_indexer_cache`.
     """
-    READ_INDEXER_CACHE.check(cache, slots)
-    check_memory("cache", cache)
     values, scales = _planes(cache)
     valid = (slots >= 0) & (slots < cache.shape[0] * cache.shape[1])
     page, offset = split_slots(slots[valid], cache.shape[1])
@@ -76,13 +39,13 @@ def read_indexer_cache(cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.
 
 
 def split_slots(slots: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(page, offset) of slots = page * page_size + offset, none of them negative."""
+    """(page, offset) of slots = page * page_size + offset; no slot is negative."""
     slots = slots.long()
     return slots // page_size, slots % page_size
 
 
 def check_writable_slots(slots: torch.Tensor, capacity: int) -> None:
-    """Slots to write to are -1 or in a cache of `capacity` slots."""
+    """ValueError for a slot to write to that is neither -1 nor in a cache of `capacity` slots."""
     bad = (slots < -1) | (slots >= capacity)
     if bad.any():
         raise ValueError(f"slots: must be -1 or in [0, {capacity}), got {slots[bad][0].item()} (sizes as of cache)")

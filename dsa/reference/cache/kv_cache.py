@@ -3,10 +3,10 @@
 The layout follows from the cache's dtype and last dimension; P is the page size.
   float   [pages, P, 1, d] fp32, bf16 or fp16.
   V3.2    [pages, P, 1, 656] bytes, d = 576. Per token: 512 e4m3 | 4 fp32 scales, one per 128 of them | 64 bf16 (rope).
-          The scales are fp32 numbers, not always powers of two, and count in full precision.
+          The scales are any fp32 numbers and multiply in full precision.
   V4      [pages, P, 1, 584] bytes, d = 512. Per page: P x (448 e4m3 | 64 bf16 (rope)), then P x 8 bytes of scales:
-          7 of ue8m0, one per 64 of the e4m3, and a pad byte. The shape only counts bytes: a token's scales are not
-          beside its values. Pages may lie farther apart than P * 584 bytes (cache.stride(0)).
+          7 of ue8m0, one per 64 of the e4m3, and a pad byte. The shape only counts bytes: the scales follow the rows
+          of the whole page. Pages may lie farther apart than P * 584 bytes (cache.stride(0)).
 Bytes are uint8, int8 or float8_e4m3fn; multi-byte numbers are little endian. Scales multiply: value = e4m3 * scale.
 Source: FlashMLA's FP8 caches.
 """
@@ -14,95 +14,30 @@ Source: FlashMLA's FP8 caches.
 import torch
 
 from dsa.reference.autocast import without_autocast
-from dsa.reference.cache.indexer_cache import SLOTS, check_writable_slots, split_slots
+from dsa.reference.cache.indexer_cache import check_writable_slots, split_slots
 from dsa.reference.gemm.fp8_cast import per_token_cast_to_fp8
-from dsa.runtime.arguments import CONTIGUOUS, PAGES, ROWS, Arguments, Dtype, Flag, Sizes, Tensor
-from dsa.runtime.checks import FLOATS, MOST_SLOTS, check_memory, check_positive, check_tensor, check_updatable
 
 V32_BYTES, V32_DIM, V32_NOPE, V32_GROUP = 656, 576, 512, 128
 V4_BYTES, V4_DIM, V4_NOPE, V4_GROUP = 584, 512, 448, 64
 V4_ROW = V4_NOPE + 2 * (V4_DIM - V4_NOPE)
 V4_SCALE_ROW = V4_BYTES - V4_ROW
 BYTE_DTYPES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
-CACHE_DTYPES = (*FLOATS, *BYTE_DTYPES)
 
 
 def row_dim(cache: torch.Tensor) -> int:
-    """d, the numbers a cached token stands for: 576 or 512 for the byte layouts, the last dimension for floats."""
-    if cache.dtype in FLOATS:
+    """d, the channels of a cached token: 576 or 512 for the byte layouts, the last dimension for floats."""
+    if cache.dtype not in BYTE_DTYPES:
         return cache.shape[-1]
     return V32_DIM if cache.shape[-1] == V32_BYTES else V4_DIM
 
 
-def check_kv_cache(name: str, cache: torch.Tensor) -> Sizes:
-    """A cache [pages, P, 1, d | 656 | 584], the argument `name`, is laid out as this module says. Returns its d."""
-    if cache.shape[1] == 0:
-        raise ValueError(f"{name}: a page must hold at least one token, got shape {list(cache.shape)}")
-    if cache.dtype in BYTE_DTYPES and cache.shape[-1] not in (V32_BYTES, V4_BYTES):
-        raise ValueError(
-            f"{name}: the last dimension of a byte cache must be {V32_BYTES} (V3.2) or {V4_BYTES} (V4), "
-            f"got {cache.shape[-1]}"
-        )
-    if is_v4(cache) and ((cache.shape[1] > 1 and cache.stride(1) != V4_BYTES) or cache.stride(3) != 1):
-        raise ValueError(
-            f"{name}: every page of a V4 cache must be contiguous (strides [any, {V4_BYTES}, any, 1]), "
-            f"got strides {list(cache.stride())}"
-        )
-    return {"d": row_dim(cache)}
-
-
 def is_v4(cache: torch.Tensor) -> bool:
-    """Whether a cache of those layouts has V4's."""
+    """Whether the cache has V4's layout."""
     return cache.dtype in BYTE_DTYPES and cache.shape[-1] == V4_BYTES
 
 
-def row_layout(cache: torch.Tensor) -> str:
-    """What kernels that look for single rows ask of such a cache."""
-    return PAGES if is_v4(cache) else ROWS
-
-
-def page_layout(cache: torch.Tensor) -> str:
-    """What kernels that read bytes page by page ask of a cache."""
-    return PAGES if cache.dtype in BYTE_DTYPES else ROWS
-
-
-def cache_dim(cache: torch.Tensor, name: str = "cache") -> int:
-    """`row_dim` of a tensor that is a cache, or an error."""
-    check_tensor(name, cache, CACHE_DTYPES, ("pages", "P", 1, "d"))
-    return check_kv_cache(name, cache)["d"]
-
-
-def check_scales(cache: torch.Tensor, use_ue8m0: bool) -> None:
-    """The cache can have such scales."""
-    if is_v4(cache) and not use_ue8m0:
-        raise ValueError("use_ue8m0: must be True for the V4 layout, which stores powers of two only, got False")
-
-
-WRITE_KV_CACHE = Arguments(
-    rule=check_scales,
-    first=("cache",),
-    kv=Tensor("T d", FLOATS, layout=ROWS),
-    cache=Tensor("pages P 1 d", CACHE_DTYPES, rule=check_kv_cache, layout=row_layout, written=True),
-    slots=Tensor("T", SLOTS, layout=CONTIGUOUS),
-    use_ue8m0=Flag(),
-)
-READ_KV_CACHE = Arguments(
-    cache=Tensor("pages P 1 d", CACHE_DTYPES, rule=check_kv_cache, layout=row_layout),
-    slots=Tensor("...", SLOTS, layout=CONTIGUOUS),
-    dtype=Dtype(FLOATS),
-)
-
-
 def make_v4_cache(pages: int, page_size: int, device: torch.device | str | None = None) -> torch.Tensor:
-    """A zeroed V4 cache [pages, page_size, 1, 584] uint8 whose page stride is padded to a multiple of 576 bytes.
-
-    At most 2^31 slots. Raises TypeError or ValueError for other numbers, and for a device that torch does not have.
-    """
-    check_positive("pages", pages)
-    check_positive("page_size", page_size)
-    if pages * page_size > MOST_SLOTS:
-        raise ValueError(f"pages: must be at most 2^31 slots, got {pages} of page_size {page_size}")
-    _check_device(device)
+    """A zeroed V4 cache [pages, page_size, 1, 584] uint8 whose page stride is padded to a multiple of 576 bytes."""
     stride = -(-page_size * V4_BYTES // V4_ROW) * V4_ROW
     data = torch.zeros(pages, stride, dtype=torch.uint8, device=device)
     return data[:, : page_size * V4_BYTES].unflatten(1, (page_size, 1, V4_BYTES))
@@ -113,20 +48,17 @@ def make_v4_cache(pages: int, page_size: int, device: torch.device | str | None 
 def write_kv_cache(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, use_ue8m0: bool = True) -> None:
     """Writes token t's row into slot slots[t] = page * P + offset, in place.
 
-    The e4m3 values follow `fp8_cast.per_token_cast_to_fp8`, the rope channels are rounded to bf16, a float cache
+    The e4m3 values follow `fp8_cast.per_token_cast_to_fp8`. The rope channels are rounded to bf16, a float cache
     rounds to its dtype. V4's pad byte is written 0; every other byte of the cache stays as it is. Raises ValueError for
-    a slot below -1 or beyond the cache, too. Arguments as of `dsa.write_kv_cache`.
+    a slot below -1 or beyond the cache. Arguments as of `dsa.write_kv_cache`.
     """
-    d = WRITE_KV_CACHE.check(kv, cache, slots, use_ue8m0)["d"]
-    check_memory("cache", cache)
-    check_updatable("cache", cache)
     check_writable_slots(slots, cache.shape[0] * cache.shape[1])
     keep = slots >= 0
     kv = kv[keep]
     page, offset = split_slots(slots[keep], cache.shape[1])
-    if cache.dtype in FLOATS:
+    if cache.dtype not in BYTE_DTYPES:
         cache[page, offset, 0] = kv.to(cache.dtype)
-    elif d == V32_DIM:
+    elif not is_v4(cache):
         q, scale = per_token_cast_to_fp8(kv[:, :V32_NOPE], use_ue8m0, V32_GROUP)
         row = torch.cat((_as_bytes(q), _as_bytes(scale), _as_bytes(kv[:, V32_NOPE:].bfloat16())), dim=1)
         cache.view(torch.uint8)[page, offset, 0] = row
@@ -139,18 +71,16 @@ def write_kv_cache(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, u
 
 @without_autocast
 def read_kv_cache(cache: torch.Tensor, slots: torch.Tensor, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The rows in `slots`, [..., d] in `dtype`: fp32, or rounded from it; zeros for slots outside the cache.
+    """The rows in `slots`, [..., d], in fp32 or rounded from fp32 to `dtype`; zeros for slots outside the cache.
 
     Arguments as of `dsa.read_kv_cache`.
     """
-    d = READ_KV_CACHE.check(cache, slots, dtype)["d"]
-    check_memory("cache", cache)
     valid = (slots >= 0) & (slots < cache.shape[0] * cache.shape[1])
     page, offset = split_slots(slots[valid], cache.shape[1])
-    out = torch.zeros(*slots.shape, d, dtype=torch.float32, device=cache.device)
-    if cache.dtype in FLOATS:
+    out = torch.zeros(*slots.shape, row_dim(cache), dtype=torch.float32, device=cache.device)
+    if cache.dtype not in BYTE_DTYPES:
         out[valid] = cache[page, offset, 0].float()
-    elif d == V32_DIM:
+    elif not is_v4(cache):
         row = cache.view(torch.uint8)[page, offset, 0]
         scale_end = V32_NOPE + 4 * (V32_NOPE // V32_GROUP)
         scale = row[:, V32_NOPE:scale_end].contiguous().view(torch.float32)
@@ -161,16 +91,6 @@ def read_kv_cache(cache: torch.Tensor, slots: torch.Tensor, *, dtype: torch.dtyp
         scale = scales[page, offset][:, : V4_NOPE // V4_GROUP].contiguous().view(torch.float8_e8m0fnu).float()
         out[valid] = _decode(row[:, :V4_NOPE], scale, row[:, V4_NOPE:])
     return out.to(dtype)
-
-
-def _check_device(device: object) -> None:
-    """torch can allocate on `device`."""
-    if device is not None and not isinstance(device, (str, torch.device)):
-        raise TypeError(f"device: must be a torch.device, its name or None, got {type(device).__name__}")
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # without CUDA torch asserts
-        raise ValueError(f"device: torch has no {device!r} here: {str(error).splitlines()[0]}") from None
 
 
 def _decode(nope: torch.Tensor, scale: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:

@@ -2,18 +2,7 @@
 
 import torch
 
-from dsa.runtime.arguments import Arguments, Flag, Int, Tensor
-from dsa.runtime.checks import INT32, INT_MAX, check_memory
-
-SLOT_MAPPING = Arguments(
-    block_table=Tensor("B max_pages", INT32),
-    cu_seqlens=Tensor("B+1", INT32),
-    cache_seqlens=Tensor("B", INT32, optional=True),
-    num_tokens=Int(least=0),
-    page_size=Int(),
-    ratio=Int(),
-    ring=Flag(),
-)
+INT_MAX = 2**31 - 1
 
 
 def slot_mapping(
@@ -28,24 +17,22 @@ def slot_mapping(
 ) -> torch.Tensor:
     """slots[t] = block_table[b, r // page_size] * page_size + r % page_size: where token t's row r lies in a cache.
 
-    Token t = cu_seqlens[b] + i is number i of the n tokens of sequence b. They are the last of its cache_seqlens[b]
-    tokens, so that its position is p = cache_seqlens[b] - n + i, or without cache_seqlens all of them, and p = i.
+    Token t = cu_seqlens[b] + i is number i of the n new tokens of sequence b. The new tokens are the last of the
+    sequence's cache_seqlens[b] tokens, so the position is p = cache_seqlens[b] - n + i. Without cache_seqlens p = i.
 
-    A row is `ratio` tokens: r = p // ratio, of the token that ends it; the others have no slot. A ring of R =
-    max_pages * page_size rows keeps the last R rows of a sequence, and r mod R takes the place of r.
+    A row is `ratio` tokens: r = p // ratio. The token that ends a row has its slot; the others have no slot. A ring of
+    R = max_pages * page_size rows keeps the last R rows of a sequence, and r mod R takes the place of r.
 
-    Of sequences that overlap, a token belongs to the one that begins last. Arguments as of `dsa.slot_mapping`.
+    If sequences overlap, a token belongs to the one that begins last. Arguments as of `dsa.slot_mapping`.
     Source: vLLM's and SGLang's slot mapping; the rings and compressed entries of DeepSeek-V4 (arXiv 2606.19348).
     """
-    SLOT_MAPPING.check(block_table, cu_seqlens, cache_seqlens, num_tokens, page_size, ratio, ring)
-    check_memory("block_table", block_table)
     batch, max_pages = block_table.shape
     t = torch.arange(num_tokens, device=block_table.device)
     if block_table.numel() == 0:
         return torch.full_like(t, -1)
     begins, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
     has = (begins <= t[:, None]) & (t[:, None] < ends)
-    # Of equal numbers argmax finds the first, which is the last sequence where they are flipped.
+    # argmax finds the first of equal numbers; flipped, that is the last sequence.
     b = batch - 1 - torch.where(has, begins, -INT_MAX - 2).flip(1).argmax(1)
     length = ends - begins if cache_seqlens is None else cache_seqlens.long()
     position = (length - ends)[b] + t

@@ -1,1 +1,1 @@
-"""PyTorch references of norm, rotary embedding and hyper connections."""
+"""PyTorch references of norms, rope and hyper connections."""

@@ -1,45 +1,8 @@
-"""DeepSeek-V4's manifold-constrained hyper-connections: what a sublayer gets of n residual streams, and gives back."""
+"""DeepSeek-V4's manifold-constrained hyper-connections between n residual streams and a sublayer."""
 
 import torch
 
 from dsa.reference.autocast import without_autocast
-from dsa.runtime.arguments import ALIGNED, CONTIGUOUS, F32, ROWS, Arguments, Int, Number, Tensor
-from dsa.runtime.checks import FLOATS, check_memory
-
-MOST_ITERATIONS = 1000  # of Sinkhorn, which has long converged
-
-
-def _check_streams(streams: torch.Tensor) -> None:
-    if 0 in streams.shape[1:]:
-        raise ValueError(f"streams: must have at least one stream and one channel, got shape {list(streams.shape)}")
-
-
-HYPER_COLLAPSE = Arguments(
-    rule=_check_streams,
-    streams=Tensor("T n D", FLOATS, layout=ROWS),
-    mix=Tensor("T (2+n)*n", F32, layout=ALIGNED),
-    base=Tensor("(2+n)*n", F32, layout=ALIGNED),
-    scale=Tensor("3", F32, layout=CONTIGUOUS),
-    iterations=Int(most=MOST_ITERATIONS),
-    eps=Number(least=0),
-    hc_eps=Number(least=0),
-)
-HYPER_HEAD = Arguments(
-    rule=_check_streams,
-    streams=Tensor("T n D", FLOATS, layout=ROWS),
-    mix=Tensor("T n", F32, layout=ALIGNED),
-    base=Tensor("n", F32, layout=ALIGNED),
-    scale=Tensor("1", F32, layout=CONTIGUOUS),
-    eps=Number(least=0),
-    hc_eps=Number(least=0),
-)
-HYPER_EXPAND = Arguments(
-    rule=_check_streams,
-    y=Tensor("T D", FLOATS, layout=ROWS),
-    streams=Tensor("T n D", FLOATS, like="y", layout=ROWS),
-    post=Tensor("T n", F32, layout=ALIGNED),
-    comb=Tensor("T n n", F32, layout=ALIGNED),
-)
 
 
 @without_autocast
@@ -53,21 +16,19 @@ def hyper_collapse(
     eps: float = 1e-6,
     hc_eps: float = 1e-6,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x = sum_k pre_k X_k, and the weights by which `hyper_expand` makes the new streams.
+    """x = sum_k pre_k X_k, and the weights with which `hyper_expand` makes the new streams.
 
-    v is a token's n streams as one vector, z = mix / sqrt(mean(v^2) + eps), and z * scale + base are n numbers a, n
-    numbers b and a matrix c [n, n], of which
+    v is the vector of a token's n streams, z = mix / sqrt(mean(v^2) + eps), and z * scale + base holds n numbers a, n
+    numbers b and a matrix c [n, n]:
       pre  = sigmoid(a) + hc_eps
       post = 2 sigmoid(b)
       comb = Sinkhorn(softmax(c) + hc_eps), with the softmax over each row
     Sinkhorn divides every column by its sum + hc_eps, and then `iterations` - 1 times every row and every column.
 
     Everything is computed in fp32, and x is rounded once. Gradients flow to every tensor.
-    Arguments as of `dsa.hyper_collapse`.
+    Arguments: see `dsa.hyper_collapse`.
     Source: `hc_split_sinkhorn` of DeepSeek-V4's inference code; arXiv 2606.19348, section 2.2.
     """
-    HYPER_COLLAPSE.check(streams, mix, base, scale, iterations, eps, hc_eps)
-    check_memory("streams", streams)
     n = streams.shape[1]
     v = streams.flatten(1).float().contiguous()
     z = mix * torch.rsqrt(v.square().mean(-1, keepdim=True) + eps)
@@ -88,10 +49,8 @@ def hyper_collapse(
 def hyper_expand(y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
     """X'_k = post_k y + sum_j comb[j, k] X_j, in fp32, rounded once.
 
-    Gradients flow to every tensor. Arguments as of `dsa.hyper_expand`.
+    Gradients flow to every tensor. Arguments: see `dsa.hyper_expand`.
     """
-    HYPER_EXPAND.check(y, streams, post, comb)
-    check_memory("streams", streams)
     mixed = torch.einsum("tjk,tjd->tkd", comb, streams.float())
     return (post[..., None] * y.float()[:, None] + mixed).to(streams.dtype).contiguous()
 
@@ -106,12 +65,10 @@ def hyper_head(
     eps: float = 1e-6,
     hc_eps: float = 1e-6,
 ) -> torch.Tensor:
-    """x = sum_k (sigmoid(mix_k scale / sqrt(mean(v^2) + eps) + base_k) + hc_eps) X_k, v the streams as one vector.
+    """x = sum_k (sigmoid(mix_k scale / sqrt(mean(v^2) + eps) + base_k) + hc_eps) X_k. v is the vector of the streams.
 
-    In fp32, and x is rounded once. Gradients flow to every tensor. Arguments as of `dsa.hyper_head`.
+    In fp32, and x is rounded once. Gradients flow to every tensor. Arguments: see `dsa.hyper_head`.
     """
-    HYPER_HEAD.check(streams, mix, base, scale, eps, hc_eps)
-    check_memory("streams", streams)
     v = streams.float()
     inverse = torch.rsqrt(v.flatten(1).square().mean(-1, keepdim=True) + eps)
     pre = torch.sigmoid(mix * inverse * scale + base) + hc_eps

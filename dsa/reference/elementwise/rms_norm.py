@@ -3,28 +3,11 @@
 import torch
 
 from dsa.reference.autocast import without_autocast
-from dsa.runtime.arguments import F32, ROWS, Arguments, Number, Tensor
-from dsa.runtime.checks import FLOATS, check_memory
-
-RMS_NORM = Arguments(
-    x=Tensor("... D", FLOATS, layout=ROWS, merged=(0, -2)),
-    weight=Tensor("D", F32, optional=True, layout=ROWS),
-    eps=Number(least=0),
-)
-
-RMS_NORM_GRADIENT = Arguments(
-    grad=Tensor("... D", FLOATS),
-    x=Tensor("... D", FLOATS, layout=ROWS, merged=(0, -2)),
-    weight=Tensor("D", F32, optional=True, layout=ROWS),
-    eps=Number(least=0),
-)
 
 
 @without_autocast
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float = 1e-6) -> torch.Tensor:
-    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension, in fp32. Arguments as of `dsa.rms_norm`."""
-    RMS_NORM.check(x, weight, eps)
-    check_memory("x", x)
+    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension, in fp32. Arguments: see `dsa.rms_norm`."""
     y = x.float()
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
     return (y if weight is None else y * weight).to(x.dtype).contiguous()
@@ -33,8 +16,11 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float = 1e-6) ->
 def rms_norm_gradient(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(dx, dw [1, D] fp32) of `rms_norm`: with r = 1 / sqrt(mean(x^2) + eps), dx = r (g w - x r^2 mean(g w x)), rounded
-    once to x's dtype, and dw = sum over rows of g x r; zeros where weight is None."""
+    """(dx, dw [1, D] fp32) of `rms_norm` for the upstream gradient g.
+
+    With r = 1 / sqrt(mean(x^2) + eps), dx = r (g w - x r^2 mean(g w x)), rounded once to x's dtype, and dw is the sum
+    of g x r over the rows, or zeros if weight is None.
+    """
     g, y = grad.float(), x.float()
     r = torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
     gained = g if weight is None else g * weight

@@ -1,29 +1,10 @@
-"""Root mean square norm and the FP8 cast of what it gives, optionally of a sum."""
+"""Root mean square norm and the FP8 cast of its result, optionally after adding a residual stream."""
 
 import torch
 
 from dsa.reference.autocast import without_autocast
 from dsa.reference.elementwise.rms_norm import rms_norm
 from dsa.reference.gemm.fp8_cast import per_token_cast_to_fp8
-from dsa.runtime.arguments import F32, ROWS, Arguments, Flag, Number, Tensor
-from dsa.runtime.checks import FLOATS, check_memory
-
-GROUP = 128  # channels that share a scale
-
-
-def _check_channels(x: torch.Tensor) -> None:
-    if x.shape[1] % GROUP:
-        raise ValueError(f"x: the last dimension must be a multiple of {GROUP}, got shape {list(x.shape)}")
-
-
-_REST = {"weight": Tensor("D", F32, layout=ROWS), "eps": Number(least=0), "use_ue8m0": Flag()}
-RMS_NORM_CAST_TO_FP8 = Arguments(rule=_check_channels, x=Tensor("T D", FLOATS, layout=ROWS), **_REST)
-ADD_RMS_NORM_CAST_TO_FP8 = Arguments(
-    rule=_check_channels,
-    x=Tensor("T D", FLOATS, layout=ROWS),
-    residual=Tensor("T D", FLOATS, like="x", layout=ROWS),
-    **_REST,
-)
 
 
 @without_autocast
@@ -31,10 +12,10 @@ ADD_RMS_NORM_CAST_TO_FP8 = Arguments(
 def rms_norm_cast_to_fp8(
     x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, use_ue8m0: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(y, q, scale): y = rms_norm(x, weight, eps), and (q, scale) its cast. Arguments as of
-    `dsa.rms_norm_cast_to_fp8`."""
-    RMS_NORM_CAST_TO_FP8.check(x, weight, eps, use_ue8m0)
-    check_memory("x", x)
+    """y = rms_norm(x, weight, eps) and (q, scale) = per_token_cast_to_fp8(y, use_ue8m0): returns (y, q, scale).
+
+    Arguments: see `dsa.rms_norm_cast_to_fp8`.
+    """
     y = rms_norm(x, weight, eps)
     return (y, *per_token_cast_to_fp8(y, use_ue8m0))
 
@@ -44,10 +25,9 @@ def rms_norm_cast_to_fp8(
 def add_rms_norm_cast_to_fp8(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, use_ue8m0: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(total, y, q, scale): total = residual + x, rounded to their dtype, and `rms_norm_cast_to_fp8` of it. Arguments
-    as of `dsa.add_rms_norm_cast_to_fp8`."""
-    ADD_RMS_NORM_CAST_TO_FP8.check(x, residual, weight, eps, use_ue8m0)
-    check_memory("x", x)
-    check_memory("residual", residual)
+    """total = residual + x, rounded to their dtype, and (y, q, scale) = rms_norm_cast_to_fp8(total, ...).
+
+    Returns (total, y, q, scale). Arguments: see `dsa.add_rms_norm_cast_to_fp8`.
+    """
     total = (residual + x).contiguous()
     return (total, *rms_norm_cast_to_fp8(total, weight, eps, use_ue8m0))

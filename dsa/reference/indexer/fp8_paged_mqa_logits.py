@@ -1,53 +1,22 @@
-"""Scores of the lightning indexer over a paged key cache, for decoding, and the plan that spreads them over SMs."""
+"""Scores of the lightning indexer over a paged key cache, for decoding, and the plan that divides them among SMs."""
 
 import torch
 
 from dsa.reference.autocast import without_autocast
-from dsa.reference.cache.indexer_cache import BYTES, check_index_cache, read_indexer_cache
-from dsa.reference.indexer.fp8_mqa_logits import ACCUMULATORS, LOGITS_DTYPES, padded_logits
+from dsa.reference.cache.indexer_cache import read_indexer_cache
+from dsa.reference.indexer.fp8_mqa_logits import padded_logits
 from dsa.reference.indexer.index_scores import index_scores
-from dsa.runtime.arguments import ALIGNED, CONTIGUOUS, F32, INNER, PAGES, Arguments, Dtype, Flag, Int, Tensor
-from dsa.runtime.checks import E4M3, INT32, check_memory
 
 SPLIT_KV = 256
-MOST_SPLITS = 2**31 - 1  # of all sequences
-
-
-def _check_page_size(block_kv: int) -> None:
-    if SPLIT_KV % block_kv:
-        raise ValueError(f"block_kv: must be a divisor of {SPLIT_KV}, got {block_kv}")
-
-
-def _check_plan(name: str, plan: torch.Tensor) -> None:
-    if plan.shape[0] < 2:
-        raise ValueError(f"{name}: must have at least 2 rows, got shape {list(plan.shape)}")
-
-
-GET_PAGED_MQA_LOGITS_METADATA = Arguments(
-    rule=_check_page_size, context_lens=Tensor("B | B next_n", INT32), block_kv=Int(), num_sms=Int()
-)
-FP8_PAGED_MQA_LOGITS = Arguments(
-    q=Tensor("B next_n H D", E4M3, layout=ALIGNED),
-    kv_cache=Tensor("pages P 1 D+4", BYTES, rule=check_index_cache, layout=PAGES),
-    weights=Tensor("B*next_n H", F32, layout=INNER),
-    context_lens=Tensor("B | B next_n", INT32),
-    block_table=Tensor("B max_pages", INT32, layout=INNER),
-    schedule_meta=Tensor("SMs+1 2", INT32, optional=True, layout=CONTIGUOUS, rule=_check_plan),
-    max_context_len=Int(),
-    clean_logits=Flag(),
-    logits_dtype=Dtype(LOGITS_DTYPES),
-    accumulators=Dtype(ACCUMULATORS),
-)
+MOST_SPLITS = 2**31 - 1  # of all sequences together
 
 
 def get_paged_mqa_logits_metadata(context_lens: torch.Tensor, block_kv: int, num_sms: int) -> torch.Tensor:
-    """The plan of `fp8_paged_mqa_logits`: SM i works from boundary i up to, not including, boundary i + 1.
+    """The plan of `fp8_paged_mqa_logits`: SM i works from boundary i to boundary i + 1, which it excludes.
 
     Arguments and result as of `dsa.get_paged_mqa_logits_metadata`.
     Source: DeepGEMM's function of this name, whose plan for next_n <= 2 this is.
     """
-    GET_PAGED_MQA_LOGITS_METADATA.check(context_lens, block_kv, num_sms)
-    check_memory("context_lens", context_lens)
     lengths = context_lens.long().clamp_min(0)
     if lengths.dim() == 2:
         lengths = lengths.amax(1)
@@ -56,7 +25,7 @@ def get_paged_mqa_logits_metadata(context_lens: torch.Tensor, block_kv: int, num
     total = splits.sum()
     sm = torch.arange(num_sms + 1, device=context_lens.device)
     first = sm * (total // num_sms) + (sm - (num_sms - total % num_sms)).clamp_min(0)
-    # right=True skips the sequences without work: it finds the first one that ends beyond the boundary.
+    # right=True finds the first sequence that ends after the boundary, so it skips sequences without work.
     sequence = torch.searchsorted(ends, first, right=True)
     before = torch.cat((ends - splits, total[None]))[sequence]
     return torch.stack((sequence, first - before), dim=1).int()
@@ -78,14 +47,11 @@ def fp8_paged_mqa_logits(
     """I[b * next_n + i, s] = k_scale[b, s] * sum_h weights[b * next_n + i, h] * relu(q[b, i, h] . k[b, s]).
 
     Returns [B * next_n, max_context_len], a view of a wider buffer whose rows start at multiples of 1024 bytes. The
-    reference writes -inf in either case of clean_logits; a length of 0 or less gives a row of -inf, and a key whose
-    page is not in the table or not in the cache gives -inf. Everything is fp32 whatever the accumulators, rounded to
-    logits_dtype once. Any page size. Arguments as of `dsa.fp8_paged_mqa_logits`.
+    reference writes -inf past a row's keys for both values of clean_logits: a length of 0 or less gives a row of -inf.
+    A key whose page is outside the table or the cache gives -inf. The reference computes in fp32 for both values of
+    accumulators, and rounds to logits_dtype once. It takes any page size. Arguments as of `dsa.fp8_paged_mqa_logits`.
     Source: DeepGEMM's function of this name.
     """
-    options = max_context_len, clean_logits, logits_dtype, accumulators
-    FP8_PAGED_MQA_LOGITS.check(q, kv_cache, weights, context_lens, block_table, schedule_meta, *options)
-    check_memory("q", q)
     batch, next_n = q.shape[:2]
     lengths = context_lens.long()
     if lengths.dim() == 1:

@@ -1,24 +1,13 @@
-"""Index scores over a paged key cache and the exact selection of the largest, in one, for decoding."""
+"""Index scores over a paged key cache and the exact selection of the largest, in one op, for decoding."""
 
 import torch
 
 from dsa.reference.autocast import without_autocast
 from dsa.reference.indexer import topk_indices
-from dsa.reference.indexer.fp8_mqa_logits import ACCUMULATORS
-from dsa.reference.indexer.fp8_paged_mqa_logits import FP8_PAGED_MQA_LOGITS, fp8_paged_mqa_logits
-from dsa.runtime.arguments import Arguments, Dtype, Flag, Int
+from dsa.reference.indexer.fp8_paged_mqa_logits import fp8_paged_mqa_logits
 
-# Scores at a time: 64 MiB.
+# Scores per chunk of sequences: 64 MiB.
 _CHUNK = 2**24
-
-_SCORES = ("q", "kv_cache", "weights", "context_lens", "block_table", "max_context_len")
-PAGED_INDEXER_SELECT = Arguments(
-    **{name: FP8_PAGED_MQA_LOGITS.specs[name] for name in _SCORES},
-    top_k=Int(),
-    slots=Flag(),
-    return_values=Flag(),
-    accumulators=Dtype(ACCUMULATORS),
-)
 
 
 def paged_indexer_select(
@@ -35,9 +24,12 @@ def paged_indexer_select(
     accumulators: torch.dtype = torch.float32,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`topk_indices(fp8_paged_mqa_logits(q, kv_cache, weights, context_lens, block_table, None, max_context_len),
-    top_k, lengths=L)`, with block_table, page_size and row_to_seq too for slots, some sequences at a time; fp32
-    whatever the accumulators. L are the keys that each query sees, clipped to [0, min(max_context_len, max_pages P)].
-    Of a cache without pages none is selected. Arguments and results as of `dsa.paged_indexer_select`."""
+    top_k, lengths=L)`, for slots also with block_table, page_size and row_to_seq.
+
+    L counts the keys that each query sees, clipped to [0, min(max_context_len, max_pages * P)]. The scores are fp32 for
+    both values of accumulators. They are computed for a chunk of sequences at a time. A cache without pages has no key
+    to select. Arguments and results as of `dsa.paged_indexer_select`.
+    """
     options = max_context_len, top_k, slots, return_values, accumulators
     indices, values = indices_and_values(q, kv_cache, weights, context_lens, block_table, *options)
     return (indices, values) if return_values else indices
@@ -56,9 +48,7 @@ def indices_and_values(
     return_values: bool,
     accumulators: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `paged_indexer_select` returns, with values [0, 0] where they are not asked for."""
-    options = max_context_len, top_k, slots, return_values, accumulators
-    PAGED_INDEXER_SELECT.check(q, kv_cache, weights, context_lens, block_table, *options)
+    """Return (indices, values) of `paged_indexer_select`; values are [0, 0] without return_values."""
     batch, next_n = q.shape[:2]
     pages, page_size = kv_cache.shape[:2]
     columns = min(max_context_len, block_table.shape[1] * page_size)

@@ -1,46 +1,13 @@
-"""Exact top-k selection of index scores, with a tie order that never depends on the machine or the batch."""
+"""Exact top-k selection of index scores. The order of ties does not depend on the machine or the batch."""
 
 import torch
 
 from dsa.reference.autocast import without_autocast
-from dsa.runtime.arguments import INNER, Arguments, Flag, Int, Tensor
-from dsa.runtime.checks import INT32, MOST_SLOTS, check_memory
 
-# Scores sorted at a time: the sort's int64 indices take 8 bytes each.
+# Scores per sort: each of the sort's int64 indices takes 8 bytes.
 _CHUNK = 2**24
+_MOST_SLOTS = 2**31  # what an int32 can number
 _NEVER = torch.iinfo(torch.int32).min
-
-
-def _check_paging(
-    scores: torch.Tensor, block_table: torch.Tensor | None, page_size: int | None, row_to_seq: torch.Tensor | None
-) -> None:
-    rows = scores.shape[0]
-    if block_table is None:
-        for name, value in (("page_size", page_size), ("row_to_seq", row_to_seq)):
-            if value is not None:
-                raise ValueError(f"{name}: must be None without block_table, got {type(value).__name__}")
-    elif page_size is None:
-        raise ValueError("page_size: must be given with block_table, got None")
-    elif row_to_seq is None and block_table.shape[0] < rows:
-        raise ValueError(
-            f"block_table: must have a row for each of the {rows} rows of scores unless row_to_seq is given, "
-            f"got {list(block_table.shape)}"
-        )
-
-
-TOPK_INDICES = Arguments(
-    rule=_check_paging,
-    scores=Tensor("rows cols", (torch.float32, torch.bfloat16), layout=INNER),
-    k=Int(),
-    starts=Tensor("rows", INT32, optional=True),
-    lengths=Tensor("rows", INT32, optional=True),
-    block_table=Tensor("B max_pages", INT32, optional=True, layout=INNER),
-    page_size=Int(optional=True),
-    row_to_seq=Tensor("rows", INT32, optional=True),
-    sorted=Flag(),
-    return_values=Flag(),
-)
-OUT = {"out": Tensor("rows k", INT32, layout=INNER)}
 
 
 def topk_indices(
@@ -57,8 +24,8 @@ def topk_indices(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The k largest of scores[r, starts[r] : starts[r] + lengths[r]] for every row r.
 
-    Of equal scores the lowest index is picked; -0.0 equals 0.0; -inf is a score like any other, the lowest; NaN is
-    never picked. Arguments and results as of `dsa.topk_indices`.
+    Ties go to the lowest index; -0.0 equals 0.0. -inf is the lowest score and may be picked; NaN is never picked.
+    Arguments and results as of `dsa.topk_indices`.
     """
     options = starts, lengths, block_table, page_size, row_to_seq, sorted, return_values
     indices, values = indices_and_values(scores, k, *options)
@@ -77,9 +44,7 @@ def indices_and_values(
     sorted: bool,
     return_values: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `topk_indices` returns, with values [0, 0] where they are not asked for."""
-    TOPK_INDICES.check(scores, k, starts, lengths, block_table, page_size, row_to_seq, sorted, return_values)
-    check_memory("scores", scores)
+    """Return (indices, values) of `topk_indices`; values are [0, 0] without return_values."""
     (rows, cols), device = scores.shape, scores.device
     first = torch.zeros(rows, dtype=torch.long, device=device) if starts is None else starts.long()
     count = cols - first if lengths is None else lengths.long()
@@ -99,11 +64,12 @@ def indices_and_values(
 def _select(
     scores: torch.Tensor, k: int, first: torch.Tensor, count: torch.Tensor, by_value: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(indices, values) [rows, min(k, cols)], -1 and -inf where a row has no more candidates."""
+    """Return (indices, values) [rows, min(k, cols)], with -1 and -inf after a row's last candidate."""
     scores = scores.float()
     column = torch.arange(scores.shape[1], device=scores.device)
     exists = (column >= first) & (column < first + count) & ~scores.isnan()
-    # Integers in the order of the floats leave room for "no candidate" below -inf. Adding 0.0 turns -0.0 into 0.0.
+    # Integer keys sort as the floats do, and leave a key for "no candidate" below that of -inf. Adding 0.0 turns -0.0
+    # into 0.0.
     bits = (scores + 0.0).view(torch.int32)
     key = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).masked_fill(~exists, _NEVER)
     key, order = key.sort(dim=1, descending=True, stable=True)
@@ -128,5 +94,5 @@ def _to_slots(
     slots = torch.full_like(indices, -1)
     physical = block_table[sequence[known], page[known]].long()
     slot = physical * page_size + indices[known] % page_size
-    slots[known] = torch.where((physical >= 0) & (slot < MOST_SLOTS), slot, -1)
+    slots[known] = torch.where((physical >= 0) & (slot < _MOST_SLOTS), slot, -1)
     return slots

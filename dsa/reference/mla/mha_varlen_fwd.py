@@ -5,51 +5,9 @@ import itertools
 import torch
 
 from dsa.reference.autocast import without_autocast
-from dsa.reference.mla.selection_bits import KEYS, WORDS, selected_keys
-from dsa.runtime.arguments import Arguments, Flag, Int, Number, Tensor
-from dsa.runtime.checks import FLOATS, INT32, check_memory
+from dsa.reference.mla.selection_bits import selected_keys
 
 _CHUNK = 2**26  # numbers in the largest tensor of scores: 256 MiB of fp32
-
-
-def _check(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    k_rope: torch.Tensor | None,
-    softmax_scale: float,
-    max_seqlen_k: int,
-    selected: torch.Tensor | None,
-) -> None:
-    apart = 0 if k_rope is None else k_rope.shape[1]
-    if k.shape[2] + apart != q.shape[2]:
-        behind = " and no k_rope" if k_rope is None else f" and {apart} in k_rope"
-        raise ValueError(f"k: must have q's {q.shape[2]} channels, got {k.shape[2]}{behind}")
-    if k.shape[1] == 0 or q.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ValueError(f"q: heads must be a multiple of k's {k.shape[1]}, at least as many, got {q.shape[1]}")
-    if not softmax_scale > 0:
-        raise ValueError(f"softmax_scale: must be above 0, got {softmax_scale}")
-    words = -(-max_seqlen_k // KEYS) * WORDS
-    if selected is not None and (selected.shape[1] < words or selected.shape[1] % WORDS):
-        raise ValueError(
-            f"selected: must have a multiple of {WORDS} words a query, at least {words} of "
-            f"max_seqlen_k={max_seqlen_k} keys, got {selected.shape[1]}"
-        )
-
-
-MHA_VARLEN_FWD = Arguments(
-    rule=_check,
-    q=Tensor("Tq H d", FLOATS),
-    k=Tensor("Tk Hk dk", FLOATS, like="q"),
-    v=Tensor("Tk Hk dv", FLOATS, like="q"),
-    cu_seqlens_q=Tensor("B+1", INT32),
-    cu_seqlens_k=Tensor("B+1", INT32),
-    max_seqlen_k=Int(least=0),
-    softmax_scale=Number(),
-    causal=Flag(),
-    k_rope=Tensor("Tk dr", FLOATS, like="q", optional=True),
-    selected=Tensor("Tq words", INT32, optional=True),
-    dense_keys=Int(least=0),
-)
 
 
 @without_autocast
@@ -72,10 +30,6 @@ def mha_varlen_fwd(
     dense_keys only says what need not be read.
     Source: FlashAttention's `flash_attn_varlen_func`.
     """
-    MHA_VARLEN_FWD.check(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_k, softmax_scale, causal, k_rope, selected, dense_keys
-    )
-    check_memory("q", q)
     if k_rope is not None:
         k = torch.cat((k, k_rope[:, None].expand(-1, k.shape[1], -1)), -1)
     (rows, heads, _), (keys, kv_heads, value_dim) = q.shape, v.shape

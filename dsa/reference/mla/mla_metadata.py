@@ -1,33 +1,18 @@
-"""Plans of MLA decoding: how FlashMLA's callers ask for one, in its old and in its new calling style."""
+"""Plans of MLA decoding, in FlashMLA's old and new calling style."""
 
 import dataclasses
 
 import torch
 
-from dsa.runtime.arguments import Arguments, Int, Tensor
-from dsa.runtime.checks import (
-    INT32,
-    check_flag,
-    check_memory,
-    check_positive,
-    check_same_device,
-    check_tensor,
-    shape_of,
-)
-
 _TO_THE_END = 2**30
-
-MLA_METADATA = Arguments(
-    cache_seqlens=Tensor("B", INT32), num_q_tokens_per_head_k=Int(), num_heads_k=Int(), most_keys=Int(least=0)
-)
 
 
 @dataclasses.dataclass
 class FlashMLASchedMeta:
     """What `flash_mla_with_kvcache` remembers of its first call. Later calls must have the same `config`.
 
-    capture  of a plan whose numbers come with a CUDA graph's replay, which it was made in: that graph's number while it
-             is captured. None: they are there
+    capture  the number of the CUDA graph in whose capture the plan was made: a replay fills in its numbers. None: the
+             plan was made outside of captures
     """
 
     have_initialized: bool = False
@@ -35,35 +20,6 @@ class FlashMLASchedMeta:
     tile_scheduler_metadata: torch.Tensor | None = None
     num_splits: torch.Tensor | None = None
     capture: int | None = None
-
-
-_FIELDS = ("have_initialized", "config", "tile_scheduler_metadata", "num_splits")  # which other libraries' have, too
-_KEPT = "_dsa_sched_meta"  # the attribute of another library's object that holds what is remembered with it
-Plan = FlashMLASchedMeta | torch.Tensor | None
-
-
-def own_plan(tile_scheduler_metadata: object) -> Plan:
-    """The plan that an argument stands for: of an object of another library's class with the fields of
-    FlashMLASchedMeta, the one that is kept in it.
-
-    The object's own fields are neither read nor written: what FlashMLA has put there is a plan with other columns.
-    """
-    meta = tile_scheduler_metadata
-    if meta is None or isinstance(meta, (FlashMLASchedMeta, torch.Tensor, type)):
-        return meta
-    if not all(hasattr(meta, name) for name in _FIELDS):
-        return meta  # which `check_plan` refuses
-    own = getattr(meta, _KEPT, None)
-    if not isinstance(own, FlashMLASchedMeta):
-        own = FlashMLASchedMeta()
-        try:
-            setattr(meta, _KEPT, own)
-        except (AttributeError, TypeError):
-            raise TypeError(
-                f"tile_scheduler_metadata: must be an object that takes attributes, in which a plan can be kept, got "
-                f"{type(meta).__name__}, which takes none"
-            ) from None
-    return own
 
 
 def get_mla_metadata(*args, **kwargs) -> tuple[FlashMLASchedMeta, None] | tuple[torch.Tensor, torch.Tensor]:
@@ -74,88 +30,14 @@ def get_mla_metadata(*args, **kwargs) -> tuple[FlashMLASchedMeta, None] | tuple[
     """
     if not args and not kwargs:
         return FlashMLASchedMeta(), None
-    request = metadata_request(*args, **kwargs)
-    MLA_METADATA.check(request.cache_seqlens, request.num_q_tokens_per_head_k, request.num_heads_k, 0)
-    return plan_one_part(request.cache_seqlens)
-
-
-@dataclasses.dataclass(frozen=True)
-class MetadataRequest:
-    """The arguments of `get_mla_metadata` in the old style."""
-
-    cache_seqlens: torch.Tensor
-    num_q_tokens_per_head_k: int
-    num_heads_k: int
-    topk: int | None
-
-
-def metadata_request(
-    cache_seqlens: torch.Tensor,
-    num_q_tokens_per_head_k: int,
-    num_heads_k: int,
-    num_heads_q: int | None = None,
-    is_fp8_kvcache: bool = False,
-    topk: int | None = None,
-) -> MetadataRequest:
-    """The request, its last three arguments checked; of these num_heads_q and is_fp8_kvcache change nothing."""
-    if num_heads_q is not None:
-        check_positive("num_heads_q", num_heads_q)
-    check_flag("is_fp8_kvcache", is_fp8_kvcache)
-    if topk is not None:
-        check_positive("topk", topk)
-    return MetadataRequest(cache_seqlens, num_q_tokens_per_head_k, num_heads_k, topk)
+    return plan_one_part(args[0] if args else kwargs["cache_seqlens"])
 
 
 def plan_one_part(cache_seqlens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The reference's plan: one part, no sequence split. Its numbers are filled in on the device, for a copy of the
-    host's would make the host wait."""
-    check_memory("cache_seqlens", cache_seqlens)
+    """The reference's plan: one part, no sequence split. Its numbers are filled in on the device: a copy from the host
+    would make the host wait."""
     batch = cache_seqlens.shape[0]
     metadata = torch.zeros(1, 8, dtype=torch.int32, device=cache_seqlens.device)
     for column, number in ((2, batch - 1), (3, _TO_THE_END), (5, -1)):
         metadata[:, column].fill_(number)
     return metadata, torch.zeros(batch + 1, dtype=torch.int32, device=cache_seqlens.device)
-
-
-def check_plan(tile_scheduler_metadata: Plan, num_splits: torch.Tensor | None) -> None:
-    """The plan is of a type that `get_mla_metadata` gives."""
-    meta = tile_scheduler_metadata
-    if meta is None:
-        if num_splits is not None:
-            got = type(num_splits).__name__
-            raise ValueError(f"num_splits: must be None without tile_scheduler_metadata, got {got}")
-    elif isinstance(meta, FlashMLASchedMeta):
-        if num_splits is not None:
-            raise ValueError(f"num_splits: must be None with a FlashMLASchedMeta, got {type(num_splits).__name__}")
-    elif not isinstance(meta, torch.Tensor):
-        raise TypeError(
-            "tile_scheduler_metadata: must be a FlashMLASchedMeta, an object with its fields "
-            f"({', '.join(_FIELDS)}), an int32 tensor [num_sm_parts, 8] or None, got {_named(meta)}"
-        )
-    elif not isinstance(num_splits, torch.Tensor):
-        got = type(num_splits).__name__
-        raise TypeError(f"num_splits: must be a torch.Tensor, got {got} (tile_scheduler_metadata is one)")
-
-
-def _named(meta: object) -> str:
-    """The class itself has the fields, too."""
-    return f"the class {meta.__name__}" if isinstance(meta, type) else type(meta).__name__
-
-
-def check_plan_tensors(meta: Plan, num_splits: torch.Tensor | None, q: torch.Tensor) -> None:
-    """A plan of the old style is one for q's sequences. For sparse decoding, which does not look at it."""
-    if isinstance(meta, torch.Tensor) and (shape := shape_of(q)):
-        check_tensor("tile_scheduler_metadata", meta, INT32, ("num_sm_parts", 8))
-        check_tensor("num_splits", num_splits, INT32, (shape[0] + 1,), "q and tile_scheduler_metadata")
-        check_same_device(("q", q), tile_scheduler_metadata=meta, num_splits=num_splits)
-
-
-def bind_plan(meta: Plan, config: dict[str, object]) -> None:
-    """A call with these shapes is being made: the plan remembers the first one's, and others have the same."""
-    if not isinstance(meta, FlashMLASchedMeta):
-        return
-    if meta.have_initialized and meta.config != config:
-        raise ValueError(
-            f"tile_scheduler_metadata: was first used with {meta.config}, got {config}; get a new one for other shapes"
-        )
-    meta.have_initialized, meta.config = True, config

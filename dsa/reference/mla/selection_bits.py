@@ -2,16 +2,7 @@
 
 import torch
 
-from dsa.runtime.arguments import Arguments, Int, Tensor
-from dsa.runtime.checks import INT32, check_memory
-
-KEYS, WORDS = 128, 4  # keys of a block, and the words of 32 bits that say which are selected
-
-SELECTION_BITS = Arguments(
-    indices=Tensor("T k", INT32, layout="the last dimension contiguous"),
-    starts=Tensor("T", INT32, optional=True),
-    max_keys=Int(least=0),
-)
+KEYS, WORDS = 128, 4  # keys per block, and words of 32 bits per block
 
 
 def selection_bits(indices: torch.Tensor, starts: torch.Tensor | None, max_keys: int) -> torch.Tensor:
@@ -19,12 +10,10 @@ def selection_bits(indices: torch.Tensor, starts: torch.Tensor | None, max_keys:
 
     Arguments as of `dsa.selection_bits`.
     """
-    SELECTION_BITS.check(indices, starts, max_keys)
-    check_memory("indices", indices)
     blocks = -(-max_keys // KEYS)
     key = indices.long() if starts is None else indices.long() - starts.long()[:, None]
     there = (indices >= 0) & (key >= 0) & (key < max_keys)
-    # What is no key goes to a column of its own.
+    # Invalid indices go to an extra column.
     selected = torch.zeros(len(indices), blocks * KEYS + 1, dtype=torch.int64, device=indices.device)
     selected.scatter_(1, key.where(there, blocks * KEYS), 1)
     by_word = (
@@ -38,8 +27,8 @@ def selection_bits(indices: torch.Tensor, starts: torch.Tensor | None, max_keys:
 
 
 def selected_keys(bits: torch.Tensor, keys: int) -> torch.Tensor:
-    """The other way: bool [T, keys], whether a query's bit of each key is set. bits [T, words] has that many, or more
-    are not selected."""
+    """The inverse: bool [T, keys], whether a query's bit of each key is set. Keys beyond those of bits [T, words] are
+    not selected."""
     by_word = bits[..., None].long() >> torch.arange(32, device=bits.device) & 1
     blocks = bits.shape[1] // WORDS
     flags = by_word.view(len(bits), blocks, WORDS, 16, 2).transpose(2, 3).reshape(len(bits), blocks * KEYS) > 0

@@ -5,27 +5,6 @@ import torch
 from dsa.reference.autocast import without_autocast
 from dsa.reference.mla.softmax_attention import apply_sink, gather_attend
 from dsa.reference.mla.window_indices import window_indices
-from dsa.runtime.arguments import F32, ROWS, Arguments, Int, Number, Tensor
-from dsa.runtime.checks import FLOATS, INT32, check_memory
-
-PACKED = {
-    "q": Tensor("total_q H d", FLOATS),
-    "kv": Tensor("total_k 1 d", FLOATS, like="q", mixed=True, layout=ROWS),
-    "cu_seqlens_q": Tensor("B+1", INT32),
-    "cu_seqlens_k": Tensor("B+1", INT32),
-    "window": Int(),
-}
-_SOFTMAX = {"softmax_scale": Number(), "d_v": Int(most="d"), "attn_sink": Tensor("H", F32, optional=True)}
-WINDOW_LIST = Tensor("total_q window", INT32, optional=True)
-SLIDING_WINDOW_ATTENTION = Arguments(**PACKED, **_SOFTMAX, indices=WINDOW_LIST)
-WINDOW_SPARSE_ATTENTION = Arguments(
-    **PACKED,
-    compressed=Tensor("n 1 d", FLOATS, like="q", mixed=True, layout=ROWS),
-    indices=Tensor("total_q K", INT32),
-    **_SOFTMAX,
-    topk_length=Tensor("total_q", INT32, optional=True),
-    window_indices=WINDOW_LIST,
-)
 
 
 @without_autocast
@@ -51,8 +30,6 @@ def sliding_window_attention(
     of fp32 queries may have any float dtype. Source: DeepSeek-V4 (arXiv 2606.19348), the window branch.
     """
     packed = (q, kv, cu_seqlens_q, cu_seqlens_k, window)
-    SLIDING_WINDOW_ATTENTION.check(*packed, softmax_scale, d_v, attn_sink, indices)
-    check_memory("q", q)
     index = _window(*packed, indices)
     out, lse, _ = gather_attend(q, kv.squeeze(1), index, softmax_scale, d_v)
     if attn_sink is not None:
@@ -86,14 +63,11 @@ def window_sparse_attention(
     Source: DeepSeek-V4 (arXiv 2606.19348), one softmax over window and compressed keys.
     """
     packed = (q, kv, cu_seqlens_q, cu_seqlens_k, window)
-    rest = (softmax_scale, d_v, attn_sink, topk_length, window_indices)
-    WINDOW_SPARSE_ATTENTION.check(*packed, compressed, indices, *rest)
-    check_memory("q", q)
     near = _window(*packed, window_indices)
     counts = indices.shape[1] if topk_length is None else topk_length[:, None]
     selected = (indices >= 0) & (indices < compressed.shape[0])
     selected &= torch.arange(indices.shape[1], device=q.device) < counts
-    # All keys in one array, the window's first: what names none of these must not name one of the others.
+    # All keys in one array, the window's first. An index beyond the window's keys must not name a selected key.
     near = torch.where(near < kv.shape[0], near, -1)
     index = torch.cat((near.long(), torch.where(selected, indices.long() + kv.shape[0], -1)), dim=1)
     keys = torch.cat((kv.float(), compressed.float())).squeeze(1)

@@ -3,45 +3,8 @@
 import torch
 
 from dsa.reference.autocast import without_autocast
-from dsa.reference.cache.kv_cache import page_layout
-from dsa.reference.mla.flash_mla_with_kvcache import (
-    check_latent_cache,
-    check_layout_flag,
-    latent_cache,
-    sparse_mla_decode,
-)
+from dsa.reference.mla.flash_mla_with_kvcache import sparse_mla_decode
 from dsa.reference.mla.window_indices import window_slots
-from dsa.runtime.arguments import F32, Arguments, Flag, Int, Number, Tensor
-from dsa.runtime.checks import FLOATS, INT32, MOST_SLOTS, check_memory
-
-
-def _check_cache(
-    q: torch.Tensor, cache: torch.Tensor, block_table: torch.Tensor | None, window: int, is_fp8_kvcache: bool
-) -> None:
-    check_layout_flag("cache", cache, is_fp8_kvcache)
-    check_latent_cache("cache", cache, q)
-    batch, s_q, *_ = q.shape
-    if cache.shape[0] * cache.shape[1] > MOST_SLOTS:
-        raise ValueError(f"cache: must have at most 2^31 slots, got {cache.shape[0]} pages of {cache.shape[1]}")
-    if block_table is None and (cache.shape[0] < batch or cache.shape[1] < window + s_q - 1):
-        raise ValueError(
-            f"cache: must have a page of at least window + s_q - 1 = {window + s_q - 1} keys for each of {batch} "
-            f"sequences without a block_table, got {cache.shape[0]} pages of {cache.shape[1]} (sizes as of q)"
-        )
-
-
-SLIDING_WINDOW_DECODE = Arguments(
-    rule=_check_cache,
-    q=Tensor("B s_q H d", FLOATS),
-    cache=latent_cache("pages P 1 row", layout=page_layout),
-    block_table=Tensor("B max_pages", INT32, optional=True),
-    cache_seqlens=Tensor("B", INT32),
-    window=Int(),
-    softmax_scale=Number(),
-    d_v=Int(most="d"),
-    attn_sink=Tensor("H", F32, optional=True),
-    is_fp8_kvcache=Flag(),
-)
 
 
 @without_autocast
@@ -66,14 +29,11 @@ def sliding_window_decode(
     `dsa.sliding_window_decode`; keys of fp32 queries may have any float dtype.
     Source: DeepSeek-V4 (arXiv 2606.19348), the window branch.
     """
-    options = (window, softmax_scale, d_v, attn_sink, is_fp8_kvcache)
-    SLIDING_WINDOW_DECODE.check(q, cache, block_table, cache_seqlens, *options)
-    check_memory("q", q)
     window = columns_of(window, block_table, cache)
     slots = window_slots(block_table, cache_seqlens, q.shape[1], cache.shape[1], window)
     return sparse_mla_decode(q, cache, slots, None, None, None, None, d_v, softmax_scale, attn_sink)
 
 
 def columns_of(window: int, block_table: torch.Tensor | None, cache: torch.Tensor) -> int:
-    """The window, or the keys that fit a sequence's row of block_table: memory is asked for no more."""
+    """The window, at most the keys of a row of block_table, so that huge windows need little memory."""
     return window if block_table is None else min(window, max(1, block_table.shape[1] * cache.shape[1]))

@@ -2,44 +2,6 @@
 
 import torch
 
-from dsa.runtime.arguments import Arguments, Int, Tensor
-from dsa.runtime.checks import INT32, INT_MAX, MOST_SLOTS, check_memory
-
-
-def _check_ring(
-    block_table: torch.Tensor | None, cache_seqlens: torch.Tensor, s_q: int, page_size: int, window: int
-) -> None:
-    if block_table is not None:
-        return
-    if page_size < window + s_q - 1:
-        raise ValueError(
-            f"page_size: a ring must hold window + s_q - 1 = {window + s_q - 1} keys without a block_table, "
-            f"got {page_size}"
-        )
-    batch = cache_seqlens.shape[0]
-    if batch * page_size > MOST_SLOTS:
-        raise ValueError(
-            f"page_size: the rings of cache_seqlens' {batch} sequences must have at most 2^31 slots together, got "
-            f"{page_size} each"
-        )
-
-
-WINDOW_INDICES = Arguments(
-    cu_seqlens_q=Tensor("B+1", INT32),
-    cu_seqlens_k=Tensor("B+1", INT32),
-    total_q=Int(least=0),
-    window=Int(),
-)
-WINDOW_SLOTS = Arguments(
-    rule=_check_ring,
-    first=("cache_seqlens",),
-    block_table=Tensor("B max_pages", INT32, optional=True),
-    cache_seqlens=Tensor("B", INT32),
-    s_q=Int(least=0),
-    page_size=Int(),
-    window=Int(),
-)
-
 
 def window_indices(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, total_q: int, window: int) -> torch.Tensor:
     """indices[t] = k0 + max(0, p - window + 1), ..., k0 + p: the keys that query t sees.
@@ -49,16 +11,14 @@ def window_indices(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, total
     i, and a query with p < 0 sees no key.
 
     Of boundaries in any order, a query belongs to that sequence with queries which begins last before it, if the
-    sequence ends behind it. Arguments as of `dsa.window_indices`.
+    sequence ends after it. Arguments as of `dsa.window_indices`.
     Source: DeepSeek-V4 (arXiv 2606.19348), the window branch.
     """
-    WINDOW_INDICES.check(cu_seqlens_q, cu_seqlens_k, total_q, window)
-    check_memory("cu_seqlens_q", cu_seqlens_q)
     q_starts, k_starts = cu_seqlens_q.long(), cu_seqlens_k.long()
     if len(q_starts) == 1:
         return torch.full((total_q, window), -1, dtype=torch.int32, device=q_starts.device)
     t = torch.arange(total_q, device=q_starts.device)
-    begins = q_starts[:-1].masked_fill(q_starts[:-1] >= q_starts[1:], INT_MAX + 1)
+    begins = q_starts[:-1].masked_fill(q_starts[:-1] >= q_starts[1:], 2**31)
     begins, order = begins.sort(stable=True)
     place = torch.searchsorted(begins, t, right=True) - 1
     b = order[place.clamp(min=0)]
@@ -81,18 +41,16 @@ def window_slots(
     page b, b * page_size + s % page_size. Arguments as of `dsa.window_slots`.
     Source: the window branch of DeepSeek-V4 (arXiv 2606.19348); its public code keeps a ring, engines keep pages.
     """
-    WINDOW_SLOTS.check(block_table, cache_seqlens, s_q, page_size, window)
-    check_memory("cache_seqlens", cache_seqlens)
     batch, device = cache_seqlens.shape[0], cache_seqlens.device
     last = cache_seqlens.long()[:, None] - s_q + torch.arange(s_q, device=device)
     position = (last - window + 1).clamp(min=0)[..., None] + torch.arange(window, device=device)
     if block_table is None:
         page = torch.arange(batch, device=device)[:, None, None]
     else:
-        # A page of -1 behind the others stands for what is outside the table.
+        # A page of -1 after the others stands for what is outside the table.
         table = torch.nn.functional.pad(block_table.long(), (0, 1), value=-1)
         place = (position // page_size).clamp(max=block_table.shape[1])
         page = table.gather(1, place.flatten(1)).view(place.shape)
     slot = page * page_size + position % page_size
-    exists = (position <= last[..., None]) & (page >= 0) & (slot < MOST_SLOTS)
+    exists = (position <= last[..., None]) & (page >= 0) & (slot < 2**31)
     return torch.where(exists, slot, -1).int()

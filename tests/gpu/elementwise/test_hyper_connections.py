@@ -1,4 +1,5 @@
-"""The hyper-connections' kernels beside the references, and the layer's projection through bf16 parts."""
+"""The hyper-connections with sizes, options, strides and numbers that their cases leave out, and the layer's projection
+through bf16 parts."""
 
 from itertools import product
 
@@ -6,138 +7,96 @@ import pytest
 import torch
 
 import dsa
-from dsa.reference.elementwise import hyper_connections as reference
+from dsa.cases import cases_of
+from dsa.cases.elementwise import NEIGHBOUR
 from dsa.testing import assert_close, poison_free_memory
 from dsa_layers.layers.hyper_connections import HyperConnection
-from tests.gpu.op_checks import assert_same_bits, replays
+from tests.gpu.op_checks import assert_same_bits
 
+CASES = COLLAPSE, EXPAND, HEAD = cases_of("hyper_connections")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-# A result rounds once, of sums in another order: to its neighbour now and then.
-REL = {torch.bfloat16: 2.01 / 256, torch.float16: 2.01 / 2048, torch.float32: 2e-5}
-COS = {torch.bfloat16: 1e-5, torch.float16: 1e-6, torch.float32: 1e-9}
+by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
-def collapse_inputs(tokens, d, dtype, logits=1.0):
-    streams = torch.randn(tokens, 4, d, device="cuda").to(dtype)
-    mix, base = torch.randn(tokens, 24, device="cuda") * logits, torch.randn(24, device="cuda")
-    return streams, mix, base, torch.rand(3, device="cuda") + 0.5
-
-
-def expand_inputs(tokens, d, dtype):
-    y, streams = torch.randn(tokens, d, device="cuda").to(dtype), torch.randn(tokens, 4, d, device="cuda").to(dtype)
-    return y, streams, torch.rand(tokens, 4, device="cuda") * 2, torch.rand(tokens, 4, 4, device="cuda")
-
-
-def check_collapse(got, inputs, **options):
-    """Largest error of x."""
-    expected = reference.hyper_collapse(*inputs, **options)
-    for name, ours, theirs in zip(("post", "comb"), got[1:], expected[1:]):
-        assert_close(name, ours, theirs, abs_tol=2e-6, rel_tol=3e-5)
-    dtype = inputs[0].dtype
-    return assert_close("x", got[0], expected[0], abs_tol=2e-5, rel_tol=REL[dtype], cos_tol=COS[dtype])
-
-
-def check_expand(got, inputs):
-    dtype = inputs[1].dtype
-    expected = reference.hyper_expand(*inputs)
-    return assert_close("streams", got, expected, abs_tol=2e-5, rel_tol=REL[dtype], cos_tol=COS[dtype])
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@by_dtype
 @pytest.mark.parametrize(
-    ("tokens", "d"), [*product((0, 1, 7, 128, 1025, 4096), (8, 256, 2056, 4096, 7168, 8192)), (9, 16384)]
+    ("tokens", "channels"), [*product((1, 7, 128, 1025, 4096), (8, 256, 2056, 4096, 7168, 8192)), (9, 16384)]
 )
-def test_against_the_reference(tokens, d, dtype, record_error):
-    d = min(d, 8192) if dtype == torch.float32 else d  # the most that the kernel takes of fp32
-    collapsed, expanded = collapse_inputs(tokens, d, dtype), expand_inputs(tokens, d, dtype)
-    poison_free_memory(mebibytes=64)
-    record_error(check_collapse(dsa.hyper_collapse(*collapsed), collapsed))
-    poison_free_memory(mebibytes=64)
-    record_error(check_expand(dsa.hyper_expand(*expanded), expanded))
+def test_sizes(tokens, channels, dtype, record_error):
+    """And the head gives the bits of the stream that goes into a sublayer."""
+    channels = min(channels, 8192) if dtype == torch.float32 else channels  # the most that the kernel takes of fp32
+    sizes = {"tokens": tokens, "channels": channels, "dtype": dtype}
+    for case in CASES:
+        poison_free_memory(mebibytes=64)
+        record_error(case.verify("cuda", **sizes))
+    x, (into, *_) = (case.run(case.arguments("cuda", **sizes)) for case in (HEAD, COLLAPSE))
+    assert_same_bits(x, [into])
 
 
 @pytest.mark.parametrize(
-    "options", [{"iterations": 1}, {"iterations": 3}, {"eps": 0.5, "hc_eps": 0.1}, {"hc_eps": 0.0}]
+    "options", [{"iterations": 1}, {"iterations": 3}, {"eps": 0.5, "hc_eps": 0.1}, {"hc_eps": 0.0}], ids=str
 )
-def test_options(options):
-    inputs = collapse_inputs(50, 512, torch.float32)
-    check_collapse(dsa.hyper_collapse(*inputs, **options), inputs, **options)
+def test_options(options, record_error):
+    record_error(COLLAPSE.verify("cuda", tokens=50, channels=512, dtype=torch.float32, **options))
 
 
-@pytest.mark.parametrize("logits", [0.0, 30.0, 1e4, 1e30])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_large_logits(logits, dtype):
-    inputs = collapse_inputs(600, 512, dtype, logits)
-    x, post, comb = dsa.hyper_collapse(*inputs)
+@pytest.mark.parametrize("size", [0.0, 30.0, 1e4, 1e30])
+@by_dtype
+def test_large_logits(size, dtype):
+    given = COLLAPSE.arguments("cuda", tokens=600, channels=512, dtype=dtype, size=size, iterations=20)
+    x, post, comb = dsa.hyper_collapse(**given)
     assert x.isfinite().all() and post.isfinite().all() and comb.isfinite().all()
-    exact = reference.hyper_collapse(inputs[0].float(), *inputs[1:])
-    assert_close("x", x, exact[0], abs_tol=1e-4, rel_tol=max(REL[dtype], 1e-4), cos_tol=1e-5)
+    exact = dsa.reference.hyper_collapse(**given | {"streams": given["streams"].float()})
+    assert_close("x", x, exact[0], abs_tol=1e-4, rel_tol=max(NEIGHBOUR[dtype], 1e-4), cos_tol=1e-5)
     # Logits of 1e4 are known to 1e-3, and so are the powers of two that are nearly equal.
     assert_close("post", post, exact[1], abs_tol=1e-4, rel_tol=1e-4)
     assert_close("comb", comb, exact[2], abs_tol=5e-3, rel_tol=1e-3, cos_tol=1e-5)
 
 
-def test_zeros():
-    streams, *rest = collapse_inputs(5, 256, torch.bfloat16)
-    given = (streams * 0, *rest)
-    got = dsa.hyper_collapse(*given)
-    check_collapse(got, given)
-    y, streams, *weights = expand_inputs(5, 256, torch.bfloat16)
-    assert not got[0].any() and not dsa.hyper_expand(y * 0, streams * 0, *weights).any()
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_zeros(case):
+    given = case.arguments("cuda", tokens=5, channels=256)
+    for name in {"y", "streams"} & given.keys():
+        given[name].zero_()
+    assert not case.run(given)[0].any()
+    # With an eps of 1e-6 logits are about 1000, which fp32 does not hold to the precision of the check.
+    case.check_call(given | ({"eps": 1.0} if "eps" in given else {}))
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.parametrize("of", ["streams", "mix"])
+@pytest.mark.parametrize("of", [1, 0], ids=["streams", "coefficients"])
 @pytest.mark.parametrize("tokens", [10, 4099])
 def test_what_is_not_finite_stays_in_its_token(tokens, of, value):
     others = torch.arange(tokens, device="cuda") != 6
-    inputs = collapse_inputs(tokens, 256, torch.bfloat16)
-    clean = dsa.hyper_collapse(*inputs)
-    inputs[0 if of == "streams" else 1][6].view(-1)[3] = value
-    found, expected = dsa.hyper_collapse(*inputs), reference.hyper_collapse(*inputs)
-    assert_same_bits([x[others] for x in found], [x[others] for x in clean])
-    assert all(torch.equal(x[6].isnan(), y[6].isnan()) for x, y in zip(found, expected))
-    inputs = expand_inputs(tokens, 256, torch.bfloat16)
-    clean = dsa.hyper_expand(*inputs)
-    inputs[1 if of == "streams" else 3][6].view(-1)[3] = value
-    found = dsa.hyper_expand(*inputs)
-    assert torch.equal(found[others], clean[others]) and not found[6].isfinite().all()
+    for case, changed in ((COLLAPSE, ("mix", "streams")), (EXPAND, ("comb", "streams"))):
+        given = case.arguments("cuda", tokens=tokens, channels=256)
+        clean = case.run(given)
+        given[changed[of]][6].view(-1)[3] = value
+        found = case.run(given)
+        case.check(given, found)
+        assert_same_bits([x[others] for x in found], [x[others] for x in clean])
 
 
-def test_rows_of_wider_tensors():
-    """What lies between the rows is NaN, and stays."""
-    for d in (8, 264, 4096):
-        wide = torch.full((30, 6, d + 64), torch.nan, device="cuda").bfloat16()
-        streams, y = wide[:, 1:5, 8 : d + 8], wide[:, 5, 8 : d + 8]
-        streams.normal_()
-        y.normal_()
-        inputs = (streams, *collapse_inputs(30, d, torch.bfloat16)[1:])
-        check_collapse(dsa.hyper_collapse(*inputs), inputs)
-        inputs = (y, streams, *expand_inputs(30, d, torch.bfloat16)[2:])
-        check_expand(dsa.hyper_expand(*inputs), inputs)
-        assert wide.isnan().sum() == 30 * (6 * (d + 64) - 5 * d)
+@pytest.mark.parametrize("channels", [8, 264, 4096])
+def test_rows_of_wider_tensors(channels):
+    """NaN between the rows reaches no result and stays."""
+    wide = torch.full((30, 6, channels + 64), torch.nan, device="cuda").bfloat16()
+    streams, y = (x.normal_() for x in (wide[:, 1:5, 8 : channels + 8], wide[:, 5, 8 : channels + 8]))
+    for case in CASES:
+        given = case.arguments("cuda", tokens=30, channels=channels) | {"streams": streams}
+        case.check_call(given | ({"y": y} if case is EXPAND else {}))
+    assert wide.isnan().sum() == 30 * (6 * (channels + 64) - 5 * channels)
 
 
-@pytest.mark.parametrize("d", [256, 7168])
-def test_runs_are_bit_identical_whatever_the_other_tokens(d):
-    (streams, mix, *rest), expanded = collapse_inputs(4100, d, torch.bfloat16), expand_inputs(4100, d, torch.bfloat16)
-    whole = (*dsa.hyper_collapse(streams, mix, *rest), dsa.hyper_expand(*expanded))
-    for start, count in ((0, 4100), (0, 1), (4001, 7), (77, 2049)):
-        part = slice(start, start + count)
-        got = dsa.hyper_collapse(streams[part], mix[part], *rest), dsa.hyper_expand(*(x[part] for x in expanded))
-        assert_same_bits(got, [x[part] for x in whole])
-
-
-def test_graph_replay_with_new_numbers():
-    def inputs():
-        return (*collapse_inputs(33, 4096, torch.bfloat16), *expand_inputs(33, 4096, torch.bfloat16))
-
-    def run(*given):
-        return *dsa.hyper_collapse(*given[:4]), dsa.hyper_expand(*given[4:])
-
-    given = inputs()
-    for held in replays(run, given, inputs):
-        assert_same_bits(held, run(*given))
+@pytest.mark.parametrize("channels", [256, 7168])
+def test_a_token_does_not_depend_on_the_others(channels):
+    for case in CASES:
+        given = case.arguments("cuda", tokens=4100, channels=channels)
+        whole = case.run(given)
+        for start, count in ((0, 4100), (0, 1), (4001, 7), (77, 2049)):
+            part = slice(start, start + count)
+            own = {name: given[name][part] for name in ("y", "streams", "post", "comb", "mix") if name in given}
+            assert_same_bits(case.run(given | own), [x[part] for x in whole])
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 1000])
@@ -147,23 +106,21 @@ def test_the_layers_projection(tokens, record_error):
     streams = torch.randn(tokens, 4, 4096, device="cuda").bfloat16()
     exact = streams.flatten(1).double() @ layer.fn.double().T
     with torch.inference_mode():
-        # Sums of 16384 products in fp32, some of them in the tensor cores, which cut where others round.
+        # Sums of 16384 products in fp32. Some of them are in the tensor cores, which truncate.
         record_error(assert_close("mix", layer.project(streams), exact, abs_tol=5e-4, rel_tol=1e-4))
 
 
 def test_a_captured_projection_follows_the_weights():
-    """One that was captured with parts at hand reads those that are made when weights are loaded; one that was not
-    makes them itself."""
+    """A capture with parts at hand reads the parts that are made when weights are loaded. A capture without them makes
+    them itself."""
     layer, other = (HyperConnection(512, 4).cuda() for _ in range(2))
     streams = torch.randn(9, 4, 512, device="cuda").bfloat16()
     torch.nn.init.normal_(other.fn)
     for warm in (False, True):
         torch.nn.init.normal_(layer.fn)
         with torch.inference_mode():
-            if warm:
-                layer.project(streams)
-            else:
-                HyperConnection(512, 4).cuda().project(streams)  # the kernel is loaded
+            # Either call loads the kernel.
+            (layer if warm else HyperConnection(512, 4).cuda()).project(streams)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 mix = layer.project(streams)
@@ -173,16 +130,3 @@ def test_a_captured_projection_follows_the_weights():
             torch.cuda.synchronize()
             expected = streams.flatten(1).double() @ layer.fn.double().T
             assert_close("mix", mix, expected, abs_tol=2e-3, rel_tol=1e-4)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("d", [8, 2056, 4096, 8192])
-@pytest.mark.parametrize("tokens", [0, 1, 7, 1025, 4099])
-def test_head(tokens, d, dtype):
-    """Beside the reference, and to the bit what goes into a sublayer of the same numbers."""
-    streams, mix, base, scale = collapse_inputs(tokens, d, dtype)
-    given = streams, mix[:, :4].contiguous(), base[:4], scale[:1]
-    poison_free_memory(mebibytes=64)
-    x = dsa.hyper_head(*given)
-    assert_close("x", x, reference.hyper_head(*given), abs_tol=2e-5, rel_tol=REL[dtype], cos_tol=COS[dtype])
-    assert torch.equal(x, dsa.hyper_collapse(streams, mix, base, scale)[0])

@@ -1,4 +1,4 @@
-"""Multi-head attention over packed sequences on the GPU: against float64, over all keys and over selected ones."""
+"""Multi-head attention over packed sequences on the GPU: over all keys and over selected ones, bounds, strides."""
 
 import itertools
 
@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import dsa
-import dsa.reference
 from dsa.kernels.mla.mha_limits import MHA_DIMS, ROPE_DIMS
 from dsa.testing import assert_close, poison_free_memory
-from tests.gpu.attention import BF16, FP16, INF, NAN, attend, distinct, starts
-from tests.gpu.op_checks import among_nan, assert_same_bits, assert_same_on_the_second_gpu, replays
+from tests.gpu.attention import FP16, case_of, checked, replayed, starts
+from tests.gpu.op_checks import among_nan, assert_same_bits
 
+CASE = case_of("mha_varlen_fwd")
 # Heads, KV heads, queries and keys of each sequence.
 CASES = {
     "whole tiles": (4, 4, [256, 384], [256, 384]),
@@ -24,28 +24,19 @@ CASES = {
     "many sequences": (2, 1, [7 * i % 50 for i in range(300)], [11 * i % 90 for i in range(300)]),
     "long": (4, 4, [3000], [4096]),
 }
-ROUNDING = {BF16: 2.01 / 256, FP16: 2.01 / 2048}
 HOSTILE = [[0, 2**31 - 1], [-5, 100, 70], [70, 3, 500], [-(2**31), 2**31 - 1, 0], [100, 100, 40, 200]]
+by_dims = pytest.mark.parametrize("dims", MHA_DIMS, ids=str)
+by_case = pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 
 
-def inputs(dims, heads, kv_heads, queries, keys, dtype=BF16, scale=1.0):
-    """With NaN behind the sequences."""
-    (dim, value_dim), tensors = dims, []
-    for lengths, count, channels in ((queries, heads, dim), (keys, kv_heads, dim), (keys, kv_heads, value_dim)):
-        x = torch.randn(sum(lengths) + 37, count, channels, device="cuda").to(dtype)
-        x[sum(lengths) :] = NAN
-        tensors.append(x)
-    tensors[0] *= scale
-    return *tensors, starts(queries), starts(keys), max(keys), dim**-0.5
+def call(dims, heads, kv_heads, queries, keys, **options):
+    sizes = {"dims": dims, "heads": heads, "kv_heads": kv_heads, "sequences": tuple(zip(queries, keys))}
+    return CASE.arguments("cuda", **sizes, **options)
 
 
-def selections(q, cu_q, cu_k, longest, top_k):
-    """Some keys of every query's sequence: the bits, and bool [Tq, longest] of the same."""
-    sequence = torch.searchsorted(cu_q, torch.arange(len(q), device="cuda", dtype=torch.int32), right=True) - 1
-    first = cu_k[sequence.clamp(0, len(cu_k) - 2)]
-    chosen = distinct(len(q), longest, top_k)
-    bits = dsa.selection_bits(chosen + first[:, None], first, longest)
-    return bits, torch.zeros(len(q), longest, dtype=torch.bool, device="cuda").scatter_(1, chosen.long(), True)
+def inputs(*sizes, **options):
+    """The first seven arguments of a call, with NaN after the sequences."""
+    return tuple(call(*sizes, **options).values())[:7]
 
 
 def in_sequences(results, cu_q):
@@ -54,132 +45,94 @@ def in_sequences(results, cu_q):
     return results[0][rows], results[1][:, rows]
 
 
-def expected(q, k, v, cu_q, cu_k, _longest, scale, causal=True, chosen=None):
-    out = torch.zeros(*q.shape[:2], v.shape[2], dtype=torch.float64, device="cuda")
-    lse = torch.full((q.shape[1], len(q)), INF, dtype=torch.float64, device="cuda")
-    for (a, b), (c, d) in zip(*(itertools.pairwise(x.tolist()) for x in (cu_q, cu_k))):
-        if a == b or c == d:
-            continue
-        visible = torch.ones(b - a, d - c, dtype=torch.bool, device="cuda")
-        if causal:
-            visible = visible.tril((d - c) - (b - a))
-        if chosen is not None:
-            visible &= chosen[a:b, : d - c]
-        out[a:b], lse_of_rows = attend(q[a:b], k[c:d], v[c:d], visible, scale)
-        lse[:, a:b] = lse_of_rows.T
-    return out, lse
-
-
-def check(arguments, causal=True, record_error=None, chosen=None, **options):
-    q, cu_q = arguments[0], arguments[3]
-    poison_free_memory(mebibytes=64)
-    got = out, lse = in_sequences(dsa.mha_varlen_fwd(*arguments, causal, **options), cu_q)
-    right, right_lse = in_sequences(expected(*arguments, causal, chosen), cu_q)
-    tolerances = {"abs_tol": 4 * ROUNDING[q.dtype], "rel_tol": ROUNDING[q.dtype], "cos_tol": 2e-5}
-    error = assert_close("out", out, right, **tolerances)
-    assert_close("lse", lse, right_lse, abs_tol=2e-5, rel_tol=2e-6)
-    assert_same_bits(in_sequences(dsa.mha_varlen_fwd(*arguments, causal, **options), cu_q), got)
-    if record_error:
-        record_error(error)
-    return got
+def same_in_sequences(given, got, expected):
+    assert_same_bits(in_sequences(got, given["cu_seqlens_q"]), in_sequences(expected, given["cu_seqlens_q"]))
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "all"])
-@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
-@pytest.mark.parametrize("dims", MHA_DIMS, ids=str)
-def test_all_keys(dims, case, causal, record_error):
-    check(inputs(dims, *case), causal, record_error)
+@by_case
+@by_dims
+def test_all_keys_are_right(dims, case, causal, record_error):
+    given = call(dims, *case, causal=causal)
+    same_in_sequences(given, CASE.run(given), checked(CASE, given, record_error))
 
 
 @pytest.mark.parametrize("top_k", [1, 40, 700])
-@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
-@pytest.mark.parametrize("dims", MHA_DIMS, ids=str)
-def test_selected_keys(dims, case, top_k, record_error):
+@by_case
+@by_dims
+def test_selected_keys_are_right(dims, case, top_k, record_error):
     """Queries of which no selected key is visible have none."""
-    arguments = inputs(dims, *case)
-    q, _, _, cu_q, cu_k, longest, _ = arguments
-    bits, chosen = selections(q, cu_q, cu_k, longest, min(top_k, longest))
-    check(arguments, True, record_error, chosen, selected=bits)
-    check(arguments, False, None, chosen, selected=bits)
+    given = call(dims, *case, top_k=top_k)
+    checked(CASE, given, record_error)
+    checked(CASE, given | {"causal": False}, record_error)
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 127, 128, 129, 640, 1000])
-@pytest.mark.parametrize("dims", MHA_DIMS, ids=str)
+@by_dims
 def test_the_last_query_reads_its_own_bits(dims, tokens):
-    """Nothing lies behind the last sequence, neither queries nor bits."""
-    q, *rest = inputs(dims, 4, 4, [30, tokens], [30, tokens])
-    q = q[: 30 + tokens].clone()
-    bits, chosen = selections(q, *rest[2:5], max(rest[4] // 2, 1))
-    check((q, *rest), True, None, chosen, selected=bits)
-    check((q, *rest), False, None, chosen, selected=bits)
+    """Nothing lies after the last sequence, neither queries nor bits."""
+    given = call(dims, 4, 4, [30, tokens], [30, tokens], top_k=max(tokens, 30) // 2, more=0)
+    checked(CASE, given)
+    checked(CASE, given | {"causal": False})
 
 
-@pytest.mark.parametrize("dims", MHA_DIMS, ids=str)
+@by_dims
 @pytest.mark.parametrize("dense_keys", [0, 1, 100, 640, 10**6])
 def test_queries_with_few_keys_are_not_looked_up(dims, dense_keys):
     """All of theirs are selected; the same bits whatever is read."""
-    arguments = inputs(dims, 4, 4, [700, 300], [900, 300])
-    bits, chosen = selections(arguments[0], *arguments[3:6], 300)
+    given = call(dims, 4, 4, [700, 300], [900, 300], top_k=300) | {"dense_keys": dense_keys}
+    got = checked(CASE, given)
     seen = torch.cat((torch.arange(201, 901), torch.arange(1, 301))).cuda()
-    bits[:1000][seen <= dense_keys] = -1
-    chosen[:1000][seen <= dense_keys] = True
-    got = check(arguments, True, None, chosen, selected=bits, dense_keys=dense_keys)
-    assert_same_bits(in_sequences(dsa.mha_varlen_fwd(*arguments, selected=bits), arguments[3]), got)
+    given["selected"][:1000][seen <= dense_keys] = -1
+    same_in_sequences(given, got, CASE.run(given | {"dense_keys": 0}))
 
 
 @pytest.mark.parametrize("dims", ROPE_DIMS, ids=str)
-def test_rope_channels_apart(dims):
-    """And keys and values as parts of one tensor, as a projection of latents gives them: the same bits."""
-    rope = ROPE_DIMS[dims]
-    q, _, _, *rest = inputs(dims, 4, 4, [513, 100], [700, 100])
-    both = torch.randn(837, 4, sum(dims) - rope, device="cuda").bfloat16()
-    k, v = both[..., : dims[0] - rope], both[..., dims[0] - rope :]
-    shared = torch.randn(837, rope, device="cuda").bfloat16()
-    whole = torch.cat((k, shared[:, None].expand(-1, 4, -1)), -1)
-    bits, _ = selections(q, *rest[:3], 100)
-    for options in ({}, {"selected": bits}):
-        got = dsa.mha_varlen_fwd(q, k, v, *rest, k_rope=shared, **options)
-        apart = dsa.mha_varlen_fwd(q, whole, v.contiguous(), *rest, **options)
-        assert_same_bits(in_sequences(got, rest[0]), in_sequences(apart, rest[0]))
+def test_rope_channels_apart_give_the_same_bits(dims):
+    """And keys and values as parts of one tensor, as a projection of latents gives them."""
+    rope, given = ROPE_DIMS[dims], call(dims, 4, 4, [513, 100], [700, 100], rope=ROPE_DIMS[dims], top_k=100)
+    both = torch.cat((given["k"], given["v"]), -1)
+    parts = {"k": both[..., : dims[0] - rope], "v": both[..., dims[0] - rope :]}
+    whole = {"k": torch.cat((given["k"], given["k_rope"][:, None].expand(-1, 4, -1)), -1), "k_rope": None}
+    for selected in (None, given["selected"]):
+        given["selected"] = selected
+        same_in_sequences(given, CASE.run(given | parts), CASE.run(given | whole))
 
 
 @pytest.mark.parametrize("dims", [(48, 32), (96, 64), (136, 96), (192, 192), (200, 8)], ids=str)
-def test_channels_between_those_of_the_kernels(dims, record_error):
-    check(inputs(dims, 4, 2, [513, 100], [700, 100]), True, record_error)
+def test_channels_between_those_of_the_kernels_are_right(dims, record_error):
+    checked(CASE, call(dims, 4, 2, [513, 100], [700, 100]), record_error)
 
 
-@pytest.mark.parametrize("dims", MHA_DIMS, ids=str)
+@by_dims
 def test_all_bits_are_no_selection(dims):
-    arguments = inputs(dims, 2, 2, [513, 100], [700, 100])
-    bits = torch.full((len(arguments[0]), 24), -1, dtype=torch.int32, device="cuda")
-    got, whole = dsa.mha_varlen_fwd(*arguments, selected=bits), dsa.mha_varlen_fwd(*arguments)
-    assert_same_bits(in_sequences(got, arguments[3]), in_sequences(whole, arguments[3]))
+    given = call(dims, 2, 2, [513, 100], [700, 100])
+    bits = torch.full((len(given["q"]), 24), -1, dtype=torch.int32, device="cuda")
+    same_in_sequences(given, CASE.run(given | {"selected": bits}), CASE.run(given))
 
 
-@pytest.mark.parametrize("dims", MHA_DIMS, ids=str)
+@by_dims
 def test_a_query_depends_on_no_other(dims):
-    """A sequence alone, and the last queries of it as a chunk behind a prefix."""
-    q, k, v, *_, scale = inputs(dims, 4, 2, [300, 700], [300, 700])
-    cu = starts([300, 700])
-    bits, _ = selections(q, cu, cu, 700, 200)
-    out, lse = dsa.mha_varlen_fwd(q, k, v, cu, cu, 700, scale, selected=bits)
+    """A sequence alone, and its last queries as a chunk after a prefix."""
+    given = call(dims, 4, 2, [300, 700], [300, 700], top_k=200)
+    out, lse = CASE.run(given)
     for first in (300, 301, 555, 999):
-        part = dsa.mha_varlen_fwd(
-            *(q[first:1000], k[300:1000], v[300:1000], starts([1000 - first]), starts([700]), 700, scale),
-            selected=bits[first:1000],
-        )
-        assert_same_bits(part, (out[first:1000], lse[:, first:1000]))
+        part = {name: given[name][first:1000] for name in ("q", "selected")}
+        part |= {name: given[name][300:1000] for name in ("k", "v")}
+        part |= {"cu_seqlens_q": starts([1000 - first]), "cu_seqlens_k": starts([700])}
+        assert_same_bits(CASE.run(given | part), (out[first:1000], lse[:, first:1000]))
 
 
-@pytest.mark.parametrize("dims", MHA_DIMS, ids=str)
-def test_fp16_large_scores_and_strides(dims, record_error):
-    check(inputs(dims, 4, 2, [513, 100], [513, 400], FP16), True, record_error)
-    check(inputs(dims, 4, 2, [513, 700], [513, 700], scale=30.0))
-    q, k, v, *rest = inputs(dims, 4, 2, [513, 100], [513, 100])
-    by_head = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k)]
-    check((*by_head, torch.cat([v, v], -1)[..., : v.shape[2]], *rest))
-    odd = among_nan(q, 1, 2)  # rows at no multiple of 16 bytes
-    check((odd, k, v[:, :1].expand(v.shape), *rest))
+@by_dims
+def test_fp16_large_scores_and_strides_are_right(dims, record_error):
+    checked(CASE, call(dims, 4, 2, [513, 100], [513, 400], dtype=FP16), record_error)
+    checked(CASE, call(dims, 4, 2, [513, 700], [513, 700], scale=30.0))
+    given = call(dims, 4, 2, [513, 100], [513, 100])
+    q, v = given["q"], given["v"]
+    by_head = {name: given[name].transpose(0, 1).contiguous().transpose(0, 1) for name in "qk"}
+    checked(CASE, given | by_head | {"v": torch.cat([v, v], -1)[..., : v.shape[2]]})
+    # Rows at no multiple of 16 bytes.
+    checked(CASE, given | {"q": among_nan(q, 1, 2), "v": v[:, :1].expand(v.shape)})
 
 
 @pytest.mark.parametrize("cu_k", HOSTILE, ids=str)
@@ -205,27 +158,15 @@ def test_whatever_the_bounds_and_bits_say(cu_q, cu_k):
 
 
 def test_a_graph_takes_new_bounds_and_bits():
-    q, k, v, cu, _, _, scale = inputs((192, 128), 8, 8, [300, 700], [300, 700])
-    bits, _ = selections(q, cu, cu, 1000, 200)
-    cuts = iter((300, 1, 999, 512))
+    given = call((192, 128), 8, 8, [300, 700], [300, 700]) | {"max_seqlen_k": 1000}
+    given["selected"] = torch.zeros(len(given["q"]), 32, dtype=torch.int32, device="cuda")
+    new = {name: given[name].clone() for name in ("cu_seqlens_q", "cu_seqlens_k", "selected")}
 
-    def renew():
-        new = starts([next(cuts), 0])
-        new[2] = 1000
-        return new, selections(q, new, new, 1000, 100)[0]
+    def renewals():
+        for cut in (300, 1, 999, 512):
+            new["cu_seqlens_q"][1] = new["cu_seqlens_k"][1] = cut
+            new["selected"].random_(-(2**31), 2**31 - 1)
+            yield given | new
 
-    def call(cu, bits):
-        return dsa.mha_varlen_fwd(q, k, v, cu, cu, 1000, scale, selected=bits)
-
-    for got in replays(call, (cu, bits), renew, times=4):
-        assert_same_bits(in_sequences(got, cu), in_sequences(call(cu, bits), cu))
-
-
-@pytest.mark.several_gpus
-def test_tensors_on_another_gpu_than_the_current_one():
-    q, k, v, *bounds = (x[:50] if x.dim() == 3 else x for x in inputs((64, 64), 2, 2, [50], [50])[:5])
-
-    def call(*tensors):
-        return dsa.mha_varlen_fwd(*tensors, 50, 0.125)
-
-    assert_same_on_the_second_gpu(call, q, k, v, *bounds)
+    for found in replayed(lambda: CASE.run(given), given, renewals()):
+        CASE.check(given, found)

@@ -4,35 +4,33 @@ import pytest
 import torch
 
 import dsa
-from dsa.testing import assert_close, poison_free_memory
-from tests.gpu.mla.up_projections import TOKENS, dequantized, product, projection, with_value
+from dsa.testing import assert_close
+from tests.gpu.attention import case_of, checked
 from tests.gpu.op_checks import assert_same_bits, replays
 
-# heads, nope, rows of a head: V3.2's, GLM-5's, a GPU's share of each, heads that begin at multiples of 32 rows
+CASE = case_of("mla_absorb_queries")
+# heads, nope, rows of a head: V3.2's, GLM-5's, a GPU's part of each, heads that begin at multiples of 32 rows
 HEADS = [(128, 128, 256), (64, 192, 448), (16, 128, 256), (8, 192, 448), (5, 128, 160), (3, 192, 224)]
 
 
-def operands(tokens, heads, nope, rows):
-    """q as a layer has it."""
-    q = torch.randn(tokens, heads, nope + 64, device="cuda").bfloat16()
-    angles = torch.randn(tokens, 32, device="cuda") * 100
-    return q[..., :nope], q[..., nope:], angles.cos(), angles.sin(), projection(heads, rows)
+def inputs(tokens, heads, nope, rows):
+    return CASE.arguments("cuda", tokens=tokens, heads=heads, nope=nope, rows=rows)
 
 
-@pytest.mark.parametrize("tokens", TOKENS)
+def weights(given):
+    """W_UK, bf16 [heads, nope, 512]"""
+    _, heads, nope = given["q_nope"].shape
+    return dsa.dequantize_per_block(*given["kv_b"], torch.bfloat16).unflatten(0, (heads, -1))[:, :nope]
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 7, 8, 9, 32, 100])
 @pytest.mark.parametrize("heads, nope, rows", HEADS)
 def test_latent_queries_are_the_products_and_rope_is_rotated(tokens, heads, nope, rows, record_error):
-    q_nope, q_pe, cos, sin, kv_b = operands(tokens, heads, nope, rows)
-    poison_free_memory(mebibytes=64)
-    got = dsa.mla_absorb_queries(q_nope, q_pe, cos, sin, kv_b)
-    w = dequantized(kv_b, heads)[:, :nope]
-    expected, bound, size = product("thd,hdc->thc", q_nope, w)
-    error = (got[..., :512].double() - expected).abs()
-    record_error((error / size).max())
-    assert (error <= bound).all()
-    assert_same_bits(got[..., 512:], dsa.apply_rotary(q_pe, cos, sin, interleaved=True))
+    given = inputs(tokens, heads, nope, rows)
+    (got,) = checked(CASE, given, record_error)
+    assert_same_bits(got[..., 512:], dsa.apply_rotary(given["q_pe"], given["cos"], given["sin"], interleaved=True))
     if tokens == 32:
-        by_bmm = torch.bmm(q_nope.transpose(0, 1), w).transpose(0, 1)
+        by_bmm = torch.bmm(given["q_nope"].transpose(0, 1), weights(given)).transpose(0, 1)
         assert_close("q", got[..., :512], by_bmm, abs_tol=1e-3, rel_tol=2**-7, cos_tol=5e-6)
         # The two differ where a sum lies between two numbers of bf16.
         assert (got[..., :512] != by_bmm).float().mean() < 0.02
@@ -41,33 +39,33 @@ def test_latent_queries_are_the_products_and_rope_is_rotated(tokens, heads, nope
 @pytest.mark.parametrize("value", [2.0**-9, 0.0, 448.0, -448.0, 1.125 * 2.0**-6])
 def test_every_weight_is_what_dequantising_gives(value):
     """One channel of a token is 1: a result is a weight, to the bit. Subnormals and the largest numbers of e4m3."""
-    q_nope, q_pe, cos, sin, kv_b = operands(32, 4, 128, 256)
-    kv_b = with_value(kv_b, value)
+    given = inputs(32, 4, 128, 256)
+    weight, q_nope = given["kv_b"][0], given["q_nope"]
+    weight.view(-1)[::7] = torch.tensor(value, device="cuda").to(weight.dtype)
     for first in range(0, 128, 32):
         q_nope.zero_()
         q_nope[torch.arange(32), :, torch.arange(first, first + 32)] = 1
-        got = dsa.mla_absorb_queries(q_nope, q_pe, cos, sin, kv_b)[..., :512]
-        assert torch.equal(got, dequantized(kv_b, 4)[:, first : first + 32].transpose(0, 1))
+        (got,) = CASE.run(given)
+        assert torch.equal(got[..., :512], weights(given)[:, first : first + 32].transpose(0, 1))
 
 
 def test_a_token_does_not_depend_on_the_others():
-    q_nope, q_pe, cos, sin, kv_b = operands(33, 128, 128, 256)
-    whole = dsa.mla_absorb_queries(q_nope, q_pe, cos, sin, kv_b)
-    q_nope[0], q_nope[20] = torch.nan, torch.inf
+    given = inputs(33, 128, 128, 256)
+    (whole,) = CASE.run(given)
+    given["q_nope"][0], given["q_nope"][20] = torch.nan, torch.inf
     for part in (slice(5, 6), slice(3, 12), slice(8, 20), slice(1, 20), slice(21, 33)):
-        got = dsa.mla_absorb_queries(q_nope[part], q_pe[part], cos[part], sin[part], kv_b)
-        assert_same_bits(got, whole[part])
-    got = dsa.mla_absorb_queries(q_nope, q_pe, cos, sin, kv_b)
+        assert_same_bits(CASE.run({name: x if name == "kv_b" else x[part] for name, x in given.items()}), [whole[part]])
+    (got,) = CASE.run(given)
     assert_same_bits((got[1:20], got[21:]), (whole[1:20], whole[21:]))
     assert got[0, :, :512].isnan().all() and not got[20, :, :512].isfinite().any()
 
 
 def test_a_graph_reads_what_the_kernel_before_has_written():
-    q_nope, *given = operands(2, 128, 128, 256)
+    q_nope, *given = inputs(2, 128, 128, 256).values()
 
-    def twice(q_nope):
+    def both(q_nope):
         got = dsa.mla_absorb_queries(q_nope * 1, *given)
         return got, dsa.mla_absorb_queries(got[..., :128] * 0 + q_nope, *given)
 
-    for got in replays(twice, (q_nope,), lambda: torch.randn_like(q_nope)):
+    for got in replays(both, (q_nope,), lambda: torch.randn_like(q_nope)):
         assert_same_bits(got, (dsa.mla_absorb_queries(q_nope, *given),) * 2)

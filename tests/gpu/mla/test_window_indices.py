@@ -1,20 +1,15 @@
-"""The lists of windows on the GPU: exactly the reference's, of packed keys, pages and rings, whatever these hold."""
+"""The lists of windows on the GPU: of packed keys, pages and rings, whatever these hold."""
 
 import pytest
 import torch
 
 import dsa
-from dsa.reference.mla import window_indices as reference
 from dsa.testing import poison_free_memory
-from tests.gpu.attention import int32
-from tests.gpu.op_checks import (
-    assert_runs_on_the_current_stream,
-    assert_same_on_the_second_gpu,
-    replays,
-)
+from tests.gpu.attention import case_of, checked, int32
 
 INT_MAX, INT_MIN = 2**31 - 1, -(2**31)
 GARBAGE = [INT_MIN, INT_MAX, -1, 0, 1, 7, 1000, INT_MIN + 1, INT_MAX - 1, 2**30]
+INDICES, SLOTS = case_of("window_indices"), case_of("window_slots")
 WINDOWS = [1, 7, 32, 33, 128, 130, 1000]
 LENGTHS = [0, 1, 2, 3, 5, 47, 48, 49, 63, 64, 65, 127, 128, 129, 500, 1001, 3000, -3, INT_MIN, INT_MAX]
 
@@ -29,43 +24,37 @@ def garbage(*shape):
     return torch.tensor(GARBAGE)[torch.randint(len(GARBAGE), shape)].int()
 
 
-def check(name, tensors, shape, *numbers):
-    """dsa's function of this name gives what the reference gives on the CPU."""
+def check_indices(cu_q, cu_k, total_q, window):
+    """Of any bounds."""
     poison_free_memory(mebibytes=64)
-    got = getattr(dsa, name)(*(None if x is None else x.cuda() for x in tensors), *numbers)
-    assert got.dtype == torch.int32 and got.is_contiguous() and got.shape == shape
-    expected = getattr(reference, name)(*(None if x is None else x.cpu() for x in tensors), *numbers)
-    assert torch.equal(got.cpu(), expected)
+    got = dsa.window_indices(cu_q.cuda(), cu_k.cuda(), total_q, window)
+    assert torch.equal(got.cpu(), dsa.reference.window_indices(cu_q, cu_k, total_q, window))
     return got
 
 
-def check_indices(cu_q, cu_k, total_q, window):
-    return check("window_indices", (cu_q, cu_k), (total_q, window), total_q, window)
-
-
 def check_slots(table, lengths, s_q, page_size, window):
-    lengths = torch.as_tensor(lengths, dtype=torch.int32)
-    return check("window_slots", (table, lengths), (len(lengths), s_q, window), s_q, page_size, window)
+    keys = {"block_table": table if table is None else table.cuda(), "cache_seqlens": int32(lengths)}
+    return checked(SLOTS, {**keys, "s_q": s_q, "page_size": page_size, "window": window})[0]
 
 
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("sequences", [1, 2, 31, 32, 33, 500])
-def test_lists_of_packed_keys(sequences, window):
-    """Chunks of long sequences, whole ones, empty ones, and such with less keys than queries."""
+def test_lists_of_packed_keys_are_right(sequences, window):
+    """Chunks of long sequences, whole ones, empty ones, and such with fewer keys than queries."""
     for most_q, most_k in ((9, 400), (60, 60), (40, 3)):
-        cu_q, cu_k = boundaries(sequences, most_q), boundaries(sequences, most_k)
-        check_indices(cu_q, cu_k, int(cu_q[-1]) + 3, window)
+        lengths = [torch.randint(0, most + 1, (sequences,)).tolist() for most in (most_q, most_k)]
+        checked(INDICES, INDICES.arguments("cuda", sequences=tuple(zip(*lengths)), window=window))
     cu_q = boundaries(sequences, 20, first=5)
     check_indices(cu_q, cu_q, int(cu_q[-1]) + 1, window)
 
 
 @pytest.mark.parametrize("total_q", [0, 1, 3, 4, 5, 1000])
-def test_lists_of_queries_of_no_sequence(total_q):
+def test_queries_of_no_sequence_have_empty_lists(total_q):
     for values in ([0], [0, 0], [3, 3, 3], [2, 4]):
         check_indices(torch.tensor(values).int(), torch.tensor(values).int(), total_q, 5)
 
 
-def test_lists_of_long_sequences():
+def test_lists_of_long_sequences_are_right():
     cu = torch.tensor([0, 70_001, 70_001, 200_000]).int()
     check_indices(cu, cu, 200_000, 128)
     check_indices(torch.tensor([0, 3]).int(), torch.tensor([0, 5_000_000]).int(), 3, 1_000_000)
@@ -83,7 +72,7 @@ def test_whatever_cu_seqlens_hold_lists_name_no_negative_key(seed):
     assert got.ge(-1).all() and ((later == -1) | (later == before + 1) & (before >= 0)).all()
 
 
-def test_lists_of_more_than_2_to_the_31_entries():
+def test_lists_of_more_than_2_to_the_31_entries_are_right():
     total, window = 2**24 + 5, 130
     cu = int32([0, total])
     got = dsa.window_indices(cu, cu, total, window)
@@ -101,7 +90,7 @@ def test_lists_of_more_than_2_to_the_31_entries():
 
 @pytest.mark.parametrize("s_q", [1, 2, 3, 4])
 @pytest.mark.parametrize("window", WINDOWS)
-def test_slots_of_pages_and_rings(window, s_q):
+def test_slots_of_pages_and_rings_are_right(window, s_q):
     for page_size, pages in ((1, 600), (48, 20), (64, 40), (256, 2)):
         table = torch.randint(0, 5000, (len(LENGTHS), pages)).int()
         check_slots(table, LENGTHS, s_q, page_size, window)
@@ -122,30 +111,3 @@ def test_slots_that_int32_cannot_hold_are_none():
 @pytest.mark.parametrize(("batch", "s_q", "pages"), [(0, 2, 3), (2, 0, 3), (2, 2, 0), (0, 0, 0)])
 def test_slots_of_nothing_are_none(batch, s_q, pages):
     assert check_slots(torch.zeros(batch, pages).int(), torch.full((batch,), 9), s_q, 8, 7).eq(-1).all()
-
-
-def every_list(cu_q, cu_k, table, lengths, package=dsa):
-    slots = package.window_slots(table, lengths, 3, 48, 100), package.window_slots(None, lengths, 3, 128, 100)
-    return package.window_indices(cu_q, cu_k, 300, 100), *slots
-
-
-def inputs():
-    """For `every_list`."""
-    rest = torch.randint(0, 500, (8, 20)).int(), torch.randint(0, 960, (8,)).int()
-    return [x.cuda() for x in (boundaries(8, 40), boundaries(8, 400), *rest)]
-
-
-def test_a_graph_takes_new_data():
-    given = inputs()
-    for got in replays(every_list, given, inputs, times=5):
-        expected = every_list(*(x.cpu() for x in given), reference)
-        assert all(torch.equal(x.cpu(), y) for x, y in zip(got, expected, strict=True))
-
-
-def test_the_kernels_run_on_the_current_stream():
-    assert_runs_on_the_current_stream(every_list, *inputs())
-
-
-@pytest.mark.several_gpus
-def test_tensors_on_another_gpu_than_the_current_one():
-    assert_same_on_the_second_gpu(every_list, *inputs())

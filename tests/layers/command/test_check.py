@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import dsa
+from dsa.cases import cases_of, check_op
 from dsa.ops import op_modules
 from dsa.runtime import backends
-from dsa.self_test import SELF_TESTS
 from dsa_layers.command import health
 from dsa_layers.command.main import main
 from tests.layers.command.wrong_ops import GENERAL, MISLED, UNNOTICED, WRONG, break_op, mislead_op, swapped
@@ -24,15 +24,11 @@ def on_the_cpu(monkeypatch):
     monkeypatch.delenv("DSA_BACKEND", raising=False)
 
 
-@pytest.mark.parametrize("name", SELF_TESTS)
-def test_self_tests_pass_whatever_the_numbers(name):
+@pytest.mark.parametrize("name", op_modules())
+def test_ops_pass_whatever_the_numbers(name):
+    assert any(case.check for case in cases_of(name))
     for seed in range(5):
-        torch.manual_seed(seed)
-        SELF_TESTS[name]("cpu")
-
-
-def test_every_op_has_a_self_test():
-    assert SELF_TESTS.keys() == op_modules().keys()
+        check_op(name, "cpu", seed)
 
 
 def outcomes(report):
@@ -45,8 +41,7 @@ NOTICED = {what: wrong for what, wrong in {**GENERAL, **WRONG}.items() if what n
 
 
 def run(name):
-    torch.manual_seed(0)  # as in the command
-    SELF_TESTS[name]("cpu")
+    check_op(name, "cpu")
 
 
 @pytest.mark.parametrize(("name", "function", "wrong"), NOTICED.values(), ids=NOTICED)
@@ -63,8 +58,8 @@ def test_what_is_not_noticed_is_listed_for_that_alone(monkeypatch, what):
     run(name)
 
 
-def test_every_self_test_is_shown_to_fail():
-    assert {name for name, _, _ in NOTICED.values()} == SELF_TESTS.keys()
+def test_every_check_is_shown_to_fail():
+    assert {name for name, _, _ in NOTICED.values()} == op_modules().keys()
     assert not GENERAL.keys() & WRONG.keys()
 
 
@@ -73,9 +68,8 @@ def test_damage_is_noticed_whatever_the_numbers(monkeypatch, name, function, arg
     """A scale off by 1%, a key off by one, a tile too few: outside of what the contract allows to a kernel."""
     mislead_op(monkeypatch, function, argument, change, options)
     for seed in range(5):
-        torch.manual_seed(seed)
         with pytest.raises(AssertionError):
-            SELF_TESTS[name]("cpu")
+            check_op(name, "cpu", seed)
 
 
 def test_the_report(monkeypatch, capsys):
@@ -84,8 +78,8 @@ def test_the_report(monkeypatch, capsys):
     report = capsys.readouterr().out
     assert f"torch {importlib.metadata.version('torch')}\nno-such-package not installed\n" in report
     assert "GPU: none\nbackend: reference (no GPU for this test)\ncompile cache: " in report
-    assert outcomes(report) == dict.fromkeys(SELF_TESTS, "ok")
-    assert report.endswith(f"{len(SELF_TESTS)} of {len(SELF_TESTS)} ops passed\n")
+    assert outcomes(report) == dict.fromkeys(op_modules(), "ok")
+    assert report.endswith(f"{len(op_modules())} of {len(op_modules())} ops passed\n")
 
 
 def test_ops_that_fail_are_named(monkeypatch, capsys):
@@ -102,25 +96,23 @@ def test_ops_that_fail_are_named(monkeypatch, capsys):
     assert found.pop("fp8_mqa_logits") == "FAILED: RuntimeError: no image for this device"
     assert found.pop("topk_indices").startswith("FAILED: AssertionError: ")
     assert set(found.values()) == {"ok"}
-    assert report.endswith(f"{len(found)} of {len(SELF_TESTS)} ops passed\n")
+    assert report.endswith(f"{len(found)} of {len(op_modules())} ops passed\n")
 
 
 def test_every_seed_has_its_own_numbers(monkeypatch, capsys):
-    """The third set of numbers is the one that fails, and the report says so."""
-    seen, correct = [], dsa.topk_indices
+    """The op fails with the third set of numbers, and the report says so."""
 
-    def op(scores, k, **options):
-        seen.append(scores[0, 0].item())
-        result = correct(scores, k, **options)
-        return swapped(result, None) if len({*seen}) == 3 else result
+    def check(name, device, seed):
+        check_op(name, device, seed)
+        assert seed != 2
 
-    monkeypatch.setattr(dsa, "topk_indices", op)
-    monkeypatch.setattr(health, "SELF_TESTS", {"topk_indices": SELF_TESTS["topk_indices"]})
+    monkeypatch.setattr(health, "op_modules", lambda: ["topk_indices"])
+    monkeypatch.setattr(health, "check_op", check)
     assert main(["check", "--seeds", "2"]) == 0
-    seen.clear()
     assert main(["check", "--seeds", "4"]) == 1
-    assert len({*seen}) == 3
     assert outcomes(capsys.readouterr().out)["topk_indices"].startswith("FAILED with seed 2: AssertionError")
+    case, *_ = cases_of("topk_indices")
+    assert len({case.arguments(seed=seed)["scores"][0, 0].item() for seed in range(3)}) == 3
 
 
 def test_the_state_of_the_compile_cache(monkeypatch, tmp_path):

@@ -6,9 +6,9 @@ import torch
 
 import dsa
 from dsa import reference
+from dsa.cases import CASES
 from dsa.ops import op_modules
 from tests.public_names import ops_of
-from tests.valid_calls import CALLS
 
 
 def damaged(x):
@@ -37,15 +37,22 @@ def only_if(option, wrong, value=True):
 
 
 def swapped(result, arguments):
-    """The first two selected indices change places."""
-    return result[:, [1, 0, *range(2, result.shape[1])]]
+    """Swap the first two selected indices."""
+    indices, *values = result if isinstance(result, tuple) else (result,)
+    indices = indices[:, [1, 0, *range(2, indices.shape[1])]]
+    return (indices, *values) if values else indices
 
 
 def last_of_equals(result, arguments):
-    """Ties go to the highest index."""
-    scores, k = arguments[0], arguments[1]
-    selected = scores.shape[1] - 1 - scores.flip(1).sort(descending=True, stable=True).indices[:, :k]
-    return selected.sort().values.int()
+    """Ties go to the highest index of each row."""
+    scores, k, starts = (arguments[name] for name in ("scores", "k", "starts"))
+    column = torch.arange(scores.shape[1])
+    begins = torch.zeros(len(scores)) if starts is None else starts
+    ends = begins + arguments["lengths"]
+    there = (column >= begins[:, None]) & (column < ends[:, None])
+    descending = scores.masked_fill(~there, -torch.inf).flip(1).sort(descending=True, stable=True).indices
+    selected = (scores.shape[1] - 1 - descending[:, :k]).sort().values - begins[:, None].long()
+    return selected.int(), *result[1:]
 
 
 def unmasked(result, arguments):
@@ -76,15 +83,6 @@ def without_infinity(result, arguments):
     return result[0], result[1].nan_to_num(posinf=0.0)
 
 
-def scales_too_large(result, arguments):
-    """The scales of the bytes that were written to pages of 656 are 1% too large."""
-    pages = arguments[1]
-    if pages.dtype == torch.uint8:
-        scales = pages.view(-1, 656)[:, 512:528].view(torch.float32)
-        scales.mul_(1.01)
-    return result
-
-
 def steeper(position):
     """The same numbers with gradients 1 % too large."""
 
@@ -103,12 +101,11 @@ def without_sink(result, arguments):
 
 
 def without_limit(result, arguments):
-    gate, up = arguments[0], arguments[1]
-    return reference.swiglu_cast_to_fp8(gate, up)
+    return reference.swiglu_cast_to_fp8(**arguments | {"limit": None})
 
 
 def without_experts_limit(result, arguments):
-    return reference.grouped_fp8_gemm_swiglu(*(arguments[i] for i in range(3)), rows=arguments["rows"])
+    return reference.grouped_fp8_gemm_swiglu(**arguments | {"limit": None})
 
 
 def without_shared(result, arguments):
@@ -166,10 +163,10 @@ WRONG = {
     "experts' sum without the shared one": ("combine_experts", "combine_experts", without_shared),
     "logits' mask": ("fp8_mqa_logits", "fp8_mqa_logits", unmasked),
     "paged logits' mask": ("fp8_paged_mqa_logits", "fp8_paged_mqa_logits", unmasked),
-    "cached latents": ("mla_cache_inputs", "write_mla_cache", disturbed(4, torch.bfloat16)),
-    "cached FP8 latents": ("mla_cache_inputs", "write_mla_cache", disturbed(4, torch.uint8)),
-    "compressed entries": ("compressed_kv", "write_compressed_kv", disturbed(6, torch.bfloat16)),
-    "compressed FP8 entries": ("compressed_kv", "write_compressed_kv", disturbed(6, torch.uint8)),
+    "cached latents": ("mla_cache_inputs", "write_mla_cache", disturbed("cache", torch.bfloat16)),
+    "cached FP8 latents": ("mla_cache_inputs", "write_mla_cache", disturbed("cache", torch.uint8)),
+    "compressed entries": ("compressed_kv", "write_compressed_kv", disturbed("cache", torch.bfloat16)),
+    "compressed FP8 entries": ("compressed_kv", "write_compressed_kv", disturbed("cache", torch.uint8)),
     "top-k order": ("topk_indices", "topk_indices", swapped),
     "top-k ties": ("topk_indices", "topk_indices", last_of_equals),
     "dense decode": (
@@ -178,7 +175,6 @@ WRONG = {
         only_if("is_fp8_kvcache", wrong_result(0), False),
     ),
     "dense lse": ("flash_mla_with_kvcache", "flash_mla_with_kvcache", only_if("is_fp8_kvcache", shifted_lse(1), False)),
-    "latents that are written": ("flash_mla_with_kvcache", "write_kv_cache", scales_too_large),
     "sparse decode": ("flash_mla_with_kvcache", "flash_mla_with_kvcache", only_if("is_fp8_kvcache", wrong_result(0))),
     "sparse lse": ("flash_mla_with_kvcache", "flash_mla_with_kvcache", only_if("is_fp8_kvcache", shifted_lse(1))),
     "prefill max_logits": ("flash_mla_sparse_fwd", "flash_mla_sparse_fwd", shifted_lse(1)),
@@ -187,9 +183,12 @@ WRONG = {
     "prefill, lse of empty rows": ("flash_mla_sparse_fwd", "flash_mla_sparse_fwd", empty_rows(2, -torch.inf)),
     "window's keys": ("window_indices", "window_indices", next_key),
     "window's slots": ("window_indices", "window_slots", next_key),
-    "ring's slots": ("window_indices", "window_slots", only_if(0, next_key, None)),
+    "ring's slots": ("window_indices", "window_slots", only_if("block_table", next_key, None)),
     "window lse": ("sliding_window_attention", "sliding_window_attention", shifted_lse(1)),
-    "window in a ring": ("sliding_window_attention", "sliding_window_decode", only_if(2, wrong_result(0), None)),
+    "window in a ring": (
+        *("sliding_window_attention", "sliding_window_decode"),
+        only_if("block_table", wrong_result(0), None),
+    ),
     "window in a cache, lse": ("sliding_window_attention", "sliding_window_decode", shifted_lse(1)),
     "window and selected, lse": ("sliding_window_attention", "window_sparse_attention", shifted_lse(1)),
     "window and selected without the sink": ("sliding_window_attention", "window_sparse_attention", without_sink),
@@ -197,8 +196,8 @@ WRONG = {
     "merge, empty rows": ("merge_attention", "merge_attention", empty_rows(0, torch.nan)),
     "merge, lse of empty rows": ("merge_attention", "merge_attention", empty_rows(1, -torch.inf)),
     "merge without the sink": ("merge_attention", "merge_attention", without_sink),
-    "rotation": ("rotary", "apply_rotary", only_if("out", wrong_result(0), False)),
-    "norm": ("rms_norm", "rms_norm", only_if(1, wrong_result(0), None)),
+    "rotation": ("rotary", "apply_rotary", only_if("out", wrong_result(0), None)),
+    "norm": ("rms_norm", "rms_norm", only_if("weight", wrong_result(0), None)),
     "weighted norm": ("rms_norm", "rms_norm", larger_first_row),
 }
 
@@ -219,7 +218,7 @@ def general():
     found = {}
     for op, bridge in op_modules().items():
         for function in ops_of(bridge):
-            calls = [call for call in CALLS if call.op == function]
+            calls = [call for call in CASES if call.op == function]
             # What an op without a valid call misses, tests of valid calls say; here it is taken to return one tensor.
             for i in range(max((len(call.run(call.arguments())) for call in calls), default=1)):
                 found[f"{function}, result {i}"] = (op, function, wrong_result(i))
@@ -230,11 +229,7 @@ def general():
 
 GENERAL = general()
 # What no self test can notice on a CPU.
-UNNOTICED = {
-    "get_mla_metadata, result 0": "a plan is the kernels' alone: references work without one",
-    "get_mla_metadata, result 1": "a plan is the kernels' alone: references work without one",
-    "get_paged_mqa_logits_metadata, result 0": "a plan is the kernels' alone: references work without one",
-}
+UNNOTICED = {}
 
 
 def break_op(monkeypatch, function, wrong):
@@ -276,18 +271,25 @@ def one_percent_in_a_block(pair):
     return pair[0], scale
 
 
+def first_end_off_by(count):
+    return lambda ends: ends + count * (ends == ends[0]).int()
+
+
 def without_last_block(pair):
     q = pair[0].clone()
     q[:, -128:] = 0
     return q, pair[1]
 
 
-DENSE, SPARSE = {"is_fp8_kvcache": False}, {"is_fp8_kvcache": True}
+DENSE, SPARSE = {"indices": None}, {"is_fp8_kvcache": True}
 # What fails: the self test, the function, which of its arguments it gets wrong and how, and in which calls.
 MISLED = {
-    "dense decode, a key too few": ("flash_mla_with_kvcache", "flash_mla_with_kvcache", 3, one_less, DENSE),
+    "dense decode, a key too few": (
+        *("flash_mla_with_kvcache", "flash_mla_with_kvcache", "cache_seqlens", one_less),
+        DENSE,
+    ),
     "dense decode, without the last tile": (
-        *("flash_mla_with_kvcache", "flash_mla_with_kvcache", 3, lambda n: n - n % 64),
+        *("flash_mla_with_kvcache", "flash_mla_with_kvcache", "cache_seqlens", lambda n: n - n % 64),
         DENSE,
     ),
     "sparse decode, keys off by one": ("flash_mla_with_kvcache", "flash_mla_with_kvcache", "indices", shifted, SPARSE),
@@ -299,47 +301,44 @@ MISLED = {
         *("flash_mla_with_kvcache", "flash_mla_with_kvcache", "indices", without_last(36)),
         SPARSE,
     ),
-    "prefill's scale": ("flash_mla_sparse_fwd", "flash_mla_sparse_fwd", 3, one_percent, {}),
-    "prefill, keys off by one": ("flash_mla_sparse_fwd", "flash_mla_sparse_fwd", 2, shifted, {}),
-    "prefill, a key too few": ("flash_mla_sparse_fwd", "flash_mla_sparse_fwd", 2, without_first, {}),
-    "prefill, without the last tile": ("flash_mla_sparse_fwd", "flash_mla_sparse_fwd", 2, without_last(32), {}),
+    "prefill's scale": ("flash_mla_sparse_fwd", "flash_mla_sparse_fwd", "sm_scale", one_percent, {}),
+    "prefill, keys off by one": ("flash_mla_sparse_fwd", "flash_mla_sparse_fwd", "indices", shifted, {}),
+    "prefill, a key too few": ("flash_mla_sparse_fwd", "flash_mla_sparse_fwd", "indices", without_first, {}),
+    "prefill, without the last tile": ("flash_mla_sparse_fwd", "flash_mla_sparse_fwd", "indices", without_last(32), {}),
     "training's scale": ("sparse_mla_attention", "sparse_mla_attention", "softmax_scale", one_percent, {}),
     "training, a key too few": ("sparse_mla_attention", "sparse_mla_attention", "indices", without_first, {}),
-    "window, a key too few": ("sliding_window_attention", "sliding_window_attention", 4, one_less, {}),
-    "window's scale": ("sliding_window_attention", "sliding_window_attention", 5, one_percent, {}),
-    "window in a cache, a key too few": ("sliding_window_attention", "sliding_window_decode", 4, one_less, {}),
-    "window and selected, a key too few": ("sliding_window_attention", "window_sparse_attention", 6, without_first, {}),
+    "window, a key too few": ("sliding_window_attention", "sliding_window_attention", "window", one_less, {}),
+    "window's scale": ("sliding_window_attention", "sliding_window_attention", "softmax_scale", one_percent, {}),
+    "window in a cache, a key too few": ("sliding_window_attention", "sliding_window_decode", "window", one_less, {}),
+    "window and selected, a key too few": (
+        *("sliding_window_attention", "window_sparse_attention", "indices", without_first),
+        {},
+    ),
     "window with a cast, a key too few": (
         "window_attention_cast",
         "window_attention_cast_to_fp8",
-        6,
+        "indices",
         without_first,
         {},
     ),
     "window with a cast, turned the other way": (
-        *("window_attention_cast", "window_attention_cast_to_fp8", 8, lambda sin: -sin),
+        *("window_attention_cast", "window_attention_cast_to_fp8", "sin", lambda sin: -sin),
         {},
     ),
     "window with a cast, the sink of another head": (
-        *("window_attention_cast", "window_attention_cast_to_fp8", 11, lambda sink: sink.roll(1)),
+        *("window_attention_cast", "window_attention_cast_to_fp8", "attn_sink", lambda sink: sink.roll(1)),
         {},
     ),
-    "product, a block's scale": ("fp8_gemm_nt", "fp8_gemm_nt", 0, one_percent_in_a_block, {}),
-    "product, without the last block": ("fp8_gemm_nt", "fp8_gemm_nt", 0, without_last_block, {}),
-    "grouped product, a block's scale": ("fp8_gemm_nt", "grouped_fp8_gemm_nt", 0, one_percent_in_a_block, {}),
-    "grouped product, a row off": ("fp8_gemm_nt", "grouped_fp8_gemm_nt", 2, lambda ends: ends - (ends == 2).int(), {}),
-    "FP4 product, a row off": (
-        "fp8_fp4_gemm_nt",
-        "grouped_fp8_fp4_gemm_nt",
-        2,
-        lambda ends: ends + (ends == 1).int(),
-        {},
-    ),
+    "product, a block's scale": ("fp8_gemm_nt", "fp8_gemm_nt", "a", one_percent_in_a_block, {}),
+    "product, without the last block": ("fp8_gemm_nt", "fp8_gemm_nt", "a", without_last_block, {}),
+    "grouped product, a block's scale": ("fp8_gemm_nt", "grouped_fp8_gemm_nt", "a", one_percent_in_a_block, {}),
+    "grouped product, a row off": ("fp8_gemm_nt", "grouped_fp8_gemm_nt", "ends", first_end_off_by(-1), {}),
+    "FP4 product, a row off": ("fp8_fp4_gemm_nt", "grouped_fp8_fp4_gemm_nt", "ends", first_end_off_by(1), {}),
     "experts' rows": ("grouped_fp8_gemm_swiglu", "grouped_fp8_gemm_swiglu", "rows", lambda rows: rows.flip(0), {}),
-    "logits, a key too few": ("fp8_mqa_logits", "fp8_mqa_logits", 4, one_less, {}),
-    "logits' weights": ("fp8_mqa_logits", "fp8_mqa_logits", 2, one_percent, {}),
-    "paged logits, a key too few": ("fp8_paged_mqa_logits", "fp8_paged_mqa_logits", 3, one_less, {}),
-    "selection of pages, a key too few": ("paged_indexer_select", "paged_indexer_select", 3, one_less, {}),
+    "logits, a key too few": ("fp8_mqa_logits", "fp8_mqa_logits", "cu_seq_len_k_end", one_less, {}),
+    "logits' weights": ("fp8_mqa_logits", "fp8_mqa_logits", "weights", one_percent, {}),
+    "paged logits, a key too few": ("fp8_paged_mqa_logits", "fp8_paged_mqa_logits", "context_lens", one_less, {}),
+    "selection of pages, a key too few": ("paged_indexer_select", "paged_indexer_select", "context_lens", one_less, {}),
     "warm-up's scale": ("indexer_warmup_attention", "indexer_warmup_attention", "softmax_scale", one_percent, {}),
     "sparse loss, a key too few": ("sparse_indexer_loss", "sparse_indexer_loss", "indices", without_first, {}),
     "sparse loss' scale": ("sparse_indexer_loss", "sparse_indexer_loss", "softmax_scale", one_percent, {}),

@@ -1,21 +1,15 @@
-"""The bridge of the hyper-connections: the kernel for each number of channels."""
+"""The hyper-connections: the kernel for each number of channels."""
 
 import pytest
 import torch
 
-import dsa
+from dsa.cases import cases_of
 
-
-def collapse_arguments(tokens=5, n=4, d=64, dtype=torch.bfloat16):
-    count = (2 + n) * n
-    return {
-        "streams": torch.randn(tokens, n, d).to(dtype), "mix": torch.randn(tokens, count), "base": torch.randn(count),
-        "scale": torch.randn(3),
-    }  # fmt: skip
+COLLAPSE, *_ = cases_of("hyper_connections")
 
 
 @pytest.mark.parametrize(
-    ("d", "dtype", "tile"),
+    ("channels", "dtype", "tile"),
     [
         (8, torch.bfloat16, (128, 2)),
         (2048, torch.float16, (128, 2)),
@@ -28,7 +22,7 @@ def collapse_arguments(tokens=5, n=4, d=64, dtype=torch.bfloat16):
         (8192, torch.float32, (512, 4)),
     ],
 )
-def test_channels_choose_the_kernel_of_collapse(launches, d, dtype, tile):
-    dsa.hyper_collapse(**collapse_arguments(d=d, dtype=dtype))
+def test_channels_choose_the_kernel_of_collapse(launches, channels, dtype, tile):
+    COLLAPSE.run(COLLAPSE.arguments(channels=channels, dtype=dtype))
     ((found, _),) = launches
-    assert found == (str(dtype).removeprefix("torch."), *tile) and tile[0] * tile[1] * 16 >= d * dtype.itemsize
+    assert found == (str(dtype).removeprefix("torch."), *tile) and tile[0] * tile[1] * 16 >= channels * dtype.itemsize

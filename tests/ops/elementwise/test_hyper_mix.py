@@ -1,16 +1,12 @@
-"""The bridge of the streams' projection: which kernel it launches."""
+"""The streams' projection: which kernel it launches."""
 
 import pytest
 import torch
 
 import dsa
+from dsa.cases import cases_of
 
-
-def arguments(tokens=5, n=4, d=64, count=24):
-    return {
-        "streams": torch.randn(tokens, n, d).bfloat16(),
-        "parts": torch.randn(3, count, n * d).bfloat16(),
-    }
+(CASE,) = cases_of("hyper_mix")
 
 
 @pytest.mark.parametrize(
@@ -28,20 +24,20 @@ def arguments(tokens=5, n=4, d=64, count=24):
         (1792, {}, "hyper_mix", 128),
         (1793, {}, "hyper_mix_persistent", 256),
         (300, {"n": 1}, "hyper_mix", 32),
-        (300, {"d": 72}, "hyper_mix_few_tokens", 32),
-        (300, {"count": 4}, "hyper_mix_few_tokens", 32),
+        (300, {"channels": 72}, "hyper_mix_few_tokens", 32),
+        (300, {"outputs": 4}, "hyper_mix_few_tokens", 32),
     ],
 )
 def test_tokens_choose_the_kernel(named_launches, tokens, options, kernel, rows):
-    """Kernels of many tokens see streams as one dimension."""
-    dsa.hyper_mix(**arguments(tokens, **options))
+    """The kernels for many tokens get the streams as one dimension."""
+    CASE.run(CASE.arguments(**{"tokens": tokens, "channels": 64} | options))
     ((name, variant, (streams, parts, *_)),) = named_launches
     assert (name, variant) == (kernel, (rows,))
     assert streams.dim() == (3 if kernel == "hyper_mix_few_tokens" else 2) == parts.dim()
 
 
 def test_streams_with_gaps(named_launches):
-    """Between the tokens, and then between the streams too, which one TMA block could not step over."""
+    """Gaps are between the tokens, then between the streams, too: one TMA block cannot step over these."""
     wide = torch.randn(300, 6, 128).bfloat16()
     for streams in (wide[:, :4], wide[:, :4, :64]):
         dsa.hyper_mix(streams, torch.randn(3, 24, 4 * streams.shape[2]).bfloat16())

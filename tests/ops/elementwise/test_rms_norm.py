@@ -1,11 +1,11 @@
-"""The bridge of the RMS norm, on the CPU: gradients, and rows as the kernel sees them."""
+"""The norm on a CPU: gradients, and the rows that kernels get."""
 
 import pytest
 import torch
 
 import dsa
+from dsa import reference
 from dsa.kernels.elementwise.rms_norm_sm90 import choose_config
-from dsa.reference.elementwise import rms_norm as reference
 
 NORM = torch.ops.dsa.rms_norm
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -27,7 +27,7 @@ def test_gradients_are_the_formulas_in_a_compiled_graph(launches):
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("shape", [(16,), (3, 16), (2, 3, 16), (2, 3, 4, 16)])
 def test_the_registered_gradients(shape, weighted):
-    """Of the reference's, by the formula."""
+    """They are those of the reference's formula."""
     x, weight = torch.randn(shape, requires_grad=True), torch.randn(16, requires_grad=True) if weighted else None
     wanted, grad = (x, weight) if weighted else (x,), torch.randn(shape)
     got = torch.autograd.grad(NORM(x, weight, 1e-3), wanted, grad)
@@ -59,7 +59,7 @@ def test_what_the_gradients_kernel_gets(dtype, weighted, named_launches):
 
 
 def test_gradients_of_rows_that_the_kernel_does_not_take(named_launches):
-    """By the formula in PyTorch."""
+    """The formula runs in PyTorch."""
     rows = (torch.randn(shape) for shape in ((3, 12), (3, 4104), (0, 16)))
     others = torch.randn(16, 3).T, torch.randn(3, 20)[:, 1:17], torch.randn(4, 3, 2, 16).transpose(0, 1)
     for x in (*rows, *others):
@@ -71,7 +71,7 @@ def test_gradients_of_rows_that_the_kernel_does_not_take(named_launches):
 
 
 def test_the_gradients_kernel_gets_aligned_rows(named_launches):
-    """Of a gradient that begins somewhere in a wider one."""
+    """The upstream gradient begins at any number of a wider one."""
     x = torch.randn(3, 16, requires_grad=True)
     torch.cat([torch.zeros(3), dsa.rms_norm(x, None).flatten()]).square().sum().backward()
     (_, _, (grad, *_)) = named_launches[1]

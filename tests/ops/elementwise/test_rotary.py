@@ -1,19 +1,21 @@
-"""The bridge of the rotation, on the CPU: outputs of any place, gradients, and how the kernel reads rows."""
+"""The rotation on a CPU: outputs in wider tensors, gradients, and how the kernel reads rows."""
 
 import pytest
 import torch
 
 import dsa
-from dsa.reference.elementwise import rotary as reference
+from dsa import reference
+from dsa.cases import cases_of
 
-ROTATE, INTO = torch.ops.dsa.apply_rotary, torch.ops.dsa.apply_rotary_out
+ROTATE = torch.ops.dsa.apply_rotary
+NEW, INTO = cases_of("rotary")
 KINDS = [(True, "first"), (True, "last"), (False, "first"), (False, "last")]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 def inputs(shape=(5, 3, 24), rotated=16, dtype=torch.bfloat16):
-    angles = torch.randn(shape[0], rotated // 2)
-    return torch.randn(shape).to(dtype), angles.cos(), angles.sin()
+    """(x, cos, sin)"""
+    return [*NEW.arguments(shape=shape, rotated=rotated, dtype=dtype).values()][:3]
 
 
 def is_wide(variant):
@@ -22,19 +24,12 @@ def is_wide(variant):
     return config.pairs > 1
 
 
-@pytest.mark.parametrize(("interleaved", "dims"), KINDS)
-@pytest.mark.parametrize("shape", [(4, 16), (5, 3, 25), (2, 3, 4, 24), (0, 2, 16)])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_runs_the_reference_without_a_gpu(dtype, shape, interleaved, dims):
-    x, cos, sin = inputs(shape, 16, dtype)
-    kind = {"interleaved": interleaved, "dims": dims}
-    expected = reference.apply_rotary(x, cos, sin, **kind)
-    assert torch.equal(dsa.apply_rotary(x, cos, sin, **kind), expected)
-    wide = torch.zeros(*shape[:-1], shape[-1] + 10, dtype=dtype)
-    part = wide[..., 4:-6]
-    assert dsa.apply_rotary(x, cos, sin, **kind, out=part) is part and torch.equal(part, expected)
-    assert not wide[..., :4].any() and not wide[..., -6:].any()
-    assert dsa.apply_rotary(x, cos, sin, **kind, out=x) is x and torch.equal(x, expected)
+def test_an_out_in_a_wider_tensor_leaves_the_rest_as_it_was():
+    wide = torch.zeros(5, 3, 34).bfloat16()
+    out = wide[..., 4:-6]
+    given = INTO.arguments(shape=(5, 3, 24), rotated=16) | {"out": out}
+    INTO.check_call(given)
+    assert dsa.apply_rotary(**given) is out and not wide[..., :4].any() and not wide[..., -6:].any()
 
 
 @pytest.mark.parametrize("way", ["reference", "registered", "compiled"])
@@ -54,8 +49,7 @@ def test_gradients(dtype, interleaved, dims, way):
     (expected,) = torch.autograd.grad(reference.apply_rotary(x, cos, sin, **kind), x, grad)
     (got,) = torch.autograd.grad(rotate(), x, grad)
     assert torch.equal(got, expected)
-    # The gradient of a sum has no memory of its own.
-    rotate().sum().backward()
+    rotate().sum().backward()  # whose gradient is one number with strides of 0
 
 
 def test_second_gradients():
@@ -63,7 +57,7 @@ def test_second_gradients():
     x.requires_grad_()
     (first,) = torch.autograd.grad(ROTATE(x, cos, sin, True, "first").square().sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(first.square().sum(), x)
-    torch.testing.assert_close(first, 2 * x)  # a rotation keeps the length
+    torch.testing.assert_close(first, 2 * x)  # a rotation keeps lengths
     torch.testing.assert_close(second, 8 * x)
 
 
@@ -89,8 +83,8 @@ def test_gradients_with_an_out_are_an_error():
 
 def test_gradients_of_the_angles_on_the_reference():
     x, cos, sin = inputs(dtype=torch.float32)
-    turned = dsa.apply_rotary(x, cos.requires_grad_(), sin, interleaved=True)
-    (grad,) = torch.autograd.grad(turned.sum(), cos)
+    rotated = dsa.apply_rotary(x, cos.requires_grad_(), sin, interleaved=True)
+    (grad,) = torch.autograd.grad(rotated.sum(), cos)
     torch.testing.assert_close(grad, x[..., :16].unflatten(-1, (8, 2)).sum((1, 3)))
 
 
@@ -107,11 +101,11 @@ def test_where_16_bytes_do_not_fit_channels_are_read_one_by_one(launches):
         *arguments, target = case
         dsa.apply_rotary(*arguments, interleaved=True, dims="last", out=target)
     assert [is_wide(variant) for variant, _ in launches] == [False] * 5
-    assert [arguments[-1] for _, arguments in launches] == [24, 4, 5, 6, 4]  # pairs in front of those that turn
+    assert [arguments[-1] for _, arguments in launches] == [24, 4, 5, 6, 4]  # pairs before the rotated ones
 
 
 @pytest.mark.parametrize(("dims", "first"), [("first", 0), ("last", 8)])
-def test_in_place_only_what_turns_is_touched(dims, first, launches):
+def test_in_place_the_kernel_gets_the_rotated_channels_alone(dims, first, launches):
     x, cos, sin = inputs()
     dsa.apply_rotary(x, cos, sin, interleaved=False, dims=dims, out=x)
     odd, *_ = inputs((5, 3, 23))
@@ -123,7 +117,7 @@ def test_in_place_only_what_turns_is_touched(dims, first, launches):
 
 
 def test_an_odd_number_of_channels_only_in_place(launches):
-    """Calls that differ in nothing else."""
+    """The two calls differ in nothing else."""
     x, cos, sin = inputs((5, 3, 23))
     for _ in range(2):
         dsa.apply_rotary(x, cos, sin, interleaved=False, out=x.view(x.shape))

@@ -1,11 +1,10 @@
-"""The bridges of experts' products, of FP8 and of FP4 weights, on the CPU: expected rows, shares of experts, and
-which kernels they launch."""
+"""Ops of experts' products, with FP8 and FP4 weights, on the CPU: expected rows, a process with some of the experts,
+and the kernels that the ops launch."""
 
 import pytest
 import torch
 
 import dsa
-from dsa import reference
 from dsa.kernels.gemm import fp8_gemm_sm90 as kernels
 from dsa.kernels.gemm import limits
 from dsa.kernels.gemm import swiglu_cast_sm90 as cast_kernels
@@ -42,7 +41,7 @@ def same(got, expected):
 
 @pytest.mark.parametrize("name", OPS)
 def test_expected_rows_of_any_number_of_rows_in_one_graph(name):
-    """A share of a size that is not known."""
+    """expected_rows is a fraction of a symbolic size."""
     a, b = operands(name)
 
     def run(a, b, ends, rows):
@@ -60,17 +59,16 @@ def test_expected_rows_change_no_result(name):
     """Far too few, the right number and too many."""
     a, b = operands(name)
     ends = ENDS.clamp(max=2)
-    for function in (OPS[name], getattr(reference, name)):
-        for rows, count in ((ROWS, 4), (None, 5)):
-            expected = function(a, b, ends, rows=rows)
-            for number in (0, 1, 2, count):
-                same(function(a, b, ends, rows=rows, expected_rows=number), expected)
+    for rows, count in ((ROWS, 4), (None, 5)):
+        expected = OPS[name](a, b, ends, rows=rows)
+        for number in (0, 1, 2, count):
+            same(OPS[name](a, b, ends, rows=rows, expected_rows=number), expected)
 
 
 @pytest.mark.parametrize("ends", [[2, 2, 3], [0, 0, 0]], ids=str)
 @pytest.mark.parametrize("name", OPS)
 def test_rows_after_the_last_end_belong_to_no_expert(name, ends):
-    """Also of a compiled graph: no result is promised for them."""
+    """No result is promised for them, in a compiled graph neither."""
     a, b = operands(name)
     numbers, used = torch.tensor(ends, dtype=torch.int32), ends[-1]
     rows = torch.cat((ROWS[:used], torch.full((4 - used,), -1, dtype=torch.int32)))
@@ -90,9 +88,9 @@ def test_rows_after_the_last_end_belong_to_no_expert(name, ends):
 
 @pytest.mark.parametrize(("begin", "end"), [(0, 2), (2, 5), (5, 6), (6, 8)])
 @pytest.mark.parametrize("fp4", [False, True])
-def test_a_share_of_the_experts(fp4, begin, end):
-    """What a process computes that holds some of 6 experts, for its tokens' entries, is what one that holds all does.
-    The rows behind its own, NaN here, reach no token; one that holds none that is chosen has no other rows."""
+def test_a_process_with_some_of_the_experts(fp4, begin, end):
+    """For its experts' rows, a process with some of 6 experts computes the same as a process with all experts. Rows
+    after its last row are NaN here and reach no token. A process without a chosen expert has only such rows."""
     chosen = torch.rand(11, 6).argsort(-1)[:, :3]
     x = torch.randn(11, 256).bfloat16()
     first, second = "grouped_fp8_fp4_gemm_swiglu" if fp4 else "grouped_fp8_gemm_swiglu", "fp4" if fp4 else "fp8"
@@ -117,12 +115,12 @@ def test_a_share_of_the_experts(fp4, begin, end):
 
 
 def padded(scales):
-    """With rows of 16 bytes."""
+    """Scales with rows at multiples of 16 bytes."""
     return torch.nn.functional.pad(scales, (0, -scales.shape[-1] % 4))
 
 
 def many(count, matrices):
-    """(rows, ends) of so many rows of the five tokens, all the first matrix's."""
+    """(rows, ends): this many rows of the five tokens, all for the first matrix."""
     ends = torch.full((matrices,), count, dtype=torch.int32)
     return torch.randint(0, 5, (count,), dtype=torch.int32), ends
 
@@ -131,15 +129,16 @@ def bytes_of(q):
     return q.view(torch.uint8)
 
 
-def test_rows_of_swiglu_that_are_gathered_copied_and_drawn(named_launches):
+def test_swiglu_gathers_few_rows_and_copies_many(named_launches):
+    """Scheduling is dynamic for many rows."""
     (q, s), b = operands("fp8", matrices=2)
-    for count, gathered, drawn in ((4096, True, False), (4097, False, True)):
+    for count, gathered, is_dynamic in ((4096, True, False), (4097, False, True)):
         rows, ends = many(count, 2)
-        rows[-1] = -7  # there is no such row
+        rows[-1] = -7  # not a row
         dsa.grouped_fp8_gemm_swiglu((q, s), b, ends, rows=rows)
         _, variant, arguments = named_launches.pop()
-        assert variant[-2:] == (gathered, drawn)
-        assert (arguments[2] is rows) == gathered and (arguments[2] is None) == drawn
+        assert variant[-2:] == (gathered, is_dynamic)
+        assert (arguments[2] is rows) == gathered and (arguments[2] is None) == is_dynamic
         inside = rows.clamp(0, 4)
         assert gathered or torch.equal(bytes_of(arguments[0]), bytes_of(q)[inside])
         assert gathered or torch.equal(arguments[1], padded(s)[inside])
@@ -160,7 +159,7 @@ def test_rows_of_swiglu_that_are_gathered_copied_and_drawn(named_launches):
     ],
 )
 def test_swiglus_kernels_are_chosen_for_the_expected_rows(gathered, expected, name, chosen_for, named_launches):
-    """Also whether rows are gathered, and tiles drawn; the rows that there are, are passed on whole."""
+    """So are gathering and scheduling. The kernel gets all rows."""
     a, b = operands("fp8", matrices=2)
     rows, ends = many(5000, 2)
     if not gathered:
@@ -173,15 +172,15 @@ def test_swiglus_kernels_are_chosen_for_the_expected_rows(gathered, expected, na
         assert variant == ("bfloat16", config) and len(arguments[0]) == 5000 and len(more) == 1
         return
     keeps_rows = gathered and chosen_for <= 4096
-    drawn = not keeps_rows and chosen_for >= 1024
-    config = swiglu._choose_config(chosen_for, 256, 384, 2, 132, drawn)
-    assert variant == ("bfloat16", True, False, config, keeps_rows, drawn) and not more
+    is_dynamic = not keeps_rows and chosen_for >= 1024
+    config = swiglu._choose_config(chosen_for, 256, 384, 2, 132, is_dynamic)
+    assert variant == ("bfloat16", True, False, config, keeps_rows, is_dynamic) and not more
     assert (arguments[2] is not None) == keeps_rows and len(arguments[0]) == (5 if keeps_rows else 5000)
 
 
 @pytest.mark.parametrize("expected, chosen_for", [(None, 5000), (0, 1), (48, 48), (49, 49)])
 def test_swiglu_of_fp4_weights_passes_the_expected_rows_on(expected, chosen_for, named_launches):
-    """Up to 24 of each of two weights to the kernel of few rows."""
+    """Up to 24 rows per weight, with two weights, run in the small-M kernel."""
     a, b = operands("fp4", matrices=2)
     rows, ends = many(5000, 2)
     dsa.grouped_fp8_fp4_gemm_swiglu(a, b, ends, rows=rows, expected_rows=expected)
@@ -196,7 +195,7 @@ def test_swiglu_of_fp4_weights_passes_the_expected_rows_on(expected, chosen_for,
 
 @pytest.mark.parametrize("name", ["grouped_fp8_gemm_swiglu", "grouped_fp8_fp4_gemm_swiglu"])
 def test_swiglu_of_nothing(name, named_launches):
-    """Without channels or matrices the sums are zero, and what becomes of zeros is the cast's."""
+    """Without channels or matrices the sums are zero, and the cast of zeros is returned."""
     a, b = operands(name)
     none = torch.zeros(3, dtype=torch.int32)
     out, scale = OPS[name](tuple(x[:0] for x in a), b, none)
@@ -208,7 +207,7 @@ def test_swiglu_of_nothing(name, named_launches):
 
 
 def test_without_weights_no_row_belongs_to_an_expert(named_launches):
-    """Nor is there an end to be read."""
+    """No kernel reads an end."""
     a, b = operands("fp4", channels=128)
     a = tuple(x[:1].expand(30000, -1) for x in a)
     none = torch.zeros(0, dtype=torch.int32)
@@ -221,7 +220,7 @@ def test_without_weights_no_row_belongs_to_an_expert(named_launches):
 @pytest.mark.parametrize("use_ue8m0", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_only_shipped_casts_are_asked_for(dtype, use_ue8m0, limit, named_launches):
-    """Of more rows than are cast at once."""
+    """With more rows than one wave of CTAs casts."""
     compile_cast = cast_kernels.compile_swiglu_cast_of_matrices
     cast.cast_of_matrices(torch.zeros(70000, 256, dtype=dtype), ENDS, use_ue8m0, limit)
     [(name, variant, _)] = named_launches
@@ -235,7 +234,7 @@ def test_only_shipped_variants_are_asked_for(rows, matrices):
     for columns in (256, 4096):
         for channels in (128, 2048, 7168):
             sizes = rows, columns, channels, matrices, 132
-            drawn = fp8.draws(rows, matrices)
-            assert ("bfloat16", True, False, swiglu._choose_config(*sizes, drawn), False, drawn) in shipped
+            is_dynamic = fp8.schedules_dynamically(rows, matrices)
+            assert ("bfloat16", True, False, swiglu._choose_config(*sizes, is_dynamic), False, is_dynamic) in shipped
             if rows <= kernels.GATHERED_ROWS:
                 assert ("bfloat16", True, False, swiglu._choose_config(*sizes, False), True, False) in shipped

@@ -1,4 +1,4 @@
-"""The bridge of products with FP4 weights, on the CPU: which kernel it launches, and which variants ship."""
+"""The ops of products with FP4 weights on the CPU: the kernels that they launch, and the shipped variants."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def operands(columns=256, channels=384):
     return a, (packed, scale, dsa.fp4_block_scales(packed, scale))
 
 
-def test_many_rows_are_copied_and_what_rows_says_of_no_token_is_read_from_another(launches):
+def test_many_rows_are_copied_and_numbers_outside_are_clamped(launches):
     (q, s), b = operands()
     ends, rows = torch.full((3,), 100, dtype=torch.int32), torch.randint(0, 5, (100,), dtype=torch.int32)
     rows[:2] = torch.tensor([-1, 2**31 - 1])
@@ -35,7 +35,7 @@ def test_many_rows_are_copied_and_what_rows_says_of_no_token_is_read_from_anothe
 
 @pytest.mark.parametrize("expected, chosen_for", [(None, 5000), (0, 1), (1, 1), (72, 72), (73, 73), (5000, 5000)])
 def test_kernel_and_tiles_are_chosen_for_the_expected_rows(expected, chosen_for, named_launches):
-    """Up to 24 of each of the three weights; the rows that there are, are passed on whole."""
+    """Up to 24 rows per weight, with three weights, run in the small-M kernel. The kernel gets all rows."""
     a, b = operands()
     rows = torch.randint(0, 5, (5000,), dtype=torch.int32)
     out = dsa.grouped_fp8_fp4_gemm_nt(a, b, ENDS, rows=rows, expected_rows=expected)
@@ -51,23 +51,23 @@ def test_kernel_and_tiles_are_chosen_for_the_expected_rows(expected, chosen_for,
     assert arguments[2] is rows if few else len(arguments[0]) == 5000
 
 
-def test_a_token_has_other_tiles_where_the_experts_are_split():
-    """DeepSeek-V4-Flash's experts, 4096 columns of gate and up and of down: of two GPUs each has 128 of 256, and 3 of a
-    token's 6 rows are expected."""
+def test_the_tile_of_one_token_depends_on_the_number_of_gpus():
+    """DeepSeek-V4-Flash's experts have 4096 columns, of gate and up and of down. Each of two GPUs has 128 of 256
+    experts and expects 3 of a token's 6 rows."""
     chosen = [few_rows_kernels.choose_config(rows, 4096, 128, 132) for rows in (6, 3)]
     sizes = [(config.groups, config.rows, config.stages, config.resident) for config in chosen]
     assert sizes == [(1, 8, 3, 3), (2, 8, 5, 1)]
 
 
-def test_channels_of_no_whole_block_have_the_kernel_of_many_rows(named_launches):
+def test_a_partial_last_block_of_channels_runs_in_the_kernel_of_many_rows(named_launches):
     a, b = operands(channels=160)
     dsa.grouped_fp8_fp4_gemm_nt(a, b, ENDS, rows=ROWS)
     assert [name for name, *_ in named_launches] == ["fp8_fp4_gemm"]
 
 
 @pytest.mark.parametrize("matrices, channels, count", [(0, 64, 0), (0, 64, 5), (3, 0, 5), (3, 64, 0)])
-def test_nothing_to_multiply_has_any_columns(matrices, channels, count, launches):
-    """Without weights, channels or rows no kernel is asked for, and none's limits hold."""
+def test_nothing_to_multiply_may_have_any_number_of_columns(matrices, channels, count, launches):
+    """Without weights, channels or rows no kernel is launched, and the limits of kernels do not apply."""
     q, packed = torch.zeros(count, channels), torch.zeros(matrices, 12, channels // 2, dtype=torch.int8)
     scale = torch.zeros(matrices, 12, channels // 32, dtype=torch.uint8).view(torch.float8_e8m0fnu)
     a = q.to(torch.float8_e4m3fn), torch.ones(count, -(-channels // 128))
@@ -78,7 +78,7 @@ def test_nothing_to_multiply_has_any_columns(matrices, channels, count, launches
 
 
 def test_casts_of_weights_are_pytorch():
-    """On any device, and whatever the backend."""
+    """On every device and with every backend."""
     assert not {"fp4_block_scales", "widen_fp4"} & backends.ARCHS.keys()
     _, (packed, scale, block_scale) = operands()
     q, again = dsa.widen_fp4(packed, scale)

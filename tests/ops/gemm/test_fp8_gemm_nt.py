@@ -1,4 +1,4 @@
-"""The bridge of the scaled products, on the CPU: which kernel it launches, what it copies, and which variants ship."""
+"""The ops of FP8 products on the CPU: the kernels that they launch, the copies that they make, the shipped variants."""
 
 import itertools
 
@@ -20,7 +20,7 @@ LAYERS = (2112, 7168), (4096, 8192), (6144, 2048), (7168, 2048), (12288, 6144), 
 
 
 def operands(rows=6, columns=136, channels=256, matrices=None, leading=()):
-    """a, b: of `matrices` weights, or of one."""
+    """a, and b with `matrices` weights or one."""
     many = () if matrices is None else (matrices,)
     groups = -(-channels // 128)
     a = torch.randn(*leading, rows, channels).to(E4M3), torch.rand(*leading, rows, groups)
@@ -32,7 +32,7 @@ def same(x, y):
 
 
 def padded(scales):
-    """With rows of 16 bytes."""
+    """Scales with rows at multiples of 16 bytes."""
     return torch.nn.functional.pad(scales, (0, -scales.shape[-1] % 4))
 
 
@@ -74,7 +74,7 @@ def test_which_kernel_gets_how_many_rows(shape, name, named_launches):
     ],
 )
 def test_which_kernel_gets_how_many_rows_of_matrices(rows, matrices, options, name, named_launches):
-    """Rows that are gathered or weighted have one kernel."""
+    """Rows that are gathered or weighted run in one kernel."""
     ends = torch.full((matrices,), rows, dtype=torch.int32)
     dsa.grouped_fp8_gemm_nt(*operands(rows=rows, columns=8, channels=128, matrices=matrices), ends, **options)
     assert [launch[0] for launch in named_launches] == [name]
@@ -107,26 +107,27 @@ def test_more_rows_than_are_gathered_are_copied(rows_first, launches):
     dsa.grouped_fp8_gemm_nt((q, s), b, ends + 1, rows=rows)
     copied, arguments = launches.pop()
     assert copied[2:] == (False, False, True) and arguments[2] is None
-    # Rows that there are not are read from others.
+    # Numbers outside are clamped.
     clamped = rows.clamp(0, 5)
     assert torch.equal(arguments[0].view(torch.uint8), q.view(torch.uint8)[clamped])
     assert torch.equal(arguments[1], padded(s)[clamped])
 
 
 @pytest.mark.parametrize(
-    "rows, matrices, drawn", [(1024, 1, False), (1023, 2, False), (1024, 2, True), (1279, 40, False), (1280, 40, True)]
+    "rows, matrices, is_dynamic",
+    [(1024, 1, False), (1023, 2, False), (1024, 2, True), (1279, 40, False), (1280, 40, True)],
 )
-def test_work_tiles_are_drawn_from_a_counter(rows, matrices, drawn, launches):
-    """Of several matrices that have enough rows; each call has its own, at zero."""
+def test_dynamic_scheduling_has_a_counter(rows, matrices, is_dynamic, launches):
+    """Several matrices with enough rows are scheduled dynamically. Each call has its own counter, at zero."""
     a, b = operands(rows=rows, channels=16, columns=8, matrices=matrices)
     ends = torch.full((matrices,), rows, dtype=torch.int32)
     for _ in range(2):
         dsa.grouped_fp8_gemm_nt(a, b, ends)
     (variant, first), (_, second) = launches
-    assert variant[2:] == (False, False, drawn)
+    assert variant[2:] == (False, False, is_dynamic)
     for counter in (first[9], second[9]):
-        assert counter is None if not drawn else (counter.tolist() == [0] and counter.dtype == torch.int32)
-    assert not drawn or first[9] is not second[9]
+        assert counter is None if not is_dynamic else (counter.tolist() == [0] and counter.dtype == torch.int32)
+    assert not is_dynamic or first[9] is not second[9]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +135,7 @@ def test_work_tiles_are_drawn_from_a_counter(rows, matrices, drawn, launches):
 )
 @pytest.mark.parametrize("gathered", [False, True])
 def test_tiles_are_chosen_for_the_expected_rows(gathered, expected, chosen_for, launches):
-    """Also whether rows are gathered, and tiles drawn; the rows that there are, are passed on whole."""
+    """So are gathering and scheduling. The kernel gets all rows."""
     count, matrices = 5000, 2
     (q, s), b = operands(rows=6 if gathered else count, channels=512, columns=8, matrices=matrices)
     rows = torch.randint(0, 6, (count,), dtype=torch.int32) if gathered else None
@@ -142,12 +143,12 @@ def test_tiles_are_chosen_for_the_expected_rows(gathered, expected, chosen_for, 
     out = dsa.grouped_fp8_gemm_nt((q, s), b, ends, rows=rows, weights=ones, expected_rows=expected)
     [(variant, arguments)] = launches
     keeps_rows = gathered and chosen_for <= kernels.GATHERED_ROWS
-    drawn = not keeps_rows and chosen_for >= 1024
-    config = op._choose_grouped_config(chosen_for, 8, 512, matrices, 132, keeps_rows, drawn)
-    assert variant == ("bfloat16", config, keeps_rows, True, drawn)
+    is_dynamic = not keeps_rows and chosen_for >= 1024
+    config = op._choose_grouped_config(chosen_for, 8, 512, matrices, 132, keeps_rows, is_dynamic)
+    assert variant == ("bfloat16", config, keeps_rows, True, is_dynamic)
     assert (arguments[2] is rows) if keeps_rows else arguments[2] is None
     assert keeps_rows or len(arguments[0]) == count
-    assert len(out) == count and arguments[6] is out and (arguments[9] is not None) == drawn
+    assert len(out) == count and arguments[6] is out and (arguments[9] is not None) == is_dynamic
 
 
 @pytest.mark.parametrize("matrices", [1, 2, 256, limits.MAX_MATRICES])
@@ -158,14 +159,14 @@ def test_only_shipped_variants_are_asked_for(gathered, matrices):
     for rows in (1, 7, 64, 65, 300, 1024, 4096, 16384, 131072, limits.MAX_ROWS):
         if gathered and rows > kernels.GATHERED_ROWS:
             continue
-        drawn = not gathered and op.draws(rows, matrices)
+        is_dynamic = not gathered and op.schedules_dynamically(rows, matrices)
         for columns, channels in ((8, 16), (136, 128), (2112, 7168), (24576, 1536)):
-            config = op._choose_grouped_config(rows, columns, channels, matrices, 132, gathered, drawn)
+            config = op._choose_grouped_config(rows, columns, channels, matrices, 132, gathered, is_dynamic)
             for dtype, weighted in itertools.product(limits.OUT_DTYPES, (False, True)):
-                assert (dtype, config, gathered, weighted, drawn) in shipped
+                assert (dtype, config, gathered, weighted, is_dynamic) in shipped
 
 
-def test_of_one_matrix_all_that_is_shipped_is_asked_for():
+def test_all_shipped_variants_of_one_matrix_are_asked_for():
     one_matrix = kernels.compile_fp8_gemm, few_rows_kernels.compile_fp8_gemm_few_rows
     every = kernels.shipped_variants() + few_rows_kernels.shipped_variants()
     asked = {
@@ -198,8 +199,7 @@ def test_columns_of_a_wider_weight_are_read_where_they_are(rows, part, named_lau
 
 
 def test_scales_that_the_kernel_cannot_read_are_copied(named_launches):
-    """Of blocks that are no multiple of 4 or begin at none. Those of all rows that are one row's are not, nor is such a
-    weight."""
+    """The number of blocks, and the first block, must be multiples of 4. Rows with a stride of 0 are not copied."""
     _, (whole, scales) = operands(channels=1536)
     a, few = operands(channels=512)[0], operands(channels=256)[0]
     of_all = scales[:1, :4].expand(2, 4)

@@ -1,4 +1,4 @@
-"""The bridge of products in fp32: which kernel it launches."""
+"""`linear_fp32` on the CPU: the kernel that it launches."""
 
 import pytest
 import torch
@@ -50,8 +50,8 @@ def test_what_the_kernel_gets(tokens, rows, channels, config, dtype, launches):
     assert y.shape == (tokens, rows) and y.dtype == torch.float32
 
 
-def test_the_choice_is_of_what_ships():
-    """Few tiles are clusters, and a CTA by itself has channels for all of its slices."""
+def test_only_shipped_variants_are_chosen():
+    """Calls with few tiles run in clusters. A CTA without a cluster has channels for all slices."""
     assert {tile for _, tile in ROUND} == set(TILE_TOKENS) and {ctas for ctas, _ in ROUND} == {1, 8}
     assert ROWS == few_rows_product.ROWS
     assert LEAST_CHANNELS == slices.SLICES * few_rows_product.STEP  # no slice is empty

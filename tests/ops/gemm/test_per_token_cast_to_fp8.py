@@ -1,4 +1,4 @@
-"""The bridge of the FP8 cast, on the CPU: groups, strides, and rows as the kernel sees them."""
+"""`per_token_cast_to_fp8` on the CPU: groups, strides, and the rows that the kernel gets."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def test_other_groups_and_strides_run_the_reference():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_what_the_kernel_gets(dtype, launches):
-    """[T, K] with one stride, where x is."""
+    """[T, K] with one stride, in the memory of x."""
     x = torch.zeros(2, 4, 384, dtype=dtype)[:, :, 128:256]
     q, scale = dsa.per_token_cast_to_fp8(x, False, hadamard=True)
     assert q.shape == x.shape and scale.shape == (2, 4, 1) and q.is_contiguous() and scale.is_contiguous()

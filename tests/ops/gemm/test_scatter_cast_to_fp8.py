@@ -1,4 +1,4 @@
-"""The bridge of the scattered cast, on the CPU: what it launches."""
+"""`scatter_cast_to_fp8` on the CPU: what the kernel gets."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The bridge of SwiGLU with a cast, on the CPU: rows as the kernel sees them."""
+"""`swiglu_cast_to_fp8` on the CPU: the rows that the kernel gets."""
 
 import pytest
 import torch

@@ -1,24 +1,19 @@
-"""The bridge of the paged index scores, on the CPU: fake results, what the kernels get, and fp16 accumulation."""
+"""The launch of the paged index scores, on the CPU: fake results, what the kernels get, and fp16 accumulation."""
 
 import pytest
 import torch
 
-import dsa
+from dsa.cases import cases_of
 from dsa.ops.indexer import fp8_paged_mqa_logits as op
-from dsa.reference import write_indexer_cache
 
-SCORES, PLAN = torch.ops.dsa.fp8_paged_mqa_logits, torch.ops.dsa.get_paged_mqa_logits_metadata
+CASE = cases_of("fp8_paged_mqa_logits")[1]
+SCORES = torch.ops.dsa.fp8_paged_mqa_logits
 PER_QUERY = torch.tensor([[70, 3], [0, 64], [1, 100]], dtype=torch.int32)
 
 
-def inputs(next_n=2, heads=8, dim=32, page_size=32, pages=13):
-    """q, cache, weights, lengths and block table of three sequences of up to 128 keys."""
-    q = torch.randn(3, next_n, heads, dim).to(torch.float8_e4m3fn)
-    cache = torch.full((pages, page_size, 1, dim + 4), 0xFF, dtype=torch.uint8)
-    keys = torch.randn(pages * page_size, dim).to(torch.float8_e4m3fn)
-    write_indexer_cache(keys, torch.rand(len(keys)), cache, torch.arange(len(keys)))
-    table = torch.randperm(pages)[:12].view(3, 4).int()
-    return q, cache, torch.randn(3 * next_n, heads), torch.tensor([70, 0, 128], dtype=torch.int32), table
+def arguments(next_n=2, heads=8, columns=50, **options):
+    sizes = {"lengths": (70, 0, 128), "next_n": next_n, "heads": heads, "columns": columns, "num_sms": 0}
+    return CASE.arguments(**sizes, **{"clean_logits": False, "accumulators": torch.float32} | options)
 
 
 def layout(x):
@@ -35,39 +30,39 @@ def shifted(x, bytes_):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("columns", [1, 256, 257, 1000])
 def test_fake_results_are_laid_out_as_the_real_ones(columns, dtype):
-    arguments = (*inputs(), None, columns, False, dtype, torch.float32)
-    fake = SCORES(*(x.to("meta") if isinstance(x, torch.Tensor) else x for x in arguments))
-    assert fake.is_meta and layout(fake) == layout(dsa.fp8_paged_mqa_logits(*arguments))
+    given = arguments(columns=columns, logits_dtype=dtype)
+    fake = SCORES(**{name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in given.items()})
+    assert fake.is_meta and layout(fake) == layout(CASE.run(given)[0])
 
 
 def test_what_the_kernels_get(launches):
-    q, cache, weights, lengths, table = inputs()
-    out = dsa.fp8_paged_mqa_logits(q, cache, shifted(weights, 4).view(6, 8), lengths, table, None, 1000, True)
-    (_, (planned, plan)), (variant, arguments) = launches
+    given = arguments(columns=1000, clean_logits=True)
+    q, cache, weights, lengths, table = (given[x] for x in ("q", "kv_cache", "weights", "context_lens", "block_table"))
+    (out,) = CASE.run(given | {"weights": shifted(weights, 4).view(6, 8)})
+    (_, (planned, plan)), (variant, got) = launches
     assert torch.equal(planned, lengths[:, None]) and layout(plan) == ((133, 2), (2, 1), torch.int32)
     assert variant[:-1] == (8, 32, 2, 32, "float32", False)
-    flat, pages, rows, column, blocks, schedule, whole, capacity, filled = arguments
+    flat, pages, rows, column, blocks, schedule, whole, capacity, filled = got
     assert layout(flat) == ((3 * 2 * 8, 32), (32, 1), torch.float8_e4m3fn) and flat.data_ptr() == q.data_ptr()
-    assert layout(pages) == ((13, 32 * 36), (32 * 36, 1), torch.uint8) and pages.data_ptr() == cache.data_ptr()
+    assert layout(pages) == ((10, 32 * 36), (32 * 36, 1), torch.uint8) and pages.data_ptr() == cache.data_ptr()
     assert torch.equal(rows, weights) and rows.data_ptr() % 16 == 0
     assert torch.equal(column, lengths[:, None]) and blocks is table and schedule is plan and whole is out
-    assert (capacity, filled) == (4 * 32, 1000)
+    assert (capacity, filled) == (5 * 32, 1000)
     # Fewer columns than keys, and no fill.
-    dsa.fp8_paged_mqa_logits(q, cache, weights, PER_QUERY, table, plan, 50)
-    _, arguments = launches[2]
-    assert arguments[2] is weights and arguments[3] is PER_QUERY and arguments[7:] == (50, 0)
+    CASE.run(given | {"context_lens": PER_QUERY, "schedule_meta": plan, "max_context_len": 50, "clean_logits": False})
+    _, got = launches[2]
+    assert got[2] is weights and got[3] is PER_QUERY and got[7:] == (50, 0)
     # Rows of weights 36 bytes apart.
-    dsa.fp8_paged_mqa_logits(q, cache, torch.randn(6, 9)[:, :8], lengths, table, plan, 50)
+    CASE.run(given | {"weights": torch.randn(6, 9)[:, :8], "schedule_meta": plan})
     assert layout(launches[3][1][2]) == ((6, 8), (8, 1), torch.float32)
 
 
 @pytest.mark.parametrize(
     ("heads", "next_n", "expected"), [(64, 4, True), (64, 3, True), (64, 2, False), (64, 1, False), (32, 4, False)]
 )
-def test_half_scores_only_where_arithmetic_bounds(heads, next_n, expected, launches):
-    arguments = inputs(next_n, heads)
-    dsa.fp8_paged_mqa_logits(*arguments, None, 100, accumulators=torch.float16)
-    dsa.fp8_paged_mqa_logits(*arguments, None, 100)
+def test_fp16_accumulation_only_where_arithmetic_bounds(heads, next_n, expected, launches):
+    for accumulators in (torch.float16, torch.float32):
+        CASE.run(arguments(next_n, heads, accumulators=accumulators))
     chosen = [variant[:-1] for variant, _ in launches if variant]
     assert chosen == [(heads, 32, next_n, 32, "float32", half) for half in (expected, False)]
 

@@ -1,19 +1,17 @@
-"""The bridge of the indexer's inputs, on the CPU: weights, angles and strides that kernels read."""
+"""The launch of the indexer's inputs, on the CPU: weights, angles and strides that kernels read."""
 
 import torch
 
-import dsa
+from dsa.cases import cases_of
 from dsa.ops.indexer import indexer_inputs as op
 
-
-def query_arguments(tokens=5, heads=3, rotated=64):
-    angles = torch.randn(tokens, rotated // 2)
-    return torch.randn(tokens, heads, 128).bfloat16(), torch.randn(tokens, heads), angles.cos(), angles.sin()
+CASE = cases_of("indexer_inputs")[0]
 
 
 def test_weights_are_contiguous_whatever_they_were():
-    q, weights, cos, sin = query_arguments()
-    assert dsa.quantize_indexer_queries(q, weights.T.contiguous().T, cos, sin)[1].is_contiguous()
+    given = CASE.arguments(tokens=5, heads=3)
+    given["weights"] = given["weights"].T.contiguous().T
+    CASE.check(given, CASE.results(given))
 
 
 def test_angles_in_rows_of_16_bytes():

@@ -1,34 +1,34 @@
-"""What the GPU's tests of index scores find, and what they let pass: rounding as Hopper's tensor cores do it."""
+"""The check of index scores passes the rounding of Hopper's tensor cores, and finds one wrong score."""
 
 import pytest
 import torch
 
-import dsa
+from dsa.cases import cases_of
+from dsa.cases.indexer import OF_TERMS, check_scores, scores
 from dsa.testing import calc_diff
-from tests.gpu.indexer.score_bounds import OF_TERMS, check_scores, magnitudes
 
+CASE = cases_of("fp8_mqa_logits")[0]
 QUERIES, KEYS = 16, 150
 SIZES = [(heads, dim) for heads in (8, 64) for dim in (32, 128)]
 
 
 def _case(heads, dim):
-    torch.manual_seed(0)
-    q, k = (torch.randn(*shape, dim).to(torch.float8_e4m3fn) for shape in ((QUERIES, heads), (KEYS,)))
-    scale, weights = torch.rand(KEYS) + 0.1, torch.randn(QUERIES, heads)
-    starts, ends = torch.zeros(QUERIES, dtype=torch.int32), torch.full((QUERIES,), KEYS - 20, dtype=torch.int32)
-    expected = dsa.fp8_mqa_logits(q, (k, scale), weights, starts, ends)
-    terms = dsa.fp8_mqa_logits(magnitudes(q), (magnitudes(k), scale), weights.abs(), starts, ends)
+    """Scores of queries that see all but the last 20 keys."""
+    given = CASE.arguments(queries=QUERIES, keys=KEYS, heads=heads, dim=dim)
+    q, (k, scale), weights = (given[name] for name in ("q", "kv", "weights"))
+    expected, terms = (x * scale for x in scores(q, k, weights))
+    expected[:, KEYS - 20 :] = -torch.inf
     return (q, k, scale, weights), expected, terms
 
 
 def _cut(x, bits, of=None):
-    """x without what is `bits` bits below the first one of the largest of `of`, or of its own."""
+    """Drop the bits of x that are more than `bits` below the first bit of the largest of `of`, or of x itself."""
     step = torch.exp2((x.abs() if of is None else of).clamp_min(1e-30).log2().floor() - bits)
     return (x / step).trunc() * step
 
 
 def _on_hopper(q, k, scale, weights, half):
-    """fp16 values are cut off where the hardware rounds to the nearest, which doubles the error."""
+    """fp16 values are cut off. The hardware rounds them to the nearest, with half the error."""
     q, k = q.double(), k.double()
     products = q.new_zeros(*q.shape[:2], KEYS)
     for chunk_q, chunk_k in zip(q.split(32, 2), k.split(32, 1)):
@@ -49,17 +49,17 @@ def _on_hopper(q, k, scale, weights, half):
 def test_rounding_is_far_inside_the_bounds(heads, dim, accumulators):
     given, expected, terms = _case(heads, dim)
     seen = expected != -torch.inf
-    got = torch.where(seen, _on_hopper(*given, accumulators == torch.float16), expected)
-    check_scores(got, expected, terms, accumulators)
+    got = _on_hopper(*given, accumulators == torch.float16).where(seen, -torch.inf)
+    check_scores(got, expected, terms, OF_TERMS[accumulators])
     assert ((got - expected).abs()[seen] < OF_TERMS[accumulators] / 5 * terms[seen]).all()
-    check_scores(got.bfloat16(), expected.bfloat16(), terms, accumulators)
+    check_scores(got.bfloat16(), expected, terms, OF_TERMS[accumulators])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("accumulators", OF_TERMS)
 @pytest.mark.parametrize(("heads", "dim"), SIZES)
 def test_one_wrong_score_is_found(heads, dim, accumulators, dtype):
-    """Of ordinary size, in a matrix so large that calc_diff does not see it; and one where no key is seen."""
+    """The score has ordinary size, in a matrix so large that calc_diff misses it. Or its query does not see the key."""
     _, expected, terms = _case(heads, dim)
     seen = expected != -torch.inf
     at = (expected[0, : KEYS - 20].abs() - expected[seen].square().mean().sqrt()).abs().argmin()
@@ -69,8 +69,8 @@ def test_one_wrong_score_is_found(heads, dim, accumulators, dtype):
         got[0, at] = value
         assert not 5e-6 < calc_diff(got, expected) < torch.inf
         with pytest.raises(AssertionError):
-            check_scores(got, expected, terms, accumulators)
+            check_scores(got, expected, terms, OF_TERMS[accumulators])
     got = expected.clone()
     got[3, KEYS - 1] = 0.0
     with pytest.raises(AssertionError):
-        check_scores(got, expected, terms, accumulators)
+        check_scores(got, expected, terms, OF_TERMS[accumulators])

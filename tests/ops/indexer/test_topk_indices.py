@@ -1,4 +1,4 @@
-"""The bridge of the top-k, on the CPU, against Python's sort, and what it launches."""
+"""The launch of the top-k, on the CPU: any rows, what the kernel gets, and outputs in a wider buffer."""
 
 import math
 
@@ -8,15 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dsa
+from dsa.cases import cases_of
 from dsa.kernels.indexer import limits
 from dsa.kernels.indexer.topk_config import choose_config
 from dsa.ops.indexer import topk_indices as op
+from tests.reference.common import i32
 
+CASE, _, INTO = cases_of("topk_indices")
 INF, NAN = math.inf, math.nan
-
-
-def i32(values):
-    return torch.tensor(values, dtype=torch.int32)
 
 
 NUMBERS = st.one_of(
@@ -32,31 +31,10 @@ NUMBERS = st.one_of(
     length=st.integers(-1, 9),
     by_value=st.booleans(),
 )
-def test_any_row_is_sorted_as_python_sorts_it(rows, k, start, length, by_value):
-    scores, count = torch.tensor(rows), len(rows)
-    got, values = dsa.topk_indices(
-        scores, k, starts=i32([start] * count), lengths=i32([length] * count), sorted=by_value, return_values=True
-    )
-    for r, row in enumerate(scores.tolist()):
-        there = [c for c in range(max(start, 0), min(start + length, 7)) if not math.isnan(row[c])]
-        best = sorted(there, key=lambda c: (-row[c], c))[:k]
-        best = best if by_value else sorted(best)
-        padding = k - len(best)
-        assert got[r].tolist() == [c - start for c in best] + [-1] * padding
-        assert values[r].tolist() == [row[c] for c in best] + [-INF] * padding
-
-
-def test_prefill_decode_and_slots_are_one_op():
-    scores = torch.randn(4, 100)
-    lengths, table = i32([100, 0, 64, 7]), torch.randperm(8, dtype=torch.int32).view(4, 2)
-    plain = dsa.topk_indices(scores, 10, lengths=lengths)
-    slots = dsa.topk_indices(scores, 10, lengths=lengths, block_table=table, page_size=64)
-    expected = torch.where(plain < 0, -1, table.gather(1, plain.clamp_min(0).long() // 64) * 64 + plain % 64)
-    assert torch.equal(slots, expected)
-    next_n = dsa.topk_indices(
-        scores, 10, lengths=lengths, block_table=table[:2], page_size=64, row_to_seq=i32([0, 0, 1, 1])
-    )
-    assert torch.equal(next_n[0], slots[0]) and torch.equal(next_n[1], slots[1])
+def test_any_rows(rows, k, start, length, by_value):
+    call = CASE.arguments(rows=len(rows), k=k, sorted=by_value) | {"scores": torch.tensor(rows)}
+    call |= {"starts": i32([start] * len(rows)), "lengths": i32([length] * len(rows))}
+    CASE.check(call, CASE.results(call))
 
 
 def test_options_tell_the_kernel_what_is_given(launches):
@@ -106,19 +84,15 @@ def test_a_single_column_may_have_any_stride(launches):
 
 @pytest.mark.parametrize("values", [False, True])
 @pytest.mark.parametrize("by_value", [False, True])
-def test_into_a_part_of_a_buffer(by_value, values):
-    scores, lengths = torch.randn(4, 30), i32([30, 2, 0, 7])
-    options = {"lengths": lengths, "sorted": by_value, "return_values": values}
-    expected = dsa.topk_indices(scores, 5, **options)
-    buffer = torch.full((6, 12), 77, dtype=torch.int32)
+@pytest.mark.parametrize("cols", [30, 0])
+def test_into_a_part_of_a_buffer(cols, by_value, values):
+    buffer = torch.full((8, 12), 77, dtype=torch.int32)
     for part in (buffer[1:5, 3:8], buffer[::2, :5]):
-        count = len(part)
         buffer.fill_(77)
-        got = dsa.topk_indices(scores[:count], 5, **{**options, "lengths": lengths[:count]}, out=part)
-        picked, picked_scores = got if values else (got, None)
-        assert picked is part and torch.equal(part, (expected[0] if values else expected)[:count])
-        assert picked_scores is None or torch.equal(picked_scores, expected[1][:count])
-        assert (buffer == 77).sum() == buffer.numel() - part.numel()
-    empty = torch.full((2, 9), 77, dtype=torch.int32)
-    dsa.topk_indices(torch.empty(2, 0), 3, out=empty[:, 2:5])
-    assert (empty[:, 2:5] == -1).all() and (empty[:, :2] == 77).all() and (empty[:, 5:] == 77).all()
+        call = INTO.arguments(rows=4, cols=30, k=5, sorted=by_value, return_values=values) | {"out": part}
+        call["scores"] = call["scores"][:, :cols]
+        found = INTO.results(call)
+        assert found[0] is part
+        INTO.check(call, found)
+        part.fill_(77)
+        assert (buffer == 77).all()

@@ -36,7 +36,7 @@ def test_queries_of_a_group(heads, size):
         (2047, 16, 2048, 40, False),  # too few indices
         (2048, 17, 2048, 40, False),
         (528, 16, 8192, 40, True),
-        (527, 16, 8192, 40, False),  # fewer groups than multiprocessors
+        (527, 16, 8192, 40, False),  # fewer groups than SMs
         (1055, 8, 4096, 40, False),
         (2048, 16, 2048, 2**21, True),
         (2048, 8, 2048, 2**21, True),

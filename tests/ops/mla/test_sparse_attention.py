@@ -61,7 +61,7 @@ def test_where_split_tiles_meet(queries, tiles, workers, full_waves, split_worke
             (128, 64, 32, 64),
             (256, 128, 32, 64),
         ],
-        # As was measured: where multiprocessors would have no work, and where partial results are small.
+        # As was measured: where SMs would have no work, and where partial results are small.
         *[(1, 128, 32, 16), (4, 128, 32, 16), (8, 128, 32, 32), (32, 128, 32, 32), (64, 64, 32, 32)],
     ],
 )

@@ -9,10 +9,10 @@ from torch import library
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dsa
+from dsa.cases import CASES
 from dsa.runtime.op import OPS
-from tests.valid_calls import CALLS
 
-CALL = {call.name: call for call in CALLS}
+CALL = {call.name: call for call in CASES}
 WARMUP = "indexer_warmup_attention"
 # The arguments that gradients reach, and which results have gradients.
 GRADIENTS = {

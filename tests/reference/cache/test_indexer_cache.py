@@ -1,8 +1,11 @@
+"""The cache of index keys: bytes by hand, pages apart, wrong arguments."""
+
 import struct
 
 import pytest
 import torch
 
+import dsa
 from dsa.reference import read_indexer_cache, write_indexer_cache
 from tests.reference.common import assert_refused
 
@@ -15,17 +18,6 @@ def test_bytes_by_hand():
     assert cache[0].eq(0xEE).all()
     scales = struct.pack("<2f", 0.3, 1.0)
     assert bytes(cache[1].flatten().tolist()) == bytes([0x40, 0x7E, 0x38, 0xB8]) + scales
-
-
-def test_scales_follow_all_values_of_the_page():
-    n, d, tokens = 64, 128, torch.arange(64)
-    cache = torch.zeros(3, n, 1, d + 4, dtype=torch.uint8)
-    values, scales = cache.view(3, -1)[1].split((n * d, 4 * n))
-    values.view(n, d)[:] = tokens[:, None]
-    scales[:] = (tokens + 0.1).view(torch.uint8)
-    k, scale = read_indexer_cache(cache, torch.tensor([64, 127, 100, -1, 192, 10**6]))
-    assert torch.equal(k.view(torch.uint8), torch.tensor([0, 63, 36, 0, 0, 0]).byte()[:, None].expand(6, d))
-    assert torch.equal(scale, torch.tensor([0.1, 63.1, 36.1, 0.0, 0.0, 0.0]))
 
 
 def test_skipped_slots_and_page_stride():
@@ -41,37 +33,32 @@ def test_skipped_slots_and_page_stride():
     assert torch.equal(got.view(torch.uint8), k[[2, 0]].view(torch.uint8)) and torch.equal(got_scale, scale[[2, 0]])
 
 
-def test_nothing():
-    cache = torch.zeros(0, 64, 1, 132, dtype=torch.uint8)
-    write_indexer_cache(
-        torch.zeros(0, 128).to(torch.float8_e4m3fn), torch.zeros(0), cache, torch.zeros(0, dtype=torch.long)
-    )
-    k, scale = read_indexer_cache(cache, torch.tensor([0, -1]))
-    assert k.float().eq(0).all() and scale.tolist() == [0.0, 0.0]
-
-
 CACHE, SLOT = torch.zeros(2, 4, 1, 20, dtype=torch.uint8), torch.tensor([0])
 K, SCALE = torch.zeros(1, 16).to(torch.float8_e4m3fn), torch.ones(1)
 WIDE = torch.zeros(2, 5, 1, 40, dtype=torch.uint8)
 
 
 @pytest.mark.parametrize(
-    ("function", "arguments", "message"),
+    ("op", "arguments", "message"),
     [
-        (write_indexer_cache, (K, SCALE, CACHE, torch.tensor([8])), r"slots: must be -1 or in \[0, 8\), got 8"),
-        (write_indexer_cache, (K, SCALE, CACHE, torch.tensor([-2])), r"slots: must be -1 or in \[0, 8\), got -2"),
+        ("write_indexer_cache", (K, SCALE, CACHE, torch.tensor([8])), r"slots: must be -1 or in \[0, 8\), got 8"),
+        ("write_indexer_cache", (K, SCALE, CACHE, torch.tensor([-2])), r"slots: must be -1 or in \[0, 8\), got -2"),
         (
-            write_indexer_cache,
+            "write_indexer_cache",
             (K, SCALE, torch.zeros(2, 4, 1, 36).byte(), SLOT),
             r"k: shape must be \[T, 32\], got \[1, 16\] \(sizes as",
         ),
-        (write_indexer_cache, (K.float(), SCALE, CACHE, SLOT), "k: dtype must be float8_e4m3fn, got float32"),
-        (read_indexer_cache, (WIDE[..., :20], SLOT), "cache: every page must be contiguous"),
-        (read_indexer_cache, (CACHE[..., :4], SLOT), r"cache: shape must be \[pages, P >= 1, 1, D \+ 4 >= 5\], got"),
-        (read_indexer_cache, (CACHE[:, :0], SLOT), r"cache: shape must be \[pages, P >= 1, 1, D \+ 4 >= 5\], got"),
-        (read_indexer_cache, (CACHE[..., :3], SLOT), r"cache: must have D \+ 4 entries, got shape \[2, 4, 1, 3\]"),
-        (read_indexer_cache, (CACHE, torch.tensor([0.0])), "slots: dtype must be int32 or int64, got float32"),
+        ("write_indexer_cache", (K.float(), SCALE, CACHE, SLOT), "k: dtype must be float8_e4m3fn, got float32"),
+        ("read_indexer_cache", (WIDE[..., :20], SLOT), "cache: every page must be contiguous"),
+        (
+            "read_indexer_cache",
+            (CACHE[..., :4], SLOT),
+            r"cache: shape must be \[pages, P >= 1, 1, D \+ 4 >= 5\], got",
+        ),
+        ("read_indexer_cache", (CACHE[:, :0], SLOT), r"cache: shape must be \[pages, P >= 1, 1, D \+ 4 >= 5\], got"),
+        ("read_indexer_cache", (CACHE[..., :3], SLOT), r"cache: must have D \+ 4 entries, got shape \[2, 4, 1, 3\]"),
+        ("read_indexer_cache", (CACHE, torch.tensor([0.0])), "slots: dtype must be int32 or int64, got float32"),
     ],
 )
-def test_wrong_arguments_are_named(function, arguments, message):
-    assert_refused(message, function, *arguments)
+def test_wrong_arguments_are_named(op, arguments, message):
+    assert_refused(message, getattr(dsa, op), *arguments)

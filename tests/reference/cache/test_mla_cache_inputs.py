@@ -1,14 +1,16 @@
-"""Norm and rope of what attention caches, against plain arithmetic in float64."""
+"""What attention caches: small shapes, eps, roundings, NaN, wrong arguments."""
 
 import math
 
 import pytest
 import torch
 
-from dsa.reference import make_v4_cache, read_kv_cache, write_kv_cache, write_mla_cache
+import dsa
+from dsa.cases import cases_of
+from dsa.reference import make_v4_cache, write_mla_cache
 from tests.reference.common import assert_refused
-from tests.reference.formulas import rms_normed, rotated
 
+CASE = cases_of("mla_cache_inputs")[0]
 P = 4
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # d, N, R: V3.2; V4; a small model's
@@ -22,28 +24,20 @@ def inputs(tokens=3, shape=(576, 512, 64), dtype=torch.float32):
     return (torch.randn(tokens, d) + 0.5).to(dtype), 1 + 0.3 * torch.randn(n), angles.cos(), angles.sin()
 
 
-def normed(kv, weight, eps=1e-6):
-    n = len(weight)
-    return torch.cat((rms_normed(kv[:, :n], weight, eps), kv[:, n:].double()), 1)
-
-
-@pytest.mark.parametrize("eps", [{}, {"eps": 0.7}])
+@pytest.mark.parametrize("eps", [1e-6, 0.7])
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_rows(shape, dtype, interleaved, eps):
-    kv, weight, *rope = inputs(3, shape, dtype)
-    kv = kv * torch.tensor([1e-3, 1.0, 30.0], dtype=dtype)[:, None]  # the first row's square is near eps
-    cache = torch.full((3, P, 1, shape[0]), math.nan, dtype=dtype)
-    out = torch.full_like(kv, math.nan)
-    slots = torch.tensor([9, 2, 4])
-    write_mla_cache(kv, weight, *rope, cache, slots, interleaved=interleaved, out=out, **eps)
-    rows = rotated(normed(kv, weight, **eps).to(dtype), *rope, interleaved)
-    # Once for each of the two roundings, the first of which may tip the other way.
-    largest = rows[:, -shape[2] :].abs().amax(1, keepdim=True)
-    assert ((out.double() - rows).abs() <= 2 * torch.finfo(dtype).eps * (rows.abs() + largest)).all()
-    assert torch.equal(read_kv_cache(cache, slots, dtype=dtype), out)
-    assert cache.isnan().sum() == 9 * shape[0]
+def test_against_float64(shape, dtype, interleaved, eps):
+    """The squares of the first row are near eps."""
+    kv, weight, cos, sin = inputs(3, shape, dtype)
+    kv = kv * torch.tensor([1e-3, 1.0, 30.0], dtype=dtype)[:, None]
+    options = {"eps": eps, "interleaved": interleaved, "use_ue8m0": True}
+    tensors = {"kv": kv, "norm_weight": weight, "cos": cos, "sin": sin, "slots": torch.tensor([9, 2, 4])}
+    before = torch.full((3, P, 1, shape[0]), math.nan, dtype=dtype)
+    cache, out = before.clone(), torch.full_like(kv, math.nan)
+    write_mla_cache(**tensors, **options, cache=cache, out=out)
+    CASE.check(tensors | options | {"cache": before, "out": None}, [cache, out])
 
 
 def test_norm_and_rope_round_to_the_dtype():
@@ -59,22 +53,6 @@ def test_norm_and_rope_round_to_the_dtype():
     assert cache[0, 0, 0, :448].eq(bf16(0.3)).all() and cache[0, 0, 0, 448:].eq(bf16(bf16(0.3) * 0.7)).all()
 
 
-@pytest.mark.parametrize(("d", "use_ue8m0"), [(576, True), (576, False), (512, True)])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_cache_gets_what_write_kv_cache_makes_of_the_rows(dtype, d, use_ue8m0):
-    kv, weight, cos, sin = inputs(5, (d, 512, 64), dtype)
-    fused = torch.full((2, P, 1, 656), 0xFF, dtype=torch.uint8) if d == 576 else make_v4_cache(2, P)
-    separate, rows, out = fused.clone(), torch.empty_like(kv), torch.empty_like(kv)
-    slots = torch.tensor([7, -1, 0, 3, 4], dtype=torch.int32)
-    write_mla_cache(kv, weight, cos, sin, fused, slots, use_ue8m0=use_ue8m0, out=out)
-    write_mla_cache(kv, weight, cos, sin, torch.empty(0, P, 1, d), torch.full_like(slots, -1), out=rows)
-    write_kv_cache(rows, separate, slots, use_ue8m0)
-    assert torch.equal(fused, separate)
-    # `out` is what a cache gives back, also of the token that is skipped.
-    write_kv_cache(rows, separate, torch.arange(5), use_ue8m0)
-    assert torch.equal(out, read_kv_cache(separate, torch.arange(5), dtype=dtype)) and not torch.equal(out, rows)
-
-
 def test_nan_stays_in_its_row_and_part():
     kv, weight, cos, sin = inputs(2)
     kv[0, 3], kv[1, 575] = math.nan, math.nan
@@ -82,12 +60,6 @@ def test_nan_stays_in_its_row_and_part():
     write_mla_cache(kv, weight, cos, sin, torch.zeros(1, P, 1, 576), torch.tensor([0, 1]), out=out)
     assert out[0, :512].isnan().all() and not out[0, 512:].isnan().any()
     assert out[1].isnan().nonzero()[:, 0].tolist() == [574, 575]
-
-
-def test_no_tokens():
-    cache = torch.full((2, P, 1, 656), 0xFF, dtype=torch.uint8)
-    write_mla_cache(*inputs(0), cache, torch.zeros(0, dtype=torch.int64), out=torch.empty(0, 576))
-    assert cache.eq(0xFF).all()
 
 
 @pytest.mark.parametrize(
@@ -116,10 +88,10 @@ def test_refuses_and_writes_nothing(name, value, message):
     cache, out = torch.full((2, P, 1, 656), 0xFF, dtype=torch.uint8), torch.full((2, 576), math.nan)
     names = ("kv", "norm_weight", "cos", "sin")
     good = dict(zip(names, inputs(2)), cache=cache, slots=torch.tensor([0, 1]), out=out)
-    assert_refused(message, write_mla_cache, **good | {name: value})
+    assert_refused(message, dsa.write_mla_cache, **good | {name: value})
     assert cache.eq(0xFF).all() and out.isnan().all()
 
 
 def test_v4_refuses_exact_scales():
     arguments = (*inputs(1, (512, 512, 64)), make_v4_cache(1, P), torch.tensor([0]))
-    assert_refused("use_ue8m0: must be True for the V4 layout", write_mla_cache, *arguments, use_ue8m0=False)
+    assert_refused("use_ue8m0: must be True for the V4 layout", dsa.write_mla_cache, *arguments, use_ue8m0=False)

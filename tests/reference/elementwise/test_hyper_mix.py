@@ -1,38 +1,35 @@
-"""The reference of the streams' projection against float64, and the matrices that it takes."""
+"""The reference of the streams' projection: sizes, strides, gradients and wrong arguments."""
 
 import pytest
 import torch
 
-from dsa.reference.elementwise.hyper_mix import hyper_mix
+import dsa
+from dsa.cases import cases_of
+from dsa.reference import hyper_mix
 from tests.reference.common import assert_refused
 
-
-def split(weight):
-    high = weight.bfloat16()
-    middle = (weight - high.float()).bfloat16()
-    return torch.stack((high, middle, (weight - high.float() - middle.float()).bfloat16()))
+(CASE,) = cases_of("hyper_mix")
 
 
-@pytest.mark.parametrize(("tokens", "n", "d", "count"), [(5, 4, 6, 24), (3, 1, 7, 1), (2, 3, 16, 4), (0, 4, 8, 24)])
-def test_formula(tokens, n, d, count):
-    streams, weight = torch.randn(tokens, n, d).bfloat16(), torch.randn(count, n * d)
-    mix = hyper_mix(streams, split(weight))
-    assert mix.shape == (tokens, count) and mix.dtype == torch.float32
-    torch.testing.assert_close(mix, (streams.flatten(1).double() @ weight.double().T).float(), atol=1e-5, rtol=1e-5)
+@pytest.mark.parametrize(
+    ("tokens", "n", "channels", "outputs"), [(5, 4, 6, 24), (3, 1, 7, 1), (2, 3, 16, 4), (0, 4, 8, 24)]
+)
+def test_against_float64(tokens, n, channels, outputs):
+    CASE.verify(tokens=tokens, n=n, channels=channels, outputs=outputs)
 
 
 @pytest.mark.parametrize("n", [1, 4])
 def test_strides_change_no_bit(n):
-    """Of a product of column-major matrices PyTorch's sums are in another order."""
-    streams, parts = torch.randn(3, n, 64).bfloat16(), torch.randn(3, 24, n * 64).bfloat16()
-    transposed = [x.transpose(0, -1).contiguous().transpose(0, -1) for x in (streams, parts)]
-    assert torch.equal(hyper_mix(*transposed), hyper_mix(streams, parts))
+    """PyTorch sums the products of column-major matrices in another order."""
+    given = CASE.arguments(n=n, channels=64)
+    transposed = {name: x.transpose(0, -1).contiguous().transpose(0, -1) for name, x in given.items()}
+    assert torch.equal(hyper_mix(**transposed), hyper_mix(**given))
 
 
 def test_gradients():
-    streams, parts = (torch.randn(s).bfloat16().requires_grad_() for s in ((2, 4, 3), (3, 24, 12)))
-    hyper_mix(streams, parts).square().sum().backward()
-    for tensor in (streams, parts):
+    given = {name: x.requires_grad_() for name, x in CASE.arguments().items()}
+    hyper_mix(**given).square().sum().backward()
+    for tensor in given.values():
         assert tensor.grad.isfinite().all() and tensor.grad.any()
 
 
@@ -52,4 +49,4 @@ STREAMS, PARTS = torch.zeros(3, 4, 8).bfloat16(), torch.zeros(3, 24, 32).bfloat1
     ],
 )
 def test_wrong_arguments_are_named(streams, parts, message):
-    assert_refused(message, hyper_mix, streams, parts)
+    assert_refused(message, dsa.hyper_mix, streams, parts)

@@ -1,21 +1,22 @@
-"""The RMS norm's reference against float64."""
+"""The norm's reference: shapes, rounding, gradients and wrong arguments."""
 
 import pytest
 import torch
 
+import dsa
+from dsa.cases import cases_of
+from dsa.cases.elementwise import rms_normed
 from dsa.reference import rms_norm
 from tests.reference.common import assert_refused
-from tests.reference.formulas import rms_normed
+
+(CASE,) = cases_of("rms_norm")
 
 
+@pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(8,), (5, 24), (2, 3, 4, 64), (0, 16), (3, 0, 8)])
-def test_formula(shape, dtype):
-    x, weight = (3 * torch.randn(shape)).to(dtype), torch.randn(shape[-1])
-    for gain in (None, weight):
-        got = rms_norm(x, gain, 1e-2)
-        assert got.dtype == dtype
-        torch.testing.assert_close(got.double(), rms_normed(x, gain, 1e-2), rtol=torch.finfo(dtype).eps, atol=1e-6)
+def test_against_float64(shape, dtype, weighted):
+    CASE.verify(shape=shape, dtype=dtype, weighted=weighted, eps=1e-2)
 
 
 def test_rounds_once():
@@ -44,4 +45,4 @@ def test_gradients():
     ],
 )
 def test_wrong_arguments_are_named(arguments, message):
-    assert_refused(message, rms_norm, *arguments)
+    assert_refused(message, dsa.rms_norm, *arguments)

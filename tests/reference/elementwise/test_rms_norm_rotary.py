@@ -1,37 +1,31 @@
-"""The norm with rope behind it, its reference against float64."""
+"""The reference of the norm with rope: channels, rounding and wrong arguments."""
 
 import pytest
 import torch
 
+import dsa
+from dsa.cases import cases_of
 from dsa.reference import rms_norm_rotary
 from tests.reference.common import assert_refused
-from tests.reference.formulas import rms_normed, rotated
 
-
-def operands(tokens=5, heads=3, dim=80, channels=64):
-    angles = torch.randn(tokens, channels // 2)
-    return 3 * torch.randn(tokens, heads, dim), torch.randn(dim), angles
+(CASE,) = cases_of("rms_norm_rotary")
 
 
 @pytest.mark.parametrize("weighted", [True, False])
-@pytest.mark.parametrize("channels", [2, 64, 80])
-def test_formula(channels, weighted):
-    x, weight, angles = operands(channels=channels)
-    weight = weight if weighted else None
-    y = rms_norm_rotary(x, weight, angles.cos(), angles.sin(), 1e-2)
-    expected = rotated(rms_normed(x, weight, 1e-2), angles.cos(), angles.sin())
-    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("rotated", [2, 64, 80])
+def test_against_float64(rotated, weighted):
+    CASE.verify(tokens=5, channels=80, rotated=rotated, dtype=torch.float32, weighted=weighted)
 
 
-def test_rounds_in_front_of_the_rotation_and_behind_it():
-    x, weight, angles = operands()
-    x, quarter = x.bfloat16(), torch.full_like(angles, torch.pi / 4)
-    y = rms_norm_rotary(x, weight, quarter.cos(), quarter.sin())
-    normed = rms_norm_rotary(x, weight, torch.ones(5, 32), torch.zeros(5, 32)).float()
+def test_rounds_before_the_rotation_and_after_it():
+    given = CASE.arguments(tokens=5, heads=3)
+    cos = torch.full((5, 32), torch.pi / 4).cos()
+    y = rms_norm_rotary(**given | {"cos": cos, "sin": cos})
+    normed = rms_norm_rotary(**given | {"cos": torch.ones(5, 32), "sin": torch.zeros(5, 32)}).float()
     a, b = normed[..., 16::2], normed[..., 17::2]
-    turned = torch.stack(((a - b) * quarter.cos()[:, None], (a + b) * quarter.cos()[:, None]), -1).flatten(-2)
+    rotated = torch.stack(((a - b) * cos[:, None], (a + b) * cos[:, None]), -1).flatten(-2)
     assert torch.equal(y[..., :16].float(), normed[..., :16])
-    torch.testing.assert_close(y[..., 16:].float(), turned, rtol=2**-8, atol=1e-6)
+    torch.testing.assert_close(y[..., 16:].float(), rotated, rtol=2**-8, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +40,4 @@ def test_rounds_in_front_of_the_rotation_and_behind_it():
     ],
 )
 def test_wrong_arguments_are_named(change, message):
-    x, weight, angles = operands()
-    given = {"x": x, "weight": weight, "cos": angles.cos(), "sin": angles.sin(), "eps": 1e-6} | change
-    assert_refused(message, rms_norm_rotary, **given)
+    assert_refused(message, dsa.rms_norm_rotary, **CASE.arguments(tokens=5) | change)

@@ -1,23 +1,22 @@
-"""The rotation's reference against complex numbers in float64."""
+"""The rotation's reference: shapes, kinds of pairs, dtypes and wrong arguments."""
 
 import pytest
 import torch
 
-from dsa.reference import apply_rotary
+import dsa
+from dsa.cases import cases_of
 from tests.reference.common import assert_refused
-from tests.reference.formulas import rotated
+
+CASES = cases_of("rotary")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dims", ["first", "last"])
 @pytest.mark.parametrize("interleaved", [True, False])
-@pytest.mark.parametrize(("shape", "channels"), [((5, 8), 8), ((4, 3, 24), 16), ((3, 2, 2, 9), 6), ((0, 2, 8), 4)])
-def test_formula(shape, channels, interleaved, dims, dtype):
-    x, angles = torch.randn(shape).to(dtype), torch.randn(shape[0], channels // 2)
-    expected = rotated(x, angles.cos(), angles.sin(), interleaved, dims)
-    got = apply_rotary(x, angles.cos(), angles.sin(), interleaved=interleaved, dims=dims)
-    assert got.dtype == dtype and got.is_contiguous()
-    torch.testing.assert_close(got.double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-6)
+@pytest.mark.parametrize(("shape", "rotated"), [((5, 8), 8), ((4, 3, 24), 16), ((3, 2, 2, 9), 6), ((0, 2, 8), 4)])
+def test_against_float64(shape, rotated, interleaved, dims, dtype):
+    for case in CASES:
+        case.verify(shape=shape, rotated=rotated, interleaved=interleaved, dims=dims, dtype=dtype)
 
 
 @pytest.mark.parametrize(
@@ -34,5 +33,4 @@ def test_formula(shape, channels, interleaved, dims, dtype):
     ],
 )
 def test_wrong_arguments_are_named(change, message):
-    arguments = {"x": torch.zeros(3, 2, 8), "cos": torch.zeros(3, 4), "sin": torch.zeros(3, 4), "dims": "first"}
-    assert_refused(message, apply_rotary, **(arguments | change), interleaved=True)
+    assert_refused(message, dsa.apply_rotary, **CASES[0].arguments(shape=(3, 2, 8), rotated=8) | change)

@@ -1,9 +1,10 @@
-"""FP4 weights by their definition: codes, exponents of groups, and what they are worth."""
+"""FP4 weights by their codes and the exponents of their groups."""
 
 import torch
 
-VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-VALUES += [-v for v in VALUES]
+from dsa.cases.gemm import E2M1, fp4_values
+
+VALUES = [*E2M1, *(-x for x in E2M1)]
 SMALLEST, LARGEST = 1, 7  # codes
 
 
@@ -17,9 +18,8 @@ def e8m0(exponents):
 
 
 def weight(codes, exponents):
-    """The weight by the definition, element by element, in fp64."""
-    scale = torch.ldexp(torch.ones((), dtype=torch.float64), exponents.double()).repeat_interleave(32, 1)
-    return torch.tensor(VALUES, dtype=torch.float64)[codes] * scale
+    """The weight in float64."""
+    return fp4_values(pack(codes), e8m0(exponents))
 
 
 def random_codes(*shape):

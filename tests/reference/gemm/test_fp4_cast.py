@@ -1,30 +1,26 @@
-"""FP4 weights in FP8: exactly the same weights, with a scale a block of 128 x 128, wherever e4m3 has the range."""
+"""FP4 weights in FP8: exactly the same weights wherever e4m3 has the range."""
 
-import itertools
 import re
 
 import pytest
 import torch
 
-from dsa.reference import dequantize_per_block, fp4_block_scales, widen_fp4
-from tests.reference.common import assert_refused, assert_same_bits
-from tests.reference.gemm.fp4 import LARGEST, SMALLEST, e8m0, pack, random_codes, weight
+import dsa
+from dsa.cases.gemm import check_widened
+from dsa.reference import fp4_block_scales, widen_fp4
+from tests.reference.common import assert_refused
+from tests.reference.gemm.fp4 import LARGEST, SMALLEST, e8m0, pack, random_codes
 
 
 def assert_lossless(codes, exponents):
-    q, scale = widen_fp4(pack(codes), e8m0(exponents))
-    assert q.dtype == torch.float8_e4m3fn and scale.dtype == torch.float32
-    expected = weight(codes, exponents)
-    rows, columns = torch.meshgrid(*(torch.arange(n) // 128 for n in codes.shape), indexing="ij")
-    assert torch.equal(q.double() * scale[rows, columns].double(), expected)
-    assert torch.equal(q.double().signbit(), expected.signbit())  # of zeros too
-    mantissa, _ = torch.frexp(scale)
-    assert mantissa.eq(0.5).all()  # powers of two
-    return scale
+    packed, scale = pack(codes), e8m0(exponents)
+    q, block_scale = widen_fp4(packed, scale)
+    check_widened({"packed": packed, "scale": scale}, (q, block_scale))
+    return block_scale
 
 
 def test_all_codes_at_all_offsets():
-    """Groups lie up to 2^14 below their block's largest scale."""
+    """The scales of groups are up to 2^14 below the largest scale of their block."""
     codes, exponents = random_codes(128, 128), -(torch.arange(512).reshape(128, 4) % 15)
     for offset in range(15):
         assert len(codes.view(128, 4, 32)[exponents == -offset].unique()) == 16
@@ -44,7 +40,7 @@ def test_every_block_has_its_own_scale():
 
 @pytest.mark.parametrize("top", [-127, -126, -120, -113, 0, 127])
 def test_ends_of_the_scale_range(top):
-    """The block's scale stays a normal fp32, whatever the groups' are."""
+    """The scale of a block is a normal fp32 number for all scales of groups."""
     codes = random_codes(128, 128)
     codes[0, 0] = LARGEST
     exponents = torch.full((128, 4), top)
@@ -52,8 +48,8 @@ def test_ends_of_the_scale_range(top):
     assert assert_lossless(codes, exponents).item() == 2.0 ** max(top - 6, -126)
 
 
-def test_groups_of_zeros_do_not_count():
-    """Quantisers write any scale there."""
+def test_groups_of_zeros_are_ignored():
+    """Quantisers write any scale for them."""
     codes = random_codes(128, 256)
     codes[5, 32:64] = 8  # -0
     codes[6, 64:96] = 0
@@ -61,17 +57,12 @@ def test_groups_of_zeros_do_not_count():
     exponents = torch.zeros(128, 8, dtype=torch.int64)
     exponents[5, 1], exponents[6, 2] = -127, 127
     exponents[:, 4:] = -127
-    q, scale = widen_fp4(pack(codes), e8m0(exponents))
-    assert scale[0].tolist()[0] == 2.0**-6
-    assert torch.equal(
-        dequantize_per_block(q, scale)[:, :128].double(), weight(codes, exponents.where(exponents == 0, 0))[:, :128]
-    )
-    assert q[:, 128:].float().eq(0).all()
+    assert assert_lossless(codes, exponents).tolist() == [[2.0**-6, 2.0**-126]]
 
 
 @pytest.mark.parametrize(("code", "spread"), [(SMALLEST, 14), (3, 14), (2, 15), (4, 16), (6, 17), (LARGEST, 16)])
 def test_limit_of_the_spread(code, spread):
-    """Exactly what e4m3 cannot hold is refused: 4 lies three steps further from its end than 0.5."""
+    """A spread is refused if and only if e4m3 cannot hold it: 4 has three powers of two more room than 0.5."""
     codes = torch.full((256, 256), LARGEST)
     codes[200, 160:192] = code
     exponents = torch.zeros(256, 8, dtype=torch.int64)
@@ -85,7 +76,7 @@ def test_limit_of_the_spread(code, spread):
 
 
 def test_widest_spread_is_refused():
-    """Not even a value far below fp32's smallest passes for a zero."""
+    """A value far below the lowest fp32 number is not taken for a zero."""
     codes = torch.full((128, 128), LARGEST)
     exponents = torch.full((128, 4), 127)
     exponents[3, 3] = -127
@@ -102,7 +93,7 @@ def test_nan_scale():
 
 
 def experts():
-    """Weights [2, 3, 140, 160] whose blocks' scales all differ."""
+    """Weights [2, 3, 140, 160] whose blocks all have different scales."""
     codes = random_codes(2, 3, 140, 160)
     blocks = torch.arange(2 * 3 * 2 * 2).view(2, 3, 2, 2) - 12
     exponents = blocks.repeat_interleave(128, 2)[:, :, :140].repeat_interleave(4, 3)[..., :5]
@@ -112,16 +103,14 @@ def experts():
 
 def test_leading_dimensions():
     packed, scale, expected = experts()
-    q, block_scale = widen_fp4(packed, scale)
-    assert q.shape == (2, 3, 140, 160) and torch.equal(block_scale, expected)
-    assert torch.equal(fp4_block_scales(packed, scale), expected)
+    found = widen_fp4(packed, scale)
+    check_widened({"packed": packed, "scale": scale}, found)
+    assert found[0].shape == (2, 3, 140, 160) and torch.equal(found[1], expected)
     strided = packed.view(torch.uint8).transpose(0, 1), scale.transpose(0, 1)
     assert torch.equal(fp4_block_scales(*strided), expected.transpose(0, 1))
-    for i, j in itertools.product(range(2), range(3)):
-        assert_same_bits((q[i, j], block_scale[i, j]), widen_fp4(packed[i, j], scale[i, j]))
 
 
-def test_a_block_among_experts_is_named():
+def test_the_error_names_the_block_of_an_expert():
     packed, scale, _ = experts()
     packed.view(torch.uint8)[1, 2, 130, 64:80], packed.view(torch.uint8)[1, 2, 131, 64:80] = 0x11, 0x77
     exponents = scale.view(torch.uint8)
@@ -140,7 +129,7 @@ def test_without_rows_or_channels():
 PACKED, SCALE = torch.zeros(4, 32, dtype=torch.int8), e8m0(torch.zeros(4, 2))
 
 
-@pytest.mark.parametrize("function", [widen_fp4, fp4_block_scales])
+@pytest.mark.parametrize("function", [dsa.widen_fp4, dsa.fp4_block_scales])
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

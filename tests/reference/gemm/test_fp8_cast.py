@@ -1,11 +1,14 @@
+"""Casts to FP8: bytes, by hand and by an exhaustive search, and what is not finite."""
+
 import math
 
 import pytest
 import torch
 
+import dsa
+from dsa.cases import cases_of
 from dsa.reference import (
     ceil_to_ue8m0,
-    dequantize_per_block,
     dequantize_per_token,
     per_block_cast_to_fp8,
     per_row_cast_to_fp8,
@@ -13,6 +16,26 @@ from dsa.reference import (
 )
 from tests.reference.common import assert_refused
 from tests.reference.gemm import e4m3
+
+(TOKENS,) = cases_of("per_token_cast_to_fp8")
+CAST, WEIGHT, *_ = cases_of("fp8_gemm_nt")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("hadamard", [False, True])
+@pytest.mark.parametrize("use_ue8m0", [True, False])
+@pytest.mark.parametrize(("shape", "gran_k"), [((2, 3, 128), 64), ((2, 3, 256), 128)])
+def test_tokens_against_float64(shape, gran_k, use_ue8m0, hadamard, dtype):
+    TOKENS.verify(shape=shape, gran_k=gran_k, use_ue8m0=use_ue8m0, hadamard=hadamard, dtype=dtype)
+
+
+@pytest.mark.parametrize(("rows", "columns", "block"), [(576, 200, 128), (3, 200, 2**31 - 1), (10, 7, 4)])
+@pytest.mark.parametrize("use_ue8m0", [True, False])
+def test_weights_against_float64(use_ue8m0, rows, columns, block):
+    """A block larger than the weight is the weight."""
+    CAST.verify(rows=rows, columns=columns, block=block, use_ue8m0=use_ue8m0)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        WEIGHT.verify(rows=rows, columns=columns, block=block, dtype=dtype)
 
 
 def next_above(x):
@@ -24,7 +47,7 @@ def row(*values, length=128):
 
 
 @pytest.mark.parametrize("exponent", [-126, -22, -1, 0, 1, 100])
-def test_ue8m0_at_a_power_of_two_and_beside_it(exponent):
+def test_ue8m0_at_and_next_to_a_power_of_two(exponent):
     power = 2.0**exponent
     below = torch.tensor(power).nextafter(torch.tensor(0.0)).item() if exponent > -126 else power
     scales = torch.tensor([power, next_above(power), below])
@@ -47,7 +70,7 @@ def test_scale_by_hand(amax, scale):
 
 
 def test_values_round_to_the_nearest_with_ties_to_even():
-    # amax 448 makes the scale 1. Spacing is 2 from 16, 32 from 256; 2^-10 is half the smallest value.
+    # amax 448 makes the scale 1. Steps are 2 from 16 on and 32 from 256 on; 2^-10 is half the lowest step.
     x = row(448.0, 17.0, 19.0, 18.9, 300.0, 2.0**-10, 3 * 2.0**-10, -17.0)
     q, scale = per_token_cast_to_fp8(x)
     assert scale.item() == 1.0
@@ -57,7 +80,7 @@ def test_values_round_to_the_nearest_with_ties_to_even():
 
 @pytest.mark.parametrize("use_ue8m0", [True, False])
 def test_random_rows_against_an_exhaustive_search(use_ue8m0):
-    """The largest number of a group counts as at least 1e-4."""
+    """amax is at least 1e-4."""
     x = torch.randn(5, 256) * torch.tensor([[0.0], [1e-6], [1e-5], [1.0], [1e4]])
     q, scale = per_token_cast_to_fp8(x, use_ue8m0)
     assert scale.shape == (5, 2) and q.dtype == torch.float8_e4m3fn
@@ -70,7 +93,7 @@ def test_random_rows_against_an_exhaustive_search(use_ue8m0):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_values_are_products_with_the_reciprocal(dtype):
-    """DeepGEMM's bytes: for bf16 one in two thousand is another than the quotient's."""
+    """DeepGEMM's bytes: in bf16, one in two thousand differs from the byte of the quotient."""
     x = torch.randn(4096, 128).to(dtype)
     q, scale = per_token_cast_to_fp8(x, use_ue8m0=False)
     assert torch.equal(scale, x.abs().amax(1, keepdim=True).float() / 448.0)
@@ -82,13 +105,6 @@ def test_values_are_products_with_the_reciprocal(dtype):
     assert torch.equal(blocks.view(torch.uint8), (x * (1.0 / full)).to(torch.float8_e4m3fn).view(torch.uint8))
 
 
-def test_a_block_larger_than_the_weight_is_the_weight():
-    w = torch.randn(3, 200)
-    whole, scale = per_block_cast_to_fp8(w, block=2**31 - 1)
-    assert scale.shape == (1, 1)
-    assert torch.equal(dequantize_per_block(whole, scale, block=2**31 - 1), whole.float() * scale)
-
-
 def test_nan_and_infinity_stay_in_their_group():
     x = torch.ones(1, 384)
     x[0, 3], x[0, 200] = math.nan, math.inf
@@ -98,47 +114,18 @@ def test_nan_and_infinity_stay_in_their_group():
     assert q[0, 256:].float().eq(256.0).all()
 
 
-def test_groups_of_other_sizes_and_leading_dimensions():
-    x = torch.randn(2, 3, 128)
-    q, scale = per_token_cast_to_fp8(x, gran_k=64)
-    assert q.shape == (2, 3, 128) and scale.shape == (2, 3, 2)
-    assert torch.equal(scale[1, 2, 1:], per_row_cast_to_fp8(x[1, 2, 64:])[1][None])
-    q, scale = per_token_cast_to_fp8(torch.zeros(0, 256))
-    assert q.shape == (0, 256) and scale.shape == (0, 2)
+def test_rows_of_any_length_and_no_rows():
     q, scale = per_row_cast_to_fp8(row(0.5, 896.0, length=7))
     assert scale.tolist() == [2.0] and q[0, :2].float().tolist() == [0.25, 448.0]
+    q, scale = per_token_cast_to_fp8(torch.zeros(0, 256))
+    assert q.shape == (0, 256) and scale.shape == (0, 2)
 
 
-def test_hadamard_comes_first_and_is_rounded():
-    x = torch.zeros(1, 256, dtype=torch.bfloat16)
-    x[0, 0] = 3.0  # becomes 3 / sqrt(128) = 0.26517 in the whole first group, 0.265625 in bf16
-    q, scale = per_token_cast_to_fp8(x, use_ue8m0=False, hadamard=True)
-    assert scale[0, 0].item() == pytest.approx(0.265625 / 448, rel=1e-6)
-    assert q[0, :128].float().eq(448.0).all() and q[0, 128:].float().eq(0.0).all()
-
-
-def test_blocks_with_a_ragged_last_one():
-    w = torch.zeros(576, 200)
-    w[575, 199] = 896.0  # block (4, 1): 64 rows, 72 columns
-    w[511, 0] = 1280.0  # block (3, 0)
-    q, scale = per_block_cast_to_fp8(w)
-    assert q.shape == (576, 200) and q.is_contiguous()
-    floor = 2.0**-22
-    assert scale.tolist() == [[floor, floor], [floor, floor], [floor, floor], [4.0, floor], [floor, 2.0]]
-    assert q[575, 199].float().item() == 448.0 and q[511, 0].float().item() == 320.0
-    assert torch.equal(dequantize_per_block(q, scale)[[575, 511], [199, 0]], torch.tensor([896.0, 1280.0]))
-
-
-def test_dequantize_by_index():
-    q = torch.randint(-8, 9, (300, 130)).float().to(torch.float8_e4m3fn)
-    scale = torch.rand(3, 2) + 0.1
-    got = dequantize_per_block(q, scale)
-    for i, j in [(0, 0), (127, 127), (128, 128), (255, 129), (256, 0), (299, 129)]:
-        assert got[i, j] == q[i, j].float() * scale[i // 128, j // 128]
-    scale = torch.rand(300, 2)
-    token = dequantize_per_token(q[:, :128], scale)
-    assert torch.equal(token, q[:, :128].float() * scale.repeat_interleave(64, 1))
-    assert torch.equal(dequantize_per_token(q[:, :128], scale, torch.bfloat16), token.bfloat16())
+def test_dequantize_per_token():
+    q, scale = torch.randn(300, 128).to(torch.float8_e4m3fn), torch.rand(300, 2)
+    x = dequantize_per_token(q, scale)
+    assert torch.equal(x, q.float() * scale.repeat_interleave(64, 1))
+    assert torch.equal(dequantize_per_token(q, scale, torch.bfloat16), x.bfloat16())
 
 
 W, INTS = torch.zeros(2, 128), torch.zeros(2, 128, dtype=torch.int32)
@@ -148,24 +135,24 @@ Q, SCALE = torch.zeros(130, 128).to(torch.float8_e4m3fn), torch.ones(2, 1)
 @pytest.mark.parametrize(
     ("function", "arguments", "message"),
     [
-        (per_token_cast_to_fp8, (W[:, :100],), "x: the last dimension must be a multiple of gran_k=128, got 100"),
-        (per_block_cast_to_fp8, (W[None],), r"w: shape must be \[O, I\], got \[1, 2, 128\]"),
-        (per_block_cast_to_fp8, (INTS,), "w: dtype must be float32, bfloat16 or float16, got int32"),
-        (per_block_cast_to_fp8, ([[1.0]],), "w: must be a torch.Tensor, got list"),
-        (per_block_cast_to_fp8, (W, 1), "use_ue8m0: must be True or False, got int"),
-        (per_block_cast_to_fp8, (W, True, 0), "block: must be at least 1, got 0"),
-        (per_block_cast_to_fp8, (W, True, 1.0), "block: must be an int, got float"),
-        (dequantize_per_block, (Q.float(), SCALE), "q: dtype must be float8_e4m3fn, got float32"),
-        (dequantize_per_block, (Q, SCALE.double()), "scale: dtype must be float32 or float8_e8m0fnu, got float64"),
-        (dequantize_per_block, (Q, SCALE.to("meta")), "scale: must be on q's device cpu, got meta"),
+        (dsa.per_token_cast_to_fp8, (W[:, :100],), "x: the last dimension must be a multiple of gran_k=128, got 100"),
+        (dsa.per_block_cast_to_fp8, (W[None],), r"w: shape must be \[O, I\], got \[1, 2, 128\]"),
+        (dsa.per_block_cast_to_fp8, (INTS,), "w: dtype must be float32, bfloat16 or float16, got int32"),
+        (dsa.per_block_cast_to_fp8, ([[1.0]],), "w: must be a torch.Tensor, got list"),
+        (dsa.per_block_cast_to_fp8, (W, 1), "use_ue8m0: must be True or False, got int"),
+        (dsa.per_block_cast_to_fp8, (W, True, 0), "block: must be at least 1, got 0"),
+        (dsa.per_block_cast_to_fp8, (W, True, 1.0), "block: must be an int, got float"),
+        (dsa.dequantize_per_block, (Q.float(), SCALE), "q: dtype must be float8_e4m3fn, got float32"),
+        (dsa.dequantize_per_block, (Q, SCALE.double()), "scale: dtype must be float32 or float8_e8m0fnu, got float64"),
+        (dsa.dequantize_per_block, (Q, SCALE.to("meta")), "scale: must be on q's device cpu, got meta"),
         (
-            dequantize_per_block,
+            dsa.dequantize_per_block,
             (Q, SCALE, torch.int32),
             "dtype: must be float32, bfloat16, float16 or float64, got int",
         ),
-        (dequantize_per_block, (Q, None), "scale: must be a torch.Tensor, got NoneType"),
+        (dsa.dequantize_per_block, (Q, None), "scale: must be a torch.Tensor, got NoneType"),
         (
-            dequantize_per_block,
+            dsa.dequantize_per_block,
             (Q, SCALE[:1]),
             r"scale: shape must be \[2, 1\], got \[1, 1\] \(sizes as of q and block",
         ),

@@ -1,69 +1,54 @@
-"""Products of FP4 weights are those of the widened weights."""
+"""Products of FP4 weights: the bits of the widened weights, and weights that are refused."""
 
 import re
 
 import pytest
 import torch
 
-from dsa.reference import fp4_block_scales, grouped_fp8_fp4_gemm_nt, grouped_fp8_gemm_nt, widen_fp4
+import dsa
+from dsa.cases import cases_of
 from dsa.reference.gemm import fp8_fp4_gemm_nt as module
-from tests.reference.common import assert_refused, assert_same_bits, i32
-from tests.reference.gemm.fp4 import e8m0, pack, random_codes
+from tests.reference.common import assert_refused, i32
+from tests.reference.gemm.fp4 import e8m0
 
-
-def operands(columns=140, channels=160, experts=3, tokens=7):
-    """a, b as codes and exponents, and ends of so many rows as there are tokens."""
-    torch.manual_seed(0)
-    a = torch.randn(tokens, channels).to(torch.float8_e4m3fn), torch.rand(tokens, -(-channels // 128)) + 0.1
-    codes = random_codes(experts, columns, channels)
-    exponents = torch.randint(-14, 1, (experts, columns, channels // 32))
-    return a, (codes, exponents), i32([2, 2, tokens])
-
-
-def fp4_weight(codes, exponents):
-    packed, scale = pack(codes), e8m0(exponents)
-    return packed, scale, fp4_block_scales(packed, scale)
+CASE, *_ = cases_of("fp8_fp4_gemm_nt")
 
 
 @pytest.mark.parametrize(("columns", "channels"), [(128, 128), (140, 160), (8, 32), (256, 320)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("gathered", [False, True])
-def test_bits_of_the_widened_weights(columns, channels, gathered, dtype):
-    """Also in rows from the last end on, which are NaN."""
-    a, b, _ = operands(columns, channels)
-    packed, scale, block_scale = fp4_weight(*b)
-    options = {"rows": i32([6, 0, 0, 3, 3, 1, 2, -1]), "weights": torch.rand(8)} if gathered else {}
-    for ends in (i32([2, 2, 7]), i32([0, 5, 6]), i32([0, 0, 0])):
-        expected = grouped_fp8_gemm_nt(a, widen_fp4(packed, scale), ends, dtype, **options)
-        for values in (packed, packed.view(torch.uint8)):
-            got = grouped_fp8_fp4_gemm_nt(a, (values, scale, block_scale), ends, dtype, **options)
-            assert got.dtype == dtype
-            assert_same_bits([got], [expected])
+@pytest.mark.parametrize("tokens", [0, 7])
+def test_bits_of_the_widened_weights(columns, channels, tokens, dtype):
+    """Rows from the last end on are NaN. Bytes may be int8 or uint8."""
+    for sizes in ([2, 0, 5], [0, 5, 1], [0, 0, 0]):
+        sizes = {"sizes": sizes, "tokens": tokens, "columns": columns, "channels": channels, "after": 2}
+        given = CASE.arguments(**sizes, out_dtype=dtype, weighted=tokens > 0)
+        (got,) = CASE.run(given)
+        CASE.check(given, [got])
+        packed, *scales = given["b"]
+        assert torch.equal(CASE.run(given | {"b": (packed.view(torch.int8), *scales)})[0][:-2], got[:-2])
+        assert got.dtype == dtype and got[-2:].isnan().all() and not got[:-2].isnan().any()
 
 
 def test_only_weights_with_rows_are_widened(monkeypatch):
     seen = []
     right = module.widen_matrix
     monkeypatch.setattr(module, "widen_matrix", lambda p, s, place: (seen.append(place), right(p, s, place))[1])
-    a, b, ends = operands()
-    grouped_fp8_fp4_gemm_nt(a, fp4_weight(*b), ends)
+    CASE.run(CASE.arguments(sizes=[2, 0, 5]))
     assert seen == [(0,), (2,)]
 
 
 def test_weights_that_fp8_cannot_hold():
-    a, (codes, exponents), ends = operands()
-    packed, scale, block_scale = fp4_weight(codes, exponents)
-    wide = block_scale.clone()
+    given = CASE.arguments(sizes=[2, 0, 5], columns=140)
+    packed, scale, block_scale = given["b"]
+    wide, nan = block_scale.clone(), scale.clone()
     wide[2, 1, 0] *= 2
     message = f"b[2]: must be fp4_block_scales(b[0], b[1]), {block_scale[2, 1, 0].item()} at [2, 1, 0], got"
-    assert_refused(re.escape(message), grouped_fp8_fp4_gemm_nt, a, (packed, scale, wide), ends)
-    none = scale.clone()
-    none.view(torch.uint8)[2, 5, 1] = 255
-    message = r"b: scale\[2, 5, 1\] is NaN"
-    assert_refused(message, grouped_fp8_fp4_gemm_nt, a, (packed, none, block_scale), ends)
-    exponents[2, 130, 4], codes[2, 130, 128:] = -40, 1
+    assert_refused(re.escape(message), CASE.run, given | {"b": (packed, scale, wide)})
+    nan.view(torch.uint8)[2, 5, 1] = 255
+    assert_refused(r"b: scale\[2, 5, 1\] is NaN", CASE.run, given | {"b": (packed, nan, block_scale)})
+    scale.view(torch.uint8)[2, 130, 4], packed[2, 130, 64:] = 127 - 40, 0x11
     message = r"b: block \[2, 1, 1\] of 128 x 128: its groups' scales go from 2\^-40"
-    assert_refused(message, grouped_fp8_fp4_gemm_nt, a, (pack(codes), e8m0(exponents), block_scale), ends)
+    assert_refused(message, CASE.run, given)
 
 
 Q, S = torch.zeros(7, 160).to(torch.float8_e4m3fn), torch.ones(7, 2)
@@ -86,10 +71,10 @@ P, E8M0, BLOCK = torch.zeros(3, 140, 80, dtype=torch.int8), e8m0(torch.zeros(3, 
     ],
 )
 def test_wrong_arguments_are_named(a, b, message):
-    assert_refused(re.escape(message), grouped_fp8_fp4_gemm_nt, a, b, i32([2, 2, 7]))
+    assert_refused(re.escape(message), dsa.grouped_fp8_fp4_gemm_nt, a, b, i32([2, 2, 7]))
 
 
 def test_wrong_weights_of_rows_are_named():
     message = r"weights: shape must be \[7\], got \[6\] \(sizes as of a\[0\], without rows\)"
     arguments = (Q, S), (P, E8M0, BLOCK), i32([2, 2, 7])
-    assert_refused(message, grouped_fp8_fp4_gemm_nt, *arguments, weights=torch.ones(6))
+    assert_refused(message, dsa.grouped_fp8_fp4_gemm_nt, *arguments, weights=torch.ones(6))

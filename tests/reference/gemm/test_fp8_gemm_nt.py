@@ -1,3 +1,5 @@
+"""Products of FP8 operands: the order of sums, rows of no expert, and contents that are refused."""
+
 import re
 
 import pytest
@@ -5,30 +7,28 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import dsa
+from dsa.cases import cases_of
 from dsa.reference import fp8_gemm_nt, grouped_fp8_gemm_nt
 from tests.reference.common import assert_refused, i32
 
+*_, ONE, GROUPED = cases_of("fp8_gemm_nt")
 E4M3 = torch.float8_e4m3fn
 
 
-def oracle(q, s, w, ws):
-    rows, columns = q.double() * s.double().repeat_interleave(128, 1)[:, : q.shape[1]], ws.double()
-    columns = columns.repeat_interleave(128, 0)[: len(w)].repeat_interleave(128, 1)[:, : w.shape[1]]
-    return rows @ (w.double() * columns).T
-
-
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 128, 128), (5, 576, 384), (3, 130, 256), (2, 7, 200), (4, 64, 100)])
-def test_against_float64(m, n, k):
-    q, w = ((torch.randn(rows, k) * 50).to(E4M3) for rows in (m, n))
-    s, ws = torch.rand(m, -(-k // 128)) + 0.1, torch.rand(-(-n // 128), -(-k // 128)) + 0.1
-    expected = oracle(q, s, w, ws)
-    got = fp8_gemm_nt((q, s), (w, ws), torch.float32)
-    torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
-    assert torch.equal(fp8_gemm_nt((q, s), (w, ws)), got.bfloat16())
+@pytest.mark.parametrize(
+    ("rows", "columns", "channels"), [(1, 128, 128), (5, 576, 384), (3, 130, 256), (2, 7, 200), (4, 64, 100)]
+)
+def test_against_float64(rows, columns, channels):
+    """With an error of 1e-5 at most, where kernels may have more."""
+    assert ONE.verify(rows=rows, columns=columns, channels=channels) < 1e-5
+    sizes = {"sizes": [rows, 0, 3], "columns": columns, "channels": channels}
+    for tokens in (0, 4):
+        assert GROUPED.verify(**sizes, tokens=tokens) < 1e-5
 
 
 def test_blocks_are_added_in_order():
-    # 2^24 + 1 + 1 in fp32 is 2^24 added one by one, 2^24 + 2 if the ones are added first.
+    # In fp32, 2^24 + 1 + 1 is 2^24 one by one, and 2^24 + 2 if the ones are added first.
     q = torch.zeros(1, 384).to(E4M3)
     q[0, 0], q[0, 128], q[0, 256] = 1.0, 1.0, 1.0
     scale = torch.tensor([[2.0**24, 1.0, 1.0]])
@@ -38,7 +38,7 @@ def test_blocks_are_added_in_order():
 
 
 def exact(*rows, channels=256):
-    """Whole numbers whose scales are powers of two: their sums are the same in any order, and so on any CPU."""
+    """Integers whose scales are powers of two: their sums have the same bits in any order, so on any CPU."""
     blocks = rows if len(rows) == 1 else (rows[0], -(-rows[1] // 128))
     return torch.randint(-4, 5, (*rows, channels)).float().to(E4M3), 2.0 ** torch.randint(-3, 3, (*blocks, 2))
 
@@ -53,26 +53,15 @@ def test_leading_dimensions_and_empty_inputs():
 
 
 def grouped(rows):
-    """a of 9 rows, b of 4 weights, and the ends of so many rows."""
+    """a with 9 rows, b with 4 weights, and ends for this many rows."""
     return exact(9), exact(4, 136), i32([2, 2, rows - 1, rows])
 
 
-def test_groups_are_single_products():
-    (q, s), (w, ws), ends = grouped(9)
-    got = grouped_fp8_gemm_nt((q, s), (w, ws), ends, torch.float32)
-    for rows, e in ((slice(0, 2), 0), (slice(2, 8), 2), (slice(8, 9), 3)):
-        assert torch.equal(got[rows], fp8_gemm_nt((q[rows], s[rows]), (w[e], ws[e]), torch.float32))
-    assert grouped_fp8_gemm_nt((q[:0], s[:0]), (w, ws), i32([0] * 4)).shape == (0, 136)
-
-
-def test_rows_are_gathered():
-    """In any order, several times or not at all; strided too."""
+def test_numbers_of_rows_may_have_strides():
     rows = i32([3, 3, 8, 0, 5, 3, 1, 7, 3, 3, 2, 0, 8])
-    (q, s), b, ends = grouped(len(rows))
-    copied = q.view(torch.uint8)[rows].view(q.dtype), s[rows]
-    expected = grouped_fp8_gemm_nt(copied, b, ends, torch.float32)
-    for given_rows in (rows, torch.stack((rows, -rows), 1)[:, 0]):
-        assert torch.equal(grouped_fp8_gemm_nt((q, s), b, ends, torch.float32, rows=given_rows), expected)
+    a, b, ends = grouped(len(rows))
+    expected = grouped_fp8_gemm_nt(a, b, ends, rows=rows)
+    assert torch.equal(grouped_fp8_gemm_nt(a, b, ends, rows=torch.stack((rows, -rows), 1)[:, 0]), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -95,7 +84,7 @@ def test_weights_multiply_sums_before_they_are_rounded(rows, dtype):
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
 )
 def test_rows_from_the_last_end_on_are_nan_and_not_read(count, cuts, gathered, weighted, dtype):
-    """Neither their values, scales and weights nor their numbers."""
+    """Neither their values, scales and weights nor their numbers are read."""
     (q, s), b, _ = grouped(9)
     ends = i32(sorted(min(cut, count) for cut in cuts))
     used = int(ends[-1])
@@ -117,8 +106,9 @@ def test_rows_from_the_last_end_on_are_nan_and_not_read(count, cuts, gathered, w
 
 
 def test_no_weight_has_rows():
-    """Nor need there be a weight."""
+    """There may also be no weight, and no row."""
     a, (w, ws), _ = grouped(9)
+    assert grouped_fp8_gemm_nt(tuple(x[:0] for x in a), (w, ws), i32([0] * 4)).shape == (0, 136)
     for weights in (4, 0):
         got = grouped_fp8_gemm_nt(a, (w[:weights], ws[:weights]), i32([0] * weights))
         assert got.shape == (9, 136) and got.isnan().all()
@@ -139,7 +129,7 @@ Q, S, W, WS = torch.zeros(2, 256).to(E4M3), torch.ones(2, 2), torch.zeros(576, 2
     ],
 )
 def test_wrong_arguments_are_named(arguments, message):
-    assert_refused(message, fp8_gemm_nt, *arguments)
+    assert_refused(message, dsa.fp8_gemm_nt, *arguments)
 
 
 ROWS = torch.arange(9, dtype=torch.int32)
@@ -158,7 +148,7 @@ ROWS = torch.arange(9, dtype=torch.int32)
 )
 def test_wrong_arguments_of_groups_are_named(changes, message):
     a, b, ends = grouped(3)
-    assert_refused(re.escape(message), grouped_fp8_gemm_nt, **{"a": a, "b": b, "ends": ends} | changes)
+    assert_refused(re.escape(message), dsa.grouped_fp8_gemm_nt, **{"a": a, "b": b, "ends": ends} | changes)
 
 
 @pytest.mark.parametrize("ends", [[2, 1, 8, 9], [2, 3, 9, 8], [-1, 3, 8, 9], [-1, -1, -1, -1], [2, 3, 8, 10]])

@@ -1,15 +1,11 @@
+"""The Hadamard transform against its matrix."""
+
 import pytest
 import torch
 
+from dsa.cases.gemm import sylvester
 from dsa.reference import hadamard_transform
 from tests.reference.common import assert_refused
-
-
-def sylvester(n):
-    h = [[1.0]]
-    while len(h) < n:
-        h = [row + row for row in h] + [row + [-x for x in row] for row in h]
-    return torch.tensor(h, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("n", [1, 2, 8, 64, 128])

@@ -1,29 +1,29 @@
-"""Products of 16-bit numbers in fp32, against float64."""
+"""Products of 16-bit numbers in fp32: strides, gradients and wrong arguments."""
 
 import pytest
 import torch
 
+import dsa
+from dsa.cases import cases_of
 from dsa.reference import linear_fp32
 from tests.reference.common import assert_refused
 
+(CASE,) = cases_of("linear_fp32")
 
-def inputs(tokens=5, channels=64, rows=12, dtype=torch.bfloat16):
-    torch.manual_seed(tokens)
-    return torch.randn(tokens, channels).to(dtype), torch.randn(rows, channels).to(dtype)
+
+def inputs(tokens=5):
+    given = CASE.arguments(tokens=tokens, rows=12)
+    return given["x"], given["weight"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tokens", [0, 1, 5])
 @pytest.mark.parametrize("scale, scaled_from", [(1.0, 0), (0.3, 0), (-2, 7), (0.3, 12)])
-def test_formula(scale, scaled_from, tokens, dtype):
-    x, weight = inputs(tokens, dtype=dtype)
-    scales = torch.tensor([1.0] * scaled_from + [scale] * (12 - scaled_from)).double()
-    y = linear_fp32(x, weight, scale, scaled_from=scaled_from)
-    assert y.dtype == torch.float32 and y.shape == (tokens, 12) and y.is_contiguous()
-    torch.testing.assert_close(y.double(), x.double() @ weight.double().T * scales, rtol=1e-5, atol=1e-5)
+def test_against_float64(scale, scaled_from, tokens, dtype):
+    CASE.verify(tokens=tokens, channels=64, rows=12, dtype=dtype, scale=scale, scaled_from=scaled_from)
 
 
-def test_bits_whatever_the_strides():
+def test_bits_do_not_depend_on_strides():
     x, weight = inputs(4)
     assert torch.equal(linear_fp32(x.T.contiguous().T, weight.T.contiguous().T), linear_fp32(x, weight))
 
@@ -54,4 +54,4 @@ def test_gradients():
 )
 def test_wrong_arguments_are_named(change, message):
     x, weight = inputs()
-    assert_refused(message, linear_fp32, **{"x": x, "weight": weight} | change)
+    assert_refused(message, dsa.linear_fp32, **{"x": x, "weight": weight} | change)

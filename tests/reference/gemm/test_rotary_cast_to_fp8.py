@@ -1,26 +1,25 @@
-"""Heads rotated and cast to FP8, on the CPU."""
+"""Rotation of heads and FP8 cast: groups and wrong arguments."""
 
 import pytest
 import torch
 
-from dsa.reference import apply_rotary, per_token_cast_to_fp8, rotary_cast_to_fp8
-from tests.reference.common import assert_refused, assert_same_bits
+import dsa
+from dsa.cases import cases_of
+from tests.reference.common import assert_refused
+
+(CASE,) = cases_of("rotary_cast_to_fp8")
+SIZES = {"tokens": 5, "heads": 6, "dim": 256}
 
 
-def operands(tokens=5, heads=6, dim=256, rotated=64):
-    angles = torch.randn(tokens, rotated // 2)
-    return torch.randn(tokens, heads, dim).bfloat16(), angles.cos(), angles.sin()
-
-
-@pytest.mark.parametrize("tokens", [0, 5])
 @pytest.mark.parametrize("use_ue8m0", [True, False])
 @pytest.mark.parametrize("groups", [1, 2, 3, 6])
-def test_a_groups_tokens_lie_together(groups, use_ue8m0, tokens):
-    x, cos, sin = operands(tokens)
-    turned = apply_rotary(x, cos, sin, interleaved=True, dims="last")
-    rows = turned.view(tokens, groups, 1536 // groups).transpose(0, 1).reshape(-1, 1536 // groups)
-    got, expected = rotary_cast_to_fp8(x, cos, sin, groups, use_ue8m0), per_token_cast_to_fp8(rows, use_ue8m0)
-    assert_same_bits(got, expected)
+def test_groups(groups, use_ue8m0):
+    CASE.verify(**SIZES, groups=groups, use_ue8m0=use_ue8m0)
+
+
+def test_no_tokens():
+    q, scale = CASE.run(CASE.arguments(**SIZES | {"tokens": 0}))
+    assert q.shape == (0, 768) and scale.shape == (0, 6)
 
 
 @pytest.mark.parametrize(
@@ -37,5 +36,4 @@ def test_a_groups_tokens_lie_together(groups, use_ue8m0, tokens):
     ],
 )
 def test_wrong_arguments_are_named(change, message):
-    given = dict(zip(("x", "cos", "sin"), operands())) | {"groups": 2} | change
-    assert_refused(message, rotary_cast_to_fp8, **given)
+    assert_refused(message, dsa.rotary_cast_to_fp8, **CASE.arguments(**SIZES) | change)

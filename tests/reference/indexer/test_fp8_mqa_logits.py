@@ -1,58 +1,43 @@
+"""References of the index scores: row strides, NaN, nothing to score, gradients, refusals."""
+
 import math
 
 import pytest
 import torch
 
+import dsa
+from dsa.cases import cases_of
+from dsa.cases.indexer import scores
 from dsa.reference import fp8_mqa_logits, mqa_logits
-from dsa.reference.indexer import fp8_mqa_logits as indexer_logits
+from dsa.reference.indexer import fp8_mqa_logits as module
 from tests.reference.common import assert_refused, i32
 
-RANGES = [(0, 37), (5, 6), (9, 9), (20, 3), (36, 37), (30, 90), (40, 90), (37, 37), (0, 0), (12, 30)]
-STARTS, ENDS = (i32([r[i] for r in RANGES]) for i in range(2))
+CASE, COMPRESSED, UNQUANTISED = cases_of("fp8_mqa_logits")
 
 
-def operands(seq, keys, heads, dim):
-    q, k = torch.randn(seq, heads, dim), torch.randn(keys, dim)
-    weights, k_scale = torch.randn(seq, heads), torch.rand(keys) + 0.3
-    return q.to(torch.float8_e4m3fn), k.to(torch.float8_e4m3fn), k_scale, weights
-
-
-def oracle(q, k, k_scale, weights, ks, ke):
-    out = torch.full((len(q), len(k)), -math.inf, dtype=torch.float64)
-    for t in range(len(q)):
-        seen = slice(max(0, int(ks[t])), max(0, int(ke[t])))
-        scale = 1.0 if k_scale is None else k_scale[seen].double()
-        out[t, seen] = scale * (weights[t].double() @ (q[t].double() @ k[seen].double().T).relu())
-    return out
-
-
-def assert_logits(got, expected):
-    assert torch.equal(got == -math.inf, expected == -math.inf)
-    torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-4)
+def operands(queries, keys):
+    given = CASE.arguments(queries=queries, keys=keys, heads=4, dim=16)
+    return given["q"], *given["kv"], given["weights"]
 
 
 @pytest.mark.parametrize(("heads", "dim"), [(1, 16), (4, 128), (32, 32)])
 @pytest.mark.parametrize("clean", [True, False])
-def test_against_float64_with_empty_unordered_and_overlong_ranges(heads, dim, clean):
-    q, k, k_scale, weights = operands(len(RANGES), 37, heads, dim)
-    expected = oracle(q, k, k_scale, weights, STARTS, ENDS)
-    assert_logits(fp8_mqa_logits(q, (k, k_scale), weights, STARTS, ENDS, clean), expected)
+def test_against_float64(heads, dim, clean):
+    CASE.verify(heads=heads, dim=dim, clean_logits=clean)
+    UNQUANTISED.verify(heads=heads, dim=dim, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("chunk", [2**24, 3 * 37 * 4, 1])
 @pytest.mark.parametrize("width", [1, 10, 300])
-def test_compressed_columns_start_at_the_row_start(width, chunk, monkeypatch):
-    monkeypatch.setattr(indexer_logits, "_CHUNK", chunk)
-    q, k, k_scale, weights = operands(len(RANGES), 37, 4, 16)
-    full = torch.nn.functional.pad(oracle(q, k, k_scale, weights, STARTS, ENDS), (0, 400), value=-math.inf)
-    expected = torch.stack([row[first : first + width] for row, (first, _) in zip(full, RANGES)])
-    assert_logits(fp8_mqa_logits(q, (k, k_scale), weights, STARTS, ENDS, False, width), expected)
+def test_chunks_of_queries(width, chunk, monkeypatch):
+    monkeypatch.setattr(module, "_CHUNK", chunk)
+    COMPRESSED.verify(keys=37, heads=4, dim=16, max_seqlen_k=width)
 
 
 # 300 + 256 = 556 columns, rounded up to 768 of 4 bytes or 1024 of 2
 @pytest.mark.parametrize(("columns", "stride", "bf16_stride"), [(0, 768, 1024), (257, 512, 512)])
 def test_row_stride_is_a_multiple_of_1024_bytes_and_bf16_is_the_rounded_fp32(columns, stride, bf16_stride):
-    q, k, k_scale, weights = operands(2, 300, 2, 16)
+    q, k, k_scale, weights = operands(2, 300)
     args = (q, (k, k_scale), weights, i32([0, 5]), i32([300, 200]))
     wide, half = (fp8_mqa_logits(*args, max_seqlen_k=columns, logits_dtype=x) for x in (torch.float32, torch.bfloat16))
     assert wide.stride() == (stride, 1) and half.stride() == (bf16_stride, 1)
@@ -60,7 +45,7 @@ def test_row_stride_is_a_multiple_of_1024_bytes_and_bf16_is_the_rounded_fp32(col
 
 
 def test_nan_keys_reach_only_their_column():
-    q, k, k_scale, weights = operands(2, 8, 4, 16)
+    q, k, k_scale, weights = operands(2, 8)
     clean = fp8_mqa_logits(q, (k, k_scale), weights, i32([0, 4]), i32([8, 8]))
     k.view(torch.uint8)[2] = 0x7F
     k_scale[3] = math.nan
@@ -71,26 +56,18 @@ def test_nan_keys_reach_only_their_column():
 
 
 def test_no_queries_and_no_keys():
-    q, k, k_scale, weights = operands(3, 5, 4, 16)
+    q, k, k_scale, weights = operands(3, 5)
     assert fp8_mqa_logits(q[:0], (k, k_scale), weights[:0], i32([]), i32([])).shape == (0, 5)
     none = (q, (k[:0], k_scale[:0]), weights, i32([0, 0, 0]), i32([1, 0, 5]))
     assert fp8_mqa_logits(*none).shape == (3, 0)
     assert fp8_mqa_logits(*none, max_seqlen_k=4).tolist() == [[-math.inf] * 4] * 3
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_unquantised_form(dtype):
-    q, k, weights = torch.randn(len(RANGES), 4, 24).to(dtype), torch.randn(37, 24).to(dtype), torch.randn(10, 4)
-    got = mqa_logits(q, k, weights, STARTS, ENDS)
-    assert got.dtype == torch.float32
-    assert_logits(got, oracle(q, k, None, weights, STARTS, ENDS))
-
-
 def test_gradients_of_the_unquantised_form():
     inputs = [torch.randn(shape, requires_grad=True) for shape in ((3, 2, 4), (5, 4), (3, 2))]
     exact = [x.detach().double().requires_grad_() for x in inputs]
     ks, ke, upstream = i32([0, 1, 4]), i32([5, 3, 4]), torch.randn(3, 5)
-    logits, expected = mqa_logits(*inputs, ks, ke), oracle(exact[0], exact[1], None, exact[2], ks, ke)
+    logits, (expected, _) = mqa_logits(*inputs, ks, ke), scores(*exact)
     gradient = torch.where(logits == -math.inf, 0.0, upstream)
     expected = torch.autograd.grad(expected, exact, gradient.double())
     for got, want in zip(torch.autograd.grad(logits, inputs, gradient), expected):
@@ -115,9 +92,9 @@ Q, K = torch.zeros(2, 4, 16).to(torch.float8_e4m3fn), torch.zeros(8, 16).to(torc
 def test_wrong_arguments_are_named(changes, message):
     good = {"q": Q, "kv": (K, torch.ones(8)), "weights": torch.zeros(2, 4)}
     good |= {"cu_seq_len_k_start": i32([0, 0]), "cu_seq_len_k_end": i32([8, 8])}
-    assert_refused(message, fp8_mqa_logits, **good | changes)
+    assert_refused(message, dsa.fp8_mqa_logits, **good | changes)
 
 
 def test_wrong_keys_of_the_unquantised_form_are_named():
     wrong = (Q.float(), K[:, :8].float(), torch.zeros(2, 4), i32([0, 0]), i32([8, 8]))
-    assert_refused(r"k: shape must be \[Skv, 16\], got \[8, 8\]", mqa_logits, *wrong)
+    assert_refused(r"k: shape must be \[Skv, 16\], got \[8, 8\]", dsa.mqa_logits, *wrong)

@@ -1,25 +1,18 @@
+"""The reference of the top-k: rows and slots by hand, floats that are neighbours, chunks, refusals."""
+
 import math
-import random
 
 import pytest
 import torch
 
+import dsa
+from dsa.cases import cases_of
 from dsa.reference import topk_indices
 from dsa.reference.indexer import topk_indices as topk
 from tests.reference.common import assert_refused, i32
 
+CASE = cases_of("topk_indices")[0]
 INF, NAN = math.inf, math.nan
-
-
-def oracle(row, k, start, length, by_value):
-    """The contract in plain Python: indices relative to start, padded with -1, and their values."""
-    stop = len(row) if length is None else start + length
-    candidates = [c for c in range(max(start, 0), min(stop, len(row))) if not math.isnan(row[c])]
-    best = sorted(candidates, key=lambda c: (-row[c], c))[:k]
-    if not by_value:
-        best.sort()
-    padding = k - len(best)
-    return [c - start for c in best] + [-1] * padding, [row[c] for c in best] + [-INF] * padding
 
 
 HAND = torch.tensor([[3.0, -1.0, 7.0, 3.0, 0.0]])
@@ -36,7 +29,7 @@ OUTSIDE = torch.tensor([[INF, NAN, -INF, -5.0, NAN, INF]])
         (HAND, 3, {"sorted": True}, [[2, 0, 3]]),
         (HAND, 2, {}, [[0, 2]]),
         (HAND, 7, {}, [[0, 1, 2, 3, 4, -1, -1]]),
-        # -0 equals 0; of equal scores the lowest indices
+        # -0 equals 0, and ties go to the lowest indices
         (ZEROS, 2, {"sorted": True}, [[0, 1]]),
         (ZEROS, 3, {}, [[0, 1, 2]]),
         (ZEROS.bfloat16(), 3, {}, [[0, 1, 2]]),
@@ -55,7 +48,7 @@ OUTSIDE = torch.tensor([[INF, NAN, -INF, -5.0, NAN, INF]])
         (RISING, 2, {"starts": i32([3, 0, 9, 10])}, [[5, 6], [8, 9], [0, -1], [-1, -1]]),
         (RISING, 2, {"lengths": i32([0, -3, 100, 1])}, [[-1, -1], [-1, -1], [8, 9], [0, -1]]),
         (OUTSIDE, 3, {"starts": i32([2]), "lengths": i32([2])}, [[0, 1, -1]]),
-        # a plateau gives its lowest indices
+        # ties of many
         (torch.zeros(1, 1000).index_fill(1, torch.tensor(700), 1.0), 5, {}, [[0, 1, 2, 3, 700]]),
         (torch.zeros(1, 1000).index_fill(1, torch.tensor(3), -1.0), 5, {}, [[0, 1, 2, 4, 5]]),
         (torch.zeros(0, 5), 3, {}, []),
@@ -78,32 +71,23 @@ def test_neighbouring_floats_are_told_apart():
 
 
 POOLS = [
-    lambda rng: rng.choice([0.0, -0.0, 1.0, -1.0, INF, -INF, NAN]),
-    lambda rng: float(rng.randint(-2, 2)),
-    lambda rng: rng.gauss(0, 1),
-    lambda rng: rng.uniform(-1, 1) * 10.0 ** rng.randint(-44, 38),
+    lambda *shape: torch.tensor([0.0, -0.0, 1.0, -1.0, INF, -INF, NAN])[torch.randint(7, shape)],
+    lambda *shape: torch.randint(-2, 3, shape).float(),
+    torch.randn,
+    lambda *shape: torch.randn(shape) * 10.0 ** torch.randint(-44, 38, shape),
 ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("chunk", [2**26, 100])
-@pytest.mark.parametrize("pool", range(4))
-def test_random_rows_against_sorted(pool, chunk, dtype, monkeypatch):
+@pytest.mark.parametrize("pool", POOLS)
+def test_chunks_of_rows(pool, chunk, dtype, monkeypatch):
     monkeypatch.setattr(topk, "_CHUNK", chunk)
-    rng = random.Random(7)
-    for trial in range(15):
-        rows, cols, k = rng.randint(1, 9), rng.randint(0, 40), rng.choice([1, 2, 7, 16, 50])
-        scores = torch.tensor([[POOLS[pool](rng) for _ in range(cols)] for _ in range(rows)]).view(rows, cols).to(dtype)
-        starts = [rng.randint(0, cols + 2) for _ in range(rows)] if rng.random() < 0.7 else None
-        lengths = [rng.randint(-1, cols + 3) for _ in range(rows)] if rng.random() < 0.7 else None
-        by_value = rng.random() < 0.5
-        options = {"starts": i32(starts) if starts else None, "sorted": by_value}
-        options |= {"lengths": i32(lengths) if lengths else None}
-        indices, values = topk_indices(scores, k, **options, return_values=True)
-        for r in range(rows):
-            start, length = starts[r] if starts else 0, lengths[r] if lengths else None
-            expected = oracle(scores[r].float().tolist(), k, start, length, by_value)
-            assert (indices[r].tolist(), values[r].tolist()) == expected, (trial, r)
+    for k in (1, 2, 7, 16, 50):
+        for by_value in (False, True):
+            given = CASE.arguments(rows=9, cols=41, k=k, sorted=by_value) | {"scores": pool(9, 41).to(dtype)}
+            for absent in ({}, {"starts": None}, {"lengths": None}, {"starts": None, "lengths": None}):
+                CASE.check(given | absent, CASE.results(given | absent))
 
 
 def test_rows_without_columns():
@@ -124,8 +108,8 @@ PAGED = torch.tensor([[5.0, 1.0, 4.0, 9.0, 0.0, 8.0, 7.0, 0.0]] * 3), i32([[7, 2
             {"row_to_seq": i32([0, 1, 0]), "lengths": i32([8, 8, 3])},
             [[14, 4, 5, 1, 2], [6, -1, -1, 11, 12], [14, 15, 4, -1, -1]],
         ),
-        # without row_to_seq every row is a sequence: in the first one column 2 lies beyond the table, in the second
-        # columns 2 and 1 are indices 1 and 0
+        # without row_to_seq every row is a sequence: column 2 of the first one is past the table, and columns 2 and 1
+        # of the second one are indices 1 and 0
         (
             torch.tensor([[0.0, 3.0, 1.0], [2.0, 0.0, 1.0]]),
             2,
@@ -160,4 +144,4 @@ TABLE = i32([[0], [1]])
     ],
 )
 def test_wrong_arguments_are_named(changes, message):
-    assert_refused(message, topk_indices, **{"scores": torch.zeros(2, 4), "k": 1} | changes)
+    assert_refused(message, dsa.topk_indices, **{"scores": torch.zeros(2, 4), "k": 1} | changes)

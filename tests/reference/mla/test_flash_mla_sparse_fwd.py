@@ -1,13 +1,18 @@
+"""The reference of sparse prefill: dtypes, chunks of queries, overflow, NaN, gradients, and refused arguments."""
+
 import math
 
 import pytest
 import torch
 
+import dsa
+from dsa.cases import CASES
+from dsa.cases.attention import attend_lists, valid
 from dsa.reference import flash_mla_sparse_fwd
 from dsa.reference.mla import softmax_attention
 from tests.reference.common import assert_refused, i32
-from tests.reference.mla.attention_oracle import assert_near, attend_rows
 
+CASE = next(case for case in CASES if case.name == "flash_mla_sparse_fwd")
 INF, NAN = math.inf, math.nan
 INDICES = i32(
     [
@@ -20,30 +25,14 @@ INDICES = i32(
 )
 
 
-def oracle(q, kv, indices, scale, d_v, sink=None, lengths=None):
-    rows = []
-    for t in range(len(q)):
-        listed = indices[t, 0].tolist()[: None if lengths is None else max(0, lengths[t])]
-        rows.append(kv[[j for j in listed if 0 <= j < len(kv)], 0])
-    return attend_rows(q, rows, scale, d_v, sink)
-
-
-@pytest.mark.parametrize("lengths", [None, [0, 5, 2, 3, 100], [-1, 0, 0, 1, 4]])
-@pytest.mark.parametrize("with_sink", [False, True])
+@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize("sink", [False, True])
 @pytest.mark.parametrize("chunk", [2**24, 2 * 5 * 24])
-@pytest.mark.parametrize(("dtype", "d"), [(torch.float32, 24), (torch.bfloat16, 576), (torch.float16, 512)])
-def test_against_float64(dtype, d, chunk, with_sink, lengths, monkeypatch):
+@pytest.mark.parametrize(("dtype", "d", "d_v"), [(torch.float32, 24, 16), (torch.float16, 512, 512)])
+def test_dtypes_are_right_however_many_queries_are_gathered_at_a_time(dtype, d, d_v, chunk, sink, counted, monkeypatch):
     monkeypatch.setattr(softmax_attention, "_CPU_CHUNK", chunk)
-    q, kv, scale = torch.randn(5, 4, d).to(dtype), torch.randn(7, 1, d).to(dtype), 3 * d**-0.5
-    sink = torch.tensor([INF, -INF, 0.3, -2.0]) if with_sink else None
-    options = {"attn_sink": sink, "topk_length": None if lengths is None else i32(lengths)}
-    options |= {"d_v": 16} if d == 24 else {}  # 512 by default
-    out, max_logits, lse = flash_mla_sparse_fwd(q, kv, INDICES, scale, **options)
-    expected, expected_lse, expected_max = oracle(q, kv, INDICES, scale, options.get("d_v", 512), sink, lengths)
-    assert out.dtype == dtype and max_logits.dtype == lse.dtype == torch.float32
-    assert_near(out, expected, 2e-5 if dtype == torch.float32 else 1e-2)
-    assert_near(lse, expected_lse)
-    assert_near(max_logits, expected_max)
+    kind = {"dtype": dtype, "d": d, "d_v": d_v, "sink": sink, "counted": counted}
+    CASE.verify(tokens=5, heads=4, keys=7, top_k=5, invalid=0.3, **kind)
 
 
 def test_large_logits_do_not_overflow():
@@ -55,9 +44,10 @@ def test_large_logits_do_not_overflow():
 
 def test_nan_stays_with_the_queries_that_select_it():
     q, kv = torch.randn(5, 4, 24), torch.randn(9, 1, 24)
-    kv[[1, 7, 8]] = NAN
-    out, _, _ = flash_mla_sparse_fwd(q, kv, INDICES, 0.7, 16, None, i32([5, 5, 0, 5, 0]))
-    assert_near(out, oracle(q, kv, INDICES, 0.7, 16, None, [5, 5, 0, 5, 0])[0])
+    clean, kv[[1, 7, 8]] = kv.clone(), NAN
+    lengths = i32([5, 5, 0, 5, 0])
+    got, expected = (flash_mla_sparse_fwd(q, x, INDICES, 0.7, 16, None, lengths) for x in (kv, clean))
+    assert all(map(torch.equal, got, expected))
     out, _, _ = flash_mla_sparse_fwd(q, kv, INDICES, 0.7, 16)
     assert out[[0, 1, 3]].isfinite().all() and out[[2, 4]].isnan().all()
 
@@ -73,13 +63,19 @@ def test_empty_inputs():
 
 def test_gradients_are_those_of_the_formula():
     q, kv, upstream = torch.randn(5, 2, 8), torch.randn(7, 1, 8), torch.randn(5, 2, 6)
+
+    def formula(q, kv):
+        return attend_lists(q, kv[:, 0], valid(INDICES[:, 0], 7), 0.5, 6).out
+
     found = []
-    for function, dtype in ((flash_mla_sparse_fwd, torch.float32), (oracle, torch.float64)):
+    for function, dtype in (
+        (lambda *x: flash_mla_sparse_fwd(*x, INDICES, 0.5, 6)[0], torch.float32),
+        (formula, torch.float64),
+    ):
         inputs = [x.to(dtype).requires_grad_() for x in (q, kv)]
-        out = function(*inputs, INDICES, 0.5, 6)[0]
-        found.append(torch.autograd.grad(out, inputs, upstream.to(dtype)))
+        found.append(torch.autograd.grad(function(*inputs), inputs, upstream.to(dtype)))
     for got, expected in zip(*found):
-        assert_near(got, expected)
+        torch.testing.assert_close(got.double(), expected, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -96,4 +92,4 @@ def test_gradients_are_those_of_the_formula():
 )
 def test_wrong_arguments_are_named(changes, message):
     good = {"q": torch.zeros(5, 4, 24), "kv": torch.zeros(7, 1, 24), "indices": INDICES, "sm_scale": 1.0, "d_v": 16}
-    assert_refused(message, flash_mla_sparse_fwd, **good | changes)
+    assert_refused(message, dsa.flash_mla_sparse_fwd, **good | changes)

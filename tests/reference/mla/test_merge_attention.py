@@ -1,33 +1,28 @@
-"""The merge of attention branches: attention over all keys in float64, and empty branches."""
+"""The merge of attention branches: attention over all keys, empty branches, and arguments that are refused."""
 
 import math
 
 import pytest
 import torch
 
+import dsa
+from dsa.cases.attention import attend_lists
 from dsa.reference import merge_attention
 from tests.reference.common import assert_refused
-from tests.reference.mla.attention_oracle import assert_near, attend_rows
 
 INF, NAN = math.inf, math.nan
 
 
-def branches(counts, heads=3, d=8, d_v=6):
-    """Attention of two queries over random keys, split in branches of the given sizes, in float64."""
-    q, keys = torch.randn(2, heads, d), torch.randn(sum(counts), d)
-    parts = [attend_rows(q, [part, part], 1.0, d_v) for part in keys.split(counts)]
-    return q, keys, [out.float() for out, _, _ in parts], [lse.float() for _, lse, _ in parts]
-
-
 @pytest.mark.parametrize("counts", [[5], [3, 4], [1, 0, 6], [0, 2], [2, 2, 2, 2]])
 @pytest.mark.parametrize("with_sink", [False, True])
-def test_merge_is_attention_over_all_keys(counts, with_sink):
-    q, keys, outs, lses = branches(counts)
+def test_merged_branches_are_attention_over_all_keys(counts, with_sink):
+    q, keys = torch.randn(2, 3, 8), torch.randn(sum(counts), 8)
     sink = torch.tensor([INF, -INF, 0.7]) if with_sink else None
-    out, lse = merge_attention(outs, lses, sink)
-    expected, expected_lse, _ = attend_rows(q, [keys, keys], 1.0, 6, sink)
-    assert_near(out, expected)
-    assert_near(lse, expected_lse)
+    lists = torch.arange(sum(counts)).expand(2, -1)
+    parts = [attend_lists(q, keys, part, 1.0, 6) for part in lists.split(counts, 1)]
+    found = merge_attention([x.out.float() for x in parts], [x.lse.float() for x in parts], sink)
+    for got, expected in zip(found, attend_lists(q, keys, lists, 1.0, 6, sink)):
+        torch.testing.assert_close(got.double(), expected, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("mark", [INF, -INF])
@@ -59,4 +54,4 @@ OUT, LSE = torch.zeros(2, 3, 4), torch.zeros(2, 3)
     ],
 )
 def test_wrong_arguments_are_named(arguments, message):
-    assert_refused(message, merge_attention, *arguments)
+    assert_refused(message, dsa.merge_attention, *arguments)

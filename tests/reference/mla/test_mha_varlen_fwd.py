@@ -1,29 +1,34 @@
-"""The references of multi-head attention over packed sequences and of selections' bits, against plain formulas."""
+"""The references of multi-head attention over packed sequences and of selections' bits: chunks, bounds, refusals."""
 
 import math
 
 import pytest
 import torch
 
+import dsa
+from dsa.cases import cases_of
+from dsa.cases.mla import keys_of_bits
 from dsa.reference.mla import mha_varlen_fwd as module
 from dsa.reference.mla.mha_varlen_fwd import mha_varlen_fwd
 from dsa.reference.mla.selection_bits import selected_keys, selection_bits
 from tests.reference.common import assert_refused, i32
-from tests.reference.mla.attention_oracle import assert_near, attend
+
+(CASE,), (BITS,) = cases_of("mha_varlen_fwd"), cases_of("selection_bits")
 
 
-def test_bits():
-    starts = i32([0, 10, -3, 100, 2**31 - 5])
-    indices = torch.randint(-5, 420, (5, 40), dtype=torch.int32)
-    indices[4, :3] = i32([2**31 - 1, 2**31 - 5, 2**31 - 4])
-    bits = selection_bits(indices, starts, 300)
-    assert bits.shape == (5, 12) and bits.dtype == torch.int32
-    for t, start in enumerate(starts.tolist()):
-        expected = {i - start for i in indices[t].tolist() if i >= 0 and 0 <= i - start < 300}
-        words = enumerate(bits[t].tolist())
-        found = {w // 4 * 128 + n // 2 * 8 + w % 4 * 2 + n % 2 for w, word in words for n in range(32) if word >> n & 1}
-        assert found == expected
-        assert set(selected_keys(bits[t : t + 1], 310)[0].nonzero().flatten().tolist()) == expected
+def test_selected_keys_are_those_of_the_bits():
+    bits = BITS.run(BITS.arguments(tokens=5, max_keys=300))[0]
+    assert torch.equal(selected_keys(bits, 310), keys_of_bits(bits)[:, :310])
+    assert (
+        torch.equal(selected_keys(bits, 500)[:, :384], keys_of_bits(bits))
+        and not selected_keys(bits, 500)[:, 384:].any()
+    )
+
+
+def test_bits_of_starts_near_the_end_of_int32_are_right():
+    given = BITS.arguments(tokens=5, top_k=3) | {"starts": i32([2**31 - 5] * 5)}
+    given["indices"][:] = i32([2**31 - 1, 2**31 - 5, 2**31 - 4])
+    BITS.check(given, BITS.run(given))
 
 
 def test_bits_of_indices_that_count_from_the_first_key():
@@ -39,29 +44,21 @@ def test_bits_of_nothing(indices, max_keys):
 
 @pytest.mark.parametrize("chunk", [2**26, 100])
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("selecting", [True, False])
-def test_sequences(selecting, causal, chunk, monkeypatch):
+@pytest.mark.parametrize("top_k", [0, 60])
+def test_sequences_are_right_however_many_queries_are_computed_at_a_time(top_k, causal, chunk, monkeypatch):
     """Prefixes, sequences without queries or keys, and with fewer keys than queries; queries of none."""
     monkeypatch.setattr(module, "_CHUNK", chunk)
-    queries, keys = [4, 0, 5, 3, 2], [7, 1, 140, 2, 0]
-    cu_q, cu_k = ([0, *torch.tensor(x).cumsum(0).tolist()] for x in (queries, keys))
-    q, k, v = torch.randn(16, 4, 6), torch.randn(152, 2, 6), torch.randn(152, 2, 5)
-    chosen = [sorted(torch.randperm(152)[:60].tolist()) for _ in range(16)]
-    starts = [first for first, count in zip(cu_k, queries) for _ in range(count)] + [0, 0]
-    selected = selection_bits(i32(chosen), i32(starts), 140) if selecting else None
-    out, lse = mha_varlen_fwd(q, k, v, i32(cu_q), i32(cu_k), 140, 0.3, causal, selected=selected)
-    for b in range(5):
-        for i in range(queries[b]):
-            t = cu_q[b] + i
-            seen = range(cu_k[b], cu_k[b] + max(0, keys[b] - queries[b] + i + 1 if causal else keys[b]))
-            visible = [j for j in seen if not selecting or j in chosen[t]]
-            for h in range(4):
-                # attend() takes a key's first channels for its value: v stands before k, and queries are 0 there
-                keys_and_values = torch.cat((v, k), 2)[visible, h // 2]
-                row, own, _ = attend(torch.cat((torch.zeros(5), q[t, h]))[None], keys_and_values, 0.3, 5)
-                assert_near(out[t, h], row[0])
-                assert_near(lse[h, t], own[0])
-    assert not out[14:].any() and lse[:, 14:].eq(math.inf).all()
+    given = CASE.arguments(
+        sequences=((4, 7), (0, 1), (5, 140), (3, 2), (2, 0)),
+        dims=(6, 5),
+        dtype=torch.float32,
+        causal=causal,
+        top_k=top_k,
+        more=2,
+    )
+    found = CASE.run(given)
+    CASE.check(given, found)
+    assert not found[0][14:].any() and found[1][:, 14:].eq(math.inf).all()
 
 
 def test_rope_channels_apart_are_those_of_all_heads():
@@ -116,4 +113,4 @@ def test_gradients_reach_queries_keys_and_values():
 def test_wrong_arguments(changed, message):
     given = {"q": torch.zeros(4, 4, 8), "k": torch.zeros(6, 2, 8), "v": torch.zeros(6, 2, 8)}
     given |= {"cu_seqlens_q": i32([0, 4]), "cu_seqlens_k": i32([0, 6]), "max_seqlen_k": 300, "softmax_scale": 1.0}
-    assert_refused(message, mha_varlen_fwd, **given | changed)
+    assert_refused(message, dsa.mha_varlen_fwd, **given | changed)

@@ -1,10 +1,12 @@
+"""Plans of decoding in the old and in the new style, of this library and of others, without a GPU."""
+
 import dataclasses
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dsa.reference import FlashMLASchedMeta, flash_mla_with_kvcache, get_mla_metadata
+from dsa import FlashMLASchedMeta, flash_mla_with_kvcache, get_mla_metadata
 from tests.reference.common import assert_refused, i32
 
 

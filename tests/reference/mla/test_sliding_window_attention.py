@@ -1,39 +1,38 @@
+"""The references of attention to windows: fp32, NaN, lists, nothing to attend to, and arguments that are refused."""
+
 import math
 
 import pytest
 import torch
 
+import dsa
+from dsa.cases import CASES
+from dsa.cases.mla_windows import attend_windows
 from dsa.reference import sliding_window_attention, window_indices, window_sparse_attention
 from tests.reference.common import assert_refused, i32
-from tests.reference.mla.attention_oracle import assert_near, attend_rows
-from tests.reference.mla.packed_windows import CU_K, CU_Q, visible
 
+BY_NAME = {case.name: case for case in CASES}
+CASE, JOINED = BY_NAME["sliding_window_attention"], BY_NAME["window_sparse_attention"]
 INF, NAN = math.inf, math.nan
+# The last sequence has 2 queries and 1 key.
+SMALL = {"sequences": ((3, 3), (0, 2), (1, 7), (6, 18), (2, 1)), "heads": 4, "d": 24, "dtype": torch.float32}
 
 
 @pytest.mark.parametrize("window", [1, 2, 5, 128])
-@pytest.mark.parametrize("with_sink", [False, True])
-@pytest.mark.parametrize(("dtype", "d"), [(torch.float32, 24), (torch.bfloat16, 512), (torch.float16, 512)])
-def test_window_against_float64(dtype, d, window, with_sink):
-    q, kv, scale = torch.randn(12, 4, d).to(dtype), torch.randn(31, 1, d).to(dtype), 1.5 * d**-0.5
-    sink = torch.tensor([INF, -INF, 0.4, -1.0]) if with_sink else None
-    options = {"d_v": 16} if d == 24 else {}  # 512 by default
-    out, lse = sliding_window_attention(q, kv, i32(CU_Q), i32(CU_K), window, scale, attn_sink=sink, **options)
-    rows = visible(window)
-    assert rows[10] == [] and rows[11] == [30]
-    expected, expected_lse, _ = attend_rows(q, [kv[r, 0] for r in rows], scale, options.get("d_v", 512), sink)
-    assert out.dtype == dtype and lse.dtype == torch.float32
-    assert_near(out, expected, 2e-5 if dtype == torch.float32 else 1e-2)
-    assert_near(lse, expected_lse)
+@pytest.mark.parametrize("sink", [False, True])
+def test_windows_are_right_in_fp32(window, sink):
+    CASE.verify(**SMALL, d_v=16, window=window, sink=sink)
+    for counted in (False, True):
+        JOINED.verify(**SMALL, d_v=16, window=window, sink=sink, entries=7, top_k=6, invalid=0.3, counted=counted)
 
 
 def test_nan_stays_in_its_windows():
-    q, kv = torch.randn(12, 2, 24), torch.randn(31, 1, 24)
-    kv[26] = NAN
-    out, _ = sliding_window_attention(q, kv, i32(CU_Q), i32(CU_K), 3, 0.3, 16)
-    touched = [26 in row for row in visible(3)]
-    assert sum(touched) == 3
-    assert out.isnan().flatten(1).any(1).tolist() == touched
+    given = CASE.arguments(**SMALL, d_v=16, window=3)
+    given["kv"][26] = NAN  # the key before the sixth sequence's last three
+    out, _ = sliding_window_attention(**given)
+    lists = window_indices(given["cu_seqlens_q"], given["cu_seqlens_k"], len(given["q"]), 3)
+    touched = (lists == 26).any(1)
+    assert touched.sum() == 3 and torch.equal(out.isnan().flatten(1).any(1), touched)
 
 
 def test_queries_of_no_sequence_and_empty_inputs():
@@ -47,35 +46,11 @@ def test_queries_of_no_sequence_and_empty_inputs():
 
 
 def test_a_list_stands_for_the_window():
-    q, kv = torch.randn(12, 2, 24), torch.randn(31, 1, 24)
-    packed = (q, kv, i32(CU_Q), i32(CU_K))
+    packed = tuple(CASE.arguments(**SMALL).values())[:4]
     for window in (3, 40):
         expected = sliding_window_attention(*packed, window, 0.3, 16)
-        got = sliding_window_attention(*packed, window, 0.3, 16, indices=window_indices(*packed[2:], 12, window))
+        got = sliding_window_attention(*packed, window, 0.3, 16, indices=window_indices(*packed[2:], 14, window))
         assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
-
-
-COUNTS = [6, 0, 1, 3, 5, 6, 2, -1, 9, 2**31 - 1, 4, -(2**31)]
-
-
-@pytest.mark.parametrize("window", [1, 4, 128])
-@pytest.mark.parametrize("with_sink", [False, True])
-@pytest.mark.parametrize("with_counts", [False, True])
-def test_window_and_selected_against_float64(with_counts, with_sink, window):
-    q, kv, compressed = torch.randn(12, 4, 24), torch.randn(31, 1, 24), torch.randn(7, 1, 24)
-    indices = torch.randint(-1, 8, (12, 6)).int()
-    indices[3], indices[4, :3] = -1, i32([2**31 - 1, -(2**31), 7])
-    sink = torch.tensor([INF, -INF, 0.4, -1.0]) if with_sink else None
-    counts = COUNTS if with_counts else [6] * 12
-    arguments = (q, kv, i32(CU_Q), i32(CU_K), window, compressed, indices, 0.3, 16, sink)
-    out, lse = window_sparse_attention(*arguments, i32(counts) if with_counts else None)
-    keys = []
-    for near, selected, count in zip(visible(window), indices.tolist(), counts):
-        chosen = [j for j in selected[: max(count, 0)] if 0 <= j < 7]
-        keys.append(torch.cat((kv[near, 0], compressed[chosen, 0])))
-    expected, expected_lse, _ = attend_rows(q, keys, 0.3, 16, sink)
-    assert_near(out, expected)
-    assert_near(lse, expected_lse)
 
 
 def test_window_and_selected_are_kept_apart():
@@ -86,13 +61,12 @@ def test_window_and_selected_are_kept_apart():
     near = window_indices(*packed[2:4], 4, 2)
     near[1] = i32([4, 8])
     out, lse = window_sparse_attention(*packed, compressed, indices, 0.3, 16, window_indices=near)
-    keys = [kv[:1, 0], kv[:0, 0], kv[1:3, 0], kv[2:, 0]]
-    keys = [torch.cat((k, compressed[[j for j in row if j >= 0], 0])) for k, row in zip(keys, indices.tolist())]
     assert out[2].isnan().all()
-    some = [0, 1, 3]
-    expected, expected_lse, _ = attend_rows(q[some], [keys[t] for t in some], 0.3, 16)
-    assert_near(out[some], expected)
-    assert_near(lse[some], expected_lse)
+    given = dict(zip(("q", "kv", "cu_seqlens_q", "cu_seqlens_k", "window"), packed))
+    rest = {"compressed": compressed, "indices": indices, "topk_length": None, "softmax_scale": 0.3, "attn_sink": None}
+    expected, some = attend_windows(given | rest, near, 16), [0, 1, 3]
+    for got, right in zip((out, lse), expected):
+        torch.testing.assert_close(got[some].double(), right[some], rtol=2e-5, atol=2e-5)
 
 
 def test_window_and_selected_without_keys():
@@ -101,8 +75,7 @@ def test_window_and_selected_without_keys():
     window, window_lse = sliding_window_attention(q, kv, cu, cu, 2, 1.0, 8)
     for none in ((compressed, indices[:, :0]), (compressed[:0], indices)):
         out, lse = window_sparse_attention(q, kv, cu, cu, 2, *none, 1.0, 8)
-        assert_near(out, window)
-        assert_near(lse, window_lse)
+        torch.testing.assert_close((out, lse), (window, window_lse), rtol=2e-5, atol=2e-5)
     out, lse = window_sparse_attention(q, kv[:0], cu, i32([0, 0]), 2, compressed[:0], indices, 1.0, 8, torch.zeros(2))
     assert out.eq(0).all() and lse.eq(INF).all()
 
@@ -124,7 +97,7 @@ GOOD |= {"softmax_scale": 1.0, "d_v": 8}
     ],
 )
 def test_wrong_windows_are_named(changes, message):
-    assert_refused(message, sliding_window_attention, **GOOD | changes)
+    assert_refused(message, dsa.sliding_window_attention, **GOOD | changes)
 
 
 @pytest.mark.parametrize(
@@ -141,4 +114,4 @@ def test_wrong_windows_are_named(changes, message):
 )
 def test_wrong_windows_with_selections_are_named(changes, message):
     good = GOOD | {"compressed": torch.zeros(5, 1, 8), "indices": LIST}
-    assert_refused(message, window_sparse_attention, **good | changes)
+    assert_refused(message, dsa.window_sparse_attention, **good | changes)

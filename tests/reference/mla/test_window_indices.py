@@ -1,34 +1,22 @@
-"""Lists of a window's keys, against the definition written out."""
+"""The references of windows' lists: bounds in any order, missing pages, nothing cached, and refused arguments."""
 
 import pytest
 import torch
 
+import dsa
+from dsa.cases import cases_of
 from dsa.reference import window_indices, window_slots
 from tests.reference.common import assert_refused, i32
-from tests.reference.mla.packed_windows import CU_K, CU_Q, visible
 
-
-def padded(keys, window):
-    return keys + [-1] * (window - len(keys))
-
-
-def expected_slots(table, lengths, s_q, page_size, window):
-    out = []
-    for b, length in enumerate(lengths):
-        for i in range(s_q):
-            slots = []
-            for j in range(max(0, length - s_q + i - window + 1), length - s_q + i + 1):
-                page = b if table is None else (table[b][j // page_size] if j // page_size < len(table[b]) else -1)
-                slot = page * page_size + j % page_size
-                slots.append(slot if page >= 0 and slot < 2**31 else -1)
-            out.append(padded(slots, window))
-    return torch.tensor(out).view(len(lengths), s_q, window)
+INDICES, SLOTS, _ = cases_of("window_indices")
+SEQUENCES = ((3, 3), (0, 2), (1, 7), (6, 18), (2, 1))
 
 
 @pytest.mark.parametrize("window", [1, 2, 5, 128])
-def test_indices_against_the_definition(window):
-    got = window_indices(i32(CU_Q), i32(CU_K), 12, window)
-    assert got.dtype == torch.int32 and got.tolist() == [padded(keys, window) for keys in visible(window)]
+def test_indices_are_right(window):
+    INDICES.verify(sequences=SEQUENCES, window=window)
+    given = INDICES.arguments(sequences=SEQUENCES, window=3, more=0)
+    assert window_indices(**given).tolist()[:4] == [[0, -1, -1], [0, 1, -1], [0, 1, 2], [9, 10, 11]]
 
 
 def test_queries_and_keys_of_no_sequence():
@@ -50,37 +38,31 @@ def test_numbers_in_any_order_name_no_negative_key(seed):
 
 
 @pytest.mark.parametrize("wrong", [-1, -(2**31), 13, 2**31 - 1])
-@pytest.mark.parametrize("place", range(len(CU_Q)))
+@pytest.mark.parametrize("place", range(len(SEQUENCES) + 1))
 def test_a_boundary_outside_spoils_the_sequences_next_to_it_alone(place, wrong):
-    right = window_indices(i32(CU_Q), i32(CU_K), 12, 5)
-    spoiled = i32(CU_Q)
-    spoiled[place] = wrong
-    got = window_indices(spoiled, i32(CU_K), 12, 5)
+    given = INDICES.arguments(sequences=SEQUENCES, window=5, more=0)
+    right, bounds = window_indices(**given), given["cu_seqlens_q"].tolist()
+    given["cu_seqlens_q"][place] = wrong
     others = torch.ones(12, dtype=torch.bool)
-    others[CU_Q[max(place - 1, 0)] : CU_Q[min(place + 1, 5)]] = False
-    assert torch.equal(got[others], right[others])
+    others[bounds[max(place - 1, 0)] : bounds[min(place + 1, 5)]] = False
+    assert torch.equal(window_indices(**given)[others], right[others])
 
 
-LENGTHS = [0, 1, 2, 5, 9, 12, 13, 40, -3, -(2**31), 2**31 - 1]
+LENGTHS = (0, 1, 2, 5, 9, 12, 13, 40, -3, -(2**31), 2**31 - 1)
 
 
 @pytest.mark.parametrize("s_q", [1, 2, 4])
 @pytest.mark.parametrize("window", [1, 3, 8, 50])
-def test_slots_of_pages(window, s_q):
-    table = torch.randint(0, 30, (len(LENGTHS), 4)).int()
-    table[5, 1], table[6, 0], table[7, 2] = -1, -(2**31), 2**31 - 1
-    got = window_slots(table, i32(LENGTHS), s_q, 3, window)
-    assert got.dtype == torch.int32
-    assert torch.equal(got.long(), expected_slots(table.tolist(), LENGTHS, s_q, 3, window))
-
-
-@pytest.mark.parametrize("s_q", [1, 2, 4])
-@pytest.mark.parametrize("window", [1, 3, 8])
-def test_slots_of_rings(window, s_q):
+def test_slots_are_right(window, s_q):
+    sizes = {"lengths": LENGTHS, "s_q": s_q, "window": window}
+    given = SLOTS.arguments(**sizes, page=3, pages=4)
+    given["block_table"][5, 1], given["block_table"][6, 0], given["block_table"][7, 2] = -1, -(2**31), 2**31 - 1
+    SLOTS.check(given, SLOTS.run(given))
     size = window + s_q - 1
-    for page_size in (size, size + 5):
-        got = window_slots(None, i32(LENGTHS), s_q, page_size, window)
-        assert torch.equal(got.long(), expected_slots(None, LENGTHS, s_q, page_size, window))
+    for page in (size, size + 5):
+        given = SLOTS.arguments(**sizes, page=page, ring=True)
+        (got,) = SLOTS.run(given)
+        SLOTS.check(given, [got])
         # No slot twice among all that a sequence's queries see.
         for length, own in zip(LENGTHS, got):
             assert len(own[own >= 0].unique()) == min(max(length, 0), size)
@@ -104,25 +86,25 @@ CU, TABLE, ONE = i32([0, 4]), i32([[0, 1]]), i32([9])
 @pytest.mark.parametrize(
     ("function", "arguments", "message"),
     [
-        (window_indices, (CU.long(), CU, 4, 3), "cu_seqlens_q: dtype must be int32, got int64"),
-        (window_indices, (CU[:0], CU[:0], 4, 3), r"cu_seqlens_q: must have B \+ 1 entries, got shape \[0\]"),
+        (dsa.window_indices, (CU.long(), CU, 4, 3), "cu_seqlens_q: dtype must be int32, got int64"),
+        (dsa.window_indices, (CU[:0], CU[:0], 4, 3), r"cu_seqlens_q: must have B \+ 1 entries, got shape \[0\]"),
         (
-            window_indices,
+            dsa.window_indices,
             (CU, CU[:1], 4, 3),
             r"cu_seqlens_k: shape must be \[2\], got \[1\] \(sizes as of cu_seqlens_q",
         ),
-        (window_indices, (CU, CU, -1, 3), "total_q: must be at least 0, got -1"),
-        (window_indices, (CU, CU, 4.0, 3), "total_q: must be an int, got float"),
-        (window_indices, (CU, CU, 4, 0), "window: must be at least 1, got 0"),
-        (window_slots, (TABLE[0], ONE, 1, 8, 3), r"block_table: shape must be \[1, max_pages\], got \[2\]"),
-        (window_slots, (TABLE, TABLE, 1, 8, 3), r"cache_seqlens: shape must be \[B\], got \[1, 2\]"),
-        (window_slots, (TABLE, ONE, -2, 8, 3), "s_q: must be at least 0, got -2"),
-        (window_slots, (TABLE, ONE, True, 8, 3), "s_q: must be an int, got bool"),
-        (window_slots, (TABLE, ONE, 1, 0, 3), "page_size: must be at least 1, got 0"),
-        (window_slots, (TABLE, ONE, 1, 8, 0), "window: must be at least 1, got 0"),
-        (window_slots, (None, ONE, 2, 8, 8), r"page_size: a ring must hold window \+ s_q - 1 = 9 keys .*, got 8"),
+        (dsa.window_indices, (CU, CU, -1, 3), "total_q: must be at least 0, got -1"),
+        (dsa.window_indices, (CU, CU, 4.0, 3), "total_q: must be an int, got float"),
+        (dsa.window_indices, (CU, CU, 4, 0), "window: must be at least 1, got 0"),
+        (dsa.window_slots, (TABLE[0], ONE, 1, 8, 3), r"block_table: shape must be \[1, max_pages\], got \[2\]"),
+        (dsa.window_slots, (TABLE, TABLE, 1, 8, 3), r"cache_seqlens: shape must be \[B\], got \[1, 2\]"),
+        (dsa.window_slots, (TABLE, ONE, -2, 8, 3), "s_q: must be at least 0, got -2"),
+        (dsa.window_slots, (TABLE, ONE, True, 8, 3), "s_q: must be an int, got bool"),
+        (dsa.window_slots, (TABLE, ONE, 1, 0, 3), "page_size: must be at least 1, got 0"),
+        (dsa.window_slots, (TABLE, ONE, 1, 8, 0), "window: must be at least 1, got 0"),
+        (dsa.window_slots, (None, ONE, 2, 8, 8), r"page_size: a ring must hold window \+ s_q - 1 = 9 keys .*, got 8"),
         (
-            window_slots,
+            dsa.window_slots,
             (None, i32([9] * 3), 1, 2**30, 8),
             r"page_size: .* 3 sequences must have at most 2\^31 slots to",
         ),

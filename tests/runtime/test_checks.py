@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from dsa.reference import checks
+from dsa.runtime import checks
 
 WATCHED = torch.zeros(3, requires_grad=True)
 META, INT_MAX = torch.zeros(1, device="meta"), 2**31 - 1

@@ -1,0 +1,237 @@
+"""Attention in float64, how far kernels may be from it, and what cases of attention share: numbers, lists, caches,
+packed sequences, and places of hostile numbers."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+import dsa
+from dsa.cases.case import BF16, F32, PER_ROW, Given, Hostile, Kept, Maker, Results
+from dsa.testing import assert_close, poisoned
+
+FP16, INF = torch.float16, torch.inf
+D_V = 512
+# Out, and LSE or the largest logit. The tolerances are FlashMLA's own.
+PREFILL = {"abs_tol": 8e-4, "rel_tol": 3.01 / 128, "cos_tol": 7e-6}, {"abs_tol": 1e-6, "rel_tol": 2.01 / 65536}
+DENSE = {"abs_tol": 8e-4, "rel_tol": 2.01 / 128, "cos_tol": 5e-6}, {"abs_tol": 1e-6, "rel_tol": 8.01 / 65536}
+SPARSE = {"abs_tol": 1e-3, "rel_tol": 2.01 / 128, "cos_tol": 5e-6}, {"abs_tol": 1e-6, "rel_tol": 8.01 / 65536}
+FP32 = {"abs_tol": 2e-5, "rel_tol": 2e-5}
+# Numbers in the largest tensor of gathered keys: 512 MiB of float64, and 8 MiB on a CPU.
+_CHUNK, _CPU_CHUNK = 2**26, 2**20
+
+
+# The oracle.
+
+
+class Attended(NamedTuple):
+    """In float64.
+
+    out      [T, H, dv], 0 without keys
+    lse      [T, H], natural log, without the sink, +inf without keys
+    largest  [T, H], the largest scaled logit, -inf without keys
+    size     [T, H, dv]: out of the values' magnitudes, which rounding errors are a part of
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    largest: torch.Tensor
+    size: torch.Tensor
+
+
+def attend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    visible: torch.Tensor,
+    scale: float,
+    sink: torch.Tensor | None = None,
+) -> Attended:
+    """softmax_j(scale * q . k_j) v_j over the j where visible [T, N], N at least 1.
+
+    q     [T, H, d]. Query head h has key head h // (H / Hk)
+    keys  [N, Hk, d], and values [N, Hk, dv]; or both [T, N, Hk, ...], if each query has its own
+    sink  [H]: out is scaled by e^lse / (e^lse + e^sink)
+    """
+    own = "t" if keys.dim() == 4 else ""
+    logits = torch.einsum(f"tkgd,{own}nkd->tkgn", q.double().unflatten(1, (keys.shape[-2], -1)), keys.double()) * scale
+    logits = logits.masked_fill(~visible[:, None, None], -INF)
+    lse = logits.logsumexp(3)
+    empty = lse == -INF
+    weights = (logits - lse.masked_fill(empty, 0.0)[..., None]).exp()
+    if sink is not None:
+        left = torch.sigmoid(lse - sink.double().view(lse.shape[1:]))
+        weights *= left.masked_fill(empty, 0.0)[..., None]
+    out, size = (
+        torch.einsum(f"tkgn,{own}nkd->tkgd", weights, x.double()).flatten(1, 2) for x in (values, values.abs())
+    )
+    return Attended(out, lse.masked_fill(empty, INF).flatten(1), logits.amax(3).flatten(1), size)
+
+
+def attend_lists(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    lists: torch.Tensor,
+    scale: float,
+    d_v: int = D_V,
+    sink: torch.Tensor | None = None,
+) -> Attended:
+    """`attend` of each query to its list [T, K] of rows of keys [N, d], -1 for no key. The values are the keys' first
+    d_v numbers. A row that no list names may hold NaN."""
+    padded = torch.cat((keys, keys.new_zeros(1, keys.shape[1])))  # row N: what -1 reads
+    lists = torch.nn.functional.pad(lists.long(), (0, 1), value=-1)
+    numbers = _CPU_CHUNK if q.device.type == "cpu" else _CHUNK
+    at_a_time = max(1, numbers // (lists.shape[1] * keys.shape[1]))
+    parts = []
+    for part, rows in zip(q.split(at_a_time), lists.split(at_a_time)):
+        own = padded[rows][:, :, None]
+        parts.append(attend(part, own, own[..., :d_v], rows >= 0, scale, sink))
+    return Attended(*map(torch.cat, zip(*parts)))
+
+
+def valid(indices: torch.Tensor, n: int, counts: torch.Tensor | None = None) -> torch.Tensor:
+    """int64: the indices [..., K], with -1 for those outside [0, n) and those after the first counts [...]."""
+    there = (indices >= 0) & (indices < n)
+    if counts is not None:
+        there &= torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
+    return indices.long().where(there, -1)
+
+
+def check_attended(found: Results, expected: Results, tolerances: tuple[Mapping[str, float], ...]) -> float:
+    """out, and the statistics that an op returns: lse, or max_logits and lse. -> the largest error of out"""
+    out, *statistics = found
+    error = assert_close("out", out, expected[0], **FP32 if out.dtype == F32 else tolerances[0])
+    for x, right in zip(statistics, expected[1:], strict=True):
+        if x.dtype != F32:
+            raise AssertionError(f"lse or max_logits: expected fp32, got {x.dtype}")
+        assert_close("lse or max_logits", x, right, **tolerances[1])
+    return error
+
+
+def by_sequence(attended: Attended, q: torch.Tensor) -> Results:
+    """out [B, s_q, H, d_v] and lse [B, H, s_q] of rows [B * s_q]."""
+    out, lse = (x.unflatten(0, q.shape[:2]) for x in attended[:2])
+    return out, lse.transpose(1, 2)
+
+
+# Numbers and lists.
+
+
+def small(new: Maker, *shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    """About 0.1, at most 1: the size of values that the absolute tolerances are meant for."""
+    return (new.f32(*shape) / 10).clamp(-1, 1).to(dtype)
+
+
+def no_keys(new: Maker, n: int) -> torch.Tensor:
+    """Every kind of index outside [0, n)."""
+    return new.ints([-1, n, -(2**31), 2**31 - 1, n + 1, -2])
+
+
+def spoiled(new: Maker, indices: torch.Tensor, n: int, fraction: float) -> torch.Tensor:
+    """The indices, this fraction of them replaced by indices outside [0, n)."""
+    bad = no_keys(new, n)[new.below(6, *indices.shape).long()]
+    replaced = torch.rand(indices.shape, generator=new.generator, device=new.device) < fraction
+    return torch.where(replaced, bad, indices)
+
+
+def some_rows(new: Maker, queries: int, n: int, k: int, invalid: float = 0.0) -> torch.Tensor:
+    """int32 [queries, k]: rows below n for each query, in any order, different ones if there are enough. `invalid`: the
+    fraction that is replaced by indices outside [0, n)."""
+    rows = new.order(queries, n, k) if k <= n else new.below(max(n, 1), queries, k)
+    return spoiled(new, rows.int(), n, invalid)
+
+
+# Caches.
+
+# name -> d, dtype of the queries
+LAYOUTS = {
+    "bf16, 576": (576, BF16),
+    "bf16, 512": (512, BF16),
+    "fp16, 576": (576, FP16),
+    "fp16, 512": (512, FP16),
+    "656 bytes": (576, BF16),
+    "656 bytes, any scales": (576, BF16),
+    "584 bytes": (512, BF16),
+    "584 bytes, unpadded": (512, BF16),
+}
+
+
+def empty_cache(device: str, layout: str, pages: int, page: int) -> torch.Tensor:
+    """A cache that is NaN everywhere, also between its pages."""
+    d, dtype = LAYOUTS[layout]
+    if layout == "584 bytes":
+        cache = dsa.make_v4_cache(pages, page, device)
+        cache.as_strided((pages * cache.stride(0),), (1,)).fill_(0xFF)
+        return cache
+    if "bytes" in layout:
+        return poisoned((pages, page, 1, int(layout[:3])), torch.uint8, device)
+    return poisoned((pages, page, 1, d), dtype, device)
+
+
+def filled_cache(new: Maker, layout: str, rows: int, page: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A cache of about twice `rows` rows, and the slots of those that are not NaN, in any order."""
+    pages = -(-2 * rows // page) + 1
+    cache = empty_cache(new.device, layout, pages, page)
+    slots = new.order(1, pages * page, rows)[0]
+    any_scales = layout.endswith("any scales")
+    kv = small(new, rows, LAYOUTS[layout][0], dtype=F32)
+    dsa.reference.write_kv_cache(kv, cache, slots, use_ue8m0=not any_scales)
+    if any_scales:  # half by the largest number of a group, as quantised, and half of no origin
+        scales = cache.view(-1, 656)[:, 512:528].view(F32)
+        some = slots[: rows // 2]
+        factors = torch.rand(len(some), 4, generator=new.generator, device=new.device)
+        scales[some] = scales[some] * (0.5 + factors)
+    return cache, slots
+
+
+def all_rows(cache: torch.Tensor) -> torch.Tensor:
+    """fp32 [slots, d]"""
+    slots = torch.arange(cache.shape[0] * cache.shape[1], device=cache.device)
+    return dsa.reference.read_kv_cache(cache, slots)
+
+
+# Packed sequences.
+
+# Queries and keys of sequences: empty, whole, chunks, without queries, without keys, with fewer keys than queries.
+SEQUENCES = ((0, 0), (1, 1), (50, 50), (0, 30), (17, 300), (3, 0), (130, 130), (5, 2), (1, 900))
+# For hostile bounds: longer than a tile of 128 queries, without queries, with queries that see no key, a short one.
+FEW_SEQUENCES = ((130, 140), (0, 4), (7, 3), (5, 70))
+
+
+def bounds(new: Maker, sequences: Sequence[tuple[int, int]]) -> dict[str, torch.Tensor]:
+    ends = ([0, *itertools.accumulate(x)] for x in zip(*sequences))
+    return dict(zip(("cu_seqlens_q", "cu_seqlens_k"), map(new.ints, ends)))
+
+
+# What hostile numbers do not concern.
+
+
+def corners(x: torch.Tensor) -> list[Any]:
+    """The first and the last number of the first and of the last row."""
+    rows, last = (0, len(x) - 1), tuple(n - 1 for n in x.shape[1:])
+    return list(dict.fromkeys((row, *column) for row in rows for column in ((0,) * len(last), last)))
+
+
+def everywhere(x: torch.Tensor) -> list[Any]:
+    return list(range(len(x)))
+
+
+def other_sequences(given: Given, place: int) -> Kept:
+    """A bound concerns the queries of the sequences before and after it."""
+    bounds = given["cu_seqlens_q"].tolist()
+    spans = [span for b, span in enumerate(itertools.pairwise(bounds)) if b not in (place - 1, place)]
+    rows = [row for first, end in spans for row in range(first, end)]
+    return lambda results: [x[rows] for x in results]
+
+
+IN_ROWS, BOUNDS = Hostile(PER_ROW.kept, corners), Hostile(other_sequences, everywhere)
+
+
+def with_sizes(hostile: Hostile, names: Sequence[str], variants: dict[str, Given]) -> dict[str, Hostile]:
+    """The arguments of these names in calls of several sizes."""
+    return {
+        f"{name} {variant}".strip(): Hostile(hostile.kept, hostile.places, sizes, hostile.exact)
+        for variant, sizes in variants.items()
+        for name in names
+    }

@@ -1,0 +1,346 @@
+"""Cases of norms, rope and hyper connections."""
+
+import math
+from functools import partial
+
+import torch
+
+import dsa
+from dsa.cases.case import BF16, F32, Case, Given, Maker, Results
+from dsa.testing import assert_close
+
+# Half a unit in the last place of a result; for fp32, the error of sums and of the inverse root.
+ROUNDING = {torch.bfloat16: 1.01 / 256, torch.float16: 1.01 / 2048, torch.float32: 2e-6}
+# Sums in another order round to a neighbour now and then.
+NEIGHBOUR = {torch.bfloat16: 2.01 / 256, torch.float16: 2.01 / 2048, torch.float32: 2e-5}
+COSINE = {torch.bfloat16: 1e-5, torch.float16: 1e-6, torch.float32: 1e-9}
+
+
+def equal(names: str, found: Results, expected: Results) -> None:
+    """Any NaN equals any other NaN, and -0.0 equals 0.0."""
+    for name, got, right in zip(names.split(), found, expected, strict=True):
+        if (got.dtype, got.shape) != (right.dtype, right.shape):
+            raise AssertionError(f"{name}: expected {right.dtype} {[*right.shape]}, got {got.dtype} {[*got.shape]}")
+        ours, theirs = got.float(), right.float()
+        wrong = (ours != theirs) & ~(ours.isnan() & theirs.isnan())
+        if wrong.any():
+            raise AssertionError(f"{name}: {int(wrong.sum())} of {wrong.numel()} numbers differ")
+
+
+def within(name: str, got: torch.Tensor, expected: torch.Tensor, allowed: torch.Tensor) -> float:
+    """Return the largest error; fail where a finite expected number is missed by more than `allowed`."""
+    error = (got.double() - expected).abs()
+    if (~(error <= allowed) & expected.isfinite()).any():
+        raise AssertionError(f"{name}: off by up to {(error / allowed).nan_to_num(0.0).max():.3g} of what is allowed")
+    return error.nan_to_num(0.0).max().item() if error.numel() else 0.0
+
+
+def every_size(new: Maker, count: int) -> torch.Tensor:
+    """From 1e-3 to 1e3."""
+    return torch.logspace(-3, 3, count, dtype=F32, device=new.device)
+
+
+def rows_of_every_size(new: Maker, *shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    """Gaussian, with standard deviations from 1e-3 to 1e3."""
+    return (new.f32(*shape) * every_size(new, math.prod(shape[:-1])).view(*shape[:-1], 1)).to(dtype)
+
+
+# rms_norm, rms_norm_rotary, rms_norm_cast_to_fp8, add_rms_norm_cast_to_fp8
+
+
+def norm(
+    new: Maker,
+    shape: tuple[int, ...] = (3, 2, 16),
+    dtype: torch.dtype = BF16,
+    weighted: bool = True,
+    eps: float = 1e-6,
+) -> Given:
+    x = rows_of_every_size(new, *shape, dtype=dtype)
+    return {"x": x, "weight": new.f32(shape[-1]) if weighted else None, "eps": eps}
+
+
+def rms_normed(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """The norm in float64."""
+    y = x.double() / (x.double().square().mean(-1, keepdim=True) + eps).sqrt()
+    return y if weight is None else y * weight.double()
+
+
+def check_norm(a: Given, found: Results) -> float:
+    expected = rms_normed(a["x"], a["weight"], a["eps"])
+    # The smallest numbers of fp16 are multiples of 6e-8.
+    return assert_close("y", found[0], expected, abs_tol=6e-8, rel_tol=ROUNDING[found[0].dtype], cos_tol=5e-6)
+
+
+def norm_of_heads(
+    new: Maker,
+    tokens: int = 3,
+    heads: int = 2,
+    channels: int = 80,
+    rotated: int = 64,
+    dtype: torch.dtype = BF16,
+    weighted: bool = True,
+) -> Given:
+    normed = norm(new, (tokens, heads, channels), dtype, weighted)
+    return {"x": normed["x"], "weight": normed["weight"], **new.angles(tokens, rotated), "eps": 1e-6}
+
+
+def check_norm_of_heads(a: Given, found: Results) -> float:
+    """The bits of the norm and the rotation, one after the other. Each of the two rounds."""
+    normed = dsa.rms_norm(a["x"], a["weight"], a["eps"])
+    equal("y", found, [dsa.apply_rotary(normed, a["cos"], a["sin"], interleaved=True, dims="last")])
+    expected = rotated(rms_normed(a["x"], a["weight"], a["eps"]), a["cos"], a["sin"])
+    return within("y", found[0], expected, 4 * ROUNDING[normed.dtype] * expected.abs().amax(-1, keepdim=True))
+
+
+def norm_with_cast(
+    new: Maker,
+    tokens: int = 3,
+    channels: int = 256,
+    dtype: torch.dtype = BF16,
+    eps: float = 1e-6,
+    use_ue8m0: bool = True,
+    added: bool = False,
+) -> Given:
+    x, residual = (rows_of_every_size(new, tokens, channels, dtype=dtype) for _ in range(2))
+    tensors = {"x": x, "residual": residual} if added else {"x": x}
+    return {**tensors, "weight": new.f32(channels), "eps": eps, "use_ue8m0": use_ue8m0}
+
+
+def check_norm_with_cast(a: Given, found: Results) -> float:
+    """PyTorch's sum, and the bits of the norm and the cast, one after the other."""
+    *total, y, q, scale = found
+    normed = {"x": a["x"], "weight": a["weight"], "eps": a["eps"]}
+    if total:
+        normed["x"] = a["residual"] + a["x"]
+        equal("total", total, [normed["x"]])
+    equal("q scale", (q, scale), dsa.per_token_cast_to_fp8(y, a["use_ue8m0"]))
+    if y.shape[1] > 128:  # the kernel sums a single group in another order
+        equal("y", [y], [dsa.rms_norm(**normed)])
+    return check_norm(normed, [y])
+
+
+# apply_rotary
+
+
+def rotation(
+    new: Maker,
+    shape: tuple[int, ...] = (3, 2, 80),
+    rotated: int = 64,
+    dtype: torch.dtype = BF16,
+    interleaved: bool = True,
+    dims: str = "first",
+    out: str = "",
+) -> Given:
+    """out: "" for None, "x" for in place, "new" for another tensor."""
+    x, angles = new.f32(*shape).to(dtype), 100 * new.f32(shape[0], rotated // 2)
+    outputs = {"": None, "x": x, "new": new.f32(*shape).to(dtype)}
+    kind = {"interleaved": interleaved, "dims": dims}
+    return {"x": x, "cos": angles.cos(), "sin": angles.sin(), **kind, "out": outputs[out]}
+
+
+def rotated(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = True, dims: str = "last"
+) -> torch.Tensor:
+    """x [T, ..., D] with its first or last R channels rotated as complex numbers, in float64. cos, sin: [T, R / 2]."""
+    out, channels = x.double().clone(), 2 * cos.shape[1]
+    part = out[..., :channels] if dims == "first" else out[..., out.shape[-1] - channels :]
+    real, imaginary = part.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else part.chunk(2, -1)
+    factor = torch.complex(cos.double(), sin.double()).view(len(x), *[1] * (x.dim() - 2), cos.shape[1])
+    z = torch.complex(real.contiguous(), imaginary.contiguous()) * factor
+    part[:] = torch.stack((z.real, z.imag), -1 if interleaved else -2).flatten(-2)
+    return out
+
+
+def check_rotation(a: Given, found: Results) -> float:
+    """The reference's bits. In place, `out` holds x as it was before the call."""
+    x = a["out"] if found[0] is a["x"] else a["x"]
+    given = {"x": x, "cos": a["cos"], "sin": a["sin"], "interleaved": a["interleaved"], "dims": a["dims"]}
+    for got in found:
+        equal("out", [got], [dsa.reference.apply_rotary(**given)])
+    rounding = ROUNDING[found[0].dtype]
+    return assert_close("out", found[0], rotated(**given), abs_tol=1e-6, rel_tol=rounding, cos_tol=5e-6)
+
+
+# hyper_collapse, hyper_head, hyper_expand
+
+
+def collapse(
+    new: Maker,
+    tokens: int = 3,
+    n: int = 4,
+    channels: int = 16,
+    dtype: torch.dtype = BF16,
+    size: float = 1.0,
+    **options: float,
+) -> Given:
+    """size: the standard deviation of mix."""
+    streams, mix = new.f32(tokens, n, channels).to(dtype), size * new.f32(tokens, (2 + n) * n)
+    tensors = {"streams": streams, "mix": mix, "base": new.f32((2 + n) * n), "scale": 0.5 + new.f32(3).sigmoid()}
+    return {**tensors, "iterations": 3, "eps": 1e-6, "hc_eps": 1e-6, **options}
+
+
+def head(new: Maker, **sizes: object) -> Given:
+    """The numbers of `collapse`, of which the head reads the first n."""
+    a = collapse(new, **sizes)
+    n = a["streams"].shape[1]
+    tensors = {"streams": a["streams"], "mix": a["mix"][:, :n].contiguous(), "base": a["base"][:n]}
+    return {**tensors, "scale": a["scale"][:1], "eps": a["eps"], "hc_eps": a["hc_eps"]}
+
+
+def logits(a: Given, counts: list[int]) -> tuple[torch.Tensor, ...]:
+    """mix over the root mean square of a token's streams, times scale, plus base, in float64."""
+    root = (a["streams"].double().square().mean((1, 2)) + a["eps"]).sqrt()[:, None]
+    scale = a["scale"].double().repeat_interleave(torch.tensor(counts, device=root.device))
+    return (a["mix"].double() / root * scale + a["base"].double()).split(counts, 1)
+
+
+def weighted_sum(a: Given, weights: torch.Tensor) -> torch.Tensor:
+    return torch.einsum("tn,tnd->td", weights.sigmoid() + a["hc_eps"], a["streams"].double())
+
+
+def collapsed(a: Given) -> Results:
+    """(x, post, comb) in float64."""
+    n = a["streams"].shape[1]
+    pre, post, comb = logits(a, [n, n, n * n])
+    comb = comb.unflatten(1, (n, n)).softmax(2) + a["hc_eps"]
+    for step in range(2 * a["iterations"] - 1):
+        comb = comb / (comb.sum(2 if step % 2 else 1, keepdim=True) + a["hc_eps"])
+    return weighted_sum(a, pre), 2 * post.sigmoid(), comb
+
+
+def near(name: str, got: torch.Tensor, expected: torch.Tensor) -> float:
+    return assert_close(name, got, expected, abs_tol=2e-5, rel_tol=NEIGHBOUR[got.dtype], cos_tol=COSINE[got.dtype])
+
+
+def check_collapse(a: Given, found: Results) -> float:
+    x, *weights = collapsed(a)
+    for name, got, expected in zip(("post", "comb"), found[1:], weights, strict=True):
+        assert_close(name, got, expected, abs_tol=2e-6, rel_tol=3e-5)
+    return near("x", found[0], x)
+
+
+def check_head(a: Given, found: Results) -> float:
+    return near("x", found[0], weighted_sum(a, *logits(a, [a["streams"].shape[1]])))
+
+
+def expand(new: Maker, tokens: int = 3, n: int = 4, channels: int = 16, dtype: torch.dtype = BF16) -> Given:
+    y, streams = new.f32(tokens, channels).to(dtype), new.f32(tokens, n, channels).to(dtype)
+    return {"y": y, "streams": streams, "post": new.positive(tokens, n), "comb": new.positive(tokens, n, n)}
+
+
+def check_expand(a: Given, found: Results) -> float:
+    y, streams, post, comb = (a[name].double() for name in ("y", "streams", "post", "comb"))
+    return near("streams", found[0], post[..., None] * y[:, None] + comb.mT @ streams)
+
+
+# hyper_mix, hyper_expand_mix, hyper_collapse_norm_cast_to_fp8
+
+
+def parts_of(weight: torch.Tensor) -> torch.Tensor:
+    """The three bf16 matrices whose sum is weight."""
+    parts = []
+    for _ in range(3):
+        parts.append(weight.to(BF16))
+        weight = weight - parts[-1].float()
+    return torch.stack(parts)
+
+
+def mix(new: Maker, tokens: int = 3, n: int = 4, channels: int = 16, outputs: int = 24) -> Given:
+    weight = 0.02 * new.f32(outputs, n * channels)
+    return {"streams": new.bf16(tokens, n, channels), "parts": parts_of(weight)}
+
+
+def check_mix(a: Given, found: Results) -> float:
+    """Against float64, relative to the sum of the products' sizes."""
+    v, weight = a["streams"].flatten(1).double(), a["parts"].double().sum(0)
+    return within("mix", found[0], v @ weight.T, 4e-6 * (v.abs() @ weight.abs().T))
+
+
+def expand_and_mix(new: Maker, tokens: int = 3, n: int = 4, channels: int = 16, outputs: int = 24) -> Given:
+    return expand(new, tokens, n, channels) | {"parts": mix(new, 1, n, channels, outputs)["parts"]}
+
+
+def check_expand_and_mix(a: Given, found: Results) -> float:
+    """The bits of the two ops, one after the other."""
+    streams = dsa.hyper_expand(a["y"], a["streams"], a["post"], a["comb"])
+    projected = {"streams": streams, "parts": a["parts"]}
+    equal("streams mix", found, (streams, dsa.hyper_mix(**projected)))
+    check_mix(projected, found[1:])
+    return check_expand(a, found[:1])
+
+
+def sublayer(
+    new: Maker,
+    tokens: int = 3,
+    n: int = 4,
+    channels: int = 256,
+    norm_eps: float = 1e-6,
+    use_ue8m0: bool = True,
+    **options: float,
+) -> Given:
+    """Tokens of every size, and mix of the same size."""
+    a, size = collapse(new, tokens, n, channels, **options), every_size(new, tokens)[:, None]
+    sized = {"streams": (a["streams"] * size[..., None]).to(BF16), "mix": a["mix"] * size}
+    return {**a, **sized, "weight": new.f32(channels), "norm_eps": norm_eps, "use_ue8m0": use_ue8m0}
+
+
+def check_sublayer(a: Given, found: Results) -> float:
+    """The bits of the two ops, one after the other."""
+    own = {name: a[name] for name in a if name not in ("weight", "norm_eps", "use_ue8m0")}
+    x, post, comb = dsa.hyper_collapse(**own)
+    cast = dsa.rms_norm_cast_to_fp8(x, a["weight"], a["norm_eps"], a["use_ue8m0"])
+    equal("y q q_scale post comb", found, (*cast, post, comb))
+    return check_norm({"x": x, "weight": a["weight"], "eps": a["norm_eps"]}, found[:1])
+
+
+CASES = [
+    Case("rms_norm", norm, check_norm, {"shape": (37, 2, 1544)}, more=({"weighted": False},)),
+    Case("rms_norm_rotary", norm_of_heads, check_norm_of_heads, {"tokens": 37, "heads": 3, "channels": 520}),
+    Case("rms_norm_cast_to_fp8", norm_with_cast, check_norm_with_cast, {"tokens": 37, "channels": 640}),
+    Case(
+        "add_rms_norm_cast_to_fp8",
+        partial(norm_with_cast, use_ue8m0=False, added=True),
+        check_norm_with_cast,
+        {"tokens": 37, "channels": 640},
+    ),
+    Case(
+        "apply_rotary",
+        rotation,
+        check_rotation,
+        {"shape": (37, 3, 104)},
+        more=({"dims": "last"}, {"interleaved": False}, {"interleaved": False, "dims": "last"}),
+    ),
+    Case(
+        "apply_rotary into out",
+        partial(rotation, shape=(3, 80), interleaved=False, dims="last", out="new"),
+        check_rotation,
+        {"shape": (37, 3, 104), "out": "x"},
+        more=({"out": "new"}, {"out": "new", "interleaved": True, "dims": "first"}),
+        written=("out",),
+    ),
+    Case("hyper_collapse", collapse, check_collapse, {"tokens": 37, "channels": 264, "iterations": 20}),
+    Case("hyper_expand", expand, check_expand, {"tokens": 37, "channels": 264}),
+    Case("hyper_head", head, check_head, {"tokens": 37, "channels": 264}),
+    # 1793 tokens run the kernel with a second pass, 300 the kernel without it, and 37 the kernel for few tokens.
+    Case(
+        "hyper_mix",
+        mix,
+        check_mix,
+        {"tokens": 1793, "channels": 128},
+        more=({"tokens": 300}, {"tokens": 37, "channels": 264, "outputs": 13}),
+    ),
+    Case(
+        "hyper_collapse_norm_cast_to_fp8",
+        sublayer,
+        check_sublayer,
+        {"tokens": 37, "channels": 640, "iterations": 20},
+    ),
+    # Four tokens run the fused kernel, 40 the kernels of the two ops.
+    Case(
+        "hyper_expand_mix",
+        expand_and_mix,
+        check_expand_and_mix,
+        {"tokens": 4, "channels": 264},
+        more=({"tokens": 40, "channels": 128},),
+    ),
+]

@@ -1,0 +1,764 @@
+"""Cases of the lightning indexer: its inputs, its scores and their selection."""
+
+from collections.abc import Sequence
+from functools import partial, reduce
+from typing import Any
+
+import torch
+
+import dsa
+from dsa.cases.case import (
+    BF16,
+    E4M3,
+    F32,
+    INT32,
+    PER_ROW,
+    Case,
+    Given,
+    Hostile,
+    Kept,
+    Maker,
+    Results,
+    ends,
+    nothing,
+    same_bits,
+)
+from dsa.kernels.indexer.select_limits import TWO_OPS_KEYS
+from dsa.ops.indexer.fp8_mqa_logits import fp8_mqa_logits
+from dsa.ops.indexer.fp8_paged_mqa_logits import fp8_paged_mqa_logits
+from dsa.testing import calc_diff, poisoned
+
+F16, INF = torch.float16, torch.inf
+
+
+def require(right: bool | torch.Tensor, message: str) -> None:
+    """Raise AssertionError with this message unless all of `right` is true."""
+    if not (right.all() if isinstance(right, torch.Tensor) else right):
+        raise AssertionError(message)
+
+
+def require_same(name: str, got: torch.Tensor, expected: torch.Tensor) -> None:
+    require(got.shape == expected.shape and got.dtype == expected.dtype, f"{name}: shape or dtype is wrong")
+    require(torch.equal(got, expected), f"{name}: {int((got != expected).sum())} of {got.numel()} numbers are wrong")
+
+
+# quantize_indexer_queries, write_indexer_keys
+
+
+def queries(
+    new: Maker, tokens: int = 3, heads: int = 2, dtype: torch.dtype = BF16, rotated: int = 64, **options: Any
+) -> Given:
+    options = {"interleaved": False, "dims": "first", "use_ue8m0": False} | options
+    q, weights = new.f32(tokens, heads, 128).to(dtype), new.f32(tokens, heads)
+    return {"q": q, "weights": weights, **new.angles(tokens, rotated), **options}
+
+
+def keys(
+    new: Maker,
+    tokens: int | None = None,
+    dtype: torch.dtype = BF16,
+    rotated: int = 64,
+    page_size: int = 64,
+    slot_dtype: torch.dtype = INT32,
+    **options: Any,
+) -> Given:
+    """Make three tokens by default. Else every seventh token has no slot, and the cache holds NaN."""
+    options = {"eps": 1e-6, "interleaved": True, "dims": "last", "use_ue8m0": True} | options
+    norm = {"norm_weight": new.f32(128), "norm_bias": new.f32(128)}
+    if tokens is None:
+        tokens, cache = 3, {"cache": new.index_cache(3, 16, 128), "slots": new.ints([7, -1, 40])}
+    else:
+        pages = 2 * -(-tokens // page_size) + 1
+        slots = new.order(1, pages * page_size, tokens)[0].to(slot_dtype)
+        slots[1::7] = -1
+        cache = {"cache": poisoned((pages, page_size, 1, 132), torch.uint8, new.device), "slots": slots}
+    return {"k": (3 * new.f32(tokens, 128) + 1).to(dtype), **norm, **new.angles(tokens, rotated), **cache, **options}
+
+
+def transformed(x: torch.Tensor, a: Given) -> torch.Tensor:
+    """Compute H128 rope(x) in float64, and round to x's dtype after rope and after H128."""
+    channels, interleaved = 2 * a["cos"].shape[1], a["interleaved"]
+    out, angles = x.double(), torch.complex(a["cos"].double(), a["sin"].double())
+    part = out[..., :channels] if a["dims"] == "first" else out[..., 128 - channels :]
+    pairs = part.unflatten(-1, (-1, 2)) if interleaved else part.unflatten(-1, (2, -1)).mT
+    rotated = torch.complex(pairs[..., 0], pairs[..., 1]) * (angles if x.dim() == 2 else angles[:, None])
+    rotated = torch.view_as_real(rotated)
+    part.copy_((rotated if interleaved else rotated.mT).flatten(-2))
+    signs = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.double, device=x.device)
+    hadamard = reduce(torch.kron, [signs] * 7) / 128**0.5
+    return (out.to(x.dtype).double() @ hadamard).to(x.dtype).double()
+
+
+def check_cast(q: torch.Tensor, scale: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype, use_ue8m0: bool) -> float:
+    """Check that q [..., 128] and scale [...] are the FP8 cast of `rows`, up to the last bit of `dtype` and of fp32."""
+    eps = torch.finfo(dtype).eps + 1e-6
+    exact = rows.abs().amax(-1).clamp(min=1e-4) / 448
+    if use_ue8m0:  # near a power of two either of two is right
+        low, high = ((exact * (1 + e)).log2().ceil().exp2() for e in (-4 * eps, 4 * eps))
+        require((scale == low) | (scale == high), "scale: not the next power of two")
+    else:
+        require((scale - exact).abs() <= 4 * eps * exact, "scale: not the largest number / 448")
+    quotients = rows / scale[..., None]
+    half_step = quotients.abs().clamp(min=2.0**-6).log2().floor().exp2() / 16
+    error = (quotients - q.double()).abs()
+    require(error <= half_step + eps * (quotients.abs() + 256), "values: not the nearest numbers of e4m3")
+    return error.max().item() if error.numel() else 0.0
+
+
+def check_queries(a: Given, found: Results) -> float:
+    """Compare with the reference bit for bit, and with float64."""
+    for name, got, right in zip(("q", "weights"), found, dsa.reference.quantize_indexer_queries(**a), strict=True):
+        require(got.is_contiguous() and same_bits(got, right), f"{name}: not the reference's bits")
+    q, weights = found
+    scale = weights.double() / a["weights"].double()
+    return check_cast(q, scale, transformed(a["q"], a), a["q"].dtype, a["use_ue8m0"])
+
+
+def by_slot(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the bytes of an index cache: values [slots, D] and scales [slots, 4]."""
+    page_size, dim = cache.shape[1], cache.shape[3] - 4
+    raw = cache.flatten(1)
+    return raw[:, : page_size * dim].reshape(-1, dim), raw[:, page_size * dim :].reshape(-1, 4)
+
+
+def check_keys(a: Given, found: Results) -> float:
+    """Compare with float64 and with the reference. The kernel sums in another order, so a few bytes may differ from the
+    reference. Slots without a token keep their bytes."""
+    (cache,), before, slots = found, a["cache"], a["slots"].long()
+    there = (slots >= 0) & (slots < before.shape[0] * before.shape[1])
+    expected = before.clone()
+    dsa.reference.write_indexer_keys(**a | {"cache": expected, "slots": slots.where(there, -1)})
+    written = int(there.sum())
+    # Without ue8m0 the last bit of each scale may differ, too.
+    most = 2 + 2e-3 * 132 * written + (0 if a["use_ue8m0"] else written)
+    require((cache != expected).sum() <= most, "cache: many bytes differ from the reference's")
+    others = torch.ones(before.shape[0] * before.shape[1], dtype=torch.bool, device=slots.device)
+    others[slots[there]] = False
+    for now, then in zip(by_slot(cache), by_slot(before)):
+        require_same("other slots of the cache", now[others], then[others])
+    values, scales = (x[slots[there]] for x in by_slot(cache))
+    x = a["k"].double() - a["k"].double().mean(1, keepdim=True)
+    normed = x / (x.square().mean(1, keepdim=True) + a["eps"]).sqrt()
+    normed = (normed * a["norm_weight"].double() + a["norm_bias"].double()).to(a["k"].dtype)
+    rows, scale = transformed(normed, a)[there], scales.view(F32)[:, 0].double()
+    return check_cast(values.view(E4M3), scale, rows, a["k"].dtype, a["use_ue8m0"])
+
+
+def other_slots(given: Given, place: tuple[int, ...]) -> Kept:
+    """Keep the bytes of all slots but the one at `place`."""
+    kept = torch.arange(given["cache"].shape[0] * given["cache"].shape[1], device=given["slots"].device)
+    kept = kept != given["slots"][place]
+    return lambda results: [x[kept] for x in by_slot(results[0])]
+
+
+# Scores and their bounds. calc_diff over a matrix does not notice one wrong score, so every score has a bound, too. A
+# score's terms are w k_scale q[d] k[d] over heads and channels. Rounding errors are relative to the sum of the terms'
+# magnitudes, not to the score, in which terms cancel.
+#
+# fp32 accumulators: Hopper's FP8 wgmma aligns 32 products and the sum so far to the largest of them, and cuts them off
+# 13 bits below its first bit. That is up to 2^-13 = 1.2e-4 of the largest for each addend, which is a tenth to a third
+# of a head's terms, and errors of addends and heads have either sign: together below 5e-5 of all terms. The rest is
+# fp32.
+# fp16 accumulators: sums over 32 channels, weights, and sums over a lane's heads, at most eight, round to 11 bits:
+# 4.9e-4 of each, of either sign, together below 3e-4.
+# The bounds are at least ten times that. A score of ordinary size is 1.4% of its terms with 64 heads of 128 channels,
+# and more with fewer heads or channels. PyTorch computes in fp32 throughout, which is far more exact.
+OF_TERMS = {F32: 1e-3, F16: 3e-3}  # by the accumulators
+OF_TERMS_IN_PYTORCH = 1e-5
+MOST_DIFF = {F32: 5e-6, BF16: 3e-5}  # of calc_diff, by the scores' dtype: DeepGEMM's own
+BF16_ROUNDING = 2.0**-8  # of a score
+RANGES = ("cu_seq_len_k_start", "cu_seq_len_k_end")
+
+
+def check_scores(got: torch.Tensor, expected: torch.Tensor, terms: torch.Tensor, of_terms: float) -> float:
+    """Check that scores are within their bounds, that -inf is where it is expected, and that calc_diff is small.
+
+    terms     sums of the terms' magnitudes, at least where scores are finite
+    of_terms  the bound of a score, per term
+
+    Returns calc_diff.
+    """
+    diff = calc_diff(got, expected)
+    require(diff < MOST_DIFF[got.dtype], f"scores: calc_diff {diff:.3g} is above {MOST_DIFF[got.dtype]}")
+    seen = expected != -INF
+    got, expected, terms, rounding = got[seen], expected[seen], terms[seen], BF16_ROUNDING * (got.dtype == BF16)
+    excess = (got.double() - expected).abs() - rounding * expected.abs() - of_terms * terms
+    wrong = int((~(excess <= 0)).sum())
+    require(wrong == 0, f"scores: {wrong} of {excess.numel()} are off by more than rounding")
+    return diff
+
+
+def scores(q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor) -> Results:
+    """Compute scores sum_h weights[t, h] * relu(q[t, h] . k[s]) in float64, and the same of magnitudes."""
+    k, chunk = k.double(), max(1, 2**26 // max(1, q.shape[1] * len(k)))
+    parts = [
+        ((w[:, None] @ (x @ k.T).relu())[:, 0], (w.abs()[:, None] @ (x.abs() @ k.abs().T))[:, 0])
+        for x, w in zip(q.double().split(chunk), weights.double().split(chunk))
+    ]
+    return [torch.cat(x) for x in zip(*parts)]
+
+
+def scored(new: Maker, queries: int, keys: int, heads: int, dim: int, exact: bool) -> Given:
+    """Make q, kv and weights of random numbers, or `exact`: of small integers, whose sums are exact. Then every key is
+    there twice, so that scores tie."""
+    if not exact:
+        kv = new.e4m3(keys, dim), new.positive(keys)
+        return {"q": new.e4m3(queries, heads, dim), "kv": kv, "weights": new.f32(queries, heads)}
+    half = -(-keys // 2)
+    k, scale = (new.below(5, half, dim) - 2).to(E4M3), (new.below(3, half) + 1).float()
+    q, weights = (new.below(5, queries, heads, dim) - 2).to(E4M3), (new.below(5, queries, heads) - 2).float()
+    return {"q": q, "kv": (torch.cat((k, k))[:keys], torch.cat((scale, scale))[:keys]), "weights": weights}
+
+
+def ranges(new: Maker, queries: int, keys: int, window: int) -> Given:
+    """Make causal ranges of `window` keys, or random ranges: unordered, some empty, some outside the keys."""
+    if not queries:
+        return dict(zip(RANGES, (new.ints([0, 2, 5]), new.ints([7, 5, 5]))))
+    if window:
+        last = torch.arange(keys - queries + 1, keys + 1, dtype=INT32, device=new.device)
+        return dict(zip(RANGES, ((last - window).clamp(min=0), last)))
+    return dict(zip(RANGES, (new.below(keys + 6, queries) - 5, new.below(keys + 100, queries))))
+
+
+# fp8_mqa_logits, mqa_logits
+
+
+def contiguous(
+    new: Maker,
+    queries: int = 0,
+    keys: int = 7,
+    heads: int = 8,
+    dim: int = 32,
+    window: int = 0,
+    exact: bool = False,
+    **options: Any,
+) -> Given:
+    """Make three queries by default."""
+    options = {"clean_logits": True, "max_seqlen_k": 0, "logits_dtype": F32, "accumulators": F16} | options
+    return {**scored(new, queries or 3, keys, heads, dim, exact), **ranges(new, queries, keys, window), **options}
+
+
+def unquantised(new: Maker, dtype: torch.dtype = BF16, **sizes: Any) -> Given:
+    given = contiguous(new, **sizes)
+    q, k = given["q"].to(dtype), given["kv"][0].to(dtype)
+    return {"q": q, "k": k, "weights": given["weights"], **{name: given[name] for name in RANGES}}
+
+
+def clipped(a: Given, keys: int) -> list[torch.Tensor]:
+    """Return both bounds of the ranges, clipped to the keys."""
+    return [a[name].long().clamp(0, keys) for name in RANGES]
+
+
+def check_logits(a: Given, found: Results) -> float:
+    (got,), (k, scale), width = found, a["kv"], a["max_seqlen_k"]
+    first, last = (x[:, None] for x in clipped(a, len(k)))
+    expected, terms = (x * scale for x in scores(a["q"], k, a["weights"]))
+    key = torch.arange(width or len(k), device=got.device).expand(len(got), -1)
+    if width:
+        key = key + first
+        expected, terms = (x.gather(1, key.clamp(max=len(k) - 1)) for x in (expected, terms))
+    expected = expected.where((key >= first) & (key < last), -INF)
+    return check_matrix(a, got, expected, terms)
+
+
+def check_matrix(a: Given, got: torch.Tensor, expected: torch.Tensor, terms: torch.Tensor) -> float:
+    """Check scores of a kernel: their rows start at multiples of 1024 bytes."""
+    require(got.dtype == a["logits_dtype"], f"logits: dtype {got.dtype}")
+    require(got.stride(0) * got.element_size() % 1024 == 0 and got.stride(1) == 1, f"logits: strides {got.stride()}")
+    if not a["clean_logits"]:
+        got = got.where(expected != -INF, -INF)
+    return check_scores(got, expected, terms, OF_TERMS[a["accumulators"]] if got.is_cuda else OF_TERMS_IN_PYTORCH)
+
+
+def check_unquantised(a: Given, found: Results) -> float:
+    (got,), key = found, torch.arange(len(a["k"]), device=a["k"].device)
+    first, last = (x[:, None] for x in clipped(a, len(key)))
+    expected, terms = scores(a["q"], a["k"], a["weights"])
+    return check_scores(got, expected.where((key >= first) & (key < last), -INF), terms, OF_TERMS_IN_PYTORCH)
+
+
+# get_paged_mqa_logits_metadata, fp8_paged_mqa_logits
+
+
+def planned(new: Maker, batch: int = 0, next_n: int = 0, block_kv: int = 32, num_sms: int = 5) -> Given:
+    """Make lengths of sequences, or with next_n of queries; some are 0 or negative. By default two sequences."""
+    if not batch:
+        return {"context_lens": new.ints([70, 0]), "block_kv": block_kv, "num_sms": num_sms}
+    shape = (batch, next_n) if next_n else (batch,)
+    lengths = (new.below(5000, *shape) - 50) * (new.below(5, *shape) > 0)
+    return {"context_lens": lengths.int(), "block_kv": block_kv, "num_sms": num_sms}
+
+
+def check_plan(a: Given, found: Results) -> float:
+    """Check that each SM begins after the previous SMs' splits, at a split that exists or past all sequences."""
+    (plan,), lengths, sms = found, a["context_lens"].long().clamp(min=0), a["num_sms"]
+    lengths = lengths if lengths.dim() == 1 else lengths.amax(1)
+    splits = ((lengths + 255) // 256).clamp(max=(2**31 - 1) // max(1, len(lengths)))
+    total = splits.sum()
+    share = (total // sms).repeat(sms) + (torch.arange(sms, device=plan.device) >= sms - total % sms)
+    first = torch.cat((share.new_zeros(1), share.cumsum(0)))
+    require(plan.dtype == INT32 and plan.shape == (sms + 1, 2), "plan: shape or dtype is wrong")
+    sequence, split = plan.long().unbind(1)
+    require((sequence >= 0) & (sequence <= len(lengths)), "plan: no such sequence")
+    before = torch.cat((splits.new_zeros(1), splits.cumsum(0)))[sequence]
+    own = torch.cat((splits, splits.new_ones(1)))[sequence]  # past all sequences only split 0 exists
+    require((split >= 0) & (split < own), "plan: no such split")
+    require_same("plan: first splits", before + split, first)
+    return 0.0
+
+
+def in_order(given: Given, place: tuple[int, ...]) -> Kept:
+    """Keep that the plan is in order and names sequences that exist."""
+
+    def kept(results: Results) -> Results:
+        sequences, splits = results[0].long().unbind(1)
+        order = (sequences[1:] > sequences[:-1]) | (sequences[1:] == sequences[:-1]) & (splits[1:] >= splits[:-1])
+        count = len(given["context_lens"])
+        inside = (sequences >= 0) & (sequences <= count) & (splits >= 0) & (splits < 2**23)
+        return [torch.stack((order.all(), inside.all(), sequences[-1] == count))]
+
+    return kept
+
+
+def paged(
+    new: Maker,
+    lengths: Sequence[int] = (),
+    next_n: int = 2,
+    heads: int = 8,
+    dim: int = 32,
+    page_size: int = 32,
+    columns: int = 50,
+    spare_pages: int = 3,
+    per_query: bool | None = None,
+    num_sms: int = 2,
+    exact: bool = False,
+    **options: Any,
+) -> Given:
+    """Make sequences of these lengths, by default two.
+
+    per_query  context_lens has lengths of queries. None: only in the default call
+    num_sms    of the plan; with 0 the op makes the plan
+    """
+    if lengths:
+        given = in_pages(new, lengths, next_n, heads, dim, page_size, spare_pages, exact)
+        if per_query:
+            counts = new.below(2**30, len(lengths), next_n) % (given["context_lens"][:, None] + 1)
+            counts[:, -1] = given["context_lens"]
+            given["context_lens"] = counts
+    else:
+        tensors = {"q": new.e4m3(2, 2, 8, 32), "kv_cache": new.index_cache(3, 32, 32), "weights": new.f32(4, 8)}
+        counts = new.ints([40, 1] if per_query is False else [[39, 40], [0, 1]])
+        given = {**tensors, "context_lens": counts, "block_table": new.ints([[2, 0], [1, -1]])}
+    plan = dsa.reference.get_paged_mqa_logits_metadata(given["context_lens"], page_size, num_sms) if num_sms else None
+    options = {"clean_logits": True, "logits_dtype": F32, "accumulators": F16} | options
+    return {**given, "schedule_meta": plan, "max_context_len": columns, **options}
+
+
+def in_pages(
+    new: Maker, lengths: Sequence[int], next_n: int, heads: int, dim: int, page_size: int, spare_pages: int, exact: bool
+) -> Given:
+    """Put keys in random pages of a cache, whose other bytes are NaN. Unused entries of the table, among them its last
+    column, are garbage."""
+    batch, used = len(lengths), [-(-n // page_size) for n in lengths]
+    width, pages = max([*used, 1]) + 1, sum(used) + spare_pages
+    garbage = new.ints([-1, 10**8, -(2**31), 2**31 - 1]).repeat(batch * width)
+    table = garbage[: batch * width].view(batch, width).clone()
+    owned = torch.arange(width, device=new.device) < new.ints(used)[:, None]
+    table[owned] = new.order(1, pages, sum(used))[0].int()
+    position, counts = torch.arange(width * page_size, device=new.device), new.ints(lengths)
+    slots = (table.long()[:, position // page_size] * page_size + position % page_size)[position < counts[:, None]]
+    given = scored(new, batch * next_n, len(slots), heads, dim, exact)
+    cache = poisoned((pages, page_size, 1, dim + 4), torch.uint8, new.device)
+    dsa.reference.write_indexer_cache(*given["kv"], cache, slots)
+    q = given["q"].unflatten(0, (batch, next_n))
+    return {"q": q, "kv_cache": cache, "weights": given["weights"], "context_lens": counts, "block_table": table}
+
+
+def visible(a: Given) -> torch.Tensor:
+    """Return how many keys each query sees, [B, next_n]."""
+    lengths, next_n = a["context_lens"].long(), a["q"].shape[1]
+    if lengths.dim() == 1:
+        lengths = lengths[:, None] + torch.arange(1 - next_n, 1, device=lengths.device)
+    return lengths.clamp(0, min(a["max_context_len"], a["block_table"].shape[1] * a["kv_cache"].shape[1]))
+
+
+def paged_scores(a: Given) -> torch.Tensor:
+    """Compute scores and terms [2, B * next_n, columns] in float64: -inf past a query's keys and without a page."""
+    q, cache, counts, columns = a["q"], a["kv_cache"], visible(a), a["max_context_len"]
+    (batch, next_n, _, dim), (pages, page_size) = q.shape, cache.shape[:2]
+    raw, of_keys = cache.flatten(1), page_size * dim
+    out = torch.full((2, batch, next_n, columns), -INF, dtype=torch.double, device=q.device)
+    for b, count in enumerate(counts.amax(1).tolist()):
+        table = a["block_table"][b, : -(-count // page_size)].long()
+        there = (table >= 0) & (table < pages)
+        own = raw[table.where(there, 0)]
+        k = own[:, :of_keys].reshape(-1, dim)[:count].view(E4M3)
+        scale = own[:, of_keys:].contiguous().view(F32).flatten()[:count]
+        hidden = torch.arange(count, device=q.device) >= counts[b][:, None]
+        hidden = hidden | ~there.repeat_interleave(page_size)[:count]
+        for x, found in zip(out, scores(q[b], k, a["weights"][b * next_n : (b + 1) * next_n])):
+            x[b, :, :count] = (found * scale).masked_fill(hidden, -INF)
+    return out.flatten(1, 2)
+
+
+def check_paged(a: Given, found: Results) -> float:
+    return check_matrix(a, found[0], *paged_scores(a))
+
+
+def other_sequences(given: Given, place: tuple[int, ...]) -> Kept:
+    """Keep the rows of all sequences but the one at `place`."""
+    batch = len(given["q"])
+    others = [b for b in range(batch) if b != place[0]]
+    return lambda results: [x.unflatten(0, (batch, -1))[others] for x in results]
+
+
+# topk_indices
+
+
+def candidates(
+    new: Maker,
+    rows: int = 0,
+    cols: int = 20,
+    k: int = 4,
+    dtype: torch.dtype = F32,
+    starts: bool = True,
+    page_size: int | None = None,
+    into: bool = False,
+    **options: Any,
+) -> Given:
+    """Make ragged rows of scores with ties; by default three rows."""
+    first, lengths = new.ints([0, 5, 2]), new.ints([20, 3, 9])
+    paging = table_of(new, rows, cols, page_size)
+    if rows:
+        first, lengths = new.below(cols // 2, rows), new.below(cols + 5, rows) - 2
+    elif page_size:
+        paging |= {"block_table": new.ints([[2, 0, 1], [3, -1, 5]]), "row_to_seq": new.ints([1, 0, 0])}
+    out = torch.full((rows or 3, k), 9, dtype=INT32, device=new.device) if into else None
+    options = {"sorted": False, "return_values": True} | options
+    numbers = new.f32(rows or 3, cols).round(decimals=1).to(dtype)
+    return {
+        "scores": numbers,
+        "k": k,
+        "starts": first if starts else None,
+        "lengths": lengths,
+        **paging,
+        **options,
+        "out": out,
+    }
+
+
+def table_of(new: Maker, rows: int, cols: int, page_size: int | None) -> Given:
+    """Make a block table of two sequences, with a page for every column; by default two pages, for three rows."""
+    if page_size is None:
+        return {"block_table": None, "page_size": None, "row_to_seq": None}
+    table, row_to_seq = new.ints([[2, 0], [1, -1]]), new.ints([0, 1, 1])
+    if rows:
+        table, row_to_seq = new.below(1000, 2, -(-cols // page_size)), new.below(2, rows)
+        table[1, 0] = -1
+    return {"block_table": table, "page_size": page_size, "row_to_seq": row_to_seq}
+
+
+def selected(
+    scores: torch.Tensor,
+    k: int,
+    starts: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    page_size: int | None = None,
+    row_to_seq: torch.Tensor | None = None,
+    sorted: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (indices, values) by a stable sort in float64, which puts -inf before columns that are no candidates."""
+    (rows, cols), column = scores.shape, torch.arange(scores.shape[1], device=scores.device)
+    first = column.new_zeros(rows, 1) if starts is None else starts.long()[:, None]
+    count = cols - first if lengths is None else lengths.long()[:, None]
+    there = (column >= first) & (column < first + count) & ~scores.isnan()
+    key = (scores.double() + 0.0).clamp(min=-1e300).masked_fill(~there, -INF)
+    key, order = (x[:, :k] for x in key.sort(dim=1, descending=True, stable=True))
+    order = order.where(key > -INF, cols)
+    order = order if sorted else order.sort(dim=1).values
+    values = torch.nn.functional.pad(scores.float(), (0, 1), value=-INF).gather(1, order)
+    more = 0, k - order.shape[1]
+    indices = torch.nn.functional.pad((order - first).where(order < cols, -1), more, value=-1)
+    values = torch.nn.functional.pad(values, more, value=-INF)
+    if block_table is not None:
+        indices = slots_of(indices, block_table, page_size, row_to_seq)
+        values = values.where(indices >= 0, -INF)
+    return indices.int(), values
+
+
+def slots_of(
+    indices: torch.Tensor, table: torch.Tensor, page_size: int, row_to_seq: torch.Tensor | None
+) -> torch.Tensor:
+    """Map indices to slots: -1 without a page, without a sequence, or for a slot of 2^31 or more."""
+    (sequences, pages), page = table.shape, indices.clamp(min=0) // page_size
+    own = torch.arange(len(indices), device=table.device) if row_to_seq is None else row_to_seq.long()
+    known = (indices >= 0) & (page < pages) & ((own >= 0) & (own < sequences))[:, None]
+    physical = table[own.clamp(0, sequences - 1)[:, None], page.clamp(max=pages - 1)].long()
+    slots = physical * page_size + indices % page_size
+    return slots.where(known & (physical >= 0) & (slots < 2**31), -1)
+
+
+def check_topk(a: Given, found: Results) -> float:
+    """Check for equal indices and values."""
+    indices, values = selected(**{name: x for name, x in a.items() if name not in ("return_values", "out")})
+    require_same("indices", found[0], indices)
+    if a["return_values"]:
+        require_same("values", found[1], values)
+    if a["out"] is not None:
+        require_same("out", found[-1], indices)
+    return 0.0
+
+
+def other_tables(given: Given, place: tuple[int, ...]) -> Kept:
+    """Keep the rows of all sequences but the one of the table's row at `place`."""
+    others = given["row_to_seq"] != place[0]
+    return lambda results: [x[others] for x in results]
+
+
+# indexer_select, paged_indexer_select
+
+
+def selecting(
+    new: Maker,
+    queries: int = 0,
+    keys: int = 7,
+    top_k: int = 4,
+    page_size: int | None = None,
+    return_values: bool = True,
+    **sizes: Any,
+) -> Given:
+    given = contiguous(new, queries, keys, **{"accumulators": F32} | sizes)
+    for name in ("clean_logits", "max_seqlen_k", "logits_dtype"):
+        del given[name]
+    return {**given, "top_k": top_k, **table_of(new, queries, keys, page_size), "return_values": return_values}
+
+
+def of_scores(a: Given) -> Given:
+    """Return the arguments of `fp8_mqa_logits`, with ranges inside the keys."""
+    scored = {name: a[name] for name in ("q", "kv", "weights", "accumulators")}
+    options = {"clean_logits": True, "max_seqlen_k": 0, "logits_dtype": F32}
+    return {**scored, **dict(zip(RANGES, (x.int() for x in clipped(a, len(a["kv"][0]))))), **options}
+
+
+def require_selected(a: Given, found: Results, **given: Any) -> None:
+    """Check for the bits of `topk_indices`, with 0.0 for -0.0."""
+    indices, values = selected(k=a["top_k"], **given)
+    require_same("indices", found[0], indices)
+    if a["return_values"]:
+        require_same("values", found[1].view(INT32), (values + 0.0).view(INT32))
+
+
+def require_two_ops(a: Given, found: Results) -> None:
+    """Check for the bits of `fp8_mqa_logits` and a selection, which define the op."""
+    scored = of_scores(a)
+    first, last = (scored[name] for name in RANGES)
+    table = {name: a[name] for name in ("block_table", "page_size", "row_to_seq")}
+    require_selected(a, found, scores=fp8_mqa_logits(**scored), starts=first, lengths=last - first, **table)
+
+
+def check_select(a: Given, found: Results) -> float:
+    require_two_ops(a, found)
+    return check_logits(scored := of_scores(a), [fp8_mqa_logits(**scored)])
+
+
+def selecting_of_pages(
+    new: Maker, top_k: int = 4, slots: bool = False, return_values: bool = True, **sizes: Any
+) -> Given:
+    given = paged(new, **sizes)
+    for name in ("schedule_meta", "clean_logits", "logits_dtype"):
+        del given[name]
+    return {**given, "top_k": top_k, "slots": slots, "return_values": return_values}
+
+
+def of_paged_scores(a: Given) -> Given:
+    """Return the arguments of `fp8_paged_mqa_logits`, with at most as many columns as the table has keys."""
+    columns = min(a["max_context_len"], a["block_table"].shape[1] * a["kv_cache"].shape[1])
+    names = "q", "kv_cache", "weights", "context_lens", "block_table", "accumulators"
+    options = {"schedule_meta": None, "max_context_len": columns, "clean_logits": True, "logits_dtype": F32}
+    return {**{name: a[name] for name in names}, **options}
+
+
+def require_two_paged_ops(a: Given, found: Results) -> None:
+    """Check for the bits of `fp8_paged_mqa_logits` and a selection, which define the op."""
+    batch, next_n = a["q"].shape[:2]
+    table = {}
+    if a["slots"]:
+        sequences = torch.arange(batch, dtype=INT32, device=a["q"].device).repeat_interleave(next_n)
+        table = {"block_table": a["block_table"], "page_size": a["kv_cache"].shape[1], "row_to_seq": sequences}
+    scores = fp8_paged_mqa_logits(**of_paged_scores(a))
+    require_selected(a, found, scores=scores, lengths=visible(a).flatten(), **table)
+
+
+def check_select_of_pages(a: Given, found: Results) -> float:
+    require_two_paged_ops(a, found)
+    return check_paged(scored := of_paged_scores(a), [fp8_paged_mqa_logits(**scored)])
+
+
+# Hostile contents
+
+
+def first_column(x: torch.Tensor) -> list[Any]:
+    return [(*place[:1], *[0] * (x.dim() - 1)) for place in ends(x)]
+
+
+def two_pages(table: torch.Tensor) -> list[Any]:
+    """Return the places of a page of the first sequence and of the last page of the second."""
+    return [(0, 1), (1, table.shape[1] - 1)]
+
+
+def plan_places(plan: torch.Tensor) -> list[Any]:
+    return [(row, column) for row in (0, 3, len(plan) - 1) for column in (0, 1)]
+
+
+def per_row(names: Sequence[str], more: str = "", **sizes: Any) -> dict[str, Hostile]:
+    """Make hostile contents of arguments with a number per row, or of the block table of two sequences."""
+    kinds = {"block_table": (other_tables, two_pages)}
+    return {f"{x} {more}".strip(): Hostile(*kinds.get(x, (PER_ROW.kept, ends)), sizes) for x in names}
+
+
+def of_pages(**sizes: Any) -> dict[str, Hostile]:
+    """Make hostile contents of lengths and pages: one query per sequence, four, and lengths of queries."""
+    sizes = {
+        "lengths": (130, 70, 5, 190),
+        "page_size": 64,
+        "heads": 64,
+        "dim": 128,
+        "columns": 192,
+        **sizes,
+    }
+    found = {
+        f"{x} of {n}": Hostile(other_sequences, first_column, {**sizes, "next_n": n})
+        for x in ("context_lens", "block_table")
+        for n in (1, 4)
+    }
+    per_query = {**sizes, "next_n": 2, "per_query": True}
+    return found | {"context_lens per query": Hostile(other_sequences, first_column, per_query)}
+
+
+WIDE = {"heads": 64, "dim": 128}
+_FEW = {"queries": 9, "keys": 200, "window": 150, "exact": True, **WIDE}
+_MANY = _FEW | {"keys": TWO_OPS_KEYS + 200, "window": TWO_OPS_KEYS + 100}
+_LENGTHS = {"lengths": (0, 1, 63, 64, 65, 257, 700, 5), "page_size": 64, "columns": 720, **WIDE}
+_TABLE = ("block_table", "row_to_seq")
+_PART = ("starts", "lengths")
+_ROWS = {"rows": 5, "cols": 300, "k": 33}
+_SLOTS = {
+    name: Hostile(other_slots, ends, {"tokens": 9, "slot_dtype": x})
+    for name, x in (("slots int32", INT32), ("slots int64", torch.int64))
+}
+_PLANS = {
+    name: Hostile(in_order, first_column, {"batch": 300, "next_n": n, "block_kv": 64, "num_sms": 132})
+    for name, n in (("context_lens", 0), ("context_lens per query", 2))
+}
+_META = {
+    f"schedule_meta of {n}": Hostile(nothing, plan_places, {**_LENGTHS, "next_n": n, "num_sms": 7, "accumulators": F32})
+    for n in (1, 4)
+}
+CASES = [
+    Case("quantize_indexer_queries", queries, check_queries, {"tokens": 37, "heads": 5}),
+    Case(
+        "write_indexer_keys",
+        keys,
+        check_keys,
+        {"tokens": 130, "page_size": 64},
+        written=("cache",),
+        hostile=_SLOTS,
+    ),
+    Case(
+        "fp8_mqa_logits",
+        contiguous,
+        check_logits,
+        {"queries": 37, "keys": 333, **WIDE},
+        hostile=per_row(RANGES, **_FEW, accumulators=F32),
+    ),
+    Case(
+        "fp8_mqa_logits compressed",
+        partial(contiguous, max_seqlen_k=5, logits_dtype=BF16, accumulators=F32),
+        check_logits,
+        {"queries": 37, "keys": 333, "max_seqlen_k": 100, **WIDE},
+        hostile=per_row(RANGES, **_FEW, max_seqlen_k=60, logits_dtype=F32),
+    ),
+    Case(
+        "mqa_logits",
+        unquantised,
+        check_unquantised,
+        {"queries": 37, "keys": 133, "heads": 16},
+        hostile=per_row(RANGES, **_FEW),
+    ),
+    Case(
+        "get_paged_mqa_logits_metadata",
+        planned,
+        check_plan,
+        {"batch": 300, "block_kv": 64, "num_sms": 132},
+        hostile=_PLANS,
+    ),
+    Case(
+        "fp8_paged_mqa_logits",
+        paged,
+        check_paged,
+        {**_LENGTHS, "next_n": 4, "num_sms": 132},
+        hostile={**of_pages(num_sms=0, accumulators=F32), **_META},
+    ),
+    Case(
+        "indexer_select",
+        selecting,
+        check_select,
+        {"queries": 37, "keys": 333, "top_k": 50, "exact": True, **WIDE},
+        hostile=per_row(RANGES, **_FEW, top_k=33),
+    ),
+    Case(
+        "indexer_select paged",
+        partial(selecting, page_size=4, return_values=False, accumulators=F16),
+        check_select,
+        {"queries": 37, "keys": 333, "top_k": 50, "page_size": 16, **WIDE},
+        hostile=per_row((*RANGES, *_TABLE), **_FEW, top_k=33, page_size=64, accumulators=F32, return_values=True),
+    ),
+    Case(
+        "indexer_select of many keys",
+        partial(selecting, keys=TWO_OPS_KEYS + 9, page_size=4, accumulators=F16),
+        check_select,
+        {"queries": 9, "keys": TWO_OPS_KEYS + 309, "top_k": 300, "page_size": 64, "exact": True},
+        hostile={
+            **per_row(RANGES, **_MANY, top_k=33, page_size=None, accumulators=F32),
+            **per_row((*RANGES, *_TABLE), "paged in fp16", **_MANY, top_k=33, page_size=64),
+        },
+    ),
+    Case(
+        "paged_indexer_select",
+        selecting_of_pages,
+        check_select_of_pages,
+        {**_LENGTHS, "next_n": 4, "top_k": 100},
+        hostile=of_pages(top_k=33, slots=True, accumulators=F32),
+    ),
+    Case(
+        "paged_indexer_select of slots",
+        partial(selecting_of_pages, per_query=False, top_k=9, slots=True, return_values=False, accumulators=F32),
+        check_select_of_pages,
+        {**_LENGTHS, "next_n": 2, "top_k": 100, "exact": True, "return_values": True},
+    ),
+    Case(
+        "topk_indices",
+        partial(candidates, dtype=BF16, sorted=True),
+        check_topk,
+        {"rows": 33, "cols": 5001, "k": 512},
+        hostile={
+            **per_row(_PART, **_ROWS, dtype=F32, sorted=False),
+            **per_row(_PART, "of long rows", **_ROWS | {"cols": 20000}, dtype=F32),
+        },
+    ),
+    Case(
+        "topk_indices paged",
+        partial(candidates, starts=False, page_size=8, return_values=False),
+        check_topk,
+        {"rows": 33, "cols": 5001, "k": 512, "page_size": 64, "return_values": True},
+        hostile=per_row((*_PART, *_TABLE), **_ROWS, starts=True, page_size=64, return_values=True),
+    ),
+    Case(
+        "topk_indices into out",
+        partial(candidates, sorted=True, into=True),
+        check_topk,
+        {"rows": 33, "cols": 5001, "k": 512},
+        written=("out",),
+    ),
+]
