@@ -40,9 +40,14 @@ def with_leaves(given: Given, dtype: torch.dtype | None = None) -> Given:
     for name, x in given.items():
         if isinstance(x, torch.Tensor) and x.is_floating_point():
             fresh[name] = x.detach().to(dtype or x.dtype).requires_grad_(x.requires_grad)
-    if "v" in given and given["v"].data_ptr() == given["k"].data_ptr() and given["v"].shape != given["k"].shape:
-        fresh["v"] = fresh["k"][..., : given["v"].shape[2]]  # absorbed values are a part of the keys
+    if "v" in given and absorbed((given["k"].shape[2], given["v"].shape[2])):
+        fresh["v"] = fresh["k"][..., :D_V]
     return fresh
+
+
+def absorbed(dims: tuple[int, int]) -> bool:
+    """Whether values are a part of their keys."""
+    return dims == (576, D_V)
 
 
 def upstream(x: torch.Tensor) -> torch.Tensor:
@@ -163,14 +168,14 @@ def check_attention(a: Given, found: Results, of: tuple[int, ...] = (0, 1), most
     """
     exact, rough = with_leaves(a, F64), with_leaves(a)
     with torch.enable_grad():
-        expected, beside = attended(exact), attended(rough, a["q"].dtype)
+        expected, rounded = attended(exact), attended(rough, a["q"].dtype)
     names = ("out", "lse", *leaves_of(exact))
     noises = delta_noise(a, found[0]) if 0 in of else {}
     expected += gradients_of([expected[i] for i in of], exact)
-    beside += gradients_of([beside[i] for i in of], rough)
+    rounded += gradients_of([rounded[i] for i in of], rough)
     assert_close("lse", found[1], expected[1].detach(), abs_tol=1e-5, rel_tol=8.01 / 65536)
     errors = []
-    for name, got, right, other in zip(names, found, expected, beside, strict=True):
+    for name, got, right, other in zip(names, found, expected, rounded, strict=True):
         if name == "lse":
             continue
         if not got.isfinite().all():
@@ -261,17 +266,18 @@ def divergence(p: torch.Tensor, scores: torch.Tensor, visible: torch.Tensor) -> 
 
 
 def sparse_kl(a: Given) -> torch.Tensor:
-    """kl by the formula."""
+    """kl by the formula. Products are in the arguments' dtype, and softmax in fp32 at least, as with autocast."""
+    wide = torch.promote_types(a["q"].dtype, F32)
     with torch.no_grad():
         rows, valid = rows_of(a["kv"][:, 0], a["indices"])
-        logits = a["softmax_scale"] * torch.einsum("thd,tjd->htj", a["q"], rows)
+        logits = a["softmax_scale"] * torch.einsum("thd,tjd->htj", a["q"], rows).to(wide)
         hidden = ~valid & valid.any(-1, keepdim=True)
         lse = logits.masked_fill(hidden, -math.inf).logsumexp(-1) if a["lse"] is None else a["lse"]
         p = (logits - lse[..., None]).exp().masked_fill(~valid, 0.0).sum(0)
         p = p / p.sum(-1, keepdim=True).clamp(min=torch.finfo(p.dtype).tiny)
     keys, _ = rows_of(a["k_idx"], a["indices"])
     products = torch.relu(torch.einsum("tid,tjd->tij", a["q_idx"], keys))
-    return divergence(p, torch.einsum("tij,ti->tj", products, a["w_idx"]), valid)
+    return divergence(p, torch.einsum("tij,ti->tj", products, a["w_idx"].to(products.dtype)).to(wide), valid)
 
 
 def check_loss(a: Given, found: Results, most: float = 0.012) -> float:
@@ -363,10 +369,10 @@ def warmup(
     given = {"q": new.bf16(tokens, heads, d), "k": new.bf16(keys, key_heads, d), "v": None}
     given |= indexer(new, tokens, keys, *index)
     given["w_idx"][::7] = 0.0
-    absorbed = dims == (576, 512)
-    given["v"] = given["k"][..., :dv] if absorbed else new.bf16(keys, key_heads, dv)
+    given["v"] = None if absorbed(dims) else new.bf16(keys, key_heads, dv)
     given |= {**packed(new, lengths), "softmax_scale": d**-0.5, "causal": causal}
-    return ask(given, [name for name in leaves if not absorbed or name != "v"])
+    ask(given, leaves)
+    return given | {"v": given["k"][..., :dv]} if absorbed(dims) else given
 
 
 def warmed_up(a: Given) -> list[torch.Tensor]:
@@ -377,11 +383,11 @@ def warmed_up(a: Given) -> list[torch.Tensor]:
         own_k, own_v = (a[name][keys].repeat_interleave(group, 1) for name in "kv")
         logits = a["softmax_scale"] * torch.einsum("thd,shd->hts", a["q"][queries], own_k)
         p = logits.masked_fill(hidden, -math.inf).softmax(-1).masked_fill(~visible, 0.0)
-        lse = torch.where(visible, logits, -math.inf).exp().sum(-1).log().masked_fill(~visible.any(-1), math.inf)
+        lse = logits.detach().masked_fill(hidden, -math.inf).logsumexp(-1).masked_fill(~visible.any(-1), math.inf)
         products = torch.relu(torch.einsum("thd,sd->hts", a["q_idx"][queries], a["k_idx"][keys]))
         scores = (products * a["w_idx"][queries].to(products.dtype).T[..., None]).sum(0)
         out = torch.einsum("hts,shd->thd", p, own_v)
-        found.append((out, lse.detach().T, divergence(p.detach().mean(0), scores, visible)))
+        found.append((out, lse.T, divergence(p.detach().mean(0), scores, visible)))
     out, lse, kl = (torch.cat(parts) for parts in zip(*found))
     return [out, lse.T, kl]
 
@@ -391,15 +397,15 @@ def check_warmup(a: Given, found: Results) -> float:
     most 1e-2. Attention's gradients are at most 2e-2 away."""
     exact, rough = with_leaves(a, F64), with_leaves(a)
     with torch.enable_grad():
-        expected, beside = warmed_up(exact), warmed_up(rough)
+        expected, rounded = warmed_up(exact), warmed_up(rough)
     expected += gradients_of([expected[0], expected[2]], exact)
-    beside += gradients_of([beside[0], beside[2]], rough)
+    rounded += gradients_of([rounded[0], rounded[2]], rough)
     names = ("out", "lse", "kl", *leaves_of(exact))
     check_distance("out", found[0], expected[0], 4e-3)
     assert_close("lse", found[1], expected[1], abs_tol=2e-5, rel_tol=1e-5)
     assert_close("kl", found[2], expected[2].detach(), abs_tol=2e-5, rel_tol=1e-4, cos_tol=1e-4)
     errors = []
-    for name, got, right, other in [*zip(names, found, expected, beside, strict=True)][2:]:
+    for name, got, right, other in [*zip(names, found, expected, rounded, strict=True)][2:]:
         most = 2e-2 if name in "qkv" else min(1e-2, max(2 * distance(other, right), 1e-6))
         errors.append(check_distance(name, got, right, most))
     return max(errors)

@@ -36,12 +36,13 @@ def case(which: str, keys: int, d: int, heads: int, selected: int) -> Case:
     pairs = QUERIES * selected
     index_flops = 2 * pairs * INDEX_HEADS * INDEX_DIM
     if which == "forward":
-        ours = partial(op.forward, *inputs, lse)
+        ours = partial(op._sparse_indexer_loss.launch_on, q.device, *inputs, lse, False)
         flops = 2 * pairs * heads * d + index_flops
     else:
         grad = torch.ones(QUERIES, device="cuda")
-        d_scores = op.forward(*inputs, lse)[1]
-        ours = partial(op.backward, grad, q_idx, k_idx, w, indices, d_scores, which != "backward")
+        _, d_scores = op._sparse_indexer_loss.launch_on(q.device, *inputs, lse, False)
+        of_forward = q_idx, k_idx, w, indices, grad, d_scores
+        ours = partial(op._sparse_indexer_loss_gradient.launch_on, q.device, *of_forward, which != "backward")
         flops = 3 * index_flops
 
     calls = {"dsa": [ours], ATTENTION: [partial(dsa.flash_mla_sparse_fwd, q, kv, indices, scale)]}

@@ -1,7 +1,7 @@
-"""Index scores in training and their gradients, for a range of q tiles: the kernels' launches behind the warm-up loss.
+"""Launches of the warm-up loss's kernels: index scores in training and their gradients, for a range of q tiles.
 
 A q tile is 128 consecutive queries of a sequence (q_tiles.py of the kernels has the fields of a row of `q_tiles`); tile
-j of a q tile has its rows and the keys 128 j to 128 j + 127 of its sequence, and exists for j < key_tiles.
+j of a q tile has the q tile's rows and keys 128 j to 128 j + 127 of the sequence. It exists for j < key_tiles.
 
 q_tiles  int32 [S, 8]
 scores   fp32 [S, N, 128 (row), 128 (key)], N tiles at least as many as a q tile has. For the gradients each 64 rows of
@@ -37,7 +37,7 @@ def index_scores(
     q_idx        bf16 [Tq, Hi, di], contiguous; w fp32 [Tq, Hi]
     minus_k_idx  bf16 [Tk, di], k_idx with its sign turned: a product's sign bit then says whether the head is active
 
-    Of a tile that a q tile has, scores of keys that a row does not see and of missing rows are anything.
+    Scores of keys that a row does not see and of missing rows are undefined.
     """
     from dsa.kernels.training import indexer_scores_sm90 as kernel
 
@@ -118,7 +118,7 @@ def index_key_grad(
 
 
 def _tile_counter(like: torch.Tensor) -> torch.Tensor:
-    """From which a launch's CTAs draw their work tiles."""
+    """The counter of dynamic scheduling: a launch's CTAs take their work tiles from it."""
     return torch.zeros(1, dtype=torch.int32, device=like.device)
 
 

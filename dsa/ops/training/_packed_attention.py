@@ -1,4 +1,4 @@
-"""Attention of packed sequences as training has it: for heads' own keys, and absorbed, to latents; with gradients."""
+"""Attention of packed sequences in training, with gradients: with keys per head, or absorbed with latents."""
 
 import math
 
@@ -12,7 +12,8 @@ from dsa.ops.training.sparse_mla_attention import gradients as sparse_gradients
 
 ABSORBED = 576, 512
 MOST_INDICES = 16 << 20  # of a chunk of queries, with all their keys
-MOST_NUMBERS = 1 << 31  # that flash attention's backward pass counts right, before its commit b62d93f3 (2026)
+# Flash attention's backward pass overflows with this many numbers, before its commit b62d93f3 (2026).
+MOST_NUMBERS = 1 << 31
 Sequences = tuple[torch.Tensor, torch.Tensor, int, int]
 
 
@@ -44,8 +45,8 @@ def attention_backward(
     scale: float,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Gradients of q, k and v. Absorbed, k's has v's in it, summed in a fixed order if PyTorch is to be deterministic,
-    and v's is None: v is a view of k."""
+    """Gradients of q, k and v. Absorbed, v is a view of k: the gradient of k includes that of v, and v gets None. It is
+    summed in a fixed order if torch.are_deterministic_algorithms_enabled()."""
     if (q.shape[2], v.shape[2]) != ABSORBED:
         return flash_backward(grad, q, k, v, out, lse, sequences, scale, causal)
     dq, dk = torch.empty_like(q), torch.zeros(k.shape, dtype=torch.float32, device=k.device)
@@ -61,12 +62,12 @@ def attention_backward(
 
 
 def _selections(sequences: Sequences, queries: int, causal: bool):
-    """Chunks of queries: (which, the keys of each [n, 1, max_seqlen_k], how many of these are there [n])."""
+    """Chunks of queries: (their rows, each one's keys [n, 1, max_seqlen_k], the number of visible keys [n])."""
     cu_q, cu_k, _, most = sequences
     if queries == 0:
         return
     row = torch.arange(queries, device=cu_q.device, dtype=torch.int32)
-    # Before the first sequence and behind the last one there is a sequence without keys.
+    # Rows before the first sequence and after the last one count as sequences without keys.
     sequence = torch.searchsorted(cu_q, row, right=True, out_int32=True).long()
     ends = torch.nn.functional.pad(cu_q, (1, 0)), torch.nn.functional.pad(cu_q, (0, 1), value=queries)
     begin, end = (x[sequence] for x in ends)
@@ -94,9 +95,9 @@ def flash_backward(
     scale: float,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """By PyTorch's flash attention, for as many heads at a time as it counts right: its fp32 sums of q's gradient have
-    32-bit offsets. Without keys its grid is empty, and without sequences it has none, which are errors. What is in no
-    sequence, and of a sequence what is behind its longest length, it does not write."""
+    """Gradients by PyTorch's flash attention, for as many heads at a time as its 32-bit offsets allow (fp32 sums of q's
+    gradient). It raises an error without keys or sequences. It writes neither the rows outside of all sequences nor
+    those of a sequence after the longest length."""
     cu_seqlens_q, cu_seqlens_k, longest_q, longest_k = sequences
     if 0 in (len(q), len(k), len(cu_seqlens_q) - 1):
         return torch.zeros_like(q), torch.zeros_like(k), empty_values_gradient(q, v).zero_()
@@ -139,8 +140,8 @@ def empty_values_gradient(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def _heads_together(heads: int, group: int, numbers: int) -> int:
-    """How many heads, of `numbers` each, stay below MOST_NUMBERS: all of them, whole groups that share keys, or an even
-    part of a group."""
+    """How many heads of `numbers` numbers stay below MOST_NUMBERS: all, whole groups that share keys, or an even part
+    of a group."""
     most = max(1, (MOST_NUMBERS - 1) // numbers)
     if most >= heads:
         return heads
@@ -152,14 +153,14 @@ def _heads_together(heads: int, group: int, numbers: int) -> int:
 def _flash_backward_of_heads(
     tensors: tuple[torch.Tensor, ...], sequences: Sequences, scale: float, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """tensors: grad, q, k, v, out, lse. PyTorch's takes queries and values of as many channels: values are padded. It
-    wants rows at multiples of 16 bytes."""
+    """tensors: grad, q, k, v, out, lse. PyTorch's op takes queries and values of equally many channels, so values are
+    padded. It takes rows at multiples of 16 bytes."""
     grad, q, k, v, out, lse = tensors
     q, k, v = (tma_rows(x) for x in (q, k, v))
     dim, missing = v.shape[2], q.shape[2] - v.shape[2]
     if missing:
         grad, v, out = (torch.nn.functional.pad(x, (0, missing)) for x in (grad, v, out))
-    unused = [q.new_empty(n, dtype=torch.uint64) for n in (2, 0)]  # of dropout, which there is none of
+    unused = [q.new_empty(n, dtype=torch.uint64) for n in (2, 0)]  # state of dropout, which is off
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
         *(tma_rows(grad.contiguous()), q, k, v, out, lse, *sequences, 0.0, causal, *unused), scale=scale
     )

@@ -1,4 +1,4 @@
-"""Rows of results over packed sequences that no sequence has: zeros, or what an empty row has."""
+"""Fill the rows of results that are in no packed sequence: with zeros, or with an empty row's +inf."""
 
 import math
 
@@ -10,10 +10,10 @@ MOST = 2**31 - 1
 
 
 def fill_uncovered(bounds: torch.Tensor, *filled: tuple[torch.Tensor, float], most: int = MOST) -> None:
-    """Set the rows of tensors [T, ...], their numbers in 16 bits or fp32, that are in none of the sequences, and those
-    of each sequence behind its first `most`, to a number: 0, or of fp32 +inf.
+    """Fill the rows of tensors [T, ...] that are in no sequence, and the rows of a sequence after its first `most`,
+    with 0 or +inf. The tensors are fp32 or, for 0, of 16 bits.
 
-    bounds  int32 [B + 1], ascending from 0 to T at most: where sequences begin, and the last one's end
+    bounds  int32 [B + 1], ascending from 0 to T at most: where sequences begin, and where the last one ends
     """
     from dsa.kernels.training.uncovered_rows_sm90 import INFINITY, ZERO, compile_uncovered_rows
 

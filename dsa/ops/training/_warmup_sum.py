@@ -1,4 +1,4 @@
-"""The warm-up's loss against all heads together, and its gradients: launches, a chunk of queries after the other."""
+"""Launches of the warm-up's loss against the sum of all heads, and of its gradients, by chunks of queries."""
 
 import itertools
 from dataclasses import dataclass
@@ -18,15 +18,15 @@ SHARE = 15 / 16
 
 @dataclass(frozen=True)
 class Plan:
-    """Q tiles of the packed queries, and the key tiles before each. Nothing of it is known to the host."""
+    """Q tiles of the packed queries, and the key tiles before each. The host does not know its contents."""
 
     q_tiles: torch.Tensor
     key_tiles: torch.Tensor
     max_key_tiles: int
 
     def chunks(self, bytes_of_q_tile: int, budget: int, workers: int = 0) -> list[slice]:
-        """Ranges of q tiles, as even as they can be. For workers that take a tile each in turns, of all ranges but the
-        last they take whole turns, if the sequences are causal and as long as the longest."""
+        """Ranges of q tiles, as even as possible. With workers, which take a tile each per turn, all ranges but the
+        last are whole turns if the sequences are causal and as long as the longest."""
         count = len(self.q_tiles)
         most = max(1, budget // max(bytes_of_q_tile, 1))
         chunks = -(-count // most)
@@ -38,13 +38,13 @@ class Plan:
         return [slice(begin, end) for begin, end in itertools.pairwise([*begins, count])]
 
     def only_if(self, wanted: torch.Tensor) -> "Plan":
-        """The same plan, or one of no work if `wanted`, a bool on the device, is false."""
+        """The same plan, or one without work if `wanted`, a bool on the device, is false."""
         return Plan(self.q_tiles * wanted, self.key_tiles * wanted, self.max_key_tiles)
 
 
 @dataclass(frozen=True)
 class Indexer:
-    """The indexer's tensors as the kernels take them, index heads padded to a number that they take; w fp32."""
+    """The indexer's tensors as the kernels take them: padded index heads, w in fp32."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -88,8 +88,9 @@ def losses(
     query_grads: bool,
     key_grads: bool,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]]:
-    """kl [Tq] and the gradients of sum_t upstream[t] kl[t]: of q_idx bf16, of w_idx and k_idx fp32. Of
-    queries in no q tile the former two are not written. budget: bytes of the workspace, if a q tile has fewer."""
+    """kl [Tq], and the gradients of sum_t upstream[t] kl[t]: of q_idx in bf16, of w_idx and k_idx in fp32. The
+    gradients of q_idx and w_idx are not written for queries in no q tile. budget: bytes of the workspace, or those of
+    one q tile if they are more."""
     from dsa.kernels.training.warmup_rows_sm90 import compile_warmup_kl, compile_warmup_lse
     from dsa.kernels.training.warmup_target_sm90 import compile_warmup_target
 
@@ -127,8 +128,8 @@ def losses(
 
 
 def workspace(*inputs: torch.Tensor) -> int:
-    """Bytes: a bit less than the inputs, so that with what is returned the op takes less than twice theirs. Few chunks
-    leave few multiprocessors idle."""
+    """Bytes: a bit fewer than the inputs', so that with the results the op takes less than twice theirs. Few chunks
+    leave few SMs idle."""
     return max(LEAST_WORKSPACE, int(sum(x.numel() * x.element_size() for x in inputs) * SHARE))
 
 

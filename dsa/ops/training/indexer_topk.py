@@ -1,4 +1,4 @@
-"""What training's sparse stage attends to: each query's best keys by scores that are not quantised."""
+"""The selection of training's sparse stage: each query's best keys by scores that are not quantised."""
 
 import torch
 
@@ -53,15 +53,15 @@ def indexer_topk(
     q_idx         [Tq, Hi, di]; k_idx [Tk, di] in its dtype; w_idx [Tq, Hi] in that or fp32, of any sign
     top_k         how many keys to pick, at least 1, possibly more than a sequence has
     cu_seqlens_q  int32 [B + 1], where sequences begin, from 0 to Tq; cu_seqlens_k likewise, to Tk
-    max_seqlen_*  at least the length of the longest sequence. On Hopper a query that sees more than max_seqlen_k keys,
-                  rounded up to 128, selects none
+    max_seqlen_*  at least the length of the longest sequence. On Hopper a query that sees more keys than max_seqlen_k
+                  rounded up to a multiple of 128 selects none
     causal        a sequence's last query sees all its keys, and every other query one key fewer than the next
 
-    Returns int32 [Tq, 1, top_k]: rows of k_idx in ascending order, with -1 behind the last one where a query has fewer
-    than top_k. Of equal scores the lowest index is picked; NaN is never picked. A query of no sequence selects none.
-    There are no gradients. Raises TypeError or ValueError for other types, dtypes, shapes and devices, and where the
-    reference runs, for cu_seqlens that do not ascend from 0 to the end; the kernels take such boundaries as
-    `indexer_warmup_attention` does.
+    Returns int32 [Tq, 1, top_k]: rows of k_idx in ascending order, then -1 where a query has fewer than top_k. Of equal
+    scores the lowest index is picked; NaN is never picked. A query of no sequence selects none. No gradients.
+    Raises TypeError or ValueError for other types, dtypes, shapes and devices. The reference raises ValueError for
+    cu_seqlens that do not ascend from 0 to the end; the kernels take such boundaries as `indexer_warmup_attention`
+    does.
     On Hopper: bf16 (w_idx also fp32), di 64 or 128, up to 64 heads, top_k up to 4096; other dtypes run the PyTorch
     reference, with a warning. Queries and keys are multiplied in bf16 and summed in fp32. The workspace holds the
     scores of a chunk of queries for all keys: 192 MiB, or more where the smallest chunk of 128 queries needs it.
@@ -110,11 +110,11 @@ def _indexer_topk(
 def _select(indexer: Indexer, plan: Plan, top_k: int) -> torch.Tensor:
     queries, heads, n = len(indexer.q), indexer.q.shape[1], plan.max_key_tiles
     device = indexer.q.device
-    # One row more than there are, for what is no query.
+    # The last row takes the results of missing rows.
     found = torch.full((queries + 1, top_k), -1, dtype=torch.int32, device=device)
     if 0 in (queries, len(indexer.k), len(plan.q_tiles)):
         return found[:queries, None]
-    # Scores as tiles and as rows, and the bits of active heads, which nobody reads here.
+    # Scores as tiles and as rows, and the bits of active heads, which are not read here.
     chunks = plan.chunks(n * Q_TILE * K_TILE * (8 + heads // 8), LEAST_WORKSPACE)
     most = chunks[0].stop
     scores = torch.empty(most, n, Q_TILE, K_TILE, dtype=torch.float32, device=device)

@@ -1,4 +1,4 @@
-"""The indexer's warm-up: dense attention, and the loss that makes the indexer follow it, with its gradients."""
+"""The indexer's warm-up: dense attention, and the loss that makes the indexer follow it, with gradients."""
 
 from collections.abc import Callable
 from typing import Any
@@ -133,11 +133,11 @@ def indexer_warmup_attention(
     the inputs or 192 MiB, whichever is more. The forward pass computes the indexer's gradients together with the loss,
     as if all tokens had the same upstream gradient, and keeps them. The backward pass scales them, and computes k_idx's
     gradient again if the upstream gradients differ. After `kl.sum()` the host knows that they are equal, after
-    `kl.mean()` the device finds out. lse has no gradient, and nothing has a second gradient. The gradients of q, k and
-    v are those of PyTorch's flash attention, or at (576, 512) those of `sparse_mla_attention`, and are summed in no
-    fixed order; everything else is deterministic. At (576, 512) the order is fixed if
-    torch.are_deterministic_algorithms_enabled() when the gradient is computed, with 2304 max_seqlen_k bytes more for
-    each multiprocessor. CUDA-graph safe, no host synchronisation.
+    `kl.mean()` the device finds out. The gradients of q, k and v are those of PyTorch's flash attention, or at
+    (576, 512) those of `sparse_mla_attention`, and are summed in no fixed order; everything else is deterministic. At
+    (576, 512) the order is fixed if torch.are_deterministic_algorithms_enabled() when the gradient is computed, with
+    2304 max_seqlen_k bytes more per SM. CUDA-graph safe, no host synchronisation.
+    On Hopper and under torch.compile lse has no gradient, and a second backward pass raises RuntimeError.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
     """
     keep = torch.is_grad_enabled() and wants_gradient(q_idx, k_idx, w_idx)
@@ -149,7 +149,7 @@ def indexer_warmup_attention(
 
 
 def _check_view(k: torch.Tensor, v: torch.Tensor) -> None:
-    """Absorbed values are a part of the keys. The signature of a call does not say whose memory v is."""
+    """Absorbed values are a part of the keys. A call's signature does not say in which memory v lies."""
     if (k.shape[2], v.shape[2]) == ABSORBED:
         if len(v) and (v.data_ptr() != k.data_ptr() or v.stride(0) != k.stride(0)):
             raise ValueError(f"v: the kernel takes k[..., :{ABSORBED[1]}] for keys of {ABSORBED[0]} channels")
@@ -243,7 +243,7 @@ def _indexer_warmup_loss_gradient(
     of_keys: bool,
 ) -> Three:
     """Gradients of q_idx, k_idx and w_idx for the gradient of kl. dq, dk and dw are those for ones, with padded heads,
-    as the forward pass keeps them. Without `of_keys` that of k_idx is not wanted and anything."""
+    as the forward pass keeps them. Without `of_keys` k_idx's gradient is not used: it holds for equal weights only."""
     heads = q_idx.shape[1]
     dq_idx = _scaled(dq[:, :heads], grad[:, None, None], q_idx.dtype)
     dw_idx = _scaled(dw[:, :heads], grad[:, None], w_idx.dtype)
@@ -252,7 +252,7 @@ def _indexer_warmup_loss_gradient(
     # The kept sum over tokens of weight 1 is right for equal weights, which `kl.sum()` gives.
     dk_idx = _scaled(dk, grad[0], k_idx.dtype)
     if of_keys and grad.stride(0) != 0:
-        # Only the device knows whether they differ. A plan of no work costs the launches alone.
+        # Only the device knows whether they differ. A plan without work costs the launches alone.
         differ = (grad != grad[0]).any()
         plan = Plan(q_tiles, key_tiles, key_tiles_of(max_seqlen_k)).only_if(differ)
         indexer, upstream = Indexer.of(q_idx, k_idx, w_idx), grad.float().contiguous()

@@ -1,4 +1,4 @@
-"""The sparse stage's loss of the indexer over selected keys, and its gradients."""
+"""The indexer's loss in the sparse stage, over selected keys, and its gradients."""
 
 import math
 from collections.abc import Callable
@@ -63,31 +63,32 @@ def sparse_indexer_loss(
     lse: torch.Tensor | None = None,
     deterministic: bool | None = None,
 ) -> torch.Tensor:
-    """kl[t] = KL(p[t] || softmax_j(I[t, j])) over the keys j in indices[t]: the sparse stage's loss of the indexer.
+    """kl[t] = KL(p[t] || softmax_j(I[t, j])) over the keys j in indices[t]: the indexer's loss in the sparse stage.
 
     p[t, j] = sum_h exp(softmax_scale q_h[t] . kv[j] - lse_h[t]), divided by its sum over j
     I[t, j] = sum_i w_idx[t, i] relu(q_idx_i[t] . k_idx[j])
 
     q              [Tq, H, d] bf16 on Hopper; kv [Tk, 1, d] in q's dtype
     q_idx          [Tq, Hi, di] and k_idx [Tk, di] in q's dtype; w_idx [Tq, Hi] in that or fp32, of any sign
-    indices        int32 [Tq, 1, K], below 0 or from Tk on is no key. A key named twice counts twice
+    indices        int32 [Tq, 1, K]. Indices outside [0, Tk) are ignored. A key named twice counts twice
     softmax_scale  multiplies the logits: a finite number
-    lse            [H, Tq] float: each head's LSE over all that its softmax covers (natural log). V4's attention covers
-                   a window and a sink, too: with its lse a head counts by the share of attention that it gives these
-                   keys. None: the LSE over these keys alone, so that every head counts the same (V3.2); the op computes
-                   it by a `flash_mla_sparse_fwd`
-    deterministic  whether runs give the same gradient of k_idx bit for bit: its parts are then added as 64-bit
-                   integers. Everything else is deterministic in any case. None: as
-                   torch.are_deterministic_algorithms_enabled() says
+    lse            [H, Tq] float: each head's LSE over all that its softmax covers (natural log). V4's attention also
+                   covers a window and a sink: with its lse a head counts by the share of attention that it gives these
+                   keys. None: the LSE over these keys alone, which `flash_mla_sparse_fwd` computes, so that every head
+                   counts the same (V3.2)
+    deterministic  True: k_idx's gradient is bit-identical from run to run, as a sum of 64-bit integers. Everything else
+                   is always deterministic. None: as torch.are_deterministic_algorithms_enabled() says in the forward
+                   pass
 
-    Returns kl [Tq] fp32. A query without keys has kl 0. Gradients reach q_idx, k_idx and w_idx only; the forward pass
-    keeps for them the inputs that they need and [Tq, K] numbers in bf16. The relu has no gradient at 0. NaN in a row
-    that no index names reaches nothing.
+    Returns kl [Tq] fp32. A query without keys has kl 0. Gradients reach q_idx, k_idx and w_idx only. For them the
+    forward pass keeps the indexer's tensors, the indices and [Tq, K] numbers in bf16. The relu has no gradient at 0.
+    NaN in a row that no index names reaches nothing. On Hopper and under torch.compile a second backward pass raises
+    RuntimeError.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
     On Hopper: bf16, d = 576 or 512, up to 128 heads (a multiple of 64 fills the tensor cores), up to 64 index heads of
     64 or 128 channels, K up to 2048; rows of kv and k_idx at multiples of 16 bytes. fp16, fp32 and float64 run the
-    PyTorch reference, with a warning. One kernel in the forward pass, and one in the backward pass, which adds up
-    k_idx's gradient in fp32 unless `deterministic`. A query whose heads give each of its keys less than e^-129 of
+    PyTorch reference, with a warning. One kernel in the forward pass, and one in the backward pass, which sums k_idx's
+    gradient in fp32 unless `deterministic`. A query whose heads give each of its keys less than e^-129 of
     their attention has no gradients. softmax_scale above 0 unless lse is given. CUDA-graph safe, no host
     synchronisation.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
@@ -99,13 +100,12 @@ def sparse_indexer_loss(
 def _fixed_scale(
     q: torch.Tensor, w: torch.Tensor, g: torch.Tensor, d_scores: torch.Tensor, most: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What fixed-point gradients are multiplied by [1], and its inverse [1]: a sum of `most` parts of one has room."""
+    """The scale of fixed-point gradients [1], with which a sum of `most` parts has room, and its inverse [1]."""
     # A part is g sum_i d a w q with |d| <= 1, of which d and g w q are rounded to bf16.
     bound = 1.02 * g.abs().amax() * w.abs().sum(1).amax() * torch.stack(torch.aminmax(q)).abs().amax()
     exponent = SUM_BITS - most.bit_length() - torch.frexp(bound)[1]
     scale = torch.ldexp(torch.ones_like(bound), exponent.clamp(-SCALE_BITS, SCALE_BITS)).view(1)
-    # Where the bound is no number, no sum is; nor where d_scores are none, which integers would turn to 0. They are
-    # none of a whole query, so that its first tells.
+    # Integers have no NaN. The inverse is NaN where the bound is, or where d_scores are: then a query's first is, too.
     return scale, 1 / scale.double() + (bound - bound) + 0 * d_scores[:, 0].sum()
 
 

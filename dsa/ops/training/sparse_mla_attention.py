@@ -1,4 +1,4 @@
-"""Sparse MLA attention over selected latents, with gradients: what the sparse stage of training attends by."""
+"""Sparse MLA attention over selected latents, with gradients: the attention of training's sparse stage."""
 
 import math
 from collections.abc import Callable
@@ -63,27 +63,24 @@ def sparse_mla_attention(
 
     q              [Tq, H, d] bf16 or fp16; fp32 and float64 run the PyTorch reference, on Hopper with a warning
     kv             [Tk, 1, d] in q's dtype; a value is the first d_v numbers of its key
-    indices        [Tq, 1, K] int32; below 0 or from Tk on is no key. A key named twice counts twice
+    indices        int32 [Tq, 1, K]. Indices outside [0, Tk) are ignored. A key named twice counts twice
     softmax_scale  multiplies the logits: a finite number
     d_v            from 1 to d
-    attn_sink      [H] or None: a logit in the softmax that has no value, so that out is scaled by
-                   e^lse / (e^lse + e^sink)
-    deterministic  whether kv's gradient is summed in a fixed order: it is then bit-identical from run to run, and the
-                   backward pass several times slower. The order depends on how many queries and how many
-                   multiprocessors there are. None: as torch.are_deterministic_algorithms_enabled() says when the
-                   gradient is computed
+    attn_sink      [H] or None: a logit in the softmax without a value, which scales out by e^lse / (e^lse + e^sink)
+    deterministic  True: kv's gradient is summed in a fixed order and bit-identical from run to run. The backward pass
+                   is several times slower. The order depends on the number of queries and on the number of SMs. None:
+                   as torch.are_deterministic_algorithms_enabled() says when the gradient is computed
 
     Returns out [Tq, H, d_v] in q's dtype and lse [H, Tq] fp32 (natural log), without the sink. A query without keys has
     out 0 and lse +inf; its gradient is 0, and it adds nothing to other gradients. Gradients of out and of lse reach q
-    and kv, those of out also attn_sink. Not twice differentiable on Hopper.
+    and kv, those of out also attn_sink. On Hopper and under torch.compile a second backward pass raises RuntimeError.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
     On Hopper: d = 576 or 512 with d_v = 512, any number of heads (multiples of 64 fill the tensor cores), any K and Tk,
-    softmax_scale above 0. The forward pass is `flash_mla_sparse_fwd`. In the backward pass the softmax weights and the
-    gradients of the logits are rounded to q's dtype before they are multiplied; kv's gradient is summed in fp32, in no
-    fixed order unless `deterministic`; the gradients of q and attn_sink are bit-identical from run to run in any case.
-    The workspace is 4 Tk d bytes and 8 bytes for each head of a query, with `deterministic` and K = 2048 also about
-    5 MB for each multiprocessor. A sink that outweighs the keys by more than 2^64 counts as 2^64. CUDA-graph safe, no
-    host synchronisation.
+    softmax_scale above 0. The forward pass is `flash_mla_sparse_fwd`. The backward pass rounds the softmax weights and
+    the gradients of the logits to q's dtype before it multiplies them. It sums kv's gradient in fp32, in no fixed order
+    unless `deterministic`. The gradients of q and attn_sink are always bit-identical from run to run. The workspace is
+    4 Tk d bytes and 8 bytes per query and head, with `deterministic` and K = 2048 also about 5 MB per SM. A sink that
+    outweighs the keys by more than 2^64 counts as 2^64. CUDA-graph safe, no host synchronisation.
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.1.
     """
     return _sparse_mla_attention(q, kv, indices, softmax_scale, d_v, attn_sink, deterministic)
@@ -127,7 +124,7 @@ def gradients(
         if deterministic:
             sum_lists = sum_kernels.compile_sum_lists(dim)
             sums = q.new_zeros(keys, dim, dtype=torch.float32)
-            most = -(-sms // head_tiles)  # queries at a time: a work tile for each multiprocessor
+            most = -(-sms // head_tiles)  # queries at a time: a work tile per SM
             found = q.new_empty(min(most, tokens) * head_tiles * key_tiles * SPARSE_KEY_TILE, dim, dtype=torch.float32)
             counters = torch.zeros(-(-tokens // most), 1, dtype=torch.int32, device=q.device)
             for n, first in enumerate(range(0, tokens, most)):
@@ -139,7 +136,7 @@ def gradients(
                 sum_lists(found, order, bounds, head_tiles, key_tiles * SPARSE_KEY_TILE, sums)
         else:
             ctas = min(sms, tokens * head_tiles)
-            # Behind the keys a row for each CTA, to which it adds what is no key.
+            # After the rows of the keys each CTA has a row, to which it adds the gradients of invalid indices.
             sums = q.new_zeros(keys + ctas, dim, dtype=torch.float32)
             counter = torch.zeros(1, dtype=torch.int32, device=q.device)
             launch(q, rows, dout, head_terms, topk_indices, dq, sums, counter, *scales, ctas)
@@ -148,8 +145,8 @@ def gradients(
 
 
 def _lists(indices: torch.Tensor, keys: int, stride: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rows of the parts of dkv in the order of their keys, where each key's begin and end); a query has `stride`
-    rows, its indices first."""
+    """(rows of the parts of dkv in the order of their keys, bounds of each key's rows). A query has `stride` rows,
+    those of its indices first."""
     top_k = indices.shape[1]
     flat = indices.reshape(-1)
     flat = torch.where((flat >= 0) & (flat < keys), flat, keys)
@@ -219,7 +216,7 @@ def _sparse_mla_attention_gradient(
 def _all_tensors(
     q: torch.Tensor, dq: torch.Tensor, dkv: torch.Tensor, dsink: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """An op of torch returns no None."""
+    """The gradients as torch's op returns them: an empty tensor in place of None."""
     return dq, dkv, q.new_empty(0) if dsink is None else dsink
 
 

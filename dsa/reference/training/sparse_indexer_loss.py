@@ -57,7 +57,8 @@ def loss_and_score_gradient(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """kl of `sparse_indexer_loss`, and its gradient to I [Tq, K], which is a constant."""
     index, valid = selected(indices, len(kv))
-    scores = index_scores(q_idx, rows_of(k_idx, index), w_idx)
+    # Rows in the work dtype: the gradients of a key's copies are summed in it.
+    scores = index_scores(q_idx, rows_of(k_idx.to(work_dtype(q_idx)), index), w_idx)
     with torch.no_grad():
         p = _target(q, kv, index, valid, softmax_scale, lse)
         d_scores = kl_gradient(p, scores, valid)

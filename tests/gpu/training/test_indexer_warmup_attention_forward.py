@@ -1,4 +1,4 @@
-"""Attention of packed sequences as training has it, on the GPU: the bits of multi-head attention, and empty rows."""
+"""Attention of packed sequences in training, on the GPU: the bits of multi-head attention, and empty rows."""
 
 import pytest
 import torch
@@ -17,11 +17,11 @@ def attention_forward(q, k, v, cu_q, cu_k, longest, scale, causal=True):
 
 
 def check(got, arguments, causal=True):
-    """The bits of `mha_varlen_fwd`, and rows behind the last sequence that are those of queries without keys."""
+    """The bits of `mha_varlen_fwd`; rows after the last sequence are those of queries without keys."""
     (out, lse), cu_q = got, arguments[3]
     assert_same_bits(in_sequences(got, cu_q), in_sequences(dsa.mha_varlen_fwd(*arguments, causal), cu_q))
-    behind = int(cu_q[-1])
-    assert out[behind:].eq(0).all() and lse[:, behind:].eq(INF).all()
+    end = int(cu_q[-1])
+    assert out[end:].eq(0).all() and lse[:, end:].eq(INF).all()
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "all"])

@@ -13,11 +13,12 @@ from dsa.cases import CASES
 from dsa.runtime.op import OPS
 
 CALL = {call.name: call for call in CASES}
+WARMUP = "indexer_warmup_attention"
 # The arguments that gradients reach, and which results have gradients.
 GRADIENTS = {
     "sparse_mla_attention": (("q", "kv", "attn_sink"), (0, 1)),
     "sparse_indexer_loss": (("q_idx", "k_idx", "w_idx"), (0,)),
-    "indexer_warmup_attention": (("q", "k", "v", "q_idx", "k_idx", "w_idx"), (0, 2)),
+    WARMUP: (("q", "k", "v", "q_idx", "k_idx", "w_idx"), (0, 2)),
 }
 by_op = pytest.mark.parametrize("name", GRADIENTS)
 Function = Callable[..., Any]
@@ -99,28 +100,57 @@ def test_a_second_backward_pass_is_an_error(name, compiled, launches):
 
 
 class Called(TorchDispatchMode):
-    """Notes the ops of dsa that torch calls, with their arguments."""
+    """Notes the ops of dsa that torch calls: (op, arguments, results)."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[tuple[Any, tuple[Any, ...]]] = []
+        self.found: list[tuple[Any, tuple[Any, ...], Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        results = func(*args, **kwargs or {})
         if func.namespace == "dsa":
-            self.found.append((func, tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in args)))
-        return func(*args, **kwargs or {})
+            own = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in args)
+            self.found.append((func, own, results))
+        return results
+
+
+def called(name: str, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, tuple, Any]]:
+    """The registered ops of a call and of its backward pass."""
+    with monkeypatch.context() as patch, Called() as mode:
+        patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        with_gradients(CALL[name].function(), name, given)
+    assert len(mode.found) == (3 if name == WARMUP else 2)
+    return mode.found
 
 
 @by_op
 def test_torch_knows_the_op_and_its_gradients(name, monkeypatch):
-    """Shapes, strides and dtypes: what is traced is what runs."""
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    with Called() as called:
-        with_gradients(CALL[name].function(), name, trained(name))
-    monkeypatch.undo()
-    assert len(called.found) == (3 if name == "indexer_warmup_attention" else 2)
-    for op, own in called.found:
+    """Shapes, strides and dtypes of the references: what is traced is what runs."""
+    for op, own, _ in called(name, trained(name), monkeypatch):
         library.opcheck(op, own)
+
+
+LIKE_V32 = {"lengths": ((3, 5), (2, 2)), "dims": (192, 128), "key_heads": 4, "leaves": GRADIENTS[WARMUP][0]}
+ABSORBED = LIKE_V32 | {"dims": (576, 512), "key_heads": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"), [*((name, {}) for name in GRADIENTS), (WARMUP, LIKE_V32), (WARMUP, ABSORBED)]
+)
+def test_kernels_return_the_strides_that_torch_expects(name, sizes, launches, monkeypatch):
+    """torch.compile's code relies on them."""
+
+    def flash(grad, q, k, v, *_, **__):
+        return tuple(map(torch.empty_like, (q, k, v)))
+
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", flash)
+    given = CALL[name].arguments(**sizes) if sizes else trained(name)
+    if sizes == ABSORBED:
+        monkeypatch.setitem(GRADIENTS, name, (("q", "k", "q_idx", "k_idx", "w_idx"), (0, 2)))
+    for op, own, found in called(name, given, monkeypatch):
+        expected = OPS[op._schema.name.removeprefix("dsa::")].results(*own)
+        for got, right in zip(found, expected, strict=True):
+            assert (got.shape, got.stride(), got.dtype) == (right.shape, right.stride(), right.dtype)
 
 
 def test_only_ops_with_kernels_for_gradients_declare_them():

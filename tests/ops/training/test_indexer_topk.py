@@ -1,23 +1,19 @@
-"""Training's selection on the CPU: the reference by the definition, and what becomes of tiles."""
+"""Training's selection on the CPU: from tiles of scores to the best keys."""
 
 import pytest
 import torch
 
 import dsa
+from dsa.cases import cases_of
 from dsa.ops.training import indexer_topk as op
 from dsa.runtime import backends
 
+(CASE,) = cases_of("indexer_topk")
 LENGTHS = [(300, 300), (0, 5), (129, 400), (1, 1), (5, 0), (200, 70)]
 
 
-def inputs(lengths=LENGTHS, heads=8, dim=64, dtype=torch.bfloat16):
-    """Small whole numbers: scores are exact, and many are equal."""
-    bounds = [torch.tensor([0, *side]).cumsum(0).int() for side in zip(*lengths)]
-    queries, keys = (int(x[-1]) for x in bounds)
-    q, k = (torch.randint(-1, 2, shape).to(dtype) for shape in ((queries, heads, dim), (keys, dim)))
-    w = torch.randint(-4, 5, (queries, heads)) / 8
-    longest = [max(side) for side in zip(*lengths)]
-    return [q, k, w, 50, *bounds, *longest]
+def inputs(lengths=LENGTHS, **sizes):
+    return CASE.arguments(lengths=lengths, **sizes)
 
 
 def plan_of(sequences, queries, keys, causal):
@@ -56,30 +52,17 @@ def tiles(kernel_path, monkeypatch):
 @pytest.mark.parametrize("heads", [3, 8])
 @pytest.mark.parametrize("q_tiles_a_chunk", [1, 3, 100])
 def test_tiles_give_the_references_topk_indices(tiles, monkeypatch, causal, heads, q_tiles_a_chunk):
-    arguments = inputs(heads=heads)
+    given = inputs(heads=heads, causal=causal)
     monkeypatch.setattr(op, "LEAST_WORKSPACE", q_tiles_a_chunk * 4 * 128 * 128 * 9)
-    got = dsa.indexer_topk(*arguments, causal)
-    monkeypatch.setattr(backends, "runs_kernel", lambda *_: False)
-    assert torch.equal(got, dsa.indexer_topk(*arguments, causal))
+    CASE.check(given, CASE.results(given))
 
 
 def test_a_query_of_a_sequence_that_is_longer_than_said_selects_nothing(tiles):
-    q, k, w, top_k, *bounds, _, _ = inputs([(300, 300), (100, 100)])
-    got = dsa.indexer_topk(q, k, w, top_k, *bounds, 128, 128)
+    got = dsa.indexer_topk(**inputs([(300, 300), (100, 100)]) | {"max_seqlen_q": 128, "max_seqlen_k": 128})
     assert (got[128:300] == -1).all() and (got[:128, 0, 0] >= 0).all() and (got[300:, 0, 0] >= 300).all()
 
 
 @pytest.mark.parametrize("lengths", [[(0, 0)], [(5, 0)], [(0, 5)]])
 def test_nothing(tiles, lengths):
-    arguments = inputs(lengths)
-    got = dsa.indexer_topk(*arguments)
+    got = dsa.indexer_topk(**inputs(lengths))
     assert got.shape == (lengths[0][0], 1, 50) and (got == -1).all()
-
-
-def test_by_the_definition():
-    q, k, w, _, *rest = inputs(dtype=torch.float64)
-    got = dsa.indexer_topk(q, k, w.double(), 7, *rest)
-    for t, first, seen in ((0, 0, 1), (299, 0, 300), (300, 305, 272), (428, 305, 400), (429, 705, 1), (435, 706, 0)):
-        scores = (w[t, :, None] * (q[t] @ k[first : first + seen].T).relu()).sum(0)
-        best = sorted(sorted(range(seen), key=lambda s: (-scores[s].item(), s))[:7])
-        assert got[t, 0].tolist() == [first + s for s in best] + [-1] * (7 - len(best))

@@ -41,15 +41,15 @@ def test_what_is_launched(launches, d, sink):
     q, kv, indices, own = inputs(d=d, sink=sink)
     gradients = backward(q, kv, indices, own)
     assert [x.shape for x in gradients] == [x.shape for x in (q, kv, own) if x is not None]
-    before, main, behind = launches
-    assert (before[:2], behind[:2]) == (
+    first, main, last = launches
+    assert (first[:2], last[:2]) == (
         ("backward_inputs", ("bfloat16", sink, True)),
         ("reorder_sums", ("bfloat16", d)),
     )
     assert main[:2] == ("sparse_mla_backward", ("bfloat16", d, False))
     *_, dq, sums, counter, scale, scale_log2, ctas = main[2]
     assert dq.shape == q.shape and (scale, ctas) == (0.1, 3) and scale_log2 == pytest.approx(0.1 / 0.6931472)
-    # A row for each CTA behind the keys'.
+    # After the keys' rows one row per CTA.
     assert sums.shape == (7 + 3, d) and sums.eq(0).all()
     assert (counter.shape, counter.dtype) == ((1,), torch.int32) and counter.eq(0).all()
 

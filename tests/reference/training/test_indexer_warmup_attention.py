@@ -1,91 +1,74 @@
-"""The warm-up's loss in float64: gradients by finite differences, the formula in words, and the odd cases."""
+"""The warm-up: the gradients' formulas, what learns from what, and edges."""
 
 import pytest
 import torch
 
+import dsa
+from dsa.cases import cases_of
+from dsa.cases.training import with_leaves
 from dsa.reference import indexer_warmup_attention
+from dsa.reference.training import indexer_warmup_attention as reference
 from tests.reference.common import assert_refused
 
-F64 = torch.float64
+(CASE,) = cases_of("indexer_warmup_attention")
+ATTENTION, INDEXER = ("q", "k", "v"), ("q_idx", "k_idx", "w_idx")
+EVERY = *ATTENTION, *INDEXER
 
 
-def cu(*lengths):
-    return torch.tensor([0, *lengths]).cumsum(0).int()
-
-
-def warmup_inputs(lengths_q, lengths_k, heads=4, key_heads=2, index_heads=3, d=5, dv=6, di=4, dtype=F64):
-    torch.manual_seed(0)
-    tq, tk = sum(lengths_q), sum(lengths_k)
-    shapes = (
-        (tq, heads, d),
-        (tk, key_heads, d),
-        (tk, key_heads, dv),
-        (tq, index_heads, di),
-        (tk, di),
-        (tq, index_heads),
-    )
-    tensors = [torch.randn(*shape, dtype=dtype, requires_grad=True) for shape in shapes]
-    return tensors, (cu(*lengths_q), cu(*lengths_k), max(lengths_q), max(lengths_k), 0.5)
+def inputs(lengths, dtype=torch.float64, **sizes):
+    sizes = {"heads": 4, "key_heads": 2, "dims": (5, 6), "index": (3, 4), "leaves": EVERY} | sizes
+    return with_leaves(CASE.arguments(lengths=lengths, **sizes), dtype)
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_warmup_gradients(causal):
-    tensors, rest = warmup_inputs([1, 2, 0, 3], [1, 3, 1, 2], heads=2, key_heads=1, index_heads=2, d=3, dv=3, di=3)
-
-    def attention(*inputs):
-        out, lse, _ = indexer_warmup_attention(*inputs, *tensors[3:], *rest, causal)
-        return out, lse.masked_fill(lse == torch.inf, 0.0)
-
-    def loss(*inputs):
-        return indexer_warmup_attention(*tensors[:3], *inputs, *rest, causal)[2]
-
-    assert torch.autograd.gradcheck(attention, tensors[:3])
-    assert torch.autograd.gradcheck(loss, tensors[3:])
+@pytest.mark.parametrize("dims", [(64, 64), (192, 128), (576, 512)])
+def test_against_float64(dims, causal):
+    CASE.verify(dims=dims, causal=causal, key_heads=1 if dims[0] == 576 else 2, leaves=EVERY)
 
 
-def test_warmup_in_words():
-    """One query after the other, with loops over heads and the definition of KL."""
-    (q, k, v, q_idx, k_idx, w_idx), rest = warmup_inputs([3, 2], [4, 2], index_heads=4)
-    out, lse, kl = indexer_warmup_attention(q, k, v, q_idx, k_idx, w_idx, *rest, True)
-    # The rows of each query's keys: of the first sequence 4, of the second 2.
-    for t, seen in enumerate([slice(0, 2), slice(0, 3), slice(0, 4), slice(4, 5), slice(4, 6)]):
-        heads = []
-        for h in range(4):
-            logits = 0.5 * k[seen, h // 2] @ q[t, h]
-            heads.append(logits.softmax(0))
-            assert torch.allclose(out[t, h], heads[-1] @ v[seen, h // 2])
-            assert torch.allclose(lse[h, t], logits.logsumexp(0))
-        scores = [w_idx[t, j] * (k_idx[seen] @ q_idx[t, j]).clamp(min=0) for j in range(4)]
-        p, score = sum(heads) / 4, sum(scores)
-        assert torch.allclose(kl[t], (p * (p.log() - score.log_softmax(0))).sum())
+def test_gradients_of_lse_by_finite_differences():
+    """With kernels lse has none."""
+    given = inputs([(1, 1), (2, 3), (0, 1), (3, 2)])
+
+    def lse(q, k):
+        return indexer_warmup_attention(**given | {"q": q, "k": k})[1].nan_to_num(posinf=0.0)
+
+    assert torch.autograd.gradcheck(lse, (given["q"], given["k"]))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_gradients_formulas_are_those_of_autograd(causal):
+    given = inputs([(1, 1), (2, 3), (0, 1), (3, 2), (2, 0)], causal=causal)
+    out, _, kl = indexer_warmup_attention(**given)
+    grads = torch.randn_like(out), torch.randn_like(kl)
+    expected = torch.autograd.grad((out, kl), [given[name] for name in EVERY], grads)
+    bounds = torch.stack((given["cu_seqlens_q"], given["cu_seqlens_k"]))
+    q, k, v, *indexer = (given[name].detach() for name in EVERY)
+    rest = bounds, given["softmax_scale"], causal
+    got = reference.warmup_attention_gradient(grads[0], q, k, v, out.detach(), *rest)
+    got += reference.warmup_loss_gradient(grads[1], q, k, *indexer, *rest)
+    for x, y in zip(got, expected, strict=True):
+        torch.testing.assert_close(x, y)
 
 
 def test_the_indexer_learns_from_the_loss_alone():
-    tensors, rest = warmup_inputs([4], [4])
-    out, lse, kl = indexer_warmup_attention(*tensors, *rest)
-    attention, indexer = tensors[:3], tensors[3:]
+    given = inputs([(4, 4)])
+    out, lse, kl = indexer_warmup_attention(**given)
+    attention, indexer = ([given[name] for name in names] for names in (ATTENTION, INDEXER))
     assert torch.autograd.grad(kl.sum(), attention, allow_unused=True, retain_graph=True) == (None,) * 3
     assert torch.autograd.grad(out.sum() + lse.sum(), indexer, allow_unused=True, retain_graph=True) == (None,) * 3
 
 
-def test_warmup_edges():
-    """No keys, one key, all mass on one key, and weights of zero."""
-    (q, k, v, q_idx, k_idx, w_idx), rest = warmup_inputs([3, 1], [1, 1], dtype=torch.float32)
-    out, lse, kl = indexer_warmup_attention(q, k, v, q_idx, k_idx, w_idx, *rest)
-    assert (out[:2] == 0).all() and (lse[:, :2] == torch.inf).all() and (kl == 0).all()
-    assert torch.allclose(out[2], v[0].repeat_interleave(2, 0)) and torch.allclose(out[3], v[1].repeat_interleave(2, 0))
-    (out.sum() + kl.sum()).backward()
-    assert all(x.grad.isfinite().all() for x in (q, k, v, q_idx, k_idx, w_idx))
-    (q, k, v, q_idx, k_idx, w_idx), rest = warmup_inputs([4], [4], dtype=torch.float32)
-    kl = indexer_warmup_attention(1e4 * q, k, v, q_idx, k_idx, 0 * w_idx, *rest)[2]
-    # Every head at one key, and the indexer at none in particular.
+def test_all_mass_on_one_key_and_an_indexer_at_none_in_particular():
+    given = inputs([(4, 4)], torch.float32)
+    kl = indexer_warmup_attention(**given | {"q": 1e4 * given["q"], "w_idx": 0 * given["w_idx"]})[2]
     assert kl.isfinite().all() and (kl <= torch.arange(1, 5).log() + 1e-5).all() and kl[0] == 0
 
 
-def test_warmup_without_sequences():
-    tensors, _ = warmup_inputs([0], [0], index_heads=4)
+def test_without_sequences():
     nothing = torch.zeros(1, dtype=torch.int32)
-    out, lse, kl = indexer_warmup_attention(*tensors, nothing, nothing, 0, 0, 0.5, True)
+    given = inputs([(0, 0)]) | {"cu_seqlens_q": nothing, "cu_seqlens_k": nothing}
+    out, lse, kl = indexer_warmup_attention(**given)
     assert out.shape == (0, 4, 6) and lse.shape == (4, 0) and kl.shape == (0,)
 
 
@@ -94,12 +77,12 @@ def test_warmup_without_sequences():
     [
         ({"q": torch.zeros(4, 0, 5)}, r"q: must have at least one head, got shape \[4, 0, 5\]"),
         ({"k": torch.zeros(4, 3, 5)}, "v: shape must be|k: its 3 heads must divide q's 4"),
-        ({"cu_seqlens_k": cu(3)}, r"cu_seqlens_k: must ascend from 0 to 4, got \[0, 3\]"),
+        (
+            {"cu_seqlens_k": torch.tensor([0, 3], dtype=torch.int32)},
+            r"cu_seqlens_k: must ascend from 0 to 4, got \[0, 3\]",
+        ),
         ({"w_idx": torch.zeros(4, 2)}, r"w_idx: shape must be \[4, 3\], got \[4, 2\]"),
     ],
 )
 def test_wrong_arguments_are_named(change, message):
-    tensors, rest = warmup_inputs([4], [4], dtype=torch.float32)
-    names = ("q", "k", "v", "q_idx", "k_idx", "w_idx", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-    arguments = dict(zip((*names, "softmax_scale"), (*tensors, *rest)))
-    assert_refused(message, indexer_warmup_attention, **arguments | change)
+    assert_refused(message, dsa.indexer_warmup_attention, **inputs([(4, 4)], torch.float32) | change)

@@ -1,62 +1,78 @@
-"""The sparse stage's attention in float64: gradients by finite differences, and what no index names."""
+"""The sparse stage's attention: the gradients' formula, extreme sinks, and what no index names."""
 
 import pytest
 import torch
 
+from dsa.cases import cases_of
+from dsa.cases.training import with_leaves
 from dsa.reference import sparse_mla_attention
-from tests.reference.training.sparse_inputs import sparse_inputs
+from dsa.reference.training import sparse_mla_attention as reference
 
-F64 = torch.float64
+(CASE,) = cases_of("sparse_mla_attention")
+
+
+def inputs(sink=True, dtype=torch.float64, **sizes):
+    sizes = {"tokens": 5, "keys": 7, "k": 4, "d": 6, "heads": 3, "invalid": 0.3, "size": 1.0} | sizes
+    return with_leaves(CASE.arguments(sink=sink, **sizes), dtype) | {"d_v": 4}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sink", [False, True])
+@pytest.mark.parametrize("d", [512, 576])
+def test_against_float64(d, sink, dtype):
+    CASE.verify(d=d, sink=sink, dtype=dtype)
 
 
 @pytest.mark.parametrize("sink", [False, True])
-def test_sparse_attention_gradients(sink):
-    (q, kv, *_), indices = sparse_inputs()
-    sinks = (torch.randn(3, dtype=F64, requires_grad=True),) if sink else ()
-
-    def run(q, kv, *sink):
-        out, lse = sparse_mla_attention(q, kv, indices, 0.4, 4, *sink)
-        return out, lse.masked_fill(lse == torch.inf, 0.0)
-
-    assert torch.autograd.gradcheck(run, (q, kv, *sinks))
-    out, lse = sparse_mla_attention(q, kv, indices, 0.4, 4, *sinks)
-    assert (out[2] == 0).all() and (lse[:, 2] == torch.inf).all()
-    seen = indices[1, 0, :2].long()
-    logits = 0.4 * kv[seen, 0] @ q[1, 0]
-    whole = torch.cat((logits, sinks[0][:1])) if sink else logits
-    assert torch.allclose(out[1, 0], whole.softmax(0)[:2] @ kv[seen, 0, :4])
+@pytest.mark.parametrize("of", [(0,), (1,), (0, 1)])
+def test_the_gradients_formula_is_that_of_autograd(of, sink):
+    given = inputs(sink)
+    leaves = [given[name] for name in ("q", "kv", "attn_sink")[: 2 + sink]]
+    results = sparse_mla_attention(**given)
+    grads = [torch.randn_like(x) if i in of else None for i, x in enumerate(results)]
+    chosen = [results[i] for i in of], leaves, [grads[i] for i in of]
+    expected = torch.autograd.grad(*chosen, materialize_grads=True)
+    of_forward = (given[name] for name in ("q", "kv", "indices", "softmax_scale", "attn_sink"))
+    got = reference.sparse_mla_attention_gradient(*of_forward, *results, *grads)
+    for x, y in zip(got, expected):
+        torch.testing.assert_close(x, y)
 
 
 def test_what_no_index_names_reaches_nothing():
-    """NaN in the first row, where an index that is no key might look; and no rows at all."""
-    (q, kv, *_), indices = sparse_inputs()
-    indices[indices == 0] = -1
-    kv = kv.detach().index_fill(0, torch.tensor(0), torch.nan)
-    assert not any(x.isnan().any() for x in sparse_mla_attention(q, kv, indices, 0.4, 4))
-    out, lse = sparse_mla_attention(q, kv[:0], indices, 0.4, 4)
+    """NaN in the first row, where an invalid index might look; and no rows at all."""
+    given = inputs(sink=False, leaves=())
+    given["indices"][given["indices"] == 0] = -1
+    nan = {"kv": given["kv"].index_fill(0, torch.tensor(0), torch.nan)}
+    assert not any(x.isnan().any() for x in sparse_mla_attention(**given | nan))
+    out, lse = sparse_mla_attention(**given | {"kv": given["kv"][:0]})
     assert not out.any() and lse.eq(torch.inf).all()
 
 
 @pytest.mark.parametrize("sink", [torch.inf, -torch.inf])
 def test_an_infinite_sink_has_a_gradient(sink):
     """Also where a query has no keys, whose LSE is infinite, too; its gradient is 0."""
-    (q, kv, *_), indices = sparse_inputs()
-    sinks = torch.full((3,), sink, dtype=F64, requires_grad=True)
-    out, _ = sparse_mla_attention(q, kv, indices, 0.4, 4, sinks)
-    assert (out[2] == 0).all()
-    *gradients, of_sinks = torch.autograd.grad(out.square().sum(), (q, kv, sinks))
-    assert not of_sinks.any() and all(g.isfinite().all() for g in gradients)
+    given = inputs() | {"attn_sink": torch.full((3,), sink, dtype=torch.float64, requires_grad=True)}
+    out, lse = sparse_mla_attention(**given)
+    assert (out[-1] == 0).all()
+    leaves = [given[name] for name in ("q", "kv", "attn_sink")]
+    gradients = torch.autograd.grad(out.square().sum(), leaves)
+    assert not gradients[2].any() and all(g.isfinite().all() for g in gradients)
+    of_forward = [given[name].detach() for name in ("q", "kv", "indices")]
+    formula = reference.sparse_mla_attention_gradient(
+        *of_forward, given["softmax_scale"], leaves[2], out, lse, 2 * out, None
+    )
+    for x, y in zip(formula, gradients, strict=True):
+        torch.testing.assert_close(x, y)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("above", [14.7, 17.0, 40.0])
 def test_a_sink_far_below_the_keys_has_its_whole_gradient(above, dtype):
     """Its probability, e^-above, is less than what 1 - sum_j p_j can tell from 0."""
-    given, indices = sparse_inputs()
-    q, kv, indices = *(x.detach().to(dtype) for x in given[:2]), indices[1:2]
-    plain, lse = sparse_mla_attention(q[1:2].double(), kv.double(), indices, 0.4, 4)
+    given = inputs(dtype=dtype, tokens=1, leaves=(), invalid=0.0)
+    plain, lse = sparse_mla_attention(**with_leaves(given, torch.float64) | {"attn_sink": None})
     sink = (lse[:, 0] - above).to(dtype).requires_grad_()
-    out, _ = sparse_mla_attention(q[1:2], kv, indices, 0.4, 4, sink)
+    out, _ = sparse_mla_attention(**given | {"attn_sink": sink})
     (got,) = torch.autograd.grad(out, sink, torch.ones_like(out))
     below = lse[:, 0] - sink.double()
     expected = -plain.sum((0, 2)) * below.sigmoid() * (-below).sigmoid()
