@@ -157,8 +157,8 @@ def check_rotation(a: Given, found: Results) -> float:
     given = {"x": x, "cos": a["cos"], "sin": a["sin"], "interleaved": a["interleaved"], "dims": a["dims"]}
     for got in found:
         equal("out", [got], [dsa.reference.apply_rotary(**given)])
-    rounding = ROUNDING[found[0].dtype]
-    return assert_close("out", found[0], rotated(**given), abs_tol=1e-6, rel_tol=rounding, cos_tol=5e-6)
+    rounding = 1.04 * ROUNDING[found[0].dtype]  # products are rounded to fp32 before
+    return assert_close("out", found[0], rotated(**given), abs_tol=1e-5, rel_tol=rounding, cos_tol=5e-6)
 
 
 # hyper_collapse, hyper_head, hyper_expand

@@ -5,7 +5,7 @@ import math
 import torch
 
 import dsa
-from dsa.cases.case import BF16, INT32, PER_ROW, Case, Given, Hostile, Kept, Maker, Results, ends
+from dsa.cases.case import BF16, F32, INT32, PER_ROW, Case, Given, Hostile, Kept, Maker, Results, ends
 from dsa.testing import assert_close
 
 INT64 = torch.int64
@@ -45,12 +45,12 @@ def gated(a: Given) -> tuple[torch.Tensor, torch.Tensor]:
     return experts, a["scale"] * (weights / (weights.sum(1, keepdim=True) + 1e-20) if a["normalise"] else weights)
 
 
-def check_gate(a: Given, found: Results) -> float:
-    """The right experts, but where two choices are within 1e-5 of each other: there either may be."""
+def check_gate(a: Given, found: Results, ties: bool = False) -> float:
+    """The right experts, but where two choices are within 1e-5 of each other: there either may be. ties: of many."""
     (experts, weights), (expected, right) = found, gated(a)
     shaken, _ = gated(a | {"bias": a["bias"] + 1e-5 * torch.rand_like(a["bias"])})
     sure = (shaken == expected).all(1)
-    if len(sure) >= 50 and sure.float().mean() < 0.95:
+    if not ties and len(sure) >= 50 and sure.float().mean() < 0.95:
         raise AssertionError("experts: hardly any choice is sure")
     equal("experts", [experts[sure]], [expected[sure]])
     if not ((experts >= 0) & (experts < a["logits"].shape[1])).all() or (experts.sort(1).values.diff(dim=1) == 0).any():
@@ -147,7 +147,8 @@ def check_sum(a: Given, found: Results) -> float:
         return 0.0
     size = summed({name: x.abs() if name != "rows" and x is not None else x for name, x in a.items()})
     error = (found[0].double() - summed(a)).abs()
-    if not (error <= 2 * torch.finfo(a["y"].dtype).eps * size).all():
+    roundings = torch.finfo(a["y"].dtype).eps + (a["rows"].shape[1] + 1) * torch.finfo(F32).eps
+    if not (error <= 2 * roundings * size).all():
         raise AssertionError(f"out: off by up to {(error / size).nan_to_num(0.0).max():.3g} of the parts' size")
     return error.max().item() if error.numel() else 0.0
 
@@ -183,7 +184,7 @@ def check_router(a: Given, found: Results) -> float:
     gate = {"logits": logits, "bias": a["bias"], **options}
     equal("experts weights", found[:2], dsa.moe_gate(**gate))
     equal("order rows ends", found[2:], sorted_entries(found[0] - a["first_expert"], a["count"]))
-    return check_gate(gate, found[:2])
+    return check_gate(gate, found[:2], ties=True)
 
 
 def table_router(

@@ -217,7 +217,17 @@ def _module_and_name(test: str) -> tuple[str, str]:
 
 
 def _collected(arguments: list[str]) -> list[str]:
-    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "--collect-only", "-q", *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-o",
+        "addopts=",
+        "--collect-only",
+        "-q",
+        "--disable-warnings",
+        *arguments,
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     ids = [line for line in done.stdout.splitlines() if "::" in line]
     if done.returncode or not ids:

@@ -61,7 +61,7 @@ def test_lists_of_any_length_are_right(k, heads, d, record_error):
     checked(CASE, inputs(7, heads, 5000, k, d=d), record_error)
 
 
-@pytest.mark.parametrize(("tokens", "keys", "heads"), product((0, 1, 3, 257), (1, 63, 5000), (16, 128)))
+@pytest.mark.parametrize(("tokens", "keys", "heads"), [*product((0, 1, 3, 257), (1, 63, 5000), (16, 128))])
 def test_queries_and_keys_of_any_number_are_right(tokens, keys, heads, record_error):
     out, *_ = checked(CASE, inputs(tokens, heads, keys, 200), record_error)
     assert out.shape == (tokens, heads, D_V)
