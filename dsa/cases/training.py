@@ -285,7 +285,9 @@ def check_loss(a: Given, found: Results, most: float = 0.012) -> float:
     exact = with_leaves(a, F64)
     with torch.enable_grad():
         kl = sparse_kl(exact)
-    assert_close("kl", found[0], kl.detach(), abs_tol=2e-5, rel_tol=1e-3, cos_tol=1e-3)
+    # Of one key it is 0, and rounding has any direction.
+    direction = 1e-3 if kl.abs().max() > 1e-4 else 2.0
+    assert_close("kl", found[0], kl.detach(), abs_tol=2e-5, rel_tol=1e-3, cos_tol=direction)
     errors = [0.0]
     for name, got, right in zip(leaves_of(exact), found[1:], gradients_of([kl], exact), strict=True):
         errors.append(check_distance(name, got, right, most, 1e-4 * right.numel() ** 0.5))
