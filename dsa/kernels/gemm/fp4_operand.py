@@ -3,11 +3,11 @@
 A byte has two e2m1 codes, that of the even channel in the low nibble. 32 channels of a row share a scale, a power of
 two stored as an e8m0 byte. Each block of 128 x 128 has a block scale, also a power of two. An e2m1 number, multiplied
 by the ratio of its group's scale to the block scale, is exactly an e4m3 number if the exponent of the ratio is from -8
-to 6. It is at most 6, since the block scale is 2^-6 times the largest scale of its groups. Exponents below -8 are not
-supported: they would wrap around to other tables. A group's eight magnitudes, multiplied by this ratio, form a table of
-eight bytes, and a byte permutation looks four of them up at a time. The tables for all exponents fill one line of
-shared memory, 128 bytes; a table's index is its exponent modulo 16. Each table has 8 bytes in banks of its own, so
-reads do not conflict. Zero is zero in every table, so a group of zeros may have any scale.
+to 6. It is at most 6, since the block scale is 2^-6 times the largest scale of its groups. `fp4_block_scales` refuses
+weights with exponents below -8, which would wrap around to other tables. A group's eight magnitudes, multiplied by this
+ratio, form a table of eight bytes, and a byte permutation looks four of them up at a time. The tables for all exponents
+fill one line of shared memory, 128 bytes; a table's index is its exponent modulo 16. Each table has 8 bytes in banks of
+its own, so reads do not conflict. Zero is zero in every table, so a group of zeros may have any scale.
 
 For an operand in registers wgmma expects, of each 32 channels, channels 4 q to 4 q + 3 and 16 + 4 q to 19 + 4 q in a
 lane, where q = lane % 4. But eight neighbouring channels are one word of FP4, and ldmatrix gives each lane one word. So

@@ -75,9 +75,8 @@ def fp4_block_scales(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     Groups of zeros are ignored; a block with nothing else gets 2^-126, the lowest scale. Returns
     [..., ceil(N / 128), ceil(K / 128)] fp32: the scale of `widen_fp4`, and the block_scale of
     `grouped_fp8_fp4_gemm_nt`. The last blocks of rows and channels may be smaller.
-    Raises TypeError or ValueError for other types, dtypes and shapes, for a NaN scale, and for a block that e4m3 cannot
-    hold with one scale: the scales of the groups differ by more than 2^14 and the smaller groups hold the smallest
-    values. The message names the block and the spread.
+    Raises TypeError or ValueError for other types, dtypes and shapes, for a NaN scale, and for a block whose groups'
+    scales differ by more than 2^14: e4m3 holds no more with one scale. The message names the block and the spread.
     """
     return widen_fp4(packed, scale)[1]
 

@@ -19,17 +19,14 @@ _PAIRS = torch.cat((E2M1, -E2M1))[torch.stack((_BYTES % 16, _BYTES // 16), -1)]
 
 # Largest exponent: e4m3, up to 448, still holds 6 * 2^6, with 6 the largest e2m1 value.
 _HEADROOM = 6
-# e4m3's lowest step is 2^-9. Shifts below -8 lose the smallest e2m1 values, shifts from -16 down lose all of them.
-_EXACT_SHIFT, _LOWEST_SHIFT = -8, -16
+# Smallest exponent: e4m3's lowest step is 2^-9, and 0.5 is the smallest e2m1 value. The kernels' tables end here, too.
+_LOWEST_SHIFT = -8
 LOWEST_EXPONENT = -126  # of a normal fp32 number
 _NAN = 128  # the exponent of e8m0's NaN
 
-# [shift, byte]: the two e4m3 values of a byte's codes times 2^shift, and whether e4m3 rounds one of them.
+# [shift, byte]: the two e4m3 values of a byte's codes times 2^shift.
 _POWERS = torch.tensor([2.0**i for i in range(_LOWEST_SHIFT, _HEADROOM + 1)], dtype=torch.float32, device="cpu")
-_SHIFTED = _PAIRS * _POWERS[:, None, None]
-_IN_E4M3 = _SHIFTED.to(torch.float8_e4m3fn)
-_LOST = (_IN_E4M3.float() != _SHIFTED).any(-1).flatten()
-_IN_E4M3 = _IN_E4M3.view(torch.int16).flatten()
+_IN_E4M3 = (_PAIRS * _POWERS[:, None, None]).to(torch.float8_e4m3fn).view(torch.int16).flatten()
 
 
 @without_autocast
@@ -83,11 +80,10 @@ def widen_matrix(
     top = _by_block(exponents.where(live, LOWEST_EXPONENT)).amax((1, 3))
     block_exponents = (top - _HEADROOM).clamp_min(LOWEST_EXPONENT)
     shift = _shifts(exponents, block_exponents)
-    if (shift < _EXACT_SHIFT).any():
-        lost = _LOST.to(packed.device)[_places(packed, shift)].any(-1)
-        if lost.any():
-            raise ValueError(_describe_loss(lost, exponents, live, place))
-    return _in_e4m3(packed, shift), powers_of_two(block_exponents)
+    lost = live & (shift < _LOWEST_SHIFT)
+    if lost.any():
+        raise ValueError(_describe_loss(lost, exponents, live, place))
+    return _in_e4m3(packed, shift.clamp(_LOWEST_SHIFT, _HEADROOM)), powers_of_two(block_exponents)
 
 
 def e2m1_groups(packed: torch.Tensor) -> torch.Tensor:
@@ -112,10 +108,10 @@ def _bytes(packed: torch.Tensor) -> torch.Tensor:
 
 
 def _shifts(exponents: torch.Tensor, block_exponents: torch.Tensor) -> torch.Tensor:
-    """Exponents of groups [N, K / 32] minus those of their blocks, clamped to the tables' range."""
+    """Exponents of groups [N, K / 32] minus those of their blocks."""
     rows, columns = exponents.shape
     per_group = block_exponents.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK // GROUP, 1)[:, :columns]
-    return (exponents - per_group).clamp(_LOWEST_SHIFT, _HEADROOM)
+    return exponents - per_group
 
 
 def _places(packed: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
