@@ -62,7 +62,7 @@ def test_groups_of_zeros_are_ignored():
 
 @pytest.mark.parametrize("code", [SMALLEST, 2, 3, 4, 6, LARGEST])
 def test_limit_of_the_spread(code, spread=14):
-    """Also of codes for which e4m3 has more room: the kernels' tables end at the ratio that the smallest code allows."""
+    """Also for codes for which e4m3 has more room: the tables of the kernels end where the smallest code does."""
     codes = torch.full((256, 256), LARGEST)
     codes[200, 160:192] = code
     exponents = torch.zeros(256, 8, dtype=torch.int64)
