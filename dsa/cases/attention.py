@@ -218,7 +218,7 @@ def everywhere(x: torch.Tensor) -> list[Any]:
 
 
 def other_sequences(given: Given, place: int) -> Kept:
-    """A bound concerns the queries of the sequences before and after it."""
+    """Keep the results of all sequences but the two on either side of the wrong bound."""
     bounds = given["cu_seqlens_q"].tolist()
     spans = [span for b, span in enumerate(itertools.pairwise(bounds)) if b not in (place - 1, place)]
     rows = [row for first, end in spans for row in range(first, end)]

@@ -156,11 +156,11 @@ def other_slots(given: Given, place: tuple[int, ...]) -> Kept:
 # magnitudes, not to the score, in which terms cancel.
 #
 # fp32 accumulators: Hopper's FP8 wgmma aligns 32 products and the sum so far to the largest of them, and cuts them off
-# 13 bits below its first bit. That is up to 2^-13 = 1.2e-4 of the largest for each addend, which is a tenth to a third
-# of a head's terms, and errors of addends and heads have either sign: together below 5e-5 of all terms. The rest is
-# fp32.
-# fp16 accumulators: sums over 32 channels, weights, and sums over a lane's heads, at most eight, round to 11 bits:
-# 4.9e-4 of each, of either sign, together below 3e-4.
+# 13 bits below its first bit. Each addend loses up to 2^-13 = 1.2e-4 of the largest one, and the largest is a tenth to
+# a third of a head's terms. Errors of addends and heads have either sign: together they stay below 5e-5 of all terms.
+# Everything else is fp32.
+# fp16 accumulators: sums over 32 channels, weights, and sums over a lane's heads (at most eight) are rounded to 11
+# bits, each by up to 4.9e-4 of itself. These errors have either sign: together they stay below 3e-4 of all terms.
 # The bounds are at least ten times that. A score of ordinary size is 1.4% of its terms with 64 heads of 128 channels,
 # and more with fewer heads or channels. PyTorch computes in fp32 throughout, which is far more exact.
 OF_TERMS = {F32: 1e-3, F16: 3e-3}  # by the accumulators

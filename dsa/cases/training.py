@@ -459,7 +459,7 @@ def other_queries(results: Sequence[str], given: Given, place: tuple[int, ...]) 
 
 
 def other_sequences(results: Sequence[str], given: Given, place: int) -> Kept:
-    """A boundary concerns the sequences that it is between."""
+    """Keep the results of all sequences but the two on either side of the wrong boundary."""
     apart = [x for i, x in enumerate(sequences(given)) if i not in (place - 1, place)]
     queries, keys = ([i for x in apart for i in range(x[side].start, x[side].stop)] for side in (0, 1))
     return kept_rows((*results, *leaves_of(given)), queries, keys)

@@ -179,7 +179,7 @@ def check_dtype(name: str, value: object, dtypes: Sequence[torch.dtype]) -> None
 
 
 def check_pair(name: str, value: object, what: str) -> tuple:
-    """The two tensors of an operand."""
+    """Return `value` as a tuple. Raises TypeError unless it is a tuple or a list of two."""
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         got = f"{len(value)} of them" if isinstance(value, (tuple, list)) else type(value).__name__
         raise TypeError(f"{name}: must be a pair {what}, got {got}")

@@ -132,7 +132,8 @@ class Op:
         return self.run(*arguments)
 
     def run(self, *arguments: Any) -> Any:
-        """Without a look at gradients and at torch.compile."""
+        """Run the kernels or the reference. `__call__` has already seen to torch.compile and to the references'
+        gradients; an op with `gradient` gets its autograd function here."""
         tensor, call = _first_tensor(arguments), None
         if self._lacks_dtype(tensor):
             self.arguments.check(*arguments)
@@ -263,7 +264,8 @@ class Op:
 
 
 def _autograd_function(op: Op) -> type[torch.autograd.Function]:
-    """Launches the kernels of both passes directly, which takes less time on the host than torch's dispatcher."""
+    """An autograd function that launches the kernels of both passes directly: less time on the host than through
+    torch's dispatcher."""
     save, differentiate = op.gradient
 
     def forward(ctx: Any, *arguments: Any) -> Any:

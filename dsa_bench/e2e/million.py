@@ -179,8 +179,8 @@ def asked(
 def asked_by(
     model: CheckpointModel, prompts: Sequence[tuple[int, int]], sequences: Sequence[int], context: int
 ) -> set[Variant]:
-    """Those that a model on the meta device asks for: in passes over (new, earlier) tokens of a prompt, and in steps of
-    so many sequences after `context` tokens."""
+    """The kernel variants that a model on the meta device asks for: a prefill of each (new, earlier) tokens of
+    `prompts`, and a decode step of each number of sequences of `sequences` after `context` tokens."""
 
     def all_passes(model: CheckpointModel, cache: Cache) -> None:
         for prompt in prompts:

@@ -94,7 +94,7 @@ def _measured(name: str, run: str, tokens: int, model: Model, make: Callable[[],
 
 
 def _beside(model: Model, ours: Run, repeats: int) -> Row:
-    """Time both in turns, so that clocks and heat affect both alike."""
+    """Time our pass and the peers' by turns, so that clocks and heat affect both alike."""
     row: Row = dict.fromkeys(("peer", "peer_ms", "ratio", "peer_parts", "difference"))
     replaced, logits = replacement(), []
     row |= {"peers": [], "failed": replaced.failed}

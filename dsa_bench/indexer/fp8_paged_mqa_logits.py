@@ -1,5 +1,5 @@
-"""Index scores over paged keys: bytes per second, compared with both builds of DeepGEMM; and the plan. With fp16
-accumulators also compared with fp32 ones."""
+"""Index scores over paged keys: bytes per second, compared with both builds of DeepGEMM. With fp16 accumulators
+also compared with fp32 ones. And the time of the plan, `get_paged_mqa_logits_metadata`."""
 
 from functools import partial
 from typing import Any

@@ -229,7 +229,7 @@ def used(ends: torch.Tensor) -> int:
 
 
 def _unset(shape: tuple[int, ...], channels: int, block: int, device: str) -> Scaled:
-    """Values [*shape, channels] without a number set, and a scale of 1 for `block` rows and 128 channels."""
+    """Uninitialised e4m3 values [*shape, channels], and scales of 1 for blocks of `block` rows and 128 channels."""
     q = torch.empty(*shape, channels, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
     return q, torch.ones(*shape[:-1], -(-shape[-1] // block), channels // 128, device=device)
 

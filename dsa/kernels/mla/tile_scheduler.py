@@ -115,12 +115,11 @@ class SchedulerState(NamedTuple):
 
 @dataclass(frozen=True)
 class StreamKScheduler:
-    """Stream-K over queries with equally many tiles, after full waves: the work of worker `worker` of
-    `workers`.
+    """Stream-K over queries of at most `tiles` tiles, after full waves: the work of worker `worker` of `workers`.
 
-    In each of `full_waves` waves a worker computes one whole query: worker, worker + workers and so on. The
-    tiles of the remaining queries are divided evenly among the first `split_workers` workers, as if every
-    query had `tiles` tiles. split_workers is at most the number of these tiles.
+    In wave w of the `full_waves` waves a worker computes the whole query worker + w * workers. The tiles of the
+    remaining queries are divided evenly among the first `split_workers` workers, as if every query had `tiles`
+    tiles. split_workers is at most the number of these tiles.
 
     So a query may be split between workers. A worker has at most two splits. The one with its query's first
     tile is partial result 2 * worker + 1, the other one 2 * worker.

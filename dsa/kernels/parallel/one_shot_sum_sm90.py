@@ -207,7 +207,7 @@ def fake_memory(ranks: int) -> tuple[cute.Tensor, list[cute.Tensor], cute.Tensor
 
 
 def fake_numbers() -> tuple[Int32, Int32, Int64, Int64]:
-    """rank, ctas, patience, lost."""
+    """Placeholders to compile with: rank; number of CTAs; patience in cycles; `lost`, a host address."""
     return Int32(0), Int32(1), Int64(1), Int64(0)
 
 

@@ -227,7 +227,7 @@ class IndexerQueryGradSm90:
                             bulk_load(target, source, Int32(2 * BIT_BYTES), barrier)
                     cute.copy(k_atom, tkg[None, tile], tks[None, state.stage], tma_bar_ptr=barrier)
                     if there < K_TILE:
-                        # The last keys belong to another sequence.
+                        # The rows from `there` on belong to the next sequence: zero them.
                         landed_phase = keys.wait_landed(landed_phase)
                         tile_start = Int32(stages.k.toint()) + state.stage * self.k_bytes
                         zero_rows(tile_start, there, K_TILE, self.dim * 2, lane)

@@ -45,8 +45,9 @@ def hyper_mix(streams: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
     """mix[t, c] = sum_k W[c, k] v[t, k] in fp32, for `hyper_collapse`.
 
     v is the vector of a token's n streams. W is the sum of three bf16 matrices: high = bf16(W), middle =
-    bf16(W - high), low = bf16(W - high - middle). This sum holds any fp32 number up to 3.39e38, bf16's largest, to
-    2^-24 of its size. The products of the parts with bf16 numbers are exact in fp32.
+    bf16(W - high), low = bf16(W - high - middle). This sum represents an fp32 number of magnitude 2^-110 to
+    3.39e38, bf16's largest, with a relative error of at most 2^-24. The products of the parts with bf16 numbers are
+    exact in fp32.
 
     streams  X [T, n, D] bf16
     parts    [3, C, n D] bf16: high, middle, low

@@ -31,8 +31,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float = 1e-6) ->
 
     Returns y, contiguous, in x's shape and dtype. A NaN makes its row NaN. A row's result does not depend on the other
     rows. Differentiable in x and weight. On Hopper a kernel computes the gradients, for D up to 8192 (fp32: 4096) and
-    rows as below; these gradients have none. Otherwise, and under torch.compile, the formula runs in PyTorch if
-    gradients are asked for.
+    rows as below; there are no second derivatives then. Otherwise, and under torch.compile, the formula runs in
+    PyTorch if gradients are asked for.
     Raises TypeError or ValueError for other types, dtypes, shapes, strides and devices.
     On Hopper: one kernel that reads x once and writes y once. D a multiple of 8 up to 32768 (fp32: 16384); contiguous
     channels; rows at any multiples of 16 bytes; if there are more than two dimensions before D, all but the last must

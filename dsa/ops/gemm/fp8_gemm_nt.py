@@ -295,7 +295,7 @@ def write_grouped_product(
 
 
 def rows_to_choose_for(count: int, expected_rows: int | None) -> int:
-    """Return the number of rows to choose kernel and work tiles for. All of them take any number of rows."""
+    """Return the number of rows to choose kernel and tile for. Any choice is right for any number of rows."""
     return count if expected_rows is None else max(expected_rows, 1)
 
 

@@ -5,7 +5,7 @@ import torch
 from dsa.reference.autocast import without_autocast
 from dsa.reference.indexer.index_scores import index_scores
 
-# Most numbers of a [queries, H, keys] tensor: 128 MiB of fp32, and ReLU makes a second one.
+# At most so many elements of a [queries, H, keys] tensor at once: 128 MiB in fp32, and ReLU makes a second tensor.
 _CHUNK = 2**25
 _SPLIT_KV = 256
 _ROW_ALIGNMENT = 1024
