@@ -25,7 +25,7 @@ def test_rows(monkeypatch):
     assert [(row.way, row.run, row.tokens) for row in found] == [
         (way, run, tokens) for way in ways for run in ("prompt", "step") for tokens in (9, 20)
     ]
-    assert all(row.measured.ms > 0 for row in found)
+    assert all(row.ms > 0 for row in found)
     lines = comparison.table(found).splitlines()
     assert len(lines) == 5 and all(line.count("x") == 2 for line in lines[1:])
 
