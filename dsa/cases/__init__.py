@@ -1,6 +1,6 @@
 """Cases of every public op: arguments by seed and size, what is right about the results, and hostile contents.
 
-A module a family, as in dsa.ops. `dsa check`, the tests on CPUs and GPUs, the fuzzer, the digests of launches and
+Modules by family, as in dsa.ops; large families have two or three. `dsa check`, the tests on CPUs and GPUs, the fuzzer, the digests of launches and
 benchmarks call ops with what a case makes.
 """
 

@@ -22,8 +22,8 @@ A call of the op
 - else runs the kernels or the reference, as dsa.runtime.backends decides by the tensors' device and the op's archs.
 
 An op whose kernels have a backward pass declares it as `gradient`. An eager call that runs kernels is then a
-torch.autograd.Function, and `torch.ops.dsa.NAME` has the same backward pass by torch.library.register_autograd. The
-backward pass runs another op, which has no gradient: a second backward pass raises an error.
+torch.autograd.Function, and `torch.ops.dsa.NAME` has the same backward pass registered with torch. The backward
+pass runs another op, which has no gradient: a second backward pass raises an error.
 
 Checks and the Python of a launch cost more than the kernel's launch, and decoding repeats its calls. The op remembers
 the signature of a correct call (`known_calls`). A call that repeats is recorded as a list of steps (`recording`), which
@@ -37,6 +37,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import library
 
 from dsa.runtime import backends
 from dsa.runtime.arguments import Arguments, Tensor
@@ -243,17 +244,17 @@ class Op:
             """Has the signature of the op."""
 
         prototype.__signature__ = signature
-        schema = torch.library.infer_schema(prototype, mutates_args=self.arguments.written)
+        schema = library.infer_schema(prototype, mutates_args=self.arguments.written)
         name, written = f"dsa::{self.name}", self.arguments.written
-        torch.library.custom_op(name, self.run, mutates_args=written, schema=schema)
+        library.custom_op(name, self.run, mutates_args=written, schema=schema)
 
         def fake(*arguments: Any) -> Any:
             self.arguments.check(*arguments)
             return None if self.results is None else self.results(*arguments)
 
-        torch.library.register_fake(name, fake)
+        library.register_fake(name, fake)
         if self.gradient is not None:
-            torch.library.register_autograd(name, self._backward, setup_context=self._setup_context)
+            library.register_autograd(name, self._backward, setup_context=self._setup_context)
 
     def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.set_materialize_grads(False)

@@ -13,18 +13,22 @@ __all__ = ["moe_gate", "sort_by_expert"]
 SCORES = ("sigmoid", "sqrtsoftplus")
 
 
-def _check_groups(logits: torch.Tensor, top_k: int, n_group: int, topk_group: int) -> None:
-    experts = logits.shape[1]
+def check_groups(name: str, experts: int, top_k: int, n_group: int, topk_group: int) -> None:
+    """Raise ValueError unless top_k of the `experts` experts of argument `name` can be chosen from so many groups."""
     if experts % n_group:
-        raise ValueError(f"n_group: must divide the {experts} experts of logits, got {n_group}")
+        raise ValueError(f"n_group: must divide the {experts} experts of {name}, got {n_group}")
     if topk_group > n_group:
         raise ValueError(f"topk_group: must be from 1 to n_group={n_group}, got {topk_group}")
     most = topk_group * (experts // n_group)
     if top_k > most:
         raise ValueError(
-            f"top_k: must be from 1 to the {most} experts of logits in the topk_group={topk_group} of "
+            f"top_k: must be from 1 to the {most} experts of {name} in the topk_group={topk_group} of "
             f"n_group={n_group} groups that stay, got {top_k}"
         )
+
+
+def _check_groups(logits: torch.Tensor, top_k: int, n_group: int, topk_group: int) -> None:
+    check_groups("logits", logits.shape[1], top_k, n_group, topk_group)
 
 
 MOE_GATE = Arguments(

@@ -14,7 +14,7 @@ from dsa.kernels.moe.route_to_experts_limits import (
 )
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
-from dsa.ops.moe.expert_routing import SCORES
+from dsa.ops.moe.expert_routing import SCORES, check_groups
 from dsa.reference.moe import route_to_experts as reference
 from dsa.runtime.arguments import F32, ROWS, Arguments, Choice, Flag, Int, Number, Tensor
 from dsa.runtime.checks import shape_of
@@ -29,16 +29,7 @@ def _check_numbers(
     weight: torch.Tensor, top_k: int, n_group: int, topk_group: int, first_expert: int, count: int
 ) -> None:
     experts = weight.shape[0]
-    if experts % n_group:
-        raise ValueError(f"n_group: must divide the {experts} experts of weight, got {n_group}")
-    if topk_group > n_group:
-        raise ValueError(f"topk_group: must be from 1 to n_group={n_group}, got {topk_group}")
-    most = topk_group * (experts // n_group)
-    if top_k > most:
-        raise ValueError(
-            f"top_k: must be from 1 to the {most} experts of weight in the topk_group={topk_group} of "
-            f"n_group={n_group} groups that stay, got {top_k}"
-        )
+    check_groups("weight", experts, top_k, n_group, topk_group)
     if first_expert + count > experts:
         raise ValueError(
             f"count: must be at most {experts - first_expert}, the experts of weight from first_expert on, got {count}"

@@ -7,7 +7,7 @@ import torch
 
 import dsa
 from dsa.cases import cases_of
-from dsa.cases.indexer import require_two_paged_ops
+from dsa.cases.selection import require_two_paged_ops
 from dsa.testing import poison_free_memory
 from tests.gpu.op_checks import captured, far_apart
 

@@ -7,7 +7,7 @@ import torch
 
 import dsa
 from dsa.cases import cases_of
-from dsa.cases.indexer import selected
+from dsa.cases.selection import selected
 from dsa.kernels.indexer import topk_config
 from dsa.kernels.indexer.topk_candidates import SAMPLE
 from dsa.runtime.op import forget_calls

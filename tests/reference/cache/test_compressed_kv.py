@@ -5,7 +5,7 @@ import torch
 
 import dsa
 from dsa.cases import cases_of
-from dsa.cases.cache import compressed
+from dsa.cases.compressor import compressed
 from dsa.reference import compress_kv
 from tests.reference.common import assert_refused, i32
 
