@@ -1,7 +1,7 @@
 """Cases of every public op: arguments by seed and size, what is right about the results, and hostile contents.
 
-Modules by family, as in dsa.ops; large families have two or three. `dsa check`, the tests on CPUs and GPUs, the fuzzer, the digests of launches and
-benchmarks call ops with what a case makes.
+Modules by family, as in dsa.ops; a large family has two or three. `dsa check`, the tests on CPUs and GPUs, the fuzzer,
+the digests of launches and benchmarks call ops with what a case makes.
 """
 
 import importlib
