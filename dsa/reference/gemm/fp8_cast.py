@@ -16,12 +16,14 @@ from dsa.reference.gemm.hadamard import hadamard_transform
 
 E4M3_MAX = 448.0
 AMAX_MIN = 1e-4
+MANTISSA = (1 << 23) - 1  # its bits in an fp32 number
 
 
 def ceil_to_ue8m0(scale: torch.Tensor) -> torch.Tensor:
     """2^ceil(log2(scale)), exactly: the lowest power of two at or above `scale` (fp32, positive and normal)."""
-    mantissa, exponent = torch.frexp(scale)
-    return torch.where(scale.isfinite(), torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int()), scale)
+    # By its bits: torch.ldexp reads out of bounds on a GPU that is not the current one (pytorch#189567).
+    rounded_up = (scale.view(torch.int32) + MANTISSA) & ~MANTISSA
+    return torch.where(scale.isfinite(), rounded_up.view(torch.float32), scale)
 
 
 @torch.no_grad()
