@@ -3,6 +3,7 @@
 import torch
 
 from dsa.runtime.checks import INT_MAX, MOST_SLOTS
+from dsa.runtime.limits import Accepted, at_most
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -18,17 +19,12 @@ def with_dims(x: torch.Tensor, dims: int) -> torch.Tensor:
     return x[(None,) * missing] if missing > 0 else x.view(-1, *x.shape[1 - dims :])
 
 
-def check_slot_count(name: str, cache: torch.Tensor) -> None:
-    """The kernels find a slot's page by a division of 32 bits."""
-    if cache.shape[0] * cache.shape[1] > MOST_SLOTS:
-        raise ValueError(f"{name}: the kernel takes at most 2^31 slots, got shape {list(cache.shape)}")
+COUNTED_SLOTS = {"pages*P": at_most(MOST_SLOTS)}  # the kernels find a slot's page by a 32-bit division
 
 
-def check_page_size(name: str, cache: torch.Tensor) -> None:
-    """The kernels count a cache's slots, and the bytes of a page, in 32 bits."""
-    check_slot_count(name, cache)
-    if _page_bytes(cache) > INT_MAX:
-        raise ValueError(f"{name}: the kernel takes pages below 2^31 bytes, got shape {list(cache.shape)}")
+def slots_and_page_bytes(row: str) -> dict[str, Accepted]:
+    """Limits of a cache with contiguous pages and rows of `row` bytes: the kernels count a page's bytes in 32 bits."""
+    return COUNTED_SLOTS | {f"P*{row}": at_most(INT_MAX)}
 
 
 def pages_as_rows(cache: torch.Tensor) -> torch.Tensor:

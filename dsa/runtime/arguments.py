@@ -15,8 +15,7 @@ The name of an Int that stands before is a word as well, for its value.
 """
 
 import inspect
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,11 +30,10 @@ from dsa.runtime.checks import (
     check_number,
     check_same_device,
     check_same_dtype,
-    check_tensor,
     check_writable,
-    is_tensor,
-    shape_of,
 )
+from dsa.runtime.limits import Accepted, Limits
+from dsa.runtime.shapes import Shapes, Sizes
 
 F32 = (torch.float32,)
 # Layouts: what kernels ask of a tensor's memory. References take any.
@@ -46,8 +44,6 @@ CONTIGUOUS = "contiguous"
 ALIGNED = "contiguous, from a multiple of 16 bytes on"
 PAGES = "the first dimension's entries contiguous each, and at multiples of 16 bytes"
 Layout = str | Callable[[torch.Tensor], str]
-
-Sizes = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -75,7 +71,7 @@ class Tensor:
     merged: tuple[int, int] = (0, 0)
     written: bool = False
     name: str = ""
-    rule: Callable[[str, torch.Tensor], Sizes | None] | None = None
+    rule: Callable[[str, torch.Tensor], Mapping[str, int] | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -145,34 +141,52 @@ Spec = Tensor | Tensors | Int | Number | Flag | Choice | Dtype
 class Arguments:
     """The specs of an op's arguments, in their order.
 
-    rule   called after the specs' checks with the arguments that its parameters name, for what the specs cannot say;
-           raises ValueError
-    first  what is checked before all else: where the sizes and the device of the others come from
+    limits  of sizes and numbers (`dsa.runtime.limits`), for the reference too
+    rule    called after these checks with the arguments that its parameters name, for what specs and limits cannot
+            say; raises ValueError
+    first   arguments to check first: the sizes and the device of the others come from them
     """
 
-    def __init__(self, *, rule: Callable[..., None] | None = None, first: tuple[str, ...] = (), **specs: Spec) -> None:
-        self.specs, self.rule = specs, rule
+    def __init__(
+        self,
+        *,
+        limits: Mapping[str, Accepted] | None = None,
+        rule: Callable[..., None] | None = None,
+        first: tuple[str, ...] = (),
+        **specs: Spec,
+    ) -> None:
+        self.specs, self.limits, self.rule = specs, limits or {}, rule
         self.names = tuple(getattr(spec, "name", "") or name for name, spec in specs.items())
         self._check_rule = None if rule is None else self.taking("rule", rule)
         self.written = tuple(name for name, spec in specs.items() if isinstance(spec, Tensor) and spec.written)
         with_shape = ((name, spec) for name, spec in specs.items() if isinstance(spec, (Tensor, Tensors)))
-        self._shapes = {name: _Shapes(spec.shape) for name, spec in with_shape}
+        self.shapes = {name: Shapes(spec.shape) for name, spec in with_shape}
+        self._limits = self.limits_of("limits", self.limits)
         names = list(specs)
         in_order = [names.index(name) for name in (*first, *(name for name in names if name not in first))]
         # What a check goes through, in its order: an argument's place, name, spec, name in messages, and shapes.
-        self._rows = [(i, names[i], specs[names[i]], self.names[i], self._shapes.get(names[i])) for i in in_order]
+        self._rows = [(i, names[i], specs[names[i]], self.names[i], self.shapes.get(names[i])) for i in in_order]
         self._first = first
         self._numbers = tuple(i for i, spec in enumerate(specs.values()) if isinstance(spec, Number))
 
     def writing(self, outputs: Mapping[str, Tensor]) -> "Arguments":
         """The same, with outputs of these specs that the caller gives."""
         written = {name: replace(spec, written=True) for name, spec in outputs.items()}
-        return Arguments(rule=self.rule, first=self._first, **self.specs, **written)
+        return Arguments(limits=self.limits, rule=self.rule, first=self._first, **self.specs, **written)
+
+    def limits_of(self, what: str, limits: Mapping[str, Accepted]) -> Limits:
+        """Limits of sizes and numbers of these arguments; TypeError for a key that is none. what: for messages."""
+        numbers = {name for name, spec in self.specs.items() if isinstance(spec, (Int, Number))}
+        counts = {spec.count for spec in self.specs.values() if isinstance(spec, Tensors)}
+        known = numbers.union(["itemsize"], counts, *(shapes.names for shapes in self.shapes.values()))
+        made = Limits(limits)
+        if unknown := made.names - known:
+            raise TypeError(f"{what}: must be of {', '.join(sorted(known))}, got {', '.join(sorted(unknown))}")
+        return made
 
     def check(self, *values: object) -> Sizes:
         """TypeError or ValueError for a wrong argument, by its name; else the sizes by their names."""
-        sizes: Sizes = {}
-        origin: dict[str, str] = {}
+        sizes = Sizes()
         found: dict[str, torch.Tensor] = {}
         if len(values) != len(self.names):
             raise ValueError(f"values: must be of {', '.join(self.names)}, got {len(values)}")
@@ -181,28 +195,32 @@ class Arguments:
             if spec.optional and value is None:
                 continue
             if isinstance(spec, Tensors):
-                found |= _check_list(shown, spec, shapes, value, sizes, origin)
+                found |= _check_list(shown, spec, shapes, value, sizes)
                 continue
             if not isinstance(spec, Tensor):
                 spec.check(shown, value)
                 if isinstance(spec, Int):
-                    _check_most(shown, spec, value, sizes, origin)
-                    sizes.setdefault(name, value)
-                    origin.setdefault(name, shown)
+                    _check_most(shown, spec, value, sizes)
+                if isinstance(spec, (Int, Number)):
+                    sizes.bind(name, value, shown)
                 continue
-            shapes.check(shown, spec, value, sizes, origin)
+            shapes.check(shown, value, spec.dtypes, sizes)
+            sizes.bind("itemsize", value.element_size(), shown)
             if spec.like:
                 like = self._shown(spec.like)
                 _check_like(shown, spec, value, like, found[like])
             if spec.rule is not None:
                 more = spec.rule(shown, value) or {}
                 sizes |= more
-                origin |= dict.fromkeys(more, shown)
+                sizes.origin |= dict.fromkeys(more, shown)
             if spec.written:
                 check_writable(shown, value)
             found[shown] = value
         first, *others = found.items()
         check_same_device(first, **dict(others))
+        for argument, accepted, word, size in self._limits.broken(sizes):
+            what = "" if word == argument else f"{word} "
+            raise ValueError(f"{argument}: {what}must be {accepted}, got {size}")
         if self._check_rule is not None:
             self._check_rule(*values)
         return sizes
@@ -309,130 +327,19 @@ def _check_memory(name: str, x: torch.Tensor, spec: Tensor | Tensors) -> None:
     check_mergeable(name, x, *spec.merged)
 
 
-class _Shapes:
-    """The shapes of which a tensor has one."""
-
-    def __init__(self, text: str) -> None:
-        self.shapes = [_Shape(words) for words in text.split("|")]
-
-    def check(self, name: str, spec: Tensor | Tensors, value: object, sizes: Sizes, origin: dict[str, str]) -> None:
-        shape = self.shapes[0]
-        if len(self.shapes) > 1:
-            got = shape_of(value)
-            check_tensor(name, value, spec.dtypes, got)
-            fitting = [one for one in self.shapes if one.fits(got, sizes)]
-            if not fitting:
-                sources = dict.fromkeys(source for one in self.shapes for source in one.sources(sizes, origin))
-                either = " or ".join(f"[{', '.join(map(str, one.expected(sizes)))}]" for one in self.shapes)
-                of = f" (sizes as of {_listed(sources)})" if sources else ""
-                raise ValueError(f"{name}: shape must be {either}, got {list(got)}{of}")
-            shape = fitting[0]
-        shape.check(name, spec, value, sizes, origin)
-
-
-class _Shape:
-    """The words of a shape, and what they say of a size."""
-
-    def __init__(self, text: str) -> None:
-        words = text.split()
-        self.open = "..." in words
-        cut = words.index("...") if self.open else len(words)
-        self.front, self.back = [_Word(one) for one in words[:cut]], [_Word(one) for one in words[cut + 1 :]]
-
-    def check(self, name: str, spec: Tensor | Tensors, value: object, sizes: Sizes, origin: dict[str, str]) -> None:
-        """Check one tensor, and bind the names that its shape has first."""
-        shape = shape_of(value)
-        middle: tuple[int, ...] = ()
-        if self.open:
-            count = len(self.front) + len(self.back)
-            if "..." in sizes:
-                middle = sizes["..."]
-            elif len(shape) >= count:
-                middle = shape[len(self.front) : len(shape) - len(self.back)]
-            else:
-                check_tensor(name, value, spec.dtypes, shape)
-                many = f"{count} dimension{'s' if count > 1 else ''}"
-                raise ValueError(f"{name}: must have at least {many}, got shape {list(shape)}")
-        front, back = ([word.size(sizes) for word in words] for words in (self.front, self.back))
-        expected = [*front, *middle, *back]
-        if not is_tensor(value, spec.dtypes, expected):
-            check_tensor(name, value, spec.dtypes, expected, _listed(self.sources(sizes, origin)))
-        if self.open and "..." not in sizes:
-            sizes["..."], origin["..."] = middle, name
-        for word, size in zip(self.front, shape):
-            word.bind(name, size, shape, sizes, origin)
-        for word, size in zip(self.back, shape[len(shape) - len(self.back) :]):
-            word.bind(name, size, shape, sizes, origin)
-
-    def sources(self, sizes: Sizes, origin: dict[str, str]) -> dict[str, None]:
-        """The arguments that sizes of its words come from."""
-        known = [name for word in (*self.front, *self.back) for name in word.known(sizes)]
-        return dict.fromkeys(origin[name] for name in (*known, *(["..."] if self.open and "..." in sizes else [])))
-
-    def expected(self, sizes: Sizes) -> list[int | str]:
-        return [word.size(sizes) for word in self.front]
-
-    def fits(self, shape: tuple[int, ...], sizes: Sizes) -> bool:
-        expected = self.expected(sizes)
-        return len(shape) == len(expected) and all(isinstance(n, str) or n == size for n, size in zip(expected, shape))
-
-
-class _Word:
-    """A word of a shape, read once: a call of a small op would wait longer for it than for the op."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.number = int(text) if text.isdigit() else None
-        self.names = tuple(name for name in re.findall(r"[A-Za-z_]\w*", text) if name != "ceil")
-        self.shown = re.sub(r"([+*/])", r" \1 ", text)  # in a message, while it may be any
-        more = re.fullmatch(r"([A-Za-z_]\w*)\+(\d+)", text)
-        self.more_than = (more[1], int(more[2])) if more else None
-        # The formulas are this project's own.
-        formula = re.sub(r"ceil\((\w+)/(\w+)\)", r"(-(-\1//\2))", text)
-        formula = re.sub(r"([A-Za-z_]\w*)", r"sizes['\1']", formula)
-        self.formula: Callable[[Sizes], int] = eval(f"lambda sizes: {formula}", {"__builtins__": {}})
-
-    def known(self, sizes: Sizes) -> tuple[str, ...]:
-        """The names in it, if all of them are bound."""
-        if self.text in sizes:
-            return (self.text,)
-        return self.names if all(name in sizes for name in self.names) else ()
-
-    def size(self, sizes: Sizes) -> int | str:
-        """The size that it stands for, or words for a message while that may be any."""
-        if self.number is not None:
-            return self.number
-        if self.text in sizes:
-            return sizes[self.text]
-        return self.formula(sizes) if self.known(sizes) else self.shown
-
-    def bind(self, name: str, size: int, shape: tuple[int, ...], sizes: Sizes, origin: dict[str, str]) -> None:
-        """From now on it stands for this size; so does B in "B+1", for one less."""
-        if self.number is not None or self.known(sizes):
-            return
-        sizes[self.text], origin[self.text] = size, name
-        if self.more_than:
-            base, more = self.more_than
-            if size < more:
-                raise ValueError(f"{name}: must have {base} + {more} entries, got shape {list(shape)}")
-            sizes[base], origin[base] = size - more, name
-
-
-def _check_list(
-    name: str, spec: Tensors, shape: _Shapes, value: object, sizes: Sizes, origin: dict[str, str]
-) -> dict[str, torch.Tensor]:
+def _check_list(name: str, spec: Tensors, shapes: Shapes, value: object, sizes: Sizes) -> dict[str, torch.Tensor]:
     """Check a list of tensors, and return them by what messages call them."""
     if not isinstance(value, (list, tuple)):
         raise TypeError(f"{name}: must be a list of tensors, got {type(value).__name__}")
     if not value:
         raise ValueError(f"{name}: must be a list of at least one tensor, got none")
-    count = sizes.setdefault(spec.count, len(value))
-    source = origin.setdefault(spec.count, name)
+    sizes.bind(spec.count, len(value), name)
+    count, source = sizes[spec.count], sizes.origin[spec.count]
     if len(value) != count:
         raise ValueError(f"{name}: must be a list of as many tensors as {source}, {count}, got {len(value)}")
     found = {f"{name}[{i}]": x for i, x in enumerate(value)}
     for shown, x in found.items():
-        shape.check(shown, spec, x, sizes, origin)
+        shapes.check(shown, x, spec.dtypes, sizes)
         check_same_dtype((f"{name}[0]", value[0]), **{shown: x})
     return found
 
@@ -448,13 +355,8 @@ def _check_like(name: str, spec: Tensor, value: torch.Tensor, like: str, other: 
     raise ValueError(f"{name}: dtype must be {like}'s {own} or {' or '.join(besides)}, got {got}")
 
 
-def _check_most(name: str, spec: Int, value: int, sizes: Sizes, origin: dict[str, str]) -> None:
-    """A number is at most the size that its spec names."""
+def _check_most(name: str, spec: Int, value: int, sizes: Sizes) -> None:
+    """Check that a number is at most the size that its spec names."""
     if isinstance(spec.most, str) and value > sizes[spec.most]:
-        of = origin[spec.most]
+        of = sizes.origin[spec.most]
         raise ValueError(f"{name}: must be at most {spec.most} = {sizes[spec.most]}, got {value} (sizes as of {of})")
-
-
-def _listed(names: Iterable[str]) -> str:
-    *most, last = names or [""]
-    return f"{', '.join(most)} and {last}" if most else last

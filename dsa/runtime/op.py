@@ -1,6 +1,6 @@
 """An op's record: declared once. The eager path, PyTorch's custom op and its fake follow from it.
 
-    @op(arguments=RMS_NORM, reference=reference.rms_norm, results=_results, limits=_check_limits)
+    @op(arguments=RMS_NORM, reference=reference.rms_norm, results=_results, limits={"...": at_most(MAX_ROWS)})
     def _rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
         from dsa.kernels.elementwise import rms_norm_sm90 as kernel
 
@@ -13,7 +13,7 @@ its caller has checked the arguments. `@_rms_norm.on("sm_100")` decorates the fu
 Outputs that a caller may give are declared by `out`: the launch takes them last, as None where it allocates them, and
 returns them first. `_rms_norm.into(*arguments, out)` writes to them and returns the other results.
 Parameters are the op's arguments, all of them, as the specs name and order them: tensors, numbers and strings in one
-flat list, which is what PyTorch's custom ops take. `reference`, `results` and `limits` take those that they name. The
+flat list, which is what PyTorch's custom ops take. `reference`, `results` and `rule` take those that they name. The
 public function has the op's name, keyword arguments and docstring.
 
 A call of the op
@@ -43,6 +43,7 @@ from dsa.runtime import backends
 from dsa.runtime.arguments import Arguments, Tensor
 from dsa.runtime.checks import check_memory, check_updatable
 from dsa.runtime.known_calls import REPEATS, KnownCalls, first_shape, signature
+from dsa.runtime.limits import Accepted
 from dsa.runtime.recording import is_recording, record
 
 OPS: dict[str, "Op"] = {}
@@ -77,23 +78,25 @@ class Op:
         arguments: Arguments,
         reference: Callable[..., Any],
         results: Callable[..., Any] | None,
-        limits: Callable[..., None] | None,
+        limits: Mapping[str, Accepted],
+        rule: Callable[..., None] | None,
         differentiable: bool,
         gradient: Gradient | None,
         recorded: bool,
         dtypes: tuple[torch.dtype, ...],
         public: str,
     ) -> None:
-        """reference, results and limits take all arguments in their order."""
+        """reference, results and rule take all arguments in their order."""
         self.name, self.arguments, self.public = name, arguments, public
-        self.reference, self.results, self.limits = reference, results, limits
+        self.reference, self.results = reference, results
+        self.limits, self.rule = arguments.limits_of(f"limits of {name}", limits), rule
         self.differentiable, self.gradient, self.recorded, self.dtypes = differentiable, gradient, recorded, dtypes
         self._with_gradient = None if gradient is None else _autograd_function(self).apply
         self.launches: dict[str, Launch] = {}
         self.known = KnownCalls()
         places = {argument: i for i, argument in enumerate(arguments.specs)}
         self._written = tuple(places[argument] for argument in arguments.written)
-        # What is written may be the tensor that it is like, and limits may be others then.
+        # What is written may be the tensor that it is like, and the kernels may take others then.
         like = ((argument, arguments.specs[argument].like) for argument in arguments.written)
         self._in_place = tuple((places[argument], places[other]) for argument, other in like if other)
 
@@ -225,17 +228,17 @@ class Op:
         )
 
     def _check_all(self, arguments: tuple[Any, ...]) -> None:
-        self.arguments.check(*arguments)
-        if self.limits is not None:
-            self._check_limits(arguments)
-        self.arguments.check_layouts(*arguments)
-
-    def _check_limits(self, arguments: tuple[Any, ...]) -> None:
+        sizes = self.arguments.check(*arguments)
         try:
-            self.limits(*arguments)
+            for argument, accepted, word, size in self.limits.broken(sizes):
+                what = "" if word == argument else f" for {word}"
+                raise ValueError(f"{argument}: the kernel takes {accepted}{what}, got {size}")
+            if self.rule is not None:
+                self.rule(*arguments)
         except ValueError as error:
             archs = " and ".join(self.launches)
             raise ValueError(f"{error} (kernels for {archs})") from None
+        self.arguments.check_layouts(*arguments)
 
     def register(self, signature: inspect.Signature) -> None:
         """With torch, as an op of this signature."""
@@ -296,7 +299,8 @@ def op(
     arguments: Arguments,
     reference: Callable[..., Any],
     results: Callable[..., Any] | None = None,
-    limits: Callable[..., None] | None = None,
+    limits: Mapping[str, Accepted] | None = None,
+    rule: Callable[..., None] | None = None,
     out: Mapping[str, Tensor] | None = None,
     differentiable: bool = False,
     gradient: Gradient | None = None,
@@ -306,14 +310,15 @@ def op(
 ) -> Callable[[Launch], Op]:
     """Declares the op NAME with the function `_NAME`, which launches its kernels for Hopper.
 
-    `reference`, `results` and `limits` get the arguments that their parameters name. TypeError where a function names
+    `reference`, `results` and `rule` get the arguments that their parameters name. TypeError where a function names
     what is no argument, and where the launch does not take all of them.
 
     arguments       their specs
     reference       the same function in PyTorch
     results         allocates what the op returns; of meta tensors too. None for an op that writes to its arguments and
                     returns nothing
-    limits          raises ValueError for arguments that the specs allow and the kernels do not take
+    limits          sizes and numbers that the kernels take, of those that the specs allow (`dsa.runtime.limits`)
+    rule            raises ValueError for other arguments that the kernels do not take
     out             specs of the first results that a caller may give (`Op.into`). The launch takes them after the
                     arguments, as None where it allocates them. torch knows this op as NAME_out
     differentiable  where a gradient is asked for and the caller gives no output, the reference runs
@@ -334,13 +339,15 @@ def op(
         found = arguments.taking(f"reference of {name}", reference)
         made = None if results is None else arguments.taking(f"results of {name}", results)
         every = arguments.writing(outputs) if outputs else arguments
-        check = None if limits is None else every.taking(f"limits of {name}", limits)
+        check = None if rule is None else every.taking(f"rule of {name}", rule)
         options = recorded, dtypes, public or name
-        of_call = found, made, _with_none(check, len(outputs)), differentiable, gradient
+        of_call = found, made, limits or {}, _with_none(check, len(outputs)), differentiable, gradient
         declared = Op(name, arguments, *of_call, *options)
         signature = inspect.signature(launch)
         if outputs:
-            declared.into = Op(f"{name}_out", every, *_writing(found, made, [*outputs]), check, False, None, *options)
+            declared.into = Op(
+                f"{name}_out", every, *_writing(found, made, [*outputs]), limits or {}, check, False, None, *options
+            )
         declared.on(HOPPER)(launch)
         OPS[name] = declared
         kept = [signature.parameters[argument] for argument in arguments.specs]

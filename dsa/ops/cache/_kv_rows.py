@@ -4,8 +4,9 @@ import torch
 
 from dsa.kernels.cache.limits import CHANNEL_MULTIPLE
 from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops._kernel_arguments import check_page_size, check_slot_count, dtype_name, pages_as_rows, unit_inner
-from dsa.reference.cache.kv_cache import BYTE_DTYPES, V4_ROW, is_v4
+from dsa.ops._kernel_arguments import dtype_name, pages_as_rows, unit_inner
+from dsa.reference.cache.kv_cache import BYTE_DTYPES, V4_BYTES, V4_ROW, is_v4
+from dsa.runtime.checks import INT_MAX
 
 
 def layout_name(cache: torch.Tensor) -> str:
@@ -16,15 +17,13 @@ def layout_name(cache: torch.Tensor) -> str:
 
 
 def check_cache(cache: torch.Tensor) -> None:
-    """ValueError for a cache that the kernels do not take."""
+    """Raise ValueError for a cache that the kernels do not take."""
     if cache.dtype not in BYTE_DTYPES and cache.shape[3] % CHANNEL_MULTIPLE:
         raise ValueError(
             f"cache: the kernel takes float rows of a multiple of {CHANNEL_MULTIPLE} channels, got {cache.shape[3]}"
         )
-    if is_v4(cache):
-        check_page_size("cache", cache)
-    else:
-        check_slot_count("cache", cache)
+    if is_v4(cache) and (size := cache.shape[1] * V4_BYTES) > INT_MAX:
+        raise ValueError(f"cache: the kernel takes pages of at most {INT_MAX} bytes, got {size}")
 
 
 def cache_rows(cache: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ import torch
 
 from dsa.kernels.cache.limits import COMPRESSED_DTYPES, COMPRESSED_KINDS, ROPE_CHANNELS
 from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops._kernel_arguments import check_page_size, dtype_name, pages_as_rows
+from dsa.ops._kernel_arguments import dtype_name, pages_as_rows, slots_and_page_bytes
 from dsa.ops.cache._kv_rows import cache_rows, check_cache, layout_name, slot_words
 from dsa.ops.cache._specs import CACHE_DTYPES, SLOTS, check_index_cache, check_kv_cache, page_layout
 from dsa.ops.elementwise.rotary import check_rotated
@@ -201,11 +201,10 @@ def write_compressed_kv(
     )
 
 
-def _check_limits(
+def _check_kind(
     kv: torch.Tensor,
     ape: torch.Tensor,
     norm_weight: torch.Tensor,
-    cos: torch.Tensor,
     cache: torch.Tensor,
     overlap: bool,
 ) -> None:
@@ -216,18 +215,15 @@ def _check_limits(
         accepted = ", ".join(f"{d} of {m} {'with' if lap else 'without'} overlap" for d, m, lap in COMPRESSED_KINDS)
         got = f"{d} of {m} {'with' if overlap else 'without'}"
         raise ValueError(f"ape: the kernel takes entries of channels and tokens {accepted}, got {got}")
-    if 2 * cos.shape[1] != ROPE_CHANNELS:
-        raise ValueError(f"cos: the kernel rotates R {ROPE_CHANNELS} channels, got {2 * cos.shape[1]}")
-    if reference.is_index_cache(cache, d):
-        check_page_size("cache", cache)
-    else:
+    if not reference.is_index_cache(cache, d):
         check_cache(cache)
 
 
 @op(
     arguments=WRITE_COMPRESSED_KV,
     reference=reference.write_compressed_kv,
-    limits=_check_limits,
+    limits={"R/2": (ROPE_CHANNELS // 2,), **slots_and_page_bytes("bytes")},
+    rule=_check_kind,
 )
 def _write_compressed_kv(
     kv: torch.Tensor,

@@ -3,7 +3,7 @@
 import torch
 
 from dsa.kernels.cache.limits import INDEX_HEAD_DIMS
-from dsa.ops._kernel_arguments import check_page_size, dtype_name, pages_as_rows
+from dsa.ops._kernel_arguments import dtype_name, pages_as_rows, slots_and_page_bytes
 from dsa.ops.cache._specs import BYTES, SLOTS, check_index_cache
 from dsa.reference.cache import indexer_cache as reference
 from dsa.runtime.arguments import CONTIGUOUS, F32, PAGES, ROWS, Arguments, Tensor
@@ -23,6 +23,7 @@ READ_INDEXER_CACHE = Arguments(
     cache=Tensor("pages P 1 D+4", BYTES, rule=check_index_cache, layout=PAGES),
     slots=Tensor("T", SLOTS, layout=CONTIGUOUS),
 )
+LIMITS = {"D": INDEX_HEAD_DIMS, **slots_and_page_bytes("(D+4)")}
 READ_OUT = {"k": Tensor("T D", E4M3, layout=ROWS), "k_scale": Tensor("T", F32)}
 
 
@@ -66,16 +67,10 @@ def read_indexer_cache(
     return k, k_scale
 
 
-def _check_limits(cache: torch.Tensor) -> None:
-    if cache.shape[3] - 4 not in INDEX_HEAD_DIMS:
-        raise ValueError(f"cache: the kernel takes D {INDEX_HEAD_DIMS}, got {cache.shape[3] - 4}")
-    check_page_size("cache", cache)
-
-
 @op(
     arguments=WRITE_INDEXER_CACHE,
     reference=reference.write_indexer_cache,
-    limits=_check_limits,
+    limits=LIMITS,
 )
 def _write_indexer_cache(k: torch.Tensor, k_scale: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
     if k.shape[0] and cache.shape[0]:
@@ -91,7 +86,7 @@ def _read_results(cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tenso
     arguments=READ_INDEXER_CACHE,
     reference=reference.read_indexer_cache,
     results=_read_results,
-    limits=_check_limits,
+    limits=LIMITS,
     out=READ_OUT,
 )
 def _read_indexer_cache(

@@ -3,7 +3,7 @@
 import torch
 
 from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops._kernel_arguments import dtype_name
+from dsa.ops._kernel_arguments import COUNTED_SLOTS, dtype_name
 from dsa.ops.cache._kv_rows import cache_rows, check_cache, layout_name, slot_words
 from dsa.ops.cache._specs import CACHE_DTYPES, SLOTS, check_kv_cache, check_scales, row_layout
 from dsa.reference.cache import kv_cache as reference
@@ -91,7 +91,8 @@ def read_kv_cache(cache: torch.Tensor, slots: torch.Tensor, *, dtype: torch.dtyp
 @op(
     arguments=WRITE_KV_CACHE,
     reference=reference.write_kv_cache,
-    limits=check_cache,
+    limits=COUNTED_SLOTS,
+    rule=check_cache,
 )
 def _write_kv_cache(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, use_ue8m0: bool) -> None:
     from dsa.kernels.cache.kv_cache_sm90 import compile_write_kv_cache
@@ -110,7 +111,8 @@ def _read_results(cache: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) 
     arguments=READ_KV_CACHE,
     reference=reference.read_kv_cache,
     results=_read_results,
-    limits=check_cache,
+    limits=COUNTED_SLOTS,
+    rule=check_cache,
 )
 def _read_kv_cache(cache: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     from dsa.kernels.cache.kv_cache_sm90 import compile_read_kv_cache

@@ -4,7 +4,7 @@ import torch
 
 from dsa.kernels.cache.limits import LATENT_CHANNELS, NORM_CHANNELS, ROPE_CHANNELS
 from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops._kernel_arguments import dtype_name
+from dsa.ops._kernel_arguments import COUNTED_SLOTS, dtype_name
 from dsa.ops.cache._kv_rows import cache_rows, check_cache, layout_name, slot_words
 from dsa.ops.cache._specs import CACHE_DTYPES, SLOTS, check_kv_cache, check_scales, row_layout
 from dsa.ops.elementwise.rotary import check_rotated
@@ -85,21 +85,11 @@ def write_mla_cache(
     _write_mla_cache(kv, norm_weight, cos, sin, cache, slots, eps, interleaved, use_ue8m0, out)
 
 
-def _check_limits(kv: torch.Tensor, norm_weight: torch.Tensor, cos: torch.Tensor, cache: torch.Tensor) -> None:
-    if kv.shape[1] not in LATENT_CHANNELS or norm_weight.shape[0] != NORM_CHANNELS:
-        raise ValueError(
-            f"norm_weight: the kernel takes N {NORM_CHANNELS} of d {LATENT_CHANNELS} channels, got "
-            f"{norm_weight.shape[0]} of {kv.shape[1]}"
-        )
-    if 2 * cos.shape[1] != ROPE_CHANNELS:
-        raise ValueError(f"cos: the kernel rotates R {ROPE_CHANNELS} channels, got {2 * cos.shape[1]}")
-    check_cache(cache)
-
-
 @op(
     arguments=WRITE_MLA_CACHE,
     reference=reference.write_mla_cache,
-    limits=_check_limits,
+    limits={"d": LATENT_CHANNELS, "N": (NORM_CHANNELS,), "R/2": (ROPE_CHANNELS // 2,), **COUNTED_SLOTS},
+    rule=check_cache,
 )
 def _write_mla_cache(
     kv: torch.Tensor,

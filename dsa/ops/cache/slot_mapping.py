@@ -6,6 +6,7 @@ from dsa.kernels.cache.limits import MAX_MAPPED
 from dsa.reference.cache import slot_mapping as reference
 from dsa.runtime.arguments import Arguments, Flag, Int, Tensor
 from dsa.runtime.checks import INT32
+from dsa.runtime.limits import at_most
 from dsa.runtime.op import op
 
 __all__ = ["slot_mapping"]
@@ -59,12 +60,6 @@ def slot_mapping(
     return _slot_mapping(block_table, cu_seqlens, cache_seqlens, num_tokens, page_size, ratio, ring)
 
 
-def _check_limits(num_tokens: int, page_size: int, ratio: int) -> None:
-    for name, size in {"num_tokens": num_tokens, "page_size": page_size, "ratio": ratio}.items():
-        if size > MAX_MAPPED:
-            raise ValueError(f"{name}: the kernel takes at most {MAX_MAPPED}, got {size}")
-
-
 def _slots(block_table: torch.Tensor, num_tokens: int) -> torch.Tensor:
     return block_table.new_empty(num_tokens, dtype=torch.int64)
 
@@ -73,7 +68,7 @@ def _slots(block_table: torch.Tensor, num_tokens: int) -> torch.Tensor:
     arguments=SLOT_MAPPING,
     reference=reference.slot_mapping,
     results=_slots,
-    limits=_check_limits,
+    limits=dict.fromkeys(("num_tokens", "page_size", "ratio"), at_most(MAX_MAPPED)),
 )
 def _slot_mapping(
     block_table: torch.Tensor,

@@ -10,6 +10,7 @@ from dsa.ops.elementwise.hyper_connections import MOST_ITERATIONS
 from dsa.ops.elementwise.hyper_mix import BF16
 from dsa.reference.elementwise import hyper_collapse_norm_cast as reference
 from dsa.runtime.arguments import ALIGNED, CONTIGUOUS, F32, ROWS, Arguments, Flag, Int, Number, Tensor
+from dsa.runtime.limits import at_least, at_most, multiple_of
 from dsa.runtime.op import op
 
 __all__ = ["hyper_collapse_norm_cast_to_fp8"]
@@ -18,15 +19,8 @@ _VECTOR = 8  # channels in 16 bytes
 MAX_CHANNELS = HYPER_NORM_TILES[-1][1] * HYPER_NORM_TILES[-1][2] * _VECTOR
 
 
-def _check_sizes(streams: torch.Tensor) -> None:
-    if streams.shape[1] == 0 or streams.shape[2] == 0 or streams.shape[2] % GROUP:
-        raise ValueError(
-            f"streams: must have at least one stream and D a multiple of {GROUP}, got shape {list(streams.shape)}"
-        )
-
-
 HYPER_COLLAPSE_NORM_CAST_TO_FP8 = Arguments(
-    rule=_check_sizes,
+    limits={"n": at_least(1), "D": multiple_of(GROUP, least=GROUP)},
     streams=Tensor("T n D", BF16, layout=ROWS),
     mix=Tensor("T (2+n)*n", F32, layout=ALIGNED),
     base=Tensor("(2+n)*n", F32, layout=ALIGNED),
@@ -81,23 +75,11 @@ def _results(streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.T
     return y, q, *(torch.empty(tokens, *size, dtype=torch.float32, device=streams.device) for size in sizes)
 
 
-def _check_limits(streams: torch.Tensor) -> None:
-    tokens, n, channels = streams.shape
-    if n != HYPER_STREAMS:
-        raise ValueError(f"streams: the kernel takes n {HYPER_STREAMS} streams, got {n}")
-    if channels > MAX_CHANNELS:
-        raise ValueError(f"streams: the kernel takes D at most {MAX_CHANNELS}, got {channels}")
-    if tokens * channels > MAX_HYPER_CHANNELS:
-        raise ValueError(
-            f"streams: the kernel takes T D at most {MAX_HYPER_CHANNELS} channels, got shape {list(streams.shape)}"
-        )
-
-
 @op(
     arguments=HYPER_COLLAPSE_NORM_CAST_TO_FP8,
     reference=reference.hyper_collapse_norm_cast_to_fp8,
     results=_results,
-    limits=_check_limits,
+    limits={"n": (HYPER_STREAMS,), "D": at_most(MAX_CHANNELS), "T*D": at_most(MAX_HYPER_CHANNELS)},
 )
 def _hyper_collapse_norm_cast_to_fp8(
     streams: torch.Tensor,

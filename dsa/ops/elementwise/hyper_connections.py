@@ -1,5 +1,7 @@
 """DeepSeek-V4's hyper-connections: from residual streams to a sublayer's input, and from its output to new streams."""
 
+import math
+
 import torch
 
 from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, HYPER_STREAMS, HYPER_TILES, MAX_HYPER_CHANNELS
@@ -8,20 +10,15 @@ from dsa.ops._kernel_arguments import dtype_name
 from dsa.reference.elementwise import hyper_connections as reference
 from dsa.runtime.arguments import ALIGNED, CONTIGUOUS, F32, ROWS, Arguments, Int, Number, Tensor
 from dsa.runtime.checks import FLOATS
+from dsa.runtime.limits import at_least, at_most, multiple_of
 from dsa.runtime.op import op
 
 __all__ = ["hyper_collapse", "hyper_expand", "hyper_head"]
 
 MOST_ITERATIONS = 1000  # Sinkhorn converges much earlier
-
-
-def check_streams(streams: torch.Tensor) -> None:
-    if 0 in streams.shape[1:]:
-        raise ValueError(f"streams: must have at least one stream and one channel, got shape {list(streams.shape)}")
-
-
+STREAMS = {"n": at_least(1), "D": at_least(1)}
 HYPER_COLLAPSE = Arguments(
-    rule=check_streams,
+    limits=STREAMS,
     streams=Tensor("T n D", FLOATS, layout=ROWS),
     mix=Tensor("T (2+n)*n", F32, layout=ALIGNED),
     base=Tensor("(2+n)*n", F32, layout=ALIGNED),
@@ -31,7 +28,7 @@ HYPER_COLLAPSE = Arguments(
     hc_eps=Number(least=0),
 )
 HYPER_HEAD = Arguments(
-    rule=check_streams,
+    limits=STREAMS,
     streams=Tensor("T n D", FLOATS, layout=ROWS),
     mix=Tensor("T n", F32, layout=ALIGNED),
     base=Tensor("n", F32, layout=ALIGNED),
@@ -40,12 +37,13 @@ HYPER_HEAD = Arguments(
     hc_eps=Number(least=0),
 )
 HYPER_EXPAND = Arguments(
-    rule=check_streams,
+    limits=STREAMS,
     y=Tensor("T D", FLOATS, layout=ROWS),
     streams=Tensor("T n D", FLOATS, like="y", layout=ROWS),
     post=Tensor("T n", F32, layout=ALIGNED),
     comb=Tensor("T n n", F32, layout=ALIGNED),
 )
+LIMITS = {"n": (HYPER_STREAMS,), "D": multiple_of(CHANNEL_MULTIPLE), "T*D": at_most(MAX_HYPER_CHANNELS)}
 
 
 def hyper_collapse(
@@ -149,28 +147,11 @@ def _expand_results(streams: torch.Tensor) -> torch.Tensor:
     return torch.empty(streams.shape, dtype=streams.dtype, device=streams.device)
 
 
-def _check_limits(streams: torch.Tensor) -> None:
-    tokens, n, channels = streams.shape
-    if n != HYPER_STREAMS:
-        raise ValueError(f"streams: the kernel takes n {HYPER_STREAMS} streams, got {n}")
-    if channels % CHANNEL_MULTIPLE:
-        raise ValueError(f"streams: the kernel takes D a multiple of {CHANNEL_MULTIPLE}, got {channels}")
-    if tokens * channels > MAX_HYPER_CHANNELS:
-        raise ValueError(
-            f"streams: the kernel takes T D at most {MAX_HYPER_CHANNELS} channels, got shape {list(streams.shape)}"
-        )
-
-
-def _check_collapse_limits(streams: torch.Tensor) -> None:
-    _check_limits(streams)
-    _tile(streams)
-
-
 @op(
     arguments=HYPER_COLLAPSE,
     reference=reference.hyper_collapse,
     results=_collapse_results,
-    limits=_check_collapse_limits,
+    limits=LIMITS | {"D*itemsize": at_most(16 * math.prod(HYPER_TILES[-1]))},
     differentiable=True,
 )
 def _hyper_collapse(
@@ -196,7 +177,7 @@ def _hyper_collapse(
     arguments=HYPER_EXPAND,
     reference=reference.hyper_expand,
     results=_expand_results,
-    limits=_check_limits,
+    limits=LIMITS,
     differentiable=True,
 )
 def _hyper_expand(y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
@@ -213,7 +194,7 @@ def _hyper_expand(y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, co
     arguments=HYPER_HEAD,
     reference=reference.hyper_head,
     results=_head_results,
-    limits=_check_collapse_limits,
+    limits=LIMITS | {"D*itemsize": at_most(16 * math.prod(HYPER_TILES[-1]))},
     differentiable=True,
 )
 def _hyper_head(
@@ -237,10 +218,4 @@ def _hyper_head(
 def _tile(streams: torch.Tensor) -> tuple[int, int]:
     """(threads, steps) of the smallest CTA whose registers hold a token."""
     width = 16 // streams.element_size()
-    for threads, steps in HYPER_TILES:
-        if streams.shape[2] <= threads * steps * width:
-            return threads, steps
-    raise ValueError(
-        f"streams: the kernel takes D at most {HYPER_TILES[-1][0] * HYPER_TILES[-1][1] * width} of "
-        f"{dtype_name(streams.dtype)}, got {streams.shape[2]}"
-    )
+    return next(tile for tile in HYPER_TILES if streams.shape[2] <= math.prod(tile) * width)

@@ -5,7 +5,7 @@ import torch
 from dsa.kernels.elementwise.hyper_fusion_limits import EXPAND_MIX_TOKENS, MAX_EXPAND_MIX_OUTPUTS
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops.elementwise import hyper_connections, hyper_mix
-from dsa.ops.elementwise.hyper_mix import BF16, check_sizes
+from dsa.ops.elementwise.hyper_mix import BF16
 from dsa.reference.elementwise import hyper_expand_mix as reference
 from dsa.runtime.arguments import ALIGNED, F32, ROWS, Arguments, Tensor
 from dsa.runtime.op import op
@@ -13,7 +13,7 @@ from dsa.runtime.op import op
 __all__ = ["hyper_expand_mix"]
 
 HYPER_EXPAND_MIX = Arguments(
-    rule=check_sizes,
+    limits=hyper_mix.HYPER_MIX.limits,
     y=Tensor("T D", BF16, layout=ROWS),
     streams=Tensor("T n D", BF16, layout=ROWS),
     post=Tensor("T n", F32, layout=ALIGNED),
@@ -49,18 +49,11 @@ def _results(streams: torch.Tensor, parts: torch.Tensor) -> tuple[torch.Tensor, 
     return torch.empty(streams.shape, dtype=streams.dtype, device=streams.device), mix
 
 
-def _check_limits(
-    y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor, parts: torch.Tensor
-) -> None:
-    hyper_connections._hyper_expand.limits(y, streams, post, comb)
-    hyper_mix._hyper_mix.limits(streams, parts)
-
-
 @op(
     arguments=HYPER_EXPAND_MIX,
     reference=reference.hyper_expand_mix,
     results=_results,
-    limits=_check_limits,
+    limits=hyper_connections.LIMITS | hyper_mix.LIMITS,
     differentiable=True,
 )
 def _hyper_expand_mix(

@@ -15,10 +15,11 @@ from dsa.kernels.elementwise.limits import (
     MIX_ROWS,
 )
 from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops.elementwise.hyper_connections import check_streams
+from dsa.ops.elementwise.hyper_connections import STREAMS
 from dsa.reference.elementwise import hyper_mix as reference
 from dsa.runtime import backends
 from dsa.runtime.arguments import ALIGNED, ROWS, Arguments, Tensor
+from dsa.runtime.limits import at_least, at_most, multiple_of
 from dsa.runtime.op import op
 
 __all__ = ["hyper_mix"]
@@ -28,17 +29,17 @@ CLUSTERS = 14  # clusters of 8 CTAs that an H100 or H200 runs at a time: more ti
 BF16 = (torch.bfloat16,)
 
 
-def check_sizes(streams: torch.Tensor, parts: torch.Tensor) -> None:
-    check_streams(streams)
-    if 0 in parts.shape:
-        raise ValueError(f"parts: must have at least one row, got shape {list(parts.shape)}")
-
-
 HYPER_MIX = Arguments(
-    rule=check_sizes,
+    limits=STREAMS | {"C": at_least(1)},
     streams=Tensor("T n D", BF16, layout=ROWS),
     parts=Tensor("3 C n*D", BF16, layout=ALIGNED),
 )
+LIMITS = {
+    "T": at_most(MAX_MIX_TOKENS),
+    "D": multiple_of(CHANNEL_MULTIPLE),
+    "n*D": at_most(MAX_MIX_WIDTH),
+    "C": at_most(MAX_MIX_OUTPUTS),
+}
 
 
 def hyper_mix(streams: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
@@ -71,25 +72,11 @@ def _results(streams: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
     return torch.empty(streams.shape[0], parts.shape[1], dtype=torch.float32, device=streams.device)
 
 
-def _check_limits(streams: torch.Tensor, parts: torch.Tensor) -> None:
-    tokens, _, channels = streams.shape
-    if channels % CHANNEL_MULTIPLE:
-        raise ValueError(f"streams: the kernel takes D a multiple of {CHANNEL_MULTIPLE}, got {channels}")
-    if tokens > MAX_MIX_TOKENS:
-        raise ValueError(f"streams: the kernel takes at most {MAX_MIX_TOKENS} tokens, got {tokens}")
-    _, count, width = parts.shape
-    if width > MAX_MIX_WIDTH or count > MAX_MIX_OUTPUTS:
-        raise ValueError(
-            f"parts: the kernel takes n D at most {MAX_MIX_WIDTH} and C at most {MAX_MIX_OUTPUTS}, got shape "
-            f"{list(parts.shape)}"
-        )
-
-
 @op(
     arguments=HYPER_MIX,
     reference=reference.hyper_mix,
     results=_results,
-    limits=_check_limits,
+    limits=LIMITS,
     differentiable=True,
 )
 def _hyper_mix(streams: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:

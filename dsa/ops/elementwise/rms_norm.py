@@ -9,11 +9,12 @@ from dsa.ops.elementwise._rms_norm_gradient import has_kernel
 from dsa.reference.elementwise import rms_norm as reference
 from dsa.runtime.arguments import F32, ROWS, Arguments, Number, Tensor
 from dsa.runtime.checks import FLOATS
+from dsa.runtime.limits import at_most, multiple_of
 from dsa.runtime.op import op, wants_gradient
 
 __all__ = ["rms_norm"]
 
-_MAX_CHANNELS = {getattr(torch, name): channels for name, channels in MAX_NORM_CHANNELS.items()}
+CHANNELS = {"D": multiple_of(CHANNEL_MULTIPLE, least=CHANNEL_MULTIPLE)}
 
 RMS_NORM = Arguments(
     x=Tensor("... D", FLOATS, layout=ROWS, merged=(0, -2)),
@@ -51,22 +52,11 @@ def _results(x: torch.Tensor) -> torch.Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def _check_limits(x: torch.Tensor) -> None:
-    channels = x.shape[-1]
-    if channels == 0 or channels % CHANNEL_MULTIPLE or channels > _MAX_CHANNELS[x.dtype]:
-        raise ValueError(
-            f"x: the kernel takes a last dimension of a multiple of {CHANNEL_MULTIPLE} up to "
-            f"{_MAX_CHANNELS[x.dtype]} for {dtype_name(x.dtype)}, got shape {list(x.shape)}"
-        )
-    if x.numel() // channels > MAX_NORM_ROWS:
-        raise ValueError(f"x: the kernel takes at most {MAX_NORM_ROWS} rows, got shape {list(x.shape)}")
-
-
 @op(
     arguments=RMS_NORM,
     reference=reference.rms_norm,
     results=_results,
-    limits=_check_limits,
+    limits={"rows": at_most(MAX_NORM_ROWS), **CHANNELS, "D*itemsize": at_most(2 * MAX_NORM_CHANNELS["bfloat16"])},
     differentiable=True,
 )
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:

@@ -9,22 +9,22 @@ from dsa.ops._kernel_arguments import dtype_name
 from dsa.reference.elementwise import rms_norm_cast as reference
 from dsa.runtime.arguments import F32, ROWS, Arguments, Flag, Number, Tensor
 from dsa.runtime.checks import FLOATS
+from dsa.runtime.limits import at_least, at_most, multiple_of
 from dsa.runtime.op import op
 
 __all__ = ["add_rms_norm_cast_to_fp8", "rms_norm_cast_to_fp8"]
 
-_MAX_CHANNELS = {getattr(torch, name): channels for name, channels in MAX_NORM_CAST_CHANNELS.items()}
-
-
-def _check_channels(x: torch.Tensor) -> None:
-    if x.shape[1] % GROUP:
-        raise ValueError(f"x: the last dimension must be a multiple of {GROUP}, got shape {list(x.shape)}")
-
+_GROUPS = {"D": multiple_of(GROUP)}
+LIMITS = {
+    "T": at_most(MAX_NORM_ROWS),
+    "D": at_least(GROUP),
+    "D*itemsize": at_most(2 * MAX_NORM_CAST_CHANNELS["bfloat16"]),
+}
 
 _REST = {"weight": Tensor("D", F32, layout=ROWS), "eps": Number(least=0), "use_ue8m0": Flag()}
-RMS_NORM_CAST_TO_FP8 = Arguments(rule=_check_channels, x=Tensor("T D", FLOATS, layout=ROWS), **_REST)
+RMS_NORM_CAST_TO_FP8 = Arguments(limits=_GROUPS, x=Tensor("T D", FLOATS, layout=ROWS), **_REST)
 ADD_RMS_NORM_CAST_TO_FP8 = Arguments(
-    rule=_check_channels,
+    limits=_GROUPS,
     x=Tensor("T D", FLOATS, layout=ROWS),
     residual=Tensor("T D", FLOATS, like="x", layout=ROWS),
     **_REST,
@@ -77,21 +77,11 @@ def _sum_results(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return (torch.empty(*x.shape, dtype=x.dtype, device=x.device), *_cast_results(x))
 
 
-def _check_limits(x: torch.Tensor) -> None:
-    if x.shape[1] == 0 or x.shape[1] > _MAX_CHANNELS[x.dtype]:
-        raise ValueError(
-            f"x: the kernel takes a last dimension of {GROUP} to {_MAX_CHANNELS[x.dtype]} for {dtype_name(x.dtype)}, "
-            f"got shape {list(x.shape)}"
-        )
-    if len(x) > MAX_NORM_ROWS:
-        raise ValueError(f"x: the kernel takes at most {MAX_NORM_ROWS} rows, got shape {list(x.shape)}")
-
-
 @op(
     arguments=RMS_NORM_CAST_TO_FP8,
     reference=reference.rms_norm_cast_to_fp8,
     results=_cast_results,
-    limits=_check_limits,
+    limits=LIMITS,
 )
 def _rms_norm_cast_to_fp8(
     x: torch.Tensor, weight: torch.Tensor, eps: float, use_ue8m0: bool
@@ -110,7 +100,7 @@ def _rms_norm_cast_to_fp8(
     arguments=ADD_RMS_NORM_CAST_TO_FP8,
     reference=reference.add_rms_norm_cast_to_fp8,
     results=_sum_results,
-    limits=_check_limits,
+    limits=LIMITS,
 )
 def _add_rms_norm_cast_to_fp8(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, use_ue8m0: bool

@@ -10,12 +10,10 @@ from dsa.ops.elementwise.rotary import check_channels
 from dsa.reference.elementwise import rms_norm_rotary as reference
 from dsa.runtime.arguments import F32, ROWS, Arguments, Number, Tensor
 from dsa.runtime.checks import FLOATS
+from dsa.runtime.limits import at_most, multiple_of
 from dsa.runtime.op import op
 
 __all__ = ["rms_norm_rotary"]
-
-_MAX_CHANNELS = {getattr(torch, name): channels for name, channels in MAX_NORM_ROTARY_CHANNELS.items()}
-
 
 RMS_NORM_ROTARY = Arguments(
     rule=check_channels,
@@ -55,26 +53,16 @@ def _results(x: torch.Tensor) -> torch.Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def _check_limits(x: torch.Tensor, cos: torch.Tensor) -> None:
-    channels, rotated = x.shape[2], 2 * cos.shape[1]
-    if channels == 0 or channels % CHANNEL_MULTIPLE or channels > _MAX_CHANNELS[x.dtype]:
-        raise ValueError(
-            f"x: the kernel takes a last dimension of a multiple of {CHANNEL_MULTIPLE} up to "
-            f"{_MAX_CHANNELS[x.dtype]} for {dtype_name(x.dtype)}, got shape {list(x.shape)}"
-        )
-    if x.shape[0] * x.shape[1] > MAX_NORM_ROWS:
-        raise ValueError(f"x: the kernel takes at most {MAX_NORM_ROWS} rows, got shape {list(x.shape)}")
-    if rotated == 0 or rotated % CHANNEL_MULTIPLE:
-        raise ValueError(
-            f"cos: the kernel rotates a multiple of {CHANNEL_MULTIPLE} channels, got shape {list(cos.shape)}"
-        )
-
-
 @op(
     arguments=RMS_NORM_ROTARY,
     reference=reference.rms_norm_rotary,
     results=_results,
-    limits=_check_limits,
+    limits={
+        "T*H": at_most(MAX_NORM_ROWS),
+        "D": multiple_of(CHANNEL_MULTIPLE, least=CHANNEL_MULTIPLE),
+        "D*itemsize": at_most(2 * MAX_NORM_ROTARY_CHANNELS["bfloat16"]),
+        "R/2": multiple_of(CHANNEL_MULTIPLE // 2, least=CHANNEL_MULTIPLE // 2),
+    },
     differentiable=True,
 )
 def _rms_norm_rotary(

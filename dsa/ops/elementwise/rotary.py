@@ -8,6 +8,7 @@ from dsa.ops._kernel_arguments import dtype_name, unit_inner
 from dsa.reference.elementwise import rotary as reference
 from dsa.runtime.arguments import F32, INNER, Arguments, Choice, Flag, Tensor
 from dsa.runtime.checks import FLOATS
+from dsa.runtime.limits import at_least
 from dsa.runtime.op import op, wants_gradient
 
 __all__ = ["apply_rotary"]
@@ -88,17 +89,14 @@ def _results(x: torch.Tensor) -> torch.Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def _check_limits(x: torch.Tensor, cos: torch.Tensor, dims: str, out: torch.Tensor | None) -> None:
+def _check_rows(x: torch.Tensor, cos: torch.Tensor, dims: str, out: torch.Tensor | None) -> None:
     if out is None:
         out = x  # a new tensor has aligned rows whenever the kernel can read groups of 8 channels
     else:
         x, out, _ = _rotated_parts(x, cos, dims, out)
-    rotated = 2 * cos.shape[1]
-    if rotated == 0:
-        raise ValueError(f"cos: the kernel rotates at least 2 channels, got shape {list(cos.shape)}")
     if x.shape[-1] % 2:
         raise ValueError(f"x: the kernel takes an even last dimension, got shape {list(x.shape)}")
-    channels = 2 if _wide(x, out, rotated) is None else 2 * ROTARY_PAIRS
+    channels = 2 if _wide(x, out, 2 * cos.shape[1]) is None else 2 * ROTARY_PAIRS
     if x.numel() // channels > MAX_ROTARY_GROUPS:
         raise ValueError(
             f"x: the kernel takes at most {MAX_ROTARY_GROUPS * channels} numbers in rows like these, got shape "
@@ -110,7 +108,8 @@ def _check_limits(x: torch.Tensor, cos: torch.Tensor, dims: str, out: torch.Tens
     arguments=ROTARY,
     reference=reference.apply_rotary,
     results=_results,
-    limits=_check_limits,
+    limits={"R/2": at_least(1)},
+    rule=_check_rows,
     out=OUT,
 )
 def _apply_rotary(

@@ -64,6 +64,7 @@ GROUPED_FP8_FP4_GEMM_NT = Arguments(
     weights=Tensor("M", F32, optional=True),
     expected_rows=Int(least=0, optional=True),
 )
+LIMITS = {name: accepted for name, accepted in fp8.GROUPED_LIMITS.items() if name != "K"}
 
 
 def fp4_block_scales(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -140,28 +141,11 @@ def _results(q: torch.Tensor, packed: torch.Tensor, out_dtype: torch.dtype, rows
     return q.new_empty((len(q if rows is None else rows), packed.shape[1]), dtype=out_dtype)
 
 
-def check_fp4_limits(q: torch.Tensor, packed: torch.Tensor, rows: torch.Tensor | None) -> None:
-    """Limits of the kernels of FP4 weights."""
-    count = len(q if rows is None else rows)
-    if len(packed) > limits.MAX_MATRICES:
-        raise ValueError(f"b[0]: the kernel takes at most {limits.MAX_MATRICES} weights, got {len(packed)}")
-    if count == 0 or packed.numel() == 0 or len(q) == 0:
-        return
-    if packed.shape[1] % limits.N_MULTIPLE:
-        raise ValueError(
-            f"b[0]: the kernel takes N that is a multiple of {limits.N_MULTIPLE}, got shape {list(packed.shape)}"
-        )
-    for name, most in (("a[0]", len(q)), ("rows", count)):
-        if most > limits.MAX_ROWS:
-            raise ValueError(f"{name}: the kernel takes at most {limits.MAX_ROWS} rows, got {most}")
-    fp8.check_columns(packed)
-
-
 @op(
     arguments=GROUPED_FP8_FP4_GEMM_NT,
     reference=reference.grouped_fp8_fp4_gemm_nt,
     results=_results,
-    limits=check_fp4_limits,
+    limits=LIMITS,
 )
 def _grouped_fp8_fp4_gemm_nt(
     q: torch.Tensor,

@@ -16,6 +16,7 @@ from dsa.reference.gemm import fp8_gemm_nt as reference
 from dsa.runtime import backends
 from dsa.runtime.arguments import ALIGNED, F32, ROWS, Arguments, Dtype, Flag, Int, Tensor
 from dsa.runtime.checks import E4M3, FLOATS, INT32, check_memory
+from dsa.runtime.limits import at_most, multiple_of
 from dsa.runtime.op import op
 
 if TYPE_CHECKING:
@@ -51,6 +52,13 @@ GROUPED_FP8_GEMM_NT = Arguments(
     weights=Tensor("M", F32, optional=True),
     expected_rows=Int(least=0, optional=True),
 )
+LIMITS = {"K": multiple_of(limits.K_MULTIPLE), "N": multiple_of(limits.N_MULTIPLE, most=limits.MAX_COLUMNS)}
+GROUPED_LIMITS = LIMITS | {
+    "E": at_most(limits.MAX_MATRICES),
+    "A": at_most(limits.MAX_ROWS),
+    "M": at_most(limits.MAX_ROWS),
+    "E*N": at_most(limits.MAX_COLUMNS),
+}
 PER_BLOCK_CAST_TO_FP8 = Arguments(w=Tensor("O I", FLOATS), use_ue8m0=Flag(), block=Int())
 DEQUANTIZE_PER_BLOCK = Arguments(
     first=("block",),
@@ -165,41 +173,11 @@ def _grouped_results(
     return q.new_empty((len(q if rows is None else rows), w.shape[1]), dtype=out_dtype)
 
 
-def _check_limits(q: torch.Tensor, w: torch.Tensor) -> None:
-    (columns, channels), rows = w.shape[-2:], math.prod(q.shape[:-1])
-    if rows == 0 or w.numel() == 0:
-        return
-    if channels % limits.K_MULTIPLE or columns % limits.N_MULTIPLE:
-        raise ValueError(
-            f"b[0]: the kernel takes K that is a multiple of {limits.K_MULTIPLE} and N of {limits.N_MULTIPLE}, got "
-            f"[N, K] = [{columns}, {channels}]"
-        )
-    if rows > limits.MAX_ROWS:
-        raise ValueError(f"a[0]: the kernel takes at most {limits.MAX_ROWS} rows, got {rows}")
-    check_columns(w)
-
-
-def check_columns(w: torch.Tensor) -> None:
-    """Limit of the kernels: the rows of all matrices of w [.., N, K] together."""
-    columns = math.prod(w.shape[:-1])
-    if columns > limits.MAX_COLUMNS:
-        raise ValueError(f"b[0]: the kernel takes at most {limits.MAX_COLUMNS} rows of all weights, got {columns}")
-
-
-def check_grouped_limits(q: torch.Tensor, w: torch.Tensor, rows: torch.Tensor | None) -> None:
-    """Limits of the grouped kernels."""
-    if len(w) > limits.MAX_MATRICES:
-        raise ValueError(f"b[0]: the kernel takes at most {limits.MAX_MATRICES} weights, got {len(w)}")
-    _check_limits(q, w)
-    if rows is not None and len(rows) > limits.MAX_ROWS:
-        raise ValueError(f"rows: the kernel takes at most {limits.MAX_ROWS} rows, got {len(rows)}")
-
-
 @op(
     arguments=FP8_GEMM_NT,
     reference=reference.fp8_gemm_nt,
     results=_results,
-    limits=_check_limits,
+    limits=LIMITS | {"rows": at_most(limits.MAX_ROWS)},
 )
 def _fp8_gemm_nt(
     q: torch.Tensor, s: torch.Tensor, w: torch.Tensor, ws: torch.Tensor, out_dtype: torch.dtype
@@ -218,7 +196,7 @@ def _fp8_gemm_nt(
     arguments=GROUPED_FP8_GEMM_NT,
     reference=reference.grouped_fp8_gemm_nt,
     results=_grouped_results,
-    limits=check_grouped_limits,
+    limits=GROUPED_LIMITS,
 )
 def _grouped_fp8_gemm_nt(
     q: torch.Tensor,

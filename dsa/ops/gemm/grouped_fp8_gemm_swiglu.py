@@ -17,29 +17,13 @@ from dsa.reference.gemm import grouped_fp8_gemm_swiglu as reference
 from dsa.runtime import backends
 from dsa.runtime.arguments import ALIGNED, F32, Arguments, Dtype, Flag, Int, Number, Tensor
 from dsa.runtime.checks import E4M3, FLOATS, INT32
+from dsa.runtime.limits import POSITIVE, multiple_of
 from dsa.runtime.op import op
 
 if TYPE_CHECKING:
     from dsa.kernels.gemm.fp8_gemm_config import Fp8GemmConfig
 
 __all__ = ["grouped_fp8_fp4_gemm_swiglu", "grouped_fp8_gemm_swiglu"]
-
-
-def _check_halves(name: str, weight: torch.Tensor) -> None:
-    if weight.shape[1] % (2 * GROUP):
-        raise ValueError(
-            f"{name}: must have 2 I rows, of gate and up, with I a multiple of {GROUP}, got N={weight.shape[1]}"
-        )
-
-
-def _check_packed(name: str, packed: torch.Tensor) -> None:
-    fp4.check_groups(name, packed)
-    _check_halves(name, packed)
-
-
-def _check_options(q: torch.Tensor, rows: torch.Tensor | None, limit: float | None, expected_rows: int | None) -> None:
-    cast.check_limit(limit)
-    check_expected_rows(q, rows, expected_rows)
 
 
 _OPTIONS = {
@@ -50,19 +34,22 @@ _OPTIONS = {
     "dtype": Dtype(FLOATS),
     "expected_rows": Int(least=0, optional=True),
 }
+_LIMITS = {"N": multiple_of(2 * GROUP), "limit": POSITIVE}  # N = 2 I rows, of gate and up
 GROUPED_FP8_GEMM_SWIGLU = Arguments(
-    rule=_check_options,
+    limits=_LIMITS,
+    rule=check_expected_rows,
     first=("w", "ws"),
     q=Tensor("A K", E4M3, name="a[0]"),
     s=Tensor("A ceil(K/128)", F32, name="a[1]"),
-    w=Tensor("E N K", E4M3, layout=ALIGNED, name="b[0]", rule=_check_halves),
+    w=Tensor("E N K", E4M3, layout=ALIGNED, name="b[0]"),
     ws=Tensor("E ceil(N/128) ceil(K/128)", F32, name="b[1]"),
     **_OPTIONS,
 )
 GROUPED_FP8_FP4_GEMM_SWIGLU = Arguments(
-    rule=_check_options,
+    limits=_LIMITS,
+    rule=check_expected_rows,
     first=("packed", "scale", "block_scale"),
-    **{**fp4.OPERANDS, "packed": Tensor("E N C", fp4.BYTES, layout=ALIGNED, name="b[0]", rule=_check_packed)},
+    **fp4.OPERANDS,
     **_OPTIONS,
 )
 
@@ -149,7 +136,7 @@ def _fp4_results(q: torch.Tensor, packed: torch.Tensor, rows: torch.Tensor | Non
     arguments=GROUPED_FP8_GEMM_SWIGLU,
     reference=reference.grouped_fp8_gemm_swiglu,
     results=_results,
-    limits=fp8.check_grouped_limits,
+    limits=fp8.GROUPED_LIMITS,
 )
 def _grouped_fp8_gemm_swiglu(
     q: torch.Tensor,
@@ -203,7 +190,7 @@ def _choose_config(
     arguments=GROUPED_FP8_FP4_GEMM_SWIGLU,
     reference=reference.grouped_fp8_fp4_gemm_swiglu,
     results=_fp4_results,
-    limits=fp4.check_fp4_limits,
+    limits=fp4.LIMITS,
 )
 def _grouped_fp8_fp4_gemm_swiglu(
     q: torch.Tensor,

@@ -7,6 +7,7 @@ from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.reference.gemm import linear_fp32 as reference
 from dsa.runtime.arguments import ROWS, Arguments, Int, Number, Tensor
+from dsa.runtime.limits import at_most, multiple_of
 from dsa.runtime.op import op
 
 __all__ = ["linear_fp32"]
@@ -14,17 +15,11 @@ __all__ = ["linear_fp32"]
 HALVES = (torch.bfloat16, torch.float16)
 
 
-def _check_scaled(weight: torch.Tensor, scaled_from: int) -> None:
-    if scaled_from > weight.shape[0]:
-        raise ValueError(f"scaled_from: must be from 0 to the {weight.shape[0]} rows of weight, got {scaled_from}")
-
-
 LINEAR_FP32 = Arguments(
-    rule=_check_scaled,
     x=Tensor("T I", HALVES, layout=ROWS),
     weight=Tensor("O I", HALVES, like="x", layout=ROWS),
     scale=Number(),
-    scaled_from=Int(least=0),
+    scaled_from=Int(least=0, most="O"),
 )
 
 
@@ -51,20 +46,11 @@ def _results(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x.new_empty((len(x), len(weight)), dtype=torch.float32)
 
 
-def _check_limits(x: torch.Tensor, weight: torch.Tensor) -> None:
-    if len(x) > MAX_TOKENS:
-        raise ValueError(f"x: the kernel takes up to {MAX_TOKENS} tokens, got {len(x)}")
-    if x.shape[1] % CHANNEL_MULTIPLE:
-        raise ValueError(f"x: the kernel takes I a multiple of {CHANNEL_MULTIPLE}, got {x.shape[1]}")
-    if len(weight) > MAX_ROWS:
-        raise ValueError(f"weight: the kernel takes up to {MAX_ROWS} rows, got {len(weight)}")
-
-
 @op(
     arguments=LINEAR_FP32,
     reference=reference.linear_fp32,
     results=_results,
-    limits=_check_limits,
+    limits={"T": at_most(MAX_TOKENS), "I": multiple_of(CHANNEL_MULTIPLE), "O": at_most(MAX_ROWS)},
     differentiable=True,
 )
 def _linear_fp32(x: torch.Tensor, weight: torch.Tensor, scale: float, scaled_from: int) -> torch.Tensor:

@@ -58,16 +58,11 @@ def _results(x: torch.Tensor, gran_k: int) -> tuple[torch.Tensor, torch.Tensor]:
     return q, torch.empty((*x.shape[:-1], x.shape[-1] // gran_k), dtype=torch.float32, device=x.device)
 
 
-def _check_limits(x: torch.Tensor, gran_k: int) -> None:
-    if gran_k != GROUP:
-        raise ValueError(f"gran_k: the kernel takes {GROUP}, got {gran_k}")
-
-
 @op(
     arguments=PER_TOKEN_CAST_TO_FP8,
     reference=reference.per_token_cast_to_fp8,
     results=_results,
-    limits=_check_limits,
+    limits={"gran_k": (GROUP,)},
 )
 def _per_token_cast_to_fp8(
     x: torch.Tensor, use_ue8m0: bool, gran_k: int, hadamard: bool

@@ -10,20 +10,20 @@ from dsa.ops.elementwise.rotary import check_rotated
 from dsa.reference.gemm import rotary_cast_to_fp8 as reference
 from dsa.runtime.arguments import F32, ROWS, Arguments, Flag, Int, Tensor
 from dsa.runtime.checks import FLOATS
+from dsa.runtime.limits import multiple_of
 from dsa.runtime.op import op
 
 __all__ = ["rotary_cast_to_fp8"]
 
 
 def _check_heads(x: torch.Tensor, cos: torch.Tensor, groups: int) -> None:
-    if x.shape[2] % GROUP:
-        raise ValueError(f"x: the last dimension must be a multiple of {GROUP}, got shape {list(x.shape)}")
     if x.shape[1] % groups:
         raise ValueError(f"groups: must divide the {x.shape[1]} heads of x, got {groups}")
     check_rotated("x", x, cos)
 
 
 ROTARY_CAST_TO_FP8 = Arguments(
+    limits={"d": multiple_of(GROUP)},
     rule=_check_heads,
     x=Tensor("T H d", FLOATS, layout=ROWS),
     cos=Tensor("T R/2", F32, layout=ROWS),
@@ -64,19 +64,11 @@ def _results(x: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
     return q, torch.empty((rows, channels // GROUP), dtype=torch.float32, device=x.device)
 
 
-def _check_limits(cos: torch.Tensor) -> None:
-    rotated = 2 * cos.shape[1]
-    if rotated == 0 or rotated % ROTARY_MULTIPLE:
-        raise ValueError(
-            f"cos: the kernel rotates a multiple of {ROTARY_MULTIPLE} channels, got shape {list(cos.shape)}"
-        )
-
-
 @op(
     arguments=ROTARY_CAST_TO_FP8,
     reference=reference.rotary_cast_to_fp8,
     results=_results,
-    limits=_check_limits,
+    limits={"R/2": multiple_of(ROTARY_MULTIPLE // 2, least=ROTARY_MULTIPLE // 2)},
 )
 def _rotary_cast_to_fp8(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, groups: int, use_ue8m0: bool

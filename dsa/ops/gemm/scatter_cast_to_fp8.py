@@ -8,18 +8,15 @@ from dsa.ops._kernel_arguments import dtype_name
 from dsa.reference.gemm import scatter_cast_to_fp8 as reference
 from dsa.runtime.arguments import ROWS, Arguments, Flag, Tensor
 from dsa.runtime.checks import FLOATS, INT32
+from dsa.runtime.limits import multiple_of
 from dsa.runtime.op import op
 
 __all__ = ["scatter_cast_to_fp8"]
 
 
-def _check_channels(name: str, x: torch.Tensor) -> None:
-    if x.shape[1] % GROUP:
-        raise ValueError(f"{name}: K must be a multiple of {GROUP}, got shape {list(x.shape)}")
-
-
 SCATTER_CAST_TO_FP8 = Arguments(
-    x=Tensor("T K", FLOATS, layout=ROWS, rule=_check_channels),
+    limits={"K": multiple_of(GROUP)},
+    x=Tensor("T K", FLOATS, layout=ROWS),
     places=Tensor("T k", INT32),
     use_ue8m0=Flag(),
 )

@@ -9,19 +9,14 @@ from dsa.reference.gemm import swiglu_cast_to_fp8 as reference
 from dsa.runtime import backends
 from dsa.runtime.arguments import ROWS, Arguments, Flag, Number, Tensor
 from dsa.runtime.checks import FLOATS
+from dsa.runtime.limits import POSITIVE, multiple_of
 from dsa.runtime.op import op
 
 __all__ = ["swiglu_cast_to_fp8"]
 
 
-def check_limit(limit: float | None) -> None:
-    """Rule of SwiGLU's clamp."""
-    if limit is not None and limit <= 0:
-        raise ValueError(f"limit: must be positive or None, got {limit}")
-
-
 SWIGLU_CAST_TO_FP8 = Arguments(
-    rule=check_limit,
+    limits={"limit": POSITIVE},
     gate=Tensor("... I", FLOATS, layout=ROWS, merged=(0, -1)),
     up=Tensor("... I", FLOATS, like="gate", layout=ROWS, merged=(0, -1)),
     use_ue8m0=Flag(),
@@ -58,16 +53,11 @@ def _results(gate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return q, torch.empty((*gate.shape[:-1], blocks), dtype=torch.float32, device=gate.device)
 
 
-def _check_limits(gate: torch.Tensor) -> None:
-    if gate.shape[-1] % SWIGLU_MULTIPLE:
-        raise ValueError(f"gate: the kernel takes I a multiple of {SWIGLU_MULTIPLE}, got {list(gate.shape)}")
-
-
 @op(
     arguments=SWIGLU_CAST_TO_FP8,
     reference=reference.swiglu_cast_to_fp8,
     results=_results,
-    limits=_check_limits,
+    limits={"I": multiple_of(SWIGLU_MULTIPLE)},
 )
 def _swiglu_cast_to_fp8(
     gate: torch.Tensor, up: torch.Tensor, use_ue8m0: bool, limit: float | None

@@ -8,6 +8,7 @@ from dsa.reference.indexer import fp8_mqa_logits as reference
 from dsa.runtime import backends
 from dsa.runtime.arguments import ALIGNED, F32, INNER, ROWS, Arguments, Dtype, Flag, Int, Tensor
 from dsa.runtime.checks import E4M3, FLOATS, INT32, check_memory, check_pair
+from dsa.runtime.limits import at_most
 from dsa.runtime.op import op
 
 __all__ = ["fp8_mqa_logits", "mqa_logits"]
@@ -110,22 +111,11 @@ def _results(q: torch.Tensor, k: torch.Tensor, max_seqlen_k: int, logits_dtype: 
     return buffer[:, :columns]
 
 
-def _check_limits(q: torch.Tensor, k: torch.Tensor, max_seqlen_k: int) -> None:
-    if q.shape[1] not in HEADS:
-        raise ValueError(f"q: the kernel takes {HEADS} heads, got {q.shape[1]}")
-    if q.shape[2] not in HEAD_DIMS:
-        raise ValueError(f"q: the kernel takes head dimensions {HEAD_DIMS}, got {q.shape[2]}")
-    if len(k) >= MAX_COLS:
-        raise ValueError(f"kv[0]: the kernel takes less than {MAX_COLS} keys, got {len(k)}")
-    if max_seqlen_k >= MAX_COLS:
-        raise ValueError(f"max_seqlen_k: the kernel takes less than {MAX_COLS} columns, got {max_seqlen_k}")
-
-
 @op(
     arguments=FP8_MQA_LOGITS,
     reference=reference.fp8_mqa_logits,
     results=_results,
-    limits=_check_limits,
+    limits={"H": HEADS, "D": HEAD_DIMS, "Skv": at_most(MAX_COLS - 1), "max_seqlen_k": at_most(MAX_COLS - 1)},
 )
 def _fp8_mqa_logits(
     q: torch.Tensor,

@@ -3,7 +3,7 @@
 import torch
 
 from dsa.kernels.indexer.limits import HEAD_DIMS, HEADS, MAX_COLS, NEXT_N, PAGE_SIZES, SCHEDULE_SPLIT
-from dsa.ops._kernel_arguments import check_page_size, dtype_name, pages_as_rows
+from dsa.ops._kernel_arguments import dtype_name, pages_as_rows, slots_and_page_bytes
 from dsa.ops.cache._specs import BYTES, check_index_cache
 from dsa.ops.indexer.fp8_mqa_logits import ACCUMULATORS, LOGITS_DTYPES
 from dsa.reference.indexer import fp8_paged_mqa_logits as reference
@@ -11,6 +11,7 @@ from dsa.reference.indexer.fp8_mqa_logits import row_stride
 from dsa.runtime import backends
 from dsa.runtime.arguments import (
     ALIGNED,
+    ANY,
     CONTIGUOUS,
     F32,
     INNER,
@@ -20,9 +21,9 @@ from dsa.runtime.arguments import (
     Flag,
     Int,
     Tensor,
-    check_layout,
 )
 from dsa.runtime.checks import E4M3, INT32
+from dsa.runtime.limits import at_most
 from dsa.runtime.op import op
 
 __all__ = ["fp8_paged_mqa_logits", "get_paged_mqa_logits_metadata"]
@@ -38,14 +39,20 @@ def _check_plan(name: str, plan: torch.Tensor) -> None:
         raise ValueError(f"{name}: must have at least 2 rows, got shape {list(plan.shape)}")
 
 
+def _lengths_layout(context_lens: torch.Tensor) -> str:
+    """The kernels take a vector of any stride, or a matrix of contiguous rows."""
+    return INNER if context_lens.dim() == 2 else ANY
+
+
+LENGTHS = Tensor("B | B next_n", INT32, layout=_lengths_layout)
 GET_PAGED_MQA_LOGITS_METADATA = Arguments(
-    rule=_check_page_divides_split, context_lens=Tensor("B | B next_n", INT32), block_kv=Int(), num_sms=Int()
+    rule=_check_page_divides_split, context_lens=LENGTHS, block_kv=Int(), num_sms=Int()
 )
 FP8_PAGED_MQA_LOGITS = Arguments(
     q=Tensor("B next_n H D", E4M3, layout=ALIGNED),
     kv_cache=Tensor("pages P 1 D+4", BYTES, rule=check_index_cache, layout=PAGES),
     weights=Tensor("B*next_n H", F32, layout=INNER),
-    context_lens=Tensor("B | B next_n", INT32),
+    context_lens=LENGTHS,
     block_table=Tensor("B max_pages", INT32, layout=INNER),
     schedule_meta=Tensor("SMs+1 2", INT32, optional=True, layout=CONTIGUOUS, rule=_check_plan),
     max_context_len=Int(),
@@ -53,6 +60,7 @@ FP8_PAGED_MQA_LOGITS = Arguments(
     logits_dtype=Dtype(LOGITS_DTYPES),
     accumulators=Dtype(ACCUMULATORS),
 )
+LIMITS = {"H": HEADS, "D": HEAD_DIMS, "next_n": NEXT_N, "P": PAGE_SIZES, **slots_and_page_bytes("(D+4)")}
 
 
 def get_paged_mqa_logits_metadata(context_lens: torch.Tensor, block_kv: int, num_sms: int) -> torch.Tensor:
@@ -123,12 +131,6 @@ def fp8_paged_mqa_logits(
     )
 
 
-def _check_lengths(context_lens: torch.Tensor) -> None:
-    """Lengths are a vector of any stride, or a matrix of contiguous rows."""
-    if context_lens.dim() == 2:
-        check_layout("context_lens", context_lens, INNER)
-
-
 def _plan_results(context_lens: torch.Tensor, num_sms: int) -> torch.Tensor:
     return torch.empty(num_sms + 1, 2, dtype=torch.int32, device=context_lens.device)
 
@@ -137,7 +139,6 @@ def _plan_results(context_lens: torch.Tensor, num_sms: int) -> torch.Tensor:
     arguments=GET_PAGED_MQA_LOGITS_METADATA,
     reference=reference.get_paged_mqa_logits_metadata,
     results=_plan_results,
-    limits=_check_lengths,
 )
 def _get_paged_mqa_logits_metadata(context_lens: torch.Tensor, block_kv: int, num_sms: int) -> torch.Tensor:
     from dsa.kernels.indexer.paged_mqa_logits_metadata_sm90 import compile_paged_mqa_logits_metadata
@@ -153,32 +154,11 @@ def _results(q: torch.Tensor, max_context_len: int, logits_dtype: torch.dtype) -
     return torch.empty(rows, stride, dtype=logits_dtype, device=q.device)[:, :max_context_len]
 
 
-def _check_limits(q: torch.Tensor, kv_cache: torch.Tensor, context_lens: torch.Tensor, max_context_len: int) -> None:
-    check_inputs(q, kv_cache, context_lens)
-    if max_context_len >= MAX_COLS:
-        raise ValueError(f"max_context_len: the kernel takes less than {MAX_COLS} columns, got {max_context_len}")
-
-
-def check_inputs(q: torch.Tensor, kv_cache: torch.Tensor, context_lens: torch.Tensor) -> None:
-    """Raise ValueError for sizes that the kernels of the scores do not take."""
-    _, next_n, heads, dim = q.shape
-    for name, what, value, accepted in (
-        ("q", "heads", heads, HEADS),
-        ("q", "head dimensions", dim, HEAD_DIMS),
-        ("q", "queries a sequence (next_n)", next_n, NEXT_N),
-        ("kv_cache", "page sizes", kv_cache.shape[1], PAGE_SIZES),
-    ):
-        if value not in accepted:
-            raise ValueError(f"{name}: the kernel takes {what} {accepted}, got {value}")
-    check_page_size("kv_cache", kv_cache)
-    _check_lengths(context_lens)
-
-
 @op(
     arguments=FP8_PAGED_MQA_LOGITS,
     reference=reference.fp8_paged_mqa_logits,
     results=_results,
-    limits=_check_limits,
+    limits=LIMITS | {"max_context_len": at_most(MAX_COLS - 1)},
 )
 def _fp8_paged_mqa_logits(
     q: torch.Tensor,

@@ -3,7 +3,7 @@
 import torch
 
 from dsa.kernels.indexer.limits import ROTATED
-from dsa.ops._kernel_arguments import check_page_size, dtype_name, pages_as_rows, unit_inner
+from dsa.ops._kernel_arguments import dtype_name, pages_as_rows, slots_and_page_bytes, unit_inner
 from dsa.ops.cache._specs import BYTES, SLOTS, check_index_cache
 from dsa.ops.elementwise.rotary import DIMS, check_rotated
 from dsa.reference.indexer import indexer_inputs as reference
@@ -22,6 +22,7 @@ def _check_keys(k: torch.Tensor, cos: torch.Tensor) -> None:
     check_rotated("k", k, cos)
 
 
+ROTATED_PAIRS = tuple(channels // 2 for channels in ROTATED)
 _OPTIONS = {"interleaved": Flag(), "dims": Choice(DIMS), "use_ue8m0": Flag()}
 QUANTIZE_INDEXER_QUERIES = Arguments(
     rule=_check_queries,
@@ -121,16 +122,11 @@ def _query_results(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return q8, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
 
 
-def _check_limits(cos: torch.Tensor) -> None:
-    if 2 * cos.shape[1] not in ROTATED:
-        raise ValueError(f"cos: the kernel rotates R {ROTATED} channels, got {2 * cos.shape[1]}")
-
-
 @op(
     arguments=QUANTIZE_INDEXER_QUERIES,
     reference=reference.quantize_indexer_queries,
     results=_query_results,
-    limits=_check_limits,
+    limits={"R/2": ROTATED_PAIRS},
 )
 def _quantize_indexer_queries(
     q: torch.Tensor,
@@ -153,15 +149,10 @@ def _quantize_indexer_queries(
     return q8, scaled
 
 
-def _check_key_limits(cos: torch.Tensor, cache: torch.Tensor) -> None:
-    _check_limits(cos)
-    check_page_size("cache", cache)
-
-
 @op(
     arguments=WRITE_INDEXER_KEYS,
     reference=reference.write_indexer_keys,
-    limits=_check_key_limits,
+    limits={"R/2": ROTATED_PAIRS, **slots_and_page_bytes("132")},
 )
 def _write_indexer_keys(
     k: torch.Tensor,

@@ -10,6 +10,7 @@ from dsa.reference.indexer import indexer_select as reference
 from dsa.runtime import backends
 from dsa.runtime.arguments import INNER, Arguments, Dtype, Flag, Int, Tensor
 from dsa.runtime.checks import INT32
+from dsa.runtime.limits import at_most
 from dsa.runtime.op import op
 
 __all__ = ["indexer_select"]
@@ -98,22 +99,11 @@ def _results(q: torch.Tensor, top_k: int, return_values: bool) -> tuple[torch.Te
     return indices, torch.empty(shape, dtype=torch.float32, device=q.device)
 
 
-def _check_limits(q: torch.Tensor, k: torch.Tensor, top_k: int) -> None:
-    if q.shape[1] not in HEADS:
-        raise ValueError(f"q: the kernel takes {HEADS} heads, got {q.shape[1]}")
-    if q.shape[2] not in HEAD_DIMS:
-        raise ValueError(f"q: the kernel takes head dimensions {HEAD_DIMS}, got {q.shape[2]}")
-    if len(k) >= MAX_COLS:
-        raise ValueError(f"kv[0]: the kernel takes less than {MAX_COLS} keys, got {len(k)}")
-    if top_k > MAX_SELECTED:
-        raise ValueError(f"top_k: the kernel takes up to {MAX_SELECTED}, got {top_k}")
-
-
 @op(
     arguments=INDEXER_SELECT,
     reference=reference.indices_and_values,
     results=_results,
-    limits=_check_limits,
+    limits={"H": HEADS, "D": HEAD_DIMS, "Skv": at_most(MAX_COLS - 1), "top_k": at_most(MAX_SELECTED)},
 )
 def _indexer_select(
     q: torch.Tensor,

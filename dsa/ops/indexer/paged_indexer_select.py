@@ -7,6 +7,7 @@ from dsa.ops.indexer import fp8_paged_mqa_logits as of_scores
 from dsa.ops.indexer import topk_indices as of_topk
 from dsa.reference.indexer import paged_indexer_select as reference
 from dsa.runtime.arguments import Arguments, Dtype, Flag, Int
+from dsa.runtime.limits import at_most
 from dsa.runtime.op import op
 
 __all__ = ["paged_indexer_select"]
@@ -88,17 +89,7 @@ def _columns(kv_cache: torch.Tensor, block_table: torch.Tensor, max_context_len:
     return min(max_context_len, block_table.shape[1] * kv_cache.shape[1])
 
 
-def _check_limits(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    context_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    max_context_len: int,
-    top_k: int,
-) -> None:
-    of_scores.check_inputs(q, kv_cache, context_lens)
-    if top_k > MAX_K:
-        raise ValueError(f"top_k: the kernel takes up to {MAX_K}, got {top_k}")
+def _check_columns(kv_cache: torch.Tensor, block_table: torch.Tensor, max_context_len: int) -> None:
     if _columns(kv_cache, block_table, max_context_len) >= MAX_COLS:
         raise ValueError(f"max_context_len: the kernel takes less than {MAX_COLS} keys, got {max_context_len}")
 
@@ -116,7 +107,8 @@ def _visible_keys(context_lens: torch.Tensor, next_n: int) -> torch.Tensor:
     arguments=PAGED_INDEXER_SELECT,
     reference=reference.indices_and_values,
     results=_results,
-    limits=_check_limits,
+    limits=of_scores.LIMITS | {"top_k": at_most(MAX_K)},
+    rule=_check_columns,
 )
 def _paged_indexer_select(
     q: torch.Tensor,

@@ -10,6 +10,7 @@ from dsa.reference.indexer import topk_indices as reference
 from dsa.runtime import backends
 from dsa.runtime.arguments import INNER, Arguments, Flag, Int, Tensor
 from dsa.runtime.checks import INT32, check_apart
+from dsa.runtime.limits import at_most
 from dsa.runtime.op import op
 
 __all__ = ["topk_indices"]
@@ -117,18 +118,11 @@ def _values(scores: torch.Tensor, k: int, return_values: bool) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.float32, device=scores.device)
 
 
-def _check_limits(scores: torch.Tensor, k: int) -> None:
-    if k > MAX_K:
-        raise ValueError(f"k: the kernel takes up to {MAX_K}, got {k}")
-    if scores.shape[1] >= MAX_COLS:
-        raise ValueError(f"scores: the kernel takes less than {MAX_COLS} columns, got {list(scores.shape)}")
-
-
 @op(
     arguments=TOPK_INDICES,
     reference=reference.indices_and_values,
     results=_results,
-    limits=_check_limits,
+    limits={"k": at_most(MAX_K), "cols": at_most(MAX_COLS - 1)},
     out=OUT,
 )
 def _topk_indices(

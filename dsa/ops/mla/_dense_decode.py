@@ -21,6 +21,7 @@ from dsa.ops.mla._sparse_attention import DTYPES, aligned, of_caller
 from dsa.reference.mla import flash_mla_with_kvcache as reference
 from dsa.runtime.arguments import CONTIGUOUS, INNER, ROWS, Arguments, Flag, Int, Number, Tensor
 from dsa.runtime.checks import FLOATS, INT32
+from dsa.runtime.limits import POSITIVE, at_most, multiple_of
 from dsa.runtime.op import op
 
 SHORT = 4  # decoding is short up to this many tiles per part, on average
@@ -55,30 +56,12 @@ DENSE_MLA_DECODE = Arguments(
 )
 
 
-def _check_limits(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    head_dim_v: int,
-    tile_scheduler_metadata: torch.Tensor | None,
-    softmax_scale: float,
-) -> None:
+def _check_dtype(q: torch.Tensor, k_cache: torch.Tensor) -> None:
     if k_cache.dtype != q.dtype:  # bytes
         raise ValueError(
             f"k_cache: the kernel takes q's dtype {dtype_name(q.dtype)} without indices, got "
             f"{dtype_name(k_cache.dtype)}"
         )
-    if q.shape[3] != HEAD_DIM:
-        raise ValueError(f"q: the kernel takes d = {HEAD_DIM}, got shape {list(q.shape)}")
-    if head_dim_v != HEAD_DIM_V:
-        raise ValueError(f"head_dim_v: the kernel takes {HEAD_DIM_V}, got {head_dim_v}")
-    if k_cache.shape[1] % PAGE_MULTIPLE:
-        raise ValueError(
-            f"k_cache: the kernel takes pages of a multiple of {PAGE_MULTIPLE} keys, got {k_cache.shape[1]}"
-        )
-    if not 0 < softmax_scale < math.inf:
-        raise ValueError(f"softmax_scale: the kernel takes a positive number, got {softmax_scale}")
-    if tile_scheduler_metadata is not None and not 0 < (parts := len(tile_scheduler_metadata)) <= MAX_PARTS:
-        raise ValueError(f"tile_scheduler_metadata: the kernel takes 1 to {MAX_PARTS} parts, got {parts}")
 
 
 def _allocate_out(q: torch.Tensor, head_dim_v: int) -> torch.Tensor:
@@ -94,7 +77,14 @@ def _allocate_lse(q: torch.Tensor) -> torch.Tensor:
     arguments=DENSE_MLA_DECODE,
     reference=reference.dense_mla_decode,
     results=lambda q, head_dim_v: (_allocate_out(q, head_dim_v), _allocate_lse(q)),
-    limits=_check_limits,
+    limits={
+        "d": (HEAD_DIM,),
+        "P": multiple_of(PAGE_MULTIPLE),
+        "head_dim_v": (HEAD_DIM_V,),
+        "num_sm_parts": at_most(MAX_PARTS, least=1),
+        "softmax_scale": POSITIVE,
+    },
+    rule=_check_dtype,
     out=OUT,
     dtypes=DTYPES,
     public="flash_mla_with_kvcache",

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from dsa.kernels.mla import limits
-from dsa.kernels.mla.limits import HEAD_DIM_V, SPARSE_HEAD_DIMS, SWAP_AB_HEADS, TILE_M, TILE_N
+from dsa.kernels.mla.limits import HEAD_DIM_V, SWAP_AB_HEADS, TILE_M, TILE_N
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name, unit_inner
 from dsa.runtime import backends
@@ -162,17 +162,6 @@ def fp8_kv_head_tile(queries: int, heads: int, tiles: int, num_sms: int, may_spl
 def inner_contiguous(x: torch.Tensor) -> torch.Tensor:
     """x, a small tensor, copied if its last dimension is not contiguous."""
     return unit_inner(x) if x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous()
-
-
-def check_limits(q: torch.Tensor, value_dim: tuple[str, int], scale: tuple[str, float]) -> None:
-    """ValueError for queries [..., d], or a named value dim or scale, that the kernels do not take."""
-    if q.shape[-1] not in SPARSE_HEAD_DIMS:
-        dims = " or ".join(map(str, SPARSE_HEAD_DIMS))
-        raise ValueError(f"q: the kernel takes d = {dims}, got shape {list(q.shape)}")
-    if value_dim[1] != HEAD_DIM_V:
-        raise ValueError(f"{value_dim[0]}: the kernel takes {HEAD_DIM_V}, got {value_dim[1]}")
-    if not 0 < scale[1] < math.inf:
-        raise ValueError(f"{scale[0]}: the kernel takes a positive number, got {scale[1]}")
 
 
 def _partial_results(splits: int, heads: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

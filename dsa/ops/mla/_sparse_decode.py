@@ -2,6 +2,7 @@
 
 import torch
 
+from dsa.kernels.mla.limits import HEAD_DIM_V, SPARSE_HEAD_DIMS
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops.cache._specs import page_layout
@@ -11,13 +12,13 @@ from dsa.ops.mla._sparse_attention import (
     Results,
     Selection,
     attend,
-    check_limits,
     inner_contiguous,
     of_caller,
 )
 from dsa.reference.mla import flash_mla_with_kvcache as reference
 from dsa.runtime.arguments import F32, Arguments, Flag, Int, Number, Tensor
 from dsa.runtime.checks import FLOATS, INT32
+from dsa.runtime.limits import POSITIVE
 from dsa.runtime.op import op
 
 
@@ -71,14 +72,7 @@ def _allocate_lse(q: torch.Tensor) -> torch.Tensor:
     return q.new_empty_strided((batch, h_q, s_q), (max(s_q, 1) * width, 1, width), dtype=torch.float32)
 
 
-def _check_limits(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    extra_k_cache: torch.Tensor | None,
-    head_dim_v: int,
-    softmax_scale: float,
-) -> None:
-    check_limits(q, ("head_dim_v", head_dim_v), ("softmax_scale", softmax_scale))
+def _check_caches(q: torch.Tensor, k_cache: torch.Tensor, extra_k_cache: torch.Tensor | None) -> None:
     check_cache("k_cache", k_cache, q)
     if extra_k_cache is not None:
         check_cache("extra_k_cache", extra_k_cache, q)
@@ -88,7 +82,8 @@ def _check_limits(
     arguments=SPARSE_MLA_DECODE,
     reference=reference.sparse_mla_decode,
     results=allocate,
-    limits=_check_limits,
+    limits={"d": SPARSE_HEAD_DIMS, "head_dim_v": (HEAD_DIM_V,), "softmax_scale": POSITIVE},
+    rule=_check_caches,
     out=OUT,
     dtypes=DTYPES,
     public="flash_mla_with_kvcache",

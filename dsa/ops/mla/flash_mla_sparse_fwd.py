@@ -2,6 +2,7 @@
 
 import torch
 
+from dsa.kernels.mla.limits import HEAD_DIM_V, SPARSE_HEAD_DIMS
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops.mla import _shared_keys as shared_keys
 from dsa.ops.mla._sparse_attention import (
@@ -9,13 +10,13 @@ from dsa.ops.mla._sparse_attention import (
     Results,
     Selection,
     attend,
-    check_limits,
     inner_contiguous,
     of_caller,
 )
 from dsa.reference.mla import flash_mla_sparse_fwd as reference
 from dsa.runtime.arguments import F32, ROWS, Arguments, Flag, Int, Number, Tensor
 from dsa.runtime.checks import FLOATS, INT32, check_apart
+from dsa.runtime.limits import POSITIVE
 from dsa.runtime.op import op
 
 __all__ = ["flash_mla_sparse_fwd"]
@@ -97,15 +98,11 @@ def _statistics(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(q.new_empty(q.shape[:2], dtype=torch.float32) for _ in range(2))
 
 
-def _check_limits(q: torch.Tensor, sm_scale: float, d_v: int) -> None:
-    check_limits(q, ("d_v", d_v), ("sm_scale", sm_scale))
-
-
 @op(
     arguments=FLASH_MLA_SPARSE_FWD,
     reference=reference.flash_mla_sparse_fwd,
     results=_results,
-    limits=_check_limits,
+    limits={"d": SPARSE_HEAD_DIMS, "d_v": (HEAD_DIM_V,), "sm_scale": POSITIVE},
     out=OUT,
     dtypes=DTYPES,
     public="flash_mla_sparse_fwd",

@@ -22,6 +22,7 @@ from dsa.ops.mla._sparse_decode import _sparse_mla_decode
 from dsa.reference.mla.mla_metadata import FlashMLASchedMeta, plan_one_part
 from dsa.runtime import backends
 from dsa.runtime.checks import check_apart, check_flag, check_memory, shape_of
+from dsa.runtime.limits import at_most
 from dsa.runtime.op import Op, op
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_with_kvcache", "get_mla_metadata"]
@@ -303,16 +304,11 @@ def _plan_results(
     return cache_seqlens.new_empty(parts, PLAN_COLUMNS), cache_seqlens.new_empty(cache_seqlens.shape[0] + 1)
 
 
-def _check_plan_limits(cache_seqlens: torch.Tensor) -> None:
-    if len(cache_seqlens) > MAX_BATCH:
-        raise ValueError(f"cache_seqlens: the kernel plans for at most {MAX_BATCH} sequences, got {len(cache_seqlens)}")
-
-
 @op(
     arguments=MLA_METADATA,
     reference=plan_one_part,
     results=_plan_results,
-    limits=_check_plan_limits,
+    limits={"B": at_most(MAX_BATCH)},
     public="get_mla_metadata",
 )
 def _mla_metadata(

@@ -10,6 +10,7 @@ from dsa.ops._kernel_arguments import dtype_name, with_dims
 from dsa.reference.mla import merge_attention as reference
 from dsa.runtime.arguments import F32, ROWS, Arguments, Tensor, Tensors
 from dsa.runtime.checks import FLOATS
+from dsa.runtime.limits import at_most, multiple_of
 from dsa.runtime.op import op
 
 __all__ = ["merge_attention"]
@@ -57,23 +58,15 @@ def _results(outs: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     return out, torch.empty(first.shape[:-1], dtype=torch.float32, device=first.device)
 
 
-def _check_limits(outs: list[torch.Tensor]) -> None:
-    if len(outs) > MAX_BRANCHES:
-        raise ValueError(f"outs: the kernel merges 1 to {MAX_BRANCHES} branches, got {len(outs)}")
-    first = outs[0]
-    if first.shape[-1] == 0 or first.shape[-1] % MERGE_CHANNEL_MULTIPLE:
-        raise ValueError(
-            f"outs[0]: the kernel takes d_v a multiple of {MERGE_CHANNEL_MULTIPLE}, got shape {list(first.shape)}"
-        )
-    if first.numel() // first.shape[-1] > MAX_MERGE_ROWS:
-        raise ValueError(f"outs[0]: the kernel takes at most {MAX_MERGE_ROWS} rows, got shape {list(first.shape)}")
-
-
 @op(
     arguments=MERGE_ATTENTION,
     reference=reference.merge_attention,
     results=_results,
-    limits=_check_limits,
+    limits={
+        "branches": at_most(MAX_BRANCHES),
+        "d_v": multiple_of(MERGE_CHANNEL_MULTIPLE, least=MERGE_CHANNEL_MULTIPLE),
+        "rows*H": at_most(MAX_MERGE_ROWS),
+    },
 )
 def _merge_attention(
     outs: list[torch.Tensor], lses: list[torch.Tensor], attn_sink: torch.Tensor | None

@@ -112,7 +112,7 @@ def _results(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
 
 
-def _check_limits(q: torch.Tensor, v: torch.Tensor, selected: torch.Tensor | None) -> None:
+def _check_kernel(q: torch.Tensor, v: torch.Tensor, selected: torch.Tensor | None) -> None:
     if _dims(q, v) is None:
         raise ValueError(
             f"q, v: the kernel takes up to (d, dv) = {MHA_DIMS[-1]} channels, got {(q.shape[2], v.shape[2])}"
@@ -133,7 +133,7 @@ def _dims(q: torch.Tensor, v: torch.Tensor) -> tuple[int, int] | None:
     arguments=MHA_VARLEN_FWD,
     reference=reference.mha_varlen_fwd,
     results=_results,
-    limits=_check_limits,
+    rule=_check_kernel,
     differentiable=True,
     dtypes=(torch.bfloat16, torch.float16),
 )

@@ -9,6 +9,7 @@ from dsa.ops.gemm._operands import pair
 from dsa.reference.mla import mla_absorb_queries as reference
 from dsa.runtime.arguments import ALIGNED, F32, INNER, ROWS, Arguments, Tensor
 from dsa.runtime.checks import E4M3, FLOATS
+from dsa.runtime.limits import at_most
 from dsa.runtime.op import op
 
 __all__ = ["mla_absorb_queries"]
@@ -17,6 +18,7 @@ KV_B = {
     "weight": Tensor("N L", E4M3, layout=ALIGNED, name="kv_b[0]"),
     "weight_scale": Tensor("ceil(N/128) ceil(L/128)", F32, layout=INNER, name="kv_b[1]"),
 }
+KV_B_LIMITS = {"L": (HEAD_DIM_V,), "N": at_most(MAX_UP_PROJECTION_ROWS)}
 
 
 def check_heads(weight: torch.Tensor, heads: int, least: int, named: str) -> None:
@@ -77,21 +79,8 @@ def _results(q_nope: torch.Tensor, q_pe: torch.Tensor, weight: torch.Tensor) -> 
     return q_nope.new_empty((*q_nope.shape[:2], weight.shape[1] + q_pe.shape[2]))
 
 
-def _check_limits(q_nope: torch.Tensor, q_pe: torch.Tensor, weight: torch.Tensor) -> None:
-    if q_nope.shape[2] not in ABSORBED_NOPE:
-        nopes = " or ".join(map(str, ABSORBED_NOPE))
-        raise ValueError(f"q_nope: the kernel takes {nopes} channels, got shape {list(q_nope.shape)}")
-    if q_pe.shape[2] != HEAD_DIM - HEAD_DIM_V:
-        raise ValueError(f"q_pe: the kernel takes {HEAD_DIM - HEAD_DIM_V} channels, got shape {list(q_pe.shape)}")
-    check_kv_b(weight, q_nope.shape[1])
-
-
-def check_kv_b(weight: torch.Tensor, heads: int) -> None:
-    """ValueError for a kv_b that the kernels do not take."""
-    if weight.shape[1] != HEAD_DIM_V:
-        raise ValueError(f"kv_b[0]: the kernel takes {HEAD_DIM_V} columns, got shape {list(weight.shape)}")
-    if len(weight) > MAX_UP_PROJECTION_ROWS:
-        raise ValueError(f"kv_b[0]: the kernel takes at most {MAX_UP_PROJECTION_ROWS} rows, got {len(weight)}")
+def check_head_rows(weight: torch.Tensor, heads: int) -> None:
+    """Raise ValueError if the kernels do not take this number of rows of kv_b per head."""
     if heads and len(weight) // heads % UP_PROJECTION_ROWS:
         raise ValueError(
             f"kv_b[0]: the kernel takes a multiple of {UP_PROJECTION_ROWS} rows a head, got {len(weight)} for {heads} "
@@ -103,7 +92,8 @@ def check_kv_b(weight: torch.Tensor, heads: int) -> None:
     arguments=MLA_ABSORB_QUERIES,
     reference=reference.mla_absorb_queries,
     results=_results,
-    limits=_check_limits,
+    limits=KV_B_LIMITS | {"nope": ABSORBED_NOPE, "R": (HEAD_DIM - HEAD_DIM_V,)},
+    rule=lambda q_nope, weight: check_head_rows(weight, q_nope.shape[1]),
     dtypes=(torch.bfloat16,),
 )
 def _mla_absorb_queries(

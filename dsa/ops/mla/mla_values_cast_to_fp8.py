@@ -5,7 +5,7 @@ import torch
 from dsa.kernels.mla.up_projection_limits import VALUE_GROUP
 from dsa.ops._aligned import rows_at_16_bytes
 from dsa.ops.gemm._operands import pair
-from dsa.ops.mla.mla_absorb_queries import KV_B, check_heads, check_kv_b
+from dsa.ops.mla.mla_absorb_queries import KV_B, KV_B_LIMITS, check_head_rows, check_heads
 from dsa.reference.mla import mla_values_cast_to_fp8 as reference
 from dsa.runtime.arguments import ROWS, Arguments, Flag, Int, Tensor
 from dsa.runtime.checks import FLOATS
@@ -61,15 +61,12 @@ def _results(attended: torch.Tensor, v_dim: int) -> tuple[torch.Tensor, torch.Te
     return q, torch.empty((tokens, heads * v_dim // VALUE_GROUP), dtype=torch.float32, device=attended.device)
 
 
-def _check_limits(attended: torch.Tensor, weight: torch.Tensor) -> None:
-    check_kv_b(weight, attended.shape[1])
-
-
 @op(
     arguments=MLA_VALUES_CAST_TO_FP8,
     reference=reference.mla_values_cast_to_fp8,
     results=_results,
-    limits=_check_limits,
+    limits=KV_B_LIMITS,
+    rule=lambda attended, weight: check_head_rows(weight, attended.shape[1]),
     dtypes=(torch.bfloat16,),
 )
 def _mla_values_cast_to_fp8(

@@ -2,22 +2,26 @@
 
 import torch
 
+from dsa.kernels.mla.limits import HEAD_DIM_V, MAX_WINDOW, SPARSE_HEAD_DIMS
+from dsa.ops._kernel_arguments import COUNTED_SLOTS
 from dsa.ops.cache._specs import page_layout
 from dsa.ops.mla import _sparse_decode
 
 # The module, not its names: ops imported by name would count as ops of this module.
 from dsa.ops.mla import window_indices as window_lists
 from dsa.ops.mla._latent_caches import check_latent_cache, check_layout_flag, latent_cache
-from dsa.ops.mla._sparse_attention import DTYPES, Results, attend, check_limits, inner_contiguous
+from dsa.ops.mla._sparse_attention import DTYPES, Results, attend, inner_contiguous
 from dsa.ops.mla._window_selections import PACKED, SOFTMAX, WINDOW_LIST, Packed, Selected, window_selections
 from dsa.reference.mla import sliding_window_attention as reference
 from dsa.reference.mla import sliding_window_decode as window_decode
 from dsa.runtime.arguments import F32, ROWS, Arguments, Flag, Int, Number, Tensor
-from dsa.runtime.checks import FLOATS, INT32, MOST_SLOTS
+from dsa.runtime.checks import FLOATS, INT32
+from dsa.runtime.limits import POSITIVE, at_most
 from dsa.runtime.op import op
 
 __all__ = ["sliding_window_attention", "sliding_window_decode", "window_sparse_attention"]
 
+LIMITS = {"d": SPARSE_HEAD_DIMS, "d_v": (HEAD_DIM_V,), "softmax_scale": POSITIVE}
 SLIDING_WINDOW_ATTENTION = Arguments(**PACKED, **SOFTMAX, indices=WINDOW_LIST)
 WINDOW_SPARSE_ATTENTION = Arguments(
     **PACKED,
@@ -35,8 +39,6 @@ def _check_cache(
     check_layout_flag("cache", cache, is_fp8_kvcache)
     check_latent_cache("cache", cache, q)
     batch, s_q, *_ = q.shape
-    if cache.shape[0] * cache.shape[1] > MOST_SLOTS:
-        raise ValueError(f"cache: must have at most 2^31 slots, got {cache.shape[0]} pages of {cache.shape[1]}")
     if block_table is None and (cache.shape[0] < batch or cache.shape[1] < window + s_q - 1):
         raise ValueError(
             f"cache: must have a page of at least window + s_q - 1 = {window + s_q - 1} keys for each of {batch} "
@@ -45,6 +47,7 @@ def _check_cache(
 
 
 SLIDING_WINDOW_DECODE = Arguments(
+    limits=COUNTED_SLOTS,
     rule=_check_cache,
     q=Tensor("B s_q H d", FLOATS),
     cache=latent_cache("pages P 1 row", layout=page_layout),
@@ -203,15 +206,11 @@ def _allocate(q: torch.Tensor, d_v: int) -> tuple[torch.Tensor, torch.Tensor]:
     return q.new_empty(*q.shape[:2], d_v), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
-def _check_limits(q: torch.Tensor, softmax_scale: float, d_v: int) -> None:
-    check_limits(q, ("d_v", d_v), ("softmax_scale", softmax_scale))
-
-
 @op(
     arguments=SLIDING_WINDOW_ATTENTION,
     reference=reference.sliding_window_attention,
     results=_allocate,
-    limits=_check_limits,
+    limits=LIMITS,
     dtypes=DTYPES,
 )
 def _sliding_window_attention(
@@ -233,7 +232,7 @@ def _sliding_window_attention(
     arguments=WINDOW_SPARSE_ATTENTION,
     reference=reference.window_sparse_attention,
     results=_allocate,
-    limits=_check_limits,
+    limits=LIMITS,
     dtypes=DTYPES,
 )
 def _window_sparse_attention(
@@ -255,26 +254,19 @@ def _window_sparse_attention(
     return _attend(packed, window_indices, selected, softmax_scale, d_v, attn_sink)
 
 
-def _check_decode_limits(
-    q: torch.Tensor,
-    cache: torch.Tensor,
-    block_table: torch.Tensor | None,
-    cache_seqlens: torch.Tensor,
-    window: int,
-    softmax_scale: float,
-    d_v: int,
-) -> None:
-    _check_limits(q, softmax_scale, d_v)
+def _check_decode(q: torch.Tensor, cache: torch.Tensor, block_table: torch.Tensor | None, window: int) -> None:
     _sparse_decode.check_cache("cache", cache, q)
-    columns, page_size = window_decode.columns_of(window, block_table, cache), cache.shape[1]
-    window_lists._window_slots.limits(block_table, cache_seqlens, q.shape[1], page_size, columns)
+    columns = window_decode.columns_of(window, block_table, cache)
+    if columns > MAX_WINDOW:
+        raise ValueError(f"window: the kernel takes at most {MAX_WINDOW} keys, got {columns}")
 
 
 @op(
     arguments=SLIDING_WINDOW_DECODE,
     reference=window_decode.sliding_window_decode,
     results=lambda q, d_v: _sparse_decode.allocate(q, d_v),
-    limits=_check_decode_limits,
+    limits=LIMITS | {"B*s_q": at_most(MAX_WINDOW), "P": at_most(MAX_WINDOW)},
+    rule=_check_decode,
     dtypes=DTYPES,
 )
 def _sliding_window_decode(

@@ -12,7 +12,6 @@ from dsa.ops.mla._sparse_attention import (
     DTYPES,
     Selection,
     aligned,
-    check_limits,
     inner_contiguous,
     list_arguments,
     sink_arguments,
@@ -23,6 +22,7 @@ from dsa.reference.mla import window_attention_cast as reference
 from dsa.runtime import backends
 from dsa.runtime.arguments import F32, ROWS, Arguments, Flag, Int, Number, Tensor
 from dsa.runtime.checks import FLOATS, INT32
+from dsa.runtime.limits import POSITIVE, multiple_of
 from dsa.runtime.op import op
 
 __all__ = ["window_attention_cast_to_fp8"]
@@ -36,8 +36,6 @@ def _check(
     groups: int,
     topk_length: torch.Tensor | None,
 ) -> None:
-    if q.shape[2] % GROUP:
-        raise ValueError(f"q: the last dimension must be a multiple of {GROUP}, got shape {list(q.shape)}")
     if q.shape[1] % groups:
         raise ValueError(f"groups: must divide the {q.shape[1]} heads of q, got {groups}")
     check_rotated("q", q, cos)
@@ -49,6 +47,7 @@ def _check(
 
 
 WINDOW_ATTENTION_CAST_TO_FP8 = Arguments(
+    limits={"d": multiple_of(GROUP)},
     rule=_check,
     **PACKED,
     compressed=Tensor("n 1 d", FLOATS, like="q", optional=True, layout=ROWS),
@@ -118,19 +117,11 @@ def _results(q: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
     return out, torch.empty((rows, channels // GROUP), dtype=torch.float32, device=q.device)
 
 
-def _check_limits(q: torch.Tensor, cos: torch.Tensor, softmax_scale: float) -> None:
-    if q.shape[2] != HEAD_DIM_V:
-        raise ValueError(f"q: the kernel takes d = {HEAD_DIM_V}, got shape {list(q.shape)}")
-    check_limits(q, ("d", HEAD_DIM_V), ("softmax_scale", softmax_scale))
-    if 2 * cos.shape[1] != ROTATED_BACK:
-        raise ValueError(f"cos: the kernel takes {ROTATED_BACK // 2} angles a token, got shape {list(cos.shape)}")
-
-
 @op(
     arguments=WINDOW_ATTENTION_CAST_TO_FP8,
     reference=reference.window_attention_cast_to_fp8,
     results=_results,
-    limits=_check_limits,
+    limits={"d": (HEAD_DIM_V,), "softmax_scale": POSITIVE, "R/2": (ROTATED_BACK // 2,)},
     dtypes=DTYPES,
 )
 def _window_attention_cast_to_fp8(

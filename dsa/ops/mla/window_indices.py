@@ -6,6 +6,7 @@ from dsa.kernels.mla.limits import MAX_WINDOW
 from dsa.reference.mla import window_indices as reference
 from dsa.runtime.arguments import Arguments, Int, Tensor
 from dsa.runtime.checks import INT32, MOST_SLOTS
+from dsa.runtime.limits import at_most
 from dsa.runtime.op import op
 
 __all__ = ["window_indices", "window_slots"]
@@ -98,12 +99,6 @@ def window_slots(
     return _window_slots(block_table, cache_seqlens, s_q, page_size, window)
 
 
-def _check_sizes(**sizes: int) -> None:
-    for name, size in sizes.items():
-        if size > MAX_WINDOW:
-            raise ValueError(f"{name}: the kernel takes at most {MAX_WINDOW}, got {size}")
-
-
 def _indices(cu_seqlens_q: torch.Tensor, total_q: int, window: int) -> torch.Tensor:
     return cu_seqlens_q.new_empty(total_q, window)
 
@@ -112,7 +107,7 @@ def _indices(cu_seqlens_q: torch.Tensor, total_q: int, window: int) -> torch.Ten
     arguments=WINDOW_INDICES,
     reference=reference.window_indices,
     results=_indices,
-    limits=lambda total_q, window: _check_sizes(total_q=total_q, window=window),
+    limits={"total_q": at_most(MAX_WINDOW), "window": at_most(MAX_WINDOW)},
 )
 def _window_indices(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, total_q: int, window: int) -> torch.Tensor:
     from dsa.kernels.mla.window_indices_sm90 import compile_window_indices
@@ -127,15 +122,11 @@ def _slots(cache_seqlens: torch.Tensor, s_q: int, window: int) -> torch.Tensor:
     return cache_seqlens.new_empty(cache_seqlens.shape[0], s_q, window)
 
 
-def _check_slots_limits(cache_seqlens: torch.Tensor, s_q: int, page_size: int, window: int) -> None:
-    _check_sizes(page_size=page_size, window=window, **{"B * s_q": cache_seqlens.shape[0] * s_q})
-
-
 @op(
     arguments=WINDOW_SLOTS,
     reference=reference.window_slots,
     results=_slots,
-    limits=_check_slots_limits,
+    limits={"B*s_q": at_most(MAX_WINDOW), "page_size": at_most(MAX_WINDOW), "window": at_most(MAX_WINDOW)},
 )
 def _window_slots(
     block_table: torch.Tensor | None,

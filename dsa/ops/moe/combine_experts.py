@@ -8,6 +8,7 @@ from dsa.ops._kernel_arguments import dtype_name
 from dsa.reference.moe import combine_experts as reference
 from dsa.runtime.arguments import F32, ROWS, Arguments, Tensor
 from dsa.runtime.checks import FLOATS
+from dsa.runtime.limits import at_most, multiple_of
 from dsa.runtime.op import op
 
 __all__ = ["combine_experts"]
@@ -55,11 +56,7 @@ def _results(y: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return torch.empty((len(rows), y.shape[1]), dtype=y.dtype, device=y.device)
 
 
-def _check_limits(y: torch.Tensor, rows: torch.Tensor) -> None:
-    if y.shape[1] % CHANNEL_MULTIPLE:
-        raise ValueError(f"y: the kernel takes H a multiple of {CHANNEL_MULTIPLE}, got shape {list(y.shape)}")
-    if len(y) > MAX_COMBINE_ROWS:
-        raise ValueError(f"y: the kernel takes at most {MAX_COMBINE_ROWS} rows, got shape {list(y.shape)}")
+def _check_ctas(y: torch.Tensor, rows: torch.Tensor) -> None:
     ctas = len(rows) * -(-y.shape[1] * y.element_size() // COMBINE_CTA_BYTES)
     if ctas > MAX_COMBINE_ROWS:
         raise ValueError(
@@ -72,7 +69,8 @@ def _check_limits(y: torch.Tensor, rows: torch.Tensor) -> None:
     arguments=COMBINE_EXPERTS,
     reference=reference.combine_experts,
     results=_results,
-    limits=_check_limits,
+    limits={"H": multiple_of(CHANNEL_MULTIPLE), "M": at_most(MAX_COMBINE_ROWS)},
+    rule=_check_ctas,
     differentiable=True,
 )
 def _combine_experts(

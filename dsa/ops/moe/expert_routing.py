@@ -6,6 +6,7 @@ from dsa.kernels.moe.limits import MAX_EXPERTS, MAX_GROUPS, MAX_SORT_ENTRIES, MA
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.reference.moe import expert_routing as reference
 from dsa.runtime.arguments import F32, Arguments, Choice, Flag, Int, Number, Tensor
+from dsa.runtime.limits import at_most
 from dsa.runtime.op import op
 
 __all__ = ["moe_gate", "sort_by_expert"]
@@ -109,20 +110,11 @@ def _gate_results(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch
     return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape)
 
 
-def _check_gate_limits(logits: torch.Tensor, top_k: int, n_group: int) -> None:
-    if logits.shape[1] > MAX_EXPERTS:
-        raise ValueError(f"logits: the kernel takes up to {MAX_EXPERTS} experts, got {logits.shape[1]}")
-    if top_k > MAX_TOP_K:
-        raise ValueError(f"top_k: the kernel takes up to {MAX_TOP_K}, got {top_k}")
-    if n_group > MAX_GROUPS:
-        raise ValueError(f"n_group: the kernel takes up to {MAX_GROUPS}, got {n_group}")
-
-
 @op(
     arguments=MOE_GATE,
     reference=reference.moe_gate,
     results=_gate_results,
-    limits=_check_gate_limits,
+    limits={"E": at_most(MAX_EXPERTS), "top_k": at_most(MAX_TOP_K), "n_group": at_most(MAX_GROUPS)},
     differentiable=True,
 )
 def _moe_gate(
@@ -151,18 +143,11 @@ def _sort_results(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, torc
     return order, rows, ends
 
 
-def _check_sort_limits(experts: torch.Tensor, count: int) -> None:
-    if experts.numel() > MAX_SORT_ENTRIES:
-        raise ValueError(f"experts: the kernel takes up to {MAX_SORT_ENTRIES} entries, got shape {list(experts.shape)}")
-    if count > MAX_SORT_EXPERTS:
-        raise ValueError(f"count: the kernel takes up to {MAX_SORT_EXPERTS} experts, got {count}")
-
-
 @op(
     arguments=SORT_BY_EXPERT,
     reference=reference.sort_by_expert,
     results=_sort_results,
-    limits=_check_sort_limits,
+    limits={"rows": at_most(MAX_SORT_ENTRIES), "count": at_most(MAX_SORT_EXPERTS)},
 )
 def _sort_by_expert(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     from dsa.kernels.moe.sort_by_expert_sm90 import compile_sort_by_expert

@@ -17,6 +17,7 @@ from dsa.ops._kernel_arguments import dtype_name
 from dsa.ops.moe.route_to_experts import HALVES, own_count
 from dsa.reference.moe import route_by_table as reference
 from dsa.runtime.arguments import ROWS, Arguments, Int, Number, Tensor
+from dsa.runtime.limits import at_most, multiple_of
 from dsa.runtime.op import op
 
 __all__ = ["route_by_table"]
@@ -97,22 +98,16 @@ def _results(x: torch.Tensor, table: torch.Tensor, count: int) -> Routed:
     return experts, weights, ints(chosen[0] * chosen[1]), ints(chosen), ints(count)
 
 
-def _check_limits(x: torch.Tensor, weight: torch.Tensor, table: torch.Tensor) -> None:
-    if len(x) > MAX_TOKENS:
-        raise ValueError(f"x: the kernel takes up to {MAX_TOKENS} tokens, got {len(x)}")
-    if not x.shape[1] or x.shape[1] % CHANNEL_MULTIPLE:
-        raise ValueError(f"x: the kernel takes H a multiple of {CHANNEL_MULTIPLE}, at least one, got {x.shape[1]}")
-    if len(weight) > MAX_EXPERTS:
-        raise ValueError(f"weight: the kernel takes up to {MAX_EXPERTS} experts, got {len(weight)}")
-    if not 0 < table.shape[1] <= MAX_TOP_K:
-        raise ValueError(f"table: the kernel takes from 1 to {MAX_TOP_K} experts of a token, got {table.shape[1]}")
-
-
 @op(
     arguments=ROUTE_BY_TABLE,
     reference=reference.route_by_table,
     results=_results,
-    limits=_check_limits,
+    limits={
+        "T": at_most(MAX_TOKENS),
+        "H": multiple_of(CHANNEL_MULTIPLE, least=CHANNEL_MULTIPLE),
+        "E": at_most(MAX_EXPERTS),
+        "K": at_most(MAX_TOP_K, least=1),
+    },
     differentiable=True,
 )
 def _route_by_table(

@@ -18,6 +18,7 @@ from dsa.ops.moe.expert_routing import SCORES, check_groups
 from dsa.reference.moe import route_to_experts as reference
 from dsa.runtime.arguments import F32, ROWS, Arguments, Choice, Flag, Int, Number, Tensor
 from dsa.runtime.checks import shape_of
+from dsa.runtime.limits import at_most, multiple_of
 from dsa.runtime.op import op
 
 __all__ = ["route_to_experts"]
@@ -118,24 +119,17 @@ def _results(x: torch.Tensor, top_k: int, count: int) -> Routed:
     return experts, weights, ints(tokens * top_k), ints(chosen), ints(count)
 
 
-def _check_limits(x: torch.Tensor, weight: torch.Tensor, top_k: int, n_group: int) -> None:
-    if len(x) > MAX_TOKENS:
-        raise ValueError(f"x: the kernel takes up to {MAX_TOKENS} tokens, got {len(x)}")
-    if not x.shape[1] or x.shape[1] % CHANNEL_MULTIPLE:
-        raise ValueError(f"x: the kernel takes H a multiple of {CHANNEL_MULTIPLE}, at least one, got {x.shape[1]}")
-    if len(weight) > MAX_EXPERTS:
-        raise ValueError(f"weight: the kernel takes up to {MAX_EXPERTS} experts, got {len(weight)}")
-    if top_k > MAX_TOP_K:
-        raise ValueError(f"top_k: the kernel takes up to {MAX_TOP_K}, got {top_k}")
-    if n_group > MAX_GROUPS:
-        raise ValueError(f"n_group: the kernel takes up to {MAX_GROUPS}, got {n_group}")
-
-
 @op(
     arguments=ROUTE_TO_EXPERTS,
     reference=reference.route_to_experts,
     results=_results,
-    limits=_check_limits,
+    limits={
+        "T": at_most(MAX_TOKENS),
+        "H": multiple_of(CHANNEL_MULTIPLE, least=CHANNEL_MULTIPLE),
+        "E": at_most(MAX_EXPERTS),
+        "top_k": at_most(MAX_TOP_K),
+        "n_group": at_most(MAX_GROUPS),
+    },
     differentiable=True,
 )
 def _route_to_experts(

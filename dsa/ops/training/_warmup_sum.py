@@ -11,9 +11,11 @@ from dsa.ops._tma_rows import tma_rows
 from dsa.ops.training._indexer_gradient import active_shape, index_key_grad, index_query_grad, index_scores
 from dsa.ops.training._packed_attention import Sequences
 from dsa.runtime import backends
+from dsa.runtime.limits import at_most
 
 LEAST_WORKSPACE = 192 << 20  # bytes
 SHARE = 15 / 16
+INDEXER_LIMITS = {"di": INDEX_CHANNELS, "Hi": at_most(MAX_INDEX_HEADS, least=1)}  # of an `Indexer`
 
 
 @dataclass(frozen=True)
@@ -63,17 +65,6 @@ class Indexer:
 def padded_heads(heads: int) -> int:
     """The fewest index heads, at least so many, that the kernels take without padding."""
     return next((found for found in INDEX_HEADS if found >= heads), heads)
-
-
-def check_index_channels(q_idx: torch.Tensor) -> None:
-    if q_idx.shape[2] not in INDEX_CHANNELS:
-        raise ValueError(f"q_idx: the kernel takes di of {' or '.join(map(str, INDEX_CHANNELS))}, got {q_idx.shape[2]}")
-
-
-def check_index_heads(q_idx: torch.Tensor) -> None:
-    """Of an `Indexer`."""
-    if not 1 <= q_idx.shape[1] <= MAX_INDEX_HEADS:
-        raise ValueError(f"q_idx: the kernel takes 1 to {MAX_INDEX_HEADS} heads, got {q_idx.shape[1]}")
 
 
 def losses(

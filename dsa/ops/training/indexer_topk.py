@@ -5,18 +5,12 @@ import torch
 from dsa.kernels.training.limits import K_TILE, Q_TILE
 from dsa.ops.indexer.topk_indices import MAX_K, topk_indices
 from dsa.ops.training._indexer_gradient import active_shape, index_scores
-from dsa.ops.training._warmup_sum import (
-    LEAST_WORKSPACE,
-    Indexer,
-    Plan,
-    check_index_channels,
-    check_index_heads,
-    make_plan,
-)
+from dsa.ops.training._warmup_sum import INDEXER_LIMITS, LEAST_WORKSPACE, Indexer, Plan, make_plan
 from dsa.ops.training.sparse_mla_attention import DTYPES
 from dsa.reference.training import indexer_topk as reference
 from dsa.runtime.arguments import Arguments, Flag, Int, Tensor
 from dsa.runtime.checks import INT32
+from dsa.runtime.limits import at_most
 from dsa.runtime.op import op
 
 __all__ = ["indexer_topk"]
@@ -72,13 +66,6 @@ def indexer_topk(
     return _indexer_topk(q_idx, k_idx, w_idx, top_k, *bounds, max_seqlen_q, max_seqlen_k, causal)
 
 
-def _check_limits(q_idx: torch.Tensor, top_k: int) -> None:
-    check_index_channels(q_idx)
-    check_index_heads(q_idx)
-    if top_k > MAX_K:
-        raise ValueError(f"top_k: the kernel takes up to {MAX_K}, got {top_k}")
-
-
 def _results(q_idx: torch.Tensor, top_k: int) -> torch.Tensor:
     return q_idx.new_empty(len(q_idx), 1, top_k, dtype=torch.int32)
 
@@ -87,7 +74,7 @@ def _results(q_idx: torch.Tensor, top_k: int) -> torch.Tensor:
     arguments=INDEXER_TOPK,
     reference=reference.indexer_topk,
     results=_results,
-    limits=_check_limits,
+    limits=INDEXER_LIMITS | {"top_k": at_most(MAX_K)},
     recorded=False,
     dtypes=(torch.bfloat16,),
 )

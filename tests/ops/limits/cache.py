@@ -2,21 +2,9 @@
 
 import torch
 
-from tests.ops.limits.tensors import BYTES, E4M3, F32, angles, bf16, e4m3, row, zeros
+from tests.ops.limits.tensors import BYTES, E4M3, F32, bf16, row, zeros
 
 LIMITS = [
-    *(
-        (
-            op,
-            lambda a: (
-                {"k": e4m3(3, 48), "cache": zeros(3, 16, 1, 52, dtype=BYTES)}
-                if "k_scale" in a and a["k"] is not None
-                else {"cache": zeros(3, 16, 1, 52, dtype=BYTES)}
-            ),
-            r"cache: the kernel takes D \(32, 64, 128\), got 48",
-        )
-        for op in ("write_indexer_cache", "read_indexer_cache")
-    ),
     ("read_indexer_cache into k", lambda a: {"k": None}, "k: must be given where k_scale is, got None"),
     ("read_indexer_cache into k", lambda a: {"k_scale": None}, "k_scale: must be given where k is, got None"),
     ("read_indexer_cache into k", lambda a: {"k": row(a["k"], 4)}, "k: its numbers must not share memory, got strides"),
@@ -38,17 +26,6 @@ LIMITS = [
     ("read_kv_cache float", lambda a: {"cache": zeros(3, 16, 1, 12)}, "cache: the kernel takes float rows of a mult"),
     ("read_kv_cache v4", lambda a: {"cache": zeros(3, 3, 1, 584, dtype=BYTES)}, "cache: pages must start at multiples"),
     (
-        "write_mla_cache v32",
-        lambda a: {"norm_weight": zeros(576)},
-        r"norm_weight: the kernel takes N 512 of d \(576, 512\) .* 576 of 576",
-    ),
-    (
-        "write_mla_cache float",
-        lambda a: {"kv": bf16(4, 520), "cache": bf16(3, 16, 1, 520), "out": None},
-        r"norm_weight: the kernel takes N 512 of d \(576, 512\) channels, got 512 of 520",
-    ),
-    ("write_mla_cache v4", lambda a: angles(4, 16), "cos: the kernel rotates R 64 channels, got 32"),
-    (
         "write_compressed_kv",
         lambda a: {"kv": a["kv"].half(), "gate": a["gate"].half()},
         "kv: the kernel takes fp32 and bf16, got float16",
@@ -65,14 +42,5 @@ LIMITS = [
             | {"overlap": False}
         ),
         "got 512 of 4 without",
-    ),
-    ("write_compressed_kv", lambda a: angles(7, 16), "cos: the kernel rotates R 64 channels, got 32"),
-    *(
-        (
-            "slot_mapping",
-            lambda a, name=name: {name: 2**30 + 1},
-            f"{name}: the kernel takes at most 1073741824, got 107374",
-        )
-        for name in ("num_tokens", "page_size", "ratio")
     ),
 ]

@@ -18,21 +18,8 @@ def bf16(*shape):
     return zeros(*shape, dtype=BF16)
 
 
-def e4m3(*shape):
-    return zeros(*shape, dtype=E4M3)
-
-
-def angles(tokens, count):
-    return {"cos": zeros(tokens, count), "sin": zeros(tokens, count)}
-
-
-def streams(tokens, n, d, dtype=BF16, **more):
-    count = (2 + n) * n
-    return {"streams": zeros(tokens, n, d, dtype=dtype), "mix": zeros(tokens, count), "base": zeros(count), **more}
-
-
 def kv_b(rows, columns):
-    return e4m3(rows, columns), zeros(-(-rows // 128), -(-columns // 128))
+    return zeros(rows, columns, dtype=E4M3), zeros(-(-rows // 128), -(-columns // 128))
 
 
 def row(x, count):

@@ -32,7 +32,7 @@ def test_gradients():
         ({"post": torch.randn(3, 3)}, r"post: shape must be \[3, 4\]"),
         ({"comb": torch.randn(3, 4, 3)}, r"comb: shape must be \[3, 4, 4\]"),
         ({"parts": torch.zeros(3, 24, 63).bfloat16()}, r"parts: shape must be \[3, C, 64\], got \[3, 24, 63\]"),
-        ({"parts": torch.zeros(3, 0, 64).bfloat16()}, "parts: must have at least one row"),
+        ({"parts": torch.zeros(3, 0, 64).bfloat16()}, "parts: C must be at least 1, got 0"),
     ],
 )
 def test_wrong_arguments_are_named(change, message):

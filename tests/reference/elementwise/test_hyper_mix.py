@@ -41,8 +41,8 @@ STREAMS, PARTS = torch.zeros(3, 4, 8).bfloat16(), torch.zeros(3, 24, 32).bfloat1
     [
         (STREAMS, PARTS[..., :31], r"parts: shape must be \[3, C, 32\], got \[3, 24, 31\]"),
         (STREAMS, PARTS[:2], r"parts: shape must be \[3, C, 32\]"),
-        (STREAMS, PARTS[:, :0], "parts: must have at least one row"),
-        (STREAMS[..., :0], PARTS[..., :0], "streams: must have at least one stream and one channel"),
+        (STREAMS, PARTS[:, :0], "parts: C must be at least 1, got 0"),
+        (STREAMS[..., :0], PARTS[..., :0], "streams: D must be at least 1, got 0"),
         (STREAMS[:, 0], PARTS, r"streams: shape must be \[T, n, D\]"),
         (STREAMS.float(), PARTS, "streams: dtype must be bfloat16, got float32"),
         (STREAMS, PARTS.float(), "parts: dtype must be bfloat16, got float32"),

@@ -36,14 +36,14 @@ def test_no_rows(case):
 
 @by_case
 def test_half_of_the_columns_is_a_multiple_of_128(case):
-    message = r"b\[0\]: must have 2 I rows, of gate and up, with I a multiple of 128, got N=384"
+    message = r"b\[0\]: N must be a multiple of 256, got 384"
     assert_refused(message, case.run, case.arguments(inner=192))
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"limit": 0.0}, "limit: must be positive or None, got 0.0"),
+        ({"limit": 0.0}, "limit: must be a positive number, got 0.0"),
         ({"rows": i32([5, 0, 0, 2])}, "rows: must be from 0 to 4, got 5 at 0"),
         ({"dtype": torch.float64}, "dtype: must be float32, bfloat16 or float16, got float64"),
         ({"rows": i32([4, 0, 0])}, "ends: must ascend from at least 0 to at most M=3 (as of rows), got [2, 2, 4]"),

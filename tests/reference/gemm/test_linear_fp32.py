@@ -49,7 +49,7 @@ def test_gradients():
         ({"scale": "1"}, "scale: must be a number, got str"),
         ({"scale": float("nan")}, "scale: must be finite in fp32, got nan"),
         ({"scaled_from": -1}, "scaled_from: must be at least 0, got -1"),
-        ({"scaled_from": 13}, "scaled_from: must be from 0 to the 12 rows of weight, got 13"),
+        ({"scaled_from": 13}, "scaled_from: must be at most O = 12, got 13"),
     ],
 )
 def test_wrong_arguments_are_named(change, message):

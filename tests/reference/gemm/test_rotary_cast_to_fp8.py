@@ -25,7 +25,7 @@ def test_no_tokens():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"x": torch.zeros(5, 6, 200)}, "x: the last dimension must be a multiple of 128, got"),
+        ({"x": torch.zeros(5, 6, 200)}, "x: d must be a multiple of 128, got 200"),
         ({"x": torch.zeros(5, 768)}, r"x: shape must be \[T, H, d\], got \[5, 768\]"),
         ({"x": torch.zeros(5, 6, 128, dtype=torch.int32)}, "x: dtype must be"),
         ({"groups": 4}, "groups: must divide the 6 heads of x, got 4"),

@@ -41,7 +41,7 @@ HUGE = torch.zeros(1, 1, 1, 24).expand(2**26, 33, 1, 24)
         ({"cache": CACHE[..., :16]}, "cache: a last dimension of 16 means d = 16, but q has d = 24"),
         ({"cache": CACHE.squeeze(2)}, r"cache: shape must be \[pages, P, 1, row\], got \[41, 6, 24\]"),
         ({"is_fp8_kvcache": True}, "cache: dtype must be uint8, int8 or float8_e4m3fn with is_fp8_kvcache=True, got"),
-        ({"cache": HUGE}, r"cache: must have at most 2\^31 slots, got 67108864 pages of 33"),
+        ({"cache": HUGE}, r"cache: pages \* P must be at most 2147483648, got 2214592512"),
         ({"block_table": TABLE[:5]}, r"block_table: shape must be \[6, max_pages\], got \[5, 4\]"),
         ({"cache_seqlens": COUNTS[:5]}, r"cache_seqlens: shape must be \[6\], got \[5\]"),
         ({"window": 0}, "window: must be at least 1, got 0"),
