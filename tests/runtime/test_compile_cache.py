@@ -277,34 +277,24 @@ def test_the_key_has_the_function_and_its_arguments():
     assert compile_cache._key(another_function, ARGS) != key
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "value"),
-    [
-        (compile_cache, "source_key", lambda module: f"another key of {module}"),
-        (cutlass, "__version__", "9.9"),
-        (cutlass, "CUDA_VERSION", "12.9"),
-        (tvm_ffi, "__version__", "9.9"),
-        (compile_cache, "OPTIONS", "--opt-level 2"),
-        (platform, "machine", lambda: "another architecture"),
-    ],
-)
-def test_the_key_has_sources_versions_options_and_machine(owner, name, value, monkeypatch):
-    key = compile_cache._key(ORIGINAL, ARGS)
-    monkeypatch.setattr(owner, name, value)
-    assert compile_cache._key(ORIGINAL, ARGS) != key
+CHANGES = [
+    (compile_cache, "source_key", lambda module: f"another key of {module}"),
+    (cutlass, "__version__", "9.9"),
+    (cutlass, "CUDA_VERSION", "12.9"),
+    (tvm_ffi, "__version__", "9.9"),
+    (compile_cache, "OPTIONS", "--opt-level 2"),
+    (platform, "machine", lambda: "another architecture"),
+    *((os.environ, f"CUTE_DSL_{name}", "1") for name in ("LINEINFO", "ENABLE_ASSERTIONS", "COMPILER_OPT")),
+]
+WITHOUT_EFFECT = [(os.environ, f"CUTE_DSL_{name}", "1") for name in ("ARCH", "CACHE_DIR", "LOG_LEVEL")]
 
 
-@pytest.mark.parametrize(
-    ("name", "counts"),
-    [
-        *((name, True) for name in ("CUTE_DSL_LINEINFO", "CUTE_DSL_ENABLE_ASSERTIONS", "CUTE_DSL_COMPILER_OPT")),
-        *((name, False) for name in ("CUTE_DSL_ARCH", "CUTE_DSL_CACHE_DIR", "CUTE_DSL_LOG_LEVEL")),
-    ],
-)
-def test_the_key_has_the_variables_that_change_code(name, counts, monkeypatch):
+@pytest.mark.parametrize(("owner", "name", "value"), CHANGES + WITHOUT_EFFECT)
+def test_the_key_has_sources_versions_and_options_of_the_compiler(owner, name, value, monkeypatch):
     key = compile_cache._key(ORIGINAL, ARGS)
-    monkeypatch.setenv(name, "1")
-    assert (compile_cache._key(ORIGINAL, ARGS) != key) == counts
+    change = monkeypatch.setitem if owner is os.environ else monkeypatch.setattr
+    change(owner, name, value)
+    assert (compile_cache._key(ORIGINAL, ARGS) != key) == ((owner, name, value) in CHANGES)
 
 
 @pytest.mark.parametrize(

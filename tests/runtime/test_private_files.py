@@ -143,17 +143,21 @@ def test_folders_that_only_we_may_write_to_are_used(tmp_path, mode):
     assert private_files.private_folder(tmp_path) == tmp_path and mode_of(tmp_path) == mode
 
 
+def assert_refused(message, folder):
+    with pytest.raises(PermissionError, match=message):
+        private_files.private_folder(folder)
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o720, 0o707, 0o702, 0o777, 0o1777])
 def test_folders_that_others_may_write_to_are_refused(tmp_path, mode):
     tmp_path.chmod(mode)
-    with pytest.raises(PermissionError, match=f"other users may write to the folder: chmod go-w {tmp_path}"):
-        private_files.private_folder(tmp_path)
+    assert_refused(f"other users may write to the folder: chmod go-w {tmp_path}", tmp_path)
 
 
 def test_a_folder_of_another_user_is_refused(tmp_path, monkeypatch):
     uid = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
-    with pytest.raises(PermissionError, match=f"the folder belongs to user {uid} and not to {uid + 1}"):
-        private_files.private_folder(tmp_path)
+    assert_refused(f"the folder belongs to user {uid} and not to {uid + 1}", tmp_path)
 
 
 @pytest.mark.parametrize("between", [(), ("another",)])
@@ -163,8 +167,7 @@ def test_a_folder_that_everyone_may_rename_is_refused(tmp_path, between):
     folder.mkdir(mode=0o700, parents=True)
     folder.parent.chmod(0o755)  # for any umask
     above.chmod(0o777)
-    with pytest.raises(PermissionError, match=rf"everyone may rename what is in {above}: chmod \+t {above}"):
-        private_files.private_folder(folder)
+    assert_refused(rf"everyone may rename what is in {above}: chmod \+t {above}", folder)
     for mode in (0o1777, 0o775, 0o755):  # /tmp; the group of the user alone, with umask 002
         above.chmod(mode)
         assert private_files.private_folder(folder) == folder
@@ -177,10 +180,8 @@ def test_links_to_a_folder_are_followed_before_it_is_checked(tmp_path):
     assert private_files.private_folder(link) == folder
     assert private_files.private_folder(link / "cache") == folder / "cache"
     folder.chmod(0o777)
-    with pytest.raises(PermissionError, match=f"other users may write to the folder: chmod go-w {folder}"):
-        private_files.private_folder(link)
-    with pytest.raises(PermissionError, match=f"everyone may rename what is in {folder}"):
-        private_files.private_folder(link / "cache")
+    assert_refused(f"other users may write to the folder: chmod go-w {folder}", link)
+    assert_refused(f"everyone may rename what is in {folder}", link / "cache")
 
 
 @pytest.mark.parametrize("name", ["file", "file/cache", "nowhere", "nowhere/cache", "loop"])
