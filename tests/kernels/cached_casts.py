@@ -1,4 +1,4 @@
-"""What tests of the compile cache share: a cache in front of the FP8 cast's compile function, and a stub kernel."""
+"""The FP8 cast behind a new compile cache, and a stub kernel: shared by tests of the compile cache."""
 
 import functools
 from pathlib import Path
@@ -13,7 +13,7 @@ OTHER_ARGS = kernels.shipped_variants()[-1][1]
 
 
 def counted(compile_function=ORIGINAL):
-    """A new cache in front of the FP8 cast's compile function, and the list of what it then really compiles."""
+    """A new cache of the FP8 cast, as in a new process, and the list of the arguments that it compiles."""
     compiled = []
 
     @functools.wraps(ORIGINAL)
@@ -24,8 +24,16 @@ def counted(compile_function=ORIGINAL):
     return cached(counting), compiled
 
 
+def compiled_for(*calls):
+    """The arguments that a new process compiles, of these calls' arguments."""
+    get, compiled = counted()
+    for arguments in calls:
+        assert callable(get(*arguments))
+    return compiled
+
+
 class StubKernel:
-    """Writes its object file in two halves and looks at the directory in between."""
+    """Write an object file in two halves, and list the directory in between."""
 
     def __init__(self, fails_with=None):
         self.ir_module = SimpleNamespace(operation=SimpleNamespace(walk=lambda visit: None))
@@ -36,7 +44,7 @@ class StubKernel:
         with open(object_file_path, "wb") as file:
             file.write(b"first half,")
             file.flush()
-            self.seen = [path.suffix for path in Path(object_file_path).resolve().parent.iterdir()]
+            self.seen = suffixes(Path(object_file_path).resolve().parent)
             if self.fails_with is not None:
                 raise self.fails_with
             file.write(b" second half")
@@ -44,3 +52,21 @@ class StubKernel:
 
 def objects(directory):
     return sorted(directory.glob("*.o"))
+
+
+def suffixes(directory):
+    return sorted(path.suffix for path in directory.iterdir())
+
+
+def with_a_flipped_bit(content):
+    """May still load, as another kernel."""
+    half = len(content) // 2
+    return content[:half] + bytes([content[half] ^ 1]) + content[half + 1 :]
+
+
+DAMAGES = {
+    "empty": lambda content: b"",
+    "half": lambda content: content[: len(content) // 2],
+    "noise": lambda content: b"no object file",
+    "one bit": with_a_flipped_bit,
+}

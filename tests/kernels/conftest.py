@@ -1,4 +1,4 @@
-"""Parameters of tests of kernels: the variants that `variants.shipped` asks for; their machine code as text."""
+"""Parameters of the tests of kernels: shipped variants and their SASS."""
 
 import hashlib
 import os
@@ -6,18 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from dsa.runtime import sass
-from tests.kernels.variants import sample, shipped_variants_of
+from dsa.runtime import sass as disassembly
+from dsa.runtime.compile_cache import cubin
+from dsa.runtime.sass import Sass
+from tests.kernels.variants import sample, sass_of, shipped_variants_of
 
 
 @pytest.fixture(scope="session", autouse=True)
 def disassembled_once(tmp_path_factory):
-    """A kernel's own tests and those of all kernels read the same code, in several processes, and the disassembler
-    takes half a second to start."""
+    """Keep the disassembler's output in files: several tests in several processes read the SASS of one variant, and the
+    disassembler takes half a second."""
     shared = tmp_path_factory.getbasetemp()
     folder = (shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared) / "sass"
     folder.mkdir(exist_ok=True)
-    disassembler = sass._cuobjdump
+    disassembler = disassembly._cuobjdump
 
     def kept(cubin: bytes, *options: str) -> list[str]:
         paths = [folder / f"{hashlib.sha256(cubin).hexdigest()}{option}" for option in options]
@@ -27,15 +29,27 @@ def disassembled_once(tmp_path_factory):
         return [path.read_text() for path in paths]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sass, "_cuobjdump", kept)
+        patch.setattr(disassembly, "_cuobjdump", kept)
         yield
 
 
 def _write(path: Path, text: str) -> None:
-    """All at once: another process may look for it."""
-    own = path.with_name(f"{path.name}.{os.getpid()}")
-    own.write_text(text)
-    own.replace(path)
+    """Write the file in one step, because another process may read it."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+@pytest.fixture
+def sass(compile_function, arguments) -> Sass:
+    """The SASS of the variant."""
+    return sass_of(compile_function, *arguments)
+
+
+@pytest.fixture
+def in_order(compile_function, arguments) -> list[list[str]]:
+    """The names of the instructions of each of the variant's kernels, in the order of addresses."""
+    return disassembly.instructions_in_order(cubin(compile_function, *arguments))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -46,8 +60,5 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for compile_function in marker.args:
         shipped = shipped_variants_of(compile_function)
         variants += shipped if metafunc.config.getoption("all") else sample(shipped)
-    if "compile_function" in metafunc.fixturenames:
-        ids = [f"{compile_function.__name__}-{arguments}" for compile_function, arguments in variants]
-        metafunc.parametrize(("compile_function", "arguments"), variants, ids=ids)
-    else:
-        metafunc.parametrize("arguments", [arguments for _, arguments in variants], ids=str)
+    ids = [f"{compile_function.__name__}-{arguments}" for compile_function, arguments in variants]
+    metafunc.parametrize(("compile_function", "arguments"), variants, ids=ids)

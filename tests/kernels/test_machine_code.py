@@ -1,4 +1,4 @@
-"""Digests of machine code ignore names and notice code; the kernels' machine code is on record."""
+"""Digests of machine code depend on code and not on names; the kernels' machine code is that on record."""
 
 import re
 
@@ -61,27 +61,27 @@ def filled(tmp_path_factory):
     return compiled
 
 
-def test_names_in_the_source_do_not_count(filled):
-    digests = {machine_code.digest(filled(function, 3, 1.0)) for function in (_fill, _fill_with_other_names)}
-    assert len(digests) == 1
-
-
-def test_a_constant_and_a_grid_count(filled):
-    one, constant, grid = filled(_fill, 3, 1.0), filled(_fill, 3, 2.0), filled(_fill, 4, 1.0)
-    assert len({machine_code.digest(code) for code in (one, constant, grid)}) == 3
-    text = {tuple(machine_code.code_sections(cubin_in(code))) for code in (one, grid)}
-    assert len(text) == 1, "the grid is the host's"
-
-
 @cute.jit
 def _fill_twice(x: cute.Tensor, order: cutlass.Constexpr, value: cutlass.Constexpr, stream):
     for kind in cutlass.range_constexpr(len(order)):
         _fill_kernel(x, value + order[kind]).launch(grid=(3, 1, 1), block=(32, 1, 1), stream=stream)
 
 
-def test_the_order_of_launches_counts(filled):
-    orders = (0, 1), (1, 0), (0, 1, 0), (0, 1, 1)
-    assert len({machine_code.digest(filled(_fill_twice, order, 1.0)) for order in orders}) == 4
+@pytest.mark.parametrize(
+    ("count", "calls"),
+    [
+        (1, [(_fill, 3, 1.0), (_fill_with_other_names, 3, 1.0)]),  # names in the source
+        (3, [(_fill, 3, 1.0), (_fill, 3, 2.0), (_fill, 4, 1.0)]),  # a constant and a grid
+        (4, [(_fill_twice, order, 1.0) for order in ((0, 1), (1, 0), (0, 1, 0), (0, 1, 1))]),  # the order of launches
+    ],
+)
+def test_digests_differ_by_code_constants_grids_and_order_only(filled, count, calls):
+    assert len({machine_code.digest(filled(*call)) for call in calls}) == count
+
+
+def test_the_grid_is_in_the_host_code(filled):
+    first, second = (tuple(machine_code.code_sections(cubin_in(filled(_fill, rows, 1.0)))) for rows in (3, 4))
+    assert first == second
 
 
 def test_symbols_do_not_count(code):
@@ -101,29 +101,42 @@ def test_registers_are_those_of_the_kernel(code):
     assert list(machine_code.registers(cubin_in(code))) == [disassemble(cubin_in(code)).registers]
 
 
-def test_what_is_renamed_changed_gone_and_new():
-    before = {"same": "1", "old name": "2", "changed": "3", "gone": "4"}
-    after = {"same": "1", "new name": "2", "changed": "5", "added": "6"}
-    gone, new, renamed = machine_code.differences(before, after)
-    assert (gone, new, renamed) == (["changed", "gone"], ["added", "changed"], ["old name -> new name"])
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        (
+            {"same": "1", "old name": "2", "changed": "3", "gone": "4"},
+            {"same": "1", "new name": "2", "changed": "5", "added": "6"},
+            (["changed", "gone"], ["added", "changed"], ["old name -> new name"]),
+        ),
+        # Variants that exchange their code are changed.
+        ({"a": "1", "b": "2"}, {"a": "2", "b": "1"}, (["a", "b"], ["a", "b"], [])),
+        # Of two names with one code only one is renamed.
+        ({"a": "1", "b": "1"}, {"c": "1"}, (["b"], [], ["a -> c"])),
+    ],
+)
+def test_variants_are_gone_new_or_renamed(before, after, expected):
+    assert machine_code.differences(before, after) == expected
 
 
-def test_variants_that_exchange_their_code_are_changed():
-    assert machine_code.differences({"a": "1", "b": "2"}, {"a": "2", "b": "1"}) == (["a", "b"], ["a", "b"], [])
+FUNCTION = 'def f(x):  # one\n    """Two.\n    """\n    # three\n    return f"{x} # four"\n'
+NEXT_TO_STRINGS = [
+    'class A(int): "doc"',
+    '"""doc"""; x = 64',
+    's = "\u2028"\nT = 64 + 64\nK = 1',
+    's = """\n\n a \n"""',
+]
 
 
-def test_comments_and_docstrings_do_not_count_in_a_source():
-    function = 'def f(x):  # one\n    """Two.\n    """\n    # three\n    return f"{x} # four"\n'
-    source = f'{function}class A:\n    """Five."""\n    x = 1'
-    assert code_lines(source) == ["def f(x):", '    return f"{x} # four"', "class A:", "    x = 1"]
-
-
-BESIDE_STRINGS = ['class A(int): "doc"', '"""doc"""; x = 64', 's = "\u2028"\nT = 64 + 64\nK = 1', 's = """\n\n a \n"""']
-
-
-@pytest.mark.parametrize("source", [*BESIDE_STRINGS, "\fx = 1\ny = 2"])
-def test_code_beside_a_docstring_and_lines_of_strings_count(source):
-    assert "\n".join(code_lines(source)) == source
+@pytest.mark.parametrize(
+    ("source", "code"),
+    [
+        (f'{FUNCTION}class A:\n    """Five."""\n    x = 1', 'def f(x):\n    return f"{x} # four"\nclass A:\n    x = 1'),
+        *((source, source) for source in (*NEXT_TO_STRINGS, "\fx = 1\ny = 2")),
+    ],
+)
+def test_only_comments_and_docstrings_do_not_count_in_a_source(source, code):
+    assert "\n".join(code_lines(source)) == code
 
 
 def test_the_compilers_options_count(monkeypatch):
@@ -145,13 +158,9 @@ def test_a_record_that_is_damaged_says_how_to_renew_it(tmp_path, monkeypatch):
         machine_code.recorded()
 
 
-def test_two_names_of_one_code_are_two():
-    assert machine_code.differences({"a": "1", "b": "1"}, {"c": "1"}) == (["b"], [], ["a -> c"])
-
-
 @pytest.mark.parametrize("family", machine_code.families())
 def test_machine_code_is_that_on_record(family, request):
-    """A family with the key on record has the code on record; another one is compiled, and so are all in a full run."""
+    """A family with the recorded key has the recorded code. Another family is compiled; a full run compiles all."""
     there = machine_code.recorded()
     assert family in there["families"], RENEW
     own = there["families"][family]

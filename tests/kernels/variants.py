@@ -1,4 +1,4 @@
-"""Which shipped variants of a kernel a run of the tests compiles: a sample, or all of them with --all."""
+"""The shipped variants that a run of the tests compiles, a sample or with --all every one, and their SASS."""
 
 import hashlib
 import importlib
@@ -11,32 +11,43 @@ from typing import Any
 import pytest
 
 import dsa.kernels
+from dsa.runtime.compile_cache import cubin
+from dsa.runtime.sass import Sass, disassemble
 from tests.sampling import commit
 
 Variant = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 def shipped(*compile_functions: Callable[..., Any]) -> pytest.MarkDecorator:
-    """A test of each shipped variant of these functions: its arguments are `arguments`, and `compile_function` where
-    it has that."""
+    """Run a test for the shipped variants of these functions. It may ask for the fixtures `sass`, `in_order`,
+    `compile_function` and `arguments`."""
     return pytest.mark.shipped_variants.with_args(*compile_functions)
 
 
+def sass_of(compile_function: Callable[..., Any], *arguments: Any) -> Sass:
+    return disassemble(cubin(compile_function, *arguments))
+
+
+def assert_counts(sass: Sass, **expected: int) -> None:
+    """The SASS has each of these instructions this many times."""
+    assert {name: sass.instructions[name] for name in expected} == expected
+
+
 def shipped_variants_of(compile_function: Callable[..., Any]) -> list[Variant]:
-    """Those that the kernel's module names."""
+    """The variants of a compile function that its module lists."""
     module = sys.modules[compile_function.__module__]
     return [variant for variant in module.shipped_variants() if variant[0] is compile_function]
 
 
 def sample(variants: Sequence[Variant]) -> list[Variant]:
-    """One, 2 of 64 or 3 of 192 variants of a compile function, the same for all tests: those whose arguments have the
-    lowest hashes, so that a new variant moves few others out or in. The next commit has others."""
+    """One of up to 63 variants of a compile function, 2 of 64, 3 of 144: those with the lowest hashes of arguments and
+    commit. All tests of one commit get the same variants, and a new variant replaces at most one of them."""
     count = max(1, math.isqrt(len(variants) // 16))
     return sorted(variants, key=_hash)[:count]
 
 
 def all_compile_functions() -> set[Callable[..., Any]]:
-    """Of all kernels' modules."""
+    """The compile functions of all modules of kernels."""
     names = [name for _, name, _ in pkgutil.walk_packages(dsa.kernels.__path__, f"{dsa.kernels.__name__}.")]
     modules = [importlib.import_module(name) for name in names]
     variants = [module.shipped_variants() for module in modules if hasattr(module, "shipped_variants")]

@@ -1,5 +1,6 @@
-"""Guards of recorded calls: whatever a guard finds alike has one signature, and the recorded call itself is found."""
+"""Guards of recorded calls: a guard accepts the recorded call, and only calls with its signature."""
 
+import functools
 import itertools
 import re
 import runpy
@@ -48,12 +49,12 @@ def test_a_torch_with_cuda_needs_the_current_device(monkeypatch):
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_call_is_like_itself_with_other_contents(call):
+def test_a_guard_accepts_other_contents(call):
     made = {}
 
     def other(x):
         if isinstance(x, torch.Tensor):
-            if id(x) not in made:  # one that is there twice stays so
+            if id(x) not in made:  # a tensor in two places stays one tensor
                 made[id(x)] = torch.ones(33)[1:].view(4, 8) if x is UNALIGNED else x.clone() + 1
             return made[id(x)]
         return type(x)(map(other, x)) if isinstance(x, (list, tuple)) else x
@@ -69,22 +70,21 @@ def test_one_tensor_twice_and_two_are_different_calls():
     assert two(X, X.clone(), [X.clone()]) and not two(X, X, [X.clone()])
 
 
-def test_a_call_is_like_no_other():
+def test_a_guard_accepts_no_other_call():
     for first, second in itertools.permutations(CALLS, 2):
         if len(first) == len(second):
             assert not guard(first)(*second), (first[1:], second[1:])
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), object(), [[X]], X.to_sparse(), {}])
-def test_what_cannot_be_compared_has_no_guard(value):
-    assert guard((X, value)) is None
+@pytest.mark.parametrize(
+    "call",
+    [(1, None), *((X, value) for value in (float("nan"), float("inf"), object(), [[X]], X.to_sparse(), {}))],
+)
+def test_calls_without_tensors_or_with_values_that_cannot_be_compared_have_no_guard(call):
+    assert guard(call) is None
 
 
-def test_a_call_without_tensors_has_no_guard():
-    assert guard((1, None)) is None
-
-
-def test_gradients_count_where_they_are_asked_for():
+def test_a_tensor_that_requires_a_gradient_is_another_call():
     x = torch.zeros(4, 8, requires_grad=True)
     with torch.no_grad():
         like = guard((x,))
@@ -93,27 +93,28 @@ def test_gradients_count_where_they_are_asked_for():
     assert not guard((X,))(x)
 
 
-def test_modes_of_torch_are_other_calls():
+class Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [Mode, functools.partial(torch.autocast, "cpu"), torch.inference_mode])
+def test_a_call_in_a_mode_of_torch_is_another_call(mode):
     like = guard((X,))
-
-    class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            return function(*args, **(kwargs or {}))
-
+    with mode():
+        assert not like(torch.zeros(4, 8))
     with torch.no_grad():
         assert like(X)
-    with Mode():
-        assert not like(X)
-    with torch.autocast("cpu"):
-        assert not like(X)
-    with torch.inference_mode():
-        assert not like(torch.zeros(4, 8))
+
+
+def test_vmapped_tensors_and_parameters_are_other_calls():
+    like = guard((X,))
     assert not torch.func.vmap(lambda x: x + float(like(x)))(X[None]).any()
     assert not like(torch.nn.Parameter(X, requires_grad=False))
     assert like(X)
 
 
-def test_arguments_that_begin_together_or_not():
+def test_a_guard_can_compare_whether_two_arguments_have_one_address():
     apart, together = guard((X, X.clone()), [(0, 1)]), guard((X, X), [(0, 1)])
     assert apart(X, X.clone()) and not apart(X, X)
     assert together(X, X) and not together(X, X.clone())
@@ -134,7 +135,7 @@ def test_guards_of_a_signature_and_of_a_shape_are_few(monkeypatch):
     assert last[0](X, 19) and last[1] is known.steps[signature(X, 19)]
 
 
-def test_steps_that_are_dropped_are_not_found():
+def test_dropped_steps_are_not_found():
     known = KnownCalls()
     first = signature(X, 0)
     known.keep(first, len)

@@ -1,16 +1,17 @@
-"""The compile cache: what is compiled, loaded, written and refused, in one process and between several."""
+"""The compile cache: what it compiles, loads, writes and refuses, in one process and in several."""
 
 import dataclasses
 import errno
 import fcntl
+import functools
 import hashlib
 import os
 import platform
 import pwd
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import cutlass
@@ -20,12 +21,22 @@ import tvm_ffi
 
 from dsa.runtime import compile_cache, private_files
 from dsa.runtime.compile_cache import compile_sm90
-from tests.kernels.cached_casts import ARGS, ORIGINAL, OTHER_ARGS, StubKernel, counted, objects
+from tests.kernels.cached_casts import (
+    ARGS,
+    DAMAGES,
+    ORIGINAL,
+    OTHER_ARGS,
+    StubKernel,
+    compiled_for,
+    counted,
+    objects,
+    suffixes,
+)
 
 pytestmark = pytest.mark.usefixtures("directory")
 
 
-def test_memory(directory):
+def test_a_process_compiles_and_loads_a_variant_once(directory):
     get, compiled = counted()
     first = get(*ARGS)
     assert get(*ARGS) is first and compiled == [ARGS]
@@ -39,28 +50,20 @@ def test_threads_compile_once():
         return StubKernel()
 
     get, compiled = counted(slow)
-    got = []
-    threads = [threading.Thread(target=lambda: got.append(get(*ARGS))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(compiled) == 1 and len(got) == 4 and len(set(map(id, got))) == 1
+    with ThreadPoolExecutor(4) as threads:
+        got = [*threads.map(lambda _: get(*ARGS), range(4))]
+    assert len(compiled) == 1 and len(set(map(id, got))) == 1
 
 
-def test_a_file_holds_the_kernel(directory, monkeypatch):
-    get, compiled = counted()
-    get(*ARGS)
+def test_another_process_loads_the_file_without_a_lock(directory, monkeypatch):
+    assert compiled_for(ARGS) == [ARGS]
     (path,) = objects(directory)
     assert path.name.startswith("per_token_cast_to_fp8-") and path.read_bytes().startswith(b"\x7fELF")
-    monkeypatch.setattr(compile_cache, "_exclusive", None)  # a reader never waits
-    again, compiled_again = counted()
-    loaded = again(*ARGS)
-    assert callable(loaded) and again(*ARGS) is loaded
-    assert compiled == [ARGS] and compiled_again == []
+    monkeypatch.setattr(compile_cache, "_exclusive", None)
+    assert compiled_for(ARGS, ARGS) == []
 
 
-# Compiles once the standard input ends, slowly enough that processes which do not wait for each other overlap.
+# Compiles after the standard input ends, and slowly: processes that do not wait for each other overlap.
 PROCESS = """
 import sys, time
 from dsa.kernels.gemm import per_token_cast_to_fp8_sm90 as kernels
@@ -77,47 +80,30 @@ print(callable(kernels.compile_per_token_cast_to_fp8(*kernels.shipped_variants()
 """
 
 
-def processes(count):
-    """What `count` processes that start together print."""
+def test_processes_compile_once_between_them(directory):
     command = [sys.executable, "-W", "error::RuntimeWarning", "-c", PROCESS]
-    running = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(count)
-    ]
+    running = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     for process in running:
         assert process.stdout.readline() == "ready\n"
     for process in running:
         process.stdin.close()
-    printed = [process.stdout.read().split() for process in running]
-    assert all(process.wait() == 0 for process in running)
-    return printed
+    printed = sorted(process.stdout.read().split() for process in running)
+    assert printed == [["True"], ["compiling", "True"]] and all(process.wait() == 0 for process in running)
+    assert compiled_for(ARGS) == [] and len(objects(directory)) == 1
 
 
-def test_processes_compile_once_between_them(directory):
-    assert sorted(processes(2)) == [["True"], ["compiling", "True"]]
-    get, compiled = counted()
-    get(*ARGS)
-    assert compiled == [] and len(objects(directory)) == 1
-
-
-@pytest.mark.parametrize("damage", ["empty", "half", "noise", "one byte"])
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_is_compiled_again(directory, damage):
-    counted()[0](*ARGS)
+    compiled_for(ARGS)
     (path,) = objects(directory)
-    whole = path.read_bytes()
-    half = len(whole) // 2
-    flipped = whole[:half] + bytes([whole[half] ^ 1]) + whole[half + 1 :]  # may still load, as another kernel
-    path.write_bytes({"empty": b"", "half": whole[:half], "noise": b"no object file", "one byte": flipped}[damage])
-    get, compiled = counted()
+    path.write_bytes(DAMAGES[damage](path.read_bytes()))
     with pytest.warns(RuntimeWarning, match=rf"{path.name} cannot be loaded [\s\S]*compiling again"):
-        get(*ARGS)
-    assert compiled == [ARGS] and objects(directory) == [path]
-    get, compiled = counted()
-    get(*ARGS)
-    assert compiled == []
+        assert compiled_for(ARGS) == [ARGS]
+    assert objects(directory) == [path] and compiled_for(ARGS) == []
 
 
 def test_a_file_that_is_no_kernel_is_removed(tmp_path):
-    """Whole, but not what the DSL can load: from another of its builds, say."""
+    """The file is complete, but this build of the DSL cannot load it."""
     content = b"not an object file"
     path = tmp_path / f"kernel.{hashlib.sha256(content).hexdigest()[:16]}.o"
     path.write_bytes(content)
@@ -130,10 +116,10 @@ def test_no_reader_sees_half_a_file(directory):
     kernel = StubKernel()
     get, _ = counted(lambda *args: kernel)
     assert get(*ARGS) is kernel
-    assert sorted(kernel.seen) == [".lock", ".part"]
+    assert kernel.seen == [".lock", ".part"]
     (path,) = objects(directory)
     assert path.read_bytes() == b"first half, second half"
-    assert sorted(p.suffix for p in directory.iterdir()) == [".lock", ".o"]
+    assert suffixes(directory) == [".lock", ".o"]
 
 
 @pytest.mark.parametrize(
@@ -151,13 +137,20 @@ def test_a_failed_export_costs_the_file_and_not_the_kernel(directory, error, sai
     with pytest.warns(RuntimeWarning, match=rf"cannot be written to \({said}\); set DSA_CACHE_DIR") as warned:
         assert get(*ARGS) is kernel and get(*OTHER_ARGS) is kernel
     assert len(warned) == 1 and compiled == [ARGS, OTHER_ARGS]
-    assert sorted(p.suffix for p in directory.iterdir()) == [".lock", ".lock"]
+    assert suffixes(directory) == [".lock", ".lock"]
+
+
+def refusing(error):
+    """A function that raises this error."""
+
+    def refuse(*args, **kwargs):
+        raise error
+
+    return refuse
 
 
 def test_a_disk_that_became_read_only_costs_the_file_and_not_the_kernel(monkeypatch):
-    def refuse(*args, **kwargs):
-        raise OSError(errno.EROFS, "Read-only file system")
-
+    refuse = refusing(OSError(errno.EROFS, "Read-only file system"))
     monkeypatch.setattr(private_files.tempfile, "mkstemp", refuse)
     monkeypatch.setattr(compile_cache, "open_lock", refuse)
     kernel = StubKernel()
@@ -169,23 +162,18 @@ def test_an_interrupted_write_leaves_nothing_and_is_tried_again(directory):
     get, compiled = counted(lambda *args: StubKernel(KeyboardInterrupt() if len(compiled) == 1 else None))
     with pytest.raises(KeyboardInterrupt):
         get(*ARGS)
-    assert sorted(p.suffix for p in directory.iterdir()) == [".lock"]
+    assert suffixes(directory) == [".lock"]
     get(*ARGS)
     assert len(compiled) == 2 and len(objects(directory)) == 1
 
 
 def test_a_file_system_without_locks(directory, monkeypatch):
-    def flock(handle, operation):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    get, compiled = counted(lambda *args: StubKernel())
-    get(*ARGS)
-    assert compiled == [ARGS] and len(objects(directory)) == 1
+    monkeypatch.setattr(fcntl, "flock", refusing(OSError(errno.ENOLCK, "No locks available")))
+    assert compiled_for(ARGS) == [ARGS] and len(objects(directory)) == 1
 
 
-def test_what_is_compiled_after_an_edit_is_not_kept(directory, monkeypatch):
-    """The key may be of the files before the edit, and the code of those after it."""
+def test_code_that_is_compiled_after_an_edit_is_not_kept(directory, monkeypatch):
+    """The key may come from the files before the edit, and the code from the files after it."""
     monkeypatch.setattr(compile_cache, "key_on_disk", lambda module: "another key")
     get, compiled = counted()
     with pytest.warns(RuntimeWarning, match="sources of dsa have changed since this process began"):
@@ -239,17 +227,14 @@ def test_a_fork_while_a_thread_compiles(tmp_path):
 
 
 def test_a_failed_compilation_is_not_kept(directory):
-    def fail(*args):
-        raise RuntimeError("spilled")
-
-    get, compiled = counted(fail)
-    for _ in range(2):
+    get, compiled = counted(refusing(RuntimeError("spilled")))
+    for call in (get, get, functools.partial(compile_cache.cubin, get)):
         with pytest.raises(RuntimeError, match="spilled"):
-            get(*ARGS)
-    assert len(compiled) == 2 and not objects(directory)
+            call(*ARGS)
+    assert len(compiled) == 3 and not objects(directory)
 
 
-def test_the_disk_can_be_turned_off(tmp_path, monkeypatch):
+def test_an_empty_name_turns_the_disk_off(tmp_path, monkeypatch):
     monkeypatch.setenv("DSA_CACHE_DIR", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -262,54 +247,54 @@ def test_the_disk_can_be_turned_off(tmp_path, monkeypatch):
 def test_a_directory_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("DSA_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    get, compiled = counted()
     with pytest.warns(RuntimeWarning, match=r"file/cache is not used \(Not a directory\); set DSA_CACHE_DIR") as warned:
-        kernel = get(*ARGS)
-        get(*OTHER_ARGS)
-    assert get(*ARGS) is kernel and compiled == [ARGS, OTHER_ARGS] and len(warned) == 1
+        assert compiled_for(ARGS, OTHER_ARGS, ARGS) == [ARGS, OTHER_ARGS]
+    assert len(warned) == 1
 
 
 def test_a_directory_that_can_only_be_read_is_read(directory, monkeypatch):
-    counted()[0](*ARGS)
+    compiled_for(ARGS)
     monkeypatch.setattr(compile_cache, "_writable", lambda directory: False)
-    get, compiled = counted()
-    get(*ARGS)
-    assert compiled == []
+    assert compiled_for(ARGS) == []
     with pytest.warns(RuntimeWarning, match="cache is not writable; set DSA_CACHE_DIR"):
-        get(*OTHER_ARGS)
-    assert compiled == [OTHER_ARGS] and len(objects(directory)) == 1
+        assert compiled_for(OTHER_ARGS) == [OTHER_ARGS]
+    assert len(objects(directory)) == 1
 
 
-def test_the_key_covers_what_is_compiled(monkeypatch):
+def with_config(**changes):
     *others, config, scattered = ARGS
-    other_config = dataclasses.replace(config, threads=config.threads * 2)
-    keys = [compile_cache._key(ORIGINAL, ARGS), compile_cache._key(ORIGINAL, (*others, other_config, scattered))]
-    assert compile_cache._key(ORIGINAL, (*others, dataclasses.replace(config), scattered)) == keys[0]
+    return *others, dataclasses.replace(config, **changes), scattered
 
+
+def test_the_key_has_the_function_and_its_arguments():
     def another_function():
         pass
 
     another_function.__module__ = ORIGINAL.__module__
-    keys.append(compile_cache._key(another_function, ARGS))
-    for owner, name, value in (
-        (compile_cache, "source_key", lambda module: f"another key of {module}"),
-        (cutlass, "__version__", "9.9"),
-        (cutlass, "CUDA_VERSION", "12.9"),
-        (tvm_ffi, "__version__", "9.9"),
-        (compile_cache, "OPTIONS", "--opt-level 2"),
-        (platform, "machine", lambda: "another architecture"),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, name, value)
-            keys.append(compile_cache._key(ORIGINAL, ARGS))
-    for name in ("CUTE_DSL_LINEINFO", "CUTE_DSL_ENABLE_ASSERTIONS", "CUTE_DSL_COMPILER_OPT"):
-        with monkeypatch.context() as patch:
-            patch.setenv(name, "1")
-            keys.append(compile_cache._key(ORIGINAL, ARGS))
-    assert len(set(keys)) == len(keys) == 12
-    for name in ("CUTE_DSL_ARCH", "CUTE_DSL_CACHE_DIR", "CUTE_DSL_LOG_LEVEL"):
-        monkeypatch.setenv(name, "1")
-    assert compile_cache._key(ORIGINAL, ARGS) == keys[0]
+    key = compile_cache._key(ORIGINAL, ARGS)
+    assert compile_cache._key(ORIGINAL, with_config()) == key
+    assert compile_cache._key(ORIGINAL, with_config(threads=2 * ARGS[-2].threads)) != key
+    assert compile_cache._key(another_function, ARGS) != key
+
+
+CHANGES = [
+    (compile_cache, "source_key", lambda module: f"another key of {module}"),
+    (cutlass, "__version__", "9.9"),
+    (cutlass, "CUDA_VERSION", "12.9"),
+    (tvm_ffi, "__version__", "9.9"),
+    (compile_cache, "OPTIONS", "--opt-level 2"),
+    (platform, "machine", lambda: "another architecture"),
+    *((os.environ, f"CUTE_DSL_{name}", "1") for name in ("LINEINFO", "ENABLE_ASSERTIONS", "COMPILER_OPT")),
+]
+WITHOUT_EFFECT = [(os.environ, f"CUTE_DSL_{name}", "1") for name in ("ARCH", "CACHE_DIR", "LOG_LEVEL")]
+
+
+@pytest.mark.parametrize(("owner", "name", "value"), CHANGES + WITHOUT_EFFECT)
+def test_the_key_has_sources_versions_and_options_of_the_compiler(owner, name, value, monkeypatch):
+    key = compile_cache._key(ORIGINAL, ARGS)
+    change = monkeypatch.setitem if owner is os.environ else monkeypatch.setattr
+    change(owner, name, value)
+    assert (compile_cache._key(ORIGINAL, ARGS) != key) == ((owner, name, value) in CHANGES)
 
 
 @pytest.mark.parametrize(
@@ -332,13 +317,9 @@ def test_where_the_directory_is(monkeypatch, environment, expected):
 
 
 @pytest.mark.parametrize("chosen", [None, "~/kernels"])
-def test_a_user_without_a_home(tmp_path, monkeypatch, chosen):
-    """As in a container with any number for a user: neither HOME nor an entry in the password file."""
-
-    def unknown(uid):
-        raise KeyError(f"getpwuid(): uid not found: {uid}")
-
-    monkeypatch.setattr(pwd, "getpwuid", unknown)
+def test_a_user_without_a_home_has_a_directory_in_tmp(tmp_path, monkeypatch, chosen):
+    """In a container a user may have neither HOME nor an entry in the password file."""
+    monkeypatch.setattr(pwd, "getpwuid", refusing(KeyError("getpwuid(): uid not found")))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     for name in ("HOME", "XDG_CACHE_HOME", "DSA_CACHE_DIR"):
         monkeypatch.delenv(name, raising=False)
@@ -346,15 +327,12 @@ def test_a_user_without_a_home(tmp_path, monkeypatch, chosen):
         monkeypatch.setenv("DSA_CACHE_DIR", chosen)
     directory = tmp_path / f"dsa-{os.geteuid()}"
     assert compile_cache.cache_dir() == directory
-    counted()[0](*ARGS)
-    get, compiled = counted()
-    get(*ARGS)
-    assert compiled == [] and len(objects(directory)) == 1
+    assert compiled_for(ARGS) == [ARGS] and compiled_for(ARGS) == [] and len(objects(directory)) == 1
 
 
 @cute.kernel
 def _reverse_kernel(x: cute.Tensor, n: cutlass.Constexpr):
-    """All n rows are read before the first is written: each thread holds n registers."""
+    """Read all n rows before the first write: each thread holds n registers."""
     thread, _, _ = cute.arch.thread_idx()
     rows = cute.make_rmem_tensor((n,), cutlass.Float32)
     for i in cutlass.range_constexpr(n):

@@ -1,8 +1,8 @@
-"""Signatures of calls: alike for calls that checks cannot tell apart, and for no others."""
+"""Signatures of calls: equal for calls that the checks cannot tell apart, and for no others."""
 
 import itertools
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,15 +12,16 @@ from dsa.runtime.known_calls import KnownCalls, first_shape, signature
 X = torch.zeros(4, 8)
 
 
-def test_contents_do_not_count():
+def test_contents_do_not_change_a_signature():
     assert signature(X, 1, None, [X]) == signature(torch.ones(4, 8), 1, None, [torch.ones(4, 8)])
 
 
-def test_all_else_does():
+def test_every_other_difference_changes_a_signature():
     others = X[:3], X.T.contiguous().T, X.int(), torch._neg_view(X), X.to("meta"), torch.zeros(33)[1:].view(4, 8)
     calls = [
         *[(x, 1) for x in (X, *others)],
         *[(X, value) for value in (2, 1.0, True, "1", None, torch.float32, torch.int32, object())],
+        *[(X, value) for value in (0.0, -0.0, 0, False, "")],
         *[(X, value) for value in ([1], (1,), [1, 1], [[1], 1], [X], [X[:3]], [None])],
         *[(X,), (X, 1, 1), (1, X), ([X], 1), ([X, 1],), (X, None, 1), (X, 1, None)],
     ]
@@ -28,18 +29,14 @@ def test_all_else_does():
         assert signature(*first) != signature(*second), (first[1:], second[1:])
 
 
-def test_zeros_differ_by_sign_and_type():
-    assert len({signature(x) for x in (0.0, -0.0, 0, False, None, "")}) == 6
-
-
-def test_a_tensor_without_strides_is_like_no_other():
+def test_a_tensor_without_strides_has_no_equal_signature():
     sparse = X.to_sparse()
     assert signature(sparse) != signature(sparse)
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's, that it may change these tensors
+@pytest.mark.filterwarnings("ignore")  # torch warns that nested tensors may change
 def test_the_first_shape():
-    """Of what has none, the checks speak."""
+    """The checks refuse calls and tensors without a shape."""
     strided = torch.nested.nested_tensor([X[0], X[1]], layout=torch.strided)
     assert [first_shape(call) for call in ((X, 1), (1, X), (), (strided,))] == [X.shape, None, None, None]
 
@@ -56,20 +53,14 @@ def test_the_oldest_of_too_many_are_forgotten():
         known.remember((i,))
         known.count((i,))
         known.keep((i,), len)
-    # The oldest are gone, and count anew, so that they are recorded again if they come again.
+    # The oldest calls are forgotten and count anew: they are recorded again if they come again.
     assert list(known.steps) == [(i,) for i in range(300 - 256, 300)]
     assert known.count((0,)) == 1 and known.count((299,)) == 2
     known.forget()
     assert not known.steps and signature(X, 4999) not in known
 
 
-def test_a_call_that_is_remembered_is_counted():
-    known, call = KnownCalls(), signature(X)
-    known.remember(call)
-    assert [known.count(call) for _ in range(3)] == [1, 2, 3]
-
-
-def test_what_another_thread_forgets_in_between():
+def test_a_guard_of_steps_that_another_thread_forgot_is_kept():
     known, call = KnownCalls(), signature(X)
     known.keep(call, len)
     steps = known.steps.get(call)
@@ -79,26 +70,19 @@ def test_what_another_thread_forgets_in_between():
 
 
 def test_threads_keep_at_once():
-    """At the limit, where each of them takes the oldest away."""
-    known, errors = KnownCalls(), []
+    """At the limit, where each thread removes the oldest call."""
+    known = KnownCalls()
 
     def keep(thread):
-        try:
-            for i in range(20000):
-                known.keep((thread, i), len)
-                if i % 1000 == 0:
-                    known.forget()
-        except Exception as error:
-            errors.append(error)
+        for i in range(20000):
+            known.keep((thread, i), len)
+            if i % 1000 == 0:
+                known.forget()
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        threads = [threading.Thread(target=keep, args=(thread,)) for thread in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(4) as threads:
+            assert [*threads.map(keep, range(4))] == [None] * 4
     finally:
         sys.setswitchinterval(interval)
-    assert errors == []

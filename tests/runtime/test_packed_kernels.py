@@ -1,4 +1,4 @@
-"""Kernels that come with the package are loaded in place of being compiled."""
+"""Kernels that come with the package are loaded instead of compiled."""
 
 import warnings
 
@@ -8,7 +8,16 @@ from dsa.runtime import compile_cache, packed_kernels
 from dsa.runtime.compile_cache import fill, object_file, stem_of
 from dsa.runtime.packed_kernels import archive_of, packed_object, read_archive, write_archive
 from dsa_layers.compilation.pack import pack
-from tests.kernels.cached_casts import ARGS, OTHER_ARGS, StubKernel, counted, kernels, objects
+from tests.kernels.cached_casts import (
+    ARGS,
+    DAMAGES,
+    OTHER_ARGS,
+    StubKernel,
+    compiled_for,
+    counted,
+    kernels,
+    objects,
+)
 
 MODULE = kernels.__name__
 COMPILE = kernels.compile_per_token_cast_to_fp8
@@ -30,28 +39,26 @@ def archive(content, directory, tmp_path, monkeypatch):
     return path
 
 
+def assert_compiled(arguments):
+    get, compiled = counted(lambda *args: StubKernel())
+    assert isinstance(get(*arguments), StubKernel) and compiled == [arguments]
+
+
 def test_a_packed_kernel_is_loaded_and_kept_in_the_cache(archive, directory):
-    get, compiled = counted()
-    assert callable(get(*ARGS)) and compiled == []
+    assert compiled_for(ARGS) == []
     (kept,) = objects(directory)
     assert kept.read_bytes() == packed_object(MODULE, stem_of(COMPILE, ARGS))
-
     archive.unlink()
-    again, compiled = counted()
-    assert callable(again(*ARGS)) and compiled == []
+    assert compiled_for(ARGS) == []
 
 
 def test_other_variants_are_compiled(archive):
-    get, compiled = counted(stub)
-    get(*OTHER_ARGS)
-    assert compiled == [OTHER_ARGS]
+    assert_compiled(OTHER_ARGS)
 
 
 def test_kernels_of_other_versions_are_compiled(archive, monkeypatch):
     monkeypatch.setattr(compile_cache.tvm_ffi, "__version__", "0.0.0")
-    get, compiled = counted(stub)
-    get(*ARGS)
-    assert compiled == [ARGS]
+    assert_compiled(ARGS)
 
 
 @pytest.mark.parametrize("state", ["off", "read-only", "full"])
@@ -62,16 +69,10 @@ def test_a_packed_kernel_needs_no_cache(archive, directory, state, monkeypatch):
         monkeypatch.setattr(compile_cache, "_writable", lambda directory: False)
     else:
         monkeypatch.setattr(compile_cache, "create_private_file", no_space)
-    get, compiled = counted()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        assert callable(get(*ARGS)) and compiled == []
+        assert compiled_for(ARGS) == []
     assert len(said) == (state == "full") and objects(directory) == []
-
-
-def stub(*args):
-    """A compile function."""
-    return StubKernel()
 
 
 def no_space(*args):
@@ -84,32 +85,27 @@ def test_fill_takes_the_packed_kernel(archive, directory, monkeypatch):
     assert len(objects(directory)) == 1
 
 
-@pytest.mark.parametrize("damage", ["empty", "half", "noise", "one byte", "a byte of an object"])
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_archive_costs_a_warning_and_the_compilation(archive, damage):
-    whole = archive.read_bytes()
-    half = len(whole) // 2
-    if damage == "a byte of an object":
-        ((stem, content),) = read_archive(archive).items()
-        rename = packed_kernels.name_of
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(packed_kernels, "name_of", lambda stem, _: rename(stem, content))
-            write_archive(archive, {stem: content[:-1] + b"!"})
-    else:
-        flipped = whole[:half] + bytes([whole[half] ^ 1]) + whole[half + 1 :]
-        archive.write_bytes({"empty": b"", "half": whole[:half], "noise": b"noise", "one byte": flipped}[damage])
-    get, compiled = counted(stub)
+    archive.write_bytes(DAMAGES[damage](archive.read_bytes()))
     with pytest.warns(RuntimeWarning, match=rf"{archive.name} cannot be read"):
-        assert isinstance(get(*ARGS), StubKernel)
-    assert compiled == [ARGS]
+        assert_compiled(ARGS)
 
 
-def test_an_object_that_the_dsl_cannot_load_is_compiled(archive, monkeypatch):
+def test_a_damaged_object_costs_a_warning_and_the_compilation(archive, content, monkeypatch):
+    """The object has the name, with a digest, of the content before the damage."""
+    name_of = packed_kernels.name_of
+    with monkeypatch.context() as patch:
+        patch.setattr(packed_kernels, "name_of", lambda stem, _: name_of(stem, content))
+        write_archive(archive, {stem_of(COMPILE, ARGS): content[:-1] + b"!"})
+    with pytest.warns(RuntimeWarning, match=rf"{archive.name} cannot be read"):
+        assert_compiled(ARGS)
+
+
+def test_an_object_that_the_dsl_cannot_load_is_compiled(archive):
     write_archive(archive, {stem_of(COMPILE, ARGS): b"no object file"})
-    monkeypatch.setattr(compile_cache, "_warned", set())
-    get, compiled = counted(stub)
     with pytest.warns(RuntimeWarning, match="came with the package cannot be loaded"):
-        assert isinstance(get(*ARGS), StubKernel)
-    assert compiled == [ARGS]
+        assert_compiled(ARGS)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What the compile cache loads and writes: nothing that another user may have written, nothing through a link."""
+"""The compile cache neither loads what another user may have written nor writes through a link."""
 
 import os
 import stat
@@ -7,13 +7,13 @@ import cutlass.cute as cute
 import pytest
 
 from dsa.runtime import compile_cache, private_files
-from tests.kernels.cached_casts import ARGS, ORIGINAL, OTHER_ARGS, StubKernel, counted, objects
+from tests.kernels.cached_casts import ARGS, ORIGINAL, OTHER_ARGS, StubKernel, compiled_for, counted, objects
 
 pytestmark = pytest.mark.usefixtures("directory")
 
 
-def anothers(monkeypatch):
-    """Files, which are looked at by their descriptors, seem to belong to somebody else."""
+def owned_by_another(monkeypatch):
+    """Let files, which are checked by their descriptors, seem to belong to another user."""
     fstat = os.fstat
 
     def of_another(handle):
@@ -25,7 +25,7 @@ def anothers(monkeypatch):
 
 
 def linked(path):
-    """The same bytes, but behind a link."""
+    """Move the file, and put a link to it in its place."""
     kept = path.parent.parent / "kept.o"
     path.rename(kept)
     path.symlink_to(kept)
@@ -34,48 +34,46 @@ def linked(path):
 DISTRUSTED = {
     "writable by the group": (lambda path, patch: path.chmod(0o660), "other users may write to the file"),
     "writable by all": (lambda path, patch: path.chmod(0o606), "other users may write to the file"),
-    "another's": (lambda path, patch: anothers(patch), f"the file belongs to user {os.geteuid() + 1} and not to"),
+    "another's": (
+        lambda path, patch: owned_by_another(patch),
+        f"the file belongs to user {os.geteuid() + 1} and not to",
+    ),
     "a link": (lambda path, patch: linked(path), "symbolic links"),
 }
 
 
 @pytest.mark.parametrize(("change", "said"), DISTRUSTED.values(), ids=DISTRUSTED)
 def test_a_file_that_others_may_have_written_is_replaced(directory, monkeypatch, change, said):
-    counted()[0](*ARGS)
+    compiled_for(ARGS)
     (path,) = objects(directory)
     loaded, load_module = [], cute.runtime.load_module
     monkeypatch.setattr(cute.runtime, "load_module", lambda *a, **k: loaded.append(a) or load_module(*a, **k))
-    get, compiled = counted()
-    with monkeypatch.context() as patch:
+    message = rf"{path.name} cannot be loaded [\s\S]*{said}[\s\S]*compiling again"
+    with monkeypatch.context() as patch, pytest.warns(RuntimeWarning, match=message):
         change(path, patch)
-        with pytest.warns(RuntimeWarning, match=rf"{path.name} cannot be loaded [\s\S]*{said}[\s\S]*compiling again"):
-            get(*ARGS)
-    assert compiled == [ARGS] and not loaded
-    assert objects(directory) == [path] and stat.S_ISREG(path.lstat().st_mode) and path.stat().st_mode & 0o777 == 0o600
-    get, compiled = counted()
-    get(*ARGS)
-    assert compiled == [] and len(loaded) == 1
+        assert compiled_for(ARGS) == [ARGS] and not loaded
+    assert objects(directory) == [path] and stat.S_ISREG(path.lstat().st_mode) and mode_of(path) == 0o600
+    assert compiled_for(ARGS) == [] and len(loaded) == 1
+
+
+def mode_of(path):
+    return path.stat().st_mode & 0o7777
 
 
 def test_a_folder_that_others_may_write_to_is_neither_read_nor_written(directory):
-    counted()[0](*ARGS)
+    compiled_for(ARGS)
     directory.chmod(0o770)
     before = sorted(directory.iterdir())
-    get, compiled = counted()
-    with pytest.warns(
-        RuntimeWarning, match=r"other users may write to the folder: chmod go-w .*cache\); set"
-    ) as warned:
-        get(*ARGS)
-        get(*OTHER_ARGS)
-    assert compiled == [ARGS, OTHER_ARGS] and len(warned) == 1 and sorted(directory.iterdir()) == before
+    message = r"other users may write to the folder: chmod go-w .*cache\); set"
+    with pytest.warns(RuntimeWarning, match=message) as warned:
+        assert compiled_for(ARGS, OTHER_ARGS) == [ARGS, OTHER_ARGS]
+    assert len(warned) == 1 and sorted(directory.iterdir()) == before
     directory.chmod(0o755)
-    get, compiled = counted()
-    get(*ARGS)
-    assert compiled == []
+    assert compiled_for(ARGS) == []
 
 
 def test_links_in_the_place_of_new_files_are_not_followed(directory, tmp_path, monkeypatch):
-    """A lock that is a link is done without; a file's name is one that is not there."""
+    """If the lock is a link, the cache compiles without a lock. A new file takes a name that is free."""
     directory.mkdir(mode=0o700)
     stem = compile_cache._stem(ORIGINAL, ARGS)
     (directory / f"{stem}.lock").symlink_to(tmp_path / "lock")
@@ -83,22 +81,20 @@ def test_links_in_the_place_of_new_files_are_not_followed(directory, tmp_path, m
     victim.write_text("precious")
     (directory / f"{stem}.taken.part").symlink_to(victim)
     monkeypatch.setattr(private_files.tempfile, "_get_candidate_names", lambda: iter(["taken", "free"]))
-    get, compiled = counted()
-    get(*ARGS)
-    assert compiled == [ARGS] and len(objects(directory)) == 1
+    assert compiled_for(ARGS) == [ARGS] and len(objects(directory)) == 1
     assert not (tmp_path / "lock").exists() and victim.read_text() == "precious"
 
 
 def swapped(directory, **files):
-    """Whoever may rename what is in the folder above puts another folder there, with files of these names."""
+    """Do what a user can who may rename entries of the parent folder: put another folder with these files there."""
     directory.rename(directory.with_name("ours"))
     directory.mkdir()
     for name, content in files.items():
         (directory / name).write_bytes(content)
 
 
-def test_what_was_checked_is_what_is_loaded(directory, monkeypatch):
-    counted()[0](*ARGS)
+def test_the_file_that_was_checked_is_loaded(directory, monkeypatch):
+    compiled_for(ARGS)
     (path,) = objects(directory)
     load_module = cute.runtime.load_module
 
@@ -107,11 +103,10 @@ def test_what_was_checked_is_what_is_loaded(directory, monkeypatch):
         return load_module(*args, **kwargs)
 
     monkeypatch.setattr(cute.runtime, "load_module", load)
-    get, compiled = counted()
-    assert callable(get(*ARGS)) and compiled == []
+    assert compiled_for(ARGS) == []
 
 
-def test_what_is_written_goes_into_the_file_that_was_created(directory, monkeypatch):
+def test_a_kernel_is_written_to_the_file_that_was_created(directory, monkeypatch):
     written = []
 
     def write(kernel, path, entry):
@@ -125,48 +120,44 @@ def test_what_is_written_goes_into_the_file_that_was_created(directory, monkeypa
     assert written == [b"precious"]
 
 
-def test_what_is_written_is_ours_alone(directory):
+@pytest.fixture
+def no_umask():
     before = os.umask(0)
-    try:
-        counted()[0](*ARGS)
-    finally:
-        os.umask(before)
-    assert directory.stat().st_mode & 0o777 == 0o700
-    assert {path.stat().st_mode & 0o777 for path in directory.iterdir()} == {0o600}
+    yield
+    os.umask(before)
 
 
-def test_folders_are_created_for_us_alone(tmp_path):
-    before = os.umask(0)
-    try:
-        folder = private_files.private_folder(tmp_path / "new" / "cache")
-    finally:
-        os.umask(before)
-    assert folder == tmp_path / "new" / "cache"
-    assert [path.stat().st_mode & 0o777 for path in (folder, folder.parent)] == [0o700, 0o700]
+def test_only_we_may_access_new_files(directory, no_umask):
+    compiled_for(ARGS)
+    assert mode_of(directory) == 0o700 and {mode_of(path) for path in directory.iterdir()} == {0o600}
+
+
+def test_only_we_may_access_new_folders(tmp_path, no_umask):
+    folder = private_files.private_folder(tmp_path / "new" / "cache")
+    assert folder == tmp_path / "new" / "cache" and mode_of(folder) == mode_of(folder.parent) == 0o700
 
 
 @pytest.mark.parametrize("mode", [0o700, 0o500, 0o755, 0o711])
-def test_folders_that_only_we_write_to_are_used(tmp_path, mode):
-    folder = tmp_path / "cache"
-    folder.mkdir()
-    folder.chmod(mode)
-    assert private_files.private_folder(folder) == folder and folder.stat().st_mode & 0o777 == mode
+def test_folders_that_only_we_may_write_to_are_used(tmp_path, mode):
+    tmp_path.chmod(mode)
+    assert private_files.private_folder(tmp_path) == tmp_path and mode_of(tmp_path) == mode
+
+
+def assert_refused(message, folder):
+    with pytest.raises(PermissionError, match=message):
+        private_files.private_folder(folder)
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o720, 0o707, 0o702, 0o777, 0o1777])
 def test_folders_that_others_may_write_to_are_refused(tmp_path, mode):
-    folder = tmp_path / "cache"
-    folder.mkdir()
-    folder.chmod(mode)
-    with pytest.raises(PermissionError, match=f"other users may write to the folder: chmod go-w {folder}"):
-        private_files.private_folder(folder)
+    tmp_path.chmod(mode)
+    assert_refused(f"other users may write to the folder: chmod go-w {tmp_path}", tmp_path)
 
 
-def test_a_folder_of_somebody_else_is_refused(tmp_path, monkeypatch):
+def test_a_folder_of_another_user_is_refused(tmp_path, monkeypatch):
     uid = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
-    with pytest.raises(PermissionError, match=f"the folder belongs to user {uid} and not to {uid + 1}"):
-        private_files.private_folder(tmp_path)
+    assert_refused(f"the folder belongs to user {uid} and not to {uid + 1}", tmp_path)
 
 
 @pytest.mark.parametrize("between", [(), ("another",)])
@@ -174,11 +165,10 @@ def test_a_folder_that_everyone_may_rename_is_refused(tmp_path, between):
     above = tmp_path / "above"
     folder = above.joinpath(*between, "cache")
     folder.mkdir(mode=0o700, parents=True)
-    folder.parent.chmod(0o755)  # whatever the umask is
+    folder.parent.chmod(0o755)  # for any umask
     above.chmod(0o777)
-    with pytest.raises(PermissionError, match=rf"everyone may rename what is in {above}: chmod \+t {above}"):
-        private_files.private_folder(folder)
-    for mode in (0o1777, 0o775, 0o755):  # as /tmp; the user's own group, where the umask is 002
+    assert_refused(rf"everyone may rename what is in {above}: chmod \+t {above}", folder)
+    for mode in (0o1777, 0o775, 0o755):  # /tmp; the group of the user alone, with umask 002
         above.chmod(mode)
         assert private_files.private_folder(folder) == folder
 
@@ -190,27 +180,25 @@ def test_links_to_a_folder_are_followed_before_it_is_checked(tmp_path):
     assert private_files.private_folder(link) == folder
     assert private_files.private_folder(link / "cache") == folder / "cache"
     folder.chmod(0o777)
-    with pytest.raises(PermissionError, match=f"other users may write to the folder: chmod go-w {folder}"):
-        private_files.private_folder(link)
-    with pytest.raises(PermissionError, match=f"everyone may rename what is in {folder}"):
-        private_files.private_folder(link / "cache")
+    assert_refused(f"other users may write to the folder: chmod go-w {folder}", link)
+    assert_refused(f"everyone may rename what is in {folder}", link / "cache")
 
 
-def test_what_is_no_folder_is_refused(tmp_path):
+@pytest.mark.parametrize("name", ["file", "file/cache", "nowhere", "nowhere/cache", "loop"])
+def test_files_and_broken_links_are_no_folders(tmp_path, name):
     (tmp_path / "file").write_text("")
     (tmp_path / "nowhere").symlink_to(tmp_path / "missing")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    for name in ("file", "file/cache", "nowhere", "nowhere/cache", "loop"):
-        with pytest.raises(OSError):
-            private_files.private_folder(tmp_path / name)
+    with pytest.raises(OSError):
+        private_files.private_folder(tmp_path / name)
     assert not (tmp_path / "missing").exists()
 
 
-def test_what_is_no_file_is_not_read(tmp_path):
-    os.mkfifo(tmp_path / "pipe")  # which would wait for somebody to write to it
+@pytest.mark.parametrize(
+    ("name", "error"), [("pipe", PermissionError), ("folder", PermissionError), ("missing", FileNotFoundError)]
+)
+def test_only_regular_files_are_read(tmp_path, name, error):
+    os.mkfifo(tmp_path / "pipe")  # to open it for reading would block
     (tmp_path / "folder").mkdir()
-    for name in ("pipe", "folder"):
-        with pytest.raises(PermissionError, match="it is not a regular file"):
-            private_files.open_private_file(tmp_path / name)
-    with pytest.raises(FileNotFoundError):
-        private_files.open_private_file(tmp_path / "missing")
+    with pytest.raises(error, match="No such file" if name == "missing" else "it is not a regular file"):
+        private_files.open_private_file(tmp_path / name)

@@ -1,13 +1,13 @@
-"""What a call asks of torch and of kernels, recorded and done again."""
+"""A recorded call repeats what the call asked of torch and of kernels."""
 
 import subprocess
 import sys
-from types import ModuleType
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from dsa.runtime.recording import noted, record
 
@@ -19,57 +19,51 @@ class Pair(NamedTuple):
     second: torch.Tensor
 
 
-@pytest.fixture
-def kernels():
-    """One kernel: adds a number, if any, to each tensor of a list, in place, and notes what it got."""
-    module = ModuleType("made_up")
-    module.launched = []
-
-    def compile_add(sign):
-        def kernel(tensors, by):
-            module.launched.append((tuple(tensors), by))
-            with _disable_current_modes():  # no operator of torch's
-                for x in tensors:
-                    x += sign * (by or 0)
-
-        return noted(kernel)
-
-    module.compile_add = compile_add
-    return module
+@noted
+def add(tensors, by):
+    """A kernel that adds a number, if any, to each tensor of a list, in place."""
+    with _disable_current_modes():  # a kernel calls no operator of torch
+        for x in tensors:
+            x += by or 0
 
 
-def again(call, first, second):
-    """(what the steps of a call do with the second arguments, what the call does with them)."""
+def tensors_of(nested):
+    return [x for x in tree_leaves(nested) if isinstance(x, torch.Tensor)]
+
+
+def assert_replayed(call, first, other):
+    """The steps of a call with the arguments `first` do with other() what the call does, to results and arguments."""
     _, steps = record(call, first)
-    assert steps is not None
-    return steps(*second), call(*second)
+    given, expected = other(), other()
+    got, want = steps(*given), call(*expected)
+    found, right = tensors_of((got, given)), tensors_of((want, expected))
+    assert type(got) is type(want) and len(found) == len(right) and all(map(torch.equal, found, right))
+    return got
 
 
-def test_a_result_is_new_in_every_call(kernels):
+def test_a_result_is_new_in_every_call():
     def call(x, by):
         out = x.new_zeros(x.shape)
-        kernels.compile_add(1)([out], by)
+        add([out], by)
         return out
 
-    (got, want) = again(call, (X, 2.5), (Y, 2.5))
-    assert torch.equal(got, want) and got is not want and (got == 2.5).all()
+    got = assert_replayed(call, (X, 2.5), lambda: (Y, 2.5))
     _, steps = record(call, (X, 2.5))
-    assert steps(X, 2.5).data_ptr() != got.data_ptr()
+    assert (got == 2.5).all() and steps(X, 2.5).data_ptr() != got.data_ptr()
 
 
 @pytest.mark.parametrize("copy", [torch.Tensor.contiguous, lambda x: x.reshape(-1), lambda x: x.to(torch.float32)])
 @pytest.mark.parametrize("view", [lambda x: x.flatten()[1::2], lambda x: x.T, lambda x: x[:, 3:], lambda x: x])
-def test_what_may_be_a_copy_in_inference_mode(copy, view, kernels):
-    """There torch does not say which of the two it is."""
+def test_a_view_or_a_copy_in_inference_mode(copy, view):
+    """In inference mode torch does not say which of the two a result is."""
 
     def call(x):
         out = copy(x)
-        kernels.compile_add(1)([out], 1.5)
+        add([out], 1.5)
         return out
 
     with torch.inference_mode():
-        _, steps = record(call, (view(X.clone()),))
-        assert torch.equal(steps(view(Y.clone())), call(view(Y.clone())))
+        assert_replayed(call, (view(X.clone()),), lambda: (view(Y.clone()),))
 
 
 @pytest.mark.parametrize(
@@ -87,154 +81,123 @@ def test_what_may_be_a_copy_in_inference_mode(copy, view, kernels):
         lambda x: x.unbind()[2],
     ],
 )
-def test_views_are_of_the_arguments_memory(kernels, view):
-    def call(x):
-        kernels.compile_add(1)([view(x)], 1)
-
-    first, second, third = X.clone(), Y.clone(), Y.clone()
-    _, steps = record(call, (first,))
-    assert steps(second) is None
-    call(third)
-    assert torch.equal(second, third) and not torch.equal(second, Y)
+def test_views_are_of_the_arguments_memory(view):
+    changed = X.clone()
+    assert_replayed(lambda x: add([view(x)], 1), (changed,), lambda: (Y.clone(),))
+    assert not torch.equal(changed, X)
 
 
-def test_views_of_results_and_of_parts_of_arguments(kernels):
+def test_views_of_results_and_of_parts_of_arguments():
     def call(x):
         out = torch.empty_like(x)
         out.copy_(x)
-        kernels.compile_add(-1)([out[1:], out[:, 1]], 3)
+        add([out[1:], out[:, 1]], -3)
         return Pair(out[2:], out.view(-1)[3])
 
-    part = torch.arange(60.0).view(10, 6)[3:7]  # begins elsewhere in its memory
-    got, want = again(call, (X.clone(),), (part,))
-    assert type(got) is Pair and all(torch.equal(a, b) for a, b in zip(got, want))
+    # The argument begins in the middle of its memory.
+    assert_replayed(call, (X.clone(),), lambda: (torch.arange(60.0).view(10, 6)[3:7],))
 
 
-def test_lists_numbers_and_what_is_not_given(kernels):
+@pytest.mark.parametrize("by", [None, 7])
+def test_lists_numbers_strings_and_none(by):
     def call(tensors, by, name):
         if name == "both":
-            kernels.compile_add(1)([tensors[0], tensors[1][:2]], by)
+            add([tensors[0], tensors[1][:2]], by)
         return torch.cat(tensors) * 5
 
-    firsts, seconds, thirds = ([x.clone(), y.clone()] for x, y in ((X, Y), (Y, X), (Y, X)))
-    for by in (None, 7):
-        _, steps = record(call, (firsts, by, "both"))
-        assert torch.equal(steps(seconds, by, "both"), call(thirds, by, "both"))
-        assert all(torch.equal(a, b) for a, b in zip(seconds, thirds))
+    assert_replayed(call, ([X.clone(), Y.clone()], by, "both"), lambda: ([Y.clone(), X.clone()], by, "both"))
 
 
-def test_rows_that_are_gathered(kernels):
+def test_rows_that_are_gathered():
     def call(x, rows):
         out = x[rows, 1:]
-        kernels.compile_add(1)([out], 1)
+        add([out], 1)
         return out
 
-    got, want = again(call, (X, torch.tensor([1, 1])), (Y, torch.tensor([3, 0])))
-    assert torch.equal(got, want)
+    assert_replayed(call, (X, torch.tensor([1, 1])), lambda: (Y, torch.tensor([3, 0])))
 
 
-def test_lists_of_lists_are_not_recorded(kernels):
-    def call(lists):
-        kernels.compile_add(1)(lists[0], 1)
-
-    assert record(call, ([[X.clone()]],))[1] is None
-
-
-def test_what_a_cache_keeps_is_a_constant(kernels):
+def test_a_tensor_that_is_no_argument_is_a_constant():
     kept = torch.full((4, 6), 9.0)
 
     def call(x):
         out = x + kept
-        kernels.compile_add(1)([out], 1)
+        add([out], 1)
         return out
 
-    got, want = again(call, (X,), (Y,))
-    assert torch.equal(got, want)
-    kept += 1
-    _, steps = record(call, (X,))
-    assert torch.equal(steps(X), call(X))
+    for _ in range(2):
+        assert_replayed(call, (X,), lambda: (Y,))
+        kept += 1
 
 
-def test_calls_that_are_not_all_steps(kernels):
-    def number(x):
-        kernels.compile_add(1)([x], x[0, 0].item())
-
-    def shape(x):
-        kernels.compile_add(1)([x[x > 3]], 1)
-
-    def hidden(x):
-        kernels.compile_add(1)([torch.tensor([1.0, 2.0])], 1)
-
-    def nothing(x):
-        return x + 1
-
-    for call in (number, shape, hidden, nothing):
-        result, steps = record(call, (X.clone(),))
-        assert steps is None
-    assert torch.equal(result, X + 1)
+@pytest.mark.parametrize(
+    ("call", "argument"),
+    [
+        (lambda x: add([x], x[0, 0].item()), X),  # a number comes from the device
+        (lambda x: add([x[x > 3]], 1), X),  # a shape comes from the device
+        (lambda x: add([torch.tensor([1.0, 2.0])], 1), X),  # data come from the host
+        (lambda x: x + 1, X),  # no launch
+        (lambda lists: add(lists[0], 1), [[X]]),  # a list of lists
+    ],
+    ids=["number", "shape", "data", "no launch", "lists"],
+)
+def test_calls_that_cannot_be_replayed_are_not_recorded(call, argument):
+    result, steps = record(call, (copy_of(argument),))
+    expected = call(copy_of(argument))
+    assert steps is None and (result is expected is None or torch.equal(result, expected))
 
 
-def test_one_tensor_for_two_arguments_says_nothing_of_two(kernels):
-    def call(x, y):
-        kernels.compile_add(1)([x, y], 1)
+def copy_of(argument):
+    return argument.clone() if isinstance(argument, torch.Tensor) else [copy_of(x) for x in argument]
 
+
+@pytest.mark.parametrize("arguments_of", [lambda x, y: (x, y), lambda x, y: ([x, y],)])
+def test_one_tensor_in_two_places_says_nothing_of_two_tensors(arguments_of):
     x = X.clone()
-    _, steps = record(call, (x, x))
+    assert_replayed(
+        lambda *arguments: add(tensors_of(arguments), 1),
+        arguments_of(x, x),
+        lambda: arguments_of(X.clone(), Y.clone()),
+    )
     assert torch.equal(x, X + 2)
-    first, second = X.clone(), Y.clone()
-    steps(first, second)
-    assert torch.equal(first, X + 1) and torch.equal(second, Y + 1)
 
 
-def test_one_tensor_in_a_list_twice_says_nothing_of_two(kernels):
-    def call(tensors):
-        kernels.compile_add(1)([tensors[0], tensors[1]], 1)
-
-    x = X.clone()
-    _, steps = record(call, ([x, x],))
-    first, second = X.clone(), Y.clone()
-    steps([first, second])
-    assert torch.equal(first, X + 1) and torch.equal(second, Y + 1)
-
-
-def test_calls_within_a_call_are_its_steps(kernels):
+def test_calls_within_a_call_are_its_steps():
     def inner(x):
-        kernels.compile_add(1)([x], 1)
+        add([x], 1)
         return x * 2
 
     def outer(x):
         return record(inner, (x,)), inner(x)
 
-    first, second = X.clone(), X.clone()
-    (result, no_steps), steps = record(outer, (first,))[0][0], record(outer, (first,))[1]
-    assert no_steps is None and torch.equal(result, (X + 1) * 2)
-    got, want = steps(second)[1], outer(X.clone())[1]
-    assert torch.equal(got, want) and torch.equal(second, X + 2)
+    ((_, steps_of_inner), _), _ = record(outer, (X.clone(),))
+    assert steps_of_inner is None
+    assert_replayed(outer, (X.clone(),), lambda: (Y.clone(),))
 
 
-def test_an_error_ends_the_recording(kernels):
+def test_an_error_ends_the_recording():
     def call(x):
         raise ValueError("x: is wrong")
 
     with pytest.raises(ValueError, match="x: is wrong"):
         record(call, (X,))
-    assert record(lambda x: kernels.compile_add(1)([x], 1), (X.clone(),))[1] is not None
+    assert record(lambda x: add([x], 1), (X.clone(),))[1] is not None
 
 
-def test_gradients_may_be_on(kernels):
+def test_gradients_may_be_on():
     def call(x):
         out = torch.empty_like(x.detach())
         out.copy_(x.detach()[:])
-        kernels.compile_add(1)([out], 1)
+        add([out], 1)
         return out
 
-    weight = torch.nn.Parameter(X.clone())
-    got, want = again(call, (weight,), (torch.nn.Parameter(Y.clone()),))
-    assert torch.equal(got, want) and not got.requires_grad
+    parameter = torch.nn.Parameter
+    got = assert_replayed(call, (parameter(X.clone()),), lambda: (parameter(Y.clone()),))
+    assert not got.requires_grad
 
 
-def test_a_recording_does_not_import_what_compiles():
-    """torch.compile takes seconds to import, which a process's first call would wait for."""
+def test_a_recording_does_not_import_torch_compile():
+    """The import takes seconds, which the first call of a process would wait for."""
     code = (
         "import sys, torch\n"
         "from dsa.runtime.recording import record\n"

@@ -1,4 +1,4 @@
-"""A kernel's key covers all that it can import, and nothing else."""
+"""A kernel's key depends on all files that it can import, and on no others."""
 
 import shutil
 from pathlib import Path
@@ -22,27 +22,28 @@ def copy(tmp_path, monkeypatch):
     return tmp_path
 
 
+def append_a_line(path):
+    path.write_text(path.read_text() + "\n")
+
+
 @pytest.mark.parametrize(
-    ("file", "changed"),
-    [("moe/limits.py", {"moe"}), ("mla/mla_plan_sm90.py", {"mla"}), ("cute/pipeline.py", {"moe", "mla"})],
+    ("file", "change", "changed"),
+    [
+        ("moe/limits.py", append_a_line, {"moe"}),
+        ("mla/mla_plan_sm90.py", append_a_line, {"mla"}),
+        ("cute/pipeline.py", append_a_line, {"moe", "mla"}),
+        ("moe/new.py", Path.touch, {"moe"}),
+        ("moe/limits.py", lambda path: path.rename(path.with_name("renamed.py")), {"moe"}),
+    ],
 )
-def test_a_byte_changes_the_keys_of_the_kernels_that_can_import_it(copy, file, changed):
+def test_a_change_changes_the_keys_of_the_kernels_that_can_import_it(copy, file, change, changed):
     before = {family: source_key.folder_key(copy / family) for family in ("moe", "mla")}
-    (copy / file).write_text((copy / file).read_text() + "\n")
+    change(copy / file)
     after = {family: source_key.folder_key(copy / family) for family in before}
     assert {family for family in before if before[family] != after[family]} == changed
 
 
-def test_new_and_renamed_files_change_the_key(copy):
-    keys = [source_key.folder_key(copy / "moe")]
-    (copy / "moe" / "new.py").write_text("")
-    keys.append(source_key.folder_key(copy / "moe"))
-    (copy / "moe" / "new.py").rename(copy / "moe" / "newer.py")
-    keys.append(source_key.folder_key(copy / "moe"))
-    assert len(set(keys)) == 3
-
-
-def test_what_python_and_editors_write_does_not_count(copy):
+def test_files_that_python_and_editors_write_do_not_count(copy):
     key = source_key.folder_key(copy / "moe")
     (copy / "moe" / ".#limits.py").symlink_to("somebody@somewhere")
     (copy / "moe" / "__pycache__").mkdir(exist_ok=True)

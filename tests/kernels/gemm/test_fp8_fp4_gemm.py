@@ -1,65 +1,44 @@
-"""Every shipped variant of the product with FP4 weights for many rows compiles to sm_90a: FP8 wgmma of both operands
-from shared memory, TMA, FP4 widened by byte permutations, no spills, room in shared memory; and the choice among
-them."""
+"""The grouped product with FP4 weights for many rows: SASS with wgmma of both operands from shared memory and with FP4
+widened by byte permutations, and the choice of a tile."""
 
 import pytest
 
 from dsa.kernels.gemm import fp8_fp4_gemm_config as configs
 from dsa.kernels.gemm import fp8_fp4_gemm_sm90 as kernels
 from dsa.kernels.gemm.fp8_gemm_config import SCALES, of_fewest_clocks
-from dsa.runtime.compile_cache import cubin
-from dsa.runtime.sass import disassemble
-from tests.kernels.variants import shipped
-
-STEPS = kernels.GROUP // 32
+from tests.kernels.variants import assert_counts, shipped
 
 
 @shipped(kernels.compile_fp8_fp4_gemm)
-def test_sass(arguments):
+def test_sass(sass, arguments):
     _, config, *_ = arguments
-    sass = _checked(kernels.compile_fp8_fp4_gemm, arguments, config)
-    # One multiply-add an accumulator: the compiler has neither split them nor left any out.
-    assert sass.instructions["FFMA"] == _products(config) * SCALES * config.columns // 2
-
-
-def _products(config):
-    """wgmma groups a block: of each wave, and once more where the second wave has no rows."""
-    return config.waves * (config.waves + 1) // 2
-
-
-def _checked(compile_function, arguments, config):
-    sass = disassemble(cubin(compile_function, *arguments))
-    assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
-    groups = _products(config) * SCALES
-    assert sass.instructions["QGMMA"] == groups * STEPS
-    # A block's wgmma are started together and waited for once: the compiler has not serialised them.
-    assert sass.instructions["WARPGROUP"] == 2 * groups
-    # A block: a, and b's codes by converter warp. Once: the scales of a, and both kinds of b.
-    assert sass.instructions["UTMALDG"] == SCALES * (1 + kernels.CONVERTERS) + 3
-    # A word of codes takes four permutations, and a unit one more for its table's place; the others are the scales'.
-    units = SCALES * kernels.UNITS
-    assert units * (4 * 4 + 1) <= sass.instructions["PRMT"] <= units * (4 * 4 + 1) + 40
-    assert sass.registers * config.threads <= 65536
+    # wgmma groups: those of each wave, and one more where the second wave has no rows.
+    groups = config.waves * (config.waves + 1) // 2 * SCALES
+    # WARPGROUP: a block's wgmma start together and have one wait; the compiler has not serialised them.
+    assert_counts(sass, QGMMA=groups * kernels.GROUP // 32, WARPGROUP=2 * groups)
+    # One multiply-add per accumulator: the compiler has neither split nor dropped any.
+    assert_counts(sass, FFMA=groups * config.columns // 2)
+    # Per block: a, and b's codes for each converter warp. Once: the scales of a, and both kinds of b.
+    assert_counts(sass, UTMALDG=SCALES * (1 + kernels.CONVERTERS) + 3)
+    # A word of codes takes four permutations, and a unit one more for its place in the table; the scales take the rest.
+    permutations = SCALES * kernels.UNITS * (4 * 4 + 1)
+    assert permutations <= sass.instructions["PRMT"] <= permutations + 40
     consumers, converters, producer = kernels.REGISTERS[config.groups]
+    assert sass.registers * config.threads <= 65536
     assert config.groups * consumers + converters + producer <= sass.registers * (config.groups + 2)
     assert config.fits()
-    return sass
 
 
-def test_choice():
-    def chosen(tokens):
-        return kernels.choose_config(6 * tokens, 4096, 4096, 256, 132)
-
-    # 16 rows an expert fill no tile of 128; 400 fill tiles of 256.
-    assert chosen(700).rows == 64 and chosen(16384).rows == 256
-    # 300 rows: a weight is widened for 256 of them at once.
-    assert chosen(12800).rows == 256
+@pytest.mark.parametrize(("tokens", "rows"), [(700, 64), (12800, 256), (16384, 256)])
+def test_tiles_are_as_high_as_the_rows_of_an_expert(tokens, rows):
+    """16 rows fill no tile of 128; 300 and 400 rows fill a tile of 256."""
+    assert kernels.choose_config(6 * tokens, 4096, 4096, 256, 132).rows == rows
 
 
 @pytest.mark.parametrize("matrices", [1, 3])
 @pytest.mark.parametrize("favourite", configs.CONFIGS)
-def test_the_choice_is_by_the_clocks_that_are_given(favourite, matrices):
-    """Not by those of the FP8 product, whose tiles widen nothing."""
+def test_the_choice_uses_the_given_clocks(favourite, matrices):
+    """Not the clocks of the FP8 product, whose tiles widen nothing."""
 
     def tile_clocks(config, rows, blocks):
         return 1.0 if config is favourite else 1e6
@@ -68,6 +47,6 @@ def test_the_choice_is_by_the_clocks_that_are_given(favourite, matrices):
 
 
 @pytest.mark.parametrize("config", configs.CONFIGS)
-def test_a_work_tile_is_of_the_converters_columns(config):
-    """Each converter warp has so many of them, which share one row of block scales."""
+def test_a_work_tile_has_the_columns_of_the_converter_warps(config):
+    """Each converter warp widens OWN_ROWS columns, which share one row of block scales."""
     assert config.columns == kernels.CONVERTERS * kernels.OWN_ROWS == kernels.GROUP

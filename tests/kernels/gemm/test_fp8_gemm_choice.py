@@ -1,4 +1,4 @@
-"""Which kernel and tile a product of one matrix gets: what was measured, else what the models say."""
+"""The kernel and tile of a product of one matrix: a measured winner, or else the choice of the time models."""
 
 import dataclasses
 import itertools
@@ -15,90 +15,106 @@ from dsa.kernels.gemm.fp8_gemm_few_rows_config import FewRowsConfig
 OP = "fp8_gemm_nt"
 SHIPPED = json.loads(tuning.path_of(OP, "sm_90").read_text())
 SHAPES = [(8, 16), (576, 7168), (2112, 7168), (24576, 1536), (7168, 16384)]
+EVERY_TILE = {*fp8_gemm_few_rows_config.CONFIGS, *fp8_gemm_config.ONE_MATRIX_CONFIGS}
+by_winner = pytest.mark.parametrize("name", SHIPPED["winners"])
 
 
-@pytest.mark.parametrize("columns, channels", SHAPES)
-def test_the_models_give_up_to_32_rows_to_the_kernel_of_few_rows(columns, channels):
-    for rows in (1, 31, 32):
-        assert isinstance(choice.modelled(rows, columns, channels, 132), FewRowsConfig)
-    for rows in (choice.MAX_ROWS + 1, 16384, 2**27):
-        assert isinstance(choice.modelled(rows, columns, channels, 132), Fp8GemmConfig)
+def sizes_of(name):
+    return *map(int, name.split(" x ")), SHIPPED["multiprocessors"]
 
 
-def test_the_models_give_it_more_rows_where_a_matrix_has_few_tiles():
-    few = [(64, 4096, 8192), (128, 2112, 7168)]
-    many = [(64, 12288, 6144), (128, 4096, 2048), (256, 4096, 8192), (512, 24576, 1536)]
-    for expected, shapes in ((FewRowsConfig, few), (Fp8GemmConfig, many)):
-        assert all(isinstance(choice.modelled(*shape, 132), expected) for shape in shapes)
+@pytest.mark.parametrize(
+    ("shapes", "kind"),
+    [
+        ([*itertools.product((1, 31, 32), SHAPES)], FewRowsConfig),
+        ([*itertools.product((choice.MAX_ROWS + 1, 16384, 2**27), SHAPES)], Fp8GemmConfig),
+        # Between these rows the number of a matrix's tiles decides.
+        ([(64, (4096, 8192)), (128, (2112, 7168))], FewRowsConfig),
+        ([(64, (12288, 6144)), (128, (4096, 2048)), (256, (4096, 8192)), (512, (24576, 1536))], Fp8GemmConfig),
+    ],
+)
+def test_the_models_choose_the_kernel_by_rows_and_number_of_tiles(shapes, kind):
+    assert all(isinstance(choice.modelled(rows, *matrix, 132), kind) for rows, matrix in shapes)
 
 
-@pytest.mark.parametrize("multiprocessors", [1, 78, 132])
-def test_every_shape_gets_a_tile_of_those_that_there_are(multiprocessors):
-    everything = {*fp8_gemm_few_rows_config.CONFIGS, *fp8_gemm_config.ONE_MATRIX_CONFIGS}
-    for rows, (columns, channels) in itertools.product((*choice.ROWS, 5, 33, 300, 20000, 2**27), SHAPES):
-        assert choice.choose_for_one_matrix(rows, columns, channels, multiprocessors) in everything
+@pytest.mark.parametrize("sms", [1, 78, 132])
+def test_every_shape_gets_an_existing_tile(sms):
+    for rows, matrix in itertools.product((*choice.ROWS, 5, 33, 300, 20000, 2**27), SHAPES):
+        assert choice.choose_for_one_matrix(rows, *matrix, sms) in EVERY_TILE
 
 
-def data_with(monkeypatch, **winners):
-    data = {"multiprocessors": 132, "winners": winners}
+@pytest.mark.parametrize(
+    ("name", "tile", "winning", "losing"),
+    [
+        # Rows have the tile of the next number that was searched. Other GPUs, matrices and rows get the model's tile.
+        (
+            "128 x 4096 x 2048",
+            Fp8GemmConfig(1, 1, 192, 5, 3),
+            [(97, 4096, 2048, 132), (128, 4096, 2048, 132)],
+            [(128, 4096, 2048, 114), (128, 4104, 2048, 132), (96, 4096, 2048, 132), (16385, 4096, 2048, 132)],
+        ),
+        # If the last work tile of 128 rows has 64 rows or fewer, one of two warpgroups idles: the tile is worse.
+        (
+            "1024 x 576 x 7168",
+            Fp8GemmConfig(2, 1, 64, 7, 1),
+            [(1000, 576, 7168, 132), (1024, 576, 7168, 132)],
+            [(rows, 576, 7168, 132) for rows in (769, 832, 900, 960)],
+        ),
+    ],
+)
+def test_a_winner_is_taken_for_the_rows_for_which_it_is_better(name, tile, winning, losing, monkeypatch):
+    data = {"multiprocessors": 132, "winners": {name: dataclasses.asdict(tile)}}
     monkeypatch.setattr(tuning, "_data", lambda path: data)
-
-
-def test_rows_have_the_tile_of_the_next_number_that_was_searched(monkeypatch):
-    assert choice.shape_class(1, 8, 16) == "1 x 8 x 16" and choice.shape_class(33, 8, 16) == "48 x 8 x 16"
-    assert choice.shape_class(16384, 8, 16) == "16384 x 8 x 16" and [*choice.ROWS] == sorted(choice.ROWS)
-    tile = Fp8GemmConfig(1, 1, 192, 5, 3)
-    data_with(monkeypatch, **{"128 x 4096 x 2048": dataclasses.asdict(tile)})
-    for rows in (97, 128):
-        assert choice.choose_for_one_matrix(rows, 4096, 2048, 132) == tile
-    # Other GPUs, other matrices and other rows get what the models say.
-    for sizes in ((128, 4096, 2048, 114), (128, 4104, 2048, 132), (96, 4096, 2048, 132), (16385, 4096, 2048, 132)):
+    assert all(choice.choose_for_one_matrix(*sizes) == tile for sizes in winning)
+    for sizes in losing:
         assert choice.choose_for_one_matrix(*sizes) == choice.modelled(*sizes) != tile
 
 
-def test_a_tile_is_not_taken_for_rows_at_which_it_is_worse(monkeypatch):
-    """Work tiles of 128 rows, of which the last has 64 or less: one of two warpgroups has nothing to do."""
-    tile = Fp8GemmConfig(2, 1, 64, 7, 1)
-    data_with(monkeypatch, **{"1024 x 576 x 7168": dataclasses.asdict(tile)})
-    for rows in (1000, 1024):
-        assert choice.choose_for_one_matrix(rows, 576, 7168, 132) == tile
-    for rows in (769, 832, 900, 960):
-        assert choice.choose_for_one_matrix(rows, 576, 7168, 132) == choice.modelled(rows, 576, 7168, 132) != tile
+def test_a_class_of_shapes_is_named_for_its_largest_number_of_rows():
+    assert [choice.shape_class(rows, 8, 16) for rows in (1, 33, 16384)] == [
+        "1 x 8 x 16",
+        "48 x 8 x 16",
+        "16384 x 8 x 16",
+    ]
+    assert [*choice.ROWS] == sorted(choice.ROWS)
 
 
-@pytest.mark.parametrize("name", SHIPPED["winners"])
+@by_winner
 def test_no_row_of_a_class_gets_a_tile_that_is_far_worse(name):
-    last, *sizes = *map(int, name.split(" x ")), SHIPPED["multiprocessors"]
+    last, *matrix = sizes_of(name)
     before = max((rows for rows in choice.ROWS if rows < last), default=0)
-    tiles = {rows: choice.choose_for_one_matrix(rows, *sizes) for rows in range(before + 1, last + 1)}
 
-    def times(rows):
-        own, modelled = tiles[rows], choice.modelled(rows, *sizes)
-        return (choice.microseconds(own, rows, *sizes) + 2.8) / (choice.microseconds(modelled, rows, *sizes) + 2.8)
+    def slowdown(rows):
+        tiles = choice.choose_for_one_matrix(rows, *matrix), choice.modelled(rows, *matrix)
+        chosen, modelled = (choice.microseconds(tile, rows, *matrix) + 2.8 for tile in tiles)
+        return chosen / modelled
 
-    assert all(times(rows) <= 1.06 * max(times(last), 1) for rows in tiles)
+    assert all(slowdown(rows) <= 1.06 * max(slowdown(last), 1) for rows in range(before + 1, last + 1))
 
 
-@pytest.mark.parametrize("name", SHIPPED["winners"])
-def test_data_is_of_tiles_that_a_search_would_try_and_the_models_do_not_choose(name):
-    sizes = *map(int, name.split(" x ")), SHIPPED["multiprocessors"]
+@by_winner
+def test_a_winner_is_a_tile_that_a_search_tries_and_the_models_do_not_choose(name):
+    sizes = sizes_of(name)
     winner = choice.choose_for_one_matrix(*sizes)
     assert sizes[0] in choice.ROWS and winner != choice.modelled(*sizes) and choice.may_win(*sizes, winner)
-    of_few = isinstance(winner, FewRowsConfig)
-    module = fp8_gemm_few_rows_config if of_few else fp8_gemm_config
-    assert winner in (module.CONFIGS if of_few else module.ONE_MATRIX_CONFIGS)
+    assert winner in EVERY_TILE
 
 
-def test_a_tile_on_trial_is_taken():
-    sizes = 64, 7168, 16384, 132
-    for config in (FewRowsConfig(8, 6), Fp8GemmConfig(1, 1, 64, 11, 1)):
-        with tuning.trial(OP, "sm_90", choice.shape_class(*sizes[:3]), config):
-            assert choice.choose_for_one_matrix(*sizes) == config
+@pytest.mark.parametrize("config", [FewRowsConfig(8, 6), Fp8GemmConfig(1, 1, 64, 11, 1)])
+def test_a_tile_on_trial_is_taken(config):
+    sizes = 64, 7168, 16384
+    with tuning.trial(OP, "sm_90", choice.shape_class(*sizes), config):
+        assert choice.choose_for_one_matrix(*sizes, 132) == config
 
 
-def test_a_search_leaves_out_what_cannot_run_or_win():
-    # Its cluster's shared memory has no room for 128 blocks of channels; 64 rows more than there are; too many tiles.
-    assert not choice.may_win(8, 2112, 16384, 132, FewRowsConfig(8, 5, 8))
-    assert not choice.may_win(100, 4096, 7168, 132, Fp8GemmConfig(2, 2, 128, 4, 1))
-    assert not choice.may_win(16384, 24576, 1536, 132, Fp8GemmConfig(1, 1, 48, 13, 1))
-    assert not choice.may_win(1024, 512, 7168, 132, FewRowsConfig(64, 3))
+@pytest.mark.parametrize(
+    ("shape", "config"),
+    [
+        ((8, 2112, 16384), FewRowsConfig(8, 5, 8)),  # the cluster's shared memory does not hold 128 blocks of channels
+        ((100, 4096, 7168), Fp8GemmConfig(2, 2, 128, 4, 1)),  # 64 rows more than the matrix
+        ((16384, 24576, 1536), Fp8GemmConfig(1, 1, 48, 13, 1)),  # too many tiles
+        ((1024, 512, 7168), FewRowsConfig(64, 3)),
+    ],
+)
+def test_a_search_skips_tiles_that_cannot_run_or_win(shape, config):
+    assert not choice.may_win(*shape, 132, config)

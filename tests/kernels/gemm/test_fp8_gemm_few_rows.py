@@ -1,5 +1,4 @@
-"""Every shipped variant of the FP8 product of few rows compiles to sm_90a: FP8 wgmma, TMA, no spills, room in shared
-memory."""
+"""The FP8 product for few rows: SASS with FP8 wgmma and TMA, and the choice of a tile."""
 
 import itertools
 
@@ -10,44 +9,27 @@ from dsa.kernels.gemm import few_rows_tile
 from dsa.kernels.gemm import fp8_gemm_few_rows_config as configs
 from dsa.kernels.gemm import fp8_gemm_few_rows_sm90 as kernels
 from dsa.kernels.gemm.grouped_tiles import PREFIX_SUMS, expected_tiles
-from dsa.runtime.compile_cache import cubin
-from dsa.runtime.sass import disassemble
-from tests.kernels.variants import shipped
+from tests.kernels.variants import assert_counts, shipped
 
 
-@shipped(kernels.compile_fp8_gemm_few_rows)
-def test_sass(arguments):
+@shipped(kernels.compile_fp8_gemm_few_rows, kernels.compile_grouped_fp8_gemm_few_rows)
+def test_sass(sass, compile_function, arguments):
     _, config = arguments
-    sass = disassemble(cubin(kernels.compile_fp8_gemm_few_rows, *arguments))
-    assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
-    assert sass.instructions["QGMMA"] == kernels.GROUP // 32 * config.span
+    grouped = compile_function is kernels.compile_grouped_fp8_gemm_few_rows
     accumulators = config.rows // 2 * config.span
-    if config.ctas == 1:
-        # Of a stage: its blocks of both operands, and the scales of a's.
-        assert sass.instructions["UTMALDG"] == 2 * config.span + 1
-        # One multiply-add an accumulator: the compiler has neither split them nor left any out.
-        assert sass.instructions["FFMA"] == accumulators
+    assert_counts(sass, QGMMA=kernels.GROUP // 32 * config.span)
+    if grouped or config.ctas == 1:
+        # Per stage: the blocks of both operands, and the scales of a's. One multiply-add per accumulator: the compiler
+        # has neither split nor dropped any.
+        assert_counts(sass, UTMALDG=2 * config.span + 1, FFMA=accumulators)
     else:
-        assert sass.instructions["UTMALDG"] == 2 * config.span
-        # Two accumulators a store to shared memory of the cluster.
-        assert sass.instructions["ST"] == accumulators // 2
+        # A store to the cluster's shared memory has two accumulators.
+        assert_counts(sass, UTMALDG=2 * config.span, ST=accumulators // 2)
         assert sass.instructions["UCGABAR_ARV"] and sass.instructions["UCGABAR_WAIT"]
     # Descriptors are computed in uniform registers, not moved there before every wgmma.
     assert sass.instructions["R2UR"] < 2 * sass.instructions["QGMMA"]
     assert sass.registers * few_rows_tile.THREADS <= 65536
-    assert config.fits()
-
-
-@shipped(kernels.compile_grouped_fp8_gemm_few_rows)
-def test_sass_of_several_matrices(arguments):
-    _, config = arguments
-    sass = disassemble(cubin(kernels.compile_grouped_fp8_gemm_few_rows, *arguments))
-    assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
-    assert sass.instructions["QGMMA"] == kernels.GROUP // 32 * config.span
-    assert sass.instructions["UTMALDG"] == 2 * config.span + 1
-    assert sass.instructions["FFMA"] == config.rows // 2 * config.span
-    assert sass.instructions["R2UR"] < 2 * sass.instructions["QGMMA"]
-    assert config.shared_bytes() + 4 * (PREFIX_SUMS + 32) <= SHARED_BYTES
+    assert config.shared_bytes() + 4 * (PREFIX_SUMS + 32) * grouped <= SHARED_BYTES and config.fits()
 
 
 def test_tiles_of_several_matrices_are_as_high_as_their_rows_need():
@@ -59,7 +41,7 @@ def test_tiles_of_several_matrices_are_as_high_as_their_rows_need():
 def test_expected_tiles():
     assert expected_tiles(20, 1, 8) == 3
     assert expected_tiles(1, 256, 8) * 256 == pytest.approx(1, rel=1e-2)
-    # Two of six rows seldom meet in one of 256 matrices; 100 rows a matrix fill their tiles but for a half.
+    # Two of six rows are seldom in one of 256 matrices; of 100 rows, all tiles but half a tile are full.
     assert 5.9 < expected_tiles(6, 256, 8) * 256 < 6
     assert expected_tiles(100, 2, 8) == pytest.approx(50 / 8 + 0.5, abs=0.1)
     for each in (8, 16, 32):
@@ -77,7 +59,7 @@ def test_the_chosen_tile_is_no_higher_than_needed_and_has_room_for_all_blocks(co
         assert config.ctas == 1 or ctas <= 132 * config.ctas_per_sm()
 
 
-# What was fastest, or within 2% of it, of all tiles measured on an H200: (rows, columns, CTAs) of a tile.
+# (rows, columns, CTAs) of the tile that was fastest on an H200, or within 2% of the fastest.
 @pytest.mark.parametrize(
     ("shape", "tile"),
     [
@@ -94,7 +76,7 @@ def test_the_tile_that_was_measured_to_be_fastest(shape, tile):
     assert (config.rows, config.columns, config.ctas) == tile
 
 
-def test_more_rows_take_no_less_time():
-    for config in configs.CONFIGS:
-        times = [configs.microseconds(config, rows, 2112, 7168, 132) for rows in range(1, 513)]
-        assert times == sorted(times) and times[0] > 0
+@pytest.mark.parametrize("config", configs.CONFIGS)
+def test_more_rows_take_no_less_time(config):
+    times = [configs.microseconds(config, rows, 2112, 7168, 132) for rows in range(1, 513)]
+    assert times == sorted(times) and times[0] > 0

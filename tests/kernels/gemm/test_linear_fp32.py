@@ -1,27 +1,20 @@
-"""Products in fp32 compile to sm_90a without spills, all loads of a round in flight before its products, two CTAs a
-multiprocessor."""
+"""SASS of products in fp32: all loads of a round are in flight before its products, with two CTAs per SM."""
 
 from dsa.cute.few_rows_product import CTAS, ROUND
 from dsa.kernels.gemm import linear_fp32_sm90 as kernels
-from dsa.runtime.compile_cache import cubin
-from dsa.runtime.sass import disassemble, instructions_in_order
-from tests.kernels.variants import shipped
+from tests.kernels.variants import assert_counts, shipped
 
 
 @shipped(kernels.compile_linear_fp32)
-def test_sass(arguments):
+def test_all_loads_come_before_the_products(sass, in_order, arguments):
     _, (tokens, ctas) = arguments
-    code = cubin(kernels.compile_linear_fp32, *arguments)
-    sass = disassemble(code)
-    assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
-    assert sass.registers <= 65536 // 512
     round_ = ROUND[ctas, tokens]
-    # Two rows of the matrix and each eight tokens.
-    assert sass.instructions["LDG"] == round_ * (2 + tokens // 8)
-    assert sass.instructions["HMMA"] == 2 * round_ * tokens // 8
-    # A cluster's groups go to another CTA, and only a cluster's.
-    assert sass.instructions["ST"] == (1 if ctas == CTAS else 0)
-    [instructions] = instructions_in_order(code)
+    # Two rows of the matrix, and one load per eight tokens.
+    assert_counts(sass, LDG=round_ * (2 + tokens // 8), HMMA=2 * round_ * tokens // 8)
+    # Only in a cluster do partial sums go to another CTA.
+    assert_counts(sass, ST=1 if ctas == CTAS else 0)
+    assert sass.registers <= 65536 // 512
+    [instructions] = in_order
     assert "LDG" not in instructions[instructions.index("HMMA") :]
-    # The matrix is asked for before the wait for the kernel in front.
+    # The matrix is prefetched before the wait for the previous kernel.
     assert instructions.index("UBLKPF") < instructions.index("ACQBULK")

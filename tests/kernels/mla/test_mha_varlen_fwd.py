@@ -1,27 +1,22 @@
-"""Every shipped variant of multi-head attention compiles to sm_90a: wgmma in flight beside the softmax, no spills."""
+"""SASS of multi-head attention: wgmma is in flight during the softmax."""
 
 from dsa.kernels.mla import mha_varlen_fwd_sm90 as kernels
 from dsa.kernels.mla.mha_limits import MHA_DIMS
-from dsa.runtime.compile_cache import cubin
-from dsa.runtime.sass import disassemble
-from tests.kernels.variants import shipped
+from tests.kernels.variants import assert_counts, shipped
 
 
 @shipped(kernels.compile_mha_varlen_fwd)
-def test_sass(arguments):
+def test_sass(sass, arguments):
     _, config, rope, selected = arguments
-    sass = disassemble(cubin(kernels.compile_mha_varlen_fwd, *arguments))
-    found = sass.instructions
-    assert sass.stack == 0 and not found["STL"] and not found["LDL"]
-    # The first scores, and both products in the loop and behind it.
-    assert found["HGMMA"] == 3 * config.dim // 16 + 2 * config.keys // 16
-    # Of 64 channels each: queries, a block of keys, rope channels apart or not, and of values.
-    assert found["UTMALDG"] == (2 * config.dim + config.value_dim) // 64 and rope % 64 == 0
-    # A wait for each group of them, and two for the one that the softmax hides: the compiler has added none.
-    assert found["WARPGROUP"] == 5 + 5
-    # Bits go to predicates a byte at a time, not one by one: of a lane's two rows, for maxima and powers, in front of
-    # the loop and in it.
-    assert found["R2P"] == (2 * 2 * 2 * config.keys // 32 if selected else 0)
+    # The first scores, and both products in the loop and after it.
+    assert_counts(sass, HGMMA=3 * config.dim // 16 + 2 * config.keys // 16)
+    # In boxes of 64 channels: queries, a block of keys, with rope channels together or apart, and values.
+    assert_counts(sass, UTMALDG=(2 * config.dim + config.value_dim) // 64)
+    assert rope % 64 == 0
+    # One wait per group, and two for the group that the softmax hides: the compiler has added none.
+    assert_counts(sass, WARPGROUP=5 + 5)
+    # Bits go to predicates by bytes: of a lane's two rows, for maxima and powers, before the loop and in it.
+    assert_counts(sass, R2P=2 * 2 * 2 * config.keys // 32 if selected else 0)
     assert sass.registers * config.threads <= 65536
     assert config.fits()
 

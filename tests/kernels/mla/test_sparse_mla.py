@@ -1,6 +1,5 @@
-"""The shipped variants of sparse MLA attention and of its end compile to sm_90a: wgmma, gathers, no spills."""
+"""SASS of sparse MLA attention: wgmma without needless waits, gathers by cp.async, registers that the roles share."""
 
-from dsa.kernels.mla import mla_combine_sm90 as combine
 from dsa.kernels.mla import selection_union_sm90 as selection_union
 from dsa.kernels.mla import sparse_mla_cast_sm90 as cast
 from dsa.kernels.mla import sparse_mla_fp8_kv_sm90 as fp8_kv
@@ -11,119 +10,92 @@ from dsa.kernels.mla import sparse_mla_union_sm90 as union
 from dsa.kernels.mla.limits import HEAD_DIM, HEAD_DIM_V, TILE_N
 from dsa.kernels.mla.mla_attention import THREADS
 from dsa.kernels.mla.mla_tiles import K16, K_CHUNK
-from dsa.runtime.compile_cache import cubin
-from dsa.runtime.sass import disassemble
-from tests.kernels.variants import shipped
+from tests.kernels.variants import assert_counts, sass_of, shipped
 
-ALL = 65536 // 128  # registers of a multiprocessor, for each thread of a warpgroup
+PER_THREAD = 65536 // 128  # registers of an SM, per thread of a warpgroup
+
+
+def counts_of(sass, *names):
+    return {name: sass.instructions[name] for name in names}
 
 
 @shipped(kernels.compile_sparse_mla)
-def test_sass(arguments):
+def test_sass(sass, arguments):
     _, head_dim, *_ = arguments
-    sass = disassemble(cubin(kernels.compile_sparse_mla, *arguments))
-    assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
     # Scores, and the two v chunks of a warpgroup's half of the value.
-    assert sass.instructions["HGMMA"] == head_dim // K16 + 2 * TILE_N // K16
+    assert_counts(sass, HGMMA=head_dim // K16 + 2 * TILE_N // K16)
     # A warp gathers a k chunk of 64 channels of four keys at a time, and has 16 keys.
-    assert sass.instructions["LDGSTS"] == head_dim // K_CHUNK * 4
-    # wgmma reads a whole tile, or each k chunk, after a fence; the others fence Q, both halves of P, and the barriers.
-    assert sass.instructions["FENCE"] == 1 + head_dim // K_CHUNK + 4
-    assert sass.registers * THREADS <= 65536
+    assert_counts(sass, LDGSTS=head_dim // K_CHUNK * 4)
+    # A fence before wgmma reads a whole tile, and each k chunk; the others are for Q, both halves of P and barriers.
+    assert_counts(sass, FENCE=1 + head_dim // K_CHUNK + 4)
     roles = kernels.REGISTERS
-    assert roles.score + 2 * roles.output + roles.load <= ALL
+    assert sass.registers * THREADS <= 65536
+    assert roles.score + 2 * roles.output + roles.load <= PER_THREAD
 
 
 @shipped(cast.compile_sparse_mla_cast)
-def test_cast_sass(arguments):
-    """As without the cast, but for the end."""
+def test_the_cast_changes_the_epilogue_only(sass, arguments):
     dtype, lists, _ = arguments
-    sass = disassemble(cubin(cast.compile_sparse_mla_cast, *arguments))
-    without = disassemble(cubin(kernels.compile_sparse_mla, dtype, HEAD_DIM_V, lists, False))
-    assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
-    for name in ("HGMMA", "LDGSTS", "LDSM"):
-        assert sass.instructions[name] == without.instructions[name]
+    plain = sass_of(kernels.compile_sparse_mla, dtype, HEAD_DIM_V, lists, False)
+    # Two exchanges within four lanes find the largest of 128 channels, for each of two rows and two groups; their
+    # values' factors come from one lane each.
+    assert_counts(sass, **counts_of(plain, "HGMMA", "LDGSTS", "LDSM"), SHFL=plain.instructions["SHFL"] + 12)
     assert sass.registers * THREADS <= 65536
-    # The largest of 128 channels is found by two exchanges within four lanes, for each of two rows and two groups; what
-    # their values are multiplied by comes from one lane each.
-    assert sass.instructions["SHFL"] == without.instructions["SHFL"] + 12
 
 
 @shipped(swap_ab.compile_sparse_mla_swap_ab)
-def test_swap_ab_sass(arguments):
+def test_swap_ab_sass(sass, arguments):
     _, head_dim, *_ = arguments
-    sass = disassemble(cubin(swap_ab.compile_sparse_mla_swap_ab, *arguments))
-    assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
-    # Scores, and four products of 64 channels; with as little waiting as the compile-time order allows.
-    assert sass.instructions["HGMMA"] == head_dim // K16 + 4 * TILE_N // K16
+    # Scores, and four products of 64 channels.
+    assert_counts(sass, HGMMA=head_dim // K16 + 4 * TILE_N // K16, LDGSTS=head_dim // K_CHUNK * 4)
+    # A fence before wgmma reads a whole tile, and each k chunk; the others are for Q, P and the barriers.
+    assert_counts(sass, FENCE=1 + head_dim // K_CHUNK + 3)
+    check_roles(sass, swap_ab.SCORE_WARPGROUPS, swap_ab.REGISTERS)
+
+
+def check_roles(sass, score_warpgroups, roles):
+    """The assembler adds no wait after every wgmma, and the roles share the registers that the launch allocates."""
+    warpgroups = score_warpgroups + 3
     assert sass.instructions["WARPGROUP"] < sass.instructions["HGMMA"]
-    assert sass.instructions["LDGSTS"] == head_dim // K_CHUNK * 4
-    # wgmma reads a whole tile, or each k chunk, after a fence; the others fence Q, P and the barriers.
-    assert sass.instructions["FENCE"] == 1 + head_dim // K_CHUNK + 3
-    warpgroups, roles = swap_ab.SCORE_WARPGROUPS + 3, swap_ab.REGISTERS
     assert sass.registers * warpgroups * 128 <= 65536
-    given = swap_ab.SCORE_WARPGROUPS * roles.score + 2 * roles.output + roles.load
-    assert given <= sass.registers * warpgroups
+    assert score_warpgroups * roles.score + 2 * roles.output + roles.load <= sass.registers * warpgroups
 
 
 @shipped(union.compile_sparse_mla_union)
-def test_union_sass(arguments):
-    """As of queries by themselves: the same products with as little waiting, the same gathers."""
+def test_a_union_has_the_products_and_gathers_of_a_single_query(sass, arguments):
     dtype, head_dim, size = arguments
-    sass = disassemble(cubin(union.compile_sparse_mla_union, *arguments))
-    alone = disassemble(cubin(kernels.compile_sparse_mla, dtype, head_dim, 1, True))
-    assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
-    for name in ("HGMMA", "WARPGROUP", "LDGSTS", "LDSM", "FENCE"):
-        assert sass.instructions[name] == alone.instructions[name]
+    single = sass_of(kernels.compile_sparse_mla, dtype, head_dim, 1, True)
+    assert_counts(sass, **counts_of(single, "HGMMA", "WARPGROUP", "LDGSTS", "LDSM", "FENCE"))
+    # One vote per query of a group, whether it selects the warps' keys, and one whether sums are finite.
+    assert_counts(sass, VOTE=single.instructions["VOTE"] + size + 1)
+    # A group that another kernel must compute is marked, and gets a place in the queue.
+    assert_counts(sass, ATOMG=2)
     assert sass.registers * THREADS <= 65536
-    # A vote for each query of a group whether it has selected the warps' keys, and one whether sums are finite.
-    assert sass.instructions["VOTE"] == alone.instructions["VOTE"] + size + 1
-    # A group that is to be computed otherwise is marked, and gets a place in the queue.
-    assert sass.instructions["ATOMG"] == 2
 
 
 @shipped(queued.compile_sparse_mla_queued)
-def test_queued_sass(arguments):
-    """As of all queries, but for three loads: how many are queued, and the first and each following one."""
+def test_a_queue_adds_three_loads(sass, arguments):
+    """The length of the queue, and the first and each following query."""
     dtype, head_dim = arguments
-    sass = disassemble(cubin(queued.compile_sparse_mla_queued, *arguments))
-    whole = disassemble(cubin(swap_ab.compile_sparse_mla_swap_ab, dtype, head_dim, 16, 1, True))
-    assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
-    for name in ("HGMMA", "WARPGROUP", "LDGSTS", "VOTE"):
-        assert sass.instructions[name] == whole.instructions[name]
-    assert sass.instructions["LDG"] == whole.instructions["LDG"] + 3
+    whole = sass_of(swap_ab.compile_sparse_mla_swap_ab, dtype, head_dim, 16, 1, True)
+    same = counts_of(whole, "HGMMA", "WARPGROUP", "LDGSTS", "VOTE")
+    assert_counts(sass, **same, LDG=whole.instructions["LDG"] + 3)
     assert sass.registers == whole.registers
 
 
 @shipped(selection_union.compile_selection_union)
-def test_selection_union_sass(arguments):
-    """Two CTAs a multiprocessor; four indices are under way at once in each of three passes."""
+def test_selection_union_sass(sass, arguments):
+    """Each of three passes has four indices in flight."""
     (size,) = arguments
-    sass = disassemble(cubin(selection_union.compile_selection_union, *arguments))
-    assert sass.stack == 0 and sass.registers * selection_union.THREADS <= 65536 // 2
+    assert sass.registers * selection_union.THREADS <= 65536 // 2  # two CTAs per SM
     assert sass.instructions["LDG"] >= 3 * size * selection_union.UNROLL
 
 
 @shipped(fp8_kv.compile_sparse_mla_fp8_kv)
-def test_fp8_kv_sass(arguments):
+def test_fp8_kv_sass(sass, arguments):
     head_dim, head_tile, _ = arguments
-    sass = disassemble(cubin(fp8_kv.compile_sparse_mla_fp8_kv, *arguments))
-    assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
     # Scores, and the four products of a warpgroup's half of the value.
-    assert sass.instructions["HGMMA"] == head_dim // K16 + 4 * TILE_N // K16
-    # Without registers to spare the assembler waits behind every product: two instructions more for each.
-    assert sass.instructions["WARPGROUP"] < sass.instructions["HGMMA"]
-    # A key, and a query's row for each stage; nothing is gathered but the scales of the layout that has them apart.
-    assert sass.instructions["UBLKCP"] == (3 if head_tile == 64 else 2)
-    assert sass.instructions["LDGSTS"] == (0 if head_dim == HEAD_DIM else 1)
-    # The warpgroups share what the launch gives to all of them.
-    score_warpgroups, roles = fp8_kv.SCORE_WARPGROUPS[head_tile], fp8_kv.REGISTERS[head_tile]
-    assert sass.registers * (score_warpgroups + 3) * 128 <= 65536
-    given = score_warpgroups * roles.score + 2 * roles.output + roles.load
-    assert given <= sass.registers * (score_warpgroups + 3)
-
-
-@shipped(combine.compile_sparse_mla_combine)
-def test_combine_sass(arguments):
-    sass = disassemble(cubin(combine.compile_sparse_mla_combine, *arguments))
-    assert sass.stack == 0 and sass.registers <= 128
+    assert_counts(sass, HGMMA=head_dim // K16 + 4 * TILE_N // K16)
+    # A key, and a query's row per stage; only the layout with separate scales gathers them.
+    assert_counts(sass, UBLKCP=3 if head_tile == 64 else 2, LDGSTS=0 if head_dim == HEAD_DIM else 1)
+    check_roles(sass, fp8_kv.SCORE_WARPGROUPS[head_tile], fp8_kv.REGISTERS[head_tile])

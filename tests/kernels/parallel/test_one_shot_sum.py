@@ -1,47 +1,40 @@
-"""The shipped variants of the sum over GPUs compile to sm_90a: whole words on their way, waited for in tight loops."""
+"""The sums over GPUs: SASS that sends whole words and waits for them in tight loops, and the sizes of parts."""
 
 import pytest
 
 from dsa.kernels.parallel import experts_sum_sm90 as experts
 from dsa.kernels.parallel import one_shot_sum_sm90 as kernels
 from dsa.kernels.parallel.limits import PART, RANKS
-from dsa.runtime.compile_cache import cubin
-from dsa.runtime.sass import disassemble
 from dsa_layers.parallel.one_shot_sum import MEMORY, most_bytes
-from tests.kernels.variants import shipped
+from tests.kernels.variants import assert_counts, shipped
 
 
 @shipped(kernels.compile_one_shot_sum)
-def test_sass(compile_function, arguments):
-    sass = disassemble(cubin(compile_function, *arguments))
+def test_sass(sass, arguments):
     _, ranks = arguments
-    assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
+    # Loads: the turn, the first and the next bytes of this rank's part; then from each rank 16 bytes at once, and a
+    # flag whether another thread gave up. Each wait has a first look and a loop.
+    # Stores: 16 bytes to each rank; the result; the next turn by the last CTA; and per rank the mark of a lost rank.
+    assert_counts(sass, LDG=3 + 4 * ranks, ATOMG=1, STG=ranks + 1 + 2 + 2 * ranks)
     assert sass.registers <= 64
-    # The turn, the own part's first bytes and its next; then of each rank 16 bytes at once, and whether another thread
-    # has stopped waiting: a first look, and a loop that the part leaves as it comes.
-    assert sass.instructions["LDG"] == 3 + 4 * ranks and sass.instructions["ATOMG"] == 1
-    # 16 bytes to each rank; the result, and what the last CTA says of the next turn; of each rank that it is lost.
-    assert sass.instructions["STG"] == ranks + 1 + 2 + 2 * ranks
 
 
 @shipped(experts.compile_experts_sum)
-def test_sass_of_experts(compile_function, arguments):
-    sass = disassemble(cubin(compile_function, *arguments))
+def test_sass_of_experts(sass, arguments):
     _, ranks, shared = arguments
-    assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
-    assert sass.registers <= 96 and sass.shared <= experts.BATCH * kernels.THREADS * PART + 2048
-    # Of the first place and of the next, rows by copies, a batch at once behind the numbers and weights.
-    assert sass.instructions["LDGSTS"] == 2 * experts.BATCH and sass.instructions["LDGDEPBAR"] == 2
+    # Copies bring the rows of this part and of the next one, a batch at a time, after their numbers and weights.
+    assert_counts(sass, LDGSTS=2 * experts.BATCH, LDGDEPBAR=2)
     assert sass.instructions["LDG"] >= 1 + 2 * (2 * experts.BATCH + shared) + ranks
+    assert sass.registers <= 96 and sass.shared <= experts.BATCH * kernels.THREADS * PART + 2048
 
 
-def test_all_ctas_run_at_once():
-    assert kernels.choose_ctas(1, 132) == 1 and kernels.choose_ctas(1024, 132) == 4
-    assert kernels.choose_ctas(10**6, 132) == 132
+@pytest.mark.parametrize(("parts", "ctas"), [(1, 1), (1024, 4), (10**6, 132)])
+def test_all_ctas_run_at_once(parts, ctas):
+    assert kernels.choose_ctas(parts, 132) == ctas
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_the_largest_parts_fit_the_memory(ranks):
-    """Of two sums and all ranks, each part in twice its bytes."""
+    """The memory holds two sums from all ranks, each part in twice its bytes."""
     most = most_bytes(ranks)
     assert most % PART == 0 and MEMORY - 4096 < 2 * 2 * ranks * most <= MEMORY

@@ -1,47 +1,34 @@
-"""Every shipped variant of the indexer's training kernels compiles to sm_90a: wgmma in groups, TMA, no spills."""
+"""SASS of the indexer's training kernels: wgmma in groups, and TMA."""
 
 from dsa.cute.sm90 import SHARED_BYTES
 from dsa.kernels.training import indexer_key_grad_sm90, indexer_query_grad_sm90, indexer_scores_sm90
 from dsa.kernels.training.limits import Q_TILE
 from dsa.kernels.training.q_tiles import COLUMN_BLOCK
-from dsa.runtime.compile_cache import cubin
-from dsa.runtime.sass import disassemble
-from tests.kernels.variants import shipped
-
-
-def sass_of(compile_function, arguments):
-    sass = disassemble(cubin(compile_function, *arguments))
-    assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
-    return sass.instructions
+from tests.kernels.variants import assert_counts, shipped
 
 
 @shipped(indexer_scores_sm90.compile_indexer_scores)
-def test_scores(arguments):
+def test_scores(sass, arguments):
     _, dim, config = arguments
-    instructions = sass_of(indexer_scores_sm90.compile_indexer_scores, arguments)
-    assert instructions["HGMMA"] == dim // 16 and instructions["UTMALDG"] == 2 * (dim // 64)
-    # One multiply-add an accumulator, and one shift for its sign; an arrival and a wait for all of a tile's wgmma.
-    assert instructions["FFMA"] == config.columns // 2 and instructions["SHF"] >= config.columns // 2
-    assert instructions["WARPGROUP"] == 2
+    # All wgmma of a tile share one arrival and one wait. One multiply-add per accumulator, and one shift for its sign.
+    assert_counts(sass, HGMMA=dim // 16, WARPGROUP=2, UTMALDG=2 * (dim // 64), FFMA=config.columns // 2)
+    assert sass.instructions["SHF"] >= config.columns // 2
     assert config.shared(dim) <= SHARED_BYTES
 
 
 @shipped(indexer_query_grad_sm90.compile_indexer_query_grad)
-def test_query_grad(arguments):
+def test_query_grad(sass, arguments):
     heads, dim, config = arguments
-    instructions = sass_of(indexer_query_grad_sm90.compile_indexer_query_grad, arguments)
-    # For each half of 128 keys: 4 wgmma and an arrival a group, and one wait for all.
-    assert instructions["HGMMA"] == 2 * config.blocks * 4
-    assert instructions["WARPGROUP"] == 2 * (config.blocks + 1)
+    # For each half of 128 keys: 4 wgmma and an arrival per group, and one wait for all groups.
+    assert_counts(sass, HGMMA=2 * config.blocks * 4, WARPGROUP=2 * (config.blocks + 1))
     assert config.shared(heads, dim) <= SHARED_BYTES
-    # dI of a work tile's rows is copied at once: they are in one of a tile's two parts of 64 rows.
+    # One copy stores dI of a work tile's rows, which are in one of a tile's two halves of 64 rows.
     assert Q_TILE // 2 * heads % (config.column_blocks * COLUMN_BLOCK) == 0
 
 
 @shipped(indexer_key_grad_sm90.compile_indexer_key_grad)
-def test_key_grad(arguments):
+def test_key_grad(sass, arguments):
     heads, dim, config = arguments
-    instructions = sass_of(indexer_key_grad_sm90.compile_indexer_key_grad, arguments)
-    # 64 keys, or 128: 4 wgmma and an arrival for each 64, and a wait.
-    assert instructions["HGMMA"] == 4 + 8 and instructions["WARPGROUP"] == 2 + 3
+    # 64 keys, or 128: 4 wgmma and an arrival per 64 keys, and a wait.
+    assert_counts(sass, HGMMA=4 + 8, WARPGROUP=2 + 3)
     assert config.shared(heads, dim) <= SHARED_BYTES

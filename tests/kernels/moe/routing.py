@@ -1,0 +1,21 @@
+"""What the kernels that route tokens share in SASS."""
+
+from dsa.cute.few_rows_product import CTAS, ROUND
+from dsa.kernels.moe import entry_order
+from dsa.kernels.moe.route_to_experts_limits import TILE_TOKENS
+from tests.kernels.variants import assert_counts
+
+
+def check_router(sass, tokens, loads, reductions):
+    """Two rows of the matrix and one load per eight tokens in a round; more loads and reductions than those of the
+    product and the sort."""
+    round_ = ROUND[CTAS, tokens]
+    assert_counts(sass, LDG=round_ * (2 + tokens // 8) + loads, HMMA=2 * round_ * tokens // 8)
+    assert_counts(sass, REDUX=reductions + entry_order.BATCH)
+    # Partial sums go to another CTA. With more than a few tokens, keys also go to eight CTAs.
+    assert_counts(sass, ST=1 + (entry_order.CTAS if tokens == TILE_TOKENS else 0))
+
+
+def gate_reductions(top_k, n_group, topk_group):
+    groups = 2 * n_group if n_group > topk_group else 0
+    return 2 * top_k + groups

@@ -1,0 +1,45 @@
+"""What holds for every shipped kernel: no spills, and a programmatic launch. The kernel waits for the previous one
+before it accesses global memory, and then releases the next one."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import dsa.kernels
+from tests.kernels.variants import all_compile_functions, shipped
+
+WAIT, RELEASE = "ACQBULK", "PREEXIT"
+# Loads, stores, atomics and copies, by threads, in bulk and by TMA; also generic ones. Prefetches to L2 are allowed.
+MEMORY = {"LDG", "STG", "ATOMG", "REDG", "LD", "ST", "ATOM", "RED", "LDGSTS"}
+MEMORY |= {"UBLKCP", "UBLKRED", "UTMALDG", "UTMASTG", "UTMAREDG"}
+SORTED = sorted(all_compile_functions(), key=lambda function: (function.__module__, function.__name__))
+
+
+@shipped(*SORTED)
+def test_no_kernel_spills(sass):
+    assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
+
+
+@shipped(*SORTED)
+def test_no_kernel_touches_global_memory_before_its_wait(in_order):
+    assert in_order
+    for instructions in in_order:
+        assert instructions.count(WAIT) == instructions.count(RELEASE) == 1
+        wait, release = instructions.index(WAIT), instructions.index(RELEASE)
+        assert not MEMORY & set(instructions[:wait]) and MEMORY & set(instructions[wait:])
+        # Every thread reaches the release: none exits before it.
+        assert wait < release and "EXIT" not in instructions[:release]
+
+
+def _launches():
+    for path in sorted(Path(dsa.kernels.__path__[0]).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and "grid" in {keyword.arg for keyword in node.keywords}:
+                yield pytest.param(node, id=f"{path.name}:{node.lineno}")
+
+
+@pytest.mark.parametrize("launch", list(_launches()))
+def test_every_launch_is_programmatic(launch):
+    (use_pdl,) = [keyword.value for keyword in launch.keywords if keyword.arg == "use_pdl"]
+    assert isinstance(use_pdl, ast.Constant) and use_pdl.value is True
