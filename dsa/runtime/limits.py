@@ -33,15 +33,12 @@ class Multiples:
         return self.least <= value <= self.most and value % self.of == 0
 
     def __str__(self) -> str:
-        bounds = f"{self.least} to {self.most}"
-        if self.least == 0:
-            bounds = f"at most {self.most}"
-        elif self.most == math.inf:
-            bounds = f"at least {self.least}"
-        if self.of == 1:
-            return bounds
-        unbounded = self.least == 0 and self.most == math.inf
-        return f"a multiple of {self.of}" if unbounded else f"a multiple of {self.of}, {bounds}"
+        bounds = [f"a multiple of {self.of}"] if self.of > 1 else []
+        if self.least:
+            bounds.append(f"at least {self.least}")
+        if self.most < math.inf:
+            bounds.append(f"at most {self.most}")
+        return ", ".join(bounds)
 
 
 class _Positive:

@@ -10,6 +10,7 @@ from dsa.runtime import backends
 from dsa.runtime import op as declaration
 from dsa.runtime.arguments import F32, ROWS, Arguments, Flag, Number, Tensor
 from dsa.runtime.known_calls import REPEATS
+from dsa.runtime.limits import at_most
 from dsa.runtime.op import Gradient, op
 from tests.reference.common import assert_refused
 
@@ -43,7 +44,8 @@ def ops(tables):
         arguments=SCALE_ROWS,
         reference=_scaled,
         results=lambda x: torch.empty_like(x),
-        limits=_limits,
+        limits={"D": at_most(64)},
+        rule=_refuse_13,
         differentiable=True,
     )
     def _test_scale_rows(x: torch.Tensor, by: float, negate: bool) -> torch.Tensor:
@@ -79,9 +81,9 @@ def _add_to(x, out, copy):
         copy.copy_(out)
 
 
-def _limits(x):
-    if x.shape[1] > 64:
-        raise ValueError(f"x: the kernel takes up to 64 channels, got {x.shape[1]}")
+def _refuse_13(by):
+    if by == 13:
+        raise ValueError("by: the kernel takes any number but 13")
 
 
 @pytest.fixture(autouse=True)
@@ -171,16 +173,17 @@ def test_a_call_of_the_reference_computes_no_signature(ops, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("x", "negate", "message"),
+    ("x", "by", "negate", "message"),
     [
-        (torch.zeros(2, 72), False, "x: the kernel takes up to 64 channels, got 72"),
-        (torch.zeros(2, 9)[:, :8], False, "x: rows must start at multiples of 16 bytes"),
-        (torch.zeros(2, 8), 1, "negate: must be True or False, got int"),
+        (torch.zeros(2, 72), 2.0, False, r"x: the kernel takes at most 64 for D, got 72 \(kernels for sm_90\)"),
+        (torch.zeros(2, 8), 13.0, False, r"by: the kernel takes any number but 13 \(kernels for sm_90\)"),
+        (torch.zeros(2, 9)[:, :8], 2.0, False, "x: rows must start at multiples of 16 bytes"),
+        (torch.zeros(2, 8), 2.0, 1, "negate: must be True or False, got int"),
     ],
 )
-def test_an_invalid_call_is_refused_every_time(ops, kernel_path, x, negate, message):
+def test_an_invalid_call_is_refused_every_time(ops, kernel_path, x, by, negate, message):
     for _ in range(2):
-        assert_refused(message, ops["scale"], x, 2.0, negate)
+        assert_refused(message, ops["scale"], x, by, negate)
     assert not launched
 
 
@@ -301,7 +304,7 @@ def test_errors_and_the_table_say_the_public_functions_name(doubling):
 
 
 def test_arguments_may_be_checked_before_a_call(ops, kernel_path):
-    assert_refused("x: the kernel takes up to 64 channels, got 72", ops["scale"].check, torch.zeros(2, 72), 2.0, False)
+    assert_refused("x: the kernel takes at most 64 for D, got 72", ops["scale"].check, torch.zeros(2, 72), 2.0, False)
     ops["scale"].check(torch.zeros(2, 8), 2.0, False)
     ops["scale"](torch.zeros(2, 8), 2.0, False)
     assert len(checked) == 2 and len(launched) == 1
@@ -310,7 +313,7 @@ def test_arguments_may_be_checked_before_a_call(ops, kernel_path):
 def test_functions_of_a_declaration_get_the_arguments_that_they_name(ops):
     x, op_ = torch.randn(3, 8), ops["scale"]
     assert torch.equal(op_.reference(x, 2.0, True), -2 * x)
-    assert op_.results(x, 2.0, True).shape == x.shape and op_.limits(x, 2.0, True) is None
+    assert op_.results(x, 2.0, True).shape == x.shape and op_.rule(x, 2.0, True) is None
     # A function that takes all arguments in their order is not wrapped.
     assert ops["add"].reference is _add_to
 
@@ -332,13 +335,14 @@ def _test_wrong_order(x: torch.Tensor, negate: bool, by: float) -> torch.Tensor:
             "reference of test_wrong: must take .* by their names, x, by, negate, got scale",
         ),
         (_test_wrong, {"results": lambda x, *rest: x}, r"results of test_wrong: must .* x, by, negate, got \*rest"),
-        (_test_wrong, {"limits": lambda **all: None}, r"limits of test_wrong: must take .* x, by, negate, got \*\*all"),
+        (_test_wrong, {"rule": lambda **all: None}, r"rule of test_wrong: must take .* x, by, negate, got \*\*all"),
+        (_test_wrong, {"limits": {"C": (1,)}}, "limits of test_wrong: must be of .*D, T.*, got C"),
         (_test_wrong, {"results": None}, "results: must be given for an op that returns something, got None"),
         (_test_wrong_order, {}, "_test_wrong_order: must take x, by, negate, got x, negate, by"),
     ],
 )
 def test_a_function_with_other_arguments_is_refused(launch, changes, message):
-    functions = {"reference": _scaled, "results": lambda x: x, "limits": None} | changes
+    functions = {"reference": _scaled, "results": lambda x: x, "limits": {}} | changes
     with pytest.raises(TypeError, match=message):
         op(arguments=SCALE_ROWS, **functions)(launch)
     assert not any("test_wrong" in name for name in (*declaration.OPS, *backends.ARCHS))
