@@ -1,9 +1,8 @@
-"""What several bridges ask of tensors before a launch."""
+"""Tensors in the form that kernels take."""
 
 import torch
 
-from dsa.runtime.checks import INT_MAX, MOST_SLOTS
-from dsa.runtime.limits import Accepted, at_most
+from dsa.runtime.declare import INT_MAX, MOST_SLOTS, Accepted, at_most
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -44,3 +43,26 @@ def unit_inner(x: torch.Tensor) -> torch.Tensor:
     if x.shape[-1] == 1 and x.stride(-1) != 1:
         return x.as_strided(x.shape, (*x.stride()[:-1], 1))
     return x
+
+
+def rows_at_16_bytes(x: torch.Tensor) -> torch.Tensor | None:
+    """x if its last dimension is contiguous and its rows start at multiples of 16 bytes, None if not.
+
+    The strides of dimensions with a single element mean nothing: where one would be in the way, x is viewed anew.
+    """
+    multiple = 16 // x.element_size()
+    strides = list(x.stride())
+    if strides[-1] == 1 and not any(s % multiple for s in strides[:-1]) and x.data_ptr() % 16 == 0:
+        return x
+    wrong = [i for i, s in enumerate(strides) if (s != 1 if i == x.dim() - 1 else s % multiple)]
+    if x.data_ptr() % 16 or any(x.shape[i] > 1 for i in wrong):
+        return None
+    for i in wrong:
+        strides[i] = 1 if i == x.dim() - 1 else multiple
+    return x.as_strided(x.shape, strides)
+
+
+def tma_rows(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy of it with rows at multiples of 16 bytes. A row may be in several places (a stride of 0)."""
+    same = rows_at_16_bytes(x)
+    return x.clone(memory_format=torch.contiguous_format) if same is None else same

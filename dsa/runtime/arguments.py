@@ -1,17 +1,17 @@
-"""What an op takes, declared: a spec for each argument, from which the checks and their messages follow.
+"""Specs of an op's arguments. The checks and their messages follow from them.
 
     RMS_NORM = Arguments(
         x=Tensor("... D", FLOATS, layout=ROWS),
         weight=Tensor("D", F32, optional=True, layout=ROWS),
         eps=Number(least=0),
     )
-    RMS_NORM.check(x, weight, eps)          # types, dtypes, shapes and devices: references and ops
-    RMS_NORM.check_layouts(x, weight, eps)  # strides and alignment: only where a kernel is to run
+    RMS_NORM.check(x, weight, eps)          # types, dtypes, shapes and devices, for references and kernels
+    RMS_NORM.check_layouts(x, weight, eps)  # strides and alignment, for kernels
 
-A shape is words: a number, a name, or a formula of names that are known by then ("2*n", "ceil(K/128)"). A word's first
-use binds it to the size found there, "B+1" binds B too, and later ones must agree. "..." is any number of dimensions,
-the same ones wherever it stands. "B | B T" is either of the two, neither of them with "...".
-The name of an Int that stands before is a word as well, for its value.
+A shape consists of words: numbers, names, and formulas of names that are bound before ("2*n", "ceil(K/128)"). The first
+use of a word binds it to the size there, and "B+1" binds B too. Later uses must agree. "..." stands for any number of
+dimensions, the same in all shapes. "B | B T" allows either shape; neither may contain "...". The name of an earlier Int
+is a word too, for its value.
 """
 
 import inspect
@@ -36,7 +36,7 @@ from dsa.runtime.limits import Accepted, Limits
 from dsa.runtime.shapes import Shapes, Sizes
 
 F32 = (torch.float32,)
-# Layouts: what kernels ask of a tensor's memory. References take any.
+# Layouts that kernels require of a tensor's memory. References take any.
 ANY = "any strides"
 INNER = "the last dimension contiguous"
 ROWS = "the last dimension contiguous, rows at multiples of 16 bytes"
@@ -48,18 +48,20 @@ Layout = str | Callable[[torch.Tensor], str]
 
 @dataclass(frozen=True)
 class Tensor:
-    """shape     words, as the module says
-    dtypes    that it may have
-    like      the argument whose dtype it must have
-    besides   those of `dtypes` that it may have instead
-    optional  may be None
-    layout    ANY, INNER, ROWS, CONTIGUOUS, ALIGNED or PAGES: what the kernels ask of its memory. Or a function of the
-              tensor, whose dtype and shape are right, that returns one of these
-    merged    (first, end): the kernels take its dimensions first:end as one, so that these must be mergeable
-    written   the op writes to it in place
-    name      what messages call it, where that is not the parameter's name: "kv[0]"
-    rule      called with that name and the tensor, whose dtype and shape are right, for what these cannot say; raises
-              ValueError. Sizes that it returns count from then on, in place of those of the same names
+    """A tensor.
+
+    shape     words, see the module
+    dtypes    accepted dtypes
+    like      name of the argument whose dtype it must have
+    besides   those of `dtypes` that are accepted as well
+    optional  whether it may be None
+    layout    what the kernels require of its memory: ANY, INNER, ROWS, CONTIGUOUS, ALIGNED or PAGES, or a function that
+              returns one of these for a tensor of a valid dtype and shape
+    merged    (first, end): the kernels view its dimensions first:end as one, so these must be mergeable
+    written   whether the op writes to it in place
+    name      its name in messages, if that is not the parameter's name: "kv[0]"
+    rule      called with this name and a tensor of a valid dtype and shape; raises ValueError. If it returns sizes,
+              they replace the sizes of these names
     """
 
     shape: str
@@ -76,8 +78,11 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Tensors:
-    """A list of at least one tensor, all of one dtype and shape. count: a word, for how many there are. layout, merged:
-    of each."""
+    """A list of at least one tensor, all of one dtype and shape.
+
+    count           a word, bound to the number of tensors
+    layout, merged  as of `Tensor`, for each of them
+    """
 
     shape: str
     dtypes: tuple[torch.dtype, ...]
@@ -90,7 +95,7 @@ class Tensors:
 
 @dataclass(frozen=True)
 class Int:
-    """most: a number, or a word that is bound by then."""
+    """An int. most: a number, or a word that is bound before."""
 
     least: int = 1
     most: int | str = INT_MAX
@@ -185,7 +190,7 @@ class Arguments:
         return made
 
     def check(self, *values: object) -> Sizes:
-        """TypeError or ValueError for a wrong argument, by its name; else the sizes by their names."""
+        """Return the sizes by name. Raises TypeError or ValueError that names a wrong argument."""
         sizes = Sizes()
         found: dict[str, torch.Tensor] = {}
         if len(values) != len(self.names):
@@ -226,18 +231,17 @@ class Arguments:
         return sizes
 
     def check_ints_for_floats(self, *values: object) -> None:
-        """The checks of ints that are given for floats, for a call of torch's dispatcher: that makes floats of them, of
-        any up to the largest float64, before the other checks see them."""
+        """Check ints that are given for floats, before torch's dispatcher converts them to floats."""
         for i in self._numbers:
             if isinstance(values[i], int):
                 spec, shown = [*self.specs.values()][i], self.names[i]
                 spec.check(shown, values[i])
 
     def taking(self, what: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, to be called with all arguments in their order: it gets those that its parameters name. A
-        parameter `a` gets the tuple of the arguments that errors call a[0], a[1], ...
+        """Return a function that takes all arguments in order and passes on those that `function` names.
 
-        what  how the error calls the function; TypeError for a parameter that is no argument
+        A parameter `a` gets a tuple of the arguments that messages call a[0], a[1], ... Raises TypeError for a
+        parameter that is not an argument. what: the function's name in this message
         """
         places: dict[str, int | tuple[int, ...]] = {name: i for i, name in enumerate(self.specs)}
         for i, shown in enumerate(self.names):
@@ -265,7 +269,7 @@ class Arguments:
         return call
 
     def check_layouts(self, *values: object) -> None:
-        """ValueError for a tensor whose memory the kernels do not take."""
+        """Raise ValueError for a tensor whose memory layout the kernels do not take."""
         for spec, shown, value in zip(self.specs.values(), self.names, values, strict=True):
             if isinstance(spec, Tensor) and isinstance(value, torch.Tensor):
                 _check_memory(shown, value, spec)
@@ -278,7 +282,7 @@ class Arguments:
 
 
 def check_layout(name: str, x: torch.Tensor, layout: str) -> None:
-    """x's memory is laid out so. Strides of dimensions with a single element, or of none at all, mean nothing."""
+    """Raise ValueError unless x has this layout. Strides of dimensions with less than two elements do not matter."""
     if not x.numel():
         return
     if layout in (CONTIGUOUS, ALIGNED) and not x.is_contiguous():
@@ -306,7 +310,7 @@ def check_layout(name: str, x: torch.Tensor, layout: str) -> None:
 
 
 def check_mergeable(name: str, x: torch.Tensor, first: int, end: int) -> None:
-    """x's dimensions first:end are one with a single stride, without a copy. Those of a tensor without elements are."""
+    """Raise ValueError unless x's dimensions first:end can be viewed as one. An empty tensor's can."""
     dims = range(x.dim())[first:end]
     if len(dims) < 2 or not x.numel():
         return
@@ -320,7 +324,8 @@ def check_mergeable(name: str, x: torch.Tensor, first: int, end: int) -> None:
 
 
 def _check_memory(name: str, x: torch.Tensor, spec: Tensor | Tensors) -> None:
-    # torch's lazy sign, as of z.conj().imag: memory holds the numbers without it. torch.compile cannot ask for it.
+    # A lazily negated tensor, such as z.conj().imag: its memory holds the numbers without the sign. torch.compile
+    # cannot trace this check.
     if not torch.compiler.is_compiling() and x.is_neg():
         raise ValueError(f"{name}: must be negated in memory, got a lazily negated tensor; call resolve_neg()")
     check_layout(name, x, spec.layout if isinstance(spec.layout, str) else spec.layout(x))
@@ -328,7 +333,7 @@ def _check_memory(name: str, x: torch.Tensor, spec: Tensor | Tensors) -> None:
 
 
 def _check_list(name: str, spec: Tensors, shapes: Shapes, value: object, sizes: Sizes) -> dict[str, torch.Tensor]:
-    """Check a list of tensors, and return them by what messages call them."""
+    """Check a list of tensors, and return them by their names in messages."""
     if not isinstance(value, (list, tuple)):
         raise TypeError(f"{name}: must be a list of tensors, got {type(value).__name__}")
     if not value:
@@ -345,7 +350,7 @@ def _check_list(name: str, spec: Tensors, shapes: Shapes, value: object, sizes: 
 
 
 def _check_like(name: str, spec: Tensor, value: torch.Tensor, like: str, other: torch.Tensor) -> None:
-    """A tensor's dtype beside that of the one that it must be like."""
+    """Check that a tensor has the dtype of the argument `like`, or one of `besides`."""
     if value.dtype == other.dtype or value.dtype in spec.besides:
         return
     besides = [dtype for dtype in spec.besides if dtype != other.dtype]

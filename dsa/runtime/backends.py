@@ -1,9 +1,9 @@
 """Which implementation an op runs: "cute" (CuTe DSL kernels) or "reference" (plain PyTorch, on any device).
 
-ARCHS says for which GPUs an op has kernels. Without a choice by the user, tensors on such a GPU take the kernels and
-all others the references. The environment variable DSA_BACKEND and `with use_backend(...)`, which goes before it, force
-one. Nothing falls back quietly: a shape that a kernel does not take is an error, and an op that has no kernel for a GPU
-for which others have one says so once, as a warning.
+ARCHS lists the GPUs for which an op has kernels. By default, tensors on such a GPU run the kernels, and other tensors
+the references. The environment variable DSA_BACKEND forces one of the two, and so does `with use_backend(...)`, which
+takes precedence. Nothing falls back silently: a shape that a kernel does not take raises an error, and an op without a
+kernel for a GPU for which others have one warns once.
 """
 
 import contextlib
@@ -27,12 +27,12 @@ _override: contextvars.ContextVar[str | None] = contextvars.ContextVar("dsa_back
 
 
 def archs() -> list[str]:
-    """The archs for which there are kernels."""
+    """Return the archs for which there are kernels."""
     return sorted({arch for archs in ARCHS.values() for arch in archs})
 
 
 def why_no_kernels(device: torch.device | None = None) -> str | None:
-    """None where the kernels can run on a GPU, the current one if none is given, else what is missing."""
+    """Return what keeps the kernels from running on a GPU (by default the current one); None if nothing does."""
     if device is None and torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
     return _why_no_kernels_on(device)
@@ -51,7 +51,7 @@ def _why_no_kernels_on(gpu: torch.device | None) -> str | None:
 
 @functools.cache
 def arch_of(device: torch.device) -> str:
-    """The arch of a GPU, as "sm_90"."""
+    """Return the arch of a GPU, such as "sm_90"."""
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
 
@@ -60,7 +60,7 @@ def _names(names: Iterable[str]) -> str:
     return ", ".join(f"{arch} ({ARCH_NAMES[arch]})" if arch in ARCH_NAMES else arch for arch in names)
 
 
-# Looking a variable up in `os.environ` takes a microsecond, of which most is the encoding of its name.
+# A look-up in `os.environ` takes a microsecond, most of it to encode the name.
 _environment, _VARIABLE = os.environ._data, os.environ.encodekey("DSA_BACKEND")
 
 
@@ -76,13 +76,13 @@ def _chosen() -> str | None:
 
 
 def backend() -> str:
-    """The backend that ops use for tensors on the GPU: "cute" or "reference"."""
+    """Return the backend that ops use for tensors on the GPU: "cute" or "reference"."""
     return _chosen() or ("reference" if why_no_kernels() else "cute")
 
 
 @contextlib.contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Force a backend inside a `with` block (of this thread or task)."""
+    """Force a backend in a `with` block, for this thread or task."""
     token = _override.set(name)
     try:
         _chosen()
@@ -92,7 +92,7 @@ def use_backend(name: str) -> Iterator[None]:
 
 
 def allows_kernels() -> bool:
-    """Whether a call may launch kernels that an earlier call like it has launched."""
+    """Whether a call may launch kernels, if an equal call has launched them before."""
     return _chosen() != "reference"
 
 
@@ -122,7 +122,7 @@ _warned: set[str] = set()
 
 
 def _level() -> int:
-    """The stack level, for a warning, of who called this package."""
+    """Return the stack level of the code that called this package, for a warning."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "dsa":
         frame, level = frame.f_back, level + 1
@@ -140,8 +140,10 @@ def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
 
 
 def num_sms(device: torch.device | str) -> int:
-    """Multiprocessors of a GPU; for the CPU, an H200's 132, so that plans look the same there. Raises TypeError or
-    ValueError for what is no device."""
+    """Return the number of SMs of a GPU; for a CPU 132, as on an H200, so that plans look the same there.
+
+    Raises TypeError or ValueError if `device` is not a device.
+    """
     device = torch_device("device", device)
     if device.type != "cuda":
         return 132
@@ -149,7 +151,7 @@ def num_sms(device: torch.device | str) -> int:
 
 
 def note_reference_only(op: str, tensor: torch.Tensor) -> None:
-    """For an op without a kernel: say once that a GPU runs its PyTorch reference."""
+    """Warn once that an op has no kernel and its PyTorch reference runs on the GPU."""
     if op not in _warned and runs_kernel(op, tensor):
         _warned.add(op)
         arch = arch_of(tensor.device)

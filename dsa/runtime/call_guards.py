@@ -1,9 +1,9 @@
-"""Whether a call is like one that was recorded (`recording`), asked in one call of torch's guards.
+"""Find out whether a call equals a recorded one (`recording`), by one call of torch's guards.
 
-A signature (`known_calls`) takes Python more than a microsecond a tensor, as much as a launch for five of them. The
-guards that torch.compile has for its arguments compare the same in a tenth of that. What is like the recorded call here
-has its signature; what is not may have it nonetheless, where it differs in what only torch's guards look at (inference
-mode, autocast, parameters for tensors), and goes by its signature then.
+A signature (`known_calls`) takes Python more than a microsecond per tensor; for five tensors that is as long as a
+launch. torch.compile's guards compare the same in a tenth of the time. A hit implies an equal signature. A miss proves
+nothing: torch's guards also look at inference mode, autocast and the type of a tensor. Then the call is looked up by
+its signature.
 """
 
 import math
@@ -18,16 +18,17 @@ Guard = Callable[..., bool]
 
 
 def guard(arguments: tuple[Any, ...], in_place: Sequence[tuple[int, int]] = ()) -> Guard | None:
-    """A function of as many arguments: whether they are like these, on the GPU that is current. None where these hold
-    what it cannot compare, and with a torch whose guards are not known.
+    """Return a function that tells whether its arguments equal these and the current GPU is the same.
 
-    in_place  pairs of places of arguments of which it matters whether they begin at the same address
+    None if these arguments cannot be compared, or if this torch lacks the guards.
+
+    in_place  pairs of argument positions: it matters whether the two tensors begin at the same address
     """
     if not HAS_SHORTCUTS:
         return None
-    tensors: dict[str, torch.Tensor] = {}  # each once, as torch's guards want it
+    tensors: dict[str, torch.Tensor] = {}  # each once, as torch's guards require
     names: dict[str, Any] = {}
-    kinds, numbers = [], []  # of lists, which are asked first; of what is no tensor, or one that was there before
+    kinds, numbers = [], []  # conditions: of lists, which come first; of numbers, and of repeated tensors
     for i, x in enumerate(arguments):
         items = [(f"a{i}", x)]
         if type(x) in (list, tuple):
@@ -63,7 +64,7 @@ def guard(arguments: tuple[Any, ...], in_place: Sequence[tuple[int, int]] = ()) 
 
 
 def _equal(name: str, value: Any, names: dict[str, Any]) -> str | None:
-    """The condition that an argument which is no tensor is this one."""
+    """Return the condition that an argument equals this value, which is not a tensor."""
     if value is None or type(value) is bool:
         return f"{name} is {value}"
     if type(value) is int or type(value) is str:
@@ -81,7 +82,8 @@ def _equal(name: str, value: Any, names: dict[str, Any]) -> str | None:
 def _addresses(
     tensors: dict[str, torch.Tensor], arguments: tuple[Any, ...], in_place: Sequence[tuple[int, int]]
 ) -> list[str]:
-    """That all begin as far from a multiple of 16 bytes as now, and those of each pair together or not, as now."""
+    """Return conditions: tensors begin as far from a multiple of 16 bytes as now, and each pair begins at one address
+    or not, as now."""
     rests = {name: x.data_ptr() & 15 for name, x in tensors.items()}
     aligned = " | ".join(f"{name}.data_ptr()" for name, rest in rests.items() if not rest)
     found = [f"{name}.data_ptr() & 15 == {rest}" for name, rest in rests.items() if rest]

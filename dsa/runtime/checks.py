@@ -1,6 +1,6 @@
-"""Argument checks of the references and of the ops. Every message names the argument, what it got and what is accepted.
+"""Checks of arguments. Every message names the argument, what it got and what is accepted.
 
-Numbers may also be ones that torch.compile does not know yet (SymInt, SymFloat).
+Numbers may also be symbolic numbers of torch.compile (SymInt, SymFloat).
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,8 +10,8 @@ import torch
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 E4M3 = (torch.float8_e4m3fn,)
 INT32 = (torch.int32,)
-INT_MAX = 2**31 - 1  # of every int: what kernels take, and what an int32 can count
-MOST_SLOTS = INT_MAX + 1  # of a paged cache, which an int32 can number
+INT_MAX = 2**31 - 1  # the largest int argument; kernels count in int32
+MOST_SLOTS = INT_MAX + 1  # slots of a paged cache, which an int32 numbers
 _FP32_MAX = torch.finfo(torch.float32).max
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 
@@ -19,9 +19,9 @@ _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 def check_tensor(
     name: str, value: object, dtypes: Sequence[torch.dtype], shape: Sequence[int | str], sizes_of: str = ""
 ) -> None:
-    """`value` is a tensor of one of `dtypes` and of `shape`: an int is a size it must have, a str names any size.
+    """Check that `value` is a tensor of one of `dtypes` and of `shape`, in which a str stands for any size.
 
-    sizes_of  the arguments that the sizes come from: either they or this one may be the wrong one
+    sizes_of  the arguments that the sizes come from, for the message: the mistake may be there
     """
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name}: must be a torch.Tensor, got {type(value).__name__}")
@@ -36,7 +36,7 @@ def check_tensor(
 
 
 def is_tensor(value: object, dtypes: Sequence[torch.dtype], shape: Sequence[int | str]) -> bool:
-    """Whether `check_tensor` has nothing to say of it."""
+    """Whether `check_tensor` would pass."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_nested:
         return False
     return value.dtype in dtypes and _has_sizes(value, shape)
@@ -53,12 +53,12 @@ def _has_sizes(value: torch.Tensor, shape: Sequence[int | str]) -> bool:
 
 
 def shape_of(value: object) -> tuple[int, ...]:
-    """The shape of an argument of any shape; () of what `check_tensor` refuses because it has none."""
+    """Return the shape of a tensor; () for what has none and `check_tensor` refuses."""
     return tuple(value.shape) if isinstance(value, torch.Tensor) and not value.is_nested else ()
 
 
 def check_same_dtype(first: tuple[str, torch.Tensor], **others: torch.Tensor | None) -> None:
-    """All tensors have the first one's dtype."""
+    """Check that all tensors have the first one's dtype."""
     name, tensor = first
     for other, value in others.items():
         if value is not None and value.dtype != tensor.dtype:
@@ -66,7 +66,7 @@ def check_same_dtype(first: tuple[str, torch.Tensor], **others: torch.Tensor | N
 
 
 def check_same_device(first: tuple[str, torch.Tensor], **others: torch.Tensor | None) -> None:
-    """All tensors are on the first one's device."""
+    """Check that all tensors are on the first one's device."""
     name, tensor = first
     device = tensor.device
     for other, value in others.items():
@@ -75,32 +75,32 @@ def check_same_device(first: tuple[str, torch.Tensor], **others: torch.Tensor | 
 
 
 def torch_device(name: str, value: object) -> torch.device:
-    """`value` as a torch.device: one, or what torch makes one of. Whether it is there is not asked."""
+    """Return `value`, a torch.device or the name of one, as a torch.device, which may not exist here."""
     if isinstance(value, torch.device):
         return value
     if isinstance(value, bool) or not isinstance(value, (str, int)):
         raise TypeError(f"{name}: must be a torch.device or its name, got {type(value).__name__}")
     try:
         return torch.device(value)
-    except RuntimeError:  # of a name that torch does not know, and without a GPU of any number
+    except RuntimeError:  # an unknown name, or any number without a GPU
         raise ValueError(f"{name}: must be a torch.device or its name, got {value!r}") from None
 
 
 def check_memory(name: str, value: torch.Tensor) -> None:
-    """`value` is not on the meta device, where tensors have shapes alone. A reference asks, a launch need not."""
+    """Check that `value` is not on the meta device, where tensors have no memory. For references."""
     if value.is_meta:
         raise ValueError(f"{name}: must be on a device with memory, got a tensor on meta")
 
 
 def check_updatable(name: str, value: torch.Tensor) -> None:
-    """torch lets a reference write to `value` here and now; kernels do not ask torch."""
+    """Check that torch lets a reference write to `value`. Kernels can always write."""
     if value.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(f"{name}: was made in inference mode, must be written in inference mode too")
 
 
 def check_writable(name: str, value: torch.Tensor) -> None:
-    """An op may write to `value` in place: no two of its numbers share memory, each dimension steps over all that is
-    below it, and autograd does not watch it."""
+    """Check that an op may write to `value` in place: no two of its numbers share memory, and autograd does not track
+    it."""
     strides, extent = value.stride(), 1
     for stride, size in sorted(zip(strides, value.shape)):
         if stride < extent and size > 1:
@@ -114,8 +114,10 @@ def check_writable(name: str, value: torch.Tensor) -> None:
 
 
 def check_apart(name: str, value: torch.Tensor, **others: object) -> None:
-    """`value`, which is written, begins where none of the tensors `others`, which are read, does. What is compiled, or
-    has no address, is not looked at: its own checks refuse the latter."""
+    """Check that `value`, which is written, begins at the address of none of the tensors `others`, which are read.
+
+    Does nothing under torch.compile. Other checks refuse tensors without an address.
+    """
     if torch.compiler.is_compiling():
         return
     for other, tensor in others.items():
@@ -126,12 +128,12 @@ def check_apart(name: str, value: torch.Tensor, **others: object) -> None:
 def _address(value: object) -> int | None:
     try:
         return value.data_ptr() or None
-    except (AttributeError, RuntimeError):  # no tensor, or a sparse, nested or fake one
+    except (AttributeError, RuntimeError):  # not a tensor, or a sparse, nested or fake one
         return None
 
 
 def check_int(name: str, value: object, least: int, most: int = INT_MAX) -> None:
-    """`value` is an int from `least` to `most`."""
+    """Check that `value` is an int from `least` to `most`."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name}: must be an int, got {type(value).__name__}")
     if value < least:
@@ -145,10 +147,10 @@ def check_positive(name: str, value: object, most: int = INT_MAX) -> None:
 
 
 def check_number(name: str, value: object, least: float | None = None) -> None:
-    """`value` is a finite number of fp32, and at least `least` if that is given; an int is one of 64 bits as well."""
+    """Check that `value` is finite in fp32, at least `least` if given, and if it is an int, of at most 64 bits."""
     if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
         raise TypeError(f"{name}: must be a number, got {type(value).__name__}")
-    if not -_FP32_MAX <= value <= _FP32_MAX:  # NaN is not
+    if not -_FP32_MAX <= value <= _FP32_MAX:  # also false for NaN
         raise ValueError(f"{name}: must be finite in fp32, got {_shown(value)}")
     if isinstance(value, int) and not _INT64_MIN <= value <= _INT64_MAX:
         raise ValueError(f"{name}: must be a float or an int of 64 bits, got {value}")
@@ -157,13 +159,13 @@ def check_number(name: str, value: object, least: float | None = None) -> None:
 
 
 def check_flag(name: str, value: object) -> None:
-    """`value` is True or False, not merely something that counts as one of them."""
+    """Check that `value` is True or False."""
     if not isinstance(value, (bool, torch.SymBool)):
         raise TypeError(f"{name}: must be True or False, got {type(value).__name__}")
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    """`value` is one of some strings."""
+    """Check that `value` is one of some strings."""
     if not isinstance(value, str):
         raise TypeError(f"{name}: must be {_listed(map(repr, choices))}, got {type(value).__name__}")
     if value not in choices:
@@ -171,7 +173,7 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
 
 
 def check_dtype(name: str, value: object, dtypes: Sequence[torch.dtype]) -> None:
-    """`value` is one of some dtypes."""
+    """Check that `value` is one of some dtypes."""
     if not isinstance(value, torch.dtype):
         raise TypeError(f"{name}: must be a torch.dtype, got {type(value).__name__}")
     if value not in dtypes:
@@ -196,5 +198,5 @@ def _listed(words: Iterable[str]) -> str:
 
 
 def _shown(value: object) -> object:
-    """`value` for a message. Python refuses to write down an int of more than some thousand digits."""
+    """Return `value` for a message. Python refuses to print an int of more than some thousand digits."""
     return f"an int of {value.bit_length()} bits" if isinstance(value, int) and value.bit_length() > 128 else value

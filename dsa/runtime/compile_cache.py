@@ -1,17 +1,19 @@
 """Compiled kernels, kept in memory and on disk.
 
-A kernel module decorates each of its `compile_*` functions, whose arguments are only dtypes, ints, bools and frozen
-dataclasses of these, with `@cached`. The first call in a process loads an object file (about a millisecond) if one was
-written under the same key. Else it takes the one that came with the package (`packed_kernels`, some 50 ms) or compiles
-one (seconds), and writes it. The key covers the bytes of the kernel's family folder and of dsa/cute (`source_key`), the
-arguments, the versions of the DSL, of its CUDA tools and of TVM-FFI, the DSL's settings in the environment, and the
-host's architecture. Neither Python's version nor the CPU's is in it: an
-object file refers to nothing of Python's, and its host code runs on every CPU of the architecture. So a cache that was
-filled on one machine serves another. After an edit of its sources a process writes no more of a family's kernels: the
-key may be of the files before the edit, and the code of those after it.
+A kernel module decorates each of its `compile_*` functions with `@cached`. Their arguments are dtypes, ints, bools and
+frozen dataclasses of these. The first call in a process looks for an object file with the same key: on disk (loading
+takes about a millisecond), then in the package (`packed_kernels`, some 50 ms). Otherwise it compiles, which takes
+seconds, and writes the file.
 
-An object file is native code: it is loaded only if no other user can have written it (`private_files`). Whatever goes
-wrong with the disk costs a warning and the time to compile, never the kernel.
+The key covers the bytes of the kernel's family folder and of dsa/cute (`source_key`), the arguments, the versions of
+the DSL, of its CUDA tools and of TVM-FFI, the DSL's settings in the environment, and the host's architecture. It does
+not cover the versions of Python and of the CPU: an object file does not refer to Python, and its host code runs on
+every CPU of the architecture. So a cache that was filled on one machine serves another. If a family's sources change
+while a process runs, the process writes no more of its kernels: the key may belong to the old files and the code to the
+new.
+
+An object file is native code: it is loaded only if no other user can have written it (`private_files`). If the disk
+fails, that costs a warning and the time to compile.
 
 Why not quack-kernels' cache, which is close to this one: it requires einops and a torch extension, and its key covers
 that package's sources rather than one kernel's, so that any change there would recompile everything here.
@@ -49,15 +51,15 @@ OPTIONS = "--enable-tvm-ffi --ptxas-options '--warn-on-spills --warning-as-error
 _ENTRY = "dsa_kernel"
 _EDITED = "sources of dsa have changed since this process began"
 _ADVICE = "set DSA_CACHE_DIR to keep kernels from one process to the next"
-# Settings of the DSL that do not change what is compiled: `compile_for` names the arch, and the others say what the DSL
-# prints, and where it keeps files of its own.
+# Settings of the DSL that do not change what is compiled: `compile_for` names the arch, and the others choose what the
+# DSL prints and where it keeps its files.
 _HARMLESS = ("ARCH", "CACHE_DIR", "DUMP_DIR", "FILTER_STACKTRACE", "KEEP", "LOG_", "PRINT_", "SHOW_STACKTRACE")
 _compile_lock = threading.RLock()  # cute.compile is not thread-safe
 _warned: set[str] = set()
 
 
 def _new_lock() -> None:
-    """In the child of a fork: a thread that held the lock is not there to release it."""
+    """Make a new lock after a fork: the child lacks the thread that may hold the old one."""
     global _compile_lock
     _compile_lock = threading.RLock()
 
@@ -66,7 +68,7 @@ os.register_at_fork(after_in_child=_new_lock)
 
 
 def cache_dir() -> Path | None:
-    """The directory of the object files, or None when DSA_CACHE_DIR is set and empty."""
+    """Return the directory of the object files; None if DSA_CACHE_DIR is set and empty."""
     chosen = os.environ.get("DSA_CACHE_DIR")
     if chosen == "":
         return None
@@ -79,7 +81,7 @@ def cache_dir() -> Path | None:
 
 
 def compile_for(target: str, function: Callable, *args: Any) -> Any:
-    """cute.compile for a target of ptxas, as "sm_90a", behind TVM-FFI; a kernel that spills registers does not compile.
+    """Compile for a target of ptxas, such as "sm_90a", with TVM-FFI. A kernel that spills registers does not compile.
 
     Arguments are fake tensors, ints and a fake stream. The result is called with torch tensors and ints.
     """
@@ -87,15 +89,17 @@ def compile_for(target: str, function: Callable, *args: Any) -> Any:
 
 
 def compile_sm90(function: Callable, *args: Any) -> Any:
-    """`compile_for` Hopper, with the instructions that it alone has."""
+    """Compile for Hopper, with its arch-specific instructions."""
     return compile_for("sm_90a", function, *args)
 
 
 def cached(compile_function: Callable) -> Callable:
-    """Cache a compile function's results by its positional arguments, in memory and on disk. Launches of a result are
-    steps of the call that is recorded meanwhile (`recording`)."""
+    """Cache a compile function's results by its positional arguments, in memory and on disk.
+
+    Launches of a result become steps of the call that is being recorded (`recording`).
+    """
     memory: dict[tuple, Kernel] = {}
-    source_key(compile_function.__module__)  # before anything else of the family can be edited
+    source_key(compile_function.__module__)  # now, before the family's files can change
 
     @functools.wraps(compile_function)
     def get(*args: Any) -> Kernel:
@@ -113,9 +117,11 @@ def cached(compile_function: Callable) -> Callable:
 
 
 def fill(compile_function: Callable, *args: Any) -> bool:
-    """Puts what a `@cached` compile function gives for these arguments on disk, unless it is there. Returns whether it
-    had to be compiled. Nothing is loaded, so that no GPU is needed. OSError for a folder that cannot be used,
-    RuntimeError where the kernel's sources have changed since this process began."""
+    """Write the result of a `@cached` compile function to disk, unless it is there. Return whether it was compiled.
+
+    Nothing is loaded, so no GPU is needed. Raises OSError if the folder cannot be used, and RuntimeError if the
+    kernel's sources have changed since this process began.
+    """
     function, directory = compile_function.__wrapped__, cache_dir()
     if directory is None:
         raise OSError("DSA_CACHE_DIR is empty: compiled kernels are not kept")

@@ -1,5 +1,8 @@
-"""Calls that were found in order, by all that the checks and a launch look at: both take longer in Python than a
-kernel's launch, and decoding repeats itself."""
+"""Remember calls that passed the checks.
+
+Checks and the Python of a launch take longer than the launch of a kernel, and decoding repeats its calls. A call is
+known by its signature: everything that the checks and the launch look at.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,22 +12,23 @@ import torch
 from dsa.runtime.call_guards import Guard, guard
 
 _MOST = 4096  # signatures
-_MOST_STEPS = 256  # of these with steps of their own
-_MOST_GUARDS = 8  # of calls whose first tensors have the same shape
-_MOST_ADDED = 4  # of one signature
-# So often a call comes before its steps are recorded, which takes half a millisecond: once for prompts of new lengths,
-# whose layers repeat each other, and not at all for single calls.
+_MOST_STEPS = 256  # recorded calls
+_MOST_GUARDS = 8  # guards of calls whose first tensors have the same shape
+_MOST_ADDED = 4  # guards of one signature
+# A call is recorded when it comes for the eighth time. Recording takes half a millisecond. A prompt of a new length
+# pays once, because its layers repeat each other's calls; a single call does not pay.
 REPEATS = 8
 _PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype))
 
 
 class KnownCalls:
-    """Signatures of calls in order, how often each came, and the steps of those that were recorded (`recording`).
-    Forgets the oldest signature when there are too many, and the oldest steps. Threads that call the op at once may
-    forget what another one has just found: what it found still holds. No lock, which a fork would copy as it is held.
+    """Signatures of valid calls, how often each came, and the steps of recorded calls (`recording`).
+
+    When there are too many signatures or steps, the oldest are forgotten. Threads may call the op at the same time: one
+    may forget what another has just found, which stays valid. There is no lock, because a fork may copy a held lock.
 
     steps    signature -> steps
-    guarded  shape of the first argument, None of one that is no tensor -> (guard, steps): what most calls are found by
+    guarded  shape of the first argument, or None if that is not a tensor -> (guard, steps). Most calls are found here
     """
 
     def __init__(self) -> None:
@@ -43,7 +47,7 @@ class KnownCalls:
         self._times[call] = 0
 
     def count(self, call: tuple) -> int:
-        """How often a call that is remembered came, this time included."""
+        """Count a remembered call, and return how often it came, including this time."""
         self._times[call] = times = self._times.get(call, 0) + 1
         return times
 
@@ -64,8 +68,8 @@ class KnownCalls:
         arguments: tuple[Any, ...],
         in_place: Sequence[tuple[int, int]],
     ) -> None:
-        """Lets this call, whose steps these are, be found by a guard from now on. Not more than a few times: one that
-        no guard finds again goes by its signature."""
+        """Add a guard that finds this call and its steps. A signature gets a few guards at most: a call that no guard
+        finds is looked up by its signature."""
         if self._added.get(call, 0) >= _MOST_ADDED:
             return
         self._added[call] = self._added.get(call, 0) + 1
@@ -76,7 +80,7 @@ class KnownCalls:
             del found[:-_MOST_GUARDS]
 
     def recount(self, call: tuple) -> None:
-        """As if it had not come yet: its steps are gone, or could not be recorded."""
+        """Start counting again: the steps are forgotten, or could not be recorded."""
         self._times[call] = 0
 
     def forget(self) -> None:
@@ -87,24 +91,27 @@ class KnownCalls:
 
 
 def first_shape(arguments: tuple[Any, ...]) -> torch.Size | None:
-    """The shape of the first argument, None if that is no tensor, or one without a shape, which the checks refuse."""
+    """Return the shape of the first argument; None if it is not a tensor, or a nested one, which the checks refuse."""
     first = arguments[0] if arguments else None
     try:
         return first.shape if isinstance(first, torch.Tensor) else None
-    except RuntimeError:  # a strided nested one
+    except RuntimeError:  # a nested tensor
         return None
 
 
 def signature(*values: object) -> tuple:
-    """Of each argument: of tensors, all but the contents; of numbers, strings and dtypes, the value; of lists and
-    tuples, what they hold; of others, the type."""
+    """Return what the checks and launches see of the arguments.
+
+    Of a tensor that is everything but its contents, of numbers, strings and dtypes the value, of lists and tuples their
+    items, of other objects the type.
+    """
     found: list[object] = []
     for x in values:
         kind = type(x)
         if kind is torch.Tensor or isinstance(x, torch.Tensor):
             try:
                 found += (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15, x.is_neg())
-            except RuntimeError:  # a sparse or nested tensor, which the checks refuse: no call is like this one
+            except RuntimeError:  # a sparse or nested tensor, which the checks refuse: equal to no other call
                 found.append(object())
         elif kind in _PLAIN or isinstance(x, (int, float, str)):
             found += (kind, x or repr(x))  # -0.0 is not 0.0

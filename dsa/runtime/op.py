@@ -1,4 +1,4 @@
-"""An op's record: declared once. The eager path, PyTorch's custom op and its fake follow from it.
+"""An op's record, declared once. The eager path, PyTorch's custom op and its fake follow from it.
 
     @op(arguments=RMS_NORM, reference=reference.rms_norm, results=_results, limits={"...": at_most(MAX_ROWS)})
     def _rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
@@ -8,27 +8,27 @@
         ...  # kernel.compile_rms_norm(...)(x, weight, out, eps)
         return out
 
-The decorated function launches Hopper's kernels. It imports them itself, so that `import dsa` imports no compiler, and
-its caller has checked the arguments. `@_rms_norm.on("sm_100")` decorates the function that launches another arch's.
-Outputs that a caller may give are declared by `out`: the launch takes them last, as None where it allocates them, and
-returns them first. `_rms_norm.into(*arguments, out)` writes to them and returns the other results.
-Parameters are the op's arguments, all of them, as the specs name and order them: tensors, numbers and strings in one
-flat list, which is what PyTorch's custom ops take. `reference`, `results` and `rule` take those that they name. The
-public function has the op's name, keyword arguments and docstring.
+The decorated function launches Hopper's kernels. It imports them itself, so that `import dsa` imports no compiler. Its
+arguments are checked before. `@_rms_norm.on("sm_100")` decorates the function that launches the kernels of another
+arch. `out` declares outputs that a caller may give: the launch takes them as last arguments, None if it should allocate
+them, and returns them first. `_rms_norm.into(*arguments, out)` writes to them and returns the other results. The
+parameters of the launch are all arguments of the op in the order of their specs, in one flat list, as PyTorch's custom
+ops take them. `reference`, `results` and `rule` take the arguments that they name. The public function has the op's
+name, keyword arguments and docstring.
 
 A call of the op
-- that asks for gradients, of an op that is `differentiable`, runs the reference, which is plain PyTorch;
-- under torch.compile is one node of the graph, `torch.ops.dsa.NAME`, whose fake is `arguments.check` and `results`;
-- else runs the kernels or the reference, as dsa.runtime.backends decides by the tensors' device and the op's archs.
+- runs the reference, which is plain PyTorch, if gradients are wanted and the op is `differentiable`;
+- is one node of the graph under torch.compile, `torch.ops.dsa.NAME`, whose fake is `arguments.check` and `results`;
+- otherwise runs the kernels or the reference: dsa.runtime.backends decides by the tensors' device and the op's archs.
 
 An op whose kernels have a backward pass declares it as `gradient`. An eager call that runs kernels is then a
 torch.autograd.Function, and `torch.ops.dsa.NAME` has the same backward pass registered with torch. The backward
 pass runs another op, which has no gradient: a second backward pass raises an error.
 
-Checks and the Python of a launch cost more than the kernel's launch, and decoding repeats its calls. The op remembers
-the signature of a correct call (`known_calls`). A call that repeats is recorded as a list of steps (`recording`), which
-guards in C++ find again (`call_guards`). So a launch may depend on the signature of its arguments only. A launch that
-depends on more is declared `recorded=False`.
+Checks and the Python of a launch cost more than launching the kernel, and decoding repeats its calls. The op remembers
+the signature of a valid call (`known_calls`). A repeated call is recorded as a list of steps (`recording`), which
+guards in C++ find again (`call_guards`). So a launch may depend on the signature of its arguments only. An op whose
+launch depends on more is declared with `recorded=False`.
 """
 
 import inspect
@@ -67,7 +67,7 @@ class Gradient(NamedTuple):
 class Op:
     """A declared op, to be called with all of its arguments in their order.
 
-    into  the same op with its declared outputs as last arguments, which it writes to; it returns the other results
+    into  the same op with the declared outputs as last arguments: it writes to them and returns the other results
     """
 
     into: "Op"
@@ -96,12 +96,12 @@ class Op:
         self.known = KnownCalls()
         places = {argument: i for i, argument in enumerate(arguments.specs)}
         self._written = tuple(places[argument] for argument in arguments.written)
-        # What is written may be the tensor that it is like, and the kernels may take others then.
+        # An op may write to one of its inputs in place. The kernels' limits can differ then.
         like = ((argument, arguments.specs[argument].like) for argument in arguments.written)
         self._in_place = tuple((places[argument], places[other]) for argument, other in like if other)
 
     def on(self, arch: str) -> Callable[[Launch], Launch]:
-        """Decorates the function that launches the kernels for an arch, as "sm_100"."""
+        """Decorate the function that launches the kernels for an arch, such as "sm_100"."""
 
         def keep(launch: Launch) -> Launch:
             into: Op | None = getattr(self, "into", None)
@@ -136,8 +136,8 @@ class Op:
         return self.run(*arguments)
 
     def run(self, *arguments: Any) -> Any:
-        """Run the kernels or the reference. `__call__` has already seen to torch.compile and to the references'
-        gradients; an op with `gradient` gets its autograd function here."""
+        """Run the kernels or the reference. `__call__` handles torch.compile and gradients of references before. An op
+        with `gradient` gets its autograd function here."""
         tensor, call = _first_tensor(arguments), None
         if self._lacks_dtype(tensor):
             self.arguments.check(*arguments)
@@ -170,7 +170,7 @@ class Op:
             return result
 
     def _run_reference(self, arguments: tuple[Any, ...]) -> Any:
-        """Of tensors with memory, which torch may write to where the op does."""
+        """Run the reference, after checking that tensors have memory and may be written to where the op writes."""
         self.arguments.check(*arguments)
         named = [
             (f"{name}[0]", x[0]) if isinstance(x, list) and x else (name, x)
@@ -184,11 +184,11 @@ class Op:
         return self.reference(*arguments)
 
     def runs_kernel(self, tensor: torch.Tensor) -> bool:
-        """Whether this op has kernels for the tensor's GPU, where its public function's other parts may have some."""
+        """Whether this op, which may be one of several parts of a public function, has kernels for the tensor's GPU."""
         return backends.runs_kernel(self.public, tensor, self.launches)
 
     def check(self, *arguments: Any) -> None:
-        """Raises what a call with these would raise before anything is launched."""
+        """Raise what a call with these arguments would raise before a launch."""
         tensor = _first_tensor(arguments)
         plain = tensor is None or torch.compiler.is_compiling() or self._lacks_dtype(tensor)
         if plain or not self.runs_kernel(tensor):
@@ -197,7 +197,7 @@ class Op:
             self._check_for_kernels(self._signature(arguments), arguments)
 
     def launch_on(self, device: torch.device, *arguments: Any) -> Any:
-        """Launches the kernels for arguments that another op, which runs its own on this device, has checked."""
+        """Launch the kernels for another op on this device, which has checked the arguments."""
         return self._launch_for(device)(*arguments)
 
     def _launch_for(self, device: torch.device) -> Launch:
@@ -207,11 +207,11 @@ class Op:
         return self.launches[arch]
 
     def _lacks_dtype(self, tensor: torch.Tensor | None) -> bool:
-        """Whether no kernel takes the dtype of the op's first tensor."""
+        """Whether the kernels do not take the dtype of the op's first tensor."""
         return bool(self.dtypes) and tensor is not None and tensor.dtype not in self.dtypes
 
     def _check_for_kernels(self, call: tuple, arguments: tuple[Any, ...]) -> None:
-        """call: their signature."""
+        """call: the arguments' signature."""
         if call not in self.known:
             self._check_all(arguments)
             self.known.remember(call)
@@ -241,10 +241,10 @@ class Op:
         self.arguments.check_layouts(*arguments)
 
     def register(self, signature: inspect.Signature) -> None:
-        """With torch, as an op of this signature."""
+        """Register the op with torch under this signature."""
 
         def prototype() -> None:
-            """Has the signature of the op."""
+            """Carry the signature of the op."""
 
         prototype.__signature__ = signature
         schema = library.infer_schema(prototype, mutates_args=self.arguments.written)
@@ -268,8 +268,8 @@ class Op:
 
 
 def _autograd_function(op: Op) -> type[torch.autograd.Function]:
-    """An autograd function that launches the kernels of both passes directly: less time on the host than through
-    torch's dispatcher."""
+    """Return an autograd function that launches the kernels of both passes directly, which takes the host less time
+    than torch's dispatcher."""
     save, differentiate = op.gradient
 
     def forward(ctx: Any, *arguments: Any) -> Any:
@@ -279,7 +279,7 @@ def _autograd_function(op: Op) -> type[torch.autograd.Function]:
         return results
 
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        # Where the gradients are to have gradients, torch's op has an error for the second backward pass.
+        # For gradients of gradients, torch's op raises an error in the second backward pass.
         return differentiate(ctx, _torch_op if torch.is_grad_enabled() else _launch, *gradients)
 
     functions = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
@@ -308,27 +308,26 @@ def op(
     dtypes: tuple[torch.dtype, ...] = (),
     public: str = "",
 ) -> Callable[[Launch], Op]:
-    """Declares the op NAME with the function `_NAME`, which launches its kernels for Hopper.
+    """Declare the op NAME by the function `_NAME`, which launches its kernels for Hopper.
 
-    `reference`, `results` and `rule` get the arguments that their parameters name. TypeError where a function names
-    what is no argument, and where the launch does not take all of them.
+    `reference`, `results` and `rule` get the arguments that their parameters name. Raises TypeError if a parameter is
+    not an argument, and if the launch does not take all arguments.
 
-    arguments       their specs
+    arguments       specs of the arguments
     reference       the same function in PyTorch
-    results         allocates what the op returns; of meta tensors too. None for an op that writes to its arguments and
-                    returns nothing
-    limits          sizes and numbers that the kernels take, of those that the specs allow (`dsa.runtime.limits`)
+    results         allocates what the op returns, also for meta tensors. None for an op that writes to its arguments
+                    and returns nothing
+    limits          which of the sizes and numbers that the specs allow the kernels take (`dsa.runtime.limits`)
     rule            raises ValueError for other arguments that the kernels do not take
-    out             specs of the first results that a caller may give (`Op.into`). The launch takes them after the
-                    arguments, as None where it allocates them. torch knows this op as NAME_out
-    differentiable  where a gradient is asked for and the caller gives no output, the reference runs
-    gradient        the kernels' backward pass. Where an eager call runs the reference, autograd follows the reference
-    recorded        False where the launch depends on more than the signature of its arguments, such as torch's
-                    settings: its steps are not recorded
-    dtypes          of the first tensor, those that the kernels take, if not all of its spec's: for the others the
-                    reference runs, with a warning where the kernels would have run
-    public          the public function that the op is a part of, if that has another name: errors and warnings say
-                    that name
+    out             specs of the first results, if a caller may give them (`Op.into`). The launch takes them after the
+                    arguments, None if it should allocate them. torch knows this op as NAME_out
+    differentiable  whether the reference runs if a gradient is wanted and the caller gives no output
+    gradient        the kernels' backward pass. If an eager call runs the reference, autograd follows the reference
+    recorded        whether repeated calls are recorded. False if the launch depends on more than the signature of its
+                    arguments, such as on torch's settings
+    dtypes          the dtypes of the first tensor that the kernels take, if its spec allows more. With other dtypes the
+                    reference runs; it warns on a GPU that has kernels
+    public          the public function that the op is a part of, if it has another name: for errors and warnings
     """
     if results is None and not arguments.written:
         raise TypeError("results: must be given for an op that returns something, got None")
@@ -364,7 +363,7 @@ def op(
 
 
 def _with_none(function: Callable[..., Any] | None, count: int) -> Callable[..., Any] | None:
-    """The function with None for so many outputs at the end."""
+    """Return the function with `count` times None as last arguments."""
     if function is None or not count:
         return function
     nothing = (None,) * count
@@ -374,7 +373,7 @@ def _with_none(function: Callable[..., Any] | None, count: int) -> Callable[...,
 def _writing(
     reference: Callable[..., Any], results: Callable[..., Any], names: Sequence[str]
 ) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
-    """(reference, results) of an op whose caller gives its first results as last arguments."""
+    """Return (reference, results) of an op whose caller gives the first results as last arguments."""
     count = len(names)
 
     def write(*given: Any) -> Any:
@@ -390,24 +389,24 @@ def _writing(
 
 
 def _rest(results: Any, count: int) -> Any:
-    """The results after the first `count`: None, one, or a tuple."""
+    """Return the results after the first `count`: None, one, or a tuple."""
     rest = results[count:] if isinstance(results, tuple) else ()
     return rest if len(rest) > 1 else rest[0] if rest else None
 
 
 def forget_calls() -> None:
-    """What is known of calls, of all ops: for who changes what launches choose from."""
+    """Forget the known and recorded calls of all ops. For code that changes what launches choose from."""
     for each in OPS.values():
         each.known.forget()
 
 
 def wants_gradient(*arguments: Any) -> bool:
-    """Whether one of them is, or holds, a tensor that requires a gradient."""
+    """Whether an argument is or holds a tensor that requires a gradient."""
     return any(isinstance(x, torch.Tensor) and x.requires_grad for x in _flat(arguments))
 
 
 def _begin_together(x: Any, y: Any) -> bool:
-    """Whether both are tensors from the same address on."""
+    """Whether both are tensors that begin at the same address."""
     if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
         return False
     try:

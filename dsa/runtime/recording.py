@@ -1,18 +1,18 @@
-"""What a call of an op asks of torch and of kernels, noted once and written as a function that does no more.
+"""Record what a call of an op does, as a Python function that does only that.
 
-A launch computes sizes, picks a kernel and makes views in Python, which takes longer than the kernel's launch. For
-arguments of one signature (`known_calls`) all of it comes out the same. `record` runs such a call under a dispatch mode
-and notes its steps: allocations and other operators of torch, and launches. What comes back is a Python function of the
-same arguments with these steps in a row, for instance
+A launch computes sizes, chooses a kernel and makes views in Python, which takes longer than launching the kernel. For
+arguments of one signature (`known_calls`) the outcome is always the same. `record` runs such a call under a dispatch
+mode and notes its steps: allocations, other operators of torch, and launches. It returns a function of the same
+arguments that runs these steps, for instance
 
     def steps(a0, a1, a2):
         t0 = empty_cuda((128, 7168), (7168, 1), c0)
         c1(a0, a1, t0, 1e-06)
         return t0
 
-Views are one step from the tensor whose memory they show, or nothing where that tensor looks the same. Tensors that are
-neither arguments nor made by a step are constants, which a bridge keeps in a cache of its own. Steps run while the GPU
-of the call's first tensor is the current one, and not while another call is recorded, which would not see them.
+A chain of views becomes one step from the tensor that owns the memory, or no step if that tensor looks the same.
+Tensors that are neither arguments nor made by a step are constants, which an op keeps in a cache. Steps run while the
+GPU of the call's first tensor is the current one, and never while another call is recorded, which would not see them.
 """
 
 import itertools
@@ -38,12 +38,12 @@ _SHORTCUTS = {
     "empty_cuda": empty_cuda,
     "reinterpret": reinterpret,
 }
-# Numbers of the device, and tensors that torch makes of the host's numbers unseen.
+# Numbers read from the device, and tensors that torch makes from numbers of the host: a recording cannot see these.
 _UNSEEN = {torch.ops.aten._local_scalar_dense, torch.ops.aten.lift, torch.ops.aten.lift_fresh}
 
 
 def noted(kernel: Kernel) -> Kernel:
-    """The kernel, whose launches are steps of a call that is recorded meanwhile."""
+    """Return the kernel; its launches become steps of the call that is being recorded."""
 
     def launch(*arguments: Any) -> None:
         kernel(*arguments)
@@ -56,7 +56,7 @@ def noted(kernel: Kernel) -> Kernel:
 
 @dataclass(frozen=True)
 class _View:
-    """The memory of `of` from `offset` elements behind its first, at those strides."""
+    """The memory of `of`, from `offset` elements after its first on, with these strides."""
 
     of: str
     shape: tuple[int, ...]
@@ -67,8 +67,8 @@ class _View:
 class _Recording(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """torch keeps torch.compile out of a mode, and imports all of it to do so: seconds of a process's first call.
-        There is nothing to keep out, as no call under torch.compile is recorded."""
+        """Do not make torch keep torch.compile out of this mode: it would import all of torch.compile, which takes
+        seconds in a process's first call. No call under torch.compile is recorded."""
         return False
 
     def __init__(self, arguments: tuple[Any, ...]) -> None:
@@ -79,11 +79,11 @@ class _Recording(TorchDispatchMode):
         self.names: dict[str, Any] = dict(_SHORTCUTS)
         self._device = next((x.device for x in _tensors_in(arguments)), None)
         self._new = itertools.count()
-        self._kept: list[Any] = []  # an id is a tensor's as long as that lives
+        self._kept: list[Any] = []  # keeps tensors alive, so that their ids stay theirs
         self._of: dict[int, str | _View] = {}
         self._tensors: dict[str, torch.Tensor] = {}
-        self._views: dict[_View, str] = {}  # that have a line
-        self._empty: dict[str, str] = {}  # lines that allocate nothing
+        self._views: dict[_View, str] = {}  # views that have a step
+        self._empty: dict[str, str] = {}  # steps that allocate tensors without elements
         for i, x in enumerate(arguments):
             for name, tensor in [(f"a{i}", x)] if not isinstance(x, list | tuple) else _items(f"a{i}", x):
                 self.replays &= not isinstance(tensor, list | tuple)  # lists of lists have no names
@@ -121,11 +121,11 @@ class _Recording(TorchDispatchMode):
         self.lines.append(f"{self._constant(kernel)}({self._all(arguments, {})})")
 
     def function(self, arguments: tuple[Any, ...], result: Any) -> Callable[..., Any] | None:
-        """The steps, if they are all that the call does."""
+        """Return the steps; None if they are not all that the call does."""
         returned = self._expression(result)
         if not self.replays or not self.launches:
             return None
-        # What has no bytes serves every call, unless a call returns it.
+        # One tensor without elements serves every call, unless the call returns it.
         names = {name: line for name, line in self._empty.items() if not re.search(rf"\b{name}\b", returned)}
         self.names |= {name: self._tensors[name] for name in names}
         parameters = ", ".join(f"a{i}" for i in range(len(arguments)))
@@ -144,7 +144,7 @@ class _Recording(TorchDispatchMode):
         kind = tensor.device.type
         if HAS_SHORTCUTS and (kind == "cpu" or (kind == "cuda" and tensor.device == self._device)):
             self.lines.append(f"{name} = empty_{kind}({layout}, {dtype})")
-        else:  # faster than `empty`, whose arguments may be of several kinds
+        else:  # faster than `empty`, which accepts several kinds of arguments
             device = self._constant(tensor.device)
             self.lines.append(f"{name} = empty_strided({layout}, dtype={dtype}, device={device})")
         if not tensor.numel():
@@ -153,7 +153,7 @@ class _Recording(TorchDispatchMode):
 
     def _viewed(self, view: torch.Tensor, source: torch.Tensor) -> None:
         of = self._of.get(id(source))
-        if of is None:  # of a constant
+        if of is None:  # a view of a constant
             return
         base = of.of if isinstance(of, _View) else of
         offset = view.storage_offset() - self._tensors[base].storage_offset()
@@ -173,7 +173,7 @@ class _Recording(TorchDispatchMode):
             return f"({''.join(f'{self._expression(y)}, ' for y in x)})"
         if x is None or type(x) in (bool, int):
             return repr(x)
-        if isinstance(x, tuple):  # a named one
+        if isinstance(x, tuple):  # a named tuple
             return f"{self._constant(type(x))}({', '.join(map(self._expression, x))})"
         return self._constant(x)
 
@@ -204,8 +204,10 @@ class _Recording(TorchDispatchMode):
 
 
 def record(call: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, Callable[..., Any] | None]:
-    """(call(*arguments), a function that does the same for arguments of the same signature). None in place of the
-    function where there is no such: where a number comes from the device, or nothing is launched."""
+    """Return call(*arguments), and a function that does the same for arguments of the same signature.
+
+    The function is None if the call cannot be recorded: it reads a number from the device, or launches nothing.
+    """
     if is_recording():
         return call(*arguments), None
     arguments = _apart(arguments, set())
@@ -219,12 +221,12 @@ def record(call: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, C
 
 
 def is_recording() -> bool:
-    """Whether this is a part of a call that is recorded as a whole."""
+    """Whether this call is a part of a call that is being recorded."""
     return getattr(_thread, "recording", None) is not None
 
 
 def _apart(arguments: tuple[Any, ...], seen: set[int]) -> tuple[Any, ...]:
-    """The arguments, a tensor that is there twice as two of the same memory: the next time they may be two."""
+    """Return the arguments, with a view for a tensor that occurs twice: in the next call these may be two tensors."""
     found = []
     for x in arguments:
         if isinstance(x, list | tuple):
@@ -237,8 +239,8 @@ def _apart(arguments: tuple[Any, ...], seen: set[int]) -> tuple[Any, ...]:
 
 
 def _shows(view: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether that is memory of `source`, as `source` has it. In inference mode `contiguous` and `reshape` come here as
-    what may be views, and copy where they must."""
+    """Whether `view` shows the memory of `source` in the same dtype. In inference mode `contiguous` and `reshape` count
+    as views too, although they copy if they must."""
     same = view.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
     return same and view.dtype == source.dtype and not view.requires_grad and not source.requires_grad
 
@@ -253,7 +255,7 @@ def _items(name: str, values: Any) -> list[tuple[str, Any]]:
 
 
 def _has_any_shape(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether the shape of its result follows from contents: of what is indexed by masks, but not by numbers."""
+    """Whether the result's shape depends on contents, as in indexing by masks."""
     if func.overloadpacket is torch.ops.aten.index:
         return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
     return torch.Tag.dynamic_output_shape in func.tags

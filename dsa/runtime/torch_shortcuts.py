@@ -1,13 +1,13 @@
-"""What torch.compile's code calls in place of torch's public functions, which cost several times as much of the host.
+"""Private functions of torch that torch.compile's code calls. Public ones take the host several times as long.
 
-    TensorGuards     a check of tensors' types, dtypes, devices, sizes, strides, dispatch keys and requires_grad, in C++
-    empty_cuda       (sizes, strides, dtype): memory of the current GPU
-    empty_cpu        the same of the host
-    reinterpret      (tensor, sizes, strides, offset): memory of the tensor from so many elements behind its first
-    current_device   (): the index of the current GPU; None in a torch without CUDA
+    TensorGuards     checks tensors' types, dtypes, devices, sizes, strides, dispatch keys and requires_grad, in C++
+    empty_cuda       (sizes, strides, dtype) -> a tensor on the current GPU
+    empty_cpu        the same on the host
+    reinterpret      (tensor, sizes, strides, offset) -> a view that begins `offset` elements after the tensor's first
+    current_device   () -> the index of the current GPU; None in a torch without CUDA
 
-They are private to torch. Where this torch lacks one, or one does something else, HAS_SHORTCUTS is False, calls take
-torch's public way, and a warning says so once.
+If this torch lacks one, or one does something else, HAS_SHORTCUTS is False, calls use torch's public functions, and a
+warning says so once.
 """
 
 import warnings
@@ -17,7 +17,7 @@ import torch
 
 
 def works(guards: ModuleType) -> bool:
-    """Whether torch's private module has these functions, and they do on the host what is said above."""
+    """Whether torch's private module has these functions, and those for the host do what they should."""
     x = torch.arange(6.0, device="cpu").view(2, 3)
     try:
         check = guards.TensorGuards(x, dynamic_dims_sizes=[[2, 3]], dynamic_dims_strides=[[3, 1]]).check

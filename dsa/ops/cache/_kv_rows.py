@@ -3,10 +3,9 @@
 import torch
 
 from dsa.kernels.cache.limits import CHANNEL_MULTIPLE
-from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops._kernel_arguments import dtype_name, pages_as_rows, unit_inner
+from dsa.ops._kernel_arguments import dtype_name, pages_as_rows, rows_at_16_bytes, unit_inner
 from dsa.reference.cache.kv_cache import BYTE_DTYPES, V4_BYTES, V4_ROW, is_v4
-from dsa.runtime.checks import INT_MAX
+from dsa.runtime.declare import INT_MAX
 
 
 def layout_name(cache: torch.Tensor) -> str:

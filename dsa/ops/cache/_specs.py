@@ -3,8 +3,7 @@
 import torch
 
 from dsa.reference.cache.kv_cache import BYTE_DTYPES, V4_BYTES, V32_BYTES, is_v4, row_dim
-from dsa.runtime.arguments import PAGES, ROWS, Sizes
-from dsa.runtime.checks import FLOATS, check_tensor
+from dsa.runtime.declare import FLOATS, PAGES, ROWS, Sizes, check_tensor
 
 BYTES = (torch.uint8,)
 SLOTS = (torch.int32, torch.int64)

@@ -3,15 +3,26 @@
 import torch
 
 from dsa.kernels.cache.limits import COMPRESSED_DTYPES, COMPRESSED_KINDS, ROPE_CHANNELS
-from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops._kernel_arguments import dtype_name, pages_as_rows, slots_and_page_bytes
+from dsa.ops._kernel_arguments import dtype_name, pages_as_rows, rows_at_16_bytes, slots_and_page_bytes
 from dsa.ops.cache._kv_rows import cache_rows, check_cache, layout_name, slot_words
 from dsa.ops.cache._specs import CACHE_DTYPES, SLOTS, check_index_cache, check_kv_cache, page_layout
 from dsa.ops.elementwise.rotary import check_rotated
 from dsa.reference.cache import compressed_kv as reference
-from dsa.runtime.arguments import ALIGNED, CONTIGUOUS, F32, ROWS, Arguments, Flag, Number, Tensor
-from dsa.runtime.checks import FLOATS, INT32, check_memory, check_updatable
-from dsa.runtime.op import op
+from dsa.runtime.declare import (
+    ALIGNED,
+    CONTIGUOUS,
+    F32,
+    FLOATS,
+    INT32,
+    ROWS,
+    Arguments,
+    Flag,
+    Number,
+    Tensor,
+    check_memory,
+    check_updatable,
+    op,
+)
 
 __all__ = ["compress_kv", "write_compressed_kv"]
 

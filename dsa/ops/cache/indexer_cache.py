@@ -6,9 +6,7 @@ from dsa.kernels.cache.limits import INDEX_HEAD_DIMS
 from dsa.ops._kernel_arguments import dtype_name, pages_as_rows, slots_and_page_bytes
 from dsa.ops.cache._specs import BYTES, SLOTS, check_index_cache
 from dsa.reference.cache import indexer_cache as reference
-from dsa.runtime.arguments import CONTIGUOUS, F32, PAGES, ROWS, Arguments, Tensor
-from dsa.runtime.checks import E4M3, check_apart
-from dsa.runtime.op import op
+from dsa.runtime.declare import CONTIGUOUS, E4M3, F32, PAGES, ROWS, Arguments, Tensor, check_apart, op
 
 __all__ = ["read_indexer_cache", "write_indexer_cache"]
 

@@ -2,14 +2,11 @@
 
 import torch
 
-from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops._kernel_arguments import COUNTED_SLOTS, dtype_name
+from dsa.ops._kernel_arguments import COUNTED_SLOTS, dtype_name, rows_at_16_bytes
 from dsa.ops.cache._kv_rows import cache_rows, check_cache, layout_name, slot_words
 from dsa.ops.cache._specs import CACHE_DTYPES, SLOTS, check_kv_cache, check_scales, row_layout
 from dsa.reference.cache import kv_cache as reference
-from dsa.runtime.arguments import CONTIGUOUS, ROWS, Arguments, Dtype, Flag, Tensor
-from dsa.runtime.checks import FLOATS, MOST_SLOTS, check_positive
-from dsa.runtime.op import op
+from dsa.runtime.declare import CONTIGUOUS, FLOATS, MOST_SLOTS, ROWS, Arguments, Dtype, Flag, Tensor, check_positive, op
 
 __all__ = ["make_v4_cache", "read_kv_cache", "write_kv_cache"]
 

@@ -4,10 +4,7 @@ import torch
 
 from dsa.kernels.cache.limits import MAX_MAPPED
 from dsa.reference.cache import slot_mapping as reference
-from dsa.runtime.arguments import Arguments, Flag, Int, Tensor
-from dsa.runtime.checks import INT32
-from dsa.runtime.limits import at_most
-from dsa.runtime.op import op
+from dsa.runtime.declare import INT32, Arguments, Flag, Int, Tensor, at_most, op
 
 __all__ = ["slot_mapping"]
 

@@ -4,13 +4,10 @@ import torch
 
 from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE
 from dsa.kernels.elementwise.rms_norm_gradient_limits import MAX_NORM_GRADIENT_CHANNELS, MAX_NORM_GRADIENT_ROWS
-from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops._kernel_arguments import dtype_name, with_dims
+from dsa.ops._kernel_arguments import dtype_name, rows_at_16_bytes, with_dims
 from dsa.reference.elementwise import rms_norm as reference
 from dsa.runtime import backends
-from dsa.runtime.arguments import F32, ROWS, Arguments, Number, Tensor
-from dsa.runtime.checks import FLOATS
-from dsa.runtime.op import op
+from dsa.runtime.declare import F32, FLOATS, ROWS, Arguments, Number, Tensor, op
 
 _MAX_CHANNELS = {getattr(torch, name): channels for name, channels in MAX_NORM_GRADIENT_CHANNELS.items()}
 

@@ -5,13 +5,25 @@ import torch
 from dsa.kernels.elementwise.hyper_fusion_limits import HYPER_NORM_TILES
 from dsa.kernels.elementwise.limits import HYPER_STREAMS, MAX_HYPER_CHANNELS
 from dsa.kernels.gemm.limits import GROUP
-from dsa.ops._aligned import rows_at_16_bytes
+from dsa.ops._kernel_arguments import rows_at_16_bytes
 from dsa.ops.elementwise.hyper_connections import MOST_ITERATIONS
 from dsa.ops.elementwise.hyper_mix import BF16
 from dsa.reference.elementwise import hyper_collapse_norm_cast as reference
-from dsa.runtime.arguments import ALIGNED, CONTIGUOUS, F32, ROWS, Arguments, Flag, Int, Number, Tensor
-from dsa.runtime.limits import at_least, at_most, multiple_of
-from dsa.runtime.op import op
+from dsa.runtime.declare import (
+    ALIGNED,
+    CONTIGUOUS,
+    F32,
+    ROWS,
+    Arguments,
+    Flag,
+    Int,
+    Number,
+    Tensor,
+    at_least,
+    at_most,
+    multiple_of,
+    op,
+)
 
 __all__ = ["hyper_collapse_norm_cast_to_fp8"]
 

@@ -5,13 +5,23 @@ import math
 import torch
 
 from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, HYPER_STREAMS, HYPER_TILES, MAX_HYPER_CHANNELS
-from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops._kernel_arguments import dtype_name
+from dsa.ops._kernel_arguments import dtype_name, rows_at_16_bytes
 from dsa.reference.elementwise import hyper_connections as reference
-from dsa.runtime.arguments import ALIGNED, CONTIGUOUS, F32, ROWS, Arguments, Int, Number, Tensor
-from dsa.runtime.checks import FLOATS
-from dsa.runtime.limits import at_least, at_most, multiple_of
-from dsa.runtime.op import op
+from dsa.runtime.declare import (
+    ALIGNED,
+    CONTIGUOUS,
+    F32,
+    FLOATS,
+    ROWS,
+    Arguments,
+    Int,
+    Number,
+    Tensor,
+    at_least,
+    at_most,
+    multiple_of,
+    op,
+)
 
 __all__ = ["hyper_collapse", "hyper_expand", "hyper_head"]
 

@@ -14,13 +14,11 @@ from dsa.kernels.elementwise.limits import (
     MIX_PERSISTENT_ROWS,
     MIX_ROWS,
 )
-from dsa.ops._aligned import rows_at_16_bytes
+from dsa.ops._kernel_arguments import rows_at_16_bytes
 from dsa.ops.elementwise.hyper_connections import STREAMS
 from dsa.reference.elementwise import hyper_mix as reference
 from dsa.runtime import backends
-from dsa.runtime.arguments import ALIGNED, ROWS, Arguments, Tensor
-from dsa.runtime.limits import at_least, at_most, multiple_of
-from dsa.runtime.op import op
+from dsa.runtime.declare import ALIGNED, ROWS, Arguments, Tensor, at_least, at_most, multiple_of, op
 
 __all__ = ["hyper_mix"]
 

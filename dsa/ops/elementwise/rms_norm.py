@@ -3,14 +3,10 @@
 import torch
 
 from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, MAX_NORM_CHANNELS, MAX_NORM_ROWS
-from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops._kernel_arguments import dtype_name, with_dims
+from dsa.ops._kernel_arguments import dtype_name, rows_at_16_bytes, with_dims
 from dsa.ops.elementwise._rms_norm_gradient import has_kernel
 from dsa.reference.elementwise import rms_norm as reference
-from dsa.runtime.arguments import F32, ROWS, Arguments, Number, Tensor
-from dsa.runtime.checks import FLOATS
-from dsa.runtime.limits import at_most, multiple_of
-from dsa.runtime.op import op, wants_gradient
+from dsa.runtime.declare import F32, FLOATS, ROWS, Arguments, Number, Tensor, at_most, multiple_of, op, wants_gradient
 
 __all__ = ["rms_norm"]
 

@@ -4,13 +4,9 @@ import torch
 
 from dsa.kernels.elementwise.limits import MAX_NORM_CAST_CHANNELS, MAX_NORM_ROWS
 from dsa.kernels.gemm.limits import GROUP
-from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops._kernel_arguments import dtype_name
+from dsa.ops._kernel_arguments import dtype_name, rows_at_16_bytes
 from dsa.reference.elementwise import rms_norm_cast as reference
-from dsa.runtime.arguments import F32, ROWS, Arguments, Flag, Number, Tensor
-from dsa.runtime.checks import FLOATS
-from dsa.runtime.limits import at_least, at_most, multiple_of
-from dsa.runtime.op import op
+from dsa.runtime.declare import F32, FLOATS, ROWS, Arguments, Flag, Number, Tensor, at_least, at_most, multiple_of, op
 
 __all__ = ["add_rms_norm_cast_to_fp8", "rms_norm_cast_to_fp8"]
 

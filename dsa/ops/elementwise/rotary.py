@@ -3,13 +3,9 @@
 import torch
 
 from dsa.kernels.elementwise.limits import MAX_ROTARY_GROUPS, ROTARY_PAIRS
-from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops._kernel_arguments import dtype_name, unit_inner
+from dsa.ops._kernel_arguments import dtype_name, rows_at_16_bytes, unit_inner
 from dsa.reference.elementwise import rotary as reference
-from dsa.runtime.arguments import F32, INNER, Arguments, Choice, Flag, Tensor
-from dsa.runtime.checks import FLOATS
-from dsa.runtime.limits import at_least
-from dsa.runtime.op import op, wants_gradient
+from dsa.runtime.declare import F32, FLOATS, INNER, Arguments, Choice, Flag, Tensor, at_least, op, wants_gradient
 
 __all__ = ["apply_rotary"]
 

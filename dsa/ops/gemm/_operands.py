@@ -2,7 +2,7 @@
 
 import torch
 
-from dsa.runtime.checks import check_pair
+from dsa.runtime.declare import check_pair
 
 
 def pair(name: str, value: object) -> tuple:

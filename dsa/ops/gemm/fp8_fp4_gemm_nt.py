@@ -14,9 +14,7 @@ from dsa.ops.gemm.fp8_gemm_nt import Scaled
 from dsa.reference.gemm import fp4_cast
 from dsa.reference.gemm import fp8_fp4_gemm_nt as reference
 from dsa.runtime import backends
-from dsa.runtime.arguments import ALIGNED, F32, Arguments, Dtype, Int, Tensor
-from dsa.runtime.checks import E4M3, FLOATS, INT32, check_memory
-from dsa.runtime.op import op
+from dsa.runtime.declare import ALIGNED, E4M3, F32, FLOATS, INT32, Arguments, Dtype, Int, Tensor, check_memory, op
 
 if TYPE_CHECKING:
     from dsa.kernels.gemm.fp8_fp4_gemm_config import Fp8Fp4GemmConfig

@@ -7,17 +7,28 @@ from typing import TYPE_CHECKING
 import torch
 
 from dsa.kernels.gemm import limits
-from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops._kernel_arguments import dtype_name
-from dsa.ops._tma_rows import tma_rows
+from dsa.ops._kernel_arguments import dtype_name, rows_at_16_bytes, tma_rows
 from dsa.ops.gemm._operands import check_rows, pair
 from dsa.reference.gemm import fp8_cast
 from dsa.reference.gemm import fp8_gemm_nt as reference
 from dsa.runtime import backends
-from dsa.runtime.arguments import ALIGNED, F32, ROWS, Arguments, Dtype, Flag, Int, Tensor
-from dsa.runtime.checks import E4M3, FLOATS, INT32, check_memory
-from dsa.runtime.limits import at_most, multiple_of
-from dsa.runtime.op import op
+from dsa.runtime.declare import (
+    ALIGNED,
+    E4M3,
+    F32,
+    FLOATS,
+    INT32,
+    ROWS,
+    Arguments,
+    Dtype,
+    Flag,
+    Int,
+    Tensor,
+    at_most,
+    check_memory,
+    multiple_of,
+    op,
+)
 
 if TYPE_CHECKING:
     from dsa.kernels.gemm.fp8_gemm_choice import Tile

@@ -15,10 +15,22 @@ from dsa.ops.gemm.fp8_fp4_gemm_nt import FP4Weights
 from dsa.ops.gemm.fp8_gemm_nt import Scaled
 from dsa.reference.gemm import grouped_fp8_gemm_swiglu as reference
 from dsa.runtime import backends
-from dsa.runtime.arguments import ALIGNED, F32, Arguments, Dtype, Flag, Int, Number, Tensor
-from dsa.runtime.checks import E4M3, FLOATS, INT32
-from dsa.runtime.limits import POSITIVE, multiple_of
-from dsa.runtime.op import op
+from dsa.runtime.declare import (
+    ALIGNED,
+    E4M3,
+    F32,
+    FLOATS,
+    INT32,
+    POSITIVE,
+    Arguments,
+    Dtype,
+    Flag,
+    Int,
+    Number,
+    Tensor,
+    multiple_of,
+    op,
+)
 
 if TYPE_CHECKING:
     from dsa.kernels.gemm.fp8_gemm_config import Fp8GemmConfig

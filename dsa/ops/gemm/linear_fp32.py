@@ -3,12 +3,9 @@
 import torch
 
 from dsa.kernels.gemm.linear_fp32_limits import CHANNEL_MULTIPLE, MAX_ROWS, MAX_TOKENS, choose_config
-from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops._kernel_arguments import dtype_name
+from dsa.ops._kernel_arguments import dtype_name, rows_at_16_bytes
 from dsa.reference.gemm import linear_fp32 as reference
-from dsa.runtime.arguments import ROWS, Arguments, Int, Number, Tensor
-from dsa.runtime.limits import at_most, multiple_of
-from dsa.runtime.op import op
+from dsa.runtime.declare import ROWS, Arguments, Int, Number, Tensor, at_most, multiple_of, op
 
 __all__ = ["linear_fp32"]
 

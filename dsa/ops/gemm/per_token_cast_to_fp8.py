@@ -3,12 +3,9 @@
 import torch
 
 from dsa.kernels.gemm.limits import GROUP
-from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops._kernel_arguments import dtype_name, with_dims
+from dsa.ops._kernel_arguments import dtype_name, rows_at_16_bytes, with_dims
 from dsa.reference.gemm import fp8_cast as reference
-from dsa.runtime.arguments import ROWS, Arguments, Flag, Int, Tensor
-from dsa.runtime.checks import FLOATS
-from dsa.runtime.op import op
+from dsa.runtime.declare import FLOATS, ROWS, Arguments, Flag, Int, Tensor, op
 
 __all__ = ["per_token_cast_to_fp8"]
 

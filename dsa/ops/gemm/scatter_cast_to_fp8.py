@@ -3,13 +3,9 @@
 import torch
 
 from dsa.kernels.gemm.limits import GROUP
-from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops._kernel_arguments import dtype_name
+from dsa.ops._kernel_arguments import dtype_name, rows_at_16_bytes
 from dsa.reference.gemm import scatter_cast_to_fp8 as reference
-from dsa.runtime.arguments import ROWS, Arguments, Flag, Tensor
-from dsa.runtime.checks import FLOATS, INT32
-from dsa.runtime.limits import multiple_of
-from dsa.runtime.op import op
+from dsa.runtime.declare import FLOATS, INT32, ROWS, Arguments, Flag, Tensor, multiple_of, op
 
 __all__ = ["scatter_cast_to_fp8"]
 

@@ -3,14 +3,10 @@
 import torch
 
 from dsa.kernels.gemm.limits import GROUP, SWIGLU_MULTIPLE
-from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops._kernel_arguments import dtype_name, with_dims
+from dsa.ops._kernel_arguments import dtype_name, rows_at_16_bytes, with_dims
 from dsa.reference.gemm import swiglu_cast_to_fp8 as reference
 from dsa.runtime import backends
-from dsa.runtime.arguments import ROWS, Arguments, Flag, Number, Tensor
-from dsa.runtime.checks import FLOATS
-from dsa.runtime.limits import POSITIVE, multiple_of
-from dsa.runtime.op import op
+from dsa.runtime.declare import FLOATS, POSITIVE, ROWS, Arguments, Flag, Number, Tensor, multiple_of, op
 
 __all__ = ["swiglu_cast_to_fp8"]
 

@@ -6,10 +6,24 @@ from dsa.kernels.indexer.limits import HEAD_DIMS, HEADS, MAX_COLS
 from dsa.ops._kernel_arguments import dtype_name
 from dsa.reference.indexer import fp8_mqa_logits as reference
 from dsa.runtime import backends
-from dsa.runtime.arguments import ALIGNED, F32, INNER, ROWS, Arguments, Dtype, Flag, Int, Tensor
-from dsa.runtime.checks import E4M3, FLOATS, INT32, check_memory, check_pair
-from dsa.runtime.limits import at_most
-from dsa.runtime.op import op
+from dsa.runtime.declare import (
+    ALIGNED,
+    E4M3,
+    F32,
+    FLOATS,
+    INNER,
+    INT32,
+    ROWS,
+    Arguments,
+    Dtype,
+    Flag,
+    Int,
+    Tensor,
+    at_most,
+    check_memory,
+    check_pair,
+    op,
+)
 
 __all__ = ["fp8_mqa_logits", "mqa_logits"]
 

@@ -9,22 +9,23 @@ from dsa.ops.indexer.fp8_mqa_logits import ACCUMULATORS, LOGITS_DTYPES
 from dsa.reference.indexer import fp8_paged_mqa_logits as reference
 from dsa.reference.indexer.fp8_mqa_logits import row_stride
 from dsa.runtime import backends
-from dsa.runtime.arguments import (
+from dsa.runtime.declare import (
     ALIGNED,
     ANY,
     CONTIGUOUS,
+    E4M3,
     F32,
     INNER,
+    INT32,
     PAGES,
     Arguments,
     Dtype,
     Flag,
     Int,
     Tensor,
+    at_most,
+    op,
 )
-from dsa.runtime.checks import E4M3, INT32
-from dsa.runtime.limits import at_most
-from dsa.runtime.op import op
 
 __all__ = ["fp8_paged_mqa_logits", "get_paged_mqa_logits_metadata"]
 

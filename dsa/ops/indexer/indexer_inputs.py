@@ -7,9 +7,7 @@ from dsa.ops._kernel_arguments import dtype_name, pages_as_rows, slots_and_page_
 from dsa.ops.cache._specs import BYTES, SLOTS, check_index_cache
 from dsa.ops.elementwise.rotary import DIMS, check_rotated
 from dsa.reference.indexer import indexer_inputs as reference
-from dsa.runtime.arguments import CONTIGUOUS, F32, INNER, PAGES, ROWS, Arguments, Choice, Flag, Number, Tensor
-from dsa.runtime.checks import FLOATS
-from dsa.runtime.op import op
+from dsa.runtime.declare import CONTIGUOUS, F32, FLOATS, INNER, PAGES, ROWS, Arguments, Choice, Flag, Number, Tensor, op
 
 __all__ = ["quantize_indexer_queries", "write_indexer_keys"]
 

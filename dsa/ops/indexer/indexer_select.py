@@ -8,10 +8,7 @@ from dsa.ops._kernel_arguments import unit_inner
 from dsa.ops.indexer import fp8_mqa_logits, topk_indices
 from dsa.reference.indexer import indexer_select as reference
 from dsa.runtime import backends
-from dsa.runtime.arguments import INNER, Arguments, Dtype, Flag, Int, Tensor
-from dsa.runtime.checks import INT32
-from dsa.runtime.limits import at_most
-from dsa.runtime.op import op
+from dsa.runtime.declare import INNER, INT32, Arguments, Dtype, Flag, Int, Tensor, at_most, op
 
 __all__ = ["indexer_select"]
 

@@ -6,9 +6,7 @@ from dsa.kernels.indexer.limits import MAX_COLS, MAX_K
 from dsa.ops.indexer import fp8_paged_mqa_logits as of_scores
 from dsa.ops.indexer import topk_indices as of_topk
 from dsa.reference.indexer import paged_indexer_select as reference
-from dsa.runtime.arguments import Arguments, Dtype, Flag, Int
-from dsa.runtime.limits import at_most
-from dsa.runtime.op import op
+from dsa.runtime.declare import Arguments, Dtype, Flag, Int, at_most, op
 
 __all__ = ["paged_indexer_select"]
 

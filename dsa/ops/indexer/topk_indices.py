@@ -8,10 +8,7 @@ from dsa.kernels.indexer.limits import MAX_COLS, MAX_K
 from dsa.ops._kernel_arguments import dtype_name, unit_inner
 from dsa.reference.indexer import topk_indices as reference
 from dsa.runtime import backends
-from dsa.runtime.arguments import INNER, Arguments, Flag, Int, Tensor
-from dsa.runtime.checks import INT32, check_apart
-from dsa.runtime.limits import at_most
-from dsa.runtime.op import op
+from dsa.runtime.declare import INNER, INT32, Arguments, Flag, Int, Tensor, at_most, check_apart, op
 
 __all__ = ["topk_indices"]
 

@@ -13,16 +13,27 @@ from dsa.kernels.mla.limits import (
     PAGE_MULTIPLE,
     TILE_N,
 )
-from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops._kernel_arguments import dtype_name, unit_inner
+from dsa.ops._kernel_arguments import dtype_name, rows_at_16_bytes, unit_inner
 from dsa.ops.mla._latent_caches import OUT, check_latent_cache, latent_cache
 from dsa.ops.mla._plans import check_plan
 from dsa.ops.mla._sparse_attention import DTYPES, aligned, of_caller
 from dsa.reference.mla import flash_mla_with_kvcache as reference
-from dsa.runtime.arguments import CONTIGUOUS, INNER, ROWS, Arguments, Flag, Int, Number, Tensor
-from dsa.runtime.checks import FLOATS, INT32
-from dsa.runtime.limits import POSITIVE, at_most, multiple_of
-from dsa.runtime.op import op
+from dsa.runtime.declare import (
+    CONTIGUOUS,
+    FLOATS,
+    INNER,
+    INT32,
+    POSITIVE,
+    ROWS,
+    Arguments,
+    Flag,
+    Int,
+    Number,
+    Tensor,
+    at_most,
+    multiple_of,
+    op,
+)
 
 SHORT = 4  # decoding is short up to this many tiles per part, on average
 # Few CTAs combine short decoding with at least so many rows and at most so many splits per sequence: a CTA reads its

@@ -4,8 +4,7 @@ import torch
 
 from dsa.ops.cache._specs import cache_dim
 from dsa.reference.cache.kv_cache import BYTE_DTYPES
-from dsa.runtime.arguments import ROWS, Tensor
-from dsa.runtime.checks import FLOATS, check_flag
+from dsa.runtime.declare import FLOATS, ROWS, Tensor, check_flag
 
 # Of dense and of sparse decoding. The heads of a query are contiguous; queries may be any distance apart.
 OUT = {"out": Tensor("B s_q h_q head_dim_v", FLOATS, like="q", layout=ROWS, merged=(2, 4))}

@@ -5,8 +5,17 @@ import dataclasses
 import torch
 
 from dsa.reference.mla.mla_metadata import FlashMLASchedMeta
-from dsa.runtime.arguments import Arguments, Int, Tensor
-from dsa.runtime.checks import INT32, check_flag, check_positive, check_same_device, check_tensor, shape_of
+from dsa.runtime.declare import (
+    INT32,
+    Arguments,
+    Int,
+    Tensor,
+    check_flag,
+    check_positive,
+    check_same_device,
+    check_tensor,
+    shape_of,
+)
 
 MLA_METADATA = Arguments(
     cache_seqlens=Tensor("B", INT32), num_q_tokens_per_head_k=Int(), num_heads_k=Int(), most_keys=Int(least=0)

@@ -3,7 +3,7 @@
 import torch
 
 from dsa.kernels.mla.limits import HEAD_DIM_V, SPARSE_HEAD_DIMS
-from dsa.ops._aligned import rows_at_16_bytes
+from dsa.ops._kernel_arguments import rows_at_16_bytes
 from dsa.ops.mla import _shared_keys as shared_keys
 from dsa.ops.mla._sparse_attention import (
     DTYPES,
@@ -14,10 +14,20 @@ from dsa.ops.mla._sparse_attention import (
     of_caller,
 )
 from dsa.reference.mla import flash_mla_sparse_fwd as reference
-from dsa.runtime.arguments import F32, ROWS, Arguments, Flag, Int, Number, Tensor
-from dsa.runtime.checks import FLOATS, INT32, check_apart
-from dsa.runtime.limits import POSITIVE
-from dsa.runtime.op import op
+from dsa.runtime.declare import (
+    F32,
+    FLOATS,
+    INT32,
+    POSITIVE,
+    ROWS,
+    Arguments,
+    Flag,
+    Int,
+    Number,
+    Tensor,
+    check_apart,
+    op,
+)
 
 __all__ = ["flash_mla_sparse_fwd"]
 

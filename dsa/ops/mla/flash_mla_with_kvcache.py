@@ -21,9 +21,7 @@ from dsa.ops.mla._sparse_attention import DTYPES
 from dsa.ops.mla._sparse_decode import _sparse_mla_decode
 from dsa.reference.mla.mla_metadata import FlashMLASchedMeta, plan_one_part
 from dsa.runtime import backends
-from dsa.runtime.checks import check_apart, check_flag, check_memory, shape_of
-from dsa.runtime.limits import at_most
-from dsa.runtime.op import Op, op
+from dsa.runtime.declare import Op, at_most, check_apart, check_flag, check_memory, op, shape_of
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_with_kvcache", "get_mla_metadata"]
 

@@ -5,13 +5,9 @@ from collections.abc import Sequence
 import torch
 
 from dsa.kernels.mla.limits import MAX_BRANCHES, MAX_MERGE_ROWS, MERGE_CHANNEL_MULTIPLE
-from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops._kernel_arguments import dtype_name, with_dims
+from dsa.ops._kernel_arguments import dtype_name, rows_at_16_bytes, with_dims
 from dsa.reference.mla import merge_attention as reference
-from dsa.runtime.arguments import F32, ROWS, Arguments, Tensor, Tensors
-from dsa.runtime.checks import FLOATS
-from dsa.runtime.limits import at_most, multiple_of
-from dsa.runtime.op import op
+from dsa.runtime.declare import F32, FLOATS, ROWS, Arguments, Tensor, Tensors, at_most, multiple_of, op
 
 __all__ = ["merge_attention"]
 

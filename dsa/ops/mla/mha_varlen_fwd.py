@@ -5,14 +5,11 @@ import math
 import torch
 
 from dsa.kernels.mla.mha_limits import MHA_DIMS, ROPE_DIMS
-from dsa.ops._kernel_arguments import dtype_name
-from dsa.ops._tma_rows import tma_rows
+from dsa.ops._kernel_arguments import dtype_name, tma_rows
 from dsa.reference.mla import mha_varlen_fwd as reference
 from dsa.reference.mla.selection_bits import KEYS, WORDS
 from dsa.runtime import backends
-from dsa.runtime.arguments import Arguments, Flag, Int, Number, Tensor
-from dsa.runtime.checks import FLOATS, INT32
-from dsa.runtime.op import op
+from dsa.runtime.declare import FLOATS, INT32, Arguments, Flag, Int, Number, Tensor, op
 
 __all__ = ["mha_varlen_fwd"]
 

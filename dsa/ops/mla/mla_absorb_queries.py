@@ -4,13 +4,10 @@ import torch
 
 from dsa.kernels.mla.limits import HEAD_DIM, HEAD_DIM_V
 from dsa.kernels.mla.up_projection_limits import ABSORBED_NOPE, MAX_UP_PROJECTION_ROWS, UP_PROJECTION_ROWS
-from dsa.ops._aligned import rows_at_16_bytes
+from dsa.ops._kernel_arguments import rows_at_16_bytes
 from dsa.ops.gemm._operands import pair
 from dsa.reference.mla import mla_absorb_queries as reference
-from dsa.runtime.arguments import ALIGNED, F32, INNER, ROWS, Arguments, Tensor
-from dsa.runtime.checks import E4M3, FLOATS
-from dsa.runtime.limits import at_most
-from dsa.runtime.op import op
+from dsa.runtime.declare import ALIGNED, E4M3, F32, FLOATS, INNER, ROWS, Arguments, Tensor, at_most, op
 
 __all__ = ["mla_absorb_queries"]
 

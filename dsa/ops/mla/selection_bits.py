@@ -3,9 +3,7 @@
 import torch
 
 from dsa.reference.mla import selection_bits as reference
-from dsa.runtime.arguments import Arguments, Int, Tensor
-from dsa.runtime.checks import INT32
-from dsa.runtime.op import op
+from dsa.runtime.declare import INT32, Arguments, Int, Tensor, op
 
 __all__ = ["selection_bits"]
 

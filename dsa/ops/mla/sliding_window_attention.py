@@ -6,18 +6,15 @@ from dsa.kernels.mla.limits import HEAD_DIM_V, MAX_WINDOW, SPARSE_HEAD_DIMS
 from dsa.ops._kernel_arguments import COUNTED_SLOTS
 from dsa.ops.cache._specs import page_layout
 from dsa.ops.mla import _sparse_decode
+from dsa.ops.mla import window_indices as window_lists
 
 # The module, not its names: ops imported by name would count as ops of this module.
-from dsa.ops.mla import window_indices as window_lists
 from dsa.ops.mla._latent_caches import check_latent_cache, check_layout_flag, latent_cache
 from dsa.ops.mla._sparse_attention import DTYPES, Results, attend, inner_contiguous
 from dsa.ops.mla._window_selections import PACKED, SOFTMAX, WINDOW_LIST, Packed, Selected, window_selections
 from dsa.reference.mla import sliding_window_attention as reference
 from dsa.reference.mla import sliding_window_decode as window_decode
-from dsa.runtime.arguments import F32, ROWS, Arguments, Flag, Int, Number, Tensor
-from dsa.runtime.checks import FLOATS, INT32
-from dsa.runtime.limits import POSITIVE, at_most
-from dsa.runtime.op import op
+from dsa.runtime.declare import F32, FLOATS, INT32, POSITIVE, ROWS, Arguments, Flag, Int, Number, Tensor, at_most, op
 
 __all__ = ["sliding_window_attention", "sliding_window_decode", "window_sparse_attention"]
 

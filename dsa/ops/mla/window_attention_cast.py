@@ -20,10 +20,20 @@ from dsa.ops.mla._sparse_attention import (
 from dsa.ops.mla._window_selections import PACKED, WINDOW_LIST, window_selections
 from dsa.reference.mla import window_attention_cast as reference
 from dsa.runtime import backends
-from dsa.runtime.arguments import F32, ROWS, Arguments, Flag, Int, Number, Tensor
-from dsa.runtime.checks import FLOATS, INT32
-from dsa.runtime.limits import POSITIVE, multiple_of
-from dsa.runtime.op import op
+from dsa.runtime.declare import (
+    F32,
+    FLOATS,
+    INT32,
+    POSITIVE,
+    ROWS,
+    Arguments,
+    Flag,
+    Int,
+    Number,
+    Tensor,
+    multiple_of,
+    op,
+)
 
 __all__ = ["window_attention_cast_to_fp8"]
 

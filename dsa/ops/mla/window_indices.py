@@ -4,10 +4,7 @@ import torch
 
 from dsa.kernels.mla.limits import MAX_WINDOW
 from dsa.reference.mla import window_indices as reference
-from dsa.runtime.arguments import Arguments, Int, Tensor
-from dsa.runtime.checks import INT32, MOST_SLOTS
-from dsa.runtime.limits import at_most
-from dsa.runtime.op import op
+from dsa.runtime.declare import INT32, MOST_SLOTS, Arguments, Int, Tensor, at_most, op
 
 __all__ = ["window_indices", "window_slots"]
 

@@ -3,13 +3,9 @@
 import torch
 
 from dsa.kernels.moe.limits import CHANNEL_MULTIPLE, COMBINE_CTA_BYTES, MAX_COMBINE_ROWS
-from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops._kernel_arguments import dtype_name
+from dsa.ops._kernel_arguments import dtype_name, rows_at_16_bytes
 from dsa.reference.moe import combine_experts as reference
-from dsa.runtime.arguments import F32, ROWS, Arguments, Tensor
-from dsa.runtime.checks import FLOATS
-from dsa.runtime.limits import at_most, multiple_of
-from dsa.runtime.op import op
+from dsa.runtime.declare import F32, FLOATS, ROWS, Arguments, Tensor, at_most, multiple_of, op
 
 __all__ = ["combine_experts"]
 

@@ -12,13 +12,10 @@ from dsa.kernels.moe.route_to_experts_limits import (
     MAX_TOKENS,
     TILE_TOKENS,
 )
-from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops._kernel_arguments import dtype_name
+from dsa.ops._kernel_arguments import dtype_name, rows_at_16_bytes
 from dsa.ops.moe.route_to_experts import HALVES, own_count
 from dsa.reference.moe import route_by_table as reference
-from dsa.runtime.arguments import ROWS, Arguments, Int, Number, Tensor
-from dsa.runtime.limits import at_most, multiple_of
-from dsa.runtime.op import op
+from dsa.runtime.declare import ROWS, Arguments, Int, Number, Tensor, at_most, multiple_of, op
 
 __all__ = ["route_by_table"]
 

@@ -12,14 +12,23 @@ from dsa.kernels.moe.route_to_experts_limits import (
     MAX_TOKENS,
     TILE_TOKENS,
 )
-from dsa.ops._aligned import rows_at_16_bytes
-from dsa.ops._kernel_arguments import dtype_name
+from dsa.ops._kernel_arguments import dtype_name, rows_at_16_bytes
 from dsa.ops.moe.expert_routing import SCORES, check_groups
 from dsa.reference.moe import route_to_experts as reference
-from dsa.runtime.arguments import F32, ROWS, Arguments, Choice, Flag, Int, Number, Tensor
-from dsa.runtime.checks import shape_of
-from dsa.runtime.limits import at_most, multiple_of
-from dsa.runtime.op import op
+from dsa.runtime.declare import (
+    F32,
+    ROWS,
+    Arguments,
+    Choice,
+    Flag,
+    Int,
+    Number,
+    Tensor,
+    at_most,
+    multiple_of,
+    op,
+    shape_of,
+)
 
 __all__ = ["route_to_experts"]
 

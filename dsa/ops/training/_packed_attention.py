@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from dsa.ops._tma_rows import tma_rows
+from dsa.ops._kernel_arguments import tma_rows
 from dsa.ops.mla.flash_mla_sparse_fwd import flash_mla_sparse_fwd
 from dsa.ops.mla.mha_varlen_fwd import _mha_varlen_fwd
 from dsa.ops.training._uncovered_rows import fill_uncovered

@@ -8,10 +8,7 @@ from dsa.ops.training._indexer_gradient import active_shape, index_scores
 from dsa.ops.training._warmup_sum import INDEXER_LIMITS, LEAST_WORKSPACE, Indexer, Plan, make_plan
 from dsa.ops.training.sparse_mla_attention import DTYPES
 from dsa.reference.training import indexer_topk as reference
-from dsa.runtime.arguments import Arguments, Flag, Int, Tensor
-from dsa.runtime.checks import INT32
-from dsa.runtime.limits import at_most
-from dsa.runtime.op import op
+from dsa.runtime.declare import INT32, Arguments, Flag, Int, Tensor, at_most, op
 
 __all__ = ["indexer_topk"]
 

@@ -27,10 +27,20 @@ from dsa.ops.training._warmup_sum import (
 from dsa.ops.training.indexer_topk import SEQUENCES
 from dsa.ops.training.sparse_mla_attention import DTYPES
 from dsa.reference.training import indexer_warmup_attention as reference
-from dsa.runtime.arguments import F32, Arguments, Flag, Int, Number, Tensor
-from dsa.runtime.checks import INT32
-from dsa.runtime.limits import POSITIVE, at_least
-from dsa.runtime.op import Gradient, op, wants_gradient
+from dsa.runtime.declare import (
+    F32,
+    INT32,
+    POSITIVE,
+    Arguments,
+    Flag,
+    Gradient,
+    Int,
+    Number,
+    Tensor,
+    at_least,
+    op,
+    wants_gradient,
+)
 
 __all__ = ["indexer_warmup_attention"]
 

@@ -13,16 +13,12 @@ from dsa.kernels.training.limits import (
     SPARSE_HEAD_TILE,
     SPARSE_KEY_TILE,
 )
-from dsa.ops._kernel_arguments import dtype_name
-from dsa.ops._tma_rows import tma_rows
+from dsa.ops._kernel_arguments import dtype_name, tma_rows
 from dsa.ops.mla._sparse_attention import inner_contiguous
 from dsa.ops.mla.flash_mla_sparse_fwd import flash_mla_sparse_fwd
 from dsa.reference.training import sparse_mla_attention as reference
 from dsa.runtime import backends
-from dsa.runtime.arguments import ROWS, Arguments, Flag, Int, Number, Tensor
-from dsa.runtime.checks import FLOATS, INT32
-from dsa.runtime.limits import POSITIVE
-from dsa.runtime.op import Gradient, op
+from dsa.runtime.declare import FLOATS, INT32, POSITIVE, ROWS, Arguments, Flag, Gradient, Int, Number, Tensor, op
 
 __all__ = ["sparse_mla_attention"]
 
