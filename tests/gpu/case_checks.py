@@ -44,11 +44,13 @@ def check_far_rows(case: Case, given: Given, names: Sequence[str], rows: int) ->
 
 def layouts(x: torch.Tensor) -> list[torch.Tensor]:
     """Tensors of the shape of x in other layouts: columns of wider rows among NaN, at multiples of 16 bytes and not;
-    the first or the last dimension innermost; rows apart; and a stride of 0."""
+    the first or the last dimension innermost; rows apart; a stride of 0; and any stride of a single row."""
     found = [torch.stack((x, x), 1)[:, 1], x[:1].expand(x.shape)]
     if x.dim() > 1:
         found += [x.transpose(0, dim).contiguous().transpose(0, dim) for dim in (1, -1)]
         found += [among_nan(x), among_nan(x, 1, 2)]
+    if len(x) == 1:
+        found.append(x.as_strided(x.shape, (7, *x.stride()[1:])))
     return found
 
 
