@@ -22,7 +22,11 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 by_dtype = pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
 SHAPES = [(1, 7168, 1536), (7, 576, 7168), (64, 2112, 7168), (65, 128, 128), (128, 8, 16), (300, 1000, 400),
           (4096, 4096, 7168), (513, 24576, 1536)]  # fmt: skip
-GROUPS = [[0, 5, 0, 0, 300, 64, 1, 0], [0] * 7 + [1], [129] * 4, [1] * 256, [0] * 200 + [8] * 56 + [0] * 100, [3000, 1]]
+GROUPS = [
+    *([0, 5, 0, 0, 300, 64, 1, 0], [0] * 7 + [1], [129] * 4, [1] * 256, [0] * 200 + [8] * 56 + [0] * 100, [3000, 1]),
+    *([0, 5, 0, 30, 9, 1, 0], [1] * 200, [0] * 1000 + [2] * 24, [60, 0, 4]),
+]
+MANY_ROWS = [[0] * 1000 + [50] * 24, [2] * 1024, [0, 0, 4500, 0], [1500, 0, 1, 2600]]
 # [N, K] of layers. With few rows, those of few columns run split-K.
 LAYERS = [(2112, 7168), (576, 7168), (128, 7168), (1536, 7168), (7168, 2048), (24576, 1536), (392, 400)]
 # [N, K] of a GPU's columns: V3.2's output projection on 4 and 8 GPUs, V4-Flash's on 2, shared experts on 8 and 2.
@@ -57,25 +61,18 @@ def test_one_matrix_is_right(rows, columns, channels, out_dtype, record_error):
 
 @pytest.mark.parametrize("groups", GROUPS, ids=hostile.name)
 @by_sizes(
-    grid(columns=(512,), channels=(256,), out_dtype=DTYPES[:2]),
-    grid(columns=(136,), channels=(128,), out_dtype=DTYPES[:2]),
+    *(grid(columns=[n], channels=[k], out_dtype=DTYPES) for n, k in ((512, 256), (136, 128), (392, 400), (72, 1152)))
 )
 def test_groups_are_right(sizes, groups, record_error):
     verify(GROUPED, sizes | {"sizes": groups, "tokens": 0, "weighted": False}, record_error)
 
 
-@pytest.mark.parametrize("out_dtype", DTYPES[:2], ids=str)
-@pytest.mark.parametrize(("columns", "channels"), LAYERS)
-def test_a_row_does_not_depend_on_how_many_there_are(columns, channels, out_dtype):
-    """Few rows run in the small-M kernel, in tiles of 8 to 64 rows, with and without split-K; other rows in another
-    kernel."""
-    a, b = operands(4096, columns, channels)
-    whole = dsa.fp8_gemm_nt(a, b, out_dtype)
-    for rows in (*range(1, 66), 100, 128, 192, 256, 300, 511, 512, 1000):
-        first = 977 * rows % (4096 - rows)
-        part = slice(first, first + rows)
-        poison_free_memory(mebibytes=1)
-        assert torch.equal(dsa.fp8_gemm_nt((a[0][part], a[1][part]), b, out_dtype), whole[part]), rows
+@pytest.mark.parametrize("tokens", [0, 700])
+@pytest.mark.parametrize("groups", MANY_ROWS, ids=hostile.name)
+@by_sizes(grid(weighted=(False, True), out_dtype=DTYPES[1:], columns=[136], channels=[256]))
+def test_many_rows_of_groups_are_right(sizes, groups, tokens, record_error):
+    """Scheduling is dynamic. The kernel gathers rows by number, or the op copies them if they are many."""
+    verify(GROUPED, sizes | {"sizes": groups, "tokens": tokens}, record_error)
 
 
 def first_rows(a, rows):
@@ -110,17 +107,20 @@ def test_every_tile_of_one_matrix_gives_the_same_bits(columns, channels, out_dty
 
 @pytest.mark.parametrize("out_dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize(("before", "after"), [(0, 512), (4, 0), (2, 128), (1, 16), (8, 400)])
-@pytest.mark.parametrize(("columns", "channels"), PARTS)
-def test_nan_around_columns_of_a_wider_weight_reaches_no_result(columns, channels, before, after, out_dtype):
-    """Repeated calls, with the columns at two addresses in turn, also run recorded."""
-    a, b = operands(600, columns, channels)
-    parts = [columns_of_a_wider_one(b, before, after) for _ in range(2)]
-    for rows in (1, 8, 33, 64, 65, 300, 600):
-        expected = dsa.fp8_gemm_nt(first_rows(a, rows), b, out_dtype)
-        assert not expected.isnan().any()
-        for i in range(12 if rows in (1, 600) else 1):
+@pytest.mark.parametrize(("columns", "channels"), [*LAYERS, *PARTS])
+def test_a_row_depends_on_no_other_row_and_on_nothing_around_the_weight(columns, channels, before, after, out_dtype):
+    """Few rows run in the small-M kernel, in tiles of 8 to 64 rows, with and without split-K. Repeated calls, with the
+    columns at two addresses in turn, also run recorded."""
+    a, b = operands(1200, columns, channels)
+    whole, parts = dsa.fp8_gemm_nt(a, b, out_dtype), [columns_of_a_wider_one(b, before, after) for _ in range(2)]
+    assert not whole.isnan().any()
+    for rows in (*range(1, 66), 100, 128, 192, 256, 300, 511, 512, 1000):
+        first = 977 * rows % (1200 - rows)
+        part = slice(first, first + rows)
+        for i in range(12 if rows in (1, 512) else 1):
             poison_free_memory(mebibytes=1)
-            assert torch.equal(dsa.fp8_gemm_nt(first_rows(a, rows), parts[i % 2], out_dtype), expected), (rows, i)
+            found = dsa.fp8_gemm_nt((a[0][part], a[1][part]), parts[(rows + i) % 2], out_dtype)
+            assert torch.equal(found, whole[part]), (rows, i)
 
 
 def test_strides_change_no_bit():
@@ -138,15 +138,11 @@ def test_strides_change_no_bit():
 
 @pytest.mark.parametrize("ctas", [1, 7, 132, 500])
 def test_any_number_of_ctas_gives_the_same_bits(ctas):
-    """One matrix, with rows in several bands; groups with dynamic scheduling."""
+    """The rows of one matrix are in several bands."""
     a, b = operands(4500, 1000, 144)
     expected = dsa.fp8_gemm_nt(a, b)
     for config in kernels.ONE_MATRIX_CONFIGS:
         hostile.check_written(partial(write_one, config, a, b, ctas=ctas), expected)
-    (a, b), ends = operands(sum(TAILS), 392, 256, len(TAILS)), hostile.ends_of(TAILS)
-    expected = dsa.grouped_fp8_gemm_nt(a, b, ends)
-    for config in kernels.DRAWN_CONFIGS:
-        hostile.check_written(partial(write_grouped, config, a, b, ends, is_dynamic=True, ctas=ctas), expected)
 
 
 def matrix_by_matrix(a, b, sizes, out_dtype=torch.float32):
@@ -172,26 +168,11 @@ def test_every_tile_of_groups_gives_the_same_bits(columns, channels, out_dtype):
     for config, gathered, is_dynamic in KINDS:
         operand, rows, undefined = (mixed, numbers, outside) if gathered else (a, None, None)
         write = partial(write_grouped, config, operand, b, ends, rows=rows, is_dynamic=is_dynamic)
-        hostile.check_written(write, plain, undefined=undefined)
-        hostile.check_written(partial(write, weights=factors), weighted, undefined=undefined)
-
-
-@pytest.mark.parametrize(
-    "sizes",
-    [[0] * 1000 + [50] * 24, [2] * 1024, [0, 0, 4500, 0], [1500, 0, 1, 2600]],
-    ids=hostile.name,
-)
-def test_many_rows_of_several_matrices_have_the_bits_of_each_product(sizes):
-    """Scheduling is dynamic. The kernel gathers rows by number, or the op copies them if they are many."""
-    given = GROUPED.arguments("cuda", sizes=sizes, tokens=700, columns=136, channels=256)
-    a, b, ends, rows, factors = (given[name] for name in ("a", "b", "ends", "rows", "weights"))
-    copied = tuple(hostile.rows_of(x, rows) for x in a)
-    expected = matrix_by_matrix(copied, b, sizes)
-    for operand, order in ((copied, None), (a, rows)):
-        poison_free_memory(mebibytes=64)
-        assert torch.equal(dsa.grouped_fp8_gemm_nt(operand, b, ends, rows=order), expected.bfloat16())
-        got = dsa.grouped_fp8_gemm_nt(operand, b, ends, torch.float16, rows=order, weights=factors)
-        assert torch.equal(got, (expected * factors[:, None]).half())
+        for ctas in (None, 1, 7, 500) if is_dynamic else (None,):
+            hostile.check_written(partial(write, ctas=ctas), plain, undefined=undefined)
+            hostile.check_written(partial(write, ctas=ctas, weights=factors), weighted, undefined=undefined)
+    for config, ctas in itertools.product(few_rows_kernels.GROUPED_CONFIGS, (None, 5)):
+        hostile.check_written(partial(write_few_grouped, config, a, b, ends, ctas=ctas), plain)
 
 
 @pytest.mark.parametrize("out_dtype", DTYPES[:2], ids=str)
@@ -217,18 +198,6 @@ def test_only_the_rows_of_matrices_are_written(ends, rows_of, count, out_dtype):
         hostile.check_written(partial(write_grouped, config, a, b, int32(ends), **options), *expected)
     for config in few_rows_kernels.GROUPED_CONFIGS:
         hostile.check_written(partial(write_few_grouped, config, a, b, int32(ends)), *expected)
-
-
-@by_dtype
-@pytest.mark.parametrize(
-    "sizes", [[0, 5, 0, 30, 9, 1, 0], [1] * 200, [0] * 1000 + [2] * 24, [60, 0, 4]], ids=hostile.name
-)
-@pytest.mark.parametrize(("columns", "channels"), [(392, 400), (72, 1152)])
-def test_few_rows_of_several_matrices_have_the_bits_of_each_product(sizes, columns, channels, out_dtype):
-    (a, b), ends = operands(sum(sizes), columns, channels, len(sizes)), hostile.ends_of(sizes)
-    expected = matrix_by_matrix(a, b, sizes, out_dtype)
-    for config, ctas in itertools.product(few_rows_kernels.GROUPED_CONFIGS, (None, 5)):
-        hostile.check_written(partial(write_few_grouped, config, a, b, ends, ctas=ctas), expected)
 
 
 @pytest.mark.parametrize(
