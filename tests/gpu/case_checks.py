@@ -9,7 +9,7 @@ import torch
 
 from dsa.cases.case import Case, Given, Results
 from dsa.testing import poison_free_memory
-from tests.gpu.op_checks import among_nan, assert_equal, assert_same_bits
+from tests.gpu.op_checks import among_nan, assert_equal, assert_same_bits, captured
 
 Run = Callable[[Given], Results]
 
@@ -87,3 +87,18 @@ def spoiled_rows(run: Run, given: Given, changes: dict[tuple, float]) -> Results
     others = [row for row in range(len(clean[0])) if row not in changed]
     assert_same_bits([x[others] for x in found], [x[others] for x in clean])
     return found
+
+
+def check_calls_in_a_row(case: Case, **sizes: Any) -> None:
+    """Check twenty calls in a graph, like the layers of a model: each waits for the previous one and reuses its
+    workspace."""
+    given = case.arguments("cuda", **sizes)
+    graph, found = captured(lambda: [case.run(given) for _ in range(20)])
+    for seed in range(1, 6):
+        for name, new in case.arguments("cuda", seed, **sizes).items():
+            if isinstance(new, torch.Tensor):
+                given[name].copy_(new)
+        graph.replay()
+        torch.cuda.synchronize()
+        for each in found:
+            case.check(given, each)

@@ -5,8 +5,6 @@ import torch
 
 import dsa
 from dsa.cases import cases_of
-from dsa_layers.layers.hyper_connections import HyperConnection
-from dsa_layers.layers.hyper_sublayer import leave
 from tests.gpu.case_checks import by_sizes, check_layouts, grid, verify
 from tests.gpu.op_checks import assert_equal, replays
 
@@ -83,13 +81,3 @@ def test_each_kernel_of_a_graph_reads_the_streams_of_the_previous_one(tokens):
     given = inputs(tokens)
     for found in replays(run, given, renew, times=5):
         assert_equal(found, run(*given, op=two_ops))
-
-
-@pytest.mark.parametrize("tokens", [1, 8, 9])
-def test_the_fused_layer_has_the_bits_of_the_single_layers(tokens):
-    hc, following = (HyperConnection(4096, 4).cuda() for _ in range(2))
-    torch.nn.init.normal_(following.fn, std=0.02)
-    y, streams, post, comb, _ = inputs(tokens)
-    with torch.inference_mode():
-        new = hc.expand(y, streams, post, comb)
-        assert_equal(leave(hc, y, streams, (post, comb), following), (new, following.project(new)))

@@ -9,8 +9,7 @@ from dsa.cases.gemm import linear_sums
 from dsa.kernels.gemm import linear_fp32_sm90 as kernels
 from dsa.kernels.gemm.linear_fp32_limits import TILE_TOKENS, choose_config
 from dsa.testing import poison_free_memory
-from tests.gpu.case_checks import by_sizes, check_rows_alone, grid, spoiled_rows, verify
-from tests.gpu.op_checks import replays
+from tests.gpu.case_checks import by_sizes, check_calls_in_a_row, check_rows_alone, grid, spoiled_rows, verify
 
 (CASE,) = cases_of("linear_fp32")
 TOKENS = [1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 50, 63, 64]
@@ -72,15 +71,7 @@ def test_what_is_not_finite_stays_in_its_token(tokens, rows):
 
 @pytest.mark.parametrize("tokens, rows", [(1, 64), (1, 2624), (24, 2624), (64, 512)])
 def test_each_call_of_a_graph_waits_for_the_previous_one(tokens, rows):
-    """As in the layers of a model, whose workspace is reused."""
-    given = CASE.arguments("cuda", tokens=tokens, rows=rows, channels=4096, exact=True)
-
-    def layers(x):
-        return [dsa.linear_fp32(**given | {"x": x}) for _ in range(20)]
-
-    for found in replays(layers, [given["x"]], lambda: [torch.randint_like(given["x"], -2, 3)], times=5):
-        expected = linear_sums(given).float()
-        assert all(torch.equal(each, expected) for each in found)
+    check_calls_in_a_row(CASE, tokens=tokens, rows=rows, channels=4096)
 
 
 def test_the_sizes_of_these_tests_use_all_tiles():

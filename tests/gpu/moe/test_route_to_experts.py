@@ -5,8 +5,8 @@ import torch
 
 import dsa
 from dsa.cases import cases_of
-from tests.gpu.case_checks import by_sizes, check_rows_alone, grid, spoiled_rows, verify
-from tests.gpu.op_checks import assert_same_bits, captured
+from tests.gpu.case_checks import by_sizes, check_calls_in_a_row, check_rows_alone, grid, spoiled_rows, verify
+from tests.gpu.op_checks import assert_same_bits
 
 (CASE,) = cases_of("route_to_experts")
 ONE_GROUP = {"n_group": 1, "topk_group": 1}
@@ -94,12 +94,5 @@ def test_what_is_not_finite_stays_in_its_token(variant, tokens):
 @pytest.mark.parametrize("op", ["route_to_experts", "route_by_table"])
 @pytest.mark.parametrize("tokens", [1, 64])
 def test_each_call_of_a_graph_waits_for_the_previous_one(op, tokens):
-    """As in the layers of a model, whose workspace is reused."""
     (case,) = cases_of(op)
-    given = case.arguments("cuda", **case.sizes | {"tokens": tokens, "channels": 7168})
-    graph, found = captured(lambda: [case.run(given) for _ in range(20)])
-    for _ in range(5):
-        graph.replay()
-        torch.cuda.synchronize()
-        for each in found:
-            case.check(given, each)
+    check_calls_in_a_row(case, **case.sizes | {"tokens": tokens, "channels": 7168})

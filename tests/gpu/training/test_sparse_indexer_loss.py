@@ -16,9 +16,13 @@ from tests.gpu.op_checks import assert_runs_have_the_same_bits, assert_same_bits
 CASE = replace(*cases_of("sparse_indexer_loss"), sizes={})
 SMALL = {"d": 512, "heads": 16, "index_heads": 16, "di": 64}
 JOINT = {"tokens": 40, "keys": 900, "k": 192, "d": 512, "heads": 64}
+NAMES = ("d", "heads", "k", "index_heads", "di")
 MODELS = [
-    *((576, 128, 2048, 64, 128), (512, 64, 512, 64, 128), (576, 64, 512, 32, 128), (512, 128, 256, 16, 64)),
-    *((576, 16, 130, 8, 64), (512, 96, 1, 64, 64), (576, 72, 333, 5, 128)),
+    dict(zip(NAMES, model, strict=True))
+    for model in (
+        *((576, 128, 2048, 64, 128), (512, 64, 512, 64, 128), (576, 64, 512, 32, 128), (512, 128, 256, 16, 64)),
+        *((576, 16, 130, 8, 64), (512, 96, 1, 64, 64), (576, 72, 333, 5, 128)),
+    )
 ]
 COUNTS = {"tokens": (1, 2, 131, 300), "k": (1, 2, 63, 64, 65, 129, 200), "di": [64]}
 
@@ -31,17 +35,11 @@ def small(tokens, keys, k, **sizes):
     return arguments(tokens, keys, k, **SMALL | sizes)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("d, heads, k, index_heads, di", MODELS)
-def test_every_model_is_right(d, heads, k, index_heads, di, deterministic, record_error):
-    sizes = {"d": d, "heads": heads, "k": k, "index_heads": index_heads, "di": di, "deterministic": deterministic}
-    verify(CASE, sizes | {"tokens": 140, "keys": 3000}, record_error)
-
-
 @by_sizes(
     grid(**COUNTS, keys=[77], d=[512], heads=[16], index_heads=[8]),
     grid(**COUNTS, keys=[300], d=[576], heads=[80], index_heads=[20]),
     [JOINT | {"joint": joint} for joint in (0.0, 40.0)],
+    [{"tokens": 140, "keys": 3000, "deterministic": x, **sizes} for sizes in MODELS for x in (False, True)],
 )
 def test_every_size_is_right(sizes, record_error):
     """joint: heads give the selected keys between all and e^-40 of their attention."""
