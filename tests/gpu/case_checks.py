@@ -12,6 +12,8 @@ from dsa.testing import poison_free_memory
 from tests.gpu.op_checks import among_nan, assert_equal, assert_same_bits, captured
 
 Run = Callable[[Given], Results]
+FLOATS = [torch.bfloat16, torch.float16, torch.float32]
+by_dtype = pytest.mark.parametrize("dtype", FLOATS, ids=str)
 
 
 def grid(**choices: Iterable[Any]) -> list[dict[str, Any]]:

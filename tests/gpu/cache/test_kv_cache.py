@@ -12,11 +12,10 @@ import torch
 import dsa
 from dsa.cases import cases_of
 from dsa.cases.cache import between_pages, same, written
-from tests.gpu.case_checks import by_sizes, check_layouts, grid, verify
+from tests.gpu.case_checks import FLOATS, by_dtype, by_sizes, check_layouts, grid, verify
 from tests.gpu.op_checks import assert_same_bits, far_apart
 
 WRITE, READ = (next(x for x in cases_of("kv_cache") if x.op == op) for op in ("write_kv_cache", "read_kv_cache"))
-FLOATS = [torch.bfloat16, torch.float16, torch.float32]
 LAYOUTS = ["bfloat16", "float16", "float32", "v32", "v4"]
 DTYPES = {"dtype": FLOATS, "slot_dtype": (torch.int32, torch.int64)}
 WIDTHS = {"layout": LAYOUTS[:3], "d": (8, 64, 128, 520, 1032, 2056), "dtype": FLOATS, "pages": (5,), "page_size": (16,)}
@@ -61,7 +60,7 @@ def test_every_byte_and_every_scale_of_v4_is_right():
 
 
 @pytest.mark.parametrize(("layout", "use_ue8m0"), [("v32", True), ("v32", False), ("v4", True)])
-@pytest.mark.parametrize("dtype", FLOATS)
+@by_dtype
 def test_numbers_that_are_not_finite_are_those_of_the_reference(layout, use_ue8m0, dtype):
     given = WRITE.arguments("cuda", layout=layout, tokens=8, dtype=dtype, use_ue8m0=use_ue8m0)
     kv, given["slots"] = given["kv"], torch.arange(8, device="cuda").flip(0)

@@ -7,20 +7,18 @@ import dsa
 from dsa.cases import cases_of
 from dsa.cases.cache import as_kept, same, unrounded
 from dsa.testing import assert_close, poisoned
-from tests.gpu.case_checks import by_sizes, check_layouts, grid, verify
+from tests.gpu.case_checks import FLOATS, by_dtype, by_sizes, check_layouts, grid, verify
 from tests.gpu.op_checks import assert_same_bits, far_apart
 
 CASE = cases_of("mla_cache_inputs")[0]
-FLOATS = [torch.bfloat16, torch.float16, torch.float32]
 # The cache's layout and d. V4 has scales of powers of two alone.
 FLOAT_CACHES = [(name, d) for name in ("bfloat16", "float16", "float32") for d in (576, 512)]
 CACHES = [*FLOAT_CACHES, ("v32", 576), ("v4", 512)]
 SOME = [("bfloat16", 576), ("float16", 512), *CACHES[-2:]]
-by_cache = pytest.mark.parametrize(("layout", "d"), CACHES)
 ROWS = {"outside": (True,), "tokens": (501,), "eps": (1e-5,), "dtype": FLOATS, "interleaved": (True, False)}
 
 
-@by_cache
+@pytest.mark.parametrize(("layout", "d"), CACHES)
 @by_sizes(
     grid(slot_dtype=(torch.int64,), kept=(True,), use_ue8m0=(True, False), **ROWS),
     grid(slot_dtype=(torch.int32,), kept=(False,), use_ue8m0=(True, False), **ROWS),
@@ -54,7 +52,7 @@ def test_nothing_between_the_rows_of_out_is_written():
 
 
 @pytest.mark.parametrize(("layout", "d"), CACHES[4:])
-@pytest.mark.parametrize("dtype", FLOATS)
+@by_dtype
 def test_numbers_that_are_not_finite_are_those_of_the_reference(dtype, layout, d):
     """They stay in their row, and in the norm's or rope's channels, as in the reference on the CPU."""
     given = CASE.arguments("cuda", layout=layout, d=d, tokens=8, dtype=dtype)

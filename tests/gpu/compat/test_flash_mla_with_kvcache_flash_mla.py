@@ -12,8 +12,6 @@ from tests.gpu.case_checks import by_sizes, grid
 from tests.gpu.op_checks import assert_same_bits
 
 DENSE, SPARSE = case_of("flash_mla_with_kvcache dense"), case_of("flash_mla_with_kvcache v32")
-HEADS = [(1, 1), (9, 3), (63, 1), (64, 2), (128, 1), (128, 8)]
-SELECTED = [(2, 128, None), (74, 512, (128, 64)), (4, 2048, (592, 2))]
 
 
 def dense(lengths, **sizes):
@@ -21,7 +19,7 @@ def dense(lengths, **sizes):
     return given, [given[name] for name in ("q", "k_cache", "block_table", "cache_seqlens", "head_dim_v")]
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (9, 3), (63, 1), (64, 2), (128, 1), (128, 8)])
 @pytest.mark.parametrize(("batch", "mean"), [(1, 20), (2, 140), (6, 4096), (64, 140)])
 @by_sizes(grid(s_q=(1, 2, 4), causal=(False, True)))
 def test_dense_decoding_is_right(sizes, batch, mean, heads, kv_heads, record_error):
@@ -36,7 +34,7 @@ def test_dense_decoding_is_right(sizes, batch, mean, heads, kv_heads, record_err
 
 
 @pytest.mark.parametrize("use_legacy", [False, True])
-@pytest.mark.parametrize(("batch", "top_k", "extra"), SELECTED)
+@pytest.mark.parametrize(("batch", "top_k", "extra"), [(2, 128, None), (74, 512, (128, 64)), (4, 2048, (592, 2))])
 @by_sizes(grid(layout=("656 bytes", "584 bytes"), s_q=(1, 2), heads=(64, 128), rows=(4096,), sink=(True,)))
 def test_sparse_decoding_is_right(sizes, batch, top_k, extra, use_legacy, record_error):
     given = SPARSE.arguments("cuda", batch=batch, top_k=top_k, extra=extra, **sizes)

@@ -9,14 +9,13 @@ from tests.gpu.case_checks import by_sizes, check_calls_in_a_row, check_far_rows
 (CASE,) = cases_of("hyper_collapse_norm_cast")
 # The longest rows of each tile, and the lengths of models.
 LENGTHS = [128, 256, 384, 512, 640, 1024, 1152, 1536, 2048, 2176, 3968, 4096, 4224, 6144, 7168, 8192]
-# A CTA has one, two, three or four tokens; the last CTA has fewer.
-TOKENS = [2, 8, 132, 1024, 1025, 2047, 2050, 4096, 9001]
 OPTIONS = [{"iterations": 1}, {"iterations": 3, "hc_eps": 0.1}, {"eps": 0.5}, {"norm_eps": 0.5, "use_ue8m0": False}]
 
 
 @by_sizes(
     grid(tokens=(1, 37), channels=LENGTHS, use_ue8m0=(True, False)),
-    grid(tokens=TOKENS, channels=(256, 4096, 7168)),
+    # A CTA has one, two, three or four tokens; the last CTA has fewer.
+    grid(tokens=[2, 8, 132, 1024, 1025, 2047, 2050, 4096, 9001], channels=(256, 4096, 7168)),
     [{"tokens": 50, "channels": 512, **options} for options in OPTIONS],
 )
 def test_every_size_and_option_is_right(sizes, record_error):

@@ -8,19 +8,25 @@ from dsa.cases import cases_of
 from dsa.cases.elementwise import NEIGHBOUR
 from dsa.testing import assert_close
 from dsa_layers.layers.hyper_connections import HyperConnection
-from tests.gpu.case_checks import by_sizes, check_layouts, check_rows_alone, grid, spoiled_rows, verify
+from tests.gpu.case_checks import (
+    FLOATS,
+    by_dtype,
+    by_sizes,
+    check_layouts,
+    check_rows_alone,
+    grid,
+    spoiled_rows,
+    verify,
+)
 from tests.gpu.op_checks import assert_same_bits
 
 CASES = COLLAPSE, EXPAND, HEAD = cases_of("hyper_connections")
 by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-TOKENS = (1, 7, 128, 1025, 4096)
-OPTIONS = [{"iterations": 1}, {"iterations": 3}, {"eps": 0.5, "hc_eps": 0.1}, {"hc_eps": 0.0}]
 
 
 @by_sizes(
-    grid(tokens=TOKENS, channels=(8, 256, 2056, 4096, 7168, 8192), dtype=DTYPES),
-    grid(tokens=(9,), channels=(16384,), dtype=DTYPES[:2]),  # a kernel takes at most 8192 channels of fp32
+    grid(tokens=(1, 7, 128, 1025, 4096), channels=(8, 256, 2056, 4096, 7168, 8192), dtype=FLOATS),
+    grid(tokens=(9,), channels=(16384,), dtype=FLOATS[:2]),  # a kernel takes at most 8192 channels of fp32
 )
 def test_every_size_is_right(sizes, record_error):
     """The head gives the bits of the stream that goes into a sublayer."""
@@ -30,13 +36,18 @@ def test_every_size_is_right(sizes, record_error):
     assert_same_bits(x, [into])
 
 
-@by_sizes([{"tokens": 50, "channels": 512, "dtype": torch.float32, **options} for options in OPTIONS])
+@by_sizes(
+    [
+        {"tokens": 50, "channels": 512, "dtype": torch.float32, **options}
+        for options in [{"iterations": 1}, {"iterations": 3}, {"eps": 0.5, "hc_eps": 0.1}, {"hc_eps": 0.0}]
+    ]
+)
 def test_every_option_is_right(sizes, record_error):
     verify(COLLAPSE, sizes, record_error)
 
 
 @pytest.mark.parametrize("size", [0.0, 30.0, 1e4, 1e30])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@by_dtype
 def test_large_logits_are_right(size, dtype):
     given = COLLAPSE.arguments("cuda", tokens=600, channels=512, dtype=dtype, size=size, iterations=20)
     found = COLLAPSE.run(given)

@@ -9,8 +9,6 @@ from tests.gpu.case_checks import by_sizes, check_layouts, grid, verify
 from tests.gpu.op_checks import assert_equal, replays
 
 (CASE,) = cases_of("hyper_expand_mix")
-# Empty slices, parts of a block, one round of blocks and several.
-CHANNELS = [8, 64, 72, 264, 512, 832, 1024, 1032, 2056, 4096, 5120, 7168, 16384]
 
 
 def inputs(tokens, channels=4096, seed=0):
@@ -23,7 +21,8 @@ def two_ops(y, streams, post, comb, parts):
 
 
 @by_sizes(
-    grid(tokens=range(1, 10), channels=CHANNELS),
+    # Empty slices, parts of a block, one round of blocks and several.
+    grid(tokens=range(1, 10), channels=[8, 64, 72, 264, 512, 832, 1024, 1032, 2056, 4096, 5120, 7168, 16384]),
     grid(tokens=range(1, 10), channels=(4096,), outputs=(1, 4, 13, 100)),
     grid(tokens=(17, 64, 65, 300, 2000), channels=(4096,)),
 )

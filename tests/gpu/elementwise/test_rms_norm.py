@@ -9,23 +9,32 @@ import dsa
 from dsa.cases import cases_of
 from dsa.cases.elementwise import ROUNDING, rms_normed
 from dsa.testing import assert_close, poison_free_memory
-from tests.gpu.case_checks import by_sizes, check_far_rows, check_layouts, check_rows_alone, grid, spoiled_rows, verify
+from tests.gpu.case_checks import (
+    FLOATS,
+    by_dtype,
+    by_sizes,
+    check_far_rows,
+    check_layouts,
+    check_rows_alone,
+    grid,
+    spoiled_rows,
+    verify,
+)
 from tests.gpu.op_checks import assert_same_bits
 
 (CASE,) = cases_of("rms_norm")
-NAN, DTYPES = torch.nan, [torch.bfloat16, torch.float16, torch.float32]
-by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 # The longest rows of each configuration, for 2 and for 4 bytes, and the lengths of models.
 LENGTHS = [8, 64, 72, 128, 136, 256, 264, 512, 520, 1024, 1032, 1536, 2048, 2056, 4096, 4104, 6144, 7168, 8192, 8200]
-SHAPES = [(512,), (1, 7168), (7, 1536), (4096, 1536), (16384, 7168), (4096, 64, 512), (7, 128, 64), (3, 2, 5, 64)]
-# fp32 rows of 8192 have no kernel.
-GRADIENT_SHAPES = [(30, 512), (1, 8), (5000, 136), (70001, 64), (9, 5, 1536), (3000, 7168), (40, 8192)]
 
 
 @by_sizes(
-    grid(shape=[(37, n) for n in (*LENGTHS, 16384)], dtype=DTYPES, weighted=(True, False)),
-    grid(shape=[(37, n) for n in (16392, 32760, 32768)], dtype=DTYPES[:2], weighted=(True, False)),
-    grid(shape=SHAPES, dtype=DTYPES, eps=(1e-3,)),
+    grid(shape=[(37, n) for n in (*LENGTHS, 16384)], dtype=FLOATS, weighted=(True, False)),
+    grid(shape=[(37, n) for n in (16392, 32760, 32768)], dtype=FLOATS[:2], weighted=(True, False)),
+    grid(
+        shape=[(512,), (1, 7168), (7, 1536), (4096, 1536), (16384, 7168), (4096, 64, 512), (7, 128, 64), (3, 2, 5, 64)],
+        dtype=FLOATS,
+        eps=(1e-3,),
+    ),
 )
 def test_every_length_and_shape_is_right(sizes, record_error):
     verify(CASE, sizes, record_error)
@@ -41,7 +50,7 @@ def test_layouts_change_no_bit(shape, dtype):
 @pytest.mark.parametrize("dim", [128, 512, 1536, 7168])
 def test_nan_stays_in_its_row(dim, dtype):
     given = CASE.arguments("cuda", shape=(40, dim), dtype=dtype)
-    (got,) = spoiled_rows(CASE.run, given, {("x", 3, 5): NAN, ("x", 17, -1): NAN})
+    (got,) = spoiled_rows(CASE.run, given, {("x", 3, 5): torch.nan, ("x", 17, -1): torch.nan})
     assert got[[3, 17]].isnan().all()
 
 
@@ -66,7 +75,8 @@ def test_offsets_beyond_32_bits():
 
 @by_dtype
 @pytest.mark.parametrize("weighted", [True, False])
-@pytest.mark.parametrize("shape", GRADIENT_SHAPES)
+# fp32 rows of 8192 have no kernel.
+@pytest.mark.parametrize("shape", [(30, 512), (1, 8), (5000, 136), (70001, 64), (9, 5, 1536), (3000, 7168), (40, 8192)])
 def test_gradients_are_right_and_repeatable(shape, weighted, dtype):
     given = CASE.arguments("cuda", shape=shape, dtype=dtype, weighted=weighted)
     leaves = [x.requires_grad_() for x in (given["x"], given["weight"]) if x is not None]

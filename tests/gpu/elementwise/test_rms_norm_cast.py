@@ -4,19 +4,18 @@ import pytest
 import torch
 
 from dsa.cases import cases_of
-from tests.gpu.case_checks import by_sizes, check_far_rows, check_layouts, grid, verify
+from tests.gpu.case_checks import FLOATS, by_sizes, check_far_rows, check_layouts, grid, verify
 
 CASES = PLAIN, ADDED = cases_of("rms_norm_cast")
 by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 # The longest rows of each configuration, and the lengths of models.
 LENGTHS = [128, 256, 384, 512, 640, 1024, 1152, 1536, 2048, 2176, 4096, 4224, 6144, 7168, 8192]
 
 
 @by_case
 @by_sizes(
-    grid(channels=LENGTHS, dtype=DTYPES, use_ue8m0=(True, False), eps=(1e-3,)),
-    grid(channels=(8320, 16384), dtype=DTYPES[:2], use_ue8m0=(True, False), eps=(1e-3,)),
+    grid(channels=LENGTHS, dtype=FLOATS, use_ue8m0=(True, False), eps=(1e-3,)),
+    grid(channels=(8320, 16384), dtype=FLOATS[:2], use_ue8m0=(True, False), eps=(1e-3,)),
     grid(channels=(7168,), tokens=(1, 2, 5, 4096)),
 )
 def test_every_length_is_right(sizes, case, record_error):

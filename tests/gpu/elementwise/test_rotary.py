@@ -5,24 +5,25 @@ import torch
 
 import dsa
 from dsa.cases import cases_of
-from tests.gpu.case_checks import by_sizes, check_far_rows, check_layouts, grid, verify
+from tests.gpu.case_checks import FLOATS, by_dtype, by_sizes, check_far_rows, check_layouts, grid, verify
 from tests.gpu.op_checks import assert_equal
 
 NEW, INTO = cases_of("rotary")
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-KINDS = grid(interleaved=(True, False), dims=("first", "last"))
-by_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind.values())))
-by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-SHAPES = [(1, 64), (7, 128), (7, 1, 64), (7, 64, 512), (1, 128, 64), (33, 5, 192), (9, 2, 4, 72)]
-LENGTHS = [(8, 8), (16, 8), (64, 48), (2, 2), (10, 6), (64, 62), (26, 16), (512, 512)]  # channels, rotated
-LONG = [(1, 512), (64, 128), (64, 512), (128, 64)]  # more than 2^24 numbers give a thread two units
+by_kind = pytest.mark.parametrize(
+    "kind", grid(interleaved=(True, False), dims=("first", "last")), ids=lambda kind: "-".join(map(str, kind.values()))
+)
 
 
 @by_kind
 @by_sizes(
-    grid(shape=SHAPES, dtype=DTYPES),
-    *(grid(shape=[(37, 3, channels)], rotated=[rotated], dtype=DTYPES) for channels, rotated in LENGTHS),
-    grid(shape=[(4096, *heads) for heads in LONG]),
+    grid(shape=[(1, 64), (7, 128), (7, 1, 64), (7, 64, 512), (1, 128, 64), (33, 5, 192), (9, 2, 4, 72)], dtype=FLOATS),
+    # channels, rotated
+    *(
+        grid(shape=[(37, 3, channels)], rotated=[rotated], dtype=FLOATS)
+        for channels, rotated in [(8, 8), (16, 8), (64, 48), (2, 2), (10, 6), (64, 62), (26, 16), (512, 512)]
+    ),
+    # more than 2^24 numbers give a thread two units
+    grid(shape=[(4096, *heads) for heads in [(1, 512), (64, 128), (64, 512), (128, 64)]]),
 )
 def test_every_shape_is_right(sizes, kind, record_error):
     verify(NEW, sizes | kind, record_error)

@@ -6,12 +6,15 @@ reach no result, and no kernel writes their results.
 
 import itertools
 
+import pytest
 import torch
 
 from dsa.testing import poison_free_memory
 from tests.gpu.attention import int32, no_keys
 from tests.gpu.op_checks import assert_same_bits, captured, flat
 
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+by_dtype = pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
 # Ends of four matrices with 64 rows: (ends, {matrix: (first row, end of rows)}).
 ENDS = [
     ([10, 5, 200, 300], {0: (0, 10)}),
@@ -28,6 +31,8 @@ ENDS = [
 # Rows of each matrix in tests with unused rows: none, of the first alone, of the first two, one row, of most.
 SIZES = [[0, 0, 0, 0], [5, 0, 0, 0], [3, 40, 0, 0], [0, 0, 1, 0], [130, 0, 300, 77]]
 UNUSED = [1, 63, 1500, 5000]
+# Rows whose numbers are outside, of at least 64.
+OUTSIDE = [37, 50, 58, 61]
 
 
 def ends_of(sizes):
@@ -65,38 +70,41 @@ def untouched(rows, columns, dtype):
     return torch.full((rows, columns * dtype.itemsize), 7, dtype=torch.uint8, device="cuda").view(dtype)
 
 
-def with_unused_rows(product, a, b, rows_of):
-    """(a copy of `a`, numbers of its rows, weights of 1, the expected results).
+def with_unused_rows(product, a, b, spans):
+    """(a with NaN in unused rows, the same rows in another order, their numbers, weights, the expected results).
 
-    Unused rows have values of NaN, numbers outside, and weights of NaN. The results of the other rows are those of
-    product(rows of a matrix, matrix).
+    The numbers of unused rows and of OUTSIDE are outside a. Expected are the results of product(rows of a, matrix,
+    weights of the rows) in the rows of each matrix, and nothing in the others.
     """
     count, unused = len(a[0]), torch.ones(len(a[0]), dtype=torch.bool, device="cuda")
-    one_row = flat(product(tuple(x[:1] for x in a), tuple(x[0] for x in b)))
+    weights, order = torch.rand(count, device="cuda") - 0.5, torch.randperm(count, device="cuda")
+    one_row = flat(product(tuple(x[:1] for x in a), tuple(x[0] for x in b), weights[:1]))
     expected = [untouched(count, x.shape[1], x.dtype) for x in one_row]
-    for e, (begin, end) in rows_of.items():
+    for e, (begin, end) in spans.items():
         unused[begin:end] = False
-        found = flat(product(tuple(x[begin:end] for x in a), tuple(x[e] for x in b)))
-        for result, rows in zip(expected, found, strict=True):
+        found = product(tuple(x[begin:end] for x in a), tuple(x[e] for x in b), weights[begin:end])
+        for result, rows in zip(expected, flat(found), strict=True):
             result[begin:end] = rows
     q, s = a[0].view(torch.uint8).clone(), a[1].clone()
-    q[unused], s[unused] = 0x7F, torch.nan
-    numbers = torch.where(unused, no_keys(count).repeat(count)[:count], torch.arange(count, device="cuda")).int()
-    ones = torch.ones(count, device="cuda").masked_fill(unused, torch.nan)
-    return (q.view(a[0].dtype), s), numbers, ones, expected
+    q[unused], s[unused], weights[unused] = 0x7F, torch.nan, torch.nan
+    a = q.view(a[0].dtype), s
+    numbers = torch.where(unused, no_keys(count).repeat(count)[:count], order).int()
+    numbers[OUTSIDE] = no_keys(count)[: len(OUTSIDE)]
+    return a, tuple(rows_of(x, order.argsort()) for x in a), numbers, weights, expected
 
 
-def check_written(write, *expected, spare=0, undefined=None):
+def check_written(write, *expected, spare=0, has_outside=False):
     """write(*results) writes the expected results and no memory around them.
 
-    spare      columns between the rows of the results
-    undefined  rows whose results may be anything
+    spare        columns between the rows of the results
+    has_outside  whether the results of OUTSIDE may be anything
     """
     wholes = [untouched(len(x) + 128, x.shape[1] + spare, x.dtype) for x in expected]
     results = [whole[64:-64, : x.shape[1]] for whole, x in zip(wholes, expected)]
     write(*results)
-    if undefined is not None:
-        results[0][undefined] = expected[0][undefined]
+    for row in OUTSIDE if has_outside else ():
+        for result, right in zip(results, expected):
+            result[row] = right[row]
     assert_same_bits(results, expected)
     for result, whole, x in zip(results, wholes, expected):
         result.copy_(untouched(*x.shape, x.dtype))

@@ -9,18 +9,15 @@ import dsa
 from dsa.cases import cases_of
 from dsa.kernels.gemm import fp8_fp4_gemm_few_rows_sm90 as few_rows_kernels
 from dsa.kernels.gemm import fp8_fp4_gemm_sm90 as kernels
-from dsa.testing import poison_free_memory
-from tests.gpu.attention import int32, no_keys
+from tests.gpu.attention import int32
 from tests.gpu.case_checks import by_sizes, grid, verify
 from tests.gpu.gemm import hostile
+from tests.gpu.gemm.hostile import DTYPES, by_dtype
 from tests.gpu.gemm.launches import write_fp4
 
 CASE, *_ = cases_of("fp8_fp4_gemm_nt")
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-by_dtype = pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
 # The small-M kernel gathers rows of a; the other kernel gets a copy of them.
 CONFIGS = [*few_rows_kernels.CONFIGS, *kernels.CONFIGS]
-GROUPS = [[0, 5, 0, 0, 300, 64, 1, 0], [0] * 7 + [1], [129] * 4, [1] * 64, [3000, 1]]
 # Rows of matrices: full and almost empty last tiles of every height, and warps with one row.
 TAILS = [0, 1, 7, 8, 9, 0, 16, 31, 32, 33, 64, 65, 130, 257, 0]
 
@@ -30,7 +27,14 @@ def operands(rows, matrices, columns, channels):
 
 
 @pytest.mark.parametrize(("columns", "channels"), [(128, 128), (256, 2048), (136, 160), (8, 32), (4096, 1024)])
-@by_sizes(grid(sizes=GROUPS, tokens=(0,), out_dtype=DTYPES, weighted=(False,)))
+@by_sizes(
+    grid(
+        sizes=[[0, 5, 0, 0, 300, 64, 1, 0], [0] * 7 + [1], [129] * 4, [1] * 64, [3000, 1]],
+        tokens=(0,),
+        out_dtype=DTYPES,
+        weighted=(False,),
+    )
+)
 def test_every_shape_is_right(sizes, columns, channels, record_error):
     verify(CASE, sizes | {"columns": columns, "channels": channels}, record_error)
 
@@ -86,37 +90,22 @@ def test_a_graph_follows_new_ends(count):
 
 
 @by_dtype
-@pytest.mark.parametrize(("columns", "channels"), [(392, 640), (136, 512), (8, 128), (264, 160), (8, 32)])
-def test_every_tile_gives_the_bits_of_the_widened_weights(columns, channels, out_dtype):
-    """With rows in order or by number, with and without weights. Numbers outside change no other row."""
-    count, outside = sum(TAILS), [0, 1, 69, 70, 133, -1]
-    a, b = operands(count + 50, len(TAILS), columns, channels)
-    ends, factors = hostile.ends_of(TAILS), torch.rand(count, device="cuda") - 0.5
-    numbers, unread = torch.randperm(count + 50, device="cuda", dtype=torch.int32).split((count, 50))
-    ordered = tuple(hostile.rows_of(x, numbers) for x in a)
-    a[0].view(torch.uint8)[unread], a[1][unread] = 0x7F, torch.nan
-    sums = dsa.grouped_fp8_gemm_nt(ordered, dsa.widen_fp4(*b[:2]), ends, torch.float32)
-    plain, weighted = sums.to(out_dtype), (sums * factors[:, None]).to(out_dtype)
-    numbers[outside] = no_keys(count + 50)
-    for config in CONFIGS:
-        if config in few_rows_kernels.CONFIGS and channels % 128:
-            continue
-        for operand, rows, undefined in ((ordered, None, None), (a, numbers, outside)):
-            write = partial(write_fp4, config, operand, b, ends, rows=rows)
-            poison_free_memory(mebibytes=16)
-            hostile.check_written(write, plain, undefined=undefined)
-            hostile.check_written(partial(write, weights=factors), weighted, undefined=undefined)
-
-
-@by_dtype
+@pytest.mark.parametrize(("columns", "channels"), [(136, 256), (392, 640), (8, 128), (264, 160), (8, 32)])
 @pytest.mark.parametrize(
     ("ends", "rows_of", "count"), hostile.rows_of_matrices(TAILS, [*TAILS[:-1], 70]), ids=hostile.name
 )
-def test_only_the_rows_of_matrices_are_written(ends, rows_of, count, out_dtype):
-    """By both kernels and every tile, for any ends."""
-    a, b = operands(count, len(ends), 136, 256)
-    product = partial(dsa.fp8_gemm_nt, out_dtype=out_dtype)
-    a, numbers, ones, expected = hostile.with_unused_rows(product, a, dsa.widen_fp4(*b[:2]), rows_of)
-    for config in CONFIGS:
-        hostile.check_written(partial(write_fp4, config, a, b, int32(ends)), *expected)
-        hostile.check_written(partial(write_fp4, config, a, b, int32(ends), rows=numbers, weights=ones), *expected)
+def test_every_tile_writes_the_products_of_each_widened_matrix(ends, rows_of, count, columns, channels, out_dtype):
+    """By both kernels, with rows in order or by number, with and without weights, for any ends and numbers."""
+    a, b = operands(count, len(ends), columns, channels)
+
+    def product(own, matrix, weights):
+        sums = dsa.fp8_gemm_nt(own, matrix, torch.float32)
+        return sums.to(out_dtype), (sums * weights[:, None]).to(out_dtype)
+
+    wide = dsa.widen_fp4(*b[:2])
+    a, mixed, numbers, weights, (plain, weighted) = hostile.with_unused_rows(product, a, wide, rows_of)
+    for config in CONFIGS if channels % 128 == 0 else kernels.CONFIGS:
+        for operand, rows in ((a, None), (mixed, numbers)):
+            write = partial(write_fp4, config, operand, b, int32(ends), rows=rows)
+            hostile.check_written(write, plain, has_outside=rows is not None)
+            hostile.check_written(partial(write, weights=weights), weighted, has_outside=rows is not None)

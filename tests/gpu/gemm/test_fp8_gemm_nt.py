@@ -11,22 +11,20 @@ from dsa.cases import cases_of
 from dsa.kernels.gemm import fp8_gemm_few_rows_sm90 as few_rows_kernels
 from dsa.kernels.gemm import fp8_gemm_sm90 as kernels
 from dsa.testing import poison_free_memory
-from tests.gpu.attention import int32, no_keys
+from tests.gpu.attention import int32
 from tests.gpu.case_checks import by_sizes, grid, verify
 from tests.gpu.gemm import hostile
+from tests.gpu.gemm.hostile import DTYPES, by_dtype
 from tests.gpu.gemm.launches import write_few, write_few_grouped, write_grouped, write_one
 
 *_, ONE, GROUPED = cases_of("fp8_gemm_nt")
 E4M3 = torch.float8_e4m3fn
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-by_dtype = pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
 SHAPES = [(1, 7168, 1536), (7, 576, 7168), (64, 2112, 7168), (65, 128, 128), (128, 8, 16), (300, 1000, 400),
           (4096, 4096, 7168), (513, 24576, 1536)]  # fmt: skip
 GROUPS = [
     *([0, 5, 0, 0, 300, 64, 1, 0], [0] * 7 + [1], [129] * 4, [1] * 256, [0] * 200 + [8] * 56 + [0] * 100, [3000, 1]),
     *([0, 5, 0, 30, 9, 1, 0], [1] * 200, [0] * 1000 + [2] * 24, [60, 0, 4]),
 ]
-MANY_ROWS = [[0] * 1000 + [50] * 24, [2] * 1024, [0, 0, 4500, 0], [1500, 0, 1, 2600]]
 # [N, K] of layers. With few rows, those of few columns run split-K.
 LAYERS = [(2112, 7168), (576, 7168), (128, 7168), (1536, 7168), (7168, 2048), (24576, 1536), (392, 400)]
 # [N, K] of a GPU's columns: V3.2's output projection on 4 and 8 GPUs, V4-Flash's on 2, shared experts on 8 and 2.
@@ -68,7 +66,9 @@ def test_groups_are_right(sizes, groups, record_error):
 
 
 @pytest.mark.parametrize("tokens", [0, 700])
-@pytest.mark.parametrize("groups", MANY_ROWS, ids=hostile.name)
+@pytest.mark.parametrize(
+    "groups", [[0] * 1000 + [50] * 24, [2] * 1024, [0, 0, 4500, 0], [1500, 0, 1, 2600]], ids=hostile.name
+)
 @by_sizes(grid(weighted=(False, True), out_dtype=DTYPES[1:], columns=[136], channels=[256]))
 def test_many_rows_of_groups_are_right(sizes, groups, tokens, record_error):
     """Scheduling is dynamic. The kernel gathers rows by number, or the op copies them if they are many."""
@@ -149,28 +149,28 @@ def matrix_by_matrix(a, b, sizes, out_dtype=torch.float32):
 
 
 @by_dtype
-@pytest.mark.parametrize(("columns", "channels"), [(392, 400), (576, 1152), (8, 16)])
-def test_every_tile_of_groups_gives_the_same_bits(columns, channels, out_dtype):
-    """The bits of each matrix's product alone: with and without gathered rows, weights and dynamic scheduling. Numbers
-    outside change no other row."""
-    a, b = operands(sum(TAILS), columns, channels, len(TAILS))
-    ends, expected = hostile.ends_of(TAILS), matrix_by_matrix(a, b, TAILS)
-    factors = torch.rand(len(expected), device="cuda") - 0.5
-    plain, weighted = expected.to(out_dtype), (expected * factors[:, None]).to(out_dtype)
-    # The same rows in another order, as parts of longer rows.
-    order, outside = torch.randperm(len(expected), device="cuda"), [0, 1, 69, 70, 133, -1]
-    q, s = (hostile.rows_of(x, order.argsort()) for x in a)
-    mixed = torch.cat((q.view(torch.uint8), q.view(torch.uint8)), 1).view(E4M3)[:, :channels], s
-    numbers = order.int()
-    numbers[outside] = no_keys(len(numbers))
+@pytest.mark.parametrize(("columns", "channels"), [(136, 256), (392, 400), (576, 1152), (8, 16)])
+@pytest.mark.parametrize(
+    ("ends", "rows_of", "count"), hostile.rows_of_matrices(TAILS, [*TAILS[::-1], 0]), ids=hostile.name
+)
+def test_every_tile_writes_the_products_of_each_matrix_alone(ends, rows_of, count, columns, channels, out_dtype):
+    """For any ends and numbers: with gathered rows, weights, dynamic scheduling, any number of CTAs, and without."""
+    a, b = operands(count, columns, channels, len(ends))
+
+    def product(own, matrix, weights):
+        sums = dsa.fp8_gemm_nt(own, matrix, torch.float32)
+        return sums.to(out_dtype), (sums * weights[:, None]).to(out_dtype)
+
+    a, (q, s), numbers, weights, (plain, weighted) = hostile.with_unused_rows(product, a, b, rows_of)
+    longer_rows = torch.cat((q.view(torch.uint8), q.view(torch.uint8)), 1).view(E4M3)[:, :channels]
     for config, gathered, is_dynamic in KINDS:
-        operand, rows, undefined = (mixed, numbers, outside) if gathered else (a, None, None)
-        write = partial(write_grouped, config, operand, b, ends, rows=rows, is_dynamic=is_dynamic)
+        operand, rows = ((longer_rows, s), numbers) if gathered else (a, None)
+        write = partial(write_grouped, config, operand, b, int32(ends), rows=rows, is_dynamic=is_dynamic)
         for ctas in (None, 1, 7, 500) if is_dynamic else (None,):
-            hostile.check_written(partial(write, ctas=ctas), plain, undefined=undefined)
-            hostile.check_written(partial(write, ctas=ctas, weights=factors), weighted, undefined=undefined)
+            hostile.check_written(partial(write, ctas=ctas), plain, has_outside=gathered)
+            hostile.check_written(partial(write, ctas=ctas, weights=weights), weighted, has_outside=gathered)
     for config, ctas in itertools.product(few_rows_kernels.GROUPED_CONFIGS, (None, 5)):
-        hostile.check_written(partial(write_few_grouped, config, a, b, ends, ctas=ctas), plain)
+        hostile.check_written(partial(write_few_grouped, config, a, b, int32(ends), ctas=ctas), plain)
 
 
 @pytest.mark.parametrize("out_dtype", DTYPES[:2], ids=str)
@@ -180,22 +180,6 @@ def test_expected_rows_and_unused_rows_change_no_bit(sizes, unused, out_dtype):
     """In both kernels, with tiles of all sizes, static and dynamic scheduling, and rows gathered or copied."""
     a, b = operands(sum(sizes), 392, 400, len(sizes))
     hostile.check_expected_rows(dsa.grouped_fp8_gemm_nt, a, b, sizes, unused, out_dtype=out_dtype)
-
-
-@by_dtype
-@pytest.mark.parametrize(
-    ("ends", "rows_of", "count"), hostile.rows_of_matrices(TAILS, [*TAILS[::-1], 0]), ids=hostile.name
-)
-def test_only_the_rows_of_matrices_are_written(ends, rows_of, count, out_dtype):
-    """By every kernel and tile, for any ends."""
-    a, b = operands(count, 136, 256, len(ends))
-    product = partial(dsa.fp8_gemm_nt, out_dtype=out_dtype)
-    a, numbers, ones, expected = hostile.with_unused_rows(product, a, b, rows_of)
-    for (config, gathered, is_dynamic), weights in itertools.product(KINDS, (None, ones)):
-        options = {"rows": numbers if gathered else None, "weights": weights, "is_dynamic": is_dynamic}
-        hostile.check_written(partial(write_grouped, config, a, b, int32(ends), **options), *expected)
-    for config in few_rows_kernels.GROUPED_CONFIGS:
-        hostile.check_written(partial(write_few_grouped, config, a, b, int32(ends)), *expected)
 
 
 @pytest.mark.parametrize(

@@ -9,23 +9,18 @@ import dsa
 from dsa.cases import cases_of
 from dsa.kernels.gemm import fp8_gemm_sm90 as kernels
 from tests.gpu.attention import int32
-from tests.gpu.case_checks import by_sizes, grid, verify
+from tests.gpu.case_checks import FLOATS, by_sizes, grid, verify
 from tests.gpu.gemm import hostile
 from tests.gpu.gemm.launches import write_swiglu
 from tests.gpu.op_checks import assert_same_bits
 
 FP8, FP4 = CASES = cases_of("grouped_fp8_gemm_swiglu")
 by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-# Tokens, inner channels, channels. The last call has more rows than a kernel gathers.
-SHAPES = [(1, 128, 128), (37, 384, 1024), (700, 2048, 512), (1400, 128, 256)]
 # Rows of matrices: full and almost empty last tiles of either height, and warps with one row.
 TAILS = [1, 15, 16, 17, 31, 32, 33, 63, 64, 0, 65, 127, 128, 129, 191, 193, 0, 257]
 # (config, whether rows are gathered, whether scheduling is dynamic)
 KINDS = [(config, *kind) for config in kernels.SWIGLU_CONFIGS for kind in ((False, False), (True, False))]
 KINDS.append((kernels.SWIGLU_CONFIGS[-1], False, True))
-# (dtype, use_ue8m0, limit)
-VARIANTS = [(DTYPES[0], True, None), (DTYPES[0], False, 1.5), (DTYPES[1], True, 1.5), (DTYPES[2], False, None)]
 
 
 def product_and_cast(a, b, ends, dtype=torch.bfloat16, use_ue8m0=True, limit=None):
@@ -34,8 +29,11 @@ def product_and_cast(a, b, ends, dtype=torch.bfloat16, use_ue8m0=True, limit=Non
 
 
 @by_case
-@pytest.mark.parametrize(("tokens", "inner", "channels"), SHAPES)
-@by_sizes(grid(limit=(None, 1.5), use_ue8m0=(False, True), dtype=DTYPES))
+# Tokens, inner channels, channels. The last call has more rows than a kernel gathers.
+@pytest.mark.parametrize(
+    ("tokens", "inner", "channels"), [(1, 128, 128), (37, 384, 1024), (700, 2048, 512), (1400, 128, 256)]
+)
+@by_sizes(grid(limit=(None, 1.5), use_ue8m0=(False, True), dtype=FLOATS))
 def test_every_shape_has_the_bits_of_product_and_cast(sizes, tokens, inner, channels, case, record_error):
     """Three of eight experts per token."""
     counts = torch.randint(8, (3 * tokens,)).bincount(minlength=8).tolist()
@@ -60,33 +58,31 @@ def test_rows_with_a_stride_of_0_have_the_bits_of_copies(count, channels):
     assert_same_bits(dsa.fp8_gemm_nt(same_rows, one), dsa.fp8_gemm_nt(copies, one))
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
-@pytest.mark.parametrize(("inner", "channels"), [(128, 160), (384, 1152)])
-def test_every_tile_gives_the_same_bits(inner, channels, variant):
-    a, b = hostile.operands(FP8, sum(TAILS), len(TAILS), inner=inner, channels=channels)
-    ends, order = hostile.ends_of(TAILS), torch.randperm(len(a[0]), device="cuda", dtype=torch.int32)
-    expected, mixed = product_and_cast(a, b, ends, *variant), tuple(hostile.rows_of(x, order.argsort()) for x in a)
-    for config, gathered, is_dynamic in KINDS:
-        operand, rows = (mixed, order) if gathered else (a, None)
-        write = partial(write_swiglu, config, operand, b, ends, variant=variant, rows=rows, is_dynamic=is_dynamic)
-        for ctas in (None, 3) if is_dynamic else (None,):
-            hostile.check_written(partial(write, ctas=ctas), *expected)
-
-
+# (dtype, use_ue8m0, limit)
+@pytest.mark.parametrize(
+    "variant",
+    [(FLOATS[0], True, None), (FLOATS[0], False, 1.5), (FLOATS[1], True, 1.5), (FLOATS[2], False, None)],
+    ids=str,
+)
+@pytest.mark.parametrize(("inner", "channels"), [(128, 160), (128, 256), (384, 1152)])
 @pytest.mark.parametrize(
     ("ends", "rows_of", "count"), hostile.rows_of_matrices(TAILS, [*TAILS[::-1], 0]), ids=hostile.name
 )
-def test_only_the_rows_of_matrices_are_written(ends, rows_of, count):
-    """By every tile, for any ends."""
-    a, b = hostile.operands(FP8, count, len(ends), channels=256)
+def test_every_tile_writes_product_and_cast_of_each_matrix(ends, rows_of, count, inner, channels, variant):
+    """For any ends and numbers."""
+    a, b = hostile.operands(FP8, count, len(ends), inner=inner, channels=channels)
+    dtype, use_ue8m0, limit = variant
 
-    def product(own, matrix):
-        return dsa.swiglu_cast_to_fp8(*dsa.fp8_gemm_nt(own, matrix).chunk(2, -1))
+    def product(own, matrix, _):
+        return dsa.swiglu_cast_to_fp8(*dsa.fp8_gemm_nt(own, matrix, dtype).chunk(2, -1), use_ue8m0, limit=limit)
 
-    a, numbers, _, expected = hostile.with_unused_rows(product, a, b, rows_of)
+    a, mixed, numbers, _, expected = hostile.with_unused_rows(product, a, b, rows_of)
     for config, gathered, is_dynamic in KINDS:
-        options = {"rows": numbers if gathered else None, "is_dynamic": is_dynamic}
-        hostile.check_written(partial(write_swiglu, config, a, b, int32(ends), **options), *expected)
+        operand, rows = (mixed, numbers) if gathered else (a, None)
+        write = partial(write_swiglu, config, operand, b, int32(ends), variant=variant, rows=rows)
+        for ctas in (None, 3) if is_dynamic else (None,):
+            written = partial(write, is_dynamic=is_dynamic, ctas=ctas)
+            hostile.check_written(written, *expected, has_outside=gathered)
 
 
 @by_case

@@ -19,17 +19,24 @@ SHAPES = [
     *((64, 4096), (64, 7168), (256, 7168), (512, 4096), (1024, 4096), (2048, 4096), (2624, 4096), (2624, 7168)),
     *((1, 32), (40, 2048), (999, 2080), (530, 96), (4097, 2048)),
 ]
-# Channels: slices of no steps, of one and of several rounds; in clusters, and with many rows without clusters.
-WIDTHS = [32, 96, 2048, 2080, 4096, 6144, 7168, 8192, 16384]
-SCALES = [(0.25, 0), (-2.0, 2560), (0.25, 2561), (4.0, 2624)]
 CONFIGS = [(tile, ctas) for tile in TILE_TOKENS for ctas in (1, 8)]
 UNSCALED = {"scale": (1.0,), "scaled_from": (0,)}
 
 
 @by_sizes(
     *(grid(tokens=TOKENS, rows=[rows], channels=[channels], **UNSCALED) for rows, channels in SHAPES),
-    grid(tokens=(3, 12, 50), rows=(100, 600), channels=WIDTHS, dtype=(torch.bfloat16, torch.float16), **UNSCALED),
-    *(grid(tokens=(1, 40), rows=[2624], channels=[4096], scale=[x], scaled_from=[first]) for x, first in SCALES),
+    # Channels: slices of no steps, of one and of several rounds; in clusters, and with many rows without clusters.
+    grid(
+        tokens=(3, 12, 50),
+        rows=(100, 600),
+        channels=[32, 96, 2048, 2080, 4096, 6144, 7168, 8192, 16384],
+        dtype=(torch.bfloat16, torch.float16),
+        **UNSCALED,
+    ),
+    *(
+        grid(tokens=(1, 40), rows=[2624], channels=[4096], scale=[x], scaled_from=[first])
+        for x, first in [(0.25, 0), (-2.0, 2560), (0.25, 2561), (4.0, 2624)]
+    ),
 )
 def test_sums_of_small_integers_are_exact(sizes):
     given = CASE.arguments("cuda", exact=True, **sizes)

@@ -5,15 +5,14 @@ import torch
 
 from dsa.cases import cases_of
 from tests.gpu.attention import checked
-from tests.gpu.case_checks import by_sizes, check_far_rows, check_layouts, grid, verify
+from tests.gpu.case_checks import FLOATS, by_sizes, check_far_rows, check_layouts, grid, verify
 
 (CASE,) = cases_of("per_token_cast_to_fp8")
 KINDS = grid(use_ue8m0=(True, False), hadamard=(False, True))
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 @pytest.mark.parametrize("shape", [(1, 128), (3, 7168), (257, 640), (4096, 1536), (5, 64, 128)])
-@by_sizes(grid(dtype=DTYPES, use_ue8m0=(True, False), hadamard=(False, True)))
+@by_sizes(grid(dtype=FLOATS, use_ue8m0=(True, False), hadamard=(False, True)))
 def test_every_shape_has_the_bits_of_the_reference(sizes, shape, record_error):
     verify(CASE, sizes | {"shape": shape}, record_error)
 

@@ -5,16 +5,15 @@ import torch
 
 from dsa.cases import cases_of
 from dsa.cases.gemm import bits
-from tests.gpu.case_checks import by_sizes, check_layouts, grid, verify
+from tests.gpu.case_checks import FLOATS, by_sizes, check_layouts, grid, verify
 
 (CASE,) = cases_of("rotary_cast_to_fp8")
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SHAPES = [(1, 64, 512, 64, 8), (1, 128, 512, 64, 16), (4, 8, 512, 64, 8), (1, 1, 128, 8, 1), (3, 6, 128, 128, 2),
           (17, 6, 256, 136, 3), (300, 64, 512, 64, 1), (2049, 32, 512, 64, 4)]  # fmt: skip
 
 
 @pytest.mark.parametrize("tokens, heads, dim, rotated, groups", SHAPES)
-@by_sizes(grid(dtype=DTYPES, use_ue8m0=(True, False)))
+@by_sizes(grid(dtype=FLOATS, use_ue8m0=(True, False)))
 def test_every_shape_is_right(sizes, tokens, heads, dim, rotated, groups, record_error):
     shape = {"tokens": tokens, "heads": heads, "dim": dim, "rotated": rotated, "groups": groups}
     verify(CASE, sizes | shape, record_error)

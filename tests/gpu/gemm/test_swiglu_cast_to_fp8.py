@@ -16,11 +16,14 @@ from tests.gpu.case_checks import by_sizes, check_far_rows, check_layouts, grid,
 (CASE,) = cases_of("swiglu_cast_to_fp8")
 OPTIONS = {"limit": (None, 7.0), "use_ue8m0": (True, False)}
 KINDS = {"dtype": (torch.bfloat16, torch.float16, torch.float32), **OPTIONS}
-SHAPES = [*product((1, 7, 1024), (128, 200, 2048)), *((33, n) for n in (8, 16, 72, 120, 136, 248, 1000))]
 
 
 @by_sizes(
-    grid(shape=SHAPES, halves=(False,), **KINDS),
+    grid(
+        shape=[*product((1, 7, 1024), (128, 200, 2048)), *((33, n) for n in (8, 16, 72, 120, 136, 248, 1000))],
+        halves=(False,),
+        **KINDS,
+    ),
     grid(shape=((32768, 2048), (32768, 200), (4096, 18432), (6, 4, 384)), **OPTIONS),
 )
 def test_every_shape_is_right(sizes, record_error):

@@ -1,25 +1,22 @@
 """The sum of experts: every option and size, rows outside, layouts, and numbers that are not finite."""
 
-import math
-
 import pytest
 import torch
 
 import dsa
 from dsa.cases import cases_of
-from tests.gpu.attention import checked
-from tests.gpu.case_checks import by_sizes, check_layouts, grid, verify
+from tests.gpu.attention import INF, NAN, checked
+from tests.gpu.case_checks import FLOATS, by_dtype, by_sizes, check_layouts, grid, verify
 
 (CASE,) = cases_of("combine_experts")
-DTYPES, INDEX_DTYPES = [torch.bfloat16, torch.float16, torch.float32], [torch.int32, torch.int64]
-NAN, INF = math.nan, math.inf
-KINDS = {"k": (1, 2, 6, 7, 8, 9, 16, 33), "dtype": DTYPES, "index_dtype": INDEX_DTYPES, "weighted": (True, False)}
+INDEX_DTYPES = [torch.int32, torch.int64]
+KINDS = {"k": (1, 2, 6, 7, 8, 9, 16, 33), "dtype": FLOATS, "index_dtype": INDEX_DTYPES, "weighted": (True, False)}
 
 
 @by_sizes(
     grid(shared=(True,), residual=(False,), **KINDS),
     grid(shared=(False,), residual=(True,), **KINDS),
-    grid(tokens=(1, 7, 300), channels=(8, 16, 200, 1016, 1024, 1032, 4096, 7168), dtype=DTYPES),
+    grid(tokens=(1, 7, 300), channels=(8, 16, 200, 1016, 1024, 1032, 4096, 7168), dtype=FLOATS),
     grid(tokens=(1024, 4096), channels=(7168,)),
     grid(tokens=(1024, 4096), channels=(4096,), k=(6,)),
 )
@@ -28,7 +25,7 @@ def test_every_option_and_size_is_right(sizes, record_error):
 
 
 @pytest.mark.parametrize("index_dtype", INDEX_DTYPES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@by_dtype
 def test_rows_outside_count_nothing_whatever_their_weights(dtype, index_dtype):
     given = CASE.arguments("cuda", tokens=50, k=9, channels=512, dtype=dtype, index_dtype=index_dtype)
     rows, weights, info = given["rows"], given["weights"], torch.iinfo(index_dtype)
@@ -41,7 +38,7 @@ def test_rows_outside_count_nothing_whatever_their_weights(dtype, index_dtype):
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@by_dtype
 def test_rows_that_no_token_names_are_not_read(dtype, weighted):
     """They follow the rows of a process's experts. A product leaves anything there."""
     experts = torch.rand(90, 24, device="cuda").argsort(-1)[:, :8]

@@ -12,14 +12,14 @@ from tests.gpu.op_checks import assert_same_bits
 (CASE,) = cases_of("route_by_table")
 TOKENS = [1, 2, 7, 8, 9, 31, 32, 33, 50, 63, 64]
 TABLES = [(256, 6), (384, 6), (40, 3), (512, 32), (6, 1)]
-OF_A_PROCESS = [(0, 32), (96, 64), (224, 32), (255, 1), (7, 249)]  # its first expert, and how many it has
 
 
 @by_sizes(
     *(grid(tokens=TOKENS, experts=[experts], top_k=[top_k]) for experts, top_k in TABLES),
     *(
         grid(tokens=(1, 8, 9, 64), channels=[2048], first_expert=[first], count=[count])
-        for first, count in OF_A_PROCESS
+        # its first expert, and how many it has
+        for first, count in [(0, 32), (96, 64), (224, 32), (255, 1), (7, 249)]
     ),
 )
 def test_every_table_is_right(sizes, record_error):

@@ -19,9 +19,6 @@ VARIANTS = [
     {"experts": 512, "top_k": 32, "n_group": 32, "topk_group": 8},
 ]
 TOKENS = [1, 2, 7, 8, 9, 31, 32, 33, 50, 63, 64]
-# Slices of no steps, of one and of several rounds.
-CHANNELS = [32, 96, 2048, 2080, 6144, 7168, 8192, 16384]
-OF_A_PROCESS = [(0, 32), (96, 64), (224, 32), (255, 1), (7, 249)]  # its first expert, and how many it has
 by_variant = pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "-".join(map(str, v.values())))
 
 
@@ -32,10 +29,12 @@ def test_every_variant_has_the_bits_of_the_three_kernels(tokens, variant, record
 
 
 @by_sizes(
-    grid(tokens=(3, 50), channels=CHANNELS, dtype=(torch.bfloat16, torch.float16)),
+    # Slices of no steps, of one and of several rounds.
+    grid(tokens=(3, 50), channels=[32, 96, 2048, 2080, 6144, 7168, 8192, 16384], dtype=(torch.bfloat16, torch.float16)),
     *(
         grid(tokens=(1, 8, 9, 64), channels=[2048], first_expert=[first], count=[count])
-        for first, count in OF_A_PROCESS
+        # its first expert, and how many it has
+        for first, count in [(0, 32), (96, 64), (224, 32), (255, 1), (7, 249)]
     ),
 )
 def test_every_size_has_the_bits_of_the_three_kernels(sizes, record_error):

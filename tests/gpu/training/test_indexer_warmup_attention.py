@@ -7,7 +7,7 @@ import torch
 
 import dsa
 from dsa.cases import cases_of
-from dsa.cases.training import INDEXER, distance, leaves_of, warmed_up, with_leaves
+from dsa.cases.training import INDEXER, distance, warmed_up, with_leaves
 from dsa.ops.training import _packed_attention, _warmup_sum
 from dsa.testing import poison_free_memory
 from tests.gpu.attention import INF, NAN, no_keys
@@ -16,7 +16,6 @@ from tests.gpu.op_checks import among_nan, assert_same_bits
 
 LENGTHS = ((300, 300), (0, 5), (513, 513), (1, 1), (128, 128), (5, 200), (300, 3), (7, 0), (129, 129))
 CASE = replace(*cases_of("indexer_warmup_attention"), sizes={"lengths": LENGTHS})
-INDEX = [(8, 64), (16, 128), (32, 64), (64, 64), (64, 128), (3, 64), (48, 128)]
 DIMS = [(64, 64), (128, 128), (192, 128), (576, 512)]
 by_dims = pytest.mark.parametrize("dims", [DIMS[0], DIMS[2], DIMS[3]])
 ATTENTION = ("q", "k", "v")
@@ -42,7 +41,7 @@ def assert_near(found, expected, most):
 
 
 @by_sizes(
-    grid(index=INDEX, causal=(True, False)),
+    grid(index=[(8, 64), (16, 128), (32, 64), (64, 64), (64, 128), (3, 64), (48, 128)], causal=(True, False)),
     grid(lengths=[LENGTHS[2:6]], dims=DIMS, heads=(1, 4, 64)),
     *(grid(lengths=[LENGTHS[2:6]], dims=DIMS[:3], heads=[heads], key_heads=[of]) for heads, of in ((6, 3), (5, 5))),
     [{"lengths": [(1 + i % 5, 1 + i % 7) for i in range(700)]}],

@@ -9,10 +9,6 @@ from dsa.testing import poisoned
 from tests.gpu.attention import starts
 
 TILE = 128
-SEQUENCES = [  # lengths of queries and keys
-    ([300, 1, 0, 128, 200], [300, 1, 7, 128, 200]),
-    ([70, 130, 64, 5], [400, 131, 64, 3]),
-]
 
 
 def unpack(active, heads):
@@ -89,7 +85,14 @@ class Problem:
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("sequences", SEQUENCES, ids=("self", "cross"))
+@pytest.mark.parametrize(
+    "sequences",
+    [  # lengths of queries and keys
+        ([300, 1, 0, 128, 200], [300, 1, 7, 128, 200]),
+        ([70, 130, 64, 5], [400, 131, 64, 3]),
+    ],
+    ids=("self", "cross"),
+)
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("heads", [8, 16, 32, 64])
 def test_scores_and_gradients_are_right(heads, dim, sequences, causal, record_error):
