@@ -9,7 +9,7 @@ import torch
 
 from dsa.cases.case import Case, Given, Results
 from dsa.testing import poison_free_memory
-from tests.gpu.op_checks import among_nan, assert_equal, assert_same_bits, captured
+from tests.gpu.op_checks import among_nan, assert_equal, assert_same_bits, captured, far_apart
 
 Run = Callable[[Given], Results]
 FLOATS = [torch.bfloat16, torch.float16, torch.float32]
@@ -42,6 +42,13 @@ def check_far_rows(case: Case, given: Given, names: Sequence[str], rows: int) ->
     found = case.run(far)
     assert_equal([x[-count:] for x in found], case.run(given))
     assert not found[0][:-count].float().any()
+
+
+def check_far_pages(case: Case, **sizes: Any) -> None:
+    """Check that a cache whose pages are more than 2^32 bytes apart gives and gets the same bits."""
+    near, far = (case.arguments("cuda", **sizes) for _ in range(2))
+    far["cache"] = far_apart(far["cache"])
+    assert_same_bits(case.results(far), case.results(near))
 
 
 def layouts(x: torch.Tensor) -> list[torch.Tensor]:

@@ -5,8 +5,7 @@ import torch
 
 import dsa
 from dsa.cases import cases_of
-from tests.gpu.case_checks import by_sizes, grid
-from tests.gpu.op_checks import assert_same_bits, far_apart
+from tests.gpu.case_checks import by_sizes, check_far_pages, grid
 
 CASES = WRITE, READ, INTO = cases_of("indexer_cache")
 
@@ -46,10 +45,6 @@ def test_a_cache_without_pages_reads_as_zeros():
     assert not k.float().any() and not k_scale.any() and k.shape == (5, 128)
 
 
-def test_pages_far_apart_have_the_same_bytes():
-    given = WRITE.arguments("cuda", tokens=300)
-    near, far = given["cache"], far_apart(given["cache"])
-    for cache in (near, far):
-        dsa.write_indexer_cache(**given | {"cache": cache})
-    assert_same_bits(far, near)
-    assert_same_bits(*(dsa.read_indexer_cache(cache, given["slots"]) for cache in (far, near)))
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_pages_far_apart_have_the_same_bytes(case):
+    check_far_pages(case, tokens=300)

@@ -12,8 +12,8 @@ import torch
 import dsa
 from dsa.cases import cases_of
 from dsa.cases.cache import between_pages, same, written
-from tests.gpu.case_checks import FLOATS, by_dtype, by_sizes, check_layouts, grid, verify
-from tests.gpu.op_checks import assert_same_bits, far_apart
+from tests.gpu.case_checks import FLOATS, by_dtype, by_sizes, check_far_pages, check_layouts, grid, verify
+from tests.gpu.op_checks import assert_same_bits
 
 WRITE, READ = (next(x for x in cases_of("kv_cache") if x.op == op) for op in ("write_kv_cache", "read_kv_cache"))
 LAYOUTS = ["bfloat16", "float16", "float32", "v32", "v4"]
@@ -93,14 +93,8 @@ def test_strides_of_pages_change_no_bit(pages, page_size, layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_pages_far_apart_have_the_same_bytes(layout):
-    """Bytes beyond 2^31, and with numbers of up to 16 bits also numbers beyond 2^31."""
-    given = WRITE.arguments("cuda", layout=layout, tokens=300)
-    near, far, last = given["cache"], far_apart(given["cache"]), torch.tensor([512, 575], device="cuda")
-    slots = torch.cat((last, given["slots"][2:])).unique()
-    for cache in (far, near):
-        dsa.write_kv_cache(given["kv"][: len(slots)], cache, slots)
-    assert_same_bits(far, near)
-    assert_same_bits(dsa.read_kv_cache(far, slots), dsa.read_kv_cache(near, slots))
+    check_far_pages(WRITE, layout=layout, tokens=300)
+    check_far_pages(READ, layout=layout, shape=(300,))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

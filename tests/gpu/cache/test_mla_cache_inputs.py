@@ -7,8 +7,8 @@ import dsa
 from dsa.cases import cases_of
 from dsa.cases.cache import as_kept, same, unrounded
 from dsa.testing import assert_close, poisoned
-from tests.gpu.case_checks import FLOATS, by_dtype, by_sizes, check_layouts, grid, verify
-from tests.gpu.op_checks import assert_same_bits, far_apart
+from tests.gpu.case_checks import FLOATS, by_dtype, by_sizes, check_far_pages, check_layouts, grid, verify
+from tests.gpu.op_checks import assert_same_bits
 
 CASE = cases_of("mla_cache_inputs")[0]
 # The cache's layout and d. V4 has scales of powers of two alone.
@@ -71,8 +71,4 @@ def test_numbers_that_are_not_finite_are_those_of_the_reference(dtype, layout, d
 
 @pytest.mark.parametrize(("layout", "d"), [("bfloat16", 512), ("v32", 576), ("v4", 512)])
 def test_pages_far_apart_have_the_same_bytes(layout, d):
-    given = CASE.arguments("cuda", layout=layout, d=d, tokens=300)
-    far = far_apart(given["cache"])
-    for cache in (far, given["cache"]):
-        dsa.write_mla_cache(**given | {"cache": cache})
-    assert_same_bits(far, given["cache"])
+    check_far_pages(CASE, layout=layout, d=d, tokens=300)

@@ -9,7 +9,7 @@ import torch
 from dsa.compat import deep_gemm
 from dsa.testing import poison_free_memory
 from tests.gpu.attention import case_of, int32
-from tests.gpu.op_checks import replays
+from tests.gpu.op_checks import captured
 
 ONE, GROUPED = case_of("fp8_gemm_nt"), case_of("grouped_fp8_gemm_nt")
 EXPERTS = [(6144, 7168), (7168, 3072), (4096, 4096), (4096, 2048)]
@@ -78,9 +78,8 @@ def test_contiguous_groups_are_right(groups, expected, columns, channels, by_end
     padded = [aligned(size) for size in sizes]  # padding has its products, too
     starts = [end - size for end, size in zip(accumulate(padded), padded)]
     given, d = inputs(padded, columns, channels, after=expected)
-    numbers, options = torch.full((len(d),), -1, dtype=torch.int32, device="cuda"), {}
-    for group, (start, size) in enumerate(zip(starts, sizes)):
-        numbers[start : start + size] = group
+    groups_of_rows = [e if row < size else -1 for e, size in enumerate(sizes) for row in range(aligned(size))]
+    numbers, options = int32([*groups_of_rows, *[-1] * expected]), {}
     if by_ends:
         numbers = int32([start + size for start, size in zip(starts, sizes)])
         options = {"use_psum_layout": True, "expected_m_for_psum_layout": expected}
@@ -103,19 +102,17 @@ def test_masked_groups_are_right(groups, expected, columns, channels, record_err
 def test_a_graph_takes_new_groups():
     (given, d), (halves, e) = inputs([512, 0, 0], 256, 256), inputs([256, 256], 256, 256)
     numbers, masked = torch.zeros(512, dtype=torch.int32, device="cuda"), int32([256, 256])
-    new = [([128, 384, 0], [1, 256]), ([0, 512, 0], [0, 77]), ([384, 0, 128], [256, 0])]
-    left = iter(new)
 
-    def call(*_):
+    def call():
         deep_gemm.m_grouped_fp8_gemm_nt_contiguous(given["a"], given["b"], d, numbers)
         a = tuple(x.view(2, 256, -1) for x in halves["a"])
         deep_gemm.m_grouped_fp8_gemm_nt_masked(a, halves["b"], e.view(2, 256, 256), masked, 128)
 
-    def renew():
+    graph, _ = captured(call)
+    for sizes, counts in (([128, 384, 0], [1, 256]), ([0, 512, 0], [0, 77]), ([384, 0, 128], [256, 0])):
+        numbers.copy_(torch.arange(3).repeat_interleave(torch.tensor(sizes)))
+        masked.copy_(int32(counts))
         e.fill_(torch.nan)
-        sizes, counts = next(left)
-        return torch.arange(3).repeat_interleave(torch.tensor(sizes)), torch.tensor(counts)
-
-    for _, (sizes, counts) in zip(replays(call, (numbers, masked), renew), new, strict=True):
+        graph.replay()
         check_groups(given, d, [0, *accumulate(sizes[:-1])], sizes)
         check_groups(halves, e, [0, 256], counts)
