@@ -5,18 +5,11 @@ import itertools
 import pytest
 import torch
 
-import dsa
 from dsa.compat import flash_mla
 from tests.gpu.attention import D_V, case_of
 from tests.gpu.case_checks import by_sizes, grid
-from tests.gpu.op_checks import assert_same_bits
 
 DENSE, SPARSE = case_of("flash_mla_with_kvcache dense"), case_of("flash_mla_with_kvcache v32")
-
-
-def dense(lengths, **sizes):
-    given = DENSE.arguments("cuda", lengths=tuple(lengths), **sizes)
-    return given, [given[name] for name in ("q", "k_cache", "block_table", "cache_seqlens", "head_dim_v")]
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (9, 3), (63, 1), (64, 2), (128, 1), (128, 8)])
@@ -26,8 +19,9 @@ def test_dense_decoding_is_right(sizes, batch, mean, heads, kv_heads, record_err
     """Sequences of equal lengths, and of different lengths, some of them zero. A plan serves two calls."""
     some = itertools.cycle((mean, 0, 2 * mean - 1, mean // 3 + sizes["s_q"]))
     for lengths in ([mean] * batch, [next(some) for _ in range(batch)]):
-        given, arguments = dense(lengths, heads=heads, kv_heads=kv_heads, **sizes)
-        plan = flash_mla.get_mla_metadata()
+        given = DENSE.arguments("cuda", lengths=lengths, heads=heads, kv_heads=kv_heads, **sizes)
+        names = "q", "k_cache", "block_table", "cache_seqlens", "head_dim_v"
+        arguments, plan = [given[name] for name in names], flash_mla.get_mla_metadata()
         for _ in range(2):
             found = flash_mla.flash_mla_with_kvcache(*arguments, *plan, causal=sizes["causal"])
             record_error(DENSE.check(given, found))
@@ -50,13 +44,3 @@ def test_sparse_decoding_is_right(sizes, batch, top_k, extra, use_legacy, record
         assert got[1].transpose(1, 2).is_contiguous() and (out is None or got[0] is out)
         record_error(SPARSE.check(given, got))
     assert whole[:, :, heads:].isnan().all()
-
-
-def test_plans_of_every_age_give_the_same_bits():
-    given, arguments = dense([700, 64, 0, 9000], s_q=2, heads=16, kv_heads=1, causal=False)
-    lengths = given["cache_seqlens"]
-    expected = dsa.flash_mla_with_kvcache(*arguments, None)
-    old = flash_mla.get_mla_decoding_metadata(lengths, 32, 1, use_legacy=True)
-    held = flash_mla.FlashMLASchedMeta(tile_scheduler_metadata=old[0], num_splits=old[1])
-    for plan in (old, (held, None), flash_mla.get_mla_metadata(lengths, 32, 1), flash_mla.get_mla_metadata()):
-        assert_same_bits(flash_mla.flash_mla_with_kvcache(*arguments, *plan, use_legacy=True), expected)

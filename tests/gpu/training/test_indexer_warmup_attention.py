@@ -77,7 +77,7 @@ def test_kept_gradients_are_those_computed_again():
     given = arguments()
     _, _, kl = dsa.indexer_warmup_attention(**given)
     one = torch.ones(1, device="cuda").expand(len(kl)) / len(kl)
-    kept, nearly = gradients(kl, given, one[:1].squeeze().expand(len(kl))), one.clone()
+    kept, nearly = gradients(kl, given, one[0].expand(len(kl))), one.clone()
     nearly[0] *= 1.0000002
     assert_near(kept, exact_gradients(given, one), 1e-2)
     for weights in (one, one.contiguous(), nearly):
