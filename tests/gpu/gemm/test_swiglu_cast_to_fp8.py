@@ -5,7 +5,6 @@ from itertools import product
 import pytest
 import torch
 
-import dsa
 from dsa.cases import cases_of
 from dsa.cases.gemm import bits
 from dsa.kernels.gemm import swiglu_cast_sm90 as kernels
@@ -41,19 +40,13 @@ def test_every_gate_is_right(limit):
 
 @pytest.mark.parametrize("channels", [512, 520])
 @by_sizes(grid(limit=(None, 2.0), use_ue8m0=(True, False)))
-def test_special_values_are_as_in_the_reference(sizes, channels):
+def test_special_values_are_right(sizes, channels):
     given = CASE.arguments("cuda", shape=(12, channels), **sizes)
     gate, up = given["gate"], given["up"]
     gate[1], up[2], gate[3] = 0.0, -0.0, -0.0
     gate[4, 5], up[5, 200], gate[6, 7], gate[7, 130], up[8, 500], up[9, 1] = NAN, NAN, INF, -INF, INF, -INF
     gate[10], up[10], gate[11], up[11] = -200.0, 3.0, torch.finfo(torch.bfloat16).tiny / 4, 1.0
-    q, scale = (x.cpu() for x in CASE.run(given))
-    on_cpu = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in given.items()}
-    expected_q, expected_scale = dsa.reference.swiglu_cast_to_fp8(**on_cpu)
-    special = ~expected_scale.isfinite()
-    assert torch.equal(bits(scale)[special], bits(expected_scale)[special])
-    assert torch.equal(scale.isfinite(), ~special) and torch.equal(q.float().isnan(), expected_q.float().isnan())
-    checked(CASE, given | {"gate": gate.nan_to_num(1.0, 2.0, -2.0), "up": up.nan_to_num(1.0, 2.0, -2.0)})
+    checked(CASE, given)
 
 
 @by_sizes(grid(shape=((64, 512), (20, 200), (6, 4, 384), (9, 128)), limit=(None, 1.0)))
