@@ -301,8 +301,9 @@ Lengths = Sequence[tuple[int, int]]
 LENGTHS = ((130, 140), (0, 4), (7, 3), (5, 70), (3, 0))
 
 
-def packed(new: Maker, lengths: Lengths) -> Given:
-    queries, keys = ([0, *torch.tensor(side).cumsum(0).tolist()] for side in zip(*lengths))
+def packed(new: Maker, lengths: Lengths, first: int = 0) -> Given:
+    """first: where the first sequence begins."""
+    queries, keys = (torch.tensor([first, *side]).cumsum(0).tolist() for side in zip(*lengths))
     longest = {name: max(side) for name, side in zip(("max_seqlen_q", "max_seqlen_k"), zip(*lengths))}
     return {"cu_seqlens_q": new.ints(queries), "cu_seqlens_k": new.ints(keys), **longest}
 
@@ -361,9 +362,11 @@ def warmup(
     index: tuple[int, int] = (8, 64),
     causal: bool = True,
     leaves: Sequence[str] = INDEXER,
+    around: tuple[int, int] = (0, 0),
 ) -> Given:
-    """dims: channels of keys and values; (576, 512) are absorbed. index: index heads and channels. By default two
-    sequences without gradients."""
+    """dims: channels of keys and values; (576, 512) are absorbed. index: index heads and channels. around: rows before
+    the first sequence and after the last one, with NaN in keys and values. By default two sequences without
+    gradients."""
     if not lengths:
         given = {"q": new.bf16(5, 8, 64), "k": new.bf16(7, 2, 64), "v": new.bf16(7, 2, 64), **small_indexer(new)}
         return {**given, **packed(new, ((3, 5), (2, 2))), "softmax_scale": 0.125, "causal": True}
@@ -372,14 +375,19 @@ def warmup(
     given |= indexer(new, tokens, keys, *index)
     given["w_idx"][::7] = 0.0
     given["v"] = None if absorbed(dims) else new.bf16(keys, key_heads, dv)
-    given |= {**packed(new, lengths), "softmax_scale": d**-0.5, "causal": causal}
+    for name in [name for name, x in given.items() if x is not None]:
+        pad = *(0, 0) * (given[name].dim() - 1), *around
+        given[name] = torch.nn.functional.pad(given[name], pad, value=math.nan if name in OF_KEYS else 7.0)
+    given |= {**packed(new, lengths, around[0]), "softmax_scale": d**-0.5, "causal": causal}
     ask(given, leaves)
     return given | {"v": given["k"][..., :dv]} if absorbed(dims) else given
 
 
 def warmed_up(a: Given) -> list[torch.Tensor]:
-    """out, lse and kl by the formula, in the arguments' dtype."""
-    group, found = a["q"].shape[1] // a["k"].shape[1], []
+    """out, lse and kl by the formula, in the arguments' dtype. Rows of no sequence have 0, inf and 0."""
+    group, (tokens, heads, _) = a["q"].shape[1] // a["k"].shape[1], a["q"].shape
+    results = [a["q"].new_zeros(tokens, heads, a["v"].shape[2]), a["q"].new_full((tokens, heads), math.inf)]
+    results.append(a["q"].new_zeros(tokens))
     for queries, keys, visible in sequences(a):
         hidden = ~visible & visible.any(-1, keepdim=True)
         own_k, own_v = (a[name][keys].repeat_interleave(group, 1) for name in "kv")
@@ -389,9 +397,10 @@ def warmed_up(a: Given) -> list[torch.Tensor]:
         products = torch.relu(torch.einsum("thd,sd->hts", a["q_idx"][queries], a["k_idx"][keys]))
         scores = (products * a["w_idx"][queries].to(products.dtype).T[..., None]).sum(0)
         out = torch.einsum("hts,shd->thd", p, own_v)
-        found.append((out, lse.T, divergence(p.detach().mean(0), scores, visible)))
-    out, lse, kl = (torch.cat(parts) for parts in zip(*found))
-    return [out, lse.T, kl]
+        kl = divergence(p.detach().mean(0), scores, visible)
+        for result, part in zip(results, (out, lse.T, kl)):
+            result[queries] = part
+    return [results[0], results[1].T, results[2]]
 
 
 def check_warmup(a: Given, found: Results) -> float:

@@ -1,4 +1,4 @@
-"""The compressor: all kinds of entries and caches, chunks, single tokens, extremes, and that passes do not matter."""
+"""The compressor: all kinds of entries and caches, chunks, single tokens, extremes, and the same bits by any passes."""
 
 import pytest
 import torch
@@ -6,22 +6,20 @@ import torch
 import dsa
 from dsa.cases import cases_of
 from dsa.cases.cache import slot_bytes
-from dsa.testing import poison_free_memory
-from tests.gpu.op_checks import assert_same_bits, captured
+from tests.gpu.attention import replayed
+from tests.gpu.case_checks import by_sizes, check_layouts, verify
+from tests.gpu.op_checks import assert_same_bits
 
 CASE = cases_of("compressed_kv")[2]
-# channels, tokens of a block, overlap; the cache's layout
+# Channels, tokens of a block, overlap, and the cache's layout.
 KINDS = [
-    (512, 4, True, "bfloat16"),
-    (512, 4, True, "v4"),
-    (512, 128, False, "bfloat16"),
-    (512, 128, False, "v4"),
-    (128, 4, True, "bfloat16"),
-    (128, 4, True, "index"),
-    (512, 4, True, "float32"),
-    (512, 128, False, "float16"),
+    dict(zip(("d", "m", "overlap", "layout"), kind, strict=True))
+    for kind in (
+        *((512, 4, True, "bfloat16"), (512, 4, True, "v4"), (512, 128, False, "bfloat16"), (512, 128, False, "v4")),
+        *((128, 4, True, "bfloat16"), (128, 4, True, "index"), (512, 4, True, "float32"), (512, 128, False, "float16")),
+    )
 ]
-by_kind = pytest.mark.parametrize("kind", KINDS, ids=str)
+by_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind.values())))
 by_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 # New tokens of each sequence, and those before them.
 PASSES = [
@@ -34,60 +32,38 @@ PASSES = [
     ([5001], [0]),
     ([2047], [5001]),
 ]
-
-
-def sizes_of(kind, lengths, starts, **sizes):
-    d, m, overlap, layout = kind
-    return {"d": d, "m": m, "overlap": overlap, "layout": layout, "lengths": lengths, "starts": starts, **sizes}
+# More sequences than a warp has lanes; some of them without new tokens.
+SOME, ONE = [7 * i % 12 for i in range(70)], [1] * 70
+MANY = [(SOME, [0] * 70), (ONE, SOME), ([2] * 70, SOME)]
+# Passes that go on from any of the last three tokens, for which the state has two more rows.
+DRAFTS = [([4, 4, 4], [304 - back, 11 - back, 135 - back]) for back in (0, 1, 2, 3)]
 
 
 @by_dtype
 @by_kind
-def test_chunks_and_single_tokens(kind, dtype, record_error):
-    for seed, (lengths, starts) in enumerate(PASSES):
-        poison_free_memory(mebibytes=64)
-        record_error(CASE.verify("cuda", seed, **sizes_of(kind, lengths, starts, dtype=dtype)))
-
-
-@by_kind
-def test_states_with_spare_rows(kind, record_error):
-    """Passes go on from any of the last three tokens, for which the state has two more rows."""
-    for back in (0, 1, 2, 3):
-        starts = [304 - back, 11 - back, 135 - back]
-        record_error(CASE.verify("cuda", back, **sizes_of(kind, [4, 4, 4], starts, spare=2)))
-
-
-@by_kind
-def test_many_sequences(kind, record_error):
-    """More sequences than a warp has lanes; some of them without new tokens."""
-    sizes = torch.randint(0, 12, (70,)).tolist()
-    for seed, (lengths, starts) in enumerate(((sizes, [0] * 70), ([1] * 70, sizes), ([2] * 70, sizes))):
-        record_error(CASE.verify("cuda", seed, **sizes_of(kind, lengths, starts, dtype=torch.float32)))
-
-
-def checked(given):
-    before = {name: given[name].clone() for name in CASE.written}
-    CASE.check(given | before, CASE.results(given))
+@by_sizes(
+    [{"lengths": lengths, "starts": starts} for lengths, starts in (*PASSES, *MANY)],
+    [{"lengths": lengths, "starts": starts, "spare": 2} for lengths, starts in DRAFTS],
+)
+def test_every_pass_is_right(sizes, kind, dtype, record_error):
+    verify(CASE, sizes | kind | {"dtype": dtype}, record_error)
 
 
 @by_kind
 def test_one_token_takes_all_the_weight(kind):
     """One token's gate is so large that all other softmax weights underflow to 0."""
-    m = kind[1]
-    given = CASE.arguments("cuda", **sizes_of(kind, [2 * m], [0], dtype=torch.float32))
+    m = kind["m"]
+    given = CASE.arguments("cuda", lengths=[2 * m], starts=[0], dtype=torch.float32, **kind)
     given["gate"].zero_()
     given["ape"].zero_()
     given["gate"][m + 1] = 1e4
-    checked(given)
+    CASE.check_call(given)
 
 
 @by_kind
 @by_dtype
-def test_halves_of_one_projection(kind, dtype):
-    """kv and gate side by side, gate first: the bits are those of separate tensors."""
-    given, other = (CASE.arguments("cuda", **sizes_of(kind, [3, 130, 1], [130, 7, 2], dtype=dtype)) for _ in range(2))
-    gate, kv = torch.cat((other["gate"], other["kv"]), 1).chunk(2, 1)
-    assert_same_bits(CASE.results(other | {"kv": kv, "gate": gate}), CASE.results(given))
+def test_layouts_change_no_bit(kind, dtype):
+    check_layouts(CASE, ("kv", "gate"), lengths=[3, 130, 1], starts=[130, 7, 2], dtype=dtype, **kind)
 
 
 @by_dtype
@@ -95,63 +71,39 @@ def test_halves_of_one_projection(kind, dtype):
 def test_an_entry_does_not_depend_on_its_pass(kind, dtype):
     """Whole prompts, parts of them, drafts and single tokens, with another sequence or alone: the same bits of the
     entries and of the state."""
-    length = 300 if kind[1] == 128 else 75
-    found = []
+    length, found = 300 if kind["m"] == 128 else 75, []
     for step, together in ((length, 2), (length, 1), (128, 2), (5, 2), (1, 2), (1, 1)):
-        given = CASE.arguments("cuda", **sizes_of(kind, [length] * 2, [0] * 2, dtype=dtype))
+        given = CASE.arguments("cuda", lengths=[length] * 2, starts=[0] * 2, dtype=dtype, **kind)
         given["state"].zero_()
         for low in range(0, length, step):
             new = range(low, min(low + step, length))
             for first in range(0, 2, together):
-                rows = torch.tensor([b * length + t for b in range(first, first + together) for t in new])
-                part = {name: given[name][rows.cuda()] for name in ("kv", "gate", "cos", "sin", "slots")}
+                rows = torch.tensor([b * length + t for b in range(first, first + together) for t in new]).cuda()
+                part = {name: given[name][rows] for name in ("kv", "gate", "cos", "sin", "slots")}
                 part["cu_seqlens"] = given["cu_seqlens"][: together + 1] // length * len(new)
-                part["starts"] = torch.full((together,), low, dtype=torch.int32, device="cuda")
+                part["starts"] = given["starts"][:together] + low
                 part["state_slots"] = given["state_slots"][first : first + together].clone()
                 dsa.write_compressed_kv(**given | part)
-        found.append((slot_bytes(given["cache"], kind[3] == "index"), given["state"]))
+        found.append((slot_bytes(given["cache"], kind["layout"] == "index"), given["state"]))
     for other in found[1:]:
         assert_same_bits(other, found[0])
 
 
 @pytest.mark.parametrize("kind", [KINDS[1], KINDS[5]], ids=str)
-def test_graph_replay_with_new_positions(kind):
+def test_a_graph_follows_new_positions(kind):
     """Single tokens: the same launch ends blocks or does not, as the starts say."""
-
-    def single(step):
-        return CASE.arguments("cuda", step, **sizes_of(kind, [1] * 5, [step + start for start in (5, 1, 2, 3, 4)]))
-
-    held = single(0)
-    graph, results = captured(CASE.results, held)
-    for step in range(1, 10):
-        for name, x in single(step).items():
-            if isinstance(x, torch.Tensor):
-                held[name].copy_(x)
-        before = {name: held[name].clone() for name in CASE.written}
-        graph.replay()
-        torch.cuda.synchronize()
-        CASE.check(held | before, results)
+    held, *renewals = (
+        CASE.arguments("cuda", step, lengths=[1] * 5, starts=[step + start for start in (5, 1, 2, 3, 4)], **kind)
+        for step in range(10)
+    )
+    for results, new in zip(replayed(lambda: CASE.results(held), held, renewals), renewals, strict=True):
+        CASE.check(new, results)
 
 
+@pytest.mark.parametrize("pages", [40, 0])
 @by_kind
-def test_the_state_is_written_without_a_cache(kind):
+def test_the_state_is_written_without_a_slot(kind, pages):
     """Slots beyond the cache, or a cache without pages."""
-    for pages in (40, 0):
-        given = CASE.arguments("cuda", **sizes_of(kind, [140, 9, 130], [0, 0, 0]))
-        given["slots"][given["slots"] >= 0] = 40 * 64 + 5
-        checked(given | {"cache": given["cache"][:pages]})
-
-
-@by_kind
-def test_wrong_sequences_write_nothing(kind):
-    """State slots beyond the state; boundaries that decrease."""
-    sizes = sizes_of(kind, [140, 9, 130], [0, 0, 0])
-    given, before = CASE.arguments("cuda", **sizes), CASE.arguments("cuda", **sizes)
-    given["slots"].fill_(40 * 64 + 5)
-    state_slots = torch.tensor([-1, 5, 2**31 - 1], dtype=torch.int32, device="cuda")
-    dsa.write_compressed_kv(**given | {"state_slots": state_slots})
-    assert_same_bits(given["state"], before["state"])
-    for bounds in ([0, 200, 100, 279], [-5, 10**9, -3, 7], [279, 0, 0, 0]):
-        wrong = {"cu_seqlens": torch.tensor(bounds, dtype=torch.int32, device="cuda"), "starts": given["starts"] - 7}
-        dsa.write_compressed_kv(**given | wrong)
-    assert_same_bits(*(slot_bytes(x["cache"], kind[3] == "index") for x in (given, before)))
+    given = CASE.arguments("cuda", lengths=[140, 9, 130], starts=[0, 0, 0], **kind)
+    given["slots"][given["slots"] >= 0] = 40 * 64 + 5
+    CASE.check_call(given | {"cache": given["cache"][:pages]})

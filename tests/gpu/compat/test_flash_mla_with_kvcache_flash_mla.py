@@ -1,66 +1,46 @@
-"""FlashMLA's signatures over the decoding kernels, at sizes of FlashMLA's own tests, on the GPU."""
+"""FlashMLA's signatures of the decoding kernels, at sizes of FlashMLA's own tests."""
 
 import itertools
 
 import pytest
 import torch
 
-import dsa
 from dsa.compat import flash_mla
 from tests.gpu.attention import D_V, case_of
-from tests.gpu.op_checks import assert_same_bits
+from tests.gpu.case_checks import by_sizes, grid
 
 DENSE, SPARSE = case_of("flash_mla_with_kvcache dense"), case_of("flash_mla_with_kvcache v32")
 
 
-def dense(lengths, s_q, heads, kv_heads=1, causal=False):
-    sizes = {"lengths": tuple(lengths), "s_q": s_q, "heads": heads, "kv_heads": kv_heads, "causal": causal}
-    given = DENSE.arguments("cuda", **sizes)
-    return given, tuple(given[name] for name in ("q", "k_cache", "block_table", "cache_seqlens", "head_dim_v"))
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("s_q", [1, 2, 4])
-@pytest.mark.parametrize(("h_q", "h_k"), [(1, 1), (9, 3), (63, 1), (64, 2), (128, 1), (128, 8)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (9, 3), (63, 1), (64, 2), (128, 1), (128, 8)])
 @pytest.mark.parametrize(("batch", "mean"), [(1, 20), (2, 140), (6, 4096), (64, 140)])
-def test_dense_decoding(batch, mean, h_q, h_k, s_q, causal, record_error):
-    """Of equal lengths, and of different ones of which some are zero."""
-    some = itertools.cycle((mean, 0, 2 * mean - 1, mean // 3 + s_q))
+@by_sizes(grid(s_q=(1, 2, 4), causal=(False, True)))
+def test_dense_decoding_is_right(sizes, batch, mean, heads, kv_heads, record_error):
+    """Sequences of equal lengths, and of different lengths, some of them zero. A plan serves two calls."""
+    some = itertools.cycle((mean, 0, 2 * mean - 1, mean // 3 + sizes["s_q"]))
     for lengths in ([mean] * batch, [next(some) for _ in range(batch)]):
-        given, arguments = dense(lengths, s_q, h_q, h_k, causal)
-        plan = flash_mla.get_mla_metadata()
+        given = DENSE.arguments("cuda", lengths=lengths, heads=heads, kv_heads=kv_heads, **sizes)
+        names = "q", "k_cache", "block_table", "cache_seqlens", "head_dim_v"
+        arguments, plan = [given[name] for name in names], flash_mla.get_mla_metadata()
         for _ in range(2):
-            record_error(DENSE.check(given, flash_mla.flash_mla_with_kvcache(*arguments, *plan, causal=causal)))
+            found = flash_mla.flash_mla_with_kvcache(*arguments, *plan, causal=sizes["causal"])
+            record_error(DENSE.check(given, found))
 
 
 @pytest.mark.parametrize("use_legacy", [False, True])
-@pytest.mark.parametrize("s_q", [1, 2])
-@pytest.mark.parametrize("heads", [64, 128])
-@pytest.mark.parametrize("layout", ["656 bytes", "584 bytes"])
 @pytest.mark.parametrize(("batch", "top_k", "extra"), [(2, 128, None), (74, 512, (128, 64)), (4, 2048, (592, 2))])
-def test_sparse_decoding(batch, top_k, extra, layout, heads, s_q, use_legacy, record_error):
-    sizes = {"layout": layout, "batch": batch, "s_q": s_q, "heads": heads, "top_k": top_k, "rows": 4096}
-    given = SPARSE.arguments("cuda", **sizes, extra=extra, sink=True)
+@by_sizes(grid(layout=("656 bytes", "584 bytes"), s_q=(1, 2), heads=(64, 128), rows=(4096,), sink=(True,)))
+def test_sparse_decoding_is_right(sizes, batch, top_k, extra, use_legacy, record_error):
+    given = SPARSE.arguments("cuda", batch=batch, top_k=top_k, extra=extra, **sizes)
     given["attn_sink"][::3], given["attn_sink"][1::3] = torch.inf, -torch.inf
     given["topk_length"] = torch.randint(0, top_k + 1, (batch,), dtype=torch.int32, device="cuda")
     names = "indices", "attn_sink", "extra_k_cache", "extra_indices_in_kvcache", "topk_length"
     plan, scale = flash_mla.get_mla_metadata(), given["q"].shape[3] ** -0.5
-    arguments = (given["q"], given["k_cache"], None, None, D_V, *plan, scale, False, True)
-    whole = torch.full((batch, s_q, heads + 8, D_V), torch.nan, dtype=torch.bfloat16, device="cuda")
+    arguments = (given["q"], given["k_cache"], None, None, D_V, *plan, scale, False, True, *map(given.get, names))
+    heads = given["q"].shape[2]
+    whole = torch.full((batch, sizes["s_q"], heads + 8, D_V), torch.nan, dtype=torch.bfloat16, device="cuda")
     for out in (None, whole[:, :, :heads]):
-        got = flash_mla.flash_mla_with_kvcache(
-            *arguments, *(given[name] for name in names), None, out=out, use_legacy=use_legacy
-        )
+        got = flash_mla.flash_mla_with_kvcache(*arguments, None, out=out, use_legacy=use_legacy)
         assert got[1].transpose(1, 2).is_contiguous() and (out is None or got[0] is out)
         record_error(SPARSE.check(given, got))
     assert whole[:, :, heads:].isnan().all()
-
-
-def test_plans_of_every_age():
-    given, arguments = dense([700, 64, 0, 9000], 2, 16)
-    lengths = given["cache_seqlens"]
-    expected = dsa.flash_mla_with_kvcache(*arguments, None)
-    old = flash_mla.get_mla_decoding_metadata(lengths, 32, 1, use_legacy=True)
-    held = flash_mla.FlashMLASchedMeta(tile_scheduler_metadata=old[0], num_splits=old[1])
-    for plan in (old, (held, None), flash_mla.get_mla_metadata(lengths, 32, 1), flash_mla.get_mla_metadata()):
-        assert_same_bits(flash_mla.flash_mla_with_kvcache(*arguments, *plan, use_legacy=True), expected)

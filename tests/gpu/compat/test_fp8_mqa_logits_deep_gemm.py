@@ -1,74 +1,34 @@
-"""DeepGEMM's signatures over the index-score kernel, at sizes of DeepGEMM's own tests, on the GPU."""
+"""DeepGEMM's signatures of the index-score kernel, at sizes of DeepGEMM's own tests."""
 
 import pytest
 import torch
 
-import dsa
+from dsa.cases.indexer import RANGES
 from dsa.compat import deep_gemm
-from dsa.reference.indexer import fp8_mqa_logits as reference
-from dsa.testing import calc_diff, poison_free_memory
-from tests.gpu.op_checks import assert_equal, captured
+from dsa.testing import poison_free_memory
+from tests.gpu.attention import case_of, int32
+from tests.gpu.case_checks import by_sizes, grid
 
-E4M3, INT32 = torch.float8_e4m3fn, torch.int32
-MAX_DIFF = {torch.float32: 5e-6, torch.bfloat16: 3e-5}
+CASE = case_of("fp8_mqa_logits")
 QUERIES, KEYS = 2048, 8192
 
 
-def cast(x):
-    """e4m3 of bf16 rows and their scales, as DeepGEMM's tests cast keys."""
-    scale = x.abs().float().amax(-1).clamp(1e-4) / 448
-    return (x * (1 / scale[:, None])).to(E4M3), scale
-
-
-def inputs(heads, dim):
-    q = torch.randn(QUERIES, heads, dim, device="cuda").bfloat16().to(E4M3)
-    return q, cast(torch.randn(KEYS, dim, device="cuda").bfloat16()), torch.randn(QUERIES, heads, device="cuda")
-
-
-def ranges(context_parallel):
-    """The key ranges of `generate_ks_ke_tests`."""
-    ks, rows = torch.zeros(QUERIES, dtype=INT32, device="cuda"), torch.arange(QUERIES, dtype=INT32, device="cuda")
-    if not context_parallel:
-        return ks, rows + (KEYS - QUERIES)
-    half, ranks = QUERIES // 2, KEYS // QUERIES
-    rank = ranks // 3
-    return ks, torch.cat((rank * half + rows[:half], (2 * ranks - 1 - rank) * half + rows[:half]))
-
-
-@pytest.mark.parametrize("context_parallel", [False, True])
-@pytest.mark.parametrize("dim", [32, 64, 128])
-@pytest.mark.parametrize("heads", [32, 64])
 @pytest.mark.parametrize("compressed", [False, True])
-@pytest.mark.parametrize("logits_dtype", [torch.bfloat16, torch.float32])
-def test_mqa_logits(logits_dtype, compressed, heads, dim, context_parallel, record_error):
-    """Cleaned and uncompressed, or compressed and not cleaned."""
-    q, kv, weights = inputs(heads, dim)
-    ks, ke = ranges(context_parallel)
-    most = int((ke - ks).max()) if compressed else 0
-    named = {"q": (q, None), "kv": kv, "weights": weights, "cu_seq_len_k_start": ks, "cu_seq_len_k_end": ke}
-    named |= {"clean_logits": not compressed, "max_seqlen_k": most, "logits_dtype": logits_dtype}
+@pytest.mark.parametrize("context_parallel", [False, True])
+@by_sizes(grid(logits_dtype=(torch.bfloat16, torch.float32), heads=(32, 64), dim=(32, 64, 128)))
+def test_logits_are_right(sizes, context_parallel, compressed, record_error):
+    """The key ranges of `generate_ks_ke_tests`.
+
+    compressed        logits have a column per key of the longest range, and are not cleaned
+    context_parallel  the queries of rank 1 of 4: half of them early, half of them late
+    """
+    given = CASE.arguments("cuda", queries=QUERIES, keys=KEYS, window=KEYS, clean_logits=not compressed, **sizes)
+    if context_parallel:
+        rows, half = torch.arange(QUERIES), QUERIES // 2
+        last = torch.cat((half + rows[:half], 6 * half + rows[:half]))
+        given |= {"cu_seq_len_k_start": int32(torch.zeros(QUERIES)), "cu_seq_len_k_end": int32(last)}
+    given["max_seqlen_k"] = int(given["cu_seq_len_k_end"].max()) if compressed else 0
+    names = ("kv", "weights", *RANGES, "clean_logits", "max_seqlen_k", "logits_dtype")
     poison_free_memory(mebibytes=64)
-    got = deep_gemm.fp8_fp4_mqa_logits(**named)
-    expected = reference.fp8_mqa_logits(q, kv, weights, ks, ke, True, most, logits_dtype)
-    assert got.shape == (QUERIES, most or KEYS) and got.dtype == logits_dtype
-    hidden = expected == -torch.inf
-    if not compressed:
-        assert torch.equal(got == -torch.inf, hidden)
-    shown = got.masked_fill(hidden, 0)
-    difference = calc_diff(shown, expected.masked_fill(hidden, 0))
-    record_error(difference)
-    assert difference < MAX_DIFF[logits_dtype]
-
-
-def test_as_vllm_calls_it():
-    """By position, compressed; and into a graph."""
-    q, kv, weights = inputs(64, 128)
-    ks, ke = ranges(True)
-    most = int((ke - ks).max())
-    hidden = torch.arange(most, device="cuda") >= (ke - ks)[:, None]
-    expected = dsa.fp8_mqa_logits(q, kv, weights, ks, ke, False, most).masked_fill(hidden, 0)
-    graph, got = captured(deep_gemm.fp8_fp4_mqa_logits, (q, None), kv, weights, ks, ke, most)
-    graph.replay()
-    assert_equal(got.masked_fill(hidden, 0), expected)
-    old = deep_gemm.fp8_mqa_logits(q, kv, weights, ks, ke)
-    assert_equal(old, dsa.fp8_mqa_logits(q, kv, weights, ks, ke))
+    found = deep_gemm.fp8_fp4_mqa_logits((given["q"], None), **{name: given[name] for name in names})
+    record_error(CASE.check(given, [found]))

@@ -1,14 +1,20 @@
-"""Ends of matrices and numbers of rows that no router gives, for which kernels must still compute the right rows. Also
-ends that leave rows unused: a process with some of a model's experts has such rows."""
+"""Grouped products whose ends or numbers of rows no router gives, and whose last rows belong to no matrix.
+
+A process with some of a model's experts has rows that belong to no matrix. They are called unused here: their contents
+reach no result, and no kernel writes their results.
+"""
 
 import itertools
-from functools import partial
 
+import pytest
 import torch
 
 from dsa.testing import poison_free_memory
+from tests.gpu.attention import int32, no_keys
 from tests.gpu.op_checks import assert_same_bits, captured, flat
 
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+by_dtype = pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
 # Ends of four matrices with 64 rows: (ends, {matrix: (first row, end of rows)}).
 ENDS = [
     ([10, 5, 200, 300], {0: (0, 10)}),
@@ -22,15 +28,15 @@ ENDS = [
     ([0, 0, 1, 1], {2: (0, 1)}),
     ([0, 0, 0, 0], {}),
 ]
-# Numbers outside 90 rows.
-ROWS = [-1, -(2**31), 2**31 - 1, 90, 2**31 - 64]
 # Rows of each matrix in tests with unused rows: none, of the first alone, of the first two, one row, of most.
 SIZES = [[0, 0, 0, 0], [5, 0, 0, 0], [3, 40, 0, 0], [0, 0, 1, 0], [130, 0, 300, 77]]
 UNUSED = [1, 63, 1500, 5000]
+# Rows whose numbers are outside, of at least 64.
+OUTSIDE = [37, 50, 58, 61]
 
 
 def ends_of(sizes):
-    return torch.tensor(sizes, device="cuda").cumsum(0, dtype=torch.int32)
+    return int32([*itertools.accumulate(sizes)])
 
 
 def name(value):
@@ -59,82 +65,75 @@ def rows_of_matrices(*more_sizes):
     return cases
 
 
-def with_unused_rows(a, rows_of):
-    """(a copy of `a`, numbers of its rows, weights of 1). Unused rows have values of NaN, numbers outside, and weights
-    of NaN."""
-    count = len(a[0])
-    unused = torch.ones(count, dtype=torch.bool, device="cuda")
-    for begin, end in rows_of.values():
-        unused[begin:end] = False
-    q, s = a[0].view(torch.uint8).clone(), a[1].clone()
-    q[unused], s[unused] = 0x7F, torch.nan
-    outside = torch.tensor(ROWS, device="cuda").repeat(count)[:count]
-    numbers = torch.where(unused, outside, torch.arange(count, device="cuda")).int()
-    return (q.view(a[0].dtype), s), numbers, torch.ones(count, device="cuda").masked_fill(unused, torch.nan)
-
-
 def untouched(rows, columns, dtype):
     """A result before anything is written: bytes of 7."""
     return torch.full((rows, columns * dtype.itemsize), 7, dtype=torch.uint8, device="cuda").view(dtype)
 
 
-def write_products(product, a, b, rows_of, *results):
-    """Write product(rows of a matrix, matrix) into the rows of each matrix."""
-    for e, (begin, end) in rows_of.items():
-        found = flat(product(tuple(x[begin:end] for x in a), tuple(x[e] for x in b)))
-        for result, rows in zip(results, found, strict=True):
+def with_unused_rows(product, a, b, spans):
+    """(a with NaN in unused rows, the same rows in another order, their numbers, weights, the expected results).
+
+    The numbers of unused rows and of OUTSIDE are outside a. Expected are the results of product(rows of a, matrix,
+    weights of the rows) in the rows of each matrix, and nothing in the others.
+    """
+    count, unused = len(a[0]), torch.ones(len(a[0]), dtype=torch.bool, device="cuda")
+    weights, order = torch.rand(count, device="cuda") - 0.5, torch.randperm(count, device="cuda")
+    one_row = flat(product(tuple(x[:1] for x in a), tuple(x[0] for x in b), weights[:1]))
+    expected = [untouched(count, x.shape[1], x.dtype) for x in one_row]
+    for e, (begin, end) in spans.items():
+        unused[begin:end] = False
+        found = product(tuple(x[begin:end] for x in a), tuple(x[e] for x in b), weights[begin:end])
+        for result, rows in zip(expected, flat(found), strict=True):
             result[begin:end] = rows
+    q, s = a[0].view(torch.uint8).clone(), a[1].clone()
+    q[unused], s[unused], weights[unused] = 0x7F, torch.nan, torch.nan
+    a = q.view(a[0].dtype), s
+    numbers = torch.where(unused, no_keys(count).repeat(count)[:count], order).int()
+    numbers[OUTSIDE] = no_keys(count)[: len(OUTSIDE)]
+    return a, tuple(rows_of(x, order.argsort()) for x in a), numbers, weights, expected
 
 
-def check_written(write, *expected):
-    """write(*results) writes the expected results and no memory around them."""
-    wholes = [untouched(len(x) + 128, x.shape[1], x.dtype) for x in expected]
-    write(*(x[64:-64] for x in wholes))
-    assert_same_bits([x[64:-64] for x in wholes], expected)
-    assert all(x[part].view(torch.uint8).eq(7).all() for x in wholes for part in (slice(64), slice(-64, None)))
+def check_written(write, *expected, spare=0, has_outside=False):
+    """write(*results) writes the expected results and no memory around them.
 
-
-def check_expected_rows(op, a, b, sizes, unused, weighted=True, **options):
-    """Unused rows, and expected_rows from far too few to all, change no bit of the other rows: so every kernel that the
-    op may choose gives the same bits."""
-    used, ends = sum(sizes), ends_of(sizes)
-    count = used + unused
-    order, factors = torch.randperm(used, device="cuda", dtype=torch.int32), torch.rand(used, device="cuda")
-    outside = order.new_tensor(ROWS).repeat(unused // len(ROWS) + 1)[:unused]
-    numbers, more = torch.cat((order, outside)), tuple(with_nan_rows(x, unused) for x in a)
-    more_factors = {"weights": with_nan_rows(factors, unused)}
-    cases = [(more, {}, {}), (a, {"rows": order}, {"rows": numbers})]
-    if weighted:
-        cases.append((more, {"weights": factors}, more_factors))
-        cases.append((a, {"rows": order, "weights": factors}, {"rows": numbers, **more_factors}))
-    for operand, alone, together in cases:
-        expected = flat(op(a, b, ends, **alone, **options))
-        for number in {0, 1, 64, 65, 96, 97, used, 1024, 4096, 4097, count} & {*range(count + 1)}:
-            poison_free_memory(mebibytes=16)
-            got = flat(op(operand, b, ends, expected_rows=number, **together, **options))
-            assert all(len(x) == count for x in got)
-            assert_same_bits([x[:used] for x in got], expected)
-
-
-def check_numbers_outside(run, writers, rows, wrong):
-    """Numbers outside a change no other row of run(), and of what each write(out) writes."""
-    expected, bad = run(), torch.zeros(len(rows), dtype=torch.bool, device="cuda")
-    bad[[0, 69, 70, 133, -1]] = True
-    rows.masked_fill_(bad, wrong)
-    assert torch.equal(run()[~bad], expected[~bad])
-
-    def write_right_rows(write, out):
-        write(out)
-        out[bad] = expected[bad]
-
-    for write in writers:
-        check_written(partial(write_right_rows, write), expected)
+    spare        columns between the rows of the results
+    has_outside  whether the results of OUTSIDE may be anything
+    """
+    wholes = [untouched(len(x) + 128, x.shape[1] + spare, x.dtype) for x in expected]
+    results = [whole[64:-64, : x.shape[1]] for whole, x in zip(wholes, expected)]
+    write(*results)
+    for row in OUTSIDE if has_outside else ():
+        for result, right in zip(results, expected):
+            result[row] = right[row]
+    assert_same_bits(results, expected)
+    for result, whole, x in zip(results, wholes, expected):
+        result.copy_(untouched(*x.shape, x.dtype))
+        assert whole.view(torch.uint8).eq(7).all()
 
 
 def with_nan_rows(x, count):
     """x, then `count` rows of NaN."""
     rows = torch.full((count, *x.shape[1:]), torch.nan, device=x.device).to(x.dtype)
     return torch.cat((x.view(torch.uint8), rows.view(torch.uint8))).view(x.dtype)
+
+
+def check_expected_rows(op, a, b, sizes, unused, weighted=True, **options):
+    """Unused rows, and expected_rows from far too few to all, change no bit of the other rows: so every kernel that the
+    op may choose gives the same bits."""
+    used, ends = sum(sizes), ends_of(sizes)
+    count, longer = used + unused, tuple(with_nan_rows(x, unused) for x in a)
+    outside = no_keys(used).repeat(unused // 6 + 1)[:unused]
+    kinds = [{}, {"rows": torch.cat((torch.randperm(used, device="cuda").int(), outside))}]
+    if weighted:
+        factors = with_nan_rows(torch.rand(used, device="cuda"), unused)
+        kinds += [kind | {"weights": factors} for kind in kinds]
+    for kind in kinds:
+        expected = flat(op(a, b, ends, **{name: x[:used] for name, x in kind.items()}, **options))
+        for number in {0, 1, 64, 65, 96, 97, used, 1024, 4096, 4097, count} & {*range(count + 1)}:
+            poison_free_memory(mebibytes=16)
+            got = flat(op(a if "rows" in kind else longer, b, ends, expected_rows=number, **kind, **options))
+            assert all(len(x) == count for x in got)
+            assert_same_bits([x[:used] for x in got], expected)
 
 
 def check_replays_with_fewer_rows(op, a, b, expected_of, keeps_unused=True, **options):

@@ -18,10 +18,6 @@ def weights_and_scales(b):
     return w.view(-1, w.shape[-1]), fp8.aligned_scales(ws).permute(1, 2, 0)
 
 
-def tile_counter(is_dynamic):
-    return torch.zeros(1, dtype=torch.int32, device="cuda") if is_dynamic else None
-
-
 def write_few(config, a, b, out):
     """One matrix by the small-M kernel."""
     (q, s), (w, ws) = a, b
@@ -54,7 +50,7 @@ def write_grouped(config, a, b, ends, out, rows=None, weights=None, is_dynamic=F
     variant = config, rows is not None, weights is not None, is_dynamic
     kernels.compile_grouped_fp8_gemm(dtype_name(out.dtype), *variant)(
         *(q, fp8.aligned_scales(s), rows, *weights_and_scales(b), ends),
-        *(out, weights, None, tile_counter(is_dynamic), ctas or dsa.num_sms(q.device)),
+        *(out, weights, None, fp8.tile_counter(q, is_dynamic), ctas or dsa.num_sms(q.device)),
     )
 
 
@@ -66,7 +62,7 @@ def write_swiglu(
     kind = use_ue8m0, limit is not None, config, rows is not None, is_dynamic
     kernels.compile_fp8_gemm_swiglu(dtype_name(dtype), *kind)(
         *(x, fp8.aligned_scales(s), rows, *weights_and_scales(b), ends),
-        *(q, scale, limit, tile_counter(is_dynamic), ctas or dsa.num_sms(q.device)),
+        *(q, scale, limit, fp8.tile_counter(q, is_dynamic), ctas or dsa.num_sms(q.device)),
     )
 
 

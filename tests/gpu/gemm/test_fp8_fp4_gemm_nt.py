@@ -1,4 +1,4 @@
-"""Products of FP4 weights on the GPU: the bits of the widened weights, by both kernels and every tile."""
+"""Products of FP4 weights: the bits of the widened weights, by both kernels and every tile."""
 
 from functools import partial
 
@@ -9,13 +9,13 @@ import dsa
 from dsa.cases import cases_of
 from dsa.kernels.gemm import fp8_fp4_gemm_few_rows_sm90 as few_rows_kernels
 from dsa.kernels.gemm import fp8_fp4_gemm_sm90 as kernels
-from dsa.testing import poison_free_memory
+from tests.gpu.attention import int32
+from tests.gpu.case_checks import by_sizes, grid, verify
 from tests.gpu.gemm import hostile
+from tests.gpu.gemm.hostile import DTYPES, by_dtype
 from tests.gpu.gemm.launches import write_fp4
 
 CASE, *_ = cases_of("fp8_fp4_gemm_nt")
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-by_dtype = pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
 # The small-M kernel gathers rows of a; the other kernel gets a copy of them.
 CONFIGS = [*few_rows_kernels.CONFIGS, *kernels.CONFIGS]
 # Rows of matrices: full and almost empty last tiles of every height, and warps with one row.
@@ -26,27 +26,26 @@ def operands(rows, matrices, columns, channels):
     return hostile.operands(CASE, rows, matrices, columns=columns, channels=channels)
 
 
-@by_dtype
 @pytest.mark.parametrize(("columns", "channels"), [(128, 128), (256, 2048), (136, 160), (8, 32), (4096, 1024)])
-@pytest.mark.parametrize(
-    "sizes",
-    [[0, 5, 0, 0, 300, 64, 1, 0], [0] * 7 + [1], [129] * 4, [1] * 64, [3000, 1]],
-    ids=hostile.name,
+@by_sizes(
+    grid(
+        sizes=[[0, 5, 0, 0, 300, 64, 1, 0], [0] * 7 + [1], [129] * 4, [1] * 64, [3000, 1]],
+        tokens=(0,),
+        out_dtype=DTYPES,
+        weighted=(False,),
+    )
 )
-def test_shapes(sizes, columns, channels, out_dtype, record_error):
-    sizes = {"sizes": sizes, "tokens": 0, "columns": columns, "channels": channels}
-    poison_free_memory(mebibytes=64)
-    record_error(CASE.verify("cuda", **sizes, out_dtype=out_dtype, weighted=False))
+def test_every_shape_is_right(sizes, columns, channels, record_error):
+    verify(CASE, sizes | {"columns": columns, "channels": channels}, record_error)
 
 
+@pytest.mark.parametrize("weighted, out_dtype", [(False, DTYPES[1]), (True, DTYPES[1]), (True, DTYPES[0])])
 @pytest.mark.parametrize("tokens", [1, 32, 128, 2000])
-def test_rows_and_weights(tokens, record_error):
+def test_gathered_rows_with_weights_are_right(tokens, weighted, out_dtype, record_error):
     """As in a mixture with 6 of 16 experts per token."""
-    sizes = torch.randint(16, (6 * tokens,)).bincount(minlength=16).tolist()
-    shape = {"sizes": sizes, "tokens": tokens, "columns": 512, "channels": 1024}
-    for weighted, out_dtype in ((False, DTYPES[1]), (True, DTYPES[1]), (True, DTYPES[0])):
-        poison_free_memory(mebibytes=64)
-        record_error(CASE.verify("cuda", **shape, weighted=weighted, out_dtype=out_dtype))
+    counts = torch.randint(16, (6 * tokens,)).bincount(minlength=16).tolist()
+    sizes = {"sizes": counts, "tokens": tokens, "columns": 512, "channels": 1024}
+    verify(CASE, sizes | {"weighted": weighted, "out_dtype": out_dtype}, record_error)
 
 
 @pytest.mark.parametrize("out_dtype", DTYPES[:2], ids=str)
@@ -59,18 +58,17 @@ def test_expected_rows_and_unused_rows_change_no_bit(channels, sizes, unused, ou
     hostile.check_expected_rows(dsa.grouped_fp8_fp4_gemm_nt, a, b, sizes, unused, out_dtype=out_dtype)
 
 
-def test_every_code_at_every_scale():
+def test_every_code_at_every_scale_is_right():
     """Rows of one code, and groups of every exponent below the block's largest."""
-    codes = torch.arange(16, device="cuda").repeat_interleave(8)[:, None] * 17
-    packed = codes.to(torch.uint8).view(torch.int8).expand(1, 128, 256).contiguous()
-    exponents = (torch.arange(16, device="cuda") % 15).expand(1, 128, 16)
-    scale = (exponents + 100).to(torch.uint8).view(torch.float8_e8m0fnu).contiguous()
-    given = CASE.arguments("cuda", sizes=[64], channels=512, weighted=False, out_dtype=torch.float32)
-    given |= {"b": (packed, scale, dsa.fp4_block_scales(packed, scale))}
+    given = CASE.arguments("cuda", sizes=[64], columns=128, channels=512, weighted=False, out_dtype=torch.float32)
+    packed, scale, _ = given["b"]
+    packed.view(torch.uint8).copy_(torch.arange(16, device="cuda").repeat_interleave(8)[:, None] * 17)
+    scale.view(torch.uint8).copy_(torch.arange(16, device="cuda") % 15 + 100)
+    given["b"] = packed, scale, dsa.fp4_block_scales(packed, scale)
     CASE.check(given, CASE.run(given))
 
 
-def test_ends_of_the_scale_range():
+def test_ends_of_the_scale_range_are_right():
     """Scales of zeros are anything, and scales near 2^-127 make subnormal products."""
     a, (packed, scale, _) = operands(64, 2, 128, 256)
     packed[0, 7, :16] = 0
@@ -81,60 +79,33 @@ def test_ends_of_the_scale_range():
 
 
 @pytest.mark.parametrize("count", [60, 300])
-def test_graph_replay_with_fewer_rows(count):
+def test_a_graph_follows_new_ends(count):
     """By both kernels."""
     a, b = operands(count, 4, 136, 256)
     wide = dsa.widen_fp4(*b[:2])
-
-    def expected_of(own, sizes):
-        return dsa.grouped_fp8_gemm_nt(own, wide, hostile.ends_of(sizes))
-
-    hostile.check_replays_with_fewer_rows(dsa.grouped_fp8_fp4_gemm_nt, a, b, expected_of)
-
-
-@by_dtype
-@pytest.mark.parametrize(("columns", "channels"), [(392, 640), (136, 512), (8, 128), (264, 160), (8, 32)])
-def test_every_tile_gives_the_bits_of_the_widened_weights(columns, channels, out_dtype):
-    """With rows in order or by number, with and without weights."""
-    count = sum(TAILS)
-    a, b = operands(count + 50, len(TAILS), columns, channels)
-    ends, factors = hostile.ends_of(TAILS), torch.rand(count, device="cuda") - 0.5
-    order, unread = torch.randperm(count + 50, device="cuda", dtype=torch.int32).split((count, 50))
-    ordered = tuple(hostile.rows_of(x, order) for x in a)
-    a[0].view(torch.uint8)[unread], a[1][unread] = 0x7F, torch.nan
-    sums = dsa.grouped_fp8_gemm_nt(ordered, dsa.widen_fp4(*b[:2]), ends, torch.float32)
-    plain, weighted = sums.to(out_dtype), (sums * factors[:, None]).to(out_dtype)
-    for config in CONFIGS:
-        if config in few_rows_kernels.CONFIGS and channels % 128:
-            continue
-        for operand, rows in ((ordered, None), (a, order)):
-            write = partial(write_fp4, config, operand, b, ends, rows=rows)
-            poison_free_memory(mebibytes=16)
-            hostile.check_written(write, plain)
-            hostile.check_written(partial(write, weights=factors), weighted)
+    hostile.check_replays_with_fewer_rows(
+        *(dsa.grouped_fp8_fp4_gemm_nt, a, b),
+        lambda own, sizes: dsa.grouped_fp8_gemm_nt(own, wide, hostile.ends_of(sizes)),
+    )
 
 
 @by_dtype
+@pytest.mark.parametrize(("columns", "channels"), [(136, 256), (392, 640), (8, 128), (264, 160), (8, 32)])
 @pytest.mark.parametrize(
     ("ends", "rows_of", "count"), hostile.rows_of_matrices(TAILS, [*TAILS[:-1], 70]), ids=hostile.name
 )
-def test_only_the_rows_of_matrices_are_written(ends, rows_of, count, out_dtype):
-    """By both kernels and every tile, for any ends. The contents of other rows reach no result."""
-    a, b = operands(count, len(ends), 136, 256)
-    expected, ends = hostile.untouched(count, 136, out_dtype), torch.tensor(ends, dtype=torch.int32, device="cuda")
-    product = partial(dsa.fp8_gemm_nt, out_dtype=out_dtype)
-    hostile.write_products(product, a, dsa.widen_fp4(*b[:2]), rows_of, expected)
-    a, numbers, ones = hostile.with_unused_rows(a, rows_of)
-    for config in CONFIGS:
-        hostile.check_written(partial(write_fp4, config, a, b, ends), expected)
-        hostile.check_written(partial(write_fp4, config, a, b, ends, rows=numbers, weights=ones), expected)
+def test_every_tile_writes_the_products_of_each_widened_matrix(ends, rows_of, count, columns, channels, out_dtype):
+    """By both kernels, with rows in order or by number, with and without weights, for any ends and numbers."""
+    a, b = operands(count, len(ends), columns, channels)
 
+    def product(own, matrix, weights):
+        sums = dsa.fp8_gemm_nt(own, matrix, torch.float32)
+        return sums.to(out_dtype), (sums * weights[:, None]).to(out_dtype)
 
-@pytest.mark.parametrize("wrong", hostile.ROWS)
-def test_numbers_of_rows_outside_change_no_other_row(wrong):
-    given = CASE.arguments("cuda", sizes=[70, 0, 130], tokens=90, columns=136, channels=256, weighted=False)
-    CASE.check(given, CASE.run(given))
-    a, b, ends, rows = (given[name] for name in ("a", "b", "ends", "rows"))
-    run = partial(dsa.grouped_fp8_fp4_gemm_nt, a, b, ends, rows=rows)
-    writers = [partial(write_fp4, config, a, b, ends, rows=rows) for config in CONFIGS]
-    hostile.check_numbers_outside(run, writers, rows, wrong)
+    wide = dsa.widen_fp4(*b[:2])
+    a, mixed, numbers, weights, (plain, weighted) = hostile.with_unused_rows(product, a, wide, rows_of)
+    for config in CONFIGS if channels % 128 == 0 else kernels.CONFIGS:
+        for operand, rows in ((a, None), (mixed, numbers)):
+            write = partial(write_fp4, config, operand, b, int32(ends), rows=rows)
+            hostile.check_written(write, plain, has_outside=rows is not None)
+            hostile.check_written(partial(write, weights=weights), weighted, has_outside=rows is not None)

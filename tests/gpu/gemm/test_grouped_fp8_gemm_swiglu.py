@@ -1,4 +1,4 @@
-"""Gate and up projection of experts, SwiGLU and cast on the GPU: the bits of the product and then the cast."""
+"""Gate and up projection of experts, SwiGLU and cast: the bits of the product and then the cast."""
 
 from functools import partial
 
@@ -8,16 +8,19 @@ import torch
 import dsa
 from dsa.cases import cases_of
 from dsa.kernels.gemm import fp8_gemm_sm90 as kernels
-from dsa.testing import poison_free_memory
+from tests.gpu.attention import int32
+from tests.gpu.case_checks import FLOATS, by_sizes, grid, verify
 from tests.gpu.gemm import hostile
 from tests.gpu.gemm.launches import write_swiglu
 from tests.gpu.op_checks import assert_same_bits
 
 FP8, FP4 = CASES = cases_of("grouped_fp8_gemm_swiglu")
 by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 # Rows of matrices: full and almost empty last tiles of either height, and warps with one row.
 TAILS = [1, 15, 16, 17, 31, 32, 33, 63, 64, 0, 65, 127, 128, 129, 191, 193, 0, 257]
+# (config, whether rows are gathered, whether scheduling is dynamic)
+KINDS = [(config, *kind) for config in kernels.SWIGLU_CONFIGS for kind in ((False, False), (True, False))]
+KINDS.append((kernels.SWIGLU_CONFIGS[-1], False, True))
 
 
 def product_and_cast(a, b, ends, dtype=torch.bfloat16, use_ue8m0=True, limit=None):
@@ -26,84 +29,60 @@ def product_and_cast(a, b, ends, dtype=torch.bfloat16, use_ue8m0=True, limit=Non
 
 
 @by_case
-@pytest.mark.parametrize("use_ue8m0", [False, True])
-@pytest.mark.parametrize("limit", [None, 1.5])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+# Tokens, inner channels, channels. The last call has more rows than a kernel gathers.
 @pytest.mark.parametrize(
     ("tokens", "inner", "channels"), [(1, 128, 128), (37, 384, 1024), (700, 2048, 512), (1400, 128, 256)]
 )
-def test_bits_of_product_and_cast(tokens, inner, channels, dtype, limit, use_ue8m0, case, record_error):
-    """Three of eight experts per token. The last call has more rows than a kernel gathers."""
-    sizes = torch.randint(8, (3 * tokens,)).bincount(minlength=8).tolist()
-    shape = {"sizes": sizes, "tokens": tokens, "inner": inner, "channels": channels}
-    poison_free_memory(mebibytes=64)
-    record_error(case.verify("cuda", **shape, limit=limit, use_ue8m0=use_ue8m0, dtype=dtype))
+@by_sizes(grid(limit=(None, 1.5), use_ue8m0=(False, True), dtype=FLOATS))
+def test_every_shape_has_the_bits_of_product_and_cast(sizes, tokens, inner, channels, case, record_error):
+    """Three of eight experts per token."""
+    counts = torch.randint(8, (3 * tokens,)).bincount(minlength=8).tolist()
+    verify(case, sizes | {"sizes": counts, "tokens": tokens, "inner": inner, "channels": channels}, record_error)
 
 
 @pytest.mark.parametrize("channels", [1024, 640])
 @pytest.mark.parametrize("count", [1, 8, 300, 2000])
-def test_rows_of_one_token(count, channels):
-    """Rows with a stride of 0 give the bits of copies, in every kernel for this many rows."""
+def test_rows_with_a_stride_of_0_have_the_bits_of_copies(count, channels):
+    """In every kernel for this many rows."""
     (q, s), fp4 = hostile.operands(FP4, 1, 8, channels=channels)
     fp8, ends = dsa.widen_fp4(*fp4[:2]), (torch.rand(8, device="cuda") * count / 8).int().cumsum(0).int()
     ends[-1] = count
     same_rows = q.expand(count, -1), s.expand(count, -1)
     copies = tuple(x.contiguous() for x in same_rows)
-    poison_free_memory(mebibytes=64)
-    for op in (dsa.grouped_fp8_gemm_nt, dsa.grouped_fp8_gemm_swiglu):
-        assert_same_bits(op(same_rows, fp8, ends), op(copies, fp8, ends))
-    for op in (dsa.grouped_fp8_fp4_gemm_nt, dsa.grouped_fp8_fp4_gemm_swiglu):
-        assert_same_bits(op(same_rows, fp4, ends), op(copies, fp4, ends))
+    for op, b in (
+        *((dsa.grouped_fp8_gemm_nt, fp8), (dsa.grouped_fp8_gemm_swiglu, fp8)),
+        *((dsa.grouped_fp8_fp4_gemm_nt, fp4), (dsa.grouped_fp8_fp4_gemm_swiglu, fp4)),
+    ):
+        assert_same_bits(op(same_rows, b, ends), op(copies, b, ends))
     one = fp8[0][0], fp8[1][0]
     assert_same_bits(dsa.fp8_gemm_nt(same_rows, one), dsa.fp8_gemm_nt(copies, one))
 
 
-# (config, whether rows are gathered, whether scheduling is dynamic)
-KINDS = [(config, *kind) for config in kernels.SWIGLU_CONFIGS for kind in ((False, False), (True, False))]
-KINDS.append((kernels.SWIGLU_CONFIGS[-1], False, True))
-
-
+# (dtype, use_ue8m0, limit)
 @pytest.mark.parametrize(
     "variant",
-    [
-        (torch.bfloat16, True, None),
-        (torch.bfloat16, False, 1.5),
-        (torch.float16, True, 1.5),
-        (torch.float32, False, None),
-    ],
+    [(FLOATS[0], True, None), (FLOATS[0], False, 1.5), (FLOATS[1], True, 1.5), (FLOATS[2], False, None)],
     ids=str,
 )
-@pytest.mark.parametrize(("inner", "channels"), [(128, 160), (384, 1152)])
-def test_every_tile_gives_the_same_bits(inner, channels, variant):
-    a, b = hostile.operands(FP8, sum(TAILS), len(TAILS), inner=inner, channels=channels)
-    ends = hostile.ends_of(TAILS)
-    expected = product_and_cast(a, b, ends, *variant)
-    order = torch.randperm(len(a[0]), device="cuda", dtype=torch.int32)
-    mixed = tuple(hostile.rows_of(x, order.argsort()) for x in a)
-    for config, gathered, is_dynamic in KINDS:
-        operand, rows = (mixed, order) if gathered else (a, None)
-        write = partial(write_swiglu, config, operand, b, ends, variant=variant, rows=rows, is_dynamic=is_dynamic)
-        for ctas in (None, 3) if is_dynamic else (None,):
-            hostile.check_written(partial(write, ctas=ctas), *expected)
-
-
+@pytest.mark.parametrize(("inner", "channels"), [(128, 160), (128, 256), (384, 1152)])
 @pytest.mark.parametrize(
     ("ends", "rows_of", "count"), hostile.rows_of_matrices(TAILS, [*TAILS[::-1], 0]), ids=hostile.name
 )
-def test_only_the_rows_of_matrices_are_written(ends, rows_of, count):
-    """By every tile, for any ends. The contents of other rows reach no result."""
-    a, b = hostile.operands(FP8, count, len(ends), channels=256)
-    expected = hostile.untouched(count, 128, a[0].dtype), hostile.untouched(count, 1, torch.float32)
-    ends = torch.tensor(ends, dtype=torch.int32, device="cuda")
+def test_every_tile_writes_product_and_cast_of_each_matrix(ends, rows_of, count, inner, channels, variant):
+    """For any ends and numbers."""
+    a, b = hostile.operands(FP8, count, len(ends), inner=inner, channels=channels)
+    dtype, use_ue8m0, limit = variant
 
-    def product(own, matrix):
-        return dsa.swiglu_cast_to_fp8(*dsa.fp8_gemm_nt(own, matrix).chunk(2, -1))
+    def product(own, matrix, _):
+        return dsa.swiglu_cast_to_fp8(*dsa.fp8_gemm_nt(own, matrix, dtype).chunk(2, -1), use_ue8m0, limit=limit)
 
-    hostile.write_products(product, a, b, rows_of, *expected)
-    a, numbers, _ = hostile.with_unused_rows(a, rows_of)
+    a, mixed, numbers, _, expected = hostile.with_unused_rows(product, a, b, rows_of)
     for config, gathered, is_dynamic in KINDS:
-        write = partial(write_swiglu, config, a, b, ends, rows=numbers if gathered else None, is_dynamic=is_dynamic)
-        hostile.check_written(write, *expected)
+        operand, rows = (mixed, numbers) if gathered else (a, None)
+        write = partial(write_swiglu, config, operand, b, int32(ends), variant=variant, rows=rows)
+        for ctas in (None, 3) if is_dynamic else (None,):
+            written = partial(write, is_dynamic=is_dynamic, ctas=ctas)
+            hostile.check_written(written, *expected, has_outside=gathered)
 
 
 @by_case
@@ -121,13 +100,12 @@ def test_expected_rows_and_unused_rows_change_no_bit(sizes, unused, inner, limit
 @pytest.mark.parametrize(
     ("case", "count", "inner"), [(FP8, 300, 128), (FP8, 2000, 128), (FP4, 2000, 2048)], ids=["few", "many", "FP4"]
 )
-def test_graph_replay_with_fewer_rows(case, count, inner):
+def test_a_graph_follows_new_ends(case, count, inner):
     """The kernel with SwiGLU; dynamic scheduling, whose counter each replay zeroes; a product and a cast."""
     a, b = hostile.operands(case, count, 4, inner=inner, channels=256)
     wide = dsa.widen_fp4(*b[:2]) if case is FP4 else b
-
-    def expected_of(own, sizes):
-        return product_and_cast(own, wide, hostile.ends_of(sizes))
-
     # A graph of FP4 weights has the product in its memory, maybe where the unused rows of the results are.
-    hostile.check_replays_with_fewer_rows(case.function(), a, b, expected_of, keeps_unused=case is FP8)
+    hostile.check_replays_with_fewer_rows(
+        *(case.function(), a, b, lambda own, sizes: product_and_cast(own, wide, hostile.ends_of(sizes))),
+        keeps_unused=case is FP8,
+    )

@@ -1,59 +1,68 @@
-"""Attention of packed sequences in training, on the GPU: the bits of multi-head attention, and empty rows."""
+"""Attention of packed sequences in training: the bits of multi-head attention, and empty rows."""
 
 import pytest
 import torch
 
-import dsa
 from dsa.kernels.training.limits import DENSE_CHANNELS
 from dsa.ops.training import _packed_attention
 from dsa.testing import poison_free_memory
-from tests.gpu.attention import INF, starts
-from tests.gpu.mla.test_mha_varlen_fwd import CASES, in_sequences, inputs
-from tests.gpu.op_checks import assert_same_bits, replays
+from tests.gpu.attention import INF, case_of, replayed, starts
+from tests.gpu.op_checks import assert_same_bits
+
+CASE = case_of("mha_varlen_fwd")
+# Heads, KV heads, and queries and keys of each sequence.
+SEQUENCES = {
+    "whole tiles": (4, 4, [(256, 256), (384, 384)]),
+    "a single token": (2, 1, [(1, 1)]),
+    "odd lengths": (4, 2, [(n, n) for n in (1, 77, 129, 300, 64, 1000, 5)]),
+    "empty sequences": (3, 1, [(n, n) for n in (0, 5, 0, 0, 130, 0)]),
+    "prefixes": (4, 1, [(1, 500), (63, 64), (128, 300), (10, 11), (200, 2000)]),
+    "fewer keys": (4, 4, [(200, 100), (64, 1), (130, 0), (500, 300), (10, 0)]),
+    "many heads per KV head": (16, 1, [(513, 513), (100, 100)]),
+    "many sequences": (2, 1, [(7 * i % 50, 11 * i % 90) for i in range(300)]),
+    "long": (4, 4, [(3000, 4096)]),
+}
 
 
-def attention_forward(q, k, v, cu_q, cu_k, longest, scale, causal=True):
-    return _packed_attention.attention_forward(q, k, v, (cu_q, cu_k, len(q), longest), scale, causal)
+def forward(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_k, softmax_scale, causal, **_):
+    sequences = cu_seqlens_q, cu_seqlens_k, len(q), max_seqlen_k
+    return _packed_attention.attention_forward(q, k, v, sequences, softmax_scale, causal)
 
 
-def check(got, arguments, causal=True):
-    """The bits of `mha_varlen_fwd`; rows after the last sequence are those of queries without keys."""
-    (out, lse), cu_q = got, arguments[3]
-    assert_same_bits(in_sequences(got, cu_q), in_sequences(dsa.mha_varlen_fwd(*arguments, causal), cu_q))
-    end = int(cu_q[-1])
+def check(given, found):
+    """The bits of `mha_varlen_fwd` in the sequences; rows after the last sequence are those of queries without keys."""
+    end = int(given["cu_seqlens_q"][-1])
+    (out, lse), (expected, expected_lse) = found, CASE.run(given)
+    assert_same_bits((out[:end], lse[:, :end]), (expected[:end], expected_lse[:, :end]))
     assert out[end:].eq(0).all() and lse[:, end:].eq(INF).all()
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "all"])
-@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+@pytest.mark.parametrize(("heads", "kv_heads", "sequences"), SEQUENCES.values(), ids=list(SEQUENCES))
 @pytest.mark.parametrize("dims", DENSE_CHANNELS, ids=str)
-def test_it_is_multi_head_attention(dims, case, causal):
-    arguments = inputs(dims, *case)
+def test_results_have_the_bits_of_multi_head_attention(dims, heads, kv_heads, sequences, causal):
+    sizes = {"heads": heads, "kv_heads": kv_heads, "sequences": sequences, "causal": causal}
+    given = CASE.arguments("cuda", dims=dims, **sizes)
     poison_free_memory(mebibytes=64)
-    check(attention_forward(*arguments, causal), arguments, causal)
+    check(given, forward(**given))
 
 
-def test_a_graph_takes_new_data():
-    q, k, v, cu, _, _, scale = inputs((128, 128), 8, 2, [300, 700], [300, 700])
-    cuts = iter((300, 1, 999, 512))
-
-    def call(q, k, v, cu):
-        return attention_forward(q, k, v, cu, cu, 1000, scale)
-
-    def renew():
-        cut = next(cuts)
-        return inputs((128, 128), 8, 2, [cut, 1000 - cut], [cut, 1000 - cut])[:4]
-
-    for got in replays(call, (q, k, v, cu), renew, times=4):
-        check(got, (q, k, v, cu, cu, 1000, scale))
+def test_a_graph_takes_new_bounds():
+    held, *renewals = (
+        CASE.arguments("cuda", seed, dims=(128, 128), heads=8, sequences=[(cut, cut), (1000 - cut, 1000 - cut)])
+        | {"max_seqlen_k": 1000}
+        for seed, cut in enumerate((300, 300, 1, 999, 512))
+    )
+    for found, new in zip(replayed(lambda: forward(**held), held, renewals), renewals, strict=True):
+        check(new, found)
 
 
-def test_without_keys_rows_are_empty():
-    q = torch.randn(5, 2, 64, device="cuda").bfloat16()
-    out, lse = attention_forward(q, q[:0], q[:0], starts([5]), starts([0]), 0, 0.1)
+@pytest.mark.parametrize(
+    "queries, keys, lengths", [(5, 0, [5]), (5, 5, []), (5, 5, [0]), (5, 5, [0, 0]), (0, 5, [0])], ids=str
+)
+def test_without_keys_rows_are_empty(queries, keys, lengths):
+    q, k = (torch.randn(n, 2, 64, device="cuda").bfloat16() for n in (queries, keys))
+    bounds = starts(lengths), starts([0] * len(lengths))
+    out, lse = _packed_attention.attention_forward(q, k, k, (*bounds, queries, keys), 0.1, True)
     assert not out.any() and lse.eq(INF).all()
-    for bounds in (starts([]), starts([0]), starts([0, 0])):
-        out, lse = attention_forward(q, q, q, bounds, bounds, 5, 0.1)
-        assert not out.any() and lse.eq(INF).all()
-    out, lse = attention_forward(q[:0], q, q, starts([0]), starts([5]), 5, 0.1)
-    assert out.shape == (0, 2, 64) and lse.shape == (2, 0)
+    assert out.shape == (queries, 2, 64) and lse.shape == (2, queries)

@@ -1,6 +1,7 @@
-"""The sparse stage's loss and its gradients against float64, on the GPU."""
+"""The sparse stage's loss and its gradients against float64."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -8,11 +9,22 @@ import torch
 import dsa
 from dsa.cases import cases_of
 from dsa.cases.training import INDEXER, check_loss, distance, gradients_of, sparse_kl, with_leaves
-from dsa.testing import poison_free_memory
 from tests.gpu.attention import INF, NAN
-from tests.gpu.op_checks import among_nan, assert_runs_have_the_same_bits, assert_same_bits
+from tests.gpu.case_checks import by_sizes, check_layouts, grid, verify
+from tests.gpu.op_checks import assert_runs_have_the_same_bits, assert_same_bits
 
 CASE = replace(*cases_of("sparse_indexer_loss"), sizes={})
+SMALL = {"d": 512, "heads": 16, "index_heads": 16, "di": 64}
+JOINT = {"tokens": 40, "keys": 900, "k": 192, "d": 512, "heads": 64}
+NAMES = ("d", "heads", "k", "index_heads", "di")
+MODELS = [
+    dict(zip(NAMES, model, strict=True))
+    for model in (
+        *((576, 128, 2048, 64, 128), (512, 64, 512, 64, 128), (576, 64, 512, 32, 128), (512, 128, 256, 16, 64)),
+        *((576, 16, 130, 8, 64), (512, 96, 1, 64, 64), (576, 72, 333, 5, 128)),
+    )
+]
+COUNTS = {"tokens": (1, 2, 131, 300), "k": (1, 2, 63, 64, 65, 129, 200), "di": [64]}
 
 
 def arguments(tokens, keys, k, **sizes):
@@ -20,39 +32,18 @@ def arguments(tokens, keys, k, **sizes):
 
 
 def small(tokens, keys, k, **sizes):
-    return arguments(tokens, keys, k, **{"d": 512, "heads": 16, "index_heads": 16, "di": 64} | sizes)
+    return arguments(tokens, keys, k, **SMALL | sizes)
 
 
-def check(given, record_error=None, most=0.012):
-    poison_free_memory(mebibytes=64)
-    error = check_loss(given, CASE.results(given), most)
-    if record_error:
-        record_error(error)
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(
-    "d, heads, k, index_heads, di",
-    [
-        (576, 128, 2048, 64, 128),
-        (512, 64, 512, 64, 128),
-        (576, 64, 512, 32, 128),
-        (512, 128, 256, 16, 64),
-        (576, 16, 130, 8, 64),
-        (512, 96, 1, 64, 64),
-        (576, 72, 333, 5, 128),
-    ],
+@by_sizes(
+    grid(**COUNTS, keys=[77], d=[512], heads=[16], index_heads=[8]),
+    grid(**COUNTS, keys=[300], d=[576], heads=[80], index_heads=[20]),
+    [JOINT | {"joint": joint} for joint in (0.0, 40.0)],
+    [{"tokens": 140, "keys": 3000, "deterministic": x, **sizes} for sizes in MODELS for x in (False, True)],
 )
-def test_shapes(d, heads, k, index_heads, di, deterministic, record_error):
-    sizes = {"d": d, "heads": heads, "index_heads": index_heads, "di": di}
-    check(arguments(140, 3000, k, **sizes, deterministic=deterministic), record_error)
-
-
-@pytest.mark.parametrize("tokens", [1, 2, 131, 300])
-@pytest.mark.parametrize("k", [1, 2, 63, 64, 65, 129, 200])
-def test_sizes(tokens, k, record_error):
-    check(arguments(tokens, 77, k, d=512, heads=16, index_heads=8, di=64), record_error)
-    check(arguments(tokens, 300, k, d=576, heads=80, index_heads=20, di=64), record_error)
+def test_every_size_is_right(sizes, record_error):
+    """joint: heads give the selected keys between all and e^-40 of their attention."""
+    verify(CASE, sizes, record_error)
 
 
 @pytest.mark.parametrize("w_dtype", [torch.float32, torch.bfloat16])
@@ -66,36 +57,23 @@ def test_gradients_are_as_near_as_autograds_in_bf16(d, heads, k, w_dtype):
         assert error < most, f"{name}: {error}, autograd in bf16 {most / 2}"
 
 
-@pytest.mark.parametrize("joint", [0.0, 40.0])
-def test_a_joint_lse(joint, record_error):
-    """Heads give the selected keys between all and e^-40 of their attention."""
-    check(arguments(40, 900, 192, d=512, heads=64, joint=joint), record_error)
-
-
 def test_heads_of_no_attention_have_no_gradients(record_error):
-    given = arguments(40, 900, 192, d=512, heads=64, joint=0.0)
-    check(given | {"lse": given["lse"] + 80}, record_error)
+    given = arguments(**JOINT, joint=0.0)
+    record_error(CASE.check_call(given | {"lse": given["lse"] + 80}))
     _, *gradients = CASE.results(given | {"lse": given["lse"] + INF})
     assert all(not x.any() for x in gradients)
 
 
 def test_the_lse_of_the_selected_keys_is_the_default():
-    given = arguments(40, 900, 192, d=512, heads=64, leaves=())
+    given = arguments(**JOINT, leaves=())
     own = dsa.flash_mla_sparse_fwd(given["q"], given["kv"], given["indices"], given["softmax_scale"])[2].T
     assert_same_bits(CASE.run(given | {"lse": own}), CASE.run(given))
 
 
-def test_what_no_index_names_reaches_nothing(record_error):
-    """Invalid indices and keys named twice; NaN in rows that none names."""
+def test_nan_in_an_unselected_key_does_not_reach_a_result():
     given = small(50, 400, 200, d=576, heads=64, invalid=0.3, deterministic=True)
-    indices = given["indices"]
-    indices[1, 0, 5:], indices[2, 0, :-1] = -(2**31), 400
-    indices[3, 0, 100:] = 2**31 - 1
-    indices[4, 0, 150:] = indices[4, 0, 1]
-    check(given, record_error)
-    indices[indices == 11] = -1
-    unnamed = torch.ones(400, device="cuda", dtype=torch.bool)
-    unnamed[indices[(indices >= 0) & (indices < 400)].long()] = False
+    given["indices"][given["indices"] == 11] = -1
+    unnamed = ~torch.isin(torch.arange(400, device="cuda"), given["indices"])
     expected = CASE.results(given)
     with torch.no_grad():
         given["kv"][unnamed], given["k_idx"][unnamed] = NAN, INF
@@ -104,26 +82,23 @@ def test_what_no_index_names_reaches_nothing(record_error):
     assert kl[-1] == 0 and not dk[unnamed].any() and not dq[-1].any() and not dw[-1].any()
 
 
-def test_weights_of_zero_and_relu_at_zero():
+@pytest.mark.parametrize("step", [1, 2])
+def test_weights_of_zero_and_relu_at_zero_are_right(step):
     given = small(20, 300, 100)
     with torch.no_grad():
-        given["w_idx"][::2], given["k_idx"][::5] = 0, 0
-    check(given)
-    with torch.no_grad():
-        given["w_idx"].zero_()
-    _, dq, dk, dw = CASE.results(given)
-    assert not dq.any() and not dk.any() and dw.any()
+        given["w_idx"][::step], given["k_idx"][::5] = 0, 0
+    CASE.check_call(given)
 
 
 @pytest.mark.parametrize("size", [1, 30])
-def test_all_mass_on_one_key(size):
+def test_all_mass_on_one_key_is_right(size):
     given = small(30, 500, 150, d=576, heads=32, scale=600.0)
     with torch.no_grad():
         given["k_idx"] *= size
-    check(given, most=0.02)
+    replace(CASE, check=partial(check_loss, most=0.02)).check_call(given)
 
 
-def test_nan_reaches_its_query_only():
+def test_nan_stays_in_its_query():
     given = small(12, 200, 64)
     given["q"][3, 2, 5] = NAN
     # k_idx's gradient is that of all queries. Only d_scores has NaN here, and sums of integers cannot have it.
@@ -135,37 +110,27 @@ def test_nan_reaches_its_query_only():
         assert x.isnan().nonzero().flatten().tolist() == [3, 7]
 
 
-def test_strides_change_no_bit():
-    given = small(30, 200, 128, d=576, heads=64, deterministic=True)
-    names = ("q", "kv", "q_idx", "k_idx", "w_idx")
-    wide = {name: among_nan(given[name].detach()).requires_grad_(name in INDEXER) for name in names}
-    q_idx = given["q_idx"].detach().transpose(0, 1)
-    wide["q_idx"] = among_nan(q_idx).transpose(0, 1).requires_grad_()
-    wide["indices"] = torch.nn.functional.pad(given["indices"], (8, 24))[..., 8:-24]
-    expected = CASE.results(given)
-    assert_same_bits(CASE.results(given | wide), expected)
-    odd = among_nan(given["q"], 0, 1)  # rows at no multiple of 16 bytes
-    assert_same_bits(CASE.results(given | {"q": odd}), expected)
+def test_layouts_change_no_bit():
+    """Nor do those of upstream gradients."""
+    sizes = SMALL | {"tokens": 30, "keys": 200, "k": 128, "d": 576, "heads": 64, "deterministic": True}
+    check_layouts(CASE, ("q", "kv", "q_idx", "k_idx", "w_idx", "indices"), **sizes)
+    given = CASE.arguments("cuda", **sizes)
     leaves, kl = [given[name] for name in INDEXER], dsa.sparse_indexer_loss(**given)
     ones = torch.ones(30, device="cuda"), torch.ones(1, device="cuda").expand(30)
     assert_same_bits(*(torch.autograd.grad(kl, leaves, x, retain_graph=True) for x in ones))
 
 
-def test_only_the_order_of_k_idxs_gradient_is_free():
+def test_only_the_order_of_k_idxs_gradient_is_free(monkeypatch):
     given = arguments(400, 600, 512, d=512, heads=64, deterministic=True)
     assert_runs_have_the_same_bits(CASE.results, given, times=10)
-    kl, dq, dk, dw = CASE.results(given)
-    free = CASE.results(given | {"deterministic": False})
+    (kl, dq, dk, dw), free = (CASE.results(given | {"deterministic": x}) for x in (True, False))
     assert_same_bits((free[0], free[1], free[3]), (kl, dq, dw))
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert_same_bits(CASE.results(given | {"deterministic": None})[2], dk)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert_same_bits(CASE.results(given | {"deterministic": None})[2], dk)
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e30, INF])
-def test_deterministic_sums_of_every_size(size):
+def test_deterministic_sums_of_every_size_are_right(size):
     given = small(40, 100, 64, deterministic=True)
     free, fixed = (dsa.sparse_indexer_loss(**given | {"deterministic": x}) for x in (False, True))
     grad = torch.rand(40, device="cuda")
@@ -175,11 +140,11 @@ def test_deterministic_sums_of_every_size(size):
 
 def test_offsets_beyond_32_bits():
     """kv of 2.3e9 numbers, and indices at its end."""
-    given = arguments(20, 300, 128, heads=16, index_heads=8, di=64, deterministic=True)
-    first = 4_000_000 - 300
-    large = torch.empty(4_000_000, 1, 576, device="cuda", dtype=torch.bfloat16)
-    large_idx = torch.empty(4_000_000, 64, device="cuda", dtype=torch.bfloat16)
-    large[first:], large_idx[first:] = given["kv"], given["k_idx"].detach()
-    far = {"kv": large, "k_idx": large_idx.requires_grad_(), "indices": given["indices"] + first}
+    given, first = arguments(20, 300, 128, heads=16, index_heads=8, di=64, deterministic=True), 4_000_000 - 300
+    far = {"indices": given["indices"] + first}
+    for name in ("kv", "k_idx"):
+        far[name] = torch.empty(4_000_000, *given[name].shape[1:], device="cuda", dtype=torch.bfloat16)
+        far[name][first:] = given[name].detach()
+    far["k_idx"].requires_grad_()
     kl, dq, dk, dw = CASE.results(given | far)
     assert_same_bits((kl, dq, dk[first:], dw), CASE.results(given))
