@@ -13,7 +13,7 @@ CUDNN = Library("cuDNN-FE", ("cudnn",))
 
 
 def indexer_scores(q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], weights: torch.Tensor) -> Peers:
-    """Causal scores of the last len(q) of len(kv[0]) tokens, cleaned: a row sees one key more than the previous one."""
+    """Causal, cleaned scores of the last len(q) of len(kv[0]) tokens. A row sees one key more than the previous row."""
     return Peers.of({CUDNN: _indexer_scores}, [(q, kv, weights)])
 
 
@@ -27,7 +27,7 @@ def _indexer_scores(module: ModuleType, q, kv, weights) -> Call:
         ratio=1,
         qhead_per_kv_head=heads,
         precision="fp8",
-        # Queries have their own scales here, and keys are causal from the offset on.
+        # The op takes scales of queries, and the position of the first query.
         q_scale=torch.ones(1, tokens, heads, device=q.device),
         k_scale=kv[1][None, :, None],
         q_causal_offsets=torch.full((1,), len(kv[0]) - tokens, dtype=torch.int32, device=q.device),

@@ -1,11 +1,12 @@
 """Hyper-connections: DeepGEMM's projection, and tile-kernels' collapse and expansion.
 
-vLLM and SGLang run V4's as these two or copies of them. Facts, on Hopper:
-- `tf32_hc_prenorm_gemm` multiplies bf16 streams with an fp32 matrix in TF32, which keeps 11 bits of each weight where
-  ours keeps 24. It also sums the streams' squares. Both results are partial sums of `splits` parts of the channels
-- `mhc_pre_big_fuse_fwd` adds the parts and takes the squares' sums, which our collapse computes itself. A kernel is
-  compiled for each number of channels and of splits
-- all of D a multiple of 128; tilelang compiles at a first call, 4 s a kernel, and caches it in TILELANG_CACHE_DIR
+vLLM and SGLang run V4's hyper-connections with these libraries or copies of them. Facts, on Hopper:
+- `tf32_hc_prenorm_gemm` multiplies bf16 streams with an fp32 matrix in TF32, which keeps 11 bits of each weight; our op
+  keeps 24. It also sums the streams' squares. Both results are partial sums of `splits` parts of the channels
+- `mhc_pre_big_fuse_fwd` adds the parts and takes the sums of squares, which our collapse computes. A kernel is compiled
+  per number of channels and splits
+- D must be a multiple of 128. tilelang compiles at the first call, 4 s per kernel, and caches kernels in
+  TILELANG_CACHE_DIR
 """
 
 from collections.abc import Iterable
@@ -21,9 +22,9 @@ from dsa_bench.peers.package import Library, launch_programmatically
 
 TILE = Library("tile-kernels", ("tile_kernels",), launch_programmatically)
 BOTH = f"{deep_gemm.NEW.name}, {TILE.name}"
-_EPS, _POST, _ITERATIONS = 1e-6, 2.0, 20  # those of our ops
+_EPS, _POST, _ITERATIONS = 1e-6, 2.0, 20  # as in our ops
 _ROWS, _CHANNELS = 64, 64  # of a tile of the projection
-_LEAST_TILES = 4  # a split has
+_LEAST_TILES = 4  # per split
 Inputs = Iterable[tuple[torch.Tensor, ...]]
 Sums = tuple[torch.Tensor, torch.Tensor]
 
@@ -58,7 +59,7 @@ def _project(module: ModuleType, streams: torch.Tensor, matrix: torch.Tensor) ->
 
 
 def _projection(module: ModuleType, streams: torch.Tensor, matrix: torch.Tensor) -> tuple[Sums, Call]:
-    """The sums, and the call that writes them, with as many splits as vLLM takes for V4."""
+    """Return the sums and the call that writes them, with as many splits as vLLM takes for V4."""
     tokens, channels = len(streams), matrix.shape[1]
     fill = dsa.num_sms(streams.device) // -(-tokens // _ROWS)
     splits = max(1, min(fill, -(-channels // _CHANNELS) // _LEAST_TILES))
@@ -88,7 +89,7 @@ def _expand(module: ModuleType, y, streams, post, comb) -> Call:
 
 
 def _expansion(module: ModuleType, y, streams, post, comb) -> tuple[torch.Tensor, Call]:
-    """The new streams, and the call that writes them."""
+    """Return the new streams and the call that writes them."""
     out = torch.empty_like(streams)
     batch_of_one = (y[None], streams[None], post[None, ..., None], comb[None], out[None])
     return out, partial(module.mhc.mhc_post_fwd, *batch_of_one)

@@ -1,6 +1,6 @@
 """Operators of vLLM (`torch.ops._C`) and SGLang (`torch.ops.sgl_kernel`): the FP8 cast, the merge of branches.
 
-They write to given tensors; a call returns these. Either engine may be installed without the other.
+The operators write into given tensors, which a call returns. Either engine may be installed without the other.
 """
 
 from collections.abc import Iterable
