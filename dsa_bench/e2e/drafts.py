@@ -154,7 +154,7 @@ def rows(
             free()
             tell(f"a copy: {copy / 1e9:.0f} GB/s")
         model = stack(name, device, drafter=True)
-        tell(f"{name}: drawn")
+        tell(f"{name}: model made")
         for count in dict.fromkeys(n for n, _ in todo):
             plain, _ = _measured(name, model, count, 0)
             tell(f"{name}, {count} sequences: {plain.ms:.2f} ms")

@@ -154,7 +154,7 @@ def rows(
     """Yield the rows of all models (`rows_of`), with "shape", "model" and "figure"."""
     for name in names:
         model = stack(name, device)
-        tell(f"{name}: weights are there")
+        tell(f"{name}: model made")
         for row in rows_of(model, chunks, sizes):
             shape = f"{name}, chunks of {row['prefill_chunk']}"
             tell(f"{shape}: {row['ms']:.1f} ms, {row['first_token_s']:.2f} s")

@@ -91,7 +91,7 @@ def rows(
             continue
         model = stack(name, device)
         clock = clock or Clock(ALONE, torch.device(device))
-        tell(f"{name}: drawn")
+        tell(f"{name}: model made")
         if prompts:
             yield from _prompts(name, model, prompts, clock, tell)
             free()

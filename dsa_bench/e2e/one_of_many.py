@@ -14,7 +14,7 @@ import torch
 
 from dsa_bench.e2e.clock import Clock
 from dsa_bench.e2e.command import Row, Tell, free, parser, quiet, run
-from dsa_bench.e2e.parallel_rows import add_options, asked, chosen, drawn, layers_that_fit, timed
+from dsa_bench.e2e.parallel_rows import add_options, asked, chosen, layers_that_fit, part_of_stack, timed
 from dsa_bench.e2e.silent import SilentRanks, without_collectives
 from dsa_bench.e2e.stacks import STACKS, published_layers, with_layers
 from dsa_layers.options import positive
@@ -50,7 +50,7 @@ def rows(
         if not todo:
             continue
         most = layers or layers_that_fit(name, gpus, clock.free(), max(case.held for case in todo))
-        model = drawn(name, ranks, clock, tell, **with_layers(name, most))
+        model = part_of_stack(name, ranks, clock, tell, **with_layers(name, most))
         for case in todo:
             clock.forget_peak()
             with without_collectives(model, ranks):

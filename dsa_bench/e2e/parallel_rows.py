@@ -167,7 +167,7 @@ def _of_model(
         held = max(case.held for case in compared)
         few = min(layers_that_fit(name, 1, clock.free(), held), MOST_COMPARED, layers or MOST_COMPARED)
     for some, found in ((ALONE, one_gpu), (ranks, few_ms)) if compared else ():
-        model = drawn(name, some, clock, tell, **with_layers(name, few))
+        model = part_of_stack(name, some, clock, tell, **with_layers(name, few))
         for case in compared:
             times = timed(model, case, clock)
             # Every GPU runs the model alone at the same time; the first GPU's time counts.
@@ -177,7 +177,7 @@ def _of_model(
         free()
     if layers is None:
         layers = layers_that_fit(name, ranks.size, clock.free(), max(case.held for case in todo))
-    model = drawn(name, ranks, clock, tell, **with_layers(name, layers))
+    model = part_of_stack(name, ranks, clock, tell, **with_layers(name, layers))
     for case in todo:
         measured = _measured(model, case, ranks, clock)
         ms, one, split = measured["ms"], one_gpu.get(case.name), few_ms.get(case.name)
@@ -201,7 +201,7 @@ def _of_model(
     free()
 
 
-def drawn(name: str, ranks: Ranks, clock: Clock, tell: Tell, **fields: Any) -> CheckpointModel:
+def part_of_stack(name: str, ranks: Ranks, clock: Clock, tell: Tell, **fields: Any) -> CheckpointModel:
     """Make this rank's part of a stack. Raises RuntimeError where ranks differ in a tensor that all have whole."""
     model = stack(name, clock.device, ranks=ranks, **fields)
     cut = cuts_of(skeleton(name, **fields), ranks.size, blocks=True)
@@ -210,7 +210,7 @@ def drawn(name: str, ranks: Ranks, clock: Clock, tell: Tell, **fields: Any) -> C
         if differ := [key for key in whole if whole[key] != theirs[key]]:
             raise RuntimeError(f"{differ[0]} is not the same on rank {rank}, of {len(differ)} tensors that should be")
     weights = sum(x.nbytes for x in model.state_dict().values())
-    tell(f"{name}, {model.config.num_hidden_layers} layers on {ranks.size}: drawn, {weights / 1e9:.1f} GB a GPU")
+    tell(f"{name}, {model.config.num_hidden_layers} layers on {ranks.size}: made, {weights / 1e9:.1f} GB a GPU")
     return model
 
 

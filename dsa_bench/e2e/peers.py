@@ -79,8 +79,8 @@ def replacement() -> Replaced:
     found = Replaced()
     for builds, ops in _GROUPS:
         library, module = found.newest(builds)
-        for name, make in ops.items() if library else ():
-            found.values.append((dsa, name, make(library, module, getattr(dsa, name))))
+        for name, op in ops.items() if library else ():
+            found.values.append((dsa, name, partial(op, _Peer(library, module, getattr(dsa, name)))))
             found.ops[name] = library.name
     library, module = found.newest(deep_gemm.BUILDS)
     if library is not None:
@@ -105,44 +105,47 @@ def replacement() -> Replaced:
     return found
 
 
-def _scores(library: Library, module: ModuleType, ours: Op) -> Op:
-    def scores(q, kv, weights, starts, ends, clean_logits=False, max_seqlen_k=0, accumulators=None):
-        # The selection needs the column of a row's first key; 2.8.1's rows begin with the first key.
-        if library == deep_gemm.OLD:
-            found = module.fp8_mqa_logits(q, kv, weights, starts, ends, clean_logits)
-            found.begins, found.at_zero = starts, False
-        else:
-            most = max_seqlen_k or len(kv[0])
-            found = module.fp8_fp4_mqa_logits((q, None), kv, weights, starts, ends, most)
-            found.begins, found.at_zero = torch.zeros_like(starts), True
-        return found
+@dataclass(frozen=True)
+class _Peer:
+    """An op's library and its module, and our op. plans: FlashMLA's plans by shapes."""
 
-    return scores
+    library: Library
+    module: ModuleType
+    ours: Op
+    plans: dict[tuple, Any] = field(default_factory=dict)
 
 
-def _plan(library: Library, module: ModuleType, ours: Op) -> Op:
-    return lambda lengths, page_size, sms: module.get_paged_mqa_logits_metadata(lengths[:, None], page_size, sms)
+def _scores(peer: _Peer, q, kv, weights, starts, ends, clean_logits=False, max_seqlen_k=0, accumulators=None):
+    # The selection needs the column of a row's first key; 2.8.1's rows begin with the first key.
+    if peer.library == deep_gemm.OLD:
+        found = peer.module.fp8_mqa_logits(q, kv, weights, starts, ends, clean_logits)
+        found.begins, found.at_zero = starts, False
+    else:
+        most = max_seqlen_k or len(kv[0])
+        found = peer.module.fp8_fp4_mqa_logits((q, None), kv, weights, starts, ends, most)
+        found.begins, found.at_zero = torch.zeros_like(starts), True
+    return found
 
 
-def _paged_scores(library: Library, module: ModuleType, ours: Op) -> Op:
-    if library == deep_gemm.OLD:
-        theirs = partial(module.fp8_paged_mqa_logits, clean_logits=False)
-        return lambda q, cache, weights, lengths, *rest: theirs(q, cache, weights, lengths[:, None], *rest)
-    theirs = module.fp8_fp4_paged_mqa_logits
-    return lambda q, cache, weights, lengths, *rest: theirs((q, None), cache, weights, lengths[:, None], *rest)
+def _plan(peer: _Peer, lengths, page_size, sms):
+    return peer.module.get_paged_mqa_logits_metadata(lengths[:, None], page_size, sms)
 
 
-def _linear(library: Library, module: ModuleType, ours: Op) -> Op:
-    def product(a, b, out_dtype=torch.bfloat16):
-        if out_dtype != torch.bfloat16:
-            return ours(a, b, out_dtype)
-        out = torch.empty(len(a[0]), len(b[0]), dtype=out_dtype, device=a[0].device)
-        with glue():  # engines' casts write this layout
-            scales = module.get_mn_major_tma_aligned_tensor(a[1])
-        module.fp8_gemm_nt((a[0], scales), b, out)
-        return out
+def _paged_scores(peer: _Peer, q, cache, weights, lengths, *rest):
+    arguments = cache, weights, lengths[:, None], *rest
+    if peer.library == deep_gemm.OLD:
+        return peer.module.fp8_paged_mqa_logits(q, *arguments, clean_logits=False)
+    return peer.module.fp8_fp4_paged_mqa_logits((q, None), *arguments)
 
-    return product
+
+def _linear(peer: _Peer, a, b, out_dtype=torch.bfloat16):
+    if out_dtype != torch.bfloat16:
+        return peer.ours(a, b, out_dtype)
+    out = torch.empty(len(a[0]), len(b[0]), dtype=out_dtype, device=a[0].device)
+    with glue():  # engines' casts write this layout
+        scales = peer.module.get_mn_major_tma_aligned_tensor(a[1])
+    peer.module.fp8_gemm_nt((a[0], scales), b, out)
+    return out
 
 
 def _select(theirs: "_TopK | None", ours: Op, scores, k, *, lengths, starts=None, **paging):
@@ -213,59 +216,41 @@ def _one_length(q, k, v, causal: bool, scale: float) -> torch.Tensor:
         return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
 
 
-def _prefill(library: Library, module: ModuleType, ours: Op) -> Op:
-    def attend(*arguments, topk_length=None):
-        """Engines mark missing keys by -1 and have no counts."""
-        return module.flash_mla_sparse_fwd(*arguments, **flash_mla.OPTIONS[library])
-
-    return attend
+def _prefill(peer: _Peer, *arguments, topk_length=None):
+    """Engines mark missing keys by -1 and have no counts."""
+    return peer.module.flash_mla_sparse_fwd(*arguments, **flash_mla.OPTIONS[peer.library])
 
 
-def _window(library: Library, module: ModuleType, ours: Op) -> Op:
-    prefill = _prefill(library, module, ours)
-
-    def attend(q, kv, cu_q, cu_k, window, scale, d_v=512, sink=None, *, indices):
-        out, _, lse = prefill(q, kv, _lists(indices)[:, None], scale, d_v, sink)
-        return out, lse
-
-    return attend
+def _window(peer: _Peer, q, kv, cu_q, cu_k, window, scale, d_v=512, sink=None, *, indices):
+    out, _, lse = _prefill(peer, q, kv, _lists(indices)[:, None], scale, d_v, sink)
+    return out, lse
 
 
-def _window_sparse(library: Library, module: ModuleType, ours: Op) -> Op:
-    prefill = _prefill(library, module, ours)
-
-    def attend(q, kv, cu_q, cu_k, window, compressed, topk_indices, *softmax, window_indices, topk_length=None):
-        keys = torch.cat((kv, compressed))
-        entries = torch.where(topk_indices < 0, topk_indices, topk_indices + len(kv))
-        lists = _lists(torch.cat((window_indices, entries), 1))
-        out, _, lse = prefill(q, keys, lists[:, None], *softmax)
-        return out, lse
-
-    return attend
+def _window_sparse(
+    peer: _Peer, q, kv, cu_q, cu_k, window, compressed, topk_indices, *softmax, window_indices, topk_length=None
+):
+    keys = torch.cat((kv, compressed))
+    entries = torch.where(topk_indices < 0, topk_indices, topk_indices + len(kv))
+    lists = _lists(torch.cat((window_indices, entries), 1))
+    out, _, lse = _prefill(peer, q, keys, lists[:, None], *softmax)
+    return out, lse
 
 
-def _window_cast(library: Library, module: ModuleType, ours: Op) -> Op:
+def _window_cast(peer: _Peer, *arguments, topk_length=None, window_indices, use_ue8m0=True):
     """Separate attention, rotation and cast, as in engines. Rotation and cast are ours."""
-    window, window_sparse = _window(library, module, ours), _window_sparse(library, module, ours)
-
-    def attend(*arguments, topk_length=None, window_indices, use_ue8m0=True):
-        *packed, compressed, rows, cos, sin, groups, scale, sink = arguments
-        softmax = (scale, packed[0].shape[2], sink)
-        if compressed is None:
-            out, _ = window(*packed, *softmax, indices=window_indices)
-        else:
-            out, _ = window_sparse(
-                *packed, compressed, rows, *softmax, topk_length=topk_length, window_indices=window_indices
-            )
-        out = dsa.apply_rotary(out, cos, -sin, interleaved=True, dims="last", out=out)
-        places = _group_places(len(out), groups, out.device)
-        return dsa.scatter_cast_to_fp8(out.view(len(places), -1), places, use_ue8m0)
-
-    return attend
+    *packed, compressed, rows, cos, sin, groups, scale, sink = arguments
+    softmax = (scale, packed[0].shape[2], sink)
+    if compressed is None:
+        out, _ = _window(peer, *packed, *softmax, indices=window_indices)
+    else:
+        out, _ = _window_sparse(peer, *packed, compressed, rows, *softmax, window_indices=window_indices)
+    out = dsa.apply_rotary(out, cos, -sin, interleaved=True, dims="last", out=out)
+    rows_of_groups = _group_rows(len(out), groups, out.device)
+    return dsa.scatter_cast_to_fp8(out.view(len(rows_of_groups), -1), rows_of_groups, use_ue8m0)
 
 
-@lru_cache(1)  # the layers of a pass share it
-def _group_places(tokens: int, groups: int, device: torch.device) -> torch.Tensor:
+@lru_cache(1)  # shared by the layers of a pass
+def _group_rows(tokens: int, groups: int, device: torch.device) -> torch.Tensor:
     return GroupRows.of(tokens, groups, device).to_groups
 
 
@@ -274,38 +259,32 @@ def _lists(indices: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(indices, (0, -indices.shape[1] % 128), value=-1)
 
 
-def _decode(library: Library, module: ModuleType, ours: Op) -> Op:
-    plans: dict[tuple, Any] = {}
-
-    def attend(q, cache, table, lengths, d_v, plan, num_splits=None, **options):
-        if options.get("indices") is None:
-            return ours(q, cache, table, lengths, d_v, plan, num_splits, **options)
-        plan = _plan_of(plans, module, q, cache, options)
-        # FlashMLA takes no counts with pages of 656 bytes; entries after the count are -1.
-        options = {name: x for name, x in options.items() if not name.endswith("topk_length")}
-        options |= flash_mla.OPTIONS[library]
-        return module.flash_mla_with_kvcache(q, cache, None, None, d_v, plan, None, **options)
-
-    return attend
+def _decode(peer: _Peer, q, cache, table, lengths, d_v, plan, num_splits=None, **options):
+    if options.get("indices") is None:
+        return peer.ours(q, cache, table, lengths, d_v, plan, num_splits, **options)
+    plan = _plan_of(peer, q, cache, options)
+    # FlashMLA takes no counts with pages of 656 bytes; entries after the count are -1.
+    options = {name: x for name, x in options.items() if not name.endswith("topk_length")}
+    options |= flash_mla.OPTIONS[peer.library]
+    return peer.module.flash_mla_with_kvcache(q, cache, None, None, d_v, plan, None, **options)
 
 
-def _plan_of(plans: dict[tuple, Any], module: ModuleType, q: torch.Tensor, cache: torch.Tensor, options: dict) -> Any:
+def _plan_of(peer: _Peer, q: torch.Tensor, cache: torch.Tensor, options: dict) -> Any:
     """Return the plan of a call over selected keys, which depends only on shapes.
 
     The first such call outside a graph makes it: a graph would own its memory.
     """
     tensors = (cache, options["indices"], options.get("extra_k_cache"), options.get("extra_indices_in_kvcache"))
     key = (q.shape, *(None if x is None else x.shape[1:] for x in tensors))
-    if key in plans:
-        return plans[key]
-    made, _ = module.get_mla_metadata()
+    if key in peer.plans:
+        return peer.plans[key]
+    made, _ = peer.module.get_mla_metadata()
     if not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
-        plans[key] = made
+        peer.plans[key] = made
     return made
 
 
-Make = Callable[[Library, ModuleType, Op], Op]
-_GROUPS: tuple[tuple[Sequence[Library], Mapping[str, Make]], ...] = (
+_GROUPS: tuple[tuple[Sequence[Library], Mapping[str, Op]], ...] = (
     (
         deep_gemm.BUILDS,
         {

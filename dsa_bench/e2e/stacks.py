@@ -98,17 +98,17 @@ def with_layers(name: str, layers: int) -> dict[str, Any]:
     """
     config = published_config(STACKS[name][0])
 
-    def share(published: int) -> int:
+    def scaled(published: int) -> int:
         return max(1, round(published * layers / config["num_hidden_layers"]))
 
     if "compress_ratios" not in config:
-        return {"num_hidden_layers": layers, "first_k_dense_replace": share(config["first_k_dense_replace"])}
+        return {"num_hidden_layers": layers, "first_k_dense_replace": scaled(config["first_k_dense_replace"])}
     ratios = config["compress_ratios"][: config["num_hidden_layers"]]
     windows, others = ([ratio for ratio in ratios if (ratio == 0) is window] for window in (True, False))
-    chosen = windows[: share(len(windows))]
+    chosen = windows[: scaled(len(windows))]
     return {
         "num_hidden_layers": layers,
-        "num_hash_layers": share(config["num_hash_layers"]),
+        "num_hash_layers": scaled(config["num_hash_layers"]),
         "compress_ratios": chosen + others[: layers - len(chosen)],
     }
 
@@ -134,14 +134,14 @@ def stack(
     for key, parameter in model.named_parameters():
         cut = cuts.get(key)
         generator.manual_seed(zlib.crc32(f"{key} {ranks.rank if cut else 'whole'}".encode()))
-        _draw(key, parameter.data, (cut.whole if cut else parameter.shape)[-1], model.config, generator)
+        _fill(key, parameter.data, (cut.whole if cut else parameter.shape)[-1], model.config, generator)
     model.init_buffers(device)
     joint_linear.join(model)
     copy_own_parts(model)
     return model.eval()
 
 
-def _draw(name: str, values: torch.Tensor, columns: int, config: Any, generator: torch.Generator) -> None:
+def _fill(name: str, values: torch.Tensor, columns: int, config: Any, generator: torch.Generator) -> None:
     """Fill a tensor with random values of unit gain, so that activations stay of order 1 from layer to layer.
 
     columns: the columns of the whole tensor, of which `values` may be a part.

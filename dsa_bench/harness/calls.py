@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -77,6 +77,21 @@ class Peers:
         """Follow each call by `step` of its result."""
         calls = {name: [partial(_then, call, step) for call in each] for name, each in self.calls.items()}
         return Peers(calls, self.failed)
+
+
+def peer(
+    library: Loadable, name: str = "{}", needs: Sequence[Loadable] = ()
+) -> Callable[[Callable[..., Call]], Callable[[Iterable[tuple]], Peers]]:
+    """Turn a function (module, *input) -> call into a function of inputs that returns `Peers.of` the library."""
+
+    def of_inputs(make: Callable[..., Call]) -> Callable[[Iterable[tuple]], Peers]:
+        @wraps(make)
+        def peers(inputs: Iterable[tuple]) -> Peers:
+            return Peers.of({library: make}, inputs, name, needs)
+
+        return peers
+
+    return of_inputs
 
 
 def _then(call: Call, step: Callable[[Any], object]) -> object:

@@ -36,8 +36,8 @@ def select(inputs: Iterable[tuple[torch.Tensor, torch.Tensor, int]]) -> Peers:
     inputs, peers = list(inputs), Peers()
     scores, _, k = inputs[0]
     for name, (library, make) in those_for(len(scores), k).items():
-        given = [(x.contiguous(), *rest) for x, *rest in inputs] if name in CONTIGUOUS else inputs
-        peers |= Peers.of({library: partial(_into_own, make)}, given, name)
+        taken = [(x.contiguous(), *rest) for x, *rest in inputs] if name in CONTIGUOUS else inputs
+        peers |= Peers.of({library: partial(_into_new, make)}, taken, name)
     return peers
 
 
@@ -58,7 +58,7 @@ def those_for(rows: int, k: int) -> dict[str, tuple[Selector, Make]]:
     return found
 
 
-def _into_own(make: Make, module: ModuleType, scores: torch.Tensor, lengths: torch.Tensor, k: int) -> Call:
+def _into_new(make: Make, module: ModuleType, scores: torch.Tensor, lengths: torch.Tensor, k: int) -> Call:
     out, topk = torch.empty(len(scores), k, dtype=torch.int32, device=scores.device), make(lengths)
 
     def call() -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Stubs of the peers' packages, benchmark cases on a CPU, and small stacks."""
 
+import concurrent.futures
 import importlib.machinery
 import sys
 import types
@@ -92,6 +93,20 @@ def recorded(monkeypatch):
         return calls
 
     return record
+
+
+@pytest.fixture
+def in_threads(monkeypatch):
+    """Process pools work in a thread of this process. Returns the numbers of processes."""
+    counts = []
+
+    class Pool(concurrent.futures.ThreadPoolExecutor):
+        def __init__(self, processes, mp_context):
+            counts.append(processes)
+            super().__init__(1)
+
+    monkeypatch.setattr(concurrent.futures, "ProcessPoolExecutor", Pool)
+    return counts
 
 
 @pytest.fixture

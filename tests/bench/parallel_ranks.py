@@ -84,14 +84,14 @@ def rows_of_a_part(ranks, options):
 def error_of_other_weights(ranks, options):
     """Return the error where the ranks' generators give different numbers."""
     make_small()
-    draw = stacks._draw
+    fill = stacks._fill
 
-    def drawn(name, values, *rest):
-        draw(name, values, *rest)
+    def filled(name, values, *rest):
+        fill(name, values, *rest)
         if name.endswith("gate.weight"):
             values.mul_(1 + ranks.rank)
 
-    stacks._draw = drawn
+    stacks._fill = filled
     return _error(ranks, options)
 
 

@@ -63,7 +63,7 @@ def test_figures_of_rows_follow_from_three_depths(drafted, monkeypatch):
         *("V3.2 decode 1 x 300, 2 drafts", "V3.2 decode 3 x 300, 1 draft"),
         *("V4-Flash decode 1 x 300, 1 draft", "V4-Flash decode 3 x 300, 1 draft"),
     ]
-    assert "V4-Flash: drawn" in told and "GLM-5: drawn" not in told
+    assert "V4-Flash: model made" in told and "GLM-5: model made" not in told
     for row in rows:
         count, k, plain, verify = row["sequences"], row["drafts"], row["plain"], row["verify"]
         measured, layers = {"V3.2": (4, 61), "V4-Flash": (5, 43)}[row["model"]]

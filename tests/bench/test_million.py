@@ -15,7 +15,6 @@ from dsa_bench.e2e.stacks import LONG_STACKS, skeleton, stack
 from dsa_layers.compilation import passes
 from dsa_layers.layers import attention, joint_linear
 from dsa_layers.layers.key_selection import WORKSPACE
-from dsa_layers.layers.moe import MoE
 from dsa_layers.parallel.ranks import ALONE
 from tests.bench.parallel_ranks import HostClock
 from tests.bench.peak_bytes import PeakBytes
@@ -108,14 +107,6 @@ def test_the_last_pass_has_the_logits_of_the_prompt_in_one_piece(name):
     for begin in (0, 64, 128):
         logits = prompt.compute(begin)
     assert torch.equal(logits, prefill(model, 1, 150, 64).timed())
-
-
-def test_the_stack_of_glm_5_2_has_one_layer_that_selects_for_all():
-    model = skeleton("GLM-5.2")
-    assert [layer.self_attn.indexer is not None for layer in model.model.layers] == [True, False, False, False]
-    assert [isinstance(layer.mlp, MoE) for layer in model.model.layers] == [False, True, True, True]
-    assert 20e9 < sum(tensor.nbytes for tensor in model.state_dict().values()) < 60e9
-    assert model.config.max_position_embeddings == 2**20 and model.config.rope.theta == 8e6
 
 
 SIZES = [*((name, {}) for name in LONG_STACKS), ("GLM-5.2", SMALL | FEWER["GLM-5.2"])]

@@ -19,7 +19,7 @@ def test_the_command_prints_rows_and_a_table():
     row, head, line = done.stdout.splitlines()
     assert json.loads(row)["shape"] == shape("GLM-5", "prefill 40", 2) and json.loads(row)["layers"] == 3
     assert [head, line] == [table.parallel_head(), table.parallel_line(json.loads(row))]
-    assert " s  compiled" in done.stderr and "GLM-5, 3 layers on 2: drawn" in done.stderr
+    assert " s  compiled" in done.stderr and "GLM-5, 3 layers on 2: made" in done.stderr
 
 
 @pytest.mark.parametrize(("gpus", "expected"), [(1, [8]), (2, [2, 8]), (3, [2, 8]), (4, [2, 8, 4])])

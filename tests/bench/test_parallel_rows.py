@@ -47,7 +47,7 @@ def test_both_ranks_return_the_same_rows_whose_figures_follow_from_each_other():
             assert row["speedup"] == row["one_gpu_ms"] / row["few_ms"]
         else:
             assert row["collectives"] is row["efficiency"] is row["speedup"] is row["shard_ms"] is None
-    assert told[0].startswith("V3.2, 4 layers on 1: drawn")
+    assert told[0].startswith("V3.2, 4 layers on 1: made")
     found = re.compile(r"V4-Flash \S+ .*, 4 layers on 2: [\d.]+ ms")
     assert [found.fullmatch(step) is not None for step in told].count(True) == 1
 

@@ -305,14 +305,6 @@ def test_experts_take_the_layout_of_their_number_of_tokens(tokens, fp4, layouts,
         assert calc_diff(got, expected) < (2e-3 if layouts[2] else 1e-4)
 
 
-def test_experts_of_prompts_with_older_builds(either_build, monkeypatch):
-    experts, arguments = Experts(5, 256, 128, fp8=True), of_experts(90)
-    expected = experts(*arguments)
-    monkeypatch.setattr(peer_experts, "LEAST_TOKENS", 90)
-    with peer_ops.peer_kernels():
-        assert calc_diff(experts(*arguments), expected) < 1e-4
-
-
 @pytest.mark.parametrize(
     ("experts", "dtype"),
     [

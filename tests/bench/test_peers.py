@@ -1,8 +1,8 @@
 """Every peer is called as its library demands, and agrees with ours; what the probe reports."""
 
-import functools
 import sys
 import types
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -163,12 +163,6 @@ def test_the_probe_goes_on_where_ours_fails(peers, small, capsys, monkeypatch):
         probe.main(["nothing"])
 
 
-def test_a_query_sees_the_keys_up_to_its_token():
-    lengths = torch.tensor([5, 9], dtype=torch.int32)
-    assert deep_gemm.visible_keys(lengths, 3).tolist() == [[3, 4, 5], [7, 8, 9]]
-    assert deep_gemm.visible_keys(lengths, 3).dtype == torch.int32
-
-
 def test_a_top_k_that_takes_contiguous_scores_gets_copies(peers):
     """Rows of index scores are padded."""
     padded, lengths = torch.randn(3, 2600)[:, :2500], torch.full((3,), 2500, dtype=torch.int32)
@@ -179,57 +173,29 @@ def test_a_top_k_that_takes_contiguous_scores_gets_copies(peers):
         assert torch.equal(call(), whole.calls[name][0]()), name
 
 
-def test_products_of_every_build_are_compiled_with_all_rows_of_all_experts(peers, monkeypatch):
-    """In grouped products each expert has padded rows, or 128 rows."""
+def test_products_of_every_build_are_compiled_once_sorted_by_rows(peers, monkeypatch, in_threads):
+    """In grouped products each expert has padded rows, or 128 rows. Failures are ignored."""
     called = []
+
+    def refuse(build, a, b, d, *rest):
+        called.append((build, *d.shape))
+        raise RuntimeError
+
     for build in (OLD, NEW):
         for name in ("fp8_gemm_nt", "m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_gemm_nt_masked"):
-            record = functools.partial(lambda build, a, b, d, *rest: called.append((build, *d.shape)), build)
-            monkeypatch.setattr(peers[build], name, record, raising=False)
-    deep_gemm._compile(3, 192, 256, "cpu")
-    deep_gemm._compile_grouped(3, 192, 256, 4, 4, "cpu")
-    deep_gemm._compile_grouped(200, 192, 256, 4, 4, "cpu", (deep_gemm.NEW,))
+            monkeypatch.setattr(peers[build], name, partial(refuse, build), raising=False)
+    deep_gemm.compile_products([(8, 256, 128), (1, 512, 128), (8, 256, 128), (1, 256, 128)], "cpu")
+    deep_gemm.compile_grouped_products([(3, 192, 256, 4, 4)] * 2, "cpu")
+    deep_gemm.compile_grouped_products([(200, 192, 256, 4, 4)], "cpu", (deep_gemm.NEW,))
     assert called == [
-        *((NEW, 3, 192), (OLD, 3, 192)),
+        *((build, *shape) for shape in ((1, 256), (1, 512), (8, 256)) for build in (NEW, OLD)),
         *((NEW, 512, 192), (NEW, 4, 128, 192), (OLD, 512, 192)),
         (NEW, 1024, 192),
     ]
+    assert in_threads == [3, 1, 1]
 
 
-@pytest.fixture
-def pools(monkeypatch):
-    """What process pools do: their number of processes, and what runs in them, which fails."""
-    done = []
-
-    class Pool:
-        def __init__(self, processes, mp_context):
-            done.append(processes)
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *exception):
-            pass
-
-        def submit(self, function, *arguments):
-            done.append((function, *arguments))
-            return types.SimpleNamespace(result=lambda: 1 / 0)
-
-    monkeypatch.setattr(deep_gemm.concurrent.futures, "ProcessPoolExecutor", Pool)
-    return done
-
-
-def test_products_are_compiled_in_a_process_each_sorted_by_rows(peers, pools):
-    shapes = [(8, 256, 128), (1, 512, 128), (8, 256, 128), (1, 256, 128)]
-    deep_gemm.compile_products(shapes, "cpu", (deep_gemm.NEW,))
-    ordered = [(1, 256, 128), (1, 512, 128), (8, 256, 128)]
-    assert pools == [3, *((deep_gemm._compile, *shape, "cpu", (deep_gemm.NEW,)) for shape in ordered)]
-    pools.clear()
-    deep_gemm.compile_grouped_products([(8, 256, 128, 4, 2)] * 2, "cpu")
-    assert pools == [1, (deep_gemm._compile_grouped, 8, 256, 128, 4, 2, "cpu", deep_gemm.BUILDS)]
-
-
-def test_without_deep_gemm_nothing_is_compiled(no_peers, pools):
+def test_without_deep_gemm_nothing_is_compiled(no_peers, in_threads):
     deep_gemm.compile_products([(1, 128, 128)])
     deep_gemm.compile_grouped_products([(1, 128, 128, 2, 1)])
-    assert pools == []
+    assert in_threads == []

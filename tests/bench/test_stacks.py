@@ -6,7 +6,7 @@ import torch
 import dsa
 from dsa_bench.e2e import runs
 from dsa_bench.e2e.runs import decode, fill, prefill
-from dsa_bench.e2e.stacks import STACKS, published_layers, skeleton, with_layers
+from dsa_bench.e2e.stacks import LONG_STACKS, STACKS, published_layers, skeleton, with_layers
 from dsa_layers.batch.prefill import Chunk
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.cache.kv_cache import PagedKVCache
@@ -33,14 +33,18 @@ def test_prompts_and_steps_have_finite_logits_of_order_one(name):
     assert torch.equal(run.launched(), logits)
 
 
-@by_stack
+@pytest.mark.parametrize("name", STACKS | LONG_STACKS)
 def test_a_stack_has_every_kind_of_layer_and_fits_on_one_gpu(name):
     model = skeleton(name)
     assert 20e9 < sum(tensor.nbytes for tensor in model.state_dict().values()) < 60e9
     if name == "V4-Flash":
         assert len(set(model.config.layer_types)) == 3
-    else:
-        assert [isinstance(layer.mlp, MoE) for layer in model.model.layers] == [False, True, True, True]
+        return
+    layers, selects = model.model.layers, [True, *[name != "GLM-5.2"] * 3]
+    assert [isinstance(layer.mlp, MoE) for layer in layers] == [False, True, True, True]
+    assert [layer.self_attn.indexer is not None for layer in layers] == selects
+    if name == "GLM-5.2":
+        assert model.config.max_position_embeddings == 2**20 and model.config.rope.theta == 8e6
 
 
 def test_a_full_pass_cuts_a_prompt_which_the_next_pass_continues(recorded):

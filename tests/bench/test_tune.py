@@ -106,7 +106,6 @@ class Gpu:
         monkeypatch.setattr(case.load(OP), "case", self.case)
         monkeypatch.setattr(OPS[OP], "launches", {arch: OPS[OP].launches["sm_90"]})
         monkeypatch.setattr(tune, "_compile", compile_nothing)
-        monkeypatch.setattr(tune.concurrent.futures, "ProcessPoolExecutor", InThisProcess)
 
     def winners(self):
         return json.loads(self.path.read_text())["winners"]
@@ -132,20 +131,13 @@ class Gpu:
 
 
 @pytest.fixture
-def gpu(monkeypatch, tmp_path, request):
+def gpu(monkeypatch, tmp_path, request, in_threads):
     return Gpu(monkeypatch, tmp_path, getattr(request, "param", "sm_90"))
 
 
 def compile_nothing(compile_function, arguments):
     config = arguments[-1]
     return "fails: spilled" if config.columns == 256 else "96"
-
-
-class InThisProcess(tune.concurrent.futures.ThreadPoolExecutor):
-    """A process pool whose work runs in this process."""
-
-    def __init__(self, jobs, mp_context):
-        super().__init__(1)
 
 
 @pytest.mark.parametrize("gpu", ["sm_90", "sm_100"], indirect=True)
