@@ -55,7 +55,7 @@ def case(queries: int, keys: int, heads: int, dim: int, clean: bool = True, accu
         name,
         {"dsa": [scores]},
         flop_rate(2 * int((ends - starts).sum()) * heads * dim, fp8_gemm),
-        deep_gemm.mqa_logits(*arguments, clean) | cudnn.indexer_scores(q, kv, weights),
+        deep_gemm.mqa_logits(*arguments, clean) | cudnn.indexer_scores([(q, kv, weights)]),
         repeats=15,
         agree=agree,
         check=agreement.as_reference(scores, 5e-6, None if clean else lambda expected: seen(slice(None))),

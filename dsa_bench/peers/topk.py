@@ -45,14 +45,14 @@ def those_for(rows: int, k: int) -> dict[str, tuple[Selector, Make]]:
     """{name: (library, function that makes a call)} of all that take this number of rows and k."""
     found: dict[str, tuple[Selector, Make]] = {
         "vllm prefill": (VLLM, _prefill),
-        "vllm decode": (VLLM, _decode),
+        "vllm decode": (VLLM, lambda lengths: _decode),
     }
     if k in SELECTED:
         found["vllm persistent"] = VLLM, partial(_with_workspace, "persistent_topk")
         if rows <= COOPERATIVE_ROWS:
             found["vllm cooperative"] = VLLM, partial(_with_workspace, "cooperative_topk")
     if k == _SGLANG_K:
-        found["sglang"] = SGLANG, _sglang
+        found["sglang"] = SGLANG, lambda lengths: _sglang
     if k <= _DEEPSELECT_K:
         found[DEEPSELECT.name] = DEEPSELECT, _deepselect
     return found
@@ -78,11 +78,8 @@ def _prefill(lengths: torch.Tensor) -> TopK:
     return topk
 
 
-def _decode(lengths: torch.Tensor) -> TopK:
-    def topk(scores: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor) -> None:
-        torch.ops._C.top_k_per_row_decode(scores, 1, lengths, out, len(scores), scores.stride(0), 1, out.shape[1])
-
-    return topk
+def _decode(scores: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor) -> None:
+    torch.ops._C.top_k_per_row_decode(scores, 1, lengths, out, len(scores), scores.stride(0), 1, out.shape[1])
 
 
 def _with_workspace(operator: str, lengths: torch.Tensor) -> TopK:
@@ -94,11 +91,8 @@ def _with_workspace(operator: str, lengths: torch.Tensor) -> TopK:
     return topk
 
 
-def _sglang(lengths: torch.Tensor) -> TopK:
-    def topk(scores: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor) -> None:
-        torch.ops.sgl_kernel.fast_topk(scores, out, lengths, None)
-
-    return topk
+def _sglang(scores: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor) -> None:
+    torch.ops.sgl_kernel.fast_topk(scores, out, lengths, None)
 
 
 def _deepselect(lengths: torch.Tensor) -> TopK:

@@ -33,7 +33,7 @@ def case(d: int, heads: int, selected: int, deterministic: bool) -> Case:
     indices, scale, sink = _indices(selected), d**-0.5, torch.zeros(heads, device="cuda")
     out, _, lse = dsa.flash_mla_sparse_fwd(q, kv, indices, scale, attn_sink=sink)
     inputs = (q, kv, indices, scale, sink, out, lse, torch.randn_like(out))
-    calls, peers = {"dsa": [partial(gradients, *inputs, None, deterministic)]}, cudnn.attention_backward(*inputs)
+    calls, peers = {"dsa": [partial(gradients, *inputs, None, deterministic)]}, cudnn.attention_backward([inputs])
     figure = flop_rate(2 * QUERIES * selected * heads * (3 * d + 2 * D_V), bf16_gemm)
     name = f"{QUERIES} queries, d {d}, {heads} heads, k {selected}{', deterministic' if deterministic else ''}"
     return Case(name, calls, figure, peers, repeats=5, agree=_agree, reference=False)
