@@ -11,7 +11,7 @@ from dsa_bench.harness.benchmarks import benchmarks, tunable
 from dsa_layers import options
 from dsa_layers.arguments import shown
 
-# Benchmarks of no single op, and why they have no profile.
+# Benchmarks that are not of one op, and why they have no profile.
 WHOLES = {"e2e": "e2e splits every row by part", "host": "host times calls, not kernels"}
 Writer = Callable[[list[dict[str, Any]], Path], None]
 

@@ -1,26 +1,30 @@
-"""Empty pages of the MLA caches, and what a token takes in them."""
+"""Empty pages of the MLA caches, and the size of a token in them."""
 
 import torch
 
 import dsa
 
 PAGE = 64
-# Layout -> channels of a latent, bytes of a token.
+# Layout -> channels of a latent, bytes per token.
 DIMS = {"V3.2": 576, "V4": 512, "bf16": 576}
 BYTES = {"V3.2": 656, "V4": 584, "bf16": 1152}
 
 
 def empty_pages(tokens: int, layout: str) -> torch.Tensor:
-    """Pages for so many tokens."""
+    """Pages for `tokens` tokens."""
     pages = -(-tokens // PAGE)
     if layout == "V4":
         return dsa.make_v4_cache(pages, PAGE, "cuda")
     if layout == "bf16":
         return torch.zeros(pages, PAGE, 1, DIMS[layout], dtype=torch.bfloat16, device="cuda")
-    return torch.zeros(pages, PAGE, 1, BYTES[layout], dtype=torch.uint8, device="cuda")
+    return empty_bytes(pages, BYTES[layout])
+
+
+def empty_bytes(pages: int, per_token: int) -> torch.Tensor:
+    return torch.zeros(pages, PAGE, 1, per_token, dtype=torch.uint8, device="cuda")
 
 
 def shuffled_slots(tokens: int) -> torch.Tensor:
-    """Slots as in a serving cache: pages in any order, the tokens of a page one after the other."""
+    """Slots as in a serving cache: pages in random order, consecutive tokens within a page."""
     order = torch.randperm(-(-tokens // PAGE), device="cuda")
     return (order[:, None] * PAGE + torch.arange(PAGE, device="cuda")).view(-1)[:tokens]

@@ -1,4 +1,4 @@
-"""Index keys between rows and cache pages: bytes per second and their share of the copy bandwidth."""
+"""Copies of index keys between rows and cache pages: bytes per second and their share of the copy bandwidth."""
 
 from functools import partial
 
@@ -6,10 +6,10 @@ import torch
 
 import dsa
 from dsa_bench.cache._pages import PAGE, shuffled_slots
-from dsa_bench.harness.calls import Call
-from dsa_bench.harness.case import Case, bytes_rate, fresh
+from dsa_bench.harness.case import Call, Case, bytes_rate, fresh
+from dsa_bench.harness.inputs import e4m3
 
-# tokens; what
+# tokens; direction
 SHAPES = [(131072, "read"), (8192, "read"), (131072, "write"), (8192, "write")]
 DIM = 128
 
@@ -20,9 +20,7 @@ def case(tokens: int, what: str) -> Case:
         slots = shuffled_slots(tokens)
         if what == "read":
             return partial(dsa.read_indexer_cache, pages, slots)
-        k = torch.randn(tokens, DIM, device="cuda").to(torch.float8_e4m3fn)
-        return partial(dsa.write_indexer_cache, k, torch.rand(tokens, device="cuda"), pages, slots)
+        return partial(dsa.write_indexer_cache, e4m3(tokens, DIM), torch.rand(tokens, device="cuda"), pages, slots)
 
     size = tokens * (2 * (DIM + 4) + 8)
-    calls = {"dsa": fresh(size, call)}
-    return Case(f"{what} {tokens} tokens, D {DIM}", calls, bytes_rate(size, us=False), graph=True)
+    return Case(f"{what} {tokens} tokens, D {DIM}", {"dsa": fresh(size, call)}, bytes_rate(size, us=False), graph=True)

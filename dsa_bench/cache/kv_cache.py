@@ -1,5 +1,5 @@
-"""Rows between tensors and pages of the MLA cache, compared with plain torch operations: bytes per second and their
-share of the copy bandwidth."""
+"""Copies of rows between tensors and pages of the MLA cache, compared with plain torch operations: bytes per second
+and their share of the copy bandwidth."""
 
 from functools import partial
 
@@ -8,11 +8,10 @@ import torch
 import dsa
 from dsa.reference import per_token_cast_to_fp8
 from dsa_bench.cache._pages import BYTES, DIMS, PAGE, empty_pages, shuffled_slots
-from dsa_bench.harness.agreement import agree
-from dsa_bench.harness.calls import Call
-from dsa_bench.harness.case import Case, bytes_rate, fresh
+from dsa_bench.harness.case import Call, Case, agree, bytes_rate, fresh_calls
+from dsa_bench.harness.inputs import bf16
 
-# tokens; what; the cache's layout. Rows are bf16.
+# tokens; direction; the cache's layout. Rows are bf16.
 SHAPES = [
     *((131072, what, layout) for layout in ("V3.2", "V4", "bf16") for what in ("write", "read")),
     *((64, what, "V3.2") for what in ("write", "read")),
@@ -20,7 +19,7 @@ SHAPES = [
 
 
 def _parts(kv: torch.Tensor, nope: int, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Bytes of the values and the rope channels, and scales."""
+    """Bytes of the values, bytes of the rope channels, scales."""
     values, scale = per_token_cast_to_fp8(kv[:, :nope], True, group)
     return values.view(torch.uint8), kv[:, nope:].contiguous().view(torch.uint8), scale
 
@@ -69,25 +68,29 @@ def _torch_read(pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     return torch.cat((numbers.flatten(1).bfloat16(), rope.contiguous().view(torch.bfloat16)), 1)
 
 
-def _calls(tokens: int, what: str, layout: str) -> tuple[Call, Call]:
-    """Ours, and plain PyTorch's."""
-    pages, kv = empty_pages(tokens, layout), torch.randn(tokens, DIMS[layout], device="cuda").bfloat16()
-    slots = shuffled_slots(tokens)
+def _calls(tokens: int, what: str, layout: str) -> dict[str, Call]:
+    pages, kv, slots = empty_pages(tokens, layout), bf16(tokens, DIMS[layout]), shuffled_slots(tokens)
     if what == "write":
-        # Each writes to its own cache, as their contents are compared.
-        return partial(_write, kv, pages, slots), partial(_torch_write, kv, empty_pages(tokens, layout), slots)
+        # Two caches, because the contents are compared.
+        plain = partial(_torch_write, kv, empty_pages(tokens, layout), slots)
+        return {"dsa": partial(_write, kv, pages, slots), "torch": plain}
     dsa.write_kv_cache(kv, pages, slots)
-    return partial(dsa.read_kv_cache, pages, slots, dtype=torch.bfloat16), partial(_torch_read, pages, slots)
+    ours = partial(dsa.read_kv_cache, pages, slots, dtype=torch.bfloat16)
+    return {"dsa": ours, "torch": partial(_torch_read, pages, slots)}
 
 
 def case(tokens: int, what: str, layout: str) -> Case:
     size = tokens * (2 * DIMS[layout] + BYTES[layout] + 8)
-    ours, plain = map(list, zip(*fresh(size, partial(_calls, tokens, what, layout))))
 
-    def agree_on_pages(theirs: torch.Tensor, own: torch.Tensor) -> None:
-        slots = torch.arange(tokens, device=own.device)
-        agree(*(dsa.read_kv_cache(pages, slots, dtype=torch.bfloat16) for pages in (theirs, own)))
+    def agree_on_pages(theirs: torch.Tensor, ours: torch.Tensor) -> None:
+        slots = torch.arange(tokens, device=ours.device)
+        agree(*(dsa.read_kv_cache(pages, slots, dtype=torch.bfloat16) for pages in (theirs, ours)))
 
-    others = {"baselines": frozenset({"torch"}), "agree": agree_on_pages if what == "write" else agree}
-    name = f"{what} {tokens} tokens, {layout}"
-    return Case(name, {"dsa": ours, "torch": plain}, bytes_rate(size), graph=True, **others)
+    return Case(
+        f"{what} {tokens} tokens, {layout}",
+        fresh_calls(size, partial(_calls, tokens, what, layout)),
+        bytes_rate(size),
+        graph=True,
+        baselines={"torch"},
+        agree=agree_on_pages if what == "write" else agree,
+    )

@@ -7,9 +7,8 @@ import torch
 
 import dsa
 from dsa_bench.cache._pages import BYTES, DIMS, PAGE, empty_pages, shuffled_slots
-from dsa_bench.harness.agreement import agree
-from dsa_bench.harness.calls import Call
-from dsa_bench.harness.case import Case, bytes_rate, fresh
+from dsa_bench.harness.case import Call, Case, agree, bytes_rate, fresh_calls
+from dsa_bench.harness.inputs import angles, bf16, f32
 
 # tokens; the cache's layout; whether the rows are returned as well
 SHAPES = [
@@ -24,13 +23,12 @@ NORMED, ROTATED = 512, 64
 Results = tuple[torch.Tensor, torch.Tensor | None]
 
 
-def _calls(tokens: int, layout: str, keep: bool) -> tuple[Call, Call]:
-    kv, gain = torch.randn(tokens, DIMS[layout], device="cuda").bfloat16(), torch.randn(NORMED, device="cuda")
-    angles = torch.randn(tokens, ROTATED // 2, device="cuda")
-    cos, sin, out = angles.cos(), angles.sin(), torch.empty_like(kv) if keep else None
-    # Each writes to its own cache, as their contents are compared.
+def _calls(tokens: int, layout: str, keep: bool) -> dict[str, Call]:
+    kv, gain, slots = bf16(tokens, DIMS[layout]), f32(NORMED), shuffled_slots(tokens)
+    cos, sin = angles(tokens, ROTATED)
+    out = torch.empty_like(kv) if keep else None
+    # Two caches, because the contents are compared.
     cache, apart = (empty_pages(tokens, layout) for _ in range(2))
-    slots = shuffled_slots(tokens)
 
     def in_one() -> Results:
         dsa.write_mla_cache(kv, gain, cos, sin, cache, slots, out=out)
@@ -43,18 +41,17 @@ def _calls(tokens: int, layout: str, keep: bool) -> tuple[Call, Call]:
         dsa.write_kv_cache(row, apart, slots)
         return apart, dsa.read_kv_cache(apart, slots, dtype=kv.dtype) if keep else None
 
-    return in_one, separately
+    return {"dsa": in_one, "separate": separately}
 
 
 def case(tokens: int, layout: str, keep: bool) -> Case:
     size = tokens * (2 * DIMS[layout] * (2 if keep else 1) + BYTES[layout] + 4 * ROTATED + 8)
-    ours, separate = map(list, zip(*fresh(size, partial(_calls, tokens, layout, keep))))
+    calls = fresh_calls(size, partial(_calls, tokens, layout, keep))
     name = f"{tokens} tokens, {layout}{', rows kept' if keep else ''}"
-    others = {"baselines": frozenset({"separate"}), "agree": _agree}
-    return Case(name, {"dsa": ours, "separate": separate}, bytes_rate(size), graph=True, **others)
+    return Case(name, calls, bytes_rate(size), graph=True, baselines={"separate"}, agree=_agree)
 
 
 def _agree(theirs: Results, ours: Results) -> None:
-    """The contents of the caches, and the rows where they are returned."""
+    """Compare the contents of the caches, and the rows where they are returned."""
     slots = torch.arange(ours[0].shape[0] * PAGE, device=ours[0].device)
     agree(*((dsa.read_kv_cache(cache, slots, dtype=torch.bfloat16), rows) for cache, rows in (theirs, ours)))

@@ -1,4 +1,5 @@
-"""Slots of new tokens, of all keys, of entries and of rings, compared with plain torch operations: bytes per second."""
+"""Slots of new tokens, all keys, compressed entries and ring buffers, compared with plain torch operations: bytes per
+second."""
 
 from functools import partial
 
@@ -6,10 +7,9 @@ import torch
 
 import dsa
 from dsa.reference.cache import slot_mapping as reference
-from dsa_bench.harness.calls import over
-from dsa_bench.harness.case import Case, bytes_rate, fresh
+from dsa_bench.harness.case import Case, bytes_case
 
-# what; sequences; tokens of each, with as many cached tokens before them
+# what; sequences; new tokens per sequence, which follow as many cached tokens
 SHAPES = [
     ("tokens", 1, 16384),
     ("tokens", 16, 1024),
@@ -25,7 +25,7 @@ PAGE, RATIO, WINDOW = 64, 4, 128
 def case(what: str, sequences: int, tokens: int) -> Case:
     page_size = WINDOW if what == "ring" else PAGE
 
-    def one() -> tuple:
+    def inputs() -> tuple:
         pages = 1 if what == "ring" else -(-2 * tokens // PAGE)
         table = torch.randperm(sequences * pages, device="cuda").int().view(sequences, pages)
         bounds = torch.arange(sequences + 1, dtype=torch.int32, device="cuda") * tokens
@@ -34,7 +34,5 @@ def case(what: str, sequences: int, tokens: int) -> Case:
 
     options = {"ratio": RATIO if what == "entries" else 1, "ring": what == "ring"}
     functions = {"dsa": partial(dsa.slot_mapping, **options), "torch": partial(reference.slot_mapping, **options)}
-    size = 8 * sequences * tokens
-    calls = over(fresh(size, one, most=16), functions)
     name = f"{what}, {sequences} sequences of {tokens}"
-    return Case(name, calls, bytes_rate(size), graph=True, baselines=frozenset({"torch"}))
+    return bytes_case(name, 8 * sequences * tokens, inputs, functions, most=16, baselines={"torch"})

@@ -1,1 +1,1 @@
-"""A model's layers with their real sizes and random weights: what a token costs, and which part of it."""
+"""Whole passes of models with real layer sizes and random weights: the time of a token, by part of the model."""

@@ -2,18 +2,18 @@
 
 usage: python -m dsa_bench.e2e.accuracy [CHECKPOINT...]
 
-CHECKPOINT is a model that examples/train_indexer.py wrote; the default is the one that comes with dsa. The peers take
-none with fewer than 32 index heads and 64 attention heads. One that they take:
+CHECKPOINT is a model that examples/train_indexer.py wrote; the default is the model that comes with dsa. The peers need
+at least 32 index heads and 64 attention heads. This model has them:
 
     python examples/train_indexer.py OUT --seconds 200 40 30 --batch 16 8 8 \\
         --config '{"num_attention_heads": 64, "index_n_heads": 32, "index_topk": 512}'
 
-Prints a line of JSON for each row (`rows`).
+Prints a line of JSON per row (`rows`).
 
-Every sequence of the held-out text is one pass. The expected logits are of the same weights and the same quantisation
-of activations, index keys and caches, computed in fp32 by the references. The error of a sequence is
+Every sequence of the held-out text is one pass. The references compute the expected logits in fp32, with the same
+weights and the same quantisation of activations, index keys and caches. The error of a sequence is
 |logits - expected| / |expected|, in 2-norms over all tokens and the vocabulary. Kernels are compared on the same
-sequences; an interval holds the middle 95% of the means of RESAMPLES random draws of as many sequences, with
+sequences. An interval holds the middle 95% of the means of RESAMPLES random samples of as many sequences, with
 replacement (paired bootstrap).
 """
 
@@ -37,22 +37,23 @@ from dsa_layers.layers.score_accumulators import set_score_accumulators
 RESAMPLES = 10_000
 PEERS = "peers"
 KERNELS = {"ours, fp16 accumulators": torch.float16, "ours, fp32 accumulators": torch.float32}
-Interval = list[float]  # mean, and both ends of its 95% interval
+Interval = list[float]  # the mean and the ends of its 95% interval
 
 
 def rows(
     checkpoints: Sequence[Path] = (SHIPPED_MODEL,), most: int | None = None, device: torch.device | str = "cuda"
 ) -> Iterator[Row]:
-    """{"shape", "model", "kernels", "sequences", "tokens", "loss", "loss_difference", "error", "divergence",
-    "same_first", "over_peers", "figure"} of each checkpoint's passes by our kernels, with fp16 and with fp32
-    accumulators of the index scores, and by the peers'. most: sequences at most, None for all.
+    """Yield {"shape", "model", "kernels", "sequences", "tokens", "loss", "loss_difference", "error", "divergence",
+    "same_first", "over_peers", "figure"} per checkpoint and kernels: ours, with fp16 and with fp32 accumulation of the
+    index scores, and the peers'. most: the largest number of sequences, None for all.
 
-    loss             nats a token
-    loss_difference  Interval of the loss less the references'
+    loss             nats per token
+    loss_difference  Interval of the loss minus the references' loss
     error            Interval of the error
-    divergence       Interval of KL(references || kernels), nats a token
-    same_first       share of positions at which the likeliest token is the references'
-    over_peers       Interval of our error over the peers', None for the peers and where they take no such model
+    divergence       Interval of KL(references || kernels), nats per token
+    same_first       fraction of positions with the references' most likely token
+    over_peers       Interval of our error over the peers' error, None for the peers and where they do not take the
+    model
     """
     for checkpoint in checkpoints:
         model = load_model(checkpoint, device=device, progress=False)
@@ -79,7 +80,7 @@ def rows(
 def _differences(
     checkpoint: Path, model: Model, sequences: Sequence[Sequence[int]], device: torch.device | str
 ) -> dict[str, list[Difference] | str]:
-    """{kernels: a Difference for each sequence, or why they failed}. Peers that are not installed are left out."""
+    """{kernels: a Difference per sequence, or why they failed}. Without peers there is no entry for them."""
     exact = load_model(checkpoint, device=device, dtype=torch.float32, progress=False)
     peers: Replaced = replacement()
     found: dict[str, list[Difference] | str] = {name: [] for name in KERNELS}
@@ -98,7 +99,7 @@ def _differences(
             try:
                 with peers.in_place():
                     logits, _ = logits_of(model, sequence, len(sequence))
-            except Exception as error:  # whatever a library says of shapes that it does not take
+            except Exception as error:  # libraries raise various errors for shapes that they do not take
                 found[PEERS] = reason(error)
             else:
                 found[PEERS].append(Difference.between(logits, expected, targets))
@@ -128,12 +129,12 @@ def _values(differences: Sequence[Difference], name: str) -> torch.Tensor:
 
 
 def interval(values: torch.Tensor, over: torch.Tensor | None = None) -> Interval:
-    """The mean of values [N], or mean(values) / mean(over), and its 95% interval by the paired bootstrap."""
+    """Return the mean of values [N], or mean(values) / mean(over), and its 95% interval by the paired bootstrap."""
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(len(values), (RESAMPLES, len(values)), generator=generator)
-    means, mean = values[drawn].mean(1), values.mean()
+    samples = torch.randint(len(values), (RESAMPLES, len(values)), generator=generator)
+    means, mean = values[samples].mean(1), values.mean()
     if over is not None:
-        means, mean = means / over[drawn].mean(1), mean / over.mean()
+        means, mean = means / over[samples].mean(1), mean / over.mean()
     ends = means.quantile(torch.tensor([0.025, 0.975], dtype=means.dtype))
     return [mean.item(), *ends.tolist()]
 

@@ -1,10 +1,10 @@
 """transformers' DeepSeek-V3.2 with eager attention, and the same layers on dsa's ops: time, memory, and the length at
-which eager attention runs out of memory, as its scores and masks grow with the square of the length.
+which eager attention runs out of memory. Eager attention's scores and masks grow with the square of the length.
 
 usage: python -m dsa_bench.e2e.against_transformers [--layers N] [--tokens N...]
 
-The layers are the model's first ones, which have dense MLPs, with their real sizes and random weights in bf16. A prompt
-is one pass without a cache; a decoding step is one token after so many, which both models read in chunks.
+The layers are the model's first layers, which have dense MLPs, with real sizes and random weights in bf16. A prompt is
+one pass without a cache. A decoding step is one token after a context, which both models read in chunks.
 """
 
 import argparse
@@ -24,13 +24,13 @@ from dsa_bench.e2e.command import need_a_gpu
 from dsa_layers import options
 
 TOKENS = (2048, 4096, 8192, 16384, 32768)
-CHUNK = 512  # tokens, which fit in memory with eager attention at all of these lengths
+CHUNK = 512  # tokens; with eager attention such a pass fits in memory at all lengths
 REPEATS, STEPS = 3, 8
 
 
 @dataclass(frozen=True)
 class Row:
-    """way: "eager", "dsa" or "dsa, FP8 index scores". run: "prompt" or "step". ms: the median; None where memory did
+    """way: "eager", "dsa" or "dsa, FP8 index scores". run: "prompt" or "step". ms: the median, or None where memory did
     not suffice. gib: peak memory without the model."""
 
     way: str
@@ -40,7 +40,7 @@ class Row:
     gib: float
 
     def text(self, eager: "Row | None" = None) -> str:
-        """In words. eager: what to compare with."""
+        """Return the row in words, with the speed-up over the row `eager`."""
         if self.ms is None:
             return "out of memory"
         ratio = "" if eager in (None, self) or eager.ms is None else f", {eager.ms / self.ms:.2f}x"
@@ -58,7 +58,7 @@ def make_model(layers: int, device: str, **changes: Any) -> torch.nn.Module:
 
 @torch.no_grad()
 def rows(model: torch.nn.Module, lengths: Sequence[int]) -> Iterator[Row]:
-    """The model runs on dsa's ops afterwards."""
+    """Measure all ways in turn. Afterwards the model runs on dsa's ops."""
     from dsa_layers.hf import accelerate
 
     ways: dict[str, Callable[[], Any]] = {
@@ -77,7 +77,7 @@ def rows(model: torch.nn.Module, lengths: Sequence[int]) -> Iterator[Row]:
 
 
 def table(found: Sequence[Row]) -> str:
-    """A line per run and length: each way's time and memory, and its speed-up over eager attention."""
+    """Return a line per run and length: each way's time and memory, and its speed-up over eager attention."""
     ways = [*dict.fromkeys(row.way for row in found)]
     lines = [f"{'':<8}{'tokens':>8}" + "".join(f"{way:>36}" for way in ways)]
     for run, tokens in dict.fromkeys((row.run, row.tokens) for row in found):
@@ -89,7 +89,7 @@ def table(found: Sequence[Row]) -> str:
 
 def _prompt(model: torch.nn.Module, ids: torch.Tensor) -> list[float]:
     times = [_ms(partial(model, ids, use_cache=False), ids.device) for _ in range(1 + REPEATS)]
-    return times[1:]  # the first one compiles kernels
+    return times[1:]  # the first pass compiles kernels
 
 
 def _steps(model: torch.nn.Module, ids: torch.Tensor, tokens: int) -> list[float]:
@@ -104,7 +104,7 @@ def _steps(model: torch.nn.Module, ids: torch.Tensor, tokens: int) -> list[float
 
 
 def _measured(run: Callable[[], list[float]], device: torch.device) -> tuple[float | None, float]:
-    """Median milliseconds, and GiB."""
+    """Return median milliseconds and peak GiB."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""What the commands of several rows share: options, kernels compiled beforehand, and a line of JSON per row."""
+"""Shared by the commands of whole passes: options, kernels compiled in advance, and a line of JSON per row."""
 
 import argparse
 import gc
@@ -6,7 +6,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ Tell = Callable[[str], None]
 
 
 def parser(name: str, doc: str, models: Iterable[str]) -> argparse.ArgumentParser:
-    """The parser of `python -m dsa_bench.e2e.NAME`, with the options that all of these commands have."""
+    """Make the parser of `python -m dsa_bench.e2e.NAME`, with the options that all of these commands have."""
     made = argparse.ArgumentParser(prog=f"python -m dsa_bench.e2e.{name}", description=doc.splitlines()[0])
     made.add_argument("--models", nargs="+", choices=[*models], default=[*models], help="default: all")
     made.add_argument("--compile", action="store_true", help="only compile the kernels, which needs no GPU")
@@ -37,6 +38,17 @@ def parser(name: str, doc: str, models: Iterable[str]) -> argparse.ArgumentParse
 def need_a_gpu(parser: argparse.ArgumentParser) -> None:
     if reason := backends.why_no_kernels():
         parser.error(f"a benchmark needs a GPU with kernels: {reason}")
+
+
+def main_of_models(
+    options: argparse.ArgumentParser,
+    arguments: Sequence[str],
+    asked: Callable[[Sequence[str]], Collection[Variant]],
+    rows: Callable[..., Iterator[Row]],
+) -> int:
+    """Run a command whose only options are those of `parser`: `asked` and `rows` take the models' names."""
+    args = options.parse_args(arguments)
+    return run(options, args.compile, partial(asked, args.models), partial(rows, args.models))
 
 
 def run(
@@ -54,12 +66,16 @@ def run(
     return 0
 
 
-def compiled(asked: Callable[[], Collection[Variant]], rows: Callable[..., Iterator[Row]]) -> Iterator[Row]:
-    """`rows(tell=...)`, once the kernels that they ask for are compiled in parallel: compiling them one after the
-    other, in the passes that are timed, would take most of the time."""
+def compiled(
+    asked: Callable[[], Collection[Variant]], rows: Callable[..., Iterator[Row]], **options: Any
+) -> Iterator[Row]:
+    """Compile the kernels that rows ask for in parallel, then yield `rows(tell=..., **options)`.
+
+    Compiled one after the other within the timed passes, the kernels would take most of the time.
+    """
     tell = seconds_told()
     compile_ahead(asked, tell)
-    yield from rows(tell=tell)
+    yield from rows(tell=tell, **options)
 
 
 def print_rows(rows: Iterable[Row]) -> None:
@@ -68,12 +84,12 @@ def print_rows(rows: Iterable[Row]) -> None:
 
 
 def compile_ahead(asked: Callable[[], Collection[Variant]], tell: Tell) -> None:
-    """Compile what is asked for into the compile cache, if there is one, unless it is there."""
-    from dsa.runtime.compile_cache import cache_dir  # needs the DSL, which is for Linux
+    """Compile the variants that are not in the compile cache yet. Without a cache directory, do nothing."""
+    from dsa.runtime.compile_cache import cache_dir  # needs the DSL, which only runs on Linux
 
     directory = cache_dir()
     if directory is None:
-        return  # each process compiles for itself
+        return  # each process compiles its kernels
     variants = asked()
     new = sum(is_new for _, is_new in build(variants, private_folder(directory), len(os.sched_getaffinity(0))))
     tell(f"{new} kernels compiled, {len(variants) - new} were there")
@@ -82,8 +98,10 @@ def compile_ahead(asked: Callable[[], Collection[Variant]], tell: Tell) -> None:
 def asked_of(
     model: CheckpointModel, tokens: int, slots: int, run: Callable[[CheckpointModel, Cache], None], arch: str = "sm_90"
 ) -> set[Variant]:
-    """The kernels that passes ask for, `run(model, cache)` of a model on the meta device, whose cache has room for
-    `slots` sequences with `tokens` tokens in all, each a multiple of the page size."""
+    """Return the kernels that `run(model, cache)` asks for, with a model on the meta device.
+
+    The cache has room for `slots` sequences with `tokens` tokens in all, each a multiple of the page size.
+    """
     model.init_buffers(META)
     joint_linear.join(model)
     cache = model.eval().make_cache(-(-tokens // model.page_size), model.page_size, META, state_slots=slots)
@@ -93,12 +111,12 @@ def asked_of(
 
 
 def in_order(found: Iterable[set[Variant]]) -> list[Variant]:
-    """All variants of several models, sorted."""
+    """Sort all variants of several models."""
     return sorted(set().union(*found), key=repr)
 
 
 def seconds_told() -> Tell:
-    """A function that prints each step to the standard error with the seconds since the previous one."""
+    """Make a function that prints each step to standard error with the seconds since the previous step."""
     last = time.monotonic()
 
     def tell(step: str) -> None:
@@ -111,10 +129,10 @@ def seconds_told() -> Tell:
 
 
 def quiet(step: str) -> None:
-    """Tell nobody."""
+    """Print nothing."""
 
 
 def free() -> None:
-    """Free what is not referenced, also of the GPU's memory."""
+    """Free what is no longer referenced, and the GPU memory that torch caches."""
     gc.collect()
     torch.cuda.empty_cache()

@@ -1,45 +1,122 @@
-"""What drafts gain in decoding: a plain step, a pass that verifies K drafts, and the drafter's passes.
+"""The gain of drafts in decoding: a plain step, a pass that verifies K drafts, and the drafter's passes.
 
 usage: python -m dsa_bench.e2e.drafts [--models MODEL...] [--compile]
 
-Prints a line of JSON for each row (`rows`); the time of each step goes to the standard error. Kernels are compiled
-before, in parallel; --compile does only that, also where there is no GPU.
+Prints a line of JSON per row (`rows`), and the time of each step to standard error. Kernels are compiled before, in
+parallel; --compile does only that and needs no GPU.
 """
 
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
 from dsa.runtime.variants import Variant
-from dsa.testing import copy_bandwidth
-from dsa_bench.e2e.command import Row, Tell, asked_of, compiled, free, in_order, parser, quiet, run
-from dsa_bench.e2e.draft_runs import DraftedDecoding
-from dsa_bench.e2e.full_depth import Depths, cached_bytes, depths, first_layers, full_depth, pass_bytes
+from dsa.testing import bench, copy_bandwidth
+from dsa_bench.e2e.command import Row, Tell, asked_of, compiled, free, in_order, main_of_models, parser, quiet
+from dsa_bench.e2e.full_depth import (
+    Depths,
+    cached_bytes,
+    depths,
+    experts_touched,
+    first_layers,
+    full_depth,
+    pass_bytes,
+)
+from dsa_bench.e2e.runs import Cached, fill
 from dsa_bench.e2e.stacks import STACKS, published_layers, skeleton, stack
 from dsa_layers.cache.cache import Cache
 from dsa_layers.compilation import passes
 from dsa_layers.families.model import CheckpointModel
+from dsa_layers.generation.captured_step import CapturedStep
+from dsa_layers.generation.decode_step import DecodeStep
+from dsa_layers.generation.draft_step import DraftStep
 
-ACCEPTANCE = 0.85  # of a draft after accepted ones; the papers report 85 to 90% of first drafts
+ACCEPTANCE = 0.85  # of a draft whose predecessors are accepted; the papers report 85 to 90% of first drafts
 SEQUENCES, CONTEXT = (1, 8, 32, 128), 4096
 DRAFTS = {"V3.2": (1, 2, 3), "V4-Flash": (1,), "GLM-5": (1,)}
+REPEATS = 20
+SPARE = 1  # page and state slot for padding sequences
 
 
 def tokens_a_round(drafts: int, acceptance: float = ACCEPTANCE) -> float:
-    """1 + p + ... + p^K: a draft counts where all before it are accepted."""
+    """1 + p + ... + p^K: a draft counts where all drafts before it are accepted."""
     return sum(acceptance**i for i in range(drafts + 1))
 
 
 def gain(plain_ms: float, verify_ms: float, draft_ms: float, drafts: int, acceptance: float = ACCEPTANCE) -> float:
-    """(tokens per round / (verify + draft)) / (1 / plain): the tokens/s over those without drafts."""
+    """(tokens per round / (verify + draft)) / (1 / plain): tokens/s with drafts over tokens/s without."""
     return tokens_a_round(drafts, acceptance) * plain_ms / (verify_ms + draft_ms)
 
 
 def shape(model: str, count: int, drafts: int) -> str:
     return f"{model} decode {count} x {CONTEXT}, {drafts} draft{'s' if drafts > 1 else ''}"
+
+
+class DraftedDecoding:
+    """`count` sequences of `context` tokens, the last `drafts` of them drafts, over caches of random numbers. All
+    tokens of a pass differ. The constructor runs the pass once.
+
+    touched: the number of experts with tokens in a pass, per mixture.
+    """
+
+    def __init__(self, model: CheckpointModel, count: int, context: int, drafts: int) -> None:
+        self._model, self._drafts, self._device = model, drafts, next(model.parameters()).device
+        pages = -(-context // model.page_size)
+        self._cache = model.make_cache(count * pages + SPARE, device=self._device, state_slots=count + SPARE)
+        fill(self._cache)
+        allocate, slots = self._cache.allocator.allocate, self._cache.state_slots.allocate(count)
+        # The last token of the sequence in slot s is 1 + s.
+        guesses = [tuple(1 + count + slot * drafts + i for i in range(drafts)) for slot in slots]
+        self._sequences = [Cached(allocate(pages), slot, context - drafts, some) for slot, some in zip(slots, guesses)]
+        self._step = _RepeatedDecode(model, self._cache, drafts=drafts, capture=False)
+        with experts_touched() as found:
+            results = self._step(self._sequences)
+        self.touched = [int(number) for number in found]
+        self._states = results[1] if drafts else None
+
+    def pass_ms(self, layers: int) -> float:
+        """Time a pass of the first `layers` layers over each sequence's last token and drafts."""
+        with first_layers(self._model, layers):
+            return _graph_ms(self._step.again)
+
+    def drafting_ms(self) -> float:
+        """Time the drafter's passes after a pass that accepted all drafts and one more token: the drafter's layer and
+        the head per new draft."""
+        arguments = self._model.drafter, self._cache, self._drafts, self._step.padding, self._device
+        step = _RepeatedDraft(*arguments, capture=False)
+        fill(step.cache)
+        taken = [[*sequence.drafts, sequence.tokens[-1]] for sequence in self._sequences]
+        step(self._sequences, taken, self._states)
+        return _graph_ms(step.again)
+
+
+class _Repeated(CapturedStep[Any]):
+    """A step whose pass can run again with the same inputs, without the host's work before the pass."""
+
+    def _run(self, inputs: Any) -> Any:
+        self._inputs = inputs
+        return super()._run(inputs)
+
+    @torch.inference_mode()
+    def again(self) -> Any:
+        return super()._run(self._inputs)
+
+
+class _RepeatedDecode(_Repeated, DecodeStep):
+    pass
+
+
+class _RepeatedDraft(_Repeated, DraftStep):
+    pass
+
+
+def _graph_ms(call: Callable[[], Any]) -> float:
+    """Time a call as a CUDA graph, as in generation. Returns the median."""
+    return bench({"call": call}, repeats=REPEATS, graph=True)["call"]
 
 
 def rows(
@@ -49,23 +126,23 @@ def rows(
     device: torch.device | str = "cuda",
     tell: Tell = quiet,
 ) -> Iterator[Row]:
-    """{"shape", "model", "run", "sequences", "drafts", "layers", "plain", "verify", "draft_ms", "copy", "of_copy",
-    "over_bytes", "tokens_a_round", "gain", "ms", "tokens/s", "figure"} of all models, numbers of sequences after 4096
-    tokens and numbers of drafts. done: shapes of an earlier run, which are left out.
+    """Yield {"shape", "model", "run", "sequences", "drafts", "layers", "plain", "verify", "draft_ms", "copy",
+    "of_copy", "over_bytes", "tokens_a_round", "gain", "ms", "tokens/s", "figure"} per model, number of sequences after
+    4096 tokens and number of drafts. done: shapes of an earlier run, which are left out.
 
-    layers          of the published model; all figures are computed for all of them (`full_depth`)
-    plain, verify   {"ms", "bytes", "touched", "depths"} of a pass over one token of each sequence, and over this token
-                    and the drafts. touched: how many experts get tokens, the mean over mixtures. depths: the measured
-                    milliseconds of the stack without layers, with its first one, and whole
+    layers          of the published model; all figures are computed for this number of layers (`full_depth`)
+    plain, verify   {"ms", "bytes", "touched", "depths"} of a pass over one token per sequence, and of a pass over this
+                    token and the drafts. touched: the number of experts with tokens, the mean over mixtures. depths:
+                    the measured milliseconds of the stack without layers, with its first layer, and with all layers
     draft_ms        of the drafter's passes per round, measured: the drafter has one layer
     copy            bytes per second that a copy reads and writes
-    of_copy         for a plain pass and a verifying one, the time of copying its bytes over its time
-    over_bytes      a verifying pass's time over a plain one's, over the same ratio of their bytes
-    tokens_a_round  with simulated acceptance: random weights accept nothing
+    of_copy         of the plain and of the verifying pass: the time to copy its bytes over its time
+    over_bytes      the verifying pass's time over the plain pass's, divided by the same ratio of their bytes
+    tokens_a_round  with simulated acceptance: with random weights no draft is accepted
     ms              of a round: verifying pass and drafter
-    gain            tokens/s over those of plain passes (`draft_gain`)
+    gain            tokens/s over those of plain passes (`gain`)
 
-    Times are the GPU's. They include neither sampling nor the host's work between passes.
+    Times are GPU times. They include neither sampling nor the host's work between passes.
     """
     copy = None
     for name in names:
@@ -77,7 +154,7 @@ def rows(
             free()
             tell(f"a copy: {copy / 1e9:.0f} GB/s")
         model = stack(name, device, drafter=True)
-        tell(f"{name}: drawn")
+        tell(f"{name}: model made")
         for count in dict.fromkeys(n for n, _ in todo):
             plain, _ = _measured(name, model, count, 0)
             tell(f"{name}, {count} sequences: {plain.ms:.2f} ms")
@@ -92,7 +169,7 @@ def rows(
 
 @dataclass(frozen=True)
 class _Pass:
-    """For all published layers. depths: the milliseconds that ms is computed from."""
+    """Figures for all published layers. depths: the milliseconds from which ms is computed."""
 
     ms: float
     bytes: float
@@ -101,7 +178,7 @@ class _Pass:
 
 
 def _measured(name: str, model: CheckpointModel, count: int, drafts: int) -> tuple[_Pass, float | None]:
-    """A pass over a token and `drafts` drafts of each sequence; and the drafter's milliseconds, if there are drafts."""
+    """Measure a pass over a token and `drafts` drafts per sequence, and with drafts the drafter's milliseconds."""
     run = DraftedDecoding(model, count, CONTEXT, drafts)
     ms = Depths(*map(run.pass_ms, depths(model)))
     cached, read = cached_bytes(model, count, CONTEXT), []
@@ -114,12 +191,12 @@ def _measured(name: str, model: CheckpointModel, count: int, drafts: int) -> tup
 
 
 def _row(name: str, count: int, drafts: int, plain: _Pass, verify: _Pass, draft_ms: float, copy: float) -> Row:
-    this, ms, per_round = shape(name, count, drafts), verify.ms + draft_ms, tokens_a_round(drafts)
+    shown, ms, per_round = shape(name, count, drafts), verify.ms + draft_ms, tokens_a_round(drafts)
     gained = gain(plain.ms, verify.ms, draft_ms, drafts)
     return {
-        "shape": this,
+        "shape": shown,
         "model": name,
-        "run": this.removeprefix(f"{name} "),
+        "run": shown.removeprefix(f"{name} "),
         "sequences": count,
         "drafts": drafts,
         "layers": published_layers(name),
@@ -127,7 +204,7 @@ def _row(name: str, count: int, drafts: int, plain: _Pass, verify: _Pass, draft_
         "copy": copy,
         "plain": vars(plain) | {"depths": list(plain.depths)},
         "verify": vars(verify) | {"depths": list(verify.depths)},
-        "of_copy": [own.bytes / copy * 1e3 / own.ms for own in (plain, verify)],
+        "of_copy": [one.bytes / copy * 1e3 / one.ms for one in (plain, verify)],
         "over_bytes": verify.ms / plain.ms / (verify.bytes / plain.bytes),
         "tokens_a_round": per_round,
         "ms": ms,
@@ -138,7 +215,7 @@ def _row(name: str, count: int, drafts: int, plain: _Pass, verify: _Pass, draft_
 
 
 def asked(names: Sequence[str] = tuple(STACKS), sequences: Sequence[int] = SEQUENCES) -> list[Variant]:
-    """The kernels that the rows ask for, sorted."""
+    """Return the kernels that the rows ask for, sorted."""
 
     def steps(drafts: Sequence[int], model: CheckpointModel, cache: Cache) -> None:
         for count in sequences:
@@ -153,14 +230,12 @@ def asked(names: Sequence[str] = tuple(STACKS), sequences: Sequence[int] = SEQUE
 
 
 def compiled_rows(done: Collection[str] = ()) -> Iterator[Row]:
-    """All rows, once their kernels are compiled in parallel. done: as in `rows`."""
-    return compiled(asked, partial(rows, done=done))
+    """Compile the kernels of all rows in parallel, then yield the rows. done: as in `rows`."""
+    return compiled(asked, rows, done=done)
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = parser("drafts", __doc__, STACKS)
-    args = options.parse_args(arguments)
-    return run(options, args.compile, partial(asked, args.models), partial(rows, args.models))
+    return main_of_models(parser("drafts", __doc__, STACKS), arguments, asked, rows)
 
 
 if __name__ == "__main__":

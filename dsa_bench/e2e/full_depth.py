@@ -1,6 +1,6 @@
-"""Time and bytes of all layers of a published model, from its stack at three depths.
+"""Time and bytes of all layers of a published model, computed from its stack at three depths.
 
-The bytes that a decoding pass reads are weights, of the experts those that its tokens go to, and caches.
+A decoding pass reads the weights, of the experts only those with tokens, and the caches.
 """
 
 import functools
@@ -12,19 +12,20 @@ import torch
 from torch import nn
 
 import dsa
+from dsa_bench.e2e.replacing import replaced
 from dsa_bench.e2e.stacks import STACKS
 from dsa_layers.families.model import CheckpointModel
 from dsa_layers.families.published import published_config
 from dsa_layers.layers.embedding import Embedding
 from dsa_layers.layers.experts import Experts
 
-# The ops that sort a pass's tokens by expert; the last result of each is where an expert's rows end.
+# The ops that sort a pass's tokens by expert. Their last result is the ends of the experts' rows.
 SORTING = ("route_by_table", "route_to_experts", "sort_by_expert")
-LOOKED_UP = "tid2eid"  # V4's table, of which a token reads one row
+LOOKED_UP = "tid2eid"  # V4's table; a token reads one row
 
 
 class Depths(NamedTuple):
-    """Of a stack without layers, with only its first one, and whole."""
+    """A figure of a stack without layers, with only the first layer, and with all layers."""
 
     ends: float
     first: float
@@ -32,16 +33,16 @@ class Depths(NamedTuple):
 
 
 def depths(model: CheckpointModel) -> tuple[int, int, int]:
-    """How many layers each has."""
+    """The number of layers at each depth."""
     return 0, 1, len(layers_of(model))
 
 
 def full_depth(name: str, found: Depths) -> float:
-    """ends + F * (first - ends) + (N - F) * (whole - first) / (n - 1), of milliseconds or bytes.
+    """ends + F * (first - ends) + (N - F) * (whole - first) / (n - 1), for milliseconds or bytes.
 
     The first of a stack's n layers has the kind of the first F of the published model's N layers, which have no experts
-    (V3.2, GLM-5) or attend only to windows (V4). All others count as the mean of the stack's others: these have one
-    kind, in V4 two in equal parts, like the published ones.
+    (V3.2, GLM-5) or attend only to windows (V4). Each remaining layer counts as the mean of the stack's remaining
+    layers. These have one kind, in V4 two kinds in equal parts, like the published layers.
     """
     file, fields = STACKS[name]
     published = published_config(file)
@@ -58,7 +59,7 @@ def _like_the_first(published: dict) -> int:
 
 @contextmanager
 def first_layers(model: CheckpointModel, count: int) -> Iterator[None]:
-    """Within the block the model has only its first `count` layers. Caches must be made before."""
+    """Within the block, the model has only its first `count` layers. Caches must exist before."""
     layers = layers_of(model)
     left_out = list(layers)[count:]
     del layers[count:]
@@ -69,49 +70,43 @@ def first_layers(model: CheckpointModel, count: int) -> Iterator[None]:
 
 
 def layers_of(model: CheckpointModel) -> nn.ModuleList:
-    """The model's layers, without its drafter's."""
+    """The model's layers, without those of its drafter."""
     (found,) = (module for name, module in model.named_modules() if name in ("layers", "model.layers"))
     return found
 
 
 @contextmanager
 def experts_touched() -> Iterator[list[torch.Tensor]]:
-    """How many experts get tokens, for each mixture that runs within the block, in order."""
+    """Record how many experts get tokens, per mixture that runs within the block, in order."""
     found: list[torch.Tensor] = []
-    ops = {name: getattr(dsa, name) for name in SORTING}
 
-    def noted(op: Callable[..., Any]) -> Callable[..., Any]:
+    def recording(op: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(op)
-        def noted_op(*arguments: Any, **options: Any) -> Any:
+        def recording_op(*arguments: Any, **options: Any) -> Any:
             results = op(*arguments, **options)
             ends = results[-1]
             found.append(ends.diff(prepend=ends.new_zeros(1)).count_nonzero())
             return results
 
-        return noted_op
+        return recording_op
 
-    for name, op in ops.items():
-        setattr(dsa, name, noted(op))
-    try:
+    with replaced([(dsa, name, recording(getattr(dsa, name))) for name in SORTING]):
         yield found
-    finally:
-        for name, op in ops.items():
-            setattr(dsa, name, op)
 
 
 def pass_bytes(model: CheckpointModel, touched: Sequence[int], cached: Sequence[int]) -> float:
-    """The bytes that a pass reads with the layers that the model has now, without its drafter.
+    """The bytes that a pass reads with the model's current layers, without its drafter.
 
-    touched: how many experts get tokens, for each mixture of the whole model. cached: bytes of the sequences in each
-    layer's cache, all of which count as read. Embeddings, a row per token, and activations are not counted.
+    touched: the number of experts with tokens, per mixture of the whole model. cached: bytes of the sequences in each
+    layer's cache, all of which count as read. Embeddings, one row per token, and activations do not count.
     """
     found = float(sum(cached[: len(layers_of(model))]))
     counts = iter(touched)
     for name, module in model.named_modules():
         if name.startswith("drafter") or isinstance(module, Embedding):
             continue
-        own = sum(tensor.nbytes for key, tensor in module.named_parameters(recurse=False) if key != LOOKED_UP)
-        found += own * next(counts) / module.count if isinstance(module, Experts) else own
+        held = sum(tensor.nbytes for key, tensor in module.named_parameters(recurse=False) if key != LOOKED_UP)
+        found += held * next(counts) / module.count if isinstance(module, Experts) else held
     return found
 
 

@@ -1,4 +1,4 @@
-"""The text that a model of examples/train_indexer.py was not trained on, as sequences of tokens."""
+"""Text on which a model of examples/train_indexer.py was not trained, as sequences of tokens."""
 
 import json
 import sys
@@ -10,10 +10,10 @@ from dsa_layers import Tokenizer
 
 
 def held_out_sequences(checkpoint: Path, tokenizer: Tokenizer, length: int) -> list[list[int]]:
-    """Sequences of a BOS token and `length` more: all held-out files, one after the other, cut without overlap.
+    """Cut all held-out files into sequences of a BOS token and `length` tokens, without overlap.
 
-    The files are those that the checkpoint's metrics.json names, read from the standard library and the packages of
-    this Python. Raises ValueError for a checkpoint without such a list, and where less than a sequence is found.
+    The checkpoint's metrics.json names the files, which are read from this Python's standard library and packages.
+    Raises ValueError for a checkpoint without such a list, and where the files do not fill one sequence.
     """
     begin = tokenizer.bos_token_id
     if begin is None:
@@ -28,7 +28,7 @@ def held_out_sequences(checkpoint: Path, tokenizer: Tokenizer, length: int) -> l
 
 
 def held_out_files(checkpoint: Path) -> Iterator[Path]:
-    """The held-out files that this Python has."""
+    """Yield the held-out files that this Python has."""
     metrics = checkpoint / "metrics.json"
     try:
         data = json.loads(metrics.read_text(encoding="utf-8"))["data"]
@@ -40,8 +40,8 @@ def held_out_files(checkpoint: Path) -> Iterator[Path]:
         raise ValueError(f"checkpoint: {metrics} must list held-out files, got {problem}") from None
     if wrong := [name for name in names if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts]:
         raise ValueError(f"checkpoint: {metrics} must list files within a library, got {wrong[0][:200]!r}")
-    places = [Path(sysconfig.get_path("stdlib")), *map(Path, sys.path)]
+    folders = [Path(sysconfig.get_path("stdlib")), *map(Path, sys.path)]
     for name in names:
-        found = next((place / name for place in places if (place / name).is_file()), None)
+        found = next((folder / name for folder in folders if (folder / name).is_file()), None)
         if found is not None:
             yield found

@@ -1,10 +1,9 @@
-"""How long decoding sequences wait for their next tokens while a long prompt is computed among them.
+"""The time between tokens of decoding sequences while the engine prefills a long prompt.
 
 usage: python -m dsa_bench.e2e.latency [--models MODEL...] [--compile]
 
-Prints a line of JSON for each model and chunk size (`rows`). Each runs twice, and the second time counts: the first one
-captures decoding passes. Kernels are compiled before, in parallel; --compile does only that, also where there is no
-GPU.
+Prints a line of JSON per model and chunk size (`rows`). Each runs twice, and the second run counts: the first captures
+decoding passes. Kernels are compiled before, in parallel; --compile does only that and needs no GPU.
 """
 
 import gc
@@ -14,13 +13,12 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 
 import torch
 
 from dsa.runtime.variants import Variant
-from dsa_bench.e2e.command import Row, Tell, asked_of, compiled, free, in_order, parser, quiet, run
+from dsa_bench.e2e.command import Row, Tell, asked_of, compiled, free, in_order, main_of_models, parser, quiet
 from dsa_bench.e2e.stacks import STACKS, skeleton, stack
 from dsa_layers.cache.cache import Cache
 from dsa_layers.compilation import passes
@@ -34,8 +32,8 @@ CHUNKS = (2048, 8192)
 
 @dataclass(frozen=True)
 class Sizes:
-    """prompt: tokens of the long prompt. sequences, context: how many others decode, and their tokens at the start.
-    steps: passes that are timed without the prompt."""
+    """prompt: tokens of the long prompt. sequences, context: the number of decoding sequences, and their tokens at the
+    start. steps: timed passes without the prompt."""
 
     prompt: int = 131072
     sequences: int = 32
@@ -44,13 +42,13 @@ class Sizes:
 
 
 def rows_of(model: Model, chunks: Sequence[int], sizes: Sizes = Sizes()) -> Iterator[Row]:
-    """{"prompt", "sequences", "context", "prefill_chunk", "ms", "ms_max", "alone_ms", "alone_ms_max",
-    "first_token_s"} for each number of `prefill_chunk`.
+    """Yield {"prompt", "sequences", "context", "prefill_chunk", "ms", "ms_max", "alone_ms", "alone_ms_max",
+    "first_token_s"} per `prefill_chunk` of `chunks`.
 
-    ms, ms_max              between two tokens of a decoding sequence while the prompt is computed: median and largest,
-                            over all sequences
-    alone_ms, alone_ms_max  the same once the prompt is computed
-    first_token_s           of the prompt, from when it is next in line
+    ms, ms_max              between two tokens of a decoding sequence during the prefill: median and maximum over all
+                            sequences
+    alone_ms, alone_ms_max  the same after the prefill
+    first_token_s           from the moment when the prompt is next in line to its first token
     """
     model.config = replace(model.config, eos_token_ids=())  # random weights may end a sequence at any token
     for chunk in chunks:
@@ -63,7 +61,8 @@ def rows_of(model: Model, chunks: Sequence[int], sizes: Sizes = Sizes()) -> Iter
 
 
 def _call(model: Model, chunk: int, sizes: Sizes) -> tuple[Generator, list[list[int]], list[SamplingParams]]:
-    """The long prompt comes last, and ends with its first token. The others have tokens enough for all passes."""
+    """Make a generator and its prompts. The long prompt is last and ends with its first token; the others decode in all
+    passes."""
     lengths, new = _lengths(sizes), _new_tokens(chunk, sizes)
     tokens = sum(-(-(n + new) // model.page_size) * model.page_size for n in lengths)
     vocabulary = model.config.vocab_size
@@ -78,7 +77,7 @@ def _lengths(sizes: Sizes) -> list[int]:
 
 
 def _new_tokens(chunk: int, sizes: Sizes) -> int:
-    """At least as many as a decoding sequence gets."""
+    """An upper bound of the tokens that a decoding sequence gets."""
     return -(-sum(_lengths(sizes)) // chunk) + sizes.sequences + sizes.steps + 2
 
 
@@ -86,16 +85,16 @@ def _timed(
     generator: Generator, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], sizes: Sizes
 ) -> Row:
     times: list[list[float]] = [[] for _ in prompts]
-    *others, prompts_own = times
+    *others, of_prompt = times
     with closing(generator.stream(prompts, params)) as events:
         for event in events:
             if event.error is not None:
                 raise RuntimeError(event.error)
             times[event.sequence].append(time.perf_counter())
-            if prompts_own and sum(at > prompts_own[0] for at in others[-1]) > sizes.steps:
+            if of_prompt and sum(at > of_prompt[0] for at in others[-1]) > sizes.steps:
                 break
-    begin, end = max(own[0] for own in others), prompts_own[0]
-    gaps = [(first, (second - first) * 1e3) for own in others for first, second in pairwise(own)]
+    begin, end = max(each[0] for each in others), of_prompt[0]
+    gaps = [(first, (second - first) * 1e3) for each in others for first, second in pairwise(each)]
     among = [ms for first, ms in gaps if begin < first < end]
     alone = [ms for first, ms in gaps if first > end]
     return {
@@ -111,13 +110,13 @@ def _timed(
 def asked(
     names: Sequence[str] = tuple(STACKS), chunks: Sequence[int] = CHUNKS, sizes: Sizes = Sizes()
 ) -> list[Variant]:
-    """The kernels that the rows ask for, sorted."""
+    """Return the kernels that the rows ask for, sorted."""
     most = sizes.context + _new_tokens(min(chunks), sizes)
 
     def all_passes(model: CheckpointModel, cache: Cache) -> None:
         for chunk in chunks:
             different = list(dict.fromkeys(_work(chunk, sizes)))
-            for number in passes.growing(len(different), 1.5):  # passes after many tokens are alike
+            for number in passes.growing(len(different), 1.5):  # passes after many tokens ask for the same kernels
                 passes.prefill(model, cache, list(different[number - 1]))
         for count in {power_of_two(n) for n in range(1, sizes.sequences + 1)}:
             for context in (sizes.context, most):
@@ -131,7 +130,7 @@ def asked(
 
 
 def _work(chunk: int, sizes: Sizes) -> list[tuple[tuple[int, int], ...]]:
-    """(new, earlier) tokens of each prompt in each pass, in the order in which a generator computes them."""
+    """Return (new, earlier) tokens of each prompt in each pass, in the generator's order."""
     found, of_pass = [], []
     for length in _lengths(sizes):
         cached = 0
@@ -152,10 +151,10 @@ def rows(
     device: torch.device | str = "cuda",
     tell: Tell = quiet,
 ) -> Iterator[Row]:
-    """The rows of all models (`rows_of`), with "shape", "model" and "figure"."""
+    """Yield the rows of all models (`rows_of`), with "shape", "model" and "figure"."""
     for name in names:
         model = stack(name, device)
-        tell(f"{name}: weights are there")
+        tell(f"{name}: model made")
         for row in rows_of(model, chunks, sizes):
             shape = f"{name}, chunks of {row['prefill_chunk']}"
             tell(f"{shape}: {row['ms']:.1f} ms, {row['first_token_s']:.2f} s")
@@ -165,14 +164,12 @@ def rows(
 
 
 def compiled_rows() -> Iterator[Row]:
-    """All rows, once their kernels are compiled in parallel."""
+    """Compile the kernels of all rows in parallel, then yield the rows."""
     return compiled(asked, rows)
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = parser("latency", __doc__, STACKS)
-    args = options.parse_args(arguments)
-    return run(options, args.compile, partial(asked, args.models), partial(rows, args.models))
+    return main_of_models(parser("latency", __doc__, STACKS), arguments, asked, rows)
 
 
 if __name__ == "__main__":

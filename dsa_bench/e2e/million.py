@@ -1,21 +1,20 @@
-"""Contexts of up to a million tokens on one GPU: a prompt, pass by pass, and decoding after it.
+"""Contexts of up to a million tokens on one GPU: a prompt, pass by pass, and decoding after the prompt.
 
 usage: python -m dsa_bench.e2e.million [--models MODEL...] [--compile]
 
-Prints a line of JSON for each row (`rows`); the time of each step goes to the standard error. Kernels are compiled
-before, in parallel; --compile does only that, also where there is no GPU.
+Prints a line of JSON per row (`rows`), and the time of each step to standard error. Kernels are compiled before, in
+parallel; --compile does only that and needs no GPU.
 """
 
 import sys
 from collections.abc import Collection, Iterator, Sequence
-from functools import partial
 
 import torch
 
 from dsa.runtime.variants import Variant
 from dsa.testing import bench
 from dsa_bench.e2e.clock import Clock
-from dsa_bench.e2e.command import Row, Tell, asked_of, compiled, free, in_order, parser, quiet, run
+from dsa_bench.e2e.command import Row, Tell, asked_of, compiled, free, in_order, main_of_models, parser, quiet
 from dsa_bench.e2e.parts import gpu_ms
 from dsa_bench.e2e.report import CHUNK
 from dsa_bench.e2e.runs import decode
@@ -29,13 +28,13 @@ from dsa_layers.parallel.ranks import ALONE
 LENGTHS = (131072, 262144, 524288, 1048576)
 SEQUENCES = (1, 2, 4, 8, 16, 32)
 STEP_REPEATS = 20
-SHORT = 2  # the pass whose memory is activations: it selects, and has few keys
-RESERVE = 4 << 30  # bytes, more than a step takes without weights and caches
-WARM = 8  # every so many passes run once before the timing, which loads the kernels that lengths ask for
+SHORT = 2  # the first pass that selects; it has few keys, so its memory is activations
+RESERVE = 4 << 30  # bytes: more than a step takes without weights and caches
+WARM = 8  # every eighth pass runs once before the timing, which loads the kernels of all lengths
 
 
 class LongPrompt:
-    """A prompt of so many tokens and its cache. Each pass computes `chunk` of them, the last pass the rest."""
+    """A prompt of `tokens` tokens and its cache. Each pass computes `chunk` tokens, the last pass the rest."""
 
     def __init__(self, model: Model, tokens: int, chunk: int) -> None:
         self._model, self.tokens, self.chunk = model, tokens, chunk
@@ -45,7 +44,7 @@ class LongPrompt:
 
     @torch.inference_mode()
     def compute(self, begin: int) -> torch.Tensor:
-        """The pass over the tokens from `begin` on, after those before. Logits of its last token."""
+        """Run the pass over the tokens from `begin` on. Returns the logits of its last token."""
         end = min(begin + self.chunk, self.tokens)
         batch = prefill_batch([Chunk(end - begin, begin, self._pages, 0)], self.cache.page_size, self._device)
         tokens = torch.arange(begin, end, device=self._device) % self._model.config.vocab_size
@@ -69,20 +68,21 @@ def rows(
     clock: Clock | None = None,
     tell: Tell = quiet,
 ) -> Iterator[Row]:
-    """{"shape", "model", "run", "tokens", "ms", "tokens/s", "figure", "pass_ms", "parts", "memory", "workspace"} of
-    prompts, and of decoding steps after the longest context, whose workspace is None. done: shapes of an earlier run,
-    which are left out.
+    """Yield {"shape", "model", "run", "tokens", "ms", "tokens/s", "figure", "pass_ms", "parts", "memory", "workspace"}
+    of prompts, and of decoding steps after the longest context, whose workspace is None. done: shapes of an earlier
+    run, which are left out.
 
-    A prompt's passes do not depend on later tokens: only the longest one is computed, and each length is its passes up
-    to there.
-    ms         of all passes on the GPU's clock; of a step as one CUDA graph
-    pass_ms    of the last pass; of a step, ms
+    A prompt's passes do not depend on later tokens. So only the longest prompt is computed, and a shorter prompt's row
+    is made of its first passes.
+    ms         of all passes on the GPU's clock, of a step as one CUDA graph
+    pass_ms    of the last pass; for a step, ms
     parts      {part: ms} of the kernels in the last pass, which runs once more for this
-    memory     peak bytes of tensors, weights and cache included
-    workspace  peak bytes of a pass without weights and cache, less those of the SHORT-th pass: what a long context adds
+    memory     peak bytes of tensors, with weights and cache
+    workspace  peak bytes of a pass without weights and cache, less those of the SHORT-th pass: the addition by a long
+               context
 
-    Caches of decoding sequences hold random numbers, which decide which keys are selected, not how many. Rows whose
-    sequences do not fit in memory are left out.
+    Caches of decoding sequences hold random numbers. These decide which keys are selected, not how many. Steps whose
+    sequences do not fit in memory have no row.
     """
     for name in names:
         prompts = [n for n in sorted(lengths) if prompt_shape(name, n) not in done]
@@ -91,7 +91,7 @@ def rows(
             continue
         model = stack(name, device)
         clock = clock or Clock(ALONE, torch.device(device))
-        tell(f"{name}: drawn")
+        tell(f"{name}: model made")
         if prompts:
             yield from _prompts(name, model, prompts, clock, tell)
             free()
@@ -137,11 +137,11 @@ def _prompts(name: str, model: CheckpointModel, lengths: Sequence[int], clock: C
 
 
 def _step(name: str, model: CheckpointModel, count: int, context: int, clock: Clock) -> Row | None:
-    """None where memory does not suffice."""
+    """Measure a step. Returns None where memory does not suffice."""
     torch.manual_seed(0)
     clock.forget_peak()
     pages = count * -(-context // model.page_size)
-    # Checked before the capture, which running out of memory would break.
+    # Checked before the capture: running out of memory would break it.
     if model.make_cache(pages, device="meta", state_slots=count).nbytes + RESERVE > clock.free():
         return None
     try:
@@ -170,7 +170,7 @@ def _row(name: str, shape: str, tokens: int, ms: float) -> Row:
 def asked(
     names: Sequence[str] = tuple(LONG_STACKS), lengths: Sequence[int] = LENGTHS, sequences: Sequence[int] = SEQUENCES
 ) -> list[Variant]:
-    """The kernels that the rows ask for, sorted."""
+    """Return the kernels that the rows ask for, sorted."""
     context = max(lengths)
     prompts = [(CHUNK, begin) for begin in range(0, context, CHUNK)]
     return in_order(asked_by(skeleton(name), prompts, sequences, context) for name in names)
@@ -179,8 +179,11 @@ def asked(
 def asked_by(
     model: CheckpointModel, prompts: Sequence[tuple[int, int]], sequences: Sequence[int], context: int
 ) -> set[Variant]:
-    """The kernel variants that a model on the meta device asks for: a prefill of each (new, earlier) tokens of
-    `prompts`, and a decode step of each number of sequences of `sequences` after `context` tokens."""
+    """Return the kernel variants that a model on the meta device asks for.
+
+    It prefills each (new, earlier) tokens of `prompts`, and decodes each number of sequences of `sequences` after
+    `context` tokens.
+    """
 
     def all_passes(model: CheckpointModel, cache: Cache) -> None:
         for prompt in prompts:
@@ -193,14 +196,12 @@ def asked_by(
 
 
 def compiled_rows(done: Collection[str] = ()) -> Iterator[Row]:
-    """All rows, once their kernels are compiled in parallel. done: as in `rows`."""
-    return compiled(asked, partial(rows, done=done))
+    """Compile the kernels of all rows in parallel, then yield the rows. done: as in `rows`."""
+    return compiled(asked, rows, done=done)
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = parser("million", __doc__, LONG_STACKS)
-    args = options.parse_args(arguments)
-    return run(options, args.compile, partial(asked, args.models), partial(rows, args.models))
+    return main_of_models(parser("million", __doc__, LONG_STACKS), arguments, asked, rows)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""One GPU's part of a model that is split over more GPUs than there are, without collectives (`silent.py`).
+"""One GPU's part of a model split over more GPUs than the machine has, without collectives (`silent.py`).
 
 usage: python -m dsa_bench.e2e.one_of_many [--gpus N] [--models MODEL...] [--runs RUN...] [--layers N] [--compile]
 
-Prints a line of JSON for each row. The time of N GPUs is computed from these rows and from the collectives of fewer
-GPUs (`computed.py`).
+Prints a line of JSON per row. The time of N GPUs is computed from these rows and from the collectives of fewer GPUs
+(`computed.py`).
 """
 
 import sys
@@ -14,8 +14,7 @@ import torch
 
 from dsa_bench.e2e.clock import Clock
 from dsa_bench.e2e.command import Row, Tell, free, parser, quiet, run
-from dsa_bench.e2e.parallel_cases import add_options, asked, chosen
-from dsa_bench.e2e.parallel_rows import drawn, layers_that_fit, timed
+from dsa_bench.e2e.parallel_rows import add_options, asked, chosen, layers_that_fit, part_of_stack, timed
 from dsa_bench.e2e.silent import SilentRanks, without_collectives
 from dsa_bench.e2e.stacks import STACKS, published_layers, with_layers
 from dsa_layers.options import positive
@@ -37,9 +36,12 @@ def rows(
     clock: Clock | None = None,
     tell: Tell = quiet,
 ) -> Iterator[Row]:
-    """{"shape", "model", "run", "gpus", "layers", "published_layers", "tokens", "shard_ms", "memory", "ms", "figure"}
-    of the first of so many GPUs; prompts that are computed once have no row. ms is shard_ms. clock: of this process,
-    by default of the current GPU; the rest as in `parallel_rows.rank_rows`."""
+    """Yield {"shape", "model", "run", "gpus", "layers", "published_layers", "tokens", "shard_ms", "memory", "ms",
+    "figure"} of the first of `gpus` GPUs.
+
+    Prompts that are computed once have no row. ms is shard_ms. clock: by default of the current GPU. Other fields and
+    arguments: as in `parallel_rows.rank_rows`.
+    """
     clock = clock or Clock(ALONE, torch.device("cuda", torch.cuda.current_device()))
     ranks = SilentRanks(0, gpus)
     for name in models:
@@ -48,7 +50,7 @@ def rows(
         if not todo:
             continue
         most = layers or layers_that_fit(name, gpus, clock.free(), max(case.held for case in todo))
-        model = drawn(name, ranks, clock, tell, **with_layers(name, most))
+        model = part_of_stack(name, ranks, clock, tell, **with_layers(name, most))
         for case in todo:
             clock.forget_peak()
             with without_collectives(model, ranks):

@@ -2,9 +2,9 @@
 
 usage: python -m dsa_bench.e2e.parallel [--gpus N] [--models MODEL...] [--runs RUN...] [--layers N] [--compile]
 
-Starts a process per GPU, or is one of those that torchrun has started. The first prints a line of JSON for each row
-(`parallel_rows.rank_rows`) and at the end a table; the time of each step goes to the standard error. Kernels are
-compiled before, in parallel; --compile does only that, also where there is no GPU.
+Starts a process per GPU, or is one of torchrun's processes. The first process prints a line of JSON per row
+(`parallel_rows.rank_rows`) and at the end a table, and the time of each step to standard error. Kernels are compiled
+before, in parallel; --compile does only that and needs no GPU.
 """
 
 import argparse
@@ -20,8 +20,7 @@ import torch
 from dsa_bench.e2e import one_of_many, table
 from dsa_bench.e2e.clock import Clock
 from dsa_bench.e2e.command import Row, compile_ahead, need_a_gpu, parser, print_rows, quiet, seconds_told
-from dsa_bench.e2e.parallel_cases import add_options, asked
-from dsa_bench.e2e.parallel_rows import rank_rows
+from dsa_bench.e2e.parallel_rows import add_options, asked, rank_rows
 from dsa_bench.e2e.stacks import STACKS
 from dsa_layers.options import positive
 from dsa_layers.parallel.environment import started_ranks
@@ -32,8 +31,10 @@ COMMAND = (sys.executable, "-m", "dsa_bench.e2e.parallel")
 
 
 def rows(gpus: int = 2, done: Collection[str] = ()) -> Iterator[Row]:
-    """The rows of all models, which other processes compute. done: shapes of an earlier run, which are left out. Raises
-    RuntimeError where the processes fail, after the rows that there are."""
+    """Yield the rows of all models, which other processes compute. done: shapes of an earlier run, which are left out.
+
+    Raises RuntimeError if the processes fail, after their last row.
+    """
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()  # other processes need the memory
     call = [*COMMAND, "--gpus", str(gpus), *(word for shape in done for word in ("--done", shape))]
@@ -44,18 +45,18 @@ def rows(gpus: int = 2, done: Collection[str] = ()) -> Iterator[Row]:
                     yield json.loads(line)
         finally:
             with contextlib.suppress(ProcessLookupError):
-                process.terminate()  # where the caller does not want the rest
+                process.terminate()  # the caller may stop before the last row
     if process.returncode:
         raise RuntimeError(f"{' '.join(call)} ended with {process.returncode}")
 
 
 def all_rows(done: Collection[str] = ()) -> Iterator[Row]:
-    """The rows of two GPUs, of one of more GPUs than there are, and of four, where there are as many."""
-    there = torch.cuda.device_count()
-    if there >= 2:
+    """Yield the rows of two GPUs, of one of eight GPUs, and of four, as far as the machine has these GPUs."""
+    count = torch.cuda.device_count()
+    if count >= 2:
         yield from rows(2, done)
     yield from one_of_many.rows(done=done)
-    if there >= 4:
+    if count >= 4:
         yield from rows(4, done)
 
 

@@ -1,26 +1,109 @@
-"""The rows of models on several GPUs: each rank's work. All ranks make the same calls in the same order."""
+"""Models on several GPUs: the timed cases, their kernels, and each rank's work. All ranks make the same calls in the
+same order."""
 
+import argparse
 import zlib
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
+from dsa.runtime.variants import Variant
 from dsa_bench.e2e.clock import Clock
-from dsa_bench.e2e.command import Row, Tell, free, quiet
-from dsa_bench.e2e.parallel_cases import Case, chosen
-from dsa_bench.e2e.silent import without_collectives
+from dsa_bench.e2e.command import Row, Tell, asked_of, free, in_order, quiet
+from dsa_bench.e2e.report import CHUNK
+from dsa_bench.e2e.runs import Model, Run, decode, prefill
+from dsa_bench.e2e.silent import SilentRanks, without_collectives
 from dsa_bench.e2e.stacks import STACKS, published_layers, skeleton, stack, with_layers
 from dsa_bench.e2e.trace import collectives_share, events_of
+from dsa_layers import options
+from dsa_layers.cache.cache import Cache
 from dsa_layers.checkpoint.gpu_plan import plan
+from dsa_layers.compilation import passes
 from dsa_layers.families.model import CheckpointModel
+from dsa_layers.families.published import published_config
 from dsa_layers.parallel.cuts import cuts_of
 from dsa_layers.parallel.ranks import ALONE, Ranks
+from dsa_layers.parallel.split import split
 
-# Free memory of a GPU for activations, scores, graphs and kernels: passes over 8192 tokens take about half of it.
+# Memory per GPU for activations, scores, graphs and kernels. Passes over 8192 tokens take about half of it.
 RESERVE = 10 * 10**9
-MOST_COMPARED = 16  # layers compared on one GPU and split: enough that the rest of a pass is small
+MOST_COMPARED = 16  # layers compared on one GPU and split; the rest of a pass is then small
+# Tokens of a prompt, and how often it is timed. 0: once, without a warm-up, because it takes a minute.
+PROMPTS = {4096: 10, 32768: 3, 131072: 1, 1048576: 0}
+SEQUENCES, CONTEXT = (1, 8, 32, 128, 256), 8192
+STEP_REPEATS = 20
+
+
+@dataclass(frozen=True)
+class Case:
+    """tokens: computed by a pass. held: tokens in the cache at its end. repeats: how often it is timed; 0: once,
+    without warm-up and comparisons."""
+
+    name: str
+    tokens: int
+    held: int
+    repeats: int
+    make: Callable[[Model], Run]
+
+
+def cases(model: str) -> list[Case]:
+    """Return the cases of a published model, whose context bounds its prompts."""
+    context = published_config(STACKS[model][0])["max_position_embeddings"]
+    prompts = [
+        Case(f"prefill {n}", n, n, repeats, partial(prefill, count=1, tokens=n, chunk=CHUNK))
+        for n, repeats in PROMPTS.items()
+        if n <= context
+    ]
+    steps = [
+        Case(f"decode {n} x {CONTEXT}", n, n * CONTEXT, STEP_REPEATS, partial(decode, count=n, context=CONTEXT))
+        for n in SEQUENCES
+    ]
+    return [*prompts, *steps]
+
+
+def chosen(model: str, runs: Collection[str] | None, is_done: Callable[[str], bool]) -> list[Case]:
+    """Return the cases of a model that are not done: all, or those named in `runs`."""
+    return [case for case in cases(model) if (runs is None or case.name in runs) and not is_done(case.name)]
+
+
+def names() -> list[str]:
+    """Return the names of all models' cases."""
+    return list(dict.fromkeys(case.name for model in STACKS for case in cases(model)))
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add --runs and --layers."""
+    parser.add_argument("--runs", nargs="+", choices=names(), metavar="RUN", help=f"of {', '.join(names())}")
+    parser.add_argument("--layers", type=options.positive, metavar="N", help="of split models (default: all that fit)")
+
+
+def asked(models: Sequence[str], runs: Collection[str] | None, gpus: int) -> list[Variant]:
+    """Return the kernels that passes of the models ask for, split over `gpus` GPUs and on one; sorted."""
+    todo = {name: chosen(name, runs, lambda case: False) for name in models}
+    parts = (SilentRanks(0, gpus), ALONE)
+    return in_order(asked_of_part(name, ranks, todo[name]) for name in models if todo[name] for ranks in parts)
+
+
+def asked_of_part(name: str, ranks: Ranks, todo: Sequence[Case]) -> set[Variant]:
+    """Return the kernels that a rank's part of a stack asks for."""
+    model = skeleton(name)
+    split(model, ranks, blocks=True)
+
+    def all_passes(model: CheckpointModel, cache: Cache) -> None:
+        with without_collectives(model, ranks):
+            for case in todo:
+                if case.name.startswith("decode"):
+                    passes.decode(model, cache, case.tokens, CONTEXT)
+                    continue
+                # The last passes of a long prompt ask for the same kernels.
+                for begin in {*range(0, min(case.tokens, 8 * CHUNK), CHUNK), max(case.tokens - CHUNK, 0)}:
+                    passes.prefill(model, cache, [(min(CHUNK, case.tokens - begin), begin)])
+
+    return asked_of(model, max(case.held for case in todo), 1024, all_passes)
 
 
 def shape(model: str, case: str, gpus: int) -> str:
@@ -36,17 +119,17 @@ def rank_rows(
     done: Collection[str] = (),
     tell: Tell = quiet,
 ) -> Iterator[Row]:
-    """{"shape", "model", "run", "gpus", "layers", "published_layers", "tokens", "ms", "tokens/s", "figure", "memory",
-    "collectives", "shard_ms", "efficiency", "few_layers", "few_ms", "one_gpu_ms", "speedup"} of all cases, or of `runs`
-    by their names; the last seven are None for a prompt that is computed once.
+    """Yield {"shape", "model", "run", "gpus", "layers", "published_layers", "tokens", "ms", "tokens/s", "figure",
+    "memory", "collectives", "shard_ms", "efficiency", "few_layers", "few_ms", "one_gpu_ms", "speedup"} per case, of all
+    or of those named in `runs`. The last seven are None for a prompt that is computed once.
 
     layers      of the split model; None: as many as fit into the GPUs' memory with the caches of all cases
     ms          of a pass, a decoding step as one CUDA graph; the slowest GPU counts, here and below
-    memory      peak bytes of tensors on a GPU, weights included
-    collectives share of the kernels' time on the first GPU that is data from other GPUs and the wait for them
-    shard_ms    the same pass of the same parts without collectives (`without_collectives`); efficiency is shard_ms / ms
-    few_layers  as many as fit on one GPU, up to MOST_COMPARED: one_gpu_ms on the first GPU alone, few_ms split over
-                all; speedup is one_gpu_ms / few_ms
+    memory      peak bytes of tensors on a GPU, with weights
+    collectives fraction of the kernels' time on the first GPU that receives data from other GPUs or waits for them
+    shard_ms    of the same pass without collectives (`without_collectives`); efficiency is shard_ms / ms
+    few_layers  the number of layers that fit on one GPU, at most MOST_COMPARED: one_gpu_ms on the first GPU, few_ms
+                split over all GPUs; speedup is one_gpu_ms / few_ms
     """
     for name in models:
         todo = chosen(name, runs, lambda case, name=name: shape(name, case, ranks.size) in done)
@@ -55,14 +138,16 @@ def rank_rows(
 
 
 def layers_that_fit(name: str, gpus: int, memory: int, tokens: int) -> int:
-    """How many layers of a model, at most its own, fit into so much memory of each of some GPUs with a cache of so many
-    tokens. ValueError where none does."""
+    """Return how many of a model's layers fit into `memory` bytes per GPU with a cache of `tokens` tokens.
+
+    Raises ValueError if fewer than three layers fit.
+    """
 
     def needed(layers: int) -> int:
         model = skeleton(name, **with_layers(name, layers))
         return plan(model.config, model.precision, gpus).bytes(tokens) + RESERVE
 
-    # At least three layers: one of each kind.
+    # At least three layers, one of each kind.
     most = published_layers(name)
     found = bisect_right(range(3, most + 1), memory, key=needed) + 2
     if found < 3:
@@ -81,18 +166,18 @@ def _of_model(
     if compared:
         held = max(case.held for case in compared)
         few = min(layers_that_fit(name, 1, clock.free(), held), MOST_COMPARED, layers or MOST_COMPARED)
-    for own, found in ((ALONE, one_gpu), (ranks, few_ms)) if compared else ():
-        model = drawn(name, own, clock, tell, **with_layers(name, few))
+    for some, found in ((ALONE, one_gpu), (ranks, few_ms)) if compared else ():
+        model = part_of_stack(name, some, clock, tell, **with_layers(name, few))
         for case in compared:
             times = timed(model, case, clock)
-            # On one GPU the first one counts, whatever others compute at the same time.
-            found[case.name] = (times.max(0).values if own.size > 1 else times[0]).median().item()
-            tell(f"{name} {case.name}, {few} layers on {own.size}: {found[case.name]:.2f} ms")
+            # Every GPU runs the model alone at the same time; the first GPU's time counts.
+            found[case.name] = (times.max(0).values if some.size > 1 else times[0]).median().item()
+            tell(f"{name} {case.name}, {few} layers on {some.size}: {found[case.name]:.2f} ms")
         del model
         free()
     if layers is None:
         layers = layers_that_fit(name, ranks.size, clock.free(), max(case.held for case in todo))
-    model = drawn(name, ranks, clock, tell, **with_layers(name, layers))
+    model = part_of_stack(name, ranks, clock, tell, **with_layers(name, layers))
     for case in todo:
         measured = _measured(model, case, ranks, clock)
         ms, one, split = measured["ms"], one_gpu.get(case.name), few_ms.get(case.name)
@@ -116,27 +201,27 @@ def _of_model(
     free()
 
 
-def drawn(name: str, own: Ranks, clock: Clock, tell: Tell, **fields: Any) -> CheckpointModel:
-    """This rank's part of a stack; RuntimeError unless the tensors that every rank has whole are equal."""
-    model = stack(name, clock.device, ranks=own, **fields)
-    cut = cuts_of(skeleton(name, **fields), own.size, blocks=True)
+def part_of_stack(name: str, ranks: Ranks, clock: Clock, tell: Tell, **fields: Any) -> CheckpointModel:
+    """Make this rank's part of a stack. Raises RuntimeError where ranks differ in a tensor that all have whole."""
+    model = stack(name, clock.device, ranks=ranks, **fields)
+    cut = cuts_of(skeleton(name, **fields), ranks.size, blocks=True)
     whole = {key: _sum_of_bytes(x) for key, x in model.state_dict().items() if key not in cut}
-    for rank, theirs in enumerate(clock.everyones(whole)):
+    for rank, theirs in enumerate(clock.gather(whole)):
         if differ := [key for key in whole if whole[key] != theirs[key]]:
             raise RuntimeError(f"{differ[0]} is not the same on rank {rank}, of {len(differ)} tensors that should be")
     weights = sum(x.nbytes for x in model.state_dict().values())
-    tell(f"{name}, {model.config.num_hidden_layers} layers on {own.size}: drawn, {weights / 1e9:.1f} GB a GPU")
+    tell(f"{name}, {model.config.num_hidden_layers} layers on {ranks.size}: made, {weights / 1e9:.1f} GB a GPU")
     return model
 
 
 def _sum_of_bytes(x: torch.Tensor) -> int:
-    # torch widens what it sums: a whole tensor of experts would take eight times its memory.
+    # Summed in pieces: torch widens its input, and a tensor of experts would take eight times its memory.
     pieces = x.detach().contiguous().reshape(-1).view(torch.uint8).split(1 << 28)
     return sum(int(piece.sum(dtype=torch.int64)) for piece in pieces)
 
 
 def timed(model: CheckpointModel, case: Case, clock: Clock) -> torch.Tensor:
-    """Milliseconds [ranks, repeats] of a case, after a first call."""
+    """Return milliseconds [ranks, repeats] of a case, after a first call."""
     torch.manual_seed(0)
     run = case.make(model)
     run.timed()
@@ -158,7 +243,7 @@ def _measured(model: CheckpointModel, case: Case, ranks: Ranks, clock: Clock) ->
 
 def _together(model: CheckpointModel, case: Case, clock: Clock) -> Row:
     clock.forget_peak()
-    torch.manual_seed(0)  # the caches of all ranks begin with the same bytes
+    torch.manual_seed(0)  # the caches of all ranks start with the same bytes
     run, logits = case.make(model), []
 
     def call() -> None:
@@ -170,11 +255,11 @@ def _together(model: CheckpointModel, case: Case, clock: Clock) -> Row:
     row = {"ms": ms, "memory": clock.peak(), "collectives": None, "shard_ms": None, "efficiency": None}
     _check_same(logits[0], case, clock)
     if case.repeats:
-        row["collectives"] = collectives_share(events_of(lambda: (clock.meet(), call()), host=False))
+        row["collectives"] = collectives_share(events_of(lambda: (clock.align(), call()), host=False))
     return row
 
 
 def _check_same(logits: torch.Tensor, case: Case, clock: Clock) -> None:
-    found = clock.everyones(zlib.crc32(logits.cpu().contiguous().view(torch.uint8).numpy()))
+    found = clock.gather(zlib.crc32(logits.cpu().contiguous().view(torch.uint8).numpy()))
     if len({*found}) > 1:
         raise RuntimeError(f"{case.name}: ranks have computed other logits, with checksums {found}")

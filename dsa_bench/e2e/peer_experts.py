@@ -1,14 +1,14 @@
 """The routed experts of a pass on DeepGEMM's grouped products and on vLLM's Marlin, as engines run them.
 
 In a prompt's pass, and in a step of very few tokens, each expert's rows begin at a multiple of 128: tokens are cast
-once and gathered, with padding between the experts' rows, and tiles of no expert at the end. In a step of more tokens
-each expert has a fixed number of rows and a count (the masked product). On Hopper DeepGEMM multiplies no FP4: such
-weights are widened to FP8 without loss when they are first needed.
+once and gathered, with padding between the experts' rows, and padding tiles at the end. In a step of more tokens each
+expert has a fixed number of rows and a count (the masked product). On Hopper DeepGEMM multiplies no FP4, so FP4 weights
+are widened to FP8 without loss at their first use.
 
-FP4 experts of a decoding step are on Marlin, as in engines that run DeepSeek-V4-Flash on Hopper: it multiplies bf16
-activations by the FP4 weights. Its layout is a second copy of 3.4 GB per layer of V4-Flash, made when it is first
-needed; the weights widened to FP8, 6.4 GB per layer, are freed then, as five layers with all three copies take 66 GB.
-Later prompts widen them again. The shared expert's output is added by a separate kernel, as in vLLM.
+FP4 experts of a decoding step run on Marlin, as in engines that run DeepSeek-V4-Flash on Hopper. Marlin multiplies bf16
+activations by FP4 weights. Its layout is a second copy of 3.4 GB per layer of V4-Flash, made at the first use. The
+weights widened to FP8, 6.4 GB per layer, are then freed, because five layers with all three copies take 66 GB. Later
+prompts widen them again. A separate kernel adds the shared expert's output, as in vLLM.
 """
 
 import weakref
@@ -25,22 +25,22 @@ from dsa_bench.peers.deep_gemm import ALIGNMENT, Scaled, sizes_of
 from dsa_layers.layers.experts import Experts
 
 Forward = Callable[..., torch.Tensor]
-LEAST_TOKENS = 512  # of a prompt's pass
-# Tokens from which on a step takes the masked product: of V3.2's gate and up, 64 tokens took 1.71 ms with it and 2.08
-# without, one token 0.096 and 0.077.
+# A pass with at least so many tokens is a prompt's; it widens FP4 weights. Engines run prompts on Marlin too, with bf16
+# products. FP8 products have twice the rate, which counts where experts have many rows. A step's time is the time to
+# read its weights.
+LEAST_TOKENS = 512
+# A step with at least so many tokens takes the masked product. With V3.2's gate and up, 64 tokens took 1.71 ms with it
+# and 2.08 ms without; one token took 0.096 ms and 0.077 ms.
 LEAST_MASKED = 4
 MOST_MASKED = ALIGNMENT
 PROJECTIONS = ("gate_up_proj", "down_proj")
-# Tokens from which on FP4 weights are widened. Engines run prompts on Marlin, too, with bf16 products; FP8 products
-# have twice the rate, which counts where experts have many rows. A step's time is that of its weights' bytes.
-LEAST_WIDENED = 512
 _packed: "weakref.WeakKeyDictionary[Experts, tuple[marlin.Packed, ...]]" = weakref.WeakKeyDictionary()
 _widened: "weakref.WeakKeyDictionary[Experts, dict[str, Scaled]]" = weakref.WeakKeyDictionary()
 
 
 class Layout(NamedTuple):
-    """places int32 [T, k]: each token's rows; sources int64 [M]: the token of each row; groups int32 [M]: its expert,
-    -1 after the last."""
+    """places int32 [T, k]: each token's rows. sources int64 [M]: the token of each row. groups int32 [M]: the expert of
+    each row, -1 after the last."""
 
     places: torch.Tensor
     sources: torch.Tensor
@@ -48,7 +48,7 @@ class Layout(NamedTuple):
 
 
 def padded(experts: torch.Tensor, count: int) -> Layout:
-    """The layout of the rows of experts [T, k]. M follows from T and k, so that nothing waits for the GPU."""
+    """Lay out the rows of experts [T, k]. M depends only on T and k, so the host does not wait for the GPU."""
     _, rows, ends = dsa.sort_by_expert(experts, count)
     with glue():
         return _layout(experts, count, rows, ends)
@@ -68,8 +68,8 @@ def _layout(experts: torch.Tensor, count: int, rows: torch.Tensor, ends: torch.T
 
 
 class Slots(NamedTuple):
-    """Each expert has MOST_MASKED rows. places int64 [T, k]: each token's rows; slots int64 [T, k]: the same within the
-    expert; sizes int32 [E]: how many rows of an expert are used."""
+    """Each expert has MOST_MASKED rows. places int64 [T, k]: each token's rows. slots int64 [T, k]: the same, counted
+    within the expert. sizes int32 [E]: the number of rows with tokens per expert."""
 
     places: torch.Tensor
     slots: torch.Tensor
@@ -84,10 +84,10 @@ class Slots(NamedTuple):
             return cls(experts * MOST_MASKED + slots, slots, sizes.int())
 
     def spread(self, q: torch.Tensor, scale: torch.Tensor, experts: torch.Tensor) -> Scaled:
-        """Casts [T, k or 1, channels] with their scales in the experts' rows; scales column by column."""
+        """Copy casts [T, k or 1, channels] and their scales to the experts' rows, scales column-major."""
         count = len(self.sizes)
         rows = torch.empty(count * MOST_MASKED, q.shape[-1], dtype=q.dtype, device=q.device)
-        rows.view(torch.int64)[self.places] = q.view(torch.int64)  # eight numbers at a time
+        rows.view(torch.int64)[self.places] = q.view(torch.int64)  # eight values at a time
         scales = torch.empty(count, scale.shape[-1], MOST_MASKED, dtype=scale.dtype, device=scale.device).mT
         scales[experts, self.slots] = scale
         return rows.view(count, MOST_MASKED, -1), scales
@@ -95,7 +95,7 @@ class Slots(NamedTuple):
 
 @torch.no_grad()
 def weight_of(experts: Experts, name: str) -> Scaled:
-    """A projection's weights in FP8 and their scales."""
+    """Return a projection's weights in FP8 and their scales."""
     if not experts.fp4:
         return getattr(experts, name), getattr(experts, f"{name}_scale_inv")
     if experts not in _widened:
@@ -105,12 +105,12 @@ def weight_of(experts: Experts, name: str) -> Scaled:
 
 
 def forget(experts: Experts) -> None:
-    """Free the FP4 weights in FP8, if there are any."""
+    """Free the FP8 copy of FP4 weights, if there is one."""
     _widened.pop(experts, None)
 
 
-def forward_on(module: ModuleType, ours: Forward) -> Forward:
-    """`Experts.forward` on quantised weights."""
+def forward_on(module: ModuleType | None, on_marlin: bool, ours: Forward) -> Forward:
+    """`Experts.forward` on the peers' kernels: DeepGEMM's `module`, if there is one, and Marlin, if it is installed."""
 
     def forward(
         self: Experts,
@@ -120,22 +120,29 @@ def forward_on(module: ModuleType, ours: Forward) -> Forward:
         shared: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        prompt = len(x) >= LEAST_TOKENS
-        if not self.fp8 or x.dtype != torch.bfloat16 or not (prompt or _steps_on(module, self, len(x))):
+        tokens, bf16 = len(x), x.dtype == torch.bfloat16
+        if on_marlin and self.fp4 and bf16 and tokens < LEAST_TOKENS:
+            out = marlin.experts_sum(x, experts, weights, *packed(self), self.limit)
+            for more in (shared, residual):
+                out = out if more is None else more + out
+            return out
+
+        prompt = tokens >= LEAST_TOKENS
+        if module is None or not self.fp8 or not bf16 or not (prompt or _steps_on(module, self, tokens)):
             return ours(self, x, experts, weights, shared, residual)
-        outputs = _contiguous if prompt or len(x) < LEAST_MASKED else _masked
+        outputs = _contiguous if prompt or tokens < LEAST_MASKED else _masked
         return dsa.combine_experts(*outputs(module, self, x, experts), weights, shared, residual)
 
     return forward
 
 
 def _steps_on(module: ModuleType, experts: Experts, tokens: int) -> bool:
-    """Whether a step's experts are the module's."""
+    """Whether a step's experts run on the module."""
     return not experts.fp4 and tokens <= MOST_MASKED and hasattr(module, "m_grouped_fp8_gemm_nt_masked")
 
 
 def _contiguous(module: ModuleType, layer: Experts, x: torch.Tensor, experts: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """(the experts' rows, each token's places in them)."""
+    """Return (the experts' rows, each token's places in them)."""
     layout = padded(experts, len(layer.down_proj))
 
     def product(q: torch.Tensor, scale: torch.Tensor, name: str) -> torch.Tensor:
@@ -147,19 +154,19 @@ def _contiguous(module: ModuleType, layer: Experts, x: torch.Tensor, experts: to
         return out
 
     q, scale = dsa.per_token_cast_to_fp8(x, layer.use_ue8m0)
-    q = q.view(torch.int64).index_select(0, layout.sources).view(q.dtype)  # eight numbers at a time
+    q = q.view(torch.int64).index_select(0, layout.sources).view(q.dtype)  # eight values at a time
     gate, up = product(q, scale.index_select(0, layout.sources), "gate_up_proj").chunk(2, -1)
     h = dsa.swiglu_cast_to_fp8(gate, up, layer.use_ue8m0, limit=layer.limit)
     return product(*h, "down_proj"), layout.places
 
 
 def _masked(module: ModuleType, layer: Experts, x: torch.Tensor, experts: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The same with the masked product."""
+    """Like `_contiguous`, with the masked product."""
     slots = Slots.of(experts, len(layer.down_proj))
     expected = max(1, -(-experts.numel() // len(layer.down_proj)))
 
     def product(q: torch.Tensor, scale: torch.Tensor, name: str) -> torch.Tensor:
-        """Of casts [T, k or 1, channels]: the rows of all experts."""
+        """Multiply casts [T, k or 1, channels]; return the rows of all experts."""
         weight = weight_of(layer, name)
         operand = slots.spread(q, scale, experts)
         out = torch.empty(*operand[0].shape[:2], weight[0].shape[1], dtype=x.dtype, device=x.device)
@@ -175,30 +182,9 @@ def _masked(module: ModuleType, layer: Experts, x: torch.Tensor, experts: torch.
 
 @torch.no_grad()
 def packed(experts: Experts) -> tuple[marlin.Packed, ...]:
-    """The layer's gate_up_proj and down_proj for Marlin."""
+    """Return the layer's gate_up_proj and down_proj in Marlin's layout."""
     if experts not in _packed:
         forget(experts)
         names = PROJECTIONS
         _packed[experts] = tuple(marlin.pack(getattr(experts, n), getattr(experts, f"{n}_scale_inv")) for n in names)
     return _packed[experts]
-
-
-def forward_on_marlin(others: Forward) -> Forward:
-    """`Experts.forward` on FP4 weights; others: the forward on all else."""
-
-    def forward(
-        self: Experts,
-        x: torch.Tensor,
-        experts: torch.Tensor,
-        weights: torch.Tensor,
-        shared: torch.Tensor | None = None,
-        residual: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        if not self.fp4 or len(x) >= LEAST_WIDENED or x.dtype != torch.bfloat16:
-            return others(self, x, experts, weights, shared, residual)
-        out = marlin.experts_sum(x, experts, weights, *packed(self), self.limit)
-        for more in (shared, residual):
-            out = out if more is None else more + out
-        return out
-
-    return forward

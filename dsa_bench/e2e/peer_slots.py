@@ -1,4 +1,4 @@
-"""A selection's places in pages, as engines turn a library's indices into slots: one kernel, in Triton as theirs."""
+"""Positions of selected keys as slots in pages: one kernel in Triton, as in engines that use a library's indices."""
 
 import torch
 
@@ -9,13 +9,15 @@ def to_slots(
     page_size: int | None = None,
     row_to_seq: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """topk_indices int32 [T, k], contiguous, positions in a row's sequence or -1 -> slots, page * page_size + offset.
-    block_table: int32 [B, pages], without which they stay as they are. row_to_seq: int32 [T]; None where row t is
-    sequence t's."""
+    """Convert positions to slots, page * page_size + offset.
+
+    topk_indices: int32 [T, k], contiguous; a position in the row's sequence, or -1, which stays. block_table: int32
+    [B, pages]; without it, positions stay. row_to_seq: int32 [T]; None where row t belongs to sequence t.
+    """
     if block_table is None:
         return topk_indices
     if topk_indices.is_cuda:
-        # Triton comes with PyTorch's builds for a GPU alone.
+        # Only PyTorch's builds for a GPU include Triton.
         from dsa_bench.e2e.peer_slots_kernel import launch
 
         return launch(topk_indices, block_table, page_size, row_to_seq)

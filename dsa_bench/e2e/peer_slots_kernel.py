@@ -27,7 +27,7 @@ def launch(
 ) -> torch.Tensor:
     (rows, k), out = topk_indices.shape, torch.empty_like(topk_indices)
     by_row = row_to_seq is not None
-    sequences = row_to_seq if by_row else topk_indices  # which is not read
+    sequences = row_to_seq if by_row else topk_indices  # not read without row_to_seq
     grid = rows, triton.cdiv(k, _BLOCK)
     _kernel[grid](topk_indices, block_table, sequences, out, k, block_table.stride(0), page_size, by_row, _BLOCK)
     return out

@@ -1,13 +1,13 @@
-"""A model's layers on the peers' kernels: replaces our ops by those that can be imported.
+"""A model's layers on the peers' kernels: replaces our ops by the peers' ops that can be imported.
 
 DeepGEMM computes the index scores and the FP8 linear layers, vLLM the top-k, FlashMLA the attention to selected keys,
-each in the newest build that is installed, as in engines that run DeepSeek-V3.2. FlashMLA has only the absorbed form of
-attention to selected keys. Dense prompts take the multi-head form, a third of the absorbed form's multiply-adds, by
+each in the newest installed build, as in engines that run DeepSeek-V3.2. FlashMLA has only the absorbed form of
+attention to selected keys. Dense prompts take the multi-head form, a third of the absorbed form's multiply-adds, in
 PyTorch: cuDNN's kernel where a pass has whole prompts of one length, FlashAttention 2 otherwise. In V4's prefill the
-window's keys and the compressed entries are put into one tensor for FlashMLA, where an engine has them. Experts are on
-DeepGEMM's grouped products (peer_experts.py), and FP4 experts of decoding on vLLM's Marlin. No peer selects as it
-scores, so scores and top-k are two ops for any number of keys and of sequences. Cache writers and all else stay ours;
-what is done to hand over to a library what an engine has in the library's layout is announced as glue (`parts`).
+window's keys and the compressed entries are copied into one tensor for FlashMLA, where engines keep them. Experts run
+on DeepGEMM's grouped products (peer_experts.py), and FP4 experts of decoding on vLLM's Marlin. No peer fuses selection
+with scores, so scores and top-k are two ops for any number of keys and of sequences. Cache writers and all else stay
+ours. Work that only converts our tensors to a library's layout is marked as glue (`parts`).
 """
 
 import contextlib
@@ -25,150 +25,141 @@ import dsa
 from dsa_bench.e2e import peer_experts
 from dsa_bench.e2e.parts import glue
 from dsa_bench.e2e.peer_slots import to_slots
-from dsa_bench.harness.calls import reason
+from dsa_bench.e2e.replacing import replaced
+from dsa_bench.harness.calls import Loadable, reason
 from dsa_bench.peers import deep_gemm, flash_mla, marlin, operators, topk
-from dsa_bench.peers.package import Library, Operators
+from dsa_bench.peers.package import Library
 from dsa_layers.batch.group_rows import GroupRows
 from dsa_layers.layers import attention, key_selection
 from dsa_layers.layers.experts import Experts
 
 Op = Callable[..., Any]
 _NEVER = 2**31  # keys: more than any op takes
-_PERSISTENT_COLUMNS = 65536  # from which on the persistent top-k is faster than the one for prompts
+_PERSISTENT_COLUMNS = 65536  # from this width on, the persistent top-k is faster than the top-k for prompts
 _flash_attention = torch.ops.aten._flash_attention_forward
 
 
 @dataclass
 class Replaced:
-    """ops: the replaced ops -> their library. failed: libraries that could not be imported -> why."""
+    """ops: the replaced ops -> their library. failed: libraries that could not be imported -> why. values: (owner,
+    attribute, value) of all replacements."""
 
     ops: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
-    _values: list[tuple[object, str, Any]] = field(default_factory=list)
+    values: list[tuple[object, str, Any]] = field(default_factory=list)
 
     @property
     def libraries(self) -> list[str]:
         return sorted(set(self.ops.values()))
 
     @contextlib.contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Within the block models run on the peers' ops."""
-        ours = [(owner, name, getattr(owner, name)) for owner, name, _ in self._values]
-        try:
-            for owner, name, value in self._values:
-                setattr(owner, name, value)
-            yield
-        finally:
-            for owner, name, value in ours:
-                setattr(owner, name, value)
+    def in_place(self) -> Iterator["Replaced"]:
+        """Within the block, models run on the peers' ops."""
+        with replaced(self.values):
+            yield self
+
+    def newest(self, builds: Sequence[Loadable]) -> tuple[Loadable | None, ModuleType | None]:
+        """Return the first build that can be imported."""
+        for library in builds:
+            try:
+                if (module := library.load()) is not None:
+                    return library, module
+            except Exception as error:  # an import may raise anything
+                self.failed[library.name] = f"failed: {reason(error)}"
+        return None, None
 
 
-@contextlib.contextmanager
-def peer_kernels() -> Iterator[Replaced]:
-    """Replace ops within the block, and return which: none, if no peer can be imported."""
-    replaced = replacement()
-    with replaced.in_place():
-        yield replaced
+def peer_kernels() -> contextlib.AbstractContextManager[Replaced]:
+    """Replace ops within the block, and return which. Without peers no op is replaced."""
+    return replacement().in_place()
 
 
 def replacement() -> Replaced:
-    """The peers' ops that can be imported. `in_place` replaces ours by them."""
-    replaced = Replaced()
-    values, forward = replaced._values, Experts.forward
+    """Find the peers' ops that can be imported. `in_place` then replaces ours."""
+    found = Replaced()
     for builds, ops in _GROUPS:
-        library, module = _newest(builds, replaced.failed)
-        for name, make in ops.items() if library else ():
-            values.append((dsa, name, make(library, module, getattr(dsa, name))))
-            replaced.ops[name] = library.name
-    library, module = _newest(deep_gemm.BUILDS, replaced.failed)
+        library, module = found.newest(builds)
+        for name, op in ops.items() if library else ():
+            found.values.append((dsa, name, partial(op, _Peer(library, module, getattr(dsa, name)))))
+            found.ops[name] = library.name
+    library, module = found.newest(deep_gemm.BUILDS)
     if library is not None:
-        forward = peer_experts.forward_on(module, forward)
-        replaced.ops["Experts"] = library.name
-    if _newest((marlin.MARLIN,), replaced.failed)[0] is not None:
-        forward, replaced.ops["FP4 experts"] = peer_experts.forward_on_marlin(forward), "vllm"
-    values.append((Experts, "forward", forward))
-    selects = _newest((operators.VLLM,), replaced.failed)[0] is not None
-    if selects:
-        replaced.ops["topk_indices"] = "vllm"
-    if replaced.ops:
-        values.append((dsa, "topk_indices", _selection(_TopK() if selects else None, dsa.topk_indices)))
-        values.append((dsa, "mha_varlen_fwd", _multi_head))
-        replaced.ops["mha_varlen_fwd"] = "torch"
-        values.append((attention, "multi_head_is_faster", lambda *lengths: False))
-    if {"fp8_mqa_logits", "topk_indices"} & replaced.ops.keys():
-        values.append((key_selection, "FUSED_KEYS", _NEVER))
-    return replaced
+        found.ops["Experts"] = library.name
+    on_marlin = found.newest((marlin.MARLIN,))[0] is not None
+    if on_marlin:
+        found.ops["FP4 experts"] = "vllm"
+    if library is not None or on_marlin:
+        found.values.append((Experts, "forward", peer_experts.forward_on(module, on_marlin, Experts.forward)))
+    theirs = None
+    if found.newest((operators.VLLM,))[0] is not None:
+        theirs, found.ops["topk_indices"] = _TopK(), "vllm"
+    if found.ops:
+        found.ops["mha_varlen_fwd"] = "torch"
+        found.values += [
+            (dsa, "topk_indices", partial(_select, theirs, dsa.topk_indices)),
+            (dsa, "mha_varlen_fwd", _multi_head),
+            (attention, "multi_head_is_faster", lambda *lengths: False),
+        ]
+    if {"fp8_mqa_logits", "topk_indices"} & found.ops.keys():
+        found.values.append((key_selection, "FUSED_KEYS", _NEVER))
+    return found
 
 
-def _newest(
-    builds: Sequence[Library | Operators], failed: dict[str, str]
-) -> tuple[Library | Operators | None, ModuleType | None]:
-    """The first that is installed and not broken."""
-    for library in builds:
-        try:
-            if (module := library.load()) is not None:
-                return library, module
-        except Exception as error:  # whatever an import raises
-            failed[library.name] = f"failed: {reason(error)}"
-    return None, None
+@dataclass(frozen=True)
+class _Peer:
+    """An op's library and its module, and our op. plans: FlashMLA's plans by shapes."""
+
+    library: Library
+    module: ModuleType
+    ours: Op
+    plans: dict[tuple, Any] = field(default_factory=dict)
 
 
-def _scores(library: Library, module: ModuleType, ours: Op) -> Op:
-    def scores(q, kv, weights, starts, ends, clean_logits=False, max_seqlen_k=0, accumulators=None):
-        # The selection needs the column of a row's first key: in 2.8.1's rows it is the first one.
-        if library == deep_gemm.OLD:
-            found = module.fp8_mqa_logits(q, kv, weights, starts, ends, clean_logits)
-            found.begins, found.at_zero = starts, False
-        else:
-            most = max_seqlen_k or len(kv[0])
-            found = module.fp8_fp4_mqa_logits((q, None), kv, weights, starts, ends, most)
-            found.begins, found.at_zero = torch.zeros_like(starts), True
-        return found
-
-    return scores
+def _scores(peer: _Peer, q, kv, weights, starts, ends, clean_logits=False, max_seqlen_k=0, accumulators=None):
+    # The selection needs the column of a row's first key; 2.8.1's rows begin with the first key.
+    if peer.library == deep_gemm.OLD:
+        found = peer.module.fp8_mqa_logits(q, kv, weights, starts, ends, clean_logits)
+        found.begins, found.at_zero = starts, False
+    else:
+        most = max_seqlen_k or len(kv[0])
+        found = peer.module.fp8_fp4_mqa_logits((q, None), kv, weights, starts, ends, most)
+        found.begins, found.at_zero = torch.zeros_like(starts), True
+    return found
 
 
-def _plan(library: Library, module: ModuleType, ours: Op) -> Op:
-    return lambda lengths, page_size, sms: module.get_paged_mqa_logits_metadata(lengths[:, None], page_size, sms)
+def _plan(peer: _Peer, lengths, page_size, sms):
+    return peer.module.get_paged_mqa_logits_metadata(lengths[:, None], page_size, sms)
 
 
-def _paged_scores(library: Library, module: ModuleType, ours: Op) -> Op:
-    if library == deep_gemm.OLD:
-        theirs = partial(module.fp8_paged_mqa_logits, clean_logits=False)
-        return lambda q, cache, weights, lengths, *rest: theirs(q, cache, weights, lengths[:, None], *rest)
-    theirs = module.fp8_fp4_paged_mqa_logits
-    return lambda q, cache, weights, lengths, *rest: theirs((q, None), cache, weights, lengths[:, None], *rest)
+def _paged_scores(peer: _Peer, q, cache, weights, lengths, *rest):
+    arguments = cache, weights, lengths[:, None], *rest
+    if peer.library == deep_gemm.OLD:
+        return peer.module.fp8_paged_mqa_logits(q, *arguments, clean_logits=False)
+    return peer.module.fp8_fp4_paged_mqa_logits((q, None), *arguments)
 
 
-def _linear(library: Library, module: ModuleType, ours: Op) -> Op:
-    def product(a, b, out_dtype=torch.bfloat16):
-        if out_dtype != torch.bfloat16:
-            return ours(a, b, out_dtype)
-        out = torch.empty(len(a[0]), len(b[0]), dtype=out_dtype, device=a[0].device)
-        with glue():  # engines' casts write scales so
-            scales = module.get_mn_major_tma_aligned_tensor(a[1])
-        module.fp8_gemm_nt((a[0], scales), b, out)
-        return out
-
-    return product
+def _linear(peer: _Peer, a, b, out_dtype=torch.bfloat16):
+    if out_dtype != torch.bfloat16:
+        return peer.ours(a, b, out_dtype)
+    out = torch.empty(len(a[0]), len(b[0]), dtype=out_dtype, device=a[0].device)
+    with glue():  # engines' casts write this layout
+        scales = peer.module.get_mn_major_tma_aligned_tensor(a[1])
+    peer.module.fp8_gemm_nt((a[0], scales), b, out)
+    return out
 
 
-def _selection(theirs: "_TopK | None", ours: Op) -> Op:
+def _select(theirs: "_TopK | None", ours: Op, scores, k, *, lengths, starts=None, **paging):
     """vLLM's or our selection, from scores of either build of DeepGEMM or ours."""
-
-    def select(scores, k, *, lengths, starts=None, **paging):
-        starts = getattr(scores, "begins", starts)
-        if theirs is None:
-            return ours(scores, k, lengths=lengths, starts=starts, **paging)
-        at_zero = starts is None or getattr(scores, "at_zero", False)
-        return to_slots(theirs(scores, k, lengths, starts, at_zero), **paging)
-
-    return select
+    starts = getattr(scores, "begins", starts)
+    if theirs is None:
+        return ours(scores, k, lengths=lengths, starts=starts, **paging)
+    at_zero = starts is None or getattr(scores, "at_zero", False)
+    return to_slots(theirs(scores, k, lengths, starts, at_zero), **paging)
 
 
 class _TopK:
-    """The fastest of vLLM's top-k kernels, by `dsa bench topk_indices`. Two of them take only contiguous rows with keys
-    from the first column on, and a workspace that they must find as they left it."""
+    """The fastest of vLLM's top-k kernels, by `dsa bench topk_indices`. Two of them take only contiguous rows whose
+    keys start in the first column, and a workspace that they leave as they found it."""
 
     def __init__(self) -> None:
         self._workspaces: dict[torch.device, torch.Tensor] = {}
@@ -194,7 +185,7 @@ class _TopK:
         return out
 
     def _workspace(self, device: torch.device) -> torch.Tensor:
-        """Not kept where a graph captures it, as the memory is then the graph's."""
+        """Reuse the device's workspace. A workspace made during a capture is not kept: the graph owns its memory."""
         if device not in self._workspaces:
             made = torch.zeros(topk.WORKSPACE_BYTES, dtype=torch.uint8, device=device)
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -204,12 +195,12 @@ class _TopK:
 
 
 def _multi_head(q, k, v, cu_q, cu_k, most_keys, scale, causal=True, *, k_rope=None, **selection):
-    """Attention to all keys: whole prompts of one length by cuDNN's kernel, others by FlashAttention 2, with values
+    """Attend to all keys: whole prompts of one length with cuDNN's kernel, others with FlashAttention 2, with values
     padded to the keys' width. PyTorch has no other kernel for prompts of several lengths."""
     if k_rope is not None:
         k = torch.cat((k, k_rope[:, None].expand(-1, k.shape[1], -1)), -1)
     sequences = len(cu_q) - 1
-    if len(q) == len(k) == sequences * most_keys:  # none is longer, so that all have the same length
+    if len(q) == len(k) == sequences * most_keys:  # no prompt is longer than most_keys, so all have this length
         by_sequence = (x.unflatten(0, (sequences, most_keys)).transpose(1, 2) for x in (q, k, v))
         return _one_length(*by_sequence, causal, scale).transpose(1, 2).flatten(0, 1), None
     values = v.shape[-1]
@@ -220,64 +211,46 @@ def _multi_head(q, k, v, cu_q, cu_k, most_keys, scale, causal=True, *, k_rope=No
 
 
 def _one_length(q, k, v, causal: bool, scale: float) -> torch.Tensor:
-    """[B, H, S, .]. PyTorch would choose FlashAttention 2 on a GPU."""
+    """Attend [B, H, S, .]. On a GPU PyTorch would choose FlashAttention 2."""
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, *([] if q.is_cuda else [SDPBackend.MATH])]):
         return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
 
 
-def _prefill(library: Library, module: ModuleType, ours: Op) -> Op:
-    def attend(*arguments, topk_length=None):
-        """Engines mark missing keys by -1, and have no counts."""
-        return module.flash_mla_sparse_fwd(*arguments, **flash_mla.OPTIONS[library])
-
-    return attend
+def _prefill(peer: _Peer, *arguments, topk_length=None):
+    """Engines mark missing keys by -1 and have no counts."""
+    return peer.module.flash_mla_sparse_fwd(*arguments, **flash_mla.OPTIONS[peer.library])
 
 
-def _window(library: Library, module: ModuleType, ours: Op) -> Op:
-    prefill = _prefill(library, module, ours)
-
-    def attend(q, kv, cu_q, cu_k, window, scale, d_v=512, sink=None, *, indices):
-        out, _, lse = prefill(q, kv, _lists(indices)[:, None], scale, d_v, sink)
-        return out, lse
-
-    return attend
+def _window(peer: _Peer, q, kv, cu_q, cu_k, window, scale, d_v=512, sink=None, *, indices):
+    out, _, lse = _prefill(peer, q, kv, _lists(indices)[:, None], scale, d_v, sink)
+    return out, lse
 
 
-def _window_sparse(library: Library, module: ModuleType, ours: Op) -> Op:
-    prefill = _prefill(library, module, ours)
-
-    def attend(q, kv, cu_q, cu_k, window, compressed, topk_indices, *softmax, window_indices, topk_length=None):
-        keys = torch.cat((kv, compressed))
-        entries = torch.where(topk_indices < 0, topk_indices, topk_indices + len(kv))
-        lists = _lists(torch.cat((window_indices, entries), 1))
-        out, _, lse = prefill(q, keys, lists[:, None], *softmax)
-        return out, lse
-
-    return attend
+def _window_sparse(
+    peer: _Peer, q, kv, cu_q, cu_k, window, compressed, topk_indices, *softmax, window_indices, topk_length=None
+):
+    keys = torch.cat((kv, compressed))
+    entries = torch.where(topk_indices < 0, topk_indices, topk_indices + len(kv))
+    lists = _lists(torch.cat((window_indices, entries), 1))
+    out, _, lse = _prefill(peer, q, keys, lists[:, None], *softmax)
+    return out, lse
 
 
-def _window_cast(library: Library, module: ModuleType, ours: Op) -> Op:
-    """As in engines: attention, rotation and cast one after the other. The last two are ours."""
-    window, window_sparse = _window(library, module, ours), _window_sparse(library, module, ours)
-
-    def attend(*arguments, topk_length=None, window_indices, use_ue8m0=True):
-        *packed, compressed, rows, cos, sin, groups, scale, sink = arguments
-        softmax = (scale, packed[0].shape[2], sink)
-        if compressed is None:
-            out, _ = window(*packed, *softmax, indices=window_indices)
-        else:
-            out, _ = window_sparse(
-                *packed, compressed, rows, *softmax, topk_length=topk_length, window_indices=window_indices
-            )
-        out = dsa.apply_rotary(out, cos, -sin, interleaved=True, dims="last", out=out)
-        places = _group_places(len(out), groups, out.device)
-        return dsa.scatter_cast_to_fp8(out.view(len(places), -1), places, use_ue8m0)
-
-    return attend
+def _window_cast(peer: _Peer, *arguments, topk_length=None, window_indices, use_ue8m0=True):
+    """Separate attention, rotation and cast, as in engines. Rotation and cast are ours."""
+    *packed, compressed, rows, cos, sin, groups, scale, sink = arguments
+    softmax = (scale, packed[0].shape[2], sink)
+    if compressed is None:
+        out, _ = _window(peer, *packed, *softmax, indices=window_indices)
+    else:
+        out, _ = _window_sparse(peer, *packed, compressed, rows, *softmax, window_indices=window_indices)
+    out = dsa.apply_rotary(out, cos, -sin, interleaved=True, dims="last", out=out)
+    rows_of_groups = _group_rows(len(out), groups, out.device)
+    return dsa.scatter_cast_to_fp8(out.view(len(rows_of_groups), -1), rows_of_groups, use_ue8m0)
 
 
 @lru_cache(1)  # shared by the layers of a pass
-def _group_places(tokens: int, groups: int, device: torch.device) -> torch.Tensor:
+def _group_rows(tokens: int, groups: int, device: torch.device) -> torch.Tensor:
     return GroupRows.of(tokens, groups, device).to_groups
 
 
@@ -286,36 +259,32 @@ def _lists(indices: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(indices, (0, -indices.shape[1] % 128), value=-1)
 
 
-def _decode(library: Library, module: ModuleType, ours: Op) -> Op:
-    plans: dict[tuple, Any] = {}
-
-    def attend(q, cache, table, lengths, d_v, plan, num_splits=None, **options):
-        if options.get("indices") is None:
-            return ours(q, cache, table, lengths, d_v, plan, num_splits, **options)
-        plan = _plan_of(plans, module, q, cache, options)
-        # Pages of 656 bytes take no counts; entries after the count are -1.
-        options = {name: x for name, x in options.items() if not name.endswith("topk_length")}
-        options |= flash_mla.OPTIONS[library]
-        return module.flash_mla_with_kvcache(q, cache, None, None, d_v, plan, None, **options)
-
-    return attend
+def _decode(peer: _Peer, q, cache, table, lengths, d_v, plan, num_splits=None, **options):
+    if options.get("indices") is None:
+        return peer.ours(q, cache, table, lengths, d_v, plan, num_splits, **options)
+    plan = _plan_of(peer, q, cache, options)
+    # FlashMLA takes no counts with pages of 656 bytes; entries after the count are -1.
+    options = {name: x for name, x in options.items() if not name.endswith("topk_length")}
+    options |= flash_mla.OPTIONS[peer.library]
+    return peer.module.flash_mla_with_kvcache(q, cache, None, None, d_v, plan, None, **options)
 
 
-def _plan_of(plans: dict[tuple, Any], module: ModuleType, q: torch.Tensor, cache: torch.Tensor, options: dict) -> Any:
-    """The plan of a call over selected keys, which depends only on shapes. The first such call makes it, outside
-    graphs, whose memory it must not be."""
+def _plan_of(peer: _Peer, q: torch.Tensor, cache: torch.Tensor, options: dict) -> Any:
+    """Return the plan of a call over selected keys, which depends only on shapes.
+
+    The first such call outside a graph makes it: a graph would own its memory.
+    """
     tensors = (cache, options["indices"], options.get("extra_k_cache"), options.get("extra_indices_in_kvcache"))
     key = (q.shape, *(None if x is None else x.shape[1:] for x in tensors))
-    if key in plans:
-        return plans[key]
-    made, _ = module.get_mla_metadata()
+    if key in peer.plans:
+        return peer.plans[key]
+    made, _ = peer.module.get_mla_metadata()
     if not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
-        plans[key] = made
+        peer.plans[key] = made
     return made
 
 
-Make = Callable[[Library, ModuleType, Op], Op]
-_GROUPS: tuple[tuple[Sequence[Library], Mapping[str, Make]], ...] = (
+_GROUPS: tuple[tuple[Sequence[Library], Mapping[str, Op]], ...] = (
     (
         deep_gemm.BUILDS,
         {

@@ -1,4 +1,4 @@
-"""Rows of whole passes as pictures: where the time goes by part, how it grows with the context, several GPUs."""
+"""Pictures of whole passes: time by part, time by the length of the context, and several GPUs."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,12 +8,13 @@ from dsa_bench.e2e.command import Row
 from dsa_bench.e2e.parts import PARTS
 from dsa_bench.harness.plot import pyplot, save
 
-LONGEST = 2.5  # bars of `write_passes` are cut there
+LONGEST = 2.5  # where bars of `write_passes` are cut
 COMPARED = {"efficiency": "efficiency: silent / talking", "speedup": "speed-up: one GPU / all"}
 
 
 def write_passes(rows: Sequence[Row], path: Path) -> None:
-    """An axis per model. Bars are the kernels' time in units of ours, stacked by part; the peers' are below ours."""
+    """Draw an axis per model. Bars are the kernels' time over ours, stacked by part, with the peers' bars below
+    ours."""
     by_model = _by(rows, "model")
     size = (8 * len(by_model), 1.5 + 0.4 * max(map(len, by_model.values())))
     figure, axes = _axes(1, len(by_model), size)
@@ -35,8 +36,11 @@ def write_passes(rows: Sequence[Row], path: Path) -> None:
 
 
 def write_parallel(rows: Sequence[Row], path: Path) -> None:
-    """A line of axes per number of GPUs, an axis per model, and two bars per run (COMPARED): the time of parts without
-    collectives over the time with them, and one GPU's time over that of all. Rows without a comparison are left out."""
+    """Draw a line of axes per number of GPUs, an axis per model, and two bars per run (COMPARED).
+
+    The bars are the time without collectives over the time with collectives, and one GPU's time over the time of all.
+    Rows without a comparison are left out.
+    """
     compared = [row for row in rows if row.get("efficiency") is not None]
     by_gpus, models = _by(compared, "gpus"), list(_by(compared, "model"))
     most = max(len(of_model) for of_gpus in by_gpus.values() for of_model in _by(of_gpus, "model").values())
@@ -58,8 +62,8 @@ def write_parallel(rows: Sequence[Row], path: Path) -> None:
 
 
 def write_million(rows: Sequence[Row], path: Path) -> None:
-    """A column per model. Above, the last pass of each prompt by part, over its tokens; below, a decoding step by part,
-    over the number of sequences."""
+    """Draw a column per model: above, the last pass of each prompt by part, by its tokens; below, a decoding step by
+    part, by the number of sequences."""
     by_model = _by(rows, "model")
     figure, axes = _axes(2, len(by_model), (6 * len(by_model), 8))
     for column, (model, of_model) in enumerate(by_model.items()):
@@ -75,8 +79,11 @@ def write_million(rows: Sequence[Row], path: Path) -> None:
 
 
 def widths(parts: Mapping[str, float], whole: float) -> list[float]:
-    """The parts in units of `whole`, until they reach LONGEST together: one part out of all proportion, such as one
-    with the preparation of a first call, must not make the other bars too short to see."""
+    """Return the parts over `whole`, cut where their sum reaches LONGEST.
+
+    A part much longer than the others, such as one with the preparation of a first call, would make all other bars
+    invisible.
+    """
     found, left = [], LONGEST
     for part in PARTS:
         found.append(min(parts[part] / whole, left))
@@ -101,7 +108,7 @@ def _runs(axis: Any, rows: Sequence[Row]) -> None:
 
 
 def _stack(axis: Any, place: float, lengths: Sequence[float], alpha: float) -> None:
-    """A bar of parts to the right."""
+    """Draw a horizontal bar of parts."""
     left = 0.0
     for i, width in enumerate(lengths):
         axis.barh(place, width, 0.36, left, color=f"C{i}", alpha=alpha)
@@ -109,7 +116,7 @@ def _stack(axis: Any, place: float, lengths: Sequence[float], alpha: float) -> N
 
 
 def _columns(axis: Any, rows: Sequence[Row], names: Sequence[str]) -> None:
-    """A column of parts per row, with the time of the whole run above it."""
+    """Draw a column of parts per row, with the time of the whole run above the column."""
     for place, row in enumerate(rows):
         top = 0.0
         for i, part in enumerate(PARTS):

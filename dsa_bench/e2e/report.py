@@ -1,4 +1,4 @@
-"""The rows of a stack: prompts and decoding steps, their time by part, and the time with the peers' kernels."""
+"""Rows of stacks: prompts and decoding steps, their time by part, and the time with the peers' kernels."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
@@ -14,7 +14,7 @@ from dsa_bench.e2e.stacks import STACKS, linear_shapes, stack
 from dsa_bench.harness.calls import reason
 from dsa_bench.peers.deep_gemm import compile_products
 
-# Prompts as (count, tokens); decoding sequences as (count, tokens that they already have).
+# Prompts as (count, tokens); decoding sequences as (count, tokens in the cache).
 PROMPTS = (
     *((64, 512), (16, 2000), (256, 100), (4, 3000)),
     *((1, tokens) for tokens in (4096, 8192, 16384, 65536, 131072)),
@@ -22,9 +22,9 @@ PROMPTS = (
 COUNTS, CONTEXTS = (1, 8, 32, 128), (4096, 32768, 131072)
 STEPS = tuple((count, context) for context in CONTEXTS for count in COUNTS)
 CHUNK = 8192
-LONG, LONG_REPEATS = 40000, 3  # prompts of more tokens in all are timed less often
-MOST_DIFFERENCE = 0.3  # unrelated logits have 1; one token with other experts had 0.1
-# Passes take milliseconds: with few repeats one disturbance of the host would dominate.
+LONG, LONG_REPEATS = 40000, 3  # prompts with more tokens in all are timed less often
+MOST_DIFFERENCE = 0.3  # unrelated logits have a difference of 1; one token with other experts had 0.1
+# Passes take milliseconds, so with few repeats one disturbance of the host would dominate.
 PROMPT_REPEATS, STEP_REPEATS = 10, 20
 
 
@@ -34,17 +34,17 @@ def rows(
     steps: Sequence[tuple[int, int]] = STEPS,
     done: Collection[str] = (),
 ) -> Iterator[Row]:
-    """{"shape", "model", "run", "tokens", "ms", "tokens/s", "figure", "parts", "peer", "peers", "peer_ms", "ratio",
-    "peer_parts", "difference", "failed"} of all prompts and steps; shapes are named like "V3.2 prefill 4096", "V4-Flash
-    prefill 64 x 512" and "GLM-5 decode 8 x 4096". A run that does not fit the GPU's memory is left out.
+    """Yield {"shape", "model", "run", "tokens", "ms", "tokens/s", "figure", "parts", "peer", "peers", "peer_ms",
+    "ratio", "peer_parts", "difference", "failed"} per prompt and step. Shapes have names like "V3.2 prefill 4096",
+    "V4-Flash prefill 64 x 512" and "GLM-5 decode 8 x 4096". Runs that do not fit the GPU's memory have no row.
     done: shapes of an earlier run, which are left out.
 
     ms          on the GPU's clock, of a decoding step as one graph
-    parts       {part: ms} of kernels alone
+    parts       {part: ms} of kernels
     peer_ms, peer_parts, ratio  of the same pass with the peers' kernels, ratio = peer_ms / ms; None without peers
-    peers, peer the libraries that these are from, as a list and in words
-    difference  `calc_diff` of their logits and ours, which ties in selections and routing make large without any error.
-                A peers' pass with MOST_DIFFERENCE or more, or with NaN, counts as failed
+    peers, peer the peers' libraries, as a list and in words
+    difference  `calc_diff` of the peers' logits and ours. Ties in selections and routing make it large without an
+                error. A peers' pass with MOST_DIFFERENCE or more, or with NaN, counts as failed
     failed      {what: why} of libraries that are installed and could not be used
     """
     for name in names:
@@ -61,7 +61,7 @@ def rows(
 
 
 def _row_counts(prompts: Sequence[tuple[int, int]], steps: Sequence[tuple[int, int]]) -> set[int]:
-    """Rows of the linear layers' products, except kv_b_proj's, which are a pass's keys."""
+    """Return the numbers of rows of the linear layers' products. kv_b_proj's rows, a pass's keys, are not included."""
     tokens = [count * n for count, n in prompts]
     return {min(n, CHUNK) for n in tokens} | {n % CHUNK for n in tokens} - {0} | {count for count, _ in steps}
 
@@ -69,7 +69,7 @@ def _row_counts(prompts: Sequence[tuple[int, int]], steps: Sequence[tuple[int, i
 def _runs(
     prompts: Sequence[tuple[int, int]], steps: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[str, int, Callable[[Model], Run], int]]:
-    """(run, its tokens, what makes it of a model, repeats)."""
+    """Yield (run, its tokens, a function that makes it from a model, repeats)."""
     for count, each in prompts:
         tokens, run = count * each, f"prefill {each}" if count == 1 else f"prefill {count} x {each}"
         repeats = PROMPT_REPEATS if tokens <= LONG else LONG_REPEATS
@@ -82,19 +82,19 @@ def _measured(name: str, run: str, tokens: int, model: Model, make: Callable[[],
     try:
         torch.manual_seed(0)
         ours = make()
-        beside = _beside(model, ours, repeats)
+        measured = _with_peers(model, ours, repeats)
     except torch.OutOfMemoryError:
         return
     finally:
         free()
-    ms = beside.pop("ms")
+    ms = measured.pop("ms")
     rate = tokens / ms * 1e3
     row = {"shape": f"{name} {run}", "model": name, "run": run, "tokens": tokens, "ms": ms, "tokens/s": rate}
-    yield row | {"figure": f"{rate:.0f} tokens/s", **beside}
+    yield row | {"figure": f"{rate:.0f} tokens/s", **measured}
 
 
-def _beside(model: Model, ours: Run, repeats: int) -> Row:
-    """Time our pass and the peers' by turns, so that clocks and heat affect both alike."""
+def _with_peers(model: Model, ours: Run, repeats: int) -> Row:
+    """Time our pass and the peers' by turns, so that clocks and heat affect both in the same way."""
     row: Row = dict.fromkeys(("peer", "peer_ms", "ratio", "peer_parts", "difference"))
     replaced, logits = replacement(), []
     row |= {"peers": [], "failed": replaced.failed}
@@ -112,7 +112,7 @@ def _beside(model: Model, ours: Run, repeats: int) -> Row:
                 peer_parts = gpu_ms(model, lambda: logits.append(theirs.launched()))
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # a peer may raise anything, and must not end the other runs
+        except Exception as error:  # a peer may raise anything, and must not end other runs
             row["failed"] = {**replaced.failed, "the pass": f"failed: {reason(error)}"}
         else:
             row |= bench({"ms": ours.timed, "peer_ms": timed}, repeats=repeats)
@@ -127,7 +127,7 @@ def _beside(model: Model, ours: Run, repeats: int) -> Row:
 
 
 def _judged(row: Row, theirs: torch.Tensor, ours: torch.Tensor) -> Row:
-    """Drop the time of a pass with other logits."""
+    """Drop the peers' time if their logits differ."""
     difference = calc_diff(theirs, ours)
     if difference < MOST_DIFFERENCE:
         return {"difference": difference}

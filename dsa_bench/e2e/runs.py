@@ -1,4 +1,4 @@
-"""What is timed of a stack: prompts, as many of their tokens a pass as a chunk holds, and one decoding step."""
+"""The timed runs of a stack: prompts in passes of a chunk of tokens, and one decoding step."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,8 +15,8 @@ from dsa_layers.generation.decode_step import DecodeStep
 Call = Callable[[], torch.Tensor]
 _V4_BYTES = 584
 _TOKENS = 2**15  # at a time
-_STATE = 2**-8  # std of unfinished blocks' projections: small next to a token's
-SPARE = 4  # pages and state slots, of which each way to launch a step takes one
+_STATE = 2**-8  # std of unfinished blocks' projections: small compared with a token's
+SPARE = 4  # pages and state slots; each way to launch a step takes one
 
 
 @dataclass
@@ -35,9 +35,9 @@ class Cached:
 
 @dataclass(frozen=True)
 class Run:
-    """timed: the run. launched: the same with every kernel launched by Python, so that its part is known. Both return
-    the logits. again: the same run over the same cache, without what the first call left, such as a graph: for other
-    kernels."""
+    """timed: the run. launched: the same run with every kernel launched from Python, so that its part is known. Both
+    return the logits. again: makes the same run over the same cache without the first call's leftovers, such as a
+    graph, for other kernels."""
 
     timed: Call
     launched: Call
@@ -45,8 +45,8 @@ class Run:
 
 
 def prefill(model: Model, count: int, tokens: int, chunk: int) -> Run:
-    """`count` prompts of so many tokens each, in passes over `chunk` tokens, which cut prompts where a pass is full, as
-    engines do."""
+    """Prefill `count` prompts of `tokens` tokens each in passes over `chunk` tokens. As in engines, a full pass cuts a
+    prompt."""
     device = next(model.parameters()).device
     each = -(-tokens // model.page_size)
     cache = model.make_cache(count * each, device=device, state_slots=count)
@@ -67,14 +67,14 @@ def prefill(model: Model, count: int, tokens: int, chunk: int) -> Run:
 
 
 def _chunk(prompt: int, tokens: int, pages: int, begin: int, end: int) -> Chunk:
-    """The part of one prompt in a pass over the tokens from `begin` to `end` of all prompts, one after another."""
+    """Return the part of a prompt in a pass over the tokens from `begin` to `end` of the concatenated prompts."""
     first = prompt * tokens
     cached, until = max(begin - first, 0), min(end - first, tokens)
     return Chunk(until - cached, cached, range(prompt * pages, (prompt + 1) * pages), prompt)
 
 
 def decode(model: Model, count: int, context: int) -> Run:
-    """A token for each of `count` sequences of `context` tokens, whose caches hold random numbers; as a graph."""
+    """Decode a token for each of `count` sequences of `context` tokens, as a graph. The caches hold random numbers."""
     device = next(model.parameters()).device
     each = -(-context // model.page_size)
     cache = model.make_cache(count * each + SPARE, device=device, state_slots=count + SPARE)
@@ -91,10 +91,10 @@ def decode(model: Model, count: int, context: int) -> Run:
 
 @torch.inference_mode()
 def fill(cache: Cache) -> None:
-    """Fill a cache that no pass has computed with normal numbers, stored as the layers store theirs.
+    """Fill a cache with normal numbers, in the layers' format.
 
-    The selected keys follow from them, and the time of a selection depends on the spread of scores: with normal keys it
-    is a prompt's, and no two are equal; keys of a few bit patterns would bunch.
+    The numbers decide which keys are selected, and the time of a selection depends on the distribution of the scores.
+    Normal keys give a prompt's distribution without ties; keys with few bit patterns would give many ties.
     """
     states = {id(tensor) for tensor in cache.state_tensors() if tensor.dtype == torch.float32}
     for tensor in cache.tensors():
@@ -107,7 +107,7 @@ def fill(cache: Cache) -> None:
 
 
 def _fill_bytes(pages: torch.Tensor) -> None:
-    """pages [pages, P, 1, bytes]: latents of 656 or 584 bytes, otherwise index keys with a scale of 4 bytes."""
+    """Fill pages [pages, P, 1, bytes]: latents of 656 or 584 bytes, or index keys with a scale of 4 bytes."""
     slots, width, device = len(pages) * pages.shape[1], pages.shape[3], pages.device
     channels = {LATENT_FP8_BYTES: 576, _V4_BYTES: 512}.get(width)
     for begin in range(0, slots, _TOKENS):

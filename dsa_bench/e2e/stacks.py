@@ -1,4 +1,4 @@
-"""Layers of the published models, of every kind that they have, with their real sizes and random weights."""
+"""Stacks: some layers of each published model, of every kind, with real sizes and random weights."""
 
 import json
 import math
@@ -20,9 +20,9 @@ from dsa_layers.layers.linear import BlockFP8Linear
 from dsa_layers.parallel.ranks import ALONE, Ranks
 from dsa_layers.parallel.split import copy_own_parts, split
 
-# What an FP8 release adds to the configuration of the bf16 one.
+# What an FP8 release adds to the configuration of the bf16 release.
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-# The pinned configuration, and the fields in which the stack differs from it.
+# The pinned configuration, and the fields that the stack changes.
 STACKS: dict[str, tuple[str, dict[str, Any]]] = {
     "V3.2": ("deepseek_v32_config.json", {"num_hidden_layers": 4, "first_k_dense_replace": 1}),
     "V4-Flash": (
@@ -34,8 +34,8 @@ STACKS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_hidden_layers": 4, "first_k_dense_replace": 1, "quantization_config": FP8},
     ),
 }
-# The stacks of prompts of a million tokens (`million.py`). GLM-5.2 has a layer that selects, and three
-# that attend to what it has selected: in the published model 21 of 78 select.
+# The stacks for prompts of a million tokens (`million.py`). In GLM-5.2's stack one layer selects keys and three layers
+# reuse its selection; in the published model 21 of 78 layers select.
 LONG_STACKS: dict[str, tuple[str, dict[str, Any]]] = {
     "V4-Flash": STACKS["V4-Flash"],
     "GLM-5.2": (
@@ -53,11 +53,19 @@ LONG_STACKS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def skeleton(name: str, *, widen_experts: bool = False, drafter: bool = False, **changes: Any) -> CheckpointModel:
-    """The model of a stack on the meta device, in the published precision. widen_experts: FP4 experts are FP8, as
-    `load_model` has it; drafter: it has one; changes: further fields."""
+    """Make a stack's model on the meta device, in the published precision.
+
+    widen_experts: FP4 experts become FP8, as in `load_model`. drafter: the model has a drafter. changes: fields that
+    replace the stack's.
+    """
     file, fields = (LONG_STACKS | STACKS)[name]
+    return model_of(published_config(file) | fields | changes, widen_experts, drafter)
+
+
+def model_of(fields: dict[str, Any], widen_experts: bool = False, drafter: bool = False) -> CheckpointModel:
+    """Make the model of these configuration fields as `skeleton` does."""
     with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "config.json").write_text(json.dumps(published_config(file) | fields | changes))
+        (Path(directory) / "config.json").write_text(json.dumps(fields))
         config = read_config(directory)
     with torch.device("meta"):
         fp4 = config.quantization.expert_dtype == "fp4" and not widen_experts
@@ -69,35 +77,38 @@ def skeleton(name: str, *, widen_experts: bool = False, drafter: bool = False, *
 
 
 def linear_shapes(model: torch.nn.Module) -> list[tuple[int, int]]:
-    """(columns, channels) of the FP8 linear layers' products, some of which join several layers."""
+    """(columns, channels) of the FP8 linear layers' products. One product may join several layers."""
     joint = [layers for layers in map(joint_linear.joint_layers, model.modules()) if layers]
     every = {layer for layer in model.modules() if isinstance(layer, BlockFP8Linear)}
-    alone = every.difference(*joint)
-    products = [[layer] for layer in alone] + [layers for layers in joint if every.issuperset(layers)]
-    return sorted({(sum(len(layer.weight) for layer in own), own[0].weight.shape[1]) for own in products})
+    single = every.difference(*joint)
+    products = [[layer] for layer in single] + [layers for layers in joint if every.issuperset(layers)]
+    return sorted({(sum(len(layer.weight) for layer in layers), layers[0].weight.shape[1]) for layers in products})
 
 
 def published_layers(name: str) -> int:
-    """How many layers the published model has."""
+    """The number of layers of the published model."""
     return published_config(STACKS[name][0])["num_hidden_layers"]
 
 
 def with_layers(name: str, layers: int) -> dict[str, Any]:
-    """The fields of a stack of so many layers, with at least one of each kind and otherwise as many of it as the
-    published model has in proportion; of as many layers as that has, its own."""
+    """The fields of a stack with `layers` layers.
+
+    The kinds of layers have the published model's proportions, with at least one layer of each kind. With as many
+    layers as the published model, the fields are the published ones.
+    """
     config = published_config(STACKS[name][0])
 
-    def share(published: int) -> int:
+    def scaled(published: int) -> int:
         return max(1, round(published * layers / config["num_hidden_layers"]))
 
     if "compress_ratios" not in config:
-        return {"num_hidden_layers": layers, "first_k_dense_replace": share(config["first_k_dense_replace"])}
+        return {"num_hidden_layers": layers, "first_k_dense_replace": scaled(config["first_k_dense_replace"])}
     ratios = config["compress_ratios"][: config["num_hidden_layers"]]
     windows, others = ([ratio for ratio in ratios if (ratio == 0) is window] for window in (True, False))
-    chosen = windows[: share(len(windows))]
+    chosen = windows[: scaled(len(windows))]
     return {
         "num_hidden_layers": layers,
-        "num_hash_layers": share(config["num_hash_layers"]),
+        "num_hash_layers": scaled(config["num_hash_layers"]),
         "compress_ratios": chosen + others[: layers - len(chosen)],
     }
 
@@ -112,8 +123,10 @@ def stack(
     drafter: bool = False,
     **changes: Any,
 ) -> CheckpointModel:
-    """The same with random weights on `device`; of several ranks this one's part. Tensors that every rank has whole are
-    equal on all ranks, and parts differ."""
+    """Make a stack's model with random weights on `device`; with several ranks, the part of this rank.
+
+    Tensors that every rank has whole are equal on all ranks. Parts differ between ranks.
+    """
     model = skeleton(name, widen_experts=widen_experts, drafter=drafter, **changes)
     cuts = split(model, ranks, blocks=True)
     model.to_empty(device=device)
@@ -121,18 +134,20 @@ def stack(
     for key, parameter in model.named_parameters():
         cut = cuts.get(key)
         generator.manual_seed(zlib.crc32(f"{key} {ranks.rank if cut else 'whole'}".encode()))
-        _draw(key, parameter.data, (cut.whole if cut else parameter.shape)[-1], model.config, generator)
+        _fill(key, parameter.data, (cut.whole if cut else parameter.shape)[-1], model.config, generator)
     model.init_buffers(device)
     joint_linear.join(model)
     copy_own_parts(model)
     return model.eval()
 
 
-def _draw(name: str, values: torch.Tensor, columns: int, config: Any, generator: torch.Generator) -> None:
-    """Random values of unit gain, so that activations stay of order 1 from layer to layer. columns: of the whole
-    tensor, of which these may be a part."""
+def _fill(name: str, values: torch.Tensor, columns: int, config: Any, generator: torch.Generator) -> None:
+    """Fill a tensor with random values of unit gain, so that activations stay of order 1 from layer to layer.
+
+    columns: the columns of the whole tensor, of which `values` may be a part.
+    """
     if values.dtype == torch.float8_e4m3fn:
-        # Any sign, exponents for 1/4 to 1, any fraction, as random bytes: torch has no random FP8.
+        # Random bytes with any sign, exponents for 1/4 to 1 and any fraction: torch has no random FP8.
         bits = values.view(torch.uint8).random_(0, 32, generator=generator)
         bits.add_(bits & 0x10, alpha=7).add_(0x28)
     elif values.dtype == torch.int8:  # FP4: any two values
@@ -153,5 +168,5 @@ def _draw(name: str, values: torch.Tensor, columns: int, config: Any, generator:
 
 
 def _fp4_exponent(columns: int) -> int:
-    """Of the scale of FP4 weights, which are 2.9 in the root mean square."""
+    """The exponent of the scale of FP4 weights, whose root mean square is 2.9."""
     return round(math.log2(columns**-0.5 / 2.9))

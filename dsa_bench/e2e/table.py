@@ -1,4 +1,4 @@
-"""Rows as printed lines, of a stack also as CSV."""
+"""Rows of whole passes as printed lines and as CSV."""
 
 import csv
 from collections.abc import Iterable
@@ -28,7 +28,7 @@ def line(row: Row) -> str:
 
 
 def printed(rows: Iterable[Row]) -> list[Row]:
-    """The rows, each of which is printed as soon as it is there."""
+    """Print each row as soon as it is computed, and return all rows."""
     print(head())
     found = []
     for row in rows:
@@ -38,7 +38,7 @@ def printed(rows: Iterable[Row]) -> list[Row]:
 
 
 def write_csv(rows: list[Row], path: Path) -> None:
-    """A line a run; the peers' cells are empty where there are none."""
+    """Write a line per run. Without peers, their cells are empty."""
     with path.open("w", newline="") as handle:
         writer = csv.writer(handle)
         ours, peers = ([f"{prefix}{part} ms" for part in PARTS] for prefix in ("", "peers' "))
@@ -56,7 +56,7 @@ def parallel_head() -> str:
 
 
 def parallel_line(row: Row) -> str:
-    """Of a model on several GPUs."""
+    """Return the line of a model on several GPUs."""
     layers = f"{row['layers']} of {row['published_layers']}"
     text = f"{row['model']:<9} {layers:>8} {row['run']:<18}{row['ms']:10.2f}{row['tokens/s']:11.0f}"
     text += f"{row['memory'] / 1e9:10.1f}"

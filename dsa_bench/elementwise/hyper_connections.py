@@ -8,8 +8,8 @@ import torch
 import dsa
 from dsa import reference
 from dsa_bench.elementwise.hyper_mix import OUTPUTS, matrix, product
-from dsa_bench.harness.calls import Peers, over
-from dsa_bench.harness.case import Case, bytes_rate, fresh
+from dsa_bench.harness.case import Case, Peers, bytes_case
+from dsa_bench.harness.inputs import bf16, f32
 from dsa_bench.peers import hyper_connections as peers
 
 # op, tokens, channels of a stream
@@ -27,16 +27,14 @@ Inputs = tuple[torch.Tensor, ...]
 
 
 def _inputs(op: str, tokens: int, d: int) -> Inputs:
-    streams = torch.randn(tokens, 4, d, device="cuda", dtype=torch.bfloat16)
+    streams = bf16(tokens, 4, d)
     if op == "collapse":
-        return streams, *(torch.randn(*s, device="cuda") for s in ((tokens, OUTPUTS), (OUTPUTS,), (3,)))
+        return streams, f32(tokens, OUTPUTS), f32(OUTPUTS), f32(3)
     if op == "head":
-        return streams, *(torch.randn(*s, device="cuda") for s in ((tokens, 4), (4,), (1,)))
+        return streams, f32(tokens, 4), f32(4), f32(1)
     if op == "mix and collapse":
-        parts = torch.randn(3, OUTPUTS, 4 * d, device="cuda") * (4 * d) ** -0.5
-        return streams, parts.bfloat16(), *(torch.randn(*s, device="cuda") for s in ((OUTPUTS,), (3,)))
-    y = torch.randn(tokens, d, device="cuda", dtype=torch.bfloat16)
-    return y, streams, *(torch.rand(tokens, *s, device="cuda") for s in ((4,), (4, 4)))
+        return streams, (f32(3, OUTPUTS, 4 * d) * (4 * d) ** -0.5).bfloat16(), f32(OUTPUTS), f32(3)
+    return bf16(tokens, d), streams, *(torch.rand(tokens, *s, device="cuda") for s in ((4,), (4, 4)))
 
 
 def _mix_and_collapse(streams: torch.Tensor, parts: torch.Tensor, *rest: torch.Tensor) -> Inputs:
@@ -54,16 +52,14 @@ def _project_and_collapse(inputs: list[Inputs]) -> Peers:
 _OPS = {  # ours, the formula in PyTorch, the peers
     "collapse": (dsa.hyper_collapse, reference.hyper_collapse, peers.collapse),
     "expand": (dsa.hyper_expand, reference.hyper_expand, peers.expand),
-    "head": (dsa.hyper_head, reference.hyper_head, lambda inputs: Peers()),
+    "head": (dsa.hyper_head, reference.hyper_head, None),
     "mix and collapse": (_mix_and_collapse, _product_and_collapse, _project_and_collapse),
 }
 
 
 def case(op: str, tokens: int, d: int) -> Case:
     rows, numbers = _SIZES[op]
-    size = tokens * (2 * d * rows + 4 * numbers)
-    inputs = fresh(size, partial(_inputs, op, tokens, d))
     ours, formula, of_peers = _OPS[op]
-    calls = over(inputs, {"dsa": ours, "torch": formula})
-    name, baselines = f"{op} of {tokens} tokens, D {d}, bf16", frozenset({"torch"})
-    return Case(name, calls, bytes_rate(size), of_peers(inputs), graph=True, baselines=baselines)
+    size, functions = tokens * (2 * d * rows + 4 * numbers), {"dsa": ours, "torch": formula}
+    name, inputs = f"{op} of {tokens} tokens, D {d}, bf16", partial(_inputs, op, tokens, d)
+    return bytes_case(name, size, inputs, functions, of_peers, baselines={"torch"})

@@ -1,22 +1,22 @@
-"""The projection of the streams, compared with DeepGEMM's in TF32 and with one cuBLAS product with the parts of the
-matrix, which are then added.
+"""The projection of the streams, compared with DeepGEMM's in TF32 and with one cuBLAS product by all parts of the
+matrix, whose results are then added.
 
-DeepGEMM's rounds each weight to 11 bits, leaves partial sums of the channels to the next kernel, and sums the streams'
+DeepGEMM rounds each weight to 11 bits, leaves partial sums over the channels to the next kernel, and sums the streams'
 squares, which our collapse does.
 """
 
 import torch
 
 import dsa
-from dsa_bench.harness import agreement
-from dsa_bench.harness.calls import over
-from dsa_bench.harness.case import Case, bytes_rate, fresh
+from dsa_bench.harness.case import Case, Peers, agree, bytes_case
+from dsa_bench.harness.inputs import bf16
 from dsa_bench.peers import hyper_connections as peers
 
 # tokens, channels of a stream
 SHAPES = [(tokens, d) for d in (4096, 7168) for tokens in (16384, 8192, 2048, 512, 128, 16, 1)]
 PROBED = [(128, 4096)]
 OUTPUTS = 24  # of four streams
+Inputs = tuple[torch.Tensor, torch.Tensor]
 
 
 def product(streams: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
@@ -25,23 +25,23 @@ def product(streams: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
 
 
 def matrix(parts: torch.Tensor) -> torch.Tensor:
-    """The fp32 matrix [C, n D] whose bf16 parts these are."""
+    """The fp32 matrix [C, n D] from its bf16 parts."""
     return parts.float().sum(0)
 
 
-def _agree(theirs: torch.Tensor | tuple[torch.Tensor, torch.Tensor], ours: torch.Tensor) -> None:
-    """A peer's result may be partial sums, and those of the squares."""
-    agreement.agree(theirs[0].sum(0) if isinstance(theirs, tuple) else theirs, ours)
+def _agree(theirs: torch.Tensor | Inputs, ours: torch.Tensor) -> None:
+    """A peer's result may be partial sums, with the sums of the squares."""
+    agree(theirs[0].sum(0) if isinstance(theirs, tuple) else theirs, ours)
+
+
+def _peers(inputs: list[Inputs]) -> Peers:
+    return peers.project((streams, matrix(parts)) for streams, parts in inputs)
 
 
 def case(tokens: int, d: int) -> Case:
-    def one() -> tuple[torch.Tensor, torch.Tensor]:
-        streams = torch.randn(tokens, 4, d, device="cuda", dtype=torch.bfloat16)
-        return streams, torch.randn(3, OUTPUTS, 4 * d, device="cuda", dtype=torch.bfloat16)
+    def inputs() -> Inputs:
+        return bf16(tokens, 4, d), bf16(3, OUTPUTS, 4 * d)
 
     size = 2 * 4 * d * (tokens + 3 * OUTPUTS) + 4 * tokens * OUTPUTS
-    inputs = fresh(size, one)
-    found = peers.project((streams, matrix(parts)) for streams, parts in inputs)
-    calls = over(inputs, {"dsa": dsa.hyper_mix, "torch": product})
-    options = {"graph": True, "baselines": frozenset({"torch"}), "agree": _agree}
-    return Case(f"{tokens} tokens, D {d}, bf16", calls, bytes_rate(size), found, **options)
+    name, functions = f"{tokens} tokens, D {d}, bf16", {"dsa": dsa.hyper_mix, "torch": product}
+    return bytes_case(name, size, inputs, functions, _peers, baselines={"torch"}, agree=_agree)

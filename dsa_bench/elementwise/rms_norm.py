@@ -1,4 +1,5 @@
-"""The RMS norm: bytes per second and their share of the copy bandwidth, compared with PyTorch's own and the formula."""
+"""The RMS norm: bytes per second and their share of the copy bandwidth, compared with PyTorch's norm and the
+formula."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,11 +8,11 @@ import torch
 
 import dsa
 from dsa.reference.elementwise import rms_norm as reference
-from dsa_bench.harness.calls import over
-from dsa_bench.harness.case import Case, bytes_rate, fresh
+from dsa_bench.harness.case import Case, bytes_rate, fresh, over
+from dsa_bench.harness.inputs import bf16, f32
 
-# Rows, channels, with weights, with gradients. V3.2's hidden state, its query latent and V4's query heads (64 a token);
-# with gradients V3.2's two, and a small model's.
+# Rows, channels, with weights, with gradients. V3.2's hidden state, its query latent and V4's query heads (64 per
+# token); with gradients V3.2's two, and a small model's.
 SHAPES = [
     (16384, 7168, True),
     (4096, 7168, True),
@@ -29,23 +30,23 @@ def _torch_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> tor
 
 def case(rows: int, channels: int, weighted: bool, gradients: bool = False) -> Case:
     def one() -> tuple[torch.Tensor, torch.Tensor | None]:
-        x = torch.randn(rows, channels, device="cuda").bfloat16().requires_grad_(gradients)
-        return x, torch.randn(channels, device="cuda").requires_grad_(gradients) if weighted else None
+        weight = f32(channels).requires_grad_(gradients) if weighted else None
+        return bf16(rows, channels).requires_grad_(gradients), weight
 
-    size = (5 if gradients else 2) * 2 * rows * channels + (4 * channels if weighted else 0)
-    inputs = fresh(size, one)
-    grad = torch.randn(rows, channels, device="cuda").bfloat16() if gradients else None
+    grad = bf16(rows, channels) if gradients else None
 
     def call(norm: Callable[..., torch.Tensor], x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        """y; or the gradient of x, with which that of the weights is computed, too."""
+        """Return y, or the gradient of x, with which the gradient of the weights is computed."""
         y = norm(x, weight, EPS)
         return torch.autograd.grad(y, (x, weight), grad)[0] if gradients else y
 
-    # PyTorch's weights have the type of x.
+    size = (5 if gradients else 2) * 2 * rows * channels + (4 * channels if weighted else 0)
+    inputs = fresh(size, one)
+    # PyTorch's weights have the dtype of x.
     narrow = [
         (x, None if weight is None else weight.detach().to(x.dtype).requires_grad_(gradients)) for x, weight in inputs
     ]
     calls = over(inputs, {"dsa": partial(call, dsa.rms_norm), "formula": partial(call, reference.rms_norm)})
     calls |= over(narrow, {"torch": partial(call, _torch_norm)})
     name = f"{rows} x {channels} bf16{', weights' if weighted else ''}{', gradients' if gradients else ''}"
-    return Case(name, calls, bytes_rate(size), graph=True, baselines=frozenset({"torch", "formula"}))
+    return Case(name, calls, bytes_rate(size), graph=True, baselines={"torch", "formula"})

@@ -1,15 +1,15 @@
-"""The norm with a cast: bytes per second and their share of the copy bandwidth, compared with the sum, the norm and the
-cast one after the other."""
+"""The norm with a cast: bytes per second and their share of the copy bandwidth, compared with separate sum, norm and
+cast."""
 
 from functools import partial
 
 import torch
 
 import dsa
-from dsa_bench.harness.calls import over
-from dsa_bench.harness.case import Case, bytes_rate, fresh
+from dsa_bench.harness.case import Case, bytes_case
+from dsa_bench.harness.inputs import bf16, f32
 
-# tokens, channels, of a sum: V3.2's hidden state, its query latent, V4-Flash's hidden state
+# tokens, channels, whether a residual is added: V3.2's hidden state, its query latent, V4-Flash's hidden state
 SHAPES = [
     (16384, 7168, True),
     (4096, 7168, True),
@@ -34,13 +34,11 @@ def _sum_apart(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) ->
 
 
 def case(tokens: int, channels: int, summed: bool) -> Case:
-    def one() -> tuple[torch.Tensor, ...]:
-        terms = [torch.randn(tokens, channels, device="cuda").bfloat16() for _ in range(2 if summed else 1)]
-        return *terms, torch.randn(channels, device="cuda")
+    def inputs() -> tuple[torch.Tensor, ...]:
+        return *(bf16(tokens, channels) for _ in range(2 if summed else 1)), f32(channels)
 
     size = tokens * channels * (2 * (4 if summed else 2) + 1 + 4 / 128) + 4 * channels
     fused = dsa.add_rms_norm_cast_to_fp8 if summed else dsa.rms_norm_cast_to_fp8
-    apart = _sum_apart if summed else _norm_apart
-    calls = over(fresh(size, one), {"dsa": partial(fused, eps=EPS), "apart": apart})
+    functions = {"dsa": partial(fused, eps=EPS), "apart": _sum_apart if summed else _norm_apart}
     name = f"{tokens} x {channels} bf16, {'sum, ' if summed else ''}ue8m0"
-    return Case(name, calls, bytes_rate(size), graph=True, yardsticks=frozenset({"apart"}))
+    return bytes_case(name, size, inputs, functions, yardsticks={"apart"})

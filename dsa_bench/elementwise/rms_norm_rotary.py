@@ -1,11 +1,10 @@
-"""V4's norm of query heads followed by rope: bytes per second, compared with the norm and the rotation by
-themselves."""
+"""V4's norm of query heads followed by rope: bytes per second, compared with separate norm and rotation."""
 
 import torch
 
 import dsa
-from dsa_bench.harness.calls import over
-from dsa_bench.harness.case import Case, bytes_rate, fresh
+from dsa_bench.harness.case import Case, bytes_case
+from dsa_bench.harness.inputs import angles, bf16
 
 # tokens, heads: V4-Flash's and V4-Pro's, prefill and decoding
 SHAPES = [(4096, 64), (4096, 128), (128, 64), (1, 64), (1, 128)]
@@ -19,11 +18,9 @@ def _separately(x: torch.Tensor, weight: None, cos: torch.Tensor, sin: torch.Ten
 
 
 def case(tokens: int, heads: int) -> Case:
-    def one() -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor]:
-        angles = torch.randn(tokens, _ROTATED // 2, device="cuda")
-        return torch.randn(tokens, heads, _DIM, device="cuda").bfloat16(), None, angles.cos(), angles.sin()
+    def inputs() -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor]:
+        return bf16(tokens, heads, _DIM), None, *angles(tokens, _ROTATED)
 
     size = 2 * 2 * tokens * heads * _DIM + 2 * 4 * tokens * _ROTATED // 2
-    calls = over(fresh(size, one), {"dsa": dsa.rms_norm_rotary, SEPARATE: _separately})
-    name = f"{tokens} x {heads} x {_DIM} bf16"
-    return Case(name, calls, bytes_rate(size), graph=True, yardsticks=frozenset({SEPARATE}))
+    functions = {"dsa": dsa.rms_norm_rotary, SEPARATE: _separately}
+    return bytes_case(f"{tokens} x {heads} x {_DIM} bf16", size, inputs, functions, yardsticks={SEPARATE})

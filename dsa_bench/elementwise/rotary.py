@@ -6,12 +6,12 @@ import torch
 
 import dsa
 from dsa.reference.elementwise import rotary as reference
-from dsa_bench.harness.calls import over
-from dsa_bench.harness.case import Case, bytes_rate, fresh
+from dsa_bench.harness.case import Case, bytes_rate, fresh, over
+from dsa_bench.harness.inputs import angles, bf16
 
 ROTATED = 64
-# tokens, heads, channels, neighbours, first or last, in place: V4's queries and outputs, V3.2's queries and keys, its
-# indexer's queries without FP8
+# tokens, heads, channels, whether pairs are neighbours, first or last channels, in place: V4's queries and outputs,
+# V3.2's queries and keys, its indexer's queries without FP8
 SHAPES = [
     (4096, 64, 512, True, "last", False),
     (4096, 64, 512, True, "last", True),
@@ -24,8 +24,7 @@ SHAPES = [
 
 def case(tokens: int, heads: int, channels: int, interleaved: bool, dims: str, in_place: bool) -> Case:
     def one() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        angles = torch.randn(tokens, ROTATED // 2, device="cuda")
-        return torch.randn(tokens, heads, channels, device="cuda").bfloat16(), angles.cos(), angles.sin()
+        return bf16(tokens, heads, channels), *angles(tokens, ROTATED)
 
     kind = {"interleaved": interleaved, "dims": dims}
     inputs = fresh(2 * tokens * heads * channels, one)
@@ -34,4 +33,4 @@ def case(tokens: int, heads: int, channels: int, interleaved: bool, dims: str, i
     size = 2 * 2 * tokens * heads * (ROTATED if in_place else channels) + 2 * 4 * tokens * ROTATED // 2
     pairs = "neighbours" if interleaved else "halves"
     name = f"{tokens} x {heads} x {channels} bf16, {dims} {ROTATED} in {pairs}{', in place' if in_place else ''}"
-    return Case(name, calls, bytes_rate(size), graph=True, baselines=frozenset({"formula"}))
+    return Case(name, calls, bytes_rate(size), graph=True, baselines={"formula"})

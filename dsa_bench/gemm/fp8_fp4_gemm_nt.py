@@ -1,5 +1,4 @@
-"""Experts' products with FP4 weights, compared with DeepGEMM's with the weights widened to FP8, and with ours of
-these."""
+"""Grouped products of experts with FP4 weights, compared with DeepGEMM's and ours with the weights widened to FP8."""
 
 from functools import partial
 
@@ -7,10 +6,11 @@ import torch
 
 import dsa
 from dsa_bench.gemm.fp8_gemm_nt import agree_on_some
-from dsa_bench.harness.case import Case, copy
+from dsa_bench.harness.case import Case, copy, plain_rate
+from dsa_bench.harness.inputs import activations
 from dsa_bench.peers import deep_gemm
 
-# tokens, columns, channels, experts, how many a token goes to: V4-Flash's gate and up, its down, and V4-Pro's
+# tokens, columns, channels, experts, experts per token: V4-Flash's gate and up, its down, and V4-Pro's
 SHAPES = [
     *((tokens, 4096, 4096, 256, 6) for tokens in (64, 1, 32, 128, 512, 1024, 8192)),
     *((tokens, 4096, 2048, 256, 6) for tokens in (32, 8192)),
@@ -19,7 +19,7 @@ SHAPES = [
 ]
 PROBED = [(128, 256, 512, 16, 2)]
 _FP8 = "dsa, FP8"
-_SHORT = 512  # tokens up to which a call takes microseconds a launch
+_SHORT = 512  # up to so many tokens a call takes about as long as its launches
 
 
 def prepare() -> None:
@@ -28,35 +28,35 @@ def prepare() -> None:
 
 def case(tokens: int, columns: int, channels: int, experts: int, top_k: int) -> Case:
     ends = deep_gemm.routed(tokens, experts, top_k)
-    m, blocks = tokens * top_k, channels // 128
-    a = torch.randn(m, channels, device="cuda").to(torch.float8_e4m3fn), torch.rand(m, blocks, device="cuda") + 0.5
+    m = tokens * top_k
+    a = activations(m, channels)
     packed = torch.randint(0, 256, (experts, columns, channels // 2), dtype=torch.uint8, device="cuda")
-    # Scales of 2^-6 to 2^-1 as E8M0's bytes: a spread that FP8 holds.
+    # Scales of 2^-6 to 2^-1 as E8M0 bytes: FP8 holds this range.
     exponents = torch.randint(121, 127, (experts, columns, channels // 32), dtype=torch.uint8, device="cuda")
-    exponents[:, ::128, ::4] = 126  # the largest of each block, so that every block's scale is the same
-    scale = torch.full((experts, columns // 128, blocks), 2.0**-7, device="cuda")
+    exponents[:, ::128, ::4] = 126  # every block has the same largest scale, so all blocks' FP8 scales are equal
+    scale = torch.full((experts, columns // 128, channels // 128), 2.0**-7, device="cuda")
     b = packed.view(torch.int8), exponents.view(torch.float8_e8m0fnu), scale
     wide = _widened(packed, exponents), scale
     calls = {
         "dsa": [partial(dsa.grouped_fp8_fp4_gemm_nt, a, b, ends)],
         _FP8: [partial(dsa.grouped_fp8_gemm_nt, a, wide, ends)],
     }
-    peers = deep_gemm.grouped_product(a, wide, ends).renamed("{}, FP8")
-    flop = 2 * m * columns * channels
     size = deep_gemm.used(ends) * columns * channels * (1 / 2 + 1 / 32) + m * (channels + 2 * columns)
-
-    def figure(ms: float) -> str:
-        seconds = ms * 1e-3
-        share = f"{size / seconds / copy():.0%} of copy"
-        return f"{ms * 1e3:.1f} us, {flop / seconds / 1e12:.0f} TFLOP/s, {size / seconds / 1e12:.2f} TB/s; {share}"
-
-    name = f"{tokens} x {columns} x {channels}, {top_k} of {experts} experts"
-    others = {"yardsticks": frozenset({_FP8}), "agree": agree_on_some}
-    return Case(name, calls, figure, peers, graph=tokens <= _SHORT, repeats=15, **others)
+    rate = plain_rate(size, 2 * m * columns * channels)
+    return Case(
+        f"{tokens} x {columns} x {channels}, {top_k} of {experts} experts",
+        calls,
+        lambda ms: f"{rate(ms)}; {size / (ms * 1e-3) / copy():.0%} of copy",
+        deep_gemm.grouped_product(a, wide, ends).renamed("{}, FP8"),
+        graph=tokens <= _SHORT,
+        repeats=15,
+        yardsticks={_FP8},
+        agree=agree_on_some,
+    )
 
 
 def _widened(packed: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
-    """e2m1 [E, N, K / 2] with its scales over a block's 2^-7, as e4m3 [E, N, K], an expert after the other."""
+    """e2m1 [E, N, K / 2] times its scales, over a block's 2^-7, as e4m3 [E, N, K]; one expert at a time."""
     values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=packed.device)
     pairs = torch.cat((values, -values))
     wide = packed.new_empty(*packed.shape[:2], 2 * packed.shape[2]).view(torch.float8_e4m3fn)

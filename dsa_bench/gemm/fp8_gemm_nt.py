@@ -1,4 +1,4 @@
-"""FP8 products: TFLOP/s and bytes, one matrix and the experts of a mixture, compared with DeepGEMM's builds and
+"""FP8 products with one matrix and grouped products of experts: TFLOP/s and bytes, compared with DeepGEMM's builds and
 cuBLASLt."""
 
 from collections.abc import Sequence
@@ -9,21 +9,19 @@ import torch
 
 import dsa
 from dsa.runtime import backends
-from dsa.testing import calc_diff
 from dsa_bench.harness import agreement
-from dsa_bench.harness.calls import Call, Peers
-from dsa_bench.harness.case import Case, copy, fp8_gemm
+from dsa_bench.harness.case import Call, Case, Peers, copy, fp8_gemm
+from dsa_bench.harness.inputs import Scaled, activations, weights
 from dsa_bench.harness.tune import Tuning, TuningClass
 from dsa_bench.peers import deep_gemm
 from dsa_bench.peers.package import Library
 
-# rows, columns, channels; experts and how many of them a row goes to, or None
-# The first is the one that the status table shows.
+# rows, columns, channels; experts and experts per row, or None. The status table shows the first.
 SHAPES = [
     *((rows, 7168, 16384, None, None) for rows in (4096, 128, 1)),
     *((rows, 24576, 1536, None, None) for rows in (1, 128, 4096)),
     *((rows, 2112, 7168, None, None) for rows in (1, 128, 4096)),
-    # Of the other linear layers, `dsa bench linear_layers`, each at some number of rows: of V3.2
+    # Some of the other linear layers (all: `dsa bench linear_layers`): V3.2
     *((rows, 1536, 7168, None, None) for rows in (1, 64)),
     *((rows, 576, 7168, None, None) for rows in (2, 8192)),
     (16, 128, 7168, None, None),
@@ -49,7 +47,7 @@ SHAPES = [
     *((rows, 65536, 1536, None, None) for rows in (1, 64, 4096)),
     (16, 512, 7168, None, None),
     (1024, 3072, 7168, None, None),
-    # The experts of V3.2
+    # Experts of V3.2
     *((rows, 4096, 7168, 256, 8) for rows in (1, 64, 128, 4096, 8192, 16384)),
     *((rows, 7168, 2048, 256, 8) for rows in (1, 64, 128, 4096, 16384)),
     # V4-Flash
@@ -59,39 +57,46 @@ SHAPES = [
     (64, 6144, 7168, 384, 6),
     (4096, 7168, 3072, 384, 6),
 ]
-FUSED = (2112, 7168)  # V3.2's q_a_proj and kv_a_proj_with_mqa as one matrix, which engines make of them
+FUSED = (2112, 7168)  # V3.2's q_a_proj and kv_a_proj_with_mqa, which engines join
 PROBED = [(128, 2112, 1536, None, None), (1, 2112, 1536, None, None), (256, 1024, 512, 16, 2)]
-SHORT = 512  # rows up to which a product takes microseconds
-FRESH_BYTES, MOST_WEIGHTS = 300_000_000, 24  # of weights in a graph: more than the L2 cache holds
+SHORT = 512  # up to so many rows a product takes microseconds
+FRESH_BYTES, MOST_WEIGHTS = 300_000_000, 24  # weights of a graph, which exceed the L2 cache
 CUBLAS = Library("cuBLASLt", ("torch",))
 
 
-def cublas(a: deep_gemm.Scaled, weights: Sequence[deep_gemm.Scaled]) -> Peers:
-    """torch's block-scaled product with each of the weights, where this build of it has one."""
+def cublas(a: Scaled, matrices: Sequence[Scaled]) -> Peers:
+    """torch's block-scaled product with each of the matrices, where this build of torch has one."""
 
-    def make(module: ModuleType, a: deep_gemm.Scaled, b: deep_gemm.Scaled) -> Call:
+    def make(module: ModuleType, a: Scaled, b: Scaled) -> Call:
         columns = a[1].t().contiguous().t()
         return partial(module._scaled_mm, a[0], b[0].t(), columns, b[1].t(), out_dtype=torch.bfloat16)
 
-    return Peers.of({CUBLAS: make}, [(a, b) for b in weights])
+    return Peers.of({CUBLAS: make}, [(a, b) for b in matrices])
 
 
-def agree_on_some(got: torch.Tensor | tuple[torch.Tensor, torch.Tensor | None], ours: torch.Tensor) -> None:
-    """A peer's result may be (rows between padding, where ours are)."""
-    out, rows = got if isinstance(got, tuple) else (got, None)
+def products(a: Scaled, matrices: Sequence[Scaled], builds: Sequence[Library] = deep_gemm.BUILDS) -> Peers:
+    """DeepGEMM's and cuBLASLt's products with each of the matrices."""
+    return deep_gemm.product(a, matrices, builds) | cublas(a, matrices)
+
+
+def agree_on_some(theirs: torch.Tensor | tuple[torch.Tensor, torch.Tensor | None], ours: torch.Tensor) -> None:
+    """A peer's result may be (padded rows, indices of our rows in them)."""
+    out, rows = theirs if isinstance(theirs, tuple) else (theirs, None)
     some = agreement.some(len(ours))
     agreement.close(out[some] if rows is None else out[rows[some]], ours[some])
 
 
 def prepare() -> None:
-    """One product after the other, DeepGEMM's would keep nvcc busy for minutes."""
+    """Compile DeepGEMM's products in parallel. One after the other, they would keep nvcc busy for minutes."""
     deep_gemm.compile_products(shape[:3] for shape in SHAPES if shape[3] is None)
     deep_gemm.compile_grouped_products(shape for shape in SHAPES if shape[3] is not None)
 
 
-def weights_like(b: deep_gemm.Scaled, rows: int) -> list[deep_gemm.Scaled]:
-    """b, and for few rows, whose calls are shorter than a graph's start, others of its size: so many that none is in
-    the L2 cache when its turn comes, but for weights of which MOST_WEIGHTS fit into it."""
+def weights_like(b: Scaled, rows: int) -> list[Scaled]:
+    """b, and for few rows other matrices of its size, so that a matrix has left the L2 cache when its turn comes again.
+
+    Calls with few rows are shorter than a graph's start. MOST_WEIGHTS small matrices may fit into the cache.
+    """
     if rows > SHORT:
         return [b]
     count = max(1, min(MOST_WEIGHTS, -(-FRESH_BYTES // b[0].numel())))
@@ -99,17 +104,17 @@ def weights_like(b: deep_gemm.Scaled, rows: int) -> list[deep_gemm.Scaled]:
 
 
 def tuning() -> Tuning:
-    """Search products with one matrix: the published models' linear layers, at the numbers of rows that data is for."""
+    """Search products with one matrix: the published models' linear layers at all numbers of rows that have data."""
     from dsa.kernels.gemm import fp8_gemm_choice as choice
     from dsa.kernels.gemm import fp8_gemm_few_rows_sm90 as few
     from dsa.kernels.gemm import fp8_gemm_sm90 as many
     from dsa_bench.gemm._published_layers import matrices
 
-    multiprocessors = backends.num_sms("cuda" if torch.cuda.is_available() else "cpu")
+    sms = backends.num_sms("cuda" if torch.cuda.is_available() else "cpu")
     classes = {}
     for columns, channels in (FUSED, *matrices()):
         for rows in choice.ROWS:
-            sizes = rows, columns, channels, multiprocessors
+            sizes = rows, columns, channels, sms
             classes[choice.shape_class(rows, columns, channels)] = TuningClass(
                 partial(choice.may_win, *sizes),
                 {(rows, columns, channels, None, None): ("bfloat16",)},
@@ -120,15 +125,16 @@ def tuning() -> Tuning:
 
 
 def case(rows: int, columns: int, channels: int, experts: int | None, top_k: int | None) -> Case:
-    lead = () if experts is None else (experts,)
-    ends = None if experts is None else deep_gemm.routed(rows, experts, top_k)
+    one_matrix, name = experts is None, f"{rows} x {columns} x {channels}"
     m = rows * (top_k or 1)
-    blocks = channels // 128
-    a = torch.randn(m, channels, device="cuda").to(torch.float8_e4m3fn), torch.rand(m, blocks, device="cuda") + 0.5
-    # Bytes at random, but no NaN: as many numbers as these take long to draw.
-    w = torch.randint(0, 127, (*lead, columns, channels), dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
-    b = w, torch.rand(*lead, -(-columns // 128), blocks, device="cuda") + 0.5
-    used = 1 if ends is None else deep_gemm.used(ends)
+    a, b = activations(m, channels), weights(*(() if one_matrix else (experts,)), columns, channels)
+    if one_matrix:
+        used, matrices = 1, weights_like(b, rows)
+        calls, peers = [partial(dsa.fp8_gemm_nt, a, each) for each in matrices], products(a, matrices)
+    else:
+        ends = deep_gemm.routed(rows, experts, top_k)
+        used, calls = deep_gemm.used(ends), [partial(dsa.grouped_fp8_gemm_nt, a, b, ends)]
+        peers, name = deep_gemm.grouped_product(a, b, ends), f"{name}, {top_k} of {experts} experts"
     flop = 2 * m * columns * channels
     size = used * columns * channels + m * (channels + 2 * columns)
 
@@ -137,21 +143,6 @@ def case(rows: int, columns: int, channels: int, experts: int | None, top_k: int
         shares = f"{flop / seconds / fp8_gemm():.0%} of FP8 GEMM, {size / seconds / copy():.0%} of copy"
         return f"{flop / seconds / 1e12:.0f} TFLOP/s, {size / seconds / 1e12:.2f} TB/s; {shares}"
 
-    arguments = (a, b) if ends is None else (a, b, ends)
-    product = dsa.fp8_gemm_nt if ends is None else dsa.grouped_fp8_gemm_nt
-
-    def check(got: torch.Tensor) -> None:
-        with dsa.use_backend("reference"):
-            expected = product(*arguments)
-        if not (diff := calc_diff(got, expected)) < 1e-5:
-            raise AssertionError(f"calc_diff {diff:.2g}")
-
-    if ends is None:
-        weights = weights_like(b, rows)
-        peers = deep_gemm.product(a, weights) | cublas(a, weights)
-        calls = {"dsa": [partial(product, a, other) for other in weights]}
-    else:
-        peers, calls = deep_gemm.grouped_product(a, b, ends), {"dsa": [partial(product, *arguments)]}
-    name = f"{rows} x {columns} x {channels}" + ("" if experts is None else f", {top_k} of {experts} experts")
-    others = {"agree": agree_on_some, "check": check}
-    return Case(name, calls, figure, peers, graph=rows <= SHORT, repeats=15, **others)
+    check = agreement.as_reference(calls[0], 1e-5)
+    options = {"graph": rows <= SHORT, "repeats": 15, "agree": agree_on_some, "check": check}
+    return Case(name, {"dsa": calls}, figure, peers, **options)

@@ -1,16 +1,17 @@
-"""Gate and up products of experts that end in SwiGLU and the cast, compared with DeepGEMM's product and our cast, and
-with our three kernels one after the other."""
+"""Gate and up products of experts with fused SwiGLU and cast, compared with DeepGEMM's product followed by our cast,
+and with our three separate kernels."""
 
 from functools import partial
 
 import torch
 
 import dsa
-from dsa_bench.harness.agreement import agree, some
-from dsa_bench.harness.case import Case, plain_rate
+from dsa_bench.harness.agreement import some
+from dsa_bench.harness.case import Case, agree, plain_rate
+from dsa_bench.harness.inputs import Scaled, activations
 from dsa_bench.peers import deep_gemm
 
-# tokens, inner channels (half of the product's columns), channels, experts, how many a token goes to, limit
+# tokens, inner channels (half of the product's columns), channels, experts, experts per token, limit
 SHAPES = [
     *((tokens, 2048, 7168, 256, 8, None) for tokens in (4096, 1, 64, 1024, 8192, 16384)),
     *((tokens, 2048, 4096, 256, 6, 10.0) for tokens in (64, 8192)),
@@ -18,7 +19,7 @@ SHAPES = [
 ]
 PROBED = [(128, 256, 512, 16, 2, None), (256, 256, 512, 16, 2, 10.0)]
 _THREE = "dsa, three kernels"
-_SHORT = 512  # tokens up to which a call takes microseconds a launch
+_SHORT = 512  # up to so many tokens a call takes about as long as its launches
 
 
 def prepare() -> None:
@@ -28,48 +29,48 @@ def prepare() -> None:
 
 
 def case(tokens: int, inner: int, channels: int, experts: int, top_k: int, limit: float | None) -> Case:
-    blocks = channels // 128
     chosen = torch.rand(tokens, experts, device="cuda").argsort(-1)[:, :top_k]
     order, _, ends = dsa.sort_by_expert(chosen, experts)
     rows = (order // top_k).to(torch.int32)
-    q = torch.randn(tokens, channels, device="cuda").to(torch.float8_e4m3fn)
-    s = torch.rand(tokens, blocks, device="cuda") + 0.5
-    # Any sign, exponents for 1/4 to 1, any fraction: as many numbers as these take long to draw.
+    q, s = activations(tokens, channels)
+    # Random bytes with any sign, exponents for 1/4 to 1 and any fraction: Gaussian numbers take long to generate.
     w = torch.randint(0, 32, (experts, 2 * inner, channels), dtype=torch.uint8, device="cuda")
     w.add_(w & 0x10, alpha=7).add_(0x28)
-    b = w.view(torch.float8_e4m3fn), torch.full((experts, 2 * inner // 128, blocks), channels**-0.5, device="cuda")
+    scale = torch.full((experts, 2 * inner // 128, channels // 128), channels**-0.5, device="cuda")
+    b = w.view(torch.float8_e4m3fn), scale
 
-    def gathered() -> deep_gemm.Scaled:
+    def gathered() -> Scaled:
         return q.view(torch.uint8)[rows].view(q.dtype), s[rows]
 
-    def separate() -> tuple[torch.Tensor, torch.Tensor]:
-        return _cast(dsa.grouped_fp8_gemm_nt(gathered(), b, ends))
-
-    def _cast(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def cast(gate_up: torch.Tensor) -> Scaled:
         return dsa.swiglu_cast_to_fp8(*gate_up.chunk(2, -1), limit=limit)
+
+    def separate() -> Scaled:
+        return cast(dsa.grouped_fp8_gemm_nt(gathered(), b, ends))
 
     def with_cast(product: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         out, places = product
-        return *_cast(out), places
+        return *cast(out), places
 
-    calls = {
-        "dsa": [partial(dsa.grouped_fp8_gemm_swiglu, (q, s), b, ends, rows=rows, limit=limit)],
-        _THREE: [separate],
-    }
-    # DeepGEMM gets the experts' rows, with padding, which is cast too.
-    peers = deep_gemm.grouped_product(gathered(), b, ends).renamed("{}, our cast").then(with_cast)
-    flop = 2 * len(rows) * 2 * inner * channels
+    fused = partial(dsa.grouped_fp8_gemm_swiglu, (q, s), b, ends, rows=rows, limit=limit)
     size = deep_gemm.used(ends) * 2 * inner * channels + tokens * channels + len(rows) * inner
-
     bound = "" if limit is None else f", limit {limit:g}"
-    name = f"{tokens} x {2 * inner} x {channels}, {top_k} of {experts} experts{bound}"
-    figure, others = plain_rate(size, flop), {"yardsticks": frozenset({_THREE}), "agree": _agree}
-    return Case(name, calls, figure, peers, graph=tokens <= _SHORT, repeats=15, **others)
+    return Case(
+        f"{tokens} x {2 * inner} x {channels}, {top_k} of {experts} experts{bound}",
+        {"dsa": [fused], _THREE: [separate]},
+        plain_rate(size, 2 * len(rows) * 2 * inner * channels),
+        # DeepGEMM's product has padding between the experts' rows, which is cast too.
+        deep_gemm.grouped_product(gathered(), b, ends).renamed("{}, our cast").then(with_cast),
+        graph=tokens <= _SHORT,
+        repeats=15,
+        yardsticks={_THREE},
+        agree=_agree,
+    )
 
 
-def _agree(theirs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], ours: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Theirs has padding between the rows: the third tensor is where our rows are."""
+def _agree(theirs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], ours: Scaled) -> None:
+    """The peer's third tensor holds the indices of our rows in its padded rows."""
     q, scale, places = theirs
     rows = some(len(ours[0]))
-    values = q.view(torch.uint8)[places[rows]].view(q.dtype)  # rows of e4m3 cannot be gathered
+    values = q.view(torch.uint8)[places[rows]].view(q.dtype)  # torch cannot gather rows of e4m3
     agree((values, scale[places[rows]]), (ours[0][rows], ours[1][rows]))

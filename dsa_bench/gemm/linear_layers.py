@@ -1,9 +1,9 @@
-"""FP8 products of all linear layers of the published models, at few rows and many, compared with DeepGEMM 2.8.1
-and cuBLASLt.
+"""FP8 products of all linear layers of the published models at all numbers of rows, compared with DeepGEMM 2.8.1 and
+cuBLASLt.
 
-`fp8_gemm_nt` has a choice of these shapes, and its figures are in the receipt; these are in no receipt. The sizes are
-those of the models that the pinned configurations make, the layers that `fp8_gemm_nt` multiplies: V4's `wo_a` is a
-grouped product, and `kv_b_proj` is one of V3.2's and GLM-5's where a prompt's keys are expanded.
+`fp8_gemm_nt` measures some of these shapes for the receipt; the rows of this benchmark are in no receipt. The sizes are
+those of the pinned configurations' layers that `fp8_gemm_nt` multiplies. V4's `wo_a` is a grouped product. `kv_b_proj`
+is one of V3.2's and GLM-5's layers, because prompts expand their keys with it.
 """
 
 import statistics
@@ -11,11 +11,10 @@ from collections.abc import Iterable
 from functools import cache, lru_cache, partial
 from typing import Any
 
-import torch
-
 import dsa
 from dsa_bench.gemm._published_layers import matrices
-from dsa_bench.gemm.fp8_gemm_nt import SHORT, agree_on_some, cublas, weights_like
+from dsa_bench.gemm.fp8_gemm_nt import SHORT, agree_on_some, products, weights_like
+from dsa_bench.harness import inputs
 from dsa_bench.harness.case import Case, plain_rate
 from dsa_bench.peers import deep_gemm
 
@@ -26,12 +25,12 @@ _PEERS = (deep_gemm.NEW,)
 
 @cache
 def shapes() -> list[tuple[int, int, int]]:
-    """(rows, columns, channels), by matrix."""
+    """(rows, columns, channels), sorted by matrix."""
     return [(rows, *shape) for shape in matrices() for rows in ROWS]
 
 
 def __getattr__(name: str) -> Any:
-    """SHAPES, lazily: the models have to be made for them."""
+    """Make SHAPES when it is first needed, because it needs the models."""
     if name == "SHAPES":
         return shapes()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -43,32 +42,33 @@ def prepare() -> None:
 
 def case(rows: int, columns: int, channels: int) -> Case:
     q, s = _activations(channels)
-    a, weights = (q[:rows], s[:rows]), _weights(columns, channels)
-    weights = weights if rows <= SHORT else weights[:1]
-    calls = {"dsa": [partial(dsa.fp8_gemm_nt, a, b) for b in weights]}
-    peers = deep_gemm.product(a, weights, _PEERS) | cublas(a, weights)
-    figure = plain_rate(columns * channels + rows * (channels + 2 * columns), 2 * rows * columns * channels)
-    name, short = f"{rows} x {columns} x {channels}", rows <= SHORT
-    return Case(name, calls, figure, peers, graph=short, repeats=7 if short else 4, agree=agree_on_some)
+    a, weights, short = (q[:rows], s[:rows]), _weights(columns, channels), rows <= SHORT
+    weights = weights if short else weights[:1]
+    return Case(
+        f"{rows} x {columns} x {channels}",
+        {"dsa": [partial(dsa.fp8_gemm_nt, a, b) for b in weights]},
+        plain_rate(columns * channels + rows * (channels + 2 * columns), 2 * rows * columns * channels),
+        products(a, weights, _PEERS),
+        graph=short,
+        repeats=7 if short else 4,
+        agree=agree_on_some,
+    )
 
 
 @lru_cache(1)
-def _activations(channels: int) -> deep_gemm.Scaled:
-    """As many rows as any shape has."""
-    q = torch.randn(max(ROWS), channels, device="cuda").to(torch.float8_e4m3fn)
-    return q, torch.rand(max(ROWS), -(-channels // 128), device="cuda") + 0.5
+def _activations(channels: int) -> inputs.Scaled:
+    """Rows for the largest shape."""
+    return inputs.activations(max(ROWS), channels)
 
 
 @lru_cache(1)
-def _weights(columns: int, channels: int) -> list[deep_gemm.Scaled]:
-    """As many as small-M products are timed with."""
-    # Bytes at random, but no NaN.
-    w = torch.randint(0, 127, (columns, channels), dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
-    return weights_like((w, torch.rand(-(-columns // 128), -(-channels // 128), device="cuda") + 0.5), rows=1)
+def _weights(columns: int, channels: int) -> list[inputs.Scaled]:
+    """Matrices for the smallest number of rows."""
+    return weights_like(inputs.weights(columns, channels), rows=1)
 
 
 def summary(rows: Iterable[dict[str, Any]]) -> str:
-    """The speed-up over the best peer, by the number of rows."""
+    """Return a table of the speed-up over the best peer, by the number of rows."""
     ratios: dict[str, list[float]] = {}
     for row in rows:
         if row["ratio"] is not None:

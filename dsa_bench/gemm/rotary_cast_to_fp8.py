@@ -1,12 +1,12 @@
-"""Attention's results rotated back and cast for the next product, compared with the two by themselves."""
+"""Attention's results rotated back and cast for the next product, compared with separate rotation and cast."""
 
 from functools import partial
 
 import torch
 
 import dsa
-from dsa_bench.harness.calls import over
-from dsa_bench.harness.case import Case, bytes_rate, fresh
+from dsa_bench.harness.case import Case, bytes_case
+from dsa_bench.harness.inputs import Scaled, angles, bf16
 
 # tokens, heads, groups of heads: V4-Flash's and V4-Pro's, prefill and decoding
 SHAPES = [(4096, 64, 8), (4096, 128, 16), (128, 64, 8), (1, 64, 8), (1, 128, 16)]
@@ -17,16 +17,14 @@ _DIM, _ROTATED = 512, 64
 def case(tokens: int, heads: int, groups: int) -> Case:
     places = torch.arange(tokens * groups, dtype=torch.int32, device="cuda").view(groups, tokens).T.reshape(-1, 1)
 
-    def one() -> tuple[torch.Tensor, ...]:
-        angles = torch.randn(tokens, _ROTATED // 2, device="cuda")
-        return torch.randn(tokens, heads, _DIM, device="cuda").bfloat16(), angles.cos(), angles.sin()
+    def inputs() -> tuple[torch.Tensor, ...]:
+        return bf16(tokens, heads, _DIM), *angles(tokens, _ROTATED)
 
-    def separately(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def separately(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Scaled:
         rotated = dsa.apply_rotary(x, cos, sin, interleaved=True, dims="last")
         return dsa.scatter_cast_to_fp8(rotated.view(tokens * groups, -1), places)
 
     size = tokens * heads * _DIM * (2 + 1 + 4 / 128)
-    inputs = fresh(size, one)
-    calls = over(inputs, {"dsa": partial(dsa.rotary_cast_to_fp8, groups=groups), SEPARATE: separately})
+    functions = {"dsa": partial(dsa.rotary_cast_to_fp8, groups=groups), SEPARATE: separately}
     name = f"{tokens} x {heads} x {_DIM} bf16, {groups} groups"
-    return Case(name, calls, bytes_rate(size), graph=True, yardsticks=frozenset({SEPARATE}))
+    return bytes_case(name, size, inputs, functions, yardsticks={SEPARATE})

@@ -7,23 +7,23 @@ import torch
 
 import dsa
 from dsa_bench.harness.case import Case, bytes_rate
+from dsa_bench.harness.inputs import Scaled, bf16
 
-# tokens, channels, experts of a token: V3.2's and V4-Flash's mixtures, prefill and decoding
+# tokens, channels, experts per token: V3.2's and V4-Flash's mixtures, prefill and decoding
 SHAPES = [(8192, 7168, 8), (8192, 4096, 6), (1024, 7168, 8), (128, 7168, 8), (1, 7168, 8)]
 COPIED = "cast and copy"
 _EXPERTS = 256
 
 
-def _copied(x: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _copied(x: torch.Tensor, tokens: torch.Tensor) -> Scaled:
     q, scale = dsa.per_token_cast_to_fp8(x)
     return q.view(torch.uint8)[tokens].view(q.dtype), scale[tokens]
 
 
 def case(tokens: int, channels: int, top_k: int) -> Case:
-    x = torch.randn(tokens, channels, device="cuda").bfloat16()
-    experts = torch.rand(tokens, _EXPERTS, device="cuda").argsort(-1)[:, :top_k]
+    x, experts = bf16(tokens, channels), torch.rand(tokens, _EXPERTS, device="cuda").argsort(-1)[:, :top_k]
     order, rows, _ = dsa.sort_by_expert(experts, _EXPERTS)
     calls = {"dsa": [partial(dsa.scatter_cast_to_fp8, x, rows)], COPIED: [partial(_copied, x, order // top_k)]}
     figure = bytes_rate(tokens * channels * (2 + top_k * (1 + 4 / 128)), us=False)
     name = f"{tokens} x {channels} bf16, {top_k} of {_EXPERTS} experts"
-    return Case(name, calls, figure, graph=tokens <= 1024, baselines=frozenset({COPIED}))
+    return Case(name, calls, figure, graph=tokens <= 1024, baselines={COPIED})

@@ -5,11 +5,11 @@ from functools import partial
 import torch
 
 import dsa
-from dsa_bench.harness.calls import over
-from dsa_bench.harness.case import Case, bytes_rate, fresh
+from dsa_bench.harness.case import Case, bytes_case
+from dsa_bench.harness.inputs import Scaled, bf16
 
-# rows, channels, power-of-two scales, limit: V3.2's 8 and V4-Flash's 6 experts of 4096, 128 and 1 tokens, the shared
-# expert's rows and those of a dense layer
+# rows, channels, power-of-two scales, limit: V3.2's 8 and V4-Flash's 6 experts of 4096, 128 and 1 tokens, rows of the
+# shared expert and of a dense layer
 SHAPES = [
     (32768, 2048, True, None),
     (32768, 2048, False, None),
@@ -23,7 +23,7 @@ SHAPES = [
 ]
 
 
-def _separate(gate: torch.Tensor, up: torch.Tensor, use_ue8m0: bool, *, limit: float | None) -> object:
+def _separate(gate: torch.Tensor, up: torch.Tensor, use_ue8m0: bool, *, limit: float | None) -> Scaled:
     g, u = gate.float(), up.float()
     if limit is not None:
         g, u = g.clamp(max=limit), u.clamp(-limit, limit)
@@ -31,12 +31,10 @@ def _separate(gate: torch.Tensor, up: torch.Tensor, use_ue8m0: bool, *, limit: f
 
 
 def case(rows: int, channels: int, use_ue8m0: bool, limit: float | None) -> Case:
-    def one() -> tuple[torch.Tensor, torch.Tensor, bool]:
-        return *torch.randn(rows, 2 * channels, device="cuda").bfloat16().chunk(2, -1), use_ue8m0
+    def inputs() -> tuple[torch.Tensor, torch.Tensor, bool]:
+        return *bf16(rows, 2 * channels).chunk(2, -1), use_ue8m0
 
-    size = rows * channels * (4 + 1 + 4 / 128)
     functions = {"dsa": partial(dsa.swiglu_cast_to_fp8, limit=limit), "torch": partial(_separate, limit=limit)}
     bound = "" if limit is None else f", limit {limit:g}"
     name = f"{rows} x {channels} bf16, {'ue8m0' if use_ue8m0 else 'fp32'}{bound}"
-    calls = over(fresh(size, one), functions)
-    return Case(name, calls, bytes_rate(size), graph=True, baselines=frozenset({"torch"}))
+    return bytes_case(name, rows * channels * (4 + 1 + 4 / 128), inputs, functions, baselines={"torch"})

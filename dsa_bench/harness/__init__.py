@@ -1,1 +1,1 @@
-"""Shared by the benchmarks: cases, tables and plots of rows, profiles, and the tuner."""
+"""What all benchmarks share: cases, tables and plots of rows, profiles, and the tuner."""

@@ -1,11 +1,12 @@
-"""Whether a peer's result agrees loosely with ours. A kernel that computes something else is not a peer."""
+"""Loose comparison of a peer's result with ours. A kernel that computes something else is not a peer."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+import dsa
 from dsa.testing import calc_diff
 
 ROWS = 64  # compared per result
@@ -14,20 +15,20 @@ TOLERANCE = 1e-3  # of `calc_diff`: roundings give 1e-5, another key or scale 0.
 
 
 def first(result: Any) -> torch.Tensor:
-    """A result's first tensor: the output, before LSEs and the like."""
+    """Return a result's first tensor, the output."""
     return result if isinstance(result, torch.Tensor) else result[0]
 
 
 def some(rows: int) -> slice:
-    """About ROWS of so many rows, evenly spaced."""
+    """Select about ROWS of `rows` rows, evenly spaced."""
     return slice(None, None, max(1, rows // ROWS))
 
 
 def agree(got: Any, ours: Any) -> None:
-    """Raises AssertionError unless all tensors that both give agree on some of their rows.
+    """Raise AssertionError unless all tensors that both return agree on some of their rows.
 
-    A peer may have padding at the end of any dimension. A cast, e4m3 values and fp32 scales, is compared by the
-    products: a scale may round to another power of two.
+    A peer may have padding at the end of any dimension. Of a cast, e4m3 values and fp32 scales, the products are
+    compared, because a scale may round to another power of two.
     """
     pairs = [_rows(*pair) for pair in zip(_tensors(got), _tensors(ours))]
     if not pairs:
@@ -40,45 +41,60 @@ def agree(got: Any, ours: Any) -> None:
 
 
 def agree_attention(got: Any, ours: Any) -> None:
-    """Raises AssertionError unless the outputs agree, and the LSEs, the last tensors, where both have them in the same
-    dimensions. A peer's LSE may be to the base 2."""
-    (out, *rest), (own, *own_rest) = _tensors(got), _tensors(ours)
-    agree(out, own)
-    if not rest or not own_rest or not _covers(rest[-1], own_rest[-1]):
-        return
-    lse, own = _rows(rest[-1], own_rest[-1])
-    try:
-        close(lse, own)
-    except AssertionError as error:
-        try:
-            close(lse * math.log(2), own)
-        except AssertionError:
-            raise AssertionError(f"LSE {error}") from None
+    """Raise AssertionError unless the outputs agree, and the LSEs, which are the last tensors, where both have the same
+    dimensions. A peer's LSE may have base 2."""
+    (out, *rest), (our_out, *our_rest) = _tensors(got), _tensors(ours)
+    agree(out, our_out)
+    if rest and our_rest and _covers(rest[-1], our_rest[-1]):
+        lse, expected = _rows(rest[-1], our_rest[-1])
+        natural, binary = (calc_diff(lse * unit, expected) for unit in (1, math.log(2)))
+        if not natural < TOLERANCE and not binary < TOLERANCE:
+            raise AssertionError(f"LSE differs by {natural:.2g}")
 
 
 def close(got: torch.Tensor, ours: torch.Tensor, tolerance: float = TOLERANCE) -> None:
-    """Raises AssertionError unless calc_diff is below the tolerance and non-finite entries are equal."""
+    """Raise AssertionError unless calc_diff is below the tolerance and non-finite entries are equal."""
     if not (diff := calc_diff(got, ours)) < tolerance:
         raise AssertionError(f"differs by {diff:.2g}")
+
+
+def as_reference(
+    call: Callable[[], torch.Tensor], tolerance: float, seen: Callable[[torch.Tensor], torch.Tensor] | None = None
+) -> Callable[[torch.Tensor], None]:
+    """Return a check that raises AssertionError where a result is not the reference's.
+
+    call: what the reference computes. seen: the reference's result -> which entries are compared, all by default.
+    """
+
+    def check(got: torch.Tensor) -> None:
+        with dsa.use_backend("reference"):
+            expected = call()
+        entries = ... if seen is None else seen(expected)
+        if not (diff := calc_diff(got[entries], expected[entries])) < tolerance:
+            raise AssertionError(f"calc_diff {diff:.2g}")
+
+    return check
 
 
 def agree_selected(
     got: Any, ours: torch.Tensor, keys: int, scores: torch.Tensor | None = None, least: float = RECALL
 ) -> None:
-    """Raises AssertionError unless each row of `got` has as many different keys as ours, of 0 to `keys` - 1, and at
-    least the share `least` of them are ours, in any order; or, with the scores [rows, keys], score at least as high as
-    our lowest: peers break ties arbitrarily, and some compare fewer bits."""
+    """Raise AssertionError unless each row of `got` has as many different keys as ours, all below `keys`.
+
+    At least the fraction `least` of them must be ours, in any order. With the scores [rows, keys], they must score at
+    least as high as our lowest: peers break ties arbitrarily, and some compare fewer bits.
+    """
     rows = some(len(ours))
-    selected, own = first(got)[rows].long(), ours[rows].long()
-    if selected.shape != own.shape or not ((selected >= 0) & (selected < keys)).all():
-        raise AssertionError(f"differs: not {own.shape[1]} keys of each row")
+    selected, expected = first(got)[rows].long(), ours[rows].long()
+    if selected.shape != expected.shape or not ((selected >= 0) & (selected < keys)).all():
+        raise AssertionError(f"differs: not {expected.shape[1]} keys of each row")
     if (selected.sort(1).values.diff(dim=1) == 0).any():
         raise AssertionError("differs: a key is there twice")
     if scores is None:
-        both = torch.cat((selected, own), 1).sort(1).values
-        recall, what = (both.diff(dim=1) == 0).sum().item() / own.numel(), "ours"
+        both = torch.cat((selected, expected), 1).sort(1).values
+        recall, what = (both.diff(dim=1) == 0).sum().item() / expected.numel(), "ours"
     else:
-        lowest = scores[rows].gather(1, own).amin(1, keepdim=True)
+        lowest = scores[rows].gather(1, expected).amin(1, keepdim=True)
         recall, what = (scores[rows].gather(1, selected) >= lowest).float().mean().item(), "as high as ours"
     if recall < least:
         raise AssertionError(f"differs: {recall:.1%} of the keys are {what}")
@@ -96,7 +112,7 @@ def _covers(got: torch.Tensor, ours: torch.Tensor) -> bool:
 
 
 def _rows(got: torch.Tensor, ours: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Some rows of both, without the peer's padding."""
+    """Select some rows of both, without the peer's padding."""
     if not _covers(got, ours):
         raise AssertionError(f"differs: shape {list(got.shape)}, where ours is {list(ours.shape)}")
     rows = some(len(ours))
@@ -104,5 +120,5 @@ def _rows(got: torch.Tensor, ours: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 
 
 def _numbers(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """fp32 [*scales.shape, group]: each scale belongs to equally many neighbouring channels."""
+    """fp32 [*scales.shape, group]: each scale applies to a group of adjacent channels."""
     return values.float().reshape(*scales.shape, -1) * scales.float()[..., None]

@@ -1,4 +1,4 @@
-"""The benchmarks, found by their paths. Imports none of them, so that `dsa bench --help` is quick."""
+"""Find benchmarks by their paths. Imports no benchmark, so that `dsa bench --help` is quick."""
 
 import importlib.util
 import re
@@ -16,6 +16,6 @@ def benchmarks() -> dict[str, str]:
 
 
 def tunable() -> list[str]:
-    """The ops whose benchmark has `tuning`: those with tile configurations to search."""
+    """The ops with tile configurations to search: their benchmark has `tuning`."""
     files = {op: _HERE.parent.joinpath(*module.split(".")).with_suffix(".py") for op, module in benchmarks().items()}
     return [op for op, path in files.items() if re.search(r"^def tuning\(", path.read_text(encoding="utf-8"), re.M)]

@@ -1,8 +1,8 @@
-"""Calls that a benchmark times, of one function over several inputs and of other libraries."""
+"""Calls that a benchmark times: of one function over several inputs, and of other libraries."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -13,7 +13,7 @@ _LINE = 200  # characters of a reason
 def over(inputs: Iterable[tuple], functions: Mapping[str, Callable[..., object]]) -> dict[str, list[Call]]:
     """{name: a call of the function for each of the inputs}."""
     inputs = list(inputs)
-    return {name: [partial(function, *given) for given in inputs] for name, function in functions.items()}
+    return {name: [partial(function, *one) for one in inputs] for name, function in functions.items()}
 
 
 def reason(error: BaseException) -> str:
@@ -23,13 +23,13 @@ def reason(error: BaseException) -> str:
 
 
 def into(out: object, call: Call) -> object:
-    """Make a call that writes to given tensors, and return these."""
+    """Make a call that writes into given tensors, and return the tensors."""
     call()
     return out
 
 
 class Loadable(Protocol):
-    """A library, or a part of one: its name in tables, and its module, None where it is not installed."""
+    """A library or a part of one: its name in tables, and its module, which is None where it is not installed."""
 
     name: str
 
@@ -38,7 +38,7 @@ class Loadable(Protocol):
 
 @dataclass
 class Peers:
-    """calls: name -> the calls over a case's inputs. failed: name -> why an installed peer has none."""
+    """calls: name -> the calls over a case's inputs. failed: name -> why an installed peer has no calls."""
 
     calls: dict[str, list[Call]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
@@ -51,32 +51,47 @@ class Peers:
         name: str = "{}",
         needs: Sequence[Loadable] = (),
     ) -> "Peers":
-        """`make(module, *input)` for every input and every library that is installed.
+        """Call `make(module, *input)` for every input and every installed library.
 
-        name: in which {} stands for the library's. needs: further libraries that must be installed.
+        name: {} stands for the library's name. needs: further libraries that must be installed.
         """
         found, inputs = cls(), list(inputs)
         for library, make in makes.items():
-            own = name.format(library.name)
+            shown = name.format(library.name)
             try:
                 if all((module := one.load()) is not None for one in (*needs, library)):
-                    found.calls[own] = [make(module, *given) for given in inputs]
-            except Exception as error:  # a peer may raise anything, and must not end the other peers' run
-                found.failed[own] = f"failed: {reason(error)}"
+                    found.calls[shown] = [make(module, *one) for one in inputs]
+            except Exception as error:  # a peer may raise anything, and must not end the run of the others
+                found.failed[shown] = f"failed: {reason(error)}"
         return found
 
     def __or__(self, other: "Peers") -> "Peers":
         return Peers(self.calls | other.calls, self.failed | other.failed)
 
     def renamed(self, name: str) -> "Peers":
-        """The same by other names. name: in which {} stands for the present one."""
-        calls, failed = ({name.format(own): x for own, x in each.items()} for each in (self.calls, self.failed))
+        """Rename all peers. name: {} stands for the present name."""
+        calls, failed = ({name.format(old): x for old, x in each.items()} for each in (self.calls, self.failed))
         return Peers(calls, failed)
 
     def then(self, step: Callable[[Any], object]) -> "Peers":
-        """The same calls, each followed by `step` of its result."""
-        calls = {name: [partial(_then, call, step) for call in own] for name, own in self.calls.items()}
+        """Follow each call by `step` of its result."""
+        calls = {name: [partial(_then, call, step) for call in each] for name, each in self.calls.items()}
         return Peers(calls, self.failed)
+
+
+def peer(
+    library: Loadable, name: str = "{}", needs: Sequence[Loadable] = ()
+) -> Callable[[Callable[..., Call]], Callable[[Iterable[tuple]], Peers]]:
+    """Turn a function (module, *input) -> call into a function of inputs that returns `Peers.of` the library."""
+
+    def of_inputs(make: Callable[..., Call]) -> Callable[[Iterable[tuple]], Peers]:
+        @wraps(make)
+        def peers(inputs: Iterable[tuple]) -> Peers:
+            return Peers.of({library: make}, inputs, name, needs)
+
+        return peers
+
+    return of_inputs
 
 
 def _then(call: Call, step: Callable[[Any], object]) -> object:

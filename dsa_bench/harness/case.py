@@ -1,7 +1,7 @@
-"""A benchmark case: one shape of one op, ours and the peers' calls over the same inputs.
+"""A benchmark case: our calls of one op at one shape, and the peers' calls over the same inputs.
 
-What the modules of ops share is here too: `fresh` makes inputs that exceed the L2 cache, `over` (calls.py) the calls
-over them, and `bytes_rate` and `flop_rate` the figure of a case that bytes or FLOP bound.
+Benchmark modules import all they share from here: `fresh` makes inputs that exceed the L2 cache, `over` makes the calls
+over them, and `bytes_rate` and `flop_rate` make the figure of a memory-bound or compute-bound case.
 """
 
 import importlib
@@ -16,7 +16,8 @@ import torch
 from dsa.testing import bench, bf16_gemm_rate, copy_bandwidth, fp8_gemm_rate
 from dsa_bench.harness.agreement import agree
 from dsa_bench.harness.benchmarks import benchmarks
-from dsa_bench.harness.calls import Call, Peers, reason
+from dsa_bench.harness.calls import Call, Peers, over, reason
+from dsa_bench.harness.inputs import bf16
 
 OURS = "dsa"
 Figure = Callable[[float], str]
@@ -26,20 +27,27 @@ copy, bf16_gemm, fp8_gemm = cache(copy_bandwidth), cache(bf16_gemm_rate), cache(
 
 
 def copies(size: float, least: int = 2, most: int = 64, total: float = 400e6) -> int:
-    """How many inputs of `size` bytes a graph reads in turn, so that each call finds its input outside the L2 cache: as
-    many as have `total` bytes, within bounds."""
+    """The number of inputs of `size` bytes that a graph reads in turn.
+
+    Together they have `total` bytes, within the bounds, so that each call finds its input outside the L2 cache.
+    """
     return min(most, max(least, int(total / size)))
 
 
 def fresh(size: float, make: Callable[[], Input], **bounds: float) -> list[Input]:
-    """So many inputs (`copies`)."""
+    """Make `copies` inputs."""
     return [make() for _ in range(copies(size, **bounds))]
+
+
+def fresh_calls(size: float, make: Callable[[], dict[str, Call]], **bounds: float) -> dict[str, list[Call]]:
+    """{name: calls}, where `make` returns a call per name over the same input."""
+    made = fresh(size, make, **bounds)
+    return {name: [calls[name] for calls in made] for name in made[0]}
 
 
 def fresh_matrices(rows: int, columns: int) -> list[tuple[torch.Tensor]]:
     """bf16 matrices, as arguments of a call, which together exceed the L2 cache."""
-    count = int(200e6 / (2 * rows * columns))
-    return [((torch.randn(rows, columns, device="cuda") / 40).bfloat16(),) for _ in range(count)]
+    return [(bf16(rows, columns) / 40,) for _ in range(int(200e6 / (2 * rows * columns)))]
 
 
 def bytes_rate(size: float, us: bool = True) -> Figure:
@@ -47,7 +55,7 @@ def bytes_rate(size: float, us: bool = True) -> Figure:
 
     def figure(ms: float) -> str:
         rate = size / (ms * 1e-3)
-        return f"{_us(ms) if us else ''}{rate / 1e9:.0f} GB/s, {rate / copy():.0%} of copy"
+        return f"{microseconds(ms) + ', ' if us else ''}{rate / 1e9:.0f} GB/s, {rate / copy():.0%} of copy"
 
     return figure
 
@@ -74,38 +82,40 @@ def nearer_rate(size: float, flops: float) -> Figure:
 
 
 def plain_rate(size: float, flops: float = 0, of: str = "") -> Figure:
-    """Microseconds and bytes per second; with `flops` also these, and bytes in TB/s."""
+    """Microseconds and bytes per second; with `flops` also FLOP per second, and bytes in TB/s."""
 
     def figure(ms: float) -> str:
         seconds = ms * 1e-3
         if flops:
-            return f"{_us(ms)}{flops / seconds / 1e12:.0f} TFLOP/s, {size / seconds / 1e12:.2f} TB/s"
-        return f"{_us(ms)}{size / seconds / 1e9:.0f} GB/s{of}"
+            rates = f"{flops / seconds / 1e12:.0f} TFLOP/s, {size / seconds / 1e12:.2f} TB/s"
+        else:
+            rates = f"{size / seconds / 1e9:.0f} GB/s{of}"
+        return f"{microseconds(ms)}, {rates}"
 
     return figure
 
 
-def _us(ms: float) -> str:
-    return f"{ms * 1e3:.1f} us, "
+def microseconds(ms: float) -> str:
+    return f"{ms * 1e3:.1f} us"
 
 
 @dataclass
 class Case:
     """name       the shape in words
-    calls      "dsa" and others -> calls over different inputs, which are rotated. Those of `peers` are added
+    calls      "dsa" and others -> calls over different inputs, which run in turn. The calls of `peers` are added
     figure     our milliseconds -> the rate or bandwidth in words
     peers      other libraries' kernels for the same function, some followed by our cast
-    graph      time CUDA graph replays, for calls below 100 us
+    graph      whether CUDA graph replays are timed, for calls below 100 us
     repeats    how often each is timed
     baselines  names of calls of the same function in plain PyTorch, which may end in our ops: a cast, a rotation, a
                sort, a write
     yardsticks names of calls that are not compared with ours: a lower bound, or another way to the same result, such as
-               our kernels one after the other
-    flops      name -> FLOP of its call, where they differ from ours: then rates are comparable, and the table shows its
-               rate
+               our separate kernels
+    flops      name -> FLOP of its call, where they differ from ours; the table then shows the rate of this call
     agree      agree(theirs, ours) raises AssertionError where the first results of a peer or baseline and of ours
-    differ reference  whether the backend "reference" takes our first call, too check      check(ours) raises
-    AssertionError where our first result is wrong: for the tuner
+               differ
+    reference  whether the backend "reference" takes our first call
+    check      check(ours) raises AssertionError where our first result is wrong: for the tuner
     """
 
     name: str
@@ -114,8 +124,8 @@ class Case:
     peers: Peers = field(default_factory=Peers)
     graph: bool = False
     repeats: int = 20
-    baselines: frozenset[str] = frozenset()
-    yardsticks: frozenset[str] = frozenset()
+    baselines: Collection[str] = frozenset()
+    yardsticks: Collection[str] = frozenset()
     flops: Mapping[str, float] = field(default_factory=dict)
     agree: Callable[[Any, Any], None] = agree
     reference: bool = True
@@ -125,7 +135,7 @@ class Case:
         self.calls = {**self.calls, **self.peers.calls}
 
     def row(self) -> dict[str, Any]:
-        """The case's figures (`row`), timed in this process."""
+        """Time the case in this process and return its figures (`row`)."""
         failed = self.tried()
         calls = {name: calls for name, calls in self.calls.items() if name not in failed}
         times = bench(calls, repeats=self.repeats, graph=self.graph)
@@ -133,15 +143,18 @@ class Case:
         return row(self.name, times, self.figure, failed, kinds, self.flops)
 
     def tried(self, expected: object = None) -> dict[str, str]:
-        """{name: why not} of all that cannot be compared with ours: peers without a call, calls that raise, also as a
-        graph if graphs are timed, and peers and baselines whose result is not `expected`, by default ours."""
+        """{name: reason} of all that cannot be compared with ours.
+
+        These are peers without a call, calls that raise, also during a graph's capture if graphs are timed, and peers
+        and baselines whose result is not `expected`, by default ours.
+        """
         why = dict(self.peers.failed)
         for name in self.calls:
             if name == OURS or name in self.yardsticks:
                 continue
             try:
                 got = _made(self.calls[name], self.graph)
-            except Exception as error:  # a peer may raise anything, and must not end the others' run
+            except Exception as error:  # a peer may raise anything, and must not end the run of the others
                 why[name] = f"failed: {reason(error)}"
                 continue
             if expected is None:
@@ -150,8 +163,27 @@ class Case:
                 self.agree(got, expected)
             except AssertionError as error:
                 why[name] = reason(error)
-            del got  # before the next result needs memory
+            del got  # frees memory for the next result
         return why
+
+
+def bytes_case(
+    name: str,
+    size: float,
+    make: Callable[[], tuple],
+    functions: Mapping[str, Callable[..., object]],
+    peers: Callable[[list[tuple]], Peers] | None = None,
+    most: int = 64,
+    **options: Any,
+) -> Case:
+    """A memory-bound case: functions over the same fresh inputs, timed as CUDA graphs.
+
+    size: bytes that a call moves. make: makes an input. peers: the peers' calls over these inputs. most: the largest
+    number of inputs. options: of the case.
+    """
+    inputs = fresh(size, make, most=most)
+    found = peers(inputs) if peers else Peers()
+    return Case(name, over(inputs, functions), bytes_rate(size), found, graph=True, **options)
 
 
 def _made(calls: Sequence[Call], graph: bool) -> object:
@@ -175,13 +207,13 @@ def row(
     kinds: Mapping[str, Collection[str]] = MappingProxyType({}),
     flops: Mapping[str, float] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """{"shape", "ms", "figure", "peers", "peer", "peer_ms", "ratio", "baselines", "baseline", "baseline_ms",
-    "baseline_ratio", "yardsticks", "failed"} of milliseconds by name.
+    """Return {"shape", "ms", "figure", "peers", "peer", "peer_ms", "ratio", "baselines", "baseline", "baseline_ms",
+    "baseline_ratio", "yardsticks", "failed"} from milliseconds by name.
 
-    peers, baselines, yardsticks: {name: {"ms", "ratio"}}, ratio = its ms / ours: above 1 ours is faster. One with
-    `flops` also has "tflops", TFLOP/s. peer, peer_ms, ratio: of the fastest peer, or None; baseline, baseline_ms,
-    baseline_ratio: of the fastest baseline. failed: {name: why it was not timed} of every peer that is installed and
-    takes the shape, and every baseline, that raises or computes something else.
+    peers, baselines, yardsticks: {name: {"ms", "ratio"}}. ratio is the name's ms / ours; above 1 ours is faster. Names
+    in `flops` also have "tflops", TFLOP/s. peer, peer_ms, ratio: the fastest peer's, or None; baseline, baseline_ms,
+    baseline_ratio: the fastest baseline's. failed: {name: reason} of installed peers that take the shape, and of
+    baselines, that raise or compute something else.
     """
     ours = times[OURS]
     others: dict[str, dict[str, dict[str, float]]] = {"peers": {}, "baselines": {}, "yardsticks": {}}
@@ -200,14 +232,14 @@ def row(
 
 
 def load(op: str) -> ModuleType:
-    """The benchmark module of an op, or a ValueError that lists them."""
+    """Import the benchmark module of an op. Raises ValueError for an unknown op."""
     if op not in benchmarks():
         raise ValueError(f"no benchmark for {op!r}; there are: {', '.join(benchmarks())}")
     return importlib.import_module(benchmarks()[op])
 
 
 def run(op: str) -> list[dict[str, Any]]:
-    """The rows of all shapes of an op."""
+    """Return the rows of all shapes of an op."""
     module = load(op)
     if hasattr(module, "prepare"):
         module.prepare()

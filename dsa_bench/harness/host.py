@@ -1,8 +1,8 @@
 """Host time per call of each op and of its peers: Python, checks, allocations and launches.
 
 The GPU works asynchronously: nothing waits for it within a block of calls. The inputs are those of an op's benchmark,
-small ones where it has some for peers. Hosts differ by a factor of two and more: the first row is a call of PyTorch's
-own, for comparisons between machines.
+and small ones where the benchmark lists some for peers. Hosts differ by a factor of two and more, so the first row is
+a call of a PyTorch function, for comparisons between machines.
 """
 
 import gc
@@ -23,13 +23,15 @@ CALLS, BLOCKS = 40, 15  # calls between two waits for the GPU, and timed blocks
 
 
 def ops() -> list[str]:
-    """The benchmarks of an op, or of part of one."""
+    """Return the benchmarks that measure an op or a part of an op."""
     return [name for name in benchmarks() if any(f"{name}_".startswith(f"{op}_") for op in op_modules())]
 
 
 def rows(names: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
-    """A row for each op, of these or of all, with the fields of `case.row`; "ms" are the host's, and only peers are
-    compared with ours. Of all, PyTorch's addition comes first."""
+    """Yield a row per op of `names`, by default of all after a row of PyTorch's addition.
+
+    The fields are those of `case.row`, with the host's milliseconds. Only peers are compared with ours.
+    """
     if not names:
         x = torch.zeros(8, device="cuda" if torch.cuda.is_available() else "cpu")
         yield row("torch.add, 8 numbers", host_ms({OURS: partial(torch.add, x, x)}), _figure)
@@ -44,8 +46,8 @@ def rows(names: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
 
 def _row(name: str, case: Case) -> dict[str, Any]:
     failed = case.tried()
-    left_out = case.baselines | case.yardsticks | failed.keys()
-    calls = {who: own[0] for who, own in case.calls.items() if who not in left_out}
+    left_out = {*case.baselines, *case.yardsticks, *failed}
+    calls = {who: each[0] for who, each in case.calls.items() if who not in left_out}
     return row(f"{name}, {case.name}", host_ms(calls), _figure, failed)
 
 
@@ -54,7 +56,7 @@ def _figure(ms: float) -> str:
 
 
 def host_ms(calls: Mapping[str, Call]) -> dict[str, float]:
-    """Median host milliseconds per call; the implementations take turns."""
+    """Return the median host milliseconds per call; the implementations take turns."""
     found: dict[str, list[float]] = {name: [] for name in calls}
     wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     for _ in range(BLOCKS + 1):

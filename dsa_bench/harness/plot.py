@@ -1,4 +1,4 @@
-"""Rows of a benchmark as a picture: milliseconds per shape, of ours, the peers and plain PyTorch."""
+"""Draw rows of a benchmark: milliseconds per shape of ours, the peers and plain PyTorch."""
 
 import importlib
 from pathlib import Path
@@ -9,7 +9,7 @@ from dsa_bench.harness import table
 
 
 def pyplot() -> ModuleType:
-    """matplotlib's, for files; RuntimeError where it is not installed."""
+    """Import matplotlib.pyplot for files. Raises RuntimeError where it is not installed."""
     try:
         import matplotlib
     except ImportError:
@@ -29,8 +29,8 @@ def write_png(name: str, rows: list[dict[str, Any]], path: Path) -> None:
     height = 0.8 / len(names)
     for i, who in enumerate(names):
         times = [r["ms"] if who == "dsa" else table.of(r, who).get("ms", 0) for r in rows]
-        places = [row + height * (i - (len(names) - 1) / 2) for row in range(len(rows))]
-        bars = axes.barh(places, times, height, label=who)
+        heights = [row + height * (i - (len(names) - 1) / 2) for row in range(len(rows))]
+        bars = axes.barh(heights, times, height, label=who)
         if who == "dsa":
             axes.bar_label(bars, [r["figure"] for r in rows], padding=3, fontsize=7)
     axes.set_yticks(range(len(rows)), [r["shape"] for r in rows], fontsize=8)

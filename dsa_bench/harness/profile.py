@@ -1,4 +1,4 @@
-"""Where an op's time goes: the torch profiler's table, and the shares of peak that ncu measures.
+"""Profiles of an op: the torch profiler's table, and percentages of peak that ncu measures.
 
 `python -m dsa_bench.harness.profile OP` calls the op's first case a few times, for ncu.
 """
@@ -13,7 +13,7 @@ import torch
 from dsa_bench.harness.case import Case, load
 
 CALLS = 3
-# Possible bottlenecks of a kernel, as shares of peak.
+# Possible bottlenecks of a kernel, as percentages of peak.
 METRICS = {
     "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active": "tensor pipe",
     "sm__inst_issued.avg.pct_of_peak_sustained_active": "issue slots",
@@ -23,14 +23,14 @@ METRICS = {
 
 
 def both_tables(op: str) -> str:
-    """Both tables of an op's first case."""
+    """Return both tables of an op's first case."""
     module = load(op)
     first = module.case(*module.SHAPES[0])
     return f"{op}: {first.name}\n{torch_table(first)}\n{ncu_table(op)}"
 
 
 def torch_table(case: Case) -> str:
-    """The torch profiler's table of a few calls: kernels, copies and host."""
+    """Return the torch profiler's table of a few calls: kernels, copies and host."""
     case.calls["dsa"][0]()
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
@@ -47,7 +47,7 @@ def _call(case: Case) -> None:
 
 
 def ncu_table(op: str) -> str:
-    """Shares of peak of every kernel that the op launches, or a line that says why there are none."""
+    """Return percentages of peak of every kernel that the op launches, or a line that says why there are none."""
     ncu = shutil.which("ncu")
     if ncu is None:
         return "ncu is not on the PATH: no shares of the tensor pipe, issue slots, L2 and DRAM"
@@ -63,7 +63,7 @@ def ncu_table(op: str) -> str:
 
 
 def ncu_report(rows: list[dict[str, str]]) -> str:
-    """The last launch of each kernel; a metric that this GPU does not have is left out."""
+    """Report the last launch of each kernel, without the metrics that this GPU lacks."""
     last = {row["Kernel Name"]: row for row in rows if row["Kernel Name"]}
     lines = []
     for name, row in last.items():

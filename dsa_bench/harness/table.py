@@ -1,4 +1,4 @@
-"""Rows of a benchmark as a printed table and as CSV."""
+"""Print rows of a benchmark as a table, and write them as CSV."""
 
 import csv
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ def print_table(name: str, rows: list[dict[str, Any]]) -> None:
 
 
 def _others(row: dict[str, Any]) -> Iterator[str]:
-    """Peers, then plain PyTorch, then yardsticks, then what could not be timed."""
+    """Yield peers, plain PyTorch, yardsticks, and what could not be timed."""
     for kind, label in KINDS.items():
         if row[kind]:
             yield label + "; ".join(f"{name} {_figures(p)}" for name, p in row[kind].items())
@@ -31,19 +31,21 @@ def _figures(other: dict[str, float]) -> str:
 
 
 def everyone(rows: list[dict[str, Any]]) -> list[str]:
-    """The names that any row compares with ours, peers first."""
+    """Return the names that any row compares with ours, peers first."""
     kinds = [list(row[kind]) for kind in KINDS for row in rows]
     return list(dict.fromkeys(name for names in [*kinds, *(row["failed"] for row in rows)] for name in names))
 
 
 def of(row: dict[str, Any], name: str) -> dict[str, float]:
-    """The figures of one name; empty where it was not timed."""
+    """Return the figures of a name, or {} where it was not timed."""
     return next((row[kind][name] for kind in KINDS if name in row[kind]), {})
 
 
 def write_csv(rows: list[dict[str, Any]], path: Path) -> None:
-    """A line per shape, and two columns per peer, baseline and yardstick: empty for one that was not tried, and with
-    the reason for one that failed."""
+    """Write a line per shape, with two columns per peer, baseline and yardstick.
+
+    Cells of a name that was not tried are empty. The cell of a name that failed has the reason.
+    """
     names = everyone(rows)
     with path.open("w", newline="") as handle:
         writer = csv.writer(handle)

@@ -1,8 +1,9 @@
-"""Search an op's tile configurations on the GPU at hand, and write the winners as the data that the op loads."""
+"""Search an op's tile configurations on this machine's GPU, and write the winners as the data that the op loads."""
 
 import concurrent.futures
 import datetime
 import importlib
+import math
 import multiprocessing
 import os
 from collections.abc import Callable, Sequence
@@ -19,16 +20,16 @@ from dsa.testing import bench
 from dsa_bench.harness.benchmarks import tunable
 from dsa_bench.harness.case import Call, Case, load
 
-WORTH = 1.01  # data is written where the model's choice takes more than this times the fastest
+WORTH = 1.01  # a winner is written where the modelled choice is slower by more than this factor
 
 
 @dataclass(frozen=True)
 class TuningClass:
-    """One class of shapes that share a configuration.
+    """A class of shapes that share a configuration.
 
-    tries     which configurations are worth a trial, of those that the hardware takes
+    tries     whether a configuration is worth a trial
     shapes    a shape of the benchmark -> the arguments of the compile function before the configuration
-    modelled  the configuration that a class without a winner gets, or None where every class has one
+    modelled  the configuration of a class without a winner, or None where every class needs a winner
     """
 
     tries: Callable[[Any], bool]
@@ -38,7 +39,7 @@ class TuningClass:
 
 @dataclass(frozen=True)
 class Tuning:
-    """An op's search space: all configurations, each with the function that compiles it, and classes of shapes."""
+    """An op's search space: all configurations with the functions that compile them, and classes of shapes."""
 
     candidates: dict[Any, Callable[..., Any]]
     classes: dict[str, TuningClass]
@@ -46,7 +47,7 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Trial:
-    """A configuration's outcome on a class: milliseconds for each shape, or the failure."""
+    """The outcome of a configuration on a class: milliseconds per shape, or the failure."""
 
     config: Any
     registers: str
@@ -56,16 +57,13 @@ class Trial:
 
     @property
     def score(self) -> float:
-        """The product of the times: the smallest has the smallest geometric mean."""
-        product = 1.0
-        for ms in self.ms:
-            product *= ms
-        return product if self.ms else float("inf")
+        """The product of the times, which orders trials like their geometric mean."""
+        return math.prod(self.ms) if self.ms else math.inf
 
 
 def tune(op: str, output: Path | None = None, jobs: int | None = None) -> None:
     """Compile all candidates of `op` for the current GPU's arch in parallel processes, time those that are correct,
-    print them by class, and write the winners to `output`, by default the package's own data."""
+    print them by class, and write the winners to `output`, by default the package's data."""
     from dsa.cute import tuning
 
     module = load(op)
@@ -86,14 +84,14 @@ def tune(op: str, output: Path | None = None, jobs: int | None = None) -> None:
     }
     jobs = jobs or len(os.sched_getaffinity(0))
     print(f"{op}: compiling {len(todo)} kernels in {jobs} processes")
-    # Spawned: the DSL compiles in one thread, and CUDA does not survive a fork.
+    # Processes, because the DSL compiles in one thread; spawned, because CUDA does not survive a fork.
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
         work = {arguments: pool.submit(_compile, plan.candidates[arguments[-1]], arguments) for arguments in todo}
         compiled = {arguments: future.result() for arguments, future in work.items()}
 
     path = output or tuning.path_of(op, arch)
-    path.parent.mkdir(parents=True, exist_ok=True)  # an arch's first
+    path.parent.mkdir(parents=True, exist_ok=True)  # an arch's first data
     note = {
         "device": torch.cuda.get_device_name(),
         "multiprocessors": backends.num_sms(gpu),
@@ -107,37 +105,37 @@ def tune(op: str, output: Path | None = None, jobs: int | None = None) -> None:
         print_trials(name, [case.name for case in cases], trials)
         if not trials or not trials[0].ms:
             raise RuntimeError(f"{op}: no configuration of class {name!r} is correct")
-        # After each class: a search takes minutes, and keeps its results when it is interrupted.
+        # Written after each class: a search takes minutes, and an interrupted search keeps its results.
         tuning.write(op, {name: _winner(shapes, trials)}, note, path)
     print(f"wrote {path}")
 
 
 def _winner(shapes: TuningClass, trials: Sequence[Trial]) -> Any:
-    """The fastest, or None where the modelled choice is as fast, so that no data is needed."""
+    """Return the fastest configuration, or None where the modelled choice is as fast and no data is needed."""
     modelled = next((trial for trial in trials if trial.config == shapes.modelled and trial.ms), None)
     within = modelled is not None and modelled.score <= WORTH ** len(modelled.ms) * trials[0].score
     return None if within else trials[0].config
 
 
 def _compile(compile_function: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
-    """Compile into the cache. Registers per thread at launch, or "fails" and the reason's last line."""
+    """Compile into the cache. Returns the registers per thread, or "fails" and the last line of the reason."""
     from dsa.runtime.compile_cache import cubin
     from dsa.runtime.sass import disassemble
 
     try:
         compile_function(*arguments)
         return str(disassemble(cubin(compile_function, *arguments)).registers)
-    except FileNotFoundError:  # no disassembler: the registers stay unknown
+    except FileNotFoundError:  # without a disassembler the registers are unknown
         return "-"
-    except Exception as error:  # one candidate's error must not end the search
+    except Exception as error:  # a candidate's error must not end the search
         return f"fails: {str(error).strip().splitlines()[-1][:80]}"
 
 
 def _try_all(op: str, arch: str, shape_class: str, registers: dict[Any, str], cases: Sequence[Case]) -> list[Trial]:
     """Check every configuration on every case, then time the correct ones in turns, so that clocks and heat affect all
-    alike."""
+    configurations in the same way."""
     failures = {config: outcome for config, outcome in registers.items() if outcome.startswith("fails")}
-    # Per case: comparing with a result known to be correct is much faster than the reference.
+    # Per case, because comparing with a correct result is much faster than the reference.
     correct_results: list[list[torch.Tensor]] = [[] for _ in cases]
     for config in registers.keys() - failures.keys():
         try:
@@ -162,7 +160,7 @@ def _try_all(op: str, arch: str, shape_class: str, registers: dict[Any, str], ca
 
 
 def _under(op: str, arch: str, shape_class: str, config: Any, call: Call) -> Call:
-    """The call with this configuration. The op's cached choices are cleared before and after."""
+    """Make the call run with this configuration. The op's cached choices are cleared before and after."""
     from dsa.cute import tuning
 
     caches = [x for x in vars(importlib.import_module(op_module(op))).values() if hasattr(x, "cache_clear")]

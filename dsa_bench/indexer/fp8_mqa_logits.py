@@ -1,4 +1,4 @@
-"""Index scores over contiguous keys: TFLOP/s on the pairs in range, compared with DeepGEMM and cuDNN-frontend."""
+"""Index scores over contiguous keys: TFLOP/s of the pairs in range, compared with DeepGEMM and cuDNN-frontend."""
 
 from functools import partial
 from typing import Any
@@ -6,13 +6,13 @@ from typing import Any
 import torch
 
 import dsa
-from dsa.testing import calc_diff
 from dsa_bench.harness import agreement
 from dsa_bench.harness.case import Case, flop_rate, fp8_gemm
+from dsa_bench.harness.inputs import causal_ranges, e4m3, f32, scales
 from dsa_bench.harness.tune import Tuning, TuningClass
 from dsa_bench.peers import cudnn, deep_gemm
 
-# queries, keys, heads, head dimension, whether pairs out of range become -inf, accumulators; causal
+# queries, keys, heads, head dimension, whether pairs out of range become -inf, accumulators; all causal
 SHAPES = [
     (4096, 32768, 64, 128, True),
     (2048, 8192, 64, 128, True),
@@ -34,38 +34,32 @@ PROBED = [
 
 
 def case(queries: int, keys: int, heads: int, dim: int, clean: bool = True, accumulators: str = "float32") -> Case:
-    q = torch.randn(queries, heads, dim, device="cuda").to(torch.float8_e4m3fn)
-    kv = torch.randn(keys, dim, device="cuda").to(torch.float8_e4m3fn), torch.rand(keys, device="cuda") + 0.5
-    weights = torch.randn(queries, heads, device="cuda")
-    starts = torch.zeros(queries, dtype=torch.int32, device="cuda")
-    ends = torch.arange(queries, dtype=torch.int32, device="cuda") + keys - queries
+    q, kv, weights = e4m3(queries, heads, dim), (e4m3(keys, dim), scales(keys)), f32(queries, heads)
+    starts, ends = causal_ranges(queries, keys)
     arguments = (q, kv, weights, starts, ends)
-    flop = 2 * int((ends - starts).sum()) * heads * dim
     options = {"clean_logits": clean, "accumulators": getattr(torch, accumulators)}
     scores = partial(dsa.fp8_mqa_logits, *arguments, **options)
-    peers = deep_gemm.mqa_logits(*arguments, clean) | cudnn.indexer_scores(q, kv, weights)
 
-    def check(got: torch.Tensor) -> None:
-        with dsa.use_backend("reference"):
-            expected = scores()
-        seen = slice(None) if clean else _seen(ends, keys)
-        if not (diff := calc_diff(got[seen], expected[seen])) < 5e-6:
-            raise AssertionError(f"calc_diff {diff:.2g}")
+    def seen(rows: slice) -> torch.Tensor:
+        return torch.arange(keys, device=ends.device) < ends[rows, None]
 
-    def agree(got: Any, ours: torch.Tensor) -> None:
-        """On the pairs in range: cuDNN's rows see one key more, and DeepGEMM 2.8.1 does not write the others."""
+    def agree(theirs: Any, ours: torch.Tensor) -> None:
+        """Compare the pairs in range: cuDNN's rows see one key more, and DeepGEMM 2.8.1 does not write the others."""
         rows = agreement.some(queries)
-        seen = _seen(ends[rows], keys)
-        agreement.close(agreement.first(got).reshape(queries, keys)[rows][seen], ours[rows][seen])
+        theirs = agreement.first(theirs).reshape(queries, keys)[rows]
+        agreement.close(theirs[seen(rows)], ours[rows][seen(rows)])
 
     name = f"{queries} x {keys}, H {heads}, D {dim}, causal, {'cleaned' if clean else 'not cleaned'}"
     name += "" if accumulators == "float32" else f", {accumulators} accumulators"
-    others = {"repeats": 15, "agree": agree, "check": check}
-    return Case(name, {"dsa": [scores]}, flop_rate(flop, fp8_gemm), peers, **others)
-
-
-def _seen(ends: torch.Tensor, keys: int) -> torch.Tensor:
-    return torch.arange(keys, device=ends.device) < ends[:, None]
+    return Case(
+        name,
+        {"dsa": [scores]},
+        flop_rate(2 * int((ends - starts).sum()) * heads * dim, fp8_gemm),
+        deep_gemm.mqa_logits(*arguments, clean) | cudnn.indexer_scores([(q, kv, weights)]),
+        repeats=15,
+        agree=agree,
+        check=agreement.as_reference(scores, 5e-6, None if clean else lambda expected: seen(slice(None))),
+    )
 
 
 def tuning() -> Tuning:

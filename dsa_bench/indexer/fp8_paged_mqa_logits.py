@@ -1,5 +1,5 @@
-"""Index scores over paged keys: bytes per second, compared with both builds of DeepGEMM. With fp16 accumulators
-also compared with fp32 ones. And the time of the plan, `get_paged_mqa_logits_metadata`."""
+"""Index scores over paged keys: bytes per second, compared with both builds of DeepGEMM, and fp16 accumulators with
+fp32 ones. Also the time of the plan, `get_paged_mqa_logits_metadata`."""
 
 from functools import partial
 from typing import Any
@@ -7,14 +7,13 @@ from typing import Any
 import torch
 
 import dsa
-from dsa.testing import calc_diff
 from dsa_bench.harness import agreement
-from dsa_bench.harness.calls import Call
-from dsa_bench.harness.case import Case, bytes_rate, fresh
+from dsa_bench.harness.case import Call, Case, bytes_rate, fresh, microseconds
+from dsa_bench.harness.inputs import e4m3, f32, scales
 from dsa_bench.harness.tune import Tuning, TuningClass
 from dsa_bench.peers import deep_gemm
 
-# batch, queries a sequence, mean context, heads, accumulators; a context of 0: the plan alone
+# batch, queries per sequence, mean context, heads, accumulators; a context of 0: only the plan
 SHAPES = [
     (128, 1, 32768, 64),
     (64, 1, 8192, 64),
@@ -37,22 +36,20 @@ PROBED = [
     (4, 1, 0, 64, "float32"),
 ]
 DIM, PAGE = 128, 64
-_PLANS = 8  # in a graph
+_PLANS = 8  # per graph
 _FP32 = "dsa, float32 accumulators"
 
 
 def paged_inputs(lengths: torch.Tensor, next_n: int, heads: int) -> tuple[Any, ...]:
-    """(q, cache, weights, lengths, block table) of sequences with so many keys, int32 [B] on the CPU."""
+    """Return (q, cache, weights, lengths, block table) of sequences with these numbers of keys, int32 [B] on the
+    CPU."""
     batch, used = len(lengths), -(-lengths // PAGE)
     pages, width = int(used.sum()), int(used.max())
-    keys = torch.randn(pages, PAGE * DIM, device="cuda").to(torch.float8_e4m3fn).view(torch.uint8)
-    scales = (torch.rand(pages, PAGE, device="cuda") + 0.5).view(torch.uint8)
-    cache = torch.cat((keys, scales), 1).view(pages, PAGE, 1, DIM + 4)
+    cache = torch.cat((e4m3(pages, PAGE * DIM).view(torch.uint8), scales(pages, PAGE).view(torch.uint8)), 1)
     table = torch.full((batch, width), -1, dtype=torch.int32)
     table[torch.arange(width) < used[:, None]] = torch.randperm(pages, dtype=torch.int32)
-    q = torch.randn(batch, next_n, heads, DIM, device="cuda").to(torch.float8_e4m3fn)
-    weights = torch.randn(batch * next_n, heads, device="cuda")
-    return q, cache, weights, lengths.cuda(), table.cuda()
+    q, weights = e4m3(batch, next_n, heads, DIM), f32(batch * next_n, heads)
+    return q, cache.view(pages, PAGE, 1, DIM + 4), weights, lengths.cuda(), table.cuda()
 
 
 def _inputs(batch: int, next_n: int, mean: int, heads: int) -> tuple[Any, ...]:
@@ -69,16 +66,15 @@ def _call(accumulators: str, q, cache, weights, lengths, table, columns) -> Call
 
 def _plan_case(batch: int) -> Case:
     lengths = torch.randint(1, 32768, (batch,), dtype=torch.int32, device="cuda")
-    peers = deep_gemm.plans(lengths, PAGE, _PLANS)
     ours = partial(dsa.get_paged_mqa_logits_metadata, lengths, PAGE, dsa.num_sms("cuda"))
+    calls, peers = {"dsa": [ours] * _PLANS}, deep_gemm.plans(lengths, PAGE, _PLANS)
 
-    def agree(got: torch.Tensor, ours: torch.Tensor) -> None:
-        """Each splits the work differently; all plans have a row per SM."""
-        if got.shape != ours.shape:
-            raise AssertionError(f"differs: shape {list(got.shape)}, where ours is {list(ours.shape)}")
+    def agree(theirs: torch.Tensor, ours: torch.Tensor) -> None:
+        """Libraries split the work differently; every plan has a row per SM."""
+        if theirs.shape != ours.shape:
+            raise AssertionError(f"differs: shape {list(theirs.shape)}, where ours is {list(ours.shape)}")
 
-    options = {"graph": True, "agree": agree}
-    return Case(f"the plan, B {batch}", {"dsa": [ours] * _PLANS}, lambda ms: f"{ms * 1e3:.1f} us", peers, **options)
+    return Case(f"the plan, B {batch}", calls, microseconds, peers, graph=True, agree=agree)
 
 
 def case(batch: int, next_n: int, mean: int, heads: int, accumulators: str = "float32") -> Case:
@@ -92,31 +88,32 @@ def case(batch: int, next_n: int, mean: int, heads: int, accumulators: str = "fl
         name += f", {accumulators} accumulators"
         calls[_FP32] = [_call("float32", *i) for i in inputs]
     keys = sum(int(lengths.sum()) for *_, lengths, _, _ in inputs) / len(inputs)
-    figure = bytes_rate(keys * (DIM + 4 + 4 * next_n), us=False)
 
-    def check(got: torch.Tensor) -> None:
-        with dsa.use_backend("reference"):
-            expected = _call(accumulators, *inputs[0])()
-        if not (diff := calc_diff(torch.where(expected == -torch.inf, expected, got), expected)) < 5e-6:
-            raise AssertionError(f"calc_diff {diff:.2g}")
-
-    def agree(got: torch.Tensor, ours: torch.Tensor) -> None:
-        """On the keys that a row sees."""
+    def agree(theirs: torch.Tensor, ours: torch.Tensor) -> None:
+        """Compare the keys that a row sees."""
         *_, lengths, _, columns = inputs[0]
         rows = agreement.some(len(ours))
         visible = deep_gemm.visible_keys(lengths, next_n).flatten()[rows]
         seen = torch.arange(columns, device=ours.device) < visible[:, None]
-        agreement.close(got[rows][seen], ours[rows][seen])
+        agreement.close(theirs[rows][seen], ours[rows][seen])
 
-    others = {"graph": True, "yardsticks": frozenset({_FP32}), "agree": agree, "check": check}
-    return Case(name, calls, figure, deep_gemm.paged_mqa_logits(inputs), **others)
+    return Case(
+        name,
+        calls,
+        bytes_rate(keys * (DIM + 4 + 4 * next_n), us=False),
+        deep_gemm.paged_mqa_logits(inputs),
+        graph=True,
+        yardsticks={_FP32},
+        agree=agree,
+        check=agreement.as_reference(calls["dsa"][0], 5e-6, lambda expected: expected != -torch.inf),
+    )
 
 
 def tuning() -> Tuning:
     from dsa.cute.tuning import candidates
     from dsa.kernels.indexer import fp8_paged_mqa_logits_sm90 as kernel
 
-    # One (heads, next_n) for each number of columns.
+    # One (heads, next_n) per number of columns.
     columns = {heads * next_n: (heads, next_n) for next_n in (4, 3, 2, 1) for heads in (8, 16, 32, 64)}
     return Tuning(
         dict.fromkeys(candidates(kernel.PagedMqaLogitsConfig), kernel.compile_fp8_paged_mqa_logits),

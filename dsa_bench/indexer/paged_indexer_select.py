@@ -1,8 +1,8 @@
 """Scores over pages and selection in one call, as in decoding: microseconds in a CUDA graph, compared with the peers'
 two kernels.
 
-Our call plans the scores itself; the peers' plans are made beforehand, as a step's layers share them. The peers promise
-no order among equal scores.
+Our call includes the plan of the scores. The peers' plans are made outside the timing, because a step's layers share
+them. The peers promise no order among equal scores.
 """
 
 from functools import partial
@@ -16,7 +16,7 @@ from dsa_bench.harness.case import Case, bytes_rate, fresh
 from dsa_bench.indexer.fp8_paged_mqa_logits import DIM, paged_inputs
 from dsa_bench.peers import scores_and_topk
 
-# sequences, keys of each, queries a sequence, heads, k
+# sequences, keys per sequence, queries per sequence, heads, k
 SHAPES = [
     *((batch, keys, 1, 64, 2048) for keys in (131072, 32768, 4096) for batch in (1, 8, 32)),
     *((batch, 1 << 20, 1, 64, 2048) for batch in (1, 8)),
@@ -32,9 +32,9 @@ def case(batch: int, keys: int, next_n: int, heads: int, k: int) -> Case:
     inputs = fresh(size, partial(paged_inputs, lengths, next_n, heads), most=128, total=128 << 20)
     calls = {"dsa": [partial(dsa.paged_indexer_select, *i, keys, k, slots=True) for i in inputs]}
 
-    def agree(got: Any, ours: torch.Tensor) -> None:
-        """With our keys, as the peers' are not yet slots."""
-        agree_selected(got, dsa.paged_indexer_select(*inputs[0], keys, k), keys)
+    def agree(theirs: Any, ours: torch.Tensor) -> None:
+        """Compare with the positions of our keys, because the peers return positions, not slots."""
+        agree_selected(theirs, dsa.paged_indexer_select(*inputs[0], keys, k), keys)
 
     name = f"{batch} x {keys}, next_n {next_n}, H {heads}, D {DIM}, k {k}"
     peers = scores_and_topk.select_paged([(*i, keys) for i in inputs], k)

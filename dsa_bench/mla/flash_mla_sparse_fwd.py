@@ -1,6 +1,6 @@
-"""Sparse MLA prefill compared with both builds of FlashMLA. Head counts that they do not take are padded, outside the
-timing. With up to 16 heads our kernel that computes every query by itself is a yardstick, on random selections and on
-selections that overlap as those of neighbouring tokens do.
+"""Sparse MLA prefill compared with both builds of FlashMLA. Head counts that they do not take are padded outside the
+timing. With up to 16 heads our kernel for single queries is a yardstick, on random selections and on selections that
+overlap like those of neighbouring tokens.
 """
 
 from functools import partial
@@ -12,12 +12,13 @@ from dsa.kernels.mla.query_group_limits import GROUP_SIZES
 from dsa.ops.mla._sparse_attention import Results, Selection, attend
 from dsa_bench.harness.agreement import agree_attention
 from dsa_bench.harness.case import Case, bf16_gemm, flop_rate
+from dsa_bench.harness.inputs import bf16, selected_keys
 from dsa_bench.peers import flash_mla
 
-# The share of a selection's keys that neighbours do not all have in common, and the share of these that changes from
-# one token to the next, as in the two layers of an earlier shipped model. The union of 4 and of 8 neighbours is then
-# 1.38 and 1.57 selections, or 2.17 and 3.10 (docs/explanation/kernels.md); in the model shipped now it is 1.46 and
-# 1.90, or 2.11 and 3.11.
+# Two fractions, measured in the two layers of an earlier shipped model: the fraction of a selection's keys that not all
+# neighbours share, and the fraction of these keys that changes from one token to the next. The union of 4 and of 8
+# neighbours' selections is then 1.38 and 1.57 selections, or 2.17 and 3.10 (docs/explanation/kernels.md). In the
+# current shipped model it is 1.46 and 1.90, or 2.11 and 3.11.
 OVERLAPS = {"layer 0": (0.22, 0.75), "layer 1": (0.525, 0.86)}
 NEIGHBOURS = 64
 # keys, d, heads, selected keys; queries, overlap
@@ -39,48 +40,45 @@ SHAPES = [
 ]
 PROBED = [(4096, 576, 64, 2048, 128), (4096, 512, 128, 512, 128), (4096, 576, 16, 512, 128)]
 QUERIES, D_V = 4096, 512
-Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]
 
 
 def _indices(keys: int, selected: int, queries: int, overlap: str) -> torch.Tensor:
     if not overlap:
-        return torch.rand(queries, keys, device="cuda").topk(selected, dim=1).indices
+        return selected_keys(queries, keys, selected)
     apart, moved = OVERLAPS[overlap]
-    own = round(selected * apart)
-    stretches = queries // NEIGHBOURS
-    pool = torch.rand(stretches, keys, device="cuda").topk(selected - own + round(own / (1 - moved)), dim=1).indices
-    common, others = pool.repeat_interleave(NEIGHBOURS, 0).split((selected - own, round(own / (1 - moved))), 1)
-    chosen = torch.rand(others.shape, device="cuda").topk(own, dim=1).indices
+    different = round(selected * apart)
+    candidates = round(different / (1 - moved))
+    pool = selected_keys(queries // NEIGHBOURS, keys, selected - different + candidates)
+    common, others = pool.repeat_interleave(NEIGHBOURS, 0).split((selected - different, candidates), 1)
+    chosen = torch.rand(others.shape, device="cuda").topk(different, dim=1).indices
     whole = torch.cat((common, others.gather(1, chosen)), 1)
     return whole.gather(1, torch.rand(whole.shape, device="cuda").argsort(1))
-
-
-def _inputs(keys: int, d: int, heads: int, selected: int, queries: int, overlap: str) -> Inputs:
-    q = torch.randn(queries, heads, d, device="cuda", dtype=torch.bfloat16) / 10
-    kv = torch.randn(keys, 1, d, device="cuda", dtype=torch.bfloat16) / 10
-    indices = _indices(keys, selected, queries, overlap)
-    return q, kv, indices.int()[:, None].contiguous(), d**-0.5
 
 
 def _one_by_one(
     q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Every query by itself, whatever the selections have in common."""
-    statistics = (q.new_empty(q.shape[:2], dtype=torch.float32) for _ in range(2))
-    results = q.new_empty(*q.shape[:2], D_V), *statistics
-    out, max_logits, lse = results
+    """Attend per query, whatever keys the selections share."""
+    max_logits, lse = (q.new_empty(q.shape[:2], dtype=torch.float32) for _ in range(2))
+    out = q.new_empty(*q.shape[:2], D_V)
     attend(q, [Selection(kv, indices, None)], scale, None, Results(out, lse, max_logits), may_split=False)
-    return results
+    return out, max_logits, lse
 
 
 def case(keys: int, d: int, heads: int, selected: int, queries: int = QUERIES, overlap: str = "") -> Case:
-    inputs = _inputs(keys, d, heads, selected, queries, overlap)
-    calls = {"dsa": [partial(dsa.flash_mla_sparse_fwd, *inputs)]}
-    yardsticks = frozenset({"one by one"} if heads <= max(GROUP_SIZES) else ())
-    calls |= {name: [partial(_one_by_one, *inputs)] for name in yardsticks}
-    figure = flop_rate(2 * queries * selected * heads * (d + D_V), bf16_gemm)
+    indices = _indices(keys, selected, queries, overlap)
+    inputs = bf16(queries, heads, d) / 10, bf16(keys, 1, d) / 10, indices[:, None].contiguous(), d**-0.5
+    yardsticks = {"one by one"} if heads <= max(GROUP_SIZES) else set()
     name = f"{queries} queries, {keys} keys, d {d}, {heads} heads, k {selected}"
-    if overlap:
-        name += f", overlap of {overlap}"
-    others = {"yardsticks": yardsticks, "agree": agree_attention}
-    return Case(name, calls, figure, flash_mla.sparse_prefill([inputs]), repeats=15, **others)
+    return Case(
+        name + (f", overlap of {overlap}" if overlap else ""),
+        {
+            "dsa": [partial(dsa.flash_mla_sparse_fwd, *inputs)],
+            **{y: [partial(_one_by_one, *inputs)] for y in yardsticks},
+        },
+        flop_rate(2 * queries * selected * heads * (d + D_V), bf16_gemm),
+        flash_mla.sparse_prefill([inputs]),
+        repeats=15,
+        yardsticks=yardsticks,
+        agree=agree_attention,
+    )

@@ -1,4 +1,4 @@
-"""Dense MLA decoding compared with both builds of FlashMLA: the table of its own tests, and small batches, where
+"""Dense MLA decoding compared with both builds of FlashMLA: the shapes of FlashMLA's tests, and small batches, where
 latency counts."""
 
 from functools import partial
@@ -7,11 +7,11 @@ import torch
 
 import dsa
 from dsa_bench.harness.agreement import agree_attention
-from dsa_bench.harness.calls import Call
-from dsa_bench.harness.case import Case, fresh, nearer_rate
+from dsa_bench.harness.case import Call, Case, fresh, nearer_rate
+from dsa_bench.harness.inputs import bf16
 from dsa_bench.peers import flash_mla
 
-# sequences, keys of each, heads, query tokens
+# sequences, keys per sequence, heads, query tokens
 SHAPES = [
     *((128, 4096, heads, queries) for heads, queries in ((16, 1), (64, 1), (128, 1), (128, 2))),
     *((128, 16384, heads, queries) for heads, queries in ((16, 1), (64, 1), (64, 2), (128, 1), (128, 2))),
@@ -24,11 +24,10 @@ Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _inputs(batch: int, keys: int, heads: int, queries: int) -> Inputs:
-    q = torch.randn(batch, queries, heads, D, device="cuda", dtype=torch.bfloat16) / 10
     pages = -(-keys // PAGE)
-    kv = torch.randn(batch * pages, PAGE, 1, D, device="cuda", dtype=torch.bfloat16) / 10
     table = torch.randperm(batch * pages, device="cuda").int().view(batch, pages)
-    return q, kv, table, torch.full((batch,), keys, dtype=torch.int32, device="cuda")
+    lengths = torch.full((batch,), keys, dtype=torch.int32, device="cuda")
+    return bf16(batch, queries, heads, D) / 10, bf16(batch * pages, PAGE, 1, D) / 10, table, lengths
 
 
 def _ours(inputs: Inputs) -> Call:
@@ -37,7 +36,7 @@ def _ours(inputs: Inputs) -> Call:
 
 
 def case(batch: int, keys: int, heads: int, queries: int) -> Case:
-    # Every call of a graph has its own cache; its plan is made by the first call, outside the graph.
+    # Every call of a graph has its own cache; the first call makes the plan, outside the graph.
     cache = batch * keys * D * 2
     inputs = fresh(cache, partial(_inputs, batch, keys, heads, queries), least=1, most=32, total=150e6)
     size = cache + batch * queries * heads * (D + D_V) * 2

@@ -1,7 +1,7 @@
-"""MLA decoding over selected keys of an FP8 cache (656 bytes a token) compared with both builds of FlashMLA, which take
-64 and 128 heads: other counts are padded, outside the timing.
+"""MLA decoding over selected keys of an FP8 cache (656 bytes per token) compared with both builds of FlashMLA, which
+take 64 and 128 heads. Other head counts are padded outside the timing.
 
-Each sequence selects random keys of its own part of one cache, and every call of a graph has other parts.
+Each sequence selects random keys of its part of one cache, and every call of a graph uses other parts.
 """
 
 from functools import partial
@@ -10,11 +10,11 @@ import torch
 
 import dsa
 from dsa_bench.harness.agreement import agree_attention
-from dsa_bench.harness.calls import Call
-from dsa_bench.harness.case import Case, copies, nearer_rate
+from dsa_bench.harness.case import Call, Case, copies, nearer_rate
+from dsa_bench.harness.inputs import bf16
 from dsa_bench.peers import flash_mla
 
-# sequences, heads, query tokens, selected keys, keys of a sequence
+# sequences, heads, query tokens, selected keys, keys per sequence
 SHAPES = [
     (128, 128, 2, 2048, 32768),
     (64, 128, 2, 2048, 32768),
@@ -33,18 +33,17 @@ Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _cache(rows: int) -> torch.Tensor:
-    """A cache of 65536 random latents, over and over."""
+    """A cache that repeats 65536 random latents."""
     block = torch.empty(65536 // PAGE, PAGE, 1, BYTES, dtype=torch.uint8, device="cuda")
-    latents = torch.randn(65536, D, device="cuda", dtype=torch.bfloat16) / 10
-    dsa.write_kv_cache(latents, block, torch.arange(65536, device="cuda"))
+    dsa.write_kv_cache(bf16(65536, D) / 10, block, torch.arange(65536, device="cuda"))
     return block.repeat(-(-rows // 65536), 1, 1, 1)[: rows // PAGE]
 
 
 def _inputs(kv: torch.Tensor, first: int, batch: int, heads: int, queries: int, selected: int, keys: int) -> Inputs:
-    """The sequences whose parts have the numbers from `first` on."""
-    q = torch.randn(batch, queries, heads, D, device="cuda", dtype=torch.bfloat16) / 10
-    own = torch.rand(batch, queries, keys, device="cuda").topk(selected, dim=2).indices
-    return q, kv, (own + (first + torch.arange(batch, device="cuda"))[:, None, None] * keys).int()
+    """Inputs of the sequences whose parts of the cache have the numbers from `first` on."""
+    chosen = torch.rand(batch, queries, keys, device="cuda").topk(selected, dim=2).indices
+    indices = (chosen + (first + torch.arange(batch, device="cuda"))[:, None, None] * keys).int()
+    return bf16(batch, queries, heads, D) / 10, kv, indices
 
 
 def _ours(q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor) -> Call:

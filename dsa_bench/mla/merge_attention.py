@@ -1,12 +1,12 @@
-"""The merge of attention branches: bytes per second, compared with the merges of two in vLLM and SGLang."""
+"""The merge of attention branches: bytes per second. vLLM and SGLang merge two branches."""
 
 from functools import partial
 
 import torch
 
 import dsa
-from dsa_bench.harness.calls import Peers
-from dsa_bench.harness.case import Case, bytes_rate, fresh
+from dsa_bench.harness.case import Case, Peers, bytes_rate, fresh
+from dsa_bench.harness.inputs import bf16, f32
 from dsa_bench.peers import operators
 
 # tokens, heads, branches, with a sink: a prefill chunk, decode batches
@@ -24,14 +24,13 @@ D_V = 512
 
 
 def _branches(tokens: int, heads: int, count: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    outs = [torch.randn(tokens, heads, D_V, device="cuda").bfloat16() for _ in range(count)]
-    return outs, [torch.randn(tokens, heads, device="cuda") for _ in range(count)]
+    return [bf16(tokens, heads, D_V) for _ in range(count)], [f32(tokens, heads) for _ in range(count)]
 
 
 def case(tokens: int, heads: int, count: int, with_sink: bool) -> Case:
     size = tokens * heads * ((count + 1) * (2 * D_V + 4))
     inputs = fresh(size, partial(_branches, tokens, heads, count))
-    sink = torch.randn(heads, device="cuda") if with_sink else None
+    sink = f32(heads) if with_sink else None
     peers = operators.merge(inputs) if count == 2 and not with_sink else Peers()
     calls = {"dsa": [partial(dsa.merge_attention, *i, sink) for i in inputs]}
     name = f"{tokens} tokens, {heads} heads, {count} branches{', sink' if with_sink else ''}, bf16"

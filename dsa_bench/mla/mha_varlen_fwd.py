@@ -1,5 +1,5 @@
-"""Multi-head attention over packed sequences, to all causal keys and to 2048 selected ones, compared with cuDNN's to
-all keys; a yardstick is absorbed attention to the selected keys."""
+"""Multi-head attention over packed sequences, to all causal keys and to 2048 selected keys, compared with cuDNN's
+attention to all keys. Absorbed attention to the selected keys is a yardstick."""
 
 from functools import partial
 from types import ModuleType
@@ -9,15 +9,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import dsa
-from dsa_bench.harness.agreement import agree
-from dsa_bench.harness.calls import Call, Peers
-from dsa_bench.harness.case import Case, bf16_gemm, flop_rate
+from dsa_bench.harness.case import Call, Case, Peers, agree, bf16_gemm, flop_rate
+from dsa_bench.harness.inputs import bf16
 from dsa_bench.peers.package import Library
 
 V32, GLM5 = (128, 192, 128), (64, 256, 256)
 TOP_K = 2048
 CUDNN, ABSORBED = Library("cuDNN", ("torch",)), "absorbed, 2048 keys"
-# sequences, tokens of each, of which new; heads, d, dv; whether keys are selected
+# sequences, tokens per sequence, new tokens of these; heads, d, dv; whether keys are selected
 SHAPES = [
     *((*sizes, *V32, selecting) for sizes in ((1, 4096, 4096), (1, 8192, 8192)) for selecting in (False, True)),
     *((*sizes, *V32, False) for sizes in ((64, 512, 512), (256, 100, 100), (16, 2000, 2000))),
@@ -34,43 +33,39 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> 
 
 
 def _cudnn(module: ModuleType, *arguments: torch.Tensor | float) -> Call:
-    """q, k, v [B, H, S, .]: all sequences have the same length, and all their tokens are new. Raises RuntimeError where
-    this build of torch does not have it."""
+    """Attend q, k, v [B, H, S, .]. All sequences have the same length, and all their tokens are new.
+
+    Raises RuntimeError where this build of torch has no such kernel.
+    """
     call = partial(_attend, *arguments)
     call()
     return call
 
 
 def case(sequences: int, keys: int, new: int, heads: int, d: int, dv: int, selecting: bool) -> Case:
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
-
     queries, rows, scale = sequences * new, sequences * keys, d**-0.5
-    q, k, v = normal(queries, heads, d), normal(rows, heads, d), normal(rows, heads, dv)
+    q, k, v = bf16(queries, heads, d), bf16(rows, heads, d), bf16(rows, heads, dv)
     cu_q, cu_k = (torch.arange(0, n + 1, each, device="cuda").int() for n, each in ((queries, new), (rows, keys)))
     visible = (keys - new + 1 + torch.arange(new, device="cuda")).repeat(sequences).int()
-    arguments = q, k, v, cu_q, cu_k, keys, scale
-    others = {"yardsticks": frozenset({ABSORBED, CUDNN.name} if selecting else ()), "agree": _agree}
+    attend, peers = partial(dsa.mha_varlen_fwd, q, k, v, cu_q, cu_k, keys, scale), Peers()
+    calls = {"dsa": [attend]}
     name = f"{sequences} x {keys}" + (f", last {new}" if new < keys else "")
     name += f", {heads} heads of {d}/{dv}" + (f", {TOP_K} keys selected" if selecting else "")
-    figure = flop_rate(2 * int(visible.sum()) * heads * (d + dv), bf16_gemm)
-    peers = Peers()
     if new == keys:
         by_sequence = [x.view(sequences, keys, *x.shape[1:]).transpose(1, 2) for x in (q, k, v)]
         peers = Peers.of({CUDNN: _cudnn}, [(*by_sequence, scale)])
-    if not selecting:
-        return Case(name, {"dsa": [partial(dsa.mha_varlen_fwd, *arguments)]}, figure, peers, **others)
-
-    starts = torch.arange(sequences, device="cuda").repeat_interleave(new).int() * keys
-    indices = _selected(visible, keys)
-    lists = torch.where(indices < 0, indices, indices + starts[:, None])
-    bits = dsa.selection_bits(lists, starts, keys)
-    calls = {"dsa": [partial(dsa.mha_varlen_fwd, *arguments, selected=bits, dense_keys=TOP_K)]}
-    if (heads, d, dv) == V32:
-        absorbed, latents = normal(queries, heads, 576), normal(rows, 1, 576)
-        attended = absorbed, latents, lists[:, None], scale, 512, None, (indices >= 0).sum(-1).int()
-        calls[ABSORBED] = [partial(dsa.flash_mla_sparse_fwd, *attended)]
-    return Case(name, calls, figure, peers, **others)
+    if selecting:
+        starts = torch.arange(sequences, device="cuda").repeat_interleave(new).int() * keys
+        indices = _selected(visible, keys)
+        lists = torch.where(indices < 0, indices, indices + starts[:, None])
+        bits = dsa.selection_bits(lists, starts, keys)
+        calls = {"dsa": [partial(attend, selected=bits, dense_keys=TOP_K)]}
+        if (heads, d, dv) == V32:
+            absorbed = bf16(queries, heads, 576), bf16(rows, 1, 576), lists[:, None], scale, 512
+            calls[ABSORBED] = [partial(dsa.flash_mla_sparse_fwd, *absorbed, None, (indices >= 0).sum(-1).int())]
+    figure = flop_rate(2 * int(visible.sum()) * heads * (d + dv), bf16_gemm)
+    yardsticks = {ABSORBED, CUDNN.name} if selecting else set()
+    return Case(name, calls, figure, peers, yardsticks=yardsticks, agree=_agree)
 
 
 def _agree(theirs: torch.Tensor, ours: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -79,11 +74,11 @@ def _agree(theirs: torch.Tensor, ours: tuple[torch.Tensor, torch.Tensor]) -> Non
 
 
 def _selected(visible: torch.Tensor, keys: int) -> torch.Tensor:
-    """int32 [T, TOP_K]: random keys among those that a query sees, all of them where there are fewer; then -1."""
+    """int32 [T, TOP_K]: random visible keys of each query, all of them where there are fewer, followed by -1."""
     chunks = []
     for count in visible.split(1024):
         scores = torch.rand(len(count), max(keys, TOP_K), device="cuda")
-        place = torch.arange(scores.shape[1], device="cuda")
-        best = scores.masked_fill(place >= count[:, None], -1.0).topk(TOP_K)
+        column = torch.arange(scores.shape[1], device="cuda")
+        best = scores.masked_fill(column >= count[:, None], -1.0).topk(TOP_K)
         chunks.append(best.indices.where(best.values >= 0, -1).int())
     return torch.cat(chunks)

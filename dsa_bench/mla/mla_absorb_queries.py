@@ -6,13 +6,14 @@ import torch
 
 import dsa
 from dsa_bench.harness.case import Case, plain_rate
+from dsa_bench.harness.inputs import angles, bf16
+from dsa_bench.mla._kv_b import LATENT, layers
 
-# tokens, heads, nope, rows of a head in kv_b: V3.2's, GLM-5's, and the share of one of eight GPUs
+# tokens, heads, nope, rows per head in kv_b: V3.2's, GLM-5's, and one of eight GPUs' part
 V32, GLM_5 = (128, 128, 256), (64, 192, 448)
 SHAPES = [(tokens, *of_model) for of_model in (V32, GLM_5) for tokens in (1, 8, 16, 32, 64)] + [(1, 16, *V32[1:])]
-LATENT, ROPE = 512, 64
+ROPE = 64
 APART = "bmm and rope"
-_LAYERS = 8  # whose weights are used in turn, so that none is in the L2 cache
 
 
 def _apart(q: torch.Tensor, nope: int, cos: torch.Tensor, sin: torch.Tensor, w_uk: torch.Tensor) -> torch.Tensor:
@@ -23,19 +24,11 @@ def _apart(q: torch.Tensor, nope: int, cos: torch.Tensor, sin: torch.Tensor, w_u
 
 
 def case(tokens: int, heads: int, nope: int, rows: int) -> Case:
-    q = torch.randn(tokens, heads, nope + ROPE, device="cuda").bfloat16()
-    angles = torch.randn(tokens, ROPE // 2, device="cuda")
-    cos, sin = angles.cos(), angles.sin()
-    layers = [
-        dsa.per_block_cast_to_fp8(torch.randn(heads * rows, LATENT, device="cuda") * LATENT**-0.5)
-        for _ in range(_LAYERS)
-    ]
-    dequantised = [dsa.dequantize_per_block(*w, torch.bfloat16).unflatten(0, (heads, rows))[:, :nope] for w in layers]
-
+    q, (cos, sin) = bf16(tokens, heads, nope + ROPE), angles(tokens, ROPE)
+    weights, values = layers(heads, rows, slice(nope))
     calls = {
-        "dsa": [partial(dsa.mla_absorb_queries, q[..., :nope], q[..., nope:], cos, sin, w) for w in layers],
-        APART: [partial(_apart, q, nope, cos, sin, w) for w in dequantised],
+        "dsa": [partial(dsa.mla_absorb_queries, q[..., :nope], q[..., nope:], cos, sin, w) for w in weights],
+        APART: [partial(_apart, q, nope, cos, sin, w) for w in values],
     }
-    name = f"{tokens} tokens, {heads} heads, {nope} x {LATENT}"
     figure = plain_rate(heads * nope * LATENT, of=" of weights")
-    return Case(name, calls, figure, graph=True, baselines=frozenset({APART}))
+    return Case(f"{tokens} tokens, {heads} heads, {nope} x {LATENT}", calls, figure, graph=True, baselines={APART})

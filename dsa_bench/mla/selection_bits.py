@@ -7,7 +7,7 @@ import torch
 import dsa
 from dsa_bench.harness.case import Case, bytes_rate
 
-# queries, indices of each, keys
+# queries, indices per query, keys
 SHAPES = [(8192, 2048, 8192), (4096, 2048, 131072), (2048, 512, 4096)]
 
 

@@ -6,8 +6,7 @@ import torch
 
 import dsa
 from dsa.reference.mla import window_indices as reference
-from dsa_bench.harness.calls import over
-from dsa_bench.harness.case import Case, bytes_rate, fresh
+from dsa_bench.harness.case import Case, bytes_case
 
 # what; queries of a prefill chunk in 16 sequences, or sequences of a decode batch
 SHAPES = [("indices", 16384), ("indices", 4096), ("pages", 1024), ("pages", 64), ("rings", 64)]
@@ -26,9 +25,7 @@ def _arguments(what: str, count: int) -> tuple:
 
 
 def case(what: str, count: int) -> Case:
-    name = "window_indices" if what == "indices" else "window_slots"
-    size = 4 * count * WINDOW
-    inputs = fresh(size, partial(_arguments, what, count), most=16)
-    calls = over(inputs, {"dsa": getattr(dsa, name), "torch": getattr(reference, name)})
-    shape, baselines = f"{what} of {count}, window {WINDOW}", frozenset({"torch"})
-    return Case(shape, calls, bytes_rate(size), graph=True, baselines=baselines)
+    op = "window_indices" if what == "indices" else "window_slots"
+    name, inputs = f"{what} of {count}, window {WINDOW}", partial(_arguments, what, count)
+    functions = {"dsa": getattr(dsa, op), "torch": getattr(reference, op)}
+    return bytes_case(name, 4 * count * WINDOW, inputs, functions, most=16, baselines={"torch"})

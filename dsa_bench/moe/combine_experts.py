@@ -1,12 +1,12 @@
-"""The experts' sum: bytes per second and their share of the copy bandwidth, compared with PyTorch's formula."""
+"""The sum of experts: bytes per second and their share of the copy bandwidth, compared with PyTorch's formula."""
 
 import torch
 
 import dsa
-from dsa_bench.harness.calls import over
-from dsa_bench.harness.case import Case, bytes_rate, fresh
+from dsa_bench.harness.case import Case, bytes_case
+from dsa_bench.harness.inputs import bf16
 
-# tokens, experts of a token, channels: V3.2's and V4-Flash's
+# tokens, experts per token, channels: V3.2's and V4-Flash's
 SHAPES = [(tokens, k, channels) for tokens in (4096, 128, 1) for k, channels in ((8, 7168), (6, 4096))]
 
 
@@ -16,12 +16,10 @@ def _torch(y: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, shared: t
 
 
 def case(tokens: int, k: int, channels: int) -> Case:
-    def one() -> tuple[torch.Tensor, ...]:
-        y = torch.randn(tokens * k, channels, device="cuda").bfloat16()
+    def inputs() -> tuple[torch.Tensor, ...]:
         rows = torch.randperm(tokens * k, device="cuda").int().view(tokens, k)
-        return y, rows, torch.rand(tokens, k, device="cuda"), torch.randn(tokens, channels, device="cuda").bfloat16()
+        return bf16(tokens * k, channels), rows, torch.rand(tokens, k, device="cuda"), bf16(tokens, channels)
 
     size = tokens * ((k + 2) * channels * 2 + 8 * k)
-    calls = over(fresh(size, one), {"dsa": dsa.combine_experts, "torch": _torch})
     name = f"{tokens} tokens, {k} experts, {channels} channels, bf16, shared"
-    return Case(name, calls, bytes_rate(size), graph=True, baselines=frozenset({"torch"}))
+    return bytes_case(name, size, inputs, {"dsa": dsa.combine_experts, "torch": _torch}, baselines={"torch"})

@@ -1,11 +1,10 @@
-"""The gate and the sort by expert, compared with the same in PyTorch."""
+"""The gate and the sort by expert, compared with PyTorch's."""
 
 from functools import partial
 
-import torch
-
 import dsa
-from dsa_bench.harness.case import Case
+from dsa_bench.harness.case import Case, microseconds
+from dsa_bench.harness.inputs import f32
 
 # tokens, experts, top_k, groups, groups that stay, scores; "sort" sorts the chosen experts instead
 SHAPES = [
@@ -16,10 +15,8 @@ SHAPES = [
 
 
 def case(tokens: int, experts: int, top_k: int, groups: int, stay: int, scores: str) -> Case:
-    logits = torch.randn(tokens, experts, device="cuda")
-    bias = torch.randn(experts, device="cuda")
-    kind = "sigmoid" if scores == "sort" else scores
-    gate = partial(dsa.moe_gate, logits, bias, top_k, scores=kind, n_group=groups, topk_group=stay)
+    options = {"scores": "sigmoid" if scores == "sort" else scores, "n_group": groups, "topk_group": stay}
+    gate = partial(dsa.moe_gate, f32(tokens, experts), f32(experts), top_k, **options)
     call = gate if scores != "sort" else partial(dsa.sort_by_expert, gate()[0], experts)
 
     def in_torch() -> object:
@@ -27,8 +24,7 @@ def case(tokens: int, experts: int, top_k: int, groups: int, stay: int, scores: 
             return call()
 
     calls = {"dsa": [call] * 8}
-    if scores != "sort":  # whose reference counts with a synchronisation
+    if scores != "sort":  # the reference of the sort synchronises with the host
         calls["torch"] = [in_torch] * 8
-
     name = f"{tokens} tokens, {top_k} of {experts} experts, {scores}"
-    return Case(name, calls, lambda ms: f"{ms * 1e3:.1f} us", graph=True, baselines=frozenset({"torch"}))
+    return Case(name, calls, microseconds, graph=True, baselines={"torch"})

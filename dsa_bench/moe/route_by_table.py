@@ -1,7 +1,7 @@
 """Router and sort by a table of experts, compared with PyTorch's formula and our sort, over fresh matrices.
 
-Calls follow one another, and each of ours prefetches its matrix while the call before ends: after another kernel, as in
-a model, it gains less.
+The calls run back to back, and each of ours prefetches its matrix while the previous call ends. After another kernel,
+as in a model, the prefetch gains less.
 """
 
 from functools import partial
@@ -9,18 +9,17 @@ from functools import partial
 import torch
 
 import dsa
-from dsa_bench.harness.calls import over
-from dsa_bench.harness.case import Case, fresh_matrices, plain_rate
+from dsa_bench.harness.case import Case, fresh_matrices, over, plain_rate
+from dsa_bench.harness.inputs import bf16
 
-# tokens, channels, experts, experts of a token: V4-Flash's and V4-Pro's
+# tokens, channels, experts, experts per token: V4-Flash's and V4-Pro's
 SHAPES = [(tokens, *model) for model in ((4096, 256, 6), (7168, 384, 6)) for tokens in (1, 8, 32, 64)]
 _VOCABULARY = 129280
 _SCALE = 2.5
 
 
 def case(tokens: int, channels: int, experts: int, top_k: int) -> Case:
-    x = torch.randn(tokens, channels, device="cuda").bfloat16()
-    table = torch.randint(experts, (_VOCABULARY, top_k), device="cuda")
+    x, table = bf16(tokens, channels), torch.randint(experts, (_VOCABULARY, top_k), device="cuda")
     ids = torch.randint(_VOCABULARY, (tokens,), device="cuda")
 
     def formula(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -32,6 +31,5 @@ def case(tokens: int, channels: int, experts: int, top_k: int) -> Case:
     weights = fresh_matrices(experts, channels)
     ours = [partial(dsa.route_by_table, x, weight, table, ids, scale=_SCALE) for (weight,) in weights]
     calls = {"dsa": ours, **over(weights, {"formula, sort": formula})}
-
     name = f"{tokens} tokens x {channels}, {top_k} of {experts} experts by a table"
-    return Case(name, calls, plain_rate(2 * experts * channels), graph=True, baselines=frozenset({"formula, sort"}))
+    return Case(name, calls, plain_rate(2 * experts * channels), graph=True, baselines={"formula, sort"})

@@ -1,7 +1,7 @@
-"""Router, gate and sort in one, compared with the product and our two kernels one after the other, over fresh matrices.
+"""Router, gate and sort in one, compared with the product and our two separate kernels, over fresh matrices.
 
-Calls follow one another, and each of ours prefetches its matrix while the call before ends: after another kernel, as in
-a model, it gains less.
+The calls run back to back, and each of ours prefetches its matrix while the previous call ends. After another kernel,
+as in a model, the prefetch gains less.
 """
 
 from functools import partial
@@ -9,8 +9,8 @@ from functools import partial
 import torch
 
 import dsa
-from dsa_bench.harness.calls import over
-from dsa_bench.harness.case import Case, fresh_matrices, plain_rate
+from dsa_bench.harness.case import Case, fresh_matrices, over, plain_rate
+from dsa_bench.harness.inputs import bf16, f32
 
 # tokens, channels, experts, top_k, groups, groups that stay, scores: V3.2's, V4-Flash's and V4-Pro's
 SHAPES = [
@@ -26,17 +26,16 @@ APART = "product, gate, sort"
 
 
 def case(tokens: int, channels: int, experts: int, top_k: int, groups: int, stay: int, scores: str) -> Case:
-    x, bias = torch.randn(tokens, channels, device="cuda").bfloat16(), torch.randn(experts, device="cuda")
+    x, bias = bf16(tokens, channels), f32(experts)
     options = {"scores": scores, "n_group": groups, "topk_group": stay, "scale": 2.5}
 
-    def by_themselves(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def separately(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
         logits = torch.mm(x, weight.T, out_dtype=torch.float32)
         chosen, factors = dsa.moe_gate(logits, bias, top_k, **options)
         return chosen, factors, *dsa.sort_by_expert(chosen, experts)
 
     weights = fresh_matrices(experts, channels)
     ours = [partial(dsa.route_to_experts, x, weight, bias, top_k, **options) for (weight,) in weights]
-    calls = {"dsa": ours, **over(weights, {APART: by_themselves})}
-
+    calls = {"dsa": ours, **over(weights, {APART: separately})}
     name = f"{tokens} tokens x {channels}, {top_k} of {experts} experts, {scores}"
-    return Case(name, calls, plain_rate(2 * experts * channels), graph=True, yardsticks=frozenset({APART}))
+    return Case(name, calls, plain_rate(2 * experts * channels), graph=True, yardsticks={APART})

@@ -1,4 +1,4 @@
-"""Other libraries' kernels for comparison: how each is imported, called and compared with ours.
+"""Peers, other libraries' kernels for the same functions: how each is imported, called and compared with ours.
 
-A peer computes the same function. `python -m dsa_bench.peers` calls each once and prints which agree.
+`python -m dsa_bench.peers` calls each peer once and prints which agree.
 """

@@ -1,4 +1,4 @@
-"""`python -m dsa_bench.peers [OP...]`: what `probe` says, of all ops or of some."""
+"""`python -m dsa_bench.peers [OP...]`: probe the peers of all ops or of some."""
 
 import sys
 

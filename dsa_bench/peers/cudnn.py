@@ -6,18 +6,16 @@ from types import ModuleType
 
 import torch
 
-from dsa_bench.harness.calls import Call, Peers
+from dsa_bench.harness.calls import Call, Peers, peer
 from dsa_bench.peers.package import Library
 
 CUDNN = Library("cuDNN-FE", ("cudnn",))
 
 
-def indexer_scores(q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], weights: torch.Tensor) -> Peers:
-    """Causal scores of the last len(q) of len(kv[0]) tokens, cleaned: a row sees one key more than the previous one."""
-    return Peers.of({CUDNN: _indexer_scores}, [(q, kv, weights)])
-
-
-def _indexer_scores(module: ModuleType, q, kv, weights) -> Call:
+@peer(CUDNN)
+def indexer_scores(module: ModuleType, q, kv, weights) -> Call:
+    """Causal, cleaned scores of the last len(q) of len(kv[0]) tokens, of (q, kv, weights). A row sees one key more than
+    the previous row."""
     tokens, heads, _ = q.shape
     return partial(
         module.DSA.indexer_forward_wrapper,
@@ -27,7 +25,7 @@ def _indexer_scores(module: ModuleType, q, kv, weights) -> Call:
         ratio=1,
         qhead_per_kv_head=heads,
         precision="fp8",
-        # Queries have their own scales here, and keys are causal from the offset on.
+        # The op takes scales of queries, and the position of the first query.
         q_scale=torch.ones(1, tokens, heads, device=q.device),
         k_scale=kv[1][None, :, None],
         q_causal_offsets=torch.full((1,), len(kv[0]) - tokens, dtype=torch.int32, device=q.device),
@@ -45,11 +43,8 @@ def _topk(deterministic: bool, module: ModuleType, scores, lengths, k: int) -> C
     return partial(module.DSA.indexer_top_k_wrapper, scores, lengths, k, return_val=False, deterministic=deterministic)
 
 
-def attention_backward(q, kv, indices, scale: float, sink, out, lse, dout) -> Peers:
-    """(dq, dkv, dsink) of sparse attention."""
+@peer(CUDNN)
+def attention_backward(module: ModuleType, q, kv, indices, scale: float, sink, out, lse, dout) -> Call:
+    """(dq, dkv, dsink) of sparse attention, of (q, kv, indices, scale, sink, out, lse, dout)."""
     tensors = (q, kv.squeeze(1), out, dout, lse, sink, indices.squeeze(1))
-    return Peers.of({CUDNN: partial(_attention_backward, scale)}, [tensors])
-
-
-def _attention_backward(scale: float, module: ModuleType, *tensors: torch.Tensor) -> Call:
     return partial(module.DSA.sparse_attention_backward_wrapper, *tensors, softmax_scale=scale)

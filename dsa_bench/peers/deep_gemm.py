@@ -1,17 +1,17 @@
 """DeepGEMM: 2.8.1, as vLLM ships it, and the older build that SGLang ships, whose index scores can be cleaned.
 
 Facts, on Hopper:
-- index scores: 32 or 64 heads of 32, 64 or 128 channels, weights fp32. 2.8.1 takes the queries as (q, None) and gives
-  compressed rows that are not cleaned: column j of a row is its key start + j, and beyond its end nothing is written;
+- index scores: 32 or 64 heads of 32, 64 or 128 channels, weights fp32. 2.8.1 takes the queries as (q, None) and returns
+  compressed rows that are not cleaned: column j of a row is key start + j, and columns after the end are not written.
   `max_seqlen_k` bounds a row and must be positive
-- paged scores: pages of 64 keys, lengths [B, next_n], next_n 1 or 2, in 2.8.1 also 4, whose plan is for half as many
-  multiprocessors, since two share a task
-- products: rows' scales fp32, laid out column by column beforehand, matrices' scales [n / 128, k / 128], results bf16;
-  groups' rows begin at multiples of 128, or all groups have the same number of rows and a count (masked)
-- nvcc compiles at a first call, 10 s and more a kernel. A product's kernel is one for its columns, channels and groups
-  and for the tile, which is chosen by the rows too. What is compiled stays in the folder DG_JIT_CACHE_DIR, found again
-  by the kernel's source, the compiler and its options, the path of the package among them: the folder can be carried
-  to another machine that has the package at the same place
+- paged scores: pages of 64 keys, lengths [B, next_n], next_n 1 or 2. 2.8.1 also takes 4; its plan is then for half the
+  number of SMs, because two SMs share a task
+- products: rows' scales fp32, column-major, matrices' scales [n / 128, k / 128], results bf16. Groups' rows begin at
+  multiples of 128, or all groups have the same number of rows and a count (masked)
+- nvcc compiles at the first call, 10 s and more per kernel. A product has a kernel per columns, channels, groups and
+  tile, and the tile also depends on the rows. Kernels stay in the folder DG_JIT_CACHE_DIR. Their keys are the source,
+  the compiler and its options with the package's path, so another machine can use the folder if it has the package at
+  the same path
 """
 
 import concurrent.futures
@@ -31,13 +31,14 @@ OLD = Library("deepgemm", ("deep_gemm",), launch_programmatically)
 BUILDS = (NEW, OLD)  # the newest first
 ALIGNMENT = 128  # of a group's first row
 _PROCESSES = 16
-_GROUPED_MEMORY = 0.8  # of the GPU's free memory, for compiling processes with all groups' weights
-_ROWS_MEMORY = 5 << 30  # of such a process, in addition to the weights
+_GROUPED_MEMORY = 0.8  # of the GPU's free memory, for compiling processes, which hold all groups' weights
+_ROWS_MEMORY = 5 << 30  # per compiling process, in addition to the weights
 Scaled = tuple[torch.Tensor, torch.Tensor]
 
 
 def mqa_logits(q: torch.Tensor, kv: Scaled, weights, starts, ends, clean: bool) -> Peers:
-    """`fp8_mqa_logits` of both; starts must be 0, so that compressed rows are rows of all keys. 2.8.1 never cleans."""
+    """`fp8_mqa_logits` of both builds. starts must be 0, so that compressed rows are rows of all keys. 2.8.1 never
+    cleans."""
     inputs = [(q, kv, weights, starts, ends)]
     new = Peers.of({NEW: new_mqa_logits}, inputs, "{}, not cleaned" if clean else "{}")
     return new | Peers.of({OLD: partial(_old_mqa_logits, clean)}, inputs)
@@ -52,7 +53,8 @@ def _old_mqa_logits(clean: bool, module: ModuleType, q, kv, weights, starts, end
 
 
 def paged_mqa_logits(inputs: Iterable[tuple]) -> Peers:
-    """`fp8_paged_mqa_logits` of (q, pages, weights, lengths [B], block_table, columns), with plans made beforehand."""
+    """`fp8_paged_mqa_logits` of (q, pages, weights, lengths [B], block_table, columns). Plans are made outside the
+    timing."""
     inputs = list(inputs)
     next_n = inputs[0][0].shape[1]
     takes = {NEW: (1, 2, 4), OLD: (1, 2)}
@@ -74,7 +76,7 @@ def _old_paged_mqa_logits(module: ModuleType, q, pages, weights, lengths, table,
 
 
 def visible_keys(lengths: torch.Tensor, next_n: int) -> torch.Tensor:
-    """lengths [B] -> the keys that each of a sequence's last next_n tokens sees, int32 [B, next_n]."""
+    """The number of keys that each of a sequence's last next_n tokens sees, int32 [B, next_n], from lengths [B]."""
     steps = torch.arange(1 - next_n, 1, dtype=torch.int32, device=lengths.device)
     return lengths[:, None] + steps
 
@@ -84,7 +86,7 @@ def new_plan(module: ModuleType, visible: torch.Tensor, page: int, sms: int) -> 
 
 
 def plans(lengths: torch.Tensor, page: int, copies: int) -> Peers:
-    """The plan of paged scores, one query a sequence, so many times."""
+    """The plan of paged scores with one query per sequence, `copies` times."""
     return Peers.of(dict.fromkeys(BUILDS, _plan), [(lengths[:, None].contiguous(), page)] * copies)
 
 
@@ -93,7 +95,7 @@ def _plan(module: ModuleType, visible: torch.Tensor, page: int) -> Call:
 
 
 def product(a: Scaled, weights: Sequence[Scaled], builds: Sequence[Library] = BUILDS) -> Peers:
-    """`fp8_gemm_nt` with each of the weights: results are (out, None)."""
+    """`fp8_gemm_nt` with each of the weights. Results are (out, None)."""
     return Peers.of(dict.fromkeys(builds, _product), [(a, b) for b in weights])
 
 
@@ -104,8 +106,8 @@ def _product(module: ModuleType, a: Scaled, b: Scaled) -> Call:
 
 
 def grouped_product(a: Scaled, b: Scaled, ends: torch.Tensor, builds: Sequence[Library] = BUILDS) -> Peers:
-    """`m_grouped_fp8_gemm_nt_contiguous`, and of few rows 2.8.1's masked product too. Results are (out, the rows of out
-    that are ours)."""
+    """`m_grouped_fp8_gemm_nt_contiguous`, and with few rows also 2.8.1's masked product. Results are (out, indices of
+    our rows in out)."""
     peers = Peers.of(dict.fromkeys(builds, _contiguous), [(a, b, ends)])
     if NEW in builds and int(sizes_of(ends).max()) <= ALIGNMENT:
         peers |= Peers.of({NEW: _masked}, [(a, b, ends)], "{}, masked")
@@ -140,14 +142,14 @@ def _masked(module: ModuleType, a: Scaled, b: Scaled, ends: torch.Tensor) -> Cal
 
 
 def _places(ends: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    """The index of each of our rows if the groups begin at `starts`."""
+    """The index of each of our rows where the groups begin at `starts`."""
     sizes = sizes_of(ends)
     moved = torch.repeat_interleave(starts - (ends - sizes), sizes)
     return torch.arange(len(moved), device=ends.device) + moved
 
 
 def _spread(a: Scaled, rows: torch.Tensor, count: int) -> Scaled:
-    """Rows and their scales at these indices of `count`, other rows 0 and scales 1."""
+    """Copy rows and their scales to these indices of `count` rows. Other rows are 0, with scales of 1."""
     q = torch.zeros(count, a[0].shape[1], dtype=torch.uint8, device=a[0].device)
     q[rows] = a[0].view(torch.uint8)
     s = torch.ones(count, a[1].shape[1], device=a[1].device)
@@ -163,17 +165,21 @@ def _into(out: torch.Tensor, rows: torch.Tensor | None, call: Call) -> tuple[tor
 def compile_products(
     shapes: Iterable[tuple[int, int, int]], device: str = "cuda", builds: Sequence[Library] = BUILDS
 ) -> None:
-    """Let nvcc compile the products of these (rows, columns, channels) in parallel processes: each takes seconds. What
-    fails here fails again in the benchmark, which reports it."""
-    # By rows first: matrices of different sizes share no kernel, so that no two processes compile the same one.
+    """Compile the products of these (rows, columns, channels) in parallel processes, because each takes nvcc seconds.
+
+    Failures are ignored: they occur again in the benchmark, which reports them.
+    """
+    # Sorted by rows first: matrices of different sizes share no kernel, so no two processes compile the same kernel.
     _in_processes(_compile, [(*shape, device, builds) for shape in sorted(set(shapes))], _PROCESSES, builds)
 
 
 def compile_grouped_products(
     shapes: Iterable[tuple[int, int, int, int, int]], device: str = "cuda", builds: Sequence[Library] = BUILDS
 ) -> None:
-    """The same for grouped products of these (rows, columns, channels, experts, top k), rows before routing. Each
-    process holds the weights of all groups, and the GPU's memory bounds the number of processes."""
+    """Compile grouped products of these (rows before routing, columns, channels, experts, top k).
+
+    Each process holds the weights of all groups, so the GPU's memory bounds the number of processes.
+    """
     shapes, processes = sorted(set(shapes)), _PROCESSES
     if device == "cuda" and shapes and torch.cuda.is_available():
         largest = max(columns * channels * experts for _, columns, channels, experts, _ in shapes)
@@ -210,7 +216,7 @@ def _compile_grouped(
 ) -> None:
     ends = routed(rows, experts, top_k, device)
     operands = _unset((rows * top_k,), channels, 1, device), _unset((experts, columns), channels, 128, device)
-    for library in builds:  # one library at a time to limit memory: each makes its own padded rows
+    for library in builds:  # one library at a time to limit memory: each makes padded rows
         _call_all(grouped_product(*operands, ends, [library]), device)
     del operands
     if device == "cuda":
@@ -218,13 +224,13 @@ def _compile_grouped(
 
 
 def routed(rows: int, experts: int, top_k: int, device: str = "cuda") -> torch.Tensor:
-    """int32 [experts]: the ends of each expert's rows, of so many that each go to `top_k` experts at random."""
+    """int32 [experts]: the ends of the experts' rows, where each of `rows` rows goes to `top_k` random experts."""
     chosen = torch.rand(rows, experts, device=device).argsort(-1)[:, :top_k].flatten()
     return torch.bincount(chosen, minlength=experts).cumsum(0).to(torch.int32)
 
 
 def used(ends: torch.Tensor) -> int:
-    """How many experts have rows."""
+    """The number of experts with rows."""
     return int((sizes_of(ends) > 0).sum())
 
 

@@ -1,8 +1,8 @@
-"""FlashMLA as SGLang maintains it (sgl-flash-mla, whose Hopper kernels want `use_legacy=True`) and as vLLM ships it.
+"""FlashMLA as SGLang maintains it (sgl-flash-mla, whose Hopper kernels need `use_legacy=True`) and as vLLM ships it.
 
-Facts of both, on Hopper: dense pages of 64 keys and d 576 or 512; sparse attention takes 64 and 128 heads, vLLM's
-prefill also 8, 16 and 32; indices in multiples of 128 in prefill and of 64 in decoding; plans are made by the first
-call that gets one. SGLang's prefill returns a list. Other head counts are padded to 64 before the timing.
+Facts of both, on Hopper: dense pages have 64 keys and d 576 or 512. Sparse attention takes 64 and 128 heads, vLLM's
+prefill also 8, 16 and 32. The number of indices is a multiple of 128 in prefill and of 64 in decoding. The first call
+with a plan fills the plan. SGLang's prefill returns a list. Other head counts are padded to 64 outside the timing.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +18,7 @@ SGL = Library("sgl-flash-mla", ("flash_mla",))
 VLLM = Library("flashmla", ("vllm.third_party.flashmla.flash_mla_interface",))
 BUILDS = (SGL, VLLM)  # the newest first
 OPTIONS = {SGL: {"use_legacy": True}, VLLM: {}}
-FEW_HEADS = (8, 16, 32)  # that vLLM's prefill takes without padding
+FEW_HEADS = (8, 16, 32)  # vLLM's prefill takes these without padding
 D_V = 512
 Inputs = tuple[torch.Tensor, ...]
 
@@ -43,7 +43,7 @@ def sparse_decode(inputs: Iterable[Inputs]) -> Peers:
 
 
 def _both(make: Callable[..., Call], inputs: Iterable[Inputs], heads: int = 64) -> Peers:
-    """The calls of both builds. heads: before padding."""
+    """Make the calls of both builds. heads: before padding."""
     makes = {library: partial(make, library) for library in BUILDS}
     return Peers.of(makes, inputs, "{}, padded to 64" if heads % 64 else "{}")
 

@@ -1,64 +1,40 @@
 """Hyper-connections: DeepGEMM's projection, and tile-kernels' collapse and expansion.
 
-vLLM and SGLang run V4's as these two or copies of them. Facts, on Hopper:
-- `tf32_hc_prenorm_gemm` multiplies bf16 streams with an fp32 matrix in TF32, which keeps 11 bits of each weight where
-  ours keeps 24. It also sums the streams' squares. Both results are partial sums of `splits` parts of the channels
-- `mhc_pre_big_fuse_fwd` adds the parts and takes the squares' sums, which our collapse computes itself. A kernel is
-  compiled for each number of channels and of splits
-- all of D a multiple of 128; tilelang compiles at a first call, 4 s a kernel, and caches it in TILELANG_CACHE_DIR
+vLLM and SGLang run V4's hyper-connections with these libraries or copies of them. Facts, on Hopper:
+- `tf32_hc_prenorm_gemm` multiplies bf16 streams with an fp32 matrix in TF32, which keeps 11 bits of each weight; our op
+  keeps 24. It also sums the streams' squares. Both results are partial sums of `splits` parts of the channels
+- `mhc_pre_big_fuse_fwd` adds the parts and takes the sums of squares, which our collapse computes. A kernel is compiled
+  per number of channels and splits
+- D must be a multiple of 128. tilelang compiles at the first call, 4 s per kernel, and caches kernels in
+  TILELANG_CACHE_DIR
 """
 
-from collections.abc import Iterable
 from functools import partial
 from types import ModuleType
 
 import torch
 
 import dsa
-from dsa_bench.harness.calls import Call, Peers, into
+from dsa_bench.harness.calls import Call, into, peer
 from dsa_bench.peers import deep_gemm
 from dsa_bench.peers.package import Library, launch_programmatically
 
 TILE = Library("tile-kernels", ("tile_kernels",), launch_programmatically)
 BOTH = f"{deep_gemm.NEW.name}, {TILE.name}"
-_EPS, _POST, _ITERATIONS = 1e-6, 2.0, 20  # those of our ops
+_EPS, _POST, _ITERATIONS = 1e-6, 2.0, 20  # as in our ops
 _ROWS, _CHANNELS = 64, 64  # of a tile of the projection
-_LEAST_TILES = 4  # a split has
-Inputs = Iterable[tuple[torch.Tensor, ...]]
+_LEAST_TILES = 4  # per split
 Sums = tuple[torch.Tensor, torch.Tensor]
 
 
-def project(inputs: Inputs) -> Peers:
+@peer(deep_gemm.NEW, "{}, TF32")
+def project(module: ModuleType, streams: torch.Tensor, matrix: torch.Tensor) -> Call:
     """Sums of (streams [T, n, D], matrix fp32 [C, n D]): partial products [splits, T, C] and squares [splits, T]."""
-    return Peers.of({deep_gemm.NEW: _project}, inputs, "{}, TF32")
-
-
-def collapse(inputs: Inputs) -> Peers:
-    """(x, post, comb) of (streams, mix, base, scale). The squares are summed outside the timing."""
-    return Peers.of({TILE: _collapse_alone}, inputs)
-
-
-def expand(inputs: Inputs) -> Peers:
-    """The new streams of (y, streams, post, comb)."""
-    return Peers.of({TILE: _expand}, inputs)
-
-
-def project_and_collapse(inputs: Inputs) -> Peers:
-    """(x, post, comb) of (streams, matrix, base, scale)."""
-    return Peers.of({TILE: _project_and_collapse}, inputs, BOTH, needs=(deep_gemm.NEW,))
-
-
-def expand_and_project(inputs: Inputs) -> Peers:
-    """(new streams, partial products) of (y, streams, post, comb, matrix)."""
-    return Peers.of({TILE: _expand_and_project}, inputs, BOTH, needs=(deep_gemm.NEW,))
-
-
-def _project(module: ModuleType, streams: torch.Tensor, matrix: torch.Tensor) -> Call:
     return partial(into, *_projection(module, streams, matrix))
 
 
 def _projection(module: ModuleType, streams: torch.Tensor, matrix: torch.Tensor) -> tuple[Sums, Call]:
-    """The sums, and the call that writes them, with as many splits as vLLM takes for V4."""
+    """Return the sums and the call that writes them, with as many splits as vLLM takes for V4."""
     tokens, channels = len(streams), matrix.shape[1]
     fill = dsa.num_sms(streams.device) // -(-tokens // _ROWS)
     splits = max(1, min(fill, -(-channels // _CHANNELS) // _LEAST_TILES))
@@ -68,7 +44,9 @@ def _projection(module: ModuleType, streams: torch.Tensor, matrix: torch.Tensor)
     return (products, squares), partial(module.tf32_hc_prenorm_gemm, *arguments)
 
 
-def _collapse_alone(module: ModuleType, streams, mix, base, scale) -> Call:
+@peer(TILE)
+def collapse(module: ModuleType, streams, mix, base, scale) -> Call:
+    """(x, post, comb) of (streams, mix, base, scale). The squares are summed outside the timing."""
     squares = streams.float().square().sum((1, 2))
     return _collapse(module, streams, (mix[None], squares[None]), base, scale)
 
@@ -83,18 +61,22 @@ def _collapse(module: ModuleType, streams: torch.Tensor, sums: Sums, base, scale
     return partial(into, (x, post, comb.view(tokens, n, n)), call)
 
 
-def _expand(module: ModuleType, y, streams, post, comb) -> Call:
+@peer(TILE)
+def expand(module: ModuleType, y, streams, post, comb) -> Call:
+    """The new streams of (y, streams, post, comb)."""
     return partial(into, *_expansion(module, y, streams, post, comb))
 
 
 def _expansion(module: ModuleType, y, streams, post, comb) -> tuple[torch.Tensor, Call]:
-    """The new streams, and the call that writes them."""
+    """Return the new streams and the call that writes them."""
     out = torch.empty_like(streams)
     batch_of_one = (y[None], streams[None], post[None, ..., None], comb[None], out[None])
     return out, partial(module.mhc.mhc_post_fwd, *batch_of_one)
 
 
-def _project_and_collapse(module: ModuleType, streams, matrix, base, scale) -> Call:
+@peer(TILE, BOTH, needs=(deep_gemm.NEW,))
+def project_and_collapse(module: ModuleType, streams, matrix, base, scale) -> Call:
+    """(x, post, comb) of (streams, matrix, base, scale)."""
     sums, project = _projection(deep_gemm.NEW.load(), streams, matrix)
     collapse = _collapse(module, streams, sums, base, scale)
 
@@ -105,7 +87,9 @@ def _project_and_collapse(module: ModuleType, streams, matrix, base, scale) -> C
     return call
 
 
-def _expand_and_project(module: ModuleType, y, streams, post, comb, matrix) -> Call:
+@peer(TILE, BOTH, needs=(deep_gemm.NEW,))
+def expand_and_project(module: ModuleType, y, streams, post, comb, matrix) -> Call:
+    """(new streams, partial products) of (y, streams, post, comb, matrix)."""
     new, expand = _expansion(module, y, streams, post, comb)
     (products, _), project = _projection(deep_gemm.NEW.load(), new, matrix)
 

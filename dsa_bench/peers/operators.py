@@ -1,10 +1,11 @@
 """Operators of vLLM (`torch.ops._C`) and SGLang (`torch.ops.sgl_kernel`): the FP8 cast, the merge of branches.
 
-They write to given tensors; a call returns these. Either engine may be installed without the other.
+The operators write into given tensors, which a call returns. Either engine may be installed without the other.
 """
 
 from collections.abc import Iterable
 from functools import partial
+from operator import attrgetter
 from types import ModuleType
 
 import torch
@@ -19,24 +20,16 @@ BUILDS = (VLLM, SGLANG)
 
 def cast(inputs: Iterable[tuple[torch.Tensor, bool]]) -> Peers:
     """(e4m3, scales of 128 channels) of (x, whether scales are powers of two)."""
-    return Peers.of({VLLM: _cast_vllm, SGLANG: _cast_sglang}, inputs)
+    vllm = partial(_cast, "_C.per_token_group_fp8_quant", (False, False))
+    sglang = partial(_cast, "sgl_kernel.sgl_per_token_group_quant_8bit", ())
+    return Peers.of({VLLM: vllm, SGLANG: sglang}, inputs)
 
 
-def _cast_buffers(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _cast(operator: str, flags: tuple, module: ModuleType, x: torch.Tensor, use_ue8m0: bool) -> Call:
     q = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    return q, torch.empty((x.shape[0], x.shape[1] // 128), dtype=torch.float32, device=x.device)
-
-
-def _cast_vllm(module: ModuleType, x, use_ue8m0: bool) -> Call:
-    out = _cast_buffers(x)
-    arguments = (x, *out, 128, 1e-4, -448.0, 448.0, use_ue8m0, False, False)
-    return partial(into, out, partial(torch.ops._C.per_token_group_fp8_quant, *arguments))
-
-
-def _cast_sglang(module: ModuleType, x, use_ue8m0: bool) -> Call:
-    out = _cast_buffers(x)
-    arguments = (x, *out, 128, 1e-4, -448.0, 448.0, use_ue8m0)
-    return partial(into, out, partial(torch.ops.sgl_kernel.sgl_per_token_group_quant_8bit, *arguments))
+    out = q, torch.empty((x.shape[0], x.shape[1] // 128), dtype=torch.float32, device=x.device)
+    arguments = (x, *out, 128, 1e-4, -448.0, 448.0, use_ue8m0, *flags)
+    return partial(into, out, partial(attrgetter(operator)(module), *arguments))
 
 
 def merge(inputs: Iterable[tuple[list[torch.Tensor], list[torch.Tensor]]]) -> Peers:

@@ -1,4 +1,4 @@
-"""A peer's package, or single files in one, and the calls of peers that a benchmark's case times."""
+"""Peers' packages, and single files of packages that are not imported."""
 
 import functools
 import importlib.util
@@ -12,8 +12,8 @@ import torch
 
 @dataclass(frozen=True)
 class Library:
-    """name: as the tables show it. modules: where it may be installed; the first that is found counts. set_up: called
-    with the module after its import, to set the options that the engines set.
+    """name: as in the tables. modules: the first that is installed is taken. set_up: is called with the module after
+    the import, to set the options that engines set.
     """
 
     name: str
@@ -21,12 +21,12 @@ class Library:
     set_up: Callable[[ModuleType], None] | None = None
 
     def load(self) -> ModuleType | None:
-        """The module, or None where it is not installed. Raises what the import of a broken one raises."""
+        """Import the module. Returns None where it is not installed; raises what the import raises."""
         for name in self.modules:
             try:
                 module = importlib.import_module(name)
             except ModuleNotFoundError as error:
-                # Not a module that the peer itself lacks.
+                # The peer is installed and lacks another module.
                 if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                     raise
                 continue
@@ -43,9 +43,9 @@ def launch_programmatically(module: ModuleType) -> None:
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One Python file of an engine's package. The package itself is not imported: it needs all that the engine needs.
+    """One Python file of an engine's package. The package is not imported, because it needs all that the engine needs.
 
-    name: as the tables show it. package: the package's name, without a dot. file: path in the package's folder.
+    name: as in the tables. package: the package's name, without a dot. file: path in the package's folder.
     """
 
     name: str
@@ -53,17 +53,17 @@ class SourceFile:
     file: str
 
     def load(self) -> ModuleType | None:
-        """The file as a module, or None where it is not installed. Raises what the file's code raises."""
+        """Execute the file as a module. Returns None where it is not installed; raises what its code raises."""
         path = _installed(self.package, self.file)
         return None if path is None else _executed(path)
 
 
 @dataclass(frozen=True)
 class Operators:
-    """Operators in shared libraries of an engine's package, which is not imported itself: that takes seconds, changes
-    settings of the process, and needs all that the engine depends on.
+    """Operators in shared libraries of an engine's package. The package is not imported: an import takes seconds,
+    changes settings of the process, and needs all that the engine needs.
 
-    name: as the tables show it. package: whose folder the files are in, without a dot. files: paths in that folder.
+    name: as in the tables. package: the package's name, without a dot. files: paths in the package's folder.
     """
 
     name: str
@@ -71,16 +71,19 @@ class Operators:
     files: tuple[str, ...]
 
     def load(self) -> ModuleType | None:
-        """`torch.ops`, where the operators are then, or None where a file is not installed. Raises OSError, with what
-        the system's loader says, for a file that cannot be loaded."""
+        """Load the files and return `torch.ops`, which then has the operators. Returns None where a file is not
+        installed.
+
+        Raises OSError with the loader's message for a file that cannot be loaded.
+        """
         paths = [path for file in self.files if (path := _installed(self.package, file))]
         if len(paths) < len(self.files):
             return None
         for path in paths:
             try:
-                torch.ops.load_library(str(path))  # nothing happens where it is loaded already
+                torch.ops.load_library(str(path))  # does nothing for a loaded library
             except OSError as error:
-                # The message has the path alone, and its cause the reason.
+                # The message only has the path; its cause has the reason.
                 raise OSError(str(error.__cause__ or error)) from error
         return torch.ops
 
@@ -91,7 +94,7 @@ def _installed(package: str, file: str) -> Path | None:
     return next((path for folder in folders if (path := Path(folder, file)).is_file()), None)
 
 
-@functools.cache  # compiled kernels are cached in the module
+@functools.cache  # the module caches compiled kernels
 def _executed(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)

@@ -1,6 +1,6 @@
 """Call every peer once: does it run, and does it agree with the reference?
 
-The cases are the benchmarks', with the small shapes that they list as PROBED, so the same calls run here and there.
+The cases are the benchmarks' cases with the small shapes that they list as PROBED, so benchmarks make the same calls.
 Libraries that are not installed are named first.
 """
 
@@ -26,13 +26,13 @@ LIBRARIES = (
 
 
 def probed() -> dict[str, list[tuple]]:
-    """{op: arguments of its benchmark's case} of every benchmark with peers."""
+    """{op: shapes of its benchmark's cases} of every benchmark with peers."""
     modules = {op: cases.load(op) for op in cases.benchmarks()}
     return {op: module.PROBED for op, module in modules.items() if hasattr(module, "PROBED")}
 
 
 def missing() -> list[str]:
-    """Names of the libraries that are not installed, and those that cannot be imported, with the reason."""
+    """Return the names of the libraries that are not installed or cannot be imported, with the reason."""
     names = []
     for library in LIBRARIES:
         try:
@@ -44,13 +44,13 @@ def missing() -> list[str]:
 
 
 def outcomes(ops: Iterable[str] = ()) -> Iterator[tuple[str, str, str, str]]:
-    """(op, shape, peer, "ok" or what is wrong) of every peer of every case, of these ops or of all."""
+    """Yield (op, shape, peer, "ok" or the failure) for every peer of every case of these ops, by default of all."""
     shapes = probed()
     for op in ops or shapes:
         for shape in shapes[op]:
             try:
                 yield from _of(op, shape)
-            except Exception as error:  # of ours, or of the inputs: the other cases go on
+            except Exception as error:  # our call or the inputs fail; the other cases go on
                 yield op, str(shape), cases.OURS, f"failed: {reason(error)}"
             gc.collect()
             if torch.cuda.is_available():
@@ -60,7 +60,7 @@ def outcomes(ops: Iterable[str] = ()) -> Iterator[tuple[str, str, str, str]]:
 def _of(op: str, shape: tuple) -> Iterator[tuple[str, str, str, str]]:
     torch.manual_seed(0)
     case = cases.load(op).case(*shape)
-    peers = [name for name in case.calls if name != cases.OURS and name not in case.baselines | case.yardsticks]
+    peers = [name for name in case.calls if name not in (cases.OURS, *case.baselines, *case.yardsticks)]
     expected = None
     if peers and case.reference:
         with dsa.use_backend("reference"):

@@ -1,4 +1,4 @@
-"""Index scores and selection as engines run them: DeepGEMM's scores, followed by another library's top-k."""
+"""Index scores and selection as in engines: DeepGEMM's scores followed by another library's top-k."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -9,11 +9,11 @@ import torch
 from dsa_bench.harness.calls import Call, Peers
 from dsa_bench.peers import deep_gemm, topk
 
-SCORES = 4 << 30  # bytes of scores at a time: no engine has room for more, and most have for less
+SCORES = 4 << 30  # bytes of scores at a time; most engines have room for less
 
 
 def select(q, kv, weights, starts, ends, k: int) -> Peers:
-    """Indices [S, k] of all queries, in any order, from scores of some queries at a time. starts must be 0."""
+    """Indices [S, k] of all queries, in any order, from scores of a part of the queries at a time. starts must be 0."""
     peers, inputs = Peers(), [(q, kv, weights, starts, ends, k)]
     for name, (library, make) in topk.those_for(min(len(q), _queries(kv)), k).items():
         of_both = f"{deep_gemm.NEW.name}, {name}"
@@ -40,7 +40,7 @@ def _in_parts(make: topk.Make, module: ModuleType, q, kv, weights, starts, ends,
 
 def select_paged(inputs: Iterable[tuple], k: int) -> Peers:
     """Indices [B next_n, k], in any order, of (q, pages, weights, lengths [B], block_table, columns). The scores' plan
-    is made beforehand."""
+    is made outside the timing."""
     inputs, peers = list(inputs), Peers()
     q = inputs[0][0]
     of_scores = deep_gemm.paged_mqa_logits(inputs)

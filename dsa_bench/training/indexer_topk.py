@@ -1,4 +1,4 @@
-"""Training's selection: unquantised scores and top-k, compared with PyTorch a sequence at a time."""
+"""Training's selection: unquantised scores and top-k, compared with PyTorch one sequence at a time."""
 
 from functools import partial
 
@@ -14,18 +14,17 @@ SHAPES = [(4, 2048, 64, 128, 512), (1, 16384, 64, 128, 2048), (16, 2048, 64, 128
 
 def case(batch: int, length: int, heads: int, dim: int, top_k: int) -> Case:
     tokens = batch * length
-    # Small whole numbers: scores are exact, so that the indices must be equal.
+    # Small integers: scores are exact, so the indices must be equal.
     q, k = (torch.randint(-1, 2, shape, device="cuda").bfloat16() for shape in ((tokens, heads, dim), (tokens, dim)))
     w = torch.randint(-4, 5, (tokens, heads), device="cuda") / 8
     bounds = torch.arange(0, tokens + 1, length, device="cuda", dtype=torch.int32)
     arguments = q, k, w, top_k, bounds, bounds, length, length
-    flops = tokens * (length + 1) * heads * dim
+    calls, flops = {"dsa": [partial(dsa.indexer_topk, *arguments)]}, tokens * (length + 1) * heads * dim
+    if heads * length <= 64 * 2048:  # larger products of all heads do not fit in memory
+        calls["formula"] = [partial(reference.indexer_topk, *arguments)]
+    name = f"{batch} x {length}, index {heads} x {dim}, top {top_k}"
 
     def figure(ms: float) -> str:
         return f"{flops / (ms * 1e-3) / 1e12:.0f} TFLOP/s of visible pairs"
 
-    calls = {"dsa": [partial(dsa.indexer_topk, *arguments)]}
-    if heads * length <= 64 * 2048:  # as many as the products of all heads fit in memory for
-        calls["formula"] = [partial(reference.indexer_topk, *arguments)]
-    name = f"{batch} x {length}, index {heads} x {dim}, top {top_k}"
-    return Case(name, calls, figure, repeats=5, baselines=frozenset({"formula"}))
+    return Case(name, calls, figure, repeats=5, baselines={"formula"})

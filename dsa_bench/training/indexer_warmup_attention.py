@@ -1,6 +1,8 @@
-"""The warm-up of the indexer; the yardstick is PyTorch's flash attention (FA2), which is a part of it. Forward:
-attention, loss and the indexer's gradients, and FA2's forward, as CUDA graphs. Backward: the loss's backward pass, and
-FA2's; of the loss's sum or, "weighted", of a sum with different weights. Ratios are FA2's time / ours."""
+"""The warm-up of the indexer; the yardstick is PyTorch's flash attention (FA2), which does a part of this work.
+
+Forward, as CUDA graphs: attention, loss and the indexer's gradients, and FA2's forward pass. Backward: the backward
+pass of the loss's sum, or of a weighted sum ("weighted"), and FA2's backward pass. Ratios are FA2's time over ours.
+"""
 
 from functools import partial
 
@@ -8,11 +10,11 @@ import torch
 
 import dsa
 from dsa.ops.training._packed_attention import flash_backward
-from dsa_bench.harness.calls import Call
-from dsa_bench.harness.case import Case
+from dsa_bench.harness.case import Call, Case
+from dsa_bench.harness.inputs import bf16, f32
 
 SEQUENCE = 2048
-# heads, key heads, d, dv, index heads, di: the public operator's shape, MHA, V3.2's
+# heads, key heads, d, dv, index heads, di: the public operator's shape, MHA, V3.2's heads
 MODELS = [
     (64, 1, 128, 128, 64, 64),
     (16, 16, 128, 128, 16, 64),
@@ -34,15 +36,11 @@ SHAPES = [
 class _Inputs:
     def __init__(self, batch, heads, key_heads, d, dv, index_heads, di):
         tokens = batch * SEQUENCE
-
-        def normal(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
-
-        self.q, self.k, self.v = normal(tokens, heads, d), normal(tokens, key_heads, d), normal(tokens, key_heads, dv)
+        self.q, self.k, self.v = bf16(tokens, heads, d), bf16(tokens, key_heads, d), bf16(tokens, key_heads, dv)
         self.indexer = [
-            (normal(tokens, index_heads, di) * di**-0.25).requires_grad_(),
-            (normal(tokens, di) * di**-0.25).requires_grad_(),
-            (torch.randn(tokens, index_heads, device="cuda") * index_heads**-0.5).requires_grad_(),
+            (bf16(tokens, index_heads, di) * di**-0.25).requires_grad_(),
+            (bf16(tokens, di) * di**-0.25).requires_grad_(),
+            (f32(tokens, index_heads) * index_heads**-0.5).requires_grad_(),
         ]
         bounds = torch.arange(0, tokens + 1, SEQUENCE, device="cuda", dtype=torch.int32)
         self.sequences = bounds, bounds, SEQUENCE, SEQUENCE
@@ -52,9 +50,6 @@ class _Inputs:
         tensors = self.q, self.k, self.v, *self.indexer
         return dsa.indexer_warmup_attention(*tensors, *self.sequences, self.scale, True)
 
-    def bytes(self) -> int:
-        return sum(x.numel() * x.element_size() for x in (self.q, self.k, self.v, *self.indexer))
-
     def fa2(self) -> tuple[Call, Call]:
         """FA2's forward and backward, with values padded to the keys' channels."""
         v = torch.nn.functional.pad(self.v, (0, self.q.shape[2] - self.v.shape[2]))
@@ -63,43 +58,41 @@ class _Inputs:
             torch.ops.aten._flash_attention_forward, self.q, self.k, v, *self.sequences, 0.0, True, False, **flags
         )
         out, lse, *_ = forward()
-        # The result stands for its gradient: another tensor of this size would not fit in 80 GB.
+        # The result serves as its gradient: another tensor of this size would not fit in 80 GB.
         tensors = out, self.q, self.k, v, out, lse, self.sequences, self.scale, True
         return forward, partial(flash_backward, *tensors)
 
-
-def _extra_memory(inputs: _Inputs) -> float:
-    """The peak memory of forward and backward without the inputs, as a share of these."""
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    torch.autograd.grad(inputs.ours()[2].sum(), inputs.indexer)
-    return (torch.cuda.max_memory_allocated() - before) / inputs.bytes()
+    def extra_memory(self) -> float:
+        """The peak memory of forward and backward without the inputs, over the memory of the inputs."""
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        torch.autograd.grad(self.ours()[2].sum(), self.indexer)
+        inputs = sum(x.nbytes for x in (self.q, self.k, self.v, *self.indexer))
+        return (torch.cuda.max_memory_allocated() - before) / inputs
 
 
 def case(which: str, batch: int, *model: int) -> Case:
     inputs = _Inputs(batch, *model)
     heads, key_heads, d, dv, index_heads, di = model
-    memory = _extra_memory(inputs)
+    memory = inputs.extra_memory()
     fa2_forward, fa2_backward = inputs.fa2()
     pairs = batch * SEQUENCE * (SEQUENCE + 1) // 2
     if which == "forward":
         calls = {"dsa": [inputs.ours], "FA2 forward": [fa2_forward]}
     else:
         kl = inputs.ours()[2]
-        weights = torch.ones_like(kl) if which == "backward" else torch.rand_like(kl)
-        total = kl.sum() if which == "backward" else (kl * weights).sum()
+        total = kl.sum() if which == "backward" else (kl * torch.rand_like(kl)).sum()
         ours = partial(torch.autograd.grad, total, inputs.indexer, retain_graph=True)
         calls = {"dsa": [ours], "FA2 backward": [fa2_backward]}
 
     def figure(ms: float) -> str:
         if which != "forward":
             return f"{ms * 1e3 / batch / SEQUENCE:.3f} us a token"
-        # What the loss needs besides attention: scores of all heads and of the indexer, and two products with dI.
+        # The loss needs, besides attention, the scores of all heads and of the indexer, and two products with dI.
         rate = 2 * pairs * (heads * (2 * d + dv) + 3 * index_heads * di) / (ms * 1e-3)
         return f"{rate / 1e12:.0f} TFLOP/s, {memory:.2f} of the inputs' memory"
 
-    name = f"{which}, {batch} x {SEQUENCE}, {heads} heads of {d}/{dv}, {key_heads} of keys"
-    name += f", index {index_heads} x {di}"
-    others = {"repeats": 5, "yardsticks": frozenset({"FA2 forward", "FA2 backward"})}
-    return Case(name, calls, figure, graph=which == "forward", **others)
+    name = f"{which}, {batch} x {SEQUENCE}, {heads} heads of {d}/{dv}, {key_heads} of keys, index {index_heads} x {di}"
+    yardsticks = {"FA2 forward", "FA2 backward"}
+    return Case(name, calls, figure, graph=which == "forward", repeats=5, yardsticks=yardsticks)

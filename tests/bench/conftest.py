@@ -1,5 +1,6 @@
-"""The peers' packages as stubs, and benchmarks' cases on a CPU."""
+"""Stubs of the peers' packages, benchmark cases on a CPU, and small stacks."""
 
+import concurrent.futures
 import importlib.machinery
 import sys
 import types
@@ -9,13 +10,14 @@ import pytest
 import torch
 
 import dsa
+from dsa.runtime import backends
 from dsa_bench.harness import case
 from dsa_bench.peers import package, topk
 from tests.bench import marlin_stub, peer_stubs
 
 MODULES = ("flash_mla", "vllm", "vllm.third_party.flashmla.flash_mla_interface", "vllm.third_party.deep_gemm")
 MODULES += ("deep_gemm", "sgl_kernel", "cudnn", "tile_kernels", "tokenspeed_kernel")
-# Where the wheels have them, and which of torch.ops they give.
+# Paths in the wheels, and the namespaces of torch.ops that the libraries register.
 SHARED_LIBRARIES = {
     "vllm/_C_stable_libtorch.abi3.so": "_C",
     "vllm/_moe_C_stable_libtorch.abi3.so": "_moe_C",
@@ -25,14 +27,14 @@ SHARED_LIBRARIES = {
 
 @pytest.fixture
 def no_peers(monkeypatch):
-    """No peer is installed, whatever this machine has."""
+    """Hide all peers that this machine has."""
     for name in MODULES:
         monkeypatch.setitem(sys.modules, name, None)
 
 
 @pytest.fixture
 def installed(monkeypatch, no_peers, tmp_path) -> Path:
-    """The folder that has every shared library, whose operators are there from when it is loaded on."""
+    """Install every shared library and source file in a folder. Loading a library registers its stub operators."""
     operators = {"_C": peer_stubs.vllm_operators(), "_moe_C": marlin_stub.operators()}
     operators["sgl_kernel"] = peer_stubs.sglang_operators()
     for activation in (marlin_stub.silu_and_mul, marlin_stub.silu_and_mul_with_clamp):
@@ -60,7 +62,7 @@ def installed(monkeypatch, no_peers, tmp_path) -> Path:
 
 @pytest.fixture
 def peers(monkeypatch, installed):
-    """All are: name -> stub of those that are imported."""
+    """Install all peers. Returns {name: stub} of those that are imported."""
     stubs = {
         "flash_mla": peer_stubs.flash_mla(use_legacy=True),
         "vllm.third_party.flashmla.flash_mla_interface": peer_stubs.flash_mla(use_legacy=False, heads=(8, 16, 32)),
@@ -76,15 +78,52 @@ def peers(monkeypatch, installed):
     return stubs
 
 
+@pytest.fixture
+def recorded(monkeypatch):
+    """recorded(owner, name) returns the list of positional arguments of all later calls of this function."""
+
+    def record(owner, name):
+        calls, function = [], getattr(owner, name)
+
+        def recording(*arguments, **options):
+            calls.append(arguments)
+            return function(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, recording)
+        return calls
+
+    return record
+
+
+@pytest.fixture
+def in_threads(monkeypatch):
+    """Process pools work in a thread of this process. Returns the numbers of processes."""
+    counts = []
+
+    class Pool(concurrent.futures.ThreadPoolExecutor):
+        def __init__(self, processes, mp_context):
+            counts.append(processes)
+            super().__init__(1)
+
+    monkeypatch.setattr(concurrent.futures, "ProcessPoolExecutor", Pool)
+    return counts
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Commands believe that there is a GPU with kernels."""
+    monkeypatch.setattr(backends, "why_no_kernels", lambda: None)
+
+
 def two_matrices(rows, columns):
     return [(torch.randn(rows, columns, dtype=torch.bfloat16) / 40,) for _ in range(2)]
 
 
 @pytest.fixture
 def on_cpu(monkeypatch):
-    """Cases are built and called on the CPU, with as few inputs as they can have."""
+    """Build and call cases on the CPU, with the fewest inputs."""
     monkeypatch.setattr(dsa, "num_sms", lambda device: peer_stubs.SMS)
-    product = torch.mm  # which has no out_dtype on a CPU
+    product = torch.mm  # has no out_dtype on a CPU
     monkeypatch.setattr(
         torch, "mm", lambda a, b, out_dtype=None: product(*(x.to(out_dtype or x.dtype) for x in (a, b)))
     )

@@ -1,7 +1,7 @@
-"""A stand-in for Marlin's operators, which need a GPU: the same arguments and demands, by plain products.
+"""Stubs of Marlin's operators, which need a GPU: the same arguments, computed by plain products.
 
-What it asserts is what the operators' own host code checks. The layouts are undone here by tables, which follow from
-the order in which a warp's threads have a tensor core's operands: `pack` writes them by other means.
+Their assertions are the checks of the operators' host code. Tables undo the layouts here. They follow from the order in
+which a warp's threads hold a tensor core's operands; `pack` computes the layouts in another way.
 """
 
 import types
@@ -14,24 +14,24 @@ from tests.bench.peer_stubs import SMS
 INT = torch.int32
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 E2M1_ID = 0x2000000010102
-NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)  # which of a thread's eight numbers is in which nibble
+NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)  # the index among a thread's eight codes, per nibble
 
 
 @lru_cache
 def _codes_order() -> torch.Tensor:
-    """Of 16 channels by 64 rows, as 4 tiles of 16 x 16, the place (tile, channel, row) of every nibble."""
+    """The flat index (tile, channel, row) of every nibble, in 16 channels by 64 rows as 4 tiles of 16 x 16."""
     order = []
     for thread in range(32):
         row, pair = thread // 4, 2 * (thread % 4)
-        own = [16 * channel + row + 8 * half for half in (0, 1) for channel in (pair, pair + 1, pair + 8, pair + 9)]
+        codes = [16 * channel + row + 8 * half for half in (0, 1) for channel in (pair, pair + 1, pair + 8, pair + 9)]
         for tile in range(4):
-            order.extend(256 * tile + own[i] for i in NIBBLES)
+            order.extend(256 * tile + codes[i] for i in NIBBLES)
     return torch.tensor(order)
 
 
 @lru_cache
 def _scales_order() -> torch.Tensor:
-    """The rows, of 64, of the scales side by side: every eighth, and of four such the middle two exchanged."""
+    """The rows of 64 adjacent scales: every eighth row, with the middle two of each four exchanged."""
     by_thread = torch.tensor([i + 8 * j for i in range(8) for j in range(8)])
     return by_thread.view(-1, 4)[:, [0, 2, 1, 3]].flatten()
 
@@ -61,9 +61,9 @@ def _align(topk_ids, num_experts, block_size, sorted_token_ids, experts_ids, num
     experts_ids.fill_(-1)
     end = 0
     for expert in range(num_experts):
-        own = (chosen == expert).nonzero().flatten().flip(0)  # in no certain order
-        sorted_token_ids[end : end + len(own)] = own.to(INT)
-        blocks = -(-len(own) // block_size)
+        rows = (chosen == expert).nonzero().flatten().flip(0)  # the operator guarantees no order
+        sorted_token_ids[end : end + len(rows)] = rows.to(INT)
+        blocks = -(-len(rows) // block_size)
         experts_ids[end // block_size : end // block_size + blocks] = expert
         end += blocks * block_size
     assert end <= len(sorted_token_ids) and end // block_size <= len(experts_ids) and len(num_tokens_post_pad) == 1

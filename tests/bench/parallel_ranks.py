@@ -1,4 +1,4 @@
-"""Ranks of the benchmark of several GPUs on a CPU, with a clock of the host and the smallest stacks."""
+"""Ranks of the benchmark of several GPUs on a CPU, with a host's clock and the smallest stacks."""
 
 import dataclasses
 import gc
@@ -6,22 +6,21 @@ import time
 
 import torch
 
-from dsa_bench.e2e import one_of_many, parallel_cases, parallel_rows, stacks
+from dsa_bench.e2e import one_of_many, parallel_rows, stacks
 from dsa_bench.e2e.clock import Clock
 from dsa_layers.parallel import rows as shared_rows
 from dsa_layers.parallel.ranks import ALONE
-from tests.bench.small_stacks import FEWER, SMALL
+from tests.bench import small_stacks
 
-# A prompt of whole rows, of shared ones, and one that is computed once, in two passes. Ranks share rows from fewer
-# tokens on than elsewhere: a pass over four times as many takes a CPU three times as long.
+# Prompts of whole rows, of shared rows, and one that is computed once, in two passes. Ranks share rows from fewer
+# tokens on than in production: a CPU takes three times as long for a pass over four times as many.
 SHARED_ROWS = 64
-FEW_EXPERTS = {"n_routed_experts": 4}  # two on each rank
 PROMPTS, SEQUENCES, CONTEXT = {40: 2, 66: 1, 90: 0}, (1, 3), 200
 RUNS = [*(f"prefill {n}" for n in PROMPTS), *(f"decode {n} x {CONTEXT}" for n in SEQUENCES)]
 
 
 class HostClock(Clock):
-    """Stands for the GPUs' clocks and memory."""
+    """Replaces the GPUs' clocks and memory by the host's clock and fixed numbers."""
 
     def __init__(self, ranks):
         super().__init__(ranks, torch.device("cpu"))
@@ -37,10 +36,10 @@ class HostClock(Clock):
         pass
 
     def peak(self):
-        return max(self.everyones(10**9 + self._ranks.rank))
+        return max(self.gather(10**9 + self._ranks.rank))
 
     def free(self):
-        return min(self.everyones(10**15))
+        return min(self.gather(10**15))
 
 
 def events_of(call, *, host):
@@ -57,54 +56,55 @@ def layers_that_fit(name, gpus, memory, tokens):
 
 
 def make_small():
-    """In this process all stacks and cases are small, and nothing is profiled."""
-    gc.freeze()  # or each collection between runs would go through all that was imported
+    """Make all stacks and cases of this process small, and profile nothing."""
+    gc.freeze()  # collections between runs need not visit what was imported
+    # Four experts: two per rank.
+    small_stacks.make_small(stacks.STACKS, n_routed_experts=4)
     for name, (file, fields) in stacks.STACKS.items():
-        stacks.STACKS[name] = (file, fields | SMALL | FEWER[name] | FEW_EXPERTS | stacks.with_layers(name, 3))
-    parallel_cases.PROMPTS, parallel_cases.SEQUENCES, parallel_cases.CONTEXT = PROMPTS, SEQUENCES, CONTEXT
-    parallel_cases.CHUNK, parallel_cases.STEP_REPEATS = 70, 1
+        stacks.STACKS[name] = (file, fields | stacks.with_layers(name, 3))
+    parallel_rows.PROMPTS, parallel_rows.SEQUENCES, parallel_rows.CONTEXT = PROMPTS, SEQUENCES, CONTEXT
+    parallel_rows.CHUNK, parallel_rows.STEP_REPEATS = 70, 1
     shared_rows.SHARED_ROWS = SHARED_ROWS
-    parallel_rows.events_of = events_of
-    parallel_rows.layers_that_fit = layers_that_fit
+    parallel_rows.events_of, parallel_rows.layers_that_fit = events_of, layers_that_fit
 
 
 def rows(ranks, options):
-    """(rows, what was told) of a rank."""
+    """Return (rows, what was told) of a rank."""
     make_small()
     told = []
     return [*parallel_rows.rank_rows(ranks, HostClock(ranks), tell=told.append, **options)], told
 
 
 def rows_of_a_part(ranks, options):
-    """The rows of one of two, which this process is alone."""
+    """Return the rows of one of two GPUs, which this process computes alone."""
     make_small()
     return [*one_of_many.rows(2, clock=HostClock(ALONE), **options)]
 
 
-def rows_of_other_weights(ranks, options):
-    """The same where the ranks' generators give other numbers."""
+def error_of_other_weights(ranks, options):
+    """Return the error where the ranks' generators give different numbers."""
     make_small()
-    draw = stacks._draw
+    fill = stacks._fill
 
-    def drawn(name, values, *rest):
-        draw(name, values, *rest)
+    def filled(name, values, *rest):
+        fill(name, values, *rest)
         if name.endswith("gate.weight"):
             values.mul_(1 + ranks.rank)
 
-    stacks._draw = drawn
+    stacks._fill = filled
     return _error(ranks, options)
 
 
-def rows_of_other_logits(ranks, options):
-    """The same where one of them computes other logits."""
+def error_of_other_logits(ranks, options):
+    """Return the error where one rank computes different logits."""
     make_small()
-    prefill = parallel_cases.prefill
+    prefill = parallel_rows.prefill
 
-    def make(model, **given):
-        run = prefill(model, **given)
+    def make(model, **options):
+        run = prefill(model, **options)
         return dataclasses.replace(run, timed=lambda: run.timed() + ranks.rank)
 
-    parallel_cases.prefill = make
+    parallel_rows.prefill = make
     return _error(ranks, options)
 
 
@@ -117,8 +117,10 @@ def _error(ranks, options):
 
 
 def clock_of_stubs(ranks, _):
-    """What the clock says of two calls, where the GPUs' events are a host's counter that goes faster on later ranks;
-    and the order of what it did."""
+    """Time two calls, with a counter in place of the GPUs' events that runs faster on later ranks.
+
+    Returns the times, the peak and free memory, and the order of the clock's actions.
+    """
     done = []
 
     class Event:
@@ -143,7 +145,7 @@ def clock_of_stubs(ranks, _):
     }.items():
         setattr(torch.cuda, name, stub)
     clock = Clock(ranks, torch.device("cpu"))
-    meet = clock.meet
-    clock.meet = lambda: (done.append("meet"), meet())
+    align = clock.align
+    clock.align = lambda: (done.append("align"), align())
     clock.forget_peak()
     return clock.times(lambda: done.append("call"), 2), clock.peak(), clock.free(), done

@@ -1,4 +1,4 @@
-"""How much memory the tensors of a call would take, on the meta device."""
+"""The memory that a call's tensors would take, counted on the meta device."""
 
 import weakref
 
@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class PeakBytes(TorchDispatchMode):
-    """Within the block: now, the bytes of the tensors that were made in it and are there; peak, the most of them."""
+    """now: bytes of the tensors that were made within the block and still exist. peak: the maximum of now."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -16,16 +16,16 @@ class PeakBytes(TorchDispatchMode):
         self._alive: set[int] = set()
 
     def __torch_dispatch__(self, operator, types, arguments=(), options=None):
-        given = {x.untyped_storage()._cdata for x in tree_leaves((arguments, options)) if isinstance(x, torch.Tensor)}
+        inputs = {x.untyped_storage()._cdata for x in tree_leaves((arguments, options)) if isinstance(x, torch.Tensor)}
         results = operator(*arguments, **(options or {}))
         for x in tree_leaves(results):
             if isinstance(x, torch.Tensor):
-                self._add(x.untyped_storage(), given)
+                self._add(x.untyped_storage(), inputs)
         return results
 
-    def _add(self, storage: torch.UntypedStorage, given: set[int]) -> None:
+    def _add(self, storage: torch.UntypedStorage, inputs: set[int]) -> None:
         key = storage._cdata
-        if key in self._alive or key in given:
+        if key in self._alive or key in inputs:
             return
         self._alive.add(key)
         self.now += storage.nbytes()

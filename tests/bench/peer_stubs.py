@@ -1,6 +1,6 @@
-"""Stand-ins for the peers' packages, which need a GPU: the same names, arguments and demands, by our references.
+"""Stubs of the peers' packages, which need a GPU: the same names and arguments, computed by our references.
 
-What each asserts is what the library's own host code checks on Hopper.
+Their assertions are the checks of the libraries' host code on Hopper.
 """
 
 import functools
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-# By name: while a model runs on peers' kernels, the ops of `dsa` are the peers'.
+# Imported by name: while a model runs on the peers' kernels, the attributes of `dsa` are the peers' ops.
 from dsa import (
     flash_mla_sparse_fwd,
     flash_mla_with_kvcache,
@@ -28,17 +28,14 @@ SMS = 132
 
 
 def flash_mla(*, use_legacy: bool, heads: tuple[int, ...] = (64, 128)) -> types.ModuleType:
-    """SGLang's build, which must be told `use_legacy`, or vLLM's, which does not know the word."""
-    module = types.ModuleType("flash_mla")
+    """SGLang's build, which needs `use_legacy=True`, or vLLM's, which has no such parameter."""
+    module, expected_legacy = types.ModuleType("flash_mla"), {"use_legacy": True} if use_legacy else {}
 
     class Plan:
         tensors = None
 
-    def only_where_known(legacy: bool | None) -> None:
-        assert legacy is (True if use_legacy else None), f"use_legacy={legacy}"
-
-    def sparse(q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk_length=None, use_legacy=None):
-        only_where_known(use_legacy)
+    def sparse(q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk_length=None, **legacy):
+        assert legacy == expected_legacy
         assert q.dtype == kv.dtype == torch.bfloat16 and q.dim() == kv.dim() == 3 and indices.dtype == INT
         assert q.shape[1] in (*heads, 64, 128), f"Unsupported h_q: {q.shape[1]}"
         assert indices.shape == (len(q), 1, indices.shape[2]) and indices.stride(-1) == 1 and d_v == 512
@@ -60,9 +57,9 @@ def flash_mla(*, use_legacy: bool, heads: tuple[int, ...] = (64, 128)) -> types.
         attn_sink=None,
         extra_k_cache=None,
         extra_indices_in_kvcache=None,
-        use_legacy=None,
+        **legacy,
     ):
-        only_where_known(use_legacy)
+        assert legacy == expected_legacy
         assert isinstance(tile_scheduler_metadata, Plan) and num_splits is None and head_dim_v == 512
         tile_scheduler_metadata.tensors = True
         assert q.dtype == torch.bfloat16 and q.stride(-1) == 1 and q.shape[3] in (512, 576)
@@ -109,20 +106,20 @@ def _plan(context_lens, block_kv, num_sms, indices=None):
 def _paged(q, cache, weights, lengths, table, columns):
     plan = get_paged_mqa_logits_metadata(lengths[:, -1].contiguous(), cache.shape[1], SMS)
     scores = fp8_paged_mqa_logits(q, cache, weights, lengths[:, -1].contiguous(), table, plan, columns)
-    return torch.where(scores == -torch.inf, torch.nan, scores)  # nothing is written there
+    return torch.where(scores == -torch.inf, torch.nan, scores)  # the library does not write there
 
 
 def _column_major(scales: torch.Tensor) -> torch.Tensor:
     aligned = -(-scales.shape[-2] // 4) * 4
-    turned = scales.mT.contiguous()
-    return torch.nn.functional.pad(turned, (0, aligned - scales.shape[-2])).mT[..., : scales.shape[-2], :]
+    padded = torch.nn.functional.pad(scales.mT.contiguous(), (0, aligned - scales.shape[-2]))
+    return padded.mT[..., : scales.shape[-2], :]
 
 
 def _check_product(a, b, d) -> None:
     assert a[0].dtype == b[0].dtype == FP8 and a[0].is_contiguous() and b[0].is_contiguous()
     assert d.dtype == torch.bfloat16 and d.stride(-1) == 1 and d.shape == (*a[0].shape[:-1], b[0].shape[-2])
     assert a[1].shape == (*a[0].shape[:-1], a[0].shape[-1] // 128) and a[1].dtype == torch.float32
-    # Row by row, which the library changes in every call, or laid out beforehand.
+    # Row-major, which the library converts in every call, or already column-major.
     assert a[1].is_contiguous() or (a[1].stride(-2) == 1 and a[1].stride(-1) % 4 == 0)
     assert b[1].shape == (*b[0].shape[:-2], -(-b[0].shape[-2] // 128), b[0].shape[-1] // 128) and b[1].is_contiguous()
 
@@ -147,7 +144,7 @@ def _contiguous(a, b, d, grouped_layout):
     matrices = _matrix(b)
     for group in grouped_layout.unique().tolist():
         rows = grouped_layout == group
-        if group < 0:  # no group's, and not written
+        if group < 0:  # padding, which the library does not write
             d[rows] = torch.nan
             continue
         d[rows] = (_numbers((a[0][rows], a[1][rows])) @ matrices[group].mT).bfloat16()
@@ -171,7 +168,7 @@ def _products(module: types.ModuleType) -> types.ModuleType:
 
 
 def deep_gemm() -> types.ModuleType:
-    """The older build."""
+    """The older build of DeepGEMM."""
     module = _products(types.ModuleType("deep_gemm"))
 
     def scores(q, kv, weights, starts, ends, clean_logits=True, max_seqlen_k=0):
@@ -188,7 +185,7 @@ def deep_gemm() -> types.ModuleType:
 
 
 def deep_gemm_2_8() -> types.ModuleType:
-    """2.8.1: compressed rows of index scores."""
+    """DeepGEMM 2.8.1, with compressed rows of index scores."""
     module = _products(types.ModuleType("vllm.third_party.deep_gemm"))
 
     def scores(q, kv, weights, starts, ends, max_seqlen_k, schedule_meta=None):
@@ -244,7 +241,7 @@ def tile_kernels() -> types.ModuleType:
 
 
 def deepselect() -> types.SimpleNamespace:
-    """TokenSpeed's port, of the file that is loaded by itself."""
+    """TokenSpeed's port, whose file is loaded without its package."""
 
     def topk(scores, ends, topk, *, capacity, cluster_size, indices):
         assert scores.stride(1) == 1 and scores.stride(0) % 4 == 0 and scores.data_ptr() % 16 == 0
@@ -302,7 +299,7 @@ def sglang_operators() -> types.SimpleNamespace:
 
 
 def _topk(scores, lengths, k, starts=None):
-    """In another order than ours."""
+    """Our top-k in reverse order."""
     return topk_indices(scores, k, lengths=lengths, starts=starts).flip(1)
 
 
@@ -332,7 +329,7 @@ def cudnn() -> types.ModuleType:
 
 
 class OnCpu(torch.overrides.TorchFunctionMode):
-    """Tensors that are to be made on a GPU are made here, so that a benchmark's case can be built without one."""
+    """Makes tensors for "cuda" on the CPU, so that a benchmark's case can be built without a GPU."""
 
     def __torch_function__(self, function: Callable, types: tuple, arguments: tuple = (), options: dict | None = None):
         options = dict(options or {})

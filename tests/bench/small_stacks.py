@@ -1,4 +1,7 @@
-"""The stacks' published fields with sizes for a CPU, which two ranks can share."""
+"""Stacks with the published fields and sizes for a CPU, which two ranks can share."""
+
+from dsa_bench.e2e.stacks import stack
+from dsa_layers.families.model import CheckpointModel
 
 SMALL = {"hidden_size": 256, "moe_intermediate_size": 256, "n_routed_experts": 8, "vocab_size": 512}
 SMALL |= {"num_experts_per_tok": 2, "q_lora_rank": 128}
@@ -9,3 +12,13 @@ FEWER = {
     "GLM-5": HEADS | {"eos_token_id": 1, "pad_token_id": 0},
     "GLM-5.2": HEADS | {"eos_token_id": 1, "pad_token_id": 0},
 }
+
+
+def small_stack(name: str, device: str = "cpu", **options) -> CheckpointModel:
+    return stack(name, device, **SMALL | FEWER[name] | options)
+
+
+def make_small(stacks: dict, **fields) -> None:
+    """Change the fields of all `stacks`, a dict of dsa_bench.e2e.stacks, to small ones."""
+    for name, (file, published) in stacks.items():
+        stacks[name] = (file, published | SMALL | FEWER[name] | fields)

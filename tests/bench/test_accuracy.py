@@ -1,25 +1,23 @@
 """The benchmark of errors: held-out text, intervals, and passes of a small model on a CPU with stand-ins for peers."""
 
-import contextlib
 import json
 import shutil
-from types import MappingProxyType
 
 import pytest
 import torch
 
 from dsa_bench.e2e import accuracy
 from dsa_bench.e2e.held_out_text import held_out_files, held_out_sequences
+from dsa_bench.e2e.peers import Replaced
 from dsa_layers import SHIPPED_MODEL, Tokenizer
 
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """The shipped model with a context of 32 tokens and two held-out files, one of which is not on this machine."""
+    """The shipped model with a context of 32 tokens and two held-out files, one of which this machine does not have."""
     folder = shutil.copytree(SHIPPED_MODEL, tmp_path / "model")
-    (folder / "metrics.json").write_text(
-        json.dumps({"data": {"held_out_files": ["this.py"], "packages": [{"held_out_files": ["gone/away.py"]}]}})
-    )
+    data = {"held_out_files": ["this.py"], "packages": [{"held_out_files": ["gone/away.py"]}]}
+    (folder / "metrics.json").write_text(json.dumps({"data": data}))
     config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 32}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
@@ -47,21 +45,9 @@ def test_intervals_of_a_ratio_are_paired():
     assert (low, high) == (pytest.approx(mean - half, abs=half / 3), pytest.approx(mean + half, abs=half / 3))
 
 
-class _Peers:
-    """The peers: our kernels, or an error."""
-
-    ops = MappingProxyType({"fp8_mqa_logits": "a library"})
-    failure: Exception | None = None
-
-    @contextlib.contextmanager
-    def in_place(self):
-        if self.failure:
-            raise self.failure
-        yield
-
-
 def test_rows_have_the_figures_of_every_kind_of_kernel(checkpoint, monkeypatch):
-    peers = _Peers()
+    """The peers are our kernels, and then fail."""
+    peers = Replaced(ops={"fp8_mqa_logits": "a library"})
     monkeypatch.setattr(accuracy, "replacement", lambda: peers)
     half, single, theirs = accuracy.rows([checkpoint], most=2, device="cpu")
     assert [row["kernels"] for row in (half, single, theirs)] == [*accuracy.KERNELS, "peers"]
@@ -69,6 +55,6 @@ def test_rows_have_the_figures_of_every_kind_of_kernel(checkpoint, monkeypatch):
     assert half["over_peers"] == pytest.approx([1.0] * 3) and theirs["over_peers"] is None
     assert half["tokens"] == 64 and 0.5 < half["same_first"] <= 1 and half["divergence"][0] > 0
 
-    peers.failure = ValueError("heads: 64 are accepted\nmore")
+    peers.values.append((accuracy, "an_absent_attribute", None))
     half, _, theirs = accuracy.rows([checkpoint], most=1, device="cpu")
-    assert theirs["figure"] == "failed: heads: 64 are accepted" and half["over_peers"] is None
+    assert theirs["figure"].startswith("failed: ") and half["over_peers"] is None

@@ -1,4 +1,4 @@
-"""Baselines compute what ours do: cases of small shapes on a CPU."""
+"""Baselines compute the same as our ops, in cases with small shapes on a CPU."""
 
 import ast
 from pathlib import Path
@@ -46,8 +46,7 @@ def test_baselines_agree_with_ours(op, no_peers, on_cpu):
 
 
 @pytest.mark.parametrize("op", WRITERS)
-def test_of_a_write_the_caches_are_compared(op, no_peers, on_cpu):
-    """A baseline that writes nothing is found."""
+def test_a_baseline_that_writes_nothing_differs(op, no_peers, on_cpu):
     case = cases.load(op).case(*WRITERS[op])
     (name,) = case.baselines
     written = case.calls[name][0]()
@@ -57,7 +56,7 @@ def test_of_a_write_the_caches_are_compared(op, no_peers, on_cpu):
     assert case.tried()[name].startswith("differs by")
 
 
-def test_every_op_with_a_baseline_is_compared_here():
+def test_every_op_with_a_baseline_is_in_these_tests():
     def words(path):
         return {getattr(node, "arg", getattr(node, "value", None)) for node in ast.walk(ast.parse(path.read_text()))}
 

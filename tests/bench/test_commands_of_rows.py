@@ -1,46 +1,72 @@
-"""The commands of several rows: calls that they refuse, and a line per row."""
+"""The commands of whole passes: calls that they refuse, a line per row, and the kernels that they compile."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
+from dsa_bench.e2e import against_transformers, drafts, latency, million, one_of_many, parallel
 from dsa_bench.e2e import command as shared
-from dsa_bench.e2e import drafts, latency, million, one_of_many, parallel
+from dsa_bench.e2e.stacks import skeleton
+from dsa_layers.command.main import main
+from tests.bench.small_stacks import FEWER, SMALL
 
 ROWS = [{"shape": "a"}, {"shape": "b", "ms": 1.5}]
-EVERY = (drafts, latency, million, one_of_many, parallel)
+OF_MODELS = (drafts, latency, million)
+NO_GPU = "a benchmark needs a GPU with kernels: no GPU"
 
 
 @pytest.mark.parametrize(
-    ("command", "arguments", "message"),
+    ("command", "arguments", "reason", "message"),
     [
-        (parallel, ["--gpus", "1"], "--gpus: must be at least 2, got 1"),
-        (parallel, ["--models", "V5"], "argument --models: invalid choice: 'V5'"),
-        (one_of_many, ["--runs", "prefill 5"], "argument --runs: invalid choice: 'prefill 5'"),
-        *((command, [], "a benchmark needs a GPU with kernels: no GPU") for command in EVERY),
+        (parallel, ["--gpus", "1"], "no GPU", "--gpus: must be at least 2, got 1"),
+        (parallel, ["--gpus", "4"], None, "--gpus: must be at most the 2 that torch sees, got 4"),
+        (parallel, ["--models", "V5"], "no GPU", "argument --models: invalid choice: 'V5'"),
+        (one_of_many, ["--runs", "prefill 5"], "no GPU", "argument --runs: invalid choice: 'prefill 5'"),
+        *((command, [], "no GPU", NO_GPU) for command in (*OF_MODELS, one_of_many, parallel, against_transformers)),
+        (against_transformers, [], None, "the benchmark needs transformers: pip install transformers"),
+        (against_transformers, ["--layers", "0"], None, "argument --layers: must be at least 1, got 0"),
+        (against_transformers, ["--tokens", "8", "x"], None, "argument --tokens: must be an integer, got 'x'"),
     ],
 )
-def test_wrong_calls(command, arguments, message, capsys, monkeypatch):
-    monkeypatch.setattr("dsa.runtime.backends.why_no_kernels", lambda: "no GPU")
+def test_wrong_calls_say_what_is_wrong(command, arguments, reason, message, capsys, monkeypatch):
+    monkeypatch.setattr("dsa.runtime.backends.why_no_kernels", lambda: reason)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    without_transformers = SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: None))
+    monkeypatch.setattr(against_transformers, "importlib", without_transformers)
     with pytest.raises(SystemExit):
         command.main(arguments)
     assert message in capsys.readouterr().err
 
 
+def test_bench_e2e_needs_a_gpu_and_has_no_profile(capsys):
+    assert main(["bench", "e2e"]) == 2 and "needs a GPU with kernels" in capsys.readouterr().err
+    assert main(["bench", "e2e", "--profile"]) == 2 and "--profile: is for one op" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("command", "choice"),
-    [
-        *((command, (["V4-Flash"],)) for command in (drafts, latency, million)),
-        (one_of_many, (8, ["V4-Flash"], None, None)),
-    ],
+    [*((command, (["V4-Flash"],)) for command in OF_MODELS), (one_of_many, (8, ["V4-Flash"], None, None))],
 )
-def test_a_command_prints_a_line_per_row_or_only_compiles(command, choice, capsys, monkeypatch):
-    given = []
-    monkeypatch.setattr("dsa.runtime.backends.why_no_kernels", lambda: None)
+def test_a_command_prints_a_line_per_row_or_only_compiles(command, choice, capsys, monkeypatch, gpu):
+    calls = []
     monkeypatch.setattr(shared, "compile_ahead", lambda asked, tell: tell("compiled"))
-    monkeypatch.setattr(command, "rows", lambda *given_, tell: given.append(given_) or iter(ROWS))
+    monkeypatch.setattr(command, "rows", lambda *arguments, tell: calls.append(arguments) or iter(ROWS))
     assert command.main(["--models", "V4-Flash"]) == 0
     out, err = capsys.readouterr()
     assert [json.loads(line) for line in out.splitlines()] == ROWS and "compiled" in err
-    assert given == [choice]
-    assert command.main(["--compile"]) == 0 and len(given) == 1
+    assert calls == [choice]
+    assert command.main(["--compile"]) == 0 and len(calls) == 1
+
+
+@pytest.mark.slow
+def test_kernels_that_are_asked_for(monkeypatch):
+    monkeypatch.setattr(latency, "skeleton", lambda name: skeleton(name, **SMALL, **FEWER[name]))
+    decoding = {"compile_fp8_paged_mqa_logits", "compile_route_to_experts"}
+    prompts = {"compile_sparse_mla_fp8_kv", "compile_sparse_mla_cast", "compile_fp8_mqa_logits", "compile_topk_indices"}
+    for asked, expected in (
+        (drafts.asked(["V3.2"], [4]), decoding),
+        (million.asked(lengths=[2**19], sequences=[4]), decoding | prompts | {"compile_sparse_mla"}),
+        (latency.asked(["V4-Flash"], [512], latency.Sizes(prompt=4096)), {"compile_fp8_mqa_logits"}),
+    ):
+        assert expected <= {variant.function for variant in asked}

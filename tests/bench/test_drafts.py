@@ -6,9 +6,8 @@ import pytest
 import torch
 
 import dsa
-from dsa_bench.e2e import draft_runs, drafts
-from dsa_bench.e2e.draft_runs import DraftedDecoding
-from dsa_bench.e2e.drafts import gain, shape, tokens_a_round
+from dsa_bench.e2e import drafts
+from dsa_bench.e2e.drafts import DraftedDecoding, gain, shape, tokens_a_round
 from dsa_bench.e2e.full_depth import (
     Depths,
     cached_bytes,
@@ -19,51 +18,40 @@ from dsa_bench.e2e.full_depth import (
     layers_of,
     pass_bytes,
 )
-from dsa_bench.e2e.stacks import STACKS, published_layers, skeleton, stack, with_layers
+from dsa_bench.e2e.stacks import STACKS, published_layers, skeleton, with_layers
 from dsa_layers.generation.draft_step import DraftStep
 from dsa_layers.layers.experts import Experts
-from dsa_layers.layers.moe import MoE
-from tests.bench.small_stacks import FEWER, SMALL
+from tests.bench.small_stacks import make_small, small_stack
 
 CONTEXT, COPY, DRAFT_MS = 300, 2e12, 3.0
+by_stack = pytest.mark.parametrize("name", STACKS)
 
 
 @pytest.fixture
-def clock(monkeypatch):
-    """By which a pass takes a millisecond and another one for each layer and token, and the drafter DRAFT_MS. The
-    drafts that come of it are noted."""
-    layers, drafted = [], []
-    first = draft_runs.first_layers
-
-    def noted_first(model, count):
-        layers.append(count)
-        return first(model, count)
+def drafted(monkeypatch, recorded):
+    """A fake clock: a pass takes 1 ms and another per layer and token, the drafter DRAFT_MS. Returns the drafts."""
+    layers, found = recorded(drafts, "first_layers"), []
 
     def bench(calls, repeats, graph):
-        assert repeats == draft_runs.REPEATS and graph
+        assert repeats == drafts.REPEATS and graph
         ((name, call),) = calls.items()
         results = call()
         if not isinstance(results, tuple) and results.dtype == torch.int64:
-            drafted.append(results)
+            found.append(results)
             return {name: DRAFT_MS}
         logits = results[0] if isinstance(results, tuple) else results
         assert logits.isfinite().all()
-        return {name: 1.0 + layers[-1] * len(logits)}
+        return {name: 1.0 + layers[-1][1] * len(logits)}
 
-    monkeypatch.setattr(draft_runs, "bench", bench)
-    monkeypatch.setattr(draft_runs, "first_layers", noted_first)
-    return drafted
-
-
-def small_stack(name):
-    return stack(name, "cpu", drafter=True, **SMALL, **FEWER[name])
+    monkeypatch.setattr(drafts, "bench", bench)
+    return found
 
 
 @pytest.mark.slow
-def test_rows(clock, monkeypatch):
-    """All layers' times follow from those of the three depths, and figures from them; what is done is left out."""
-    for name, (file, fields) in STACKS.items():
-        monkeypatch.setitem(STACKS, name, (file, fields | SMALL | FEWER[name]))
+def test_figures_of_rows_follow_from_three_depths(drafted, monkeypatch):
+    for name in STACKS:
+        monkeypatch.setitem(STACKS, name, STACKS[name])
+    make_small(STACKS)
     monkeypatch.setattr(drafts, "CONTEXT", CONTEXT)
     monkeypatch.setattr(drafts, "copy_bandwidth", lambda: COPY)
     monkeypatch.setattr(drafts, "free", lambda: None)  # frees GPU memory
@@ -75,60 +63,63 @@ def test_rows(clock, monkeypatch):
         *("V3.2 decode 1 x 300, 2 drafts", "V3.2 decode 3 x 300, 1 draft"),
         *("V4-Flash decode 1 x 300, 1 draft", "V4-Flash decode 3 x 300, 1 draft"),
     ]
-    assert "V4-Flash: drawn" in told and "GLM-5: drawn" not in told
+    assert "V4-Flash: model made" in told and "GLM-5: model made" not in told
     for row in rows:
         count, k, plain, verify = row["sequences"], row["drafts"], row["plain"], row["verify"]
         measured, layers = {"V3.2": (4, 61), "V4-Flash": (5, 43)}[row["model"]]
-        assert row["layers"] == layers and row["shape"] == f"{row['model']} {row['run']}"
+        round_ms, tokens, copied = verify["ms"] + DRAFT_MS, row["tokens_a_round"], [p["bytes"] for p in (plain, verify)]
         assert plain["depths"] == [1.0, 1.0 + count, 1.0 + measured * count]
-        assert plain["ms"] == pytest.approx(1 + layers * count)
-        assert verify["ms"] == pytest.approx(1 + layers * count * (1 + k))
-        assert 2 <= plain["touched"] < verify["touched"] <= 8 and plain["bytes"] < verify["bytes"]
-        assert row["copy"] == COPY
-        assert row["of_copy"] == pytest.approx([own["bytes"] / COPY * 1e3 / own["ms"] for own in (plain, verify)])
-        assert row["over_bytes"] == pytest.approx(row["of_copy"][0] / row["of_copy"][1])
-        assert row["draft_ms"] == DRAFT_MS and row["ms"] == verify["ms"] + DRAFT_MS
-        assert row["gain"] == pytest.approx(row["tokens_a_round"] / row["ms"] * plain["ms"])
-        assert row["tokens/s"] == pytest.approx(count * row["tokens_a_round"] / row["ms"] * 1e3)
-        assert row["figure"] == f"{row['gain']:.2f}x the tokens/s without drafts"
+        assert 2 <= plain["touched"] < verify["touched"] <= 8 and copied[0] < copied[1]
+        assert row == row | {
+            "layers": layers,
+            "run": row["shape"].removeprefix(f"{row['model']} "),
+            "plain": plain | {"ms": pytest.approx(1 + layers * count)},
+            "verify": verify | {"ms": pytest.approx(1 + layers * count * (1 + k))},
+            "copy": COPY,
+            "of_copy": pytest.approx([n / COPY * 1e3 / p["ms"] for n, p in zip(copied, (plain, verify))]),
+            "over_bytes": pytest.approx(row["of_copy"][0] / row["of_copy"][1]),
+            "draft_ms": DRAFT_MS,
+            "ms": round_ms,
+            "gain": pytest.approx(tokens / round_ms * plain["ms"]),
+            "tokens/s": pytest.approx(count * tokens / round_ms * 1e3),
+            "figure": f"{row['gain']:.2f}x the tokens/s without drafts",
+        }
 
 
-@pytest.mark.parametrize("name", STACKS)
-def test_what_is_timed_are_passes_of_generation(name, clock, monkeypatch):
-    """Over the last token and the drafts of each sequence, no two of them alike, up to the same length as without
-    drafts; and the drafter's passes after them."""
-    model = small_stack(name)
-    seen, drafted = [], []
+@by_stack
+def test_timed_passes_are_passes_of_generation(name, drafted, monkeypatch):
+    """A pass runs over the last token and the drafts of each sequence, all different, up to the same length as without
+    drafts. The drafter's passes follow."""
+    model = small_stack(name, drafter=True)
+    seen, inputs = [], []
     states, draft = model.states, DraftStep._run
 
-    def noted_states(tokens, batch, cache):
+    def recording_states(tokens, batch, cache):
         seen.append((tokens.clone(), batch.positions.clone()))
         return states(tokens, batch, cache)
 
-    monkeypatch.setattr(model, "states", noted_states)
-    monkeypatch.setattr(DraftStep, "_run", lambda step, inputs: drafted.append(inputs) or draft(step, inputs))
+    monkeypatch.setattr(model, "states", recording_states)
+    monkeypatch.setattr(DraftStep, "_run", lambda step, given: inputs.append(given) or draft(step, given))
     run = DraftedDecoding(model, 3, CONTEXT, 2)
     assert run.pass_ms(len(layers_of(model))) == 1 + 9 * len(layers_of(model))
     (tokens, positions), again = seen
     assert tokens.unique().numel() == 9 and torch.equal(tokens, again[0])
     assert positions.view(3, 3).tolist() == [[CONTEXT - 3, CONTEXT - 2, CONTEXT - 1]] * 3
-    assert run.drafting_ms() == DRAFT_MS and clock[0].shape == (3, 2)
-    first, second = drafted
+    assert run.drafting_ms() == DRAFT_MS and drafted[0].shape == (3, 2)
+    first, second = inputs
     assert first is second and first.taken.tolist() == [3] * 3 and first.key_lens.tolist() == [CONTEXT - 2] * 3
     assert first.tokens.unique().numel() == 9 and first.states.float().std() > 0.1
-    # A plain step has as many keys.
     plain = DraftedDecoding(model, 3, CONTEXT, 0)
     assert [len(sequence.tokens) for sequence in plain._sequences] == [CONTEXT] * 3
 
 
-@pytest.mark.parametrize("name", STACKS)
-def test_a_stack_without_its_last_layers(name):
-    """It ends where they began, down to embedding and head; after the block it has them again."""
-    model = small_stack(name)
+@by_stack
+def test_a_stack_without_its_last_layers_goes_from_the_remaining_layers_to_the_head(name):
+    model = small_stack(name, drafter=True)
     before, logits = [*layers_of(model)], []
     run = DraftedDecoding(model, 2, CONTEXT, 0)
-    # The drafter's mixtures are not counted. Two tokens go to two experts each.
-    mixtures = [key for key, layer in model.named_modules() if isinstance(layer, MoE) and "drafter" not in key]
+    # Mixtures of the drafter are not counted. Two tokens go to two experts each.
+    mixtures = [key for key, layer in model.named_modules() if isinstance(layer, Experts) and "drafter" not in key]
     assert len(run.touched) == len(mixtures) and all(2 <= touched <= 4 for touched in run.touched)
     assert depths(model) == (0, 1, len(before))
     for count in depths(model):
@@ -150,46 +141,44 @@ COSTS = {"SwiGLU": 2.0, "MoE": 7.0}
 COSTS |= {"sliding_attention": 2.0, "compressed_sparse_attention": 8.0, "heavily_compressed_attention": 6.0}
 
 
-@pytest.mark.parametrize("name", STACKS)
-def test_full_depth(name):
-    """Of a stack in which a layer costs what its kind does, and the ends 5."""
+@by_stack
+def test_full_depth_counts_every_layer_by_its_kind(name):
+    """In a stack with a cost per kind of layer, and a cost of 5 for the ends."""
 
     def cost(model, count):
         kinds = getattr(model.config, "layer_types", None) or [type(layer.mlp).__name__ for layer in layers_of(model)]
         return 5.0 + sum(COSTS[kind] for kind in kinds[:count])
 
-    model = skeleton(name)
+    model, layers = skeleton(name), published_layers(name)
     found = Depths(*(cost(model, count) for count in depths(model)))
-    layers = published_layers(name)
     expected = cost(skeleton(name, **with_layers(name, layers)), layers)
     # V4 has 21 layers of ratio 4 and 20 of ratio 128, which count as 20.5 of each.
     assert full_depth(name, found) == expected - (1.0 if name == "V4-Flash" else 0.0)
 
 
-@pytest.mark.parametrize("name", STACKS)
-def test_bytes_of_a_pass(name):
-    """Of the real sizes: all weights but the embedding, and the drafter's; of the experts those with tokens."""
+@by_stack
+def test_a_pass_reads_all_weights_of_its_layers_and_experts_with_tokens(name):
+    """At real sizes; neither the embedding nor the drafter counts."""
     model = skeleton(name, drafter=True)
     tensors = {key: x for key, x in model.named_parameters() if not key.startswith("drafter")}
     every = sum(x.nbytes for key, x in tensors.items() if "embed" not in key and not key.endswith("tid2eid"))
     experts = sum(x.nbytes for key, x in tensors.items() if ".experts." in key)
+    layer = sum(x.nbytes for key, x in tensors.items() if "layers.0." in key and not key.endswith("tid2eid"))
     mixtures = sum(isinstance(module, Experts) for key, module in model.named_modules() if "drafter" not in key)
     cached = cached_bytes(model, 8, 4096)
     cache = model.make_cache(8 * 4096 // model.page_size, device="meta", state_slots=8)
     assert len(cached) == len(layers_of(model)) and sum(cached) == cache.nbytes > 0
     assert pass_bytes(model, [256] * mixtures, cached) == pytest.approx(every + sum(cached))
     assert pass_bytes(model, [8] * mixtures, cached) == pytest.approx(every + sum(cached) - experts * 248 / 256)
+    head = (model.head if name == "V4-Flash" else model.lm_head).weight.nbytes
     with first_layers(model, 0):
-        head = model.head if name == "V4-Flash" else model.lm_head
         ends = pass_bytes(model, [256] * mixtures, cached)
-        assert head.weight.nbytes <= ends < head.weight.nbytes + 1e6
     with first_layers(model, 1):
-        layer = sum(x.nbytes for key, x in tensors.items() if "layers.0." in key and not key.endswith("tid2eid"))
-        assert pass_bytes(model, [256] * mixtures, cached) == pytest.approx(ends + layer + cached[0])
+        first = pass_bytes(model, [256] * mixtures, cached)
+    assert head <= ends < head + 1e6 and first == pytest.approx(ends + layer + cached[0])
 
 
-def test_which_experts_get_tokens():
-    """Whichever op sorts the tokens by expert."""
+def test_experts_with_tokens_are_counted_whichever_op_sorts_the_tokens():
     ops = dsa.sort_by_expert, dsa.route_to_experts, dsa.route_by_table
     x, weight = torch.randn(5, 64).bfloat16(), torch.randn(16, 64).bfloat16()
     table, tokens = torch.tensor([[3, 4], [4, 9]]), torch.tensor([0, 0, 1, 0, 0])
@@ -201,32 +190,24 @@ def test_which_experts_get_tokens():
     assert (dsa.sort_by_expert, dsa.route_to_experts, dsa.route_by_table) == ops
 
 
-def test_gain():
+def test_gain_is_tokens_of_a_round_over_its_time():
     assert tokens_a_round(1) == 1.85 and tokens_a_round(3, 0.5) == 1.875
-    # A round takes as long as its tokens without drafts.
-    assert gain(10.0, 17.5, 1.0, 1) == pytest.approx(1.0)
+    assert gain(10.0, 17.5, 1.0, 1) == pytest.approx(1.0)  # a round takes as long as its tokens without drafts
     assert gain(10.0, 10.0, 0.0, 2, 1.0) == 3.0
 
 
-@pytest.mark.parametrize("name", STACKS)
-def test_a_stack_with_a_drafter(name):
-    """Its other weights are those of the stack without, and drafts follow from what it is given."""
-    model, plain = small_stack(name), stack(name, "cpu", **SMALL, **FEWER[name])
+@by_stack
+def test_a_stack_with_a_drafter_has_the_weights_of_the_stack_and_drafts_that_vary(name):
+    model, plain = small_stack(name, drafter=True), small_stack(name)
+    weights = model.state_dict()
     assert plain.drafter is None and model.drafter is not None
-    own = model.state_dict()
-    assert {key for key in own if not key.startswith("drafter.")} == {*plain.state_dict()}
+    assert {key for key in weights if not key.startswith("drafter.")} == {*plain.state_dict()}
     for key, tensor in plain.state_dict().items():
-        assert torch.equal(own[key].contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8))
+        assert torch.equal(*(x.contiguous().view(torch.uint8) for x in (weights[key], tensor)))
     run = DraftedDecoding(model, 3, CONTEXT, 1)
     step = DraftStep(model.drafter, run._cache, 1, run._step.padding, torch.device("cpu"))
-    draft_runs.fill(step.cache)
-    logits = []
-    drafters = model.drafter.logits
-    model.drafter.logits = lambda states: logits.append(drafters(states)) or logits[-1]
+    drafts.fill(step.cache)
+    logits, head = [], model.drafter.logits
+    model.drafter.logits = lambda states: logits.append(head(states)) or logits[-1]
     step(run._sequences, [[1, 2]] * 3, run._states)
     assert logits[0].isfinite().all() and 0.3 < logits[0].std() < 3 and logits[0].std(0).mean() > 0.1
-
-
-def test_kernels_that_are_asked_for():
-    functions = {variant.function for variant in drafts.asked(["V3.2"], [4])}
-    assert {"compile_fp8_paged_mqa_logits", "compile_route_to_experts"} < functions

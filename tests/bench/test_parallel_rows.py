@@ -1,4 +1,4 @@
-"""The benchmark of models on several GPUs: two processes on a CPU, a host's clock in the place of the GPUs'."""
+"""The benchmark of models on several GPUs: two processes on a CPU, with a host's clock."""
 
 import json
 import re
@@ -7,17 +7,16 @@ import pytest
 import torch
 
 from dsa_bench.e2e import one_of_many
-from dsa_bench.e2e.parallel_cases import asked, asked_of_part, cases, names
-from dsa_bench.e2e.parallel_rows import RESERVE, layers_that_fit, shape
+from dsa_bench.e2e.parallel_rows import RESERVE, asked, asked_of_part, cases, layers_that_fit, names, shape
 from dsa_bench.e2e.silent import SilentRanks, without_collectives
-from dsa_bench.e2e.stacks import STACKS, skeleton, stack, with_layers
+from dsa_bench.e2e.stacks import STACKS, skeleton, with_layers
 from dsa_bench.e2e.trace import collectives_share
 from dsa_layers.batch.sequence_batch import SequenceBatch
 from dsa_layers.checkpoint.gpu_plan import plan
 from dsa_layers.parallel.ranks import Ranks
 from dsa_layers.parallel.rows import SharedRows
 from tests.bench import parallel_ranks
-from tests.bench.small_stacks import FEWER, SMALL
+from tests.bench.small_stacks import small_stack
 from tests.layers.parallel.processes import in_ranks
 from tests.layers.parallel.ways import WAYS, split_by
 
@@ -26,8 +25,7 @@ OFTEN = [run for run in RUNS if run != "prefill 90"]
 
 
 @pytest.mark.slow
-def test_rows_of_two_ranks():
-    """Both ranks compute the same rows, in which every figure follows from the others."""
+def test_both_ranks_return_the_same_rows_whose_figures_follow_from_each_other():
     step, left = "decode 1 x 200", ["prefill 66", "prefill 90"]
     done = [shape("V3.2", run, 2) for run in RUNS if run != step]
     done += [shape("V4-Flash", run, 2) for run in RUNS if run not in left]
@@ -37,18 +35,19 @@ def test_rows_of_two_ranks():
     assert [row["shape"] for row in first] == [shape("V3.2", step, 2)] + [shape("V4-Flash", run, 2) for run in left]
     for row in first:
         published = {"V3.2": 61, "V4-Flash": 43}[row["model"]]
-        assert (row["gpus"], row["layers"], row["published_layers"]) == (2, 3, published)
-        assert row["memory"] == 10**9 + 1 and row["ms"] > 0
-        assert row["tokens"] == int(row["run"].split()[1])
-        assert row["tokens/s"] == pytest.approx(row["tokens"] / row["ms"] * 1e3)
-        assert row["figure"] == f"{row['tokens/s']:.0f} tokens/s"
-        if row["run"] not in OFTEN:
+        assert row == row | {
+            **{"gpus": 2, "layers": 3, "published_layers": published, "memory": 10**9 + 1},
+            "tokens": int(row["run"].split()[1]),
+            "tokens/s": pytest.approx(row["tokens"] / row["ms"] * 1e3),
+            "figure": f"{row['tokens/s']:.0f} tokens/s",
+        }
+        if row["run"] in OFTEN:
+            assert row["collectives"] == 1 / 3 and row["few_layers"] == 4
+            assert row["efficiency"] == row["shard_ms"] / row["ms"]
+            assert row["speedup"] == row["one_gpu_ms"] / row["few_ms"]
+        else:
             assert row["collectives"] is row["efficiency"] is row["speedup"] is row["shard_ms"] is None
-            continue
-        assert row["collectives"] == 1 / 3 and row["few_layers"] == 4
-        assert row["efficiency"] == row["shard_ms"] / row["ms"]
-        assert row["speedup"] == row["one_gpu_ms"] / row["few_ms"]
-    assert told[0].startswith("V3.2, 4 layers on 1: drawn")
+    assert told[0].startswith("V3.2, 4 layers on 1: made")
     found = re.compile(r"V4-Flash \S+ .*, 4 layers on 2: [\d.]+ ms")
     assert [found.fullmatch(step) is not None for step in told].count(True) == 1
 
@@ -57,8 +56,8 @@ def test_rows_of_two_ranks():
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (parallel_ranks.rows_of_other_weights, "layers.1.mlp.gate.weight is not the same on rank"),
-        (parallel_ranks.rows_of_other_logits, "prefill 40: ranks have computed other logits"),
+        (parallel_ranks.error_of_other_weights, "layers.1.mlp.gate.weight is not the same on rank"),
+        (parallel_ranks.error_of_other_logits, "prefill 40: ranks have computed other logits"),
     ],
 )
 def test_ranks_that_compute_different_models_are_found(function, message):
@@ -66,15 +65,14 @@ def test_ranks_that_compute_different_models_are_found(function, message):
         assert message in error
 
 
-def test_the_clock_of_all_ranks():
+def test_the_clock_aligns_gpus_before_each_call_and_waits_at_the_end():
     for times, peak, free, done in in_ranks(2, parallel_ranks.clock_of_stubs, None):
         assert torch.equal(times, torch.tensor([[2.0, 2.0], [4.0, 4.0]]))
         assert peak == (44 << 20) + 1 and free == 999
-        # The hosts run ahead, and wait for the GPUs at the end.
-        assert done == ["reset", *2 * ["meet", "record", "call", "record"], *2 * ["synchronize"]]
+        assert done == ["reset", *2 * ["align", "record", "call", "record"], *2 * ["synchronize"]]
 
 
-def test_cases():
+def test_cases_are_prompts_within_the_context_and_steps():
     assert [case.name for case in cases("V4-Flash")][:4] == [f"prefill {n}" for n in (4096, 32768, 131072, 1048576)]
     assert "prefill 1048576" not in [case.name for model in ("V3.2", "GLM-5") for case in cases(model)]
     assert [case.repeats for case in cases("V4-Flash")] == [10, 3, 1, 0, *5 * [20]]
@@ -83,7 +81,7 @@ def test_cases():
 
 
 def test_layers_that_fit():
-    """All of V4-Flash on two GPUs of 141 GB; and a layer more with the memory of a layer more."""
+    """All of V4-Flash fits on two GPUs of 141 GB. A layer's memory makes room for a layer."""
     assert layers_that_fit("V4-Flash", 2, 140 * 10**9, 256 * 8192) == 43
     assert layers_that_fit("V4-Flash", 2, 80 * 10**9, 256 * 8192) < 36
     model = skeleton("V3.2", **with_layers("V3.2", 9))
@@ -96,7 +94,7 @@ def test_layers_that_fit():
 
 @pytest.mark.slow
 def test_kernels_that_are_asked_for():
-    """Every pass of every part gets up to its launches, with the sizes of 2 and of 8 GPUs."""
+    """Every pass of every part reaches its launches, with the sizes of 2 and of 8 GPUs."""
     of_two = asked([*STACKS], None, 2)
     functions = {variant.function for variant in of_two}
     assert {"compile_mha_varlen_fwd", "compile_fp8_paged_mqa_logits", "compile_topk_indices"} < functions
@@ -106,7 +104,7 @@ def test_kernels_that_are_asked_for():
 
 
 def test_long_passes_of_a_part_ask_for_kernels_of_all_heads():
-    """A cast after attention, which 32 heads and fewer do not have."""
+    """The cast after attention exists only for more than 32 heads."""
     functions = {}
     for way in WAYS:
         with split_by(way):
@@ -120,8 +118,7 @@ def kernel(name, ts, ms, kind="kernel"):
     return {"cat": kind, "name": name, "ts": 10**6 * ts, "dur": 1000 * ms}
 
 
-def test_the_share_of_collectives():
-    """Counted after the collective at which ranks begin together."""
+def test_the_share_of_collectives_counts_from_the_first_collective():
     sum_kernel = "kernel_cutlass_kernel_dsakernelsparallelone_shot_sum_sm90OneShotSumSm90_object_at__tensorptrbf16"
     events = [
         *(kernel("fill", 0, 50.0), kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL(args)", 1, 90.0)),
@@ -130,14 +127,14 @@ def test_the_share_of_collectives():
         *(kernel("nccl:all_reduce", 70, 99.0, "cpu_op"), {"cat": "cuda_runtime", "name": "cudaLaunchKernel"}),
     ]
     assert collectives_share(events) == collectives_share(events[::-1]) == 3 / 10
-    # Computation at the same time does not count as collectives, whichever begins and ends first.
+    # Computation at the same time does not count as a collective, whichever starts and ends first.
     meanwhile = [
         kernel("ncclDevKernel_SendRecv(args)", 80, 2000.0),
         kernel("gemm", 79, 2000.0),
         kernel("gemm", 81, 500.0),
     ]
     assert collectives_share([*events, *meanwhile]) == 503 / 3010
-    # The wait for others' copies, in which there are none, or own ones.
+    # Waits for other ranks' copies count, and copies within the GPU do not.
     copies = [kernel("Memcpy PtoP (Device -> Device)", 90, 4000.0, "gpu_memcpy"), kernel("gemm", 91, 2000.0)]
     waits = [kernel("void c10d::symmetric_memory::wait_signal_kernel(unsigned int**)", 93, 1500.0)]
     copied = kernel("Memcpy DtoD (Device -> Device)", 95, 500.0, "gpu_memcpy")
@@ -147,8 +144,7 @@ def test_the_share_of_collectives():
         collectives_share([kernel("gemm", 0, 1.0), {"cat": "cpu_op", "name": "nccl", "ts": 0, "dur": 1}])
 
 
-def test_rows_of_one_of_many():
-    """One process computes a part of two, of as many layers as are asked for, and says nothing to anyone."""
+def test_one_process_computes_the_rows_of_one_of_many_gpus():
     done = [one_of_many.shape("V4-Flash", "prefill 40", 2)]
     (rows,) = in_ranks(1, parallel_ranks.rows_of_a_part, {"models": ["V4-Flash"], "layers": 3, "done": done})
     assert [row["run"] for row in rows] == [run for run in OFTEN if run != "prefill 40"]
@@ -159,19 +155,18 @@ def test_rows_of_one_of_many():
 
 @pytest.mark.parametrize("name", STACKS)
 @pytest.mark.parametrize(("rank", "count"), [(0, 30), (1, 300)])
-def test_a_part_by_itself(name, rank, count):
-    """It computes without others, from tokens of all numbers, and is as it was afterwards."""
+def test_a_part_computes_without_other_ranks_and_is_restored(name, rank, count):
     ranks, rows = Ranks(rank, 2), SharedRows(Ranks(rank, 2), count)
-    model = stack(name, "cpu", ranks=ranks, **SMALL, **FEWER[name])
+    model = small_stack(name, ranks=ranks)
     before, tokens = (SharedRows.gather, SharedRows.sum), torch.arange(512 - count, 512)
     with torch.inference_mode(), without_collectives(model, ranks):
         logits = model(tokens, SequenceBatch.without_cache([count]), all_tokens=True)
-        # A rank's rows stand for all, and nothing is added to them.
+        # The rank's rows replace all rows, and nothing is added to them.
         (whole,) = rows.gather(rows.own(tokens))
         assert {*whole.tolist()} == {*rows.own(tokens).tolist()} and len(whole) == count
         assert torch.equal(rows.sum(tokens), rows.own(tokens))
     assert logits.shape == (count, 256) and logits.isfinite().all()
-    # Different tokens are different rows, as those that a rank owns are.
+    # Different tokens have different rows, also tokens of other ranks.
     assert len(logits.unique(dim=0)) >= count // 2
     assert (SharedRows.gather, SharedRows.sum) == before
     assert all(module.ranks is ranks for module in model.modules() if hasattr(module, "ranks"))

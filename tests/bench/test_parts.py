@@ -1,4 +1,4 @@
-"""Whose time a kernel's is."""
+"""The part of the model to which a kernel's time belongs."""
 
 import json
 
@@ -21,19 +21,19 @@ def launch(correlation, ts, kind="cuda_runtime"):
 
 
 def kernel(correlation, ms, kind="kernel"):
-    """Kernels of higher correlations begin later."""
+    """Kernels with higher correlations start later."""
     ts = 10**6 * correlation
     return {"cat": kind, "name": "k", "ts": ts, "dur": 1000 * ms, "args": {"correlation": correlation}}
 
 
-def test_a_kernel_that_waits_for_the_one_in_front():
-    """The wait is not its time. One that has ended before has none."""
+def test_the_wait_for_the_previous_kernel_is_not_a_kernels_time():
+    """A kernel that ends before the previous kernel has no time."""
     spans = [(0, 10), (8, 14), (9, 13), (14, 15), (20, 26)]
     work = [{"cat": "kernel", "name": str(i), "ts": a, "dur": b - a} for i, (a, b) in enumerate(spans)]
     assert [(e["name"], us) for e, us in in_turn(work[::-1])] == [("0", 10), ("1", 4), ("2", 0), ("3", 1), ("4", 6)]
 
 
-def test_a_kernel_is_of_the_innermost_range_around_its_launch():
+def test_a_kernel_belongs_to_the_innermost_range_around_its_launch():
     events = [
         *(range_of("part: attention", 10, 50), range_of("part: indexer", 20, 40), range_of("part: top-k", 30, 35)),
         *(range_of("part: MoE", 60, 70), range_of("another", 0, 100)),
@@ -41,17 +41,14 @@ def test_a_kernel_is_of_the_innermost_range_around_its_launch():
         *(launch(7, 65), launch(8, 71), {"cat": "cpu_op", "name": "aten::mm", "ts": 1, "dur": 2}),
         *(kernel(i, 2**i, "gpu_memcpy" if i == 8 else "kernel") for i in range(1, 9)),
     ]
-    assert by_part(events) == {
-        "indexer": 2**3 + 2**5,
-        "top-k": 2**4,
-        "attention": 2**2 + 2**6,
-        "MoE": 2**7,
-        "rest": 2**1 + 2**8,
-    }
+    parts = {"indexer": 2**3 + 2**5, "top-k": 2**4, "attention": 2**2 + 2**6, "MoE": 2**7, "rest": 2**1 + 2**8}
+    assert by_part(events) == parts
+    with pytest.raises(ValueError, match="k: the trace has no launch of this kernel"):
+        by_part([kernel(1, 1.0)])
 
 
-def test_what_a_benchmark_adds_to_the_peers_pass_is_no_part_of_the_model():
-    """It is there only where there is some."""
+def test_glue_is_not_a_part_of_the_model():
+    """Only traces with glue have it."""
     experts = [range_of("part: MoE", 10, 50), launch(1, 15), kernel(1, 2), launch(2, 25), kernel(2, 4)]
     assert by_part(experts) == dict.fromkeys(PARTS, 0.0) | {"MoE": 6}
     with profile(activities=[ProfilerActivity.CPU]) as recorded, glue():
@@ -60,27 +57,19 @@ def test_what_a_benchmark_adds_to_the_peers_pass_is_no_part_of_the_model():
     assert by_part([*experts, range_of(named, 20, 30)]) == dict.fromkeys(PARTS, 0.0) | {"MoE": 2, GLUE: 4}
 
 
-def test_a_kernel_that_nobody_launched():
-    with pytest.raises(ValueError, match="k: the trace has no launch of this kernel"):
-        by_part([kernel(1, 1.0)])
-
-
 @pytest.mark.slow
-def test_modules_announce_their_parts(checkpoint, tmp_path):
-    """Every layer of the tiny model, and nothing once the profile is over."""
+def test_every_layer_of_a_model_announces_its_parts(checkpoint, tmp_path):
     model = load_model(checkpoint, device="cpu", progress=False)
     call = torch.inference_mode()(lambda: model(torch.arange(200), SequenceBatch.without_cache([200])))
-    counts = []
-    for announced in (True, False):
+
+    def counts():
         with profile(activities=[ProfilerActivity.CPU]) as recorded:
-            if announced:
-                with _announced(model):
-                    call()
-            else:
-                call()
+            call()
         recorded.export_chrome_trace(str(tmp_path / "trace.json"))
         events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
         names = [e["name"] for e in events if e.get("cat") == "user_annotation"]
-        counts.append({part: names.count(f"part: {part}") for part in PARTS})
-    assert counts[0] == {"indexer": 4, "top-k": 4, "attention": 4, "MoE": 3, "rest": 0}
-    assert counts[1] == dict.fromkeys(PARTS, 0)
+        return {part: names.count(f"part: {part}") for part in PARTS}
+
+    with _announced(model):
+        assert counts() == {"indexer": 4, "top-k": 4, "attention": 4, "MoE": 3, "rest": 0}
+    assert counts() == dict.fromkeys(PARTS, 0)

@@ -1,29 +1,31 @@
-"""The stacks of the whole-model benchmark: small ones of the same fields, on the CPU."""
+"""The stacks of the whole-model benchmark: small stacks with the same fields, on a CPU."""
 
 import pytest
 import torch
 
+import dsa
 from dsa_bench.e2e import runs
-from dsa_bench.e2e.runs import decode, prefill
-from dsa_bench.e2e.stacks import STACKS, published_layers, skeleton, stack, with_layers
+from dsa_bench.e2e.runs import decode, fill, prefill
+from dsa_bench.e2e.stacks import LONG_STACKS, STACKS, published_layers, skeleton, with_layers
 from dsa_layers.batch.prefill import Chunk
 from dsa_layers.batch.sequence_batch import SequenceBatch
+from dsa_layers.cache.kv_cache import PagedKVCache
 from dsa_layers.families.published import published_config
 from dsa_layers.layers.moe import MoE
 from dsa_layers.parallel.ranks import Ranks
-from tests.bench.small_stacks import FEWER, SMALL
+from tests.bench.small_stacks import small_stack
 from tests.layers.parallel.ways import WAYS, split_by
 
+by_stack = pytest.mark.parametrize("name", STACKS)
 
-@pytest.mark.parametrize("name", STACKS)
-def test_runs_are_passes_of_a_model_whose_logits_are_of_order_one(name):
-    """A prompt without a cache, one in two passes, and a step over caches without a NaN."""
-    model = stack(name, "cpu", **SMALL, **FEWER[name])
+
+@by_stack
+def test_prompts_and_steps_have_finite_logits_of_order_one(name):
+    model = small_stack(name)
     with torch.inference_mode():
         logits = model(torch.arange(300), SequenceBatch.without_cache([300]), all_tokens=True)
     assert logits.isfinite().all() and 0.3 < logits.std() < 3
-    # Tokens matter, and so do the layers' weights.
-    assert logits.std(0).mean() > 0.1
+    assert logits.std(0).mean() > 0.1  # the logits depend on the tokens
     assert prefill(model, 1, 70, 32).timed().isfinite().all()
     run = decode(model, 3, 300)
     logits = run.timed()
@@ -31,24 +33,25 @@ def test_runs_are_passes_of_a_model_whose_logits_are_of_order_one(name):
     assert torch.equal(run.launched(), logits)
 
 
-@pytest.mark.parametrize("name", STACKS)
-def test_every_kind_of_layer_in_little_enough_for_one_gpu(name):
+@pytest.mark.parametrize("name", STACKS | LONG_STACKS)
+def test_a_stack_has_every_kind_of_layer_and_fits_on_one_gpu(name):
     model = skeleton(name)
     assert 20e9 < sum(tensor.nbytes for tensor in model.state_dict().values()) < 60e9
     if name == "V4-Flash":
         assert len(set(model.config.layer_types)) == 3
-    else:
-        assert [isinstance(layer.mlp, MoE) for layer in model.model.layers] == [False, True, True, True]
+        return
+    layers, selects = model.model.layers, [True, *[name != "GLM-5.2"] * 3]
+    assert [isinstance(layer.mlp, MoE) for layer in layers] == [False, True, True, True]
+    assert [layer.self_attn.indexer is not None for layer in layers] == selects
+    if name == "GLM-5.2":
+        assert model.config.max_position_embeddings == 2**20 and model.config.rope.theta == 8e6
 
 
-def test_prompts_fill_passes(monkeypatch):
-    """They are cut where a pass is full, and go on in the next, after their cached tokens."""
-    passes = []
-    batch = runs.prefill_batch
-    monkeypatch.setattr(runs, "prefill_batch", lambda chunks, *rest: passes.append(chunks) or batch(chunks, *rest))
-    logits = prefill(stack("V3.2", "cpu", **SMALL, **FEWER["V3.2"]), 3, 70, 100).timed()
+def test_a_full_pass_cuts_a_prompt_which_the_next_pass_continues(recorded):
+    passes = recorded(runs, "prefill_batch")
+    logits = prefill(small_stack("V3.2"), 3, 70, 100).timed()
     pages = [range(0, 2), range(2, 4), range(4, 6)]
-    assert passes == [
+    assert [chunks for chunks, *_ in passes] == [
         [Chunk(70, 0, pages[0], 0), Chunk(30, 0, pages[1], 1)],
         [Chunk(40, 30, pages[1], 1), Chunk(60, 0, pages[2], 2)],
         [Chunk(10, 60, pages[2], 2)],
@@ -56,7 +59,7 @@ def test_prompts_fill_passes(monkeypatch):
     assert logits.shape == (1, 512)
 
 
-def test_fp4_experts_stay_so_unless_they_are_widened():
+def test_fp4_experts_stay_fp4_unless_they_are_widened():
     def held(widen):
         weights = skeleton("V4-Flash", widen_experts=widen).state_dict().items()
         return sum(tensor.nbytes for name, tensor in weights if ".experts." in name)
@@ -64,9 +67,8 @@ def test_fp4_experts_stay_so_unless_they_are_widened():
     assert 1.8 < held(True) / held(False) < 2
 
 
-@pytest.mark.parametrize("name", STACKS)
-def test_stacks_of_more_layers(name):
-    """All layers are the published ones, and fewer have every kind."""
+@by_stack
+def test_more_layers_have_the_published_proportions(name):
     published = published_config(STACKS[name][0])
     for layers in (3, 5, 17, published_layers(name)):
         config = skeleton(name, **with_layers(name, layers)).config
@@ -81,23 +83,49 @@ def test_stacks_of_more_layers(name):
     assert ratios == (published["compress_ratios"][:43] if name == "V4-Flash" else None)
 
 
-@pytest.mark.parametrize("name", STACKS)
+@by_stack
 @pytest.mark.parametrize("way", WAYS)
-def test_parts_of_a_stack(name, way):
-    """What ranks share differs between them, what they do not is the same, and both are as large as those of one."""
+def test_parts_differ_between_ranks_and_whole_tensors_do_not(name, way):
+    """Both have the magnitude of the unsplit stack's."""
     with split_by(way):
-        one, *parts = (
-            stack(name, "cpu", ranks=Ranks(rank, size), **SMALL, **FEWER[name]).state_dict()
-            for rank, size in ((0, 1), (0, 2), (1, 2))
-        )
+        ranks = (Ranks(0, 1), Ranks(0, 2), Ranks(1, 2))
+        one, *parts = (small_stack(name, ranks=rank).state_dict() for rank in ranks)
     shared = {key for key in one if one[key].shape != parts[0][key].shape}
     assert any("experts" in key for key in shared)
     assert any("q_b" in key for key in shared) is (way == "heads")
     for key in one:
-        of_ranks = [part[key].contiguous().view(torch.uint8) for part in parts]
+        whole, *of_ranks = (state[key].contiguous().view(torch.uint8) for state in (one, *parts))
         if key not in shared:
-            assert all(torch.equal(of_rank, one[key].contiguous().view(torch.uint8)) for of_rank in of_ranks), key
+            assert all(torch.equal(part, whole) for part in of_ranks), key
         elif len(one[key].float().unique()) > 1:
             assert not torch.equal(*of_ranks), key
         size = one[key].float().square().mean()
         assert all((part[key].float().square().mean() - size).abs() <= 0.2 * size for part in parts), key
+
+
+def is_normal(rows):
+    """Finite, of order one, and all rows different."""
+    return rows.isfinite().all() and 0.9 < rows.std() < 1.1 and len(rows.unique(dim=0)) == len(rows)
+
+
+@pytest.mark.parametrize("kind", ["fp8", torch.bfloat16])
+def test_filled_pages_hold_normal_numbers(kind):
+    cache = PagedKVCache(2, 3, 64, latent=kind, index=kind)
+    fill(cache)
+    slots = torch.arange(3 * 64)
+    for layer in map(cache.layer, range(2)):
+        assert is_normal(dsa.read_kv_cache(layer.latent, slots))
+        if kind == "fp8":
+            keys, scales = dsa.read_indexer_cache(layer.index, slots)
+            assert is_normal(keys.float() * scales[:, None])
+        else:
+            assert is_normal(layer.index.flatten(0, 2).float())
+
+
+def test_filled_states_of_compressed_attention_are_small():
+    cache = small_stack("V4-Flash").make_cache(4, state_slots=2)
+    fill(cache)
+    states = [tensor for tensor in cache.state_tensors() if tensor.dtype == torch.float32]
+    others = [tensor for tensor in cache.tensors() if tensor.dtype != torch.float32]
+    assert states and all(0 < tensor.std() < 0.01 for tensor in states)
+    assert all(tensor.view(torch.uint8).float().std() > 10 for tensor in others)

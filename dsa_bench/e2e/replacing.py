@@ -1,0 +1,15 @@
+"""Attributes that are replaced for a while."""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+from unittest.mock import patch
+
+
+@contextlib.contextmanager
+def replaced(values: Iterable[tuple[object, str, Any]]) -> Iterator[None]:
+    """Within the block, the attributes of (owner, attribute, value) have these values."""
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in values:
+            stack.enter_context(patch.object(owner, name, value))
+        yield

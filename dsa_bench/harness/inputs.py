@@ -1,0 +1,54 @@
+"""Random tensors on the GPU for benchmarks. fp32 and bf16 numbers are Gaussian."""
+
+import torch
+
+Scaled = tuple[torch.Tensor, torch.Tensor]  # e4m3 values, fp32 scales
+
+
+def f32(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device="cuda")
+
+
+def bf16(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+
+def e4m3(*shape: int) -> torch.Tensor:
+    return f32(*shape).to(torch.float8_e4m3fn)
+
+
+def scales(*shape: int) -> torch.Tensor:
+    """fp32, uniform from 0.5 to 1.5."""
+    return torch.rand(shape, device="cuda") + 0.5
+
+
+def activations(rows: int, channels: int) -> Scaled:
+    """FP8 rows with a scale per 128 channels."""
+    return e4m3(rows, channels), scales(rows, -(-channels // 128))
+
+
+def weights(*shape: int) -> Scaled:
+    """FP8 matrices [..., columns, channels] with a scale per 128 x 128 block.
+
+    The values are random bytes without NaN: Gaussian numbers of this size take long to generate.
+    """
+    *leading, columns, channels = shape
+    values = torch.randint(0, 127, shape, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
+    return values, scales(*leading, -(-columns // 128), -(-channels // 128))
+
+
+def angles(tokens: int, rotated: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
+    """The cosine and sine of random angles, fp32 [tokens, rotated / 2]."""
+    x = f32(tokens, rotated // 2)
+    return x.cos(), x.sin()
+
+
+def causal_ranges(queries: int, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """int32 [queries]: the first key and the end of the keys of each of the last queries of `keys` tokens."""
+    ends = torch.arange(queries, dtype=torch.int32, device="cuda") + keys - queries
+    return torch.zeros_like(ends), ends
+
+
+def selected_keys(queries: int, keys: int, k: int) -> torch.Tensor:
+    """int32 [queries, k]: different random keys per query."""
+    return torch.rand(queries, keys, device="cuda").topk(k, dim=1).indices.int()

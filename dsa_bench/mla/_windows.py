@@ -1,0 +1,36 @@
+"""Prompts for V4's attention: one sequence whose tokens attend to windows, and some to selected compressed entries."""
+
+from typing import NamedTuple
+
+import torch
+
+import dsa
+from dsa_bench.harness.inputs import bf16, selected_keys
+
+D, WINDOW = 512, 128
+SCALE = D**-0.5
+
+
+class Prompt(NamedTuple):
+    """packed: (q, kv, cu_q, cu_k, window), the arguments that our ops share. near: the windows as lists. compressed,
+    indices: the entries and their selection, None without selection. listed: (q, keys, lists, scale), the same
+    attention for FlashMLA. pairs: pairs of a query and a key that it attends to, per head."""
+
+    packed: tuple
+    near: torch.Tensor
+    compressed: torch.Tensor | None
+    indices: torch.Tensor | None
+    listed: tuple
+    pairs: int
+
+    @classmethod
+    def of(cls, tokens: int, heads: int, selected: int) -> "Prompt":
+        """Each token attends to `selected` of tokens / 4 entries."""
+        q, kv, ends = bf16(tokens, heads, D) / 10, bf16(tokens, 1, D) / 10, torch.tensor([0, tokens]).int().cuda()
+        near = dsa.window_indices(ends, ends, tokens, WINDOW)
+        packed, pairs = (q, kv, ends, ends, WINDOW), tokens * WINDOW - WINDOW * (WINDOW - 1) // 2 + tokens * selected
+        if not selected:
+            return cls(packed, near, None, None, (q, kv, near[:, None], SCALE), pairs)
+        compressed, indices = bf16(tokens // 4, 1, D) / 10, selected_keys(tokens, tokens // 4, selected)
+        lists = torch.cat((near, indices + tokens), 1)
+        return cls(packed, near, compressed, indices, (q, torch.cat((kv, compressed)), lists[:, None], SCALE), pairs)
