@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-import dsa
 from dsa.cases import cases_of
 from dsa.cases.compressor import compressed
 from dsa.reference import compress_kv
-from tests.reference.common import assert_refused, i32
+from tests.reference.common import i32
 
 COMPRESS, WHOLE, *_ = cases_of("compressed_kv")
 M, D = 4, 8
@@ -79,57 +78,3 @@ def test_gradients_are_those_of_the_formula(overlap):
 def inputs(lengths):
     given = WHOLE.arguments(lengths=lengths, c=D, overlap=False, dtype=torch.float32)
     return [given[name] for name in ("kv", "gate", "ape", "cu_seqlens")]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"gate": torch.randn(9, 3)}, r"gate: shape must be \[9, 8\], got \[9, 3\]"),
-        ({"ape": torch.randn(4, 7)}, r"ape: shape must be \[m, 8\], got \[4, 7\]"),
-        ({"ape": torch.randn(0, 8)}, "ape: must have rows and kv's channels"),
-        ({"starts": torch.zeros(2, dtype=torch.int32)}, r"starts: shape must be \[1\], got \[2\]"),
-        (
-            {"state": torch.zeros(1, 3, 2, 8)},
-            r"state: shape must be \[S, n, 2, 8\] with n at least 4, got \[1, 3, 2, 8\]",
-        ),
-        ({"state": None}, r"state: must be a torch\.Tensor, got NoneType"),
-        ({"norm_weight": torch.ones(4)}, r"norm_weight: shape must be \[8\], got \[4\]"),
-        ({"slots": torch.full((9,), 99)}, "slots: "),
-        (
-            {"cu_seqlens": i32([0, 10])},
-            r"cu_seqlens: must not decrease, from at least 0 to at most kv's T=9, got \[0, 10\]",
-        ),
-        ({"cu_seqlens": i32([-1, 9])}, r"cu_seqlens: must not decrease, .* got \[-1, 9\]"),
-        ({"cu_seqlens": i32([9, 3])}, r"cu_seqlens: must not decrease, .* got \[9, 3\]"),
-        ({"starts": i32([-1])}, r"starts: must be at least 0, and 0 without a state, got \[-1\]"),
-        ({"state_slots": i32([-1])}, r"state_slots: must be from 0 to 0, got \[-1\]"),
-        ({"state_slots": i32([1])}, r"state_slots: must be from 0 to 0, got \[1\]"),
-        ({"cache": torch.zeros(1, 4, 1, 9)}, "cache: must have entries of 8 channels, got 9"),
-        (
-            {"cache": torch.zeros(1, 4, 1, 10, dtype=torch.uint8)},
-            "cache: the last dimension of a byte cache must be 656",
-        ),
-        ({"cos": torch.ones(9, 5), "sin": torch.ones(9, 5)}, "kv: the last dimension must be at least 10 for these"),
-    ],
-)
-def test_wrong_arguments_are_named(changes, message):
-    kv, gate, ape, cu = inputs([9])
-    arguments = {
-        "kv": kv, "gate": gate, "ape": ape, "norm_weight": torch.ones(D), "cos": torch.ones(9, 2),
-        "sin": torch.zeros(9, 2), "cache": torch.zeros(3, 4, 1, D), "slots": torch.full((9,), -1), "cu_seqlens": cu,
-        "starts": torch.zeros(1, dtype=torch.int32), "state": torch.zeros(1, 4, 2, D),
-        "state_slots": torch.zeros(1, dtype=torch.int32),
-    }  # fmt: skip
-    assert_refused(message, dsa.write_compressed_kv, **arguments | changes, overlap=False)
-    assert not arguments["cache"].any() and not arguments["state"].any()
-
-
-@pytest.mark.parametrize(
-    ("starts", "state", "message"),
-    [
-        ([0, 3], (), r"starts: must be at least 0, and 0 without a state, got \[0, 3\]"),
-        ([0, 0], (torch.zeros(1, 4, 2, D),), "state, state_slots: must be given together, got one of them"),
-    ],
-)
-def test_what_a_state_is_needed_for(starts, state, message):
-    assert_refused(message, dsa.compress_kv, *inputs([5, 4]), i32(starts), *state, overlap=False)

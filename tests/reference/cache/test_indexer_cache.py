@@ -2,12 +2,9 @@
 
 import struct
 
-import pytest
 import torch
 
-import dsa
 from dsa.reference import read_indexer_cache, write_indexer_cache
-from tests.reference.common import assert_refused
 
 
 def test_bytes_by_hand():
@@ -31,34 +28,3 @@ def test_skipped_slots_and_page_stride():
     assert bytes(wide[2, 68:72].tolist()) == struct.pack("<f", scale[0].item())
     got, got_scale = read_indexer_cache(cache, torch.tensor([0, 9]))
     assert torch.equal(got.view(torch.uint8), k[[2, 0]].view(torch.uint8)) and torch.equal(got_scale, scale[[2, 0]])
-
-
-CACHE, SLOT = torch.zeros(2, 4, 1, 20, dtype=torch.uint8), torch.tensor([0])
-K, SCALE = torch.zeros(1, 16).to(torch.float8_e4m3fn), torch.ones(1)
-WIDE = torch.zeros(2, 5, 1, 40, dtype=torch.uint8)
-
-
-@pytest.mark.parametrize(
-    ("op", "arguments", "message"),
-    [
-        ("write_indexer_cache", (K, SCALE, CACHE, torch.tensor([8])), r"slots: must be -1 or in \[0, 8\), got 8"),
-        ("write_indexer_cache", (K, SCALE, CACHE, torch.tensor([-2])), r"slots: must be -1 or in \[0, 8\), got -2"),
-        (
-            "write_indexer_cache",
-            (K, SCALE, torch.zeros(2, 4, 1, 36).byte(), SLOT),
-            r"k: shape must be \[T, 32\], got \[1, 16\] \(sizes as",
-        ),
-        ("write_indexer_cache", (K.float(), SCALE, CACHE, SLOT), "k: dtype must be float8_e4m3fn, got float32"),
-        ("read_indexer_cache", (WIDE[..., :20], SLOT), "cache: every page must be contiguous"),
-        (
-            "read_indexer_cache",
-            (CACHE[..., :4], SLOT),
-            r"cache: shape must be \[pages, P >= 1, 1, D \+ 4 >= 5\], got",
-        ),
-        ("read_indexer_cache", (CACHE[:, :0], SLOT), r"cache: shape must be \[pages, P >= 1, 1, D \+ 4 >= 5\], got"),
-        ("read_indexer_cache", (CACHE[..., :3], SLOT), r"cache: must have D \+ 4 entries, got shape \[2, 4, 1, 3\]"),
-        ("read_indexer_cache", (CACHE, torch.tensor([0.0])), "slots: dtype must be int32 or int64, got float32"),
-    ],
-)
-def test_wrong_arguments_are_named(op, arguments, message):
-    assert_refused(message, getattr(dsa, op), *arguments)

@@ -6,10 +6,8 @@ import struct
 import pytest
 import torch
 
-import dsa
 from dsa.cases import cases_of
 from dsa.reference import make_v4_cache, read_kv_cache, write_kv_cache
-from tests.reference.common import assert_refused
 
 WRITE, READ = (next(x for x in cases_of("kv_cache") if x.op == op) for op in ("write_kv_cache", "read_kv_cache"))
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
@@ -81,13 +79,6 @@ def test_ue8m0_extremes():
     assert got[:6] == [2.0**-127, 2.0**-126, 0.5, 1.0, 2.0, 2.0**127] and math.isnan(got[6])
 
 
-@pytest.mark.parametrize(("page_size", "stride"), [(64, 37440), (2, 1728), (72, 42048), (1, 1152), (256, 149760)])
-def test_v4_pages_are_padded_to_multiples_of_576(page_size, stride):
-    cache = make_v4_cache(3, page_size)
-    assert cache.shape == (3, page_size, 1, 584) and cache.stride() == (stride, 584, 584, 1)
-    assert cache.dtype == torch.uint8 and cache.eq(0).all()
-
-
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float8_e4m3fn])
 def test_v4_strided_pages_and_byte_dtypes(dtype):
     kv = torch.randn(5, 512)
@@ -129,45 +120,3 @@ def test_nan_in_a_group_makes_it_nan_only():
     write_kv_cache(latent(512, c70=math.nan, c0=1.0, c500=2.0), cache, torch.tensor([0]))
     got = read_kv_cache(cache, torch.tensor([0]))[0]
     assert got[64:128].isnan().all() and got.isnan().sum() == 64 and got[0] == 1.0 and got[500] == 2.0
-
-
-V32, V4, FIRST = torch.zeros(1, 2, 1, 656, dtype=torch.uint8), make_v4_cache(1, 2), torch.tensor([0])
-
-
-@pytest.mark.parametrize(
-    ("op", "arguments", "message"),
-    [
-        ("write_kv_cache", (torch.zeros(1, 576), V32, torch.tensor([2])), r"slots: must be -1 or in \[0, 2\), got 2"),
-        (
-            "write_kv_cache",
-            (torch.zeros(1, 576), V32, torch.tensor([-2])),
-            r"slots: must be -1 or in \[0, 2\), got -2",
-        ),
-        ("write_kv_cache", (torch.zeros(1, 512), V32, FIRST), r"kv: shape must be \[T, 576\], got \[1, 512\]"),
-        ("write_kv_cache", (torch.zeros(1, 576), V4, FIRST), r"kv: shape must be \[T, 512\], got \[1, 576\]"),
-        ("write_kv_cache", (torch.zeros(1, 512), V4, FIRST, False), "use_ue8m0: must be True for the V4 layout"),
-        (
-            "read_kv_cache",
-            (V32[..., :576], FIRST),
-            "cache: the last dimension of a byte cache must be 656 .* got 576",
-        ),
-        ("read_kv_cache", (V32[:, :, 0], FIRST), r"cache: shape must be \[pages, P, 1, d\], got \[1, 2, 656\]"),
-        ("read_kv_cache", (V32.int(), FIRST), "cache: dtype must be .* got int32"),
-        ("read_kv_cache", (V32[..., :584], FIRST), "cache: every page of a V4 cache must be contiguous"),
-        ("read_kv_cache", (V32, [0]), "slots: must be a torch.Tensor, got list"),
-        ("make_v4_cache", (1, 0), "page_size: must be at least 1, got 0"),
-    ],
-)
-def test_wrong_arguments_are_named(op, arguments, message):
-    assert_refused(message, getattr(dsa, op), *arguments)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "message"),
-    [
-        (torch.float64, "dtype: must be float32, bfloat16 or float16, got float64"),
-        ("float16", r"dtype: must be a torch\.dtype, got str"),
-    ],
-)
-def test_wrong_dtypes_are_named(dtype, message):
-    assert_refused(message, dsa.read_kv_cache, V32, FIRST, dtype=dtype)

@@ -1,13 +1,11 @@
 """Where the rows of packed tokens lie: any numbers against the definition, overlapping sequences, wrong arguments."""
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import dsa
 from dsa.cases import cases_of
 from dsa.reference import slot_mapping
-from tests.reference.common import assert_refused, i32
+from tests.reference.common import i32
 
 CASE = cases_of("slot_mapping")[0]
 INT_MAX, INT_MIN = 2**31 - 1, -(2**31)
@@ -50,24 +48,3 @@ def test_a_sequence_that_begins_later_takes_the_tokens():
     assert slot_mapping(table, i32([0, 9, 2, 4]), None, 6, 8).tolist() == [8, 9, 24, 25, 12, 13]
     # Of the first one's 2^32 - 1 tokens none has a slot.
     assert slot_mapping(table[:1], i32([INT_MIN, INT_MAX]), None, 2, 8, ring=True).tolist() == [-1, -1]
-
-
-TABLE, BOUNDS_OF_ONE, LENGTH = i32([[0, 1]]), i32([0, 4]), i32([9])
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"block_table": TABLE[0]}, r"block_table: shape must be \[B, max_pages\], got \[2\]"),
-        ({"cu_seqlens": BOUNDS_OF_ONE.long()}, "cu_seqlens: dtype must be int32, got int64"),
-        ({"cu_seqlens": BOUNDS_OF_ONE[:1]}, r"cu_seqlens: shape must be \[2\], got \[1\]"),
-        ({"cache_seqlens": BOUNDS_OF_ONE}, r"cache_seqlens: shape must be \[1\], got \[2\]"),
-        ({"num_tokens": -1}, "num_tokens: must be at least 0, got -1"),
-        ({"page_size": 0}, "page_size: must be at least 1, got 0"),
-        ({"ratio": 0}, "ratio: must be at least 1, got 0"),
-        ({"ring": 1}, "ring: must be True or False, got int"),
-    ],
-)
-def test_wrong_arguments_are_named(changes, message):
-    good = {"block_table": TABLE, "cu_seqlens": BOUNDS_OF_ONE, "cache_seqlens": LENGTH, "num_tokens": 4, "page_size": 8}
-    assert_refused(message, dsa.slot_mapping, **good | changes)
