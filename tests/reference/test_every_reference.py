@@ -49,6 +49,11 @@ ROUTED = by_name("first_expert", "count", of=[(0, None), (4, 4), (9, None)])
 ROUTED = every(*ROUTED, channels=[64], experts=[12], top_k=[3], tokens=[1, 5], dtype=HALVES)
 GROUPS = {"scores": "sqrtsoftplus", "n_group": 3, "topk_group": 2}
 INDEX_HEADS = by_name("heads", "dim", of=[(1, 16), (4, 128), (32, 32)])
+INDEXED = by_name(
+    *("rotated", "interleaved", "dims"),
+    of=[(64, False, "first"), (64, True, "first"), (32, False, "last"), (128, True, "last"), (10, True, "last")],
+)
+INDEXED = every(*INDEXED, tokens=[30], dtype=FLOATS, use_ue8m0=BOTH)
 PAGED = {"lengths": (17, 0, 1, 3, 33), "heads": 3, "dim": 8, "num_sms": 0}
 LEAVES = ("q", "k", "v", "q_idx", "k_idx", "w_idx")
 OPTIONS = {
@@ -105,6 +110,8 @@ OPTIONS = {
         {**kind, "lengths": lengths, "starts": [start] * len(lengths), "spare": start % 3}
         for kind, lengths, start in itertools.product(COMPRESSED, LENGTHS, range(9))
     ],
+    "quantize_indexer_queries": INDEXED,
+    "write_indexer_keys": every(*INDEXED, eps=[1e-6, 0.7]),
     "fp8_mqa_logits": every(*INDEX_HEADS, clean_logits=BOTH),
     "mqa_logits": every(*INDEX_HEADS, dtype=[F32]),
     "fp8_paged_mqa_logits": every(PAGED, next_n=[1, 2, 3, 4], page_size=[1, 5, 64], columns=[40, 6], per_query=BOTH),
@@ -130,7 +137,7 @@ OPTIONS = {
         *by_name("tokens", "heads", of=[(3, 4), (0, 4)]), nope=[64], rows=[160], latent=[256], dtype=FLOATS
     ),
     "mla_values_cast_to_fp8": every(
-        *by_name("tokens", "heads", of=[(3, 3), (0, 3)]),
+        heads=[3],
         v_dim=[256],
         rows=[320],
         latent=[256],

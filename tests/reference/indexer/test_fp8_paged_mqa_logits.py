@@ -1,15 +1,13 @@
-"""References of the paged index scores and their plan: pages, strides, nothing to score, refusals."""
-
-import math
+"""The references of the paged index scores and their plan: missing pages, strides, and nothing to score."""
 
 import pytest
 import torch
 
 from dsa.cases import cases_of
 from dsa.reference import fp8_paged_mqa_logits, get_paged_mqa_logits_metadata
-from tests.reference.common import i32
+from tests.reference.common import BF16, BYTE, INF, i32
 
-PLAN, CASE = cases_of("fp8_paged_mqa_logits")
+CASE = cases_of("fp8_paged_mqa_logits")[1]
 
 
 def arguments(*lengths, columns=20):
@@ -27,35 +25,40 @@ def test_pages_outside_the_cache_hold_no_keys(page):
     assert got.isfinite().nonzero()[:, 1].tolist() == [*range(8), *range(16, 24)]
 
 
-def test_pages_may_be_apart():
+def test_pages_may_have_a_stride():
     given = arguments(20, 9)
     packed = given["kv_cache"]
-    wide = torch.full((len(packed), 8 * 12 + 40), 0x7F, dtype=torch.uint8)
+    wide = torch.full((len(packed), 8 * 12 + 40), 0x7F, dtype=BYTE)
     wide[:, : 8 * 12] = packed.view(len(packed), -1)
     strided = given | {"kv_cache": wide[:, : 8 * 12].unflatten(1, (8, 1, 12))}
     assert torch.equal(fp8_paged_mqa_logits(**strided), fp8_paged_mqa_logits(**given))
 
 
-def test_strides_and_dtypes():
+def test_rows_have_a_stride_of_1024_bytes_and_bf16_is_the_rounded_fp32():
     given = arguments(20, columns=257)
-    half = fp8_paged_mqa_logits(**given | {"logits_dtype": torch.bfloat16})
+    half = fp8_paged_mqa_logits(**given | {"logits_dtype": BF16})
     assert fp8_paged_mqa_logits(**given).stride() == half.stride() == (512, 1)
     assert torch.equal(half, fp8_paged_mqa_logits(**given).bfloat16())
 
 
-def test_empty_batch_and_empty_cache():
+@pytest.mark.parametrize("empty", [("q", "weights", "context_lens", "block_table"), ("kv_cache",)])
+def test_empty_batch_and_empty_cache(empty):
     given = arguments(20, columns=9)
-    none = {name: given[name][:0] for name in ("q", "weights", "context_lens", "block_table")}
-    assert fp8_paged_mqa_logits(**given | none).shape == (0, 9)
-    got = fp8_paged_mqa_logits(**given | {"kv_cache": given["kv_cache"][:0]})
-    assert got.shape == (1, 9) and got.eq(-math.inf).all()
+    given |= {name: given[name][:0] for name in empty}
+    got = fp8_paged_mqa_logits(**given)
+    assert got.shape == (len(given["q"]), 9) and got.eq(-INF).all()
 
 
-def test_plan_by_hand():
-    # 600, 0 and 256 keys are 3, 0 and 1 splits; 3 SMs get 1, 1 and 2 of them
-    plan = get_paged_mqa_logits_metadata(i32([600, 0, 256]), 64, 3)
-    assert plan.tolist() == [[0, 0], [0, 1], [0, 2], [3, 0]]
-    assert get_paged_mqa_logits_metadata(i32([0, 0]), 64, 2).tolist() == [[2, 0], [2, 0], [2, 0]]
-    assert get_paged_mqa_logits_metadata(i32([]), 64, 2).tolist() == [[0, 0], [0, 0], [0, 0]]
-    # the longest query of a sequence counts
-    assert get_paged_mqa_logits_metadata(i32([[1, 600], [0, 0], [256, 9]]), 64, 3).tolist() == plan.tolist()
+@pytest.mark.parametrize(
+    ("lengths", "sms", "plan"),
+    [
+        # 600, 0 and 256 keys are 3, 0 and 1 splits; 3 SMs get 1, 1 and 2 of them.
+        ([600, 0, 256], 3, [[0, 0], [0, 1], [0, 2], [3, 0]]),
+        # The longest query of a sequence counts.
+        ([[1, 600], [0, 0], [256, 9]], 3, [[0, 0], [0, 1], [0, 2], [3, 0]]),
+        ([0, 0], 2, [[2, 0]] * 3),
+        ([], 2, [[0, 0]] * 3),
+    ],
+)
+def test_plan_by_hand(lengths, sms, plan):
+    assert get_paged_mqa_logits_metadata(i32(lengths), 64, sms).tolist() == plan

@@ -1,9 +1,8 @@
-"""The references of products with kv_b: rounded weights, and no heads."""
+"""The references of products with kv_b: rounded weights, no tokens and no heads."""
 
 import pytest
 import torch
 
-import dsa
 from dsa.cases import cases_of
 from dsa.reference import mla_absorb_queries
 from tests.reference.common import BF16, E4M3, F32
@@ -19,7 +18,10 @@ def test_the_weight_is_rounded_before_it_is_multiplied(dtype, expected):
     assert (mla_absorb_queries(q_nope, q_pe, angles, angles, kv_b) == expected).all()
 
 
-def test_without_heads_there_are_no_results():
-    absorbed = dsa.mla_absorb_queries(**ABSORB.arguments(tokens=3, heads=0, nope=64, rows=160, latent=256))
-    q, scale = dsa.mla_values_cast_to_fp8(**VALUES.arguments(tokens=3, heads=0, v_dim=256, rows=320, latent=256))
-    assert (absorbed.shape, q.shape, scale.shape) == ((3, 0, 320), (3, 0), (3, 0))
+@pytest.mark.parametrize(("tokens", "heads"), [(0, 3), (3, 0)])
+def test_without_tokens_or_heads_there_are_no_results(tokens, heads):
+    sizes = {"tokens": tokens, "heads": heads, "latent": 256}
+    (absorbed,) = ABSORB.run(ABSORB.arguments(**sizes, nope=64, rows=160))
+    q, scale = VALUES.run(VALUES.arguments(**sizes, v_dim=256, rows=320))
+    assert absorbed.shape == (tokens, heads, 320)
+    assert q.shape == (tokens, 256 * heads) and scale.shape == (tokens, 2 * heads)
