@@ -105,6 +105,13 @@ OPTIONS = {
     "write_kv_cache float": every(CACHE, layout=LAYOUTS, dtype=FLOATS, tokens=[20]),
     "write_kv_cache v32": every(CACHE, use_ue8m0=[False], dtype=FLOATS, tokens=[20]),
     "read_kv_cache float": every(CACHE, layout=LAYOUTS, dtype=FLOATS, shape=[(2, 9)], slot_dtype=[torch.int32]),
+    "write_mla_cache float": every(
+        *by_name("layout", "d", of=[("float32", 576), ("bfloat16", 512), ("float16", 576)]),
+        dtype=FLOATS,
+        tokens=[20],
+        interleaved=BOTH,
+        eps=[1e-6, 0.7],
+    ),
     "compress_kv without a state": every(*COMPRESSED, lengths=LENGTHS),
     "compress_kv": [
         {**kind, "lengths": lengths, "starts": [start] * len(lengths), "spare": start % 3}

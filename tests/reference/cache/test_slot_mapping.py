@@ -1,5 +1,6 @@
-"""Where the rows of packed tokens lie: any numbers against the definition, overlapping sequences, wrong arguments."""
+"""The reference of slots of packed tokens: any numbers against the definition, and overlapping sequences."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,19 +33,23 @@ def test_against_the_definition(call):
     CASE.check(call, [slot_mapping(**call)])
 
 
-def test_slots_beyond_32_bits():
-    got = slot_mapping(i32([[INT_MAX, INT_MAX]]), i32([0, 2]), i32([65]), 2, 64)
-    assert got.tolist() == [INT_MAX * 64 + 63, INT_MAX * 64]
-    assert slot_mapping(i32([[2**25]]), i32([0, 1]), None, 1, 64).tolist() == [2**31]
+@pytest.mark.parametrize(
+    ("table", "bounds", "cached", "tokens", "page_size", "expected"),
+    [
+        # slots beyond 32 bits
+        ([[INT_MAX, INT_MAX]], [0, 2], i32([65]), 2, 64, [INT_MAX * 64 + 63, INT_MAX * 64]),
+        ([[2**25]], [0, 1], None, 1, 64, [2**31]),
+        # tokens that belong to no sequence
+        ([[5]], [1, 3], None, 4, 8, [-1, 40, 41, -1]),
+        ([], [0], i32([]), 2, 8, [-1, -1]),
+        # A sequence that begins later takes the tokens.
+        ([[1], [2], [3]], [0, 9, 2, 4], None, 6, 8, [8, 9, 24, 25, 12, 13]),
+    ],
+)
+def test_slots_by_hand(table, bounds, cached, tokens, page_size, expected):
+    table = i32(table).view(len(table), -1) if table else i32([[]])[:0]
+    assert slot_mapping(table, i32(bounds), cached, tokens, page_size).tolist() == expected
 
 
-def test_tokens_of_no_sequence():
-    assert slot_mapping(i32([[5]]), i32([1, 3]), None, 4, 8).tolist() == [-1, 40, 41, -1]
-    assert slot_mapping(i32([[5]])[:0], i32([0]), i32([])[:0], 2, 8).tolist() == [-1, -1]
-
-
-def test_a_sequence_that_begins_later_takes_the_tokens():
-    table = i32([[1], [2], [3]])
-    assert slot_mapping(table, i32([0, 9, 2, 4]), None, 6, 8).tolist() == [8, 9, 24, 25, 12, 13]
-    # Of the first one's 2^32 - 1 tokens none has a slot.
-    assert slot_mapping(table[:1], i32([INT_MIN, INT_MAX]), None, 2, 8, ring=True).tolist() == [-1, -1]
+def test_a_sequence_of_2_to_the_32_tokens_has_no_slots():
+    assert slot_mapping(i32([[1]]), i32([INT_MIN, INT_MAX]), None, 2, 8, ring=True).tolist() == [-1, -1]
