@@ -1,13 +1,14 @@
 """The references against the float64 formulas of the cases: at the cases' sizes, for every option, and gradients."""
 
+import importlib
 import itertools
 
 import pytest
 import torch
 
 from dsa.cases import CASES
+from tests.reference.common import BF16, F16, F32, F64, assert_same_bits
 
-BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 FLOATS, HALVES, BOTH = [F32, BF16, F16], [BF16, F16], [True, False]
 BY_NAME = {case.name: case for case in CASES}
 CHECKED = [case for case in CASES if case.check is not None]
@@ -121,7 +122,9 @@ OPTIONS = {
     "write_indexer_keys": every(*INDEXED, eps=[1e-6, 0.7]),
     "fp8_mqa_logits": every(*INDEX_HEADS, clean_logits=BOTH),
     "mqa_logits": every(*INDEX_HEADS, dtype=[F32]),
-    "fp8_paged_mqa_logits": every(PAGED, next_n=[1, 2, 3, 4], page_size=[1, 5, 64], columns=[40, 6], per_query=BOTH),
+    "fp8_paged_mqa_logits": every(
+        PAGED, next_n=[1, 2, 3, 4], page_size=[1, 5, 64], columns=[40, 6], per_query=BOTH, logits_dtype=[F32, BF16]
+    ),
     "get_paged_mqa_logits_metadata": every(batch=[1, 3, 40], num_sms=[1, 2, 7, 132], next_n=[0, 3]),
     "flash_mla_with_kvcache dense": every(
         *by_name("heads", "kv_heads", "page", of=[(3, 1, 4), (6, 2, 1), (4, 4, 64)]),
@@ -154,7 +157,7 @@ OPTIONS = {
     "combine_experts": every(
         *by_name("shared", "residual", of=[(True, False), (False, True)]),
         tokens=[11],
-        k=[5],
+        k=[5, 0],
         channels=[24],
         dtype=FLOATS,
         index_dtype=[torch.int32, torch.int64],
@@ -185,6 +188,69 @@ OPTIONS = {
 @pytest.mark.parametrize(("name", "sizes"), [(name, sizes) for name, rows in OPTIONS.items() for sizes in rows])
 def test_a_reference_is_right_for_every_option(name, sizes):
     BY_NAME[name].verify(**sizes)
+
+
+# (constant of dsa.reference, its values, case, sizes). The constants bound how many queries are computed at a time.
+CHUNKED = [
+    (
+        "indexer.fp8_mqa_logits._CHUNK",
+        [2**24, 3 * 37 * 4, 1],
+        "fp8_mqa_logits compressed",
+        every(keys=[37], heads=[4], dim=[16], max_seqlen_k=[1, 10, 300]),
+    ),
+    (
+        "mla.softmax_attention._CPU_CHUNK",
+        [2**24, 2 * 5 * 24],
+        "flash_mla_sparse_fwd",
+        every(
+            *by_name("dtype", "d", "d_v", of=[(F32, 24, 16), (F16, 512, 512)]),
+            **{"tokens": [5], "heads": [4], "keys": [7], "top_k": [5], "invalid": [0.3], "sink": BOTH, "counted": BOTH},
+        ),
+    ),
+    # Prefixes, sequences without queries or keys, fewer keys than queries, and queries of no sequence.
+    (
+        "mla.mha_varlen_fwd._CHUNK",
+        [2**26, 100],
+        "mha_varlen_fwd",
+        every(
+            {
+                "sequences": ((4, 7), (0, 1), (5, 140), (3, 2), (2, 0)),
+                "dims": (6, 5),
+                "rope": 0,
+                "dtype": F32,
+                "more": 2,
+            },
+            causal=BOTH,
+            top_k=[0, 60],
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("constant", "value", "name", "sizes"),
+    [(constant, value, name, x) for constant, values, name, sizes in CHUNKED for value in values for x in sizes],
+)
+def test_every_number_of_queries_at_a_time_is_right(constant, value, name, sizes, monkeypatch):
+    module, attribute = constant.rsplit(".", 1)
+    monkeypatch.setattr(importlib.import_module(f"dsa.reference.{module}"), attribute, value)
+    BY_NAME[name].verify(**sizes)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("hyper_mix", {"n": 1, "channels": 64}),
+        ("hyper_mix", {"n": 4, "channels": 64}),
+        ("linear_fp32", {"tokens": 4, "rows": 12, "scaled_from": 8}),
+    ],
+)
+def test_strides_change_no_bit(name, sizes):
+    """PyTorch sums the products of column-major matrices in another order."""
+    given = BY_NAME[name].arguments(**sizes)
+    tensors = {key: x for key, x in given.items() if isinstance(x, torch.Tensor)}
+    transposed = {key: x.transpose(0, -1).contiguous().transpose(0, -1) for key, x in tensors.items()}
+    assert_same_bits(BY_NAME[name].run(given | transposed), BY_NAME[name].run(given))
 
 
 @pytest.mark.parametrize("dtype", HALVES)

@@ -1,4 +1,4 @@
-"""The references of the index scores: chunks, row strides, NaN, nothing to score, and gradients."""
+"""The references of the index scores: row strides, NaN, nothing to score, and gradients."""
 
 import pytest
 import torch
@@ -6,23 +6,15 @@ import torch
 from dsa.cases import cases_of
 from dsa.cases.indexer import scores
 from dsa.reference import fp8_mqa_logits, mqa_logits
-from dsa.reference.indexer import fp8_mqa_logits as module
 from tests.reference.common import BF16, BYTE, F32, INF, NAN, assert_same_gradients, i32
 
-CASE, COMPRESSED, _ = cases_of("fp8_mqa_logits")
+CASE, _, _ = cases_of("fp8_mqa_logits")
 
 
 def scored(starts, ends, keys, **options):
     """A call with these ranges of keys."""
     given = CASE.arguments(queries=len(starts), keys=keys, heads=4, dim=16, **options)
     return given | {"cu_seq_len_k_start": i32(starts), "cu_seq_len_k_end": i32(ends)}
-
-
-@pytest.mark.parametrize("chunk", [2**24, 3 * 37 * 4, 1])
-@pytest.mark.parametrize("width", [1, 10, 300])
-def test_every_number_of_queries_at_a_time_is_right(width, chunk, monkeypatch):
-    monkeypatch.setattr(module, "_CHUNK", chunk)
-    COMPRESSED.verify(keys=37, heads=4, dim=16, max_seqlen_k=width)
 
 
 # 300 + 256 = 556 columns, rounded up to 768 of 4 bytes or 1024 of 2.

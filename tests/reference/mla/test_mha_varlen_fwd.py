@@ -1,16 +1,15 @@
-"""The references of multi-head attention over packed sequences and of selections' bits: chunks and wrong bounds."""
+"""The references of multi-head attention over packed sequences and of selections' bits."""
 
 import pytest
 import torch
 
 from dsa.cases import cases_of
 from dsa.cases.mla import keys_of_bits
-from dsa.reference.mla import mha_varlen_fwd as module
 from dsa.reference.mla.mha_varlen_fwd import mha_varlen_fwd
 from dsa.reference.mla.selection_bits import selected_keys, selection_bits
-from tests.reference.common import F32, INF, INT32, assert_same_bits, i32, zeros
+from tests.reference.common import INF, INT32, assert_same_bits, i32, zeros
 
-(CASE,), (BITS,) = cases_of("mha_varlen_fwd"), cases_of("selection_bits")
+(BITS,) = cases_of("selection_bits")
 
 
 def test_selected_keys_are_those_of_the_bits():
@@ -35,19 +34,6 @@ def test_without_starts_indices_count_from_the_first_key():
 def test_no_indices_and_no_keys_set_no_bit(indices, max_keys):
     bits = selection_bits(zeros(*indices, dtype=INT32), i32([50] * indices[0]), max_keys)
     assert bits.shape == (indices[0], 4 * (max_keys > 0)) and not bits.any()
-
-
-@pytest.mark.parametrize("chunk", [2**26, 100])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("top_k", [0, 60])
-def test_every_number_of_queries_at_a_time_is_right(top_k, causal, chunk, monkeypatch):
-    """With prefixes, sequences without queries or keys, fewer keys than queries, and queries of no sequence."""
-    monkeypatch.setattr(module, "_CHUNK", chunk)
-    sizes = {"sequences": ((4, 7), (0, 1), (5, 140), (3, 2), (2, 0)), "dims": (6, 5), "dtype": F32, "more": 2}
-    given = CASE.arguments(**sizes, causal=causal, top_k=top_k)
-    found = CASE.run(given)
-    CASE.check(given, found)
-    assert not found[0][14:].any() and found[1][:, 14:].eq(INF).all()
 
 
 def test_separate_rope_channels_are_those_of_all_heads():

@@ -38,9 +38,16 @@ def test_1e_20_is_added_to_the_sum(scores):
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_sort_by_hand(dtype):
-    found = sort_by_expert(torch.tensor([[3, 0], [9, 3], [-2, 1]], dtype=dtype), 5)
-    assert [x.tolist() for x in found] == [[1, 5, 0, 3, 2, 4], [[2, 0], [-1, 3], [-1, 1]], [1, 2, 2, 4, 4]]
+@pytest.mark.parametrize(
+    ("experts", "expected"),
+    [
+        ([[3, 0], [9, 3], [-2, 1]], [[1, 5, 0, 3, 2, 4], [[2, 0], [-1, 3], [-1, 1]], [1, 2, 2, 4, 4]]),
+        ([[], []], [[], [[], []], [0] * 5]),
+    ],
+)
+def test_sort_by_hand(experts, expected, dtype):
+    found = sort_by_expert(torch.tensor(experts, dtype=dtype), 5)
+    assert [x.tolist() for x in found] == expected
     assert all(x.dtype == torch.int32 for x in found)
 
 
@@ -54,8 +61,3 @@ def test_entries_without_an_expert_come_last(experts, begin, count):
     """A process has `count` experts from `begin` on."""
     call = {"experts": torch.tensor(experts, dtype=torch.int64) - begin, "count": count}
     SORT.check(call, sort_by_expert(**call))
-
-
-def test_sort_of_nothing():
-    order, rows, ends = sort_by_expert(torch.empty(0, 2, dtype=torch.int64), 3)
-    assert order.shape == (0,) and rows.shape == (0, 2) and ends.tolist() == [0, 0, 0]

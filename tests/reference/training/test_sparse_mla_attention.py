@@ -27,8 +27,7 @@ def test_the_gradients_formula_is_that_of_autograd(of, sink):
     expected = torch.autograd.grad(*chosen, materialize_grads=True)
     of_forward = (given[name] for name in ("q", "kv", "indices", "softmax_scale", "attn_sink"))
     got = reference.sparse_mla_attention_gradient(*of_forward, *results, *grads)
-    for x, y in zip(got, expected):
-        torch.testing.assert_close(x, y)
+    torch.testing.assert_close(tuple(got)[: len(leaves)], tuple(expected))
 
 
 def test_nan_in_a_row_that_no_index_names_reaches_nothing():
@@ -54,8 +53,7 @@ def test_an_infinite_sink_has_a_gradient(sink):
     formula = reference.sparse_mla_attention_gradient(
         *of_forward, given["softmax_scale"], leaves[2], out, lse, 2 * out, None
     )
-    for x, y in zip(formula, gradients, strict=True):
-        torch.testing.assert_close(x, y)
+    torch.testing.assert_close(tuple(formula), tuple(gradients))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
