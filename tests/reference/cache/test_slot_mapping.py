@@ -37,17 +37,16 @@ def test_against_the_definition(call):
     ("table", "bounds", "cached", "tokens", "page_size", "expected"),
     [
         # slots beyond 32 bits
-        ([[INT_MAX, INT_MAX]], [0, 2], i32([65]), 2, 64, [INT_MAX * 64 + 63, INT_MAX * 64]),
-        ([[2**25]], [0, 1], None, 1, 64, [2**31]),
+        (i32([[INT_MAX, INT_MAX]]), [0, 2], i32([65]), 2, 64, [INT_MAX * 64 + 63, INT_MAX * 64]),
+        (i32([[2**25]]), [0, 1], None, 1, 64, [2**31]),
         # tokens that belong to no sequence
-        ([[5]], [1, 3], None, 4, 8, [-1, 40, 41, -1]),
-        ([], [0], i32([]), 2, 8, [-1, -1]),
+        (i32([[5]]), [1, 3], None, 4, 8, [-1, 40, 41, -1]),
+        (i32([[5]])[:0], [0], i32([]), 2, 8, [-1, -1]),
         # A sequence that begins later takes the tokens.
-        ([[1], [2], [3]], [0, 9, 2, 4], None, 6, 8, [8, 9, 24, 25, 12, 13]),
+        (i32([[1], [2], [3]]), [0, 9, 2, 4], None, 6, 8, [8, 9, 24, 25, 12, 13]),
     ],
 )
 def test_slots_by_hand(table, bounds, cached, tokens, page_size, expected):
-    table = i32(table).view(len(table), -1) if table else i32([[]])[:0]
     assert slot_mapping(table, i32(bounds), cached, tokens, page_size).tolist() == expected
 
 

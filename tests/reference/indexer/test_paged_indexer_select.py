@@ -71,12 +71,16 @@ def test_nan_is_never_selected():
 
 
 @pytest.mark.parametrize(
-    "empty", [("q", "weights", "context_lens", "block_table"), ("kv_cache",), ("pages of the table",)]
+    "changes",
+    [
+        lambda a: {name: a[name][:0] for name in ("q", "weights", "context_lens", "block_table")},
+        lambda a: {"kv_cache": a["kv_cache"][:0]},
+        lambda a: {"block_table": a["block_table"][:, :0]},
+    ],
 )
-def test_without_sequences_or_pages_nothing_is_selected(empty):
+def test_without_sequences_or_pages_nothing_is_selected(changes):
     given = arguments(top_k=100)
-    given |= {"block_table": given["block_table"][:, :0]} if empty == ("pages of the table",) else {}
-    given |= {name: given[name][:0] for name in empty if name in given}
+    given |= changes(given)
     got, values = paged_indexer_select(**given)
     assert got.shape == values.shape == (2 * len(given["q"]), 100)
     assert (got == -1).all() and (values == -INF).all()
