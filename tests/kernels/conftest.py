@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-from pathlib import Path
 
 import pytest
 
@@ -25,19 +24,14 @@ def disassembled_once(tmp_path_factory):
         paths = [folder / f"{hashlib.sha256(cubin).hexdigest()}{option}" for option in options]
         for path, option in zip(paths, options):
             if not path.exists():
-                _write(path, *disassembler(cubin, option))
+                partial = path.with_name(f"{path.name}.{os.getpid()}")
+                partial.write_text(*disassembler(cubin, option))
+                partial.replace(path)  # in one step, because another process may read it
         return [path.read_text() for path in paths]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(disassembly, "_cuobjdump", kept)
         yield
-
-
-def _write(path: Path, text: str) -> None:
-    """Write the file in one step, because another process may read it."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
-    partial.write_text(text)
-    partial.replace(path)
 
 
 @pytest.fixture

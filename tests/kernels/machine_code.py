@@ -1,4 +1,4 @@
-"""The kernels' machine code on record, so that a change of the source that leaves it as it was needs no GPU.
+"""The record of the kernels' machine code: a change of the source that does not change it needs no GPU.
 
 usage: python -m tests.kernels.machine_code [--all] [--check]
 
@@ -15,6 +15,7 @@ import functools
 import hashlib
 import importlib
 import json
+import math
 import os
 import pkgutil
 import re
@@ -34,7 +35,8 @@ PATH = Path(__file__).with_suffix(".json")
 FAMILIES = Path(dsa.kernels.__path__[0])
 SHARED = FAMILIES.parent / "cute"
 _NO_BYTES = 8  # type of a section that has a size and no bytes in the file
-_SIZED, _REGISTERS = 4, 0x2F  # .nv.info: format of an attribute with a size; the attribute (symbol, registers)
+_SIZED = 4  # .nv.info: format of an attribute with a size
+_REGISTERS, _BLOCK = 0x2F, 0x10  # attributes (symbol, registers) and (x, y, z)
 _KINDS = ".text.", ".nv.constant0.", ".nv.shared."
 _LAUNCHER = "_mlir_ciface_"  # before the name of the host function that computes grids and launches
 _SYMBOL = "<IBBHQQ"  # name, info, other, section, value, size
@@ -61,14 +63,24 @@ def code_sections(cubin: bytes) -> Iterator[tuple[str, int, bytes]]:
                 yield kind, size, content
 
 
-def registers(cubin: bytes) -> Iterator[int]:
+def registers(cubin: bytes) -> list[int]:
     """Registers per thread of each kernel."""
+    return [struct.unpack("<II", value)[1] for value in _attributes(cubin, _REGISTERS)]
+
+
+def threads(cubin: bytes) -> list[int]:
+    """Threads per CTA of each kernel."""
+    return [math.prod(struct.unpack("<III", value)) for value in _attributes(cubin, _BLOCK)]
+
+
+def _attributes(cubin: bytes, wanted: int) -> Iterator[bytes]:
+    """The values of an attribute of kernels."""
     for name, _, content in _sections(cubin):
         at = 0
-        while name == ".nv.info" and at < len(content):
+        while name.startswith(".nv.info") and at < len(content):
             form, attribute, size = struct.unpack_from("<BBH", content, at)
-            if (form, attribute) == (_SIZED, _REGISTERS):
-                yield struct.unpack_from("<II", content, at + 4)[1]
+            if (form, attribute) == (_SIZED, wanted):
+                yield content[at + 4 : at + 4 + size]
             at += 4 + (size if form == _SIZED else 0)
 
 
@@ -201,13 +213,9 @@ def differences(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[li
             unmatched[code].append(name)
     gone, renamed = [], []
     for name, code in before.items():
-        if after.get(name) == code:
-            continue
-        if name in after:
-            gone.append(name)
-        elif unmatched[code]:
+        if name not in after and unmatched[code]:
             renamed.append(f"{name} -> {unmatched[code].pop(0)}")
-        else:
+        elif after.get(name) != code:
             gone.append(name)
     return gone, sorted(name for names in unmatched.values() for name in names), renamed
 

@@ -1,5 +1,5 @@
-"""What holds for every shipped kernel: no spills, and a programmatic launch. The kernel waits for the previous one
-before it accesses global memory, and then releases the next one."""
+"""What holds for every shipped kernel: no spills, registers that fit, and a programmatic launch: the kernel waits for
+the previous one before it accesses global memory, and then releases the next one."""
 
 import ast
 from pathlib import Path
@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 import dsa.kernels
+from dsa.runtime.compile_cache import cubin
+from tests.kernels import machine_code
 from tests.kernels.variants import all_compile_functions, shipped
 
 WAIT, RELEASE = "ACQBULK", "PREEXIT"
@@ -19,6 +21,12 @@ SORTED = sorted(all_compile_functions(), key=lambda function: (function.__module
 @shipped(*SORTED)
 def test_no_kernel_spills(sass):
     assert sass.stack == 0 and not sass.instructions["STL"] and not sass.instructions["LDL"]
+
+
+@shipped(*SORTED)
+def test_the_registers_of_a_cta_fit_an_sm(compile_function, arguments):
+    code = cubin(compile_function, *arguments)
+    assert max(machine_code.registers(code)) * max(machine_code.threads(code)) <= 65536
 
 
 @shipped(*SORTED)

@@ -1,18 +1,16 @@
 """The shipped variants that a run of the tests compiles, a sample or with --all every one, and their SASS."""
 
 import hashlib
-import importlib
 import math
-import pkgutil
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
-import dsa.kernels
 from dsa.runtime.compile_cache import cubin
 from dsa.runtime.sass import Sass, disassemble
+from tests.kernels import machine_code
 from tests.sampling import commit
 
 Variant = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -48,10 +46,8 @@ def sample(variants: Sequence[Variant]) -> list[Variant]:
 
 def all_compile_functions() -> set[Callable[..., Any]]:
     """The compile functions of all modules of kernels."""
-    names = [name for _, name, _ in pkgutil.walk_packages(dsa.kernels.__path__, f"{dsa.kernels.__name__}.")]
-    modules = [importlib.import_module(name) for name in names]
-    variants = [module.shipped_variants() for module in modules if hasattr(module, "shipped_variants")]
-    return {compile_function for shipped_of_module in variants for compile_function, _ in shipped_of_module}
+    variants = [machine_code.shipped(family).values() for family in machine_code.families()]
+    return {compile_function for shipped_of_family in variants for compile_function, _ in shipped_of_family}
 
 
 def _hash(variant: Variant) -> bytes:

@@ -13,6 +13,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import cutlass
 import cutlass.cute as cute
@@ -140,17 +141,8 @@ def test_a_failed_export_costs_the_file_and_not_the_kernel(directory, error, sai
     assert suffixes(directory) == [".lock", ".lock"]
 
 
-def refusing(error):
-    """A function that raises this error."""
-
-    def refuse(*args, **kwargs):
-        raise error
-
-    return refuse
-
-
 def test_a_disk_that_became_read_only_costs_the_file_and_not_the_kernel(monkeypatch):
-    refuse = refusing(OSError(errno.EROFS, "Read-only file system"))
+    refuse = mock.Mock(side_effect=OSError(errno.EROFS, "Read-only file system"))
     monkeypatch.setattr(private_files.tempfile, "mkstemp", refuse)
     monkeypatch.setattr(compile_cache, "open_lock", refuse)
     kernel = StubKernel()
@@ -168,7 +160,7 @@ def test_an_interrupted_write_leaves_nothing_and_is_tried_again(directory):
 
 
 def test_a_file_system_without_locks(directory, monkeypatch):
-    monkeypatch.setattr(fcntl, "flock", refusing(OSError(errno.ENOLCK, "No locks available")))
+    monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     assert compiled_for(ARGS) == [ARGS] and len(objects(directory)) == 1
 
 
@@ -227,7 +219,7 @@ def test_a_fork_while_a_thread_compiles(tmp_path):
 
 
 def test_a_failed_compilation_is_not_kept(directory):
-    get, compiled = counted(refusing(RuntimeError("spilled")))
+    get, compiled = counted(mock.Mock(side_effect=RuntimeError("spilled")))
     for call in (get, get, functools.partial(compile_cache.cubin, get)):
         with pytest.raises(RuntimeError, match="spilled"):
             call(*ARGS)
@@ -261,19 +253,15 @@ def test_a_directory_that_can_only_be_read_is_read(directory, monkeypatch):
     assert len(objects(directory)) == 1
 
 
-def with_config(**changes):
-    *others, config, scattered = ARGS
-    return *others, dataclasses.replace(config, **changes), scattered
-
-
 def test_the_key_has_the_function_and_its_arguments():
     def another_function():
         pass
 
     another_function.__module__ = ORIGINAL.__module__
-    key = compile_cache._key(ORIGINAL, ARGS)
-    assert compile_cache._key(ORIGINAL, with_config()) == key
-    assert compile_cache._key(ORIGINAL, with_config(threads=2 * ARGS[-2].threads)) != key
+    (*others, config, scattered), key = ARGS, compile_cache._key(ORIGINAL, ARGS)
+    equal, other = dataclasses.replace(config), dataclasses.replace(config, threads=2 * config.threads)
+    assert compile_cache._key(ORIGINAL, (*others, equal, scattered)) == key
+    assert compile_cache._key(ORIGINAL, (*others, other, scattered)) != key
     assert compile_cache._key(another_function, ARGS) != key
 
 
@@ -319,7 +307,7 @@ def test_where_the_directory_is(monkeypatch, environment, expected):
 @pytest.mark.parametrize("chosen", [None, "~/kernels"])
 def test_a_user_without_a_home_has_a_directory_in_tmp(tmp_path, monkeypatch, chosen):
     """In a container a user may have neither HOME nor an entry in the password file."""
-    monkeypatch.setattr(pwd, "getpwuid", refusing(KeyError("getpwuid(): uid not found")))
+    monkeypatch.setattr(pwd, "getpwuid", mock.Mock(side_effect=KeyError("getpwuid(): uid not found")))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     for name in ("HOME", "XDG_CACHE_HOME", "DSA_CACHE_DIR"):
         monkeypatch.delenv(name, raising=False)

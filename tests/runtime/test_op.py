@@ -147,12 +147,9 @@ def test_a_call_that_comes_again_is_recorded_once(ops, kernel_path, recorded):
 
 
 def test_after_an_error_while_it_is_recorded_a_call_counts_anew(ops, kernel_path, recorded, monkeypatch):
-    def fails(*_):
-        raise MemoryError
-
     scale(ops, REPEATS - 1)
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
-        patch.setattr(declaration, "record", fails)
+        patch.setattr(declaration, "record", mock.Mock(side_effect=MemoryError))
         scale(ops)
     scale(ops, REPEATS)
     assert len(recorded) == 1

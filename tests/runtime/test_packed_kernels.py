@@ -1,6 +1,7 @@
 """Kernels that come with the package are loaded instead of compiled."""
 
 import warnings
+from unittest import mock
 
 import pytest
 
@@ -52,13 +53,10 @@ def test_a_packed_kernel_is_loaded_and_kept_in_the_cache(archive, directory):
     assert compiled_for(ARGS) == []
 
 
-def test_other_variants_are_compiled(archive):
-    assert_compiled(OTHER_ARGS)
-
-
-def test_kernels_of_other_versions_are_compiled(archive, monkeypatch):
-    monkeypatch.setattr(compile_cache.tvm_ffi, "__version__", "0.0.0")
-    assert_compiled(ARGS)
+@pytest.mark.parametrize(("arguments", "version"), [(OTHER_ARGS, None), (ARGS, "0.0.0")])
+def test_other_variants_and_those_of_other_versions_are_compiled(archive, arguments, version, monkeypatch):
+    monkeypatch.setattr(compile_cache.tvm_ffi, "__version__", version or compile_cache.tvm_ffi.__version__)
+    assert_compiled(arguments)
 
 
 @pytest.mark.parametrize("state", ["off", "read-only", "full"])
@@ -68,15 +66,13 @@ def test_a_packed_kernel_needs_no_cache(archive, directory, state, monkeypatch):
     elif state == "read-only":
         monkeypatch.setattr(compile_cache, "_writable", lambda directory: False)
     else:
-        monkeypatch.setattr(compile_cache, "create_private_file", no_space)
+        monkeypatch.setattr(
+            compile_cache, "create_private_file", mock.Mock(side_effect=OSError(28, "No space left on device"))
+        )
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         assert compiled_for(ARGS) == []
     assert len(said) == (state == "full") and objects(directory) == []
-
-
-def no_space(*args):
-    raise OSError(28, "No space left on device")
 
 
 def test_fill_takes_the_packed_kernel(archive, directory, monkeypatch):

@@ -41,29 +41,30 @@ def assert_replayed(call, first, other):
     return got
 
 
-def test_a_result_is_new_in_every_call():
-    def call(x, by):
-        out = x.new_zeros(x.shape)
+def added_to(compute, by=1):
+    """A call that returns the result of `compute`, to which the kernel has added a number."""
+
+    def call(*arguments):
+        out = compute(*arguments)
         add([out], by)
         return out
 
-    got = assert_replayed(call, (X, 2.5), lambda: (Y, 2.5))
-    _, steps = record(call, (X, 2.5))
-    assert (got == 2.5).all() and steps(X, 2.5).data_ptr() != got.data_ptr()
+    return call
+
+
+def test_a_result_is_new_in_every_call():
+    call = added_to(lambda x: x.new_zeros(x.shape), 2.5)
+    got = assert_replayed(call, (X,), lambda: (Y,))
+    _, steps = record(call, (X,))
+    assert (got == 2.5).all() and steps(X).data_ptr() != got.data_ptr()
 
 
 @pytest.mark.parametrize("copy", [torch.Tensor.contiguous, lambda x: x.reshape(-1), lambda x: x.to(torch.float32)])
 @pytest.mark.parametrize("view", [lambda x: x.flatten()[1::2], lambda x: x.T, lambda x: x[:, 3:], lambda x: x])
 def test_a_view_or_a_copy_in_inference_mode(copy, view):
     """In inference mode torch does not say which of the two a result is."""
-
-    def call(x):
-        out = copy(x)
-        add([out], 1.5)
-        return out
-
     with torch.inference_mode():
-        assert_replayed(call, (view(X.clone()),), lambda: (view(Y.clone()),))
+        assert_replayed(added_to(copy), (view(X.clone()),), lambda: (view(Y.clone()),))
 
 
 @pytest.mark.parametrize(
@@ -109,22 +110,13 @@ def test_lists_numbers_strings_and_none(by):
 
 
 def test_rows_that_are_gathered():
-    def call(x, rows):
-        out = x[rows, 1:]
-        add([out], 1)
-        return out
-
+    call = added_to(lambda x, rows: x[rows, 1:])
     assert_replayed(call, (X, torch.tensor([1, 1])), lambda: (Y, torch.tensor([3, 0])))
 
 
 def test_a_tensor_that_is_no_argument_is_a_constant():
     kept = torch.full((4, 6), 9.0)
-
-    def call(x):
-        out = x + kept
-        add([out], 1)
-        return out
-
+    call = added_to(lambda x: x + kept)
     for _ in range(2):
         assert_replayed(call, (X,), lambda: (Y,))
         kept += 1
@@ -185,13 +177,7 @@ def test_an_error_ends_the_recording():
 
 
 def test_gradients_may_be_on():
-    def call(x):
-        out = torch.empty_like(x.detach())
-        out.copy_(x.detach()[:])
-        add([out], 1)
-        return out
-
-    parameter = torch.nn.Parameter
+    call, parameter = added_to(lambda x: torch.empty_like(x.detach()).copy_(x.detach()[:])), torch.nn.Parameter
     got = assert_replayed(call, (parameter(X.clone()),), lambda: (parameter(Y.clone()),))
     assert not got.requires_grad
 

@@ -71,7 +71,6 @@ def check_mainloop(sass, config, gathered, dynamic, parts):
     gathers = 2 * (configs.SCALES * config.rows // 16 + 1) if gathered else 0
     assert_counts(sass, UTMALDG=configs.SCALES * parts + kernels.SCALE_BLOCKS + copies_of_a, LDGSTS=gathers)
     consumer, producer = kernels.REGISTERS[2] if gathered else kernels.LOADING_REGISTERS
-    assert sass.registers * config.threads <= 65536
     assert config.groups * consumer + producer <= sass.registers * (config.groups + 1)
     assert config.fits()
 

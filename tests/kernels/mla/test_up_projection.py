@@ -24,4 +24,3 @@ def test_values(sass, in_order):
     # Eight times 16 bytes of the weight, their scale, and four of an octet's latents; then the next octet.
     assert loads_before_the_first_barrier(in_order) == 13
     assert_counts(sass, LDG=17, HMMA=16, UBLKPF=1)
-    assert sass.registers <= 65536 // mla_values_cast_to_fp8_sm90.THREADS

@@ -1,13 +1,12 @@
-"""Where the rows of packed tokens lie: any numbers against the definition, overlapping sequences, wrong arguments."""
+"""The reference of slots of packed tokens: any numbers against the definition, and overlapping sequences."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import dsa
 from dsa.cases import cases_of
 from dsa.reference import slot_mapping
-from tests.reference.common import assert_refused, i32
+from tests.reference.common import i32
 
 CASE = cases_of("slot_mapping")[0]
 INT_MAX, INT_MIN = 2**31 - 1, -(2**31)
@@ -34,40 +33,22 @@ def test_against_the_definition(call):
     CASE.check(call, [slot_mapping(**call)])
 
 
-def test_slots_beyond_32_bits():
-    got = slot_mapping(i32([[INT_MAX, INT_MAX]]), i32([0, 2]), i32([65]), 2, 64)
-    assert got.tolist() == [INT_MAX * 64 + 63, INT_MAX * 64]
-    assert slot_mapping(i32([[2**25]]), i32([0, 1]), None, 1, 64).tolist() == [2**31]
-
-
-def test_tokens_of_no_sequence():
-    assert slot_mapping(i32([[5]]), i32([1, 3]), None, 4, 8).tolist() == [-1, 40, 41, -1]
-    assert slot_mapping(i32([[5]])[:0], i32([0]), i32([])[:0], 2, 8).tolist() == [-1, -1]
-
-
-def test_a_sequence_that_begins_later_takes_the_tokens():
-    table = i32([[1], [2], [3]])
-    assert slot_mapping(table, i32([0, 9, 2, 4]), None, 6, 8).tolist() == [8, 9, 24, 25, 12, 13]
-    # Of the first one's 2^32 - 1 tokens none has a slot.
-    assert slot_mapping(table[:1], i32([INT_MIN, INT_MAX]), None, 2, 8, ring=True).tolist() == [-1, -1]
-
-
-TABLE, BOUNDS_OF_ONE, LENGTH = i32([[0, 1]]), i32([0, 4]), i32([9])
-
-
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("table", "bounds", "cached", "tokens", "page_size", "expected"),
     [
-        ({"block_table": TABLE[0]}, r"block_table: shape must be \[B, max_pages\], got \[2\]"),
-        ({"cu_seqlens": BOUNDS_OF_ONE.long()}, "cu_seqlens: dtype must be int32, got int64"),
-        ({"cu_seqlens": BOUNDS_OF_ONE[:1]}, r"cu_seqlens: shape must be \[2\], got \[1\]"),
-        ({"cache_seqlens": BOUNDS_OF_ONE}, r"cache_seqlens: shape must be \[1\], got \[2\]"),
-        ({"num_tokens": -1}, "num_tokens: must be at least 0, got -1"),
-        ({"page_size": 0}, "page_size: must be at least 1, got 0"),
-        ({"ratio": 0}, "ratio: must be at least 1, got 0"),
-        ({"ring": 1}, "ring: must be True or False, got int"),
+        # slots beyond 32 bits
+        (i32([[INT_MAX, INT_MAX]]), [0, 2], i32([65]), 2, 64, [INT_MAX * 64 + 63, INT_MAX * 64]),
+        (i32([[2**25]]), [0, 1], None, 1, 64, [2**31]),
+        # tokens that belong to no sequence
+        (i32([[5]]), [1, 3], None, 4, 8, [-1, 40, 41, -1]),
+        (i32([[5]])[:0], [0], i32([]), 2, 8, [-1, -1]),
+        # A sequence that begins later takes the tokens.
+        (i32([[1], [2], [3]]), [0, 9, 2, 4], None, 6, 8, [8, 9, 24, 25, 12, 13]),
     ],
 )
-def test_wrong_arguments_are_named(changes, message):
-    good = {"block_table": TABLE, "cu_seqlens": BOUNDS_OF_ONE, "cache_seqlens": LENGTH, "num_tokens": 4, "page_size": 8}
-    assert_refused(message, dsa.slot_mapping, **good | changes)
+def test_slots_by_hand(table, bounds, cached, tokens, page_size, expected):
+    assert slot_mapping(table, i32(bounds), cached, tokens, page_size).tolist() == expected
+
+
+def test_a_sequence_of_2_to_the_32_tokens_has_no_slots():
+    assert slot_mapping(i32([[1]]), i32([INT_MIN, INT_MAX]), None, 2, 8, ring=True).tolist() == [-1, -1]

@@ -1,100 +1,55 @@
-"""References of the index scores: row strides, NaN, nothing to score, gradients, refusals."""
-
-import math
+"""The references of the index scores: row strides, NaN, nothing to score, and gradients."""
 
 import pytest
 import torch
 
-import dsa
 from dsa.cases import cases_of
 from dsa.cases.indexer import scores
 from dsa.reference import fp8_mqa_logits, mqa_logits
-from dsa.reference.indexer import fp8_mqa_logits as module
-from tests.reference.common import assert_refused, i32
+from tests.reference.common import BF16, BYTE, F32, INF, NAN, assert_same_gradients, i32
 
-CASE, COMPRESSED, UNQUANTISED = cases_of("fp8_mqa_logits")
-
-
-def operands(queries, keys):
-    given = CASE.arguments(queries=queries, keys=keys, heads=4, dim=16)
-    return given["q"], *given["kv"], given["weights"]
+CASE, _, _ = cases_of("fp8_mqa_logits")
 
 
-@pytest.mark.parametrize(("heads", "dim"), [(1, 16), (4, 128), (32, 32)])
-@pytest.mark.parametrize("clean", [True, False])
-def test_against_float64(heads, dim, clean):
-    CASE.verify(heads=heads, dim=dim, clean_logits=clean)
-    UNQUANTISED.verify(heads=heads, dim=dim, dtype=torch.float32)
+def scored(starts, ends, keys, **options):
+    """A call with these ranges of keys."""
+    given = CASE.arguments(queries=len(starts), keys=keys, heads=4, dim=16, **options)
+    return given | {"cu_seq_len_k_start": i32(starts), "cu_seq_len_k_end": i32(ends)}
 
 
-@pytest.mark.parametrize("chunk", [2**24, 3 * 37 * 4, 1])
-@pytest.mark.parametrize("width", [1, 10, 300])
-def test_chunks_of_queries(width, chunk, monkeypatch):
-    monkeypatch.setattr(module, "_CHUNK", chunk)
-    COMPRESSED.verify(keys=37, heads=4, dim=16, max_seqlen_k=width)
-
-
-# 300 + 256 = 556 columns, rounded up to 768 of 4 bytes or 1024 of 2
+# 300 + 256 = 556 columns, rounded up to 768 of 4 bytes or 1024 of 2.
 @pytest.mark.parametrize(("columns", "stride", "bf16_stride"), [(0, 768, 1024), (257, 512, 512)])
 def test_row_stride_is_a_multiple_of_1024_bytes_and_bf16_is_the_rounded_fp32(columns, stride, bf16_stride):
-    q, k, k_scale, weights = operands(2, 300)
-    args = (q, (k, k_scale), weights, i32([0, 5]), i32([300, 200]))
-    wide, half = (fp8_mqa_logits(*args, max_seqlen_k=columns, logits_dtype=x) for x in (torch.float32, torch.bfloat16))
+    given = scored([0, 5], [300, 200], 300, max_seqlen_k=columns)
+    wide, half = (fp8_mqa_logits(**given | {"logits_dtype": dtype}) for dtype in (F32, BF16))
     assert wide.stride() == (stride, 1) and half.stride() == (bf16_stride, 1)
-    assert half.dtype == torch.bfloat16 and torch.equal(half, wide.bfloat16())
+    assert half.dtype == BF16 and torch.equal(half, wide.bfloat16())
 
 
 def test_nan_keys_reach_only_their_column():
-    q, k, k_scale, weights = operands(2, 8)
-    clean = fp8_mqa_logits(q, (k, k_scale), weights, i32([0, 4]), i32([8, 8]))
-    k.view(torch.uint8)[2] = 0x7F
-    k_scale[3] = math.nan
-    got = fp8_mqa_logits(q, (k, k_scale), weights, i32([0, 4]), i32([8, 8]))
-    assert got[0, 2:4].isnan().all() and got[1, :4].eq(-math.inf).all()
-    keep = [0, 1, 4, 5, 6, 7]
+    given = scored([0, 4], [8, 8], 8)
+    clean, (k, k_scale) = fp8_mqa_logits(**given), given["kv"]
+    k.view(BYTE)[2], k_scale[3] = 0x7F, NAN
+    got, keep = fp8_mqa_logits(**given), [0, 1, 4, 5, 6, 7]
+    assert got[0, 2:4].isnan().all() and got[1, :4].eq(-INF).all()
     assert torch.equal(got[:, keep], clean[:, keep])
 
 
-def test_no_queries_and_no_keys():
-    q, k, k_scale, weights = operands(3, 5)
-    assert fp8_mqa_logits(q[:0], (k, k_scale), weights[:0], i32([]), i32([])).shape == (0, 5)
-    none = (q, (k[:0], k_scale[:0]), weights, i32([0, 0, 0]), i32([1, 0, 5]))
-    assert fp8_mqa_logits(*none).shape == (3, 0)
-    assert fp8_mqa_logits(*none, max_seqlen_k=4).tolist() == [[-math.inf] * 4] * 3
+@pytest.mark.parametrize(
+    ("queries", "keys", "width", "shape"), [(0, 5, 0, (0, 5)), (3, 0, 0, (3, 0)), (3, 0, 4, (3, 4))]
+)
+def test_no_queries_and_no_keys(queries, keys, width, shape):
+    given = scored([0, 0, 0], [1, 0, 5], 5, max_seqlen_k=width)
+    given |= {name: x[:queries] for name, x in given.items() if isinstance(x, torch.Tensor)}
+    got = fp8_mqa_logits(**given | {"kv": tuple(x[:keys] for x in given["kv"])})
+    assert got.shape == shape and got.eq(-INF).all()
 
 
 def test_gradients_of_the_unquantised_form():
-    inputs = [torch.randn(shape, requires_grad=True) for shape in ((3, 2, 4), (5, 4), (3, 2))]
-    exact = [x.detach().double().requires_grad_() for x in inputs]
-    ks, ke, upstream = i32([0, 1, 4]), i32([5, 3, 4]), torch.randn(3, 5)
-    logits, (expected, _) = mqa_logits(*inputs, ks, ke), scores(*exact)
-    gradient = torch.where(logits == -math.inf, 0.0, upstream)
-    expected = torch.autograd.grad(expected, exact, gradient.double())
-    for got, want in zip(torch.autograd.grad(logits, inputs, gradient), expected):
-        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+    inputs, (starts, ends) = [torch.randn(n) for n in ((3, 2, 4), (5, 4), (3, 2))], i32([[0, 1, 4], [5, 3, 4]])
+    seen = (torch.arange(5) >= starts[:, None]) & (torch.arange(5) < ends[:, None])
 
+    def logits(q, k, weights):
+        return mqa_logits(q, k, weights, starts, ends).where(seen, 0.0)
 
-Q, K = torch.zeros(2, 4, 16).to(torch.float8_e4m3fn), torch.zeros(8, 16).to(torch.float8_e4m3fn)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"q": Q.float()}, "q: dtype must be float8_e4m3fn, got float32"),
-        ({"kv": (K, torch.ones(7))}, r"kv\[1\]: shape must be \[8\], got \[7\]"),
-        ({"kv": K}, "kv: must be a pair"),
-        ({"weights": torch.zeros(2, 3)}, r"weights: shape must be \[2, 4\], got \[2, 3\]"),
-        ({"cu_seq_len_k_end": i32([8, 8]).long()}, "cu_seq_len_k_end: dtype must be int32, got int64"),
-        ({"max_seqlen_k": -1}, r"max_seqlen_k: must be at least 0, got -1"),
-        ({"logits_dtype": torch.float16}, "logits_dtype: must be float32 or bfloat16"),
-    ],
-)
-def test_wrong_arguments_are_named(changes, message):
-    good = {"q": Q, "kv": (K, torch.ones(8)), "weights": torch.zeros(2, 4)}
-    good |= {"cu_seq_len_k_start": i32([0, 0]), "cu_seq_len_k_end": i32([8, 8])}
-    assert_refused(message, dsa.fp8_mqa_logits, **good | changes)
-
-
-def test_wrong_keys_of_the_unquantised_form_are_named():
-    wrong = (Q.float(), K[:, :8].float(), torch.zeros(2, 4), i32([0, 0]), i32([8, 8]))
-    assert_refused(r"k: shape must be \[Skv, 16\], got \[8, 8\]", dsa.mqa_logits, *wrong)
+    assert_same_gradients(logits, lambda *x: scores(*x)[0].where(seen, 0.0), inputs)

@@ -3,26 +3,20 @@
 from unittest import mock
 
 import pytest
-import torch
 
 from dsa.cases import cases_of
-from dsa.reference import indexer_select
 from dsa.reference.indexer import indexer_select as module
-from tests.reference.common import i32
+from tests.reference.common import NAN, i32, zeros
 
 CASE = cases_of("indexer_select")[0]
-
-
-def case(queries, keys):
-    given = CASE.arguments(queries=queries, keys=keys)
-    return given["q"], given["kv"], given["weights"]
+MIN, MAX = -(2**31), 2**31 - 1
 
 
 @pytest.mark.parametrize("chunk", [module._CHUNK, 200, 1])
 @pytest.mark.parametrize("return_values", [True, False])
 @pytest.mark.parametrize("page_size", [None, 16])
 @pytest.mark.parametrize("row_to_seq", [True, False])
-def test_chunks_of_queries(row_to_seq, page_size, return_values, chunk):
+def test_every_number_of_queries_at_a_time_is_right(row_to_seq, page_size, return_values, chunk):
     """Sums are exact, because a CPU may add those of few queries in another order."""
     sizes = {"queries": 5, "keys": 90, "top_k": 12, "page_size": page_size, "return_values": return_values}
     given = CASE.arguments(**sizes, exact=True)
@@ -32,17 +26,21 @@ def test_chunks_of_queries(row_to_seq, page_size, return_values, chunk):
         CASE.check(given, CASE.results(given))
 
 
-def test_ranges_outside_the_keys_are_clipped():
-    arguments = case(3, 10)
-    got = indexer_select(*arguments, i32([-(2**31), 8, 2**31 - 1]), i32([2**31 - 1, 2**31 - 1, -5]), 10)
-    assert got.tolist() == [[*range(10)], [0, 1] + [-1] * 8, [-1] * 10]
-
-
-def test_ties_and_nan():
-    """Scores of zero tie, and the lowest key wins. A NaN score is never selected."""
-    q, (k, scale), weights = case(2, 20)
-    zeros = torch.zeros_like(weights)
-    assert indexer_select(q, (k, scale), zeros, i32([3, 0]), i32([20, 20]), 4).tolist() == [[0, 1, 2, 3]] * 2
-    scale[4] = torch.nan
-    got = indexer_select(q, (k, scale), weights, i32([0, 0]), i32([20, 5]), 20)
-    assert got.tolist() == [[*range(4), *range(5, 20), -1], [0, 1, 2, 3] + [-1] * 16]
+@pytest.mark.parametrize(
+    ("keys", "starts", "ends", "top_k", "changes", "expected"),
+    [
+        # Ranges outside the keys are clipped.
+        (10, [MIN, 8, MAX], [MAX, MAX, -5], 10, {}, [[*range(10)], [0, 1] + [-1] * 8, [-1] * 10]),
+        # Scores of zero tie, and the lowest keys win.
+        (20, [3, 0], [20, 20], 4, {"weights": zeros(2, 8)}, [[0, 1, 2, 3]] * 2),
+        # A NaN score is never selected.
+        (20, [0, 0], [20, 5], 20, {"nan": 4}, [[*range(4), *range(5, 20), -1], [0, 1, 2, 3] + [-1] * 16]),
+    ],
+)
+def test_selections_by_hand(keys, starts, ends, top_k, changes, expected):
+    given = CASE.arguments(queries=len(starts), keys=keys, top_k=top_k, return_values=False)
+    given |= {"cu_seq_len_k_start": i32(starts), "cu_seq_len_k_end": i32(ends)} | changes
+    if "nan" in changes:
+        given["kv"][1][given.pop("nan")] = NAN
+    (got,) = CASE.run(given)
+    assert got.tolist() == expected

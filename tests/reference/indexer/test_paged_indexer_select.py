@@ -1,4 +1,4 @@
-"""The reference of scores over pages and selection in one op: chunks of sequences, pages, ties, NaN."""
+"""The reference of scores over pages and selection in one op: chunks of sequences, missing pages, ties, NaN."""
 
 from unittest import mock
 
@@ -8,7 +8,7 @@ import torch
 from dsa.cases import cases_of
 from dsa.reference import paged_indexer_select
 from dsa.reference.indexer import paged_indexer_select as module
-from tests.reference.common import i32
+from tests.reference.common import INF, i32, zeros
 
 CASE = cases_of("paged_indexer_select")[0]
 PAGE = 16
@@ -20,9 +20,9 @@ LENGTHS = {
 }
 
 
-def arguments(lengths=(80, 80, 80), next_n=2, **options):
+def arguments(lengths=(80, 80, 80), next_n=2, columns=80, **options):
     """Sums are exact, because a CPU may add those of few sequences in another order."""
-    sizes = {"lengths": lengths, "next_n": next_n, "page_size": PAGE, "exact": True}
+    sizes = {"lengths": lengths, "next_n": next_n, "page_size": PAGE, "columns": columns, "exact": True}
     given = CASE.arguments(**sizes, **options)
     return given | {"block_table": given["block_table"][:, :5]}
 
@@ -31,51 +31,56 @@ def arguments(lengths=(80, 80, 80), next_n=2, **options):
 @pytest.mark.parametrize("slots", [False, True])
 @pytest.mark.parametrize("columns", [1, 50, 80, 300])
 @pytest.mark.parametrize("name", LENGTHS)
-def test_chunks_of_sequences(name, columns, slots, chunk):
+def test_every_number_of_sequences_at_a_time_is_right(name, columns, slots, chunk):
     given = arguments(columns=columns, top_k=12, slots=slots, return_values=columns != 50)
     given["context_lens"] = LENGTHS[name]
     with mock.patch.object(module, "_CHUNK", chunk):
         CASE.check(given, CASE.results(given))
 
 
-def test_keys_without_a_page_score_minus_infinity():
-    """They are selected if too few other keys are there; a negative page has no slot."""
-    given = arguments((48,), 1, columns=48)
-    given["context_lens"] = i32([40])
+@pytest.mark.parametrize(
+    ("top_k", "slots", "columns", "expected", "finite"),
+    [
+        (16, False, slice(16), [*range(16, 32)], [True] * 16),
+        (42, False, slice(42), [*range(40), -1, -1], [False] * 16 + [True] * 16 + [False] * 10),
+        # A negative page has no slot.
+        (42, True, slice(16), [-1] * 16, [False] * 16),
+        (42, True, slice(32, 42), [1000 * PAGE + i for i in range(8)] + [-1, -1], [False] * 10),
+    ],
+)
+def test_keys_without_a_page_are_selected_if_there_are_too_few_others(top_k, slots, columns, expected, finite):
+    """Their scores are -inf."""
+    given = arguments((48,), 1, columns=48, top_k=top_k, slots=slots) | {"context_lens": i32([40])}
     given["block_table"][0, 0], given["block_table"][0, 2] = -1, 1000
-    indices, values = paged_indexer_select(**given | {"top_k": 16})
-    assert indices.tolist() == [[*range(16, 32)]] and values.isfinite().all()
-    few = [True] * 16 + [False] * 16 + [True] * 10
-    indices, values = paged_indexer_select(**given | {"top_k": 42})
-    assert indices.tolist() == [[*range(40), -1, -1]] and (values == -torch.inf).tolist() == [few]
-    slots, values = paged_indexer_select(**given | {"top_k": 42, "slots": True})
-    assert slots[0, :16].eq(-1).all() and slots[0, 32:40].tolist() == [1000 * PAGE + i for i in range(8)]
-    assert (values == -torch.inf).tolist() == [few]
+    got, values = paged_indexer_select(**given)
+    assert got[0, columns].tolist() == expected and (values > -INF)[0, columns].tolist() == finite
 
 
-def test_ties_zeros_and_nan():
-    """Ties go to the lowest keys. A zero has no sign. A NaN score is never selected."""
-    given = arguments((80, 80), 1, columns=80) | {"context_lens": i32([20, 5])}
-    zeros = given | {"weights": -torch.zeros_like(given["weights"]), "top_k": 4}
-    got, values = paged_indexer_select(**zeros)
-    assert got.tolist() == [[0, 1, 2, 3]] * 2
-    assert torch.equal(values.view(torch.int32), torch.zeros(2, 4, dtype=torch.int32))
+def test_ties_go_to_the_lowest_keys_and_a_zero_has_no_sign():
+    given = arguments((80, 80), 1, top_k=4) | {"context_lens": i32([20, 5]), "weights": -zeros(2, 8)}
+    got, values = paged_indexer_select(**given)
+    assert got.tolist() == [[0, 1, 2, 3]] * 2 and not values.view(torch.int32).any()
+
+
+def test_nan_is_never_selected():
+    given = arguments((80, 80), 1, top_k=20) | {"context_lens": i32([20, 5])}
     cache, page = given["kv_cache"], int(given["block_table"][0, 0])
     cache.view(len(cache), -1)[page, PAGE * 32 + 4 * 3 : PAGE * 32 + 4 * 4] = 0xFF
-    got, _ = paged_indexer_select(**given | {"top_k": 20})
+    got, _ = paged_indexer_select(**given)
     assert got.tolist() == [[0, 1, 2, *range(4, 20), -1], [0, 1, 2, 3, 4] + [-1] * 15]
 
 
-@pytest.mark.parametrize("empty", [("q", "weights", "context_lens", "block_table"), ("kv_cache",)])
-def test_without_sequences_or_pages(empty):
-    given = arguments(columns=80, top_k=100)
-    given |= {name: given[name][:0] for name in empty}
+@pytest.mark.parametrize(
+    "changes",
+    [
+        lambda a: {name: a[name][:0] for name in ("q", "weights", "context_lens", "block_table")},
+        lambda a: {"kv_cache": a["kv_cache"][:0]},
+        lambda a: {"block_table": a["block_table"][:, :0]},
+    ],
+)
+def test_without_sequences_or_pages_nothing_is_selected(changes):
+    given = arguments(top_k=100)
+    given |= changes(given)
     got, values = paged_indexer_select(**given)
     assert got.shape == values.shape == (2 * len(given["q"]), 100)
-    assert (got == -1).all() and (values == -torch.inf).all()
-
-
-def test_a_table_without_pages():
-    given = arguments(columns=80)
-    got, _ = paged_indexer_select(**given | {"block_table": given["block_table"][:, :0]})
-    assert got.tolist() == [[-1] * 4] * 6
+    assert (got == -1).all() and (values == -INF).all()

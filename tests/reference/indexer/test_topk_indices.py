@@ -1,20 +1,14 @@
-"""The reference of the top-k: rows and slots by hand, floats that are neighbours, chunks, refusals."""
-
-import math
+"""The reference of the top-k: rows and slots by hand, neighbouring floats, and chunks of rows."""
 
 import pytest
 import torch
 
-import dsa
 from dsa.cases import cases_of
 from dsa.reference import topk_indices
 from dsa.reference.indexer import topk_indices as topk
-from tests.reference.common import assert_refused, i32
+from tests.reference.common import BF16, F32, INF, NAN, i32
 
 CASE = cases_of("topk_indices")[0]
-INF, NAN = math.inf, math.nan
-
-
 HAND = torch.tensor([[3.0, -1.0, 7.0, 3.0, 0.0]])
 ZEROS = torch.tensor([[-0.0, 0.0, -0.0, 0.0, -1e-45]])
 SPECIAL = torch.tensor([[NAN, -INF, 2.0, -NAN, -INF, INF]])
@@ -33,7 +27,7 @@ OUTSIDE = torch.tensor([[INF, NAN, -INF, -5.0, NAN, INF]])
         (ZEROS, 2, {"sorted": True}, [[0, 1]]),
         (ZEROS, 3, {}, [[0, 1, 2]]),
         (ZEROS.bfloat16(), 3, {}, [[0, 1, 2]]),
-        # NaN is never picked, and -inf comes last
+        # NaN is never selected, and -inf comes last
         (SPECIAL, 3, {}, [[1, 2, 5]]),
         (SPECIAL, 6, {}, [[1, 2, 4, 5, -1, -1]]),
         (SPECIAL, 6, {"sorted": True}, [[5, 2, 1, 4, -1, -1]]),
@@ -63,11 +57,10 @@ def test_by_hand(scores, k, options, expected):
     assert torch.equal(topk_indices(scores, k, **options), indices)
 
 
-def test_neighbouring_floats_are_told_apart():
-    for x in (1.0, -1.0, 3e38, -3e38, 1e-44, -1e-44):
-        above = torch.tensor(x).nextafter(torch.tensor(INF)).item()
-        below = torch.tensor(x).nextafter(torch.tensor(-INF)).item()
-        assert topk_indices(torch.tensor([[below, x, above, x]]), 4, sorted=True).tolist() == [[2, 1, 3, 0]]
+@pytest.mark.parametrize("x", [1.0, -1.0, 3e38, -3e38, 1e-44, -1e-44])
+def test_neighbouring_floats_are_told_apart(x):
+    below, above = (torch.tensor(x).nextafter(torch.tensor(end)).item() for end in (-INF, INF))
+    assert topk_indices(torch.tensor([[below, x, above, x]]), 4, sorted=True).tolist() == [[2, 1, 3, 0]]
 
 
 POOLS = [
@@ -78,23 +71,23 @@ POOLS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("chunk", [2**26, 100])
 @pytest.mark.parametrize("pool", POOLS)
-def test_chunks_of_rows(pool, chunk, dtype, monkeypatch):
+@pytest.mark.parametrize("by_value", [False, True])
+@pytest.mark.parametrize("k", [1, 2, 7, 16, 50])
+def test_every_number_of_rows_at_a_time_is_right(k, by_value, pool, chunk, dtype, monkeypatch):
     monkeypatch.setattr(topk, "_CHUNK", chunk)
-    for k in (1, 2, 7, 16, 50):
-        for by_value in (False, True):
-            given = CASE.arguments(rows=9, cols=41, k=k, sorted=by_value) | {"scores": pool(9, 41).to(dtype)}
-            for absent in ({}, {"starts": None}, {"lengths": None}, {"starts": None, "lengths": None}):
-                CASE.check(given | absent, CASE.results(given | absent))
+    given = CASE.arguments(rows=9, cols=41, k=k, sorted=by_value) | {"scores": pool(9, 41).to(dtype)}
+    for absent in ({}, {"starts": None}, {"lengths": None}, {"starts": None, "lengths": None}):
+        CASE.check(given | absent, CASE.results(given | absent))
 
 
 def test_rows_without_columns():
     assert topk_indices(torch.zeros(2, 0), 3).eq(-1).all()
 
 
-# picked 0, 2, 3, 5, 6: offsets 0, 0, 1, 1, 0 of logical pages 0, 1, 1, 2, 3
+# Selected 0, 2, 3, 5, 6: offsets 0, 0, 1, 1, 0 of logical pages 0, 1, 1, 2, 3.
 PAGED = torch.tensor([[5.0, 1.0, 4.0, 9.0, 0.0, 8.0, 7.0, 0.0]] * 3), i32([[7, 2, 0, 1], [3, -1, 5, 6]])
 
 
@@ -108,8 +101,8 @@ PAGED = torch.tensor([[5.0, 1.0, 4.0, 9.0, 0.0, 8.0, 7.0, 0.0]] * 3), i32([[7, 2
             {"row_to_seq": i32([0, 1, 0]), "lengths": i32([8, 8, 3])},
             [[14, 4, 5, 1, 2], [6, -1, -1, 11, 12], [14, 15, 4, -1, -1]],
         ),
-        # without row_to_seq every row is a sequence: column 2 of the first one is past the table, and columns 2 and 1
-        # of the second one are indices 1 and 0
+        # without row_to_seq every row is a sequence: the table has no page for column 2 of the first row; columns 2
+        # and 1 of the second row are indices 1 and 0
         (
             torch.tensor([[0.0, 3.0, 1.0], [2.0, 0.0, 1.0]]),
             2,
@@ -117,31 +110,10 @@ PAGED = torch.tensor([[5.0, 1.0, 4.0, 9.0, 0.0, 8.0, 7.0, 0.0]] * 3), i32([[7, 2
             {"starts": i32([0, 1]), "sorted": True},
             [[9, -1], [19, 18]],
         ),
-        # rows of no sequence
+        # rows that belong to no sequence
         (torch.ones(3, 2), 2, i32([[0], [1]]), {"row_to_seq": i32([-1, 1, 2])}, [[-1, -1], [2, 3], [-1, -1]]),
     ],
 )
 def test_slots_by_hand(scores, k, table, options, expected):
     slots, values = topk_indices(scores, k, block_table=table, page_size=2, **options, return_values=True)
     assert slots.tolist() == expected and torch.equal(values == -INF, slots < 0)
-
-
-TABLE = i32([[0], [1]])
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"scores": torch.zeros(2, 4).double()}, "scores: dtype must be float32 or bfloat16, got float64"),
-        ({"scores": torch.zeros(8)}, r"scores: shape must be \[rows, cols\], got \[8\]"),
-        ({"k": 0}, "k: must be at least 1, got 0"),
-        ({"lengths": i32([1, 1, 1])}, r"lengths: shape must be \[2\], got \[3\]"),
-        ({"starts": torch.tensor([0, 0])}, "starts: dtype must be int32, got int64"),
-        ({"block_table": TABLE}, "page_size: must be given with block_table, got None"),
-        ({"page_size": 64}, "page_size: must be None without block_table, got int"),
-        ({"row_to_seq": i32([0, 0])}, "row_to_seq: must be None without block_table, got Tensor"),
-        ({"block_table": TABLE[:1], "page_size": 1}, r"block_table: must have a row for each of the 2 rows .* \[1, 1"),
-    ],
-)
-def test_wrong_arguments_are_named(changes, message):
-    assert_refused(message, dsa.topk_indices, **{"scores": torch.zeros(2, 4), "k": 1} | changes)

@@ -1,44 +1,27 @@
-"""The reference of W_UK absorbed into the queries: dtypes, rounded weights, nothing, and refused weights."""
+"""The references of products with kv_b: rounded weights, no tokens and no heads."""
 
 import pytest
 import torch
 
-import dsa
 from dsa.cases import cases_of
-from dsa.reference import mla_absorb_queries, per_block_cast_to_fp8
-from tests.reference.common import assert_refused
+from dsa.reference import mla_absorb_queries
+from tests.reference.common import BF16, E4M3, F32
 
-(CASE,) = cases_of("mla_absorb_queries")
-SIZES = {"heads": 4, "nope": 64, "rows": 160, "latent": 256}  # heads begin inside of a block of 128 rows
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_dtypes_are_right(dtype):
-    CASE.verify(**SIZES, dtype=dtype)
+(ABSORB,), (VALUES,) = cases_of("mla_absorb_queries"), cases_of("mla_values_cast_to_fp8")
 
 
-def test_the_weight_is_rounded_before_it_is_multiplied():
+@pytest.mark.parametrize(("dtype", "expected"), [(BF16, 1.0), (F32, 1 + 2**-10)])
+def test_the_weight_is_rounded_before_it_is_multiplied(dtype, expected):
     """A weight of 1 with a scale of 1 + 2^-10 is 1 in bf16."""
-    kv_b = torch.ones(2, 128).to(torch.float8_e4m3fn), torch.full((1, 1), 1 + 2**-10)
-    q_nope, q_pe, angles = torch.ones(1, 1, 1), torch.zeros(1, 1, 0), torch.zeros(1, 0)
-    for dtype, expected in ((torch.bfloat16, 1.0), (torch.float32, 1 + 2**-10)):
-        got = mla_absorb_queries(q_nope.to(dtype), q_pe.to(dtype), angles, angles, kv_b)
-        assert (got == expected).all()
+    kv_b = torch.ones(2, 128).to(E4M3), torch.full((1, 1), 1 + 2**-10)
+    q_nope, q_pe, angles = torch.ones(1, 1, 1).to(dtype), torch.zeros(1, 1, 0).to(dtype), torch.zeros(1, 0)
+    assert (mla_absorb_queries(q_nope, q_pe, angles, angles, kv_b) == expected).all()
 
 
-@pytest.mark.parametrize("tokens, heads", [(0, 4), (3, 0)])
-def test_without_tokens_or_heads_there_are_no_queries(tokens, heads):
-    given = CASE.arguments(**SIZES | {"tokens": tokens, "heads": heads})
-    assert dsa.mla_absorb_queries(**given).shape == (tokens, heads, 320)
-
-
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        (642, r"kv_b\[0\]: rows must be a multiple of the 4 heads of q_nope, got 642"),
-        (128, r"kv_b\[0\]: must have at least 64 rows a head, got 128 for 4 heads"),
-    ],
-)
-def test_rows_that_are_not_the_heads_are_refused(rows, message):
-    kv_b = per_block_cast_to_fp8(torch.randn(rows, 256))
-    assert_refused(message, dsa.mla_absorb_queries, **CASE.arguments(**SIZES) | {"kv_b": kv_b})
+@pytest.mark.parametrize(("tokens", "heads"), [(0, 3), (3, 0)])
+def test_without_tokens_or_heads_there_are_no_results(tokens, heads):
+    sizes = {"tokens": tokens, "heads": heads, "latent": 256}
+    (absorbed,) = ABSORB.run(ABSORB.arguments(**sizes, nope=64, rows=160))
+    q, scale = VALUES.run(VALUES.arguments(**sizes, v_dim=256, rows=320))
+    assert absorbed.shape == (tokens, heads, 320)
+    assert q.shape == (tokens, 256 * heads) and scale.shape == (tokens, 2 * heads)

@@ -1,4 +1,4 @@
-"""The sparse stage's attention: the gradients' formula, extreme sinks, and what no index names."""
+"""The reference of the sparse stage's attention: the gradients' formula, extreme sinks, rows that no index names."""
 
 import pytest
 import torch
@@ -16,13 +16,6 @@ def inputs(sink=True, dtype=torch.float64, **sizes):
     return with_leaves(CASE.arguments(sink=sink, **sizes), dtype) | {"d_v": 4}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("sink", [False, True])
-@pytest.mark.parametrize("d", [512, 576])
-def test_against_float64(d, sink, dtype):
-    CASE.verify(d=d, sink=sink, dtype=dtype)
-
-
 @pytest.mark.parametrize("sink", [False, True])
 @pytest.mark.parametrize("of", [(0,), (1,), (0, 1)])
 def test_the_gradients_formula_is_that_of_autograd(of, sink):
@@ -34,12 +27,11 @@ def test_the_gradients_formula_is_that_of_autograd(of, sink):
     expected = torch.autograd.grad(*chosen, materialize_grads=True)
     of_forward = (given[name] for name in ("q", "kv", "indices", "softmax_scale", "attn_sink"))
     got = reference.sparse_mla_attention_gradient(*of_forward, *results, *grads)
-    for x, y in zip(got, expected):
-        torch.testing.assert_close(x, y)
+    torch.testing.assert_close(tuple(got)[: len(leaves)], tuple(expected))
 
 
-def test_what_no_index_names_reaches_nothing():
-    """NaN in the first row, where an invalid index might look; and no rows at all."""
+def test_nan_in_a_row_that_no_index_names_reaches_nothing():
+    """An invalid index might read row 0. There may also be no rows."""
     given = inputs(sink=False, leaves=())
     given["indices"][given["indices"] == 0] = -1
     nan = {"kv": given["kv"].index_fill(0, torch.tensor(0), torch.nan)}
@@ -50,7 +42,7 @@ def test_what_no_index_names_reaches_nothing():
 
 @pytest.mark.parametrize("sink", [torch.inf, -torch.inf])
 def test_an_infinite_sink_has_a_gradient(sink):
-    """Also where a query has no keys, whose LSE is infinite, too; its gradient is 0."""
+    """Also for a query without keys, whose LSE is infinite, too. The gradient is 0."""
     given = inputs() | {"attn_sink": torch.full((3,), sink, dtype=torch.float64, requires_grad=True)}
     out, lse = sparse_mla_attention(**given)
     assert (out[-1] == 0).all()
@@ -61,14 +53,13 @@ def test_an_infinite_sink_has_a_gradient(sink):
     formula = reference.sparse_mla_attention_gradient(
         *of_forward, given["softmax_scale"], leaves[2], out, lse, 2 * out, None
     )
-    for x, y in zip(formula, gradients, strict=True):
-        torch.testing.assert_close(x, y)
+    torch.testing.assert_close(tuple(formula), tuple(gradients))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("above", [14.7, 17.0, 40.0])
-def test_a_sink_far_below_the_keys_has_its_whole_gradient(above, dtype):
-    """Its probability, e^-above, is less than what 1 - sum_j p_j can tell from 0."""
+def test_a_sink_far_below_the_keys_has_its_full_gradient(above, dtype):
+    """Its probability, e^-above, is too small to be 1 - sum_j p_j."""
     given = inputs(dtype=dtype, tokens=1, leaves=(), invalid=0.0)
     plain, lse = sparse_mla_attention(**with_leaves(given, torch.float64) | {"attn_sink": None})
     sink = (lse[:, 0] - above).to(dtype).requires_grad_()
