@@ -104,6 +104,19 @@ def among_nan(x: torch.Tensor, before: int = 16, after: int = 16) -> torch.Tenso
     return wide[..., before:end]
 
 
+def at_other_strides(x: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Pairs of equal tensors, of which the second has other strides. NaN, or an integer that is no index, lies between
+    its numbers."""
+    yield x, among_nan(x)
+    yield x, among_nan(x, 1, 2)  # rows do not start at multiples of 16 bytes
+    yield x, poisoned((*x.shape, 2), x.dtype, x.device)[..., 0].copy_(x)
+    yield x, poisoned((2 * len(x), *x.shape[1:]), x.dtype, x.device)[::2].copy_(x)
+    yield x, x.transpose(0, -1).contiguous().transpose(0, -1)
+    if x.is_floating_point():
+        first = x[:1].expand_as(x)
+        yield first.contiguous(), first
+
+
 def far_apart(cache: torch.Tensor) -> torch.Tensor:
     """A copy of a cache whose last pages begin more than 2^32 bytes after the first, and, of numbers of two bytes, more
     than 2^31 numbers."""
