@@ -594,7 +594,14 @@ CASES = [
         {**PREFILL_SIZES, "into": True, "invariant": True},
         written=("out",),
     ),
-    Case("flash_mla_with_kvcache dense", sized(small_dense, dense), check_dense, DENSE_SIZES, hostile=DENSE_HOSTILE),
+    Case(
+        "flash_mla_with_kvcache dense",
+        sized(small_dense, dense),
+        check_dense,
+        DENSE_SIZES,
+        ({"kv_heads": 2}, {"heads": 128}),
+        hostile=DENSE_HOSTILE,
+    ),
     Case(
         "flash_mla_with_kvcache dense into out",
         sized(small_dense_into, dense),
