@@ -1,7 +1,7 @@
 """What tests of many ops check on a GPU: equal bits, CUDA graphs, streams, a second GPU, torch.compile, and memory
 whose offsets need 64 bits."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -37,6 +37,18 @@ def assert_runs_have_the_same_bits(op: Callable[..., Any], *arguments: Any, time
     first = op(*arguments, **options)
     for _ in range(times):
         assert_same_bits(op(*arguments, **options), first)
+
+
+def assert_rows_stand_alone(
+    run: Callable[[Any], Any], given: dict[str, Any], names: Iterable[str], parts: Iterable[Any]
+) -> list[torch.Tensor]:
+    """A call with some rows of the arguments of these names gives these rows of the whole call's results, bit for bit.
+    -> the whole call's results"""
+    whole = flat(run(given))
+    for rows in parts:
+        part = {name: given[name][rows] for name in names if given[name] is not None}
+        assert_same_bits(run(given | part), [x[rows] for x in whole])
+    return whole
 
 
 def captured(op: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
@@ -111,7 +123,8 @@ def at_other_strides(x: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tens
     yield x, among_nan(x, 1, 2)  # rows do not start at multiples of 16 bytes
     yield x, poisoned((*x.shape, 2), x.dtype, x.device)[..., 0].copy_(x)
     yield x, poisoned((2 * len(x), *x.shape[1:]), x.dtype, x.device)[::2].copy_(x)
-    yield x, x.transpose(0, -1).contiguous().transpose(0, -1)
+    for dim in {1, x.dim() - 1} if x.dim() > 1 else ():
+        yield x, x.transpose(0, dim).contiguous().transpose(0, dim)
     if x.is_floating_point():
         first = x[:1].expand_as(x)
         yield first.contiguous(), first

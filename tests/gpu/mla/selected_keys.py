@@ -10,8 +10,10 @@ from dsa.cases.attention import all_rows
 from dsa.cases.case import Case, Given
 from tests.gpu.attention import D_V, INF, NAN, SINKS, assert_writes_a_part, checked, int32, no_keys, spoiled
 from tests.gpu.mla.caches import garbage, slots_of
-from tests.gpu.op_checks import assert_same_bits
+from tests.gpu.op_checks import assert_rows_stand_alone, assert_same_bits
 
+PER_QUERY = "q", "indices", "topk_length"
+ALONE = [slice(row, row + 1) for row in range(290, 300)]
 LENGTHS = [0, 1, 2, 63, 64, 65, 128, 500, 999, 1000, 1001, 2**31 - 1, -1, -(2**31)]
 
 
@@ -58,12 +60,6 @@ def cache_of(given):
 def size(given):
     """The number of slots."""
     return cache_of(given).shape[0] * cache_of(given).shape[1]
-
-
-def rows_of(given, rows):
-    """The call for some of the queries."""
-    names = "q", "indices", "topk_length"
-    return given | {name: given[name][rows] for name in names if given[name] is not None}
 
 
 class SelectedKeys:
@@ -164,9 +160,7 @@ class SelectedKeys:
         given = op.inputs(300, 3000, 2048, **op.invariant)
         for lengths in (None, torch.randint(-5, 2100, (300,), dtype=torch.int32, device="cuda")):
             given["topk_length"] = lengths
-            whole = op.run(given)
-            for rows in (torch.randperm(300), torch.arange(7), *torch.arange(290, 300).split(1)):
-                assert_same_bits(op.run(rows_of(given, rows.cuda())), [x[rows.cuda()] for x in whole])
+            assert_rows_stand_alone(op.run, given, PER_QUERY, [torch.randperm(300).cuda(), slice(7), *ALONE])
 
     @pytest.mark.parametrize("invariant", [False, True])
     @pytest.mark.parametrize("tokens", [1, 200])

@@ -12,8 +12,8 @@ from dsa.ops.mla import flash_mla_sparse_fwd as bridge
 from dsa.runtime.known_calls import KnownCalls
 from dsa.testing import assert_close
 from tests.gpu.attention import INF, KINDS, NAN, case_of, checked, int32, maker, replayed
-from tests.gpu.mla.selected_keys import Op, SelectedKeys, rows_of, with_nan_rows
-from tests.gpu.op_checks import assert_runs_have_the_same_bits, assert_same_bits
+from tests.gpu.mla.selected_keys import PER_QUERY, Op, SelectedKeys, with_nan_rows
+from tests.gpu.op_checks import assert_rows_stand_alone, assert_runs_have_the_same_bits, assert_same_bits
 
 CASE = case_of("flash_mla_sparse_fwd")
 by_size = pytest.mark.parametrize("size", [4, 8])
@@ -175,23 +175,21 @@ def test_selections_without_a_key_in_common_are_right(op, record_error):
 def test_a_result_follows_from_its_group(op):
     """Bit for bit, whatever the other groups are, and run after run."""
     given = op.inputs(600, 3000, 700)
-    first = op.run(given)
     assert_runs_have_the_same_bits(op.run, given)
-    for rows in (slice(64, 128), slice(592, 600), slice(0, 8)):
-        assert_same_bits(op.run(rows_of(given, rows)), [x[rows] for x in first])
+    assert_rows_stand_alone(op.run, given, PER_QUERY, [slice(64, 128), slice(592, 600), slice(0, 8)])
 
 
 def test_a_batch_invariant_result_does_not_depend_on_the_group(op, record_error):
     """Bit for bit: after others, and among other selections. Without enable_batch_invariant it does depend on them."""
-    given = op.inputs(600, 3000, 700)
+    given, later = op.inputs(600, 3000, 700), slice(3, None)
     invariant, others = given | {"enable_batch_invariant": True}, given["indices"].clone()
-    alone, later = op.checked(invariant, record_error), slice(3, None)
-    assert_same_bits(op.run(rows_of(invariant, later)), [x[later] for x in alone])
     others[1::2] = 2 * distinct(300, 3000, 700)[:, None]
-    assert_same_bits([x[::2] for x in op.run(invariant | {"indices": others})], [x[::2] for x in alone])
-    together = op.run(given)
-    assert not torch.equal(together[1], alone[1])
-    assert not torch.equal(op.run(rows_of(given, later))[1], together[1][later])
+    alone = assert_rows_stand_alone(op.run, invariant, PER_QUERY, [later])
+    assert_same_bits(
+        [x[::2] for x in op.checked(invariant | {"indices": others}, record_error)], [x[::2] for x in alone]
+    )
+    together, shifted = op.run(given), op.run(given | {name: given[name][later] for name in PER_QUERY[:2]})
+    assert not torch.equal(together[1], alone[1]) and not torch.equal(shifted[1], together[1][later])
 
 
 def test_a_graph_takes_new_selections(record_error):

@@ -10,7 +10,7 @@ from dsa.cases.mla import old_plan, plan_cuts
 from dsa.ops.mla.flash_mla_with_kvcache import _mla_metadata, _parts
 from dsa.testing import poison_free_memory
 from tests.gpu.attention import BF16, D_V, FP16, NAN, assert_writes_a_part, case_of, checked, int32, replayed
-from tests.gpu.op_checks import assert_runs_have_the_same_bits, assert_same_bits, captured
+from tests.gpu.op_checks import assert_rows_stand_alone, assert_runs_have_the_same_bits, assert_same_bits, captured
 
 CASE = case_of("flash_mla_with_kvcache dense")
 BOUNDARIES = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 191, 192, 193, 1000)
@@ -22,11 +22,6 @@ MANY_SPLIT = [*product(SPLIT, (64, 128)), ([i * 77 % 200 for i in range(5000)], 
 
 def inputs(lengths, s_q=1, heads=128, **options):
     return CASE.arguments("cuda", lengths=tuple(lengths), s_q=s_q, heads=heads, **options)
-
-
-def part_of(given, rows):
-    """The call for some of the sequences."""
-    return given | {name: given[name][rows] for name in SEQUENCE}
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -103,14 +98,14 @@ def test_plans_of_both_styles_are_right():
 def test_a_batch_invariant_result_does_not_depend_on_other_sequences(heads):
     """In a batch, in another order, and alone, bit for bit; without enable_batch_invariant it does depend on them."""
     given = inputs([2500, 64, 9000, 0, 40_000, 2048, 2049], 2, heads, causal=True, invariant=True)
-    whole = CASE.run(given)
-    for rows in (torch.randperm(7), *torch.arange(7).split(1)):
-        assert_same_bits(CASE.run(part_of(given, rows.cuda())), [x[rows.cuda()] for x in whole])
+    parts = [torch.randperm(7).cuda(), *(slice(b, b + 1) for b in range(7))]
+    whole = assert_rows_stand_alone(CASE.run, given, SEQUENCE, parts)
     # A wider block table says nothing about the sequences.
     wide = torch.nn.functional.pad(given["block_table"], (0, 5000), value=-1)
     assert_same_bits(CASE.run(given | {"block_table": wide}), whole)
     planned = given | {"enable_batch_invariant": False}
-    assert not torch.equal(CASE.run(planned)[0][4], CASE.run(part_of(planned, slice(4, 5)))[0][0])
+    alone = planned | {name: given[name][4:5] for name in SEQUENCE}
+    assert not torch.equal(CASE.run(planned)[0][4], CASE.run(alone)[0][0])
 
 
 @pytest.mark.parametrize("heads", [16, 128])

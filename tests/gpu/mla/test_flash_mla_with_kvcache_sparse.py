@@ -10,7 +10,7 @@ from dsa.cases.attention import LAYOUTS, filled_cache
 from tests.gpu.attention import BF16, D_V, INF, NAN, case_of, checked, int32, maker, replayed, spoiled
 from tests.gpu.mla.caches import FEW_LAYOUTS, slots_of, v4_planes
 from tests.gpu.mla.selected_keys import Op, SelectedKeys, size
-from tests.gpu.op_checks import assert_same_bits
+from tests.gpu.op_checks import assert_rows_stand_alone, assert_same_bits
 
 CASE = case_of("flash_mla_with_kvcache v32")
 PLAIN = {"sink": False, "counted": False, "extra": None, "invalid": 0.05, "page": 64}
@@ -32,13 +32,6 @@ SIZES = [
 def inputs(layout, batch=2, s_q=1, heads=128, top_k=512, rows=3000, **options):
     sizes = {"batch": batch, "s_q": s_q, "heads": heads, "top_k": top_k, "rows": rows}
     return CASE.arguments("cuda", layout=layout, **sizes, **PLAIN | options)
-
-
-def part_of(given, batch=slice(None), queries=slice(None)):
-    """The call for some sequences, or for some queries of each."""
-    part = {name: given[name][batch][:, queries] for name in ("q", *LISTS) if given[name] is not None}
-    counts = {name: given[name][batch] for *_, name in (FIRST, SECOND) if given[name] is not None}
-    return given | part | counts
 
 
 def nan_after_counts(given):
@@ -235,7 +228,8 @@ def test_a_batch_invariant_result_does_not_depend_on_the_sequences_other_queries
     given["indices"] = given["indices"].where(torch.arange(128, device="cuda") < visible[..., None], -1)
     out, lse = checked(CASE, given)
     for queries in (slice(0, 1), slice(1, 3), slice(3, 4), slice(0, 3)):
-        assert_same_bits(CASE.run(part_of(given, queries=queries)), (out[:, queries], lse[..., queries]))
+        part = {name: given[name][:, queries] for name in ("q", *LISTS)}
+        assert_same_bits(CASE.run(given | part), (out[:, queries], lse[..., queries]))
 
 
 @pytest.mark.parametrize("k", [1, 70, 128, 192, 256])
@@ -244,9 +238,8 @@ def test_a_batch_invariant_result_does_not_depend_on_the_sequences_other_queries
 def test_short_lists_do_not_depend_on_the_batch(layout, heads, k):
     """Whatever the heads of a CTA, whose number follows that of the queries."""
     given = inputs(layout, 300, 1, heads, k, 1000, invalid=0.0)
-    whole = CASE.run(given)
-    for rows in (slice(0, 1), slice(100, 108), slice(7, 39), slice(200, 300)):
-        assert_same_bits(CASE.run(part_of(given, rows)), [x[rows] for x in whole])
+    parts = [slice(0, 1), slice(100, 108), slice(7, 39), slice(200, 300)]
+    assert_rows_stand_alone(CASE.run, given, ("q", "indices"), parts)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
