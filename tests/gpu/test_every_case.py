@@ -23,8 +23,8 @@ ordered = pytest.mark.parametrize("case", [x for x in CHECKED if x.ordered], ids
 # Plain PyTorch has no kernel: it may read a tensor on the host, and sum in the order of strides.
 WITH_KERNELS = [case for case in CHECKED if case.op in backends.ARCHS]
 SIZED = [(case, sizes) for case in WITH_KERNELS if case.ordered for sizes in ({}, *case.more)]
-# Arguments that may hold many keys, and the cases that read or write these.
-KEYS = "kv", "k_cache", "extra_k_cache", "kv_cache", "cache", "compressed"
+# Arguments that may hold many keys or scores, and the cases that read or write these.
+KEYS = "kv", "k_cache", "extra_k_cache", "kv_cache", "cache", "compressed", "scores"
 WITH_KEYS = [*indexer.CASES, *mla.CASES, *mla_windows.CASES, *selection.CASES]
 
 
