@@ -1,5 +1,5 @@
-"""What tests of many ops check on a GPU: equal bits, CUDA graphs, streams, a second GPU, torch.compile, and memory
-whose offsets need 64 bits."""
+"""What tests of many ops check on a GPU: equal bits, CUDA graphs, streams, strides, rows that do not depend on other
+rows, and memory whose offsets need 64 bits."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -88,26 +88,6 @@ def on_a_late_stream(change: Callable[[], Any], op: Callable[..., Any], *argumen
     return results
 
 
-def on_the_second_gpu(op: Callable[..., Any], *arguments: torch.Tensor | None, **options: Any) -> Any:
-    """The results of a call with copies of the arguments on a GPU that is not the current one."""
-    copies = [None if x is None else x.to("cuda:1") for x in arguments]
-    with torch.cuda.device(0):
-        results = op(*copies, **options)
-        assert torch.cuda.current_device() == 0
-    assert all(x.device == torch.device("cuda", 1) for x in flat(results))
-    return results
-
-
-def assert_compiles(op: Callable[..., Any], *arguments: Any, **options: Any) -> None:
-    """As a node of a compiled graph the op gives the bits of the call."""
-
-    def call(*tensors: Any) -> Any:
-        return op(*tensors, **options)
-
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    assert_same_bits(compiled(*arguments), call(*arguments))
-
-
 def among_nan(x: torch.Tensor, before: int = 16, after: int = 16) -> torch.Tensor:
     """The same numbers as parts of rows that hold NaN before and after them."""
     end = before + x.shape[-1]
@@ -136,24 +116,3 @@ def far_apart(cache: torch.Tensor) -> torch.Tensor:
     stride = 6 * 2**30 // (len(cache) * cache.element_size()) // 576 * 576
     memory = poisoned((len(cache) * stride,), cache.dtype, cache.device)
     return memory.as_strided(cache.shape, (stride, *cache.stride()[1:])).copy_(cache)
-
-
-def assert_runs_on_the_current_stream(op: Callable[..., Any], *arguments: Any, **options: Any) -> None:
-    """A call reads what a busy stream writes into its arguments before."""
-    expected = op(*arguments, **options)
-    written = [x.clone() for x in flat(arguments)]
-    for x in flat(arguments):
-        x.zero_()
-
-    def write() -> None:
-        for x, numbers in zip(flat(arguments), written, strict=True):
-            x.copy_(numbers)
-
-    assert_same_bits(on_a_late_stream(write, op, *arguments, **options), expected)
-
-
-def assert_same_on_the_second_gpu(op: Callable[..., Any], *arguments: torch.Tensor | None, **options: Any) -> None:
-    """`on_the_second_gpu` gives the bits of a call on the current one."""
-    expected = op(*arguments, **options)
-    got = on_the_second_gpu(op, *arguments, **options)
-    assert_same_bits([x.cpu() for x in flat(got)], [x.cpu() for x in flat(expected)])

@@ -36,15 +36,6 @@ class TestKeysInPages(KeysInPages):
     """With every option."""
 
 
-def test_an_arbitrary_plan_does_no_harm():
-    given = OP.pages((1000, 500, 0, 70), (2, FP32))
-    for low, high in ((-5, 8), (-(2**31), 2**31 - 1), (2**29, 2**30)):
-        plan = torch.randint(low, high, (200, 2), device="cuda", dtype=torch.int32)
-        got = dsa.fp8_paged_mqa_logits(**given | {"schedule_meta": plan})
-        assert got.shape == (8, 1000) and (got[4:6] == -torch.inf).all()
-    OP.verify(given)
-
-
 def test_scores_beyond_2_to_the_31():
     given = OP.pages((900,) * 600, KINDS[0], clean_logits=False)
     got = dsa.fp8_paged_mqa_logits(**given | {"max_context_len": 1 << 22})
@@ -68,7 +59,8 @@ def test_what_is_not_finite_stays_where_it_is(kind):
     wrong = ~got.isfinite()
     expected = torch.zeros_like(wrong)
     expected[:next_n, [77, 150]] = expected[[of_nan, infinite]] = True
-    assert torch.equal(wrong, expected) and got[expected].isnan().sum() >= 200 + 2 * next_n and not got[zero].any()
+    assert torch.equal(wrong, expected) and not got[zero].any()
+    assert got[:next_n, [77, 150]].isnan().all() and got[of_nan].isnan().all()
     expected[zero] = True
     assert torch.equal(got[~expected], finite[~expected])
 

@@ -73,9 +73,7 @@ def test_keys_that_no_query_attends_to_change_no_bit(case, heads):
     given = inputs(case, sequences=((40, 700), (3, 3), (9, 400)), heads=heads, window=50)
     given |= {"indices": given["indices"] // 2 * 2} if case is JOINED else {}
     clean = checked(case, given)
-    unseen = torch.ones(len(given["kv"]) + 1, dtype=torch.bool, device="cuda")
-    unseen[window_list(given)] = False  # -1 is the last one
-    unseen = unseen[:-1]
+    unseen = torch.isin(torch.arange(len(given["kv"]), device="cuda"), window_list(given), invert=True)
     assert unseen.sum() > 600
     for bad in (NAN, INF, -INF):
         given["kv"][unseen] = bad
