@@ -77,7 +77,7 @@ def test_one_key_gives_its_value_exactly():
 
 
 def test_pages_outside_the_cache_and_its_block_table_hold_no_keys():
-    given = inputs([300, 300, 128, 200], 1, 64)
+    given = inputs([300, 300, 128, 256], 1, 64)
     table = given["block_table"]
     table[0, 1], table[1, 4], table[2, :2] = -1, len(given["k_cache"]), 10**9
     given["cache_seqlens"][3] = 2**31 - 1

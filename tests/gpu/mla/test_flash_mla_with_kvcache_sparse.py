@@ -20,12 +20,17 @@ few_layouts = pytest.mark.parametrize("layout", FEW_LAYOUTS)
 by_heads = pytest.mark.parametrize("heads", [16, 64, 128])
 LISTS = "indices", "extra_indices_in_kvcache"
 FIRST, SECOND = zip(("k_cache", "extra_k_cache"), LISTS, ("topk_length", "extra_topk_length"), strict=True)
-# Sequences, queries, selected keys, keys.
-SIZES = [
+# Layouts, sequences, queries, heads, selected keys, keys.
+FEW_SIZES = [
     *((2, s_q, 300, 3000) for s_q in (1, 2, 3, 4, 5, 8)),
     *((3, 1, k, 3000) for k in (1, 3, 63, 64, 65, 127, 512, 1024, 2047, 2048)),
     *((batch, 1, 2048, 3000) for batch in (1, 2, 17, 128)),
     (1, 1, 20_001, 25_000),
+]
+SIZES = [
+    *((layout, 3, 2, heads, 512, 3000) for layout in LAYOUTS for heads in (1, 8, 16, 32, 64, 80, 128)),
+    *((layout, b, s_q, h, k, n) for layout in FEW_LAYOUTS for b, s_q, k, n in FEW_SIZES for h in (16, 64, 128)),
+    *(("656 bytes", 4096, 1, 16, 70, 3000), ("584 bytes", 4096, 1, 64, 70, 3000), ("fp16, 576", 4096, 1, 8, 70, 3000)),
 ]
 
 
@@ -58,17 +63,9 @@ class TestSelectedKeys(SelectedKeys):
     """In caches of every layout."""
 
 
-@pytest.mark.parametrize("heads", [1, 8, 16, 32, 64, 80, 128])
-@by_layout
-def test_layouts_and_heads_are_right(layout, heads, record_error):
-    checked(CASE, inputs(layout, 3, 2, heads, sink=True), record_error)
-
-
-@pytest.mark.parametrize(("batch", "s_q", "k", "rows"), SIZES)
-@by_heads
-@few_layouts
-def test_queries_and_keys_are_right(layout, heads, batch, s_q, k, rows, record_error):
-    checked(CASE, inputs(layout, batch, s_q, heads, k, rows), record_error)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_sizes_are_right(sizes, record_error):
+    checked(CASE, inputs(*sizes, sink=True, counted=sizes[1] > 1000), record_error)
 
 
 @pytest.mark.parametrize("page", [1, 16, 48, 64, 256])
@@ -78,11 +75,6 @@ def test_pages_of_any_size_are_right(layout, page, record_error):
         page = 2  # pages have to start at multiples of 16 bytes
     checked(CASE, inputs(layout, 2, 1, 64, 500, page=page), record_error)
     checked(CASE, inputs(layout, 2, 1, 16, 200, page=page, extra=(100, 3 * page)), record_error)
-
-
-@pytest.mark.parametrize(("layout", "heads"), [("656 bytes", 16), ("584 bytes", 64), ("fp16, 576", 8)])
-def test_many_sequences_are_right(layout, heads, record_error):
-    checked(CASE, inputs(layout, 4096, 1, heads, 70, counted=True), record_error)
 
 
 @by_heads
