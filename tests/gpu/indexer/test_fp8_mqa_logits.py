@@ -11,7 +11,8 @@ from tests.gpu.op_checks import assert_rows_stand_alone, assert_runs_have_the_sa
 CASE = cases_of("fp8_mqa_logits")[0]
 OP = Op(CASE, CASE.check)
 E4M3, PER_QUERY = torch.float8_e4m3fn, ("q", "weights", *RANGES)
-OPTIONS = [{"clean_logits": clean, "max_seqlen_k": columns} for clean in (True, False) for columns in (0, 1, 100, 777)]
+OPTIONS = [{"max_seqlen_k": columns} for columns in (0, 1, 100, 777)]
+OPTIONS += [{"clean_logits": False, "max_seqlen_k": columns} for columns in (0, 777)]
 OPTIONS += [{"logits_dtype": torch.bfloat16, "max_seqlen_k": columns} for columns in (0, 777)]
 
 
