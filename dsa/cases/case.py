@@ -95,7 +95,7 @@ class Case:
     check    (arguments, results) -> the largest error; AssertionError where a result is not right. None where another
              case of the op checks what this one computes
     sizes    for `check` and GPU tests: every kind of row, the kernel's tiles and what is left over
-    more     other sizes for `check`, in addition to `sizes`: options and sizes that have kernels of their own
+    more     other sizes for `check` and for strides on a GPU: options and sizes that have kernels of their own
     written  arguments that are written in place
     hostile  those that hold indices, lengths or bounds, by name; more words tell several of one apart
     ordered  whether runs give the same bits

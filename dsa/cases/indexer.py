@@ -507,6 +507,7 @@ CASES = [
         planned,
         check_plan,
         {"batch": 300, "block_kv": 64, "num_sms": 132},
+        ({"next_n": 2},),
         hostile=_PLANS,
     ),
     Case(
@@ -514,6 +515,7 @@ CASES = [
         paged,
         check_paged,
         {**LENGTHS, "next_n": 4, "num_sms": 132},
+        ({"per_query": True},),
         hostile={**of_pages(num_sms=0, accumulators=F32), **_META},
     ),
 ]

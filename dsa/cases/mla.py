@@ -569,6 +569,7 @@ PREFILL_SIZES = {"tokens": 7, "heads": 20, "keys": 300, "top_k": 135, "counted":
 DENSE_SIZES = {"lengths": (100, 65, 0, 3, 64), "heads": 20}
 SPARSE_SIZES = {"batch": 3, "s_q": 2, "heads": 20, "top_k": 135, "rows": 300, "extra": (70, 16), "sink": True}
 SPARSE_SIZES |= {"counted": True, "page": 16}
+MORE_HEADS = ({"heads": 128},)  # have other kernels than few heads
 
 CASES = [
     Case(
@@ -576,6 +577,7 @@ CASES = [
         sized(small_prefill, prefill),
         check_prefill,
         PREFILL_SIZES,
+        MORE_HEADS,
         hostile=with_sizes(
             IN_ROWS,
             ("indices", "topk_length"),
@@ -592,7 +594,14 @@ CASES = [
         {**PREFILL_SIZES, "into": True, "invariant": True},
         written=("out",),
     ),
-    Case("flash_mla_with_kvcache dense", sized(small_dense, dense), check_dense, DENSE_SIZES, hostile=DENSE_HOSTILE),
+    Case(
+        "flash_mla_with_kvcache dense",
+        sized(small_dense, dense),
+        check_dense,
+        DENSE_SIZES,
+        ({"kv_heads": 2}, {"heads": 128}),
+        hostile=DENSE_HOSTILE,
+    ),
     Case(
         "flash_mla_with_kvcache dense into out",
         sized(small_dense_into, dense),
@@ -612,6 +621,7 @@ CASES = [
         sized(small_sparse, sparse),
         check_sparse,
         {**SPARSE_SIZES, "layout": "bf16, 576"},
+        MORE_HEADS,
         hostile=sparse_hostile(
             {
                 "16 bits": {"layout": "bf16, 576", "heads": 8, "top_k": 70},
@@ -624,6 +634,7 @@ CASES = [
         sized(small_v32, sparse),
         check_sparse,
         SPARSE_SIZES,
+        MORE_HEADS,
         hostile=sparse_hostile({"bytes": {"heads": 8, "top_k": 440}}),
     ),
     Case(
@@ -638,6 +649,7 @@ CASES = [
         sized(small_v4, sparse),
         check_sparse,
         {**SPARSE_SIZES, "layout": "584 bytes"},
+        MORE_HEADS,
         hostile=sparse_hostile({"bytes, many heads": {"layout": "584 bytes, unpadded", "heads": 64, "top_k": 70}}),
     ),
     Case(

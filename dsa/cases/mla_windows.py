@@ -28,7 +28,7 @@ from dsa.cases.attention import (
     with_sizes,
 )
 from dsa.cases.case import BF16, F32, PER_ROW, Case, Given, Hostile, Maker, Results, ends
-from dsa.cases.mla import check_scales, check_unbiased, equal, rotated, sized
+from dsa.cases.mla import MORE_HEADS, check_scales, check_unbiased, equal, rotated, sized
 
 # Windows
 
@@ -338,6 +338,7 @@ CASES = [
         sized(small_sliding, sliding),
         check_sliding,
         WINDOW_SIZES,
+        MORE_HEADS,
         hostile={
             **with_sizes(BOUNDS, BOUND_NAMES, {"": {**SHORT, "d": 576}}),
             **with_sizes(IN_ROWS, ("indices",), {"": {**SHORT, "d": 576, "listed": True}}),
@@ -356,6 +357,7 @@ CASES = [
         sized(small_joined, joined),
         check_joined,
         JOINED_SIZES,
+        MORE_HEADS,
         hostile={
             **with_sizes(BOUNDS, BOUND_NAMES, {"": {**JOINED, "d": 576}}),
             **with_sizes(IN_ROWS, LIST_NAMES, {"": {**JOINED, "d": 576}}),
@@ -373,6 +375,7 @@ CASES = [
         sized(small_cast, with_cast),
         check_cast,
         {**JOINED_SIZES, "groups": 2},
+        MORE_HEADS,
         hostile={
             **with_sizes(BOUNDS, BOUND_NAMES, {"": {**JOINED, "groups": 1}}),
             **with_sizes(IN_ROWS, LIST_NAMES, {"": {**JOINED, "groups": 1}}),

@@ -238,6 +238,7 @@ CASES = [
         selecting_of_pages,
         check_select_of_pages,
         {**LENGTHS, "next_n": 4, "top_k": 100},
+        ({"per_query": True},),
         hostile=of_pages(top_k=33, slots=True, accumulators=F32),
     ),
     Case(

@@ -69,12 +69,6 @@ def starts(lengths: list[int]) -> torch.Tensor:
     return torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
 
 
-def twice(x: torch.Tensor, other: torch.Tensor | None = None, dim: int = 1) -> torch.Tensor:
-    """x as every other row of a larger tensor, which holds `other`, or NaN, between."""
-    between = x * NAN if other is None else other
-    return torch.stack((x, between), dim).select(dim, 0)
-
-
 def assert_writes_a_part(case: Case, given: Given) -> torch.Tensor:
     """`out`, some heads of a larger tensor, gets the bits of a call without it, and the other heads get nothing.
     -> a larger tensor of NaN"""

@@ -1,7 +1,7 @@
-"""What tests of many ops check on a GPU: equal bits, CUDA graphs, streams, a second GPU, torch.compile, and memory
-whose offsets need 64 bits."""
+"""What tests of many ops check on a GPU: equal bits, CUDA graphs, streams, strides, rows that do not depend on other
+rows, and memory whose offsets need 64 bits."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -37,6 +37,18 @@ def assert_runs_have_the_same_bits(op: Callable[..., Any], *arguments: Any, time
     first = op(*arguments, **options)
     for _ in range(times):
         assert_same_bits(op(*arguments, **options), first)
+
+
+def assert_rows_stand_alone(
+    run: Callable[[Any], Any], given: dict[str, Any], names: Iterable[str], parts: Iterable[Any]
+) -> list[torch.Tensor]:
+    """A call with some rows of the arguments of these names gives these rows of the whole call's results, bit for bit.
+    -> the whole call's results"""
+    whole = flat(run(given))
+    for rows in parts:
+        part = {name: given[name][rows] for name in names if given[name] is not None}
+        assert_same_bits(run(given | part), [x[rows] for x in whole])
+    return whole
 
 
 def captured(op: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
@@ -76,26 +88,6 @@ def on_a_late_stream(change: Callable[[], Any], op: Callable[..., Any], *argumen
     return results
 
 
-def on_the_second_gpu(op: Callable[..., Any], *arguments: torch.Tensor | None, **options: Any) -> Any:
-    """The results of a call with copies of the arguments on a GPU that is not the current one."""
-    copies = [None if x is None else x.to("cuda:1") for x in arguments]
-    with torch.cuda.device(0):
-        results = op(*copies, **options)
-        assert torch.cuda.current_device() == 0
-    assert all(x.device == torch.device("cuda", 1) for x in flat(results))
-    return results
-
-
-def assert_compiles(op: Callable[..., Any], *arguments: Any, **options: Any) -> None:
-    """As a node of a compiled graph the op gives the bits of the call."""
-
-    def call(*tensors: Any) -> Any:
-        return op(*tensors, **options)
-
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    assert_same_bits(compiled(*arguments), call(*arguments))
-
-
 def among_nan(x: torch.Tensor, before: int = 16, after: int = 16) -> torch.Tensor:
     """The same numbers as parts of rows that hold NaN before and after them."""
     end = before + x.shape[-1]
@@ -104,30 +96,23 @@ def among_nan(x: torch.Tensor, before: int = 16, after: int = 16) -> torch.Tenso
     return wide[..., before:end]
 
 
+def at_other_strides(x: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Pairs of equal tensors, of which the second has other strides. NaN, or an integer that is no index, lies between
+    its numbers."""
+    yield x, among_nan(x)
+    yield x, among_nan(x, 1, 2)  # rows do not start at multiples of 16 bytes
+    yield x, poisoned((*x.shape, 2), x.dtype, x.device)[..., 0].copy_(x)
+    yield x, poisoned((2 * len(x), *x.shape[1:]), x.dtype, x.device)[::2].copy_(x)
+    for dim in {1, x.dim() - 1} if x.dim() > 1 else ():
+        yield x, x.transpose(0, dim).contiguous().transpose(0, dim)
+    if x.is_floating_point():
+        first = x[:1].expand_as(x)
+        yield first.contiguous(), first
+
+
 def far_apart(cache: torch.Tensor) -> torch.Tensor:
     """A copy of a cache whose last pages begin more than 2^32 bytes after the first, and, of numbers of two bytes, more
     than 2^31 numbers."""
     stride = 6 * 2**30 // (len(cache) * cache.element_size()) // 576 * 576
     memory = poisoned((len(cache) * stride,), cache.dtype, cache.device)
     return memory.as_strided(cache.shape, (stride, *cache.stride()[1:])).copy_(cache)
-
-
-def assert_runs_on_the_current_stream(op: Callable[..., Any], *arguments: Any, **options: Any) -> None:
-    """A call reads what a busy stream writes into its arguments before."""
-    expected = op(*arguments, **options)
-    written = [x.clone() for x in flat(arguments)]
-    for x in flat(arguments):
-        x.zero_()
-
-    def write() -> None:
-        for x, numbers in zip(flat(arguments), written, strict=True):
-            x.copy_(numbers)
-
-    assert_same_bits(on_a_late_stream(write, op, *arguments, **options), expected)
-
-
-def assert_same_on_the_second_gpu(op: Callable[..., Any], *arguments: torch.Tensor | None, **options: Any) -> None:
-    """`on_the_second_gpu` gives the bits of a call on the current one."""
-    expected = op(*arguments, **options)
-    got = on_the_second_gpu(op, *arguments, **options)
-    assert_same_bits([x.cpu() for x in flat(got)], [x.cpu() for x in flat(expected)])

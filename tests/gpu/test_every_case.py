@@ -1,24 +1,39 @@
-"""What the kernels of all ops do alike, over their cases (`dsa.cases`): right results in poisoned memory, the same bits
-again, in CUDA graphs with new data, on busy streams, on a second GPU, in compiled graphs, and whatever lies beside the
-arguments."""
+"""What the kernels of all ops do alike, over their cases (`dsa.cases`): right results in poisoned memory, and the same
+bits in later runs, in CUDA graphs with new data, on busy streams, on a second GPU, in compiled graphs, at other strides
+and with keys far apart."""
+
+from itertools import islice
 
 import pytest
 import torch
 
 import dsa
-from dsa.cases import CASES
+from dsa.cases import CASES, indexer, mla, mla_windows, selection
 from dsa.runtime import backends
 from dsa.testing import poison_free_memory
-from tests.gpu.op_checks import among_nan, assert_same_bits, flat, on_a_late_stream
+from tests.gpu.op_checks import assert_same_bits, at_other_strides, far_apart, flat, on_a_late_stream
 from tests.ops.test_every_op import NOT_ONE_GRAPH
+from tests.ops.test_tensor_kinds import replaced, tensors
 
 CHECKED = [case for case in CASES if case.check is not None]
 by_case = pytest.mark.parametrize("case", CHECKED, ids=lambda case: case.name)
 ordered = pytest.mark.parametrize("case", [x for x in CHECKED if x.ordered], ids=lambda case: case.name)
 
 
-def given(case, seed=0, device="cuda"):
-    return case.arguments(device, seed, **case.sizes)
+# Plain PyTorch has no kernel: it may read a tensor on the host, and sum in the order of strides.
+WITH_KERNELS = [case for case in CHECKED if case.op in backends.ARCHS]
+SIZED = [(case, sizes) for case in WITH_KERNELS if case.ordered for sizes in ({}, *case.more)]
+# Arguments that may hold many keys or scores, and the cases that read or write these.
+KEYS = "kv", "k_cache", "extra_k_cache", "kv_cache", "cache", "compressed", "scores"
+WITH_KEYS = [*indexer.CASES, *mla.CASES, *mla_windows.CASES, *selection.CASES]
+
+
+def given(case, seed=0, device="cuda", **sizes):
+    return case.arguments(device, seed, **case.sizes | sizes)
+
+
+def name_of(value):
+    return getattr(value, "name", str(value))
 
 
 def written(case, arguments):
@@ -46,8 +61,7 @@ def test_twenty_runs_have_the_same_bits(case):
         assert_same_bits(case.results(given(case)), first)
 
 
-# Plain PyTorch, which may read a tensor on the host, has no kernel.
-@pytest.mark.parametrize("case", [x for x in CHECKED if x.op in backends.ARCHS], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", WITH_KERNELS, ids=lambda case: case.name)
 def test_a_graph_is_replayed_with_new_data(case):
     case.results(given(case))  # compiles: a capture cannot
     held, graph = given(case), torch.cuda.CUDAGraph()
@@ -91,16 +105,27 @@ def test_compiled(case, monkeypatch):
     assert_same_bits(case.results(given(case)), expected)
 
 
-@ordered
-def test_what_lies_beside_an_argument_reaches_no_result(case):
-    expected = case.results(given(case))
-    for name, x in given(case).items():
-        if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dim() > 1 and name not in case.written:
-            arguments = given(case)
-            arguments[name] = among_nan(x.detach()).requires_grad_(x.requires_grad)
-            try:
-                got = case.results(arguments)
-            except ValueError as error:  # kernels take some of them in one piece
-                assert name in str(error)
-                continue
-            assert_same_bits(got, expected)
+@pytest.mark.parametrize(("case", "sizes"), SIZED, ids=name_of)
+def test_strides_change_no_bit(case, sizes):
+    """Each tensor of the arguments in turn is part of a larger one, which holds NaN or wrong indices around it."""
+    for name, value in given(case, **sizes).items():
+        for place, x in tensors(value) if name not in case.written else ():
+            # Gradients for odd strides are PyTorch's, but for wider rows.
+            for pair in islice(at_other_strides(x.detach()), 1 if x.requires_grad else None):
+                plain, strided = (replaced(value, place, y.requires_grad_(x.requires_grad)) for y in pair)
+                try:
+                    expected = case.results(given(case, **sizes) | {name: plain})
+                    got = case.results(given(case, **sizes) | {name: strided})
+                except ValueError as error:  # kernels take some tensors in one piece
+                    assert name in str(error)
+                    continue
+                assert_same_bits(got, expected)
+
+
+@pytest.mark.parametrize(("case", "sizes"), [x for x in SIZED if x[0] in WITH_KEYS], ids=name_of)
+def test_keys_may_be_more_than_2_to_the_31_bytes_apart(case, sizes):
+    for name in KEYS:
+        arguments = given(case, **sizes)
+        if isinstance(arguments.get(name), torch.Tensor):
+            expected = case.results(given(case, **sizes))
+            assert_same_bits(case.results(arguments | {name: far_apart(arguments[name])}), expected)

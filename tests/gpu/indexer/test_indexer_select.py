@@ -1,8 +1,7 @@
-"""Scores and selection in one op: the bits of the two ops for every variant, range and shape of scores."""
+"""Scores and selection in one op on the GPU: the bits of the two ops for every schedule and shape of scores."""
 
 import math
 import sys
-from itertools import product
 
 import pytest
 import torch
@@ -12,117 +11,97 @@ from dsa.cases import cases_of
 from dsa.cases.selection import require_two_ops
 from dsa.kernels.indexer.candidate_lists import CAPACITY, GROUP, PARTS, bound_ranks, pass_strides
 from dsa.kernels.indexer.select_limits import TWO_OPS_KEYS
-from dsa.testing import poison_free_memory
-from tests.gpu.op_checks import assert_runs_have_the_same_bits, replays
+from tests.gpu.attention import int32, replayed
+from tests.gpu.indexer.scored_keys import FP32, RANGES, KeysInOnePiece, Op, accumulated
+from tests.gpu.op_checks import assert_runs_have_the_same_bits
 
 CASE = cases_of("indexer_select")[0]
-FP32, FP16 = torch.float32, torch.float16
-accumulated = pytest.mark.parametrize("accumulators", [FP32, FP16])
 
 
-def int32(values):
-    return torch.as_tensor(values, dtype=torch.int32, device="cuda")
+def check(given, found):
+    """The bits of the two ops, with values and without."""
+    require_two_ops(given, found)
+    assert torch.equal(dsa.indexer_select(**given | {"return_values": False}), found[0])
+
+
+OP = Op(CASE, check)
 
 
 def arguments(queries, keys, starts=0, ends=None, top_k=2048, accumulators=FP32, **sizes):
     """Bounds of all queries, or of each. By default a query sees all keys."""
-    sizes = {"heads": 64, "dim": 128, "top_k": top_k, "accumulators": accumulators, **sizes}
-    found = CASE.arguments("cuda", queries=queries, keys=keys, **sizes)
+    given = OP.arguments(queries=queries, keys=keys, top_k=top_k, accumulators=accumulators, **sizes)
     bounds = (int32(x).expand(queries).contiguous() for x in (starts, keys if ends is None else ends))
-    return found | dict(zip(("cu_seq_len_k_start", "cu_seq_len_k_end"), bounds))
+    return given | dict(zip(RANGES, bounds))
 
 
-def check(given):
-    poison_free_memory(mebibytes=64)
-    found = CASE.run(given)
-    require_two_ops(given, found)
-    assert torch.equal(dsa.indexer_select(**given | {"return_values": False}), found[0])
-    return found[0]
+@pytest.fixture(params=[1, 33, 500, 2048])
+def op(request):
+    return Op(CASE, check, {"top_k": request.param})
 
 
-@accumulated
-@pytest.mark.parametrize("dim", [32, 64, 128])
-@pytest.mark.parametrize("heads", [8, 16, 32, 64])
-def test_causal(heads, dim, accumulators):
-    for queries, keys in ((301, 5000), (301, 20000), (70, 70000)):
-        sizes = {"window": keys * 8 // 9, "heads": heads, "dim": dim, "accumulators": accumulators}
-        given = CASE.arguments("cuda", queries=queries, keys=keys, **sizes)
-        for top_k in (1, 100, 2048):
-            check(given | {"top_k": top_k})
-
-
-@pytest.mark.parametrize(
-    ("queries", "keys"),
-    [(1, 1), (1, 70000), (2, 63), (5, 64), (3, 65), (700, 129), (64, 9000), (600, 8193), (9, 200001)],
-)
-def test_random_ranges(queries, keys):
-    """Ranges may be empty, unordered, disjoint inside one block of queries, and outside the keys."""
-    for heads in (8, 64):
-        given = CASE.arguments("cuda", queries=queries, keys=keys, heads=heads, dim=128)
-        for top_k in (5, 512, 2048):
-            check(given | {"top_k": top_k})
+class TestKeysInOnePiece(KeysInOnePiece):
+    """With few and many selected keys."""
 
 
 @accumulated
-def test_more_blocks_than_multiprocessors(accumulators):
+@pytest.mark.parametrize("longest", [6000, 26000])
+def test_more_blocks_than_sms(longest, accumulators):
     """Lists and rings continue from one work tile to the next, between which are odd numbers of key tiles."""
-    for keys, longest in ((6400, 6000), (26400, 26000)):
-        starts, lengths = torch.randint(0, longest, (2, 3000), device="cuda", dtype=torch.int32)
-        check(arguments(3000, keys, starts, starts + lengths, 300, accumulators))
+    starts, lengths = torch.randint(0, longest, (2, 3000), device="cuda", dtype=torch.int32)
+    OP.verify(arguments(3000, longest + 400, starts, starts + lengths, 300, accumulators))
 
 
 @pytest.mark.parametrize("heads", [8, 64])
-def test_blocks_shared_by_two_multiprocessors(heads):
+def test_blocks_shared_by_two_sms(heads):
     """From half a block per SM to blocks that do not divide evenly among SMs."""
     block_q, sms = 128 // heads if heads < 64 else 4, torch.cuda.get_device_properties(0).multi_processor_count
     for blocks in (1, 3, sms // 2, sms // 2 + 1, sms - 1, sms, sms + 1, 2 * sms - 1, 2 * sms + 7, 3 * sms, 4 * sms + 1):
         queries = blocks * block_q - 1
-        check(arguments(queries, 9000, torch.randint(0, 300, (queries,)), top_k=700, heads=heads, dim=32))
+        OP.verify(arguments(queries, 9000, torch.randint(0, 300, (queries,)), top_k=700, heads=heads, dim=32))
+
+
+# How often the queries of a block see up to 0, 0, 70, 300, 2100, 9000 and all keys.
+ODDS = [
+    (9, 0, 0, 0, 0, 0, 1),
+    (5, 1, 1, 1, 1, 1, 1),
+    (1, 0, 4, 4, 0, 0, 1),
+    (0, 0, 0, 0, 1, 1, 2),
+    (1, 0, 0, 0, 0, 0, 0),
+]
 
 
 @accumulated
-def test_blocks_without_keys_between_others(accumulators):
+@pytest.mark.parametrize("odds", ODDS, ids=str)
+@pytest.mark.parametrize(("queries", "keys"), [(3200, 12000), (2700, 30000)])
+def test_blocks_without_keys_between_others(queries, keys, odds, accumulators):
     """Blocks without keys are before, after and between blocks of few key tiles and of many. A CTA prepares a block
     while it computes another."""
-    for queries, keys in ((3200, 12000), (2700, 30000)):
-        longest = torch.tensor([0, 0, 70, 300, 2100, 9000, keys], device="cuda")
-        for odds in ((9, 0, 0, 0, 0, 0, 1), (5, 1, 1, 1, 1, 1, 1), (1, 0, 4, 4, 0, 0, 1), (0, 0, 0, 0, 1, 1, 2)):
-            drawn = torch.multinomial(torch.tensor(odds, device="cuda").float(), queries // 4, replacement=True)
-            lengths = (longest[drawn].repeat_interleave(4) * torch.rand(queries, device="cuda")).ceil().int()
-            starts = ((keys - lengths) * torch.rand(queries, device="cuda")).int()
-            check(arguments(queries, keys, starts, starts + lengths, 500, accumulators))
-        check(arguments(queries, keys, 0, 0, 500, accumulators))
+    block = torch.tensor(odds).float().multinomial(queries // 4, replacement=True)
+    longest = torch.tensor([0, 0, 70, 300, 2100, 9000, keys])[block]
+    lengths = (longest.repeat_interleave(4) * torch.rand(queries)).ceil().int()
+    starts = ((keys - lengths) * torch.rand(queries)).int()
+    OP.verify(arguments(queries, keys, starts, starts + lengths, 500, accumulators))
 
 
+@pytest.mark.parametrize("top_k", [10, 2048])
+@pytest.mark.parametrize("length", [CAPACITY + 1, 6000, 9000, 1 / 8, 1 / 4])
 @pytest.mark.parametrize("keys", [30000, 100000, 300000])
-def test_queries_that_see_little_of_their_blocks_sample(keys):
+def test_queries_that_see_little_of_their_blocks_sample(keys, length, top_k):
     """The block sees all keys, so its sample has few scores of these queries, or has them in few of its parts."""
-    for length in (CAPACITY + 1, 6000, 9000, keys // 8, keys // 4):
-        at = torch.linspace(0, keys - length, 48).int().view(16, 3)
-        every = torch.zeros(16, 1, dtype=torch.int32)
-        starts, ends = torch.cat((every, at), 1), torch.cat((every + keys, at + length), 1)
-        for top_k in (10, 2048):
-            check(arguments(64, keys, starts.flatten(), ends.flatten(), top_k))
+    length = int(length * keys) if length < 1 else length
+    at = torch.linspace(0, keys - length, 48).int().view(16, 3)
+    starts, ends = (torch.nn.functional.pad(x, (1, 0), value=n).flatten() for x, n in ((at, 0), (at + length, keys)))
+    OP.verify(arguments(64, keys, starts, ends, top_k))
 
 
-def test_rows_of_very_different_lengths():
+@pytest.mark.parametrize("top_k", [1, 2000, 2048])
+def test_rows_of_very_different_lengths(top_k):
     """One block has rows that just fit the list, or just do not, and rows of all keys or none."""
     keys, c = 70000, CAPACITY
     lengths = torch.tensor([0, 1, 15, 16, 17, 2047, 2048, 2049, c - 1, c, c + 1, 2 * c, 30000, keys])
-    count, shuffled = len(lengths), lengths[torch.randperm(len(lengths))]
-    for top_k in (1, 2000, 2048):
-        middle = (keys - shuffled) // 2
-        check(arguments(count, keys, 7 * torch.arange(count), 7 * torch.arange(count) + lengths, top_k))
-        check(arguments(count, keys, keys - lengths, keys, top_k))
-        check(arguments(count, keys, middle, middle + shuffled, top_k))
-
-
-def test_ranges_of_any_numbers():
-    for keys in (300, 20000):  # the two ops, and lists of candidates
-        garbage = [-(2**31), 2**31 - 1, -1, 0, 1, 64, keys - 1, keys, keys + 1, 2**30]
-        starts, ends = int32([*product(garbage, repeat=2)]).unbind(1)
-        for heads, accumulators in product((8, 64), (FP32, FP16)):
-            check(arguments(100, keys, starts, ends, 33, accumulators, heads=heads))
+    for n in (lengths, lengths[torch.randperm(len(lengths))]):
+        for starts in (7 * torch.arange(len(n)), keys - n, (keys - n) // 2):
+            OP.verify(arguments(len(n), keys, starts, starts + n, top_k))
 
 
 # Scores of any shape: all keys have the same products, so their scales order the row.
@@ -169,17 +148,17 @@ def _sampled(keys, stride=4):
 
 
 @accumulated
+@pytest.mark.parametrize("keys", [7000, 20000, 50000], ids=["two ops", "one pass for bounds", "two passes for bounds"])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_scores_of_any_shape(shape, sign, accumulators):
-    for keys in (7000, 20000, 50000):  # the two ops; one pass that gives bounds; two
-        starts = [0, 5, keys // 2, 0, keys - 3000, 63, 0, 0, 1, 2]
-        ends = [keys, keys - 1, keys, 3000, keys - 100, keys - 1000, keys, keys, keys, keys]
-        given = arguments(10, keys, starts, ends, accumulators=accumulators)
-        k = given["kv"][0][:1].expand(keys, -1).contiguous()
-        given |= {"kv": (k, SHAPES[shape](keys).float().cuda()), "weights": sign * given["weights"].abs()}
-        for top_k in (1, 500, 2048):
-            check(given | {"top_k": top_k})
+def test_scores_of_any_shape(shape, sign, keys, accumulators):
+    starts = [0, 5, keys // 2, 0, keys - 3000, 63, 0, 0, 1, 2]
+    ends = [keys, keys - 1, keys, 3000, keys - 100, keys - 1000, keys, keys, keys, keys]
+    given = arguments(10, keys, starts, ends, accumulators=accumulators)
+    k = given["kv"][0][:1].expand(keys, -1).contiguous()
+    given |= {"kv": (k, SHAPES[shape](keys).float().cuda()), "weights": sign * given["weights"].abs()}
+    for top_k in (1, 500, 2048):
+        OP.verify(given, top_k=top_k)
 
 
 def _hardly_more_than_the_rank(keys):
@@ -217,40 +196,43 @@ def test_a_bound_is_not_below_that_of_its_list(keys, accumulators):
     factors = torch.linspace(0, 1, 97, device="cuda")[:96, None].exp2()
     q, k = given["q"][:1].expand(96, -1, -1).contiguous(), given["kv"][0][:1].expand(keys, -1).contiguous()
     given |= {"q": q, "kv": (k, _hardly_more_than_the_rank(keys).cuda())}
-    check(given | {"weights": given["weights"][:1].abs() * factors})
+    OP.verify(given, weights=given["weights"][:1].abs() * factors)
 
 
 @accumulated
-def test_some_lists_overflow_and_others_do_not(accumulators):
+@pytest.mark.parametrize(
+    ("starts", "ends", "top_k"), [([0, 30000] * 8, [30000, 60000] * 8, 2048), (0, [60000] * 15 + [30000], 100)]
+)
+def test_some_lists_overflow_and_others_do_not(starts, ends, top_k, accumulators):
     """A block has queries that see only zeros, and queries that see other keys."""
-    starts = torch.tensor([0, 30000] * 8)
-    for bounds, top_k in (((starts, starts + 30000), 2048), ((0, [60000] * 15 + [30000]), 100)):
-        given = arguments(16, 60000, *bounds, top_k, accumulators)
-        given["kv"][1][:30000] = 0.0
-        check(given)
+    given = arguments(16, 60000, starts, ends, top_k, accumulators)
+    given["kv"][1][:30000] = 0.0
+    OP.verify(given)
 
 
 @accumulated
-def test_nan_is_never_selected(accumulators):
-    for keys in (3000, 13000):  # the two ops, and lists of candidates
-        given = arguments(20, keys, top_k=700, accumulators=accumulators)
-        k, scale = given["kv"]
-        k.view(torch.uint8)[77], scale[150 : keys - 500] = 0x7F, torch.nan
-        assert ((check(given) >= 0).sum(1) == 500 + 150 - 1).all()
+@pytest.mark.parametrize("keys", [3000, 13000], ids=["two ops", "lists of candidates"])
+def test_nan_is_never_selected(keys, accumulators):
+    given = arguments(20, keys, top_k=700, accumulators=accumulators)
+    k, scale = given["kv"]
+    k.view(torch.uint8)[77], scale[150 : keys - 500] = 0x7F, torch.nan
+    OP.verify(given)
+    assert ((CASE.run(given)[0] >= 0).sum(1) == 500 + 150 - 1).all()
 
 
-def test_slots():
-    for times in (1, 5):  # the two ops, and lists of candidates
-        starts = times * int32([0] * 25 + [2000] * 25)
-        given = arguments(50, times * 4000, starts, starts + times * int32(range(1000, 2000, 20)), 256)
-        table = torch.randperm(128 * times, device="cuda").int().view(2, 64 * times)
-        table[1, 3], table[0, 2] = -1, 2**31 - 1
-        sequences = int32([0] * 25 + [1] * 23 + [2, -1])
-        check(given | {"block_table": table[:, : 30 * times], "page_size": 64, "row_to_seq": sequences})
-        given |= {"block_table": table[sequences.clamp(0, 1).long()], "page_size": 32}
-        check(given)
-        given["kv"][1].fill_(0.0)  # all scores tie: lists overflow
-        check(given)
+@pytest.mark.parametrize("times", [1, 5], ids=["two ops", "lists of candidates"])
+def test_slots(times):
+    """The table has too few pages for some keys, and a page is missing. In the end all scores tie: lists overflow."""
+    starts = times * int32([0] * 25 + [2000] * 25)
+    given = arguments(50, times * 4000, starts, starts + times * int32(range(1000, 2000, 20)), 256)
+    table = torch.randperm(128 * times, device="cuda").int().view(2, 64 * times)
+    table[1, 3], table[0, 2] = -1, 2**31 - 1
+    sequences = int32([0] * 25 + [1] * 23 + [2, -1])
+    OP.verify(given, block_table=table[:, : 30 * times], page_size=64, row_to_seq=sequences)
+    of_rows = {"block_table": table[sequences.clamp(0, 1).long()], "page_size": 32}
+    OP.verify(given | of_rows)
+    given["kv"][1].fill_(0.0)
+    OP.verify(given | of_rows)
 
 
 def test_more_queries_than_a_launch_has(monkeypatch):
@@ -258,18 +240,9 @@ def test_more_queries_than_a_launch_has(monkeypatch):
     starts = torch.randint(0, 9000, (50,))
     given = arguments(50, 20000, starts, starts + 10000, 256)
     table, sequences = torch.randperm(1280, device="cuda").int().view(2, 640), int32(range(50)) % 2
-    check(given)
-    check(given | {"row_to_seq": sequences, "block_table": table, "page_size": 32})
-    check(given | {"block_table": table[sequences.long()], "page_size": 32})
-
-
-def test_strided_weights_and_keys():
-    for keys in (3000, 13000):
-        given = arguments(40, keys, top_k=64)
-        weights = torch.randn(40, 3 * 64 + 1, device="cuda")[:, 64:128]
-        wide = torch.zeros(keys, 256, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
-        wide[:, :128] = given["kv"][0]
-        check(given | {"kv": (wide[:, :128], given["kv"][1]), "weights": weights})
+    OP.verify(given)
+    OP.verify(given, row_to_seq=sequences, block_table=table, page_size=32)
+    OP.verify(given, block_table=table[sequences.long()], page_size=32)
 
 
 @accumulated
@@ -279,29 +252,26 @@ def test_long_contexts(accumulators):
     k = torch.randint(0, 0x78, (keys, 128), dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
     starts, ends = [0, keys - 5000, 2**20 - 3, 2**24 - 2048] * 2, [keys, keys, 2**20 + 9000, 2**24 + 9000] * 2
     given = arguments(8, 1, starts, ends, accumulators=accumulators)
-    given |= {"kv": (k, torch.rand(keys, device="cuda")), "return_values": False}
-    scored = {name: given[name] for name in ("q", "kv", "weights", "accumulators")}
-    starts, ends = given["cu_seq_len_k_start"], given["cu_seq_len_k_end"]
-    scores = dsa.fp8_mqa_logits(**scored, cu_seq_len_k_start=starts, cu_seq_len_k_end=ends, clean_logits=False)
-    expected = dsa.topk_indices(scores, 2048, starts=starts, lengths=ends - starts)
-    assert torch.equal(dsa.indexer_select(**given), expected)
+    OP.verify(given, kv=(k, torch.rand(keys, device="cuda")))
 
 
 @accumulated
 @pytest.mark.parametrize("keys", [7000, 40000])
 def test_a_graph_takes_new_ranges_and_scores(keys, accumulators):
     """Lists overflow in some replays, which the capture did not know, and do not in others."""
-    given, dense = arguments(200, keys, top_k=300, accumulators=accumulators), [1.0, 0.001] * 3
-    names = "cu_seq_len_k_start", "cu_seq_len_k_end", "weights"
 
-    def renew():
-        starts, ends = (int32(torch.randint(low, low + keys // 2, (200,))) for low in (0, keys // 2))
-        scale = torch.rand(keys) * (torch.rand(keys) < dense.pop())
-        return starts, ends, torch.randn(200, 64, device="cuda"), scale.cuda()
+    def fresh(seed):
+        starts = torch.randint(0, keys // 2, (2, 200))
+        new = arguments(200, keys, starts[0], starts[1] + keys // 2, 300, accumulators, seed=seed)
+        new["kv"][1].copy_(torch.rand(keys) * (torch.rand(keys) < (0.001 if seed % 2 else 1.0)))
+        return new
 
-    held = renew()
-    given |= {**dict(zip(names, held)), "kv": (given["kv"][0], held[3])}
-    for found in replays(lambda *_: dsa.indexer_select(**given), held, renew, times=4):
+    def with_scale(given):
+        return given | {"scale": given["kv"][1]}
+
+    given = fresh(1)
+    renewals = (with_scale(fresh(seed)) for seed in range(4))
+    for found in replayed(lambda: CASE.run(given), with_scale(given), renewals):
         require_two_ops(given, found)
 
 

@@ -1,4 +1,4 @@
-"""The top-k in every variant: distributions, misleading samples, ragged rows, slots, strides, 64-bit offsets."""
+"""The top-k on the GPU in every variant: distributions, misleading samples, ragged rows, slots, strides, launches."""
 
 import math
 
@@ -12,41 +12,32 @@ from dsa.kernels.indexer import topk_config
 from dsa.kernels.indexer.topk_candidates import SAMPLE
 from dsa.runtime.op import forget_calls
 from dsa.testing import poison_free_memory
+from tests.gpu.attention import int32
 from tests.gpu.op_checks import replays
 
 CASE, _, INTO = cases_of("topk_indices")
 INF, NAN = math.inf, math.nan
 SIZES = [(3, 5000), (2, 20000), (1, 131072), (7, 4097), (2, 8192)]
-
-
 CHOOSE = topk_config.choose_config
 
 
-def forced(patch, cfg):
-    """Make the op choose this variant for all shapes that it takes."""
+@pytest.fixture(params=topk_config.CONFIGS, ids=lambda c: f"{c.threads}-{c.tile}-{c.cluster}")
+def config(request, monkeypatch):
+    """Every variant in turn, for all shapes that it takes."""
+    cfg = request.param
 
     def choose(rows, vectors, k, width, multiprocessors):
         fits = cfg.tile > 0 or vectors <= cfg.resident_vectors(width)
         return cfg if fits and cfg.takes(k) else CHOOSE(rows, vectors, k, width, multiprocessors)
 
-    patch.setattr(topk_config, "choose_config", choose)
+    monkeypatch.setattr(topk_config, "choose_config", choose)
     forget_calls()
-
-
-@pytest.fixture(params=topk_config.CONFIGS, ids=lambda c: f"{c.threads}-{c.tile}-{c.cluster}")
-def config(request, monkeypatch):
-    """Every variant in turn."""
-    forced(monkeypatch, request.param)
-    yield request.param
+    yield cfg
     forget_calls()
 
 
 def most(cfg):
     return max(k for k in (1024, 2048, 4096) if cfg.takes(k))
-
-
-def i32(values):
-    return torch.tensor(values, dtype=torch.int32, device="cuda")
 
 
 def arguments(scores, k, **options):
@@ -98,14 +89,14 @@ DISTRIBUTIONS = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize(("rows", "cols"), SIZES)
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_distributions(config, distribution):
-    for rows, cols in SIZES:
-        scores = DISTRIBUTIONS[distribution](rows, cols)
-        for k in (1, 33, 512, min(most(config), 2048), most(config)):
-            check(scores, k)
-        check(scores.bfloat16(), 512)
-        check(scores.bfloat16(), most(config), sorted=True)
+def test_distributions(config, distribution, rows, cols):
+    scores = DISTRIBUTIONS[distribution](rows, cols)
+    for k in (1, 33, 512, min(most(config), 2048), most(config)):
+        check(scores, k)
+    check(scores.bfloat16(), 512)
+    check(scores.bfloat16(), most(config), sorted=True)
 
 
 @pytest.mark.parametrize("good", [False, True], ids=["sample all low", "sample all high"])
@@ -135,40 +126,35 @@ def test_sizes(rows, cols, k):
     check(scores, k, lengths=torch.randint(0, cols + 1, (rows,), device="cuda", dtype=torch.int32))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("k", [512, 2048])
 @pytest.mark.parametrize("sorted_", [False, True])
-def test_ragged_rows(config, sorted_):
+def test_ragged_rows(config, sorted_, k, dtype):
     cols = 40000
-    scores = torch.randn(64, cols, device="cuda")
-    starts = torch.randint(0, cols, (64,), device="cuda", dtype=torch.int32)
+    scores, starts = torch.randn(64, cols, device="cuda").to(dtype), torch.randint(0, cols, (64,), device="cuda").int()
     lengths = (torch.rand(64, device="cuda") ** 3 * (cols - starts)).int()
-    lengths[:8] = i32([0, 1, 2, 511, 512, 513, -5, cols])
-    starts[:4], starts[8:14] = 7, i32([-3, -(2**31), cols, cols - 1, 2**31 - 1, cols + 5])
-    lengths[8:14] = i32([100, 2**31 - 1, 5, 5, 5, 2**31 - 1])
-    starts[9] = -(2**30)
-    for k in (512, 2048):
-        check(scores, k, starts=starts, lengths=lengths, sorted=sorted_)
-        check(scores, k, lengths=lengths, sorted=sorted_)
-        check(scores, k, starts=starts.clamp(-100, cols + 100), sorted=sorted_)
-        check(scores.bfloat16(), k, starts=starts, lengths=lengths, sorted=sorted_)
+    starts[:4], lengths[:8] = 7, int32([0, 1, 2, 511, 512, 513, -5, cols])
+    starts[8:14] = int32([-3, -(2**30), cols, cols - 1, 2**31 - 1, cols + 5])
+    lengths[8:14] = int32([100, 2**31 - 1, 5, 5, 5, 2**31 - 1])
+    for first in (starts, None, starts.clamp(-100, cols + 100)):
+        check(scores, k, starts=first, lengths=lengths, sorted=sorted_)
 
 
+@pytest.mark.parametrize("values", [True, False])
 @pytest.mark.parametrize("sorted_", [False, True])
-def test_into_a_part_of_a_buffer(config, sorted_):
+@pytest.mark.parametrize(("rows", "cols"), [*SIZES, (5, 0)])
+def test_into_a_part_of_a_buffer(config, rows, cols, sorted_, values):
     """Rows begin at multiples of 16 bytes and elsewhere. The buffer around them does not change."""
-    for rows, cols in (*SIZES, (5, 0)):
-        scores = torch.randn(rows, cols, device="cuda")
-        lengths = torch.randint(0, cols + 1, (rows,), dtype=torch.int32, device="cuda")
-        for k, before, after in ((1, 0, 0), (512, 4, 4), (512, 1, 2), (most(config), 3, 0)):
-            buffer = torch.full((rows + 2, before + k + after), 77, dtype=torch.int32, device="cuda")
-            part = buffer[1:-1, before : before + k]
-            for values in (True, False):
-                part.fill_(77)
-                given = arguments(scores, k, lengths=lengths, sorted=sorted_, return_values=values, out=part)
-                found = INTO.results(given)
-                assert found[0] is part
-                INTO.check(given, found)
-            part.fill_(77)
-            assert (buffer == 77).all()
+    scores, lengths = torch.randn(rows, cols, device="cuda"), torch.randint(0, cols + 1, (rows,), device="cuda").int()
+    for k, before, after in ((1, 0, 0), (512, 4, 4), (512, 1, 2), (most(config), 3, 0)):
+        buffer = torch.full((rows + 2, before + k + after), 77, dtype=torch.int32, device="cuda")
+        part = buffer[1:-1, before : before + k]
+        given = arguments(scores, k, lengths=lengths, sorted=sorted_, return_values=values, out=part)
+        found = INTO.results(given)
+        assert found[0] is part
+        INTO.check(given, found)
+        part.fill_(77)
+        assert (buffer == 77).all()
 
 
 @pytest.mark.parametrize("paged", [False, True])
@@ -199,37 +185,14 @@ def test_strides_and_unaligned_views(config, stride, dtype):
     check(wide[:1].expand(4, -1), 700)
 
 
-def test_slots(config):
-    rows, cols, pages = 6, 30000, 469
-    scores = torch.randn(rows, cols, device="cuda")
-    table = torch.randperm(2 * pages, device="cuda", dtype=torch.int32)[: 2 * pages].view(2, pages)
-    table[0, 5], table[1, 7], table[0, 9], table[1, 3] = -1, -(2**31), 2**31 - 1, 2**25
-    row_to_seq = i32([0, 1, 0, 1, -1, 2])
-    lengths = i32([30000, 20000, 3, 0, 500, 600])
-    for by_value in (False, True):
-        for size in (64, 1, 7, 100):
-            options = {"block_table": table, "page_size": size, "row_to_seq": row_to_seq, "sorted": by_value}
-            check(scores, 512, lengths=lengths, **options)
-    own = torch.arange(rows * pages, dtype=torch.int32, device="cuda").view(rows, pages)
-    check(scores, 512, block_table=own, page_size=64)
-    check(scores, 512, block_table=table.T.contiguous()[:6], page_size=64, starts=i32([0, 5, 10, 0, 3, 1]))
-
-
-def test_beyond_two_to_the_31():
-    wide = torch.zeros(5 * 2**30 // 2 + 8192, dtype=torch.bfloat16, device="cuda")
-    scores = wide.as_strided((3, 5000), (5 * 2**28, 1))
-    scores.copy_(torch.randn(3, 5000, device="cuda"))
-    check(scores, 100)
-
-
-def test_no_host_synchronisation():
-    scores, lengths = torch.randn(4, 10000, device="cuda"), i32([0, 5, 10000, 9000])
-    dsa.topk_indices(scores, 512, lengths=lengths)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        dsa.topk_indices(scores, 512, lengths=lengths)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+@pytest.mark.parametrize("by_value", [False, True])
+@pytest.mark.parametrize("page_size", [64, 1, 7, 100])
+def test_slots(config, page_size, by_value):
+    scores, table = torch.randn(6, 30000, device="cuda"), torch.randperm(938, device="cuda").int().view(2, 469)
+    table[:, 5], table[0, 9], table[1, 3] = int32([-1, -(2**31)]), 2**31 - 1, 2**25
+    paging, rows = {"page_size": page_size, "sorted": by_value}, int32([0, 1, 0, 1, -1, 2])
+    check(scores, 512, lengths=int32([30000, 20000, 3, 0, 500, 600]), block_table=table, row_to_seq=rows, **paging)
+    check(scores, 512, block_table=table[rows.clamp(0, 1).long()], starts=int32([0, 5, 10, 0, 3, 1]), **paging)
 
 
 @pytest.mark.parametrize("cols", [9000, 40000])

@@ -1,8 +1,9 @@
-"""Views and slots of the caches that `dsa.cases.attention` fills."""
+"""Slots and bytes of the caches that `dsa.cases.attention` fills."""
 
 import torch
 
 from dsa.cases.attention import all_rows
+from tests.gpu.attention import INF, NAN
 
 FEW_LAYOUTS = ["bf16, 576", "fp16, 512", "656 bytes", "584 bytes"]
 
@@ -20,13 +21,22 @@ def v4_planes(cache):
     return rows, cache.as_strided((pages, page, 8), (cache.stride(0), 8, 1), 576 * page)
 
 
-def with_gaps(layout, cache):
-    """The cache with other bytes between its pages; a float one also as one head of two."""
-    pages, page, _, width = cache.shape
-    stride = cache.stride(0) + 16 * 36
-    filler = 0xFF if "bytes" in layout else torch.nan
-    wide = torch.full((pages * stride,), filler, dtype=cache.dtype, device="cuda")
-    yield wide.as_strided(cache.shape, (stride, width, width, 1)).copy_(cache)
-    if "bytes" not in layout:
-        heads = torch.full((pages, page, 2, width), filler, dtype=cache.dtype, device="cuda")
-        yield heads[:, :, 1:].copy_(cache)
+def garbage(cache, slots):
+    """Fill these slots with one kind of garbage after the other."""
+    if cache.dtype != torch.uint8:
+        for value in (NAN, INF, -INF, 0.0):
+            cache.view(-1, cache.shape[3])[slots] = value
+            yield
+    elif cache.shape[3] == 656:
+        rows = cache.view(-1, 656)
+        for value, scale in ((0x7F, NAN), (0x00, NAN), (0x7F, 1.0), (0x01, INF)):
+            rows[slots] = value
+            rows[slots, 512:528] = torch.full((4,), scale, device="cuda").view(torch.uint8)
+            yield
+    else:
+        rows, scales = v4_planes(cache)
+        page, offset = slots // cache.shape[1], slots % cache.shape[1]
+        for value, scale in ((0x7F, 0xFF), (0x00, 0xFF), (0x7F, 0x7F), (0xFF, 0x00)):
+            rows[page, offset], scales[page, offset] = value, scale
+            scales[..., 7] = value  # padding
+            yield

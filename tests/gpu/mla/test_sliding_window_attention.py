@@ -1,22 +1,20 @@
-"""Attention to windows on the GPU: packed keys, also with selected ones, pages and rings; any bounds, NaN, strides."""
+"""Attention to windows on the GPU: of packed keys, also with selected keys, of pages and of rings."""
 
 import pytest
 import torch
 
 import dsa
-from dsa.testing import poison_free_memory
-from tests.gpu.attention import BF16, D_V, INF, KINDS, NAN, case_of, checked, int32, replayed, twice
-from tests.gpu.op_checks import among_nan, assert_same_bits
+from dsa.cases.mla_windows import LENGTHS, window_list
+from tests.gpu.attention import BF16, D_V, INF, KINDS, NAN, case_of, checked, int32, replayed
+from tests.gpu.op_checks import assert_same_bits
 
 ALONE, JOINED, DECODE = map(case_of, ("sliding_window_attention", "window_sparse_attention", "sliding_window_decode"))
-BOTH = [ALONE, JOINED]
-by_op = pytest.mark.parametrize("case", BOTH, ids=lambda case: case.name)
-LENGTHS = (0, 1, 2, 3, 5, 48, 49, 64, 127, 128, 130, 500, 1001)
+by_op = pytest.mark.parametrize("case", [ALONE, JOINED], ids=lambda case: case.name)
 BOUNDS = "cu_seqlens_q", "cu_seqlens_k"
 
 
 def inputs(case, **sizes):
-    """With windows of 128 keys, and for `window_sparse_attention` 100 of 700 selected ones, but for what sizes say."""
+    """By default windows of 128 keys, and 100 of 700 selected keys for `window_sparse_attention`."""
     return case.arguments("cuda", **{"window": 128} | sizes)
 
 
@@ -37,8 +35,7 @@ def test_heads_are_right(case, heads, d, dtype, record_error):
 def test_windows_of_any_size_are_right(window, heads, d, record_error):
     """Queries before the first key, and of no sequence, are empty."""
     given = inputs(ALONE, heads=heads, d=d, window=window)
-    found = checked(ALONE, given, record_error)
-    without = dsa.window_indices(*(given[name] for name in BOUNDS), len(given["q"]), 1).eq(-1).all(1)
+    found, without = checked(ALONE, given, record_error), window_list(given | {"window": 1}).eq(-1).all(1)
     assert 7 < int(without.sum()) < 20 and empty(found, without)
 
 
@@ -59,18 +56,15 @@ def test_window_and_selected_are_right(window, d, n, k, record_error):
 def test_a_chunk_is_right(case, length, heads, record_error):
     """About as many queries as SMs, and more; V4's numbers."""
     sizes = {"entries": 1250, "top_k": 512} if case is JOINED else {}
-    poison_free_memory(mebibytes=64)
-    given = inputs(case, sequences=((length, length + 5000),), heads=heads, **sizes)
-    record_error(case.check(given, case.run(given)))
+    checked(case, inputs(case, sequences=((length, length + 5000),), heads=heads, **sizes), record_error)
 
 
 @pytest.mark.parametrize("window", [7, 128, 3000])
 @by_op
 def test_a_list_made_before_gives_the_same_bits(case, window):
     given = inputs(case, window=window)
-    near = dsa.window_indices(*(given[name] for name in BOUNDS), len(given["q"]), window)
     name = "window_indices" if case is JOINED else "indices"
-    assert_same_bits(case.run(given | {name: near}), case.run(given))
+    assert_same_bits(case.run(given | {name: window_list(given)}), case.run(given))
 
 
 @pytest.mark.parametrize("heads", [16, 128])
@@ -79,9 +73,7 @@ def test_keys_that_no_query_attends_to_change_no_bit(case, heads):
     given = inputs(case, sequences=((40, 700), (3, 3), (9, 400)), heads=heads, window=50)
     given |= {"indices": given["indices"] // 2 * 2} if case is JOINED else {}
     clean = checked(case, given)
-    near = dsa.window_indices(*(given[name] for name in BOUNDS), len(given["q"]), 50)
-    unseen = torch.ones(len(given["kv"]), dtype=torch.bool, device="cuda")
-    unseen[near[near >= 0].long()] = False
+    unseen = torch.isin(torch.arange(len(given["kv"]), device="cuda"), window_list(given), invert=True)
     assert unseen.sum() > 600
     for bad in (NAN, INF, -INF):
         given["kv"][unseen] = bad
@@ -118,38 +110,6 @@ def test_without_any_keys_results_are_zero():
     same = alone | {name: given[name] for name in ("q", "kv", "attn_sink")}
     for nothing_selected in none:
         assert_same_bits(checked(JOINED, given | nothing_selected), ALONE.run(same))
-
-
-@pytest.mark.parametrize("d", [576, 512])
-def test_strides_change_no_bit(d):
-    """All as parts of larger tensors, which hold NaN and other numbers around them."""
-    given = inputs(JOINED, heads=32, d=d, window=100)
-    expected = JOINED.run(given)
-    wide = {name: among_nan(given[name]) for name in ("q", "kv", "compressed")}
-    apart = {name: twice(given[name], -given[name]) for name in BOUNDS}
-    more = {name: twice(given[name], given[name] + 1) for name in ("attn_sink", "topk_length")}
-    more["indices"] = torch.nn.functional.pad(given["indices"], (1, 2), value=5)[:, 1:101]
-    assert_same_bits(JOINED.run(given | wide | apart | more), expected)
-    near = dsa.window_indices(*(given[name] for name in BOUNDS), len(given["q"]), 100).repeat_interleave(2, 1)[:, ::2]
-    by_head = given["q"].transpose(0, 1).contiguous().transpose(0, 1)
-    assert_same_bits(JOINED.run(given | {"q": by_head, "window_indices": near}), expected)
-
-
-@by_op
-def test_keys_beyond_2_to_the_31_numbers(case):
-    """The last keys of 4.2 million against the same keys in a small tensor."""
-    length = 4_200_000
-    kv = torch.empty(length, 1, 512, dtype=BF16, device="cuda")
-    assert kv.numel() > 2**31
-    given = inputs(case, sequences=((58, 498),), window=200)
-    given |= {"cu_seqlens_q": int32([0, 60]), "cu_seqlens_k": int32([0, 500])}
-    kv[-500:] = given["kv"]
-    far = {"kv": kv, "cu_seqlens_k": int32([0, length])}
-    if case is JOINED:
-        indices = torch.randint(0, 500, (60, 50), dtype=torch.int32, device="cuda")
-        given |= {"compressed": given["kv"], "indices": indices, "topk_length": None}
-        far |= {"compressed": kv, "indices": indices + (length - 500)}
-    assert_same_bits(case.run(given | far), checked(case, given))
 
 
 @pytest.mark.parametrize("ring", [False, True])

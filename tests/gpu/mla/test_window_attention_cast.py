@@ -4,14 +4,14 @@ import pytest
 import torch
 
 import dsa
-from dsa.testing import calc_diff, poison_free_memory
-from tests.gpu.attention import case_of, int32
+from dsa.cases.attention import SEQUENCES
+from dsa.cases.mla_windows import window_list
+from dsa.testing import calc_diff
+from tests.gpu.attention import case_of, checked, int32
 from tests.gpu.op_checks import assert_equal
 
 CASE = case_of("window_attention_cast_to_fp8")
 WINDOW = 128
-# Queries and keys of sequences: empty, whole, chunks, without queries, without keys, with fewer keys than queries.
-SEQUENCES = ((0, 0), (1, 1), (50, 50), (0, 30), (17, 300), (3, 0), (130, 130), (5, 2))
 
 
 def inputs(heads=64, groups=8, sequences=SEQUENCES, **options):
@@ -21,10 +21,6 @@ def inputs(heads=64, groups=8, sequences=SEQUENCES, **options):
     count = len(given["kv"])
     given["kv"] *= torch.logspace(-2, 1, count, device="cuda")[torch.randperm(count)][:, None, None]
     return given
-
-
-def run(given, **changes):
-    return dsa.window_attention_cast_to_fp8(**given | changes)
 
 
 def alone(given):
@@ -46,12 +42,8 @@ def apart(given):
 
 
 def check(given, record_error=None):
-    poison_free_memory(mebibytes=64)
-    got = run(given)
-    assert_equal(got, apart(given))
-    error = CASE.check(given, got)
-    if record_error:
-        record_error(error)
+    """Compare with float64, and bit for bit with the three ops."""
+    assert_equal(checked(CASE, given, record_error), apart(given))
 
 
 @pytest.mark.parametrize("use_ue8m0", [True, False])
@@ -67,7 +59,7 @@ def test_the_bits_are_those_of_three_ops(dtype, heads, groups, use_ue8m0, record
 def test_few_heads_differ_by_the_order_of_sums(heads):
     """Attention to so few has another kernel: a result may fall to the next number."""
     given = inputs(heads, 1)
-    (cast, scale), (expected, scales) = run(given), apart(given)
+    (cast, scale), (expected, scales) = CASE.run(given), apart(given)
     blocks = expected.float().unflatten(1, (-1, 128)) * scales[..., None]
     got = cast.float().unflatten(1, (-1, 128)) * scale[..., None]
     step = torch.maximum(scale, scales)[..., None]
@@ -81,23 +73,23 @@ def test_few_heads_differ_by_the_order_of_sums(heads):
 def test_a_chunk_has_the_same_bits(length, heads):
     """About as many queries as SMs, and more; V4's numbers."""
     given = inputs(heads, 8, [(length, length + 5000)], entries=1250, top_k=512)
-    near = dsa.window_indices(given["cu_seqlens_q"], given["cu_seqlens_k"], len(given["q"]), WINDOW)
     check(given)
-    assert_equal(run(given, window_indices=near), apart(given))
+    assert_equal(CASE.run(given | {"window_indices": window_list(given)}), apart(given))
 
 
 def test_without_keys_results_are_zero():
     given = alone(inputs())
-    got = run(given, kv=given["kv"][:0], cu_seqlens_k=torch.zeros_like(given["cu_seqlens_k"]))
+    none = {"kv": given["kv"][:0], "cu_seqlens_k": torch.zeros_like(given["cu_seqlens_k"])}
+    got = CASE.run(given | none)
     assert_equal(got, dsa.per_token_cast_to_fp8(given["q"].new_zeros(len(given["q"]) * 8, 8 * 512)))
     check(given | {"attn_sink": None})
 
 
 def test_nan_stays_in_its_rows():
     given = alone(inputs(sequences=[(300, 300)]))
-    whole = run(given)
+    whole = CASE.run(given)
     given["q"][7, 3] = given["kv"][200] = torch.nan
-    got = run(given)
+    got = CASE.run(given)
     assert_equal(got, apart(given))
     clean = [t for t in range(302) if t != 7 and not 200 <= t < 200 + WINDOW]
     rows = (torch.arange(8)[:, None] * 302 + torch.tensor(clean)).flatten().cuda()
@@ -108,7 +100,7 @@ def test_offsets_beyond_32_bits():
     """Results of more than 2^31 bytes."""
     tokens = 2**31 // (128 * 512) + 40
     given = alone(inputs(128, 16, [(tokens, tokens)]))
-    cast, scale = run(given)
+    cast, scale = CASE.run(given)
     rows = torch.arange(tokens - 300, tokens)
     last = {name: given[name][rows[0] : rows[-1] + 1].clone() for name in ("q", "cos", "sin")}
     last |= {"kv": given["kv"][rows[0] - WINDOW : rows[-1] + 1].clone()}
@@ -120,9 +112,9 @@ def test_offsets_beyond_32_bits():
 
 def test_a_query_does_not_depend_on_the_others():
     given = inputs(sequences=[(1, 400)] * 300)
-    whole = [x.view(torch.uint8).unflatten(0, (8, -1)) for x in run(given)]
+    whole = [x.view(torch.uint8).unflatten(0, (8, -1)) for x in CASE.run(given)]
     for begin, end in ((0, 1), (150, 151), (100, 117)):
         part = {name: given[name][begin:end] for name in ("q", "indices", "cos", "sin", "topk_length")}
         part |= {"cu_seqlens_q": int32(range(end - begin + 1)), "cu_seqlens_k": given["cu_seqlens_k"][begin : end + 1]}
-        got = [x.view(torch.uint8).unflatten(0, (8, -1)) for x in run(given, **part)]
+        got = [x.view(torch.uint8).unflatten(0, (8, -1)) for x in CASE.run(given | part)]
         assert_equal(got, [x[:, begin:end] for x in whole])

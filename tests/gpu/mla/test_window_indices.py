@@ -1,4 +1,4 @@
-"""The lists of windows on the GPU: of packed keys, pages and rings, whatever these hold."""
+"""The lists of windows on the GPU: of packed keys, pages and rings, with any bounds and pages."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ LENGTHS = [0, 1, 2, 3, 5, 47, 48, 49, 63, 64, 65, 127, 128, 129, 500, 1001, 3000
 
 
 def boundaries(sequences, most, first=0):
-    """Where that many sequences of 0 to `most` begin and end."""
+    """The bounds of this many sequences of 0 to `most` tokens."""
     lengths = torch.randint(0, most + 1, (sequences,)) * (torch.rand(sequences) > 0.2)
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).add(first).int()
 
@@ -25,11 +25,10 @@ def garbage(*shape):
 
 
 def check_indices(cu_q, cu_k, total_q, window):
-    """Of any bounds."""
+    """Compare with the reference on the CPU, for any bounds."""
     poison_free_memory(mebibytes=64)
     got = dsa.window_indices(cu_q.cuda(), cu_k.cuda(), total_q, window)
     assert torch.equal(got.cpu(), dsa.reference.window_indices(cu_q, cu_k, total_q, window))
-    return got
 
 
 def check_slots(table, lengths, s_q, page_size, window):
@@ -40,7 +39,7 @@ def check_slots(table, lengths, s_q, page_size, window):
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("sequences", [1, 2, 31, 32, 33, 500])
 def test_lists_of_packed_keys_are_right(sequences, window):
-    """Chunks of long sequences, whole ones, empty ones, and such with fewer keys than queries."""
+    """Chunks of long sequences, whole sequences, empty ones, and fewer keys than queries."""
     for most_q, most_k in ((9, 400), (60, 60), (40, 3)):
         lengths = [torch.randint(0, most + 1, (sequences,)).tolist() for most in (most_q, most_k)]
         checked(INDICES, INDICES.arguments("cuda", sequences=tuple(zip(*lengths)), window=window))
@@ -48,28 +47,25 @@ def test_lists_of_packed_keys_are_right(sequences, window):
     check_indices(cu_q, cu_q, int(cu_q[-1]) + 1, window)
 
 
-@pytest.mark.parametrize("total_q", [0, 1, 3, 4, 5, 1000])
-def test_queries_of_no_sequence_have_empty_lists(total_q):
-    for values in ([0], [0, 0], [3, 3, 3], [2, 4]):
-        check_indices(torch.tensor(values).int(), torch.tensor(values).int(), total_q, 5)
-
-
-def test_lists_of_long_sequences_are_right():
-    cu = torch.tensor([0, 70_001, 70_001, 200_000]).int()
-    check_indices(cu, cu, 200_000, 128)
-    check_indices(torch.tensor([0, 3]).int(), torch.tensor([0, 5_000_000]).int(), 3, 1_000_000)
-    check_indices(torch.tensor([0, 9]).int(), torch.tensor([INT_MAX - 5, INT_MAX]).int(), 9, 128)
+@pytest.mark.parametrize(
+    ("cu_q", "cu_k", "total_q", "window"),
+    [
+        *((x, x, total, 5) for x in ([0], [0, 0], [3, 3, 3], [2, 4]) for total in (0, 1, 3, 4, 5, 1000)),
+        ([0, 70_001, 70_001, 200_000], [0, 70_001, 70_001, 200_000], 200_000, 128),
+        ([0, 3], [0, 5_000_000], 3, 1_000_000),
+        ([0, 9], [INT_MAX - 5, INT_MAX], 9, 128),
+    ],
+)
+def test_lists_without_sequences_and_of_long_ones_are_right(cu_q, cu_k, total_q, window):
+    check_indices(torch.tensor(cu_q).int(), torch.tensor(cu_k).int(), total_q, window)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_cu_seqlens_hold_lists_name_no_negative_key(seed):
+def test_lists_of_wrong_bounds_are_right(seed):
     torch.manual_seed(seed)
-    check_indices(boundaries(8, 30), garbage(9), 200, 128)
-    cu_q, cu_k = garbage(9), garbage(9)
-    got = check_indices(cu_q, cu_k, 200, 128)
-    check_indices(torch.where(torch.rand(9) < 0.3, cu_q, boundaries(8, 30)), cu_k, 200, 128)
-    later, before = got[:, 1:], got[:, :-1]
-    assert got.ge(-1).all() and ((later == -1) | (later == before + 1) & (before >= 0)).all()
+    valid, wrong = boundaries(8, 30), garbage(9)
+    for cu_q in (valid, wrong, torch.where(torch.rand(9) < 0.3, wrong, valid)):
+        check_indices(cu_q, garbage(9), 200, 128)
 
 
 def test_lists_of_more_than_2_to_the_31_entries_are_right():
@@ -90,12 +86,17 @@ def test_lists_of_more_than_2_to_the_31_entries_are_right():
 
 @pytest.mark.parametrize("s_q", [1, 2, 3, 4])
 @pytest.mark.parametrize("window", WINDOWS)
-def test_slots_of_pages_and_rings_are_right(window, s_q):
-    for page_size, pages in ((1, 600), (48, 20), (64, 40), (256, 2)):
-        table = torch.randint(0, 5000, (len(LENGTHS), pages)).int()
-        check_slots(table, LENGTHS, s_q, page_size, window)
-        spoiled = torch.where(torch.rand(table.shape) < 0.3, garbage(*table.shape), table)
-        check_slots(spoiled, LENGTHS, s_q, page_size, window)
+@pytest.mark.parametrize(("page_size", "pages"), [(1, 600), (48, 20), (64, 40), (256, 2)])
+def test_slots_of_pages_are_right(page_size, pages, window, s_q):
+    table = torch.randint(0, 5000, (len(LENGTHS), pages)).int()
+    check_slots(table, LENGTHS, s_q, page_size, window)
+    spoiled = torch.where(torch.rand(table.shape) < 0.3, garbage(*table.shape), table)
+    check_slots(spoiled, LENGTHS, s_q, page_size, window)
+
+
+@pytest.mark.parametrize("s_q", [1, 2, 3, 4])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_slots_of_rings_are_right(window, s_q):
     for page_size in (window + s_q - 1, window + s_q + 6, 1024 + s_q):
         check_slots(None, LENGTHS, s_q, page_size, window)
 
