@@ -20,9 +20,9 @@ def add_4(target: Int64, values):
 
 @cute.jit
 def store_4(target: Int64, values):
-    """Store four numbers at `target`, a multiple of 16."""
+    """Store four 32-bit values at `target`, a multiple of 16."""
     cute.arch.inline_ptx(
-        "st.global.v4.f32 [{$r0}], {" + "{$r1}, {$r2}, {$r3}, {$r4}" + "};",
+        "st.global.v4.b32 [{$r0}], {" + "{$r1}, {$r2}, {$r3}, {$r4}" + "};",
         read_only_args=[target, *values],
     )
 

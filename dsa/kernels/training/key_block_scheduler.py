@@ -23,17 +23,14 @@ from cutlass import Int32
 from dsa.cute.reductions import block_exclusive_scan
 from dsa.cute.sm90 import WARP
 from dsa.kernels.training.limits import Q_TILE
-from dsa.kernels.training.q_tiles import COLUMN_BLOCK, SEQUENCE, load_q_tile
+from dsa.kernels.training.q_tiles import COLUMN_BLOCK, SEQUENCE, QTile, load_q_tile
 
 
 class Span(NamedTuple):
     """One sequence's q tiles of a launch.
 
     first, end       the q tiles first to end - 1
-    first_q, first_k its first query and key
-    keys             number of the sequence's keys
-    seen             number of keys that its first query sees; may be negative
-    step             how many more keys each query sees than the one before: 0 or 1
+    q_tile           the first one
     columns          number of (query, head) pairs
     column_blocks    number of column blocks
     visible          number of keys that its last query sees
@@ -42,11 +39,7 @@ class Span(NamedTuple):
 
     first: Int32
     end: Int32
-    first_q: Int32
-    first_k: Int32
-    keys: Int32
-    seen: Int32
-    step: Int32
+    q_tile: QTile
     columns: Int32
     column_blocks: Int32
     visible: Int32
@@ -103,9 +96,9 @@ class KeyBlockScheduler:
         self.column_blocks_a_q_tile = Q_TILE * heads // COLUMN_BLOCK
 
     @cute.jit
-    def first_column_block(self, seen, step, key):
-        """The first column block of a span that sees `key`, if any does."""
-        return cutlass.max(key - seen + 1, 0) * step * self.heads // COLUMN_BLOCK
+    def first_column_block(self, q_tile: QTile, key):
+        """The first column block that sees `key`, if any does. Column blocks are counted from a q tile on."""
+        return cutlass.max(key - q_tile.seen + 1, 0) * q_tile.step * self.heads // COLUMN_BLOCK
 
     @cute.jit
     def load_span(self, q_tiles, first, lane) -> Span:
@@ -129,11 +122,7 @@ class KeyBlockScheduler:
         return Span(
             first,
             end,
-            q_tile.first_q,
-            q_tile.first_k,
-            q_tile.keys,
-            q_tile.seen,
-            q_tile.step,
+            q_tile,
             columns,
             cute.ceil_div(columns, COLUMN_BLOCK),
             visible,
@@ -161,7 +150,7 @@ class KeyBlockScheduler:
                     own = key_blocks * column_blocks
                     if key_blocks > 0:
                         # The q tile's first rows may not see its last key block.
-                        own -= self.first_column_block(q_tile.seen, q_tile.step, (key_blocks - 1) * self.width)
+                        own -= self.first_column_block(q_tile, (key_blocks - 1) * self.width)
             ahead, of_all = block_exclusive_scan(own, sums, lane, warp)
             if index < count:
                 before[index] = total + ahead
@@ -205,27 +194,27 @@ class KeyBlockScheduler:
         """(key block, column block) of an offset in a span's part of the list."""
         # All column blocks see the key blocks that the span's first query sees.
         whole = span.key_blocks
-        if span.step > 0:
-            whole = cutlass.min((cutlass.max(span.seen, 0) + self.width - 1) // self.width, span.key_blocks)
+        if span.q_tile.step > 0:
+            whole = cutlass.min((cutlass.max(span.q_tile.seen, 0) + self.width - 1) // self.width, span.key_blocks)
         key_block, left = Int32(0), offset
         if span.column_blocks > 0:
             key_block = cutlass.min(offset // span.column_blocks, whole)
             left = offset - key_block * span.column_blocks
         looking = Int32(1)
         while looking == 1:
-            length = span.column_blocks - self.first_column_block(span.seen, span.step, key_block * self.width)
+            length = span.column_blocks - self.first_column_block(span.q_tile, key_block * self.width)
             looking = Int32(0)
             if left >= length and key_block + 1 < span.key_blocks:
                 left -= length
                 key_block += 1
                 looking = Int32(1)
-        return key_block, self.first_column_block(span.seen, span.step, key_block * self.width) + left
+        return key_block, self.first_column_block(span.q_tile, key_block * self.width) + left
 
     @cute.jit
     def work_tile(self, q_tiles, state: SchedulerState, lane) -> WorkTileInfo:
         """The work tile of a state: the key block's column blocks to the last, or as many as the range still has."""
         span = self.load_span(q_tiles, state.first, lane)
-        first_seen = self.first_column_block(span.seen, span.step, state.key_block * self.width)
+        first_seen = self.first_column_block(span.q_tile, state.key_block * self.width)
         column_block = first_seen if state.column_block < 0 else state.column_block
         end = cutlass.min(span.column_blocks, column_block + state.left)
         end = column_block if state.key_block >= span.key_blocks else end

@@ -21,8 +21,9 @@ from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream
 from dsa.cute.reductions import block_exclusive_scan
 from dsa.cute.sm90 import WARP
+from dsa.kernels.training.fake_tensors import fake_line, fake_q_tiles
 from dsa.kernels.training.limits import K_TILE, Q_TILE
-from dsa.kernels.training.q_tiles import QTile, fake_q_tiles, store_q_tile
+from dsa.kernels.training.q_tiles import QTile, store_q_tile
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 THREADS = 1024
@@ -163,15 +164,11 @@ def compile_q_tile_plan():
     keys. before: number of q tiles in the earlier sequences. key_tiles: number of key tiles in the earlier q tiles.
     most: maximum of key tiles per q tile.
     """
-    batch, bounds = cute.sym_int(), cute.sym_int()
-
-    def line(extent):
-        return fake(Int32, (extent,), (1,), 4)
-
+    bounds = cute.sym_int()
     return compile_sm90(
         QTilePlanSm90(),
-        *(line(bounds), line(bounds), fake(Int32, (2, bounds), (cute.sym_int(), 1), 4)),
-        *(line(batch), fake_q_tiles(), line(cute.sym_int())),
+        *(fake_line(Int32, bounds), fake_line(Int32, bounds), fake(Int32, (2, bounds), (cute.sym_int(), 1), 4)),
+        *(fake_line(Int32), fake_q_tiles(), fake_line(Int32)),
         *(Int32(0), Int32(0), Int32(0), Int32(0), fake_stream()),
     )
 

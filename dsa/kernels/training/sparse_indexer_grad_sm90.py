@@ -36,14 +36,26 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.copies import arrive_when_gathered, gather_16
-from dsa.cute.dependent_launch import wait_for_prerequisite_grids
-from dsa.cute.fake_tensors import fake, fake_stream, strides
-from dsa.cute.pipeline import Pipeline, PipelineState, pipeline_storage, start
+from dsa.cute.fake_tensors import fake_stream
+from dsa.cute.pipeline import Pipeline, pipeline_storage, start
 from dsa.cute.shared_memory import load_16, load_matrices, pack, store_16, swizzled
 from dsa.cute.sm90 import SHARED_BYTES, WARPGROUP, opaque
+from dsa.cute.wgmma import multiply
 from dsa.cute.work_tile import static_persistent_scheduler
+from dsa.kernels.training.fake_tensors import fake_indices, fake_numbers, fake_rows
 from dsa.kernels.training.global_sums import add_4, add_fixed
 from dsa.kernels.training.limits import INDEX_CHANNELS
+from dsa.kernels.training.mainloop import (
+    accumulator,
+    add_product,
+    finish_prologue,
+    multiply_and_wait,
+    release,
+    skip,
+    swap_modes,
+    thread_indices,
+    words_of,
+)
 from dsa.kernels.training.topk_gather import (
     CHUNK,
     CHUNK_BYTES,
@@ -63,6 +75,7 @@ CONSUMER_WARPS = 12
 QUERY_REGISTERS, KEY_REGISTERS, PRODUCER_REGISTERS = 168, 144, 48
 KEY_STAGES, QUERY_STAGES = 6, 2
 STEPS = TILE // 16
+KEY_GRADIENT_BARRIER = 1  # a named barrier per key warpgroup: + the warpgroup's number
 
 
 class WarpRole(IntEnum):
@@ -71,12 +84,6 @@ class WarpRole(IntEnum):
     QUERY_GRADIENT = 0
     KEY_GRADIENT = 4
     PRODUCER = CONSUMER_WARPS
-
-
-class Barrier(IntEnum):
-    """Named barriers, one per key warpgroup."""
-
-    KEY_GRADIENT = 1  # + the key warpgroup's number
 
 
 @dataclass(frozen=True)
@@ -174,9 +181,7 @@ class SparseIndexerGradSm90:
         queries_layout: cute.ComposedLayout,
         weighted_layout: cute.ComposedLayout,
     ):
-        tid, _, _ = cute.arch.thread_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        lane = cute.arch.lane_idx()
+        tid, warp, lane = thread_indices()
         scheduler = static_persistent_scheduler()
         storage = SmemAllocator().allocate(self.storage)
         keys = storage.keys.get_tensor(keys_layout.outer, swizzle=keys_layout.inner)
@@ -191,9 +196,7 @@ class SparseIndexerGradSm90:
             # Each producer lane arrives for its copies; consumers arrive once per warp.
             pipelines.keys.init(CONSUMER_WARPS, WARPGROUP)
             pipelines.queries.init(CONSUMER_WARPS, WARPGROUP)
-        cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
-        wait_for_prerequisite_grids()
+        finish_prologue()
         schedule = QuerySchedule.of(scheduler, inputs.q, inputs.indices)
         if warp >= WarpRole.PRODUCER:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
@@ -268,22 +271,15 @@ class SparseIndexerGradSm90:
         tid = warp * 32 + lane
         thr, sum_thr = rmem_mma.get_slice(tid), sum_mma.get_slice(tid)
         rk = rmem_mma.make_fragment_B(thr.partition_B(shared.keys))
-        turned = cute.make_tensor(shared.keys.iterator, cute.select(shared.keys.layout, mode=[1, 0, 2]))
-        rv = sum_mma.make_fragment_B(sum_thr.partition_B(turned))
+        rv = sum_mma.make_fragment_B(sum_thr.partition_B(swap_modes(shared.keys)))
         q_rmem = cute.make_rmem_tensor(thr.partition_shape_A((TILE, self.channels)), BFloat16)
-        q_words = cute.make_tensor(
-            cute.recast_ptr(q_rmem.iterator, dtype=Uint32), cute.make_layout((4, self.channels // 16))
-        )
+        q_words = words_of(q_rmem, 4, self.channels // 16)
         operand = cute.make_rmem_tensor(sum_thr.partition_shape_A((TILE, TILE)), BFloat16)
-        words = cute.make_tensor(cute.recast_ptr(operand.iterator, dtype=Uint32), cute.make_layout((4, STEPS)))
-        acc = cute.make_rmem_tensor(thr.partition_shape_C((TILE, TILE)), Float32)
-        flat = cute.make_tensor(acc.iterator, cute.make_layout(TILE // 2))
-        total = cute.make_rmem_tensor(sum_thr.partition_shape_C((TILE, self.channels)), Float32)
-        sums = cute.make_tensor(total.iterator, cute.make_layout(self.channels // 2))
+        words = words_of(operand, 4, STEPS)
+        acc, flat = accumulator(thr, (TILE, TILE))
+        total, sums = accumulator(sum_thr, (TILE, self.channels))
         source = cute.recast_ptr(shared.queries.iterator, cute.make_swizzle(0, 4, 3), dtype=BFloat16)
-        pairs = cute.make_tensor(
-            cute.recast_ptr(shared.d_scores.iterator, dtype=Uint32), cute.make_layout((TILE // 2, KEY_STAGES))
-        )
+        pairs = words_of(shared.d_scores, TILE // 2, KEY_STAGES)
         sum_mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
         key_state, query_state = start(), start()
         for query in cutlass.range(schedule.first, schedule.queries, schedule.step, unroll=1):
@@ -295,30 +291,20 @@ class SparseIndexerGradSm90:
                 for i, word in enumerate(load_matrices(Int32(address.toint()))):
                     q_words[i, step] = word
             cute.arch.sync_warp()
-            pipelines.queries.consumer_release(query_state)
-            query_state = pipelines.queries.advance(query_state)
+            query_state = release(pipelines.queries, query_state)
             sums.fill(0.0)
             for _ in cutlass.range(schedule.key_tiles, unroll=1):
                 wait_for_wgmma(pipelines.keys, key_state)
                 here = opaque(key_state.stage)
-                cute.nvgpu.warpgroup.fence()
-                for step in cutlass.range_constexpr(self.channels // 16):
-                    rmem_mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, step > 0)
-                    cute.gemm(rmem_mma, acc, q_rmem[None, None, step], rk[None, None, step, here], acc)
-                cute.nvgpu.warpgroup.commit_group()
-                cute.nvgpu.warpgroup.wait_group(0)
+                multiply_and_wait(rmem_mma, acc, q_rmem, rk, here)
                 for j in cutlass.range_constexpr(TILE // 8):
                     word = pairs[4 * j + (lane & 3), here]
                     for r in cutlass.range_constexpr(2):
                         at = 4 * j + 2 * r
                         words[j % 2 * 2 + r, j // 2] = self.where_positive(word, flat[at], flat[at + 1])
-                cute.nvgpu.warpgroup.fence()
-                for step in cutlass.range_constexpr(STEPS):
-                    cute.gemm(sum_mma, total, operand[None, None, step], rv[None, None, step, here], total)
-                cute.nvgpu.warpgroup.commit_group()
+                add_product(sum_mma, total, operand, rv, here)
                 cute.nvgpu.warpgroup.wait_group(0)
-                pipelines.keys.consumer_release(key_state)
-                key_state = pipelines.keys.advance(key_state)
+                key_state = release(pipelines.keys, key_state)
             self.epilogue(inputs, dq, dw, q_rmem, sums, query, warp, lane)
 
     @cute.jit
@@ -341,10 +327,7 @@ class SparseIndexerGradSm90:
             if head < inputs.q.shape[1]:
                 if lane & 3 == 0:
                     dw[query, head] = amount * scale
-                row = dq[query, head, None]
-                target = cute.make_tensor(
-                    cute.recast_ptr(row.iterator, dtype=Uint32), cute.make_layout(self.channels // 2)
-                )
+                target = words_of(dq[query, head, None], self.channels // 2)
                 for j in cutlass.range_constexpr(self.channels // 8):
                     at = 4 * j + 2 * r
                     target[4 * j + (lane & 3)] = pack(sums[at] * weight, sums[at + 1] * weight, BFloat16)
@@ -370,14 +353,11 @@ class SparseIndexerGradSm90:
         thr, sum_thr = scores_mma.get_slice(tid), sum_mma.get_slice(tid)
         rk = scores_mma.make_fragment_A(thr.partition_A(shared.keys))
         rq = scores_mma.make_fragment_B(thr.partition_B(shared.queries))
-        turned = cute.make_tensor(weighted.iterator, cute.select(weighted.layout, mode=[1, 0, 2]))
-        rw = sum_mma.make_fragment_B(sum_thr.partition_B(turned))
+        rw = sum_mma.make_fragment_B(sum_thr.partition_B(swap_modes(weighted)))
         operand = cute.make_rmem_tensor(sum_thr.partition_shape_A((TILE, TILE)), BFloat16)
-        words = cute.make_tensor(cute.recast_ptr(operand.iterator, dtype=Uint32), cute.make_layout((4, STEPS)))
-        acc = cute.make_rmem_tensor(thr.partition_shape_C((TILE, TILE)), Float32)
-        flat = cute.make_tensor(acc.iterator, cute.make_layout(TILE // 2))
-        total = cute.make_rmem_tensor(sum_thr.partition_shape_C((TILE, self.channels)), Float32)
-        sums = cute.make_tensor(total.iterator, cute.make_layout(self.channels // 2))
+        words = words_of(operand, 4, STEPS)
+        acc, flat = accumulator(thr, (TILE, TILE))
+        total, sums = accumulator(sum_thr, (TILE, self.channels))
         scores = cute.make_tensor(
             cute.recast_ptr(shared.d_scores.iterator, dtype=cutlass.Uint16), cute.make_layout((TILE, KEY_STAGES))
         )
@@ -389,21 +369,17 @@ class SparseIndexerGradSm90:
         for query in cutlass.range(schedule.first, schedule.queries, schedule.step, unroll=1):
             pipelines.queries.consumer_wait(query_state)
             # Wait until all warps have finished the products with the previous query's g w q.
-            cute.arch.barrier(barrier_id=Barrier.KEY_GRADIENT + side, number_of_threads=WARPGROUP)
+            cute.arch.barrier(barrier_id=KEY_GRADIENT_BARRIER + side, number_of_threads=WARPGROUP)
             self.weigh(inputs, shared.queries, weighted, query, query_state.stage, side, tid)
             cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.barrier(barrier_id=Barrier.KEY_GRADIENT + side, number_of_threads=WARPGROUP)
+            cute.arch.barrier(barrier_id=KEY_GRADIENT_BARRIER + side, number_of_threads=WARPGROUP)
             if side == 1:
-                key_state = self.skip_tile(pipelines.keys, key_state)
+                key_state = skip(pipelines.keys, key_state)
             for tile in cutlass.range(side, schedule.key_tiles, 2, unroll=1):
                 found = selected(inputs.indices[query, None], tile * TILE, rows, inputs.k.shape[0])
                 wait_for_wgmma(pipelines.keys, key_state)
                 here = opaque(key_state.stage)
-                cute.nvgpu.warpgroup.fence()
-                for step in cutlass.range_constexpr(self.channels // 16):
-                    scores_mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, step > 0)
-                    cute.gemm(scores_mma, acc, rk[None, None, step, here], rq[None, None, step, query_state.stage], acc)
-                cute.nvgpu.warpgroup.commit_group()
+                multiply(scores_mma, acc, rk, rq, here, query_state.stage)
                 cute.nvgpu.warpgroup.wait_group(0)
                 for r in cutlass.range_constexpr(2):
                     score = Uint32(scores[rows[r], here])
@@ -412,27 +388,12 @@ class SparseIndexerGradSm90:
                         at = 4 * j + 2 * r
                         words[j % 2 * 2 + r, j // 2] = self.where_positive(word, flat[at], flat[at + 1])
                 cute.arch.sync_warp()
-                pipelines.keys.consumer_release(key_state)
-                key_state = pipelines.keys.advance(key_state)
-                cute.nvgpu.warpgroup.fence()
-                for step in cutlass.range_constexpr(STEPS):
-                    sum_mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, step > 0)
-                    cute.gemm(sum_mma, total, operand[None, None, step], rw[None, None, step, side], total)
-                cute.nvgpu.warpgroup.commit_group()
-                cute.nvgpu.warpgroup.wait_group(0)
+                key_state = release(pipelines.keys, key_state)
+                multiply_and_wait(sum_mma, total, operand, rw, side)
                 self.add(dk, sums, found, multiple, lane)
                 if tile + 1 < schedule.key_tiles:
-                    key_state = self.skip_tile(pipelines.keys, key_state)
-            pipelines.queries.consumer_release(query_state)
-            query_state = pipelines.queries.advance(query_state)
-
-    @cute.jit
-    def skip_tile(self, pipeline: Pipeline, state: PipelineState) -> PipelineState:
-        """Skip a tile of the other key warpgroup. Every warp waits for every stage, so that it cannot confuse two
-        phases."""
-        pipeline.consumer_wait(state)
-        pipeline.consumer_release(state)
-        return pipeline.advance(state)
+                    key_state = skip(pipelines.keys, key_state)
+            query_state = release(pipelines.queries, query_state)
 
     @cute.jit
     def weigh(self, inputs: Inputs, queries, weighted, query, stage, side, tid):
@@ -488,21 +449,18 @@ def compile_sparse_indexer_grad(channels: int, fixed_point: bool):
     and K at least 1. K' is K rounded up to a multiple of 64. d_scores must be 0 for invalid indices.
     """
     queries, heads, keys = (cute.sym_int() for _ in range(3))
-
-    def rows(dtype, *shape):
-        return fake(dtype, shape, (*strides(len(shape) - 1, 128 // dtype.width), 1))
-
-    def numbers(*shape):
-        return fake(Float32, shape, strides(len(shape)), 4)
-
     return compile_sm90(
         SparseIndexerGradSm90(channels, fixed_point),
-        *(rows(BFloat16, queries, heads, channels), rows(BFloat16, keys, channels), numbers(queries, heads)),
-        fake(Int32, (queries, cute.sym_int()), (*strides(1), 1), 4),
-        rows(BFloat16, queries, cute.sym_int(divisibility=TILE)),
-        *(numbers(queries), numbers(1) if fixed_point else None),
-        *(rows(BFloat16, queries, heads, channels), numbers(queries, heads)),
-        rows(Int64 if fixed_point else Float32, keys, channels),
+        *(
+            fake_rows(BFloat16, queries, heads, channels),
+            fake_rows(BFloat16, keys, channels),
+            fake_numbers(queries, heads),
+        ),
+        fake_indices(queries),
+        fake_rows(BFloat16, queries, cute.sym_int(divisibility=TILE)),
+        *(fake_numbers(queries), fake_numbers(1) if fixed_point else None),
+        *(fake_rows(BFloat16, queries, heads, channels), fake_numbers(queries, heads)),
+        fake_rows(Int64 if fixed_point else Float32, keys, channels),
         *(Int32(1), fake_stream()),
     )
 

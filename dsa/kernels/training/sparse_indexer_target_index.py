@@ -1,29 +1,106 @@
-"""The index warpgroup of the sparse stage's target kernel. It computes the indexer's scores of every tile and adds up
-the attention's sums. After a query's last tile it computes both distributions, the loss and its gradient to the
-scores."""
+"""The index warpgroup of the sparse stage's target kernel, and the definitions that the kernel's roles share.
+
+The index warpgroup computes the indexer's scores of every tile and adds up the attention's sums. After a query's last
+tile it computes both distributions, the loss and its gradient to the scores."""
+
+from dataclasses import dataclass
+from enum import IntEnum
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Uint32
 
-from dsa.cute.pipeline import start
-from dsa.cute.shared_memory import pack
+from dsa.cute.pipeline import Pipeline, PipelineState, start
+from dsa.cute.reductions import warp_reduce_sum
+from dsa.cute.shared_memory import load_matrices, pack, swizzled
 from dsa.cute.sm90 import LN2, LOG2E, WARPGROUP, opaque
-from dsa.kernels.training.sparse_indexer_target_tiles import (
-    STEPS,
-    Barrier,
-    Inputs,
-    Pipelines,
-    SharedTensors,
-    load_q_rmem,
-    sum_rows,
-    sums_state,
-)
+from dsa.kernels.training.mainloop import accumulator, release, words_of
 from dsa.kernels.training.topk_gather import CHUNK, TILE, QuerySchedule, selected, wait_for_wgmma
 
+THREADS = 4 * WARPGROUP
+STEPS = CHUNK // 16  # wgmma instructions per chunk
+INDEX_STAGES, SUM_STAGES = 2, 4
+ATTENTION_WARPS, INDEX_WARPS = 8, 4
+INDEX_BARRIER, ATTENTION_BARRIER = 1, 2  # named barriers, one per warpgroup: + the attention warpgroup's number
 NOTHING = -3e38  # finite, so that NOTHING - NOTHING is not NaN
 SMALLEST = 2.0**-126
 INFINITY = float("inf")
+
+
+class WarpRole(IntEnum):
+    """The first warp of each role. The roles have two, one and one warpgroups."""
+
+    ATTENTION = 0
+    INDEX = ATTENTION_WARPS
+    PRODUCER = ATTENTION_WARPS + INDEX_WARPS
+
+
+@dataclass(frozen=True)
+class Pipelines:
+    """keys: chunks of q or kv rows. index: tiles of index rows. sums: the attention's sums of exponentials per tile."""
+
+    keys: Pipeline
+    index: Pipeline
+    sums: Pipeline
+
+
+@dataclass(frozen=True)
+class SharedTensors:
+    """
+    sums            [64 keys, 8 warps, SUM_STAGES]: a tile's sums of exponentials over each attention warp's heads
+    own_sums        [64 keys, 4 warps, 2]: a tile's weighted scores, summed over each index warp's heads
+    target, scores  [MAX_SPARSE_KEYS]: p before normalisation, and I
+    parts           [12]: partial results that the index warps exchange in a query's epilogue
+    """
+
+    sums: cute.Tensor
+    own_sums: cute.Tensor
+    target: cute.Tensor
+    scores: cute.Tensor
+    parts: cute.Tensor
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """q [T, H, d], kv [Tk, d], q_idx [T, Hi, di], k_idx [Tk, di], w_idx [T, Hi], indices [T, K], lse [T, H]"""
+
+    q: cute.Tensor
+    kv: cute.Tensor
+    q_idx: cute.Tensor
+    k_idx: cute.Tensor
+    w_idx: cute.Tensor
+    indices: cute.Tensor
+    lse: cute.Tensor
+
+
+def sums_state(tile: Int32) -> PipelineState:
+    """State of the pipeline of sums at key tile `tile`, counted over all queries of the CTA."""
+    return PipelineState(tile & (SUM_STAGES - 1), (tile >> SUM_STAGES.bit_length() - 1) & 1)
+
+
+@cute.jit
+def load_q_rmem(words, chunk: cutlass.Constexpr, source: cute.Pointer, warp, lane):
+    """Load a warp's part of a chunk of 64 rows from shared memory as operand A: words [4, STEPS, chunks]."""
+    for step in cutlass.range_constexpr(STEPS):
+        address = source + swizzled(warp * 16 + (lane & 15), 2 * step + (lane >> 4))
+        for i, word in enumerate(load_matrices(Int32(address.toint()))):
+            words[i, step, chunk] = word
+
+
+@cute.jit
+def sum_rows(values, lane):
+    """Sums over a warp's 16 rows of a wgmma accumulator tile of 64 columns.
+
+    values[2 j + e]: the lane's value of column 8 j + 2 (lane % 4) + e. -> the sums of columns 2 lane and 2 lane + 1. A
+    reduce-scatter of 14 shuffles: each step halves the number of columns per lane.
+    """
+    for log in cutlass.range_constexpr(4, 1, -1):
+        upper = (lane >> log) & 1 != 0
+        half = len(values) // 2
+        kept = [values[half + i] if upper else values[i] for i in range(half)]
+        sent = [values[i] if upper else values[half + i] for i in range(half)]
+        values = [keep + cute.arch.shuffle_sync_bfly(send, offset=1 << log) for keep, send in zip(kept, sent)]
+    return values
 
 
 @cute.jit
@@ -56,11 +133,8 @@ class IndexWarpgroup:
         thr = mma.get_slice(tid)
         rk = mma.make_fragment_B(thr.partition_B(index))
         q_rmem = cute.make_rmem_tensor((*thr.partition_shape_A((TILE, CHUNK)), self.index_chunks), BFloat16)
-        words = cute.make_tensor(
-            cute.recast_ptr(q_rmem.iterator, dtype=Uint32), cute.make_layout((4, STEPS, self.index_chunks))
-        )
-        acc = cute.make_rmem_tensor(thr.partition_shape_C((TILE, TILE)), Float32)
-        flat = cute.make_tensor(acc.iterator, cute.make_layout(TILE // 2))
+        words = words_of(q_rmem, 4, STEPS, self.index_chunks)
+        acc, flat = accumulator(thr, (TILE, TILE))
         source = cute.recast_ptr(index.iterator, cute.make_swizzle(0, 4, 3), dtype=BFloat16)
         weights = cute.make_rmem_tensor((2,), Float32)
         state, tiles = start(), Int32(0)
@@ -76,8 +150,7 @@ class IndexWarpgroup:
                 memory = source + (state.stage * self.index_chunks + chunk) * (TILE * CHUNK)
                 load_q_rmem(words, chunk, memory, warp, lane)
             cute.arch.sync_warp()
-            pipelines.index.consumer_release(state)
-            state = pipelines.index.advance(state)
+            state = release(pipelines.index, state)
             # Warps 0 and 1 keep the target's sum of their column. Warps 2 and 3 keep the highest score and the sum of
             # exponentials relative to it.
             row_sum, row_max = Float32(0.0), Float32(NOTHING)
@@ -93,10 +166,9 @@ class IndexWarpgroup:
                         cute.gemm(mma, acc, q_rmem[None, None, step, chunk], keys, acc)
                 cute.nvgpu.warpgroup.commit_group()
                 cute.nvgpu.warpgroup.wait_group(0)
-                pipelines.index.consumer_release(state)
-                state = pipelines.index.advance(state)
+                state = release(pipelines.index, state)
                 self.sum_heads(flat, weights, shared, tile & 1, warp, lane)
-                cute.arch.barrier(barrier_id=Barrier.INDEX, number_of_threads=WARPGROUP)
+                cute.arch.barrier(barrier_id=INDEX_BARRIER, number_of_threads=WARPGROUP)
                 sums = sums_state(tiles + tile)
                 pipelines.sums.consumer_wait(sums)
                 if warp < 2:
@@ -147,7 +219,7 @@ class IndexWarpgroup:
             row_sum = row_sum * exp(row_max - higher) + other * exp(other_max - higher)
             row_max = higher
         shared.parts[2 * warp], shared.parts[2 * warp + 1] = row_sum, row_max
-        cute.arch.barrier(barrier_id=Barrier.INDEX, number_of_threads=WARPGROUP)
+        cute.arch.barrier(barrier_id=INDEX_BARRIER, number_of_threads=WARPGROUP)
         mass = shared.parts[0] + shared.parts[2]
         row_max = cute.arch.fmax(shared.parts[5], shared.parts[7])
         row_sum = shared.parts[4] * exp(shared.parts[5] - row_max)
@@ -157,10 +229,9 @@ class IndexWarpgroup:
         if not mass == 0.0:
             inverse, lse = 1.0 / mass, row_max + cute.math.log2(row_sum) * LN2
         row = d_scores[query, None]
-        target, scores = cute.make_rmem_tensor((4,), Float32), cute.make_rmem_tensor((4,), Float32)
+        target, scores, kept = (cute.make_rmem_tensor((4,), Float32) for _ in range(3))
         stored = cute.make_rmem_tensor((2,), Uint32)
-        kept = cute.make_rmem_tensor((4,), Float32)
-        words = cute.make_tensor(cute.recast_ptr(row.iterator, dtype=Uint32), cute.make_layout(row.shape[0] // 2))
+        words = words_of(row, row.shape[0] // 2)
         loss = Float32(0.0)
         for at in cutlass.range(tid, tiles * (TILE // 4), WARPGROUP, unroll=1):
             cute.autovec_copy(cute.local_tile(shared.target, (4,), (at,)), target)
@@ -173,11 +244,9 @@ class IndexWarpgroup:
                 loss += Float32(0.0) if p < SMALLEST else term
             stored[0], stored[1] = pack(kept[0], kept[1], BFloat16), pack(kept[2], kept[3], BFloat16)
             cute.autovec_copy(stored, cute.local_tile(words, (2,), (at,)))
-        for log in cutlass.range_constexpr(5):
-            loss += cute.arch.shuffle_sync_bfly(loss, offset=1 << log)
-        shared.parts[8 + warp] = loss
+        shared.parts[8 + warp] = warp_reduce_sum(loss)
         # After this barrier the next query's first tile may overwrite target and scores. The parts are safe: they are
         # written after that tile's barrier, which thread 0 reaches only after it has read them.
-        cute.arch.barrier(barrier_id=Barrier.INDEX, number_of_threads=WARPGROUP)
+        cute.arch.barrier(barrier_id=INDEX_BARRIER, number_of_threads=WARPGROUP)
         if tid == 0:
             kl[query] = (shared.parts[8] + shared.parts[9]) + (shared.parts[10] + shared.parts[11])

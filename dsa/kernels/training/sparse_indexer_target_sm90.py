@@ -14,7 +14,7 @@ Plan
 - The index warpgroup (sparse_indexer_target_index.py) computes the indexer's scores of every tile and adds up the
   attention's sums. After a query's last tile it normalises, reduces and stores, while the attention warpgroups start
   the next query.
-- The producer warpgroup (sparse_indexer_target_producer.py) gathers 16 bytes per lane: keys into a pipeline of chunks,
+- The producer warpgroup gathers 16 bytes per lane: keys into a pipeline of chunks,
   index keys into a pipeline of tiles. A query's q rows use the same pipelines, before its keys.
 - Exponents are shifted up by RAISED. The LSE may include a window and a sink, so all of a head's keys may lie far below
   it. Terms down to 2^(-126 - RAISED), e^-128, still count.
@@ -32,27 +32,28 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Uint32, const_expr
+from cutlass import BFloat16, Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
-from dsa.cute.dependent_launch import wait_for_prerequisite_grids
-from dsa.cute.fake_tensors import fake, fake_stream, strides
+from dsa.cute.copies import arrive_when_gathered
+from dsa.cute.fake_tensors import fake_stream
 from dsa.cute.pipeline import Pipeline, PipelineState, pipeline_storage, start
 from dsa.cute.sm90 import LOG2E, SHARED_BYTES, WARPGROUP, opaque
 from dsa.cute.work_tile import static_persistent_scheduler
+from dsa.kernels.training.fake_tensors import fake_indices, fake_line, fake_numbers, fake_rows
 from dsa.kernels.training.limits import INDEX_CHANNELS, MAX_SPARSE_HEADS, MAX_SPARSE_KEYS, MLA_CHANNELS
-from dsa.kernels.training.sparse_indexer_target_index import IndexWarpgroup
-from dsa.kernels.training.sparse_indexer_target_producer import TargetProducer
-from dsa.kernels.training.sparse_indexer_target_tiles import (
+from dsa.kernels.training.mainloop import accumulator, finish_prologue, release, skip, thread_indices, words_of
+from dsa.kernels.training.sparse_indexer_target_index import (
+    ATTENTION_BARRIER,
     ATTENTION_WARPS,
     INDEX_STAGES,
     INDEX_WARPS,
     STEPS,
     SUM_STAGES,
     THREADS,
-    Barrier,
+    IndexWarpgroup,
     Inputs,
     Pipelines,
     SharedTensors,
@@ -61,7 +62,19 @@ from dsa.kernels.training.sparse_indexer_target_tiles import (
     sum_rows,
     sums_state,
 )
-from dsa.kernels.training.topk_gather import CHUNK, TILE, QuerySchedule, chunk_layout, wait_for_wgmma
+from dsa.kernels.training.topk_gather import (
+    CHUNK,
+    CHUNK_BYTES,
+    TILE,
+    QuerySchedule,
+    chunk_layout,
+    gather_chunk,
+    head_rows,
+    key_rows,
+    own_rows,
+    selected,
+    wait_for_wgmma,
+)
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 ATTENTION_REGISTERS, INDEX_REGISTERS, PRODUCER_REGISTERS = 176, 112, 48
@@ -137,9 +150,7 @@ class SparseIndexerTargetSm90:
         index_layout: cute.ComposedLayout,
         q_layout: cute.ComposedLayout,
     ):
-        tid, _, _ = cute.arch.thread_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        lane = cute.arch.lane_idx()
+        tid, warp, lane = thread_indices()
         scheduler = static_persistent_scheduler()
         storage = SmemAllocator().allocate(self.storage)
         keys = storage.keys.get_tensor(keys_layout.outer, swizzle=keys_layout.inner)
@@ -162,14 +173,11 @@ class SparseIndexerTargetSm90:
             pipelines.keys.init(ATTENTION_WARPS, WARPGROUP)
             pipelines.index.init(INDEX_WARPS, WARPGROUP)
             pipelines.sums.init(INDEX_WARPS, 4 * self.row_tiles)
-        cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
-        wait_for_prerequisite_grids()
+        finish_prologue()
         schedule = QuerySchedule.of(scheduler, inputs.q, inputs.indices)
         if warp >= WarpRole.PRODUCER:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            producer = TargetProducer(self.chunks, self.row_tiles, self.index_chunks)
-            producer.run(inputs, pipelines, keys, index, schedule, warp - WarpRole.PRODUCER, lane)
+            self.produce(inputs, pipelines, keys, index, schedule, warp - WarpRole.PRODUCER, lane)
         elif warp >= WarpRole.INDEX:
             cute.arch.setmaxregister_decrease(INDEX_REGISTERS)
             consumer = IndexWarpgroup(self.index_chunks, self.row_tiles)
@@ -179,6 +187,49 @@ class SparseIndexerTargetSm90:
             cute.arch.setmaxregister_increase(ATTENTION_REGISTERS)
             mmas = smem_mma, rmem_mma
             self.attend(inputs, pipelines, shared, *mmas, keys, sq, scale, schedule, warp // 4, warp % 4, lane)
+
+    @cute.jit
+    def produce(self, inputs: Inputs, pipelines: Pipelines, keys, index, schedule: QuerySchedule, warp, lane):
+        """The producer warpgroup: load the q rows and then the keys of every query of this CTA. keys, index: the stages
+        of chunks and of index tiles in shared memory."""
+        keys_start, index_start = Int32(keys.iterator.toint()), Int32(index.iterator.toint())
+        count = inputs.kv.shape[0]
+        rows = own_rows(warp, lane)
+        key_state, index_state = start(), start()
+        for query in cutlass.range(schedule.first, schedule.queries, schedule.step, unroll=1):
+            for part in cutlass.range_constexpr(self.row_tiles):
+                sources, valid = head_rows(inputs.q, query, part * TILE, rows, lane)
+                key_state = self.load_chunks(pipelines.keys, keys_start, sources, valid, key_state, warp, lane)
+            sources, valid = head_rows(inputs.q_idx, query, 0, rows, lane)
+            index_state = self.load_index(pipelines.index, index_start, sources, valid, index_state, warp, lane)
+            found = selected(inputs.indices[query, None], Int32(0), rows, count)
+            for tile in cutlass.range(schedule.key_tiles, unroll=1):
+                sources, valid = key_rows(inputs.kv, found, lane)
+                index_sources, _ = key_rows(inputs.k_idx, found, lane)
+                # Prefetch the next tile's indices while this tile's keys are gathered.
+                found = selected(inputs.indices[query, None], (tile + 1) * TILE, rows, count)
+                key_state = self.load_chunks(pipelines.keys, keys_start, sources, valid, key_state, warp, lane)
+                index_state = self.load_index(
+                    pipelines.index, index_start, index_sources, valid, index_state, warp, lane
+                )
+
+    @cute.jit
+    def load_chunks(self, pipeline: Pipeline, start: Int32, sources, valid, state: PipelineState, warp, lane):
+        for chunk in cutlass.range_constexpr(self.chunks):
+            pipeline.producer_wait(state)
+            gather_chunk(start + state.stage * CHUNK_BYTES, sources, valid, chunk, warp, lane)
+            arrive_when_gathered(pipeline.producer_barrier(state))
+            state = pipeline.advance(state)
+        return state
+
+    @cute.jit
+    def load_index(self, pipeline: Pipeline, start: Int32, sources, valid, state: PipelineState, warp, lane):
+        pipeline.producer_wait(state)
+        for chunk in cutlass.range_constexpr(self.index_chunks):
+            target = start + (state.stage * self.index_chunks + chunk) * CHUNK_BYTES
+            gather_chunk(target, sources, valid, chunk, warp, lane)
+        arrive_when_gathered(pipeline.producer_barrier(state))
+        return pipeline.advance(state)
 
     @cute.jit
     def attend(
@@ -203,8 +254,7 @@ class SparseIndexerTargetSm90:
         rk = smem_mma.make_fragment_B(thr.partition_B(keys))
         rmem_shape = *rmem_mma.get_slice(tid).partition_shape_A((TILE, CHUNK)), RMEM_CHUNKS
         q_rmem = cute.make_rmem_tensor(rmem_shape, BFloat16)
-        acc = cute.make_rmem_tensor(thr.partition_shape_C((TILE, TILE)), Float32)
-        flat = cute.make_tensor(acc.iterator, cute.make_layout(TILE // 2))
+        acc, flat = accumulator(thr, (TILE, TILE))
         offsets = cute.make_rmem_tensor((2,), Float32)
         mmas, queries = (smem_mma, rmem_mma), (q_smem, q_rmem)
         state, tiles = start(), Int32(0)
@@ -218,23 +268,23 @@ class SparseIndexerTargetSm90:
                     offsets[r] = RAISED - inputs.lse[query, head] * LOG2E
             # Wait until all warps have finished the previous query's products before Q is overwritten: PTX does not
             # say which rows of shared memory a warp's part of a wgmma reads.
-            cute.arch.barrier(barrier_id=Barrier.ATTENTION + side, number_of_threads=WARPGROUP)
+            cute.arch.barrier(barrier_id=ATTENTION_BARRIER + side, number_of_threads=WARPGROUP)
             for part in cutlass.range_constexpr(self.row_tiles):
                 state = self.load_q(pipelines.keys, q_rmem, keys, sq, state, part, side, warp, lane)
             cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.barrier(barrier_id=Barrier.ATTENTION + side, number_of_threads=WARPGROUP)
+            cute.arch.barrier(barrier_id=ATTENTION_BARRIER + side, number_of_threads=WARPGROUP)
             if const_expr(self.row_tiles == 2):
                 for tile in cutlass.range(schedule.key_tiles, unroll=1):
                     state = self.multiply(acc, mmas, queries, rk, pipelines.keys, state, side)
                     self.sum_heads(flat, offsets, pipelines, shared, scale, tiles + tile, side * 4 + warp, lane)
             else:
                 if side == 1 and schedule.key_tiles > 0:
-                    state = self.skip_tile(pipelines.keys, state)
+                    state = skip(pipelines.keys, state, self.chunks)
                 for tile in cutlass.range(side, schedule.key_tiles, 2, unroll=1):
                     state = self.multiply(acc, mmas, queries, rk, pipelines.keys, state, side)
                     self.sum_heads(flat, offsets, pipelines, shared, scale, tiles + tile, warp, lane)
                     if tile + 1 < schedule.key_tiles:
-                        state = self.skip_tile(pipelines.keys, state)
+                        state = skip(pipelines.keys, state, self.chunks)
             tiles += schedule.key_tiles
 
     @cute.jit
@@ -243,9 +293,7 @@ class SparseIndexerTargetSm90:
     ) -> PipelineState:
         """Consume 64 rows of the query from the pipeline. If they are this warpgroup's, keep them in registers and
         shared memory."""
-        words = cute.make_tensor(
-            cute.recast_ptr(q_rmem.iterator, dtype=Uint32), cute.make_layout((4, STEPS, RMEM_CHUNKS))
-        )
+        words = words_of(q_rmem, 4, STEPS, RMEM_CHUNKS)
         target = cute.recast_ptr(sq.iterator, cute.make_swizzle(0, 4, 3), dtype=BFloat16)
         source = cute.recast_ptr(keys.iterator, cute.make_swizzle(0, 4, 3), dtype=BFloat16)
         vector = cute.make_rmem_tensor((8,), BFloat16)
@@ -262,18 +310,7 @@ class SparseIndexerTargetSm90:
                         cute.autovec_copy(cute.make_tensor(memory + here, cute.make_layout(8)), vector)
                         cute.autovec_copy(vector, cute.make_tensor(place + here, cute.make_layout(8)))
             cute.arch.sync_warp()
-            pipeline.consumer_release(state)
-            state = pipeline.advance(state)
-        return state
-
-    @cute.jit
-    def skip_tile(self, pipeline: Pipeline, state: PipelineState) -> PipelineState:
-        """Skip a tile of the other warpgroup. Every warp waits for every stage, so that it cannot confuse two
-        phases."""
-        for _ in cutlass.range_constexpr(self.chunks):
-            pipeline.consumer_wait(state)
-            pipeline.consumer_release(state)
-            state = pipeline.advance(state)
+            state = release(pipeline, state)
         return state
 
     @cute.jit
@@ -299,17 +336,9 @@ class SparseIndexerTargetSm90:
                 cute.nvgpu.warpgroup.commit_group()
                 if const_expr(chunk >= RELEASE_GROUP):
                     cute.nvgpu.warpgroup.wait_group(1)
-                    released = self.release_chunks(pipeline, released, RELEASE_GROUP)
+                    released = release(pipeline, released, RELEASE_GROUP)
         cute.nvgpu.warpgroup.wait_group(0)
-        self.release_chunks(pipeline, released, (self.chunks - 1) % RELEASE_GROUP + 1)
-        return state
-
-    @cute.jit
-    def release_chunks(self, pipeline: Pipeline, state: PipelineState, count: cutlass.Constexpr) -> PipelineState:
-        """Release `count` stages from `state` on. -> the state after them."""
-        for _ in cutlass.range_constexpr(count):
-            pipeline.consumer_release(state)
-            state = pipeline.advance(state)
+        release(pipeline, released, (self.chunks - 1) % RELEASE_GROUP + 1)
         return state
 
     @cute.jit
@@ -339,21 +368,13 @@ def compile_sparse_indexer_target(channels: int, row_tiles: int, index_channels:
     d_scores is written. Rows of q, kv, q_idx and k_idx start at multiples of 16 bytes.
     """
     queries, heads, index_heads, keys = (cute.sym_int() for _ in range(4))
-
-    def rows(*shape):
-        return fake(BFloat16, shape, (*strides(len(shape) - 1, 8), 1))
-
-    def of_heads(count):
-        return fake(Float32, (queries, count), strides(2), 4)
-
+    q, kv = fake_rows(BFloat16, queries, heads, channels), fake_rows(BFloat16, keys, channels)
+    q_idx = fake_rows(BFloat16, queries, index_heads, index_channels)
     return compile_sm90(
         SparseIndexerTargetSm90(channels, row_tiles, index_channels),
-        *(rows(queries, heads, channels), rows(keys, channels)),
-        *(rows(queries, index_heads, index_channels), rows(keys, index_channels), of_heads(index_heads)),
-        fake(Int32, (queries, cute.sym_int()), (*strides(1), 1), 4),
-        of_heads(heads),
-        fake(Float32, (queries,), (1,), 4),
-        rows(queries, cute.sym_int(divisibility=TILE)),
+        *(q, kv, q_idx, fake_rows(BFloat16, keys, index_channels)),
+        *(fake_numbers(queries, index_heads), fake_indices(queries), fake_numbers(queries, heads)),
+        *(fake_line(Float32, queries), fake_rows(BFloat16, queries, cute.sym_int(divisibility=TILE))),
         *(Float32(0.0), Int32(1), fake_stream()),
     )
 

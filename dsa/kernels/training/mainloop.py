@@ -1,0 +1,96 @@
+"""Steps that the prologues and mainloops of this family's kernels share: thread indices, TMA tiles, wgmma products, and
+releases of pipeline stages."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Uint32
+
+from dsa.cute.dependent_launch import wait_for_prerequisite_grids
+from dsa.cute.pipeline import Pipeline, PipelineState
+
+
+@cute.jit
+def thread_indices():
+    """-> (thread, warp, lane). The warp is uniform for the compiler."""
+    tid, _, _ = cute.arch.thread_idx()
+    return tid, cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
+
+
+@cute.jit
+def finish_prologue():
+    """Make initialized barriers and shared memory visible to the CTA, then wait for the previous kernels. Called by all
+    threads."""
+    cute.arch.mbarrier_init_fence()
+    cute.arch.sync_threads()
+    wait_for_prerequisite_grids()
+
+
+@cute.jit
+def tma_tiles(atom, stages, x, shape: cutlass.Constexpr, offset, coordinate):
+    """The operands of TMA copies into `stages` [rows, columns, stage]. -> (stages, tiles of x from `offset` on). The
+    tiles have `shape`; a None in `coordinate` is an index of the result."""
+    tiles = cute.local_tile(cute.domain_offset(offset, x), shape, coordinate)
+    return cute.nvgpu.cpasync.tma_partition(
+        atom, 0, cute.make_layout(1), cute.group_modes(stages, 0, 2), cute.group_modes(tiles, 0, 2)
+    )
+
+
+def swap_modes(x: cute.Tensor) -> cute.Tensor:
+    """View stages [rows, columns, stage] as [columns, rows, stage]."""
+    return cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 0, 2]))
+
+
+def flatten(x: cute.Tensor) -> cute.Tensor:
+    """View a contiguous tensor as one-dimensional."""
+    return cute.make_tensor(x.iterator, cute.make_layout(cute.size(x)))
+
+
+def words_of(x: cute.Tensor, *shape: int) -> cute.Tensor:
+    """View a contiguous tensor as 32-bit words of a compact shape."""
+    return cute.make_tensor(cute.recast_ptr(x.iterator, dtype=Uint32), cute.make_layout(shape))
+
+
+def accumulator(thr: cute.TiledMma, shape: tuple[int, int]) -> tuple[cute.Tensor, cute.Tensor]:
+    """-> (a thread's fp32 accumulators of a tile, a flat view of them)."""
+    acc = cute.make_rmem_tensor(thr.partition_shape_C(shape), Float32)
+    return acc, flatten(acc)
+
+
+@cute.jit
+def add_product(mma, acc, a, b, b_stage):
+    """Issue acc += a b as one group of wgmma. a: fragment [atom, rows, steps], in registers. b: fragment [atom, rows,
+    steps, stages]. `mma` accumulates."""
+    cute.nvgpu.warpgroup.fence()
+    for step in cutlass.range_constexpr(cute.size(a, mode=[2])):
+        cute.gemm(mma, acc, a[None, None, step], b[None, None, step, b_stage], acc)
+    cute.nvgpu.warpgroup.commit_group()
+
+
+@cute.jit
+def multiply_and_wait(mma, acc, a, b, b_stage):
+    """Compute acc = a b and wait for it. a, b: as in `add_product`."""
+    cute.nvgpu.warpgroup.fence()
+    for step in cutlass.range_constexpr(cute.size(a, mode=[2])):
+        mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, step > 0)
+        cute.gemm(mma, acc, a[None, None, step], b[None, None, step, b_stage], acc)
+    cute.nvgpu.warpgroup.commit_group()
+    cute.nvgpu.warpgroup.wait_group(0)
+
+
+@cute.jit
+def release(pipeline: Pipeline, state: PipelineState, count: cutlass.Constexpr = 1) -> PipelineState:
+    """Release `count` stages from `state` on. -> the state after them."""
+    for _ in cutlass.range_constexpr(count):
+        pipeline.consumer_release(state)
+        state = pipeline.advance(state)
+    return state
+
+
+@cute.jit
+def skip(pipeline: Pipeline, state: PipelineState, count: cutlass.Constexpr = 1) -> PipelineState:
+    """Skip `count` stages that another warpgroup reads. Every warp waits for every stage, so that it cannot confuse two
+    phases."""
+    for _ in cutlass.range_constexpr(count):
+        pipeline.consumer_wait(state)
+        state = release(pipeline, state)
+    return state
