@@ -13,7 +13,7 @@ Plan
   through the same memory. dw needs no second product, since sum_j dI relu(q . k) = q . g.
 - One producer warp loads k by TMA, and dI and bits by bulk copies. Keys after a sequence's last one belong to another
   sequence. The producer overwrites them with zeros, because 0 * NaN is NaN (zero_fill_pipeline.py).
-- Persistent CTAs with dynamic scheduling. A work tile is the queries of all warpgroups' blocks (q_tile_scheduler.py).
+- Persistent CTAs with dynamic scheduling. A work tile is the queries of all warpgroups' blocks (QTileScheduler in q_tiles.py).
 Shared memory per stage: 128 x D x 2 bytes of k, 256 of dI per query, 1 KiB of bits per block. 128 x D bytes per block
 for q and dq.
 Registers: BLOCKS x D / 2 sums, BLOCKS x 16 for operand A, 8 or 16 for dI, of 232 with two consumer warpgroups or 112

@@ -10,7 +10,7 @@ Plan
   product of 0. One funnel shift per accumulator packs 32 sign bits into a word (active_bits.py).
 - One producer warp loads by TMA: double-buffered queries, and one ring of 64-key stages per consumer warpgroup.
 - Persistent CTAs with dynamic scheduling. A work tile is N / H queries of a q tile with all keys that at least one of
-  them sees (q_tile_scheduler.py). Elements after a query's last visible key or after the q tile's last row are
+  them sees (QTileScheduler in q_tiles.py). Elements after a query's last visible key or after the q tile's last row are
   undefined: readers mask them.
 Shared memory: 2 x N x D x 2 bytes of queries, WARPGROUPS x STAGES x 64 x D x 2 of keys, barriers (at most 225 KiB).
 Registers: N / 2 accumulators and N / 4 weights per consumer thread, of 232 (two warpgroups) or 160 (three). The

@@ -43,22 +43,23 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
-from dsa.cute.dependent_launch import wait_for_prerequisite_grids
-from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
+from dsa.cute.copies import tile_load
+from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream
 from dsa.cute.pipeline import arrive, pipeline_storage
 from dsa.cute.shared_memory import pack, store_matrices, swizzled
 from dsa.cute.sm90 import SHARED_BYTES, WARPGROUP, opaque
 from dsa.cute.tile_counter import fake_tile_counter
 from dsa.cute.work_tile import work_tile_storage
+from dsa.kernels.training.fake_tensors import fake_head_terms, fake_indices, fake_rows
 from dsa.kernels.training.global_sums import add_4, store_4
 from dsa.kernels.training.limits import MLA_CHANNELS, SPARSE_DTYPES
-from dsa.kernels.training.sparse_mla_backward_producer import BackwardProducer
-from dsa.kernels.training.sparse_mla_backward_tiles import (
+from dsa.kernels.training.mainloop import accumulator, finish_prologue, swap_modes, thread_indices, words_of
+from dsa.kernels.training.sparse_mla_backward_producer import (
     CHUNK,
     CHUNKS,
     HALF,
@@ -71,6 +72,7 @@ from dsa.kernels.training.sparse_mla_backward_tiles import (
     VALUE,
     BackwardConfig,
     BackwardPipelines,
+    BackwardProducer,
     SharedTensors,
     TileScheduler,
     WarpRole,
@@ -92,7 +94,9 @@ K_MAJOR, MN_MAJOR = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.M
 class SparseMlaBackwardSm90:
     def __init__(self, cfg: BackwardConfig):
         self.cfg, self.dtype, self.channels, self.ordered = cfg, cfg.dtype, cfg.channels, cfg.ordered
-        self.rope, self.dp_parts, self.strip = cfg.rope, cfg.dp_parts, cfg.strip
+        self.rope, self.strip = cfg.rope, cfg.strip
+        # Compute dP in parts, by heads: with a rope part, S and dQ leave too few registers for all of dP.
+        self.dp_parts = 2 if cfg.rope else 1
 
     def product(self, a_major, b_major, columns: int, source=cute.nvgpu.warpgroup.OperandSource.SMEM) -> cute.TiledMma:
         """A product of 64 rows x columns. Make it where it is used: a TiledMma that is set inside a loop or branch
@@ -110,11 +114,8 @@ class SparseMlaBackwardSm90:
 
     def load_atom(self, x: cute.Tensor, layout: cute.ComposedLayout):
         """-> (the TMA atom that loads 64 heads x a strip of x [T, H, d], its TMA tensor [H, d, T])."""
-        turned = cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 2, 0]))
-        load = cute.nvgpu.cpasync.CopyBulkTensorTileG2SOp()
-        layout = cute.slice_(layout, (None, None, 0))
-        info = cute.nvgpu.cpasync.make_tiled_tma_atom(load, turned, layout, (HEADS, self.strip))
-        return info[0], info[1]
+        tokens_last = cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 2, 0]))
+        return tile_load(tokens_last, layout, (HEADS, self.strip))
 
     @cute.jit
     def __call__(
@@ -185,9 +186,7 @@ class SparseMlaBackwardSm90:
         scheduler: TileScheduler,
         layouts: tuple[cute.ComposedLayout, ...],
     ):
-        tid, _, _ = cute.arch.thread_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        lane = cute.arch.lane_idx()
+        tid, warp, lane = thread_indices()
         storage = SmemAllocator().allocate(self.storage)
         layout, rope_layout, half_layout, q_layout, do_layout, ds_layout = layouts
         shared = SharedTensors(
@@ -203,15 +202,13 @@ class SparseMlaBackwardSm90:
         pipelines = BackwardPipelines.of(storage, self.cfg)
         if tid == 0:
             pipelines.init()
-        cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
-        wait_for_prerequisite_grids()
+        finish_prologue()
 
         if warp >= WarpRole.PRODUCER:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             inputs = (q, kv, dout, head_terms, indices, tile_counter)
-            producer = BackwardProducer(self.cfg)
-            producer.run(atoms, sources, inputs, scheduler, shared, pipelines, warp - WarpRole.PRODUCER, lane)
+            own_warp = warp - WarpRole.PRODUCER
+            BackwardProducer(self.cfg).run(atoms, sources, inputs, scheduler, shared, pipelines, own_warp, lane)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             thread = (tid & (WARPGROUP - 1), warp & 3, lane, warp >> 2)
@@ -294,8 +291,7 @@ class SparseMlaBackwardSm90:
         thr = mma.get_slice(tid)
         rk, rq = mma.make_fragment_A(thr.partition_A(shared.k)), mma.make_fragment_B(thr.partition_B(shared.q))
         rk_rope = mma.make_fragment_A(thr.partition_A(shared.k_rope))
-        s = cute.make_rmem_tensor(thr.partition_shape_C((TILE, HEADS)), Float32)
-        flat_s = cute.make_tensor(s.iterator, cute.make_layout(HEADS // 2))
+        s, flat_s = accumulator(thr, (TILE, HEADS))
         # If ptxas knew the addresses, it would keep the descriptors of all chunks in registers from S until dP. The
         # opaque zero prevents that.
         zero = opaque(count & 1) >> 1
@@ -326,13 +322,11 @@ class SparseMlaBackwardSm90:
                     cute.gemm(mma, s, a, b, s)
         cute.nvgpu.warpgroup.commit_group()
 
-        # Compute dP in parts, by heads: with a rope part, S and dQ leave too few registers for all of dP.
         heads = HEADS // self.dp_parts
         part_mma = self.product(K_MAJOR, K_MAJOR, heads)
         thr_part = part_mma.get_slice(tid)
         rv = part_mma.make_fragment_A(thr_part.partition_A(shared.k))
-        dp = cute.make_rmem_tensor(thr_part.partition_shape_C((TILE, heads)), Float32)
-        flat_dp = cute.make_tensor(dp.iterator, cute.make_layout(heads // 2))
+        dp, flat_dp = accumulator(thr_part, (TILE, heads))
         self.issue_dp(part_mma, dp, rv, shared, thr_part, count, 0)
         lane = opaque(lane)
         own = warp * 16 + (lane >> 2)
@@ -342,9 +336,7 @@ class SparseMlaBackwardSm90:
             for i in cutlass.range_constexpr(HEADS // 2):
                 if invalid[i // 2 % 2]:
                     flat_s[i] = -Float32(float("inf"))
-        p_words, ds_words = (
-            cute.make_tensor(cute.recast_ptr(x.iterator, dtype=Uint32), cute.make_layout(HEADS // 4)) for x in (p, ds)
-        )
+        p_words, ds_words = (words_of(x, HEADS // 4) for x in (p, ds))
         start = Int32(shared.ds.iterator.toint()) + side * (2 * TILE * HEADS)
         row = warp * 16 + (lane & 15)
         for part in cutlass.range_constexpr(self.dp_parts):
@@ -408,12 +400,11 @@ class SparseMlaBackwardSm90:
         """dQ += dS K for this warpgroup's half of the channels. Then release this half of the keys."""
         mma, rope = self.product(MN_MAJOR, MN_MAJOR, HALF), self.product(MN_MAJOR, MN_MAJOR, ROPE_HALF)
         thr, thr_rope = mma.get_slice(tid), rope.get_slice(tid)
-        turned_ds = cute.make_tensor(shared.ds.iterator, cute.select(shared.ds.layout, mode=[1, 0, 2]))
-        turned_k = cute.make_tensor(shared.k_half.iterator, cute.select(shared.k_half.layout, mode=[1, 0, 2]))
-        turned_rope = cute.make_tensor(shared.k_rope.iterator, cute.select(shared.k_rope.layout, mode=[1, 0, 2]))
-        rds, rk = mma.make_fragment_A(thr.partition_A(turned_ds)), mma.make_fragment_B(thr.partition_B(turned_k))
-        rope_ds = rope.make_fragment_A(thr_rope.partition_A(turned_ds))
-        rk_rope = rope.make_fragment_B(thr_rope.partition_B(turned_rope))
+        ds = swap_modes(shared.ds)
+        rds = mma.make_fragment_A(thr.partition_A(ds))
+        rk = mma.make_fragment_B(thr.partition_B(swap_modes(shared.k_half)))
+        rope_ds = rope.make_fragment_A(thr_rope.partition_A(ds))
+        rk_rope = rope.make_fragment_B(thr_rope.partition_B(swap_modes(shared.k_rope)))
         acc = cute.make_tensor(flat.iterator, cute.make_layout(thr.partition_shape_C((HEADS, HALF))))
         rope_shape = thr_rope.partition_shape_C((HEADS, ROPE_HALF))
         acc_rope = cute.make_tensor(flat_rope.iterator, cute.make_layout(rope_shape))
@@ -471,10 +462,9 @@ class SparseMlaBackwardSm90:
         if const_expr(not self.rope):
             with_ds = self.product(K_MAJOR, MN_MAJOR, self.strip)
         thr = with_ds.get_slice(tid)
-        turned = [cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 0, 2])) for x in (shared.do, shared.q)]
-        rdo, rq = (with_ds.make_fragment_B(thr.partition_B(x)) for x in turned)
+        rdo, rq = (with_ds.make_fragment_B(thr.partition_B(swap_modes(x))) for x in (shared.do, shared.q))
         rds = with_ds.make_fragment_A(thr.partition_A(shared.ds)) if not self.rope else None
-        acc = cute.make_rmem_tensor(thr.partition_shape_C((TILE, self.strip)), Float32)
+        acc, flat = accumulator(thr, (TILE, self.strip))
         zero = opaque(stage) >> 2
         # The rope part first: the producer reloads the chunks of Q and dO in this order (`query_chunks`).
         for first in [*range(VALUE, self.channels, self.strip), *range(0, VALUE, self.strip)]:
@@ -494,12 +484,11 @@ class SparseMlaBackwardSm90:
                 with cute.arch.elect_one():
                     if last:  # inside elect_one this becomes the arrive's predicate; outside it would be a branch
                         arrive(pipelines.q_chunk(first // CHUNK).consumer_barrier(q_state(count)))
-            self.add_columns(acc, first, targets, odd)
+            self.add_columns(flat, first, targets, odd)
 
     @cute.jit
-    def add_columns(self, acc, first: cutlass.Constexpr, targets, odd):
+    def add_columns(self, flat, first: cutlass.Constexpr, targets, odd):
         """Add a strip, channels `first` and on, to the lane's rows and their neighbours."""
-        flat = cute.make_tensor(acc.iterator, cute.make_layout(self.strip // 2))
         for line in cutlass.range_constexpr(self.strip // 32):
             for r in cutlass.range_constexpr(2):
                 even_row, odd_row = [], []
@@ -559,22 +548,12 @@ def compile_sparse_mla_backward(dtype: str, channels: int, ordered: bool):
     dkv [Tk + ctas, d] fp32, tile_counter [1] int32, initially 0, scale, scale / ln 2, ctas)."""
     kind = cute_dtype(dtype)
     queries, heads = cute.sym_int(), cute.sym_int()
-
-    def rows(width, *shape):
-        return fake(kind, (*shape, width), (*strides(len(shape), 8), 1), 16)
-
-    width = HEADS * 2
+    q, dout, dq = (fake_rows(kind, queries, heads, width) for width in (channels, VALUE, channels))
+    dkv = fake(Float32, (cute.sym_int(), channels), (channels, 1))
     return compile_sm90(
         SparseMlaBackwardSm90(BackwardConfig(kind, channels, ordered)),
-        rows(channels, queries, heads),
-        rows(channels, cute.sym_int()),
-        rows(VALUE, queries, heads),
-        fake(Float32, (queries, cute.sym_int(), width), (cute.sym_int64(divisibility=4), width, 1), 16),
-        fake(Int32, (queries, cute.sym_int()), (*strides(1), 1), 4),
-        rows(channels, queries, heads),
-        fake(Float32, (cute.sym_int(), channels), (channels, 1), 16),
-        fake_tile_counter(),
-        *(Float32(0.0), Float32(0.0), Int32(1), fake_stream()),
+        *(q, fake_rows(kind, cute.sym_int(), channels), dout, fake_head_terms(queries), fake_indices(queries), dq, dkv),
+        *(fake_tile_counter(), Float32(0.0), Float32(0.0), Int32(1), fake_stream()),
     )
 
 
