@@ -24,7 +24,6 @@ time.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any
 
 import cutlass
@@ -45,10 +44,13 @@ from dsa.kernels.training.fake_tensors import fake_active, fake_gradients, fake_
 from dsa.kernels.training.key_block_scheduler import CtaRange, KeyBlockScheduler
 from dsa.kernels.training.limits import MAX_Q_TILES
 from dsa.kernels.training.mainloop import (
+    K_MAJOR,
+    MN_MAJOR,
     accumulator,
     add_product,
     release,
     swap_modes,
+    tiled_mma,
     tma_tiles,
     words_of,
 )
@@ -60,21 +62,12 @@ TILE = 2 * KEY_BLOCK  # keys per warpgroup
 FIXUP_THREADS = 256
 
 
-class Fixup(IntEnum):
-    """Words of a CTA's row of `fixup`, which describe its partial sums.
-
-    TAIL: 1 if the CTA has partial sums of the key block in which its range ends. TAIL_KEY, TAIL_KEYS: the block's first
-    key and number of keys. HEAD: 1 if the CTA has partial sums of the key block in which its range begins. HEAD_ENDS: 1
-    if this block's last pair is in the range.
-    """
-
-    TAIL = 0
-    TAIL_KEY = 1
-    TAIL_KEYS = 2
-    HEAD = 3
-    HEAD_ENDS = 4
-
-
+# Words of a CTA's row of `fixup`, which describe its partial sums.
+# TAIL: 1 if the CTA has partial sums of the key block in which its range ends.
+# TAIL_KEY, TAIL_KEYS: the block's first key and number of keys.
+# HEAD: 1 if the CTA has partial sums of the key block in which its range begins.
+# HEAD_ENDS: 1 if this block's last pair is in the range.
+TAIL, TAIL_KEY, TAIL_KEYS, HEAD, HEAD_ENDS = range(5)
 FIXUP_WORDS = 8
 
 
@@ -131,10 +124,7 @@ class IndexerKeyGradSm90:
             LayoutEnum.ROW_MAJOR, (KEY_BLOCK, COLUMN_BLOCK, self.dim), BFloat16, self.stages
         )
         q_atom, q_tma = tile_load(q, q_layout, (COLUMN_BLOCK, self.dim))
-        mma = sm90.make_trivial_tiled_mma(
-            *(BFloat16, BFloat16, cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.MN, Float32),
-            *((1, 1, 1), (KEY_BLOCK, self.dim), cute.nvgpu.warpgroup.OperandSource.RMEM),
-        )
+        mma = tiled_mma(BFloat16, (KEY_BLOCK, self.dim), (K_MAJOR, MN_MAJOR), from_registers=True)
 
         @cute.struct
         class Storage:
@@ -351,12 +341,12 @@ class IndexerKeyGradSm90:
                             self.store(flats[b], half, partial_sums[cta, which, own_key, None], False, lane)
                     if tid == 0:
                         if began:
-                            fixup[cta, Fixup.TAIL] = 1
-                            fixup[cta, Fixup.TAIL_KEY] = span.q_tile.first_k + key
-                            fixup[cta, Fixup.TAIL_KEYS] = cutlass.min(span.q_tile.keys - key, self.keys)
+                            fixup[cta, TAIL] = 1
+                            fixup[cta, TAIL_KEY] = span.q_tile.first_k + key
+                            fixup[cta, TAIL_KEYS] = cutlass.min(span.q_tile.keys - key, self.keys)
                         else:
-                            fixup[cta, Fixup.HEAD] = 1
-                            fixup[cta, Fixup.HEAD_ENDS] = Int32(1) if ended else Int32(0)
+                            fixup[cta, HEAD] = 1
+                            fixup[cta, HEAD_ENDS] = Int32(1) if ended else Int32(0)
             next_tile = self.scheduler.advance(q_tiles, next_tile, work_tile)
 
     @cute.jit
@@ -418,8 +408,8 @@ class IndexerKeyGradSm90:
         index = part * FIXUP_THREADS + tid
         row, vector = index // (self.dim // 4), index % (self.dim // 4)
         wait_for_prerequisite_grids()
-        if fixup[cta, Fixup.TAIL] == 1 and row < fixup[cta, Fixup.TAIL_KEYS]:
-            target = cute.local_tile(dk[fixup[cta, Fixup.TAIL_KEY] + row, None], (4,), (vector,))
+        if fixup[cta, TAIL] == 1 and row < fixup[cta, TAIL_KEYS]:
+            target = cute.local_tile(dk[fixup[cta, TAIL_KEY] + row, None], (4,), (vector,))
             total, more = cute.make_rmem_tensor((4,), Float32), cute.make_rmem_tensor((4,), Float32)
             cute.autovec_copy(cute.local_tile(partial_sums[cta, 1, row, None], (4,), (vector,)), total)
             other, ends = cta + 1, Int32(0)
@@ -427,7 +417,7 @@ class IndexerKeyGradSm90:
                 cute.autovec_copy(cute.local_tile(partial_sums[other, 0, row, None], (4,), (vector,)), more)
                 for i in cutlass.range_constexpr(4):
                     total[i] += more[i]
-                ends = fixup[other, Fixup.HEAD_ENDS]
+                ends = fixup[other, HEAD_ENDS]
                 other += 1
             cute.autovec_copy(target, more)
             for i in cutlass.range_constexpr(4):

@@ -13,7 +13,7 @@ Plan
   through the same memory. dw needs no second product, since sum_j dI relu(q . k) = q . g.
 - One producer warp loads k by TMA, and dI and bits by bulk copies. Keys after a sequence's last one belong to another
   sequence. The producer overwrites them with zeros, because 0 * NaN is NaN (zero_fill_pipeline.py).
-- Persistent CTAs with dynamic scheduling. A work tile is the queries of all warpgroups' blocks (QTileScheduler in q_tiles.py).
+- Persistent CTAs with dynamic scheduling. A work tile is the queries of all warpgroups' blocks (q_tiles.py).
 Shared memory per stage: 128 x D x 2 bytes of k, 256 of dI per query, 1 KiB of bits per block. 128 x D bytes per block
 for q and dq.
 Registers: BLOCKS x D / 2 sums, BLOCKS x 16 for operand A, 8 or 16 for dI, of 232 with two consumer warpgroups or 112
@@ -44,11 +44,14 @@ from dsa.kernels.training.fake_tensors import fake_active, fake_gradients, fake_
 from dsa.kernels.training.global_sums import store_4
 from dsa.kernels.training.limits import K_TILE
 from dsa.kernels.training.mainloop import (
+    K_MAJOR,
+    MN_MAJOR,
     accumulator,
     finish_prologue,
     release,
     swap_modes,
     thread_indices,
+    tiled_mma,
     tma_tiles,
     words_of,
 )
@@ -124,10 +127,7 @@ class IndexerQueryGradSm90:
     ):
         k_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (KEY_BLOCK, K_TILE, self.dim), BFloat16, self.stages)
         k_atom, k_tma = tile_load(k, k_layout, (K_TILE, self.dim))
-        mma = sm90.make_trivial_tiled_mma(
-            *(BFloat16, BFloat16, cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.MN, Float32),
-            *((1, 1, 1), (COLUMN_BLOCK, self.dim), cute.nvgpu.warpgroup.OperandSource.RMEM),
-        )
+        mma = tiled_mma(BFloat16, (COLUMN_BLOCK, self.dim), (K_MAJOR, MN_MAJOR), from_registers=True)
 
         @cute.struct
         class Storage:

@@ -10,7 +10,7 @@ Plan
   product of 0. One funnel shift per accumulator packs 32 sign bits into a word (active_bits.py).
 - One producer warp loads by TMA: double-buffered queries, and one ring of 64-key stages per consumer warpgroup.
 - Persistent CTAs with dynamic scheduling. A work tile is N / H queries of a q tile with all keys that at least one of
-  them sees (QTileScheduler in q_tiles.py). Elements after a query's last visible key or after the q tile's last row are
+  them sees (q_tiles.py). Elements after a query's last visible key or after the q tile's last row are
   undefined: readers mask them.
 Shared memory: 2 x N x D x 2 bytes of queries, WARPGROUPS x STAGES x 64 x D x 2 of keys, barriers (at most 225 KiB).
 Registers: N / 2 accumulators and N / 4 weights per consumer thread, of 232 (two warpgroups) or 160 (three). The
@@ -41,7 +41,15 @@ from dsa.cute.work_tile import WorkTilePipeline, work_tile_storage
 from dsa.kernels.training.active_bits import negated_head_sum, sign_bits, word_place
 from dsa.kernels.training.fake_tensors import fake_active, fake_q_tiles, fake_tiles
 from dsa.kernels.training.limits import K_TILE, Q_TILE
-from dsa.kernels.training.mainloop import accumulator, finish_prologue, release, thread_indices, tma_tiles
+from dsa.kernels.training.mainloop import (
+    accumulator,
+    finish_prologue,
+    load_stage,
+    release,
+    thread_indices,
+    tiled_mma,
+    tma_tiles,
+)
 from dsa.kernels.training.q_tiles import COLUMN_BLOCK, KEY_BLOCK, QTileScheduler, WorkTileInfo
 from dsa.runtime.compile_cache import cached, compile_sm90
 
@@ -98,8 +106,7 @@ class IndexerScoresSm90:
         q_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (KEY_BLOCK, self.n, self.dim), BFloat16, Q_STAGES)
         k_atom, k_tma = tile_load(k, k_layout, (KEY_BLOCK, self.dim))
         q_atom, q_tma = tile_load(q, q_layout, (self.n, self.dim))
-        major = cute.nvgpu.OperandMajorMode.K
-        mma = sm90.make_trivial_tiled_mma(BFloat16, BFloat16, major, major, Float32, (1, 1, 1), (KEY_BLOCK, self.n))
+        mma = tiled_mma(BFloat16, (KEY_BLOCK, self.n))
 
         @cute.struct
         class Storage:
@@ -184,10 +191,7 @@ class IndexerScoresSm90:
                 flat = (q_tile.first_q + row) * self.heads
                 tqs, tqg = tma_tiles(q_atom, sq, mq, (self.n, self.dim), (flat, 0), (0, 0))
                 tks, tkg = tma_tiles(k_atom, sk, mk, (KEY_BLOCK, self.dim), (q_tile.first_k, 0), (None, 0))
-                queries.producer_acquire(q_state, self.n * self.dim * 2)
-                barrier = queries.producer_barrier(q_state)
-                cute.copy(q_atom, tqg, tqs[None, q_state.stage], tma_bar_ptr=barrier)
-                q_state = queries.advance(q_state)
+                q_state = load_stage(queries, q_state, self.n * self.dim * 2, q_atom, tqg, tqs)
                 for tile in cutlass.range(tiles, unroll=1):
                     ring = keys.ring(warpgroup, self.cfg.stages)
                     ring.producer_acquire(k_state, KEY_BLOCK * self.dim * 2)

@@ -4,9 +4,12 @@ releases of pipeline stages."""
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Uint32
+from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.pipeline import Pipeline, PipelineState
+
+K_MAJOR, MN_MAJOR = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.MN
 
 
 @cute.jit
@@ -32,6 +35,30 @@ def tma_tiles(atom, stages, x, shape: cutlass.Constexpr, offset, coordinate):
     tiles = cute.local_tile(cute.domain_offset(offset, x), shape, coordinate)
     return cute.nvgpu.cpasync.tma_partition(
         atom, 0, cute.make_layout(1), cute.group_modes(stages, 0, 2), cute.group_modes(tiles, 0, 2)
+    )
+
+
+@cute.jit
+def load_stage(pipeline: Pipeline, state: PipelineState, size: cutlass.Constexpr, atom, tile, stages) -> PipelineState:
+    """Load a tile of `size` bytes by TMA. atom, tile, stages: from `tma_tiles`. -> the next state."""
+    pipeline.producer_acquire(state, size)
+    barrier = pipeline.producer_barrier(state)
+    cute.copy(atom, tile, stages[None, state.stage], tma_bar_ptr=barrier)
+    return pipeline.advance(state)
+
+
+def tiled_mma(
+    dtype: type[cutlass.Numeric],
+    shape: tuple[int, int],
+    majors: tuple[cute.nvgpu.OperandMajorMode, cute.nvgpu.OperandMajorMode] = (K_MAJOR, K_MAJOR),
+    from_registers: bool = False,
+    warpgroups: int = 1,
+) -> cute.TiledMma:
+    """A product of `shape` [rows per warpgroup, columns] with fp32 sums. majors: of A and B. from_registers: A is in
+    registers."""
+    source = cute.nvgpu.warpgroup.OperandSource
+    return sm90.make_trivial_tiled_mma(
+        *(dtype, dtype, *majors, Float32, (warpgroups, 1, 1), shape, source.RMEM if from_registers else source.SMEM)
     )
 
 

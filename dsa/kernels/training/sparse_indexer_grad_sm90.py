@@ -25,7 +25,6 @@ keys, and 2.3 TB/s with 65536 keys. Integers take 2.6 to 3.1 times as long.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any
 
 import cutlass
@@ -35,10 +34,10 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
-from dsa.cute.copies import arrive_when_gathered, gather_16
+from dsa.cute.copies import gather_16
 from dsa.cute.fake_tensors import fake_stream
 from dsa.cute.pipeline import Pipeline, pipeline_storage, start
-from dsa.cute.shared_memory import load_16, load_matrices, pack, store_16, swizzled
+from dsa.cute.shared_memory import load_16, pack, store_16, swizzled
 from dsa.cute.sm90 import SHARED_BYTES, WARPGROUP, opaque
 from dsa.cute.wgmma import multiply
 from dsa.cute.work_tile import static_persistent_scheduler
@@ -46,6 +45,8 @@ from dsa.kernels.training.fake_tensors import fake_indices, fake_numbers, fake_r
 from dsa.kernels.training.global_sums import add_4, add_fixed
 from dsa.kernels.training.limits import INDEX_CHANNELS
 from dsa.kernels.training.mainloop import (
+    K_MAJOR,
+    MN_MAJOR,
     accumulator,
     add_product,
     finish_prologue,
@@ -54,16 +55,19 @@ from dsa.kernels.training.mainloop import (
     skip,
     swap_modes,
     thread_indices,
+    tiled_mma,
     words_of,
 )
 from dsa.kernels.training.topk_gather import (
     CHUNK,
     CHUNK_BYTES,
+    STEPS,
     TILE,
     QuerySchedule,
-    gather_chunk,
+    gather_tile,
     head_rows,
     key_rows,
+    load_tile,
     own_rows,
     selected,
     wait_for_wgmma,
@@ -71,19 +75,10 @@ from dsa.kernels.training.topk_gather import (
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 THREADS = 4 * WARPGROUP
-CONSUMER_WARPS = 12
+KEY_GRADIENT_WARP, CONSUMER_WARPS = 4, 12  # first warp of the two key warpgroups; the next warp is the first producer
 QUERY_REGISTERS, KEY_REGISTERS, PRODUCER_REGISTERS = 168, 144, 48
 KEY_STAGES, QUERY_STAGES = 6, 2
-STEPS = TILE // 16
 KEY_GRADIENT_BARRIER = 1  # a named barrier per key warpgroup: + the warpgroup's number
-
-
-class WarpRole(IntEnum):
-    """The first warp of each role. The roles have one, two and one warpgroups."""
-
-    QUERY_GRADIENT = 0
-    KEY_GRADIENT = 4
-    PRODUCER = CONSUMER_WARPS
 
 
 @dataclass(frozen=True)
@@ -135,14 +130,11 @@ class SparseIndexerGradSm90:
         ctas: Int32,
         stream,
     ):
-        k_major, mn_major = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.MN
-        registers, one = cute.nvgpu.warpgroup.OperandSource.RMEM, (1, 1, 1)
-        make, types = sm90.make_trivial_tiled_mma, (BFloat16, BFloat16)
-        scores_mma = make(*types, k_major, k_major, Float32, one, (TILE, TILE))
-        rmem_mma = make(*types, k_major, k_major, Float32, one, (TILE, TILE), registers)
+        scores_mma = tiled_mma(BFloat16, (TILE, TILE))
+        rmem_mma = tiled_mma(BFloat16, (TILE, TILE), from_registers=True)
         # One TiledMma per role: a role's ACCUMULATE setting must not leak into another role.
         query_mma, key_mma = (
-            make(*types, k_major, mn_major, Float32, one, (TILE, self.channels), registers) for _ in range(2)
+            tiled_mma(BFloat16, (TILE, self.channels), (K_MAJOR, MN_MAJOR), from_registers=True) for _ in range(2)
         )
         layouts = [
             sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (TILE, TILE, self.channels), BFloat16, stages)
@@ -198,10 +190,10 @@ class SparseIndexerGradSm90:
             pipelines.queries.init(CONSUMER_WARPS, WARPGROUP)
         finish_prologue()
         schedule = QuerySchedule.of(scheduler, inputs.q, inputs.indices)
-        if warp >= WarpRole.PRODUCER:
+        if warp >= CONSUMER_WARPS:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            self.produce(inputs, pipelines, shared, schedule, warp - WarpRole.PRODUCER, lane)
-        elif warp < WarpRole.KEY_GRADIENT:
+            self.produce(inputs, pipelines, shared, schedule, warp - CONSUMER_WARPS, lane)
+        elif warp < KEY_GRADIENT_WARP:
             cute.arch.setmaxregister_increase(QUERY_REGISTERS)
             self.query_gradient(inputs, pipelines, shared, dq, dw, rmem_mma, query_mma, schedule, warp, lane)
         else:
@@ -221,11 +213,9 @@ class SparseIndexerGradSm90:
         for query in cutlass.range(schedule.first, schedule.queries, schedule.step, unroll=1):
             sources, valid = head_rows(inputs.q, query, 0, rows, lane)
             pipelines.queries.producer_wait(query_state)
-            for chunk in cutlass.range_constexpr(self.chunks):
-                target = queries_start + (query_state.stage * self.chunks + chunk) * CHUNK_BYTES
-                gather_chunk(target, sources, valid, chunk, warp, lane)
-            arrive_when_gathered(pipelines.queries.producer_barrier(query_state))
-            query_state = pipelines.queries.advance(query_state)
+            query_state = gather_tile(
+                pipelines.queries, query_state, queries_start, self.chunks, sources, valid, warp, lane
+            )
             # A tile's d_scores are 128 bytes: 8 lanes copy 16 bytes each.
             scores = Int64(inputs.d_scores[query, None].iterator.toint()) + lane * 16
             found = selected(inputs.indices[query, None], Int32(0), rows, inputs.k.shape[0])
@@ -237,11 +227,7 @@ class SparseIndexerGradSm90:
                 if warp == 0 and lane < 8:
                     target = scores_start + key_state.stage * (2 * TILE) + lane * 16
                     gather_16(target, scores + tile * (2 * TILE), True)
-                for chunk in cutlass.range_constexpr(self.chunks):
-                    target = keys_start + (key_state.stage * self.chunks + chunk) * CHUNK_BYTES
-                    gather_chunk(target, sources, valid, chunk, warp, lane)
-                arrive_when_gathered(pipelines.keys.producer_barrier(key_state))
-                key_state = pipelines.keys.advance(key_state)
+                key_state = gather_tile(pipelines.keys, key_state, keys_start, self.chunks, sources, valid, warp, lane)
 
     @cute.jit
     def where_positive(self, word: Uint32, low: Float32, high: Float32):
@@ -273,7 +259,7 @@ class SparseIndexerGradSm90:
         rk = rmem_mma.make_fragment_B(thr.partition_B(shared.keys))
         rv = sum_mma.make_fragment_B(sum_thr.partition_B(swap_modes(shared.keys)))
         q_rmem = cute.make_rmem_tensor(thr.partition_shape_A((TILE, self.channels)), BFloat16)
-        q_words = words_of(q_rmem, 4, self.channels // 16)
+        q_words = words_of(q_rmem, 4, STEPS, self.chunks)
         operand = cute.make_rmem_tensor(sum_thr.partition_shape_A((TILE, TILE)), BFloat16)
         words = words_of(operand, 4, STEPS)
         acc, flat = accumulator(thr, (TILE, TILE))
@@ -284,12 +270,7 @@ class SparseIndexerGradSm90:
         key_state, query_state = start(), start()
         for query in cutlass.range(schedule.first, schedule.queries, schedule.step, unroll=1):
             pipelines.queries.consumer_wait(query_state)
-            for step in cutlass.range_constexpr(self.channels // 16):
-                place = query_state.stage * self.chunks + step // (CHUNK // 16)
-                address = source + place * (TILE * CHUNK)
-                address += swizzled(warp * 16 + (lane & 15), step % (CHUNK // 16) * 2 + (lane >> 4))
-                for i, word in enumerate(load_matrices(Int32(address.toint()))):
-                    q_words[i, step] = word
+            load_tile(q_words, self.chunks, source, query_state, warp, lane)
             cute.arch.sync_warp()
             query_state = release(pipelines.queries, query_state)
             sums.fill(0.0)

@@ -11,7 +11,7 @@ Plan
 - Two attention warpgroups. With more than 64 heads, each has 64 heads and every tile. With at most 64, each has all
   heads and they alternate tiles. One computes exponentials while the other multiplies. They pass sums over a warp's 16
   heads to the index warpgroup through a pipeline.
-- The index warpgroup (sparse_indexer_target_index.py) computes the indexer's scores of every tile and adds up the
+- The index warpgroup computes the indexer's scores of every tile and adds up the
   attention's sums. After a query's last tile it normalises, reduces and stores, while the attention warpgroups start
   the next query.
 - The producer warpgroup gathers 16 bytes per lane: keys into a pipeline of chunks,
@@ -28,11 +28,12 @@ much. The kernel takes 0.65 to 0.72 times the forward pass's time with 128 heads
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, const_expr
+from cutlass import BFloat16, Float32, Int32, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
@@ -40,48 +41,116 @@ from cutlass.utils import hopper_helpers as sm90
 from dsa.cute.copies import arrive_when_gathered
 from dsa.cute.fake_tensors import fake_stream
 from dsa.cute.pipeline import Pipeline, PipelineState, pipeline_storage, start
-from dsa.cute.sm90 import LOG2E, SHARED_BYTES, WARPGROUP, opaque
+from dsa.cute.reductions import warp_reduce_sum
+from dsa.cute.shared_memory import pack
+from dsa.cute.sm90 import LN2, LOG2E, SHARED_BYTES, WARPGROUP, opaque
 from dsa.cute.work_tile import static_persistent_scheduler
 from dsa.kernels.training.fake_tensors import fake_indices, fake_line, fake_numbers, fake_rows
 from dsa.kernels.training.limits import INDEX_CHANNELS, MAX_SPARSE_HEADS, MAX_SPARSE_KEYS, MLA_CHANNELS
-from dsa.kernels.training.mainloop import accumulator, finish_prologue, release, skip, thread_indices, words_of
-from dsa.kernels.training.sparse_indexer_target_index import (
-    ATTENTION_BARRIER,
-    ATTENTION_WARPS,
-    INDEX_STAGES,
-    INDEX_WARPS,
-    STEPS,
-    SUM_STAGES,
-    THREADS,
-    IndexWarpgroup,
-    Inputs,
-    Pipelines,
-    SharedTensors,
-    WarpRole,
-    load_q_rmem,
-    sum_rows,
-    sums_state,
+from dsa.kernels.training.mainloop import (
+    accumulator,
+    finish_prologue,
+    release,
+    skip,
+    thread_indices,
+    tiled_mma,
+    words_of,
 )
 from dsa.kernels.training.topk_gather import (
     CHUNK,
     CHUNK_BYTES,
+    STEPS,
     TILE,
     QuerySchedule,
     chunk_layout,
     gather_chunk,
+    gather_tile,
     head_rows,
     key_rows,
+    load_chunk,
+    load_tile,
     own_rows,
     selected,
     wait_for_wgmma,
 )
 from dsa.runtime.compile_cache import cached, compile_sm90
 
+THREADS = 4 * WARPGROUP
+INDEX_STAGES, SUM_STAGES = 2, 4
+ATTENTION_WARPS, INDEX_WARPS, PRODUCER_WARP = 8, 4, 12  # the last is the first producer warp
+INDEX_BARRIER, ATTENTION_BARRIER = 1, 2  # named barriers, one per warpgroup: + the attention warpgroup's number
+NOTHING = -3e38  # finite, so that NOTHING - NOTHING is not NaN
+SMALLEST = 2.0**-126
+INFINITY = float("inf")
 ATTENTION_REGISTERS, INDEX_REGISTERS, PRODUCER_REGISTERS = 176, 112, 48
 RMEM_CHUNKS = 7  # chunks of Q in registers
 KEY_STAGES = {576: 17, 512: 19}  # chunks of keys, per number of channels
 RELEASE_GROUP = 3  # chunks per wgmma group; a group's stages are released while the next group runs
 RAISED = 60.0  # in powers of two; 2^60 x 128 heads x MAX_SPARSE_KEYS is finite
+
+
+@dataclass(frozen=True)
+class Pipelines:
+    """keys: chunks of q or kv rows. index: tiles of index rows. sums: the attention's sums of exponentials per tile."""
+
+    keys: Pipeline
+    index: Pipeline
+    sums: Pipeline
+
+
+@dataclass(frozen=True)
+class SharedTensors:
+    """
+    sums            [64 keys, 8 warps, SUM_STAGES]: a tile's sums of exponentials over each attention warp's heads
+    own_sums        [64 keys, 4 warps, 2]: a tile's weighted scores, summed over each index warp's heads
+    target, scores  [MAX_SPARSE_KEYS]: p before normalisation, and I
+    parts           [12]: partial results that the index warps exchange in a query's epilogue
+    """
+
+    sums: cute.Tensor
+    own_sums: cute.Tensor
+    target: cute.Tensor
+    scores: cute.Tensor
+    parts: cute.Tensor
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """q [T, H, d], kv [Tk, d], q_idx [T, Hi, di], k_idx [Tk, di], w_idx [T, Hi], indices [T, K], lse [T, H]"""
+
+    q: cute.Tensor
+    kv: cute.Tensor
+    q_idx: cute.Tensor
+    k_idx: cute.Tensor
+    w_idx: cute.Tensor
+    indices: cute.Tensor
+    lse: cute.Tensor
+
+
+def sums_state(tile: Int32) -> PipelineState:
+    """State of the pipeline of sums at key tile `tile`, counted over all queries of the CTA."""
+    return PipelineState(tile & (SUM_STAGES - 1), (tile >> SUM_STAGES.bit_length() - 1) & 1)
+
+
+@cute.jit
+def sum_rows(values, lane):
+    """Sums over a warp's 16 rows of a wgmma accumulator tile of 64 columns.
+
+    values[2 j + e]: the lane's value of column 8 j + 2 (lane % 4) + e. -> the sums of columns 2 lane and 2 lane + 1. A
+    reduce-scatter of 14 shuffles: each step halves the number of columns per lane.
+    """
+    for log in cutlass.range_constexpr(4, 1, -1):
+        upper = (lane >> log) & 1 != 0
+        half = len(values) // 2
+        kept = [values[half + i] if upper else values[i] for i in range(half)]
+        sent = [values[i] if upper else values[half + i] for i in range(half)]
+        values = [keep + cute.arch.shuffle_sync_bfly(send, offset=1 << log) for keep, send in zip(kept, sent)]
+    return values
+
+
+@cute.jit
+def exp(x: Float32):
+    return cute.math.exp2(x * LOG2E, fastmath=True)
 
 
 class SparseIndexerTargetSm90:
@@ -108,10 +177,8 @@ class SparseIndexerTargetSm90:
         ctas: Int32,
         stream,
     ):
-        k_major, registers = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.warpgroup.OperandSource.RMEM
-        make, kinds, shape = sm90.make_trivial_tiled_mma, (BFloat16, BFloat16, k_major, k_major), (TILE, TILE)
-        smem_mma = make(*kinds, Float32, (1, 1, 1), shape)
-        rmem_mma = make(*kinds, Float32, (1, 1, 1), shape, registers)
+        smem_mma = tiled_mma(BFloat16, (TILE, TILE))
+        rmem_mma = tiled_mma(BFloat16, (TILE, TILE), from_registers=True)
         keys_layout = chunk_layout(BFloat16, self.stages)
         index_layout = chunk_layout(BFloat16, INDEX_STAGES * self.index_chunks)
         q_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (TILE, TILE, CHUNK), BFloat16, self.smem_chunks * 2)
@@ -175,18 +242,18 @@ class SparseIndexerTargetSm90:
             pipelines.sums.init(INDEX_WARPS, 4 * self.row_tiles)
         finish_prologue()
         schedule = QuerySchedule.of(scheduler, inputs.q, inputs.indices)
-        if warp >= WarpRole.PRODUCER:
+        if warp >= PRODUCER_WARP:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            self.produce(inputs, pipelines, keys, index, schedule, warp - WarpRole.PRODUCER, lane)
-        elif warp >= WarpRole.INDEX:
+            self.produce(inputs, pipelines, keys, index, schedule, warp - PRODUCER_WARP, lane)
+        elif warp >= ATTENTION_WARPS:
             cute.arch.setmaxregister_decrease(INDEX_REGISTERS)
-            consumer = IndexWarpgroup(self.index_chunks, self.row_tiles)
-            own_warp = warp - WarpRole.INDEX
-            consumer.run(inputs, pipelines, shared, kl, d_scores, rmem_mma, index, schedule, own_warp, lane)
+            own_warp = warp - ATTENTION_WARPS
+            self.index(inputs, pipelines, shared, kl, d_scores, rmem_mma, index, schedule, own_warp, lane)
         else:
             cute.arch.setmaxregister_increase(ATTENTION_REGISTERS)
-            mmas = smem_mma, rmem_mma
-            self.attend(inputs, pipelines, shared, *mmas, keys, sq, scale, schedule, warp // 4, warp % 4, lane)
+            self.attend(
+                *(inputs, pipelines, shared, smem_mma, rmem_mma, keys, sq, scale, schedule, warp // 4, warp % 4, lane)
+            )
 
     @cute.jit
     def produce(self, inputs: Inputs, pipelines: Pipelines, keys, index, schedule: QuerySchedule, warp, lane):
@@ -201,7 +268,10 @@ class SparseIndexerTargetSm90:
                 sources, valid = head_rows(inputs.q, query, part * TILE, rows, lane)
                 key_state = self.load_chunks(pipelines.keys, keys_start, sources, valid, key_state, warp, lane)
             sources, valid = head_rows(inputs.q_idx, query, 0, rows, lane)
-            index_state = self.load_index(pipelines.index, index_start, sources, valid, index_state, warp, lane)
+            pipelines.index.producer_wait(index_state)
+            index_state = gather_tile(
+                pipelines.index, index_state, index_start, self.index_chunks, sources, valid, warp, lane
+            )
             found = selected(inputs.indices[query, None], Int32(0), rows, count)
             for tile in cutlass.range(schedule.key_tiles, unroll=1):
                 sources, valid = key_rows(inputs.kv, found, lane)
@@ -209,8 +279,9 @@ class SparseIndexerTargetSm90:
                 # Prefetch the next tile's indices while this tile's keys are gathered.
                 found = selected(inputs.indices[query, None], (tile + 1) * TILE, rows, count)
                 key_state = self.load_chunks(pipelines.keys, keys_start, sources, valid, key_state, warp, lane)
-                index_state = self.load_index(
-                    pipelines.index, index_start, index_sources, valid, index_state, warp, lane
+                pipelines.index.producer_wait(index_state)
+                index_state = gather_tile(
+                    pipelines.index, index_state, index_start, self.index_chunks, index_sources, valid, warp, lane
                 )
 
     @cute.jit
@@ -221,15 +292,6 @@ class SparseIndexerTargetSm90:
             arrive_when_gathered(pipeline.producer_barrier(state))
             state = pipeline.advance(state)
         return state
-
-    @cute.jit
-    def load_index(self, pipeline: Pipeline, start: Int32, sources, valid, state: PipelineState, warp, lane):
-        pipeline.producer_wait(state)
-        for chunk in cutlass.range_constexpr(self.index_chunks):
-            target = start + (state.stage * self.index_chunks + chunk) * CHUNK_BYTES
-            gather_chunk(target, sources, valid, chunk, warp, lane)
-        arrive_when_gathered(pipeline.producer_barrier(state))
-        return pipeline.advance(state)
 
     @cute.jit
     def attend(
@@ -302,7 +364,7 @@ class SparseIndexerTargetSm90:
             if self.row_tiles == 1 or side == part:
                 memory = source + state.stage * (TILE * CHUNK)
                 if const_expr(chunk < RMEM_CHUNKS):
-                    load_q_rmem(words, chunk, memory, warp, lane)
+                    load_chunk(words, chunk, memory, warp, lane)
                 else:
                     place = target + (side * self.smem_chunks + chunk - RMEM_CHUNKS) * (TILE * CHUNK)
                     for i in cutlass.range_constexpr(TILE * CHUNK // (8 * WARPGROUP)):
@@ -357,6 +419,142 @@ class SparseIndexerTargetSm90:
         cute.autovec_copy(sums, cute.local_tile(shared.sums[None, warp, state.stage], (2,), (lane,)))
         cute.arch.sync_warp()
         pipelines.sums.producer_commit(state)
+
+    @cute.jit
+    def index(
+        self,
+        inputs: Inputs,
+        pipelines: Pipelines,
+        shared: SharedTensors,
+        kl,
+        d_scores,
+        mma,
+        index_keys,
+        schedule: QuerySchedule,
+        warp,
+        lane,
+    ):
+        """The mainloop of the index warpgroup: compute the indexer's scores of every tile and add up the attention's sums. Then
+        compute a query's distributions, loss and d_scores."""
+        tid = warp * 32 + lane
+        thr = mma.get_slice(tid)
+        rk = mma.make_fragment_B(thr.partition_B(index_keys))
+        q_rmem = cute.make_rmem_tensor((*thr.partition_shape_A((TILE, CHUNK)), self.index_chunks), BFloat16)
+        words = words_of(q_rmem, 4, STEPS, self.index_chunks)
+        acc, flat = accumulator(thr, (TILE, TILE))
+        source = cute.recast_ptr(index_keys.iterator, cute.make_swizzle(0, 4, 3), dtype=BFloat16)
+        weights = cute.make_rmem_tensor((2,), Float32)
+        state, tiles = start(), Int32(0)
+        column = tid & (TILE - 1)
+        for query in cutlass.range(schedule.first, schedule.queries, schedule.step, unroll=1):
+            for r in cutlass.range_constexpr(2):
+                head = warp * 16 + (lane >> 2) + 8 * r
+                weights[r] = Float32(0.0)
+                if head < inputs.q_idx.shape[1]:
+                    weights[r] = inputs.w_idx[query, head] * 0.5
+            pipelines.index.consumer_wait(state)
+            load_tile(words, self.index_chunks, source, state, warp, lane)
+            cute.arch.sync_warp()
+            state = release(pipelines.index, state)
+            # Warps 0 and 1 keep the target's sum of their column. Warps 2 and 3 keep the highest score and the sum of
+            # exponentials relative to it.
+            row_sum, row_max = Float32(0.0), Float32(NOTHING)
+            for tile in cutlass.range(schedule.key_tiles, unroll=1):
+                valid = selected(inputs.indices[query, None], tile * TILE, [column], inputs.kv.shape[0])[0] >= 0
+                wait_for_wgmma(pipelines.index, state)
+                own = opaque(state.stage)
+                cute.nvgpu.warpgroup.fence()
+                for chunk in cutlass.range_constexpr(self.index_chunks):
+                    for step in cutlass.range_constexpr(STEPS):
+                        mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, chunk + step > 0)
+                        keys = rk[None, None, step, own * self.index_chunks + chunk]
+                        cute.gemm(mma, acc, q_rmem[None, None, step, chunk], keys, acc)
+                cute.nvgpu.warpgroup.commit_group()
+                cute.nvgpu.warpgroup.wait_group(0)
+                state = release(pipelines.index, state)
+                self.sum_scores(flat, weights, shared, tile & 1, warp, lane)
+                cute.arch.barrier(barrier_id=INDEX_BARRIER, number_of_threads=WARPGROUP)
+                sums = sums_state(tiles + tile)
+                pipelines.sums.consumer_wait(sums)
+                if warp < 2:
+                    amount = shared.sums[column, 0, sums.stage]
+                    for i in cutlass.range_constexpr(1, 4 * self.row_tiles):
+                        amount += shared.sums[column, i, sums.stage]
+                    if not valid:
+                        amount = Float32(0.0)
+                    shared.target[tile * TILE + column] = amount
+                    row_sum += amount
+                else:
+                    score = shared.own_sums[column, 0, tile & 1]
+                    for i in cutlass.range_constexpr(1, 4):
+                        score += shared.own_sums[column, i, tile & 1]
+                    if not valid:
+                        score = -Float32(INFINITY)
+                    shared.scores[tile * TILE + column] = score
+                    higher = cute.arch.fmax(row_max, score)
+                    row_sum = row_sum * exp(row_max - higher) + exp(score - higher)
+                    row_max = higher
+                cute.arch.sync_warp()
+                pipelines.sums.consumer_release(sums)
+            tiles += schedule.key_tiles
+            self.epilogue(shared, kl, d_scores, query, schedule.key_tiles, row_sum, row_max, warp, lane)
+
+    @cute.jit
+    def sum_scores(self, flat, weights, shared: SharedTensors, stage, warp, lane):
+        """Sum a tile's weighted scores over the warp's heads, and store the sums to shared memory."""
+        values = []
+        for i in cutlass.range_constexpr(TILE // 4):
+            at = i // 2 * 4 + i % 2
+            # x + |x| is exactly 2 relu(x), and the weights are halved. NaN propagates.
+            upper, lower = (x + cute.math.absf(x) for x in (flat[at], flat[at + 2]))
+            values.append(cute.math.fma(lower, weights[1], upper * weights[0]))
+        sums = cute.make_rmem_tensor((2,), Float32)
+        sums[0], sums[1] = sum_rows(values, lane)
+        cute.autovec_copy(sums, cute.local_tile(shared.own_sums[None, warp, stage], (2,), (lane,)))
+
+    @cute.jit
+    def epilogue(self, shared: SharedTensors, kl, d_scores, query, tiles, row_sum, row_max, warp, lane):
+        """Compute the query's distributions, KL and d_scores. row_sum, row_max: the thread's results for its column."""
+        tid = warp * 32 + lane
+        for log in cutlass.range_constexpr(5):
+            other_max = cute.arch.shuffle_sync_bfly(row_max, offset=1 << log)
+            other = cute.arch.shuffle_sync_bfly(row_sum, offset=1 << log)
+            higher = cute.arch.fmax(row_max, other_max)
+            # In the target's warps all maxima are NOTHING, so the factors are 1.
+            row_sum = row_sum * exp(row_max - higher) + other * exp(other_max - higher)
+            row_max = higher
+        shared.parts[2 * warp], shared.parts[2 * warp + 1] = row_sum, row_max
+        cute.arch.barrier(barrier_id=INDEX_BARRIER, number_of_threads=WARPGROUP)
+        mass = shared.parts[0] + shared.parts[2]
+        row_max = cute.arch.fmax(shared.parts[5], shared.parts[7])
+        row_sum = shared.parts[4] * exp(shared.parts[5] - row_max)
+        row_sum += shared.parts[6] * exp(shared.parts[7] - row_max)
+        # A target without mass gives a loss and gradients of 0.
+        inverse, lse = Float32(0.0), Float32(INFINITY)
+        if not mass == 0.0:
+            inverse, lse = 1.0 / mass, row_max + cute.math.log2(row_sum) * LN2
+        row = d_scores[query, None]
+        target, scores, kept = (cute.make_rmem_tensor((4,), Float32) for _ in range(3))
+        stored = cute.make_rmem_tensor((2,), Uint32)
+        words = words_of(row, row.shape[0] // 2)
+        loss = Float32(0.0)
+        for at in cutlass.range(tid, tiles * (TILE // 4), WARPGROUP, unroll=1):
+            cute.autovec_copy(cute.local_tile(shared.target, (4,), (at,)), target)
+            cute.autovec_copy(cute.local_tile(shared.scores, (4,), (at,)), scores)
+            for i in cutlass.range_constexpr(4):
+                p, log_student = target[i] * inverse, scores[i] - lse
+                kept[i] = exp(log_student) - p
+                term = p * (cute.math.log2(p, fastmath=True) * LN2 - log_student)
+                # log2 takes p below SMALLEST for 0. NaN is not below it and enters the loss.
+                loss += Float32(0.0) if p < SMALLEST else term
+            stored[0], stored[1] = pack(kept[0], kept[1], BFloat16), pack(kept[2], kept[3], BFloat16)
+            cute.autovec_copy(stored, cute.local_tile(words, (2,), (at,)))
+        shared.parts[8 + warp] = warp_reduce_sum(loss)
+        # After this barrier the next query's first tile may overwrite target and scores. The parts are safe: they are
+        # written after that tile's barrier, which thread 0 reaches only after it has read them.
+        cute.arch.barrier(barrier_id=INDEX_BARRIER, number_of_threads=WARPGROUP)
+        if tid == 0:
+            kl[query] = (shared.parts[8] + shared.parts[9]) + (shared.parts[10] + shared.parts[11])
 
 
 @cached

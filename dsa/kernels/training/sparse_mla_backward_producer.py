@@ -6,7 +6,6 @@ loads their Q and dO by TMA, and gathers their selected keys, 16 bytes per lane.
 """
 
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import NamedTuple
 
 import cutlass
@@ -28,17 +27,10 @@ VALUE = MLA_V_CHANNELS
 CHUNKS = VALUE // CHUNK
 HALF, HALF_CHUNKS = VALUE // 2, CHUNKS // 2
 ROPE_HALF = 32
-CONSUMER_WARPS, THREADS = 8, 3 * WARPGROUP
+CONSUMER_WARPS, THREADS = 8, 3 * WARPGROUP  # the next warp is the first producer
 KEY_ROW_STAGES = 4
 HEAD_TERM_BYTES = HEADS * 8
 WARP_KEYS = TILE // 4  # keys of a tile per warp
-
-
-class WarpRole(IntEnum):
-    """The first warp of each role. Two consumer warpgroups alternate key tiles; a producer warpgroup gathers."""
-
-    CONSUMER = 0
-    PRODUCER = CONSUMER_WARPS
 
 
 @dataclass(frozen=True)

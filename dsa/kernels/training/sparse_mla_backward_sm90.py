@@ -58,10 +58,20 @@ from dsa.cute.work_tile import work_tile_storage
 from dsa.kernels.training.fake_tensors import fake_head_terms, fake_indices, fake_rows
 from dsa.kernels.training.global_sums import add_4, store_4
 from dsa.kernels.training.limits import MLA_CHANNELS, SPARSE_DTYPES
-from dsa.kernels.training.mainloop import accumulator, finish_prologue, swap_modes, thread_indices, words_of
+from dsa.kernels.training.mainloop import (
+    K_MAJOR,
+    MN_MAJOR,
+    accumulator,
+    finish_prologue,
+    swap_modes,
+    thread_indices,
+    tiled_mma,
+    words_of,
+)
 from dsa.kernels.training.sparse_mla_backward_producer import (
     CHUNK,
     CHUNKS,
+    CONSUMER_WARPS,
     HALF,
     HALF_CHUNKS,
     HEADS,
@@ -75,7 +85,6 @@ from dsa.kernels.training.sparse_mla_backward_producer import (
     BackwardProducer,
     SharedTensors,
     TileScheduler,
-    WarpRole,
     WorkTileInfo,
     k_state,
     next_key_tile,
@@ -88,7 +97,6 @@ from dsa.runtime.compile_cache import cached, compile_sm90
 
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
 STAGED_CHANNELS = 32  # channels of dQ that a warp stages at a time
-K_MAJOR, MN_MAJOR = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.OperandMajorMode.MN
 
 
 class SparseMlaBackwardSm90:
@@ -98,15 +106,13 @@ class SparseMlaBackwardSm90:
         # Compute dP in parts, by heads: with a rope part, S and dQ leave too few registers for all of dP.
         self.dp_parts = 2 if cfg.rope else 1
 
-    def product(self, a_major, b_major, columns: int, source=cute.nvgpu.warpgroup.OperandSource.SMEM) -> cute.TiledMma:
+    def product(self, a_major, b_major, columns: int, from_registers: bool = False) -> cute.TiledMma:
         """A product of 64 rows x columns. Make it where it is used: a TiledMma that is set inside a loop or branch
         cannot be used after it."""
-        return sm90.make_trivial_tiled_mma(
-            self.dtype, self.dtype, a_major, b_major, Float32, (1, 1, 1), (TILE, columns), source
-        )
+        return tiled_mma(self.dtype, (TILE, columns), (a_major, b_major), from_registers)
 
     def dkv_product(self, columns: int) -> cute.TiledMma:
-        return self.product(K_MAJOR, MN_MAJOR, columns, cute.nvgpu.warpgroup.OperandSource.RMEM)
+        return self.product(K_MAJOR, MN_MAJOR, columns, from_registers=True)
 
     def chunks_layout(self, columns: int, count: int) -> cute.ComposedLayout:
         """[64, columns, count], with rows of `columns` elements."""
@@ -204,10 +210,10 @@ class SparseMlaBackwardSm90:
             pipelines.init()
         finish_prologue()
 
-        if warp >= WarpRole.PRODUCER:
+        if warp >= CONSUMER_WARPS:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             inputs = (q, kv, dout, head_terms, indices, tile_counter)
-            own_warp = warp - WarpRole.PRODUCER
+            own_warp = warp - CONSUMER_WARPS
             BackwardProducer(self.cfg).run(atoms, sources, inputs, scheduler, shared, pipelines, own_warp, lane)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
@@ -251,8 +257,7 @@ class SparseMlaBackwardSm90:
                 if (count & 1) == side:
                     place = Int32(0)
                     if const_expr(self.ordered):
-                        number = work_tiles.read(work_tile_state(count)).number
-                        place = number * scheduler.key_tiles + tile
+                        place = work_tiles.read(work_tile_state(count)).number * scheduler.key_tiles + tile
                     last = tile == scheduler.key_tiles - 1
                     self.add_dkv(p, ds, dkv, keys, place, shared, pipelines, count, last, tid, warp, lane, side)
                 count = next_key_tile(count)

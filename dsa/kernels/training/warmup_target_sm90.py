@@ -23,8 +23,7 @@ to 1900.
 """
 
 from collections.abc import Callable
-from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -41,32 +40,26 @@ from dsa.cute.sm90 import LN2, LOG2E, SHARED_BYTES, WARP, WARPGROUP, opaque
 from dsa.cute.work_tile import static_persistent_scheduler
 from dsa.kernels.training.fake_tensors import fake_line, fake_q_tiles, fake_rows, fake_tiles
 from dsa.kernels.training.limits import K_TILE, Q_TILE, WARMUP_CHANNELS
-from dsa.kernels.training.mainloop import finish_prologue, flatten, release, thread_indices, tma_tiles
+from dsa.kernels.training.mainloop import (
+    accumulator,
+    finish_prologue,
+    flatten,
+    load_stage,
+    release,
+    thread_indices,
+    tiled_mma,
+    tma_tiles,
+)
 from dsa.kernels.training.q_tiles import load_q_tile
 from dsa.runtime.compile_cache import cached, compile_sm90
 
-
-class Stages(NamedTuple):
-    """Channels per stage, and the numbers of stages of queries and keys."""
-
-    channels: int
-    queries: int
-    keys: int
-
-
-# Per number of channels of a head. Keys of 576 channels fill their nine stages once.
-STAGES = {64: Stages(64, 8, 5), 128: Stages(128, 3, 3), 192: Stages(64, 7, 6), 576: Stages(64, 4, 9)}
-CONSUMER_WARPS, THREADS = 8, 3 * WARPGROUP
+# (channels per stage, stages of queries, stages of keys) per number of channels of a head. Keys of 576 channels fill
+# their nine stages once.
+STAGES = {64: (64, 8, 5), 128: (128, 3, 3), 192: (64, 7, 6), 576: (64, 4, 9)}
+CONSUMER_WARPS, THREADS = 8, 3 * WARPGROUP  # the next warp is the producer
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 SCORES_READ_BARRIER = 1  # a named barrier per consumer warpgroup: + the warpgroup's number
 TINY = 1.2e-38
-
-
-class WarpRole(IntEnum):
-    """The first warp of each role: two consumer warpgroups, then the producer warp."""
-
-    CONSUMER = 0
-    PRODUCER = CONSUMER_WARPS
 
 
 class WarmupTargetSm90:
@@ -143,16 +136,16 @@ class WarmupTargetSm90:
         )
         sq = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
         sk = storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner)
-        if warp == WarpRole.PRODUCER:
+        if warp == CONSUMER_WARPS:
             cute.nvgpu.cpasync.prefetch_descriptor(q_atom)
             cute.nvgpu.cpasync.prefetch_descriptor(k_atom)
         if tid == 0:
             for pipeline in pipelines:
                 pipeline.init(CONSUMER_WARPS)
         finish_prologue()
-        if warp >= WarpRole.PRODUCER:
+        if warp >= CONSUMER_WARPS:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            if warp == WarpRole.PRODUCER:
+            if warp == CONSUMER_WARPS:
                 self.produce(q_atom, mq, k_atom, mk, q_tiles, key_tiles, scores, group, heads, sq, sk, *pipelines, lane)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
@@ -223,20 +216,13 @@ class WarmupTargetSm90:
                 head = cutlass.min(h, heads - 1)
                 key_head = head // group
                 for chunk in cutlass.range(self.chunks, unroll=1):
-                    queries.producer_acquire(q_state, size)
-                    barrier = queries.producer_barrier(q_state)
-                    cute.copy(q_atom, tqg[None, chunk, head], tqs[None, q_state.stage], tma_bar_ptr=barrier)
-                    q_state = queries.advance(q_state)
+                    q_state = load_stage(queries, q_state, size, q_atom, tqg[None, chunk, head], tqs)
                     if key_head != loaded:
-                        keys.producer_acquire(k_state, size)
-                        k_barrier = keys.producer_barrier(k_state)
-                        cute.copy(k_atom, tkg[None, chunk, key_head], tks[None, k_state.stage], tma_bar_ptr=k_barrier)
-                        k_state = keys.advance(k_state)
+                        k_state = load_stage(keys, k_state, size, k_atom, tkg[None, chunk, key_head], tks)
                 loaded = key_head
 
     def tiled_mma(self) -> cute.TiledMma:
-        major = cute.nvgpu.OperandMajorMode.K
-        return sm90.make_trivial_tiled_mma(self.dtype, self.dtype, major, major, Float32, (2, 1, 1), (64, K_TILE))
+        return tiled_mma(self.dtype, (64, K_TILE), warpgroups=2)
 
     @cute.jit
     def consume(
@@ -265,8 +251,7 @@ class WarmupTargetSm90:
         thr = mma.get_slice(cute.arch.make_warp_uniform(warp // 4) * WARPGROUP)
         rq = mma.make_fragment_A(thr.partition_A(sq))
         rk = mma.make_fragment_B(thr.partition_B(sk))
-        shape = thr.partition_shape_C((Q_TILE, K_TILE))
-        accs = [cute.make_rmem_tensor(shape, Float32) for _ in range(2 if self.chunks == 1 else 1)]
+        accs = [accumulator(thr, (Q_TILE, K_TILE))[0] for _ in range(2 if self.chunks == 1 else 1)]
         sums = cute.make_rmem_tensor((K_TILE // 2,), Float32)
         own_row = warp * 16 + (lane >> 2)
         scheduler = static_persistent_scheduler()
@@ -416,8 +401,7 @@ class WarmupTargetSm90:
     def load_lse(self, lse, at, h, heads):
         """-> (the LSEs of head h at the offsets `at`, the offsets of the next head). The last head's offsets repeat."""
         step = lse.shape[1] if h < heads - 1 else 0
-        flat = flatten(lse)
-        return [flat[place] for place in at], [place + step for place in at]
+        return [flatten(lse)[place] for place in at], [place + step for place in at]
 
     @cute.jit
     def add(self, sums, acc, less, scale):
