@@ -61,5 +61,4 @@ def fake_gradients() -> cute.Tensor:
 def fake_active(heads: int) -> cute.Tensor:
     """Active bits (active_bits.py), uint32 [S, 2 H, 2 N, 128], one word per thread of a warpgroup."""
     shape = cute.sym_int(), Q_TILE * heads // COLUMN_BLOCK, cute.sym_int(), WARPGROUP
-    outer = [cute.sym_int64(divisibility=WARPGROUP) for _ in range(2)]
-    return fake(Uint32, shape, (*outer, WARPGROUP, 1))
+    return fake(Uint32, shape, (*strides(2, WARPGROUP), WARPGROUP, 1))

@@ -48,14 +48,14 @@ from dsa.kernels.training.mainloop import (
     MN_MAJOR,
     accumulator,
     add_product,
+    operand_a,
     release,
     swap_modes,
     tiled_mma,
     tma_tiles,
-    words_of,
 )
 from dsa.kernels.training.q_tiles import BIT_BYTES, COLUMN_BLOCK, KEY_BLOCK, gradients_of
-from dsa.kernels.training.zero_fill_pipeline import ZeroFillPipeline, zero_fill_storage, zero_rows
+from dsa.kernels.training.zero_fill_pipeline import ZeroFillPipeline, zero_fill_storage
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 TILE = 2 * KEY_BLOCK  # keys per warpgroup
@@ -173,9 +173,7 @@ class IndexerKeyGradSm90:
         columns = ZeroFillPipeline.of(storage.column_pipeline, self.stages)
         sq = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
         starts = storage.q.data_ptr(), storage.w.data_ptr(), storage.di.data_ptr(), storage.active.data_ptr()
-        before = storage.before.get_tensor(cute.make_layout(MAX_Q_TILES))
         sums = storage.sums.get_tensor(cute.make_layout(WARP))
-        found = storage.found.get_tensor(cute.make_layout(4))
         if warp == self.consumer_warps:
             cute.nvgpu.cpasync.prefetch_descriptor(q_atom)
         if tid == 0:
@@ -185,7 +183,10 @@ class IndexerKeyGradSm90:
             sums[tid] = 0
         cute.arch.sync_threads()
         wait_for_prerequisite_grids()
-        own = self.scheduler.cta_range(q_tiles, before, sums, found, cta, fixup.shape[0], tid, self.threads, warp, lane)
+        own = self.scheduler.cta_range(
+            *(q_tiles, storage.before.get_tensor(cute.make_layout(MAX_Q_TILES)), sums),
+            *(storage.found.get_tensor(cute.make_layout(4)), cta, fixup.shape[0], tid, self.threads, warp, lane),
+        )
 
         consumer_registers, other_registers = REGISTERS[self.warpgroups]
         if warp >= self.consumer_warps:
@@ -194,8 +195,9 @@ class IndexerKeyGradSm90:
                 self.produce(q_atom, mq, w, q_tiles, di, active, sq, *starts, columns, own, lane)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
-            outputs = dk, partial_sums, fixup
-            self.consume(q_tiles, *outputs, mma, sq, *starts[1:], columns.ring, own, cta, tid, warp, lane)
+            self.consume(
+                *(q_tiles, dk, partial_sums, fixup, mma, sq, *starts[1:], columns.ring, own, cta, tid, warp, lane)
+            )
 
     @cute.jit
     def tiles_seen(self, span, key_block, column_block):
@@ -242,14 +244,14 @@ class IndexerKeyGradSm90:
                 barrier = columns.copy_barrier(state, there == COLUMN_BLOCK)
                 with cute.arch.elect_one():
                     weights = cutlass.min(w.shape[0] - (flat + at * COLUMN_BLOCK), COLUMN_BLOCK) * 2
-                    pairs = tiles * self.tile_bytes
-                    expect_bytes(barrier, self.q_bytes + weights + pairs + tiles * (2 * BIT_BYTES))
+                    expect_bytes(barrier, self.q_bytes + weights + tiles * self.tile_bytes + tiles * (2 * BIT_BYTES))
                     own_w = w.iterator + Int64(flat + at * COLUMN_BLOCK)
                     bulk_load(w_start + state.stage * self.w_bytes, own_w, weights, barrier)
                     for tile in cutlass.range_constexpr(self.warpgroups):
                         if tile < tiles:
-                            key_tile = key_block * self.warpgroups + tile
-                            source = gradients_of(di, q_tile, key_tile, own_block * self.queries)
+                            source = gradients_of(
+                                di, q_tile, key_block * self.warpgroups + tile, own_block * self.queries
+                            )
                             target = di_start + (state.stage * self.di_bytes + tile * self.tile_bytes)
                             bulk_load(target, source, Int32(self.tile_bytes), barrier)
                     if tiles > 0:
@@ -259,9 +261,8 @@ class IndexerKeyGradSm90:
                 cute.copy(q_atom, tqg[None, at], tqs[None, state.stage], tma_bar_ptr=barrier)
                 if there < COLUMN_BLOCK:
                     # The last columns belong to another sequence.
-                    landed_phase = columns.wait_landed(landed_phase)
-                    block_start = Int32(q_start.toint()) + state.stage * self.q_bytes
-                    zero_rows(block_start, there, COLUMN_BLOCK, self.dim * 2, lane)
+                    q_block = Int32(q_start.toint()) + state.stage * self.q_bytes
+                    landed_phase = columns.zero_rows(landed_phase, q_block, there, COLUMN_BLOCK, self.dim * 2, lane)
                     for column in cutlass.range(there + 2 * lane, COLUMN_BLOCK, 64, unroll=1):
                         store_4(Int32(w_start.toint()) + state.stage * self.w_bytes + 2 * column, Uint32(0))
                     columns.commit(state)
@@ -290,9 +291,7 @@ class IndexerKeyGradSm90:
         """The mainloop of a consumer warpgroup: its 128 keys of every key block in the CTA's range."""
         thr = mma.get_slice(tid % WARPGROUP)
         rb = mma.make_fragment_B(thr.partition_B(swap_modes(sq)))
-        shape = thr.partition_shape_A((KEY_BLOCK, COLUMN_BLOCK))
-        operands = [cute.make_rmem_tensor(shape, BFloat16) for _ in range(2)]
-        words = [words_of(x, 16) for x in operands]
+        operands, words = zip(*(operand_a(thr, (KEY_BLOCK, COLUMN_BLOCK), BFloat16) for _ in range(2)))
         accs, flats = zip(*(accumulator(thr, (KEY_BLOCK, self.dim)) for _ in range(2)))
         mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
         tile = warp // 4

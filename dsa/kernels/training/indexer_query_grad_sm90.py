@@ -47,13 +47,14 @@ from dsa.kernels.training.mainloop import (
     K_MAJOR,
     MN_MAJOR,
     accumulator,
+    add_product,
     finish_prologue,
+    operand_a,
     release,
     swap_modes,
     thread_indices,
     tiled_mma,
     tma_tiles,
-    words_of,
 )
 from dsa.kernels.training.q_tiles import (
     BIT_BYTES,
@@ -63,7 +64,7 @@ from dsa.kernels.training.q_tiles import (
     WorkTileInfo,
     gradients_of,
 )
-from dsa.kernels.training.zero_fill_pipeline import ZeroFillPipeline, zero_fill_storage, zero_rows
+from dsa.kernels.training.zero_fill_pipeline import ZeroFillPipeline, zero_fill_storage
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 ROWS = 16  # per warp
@@ -226,9 +227,8 @@ class IndexerQueryGradSm90:
                     cute.copy(k_atom, tkg[None, tile], tks[None, state.stage], tma_bar_ptr=barrier)
                     if there < K_TILE:
                         # The rows from `there` on belong to the next sequence: zero them.
-                        landed_phase = keys.wait_landed(landed_phase)
-                        tile_start = Int32(k_start.toint()) + state.stage * self.k_bytes
-                        zero_rows(tile_start, there, K_TILE, self.dim * 2, lane)
+                        k_tile = Int32(k_start.toint()) + state.stage * self.k_bytes
+                        landed_phase = keys.zero_rows(landed_phase, k_tile, there, K_TILE, self.dim * 2, lane)
                         keys.commit(state)
                     state = keys.ring.advance(state)
 
@@ -253,9 +253,7 @@ class IndexerQueryGradSm90:
         """The mainloop of a consumer warpgroup: its column blocks of every work tile of this CTA."""
         thr = mma.get_slice(tid % WARPGROUP)
         rb = mma.make_fragment_B(thr.partition_B(swap_modes(sk)))
-        shape = thr.partition_shape_A((COLUMN_BLOCK, KEY_BLOCK))
-        operands = [cute.make_rmem_tensor(shape, BFloat16) for _ in range(self.blocks)]
-        words = [words_of(x, 16) for x in operands]
+        operands, words = zip(*(operand_a(thr, (COLUMN_BLOCK, KEY_BLOCK), BFloat16) for _ in range(self.blocks)))
         accs, flats = zip(*(accumulator(thr, (COLUMN_BLOCK, self.dim)) for _ in range(self.blocks)))
         weights = cute.make_rmem_tensor((2 * self.blocks,), Float32)
         mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
@@ -315,11 +313,7 @@ class IndexerQueryGradSm90:
                     for eight in cutlass.range_constexpr(2):
                         mask = permute(of_rows[half], of_rows[half], 0xBB99 if eight else 0xAA88)
                         own[4 * step + 2 * eight + half] = pairs[half % halves][2 * step + eight] & mask
-            cute.nvgpu.warpgroup.fence()
-            for step in cutlass.range_constexpr(KEY_BLOCK // 16):
-                keys = rb[None, None, b * (KEY_BLOCK // 16) + step, stage]
-                cute.gemm(mma, accs[i], operands[i][None, None, step], keys, accs[i])
-            cute.nvgpu.warpgroup.commit_group()
+            add_product(mma, accs[i], operands[i], rb, stage, first=b * (KEY_BLOCK // 16))
         cute.nvgpu.warpgroup.wait_group(0)
 
     @cute.jit

@@ -188,8 +188,8 @@ class IndexerScoresSm90:
             )
             tiles = cute.ceil_div(q_tile.visible_to(row, self.block_q), KEY_BLOCK)
             if number >= 0 and tiles > 0:
-                flat = (q_tile.first_q + row) * self.heads
-                tqs, tqg = tma_tiles(q_atom, sq, mq, (self.n, self.dim), (flat, 0), (0, 0))
+                first = (q_tile.first_q + row) * self.heads, 0
+                tqs, tqg = tma_tiles(q_atom, sq, mq, (self.n, self.dim), first, (0, 0))
                 tks, tkg = tma_tiles(k_atom, sk, mk, (KEY_BLOCK, self.dim), (q_tile.first_k, 0), (None, 0))
                 q_state = load_stage(queries, q_state, self.n * self.dim * 2, q_atom, tqg, tqs)
                 for tile in cutlass.range(tiles, unroll=1):

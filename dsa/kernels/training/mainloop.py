@@ -83,13 +83,21 @@ def accumulator(thr: cute.TiledMma, shape: tuple[int, int]) -> tuple[cute.Tensor
     return acc, flatten(acc)
 
 
+def operand_a(
+    thr: cute.TiledMma, shape: tuple[int, int], dtype: type[cutlass.Numeric]
+) -> tuple[cute.Tensor, cute.Tensor]:
+    """-> (a thread's part of a 16-bit operand A in registers, its 32-bit words)."""
+    operand = cute.make_rmem_tensor(thr.partition_shape_A(shape), dtype)
+    return operand, words_of(operand, cute.size(operand) // 2)
+
+
 @cute.jit
-def add_product(mma, acc, a, b, b_stage):
+def add_product(mma, acc, a, b, b_stage, first: cutlass.Constexpr = 0):
     """Issue acc += a b as one group of wgmma. a: fragment [atom, rows, steps], in registers. b: fragment [atom, rows,
-    steps, stages]. `mma` accumulates."""
+    steps, stages], of which the steps from `first` on are used. `mma` accumulates."""
     cute.nvgpu.warpgroup.fence()
     for step in cutlass.range_constexpr(cute.size(a, mode=[2])):
-        cute.gemm(mma, acc, a[None, None, step], b[None, None, step, b_stage], acc)
+        cute.gemm(mma, acc, a[None, None, step], b[None, None, first + step, b_stage], acc)
     cute.nvgpu.warpgroup.commit_group()
 
 

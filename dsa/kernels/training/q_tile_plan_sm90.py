@@ -125,8 +125,8 @@ class QTilePlanSm90:
     def q_tile(self, bounds, number, sequence, first_number, causal, most) -> QTile:
         """Q tile `number` of a sequence whose first q tile is `first_number`."""
         begin, end = bounds[0, sequence], bounds[0, sequence + 1]
-        first_key, end_key = bounds[1, sequence], bounds[1, sequence + 1]
-        own_keys = end_key - first_key
+        first_key = bounds[1, sequence]
+        own_keys = bounds[1, sequence + 1] - first_key
         offset = (number - first_number) * Q_TILE
         rows = cutlass.min(end - begin - offset, Q_TILE)
         seen = own_keys

@@ -120,5 +120,6 @@ class QTileScheduler:
                     found = Int32(0)
                     number = Int32(-1)
         q_tile = load_q_tile(q_tiles, cutlass.max(number, 0))
-        info = WorkTileInfo(number, row, q_tile.first_q, q_tile.rows, q_tile.visible_to(row, self.queries))
-        return number, q_tile, row, work_tiles.publish(state, info)
+        visible = q_tile.visible_to(row, self.queries)
+        state = work_tiles.publish(state, WorkTileInfo(number, row, q_tile.first_q, q_tile.rows, visible))
+        return number, q_tile, row, state

@@ -51,6 +51,7 @@ from dsa.kernels.training.mainloop import (
     add_product,
     finish_prologue,
     multiply_and_wait,
+    operand_a,
     release,
     skip,
     swap_modes,
@@ -152,10 +153,10 @@ class SparseIndexerGradSm90:
 
         assert Storage.size_in_bytes() <= SHARED_BYTES
         self.storage = Storage
-        inputs = Inputs(q, k, w, indices, d_scores, g)
-        self.kernel(inputs, fixed_scale, dq, dw, dk, scores_mma, rmem_mma, query_mma, key_mma, *layouts).launch(
-            grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
-        )
+        self.kernel(
+            *(Inputs(q, k, w, indices, d_scores, g), fixed_scale, dq, dw, dk),
+            *(scores_mma, rmem_mma, query_mma, key_mma, *layouts),
+        ).launch(grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True)
 
     @cute.kernel
     def kernel(
@@ -176,14 +177,15 @@ class SparseIndexerGradSm90:
         tid, warp, lane = thread_indices()
         scheduler = static_persistent_scheduler()
         storage = SmemAllocator().allocate(self.storage)
-        keys = storage.keys.get_tensor(keys_layout.outer, swizzle=keys_layout.inner)
-        queries = storage.queries.get_tensor(queries_layout.outer, swizzle=queries_layout.inner)
         weighted = storage.weighted.get_tensor(weighted_layout.outer, swizzle=weighted_layout.inner)
         pipelines = Pipelines(
             Pipeline.of(storage.key_barriers, KEY_STAGES), Pipeline.of(storage.query_barriers, QUERY_STAGES)
         )
-        d_scores = storage.d_scores.get_tensor(cute.make_layout((TILE, KEY_STAGES)))
-        shared = SharedTensors(d_scores, keys, queries)
+        shared = SharedTensors(
+            storage.d_scores.get_tensor(cute.make_layout((TILE, KEY_STAGES))),
+            storage.keys.get_tensor(keys_layout.outer, swizzle=keys_layout.inner),
+            storage.queries.get_tensor(queries_layout.outer, swizzle=queries_layout.inner),
+        )
         if tid == 0:
             # Each producer lane arrives for its copies; consumers arrive once per warp.
             pipelines.keys.init(CONSUMER_WARPS, WARPGROUP)
@@ -260,8 +262,7 @@ class SparseIndexerGradSm90:
         rv = sum_mma.make_fragment_B(sum_thr.partition_B(swap_modes(shared.keys)))
         q_rmem = cute.make_rmem_tensor(thr.partition_shape_A((TILE, self.channels)), BFloat16)
         q_words = words_of(q_rmem, 4, STEPS, self.chunks)
-        operand = cute.make_rmem_tensor(sum_thr.partition_shape_A((TILE, TILE)), BFloat16)
-        words = words_of(operand, 4, STEPS)
+        operand, words = operand_a(sum_thr, (TILE, TILE), BFloat16)
         acc, flat = accumulator(thr, (TILE, TILE))
         total, sums = accumulator(sum_thr, (TILE, self.channels))
         source = cute.recast_ptr(shared.queries.iterator, cute.make_swizzle(0, 4, 3), dtype=BFloat16)
@@ -282,7 +283,7 @@ class SparseIndexerGradSm90:
                     word = pairs[4 * j + (lane & 3), here]
                     for r in cutlass.range_constexpr(2):
                         at = 4 * j + 2 * r
-                        words[j % 2 * 2 + r, j // 2] = self.where_positive(word, flat[at], flat[at + 1])
+                        words[2 * j + r] = self.where_positive(word, flat[at], flat[at + 1])
                 add_product(sum_mma, total, operand, rv, here)
                 cute.nvgpu.warpgroup.wait_group(0)
                 key_state = release(pipelines.keys, key_state)
@@ -335,8 +336,7 @@ class SparseIndexerGradSm90:
         rk = scores_mma.make_fragment_A(thr.partition_A(shared.keys))
         rq = scores_mma.make_fragment_B(thr.partition_B(shared.queries))
         rw = sum_mma.make_fragment_B(sum_thr.partition_B(swap_modes(weighted)))
-        operand = cute.make_rmem_tensor(sum_thr.partition_shape_A((TILE, TILE)), BFloat16)
-        words = words_of(operand, 4, STEPS)
+        operand, words = operand_a(sum_thr, (TILE, TILE), BFloat16)
         acc, flat = accumulator(thr, (TILE, TILE))
         total, sums = accumulator(sum_thr, (TILE, self.channels))
         scores = cute.make_tensor(
@@ -367,7 +367,7 @@ class SparseIndexerGradSm90:
                     word = score | score << Uint32(16)
                     for j in cutlass.range_constexpr(TILE // 8):
                         at = 4 * j + 2 * r
-                        words[j % 2 * 2 + r, j // 2] = self.where_positive(word, flat[at], flat[at + 1])
+                        words[2 * j + r] = self.where_positive(word, flat[at], flat[at + 1])
                 cute.arch.sync_warp()
                 key_state = release(pipelines.keys, key_state)
                 multiply_and_wait(sum_mma, total, operand, rw, side)

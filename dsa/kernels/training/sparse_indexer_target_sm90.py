@@ -199,10 +199,10 @@ class SparseIndexerTargetSm90:
 
         assert Storage.size_in_bytes() <= SHARED_BYTES
         self.storage = Storage
-        inputs = Inputs(q, kv, q_idx, k_idx, w_idx, indices, lse)
-        self.kernel(inputs, kl, d_scores, scale, smem_mma, rmem_mma, keys_layout, index_layout, q_layout).launch(
-            grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
-        )
+        self.kernel(
+            *(Inputs(q, kv, q_idx, k_idx, w_idx, indices, lse), kl, d_scores, scale),
+            *(smem_mma, rmem_mma, keys_layout, index_layout, q_layout),
+        ).launch(grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True)
 
     @cute.kernel
     def kernel(
@@ -314,8 +314,8 @@ class SparseIndexerTargetSm90:
         thr = smem_mma.get_slice(tid)
         q_smem = smem_mma.make_fragment_A(thr.partition_A(sq))
         rk = smem_mma.make_fragment_B(thr.partition_B(keys))
-        rmem_shape = *rmem_mma.get_slice(tid).partition_shape_A((TILE, CHUNK)), RMEM_CHUNKS
-        q_rmem = cute.make_rmem_tensor(rmem_shape, BFloat16)
+        chunk_shape = rmem_mma.get_slice(tid).partition_shape_A((TILE, CHUNK))
+        q_rmem = cute.make_rmem_tensor((*chunk_shape, RMEM_CHUNKS), BFloat16)
         acc, flat = accumulator(thr, (TILE, TILE))
         offsets = cute.make_rmem_tensor((2,), Float32)
         mmas, queries = (smem_mma, rmem_mma), (q_smem, q_rmem)
@@ -434,8 +434,8 @@ class SparseIndexerTargetSm90:
         warp,
         lane,
     ):
-        """The mainloop of the index warpgroup: compute the indexer's scores of every tile and add up the attention's sums. Then
-        compute a query's distributions, loss and d_scores."""
+        """The mainloop of the index warpgroup: compute the indexer's scores of every tile and add up the attention's
+        sums. Then compute a query's distributions, loss and d_scores."""
         tid = warp * 32 + lane
         thr = mma.get_slice(tid)
         rk = mma.make_fragment_B(thr.partition_B(index_keys))

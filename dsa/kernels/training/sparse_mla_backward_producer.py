@@ -102,16 +102,6 @@ class BackwardPipelines:
     k: Pipeline
     ds_full: Mbarriers
 
-    @staticmethod
-    def of(storage, cfg: BackwardConfig) -> "BackwardPipelines":
-        """Make the pipelines on the kernel's shared memory."""
-        return BackwardPipelines(
-            WorkTilePipeline.of(storage.work_tiles, WorkTileInfo),
-            Pipeline.of(storage.q_barriers, len(cfg.query_chunks)),
-            Pipeline.of(storage.k_barriers, 2, cfg.k_parts),
-            Mbarriers(storage.ds_full.data_ptr(), 1),
-        )
-
     @cute.jit
     def init(self):
         """Initialize the barriers. Called by one thread."""
@@ -209,8 +199,9 @@ class BackwardProducer:
                 address = kv[cutlass.max(row, 0), None].iterator.toint()
                 valid_mask = Uint32(cute.arch.vote_ballot_sync(valid)) & 0xFFFF
                 # Prefetch the next tile's indices while this tile's keys are gathered.
-                own = opaque(lane) & (WARP_KEYS - 1)
-                index = self.index_of(indices, query, (tile + 1) * TILE + warp * WARP_KEYS + own)
+                index = self.index_of(
+                    indices, query, (tile + 1) * TILE + warp * WARP_KEYS + (opaque(lane) & (WARP_KEYS - 1))
+                )
                 for half in cutlass.range_constexpr(2):
                     pipelines.k_half(half).producer_wait(k_state(count))
                     if const_expr(half == 0):
@@ -229,8 +220,8 @@ class BackwardProducer:
                 count = next_key_tile(count)
             work_tiles.release(work_tile_state(count))
             count = next_work_tile(count)
-            number = work_tiles.current(work_tile_state(count)).number
-            self.prefetch_q(q, dout, scheduler, number, warp, opaque(lane))
+            following = work_tiles.current(work_tile_state(count))
+            self.prefetch_q(q, dout, scheduler, following.number, warp, opaque(lane))
 
     @cute.jit
     def prefetch_q(self, q, dout, scheduler: TileScheduler, number, warp, lane):
@@ -282,10 +273,11 @@ class BackwardProducer:
                     barrier = pipeline.producer_barrier(state)
                     bulk_gather(shared.head_terms, source, Int32(HEAD_TERM_BYTES), barrier)
             for n, target, strip in strips:
-                tile = first // HEADS, None, query
-                own, source = tma_tiles(atoms[n], target, sources[n], (HEADS, strip_width), (0, 0, 0), tile)
-                full = pipeline.producer_barrier(state)
-                cute.copy(atoms[n], source[None, strip], own[None, strip], tma_bar_ptr=full)
+                own, source = tma_tiles(
+                    *(atoms[n], target, sources[n], (HEADS, strip_width), (0, 0, 0), (first // HEADS, None, query))
+                )
+                barrier = pipeline.producer_barrier(state)
+                cute.copy(atoms[n], source[None, strip], own[None, strip], tma_bar_ptr=barrier)
 
     @cute.jit
     def gather_half(

@@ -50,11 +50,11 @@ from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.copies import tile_load
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream
-from dsa.cute.pipeline import arrive, pipeline_storage
+from dsa.cute.pipeline import Mbarriers, Pipeline, arrive, pipeline_storage
 from dsa.cute.shared_memory import pack, store_matrices, swizzled
 from dsa.cute.sm90 import SHARED_BYTES, WARPGROUP, opaque
 from dsa.cute.tile_counter import fake_tile_counter
-from dsa.cute.work_tile import work_tile_storage
+from dsa.cute.work_tile import WorkTilePipeline, work_tile_storage
 from dsa.kernels.training.fake_tensors import fake_head_terms, fake_indices, fake_rows
 from dsa.kernels.training.global_sums import add_4, store_4
 from dsa.kernels.training.limits import MLA_CHANNELS, SPARSE_DTYPES
@@ -110,9 +110,6 @@ class SparseMlaBackwardSm90:
         """A product of 64 rows x columns. Make it where it is used: a TiledMma that is set inside a loop or branch
         cannot be used after it."""
         return tiled_mma(self.dtype, (TILE, columns), (a_major, b_major), from_registers)
-
-    def dkv_product(self, columns: int) -> cute.TiledMma:
-        return self.product(K_MAJOR, MN_MAJOR, columns, from_registers=True)
 
     def chunks_layout(self, columns: int, count: int) -> cute.ComposedLayout:
         """[64, columns, count], with rows of `columns` elements."""
@@ -205,7 +202,12 @@ class SparseMlaBackwardSm90:
             Int32(storage.head_terms.data_ptr().toint()),
             storage.key_rows.get_tensor(cute.make_layout((TILE, KEY_ROW_STAGES))),
         )
-        pipelines = BackwardPipelines.of(storage, self.cfg)
+        pipelines = BackwardPipelines(
+            WorkTilePipeline.of(storage.work_tiles, WorkTileInfo),
+            Pipeline.of(storage.q_barriers, len(self.cfg.query_chunks)),
+            Pipeline.of(storage.k_barriers, 2, self.cfg.k_parts),
+            Mbarriers(storage.ds_full.data_ptr(), 1),
+        )
         if tid == 0:
             pipelines.init()
         finish_prologue()
@@ -213,12 +215,15 @@ class SparseMlaBackwardSm90:
         if warp >= CONSUMER_WARPS:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             inputs = (q, kv, dout, head_terms, indices, tile_counter)
-            own_warp = warp - CONSUMER_WARPS
-            BackwardProducer(self.cfg).run(atoms, sources, inputs, scheduler, shared, pipelines, own_warp, lane)
+            BackwardProducer(self.cfg).run(
+                atoms, sources, inputs, scheduler, shared, pipelines, warp - CONSUMER_WARPS, lane
+            )
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            thread = (tid & (WARPGROUP - 1), warp & 3, lane, warp >> 2)
-            self.consume(kv.shape[0], dq, dkv, scale, scale_log2, scheduler, shared, pipelines, *thread)
+            self.consume(
+                *(kv.shape[0], dq, dkv, scale, scale_log2, scheduler, shared, pipelines),
+                *(tid & (WARPGROUP - 1), warp & 3, lane, warp >> 2),
+            )
 
     @cute.jit
     def consume(
@@ -239,7 +244,9 @@ class SparseMlaBackwardSm90:
         """The mainloop of consumer warpgroup `side`, over all work tiles of this CTA."""
         flat = cute.make_rmem_tensor((HALF // 2,), Float32)
         flat_rope = cute.make_rmem_tensor((ROPE_HALF // 2,), Float32)
-        p_shape = self.dkv_product(CHUNK).get_slice(tid).partition_shape_A((TILE, HEADS))
+        p_shape = (
+            self.product(K_MAJOR, MN_MAJOR, CHUNK, from_registers=True).get_slice(tid).partition_shape_A((TILE, HEADS))
+        )
         work_tiles = pipelines.work_tiles
         count = Int32(0)
         while work_tiles.current(work_tile_state(count)).number < scheduler.work_tiles:
@@ -376,8 +383,7 @@ class SparseMlaBackwardSm90:
     @cute.jit
     def issue_dp(self, mma, dp, rv, shared: SharedTensors, thr, count, part: cutlass.Constexpr):
         """Issue dP^T = K dO^T for a part of the heads."""
-        heads = HEADS // self.dp_parts
-        rows = cute.local_tile(shared.do, (heads, self.strip, VALUE // self.strip), (part, 0, 0))
+        rows = cute.local_tile(shared.do, (HEADS // self.dp_parts, self.strip, VALUE // self.strip), (part, 0, 0))
         rdo = mma.make_fragment_B(thr.partition_B(rows))
         zero = opaque(count & 1) >> (2 + part)
         cute.nvgpu.warpgroup.fence()
@@ -411,8 +417,9 @@ class SparseMlaBackwardSm90:
         rope_ds = rope.make_fragment_A(thr_rope.partition_A(ds))
         rk_rope = rope.make_fragment_B(thr_rope.partition_B(swap_modes(shared.k_rope)))
         acc = cute.make_tensor(flat.iterator, cute.make_layout(thr.partition_shape_C((HEADS, HALF))))
-        rope_shape = thr_rope.partition_shape_C((HEADS, ROPE_HALF))
-        acc_rope = cute.make_tensor(flat_rope.iterator, cute.make_layout(rope_shape))
+        acc_rope = cute.make_tensor(
+            flat_rope.iterator, cute.make_layout(thr_rope.partition_shape_C((HEADS, ROPE_HALF)))
+        )
         pipelines.ds_full.wait(count & 1)
         cute.nvgpu.warpgroup.fence()
         mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
@@ -463,7 +470,7 @@ class SparseMlaBackwardSm90:
                     number = Int64(row if row >= 0 else keys + block)
                 # The lane adds the first half of 32 numbers of its own row, and the second half of the other row's.
                 targets.append(start + (number * stride + (odd ^ i) * 64))
-        with_p = with_ds = self.dkv_product(self.strip)
+        with_p = with_ds = self.product(K_MAJOR, MN_MAJOR, self.strip, from_registers=True)
         if const_expr(not self.rope):
             with_ds = self.product(K_MAJOR, MN_MAJOR, self.strip)
         thr = with_ds.get_slice(tid)
@@ -525,8 +532,8 @@ class SparseMlaBackwardSm90:
             if const_expr(i == HALF // STAGED_CHANNELS):
                 source, base, channel = flat_rope, 0, VALUE + side * ROPE_HALF
             for j in cutlass.range_constexpr(2):
-                places = [base + 8 * j + 2 * n for n in range(4)]
-                words = [pack(source[at], source[at + 1], self.dtype) for at in places]
+                at = base + 8 * j
+                words = [pack(source[at + 2 * n], source[at + 2 * n + 1], self.dtype) for n in range(4)]
                 place = self.staged_place(lane & 15, 2 * j + (lane >> 4))
                 store_matrices(Int32((staging + place).toint()), words)
             cute.arch.sync_warp()

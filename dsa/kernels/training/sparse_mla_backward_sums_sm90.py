@@ -118,9 +118,8 @@ class BackwardInputsSm90:
 class ReorderSumsSm90:
     @cute.jit
     def __call__(self, sums: cute.Tensor, out: cute.Tensor, stream):
-        total = out.shape[0] * (out.shape[1] // REORDERED)
         self.kernel(sums, out).launch(
-            grid=(cute.ceil_div(total, REORDER_THREADS), 1, 1),
+            grid=(cute.ceil_div(out.shape[0] * (out.shape[1] // REORDERED), REORDER_THREADS), 1, 1),
             block=(REORDER_THREADS, 1, 1),
             stream=stream,
             use_pdl=True,

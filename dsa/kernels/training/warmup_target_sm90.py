@@ -175,8 +175,8 @@ class WarmupTargetSm90:
         count = key_tiles.shape[0] - 1
         steps = Int32(WARP)
         while steps == WARP:
-            behind = cutlass.min(q_tile + 1 + lane, count)
-            steps = cute.arch.popc(cute.arch.vote_ballot_sync(key_tiles[behind] <= index))
+            passed = key_tiles[cutlass.min(q_tile + 1 + lane, count)] <= index
+            steps = cute.arch.popc(cute.arch.vote_ballot_sync(passed))
             q_tile += steps
         return q_tile, index - key_tiles[q_tile]
 
@@ -221,9 +221,6 @@ class WarmupTargetSm90:
                         k_state = load_stage(keys, k_state, size, k_atom, tkg[None, chunk, key_head], tks)
                 loaded = key_head
 
-    def tiled_mma(self) -> cute.TiledMma:
-        return tiled_mma(self.dtype, (64, K_TILE), warpgroups=2)
-
     @cute.jit
     def consume(
         self,
@@ -245,7 +242,7 @@ class WarmupTargetSm90:
         lane,
     ):
         """The mainloop of the consumer warpgroups, over all work tiles of this CTA."""
-        mma = self.tiled_mma()
+        mma = tiled_mma(self.dtype, (64, K_TILE), warpgroups=2)
         # The slice is the same for the whole warpgroup. The compiler must know it to make the operands' addresses
         # uniform.
         thr = mma.get_slice(cute.arch.make_warp_uniform(warp // 4) * WARPGROUP)
@@ -330,7 +327,7 @@ class WarmupTargetSm90:
             row = own_row + 8 * r
             limit = cutlass.min(q_tile.seen + q_tile.step * row, q_tile.keys) - key_tile * K_TILE
             limits.append(limit if row < q_tile.rows else Int32(0))
-        numbers = [lse_idx[rows[r]] for r in range(2)], [upstream[rows[r]] for r in range(2)]
+        numbers = [lse_idx[row] for row in rows], [upstream[row] for row in rows]
         # Pointer to which `row` rows of dI are added. The warpgroup's 64 rows of dI begin where their scores began.
         target = of_tile.iterator + (opaque(own_row) >> 6) * (Q_TILE * K_TILE // 4)
         return (target, number, key_tile), pairs, *numbers, limits
@@ -344,7 +341,7 @@ class WarmupTargetSm90:
     @cute.jit
     def multiply(self, acc, rq, rk, q_stage, k_stage):
         """Issue a head's product."""
-        mma = self.tiled_mma()  # one that is set inside a loop cannot be used after it
+        mma = tiled_mma(self.dtype, (64, K_TILE), warpgroups=2)  # one that is set inside a loop cannot be used after it
         cute.nvgpu.warpgroup.fence()
         for step in cutlass.range_constexpr(self.chunk // 16):
             if const_expr(step % 4 == 0):  # limits the live descriptors: all of them would spill
@@ -371,7 +368,7 @@ class WarmupTargetSm90:
     def multiply_chunks(self, acc, rq, rk, queries: Pipeline, keys: Pipeline, q_state, k_state, h, group, heads):
         """Compute the product of a head with several chunks, chunk by chunk, and wait for it. -> the pipelines' next
         states."""
-        mma = self.tiled_mma()
+        mma = tiled_mma(self.dtype, (64, K_TILE), warpgroups=2)
         last = h == heads - 1
         if h < heads - 1:
             last = h // group != (h + 1) // group
