@@ -1,6 +1,8 @@
-"""Fake tensors with which this family's kernels are compiled."""
+"""Fake tensors with which this family's kernels are compiled, and the type of the lists of shipped variants."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -10,6 +12,8 @@ from dsa.cute.fake_tensors import fake, strides
 from dsa.cute.sm90 import WARPGROUP
 from dsa.kernels.training.limits import K_TILE, Q_TILE, Q_TILE_FIELDS, SPARSE_HEAD_TILE
 from dsa.kernels.training.q_tiles import COLUMN_BLOCK
+
+ShippedVariants = list[tuple[Callable[..., Any], tuple]]  # compile functions and their arguments
 
 
 def fake_rows(dtype: type[cutlass.Numeric], *shape) -> cute.Tensor:

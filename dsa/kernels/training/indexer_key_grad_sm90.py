@@ -22,16 +22,12 @@ Roofline: tensor cores, 256 cycles per 64 keys x 64 columns at D = 128. A warp i
 time.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.memory import SmemAllocator
-from cutlass.tensor_utils import LayoutEnum
-from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.copies import bulk_load, tile_load
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
@@ -40,8 +36,8 @@ from dsa.cute.pipeline import Pipeline, expect_bytes, start
 from dsa.cute.shared_memory import load_4, load_matrices, load_matrices_transposed, store_4
 from dsa.cute.sm90 import REGISTERS, SHARED_BYTES, WARP, WARPGROUP
 from dsa.kernels.training.active_bits import multiply_pairs, permute, word_place
-from dsa.kernels.training.fake_tensors import fake_active, fake_gradients, fake_q_tiles
-from dsa.kernels.training.key_block_scheduler import CtaRange, KeyBlockScheduler
+from dsa.kernels.training.fake_tensors import ShippedVariants, fake_active, fake_gradients, fake_q_tiles
+from dsa.kernels.training.key_block_scheduler import KeyBlockScheduler
 from dsa.kernels.training.limits import MAX_Q_TILES
 from dsa.kernels.training.mainloop import (
     K_MAJOR,
@@ -50,6 +46,7 @@ from dsa.kernels.training.mainloop import (
     add_product,
     operand_a,
     release,
+    smem_layout,
     swap_modes,
     tiled_mma,
     tma_tiles,
@@ -120,9 +117,7 @@ class IndexerKeyGradSm90:
         fixup: cute.Tensor,
         stream,
     ):
-        q_layout = sm90.make_smem_layout_b(
-            LayoutEnum.ROW_MAJOR, (KEY_BLOCK, COLUMN_BLOCK, self.dim), BFloat16, self.stages
-        )
+        q_layout = smem_layout(COLUMN_BLOCK, self.dim, BFloat16, self.stages)
         q_atom, q_tma = tile_load(q, q_layout, (COLUMN_BLOCK, self.dim))
         mma = tiled_mma(BFloat16, (KEY_BLOCK, self.dim), (K_MAJOR, MN_MAJOR), from_registers=True)
 
@@ -224,7 +219,7 @@ class IndexerKeyGradSm90:
         di_start,
         active_start,
         columns: ZeroFillPipeline,
-        own: CtaRange,
+        own,
         lane,
     ):
         """The producer warp: load the stages of every work tile of this CTA."""
@@ -282,7 +277,7 @@ class IndexerKeyGradSm90:
         di_start,
         active_start,
         columns: Pipeline,
-        own: CtaRange,
+        own,
         cta,
         tid,
         warp,
@@ -442,6 +437,6 @@ def compile_indexer_key_grad(heads: int, dim: int, config: IndexerKeyGradConfig)
     )
 
 
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> ShippedVariants:
     """Every compile function and its arguments that the op can ask for."""
     return [(compile_indexer_key_grad, (*shape, config)) for shape, config in CONFIGS.items()]

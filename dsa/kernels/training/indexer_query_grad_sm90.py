@@ -21,16 +21,12 @@ with four. The producer warpgroup has 40 or 32.
 Roofline: tensor cores, 256 cycles per 64 rows x 64 keys at D = 128. A warp issues 52 other instructions in that time.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.memory import SmemAllocator
-from cutlass.tensor_utils import LayoutEnum
-from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.copies import bulk_load, gather_16, tile_load
 from dsa.cute.fake_tensors import fake, fake_stream
@@ -40,7 +36,7 @@ from dsa.cute.sm90 import REGISTERS, SHARED_BYTES, WARPGROUP
 from dsa.cute.tile_counter import fake_tile_counter
 from dsa.cute.work_tile import WorkTilePipeline, work_tile_storage
 from dsa.kernels.training.active_bits import permute
-from dsa.kernels.training.fake_tensors import fake_active, fake_gradients, fake_line, fake_q_tiles
+from dsa.kernels.training.fake_tensors import ShippedVariants, fake_active, fake_gradients, fake_line, fake_q_tiles
 from dsa.kernels.training.global_sums import store_4
 from dsa.kernels.training.limits import K_TILE
 from dsa.kernels.training.mainloop import (
@@ -51,6 +47,7 @@ from dsa.kernels.training.mainloop import (
     finish_prologue,
     operand_a,
     release,
+    smem_layout,
     swap_modes,
     thread_indices,
     tiled_mma,
@@ -126,7 +123,7 @@ class IndexerQueryGradSm90:
         ctas: Int32,
         stream,
     ):
-        k_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (KEY_BLOCK, K_TILE, self.dim), BFloat16, self.stages)
+        k_layout = smem_layout(K_TILE, self.dim, BFloat16, self.stages)
         k_atom, k_tma = tile_load(k, k_layout, (K_TILE, self.dim))
         mma = tiled_mma(BFloat16, (COLUMN_BLOCK, self.dim), (K_MAJOR, MN_MAJOR), from_registers=True)
 
@@ -399,6 +396,6 @@ def compile_indexer_query_grad(heads: int, dim: int, config: IndexerQueryGradCon
     )
 
 
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> ShippedVariants:
     """Every compile function and its arguments that the op can ask for."""
     return [(compile_indexer_query_grad, (*shape, config)) for shape, config in CONFIGS.items()]

@@ -19,16 +19,12 @@ Roofline: tensor cores, 1024 cycles per tile of 64 x 256 x 128. The other instru
 one cycle each: 400. Keys come from L2, 16 KB per tile. With 64 heads, 12 bytes per (query, key) are written.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Uint32, const_expr
 from cutlass.memory import SmemAllocator
-from cutlass.tensor_utils import LayoutEnum
-from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.copies import tile_load
 from dsa.cute.fake_tensors import fake, fake_stream
@@ -39,13 +35,14 @@ from dsa.cute.tile_counter import fake_tile_counter
 from dsa.cute.wgmma import multiply
 from dsa.cute.work_tile import WorkTilePipeline, work_tile_storage
 from dsa.kernels.training.active_bits import negated_head_sum, sign_bits, word_place
-from dsa.kernels.training.fake_tensors import fake_active, fake_q_tiles, fake_tiles
+from dsa.kernels.training.fake_tensors import ShippedVariants, fake_active, fake_q_tiles, fake_tiles
 from dsa.kernels.training.limits import K_TILE, Q_TILE
 from dsa.kernels.training.mainloop import (
     accumulator,
     finish_prologue,
     load_stage,
     release,
+    smem_layout,
     thread_indices,
     tiled_mma,
     tma_tiles,
@@ -102,8 +99,8 @@ class IndexerScoresSm90:
         ctas: Int32,
         stream,
     ):
-        k_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (KEY_BLOCK, self.n, self.dim), BFloat16, self.stages)
-        q_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (KEY_BLOCK, self.n, self.dim), BFloat16, Q_STAGES)
+        k_layout = smem_layout(KEY_BLOCK, self.dim, BFloat16, self.stages)
+        q_layout = smem_layout(self.n, self.dim, BFloat16, Q_STAGES)
         k_atom, k_tma = tile_load(k, k_layout, (KEY_BLOCK, self.dim))
         q_atom, q_tma = tile_load(q, q_layout, (self.n, self.dim))
         mma = tiled_mma(BFloat16, (KEY_BLOCK, self.n))
@@ -306,6 +303,6 @@ def compile_indexer_scores(heads: int, dim: int, config: IndexerScoresConfig):
     )
 
 
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> ShippedVariants:
     """Every compile function and its arguments that the op can ask for."""
     return [(compile_indexer_scores, (*shape, config)) for shape, config in CONFIGS.items()]

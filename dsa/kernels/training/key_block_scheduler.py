@@ -46,19 +46,6 @@ class Span(NamedTuple):
     key_blocks: Int32
 
 
-class CtaRange(NamedTuple):
-    """A CTA's range of the list of pairs.
-
-    first   the first q tile of the span in which the range begins
-    offset  first pair, counted in the span's part of the list
-    length  number of pairs
-    """
-
-    first: Int32
-    offset: Int32
-    length: Int32
-
-
 class SchedulerState(NamedTuple):
     """The next work tile of a CTA.
 
@@ -130,10 +117,10 @@ class KeyBlockScheduler:
         )
 
     @cute.jit
-    def cta_range(
-        self, q_tiles, before, sums, found, cta, ctas, tid, threads: cutlass.Constexpr, warp, lane
-    ) -> CtaRange:
-        """Find the range of CTA `cta`. Called by all threads of the CTA.
+    def cta_range(self, q_tiles, before, sums, found, cta, ctas, tid, threads: cutlass.Constexpr, warp, lane):
+        """Find the range of CTA `cta` in the list of pairs. Called by all threads of the CTA. -> (the first q tile of
+        the span in which the range begins; its first pair, counted in the span's part of the list; its number of
+        pairs).
 
         before, sums, found  scratch in shared memory, Int32: one per q tile; [32], zeroed; at least [2]
         """
@@ -181,34 +168,31 @@ class KeyBlockScheduler:
                     if previous != found[0]:
                         found[1] = index
         cute.arch.sync_threads()
-        return CtaRange(found[1], begin - before[found[1]], length)
+        return found[1], begin - before[found[1]], length
 
     @cute.jit
-    def first(self, q_tiles, own: CtaRange, lane) -> SchedulerState:
-        """The state before the first work tile. Called by a whole warp, like `work_tile`."""
-        key_block, column_block = self.locate(self.load_span(q_tiles, own.first, lane), own.offset)
-        return SchedulerState(own.first, key_block, column_block, own.length)
-
-    @cute.jit
-    def locate(self, span: Span, offset):
-        """(key block, column block) of an offset in a span's part of the list."""
+    def first(self, q_tiles, own, lane) -> SchedulerState:
+        """The state before the first work tile. own: the CTA's range. Called by a whole warp, like `work_tile`."""
+        first, left, length = own
+        span = self.load_span(q_tiles, first, lane)
         # All column blocks see the key blocks that the span's first query sees.
         whole = span.key_blocks
         if span.q_tile.step > 0:
             whole = cutlass.min((cutlass.max(span.q_tile.seen, 0) + self.width - 1) // self.width, span.key_blocks)
-        key_block, left = Int32(0), offset
+        key_block = Int32(0)
         if span.column_blocks > 0:
-            key_block = cutlass.min(offset // span.column_blocks, whole)
-            left = offset - key_block * span.column_blocks
+            key_block = cutlass.min(left // span.column_blocks, whole)
+            left -= key_block * span.column_blocks
         looking = Int32(1)
         while looking == 1:
-            length = span.column_blocks - self.first_column_block(span.q_tile, key_block * self.width)
+            count = span.column_blocks - self.first_column_block(span.q_tile, key_block * self.width)
             looking = Int32(0)
-            if left >= length and key_block + 1 < span.key_blocks:
-                left -= length
+            if left >= count and key_block + 1 < span.key_blocks:
+                left -= count
                 key_block += 1
                 looking = Int32(1)
-        return key_block, self.first_column_block(span.q_tile, key_block * self.width) + left
+        column_block = self.first_column_block(span.q_tile, key_block * self.width) + left
+        return SchedulerState(first, key_block, column_block, length)
 
     @cute.jit
     def work_tile(self, q_tiles, state: SchedulerState, lane) -> WorkTileInfo:

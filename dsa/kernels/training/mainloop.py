@@ -4,6 +4,7 @@ releases of pipeline stages."""
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Uint32
+from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
@@ -60,6 +61,11 @@ def tiled_mma(
     return sm90.make_trivial_tiled_mma(
         *(dtype, dtype, *majors, Float32, (warpgroups, 1, 1), shape, source.RMEM if from_registers else source.SMEM)
     )
+
+
+def smem_layout(rows: int, columns: int, dtype: type[cutlass.Numeric], stages: int) -> cute.ComposedLayout:
+    """[rows, columns, stages] in TMA's and wgmma's widest swizzle, with contiguous rows."""
+    return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (rows, rows, columns), dtype, stages)
 
 
 def swap_modes(x: cute.Tensor) -> cute.Tensor:

@@ -9,9 +9,6 @@ Plan
 Constraints: any number of sequences. Roofline: latency, 2 us for four sequences of 2048.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
@@ -21,7 +18,7 @@ from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream
 from dsa.cute.reductions import block_exclusive_scan
 from dsa.cute.sm90 import WARP
-from dsa.kernels.training.fake_tensors import fake_line, fake_q_tiles
+from dsa.kernels.training.fake_tensors import ShippedVariants, fake_line, fake_q_tiles
 from dsa.kernels.training.limits import K_TILE, Q_TILE
 from dsa.kernels.training.q_tiles import QTile, store_q_tile
 from dsa.runtime.compile_cache import cached, compile_sm90
@@ -173,6 +170,6 @@ def compile_q_tile_plan():
     )
 
 
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> ShippedVariants:
     """Every compile function and its arguments that the op can ask for."""
     return [(compile_q_tile_plan, ())]

@@ -23,16 +23,12 @@ tile, take 2650 cycles at 2.8 TB/s, the rate that the peers' times suggest. Meas
 keys, and 2.3 TB/s with 65536 keys. Integers take 2.6 to 3.1 times as long.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.memory import SmemAllocator
-from cutlass.tensor_utils import LayoutEnum
-from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.copies import gather_16
 from dsa.cute.fake_tensors import fake_stream
@@ -41,7 +37,7 @@ from dsa.cute.shared_memory import load_16, pack, store_16, swizzled
 from dsa.cute.sm90 import SHARED_BYTES, WARPGROUP, opaque
 from dsa.cute.wgmma import multiply
 from dsa.cute.work_tile import static_persistent_scheduler
-from dsa.kernels.training.fake_tensors import fake_indices, fake_numbers, fake_rows
+from dsa.kernels.training.fake_tensors import ShippedVariants, fake_indices, fake_numbers, fake_rows
 from dsa.kernels.training.global_sums import add_4, add_fixed
 from dsa.kernels.training.limits import INDEX_CHANNELS
 from dsa.kernels.training.mainloop import (
@@ -54,6 +50,7 @@ from dsa.kernels.training.mainloop import (
     operand_a,
     release,
     skip,
+    smem_layout,
     swap_modes,
     thread_indices,
     tiled_mma,
@@ -137,10 +134,7 @@ class SparseIndexerGradSm90:
         query_mma, key_mma = (
             tiled_mma(BFloat16, (TILE, self.channels), (K_MAJOR, MN_MAJOR), from_registers=True) for _ in range(2)
         )
-        layouts = [
-            sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (TILE, TILE, self.channels), BFloat16, stages)
-            for stages in (KEY_STAGES, QUERY_STAGES, 2)
-        ]
+        layouts = [smem_layout(TILE, self.channels, BFloat16, stages) for stages in (KEY_STAGES, QUERY_STAGES, 2)]
 
         @cute.struct
         class Storage:
@@ -446,6 +440,6 @@ def compile_sparse_indexer_grad(channels: int, fixed_point: bool):
     )
 
 
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> ShippedVariants:
     """Every compile function and its arguments that the op can ask for."""
     return [(compile_sparse_indexer_grad, (channels, fixed)) for channels in INDEX_CHANNELS for fixed in (False, True)]

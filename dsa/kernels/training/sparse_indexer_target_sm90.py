@@ -27,16 +27,12 @@ Measured: 4190. With 64 heads measured 3200, where attention's forward pass take
 much. The kernel takes 0.65 to 0.72 times the forward pass's time with 128 heads, 0.82 to 1.21 with 64.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Uint32, const_expr
 from cutlass.memory import SmemAllocator
-from cutlass.tensor_utils import LayoutEnum
-from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.copies import arrive_when_gathered
 from dsa.cute.fake_tensors import fake_stream
@@ -45,13 +41,15 @@ from dsa.cute.reductions import warp_reduce_sum
 from dsa.cute.shared_memory import pack
 from dsa.cute.sm90 import LN2, LOG2E, SHARED_BYTES, WARPGROUP, opaque
 from dsa.cute.work_tile import static_persistent_scheduler
-from dsa.kernels.training.fake_tensors import fake_indices, fake_line, fake_numbers, fake_rows
+from dsa.kernels.training.fake_tensors import ShippedVariants, fake_indices, fake_line, fake_numbers, fake_rows
 from dsa.kernels.training.limits import INDEX_CHANNELS, MAX_SPARSE_HEADS, MAX_SPARSE_KEYS, MLA_CHANNELS
 from dsa.kernels.training.mainloop import (
     accumulator,
     finish_prologue,
+    multiply_and_wait,
     release,
     skip,
+    smem_layout,
     thread_indices,
     tiled_mma,
     words_of,
@@ -62,7 +60,6 @@ from dsa.kernels.training.topk_gather import (
     STEPS,
     TILE,
     QuerySchedule,
-    chunk_layout,
     gather_chunk,
     gather_tile,
     head_rows,
@@ -179,9 +176,9 @@ class SparseIndexerTargetSm90:
     ):
         smem_mma = tiled_mma(BFloat16, (TILE, TILE))
         rmem_mma = tiled_mma(BFloat16, (TILE, TILE), from_registers=True)
-        keys_layout = chunk_layout(BFloat16, self.stages)
-        index_layout = chunk_layout(BFloat16, INDEX_STAGES * self.index_chunks)
-        q_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (TILE, TILE, CHUNK), BFloat16, self.smem_chunks * 2)
+        keys_layout = smem_layout(TILE, CHUNK, BFloat16, self.stages)
+        index_layout = smem_layout(TILE, self.index_channels, BFloat16, INDEX_STAGES)
+        q_layout = smem_layout(TILE, CHUNK, BFloat16, self.smem_chunks * 2)
 
         @cute.struct
         class Storage:
@@ -439,7 +436,7 @@ class SparseIndexerTargetSm90:
         tid = warp * 32 + lane
         thr = mma.get_slice(tid)
         rk = mma.make_fragment_B(thr.partition_B(index_keys))
-        q_rmem = cute.make_rmem_tensor((*thr.partition_shape_A((TILE, CHUNK)), self.index_chunks), BFloat16)
+        q_rmem = cute.make_rmem_tensor(thr.partition_shape_A((TILE, self.index_channels)), BFloat16)
         words = words_of(q_rmem, 4, STEPS, self.index_chunks)
         acc, flat = accumulator(thr, (TILE, TILE))
         source = cute.recast_ptr(index_keys.iterator, cute.make_swizzle(0, 4, 3), dtype=BFloat16)
@@ -462,15 +459,7 @@ class SparseIndexerTargetSm90:
             for tile in cutlass.range(schedule.key_tiles, unroll=1):
                 valid = selected(inputs.indices[query, None], tile * TILE, [column], inputs.kv.shape[0])[0] >= 0
                 wait_for_wgmma(pipelines.index, state)
-                own = opaque(state.stage)
-                cute.nvgpu.warpgroup.fence()
-                for chunk in cutlass.range_constexpr(self.index_chunks):
-                    for step in cutlass.range_constexpr(STEPS):
-                        mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, chunk + step > 0)
-                        keys = rk[None, None, step, own * self.index_chunks + chunk]
-                        cute.gemm(mma, acc, q_rmem[None, None, step, chunk], keys, acc)
-                cute.nvgpu.warpgroup.commit_group()
-                cute.nvgpu.warpgroup.wait_group(0)
+                multiply_and_wait(mma, acc, q_rmem, rk, opaque(state.stage))
                 state = release(pipelines.index, state)
                 self.sum_scores(flat, weights, shared, tile & 1, warp, lane)
                 cute.arch.barrier(barrier_id=INDEX_BARRIER, number_of_threads=WARPGROUP)
@@ -577,7 +566,7 @@ def compile_sparse_indexer_target(channels: int, row_tiles: int, index_channels:
     )
 
 
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> ShippedVariants:
     """Every compile function and its arguments that the op can ask for."""
     return [
         (compile_sparse_indexer_target, (channels, row_tiles, index_channels))

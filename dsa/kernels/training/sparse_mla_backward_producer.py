@@ -33,35 +33,24 @@ HEAD_TERM_BYTES = HEADS * 8
 WARP_KEYS = TILE // 4  # keys of a tile per warp
 
 
-@dataclass(frozen=True)
 class BackwardConfig:
-    """channels: per key. ordered: store each part of dKV to a separate row instead of adding it."""
+    """
+    channels      per key
+    ordered       store each part of dKV to a separate row instead of adding it
+    rope          whether keys have a rope part
+    strip         channels of dKV per product: 64, or 32 with dS^T also in registers. The latter takes 8% less time with
+                  a rope part and 5% more without it
+    query_chunks  the chunks of Q and dO in the order in which a query's last key tile releases them. CHUNKS is the rope
+                  part of Q
+    k_parts       number of parts in half of a key tile's channels. In the order of arrival and use: HALF_CHUNKS chunks,
+                  then half of the rope part as part HALF_CHUNKS
+    """
 
-    dtype: type[cutlass.Numeric]
-    channels: int
-    ordered: bool
-
-    @property
-    def rope(self) -> bool:
-        return self.channels > VALUE
-
-    @property
-    def strip(self) -> int:
-        """Channels of dKV per product: 64, or 32 with dS^T also in registers. The latter takes 8% less time with a rope
-        part and 5% more without it."""
-        return 32 if self.rope else 64
-
-    @property
-    def query_chunks(self) -> list[int]:
-        """The chunks of Q and dO in the order in which a query's last key tile releases them. CHUNKS is the rope part
-        of Q."""
-        return [*([CHUNKS] if self.rope else []), *range(CHUNKS)]
-
-    @property
-    def k_parts(self) -> int:
-        """Number of parts in half of a key tile's channels. In the order of arrival and use: HALF_CHUNKS chunks, then
-        half of the rope part as part HALF_CHUNKS."""
-        return HALF_CHUNKS + (1 if self.rope else 0)
+    def __init__(self, dtype: type[cutlass.Numeric], channels: int, ordered: bool):
+        self.dtype, self.channels, self.ordered, self.rope = dtype, channels, ordered, channels > VALUE
+        self.strip = 32 if self.rope else 64
+        self.query_chunks = [*([CHUNKS] if self.rope else []), *range(CHUNKS)]
+        self.k_parts = HALF_CHUNKS + (1 if self.rope else 0)
 
 
 @dataclass(frozen=True)

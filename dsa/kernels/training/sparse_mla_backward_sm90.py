@@ -38,15 +38,10 @@ Roofline: L2 reductions, 144 KiB per tile of 576 channels: 8800 cycles at 3.8 TB
 (it stores 4.6 TB/s). wgmma takes 5504 cycles, the reads of its operands in shared memory about 6000.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
-from cutlass.tensor_utils import LayoutEnum
-from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.copies import tile_load
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream
@@ -55,7 +50,7 @@ from dsa.cute.shared_memory import pack, store_matrices, swizzled
 from dsa.cute.sm90 import SHARED_BYTES, WARPGROUP, opaque
 from dsa.cute.tile_counter import fake_tile_counter
 from dsa.cute.work_tile import WorkTilePipeline, work_tile_storage
-from dsa.kernels.training.fake_tensors import fake_head_terms, fake_indices, fake_rows
+from dsa.kernels.training.fake_tensors import ShippedVariants, fake_head_terms, fake_indices, fake_rows
 from dsa.kernels.training.global_sums import add_4, store_4
 from dsa.kernels.training.limits import MLA_CHANNELS, SPARSE_DTYPES
 from dsa.kernels.training.mainloop import (
@@ -63,6 +58,7 @@ from dsa.kernels.training.mainloop import (
     MN_MAJOR,
     accumulator,
     finish_prologue,
+    smem_layout,
     swap_modes,
     thread_indices,
     tiled_mma,
@@ -113,7 +109,7 @@ class SparseMlaBackwardSm90:
 
     def chunks_layout(self, columns: int, count: int) -> cute.ComposedLayout:
         """[64, columns, count], with rows of `columns` elements."""
-        return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (64, 64, columns), self.dtype, count)
+        return smem_layout(64, columns, self.dtype, count)
 
     def load_atom(self, x: cute.Tensor, layout: cute.ComposedLayout):
         """-> (the TMA atom that loads 64 heads x a strip of x [T, H, d], its TMA tensor [H, d, T])."""
@@ -569,7 +565,7 @@ def compile_sparse_mla_backward(dtype: str, channels: int, ordered: bool):
     )
 
 
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> ShippedVariants:
     """Every compile function and its arguments that the op can ask for."""
     return [
         (compile_sparse_mla_backward, (dtype, channels, ordered))

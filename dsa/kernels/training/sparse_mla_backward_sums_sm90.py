@@ -17,8 +17,6 @@ Roofline: memory: out and dout once; dKV's sums once; a list's rows once.
 """
 
 import itertools
-from collections.abc import Callable
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -28,7 +26,7 @@ from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake_stream
 from dsa.cute.reductions import warp_reduce_sum
 from dsa.cute.sm90 import LOG2E, WARP
-from dsa.kernels.training.fake_tensors import fake_head_terms, fake_line, fake_numbers, fake_rows
+from dsa.kernels.training.fake_tensors import ShippedVariants, fake_head_terms, fake_line, fake_numbers, fake_rows
 from dsa.kernels.training.limits import MLA_CHANNELS, MLA_V_CHANNELS, SPARSE_DTYPES, SPARSE_HEAD_TILE
 from dsa.runtime.compile_cache import cached, compile_sm90
 
@@ -222,7 +220,7 @@ def compile_sum_lists(channels: int):
     )
 
 
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> ShippedVariants:
     """Every compile function and its arguments that the op can ask for."""
     either = False, True
     return [

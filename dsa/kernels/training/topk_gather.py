@@ -14,8 +14,6 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
-from cutlass.tensor_utils import LayoutEnum
-from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.copies import arrive_when_gathered, gather_16
 from dsa.cute.pipeline import Pipeline, PipelineState
@@ -45,11 +43,6 @@ class QuerySchedule:
     def of(scheduler: StaticPersistentScheduler, q: cute.Tensor, indices: cute.Tensor) -> "QuerySchedule":
         """Make the schedule for q [T, H, d] and indices [T, K]."""
         return QuerySchedule(scheduler.first, scheduler.step, q.shape[0], (indices.shape[1] + TILE - 1) // TILE)
-
-
-def chunk_layout(dtype: type[cutlass.Numeric], stages: int) -> cute.ComposedLayout:
-    """[rows, channels, stage]"""
-    return sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (TILE, TILE, CHUNK), dtype, stages)
 
 
 @cute.jit

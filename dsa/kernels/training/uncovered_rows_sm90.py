@@ -8,9 +8,6 @@ Plan
 Roofline: latency, 2 us.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
@@ -18,7 +15,7 @@ from cutlass import Int32
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake, fake_stream, strides
 from dsa.cute.sm90 import WARP
-from dsa.kernels.training.fake_tensors import fake_line
+from dsa.kernels.training.fake_tensors import ShippedVariants, fake_line
 from dsa.runtime.compile_cache import cached, compile_sm90
 
 WARPS = 8
@@ -74,6 +71,6 @@ def compile_uncovered_rows(values: tuple[int, ...]):
     return compile_sm90(UncoveredRowsSm90(values), fake_line(Int32), tensors, Int32(0), Int32(1), fake_stream())
 
 
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> ShippedVariants:
     """Every compile function and its arguments that the ops can ask for."""
     return [(compile_uncovered_rows, (values,)) for values in ((ZERO,), (ZERO, ZERO), (ZERO, INFINITY))]

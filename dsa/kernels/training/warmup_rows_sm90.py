@@ -8,9 +8,6 @@ Plan
 Roofline: memory, 4 bytes per (query, key) pair.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
@@ -19,7 +16,7 @@ from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake_stream
 from dsa.cute.reductions import warp_reduce_sum
 from dsa.cute.sm90 import LN2, LOG2E, WARP
-from dsa.kernels.training.fake_tensors import fake_line, fake_q_tiles, fake_tiles
+from dsa.kernels.training.fake_tensors import ShippedVariants, fake_line, fake_q_tiles, fake_tiles
 from dsa.kernels.training.limits import K_TILE, Q_TILE
 from dsa.kernels.training.q_tiles import load_q_tile
 from dsa.runtime.compile_cache import cached, compile_sm90
@@ -105,6 +102,6 @@ def compile_warmup_kl():
     return compile_sm90(WarmupKlSm90(), fake_tiles(Q_TILE), fake_q_tiles(), fake_line(Float32), fake_stream())
 
 
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> ShippedVariants:
     """Every compile function and its arguments that the op can ask for."""
     return [(compile_warmup_lse, ()), (compile_warmup_kl, ())]

@@ -22,15 +22,10 @@ Roofline: per head of 128 channels, wgmma takes 1024 cycles and the exponentials
 to 1900.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.memory import SmemAllocator
-from cutlass.tensor_utils import LayoutEnum
-from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.copies import prefetch_to_l2, tile_load
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream
@@ -38,7 +33,7 @@ from dsa.cute.pipeline import Pipeline, pipeline_storage, start
 from dsa.cute.shared_memory import pack
 from dsa.cute.sm90 import LN2, LOG2E, SHARED_BYTES, WARP, WARPGROUP, opaque
 from dsa.cute.work_tile import static_persistent_scheduler
-from dsa.kernels.training.fake_tensors import fake_line, fake_q_tiles, fake_rows, fake_tiles
+from dsa.kernels.training.fake_tensors import ShippedVariants, fake_line, fake_q_tiles, fake_rows, fake_tiles
 from dsa.kernels.training.limits import K_TILE, Q_TILE, WARMUP_CHANNELS
 from dsa.kernels.training.mainloop import (
     accumulator,
@@ -46,6 +41,7 @@ from dsa.kernels.training.mainloop import (
     flatten,
     load_stage,
     release,
+    smem_layout,
     thread_indices,
     tiled_mma,
     tma_tiles,
@@ -85,9 +81,8 @@ class WarmupTargetSm90:
         ctas: Int32,
         stream,
     ):
-        tile = (Q_TILE, K_TILE, self.chunk)
-        q_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, self.dtype, self.query_stages)
-        k_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, self.dtype, self.key_stages)
+        q_layout = smem_layout(Q_TILE, self.chunk, self.dtype, self.query_stages)
+        k_layout = smem_layout(K_TILE, self.chunk, self.dtype, self.key_stages)
         # Heads last: tiles are rows x channels.
         q, k = (cute.make_tensor(x.iterator, cute.select(x.layout, mode=[0, 2, 1])) for x in (q, k))
         q_atom, q_tma = tile_load(q, q_layout, (Q_TILE, self.chunk))
@@ -472,6 +467,6 @@ def compile_warmup_target(dtype: str, dim: int):
     )
 
 
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> ShippedVariants:
     """Every compile function and its arguments that the op can ask for."""
     return [(compile_warmup_target, ("bfloat16", dim)) for dim in WARMUP_CHANNELS]
