@@ -245,7 +245,7 @@ class SparseIndexerTargetSm90:
         elif warp >= ATTENTION_WARPS:
             cute.arch.setmaxregister_decrease(INDEX_REGISTERS)
             own_warp = warp - ATTENTION_WARPS
-            self.index(inputs, pipelines, shared, kl, d_scores, rmem_mma, index, schedule, own_warp, lane)
+            self.index(inputs, pipelines, shared, kl, d_scores, index, schedule, own_warp, lane)
         else:
             cute.arch.setmaxregister_increase(ATTENTION_REGISTERS)
             self.attend(
@@ -425,7 +425,6 @@ class SparseIndexerTargetSm90:
         shared: SharedTensors,
         kl,
         d_scores,
-        mma,
         index_keys,
         schedule: QuerySchedule,
         warp,
@@ -434,6 +433,7 @@ class SparseIndexerTargetSm90:
         """The mainloop of the index warpgroup: compute the indexer's scores of every tile and add up the attention's
         sums. Then compute a query's distributions, loss and d_scores."""
         tid = warp * 32 + lane
+        mma = tiled_mma(BFloat16, (TILE, TILE), from_registers=True)  # its ACCUMULATE must not leak into another role
         thr = mma.get_slice(tid)
         rk = mma.make_fragment_B(thr.partition_B(index_keys))
         q_rmem = cute.make_rmem_tensor(thr.partition_shape_A((TILE, self.index_channels)), BFloat16)
