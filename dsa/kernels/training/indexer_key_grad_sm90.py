@@ -234,9 +234,9 @@ class IndexerKeyGradSm90:
                 q_tile = span.first + at // self.scheduler.column_blocks_a_q_tile
                 own_block = at % self.scheduler.column_blocks_a_q_tile
                 tiles = self.tiles_seen(span, key_block, at)
-                there = cutlass.min(span.columns - at * COLUMN_BLOCK, COLUMN_BLOCK)  # columns
+                valid = cutlass.min(span.columns - at * COLUMN_BLOCK, COLUMN_BLOCK)  # columns of this sequence
                 columns.ring.producer_wait(state)
-                barrier = columns.copy_barrier(state, there == COLUMN_BLOCK)
+                barrier = columns.copy_barrier(state, valid == COLUMN_BLOCK)
                 with cute.arch.elect_one():
                     weights = cutlass.min(w.shape[0] - (flat + at * COLUMN_BLOCK), COLUMN_BLOCK) * 2
                     expect_bytes(barrier, self.q_bytes + weights + tiles * self.tile_bytes + tiles * (2 * BIT_BYTES))
@@ -254,11 +254,11 @@ class IndexerKeyGradSm90:
                         target = active_start + state.stage * self.active_bytes
                         bulk_load(target, source, tiles * (2 * BIT_BYTES), barrier)
                 cute.copy(q_atom, tqg[None, at], tqs[None, state.stage], tma_bar_ptr=barrier)
-                if there < COLUMN_BLOCK:
+                if valid < COLUMN_BLOCK:
                     # The last columns belong to another sequence.
                     q_block = Int32(q_start.toint()) + state.stage * self.q_bytes
-                    landed_phase = columns.zero_rows(landed_phase, q_block, there, COLUMN_BLOCK, self.dim * 2, lane)
-                    for column in cutlass.range(there + 2 * lane, COLUMN_BLOCK, 64, unroll=1):
+                    landed_phase = columns.zero_rows(landed_phase, q_block, valid, COLUMN_BLOCK, self.dim * 2, lane)
+                    for column in cutlass.range(valid + 2 * lane, COLUMN_BLOCK, 64, unroll=1):
                         store_4(Int32(w_start.toint()) + state.stage * self.w_bytes + 2 * column, Uint32(0))
                     columns.commit(state)
                 state = columns.ring.advance(state)

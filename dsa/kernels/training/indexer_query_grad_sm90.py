@@ -210,9 +210,9 @@ class IndexerQueryGradSm90:
                 first = row * self.heads // COLUMN_BLOCK
                 tks, tkg = tma_tiles(k_atom, sk, mk, (K_TILE, self.dim), (q_tile.first_k, 0), (None, 0))
                 for tile in cutlass.range(cute.ceil_div(q_tile.visible_to(row, self.block_q), K_TILE), unroll=1):
-                    there = cutlass.min(q_tile.keys - tile * K_TILE, K_TILE)
+                    valid = cutlass.min(q_tile.keys - tile * K_TILE, K_TILE)
                     keys.ring.producer_wait(state)
-                    barrier = keys.copy_barrier(state, there == K_TILE)
+                    barrier = keys.copy_barrier(state, valid == K_TILE)
                     with cute.arch.elect_one():
                         expect_bytes(barrier, self.k_bytes + self.di_bytes + self.active_bytes)
                         source = gradients_of(di, number, tile, row)
@@ -222,10 +222,10 @@ class IndexerQueryGradSm90:
                             target = active_start + (state.stage * self.active_bytes + i * (2 * BIT_BYTES))
                             bulk_load(target, source, Int32(2 * BIT_BYTES), barrier)
                     cute.copy(k_atom, tkg[None, tile], tks[None, state.stage], tma_bar_ptr=barrier)
-                    if there < K_TILE:
-                        # The rows from `there` on belong to the next sequence: zero them.
+                    if valid < K_TILE:
+                        # The other rows belong to the next sequence.
                         k_tile = Int32(k_start.toint()) + state.stage * self.k_bytes
-                        landed_phase = keys.zero_rows(landed_phase, k_tile, there, K_TILE, self.dim * 2, lane)
+                        landed_phase = keys.zero_rows(landed_phase, k_tile, valid, K_TILE, self.dim * 2, lane)
                         keys.commit(state)
                     state = keys.ring.advance(state)
 
@@ -314,15 +314,15 @@ class IndexerQueryGradSm90:
         cute.nvgpu.warpgroup.wait_group(0)
 
     @cute.jit
-    def place(self, row, chunk):
+    def staged_offset(self, row, chunk):
         """Byte offset of chunk `chunk`, 16 bytes, of a warp's row. The swizzle puts a chunk of eight rows in different
         banks."""
         return row * (self.dim * 2) + (chunk ^ (row & 7)) * 16
 
     @cute.jit
-    def own_place(self, first: cutlass.Constexpr, lane):
+    def lane_offset(self, first: cutlass.Constexpr, lane):
         """Byte offset of chunk first + lane, counted over all rows."""
-        return self.place(first // self.chunks + lane // self.chunks, lane % self.chunks)
+        return self.staged_offset(first // self.chunks + lane // self.chunks, lane % self.chunks)
 
     @cute.jit
     def load_q(self, q, flat_row, end, staged, lane):
@@ -334,7 +334,7 @@ class IndexerQueryGradSm90:
                 row = flat_row + i * COLUMN_BLOCK
                 if const_expr(self.heads < ROWS):
                     row += first // self.chunks + lane // self.chunks
-                target = Int32(staged.toint()) + (i * self.staged + self.own_place(first, lane))
+                target = Int32(staged.toint()) + (i * self.staged + self.lane_offset(first, lane))
                 gather_16(target, source + (i * COLUMN_BLOCK * self.dim * 2 + first * 16), row < end)
         cute.arch.cp_async_commit_group()
 
@@ -350,7 +350,7 @@ class IndexerQueryGradSm90:
         memory = Int32(staged.toint()) + i * self.staged
         sums = [Float32(0.0), Float32(0.0)]
         for n in cutlass.range_constexpr(self.dim // 16):
-            address = memory + self.place(lane & 15, 2 * n + (lane >> 4))
+            address = memory + self.staged_offset(lane & 15, 2 * n + (lane >> 4))
             loaded = load_matrices(address)
             results = []
             for m in cutlass.range_constexpr(4):
@@ -364,13 +364,13 @@ class IndexerQueryGradSm90:
         cute.arch.sync_warp()
         target = dq[flat_row, None].iterator + lane * 8
         for first in cutlass.range_constexpr(0, ROWS * self.chunks, 32):
-            vector = load_16(memory + self.own_place(first, lane))
-            place = Int64((target + (i * COLUMN_BLOCK * self.dim + first * 8)).toint())
+            vector = load_16(memory + self.lane_offset(first, lane))
+            address = Int64((target + (i * COLUMN_BLOCK * self.dim + first * 8)).toint())
             if const_expr(self.heads >= ROWS):
-                store_4(place, vector)
+                store_4(address, vector)
             else:
                 if flat_row + (i * COLUMN_BLOCK + first // self.chunks) + lane // self.chunks < end:
-                    store_4(place, vector)
+                    store_4(address, vector)
         for half in cutlass.range_constexpr(2):
             total = sums[half] + cute.arch.shuffle_sync_bfly(sums[half], offset=1)
             total += cute.arch.shuffle_sync_bfly(total, offset=2)

@@ -133,8 +133,7 @@ class KeyBlockScheduler:
                 q_tile = load_q_tile(q_tiles, index)
                 if q_tile.rows > 0:
                     key_blocks = cute.ceil_div(q_tile.visible(q_tile.rows - 1), self.width)
-                    column_blocks = cute.ceil_div(q_tile.rows * self.heads, COLUMN_BLOCK)
-                    own = key_blocks * column_blocks
+                    own = key_blocks * cute.ceil_div(q_tile.rows * self.heads, COLUMN_BLOCK)
                     if key_blocks > 0:
                         # The q tile's first rows may not see its last key block.
                         own -= self.first_column_block(q_tile, (key_blocks - 1) * self.width)

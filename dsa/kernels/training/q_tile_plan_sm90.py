@@ -86,9 +86,9 @@ class QTilePlanSm90:
                 low, high = Int32(0), batch
                 while high - low > 1:
                     middle = (low + high) // 2
-                    behind = before[middle] > number
-                    high = middle if behind else high
-                    low = low if behind else middle
+                    is_later = before[middle] > number
+                    high = middle if is_later else high
+                    low = low if is_later else middle
                 q_tile = self.q_tile(bounds, number, low, before[low], causal, most)
                 store_q_tile(q_tiles, number, q_tile)
                 own = q_tile.key_tiles

@@ -52,8 +52,8 @@ class QTile(NamedTuple):
     def visible(self, row):
         """Number of keys that a row sees in the q tile's key tiles. It is too low if the sequence is longer than the
         caller's maximum, which limits key_tiles."""
-        there = cutlass.min(self.keys, self.key_tiles * K_TILE)
-        return cutlass.max(cutlass.min(self.seen + self.step * row, there), 0)
+        end = cutlass.min(self.keys, self.key_tiles * K_TILE)
+        return cutlass.max(cutlass.min(self.seen + self.step * row, end), 0)
 
     @cute.jit
     def visible_to(self, row, count):

@@ -80,14 +80,6 @@ KEY_GRADIENT_BARRIER = 1  # a named barrier per key warpgroup: + the warpgroup's
 
 
 @dataclass(frozen=True)
-class Pipelines:
-    """keys: tiles of keys and their d_scores. queries: the q rows of a query's heads."""
-
-    keys: Pipeline
-    queries: Pipeline
-
-
-@dataclass(frozen=True)
 class SharedTensors:
     """Stages of d_scores [64, KEY_STAGES], of keys and of queries."""
 
@@ -172,9 +164,8 @@ class SparseIndexerGradSm90:
         scheduler = static_persistent_scheduler()
         storage = SmemAllocator().allocate(self.storage)
         weighted = storage.weighted.get_tensor(weighted_layout.outer, swizzle=weighted_layout.inner)
-        pipelines = Pipelines(
-            Pipeline.of(storage.key_barriers, KEY_STAGES), Pipeline.of(storage.query_barriers, QUERY_STAGES)
-        )
+        # Stages of keys with their d_scores, and of the q rows of a query's heads.
+        keys, queries = Pipeline.of(storage.key_barriers, KEY_STAGES), Pipeline.of(storage.query_barriers, QUERY_STAGES)
         shared = SharedTensors(
             storage.d_scores.get_tensor(cute.make_layout((TILE, KEY_STAGES))),
             storage.keys.get_tensor(keys_layout.outer, swizzle=keys_layout.inner),
@@ -182,25 +173,34 @@ class SparseIndexerGradSm90:
         )
         if tid == 0:
             # Each producer lane arrives for its copies; consumers arrive once per warp.
-            pipelines.keys.init(CONSUMER_WARPS, WARPGROUP)
-            pipelines.queries.init(CONSUMER_WARPS, WARPGROUP)
+            keys.init(CONSUMER_WARPS, WARPGROUP)
+            queries.init(CONSUMER_WARPS, WARPGROUP)
         finish_prologue()
         schedule = QuerySchedule.of(scheduler, inputs.q, inputs.indices)
         if warp >= CONSUMER_WARPS:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            self.produce(inputs, pipelines, shared, schedule, warp - CONSUMER_WARPS, lane)
+            self.produce(inputs, keys, queries, shared, schedule, warp - CONSUMER_WARPS, lane)
         elif warp < KEY_GRADIENT_WARP:
             cute.arch.setmaxregister_increase(QUERY_REGISTERS)
-            self.query_gradient(inputs, pipelines, shared, dq, dw, rmem_mma, query_mma, schedule, warp, lane)
+            self.query_gradient(inputs, keys, queries, shared, dq, dw, rmem_mma, query_mma, schedule, warp, lane)
         else:
             cute.arch.setmaxregister_increase(KEY_REGISTERS)
             self.key_gradient(
-                *(inputs, pipelines, shared, fixed_scale, dk, scores_mma, key_mma, weighted, schedule),
+                *(inputs, keys, queries, shared, fixed_scale, dk, scores_mma, key_mma, weighted, schedule),
                 *(warp // 4 - 1, warp % 4, lane),
             )
 
     @cute.jit
-    def produce(self, inputs: Inputs, pipelines: Pipelines, shared: SharedTensors, schedule: QuerySchedule, warp, lane):
+    def produce(
+        self,
+        inputs: Inputs,
+        keys: Pipeline,
+        queries: Pipeline,
+        shared: SharedTensors,
+        schedule: QuerySchedule,
+        warp,
+        lane,
+    ):
         """The producer warpgroup: gather q, keys and d_scores of every query of this CTA."""
         keys_start, queries_start = Int32(shared.keys.iterator.toint()), Int32(shared.queries.iterator.toint())
         scores_start = Int32(shared.d_scores.iterator.toint())
@@ -208,10 +208,8 @@ class SparseIndexerGradSm90:
         key_state, query_state = start(), start()
         for query in cutlass.range(schedule.first, schedule.queries, schedule.step, unroll=1):
             sources, valid = head_rows(inputs.q, query, 0, rows, lane)
-            pipelines.queries.producer_wait(query_state)
-            query_state = gather_tile(
-                pipelines.queries, query_state, queries_start, self.chunks, sources, valid, warp, lane
-            )
+            queries.producer_wait(query_state)
+            query_state = gather_tile(queries, query_state, queries_start, self.chunks, sources, valid, warp, lane)
             # A tile's d_scores are 128 bytes: 8 lanes copy 16 bytes each.
             scores = Int64(inputs.d_scores[query, None].iterator.toint()) + lane * 16
             found = selected(inputs.indices[query, None], Int32(0), rows, inputs.k.shape[0])
@@ -219,11 +217,11 @@ class SparseIndexerGradSm90:
                 sources, valid = key_rows(inputs.k, found, lane)
                 # Prefetch the next tile's indices while this tile's keys are gathered.
                 found = selected(inputs.indices[query, None], (tile + 1) * TILE, rows, inputs.k.shape[0])
-                pipelines.keys.producer_wait(key_state)
+                keys.producer_wait(key_state)
                 if warp == 0 and lane < 8:
                     target = scores_start + key_state.stage * (2 * TILE) + lane * 16
                     gather_16(target, scores + tile * (2 * TILE), True)
-                key_state = gather_tile(pipelines.keys, key_state, keys_start, self.chunks, sources, valid, warp, lane)
+                key_state = gather_tile(keys, key_state, keys_start, self.chunks, sources, valid, warp, lane)
 
     @cute.jit
     def where_positive(self, word: Uint32, low: Float32, high: Float32):
@@ -239,7 +237,8 @@ class SparseIndexerGradSm90:
     def query_gradient(
         self,
         inputs: Inputs,
-        pipelines: Pipelines,
+        keys: Pipeline,
+        queries: Pipeline,
         shared: SharedTensors,
         dq,
         dw,
@@ -264,13 +263,13 @@ class SparseIndexerGradSm90:
         sum_mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
         key_state, query_state = start(), start()
         for query in cutlass.range(schedule.first, schedule.queries, schedule.step, unroll=1):
-            pipelines.queries.consumer_wait(query_state)
+            queries.consumer_wait(query_state)
             load_tile(q_words, self.chunks, source, query_state, warp, lane)
             cute.arch.sync_warp()
-            query_state = release(pipelines.queries, query_state)
+            query_state = release(queries, query_state)
             sums.fill(0.0)
             for _ in cutlass.range(schedule.key_tiles, unroll=1):
-                wait_for_wgmma(pipelines.keys, key_state)
+                wait_for_wgmma(keys, key_state)
                 here = opaque(key_state.stage)
                 multiply_and_wait(rmem_mma, acc, q_rmem, rk, here)
                 for j in cutlass.range_constexpr(TILE // 8):
@@ -280,7 +279,7 @@ class SparseIndexerGradSm90:
                         words[2 * j + r] = self.where_positive(word, flat[at], flat[at + 1])
                 add_product(sum_mma, total, operand, rv, here)
                 cute.nvgpu.warpgroup.wait_group(0)
-                key_state = release(pipelines.keys, key_state)
+                key_state = release(keys, key_state)
             self.epilogue(inputs, dq, dw, q_rmem, sums, query, warp, lane)
 
     @cute.jit
@@ -296,8 +295,7 @@ class SparseIndexerGradSm90:
             amount = Float32(0.0)
             for j in cutlass.range_constexpr(self.channels // 8):
                 for e in cutlass.range_constexpr(2):
-                    number = halves[e, r, j % 2, j // 2].to(Float32)
-                    amount = cute.math.fma(number, sums[4 * j + 2 * r + e], amount)
+                    amount = cute.math.fma(halves[e, r, j % 2, j // 2].to(Float32), sums[4 * j + 2 * r + e], amount)
             amount += cute.arch.shuffle_sync_bfly(amount, offset=1)
             amount += cute.arch.shuffle_sync_bfly(amount, offset=2)
             if head < inputs.q.shape[1]:
@@ -312,7 +310,8 @@ class SparseIndexerGradSm90:
     def key_gradient(
         self,
         inputs: Inputs,
-        pipelines: Pipelines,
+        keys: Pipeline,
+        queries: Pipeline,
         shared: SharedTensors,
         fixed_scale,
         dk,
@@ -342,17 +341,17 @@ class SparseIndexerGradSm90:
             multiple = fixed_scale[0]
         key_state, query_state = start(), start()
         for query in cutlass.range(schedule.first, schedule.queries, schedule.step, unroll=1):
-            pipelines.queries.consumer_wait(query_state)
+            queries.consumer_wait(query_state)
             # Wait until all warps have finished the products with the previous query's g w q.
             cute.arch.barrier(barrier_id=KEY_GRADIENT_BARRIER + side, number_of_threads=WARPGROUP)
             self.weigh(inputs, shared.queries, weighted, query, query_state.stage, side, tid)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.barrier(barrier_id=KEY_GRADIENT_BARRIER + side, number_of_threads=WARPGROUP)
             if side == 1:
-                key_state = skip(pipelines.keys, key_state)
+                key_state = skip(keys, key_state)
             for tile in cutlass.range(side, schedule.key_tiles, 2, unroll=1):
                 found = selected(inputs.indices[query, None], tile * TILE, rows, inputs.k.shape[0])
-                wait_for_wgmma(pipelines.keys, key_state)
+                wait_for_wgmma(keys, key_state)
                 here = opaque(key_state.stage)
                 multiply(scores_mma, acc, rk, rq, here, query_state.stage)
                 cute.nvgpu.warpgroup.wait_group(0)
@@ -363,12 +362,12 @@ class SparseIndexerGradSm90:
                         at = 4 * j + 2 * r
                         words[2 * j + r] = self.where_positive(word, flat[at], flat[at + 1])
                 cute.arch.sync_warp()
-                key_state = release(pipelines.keys, key_state)
+                key_state = release(keys, key_state)
                 multiply_and_wait(sum_mma, total, operand, rw, side)
                 self.add(dk, sums, found, multiple, lane)
                 if tile + 1 < schedule.key_tiles:
-                    key_state = skip(pipelines.keys, key_state)
-            query_state = release(pipelines.queries, query_state)
+                    key_state = skip(keys, key_state)
+            query_state = release(queries, query_state)
 
     @cute.jit
     def weigh(self, inputs: Inputs, queries, weighted, query, stage, side, tid):
@@ -381,10 +380,10 @@ class SparseIndexerGradSm90:
             if row < inputs.q.shape[1]:
                 weight = inputs.w[query, row] * inputs.g[query]
             for chunk in cutlass.range_constexpr(self.chunks):
-                places = [chunk * CHUNK_BYTES + 2 * swizzled(row, column + h) for h in range(2)]
+                offsets = [chunk * CHUNK_BYTES + 2 * swizzled(row, column + h) for h in range(2)]
                 values = []
-                for place in places:
-                    for word in load_16(source + place):
+                for offset in offsets:
+                    for word in load_16(source + offset):
                         values.append((word << Uint32(16)).bitcast(Float32) * weight)
                         values.append((word & Uint32(0xFFFF0000)).bitcast(Float32) * weight)
                 for h in cutlass.range_constexpr(2):
@@ -394,7 +393,7 @@ class SparseIndexerGradSm90:
                     else:
                         # Within 16 channels, channel 4 lane + 2 h + e goes to column 8 h + 2 lane + e.
                         words = [pack(values[4 * n + 2 * h], values[4 * n + 2 * h + 1], BFloat16) for n in range(4)]
-                    store_16(target + places[h], words)
+                    store_16(target + offsets[h], words)
 
     @cute.jit
     def add(self, dk, sums, found, multiple, lane):

@@ -244,8 +244,7 @@ class SparseIndexerTargetSm90:
             self.produce(inputs, pipelines, keys, index, schedule, warp - PRODUCER_WARP, lane)
         elif warp >= ATTENTION_WARPS:
             cute.arch.setmaxregister_decrease(INDEX_REGISTERS)
-            own_warp = warp - ATTENTION_WARPS
-            self.index(inputs, pipelines, shared, kl, d_scores, index, schedule, own_warp, lane)
+            self.index(inputs, pipelines, shared, kl, d_scores, index, schedule, warp - ATTENTION_WARPS, lane)
         else:
             cute.arch.setmaxregister_increase(ATTENTION_REGISTERS)
             self.attend(
@@ -363,11 +362,11 @@ class SparseIndexerTargetSm90:
                 if const_expr(chunk < RMEM_CHUNKS):
                     load_chunk(words, chunk, memory, warp, lane)
                 else:
-                    place = target + (side * self.smem_chunks + chunk - RMEM_CHUNKS) * (TILE * CHUNK)
+                    chunk_start = target + (side * self.smem_chunks + chunk - RMEM_CHUNKS) * (TILE * CHUNK)
                     for i in cutlass.range_constexpr(TILE * CHUNK // (8 * WARPGROUP)):
                         here = (warp * (TILE * CHUNK // 32) + i * 32 + lane) * 8
                         cute.autovec_copy(cute.make_tensor(memory + here, cute.make_layout(8)), vector)
-                        cute.autovec_copy(vector, cute.make_tensor(place + here, cute.make_layout(8)))
+                        cute.autovec_copy(vector, cute.make_tensor(chunk_start + here, cute.make_layout(8)))
             cute.arch.sync_warp()
             state = release(pipeline, state)
         return state

@@ -224,11 +224,11 @@ class BackwardProducer:
                 prefetch_to_l2(Int64(dout[query, head, None].iterator.toint()), Int32(2 * VALUE))
 
     @cute.jit
-    def index_of(self, indices, query, place):
-        """Entry `place` of a query's list of indices, -1 after the last one."""
+    def index_of(self, indices, query, position):
+        """Entry `position` of a query's list of indices, -1 after the last one."""
         index = Int32(-1)
-        if place < indices.shape[1]:
-            index = indices[query, place]
+        if position < indices.shape[1]:
+            index = indices[query, position]
         return index
 
     @cute.jit
@@ -306,7 +306,7 @@ class BackwardProducer:
                 own_low, own_high = cute.arch.shuffle_sync(low, key), cute.arch.shuffle_sync(high, key)
                 source = (Int64(own_high) << 32) + Int64(Uint32(own_low))
                 row = warp * WARP_KEYS + key
-                place = row * (2 * ROPE_HALF) + (((lane & 3) ^ ((row >> 1) & 3)) << 4)
+                offset = row * (2 * ROPE_HALF) + (((lane & 3) ^ ((row >> 1) & 3)) << 4)
                 source += 2 * VALUE + half * (2 * ROPE_HALF) + (lane & 3) * 16
-                gather_16(start + place, source, (valid_mask >> key) & 1 != 0)
+                gather_16(start + offset, source, (valid_mask >> key) & 1 != 0)
             arrive_when_gathered(pipeline.producer_barrier(state, HALF_CHUNKS))

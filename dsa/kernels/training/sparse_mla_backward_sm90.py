@@ -210,9 +210,9 @@ class SparseMlaBackwardSm90:
 
         if warp >= CONSUMER_WARPS:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            inputs = (q, kv, dout, head_terms, indices, tile_counter)
             BackwardProducer(self.cfg).run(
-                atoms, sources, inputs, scheduler, shared, pipelines, warp - CONSUMER_WARPS, lane
+                *(atoms, sources, (q, kv, dout, head_terms, indices, tile_counter), scheduler, shared, pipelines),
+                *(warp - CONSUMER_WARPS, lane),
             )
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
@@ -258,11 +258,13 @@ class SparseMlaBackwardSm90:
                     self.score(p, ds, scale, scale_log2, shared, pipelines, count, tile, tid, warp, lane, side)
                 self.add_dq(flat, flat_rope, shared, pipelines, count, tid, side)
                 if (count & 1) == side:
-                    place = Int32(0)
+                    tile_index = Int32(0)
                     if const_expr(self.ordered):
-                        place = work_tiles.read(work_tile_state(count)).number * scheduler.key_tiles + tile
-                    last = tile == scheduler.key_tiles - 1
-                    self.add_dkv(p, ds, dkv, keys, place, shared, pipelines, count, last, tid, warp, lane, side)
+                        tile_index = work_tiles.read(work_tile_state(count)).number * scheduler.key_tiles + tile
+                    self.add_dkv(
+                        *(p, ds, dkv, keys, tile_index, shared, pipelines, count, tile == scheduler.key_tiles - 1),
+                        *(tid, warp, lane, side),
+                    )
                 count = next_key_tile(count)
             if (count & 1) != side:
                 # This warpgroup owned the last tile. dQ may overwrite its dS only after both consumers have read it.
@@ -362,8 +364,9 @@ class SparseMlaBackwardSm90:
                         weights, slopes = [], []
                         for b in cutlass.range_constexpr(2):
                             at = 4 * j + 2 * r + b
-                            slope = cute.math.fma(flat_dp[at - part * heads // 2], scale, terms[2 * b + 1])
-                            slopes.append(flat_s[at] * slope)
+                            slopes.append(
+                                flat_s[at] * cute.math.fma(flat_dp[at - part * heads // 2], scale, terms[2 * b + 1])
+                            )
                             weights.append(flat_s[at])
                         p_words[2 * j + r] = pack(*weights, self.dtype)
                         words.append(pack(*slopes, self.dtype))
@@ -379,8 +382,8 @@ class SparseMlaBackwardSm90:
     @cute.jit
     def issue_dp(self, mma, dp, rv, shared: SharedTensors, thr, count, part: cutlass.Constexpr):
         """Issue dP^T = K dO^T for a part of the heads."""
-        rows = cute.local_tile(shared.do, (HEADS // self.dp_parts, self.strip, VALUE // self.strip), (part, 0, 0))
-        rdo = mma.make_fragment_B(thr.partition_B(rows))
+        shape = HEADS // self.dp_parts, self.strip, VALUE // self.strip
+        rdo = mma.make_fragment_B(thr.partition_B(cute.local_tile(shared.do, shape, (part, 0, 0))))
         zero = opaque(count & 1) >> (2 + part)
         cute.nvgpu.warpgroup.fence()
         for chunk in range(CHUNKS):
@@ -436,7 +439,7 @@ class SparseMlaBackwardSm90:
         ds,
         dkv,
         keys,
-        place,
+        tile_index,
         shared: SharedTensors,
         pipelines: BackwardPipelines,
         count,
@@ -446,8 +449,8 @@ class SparseMlaBackwardSm90:
         lane,
         side,
     ):
-        """dKV += P^T dO + dS^T Q for a tile's keys. place: index of the tile among all, for `ordered`. last: whether it
-        is the query's last tile, which releases Q and dO."""
+        """dKV += P^T dO + dS^T Q for a tile's keys. tile_index: index of the tile among all tiles, for `ordered`.
+        last: whether it is the query's last tile, which releases Q and dO."""
         lane = opaque(lane)
         # Lanes l and l ^ 4 hold neighbouring rows. The eight lanes of both quads add to one row at a time, 128 bytes.
         odd = (lane >> 2) & 1
@@ -459,7 +462,7 @@ class SparseMlaBackwardSm90:
         for r in cutlass.range_constexpr(2):
             for i in cutlass.range_constexpr(2):
                 if const_expr(self.ordered):
-                    number = Int64(place) * TILE + (pair + 8 * r + i)
+                    number = Int64(tile_index) * TILE + (pair + 8 * r + i)
                 else:
                     row = shared.key_rows[pair + 8 * r + i, stage]
                     # Invalid keys add to the CTA's padding row after the keys.
@@ -530,13 +533,13 @@ class SparseMlaBackwardSm90:
             for j in cutlass.range_constexpr(2):
                 at = base + 8 * j
                 words = [pack(source[at + 2 * n], source[at + 2 * n + 1], self.dtype) for n in range(4)]
-                place = self.staged_place(lane & 15, 2 * j + (lane >> 4))
-                store_matrices(Int32((staging + place).toint()), words)
+                offset = self.staging_offset(lane & 15, 2 * j + (lane >> 4))
+                store_matrices(Int32((staging + offset).toint()), words)
             cute.arch.sync_warp()
             for r in cutlass.range_constexpr(2):
                 row = (lane >> 2) + 8 * r
                 cute.autovec_copy(
-                    cute.make_tensor(staging + self.staged_place(row, lane & 3), cute.make_layout(8)), vector
+                    cute.make_tensor(staging + self.staging_offset(row, lane & 3), cute.make_layout(8)), vector
                 )
                 head = first + warp * 16 + row
                 if head < dq.shape[1]:
@@ -545,7 +548,7 @@ class SparseMlaBackwardSm90:
             cute.arch.sync_warp()
 
     @cute.jit
-    def staged_place(self, row, vector):
+    def staging_offset(self, row, vector):
         """Offset of vector `vector`, 8 elements, in a row of the 16 x 32 staging buffer."""
         return row * STAGED_CHANNELS + (vector ^ ((row >> 1) & 3)) * 8
 

@@ -178,8 +178,8 @@ class SumListsSm90:
                 for block in cutlass.range(blocks, unroll=1):
                     for i in cutlass.range_constexpr(PREFETCHED):
                         if number + i < end:
-                            row = order[number + i] + block * stride
-                            cute.autovec_copy(cute.local_tile(rows[row, None], (4,), (tid,)), found[None, i])
+                            source = rows[order[number + i] + block * stride, None]
+                            cute.autovec_copy(cute.local_tile(source, (4,), (tid,)), found[None, i])
                     for i in cutlass.range_constexpr(PREFETCHED):
                         if number + i < end:
                             for n in cutlass.range_constexpr(4):

@@ -49,8 +49,8 @@ class WarmupLseSm90:
                 cute.autovec_copy(cute.local_tile(scores[index, tile, row, None], (4,), (lane,)), four)
                 values = []
                 for i in cutlass.range_constexpr(4):
-                    visible = tile * K_TILE + 4 * lane + i < limit
-                    values.append(four[i] * LOG2E if visible else Float32(NOTHING))
+                    key = tile * K_TILE + 4 * lane + i
+                    values.append(four[i] * LOG2E if key < limit else Float32(NOTHING))
                 new_max = cute.arch.fmax(cute.arch.fmax(values[0], values[1]), cute.arch.fmax(values[2], values[3]))
                 new_max = cute.arch.fmax(new_max, row_max)
                 row_sum *= cute.math.exp2(row_max - new_max, fastmath=True)
@@ -66,8 +66,7 @@ class WarmupLseSm90:
             if lane == 0:
                 lse = (new_max + cute.math.log2(row_sum)) * LN2
                 # If the sequence is longer than the caller's maximum, some of its scores do not exist.
-                missing = limit > scores.shape[1] * K_TILE
-                lse_idx[q_tile.first_q + row] = Float32(float("nan")) if missing else lse
+                lse_idx[q_tile.first_q + row] = Float32(float("nan")) if limit > scores.shape[1] * K_TILE else lse
 
 
 class WarmupKlSm90:

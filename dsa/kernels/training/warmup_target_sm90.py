@@ -311,8 +311,8 @@ class WarmupTargetSm90:
         pairs = cute.make_rmem_tensor((2, K_TILE // 8, 2), Float32)
         for r in cutlass.range_constexpr(2):
             for j in cutlass.range_constexpr(K_TILE // 8):
-                place = (own_row + 8 * r) * K_TILE + 8 * j + lane % 4 * 2
-                pairs[0, j, r], pairs[1, j, r] = load_pair(of_tile.iterator + place)
+                offset = (own_row + 8 * r) * K_TILE + 8 * j + lane % 4 * 2
+                pairs[0, j, r], pairs[1, j, r] = load_pair(of_tile.iterator + offset)
         # Wait until the whole warpgroup has read its scores, because its dI overwrites them. The barrier also keeps the
         # compiler from sinking these loads to their uses. The rows' other inputs are loaded after it.
         cute.arch.barrier(barrier_id=SCORES_READ_BARRIER + (opaque(own_row) >> 6), number_of_threads=WARPGROUP)
@@ -393,7 +393,7 @@ class WarmupTargetSm90:
     def load_lse(self, lse, at, h, heads):
         """-> (the LSEs of head h at the offsets `at`, the offsets of the next head). The last head's offsets repeat."""
         step = lse.shape[1] if h < heads - 1 else 0
-        return [flatten(lse)[place] for place in at], [place + step for place in at]
+        return [flatten(lse)[offset] for offset in at], [offset + step for offset in at]
 
     @cute.jit
     def add(self, sums, acc, less, scale):
@@ -407,8 +407,8 @@ class WarmupTargetSm90:
     def epilogue(self, sums, own, kl_parts, heads, own_row, lane):
         """Store the loss of a tile's rows, and overwrite the scores with their gradient."""
         share = 1.0 / Float32(heads)
-        (place, number, key_tile), pairs, lse_idx, upstream, limits = own
-        target = cute.recast_ptr(place, dtype=Uint32)
+        (di, number, key_tile), pairs, lse_idx, upstream, limits = own
+        target = cute.recast_ptr(di, dtype=Uint32)
         for r in cutlass.range_constexpr(2):
             row, limit, own_lse, factor = own_row + 8 * r, limits[r], lse_idx[r], upstream[r]
             kl = Float32(0.0)
