@@ -1,5 +1,5 @@
-"""Gather of rows in global memory into tiles of 64 rows in shared memory for wgmma, and the schedule of queries of the
-sparse stage.
+"""Gather of rows in global memory into tiles of 64 rows in shared memory for wgmma, loads of such tiles into registers,
+and the schedule of queries of the sparse stage.
 
 A tile is a list of chunks of 64 channels, [64 rows, 128 bytes] each, with the 128-byte swizzle. A producer warpgroup
 gathers it, 16 rows per warp. A lane copies 16 bytes of every chunk of four rows, 4 i + lane / 8.
