@@ -30,7 +30,7 @@ from cutlass.memory import SmemAllocator
 from dsa.cute.copies import prefetch_to_l2
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.slices import SLICES, slice_start
-from dsa.cute.sm90 import WARP
+from dsa.cute.sm90 import WARP, warp_and_lane
 
 ROWS = 16  # of the matrix, per mma
 OCTET = 8  # columns of an mma
@@ -67,8 +67,7 @@ class FewRowsProduct:
     def kernel(self, x: cute.Tensor, weight: cute.Tensor, y: cute.Tensor, scale: Float32, scaled_from: Int32):
         tid, _, _ = cute.arch.thread_idx()
         cta, column, _ = cute.arch.block_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        lane = cute.arch.lane_idx()
+        warp, lane = warp_and_lane()
         tile, rank = cta // self.ctas, cta % self.ctas
 
         @cute.struct

@@ -26,8 +26,7 @@ Roofline: memory, both projections of each token read once (with overlap, each o
 its channels). Single token: latency of the launch, a sequence's numbers, its tokens and two barriers.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -35,15 +34,16 @@ from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint8, Uint32, const_ex
 from cutlass.memory import SmemAllocator
 
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
-from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
+from dsa.cute.fake_tensors import cute_dtype, fake, fake_contiguous, fake_rows, fake_stream, strides
 from dsa.cute.indexer_page import find_slot, page_planes
 from dsa.cute.quantize import hadamard, quantize, round_to
 from dsa.cute.reductions import warp_inclusive_scan
+from dsa.cute.registers import converted, filled
 from dsa.cute.sm90 import LOG2E, WARP
 from dsa.cute.work_tile import read_info, static_persistent_scheduler, write_info
 from dsa.kernels.cache.kv_row import Fp8Row, quantize_group
 from dsa.kernels.cache.limits import COMPRESSED_DTYPES, COMPRESSED_KINDS, FLOAT_DTYPES, ROPE_CHANNELS
-from dsa.runtime.compile_cache import cached, compile_sm90
+from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 CHANNELS = 4  # per thread
 SQUARES = 8  # the most sums per entry: one per warp, or one per CTA of a cluster
@@ -270,12 +270,9 @@ class WriteCompressedKvSm90:
         gain = cute.make_rmem_tensor((CHANNELS,), Float32)
         angle = cute.make_rmem_tensor((CHANNELS // 2, 2), Float32)
         slot = cute.make_rmem_tensor((2,), Int32)
-        row_max, row_sum, acc = [cute.make_rmem_tensor((CHANNELS,), Float32) for _ in range(3)]
-        row_max.fill(-3e38)
-        row_sum.fill(0.0)
-        acc.fill(0.0)
+        row_max, row_sum, acc = [filled((CHANNELS,), value) for value in (-3e38, 0.0, 0.0)]
         for chunk in cutlass.range(0, self.tokens, self.groups * self.part, unroll=1):
-            k, z, bias = [cute.make_rmem_tensor((CHANNELS, self.part), Float32) for _ in range(3)]
+            k, z, bias = [filled((CHANNELS, self.part), value) for value in (0.0, -3e38, 0.0)]
             first = chunk + group * self.part
             self.read(kv, gate, ape, state, k, z, bias, first, number, low, start, state_slot, state_rows, at)
             if chunk == 0 and tid < self.epilogue_threads:
@@ -329,10 +326,7 @@ class WriteCompressedKvSm90:
     @cute.jit
     def read(self, kv, gate, ape, state, k, z, bias, first, number, low, start, state_slot, state_rows, at):
         """Load KV and Z of a part, the entry's tokens from `first` on. Z of new tokens still lacks `bias`, which is
-        loaded separately. Tokens before the sequence's first one have no weight."""
-        k.fill(0.0)
-        z.fill(-3e38)
-        bias.fill(0.0)
+        loaded separately. Tokens before the sequence's first one keep their initial values, which have no weight."""
         position, column = number * self.ratio + first, at
         if const_expr(self.overlap):
             # The first part is the previous block.
@@ -430,8 +424,7 @@ class WriteCompressedKvSm90:
                     scales[offset] = scale
         elif const_expr(self.layout == "v4"):
             # RoPE's lanes quantise, too, because shuffles need all lanes. Their results are not stored.
-            step = cute.make_rmem_tensor((CHANNELS,), Float32)
-            step.store(v.load())
+            step = converted(v, Float32)
             scale = quantize_group(step, 16, True)
             if exists:
                 values, scales, rope = self.row.parts(cache, page, offset)
@@ -450,9 +443,7 @@ class WriteCompressedKvSm90:
     @cute.jit
     def put(self, v: cute.Tensor, row: cute.Tensor, at):
         """Store v, converted to the row's dtype, from channel CHANNELS * at on."""
-        out = cute.make_rmem_tensor((CHANNELS,), row.element_type)
-        out.store(v.load().to(row.element_type))
-        cute.autovec_copy(out, cute.local_tile(row, (CHANNELS,), (at,)))
+        cute.autovec_copy(converted(v, row.element_type), cute.local_tile(row, (CHANNELS,), (at,)))
 
     @cute.jit
     def keep(self, kv, gate, ape, state, low, start, length, state_slot, state_rows, rank, tid, keeper):
@@ -476,9 +467,8 @@ class WriteCompressedKvSm90:
                     i = begin + u * step
                     if i < total:
                         row, at = first + i // vectors, rank * vectors + i % vectors
-                        k, z = [cute.make_rmem_tensor((CHANNELS,), Float32) for _ in range(2)]
-                        k.store(numbers[None, u].load().to(Float32))
-                        z.store(weights[None, u].load().to(Float32) + bias[None, u].load())
+                        k, z = converted(numbers[None, u], Float32), converted(weights[None, u], Float32)
+                        z.store(z.load() + bias[None, u].load())
                         for n, mine in enumerate((k, z)):
                             target = state[state_slot, (start + row) % state_rows, n, None]
                             cute.autovec_copy(mine, cute.local_tile(target, (CHANNELS,), (at,)))
@@ -514,9 +504,8 @@ def compile_write_compressed_kv(dtype: str, dim: int, ratio: int, overlap: bool,
     [pages, P, 132]. Rows, pages and the state start at multiples of 16 bytes."""
     element, channels = cute_dtype(dtype), 2 * dim if overlap else dim
     tokens, sequences = cute.sym_int(), cute.sym_int()
-    aligned = 128 // element.width
-    projections = [fake(element, (tokens, channels), (*strides(1, aligned), 1)) for _ in range(2)]
-    angles = [fake(Float32, (tokens, ROPE_CHANNELS // 2), (*strides(1, 4), 1)) for _ in range(2)]
+    projections = [fake_rows(element, tokens, channels) for _ in range(2)]
+    angles = [fake_rows(Float32, tokens, ROPE_CHANNELS // 2) for _ in range(2)]
     kind, width = (
         (cute_dtype(layout), dim) if layout in FLOAT_DTYPES else (Uint8, dim + 4 if layout == "index" else 576)
     )
@@ -527,20 +516,20 @@ def compile_write_compressed_kv(dtype: str, dim: int, ratio: int, overlap: bool,
         WriteCompressedKvSm90(element, dim, ratio, overlap, layout),
         *projections,
         fake(Float32, (ratio, channels), (channels, 1)),
-        fake(Float32, (dim,), (1,)),
+        fake_rows(Float32, dim),
         *angles,
         fake(kind, (cute.sym_int(), cute.sym_int(), width), (*page, *row, 1)),
-        fake(Int32, (cute.sym_int(),), (1,), 4),
-        fake(Int32, (cute.sym_int(),), (1,), 4),
-        fake(Int32, (sequences,), (1,), 4),
+        fake_contiguous(Int32, cute.sym_int()),
+        fake_contiguous(Int32, cute.sym_int()),
+        fake_contiguous(Int32, sequences),
         fake(Float32, (cute.sym_int(), cute.sym_int(), 2, channels), (*strides(1, 4), 2 * channels, channels, 1)),
-        fake(Int32, (sequences,), (1,), 4),
+        fake_contiguous(Int32, sequences),
         *(Int32(1), Float32(0.0)),
         fake_stream(),
     )
 
 
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> Variants:
     """Every compile function and its arguments that the op can ask for."""
     return [
         (compile_write_compressed_kv, (dtype, dim, ratio, overlap, layout))

@@ -15,19 +15,17 @@ For V3.2's layout it needs 180 to write, 140 to read and 340 to write from the p
 return the rows as a read would give them, and 110 more for scales that are not powers of two.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Uint8, const_expr
 
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
-from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
+from dsa.cute.fake_tensors import cute_dtype, fake, fake_contiguous, fake_rows, fake_stream, strides
 from dsa.cute.quantize import round_to
 from dsa.cute.reductions import warp_reduce_sum
+from dsa.cute.registers import loaded
 from dsa.cute.rounded import multiply_rounded, rotate_pair
-from dsa.cute.sm90 import WARP
+from dsa.cute.sm90 import WARP, thread_and_cta
 from dsa.kernels.cache.kv_row import Fp8Row, WarpRow, find_row
 from dsa.kernels.cache.limits import (
     CHANNEL_MULTIPLE,
@@ -37,7 +35,7 @@ from dsa.kernels.cache.limits import (
     NORM_CHANNELS,
     ROPE_CHANNELS,
 )
-from dsa.runtime.compile_cache import cached, compile_sm90
+from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 WARPS = 4
 UNROLL = 4
@@ -51,8 +49,7 @@ def _vector(*types: type[cutlass.Numeric]) -> int:
 @cute.jit
 def _my_token():
     """-> (this warp's token, the lane)."""
-    tid, _, _ = cute.arch.thread_idx()
-    block, _, _ = cute.arch.block_idx()
+    tid, block = thread_and_cta()
     wait_for_prerequisite_grids()
     return block * WARPS + tid // WARP, tid % WARP
 
@@ -79,16 +76,20 @@ def _convert(v: cute.Tensor, dtype: cutlass.Constexpr):
     return out
 
 
-class FloatRowsSm90:
-    """Copy float rows to a float cache (`write`) or from it."""
-
-    def __init__(self, row_type: type[cutlass.Numeric], cache_type: type[cutlass.Numeric], write: bool):
-        self.write, self.vector = write, _vector(row_type, cache_type)
+class RowsSm90:
+    """A kernel that copies rows to a cache or from it."""
 
     @cute.jit
     def __call__(self, rows: cute.Tensor, cache: cute.Tensor, slots: cute.Tensor, stream):
         divisor = cute.fast_divmod_create_divisor_v2(cache.shape[1])
         _launch(self.kernel(rows, cache, slots, divisor), rows.shape[0], stream)
+
+
+class FloatRowsSm90(RowsSm90):
+    """Copy float rows to a float cache (`write`) or from it."""
+
+    def __init__(self, row_type: type[cutlass.Numeric], cache_type: type[cutlass.Numeric], write: bool):
+        self.write, self.vector = write, _vector(row_type, cache_type)
 
     @cute.kernel
     def kernel(self, rows: cute.Tensor, cache: cute.Tensor, slots: cute.Tensor, divisor: cute.FastDivmodDivisorV2):
@@ -127,14 +128,9 @@ class FloatRowsSm90:
                 cute.autovec_copy(out[None, u], cute.local_tile(row, (self.vector,), (first + u * WARP,)))
 
 
-class WriteFp8RowsSm90:
+class WriteFp8RowsSm90(RowsSm90):
     def __init__(self, row_type: type[cutlass.Numeric], layout: str, use_ue8m0: bool):
         self.row, self.use_ue8m0 = Fp8Row(layout, _vector(row_type)), use_ue8m0
-
-    @cute.jit
-    def __call__(self, kv: cute.Tensor, cache: cute.Tensor, slots: cute.Tensor, stream):
-        divisor = cute.fast_divmod_create_divisor_v2(cache.shape[1])
-        _launch(self.kernel(kv, cache, slots, divisor), kv.shape[0], stream)
 
     @cute.kernel
     def kernel(self, kv: cute.Tensor, cache: cute.Tensor, slots: cute.Tensor, divisor: cute.FastDivmodDivisorV2):
@@ -147,21 +143,14 @@ class WriteFp8RowsSm90:
             # Otherwise the compiler moves the pair's load to its first use, after the slot's load.
             cute.arch.sync_warp()
             v, pair = _convert(raw, Float32), _convert(raw_pair, Float32)
-            out = cute.make_rmem_tensor(v.shape, Float8E4M3FN)
-            scales = cute.make_rmem_tensor((self.row.steps,), Float32)
-            self.row.quantize(v, out, scales, self.use_ue8m0)
+            out, scales = self.row.quantize(v, self.use_ue8m0)
             if exists:
                 self.row.write(out, scales, pair, cache, page, offset, lane)
 
 
-class ReadFp8RowsSm90:
+class ReadFp8RowsSm90(RowsSm90):
     def __init__(self, layout: str, row_type: type[cutlass.Numeric]):
         self.row = Fp8Row(layout, _vector(row_type))
-
-    @cute.jit
-    def __call__(self, rows: cute.Tensor, cache: cute.Tensor, slots: cute.Tensor, stream):
-        divisor = cute.fast_divmod_create_divisor_v2(cache.shape[1])
-        _launch(self.kernel(rows, cache, slots, divisor), rows.shape[0], stream)
 
     @cute.kernel
     def kernel(self, rows: cute.Tensor, cache: cute.Tensor, slots: cute.Tensor, divisor: cute.FastDivmodDivisorV2):
@@ -175,8 +164,7 @@ class ReadFp8RowsSm90:
                 values, scales, rope = self.row.parts(cache, page, offset)
                 raw = cute.make_rmem_tensor(v.shape, Uint8)
                 self.row.load(cute.recast_tensor(values, Uint8), raw, lane)
-                raw_pair = cute.make_rmem_tensor((2,), rope.element_type)
-                cute.autovec_copy(cute.local_tile(rope, (2,), (lane,)), raw_pair)
+                raw_pair = loaded(cute.local_tile(rope, (2,), (lane,)))
                 own_scales = cute.make_rmem_tensor((self.row.steps,), Float32)
                 for j in cutlass.range_constexpr(self.row.steps):
                     own_scales[j] = self.row.scale(scales, j, lane)
@@ -261,9 +249,7 @@ class WriteMlaCacheSm90:
             round_to(pair, kv.element_type)
 
             if const_expr(self.quantizes):
-                out = cute.make_rmem_tensor(v.shape, Float8E4M3FN)
-                scales = cute.make_rmem_tensor((self.row.steps,), Float32)
-                self.row.quantize(v, out, scales, self.use_ue8m0)
+                out, scales = self.row.quantize(v, self.use_ue8m0)
                 if exists:
                     self.row.write(out, scales, pair, cache, page, offset, lane)
             else:
@@ -291,8 +277,7 @@ class WriteMlaCacheSm90:
     def turn(self, pair: cute.Tensor, cos: cute.Tensor, sin: cute.Tensor, lane: Int32):
         """Apply RoPE to this lane's two channels."""
         if const_expr(self.interleaved):
-            a, b = pair[0], pair[1]
-            pair[0], pair[1] = rotate_pair(a, b, cos[0], sin[0])
+            pair[0], pair[1] = rotate_pair(pair[0], pair[1], cos[0], sin[0])
         else:
             for i in cutlass.range_constexpr(2):
                 turned = multiply_rounded(cute.arch.shuffle_sync_bfly(pair[i], offset=WARP // 2), sin[i])
@@ -301,26 +286,19 @@ class WriteMlaCacheSm90:
                 pair[i] = multiply_rounded(pair[i], cos[i]) + turned
 
 
-def _rows(dtype: type[cutlass.Numeric], *shape) -> cute.Tensor:
-    """A fake tensor [..., channels], whose rows start at multiples of 16 bytes."""
-    return fake(dtype, shape, (*strides(len(shape) - 1, 128 // dtype.width), 1))
-
-
 def _cache(layout: str, channels) -> cute.Tensor:
     """A fake cache: [pages, P, channels] of floats, or [pages, P, bytes per row] of an FP8 layout."""
     sizes = cute.sym_int(), cute.sym_int()
     if layout in FP8_LAYOUTS:
-        return _rows(Uint8, *sizes, 656 if layout == "v32" else 576)
-    return _rows(cute_dtype(layout), *sizes, channels)
+        return fake_rows(Uint8, *sizes, 656 if layout == "v32" else 576)
+    return fake_rows(cute_dtype(layout), *sizes, channels)
 
 
-def _slots() -> cute.Tensor:
-    return fake(Int32, (cute.sym_int(),), (1,), 4)
-
-
-def _channels(layout: str) -> Any:
-    """Channels of a row: fixed by an FP8 layout, any multiple of 8 for floats."""
-    return {"v32": 576, "v4": 512}.get(layout) or cute.sym_int(divisibility=CHANNEL_MULTIPLE)
+def _operands(dtype: type[cutlass.Numeric], layout: str) -> tuple[cute.Tensor, ...]:
+    """Rows, cache and slots. An FP8 layout fixes the channels of a row; for floats they are any multiple of 8."""
+    channels = {"v32": 576, "v4": 512}.get(layout) or cute.sym_int(divisibility=CHANNEL_MULTIPLE)
+    rows = fake_rows(dtype, cute.sym_int(), channels)
+    return rows, _cache(layout, channels), fake_contiguous(Int32, cute.sym_int())
 
 
 @cached
@@ -329,27 +307,23 @@ def compile_write_kv_cache(dtype: str, layout: str, use_ue8m0: bool):
 
     layout: a float dtype; "v32", row = 656 bytes; or "v4", row = 576 bytes, a page's scales after its P rows. Rows and
     pages start at multiples of 16 bytes. use_ue8m0 is False for floats."""
-    element, channels = cute_dtype(dtype), _channels(layout)
+    element = cute_dtype(dtype)
     if layout in FP8_LAYOUTS:
         kernel = WriteFp8RowsSm90(element, layout, use_ue8m0)
     else:
         kernel = FloatRowsSm90(element, cute_dtype(layout), True)
-    return compile_sm90(
-        kernel, _rows(element, cute.sym_int(), channels), _cache(layout, channels), _slots(), fake_stream()
-    )
+    return compile_sm90(kernel, *_operands(element, layout), fake_stream())
 
 
 @cached
 def compile_read_kv_cache(layout: str, dtype: str):
     """-> f(rows [T, d] dtype, cache, slots), as in `compile_write_kv_cache`."""
-    element, channels = cute_dtype(dtype), _channels(layout)
+    element = cute_dtype(dtype)
     if layout in FP8_LAYOUTS:
         kernel = ReadFp8RowsSm90(layout, element)
     else:
         kernel = FloatRowsSm90(element, cute_dtype(layout), False)
-    return compile_sm90(
-        kernel, _rows(element, cute.sym_int(), channels), _cache(layout, channels), _slots(), fake_stream()
-    )
+    return compile_sm90(kernel, *_operands(element, layout), fake_stream())
 
 
 @cached
@@ -358,16 +332,19 @@ def compile_write_mla_cache(dtype: str, layout: str, channels: int, interleaved:
     keep, eps); T > 0. cache and slots as in `compile_write_kv_cache`; rows is written if keep is not 0."""
     element = cute_dtype(dtype)
     tokens = cute.sym_int()
-    weight = fake(Float32, (NORM_CHANNELS,), (1,))
     angles = [fake(Float32, (tokens, ROPE_CHANNELS // 2), strides(2), 4) for _ in range(2)]
     return compile_sm90(
         WriteMlaCacheSm90(element, layout, channels, interleaved, use_ue8m0),
-        *(_rows(element, tokens, channels), weight, *angles, _cache(layout, channels), _slots()),
-        *(_rows(element, tokens, channels), Int32(0), Float32(0.0), fake_stream()),
+        fake_rows(element, tokens, channels),
+        fake_rows(Float32, NORM_CHANNELS),
+        *angles,
+        _cache(layout, channels),
+        fake_contiguous(Int32, cute.sym_int()),
+        *(fake_rows(element, tokens, channels), Int32(0), Float32(0.0), fake_stream()),
     )
 
 
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> Variants:
     """Every compile function and its arguments that the ops can ask for."""
     scales = [("v32", True), ("v32", False), ("v4", True)]
     stored = [*((cache, False) for cache in FLOAT_DTYPES), *scales]

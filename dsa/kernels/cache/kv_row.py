@@ -12,6 +12,7 @@ from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint8, Uint32
 
 from dsa.cute.indexer_page import find_slot
 from dsa.cute.quantize import AMAX_MIN, scale_and_reciprocal
+from dsa.cute.registers import converted
 from dsa.cute.sm90 import WARP
 from dsa.kernels.cache.limits import ROPE_CHANNELS
 
@@ -95,11 +96,12 @@ class Fp8Row(WarpRow):
         )
 
     @cute.jit
-    def quantize(self, v: cute.Tensor, out: cute.Tensor, scales: cute.Tensor, use_ue8m0: cutlass.Constexpr):
-        """Quantise v (fp32) to out (e4m3), both [V, steps], and write each step's scale to scales."""
+    def quantize(self, v: cute.Tensor, use_ue8m0: cutlass.Constexpr):
+        """-> (v (fp32, [V, steps]) quantised to e4m3, the scale of each step)."""
+        scales = cute.make_rmem_tensor((self.steps,), Float32)
         for j in cutlass.range_constexpr(self.steps):
             scales[j] = quantize_group(v[None, j], self.lanes, use_ue8m0)
-        out.store(v.load().to(Float8E4M3FN))
+        return converted(v, Float8E4M3FN), scales
 
     @cute.jit
     def dequantize(self, values: cute.Tensor, scales: cute.Tensor, v: cute.Tensor):
@@ -131,9 +133,7 @@ class Fp8Row(WarpRow):
                     places[group] = Uint8(exponent if group < 7 else Uint32(0))
                 else:
                     places[group] = scales[j]
-        both = cute.make_rmem_tensor((2,), BFloat16)
-        both.store(pair.load().to(BFloat16))
-        cute.autovec_copy(both, cute.local_tile(rope, (2,), (lane,)))
+        cute.autovec_copy(converted(pair, BFloat16), cute.local_tile(rope, (2,), (lane,)))
 
     @cute.jit
     def scale(self, places: cute.Tensor, j: cutlass.Constexpr, lane: Int32) -> Float32:

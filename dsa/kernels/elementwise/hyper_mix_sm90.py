@@ -24,9 +24,6 @@ loads 64 channels of 256 tokens in 1600 cycles. In that time, mma takes 900 to 1
 16 x 8 x 16), and shared memory 1150.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
@@ -36,11 +33,12 @@ from cutlass.tensor_utils import LayoutEnum
 
 from dsa.cute.copies import tile_load
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
-from dsa.cute.fake_tensors import fake, fake_stream, strides
+from dsa.cute.fake_tensors import fake_rows, fake_stream
 from dsa.cute.pipeline import Pipeline, PipelineState, pipeline_storage, start
+from dsa.cute.registers import loaded
 from dsa.cute.shared_memory import load_16
 from dsa.cute.slices import SLICES, slice_start
-from dsa.cute.sm90 import REGISTERS, WARP, WARPGROUP
+from dsa.cute.sm90 import REGISTERS, WARP, WARPGROUP, thread_and_cta
 from dsa.kernels.elementwise.hyper_mix_sums import (
     BLOCK,
     CTAS,
@@ -55,14 +53,13 @@ from dsa.kernels.elementwise.hyper_mix_sums import (
     store_sums,
 )
 from dsa.kernels.elementwise.limits import (
-    CHANNEL_MULTIPLE,
     MIX_BLOCK,
     MIX_HALVES,
     MIX_OUTPUTS,
     MIX_PERSISTENT_ROWS,
     MIX_ROWS,
 )
-from dsa.runtime.compile_cache import cached, compile_sm90
+from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 CONSUMER_WARPS = 8
 CONSUMERS = CONSUMER_WARPS * WARP
@@ -141,8 +138,7 @@ class HyperMixSm90:
         out: cute.Tensor,
         v_layout: cute.ComposedLayout,
     ):
-        tid, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
+        tid, cta = thread_and_cta()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = SmemAllocator().allocate(self.storage)
         pipeline = Pipeline.of(storage.pipeline, self.stages)
@@ -324,8 +320,7 @@ class HyperMixSm90:
                 pair = tid + i * CONSUMERS
                 if pair < self.pairs:
                     for k in cutlass.range_constexpr(self.slice_warps):
-                        numbers = cute.make_rmem_tensor((2,), Float32)
-                        cute.autovec_copy(exchange[None, pair, k], numbers)
+                        numbers = loaded(exchange[None, pair, k])
                         for n in cutlass.range_constexpr(2):
                             if const_expr(k == HALF_SLICES):
                                 group[n, i] += half_group[n, i]
@@ -379,8 +374,7 @@ class HyperMixPersistentSm90(HyperMixSm90):
     @cute.kernel
     def add_halves(self, halves: cute.Tensor, out: cute.Tensor):
         """The second kernel. For a pair of outputs, a thread adds the two halves of each group, and then the groups."""
-        tid, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
+        tid, cta = thread_and_cta()
         token, place = cta * SUM_TOKENS + tid // TOKEN_PAIRS, tid % TOKEN_PAIRS
         wait_for_prerequisite_grids()
         if token < out.shape[0]:
@@ -404,20 +398,20 @@ def compile_hyper_mix(rows: int):
 def compile_hyper_mix_persistent(rows: int):
     """-> f(streams, parts, halves [16, T, 24] fp32, mix, CTAs). halves is scratch; the other arguments are those of
     `compile_hyper_mix`."""
-    halves = fake(Float32, (MIX_HALVES, cute.sym_int(), MIX_OUTPUTS), (*strides(2, 4), 1))
+    halves = fake_rows(Float32, MIX_HALVES, cute.sym_int(), MIX_OUTPUTS)
     return compile_sm90(HyperMixPersistentSm90(rows), *_operands(), halves, _result(), Int32(1), fake_stream())
 
 
 def _operands() -> list[cute.Tensor]:
     width = cute.sym_int(divisibility=MIX_BLOCK)
-    return [fake(BFloat16, (rows, width), (*strides(1, CHANNEL_MULTIPLE), 1)) for rows in (cute.sym_int(), MATRIX_ROWS)]
+    return [fake_rows(BFloat16, rows, width) for rows in (cute.sym_int(), MATRIX_ROWS)]
 
 
 def _result() -> cute.Tensor:
-    return fake(Float32, (cute.sym_int(), MIX_OUTPUTS), (*strides(1), 1), 4)
+    return fake_rows(Float32, cute.sym_int(), MIX_OUTPUTS, align=4)
 
 
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> Variants:
     """Every compile function and its arguments that the op can ask for."""
     return [
         *((compile_hyper_mix, (rows,)) for rows in MIX_ROWS),

@@ -79,6 +79,22 @@ def multiply_add(
 
 
 @cute.jit
+def sum_of_group(slices: cute.Tensor, pair: Int32):
+    """Add the slices [2, pairs, GROUP_SLICES] of a pair: half a group at a time, then the halves."""
+    values = cute.make_rmem_tensor((2, GROUP_SLICES), Float32)
+    for i in cutlass.range_constexpr(GROUP_SLICES):
+        cute.autovec_copy(slices[None, pair, i], values[None, i])
+    group = [Float32(0.0), Float32(0.0)]
+    for j in cutlass.range_constexpr(2):
+        for begin in cutlass.range_constexpr(0, GROUP_SLICES, HALF_SLICES):
+            half = Float32(0.0)
+            for i in cutlass.range_constexpr(HALF_SLICES):
+                half += values[j, begin + i]
+            group[j] += half
+    return group
+
+
+@cute.jit
 def send(received: cute.Tensor, rank: Int32, pair: Int32, low: Float32, high: Float32):
     """Send two sums of this CTA's group to the CTA that owns them. received: [2, owned pairs, CTAS] in each CTA."""
     owned = received.shape[1]

@@ -15,19 +15,19 @@ Roofline: memory, 2 D elements per row; about 5 instructions per rotated channel
 one round trip to memory.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
-from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
+from dsa.cute.fake_tensors import cute_dtype, fake_rows, fake_stream
+from dsa.cute.registers import converted, loaded
 from dsa.cute.rounded import rotate_pair
+from dsa.cute.sm90 import thread_and_cta
 from dsa.kernels.elementwise.limits import DTYPES, ROTARY_PAIRS
-from dsa.runtime.compile_cache import cached, compile_sm90
+from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 LONG_INPUT = 1 << 24  # elements
 
@@ -73,8 +73,7 @@ class ApplyRotarySm90:
         heads: cute.FastDivmodDivisorV2,
         total: Int32,
     ):
-        tid, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
+        tid, block = thread_and_cta()
         first = block * (self.threads * self.groups) + tid
         turning = cos.shape[1] // self.pairs
         wait_for_prerequisite_grids()
@@ -114,16 +113,13 @@ class ApplyRotarySm90:
 
     @cute.jit
     def turn(self, raw: cute.Tensor, cos: cute.Tensor, sin: cute.Tensor, group: Int32):
-        c, s = [cute.make_rmem_tensor((self.pairs,), Float32) for _ in range(2)]
-        cute.autovec_copy(cute.local_tile(cos, (self.pairs,), (group,)), c)
-        cute.autovec_copy(cute.local_tile(sin, (self.pairs,), (group,)), s)
-        v = cute.make_rmem_tensor((self.width, self.vectors), Float32)
-        v.store(raw.load().to(Float32))
+        """Rotate the pairs of a group in place."""
+        c, s = [loaded(cute.local_tile(angles, (self.pairs,), (group,))) for angles in (cos, sin)]
+        v = converted(raw, Float32)
         for i in cutlass.range_constexpr(self.pairs):
             one = (2 * i, 0) if self.interleaved else (i, 0)
             two = (2 * i + 1, 0) if self.interleaved else (i, 1)
-            a, b = v[one], v[two]
-            v[one], v[two] = rotate_pair(a, b, c[i], s[i])
+            v[one], v[two] = rotate_pair(v[one], v[two], c[i], s[i])
         raw.store(v.load().to(raw.element_type))
 
 
@@ -140,10 +136,9 @@ def compile_apply_rotary(dtype: str, interleaved: bool, config: RotaryConfig):
     tokens, heads = cute.sym_int(), cute.sym_int()
     dim, half = cute.sym_int(divisibility=2 * config.pairs), cute.sym_int(divisibility=config.pairs)
 
-    x_vector, angle_vector = (128 // element.width, 4) if wide else (1, 1)
     x_align, angle_align = (16, 16) if wide else (element.width // 8, 4)
-    x, out = (fake(element, (tokens, heads, dim), (*strides(2, x_vector), 1), x_align) for _ in range(2))
-    cos, sin = (fake(Float32, (tokens, half), (*strides(1, angle_vector), 1), angle_align) for _ in range(2))
+    x, out = (fake_rows(element, tokens, heads, dim, align=x_align) for _ in range(2))
+    cos, sin = (fake_rows(Float32, tokens, half, align=angle_align) for _ in range(2))
     kernel = ApplyRotarySm90(interleaved, config)
     return compile_sm90(kernel, x, cos, sin, out, Int32(0), fake_stream())
 
@@ -156,7 +151,7 @@ def choose_config(dtype: str, wide: bool, elements: int) -> RotaryConfig:
     return RotaryConfig(groups=2 if dtype != "float32" and elements >= LONG_INPUT else 1)
 
 
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> Variants:
     """Every compile function and its arguments that the op can ask for."""
     return [
         (compile_apply_rotary, (dtype, interleaved, config))

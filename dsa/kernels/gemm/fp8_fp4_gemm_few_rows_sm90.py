@@ -33,9 +33,8 @@ Roofline: memory, 8.5 KB per block of 128 x 128: 480 cycles or more at 4.2 TB/s.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -49,7 +48,7 @@ from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.pipeline import Pipeline, PipelineState, pipeline_storage, start
 from dsa.cute.shared_memory import load_16, load_matrices
-from dsa.cute.sm90 import SHARED_BYTES, WARP, WARPGROUP
+from dsa.cute.sm90 import SHARED_BYTES, WARP, WARPGROUP, warp_and_lane
 from dsa.cute.work_tile import WorkTilePipeline, static_persistent_scheduler, work_tile_storage
 from dsa.kernels.gemm.fp4_operand import (
     TABLE_BYTES,
@@ -63,7 +62,7 @@ from dsa.kernels.gemm.fp4_operand import (
 from dsa.kernels.gemm.grouped_tiles import PREFIX_SUMS, GroupedTiles, WorkTileInfo, expected_tiles
 from dsa.kernels.gemm.limits import GROUP, OUT_DTYPES
 from dsa.kernels.gemm.turned_tile import store_turned
-from dsa.runtime.compile_cache import cached, compile_sm90
+from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 BLOCKS = 4  # of GROUP channels per stage
 STEPS = GROUP // 32  # wgmma per block
@@ -211,8 +210,7 @@ class Fp8Fp4GemmFewRowsSm90:
         a_layout: cute.ComposedLayout,
     ):
         tid, _, _ = cute.arch.thread_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        lane = cute.arch.lane_idx()
+        warp, lane = warp_and_lane()
         storage = SmemAllocator().allocate(self.storage)
         pipeline = Pipeline.of(storage.pipeline, self.stages)
         work_tiles = WorkTilePipeline.of(storage.work_tiles, WorkTileInfo)
@@ -545,6 +543,6 @@ def choose_config(rows: int, columns: int, matrices: int, multiprocessors: int) 
     return min(CONFIGS, key=loaded)
 
 
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> Variants:
     """Every compile function and its arguments that the op can ask for."""
     return [(compile_fp8_fp4_gemm_few_rows, (dtype, config)) for dtype in OUT_DTYPES for config in CONFIGS]

@@ -31,9 +31,7 @@ cycle, is busy for about as long: 768 cycles with wgmma, 320 with TMA and 224 wi
 """
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -47,7 +45,7 @@ from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.pipeline import Mbarriers, Pipeline, PipelineState, pipeline_storage, start
 from dsa.cute.shared_memory import load_16, store_16
-from dsa.cute.sm90 import WARP
+from dsa.cute.sm90 import WARP, warp_and_lane
 from dsa.cute.work_tile import WorkTilePipeline, work_tile_storage
 from dsa.kernels.gemm.fp4_operand import TABLE_BYTES, load_table, table_places_of_blocks, widen, write_tables
 from dsa.kernels.gemm.fp8_fp4_gemm_config import CONFIGS, Fp8Fp4GemmConfig
@@ -64,7 +62,7 @@ from dsa.kernels.gemm.limits import GROUP, OUT_DTYPES
 from dsa.kernels.gemm.operand_loads import out_columns, part, rows_from, scales_from
 from dsa.kernels.gemm.result_epilogue import LateResultEpilogue, ResultEpilogue
 from dsa.kernels.gemm.tile_indices import TileIndices
-from dsa.runtime.compile_cache import cached, compile_sm90
+from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 CODE_BYTES = GROUP // 2  # per row and block
 CONVERTERS = 4  # warps
@@ -182,8 +180,7 @@ class Fp8Fp4GemmSm90(Fp8GemmSm90):
         layouts,
     ):
         tid, _, _ = cute.arch.thread_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        lane = cute.arch.lane_idx()
+        warp, lane = warp_and_lane()
         storage = SmemAllocator().allocate(self.storage)
         pipeline = Pipeline.of(storage.pipeline, self.stages)
         widened = Mbarriers(storage.widened.data_ptr(), self.stages)
@@ -370,7 +367,7 @@ def compile_fp8_fp4_gemm(out_dtype: str, config: Fp8Fp4GemmConfig, weighted: boo
     return compile_sm90(kernel, *_operands(), out, weights, Int32(1), fake_stream())
 
 
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> Variants:
     """Every compile function and its arguments that the op can ask for."""
     variants = itertools.product(OUT_DTYPES, CONFIGS, (False, True))
     return [(compile_fp8_fp4_gemm, arguments) for arguments in variants]

@@ -30,7 +30,6 @@ Roofline: memory, b once. Otherwise the mainloop: about 80 cycles per block of c
 tile. With 8 rows, the load bandwidth of an SM: (64 + rows) x 128 bytes per block at about 75 bytes per cycle.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import cutlass
@@ -44,7 +43,7 @@ from dsa.cute.copies import bulk_load, tile_load
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.pipeline import Pipeline, PipelineState, pipeline_storage, start
-from dsa.cute.sm90 import opaque
+from dsa.cute.sm90 import opaque, warp_and_lane
 from dsa.cute.wgmma import multiply
 from dsa.cute.work_tile import static_persistent_scheduler
 from dsa.kernels.gemm.few_rows_tile import THREADS, fragments, load_blocks, operand_layouts, prefetch_blocks, tiles_of
@@ -62,7 +61,7 @@ from dsa.kernels.gemm.fp8_gemm_split_channels_sm90 import Fp8GemmSplitChannelsSm
 from dsa.kernels.gemm.grouped_tiles import PREFIX_SUMS, GroupedTiles, OneMatrixTiles
 from dsa.kernels.gemm.limits import GROUP, OUT_DTYPES
 from dsa.kernels.gemm.turned_tile import store_turned
-from dsa.runtime.compile_cache import cached, compile_sm90
+from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 
 class GroupedFp8GemmFewRowsSm90:
@@ -123,8 +122,7 @@ class GroupedFp8GemmFewRowsSm90:
         s_layout: cute.Layout,
     ):
         tid, _, _ = cute.arch.thread_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        lane = cute.arch.lane_idx()
+        warp, lane = warp_and_lane()
         storage = SmemAllocator().allocate(self.storage)
         pipeline = Pipeline.of(storage.pipeline, self.stages)
         sa = storage.a.get_tensor(a_layout.outer, swizzle=a_layout.inner)
@@ -305,7 +303,7 @@ def compile_grouped_fp8_gemm_few_rows(out_dtype: str, config: FewRowsConfig):
     return compile_sm90(kernel, *fake_operands(out_dtype, matrices), ends, Int32(1), fake_stream())
 
 
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> Variants:
     """Every compile function and its arguments that the op can ask for."""
     one = [(compile_fp8_gemm_few_rows, (dtype, config)) for dtype in OUT_DTYPES for config in CONFIGS]
     return one + [

@@ -35,7 +35,6 @@ block of 128 x 256, of which shared memory (128 bytes per cycle) is busy for 115
 """
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import cutlass
@@ -49,7 +48,7 @@ from dsa.cute.copies import arrive_when_gathered, gather_16, tile_load
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.pipeline import Pipeline, pipeline_storage, start
-from dsa.cute.sm90 import REGISTERS, WARPGROUP
+from dsa.cute.sm90 import REGISTERS, WARPGROUP, warp_and_lane
 from dsa.cute.tile_counter import fake_tile_counter
 from dsa.cute.wgmma import multiply
 from dsa.cute.work_tile import WorkTilePipeline, work_tile_storage
@@ -76,7 +75,7 @@ from dsa.kernels.gemm.result_epilogue import LateResultEpilogue, ResultEpilogue
 from dsa.kernels.gemm.swiglu_epilogue import SwigluEpilogue
 from dsa.kernels.gemm.tile_indices import TileIndices
 from dsa.kernels.gemm.turned_tile import load_floats, turned_blocks
-from dsa.runtime.compile_cache import cached, compile_sm90
+from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 SCALE_BYTES = 4 * SCALES
 # Scale blocks of b that a work tile reads: its first column's and the next one; with SwiGLU, gate's and up's.
@@ -178,8 +177,7 @@ class Fp8GemmSm90:
         bs_layout: cute.Layout,
     ):
         tid, _, _ = cute.arch.thread_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        lane = cute.arch.lane_idx()
+        warp, lane = warp_and_lane()
         storage = SmemAllocator().allocate(self.storage)
         pipeline = Pipeline.of(storage.pipeline, self.stages)
         work_tiles = WorkTilePipeline.of(storage.work_tiles, WorkTileInfo)
@@ -587,7 +585,7 @@ def compile_fp8_gemm_swiglu(
     return compile_sm90(kernel, *_grouped_operands(gathered), q, scale, limit, counter, Int32(1), fake_stream())
 
 
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> Variants:
     """Every compile function and its arguments that the ops can ask for. Variants of grouped products are (config,
     gathered, weighted, dynamic)."""
     one = [(compile_fp8_gemm, (dtype, config)) for dtype in OUT_DTYPES for config in ONE_MATRIX_CONFIGS]

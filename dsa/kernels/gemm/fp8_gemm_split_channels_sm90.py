@@ -31,7 +31,7 @@ from cutlass.memory import SmemAllocator
 from dsa.cute.copies import bulk_load, tile_load
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.pipeline import Mbarriers, Pipeline, expect_bytes, pipeline_storage, start
-from dsa.cute.sm90 import WARP
+from dsa.cute.sm90 import WARP, warp_and_lane
 from dsa.cute.wgmma import multiply
 from dsa.kernels.gemm.cluster import remote_address, store_remote_8
 from dsa.kernels.gemm.few_rows_tile import THREADS, fragments, load_blocks, operand_layouts, prefetch_blocks, tiles_of
@@ -102,8 +102,7 @@ class Fp8GemmSplitChannelsSm90:
         a_layout: cute.ComposedLayout,
         b_layout: cute.ComposedLayout,
     ):
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        lane = cute.arch.lane_idx()
+        warp, lane = warp_and_lane()
         cta, _, _ = cute.arch.block_idx()
         # Neighbouring clusters have the same columns, so b is read from memory once.
         rank, of_rows = cta % self.ctas, cute.ceil_div(out.shape[0], self.rows)

@@ -16,9 +16,7 @@ Roofline: memory. Per channel 2 bytes are read (bf16), and 1 + 4 / 128 written. 
 fp32 scales) leave half of the issue slots idle at copy bandwidth.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -27,8 +25,9 @@ from cutlass import Float8E4M3FN, Float32, Int32, const_expr
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.quantize import GROUP, hadamard, quantize, round_to
+from dsa.cute.sm90 import thread_and_cta
 from dsa.kernels.gemm.limits import CAST_DTYPES
-from dsa.runtime.compile_cache import cached, compile_sm90
+from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 SHORT_INPUT = 1 << 24  # elements
 
@@ -74,8 +73,7 @@ class PerTokenCastToFp8Sm90:
         row_groups: cute.FastDivmodDivisorV2,
         total: Int32,
     ):
-        tid, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
+        tid, block = thread_and_cta()
         lane = tid % self.lanes
         first = block * self.groups_per_cta + tid // self.lanes
         wait_for_prerequisite_grids()
@@ -139,7 +137,7 @@ def choose_config(dtype: str, elements: int) -> CastConfig:
     return CastConfig(groups=1 if dtype == "float32" or elements < SHORT_INPUT else 2)
 
 
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> Variants:
     """Every compile function and its arguments that the op can ask for."""
     return [
         (compile_per_token_cast_to_fp8, (dtype, use_ue8m0, hadamard, config, scattered))

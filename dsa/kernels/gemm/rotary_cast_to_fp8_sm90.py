@@ -14,9 +14,6 @@ Roofline: memory. Per channel 2 bytes are read (bf16), and 1 + 4 / 128 written. 
 trip to memory.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32
@@ -25,9 +22,10 @@ from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.quantize import GROUP, quantize, round_to
 from dsa.cute.rounded import rotate_pair
+from dsa.cute.sm90 import thread_and_cta
 from dsa.kernels.gemm.limits import CAST_DTYPES
 from dsa.kernels.gemm.rotary_cast_limits import ROTARY_MULTIPLE
-from dsa.runtime.compile_cache import cached, compile_sm90
+from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 CHANNELS = ROTARY_MULTIPLE  # per lane
 LANES = GROUP // CHANNELS
@@ -60,8 +58,7 @@ class RotaryCastToFp8Sm90:
         group_heads: cute.FastDivmodDivisorV2,
         total: Int32,
     ):
-        tid, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
+        tid, cta = thread_and_cta()
         lane, index = tid % LANES, cta * (THREADS // LANES) + tid // LANES
         # Past the end, compute the last channels again and store nothing.
         row, block = divmod(cutlass.min(index, total - 1), blocks)
@@ -113,6 +110,6 @@ def compile_rotary_cast_to_fp8(dtype: str, use_ue8m0: bool):
     )
 
 
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> Variants:
     """Every compile function and its arguments that the op can ask for."""
     return [(compile_rotary_cast_to_fp8, (dtype, use_ue8m0)) for dtype in CAST_DTYPES for use_ue8m0 in (True, False)]

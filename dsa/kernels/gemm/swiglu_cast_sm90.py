@@ -22,8 +22,6 @@ an SM issues 34 in the time of these bytes.
 """
 
 import itertools
-from collections.abc import Callable
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -32,9 +30,10 @@ from cutlass import Float8E4M3FN, Float32, Int32, const_expr
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.quantize import GROUP, quantize, round_to
+from dsa.cute.sm90 import thread_and_cta
 from dsa.kernels.gemm.limits import CAST_DTYPES, SWIGLU_MULTIPLE
 from dsa.kernels.gemm.swiglu import swiglu
-from dsa.runtime.compile_cache import cached, compile_sm90
+from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 THREADS = 128
 CHANNELS = 16  # per lane
@@ -76,8 +75,7 @@ class SwigluCastSm90:
         row_groups: cute.FastDivmodDivisorV2,
         total: Int32,
     ):
-        tid, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
+        tid, block = thread_and_cta()
         group = block * GROUPS_PER_CTA + tid // LANES
         wait_for_prerequisite_grids()
         self.cast(gate, up, q, scale, limit, row_groups, group, total, tid % LANES)
@@ -162,8 +160,7 @@ class SwigluCastOfMatricesSm90(SwigluCastSm90):
         ends: cute.Tensor,
         row_groups: cute.FastDivmodDivisorV2,
     ):
-        tid, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
+        tid, block = thread_and_cta()
         ctas, _, _ = cute.arch.grid_dim()
         wait_for_prerequisite_grids()
         end = ends[ends.shape[0] - 1]
@@ -203,7 +200,7 @@ def compile_swiglu_cast_of_matrices(dtype: str, use_ue8m0: bool, limited: bool):
     return compile_sm90(kernel, *_operands(dtype, limited, GROUP), ends, Int32(1), fake_stream())
 
 
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> Variants:
     """Every compile function and its arguments that the ops can ask for."""
     kinds = [(dtype, *options) for dtype in CAST_DTYPES for options in itertools.product((True, False), repeat=2)]
     plain = [(compile_swiglu_cast, (*kind, ragged)) for kind in kinds for ragged in (True, False)]

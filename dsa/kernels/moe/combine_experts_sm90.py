@@ -17,9 +17,6 @@ Shared memory: BATCH * THREADS * 16 bytes, 16 KiB. Constraints: H a multiple of 
 instructions; an SM issues 13 in the time that memory needs for its 2 bytes.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
@@ -31,8 +28,9 @@ from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
 from dsa.cute.quantize import round_to
 from dsa.cute.rounded import multiply_rounded
 from dsa.cute.shared_memory import load_16
+from dsa.cute.sm90 import thread_and_cta
 from dsa.kernels.moe.limits import COMBINE_CTA_BYTES, COMBINE_DTYPES
-from dsa.runtime.compile_cache import cached, compile_sm90
+from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 VECTOR_BITS = 128
 VECTOR_BYTES = VECTOR_BITS // 8
@@ -77,8 +75,7 @@ class CombineExpertsSm90:
         out: cute.Tensor,
         parts: cute.FastDivmodDivisorV2,
     ):
-        tid, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
+        tid, block = thread_and_cta()
         token, part = divmod(block, parts)
         vector = part * THREADS + tid
         gathered = Int32(SmemAllocator().allocate(self.storage).gathered.data_ptr().toint()) + tid * VECTOR_BYTES
@@ -164,7 +161,7 @@ def compile_combine_experts(dtype: str, index_dtype: str, weighted: bool, shared
     )
 
 
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> Variants:
     """Every compile function and its arguments that the op can ask for."""
     return [
         (compile_combine_experts, (dtype, index_dtype, weighted, shared, residual))

@@ -11,6 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
+from dsa.cute.registers import filled
 from dsa.cute.sm90 import WARP
 from dsa.kernels.moe.moe_gate_sm90 import LAST
 from dsa.kernels.moe.route_to_experts_limits import FEW_TOKENS, MAX_TOKENS
@@ -67,8 +68,7 @@ class EntryOrder:
         """Count for BATCH entries, or after these for experts, from index `begin` on. Called by one warp."""
         count = ends.shape[0]
         bounds = cute.make_rmem_tensor((BATCH,), Int32)
-        below = cute.make_rmem_tensor((BATCH,), Int32)
-        below.fill(0)
+        below = filled((BATCH,), 0, Int32)
         for i in cutlass.range_constexpr(BATCH):
             own = keys[cutlass.min(begin + i, entries - 1)]
             bounds[i] = own if begin + i < entries else (begin + i - entries + 1) << ENTRY_BITS

@@ -14,8 +14,7 @@ Shared memory: BATCH * THREADS * 8 bytes, 16 KiB.
 Roofline: as one_shot_sum_sm90.py, plus the latency of the row indices.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -28,7 +27,7 @@ from dsa.cute.rounded import multiply_rounded
 from dsa.cute.shared_memory import load_8
 from dsa.kernels.parallel.limits import DTYPES, PART, RANKS
 from dsa.kernels.parallel.one_shot_sum_sm90 import THREADS, OneShotSumSm90, fake_memory, fake_numbers
-from dsa.runtime.compile_cache import cached, compile_sm90
+from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 BATCH = 8  # rows at a time
 
@@ -130,7 +129,7 @@ def compile_experts_sum(dtype: str, ranks: int, shared: bool):
     return compile_sm90(ExpertsSumSm90(kind, ranks), *arguments, fake_stream())
 
 
-def shipped_variants() -> list[tuple[Callable[..., Any], tuple]]:
+def shipped_variants() -> Variants:
     """Every compile function and its arguments that the sums over GPUs can ask for."""
     return [
         (compile_experts_sum, (dtype, ranks, shared)) for dtype in DTYPES for ranks in RANKS for shared in (False, True)
