@@ -20,6 +20,13 @@ def tile_load(x: cute.Tensor, layout: cute.ComposedLayout, shape: tuple[int, int
     return info[0], info[1]
 
 
+def partition(atom: cute.CopyAtom, shared: cute.Tensor, tiles: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
+    """Partition a TMA copy. -> the stages in shared memory and the tiles in global memory. The first mode of both is a
+    tile."""
+    grouped = cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
+    return cute.nvgpu.cpasync.tma_partition(atom, 0, cute.make_layout(1), *grouped)
+
+
 @cute.jit
 def bulk_load(target: cute.Pointer, source: cute.Pointer, size: Int32, barrier: cute.Pointer):
     """Copy `size` bytes, a multiple of 16, between addresses aligned to 16 bytes; `barrier` counts them. Called by one

@@ -17,6 +17,16 @@ def load_16(address: Int32):
 
 
 @cute.jit
+def load_registers(address: Int32) -> cute.Tensor:
+    """`load_16`, as a tensor of four words in registers."""
+    words = cute.make_rmem_tensor((4,), Uint32)
+    loaded = load_16(address)
+    for i in cutlass.range_constexpr(4):
+        words[i] = loaded[i]
+    return words
+
+
+@cute.jit
 def load_4(address: Int32) -> Uint32:
     return cute.arch.inline_ptx("ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[address])
 

@@ -26,19 +26,18 @@ loads 64 channels of 256 tokens in 1600 cycles. In that time, mma takes 900 to 1
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as sm90
 from cutlass import BFloat16, Float32, Int32, Uint32, const_expr
 from cutlass.memory import SmemAllocator
-from cutlass.tensor_utils import LayoutEnum
 
-from dsa.cute.copies import tile_load
+from dsa.cute.copies import partition, tile_load
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake_rows, fake_stream
 from dsa.cute.pipeline import Pipeline, PipelineState, pipeline_storage, start
 from dsa.cute.registers import loaded
-from dsa.cute.shared_memory import load_16
+from dsa.cute.shared_memory import load_registers
 from dsa.cute.slices import SLICES, slice_start
 from dsa.cute.sm90 import REGISTERS, WARP, WARPGROUP, thread_and_cta
+from dsa.cute.wgmma import k_major_layout
 from dsa.kernels.elementwise.hyper_mix_sums import (
     BLOCK,
     CTAS,
@@ -102,7 +101,7 @@ class HyperMixSm90:
     @cute.jit
     def launch(self, streams: cute.Tensor, parts: cute.Tensor, out: cute.Tensor, ctas, cluster: cutlass.Constexpr,
                stream):  # fmt: skip
-        v_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (self.rows, 8, BLOCK), BFloat16, self.stages)
+        v_layout = k_major_layout(BFloat16, self.rows, BLOCK, self.stages)
         # The DSL has no shared-memory layout for 72 rows, and aborts if a composed layout of several stages is sliced.
         w_layout = cute.make_layout((MATRIX_ROWS, BLOCK), stride=(BLOCK, 1))
         w_one = cute.make_composed_layout(v_layout.inner, 0, w_layout)
@@ -160,8 +159,8 @@ class HyperMixSm90:
         if warp >= CONSUMER_WARPS:
             cute.arch.setmaxregister_decrease(REGISTERS[2][1])
             if warp == CONSUMER_WARPS:
-                v_copy = v_atom, *self.tiles_of(v_atom, sv, mv, (self.rows, BLOCK))
-                w_copy = w_atom, *self.tiles_of(w_atom, sw, mw, (MATRIX_ROWS, BLOCK))
+                v_copy = v_atom, *partition(v_atom, sv, cute.local_tile(mv, (self.rows, BLOCK), (None, None)))
+                w_copy = w_atom, *partition(w_atom, sw, cute.local_tile(mw, (MATRIX_ROWS, BLOCK), (None, None)))
                 self.load_blocks(pipeline, v_copy, w_copy, mv.shape[0], mv.shape[1] // BLOCK)
             if const_expr(self.clustered):
                 cute.arch.cluster_wait()
@@ -186,13 +185,6 @@ class HyperMixSm90:
             return storage.exchange.get_tensor(cute.make_layout(shape))
         memory = cute.recast_ptr(storage.v.data_ptr(), dtype=Float32)
         return cute.make_tensor(memory, cute.make_layout(shape, stride=(1, 2, self.rows * ROW_BYTES // 4)))
-
-    @cute.jit
-    def tiles_of(self, atom, shared: cute.Tensor, x: cute.Tensor, shape: cutlass.Constexpr):
-        """TMA partitions of x -> (stages in shared memory, blocks [shape] in global memory by row and column)."""
-        blocks = cute.local_tile(x, shape, (None, None))
-        grouped = cute.group_modes(shared, 0, 2), cute.group_modes(blocks, 0, 2)
-        return cute.nvgpu.cpasync.tma_partition(atom, 0, cute.make_layout(1), *grouped)
 
     @cute.jit
     def work(self, tokens, blocks):
@@ -280,9 +272,7 @@ class HyperMixSm90:
         """Read 16 bytes of one row per octet of tokens and of matrix rows."""
         for tensor, address in zip(operands, (v, w)):
             for octet in cutlass.range_constexpr(tensor.shape[1]):
-                own = load_16(address + octet * 8 * ROW_BYTES)
-                for i in cutlass.range_constexpr(WORDS):
-                    tensor[i, octet] = own[i]
+                tensor[None, octet].store(load_registers(address + octet * 8 * ROW_BYTES).load())
 
     @cute.jit
     def multiply_half(self, acc: cute.Tensor, operands: cutlass.Constexpr):

@@ -4,36 +4,24 @@ A/B), by 8 to 64 rows. Both small-M FP8 kernels share these functions."""
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32
-from cutlass.tensor_utils import LayoutEnum
-from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.sm90 import WARP, WARPGROUP
+from dsa.cute.wgmma import k_major_layout
 from dsa.kernels.gemm.fp8_gemm_few_rows_config import COLUMNS
 from dsa.kernels.gemm.limits import GROUP
+from dsa.kernels.gemm.operand_loads import tiled_mma
 
 THREADS = WARPGROUP + WARP
 
 
 def operand_layouts(rows: int, blocks: int) -> tuple[cute.ComposedLayout, cute.ComposedLayout]:
     """The shared-memory layouts of `blocks` blocks of a and of b."""
-    tile = (COLUMNS, rows, GROUP)
-    a_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, blocks)
-    return a_layout, sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, blocks)
-
-
-def tiles_of(atom: cute.CopyAtom, shared: cute.Tensor, x: cute.Tensor, shape: tuple[int, int], row):
-    """Partition a TMA load of x. -> its stages in shared memory, and the blocks [shape] of x from row `row` on."""
-    blocks = cute.local_tile(cute.domain_offset((row, 0), x), shape, (0, None))
-    one = cute.make_layout(1)
-    return cute.nvgpu.cpasync.tma_partition(
-        atom, 0, one, cute.group_modes(shared, 0, 2), cute.group_modes(blocks, 0, 2)
-    )
+    return tuple(k_major_layout(Float8E4M3FN, count, GROUP, blocks) for count in (rows, COLUMNS))
 
 
 def fragments(rows: int, together: int, sb: cute.Tensor, sa: cute.Tensor):
     """-> the wgmma, accumulators for `together` blocks, and the operands b and a as fragments."""
-    major = cute.nvgpu.OperandMajorMode.K
-    mma = sm90.make_trivial_tiled_mma(Float8E4M3FN, Float8E4M3FN, major, major, Float32, (1, 1, 1), (COLUMNS, rows))
+    mma = tiled_mma(1, COLUMNS, rows)
     thr_mma = mma.get_slice(0)
     shape = thr_mma.partition_shape_C((COLUMNS, rows))
     acc = [cute.make_rmem_tensor(shape, Float32) for _ in range(together)]

@@ -40,15 +40,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint8, Uint32, const_expr
 from cutlass.memory import SmemAllocator
-from cutlass.tensor_utils import LayoutEnum
-from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.copies import arrive_when_gathered, gather_16, tile_load
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
-from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
+from dsa.cute.fake_tensors import cute_dtype, fake_contiguous, fake_rows, fake_stream
 from dsa.cute.pipeline import Pipeline, PipelineState, pipeline_storage, start
 from dsa.cute.shared_memory import load_16, load_matrices
 from dsa.cute.sm90 import SHARED_BYTES, WARP, WARPGROUP, warp_and_lane
+from dsa.cute.wgmma import k_major_layout
 from dsa.cute.work_tile import WorkTilePipeline, static_persistent_scheduler, work_tile_storage
 from dsa.kernels.gemm.fp4_operand import (
     TABLE_BYTES,
@@ -59,8 +58,16 @@ from dsa.kernels.gemm.fp4_operand import (
     widen,
     write_tables,
 )
-from dsa.kernels.gemm.grouped_tiles import PREFIX_SUMS, GroupedTiles, WorkTileInfo, expected_tiles
+from dsa.kernels.gemm.grouped_tiles import (
+    PREFIX_SUMS,
+    GroupedTiles,
+    WorkTileInfo,
+    expected_tiles,
+    tiles_of_matrices,
+    tiles_storage,
+)
 from dsa.kernels.gemm.limits import GROUP, OUT_DTYPES
+from dsa.kernels.gemm.operand_loads import tiled_mma, tiles_of
 from dsa.kernels.gemm.turned_tile import store_turned
 from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
@@ -141,8 +148,8 @@ class StageScales(NamedTuple):
 
 
 class Fp8Fp4GemmFewRowsSm90:
-    def __init__(self, out_dtype: type[cutlass.Numeric], cfg: Fp8Fp4GemmFewRowsConfig):
-        self.out_dtype, self.cfg = out_dtype, cfg
+    def __init__(self, cfg: Fp8Fp4GemmFewRowsConfig):
+        self.cfg = cfg
         self.rows, self.columns, self.stages = cfg.rows, cfg.columns, cfg.stages
         self.consumer_warps, self.threads = 4 * cfg.groups, cfg.threads
         # Buffers of widened blocks: one per block of a stage if there are enough registers.
@@ -163,17 +170,15 @@ class Fp8Fp4GemmFewRowsSm90:
         ctas: Int32,
         stream,
     ):
-        tile = (self.columns, self.rows, BOX)
-        b_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, Uint8, BOXES * self.stages)
-        a_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, BLOCKS * self.stages)
+        b_layout = k_major_layout(Uint8, self.columns, BOX, BOXES * self.stages)
+        a_layout = k_major_layout(Float8E4M3FN, self.rows, BOX, BLOCKS * self.stages)
         b_atom, b_tma = tile_load(b, b_layout, (self.columns, BOX))
 
         @cute.struct
         class Storage:
             pipeline: pipeline_storage(self.stages)
             work_tiles: work_tile_storage(WorkTileInfo)
-            sums: cute.struct.MemRange[Int32, 32]
-            prefix: cute.struct.MemRange[Int32, PREFIX_SUMS]
+            tiles: tiles_storage(grouped=True)
             tables: cute.struct.Align[cute.struct.MemRange[Uint8, TABLE_BYTES], TABLE_BYTES]
             out: cute.struct.Align[cute.struct.MemRange[Uint8, self.consumer_warps * self.rows * 2 * OWN_ROWS], 16]
             row_scales: cute.struct.Align[cute.struct.MemRange[Uint8, self.stages * (self.rows + 1) * SCALE_BYTES], 16]
@@ -216,10 +221,8 @@ class Fp8Fp4GemmFewRowsSm90:
         work_tiles = WorkTilePipeline.of(storage.work_tiles, WorkTileInfo)
         sb = storage.b.get_tensor(b_layout.outer, swizzle=b_layout.inner)
         sa = storage.a.get_tensor(a_layout.outer, swizzle=a_layout.inner)
-        prefix = storage.prefix.get_tensor(cute.make_layout(PREFIX_SUMS))
         across = cute.ceil_div(out.shape[1], self.columns)
-        tiles = GroupedTiles(ends, out.shape[0], across, prefix, self.rows, self.columns)
-        sums = storage.sums.get_tensor(cute.make_layout(32))
+        tiles = tiles_of_matrices(storage.tiles, ends, out.shape[0], across, self.rows, self.columns)
         tables = Int32(storage.tables.data_ptr().toint())
         places = storage.b, storage.scales, storage.a, storage.row_scales
         ring = Ring(*(Int32(place.data_ptr().toint()) for place in places))
@@ -231,12 +234,12 @@ class Fp8Fp4GemmFewRowsSm90:
             pipeline.init(consumers=self.consumer_warps, producers=1 + (1 + GATHER_WARPS) * WARP)
             work_tiles.init(consumers=self.consumer_warps + GATHER_WARPS)
         cute.arch.mbarrier_init_fence()
-        if tid < 32:
-            sums[tid] = 0
+        if tid < WARP:
+            tiles.clear(tid)
             write_tables(tables, lane)
         cute.arch.sync_threads()
         wait_for_prerequisite_grids()
-        total = tiles.count(sums, self.threads, tid, lane, warp)
+        total = tiles.count(self.threads, tid, lane, warp)
 
         consumer_registers, producer_registers = REGISTERS[self.cfg.groups, self.cfg.resident]
         if warp >= self.consumer_warps:
@@ -279,10 +282,7 @@ class Fp8Fp4GemmFewRowsSm90:
             info = tiles.rows_first(index, e, lane)
             told = work_tiles.publish(told, info)
             e, column = info.matrix, info.column
-            gb = cute.local_tile(cute.domain_offset((e * columns + column, 0), mb), (self.columns, BOX), (0, None))
-            tbs, tbg = cute.nvgpu.cpasync.tma_partition(
-                b_atom, 0, cute.make_layout(1), cute.group_modes(sb, 0, 2), cute.group_modes(gb, 0, 2)
-            )
+            tbs, tbg = tiles_of(b_atom, sb, mb, (self.columns, BOX), e * columns + column)
             # Weight rows past the last column are not stored. Their scales may have any value; zeros are written.
             of_rows = b_scale_32[e, cutlass.min(column + lane, columns - 1), None].iterator.toint()
             of_block = b_scale[e, column // GROUP, None].iterator.toint()
@@ -368,10 +368,7 @@ class Fp8Fp4GemmFewRowsSm90:
         lane,
     ):
         """The mainloop of a consumer warp. All warps of a warpgroup take the same branches."""
-        major, registers = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.warpgroup.OperandSource.RMEM
-        mma = sm90.make_trivial_tiled_mma(
-            *(Float8E4M3FN, Float8E4M3FN, major, major, Float32, (1, 1, 1), (64, self.rows), registers)
-        )
+        mma = tiled_mma(1, 64, self.rows, a_in_registers=True)
         thr = mma.get_slice(tid % WARPGROUP)
         activations = mma.make_fragment_B(thr.partition_B(sa))
         widened = [cute.make_rmem_tensor(thr.partition_shape_A((64, GROUP)), Float8E4M3FN) for _ in range(self.buffers)]
@@ -514,20 +511,18 @@ def compile_fp8_fp4_gemm_few_rows(out_dtype: str, config: Fp8Fp4GemmFewRowsConfi
     """
     sources, rows, columns, channels, matrices = (cute.sym_int() for _ in range(5))
     blocks = cute.sym_int(divisibility=BLOCKS)
-    out_type = cute_dtype(out_dtype)
-    a = fake(Float8E4M3FN, (sources, channels), (*strides(1, 16), 1))
-    a_scale = fake(Float32, (sources, blocks), (*strides(1, 4), 1))
-    sources_of_rows = fake(Int32, (cute.sym_int(),), (1,), 4)
-    b = fake(Uint8, (cute.sym_int(), cute.sym_int()), (*strides(1, 16), 1))
-    b_scale_32 = fake(Uint8, (matrices, columns, cute.sym_int()), (*strides(2, SCALE_BYTES), 1))
-    b_scale = fake(Float32, (matrices, cute.sym_int(), blocks), (*strides(2, 4), 1))
-    ends = fake(Int32, (matrices,), (1,), 4)
-    weights = fake(Float32, (cute.sym_int(),), (1,), 4)
-    out = fake(out_type, (rows, columns), (*strides(1, 128 // out_type.width), 1))
-    kernel = Fp8Fp4GemmFewRowsSm90(out_type, config)
     return compile_sm90(
-        kernel,
-        *(a, a_scale, sources_of_rows, b, b_scale_32, b_scale, ends, weights, out, Int32(1), fake_stream()),
+        Fp8Fp4GemmFewRowsSm90(config),
+        fake_rows(Float8E4M3FN, sources, channels),
+        fake_rows(Float32, sources, blocks),
+        fake_contiguous(Int32, cute.sym_int()),
+        fake_rows(Uint8, cute.sym_int(), cute.sym_int()),
+        fake_rows(Uint8, matrices, columns, cute.sym_int()),
+        fake_rows(Float32, matrices, cute.sym_int(), blocks),
+        fake_contiguous(Int32, matrices),
+        fake_contiguous(Float32, cute.sym_int()),
+        fake_rows(cute_dtype(out_dtype), rows, columns),
+        *(Int32(1), fake_stream()),
     )
 
 

@@ -37,15 +37,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint8, const_expr
 from cutlass.memory import SmemAllocator
-from cutlass.tensor_utils import LayoutEnum
-from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.copies import tile_load
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
-from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
+from dsa.cute.fake_tensors import cute_dtype, fake, fake_contiguous, fake_rows, fake_stream, strides
 from dsa.cute.pipeline import Mbarriers, Pipeline, PipelineState, pipeline_storage, start
 from dsa.cute.shared_memory import load_16, store_16
 from dsa.cute.sm90 import WARP, warp_and_lane
+from dsa.cute.wgmma import k_major_layout
 from dsa.cute.work_tile import WorkTilePipeline, work_tile_storage
 from dsa.kernels.gemm.fp4_operand import TABLE_BYTES, load_table, table_places_of_blocks, widen, write_tables
 from dsa.kernels.gemm.fp8_fp4_gemm_config import CONFIGS, Fp8Fp4GemmConfig
@@ -57,9 +56,9 @@ from dsa.kernels.gemm.fp8_gemm_sm90 import (
     Fp8GemmSm90,
     load_floats,
 )
-from dsa.kernels.gemm.grouped_tiles import PREFIX_SUMS, GroupedTiles, WorkTileInfo
+from dsa.kernels.gemm.grouped_tiles import GroupedTiles, WorkTileInfo, tiles_of_matrices, tiles_storage
 from dsa.kernels.gemm.limits import GROUP, OUT_DTYPES
-from dsa.kernels.gemm.operand_loads import out_columns, part, rows_from, scales_from
+from dsa.kernels.gemm.operand_loads import scales_of, tiles_of
 from dsa.kernels.gemm.result_epilogue import LateResultEpilogue, ResultEpilogue
 from dsa.kernels.gemm.tile_indices import TileIndices
 from dsa.runtime.compile_cache import Variants, cached, compile_sm90
@@ -121,9 +120,8 @@ class Fp8Fp4GemmSm90(Fp8GemmSm90):
         stream,
     ):
         results = out, of_rows, None
-        tile = (self.rows, self.columns, GROUP)
-        a_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, self.stages)
-        b_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, self.stages)
+        a_layout = k_major_layout(Float8E4M3FN, self.rows, GROUP, self.stages)
+        b_layout = k_major_layout(Float8E4M3FN, self.columns, GROUP, self.stages)
         slots = self.config.scale_slots
         # The codes of a converter warp are at the beginning of the warp's part of a stage.
         boxes = CONVERTERS * self.stages
@@ -146,8 +144,7 @@ class Fp8Fp4GemmSm90(Fp8GemmSm90):
             pipeline: pipeline_storage(self.stages)
             widened: cute.struct.MemRange[Int64, self.stages]
             work_tiles: work_tile_storage(WorkTileInfo)
-            sums: cute.struct.MemRange[Int32, 32]
-            prefix: cute.struct.MemRange[Int32, PREFIX_SUMS]
+            tiles: tiles_storage(grouped=True)
             tables: cute.struct.Align[cute.struct.MemRange[Uint8, TABLE_BYTES], TABLE_BYTES]
             a_scale: cute.struct.Align[cute.struct.MemRange[Float32, cute.cosize(as_layout)], 128]
             b_scale_32: cute.struct.Align[cute.struct.MemRange[Uint8, cute.cosize(es_layout)], 128]
@@ -192,10 +189,8 @@ class Fp8Fp4GemmSm90(Fp8GemmSm90):
         sas, ses = storage.a_scale.get_tensor(as_layout), storage.b_scale_32.get_tensor(es_layout)
         sbs = storage.b_scale.get_tensor(bs_layout)
         tables = Int32(storage.tables.data_ptr().toint())
-        sums = storage.sums.get_tensor(cute.make_layout(32))
-        prefix = storage.prefix.get_tensor(cute.make_layout(PREFIX_SUMS))
-        across = cute.ceil_div(out_columns(results), self.epilogue.tile_columns)
-        tiles = GroupedTiles(ends, count, across, prefix, self.rows, self.epilogue.tile_columns)
+        across = cute.ceil_div(results[0].shape[1], self.epilogue.tile_columns)
+        tiles = tiles_of_matrices(storage.tiles, ends, count, across, self.rows, self.epilogue.tile_columns)
         indices = TileIndices.of(None)
         producer = self.consumer_warps + CONVERTERS
 
@@ -207,12 +202,12 @@ class Fp8Fp4GemmSm90(Fp8GemmSm90):
             widened.init(arrivals=CONVERTERS)
             work_tiles.init(consumers=self.consumer_warps + CONVERTERS)
         cute.arch.mbarrier_init_fence()
-        if tid < 32:
-            sums[tid] = 0
+        if tid < WARP:
+            tiles.clear(tid)
             write_tables(tables, lane)
         cute.arch.sync_threads()
         wait_for_prerequisite_grids()
-        total = tiles.count(sums, self.config.threads, tid, lane, warp)
+        total = tiles.count(self.config.threads, tid, lane, warp)
 
         if warp >= producer:
             cute.arch.setmaxregister_decrease(self.registers[2])
@@ -248,11 +243,11 @@ class Fp8Fp4GemmSm90(Fp8GemmSm90):
             tile_state = work_tiles.publish(tile_state, info)
             column = e * b_rows + info.column
             begins = [column + OWN_ROWS * i for i in range(CONVERTERS)]
-            of_b = [part(b_atom, codes, tile_of(mb, row, (OWN_ROWS, CODE_BYTES))) for row in begins]
-            tess, tesg = part(es_atom, ses, tile_of(mes, column, (GROUP, SCALE_BYTES)))
-            tbss, tbsg = part(bs_atom, sbs, scales_from(mbs, info.column // GROUP, e))
-            tas, tag = part(a_atom, sa, rows_from(ma, info.row, self.rows))
-            tass, tasg = part(as_atom, sas, tile_of(mas, info.row, (self.rows, SCALES)))
+            of_b = [tiles_of(b_atom, codes, mb, (OWN_ROWS, CODE_BYTES), row) for row in begins]
+            tess, tesg = tiles_of(es_atom, ses, mes, (GROUP, SCALE_BYTES), column)
+            tbss, tbsg = scales_of(bs_atom, sbs, mbs, info.column // GROUP, e)
+            tas, tag = tiles_of(a_atom, sa, ma, (self.rows, GROUP), info.row)
+            tass, tasg = tiles_of(as_atom, sas, mas, (self.rows, SCALES), info.row)
             following = info
             for group in cutlass.range(blocks // SCALES, unroll=1):
                 for i in cutlass.range_constexpr(SCALES):
@@ -332,22 +327,18 @@ class Fp8Fp4GemmSm90(Fp8GemmSm90):
         return [table_places_of_blocks(load_16(scales + r * SCALE_BYTES), unit, of_blocks) for r in rows]
 
 
-@cute.jit
-def tile_of(x, row, shape: cutlass.Constexpr):
-    """The tiles of x's rows from `row` on, one after another along the channels."""
-    return cute.local_tile(cute.domain_offset((row, 0), x), shape, (0, None))
-
-
 def _operands():
     """Fake operands with dynamic sizes: a, a_scale, b, b_scale_32, b_scale, ends."""
     rows, columns, matrices, blocks = cute.sym_int(), cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=SCALES)
-    a = fake(Float8E4M3FN, (rows, cute.sym_int()), (*strides(1, 16), 1))
-    a_scale = fake(Float32, (rows, blocks), (*strides(1, SCALES), 1))
-    b = fake(Uint8, (columns, cute.sym_int()), (*strides(1, 16), 1))
-    b_scale_32 = fake(Uint8, (columns, cute.sym_int()), (*strides(1, 16), 1))
     row, matrix = strides(2, SCALES)
-    b_scale = fake(Float32, (cute.sym_int(), blocks, matrices), (row, 1, matrix))
-    return a, a_scale, b, b_scale_32, b_scale, fake(Int32, (matrices,), (1,), 4)
+    return (
+        fake_rows(Float8E4M3FN, rows, cute.sym_int()),
+        fake_rows(Float32, rows, blocks),
+        fake_rows(Uint8, columns, cute.sym_int()),
+        fake_rows(Uint8, columns, cute.sym_int()),
+        fake(Float32, (cute.sym_int(), blocks, matrices), (row, 1, matrix)),
+        fake_contiguous(Int32, matrices),
+    )
 
 
 @cached
@@ -361,8 +352,8 @@ def compile_fp8_fp4_gemm(out_dtype: str, config: Fp8Fp4GemmConfig, weighted: boo
     """
     out_type = cute_dtype(out_dtype)
     rows = cute.sym_int()
-    out = fake(out_type, (rows, cute.sym_int()), (*strides(1, 128 // out_type.width), 1))
-    weights = fake(Float32, (rows,), (1,), 4) if weighted else None
+    out = fake_rows(out_type, rows, cute.sym_int())
+    weights = fake_contiguous(Float32, rows) if weighted else None
     kernel = Fp8Fp4GemmSm90(config, LateResultEpilogue(out_type, config, weighted))
     return compile_sm90(kernel, *_operands(), out, weights, Int32(1), fake_stream())
 

@@ -41,16 +41,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
-from cutlass.tensor_utils import LayoutEnum
-from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.copies import arrive_when_gathered, gather_16, tile_load
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
-from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
+from dsa.cute.fake_tensors import cute_dtype, fake, fake_contiguous, fake_rows, fake_stream, strides
 from dsa.cute.pipeline import Pipeline, pipeline_storage, start
-from dsa.cute.sm90 import REGISTERS, WARPGROUP, warp_and_lane
+from dsa.cute.sm90 import REGISTERS, WARP, WARPGROUP, warp_and_lane
 from dsa.cute.tile_counter import fake_tile_counter
-from dsa.cute.wgmma import multiply
+from dsa.cute.wgmma import k_major_layout, multiply
 from dsa.cute.work_tile import WorkTilePipeline, work_tile_storage
 from dsa.kernels.gemm.fp8_gemm_config import (
     CONFIGS,
@@ -68,9 +66,9 @@ from dsa.kernels.gemm.fp8_gemm_config import (
 from dsa.kernels.gemm.fp8_gemm_config import GATHERED_ROWS as GATHERED_ROWS
 from dsa.kernels.gemm.fp8_gemm_config import choose_config as choose_config
 from dsa.kernels.gemm.fp8_gemm_config import choose_drawn_config as choose_drawn_config
-from dsa.kernels.gemm.grouped_tiles import PREFIX_SUMS, GroupedTiles, OneMatrixTiles, WorkTileInfo
+from dsa.kernels.gemm.grouped_tiles import WorkTileInfo, tiles_of_matrices, tiles_storage
 from dsa.kernels.gemm.limits import GROUP, OUT_DTYPES
-from dsa.kernels.gemm.operand_loads import out_columns, part, rows_from, scales_from
+from dsa.kernels.gemm.operand_loads import scales_of, tiled_mma, tiles_of
 from dsa.kernels.gemm.result_epilogue import LateResultEpilogue, ResultEpilogue
 from dsa.kernels.gemm.swiglu_epilogue import SwigluEpilogue
 from dsa.kernels.gemm.tile_indices import TileIndices
@@ -123,19 +121,17 @@ class Fp8GemmSm90:
         stream,
     ):
         results = out, of_rows, limit
-        tile = (self.rows, self.columns, GROUP)
-        a_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, self.stages)
-        b_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, Float8E4M3FN, self.stages)
+        a_layout = k_major_layout(Float8E4M3FN, self.rows, GROUP, self.stages)
+        b_layout = k_major_layout(Float8E4M3FN, self.columns, GROUP, self.stages)
         slots = self.config.scale_slots
         as_layout = cute.make_layout((self.rows, SCALES, slots), stride=(SCALES, 1, self.rows * SCALES))
         # Slots are aligned to 128 bytes, as TMA requires.
         bs_layout = cute.make_layout((1, SCALES, SCALE_BLOCKS * slots), stride=(SCALES, 1, 32))
         # A stage has the rows of b of each part, one part after the other.
-        b_box = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (self.rows, self.width, GROUP), Float8E4M3FN, 1)
+        b_box = k_major_layout(Float8E4M3FN, self.width, GROUP, 1)
         loads = [tile_load(b, b_box, (self.width, GROUP)), tile_load(b_scale, bs_layout, (1, SCALES))]
         if const_expr(not self.gathered):
-            box = (self.box_rows, self.columns, GROUP)
-            a_box = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, box, Float8E4M3FN, 1)
+            a_box = k_major_layout(Float8E4M3FN, self.box_rows, GROUP, 1)
             loads += [tile_load(a, a_box, (self.box_rows, GROUP)), tile_load(a_scale, as_layout, (self.rows, SCALES))]
         stores = self.epilogue.tma_stores(results)
         count = out.shape[0]
@@ -144,8 +140,7 @@ class Fp8GemmSm90:
         class Storage:
             pipeline: pipeline_storage(self.stages)
             work_tiles: work_tile_storage(WorkTileInfo)
-            sums: cute.struct.MemRange[Int32, 1 if ends is None else 32]
-            prefix: cute.struct.MemRange[Int32, 1 if ends is None else PREFIX_SUMS]
+            tiles: tiles_storage(ends is not None)
             a_scale: cute.struct.Align[cute.struct.MemRange[Float32, cute.cosize(as_layout)], 128]
             b_scale: cute.struct.Align[cute.struct.MemRange[Float32, SCALE_BLOCKS * slots * 32], 128]
             staged: cute.struct.Align[
@@ -184,15 +179,9 @@ class Fp8GemmSm90:
         sa = storage.a.get_tensor(a_layout.outer, swizzle=a_layout.inner)
         sb = storage.b.get_tensor(b_layout.outer, swizzle=b_layout.inner)
         sas, sbs = storage.a_scale.get_tensor(as_layout), storage.b_scale.get_tensor(bs_layout)
-        across = cute.ceil_div(out_columns(results), self.epilogue.tile_columns)
+        across = cute.ceil_div(results[0].shape[1], self.epilogue.tile_columns)
         indices = TileIndices.of(counter)
-        grouped = const_expr(ends is not None)
-        if const_expr(grouped):
-            sums = storage.sums.get_tensor(cute.make_layout(32))
-            prefix = storage.prefix.get_tensor(cute.make_layout(PREFIX_SUMS))
-            tiles = GroupedTiles(ends, count, across, prefix, self.rows, self.epilogue.tile_columns)
-        else:
-            tiles = OneMatrixTiles(count, across, self.rows, self.epilogue.tile_columns)
+        tiles = tiles_of_matrices(storage.tiles, ends, count, across, self.rows, self.epilogue.tile_columns)
 
         if warp == self.consumer_warps:
             for atom, _ in loads:
@@ -202,12 +191,11 @@ class Fp8GemmSm90:
             pipeline.init(consumers=self.consumer_warps, producers=producers)
             work_tiles.init(consumers=self.consumer_warps + (3 if const_expr(self.gathered) else 0))
         cute.arch.mbarrier_init_fence()
-        if const_expr(grouped):
-            if tid < 32:
-                sums[tid] = 0
+        if tid < WARP:
+            tiles.clear(tid)
         cute.arch.sync_threads()
         wait_for_prerequisite_grids()
-        total = tiles.count(sums, self.config.threads, tid, lane, warp) if const_expr(grouped) else tiles.count()
+        total = tiles.count(self.config.threads, tid, lane, warp)
 
         blocks, memory = a_scale.shape[1], (sa, sas, sb, sbs)
         if warp >= self.consumer_warps:
@@ -240,28 +228,24 @@ class Fp8GemmSm90:
             tile_state = work_tiles.publish(tile_state, info)
             columns = self.epilogue.columns_of_parts(info.column, b_rows)
             of_b = [
-                part(b_atom, target, rows_from(mb, e * b_rows + c, self.width)) for target, c in zip(targets, columns)
+                tiles_of(b_atom, target, mb, (self.width, GROUP), e * b_rows + c) for target, c in zip(targets, columns)
             ]
             scale_rows = self.epilogue.scale_blocks(info.column, b_rows)
-            of_bs = [part(bs_atom, sbs, scales_from(mbs, c, e)) for c in scale_rows]
+            of_bs = [scales_of(bs_atom, sbs, mbs, c, e) for c in scale_rows]
             if const_expr(self.gathered):
                 sources = self.sources(gather, info)
             else:
                 (a_atom, ma), (as_atom, mas) = loads[2:]
                 boxes = [cute.local_tile(sa, (self.box_rows, GROUP, self.stages), (j, 0, 0)) for j in range(self.boxes)]
                 of_a = [
-                    part(a_atom, box, rows_from(ma, info.row + j * self.box_rows, self.box_rows))
+                    tiles_of(a_atom, box, ma, (self.box_rows, GROUP), info.row + j * self.box_rows)
                     for j, box in enumerate(boxes)
                 ]
                 # The number of boxes that have rows.
                 used = Int32(1)
                 if const_expr(self.turned):
                     used = cutlass.min(cute.ceil_div(info.end - info.row, self.box_rows), self.boxes)
-                tass, tasg = part(
-                    as_atom,
-                    sas,
-                    cute.local_tile(cute.domain_offset((info.row, 0), mas), (self.rows, SCALES), (0, None)),
-                )
+                tass, tasg = tiles_of(as_atom, sas, mas, (self.rows, SCALES), info.row)
             following = info  # a gathering warp lacks the registers to find the next tile before its last loads
             for group in cutlass.range(blocks // SCALES, unroll=1):
                 for i in cutlass.range_constexpr(SCALES):
@@ -364,7 +348,7 @@ class Fp8GemmSm90:
     def consume(self, results, stores, blocks, memory, staged, pipeline: Pipeline, work_tiles, warp, lane):
         """A consumer warpgroup."""
         sa, sas, sb, sbs = memory
-        mma = self.tiled_mma()
+        mma = tiled_mma(self.groups, 64, self.width)
         # Warp-uniform for the compiler, so that the wgmma descriptors are in uniform registers.
         group = cute.arch.make_warp_uniform(warp // 4)
         thr_mma = mma.get_slice(group * WARPGROUP)
@@ -449,19 +433,12 @@ class Fp8GemmSm90:
                 self.epilogue.store_turned(sums, results, info, staged, warp, lane)
         return state, slot
 
-    def tiled_mma(self):
-        """A new TiledMma for each branch of the kernel, since `multiply` changes it."""
-        major = cute.nvgpu.OperandMajorMode.K
-        return sm90.make_trivial_tiled_mma(
-            *(Float8E4M3FN, Float8E4M3FN, major, major, Float32, (self.groups, 1, 1), (64, self.width))
-        )
-
     @cute.jit
     def four_blocks(self, products: cutlass.Constexpr, operands, sums, scales, behind, pipeline: Pipeline, state, slot):
         """Add SCALES blocks of channels to the sums of the first `products` products. -> the pipeline state and scale
         slot after them."""
         acc, ra, rb = operands
-        mma = self.tiled_mma()
+        mma = tiled_mma(self.groups, 64, self.width)  # one per branch of the kernel, since `multiply` changes it
         together = self.config.together
         # For each product: its wave of rows of a, and its part of b.
         pairs = [(i // self.parts, i % self.parts) for i in range(products)]
@@ -520,19 +497,20 @@ def add_scaled(sums, first: cutlass.Constexpr, products, of_row: Float32, of_row
 def _operands(gathered: bool, matrices: Any):
     """a, a_scale, rows, b and b_scale with dynamic sizes."""
     channels, blocks, rows = cute.sym_int(), cute.sym_int(divisibility=SCALES), cute.sym_int()
-    a = fake(Float8E4M3FN, (rows, channels), (*strides(1, 16), 1))
-    a_scale = fake(Float32, (rows, blocks), (*strides(1, SCALES), 1))
-    source = fake(Int32, (cute.sym_int(),), (1,), 4) if gathered else None
-    b = fake(Float8E4M3FN, (cute.sym_int(), channels), (*strides(1, 16), 1))
     row, matrix = strides(2, SCALES)
-    b_scale = fake(Float32, (cute.sym_int(), blocks, matrices), (row, 1, matrix))
-    return a, a_scale, source, b, b_scale
+    return (
+        fake_rows(Float8E4M3FN, rows, channels),
+        fake_rows(Float32, rows, blocks),
+        fake_contiguous(Int32, cute.sym_int()) if gathered else None,
+        fake_rows(Float8E4M3FN, cute.sym_int(), channels),
+        fake(Float32, (cute.sym_int(), blocks, matrices), (row, 1, matrix)),
+    )
 
 
 def _grouped_operands(gathered: bool):
     """The tensors of `_operands` for several matrices, and ends."""
     matrices = cute.sym_int()
-    return *_operands(gathered, matrices), fake(Int32, (matrices,), (1,), 4)
+    return *_operands(gathered, matrices), fake_contiguous(Int32, matrices)
 
 
 @cached
@@ -540,7 +518,7 @@ def compile_fp8_gemm(out_dtype: str, config: Fp8GemmConfig):
     """-> f(a [M, K] e4m3, a_scale [M, G], b [N, K] e4m3, b_scale [ceil(N / 128), G, 1], out [M, N], ctas), with the
     rules of `compile_grouped_fp8_gemm` for one matrix that has all rows."""
     out_type = cute_dtype(out_dtype)
-    out = fake(out_type, (cute.sym_int(), cute.sym_int()), (*strides(1, 128 // out_type.width), 1))
+    out = fake_rows(out_type, cute.sym_int(), cute.sym_int())
     a, a_scale, _, b, b_scale = _operands(gathered=False, matrices=1)
     kernel = Fp8GemmOneMatrixSm90(config, False, ResultEpilogue(out_type, config, weighted=False))
     return compile_sm90(kernel, a, a_scale, b, b_scale, out, Int32(1), fake_stream())
@@ -560,8 +538,8 @@ def compile_grouped_fp8_gemm(
     """
     out_type = cute_dtype(out_dtype)
     out_rows = cute.sym_int()
-    out = fake(out_type, (out_rows, cute.sym_int()), (*strides(1, 128 // out_type.width), 1))
-    weights = fake(Float32, (out_rows,), (1,), 4) if weighted else None
+    out = fake_rows(out_type, out_rows, cute.sym_int())
+    weights = fake_contiguous(Float32, out_rows) if weighted else None
     turned = dynamic and config in TURNED_CONFIGS
     epilogue = LateResultEpilogue if turned else ResultEpilogue
     kernel = Fp8GemmSm90(config, gathered, epilogue(out_type, config, weighted), turned)
@@ -578,7 +556,7 @@ def compile_fp8_gemm_swiglu(
     multiple of 128."""
     rows = cute.sym_int()
     q = fake(Float8E4M3FN, (rows, cute.sym_int(divisibility=GROUP)), (*strides(1, GROUP), 1))
-    scale = fake(Float32, (rows, cute.sym_int()), (*strides(1), 1), 4)
+    scale = fake_rows(Float32, rows, cute.sym_int(), align=4)
     kernel = Fp8GemmSm90(config, gathered, SwigluEpilogue(cute_dtype(dtype), use_ue8m0), turned=dynamic)
     limit = Float32(1.0) if limited else None
     counter = fake_tile_counter() if dynamic else None

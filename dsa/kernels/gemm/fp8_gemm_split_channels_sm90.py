@@ -34,7 +34,7 @@ from dsa.cute.pipeline import Mbarriers, Pipeline, expect_bytes, pipeline_storag
 from dsa.cute.sm90 import WARP, warp_and_lane
 from dsa.cute.wgmma import multiply
 from dsa.kernels.gemm.cluster import remote_address, store_remote_8
-from dsa.kernels.gemm.few_rows_tile import THREADS, fragments, load_blocks, operand_layouts, prefetch_blocks, tiles_of
+from dsa.kernels.gemm.few_rows_tile import THREADS, fragments, load_blocks, operand_layouts, prefetch_blocks
 from dsa.kernels.gemm.fp8_gemm_few_rows_config import (
     COLUMNS,
     CONSUMER_WARPS,
@@ -44,6 +44,7 @@ from dsa.kernels.gemm.fp8_gemm_few_rows_config import (
     FewRowsConfig,
 )
 from dsa.kernels.gemm.limits import GROUP
+from dsa.kernels.gemm.operand_loads import tiles_of
 
 SCALE_STRIDE = MAX_SPLIT_BLOCKS + 4  # distance of the scales of two rows: it puts 8 rows into different banks
 

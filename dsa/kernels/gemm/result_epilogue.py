@@ -10,15 +10,16 @@ stored from registers as pairs of columns, 32 consecutive bytes per row.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Uint32, const_expr
+from cutlass import const_expr
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
-from dsa.cute.shared_memory import load_16, pack, store_matrices
+from dsa.cute.copies import partition
+from dsa.cute.shared_memory import pack, store_matrices
 from dsa.cute.sm90 import opaque
 from dsa.kernels.gemm.fp8_gemm_config import CHUNK, CHUNK_BYTES, WARP_ROWS, Fp8GemmConfig
 from dsa.kernels.gemm.limits import GROUP
-from dsa.kernels.gemm.turned_tile import store_turned
+from dsa.kernels.gemm.turned_tile import store_16_bytes, store_turned
 
 
 class ResultEpilogue:
@@ -151,16 +152,13 @@ class ResultEpilogue:
                 target = cute.local_tile(
                     cute.domain_offset((row, column + chunk * CHUNK), out), (WARP_ROWS, CHUNK), (0, 0)
                 )
-                shared, place = cute.nvgpu.cpasync.tma_partition(
-                    atom, 0, cute.make_layout(1), cute.group_modes(source, 0, 2), cute.group_modes(target, 0, 2)
-                )
+                shared, place = partition(atom, source, target)
                 cute.copy(atom, shared[None, 0], place)
         cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
     def store_rows(self, out, row, end, column, staged, chunk: cutlass.Constexpr, place: cutlass.Constexpr, lane):
         """Store the rows of a chunk that are before `end`, 16 bytes per lane."""
-        eight = cute.make_rmem_tensor((4,), Uint32)
         for i in cutlass.range_constexpr(0, WARP_ROWS * 8, 32):
             r, vector = (i + lane) // 8, (i + lane) % 8
             at = column + chunk * CHUNK + 8 * vector
@@ -168,11 +166,8 @@ class ResultEpilogue:
             if const_expr(CHUNK * (chunk + 1) > self.tile_columns):
                 inside = inside and CHUNK * chunk + 8 * vector < self.tile_columns
             if row + r < end and inside:
-                loaded = load_16(staged + place * CHUNK_BYTES + r * 128 + (vector ^ (r % 8)) * 16)
-                for k in cutlass.range_constexpr(4):
-                    eight[k] = loaded[k]
-                target = cute.local_tile(out[row + r, None], (8,), (at // 8,))
-                cute.autovec_copy(cute.recast_tensor(eight, self.out_dtype), target)
+                address = staged + place * CHUNK_BYTES + r * 128 + (vector ^ (r % 8)) * 16
+                store_16_bytes(address, out[row + r, None], at // 8)
 
     @cute.jit
     def store_pairs(self, sums, out, row, end, column):

@@ -19,8 +19,9 @@ import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32
 
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
-from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
+from dsa.cute.fake_tensors import cute_dtype, fake, fake_rows, fake_stream, strides
 from dsa.cute.quantize import GROUP, quantize, round_to
+from dsa.cute.registers import converted, loaded
 from dsa.cute.rounded import rotate_pair
 from dsa.cute.sm90 import thread_and_cta
 from dsa.kernels.gemm.limits import CAST_DTYPES
@@ -68,21 +69,18 @@ class RotaryCastToFp8Sm90:
         turned = at - (x.shape[2] - 2 * cos.shape[1]) // CHANNELS
         wait_for_prerequisite_grids()
 
-        raw = cute.make_rmem_tensor((CHANNELS,), x.element_type)
+        raw = loaded(cute.local_tile(x[t, h, None], (CHANNELS,), (at,)))
         c, s = [cute.make_rmem_tensor((CHANNELS // 2,), Float32) for _ in range(2)]
-        cute.autovec_copy(cute.local_tile(x[t, h, None], (CHANNELS,), (at,)), raw)
         if turned >= 0:
             for source, angles in ((cos, c), (sin, s)):
                 cute.autovec_copy(cute.local_tile(source[t, None], (CHANNELS // 2,), (turned,)), angles)
-        v = cute.make_rmem_tensor((CHANNELS,), Float32)
-        v.store(raw.load().to(Float32))
+        v = converted(raw, Float32)
         if turned >= 0:
             for i in cutlass.range_constexpr(CHANNELS // 2):
                 v[2 * i], v[2 * i + 1] = rotate_pair(v[2 * i], v[2 * i + 1], c[i], s[i])
             round_to(v, x.element_type)
         own_scale = quantize(v, CHANNELS, self.use_ue8m0)
-        out = cute.make_rmem_tensor((CHANNELS,), Float8E4M3FN)
-        out.store(v.load().to(Float8E4M3FN))
+        out = converted(v, Float8E4M3FN)
         if index < total:
             cute.autovec_copy(out, cute.local_tile(q[group, t, of_group, None], (CHANNELS,), (at,)))
             if lane == 0:
@@ -100,12 +98,12 @@ def compile_rotary_cast_to_fp8(dtype: str, use_ue8m0: bool):
     tokens, heads, dim = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=GROUP)
     half = cute.sym_int(divisibility=ROTARY_MULTIPLE // 2)
     groups, group_heads = cute.sym_int(), cute.sym_int()
-    cos, sin = (fake(Float32, (tokens, half), (*strides(1, 4), 1)) for _ in range(2))
+    cos, sin = (fake_rows(Float32, tokens, half) for _ in range(2))
     return compile_sm90(
         RotaryCastToFp8Sm90(use_ue8m0),
-        *(fake(element, (tokens, heads, dim), (*strides(2, 128 // element.width), 1)), cos, sin),
+        *(fake_rows(element, tokens, heads, dim), cos, sin),
         fake(Float8E4M3FN, (groups, tokens, group_heads, dim), (*strides(3, GROUP), 1)),
-        fake(Float32, (groups, tokens, group_heads, cute.sym_int()), (*strides(3), 1), 4),
+        fake_rows(Float32, groups, tokens, group_heads, cute.sym_int(), align=4),
         fake_stream(),
     )
 

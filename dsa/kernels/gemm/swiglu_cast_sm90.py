@@ -28,8 +28,9 @@ import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, const_expr
 
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
-from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
+from dsa.cute.fake_tensors import cute_dtype, fake, fake_contiguous, fake_rows, fake_stream, strides
 from dsa.cute.quantize import GROUP, quantize, round_to
+from dsa.cute.registers import converted
 from dsa.cute.sm90 import thread_and_cta
 from dsa.kernels.gemm.limits import CAST_DTYPES, SWIGLU_MULTIPLE
 from dsa.kernels.gemm.swiglu import swiglu
@@ -44,8 +45,7 @@ RESIDENT = 10  # CTAs per SM, with 48 registers per thread
 
 class SwigluCastSm90:
     def __init__(self, use_ue8m0: bool, ragged: bool):
-        self.use_ue8m0 = use_ue8m0
-        self.ragged = ragged
+        self.use_ue8m0, self.ragged = use_ue8m0, ragged
         self.width = SWIGLU_MULTIPLE if ragged else CHANNELS
 
     @cute.jit
@@ -87,18 +87,15 @@ class SwigluCastSm90:
         row, col = divmod(cutlass.min(group, total - 1), row_groups)
         channel = col * GROUP + lane * CHANNELS
 
-        gates = cute.make_rmem_tensor((CHANNELS,), gate.element_type)
-        ups = cute.make_rmem_tensor((CHANNELS,), gate.element_type)
+        gates, ups = [cute.make_rmem_tensor((CHANNELS,), gate.element_type) for _ in range(2)]
         self.read(gates, gate[row, None], channel)
         self.read(ups, up[row, None], channel)
         h = cute.make_rmem_tensor((CHANNELS,), Float32)
         for i in cutlass.range_constexpr(CHANNELS):
-            g, u = gates[i].to(Float32), ups[i].to(Float32)
-            h[i] = swiglu(g, u, limit)
+            h[i] = swiglu(gates[i].to(Float32), ups[i].to(Float32), limit)
         round_to(h, gate.element_type)
         s = quantize(h, CHANNELS, self.use_ue8m0)
-        out = cute.make_rmem_tensor((CHANNELS,), Float8E4M3FN)
-        out.store(h.load().to(Float8E4M3FN))
+        out = converted(h, Float8E4M3FN)
         if group < total:
             self.write(out, q[row, None], channel)
             if lane == 0:
@@ -176,9 +173,9 @@ def _operands(dtype: str, limited: bool, multiple: int):
     """gate, up, q, scale and limit, as the compile functions document them."""
     element = cute_dtype(dtype)
     rows, cols, groups = cute.sym_int(), cute.sym_int(divisibility=multiple), cute.sym_int()
-    gate, up = (fake(element, (rows, cols), (*strides(1, 128 // element.width), 1)) for _ in range(2))
+    gate, up = (fake_rows(element, rows, cols) for _ in range(2))
     q = fake(Float8E4M3FN, (rows, cols), (*strides(1, multiple), 1))
-    scale = fake(Float32, (rows, groups), (*strides(1), 1), 4)
+    scale = fake_rows(Float32, rows, groups, align=4)
     return gate, up, q, scale, Float32(1.0) if limited else None
 
 
@@ -195,7 +192,7 @@ def compile_swiglu_cast(dtype: str, use_ue8m0: bool, limited: bool, ragged: bool
 def compile_swiglu_cast_of_matrices(dtype: str, use_ue8m0: bool, limited: bool):
     """-> f(gate, up, q, scale, limit, ends [E] int32 ascending, ctas): `compile_swiglu_cast` of the rows before ends[E
     - 1], or of all rows if ends[E - 1] is out of range. I is a multiple of 128, E > 0; ctas: RESIDENT per SM."""
-    ends = fake(Int32, (cute.sym_int(),), (1,), 4)
+    ends = fake_contiguous(Int32, cute.sym_int())
     kernel = SwigluCastOfMatricesSm90(use_ue8m0, ragged=False)
     return compile_sm90(kernel, *_operands(dtype, limited, GROUP), ends, Int32(1), fake_stream())
 

@@ -15,9 +15,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
 from dsa.cute.quantize import AMAX_MIN, GROUP, quantize, round_to, scale_and_reciprocal, store_pair
-from dsa.cute.shared_memory import load_4, load_16, store_4
+from dsa.cute.shared_memory import load_4, store_4
 from dsa.kernels.gemm.fp8_gemm_config import CHUNK_BYTES, TURNED_ROWS, WARP_ROWS
 from dsa.kernels.gemm.swiglu import swiglu
+from dsa.kernels.gemm.turned_tile import store_16_bytes
 
 OWN = GROUP // 4  # channels of a row per lane
 WARPS = 8  # whose shared memory a work tile with swapped operands uses
@@ -79,15 +80,11 @@ class SwigluEpilogue:
     def store_rows(self, q, first, count: cutlass.Constexpr, row, end, column, staged, lane):
         """Store `count` rows, a multiple of 4, of those that lie at `staged`, from number `first` on, if they are
         before `end`. The first row at `staged` is row `row` of q. 16 bytes per lane."""
-        bytes_of = cute.make_rmem_tensor((4,), Uint32)
         for i in cutlass.range_constexpr(0, count * 8, 32):
             r, vector = first + (i + lane) // 8, lane % 8
             if row + r < end:
-                loaded = load_16(staged + r * GROUP + (vector ^ (r % 8)) * 16)
-                for k in cutlass.range_constexpr(4):
-                    bytes_of[k] = loaded[k]
-                target = cute.local_tile(q[row + r, None], (16,), (column // 16 + vector,))
-                cute.autovec_copy(cute.recast_tensor(bytes_of, q.element_type), target)
+                address = staged + r * GROUP + (vector ^ (r % 8)) * 16
+                store_16_bytes(address, q[row + r, None], column // 16 + vector)
 
     @cute.jit
     def store_turned(self, sums, results, info, staged, warp, lane):

@@ -12,15 +12,15 @@ in the column 8 further on.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float8E4M3FN, Float32, Int32, Uint32, const_expr
-from cutlass.utils import hopper_helpers as sm90
+from cutlass import Float32, Int32, const_expr
 
 from dsa.cute.pipeline import Pipeline
-from dsa.cute.shared_memory import load_16, pack, store_transposed
+from dsa.cute.shared_memory import load_16, load_registers, pack, store_transposed
 from dsa.cute.sm90 import WARPGROUP
 from dsa.cute.wgmma import multiply
 from dsa.kernels.gemm.fp8_gemm_config import SCALES
 from dsa.kernels.gemm.limits import GROUP
+from dsa.kernels.gemm.operand_loads import tiled_mma
 
 GROUPS = 2  # warpgroups; each has 64 columns of each part of a work tile
 SCALE_BYTES = 4 * SCALES
@@ -39,10 +39,7 @@ def turned_blocks(
     """
     sa, sb, group = operands
     stages = sb.shape[2]
-    major = cute.nvgpu.OperandMajorMode.K
-    mma = sm90.make_trivial_tiled_mma(
-        *(Float8E4M3FN, Float8E4M3FN, major, major, Float32, (GROUPS, 1, 1), (GROUP // GROUPS, count))
-    )
+    mma = tiled_mma(GROUPS, GROUP // GROUPS, count)
     thr_mma = mma.get_slice(group * WARPGROUP)
     parts = [cute.local_tile(sb, (GROUP, GROUP, stages), (i, 0, 0)) for i in range(len(sums))]
     rb = [mma.make_fragment_A(thr_mma.partition_A(part)) for part in parts]
@@ -79,6 +76,13 @@ def turned_blocks(
 
 
 @cute.jit
+def store_16_bytes(address: Int32, row: cute.Tensor, vector):
+    """Copy 16 bytes from shared memory to vector `vector` of a row in global memory."""
+    values = cute.recast_tensor(load_registers(address), row.element_type)
+    cute.autovec_copy(values, cute.local_tile(row, (cute.size(values),), (vector,)))
+
+
+@cute.jit
 def load_floats(address):
     return [word.bitcast(Float32) for word in load_16(Int32(address))]
 
@@ -106,14 +110,9 @@ def _store_16_bits(sums, out, row, end, column, staged, lane):
         matrix = first + lane // 8 % matrices
         store_transposed(staged + (matrix // 2 * 8 + lane % 8) * 32 + matrix % 2 * 16, words)
     cute.arch.sync_warp()
-    eight = cute.make_rmem_tensor((4,), Uint32)
     for first in cutlass.range_constexpr(0, 2 * count, 32):
         r, chunk = (first + lane) // 2, lane % 2
         at = column + 8 * chunk
         if r < cutlass.min(count, end - row) and at < out.shape[1]:
-            loaded = load_16(staged + r * 32 + chunk * 16)
-            for k in cutlass.range_constexpr(4):
-                eight[k] = loaded[k]
-            target = cute.local_tile(out[row + r, None], (8,), (at // 8,))
-            cute.autovec_copy(cute.recast_tensor(eight, out.element_type), target)
+            store_16_bytes(staged + r * 32 + chunk * 16, out[row + r, None], at // 8)
     cute.arch.sync_warp()
