@@ -140,7 +140,6 @@ SHORT = {
     "dsa/cute/sm90.py": "the hardware's numbers, which are read everywhere",
     "dsa/cute/tile_counter.py": "read by all dynamic persistent schedulers",
     "dsa/cute/wgmma.py": "an act of its own",
-    "dsa/kernels/gemm/swiglu.py": "the formula of a cast and of a product's epilogue, whose bits are the same",
     "dsa/runtime/variants.py": "imports no compiler, and is imported by what does and by what does not",
     "dsa/ops/_aligned.py": "read by the bridges of every family, and by no reference",
     "dsa/ops/_tma_rows.py": "read by the bridges whose kernels load by TMA",

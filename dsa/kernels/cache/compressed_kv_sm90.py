@@ -31,7 +31,6 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint8, Uint32, const_expr
-from cutlass.memory import SmemAllocator
 
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_contiguous, fake_rows, fake_stream, strides
@@ -147,7 +146,7 @@ class WriteCompressedKvSm90:
             squares: cute.struct.MemRange[Float32, 2 * SQUARES]
             parts: cute.struct.Align[cute.struct.MemRange[Float32, self.groups * 3 * self.width], 16]
 
-        storage = SmemAllocator().allocate(Storage)
+        storage = cutlass.memory.SmemAllocator().allocate(Storage)
         found = storage.work_tile.get_tensor(cute.make_layout((len(WorkTileInfo._fields), 1)))
         totals = storage.total.get_tensor(cute.make_layout(1))
         squares = storage.squares.get_tensor(cute.make_layout((SQUARES, 2)))

@@ -22,7 +22,6 @@ reciprocals.
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint32, const_expr
-from cutlass.memory import SmemAllocator
 
 from dsa.cute.copies import prefetch_to_l2
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
@@ -123,7 +122,7 @@ class HyperCollapseNormCastSm90:
             logits: cute.struct.Align[cute.struct.MemRange[Float32, MAX_TOKENS * 2 * HYPER_STREAMS], 16]
             sums: cute.struct.Align[cute.struct.MemRange[Float32, MAX_TOKENS * max(self.warps, 4)], 16]
 
-        storage = SmemAllocator().allocate(Storage)
+        storage = cutlass.memory.SmemAllocator().allocate(Storage)
         squares = storage.squares.get_tensor(cute.make_layout((self.all_warps, MAX_TOKENS)))
         sums = storage.sums.get_tensor(cute.make_layout((self.warps, MAX_TOKENS), stride=(1, max(self.warps, 4))))
         logits = storage.logits.get_tensor(cute.make_layout((2 * HYPER_STREAMS, MAX_TOKENS)))

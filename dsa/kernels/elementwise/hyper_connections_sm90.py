@@ -20,7 +20,6 @@ the CTA and of 40 dependent reciprocals.
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
-from cutlass.memory import SmemAllocator
 
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake_rows, fake_stream
@@ -108,7 +107,7 @@ class HyperCollapseSm90:
             sums: cute.struct.MemRange[Float32, MAX_TOKENS * self.warps]
             scales: cute.struct.MemRange[Float32, MAX_TOKENS]
 
-        storage = SmemAllocator().allocate(Storage)
+        storage = cutlass.memory.SmemAllocator().allocate(Storage)
         scales = storage.scales.get_tensor(cute.make_layout(MAX_TOKENS))
         sums = storage.sums.get_tensor(cute.make_layout((self.warps, MAX_TOKENS)))
         first = block * together

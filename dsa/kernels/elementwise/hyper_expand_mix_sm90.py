@@ -20,7 +20,6 @@ CTA reads, and 100 instructions per lane.
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32
-from cutlass.memory import SmemAllocator
 
 from dsa.cute.copies import gather_16
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
@@ -104,7 +103,7 @@ class HyperExpandMixSm90:
             received: cute.struct.Align[cute.struct.MemRange[Float32, PAIRS * 2], 16]
             groups: cute.struct.MemRange[Int64, 1]
 
-        storage = SmemAllocator().allocate(Storage)
+        storage = cutlass.memory.SmemAllocator().allocate(Storage)
         kept = storage.new.get_tensor(cute.make_layout((ROW, self.most, GROUP_SLICES)))
         matrix = storage.matrix.get_tensor(cute.make_layout((ROW, OWN_OUTPUTS, PARTS, GROUP_SLICES)))
         slices = storage.slices.get_tensor(cute.make_layout((2, PAIRS, GROUP_SLICES)))

@@ -20,10 +20,10 @@ launch, one or two rounds of loads and two barriers.
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Uint32
-from cutlass.memory import SmemAllocator
 
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake_rows, fake_stream
+from dsa.cute.few_rows_product import send
 from dsa.cute.registers import filled
 from dsa.cute.slices import slice_start
 from dsa.cute.sm90 import WARP, warp_and_lane
@@ -38,7 +38,6 @@ from dsa.kernels.elementwise.hyper_mix_sums import (
     multiply_add,
     octet_row,
     prefetch_slice,
-    send,
     sum_of_group,
 )
 from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, MIX_FEW_ROWS
@@ -79,7 +78,7 @@ class HyperMixFewTokensSm90:
             slices: cute.struct.Align[cute.struct.MemRange[Float32, GROUP_SLICES * self.pairs * 2], 16]
             received: cute.struct.Align[cute.struct.MemRange[Float32, self.pairs * 2], 16]
 
-        storage = SmemAllocator().allocate(Storage)
+        storage = cutlass.memory.SmemAllocator().allocate(Storage)
         slices = storage.slices.get_tensor(cute.make_layout((2, self.pairs, GROUP_SLICES)))
         received = storage.received.get_tensor(cute.make_layout((2, self.pairs // CTAS, CTAS)))
         cute.arch.cluster_arrive_relaxed()

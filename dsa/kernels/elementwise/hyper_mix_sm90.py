@@ -27,11 +27,11 @@ loads 64 channels of 256 tokens in 1600 cycles. In that time, mma takes 900 to 1
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Uint32, const_expr
-from cutlass.memory import SmemAllocator
 
 from dsa.cute.copies import partition, tile_load
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake_rows, fake_stream
+from dsa.cute.few_rows_product import send
 from dsa.cute.pipeline import Pipeline, PipelineState, pipeline_storage, start
 from dsa.cute.registers import loaded
 from dsa.cute.shared_memory import load_registers
@@ -48,7 +48,6 @@ from dsa.kernels.elementwise.hyper_mix_sums import (
     add_groups,
     multiply_add,
     octet_row,
-    send,
     store_sums,
 )
 from dsa.kernels.elementwise.limits import (
@@ -139,7 +138,7 @@ class HyperMixSm90:
     ):
         tid, cta = thread_and_cta()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        storage = SmemAllocator().allocate(self.storage)
+        storage = cutlass.memory.SmemAllocator().allocate(self.storage)
         pipeline = Pipeline.of(storage.pipeline, self.stages)
         sv = storage.v.get_tensor(v_layout.outer, swizzle=v_layout.inner)
         w_layout = cute.make_layout((MATRIX_ROWS, BLOCK, self.stages), stride=(BLOCK, 1, MATRIX_ROWS * BLOCK))

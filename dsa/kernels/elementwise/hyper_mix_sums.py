@@ -95,16 +95,6 @@ def sum_of_group(slices: cute.Tensor, pair: Int32):
 
 
 @cute.jit
-def send(received: cute.Tensor, rank: Int32, pair: Int32, low: Float32, high: Float32):
-    """Send two sums of this CTA's group to the CTA that owns them. received: [2, owned pairs, CTAS] in each CTA."""
-    owned = received.shape[1]
-    numbers = cute.make_rmem_tensor((2,), Float32)
-    numbers[0], numbers[1] = low, high
-    there = cute.arch.map_dsmem_ptr(received[None, pair % owned, rank].iterator, pair // owned)
-    cute.autovec_copy(numbers, cute.make_tensor(there, cute.make_layout(2)))
-
-
-@cute.jit
 def add_groups(received: cute.Tensor, out: cute.Tensor, rank: Int32, first_token: Int32, first_output: Int32,
                octets: cutlass.Constexpr, tid: Int32, threads: cutlass.Constexpr):  # fmt: skip
     """Add the groups of the pairs that this CTA owns, and store the results.

@@ -23,7 +23,6 @@ import functools
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
-from cutlass.memory import SmemAllocator
 
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake_rows, fake_stream
@@ -89,7 +88,7 @@ class RmsNormGradientSm90:
         ctas, _, _ = cute.arch.grid_dim()
         lane, part = tid % self.lanes, block * self.rows_of_cta + tid // self.lanes
         vectors_of_row = x.shape[2] // self.width
-        sums = SmemAllocator().allocate_tensor(Float32, cute.make_layout((2, self.warps, 2)), 16)
+        sums = cutlass.memory.SmemAllocator().allocate_tensor(Float32, cute.make_layout((2, self.warps, 2)), 16)
         wait_for_prerequisite_grids()
         gain = filled((self.width, self.vectors), 1.0)
         if const_expr(weight is not None):

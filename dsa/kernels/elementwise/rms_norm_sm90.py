@@ -30,7 +30,6 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, const_expr
-from cutlass.memory import SmemAllocator
 
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake_rows, fake_stream
@@ -197,7 +196,7 @@ class RmsNormSm90:
         for log in cutlass.range_constexpr(min(self.lanes, WARP).bit_length() - 1):
             x += cute.arch.shuffle_sync_bfly(x, offset=1 << log)
         if const_expr(self.warps > 1):
-            sums = SmemAllocator().allocate_tensor(Float32, cute.make_layout(self.warps), 16)
+            sums = cutlass.memory.SmemAllocator().allocate_tensor(Float32, cute.make_layout(self.warps), 16)
             if tid % WARP == 0:
                 sums[tid // WARP] = x
             cute.arch.sync_threads()

@@ -39,7 +39,6 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint8, Uint32, const_expr
-from cutlass.memory import SmemAllocator
 
 from dsa.cute.copies import arrive_when_gathered, gather_16, tile_load
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
@@ -216,7 +215,7 @@ class Fp8Fp4GemmFewRowsSm90:
     ):
         tid, _, _ = cute.arch.thread_idx()
         warp, lane = warp_and_lane()
-        storage = SmemAllocator().allocate(self.storage)
+        storage = cutlass.memory.SmemAllocator().allocate(self.storage)
         pipeline = Pipeline.of(storage.pipeline, self.stages)
         work_tiles = WorkTilePipeline.of(storage.work_tiles, WorkTileInfo)
         sb = storage.b.get_tensor(b_layout.outer, swizzle=b_layout.inner)

@@ -36,31 +36,34 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint8, const_expr
-from cutlass.memory import SmemAllocator
 
 from dsa.cute.copies import tile_load
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_contiguous, fake_rows, fake_stream, strides
 from dsa.cute.pipeline import Mbarriers, Pipeline, PipelineState, pipeline_storage, start
 from dsa.cute.shared_memory import load_16, store_16
-from dsa.cute.sm90 import WARP, warp_and_lane
+from dsa.cute.sm90 import SHARED_BYTES, WARP, WARPGROUP, warp_and_lane
 from dsa.cute.wgmma import k_major_layout
-from dsa.cute.work_tile import WorkTilePipeline, work_tile_storage
+from dsa.cute.work_tile import WorkTilePipeline, static_persistent_scheduler, work_tile_storage
 from dsa.kernels.gemm.fp4_operand import TABLE_BYTES, load_table, table_places_of_blocks, widen, write_tables
-from dsa.kernels.gemm.fp8_fp4_gemm_config import CONFIGS, Fp8Fp4GemmConfig
-from dsa.kernels.gemm.fp8_fp4_gemm_config import choose_config as choose_config
-from dsa.kernels.gemm.fp8_gemm_config import SCALES
+from dsa.kernels.gemm.fp8_gemm_config import (
+    CHUNK_BYTES,
+    SCALES,
+    STORE_CLOCKS,
+    TMA_STORE_CLOCKS,
+    Fp8GemmConfig,
+    of_fewest_clocks,
+)
 from dsa.kernels.gemm.fp8_gemm_sm90 import (
     SCALE_BLOCKS,
     SCALE_BYTES,
     Fp8GemmSm90,
     load_floats,
 )
-from dsa.kernels.gemm.grouped_tiles import GroupedTiles, WorkTileInfo, tiles_of_matrices, tiles_storage
+from dsa.kernels.gemm.grouped_tiles import PREFIX_SUMS, GroupedTiles, WorkTileInfo, tiles_of_matrices, tiles_storage
 from dsa.kernels.gemm.limits import GROUP, OUT_DTYPES
 from dsa.kernels.gemm.operand_loads import scales_of, tiles_of
 from dsa.kernels.gemm.result_epilogue import LateResultEpilogue, ResultEpilogue
-from dsa.kernels.gemm.tile_indices import TileIndices
 from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 CODE_BYTES = GROUP // 2  # per row and block
@@ -72,30 +75,43 @@ UNIT_ROWS = WARP // UNITS  # rows that a warp reads at a time
 # Consumer warpgroups -> registers of a consumer thread, a converter thread and a thread of the producer's warpgroup.
 # They redistribute the registers that the launch gives to all threads.
 REGISTERS = {1: (240, 104, 40), 2: (216, 56, 24)}
+# The cost model. BLOCK_CLOCKS: overhead of a block, in cycles. WIDEN_CLOCKS: cycles to widen 128 columns of a block.
+# WIDEN_MOVES: cycles in which shared memory moves the codes, tables and e4m3 numbers of a block.
+BLOCK_CLOCKS, WIDEN_CLOCKS, WIDEN_MOVES = 120, 450, 224
 
 
 @dataclass(frozen=True)
-class WidenedPipeline:
+class Fp8Fp4GemmConfig(Fp8GemmConfig):
+    """The fields are those of the FP8 product; `columns` is 128."""
+
+    @property
+    def threads(self) -> int:
+        """The threads of the consumers, the converters and the producer."""
+        return (self.groups + 2) * WARPGROUP
+
+    def fits(self) -> bool:
+        """Whether the configuration fits into shared memory."""
+        loaded = self.stages * (self.rows + self.columns) * GROUP
+        scales = self.scale_slots * ((self.rows + self.columns) * SCALES * 4 + 256)
+        staged = 4 * self.groups * self.chunks * CHUNK_BYTES
+        others = 4 * (PREFIX_SUMS + 32) + TABLE_BYTES + 24 * self.stages + 256 + 2 * 1024
+        return loaded + scales + staged + others <= SHARED_BYTES
+
+
+CONFIGS = (Fp8Fp4GemmConfig(1, 1, 128, 8, 2), Fp8Fp4GemmConfig(2, 1, 128, 5, 2), Fp8Fp4GemmConfig(2, 2, 128, 4, 1))
+
+
+@dataclass(frozen=True)
+class WidenedPipeline(Pipeline):
     """The consumers' view of a ring whose stages are loaded and then widened."""
 
-    loaded: Pipeline
-    widened: Mbarriers
+    widened: Mbarriers | None = None
 
     @cute.jit
     def consumer_wait(self, state: PipelineState):
         """Wait until the stage is loaded and widened. The `widened` barrier alone does not cover the bytes of a."""
-        self.loaded.consumer_wait(state)
+        Pipeline.consumer_wait(self, state)
         self.widened.wait(state.phase, state.stage)
-
-    @cute.jit
-    def consumer_release(self, state: PipelineState):
-        """Arrive after this warp read the stage. One elected lane does it."""
-        self.loaded.consumer_release(state)
-
-    @cute.jit
-    def advance(self, state: PipelineState) -> PipelineState:
-        """The next state."""
-        return self.loaded.advance(state)
 
 
 class Fp8Fp4GemmSm90(Fp8GemmSm90):
@@ -178,7 +194,7 @@ class Fp8Fp4GemmSm90(Fp8GemmSm90):
     ):
         tid, _, _ = cute.arch.thread_idx()
         warp, lane = warp_and_lane()
-        storage = SmemAllocator().allocate(self.storage)
+        storage = cutlass.memory.SmemAllocator().allocate(self.storage)
         pipeline = Pipeline.of(storage.pipeline, self.stages)
         widened = Mbarriers(storage.widened.data_ptr(), self.stages)
         work_tiles = WorkTilePipeline.of(storage.work_tiles, WorkTileInfo)
@@ -191,7 +207,7 @@ class Fp8Fp4GemmSm90(Fp8GemmSm90):
         tables = Int32(storage.tables.data_ptr().toint())
         across = cute.ceil_div(results[0].shape[1], self.epilogue.tile_columns)
         tiles = tiles_of_matrices(storage.tiles, ends, count, across, self.rows, self.epilogue.tile_columns)
-        indices = TileIndices.of(None)
+        scheduler = static_persistent_scheduler()
         producer = self.consumer_warps + CONVERTERS
 
         if warp == producer:
@@ -213,7 +229,7 @@ class Fp8Fp4GemmSm90(Fp8GemmSm90):
             cute.arch.setmaxregister_decrease(self.registers[2])
             if warp == producer:
                 shared = sa, sas, codes, ses, sbs
-                self.produce_codes(loads, shared, indices, tiles, total, blocks, pipeline, work_tiles, lane)
+                self.produce_codes(loads, shared, scheduler, tiles, total, blocks, pipeline, work_tiles, lane)
         elif warp >= self.consumer_warps:
             cute.arch.setmaxregister_decrease(self.registers[1])
             memory = [Int32(x.iterator.toint()) for x in (codes, ses, sbs)]
@@ -222,13 +238,11 @@ class Fp8Fp4GemmSm90(Fp8GemmSm90):
         else:
             cute.arch.setmaxregister_increase(self.registers[0])
             staged = storage.staged.data_ptr().toint() + warp * self.epilogue.warp_bytes
-            both = WidenedPipeline(pipeline, widened)
+            both = WidenedPipeline(pipeline.full, pipeline.empty, self.stages, Int32(0), widened=widened)
             self.consume(results, stores, blocks, (sa, sas, sb, sbs), staged, both, work_tiles, warp, lane)
 
     @cute.jit
-    def produce_codes(
-        self, loads, shared, indices: TileIndices, tiles: GroupedTiles, total, blocks, pipeline, work_tiles, lane
-    ):
+    def produce_codes(self, loads, shared, scheduler, tiles: GroupedTiles, total, blocks, pipeline, work_tiles, lane):
         """The warp that finds the work tiles and loads them."""
         (a_atom, ma), (as_atom, mas), (b_atom, mb), (es_atom, mes), (bs_atom, mbs) = loads
         sa, sas, codes, ses, sbs = shared
@@ -236,7 +250,7 @@ class Fp8Fp4GemmSm90(Fp8GemmSm90):
         b_rows = mb.shape[0] // tiles.ends.shape[0]
         size = self.rows * GROUP + self.columns * CODE_BYTES
         of_scales = (self.rows + self.columns + 1) * SCALE_BYTES
-        index = indices.first
+        index = scheduler.first
         info = tiles.at(index, Int32(0), total, lane)
         while info.end > 0:
             e = info.matrix
@@ -267,7 +281,7 @@ class Fp8Fp4GemmSm90(Fp8GemmSm90):
                 slot = 0 if slot == self.config.scale_slots - 1 else slot + 1
                 if group == 0:
                     # Find the next tile while the stages are full, so that its first loads do not wait for it.
-                    index = indices.behind(index, lane)
+                    index += scheduler.step
                     following = tiles.at(index, e, total, lane)
             info = following
         work_tiles.publish(tile_state, WorkTileInfo.last())
@@ -356,6 +370,23 @@ def compile_fp8_fp4_gemm(out_dtype: str, config: Fp8Fp4GemmConfig, weighted: boo
     weights = fake_contiguous(Float32, rows) if weighted else None
     kernel = Fp8Fp4GemmSm90(config, LateResultEpilogue(out_type, config, weighted))
     return compile_sm90(kernel, *_operands(), out, weights, Int32(1), fake_stream())
+
+
+def choose_config(rows: int, columns: int, channels: int, matrices: int, multiprocessors: int) -> Fp8Fp4GemmConfig:
+    """The configuration with the fewest modelled cycles for `rows` rows of all matrices together."""
+    return of_fewest_clocks(CONFIGS, tile_clocks, rows, columns, channels, matrices, multiprocessors)
+
+
+def tile_clocks(config: Fp8Fp4GemmConfig, rows: int, blocks: int) -> float:
+    """Modelled cycles of a work tile with `rows` rows. The slowest of these determines the time of a block, as in the
+    FP8 product: the tensor cores with the multiply-adds, shared memory, the latency of one warpgroup, or the
+    converters."""
+    units = -(-rows // 64)
+    multiplied = units * config.columns * 2 + units * config.columns // 2
+    moved = units * (64 + config.columns) + config.rows + config.columns // 2 + WIDEN_MOVES
+    alone = -(-units // config.groups) * (config.columns * 5 // 2 + 100 // config.together)
+    stored = TMA_STORE_CLOCKS if config.waves == 1 else STORE_CLOCKS
+    return stored + blocks * (BLOCK_CLOCKS + max(multiplied, moved, alone, WIDEN_CLOCKS))
 
 
 def shipped_variants() -> Variants:

@@ -35,7 +35,6 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32
-from cutlass.memory import SmemAllocator
 
 from dsa.cute.copies import bulk_load, tile_load
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
@@ -44,8 +43,6 @@ from dsa.cute.pipeline import Pipeline, PipelineState, pipeline_storage, start
 from dsa.cute.sm90 import WARP, opaque, warp_and_lane
 from dsa.cute.wgmma import k_major_layout, multiply
 from dsa.cute.work_tile import static_persistent_scheduler
-from dsa.kernels.gemm.few_rows_tile import THREADS, fragments, load_blocks, operand_layouts, prefetch_blocks
-from dsa.kernels.gemm.fp8_gemm_choice import choose_for_one_matrix as choose_for_one_matrix
 from dsa.kernels.gemm.fp8_gemm_few_rows_config import (
     COLUMNS,
     CONFIGS,
@@ -54,11 +51,17 @@ from dsa.kernels.gemm.fp8_gemm_few_rows_config import (
     SCALES,
     FewRowsConfig,
 )
-from dsa.kernels.gemm.fp8_gemm_few_rows_config import choose_grouped_config as choose_grouped_config
 from dsa.kernels.gemm.fp8_gemm_split_channels_sm90 import Fp8GemmSplitChannelsSm90
 from dsa.kernels.gemm.grouped_tiles import OneMatrixTiles, tiles_of_matrices, tiles_storage
 from dsa.kernels.gemm.limits import GROUP, OUT_DTYPES
-from dsa.kernels.gemm.operand_loads import tiles_of
+from dsa.kernels.gemm.operand_loads import (
+    SMALL_M_THREADS,
+    fragments,
+    load_blocks,
+    operand_layouts,
+    prefetch_blocks,
+    tiles_of,
+)
 from dsa.kernels.gemm.turned_tile import store_turned
 from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
@@ -102,7 +105,7 @@ class GroupedFp8GemmFewRowsSm90:
         self.storage = Storage
         self.kernel(
             a_atom, a_tma, b_atom, b_tma, s_atom, s_tma, b_scale, out, ends, a_layout, b_layout, s_layout
-        ).launch(grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True)
+        ).launch(grid=(ctas, 1, 1), block=(SMALL_M_THREADS, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True)
 
     @cute.kernel
     def kernel(
@@ -122,7 +125,7 @@ class GroupedFp8GemmFewRowsSm90:
     ):
         tid, _, _ = cute.arch.thread_idx()
         warp, lane = warp_and_lane()
-        storage = SmemAllocator().allocate(self.storage)
+        storage = cutlass.memory.SmemAllocator().allocate(self.storage)
         pipeline = Pipeline.of(storage.pipeline, self.stages)
         sa = storage.a.get_tensor(a_layout.outer, swizzle=a_layout.inner)
         sb = storage.b.get_tensor(b_layout.outer, swizzle=b_layout.inner)
@@ -145,7 +148,7 @@ class GroupedFp8GemmFewRowsSm90:
             tiles.clear(tid)
         cute.arch.sync_threads()
         wait_for_prerequisite_grids()
-        total = tiles.count(THREADS, tid, lane, warp)
+        total = tiles.count(SMALL_M_THREADS, tid, lane, warp)
 
         if warp == CONSUMER_WARPS:
             atoms = (b_atom, a_atom, s_atom)

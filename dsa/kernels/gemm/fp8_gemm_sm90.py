@@ -25,7 +25,7 @@ Plan
   TMA stores them while the next work tile is multiplied. Otherwise, as for 256 x 128, whose stages take that room, the
   warps store them.
 - Scheduler: static persistent. Dynamic for several matrices with many rows, since their work tiles take different times
-  (tile_indices.py).
+  (grouped_tiles.py).
 Shared memory: barriers; prefix sums with several matrices; scales; per consumer warp 2 KiB of results per 64 columns;
 STAGES x (64 GROUPS WAVES + COLUMNS) x 128 bytes.
 Registers: of 240 per consumer thread, COLUMNS / 2 sums per wave and 64 to 96 accumulators; 24 per producer thread.
@@ -40,7 +40,6 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Int64, const_expr
-from cutlass.memory import SmemAllocator
 
 from dsa.cute.copies import arrive_when_gathered, gather_16, tile_load
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
@@ -49,7 +48,7 @@ from dsa.cute.pipeline import Pipeline, pipeline_storage, start
 from dsa.cute.sm90 import REGISTERS, WARP, WARPGROUP, warp_and_lane
 from dsa.cute.tile_counter import fake_tile_counter
 from dsa.cute.wgmma import k_major_layout, multiply
-from dsa.cute.work_tile import WorkTilePipeline, work_tile_storage
+from dsa.cute.work_tile import WorkTilePipeline, static_persistent_scheduler, work_tile_storage
 from dsa.kernels.gemm.fp8_gemm_config import (
     CONFIGS,
     DRAWN_CONFIGS,
@@ -63,15 +62,11 @@ from dsa.kernels.gemm.fp8_gemm_config import (
     WARP_ROWS,
     Fp8GemmConfig,
 )
-from dsa.kernels.gemm.fp8_gemm_config import GATHERED_ROWS as GATHERED_ROWS
-from dsa.kernels.gemm.fp8_gemm_config import choose_config as choose_config
-from dsa.kernels.gemm.fp8_gemm_config import choose_drawn_config as choose_drawn_config
-from dsa.kernels.gemm.grouped_tiles import WorkTileInfo, tiles_of_matrices, tiles_storage
+from dsa.kernels.gemm.grouped_tiles import WorkTileInfo, next_index, tiles_of_matrices, tiles_storage
 from dsa.kernels.gemm.limits import GROUP, OUT_DTYPES
 from dsa.kernels.gemm.operand_loads import scales_of, tiled_mma, tiles_of
 from dsa.kernels.gemm.result_epilogue import LateResultEpilogue, ResultEpilogue
 from dsa.kernels.gemm.swiglu_epilogue import SwigluEpilogue
-from dsa.kernels.gemm.tile_indices import TileIndices
 from dsa.kernels.gemm.turned_tile import load_floats, turned_blocks
 from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
@@ -173,14 +168,14 @@ class Fp8GemmSm90:
     ):
         tid, _, _ = cute.arch.thread_idx()
         warp, lane = warp_and_lane()
-        storage = SmemAllocator().allocate(self.storage)
+        storage = cutlass.memory.SmemAllocator().allocate(self.storage)
         pipeline = Pipeline.of(storage.pipeline, self.stages)
         work_tiles = WorkTilePipeline.of(storage.work_tiles, WorkTileInfo)
         sa = storage.a.get_tensor(a_layout.outer, swizzle=a_layout.inner)
         sb = storage.b.get_tensor(b_layout.outer, swizzle=b_layout.inner)
         sas, sbs = storage.a_scale.get_tensor(as_layout), storage.b_scale.get_tensor(bs_layout)
         across = cute.ceil_div(results[0].shape[1], self.epilogue.tile_columns)
-        indices = TileIndices.of(counter)
+        scheduler = static_persistent_scheduler()
         tiles = tiles_of_matrices(storage.tiles, ends, count, across, self.rows, self.epilogue.tile_columns)
 
         if warp == self.consumer_warps:
@@ -202,7 +197,9 @@ class Fp8GemmSm90:
             cute.arch.setmaxregister_decrease(self.registers[1])
             gather = a, a_scale, rows, tid - 32 * self.consumer_warps
             if warp == self.consumer_warps:
-                self.produce(loads, gather, indices, tiles, total, blocks, memory, pipeline, work_tiles, lane)
+                self.produce(
+                    loads, gather, scheduler, counter, tiles, total, blocks, memory, pipeline, work_tiles, lane
+                )
             elif const_expr(self.gathered):
                 self.gather_only(gather, blocks, sa, sas, pipeline, work_tiles)
         else:
@@ -211,7 +208,7 @@ class Fp8GemmSm90:
             self.consume(results, stores, blocks, memory, staged, pipeline, work_tiles, warp, lane)
 
     @cute.jit
-    def produce(self, loads, gather, indices, tiles, total, blocks, memory, pipeline, work_tiles, lane):
+    def produce(self, loads, gather, scheduler, counter, tiles, total, blocks, memory, pipeline, work_tiles, lane):
         """The warp that finds the work tiles and loads them."""
         (b_atom, mb), (bs_atom, mbs) = loads[:2]
         sa, sas, sb, sbs = memory
@@ -221,7 +218,7 @@ class Fp8GemmSm90:
         size, of_scales = self.columns * GROUP, SCALE_BLOCKS * SCALE_BYTES
         if const_expr(not self.gathered):
             size, of_scales = size + self.box_rows * GROUP, of_scales + self.rows * SCALE_BYTES
-        index = indices.first
+        index = scheduler.first
         info = tiles.at(index, Int32(0), total, lane)
         while info.end > 0:
             e = info.matrix
@@ -280,10 +277,10 @@ class Fp8GemmSm90:
                 if const_expr(not self.gathered):
                     if group == 0:
                         # Find the next tile while the stages are full, so that its first loads do not wait for it.
-                        index = indices.behind(index, lane)
+                        index = next_index(index, scheduler.step, counter, lane)
                         following = tiles.at(index, e, total, lane)
             if const_expr(self.gathered):
-                index = indices.behind(index, lane)
+                index = next_index(index, scheduler.step, counter, lane)
                 following = tiles.at(index, e, total, lane)
             info = following
         work_tiles.publish(tile_state, WorkTileInfo.last())

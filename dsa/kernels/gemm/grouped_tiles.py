@@ -10,6 +10,11 @@ rows as columns, and the L2 cache holds what several of them read. With one matr
 With several matrices, columns are innermost: a matrix with few tiles of rows has a last one with few rows, and with
 rows innermost a static scheduler would give these short tiles to every second CTA.
 A warp finds the matrix of a work tile by comparing 32 prefix sums at a time.
+
+With static scheduling CTAs take tiles at a fixed distance. If work tiles take different times, as those of matrices
+with few rows do, the CTAs drift apart. Weights that several tiles read are then no longer in the L2 cache when the
+second tile reads them. With dynamic scheduling a CTA takes the next tile when it becomes free, so neighbouring tiles
+are computed at the same time.
 """
 
 import math
@@ -21,6 +26,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from dsa.cute.reductions import block_exclusive_scan
+from dsa.cute.tile_counter import draw
 from dsa.kernels.gemm.limits import MAX_MATRICES
 
 MAX_TILES = 2**30
@@ -215,6 +221,16 @@ def tiles_of_matrices(storage, ends: cute.Tensor | None, rows, across, height: i
         return OneMatrixTiles(rows, across, height, width)
     sums, prefix = (x.get_tensor(cute.make_layout(n)) for x, n in ((storage.sums, 32), (storage.prefix, PREFIX_SUMS)))
     return GroupedTiles(ends, rows, across, sums, prefix, height, width)
+
+
+@cute.jit
+def next_index(index: Int32, step: Int32, tile_counter: cute.Tensor | None, lane) -> Int32:
+    """The index of this CTA's tile after tile `index`, for `step` CTAs. Without a tile counter the scheduler is static.
+    Called by one warp; returned to all lanes."""
+    following = index + step
+    if cutlass.const_expr(tile_counter is not None):
+        following = step + draw(tile_counter, lane)
+    return following
 
 
 def expected_tiles(rows: int, matrices: int, each: int) -> float:

@@ -4,7 +4,6 @@ Plan: the small-M product of dsa/cute/few_rows_product.py. A cluster or a CTA co
 linear_fp32_limits.py.
 """
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
@@ -12,16 +11,6 @@ from dsa.cute.fake_tensors import cute_dtype, fake_rows, fake_stream
 from dsa.cute.few_rows_product import ROUND, FewRowsProduct
 from dsa.kernels.gemm.linear_fp32_limits import CHANNEL_MULTIPLE, DTYPES
 from dsa.runtime.compile_cache import Variants, cached, compile_sm90
-
-
-class LinearFP32Sm90:
-    def __init__(self, dtype: type[cutlass.Numeric], config: tuple[int, int]):
-        tokens, ctas = config
-        self.product = FewRowsProduct(dtype, tokens, ctas)
-
-    @cute.jit
-    def __call__(self, x: cute.Tensor, weight: cute.Tensor, y: cute.Tensor, scale: Float32, scaled_from: Int32, stream):
-        self.product.launch(x, weight, y, scale, scaled_from, stream)
 
 
 @cached
@@ -34,7 +23,7 @@ def compile_linear_fp32(dtype: str, config: tuple[int, int]):
     element, tokens, rows = cute_dtype(dtype), cute.sym_int(), cute.sym_int()
     channels = cute.sym_int(divisibility=CHANNEL_MULTIPLE)
     return compile_sm90(
-        LinearFP32Sm90(element, config),
+        FewRowsProduct(element, *config),
         fake_rows(element, tokens, channels),
         fake_rows(element, rows, channels),
         fake_rows(Float32, tokens, rows, align=4),

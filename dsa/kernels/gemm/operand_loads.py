@@ -1,11 +1,22 @@
-"""The operands of the FP8 products: views for TMA loads, and the wgmma."""
+"""The operands of the FP8 products: layouts in shared memory, views for TMA loads, and the wgmma.
 
+The functions from `operand_layouts` on belong to the small-M products. Their work tiles are 32 or 64 columns of the
+result, which are the rows of the wgmma (swap A/B), by 8 to 64 rows.
+"""
+
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32
 from cutlass.utils import hopper_helpers as sm90
 
 from dsa.cute.copies import partition
+from dsa.cute.sm90 import WARP, WARPGROUP
+from dsa.cute.wgmma import k_major_layout
 from dsa.kernels.gemm.fp8_gemm_config import SCALES
+from dsa.kernels.gemm.fp8_gemm_few_rows_config import COLUMNS
+from dsa.kernels.gemm.limits import GROUP
+
+SMALL_M_THREADS = WARPGROUP + WARP
 
 
 def tiles_of(atom: cute.CopyAtom, shared: cute.Tensor, x: cute.Tensor, shape: tuple[int, int], row):
@@ -24,3 +35,33 @@ def tiled_mma(warpgroups: int, rows: int, columns: int, a_in_registers: bool = F
     major, sources = cute.nvgpu.OperandMajorMode.K, cute.nvgpu.warpgroup.OperandSource
     shape = (warpgroups, 1, 1), (rows, columns), sources.RMEM if a_in_registers else sources.SMEM
     return sm90.make_trivial_tiled_mma(Float8E4M3FN, Float8E4M3FN, major, major, Float32, *shape)
+
+
+def operand_layouts(rows: int, blocks: int) -> tuple[cute.ComposedLayout, cute.ComposedLayout]:
+    """The shared-memory layouts of `blocks` blocks of a and of b."""
+    return tuple(k_major_layout(Float8E4M3FN, count, GROUP, blocks) for count in (rows, COLUMNS))
+
+
+def fragments(rows: int, together: int, sb: cute.Tensor, sa: cute.Tensor):
+    """-> the wgmma, accumulators for `together` blocks, and the operands b and a as fragments."""
+    mma = tiled_mma(1, COLUMNS, rows)
+    thr_mma = mma.get_slice(0)
+    shape = thr_mma.partition_shape_C((COLUMNS, rows))
+    acc = [cute.make_rmem_tensor(shape, Float32) for _ in range(together)]
+    return mma, acc, mma.make_fragment_A(thr_mma.partition_A(sb)), mma.make_fragment_B(thr_mma.partition_B(sa))
+
+
+@cute.jit
+def prefetch_blocks(atom, source: cute.Tensor, first, end, step, span: cutlass.Constexpr):
+    """Prefetch the `span` blocks of each of the groups first, first + step and so on below `end` to L2. Called by one
+    warp."""
+    for group in cutlass.range(first, end, step, unroll=1):
+        for i in cutlass.range_constexpr(span):
+            cute.prefetch(atom, source[None, span * group + i])
+
+
+@cute.jit
+def load_blocks(atom, source: cute.Tensor, target: cute.Tensor, group, stage, span: cutlass.Constexpr, barrier):
+    """Load the `span` blocks of a group to a stage."""
+    for i in cutlass.range_constexpr(span):
+        cute.copy(atom, source[None, span * group + i], target[None, span * stage + i], tma_bar_ptr=barrier)

@@ -33,7 +33,7 @@ from dsa.cute.quantize import GROUP, quantize, round_to
 from dsa.cute.registers import converted
 from dsa.cute.sm90 import thread_and_cta
 from dsa.kernels.gemm.limits import CAST_DTYPES, SWIGLU_MULTIPLE
-from dsa.kernels.gemm.swiglu import swiglu
+from dsa.kernels.gemm.swiglu_epilogue import swiglu
 from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 THREADS = 128

@@ -12,16 +12,31 @@ and each warp stores four rows at a time. Barriers of the consumer warps separat
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Int32, Uint32, const_expr
 
 from dsa.cute.quantize import AMAX_MIN, GROUP, quantize, round_to, scale_and_reciprocal, store_pair
 from dsa.cute.shared_memory import load_4, store_4
 from dsa.kernels.gemm.fp8_gemm_config import CHUNK_BYTES, TURNED_ROWS, WARP_ROWS
-from dsa.kernels.gemm.swiglu import swiglu
 from dsa.kernels.gemm.turned_tile import store_16_bytes
 
 OWN = GROUP // 4  # channels of a row per lane
 WARPS = 8  # whose shared memory a work tile with swapped operands uses
+
+
+@cute.jit
+def swiglu(gate: Float32, up: Float32, limit: Float32 | None) -> Float32:
+    """silu(gate) * up. The separate cast and this epilogue share the formula, so they give the same bits.
+
+    It is gate * (1 / (1 + exp(-gate))) * up with the approximate reciprocal. The result is within 2^-20 of the exact
+    value, or within 1e-36 * max(|up|, 1): for gates below -88 exp(-gate) overflows to infinity, whose reciprocal is 0.
+
+    limit  clamp gate to at most limit, and up to [-limit, limit], first; NaN stays NaN. None: no clamp
+    """
+    g, u = gate, up
+    if const_expr(limit is not None):
+        g = cute.arch.fmin(g, limit, nan=True)
+        u = cute.arch.fmax(cute.arch.fmin(u, limit, nan=True), -limit, nan=True)
+    return g * cute.arch.rcp_approx(Float32(1.0) + cute.math.exp(-g)) * u
 
 
 class SwigluEpilogue:

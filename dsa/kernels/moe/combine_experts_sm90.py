@@ -19,23 +19,20 @@ instructions; an SM issues 13 in the time that memory needs for its 2 bytes.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, const_expr
-from cutlass.memory import SmemAllocator
+from cutlass import Float32, const_expr
 
-from dsa.cute.copies import gather_16
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
-from dsa.cute.fake_tensors import cute_dtype, fake, fake_stream, strides
+from dsa.cute.fake_tensors import cute_dtype, fake, fake_rows, fake_stream, strides
 from dsa.cute.quantize import round_to
-from dsa.cute.rounded import multiply_rounded
-from dsa.cute.shared_memory import load_16
+from dsa.cute.registers import filled
 from dsa.cute.sm90 import thread_and_cta
+from dsa.cute.weighted_rows import add_weighted_rows, scratch_of_thread
 from dsa.kernels.moe.limits import COMBINE_CTA_BYTES, COMBINE_DTYPES
 from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
 VECTOR_BITS = 128
 VECTOR_BYTES = VECTOR_BITS // 8
 THREADS = COMBINE_CTA_BYTES // VECTOR_BYTES
-BATCH = 8
 
 
 class CombineExpertsSm90:
@@ -54,12 +51,6 @@ class CombineExpertsSm90:
         stream,
     ):
         parts = cute.ceil_div(out.shape[1], THREADS * self.width)
-
-        @cute.struct
-        class Storage:
-            gathered: cute.struct.Align[cute.struct.MemRange[Uint32, BATCH * THREADS * VECTOR_BYTES // 4], 128]
-
-        self.storage = Storage
         self.kernel(y, rows, weights, shared, residual, out, cute.fast_divmod_create_divisor_v2(parts)).launch(
             grid=(out.shape[0] * parts, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
         )
@@ -78,7 +69,7 @@ class CombineExpertsSm90:
         tid, block = thread_and_cta()
         token, part = divmod(block, parts)
         vector = part * THREADS + tid
-        gathered = Int32(SmemAllocator().allocate(self.storage).gathered.data_ptr().toint()) + tid * VECTOR_BYTES
+        scratch = scratch_of_thread(VECTOR_BYTES, THREADS, tid)
         wait_for_prerequisite_grids()
         if vector * self.width < out.shape[1]:
             own = cute.make_rmem_tensor((self.width,), self.dtype)
@@ -87,10 +78,8 @@ class CombineExpertsSm90:
                 cute.autovec_copy(cute.local_tile(shared[token, None], (self.width,), (vector,)), own)
             if const_expr(residual is not None):
                 cute.autovec_copy(cute.local_tile(residual[token, None], (self.width,), (vector,)), stream_part)
-            acc = cute.make_rmem_tensor((self.width,), Float32)
-            acc.fill(0.0)
-            for first in cutlass.range(0, rows.shape[1], BATCH, unroll=1):
-                self.add_rows(acc, y, rows, weights, gathered, token, first, vector)
+            acc = filled((self.width,), 0.0)
+            add_weighted_rows(acc, y, rows, weights, scratch, VECTOR_BYTES, THREADS, token, vector)
             if const_expr(shared is not None):
                 for i in cutlass.range_constexpr(self.width):
                     acc[i] += own[i].to(Float32)
@@ -99,40 +88,6 @@ class CombineExpertsSm90:
                 acc.store(acc.load() + stream_part.load().to(Float32))
             own.store(acc.load().to(self.dtype))
             cute.autovec_copy(own, cute.local_tile(out[token, None], (self.width,), (vector,)))
-
-    @cute.jit
-    def add_rows(self, acc, y, rows, weights, gathered, token, first, vector):
-        """acc += the products of the token's rows `first` to `first` + BATCH - 1, as far as they exist."""
-        row_bytes = Int64(y.stride[0]) * (self.dtype.width // 8)
-        start = y.iterator.toint() + Int64(vector) * VECTOR_BYTES
-        numbers = cute.make_rmem_tensor((BATCH,), rows.element_type)
-        factors = cute.make_rmem_tensor((BATCH,), Float32)
-        for j in cutlass.range_constexpr(BATCH):
-            numbers[j], factors[j] = rows.element_type(-1), Float32(0.0)
-            if first + j < rows.shape[1]:
-                numbers[j] = rows[token, first + j]
-                if const_expr(weights is not None):
-                    factors[j] = weights[token, first + j]
-        for j in cutlass.range_constexpr(BATCH):
-            valid = numbers[j] >= 0 and numbers[j] < y.shape[0]
-            # An absent row counts as zero, even if its weight is infinite.
-            factors[j] = factors[j] if valid else Float32(0.0)
-            # Its address is not computed either: use that of y's first row.
-            row = Int64(numbers[j]) if valid else Int64(0)
-            gather_16(gathered + j * (THREADS * VECTOR_BYTES), start + row * row_bytes, valid)
-        cute.arch.cp_async_commit_group()
-        cute.arch.cp_async_wait_group(0)
-        words = cute.make_rmem_tensor((VECTOR_BYTES // 4,), Uint32)
-        for j in cutlass.range_constexpr(BATCH):
-            loaded = load_16(gathered + j * (THREADS * VECTOR_BYTES))
-            for i in cutlass.range_constexpr(cute.size(words)):
-                words[i] = loaded[i]
-            values = cute.recast_tensor(words, self.dtype)
-            for i in cutlass.range_constexpr(self.width):
-                value = values[i].to(Float32)
-                if const_expr(weights is not None):
-                    value = multiply_rounded(factors[j], value)
-                acc[i] += value
 
 
 @cached
@@ -143,20 +98,17 @@ def compile_combine_experts(dtype: str, index_dtype: str, weighted: bool, shared
     element = cute_dtype(dtype)
     sources, tokens, top_k, channels = cute.sym_int(), cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=8)
 
-    def rows_of(count):
-        return fake(element, (count, channels), (*strides(1, VECTOR_BITS // element.width), 1))
-
     def numbers(kind):
         return fake(kind, (tokens, top_k), strides(2), kind.width // 8)
 
     return compile_sm90(
         CombineExpertsSm90(element),
-        rows_of(sources),
+        fake_rows(element, sources, channels),
         numbers(cute_dtype(index_dtype)),
         numbers(Float32) if weighted else None,
-        rows_of(tokens) if shared else None,
-        rows_of(tokens) if residual else None,
-        rows_of(tokens),
+        fake_rows(element, tokens, channels) if shared else None,
+        fake_rows(element, tokens, channels) if residual else None,
+        fake_rows(element, tokens, channels),
         fake_stream(),
     )
 

@@ -13,7 +13,6 @@ Roofline: logits: memory, the matrix once. The rest: latency of three dependent 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.memory import SmemAllocator
 
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake_contiguous, fake_rows, fake_stream
@@ -48,7 +47,7 @@ class RouteByTableSm90:
         scale: Float32,
         stream,
     ):
-        self.logits.launch(x, weight, logits, Float32(1.0), Int32(0), stream)
+        self.logits(x, weight, logits, Float32(1.0), Int32(0), stream)
         self.kernel(logits, table, token_ids, experts, weights, order, rows, ends, first, scale).launch(
             grid=(self.entries.ctas, 1, 1),
             block=(WARP * WARPS, 1, 1),
@@ -75,7 +74,7 @@ class RouteByTableSm90:
     ):
         tid, rank = thread_and_cta()
         warp, lane = warp_and_lane()
-        keys = SmemAllocator().allocate_tensor(Int32, cute.make_layout(self.entries.places), 16)
+        keys = cutlass.memory.SmemAllocator().allocate_tensor(Int32, cute.make_layout(self.entries.places), 16)
         if const_expr(self.entries.ctas > 1):
             cute.arch.cluster_arrive_relaxed()
         wait_for_prerequisite_grids()

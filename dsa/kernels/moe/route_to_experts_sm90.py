@@ -15,7 +15,6 @@ Roofline: logits: memory, the matrix once. The rest: latency, about 60 instructi
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.memory import SmemAllocator
 
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake_contiguous, fake_rows, fake_stream
@@ -59,7 +58,7 @@ class RouteToExpertsSm90:
         scale: Float32,
         stream,
     ):
-        self.logits.launch(x, weight, logits, Float32(1.0), Int32(0), stream)
+        self.logits(x, weight, logits, Float32(1.0), Int32(0), stream)
         self.kernel(logits, bias, experts, weights, order, rows, ends, first, scale).launch(
             grid=(self.entries.ctas, 1, 1),
             block=(WARP * WARPS, 1, 1),
@@ -85,7 +84,7 @@ class RouteToExpertsSm90:
     ):
         tid, rank = thread_and_cta()
         warp, lane = warp_and_lane()
-        smem = SmemAllocator()
+        smem = cutlass.memory.SmemAllocator()
         keys = smem.allocate_tensor(Int32, cute.make_layout(self.entries.places), 16)
         chosen = smem.allocate_tensor(Int64, cute.make_layout((self.gate.top_k, WARPS)), 16)
         if const_expr(self.entries.ctas > 1):

@@ -10,7 +10,6 @@ Shared memory: two numbers per warp. Roofline: L2, 8 (E + 1) N bytes for int32; 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
-from cutlass.memory import SmemAllocator
 
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake_contiguous, fake_stream
@@ -32,7 +31,7 @@ class SortByExpertSm90:
     def kernel(self, experts: cute.Tensor, order: cute.Tensor, rows: cute.Tensor, ends: cute.Tensor):
         tid, own = thread_and_cta()
         warp, lane = tid // WARP, tid % WARP
-        smem = SmemAllocator()
+        smem = cutlass.memory.SmemAllocator()
         lowers, equals = (smem.allocate_tensor(Int32, cute.make_layout(WARPS)) for _ in range(2))
         count, entries = ends.shape[0], experts.shape[0]
         each = cute.ceil_div(cute.ceil_div(entries, WARPS), 32) * 32

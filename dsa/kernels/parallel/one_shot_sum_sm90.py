@@ -96,12 +96,6 @@ def _address(memory: cute.Tensor, half: Int32, rank, place: Int32) -> Int64:
     return Int64(memory[half, rank, place, None].iterator.toint())
 
 
-class Part(NamedTuple):
-    """This GPU's part of the sum, [n]."""
-
-    x: cute.Tensor
-
-
 class OneShotSumSm90:
     def __init__(self, dtype: type[cutlass.Numeric], ranks: int):
         self.dtype, self.ranks = dtype, ranks
@@ -121,7 +115,7 @@ class OneShotSumSm90:
         lost: Int64,
         stream,
     ):
-        self.launch(Part(x), y, memory, memories, turns, rank, ctas, patience, lost, stream)
+        self.launch((x,), y, memory, memories, turns, rank, ctas, patience, lost, stream)
 
     @cute.jit
     def launch(self, source, y, memory, memories, turns, rank, ctas, patience, lost, stream):
@@ -182,8 +176,8 @@ class OneShotSumSm90:
 
     @cute.jit
     def load(self, source, i: Int32, part: cute.Tensor, scratch: Int32):
-        """Load place i of this rank's part."""
-        cute.autovec_copy(cute.local_tile(source.x, (self.width,), (i,)), part)
+        """Load place i of this rank's part, of which `source` has the operands: x [n]."""
+        cute.autovec_copy(cute.local_tile(source[0], (self.width,), (i,)), part)
 
 
 @cached

@@ -5,9 +5,9 @@ import itertools
 import pytest
 
 from dsa.cute.sm90 import SHARED_BYTES
-from dsa.kernels.gemm import few_rows_tile
 from dsa.kernels.gemm import fp8_gemm_few_rows_config as configs
 from dsa.kernels.gemm import fp8_gemm_few_rows_sm90 as kernels
+from dsa.kernels.gemm import operand_loads
 from dsa.kernels.gemm.grouped_tiles import PREFIX_SUMS, expected_tiles
 from tests.kernels.variants import assert_counts, shipped
 
@@ -28,7 +28,7 @@ def test_sass(sass, compile_function, arguments):
         assert sass.instructions["UCGABAR_ARV"] and sass.instructions["UCGABAR_WAIT"]
     # Descriptors are computed in uniform registers, not moved there before every wgmma.
     assert sass.instructions["R2UR"] < 2 * sass.instructions["QGMMA"]
-    assert sass.registers * few_rows_tile.THREADS <= 65536
+    assert sass.registers * operand_loads.SMALL_M_THREADS <= 65536
     assert config.shared_bytes() + 4 * (PREFIX_SUMS + 32) * grouped <= SHARED_BYTES and config.fits()
 
 
