@@ -69,14 +69,10 @@ class FewRowsProduct:
         cta, column, _ = cute.arch.block_idx()
         warp, lane = warp_and_lane()
         tile, rank = cta // self.ctas, cta % self.ctas
-
-        @cute.struct
-        class Storage:
-            sums: cute.struct.Align[cute.struct.MemRange[Float32, WARPS * self.pairs * 2], 16]
-            received: cute.struct.Align[cute.struct.MemRange[Float32, self.pairs * 2 if self.ctas > 1 else 4], 16]
-
-        storage = cutlass.memory.SmemAllocator().allocate(Storage)
-        sums = storage.sums.get_tensor(cute.make_layout((2, self.pairs, WARPS)))
+        smem = cutlass.memory.SmemAllocator()
+        sums = smem.allocate_tensor(Float32, cute.make_layout((2, self.pairs, WARPS)), 16)
+        owned = self.pairs // CTAS if self.ctas > 1 else 1
+        received = smem.allocate_tensor(Float32, cute.make_layout((2, owned, CTAS if self.ctas > 1 else 2)), 16)
         if const_expr(self.ctas > 1):
             cute.arch.cluster_arrive_relaxed()
 
@@ -94,16 +90,15 @@ class FewRowsProduct:
                 cute.autovec_copy(own[None, half, octet], sums[None, pair, warp])
         cute.arch.sync_threads()
         if const_expr(self.ctas > 1):
-            received = storage.received.get_tensor(cute.make_layout((2, self.pairs // CTAS, CTAS)))
             cute.arch.cluster_wait()
             if tid < self.pairs:
                 low, high = in_order(sums[None, tid, None])
                 send(received, rank, tid, low, high)
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
-            if tid < self.pairs // CTAS:
+            if tid < owned:
                 totals = in_order(received[None, tid, None])
-                self.store(y, tile, column, rank * (self.pairs // CTAS) + tid, totals, scale, scaled_from)
+                self.store(y, tile, column, rank * owned + tid, totals, scale, scaled_from)
         else:
             if tid < self.pairs:
                 self.store(y, tile, column, tid, in_order(sums[None, tid, None]), scale, scaled_from)

@@ -44,8 +44,13 @@ def quad_reduce_scatter(a, b, c, d, upper, odd):
 
 
 @cute.jit
-def warp_reduce_sum(x: Float32) -> Float32:
-    """The sum of x over a warp's lanes, which all get it."""
-    for log in cutlass.range_constexpr(5):
+def reduce_sum(x: Float32, lanes: cutlass.Constexpr) -> Float32:
+    """The sum of x over `lanes` neighbouring lanes, a power of two. All of them get it."""
+    for log in cutlass.range_constexpr(lanes.bit_length() - 1):
         x += cute.arch.shuffle_sync_bfly(x, offset=1 << log)
     return x
+
+
+def warp_reduce_sum(x: Float32) -> Float32:
+    """The sum of x over a warp's lanes, which all get it."""
+    return reduce_sum(x, 32)

@@ -1,8 +1,8 @@
-"""Small tensors in a thread's registers."""
+"""Small tensors in a thread's registers, and copies of a row's vectors to and from them."""
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32
 
 
 def filled(shape, value, dtype: type[cutlass.Numeric] = Float32) -> cute.Tensor:
@@ -24,3 +24,31 @@ def converted(values: cute.Tensor, dtype: type[cutlass.Numeric]) -> cute.Tensor:
     registers = cute.make_rmem_tensor(values.shape, dtype)
     registers.store(values.load().to(dtype))
     return registers
+
+
+@cute.jit
+def sum_in_order(values: cute.Tensor) -> Float32:
+    """The sum of fp32 values, added in order from zero."""
+    total = Float32(0.0)
+    for i in cutlass.range_constexpr(cute.size(values)):
+        total += values[i]
+    return total
+
+
+@cute.jit
+def load_vectors(row: cute.Tensor, values: cute.Tensor, first: Int32, step: cutlass.Constexpr, count):
+    """Load the vectors first, first + step and so on of a row of `count` vectors into values [width, vectors]. Values
+    past the row's end stay as they are."""
+    for n in cutlass.range_constexpr(values.shape[1]):
+        at = first + n * step
+        if at < count:
+            cute.autovec_copy(cute.local_tile(row, (values.shape[0],), (at,)), values[None, n])
+
+
+@cute.jit
+def store_vectors(values: cute.Tensor, row: cute.Tensor, first: Int32, step: cutlass.Constexpr, count):
+    """The inverse of `load_vectors`. Values past the row's end are not stored."""
+    for n in cutlass.range_constexpr(values.shape[1]):
+        at = first + n * step
+        if at < count:
+            cute.autovec_copy(values[None, n], cute.local_tile(row, (values.shape[0],), (at,)))

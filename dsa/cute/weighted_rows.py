@@ -36,8 +36,8 @@ def add_weighted_rows(
     token,
     vector,
 ):
-    """acc += sum_j weights[token, j] * y[rows[token, j]], at vector `vector` of the rows of y. `weights` may be None for
-    ones. A row outside y counts as zero."""
+    """acc += sum_j weights[token, j] * y[rows[token, j]], at vector `vector` of the rows of y. Without weights they are
+    1. A row outside y counts as zero."""
     gather, load = COPIES[vector_bytes]
     row_bytes = Int64(y.stride[0]) * (y.element_type.width // 8)
     start = y.iterator.toint() + Int64(vector) * vector_bytes

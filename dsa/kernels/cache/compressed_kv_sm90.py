@@ -35,12 +35,12 @@ from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint8, Uint32, const_ex
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_contiguous, fake_rows, fake_stream, strides
 from dsa.cute.indexer_page import find_slot, page_planes
-from dsa.cute.quantize import hadamard, quantize, round_to
-from dsa.cute.reductions import warp_inclusive_scan
+from dsa.cute.quantize import hadamard, quantize, quantize_group, round_to
+from dsa.cute.reductions import reduce_sum, warp_inclusive_scan
 from dsa.cute.registers import converted, filled
 from dsa.cute.sm90 import LOG2E, WARP
 from dsa.cute.work_tile import read_info, static_persistent_scheduler, write_info
-from dsa.kernels.cache.kv_row import Fp8Row, quantize_group
+from dsa.kernels.cache.kv_row import Fp8Row
 from dsa.kernels.cache.limits import COMPRESSED_DTYPES, COMPRESSED_KINDS, FLOAT_DTYPES, ROPE_CHANNELS
 from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
@@ -385,8 +385,7 @@ class WriteCompressedKvSm90:
         square = Float32(0.0)
         for i in cutlass.range_constexpr(CHANNELS):
             square = cute.math.fma(v[i], v[i], square)
-        for log in cutlass.range_constexpr(min(self.row_threads, WARP).bit_length() - 1):
-            square += cute.arch.shuffle_sync_bfly(square, offset=1 << log)
+        square = reduce_sum(square, min(self.row_threads, WARP))
         if const_expr(self.slices > 1):
             if tid < self.slices:
                 there = Int32(cute.arch.map_dsmem_ptr(squares.iterator + rank, tid).toint())

@@ -23,7 +23,7 @@ from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake, fake_contiguous, fake_rows, fake_stream, strides
 from dsa.cute.quantize import round_to
 from dsa.cute.reductions import warp_reduce_sum
-from dsa.cute.registers import loaded
+from dsa.cute.registers import load_vectors, loaded, store_vectors
 from dsa.cute.rounded import multiply_rounded, rotate_pair
 from dsa.cute.sm90 import WARP, thread_and_cta
 from dsa.kernels.cache.kv_row import Fp8Row, WarpRow, find_row
@@ -99,33 +99,22 @@ class FloatRowsSm90(RowsSm90):
             part = cute.make_rmem_tensor((self.vector, UNROLL), (rows if self.write else cache).element_type)
             if const_expr(self.write):
                 for first in cutlass.range(0, vectors, WARP * UNROLL, unroll=1):
-                    self.load(rows[t, None], part, first + lane, vectors)
+                    load_vectors(rows[t, None], part, first + lane, WARP, vectors)
                     # The slot is loaded after the row, so that the row's loads do not wait for it. The barrier keeps
                     # the compiler from moving them after it.
                     cute.arch.sync_warp()
                     exists, page, offset = find_row(cache, slots, t, rows.shape[0], divisor)
                     if exists:
-                        self.store(part, cache[page, offset, None], first + lane, vectors)
+                        store_vectors(
+                            _convert(part, cache.element_type), cache[page, offset, None], first + lane, WARP, vectors
+                        )
             else:
                 exists, page, offset = find_row(cache, slots, t, rows.shape[0], divisor)
                 for first in cutlass.range(0, vectors, WARP * UNROLL, unroll=1):
                     part.fill(0)
                     if exists:
-                        self.load(cache[page, offset, None], part, first + lane, vectors)
-                    self.store(part, rows[t, None], first + lane, vectors)
-
-    @cute.jit
-    def load(self, row: cute.Tensor, part: cute.Tensor, first: Int32, vectors: Int32):
-        for u in cutlass.range_constexpr(UNROLL):
-            if first + u * WARP < vectors:
-                cute.autovec_copy(cute.local_tile(row, (self.vector,), (first + u * WARP,)), part[None, u])
-
-    @cute.jit
-    def store(self, part: cute.Tensor, row: cute.Tensor, first: Int32, vectors: Int32):
-        out = _convert(part, row.element_type)
-        for u in cutlass.range_constexpr(UNROLL):
-            if first + u * WARP < vectors:
-                cute.autovec_copy(out[None, u], cute.local_tile(row, (self.vector,), (first + u * WARP,)))
+                        load_vectors(cache[page, offset, None], part, first + lane, WARP, vectors)
+                    store_vectors(_convert(part, rows.element_type), rows[t, None], first + lane, WARP, vectors)
 
 
 class WriteFp8RowsSm90(RowsSm90):

@@ -11,8 +11,8 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint8, Uint32, const_expr
 
 from dsa.cute.indexer_page import find_slot
-from dsa.cute.quantize import AMAX_MIN, scale_and_reciprocal
-from dsa.cute.registers import converted
+from dsa.cute.quantize import quantize_group
+from dsa.cute.registers import converted, load_vectors, store_vectors
 from dsa.cute.sm90 import WARP
 from dsa.kernels.cache.limits import ROPE_CHANNELS
 
@@ -48,15 +48,11 @@ class WarpRow:
         """Load the channels before RoPE's. Zeros if the last step has none for this lane."""
         if const_expr(self.vectors % WARP != 0):
             v.fill(0)
-        for j in cutlass.range_constexpr(self.steps):
-            if j * WARP + lane < self.vectors:
-                cute.autovec_copy(cute.local_tile(row, (self.vector,), (j * WARP + lane,)), v[None, j])
+        load_vectors(row, v, lane, WARP, self.vectors)
 
     @cute.jit
     def store(self, v: cute.Tensor, row: cute.Tensor, lane: Int32):
-        for j in cutlass.range_constexpr(self.steps):
-            if j * WARP + lane < self.vectors:
-                cute.autovec_copy(v[None, j], cute.local_tile(row, (self.vector,), (j * WARP + lane,)))
+        store_vectors(v, row, lane, WARP, self.vectors)
 
     @cute.jit
     def pair(self, row: cute.Tensor, lane: Int32):
@@ -149,18 +145,3 @@ class Fp8Row(WarpRow):
         if exponent == 255:
             bits = Uint32(0x7FC00000)
         return bits.bitcast(Float32)
-
-
-@cute.jit
-def quantize_group(v: cute.Tensor, lanes: cutlass.Constexpr, use_ue8m0: cutlass.Constexpr) -> Float32:
-    """v <- v * (1 / scale). Returns the scale of the group that `lanes` lanes hold: amax / 448, with amax at least
-    1e-4, or the next power of two. NaN propagates."""
-    amax = Float32(AMAX_MIN)
-    for i in cutlass.range_constexpr(cute.size(v)):
-        amax = cute.arch.fmax(amax, cute.math.absf(v[i]), nan=True)
-    for log in cutlass.range_constexpr(lanes.bit_length() - 1):
-        amax = cute.arch.fmax(amax, cute.arch.shuffle_sync_bfly(amax, offset=1 << log), nan=True)
-    scale, reciprocal = scale_and_reciprocal(amax, use_ue8m0)
-    for i in cutlass.range_constexpr(cute.size(v)):
-        v[i] = v[i] * reciprocal
-    return scale

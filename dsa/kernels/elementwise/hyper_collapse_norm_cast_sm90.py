@@ -28,7 +28,7 @@ from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import fake_rows, fake_stream
 from dsa.cute.quantize import GROUP, quantize, round_to
 from dsa.cute.reductions import warp_reduce_sum
-from dsa.cute.registers import converted, filled, loaded
+from dsa.cute.registers import converted, filled, loaded, sum_in_order
 from dsa.cute.sm90 import WARP, opaque, thread_and_cta
 from dsa.kernels.elementwise.hyper_arithmetic import (
     COUNT,
@@ -115,17 +115,11 @@ class HyperCollapseNormCastSm90:
     ):
         tid, block = thread_and_cta()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-
-        @cute.struct
-        class Storage:
-            squares: cute.struct.Align[cute.struct.MemRange[Float32, MAX_TOKENS * self.all_warps], 16]
-            logits: cute.struct.Align[cute.struct.MemRange[Float32, MAX_TOKENS * 2 * HYPER_STREAMS], 16]
-            sums: cute.struct.Align[cute.struct.MemRange[Float32, MAX_TOKENS * max(self.warps, 4)], 16]
-
-        storage = cutlass.memory.SmemAllocator().allocate(Storage)
-        squares = storage.squares.get_tensor(cute.make_layout((self.all_warps, MAX_TOKENS)))
-        sums = storage.sums.get_tensor(cute.make_layout((self.warps, MAX_TOKENS), stride=(1, max(self.warps, 4))))
-        logits = storage.logits.get_tensor(cute.make_layout((2 * HYPER_STREAMS, MAX_TOKENS)))
+        smem = cutlass.memory.SmemAllocator()
+        squares = smem.allocate_tensor(Float32, cute.make_layout((self.all_warps, MAX_TOKENS)), 16)
+        logits = smem.allocate_tensor(Float32, cute.make_layout((2 * HYPER_STREAMS, MAX_TOKENS)), 16)
+        layout = cute.make_layout((self.warps, MAX_TOKENS), stride=(1, max(self.warps, 4)))
+        sums = smem.allocate_tensor(Float32, layout, 16)
         first = block * together
         count = cutlass.min(together, streams.shape[0] - first)
         if tid == 0 and block == 0:
@@ -247,10 +241,7 @@ class HyperCollapseNormCastSm90:
             if tid % WARP == 0:
                 sums[tid // WARP] = total
             cute.arch.barrier(barrier_id=NORM_BARRIER, number_of_threads=self.lanes)
-            all_sums = loaded(sums)
-            total = Float32(0.0)
-            for i in cutlass.range_constexpr(self.warps):
-                total += all_sums[i]
+            total = sum_in_order(loaded(sums))
         return total
 
 

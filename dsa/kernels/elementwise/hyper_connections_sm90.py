@@ -23,7 +23,7 @@ from cutlass import Float32, Int32, Uint32, const_expr
 
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake_rows, fake_stream
-from dsa.cute.reductions import warp_reduce_sum
+from dsa.cute.reductions import reduce_sum, warp_reduce_sum
 from dsa.cute.registers import converted, filled, loaded
 from dsa.cute.sm90 import WARP, opaque, thread_and_cta
 from dsa.kernels.elementwise.hyper_arithmetic import (
@@ -101,15 +101,9 @@ class HyperCollapseSm90:
         hc_eps: Float32,
     ):
         tid, block = thread_and_cta()
-
-        @cute.struct
-        class Storage:
-            sums: cute.struct.MemRange[Float32, MAX_TOKENS * self.warps]
-            scales: cute.struct.MemRange[Float32, MAX_TOKENS]
-
-        storage = cutlass.memory.SmemAllocator().allocate(Storage)
-        scales = storage.scales.get_tensor(cute.make_layout(MAX_TOKENS))
-        sums = storage.sums.get_tensor(cute.make_layout((self.warps, MAX_TOKENS)))
+        smem = cutlass.memory.SmemAllocator()
+        sums = smem.allocate_tensor(Float32, cute.make_layout((self.warps, MAX_TOKENS)))
+        scales = smem.allocate_tensor(Float32, cute.make_layout(MAX_TOKENS))
         first = block * together
         zero = Uint32(together >> 8)
         wait_for_prerequisite_grids()
@@ -156,9 +150,7 @@ class HyperCollapseSm90:
         if tid & (WARP - 1) == 0:
             sums[tid >> 5] = square
         cute.arch.sync_threads()
-        square = sums[tid & (self.warps - 1)]
-        for log in cutlass.range_constexpr(self.warps.bit_length() - 1):
-            square += cute.arch.shuffle_sync_bfly(square, offset=1 << log)
+        square = reduce_sum(sums[tid & (self.warps - 1)], self.warps)
         inverse = cute.math.rsqrt(square * share + eps)
         pre = shared_by_shuffles(sigmoid(number * inverse + bias) + hc_eps)
         for s in cutlass.range_constexpr(self.steps):

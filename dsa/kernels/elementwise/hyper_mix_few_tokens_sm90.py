@@ -72,15 +72,9 @@ class HyperMixFewTokensSm90:
         cta, column, _ = cute.arch.block_idx()
         warp, lane = warp_and_lane()
         tile, rank = cta // CTAS, cta % CTAS
-
-        @cute.struct
-        class Storage:
-            slices: cute.struct.Align[cute.struct.MemRange[Float32, GROUP_SLICES * self.pairs * 2], 16]
-            received: cute.struct.Align[cute.struct.MemRange[Float32, self.pairs * 2], 16]
-
-        storage = cutlass.memory.SmemAllocator().allocate(Storage)
-        slices = storage.slices.get_tensor(cute.make_layout((2, self.pairs, GROUP_SLICES)))
-        received = storage.received.get_tensor(cute.make_layout((2, self.pairs // CTAS, CTAS)))
+        smem = cutlass.memory.SmemAllocator()
+        slices = smem.allocate_tensor(Float32, cute.make_layout((2, self.pairs, GROUP_SLICES)), 16)
+        received = smem.allocate_tensor(Float32, cute.make_layout((2, self.pairs // CTAS, CTAS)), 16)
         cute.arch.cluster_arrive_relaxed()
 
         blocks = streams.shape[1] * cute.ceil_div(streams.shape[2], BLOCK)

@@ -230,7 +230,6 @@ class HyperMixSm90:
         columns = [((quad + 4 * half) ^ place) * 16 for half in range(2)]
         v_rows = Int32(storage.v.data_ptr().toint()) + (token_warp * WARP_TOKENS + place) * ROW_BYTES
         w_rows = Int32(storage.w.data_ptr().toint()) + place * ROW_BYTES
-        v_size, w_size = self.rows * ROW_BYTES, MATRIX_ROWS * ROW_BYTES
         group = cute.make_rmem_tensor((2, self.own_pairs), Float32)
         half_group = cute.make_rmem_tensor((2, self.own_pairs), Float32)
         acc = cute.make_rmem_tensor((4, OCTETS // 2, MATRIX_OCTETS), Float32)
@@ -239,7 +238,7 @@ class HyperMixSm90:
         first, end, step, longest = self.work(tokens, blocks)
         state = PipelineState(Int32(slice_warp), Int32(0))
         pipeline.consumer_wait(state)
-        self.read(operands[0], v_rows + state.stage * v_size + columns[0], w_rows + state.stage * w_size + columns[0])
+        self.read(operands[0], v_rows, w_rows, state, columns[0])
         for unit in cutlass.range(first, end, step, unroll=1):
             group.fill(0.0)
             for _ in cutlass.range(self.halves, unroll=1):
@@ -247,15 +246,13 @@ class HyperMixSm90:
                 for _ in cutlass.range(self.rounds, unroll=1):
                     acc.fill(0.0)
                     for _ in cutlass.range(longest, unroll=1):
-                        v_stage, w_stage = v_rows + state.stage * v_size, w_rows + state.stage * w_size
-                        self.read(operands[1], v_stage + columns[1], w_stage + columns[1])
+                        self.read(operands[1], v_rows, w_rows, state, columns[1])
                         self.multiply_half(acc, operands[0])
                         cute.arch.sync_warp()
                         pipeline.consumer_release(state)
                         state = pipeline.skip(state, self.slice_warps)
                         pipeline.consumer_wait(state)
-                        v_stage, w_stage = v_rows + state.stage * v_size, w_rows + state.stage * w_size
-                        self.read(operands[0], v_stage + columns[0], w_stage + columns[0])
+                        self.read(operands[0], v_rows, w_rows, state, columns[0])
                         self.multiply_half(acc, operands[1])
                     self.add_slices(storage, group, half_group, acc, warp, tid)
                 for i in cutlass.range_constexpr(2 * self.own_pairs):
@@ -267,9 +264,11 @@ class HyperMixSm90:
                 self.store_half(out, group, unit, tokens, warp, tid)
 
     @cute.jit
-    def read(self, operands: cutlass.Constexpr, v: Int32, w: Int32):
-        """Read 16 bytes of one row per octet of tokens and of matrix rows."""
-        for tensor, address in zip(operands, (v, w)):
+    def read(self, operands: cutlass.Constexpr, v: Int32, w: Int32, state: PipelineState, column: Int32):
+        """Read 16 bytes of one row per octet of tokens and of matrix rows of a stage, at byte `column`. v, w: the rows'
+        addresses in the first stage."""
+        v_stage, w_stage = v + state.stage * (self.rows * ROW_BYTES), w + state.stage * (MATRIX_ROWS * ROW_BYTES)
+        for tensor, address in zip(operands, (v_stage + column, w_stage + column)):
             for octet in cutlass.range_constexpr(tensor.shape[1]):
                 tensor[None, octet].store(load_registers(address + octet * 8 * ROW_BYTES).load())
 

@@ -19,6 +19,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from dsa.cute.copies import prefetch_to_l2
+from dsa.cute.registers import sum_in_order
 from dsa.cute.slices import SLICES
 
 PARTS = 3
@@ -115,9 +116,7 @@ def add_groups(received: cute.Tensor, out: cute.Tensor, rank: Int32, first_token
 def store_sums(groups: cute.Tensor, out: cute.Tensor, token: Int32, first_output: Int32, place: Int32):
     """Add the groups [2, CTAS] of pair `place` of a token, and store the two results whose outputs exist."""
     for i in cutlass.range_constexpr(2):
-        total = Float32(0.0)
-        for group in cutlass.range_constexpr(CTAS):
-            total += groups[i, group]
+        total = sum_in_order(groups[i, None])
         output = first_output + place // 4 * OUTPUTS + octet_row(2 * (place % 4) + i)
         if token < out.shape[0] and output < out.shape[1]:
             out[token, output] = total

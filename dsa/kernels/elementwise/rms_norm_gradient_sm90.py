@@ -18,15 +18,13 @@ what CTAs of 256 threads hold.
 Roofline: memory, 3 D elements per row; about 9 instructions per channel.
 """
 
-import functools
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake_rows, fake_stream
-from dsa.cute.registers import converted, filled
+from dsa.cute.registers import converted, filled, load_vectors
 from dsa.cute.sm90 import WARP, thread_and_cta
 from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, DTYPES
 from dsa.kernels.elementwise.rms_norm_sm90 import (
@@ -34,8 +32,9 @@ from dsa.kernels.elementwise.rms_norm_sm90 import (
     MAX_EARLY,
     VECTOR_BITS,
     NormConfig,
-    load_vectors,
-    max_channels,
+)
+from dsa.kernels.elementwise.rms_norm_sm90 import (
+    choose_config as choose_config,
 )
 from dsa.runtime.compile_cache import Variants, cached, compile_sm90
 
@@ -158,12 +157,6 @@ def compile_rms_norm_gradient(dtype: str, weighted: bool, config: NormConfig):
         RmsNormGradientSm90(element, config),
         *(grad, x, weight, dx, parts, Float32(0.0), Int32(1), fake_stream()),
     )
-
-
-@functools.lru_cache(4096)
-def choose_gradient_config(dtype: str, channels: int) -> NormConfig:
-    """The first configuration that holds a row."""
-    return next(config for config in GRADIENT_CONFIGS if channels <= max_channels(dtype, config))
 
 
 def choose_ctas(rows: int, config: NormConfig, sms: int) -> int:

@@ -34,7 +34,8 @@ from cutlass import Float8E4M3FN, Float32, Int32, const_expr
 from dsa.cute.dependent_launch import wait_for_prerequisite_grids
 from dsa.cute.fake_tensors import cute_dtype, fake_rows, fake_stream
 from dsa.cute.quantize import GROUP, quantize, round_to
-from dsa.cute.registers import converted, filled, loaded
+from dsa.cute.reductions import reduce_sum
+from dsa.cute.registers import converted, filled, load_vectors, loaded, sum_in_order
 from dsa.cute.rounded import rotate_pair
 from dsa.cute.sm90 import WARP, thread_and_cta
 from dsa.kernels.elementwise.limits import CHANNEL_MULTIPLE, DTYPES
@@ -68,16 +69,6 @@ CONFIGS = (
 CAST_CONFIGS = tuple(config for config in CONFIGS if config.lanes >= WARP and config.vectors <= MAX_EARLY)
 # Configurations for RoPE: their threads have registers for the angles as well.
 ROTARY_CONFIGS = tuple(config for config in CONFIGS if config.lanes <= WARP)
-
-
-@cute.jit
-def load_vectors(source: cute.Tensor, values: cute.Tensor, lane: Int32, lanes: cutlass.Constexpr, count: Int32):
-    """Load a thread's vectors `lane`, lane + lanes, ... of a row of `count` vectors into values [width, vectors].
-    Values past the row's end stay as they are."""
-    for n in cutlass.range_constexpr(values.shape[1]):
-        at = lane + n * lanes
-        if at < count:
-            cute.autovec_copy(cute.local_tile(source, (values.shape[0],), (at,)), values[None, n])
 
 
 class RmsNormSm90:
@@ -193,17 +184,13 @@ class RmsNormSm90:
     @cute.jit
     def sum_of_row(self, x: Float32, tid: Int32) -> Float32:
         """The sum over the row's threads, with the same bits in every thread."""
-        for log in cutlass.range_constexpr(min(self.lanes, WARP).bit_length() - 1):
-            x += cute.arch.shuffle_sync_bfly(x, offset=1 << log)
+        x = reduce_sum(x, min(self.lanes, WARP))
         if const_expr(self.warps > 1):
             sums = cutlass.memory.SmemAllocator().allocate_tensor(Float32, cute.make_layout(self.warps), 16)
             if tid % WARP == 0:
                 sums[tid // WARP] = x
             cute.arch.sync_threads()
-            all_sums = loaded(sums)
-            x = Float32(0.0)
-            for i in cutlass.range_constexpr(self.warps):
-                x += all_sums[i]
+            x = sum_in_order(loaded(sums))
         return x
 
 
@@ -299,21 +286,9 @@ def max_channels(dtype: str, config: NormConfig = CONFIGS[-1]) -> int:
 
 
 @functools.lru_cache(4096)
-def choose_config(dtype: str, channels: int) -> NormConfig:
-    """The first configuration that holds a row."""
-    return next(config for config in CONFIGS if channels <= max_channels(dtype, config))
-
-
-@functools.lru_cache(4096)
-def choose_cast_config(dtype: str, channels: int) -> NormConfig:
-    """The first configuration for the cast that holds a row."""
-    return next(config for config in CAST_CONFIGS if channels <= max_channels(dtype, config))
-
-
-@functools.lru_cache(4096)
-def choose_rotary_config(dtype: str, channels: int) -> NormConfig:
-    """The first configuration for RoPE that holds a row."""
-    return next(config for config in ROTARY_CONFIGS if channels <= max_channels(dtype, config))
+def choose_config(dtype: str, channels: int, configs: tuple[NormConfig, ...] = CONFIGS) -> NormConfig:
+    """The first of `configs` that holds a row."""
+    return next(config for config in configs if channels <= max_channels(dtype, config))
 
 
 def shipped_variants() -> Variants:

@@ -53,6 +53,7 @@ from dsa.kernels.gemm.fp8_gemm_config import (
     TMA_STORE_CLOCKS,
     Fp8GemmConfig,
     of_fewest_clocks,
+    tile_block_clocks,
 )
 from dsa.kernels.gemm.fp8_gemm_sm90 import (
     SCALE_BLOCKS,
@@ -368,8 +369,8 @@ def compile_fp8_fp4_gemm(out_dtype: str, config: Fp8Fp4GemmConfig, weighted: boo
     rows = cute.sym_int()
     out = fake_rows(out_type, rows, cute.sym_int())
     weights = fake_contiguous(Float32, rows) if weighted else None
-    kernel = Fp8Fp4GemmSm90(config, LateResultEpilogue(out_type, config, weighted))
-    return compile_sm90(kernel, *_operands(), out, weights, Int32(1), fake_stream())
+    epilogue = LateResultEpilogue(out_type, config, weighted)
+    return compile_sm90(Fp8Fp4GemmSm90(config, epilogue), *_operands(), out, weights, Int32(1), fake_stream())
 
 
 def choose_config(rows: int, columns: int, channels: int, matrices: int, multiprocessors: int) -> Fp8Fp4GemmConfig:
@@ -381,12 +382,9 @@ def tile_clocks(config: Fp8Fp4GemmConfig, rows: int, blocks: int) -> float:
     """Modelled cycles of a work tile with `rows` rows. The slowest of these determines the time of a block, as in the
     FP8 product: the tensor cores with the multiply-adds, shared memory, the latency of one warpgroup, or the
     converters."""
-    units = -(-rows // 64)
-    multiplied = units * config.columns * 2 + units * config.columns // 2
-    moved = units * (64 + config.columns) + config.rows + config.columns // 2 + WIDEN_MOVES
-    alone = -(-units // config.groups) * (config.columns * 5 // 2 + 100 // config.together)
+    block = tile_block_clocks(config, rows, config.columns // 2 + WIDEN_MOVES, latency=100)
     stored = TMA_STORE_CLOCKS if config.waves == 1 else STORE_CLOCKS
-    return stored + blocks * (BLOCK_CLOCKS + max(multiplied, moved, alone, WIDEN_CLOCKS))
+    return stored + blocks * (BLOCK_CLOCKS + max(block, WIDEN_CLOCKS))
 
 
 def shipped_variants() -> Variants:

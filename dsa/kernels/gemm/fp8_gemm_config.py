@@ -155,7 +155,7 @@ def microseconds_of_one(config: Fp8GemmConfig, rows: int, columns: int, channels
     tiles = down * -(-columns // config.columns)
     rounds = -(-tiles // multiprocessors)
     high = min(rows, config.rows)
-    block = tile_block_clocks(config, high) / CLOCKS + (UNSHARED if down == 1 else 0)
+    block = tile_block_clocks(config, high, config.columns) / CLOCKS + (UNSHARED if down == 1 else 0)
     if config.groups == 2 and 0 < rows % config.rows <= 64:
         # In the last tiles of rows, one warpgroup has no rows. These tiles are a part of the waves, or the whole of a
         # single wave.
@@ -222,16 +222,16 @@ def drawn_tile_clocks(config: Fp8GemmConfig, rows: int, blocks: int) -> float:
 def tile_clocks(config: Fp8GemmConfig, rows: int, blocks: int) -> float:
     """Modelled cycles of a work tile with `rows` rows."""
     stored = TMA_STORE_CLOCKS if config.waves == 1 else STORE_CLOCKS
-    return stored + blocks * (BLOCK_CLOCKS + tile_block_clocks(config, rows))
+    return stored + blocks * (BLOCK_CLOCKS + tile_block_clocks(config, rows, config.columns))
 
 
-def tile_block_clocks(config: Fp8GemmConfig, rows: int) -> int:
+def tile_block_clocks(config: Fp8GemmConfig, rows: int, b_moves: int, latency: int = 180) -> int:
     """Modelled cycles of a block of 128 channels, without overhead: the slowest of three. (1) The tensor cores plus the
-    multiply-adds, which compete for the registers. (2) Shared memory, which moves 128 bytes per cycle: what TMA writes,
-    and the 64 rows and all columns that each wgmma reads. (3) The latency of one warpgroup, which waits for each of its
-    products."""
+    multiply-adds, which compete for the registers. (2) Shared memory, which moves 128 bytes per cycle: a and b, whose
+    writing takes `b_moves` cycles, and the 64 rows and all columns that each wgmma reads. (3) The latency of one
+    warpgroup, which waits for each of its products."""
     units = -(-rows // 64)
     multiplied = units * config.columns * 2 + units * config.columns // 2
-    moved = units * (64 + config.columns) + config.rows + config.columns
-    alone = -(-units // config.groups) * (config.columns * 5 // 2 + 180 // config.together)
+    moved = units * (64 + config.columns) + config.rows + b_moves
+    alone = -(-units // config.groups) * (config.columns * 5 // 2 + latency // config.together)
     return max(multiplied, moved, alone)

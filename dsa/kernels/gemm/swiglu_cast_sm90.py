@@ -88,8 +88,8 @@ class SwigluCastSm90:
         channel = col * GROUP + lane * CHANNELS
 
         gates, ups = [cute.make_rmem_tensor((CHANNELS,), gate.element_type) for _ in range(2)]
-        self.read(gates, gate[row, None], channel)
-        self.read(ups, up[row, None], channel)
+        self.copy(gates, gate[row, None], channel, write=False)
+        self.copy(ups, up[row, None], channel, write=False)
         h = cute.make_rmem_tensor((CHANNELS,), Float32)
         for i in cutlass.range_constexpr(CHANNELS):
             h[i] = swiglu(gates[i].to(Float32), ups[i].to(Float32), limit)
@@ -97,35 +97,25 @@ class SwigluCastSm90:
         s = quantize(h, CHANNELS, self.use_ue8m0)
         out = converted(h, Float8E4M3FN)
         if group < total:
-            self.write(out, q[row, None], channel)
+            self.copy(out, q[row, None], channel, write=True)
             if lane == 0:
                 scale[row, col] = s
 
     @cute.jit
-    def read(self, target: cute.Tensor, source: cute.Tensor, channel: Int32):
-        """Read a lane's channels from `channel` on; zeros for those past the end of the row."""
-        if const_expr(self.ragged):
-            target.fill(0.0)
+    def copy(self, registers: cute.Tensor, row: cute.Tensor, channel: Int32, write: cutlass.Constexpr):
+        """Copy a lane's channels of a row, from `channel` on, to registers; with `write`, copy registers to the row.
+        Channels past the end of the row are read as zeros and not written."""
+        if const_expr(self.ragged and not write):
+            registers.fill(0.0)
         for i in cutlass.range_constexpr(CHANNELS // self.width):
-            own = cute.local_tile(target, (self.width,), (i,))
-            place = cute.local_tile(source, (self.width,), (channel // self.width + i,))
+            own = cute.local_tile(registers, (self.width,), (i,))
+            place = cute.local_tile(row, (self.width,), (channel // self.width + i,))
+            source, target = (own, place) if write else (place, own)
             if const_expr(self.ragged):
-                if channel + i * self.width < source.shape[0]:
-                    cute.autovec_copy(place, own)
+                if channel + i * self.width < row.shape[0]:
+                    cute.autovec_copy(source, target)
             else:
-                cute.autovec_copy(place, own)
-
-    @cute.jit
-    def write(self, source: cute.Tensor, target: cute.Tensor, channel: Int32):
-        """Write a lane's channels from `channel` on, except those past the end of the row."""
-        for i in cutlass.range_constexpr(CHANNELS // self.width):
-            own = cute.local_tile(source, (self.width,), (i,))
-            place = cute.local_tile(target, (self.width,), (channel // self.width + i,))
-            if const_expr(self.ragged):
-                if channel + i * self.width < target.shape[0]:
-                    cute.autovec_copy(own, place)
-            else:
-                cute.autovec_copy(own, place)
+                cute.autovec_copy(source, target)
 
 
 class SwigluCastOfMatricesSm90(SwigluCastSm90):

@@ -67,16 +67,13 @@ class MoeGateSm90:
 
     @cute.jit
     def score(self, x: Float32) -> Float32:
-        result = Float32(0.0)
         if const_expr(self.scores == "sigmoid"):
-            result = 1.0 / (1.0 + cute.math.exp(-x))
-        else:
-            u = cute.math.exp(x)
-            # log1p(u): for a small u, 1 + u would keep few of its bits.
-            small = u * (1.0 - u * (1 / 2 - u * (1 / 3 - u * (1 / 4 - u * (1 / 5 - u * (1 / 6))))))
-            softplus = small if u < 0.1 else cute.math.log(1.0 + u)
-            result = cute.math.sqrt(x if x > 20.0 else softplus)
-        return result
+            return 1.0 / (1.0 + cute.math.exp(-x))
+        u = cute.math.exp(x)
+        # log1p(u): for a small u, 1 + u would keep few of its bits.
+        small = u * (1.0 - u * (1 / 2 - u * (1 / 3 - u * (1 / 4 - u * (1 / 5 - u * (1 / 6))))))
+        softplus = small if u < 0.1 else cute.math.log(1.0 + u)
+        return cute.math.sqrt(x if x > 20.0 else softplus)
 
     @cute.jit
     def keep_best_groups(self, order, lane):
@@ -142,10 +139,9 @@ class MoeGateSm90:
     @cute.jit
     def factor(self, own_score: Float32, scale: Float32) -> Float32:
         """The factor from a token's chosen scores to its weights. Each lane has one chosen score, or 0."""
-        result = scale
-        if const_expr(self.normalise):
-            result = scale / (cute.arch.warp_reduction_sum(own_score) + Float32(LEAST_SUM))
-        return result
+        if const_expr(not self.normalise):
+            return scale
+        return scale / (cute.arch.warp_reduction_sum(own_score) + Float32(LEAST_SUM))
 
 
 @cute.jit

@@ -51,7 +51,7 @@ def _rms_norm_gradient(
 
     name, channels = dtype_name(x.dtype), x.shape[-1]
     rows, dx, _ = with_dims(rows_at_16_bytes(x), 3), *_results(x)
-    config = kernel.choose_gradient_config(name, channels)
+    config = kernel.choose_config(name, channels, kernel.GRADIENT_CONFIGS)
     ctas = kernel.choose_ctas(rows.shape[0] * rows.shape[1], config, backends.num_sms(x.device))
     parts = None
     if weight is not None:

@@ -72,11 +72,11 @@ def _rms_norm_rotary(
     sin: torch.Tensor,
     eps: float,
 ) -> torch.Tensor:
-    from dsa.kernels.elementwise.rms_norm_sm90 import choose_rotary_config, compile_rms_norm_rotary
+    from dsa.kernels.elementwise.rms_norm_sm90 import ROTARY_CONFIGS, choose_config, compile_rms_norm_rotary
 
     out = _results(x)
     if out.numel():
         name = dtype_name(x.dtype)
-        launch = compile_rms_norm_rotary(name, weight is not None, choose_rotary_config(name, x.shape[2]))
+        launch = compile_rms_norm_rotary(name, weight is not None, choose_config(name, x.shape[2], ROTARY_CONFIGS))
         launch(rows_at_16_bytes(x), weight, rows_at_16_bytes(cos), rows_at_16_bytes(sin), out, float(eps))
     return out

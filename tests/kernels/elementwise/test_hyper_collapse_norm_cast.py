@@ -31,7 +31,7 @@ def test_sums_are_in_the_order_of_the_separate_kernels(channels):
     """The norm has the same lanes and vectors; the same thread of the collapse adds a vector's squares in the same
     step."""
     threads, lanes, vectors = next(t for t in hyper_fusion_limits.HYPER_NORM_TILES if channels <= t[1] * t[2] * 8)
-    config = rms_norm_sm90.choose_cast_config("bfloat16", channels)
+    config = rms_norm_sm90.choose_config("bfloat16", channels, rms_norm_sm90.CAST_CONFIGS)
     assert (lanes, vectors) == (config.lanes, config.vectors) and config.threads % lanes == 0
     assert threads == next(t for t, steps in limits.HYPER_TILES if channels <= t * steps * 8)
     shares = threads // lanes

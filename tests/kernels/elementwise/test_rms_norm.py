@@ -59,10 +59,11 @@ def test_sass_of_gradients(sass, arguments):
 
 @pytest.mark.parametrize(("dtype", "most"), gradient_limits.MAX_NORM_GRADIENT_CHANNELS.items())
 def test_gradients_take_all_channels_up_to_their_limit(dtype, most):
-    longest = gradients.choose_gradient_config(dtype, most)
+    longest = kernels.choose_config(dtype, most, gradients.GRADIENT_CONFIGS)
     assert kernels.max_channels(dtype, longest) == most and longest.threads == 256
     for channels in range(8, most + 1, 8):
-        assert kernels.max_channels(dtype, gradients.choose_gradient_config(dtype, channels)) >= channels
+        config = kernels.choose_config(dtype, channels, gradients.GRADIENT_CONFIGS)
+        assert kernels.max_channels(dtype, config) >= channels
 
 
 @pytest.mark.parametrize("config", gradients.GRADIENT_CONFIGS)
@@ -89,10 +90,10 @@ def test_every_row_length_has_a_configuration(dtype):
 def test_fused_norms_have_the_configuration_of_the_plain_norm(dtype):
     """So that their results have the same bits."""
     for channels in range(256, limits.MAX_NORM_CAST_CHANNELS[dtype] + 1, 128):
-        assert kernels.choose_cast_config(dtype, channels) == kernels.choose_config(dtype, channels)
-    assert kernels.choose_cast_config(dtype, 128) == kernels.CAST_CONFIGS[0]
+        assert kernels.choose_config(dtype, channels, kernels.CAST_CONFIGS) == kernels.choose_config(dtype, channels)
+    assert kernels.choose_config(dtype, 128, kernels.CAST_CONFIGS) == kernels.CAST_CONFIGS[0]
     for channels in range(8, MAX_NORM_ROTARY_CHANNELS[dtype] + 1, 8):
-        assert kernels.choose_rotary_config(dtype, channels) == kernels.choose_config(dtype, channels)
+        assert kernels.choose_config(dtype, channels, kernels.ROTARY_CONFIGS) == kernels.choose_config(dtype, channels)
 
 
 @by_dtype
